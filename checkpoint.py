@@ -1,0 +1,91 @@
+"""Checkpoints: folders out/step_000250 that are whole or not there.
+
+    model/, optimizer/   sharded tensors of torch.distributed.checkpoint: any number of ranks writes, any other reads
+    meta.json            for a person and for sample.py: step, settings, model, dataset, losses, versions
+
+A folder is written under another name, flushed and renamed, so its name alone says that it is whole. Old ones are
+deleted only after that.
+"""
+
+import json
+import os
+import shutil
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+
+from model import Llama, LlamaConfig
+
+
+def newest(out_dir: str) -> Path | None:
+    """The whole checkpoint with the highest step in out_dir, or None."""
+    return next(reversed(_steps(out_dir)), None)
+
+
+def _steps(out_dir):
+    """The whole checkpoints of out_dir, oldest first."""
+    return sorted(path.parent for path in Path(out_dir).glob("step_*/meta.json") if path.parent.name[5:].isdigit())
+
+
+def save(out_dir: str, step: int, model: Llama, optimizer, meta: dict, keep_last: int) -> Path:
+    """Writes out_dir/step_<step>, on every rank its part, and deletes all but the keep_last newest. Returns its path.
+
+    meta goes into meta.json beside the tensors. Raises OSError where the disk does; then the older ones are untouched.
+    """
+    final = Path(out_dir) / f"step_{step:06d}"
+    partial = final.with_name(final.name + ".partial")
+    rank0 = not dist.is_initialized() or dist.get_rank() == 0
+    if rank0:
+        shutil.rmtree(partial, ignore_errors=True)  # what a killed run left
+        partial.mkdir(parents=True)
+    if dist.is_initialized():
+        dist.barrier()
+    model_state, optimizer_state = get_state_dict(model, optimizer)
+    dcp.save(
+        {"model": model_state, "optimizer": optimizer_state}, checkpoint_id=partial, no_dist=not dist.is_initialized()
+    )
+    if rank0:
+        with open(partial / "meta.json", "w") as file:
+            json.dump({"step": step, **meta}, file, indent=2)
+            file.flush()
+            os.fsync(file.fileno())
+        _sync_folder(partial)
+        if final.exists():  # a run that went back and came here again
+            shutil.rmtree(final)
+        partial.rename(final)
+        _sync_folder(final.parent)
+        for old in _steps(out_dir)[:-keep_last]:
+            shutil.rmtree(old)
+    if dist.is_initialized():
+        dist.barrier()
+    return final
+
+
+def _sync_folder(path):
+    """A rename is on the disk once its folder is."""
+    folder = os.open(path, os.O_RDONLY)
+    os.fsync(folder)
+    os.close(folder)
+
+
+def read_meta(path: Path) -> dict:
+    return json.loads((Path(path) / "meta.json").read_text())
+
+
+def load(path: Path, model: Llama, optimizer) -> dict:
+    """Fills a model and its optimizer, sharded in any way, from a checkpoint; returns its meta.json."""
+    model_state, optimizer_state = get_state_dict(model, optimizer)
+    state = {"model": model_state, "optimizer": optimizer_state}
+    dcp.load(state, checkpoint_id=path, no_dist=not dist.is_initialized())
+    set_state_dict(model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
+    return read_meta(path)
+
+
+def load_model(path: Path, device: str, dtype: torch.dtype) -> Llama:
+    """The model of a checkpoint alone, whole, on one device and in one dtype: for sampling and for conversion."""
+    model = Llama(LlamaConfig(**read_meta(path)["model"]))
+    dcp.load({"model": model.state_dict()}, checkpoint_id=path, no_dist=True)  # read into the tensors themselves
+    return model.to(device=device, dtype=dtype)

@@ -1,0 +1,243 @@
+"""Settings of a script: the plain assignments at its top, changed by config files and flags, all of them checked.
+
+    # data
+    dataset = 'pystdlib'  # a folder under data/
+    learning_rate = 3e-4  # the peak, after the warm-up
+    min_lr: float | None = None  # where the cosine ends; none: learning_rate / 10
+    dtype: Literal['float32', 'bfloat16', 'float16'] = 'bfloat16'  # of the compute; the weights stay float32
+
+    settings = configure(globals(), sys.argv[1:])
+
+Every lowercase name that the script has assigned, in a plain assignment above the call, is a setting. Its type is the
+annotation's, or else the default's. The comment behind it is its help. A comment line above it is the heading of a
+group where a blank line precedes it or the setting has its own comment; otherwise it is the setting's help.
+
+    python train.py config/baby_llama.py --batch_size=32 --learning_rate 1e-3 --compile
+    python train.py config/baby_llama.py --help
+
+A flag wins over a file wherever it stands, and a later one over an earlier one. A config file is Python: it may
+compute and import, but each name that it assigns must be a setting, unless it begins with an underscore.
+"""
+
+import ast
+import difflib
+import io
+import math
+import os
+import re
+import runpy
+import sys
+import textwrap
+import tokenize
+import traceback
+import types
+import typing
+from dataclasses import dataclass
+from pathlib import Path
+
+PLAIN = (bool, int, float, str, dict, list, types.NoneType)  # what a setting can hold: all of it goes into JSON
+WORDS = {"true": True, "false": False, "none": None, "inf": math.inf, "-inf": -math.inf}
+PHRASES = {bool: "true or false", int: "an int", float: "a float", str: "a string", dict: "a dict", list: "a list"}
+
+
+class SettingError(Exception):
+    """A slip of the user; its message is all that they see."""
+
+
+@dataclass
+class Setting:
+    options: list  # what it accepts, types and single values: int | Literal['auto'] | None is [int, 'auto', None]
+    group: str
+    comment: str
+
+
+def configure(namespace: dict, argv: list[str]) -> dict:
+    """Update the settings in a script's `globals()` from its command line, and return them all by name, in order.
+
+    A slip prints one line on stderr and exits with status 2, `--help` exits with 0. Only rank 0 prints.
+    """
+    print0 = print if os.environ.get("RANK", "0") == "0" else lambda *args, **kwargs: None
+    try:
+        settings, values = read_script(namespace)
+        wants_help = read_command_line(argv, settings, values, namespace["__file__"])
+    except SettingError as error:
+        print0(error, file=sys.stderr)
+        sys.exit(2)
+    if wants_help:
+        print0(help_text(namespace, settings, values))
+        sys.exit(0)
+    namespace.update(values)
+    return values
+
+
+def read_script(namespace: dict) -> tuple[dict[str, Setting], dict]:
+    """The settings that a script declares, and their defaults."""
+    path = namespace["__file__"]
+    source = Path(path).read_text(encoding="utf-8")
+    lines = ["", *source.splitlines()]  # counted from 1, as ast and tokenize do
+    tokens = tokenize.generate_tokens(io.StringIO(source).readline)
+    # A rule such as # ---- says nothing.
+    comments = {token.start[0]: token.string.strip("#-= ") for token in tokens if token.type == tokenize.COMMENT}
+    settings, values, group = {}, {}, "settings"
+    for node in ast.parse(source).body:
+        match node:
+            case ast.Assign(targets=[ast.Name(id=name)]):
+                annotation = None
+            case ast.AnnAssign(target=ast.Name(id=name), annotation=annotation):
+                pass
+            case _:
+                continue
+        # A name below the call has no value yet; one that the script assigns again below it is in `settings` already.
+        is_value = isinstance(namespace.get(name, ...), PLAIN)
+        if not is_value or not name.islower() or name.startswith("_") or name in settings:
+            continue
+
+        label, default = f"{path}:{node.lineno}: {name}", namespace[name]
+        if annotation is None and default is None:
+            raise SettingError(f"{label} = None does not say its type: write {name}: float | None = None, or another")
+        options = options_of(eval(ast.unparse(annotation), namespace)) if annotation else [type(default)]
+        values[name] = check(label, options, default)
+
+        first = node.lineno
+        while first - 1 in comments and lines[first - 1].startswith("#"):
+            first -= 1
+        above = " ".join(comments[row] for row in range(first, node.lineno)).strip()
+        behind = comments.get(node.end_lineno, "")
+        is_heading = behind or not lines[first - 1].strip()
+        group = above if above and is_heading else group
+        settings[name] = Setting(options, group, behind if is_heading else above)
+    return settings, values
+
+
+def options_of(annotation) -> list:
+    if typing.get_origin(annotation) in (typing.Union, types.UnionType):
+        return [option for part in typing.get_args(annotation) for option in options_of(part)]
+    if typing.get_origin(annotation) is typing.Literal:
+        return list(typing.get_args(annotation))
+    return [None if annotation is types.NoneType else typing.get_origin(annotation) or annotation]  # list[int]: list
+
+
+def read_command_line(argv: list[str], settings: dict, values: dict, script: str) -> bool:
+    """Put what the files and flags say into `values`; True if help is wanted."""
+    flags, wants_help, rest = {}, False, list(argv)
+    while rest:
+        argument = rest.pop(0)
+        flag, equals, text = argument.partition("=")
+        name = flag.lstrip("-")
+        if argument in ("-h", "--help"):
+            wants_help = True
+        elif name in settings and flag != f"--{name}":
+            raise SettingError(f"Unknown argument {argument}. Did you mean --{argument.lstrip('-')}?")
+        elif name in settings:
+            options = settings[name].options
+            if not equals and bool in options and (not rest or re.match(r"-|.*\.py$", rest[0])):
+                text = "true"  # --compile alone
+            elif not equals:
+                if not rest or rest[0].startswith("--"):
+                    raise SettingError(f"{flag} needs a value: {flag}=...")
+                text = rest.pop(0)
+            readings = [text] if options == [str] else [read(text), text]
+            flags[name] = check(flag, options, *readings)
+        elif argument.startswith("-"):
+            raise unknown(name or argument, settings)
+        else:
+            values.update(read_file(argument, settings, script))
+    values.update(flags)
+    return wants_help
+
+
+def read_file(path: str, settings: dict, script: str) -> dict:
+    """What a config file sets, checked."""
+    if not os.path.isfile(path):
+        # Near is measured between bare names: the folder and the .py would make all of them look alike.
+        folders = [os.path.dirname(path) or ".", os.path.relpath(Path(script).resolve().parent / "config")]
+        files = {file.stem: str(file) for folder in folders for file in Path(folder).glob("*.py")}
+        problem = "is not a file" if os.path.exists(path) else "does not exist"
+        raise SettingError(f"{path} {problem}{did_you_mean(Path(path).stem, files)}")
+    try:
+        namespace = runpy.run_path(path)
+        tree = ast.parse(Path(path).read_bytes())
+    except Exception as error:
+        frames = [frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename == path]
+        line = frames[-1].lineno if frames else getattr(error, "lineno", None) or 1
+        raise SettingError(f"{path}:{line}: {type(error).__name__}: {getattr(error, 'msg', error)}") from error
+    stores = [node for node in ast.walk(tree) if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)]
+    lines = {node.id: node.lineno for node in sorted(stores, key=lambda node: node.lineno)}
+    values = {}
+    for name, value in namespace.items():
+        where = f"{path}:{lines.get(name, 1)}: "
+        if name in settings:  # imported ones too: a config may build on another
+            values[name] = check(where + name, settings[name].options, value)
+        elif name in lines and not name.startswith("_") and not isinstance(value, types.ModuleType):
+            raise unknown(name, settings, where)
+    return values
+
+
+def read(text: str):
+    """What a flag's text spells in Python, be it a word, a number, a list or a dict; otherwise the text."""
+    if text.lower() in WORDS:
+        return WORDS[text.lower()]
+    try:
+        return ast.literal_eval(text) if re.match(r"[-+.\d\[{]", text) else text
+    except (ValueError, SyntaxError, TypeError, MemoryError, RecursionError):  # all that literal_eval raises
+        return text
+
+
+def check(label: str, options: list, *readings):
+    """The first reading that fits an option, in that option's type; the last one is what the user wrote."""
+    for value in readings:
+        for option in options:
+            number = isinstance(value, int | float) and not isinstance(value, bool)
+            if option is bool and isinstance(value, int) and value in (0, 1):
+                return bool(value)
+            if option is int and number and value % 1 == 0:  # 1e3 is; 1.5, inf and nan are not
+                return int(value)
+            if option is float and number and (value in (math.inf, -math.inf) or abs(value) <= sys.float_info.max):
+                return float(value)  # nan compares false
+            if option in (str, dict, list) and isinstance(value, option):
+                return value
+            if not isinstance(option, type) and type(value) is type(option) and value == option:
+                return value
+    phrases = [PHRASES.get(option) or ("none" if option is None else repr(option)) for option in options]
+    expected = " or ".join(filter(None, [", ".join(phrases[:-1]), phrases[-1]]))
+    choices = {option: repr(option) for option in options if isinstance(option, str)}
+    raise SettingError(f"{label} expects {expected}, got {readings[-1]!r}{did_you_mean(readings[-1], choices)}")
+
+
+def unknown(name: str, settings: dict, where: str = "") -> SettingError:
+    hint = did_you_mean(name, {name: name for name in settings}) or ". --help lists them all"
+    return SettingError(f"{where}Unknown setting {name}{hint}")
+
+
+def did_you_mean(word, candidates: dict[str, str]) -> str:
+    near = difflib.get_close_matches(str(word), candidates, n=1)
+    return f". Did you mean {candidates[near[0]]}?" if near else ""
+
+
+def help_text(namespace: dict, settings: dict, values: dict) -> str:
+    """The script's first paragraph, then each setting with its type, its value and its comment."""
+    rows = {}
+    for name, setting in settings.items():
+        choices = [spell(option) for option in setting.options if isinstance(option, str | int)]
+        kinds = [option if isinstance(option, type) else type(option) for option in setting.options]
+        kind = "|".join(dict.fromkeys(kind.__name__ for kind in kinds)).replace("NoneType", "none")
+        comment = ": ".join(filter(None, ["|".join(choices), setting.comment]))
+        rows[name] = [f"  --{name}", kind, spell(values[name]), comment]
+    # A long value, a dict's say, pushes its comment to the right rather than everyone's.
+    widths = [max((len(row[i]) for row in rows.values() if len(row[i]) < 32), default=0) for i in range(3)]
+
+    purpose = (namespace.get("__doc__") or "").strip().split("\n\n")[0]
+    out = [purpose, "", f"usage: python {os.path.relpath(namespace['__file__'])} [config/<name>.py] [--key=value]"]
+    for group in dict.fromkeys(setting.group for setting in settings.values()):
+        out += ["", group]
+        for *cells, comment in (rows[name] for name in settings if settings[name].group == group):
+            line = "  ".join([*map(str.ljust, cells, widths), comment]).rstrip()
+            out += textwrap.wrap(line, 120, subsequent_indent=" " * (sum(widths) + 6), break_on_hyphens=False)
+    return "\n".join(out).strip()
+
+
+def spell(value) -> str:
+    """A value as one would type it behind a flag."""
+    if isinstance(value, str):
+        return value if re.fullmatch(r"\S+", value) else repr(value)
+    return str(value).lower() if value is None or isinstance(value, bool) else repr(value)

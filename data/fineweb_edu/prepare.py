@@ -1,0 +1,150 @@
+"""FineWeb-Edu, educational web pages: the text to pretrain a real model on; or any folder of parquet files.
+
+    pip install pyarrow huggingface_hub
+    python data/fineweb_edu/prepare.py                         # sample-10BT from the hub, gpt2 tokens
+    python data/fineweb_edu/prepare.py --tokenizer llama3      # after placing Meta's tokenizer.model, see tokenizer.py
+    python data/fineweb_edu/prepare.py --max_files 1           # one file of 14, enough for a first run
+    python data/fineweb_edu/prepare.py --input my_parquets/    # no network
+
+Makes one train_*.bin and one val_*.bin for each parquet file. sample-10BT is 14 files of 2 GB and 10 billion tokens: 20
+GB as uint16 (gpt2), 40 GB as uint32 (the others). It can be stopped at any time: the same command goes on with the
+first file that was not finished.
+
+Which documents are for validation follows from a hash of their text: copies of a page, of which the web is full, are
+all on the same side.
+"""
+
+import argparse
+import os
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+from data.tokens import (
+    Document,
+    Progress,
+    finished_shard,
+    print_summary,
+    run_script,
+    shard_suffix,
+    split_of,
+    write_meta,
+    write_shard,
+)
+from tokenizer import NAMES, get_tokenizer
+
+HERE = Path(__file__).resolve().parent
+REPO = "HuggingFaceFW/fineweb-edu"
+
+
+def require(package: str):
+    """Import a package that only this script needs."""
+    try:
+        return __import__(package)
+    except ImportError as error:
+        raise ImportError(f"this needs {package}: pip install pyarrow huggingface_hub") from error
+
+
+def list_hub(sample: str) -> list[str]:
+    hub = require("huggingface_hub")
+    try:
+        files = hub.list_repo_files(REPO, repo_type="dataset")
+    except Exception as error:  # whatever its HTTP client of the day raises
+        raise hub_error(error) from error
+    names = sorted(name for name in files if name.startswith(f"sample/{sample}/") and name.endswith(".parquet"))
+    if not names:
+        samples = sorted({name.split("/")[1] for name in files if name.startswith("sample/")})
+        raise ValueError(f"{REPO} has no sample {sample}; it has {', '.join(samples)}")
+    return names
+
+
+def download(name: str) -> Path:
+    try:
+        return Path(require("huggingface_hub").hf_hub_download(REPO, name, repo_type="dataset"))
+    except Exception as error:
+        raise hub_error(error) from error
+
+
+def hub_error(error: Exception) -> OSError:
+    return OSError(
+        f"https://huggingface.co/datasets/{REPO} could not be read ({error}). "
+        "Without a network: fetch its parquet files elsewhere and name their folder with --input"
+    )
+
+
+def open_parquet(path: Path):
+    require("pyarrow")
+    import pyarrow.parquet
+
+    try:
+        return pyarrow.parquet.ParquetFile(path)
+    except pyarrow.ArrowInvalid as error:
+        raise ValueError(f"{path} is not a whole parquet file: {error}") from error
+
+
+def read_documents(parquet, path: Path, field: str, val_fraction: float) -> Iterator[Document]:
+    """Yield (split, text) from an open ParquetFile, a thousand rows in memory at a time."""
+    if field not in parquet.schema_arrow.names:
+        raise ValueError(f"{path} has no column {field!r} but {', '.join(parquet.schema_arrow.names)}: set --field")
+    for batch in parquet.iter_batches(batch_size=1000, columns=[field]):
+        for text in batch.column(0).to_pylist():
+            if text:
+                yield split_of(text, val_fraction), text
+
+
+def prepare(
+    input: Path | None = None,
+    folder: Path = HERE,
+    tokenizer: str = "gpt2",
+    tokenizer_path: Path | None = None,
+    sample: str = "10BT",
+    max_files: int | None = None,
+    field: str = "text",
+    val_fraction: float = 0.001,
+    workers: int = 1,
+) -> dict:
+    """Write the dataset into `folder` from a local folder of parquet files, or from the hub; return its meta.json."""
+    encoding, folder = get_tokenizer(tokenizer, tokenizer_path), Path(folder)
+    if input is None:
+        names = list_hub(sample)
+    else:
+        names = sorted(str(path.relative_to(input)) for path in Path(input).rglob("*.parquet"))
+        if not names:
+            raise FileNotFoundError(f"--input {input} holds no .parquet files")
+    names, origin = names[:max_files], str(Path(input).resolve()) if input else REPO
+    shards = {}
+    for number, name in enumerate(names):
+        source = dict(input=origin, name=name, tokenizer=tokenizer, field=field, val_fraction=val_fraction)
+        counts = finished_shard(folder, number, source)
+        if counts is None:
+            path = download(name) if input is None else Path(input) / name
+            with open_parquet(path) as parquet:
+                progress = Progress(
+                    parquet.metadata.num_rows, "documents", f"{number + 1}/{len(names)} {name} ", len(names) - number
+                )
+                documents = read_documents(parquet, path, field, val_fraction)
+                counts = write_shard(folder, number, documents, encoding, source, workers=workers, progress=progress)
+        shards[shard_suffix(number)] = counts
+    meta = write_meta(folder, encoding, shards)
+    print_summary(folder, meta)
+    return meta
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--input", type=Path, help="a folder of .parquet files (default: download from the hub)")
+    parser.add_argument("--tokenizer", default="gpt2", help=f"one of {', '.join(NAMES)} (default: gpt2)")
+    parser.add_argument("--tokenizer_path", type=Path, help="llama3's tokenizer.model, if elsewhere than here")
+    parser.add_argument("--out", type=Path, default=HERE, help="folder for the dataset (default: this one)")
+    parser.add_argument("--sample", default="10BT", help="of the hub's dataset: 10BT, 100BT or 350BT (default: 10BT)")
+    parser.add_argument("--max_files", type=int, help="only so many of the parquet files")
+    parser.add_argument("--field", default="text", help="the column that has the text (default: text)")
+    parser.add_argument("--val_fraction", type=float, default=0.001, help="share of validation (default: 0.001)")
+    parser.add_argument("--workers", type=int, default=os.cpu_count(), help="processes (default: one a CPU core)")
+    args = vars(parser.parse_args())
+    prepare(args.pop("input"), args.pop("out"), **args)
+
+
+if __name__ == "__main__":
+    run_script(main)

@@ -1,0 +1,54 @@
+"""All of Shakespeare's plays in one megabyte of characters, the text that char-rnn and nanoGPT learn first.
+
+    python data/shakespeare_char/prepare.py
+
+Downloads 1.1 MB (or reads input.txt, where it is already in this folder) and makes train.bin and val.bin, the first 90%
+and the last 10% of the text, in about a second. The text is ASCII, so its characters are its bytes and the `bytes`
+tokenizer is a character tokenizer; a loss in nats a token compares with nanoGPT's shakespeare_char.
+"""
+
+import argparse
+import sys
+import urllib.request
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+from data.tokens import compressed_bits_per_byte, print_summary, run_script, shown, whole_file, write_dataset
+from tokenizer import get_tokenizer
+
+HERE = Path(__file__).resolve().parent
+URL = "https://raw.githubusercontent.com/karpathy/char-rnn/master/data/tinyshakespeare/input.txt"
+
+
+def download(file: Path) -> None:
+    try:
+        with urllib.request.urlopen(URL, timeout=30) as response:
+            content = response.read()
+    except OSError as error:
+        raise OSError(f"could not download {URL} ({error}): fetch it elsewhere and put it at {shown(file)}") from error
+    with whole_file(file) as out:
+        out.write(content)
+
+
+def prepare(folder: Path = HERE) -> dict:
+    """Write the dataset into `folder`, from its input.txt, which is downloaded where missing; return its meta.json."""
+    folder = Path(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    if not (folder / "input.txt").exists():
+        download(folder / "input.txt")
+    text = (folder / "input.txt").read_bytes().decode()
+    train, val = text[: len(text) * 9 // 10], text[len(text) * 9 // 10 :]
+    extra = compressed_bits_per_byte(val.encode()) if val else {}
+    meta = write_dataset(folder, [("train", train), ("val", val)], get_tokenizer("bytes"), extra=extra)
+    print_summary(folder, meta)
+    return meta
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, default=HERE, help="folder for the dataset (default: this one)")
+    prepare(parser.parse_args().out)
+
+
+if __name__ == "__main__":
+    run_script(main)

@@ -1,0 +1,130 @@
+"""Your own text: any files, folders or .jsonl, with any tokenizer.
+
+    python data/text/prepare.py --input book.txt
+    python data/text/prepare.py --input src/ notes/ --tokenizer gpt2 --out data/mine
+    python data/text/prepare.py --input corpus.jsonl --field text --tokenizer llama3 --tokenizer_path tokenizer.model
+
+Makes train.bin, val.bin and meta.json in --out (this folder by default); the input may be larger than the memory, and
+every CPU core tokenizes. A document is a line of a .jsonl, or a file; a large file is cut at line ends into
+several. Folders are searched to the bottom, except for hidden and binary files. Which documents are for validation
+follows from a hash of their text: copies of one document are all on the same side.
+"""
+
+import argparse
+import json
+import os
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+from data.tokens import Progress, print_summary, run_script, split_of, write_dataset
+from tokenizer import NAMES, get_tokenizer
+
+HERE = Path(__file__).resolve().parent
+
+
+def find_files(inputs: list[Path]) -> list[Path]:
+    """Return the files named, and in folders all that are neither hidden nor binary, in a fixed order."""
+    files = []
+    for path in inputs:
+        if path.is_dir():
+            inside = (p for p in sorted(path.rglob("*")) if not is_hidden(p.relative_to(path)))
+            files += [p for p in inside if p.is_file() and not is_binary(p)]
+        elif path.exists():
+            files.append(path)
+        else:
+            raise FileNotFoundError(f"--input {path} does not exist")
+    return files
+
+
+def is_hidden(path: Path) -> bool:
+    return any(part.startswith(".") for part in path.parts)
+
+
+def is_binary(path: Path) -> bool:
+    """git's rule: a zero byte near the start."""
+    with open(path, "rb") as file:
+        return b"\0" in file.read(8000)
+
+
+def read_documents(files: list[Path], field: str, max_chars: int, errors: str) -> Iterator[str]:
+    for path in files:
+        # newline="\n" leaves \r\n alone; utf-8-sig drops the mark that Windows editors put first
+        with open(path, encoding="utf-8-sig", newline="\n") as file:
+            try:
+                yield from read_jsonl(file, path, field) if path.suffix == ".jsonl" else read_chunks(file, max_chars)
+            except UnicodeDecodeError as error:
+                if errors == "strict":
+                    raise ValueError(f"{path} is not UTF-8 text ({error}): --errors skip leaves it out") from error
+                print(f"skipped {path}: not UTF-8 text")
+
+
+def read_chunks(file, max_chars: int) -> Iterator[str]:
+    """The whole file, or max_chars at a time up to the end of the line (should it end soon: it may be the only one)."""
+    while text := file.read(max_chars) + file.readline(max_chars):
+        yield text
+
+
+def read_jsonl(file, path: Path, field: str) -> Iterator[str]:
+    for number, line in enumerate(file, start=1):
+        if not line.strip():
+            continue
+        try:
+            text = json.loads(line)[field]
+        except json.JSONDecodeError as error:
+            raise ValueError(f"{path}:{number} is not JSON: {error}") from error
+        except (KeyError, TypeError):
+            raise ValueError(f"{path}:{number} is not an object with the field {field!r}: set --field") from None
+        if not isinstance(text, str):
+            raise ValueError(f"{path}:{number} has a {type(text).__name__} as {field!r}, expected a string")
+        if text:
+            yield text
+
+
+def prepare(
+    inputs: list[Path],
+    folder: Path = HERE,
+    tokenizer: str = "bytes",
+    tokenizer_path: Path | None = None,
+    field: str = "text",
+    val_fraction: float | None = None,
+    errors: str = "strict",
+    workers: int = 1,
+) -> dict:
+    """Write the dataset into `folder`; return its meta.json."""
+    files = find_files([Path(path) for path in inputs])
+    n_bytes = sum(path.stat().st_size for path in files)
+    if val_fraction is None:
+        val_fraction = min(max(0.01, 1e5 / max(n_bytes, 1)), 0.1)  # 1%, but 100 KB or 10% of a small input
+    # A single file should still be enough documents for the hash to find some for validation: about eight chunks,
+    # but no chunk so small that its end-of-text tokens would teach the model to stop early.
+    max_chars = min(max(int(n_bytes * val_fraction / 8), 2**14), 2**20)
+    documents = ((split_of(text, val_fraction), text) for text in read_documents(files, field, max_chars, errors))
+    meta = write_dataset(
+        Path(folder),
+        documents,
+        get_tokenizer(tokenizer, tokenizer_path),
+        workers=workers,
+        progress=Progress(n_bytes, "bytes"),
+    )
+    print_summary(folder, meta)
+    return meta
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--input", type=Path, nargs="+", required=True, help="files, folders, .jsonl")
+    parser.add_argument("--tokenizer", default="bytes", help=f"one of {', '.join(NAMES)} (default: bytes)")
+    parser.add_argument("--tokenizer_path", type=Path, help="llama3's tokenizer.model, if elsewhere than here")
+    parser.add_argument("--out", type=Path, default=HERE, help="folder for the dataset (default: this one)")
+    parser.add_argument("--field", default="text", help="where a .jsonl line has its text (default: text)")
+    parser.add_argument("--val_fraction", type=float, help="share of validation (default: 0.01; more of small inputs)")
+    parser.add_argument("--errors", choices=["strict", "skip"], default="strict", help="files that are not UTF-8")
+    parser.add_argument("--workers", type=int, default=os.cpu_count(), help="processes (default: one a CPU core)")
+    args = vars(parser.parse_args())
+    prepare(args.pop("input"), args.pop("out"), **args)
+
+
+if __name__ == "__main__":
+    run_script(main)

@@ -1,0 +1,142 @@
+"""LayerNorm. Llama does not use it; a GPT-2 or a ViT does, and it shows what RMSNorm leaves out.
+
+    forward    µ = mean(x)        rstd = 1 / sqrt(mean((x − µ)²) + eps)        x̂ = (x − µ) · rstd        y = x̂ · w + b
+    backward   dx = rstd · (dy·w − mean(dy·w) − x̂ · mean(dy·w·x̂))        dw = Σ_rows dy · x̂        db = Σ_rows dy
+
+Backward needs x, w and two fp32 numbers a row (µ, rstd).
+Bytes for N rows of C 2-byte elements: forward 4NC (read x, write y), backward 6NC (read x, dy, write dx).
+
+Ba, Kiros and Hinton, Layer Normalization, 2016. https://arxiv.org/abs/1607.06450
+"""
+
+import torch
+
+from .launch import as_rows, compute_dtype, persistent_programs, tl, to_compute, triton, use_triton
+
+
+def layer_norm_reference(x, weight, bias, eps=1e-5):
+    x_wide = x.to(torch.promote_types(x.dtype, torch.float32))
+    centred = x_wide - x_wide.mean(-1, keepdim=True)
+    rstd = torch.rsqrt(centred.square().mean(-1, keepdim=True) + eps)
+    return (centred * rstd * weight + bias).to(x.dtype)
+
+
+@triton.jit
+def _layer_norm_fwd_kernel(
+    x_ptr, x_row_stride, x_col_stride,
+    weight_ptr, weight_stride, bias_ptr, bias_stride,
+    y_ptr, mean_ptr, rstd_ptr,
+    n_cols,
+    EPS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """One program, one row. Two sums over registers: centring first keeps the variance of a far-off row exact."""
+    row = tl.program_id(0).to(tl.int64)
+    cols = tl.arange(0, BLOCK).to(tl.int64)
+    mask = cols < n_cols
+    x = to_compute(tl.load(x_ptr + row * x_row_stride + cols * x_col_stride, mask=mask, other=0.0))
+    mean = tl.sum(x, axis=0) / n_cols
+    centred = tl.where(mask, x - mean, 0.0)
+    rstd = tl.rsqrt(tl.sum(centred * centred, axis=0) / n_cols + EPS)
+    tl.store(mean_ptr + row, mean)
+    tl.store(rstd_ptr + row, rstd)
+    weight = to_compute(tl.load(weight_ptr + cols * weight_stride, mask=mask, other=0.0))
+    bias = to_compute(tl.load(bias_ptr + cols * bias_stride, mask=mask, other=0.0))
+    tl.store(y_ptr + row * n_cols + cols, (centred * rstd * weight + bias).to(y_ptr.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def _layer_norm_bwd_kernel(
+    dy_ptr, dy_row_stride, dy_col_stride,
+    x_ptr, x_row_stride, x_col_stride,
+    weight_ptr, weight_stride,
+    mean_ptr, rstd_ptr, dx_ptr, dweight_ptr, dbias_ptr,
+    n_rows, n_cols,
+    NEED_DX: tl.constexpr, NEED_DWEIGHT: tl.constexpr, NEED_DBIAS: tl.constexpr,
+    ROWS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Persistent, as in rms_norm.py: each program keeps its share of dw and db in fp32 until its last row."""
+    cols = tl.arange(0, BLOCK).to(tl.int64)[None, :]
+    weight = to_compute(tl.load(weight_ptr + cols * weight_stride, mask=cols < n_cols, other=0.0))
+    dweight = tl.zeros_like(weight)
+    dbias = tl.zeros_like(weight)
+    for tile in range(tl.program_id(0), tl.cdiv(n_rows, ROWS), tl.num_programs(0)):
+        rows = (tile * ROWS + tl.arange(0, ROWS)).to(tl.int64)[:, None]
+        mask = (rows < n_rows) & (cols < n_cols)
+        dy = to_compute(tl.load(dy_ptr + rows * dy_row_stride + cols * dy_col_stride, mask=mask, other=0.0))
+        x = to_compute(tl.load(x_ptr + rows * x_row_stride + cols * x_col_stride, mask=mask, other=0.0))
+        mean = tl.load(mean_ptr + rows, mask=rows < n_rows, other=0.0)
+        rstd = tl.load(rstd_ptr + rows, mask=rows < n_rows, other=0.0)
+        x_hat = tl.where(mask, (x - mean) * rstd, 0.0)
+        if NEED_DWEIGHT:
+            dweight += tl.sum(dy * x_hat, axis=0)[None, :]
+        if NEED_DBIAS:
+            dbias += tl.sum(dy, axis=0)[None, :]
+        if NEED_DX:
+            dx_hat = dy * weight
+            mean_dx_hat = (tl.sum(dx_hat, axis=1) / n_cols)[:, None]
+            dx = rstd * (dx_hat - mean_dx_hat - x_hat * (tl.sum(dx_hat * x_hat, axis=1) / n_cols)[:, None])
+            tl.store(dx_ptr + rows * n_cols + cols, dx.to(dx_ptr.dtype.element_ty), mask=mask)
+    if NEED_DWEIGHT:
+        tl.store(dweight_ptr + tl.program_id(0) * n_cols + cols, dweight, mask=cols < n_cols)
+    if NEED_DBIAS:
+        tl.store(dbias_ptr + tl.program_id(0) * n_cols + cols, dbias, mask=cols < n_cols)
+
+
+class _LayerNorm(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, weight, bias, eps):
+        y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+        x_rows = as_rows(x)
+        n_rows, n_cols = x_rows.shape
+        mean = torch.empty(n_rows, dtype=compute_dtype(x), device=x.device)
+        rstd = torch.empty_like(mean)
+        block = triton.next_power_of_2(n_cols)
+        _layer_norm_fwd_kernel[(n_rows,)](
+            x_rows, x_rows.stride(0), x_rows.stride(1),
+            weight, weight.stride(0), bias, bias.stride(0),
+            y, mean, rstd, n_cols,
+            EPS=eps, BLOCK=block, num_warps=min(max(block // 512, 1), 16),
+        )  # fmt: skip
+        ctx.save_for_backward(x, weight, mean, rstd)
+        ctx.bias_dtype = bias.dtype
+        return y
+
+    @staticmethod
+    def backward(ctx, dy):
+        x, weight, mean, rstd = ctx.saved_tensors
+        need_dx, need_dweight, need_dbias, _ = ctx.needs_input_grad
+        dy_rows, x_rows = as_rows(dy), as_rows(x)
+        n_rows, n_cols = x_rows.shape
+        block = triton.next_power_of_2(n_cols)
+        rows = max(1, 4096 // block)
+        programs = persistent_programs(triton.cdiv(n_rows, rows), x, per_multiprocessor=2)
+        dx = torch.empty(x.shape, dtype=x.dtype, device=x.device) if need_dx else rstd
+        dweight = torch.empty(programs, n_cols, dtype=rstd.dtype, device=x.device) if need_dweight else rstd
+        dbias = torch.empty(programs, n_cols, dtype=rstd.dtype, device=x.device) if need_dbias else rstd
+        _layer_norm_bwd_kernel[(programs,)](
+            dy_rows, dy_rows.stride(0), dy_rows.stride(1),
+            x_rows, x_rows.stride(0), x_rows.stride(1),
+            weight, weight.stride(0),
+            mean, rstd, dx, dweight, dbias, n_rows, n_cols,
+            NEED_DX=need_dx, NEED_DWEIGHT=need_dweight, NEED_DBIAS=need_dbias, ROWS=rows, BLOCK=block,
+            num_warps=min(max(rows * block // 512, 4), 16),
+        )  # fmt: skip
+        return (
+            dx if need_dx else None,
+            dweight.sum(0).to(weight.dtype) if need_dweight else None,
+            dbias.sum(0).to(ctx.bias_dtype) if need_dbias else None,
+            None,
+        )
+
+
+def layer_norm(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, eps: float = 1e-5) -> torch.Tensor:
+    """y = (x − mean) / sqrt(var + eps) · weight + bias over the last dimension (Ba, Kiros and Hinton, 2016).
+
+    x (..., C) of any strides, weight and bias (C,), any floating dtypes; returns y (..., C) in x's dtype, contiguous.
+    Computed in fp32 (fp64 for fp64) and rounded once. ValueError where weight or bias do not fit x.
+    """
+    if weight.shape != x.shape[-1:] or bias.shape != x.shape[-1:]:
+        raise ValueError(f"weight {tuple(weight.shape)} and bias {tuple(bias.shape)}: expected both ({x.shape[-1]},)")
+    if x.shape[-1] > 65536:  # the row must fit one program's registers
+        raise ValueError(f"rows of {x.shape[-1]} elements: at most 65,536 are supported")
+    return _LayerNorm.apply(x, weight, bias, eps) if use_triton(x) else layer_norm_reference(x, weight, bias, eps)

@@ -1,0 +1,203 @@
+"""RMSNorm, alone and fused with the residual addition before it.
+
+    forward    rstd = 1 / sqrt(mean(x²) + eps)        x̂ = x · rstd        y = x̂ · w
+    backward   dx = rstd · (dy·w − x̂ · mean(dy·w·x̂))        dw = Σ_rows dy · x̂
+
+Backward needs x, w and one fp32 rstd a row; x̂ costs a multiplication, so it is recomputed and not saved.
+`add_rms_norm` norms s = x + residual and returns s too: the sum that the next block adds to. Its backward adds
+the gradient of s to dx on the way out, so the residual stream needs no kernel of its own in either direction.
+
+Bytes for N rows of C 2-byte elements (the weight is small change):
+    rms_norm       forward 4NC (read x, write y)                 backward 6NC (read x, dy, write dx)
+    add_rms_norm   forward 8NC (read x, residual, write y, s)    backward 8NC (read s, dy, ds, write dx)
+
+Zhang and Sennrich, Root Mean Square Layer Normalization, 2019. https://arxiv.org/abs/1910.07467
+"""
+
+import torch
+
+from .launch import as_rows, compute_dtype, persistent_programs, tl, to_compute, triton, use_triton
+
+
+def rms_norm_reference(x, weight, eps=1e-5):
+    x_wide = x.to(torch.promote_types(x.dtype, torch.float32))
+    rstd = torch.rsqrt(x_wide.square().mean(-1, keepdim=True) + eps)
+    return (x_wide * rstd * weight).to(x.dtype)
+
+
+def add_rms_norm_reference(x, residual, weight, eps=1e-5):
+    total = x + residual
+    return rms_norm_reference(total, weight, eps), total
+
+
+@triton.jit
+def _rms_norm_fwd_kernel(
+    x_ptr, x_row_stride, x_col_stride,
+    residual_ptr, residual_row_stride, residual_col_stride,
+    weight_ptr, weight_stride,
+    y_ptr, total_ptr, rstd_ptr,
+    n_cols,
+    EPS: tl.constexpr, ADD: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """One program, one row: the row stays in registers between the statistics and the product."""
+    row = tl.program_id(0).to(tl.int64)
+    cols = tl.arange(0, BLOCK).to(tl.int64)
+    mask = cols < n_cols
+    x = to_compute(tl.load(x_ptr + row * x_row_stride + cols * x_col_stride, mask=mask, other=0.0))
+    if ADD:
+        residual_ptrs = residual_ptr + row * residual_row_stride + cols * residual_col_stride
+        x += to_compute(tl.load(residual_ptrs, mask=mask, other=0.0))
+        # Norm the sum as stored, not as computed: the backward pass will read it back rounded.
+        rounded = x.to(total_ptr.dtype.element_ty)
+        tl.store(total_ptr + row * n_cols + cols, rounded, mask=mask)
+        x = to_compute(rounded)
+    rstd = tl.rsqrt(tl.sum(x * x, axis=0) / n_cols + EPS)
+    tl.store(rstd_ptr + row, rstd)
+    weight = to_compute(tl.load(weight_ptr + cols * weight_stride, mask=mask, other=0.0))
+    tl.store(y_ptr + row * n_cols + cols, (x * rstd * weight).to(y_ptr.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def _rms_norm_bwd_kernel(
+    dy_ptr, dy_row_stride, dy_col_stride,
+    dtotal_ptr, dtotal_row_stride, dtotal_col_stride,
+    x_ptr, x_row_stride, x_col_stride,
+    weight_ptr, weight_stride,
+    rstd_ptr, dx_ptr, dweight_ptr,
+    n_rows, n_cols,
+    ADD: tl.constexpr, NEED_DX: tl.constexpr, NEED_DWEIGHT: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """A persistent program walks every n-th tile of ROWS rows and sums its share of dw in fp32 registers.
+
+    The shares land in dweight_ptr (programs, C) and are added by the caller: a fixed order, so a run repeats.
+    """
+    cols = tl.arange(0, BLOCK).to(tl.int64)[None, :]
+    weight = to_compute(tl.load(weight_ptr + cols * weight_stride, mask=cols < n_cols, other=0.0))
+    dweight = tl.zeros_like(weight)
+    for tile in range(tl.program_id(0), tl.cdiv(n_rows, ROWS), tl.num_programs(0)):
+        rows = (tile * ROWS + tl.arange(0, ROWS)).to(tl.int64)[:, None]
+        mask = (rows < n_rows) & (cols < n_cols)
+        dy = to_compute(tl.load(dy_ptr + rows * dy_row_stride + cols * dy_col_stride, mask=mask, other=0.0))
+        x = to_compute(tl.load(x_ptr + rows * x_row_stride + cols * x_col_stride, mask=mask, other=0.0))
+        rstd = tl.load(rstd_ptr + rows, mask=rows < n_rows, other=0.0)
+        x_hat = x * rstd
+        if NEED_DWEIGHT:
+            dweight += tl.sum(dy * x_hat, axis=0)[None, :]
+        if NEED_DX:
+            dx_hat = dy * weight
+            dx = rstd * (dx_hat - x_hat * (tl.sum(dx_hat * x_hat, axis=1) / n_cols)[:, None])
+            if ADD:
+                dtotal_ptrs = dtotal_ptr + rows * dtotal_row_stride + cols * dtotal_col_stride
+                dx += to_compute(tl.load(dtotal_ptrs, mask=mask, other=0.0))
+            tl.store(dx_ptr + rows * n_cols + cols, dx.to(dx_ptr.dtype.element_ty), mask=mask)
+    if NEED_DWEIGHT:
+        tl.store(dweight_ptr + tl.program_id(0) * n_cols + cols, dweight, mask=cols < n_cols)
+
+
+def _forward(x, residual, weight, eps):
+    """Returns y, x + residual (or x where there is no residual), rstd (N,)."""
+    add = residual is not None
+    y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    total = torch.empty_like(y) if add else x
+    x_rows = as_rows(x)
+    residual_rows = as_rows(residual) if add else x_rows
+    n_rows, n_cols = x_rows.shape
+    rstd = torch.empty(n_rows, dtype=compute_dtype(x), device=x.device)
+    block = triton.next_power_of_2(n_cols)
+    _rms_norm_fwd_kernel[(n_rows,)](
+        x_rows, x_rows.stride(0), x_rows.stride(1),
+        residual_rows, residual_rows.stride(0), residual_rows.stride(1),
+        weight, weight.stride(0),
+        y, total, rstd, n_cols,
+        EPS=eps, ADD=add, BLOCK=block, num_warps=min(max(block // 512, 1), 16),
+    )  # fmt: skip
+    return y, total, rstd
+
+
+def _backward(dy, dtotal, x, weight, rstd, need_dx, need_dweight):
+    """Returns dx with dtotal (where not None) added, dweight; None for what is not needed."""
+    if not (need_dx or need_dweight):
+        return None, None
+    add = dtotal is not None
+    dy_rows, x_rows = as_rows(dy), as_rows(x)
+    dtotal_rows = as_rows(dtotal) if add else dy_rows
+    n_rows, n_cols = x_rows.shape
+    block = triton.next_power_of_2(n_cols)
+    rows = max(1, 4096 // block)  # a tile of 4,096 elements gives narrow rows enough loads in flight
+    programs = persistent_programs(triton.cdiv(n_rows, rows), x, per_multiprocessor=2)
+    dx = torch.empty(x.shape, dtype=x.dtype, device=x.device) if need_dx else rstd
+    dweight = torch.empty(programs, n_cols, dtype=rstd.dtype, device=x.device) if need_dweight else rstd
+    _rms_norm_bwd_kernel[(programs,)](
+        dy_rows, dy_rows.stride(0), dy_rows.stride(1),
+        dtotal_rows, dtotal_rows.stride(0), dtotal_rows.stride(1),
+        x_rows, x_rows.stride(0), x_rows.stride(1),
+        weight, weight.stride(0),
+        rstd, dx, dweight, n_rows, n_cols,
+        ADD=add, NEED_DX=need_dx, NEED_DWEIGHT=need_dweight, ROWS=rows, BLOCK=block,
+        num_warps=min(max(rows * block // 512, 4), 16),
+    )  # fmt: skip
+    return dx if need_dx else None, dweight.sum(0).to(weight.dtype) if need_dweight else None
+
+
+class _RMSNorm(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, weight, eps):
+        y, _, rstd = _forward(x, None, weight, eps)
+        ctx.save_for_backward(x, weight, rstd)
+        return y
+
+    @staticmethod
+    def backward(ctx, dy):
+        x, weight, rstd = ctx.saved_tensors
+        need_dx, need_dweight, _ = ctx.needs_input_grad
+        return *_backward(dy, None, x, weight, rstd, need_dx, need_dweight), None
+
+
+class _AddRMSNorm(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, residual, weight, eps):
+        y, total, rstd = _forward(x, residual, weight, eps)
+        ctx.save_for_backward(total, weight, rstd)
+        return y, total
+
+    @staticmethod
+    def backward(ctx, dy, dtotal):
+        total, weight, rstd = ctx.saved_tensors
+        need_dx, need_dresidual, need_dweight, _ = ctx.needs_input_grad
+        dx, dweight = _backward(dy, dtotal, total, weight, rstd, need_dx or need_dresidual, need_dweight)
+        return dx if need_dx else None, dx if need_dresidual else None, dweight, None
+
+
+def _check(x, weight):
+    if weight.shape != x.shape[-1:]:
+        raise ValueError(f"weight has shape {tuple(weight.shape)}, expected ({x.shape[-1]},) for x {tuple(x.shape)}")
+    if x.shape[-1] > 65536:  # the row must fit one program's registers
+        raise ValueError(f"rows of {x.shape[-1]} elements: at most 65,536 are supported")
+
+
+def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float = 1e-5) -> torch.Tensor:
+    """y = x / sqrt(mean(x²) + eps) · weight over the last dimension (Zhang and Sennrich, 2019).
+
+    x (..., C) of any strides, weight (C,), any floating dtypes; returns y (..., C) in x's dtype, contiguous.
+    Computed in fp32 (fp64 for fp64) and rounded once. ValueError where weight does not fit x.
+    """
+    _check(x, weight)
+    return _RMSNorm.apply(x, weight, eps) if use_triton(x) else rms_norm_reference(x, weight, eps)
+
+
+def add_rms_norm(
+    x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float = 1e-5
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(rms_norm(x + residual), x + residual) in one pass, and one pass backward.
+
+    x and residual (..., C) of one dtype and any strides, weight (C,); returns two (..., C) in x's dtype. The norm
+    is that of the rounded sum, so the result equals the two operations done apart. ValueError on shapes or dtypes.
+    """
+    _check(x, weight)
+    if x.shape != residual.shape or x.dtype != residual.dtype:
+        raise ValueError(
+            f"x is {x.dtype} {tuple(x.shape)} and residual {residual.dtype} {tuple(residual.shape)}: they must agree"
+        )
+    if use_triton(x):
+        return _AddRMSNorm.apply(x, residual, weight, eps)
+    return add_rms_norm_reference(x, residual, weight, eps)

@@ -1,0 +1,330 @@
+"""Llama 3 in one file: the model of Llama 3, 3.1 and 3.2 (text), as published.
+
+    model = Llama(LlamaConfig(n_layer=16, n_head=32, n_kv_head=8, n_embd=2048, ffn_dim=8192, tie_embeddings=True))
+    model.init_weights(seed=1337)
+    loss = model(tokens, targets)     # (B, T) int64 both -> fp32 scalar; the logits are never held whole
+    logits = model(tokens)            # (B, T, V)
+
+What differs from GPT-2: positions are rotations of queries and keys (RoPE) instead of a learned table; RMSNorm instead
+of LayerNorm; a gated MLP (SwiGLU); several query heads share one key/value head (grouped-query attention); no biases,
+no dropout. Grattafiori et al., The Llama 3 Herd of Models, 2024. https://arxiv.org/abs/2407.21783
+
+Shapes, here and in every comment: B batch, T time, C n_embd, H query heads, K key/value heads, D head size,
+F ffn_dim, V vocabulary, N = B·T tokens.
+"""
+
+import math
+import zlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+import torch.nn as nn
+import torch.nn.functional as F
+from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+
+import kernels
+import kernels.reference
+
+
+@dataclass(frozen=True)
+class LlamaConfig:
+    n_layer: int = 16
+    n_head: int = 32
+    n_kv_head: int = 8  # n_head / n_kv_head query heads read each key/value head
+    n_embd: int = 2048
+    ffn_dim: int = 8192
+    vocab_size: int = 128256
+    block_size: int = 2048  # the longest sequence the model is asked to read
+    rope_theta: float = 500000.0
+    rope_scaling: dict | None = (
+        None  # 3.1 and 3.2: {factor, low_freq_factor, high_freq_factor, original_max_position_embeddings}
+    )
+    norm_eps: float = 1e-5
+    tie_embeddings: bool = False  # 1B and 3B: the head is the embedding
+    fused_kernels: bool = True  # False: RMSNorm, RoPE and SwiGLU in plain PyTorch
+    fused_loss: bool = True  # False: the logits held whole, the loss in plain PyTorch
+    activation_checkpointing: str = "none"  # 'selective' recomputes norms, RoPE and SwiGLU; 'full' whole blocks
+
+    def __post_init__(self):
+        if self.n_embd % self.n_head or (self.n_embd // self.n_head) % 2:
+            raise ValueError(f"n_embd {self.n_embd} must be n_head {self.n_head} times an even head size")
+        if self.n_head % self.n_kv_head:
+            raise ValueError(f"n_head {self.n_head} must be a multiple of n_kv_head {self.n_kv_head}")
+        if self.activation_checkpointing not in ("none", "selective", "full"):
+            raise ValueError(f"activation_checkpointing {self.activation_checkpointing!r}: none, selective or full")
+        if self.rope_scaling is not None and set(self.rope_scaling) != ROPE_SCALING_KEYS:
+            raise ValueError(f"rope_scaling has {sorted(self.rope_scaling)}, expected {sorted(ROPE_SCALING_KEYS)}")
+
+    @property
+    def head_dim(self) -> int:
+        return self.n_embd // self.n_head
+
+
+ROPE_SCALING_KEYS = {"factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"}
+
+
+def rope_tables(config: LlamaConfig, start: int, end: int, device, dtype=torch.float32):
+    """cos and sin (end - start, D/2) of the angles at positions start..end-1, computed in fp64 and rounded once.
+
+    The llama3 scaling (3.1, 3.2) slows rotations down for contexts beyond the original one: wavelengths longer than
+    original / low_freq_factor by the whole factor, those shorter than original / high_freq_factor not at all, and
+    those between by a mix of both. Made anew in each forward (a dozen tiny launches) rather than kept as a buffer:
+    `model.to(bfloat16)` would round a buffer, and a model built on the meta device would lose it.
+    """
+    exponents = torch.arange(0, config.head_dim, 2, device=device, dtype=torch.float64) / config.head_dim
+    frequencies = config.rope_theta**-exponents  # (D/2,) radians a position
+    if config.rope_scaling is not None:
+        s = config.rope_scaling
+        turns = (
+            s["original_max_position_embeddings"] * frequencies / (2 * math.pi)
+        )  # full turns within the original context
+        keep = ((turns - s["low_freq_factor"]) / (s["high_freq_factor"] - s["low_freq_factor"])).clamp(0, 1)
+        frequencies = keep * frequencies + (1 - keep) * frequencies / s["factor"]
+    angles = torch.outer(torch.arange(start, end, device=device, dtype=torch.float64), frequencies)
+    return angles.cos().to(dtype), angles.sin().to(dtype)
+
+
+def attend(q, k, v, is_causal):
+    """softmax(q kᵀ / sqrt(D)) v for q (B, T, H, D), k and v (B, S, K, D), views of any strides; returns (B, T, H·D).
+
+    PyTorch tries flash first; on Hopper and later cuDNN is 1.4 times faster, forward and backward.
+    """
+    backends = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
+    if q.is_cuda:
+        prefer_cudnn = torch.cuda.get_device_capability(q.device)[0] >= 9
+        backends.insert(0 if prefer_cudnn else 1, SDPBackend.CUDNN_ATTENTION)
+    gqa = q.shape[2] != k.shape[2]  # query heads share K and V where they lie: nothing is expanded
+    q, k, v = (x.transpose(1, 2) for x in (q, k, v))  # (B, H, T, D) and (B, K, S, D)
+    with sdpa_kernel(backends, set_priority=True):
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=is_causal, enable_gqa=gqa)
+    return y.transpose(1, 2).flatten(2)  # (B, T, H·D), the layout flash and cuDNN write anyway
+
+
+class KVCache:
+    """Keys and values of one layer for the positions seen so far: two (B, block_size, K, D), filled from the left."""
+
+    def __init__(self, config: LlamaConfig, n_batch: int, device, dtype):
+        shape = (n_batch, config.block_size, config.n_kv_head, config.head_dim)
+        self.k = torch.empty(shape, device=device, dtype=dtype)
+        self.v = torch.empty(shape, device=device, dtype=dtype)
+        self.length = 0
+
+    def append(self, k, v):
+        """Takes k and v (B, T, K, D) of the next positions; returns those of all positions so far."""
+        start, self.length = self.length, self.length + k.shape[1]
+        self.k[:, start : self.length] = k
+        self.v[:, start : self.length] = v
+        return self.k[:, : self.length], self.v[:, : self.length]
+
+
+class RMSNorm(nn.Module):
+    def __init__(self, config: LlamaConfig):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(config.n_embd))
+        self.eps = config.norm_eps
+        self.ops = kernels if config.fused_kernels else kernels.reference
+
+    def forward(self, x, residual=None):
+        """norm(x), x; or with a residual norm(x + residual), x + residual."""
+        if residual is None:
+            return self.ops.rms_norm(x, self.weight, self.eps), x
+        return self.ops.add_rms_norm(x, residual, self.weight, self.eps)
+
+
+class Attention(nn.Module):
+    def __init__(self, config: LlamaConfig):
+        super().__init__()
+        self.heads = (config.n_head, config.n_kv_head, config.n_kv_head)  # of q, k and v
+        self.head_dim = config.head_dim
+        self.qkv_proj = nn.Linear(config.n_embd, sum(self.heads) * config.head_dim, bias=False)
+        self.o_proj = nn.Linear(config.n_embd, config.n_embd, bias=False)
+        self.rope = kernels.rope if config.fused_kernels else kernels.reference.rope
+
+    def forward(self, x, cos, sin, cache=None):
+        qkv = self.qkv_proj(x).unflatten(-1, (-1, self.head_dim))  # (B, T, H + 2K, D)
+        q, k, v = qkv.split(self.heads, dim=2)  # views
+        q, k = self.rope(q, k, cos, sin)
+        if cache is not None:
+            k, v = cache.append(k, v)
+        # A prompt fills an empty cache, after that tokens come one by one and see everything: no mask but causal.
+        return self.o_proj(attend(q, k, v, is_causal=q.shape[1] > 1))
+
+
+class MLP(nn.Module):
+    def __init__(self, config: LlamaConfig):
+        super().__init__()
+        self.gate_up_proj = nn.Linear(config.n_embd, 2 * config.ffn_dim, bias=False)
+        self.down_proj = nn.Linear(config.ffn_dim, config.n_embd, bias=False)
+        self.swiglu = kernels.swiglu if config.fused_kernels else kernels.reference.swiglu
+
+    def forward(self, x):
+        return self.down_proj(self.swiglu(self.gate_up_proj(x)))  # (B, T, C) -> 2F -> F -> C
+
+
+# Selective checkpointing keeps what is dear to compute and recomputes what is dear to keep.
+KEPT_OPS = {
+    torch.ops.aten.mm.default,
+    torch.ops.aten._scaled_dot_product_cudnn_attention.default,
+    torch.ops.aten._scaled_dot_product_flash_attention.default,
+    torch.ops.aten._scaled_dot_product_efficient_attention.default,
+    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default,
+}
+
+
+def keep_matmuls_and_attention(ctx, op, *args, **kwargs):
+    return CheckpointPolicy.MUST_SAVE if op in KEPT_OPS else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+class Block(nn.Module):
+    """One layer. The residual stream travels as two addends, (x, delta): the norm that reads the sum also makes it."""
+
+    def __init__(self, config: LlamaConfig):
+        super().__init__()
+        self.attn_norm = RMSNorm(config)
+        self.attn = Attention(config)
+        self.mlp_norm = RMSNorm(config)
+        self.mlp = MLP(config)
+        self.checkpointing = config.activation_checkpointing
+
+    def forward(self, x, delta, cos, sin, cache=None):
+        """x (B, T, C) and delta (B, T, C) or None, their sum the block's input; returns two addends of its output."""
+        if self.checkpointing == "none" or not torch.is_grad_enabled():
+            return self._forward(x, delta, cos, sin, cache)
+        # Inside the block, so that FSDP has gathered the weights whenever the recomputation runs.
+        options = {}
+        if self.checkpointing == "selective":
+            options["context_fn"] = lambda: create_selective_checkpoint_contexts(keep_matmuls_and_attention)
+        return checkpoint(self._forward, x, delta, cos, sin, use_reentrant=False, preserve_rng_state=False, **options)
+
+    def _forward(self, x, delta, cos, sin, cache=None):
+        normed, x = self.attn_norm(x, delta)
+        normed, x = self.mlp_norm(self.attn(normed, cos, sin, cache), x)
+        return x, self.mlp(normed)
+
+
+class Llama(nn.Module):
+    def __init__(self, config: LlamaConfig):
+        super().__init__()
+        self.config = config
+        self.tok_embeddings = nn.Embedding(config.vocab_size, config.n_embd)
+        self.layers = nn.ModuleList(Block(config) for _ in range(config.n_layer))
+        self.norm = RMSNorm(config)
+        self.lm_head = nn.Linear(config.n_embd, config.vocab_size, bias=False)
+        if config.tie_embeddings:
+            self.lm_head.weight = self.tok_embeddings.weight
+
+    def to_empty(self, **kwargs):
+        """As nn.Module's, which would give a tied head a weight of its own."""
+        super().to_empty(**kwargs)
+        if self.config.tie_embeddings:
+            self.lm_head.weight = self.tok_embeddings.weight
+        return self
+
+    def forward(self, tokens: torch.Tensor, targets: torch.Tensor | None = None, caches=None) -> torch.Tensor:
+        """Logits (B, T, V) in the weights' dtype, or with targets the mean cross-entropy, an fp32 scalar.
+
+        tokens and targets (B, T) integers; a target of -100 does not count. caches: one KVCache a layer, from generate.
+        ValueError where T and what the caches hold exceed block_size.
+        """
+        start = caches[0].length if caches else 0
+        end = start + tokens.shape[1]
+        if end > self.config.block_size:
+            raise ValueError(f"{end} positions, but block_size is {self.config.block_size}")
+        x, delta = self.tok_embeddings(tokens), None  # (B, T, C)
+        # The kernels turn q and k in fp32, so the tables stay fp32 beside bf16 weights.
+        wide = torch.promote_types(x.dtype, torch.float32)
+        cos, sin = rope_tables(self.config, start, end, tokens.device, wide)
+        for layer, cache in zip(self.layers, caches or [None] * len(self.layers), strict=True):
+            if self.config.activation_checkpointing == "full" and delta is not None:
+                x, delta = x + delta, None  # a checkpoint keeps the block's inputs: one tensor instead of two
+            x, delta = layer(x, delta, cos, sin, cache)
+        x, _ = self.norm(x, delta)
+        if targets is None:
+            return self.lm_head(x)
+        # Computed here and not by the caller: inside the forward of the module that owns the head, FSDP has gathered
+        # its weight.
+        loss = kernels.linear_cross_entropy if self.config.fused_loss else kernels.reference.linear_cross_entropy
+        return loss(x.flatten(0, 1), self.lm_head.weight, targets.flatten())
+
+    @torch.no_grad()
+    def init_weights(self, seed: int):
+        """Norms 1, matrices normal with std 0.02; the two that write into the residual stream 0.02 / sqrt(2·n_layer).
+
+        Each parameter draws from a generator of its own, seeded by its name: so a model sharded over any number of
+        ranks starts from the same weights, and no rank ever holds more than one whole parameter.
+        """
+        for name, parameter in self.named_parameters():
+            if parameter.ndim == 1:
+                parameter.fill_(1.0)
+                continue
+            std = (
+                0.02 / math.sqrt(2 * self.config.n_layer)
+                if name.endswith(("o_proj.weight", "down_proj.weight"))
+                else 0.02
+            )
+            generator = torch.Generator(parameter.device).manual_seed(seed + zlib.crc32(name.encode()))
+            whole = torch.empty(parameter.shape, device=parameter.device, dtype=torch.float32)
+            whole.normal_(0.0, std, generator=generator)
+            if isinstance(parameter, DTensor):
+                whole = distribute_tensor(whole, parameter.device_mesh, parameter.placements, src_data_rank=None)
+            parameter.copy_(whole)
+
+    def n_params(self) -> int:
+        """Every parameter once: a tied head counts as the embedding."""
+        return sum(parameter.numel() for parameter in self.parameters())
+
+    def flops_per_token(self, n_time: int) -> int:
+        """FLOPs of forward and backward for one token of a sequence of n_time, without recomputation.
+
+        6 for each weight of a matmul (the embedding is a lookup, the head a matmul), and for attention 2 matmuls of
+        2·C·T, forward once and backward twice, half of it masked away: 6·C·T a layer (PaLM, appendix B, causal).
+        """
+        c = self.config
+        matmuls = c.n_layer * (2 * c.n_embd**2 + 2 * c.n_embd * c.n_kv_head * c.head_dim + 3 * c.n_embd * c.ffn_dim)
+        return 6 * (matmuls + c.n_embd * c.vocab_size) + 6 * c.n_layer * c.n_embd * n_time
+
+    @torch.no_grad()
+    def generate(
+        self,
+        tokens: torch.Tensor,
+        max_new_tokens: int,
+        temperature: float = 1.0,
+        top_k: int | None = None,
+        top_p: float | None = None,
+        generator: torch.Generator | None = None,
+    ) -> Iterator[torch.Tensor]:
+        """Continues tokens (B, T) by max_new_tokens, yielding each new (B,) as soon as it is drawn.
+
+        temperature 0 takes the likeliest; top_k keeps the k likeliest, top_p the likeliest whose probabilities reach p.
+        Keys and values are cached. Past block_size the older half of the context is dropped and the rest read again.
+        """
+        n_batch, dtype = tokens.shape[0], self.tok_embeddings.weight.dtype
+        context, caches = tokens[:, -self.config.block_size :], None
+        for _ in range(max_new_tokens):
+            if caches is None or caches[0].length == self.config.block_size:
+                if caches is not None:
+                    context = context[:, -(self.config.block_size // 2 + 1) :]
+                caches = [KVCache(self.config, n_batch, tokens.device, dtype) for _ in self.layers]
+                new = context
+            x = self(new, caches=caches)[:, -1].float()  # (B, V)
+            token = sample(x, temperature, top_k, top_p, generator)
+            yield token
+            new = token[:, None]
+            context = torch.cat([context, new], dim=1)
+
+
+def sample(logits, temperature, top_k, top_p, generator):
+    """One token (B,) from logits (B, V) fp32."""
+    if temperature == 0:
+        return logits.argmax(-1)
+    logits, order = (logits / temperature).sort(-1, descending=True)
+    if top_k is not None:
+        logits[:, top_k:] = -math.inf
+    probabilities = logits.softmax(-1)
+    if top_p is not None:
+        before = probabilities.cumsum(-1) - probabilities  # what the likelier ones already reach
+        probabilities[before >= top_p] = 0
+    return order.gather(-1, torch.multinomial(probabilities, 1, generator=generator)).squeeze(-1)

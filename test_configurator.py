@@ -1,0 +1,416 @@
+"""What configurator.py promises, each promise one test, on a small script in a temporary folder.
+
+pytest test_configurator.py
+"""
+
+import math
+import os
+import re
+import runpy
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+SCRIPT = '''"""Train a toy
+in two lines.
+
+This paragraph is not for --help.
+"""
+
+import sys
+from typing import Literal
+
+from configurator import configure
+
+VERSION = 3
+_hidden = 1
+
+# -----------------------------------------------------------------------------
+# data
+dataset = 'pystdlib'  # a folder under data/
+batch_size = 12  # sequences a micro-batch holds
+tokens_per_step = 4 * 1024
+# optimizer
+learning_rate = 3e-4  # the peak, after the warm-up
+min_lr: float | None = None  # where the cosine ends; none: learning_rate / 10
+grad_clip: float = 1  # none if 0
+# steps before
+# the first decay
+warmup_iters = 100
+
+# system
+compile = True  # each block
+wandb_log = False
+init_from: Literal['scratch', 'resume'] = 'scratch'  # where the weights come from
+world: Literal[0, 1, 2] | None = None
+rope_scaling: dict | None = None
+betas = [0.9, 0.95]
+prompt: str | None = ''
+device = 'cuda' if VERSION > 3 else 'cpu'
+top_k = -1
+settings = configure(globals(), sys.argv[1:])
+
+batch_size = batch_size  # below the call: neither a new setting nor a new comment
+below = 1
+'''
+DEFAULTS = {
+    "dataset": "pystdlib",
+    "batch_size": 12,
+    "tokens_per_step": 4096,
+    "learning_rate": 3e-4,
+    "min_lr": None,
+    "grad_clip": 1.0,
+    "warmup_iters": 100,
+    "compile": True,
+    "wandb_log": False,
+    "init_from": "scratch",
+    "world": None,
+    "rope_scaling": None,
+    "betas": [0.9, 0.95],
+    "prompt": "",
+    "device": "cpu",
+    "top_k": -1,
+}
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path, monkeypatch):
+    (tmp_path / "train.py").write_text(SCRIPT)
+    (tmp_path / "config").mkdir()
+    (tmp_path / "config/baby_llama.py").write_text("batch_size = 4 * 8  # fits a laptop\ncompile = False\n")
+    (tmp_path / "config/llama32_1b.py").write_text("batch_size = 8\n")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("RANK", raising=False)
+    return tmp_path
+
+
+@pytest.fixture
+def run(monkeypatch):
+    """Run the script in this process; what it ends with in its globals."""
+
+    def run(*argv):
+        monkeypatch.setattr(sys, "argv", ["train.py", *argv])
+        return runpy.run_path("train.py")
+
+    return run
+
+
+@pytest.fixture
+def changes(run):
+    """What a command line changes, as the script's globals and the returned settings both have it."""
+
+    def changes(*argv):
+        ended = run(*argv)
+        settings = ended["settings"]
+        assert list(settings) == list(DEFAULTS)
+        assert {name: ended[name] for name in settings} == settings
+        changed = {name: value for name, value in settings.items() if value != DEFAULTS[name]}
+        for name, value in settings.items():
+            assert value is None or DEFAULTS[name] is None or type(value) is type(DEFAULTS[name]), (name, value)
+        return changed
+
+    return changes
+
+
+@pytest.fixture
+def error(run, capsys):
+    """The message that a command line ends with."""
+
+    def error(*argv):
+        with pytest.raises(SystemExit) as exit:
+            run(*argv)
+        out, err = capsys.readouterr()
+        assert exit.value.code == 2 and out == "" and err.endswith("\n")
+        return err[:-1]
+
+    return error
+
+
+@pytest.fixture
+def help_of(run, capsys):
+    def help_of(*argv):
+        with pytest.raises(SystemExit) as exit:
+            run(*argv)
+        out, err = capsys.readouterr()
+        assert exit.value.code == 0 and err == ""
+        return out
+
+    return help_of
+
+
+def launch(*argv, **env):
+    env = os.environ | {"PYTHONPATH": str(Path(__file__).parent)} | env
+    return subprocess.run([sys.executable, "train.py", *argv], capture_output=True, text=True, env=env)
+
+
+# What a setting is
+
+
+def test_without_arguments_the_defaults_stand(run):
+    assert run()["settings"] == DEFAULTS
+
+
+def test_capitals_underscores_and_names_below_the_call_are_no_settings(error):
+    assert error("--VERSION=4").startswith("Unknown setting VERSION")
+    assert error("--_hidden=4").startswith("Unknown setting _hidden")
+    assert error("--below=4").startswith("Unknown setting below")
+
+
+def test_a_default_of_none_must_say_its_type(folder, error):
+    (folder / "train.py").write_text(SCRIPT.replace("min_lr: float | None", "min_lr"))
+    assert re.match(r"train\.py:22: min_lr = None does not say its type: write min_lr: float \| None", error())
+
+
+def test_a_default_must_fit_its_own_annotation(folder, error):
+    (folder / "train.py").write_text(SCRIPT.replace("= 'scratch'", "= 'scrath'"))
+    expected = "init_from expects 'scratch' or 'resume', got 'scrath'. Did you mean 'scratch'?"
+    assert error() == f"train.py:31: {expected}"
+
+
+def test_a_string_that_looks_like_a_comment_is_none(folder, run):
+    (folder / "train.py").write_text(SCRIPT.replace("# steps before\n", '"""\n# no comment"""\n'))
+    assert run()["settings"] == DEFAULTS
+
+
+# nanoGPT's slips
+
+
+def test_nanogpt_slip_key_and_value_as_two_words(changes):
+    assert changes("--batch_size", "32", "--dataset", "x") == {"batch_size": 32, "dataset": "x"}
+
+
+def test_nanogpt_slip_help(help_of):
+    assert help_of("--help") == help_of("-h") != ""
+
+
+def test_nanogpt_slip_int_where_a_float_is_meant(changes):
+    assert changes("--learning_rate=1") == {"learning_rate": 1.0}
+
+
+def test_nanogpt_slip_lowercase_true_and_false(changes):
+    assert changes("--compile=false", "--wandb_log=true") == {"compile": False, "wandb_log": True}
+
+
+def test_nanogpt_slip_typo_in_a_config_file(folder, error):
+    (folder / "config/x.py").write_text('# why\ndataset = "x"\nbatch_szie = 4\n')
+    assert error("config/x.py") == "config/x.py:3: Unknown setting batch_szie. Did you mean batch_size?"
+
+
+def test_nanogpt_slip_flag_before_a_file(changes):
+    assert changes("--batch_size=3", "config/llama32_1b.py") == {"batch_size": 3}
+
+
+def test_nanogpt_slip_value_with_an_equals_sign(changes):
+    assert changes("--dataset=a=b") == changes("--dataset", "a=b") == {"dataset": "a=b"}
+
+
+def test_nanogpt_slip_bare_assertion_error():
+    done = launch("--batch_szie=3")
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr == "Unknown setting batch_szie. Did you mean batch_size?\n"
+
+
+# Flags
+
+
+@pytest.mark.parametrize("text, value", [("1e3", 1000), ("10_000", 10000), ("-4", -4), ("64.0", 64), ("+7", 7)])
+def test_an_int_may_be_written_as(changes, text, value):
+    assert changes(f"--batch_size={text}") == changes("--batch_size", text) == {"batch_size": value}
+
+
+@pytest.mark.parametrize("text", ["abc", "1.5", "", "true", "none", "inf", "nan", "1e400", "[1]", "1 2", "4*8", '"4"'])
+def test_an_int_may_not_be_written_as(error, text):
+    assert error(f"--batch_size={text}") == f"--batch_size expects an int, got {text!r}"
+
+
+@pytest.mark.parametrize("text, value", [("6e-4", 6e-4), (".5", 0.5), ("-2", -2.0), ("1_0.5", 10.5), ("inf", math.inf)])
+def test_a_float_may_be_written_as(changes, text, value):
+    assert changes(f"--learning_rate={text}") == {"learning_rate": value}
+
+
+@pytest.mark.parametrize("text", ["nan", "-nan", "abc", "", "none", "true", "1" + "0" * 400, "3j"])
+def test_a_float_may_not_be_written_as(error, text):
+    assert error(f"--learning_rate={text}") == f"--learning_rate expects a float, got {text!r}"
+
+
+@pytest.mark.parametrize("text, value", [("true", True), ("TRUE", True), ("1", True), ("False", False), ("0", False)])
+def test_a_bool_may_be_written_as(run, text, value):
+    assert run(f"--compile={text}")["compile"] is run("--compile", text)["compile"] is value
+
+
+@pytest.mark.parametrize("text", ["yes", "2", "", "none", "1.0"])
+def test_a_bool_may_not_be_written_as(error, text):
+    assert error("--compile", text) == f"--compile expects true or false, got {text!r}"
+
+
+def test_a_bool_alone_is_true(changes):
+    on = {"wandb_log": True}
+    assert changes("--wandb_log") == on
+    assert changes("--wandb_log", "--batch_size=3") == on | {"batch_size": 3}
+    assert changes("--wandb_log", "config/llama32_1b.py") == on | {"batch_size": 8}
+
+
+@pytest.mark.parametrize("text", ["123", "", "none", "true", "1e3", "'a'", "[1, 2", "--x", "a b", '3is "\\d"', "ü\n"])
+def test_a_string_is_taken_as_it_stands(run, recwarn, text):
+    assert run(f"--dataset={text}")["dataset"] == text
+    assert not recwarn.list
+
+
+def test_a_value_may_begin_with_a_dash(changes):
+    assert changes("--top_k", "-5", "--dataset", "-") == {"top_k": -5, "dataset": "-"}
+
+
+def test_none_where_none_is_allowed(run):
+    assert run("--prompt=none")["prompt"] is None
+    assert run("--min_lr=1", "--min_lr", "None")["min_lr"] is None
+    assert run("--min_lr=1")["min_lr"] == 1.0
+    assert run("--rope_scaling=none")["rope_scaling"] is None
+
+
+def test_dicts_and_lists_are_written_as_in_python(changes):
+    assert changes("--rope_scaling={'factor': 32.0}", "--betas", "[0.9, 0.99]") == {
+        "rope_scaling": {"factor": 32.0},
+        "betas": [0.9, 0.99],
+    }
+
+
+def test_a_dict_that_is_none(error):
+    for text in ["{'a': }", "{[]: 1}", "[1]", "{" * 1000]:
+        assert error(f"--rope_scaling={text}") == f"--rope_scaling expects a dict or none, got {text!r}"
+
+
+def test_choices_are_checked_at_once(changes, error):
+    assert changes("--init_from=resume", "--world=2") == {"init_from": "resume", "world": 2}
+    expected = "--init_from expects 'scratch' or 'resume', got 'resum'. Did you mean 'resume'?"
+    assert error("--init_from=resum") == expected
+    assert error("--world=3") == "--world expects 0, 1, 2 or none, got '3'"
+    assert error("--world=true") == "--world expects 0, 1, 2 or none, got 'true'"
+
+
+def test_the_last_of_two_flags_wins(changes):
+    assert changes("--batch_size=3", "--batch_size", "4") == {"batch_size": 4}
+
+
+def test_a_missing_value(error):
+    assert error("--batch_size") == "--batch_size needs a value: --batch_size=..."
+    assert error("--batch_size", "--compile") == "--batch_size needs a value: --batch_size=..."
+
+
+def test_an_unknown_flag_names_the_nearest_setting(error):
+    assert error("--batch-size=3") == "Unknown setting batch-size. Did you mean batch_size?"
+    assert error("--xyzzy") == "Unknown setting xyzzy. --help lists them all"
+    assert error("--") == "Unknown setting --. --help lists them all"
+
+
+def test_a_setting_without_its_two_dashes(error):
+    assert error("batch_size=3") == "Unknown argument batch_size=3. Did you mean --batch_size=3?"
+    assert error("-batch_size", "3") == "Unknown argument -batch_size. Did you mean --batch_size?"
+
+
+# Config files
+
+
+def test_later_files_win_over_earlier_ones(changes):
+    assert changes("config/llama32_1b.py", "config/baby_llama.py") == {"batch_size": 32, "compile": False}
+    assert changes("config/baby_llama.py", "config/llama32_1b.py") == {"batch_size": 8, "compile": False}
+
+
+def test_a_file_may_compute_import_and_keep_private_names(folder, changes):
+    (folder / "config/x.py").write_text(
+        "import math\nfrom math import pi\n_n = 4\n"
+        "def double(x):\n    y = 2 * x\n    return y\n"
+        "batch_size = double(_n)\nlearning_rate: float = pi\n"
+    )
+    assert changes("config/x.py") == {"batch_size": 8, "learning_rate": 3.141592653589793}
+
+
+def test_a_file_may_build_on_another(folder, changes, monkeypatch):
+    monkeypatch.syspath_prepend(folder / "config")
+    (folder / "config/x.py").write_text("from baby_llama import *\nwarmup_iters = 5\n")
+    assert changes("config/x.py") == {"batch_size": 32, "compile": False, "warmup_iters": 5}
+
+
+def test_a_file_is_converted_like_flags(folder, run):
+    (folder / "config/x.py").write_text("batch_size = 1e3\nlearning_rate = 1\ncompile = 0\nmin_lr = None\n")
+    settings = run("config/x.py")["settings"]
+    assert repr([settings[name] for name in ("batch_size", "learning_rate", "compile")]) == "[1000, 1.0, False]"
+
+
+@pytest.mark.parametrize(
+    "line, message",
+    [
+        ("batch_size = '4'", "batch_size expects an int, got '4'"),
+        ("batch_size = True", "batch_size expects an int, got True"),
+        ("batch_size = None", "batch_size expects an int, got None"),
+        ("learning_rate = float('nan')", "learning_rate expects a float, got nan"),
+        ("dataset = 3", "dataset expects a string, got 3"),
+        ("compile = 'false'", "compile expects true or false, got 'false'"),
+        ("init_from = 'resum'", "init_from expects 'scratch' or 'resume', got 'resum'. Did you mean 'resume'?"),
+        ("batch_size = 4 / 0", "ZeroDivisionError: division by zero"),
+        ("batch_size = = 4", "SyntaxError: invalid syntax"),
+        ("import no_such_module", "ModuleNotFoundError: No module named 'no_such_module'"),
+        ("batch_size = max_iter", "NameError: name 'max_iter' is not defined"),
+        ("for step in range(3):\n    pass", "Unknown setting step. --help lists them all"),
+    ],
+)
+def test_an_error_in_a_file_names_file_and_line(folder, error, line, message):
+    (folder / "config/x.py").write_text(f"# why\n\n{line}\n")
+    assert error("config/x.py", "--batch_size=4") == f"config/x.py:3: {message}"
+
+
+def test_a_missing_file_names_the_nearest_one(error):
+    assert error("config/llama_1b.py") == "config/llama_1b.py does not exist. Did you mean config/llama32_1b.py?"
+    assert error("baby_lama") == "baby_lama does not exist. Did you mean config/baby_llama.py?"
+    assert error("no/such.py") == "no/such.py does not exist"
+    assert error("config") == "config is not a file"
+
+
+# Help and ranks
+
+
+def test_help_shows_the_settings_in_their_groups(help_of):
+    text = help_of("--help")
+    assert text.startswith("Train a toy\nin two lines.\n\nusage: python train.py [config/<name>.py] [--key=value]\n")
+    assert "paragraph" not in text
+    assert re.findall(r"^\w.*$", text, re.M)[3:] == ["data", "optimizer", "system"]
+    listed = re.findall(r"^  --(\w+)", text, re.M)
+    assert listed == list(DEFAULTS)
+
+
+def test_help_gives_type_default_and_comment(help_of):
+    rows = [re.split(r" {2,}", line.strip()) for line in help_of("--help").splitlines()]
+    assert ["--batch_size", "int", "12", "sequences a micro-batch holds"] in rows
+    assert ["--min_lr", "float|none", "none", "where the cosine ends; none: learning_rate / 10"] in rows
+    assert ["--warmup_iters", "int", "100", "steps before the first decay"] in rows
+    assert ["--init_from", "str", "scratch", "scratch|resume: where the weights come from"] in rows
+    assert ["--world", "int|none", "none", "0|1|2"] in rows
+    assert ["--wandb_log", "bool", "false"] in rows
+    assert ["--prompt", "str|none", "''"] in rows
+
+
+def test_help_shows_what_the_files_and_flags_say(help_of):
+    text = help_of("--help", "config/baby_llama.py", "--dataset=x")
+    assert re.search(r"--batch_size +int +32 ", text) and re.search(r"--dataset +str +x ", text)
+
+
+def test_help_is_aligned_within_120_columns(folder, help_of):
+    factors = {f"key_{i}": i for i in range(20)}
+    long = f"rope_scaling: dict | None = {factors}  # {'word ' * 60}"
+    (folder / "train.py").write_text(SCRIPT.replace("rope_scaling: dict | None = None", long))
+    lines = help_of("--help").splitlines()
+    assert max(map(len, lines)) <= 120
+    column = {line.index(word) for line in lines for word in ("a folder", "the peak", "each block") if word in line}
+    assert len(column) == 1
+
+
+def test_only_rank_0_prints_and_every_rank_exits():
+    assert [launch("--batch_size=x", RANK=rank).returncode for rank in "01"] == [2, 2]
+    assert launch("--batch_size=x", RANK="0").stderr and not launch("--batch_size=x", RANK="1").stderr
+    done = launch("--help", RANK="1")
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+
+
+def test_the_script_trains_on_from_the_call():
+    assert launch("config/baby_llama.py", "--batch_size", "3").returncode == 0

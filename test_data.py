@@ -1,0 +1,529 @@
+"""What the tokenizers, the token files and the prepare scripts promise. No network, no GPU."""
+
+import base64
+import hashlib
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+import requests
+import tiktoken
+
+from data.fineweb_edu import prepare as fineweb_edu
+from data.pystdlib import prepare as pystdlib
+from data.shakespeare_char import prepare as shakespeare_char
+from data.text import prepare as text
+from data.tokens import Tokens, token_dtype, write_dataset
+from tokenizer import LLAMA3_SPECIAL_TOKENS, NAMES, end_of_text, get_tokenizer
+
+ROOT = Path(__file__).resolve().parent
+TEXTS = ["", "hello", "x = 'é' # 漢字 🦙\r\n\tpass\x00", "<|endoftext|> is not special in text", "a" * 1000]
+
+
+def write_llama3_model(path, extra_tokens):
+    """A small tokenizer.model: every byte, then the tokens given."""
+    tokens = [bytes([i]) for i in range(256)] + [token.encode() for token in extra_tokens]
+    path.write_bytes(b"".join(base64.b64encode(token) + b" %d\n" % rank for rank, token in enumerate(tokens)))
+    return path
+
+
+def toy_dataset(folder, train=("first", "second"), val=("third",), **options):
+    documents = [("train", document) for document in train] + [("val", document) for document in val]
+    return write_dataset(folder, documents, get_tokenizer("bytes"), **options)
+
+
+def documents_of(folder, split):
+    """The texts of a dataset, read back."""
+    tokens = Tokens(folder, split)
+    tokenizer, ids = get_tokenizer(tokens.meta["tokenizer"]), np.concatenate(tokens.shards)
+    ends = np.flatnonzero(ids == end_of_text(tokenizer))
+    assert ends[-1] == len(ids) - 1, "the last document is not ended by end-of-text"
+    return [tokenizer.decode(part[part < 256].tolist()) for part in np.split(ids, ends + 1)[:-1]]
+
+
+def contents(folder):
+    return {path.name: path.read_bytes() for path in sorted(folder.iterdir())}
+
+
+# ---------------------------------------------------------------------------------------------------------------
+# Tokenizers
+
+
+def test_bytes_are_their_own_ids_and_any_bytes_round_trip():
+    tokenizer = get_tokenizer("bytes")
+    assert tokenizer.n_vocab == 257 and end_of_text(tokenizer) == 256
+    for string in TEXTS:
+        assert tokenizer.encode_ordinary(string) == list(string.encode())
+        assert tokenizer.decode(list(string.encode())) == string
+    assert tokenizer.decode_bytes(range(256)) == bytes(range(256))
+    assert tokenizer.decode([104, 105, 256]) == "hi<|endoftext|>"
+
+
+def test_llama3_special_tokens_have_the_published_ids():
+    assert len(LLAMA3_SPECIAL_TOKENS) == len(set(LLAMA3_SPECIAL_TOKENS)) == 256
+    published = {
+        "<|begin_of_text|>": 128000,
+        "<|end_of_text|>": 128001,
+        "<|reserved_special_token_0|>": 128002,
+        "<|finetune_right_pad_id|>": 128004,
+        "<|start_header_id|>": 128006,
+        "<|end_header_id|>": 128007,
+        "<|eom_id|>": 128008,
+        "<|eot_id|>": 128009,
+        "<|python_tag|>": 128010,
+        "<|reserved_special_token_247|>": 128255,
+    }
+    assert {token: 128000 + LLAMA3_SPECIAL_TOKENS.index(token) for token in published} == published
+
+
+def test_llama3_reads_tokenizer_model_and_round_trips(tmp_path):
+    model = write_llama3_model(tmp_path / "tokenizer.model", ["he", "ll", "hell", "hello"])
+    for path in (model, str(model), tmp_path):  # the file, or the folder it is in
+        tokenizer = get_tokenizer("llama3", path)
+    assert tokenizer.n_vocab == 260 + 256
+    assert end_of_text(tokenizer) == 261
+    assert tokenizer.encode_ordinary("hello") == [259]
+    assert tokenizer.encode("<|begin_of_text|>hello<|eot_id|>", allowed_special="all") == [260, 259, 269]
+    for string in TEXTS:
+        assert tokenizer.decode(tokenizer.encode_ordinary(string)) == string
+
+
+@pytest.mark.parametrize(
+    "string, pieces",
+    [
+        ("1234567", ["123", "456", "7"]),  # at most three digits
+        ("I'll", ["I", "'ll"]),
+        ("WE'LL", ["WE", "'LL"]),  # whatever the case
+        (" world (ok)", [" world", " (", "ok", ")"]),
+        ("a\n\n  b", ["a", "\n\n", " ", " b"]),  # the last blank belongs to the word
+        (");\n\nx", [");\n\n", "x"]),  # line ends belong to the punctuation before them
+        ("été", ["été"]),
+    ],
+)
+def test_llama3_never_merges_across_the_published_splits(tmp_path, string, pieces):
+    # every substring is a token, so only the split pattern keeps the whole string from being one
+    substrings = {string[i:j] for i in range(len(string)) for j in range(i + 1, len(string) + 1)}
+    tokens = sorted((s for s in substrings if len(s.encode()) > 1), key=len)
+    tokenizer = get_tokenizer("llama3", write_llama3_model(tmp_path / "tokenizer.model", tokens))
+    assert [tokenizer.decode([token]) for token in tokenizer.encode_ordinary(string)] == pieces
+
+
+def test_llama3_follows_the_file_when_it_changes(tmp_path):
+    path = tmp_path / "tokenizer.model"
+    assert get_tokenizer("llama3", write_llama3_model(path, ["ab"])).n_vocab == 257 + 256
+    assert get_tokenizer("llama3", write_llama3_model(path, ["ab", "cd"])).n_vocab == 258 + 256
+
+
+def test_llama3_without_its_file_says_where_to_get_it(tmp_path):
+    with pytest.raises(FileNotFoundError, match=r"huggingface\.co/meta-llama.*hf download"):
+        get_tokenizer("llama3", tmp_path / "tokenizer.model")
+
+
+@pytest.mark.parametrize("content", [b"\x0a\x0b sentencepiece \xff", b"aGVsbG8= 0\n", b"AA== 0\nAQ== 7\n"])
+def test_llama3_refuses_a_file_that_is_not_its_vocabulary(tmp_path, content):
+    (tmp_path / "tokenizer.model").write_bytes(content)
+    with pytest.raises(ValueError, match=r"tokenizer\.model(:\d+)? is "):
+        get_tokenizer("llama3", tmp_path)
+
+
+@pytest.mark.parametrize("name, nearest", [("lama3", "llama3"), ("gpt-2", "gpt2"), ("cl100k", "cl100k_base")])
+def test_an_unknown_tokenizer_names_the_nearest(name, nearest):
+    with pytest.raises(ValueError, match=f"Unknown tokenizer {name}. Did you mean {nearest}?"):
+        get_tokenizer(name)
+
+
+@pytest.mark.parametrize("name", [name for name in NAMES if name not in ("bytes", "llama3")])
+def test_a_tokenizer_that_cannot_be_downloaded_says_the_address_and_the_place(name, tmp_path, monkeypatch):
+    def no_network(url):
+        raise requests.ConnectionError("no network", request=requests.Request("GET", url).prepare())
+
+    monkeypatch.setenv("TIKTOKEN_CACHE_DIR", str(tmp_path))
+    monkeypatch.setattr(requests, "get", no_network)
+    monkeypatch.setattr(tiktoken.registry, "ENCODINGS", {})
+    with pytest.raises(FileNotFoundError, match="TIKTOKEN_CACHE_DIR") as error:
+        get_tokenizer(name)
+    address = re.search(r"https://\S+\.(bpe|tiktoken)", str(error.value)).group()
+    assert hashlib.sha1(address.encode()).hexdigest() in str(error.value)  # the name that tiktoken looks for
+
+
+# ---------------------------------------------------------------------------------------------------------------
+# Token files
+
+
+def test_what_is_written_is_what_is_read(tmp_path):
+    meta = toy_dataset(tmp_path, train=TEXTS[1:], val=["val é"])
+    assert documents_of(tmp_path, "train") == TEXTS[1:]
+    assert documents_of(tmp_path, "val") == ["val é"]
+    n_bytes = sum(len(string.encode()) for string in TEXTS[1:])
+    expected = dict(
+        tokenizer="bytes", vocab_size=257, dtype="uint16", end_of_text=256,
+        train_documents=4, train_bytes=n_bytes, train_tokens=n_bytes + 4,
+        val_documents=1, val_bytes=6, val_tokens=7,
+    )  # fmt: skip
+    assert json.loads((tmp_path / "meta.json").read_text()) == meta
+    assert meta.items() >= expected.items()
+    assert (tmp_path / "val.bin").read_bytes() == np.array([*b"val \xc3\xa9", 256], dtype="<u2").tobytes()
+
+
+def test_uint16_only_where_the_vocabulary_fits():
+    assert [token_dtype(size).name for size in (257, 65536, 65537, 128256)] == ["uint16", "uint16", "uint32", "uint32"]
+
+
+def test_ids_past_65536_survive(tmp_path):
+    words = {f"w{i}".encode(): 256 + i for i in range(70_000)}
+    tokenizer = tiktoken.Encoding(
+        "words",
+        pat_str=r"w\d+|(?s:.)",
+        mergeable_ranks={bytes([i]): i for i in range(256)} | words,
+        special_tokens={"<|endoftext|>": 70_256},
+    )
+    meta = write_dataset(tmp_path, [("train", "w0w65280w69999"), ("val", "w1")], tokenizer)
+    assert meta["dtype"] == "uint32"
+    assert Tokens(tmp_path, "train").read([0], 3).tolist() == [[256, 65_536, 70_255, 70_256]]
+
+
+def test_blocks_overlap_by_the_target_and_stay_inside(tmp_path):
+    toy_dataset(tmp_path, train=["abcdefghi"])  # 10 tokens with the end of text
+    tokens = Tokens(tmp_path, "train")
+    assert len(tokens) == 10
+    assert [tokens.blocks(3), tokens.blocks(3, shift=1), tokens.blocks(9)] == [3, 2, 1]
+    blocks = tokens.read([2, 0], 3)
+    assert blocks.dtype == np.int64
+    assert blocks.tolist() == [[*b"ghi", 256], [*b"abcd"]]
+    assert tokens.read(np.array([1]), 3, shift=1).tolist() == [[*b"efgh"]]
+    for index in (3, -1):
+        with pytest.raises(IndexError, match=f"3 train blocks of 3, asked for {index}"):
+            tokens.read([index], 3)
+    with pytest.raises(ValueError, match=r"10 train tokens, fewer than one block of block_size 10 \+ 1"):
+        tokens.blocks(10)
+
+
+def test_a_missing_dataset_says_the_command_that_makes_it(tmp_path):
+    with pytest.raises(FileNotFoundError, match="does not exist: run python data/text/prepare.py --input .* --out"):
+        Tokens(tmp_path / "mine", "train")
+    (tmp_path / "prepare.py").touch()
+    with pytest.raises(FileNotFoundError, match=f"not a finished dataset: run python {tmp_path}/prepare.py"):
+        Tokens(tmp_path, "train")
+
+
+def test_a_truncated_file_is_reported_with_both_sizes(tmp_path):
+    toy_dataset(tmp_path, train=["0123456789"])
+    os.truncate(tmp_path / "train.bin", 8)
+    with pytest.raises(ValueError, match=r"train\.bin has 8 bytes, but .* 11 uint16 tokens, which are 22 bytes: run "):
+        Tokens(tmp_path, "train")
+    (tmp_path / "val.bin").unlink()
+    with pytest.raises(FileNotFoundError, match=r"val\.bin is missing"):
+        Tokens(tmp_path, "val")
+
+
+@pytest.mark.parametrize("content", ["", "[]", '{"tokenizer": "bytes"}'])
+def test_a_broken_meta_json_is_reported(tmp_path, content):
+    (tmp_path / "meta.json").write_text(content)
+    with pytest.raises(ValueError, match=r"meta\.json (lacks|is not).*: run python"):
+        Tokens(tmp_path, "train")
+
+
+def test_a_token_beyond_the_vocabulary_is_reported(tmp_path):
+    toy_dataset(tmp_path, train=["0123456789"])
+    np.array([*range(10), 50256], dtype="<u2").tofile(tmp_path / "train.bin")
+    tokens = Tokens(tmp_path, "train")
+    message = r"train\.bin holds token 50256, but vocab_size is 257: prepare the data again or set vocab_size"
+    with pytest.raises(ValueError, match=message):
+        tokens.read([0], 10)
+    assert tokens.read([0], 9).max() == 9
+    with pytest.raises(ValueError, match="holds token 9, but vocab_size is 9"):
+        tokens.read([0], 9, vocab_size=9)
+
+
+def test_many_workers_write_what_one_writes(tmp_path, monkeypatch):
+    monkeypatch.setattr("data.tokens.BATCH_CHARS", 100)
+    documents = [f"document {i} " * (i % 7 + 1) for i in range(200)]
+    for workers in (1, 2):
+        toy_dataset(tmp_path / str(workers), train=documents[:150], val=documents[150:], workers=workers)
+    assert contents(tmp_path / "1") == contents(tmp_path / "2")
+
+
+def test_an_error_leaves_the_older_dataset_as_it_was(tmp_path):
+    toy_dataset(tmp_path)
+    before = contents(tmp_path)
+
+    def documents():
+        yield "train", "x" * 2**21  # more than a batch: some of it has been written by now
+        raise OSError("the disk is gone")
+
+    with pytest.raises(OSError, match="the disk is gone"):
+        write_dataset(tmp_path, documents(), get_tokenizer("bytes"))
+    with pytest.raises(ValueError, match="no documents"):
+        toy_dataset(tmp_path, train=[], val=[])
+    with pytest.raises(ValueError, match="2 training and 0 validation documents.*raise --val_fraction"):
+        toy_dataset(tmp_path, val=[])
+    assert contents(tmp_path) == before
+
+
+def is_running(pid):
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+def test_a_kill_in_the_middle_leaves_no_dataset_and_no_workers(tmp_path):
+    script = f"""
+import multiprocessing, os, signal
+from data.tokens import write_dataset
+from tokenizer import get_tokenizer
+
+def documents():
+    for i in range(20):
+        yield "train", "x" * 2**20
+    print(*(worker.pid for worker in multiprocessing.active_children()), flush=True)
+    os.kill(os.getpid(), signal.SIGKILL)
+
+if __name__ == "__main__":
+    write_dataset({tmp_path!r}, documents(), get_tokenizer("bytes"), workers=2)
+""".replace("PosixPath", "__import__('pathlib').Path")
+    script_path = tmp_path / "script.py"
+    script_path.write_text(script)
+    env = os.environ | {"PYTHONPATH": str(ROOT)}
+    run = subprocess.run([sys.executable, script_path], env=env, stdout=subprocess.PIPE, text=True, timeout=60)
+    assert run.returncode == -signal.SIGKILL
+    assert not list(tmp_path.glob("*.bin"))
+    with pytest.raises(FileNotFoundError, match="not a finished dataset"):
+        Tokens(tmp_path, "train")
+    workers = [int(pid) for pid in run.stdout.split()]
+    deadline = time.time() + 10
+    while any(map(is_running, workers)) and time.time() < deadline:
+        time.sleep(0.05)
+    assert len(workers) == 2 and not any(map(is_running, workers)), "workers outlived their parent"
+
+
+# ---------------------------------------------------------------------------------------------------------------
+# data/pystdlib
+
+
+@pytest.fixture
+def stdlib(tmp_path):
+    """A small standard library, with everything that must stay out of the dataset."""
+    root = tmp_path / "stdlib"
+    for i in range(200):
+        path = root / f"package{i % 5}" / f"module{i}.py"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(f"def function_{i}():\n    return {i}\n")
+    (root / "copy.py").write_text("def function_0():\n    return 0\n")
+    (root / "empty.py").touch()
+    (root / "latin1.py").write_bytes(b"# -*- coding: latin-1 -*-\n'\xe9'\n")
+    (root / "dangling.py").symlink_to(root / "nowhere.py")
+    for package in ("site-packages", "test", "encodings", "package1/tests"):
+        (root / package).mkdir()
+        (root / package / "unwanted.py").write_text(f"unwanted = {package!r}\n")
+    return root
+
+
+def test_pystdlib_splits_by_file_without_overlap_and_leaves_out_what_it_should(stdlib, tmp_path, capsys):
+    meta = pystdlib.prepare(tmp_path / "out", stdlib)
+    train, val = (documents_of(tmp_path / "out", split) for split in ("train", "val"))
+    assert sorted(train + val) == sorted({f"def function_{i}():\n    return {i}\n" for i in range(200)})
+    assert 1 <= len(val) <= 40
+    assert meta["val_bytes"] == sum(map(len, val))
+    assert meta["gzip_bits_per_byte"] > 0 and meta["xz_bits_per_byte"] > 0
+    assert "200 files, skipped 2 unreadable, 2 empty or a copy" in capsys.readouterr().out
+
+
+def test_pystdlib_repeats_and_a_new_file_moves_no_other(stdlib, tmp_path):
+    for out in ("a", "b"):
+        pystdlib.prepare(tmp_path / out, stdlib)
+    assert contents(tmp_path / "a") == contents(tmp_path / "b")
+    (stdlib / "aaa_new.py").write_text("new = True\n")
+    pystdlib.prepare(tmp_path / "c", stdlib)
+    for split in ("train", "val"):
+        assert set(documents_of(tmp_path / "a", split)) <= set(documents_of(tmp_path / "c", split))
+
+
+def test_pystdlib_script_runs_from_any_folder(tmp_path):
+    command = [sys.executable, ROOT / "data/pystdlib/prepare.py", "--out", "here"]
+    run = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=60)
+    assert run.returncode == 0, run.stderr
+    assert "gzip -9" in run.stdout
+    meta = Tokens(tmp_path / "here", "val").meta
+    assert meta["train_bytes"] > 5e6, f"{meta['train_bytes']:,} bytes of training text: where is the standard library?"
+    assert 2e5 < meta["val_bytes"] < 2e6
+    assert 1.5 < meta["xz_bits_per_byte"] < meta["gzip_bits_per_byte"] < 2.5
+
+
+# ---------------------------------------------------------------------------------------------------------------
+# data/shakespeare_char
+
+
+def test_shakespeare_without_a_network_says_the_address_and_the_place(tmp_path, monkeypatch):
+    monkeypatch.setattr(shakespeare_char, "URL", "http://localhost:9/input.txt")  # nobody listens on the discard port
+    place = tmp_path / "input.txt"
+    with pytest.raises(OSError, match=f"could not download http://localhost:9/input.txt .* put it at {place}"):
+        shakespeare_char.prepare(tmp_path)
+    assert not place.exists()
+    place.write_text("To be, or not to be. " * 100)
+    meta = shakespeare_char.prepare(tmp_path)
+    assert (meta["train_bytes"], meta["val_bytes"]) == (1890, 210)
+    assert "".join(documents_of(tmp_path, "train") + documents_of(tmp_path, "val")) == place.read_text()
+
+
+# ---------------------------------------------------------------------------------------------------------------
+# data/text
+
+
+def test_text_takes_files_folders_and_jsonl(tmp_path):
+    folder = tmp_path / "folder"
+    (folder / "deep" / ".hidden").mkdir(parents=True)
+    expected = {f"line {i}\r\nof jsonl" for i in range(30)} | {f"file {i}\n" for i in range(30)} | {"named\n"}
+    with open(folder / "some.jsonl", "w") as file:
+        for i in range(30):
+            file.write(json.dumps({"body": f"line {i}\r\nof jsonl", "id": i}) + "\n\n")
+        file.write('{"body": ""}\n')
+    for i in range(30):
+        (folder / "deep" / f"{i}.md").write_text(f"file {i}\n")
+    (folder / "deep" / ".hidden" / "secret.txt").write_text("hidden")
+    (folder / "deep" / "picture.png").write_bytes(b"\x89PNG\0\0")
+    (tmp_path / "named.txt").write_text("\ufeffnamed\n", encoding="utf-8")  # with a byte order mark
+    meta = text.prepare([folder, tmp_path / "named.txt"], tmp_path / "out", field="body", val_fraction=0.2)
+    train, val = (set(documents_of(tmp_path / "out", split)) for split in ("train", "val"))
+    assert train | val == expected and not train & val
+    assert meta["train_documents"] + meta["val_documents"] == len(expected)
+
+
+def test_text_cuts_one_large_file_at_line_ends_and_loses_nothing(tmp_path):
+    book = "".join(f"line {i} é\n" for i in range(60_000))
+    (tmp_path / "book.txt").write_text(book, encoding="utf-8")
+    text.prepare([tmp_path / "book.txt"], tmp_path / "out")
+    documents = documents_of(tmp_path / "out", "train") + documents_of(tmp_path / "out", "val")
+    assert all(document.endswith("\n") for document in documents)
+    assert sorted("".join(documents).splitlines()) == sorted(book.splitlines())
+
+
+@pytest.mark.parametrize(
+    "line, message",
+    [
+        ("{broken", r"bad\.jsonl:2 is not JSON"),
+        ('{"title": "no text"}', r"bad\.jsonl:2 is not an object with the field 'text'"),
+        ("[1, 2]", r"bad\.jsonl:2 is not an object with the field 'text'"),
+        ('{"text": 7}', r"bad\.jsonl:2 has a int as 'text', expected a string"),
+    ],
+)
+def test_text_names_the_bad_jsonl_line(tmp_path, line, message):
+    (tmp_path / "bad.jsonl").write_text('{"text": "good"}\n' + line + "\n")
+    with pytest.raises(ValueError, match=message):
+        text.prepare([tmp_path / "bad.jsonl"], tmp_path / "out")
+    assert not list((tmp_path / "out").iterdir())
+
+
+def test_text_names_the_file_that_is_not_utf8_or_skips_it(tmp_path, capsys):
+    for i in range(50):
+        (tmp_path / f"{i}.txt").write_text(f"text {i}")
+    (tmp_path / "latin1.txt").write_bytes(b"caf\xe9")
+    with pytest.raises(ValueError, match=r"latin1\.txt is not UTF-8 text.*--errors skip"):
+        text.prepare([tmp_path], tmp_path / ".out")
+    meta = text.prepare([tmp_path], tmp_path / ".out", errors="skip")
+    assert meta["train_documents"] + meta["val_documents"] == 50
+    assert "latin1.txt: not UTF-8" in capsys.readouterr().out
+
+
+def test_text_script_ends_a_slip_in_one_line(tmp_path):
+    command = [sys.executable, ROOT / "data/text/prepare.py", "--out", tmp_path / "out", "--input"]
+    run = subprocess.run([*command, tmp_path / "nowhere"], capture_output=True, text=True, timeout=60)
+    assert (run.returncode, run.stderr) == (1, f"error: --input {tmp_path}/nowhere does not exist\n")
+    (tmp_path / "empty.txt").touch()
+    run = subprocess.run([*command, tmp_path / "empty.txt"], capture_output=True, text=True, timeout=60)
+    assert (run.returncode, run.stderr) == (1, "error: no documents: the input holds no text\n")
+
+
+# ---------------------------------------------------------------------------------------------------------------
+# data/fineweb_edu
+
+
+@pytest.fixture
+def parquets(tmp_path):
+    pyarrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+    folder = tmp_path / "parquets"
+    folder.mkdir()
+    for number in range(3):
+        rows = [f"Document {number}.{i} " + "says something. " * (i % 50) for i in range(300)] + ["", None]
+        parquet.write_table(pyarrow.table({"id": range(302), "text": rows}), folder / f"{number:03d}.parquet")
+    return folder
+
+
+OPTIONS = dict(tokenizer="bytes", val_fraction=0.1)
+
+
+def test_fineweb_writes_a_shard_a_file_and_reads_across_them(parquets, tmp_path):
+    meta = fineweb_edu.prepare(parquets, tmp_path / "out", **OPTIONS)
+    assert list(meta["files"]["train"]) == ["train_000000.bin", "train_000001.bin", "train_000002.bin"]
+    train, val = (documents_of(tmp_path / "out", split) for split in ("train", "val"))
+    assert len(train) + len(val) == len(set(train + val)) == 900
+    assert 50 < len(val) < 150
+    tokens = Tokens(tmp_path / "out", "train")
+    per_shard = [(len(shard) - 1) // 100 for shard in tokens.shards]
+    assert tokens.blocks(100) == sum(per_shard)
+    blocks = tokens.read(range(sum(per_shard)), 100)
+    first_of_second = tokens.read([per_shard[0]], 100)
+    assert (first_of_second == tokens.shards[1][:101]).all()
+    assert (blocks[-1] == tokens.shards[2][(per_shard[2] - 1) * 100 :][:101]).all()
+
+
+def test_fineweb_interrupted_and_restarted_gives_what_an_uninterrupted_run_gives(parquets, tmp_path, monkeypatch):
+    monkeypatch.setattr("data.tokens.BATCH_CHARS", 10_000)
+    fineweb_edu.prepare(parquets, tmp_path / "whole", **OPTIONS)
+
+    read_documents, read = fineweb_edu.read_documents, []
+
+    def interrupted(parquet, path, *args):
+        for i, document in enumerate(read_documents(parquet, path, *args)):
+            if path.name == "001.parquet" and i == 200:
+                raise KeyboardInterrupt
+            yield document
+
+    def counted(parquet, path, *args):
+        read.append(path.name)
+        return read_documents(parquet, path, *args)
+
+    out = tmp_path / "out"
+    monkeypatch.setattr(fineweb_edu, "read_documents", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        fineweb_edu.prepare(parquets, out, workers=2, **OPTIONS)
+    assert sorted(contents(out)) == ["shard_000000.json", "train_000000.bin", "val_000000.bin"]
+    with pytest.raises(FileNotFoundError, match="not a finished dataset"):
+        Tokens(out, "train")
+
+    monkeypatch.setattr(fineweb_edu, "read_documents", counted)
+    fineweb_edu.prepare(parquets, out, workers=2, **OPTIONS)
+    assert read == ["001.parquet", "002.parquet"], "a finished shard was made again, or one was left out"
+    assert contents(out) == contents(tmp_path / "whole")
+
+    monkeypatch.setattr(fineweb_edu, "read_documents", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        fineweb_edu.prepare(parquets, out, **OPTIONS | {"val_fraction": 0.2})  # other settings: every shard again
+    with pytest.raises(FileNotFoundError, match="not a finished dataset"):
+        Tokens(out, "train")  # one shard is new, two are old
+
+
+def test_fineweb_says_what_is_wrong_with_the_input(parquets, tmp_path):
+    with pytest.raises(ValueError, match="has no column 'body' but id, text: set --field"):
+        fineweb_edu.prepare(parquets, tmp_path / "out", field="body", **OPTIONS)
+    os.truncate(parquets / "000.parquet", 1000)
+    with pytest.raises(ValueError, match=r"000\.parquet is not a whole parquet file"):
+        fineweb_edu.prepare(parquets, tmp_path / "out", **OPTIONS)
+    with pytest.raises(FileNotFoundError, match="holds no .parquet files"):
+        fineweb_edu.prepare(tmp_path / "nowhere", tmp_path / "out", **OPTIONS)
+
+
+def test_fineweb_without_its_packages_says_the_pip_line(parquets, tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "pyarrow", None)
+    with pytest.raises(ImportError, match="pip install pyarrow huggingface_hub"):
+        fineweb_edu.prepare(parquets, tmp_path / "out", **OPTIONS)
+    monkeypatch.setitem(sys.modules, "huggingface_hub", None)
+    with pytest.raises(ImportError, match="pip install pyarrow huggingface_hub"):
+        fineweb_edu.prepare(None, tmp_path / "out", **OPTIONS)

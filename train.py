@@ -1,0 +1,496 @@
+"""Trains a Llama 3. Read it from top to bottom: settings, setup, data, model, optimizer, loop.
+
+One GPU, or none:   python train.py config/baby_llama.py
+                    python train.py config/llama32_1b.py --batch_size=8
+Several GPUs:       torchrun --standalone --nproc_per_node=4 train.py config/llama32_1b.py
+On the CPU:         python train.py config/baby_llama.py --device=cpu
+
+Run the same line again and it goes on from the newest checkpoint in out_dir. Any setting below is a flag
+(--batch_size=32) and may stand in a config file; --help lists them all.
+"""
+
+import functools
+import json
+import math
+import os
+import platform
+import resource
+import runpy
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import asdict
+from pathlib import Path
+from typing import Literal
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
+
+import checkpoint
+from configurator import configure
+from data.tokens import Tokens
+from kernels.linear_cross_entropy import LOGITS_BYTES
+from model import Llama, LlamaConfig
+
+# ----------------------------------------------------------------------------------------------------------------------
+# output
+out_dir = "out"  # checkpoints, metrics.jsonl and summary.json
+init_from: Literal["auto", "scratch", "resume"] = "auto"  # auto: resume where out_dir holds a checkpoint
+eval_interval = 1000  # steps between evaluations; each is followed by a checkpoint
+eval_iters = 100  # batches an evaluation reads, the same ones every time, spread evenly over the validation tokens
+log_interval = 10  # steps between log lines
+keep_last = 2  # checkpoints kept; 0: none are written
+
+# wandb logging
+wandb_log = False  # WANDB_MODE=offline works too
+wandb_project = "nanocria"
+wandb_run_name = "llama"
+
+# data
+dataset = "pystdlib"  # a folder under data/, made by its prepare.py
+batch_size = 8  # sequences a micro-batch holds, on each rank
+block_size = 1024  # tokens of a sequence
+gradient_accumulation_steps = 1  # micro-batches a step adds up, over all ranks: a multiple of their number
+
+# model (Llama 3.2 1B)
+n_layer = 16
+n_head = 32  # query heads
+n_kv_head = 8  # key/value heads: each serves n_head / n_kv_head query heads
+n_embd = 2048
+ffn_dim = 8192  # width of the gated MLP
+vocab_size: int | None = None  # none: the dataset's
+rope_theta = 500000.0
+rope_scaling: dict | None = None  # 3.1 and 3.2: see config/llama32_1b.py
+norm_eps = 1e-5
+tie_embeddings = True  # the head is the embedding
+fused_kernels = True  # false: RMSNorm, RoPE and SwiGLU in plain PyTorch
+fused_loss = True  # false: the logits held whole
+
+# optimizer: AdamW, cosine schedule
+learning_rate = 3e-4  # the peak, after the warm-up
+max_iters = 10000  # steps of the whole run
+warmup_iters = 100  # steps of linear warm-up
+lr_decay_iters: int | None = None  # where the cosine ends; none: max_iters
+min_lr: float | None = None  # what it ends at; none: learning_rate / 10
+weight_decay = 0.1  # of matrices; norms are not decayed
+beta1 = 0.9
+beta2 = 0.95
+grad_clip = 1.0  # gradients are scaled down to this norm; 0: never
+
+# system
+device: Literal["auto", "cuda", "cpu"] = "auto"  # auto: cuda where there is one
+dtype: Literal["auto", "float32", "bfloat16", "float16"] = (
+    "auto"  # of the compute; auto: bfloat16 on cuda, else float32
+)
+activation_checkpointing: Literal["none", "selective", "full"] = "none"  # recompute: nothing; norms, RoPE, SwiGLU; all
+compile = False  # torch.compile the blocks: a minute at the start
+seed = 1337  # of the weights and of the order of the data
+# ----------------------------------------------------------------------------------------------------------------------
+settings = configure(globals(), sys.argv[1:])
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Setup: one process a GPU. torchrun says which one we are; alone, we are rank 0 of 1.
+rank, local_rank = int(os.environ.get("RANK", 0)), int(os.environ.get("LOCAL_RANK", 0))
+world_size = int(os.environ.get("WORLD_SIZE", 1))
+master = rank == 0
+print0 = functools.partial(print, flush=True) if master else lambda *args, **kwargs: None
+
+
+def stop(message: str):
+    """Ends the run with a sentence instead of a stack trace."""
+    print0(message, file=sys.stderr)
+    sys.exit(1)
+
+
+if device == "auto":
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+if device == "cuda" and not torch.cuda.is_available():
+    stop("--device=cuda, but torch finds no CUDA device: use --device=cpu, or install a torch built for your driver")
+if dtype == "auto":
+    dtype = "bfloat16" if device == "cuda" else "float32"
+compute_dtype = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}[dtype]
+if gradient_accumulation_steps % world_size:
+    stop(f"gradient_accumulation_steps is {gradient_accumulation_steps}: make it a multiple of the {world_size} ranks")
+micro_steps = gradient_accumulation_steps // world_size
+sequences_per_step = batch_size * gradient_accumulation_steps
+tokens_per_step = sequences_per_step * block_size
+lr_decay_iters = max_iters if lr_decay_iters is None else lr_decay_iters
+min_lr = learning_rate / 10 if min_lr is None else min_lr
+
+torch.set_float32_matmul_precision("high")  # TF32 where something is float32
+if device == "cuda":
+    torch.cuda.set_device(local_rank)
+    device = f"cuda:{local_rank}"
+# FSDP keeps the masters in float32, casts to the compute dtype and shards: one path from one GPU to many. Only a lone
+# process computing in float32 has no use for it.
+use_fsdp = device != "cpu" or world_size > 1 or compute_dtype != torch.float32
+if use_fsdp:
+    alone = {} if "RANK" in os.environ else {"store": dist.HashStore(), "rank": 0, "world_size": 1}
+    dist.init_process_group("gloo" if device == "cpu" else "nccl", **alone)
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Data: the batch of a step is a function of (seed, step) alone, so it is the same for any number of ranks and
+# micro-batches, and a resumed run needs no loader state.
+data_dir = Path(__file__).parent / "data" / dataset
+if dataset == "pystdlib" and not (data_dir / "meta.json").exists():  # the one dataset that needs nothing but Python
+    if master:
+        runpy.run_path(str(data_dir / "prepare.py"))["prepare"](data_dir)
+    if world_size > 1:
+        dist.barrier()
+try:
+    train_tokens, val_tokens = Tokens(data_dir, "train"), Tokens(data_dir, "val")
+    n_train_blocks = train_tokens.blocks(block_size, shift=block_size - 1)
+    n_val_blocks = val_tokens.blocks(block_size)
+except (FileNotFoundError, ValueError) as error:
+    stop(str(error))
+if vocab_size is None:
+    vocab_size = train_tokens.meta["vocab_size"]
+
+
+@functools.lru_cache(maxsize=2)
+def epoch_order(epoch: int):
+    """A shuffle of all blocks, and where the first one starts: each epoch cuts the text at other places."""
+    rng = np.random.default_rng((seed, epoch))
+    return rng.permutation(n_train_blocks), int(rng.integers(block_size))
+
+
+def to_device(blocks: np.ndarray):
+    """Blocks (B, T + 1) to tokens and targets, both (B, T) int64 on the device."""
+    blocks = torch.from_numpy(blocks)
+    if device != "cpu":
+        blocks = blocks.pin_memory().to(device, non_blocking=True)
+    return blocks[:, :-1], blocks[:, 1:]
+
+
+def get_batch(step: int, micro_step: int):
+    """This rank's share of a step: the sequences of a step are numbered on from those of the step before."""
+    first = step * sequences_per_step + (micro_step * world_size + rank) * batch_size
+    epochs, positions = np.divmod(np.arange(first, first + batch_size), n_train_blocks)
+    blocks = []
+    for epoch in np.unique(epochs):
+        order, shift = epoch_order(int(epoch))
+        blocks.append(train_tokens.read(order[positions[epochs == epoch]], block_size, shift, vocab_size))
+    return to_device(np.concatenate(blocks))
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Model: shapes first, on no device; then sharded; then memory; then weights. So nobody ever holds the whole of it.
+try:
+    config = LlamaConfig(**{name: globals()[name] for name in LlamaConfig.__dataclass_fields__})
+except ValueError as error:
+    stop(str(error))
+with torch.device("meta"):
+    model = Llama(config)
+n_params = model.n_params()
+if compile:
+    for layer in model.layers:
+        layer.compile()
+if use_fsdp:
+    mesh = init_device_mesh("cpu" if device == "cpu" else "cuda", (world_size,))
+    # cast_forward_inputs would round the fp32 cos and sin that the blocks are handed.
+    policy = MixedPrecisionPolicy(param_dtype=compute_dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
+    for layer in model.layers:
+        fully_shard(layer, mesh=mesh, mp_policy=policy)
+    # Embedding, final norm and head stay with the root: a tied weight is one parameter of one group.
+    fully_shard(model, mesh=mesh, mp_policy=policy, reshard_after_forward=False)
+model.to_empty(device=device)
+model.init_weights(seed)
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Optimizer
+matrices = [parameter for parameter in model.parameters() if parameter.ndim >= 2]
+vectors = [parameter for parameter in model.parameters() if parameter.ndim < 2]
+groups = [{"params": matrices, "weight_decay": weight_decay}, {"params": vectors, "weight_decay": 0.0}]
+optimizer = torch.optim.AdamW(groups, lr=learning_rate, betas=(beta1, beta2), fused=True)
+# float16 holds nothing below 6e-8, where many gradients live: they are computed 2^16 times too large and scaled back.
+# The scale halves when they overflow and doubles after 2,000 steps without.
+loss_scale = 2.0**16 if dtype == "float16" else 1.0
+loss_scale_since = 0  # the step that changed it last
+
+
+def learning_rate_at(step: int) -> float:
+    if step < warmup_iters:
+        return learning_rate * (step + 1) / (warmup_iters + 1)
+    progress = min((step - warmup_iters) / max(lr_decay_iters - warmup_iters, 1), 1.0)
+    return min_lr + (learning_rate - min_lr) * 0.5 * (1 + math.cos(math.pi * progress))
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Resume
+first_step = 0
+found = checkpoint.newest(out_dir)
+if found and init_from == "scratch":
+    stop(f"{found} is there from an earlier run: --init_from=resume goes on with it, --out_dir=... starts elsewhere")
+if not found and init_from == "resume":
+    stop(f"{out_dir} holds no checkpoint to resume: --init_from=scratch starts a new run")
+if found:
+    saved = checkpoint.read_meta(found)["model"]
+    for name in ("n_layer", "n_head", "n_kv_head", "n_embd", "ffn_dim", "vocab_size", "tie_embeddings"):
+        if saved[name] != getattr(config, name):
+            stop(f"{found} has {name} {saved[name]}, this run {getattr(config, name)}: set it back or change out_dir")
+    meta = checkpoint.load(found, model, optimizer)
+    first_step, loss_scale, loss_scale_since = meta["step"], meta["loss_scale"], meta["loss_scale_since"]
+
+
+def save(step: int, val_loss: float | None):
+    meta = {
+        "val_loss": val_loss,
+        "loss_scale": loss_scale,
+        "loss_scale_since": loss_scale_since,
+        "model": asdict(config),
+        "settings": settings,
+        "dataset": train_tokens.meta,
+        "versions": versions,
+    }
+    return checkpoint.save(out_dir, step, model, optimizer, meta, keep_last)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# What runs, what will train, what it will take
+PEAK_FLOPS = {  # dense bf16 with fp32 accumulation, by the makers' datasheets
+    "B200": 2250e12, "H200": 989e12, "H100": 989e12, "A100": 312e12, "L40S": 362e12, "L4": 121e12, "A10G": 70e12,
+    "RTX 5090": 209.5e12, "RTX 4090": 165.2e12, "RTX 3090": 71e12,
+}  # fmt: skip
+device_name = torch.cuda.get_device_name(device) if device != "cpu" else platform.machine()
+peak_flops = (
+    next((peak for name, peak in PEAK_FLOPS.items() if name in device_name), None) if dtype != "float32" else None
+)
+
+
+def git_commit() -> str:
+    found = subprocess.run(
+        ["git", "describe", "--always", "--dirty"], cwd=Path(__file__).parent, capture_output=True, text=True
+    )
+    return found.stdout.strip() or "unknown"
+
+
+def estimated_gib() -> float:
+    """Peak memory of a rank: what stands still, what each token leaves for backward, and the loss head."""
+    c, itemsize = config, compute_dtype.itemsize
+    kv_width = c.n_kv_head * c.head_dim
+    per_token = {  # elements of a layer; kernels/*.py say what each saves
+        "none": 6 * c.n_embd + (c.n_embd + 3 * kv_width) + 3 * c.ffn_dim,
+        "selective": 5 * c.n_embd + (c.n_embd + 2 * kv_width) + 2 * c.ffn_dim,
+        "full": c.n_embd,
+    }[activation_checkpointing]
+    n_tokens = batch_size * block_size
+    head = c.vocab_size * c.n_embd
+    states = 16 * n_params / world_size  # weights, gradients and two moments in float32
+    gathered = itemsize * (head + (n_params - head) / c.n_layer) if use_fsdp else 0
+    loss = min(LOGITS_BYTES, n_tokens * c.vocab_size * itemsize) + 4 * head
+    backward_of_a_block = itemsize * n_tokens * 4 * c.ffn_dim
+    return (states + gathered + itemsize * n_tokens * c.n_layer * per_token + max(loss, backward_of_a_block)) / 2**30
+
+
+def used_gib() -> float:
+    if device == "cpu":
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2 ** (30 if sys.platform == "darwin" else 20)
+    return torch.cuda.max_memory_allocated() / 2**30
+
+
+versions = {"nanocria": git_commit(), "python": platform.python_version(), "torch": torch.__version__}
+if device != "cpu":
+    import triton
+
+    versions |= {"triton": triton.__version__, "cuda": torch.version.cuda}
+epochs = tokens_per_step * max_iters / len(train_tokens)
+total_gib = torch.cuda.get_device_properties(device).total_memory / 2**30 if device != "cpu" else None
+print0(
+    f"runs on   {world_size} x {device_name}, " + ", ".join(f"{name} {version}" for name, version in versions.items())
+)
+print0(
+    f"model     {n_params:,} parameters, {dtype} compute over float32 weights, {activation_checkpointing} checkpointing"
+)
+print0(
+    f"step      {tokens_per_step:,} tokens = {batch_size} sequences of {block_size:,} x {micro_steps} micro-batches "
+    f"x {world_size} ranks; {max_iters:,} steps = {epochs:.2f} epochs of {data_dir.name}"
+)
+print0(f"memory    about {estimated_gib():.1f} GiB" + (f" of {total_gib:.1f} GiB" if total_gib else ""))
+if found:
+    print0(f"resumes   {found}")
+
+metrics_path = Path(out_dir) / "metrics.jsonl"
+if master:
+    metrics_path.parent.mkdir(parents=True, exist_ok=True)
+    # Steps after the checkpoint will be run again: their lines go, and the file is that of one run.
+    lines = metrics_path.read_text().splitlines() if found and metrics_path.exists() else []
+    kept = [line for line in lines if json.loads(line)["step"] <= first_step]
+    metrics_path.write_text("".join(line + "\n" for line in kept))
+if wandb_log and master:
+    import wandb
+
+    wandb.init(project=wandb_project, name=wandb_run_name, config=settings)
+
+
+def record(metrics: dict):
+    """One line of metrics.jsonl, and the same to wandb."""
+    if master:
+        with open(metrics_path, "a") as file:
+            file.write(json.dumps(metrics) + "\n")
+        if wandb_log:
+            wandb.log(metrics, step=metrics["step"])
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Loop
+n_eval_blocks = min(eval_iters * batch_size, n_val_blocks)
+
+
+@torch.no_grad()
+def evaluate() -> float:
+    """The mean loss over n_eval_blocks blocks of the validation tokens, the same ones every time."""
+    total = torch.zeros(2, device=device)  # sum of the losses, number of targets
+    chosen = np.arange(n_eval_blocks) * n_val_blocks // n_eval_blocks
+    for first in range(0, n_eval_blocks, batch_size * world_size):
+        rows = first + rank * batch_size + np.arange(batch_size)
+        tokens, targets = to_device(val_tokens.read(chosen[rows % n_eval_blocks], block_size, vocab_size=vocab_size))
+        # Every rank runs every forward, or FSDP would wait for it forever: rows past the end are read but do not count.
+        surplus = torch.from_numpy(rows >= n_eval_blocks).to(device)
+        targets = targets.masked_fill(surplus[:, None], -100)
+        n_targets = (targets != -100).sum()
+        total += torch.stack([model(tokens, targets) * n_targets, n_targets])
+    if world_size > 1:
+        dist.all_reduce(total)
+    return (total[0] / total[1]).item()
+
+
+def bits_per_byte(val_loss: float) -> float:
+    meta = val_tokens.meta
+    return val_loss / math.log(2) * len(val_tokens) / meta["val_bytes"]
+
+
+def interrupt(signal_number, frame):
+    """The first Ctrl-C ends the run after the step at hand, with a checkpoint; the second ends it at once."""
+    global interrupted
+    if interrupted:
+        raise KeyboardInterrupt
+    interrupted = True
+
+
+interrupted = False
+signal.signal(signal.SIGINT, interrupt)
+step_times = []  # seconds of each step
+logged_at, logged_step = time.perf_counter(), first_step
+val_loss = None
+step = first_step  # how many updates the weights have seen
+if step >= max_iters:
+    print0(f"nothing left to do: {found} is at step {step}, max_iters is {max_iters}")
+while step < max_iters:
+    started = time.perf_counter()
+    for group in optimizer.param_groups:
+        group["lr"] = learning_rate_at(step)
+
+    loss = torch.zeros((), device=device)
+    for micro_step in range(micro_steps):
+        tokens, targets = get_batch(step, micro_step)
+        micro_loss = model(tokens, targets) / micro_steps
+        (micro_loss * loss_scale).backward()  # FSDP averages the gradients over the ranks, in float32
+        loss += micro_loss.detach()
+
+    # Clip, and undo the loss scale, in one multiplication.
+    grads = [parameter.grad for parameter in model.parameters()]
+    grad_norm = torch.nn.utils.get_total_norm(grads)
+    grad_norm = (grad_norm.full_tensor() if isinstance(grad_norm, DTensor) else grad_norm) / loss_scale
+    if world_size > 1:
+        dist.all_reduce(loss)
+        loss /= world_size
+    loss, grad_norm = torch.stack([loss, grad_norm]).tolist()  # the one moment of a step when the CPU waits for the GPU
+    if math.isfinite(grad_norm):
+        factor = min(1.0, grad_clip / (grad_norm + 1e-6)) if grad_clip else 1.0
+        if factor < 1 or loss_scale != 1:
+            torch._foreach_mul_(grads, factor / loss_scale)
+        optimizer.step()
+        if dtype == "float16" and step - loss_scale_since >= 2000:
+            loss_scale, loss_scale_since = loss_scale * 2, step
+    elif math.isfinite(loss) and dtype == "float16" and loss_scale > 1:
+        loss_scale, loss_scale_since = loss_scale / 2, step  # too large a scale: this step's update is left out
+    else:
+        saved = checkpoint.newest(out_dir)
+        stop(
+            f"step {step + 1}: the loss is {loss} and the gradient norm {grad_norm}, so the weights were not updated. "
+            f"Try a lower learning_rate, a longer warmup_iters or a lower grad_clip, "
+            + (f"from {saved} with --init_from=resume" if saved else "from the start: no checkpoint was saved yet")
+        )
+    optimizer.zero_grad(set_to_none=True)
+    step += 1
+    step_times.append(time.perf_counter() - started)
+
+    if step % log_interval == 0 or step == max_iters:
+        seconds = (time.perf_counter() - logged_at) / (step - logged_step)
+        logged_at, logged_step = time.perf_counter(), step
+        tok_per_s = tokens_per_step / seconds
+        mfu = model.flops_per_token(block_size) * tok_per_s / world_size / peak_flops if peak_flops else None
+        left = round(seconds * (max_iters - step))
+        print0(
+            f"step {step:05d}/{max_iters} | loss {loss:.4f} | lr {learning_rate_at(step - 1):.2e} "
+            f"| norm {grad_norm:.2f} | {seconds * 1000:.1f} ms | {tok_per_s:,.0f} tok/s | mfu {f'{mfu:.1%}' if mfu else 'n/a'} "
+            f"| mem {used_gib():.1f} GiB | eta {left // 3600}h{left % 3600 // 60:02d}m{left % 60:02d}s"
+        )
+        record(
+            {"step": step, "loss": loss, "lr": learning_rate_at(step - 1), "grad_norm": grad_norm, "ms": seconds * 1000,
+             "tok_per_s": tok_per_s, "mfu": mfu, "mem_gib": used_gib()}
+        )  # fmt: skip
+
+    if world_size > 1:  # Ctrl-C may reach the ranks at different steps: one is enough, and all agree
+        flag = torch.tensor(float(interrupted), device=device)
+        dist.all_reduce(flag)
+        interrupted = flag.item() > 0
+    if step % eval_interval == 0 or step == max_iters or interrupted:
+        began = time.perf_counter()
+        if not interrupted:
+            val_loss = evaluate()
+            record({"step": step, "val_loss": val_loss})
+        path = save(step, val_loss) if keep_last else "nothing"
+        evaluated = f"val loss {val_loss:.4f} ({n_eval_blocks} blocks)" if not interrupted else "interrupted"
+        print0(f"step {step:05d} | {evaluated} | saved {path}")
+        logged_at += time.perf_counter() - began  # not the training's time
+    if interrupted:
+        print0("run the same line again to go on")
+        break
+
+# ----------------------------------------------------------------------------------------------------------------------
+# What came of it
+if first_step < step == max_iters and master:
+    median = sorted(step_times)[len(step_times) // 2]
+    summary = {
+        "command": "python train.py " + " ".join(sys.argv[1:]),
+        "device": f"{world_size} x {device_name}",
+        "versions": versions,
+        "settings": settings,
+        "n_params": n_params,
+        "steps": step - first_step,
+        "train_seconds": sum(step_times),
+        "ms_per_step": median * 1000,
+        "tok_per_s": tokens_per_step / median,
+        "mfu": model.flops_per_token(block_size) * tokens_per_step / median / world_size / peak_flops
+        if peak_flops
+        else None,
+        "peak_gib": used_gib(),
+        "val_loss": val_loss,
+    }
+    print0(
+        f"{step - first_step:,} steps in {sum(step_times) / 60:.1f} minutes; the median step {median * 1000:.1f} ms, "
+        f"{tokens_per_step / median:,.0f} tok/s; peak {used_gib():.1f} GiB"
+    )
+    compressors = {name: val_tokens.meta.get(f"{name}_bits_per_byte") for name in ("gzip", "xz")}
+    if n_eval_blocks == n_val_blocks and all(compressors.values()):  # all of the validation bytes, as they had them
+        summary |= {"bits_per_byte": bits_per_byte(val_loss)} | {
+            f"{name}_bits_per_byte": b for name, b in compressors.items()
+        }
+        print0(
+            f"validation: {bits_per_byte(val_loss):.3f} bits per byte; gzip -9 needs {compressors['gzip']:.3f}, "
+            f"xz -9 {compressors['xz']:.3f} for the same {val_tokens.meta['val_bytes']:,} bytes"
+        )
+    (Path(out_dir) / "summary.json").write_text(json.dumps(summary, indent=2) + "\n")
+    print0(f"next: python sample.py --out_dir={out_dir}")
+if wandb_log and master:
+    wandb.finish()
+if use_fsdp:
+    dist.barrier()
+    dist.destroy_process_group()
