@@ -10,6 +10,7 @@ deleted only after that.
 import json
 import os
 import shutil
+import warnings
 from pathlib import Path
 
 import torch
@@ -18,6 +19,9 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
 from model import Llama, LlamaConfig
+
+# A lone process is not a mistake.
+warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninitialized")
 
 
 def newest(out_dir: str) -> Path | None:

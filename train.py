@@ -108,6 +108,10 @@ def stop(message: str):
     sys.exit(1)
 
 
+at_least = dict(batch_size=1, block_size=1, gradient_accumulation_steps=1, max_iters=1, eval_interval=1, eval_iters=1)
+for name, least in (at_least | dict(log_interval=1, warmup_iters=0, keep_last=0, grad_clip=0, seed=0)).items():
+    if globals()[name] < least:
+        stop(f"{name} is {globals()[name]}: it must be at least {least}")
 if device == "auto":
     device = "cuda" if torch.cuda.is_available() else "cpu"
 if device == "cuda" and not torch.cuda.is_available():
@@ -132,7 +136,8 @@ if device == "cuda":
 use_fsdp = device != "cpu" or world_size > 1 or compute_dtype != torch.float32
 if use_fsdp:
     alone = {} if "RANK" in os.environ else {"store": dist.HashStore(), "rank": 0, "world_size": 1}
-    dist.init_process_group("gloo" if device == "cpu" else "nccl", **alone)
+    bound = {"device_id": torch.device(device)} if device != "cpu" else {}  # NCCL would guess, and warn that it does
+    dist.init_process_group("gloo" if device == "cpu" else "nccl", **alone, **bound)
 
 # ----------------------------------------------------------------------------------------------------------------------
 # Data: the batch of a step is a function of (seed, step) alone, so it is the same for any number of ranks and
@@ -160,9 +165,16 @@ def epoch_order(epoch: int):
     return rng.permutation(n_train_blocks), int(rng.integers(block_size))
 
 
-def to_device(blocks: np.ndarray):
-    """Blocks (B, T + 1) to tokens and targets, both (B, T) int64 on the device."""
-    blocks = torch.from_numpy(blocks)
+def read(split: Tokens, indices, shift: int = 0) -> torch.Tensor:
+    """Blocks (len(indices), T + 1) int64."""
+    try:
+        return torch.from_numpy(split.read(indices, block_size, shift, vocab_size))
+    except ValueError as error:  # a token that the embedding does not have
+        sys.exit(f"rank {rank}: {error}" if rank else str(error))
+
+
+def to_device(blocks: torch.Tensor):
+    """Blocks (B, T + 1) to tokens and targets, both (B, T) on the device."""
     if device != "cpu":
         blocks = blocks.pin_memory().to(device, non_blocking=True)
     return blocks[:, :-1], blocks[:, 1:]
@@ -175,8 +187,8 @@ def get_batch(step: int, micro_step: int):
     blocks = []
     for epoch in np.unique(epochs):
         order, shift = epoch_order(int(epoch))
-        blocks.append(train_tokens.read(order[positions[epochs == epoch]], block_size, shift, vocab_size))
-    return to_device(np.concatenate(blocks))
+        blocks.append(read(train_tokens, order[positions[epochs == epoch]], shift))
+    return to_device(torch.cat(blocks))
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -275,8 +287,8 @@ def estimated_gib() -> float:
     c, itemsize = config, compute_dtype.itemsize
     kv_width = c.n_kv_head * c.head_dim
     per_token = {  # elements of a layer; kernels/*.py say what each saves
-        "none": 6 * c.n_embd + (c.n_embd + 3 * kv_width) + 3 * c.ffn_dim,
-        "selective": 5 * c.n_embd + (c.n_embd + 2 * kv_width) + 2 * c.ffn_dim,
+        "none": 6 * c.n_embd + 2 * kv_width + 3 * c.ffn_dim,
+        "selective": 5 * c.n_embd + 2 * kv_width + 2 * c.ffn_dim,
         "full": c.n_embd,
     }[activation_checkpointing]
     n_tokens = batch_size * block_size
@@ -349,7 +361,7 @@ def evaluate() -> float:
     chosen = np.arange(n_eval_blocks) * n_val_blocks // n_eval_blocks
     for first in range(0, n_eval_blocks, batch_size * world_size):
         rows = first + rank * batch_size + np.arange(batch_size)
-        tokens, targets = to_device(val_tokens.read(chosen[rows % n_eval_blocks], block_size, vocab_size=vocab_size))
+        tokens, targets = to_device(read(val_tokens, chosen[rows % n_eval_blocks]))
         # Every rank runs every forward, or FSDP would wait for it forever: rows past the end are read but do not count.
         surplus = torch.from_numpy(rows >= n_eval_blocks).to(device)
         targets = targets.masked_fill(surplus[:, None], -100)
@@ -418,6 +430,7 @@ while step < max_iters:
             + (f"from {saved} with --init_from=resume" if saved else "from the start: no checkpoint was saved yet")
         )
     optimizer.zero_grad(set_to_none=True)
+    del grads  # or the list would keep them through the next forward pass: 4 bytes a parameter at the peak
     step += 1
     step_times.append(time.perf_counter() - started)
 
@@ -426,10 +439,11 @@ while step < max_iters:
         logged_at, logged_step = time.perf_counter(), step
         tok_per_s = tokens_per_step / seconds
         mfu = model.flops_per_token(block_size) * tok_per_s / world_size / peak_flops if peak_flops else None
+        mfu_text = f"{mfu:.1%}" if mfu else "n/a"  # no peak known for this device
         left = round(seconds * (max_iters - step))
         print0(
             f"step {step:05d}/{max_iters} | loss {loss:.4f} | lr {learning_rate_at(step - 1):.2e} "
-            f"| norm {grad_norm:.2f} | {seconds * 1000:.1f} ms | {tok_per_s:,.0f} tok/s | mfu {f'{mfu:.1%}' if mfu else 'n/a'} "
+            f"| norm {grad_norm:.2f} | {seconds * 1000:.1f} ms | {tok_per_s:,.0f} tok/s | mfu {mfu_text} "
             f"| mem {used_gib():.1f} GiB | eta {left // 3600}h{left % 3600 // 60:02d}m{left % 60:02d}s"
         )
         record(

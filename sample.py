@@ -1,0 +1,67 @@
+"""Writes text with a trained model, token by token.
+
+    python sample.py --out_dir=out/baby_llama --prompt="def main():"
+
+out_dir is a run's folder (its newest checkpoint is read) or one checkpoint, out/baby_llama/step_001000.
+"""
+
+import codecs
+import sys
+from pathlib import Path
+from typing import Literal
+
+import torch
+
+import checkpoint
+from configurator import configure
+from tokenizer import end_of_text, get_tokenizer
+
+# ----------------------------------------------------------------------------------------------------------------------
+# what to read, what to write
+out_dir = "out"  # a run's folder or one of its checkpoints
+prompt = ""  # empty: the beginning of a document
+num_samples = 1  # how many continuations
+max_new_tokens = 500  # tokens of each; the end of the document ends it sooner
+tokenizer_path: str | None = None  # where llama3's tokenizer.model is; none: beside this file
+
+# sampling
+temperature = 0.8  # 0: always the likeliest token
+top_k: int | None = None  # draw from the k likeliest
+top_p: float | None = None  # draw from the likeliest that reach this probability together
+seed = 1337  # of the draws
+
+# system
+device: Literal["auto", "cuda", "cpu"] = "auto"  # auto: cuda where there is one
+dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"  # auto: bfloat16 on cuda, else float32
+# ----------------------------------------------------------------------------------------------------------------------
+configure(globals(), sys.argv[1:])
+
+path = Path(out_dir) if (Path(out_dir) / "meta.json").exists() else checkpoint.newest(out_dir)
+if path is None:
+    sys.exit(f"{out_dir} holds no checkpoint: train one first, or name another folder with --out_dir")
+if temperature < 0 or (top_k is not None and top_k < 1) or (top_p is not None and not 0 < top_p <= 1):
+    sys.exit(f"temperature {temperature} must be at least 0, top_k {top_k} at least 1, top_p {top_p} in (0, 1]")
+if device == "auto":
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+if dtype == "auto":
+    dtype = "bfloat16" if device == "cuda" else "float32"
+
+try:
+    tokenizer = get_tokenizer(checkpoint.read_meta(path)["dataset"]["tokenizer"], tokenizer_path)
+except (FileNotFoundError, ValueError) as error:
+    sys.exit(str(error))
+end = end_of_text(tokenizer)
+model = checkpoint.load_model(path, device, getattr(torch, dtype))
+generator = torch.Generator(device).manual_seed(seed)
+# Documents follow one another in the training data, each behind the end of the one before.
+start = torch.tensor([[end, *tokenizer.encode_ordinary(prompt)]], device=device)
+
+for _ in range(num_samples):
+    print(prompt, end="", flush=True)
+    text = codecs.getincrementaldecoder("utf-8")("replace")  # a character may be spread over several tokens
+    for token in model.generate(start, max_new_tokens, temperature, top_k, top_p, generator):
+        if token.item() == end:
+            break
+        if token.item() < tokenizer.n_vocab:  # a model padded to a larger vocabulary may draw what means nothing
+            print(text.decode(tokenizer.decode_single_token_bytes(token.item())), end="", flush=True)
+    print("\n" + "-" * 80)

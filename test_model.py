@@ -1,0 +1,564 @@
+"""The model against Hugging Face's, against one written out in thirty lines here, and against itself in its other modes.
+
+    pytest test_model.py        a minute; without a GPU the kernels run through Triton's interpreter
+
+Errors are relative, ‖out − truth‖ / ‖truth‖, tensor by tensor. float64 shows mistakes that bf16 would hide as rounding.
+"""
+
+import copy
+import functools
+import math
+import os
+import runpy
+from collections import Counter
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+
+HAS_GPU = torch.cuda.is_available()
+os.environ["TRITON_INTERPRET"] = "0" if HAS_GPU else "1"  # Triton reads it when it is imported
+
+from torch.utils.flop_counter import FlopCounterMode  # noqa: E402
+
+from model import KVCache, Llama, LlamaConfig, sample  # noqa: E402
+
+DEVICE = "cuda" if HAS_GPU else "cpu"
+BF16, FP32, FP64 = torch.bfloat16, torch.float32, torch.float64
+needs_gpu = pytest.mark.skipif(not HAS_GPU, reason="needs a GPU")
+PLAIN = {"fused_kernels": False, "fused_loss": False}
+MODES = ["none", "selective", "full"]
+
+# At 16 dimensions a head and theta 10,000 this keeps the first frequency, mixes the second and slows the other six.
+SCALING = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 32}
+SMALL = LlamaConfig(
+    n_layer=2, n_head=4, n_kv_head=2, n_embd=64, ffn_dim=88, vocab_size=97, block_size=64, rope_theta=10000.0
+)
+
+
+def build(seed=0, dtype=FP64, config=SMALL, **settings):
+    """A small model with weights large enough that attention is sharp, norms matter and texts do not repeat."""
+    model = Llama(replace(config, **settings))
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            noise = torch.randn(parameter.shape, generator=generator)
+            parameter.copy_(1 + 0.2 * noise if parameter.ndim == 1 else noise / math.sqrt(parameter.shape[1]))
+    return model.to(DEVICE, dtype)
+
+
+def batch(n_batch=2, n_time=16, seed=0, vocab_size=SMALL.vocab_size):
+    """Tokens and targets (B, T); every seventh target does not count."""
+    tokens = torch.randint(vocab_size, (n_batch, n_time + 1), generator=torch.Generator().manual_seed(seed)).to(DEVICE)
+    targets = tokens[:, 1:].clone()
+    targets.view(-1)[::7] = -100
+    return tokens[:, :-1], targets
+
+
+def loss_and_gradients(model, tokens, targets):
+    model.zero_grad()
+    loss = model(tokens, targets)
+    loss.backward()
+    return {"loss": loss.detach(), **{name: parameter.grad for name, parameter in model.named_parameters()}}
+
+
+def error(out, truth):
+    return ((out.double() - truth.double()).norm() / truth.double().norm()).item()
+
+
+def assert_close(out, truth, tolerance):
+    assert out.keys() == truth.keys()
+    errors = {name: error(out[name], truth[name]) for name in truth}
+    bad = {name: f"{e:.1e}" for name, e in errors.items() if not e <= tolerance}  # NaN is bad too
+    assert not bad, f"relative errors above {tolerance:.1e}: {bad}"
+
+
+def assert_equal(out, truth):
+    assert out.keys() == truth.keys()
+    bad = {name: f"{error(out[name], truth[name]):.1e}" for name in truth if not torch.equal(out[name], truth[name])}
+    assert not bad, f"not the same bits, relative errors {bad}"
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The same function as others compute
+
+
+def written_out(w, tokens, c):
+    """Llama 3 from its papers' formulas, sequence by sequence and head by head, with weights w by name: logits."""
+    frequencies = []
+    for i in range(c.head_dim // 2):
+        f, s = c.rope_theta ** (-2 * i / c.head_dim), c.rope_scaling
+        if s is not None:
+            wavelength, context = 2 * math.pi / f, s["original_max_position_embeddings"]
+            smooth = (context / wavelength - s["low_freq_factor"]) / (s["high_freq_factor"] - s["low_freq_factor"])
+            if wavelength > context / s["low_freq_factor"]:
+                f = f / s["factor"]
+            elif wavelength >= context / s["high_freq_factor"]:
+                f = (1 - smooth) * f / s["factor"] + smooth * f
+        frequencies.append(f)
+    T, D = tokens.shape[1], c.head_dim
+    angles = torch.arange(T, dtype=FP64)[:, None] * torch.tensor(frequencies, dtype=FP64)  # (T, D/2)
+    turn = torch.exp(1j * angles).to(tokens.device)
+    future = torch.ones(T, T, dtype=torch.bool, device=tokens.device).triu(1)
+    norm = lambda x, name: x / (x.pow(2).mean(-1, keepdim=True) + c.norm_eps).sqrt() * w[name]  # noqa: E731
+
+    def head(x):  # (T, D), the pair (i, i + D/2) one complex number
+        z = torch.complex(x[:, : D // 2], x[:, D // 2 :]) * turn
+        return torch.cat([z.real, z.imag], dim=1)
+
+    def attention(x, name):
+        q, k, v = (x @ w[name + "qkv_proj.weight"].T).split([c.n_head * D, c.n_kv_head * D, c.n_kv_head * D], dim=1)
+        ys = []
+        for h in range(c.n_head):
+            kv = h // (c.n_head // c.n_kv_head)  # the key/value head that query head h reads
+            qh, kh, vh = q[:, h * D : h * D + D], k[:, kv * D : kv * D + D], v[:, kv * D : kv * D + D]
+            scores = (head(qh) @ head(kh).T / math.sqrt(D)).masked_fill(future, -math.inf).exp()
+            ys.append(scores / scores.sum(1, keepdim=True) @ vh)
+        return torch.cat(ys, dim=1) @ w[name + "o_proj.weight"].T
+
+    def mlp(x, name):
+        gate, up = (x @ w[name + "gate_up_proj.weight"].T).split(c.ffn_dim, dim=1)
+        return gate / (1 + (-gate).exp()) * up @ w[name + "down_proj.weight"].T
+
+    logits = []
+    for sequence in tokens:
+        x = w["tok_embeddings.weight"][sequence]
+        for i in range(c.n_layer):
+            x = x + attention(norm(x, f"layers.{i}.attn_norm.weight"), f"layers.{i}.attn.")
+            x = x + mlp(norm(x, f"layers.{i}.mlp_norm.weight"), f"layers.{i}.mlp.")
+        logits.append(norm(x, "norm.weight") @ w["lm_head.weight"].T)
+    return torch.stack(logits)
+
+
+def written_out_loss(logits, targets):
+    counted = [(row, t) for row, t in zip(logits.flatten(0, 1), targets.flatten().tolist(), strict=True) if t != -100]
+    return sum(row.exp().sum().log() - row[t] for row, t in counted) / len(counted)
+
+
+@pytest.mark.parametrize("arm, n_time", [({}, 40 if HAS_GPU else 5), (PLAIN, 40)], ids=["kernels", "plain"])
+@pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
+@pytest.mark.parametrize("n_kv_head, factor", [(4, None), (2, 8.0), (1, 32.0)])
+def test_model_is_the_llama_of_the_papers(n_kv_head, factor, tied, arm, n_time):
+    scaling = factor and {"factor": factor, **SCALING}
+    model = build(n_kv_head=n_kv_head, rope_scaling=scaling, tie_embeddings=tied, **arm)
+    tokens, targets = batch(n_time=n_time)
+    weights = {name: p.detach().clone().requires_grad_() for name, p in model.named_parameters()}
+    with_head = weights | ({"lm_head.weight": weights["tok_embeddings.weight"]} if tied else {})
+    logits = written_out(with_head, tokens, model.config)
+    loss = written_out_loss(logits, targets)
+    truth = dict(zip(weights, torch.autograd.grad(loss, weights.values()), strict=True))
+    assert error(model(tokens), logits) < 1e-12
+    assert_close(loss_and_gradients(model, tokens, targets), {"loss": loss} | truth, 1e-12)
+
+
+HF_NAMES = {
+    "tok_embeddings.weight": ["model.embed_tokens.weight"],
+    "attn_norm.weight": ["input_layernorm.weight"],
+    "attn.qkv_proj.weight": ["self_attn.q_proj.weight", "self_attn.k_proj.weight", "self_attn.v_proj.weight"],
+    "attn.o_proj.weight": ["self_attn.o_proj.weight"],
+    "mlp_norm.weight": ["post_attention_layernorm.weight"],
+    "mlp.gate_up_proj.weight": ["mlp.gate_proj.weight", "mlp.up_proj.weight"],
+    "mlp.down_proj.weight": ["mlp.down_proj.weight"],
+    "norm.weight": ["model.norm.weight"],
+    "lm_head.weight": ["lm_head.weight"],
+}
+
+
+def hf_names(name):
+    if not name.startswith("layers."):
+        return HF_NAMES[name]
+    _, i, rest = name.split(".", 2)
+    return [f"model.layers.{i}.{hf_name}" for hf_name in HF_NAMES[rest]]
+
+
+@pytest.mark.parametrize("n_kv_head", [4, 2, 1])
+@pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
+@pytest.mark.parametrize("factor", [None, 8.0, 32.0])
+def test_model_is_hugging_faces_llama(factor, tied, n_kv_head):
+    transformers = pytest.importorskip("transformers")
+    scaling = factor and {"factor": factor, **SCALING}
+    model = build(n_kv_head=n_kv_head, rope_scaling=scaling, tie_embeddings=tied, **PLAIN)
+    c = model.config
+    hf = transformers.LlamaForCausalLM(
+        transformers.LlamaConfig(
+            num_hidden_layers=c.n_layer, num_attention_heads=c.n_head, num_key_value_heads=c.n_kv_head,
+            hidden_size=c.n_embd, intermediate_size=c.ffn_dim, vocab_size=c.vocab_size, rms_norm_eps=c.norm_eps,
+            max_position_embeddings=c.block_size, tie_word_embeddings=tied, rope_theta=c.rope_theta,
+            rope_scaling=scaling and {"rope_type": "llama3", **scaling}, attn_implementation="sdpa",
+        )
+    ).to(DEVICE, FP64)  # fmt: skip
+    theirs = dict(hf.named_parameters())
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            parts = [theirs.pop(hf_name) for hf_name in hf_names(name)]
+            for part, value in zip(parts, parameter.split([len(part) for part in parts]), strict=True):
+                part.copy_(value)
+    assert not theirs, f"no weight of ours went into {list(theirs)}"
+    tokens, targets = batch(n_time=c.block_size)
+    out = hf(tokens)
+    # their loss would shift the targets once more
+    loss = torch.nn.functional.cross_entropy(out.logits.flatten(0, 1), targets.flatten())
+    loss.backward()
+    theirs = {name: parameter.grad for name, parameter in hf.named_parameters()}
+    truth = {name: torch.cat([theirs[n] for n in hf_names(name)]) for name, _ in model.named_parameters()}
+    assert error(model(tokens), out.logits) < 3e-6
+    assert_close(loss_and_gradients(model, tokens, targets), {"loss": loss.detach()} | truth, 3e-6)
+    if factor:
+        unscaled = build(n_kv_head=n_kv_head, tie_embeddings=tied, **PLAIN)
+        assert error(unscaled(tokens), out.logits) > 1e-3, "the scaling made no difference: the test would miss it"
+
+
+@functools.cache
+def arm_result(fused_kernels, fused_loss):
+    return loss_and_gradients(build(fused_kernels=fused_kernels, fused_loss=fused_loss), *batch(n_time=5))
+
+
+@pytest.mark.parametrize("fused_loss", [True, False])
+@pytest.mark.parametrize("fused_kernels", [True, False])
+@pytest.mark.parametrize("mode", MODES)
+def test_every_arm_and_checkpointing_mode_trains_the_same(mode, fused_kernels, fused_loss):
+    settings = {"fused_kernels": fused_kernels, "fused_loss": fused_loss, "activation_checkpointing": mode}
+    out = arm_result(fused_kernels, fused_loss)
+    assert_close(out, arm_result(False, False), 1e-12)
+    # Recomputing changes no bit, nor does 'full', whose blocks are handed a sum instead of its two addends.
+    if mode != "none":
+        assert_equal(loss_and_gradients(build(**settings), *batch(n_time=5)), out)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# What it costs
+
+
+class Watch(TorchDispatchMode):
+    """Counts the operations that run, and holds a weak reference to every storage that they return."""
+
+    def __init__(self, model):
+        super().__init__()
+        self.ops, self.storages = Counter(), {}
+        self.weights = {parameter.untyped_storage()._cdata for parameter in model.parameters()}
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.ops[func.overloadpacket.__name__] += 1
+        out = func(*args, **(kwargs or {}))
+        for tensor in out if isinstance(out, (tuple, list)) else [out]:
+            if isinstance(tensor, torch.Tensor):
+                storage = tensor.untyped_storage()
+                if storage._cdata not in self.weights:
+                    self.storages[storage._cdata] = StorageWeakRef(storage), storage.nbytes()
+        return out
+
+    def live_bytes(self):
+        return sum(n_bytes for reference, n_bytes in self.storages.values() if not reference.expired())
+
+    def calls(self, part):
+        return sum(n for name, n in self.ops.items() if part in name and "backward" not in name)
+
+
+def cost_of_a_layer(mode):
+    """Elements a token that its forward leaves for backward, and its calls of matmuls and attention in a step."""
+    n_time, costs = 256 if HAS_GPU else 4, []
+    for n_layer in (1, 2):
+        model = build(n_layer=n_layer, dtype=BF16 if HAS_GPU else FP64, activation_checkpointing=mode)
+        tokens, targets = batch(n_batch=1, n_time=n_time)
+        with Watch(model) as seen:
+            loss = model(tokens, targets)
+            elements = seen.live_bytes() / (n_time * model.norm.weight.element_size())
+            loss.backward()
+        costs.append((elements, seen.calls("mm"), seen.calls("attention")))
+    return [two - one for one, two in zip(*costs, strict=True)]
+
+
+def test_checkpointing_keeps_what_it_says_and_selective_recomputes_no_matmul_and_no_attention():
+    C, KD, F, H = SMALL.n_embd, SMALL.n_kv_head * SMALL.head_dim, SMALL.ffn_dim, SMALL.n_head
+    elements, matmuls, attentions = zip(*(cost_of_a_layer(mode) for mode in MODES), strict=True)
+    expected = [
+        # both norms' inputs, outputs and rstd; q, k, v, y and its log-sum-exp; gate and up, and their product
+        4 * C + 2 + 2 * C + 2 * KD + H + 3 * F,
+        # the block's two inputs (delta is the matmul before); what the other three matmuls and attention returned
+        2 * C + C + 2 * KD + C + 2 * F + C + H,
+        C,  # the block's input
+    ]
+    # On a GPU statistics are fp32 beside bf16, and each attention pads its own.
+    assert list(elements) == pytest.approx(expected, rel=0.05 if HAS_GPU else 0), f"{elements}, expected {expected}"
+    assert matmuls == (12, 12, 15), "4 forward, 8 backward; full repeats 3, for down_proj's output nobody asks again"
+    assert attentions == (1, 1, 2)
+
+
+def attention_flops(q_shape, k_shape, *_, **__):
+    n_batch, n_head, n_time, head_dim = q_shape
+    return 4 * n_batch * n_head * n_time * k_shape[2] * head_dim
+
+
+def test_flops_per_token_are_those_that_run():
+    model, (tokens, targets) = build(**PLAIN), batch(n_time=64)
+    cpu_attention = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu  # PyTorch's counter does not know it
+    counter = functools.partial(FlopCounterMode, display=False, custom_mapping={cpu_attention: attention_flops})
+    with counter() as forward:
+        loss = model(tokens, targets)
+    with counter() as backward:
+        loss.backward()
+    mm = torch.ops.aten.mm
+    matmuls = (forward.get_flop_counts()["Global"][mm] + backward.get_flop_counts()["Global"][mm]) / tokens.numel()
+    attention = sum(n for op, n in forward.get_flop_counts()["Global"].items() if op != mm) / tokens.numel()
+    # Backward's attention is twice forward's, without what it recomputes; half of all of it is masked.
+    assert model.flops_per_token(64) == matmuls + 3 * attention / 2
+    assert model.flops_per_token(0) == matmuls
+
+
+@pytest.mark.parametrize(
+    "name, n_params", [("llama32_1b", 1235814400), ("llama32_3b", 3212749824), ("llama31_8b", 8030261248)]
+)
+def test_configs_build_the_published_sizes(name, n_params):
+    settings = runpy.run_path(str(Path(__file__).parent / "config" / f"{name}.py"))
+    with torch.device("meta"):
+        model = Llama(
+            LlamaConfig(**{key: settings[key] for key in LlamaConfig.__dataclass_fields__ if key in settings})
+        )
+    assert model.n_params() == n_params
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Precision
+
+
+def test_bf16_weights_keep_fp32_loss_and_angles():
+    model = build(dtype=BF16, block_size=512, n_layer=1, **({} if HAS_GPU else PLAIN))
+    truth = copy.deepcopy(model).double()  # the same rounded weights
+    tables = {}
+    for name, m in (("bf16", model), ("fp64", truth)):
+        m.layers[0].register_forward_pre_hook(lambda _, args, name=name: tables.update({name: args[2:4]}))
+    tokens, targets = batch(n_time=320)
+    out, expected = model(tokens)[:, 256:], truth(tokens)[:, 256:]
+    # bf16 counts to 256 and no further: angles in it would be off by whole positions here.
+    assert out.dtype == BF16 and error(out, expected) < 0.02, f"relative error {error(out, expected):.1e}"
+    for table, exact in zip(tables["bf16"], tables["fp64"], strict=True):
+        assert table.dtype == FP32 and torch.equal(table, exact.float())
+    for arm in ({}, PLAIN):
+        loss = build(dtype=BF16, n_layer=1, **arm)(*batch(n_time=3))
+        assert loss.dtype == FP32 and loss.shape == ()
+
+
+def test_targets_that_do_not_count_change_nothing():
+    model, (tokens, targets) = build(n_layer=1), batch(n_time=4)
+    out = loss_and_gradients(model, tokens, torch.full_like(targets, -100))
+    assert all((value == 0).all() for value in out.values())
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Weights
+
+
+def test_init_weights():
+    config = replace(SMALL, n_embd=128, ffn_dim=256, vocab_size=500, n_layer=3)
+    init = lambda seed, dtype=FP32: Llama(config).to(DEVICE, dtype).init_weights(seed)  # noqa: E731
+    models = [Llama(config).to(DEVICE, dtype) for dtype in (FP32, FP32, FP32, BF16)]
+    for model, seed in zip(models, (1, 1, 2, 1), strict=True):
+        torch.rand(1)  # the global generator plays no part
+        model.init_weights(seed)
+    one, same, other, rounded = (dict(model.named_parameters()) for model in models)
+    drawn = set()
+    for name, weight in one.items():
+        assert torch.equal(weight, same[name]) and torch.equal(weight.bfloat16(), rounded[name]), name
+        if weight.ndim == 1:
+            assert (weight == 1).all(), name
+            continue
+        assert not torch.equal(weight, other[name]), name
+        std = 0.02 / math.sqrt(6) if name.endswith(("o_proj.weight", "down_proj.weight")) else 0.02
+        assert weight.std().item() == pytest.approx(std, rel=0.03), (
+            f"{name}: std {weight.std():.4f}, expected {std:.4f}"
+        )
+        assert weight.mean().abs() < 0.03 * std, f"{name}: mean {weight.mean():.1e}"
+        drawn.add(weight.flatten()[0].item() / std)
+    assert len(drawn) == 2 + 4 * 3, "two matrices were given the same draws"
+
+
+def test_a_tied_head_stays_the_embedding():
+    model = build(tie_embeddings=True)
+    with torch.device("meta"):
+        empty = Llama(model.config)
+    other = build(seed=1, tie_embeddings=True)
+    other.load_state_dict(model.state_dict())
+    for m in (model, copy.deepcopy(model), copy.deepcopy(model).to(FP32), empty.to_empty(device=DEVICE), other):
+        assert m.lm_head.weight is m.tok_embeddings.weight
+        assert sum(name.endswith(("lm_head.weight", "embeddings.weight")) for name, _ in m.named_parameters()) == 1
+    assert torch.equal(other.lm_head.weight, model.lm_head.weight)
+    assert build().lm_head.weight is not build().tok_embeddings.weight
+
+
+@pytest.mark.parametrize("arm", [{}, PLAIN], ids=["kernels", "plain"])
+def test_a_few_steps_learn_a_batch(arm):
+    model, (tokens, targets) = build(dtype=FP32, n_layer=1, tie_embeddings=True, **arm), batch(n_time=5)
+    model.init_weights(1)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    losses = []
+    for _ in range(8):
+        losses.append(model(tokens, targets))
+        losses[-1].backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    assert losses[0] == pytest.approx(math.log(SMALL.vocab_size), rel=0.05) and losses[-1] < 0.5, losses
+
+
+@pytest.mark.parametrize(
+    "settings, message",
+    [
+        ({"n_embd": 60}, "n_embd 60 must be n_head 4 times an even head size"),
+        ({"n_embd": 66}, "n_embd 66 must be n_head 4 times an even head size"),
+        ({"n_kv_head": 3}, "n_head 4 must be a multiple of n_kv_head 3"),
+        ({"activation_checkpointing": "some"}, "activation_checkpointing 'some': none, selective or full"),
+        ({"rope_scaling": {"factor": 8.0}}, r"rope_scaling has \['factor'\], expected \['factor', 'high_freq_factor'"),
+        ({"rope_scaling": {"factor": 8.0, "rope_type": "llama3", **SCALING}}, "rope_scaling has .*'rope_type'"),
+    ],
+)
+def test_settings_that_cannot_be_say_so(settings, message):
+    with pytest.raises(ValueError, match=message):
+        replace(SMALL, **settings)
+
+
+def test_too_long_a_sequence_says_so():
+    with pytest.raises(ValueError, match="65 positions, but block_size is 64"):
+        build(**PLAIN)(batch(n_time=65)[0])
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Generation
+
+
+def texts(model, prompt, n=12, seed=0, **settings):
+    generator = torch.Generator(DEVICE).manual_seed(seed)
+    return torch.stack(list(model.generate(prompt, n, generator=generator, **settings)), dim=1)  # (B, n)
+
+
+def greedy_without_cache(model, prompt, n):
+    """Reads the whole context again for each token. Past block_size: without the older half of it."""
+    block_size = model.config.block_size
+    context, out = prompt[:, -block_size:], []
+    for _ in range(n):
+        if context.shape[1] > block_size:  # block_size tokens and the newest: drop half of the former
+            context = context[:, block_size - block_size // 2 :]
+        out.append(model(context)[:, -1].argmax(-1, keepdim=True))
+        context = torch.cat([context, out[-1]], dim=1)
+    return torch.cat(out, dim=1)
+
+
+@pytest.mark.parametrize("n_prompt", [1, 5, 8, 20])  # a token, some, block_size, more than that
+@pytest.mark.parametrize("block_size", [8, 7, 1])
+def test_generation_with_the_cache_equals_generation_without(block_size, n_prompt):
+    model, prompt = build(block_size=block_size, **PLAIN), batch(n_batch=3, n_time=n_prompt)[0]
+    text, expected = texts(model, prompt, n=30, temperature=0), greedy_without_cache(model, prompt, 30)
+    assert torch.equal(text, expected), f"{text.tolist()}\nexpected\n{expected.tolist()}"
+    assert len(text.unique()) > 5, "a text that repeats itself shows nothing"
+
+
+def test_the_cache_changes_no_logits():
+    model, tokens = build(block_size=12), batch(n_time=9)[0]
+    caches = [KVCache(model.config, 2, DEVICE, FP64) for _ in model.layers]
+    with torch.no_grad():
+        parts = [model(part, caches=caches) for part in tokens.split([5, 1, 1, 1, 1], dim=1)]
+        assert error(torch.cat(parts, dim=1), model(tokens)) < 1e-12
+    with pytest.raises(ValueError, match="13 positions, but block_size is 12"):
+        model(tokens[:, :4], caches=caches)
+
+
+def test_sampling_settings_that_leave_one_token_are_greedy():
+    model, prompt = build(**PLAIN), batch(n_batch=3)[0]
+    greedy = texts(model, prompt, temperature=0)
+    for settings in ({"top_k": 1}, {"top_p": 1e-6}, {"temperature": 1e-4}, {"top_k": 1, "top_p": 1.0}):
+        assert torch.equal(texts(model, prompt, **settings), greedy), settings
+    assert not torch.equal(texts(model, prompt), greedy)
+
+
+def test_the_same_seed_writes_the_same_text():
+    model, prompt = build(**PLAIN), batch(n_batch=3)[0]
+    assert torch.equal(texts(model, prompt, seed=1), texts(model, prompt, seed=1))
+    assert not torch.equal(texts(model, prompt, seed=1), texts(model, prompt, seed=2))
+    assert torch.equal(texts(model, prompt, top_k=10**6, top_p=1.0), texts(model, prompt))
+
+
+def test_tokens_are_drawn_from_their_probabilities():
+    logits = torch.tensor([1.0, 3.0, -2.0, 2.0, 0.0], device=DEVICE)
+    cases = [  # temperature, top_k, top_p, who remains; their probabilities are 0.64, 0.24, 0.09, 0.03, 0.00
+        ((1.0, None, None), [0, 1, 2, 3, 4]),
+        ((2.0, 2, None), [1, 3]),
+        ((1.0, None, 0.7), [1, 3]),  # the second carries the sum past 0.7
+        ((1.0, 4, 0.95), [0, 1, 3]),
+    ]
+    for (temperature, top_k, top_p), kept in cases:
+        generator = torch.Generator(DEVICE).manual_seed(0)
+        drawn = sample(logits.expand(20000, -1), temperature, top_k, top_p, generator)
+        shares = torch.bincount(drawn, minlength=5) / 20000
+        only = torch.full_like(logits, -math.inf)
+        only[kept] = logits[kept] / temperature
+        worst = (shares - only.softmax(0)).abs().max().item()
+        assert worst < 0.015 and (shares[only.isinf()] == 0).all(), f"{temperature, top_k, top_p}: {shares.tolist()}"
+
+
+def test_generate_leaves_the_callers_gradients_on():
+    stream = build(n_layer=1, **PLAIN).generate(batch()[0], 2)
+    assert not next(stream).requires_grad and torch.is_grad_enabled()
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# FSDP2 and torch.compile
+
+
+@pytest.fixture
+def mesh():
+    dist.init_process_group("nccl" if HAS_GPU else "gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield init_device_mesh(DEVICE, (1,))
+    dist.destroy_process_group()
+
+
+def sharded(mesh, config, **policy):
+    """As train.py builds it: on no device, sharded, then given memory and weights."""
+    with torch.device("meta"):
+        model = Llama(config)
+    for module in [*model.layers, model]:
+        fully_shard(module, mesh=mesh, mp_policy=MixedPrecisionPolicy(**policy, cast_forward_inputs=False))
+    model.to_empty(device=DEVICE).init_weights(1)
+    return model
+
+
+def whole(tensors):
+    return {name: t.full_tensor() if hasattr(t, "full_tensor") else t for name, t in tensors.items()}
+
+
+@pytest.mark.parametrize("tied, mode", [(True, "none"), (False, "full"), (True, "selective")])
+def test_fsdp_trains_as_the_plain_model(mesh, tied, mode):
+    config = replace(SMALL, tie_embeddings=tied, activation_checkpointing=mode)
+    models = [sharded(mesh, config), Llama(config).to(DEVICE)]
+    models[1].init_weights(1)
+    for step in range(2):  # the second step shows what the update did to a tied weight
+        out, truth = (whole(loss_and_gradients(model, *batch(n_time=3, seed=step))) for model in models)
+        assert_close(out, truth, 1e-6)
+        for model in models:
+            torch.optim.SGD(model.parameters(), lr=1.0).step()
+    out, truth = (whole(model.state_dict()) for model in models)
+    assert_close(out, truth, 1e-6)
+    assert not tied or models[0].lm_head.weight is models[0].tok_embeddings.weight
+
+
+def test_fsdp_computes_in_bf16_and_keeps_fp32(mesh):
+    config = replace(SMALL, **PLAIN)
+    model, truth = sharded(mesh, config, param_dtype=BF16, reduce_dtype=FP32), Llama(config).to(DEVICE, FP64)
+    truth.init_weights(1)
+    out = whole(loss_and_gradients(model, *batch()))
+    assert all(value.dtype == FP32 for value in out.values())
+    assert_close(out, loss_and_gradients(truth, *batch()), 0.03)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_the_whole_model_compiles_to_one_graph(mode):
+    # Without a GPU only the capture is tested: the interpreter cannot be compiled, and inductor needs a compiler.
+    arm, backend = ({}, "inductor") if HAS_GPU else (PLAIN, "aot_eager")
+    torch.compiler.reset()
+    model = build(dtype=FP32, activation_checkpointing=mode, **arm)
+    truth = loss_and_gradients(model, *batch())
+    model.compile(fullgraph=True, backend=backend)
+    assert_close(loss_and_gradients(model, *batch()), truth, 1e-5)

@@ -1,0 +1,391 @@
+"""The training run: what it promises about losses, restarts, settings and files. Small models, on the CPU."""
+
+import json
+import math
+import os
+import re
+import runpy
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+
+import model as model_module
+from data.tokens import write_dataset
+from tokenizer import get_tokenizer
+
+ROOT = Path(__file__).parent
+SMALL = dict(n_layer=2, n_head=4, n_kv_head=2, n_embd=32, ffn_dim=64, block_size=32, batch_size=4, device="cpu")
+SHORT = dict(max_iters=8, warmup_iters=2, learning_rate=3e-3, eval_interval=4, eval_iters=2, log_interval=1)
+
+
+@pytest.fixture(scope="session")
+def text_data(tmp_path_factory):
+    """A few kilobytes of real text as bytes: this repository's own sources."""
+    folder = tmp_path_factory.mktemp("text")
+    documents = [("train", path.read_text()) for path in sorted((ROOT / "kernels").glob("*.py"))]
+    write_dataset(folder, [*documents, ("val", (ROOT / "model.py").read_text())], get_tokenizer("bytes"))
+    return folder
+
+
+@pytest.fixture
+def train(text_data, tmp_path, monkeypatch):
+    """train(**settings) runs train.py in this process and returns its globals; files go to tmp_path/out."""
+    handler = signal.getsignal(signal.SIGINT)
+
+    def run(*files, **settings):
+        settings = {"dataset": text_data, "out_dir": tmp_path / "out", **({} if files else SMALL | SHORT), **settings}
+        flags = [f"--{name}={value}" for name, value in settings.items()]
+        monkeypatch.setattr(sys, "argv", ["train.py", *files, *flags])
+        try:
+            return runpy.run_path(str(ROOT / "train.py"), run_name="__main__")
+        finally:
+            if dist.is_initialized():
+                dist.destroy_process_group()
+
+    yield run
+    signal.signal(signal.SIGINT, handler)
+
+
+def flags(settings):
+    return [f"--{name}={value}" for name, value in settings.items()]
+
+
+def metrics(out_dir):
+    return [json.loads(line) for line in (Path(out_dir) / "metrics.jsonl").read_text().splitlines()]
+
+
+def losses(out_dir):
+    """What the run computed, without what the clock and the machine did to it."""
+    names = ("step", "loss", "grad_norm", "lr", "val_loss")
+    return [{name: line[name] for name in names if name in line} for line in metrics(out_dir)]
+
+
+def step_losses(out_dir):
+    return np.array([line["loss"] for line in metrics(out_dir) if "loss" in line])
+
+
+def assert_close(a, b, tolerance):
+    difference = np.abs(np.asarray(a) - np.asarray(b))
+    assert difference.max() <= tolerance, (
+        f"max {difference.max():.2e}, mean {difference.mean():.2e} over {tolerance:.0e}"
+    )
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# The run
+
+
+def test_the_loss_falls_well_below_that_of_a_guess(train, tmp_path):
+    train(max_iters=60, eval_interval=60)
+    first, last = step_losses(tmp_path / "out")[0], step_losses(tmp_path / "out")[-5:].mean()
+    assert abs(first - math.log(257)) < 0.1, f"untrained loss {first:.3f}, a uniform guess {math.log(257):.3f}"
+    assert last < first - 2, f"from {first:.3f} to {last:.3f} in 60 steps"
+
+
+def test_max_iters_counts_updates_and_every_line_has_its_numbers(train, tmp_path):
+    train()
+    lines = metrics(tmp_path / "out")
+    steps = [line for line in lines if "loss" in line]
+    assert [line["step"] for line in steps] == list(range(1, 9))
+    assert all(set(line) == {"step", "loss", "lr", "grad_norm", "ms", "tok_per_s", "mfu", "mem_gib"} for line in steps)
+    assert [set(line) for line in lines if "loss" not in line] == [{"step", "val_loss"}] * 2
+
+
+def test_the_log_line_reads_as_documented(train, capsys):
+    train()
+    number = r"[\d,.]+"
+    expected = (
+        rf"step 00008/8 \| loss {number} \| lr 3\.00e-04 \| norm {number} \| {number} ms \| {number} tok/s "
+        rf"\| mfu n/a \| mem {number} GiB \| eta 0h00m00s"
+    )
+    out = capsys.readouterr().out
+    assert re.search(expected, out) or re.search(expected.replace(r"3\.00e-04", r"[\d.]+e-0\d"), out), out
+    assert re.search(rf"step 00008 \| val loss {number} \(8 blocks\) \| saved \S+step_000008", out), out
+
+
+def test_the_learning_rate_warms_up_and_decays_to_its_minimum(train, tmp_path):
+    train(max_iters=10, warmup_iters=4, lr_decay_iters=9, min_lr=1e-4, learning_rate=1e-3, eval_interval=10)
+    rates = [line["lr"] for line in metrics(tmp_path / "out") if "lr" in line]
+    assert_close(rates[:4], [2e-4, 4e-4, 6e-4, 8e-4], 1e-12)
+    assert_close([rates[4], rates[9]], [1e-3, 1e-4], 1e-12)
+    assert all(a > b for a, b in zip(rates[4:], rates[5:], strict=False))
+
+
+def test_weight_decay_reaches_matrices_only(train):
+    run = train(weight_decay=0.5)
+    decayed = {id(p): group["weight_decay"] for group in run["optimizer"].param_groups for p in group["params"]}
+    for name, parameter in run["model"].named_parameters():
+        assert decayed[id(parameter)] == (0.0 if name.endswith("norm.weight") else 0.5), name
+
+
+def test_accumulating_4_micro_batches_equals_one_of_4_times_the_size(train, tmp_path):
+    train(batch_size=8, gradient_accumulation_steps=1, out_dir=tmp_path / "whole")
+    train(batch_size=2, gradient_accumulation_steps=4, out_dir=tmp_path / "parts")
+    assert_close(step_losses(tmp_path / "whole"), step_losses(tmp_path / "parts"), 1e-5)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        dict(activation_checkpointing="selective"),
+        dict(activation_checkpointing="full"),
+        dict(fused_kernels=False),
+        dict(fused_kernels=False, fused_loss=False),
+        dict(fused_kernels=False, activation_checkpointing="full"),
+    ],
+    ids=str,
+)
+def test_every_arm_and_checkpointing_mode_has_the_same_losses(train, tmp_path, settings):
+    train(out_dir=tmp_path / "plain")
+    train(out_dir=tmp_path / "other", **settings)
+    assert_close(step_losses(tmp_path / "plain"), step_losses(tmp_path / "other"), 1e-5)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_half_precision_follows_float32(train, tmp_path, dtype):
+    train(max_iters=30, eval_interval=30, out_dir=tmp_path / "float32")
+    run = train(max_iters=30, eval_interval=30, dtype=dtype, out_dir=tmp_path / "half")
+    assert all(parameter.dtype == torch.float32 for parameter in run["model"].parameters()), "masters are float32"
+    assert_close(step_losses(tmp_path / "float32"), step_losses(tmp_path / "half"), 0.05)
+
+
+def test_an_overflowing_float16_scale_is_halved_and_the_step_left_out(train, tmp_path, monkeypatch):
+    true_norm = torch.nn.utils.get_total_norm
+    seen = []
+
+    def overflow_twice(grads):
+        seen.append(true_norm(grads))
+        return seen[-1] * (math.inf if len(seen) <= 2 else 1)
+
+    monkeypatch.setattr(torch.nn.utils, "get_total_norm", overflow_twice)
+    run = train(dtype="float16")
+    assert run["loss_scale"] == 2.0**14
+    assert len(step_losses(tmp_path / "out")) == 8
+    steps_taken = {int(state["step"]) for state in run["optimizer"].state.values()}
+    assert steps_taken == {6}, f"8 steps, 2 left out, the optimizer took {steps_taken}"
+
+
+def test_a_nan_stops_before_the_update_and_names_the_step(train, tmp_path, monkeypatch, capsys):
+    true_forward, seen = model_module.Llama.forward, {}
+
+    def poisoned(self, tokens, targets=None, caches=None):
+        loss = true_forward(self, tokens, targets, caches)
+        seen["model"], seen["calls"] = self, seen.get("calls", 0) + 1
+        if seen["calls"] == 3:
+            seen["weights"] = [parameter.detach().clone() for parameter in self.parameters()]
+            return loss * math.nan
+        return loss
+
+    monkeypatch.setattr(model_module.Llama, "forward", poisoned)
+    with pytest.raises(SystemExit) as stopped:
+        train()
+    message = capsys.readouterr().err
+    assert stopped.value.code == 1 and "step 3: the loss is nan" in message and "learning_rate" in message, message
+    assert all(torch.equal(a, b) for a, b in zip(seen["weights"], seen["model"].parameters(), strict=True))
+
+
+def test_evaluation_reads_the_same_blocks_whatever_the_batch_and_touches_no_training_randomness(train):
+    run = train()
+    first = run["evaluate"]()
+    torch.rand(3), np.random.rand(3)
+    assert run["evaluate"]() == first
+    other = train(batch_size=3, eval_iters=1000, init_from="resume")
+    whole = train(batch_size=4, eval_iters=1000, init_from="resume")
+    assert_close(other["evaluate"](), whole["evaluate"](), 1e-5)  # 3 does not divide the blocks: none counts twice
+
+
+def test_an_epoch_reads_every_block_once_and_the_next_in_another_order(train):
+    run = train(block_size=64, batch_size=1)
+    n_blocks = run["n_train_blocks"]
+    epochs = [
+        [run["get_batch"](step, 0)[0].numpy().tobytes() for step in range(n_blocks * e, n_blocks * (e + 1))]
+        for e in (0, 1)
+    ]
+    assert len(set(epochs[0])) == n_blocks and set(epochs[0]) != set(epochs[1]) and epochs[0] != epochs[1]
+
+
+def test_compiled_blocks_have_the_same_losses(train, tmp_path):
+    train(out_dir=tmp_path / "plain", n_layer=1)
+    train(out_dir=tmp_path / "compiled", n_layer=1, compile=True)
+    assert_close(step_losses(tmp_path / "plain"), step_losses(tmp_path / "compiled"), 1e-4)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Checkpoints
+
+
+def test_resume_repeats_the_run_bit_for_bit(train, tmp_path):
+    train(max_iters=12, keep_last=5)
+    whole = losses(tmp_path / "out")
+    for step in (8, 12):  # as if it had been killed after step 4: its lines for steps 5 to 12 are there still
+        shutil.rmtree(tmp_path / "out" / f"step_{step:06d}")
+    train(max_iters=12, keep_last=5)
+    assert losses(tmp_path / "out") == whole
+
+
+def test_ctrl_c_leaves_a_checkpoint_from_which_the_same_run_goes_on(train, text_data, tmp_path):
+    settings = SMALL | SHORT | dict(max_iters=400, eval_interval=400, dataset=text_data)
+    train(**settings, out_dir=tmp_path / "whole")
+    command = [sys.executable, "train.py", *flags(settings | {"out_dir": tmp_path / "out"})]
+    process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True)
+    while "step 00010/" not in process.stdout.readline():
+        pass
+    process.send_signal(signal.SIGINT)
+    rest = process.communicate(timeout=60)[0]
+    assert process.returncode == 0 and "interrupted | saved" in rest, rest
+    assert metrics(tmp_path / "out")[-1]["step"] < 400
+    train(**settings)
+    assert losses(tmp_path / "out") == losses(tmp_path / "whole")
+
+
+def test_a_half_written_checkpoint_is_not_taken_for_a_whole_one(train, tmp_path):
+    train()
+    whole = losses(tmp_path / "out")
+    (tmp_path / "out/step_000008").rename(tmp_path / "out/step_000008.partial")  # killed while saving
+    train()
+    assert losses(tmp_path / "out") == whole
+    assert not (tmp_path / "out/step_000008.partial").exists()
+
+
+def test_the_last_checkpoints_are_kept_and_none_if_none_are_wanted(train, tmp_path):
+    train(eval_interval=2, keep_last=2)
+    assert sorted(path.name for path in (tmp_path / "out").glob("step_*")) == ["step_000006", "step_000008"]
+    train(keep_last=0, out_dir=tmp_path / "none")
+    assert not list((tmp_path / "none").glob("step_*"))
+
+
+def test_a_finished_run_says_so_and_a_longer_one_goes_on(train, tmp_path, capsys):
+    train()
+    train()
+    assert "nothing left to do" in capsys.readouterr().out
+    train(max_iters=10)
+    assert metrics(tmp_path / "out")[-1]["step"] == 10
+
+
+def test_a_checkpoint_says_in_plain_json_what_it_is(train, tmp_path):
+    train()
+    meta = json.loads((tmp_path / "out/step_000008/meta.json").read_text())
+    assert meta["step"] == 8 and meta["settings"]["learning_rate"] == 3e-3 and meta["model"]["n_layer"] == 2
+    assert meta["dataset"]["tokenizer"] == "bytes" and meta["versions"]["torch"] == torch.__version__
+    assert meta["val_loss"] == metrics(tmp_path / "out")[-1]["val_loss"]
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_any_number_of_ranks_is_the_same_run_and_reads_the_same_checkpoints(train, text_data, tmp_path, ranks):
+    settings = SMALL | SHORT | dict(dataset=text_data, gradient_accumulation_steps=4, keep_last=5)
+    train(**settings, out_dir=tmp_path / "one")
+    shutil.copytree(tmp_path / "one/step_000004", tmp_path / "out/step_000004")  # begun by one, ended by several
+    shutil.copy(tmp_path / "one/metrics.jsonl", tmp_path / "out/metrics.jsonl")
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}", "train.py"]
+    for out_dir in ("many", "out"):
+        command = torchrun + flags(settings | {"out_dir": tmp_path / out_dir})
+        done = subprocess.run(
+            command, cwd=ROOT, capture_output=True, text=True, env=os.environ | {"OMP_NUM_THREADS": "1"}
+        )
+        assert done.returncode == 0, done.stderr
+        assert done.stdout.count("step 00008/8") == 1, "only rank 0 speaks"
+        assert_close(step_losses(tmp_path / "one"), step_losses(tmp_path / out_dir), 1e-5)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Slips of the user
+
+
+def slip(train, capsys, *files, **settings):
+    with pytest.raises(SystemExit) as stopped:
+        train(*files, **settings)
+    message = capsys.readouterr().err
+    assert stopped.value.code in (1, 2) and "Traceback" not in message
+    return message
+
+
+@pytest.mark.parametrize(
+    "settings, expected",
+    [
+        (dict(batch_szie=3), "Unknown setting batch_szie. Did you mean batch_size?"),
+        (dict(batch_size="abc"), "--batch_size expects an int, got 'abc'"),
+        (dict(dtype="bf16"), "--dtype expects 'auto', 'float32', 'bfloat16' or 'float16', got 'bf16'"),
+        (dict(batch_size=0), "batch_size is 0: it must be at least 1"),
+        (dict(n_head=3), "n_embd 32 must be n_head 3 times an even head size"),
+        (dict(n_kv_head=3), "n_head 4 must be a multiple of n_kv_head 3"),
+        (dict(vocab_size=100), "train.bin holds token"),
+        (dict(block_size=10**6), "fewer than one block of block_size 1,000,000"),
+        (dict(dataset="nowhere"), "does not exist"),
+        (dict(init_from="resume"), "holds no checkpoint to resume"),
+        (dict(rope_scaling="{'factor': 8}"), "rope_scaling has ['factor'], expected"),
+        (dict(warmup_iters=-1), "warmup_iters is -1: it must be at least 0"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else next(iter(value)),
+)
+def test_a_slip_gets_a_sentence(train, capsys, settings, expected):
+    assert expected in slip(train, capsys, **settings)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="only where there is no GPU")
+def test_asking_for_a_gpu_that_is_not_there_says_what_to_do(train, capsys):
+    assert "--device=cpu" in slip(train, capsys, device="cuda")
+
+
+@pytest.mark.parametrize("config", ["llama32_1b", "llama32_3b", "llama31_8b"])
+def test_a_config_without_its_dataset_names_the_command_that_makes_it(train, capsys, config):
+    if (ROOT / "data/fineweb_edu/meta.json").exists():
+        pytest.skip("the dataset is here")
+    message = slip(train, capsys, str(ROOT / f"config/{config}.py"), dataset="fineweb_edu", device="cpu")
+    assert "python data/fineweb_edu/prepare.py" in message
+
+
+def test_another_model_in_the_same_folder_is_refused_by_name(train, tmp_path, capsys):
+    train()
+    assert "n_layer 2, this run 3" in slip(train, capsys, n_layer=3)
+    assert "--init_from=resume goes on with it" in slip(train, capsys, init_from="scratch")
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# What stands around it
+
+
+def test_wandb_gets_every_number_offline(text_data, tmp_path):
+    pytest.importorskip("wandb")
+    settings = SMALL | SHORT | dict(dataset=text_data, out_dir=tmp_path / "out", wandb_log=True)
+    env = os.environ | {"WANDB_MODE": "offline", "WANDB_DIR": str(tmp_path), "WANDB_SILENT": "true"}
+    done = subprocess.run(
+        [sys.executable, "train.py", *flags(settings)], cwd=ROOT, env=env, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+    (written,) = tmp_path.glob("wandb/offline-run-*/*.wandb")
+    content = written.read_bytes()
+    assert all(name in content for name in (b"grad_norm", b"tok_per_s", b"val_loss", b"learning_rate"))
+
+
+def test_sample_continues_a_prompt_and_repeats_itself_for_a_seed(train, tmp_path):
+    train()
+
+    def sample(**settings):
+        settings = {"out_dir": tmp_path / "out", "prompt": "def ", "max_new_tokens": 40, "device": "cpu", **settings}
+        done = subprocess.run([sys.executable, "sample.py", *flags(settings)], cwd=ROOT, capture_output=True)
+        assert done.returncode == 0, done.stderr.decode()
+        return done.stdout.decode()
+
+    first = sample(seed=1)
+    assert first.startswith("def ") and len(first) > 60 and first == sample(seed=1) != sample(seed=2)
+
+
+def test_the_first_command_of_the_readme_needs_no_data(tmp_path):
+    """A copy of the tree without prepared data: train.py makes pystdlib itself."""
+    for pattern in ("*.py", "kernels/*.py", "config/*.py", "data/*.py", "data/pystdlib/*.py"):
+        for path in ROOT.glob(pattern):
+            (tmp_path / path.relative_to(ROOT)).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy(path, tmp_path / path.relative_to(ROOT))
+    command = [sys.executable, "train.py", "config/baby_llama.py", "--max_iters=3", "--device=cpu"]
+    started = time.time()
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert "bits per byte; gzip -9 needs" in done.stdout, f"{done.stdout} after {time.time() - started:.0f} s"
