@@ -80,11 +80,17 @@ def read_meta(path: Path) -> dict:
 
 
 def load(path: Path, model: Llama, optimizer) -> dict:
-    """Fills a model and its optimizer, sharded in any way, from a checkpoint; returns its meta.json."""
+    """Fills a model and its optimizer, sharded in any way, from a checkpoint; returns its meta.json.
+
+    Learning rate, betas and weight decay stay those that the optimizer was made with: this run's, not the saved ones.
+    """
+    options = [{name: group[name] for name in group if name != "params"} for group in optimizer.param_groups]
     model_state, optimizer_state = get_state_dict(model, optimizer)
     state = {"model": model_state, "optimizer": optimizer_state}
     dcp.load(state, checkpoint_id=path, no_dist=not dist.is_initialized())
     set_state_dict(model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
+    for group, mine in zip(optimizer.param_groups, options, strict=True):
+        group.update(mine)
     return read_meta(path)
 
 

@@ -231,6 +231,13 @@ def test_resume_repeats_the_run_bit_for_bit(train, tmp_path):
     assert losses(tmp_path / "out") == whole
 
 
+def test_a_resumed_run_keeps_its_own_optimizer_settings(train):
+    train(max_iters=4)
+    run = train(max_iters=6, weight_decay=0.3, beta2=0.9)
+    assert {group["weight_decay"] for group in run["optimizer"].param_groups} == {0.3, 0.0}
+    assert {group["betas"] for group in run["optimizer"].param_groups} == {(0.9, 0.9)}
+
+
 def test_ctrl_c_leaves_a_checkpoint_from_which_the_same_run_goes_on(train, text_data, tmp_path):
     settings = SMALL | SHORT | dict(max_iters=400, eval_interval=400, dataset=text_data)
     train(**settings, out_dir=tmp_path / "whole")
@@ -240,7 +247,7 @@ def test_ctrl_c_leaves_a_checkpoint_from_which_the_same_run_goes_on(train, text_
         pass
     process.send_signal(signal.SIGINT)
     rest = process.communicate(timeout=60)[0]
-    assert process.returncode == 0 and "interrupted | saved" in rest, rest
+    assert process.returncode == 0 and "interrupted: run the same line again" in rest, rest
     assert metrics(tmp_path / "out")[-1]["step"] < 400
     train(**settings)
     assert losses(tmp_path / "out") == losses(tmp_path / "whole")
