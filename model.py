@@ -49,6 +49,8 @@ class LlamaConfig:
     activation_checkpointing: str = "none"  # 'selective' recomputes norms, RoPE and SwiGLU; 'full' whole blocks
 
     def __post_init__(self):
+        if min(self.n_layer, self.n_head, self.n_kv_head, self.n_embd, self.ffn_dim, self.vocab_size) < 1:
+            raise ValueError("n_layer, n_head, n_kv_head, n_embd, ffn_dim and vocab_size must be at least 1")
         if self.n_embd % self.n_head or (self.n_embd // self.n_head) % 2:
             raise ValueError(f"n_embd {self.n_embd} must be n_head {self.n_head} times an even head size")
         if self.n_head % self.n_kv_head:
@@ -93,10 +95,15 @@ def attend(q, k, v, is_causal):
     PyTorch tries flash first; on Hopper and later cuDNN is 1.4 times faster, forward and backward.
     """
     backends = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
-    if q.is_cuda:
-        prefer_cudnn = torch.cuda.get_device_capability(q.device)[0] >= 9
-        backends.insert(0 if prefer_cudnn else 1, SDPBackend.CUDNN_ATTENTION)
     gqa = q.shape[2] != k.shape[2]  # query heads share K and V where they lie: nothing is expanded
+    if q.is_cuda:
+        capability = torch.cuda.get_device_capability(q.device)[0]
+        backends.insert(0 if capability >= 9 else 1, SDPBackend.CUDNN_ATTENTION)
+        if gqa and (capability < 8 or q.dtype not in (torch.bfloat16, torch.float16)):
+            # Neither flash nor cuDNN takes these, and the efficient kernel knows no groups: rather than fall through to
+            # (T, S) scores, expand after all.
+            k, v = (x.repeat_interleave(q.shape[2] // x.shape[2], dim=2) for x in (k, v))
+            gqa = False
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))  # (B, H, T, D) and (B, K, S, D)
     with sdpa_kernel(backends, set_priority=True):
         y = F.scaled_dot_product_attention(q, k, v, is_causal=is_causal, enable_gqa=gqa)
@@ -125,13 +132,14 @@ class RMSNorm(nn.Module):
         super().__init__()
         self.weight = nn.Parameter(torch.ones(config.n_embd))
         self.eps = config.norm_eps
-        self.ops = kernels if config.fused_kernels else kernels.reference
+        ops = kernels if config.fused_kernels else kernels.reference
+        self.rms_norm, self.add_rms_norm = ops.rms_norm, ops.add_rms_norm
 
     def forward(self, x, residual=None):
         """norm(x), x; or with a residual norm(x + residual), x + residual."""
         if residual is None:
-            return self.ops.rms_norm(x, self.weight, self.eps), x
-        return self.ops.add_rms_norm(x, residual, self.weight, self.eps)
+            return self.rms_norm(x, self.weight, self.eps), x
+        return self.add_rms_norm(x, residual, self.weight, self.eps)
 
 
 class Attention(nn.Module):
@@ -181,6 +189,10 @@ def keep_matmuls_and_attention(ctx, op, *args, **kwargs):
     return CheckpointPolicy.MUST_SAVE if op in KEPT_OPS else CheckpointPolicy.PREFER_RECOMPUTE
 
 
+def selective_contexts():
+    return create_selective_checkpoint_contexts(keep_matmuls_and_attention)
+
+
 class Block(nn.Module):
     """One layer. The residual stream travels as two addends, (x, delta): the norm that reads the sum also makes it."""
 
@@ -197,10 +209,10 @@ class Block(nn.Module):
         if self.checkpointing == "none" or not torch.is_grad_enabled():
             return self._forward(x, delta, cos, sin, cache)
         # Inside the block, so that FSDP has gathered the weights whenever the recomputation runs.
-        options = {}
+        options = {"use_reentrant": False, "preserve_rng_state": False}
         if self.checkpointing == "selective":
-            options["context_fn"] = lambda: create_selective_checkpoint_contexts(keep_matmuls_and_attention)
-        return checkpoint(self._forward, x, delta, cos, sin, use_reentrant=False, preserve_rng_state=False, **options)
+            options["context_fn"] = selective_contexts
+        return checkpoint(self._forward, x, delta, cos, sin, **options)
 
     def _forward(self, x, delta, cos, sin, cache=None):
         normed, x = self.attn_norm(x, delta)
@@ -230,10 +242,12 @@ class Llama(nn.Module):
         """Logits (B, T, V) in the weights' dtype, or with targets the mean cross-entropy, an fp32 scalar.
 
         tokens and targets (B, T) integers; a target of -100 does not count. caches: one KVCache a layer, from generate.
-        ValueError where T and what the caches hold exceed block_size.
+        ValueError where T and what the caches hold exceed block_size, or T > 1 tokens meet caches that hold some.
         """
         start = caches[0].length if caches else 0
         end = start + tokens.shape[1]
+        if start and tokens.shape[1] > 1:
+            raise ValueError(f"{tokens.shape[1]} tokens after {start} in the caches: only one at a time")
         if end > self.config.block_size:
             raise ValueError(f"{end} positions, but block_size is {self.config.block_size}")
         x, delta = self.tok_embeddings(tokens), None  # (B, T, C)
@@ -304,6 +318,12 @@ class Llama(nn.Module):
         temperature 0 takes the likeliest; top_k keeps the k likeliest, top_p the likeliest whose probabilities reach p.
         Keys and values are cached. Past block_size the older half of the context is dropped and the rest read again.
         """
+        if not tokens.shape[1]:
+            raise ValueError("generate needs at least one token to continue")
+        if temperature < 0 or (top_k is not None and top_k < 1) or (top_p is not None and not 0 < top_p <= 1):
+            raise ValueError(
+                f"temperature {temperature} must be at least 0, top_k {top_k} at least 1, top_p {top_p} in (0, 1]"
+            )
         n_batch, dtype = tokens.shape[0], self.tok_embeddings.weight.dtype
         context, caches = tokens[:, -self.config.block_size :], None
         for _ in range(max_new_tokens):

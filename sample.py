@@ -39,8 +39,6 @@ configure(globals(), sys.argv[1:])
 path = Path(out_dir) if (Path(out_dir) / "meta.json").exists() else checkpoint.newest(out_dir)
 if path is None:
     sys.exit(f"{out_dir} holds no checkpoint: train one first, or name another folder with --out_dir")
-if temperature < 0 or (top_k is not None and top_k < 1) or (top_p is not None and not 0 < top_p <= 1):
-    sys.exit(f"temperature {temperature} must be at least 0, top_k {top_k} at least 1, top_p {top_p} in (0, 1]")
 if device == "auto":
     device = "cuda" if torch.cuda.is_available() else "cpu"
 if dtype == "auto":
@@ -56,12 +54,15 @@ generator = torch.Generator(device).manual_seed(seed)
 # Documents follow one another in the training data, each behind the end of the one before.
 start = torch.tensor([[end, *tokenizer.encode_ordinary(prompt)]], device=device)
 
-for _ in range(num_samples):
-    print(prompt, end="", flush=True)
-    text = codecs.getincrementaldecoder("utf-8")("replace")  # a character may be spread over several tokens
-    for token in model.generate(start, max_new_tokens, temperature, top_k, top_p, generator):
-        if token.item() == end:
-            break
-        if token.item() < tokenizer.n_vocab:  # a model padded to a larger vocabulary may draw what means nothing
-            print(text.decode(tokenizer.decode_single_token_bytes(token.item())), end="", flush=True)
-    print("\n" + "-" * 80)
+try:
+    for _ in range(num_samples):
+        print(prompt, end="", flush=True)
+        text = codecs.getincrementaldecoder("utf-8")("replace")  # a character may be spread over several tokens
+        for token in model.generate(start, max_new_tokens, temperature, top_k, top_p, generator):
+            if token.item() == end:
+                break
+            if token.item() < tokenizer.n_vocab:  # a model padded to a larger vocabulary may draw what means nothing
+                print(text.decode(tokenizer.decode_single_token_bytes(token.item())), end="", flush=True)
+        print("\n" + "-" * 80)
+except ValueError as error:  # a temperature, top_k or top_p that makes no sense
+    sys.exit(str(error))

@@ -20,20 +20,20 @@ from typing import NamedTuple
 import pytest
 import torch
 import torch.nn.functional as F
+from torch._dynamo.testing import CompileCounterWithBackend
 from torch.utils.checkpoint import checkpoint
 
+import kernels
+from kernels import linear_cross_entropy, reference, rms_norm
+from kernels.cross_entropy import BLOCK
+from kernels.launch import use_triton
+
 HAS_GPU = torch.cuda.is_available()
-os.environ.setdefault("TRITON_INTERPRET", "0" if HAS_GPU else "1")  # read when the kernels are imported
-
-import kernels  # noqa: E402
-from kernels import linear_cross_entropy, reference, rms_norm  # noqa: E402
-from kernels.cross_entropy import BLOCK  # noqa: E402
-from kernels.launch import use_triton  # noqa: E402
-
 DEVICE = "cuda" if HAS_GPU else "cpu"
 EPS = 1e-5
 WIDE = 2 * BLOCK + 4  # a row that no loop over blocks takes in fewer than three steps
 FP16, BF16, FP32, FP64 = torch.float16, torch.bfloat16, torch.float32, torch.float64
+pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # the interpreter's numpy, on inf and NaN
 needs_gpu = pytest.mark.skipif(not HAS_GPU, reason="needs a GPU")
 
 
@@ -883,8 +883,6 @@ def test_linear_cross_entropy_compiles_around_its_own_operator():
 def test_a_new_number_of_rows_does_not_recompile(name):
     if not HAS_GPU and name != "linear_cross_entropy":
         pytest.skip("needs a GPU: the interpreter cannot be traced")
-    from torch._dynamo.testing import CompileCounterWithBackend  # above, it would import Triton too early
-
     torch.compiler.reset()
     counter = CompileCounterWithBackend("aot_eager")
     compiled = torch.compile(OPERATIONS[name].function, fullgraph=True, backend=counter)

@@ -8,7 +8,6 @@ Errors are relative, ‖out − truth‖ / ‖truth‖, tensor by tensor. float6
 import copy
 import functools
 import math
-import os
 import runpy
 from collections import Counter
 from dataclasses import replace
@@ -21,14 +20,11 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import FlopCounterMode
+
+from model import KVCache, Llama, LlamaConfig, sample
 
 HAS_GPU = torch.cuda.is_available()
-os.environ["TRITON_INTERPRET"] = "0" if HAS_GPU else "1"  # Triton reads it when it is imported
-
-from torch.utils.flop_counter import FlopCounterMode  # noqa: E402
-
-from model import KVCache, Llama, LlamaConfig, sample  # noqa: E402
-
 DEVICE = "cuda" if HAS_GPU else "cpu"
 BF16, FP32, FP64 = torch.bfloat16, torch.float32, torch.float64
 needs_gpu = pytest.mark.skipif(not HAS_GPU, reason="needs a GPU")

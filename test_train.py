@@ -17,6 +17,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+import kernels.launch
 import model as model_module
 from data.tokens import write_dataset
 from tokenizer import get_tokenizer
@@ -33,6 +34,13 @@ def text_data(tmp_path_factory):
     documents = [("train", path.read_text()) for path in sorted((ROOT / "kernels").glob("*.py"))]
     write_dataset(folder, [*documents, ("val", (ROOT / "model.py").read_text())], get_tokenizer("bytes"))
     return folder
+
+
+@pytest.fixture(autouse=True)
+def plain_pytorch_on_the_cpu(monkeypatch):
+    """The other files run the kernels through Triton's interpreter; a training run would take it hours."""
+    monkeypatch.setattr(kernels.launch, "INTERPRETED", False)
+    monkeypatch.setenv("TRITON_INTERPRET", "0")
 
 
 @pytest.fixture

@@ -26,12 +26,12 @@ def cross_entropy_reference(
     n_vocab = logits.shape[-1]
     live = targets != ignore_index
     logits = logits.to(torch.promote_types(logits.dtype, torch.float32)).masked_fill(~live[..., None], 0.0)
-    lse = logits.logsumexp(-1)
-    loss = lse - (1 - label_smoothing) * logits.gather(-1, targets.clamp(0, n_vocab - 1)[..., None]).squeeze(-1)
+    log_p = logits.log_softmax(-1)
+    loss = -(1 - label_smoothing) * log_p.gather(-1, targets.clamp(0, n_vocab - 1)[..., None]).squeeze(-1)
     if label_smoothing:
-        loss = loss - label_smoothing * logits.mean(-1)
+        loss = loss - label_smoothing * log_p.mean(-1)
     if z_loss:
-        loss = loss + z_loss * lse.square()
+        loss = loss + z_loss * logits.logsumexp(-1).square()
     loss = loss.masked_fill(~live, 0.0)
     out_of_range = live & ((targets < 0) | (targets >= n_vocab))
     loss = loss * torch.where(out_of_range, torch.nan, 1.0)  # a factor, so that the gradient is NaN too

@@ -57,8 +57,8 @@ def _layer_norm_bwd_kernel(
     """Persistent, as in rms_norm.py: each program keeps its share of dw and db in fp32 until its last row."""
     cols = tl.arange(0, BLOCK).to(tl.int64)[None, :]
     weight = to_compute(tl.load(weight_ptr + cols * weight_stride, mask=cols < n_cols, other=0.0))
-    dweight = tl.zeros_like(weight)
-    dbias = tl.zeros_like(weight)
+    dweight = tl.zeros([1, BLOCK], dtype=rstd_ptr.dtype.element_ty)
+    dbias = tl.zeros([1, BLOCK], dtype=rstd_ptr.dtype.element_ty)
     for tile in range(tl.program_id(0), tl.cdiv(n_rows, ROWS), tl.num_programs(0)):
         rows = (tile * ROWS + tl.arange(0, ROWS)).to(tl.int64)[:, None]
         mask = (rows < n_rows) & (cols < n_cols)

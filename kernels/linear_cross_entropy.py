@@ -27,6 +27,7 @@ from .cross_entropy import (
     cross_entropy_reference,
     launch_constants,
     n_live,
+    reduce_loss,
     row_loss,
     store_row_gradient,
 )
@@ -112,7 +113,11 @@ def _chunked_loss(
 
 
 @_chunked_loss.register_fake
-def _outputs(x, weight, need_dx, need_dweight, *_):
+def _chunked_loss_fake(x, weight, targets, ignore_index, smoothing, z_loss, chunk_tokens, need_dx, need_dweight):
+    return _outputs(x, weight, need_dx, need_dweight)
+
+
+def _outputs(x, weight, need_dx, need_dweight):
     n_tokens, wide = x.shape[0], compute_dtype(x)
     return (
         x.new_empty(n_tokens, dtype=wide),
@@ -128,7 +133,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         losses, dx, dweight = _chunked_loss(
             x, weight, targets, ignore_index, label_smoothing, z_loss, chunk_tokens, need_dx, need_dweight
         )
-        divisor = n_live(targets, ignore_index) if reduction == "mean" else torch.ones_like(losses[:1]).sum()
+        divisor = n_live(targets, ignore_index) if reduction == "mean" else losses.new_ones(())
         ctx.save_for_backward(dx, dweight, divisor)
         ctx.weight_dtype = weight.dtype
         return losses.sum() / divisor
@@ -181,6 +186,8 @@ def linear_cross_entropy(
         return linear_cross_entropy_reference(
             x, weight, targets, ignore_index, label_smoothing, z_loss, reduction
         )  # fmt: skip
-    return _LinearCrossEntropy.apply(
-        x, weight, targets, ignore_index, label_smoothing, z_loss, reduction, chunk_tokens
-    )  # fmt: skip
+    options = ignore_index, label_smoothing, z_loss
+    if torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad):
+        return _LinearCrossEntropy.apply(x, weight, targets, *options, reduction, chunk_tokens)
+    losses, _, _ = _chunked_loss(x, weight, targets, *options, chunk_tokens, need_dx=False, need_dweight=False)
+    return reduce_loss(losses, targets, ignore_index, reduction)

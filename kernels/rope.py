@@ -38,9 +38,9 @@ def _rotate_heads(
     heads = tl.arange(0, HEAD_BLOCK).to(tl.int64)[:, None]
     dims = tl.arange(0, HALF_BLOCK).to(tl.int64)[None, :]
     mask = (heads < N_HEAD) & (dims < HALF)
-    x_ptrs = x_ptr + batch * x_batch_stride + time * x_time_stride + heads * x_head_stride + dims * x_dim_stride
-    x1 = to_compute(tl.load(x_ptrs, mask=mask, other=0.0))
-    x2 = to_compute(tl.load(x_ptrs + HALF * x_dim_stride, mask=mask, other=0.0))
+    x_ptrs = x_ptr + batch * x_batch_stride + time * x_time_stride + heads * x_head_stride
+    x1 = to_compute(tl.load(x_ptrs + dims * x_dim_stride, mask=mask, other=0.0))
+    x2 = to_compute(tl.load(x_ptrs + (dims + HALF) * x_dim_stride, mask=mask, other=0.0))
     y_ptrs = y_ptr + (token * N_HEAD + heads) * (2 * HALF) + dims
     tl.store(y_ptrs, (x1 * cos - x2 * sin).to(y_ptr.dtype.element_ty), mask=mask)
     tl.store(y_ptrs + HALF, (x2 * cos + x1 * sin).to(y_ptr.dtype.element_ty), mask=mask)
