@@ -125,6 +125,15 @@ class Operation(NamedTuple):
     oracle: Callable
     inputs: Callable | None = None  # (rows, width, dtype) -> differentiable tensors, constants
 
+    @property
+    def bias_units(self):
+        """How much of a unit of rounding the mean signed error of a half type may be; truncation makes it 0.7.
+
+        The chunked loss rounds dlogits before its matmuls, where many are near the same -ε/V: their errors agree.
+        """
+        function = getattr(self.function, "func", self.function)
+        return 0.5 if function in (linear_cross_entropy, LOSSES["linear_cross_entropy"]) else 0.25
+
 
 def gate_up_inputs(rows, width, dtype):
     return (2 * randn(rows, 2 * width, dtype=dtype),), ()
@@ -207,7 +216,7 @@ def rounding(dtype):
     return torch.finfo(dtype).eps * {FP16: 0.5, BF16: 0.5, FP32: 8, FP64: 32}[dtype]
 
 
-def assert_close(what, out, truth, eager):
+def assert_close(what, out, truth, eager, bias_units=0.25):
     assert out.shape == truth.shape, f"{what}: {tuple(out.shape)}, expected {tuple(truth.shape)}"
     assert out.dtype == eager.dtype, f"{what}: {out.dtype}, expected {eager.dtype}"
     if out.numel() == 0:
@@ -215,12 +224,15 @@ def assert_close(what, out, truth, eager):
     unit = rounding(out.dtype)
     difference = out.double() - truth
     numbers = f"{what}: max difference {difference.abs().max():.3e}, mean difference {difference.mean():.3e}"
+    if truth.abs().max() < 1e-200:  # LayerNorm over one column has no gradient; rounding is blown up by 1 / sqrt(EPS)
+        assert difference.abs().max() <= unit / EPS**0.5, f"{numbers}, expected zeros"
+        return
     error, limit = relative_error(out, truth), 1.2 * relative_error(eager, truth) + unit
     assert error <= limit, f"{numbers}, relative error {error:.3e} over the limit {limit:.3e}"
     if out.dtype == BF16 and not HAS_GPU:
         return  # the interpreter truncates where the hardware rounds
     scale = max(unit * truth.abs().mean().item(), (eager.double() - truth).square().mean().sqrt().item())
-    limit = ((0.25 if out.dtype in (FP16, BF16) else 2) + 4 / out.numel() ** 0.5) * scale + 1e-300
+    limit = ((bias_units if out.dtype in (FP16, BF16) else 2) + 4 / out.numel() ** 0.5) * scale + 1e-300
     for which, signed in (("", difference), ("towards zero ", difference * truth.sign())):
         bias = signed.mean().abs().item()
         assert bias <= limit, f"{numbers}, mean signed error {which}{bias:.3e} over the limit {limit:.3e}"
@@ -234,7 +246,7 @@ def assert_matches_float64(operation, inputs, constants, upstream=None, truth=No
     truth = truth or run(operation.oracle, widened(inputs), widened(constants), widened(upstream))
     for i, (out, exact, rounded) in enumerate(zip(ours, truth, eager, strict=True)):
         which = f"output {i}" if i < len(upstream) else f"gradient of input {i - len(upstream)}"
-        assert_close(which, out, exact, rounded)
+        assert_close(which, out, exact, rounded, operation.bias_units)
     return ours
 
 
@@ -436,7 +448,7 @@ STRIDES = [spread_rows, spread_columns, transposed, reversed_dimensions]
 
 @each_operation
 @pytest.mark.parametrize("restride", STRIDES)
-def test_strides_of_inputs_and_gradients_do_not_change_a_bit(name, restride):
+def test_strides_of_inputs_and_gradients_change_nothing(name, restride):
     inputs, constants = OPERATIONS[name].inputs(6, 20, FP32)
     if name == "linear_cross_entropy":  # small integers, so that no order of a matmul's sum rounds
         inputs = [x.round() for x in inputs]
@@ -448,7 +460,9 @@ def test_strides_of_inputs_and_gradients_do_not_change_a_bit(name, restride):
         [restride(t.double()).to(t.dtype) if t.ndim == 1 else restride(t) for t in constants],
         [restride(g) if g.ndim else g for g in upstream],
     )
-    if name == "linear_cross_entropy":
+    if (
+        name == "linear_cross_entropy" or HAS_GPU
+    ):  # natively, a strided row lies otherwise in registers: another sum order
         for a, b in zip(ours, packed, strict=True):
             torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
     else:
