@@ -241,7 +241,8 @@ class Llama(nn.Module):
     def forward(self, tokens: torch.Tensor, targets: torch.Tensor | None = None, caches=None) -> torch.Tensor:
         """Logits (B, T, V) in the weights' dtype, or with targets the mean cross-entropy, an fp32 scalar.
 
-        tokens and targets (B, T) integers; a target of -100 does not count. caches: one KVCache a layer, from generate.
+        tokens and targets (B, T) integers; a target of -100 does not count. caches: one KVCache a layer, from generate,
+        which wants the logits of the last position only, (B, 1, V).
         ValueError where T and what the caches hold exceed block_size, or T > 1 tokens meet caches that hold some.
         """
         start = caches[0].length if caches else 0
@@ -260,7 +261,7 @@ class Llama(nn.Module):
             x, delta = layer(x, delta, cos, sin, cache)
         x, _ = self.norm(x, delta)
         if targets is None:
-            return self.lm_head(x)
+            return self.lm_head(x if caches is None else x[:, -1:])
         # Computed here and not by the caller: inside the forward of the module that owns the head, FSDP has gathered
         # its weight.
         loss = kernels.linear_cross_entropy if self.config.fused_loss else kernels.reference.linear_cross_entropy

@@ -7,6 +7,7 @@ Errors are relative, ‖out − truth‖ / ‖truth‖, tensor by tensor. float6
 
 import copy
 import functools
+import gc
 import math
 import runpy
 from collections import Counter
@@ -265,6 +266,7 @@ class Watch(TorchDispatchMode):
         return out
 
     def live_bytes(self):
+        gc.collect()  # Triton's interpreter leaves cycles
         return sum(n_bytes for reference, n_bytes in self.storages.values() if not reference.expired())
 
     def calls(self, part):
@@ -471,7 +473,7 @@ def test_the_cache_changes_no_logits():
     caches = [KVCache(model.config, 2, DEVICE, FP64) for _ in model.layers]
     with torch.no_grad():
         parts = [model(part, caches=caches) for part in tokens.split([5, 1, 1, 1, 1], dim=1)]
-        assert error(torch.cat(parts, dim=1), model(tokens)) < 1e-12
+        assert error(torch.cat(parts, dim=1), model(tokens)[:, 4:]) < 1e-12  # the last position of each part
     with pytest.raises(ValueError, match="13 positions, but block_size is 12"):
         for _ in range(4):
             model(tokens[:, :1], caches=caches)

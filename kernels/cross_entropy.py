@@ -6,8 +6,8 @@
 Backward needs the logits and one fp32 lse a row; the softmax is never stored.
 Bytes for N rows of V 2-byte logits: forward 2NV (one read: running maximum and sum), backward 4NV (read, write).
 
-A row whose target is ignore_index costs nothing and reads nothing. A target outside [0, V) is a bug in the data: its
-row touches no memory outside itself, and its loss and gradient are NaN, so that no training run can miss it.
+A row whose target is ignore_index is not read. A target outside [0, V) is a bug in the data: its row touches no memory
+outside itself, and its loss and gradient are NaN, so that no training run can miss it.
 
 z-loss: Chowdhery et al., PaLM, 2022, section 5. https://arxiv.org/abs/2204.02311
 Running maximum: Milakov and Gimelshein, Online normalizer calculation for softmax, 2018.
@@ -15,7 +15,7 @@ Running maximum: Milakov and Gimelshein, Online normalizer calculation for softm
 
 import torch
 
-from .launch import as_rows, compute_dtype, tl, triton, use_triton
+from .launch import as_rows, compute_dtype, refuse_double_backward, tl, triton, use_triton
 
 BLOCK = 8192  # logits a program holds at once; with 8 warps the best of 2048..32768 x 4..32 on H200 at V = 128,256
 
@@ -23,7 +23,7 @@ BLOCK = 8192  # logits a program holds at once; with 8 warps the best of 2048..3
 def cross_entropy_reference(
     logits, targets, ignore_index=-100, label_smoothing=0.0, z_loss=0.0, reduction="mean"
 ):  # fmt: skip
-    n_vocab = logits.shape[-1]
+    n_vocab, targets = logits.shape[-1], targets.long()
     live = targets != ignore_index
     logits = logits.to(torch.promote_types(logits.dtype, torch.float32)).masked_fill(~live[..., None], 0.0)
     log_p = logits.log_softmax(-1)
@@ -59,21 +59,21 @@ def row_loss(
     # First of all loads, so that the sweeps' barriers stand between it and a gradient written over the row.
     inside = live & (target >= 0) & (target < n_cols)
     x_target = tl.load(row_ptr + target * col_stride, mask=inside, other=float("nan")).to(COMPUTE)
-    top = tl.full((), float("-inf"), COMPUTE)
+    row_max = tl.full((), float("-inf"), COMPUTE)
     exp_sum = tl.full((), 0.0, COMPUTE)
     x_sum = tl.full((), 0.0, COMPUTE)
     for start in range(0, tl.where(live, n_cols, 0), BLOCK):
         cols = start + tl.arange(0, BLOCK).to(tl.int64)
         mask = cols < n_cols
         x = tl.load(row_ptr + cols * col_stride, mask=mask, other=float("-inf")).to(COMPUTE)
-        new_top = tl.maximum(top, tl.max(x, axis=0))
+        new_max = tl.maximum(row_max, tl.max(x, axis=0))
         # Where all so far is -inf there is nothing to shift by. tl.max passes over NaN: the sum below does not.
-        shift = tl.where(new_top == float("-inf"), 0.0, new_top)
-        exp_sum = exp_sum * tl.exp(top - shift) + tl.sum(tl.exp(x - shift), axis=0)
-        top = new_top
+        shift = tl.where(new_max == float("-inf"), 0.0, new_max)
+        exp_sum = exp_sum * tl.exp(row_max - shift) + tl.sum(tl.exp(x - shift), axis=0)
+        row_max = new_max
         if SMOOTHING > 0:
             x_sum += tl.sum(tl.where(mask, x, 0.0), axis=0)
-    lse = tl.where(live & (inside == 0), float("nan"), top + tl.log(exp_sum))
+    lse = tl.where(live & ~inside, float("nan"), row_max + tl.log(exp_sum))
     loss = lse - (1 - SMOOTHING) * x_target
     if SMOOTHING > 0:
         loss -= SMOOTHING * (x_sum / n_cols)
@@ -96,7 +96,7 @@ def store_row_gradient(
         if Z_LOSS > 0:
             gradient *= 1 + 2 * Z_LOSS * lse
         if SMOOTHING > 0:
-            gradient -= (SMOOTHING + tl.zeros_like(lse)) / n_cols
+            gradient -= (SMOOTHING + tl.zeros_like(lse)) / n_cols  # a bare constant would be divided in fp32
         gradient = tl.where(cols == target, gradient - (1 - SMOOTHING), gradient) * scale
         tl.store(out_ptr + cols, tl.where(live, gradient, 0.0).to(out_ptr.dtype.element_ty), mask=cols < n_cols)
 
@@ -108,7 +108,7 @@ def _cross_entropy_fwd_kernel(
     SMOOTHING: tl.constexpr, Z_LOSS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
-    target = tl.load(targets_ptr + row * targets_stride).to(tl.int64)
+    target = tl.load(targets_ptr + row * targets_stride)
     loss, lse = row_loss(
         logits_ptr + row * logits_row_stride, logits_col_stride, target, target != ignore_index, n_cols,
         SMOOTHING, Z_LOSS, loss_ptr.dtype.element_ty, BLOCK,
@@ -124,7 +124,7 @@ def _cross_entropy_bwd_kernel(
     SMOOTHING: tl.constexpr, Z_LOSS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
-    target = tl.load(targets_ptr + row * targets_stride).to(tl.int64)
+    target = tl.load(targets_ptr + row * targets_stride)
     store_row_gradient(
         logits_ptr + row * logits_row_stride, logits_col_stride, dlogits_ptr + row * n_cols,
         target, target != ignore_index, tl.load(lse_ptr + row), tl.load(dloss_ptr + row * dloss_stride), n_cols,
@@ -154,6 +154,7 @@ class _CrossEntropy(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, dlosses):
+        refuse_double_backward()
         logits, targets, lse = ctx.saved_tensors
         ignore_index, label_smoothing, z_loss = ctx.options
         n_rows, n_cols = logits.shape
@@ -194,6 +195,7 @@ def cross_entropy(
     if targets.shape != logits.shape[:-1]:
         raise ValueError(f"targets {tuple(targets.shape)} do not fit logits {tuple(logits.shape)}")
     check_options(targets.numel(), targets, label_smoothing, z_loss, reduction, ("mean", "sum", "none"))
+    targets = targets.long()
     if not use_triton(logits):
         return cross_entropy_reference(logits, targets, ignore_index, label_smoothing, z_loss, reduction)
     losses = _CrossEntropy.apply(as_rows(logits), targets.reshape(-1), ignore_index, label_smoothing, z_loss)

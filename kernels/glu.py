@@ -15,7 +15,7 @@ Shazeer, GLU Variants Improve Transformer, 2020. https://arxiv.org/abs/2002.0520
 import torch
 import torch.nn.functional as F
 
-from .launch import as_rows, tl, to_compute, triton, use_triton
+from .launch import as_rows, refuse_double_backward, tl, to_compute, triton, use_triton
 
 BLOCK = 1024  # elements of F a program handles
 
@@ -92,6 +92,7 @@ class _GLU(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, dy):
+        refuse_double_backward()
         (gate_up,) = ctx.saved_tensors
         n_cols = gate_up.shape[-1] // 2
         dx = torch.empty(gate_up.shape, dtype=gate_up.dtype, device=gate_up.device)

@@ -11,7 +11,17 @@ Ba, Kiros and Hinton, Layer Normalization, 2016. https://arxiv.org/abs/1607.0645
 
 import torch
 
-from .launch import as_rows, compute_dtype, persistent_programs, tl, to_compute, triton, use_triton
+from .launch import (
+    as_rows,
+    compute_dtype,
+    refuse_double_backward,
+    row_tiles,
+    tl,
+    to_compute,
+    triton,
+    use_triton,
+    whole_row,
+)
 
 
 def layer_norm_reference(x, weight, bias, eps=1e-5):
@@ -90,12 +100,11 @@ class _LayerNorm(torch.autograd.Function):
         n_rows, n_cols = x_rows.shape
         mean = torch.empty(n_rows, dtype=compute_dtype(x), device=x.device)
         rstd = torch.empty_like(mean)
-        block = triton.next_power_of_2(n_cols)
         _layer_norm_fwd_kernel[(n_rows,)](
             x_rows, x_rows.stride(0), x_rows.stride(1),
             weight, weight.stride(0), bias, bias.stride(0),
             y, mean, rstd, n_cols,
-            EPS=eps, BLOCK=block, num_warps=min(max(block // 512, 1), 16),
+            EPS=eps, **whole_row(n_cols),
         )  # fmt: skip
         ctx.save_for_backward(x, weight, mean, rstd)
         ctx.bias_dtype = bias.dtype
@@ -103,13 +112,12 @@ class _LayerNorm(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, dy):
+        refuse_double_backward()
         x, weight, mean, rstd = ctx.saved_tensors
         need_dx, need_dweight, need_dbias, _ = ctx.needs_input_grad
         dy_rows, x_rows = as_rows(dy), as_rows(x)
         n_rows, n_cols = x_rows.shape
-        block = triton.next_power_of_2(n_cols)
-        rows = max(1, 4096 // block)
-        programs = persistent_programs(triton.cdiv(n_rows, rows), x, per_multiprocessor=2)
+        programs, constants = row_tiles(n_rows, n_cols, x)
         dx = torch.empty(x.shape, dtype=x.dtype, device=x.device) if need_dx else rstd
         dweight = torch.empty(programs, n_cols, dtype=rstd.dtype, device=x.device) if need_dweight else rstd
         dbias = torch.empty(programs, n_cols, dtype=rstd.dtype, device=x.device) if need_dbias else rstd
@@ -118,8 +126,7 @@ class _LayerNorm(torch.autograd.Function):
             x_rows, x_rows.stride(0), x_rows.stride(1),
             weight, weight.stride(0),
             mean, rstd, dx, dweight, dbias, n_rows, n_cols,
-            NEED_DX=need_dx, NEED_DWEIGHT=need_dweight, NEED_DBIAS=need_dbias, ROWS=rows, BLOCK=block,
-            num_warps=min(max(rows * block // 512, 4), 16),
+            NEED_DX=need_dx, NEED_DWEIGHT=need_dweight, NEED_DBIAS=need_dbias, **constants,
         )  # fmt: skip
         return (
             dx if need_dx else None,
@@ -137,6 +144,5 @@ def layer_norm(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, eps: f
     """
     if weight.shape != x.shape[-1:] or bias.shape != x.shape[-1:]:
         raise ValueError(f"weight {tuple(weight.shape)} and bias {tuple(bias.shape)}: expected both ({x.shape[-1]},)")
-    if x.shape[-1] > 65536:  # the row must fit one program's registers
-        raise ValueError(f"rows of {x.shape[-1]} elements: at most 65,536 are supported")
+    whole_row(x.shape[-1])
     return _LayerNorm.apply(x, weight, bias, eps) if use_triton(x) else layer_norm_reference(x, weight, bias, eps)

@@ -7,13 +7,13 @@ one chunk of tokens at a time in a buffer that every chunk reuses. A chunk's gra
 so it is computed right there, in the forward pass, written over the logits, and multiplied into dx and dW before the
 next chunk comes. Backward only scales what forward left.
 
-Saved for backward: dx (N, C) and dW (V, C) in fp32. Both are gradients of the *sum* of the losses: the mean's 1/n, the
-loss scale and the accumulation's factor all arrive as one number in backward and are multiplied in once, at the one
-rounding of dW. So no fp16 gradient is ever divided into underflow, and nobody asks the GPU for a number.
+Saved for backward: dx (N, C) in x's dtype and dW (V, C) in fp32. Both are gradients of the *sum* of the losses: the
+mean's 1/n, the loss scale and the accumulation's factor all arrive as one number in backward and are multiplied in
+once, at the one rounding of dW. So no fp16 gradient is divided into underflow, and nobody asks the GPU for a number.
 
 FLOPs: 3 matmuls of 2·N·C·V, the floor. Bytes beyond their own: 3 passes over the logits (two reads, one write).
-Above its inputs it allocates the chunk's logits, dx, and dW (4·V·C bytes, and 2·V·C when it is rounded; by then the
-logits' buffer is free).
+Above its inputs it allocates the chunk's logits, dx, and dW in fp32, 4·V·C bytes; backward, when the logits' buffer is
+free, the scaled dx and the rounded dW, 2·V·C bytes.
 
 The idea of the chunked loss with its gradient in the forward pass is Liger-Kernel's: Hsu et al., 2024.
 https://arxiv.org/abs/2410.10989
@@ -31,11 +31,11 @@ from .cross_entropy import (
     row_loss,
     store_row_gradient,
 )
-from .launch import compute_dtype, tl, triton, use_triton
+from .launch import compute_dtype, refuse_double_backward, tl, triton, use_triton
 
 # Bytes of logits held at once. At V = 128,256 in bf16 this is 2,048 tokens: measured on one H200 at N = 16,384,
 # 1,024 tokens a chunk cost 5% more time, 4,096 save 3% of it and take 500 MiB more.
-LOGITS_BYTES = 512 * 2**20 + 2**20
+LOGITS_BYTES = 512 * 2**20
 
 
 def linear_cross_entropy_reference(
@@ -51,7 +51,7 @@ def _loss_and_gradient_kernel(
 ):  # fmt: skip
     """One program, one row: its loss, then its gradient written over its logits."""
     row = tl.program_id(0).to(tl.int64)
-    target = tl.load(targets_ptr + row * targets_stride).to(tl.int64)
+    target = tl.load(targets_ptr + row * targets_stride)
     live = target != ignore_index
     row_ptr = logits_ptr + row * logits_row_stride
     COMPUTE: tl.constexpr = loss_ptr.dtype.element_ty
@@ -120,9 +120,9 @@ def _chunked_loss_fake(x, weight, targets, ignore_index, smoothing, z_loss, chun
 def _outputs(x, weight, need_dx, need_dweight):
     n_tokens, wide = x.shape[0], compute_dtype(x)
     return (
-        x.new_empty(n_tokens, dtype=wide),
-        x.new_empty(x.shape if need_dx else 0),
-        x.new_empty(weight.shape if need_dweight else 0, dtype=wide),
+        torch.empty(n_tokens, dtype=wide, device=x.device),
+        torch.empty(x.shape if need_dx else 0, dtype=x.dtype, device=x.device),
+        torch.empty(weight.shape if need_dweight else 0, dtype=wide, device=x.device),
     )
 
 
@@ -140,12 +140,15 @@ class _LinearCrossEntropy(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, dloss):
+        refuse_double_backward()
         dx, dweight, divisor = ctx.saved_tensors
         need_dx, need_dweight = ctx.needs_input_grad[:2]
-        scale = dloss / divisor
-        # out= rounds as it multiplies: no fp32 copy of dW. Not in place: backward may be called again.
-        grad_x = torch.mul(dx, scale) if need_dx else None
-        grad_weight = None
+        # One dimension: CUDA would round a scalar tensor to dx's dtype before it multiplies.
+        scale = (dloss / divisor).view(1)
+        # Not in place, for backward may be called again; out= rounds as it multiplies, with no fp32 copy.
+        grad_x = grad_weight = None
+        if need_dx:
+            grad_x = torch.mul(dx, scale, out=torch.empty_like(dx))
         if need_dweight:
             grad_weight = torch.empty(dweight.shape, dtype=ctx.weight_dtype, device=dweight.device)
             torch.mul(dweight, scale, out=grad_weight)
@@ -178,6 +181,7 @@ def linear_cross_entropy(
     if targets.ndim != 1:
         raise ValueError(f"targets {tuple(targets.shape)}: expected ({x.shape[0]},)")
     check_options(x.shape[0], targets, label_smoothing, z_loss, reduction, ("mean", "sum"))
+    targets = targets.long()
     if chunk_tokens is None:
         chunk_tokens = max(LOGITS_BYTES // (weight.shape[0] * x.element_size()) // 256 * 256, 256)
     elif chunk_tokens < 1:

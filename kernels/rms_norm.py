@@ -16,7 +16,17 @@ Zhang and Sennrich, Root Mean Square Layer Normalization, 2019. https://arxiv.or
 
 import torch
 
-from .launch import as_rows, compute_dtype, persistent_programs, tl, to_compute, triton, use_triton
+from .launch import (
+    as_rows,
+    compute_dtype,
+    refuse_double_backward,
+    row_tiles,
+    tl,
+    to_compute,
+    triton,
+    use_triton,
+    whole_row,
+)
 
 
 def rms_norm_reference(x, weight, eps=1e-5):
@@ -103,28 +113,24 @@ def _forward(x, residual, weight, eps):
     residual_rows = as_rows(residual) if add else x_rows
     n_rows, n_cols = x_rows.shape
     rstd = torch.empty(n_rows, dtype=compute_dtype(x), device=x.device)
-    block = triton.next_power_of_2(n_cols)
     _rms_norm_fwd_kernel[(n_rows,)](
         x_rows, x_rows.stride(0), x_rows.stride(1),
         residual_rows, residual_rows.stride(0), residual_rows.stride(1),
         weight, weight.stride(0),
         y, total, rstd, n_cols,
-        EPS=eps, ADD=add, BLOCK=block, num_warps=min(max(block // 512, 1), 16),
+        EPS=eps, ADD=add, **whole_row(n_cols),
     )  # fmt: skip
     return y, total, rstd
 
 
 def _backward(dy, dtotal, x, weight, rstd, need_dx, need_dweight):
     """Returns dx with dtotal (where not None) added, dweight; None for what is not needed."""
-    if not (need_dx or need_dweight):
-        return None, None
+    refuse_double_backward()
     add = dtotal is not None
     dy_rows, x_rows = as_rows(dy), as_rows(x)
     dtotal_rows = as_rows(dtotal) if add else dy_rows
     n_rows, n_cols = x_rows.shape
-    block = triton.next_power_of_2(n_cols)
-    rows = max(1, 4096 // block)  # a tile of 4,096 elements gives narrow rows enough loads in flight
-    programs = persistent_programs(triton.cdiv(n_rows, rows), x, per_multiprocessor=2)
+    programs, constants = row_tiles(n_rows, n_cols, x)
     dx = torch.empty(x.shape, dtype=x.dtype, device=x.device) if need_dx else rstd
     dweight = torch.empty(programs, n_cols, dtype=rstd.dtype, device=x.device) if need_dweight else rstd
     _rms_norm_bwd_kernel[(programs,)](
@@ -133,8 +139,7 @@ def _backward(dy, dtotal, x, weight, rstd, need_dx, need_dweight):
         x_rows, x_rows.stride(0), x_rows.stride(1),
         weight, weight.stride(0),
         rstd, dx, dweight, n_rows, n_cols,
-        ADD=add, NEED_DX=need_dx, NEED_DWEIGHT=need_dweight, ROWS=rows, BLOCK=block,
-        num_warps=min(max(rows * block // 512, 4), 16),
+        ADD=add, NEED_DX=need_dx, NEED_DWEIGHT=need_dweight, **constants,
     )  # fmt: skip
     return dx if need_dx else None, dweight.sum(0).to(weight.dtype) if need_dweight else None
 
@@ -171,8 +176,7 @@ class _AddRMSNorm(torch.autograd.Function):
 def _check(x, weight):
     if weight.shape != x.shape[-1:]:
         raise ValueError(f"weight has shape {tuple(weight.shape)}, expected ({x.shape[-1]},) for x {tuple(x.shape)}")
-    if x.shape[-1] > 65536:  # the row must fit one program's registers
-        raise ValueError(f"rows of {x.shape[-1]} elements: at most 65,536 are supported")
+    whole_row(x.shape[-1])
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float = 1e-5) -> torch.Tensor:

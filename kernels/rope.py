@@ -15,7 +15,7 @@ Su et al., RoFormer: Enhanced Transformer with Rotary Position Embedding, 2021. 
 
 import torch
 
-from .launch import tl, to_compute, triton, use_triton
+from .launch import refuse_double_backward, tl, to_compute, triton, use_triton
 
 
 def rope_reference(q, k, cos, sin):
@@ -106,6 +106,7 @@ class _RoPE(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, dq, dk):
+        refuse_double_backward()
         need_dq, need_dk, _, _ = ctx.needs_input_grad
         return *_rotate(dq, dk, *ctx.saved_tensors, backward=True, rotate_q=need_dq, rotate_k=need_dk), None, None
 
@@ -118,8 +119,11 @@ def rope(q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor)
     ValueError where the shapes do not fit or cos or sin ask for a gradient.
     """
     n_batch, n_time, _, head_dim = q.shape
-    if head_dim % 2 or k.shape[:2] != q.shape[:2] or k.shape[3] != head_dim:
-        raise ValueError(f"q {tuple(q.shape)} and k {tuple(k.shape)}: expected (B, T, H, D) and (B, T, K, D), D even")
+    if head_dim % 2 or q.dtype != k.dtype or k.shape[:2] != q.shape[:2] or k.shape[3] != head_dim:
+        raise ValueError(
+            f"q {q.dtype} {tuple(q.shape)} and k {k.dtype} {tuple(k.shape)}: "
+            "expected (B, T, H, D) and (B, T, K, D) of one dtype, D even"
+        )
     tables = ((n_time, head_dim // 2), (n_batch, n_time, head_dim // 2))
     if cos.shape not in tables or sin.shape != cos.shape:
         raise ValueError(
