@@ -1,10 +1,10 @@
 """Checkpoints: folders out/step_000250 that are whole or not there.
 
-    model/, optimizer/   sharded tensors of torch.distributed.checkpoint: any number of ranks writes, any other reads
-    meta.json            for a person and for sample.py: step, settings, model, dataset, losses, versions
+    .metadata, *.distcp   the tensors, by torch.distributed.checkpoint: any number of ranks writes, any other reads
+    meta.json             for a person and for sample.py: step, settings, model, dataset, losses, versions
 
-A folder is written under another name, flushed and renamed, so its name alone says that it is whole. Old ones are
-deleted only after that.
+A folder is written as step_000250.partial, flushed and renamed, so its name alone says that it is whole. Old ones are
+deleted only after that, and lose their name first.
 """
 
 import json
@@ -16,6 +16,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
 from model import Llama, LlamaConfig
@@ -31,7 +32,8 @@ def newest(out_dir: str) -> Path | None:
 
 def _steps(out_dir):
     """The whole checkpoints of out_dir, oldest first."""
-    return sorted(path.parent for path in Path(out_dir).glob("step_*/meta.json") if path.parent.name[5:].isdigit())
+    whole = [path.parent for path in Path(out_dir).glob("step_*/meta.json") if path.parent.name[5:].isdigit()]
+    return sorted(whole, key=lambda path: int(path.name[5:]))
 
 
 def save(out_dir: str, step: int, model: Llama, optimizer, meta: dict, keep_last: int) -> Path:
@@ -43,7 +45,8 @@ def save(out_dir: str, step: int, model: Llama, optimizer, meta: dict, keep_last
     partial = final.with_name(final.name + ".partial")
     rank0 = not dist.is_initialized() or dist.get_rank() == 0
     if rank0:
-        shutil.rmtree(partial, ignore_errors=True)  # what a killed run left
+        for left in Path(out_dir).glob("step_*.partial"):  # by a run that was killed while it saved or deleted
+            shutil.rmtree(left)
         partial.mkdir(parents=True)
     if dist.is_initialized():
         dist.barrier()
@@ -58,14 +61,19 @@ def save(out_dir: str, step: int, model: Llama, optimizer, meta: dict, keep_last
             os.fsync(file.fileno())
         _sync_folder(partial)
         if final.exists():  # a run that went back and came here again
-            shutil.rmtree(final)
+            _remove(final)
         partial.rename(final)
         _sync_folder(final.parent)
         for old in _steps(out_dir)[:-keep_last]:
-            shutil.rmtree(old)
+            _remove(old)
     if dist.is_initialized():
         dist.barrier()
     return final
+
+
+def _remove(path):
+    """Half a folder must not keep the name of a whole one."""
+    shutil.rmtree(path.rename(path.with_name(path.name + ".old.partial")))
 
 
 def _sync_folder(path):
@@ -76,26 +84,48 @@ def _sync_folder(path):
 
 
 def read_meta(path: Path) -> dict:
-    return json.loads((Path(path) / "meta.json").read_text())
+    """The content of a checkpoint's meta.json. Raises ValueError where it is none."""
+    try:
+        meta = json.loads((Path(path) / "meta.json").read_text())
+        missing = {"step", "model", "dataset", "settings"} - meta.keys()
+    except (OSError, ValueError, AttributeError) as error:
+        raise ValueError(damaged(path, error)) from error
+    if missing:
+        raise ValueError(f"{path} is not a checkpoint: its meta.json lacks {', '.join(sorted(missing))}")
+    return meta
 
 
-def load(path: Path, model: Llama, optimizer) -> dict:
-    """Fills a model and its optimizer, sharded in any way, from a checkpoint; returns its meta.json.
+def damaged(path, error) -> str:
+    reason = str(error).strip().splitlines()[-1] if str(error).strip() else type(error).__name__
+    return f"{path} is damaged ({reason}): delete it, and the one before it is used"
+
+
+def load(path: Path, model: Llama, optimizer) -> None:
+    """Fills a model and its optimizer, sharded in any way, from a checkpoint. Raises ValueError where it is damaged.
 
     Learning rate, betas and weight decay stay those that the optimizer was made with: this run's, not the saved ones.
     """
     options = [{name: group[name] for name in group if name != "params"} for group in optimizer.param_groups]
     model_state, optimizer_state = get_state_dict(model, optimizer)
     state = {"model": model_state, "optimizer": optimizer_state}
-    dcp.load(state, checkpoint_id=path, no_dist=not dist.is_initialized())
+    _read(state, path, no_dist=not dist.is_initialized())
     set_state_dict(model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
     for group, mine in zip(optimizer.param_groups, options, strict=True):
         group.update(mine)
-    return read_meta(path)
+
+
+def _read(state, path, no_dist):
+    """Reads into the tensors of state."""
+    try:
+        dcp.load(state, checkpoint_id=path, no_dist=no_dist)
+    except (Exception, CheckpointException) as error:  # missing files, cut files, other shapes: all sorts
+        raise ValueError(damaged(path, error)) from error
 
 
 def load_model(path: Path, device: str, dtype: torch.dtype) -> Llama:
     """The model of a checkpoint alone, whole, on one device and in one dtype: for sampling and for conversion."""
-    model = Llama(LlamaConfig(**read_meta(path)["model"]))
-    dcp.load({"model": model.state_dict()}, checkpoint_id=path, no_dist=True)  # read into the tensors themselves
+    with torch.device("meta"):
+        model = Llama(LlamaConfig(**read_meta(path)["model"]))
+    model.to_empty(device="cpu")
+    _read({"model": model.state_dict()}, path, no_dist=True)
     return model.to(device=device, dtype=dtype)

@@ -1,6 +1,7 @@
 """Llama 3 in one file: the model of Llama 3, 3.1 and 3.2 (text), as published.
 
-    model = Llama(LlamaConfig(n_layer=16, n_head=32, n_kv_head=8, n_embd=2048, ffn_dim=8192, tie_embeddings=True))
+    model = Llama(LlamaConfig(n_layer=16, n_head=32, n_kv_head=8, n_embd=2048, ffn_dim=8192, vocab_size=128256,
+                              block_size=2048, tie_embeddings=True))
     model.init_weights(seed=1337)
     loss = model(tokens, targets)     # (B, T) int64 both -> fp32 scalar; the logits are never held whole
     logits = model(tokens)            # (B, T, V)
@@ -31,17 +32,15 @@ import kernels.reference
 
 @dataclass(frozen=True)
 class LlamaConfig:
-    n_layer: int = 16
-    n_head: int = 32
-    n_kv_head: int = 8  # n_head / n_kv_head query heads read each key/value head
-    n_embd: int = 2048
-    ffn_dim: int = 8192
-    vocab_size: int = 128256
-    block_size: int = 2048  # the longest sequence the model is asked to read
+    n_layer: int
+    n_head: int
+    n_kv_head: int  # n_head / n_kv_head query heads read each key/value head
+    n_embd: int
+    ffn_dim: int
+    vocab_size: int
+    block_size: int  # the longest sequence the model is asked to read
     rope_theta: float = 500000.0
-    rope_scaling: dict | None = (
-        None  # 3.1 and 3.2: {factor, low_freq_factor, high_freq_factor, original_max_position_embeddings}
-    )
+    rope_scaling: dict | None = None  # of 3.1 and 3.2, its keys in ROPE_SCALING_KEYS
     norm_eps: float = 1e-5
     tie_embeddings: bool = False  # 1B and 3B: the head is the embedding
     fused_kernels: bool = True  # False: RMSNorm, RoPE and SwiGLU in plain PyTorch
@@ -51,6 +50,8 @@ class LlamaConfig:
     def __post_init__(self):
         if min(self.n_layer, self.n_head, self.n_kv_head, self.n_embd, self.ffn_dim, self.vocab_size) < 1:
             raise ValueError("n_layer, n_head, n_kv_head, n_embd, ffn_dim and vocab_size must be at least 1")
+        if self.norm_eps <= 0 or self.rope_theta <= 0:
+            raise ValueError(f"norm_eps {self.norm_eps} and rope_theta {self.rope_theta} must be above 0")
         if self.n_embd % self.n_head or (self.n_embd // self.n_head) % 2:
             raise ValueError(f"n_embd {self.n_embd} must be n_head {self.n_head} times an even head size")
         if self.n_head % self.n_kv_head:
@@ -59,6 +60,8 @@ class LlamaConfig:
             raise ValueError(f"activation_checkpointing {self.activation_checkpointing!r}: none, selective or full")
         if self.rope_scaling is not None and set(self.rope_scaling) != ROPE_SCALING_KEYS:
             raise ValueError(f"rope_scaling has {sorted(self.rope_scaling)}, expected {sorted(ROPE_SCALING_KEYS)}")
+        if self.rope_scaling is not None and not all(isinstance(v, int | float) for v in self.rope_scaling.values()):
+            raise ValueError(f"rope_scaling {self.rope_scaling}: its values must be numbers")
 
     @property
     def head_dim(self) -> int:

@@ -44,12 +44,14 @@ if device == "auto":
 if dtype == "auto":
     dtype = "bfloat16" if device == "cuda" else "float32"
 
+if device == "cuda" and not torch.cuda.is_available():
+    sys.exit("--device=cuda, but torch finds no CUDA device: use --device=cpu")
 try:
     tokenizer = get_tokenizer(checkpoint.read_meta(path)["dataset"]["tokenizer"], tokenizer_path)
+    end = end_of_text(tokenizer)
+    model = checkpoint.load_model(path, device, getattr(torch, dtype))
 except (FileNotFoundError, ValueError) as error:
     sys.exit(str(error))
-end = end_of_text(tokenizer)
-model = checkpoint.load_model(path, device, getattr(torch, dtype))
 generator = torch.Generator(device).manual_seed(seed)
 # Documents follow one another in the training data, each behind the end of the one before.
 start = torch.tensor([[end, *tokenizer.encode_ordinary(prompt)]], device=device)
@@ -66,3 +68,5 @@ try:
         print("\n" + "-" * 80)
 except ValueError as error:  # a temperature, top_k or top_p that makes no sense
     sys.exit(str(error))
+except KeyboardInterrupt:
+    print()

@@ -201,7 +201,7 @@ def test_blocks_overlap_by_the_target_and_stay_inside(tmp_path):
     for index in (3, -1):
         with pytest.raises(IndexError, match=f"3 train blocks of 3, asked for {index}"):
             tokens.read([index], 3)
-    with pytest.raises(ValueError, match=r"10 train tokens, fewer than one block of block_size 10 \+ 1"):
+    with pytest.raises(ValueError, match=r"10 train tokens, fewer than the 11 that block_size 10 needs"):
         tokens.blocks(10)
 
 

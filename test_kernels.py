@@ -1050,7 +1050,7 @@ ERRORS = [
     ("swiglu", (zeros(2, 5),), {}, r"gate_up has 5 columns: gate and up side by side make an even number"),
     ("geglu", (zeros(2, 7),), {}, r"gate_up has 7 columns"),
     ("geglu", (zeros(2, 6),), {"approximate": "erf"}, r"approximate must be 'tanh' or 'none', got 'erf'"),
-    ("rope", (zeros(1, 2, 1, 3), zeros(1, 2, 1, 3), TABLE, TABLE), {}, r"(B, T, H, D) and (B, T, K, D) of one dtype, D even"),
+    ("rope", (zeros(1, 2, 1, 3), zeros(1, 2, 1, 3), TABLE, TABLE), {}, r"(B, T, K, D) of one dtype, D even"),
     ("rope", (HEADS, zeros(1, 3, 1, 4), TABLE, TABLE), {}, r"(1, 2, 1, 4) and k torch.float32 (1, 3, 1, 4): expected"),
     ("rope", (HEADS, zeros(1, 2, 1, 6), TABLE, TABLE), {}, r"(1, 2, 1, 4) and k torch.float32 (1, 2, 1, 6): expected"),
     ("rope", (HEADS, HEADS, zeros(2, 3), zeros(2, 3)), {},

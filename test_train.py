@@ -1,5 +1,7 @@
 """The training run: what it promises about losses, restarts, settings and files. Small models, on the CPU."""
 
+import fcntl
+import gc
 import json
 import math
 import os
@@ -17,6 +19,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+import checkpoint
 import kernels.launch
 import model as model_module
 from data.tokens import write_dataset
@@ -54,7 +57,7 @@ def plain_pytorch_on_one_core(monkeypatch):
 @pytest.fixture
 def train(text_data, tmp_path, monkeypatch):
     """train(**settings) runs train.py in this process and returns its globals; files go to tmp_path/out."""
-    handler = signal.getsignal(signal.SIGINT)
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
 
     def run(*files, **settings):
         settings = {"dataset": text_data, "out_dir": tmp_path / "out", **({} if files else SMALL | SHORT), **settings}
@@ -63,11 +66,12 @@ def train(text_data, tmp_path, monkeypatch):
         try:
             return runpy.run_path(str(ROOT / "train.py"), run_name="__main__")
         finally:
+            for number, handler in handlers.items():
+                signal.signal(number, handler)
             if dist.is_initialized():
                 dist.destroy_process_group()
 
-    yield run
-    signal.signal(signal.SIGINT, handler)
+    return run
 
 
 def flags(settings):
@@ -262,7 +266,7 @@ def test_ctrl_c_leaves_a_checkpoint_from_which_the_same_run_goes_on(train, text_
     assert any("step 00010/" in line for line in process.stdout), "it ended before its tenth step"
     process.send_signal(signal.SIGINT)
     rest = process.communicate(timeout=60)[0]
-    assert process.returncode == 0 and "interrupted: run the same line again" in rest, rest
+    assert process.returncode == 0 and "interrupted | saved" in rest and "run the same line again" in rest, rest
     assert metrics(tmp_path / "out")[-1]["step"] < 400
     train(**settings)
     assert losses(tmp_path / "out") == losses(tmp_path / "whole")
@@ -324,6 +328,8 @@ def slip(train, capsys, *files, **settings):
         train(*files, **settings)
     message = capsys.readouterr().err
     assert stopped.value.code in (1, 2) and "Traceback" not in message
+    del stopped
+    gc.collect()  # with the run's globals goes its open file, and with that the lock on its folder
     return message
 
 
@@ -336,12 +342,16 @@ def slip(train, capsys, *files, **settings):
         (dict(batch_size=0), "batch_size is 0: it must be at least 1"),
         (dict(n_head=3), "n_embd 32 must be n_head 3 times an even head size"),
         (dict(n_kv_head=3), "n_head 4 must be a multiple of n_kv_head 3"),
-        (dict(vocab_size=100), "train.bin holds token"),
-        (dict(block_size=10**6), "fewer than one block of block_size 1,000,000"),
+        (dict(vocab_size=100), "was prepared with 257: set it to that"),
+        (dict(block_size=10**6), "that block_size 1,000,000 needs here"),
         (dict(dataset="nowhere"), "does not exist"),
         (dict(init_from="resume"), "holds no checkpoint to resume"),
         (dict(rope_scaling="{'factor': 8}"), "rope_scaling has ['factor'], expected"),
         (dict(warmup_iters=-1), "warmup_iters is -1: it must be at least 0"),
+        (dict(learning_rate="inf"), "learning_rate is inf: it must be at least 0, and finite"),
+        (dict(beta1=1.5), "beta1 is 1.5 and beta2 0.95: both must be at least 0 and below 1"),
+        (dict(norm_eps=-1), "norm_eps -1.0 and rope_theta 500000.0 must be above 0"),
+        (dict(out_dir="README.md"), "cannot write to out_dir README.md: File exists"),
     ],
     ids=lambda value: value if isinstance(value, str) else next(iter(value)),
 )
@@ -362,8 +372,50 @@ def test_a_config_without_its_dataset_names_the_command_that_makes_it(train, cap
     assert "python data/fineweb_edu/prepare.py" in message
 
 
+def test_a_changed_setting_is_named_at_resume(train, capsys):
+    train()
+    train(max_iters=9, seed=5)
+    assert "with max_iters 8 -> 9, seed 1337 -> 5 changed" in capsys.readouterr().out
+
+
+def test_a_second_run_in_the_same_folder_is_refused(train, tmp_path, capsys):
+    train()
+    with open(tmp_path / "out/metrics.jsonl") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        assert "another run is writing to" in slip(train, capsys)
+
+
+@pytest.mark.parametrize("name, content", [(".metadata", None), ("__0_0.distcp", b"x"), ("meta.json", b"{")])
+def test_a_damaged_checkpoint_is_named(train, tmp_path, capsys, name, content):
+    train()
+    path = tmp_path / "out/step_000008" / name
+    path.unlink() if content is None else path.write_bytes(content)
+    message = slip(train, capsys)
+    assert "step_000008 is damaged (" in message and "delete it, and the one before it is used" in message, message
+    shutil.rmtree(path.parent)
+    shutil.move(tmp_path / "out", tmp_path / "again")  # the refused run's traceback may keep its lock for a while
+    train(out_dir=tmp_path / "again")
+    assert metrics(tmp_path / "again")[-1]["step"] == 8
+
+
+def test_a_line_cut_off_by_a_kill_does_not_stop_a_resume(train, tmp_path):
+    train()
+    with open(tmp_path / "out/metrics.jsonl", "a") as file:
+        file.write('{"step": 9, "lo')
+    train(max_iters=10)
+    assert [line["step"] for line in metrics(tmp_path / "out") if "loss" in line] == list(range(1, 11))
+
+
+def test_checkpoints_are_ordered_by_number(tmp_path):
+    for step in ("step_999999", "step_1000000", "step_2000000.partial"):
+        (tmp_path / step).mkdir()
+        (tmp_path / step / "meta.json").touch()
+    assert checkpoint.newest(tmp_path).name == "step_1000000"
+
+
 def test_another_model_in_the_same_folder_is_refused_by_name(train, tmp_path, capsys):
     train()
+    assert "rope_theta 500000.0, this run 100.0" in slip(train, capsys, rope_theta=100)
     assert "n_layer 2, this run 3" in slip(train, capsys, n_layer=3)
     assert "--init_from=resume goes on with it" in slip(train, capsys, init_from="scratch")
 

@@ -9,12 +9,16 @@ Run the same line again and it goes on from the newest checkpoint in out_dir. An
 (--batch_size=32) and may stand in a config file; --help lists them all.
 """
 
+import fcntl
 import functools
 import json
 import math
 import os
 import platform
+import re
+import resource
 import runpy
+import shlex
 import signal
 import subprocess
 import sys
@@ -100,16 +104,23 @@ print0 = functools.partial(print, flush=True) if master else lambda *args, **kwa
 
 
 def stop(message: str):
-    """Ends the run with a sentence instead of a stack trace."""
-    print0(message, file=sys.stderr)
+    """Ends the run with a sentence instead of a stack trace, once for each machine."""
+    if local_rank == 0:
+        print(message, file=sys.stderr)
     sys.exit(1)
 
+
+signal.signal(signal.SIGINT, lambda *_: os._exit(130))  # until the loop begins there is nothing to save
 
 at_least = dict(batch_size=1, block_size=1, gradient_accumulation_steps=1, max_iters=1, eval_interval=1, eval_iters=1)
 at_least |= dict(log_interval=1, warmup_iters=0, keep_last=0, learning_rate=0, weight_decay=0, grad_clip=0, seed=0)
 for name, least in at_least.items():
-    if globals()[name] < least:
-        stop(f"{name} is {globals()[name]}: it must be at least {least}")
+    if not least <= globals()[name] < math.inf:
+        stop(f"{name} is {globals()[name]}: it must be at least {least}, and finite")
+if not (0 <= beta1 < 1 and 0 <= beta2 < 1):
+    stop(f"beta1 is {beta1} and beta2 {beta2}: both must be at least 0 and below 1")
+if not out_dir:
+    stop("out_dir is empty: name a folder for the checkpoints")
 if device == "auto":
     device = "cuda" if torch.cuda.is_available() else "cpu"
 if device == "cuda" and not torch.cuda.is_available():
@@ -129,6 +140,15 @@ torch.set_float32_matmul_precision("high")  # TF32 where something is float32
 if device == "cuda":
     torch.cuda.set_device(local_rank)
     device = f"cuda:{local_rank}"
+if master:  # held open and locked: two runs in one folder would delete each other's checkpoints
+    try:
+        Path(out_dir).mkdir(parents=True, exist_ok=True)
+        metrics_file = open(Path(out_dir) / "metrics.jsonl", "a+")  # noqa: SIM115
+        fcntl.flock(metrics_file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        stop(f"another run is writing to {out_dir}: wait for it, or change out_dir")
+    except OSError as error:
+        stop(f"cannot write to out_dir {out_dir}: {error.strerror}")
 # FSDP keeps the masters in float32, casts to the compute dtype and shards: one path from one GPU to many. Only a lone
 # process computing in float32 has no use for it.
 use_fsdp = device != "cpu" or world_size > 1 or compute_dtype != torch.float32
@@ -141,19 +161,22 @@ if use_fsdp:
 # Data: the batch of a step is a function of (seed, step) alone, so it is the same for any number of ranks and
 # micro-batches, and a resumed run needs no loader state.
 data_dir = Path(__file__).parent / "data" / dataset
-if dataset == "pystdlib" and not (data_dir / "meta.json").exists():  # the one dataset that needs nothing but Python
-    if master:
-        runpy.run_path(str(data_dir / "prepare.py"))["prepare"](data_dir)
-    if world_size > 1:
-        dist.barrier()
 try:
+    if dataset == "pystdlib":  # the one dataset that needs nothing but Python
+        if master and not (data_dir / "meta.json").exists():
+            runpy.run_path(str(data_dir / "prepare.py"))["prepare"](data_dir)
+        if world_size > 1:
+            dist.barrier()
     train_tokens, val_tokens = Tokens(data_dir, "train"), Tokens(data_dir, "val")
     n_train_blocks = train_tokens.blocks(block_size, shift=block_size - 1)
     n_val_blocks = val_tokens.blocks(block_size)
-except (FileNotFoundError, ValueError) as error:
+except (OSError, ValueError) as error:
     stop(str(error))
 if vocab_size is None:
     vocab_size = train_tokens.meta["vocab_size"]
+if vocab_size < train_tokens.meta["vocab_size"]:
+    needed = train_tokens.meta["vocab_size"]
+    stop(f"vocab_size is {vocab_size}, but {data_dir} was prepared with {needed}: set it to that")
 
 
 @functools.lru_cache(maxsize=2)
@@ -234,24 +257,43 @@ def learning_rate_at(step: int) -> float:
 
 # ----------------------------------------------------------------------------------------------------------------------
 # Resume
-first_step = 0
+MODEL_SETTINGS = ("n_layer", "n_head", "n_kv_head", "n_embd", "ffn_dim", "vocab_size", "tie_embeddings", "rope_theta",
+                  "rope_scaling", "norm_eps")  # fmt: skip
+HARMLESS_SETTINGS = ("out_dir", "init_from", "eval_interval", "eval_iters", "log_interval", "keep_last", "wandb_log",
+                     "wandb_project", "wandb_run_name", "device", "compile")  # fmt: skip
+first_step, changed = 0, []
 found = checkpoint.newest(out_dir)
 if found and init_from == "scratch":
     stop(f"{found} is there from an earlier run: --init_from=resume goes on with it, --out_dir=... starts elsewhere")
 if not found and init_from == "resume":
     stop(f"{out_dir} holds no checkpoint to resume: --init_from=scratch starts a new run")
 if found:
-    saved = checkpoint.read_meta(found)["model"]
-    for name in ("n_layer", "n_head", "n_kv_head", "n_embd", "ffn_dim", "vocab_size", "tie_embeddings"):
-        if saved[name] != getattr(config, name):
-            stop(f"{found} has {name} {saved[name]}, this run {getattr(config, name)}: set it back or change out_dir")
-    meta = checkpoint.load(found, model, optimizer)
-    first_step, loss_scale, loss_scale_since = meta["step"], meta["loss_scale"], meta["loss_scale_since"]
+    try:
+        meta = checkpoint.read_meta(found)
+        for name in MODEL_SETTINGS:
+            if meta["model"][name] != getattr(config, name):
+                was, now = meta["model"][name], getattr(config, name)
+                stop(f"{found} has {name} {was}, this run {now}: set it back or change out_dir")
+        if meta["dataset"]["tokenizer"] != train_tokens.meta["tokenizer"]:
+            was, now = meta["dataset"]["tokenizer"], train_tokens.meta["tokenizer"]
+            stop(f"{found} was trained on {was} tokens, {data_dir} holds {now} tokens: change dataset or out_dir")
+        checkpoint.load(found, model, optimizer)
+    except ValueError as error:
+        stop(str(error))
+    first_step = meta["step"]
+    if dtype == meta["dtype"] == "float16":
+        loss_scale, loss_scale_since = meta["loss_scale"], meta["loss_scale_since"]
+    changed = [
+        f"{name} {meta['settings'].get(name)} -> {value}"
+        for name, value in settings.items()
+        if meta["settings"].get(name) != value and name not in HARMLESS_SETTINGS
+    ]
 
 
 def save(step: int, val_loss: float | None):
     meta = {
         "val_loss": val_loss,
+        "dtype": dtype,
         "loss_scale": loss_scale,
         "loss_scale_since": loss_scale_since,
         "model": asdict(config),
@@ -264,12 +306,13 @@ def save(step: int, val_loss: float | None):
 
 # ----------------------------------------------------------------------------------------------------------------------
 # What runs, what will train, what it will take
-PEAK_FLOPS = {  # dense bf16 with fp32 accumulation, by the makers' datasheets
-    "B200": 2250e12, "H200": 989e12, "H100": 989e12, "A100": 312e12, "L40S": 362e12, "L4": 121e12, "A10G": 70e12,
-    "RTX 5090": 209.5e12, "RTX 4090": 165.2e12, "RTX 3090": 71e12,
+PEAK_FLOPS = {  # dense bf16 with fp32 accumulation, by the makers' datasheets; the first name that fits
+    "B200": 2250e12, "H200": 989e12, "H100 PCIe": 756e12, "H100 NVL": 835e12, "H100": 989e12, "A100": 312e12,
+    "L40S": 362e12, "L4": 121e12, "A10G": 70e12, "RTX 5090": 209.5e12, "RTX 4090": 165.2e12, "RTX 3090": 71e12,
 }  # fmt: skip
 device_name = torch.cuda.get_device_name(device) if device != "cpu" else f"CPU, {torch.get_num_threads()} threads"
-peak_flops = next((peak for name, peak in PEAK_FLOPS.items() if name in device_name and dtype != "float32"), None)
+fitting = [peak for name, peak in PEAK_FLOPS.items() if re.search(rf"\b{name}\b(?! Laptop)", device_name)]
+peak_flops = fitting[0] if fitting and dtype != "float32" else None
 
 
 def git_commit() -> str:
@@ -302,20 +345,18 @@ def estimated_gib() -> float:
         "selective": 5 * c.n_embd + 2 * kv_width + 2 * c.ffn_dim,
         "full": c.n_embd,
     }
-    kept = elements[activation_checkpointing]
+    per_layer = elements[activation_checkpointing]
     always = 12 * n_params / world_size  # weights and two moments in float32
     always += itemsize * (head + (n_params - head) / c.n_layer) if use_fsdp else 0  # gathered: the root and one block
-    activations = itemsize * n_tokens * c.n_layer * kept
+    activations = itemsize * n_tokens * c.n_layer * per_layer
     loss = min(LOGITS_BYTES, itemsize * n_tokens * c.vocab_size) + 4 * head
-    block_backward = itemsize * n_tokens * (4 * c.ffn_dim + elements["none"] - kept)
+    block_backward = itemsize * n_tokens * (4 * c.ffn_dim + elements["none"] - per_layer)
     gradients = 4 * n_params / world_size + (itemsize + 4 if use_fsdp else 0) * head
     return (always + max(activations + max(loss, block_backward), gradients)) / 2**30
 
 
 def used_gib() -> float:
     if device == "cpu":
-        import resource  # not on Windows
-
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2 ** (30 if sys.platform == "darwin" else 20)
     return torch.cuda.max_memory_allocated() / 2**30
 
@@ -329,31 +370,35 @@ epochs = tokens_per_step * max_iters / len(train_tokens)
 card = f" of {torch.cuda.get_device_properties(device).total_memory / 2**30:.1f} GiB" if device != "cpu" else ""
 print0("runs on  ", f"{world_size} x {device_name};", ", ".join(" ".join(pair) for pair in versions.items()))
 print0("model    ", f"{n_params:,} parameters; float32 weights, {dtype} compute")
-print0("memory   ", f"about {estimated_gib():.1f} GiB{card}; activation checkpointing: {activation_checkpointing}")
+if device != "cpu" and fused_kernels and fused_loss:
+    print0("memory   ", f"about {estimated_gib():.1f} GiB{card}; activation checkpointing: {activation_checkpointing}")
 print0("data     ", f"{data_dir}: {len(train_tokens):,} tokens; {max_iters:,} steps read them {epochs:.2f} times")
 print0("step     ", f"{tokens_per_step:,} tokens = {batch_size} sequences x {block_size:,} tokens", end="")
 print0(f" x {micro_steps} micro-batches x {world_size} ranks")
 if found:
-    print0("resumes  ", found)
+    print0("resumes  ", found, *(["with", ", ".join(changed), "changed"] if changed else []))
 
-metrics_path = Path(out_dir) / "metrics.jsonl"
 if master:
-    metrics_path.parent.mkdir(parents=True, exist_ok=True)
-    # Steps after the checkpoint will be run again: their lines go, and the file is that of one run.
-    lines = metrics_path.read_text().splitlines() if found and metrics_path.exists() else []
-    kept = [line for line in lines if json.loads(line)["step"] <= first_step]
-    metrics_path.write_text("".join(line + "\n" for line in kept))
+    # Steps after the checkpoint will be run again: their lines go, and so does one that a killed run left unfinished.
+    metrics_file.seek(0)
+    lines = [line for line in metrics_file.read().splitlines() if found and line.endswith("}")]
+    metrics_file.truncate(0)
+    metrics_file.writelines(line + "\n" for line in lines if json.loads(line)["step"] <= first_step)
+    metrics_file.flush()
 if wandb_log and master:
     import wandb
 
-    wandb.init(project=wandb_project, name=wandb_run_name, config=settings)
+    try:
+        wandb.init(project=wandb_project, name=wandb_run_name, config=settings)
+    except wandb.errors.Error as error:
+        stop(f"wandb does not start ({error}): run wandb login, or set WANDB_MODE=offline")
 
 
 def record(metrics: dict):
     """One line of metrics.jsonl, and the same to wandb."""
     if master:
-        with open(metrics_path, "a") as file:
-            file.write(json.dumps(metrics) + "\n")
+        metrics_file.write(json.dumps(metrics) + "\n")
+        metrics_file.flush()
         if wandb_log:
             wandb.log(metrics, step=metrics["step"])
 
@@ -382,15 +427,16 @@ def evaluate() -> float:
 
 
 def interrupt(signal_number, frame):
-    """The first Ctrl-C ends the run after the step at hand, with a checkpoint; the second ends it at once."""
+    """The first Ctrl-C or SIGTERM ends the run after the step at hand, with a checkpoint; a second one at once."""
     global interrupted
-    if interrupted:
-        raise KeyboardInterrupt
     interrupted = True
+    print0(" stopping after this step" + ("; once more to stop at once" if keep_last else ""))
+    signal.signal(signal_number, lambda *_: os._exit(130))
 
 
 interrupted = False
-signal.signal(signal.SIGINT, interrupt)
+for signal_number in (signal.SIGINT, signal.SIGTERM):
+    signal.signal(signal_number, interrupt)
 step_times = []  # seconds of each step
 curve = []  # (step, seconds so far, loss) of each log line
 logged_at, logged_step = time.perf_counter(), first_step
@@ -407,17 +453,22 @@ while step < max_iters:
     for micro_step in range(micro_steps):
         tokens, targets = get_batch(step, micro_step)
         micro_loss = model(tokens, targets) / micro_steps
-        (micro_loss * loss_scale).backward()  # FSDP averages the gradients over the ranks, in float32
+        # FSDP averages the gradients over the ranks, in float32, after every micro-batch: to add them up first would
+        # take 4 bytes more for each parameter, unsharded.
+        (micro_loss * loss_scale).backward()
         loss += micro_loss.detach()
 
     # Clip, and undo the loss scale, in one multiplication.
     grads = [parameter.grad for parameter in model.parameters()]
     grad_norm = torch.nn.utils.get_total_norm(grads)
     grad_norm = (grad_norm.full_tensor() if isinstance(grad_norm, DTensor) else grad_norm) / loss_scale
+    # Ctrl-C may reach the ranks at different steps: one is enough, and here all learn of it at the same step.
+    totals = torch.stack([loss, torch.full_like(loss, float(interrupted))])
     if world_size > 1:
-        dist.all_reduce(loss)
-        loss /= world_size
-    loss, grad_norm = torch.stack([loss, grad_norm]).tolist()  # the one moment of a step when the CPU waits for the GPU
+        dist.all_reduce(totals)
+        totals /= world_size
+    # The one moment of a step when the CPU waits for the GPU.
+    loss, stopping, grad_norm = torch.stack([*totals, grad_norm]).tolist()
     if math.isfinite(grad_norm):
         factor = min(1.0, grad_clip / (grad_norm + 1e-6)) if grad_clip else 1.0
         if factor < 1 or loss_scale != 1:
@@ -428,11 +479,11 @@ while step < max_iters:
     elif math.isfinite(loss) and dtype == "float16" and loss_scale > 1:
         loss_scale, loss_scale_since = loss_scale / 2, step  # too large a scale: this step's update is left out
     else:
-        saved = checkpoint.newest(out_dir)
+        last = checkpoint.newest(out_dir)
         stop(
             f"step {step + 1}: the loss is {loss} and the gradient norm {grad_norm}, so the weights were not updated. "
             f"Try a lower learning_rate, a longer warmup_iters or a lower grad_clip, "
-            + (f"from {saved} with --init_from=resume" if saved else "from the start: no checkpoint was saved yet")
+            + (f"from {last} with --init_from=resume" if last else "from the start: no checkpoint was saved yet")
         )
     optimizer.zero_grad(set_to_none=True)
     del grads  # or the list would keep them through the next forward pass: 4 bytes a parameter at the peak
@@ -456,31 +507,29 @@ while step < max_iters:
              "tok_per_s": tok_per_s, "mfu": mfu(tok_per_s), "mem_gib": used_gib()}
         )  # fmt: skip
 
-    if world_size > 1:  # Ctrl-C may reach the ranks at different steps: one is enough, and all agree
-        flag = torch.tensor(float(interrupted), device=device)
-        dist.all_reduce(flag)
-        interrupted = flag.item() > 0
-    interrupted = interrupted and step < max_iters
-    if interrupted or step % eval_interval == 0 or step == max_iters:
+    if stopping or step % eval_interval == 0 or step == max_iters:
         began = time.perf_counter()
-        what = "interrupted: run the same line again to go on"
-        if not interrupted:
+        result = "interrupted"
+        if not stopping or step == max_iters:
             val_loss = evaluate()
             record({"step": step, "val_loss": val_loss})
-            what = f"val loss {val_loss:.4f} ({n_eval_blocks} blocks)"
-        path = save(step, val_loss) if keep_last else "nothing"
-        print0(f"step {step:05d} | {what} | saved {path}")
+            result = f"val loss {val_loss:.4f} ({n_eval_blocks} blocks)"
+        saved = f"saved {save(step, val_loss)}" if keep_last else "nothing saved"
+        print0(f"step {step:05d} | {result} | {saved}")
         logged_at += time.perf_counter() - began  # not the training's time
-    if interrupted:
-        break
+        if stopping:
+            if keep_last and step < max_iters:
+                print0("run the same line again to go on")
+            break
 
 # ----------------------------------------------------------------------------------------------------------------------
 # What came of it
 if first_step < step == max_iters and master:
     seconds = sorted(step_times)[len(step_times) // 2]  # the median step
     tok_per_s = tokens_per_step / seconds
+    launcher = f"torchrun --nproc_per_node={os.environ['LOCAL_WORLD_SIZE']}" if "RANK" in os.environ else "python"
     summary = {
-        "command": "python train.py " + " ".join(sys.argv[1:]),
+        "command": f"{launcher} train.py {shlex.join(sys.argv[1:])}",
         "device": f"{world_size} x {device_name}",
         "versions": versions,
         "settings": settings,
@@ -510,6 +559,8 @@ if first_step < step == max_iters and master:
     (Path(out_dir) / "summary.json").write_text(json.dumps(summary, indent=2) + "\n")
     if keep_last:
         print0(f"next: python sample.py --out_dir={out_dir}")
+if master:
+    metrics_file.close()
 if wandb_log and master:
     wandb.finish()
 if use_fsdp:

@@ -354,8 +354,8 @@ class Tokens:
         n_blocks = sum(self._blocks_per_shard(block_size, shift))
         if n_blocks == 0:
             raise ValueError(
-                f"{self.folder} has {len(self):,} {self.split} tokens, fewer than one block of block_size "
-                f"{block_size:,} + 1: use more text or a smaller block_size"
+                f"{self.folder} has {len(self):,} {self.split} tokens, fewer than the {shift + block_size + 1:,} "
+                f"that block_size {block_size:,} needs here: use more text or a smaller block_size"
             )
         return n_blocks
 
@@ -401,6 +401,11 @@ def read_meta(folder: str | Path) -> dict:
         raise ValueError(f"{path} is not a JSON object ({error}): {how_to_prepare(folder)}") from error
     if missing:
         raise ValueError(f"{path} lacks {', '.join(sorted(missing))}: {how_to_prepare(folder)}")
+    files = meta["files"] if isinstance(meta["files"], dict) else {}
+    counts = [n for split in SPLITS for n in dict(files.get(split) or {}).values()]
+    numbers = [meta["vocab_size"], meta["val_bytes"], *counts]
+    if meta["dtype"] not in ("uint16", "uint32") or not counts or not all(isinstance(n, int) for n in numbers):
+        raise ValueError(f"{path} is damaged: {how_to_prepare(folder)}")
     return meta
 
 

@@ -7,7 +7,7 @@ import torch
 try:
     import triton
     import triton.language as tl
-except ImportError:  # no Triton for this platform (macOS, Windows): the references run, and these names only decorate
+except ImportError:  # no Triton for this platform (macOS): the references run, and these names only decorate
 
     class triton:
         @staticmethod
@@ -29,7 +29,7 @@ def use_triton(x: torch.Tensor) -> bool:
     """Whether the Triton kernel runs for x (CUDA, or CPU under TRITON_INTERPRET=1) rather than the reference."""
     if x.is_cuda:
         if not HAS_TRITON:
-            raise ImportError("CUDA tensors need Triton: pip install triton (on Windows: pip install triton-windows)")
+            raise ImportError("CUDA tensors need Triton: pip install triton")
         if x.device.index != torch.cuda.current_device():  # Triton launches there, whatever the tensors say
             raise ValueError(
                 f"x is on {x.device}, the current device is cuda:{torch.cuda.current_device()}: "
