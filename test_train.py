@@ -393,7 +393,7 @@ def test_a_damaged_checkpoint_is_named(train, tmp_path, capsys, name, content):
     message = slip(train, capsys)
     assert "step_000008 is damaged (" in message and "delete it, and the one before it is used" in message, message
     shutil.rmtree(path.parent)
-    shutil.move(tmp_path / "out", tmp_path / "again")  # the refused run's traceback may keep its lock for a while
+    shutil.copytree(tmp_path / "out", tmp_path / "again")  # the refused run's traceback may keep its lock for a while
     train(out_dir=tmp_path / "again")
     assert metrics(tmp_path / "again")[-1]["step"] == 8
 
