@@ -36,15 +36,19 @@ def baby_table() -> str:
     return table(["command", "device", "minutes", "bits per byte", "gzip -9", "xz -9"], rows)
 
 
+LLAMA32_1B = ("llama32_1b_b8", "llama32_1b_b16", "llama32_1b_b8_selective", "llama32_1b_b8_full")
+
+
 def llama32_1b_table() -> str:
     """Speed and memory of training the 1B model on one GPU."""
     rows = []
-    for name in ("llama32_1b_b8", "llama32_1b_b16"):
-        r, s = load(name), load(name)["settings"]
-        shape = f"{s['batch_size']} x {s['block_size']:,}"
+    for r in map(load, LLAMA32_1B):
+        s = r["settings"]
+        shape = [f"{s['batch_size']} x {s['block_size']:,}", s["activation_checkpointing"]]
         speed = [f"{r['tok_per_s']:,.0f}", f"{r['mfu']:.1%}", f"{r['ms_per_step']:.0f}", f"{r['peak_gib']:.1f}"]
-        rows.append([shape, r["device"].removeprefix("1 x "), *speed])
-    return table(["batch x tokens", "device", "tok/s", "MFU", "ms a step", "peak GiB"], rows)
+        rows.append([*shape, *speed])
+    header = ["sequences x tokens", "activation checkpointing", "tok/s", "MFU", "ms a step", "peak GiB"]
+    return table(header, rows)
 
 
 def headline() -> str:
@@ -58,10 +62,10 @@ def headline() -> str:
 
 def commands() -> str:
     """The command behind each row of the 1B table, and what it ran on."""
-    r = load("llama32_1b_b8")
+    r = load(LLAMA32_1B[0])
     versions = ", ".join(f"{name} {version}" for name, version in r["versions"].items())
-    lines = [load(name)["command"] for name in ("llama32_1b_b8", "llama32_1b_b16")]
-    return "\n".join(["```", *lines, "```", "", f"({versions})"])
+    lines = [load(name)["command"] for name in LLAMA32_1B]
+    return "\n".join([f"measured on one {r['device'].removeprefix('1 x ')} ({versions}) by", "", "```", *lines, "```"])
 
 
 PARTS = {"headline": headline, "baby": baby_table, "llama32_1b": llama32_1b_table, "commands": commands}

@@ -125,6 +125,15 @@ class Operation(NamedTuple):
     oracle: Callable
     inputs: Callable | None = None  # (rows, width, dtype) -> differentiable tensors, constants
 
+    @property
+    def rounds_dx_thrice(self):
+        """The chunked loss rounds dlogits, their product with the head, and that times the scale; dW only once.
+
+        Roundings of few mantissas by one factor, and of many dlogits near the same -ε/V, do not average out.
+        """
+        function = getattr(self.function, "func", self.function)
+        return function in (linear_cross_entropy, LOSSES["linear_cross_entropy"])
+
 
 def gate_up_inputs(rows, width, dtype):
     return (2 * randn(rows, 2 * width, dtype=dtype),), ()
@@ -207,7 +216,7 @@ def rounding(dtype):
     return torch.finfo(dtype).eps * {FP16: 0.5, BF16: 0.5, FP32: 8, FP64: 32}[dtype]
 
 
-def assert_close(what, out, truth, eager):
+def assert_close(what, out, truth, eager, bias_units=0.25):
     assert out.shape == truth.shape, f"{what}: {tuple(out.shape)}, expected {tuple(truth.shape)}"
     assert out.dtype == eager.dtype, f"{what}: {out.dtype}, expected {eager.dtype}"
     if out.numel() == 0:
@@ -223,7 +232,7 @@ def assert_close(what, out, truth, eager):
     if out.dtype == BF16 and not HAS_GPU:
         return  # the interpreter truncates where the hardware rounds
     scale = max(unit * truth.abs().mean().item(), (eager.double() - truth).square().mean().sqrt().item())
-    limit = ((0.25 if out.dtype in (FP16, BF16) else 2) + 4 / out.numel() ** 0.5) * scale + 1e-300
+    limit = ((bias_units if out.dtype in (FP16, BF16) else 2) + 4 / out.numel() ** 0.5) * scale + 1e-300
     for which, signed in (("", difference), ("towards zero ", difference * truth.sign())):
         bias = signed.mean().abs().item()
         assert bias <= limit, f"{numbers}, mean signed error {which}{bias:.3e} over the limit {limit:.3e}"
@@ -237,7 +246,7 @@ def assert_matches_float64(operation, inputs, constants, upstream=None, truth=No
     truth = truth or run(operation.oracle, widened(inputs), widened(constants), widened(upstream))
     for i, (out, exact, rounded) in enumerate(zip(ours, truth, eager, strict=True)):
         which = f"output {i}" if i < len(upstream) else f"gradient of input {i - len(upstream)}"
-        assert_close(which, out, exact, rounded)
+        assert_close(which, out, exact, rounded, 1 if operation.rounds_dx_thrice and i == len(upstream) else 0.25)
     return ours
 
 
