@@ -83,9 +83,8 @@ def rope_tables(config: LlamaConfig, start: int, end: int, device, dtype=torch.f
     frequencies = config.rope_theta**-exponents  # (D/2,) radians a position
     if config.rope_scaling is not None:
         s = config.rope_scaling
-        turns = (
-            s["original_max_position_embeddings"] * frequencies / (2 * math.pi)
-        )  # full turns within the original context
+        # full turns within the original context
+        turns = s["original_max_position_embeddings"] * frequencies / (2 * math.pi)
         keep = ((turns - s["low_freq_factor"]) / (s["high_freq_factor"] - s["low_freq_factor"])).clamp(0, 1)
         frequencies = keep * frequencies + (1 - keep) * frequencies / s["factor"]
     angles = torch.outer(torch.arange(start, end, device=device, dtype=torch.float64), frequencies)

@@ -427,11 +427,16 @@ def evaluate() -> float:
 
 
 def interrupt(signal_number, frame):
-    """The first Ctrl-C or SIGTERM ends the run after the step at hand, with a checkpoint; a second one at once."""
+    """The first Ctrl-C or SIGTERM ends the run after the step at hand, with a checkpoint; a second one at once.
+
+    Under torchrun there is no second one: it passes on the signal that the terminal has already sent to all.
+    """
     global interrupted
+    if not interrupted:
+        print0(" stopping after this step")
+    elif "RANK" not in os.environ:
+        os._exit(130)
     interrupted = True
-    print0(" stopping after this step" + ("; once more to stop at once" if keep_last else ""))
-    signal.signal(signal_number, lambda *_: os._exit(130))
 
 
 interrupted = False
@@ -503,8 +508,9 @@ while step < max_iters:
         )
         curve.append((step, sum(step_times), loss))
         record(
-            {"step": step, "loss": loss, "lr": learning_rate_at(step - 1), "grad_norm": grad_norm, "ms": seconds * 1000,
-             "tok_per_s": tok_per_s, "mfu": mfu(tok_per_s), "mem_gib": used_gib()}
+            {"step": step, "loss": loss, "lr": learning_rate_at(step - 1),
+             "grad_norm": grad_norm if math.isfinite(grad_norm) else None,  # inf is no JSON
+             "ms": seconds * 1000, "tok_per_s": tok_per_s, "mfu": mfu(tok_per_s), "mem_gib": used_gib()}
         )  # fmt: skip
 
     if stopping or step % eval_interval == 0 or step == max_iters:
