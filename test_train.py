@@ -225,11 +225,14 @@ def test_evaluation_reads_the_same_blocks_whatever_the_batch_and_touches_no_trai
 def test_an_epoch_reads_every_block_once_and_the_next_in_another_order(train):
     run = train(block_size=64, batch_size=1)
     n_blocks = run["n_train_blocks"]
-    epochs = [
-        [run["get_batch"](step, 0)[0].numpy().tobytes() for step in range(n_blocks * e, n_blocks * (e + 1))]
-        for e in (0, 1)
-    ]
-    assert len(set(epochs[0])) == n_blocks and set(epochs[0]) != set(epochs[1]) and epochs[0] != epochs[1]
+    epochs = []
+    for epoch in (0, 1):
+        steps = range(n_blocks * epoch, n_blocks * (epoch + 1))
+        epochs.append([run["get_batch"](step, 0)[0].numpy().tobytes() for step in steps])
+        shift = run["epoch_order"](epoch)[1]
+        every_block = run["train_tokens"].read(np.arange(n_blocks), 64, shift)[:, :-1]
+        assert sorted(epochs[epoch]) == sorted(block.tobytes() for block in every_block)
+    assert epochs[0] != epochs[1] and sorted(epochs[0]) != sorted(epochs[1]), "same order, or cut at the same places"
 
 
 def test_compiled_blocks_have_the_same_losses(train, tmp_path):
