@@ -17,9 +17,9 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
 from model import Llama, LlamaConfig
+from optimizer import AdamW
 
 # A lone process is not a mistake.
 warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninitialized")
@@ -36,7 +36,7 @@ def _steps(out_dir):
     return sorted(whole, key=lambda path: int(path.name[5:]))
 
 
-def save(out_dir: str, step: int, model: Llama, optimizer, meta: dict, keep_last: int) -> Path:
+def save(out_dir: str, step: int, optimizer: AdamW, meta: dict, keep_last: int) -> Path:
     """Writes out_dir/step_<step>, on every rank its part, and deletes all but the keep_last newest. Returns its path.
 
     meta goes into meta.json beside the tensors. Raises OSError where the disk does; then the older ones are untouched.
@@ -50,13 +50,10 @@ def save(out_dir: str, step: int, model: Llama, optimizer, meta: dict, keep_last
         partial.mkdir(parents=True)
     if dist.is_initialized():
         dist.barrier()
-    model_state, optimizer_state = get_state_dict(model, optimizer)
-    dcp.save(
-        {"model": model_state, "optimizer": optimizer_state}, checkpoint_id=partial, no_dist=not dist.is_initialized()
-    )
+    dcp.save(optimizer.tensors(), checkpoint_id=partial, no_dist=not dist.is_initialized())
     if rank0:
         with open(partial / "meta.json", "w") as file:
-            json.dump({"step": step, **meta}, file, indent=2)
+            json.dump({"step": step, "updates": optimizer.updates, **meta}, file, indent=2)
             file.flush()
             os.fsync(file.fileno())
         _sync_folder(partial)
@@ -87,7 +84,7 @@ def read_meta(path: Path) -> dict:
     """The content of a checkpoint's meta.json. Raises ValueError where it is none."""
     try:
         meta = json.loads((Path(path) / "meta.json").read_text())
-        missing = {"step", "model", "dataset", "settings"} - meta.keys()
+        missing = {"step", "updates", "model", "dataset", "settings"} - meta.keys()
     except (OSError, ValueError, AttributeError) as error:
         raise ValueError(damaged(path, error)) from error
     if missing:
@@ -100,18 +97,11 @@ def damaged(path, error) -> str:
     return f"{path} is damaged ({reason}): delete it, and the one before it is used"
 
 
-def load(path: Path, model: Llama, optimizer) -> None:
-    """Fills a model and its optimizer, sharded in any way, from a checkpoint. Raises ValueError where it is damaged.
-
-    Learning rate, betas and weight decay stay those that the optimizer was made with: this run's, not the saved ones.
-    """
-    options = [{name: group[name] for name in group if name != "params"} for group in optimizer.param_groups]
-    model_state, optimizer_state = get_state_dict(model, optimizer)
-    state = {"model": model_state, "optimizer": optimizer_state}
-    _read(state, path, no_dist=not dist.is_initialized())
-    set_state_dict(model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
-    for group, mine in zip(optimizer.param_groups, options, strict=True):
-        group.update(mine)
+def load(path: Path, optimizer: AdamW) -> None:
+    """Fills an optimizer and the weights of its model, sharded in any way. Raises ValueError where path is damaged."""
+    _read(optimizer.tensors(), path, no_dist=not dist.is_initialized())
+    optimizer.refresh()
+    optimizer.updates = read_meta(path)["updates"]
 
 
 def _read(state, path, no_dist):
@@ -127,5 +117,5 @@ def load_model(path: Path, device: str, dtype: torch.dtype) -> Llama:
     with torch.device("meta"):
         model = Llama(LlamaConfig(**read_meta(path)["model"]))
     model.to_empty(device="cpu")
-    _read({"model": model.state_dict()}, path, no_dist=True)
+    _read({"model": {name: p.detach() for name, p in model.named_parameters()}}, path, no_dist=True)
     return model.to(device=device, dtype=dtype)

@@ -1,23 +1,50 @@
-"""The README's numbers are those of the records, and the records say where they come from."""
+"""The README's numbers are those of the records, the records say where they come from, and the kernels' bench counts
+and compares what it says it does.
+
+    pytest test_bench.py        seconds, without a GPU: nothing is timed
+"""
 
 import json
 from pathlib import Path
 
 import pytest
+import torch
 
 import bench
+from benchmarks import kernels as kernels_bench
+from benchmarks import report, timing
+from benchmarks.operations import OPERATIONS, Arm
 
-RECORDS = sorted((Path(bench.__file__).parent / "assets").glob("*.json"))
+README = (report.ROOT / "README.md").read_text()
+RECORDS = sorted(report.ASSETS.glob("*.json"))
+FP32 = {"device": "cpu", "dtype": torch.float32}
+TINY = {  # a size of each operation that the interpreter runs in a moment; widths that no block divides
+    "rms_norm": (5, 19),
+    "add_rms_norm": (5, 19),
+    "layer_norm": (5, 19),
+    "rope": (2, 3, 4, 2, 8),
+    "swiglu": (5, 19),
+    "geglu": (5, 19),
+    "cross_entropy": (5, 19),
+    "linear_cross_entropy": (5, 8, 19),
+    "flash_attention": (2, 19, 4, 2, 16),
+}
+pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # the interpreter's numpy, on inf
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# README and records
 
 
 def test_the_readme_holds_what_the_records_say():
-    readme = (bench.ROOT / "README.md").read_text()
-    assert bench.render(readme) == readme, "run python bench.py readme"
+    assert report.render(README) == README, "run python bench.py readme"
 
 
 def test_the_readme_shows_its_plots():
-    for name in ("assets/baby_llama.png",):
-        assert name in (bench.ROOT / "README.md").read_text() and (bench.ROOT / name).stat().st_size > 10_000
+    plots = {f"assets/{path.name}" for path in report.ASSETS.glob("*.png")}
+    assert "assets/baby_llama.png" in plots
+    for plot in plots:
+        assert plot in README and (report.ROOT / plot).stat().st_size > 10_000
 
 
 @pytest.mark.parametrize("path", RECORDS, ids=lambda path: path.stem)
@@ -30,9 +57,197 @@ def test_a_record_names_its_command_device_versions_and_commit(path):
 
 def test_a_missing_marker_is_named():
     with pytest.raises(ValueError, match="<!-- baby -->"):
-        bench.render("<!-- headline --><!-- /headline -->")
+        report.render("<!-- headline --><!-- /headline -->")
+
+
+def test_a_part_is_asked_for_once_its_record_exists_and_refused_before(tmp_path, monkeypatch):
+    monkeypatch.setattr(report, "ASSETS", tmp_path)
+    assert report.render("no record, no part") == "no record, no part"
+    with pytest.raises(ValueError, match="<!-- kernels -->.*assets/kernels.json"):
+        report.render("<!-- kernels --><!-- /kernels -->")
+    (tmp_path / "kernels.json").write_text(json.dumps(record()))
+    with pytest.raises(ValueError, match="must hold <!-- kernels -->"):
+        report.render("no record, no part")
+    assert "rms_norm" in report.render("<!-- kernels --><!-- /kernels -->")
 
 
 def test_without_words_it_explains_itself():
     with pytest.raises(SystemExit, match="python bench.py readme"):
         bench.main([])
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The kernels' table
+
+
+def record():
+    """Two passes of one norm, the first faster than all peers, the second beaten by one, and a peer that failed."""
+
+    def arm(us):
+        return {"us": [us - 1, us, us + 1], "graph": True, "host_us": 9.0, "peak_mib": us, "error": 1e-3}
+
+    row = {"op": "rms_norm", "shape": {"N": 16384, "C": 2048}, "bytes": 120_000_000, "floor_us": 30.0}
+    failed = {"failed": "OutOfMemoryError: CUDA out of memory."}
+    versions = {"nanocria": "abc1234", "python": "3.12.3", "torch": "2.11.0"}
+    return {
+        "command": "python bench.py kernels",
+        "device": "1 x NVIDIA H200",
+        "versions": versions,
+        "copy_tb_s": 4.0,
+        "matmul_tflops": 700.0,
+        "rows": [
+            row | {"pass": "forward", "arms": {"nanocria": arm(40.0), "eager": arm(60.0), "liger": failed}},
+            row | {"pass": "backward", "arms": {"nanocria": arm(50.0), "eager": arm(2500.0), "liger": arm(40.0)}},
+        ],
+    }
+
+
+def test_the_table_shows_time_share_and_where_a_peer_is_faster(tmp_path, monkeypatch):
+    monkeypatch.setattr(report, "ASSETS", tmp_path)
+    (tmp_path / "kernels.json").write_text(json.dumps(record()))
+    times = "| forward / backward | 40.0 us / 50.0 us | 75% / 60% | 1.50 x eager / **0.80 x liger** |"
+    assert f"| `rms_norm` | N16384 C2048 {times}" in report.kernels_table()
+    assert "abc1234" in report.kernels_table() and "copy 4.00 TB/s" in report.kernels_table()
+
+
+def test_a_printed_line_stands_under_its_header_and_dashes_what_failed():
+    arms = ["nanocria", "eager", "compile", "liger"]
+    header, line = kernels_bench.table_header(arms), kernels_bench.table_line(record()["rows"][0], arms)
+    assert len(header) == len(line) and line.split()[-7:] == ["40.0", "us", "60.0", "us", "-", "-", "75%"]
+
+
+def test_the_summary_names_slower_rows_and_failures(tmp_path):
+    summary = kernels_bench.summary(record(), tmp_path, 1.0)
+    assert summary["slower"] == ["rms_norm N16384 C2048 backward"]
+    assert summary["inaccurate"] == []
+    assert list(summary["failed"]) == ["rms_norm N16384 C2048 forward liger"]
+
+
+def test_the_summary_names_an_error_that_eager_does_not_have(tmp_path):
+    wrong = record()
+    wrong["rows"][0]["arms"]["nanocria"]["error"] = 6e-3
+    assert kernels_bench.summary(wrong, tmp_path, 1.0)["inaccurate"] == ["rms_norm N16384 C2048 forward"]
+
+
+def test_the_record_keeps_five_digits():
+    assert kernels_bench.rounded({"us": [1.23456789, 2], "graph": True}) == {"us": [1.2346, 2], "graph": True}
+
+
+def test_the_plots_are_drawn_from_a_record(tmp_path):
+    plots = pytest.importorskip("benchmarks.plots", exc_type=ImportError)
+    plots.draw_kernels_speed(record(), tmp_path / "speed.png")
+    plots.draw_kernels_memory(record(), tmp_path / "memory.png")
+    assert all((tmp_path / name).stat().st_size > 10_000 for name in ("speed.png", "memory.png"))
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Words
+
+
+@pytest.mark.parametrize(
+    ("words", "sentence"),
+    [
+        (["op=rmsnorm"], "Unknown operation 'rmsnorm'. Did you mean rms_norm?"),
+        (["op=rope,attenton"], "Unknown operation 'attenton'"),
+        (["ops=rope"], "got 'ops=rope'. Did you mean op?"),
+        (["rope"], "kernels takes op=NAME,NAME and out=FILE; got 'rope'"),
+        (["out="], "got 'out='"),
+    ],
+)
+def test_a_slip_in_the_words_is_named(words, sentence):
+    with pytest.raises(SystemExit) as stop:
+        bench.main(["kernels", *words])
+    assert sentence in str(stop.value) and "mean out?" not in str(stop.value)
+
+
+def test_only_a_whole_run_replaces_the_record_of_the_readme():
+    assert kernels_bench.parse([]) == (list(OPERATIONS), report.ROOT / "assets/kernels.json")
+    assert kernels_bench.parse(["op=rope,geglu"]) == (["rope", "geglu"], report.ROOT / "out/kernels.json")
+    assert kernels_bench.parse(["op=rope", "out=here.json"]) == (["rope"], Path("here.json"))
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU: it would run")
+def test_without_a_gpu_it_says_what_to_run_instead():
+    with pytest.raises(SystemExit, match="CUDA GPU.*pytest test_kernels.py"):
+        bench.main(["kernels"])
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# What is compared
+
+
+@pytest.mark.parametrize("name", OPERATIONS)
+def test_the_arms_compute_one_function(name):
+    operation, size = OPERATIONS[name], TINY[name]
+    truth = kernels_bench.true_results(operation, size, FP32)
+    for arm in ("nanocria", "eager", "torch"):
+        if arm in operation.arms:
+            error = kernels_bench.largest_error(operation, operation.arms[arm], size, FP32, truth)
+            assert error < 1e-6, f"{name} by {arm}: outputs or gradients are {error:.1e} from float64"
+
+
+def test_an_arm_that_computes_another_function_has_an_error_that_says_so():
+    operation, size = OPERATIONS["swiglu"], TINY["swiglu"]
+    truth = kernels_bench.true_results(operation, size, FP32)
+    assert kernels_bench.largest_error(operation, OPERATIONS["geglu"].arms["eager"], size, FP32, truth) > 1e-2
+    with pytest.raises(ValueError, match="not finite"):
+        kernels_bench.largest_error(operation, Arm(lambda x: x[:, ::2] * torch.nan), size, FP32, truth)
+
+
+@pytest.mark.parametrize("name", ["rms_norm", "add_rms_norm", "layer_norm", "rope", "swiglu", "geglu"])
+def test_bytes_are_those_of_the_tensors_that_each_pass_reads_and_writes(name):
+    """Forward reads the inputs and writes the outputs; backward reads what is saved and dy and writes the gradients."""
+    size, options = TINY[name], {"device": "cpu", "dtype": torch.bfloat16}
+    problem = kernels_bench.Problem(OPERATIONS[name], OPERATIONS[name].arms["eager"], size, options)
+    outputs = problem.forward()
+    inputs = bytes_of(x for x in problem.tensors if x.ndim > 1)  # weights are small change
+    saved = {"rope": 0, "add_rms_norm": inputs // 2}.get(name, inputs)  # a rotation saves nothing, the norm their sum
+    gradients = inputs // 2 if name == "add_rms_norm" else inputs  # one tensor serves x and the residual
+    work = OPERATIONS[name].work(size)
+    assert work["forward"] == {"bytes": inputs + bytes_of(outputs)}
+    assert work["backward"] == {"bytes": saved + bytes_of(outputs) + gradients}
+
+
+def bytes_of(tensors):
+    return sum(x.nbytes for x in tensors)
+
+
+def test_cross_entropy_reads_logits_once_or_twice_and_writes_their_gradient():
+    logits = torch.empty(TINY["cross_entropy"], dtype=torch.bfloat16).nbytes
+    work = OPERATIONS["cross_entropy"].work(TINY["cross_entropy"])
+    assert {name: bytes_and["bytes"] for name, bytes_and in work.items()} == {
+        "forward": logits, "backward": 2 * logits, "both": 2 * logits
+    }  # fmt: skip
+
+
+def test_an_arm_that_fails_is_recorded_and_the_others_go_on(monkeypatch):
+    def out_of_memory(*inputs):
+        raise RuntimeError("CUDA out of memory.\nTried to allocate much.")
+
+    monkeypatch.setattr(timing, "gpu_time", lambda calls: {"us": [1.0, 2.0, 3.0], "graph": True})
+    for name in ("host_us", "peak_mib", "sets_to_miss_l2"):
+        monkeypatch.setattr(timing, name, lambda argument: 2)
+    monkeypatch.setattr(kernels_bench, "BF16_CUDA", FP32)
+    monkeypatch.setattr(kernels_bench, "compiled", lambda eager: Arm(out_of_memory))
+    rows = kernels_bench.measure_size(
+        "rope", OPERATIONS["rope"], TINY["rope"], {"copy_tb_s": 4.0, "matmul_tflops": 700.0}
+    )
+    assert [row["pass"] for row in rows] == ["forward", "backward"]
+    for row in rows:
+        assert row["arms"]["compile"] == {"failed": "RuntimeError: CUDA out of memory."}
+        assert row["arms"]["nanocria"]["us"] == [1.0, 2.0, 3.0] and row["arms"]["nanocria"]["error"] < 1e-6
+
+
+def test_a_size_has_a_letter_for_each_number_and_inputs_that_other_seeds_change():
+    for name, operation in OPERATIONS.items():
+        assert all(len(size) == len(operation.dims.split()) for size in [*operation.sizes, TINY[name]])
+        first, same, other = (
+            kernels_bench.Problem(operation, operation.arms["nanocria"], TINY[name], FP32, seed).tensors[0]
+            for seed in (0, 0, 1)
+        )
+        assert torch.equal(first, same) and not torch.equal(first, other)
+
+
+def test_quantiles():
+    assert timing.quantiles([5.0, 1.0, 4.0, 2.0, 3.0, 0.0]) == [1.0, 2.5, 4.0]
+    assert timing.quantiles([7.0]) == [7.0, 7.0, 7.0]

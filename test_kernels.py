@@ -25,10 +25,13 @@ from torch.utils.checkpoint import checkpoint
 
 import kernels
 from kernels import linear_cross_entropy, reference, rms_norm
-from kernels.cross_entropy import BLOCK
 from kernels.launch import use_triton
 
 HAS_GPU = torch.cuda.is_available()
+cross_entropy_file = sys.modules["kernels.cross_entropy"]  # the package's attribute of that name is the function
+if not HAS_GPU:
+    cross_entropy_file.BLOCK = 2048  # the interpreter takes long over long rows
+BLOCK = cross_entropy_file.BLOCK
 DEVICE = "cuda" if HAS_GPU else "cpu"
 EPS = 1e-5
 WIDE = 2 * BLOCK + 4  # a row that no loop over blocks takes in fewer than three steps
@@ -72,7 +75,7 @@ def layer_norm_oracle(x, weight, bias):
     return F.layer_norm(wide(x), weight.shape, weight, bias, EPS).to(x.dtype)
 
 
-def rope_oracle(q, k, cos, sin):
+def rope_oracle(qkv, cos, sin, n_head):
     turn = torch.complex(cos, sin).unsqueeze(-2)  # a pair is a complex number, and a rotation multiplies it
 
     def rotate(x):
@@ -80,7 +83,8 @@ def rope_oracle(q, k, cos, sin):
         y = torch.complex(wide(x)[..., :half], wide(x)[..., half:]) * turn
         return torch.cat([y.real, y.imag], dim=-1).to(x.dtype)
 
-    return rotate(q), rotate(k)
+    q, k, v = qkv.tensor_split((n_head, (n_head + qkv.shape[2]) // 2), dim=2)
+    return rotate(q), rotate(k), v.clone()
 
 
 def glu_oracle(gate_up, activation):
@@ -101,17 +105,35 @@ def cross_entropy_oracle(
     return losses.sum() / (live.sum().clamp(min=1) if reduction == "mean" else 1)
 
 
+def rms_norm_linear_oracle(x, residual, norm_weight, weight):
+    return rms_norm_oracle(x + residual, norm_weight) @ weight.T, x + residual
+
+
+def swiglu_mlp_oracle(x, residual, norm_weight, gate_up_weight, down_weight):
+    gate_up = rms_norm_oracle(x + residual, norm_weight) @ gate_up_weight.T
+    return glu_oracle(gate_up, F.silu) @ down_weight.T, x + residual
+
+
 def linear_cross_entropy_oracle(x, weight, targets, **options):
     return cross_entropy_oracle(x @ weight.T, targets, **options)
 
 
 def rope_inputs(rows, width, dtype, heads=6, kv_heads=2):
-    """Two sequences of rows tokens: q and k are views of one packed projection, cos and sin fp32."""
+    """Two sequences of rows tokens, q, k and v in one packed projection, cos and sin fp32."""
     half = min(width, 64)
-    qkv = randn(2, rows, (heads + 2 * kv_heads) * 2 * half, dtype=dtype)
-    q, k, _ = qkv.unflatten(-1, (-1, 2 * half)).split([heads, kv_heads, kv_heads], dim=2)
+    qkv = randn(2, rows, heads + 2 * kv_heads, 2 * half, dtype=dtype)
     angles = torch.rand(rows, half, dtype=FP64 if dtype == FP64 else FP32, device=DEVICE) * 100
-    return (q, k), (angles.cos(), angles.sin())
+    return (qkv,), (angles.cos(), angles.sin())
+
+
+def rope_of(n_head):
+    return Operation(partial(kernels.rope, n_head=n_head), partial(rope_oracle, n_head=n_head), rope_inputs)
+
+
+def half_block_inputs(n, c, dtype, *shapes):
+    """x, residual and norm weight for n rows of c, and matrices that keep the size of what they multiply."""
+    matrices = [randn(*shape, dtype=dtype) / shape[1] ** 0.5 for shape in shapes]
+    return (randn(n, c, dtype=dtype), randn(n, c, dtype=dtype), 1 + randn(c, dtype=dtype), *matrices), ()
 
 
 def loss_targets(rows, n_vocab):
@@ -151,7 +173,16 @@ OPERATIONS = {
     "layer_norm": Operation(
         partial(kernels.layer_norm, eps=EPS), layer_norm_oracle,
         lambda n, c, dtype: ((3 + randn(n, c, dtype=dtype), 1 + randn(c, dtype=dtype), randn(c, dtype=dtype)), ())),
-    "rope": Operation(partial(kernels.rope), rope_oracle, rope_inputs),
+    "rope": rope_of(n_head=6),
+    "rms_norm_linear": Operation(
+        partial(kernels.rms_norm_linear, eps=EPS), rms_norm_linear_oracle,
+        lambda n, c, dtype: half_block_inputs(n, c, dtype, (24, c))),
+    "swiglu_mlp": Operation(
+        partial(kernels.swiglu_mlp, eps=EPS), swiglu_mlp_oracle,
+        lambda n, c, dtype: half_block_inputs(n, c, dtype, (48, c), (20, 24))),
+    "swiglu_mlp_recomputed": Operation(
+        partial(kernels.swiglu_mlp, eps=EPS, keep_gate_up=False), swiglu_mlp_oracle,
+        lambda n, c, dtype: half_block_inputs(n, c, dtype, (48, c), (20, 24))),
     "swiglu": Operation(partial(kernels.swiglu), partial(glu_oracle, activation=F.silu), gate_up_inputs),
     "geglu_tanh": Operation(
         partial(kernels.geglu, approximate="tanh"),
@@ -167,7 +198,8 @@ OPERATIONS = {
         lambda n, v, dtype: ((randn(n, 24, dtype=dtype), randn(v, 24, dtype=dtype)), (loss_targets(n, v),))),
 }
 # fmt: on
-ROW_OPERATIONS = [name for name in OPERATIONS if name not in ("cross_entropy", "linear_cross_entropy")]
+MATMULS = ("rms_norm_linear", "swiglu_mlp", "swiglu_mlp_recomputed", "linear_cross_entropy")
+ROW_OPERATIONS = [name for name in OPERATIONS if name not in ("cross_entropy", *MATMULS)]
 each_operation = pytest.mark.parametrize("name", OPERATIONS)
 
 # The two losses through one signature, f(logits, targets, **options): a head of ones on the diagonal is no head.
@@ -212,8 +244,11 @@ def relative_error(out, truth):
 
 
 def rounding(dtype):
-    """One unit of it. fp32 and fp64 are summed in themselves, where a few units depend on the order."""
-    return torch.finfo(dtype).eps * {FP16: 0.5, BF16: 0.5, FP32: 8, FP64: 32}[dtype]
+    """One unit of it. fp32 and fp64 are summed in themselves, where a few units depend on the order.
+
+    The interpreter cuts bf16 off where the hardware rounds.
+    """
+    return torch.finfo(dtype).eps * {FP16: 0.5, BF16: 0.5 if HAS_GPU else 1, FP32: 8, FP64: 32}[dtype]
 
 
 def assert_close(what, out, truth, eager, bias_units=0.25):
@@ -362,17 +397,17 @@ def test_add_rms_norm_needs_neither_output_nor_two_inputs():
 
 
 def test_rope_takes_positions_of_each_batch():
-    (q, k), (cos, sin) = rope_inputs(3, 5, FP32)
+    inputs, (cos, sin) = rope_inputs(3, 5, FP32)
     angles = torch.rand(2, 3, 5, device=DEVICE) * 100
-    assert_matches_float64(OPERATIONS["rope"], (q, k), (angles.cos(), angles.sin()))
+    assert_matches_float64(OPERATIONS["rope"], inputs, (angles.cos(), angles.sin()))
     strided = [torch.rand(5, 3, 2, device=DEVICE).permute(2, 1, 0) for _ in range(2)]
-    assert_matches_float64(OPERATIONS["rope"], (q, k), strided)
-    assert_matches_float64(OPERATIONS["rope"], (q, k), (cos[:, :1].expand(3, 5), sin[:, :1].expand(3, 5)))
+    assert_matches_float64(OPERATIONS["rope"], inputs, strided)
+    assert_matches_float64(OPERATIONS["rope"], inputs, (cos[:, :1].expand(3, 5), sin[:, :1].expand(3, 5)))
 
 
 def test_rope_takes_any_number_of_heads():
     for heads, kv_heads in ((1, 1), (3, 3), (5, 1)):
-        assert_matches_float64(OPERATIONS["rope"], *rope_inputs(3, 3, FP32, heads, kv_heads))
+        assert_matches_float64(rope_of(heads), *rope_inputs(3, 3, FP32, heads, kv_heads))
 
 
 def test_large_values_do_not_overflow_on_the_way():
@@ -396,7 +431,7 @@ def test_layer_norm_keeps_the_variance_of_rows_far_from_zero():
 def test_gradcheck_in_float64(name):
     inputs, constants = OPERATIONS[name].inputs(3, 3, FP64)
     if name == "rope":
-        inputs, constants = rope_inputs(1, 2, FP64, heads=2, kv_heads=1)
+        inputs, constants = rope_inputs(1, 1, FP64, heads=6, kv_heads=1)
     if name == "linear_cross_entropy":
         inputs = [x[:, :4] for x in inputs]
     function = OPERATIONS[name].function
@@ -460,9 +495,7 @@ def test_strides_of_inputs_and_gradients_change_nothing(name, restride):
         [restride(t.double()).to(t.dtype) if t.ndim == 1 else restride(t) for t in constants],
         [restride(g) if g.ndim else g for g in upstream],
     )
-    if (
-        name == "linear_cross_entropy" or HAS_GPU
-    ):  # natively, a strided row lies otherwise in registers: another sum order
+    if name in MATMULS or HAS_GPU:  # natively, a strided row lies otherwise in registers: another order of the sum
         for a, b in zip(ours, packed, strict=True):
             torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
     else:
@@ -488,7 +521,8 @@ def test_inputs_of_stride_0(name):
 @each_operation
 def test_zero_rows_give_empty_results_and_zero_weight_gradients(name):
     inputs, constants = OPERATIONS[name].inputs(4, 20, FP32)
-    inputs = [x if name == "linear_cross_entropy" and i else x[:0] if x.ndim > 1 else x for i, x in enumerate(inputs)]
+    n_weights = {"linear_cross_entropy": 1, "rms_norm_linear": 2}.get(name, 3 if name in MATMULS else 0)
+    inputs = [x[:0] if x.ndim > 1 and i < len(inputs) - n_weights else x for i, x in enumerate(inputs)]
     constants = [t if name == "rope" else t[:0] for t in constants]
     for result in run(OPERATIONS[name].function, inputs, constants):
         assert (result == 0).all(), f"{name} of no rows holds {result.abs().max()}"
@@ -534,11 +568,14 @@ def compare_far_apart():
     base = torch.empty(3 * 2**30 + 1024, dtype=BF16, device=DEVICE)  # virtual on a CPU: few of its pages are touched
     for name in ROW_OPERATIONS + ["cross_entropy"]:
         operation = OPERATIONS[name]
-        for dim in range(4 if name == "rope" else 2):
-            if name == "rope":
-                q = randn(*(4 if i == dim else 2 for i in range(4)), dtype=BF16)
-                angles = torch.rand(q.shape[1], q.shape[3] // 2, device=DEVICE)
-                inputs, constants = (q, randn(*q.shape, dtype=BF16)), (angles.cos(), angles.sin())
+        for dim in (0, 1, 2, 3, -2) if name == "rope" else (0, 1):
+            if name == "rope":  # heads, dimension 2, are stretched twice: 4 packed, then 4 of q, of k and of v
+                operation, n_heads = (rope_of(4), 12) if dim == -2 else (rope_of(2), 4)
+                sizes = [2, 2, n_heads, 2]
+                sizes[dim] = n_heads if dim in (2, -2) else 4
+                qkv = randn(*sizes, dtype=BF16)
+                angles = torch.rand(qkv.shape[1], qkv.shape[3] // 2, device=DEVICE)
+                inputs, constants = (qkv,), (angles.cos(), angles.sin())
             else:
                 inputs, constants = operation.inputs(4, 2 if "glu" in name else 4, BF16)
             upstream = draw_upstream(run(operation.function, inputs, constants)[: -len(inputs)])
@@ -572,7 +609,7 @@ def test_strides_past_2_to_the_31():
 def test_results_past_2_to_the_31_elements(name):
     """One row, expanded to so many that the packed results pass 2³¹ elements: each must be the first."""
     columns = {"rope": 64, "cross_entropy": 128256}.get(name, 32768)
-    per_row = {"rope": 6 * 128, "swiglu": 65536, "geglu_tanh": 65536, "geglu_none": 65536}.get(name, columns)
+    per_row = {"rope": 10 * 128, "swiglu": 65536, "geglu_tanh": 65536, "geglu_none": 65536}.get(name, columns)
     rows = 2**31 // per_row + 2
     inputs, constants = OPERATIONS[name].inputs(1, columns, BF16)
     if name == "rope":
@@ -761,6 +798,61 @@ def test_targets_of_any_integer_type_and_stride():
     for loss in LOSSES.values():
         expected = run(loss, (wide_logits,), (unsigned.long(),), one())
         assert_same(run(loss, (wide_logits,), (unsigned,), one()), expected, "uint8")
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# AdamW
+
+
+def adamw_arguments(n, dtype):
+    w = randn(n)
+    return w.to(dtype) if dtype != FP32 else w, randn(n, dtype=dtype), w, randn(n), randn(n).square()
+
+
+def step_numbers(scale, lr=0.1, t=3, betas=(0.9, 0.95)):
+    return torch.tensor([scale, lr, 1 / (1 - betas[0] ** t), (1 - betas[1] ** t) ** -0.5], device=DEVICE)
+
+
+@pytest.mark.parametrize("dtype", [FP32, FP16, BF16], ids=str)
+@pytest.mark.parametrize("adamw", [kernels.adamw, reference.adamw], ids=["kernel", "reference"])
+def test_adamw_is_pytorchs(adamw, dtype):
+    parameter, grad, w, m, v = adamw_arguments(3000, dtype)
+    theirs = torch.nn.Parameter(w.double())
+    theirs.grad = 0.25 * grad.double()
+    torch_adamw = torch.optim.AdamW([theirs], lr=0.1, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1)
+    torch_adamw.state[theirs] = {"step": torch.tensor(2.0), "exp_avg": m.double(), "exp_avg_sq": v.double()}
+    torch_adamw.step()
+    adamw(parameter, grad, w, m, v, step_numbers(0.25), 0.9, 0.95, 1e-8, 0.1)
+    for ours, exact in (
+        (w, theirs),
+        (m, torch_adamw.state[theirs]["exp_avg"]),
+        (v, torch_adamw.state[theirs]["exp_avg_sq"]),
+    ):
+        torch.testing.assert_close(ours.double(), exact.detach(), rtol=2e-6, atol=1e-6)
+    if dtype == BF16 and not HAS_GPU and adamw is kernels.adamw:  # the interpreter truncates
+        torch.testing.assert_close(parameter.float(), w, rtol=2**-7, atol=0)
+    else:
+        assert torch.equal(parameter, w.to(dtype)), "the parameter is not the rounded w"
+
+
+@pytest.mark.parametrize("scale", [float("nan"), float("inf")])
+@pytest.mark.parametrize("adamw", [kernels.adamw, reference.adamw], ids=["kernel", "reference"])
+def test_adamw_changes_nothing_where_the_scale_is_not_finite(adamw, scale):
+    tensors = adamw_arguments(3000, FP16)
+    before = [x.clone() for x in tensors]
+    adamw(*tensors, step_numbers(scale), 0.9, 0.95, 1e-8, 0.1)
+    assert_same(tensors, before, f"scale {scale}")
+
+
+@full_size
+def test_adamw_past_2_to_the_31_elements():
+    n = 2**31 + 1000
+    grad, w = torch.ones(n, dtype=BF16, device=DEVICE), torch.ones(n, device=DEVICE)
+    m, v = torch.zeros_like(w), torch.zeros_like(w)
+    parameter = w.bfloat16()
+    kernels.adamw(parameter, grad, w, m, v, step_numbers(1.0), 0.9, 0.95, 1e-8, 0.1)
+    for x in (parameter, w, m, v):
+        assert x[0] == x[-1] and (x[0] != 1), "the last element is not treated as the first"
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -992,7 +1084,7 @@ def test_full_size_matches_float64(name, rows, width):
 @full_size
 @pytest.mark.parametrize("heads, kv_heads, half", [(32, 8, 32), (32, 8, 64), (24, 8, 64)])
 def test_rope_at_full_size_matches_float64(heads, kv_heads, half):
-    assert_matches_float64(OPERATIONS["rope"], *rope_inputs(8192, half, BF16, heads, kv_heads))
+    assert_matches_float64(rope_of(heads), *rope_inputs(8192, half, BF16, heads, kv_heads))
 
 
 @full_size
@@ -1045,7 +1137,7 @@ def zeros(*shape, dtype=FP32, **options):
 
 # fmt: off
 LABELS = zeros(2, dtype=torch.int64)
-TABLE, HEADS = zeros(2, 2), zeros(1, 2, 1, 4)
+TABLE, HEADS = zeros(2, 2), zeros(1, 2, 3, 4)
 ERRORS = [
     ("rms_norm", (zeros(2, 4), zeros(3)), {}, r"weight has shape (3,), expected (4,) for x (2, 4)"),
     ("rms_norm", (zeros(1, 65537), zeros(65537)), {}, r"rows of 65537 elements: 1 to 65,536 are supported"),
@@ -1059,13 +1151,25 @@ ERRORS = [
     ("swiglu", (zeros(2, 5),), {}, r"gate_up has 5 columns: gate and up side by side make an even number"),
     ("geglu", (zeros(2, 7),), {}, r"gate_up has 7 columns"),
     ("geglu", (zeros(2, 6),), {"approximate": "erf"}, r"approximate must be 'tanh' or 'none', got 'erf'"),
-    ("rope", (zeros(1, 2, 1, 3), zeros(1, 2, 1, 3), TABLE, TABLE), {}, r"(B, T, K, D) of one dtype, D even"),
-    ("rope", (HEADS, zeros(1, 3, 1, 4), TABLE, TABLE), {}, r"(1, 2, 1, 4) and k torch.float32 (1, 3, 1, 4): expected"),
-    ("rope", (HEADS, zeros(1, 2, 1, 6), TABLE, TABLE), {}, r"(1, 2, 1, 4) and k torch.float32 (1, 2, 1, 6): expected"),
-    ("rope", (HEADS, HEADS, zeros(2, 3), zeros(2, 3)), {},
+    ("rope", (zeros(1, 2, 3, 3), TABLE, TABLE, 1), {}, r"qkv (1, 2, 3, 3) with n_head 1: expected (B, T, H + 2K, D)"),
+    ("rope", (zeros(1, 2, 4, 4), TABLE, TABLE, 1), {}, r"qkv (1, 2, 4, 4) with n_head 1: expected (B, T, H + 2K, D)"),
+    ("rope", (HEADS, TABLE, TABLE, 3), {}, r"qkv (1, 2, 3, 4) with n_head 3: expected (B, T, H + 2K, D)"),
+    ("rope", (HEADS, zeros(2, 3), zeros(2, 3), 1), {},
      r"cos (2, 3) and sin (2, 3): expected both (2, 2) or both (1, 2, 2)"),
-    ("rope", (HEADS, HEADS, TABLE, zeros(1, 2, 2)), {}, r"cos (2, 2) and sin (1, 2, 2): expected both"),
-    ("rope", (HEADS, HEADS, zeros(2, 2, requires_grad=True), TABLE), {}, r"no gradient for cos and sin: detach them"),
+    ("rope", (HEADS, TABLE, zeros(1, 2, 2), 1), {}, r"cos (2, 2) and sin (1, 2, 2): expected both"),
+    ("rope", (HEADS, zeros(2, 2, requires_grad=True), TABLE, 1), {}, r"no gradient for cos and sin: detach them"),
+    ("rms_norm_linear", (zeros(2, 4), zeros(2, 5), zeros(4), zeros(3, 4)), {}, r"residual torch.float32 (2, 5): they"),
+    ("rms_norm_linear", (zeros(2, 4), None, zeros(4), zeros(3, 5)), {},
+     r"weight torch.float32 (3, 5): expected torch.float32 (outputs, 4)"),
+    ("swiglu_mlp", (zeros(2, 4), zeros(2, 4), zeros(4), zeros(6, 4, dtype=FP16), zeros(4, 3)), {},
+     r"gate_up_weight torch.float16 (6, 4): expected torch.float32 (outputs, 4)"),
+    ("swiglu_mlp", (zeros(2, 4), zeros(2, 4), zeros(4), zeros(6, 4), zeros(4, 6)), {},
+     r"down_weight torch.float32 (4, 6): expected torch.float32 (outputs, 3)"),
+    ("swiglu_mlp", (zeros(2, 4), zeros(2, 4), zeros(4), zeros(7, 4), zeros(4, 3)), {}, r"gate_up_weight has 7 rows"),
+    ("adamw", (zeros(4), zeros(3), zeros(4), zeros(4), zeros(4), zeros(4), 0.9, 0.95, 1e-8, 0.0), {},
+     r"grad is torch.float32 (3,) with strides (1,), expected (4,), contiguous"),
+    ("adamw", (zeros(4), zeros(4), zeros(4, dtype=FP16), zeros(4), zeros(4), zeros(4), 0.9, 0.95, 1e-8, 0.0), {},
+     r"w is torch.float16 (4,) with strides (1,), expected (4,), contiguous, float32"),
     ("cross_entropy", (zeros(2, 4), zeros(3)), {}, r"targets (3,) do not fit logits (2, 4)"),
     ("cross_entropy", (zeros(2, 4), zeros(2)), {}, r"targets (2,) torch.float32: expected 2 integers, one a row"),
     ("cross_entropy", (zeros(2, 4), LABELS), {"label_smoothing": 1.5}, r"label_smoothing 1.5 must lie in [0, 1]"),

@@ -32,13 +32,13 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import DTensor
 
 import checkpoint
 from configurator import configure
 from data.tokens import Tokens
 from kernels.linear_cross_entropy import LOGITS_BYTES
 from model import Llama, LlamaConfig
+from optimizer import AdamW
 
 # ----------------------------------------------------------------------------------------------------------------------
 # output
@@ -88,8 +88,9 @@ grad_clip = 1.0  # gradients are scaled down to this norm; 0: never
 # system
 device: Literal["auto", "cuda", "cpu"] = "auto"  # auto: cuda where there is one
 dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"  # of compute; auto: bfloat16 on cuda, else float32
-activation_checkpointing: Literal["none", "selective", "full"] = "none"  # recompute: nothing; norms, RoPE, SwiGLU; all
+activation_checkpointing: Literal["none", "selective", "full"] = "none"  # recompute: what is free; gate_up_proj; all
 compile = False  # torch.compile the blocks: a minute at the start
+cuda_graph = False  # replay a step as one CUDA graph, on one GPU: a small model waits for its launches otherwise
 seed = 1337  # of the weights and of the order of the data
 # ----------------------------------------------------------------------------------------------------------------------
 settings = configure(globals(), sys.argv[1:])
@@ -149,13 +150,12 @@ if master:  # held open and locked: two runs in one folder would delete each oth
         stop(f"another run is writing to {out_dir}: wait for it, or change out_dir")
     except OSError as error:
         stop(f"cannot write to out_dir {out_dir}: {error.strerror}")
-# FSDP keeps the masters in float32, casts to the compute dtype and shards: one path from one GPU to many. Only a lone
-# process computing in float32 has no use for it.
-use_fsdp = device != "cpu" or world_size > 1 or compute_dtype != torch.float32
-if use_fsdp:
-    alone = {} if "RANK" in os.environ else {"store": dist.HashStore(), "rank": 0, "world_size": 1}
+if cuda_graph and world_size > 1:
+    stop("cuda_graph works on one GPU: set it to false")
+cuda_graph = cuda_graph and device != "cpu"
+if world_size > 1:
     bound = {"device_id": torch.device(device)} if device != "cpu" else {}  # NCCL would guess, and warn that it does
-    dist.init_process_group("gloo" if device == "cpu" else "nccl", **alone, **bound)
+    dist.init_process_group("gloo" if device == "cpu" else "nccl", **bound)
 
 # ----------------------------------------------------------------------------------------------------------------------
 # Data: the batch of a step is a function of (seed, step) alone, so it is the same for any number of ranks and
@@ -220,15 +220,15 @@ try:
 except ValueError as error:
     stop(str(error))
 with torch.device("meta"):
-    model = Llama(config)
+    model = Llama(config).to(compute_dtype)
 n_params = model.n_params()
 if compile:
     for layer in model.layers:
         layer.compile()
-if use_fsdp:
+if world_size > 1:
     mesh = init_device_mesh("cpu" if device == "cpu" else "cuda", (world_size,))
     # cast_forward_inputs would round the fp32 cos and sin that the blocks are handed.
-    policy = MixedPrecisionPolicy(param_dtype=compute_dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
+    policy = MixedPrecisionPolicy(reduce_dtype=torch.float32, cast_forward_inputs=False)
     for layer in model.layers:
         fully_shard(layer, mesh=mesh, mp_policy=policy)
     # Embedding, final norm and head stay with the root: a tied weight is one parameter of one group.
@@ -237,11 +237,8 @@ model.to_empty(device=device)
 model.init_weights(seed)
 
 # ----------------------------------------------------------------------------------------------------------------------
-# Optimizer
-matrices = [parameter for parameter in model.parameters() if parameter.ndim >= 2]
-vectors = [parameter for parameter in model.parameters() if parameter.ndim < 2]
-groups = [{"params": matrices, "weight_decay": weight_decay}, {"params": vectors, "weight_decay": 0.0}]
-optimizer = torch.optim.AdamW(groups, lr=learning_rate, betas=(beta1, beta2), fused=True)
+# Optimizer: the model computes in its dtype, the optimizer keeps the float32 weights that learn.
+optimizer = AdamW(model, betas=(beta1, beta2), weight_decay=weight_decay)
 # float16 holds nothing below 6e-8, where many gradients live: they are computed 2^16 times too large and scaled back.
 # The scale halves when they overflow and doubles after 2,000 steps without.
 loss_scale = 2.0**16 if dtype == "float16" else 1.0
@@ -260,7 +257,7 @@ def learning_rate_at(step: int) -> float:
 MODEL_SETTINGS = ("n_layer", "n_head", "n_kv_head", "n_embd", "ffn_dim", "vocab_size", "tie_embeddings", "rope_theta",
                   "rope_scaling", "norm_eps")  # fmt: skip
 HARMLESS_SETTINGS = ("out_dir", "init_from", "eval_interval", "eval_iters", "log_interval", "keep_last", "wandb_log",
-                     "wandb_project", "wandb_run_name", "device", "compile")  # fmt: skip
+                     "wandb_project", "wandb_run_name", "device", "compile", "cuda_graph")  # fmt: skip
 first_step, changed = 0, []
 found = checkpoint.newest(out_dir)
 if found and init_from == "scratch":
@@ -277,7 +274,7 @@ if found:
         if meta["dataset"]["tokenizer"] != train_tokens.meta["tokenizer"]:
             was, now = meta["dataset"]["tokenizer"], train_tokens.meta["tokenizer"]
             stop(f"{found} was trained on {was} tokens, {data_dir} holds {now} tokens: change dataset or out_dir")
-        checkpoint.load(found, model, optimizer)
+        checkpoint.load(found, optimizer)
     except ValueError as error:
         stop(str(error))
     first_step = meta["step"]
@@ -301,7 +298,7 @@ def save(step: int, val_loss: float | None):
         "dataset": train_tokens.meta,
         "versions": versions,
     }
-    return checkpoint.save(out_dir, step, model, optimizer, meta, keep_last)
+    return checkpoint.save(out_dir, step, optimizer, meta, keep_last)
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -339,19 +336,20 @@ def estimated_gib() -> float:
     """
     c, itemsize, n_tokens = config, compute_dtype.itemsize, batch_size * block_size
     head = c.vocab_size * c.n_embd
-    kv_width = c.n_kv_head * c.head_dim
+    attention, gate_up = 3 * c.n_embd + 2 * c.n_kv_head * c.head_dim, 2 * c.ffn_dim
     elements = {  # that a token leaves in a layer for backward; kernels/*.py say what each operation saves
-        "none": 6 * c.n_embd + 2 * kv_width + 3 * c.ffn_dim,
-        "selective": 5 * c.n_embd + 2 * kv_width + 2 * c.ffn_dim,
+        "none": attention + c.n_embd + gate_up,
+        "selective": attention + c.n_embd,
         "full": c.n_embd,
     }
     per_layer = elements[activation_checkpointing]
-    always = 12 * n_params / world_size  # weights and two moments in float32
-    always += itemsize * (head + (n_params - head) / c.n_layer) if use_fsdp else 0  # gathered: the root and one block
+    apart = itemsize < 4  # weights in the compute dtype beside the optimizer's float32 ones
+    always = (12 + itemsize * apart + 4 * (apart and micro_steps > 1)) * n_params / world_size
+    always += itemsize * (head + (n_params - head) / c.n_layer) if world_size > 1 else 0  # gathered: root and one block
     activations = itemsize * n_tokens * c.n_layer * per_layer
     loss = min(LOGITS_BYTES, itemsize * n_tokens * c.vocab_size) + 4 * head
-    block_backward = itemsize * n_tokens * (4 * c.ffn_dim + elements["none"] - per_layer)
-    gradients = 4 * n_params / world_size + (itemsize + 4 if use_fsdp else 0) * head
+    block_backward = itemsize * (head + n_tokens * (4 * c.ffn_dim + elements["none"] - per_layer))
+    gradients = itemsize * n_params / world_size
     return (always + max(activations + max(loss, block_backward), gradients)) / 2**30
 
 
@@ -426,6 +424,45 @@ def evaluate() -> float:
     return (total[0] / total[1]).item()
 
 
+def forward_backward(tokens, targets):
+    """One micro-batch: returns its share of the step's loss, and leaves its share of the gradients."""
+    loss = model(tokens, targets) / micro_steps
+    (loss / optimizer.inverse_loss_scale).backward()
+    # FSDP averages the gradients over the ranks, in float32, after every micro-batch: to add them up first would
+    # take 4 bytes more for each parameter, unsharded.
+    if micro_steps > 1:
+        optimizer.accumulate()
+    return loss.detach()
+
+
+def update():
+    """Clips, moves the weights and frees the gradients; returns their norm."""
+    grad_norm = optimizer.update(grad_clip)
+    optimizer.zero_grad()
+    return grad_norm
+
+
+class CUDAGraph:
+    """A function of tensors whose launches are recorded once, at the first call, and then replayed as one."""
+
+    pool = None  # of memory, shared by all graphs: what one leaves the next may take
+
+    def __init__(self, function):
+        self.function, self.graph = function, None
+
+    def __call__(self, *inputs):
+        if self.graph is None:
+            torch.cuda.empty_cache()  # a graph cannot use what PyTorch holds in reserve
+            CUDAGraph.pool = CUDAGraph.pool or torch.cuda.graph_pool_handle()
+            self.inputs, self.graph = [x.clone() for x in inputs], torch.cuda.CUDAGraph()
+            with torch.cuda.graph(self.graph, pool=CUDAGraph.pool):
+                self.output = self.function(*self.inputs)
+        for mine, new in zip(self.inputs, inputs, strict=True):
+            mine.copy_(new)
+        self.graph.replay()
+        return self.output
+
+
 def interrupt(signal_number, frame):
     """The first Ctrl-C or SIGTERM ends the run after the step at hand, with a checkpoint; a second one at once.
 
@@ -451,22 +488,11 @@ if step >= max_iters:
     print0(f"nothing left to do: {found} is at step {step}, max_iters is {max_iters}")
 while step < max_iters:
     started = time.perf_counter()
-    for group in optimizer.param_groups:
-        group["lr"] = learning_rate_at(step)
-
+    optimizer.set_step(learning_rate_at(step), loss_scale)
     loss = torch.zeros((), device=device)
     for micro_step in range(micro_steps):
-        tokens, targets = get_batch(step, micro_step)
-        micro_loss = model(tokens, targets) / micro_steps
-        # FSDP averages the gradients over the ranks, in float32, after every micro-batch: to add them up first would
-        # take 4 bytes more for each parameter, unsharded.
-        (micro_loss * loss_scale).backward()
-        loss += micro_loss.detach()
-
-    # Clip, and undo the loss scale, in one multiplication.
-    grads = [parameter.grad for parameter in model.parameters()]
-    grad_norm = torch.nn.utils.get_total_norm(grads)
-    grad_norm = (grad_norm.full_tensor() if isinstance(grad_norm, DTensor) else grad_norm) / loss_scale
+        loss += forward_backward(*get_batch(step, micro_step))
+    grad_norm = update()
     # Ctrl-C may reach the ranks at different steps: one is enough, and here all learn of it at the same step.
     totals = torch.stack([loss, torch.full_like(loss, float(interrupted))])
     if world_size > 1:
@@ -475,10 +501,7 @@ while step < max_iters:
     # The one moment of a step when the CPU waits for the GPU.
     loss, stopping, grad_norm = torch.stack([*totals, grad_norm]).tolist()
     if math.isfinite(grad_norm):
-        factor = min(1.0, grad_clip / (grad_norm + 1e-6)) if grad_clip else 1.0
-        if factor < 1 or loss_scale != 1:
-            torch._foreach_mul_(grads, factor / loss_scale)
-        optimizer.step()
+        optimizer.updates += 1
         if dtype == "float16" and step - loss_scale_since >= 2000:
             loss_scale, loss_scale_since = loss_scale * 2, step
     elif math.isfinite(loss) and dtype == "float16" and loss_scale > 1:
@@ -490,8 +513,8 @@ while step < max_iters:
             f"Try a lower learning_rate, a longer warmup_iters or a lower grad_clip, "
             + (f"from {last} with --init_from=resume" if last else "from the start: no checkpoint was saved yet")
         )
-    optimizer.zero_grad(set_to_none=True)
-    del grads  # or the list would keep them through the next forward pass: 4 bytes a parameter at the peak
+    if cuda_graph and step == first_step:  # the first step was an ordinary one: it has compiled and allocated
+        forward_backward, update = CUDAGraph(forward_backward), CUDAGraph(update)
     step += 1
     step_times.append(time.perf_counter() - started)
 
@@ -569,6 +592,6 @@ if master:
     metrics_file.close()
 if wandb_log and master:
     wandb.finish()
-if use_fsdp:
+if world_size > 1:
     dist.barrier()
     dist.destroy_process_group()

@@ -1,19 +1,25 @@
 """The kernels, one operation a file. Each file reads from the formula down to the function that is exported here."""
 
+from .adamw import adamw
 from .cross_entropy import cross_entropy
 from .glu import geglu, swiglu
 from .layer_norm import layer_norm
 from .linear_cross_entropy import linear_cross_entropy
 from .rms_norm import add_rms_norm, rms_norm
+from .rms_norm_linear import rms_norm_linear
 from .rope import rope
+from .swiglu_mlp import swiglu_mlp
 
 __all__ = [
+    "adamw",
     "add_rms_norm",
     "cross_entropy",
     "geglu",
     "layer_norm",
     "linear_cross_entropy",
     "rms_norm",
+    "rms_norm_linear",
     "rope",
     "swiglu",
+    "swiglu_mlp",
 ]

@@ -16,6 +16,7 @@ from .launch import (
     compute_dtype,
     refuse_double_backward,
     row_tiles,
+    sum_rows,
     tl,
     to_compute,
     triton,
@@ -62,20 +63,25 @@ def _layer_norm_bwd_kernel(
     mean_ptr, rstd_ptr, dx_ptr, dweight_ptr, dbias_ptr,
     n_rows, n_cols,
     NEED_DX: tl.constexpr, NEED_DWEIGHT: tl.constexpr, NEED_DBIAS: tl.constexpr,
-    ROWS: tl.constexpr, BLOCK: tl.constexpr,
+    ROWS: tl.constexpr, BLOCK: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """Persistent, as in rms_norm.py: each program keeps its share of dw and db in fp32 until its last row."""
     cols = tl.arange(0, BLOCK).to(tl.int64)[None, :]
-    weight = to_compute(tl.load(weight_ptr + cols * weight_stride, mask=cols < n_cols, other=0.0))
+    weight_ptrs = weight_ptr + cols * weight_stride
+    HOLD_WEIGHT: tl.constexpr = BLOCK <= 8192
+    if HOLD_WEIGHT:
+        weight = to_compute(tl.load(weight_ptrs, mask=cols < n_cols, other=0.0))
     dweight = tl.zeros([1, BLOCK], dtype=rstd_ptr.dtype.element_ty)
     dbias = tl.zeros([1, BLOCK], dtype=rstd_ptr.dtype.element_ty)
-    for tile in range(tl.program_id(0), tl.cdiv(n_rows, ROWS), tl.num_programs(0)):
+    for tile in tl.range(tl.program_id(0), tl.cdiv(n_rows, ROWS), tl.num_programs(0), num_stages=STAGES):
         rows = (tile * ROWS + tl.arange(0, ROWS)).to(tl.int64)[:, None]
         mask = (rows < n_rows) & (cols < n_cols)
         dy = to_compute(tl.load(dy_ptr + rows * dy_row_stride + cols * dy_col_stride, mask=mask, other=0.0))
         x = to_compute(tl.load(x_ptr + rows * x_row_stride + cols * x_col_stride, mask=mask, other=0.0))
         mean = tl.load(mean_ptr + rows, mask=rows < n_rows, other=0.0)
         rstd = tl.load(rstd_ptr + rows, mask=rows < n_rows, other=0.0)
+        if not HOLD_WEIGHT:
+            weight = to_compute(tl.load(weight_ptrs, mask=cols < n_cols, other=0.0))
         x_hat = tl.where(mask, (x - mean) * rstd, 0.0)
         if NEED_DWEIGHT:
             dweight += tl.sum(dy * x_hat, axis=0)[None, :]
@@ -130,8 +136,8 @@ class _LayerNorm(torch.autograd.Function):
         )  # fmt: skip
         return (
             dx if need_dx else None,
-            dweight.sum(0).to(weight.dtype) if need_dweight else None,
-            dbias.sum(0).to(ctx.bias_dtype) if need_dbias else None,
+            sum_rows(dweight, weight.dtype) if need_dweight else None,
+            sum_rows(dbias, ctx.bias_dtype) if need_dbias else None,
             None,
         )
 

@@ -49,17 +49,17 @@ def _loss_and_gradient_kernel(
     logits_ptr, logits_row_stride, targets_ptr, targets_stride, loss_ptr, n_cols, ignore_index,
     GRADIENT: tl.constexpr, SMOOTHING: tl.constexpr, Z_LOSS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """One program, one row: its loss, then its gradient written over its logits."""
+    """One program, one row: its loss, then its gradient written over its logits (and something over its padding)."""
     row = tl.program_id(0).to(tl.int64)
     target = tl.load(targets_ptr + row * targets_stride)
     live = target != ignore_index
     row_ptr = logits_ptr + row * logits_row_stride
     COMPUTE: tl.constexpr = loss_ptr.dtype.element_ty
-    loss, lse = row_loss(row_ptr, 1, target, live, n_cols, SMOOTHING, Z_LOSS, COMPUTE, BLOCK)
+    loss, lse = row_loss(row_ptr, 1, target, live, n_cols, logits_row_stride, SMOOTHING, Z_LOSS, COMPUTE, BLOCK)
     tl.store(loss_ptr + row, loss)
     if GRADIENT:
         store_row_gradient(
-            row_ptr, 1, row_ptr, target, live, lse, 1.0, n_cols, SMOOTHING, Z_LOSS, COMPUTE, BLOCK
+            row_ptr, 1, row_ptr, target, live, lse, 1.0, n_cols, logits_row_stride, SMOOTHING, Z_LOSS, COMPUTE, BLOCK
         )  # fmt: skip
 
 
@@ -90,7 +90,7 @@ def _chunked_loss(
     """Losses (N,), and the gradients of their sum: dx (N, C), dW (V, C) in fp32; empty where not needed."""
     n_tokens, n_vocab = x.shape[0], weight.shape[0]
     losses, dx, dweight = _outputs(x, weight, need_dx, need_dweight)
-    row_length = triton.cdiv(n_vocab, 8) * 8  # rows that start on 16 bytes, or cuBLAS takes its slow path
+    row_length = triton.cdiv(n_vocab, 16) * 16  # or cuBLAS takes its slow path, and the kernel reads no vectors
     buffer = torch.empty(min(chunk_tokens, n_tokens), row_length, dtype=x.dtype, device=x.device)[:, :n_vocab]
     for start in range(0, n_tokens, chunk_tokens):
         x_chunk = x[start : start + chunk_tokens]

@@ -1,5 +1,6 @@
 """The same names in plain PyTorch: what the tests check against and what `fused_kernels = False` runs."""
 
+from .adamw import adamw_reference as adamw
 from .cross_entropy import cross_entropy_reference as cross_entropy
 from .glu import geglu_reference as geglu
 from .glu import swiglu_reference as swiglu
@@ -7,15 +8,20 @@ from .layer_norm import layer_norm_reference as layer_norm
 from .linear_cross_entropy import linear_cross_entropy_reference as linear_cross_entropy
 from .rms_norm import add_rms_norm_reference as add_rms_norm
 from .rms_norm import rms_norm_reference as rms_norm
+from .rms_norm_linear import rms_norm_linear_reference as rms_norm_linear
 from .rope import rope_reference as rope
+from .swiglu_mlp import swiglu_mlp_reference as swiglu_mlp
 
 __all__ = [
+    "adamw",
     "add_rms_norm",
     "cross_entropy",
     "geglu",
     "layer_norm",
     "linear_cross_entropy",
     "rms_norm",
+    "rms_norm_linear",
     "rope",
     "swiglu",
+    "swiglu_mlp",
 ]

@@ -21,6 +21,7 @@ from .launch import (
     compute_dtype,
     refuse_double_backward,
     row_tiles,
+    sum_rows,
     tl,
     to_compute,
     triton,
@@ -73,26 +74,34 @@ def _rms_norm_bwd_kernel(
     dtotal_ptr, dtotal_row_stride, dtotal_col_stride,
     x_ptr, x_row_stride, x_col_stride,
     weight_ptr, weight_stride,
-    rstd_ptr, dx_ptr, dweight_ptr,
+    rstd_ptr, dx_ptr, dweight_ptr, y_ptr,
     n_rows, n_cols,
-    ADD: tl.constexpr, NEED_DX: tl.constexpr, NEED_DWEIGHT: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
+    ADD: tl.constexpr, NEED_DX: tl.constexpr, NEED_DWEIGHT: tl.constexpr, NEED_Y: tl.constexpr,
+    ROWS: tl.constexpr, BLOCK: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """A persistent program walks every n-th tile of ROWS rows and sums its share of dw in fp32 registers.
 
     The shares land in dweight_ptr (programs, C) and are added by the caller: a fixed order, so a run repeats.
     """
     cols = tl.arange(0, BLOCK).to(tl.int64)[None, :]
-    weight = to_compute(tl.load(weight_ptr + cols * weight_stride, mask=cols < n_cols, other=0.0))
+    weight_ptrs = weight_ptr + cols * weight_stride
+    HOLD_WEIGHT: tl.constexpr = BLOCK <= 8192  # a longer one would take the registers that the row needs
+    if HOLD_WEIGHT:
+        weight = to_compute(tl.load(weight_ptrs, mask=cols < n_cols, other=0.0))
     dweight = tl.zeros([1, BLOCK], dtype=rstd_ptr.dtype.element_ty)
-    for tile in range(tl.program_id(0), tl.cdiv(n_rows, ROWS), tl.num_programs(0)):
+    for tile in tl.range(tl.program_id(0), tl.cdiv(n_rows, ROWS), tl.num_programs(0), num_stages=STAGES):
         rows = (tile * ROWS + tl.arange(0, ROWS)).to(tl.int64)[:, None]
         mask = (rows < n_rows) & (cols < n_cols)
         dy = to_compute(tl.load(dy_ptr + rows * dy_row_stride + cols * dy_col_stride, mask=mask, other=0.0))
         x = to_compute(tl.load(x_ptr + rows * x_row_stride + cols * x_col_stride, mask=mask, other=0.0))
         rstd = tl.load(rstd_ptr + rows, mask=rows < n_rows, other=0.0)
+        if not HOLD_WEIGHT:
+            weight = to_compute(tl.load(weight_ptrs, mask=cols < n_cols, other=0.0))
         x_hat = x * rstd
         if NEED_DWEIGHT:
             dweight += tl.sum(dy * x_hat, axis=0)[None, :]
+        if NEED_Y:
+            tl.store(y_ptr + rows * n_cols + cols, (x_hat * weight).to(y_ptr.dtype.element_ty), mask=mask)
         if NEED_DX:
             dx_hat = dy * weight
             dx = rstd * (dx_hat - x_hat * (tl.sum(dx_hat * x_hat, axis=1) / n_cols)[:, None])
@@ -104,7 +113,7 @@ def _rms_norm_bwd_kernel(
         tl.store(dweight_ptr + tl.program_id(0) * n_cols + cols, dweight, mask=cols < n_cols)
 
 
-def _forward(x, residual, weight, eps):
+def rms_norm_forward(x, residual, weight, eps):
     """Returns y, x + residual (or x where there is no residual), rstd (N,)."""
     add = residual is not None
     y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
@@ -123,31 +132,32 @@ def _forward(x, residual, weight, eps):
     return y, total, rstd
 
 
-def _backward(dy, dtotal, x, weight, rstd, need_dx, need_dweight):
-    """Returns dx with dtotal (where not None) added, dweight; None for what is not needed."""
+def rms_norm_backward(dy, dtotal, x, weight, rstd, need_dx, need_dweight, need_y=False):
+    """Returns dx with dtotal (where not None) added, dweight, and y again; None for what is not needed."""
     refuse_double_backward()
     add = dtotal is not None
     dy_rows, x_rows = as_rows(dy), as_rows(x)
     dtotal_rows = as_rows(dtotal) if add else dy_rows
     n_rows, n_cols = x_rows.shape
     programs, constants = row_tiles(n_rows, n_cols, x)
-    dx = torch.empty(x.shape, dtype=x.dtype, device=x.device) if need_dx else rstd
-    dweight = torch.empty(programs, n_cols, dtype=rstd.dtype, device=x.device) if need_dweight else rstd
+    dx = torch.empty(x.shape, dtype=x.dtype, device=x.device) if need_dx else None
+    y = torch.empty(x.shape, dtype=x.dtype, device=x.device) if need_y else None
+    dweight = torch.empty(programs, n_cols, dtype=rstd.dtype, device=x.device) if need_dweight else None
     _rms_norm_bwd_kernel[(programs,)](
         dy_rows, dy_rows.stride(0), dy_rows.stride(1),
         dtotal_rows, dtotal_rows.stride(0), dtotal_rows.stride(1),
         x_rows, x_rows.stride(0), x_rows.stride(1),
         weight, weight.stride(0),
-        rstd, dx, dweight, n_rows, n_cols,
-        ADD=add, NEED_DX=need_dx, NEED_DWEIGHT=need_dweight, **constants,
+        rstd, dx if need_dx else rstd, dweight if need_dweight else rstd, y if need_y else rstd, n_rows, n_cols,
+        ADD=add, NEED_DX=need_dx, NEED_DWEIGHT=need_dweight, NEED_Y=need_y, **constants,
     )  # fmt: skip
-    return dx if need_dx else None, dweight.sum(0).to(weight.dtype) if need_dweight else None
+    return dx, sum_rows(dweight, weight.dtype) if need_dweight else None, y
 
 
 class _RMSNorm(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, weight, eps):
-        y, _, rstd = _forward(x, None, weight, eps)
+        y, _, rstd = rms_norm_forward(x, None, weight, eps)
         ctx.save_for_backward(x, weight, rstd)
         return y
 
@@ -155,13 +165,14 @@ class _RMSNorm(torch.autograd.Function):
     def backward(ctx, dy):
         x, weight, rstd = ctx.saved_tensors
         need_dx, need_dweight, _ = ctx.needs_input_grad
-        return *_backward(dy, None, x, weight, rstd, need_dx, need_dweight), None
+        dx, dweight, _ = rms_norm_backward(dy, None, x, weight, rstd, need_dx, need_dweight)
+        return dx, dweight, None
 
 
 class _AddRMSNorm(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, residual, weight, eps):
-        y, total, rstd = _forward(x, residual, weight, eps)
+        y, total, rstd = rms_norm_forward(x, residual, weight, eps)
         ctx.save_for_backward(total, weight, rstd)
         return y, total
 
@@ -169,13 +180,17 @@ class _AddRMSNorm(torch.autograd.Function):
     def backward(ctx, dy, dtotal):
         total, weight, rstd = ctx.saved_tensors
         need_dx, need_dresidual, need_dweight, _ = ctx.needs_input_grad
-        dx, dweight = _backward(dy, dtotal, total, weight, rstd, need_dx or need_dresidual, need_dweight)
+        dx, dweight, _ = rms_norm_backward(dy, dtotal, total, weight, rstd, need_dx or need_dresidual, need_dweight)
         return dx if need_dx else None, dx if need_dresidual else None, dweight, None
 
 
-def _check(x, weight):
+def check_norm(x, residual, weight):
     if weight.shape != x.shape[-1:]:
         raise ValueError(f"weight has shape {tuple(weight.shape)}, expected ({x.shape[-1]},) for x {tuple(x.shape)}")
+    if residual is not None and (x.shape != residual.shape or x.dtype != residual.dtype):
+        raise ValueError(
+            f"x is {x.dtype} {tuple(x.shape)} and residual {residual.dtype} {tuple(residual.shape)}: they must agree"
+        )
     whole_row(x.shape[-1])
 
 
@@ -185,7 +200,7 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float = 1e-5) -> torch.
     x (..., C) of any strides, weight (C,), any floating dtypes; returns y (..., C) in x's dtype, contiguous.
     Computed in fp32 (fp64 for fp64) and rounded once. ValueError where weight does not fit x.
     """
-    _check(x, weight)
+    check_norm(x, None, weight)
     return _RMSNorm.apply(x, weight, eps) if use_triton(x) else rms_norm_reference(x, weight, eps)
 
 
@@ -197,11 +212,7 @@ def add_rms_norm(
     x and residual (..., C) of one dtype and any strides, weight (C,); returns two (..., C) in x's dtype. The norm
     is that of the rounded sum, so the result equals the two operations done apart. ValueError on shapes or dtypes.
     """
-    _check(x, weight)
-    if x.shape != residual.shape or x.dtype != residual.dtype:
-        raise ValueError(
-            f"x is {x.dtype} {tuple(x.shape)} and residual {residual.dtype} {tuple(residual.shape)}: they must agree"
-        )
+    check_norm(x, residual, weight)
     if use_triton(x):
         return _AddRMSNorm.apply(x, residual, weight, eps)
     return add_rms_norm_reference(x, residual, weight, eps)

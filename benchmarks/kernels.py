@@ -1,0 +1,264 @@
+"""The kernels beside eager PyTorch, torch.compile and the libraries: time, memory and error of each, and the limits.
+
+    python bench.py kernels                              every operation and size, to assets/kernels.json
+    python bench.py kernels op=rms_norm,rope             some operations, to out/kernels.json
+    python bench.py kernels out=FILE                     the record elsewhere
+
+A row is an operation at one size in one pass. Its limit is the shortest time that the card allows: the bytes that must
+move over the rate of a copy, or FLOPs over the rate of a matmul, or the loss head's own three matmuls, all measured in
+the same run. timing.py says how a call is timed, operations.py what is compared.
+"""
+
+import difflib
+import json
+import math
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from torch._functorch import config as functorch_config
+
+from benchmarks import libraries, report, timing
+from benchmarks.operations import OPERATIONS, Arm, Operation, tuple_of
+
+BF16_CUDA = {"device": "cuda", "dtype": torch.bfloat16}
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# One arm on one set of inputs
+
+
+class Problem:
+    """Random inputs of an operation as an arm takes them; the same seed makes the same numbers for every arm."""
+
+    def __init__(self, operation: Operation, arm: Arm, size: tuple, options: dict, seed: int = 0, wide: bool = False):
+        """wide: the same numbers, rounded to the options' dtype as ever, in float64."""
+        self.function, self.options, self.seed = arm.function, options, seed
+        self.convert = to_double if wide else lambda x: x
+        torch.manual_seed(seed)
+        tensors, constants = operation.inputs(size, options)
+        tensors = arm.unpack(*tensors) if arm.unpack else tensors
+        self.tensors = [self.convert(tensor).requires_grad_() for tensor in tensors]
+        self.constants = [self.convert(constant) for constant in constants]
+        self.doutputs = None
+
+    def forward(self) -> tuple[torch.Tensor, ...]:
+        return tuple_of(self.function(*self.tensors, *self.constants))
+
+    def backward(self, outputs, retain_graph=False) -> tuple[torch.Tensor, ...]:
+        self.doutputs = self.doutputs or self.random_gradients(outputs)
+        return torch.autograd.grad(outputs, self.tensors, self.doutputs, retain_graph=retain_graph)
+
+    def random_gradients(self, outputs) -> list[torch.Tensor]:
+        """Random as the inputs are, and independent of them; 1 for a loss, as loss.backward() has it."""
+        torch.manual_seed(self.seed + 1_000_000)
+        return [self.convert(torch.randn(y.shape, **self.options)) if y.ndim else torch.ones_like(y) for y in outputs]
+
+    def both(self) -> tuple[torch.Tensor, ...]:
+        outputs = self.forward()
+        return *outputs, *self.backward(outputs)
+
+    def call(self, name: str) -> Callable:
+        """The timed call of a pass; for backward, forward runs once beforehand."""
+        if name != "backward":
+            return self.forward if name == "forward" else self.both
+        outputs = self.forward()
+        return lambda: self.backward(outputs, retain_graph=True)
+
+    def nbytes(self) -> int:
+        return sum(x.nbytes for x in (*self.tensors, *self.constants) if isinstance(x, torch.Tensor))
+
+
+def to_double(x):
+    return x.double() if isinstance(x, torch.Tensor) and x.is_floating_point() else x
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Errors
+
+
+def true_results(operation: Operation, size: tuple[int, ...], options: dict) -> tuple[list, tuple]:
+    """Outputs and gradients in float64 of the numbers that every arm gets."""
+    problem = Problem(operation, Arm(operation.truth), size, options, wide=True)
+    outputs = problem.forward()
+    return [y.detach() for y in outputs], problem.backward(outputs)
+
+
+def largest_error(operation: Operation, arm: Arm, size: tuple[int, ...], options: dict, truth: tuple) -> float:
+    """The largest relative error ‖result − truth‖ / ‖truth‖ over the outputs and gradients of an arm."""
+    outputs, gradients = truth
+    gradients = arm.unpack(*gradients) if arm.unpack else gradients
+    results = Problem(operation, arm, size, options).both()
+    errors = [relative_error(*pair) for pair in zip(results, (*outputs, *gradients), strict=True)]
+    if not all(map(math.isfinite, errors)):
+        raise ValueError("its result is not finite")
+    return max(errors)
+
+
+def relative_error(result: torch.Tensor, truth: torch.Tensor) -> float:
+    return float((result.detach().double() - truth).norm() / truth.norm())
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Rows
+
+
+def time_arm(operation: Operation, arm: Arm, size: tuple[int, ...], passes: list[str]) -> dict[str, dict]:
+    """{pass: {'us', 'graph', 'host_us', 'peak_mib'}} of an arm; the peak is that of forward and backward together."""
+    problems = [Problem(operation, arm, size, BF16_CUDA)]
+    n_sets = timing.sets_to_miss_l2(problems[0].nbytes())
+    problems += [Problem(operation, arm, size, BF16_CUDA, seed) for seed in range(1, n_sets)]
+    problems[0].both()  # compiles, and allocates what stays
+    peak = timing.peak_mib(problems[0].both)
+    times = {}
+    for name in passes:
+        calls = [problem.call(name) for problem in problems]
+        times[name] = {**timing.gpu_time(calls), "host_us": timing.host_us(calls[0]), "peak_mib": peak}
+    return times
+
+
+def measure_arm(operation: Operation, arm: Arm, size: tuple[int, ...], passes: list[str], truth: tuple) -> dict:
+    """time_arm's and the error, or for each pass what failed: the first line of the exception. The run goes on."""
+    try:
+        error = largest_error(operation, arm, operation.checked(size), BF16_CUDA, truth)
+        return {name: {**times, "error": error} for name, times in time_arm(operation, arm, size, passes).items()}
+    except Exception as exception:
+        lines = str(exception).splitlines() or [""]
+        return {name: {"failed": f"{type(exception).__name__}: {lines[0]}"} for name in passes}
+    finally:
+        torch.cuda.empty_cache()
+
+
+def compiled(eager: Arm) -> Arm:
+    return Arm(torch.compile(eager.function, dynamic=False, fullgraph=True), eager.unpack)
+
+
+def measure_size(name: str, operation: Operation, size: tuple[int, ...], limits: dict) -> list[dict]:
+    """The rows of one operation at one size, one a pass."""
+    torch.compiler.reset()  # or the next size would be a recompilation, of which there may be only so many
+    work, arms, results = operation.work(size), operation.arms_of(size), {}
+    truth = true_results(operation, operation.checked(size), BF16_CUDA)
+    first = {"nanocria": arms["nanocria"], "eager": arms["eager"], "compile": compiled(arms["eager"])}
+    for arm_name, arm in (first | arms).items():
+        passes = ["both"] if (name, arm_name) in libraries.GRADIENT_IN_FORWARD else list(work)
+        results[arm_name] = measure_arm(operation, arm, size, passes, truth)
+    return [
+        {
+            "op": name,
+            "shape": operation.shape(size),
+            "pass": pass_name,
+            **work[pass_name],
+            "floor_us": floor_us(operation, size, work[pass_name], limits),
+            "arms": {arm: result[pass_name] for arm, result in results.items() if pass_name in result},
+        }
+        for pass_name in work
+    ]
+
+
+def floor_us(operation: Operation, size: tuple[int, ...], work: dict, limits: dict) -> float:
+    if operation.floor:
+        return sum(timing.gpu_time([call])["us"][1] for call in operation.floor(size))
+    if "bytes" in work:
+        return work["bytes"] / limits["copy_tb_s"] / 1e6
+    return work["flops"] / limits["matmul_tflops"] / 1e6
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# What is printed and written
+
+
+def arm_names(rows: list[dict]) -> list[str]:
+    """Every arm of these rows, in the order of the first row that has it."""
+    return list(dict.fromkeys(arm for row in rows for arm in row["arms"]))
+
+
+def table_line(row: dict, arms: list[str]) -> str:
+    times = [report.duration(row["arms"].get(arm, {})) for arm in arms]
+    return aligned(row["op"], report.shape(row), row["pass"], times, report.percent(report.share(row)))
+
+
+def table_header(arms: list[str]) -> str:
+    return aligned("op", "shape", "pass", arms, "of limit")
+
+
+def aligned(op: str, shape: str, pass_name: str, cells: list[str], share: str) -> str:
+    return "".join([f"{op:21}{shape:22}{pass_name:9}", *(f"{cell:>14}" for cell in cells), f"{share:>10}"])
+
+
+def rounded(record: dict) -> dict:
+    """Its numbers to five digits: the sixth is noise."""
+    return json.loads(json.dumps(record), parse_float=lambda number: float(f"{float(number):.5g}"))
+
+
+def summary(record: dict, out: Path, seconds: float) -> dict:
+    """The last line: where a peer is faster, where our error is above what test_kernels.py allows, and what failed."""
+    rows = record["rows"]
+    slower = [report.row_name(row) for row in rows if (report.lead(row) or 1) < 1]
+    inaccurate = [report.row_name(row) for row in rows if is_inaccurate(row["arms"])]
+    failed = {
+        f"{report.row_name(row)} {arm}": result["failed"]
+        for row in rows
+        for arm, result in row["arms"].items()
+        if "failed" in result
+    }
+    limits = {key: round(record[key], 3) for key in ("copy_tb_s", "matmul_tflops")}
+    run = {"out": str(out), "seconds": round(seconds), "rows": len(rows)}
+    return run | limits | {"slower": slower, "inaccurate": inaccurate, "failed": failed}
+
+
+def is_inaccurate(arms: dict[str, dict]) -> bool:
+    """Ours is further from float64 than 1.2 times eager and one rounding to bfloat16."""
+    ours, eager = (arms[name].get("error") for name in ("nanocria", "eager"))
+    return ours is not None and eager is not None and ours > 1.2 * eager + 2**-8
+
+
+def parse(words: list[str]) -> tuple[list[str], Path]:
+    """The operations to run and where the record goes; SystemExit with a sentence for a word that is neither."""
+    settings = {}
+    for word in words:
+        key, equals, value = word.partition("=")
+        if key not in ("op", "out") or not equals or not value:
+            sys.exit(f"kernels takes op=NAME,NAME and out=FILE; got {word!r}{nearest(key, ['op', 'out'])}")
+        settings[key] = value
+    names = settings["op"].split(",") if "op" in settings else list(OPERATIONS)
+    for name in names:
+        if name not in OPERATIONS:
+            hint = nearest(name, list(OPERATIONS)) or "."
+            sys.exit(f"Unknown operation {name!r}{hint} There are {', '.join(OPERATIONS)}")
+    if "out" in settings:
+        return names, Path(settings["out"])
+    return names, report.ROOT / ("out" if "op" in settings else "assets") / "kernels.json"  # README: whole runs alone
+
+
+def nearest(word: str, names: list[str]) -> str:
+    close = difflib.get_close_matches(word, names, n=1)
+    return f". Did you mean {close[0]}?" if close and word not in names else ""
+
+
+def main(words: list[str]) -> None:
+    names, out = parse(words)
+    if not torch.cuda.is_available():
+        sys.exit(
+            "python bench.py kernels times kernels on a CUDA GPU, and PyTorch sees none. Without one, "
+            "pytest test_kernels.py checks that they are right, and python bench.py readme shows the kept records."
+        )
+    start = time.perf_counter()
+    timing.use_side_stream()
+    functorch_config.donated_buffer = False  # compiled backward passes are run more than once
+    limits = {"copy_tb_s": timing.copy_tb_s(), "matmul_tflops": timing.matmul_tflops()}
+    command = " ".join(["python bench.py kernels", *words])
+    record = report.origin(command, f"1 x {torch.cuda.get_device_name()}", libraries.PACKAGES) | limits | {"rows": []}
+    print(f"{record['device']}: copy {limits['copy_tb_s']:.2f} TB/s, matmul {limits['matmul_tflops']:.0f} TFLOP/s")
+    for name in names:
+        for size in OPERATIONS[name].sizes:
+            rows = measure_size(name, OPERATIONS[name], size, limits)
+            record["rows"] += rows
+            arms = arm_names(rows)
+            if size == OPERATIONS[name].sizes[0]:
+                print("\n" + table_header(arms))
+            print("\n".join(table_line(row, arms) for row in rows), flush=True)
+    out.parent.mkdir(parents=True, exist_ok=True)
+    out.write_text(json.dumps(rounded(record), indent=1, allow_nan=False) + "\n")
+    print(json.dumps(summary(record, out, time.perf_counter() - start)))

@@ -1,0 +1,373 @@
+"""What `bench.py kernels` compares: for each operation its sizes, its inputs, its arms and the work it must do.
+
+An arm is one way to compute the operation. Three stand here, the libraries' are in libraries.py, and the bench makes
+'compile', torch.compile of 'eager', itself:
+
+    nanocria    kernels/
+    eager       plain PyTorch as Hugging Face's Llama writes it: the compute dtype, with statistics in fp32
+    torch       PyTorch's own operator, where it has one
+
+All arms of an operation compute the same function of the same numbers: test_bench.py compares eager's with ours, the
+bench itself compares each with float64. Bytes are those that the kernels' docstrings count.
+"""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import partial
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+
+import kernels
+from benchmarks import libraries
+from kernels import reference
+
+EPS = 1e-5
+VOCAB = 128256  # Llama 3's
+
+
+class Arm(NamedTuple):
+    function: Callable
+    unpack: Callable | None = None  # the differentiable tensors as users of this arm have them, where not packed
+
+
+@dataclass(frozen=True)
+class Operation:
+    dims: str  # the names of a size's numbers, DESIGN.md's letters
+    sizes: list[tuple[int, ...]]
+    inputs: Callable  # (size, options of torch.empty) -> differentiable tensors, constants
+    work: Callable  # size -> {pass: {"bytes": ...} or {"flops": ...}}; its keys are the passes that are measured
+    arms: dict[str, Arm]
+    truth: Callable  # what the errors are measured against, run in float64
+    floor: Callable | None = None  # size -> calls whose times add up to the limit, where that is measured
+    extra: dict[tuple, dict[str, Arm]] = field(default_factory=dict)  # arms of one size alone
+    checked: Callable = staticmethod(lambda size: size)  # the size whose errors are measured, where float64 needs less
+
+    def arms_of(self, size: tuple[int, ...]) -> dict[str, Arm]:
+        return self.arms | self.extra.get(size, {})
+
+    def shape(self, size: tuple[int, ...]) -> dict[str, int]:
+        return dict(zip(self.dims.split(), size, strict=True))
+
+
+def tuple_of(outputs) -> tuple[torch.Tensor, ...]:
+    return outputs if isinstance(outputs, tuple) else (outputs,)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# RMSNorm, with and without the addition before it, and LayerNorm
+
+NORM_SIZES = [(16384, 2048), (16384, 3072), (16384, 4096), (8192, 8192), (4096, 16384)]
+
+
+def eager_rms_norm(x, weight):
+    wide = x.to(torch.promote_types(x.dtype, torch.float32))
+    return weight * (wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + EPS)).to(x.dtype)
+
+
+def eager_add_rms_norm(x, residual, weight):
+    total = x + residual
+    return eager_rms_norm(total, weight), total
+
+
+def eager_layer_norm(x, weight, bias):
+    wide = x.to(torch.promote_types(x.dtype, torch.float32))
+    centred = wide - wide.mean(-1, keepdim=True)
+    return weight * (centred * torch.rsqrt(centred.pow(2).mean(-1, keepdim=True) + EPS)).to(x.dtype) + bias
+
+
+def torch_rms_norm(x, weight):
+    return F.rms_norm(x, weight.shape, weight, EPS)
+
+
+def torch_add_rms_norm(x, residual, weight):
+    total = x + residual
+    return torch_rms_norm(total, weight), total
+
+
+def norm_inputs(size, options, rows, vectors):
+    """rows tensors (N, C) and vectors of length C: weights near 1, as they are in a trained model."""
+    n_rows, n_cols = size
+    tensors = [torch.randn(n_rows, n_cols, **options) for _ in range(rows)]
+    return tensors + [1 + 0.1 * torch.randn(n_cols, **options) for _ in range(vectors)], ()
+
+
+def norm(name, eager, native, rows, vectors, forward, backward):
+    """An Operation whose passes move `forward` and `backward` tensors (N, C)."""
+    ours, truth = getattr(kernels, name), getattr(reference, name)
+    return Operation(
+        dims="N C",
+        sizes=NORM_SIZES,
+        inputs=partial(norm_inputs, rows=rows, vectors=vectors),
+        work=lambda size: passes(2 * math.prod(size), forward=forward, backward=backward),
+        arms={"nanocria": Arm(partial(ours, eps=EPS)), "eager": Arm(eager), "torch": Arm(native)},
+        truth=partial(truth, eps=EPS),
+    )
+
+
+def passes(tensor_bytes: int, **tensors: int) -> dict[str, dict]:
+    return {name: {"bytes": count * tensor_bytes} for name, count in tensors.items()}
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# RoPE of a packed projection: q and k rotated, v copied, all three free of the packed tensor
+
+ROPE_SIZES = [(8, 2048, 32, 8, 64), (4, 4096, 24, 8, 128), (4, 4096, 32, 8, 128)]
+
+
+def eager_rope(qkv, cos, sin, n_head, wide_cos, wide_sin):
+    q, k, v = split_heads(qkv, n_head)
+    wide_cos, wide_sin = wide_cos[:, None], wide_sin[:, None]  # (T, 1, D)
+    return *(x * wide_cos + rotate_half(x) * wide_sin for x in (q, k)), v.contiguous()
+
+
+def rotate_half(x):
+    first, second = x.chunk(2, dim=-1)
+    return torch.cat([-second, first], dim=-1)
+
+
+def split_heads(qkv, n_head):
+    n_kv_head = (qkv.shape[2] - n_head) // 2
+    return qkv.split([n_head, n_kv_head, n_kv_head], dim=2)
+
+
+def rope_inputs(size, options):
+    """qkv (B, T, H+2K, D); cos and sin (T, D/2) in fp32, H, and the tables (T, D) in qkv's dtype that others take."""
+    n_batch, n_time, n_head, n_kv_head, head_dim = size
+    frequencies = 500000.0 ** -torch.linspace(0, 1, head_dim // 2 + 1, device=options["device"])[:-1]
+    angles = torch.outer(torch.arange(n_time, device=options["device"]), frequencies)  # (T, D/2)
+    cos, sin = angles.cos(), angles.sin()
+    wide_tables = [torch.cat([table, table], dim=-1).to(options["dtype"]) for table in (cos, sin)]
+    qkv = torch.randn(n_batch, n_time, n_head + 2 * n_kv_head, head_dim, **options)
+    return [qkv], (cos, sin, n_head, *wide_tables)
+
+
+def rope_work(size):
+    n_batch, n_time, n_head, n_kv_head, head_dim = size
+    return passes(2 * n_batch * n_time * (n_head + 2 * n_kv_head) * head_dim, forward=2, backward=2)
+
+
+ROPE = Operation(
+    dims="B T H K D",
+    sizes=ROPE_SIZES,
+    inputs=rope_inputs,
+    work=rope_work,
+    arms={
+        "nanocria": Arm(lambda qkv, cos, sin, n_head, *_: kernels.rope(qkv, cos, sin, n_head)),
+        "eager": Arm(eager_rope),
+    },
+    truth=lambda qkv, cos, sin, n_head, *_: reference.rope(qkv, cos, sin, n_head),
+)
+
+# ---------------------------------------------------------------------------------------------------------------------
+# SwiGLU and GeGLU. Ours reads one packed tensor; Hugging Face's models have two, and so their arms get two.
+
+GLU_SIZES = [(16384, 8192), (16384, 14336), (4096, 16384)]
+
+
+def eager_swiglu(gate, up):
+    return F.silu(gate) * up
+
+
+def eager_geglu(gate, up):
+    return F.gelu(gate, approximate="tanh") * up
+
+
+def halves(gate_up):
+    return [half.contiguous() for half in gate_up.chunk(2, dim=-1)]
+
+
+def glu(name, eager):
+    ours, truth = getattr(kernels, name), getattr(reference, name)
+    return Operation(
+        dims="N F",
+        sizes=GLU_SIZES,
+        inputs=lambda size, options: ([torch.randn(size[0], 2 * size[1], **options)], ()),
+        work=lambda size: passes(2 * math.prod(size), forward=3, backward=5),
+        arms={"nanocria": Arm(ours), "eager": Arm(eager, halves)},
+        truth=truth,
+    )
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Cross-entropy. Some peers compute the gradient in their forward pass: 'both' is what compares with everybody.
+
+CROSS_ENTROPY_SIZES = [(4096, 40960), (4096, 81920), (4096, VOCAB), (4096, 163840)]
+
+
+def eager_cross_entropy(logits, targets):
+    return F.cross_entropy(logits.to(torch.promote_types(logits.dtype, torch.float32)), targets)
+
+
+def cross_entropy_inputs(size, options):
+    n_rows, n_vocab = size
+    return [torch.randn(size, **options)], (torch.randint(n_vocab, (n_rows,), device=options["device"]),)
+
+
+CROSS_ENTROPY = Operation(
+    dims="N V",
+    sizes=CROSS_ENTROPY_SIZES,
+    inputs=cross_entropy_inputs,
+    work=lambda size: passes(2 * math.prod(size), forward=1, backward=2, both=2),
+    arms={
+        "nanocria": Arm(kernels.cross_entropy),
+        "eager": Arm(eager_cross_entropy),
+        "torch": Arm(F.cross_entropy),
+    },
+    truth=reference.cross_entropy,
+    checked=lambda size: (min(size[0], 1024), size[1]),
+)
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The head and its loss: one pass forward and backward, whose limit is its three matmuls, measured
+
+LOSS_SIZES = [
+    (4096, 2048, VOCAB), (16384, 2048, VOCAB), (32768, 2048, VOCAB), (16384, 3072, VOCAB), (16384, 4096, VOCAB)
+]  # fmt: skip
+
+
+def eager_linear_cross_entropy(x, weight, targets):
+    return eager_cross_entropy(x @ weight.T, targets)
+
+
+def loss_inputs(size, options):
+    """Logits of deviation 0.9, as an initialised Llama 3.2 1B has them.
+
+    Only cut-cross-entropy's time depends on that, for it skips what is improbable: on an H200 1.7 times the matmuls at
+    0.9, 2.5 times at 1.0, 3.9 times at 1.3.
+    """
+    n_tokens, n_embd, n_vocab = size
+    x, weight = torch.randn(n_tokens, n_embd, **options), 0.9 * n_embd**-0.5 * torch.randn(n_vocab, n_embd, **options)
+    return [x, weight], (torch.randint(n_vocab, (n_tokens,), device=options["device"]),)
+
+
+def matmuls_alone(size):
+    """The three matmuls of the loss head, whole: the logits, dx and dW."""
+    n_tokens, n_embd, n_vocab = size
+    options = {"device": "cuda", "dtype": torch.bfloat16}
+    (x, weight), _ = loss_inputs(size, options)
+    logits = torch.empty(n_tokens, n_vocab, **options)
+    dx, dweight = torch.empty_like(x), torch.empty_like(weight)
+    return [
+        partial(torch.mm, x, weight.T, out=logits),
+        partial(torch.mm, logits, weight, out=dx),
+        partial(torch.mm, logits.T, x, out=dweight),
+    ]
+
+
+LINEAR_CROSS_ENTROPY = Operation(
+    dims="N C V",
+    sizes=LOSS_SIZES,
+    inputs=loss_inputs,
+    work=lambda size: {"both": {"flops": 3 * 2 * math.prod(size)}},
+    arms={"nanocria": Arm(kernels.linear_cross_entropy), "eager": Arm(eager_linear_cross_entropy)},
+    truth=reference.linear_cross_entropy,
+    floor=matmuls_alone,
+    extra={
+        (16384, 2048, VOCAB): {
+            f"nanocria_{tokens}": Arm(partial(kernels.linear_cross_entropy, chunk_tokens=tokens))
+            for tokens in (512, 1024, 2048, 4096)
+        }
+    },
+    checked=lambda size: (min(size[0], 1024), *size[1:]),
+)
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Causal attention with grouped keys and values. q (B, T, H, D), k and v (B, T, K, D)
+
+ATTENTION_SIZES = [(8, 2048, 32, 8, 64), (2, 8192, 32, 8, 64), (4, 4096, 32, 8, 128)]
+
+
+def eager_attention(q, k, v):
+    """Scores, softmax and product one after the other, (B, H, T, T) in memory between them."""
+    n_time, head_dim, group = q.shape[1], q.shape[3], q.shape[2] // k.shape[2]
+    q, k, v = q.transpose(1, 2), *(x.transpose(1, 2).repeat_interleave(group, dim=1) for x in (k, v))
+    future = torch.ones(n_time, n_time, dtype=torch.bool, device=q.device).triu(1)
+    scores = (q @ k.transpose(2, 3) * head_dim**-0.5).masked_fill(future, float("-inf"))  # (B, H, T, T)
+    weights = scores.softmax(-1, dtype=torch.promote_types(q.dtype, torch.float32)).to(q.dtype)
+    return (weights @ v).transpose(1, 2)
+
+
+def sdpa(backend, q, k, v):
+    """PyTorch's fused attention by one backend: left to itself on Hopper it takes flash, the slower one."""
+    with torch.nn.attention.sdpa_kernel(backend):
+        q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+        return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True).transpose(1, 2)
+
+
+def attention_inputs(size, options):
+    n_batch, n_time, n_head, n_kv_head, head_dim = size
+    return [torch.randn(n_batch, n_time, heads, head_dim, **options) for heads in (n_head, n_kv_head, n_kv_head)], ()
+
+
+def attention_work(size):
+    """Two matmuls forward and five backward, of the T(T+1)/2 pairs that are not masked."""
+    n_batch, n_time, n_head, _, head_dim = size
+    matmul = n_batch * n_head * n_time * (n_time + 1) * head_dim
+    return {"forward": {"flops": 2 * matmul}, "backward": {"flops": 5 * matmul}}
+
+
+def attention() -> dict[str, Operation]:
+    try:
+        from kernels.flash_attention import flash_attention, flash_attention_reference
+    except ImportError:
+        return {}
+    backends = torch.nn.attention.SDPBackend
+    arms = {
+        "nanocria": Arm(flash_attention),
+        "eager": Arm(eager_attention),
+        "sdpa_flash": Arm(partial(sdpa, backends.FLASH_ATTENTION)),
+        "sdpa_cudnn": Arm(partial(sdpa, backends.CUDNN_ATTENTION)),
+    }
+    return {
+        "flash_attention": Operation(
+            dims="B T H K D",
+            sizes=ATTENTION_SIZES,
+            inputs=attention_inputs,
+            work=attention_work,
+            arms=arms,
+            truth=flash_attention_reference,
+            checked=lambda size: (1, min(size[1], 1024), *size[2:]),
+        )
+    }
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def with_libraries(operations: dict[str, Operation]) -> dict[str, Operation]:
+    """Adds the arms of the libraries that are installed."""
+    for library in libraries.LIBRARIES:
+        for name, arms in library().items():
+            takes_halves = name in ("swiglu", "geglu")
+            operations[name].arms.update(
+                {arm: Arm(function, halves if takes_halves else None) for arm, function in arms.items()}
+            )
+    return operations
+
+
+OPERATIONS = with_libraries(
+    {
+        "rms_norm": norm("rms_norm", eager_rms_norm, torch_rms_norm, rows=1, vectors=1, forward=2, backward=3),
+        "add_rms_norm": norm(
+            "add_rms_norm", eager_add_rms_norm, torch_add_rms_norm, rows=2, vectors=1, forward=4, backward=4
+        ),
+        "layer_norm": norm(
+            "layer_norm",
+            eager_layer_norm,
+            lambda x, weight, bias: F.layer_norm(x, weight.shape, weight, bias, EPS),
+            rows=1,
+            vectors=2,
+            forward=2,
+            backward=3,
+        ),
+        "rope": ROPE,
+        "swiglu": glu("swiglu", eager_swiglu),
+        "geglu": glu("geglu", eager_geglu),
+        "cross_entropy": CROSS_ENTROPY,
+        "linear_cross_entropy": LINEAR_CROSS_ENTROPY,
+    }
+    | attention()
+)

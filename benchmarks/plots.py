@@ -1,0 +1,116 @@
+"""The README's plots, each drawn from records alone."""
+
+import math
+import textwrap
+from functools import partial
+from itertools import groupby
+from pathlib import Path
+
+import matplotlib
+
+matplotlib.use("Agg")  # into files: no window, no display
+import matplotlib.pyplot as plt
+
+from benchmarks import report
+
+COLORS = {  # ours stands out; the same arm has the same color in every panel
+    "nanocria": "#c2410c", "eager": "#9ca3af", "torch": "#4b5563", "compile": "#0f766e", "liger": "#2563eb",
+    "liger_fp32": "#93c5fd", "cce": "#9333ea", "sdpa_flash": "#f59e0b", "sdpa_cudnn": "#15803d",
+}  # fmt: skip
+PASSES = {"forward": "fwd", "backward": "bwd", "both": "both"}
+
+
+def draw_baby(path: Path) -> None:
+    """Training loss in bits per byte over seconds, CPU and GPU, with gzip and xz as lines to cross."""
+    figure, axes = plt.subplots(figsize=(7.5, 3.6), dpi=150)
+    for name, color in (("baby_llama_cpu", "tab:blue"), ("baby_llama_gpu", "tab:green")):
+        r = report.load(name)
+        _, seconds, losses = zip(*r["curve"], strict=True)
+        label = f"{r['device'].removeprefix('1 x ')}: {r['bits_per_byte']:.2f} on validation"
+        axes.plot(seconds, [loss / math.log(2) for loss in losses], color=color, label=label)
+        axes.plot(seconds[-1], r["bits_per_byte"], "o", color=color)
+    for name, style in (("gzip", "--"), ("xz", ":")):
+        level = report.load("baby_llama_cpu")[f"{name}_bits_per_byte"]
+        axes.axhline(level, color="gray", linestyle=style, linewidth=1)
+        axes.annotate(
+            f"{name} -9", (1.01, level), xycoords=("axes fraction", "data"), color="gray", fontsize=8, va="center"
+        )
+    axes.set(xlabel="seconds of training", ylabel="bits per byte", xscale="log", ylim=(1, 3.5))
+    axes.xaxis.set_major_formatter("{x:.0f}")
+    axes.set_title("A 0.8-million-parameter Llama learns Python (lines: training, dots: validation)", fontsize=10)
+    axes.legend(fontsize=8, frameon=False)
+    figure.tight_layout()
+    save(figure, path)
+
+
+def draw_kernels_speed(record: dict, path: Path) -> None:
+    """A panel an operation: TB/s or TFLOP/s of each arm at each size and pass, and the limit as a line."""
+    figure, panels = operations_grid(record)
+    for axes, op, rows in panels:
+        work, unit = ("bytes", "TB/s") if "bytes" in rows[0] else ("flops", "TFLOP/s")
+        draw_bars(axes, rows, partial(speed, work=work))
+        for place, row in enumerate(rows):
+            limit = row[work] / row["floor_us"] / 1e6
+            axes.hlines(limit, place - 0.5, place + 0.5, color="black", linewidth=1, label="limit of the card")
+        ticks = [f"{wrapped_shape(row)}\n{PASSES[row['pass']]}" for row in rows]
+        axes.set(title=op, ylabel=unit, xlabel="shape and pass", xticks=range(len(rows)), xticklabels=ticks)
+    title = "Speed of forward and backward: higher is better; the line is what a copy, or the matmuls alone, reach"
+    finish(figure, panels, title, path)
+
+
+def speed(row: dict, arm: str, work: str) -> float | None:
+    us = report.median_us(row["arms"].get(arm, {}))
+    return row[work] / us / 1e6 if us else None
+
+
+def draw_kernels_memory(record: dict, path: Path) -> None:
+    """A panel an operation: MiB that forward and backward of each arm peak at above the inputs."""
+    figure, panels = operations_grid(record)
+    for axes, op, rows in panels:
+        rows = [list(same)[-1] for _, same in groupby(rows, key=report.shape)]  # all passes of a size share one peak
+        draw_bars(axes, rows, lambda row, arm: row["arms"].get(arm, {}).get("peak_mib"))
+        axes.set(title=op, ylabel="MiB", xlabel="shape", xticks=range(len(rows)), xticklabels=map(wrapped_shape, rows))
+    finish(figure, panels, "Peak memory of forward and backward above their inputs: lower is better", path)
+
+
+def operations_grid(record: dict):
+    """A figure two panels wide, and for each panel its axes, operation and rows."""
+    operations = [(op, list(rows)) for op, rows in groupby(record["rows"], key=lambda row: row["op"])]
+    height = math.ceil(len(operations) / 2)
+    figure, grid = plt.subplots(height, 2, figsize=(12, 2.7 * height + 1), dpi=120, squeeze=False, layout="constrained")
+    for axes in grid.flat[len(operations) :]:
+        axes.set_visible(False)
+    return figure, [(axes, *operation) for axes, operation in zip(grid.flat, operations, strict=False)]
+
+
+def draw_bars(axes, rows: list[dict], value) -> None:
+    """At each row's place one bar an arm, value(row, arm) high. Arms of one size alone are left to the record."""
+    arms = [arm for arm in COLORS if any(arm in row["arms"] for row in rows)]
+    width = 0.8 / max(len(arms), 1)
+    for index, arm in enumerate(arms):
+        bars = [(place, value(row, arm)) for place, row in enumerate(rows) if value(row, arm) is not None]
+        places = [place + (index - (len(arms) - 1) / 2) * width for place, _ in bars]
+        axes.bar(places, [height for _, height in bars], width, color=COLORS[arm], label=arm)
+
+
+def wrapped_shape(row: dict) -> str:
+    """Two or three numbers one a line, five in two lines."""
+    return report.shape(row).replace(" ", "\n") if len(row["shape"]) < 4 else textwrap.fill(report.shape(row), 11)
+
+
+def finish(figure, panels, title: str, path: Path) -> None:
+    """The title, and one legend for all panels, above them."""
+    handles = {}
+    for axes, _, _ in panels:
+        axes.tick_params(axis="x", labelsize=8 if len(axes.get_xticks()) <= 10 else 6)
+        handles |= dict(zip(*reversed(axes.get_legend_handles_labels()), strict=True))
+    legend = {"loc": "outside upper center", "ncols": len(handles), "fontsize": 9, "frameon": False}
+    figure.legend(handles.values(), handles.keys(), title=title, title_fontsize=12, **legend)
+    save(figure, path)
+
+
+def save(figure, path: Path) -> None:
+    for axes in figure.axes:
+        axes.spines[["top", "right"]].set_visible(False)
+    figure.savefig(path)
+    plt.close(figure)

@@ -1,0 +1,222 @@
+"""Records in assets/ become the tables and plots of the README.
+
+A record is the JSON that a named command wrote, with device, versions and commit. Every number in the README stands
+between two markers, <!-- part --> and <!-- /part -->, and is made from records by the part's function here.
+"""
+
+import json
+import platform
+import subprocess
+from importlib import metadata
+from itertools import groupby
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+ASSETS = ROOT / "assets"
+
+
+def load(name: str) -> dict:
+    return json.loads((ASSETS / f"{name}.json").read_text())
+
+
+def exists(name: str) -> bool:
+    return (ASSETS / f"{name}.json").exists()
+
+
+def keep(run_folder: str, name: str) -> None:
+    """The summary that a run of train.py left, as the record of that name."""
+    ASSETS.mkdir(exist_ok=True)
+    (ASSETS / f"{name}.json").write_text((Path(run_folder) / "summary.json").read_text())
+
+
+def origin(command: str, device: str, packages: tuple[str, ...] = ()) -> dict:
+    """What a record of a benchmark begins with; packages are those beside PyTorch and Triton that it ran."""
+    import torch
+    import triton
+
+    versions = {"nanocria": git_commit(), "python": platform.python_version(), "torch": torch.__version__}
+    versions |= {"triton": triton.__version__, "cuda": torch.version.cuda}
+    for package in packages:
+        try:
+            versions[package] = metadata.version(package)
+        except metadata.PackageNotFoundError:
+            continue  # not installed, so it was not measured either
+    return {"command": command, "device": device, "versions": versions}
+
+
+def git_commit() -> str:
+    try:
+        command = ["git", "describe", "--always", "--dirty"]
+        return subprocess.check_output(command, cwd=ROOT, stderr=subprocess.DEVNULL, text=True).strip()
+    except (OSError, subprocess.CalledProcessError):  # no git, or no repository
+        return "unknown"
+
+
+def table(header: list[str], rows: list[list[str]]) -> str:
+    lines = [header, ["---"] + ["---:"] * (len(header) - 1), *rows]
+    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Training runs
+
+
+def baby_table() -> str:
+    """The baby's runs: how long, how good, beside two compressors that read the same bytes."""
+    rows = []
+    for name in ("baby_llama_cpu", "baby_llama_gpu"):
+        r = load(name)
+        bits = [f"{r[key]:.2f}" for key in ("bits_per_byte", "gzip_bits_per_byte", "xz_bits_per_byte")]
+        rows.append([f"`{r['command']}`", r["device"].removeprefix("1 x "), f"{r['train_seconds'] / 60:.1f}", *bits])
+    return table(["command", "device", "minutes", "bits per byte", "gzip -9", "xz -9"], rows)
+
+
+LLAMA32_1B = ("llama32_1b_b8", "llama32_1b_b16", "llama32_1b_b8_selective", "llama32_1b_b8_full")
+
+
+def llama32_1b_table() -> str:
+    """Speed and memory of training the 1B model on one GPU."""
+    rows = []
+    for r in map(load, LLAMA32_1B):
+        s = r["settings"]
+        shape = [f"{s['batch_size']} x {s['block_size']:,}", s["activation_checkpointing"]]
+        speed = [f"{r['tok_per_s']:,.0f}", f"{r['mfu']:.1%}", f"{r['ms_per_step']:.0f}", f"{r['peak_gib']:.1f}"]
+        rows.append([*shape, *speed])
+    header = ["sequences x tokens", "activation checkpointing", "tok/s", "MFU", "ms a step", "peak GiB"]
+    return table(header, rows)
+
+
+def headline() -> str:
+    r, cpu = load("llama32_1b_b16"), load("baby_llama_cpu")
+    return (
+        f"Llama 3.2 1B trains at {r['tok_per_s']:,.0f} tokens a second ({r['mfu']:.0%} of the card's peak) in "
+        f"{r['peak_gib']:.0f} GiB of one {r['device'].removeprefix('1 x ')}; the baby below needs "
+        f"{cpu['train_seconds'] / 60:.0f} minutes of a CPU."
+    )
+
+
+def commands() -> str:
+    """The command behind each row of the 1B table, and what it ran on."""
+    r = load(LLAMA32_1B[0])
+    lines = [load(name)["command"] for name in LLAMA32_1B]
+    return "\n".join([f"measured on one {ran_on(r)} by", "", "```", *lines, "```"])
+
+
+def ran_on(record: dict) -> str:
+    versions = ", ".join(f"{name} {version}" for name, version in record["versions"].items())
+    return f"{record['device'].removeprefix('1 x ')} ({versions})"
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Kernels: rows of `bench.py kernels`
+
+
+def shape(row: dict) -> str:
+    return " ".join(f"{letter}{number}" for letter, number in row["shape"].items())
+
+
+def row_name(row: dict) -> str:
+    return f"{row['op']} {shape(row)} {row['pass']}"
+
+
+def median_us(result: dict) -> float | None:
+    """The median of an arm's times; None for an arm that failed or was not there."""
+    return result["us"][1] if "us" in result else None
+
+
+def duration(result: dict) -> str:
+    us = median_us(result)
+    if us is None:
+        return "-"
+    return f"{us:.1f} us" if us < 1000 else f"{us / 1000:.2f} ms"
+
+
+def percent(value: float | None) -> str:
+    return "-" if value is None else f"{value:.0%}"
+
+
+def share(row: dict, arm: str = "nanocria") -> float | None:
+    """How much of the limit an arm reaches: the shortest time that the card allows over its own."""
+    us = median_us(row["arms"].get(arm, {}))
+    return row["floor_us"] / us if us else None
+
+
+def best_peer(row: dict) -> str | None:
+    """The fastest arm that is not ours."""
+    times = {arm: median_us(r) for arm, r in row["arms"].items() if not arm.startswith("nanocria") and median_us(r)}
+    return min(times, key=times.get, default=None)
+
+
+def lead(row: dict) -> float | None:
+    """The best peer's time over ours: below 1 where it is faster."""
+    ours, peer = share(row), best_peer(row)
+    return ours / share(row, peer) if ours and peer else None
+
+
+def lead_cell(row: dict) -> str:
+    ratio = lead(row)
+    if ratio is None:
+        return "-"
+    return f"{ratio:.2f} x {best_peer(row)}" if ratio >= 1 else f"**{ratio:.2f} x {best_peer(row)}**"
+
+
+def kernels_table() -> str:
+    """A line an operation and size, its passes beside each other; bold is where a peer is faster than ours."""
+    lines = []
+    for (op, size), rows in groupby(load("kernels")["rows"], key=lambda row: (row["op"], shape(row))):
+        rows = list(rows)
+        columns = [
+            [row["pass"] for row in rows],
+            [duration(row["arms"].get("nanocria", {})) for row in rows],
+            [percent(share(row)) for row in rows],
+            [lead_cell(row) for row in rows],
+        ]
+        lines.append([f"`{op}`", size, *(" / ".join(cells) for cells in columns)])
+    header = ["operation", "shape", "pass", "time", "of the limit", "speed, best peer's = 1"]
+    return table(header, lines) + "\n\n" + kernels_origin()
+
+
+def kernels_origin() -> str:
+    r = load("kernels")
+    limits = f"copy {r['copy_tb_s']:.2f} TB/s, matmul {r['matmul_tflops']:.0f} TFLOP/s"
+    return f"`{r['command']}` on one {ran_on(r)}; limits of the same run: {limits}."
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The README
+
+PARTS = {  # name -> what makes it, the records that it needs
+    "headline": (headline, ("llama32_1b_b16", "baby_llama_cpu")),
+    "baby": (baby_table, ("baby_llama_cpu", "baby_llama_gpu")),
+    "llama32_1b": (llama32_1b_table, LLAMA32_1B),
+    "commands": (commands, LLAMA32_1B),
+    "kernels": (kernels_table, ("kernels",)),
+}
+
+
+def render(text: str) -> str:
+    """The README with each part made anew. A part whose records are kept must be shown, and no other may be."""
+    for name, (part, records) in PARTS.items():
+        begin, end = f"<!-- {name} -->", f"<!-- /{name} -->"
+        missing = [f"assets/{record}.json" for record in records if not exists(record)]
+        if missing and begin in text:
+            raise ValueError(f"README.md shows {begin}, but there is no {', '.join(missing)}")
+        if missing:
+            continue
+        if text.count(begin) != 1 or text.count(end) != 1:
+            raise ValueError(f"README.md must hold {begin} and {end} once each")
+        before, _, rest = text.partition(begin)
+        text = f"{before}{begin}\n{part()}\n{end}{rest.partition(end)[2]}"
+    return text
+
+
+def write_readme() -> None:
+    """Draws the plots, then writes the tables."""
+    from benchmarks import plots
+
+    plots.draw_baby(ASSETS / "baby_llama.png")
+    if exists("kernels"):
+        plots.draw_kernels_speed(load("kernels"), ASSETS / "kernels_speed.png")
+        plots.draw_kernels_memory(load("kernels"), ASSETS / "kernels_memory.png")
+    readme = ROOT / "README.md"
+    readme.write_text(render(readme.read_text()))

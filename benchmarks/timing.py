@@ -1,0 +1,141 @@
+"""How long a call takes on the GPU and on the CPU, what memory it peaks at, and what the card can do at best.
+
+A call is a function without arguments. Where several are given they are the same work on other inputs, enough of them
+(`sets_to_miss_l2`) that no call finds its inputs in the L2 cache, where a training step would not find them either.
+
+    GPU time     many calls captured in one CUDA graph, which is replayed: launches cost nothing, so that two events
+                 see the GPU alone
+    host time    what the CPU spends to issue one call, outside graphs, onto an idle GPU, without waiting for it
+    peak memory  what the allocator peaked at during one call, above what it held before
+
+Backward is timed on one side stream with its forward (`use_side_stream`): autograd runs backward on the stream that
+forward ran on, and a graph cannot be captured on the default one.
+"""
+
+import math
+import statistics
+import time
+import warnings
+from collections import deque
+from collections.abc import Callable
+
+import torch
+
+GRAPH_MS = 10  # about what one replay takes: long beside the resolution of an event, half a microsecond
+ROW_MS = 150  # about what all replays of a measurement take
+MAX_LAUNCHES = 200  # in a graph: issuing them once costs as much host time as they would outside
+REPLAYS = (9, 25)  # fewest and most: in long matmuls the card's clock wanders, by some percent between two replays
+
+
+def use_side_stream() -> None:
+    torch.cuda.set_stream(torch.cuda.Stream())
+
+
+def quantiles(values: list[float]) -> list[float]:
+    """The 20%, 50% and 80% quantiles, interpolated between neighbours."""
+    if len(values) == 1:
+        return values * 3
+    fifths = statistics.quantiles(values, n=5, method="inclusive")
+    return [fifths[0], statistics.median(values), fifths[3]]
+
+
+def sets_to_miss_l2(set_bytes: int) -> int:
+    """How many sets of inputs make 3 times the L2 cache: by the time the first comes again it is long evicted."""
+    l2_bytes = torch.cuda.get_device_properties(torch.cuda.current_device()).L2_cache_size
+    return max(1, math.ceil(3 * l2_bytes / set_bytes))
+
+
+def events_ms(calls: list[Callable], rounds: int) -> list[float]:
+    """The time between an event before and an event after each call, over rounds of all calls."""
+    events = [[torch.cuda.Event(enable_timing=True) for _ in range(2)] for _ in range(rounds * len(calls))]
+    for (before, after), call in zip(events, calls * rounds, strict=True):
+        before.record()
+        call()
+        after.record()
+    torch.cuda.synchronize()
+    return [before.elapsed_time(after) for before, after in events]
+
+
+def waits_for_gpu(call: Callable) -> bool:
+    """Whether the call asks the GPU for a number, which no graph can capture. A failed capture would leave marks."""
+    with warnings.catch_warnings(action="ignore"):  # that the mode is a prototype
+        torch.cuda.set_sync_debug_mode("error")
+    try:
+        call()
+    except RuntimeError as error:
+        if "synchroniz" in str(error):
+            return True
+        raise
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    return False
+
+
+def capture(calls: list[Callable], launches: int) -> torch.cuda.CUDAGraph:
+    """A graph of launches calls. Results live until as many more have come: outputs, too, go to cold memory."""
+    graph, results, stream = torch.cuda.CUDAGraph(), deque(maxlen=len(calls)), torch.cuda.current_stream()
+    with torch.cuda.graph(graph, stream=None if stream == torch.cuda.default_stream() else stream):
+        for launch in range(launches):
+            results.append(calls[launch % len(calls)]())
+    return graph
+
+
+def gpu_time(calls: list[Callable]) -> dict:
+    """{'us': [20%, 50%, 80%] of the time of one call, 'graph': whether it was captured}. Warms up first."""
+    for call in calls:
+        call()
+    torch.cuda.synchronize()
+    estimate = max(statistics.median(events_ms(calls, rounds=2)), 1e-3)
+    if waits_for_gpu(calls[0]):
+        rounds = math.ceil(clamp(ROW_MS / estimate, *REPLAYS) / len(calls))
+        return {"us": [1000 * ms for ms in quantiles(events_ms(calls, rounds))], "graph": False}
+    launches = math.ceil(clamp(GRAPH_MS / estimate, 1, MAX_LAUNCHES) / len(calls)) * len(calls)
+    graph = capture(calls, launches)
+    graph.replay()  # the first replay uploads the graph
+    replays = round(clamp(ROW_MS / (estimate * launches), *REPLAYS))
+    times = events_ms([graph.replay], replays)
+    return {"us": [1000 * ms / launches for ms in quantiles(times)], "graph": True}
+
+
+def clamp(value: float, low: float, high: float) -> float:
+    return min(max(value, low), high)
+
+
+def host_us(call: Callable, repeats: int = 9) -> float:
+    """Microseconds until the call returns, the GPU idle before it: the median of several."""
+    times = []
+    for _ in range(repeats):
+        torch.cuda.synchronize()
+        start = time.perf_counter()
+        call()
+        times.append(time.perf_counter() - start)
+    torch.cuda.synchronize()
+    return 1e6 * statistics.median(times)
+
+
+def peak_mib(call: Callable) -> float:
+    """MiB that the call held at most, its results included, above what was allocated before it."""
+    torch.cuda.synchronize()
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    call()
+    return (torch.cuda.max_memory_allocated() - before) / 2**20
+
+
+def copy_tb_s() -> float:
+    """The limit of memory-bound kernels: TB/s, bytes read plus written, of copying 4 GiB on the device.
+
+    Not in a graph: there the driver hands it to the copy engines, 2.7 instead of 4.3 TB/s on an H200.
+    """
+    source = torch.randn(2**30, device="cuda")
+    target = torch.empty_like(source)
+    target.copy_(source)
+    times = events_ms([lambda: target.copy_(source)], rounds=REPLAYS[1])
+    return 2 * source.nbytes / statistics.median(times) / 1e9
+
+
+def matmul_tflops(n: int = 8192) -> float:
+    """The limit of matmuls: TFLOP/s of an n x n x n bf16 product of random numbers (zeros would run faster)."""
+    a, b = (torch.randn(n, n, device="cuda", dtype=torch.bfloat16) for _ in range(2))
+    out = torch.empty_like(a)
+    return 2 * n**3 / gpu_time([lambda: torch.mm(a, b, out=out)])["us"][1] / 1e6

@@ -1,0 +1,96 @@
+"""The MLP half of a block as one function: residual addition, RMSNorm, gated MLP, keeping one or two tensors.
+
+    forward    s = x + residual     n = rms_norm(s) · w     g = n Wᵀ (N, 2F)     h = swiglu(g)     y = h Vᵀ
+    backward   dh = dy V            dg, h = swiglu backward (glu.py)             dV = dyᵀ h
+               dn = dg W            ds, dw, n = norm backward (rms_norm.py)      dW = dgᵀ n     dx = dresidual = ds
+
+Operation by operation, autograd keeps s, n, g and h: 2C + 3F elements a token. Each of n and h is what a backward
+kernel computes on its way, so both are written out there when the weight gradients want them, and not kept. g is most
+of what is left, and with keep_gate_up=False it is computed again from s, for two thirds of the MLP's forward FLOPs:
+
+                                  kept for a token              price                              (Llama 3.2 1B, bf16)
+    keep_gate_up=True             C + 2F elements (36 KiB)      a write of F + C elements          0.5% of a step
+    keep_gate_up=False            C elements (4 KiB)            a matmul of 4·N·C·F FLOPs          a tenth of a step
+
+Saved besides: the weights and one fp32 rstd a row. Shapes: s, n (N, C), W (2F, C) with gate before up, V (C, F).
+"""
+
+import torch
+import torch.nn.functional as F
+from torch.utils.checkpoint import checkpoint
+
+from .glu import glu_backward, glu_forward, swiglu_reference
+from .launch import as_rows, use_triton
+from .rms_norm import check_norm, rms_norm_backward, rms_norm_forward, rms_norm_reference
+from .rms_norm_linear import check_projection
+
+
+def swiglu_mlp_reference(
+    x, residual, norm_weight, gate_up_weight, down_weight, eps=1e-5, keep_gate_up=True, need_y=True
+):  # fmt: skip
+    def mlp(total):
+        normed = rms_norm_reference(total, norm_weight, eps)
+        return F.linear(swiglu_reference(F.linear(normed, gate_up_weight)), down_weight)
+
+    total = x + residual
+    return mlp(total) if keep_gate_up else checkpoint(mlp, total, use_reentrant=False), total
+
+
+class _SwiGLUMLP(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, residual, norm_weight, gate_up_weight, down_weight, eps, keep_gate_up, need_y):
+        normed, total, rstd = rms_norm_forward(x, residual, norm_weight, eps)
+        gate_up = F.linear(normed, gate_up_weight)
+        if need_y:
+            y = F.linear(glu_forward(gate_up, "silu"), down_weight)
+        else:
+            y = torch.empty(*x.shape[:-1], down_weight.shape[0], dtype=x.dtype, device=x.device)
+        ctx.save_for_backward(
+            total, norm_weight, rstd, gate_up_weight, down_weight, gate_up if keep_gate_up else None
+        )  # fmt: skip
+        ctx.eps = eps
+        return y, total
+
+    @staticmethod
+    def backward(ctx, dy, dtotal):
+        total, norm_weight, rstd, gate_up_weight, down_weight, gate_up = ctx.saved_tensors
+        need_dx, need_dresidual, need_dnorm, need_dgate_up, need_ddown = ctx.needs_input_grad[:5]
+        if gate_up is None:
+            gate_up = F.linear(rms_norm_forward(total, None, norm_weight, ctx.eps)[0], gate_up_weight)
+        dgate_up, hidden = glu_backward(dy @ down_weight, gate_up, "silu", need_y=need_ddown)
+        del gate_up
+        ddown = as_rows(dy).T @ as_rows(hidden) if need_ddown else None
+        del hidden
+        dx, dnorm, normed = rms_norm_backward(
+            dgate_up @ gate_up_weight, dtotal, total, norm_weight, rstd,
+            need_dx or need_dresidual, need_dnorm, need_y=need_dgate_up,
+        )  # fmt: skip
+        dweight = as_rows(dgate_up).T @ as_rows(normed) if need_dgate_up else None
+        return dx if need_dx else None, dx if need_dresidual else None, dnorm, dweight, ddown, None, None, None
+
+
+def swiglu_mlp(
+    x: torch.Tensor,
+    residual: torch.Tensor,
+    norm_weight: torch.Tensor,
+    gate_up_weight: torch.Tensor,
+    down_weight: torch.Tensor,
+    eps: float = 1e-5,
+    keep_gate_up: bool = True,
+    need_y: bool = True,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(swiglu(rms_norm(x + residual) @ gate_up_weight.T) @ down_weight.T, x + residual) (Shazeer, 2020).
+
+    x and residual (..., C) of one dtype and any strides, norm_weight (C,) of any dtype, gate_up_weight (2F, C) and
+    down_weight (O, F) of x's. Returns (..., O) and (..., C) in x's dtype. keep_gate_up: whether the (..., 2F)
+    projection is kept for backward or computed again. need_y=False leaves the first result uninitialised,
+    for a checkpoint that runs forward again: backward does not need it. ValueError on shapes or dtypes.
+    """
+    check_norm(x, residual, norm_weight)
+    check_projection("gate_up_weight", gate_up_weight, x.shape[-1], x.dtype)
+    if gate_up_weight.shape[0] % 2:
+        raise ValueError(f"gate_up_weight has {gate_up_weight.shape[0]} rows: gate above up make an even number")
+    check_projection("down_weight", down_weight, gate_up_weight.shape[0] // 2, x.dtype)
+    if not use_triton(x):
+        return swiglu_mlp_reference(x, residual, norm_weight, gate_up_weight, down_weight, eps, keep_gate_up)
+    return _SwiGLUMLP.apply(x, residual, norm_weight, gate_up_weight, down_weight, eps, keep_gate_up, need_y)
