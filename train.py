@@ -347,10 +347,12 @@ def estimated_gib() -> float:
     always = (12 + itemsize * apart + 4 * (apart and micro_steps > 1)) * n_params / world_size
     always += itemsize * (head + (n_params - head) / c.n_layer) if world_size > 1 else 0  # gathered: root and one block
     activations = itemsize * n_tokens * c.n_layer * per_layer
-    loss = min(LOGITS_BYTES, itemsize * n_tokens * c.vocab_size) + 4 * head
-    block_backward = itemsize * (head + n_tokens * (4 * c.ffn_dim + elements["none"] - per_layer))
-    gradients = itemsize * n_params / world_size
-    return (always + max(activations + max(loss, block_backward), gradients)) / 2**30
+    logits = itemsize * n_tokens * c.vocab_size
+    loss = logits + itemsize * head if logits <= LOGITS_BYTES else LOGITS_BYTES + 4 * head
+    block = itemsize * n_tokens * (4 * c.ffn_dim + elements["none"])  # what backward holds of the one it is in
+    first_block = activations - itemsize * n_tokens * per_layer + itemsize * head + block
+    last_block = itemsize * n_params / world_size + block
+    return (always + max(activations + loss, first_block, last_block)) / 2**30
 
 
 def used_gib() -> float:

