@@ -215,6 +215,16 @@ def test_every_arm_and_checkpointing_mode_has_the_same_losses(train, tmp_path, s
     assert_close(step_losses(tmp_path / "plain"), step_losses(tmp_path / "other"), 1e-5)
 
 
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize(
+    "settings", [{}, dict(batch_size=2, gradient_accumulation_steps=2), dict(dtype="float16")], ids=str
+)
+def test_a_cuda_graph_has_the_losses_of_its_launches(train, tmp_path, settings):
+    for cuda_graph in (False, True):
+        train(device="cuda", cuda_graph=cuda_graph, max_iters=12, out_dir=tmp_path / str(cuda_graph), **settings)
+    assert losses(tmp_path / "True") == losses(tmp_path / "False")
+
+
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_half_precision_follows_float32(train, tmp_path, dtype):
     train(max_iters=30, eval_interval=30, out_dir=tmp_path / "float32")

@@ -150,9 +150,9 @@ if master:  # held open and locked: two runs in one folder would delete each oth
         stop(f"another run is writing to {out_dir}: wait for it, or change out_dir")
     except OSError as error:
         stop(f"cannot write to out_dir {out_dir}: {error.strerror}")
-if cuda_graph and world_size > 1:
-    stop("cuda_graph works on one GPU: set it to false")
 cuda_graph = cuda_graph and device != "cpu"
+if cuda_graph and world_size > 1:
+    stop("cuda_graph works on one GPU: add --cuda_graph=false")
 if world_size > 1:
     bound = {"device_id": torch.device(device)} if device != "cpu" else {}  # NCCL would guess, and warn that it does
     dist.init_process_group("gloo" if device == "cpu" else "nccl", **bound)
