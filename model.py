@@ -46,6 +46,7 @@ class LlamaConfig:
     tie_embeddings: bool = False  # 1B and 3B: the head is the embedding
     fused_kernels: bool = True  # False: RMSNorm, RoPE and SwiGLU in plain PyTorch
     fused_loss: bool = True  # False: the logits held whole, the loss in plain PyTorch
+    attention: str = "auto"  # 'triton': kernels/flash_attention.py, 'sdpa': PyTorch's; 'auto': the faster one
     activation_checkpointing: str = "none"  # 'selective' recomputes gate_up_proj in backward; 'full' whole blocks
 
     def __post_init__(self):
@@ -59,6 +60,8 @@ class LlamaConfig:
             raise ValueError(f"n_head {self.n_head} must be a multiple of n_kv_head {self.n_kv_head}")
         if self.activation_checkpointing not in ("none", "selective", "full"):
             raise ValueError(f"activation_checkpointing {self.activation_checkpointing!r}: none, selective or full")
+        if self.attention not in ("auto", "sdpa", "triton"):
+            raise ValueError(f"attention {self.attention!r}: auto, sdpa or triton")
         if self.rope_scaling is not None and set(self.rope_scaling) != ROPE_SCALING_KEYS:
             raise ValueError(f"rope_scaling has {sorted(self.rope_scaling)}, expected {sorted(ROPE_SCALING_KEYS)}")
         if self.rope_scaling is not None and not all(isinstance(v, int | float) for v in self.rope_scaling.values()):
@@ -90,6 +93,12 @@ def rope_tables(config: LlamaConfig, start: int, end: int, device, dtype=torch.f
         frequencies = keep * frequencies + (1 - keep) * frequencies / s["factor"]
     angles = torch.outer(torch.arange(start, end, device=device, dtype=torch.float64), frequencies)
     return angles.cos().to(dtype), angles.sin().to(dtype)
+
+
+def triton_is_faster(q):
+    """Where kernels/flash_attention.py was measured to beat cuDNN's, forward and backward: Hopper and heads of 64."""
+    half = q.dtype in (torch.bfloat16, torch.float16)
+    return q.is_cuda and half and q.shape[-1] == 64 and torch.cuda.get_device_capability(q.device)[0] == 9
 
 
 def attend(q, k, v, is_causal):
@@ -154,6 +163,7 @@ class Attention(nn.Module):
         self.o_proj = nn.Linear(config.n_embd, config.n_embd, bias=False)
         ops = kernels if config.fused_kernels else kernels.reference
         self.rms_norm_linear, self.rope = ops.rms_norm_linear, ops.rope
+        self.attention = config.attention
 
     def forward(self, x, residual, norm, cos, sin, cache=None):
         """What the attention adds to the residual stream x + residual, and that sum: both (B, T, C)."""
@@ -163,8 +173,13 @@ class Attention(nn.Module):
         q, k, v = self.rope(qkv, cos, sin, self.n_head)
         if cache is not None:
             k, v = cache.append(k, v)
-        # A prompt fills an empty cache, after that tokens come one by one and see everything: no mask but causal.
-        return self.o_proj(attend(q, k, v, is_causal=q.shape[1] > 1)), x
+        in_triton = self.attention == "triton" or (self.attention == "auto" and triton_is_faster(q))
+        if in_triton and cache is None:
+            y = kernels.flash_attention(q, k, v).flatten(2)  # (B, T, H·D)
+        else:
+            # A prompt fills an empty cache, after that tokens come one by one and see everything: no mask but causal.
+            y = attend(q, k, v, is_causal=q.shape[1] > 1)
+        return self.o_proj(y), x
 
 
 class MLP(nn.Module):

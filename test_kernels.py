@@ -785,6 +785,18 @@ def test_the_weight_gradient_is_summed_in_fp32_over_the_chunks():
     assert dweight.flatten().tolist() == [-8.125 * rows, 8.125 * rows]
 
 
+def test_a_weight_gradient_summed_in_bf16_is_close_and_given_once():
+    (x, weight), (targets,) = OPERATIONS["linear_cross_entropy"].inputs(40, 70, BF16)
+    narrow = partial(linear_cross_entropy, chunk_tokens=5, fp32_dweight=False)
+    exact = run(linear_cross_entropy_oracle, widened((x, weight)), (targets,), widened(one()))
+    for ours, truth in zip(run(narrow, (x, weight), (targets,), one()), exact, strict=True):
+        assert relative_error(ours, truth) < 4 * rounding(BF16)
+    loss = narrow(x.requires_grad_(), weight.requires_grad_(), targets)
+    loss.backward(retain_graph=True)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+
+
 def test_targets_of_any_integer_type_and_stride():
     (logits,), (targets,) = loss_inputs()
     strided = torch.full((11, 3), 10**6, device=DEVICE)
@@ -967,6 +979,11 @@ def test_linear_cross_entropy_peak_memory_at_full_size():
     linear_cross_entropy(x, weight, targets).backward()
     peak = (torch.cuda.max_memory_allocated() - before) / 2**30
     assert peak < 2.1, f"{peak:.3f} GiB above the inputs"
+    x.grad = weight.grad = None
+    torch.cuda.reset_peak_memory_stats()
+    linear_cross_entropy(x, weight, targets, chunk_tokens=512, fp32_dweight=False).backward()
+    peak = (torch.cuda.max_memory_allocated() - before) / 2**20
+    assert peak < 700, f"{peak:.0f} MiB above the inputs at the least"
 
 
 @each_operation
@@ -1006,7 +1023,7 @@ def test_linear_cross_entropy_compiles_around_its_own_operator():
     compare_compiled("linear_cross_entropy", "aot_eager")
     (x, weight), (targets,) = OPERATIONS["linear_cross_entropy"].inputs(6, 20, FP32)
     for need_dx, need_dweight in ((True, True), (True, False), (False, True), (False, False)):
-        arguments = (x, weight, targets, -100, 0.1, 0.0, 4, need_dx, need_dweight)
+        arguments = (x, weight, targets, -100, 0.1, 0.0, 4, need_dx, need_dweight, True)
         torch.library.opcheck(torch.ops.nanocria.chunked_loss.default, arguments)
 
 
@@ -1178,6 +1195,8 @@ ERRORS = [
     ("linear_cross_entropy", (zeros(2, 4), zeros(9, 4), LABELS), {"reduction": "none"},
      r"reduction must be one of mean, sum; got 'none'"),
     ("linear_cross_entropy", (zeros(2, 4), zeros(9, 4), LABELS), {"z_loss": -1.0}, r"z_loss -1.0 must not be negative"),
+    ("linear_cross_entropy", (zeros(2, 4, dtype=FP16), zeros(9, 4, dtype=FP16), LABELS), {"fp32_dweight": False},
+     r"fp32_dweight=False needs bfloat16"),
     ("linear_cross_entropy", (zeros(2, 4), zeros(9, 4), LABELS), {"chunk_tokens": 0},
      r"chunk_tokens must be at least 1, got 0"),
     ("linear_cross_entropy", (zeros(2, 4), zeros(9, 5), LABELS), {},

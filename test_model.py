@@ -243,6 +243,17 @@ def test_every_arm_and_checkpointing_mode_trains_the_same(mode, fused_kernels, f
         assert_equal(again, out)
 
 
+@pytest.mark.parametrize("mode", MODES)
+def test_attention_in_triton_trains_the_same(mode):
+    dtype = FP32 if HAS_GPU else FP64
+    ours = build(attention="triton", activation_checkpointing=mode, dtype=dtype)
+    assert_close(
+        loss_and_gradients(ours, *batch(n_time=5)),
+        loss_and_gradients(build(dtype=dtype, **PLAIN), *batch(n_time=5)),
+        3e-6 if HAS_GPU else 1e-12,
+    )
+
+
 # ---------------------------------------------------------------------------------------------------------------------
 # What it costs
 
@@ -420,6 +431,7 @@ def test_a_few_steps_learn_a_batch(arm):
         ({"n_embd": 66}, "n_embd 66 must be n_head 4 times an even head size"),
         ({"n_kv_head": 3}, "n_head 4 must be a multiple of n_kv_head 3"),
         ({"activation_checkpointing": "some"}, "activation_checkpointing 'some': none, selective or full"),
+        ({"attention": "flash"}, "attention 'flash': auto, sdpa or triton"),
         ({"rope_scaling": {"factor": 8.0}}, r"rope_scaling has \['factor'\], expected \['factor', 'high_freq_factor'"),
         ({"rope_scaling": {"factor": 8.0, "rope_type": "llama3", **SCALING}}, "rope_scaling has .*'rope_type'"),
     ],

@@ -73,6 +73,7 @@ norm_eps = 1e-5
 tie_embeddings = True  # the head is the embedding
 fused_kernels = True  # false: RMSNorm, RoPE and SwiGLU in plain PyTorch
 fused_loss = True  # false: the logits held whole
+attention: Literal["auto", "sdpa", "triton"] = "auto"  # triton: kernels/flash_attention.py, sdpa: PyTorch's (cuDNN's)
 
 # optimizer: AdamW, cosine schedule
 learning_rate = 3e-4  # the peak, after the warm-up

@@ -11,12 +11,16 @@ import matplotlib
 matplotlib.use("Agg")  # into files: no window, no display
 import matplotlib.pyplot as plt
 
-from benchmarks import report
+from benchmarks import report, step
 
 COLORS = {  # ours stands out; the same arm has the same color in every panel
     "nanocria": "#c2410c", "eager": "#9ca3af", "torch": "#4b5563", "compile": "#0f766e", "liger": "#2563eb",
     "liger_fp32": "#93c5fd", "cce": "#9333ea", "sdpa_flash": "#f59e0b", "sdpa_cudnn": "#15803d",
 }  # fmt: skip
+STEP_COLORS = dict(
+    zip(step.ARMS, ["#c2410c", "#2563eb", "#93c5fd", "#9ca3af", "#0f766e", "#9333ea"], strict=True)
+)  # fmt: skip
+MARKS = dict(zip(step.CHECKPOINTING, "osv", strict=True))
 PASSES = {"forward": "fwd", "backward": "bwd", "both": "both"}
 
 
@@ -107,6 +111,38 @@ def finish(figure, panels, title: str, path: Path) -> None:
     legend = {"loc": "outside upper center", "ncols": len(handles), "fontsize": 9, "frameon": False}
     figure.legend(handles.values(), handles.keys(), title=title, title_fontsize=12, **legend)
     save(figure, path)
+
+
+def draw_steps(record: dict, path: Path) -> None:
+    """Tokens a second against peak GiB: a panel for each shape, a color for each arm, a mark for each checkpointing."""
+    done = [point for point in record["points"] if "ms_per_step" in point]
+    shapes = list(dict.fromkeys((point["batch"], point["block"]) for point in done))
+    size = (max(3.2 * len(shapes), 6.4), 4)
+    figure, panels = plt.subplots(1, len(shapes), figsize=size, dpi=150, sharey=True, squeeze=False)
+    for axes, shape in zip(panels[0], shapes, strict=True):
+        draw_arms(axes, [p for p in done if (p["batch"], p["block"]) == shape])
+        axes.set_title(f"{shape[0]} x {shape[1]:,} tokens", fontsize=10)
+        axes.set(xlabel="peak memory, GiB")
+    first = figure.axes[0]
+    first.set(ylabel="thousand tokens a second", ylim=(0, max(p["tok_per_s"] for p in done) / 940))
+    arms = {p["arm"] for p in done}
+    for arm, title in step.ARMS.items():
+        if arm in arms:
+            first.plot([], [], color=STEP_COLORS[arm], label=title)
+    for checkpointing, mark in MARKS.items():
+        first.plot([], [], mark, color="gray", label=f"checkpointing: {checkpointing}")
+    figure.legend(*first.get_legend_handles_labels(), fontsize=8, frameon=False, ncols=3, loc="lower center")
+    figure.tight_layout(rect=(0, 0.18, 1, 1))
+    save(figure, path)
+
+
+def draw_arms(axes, points: list[dict]) -> None:
+    for arm, color in STEP_COLORS.items():
+        here = [p for p in points if p["arm"] == arm]
+        x, y = [p["peak_gib"] for p in here], [p["tok_per_s"] / 1000 for p in here]
+        axes.plot(x, y, color=color, linewidth=0.8)
+        for p, *at in zip(here, x, y, strict=True):
+            axes.plot(*at, MARKS[p["checkpointing"]], color=color)
 
 
 def save(figure, path: Path) -> None:

@@ -178,8 +178,34 @@ def kernels_table() -> str:
 
 def kernels_origin() -> str:
     r = load("kernels")
-    limits = f"copy {r['copy_tb_s']:.2f} TB/s, matmul {r['matmul_tflops']:.0f} TFLOP/s"
-    return f"`{r['command']}` on one {ran_on(r)}; limits of the same run: {limits}."
+    return f"`{r['command']}` on one {ran_on(r)}; {limits_of(r)}."
+
+
+def limits_of(r: dict) -> str:
+    return f"the card in the same run: copy {r['copy_tb_s']:.2f} TB/s, matmul {r['matmul_tflops']:.0f} TFLOP/s"
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Steps: points of `bench.py step`
+
+
+def steps_table() -> str:
+    from benchmarks import step
+
+    r = load("step")
+    return step.step_table(r) + f"\n\nTokens a second and peak GiB on one {ran_on(r)}; {limits_of(r)}."
+
+
+def breakdown_table() -> str:
+    from benchmarks import step
+
+    return step.breakdown_table(load("step"))
+
+
+def small_steps_table() -> str:
+    from benchmarks import step
+
+    return step.baby_table(load("step"))
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -191,6 +217,9 @@ PARTS = {  # name -> what makes it, the records that it needs
     "llama32_1b": (llama32_1b_table, LLAMA32_1B),
     "commands": (commands, LLAMA32_1B),
     "kernels": (kernels_table, ("kernels",)),
+    "steps": (steps_table, ("step",)),
+    "breakdown": (breakdown_table, ("step",)),
+    "small_steps": (small_steps_table, ("step",)),
 }
 
 
@@ -218,5 +247,7 @@ def write_readme() -> None:
     if exists("kernels"):
         plots.draw_kernels_speed(load("kernels"), ASSETS / "kernels_speed.png")
         plots.draw_kernels_memory(load("kernels"), ASSETS / "kernels_memory.png")
+    if exists("step"):
+        plots.draw_steps(load("step"), ASSETS / "step.png")
     readme = ROOT / "README.md"
     readme.write_text(render(readme.read_text()))

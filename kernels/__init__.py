@@ -2,6 +2,7 @@
 
 from .adamw import adamw
 from .cross_entropy import cross_entropy
+from .flash_attention import flash_attention
 from .glu import geglu, swiglu
 from .layer_norm import layer_norm
 from .linear_cross_entropy import linear_cross_entropy
@@ -14,6 +15,7 @@ __all__ = [
     "adamw",
     "add_rms_norm",
     "cross_entropy",
+    "flash_attention",
     "geglu",
     "layer_norm",
     "linear_cross_entropy",

@@ -2,6 +2,7 @@
 
 from .adamw import adamw_reference as adamw
 from .cross_entropy import cross_entropy_reference as cross_entropy
+from .flash_attention import flash_attention_reference as flash_attention
 from .glu import geglu_reference as geglu
 from .glu import swiglu_reference as swiglu
 from .layer_norm import layer_norm_reference as layer_norm
@@ -16,6 +17,7 @@ __all__ = [
     "adamw",
     "add_rms_norm",
     "cross_entropy",
+    "flash_attention",
     "geglu",
     "layer_norm",
     "linear_cross_entropy",

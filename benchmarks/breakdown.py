@@ -1,0 +1,157 @@
+"""Where the milliseconds of nanocria's real step go, beside the least that each part could take.
+
+    python -m benchmarks.breakdown config/llama32_1b.py --batch_size=8 --block_size=2048 ...
+
+runs train.py with these words in this process, records what the GPU does, and prints a line of JSON about three of its
+steps. `python bench.py step breakdown` shows it as a table.
+
+A part's floor is its FLOPs over the rate of a large matmul, or its bytes over the rate of a large copy, both measured
+right after the run. The bytes are those that move where each operation is one kernel that reads and writes once.
+"""
+
+import bisect
+import json
+import re
+import runpy
+import sys
+import tempfile
+from pathlib import Path
+
+import torch
+from torch.profiler import ProfilerActivity, profile
+
+from benchmarks import timing
+from benchmarks.peers import llama_config
+from model import LlamaConfig
+
+ROOT = Path(__file__).resolve().parent.parent
+WARMUP_STEPS, STEPS = 5, 3
+Span = tuple[float, float, str]  # start and end in ms, the kernel's name or its part
+
+# The first pattern that a kernel's name matches says what it is. Attention comes before the matmuls, since some of its
+# kernels are cutlass's too; copies before the optimizer, since both are multi_tensor_apply_kernel.
+PARTS = {
+    "loss kernel": r"_loss_and_gradient|cross_entropy",
+    "norms": r"rms_norm|_sum_rows",
+    "SwiGLU": r"_glu|swiglu",
+    "RoPE": r"_rope",
+    "attention": r"cudnn|fmha|flash|attention",
+    "casts and copies": r"nccl|memcpy|memset|split_with_sizes|chunk_cat|multi_tensor_apply.*copy|copy_kernel|CatArray",
+    "optimizer": r"adam|multi_tensor_apply|lpnorm",
+    "matmuls": r"nvjet|gemm|cutlass|cublas|splitk|xmma",
+    "other": r"",
+}
+COPIES = "casts and copies"
+ORDER = ("matmuls", "attention", "loss matmuls", "loss kernel", "norms", "SwiGLU", "RoPE", "optimizer", COPIES, "other")
+
+
+def part_of(kernel: str) -> str:
+    return next(part for part, pattern in PARTS.items() if re.search(pattern, kernel, re.IGNORECASE))
+
+
+def spans_of_a_run(words: list[str]) -> list[Span]:
+    """Runs train.py; returns all that the GPU did, each named by its part."""
+    sys.argv = ["train.py", *words, f"--max_iters={WARMUP_STEPS + STEPS + 1}"]
+    with profile(activities=[ProfilerActivity.CUDA]) as profiler:  # of the CPU nothing: the step should not feel it
+        runpy.run_path(str(ROOT / "train.py"), run_name="__main__")
+    with tempfile.NamedTemporaryFile(suffix=".json") as file:
+        profiler.export_chrome_trace(file.name)
+        trace = json.loads(Path(file.name).read_text())["traceEvents"]
+    on_gpu = [event for event in trace if event.get("cat") in ("kernel", "gpu_memcpy", "gpu_memset")]
+    return sorted((e["ts"] / 1000, (e["ts"] + e["dur"]) / 1000, part_of(e["name"])) for e in on_gpu)
+
+
+def step_starts(spans: list[Span]) -> list[int]:
+    """Where the steps begin: the first loss kernel, and each that is the first after an update."""
+    starts, before = [], "optimizer"
+    for i, (_, _, part) in enumerate(spans):
+        if part == "loss kernel" and before == "optimizer":
+            starts.append(i)
+        if part in ("loss kernel", "optimizer"):
+            before = part
+    return starts
+
+
+def name_head_matmuls(spans: list[Span]) -> list[Span]:
+    """Of a step's matmuls, three for each loss kernel are the head's; the first of them comes before the first loss."""
+    spans = list(spans)
+    matmuls = [i for i, (_, _, part) in enumerate(spans) if part == "matmuls"]
+    starts = step_starts(spans)
+    for start, end in zip(starts, [*starts[1:], len(spans)], strict=True):
+        n_losses = sum(part == "loss kernel" for _, _, part in spans[start:end])
+        first = bisect.bisect(matmuls, start) - 1
+        for i in matmuls[first : first + 3 * n_losses]:
+            spans[i] = (*spans[i][:2], "loss matmuls")
+    return spans
+
+
+def busy_ms(spans: list[Span]) -> dict[str, float]:
+    """The time that each part keeps the GPU busy; where two run at once, the one that began first has it."""
+    busy, covered = dict.fromkeys(ORDER, 0.0), float("-inf")
+    for start, end, part in sorted(spans):
+        busy[part] += max(0.0, end - max(start, covered))
+        covered = max(covered, end)
+    return busy
+
+
+def share_out(spans: list[Span]) -> dict[str, float]:
+    """busy_ms, but copies, which travel beside the compute, have only what nothing else covers."""
+    busy = busy_ms([span for span in spans if span[2] != COPIES])
+    busy[COPIES] = sum(busy_ms(spans).values()) - sum(busy.values())
+    return busy
+
+
+def floors_ms(c: LlamaConfig, batch: int, copy_tb_s: float, matmul_tflops: float) -> dict[str, float | None]:
+    """The least ms of each part in one step; None where nothing is known."""
+    n, layers, kv = batch * c.block_size, c.n_layer, c.n_kv_head * c.head_dim
+    in_blocks = layers * (2 * c.n_embd**2 + 2 * c.n_embd * kv + 3 * c.n_embd * c.ffn_dim)  # weights of matmuls
+    n_params = in_blocks + c.vocab_size * c.n_embd * (1 if c.tie_embeddings else 2) + (2 * layers + 1) * c.n_embd
+    flops = {
+        "matmuls": 6 * n * in_blocks,
+        "loss matmuls": 6 * n * c.n_embd * c.vocab_size,
+        "attention": 6 * n * layers * c.n_embd * c.block_size,  # causal, nothing recomputed
+    }
+    bf16, fp32 = 2, 4
+    moved = {
+        "loss kernel": bf16 * n * c.vocab_size * 2,  # the logits read, their gradient written
+        # forward x, residual -> normed, sum; backward two gradients, sum -> gradient
+        "norms": bf16 * n * c.n_embd * 8 * (2 * layers + 1),
+        "SwiGLU": bf16 * n * c.ffn_dim * 8 * layers,  # gate, up -> product; its gradient, gate, up -> two gradients
+        "RoPE": bf16 * n * (c.n_embd + kv) * 4 * layers,  # q and k read and written, forward and backward
+        # gradients for their norm and for the update; w, m and v read and written; w rounded
+        "optimizer": (bf16 * 3 + fp32 * 6) * n_params,
+    }
+    floors = {part: 1000 * f / (matmul_tflops * 1e12) for part, f in flops.items()} | {COPIES: 0.0}
+    return floors | {part: 1000 * b / (copy_tb_s * 1e12) for part, b in moved.items()}
+
+
+def fastest_matmul_tflops(n: int = 8192) -> float:
+    """TFLOP/s of the fastest of ten products, behind a thousand copies that have warmed the card up.
+
+    timing.matmul_tflops is a tenth less: matmul after matmul draws more power than the card may, which then lowers its
+    clock. Between the other kernels of a step they run faster than that, and a floor must lie below them.
+    """
+    a, b = (torch.randn(n, n, device="cuda", dtype=torch.bfloat16) for _ in range(2))
+    torch.mm(a, b)
+    timing.events_ms([lambda: torch.clone(a)], rounds=1000)
+    return 2 * n**3 / min(timing.events_ms([lambda: torch.mm(a, b)], rounds=10)) / 1e9
+
+
+def breakdown(words: list[str]) -> dict:
+    flags = dict(word.removeprefix("--").split("=", 1) for word in words if word.startswith("--"))
+    config = llama_config(words[0], block_size=int(flags["block_size"]))
+    spans = name_head_matmuls(spans_of_a_run(words))
+    starts = step_starts(spans)
+    first, last = starts[WARMUP_STEPS], starts[WARMUP_STEPS + STEPS]
+    busy, ms = share_out(spans[first:last]), spans[last][0] - spans[first][0]
+    torch.cuda.empty_cache()
+    timing.use_side_stream()
+    copy_tb_s, matmul_tflops = timing.copy_tb_s(), fastest_matmul_tflops()
+    floors = floors_ms(config, int(flags["batch_size"]), copy_tb_s, matmul_tflops)
+    rows = [{"part": part, "ms": time / STEPS, "floor_ms": floors.get(part)} for part, time in busy.items()]
+    rows.append({"part": "idle", "ms": (ms - sum(busy.values())) / STEPS, "floor_ms": 0.0})
+    return {"rows": rows}
+
+
+if __name__ == "__main__":
+    print("\n" + json.dumps(breakdown(sys.argv[1:])), flush=True)

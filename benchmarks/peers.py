@@ -1,0 +1,353 @@
+"""The trainers that nanocria is measured against, each in its own words and at its best.
+
+    python -m benchmarks.peers '{"arm": "recipe", "config": "config/llama32_1b.py", "batch": 8, "block": 2048}'
+
+trains one of them for some steps on the text that nanocria is measured on, and prints a line of JSON. `python bench.py
+step` runs one such process for each point of its table, so that every trainer finds a clean card.
+
+recipe        What torchtitan 0.2 does with a Llama 3, written out in plain PyTorch: blocks compiled one by one, FSDP2
+              with fp32 masters and bf16 compute, a compiled loss over whole logits, fused AdamW. It is kinder than the
+              original in three ways: the head is tied to the embedding (262 million parameters less), RoPE is
+              real-valued (inductor cannot fuse torchtitan's complex product), and selective checkpointing keeps
+              cuDNN's attention (torchtitan keeps flash's and recomputes cuDNN's).
+torchtitan    The package itself: its model, checkpointing, compilation and sharding. It cannot tie the embedding.
+hf            transformers' LlamaForCausalLM in pure bf16: weights, gradients and optimizer states.
+hf-compiled   The same under torch.compile.
+hf-liger      The same under Liger-Kernel's patches, its fused linear cross-entropy among them.
+"""
+
+import functools
+import gc
+import json
+import math
+import runpy
+import sys
+import time
+from collections import Counter
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+import torch.nn as nn
+import torch.nn.functional as F
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
+
+from data.tokens import Tokens
+from model import Llama, LlamaConfig, rope_tables
+
+ROOT = Path(__file__).resolve().parent.parent
+PEAK_FLOPS = {"H200": 989e12, "H100": 989e12}  # dense bf16 of the SXM cards, as in train.py
+WARMUP_STEPS = 5  # compilation, cuBLAS, the allocator: any later step is as fast as the fifth
+
+
+def llama_config(path: str, **changes) -> LlamaConfig:
+    """The model that a config file of train.py describes."""
+    settings = runpy.run_path(str(ROOT / path)) | changes
+    return LlamaConfig(**{name: settings[name] for name in LlamaConfig.__dataclass_fields__ if name in settings})
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# torchtitan's recipe: the model. The weights have torchtitan's names, which are Meta's.
+
+
+class PlainAttention(nn.Module):
+    def __init__(self, c: LlamaConfig):
+        super().__init__()
+        self.head_dim, self.n_rep = c.head_dim, c.n_head // c.n_kv_head
+        self.wq = nn.Linear(c.n_embd, c.n_embd, bias=False)
+        self.wk = nn.Linear(c.n_embd, c.n_kv_head * c.head_dim, bias=False)
+        self.wv = nn.Linear(c.n_embd, c.n_kv_head * c.head_dim, bias=False)
+        self.wo = nn.Linear(c.n_embd, c.n_embd, bias=False)
+
+    def forward(self, x, cos, sin):
+        q, k, v = (w(x).unflatten(-1, (-1, self.head_dim)) for w in (self.wq, self.wk, self.wv))  # (B, T, heads, D)
+        q, k = rotate(q, cos, sin), rotate(k, cos, sin)
+        # K and V once for each query head, as torchtitan has them: (B, T, H, D)
+        k, v = (x.repeat_interleave(self.n_rep, dim=2) for x in (k, v))
+        q, k, v = (x.transpose(1, 2) for x in (q, k, v))  # (B, H, T, D)
+        backends = [SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION]
+        with sdpa_kernel(backends, set_priority=True):
+            y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        return self.wo(y.transpose(1, 2).flatten(2))
+
+
+def rotate(x, cos, sin):
+    """RoPE of x (B, T, heads, D) by halves, in fp32; cos and sin (T, D/2)."""
+    a, b = x.float().chunk(2, dim=-1)
+    cos, sin = cos[:, None], sin[:, None]
+    return torch.cat([a * cos - b * sin, b * cos + a * sin], dim=-1).type_as(x)
+
+
+class PlainMLP(nn.Module):
+    def __init__(self, c: LlamaConfig):
+        super().__init__()
+        self.w1 = nn.Linear(c.n_embd, c.ffn_dim, bias=False)
+        self.w2 = nn.Linear(c.ffn_dim, c.n_embd, bias=False)
+        self.w3 = nn.Linear(c.n_embd, c.ffn_dim, bias=False)
+
+    def forward(self, x):
+        return self.w2(F.silu(self.w1(x)) * self.w3(x))
+
+
+class PlainBlock(nn.Module):
+    def __init__(self, c: LlamaConfig):
+        super().__init__()
+        self.attention_norm, self.ffn_norm = nn.RMSNorm(c.n_embd, c.norm_eps), nn.RMSNorm(c.n_embd, c.norm_eps)
+        self.attention, self.feed_forward = PlainAttention(c), PlainMLP(c)
+
+    def forward(self, x, cos, sin):
+        x = x + self.attention(self.attention_norm(x), cos, sin)
+        return x + self.feed_forward(self.ffn_norm(x))
+
+
+class PlainLlama(nn.Module):
+    """Llama 3 as one writes it without kernels: tokens (B, T) to logits (B, T, V)."""
+
+    def __init__(self, c: LlamaConfig):
+        super().__init__()
+        self.config = c
+        self.tok_embeddings = nn.Embedding(c.vocab_size, c.n_embd)
+        self.layers = nn.ModuleList(PlainBlock(c) for _ in range(c.n_layer))
+        self.norm = nn.RMSNorm(c.n_embd, c.norm_eps)
+        self.output = nn.Linear(c.n_embd, c.vocab_size, bias=False)
+        self.tie()
+
+    def tie(self):
+        if self.config.tie_embeddings:
+            self.output.weight = self.tok_embeddings.weight
+
+    @torch.no_grad()
+    def materialize(self, device):
+        """From the meta device to this one: random weights, and RoPE's tables."""
+        self.to_empty(device=device)
+        self.tie()  # to_empty gave the head a weight of its own
+        for parameter in self.parameters():
+            parameter.fill_(1.0) if parameter.ndim == 1 else parameter.normal_(0.0, 0.02)
+        self.cos, self.sin = rope_tables(self.config, 0, self.config.block_size, device)
+        return self
+
+    def forward(self, tokens):
+        x = self.tok_embeddings(tokens)  # (B, T, C)
+        for layer in self.layers:
+            x = layer(x, self.cos, self.sin)
+        return self.output(self.norm(x))
+
+
+def whole_loss(logits, targets):
+    """The mean cross-entropy of logits (B, T, V), held whole; compiled, their fp32 is never written."""
+    return F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten())
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# torchtitan's recipe: checkpointing, compilation, sharding
+
+KEPT_OPS = {
+    torch.ops.aten.mm.default,
+    torch.ops.aten._scaled_dot_product_cudnn_attention.default,
+    torch.ops.aten._scaled_dot_product_flash_attention.default,
+    torch.ops.aten._scaled_dot_product_efficient_attention.default,
+    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default,
+}
+
+
+def every_second_matmul():
+    """torchtitan's 'op' policy: keep attention and the first, third, fifth, ... matmul of a block."""
+    n_matmuls = Counter()  # forward and recomputation count apart
+
+    def policy(ctx, op, *args, **kwargs):
+        n_matmuls[ctx.is_recompute] += op == torch.ops.aten.mm.default
+        every_second = op == torch.ops.aten.mm.default and n_matmuls[ctx.is_recompute] % 2 == 0
+        keep = op in KEPT_OPS and not every_second
+        return CheckpointPolicy.MUST_SAVE if keep else CheckpointPolicy.PREFER_RECOMPUTE
+
+    return create_selective_checkpoint_contexts(policy)
+
+
+def checkpointed(block: nn.Module, checkpointing: str) -> nn.Module:
+    if checkpointing == "none":
+        return block
+    options = {"context_fn": every_second_matmul} if checkpointing == "selective" else {}
+    return checkpoint_wrapper(block, preserve_rng_state=False, **options)
+
+
+def one_rank_mesh(device: torch.device):
+    dist.init_process_group("nccl", store=dist.HashStore(), rank=0, world_size=1, device_id=device)
+    return init_device_mesh("cuda", (1,))
+
+
+def build_recipe(c: LlamaConfig, checkpointing: str, device: torch.device):
+    with torch.device("meta"):
+        model = PlainLlama(c)
+    # cast_forward_inputs would round cos and sin; the residual stream is bf16 from the embedding on
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32, cast_forward_inputs=False)
+    options = {"mesh": one_rank_mesh(device), "mp_policy": policy}
+    for i, block in enumerate(model.layers):
+        # compile wraps the block, so that FSDP's hooks, which it cannot trace, stay outside of the graph
+        model.layers[i] = torch.compile(checkpointed(block, checkpointing), fullgraph=True)
+        fully_shard(model.layers[i], **options)
+    fully_shard(model, **options)
+    model.materialize(device)
+    loss = torch.compile(whole_loss)
+    return model, lambda tokens, targets: loss(model(tokens), targets)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# The others
+
+
+def build_torchtitan(c: LlamaConfig, checkpointing: str, device: torch.device):
+    from torchtitan.components.loss import cross_entropy_loss
+    from torchtitan.config.job_config import ActivationCheckpoint, Compile
+    from torchtitan.models.llama3.infra import parallelize
+    from torchtitan.models.llama3.model.args import RoPEScalingArgs, TransformerModelArgs
+    from torchtitan.models.llama3.model.model import Transformer
+
+    scaling = c.rope_scaling or {"factor": 1.0}
+    scaling = {"scaling_factor" if key == "factor" else key: value for key, value in scaling.items()}
+    multiplier = (c.ffn_dim + 0.5) / int(8 * c.n_embd / 3)  # of its default width; the product is rounded down
+    args = TransformerModelArgs(
+        dim=c.n_embd, n_layers=c.n_layer, n_heads=c.n_head, n_kv_heads=c.n_kv_head, vocab_size=c.vocab_size,
+        ffn_dim_multiplier=multiplier, multiple_of=1, norm_eps=c.norm_eps, rope_theta=c.rope_theta,
+        rope_scaling_args=RoPEScalingArgs(**scaling), max_seq_len=c.block_size,
+    )  # fmt: skip
+    with torch.device("meta"):
+        model = Transformer(args)
+    # parallelize_llama leaves FSDP out on one rank, for autocast; so its parts are called here, in its order
+    if checkpointing != "none":
+        checkpoint = ActivationCheckpoint(mode=checkpointing, selective_ac_option="op")
+        kept_ops = parallelize._op_sac_save_list
+        parallelize.apply_ac(model, checkpoint, model_compile_enabled=True, op_sac_save_list=kept_ops)
+    parallelize.apply_compile(model, Compile(enable=True))
+    dtypes = {"param_dtype": torch.bfloat16, "reduce_dtype": torch.float32}
+    parallelize.apply_fsdp(model, one_rank_mesh(device), pp_enabled=False, **dtypes)
+    model.to_empty(device=device)
+    with torch.no_grad():
+        model.init_weights(buffer_device=device)
+    loss = torch.compile(cross_entropy_loss)
+    return model, lambda tokens, targets: loss(model(tokens), targets)
+
+
+def build_hf(c: LlamaConfig, checkpointing: str, device, compiled=False, liger=False, dtype=torch.bfloat16):
+    import transformers
+
+    if liger:
+        from liger_kernel.transformers import apply_liger_kernel_to_llama
+
+        apply_liger_kernel_to_llama()
+    scaling = {"rope_type": "llama3", **c.rope_scaling} if c.rope_scaling else {"rope_type": "default"}
+    hf_config = transformers.LlamaConfig(
+        num_hidden_layers=c.n_layer, num_attention_heads=c.n_head, num_key_value_heads=c.n_kv_head,
+        hidden_size=c.n_embd, intermediate_size=c.ffn_dim, vocab_size=c.vocab_size, rms_norm_eps=c.norm_eps,
+        max_position_embeddings=c.block_size, tie_word_embeddings=c.tie_embeddings, use_cache=False,
+        rope_parameters={"rope_theta": c.rope_theta, **scaling}, bos_token_id=None, eos_token_id=None,
+    )  # fmt: skip
+    with torch.device(device):  # from_config, unlike .to(dtype), leaves RoPE's frequencies in fp32
+        options = {"dtype": dtype, "attn_implementation": "sdpa"}
+        model = transformers.AutoModelForCausalLM.from_config(hf_config, **options).train()
+    if checkpointing == "full":
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+    run = torch.compile(model) if compiled else model
+    # shift_labels: the targets are shifted already
+    return model, lambda tokens, targets: run(input_ids=tokens, labels=targets, shift_labels=targets).loss
+
+
+BUILDERS = {
+    "recipe": build_recipe,
+    "torchtitan": build_torchtitan,
+    "hf": build_hf,
+    "hf-compiled": functools.partial(build_hf, compiled=True),
+    "hf-liger": functools.partial(build_hf, liger=True),
+}
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# The step, and its measurement
+
+
+def train_step(model: nn.Module, loss_of, optimizer, tokens, targets) -> list[float]:
+    """Forward, backward, clip, update: the loss and the gradient norm, read when all of it has been launched."""
+    loss = loss_of(tokens, targets)
+    loss.backward()
+    grads = [parameter.grad for parameter in model.parameters()]
+    norm = torch.nn.utils.get_total_norm(grads, foreach=True)
+    norm = norm.full_tensor() if isinstance(norm, DTensor) else norm
+    torch.nn.utils.clip_grads_with_norm_(model.parameters(), 1.0, norm, foreach=True)
+    optimizer.step()
+    del grads
+    optimizer.zero_grad()
+    return torch.stack([loss.detach().float(), norm.float()]).tolist()  # the one synchronisation
+
+
+def batches(n_batches: int, batch: int, block: int, device) -> torch.Tensor:
+    """Tokens (n_batches, B, T + 1) of pystdlib, as train.py has them in this benchmark.
+
+    A matmul's speed depends on its numbers: for random tokens the gradient of the logits would be another one.
+    """
+    folder = ROOT / "data" / "pystdlib"
+    if not (folder / "meta.json").exists():
+        runpy.run_path(str(folder / "prepare.py"))["prepare"](folder)
+    text = Tokens(folder, "train")
+    order = torch.randperm(text.blocks(block))[torch.arange(n_batches * batch) % text.blocks(block)]
+    return torch.from_numpy(text.read(order.numpy(), block)).to(device).unflatten(0, (n_batches, batch))
+
+
+def mfu(config: LlamaConfig, tok_per_s: float, device_name: str) -> float | None:
+    """Model FLOPs utilisation, by the same count as train.py's; None where the card's peak is not known."""
+    peaks = [peak for name, peak in PEAK_FLOPS.items() if name in device_name]
+    with torch.device("meta"):
+        flops = Llama(config).flops_per_token(config.block_size)
+    return flops * tok_per_s / peaks[0] if peaks else None
+
+
+def measure(arm: str, config: str, batch: int, block: int, checkpointing="none", steps=20, **changes) -> dict:
+    """Trains an arm for WARMUP_STEPS + steps; the median step and the peak memory."""
+    device = torch.device("cuda", 0)
+    torch.cuda.set_device(device)
+    torch.set_float32_matmul_precision("high")
+    torch.manual_seed(1337)
+    c = llama_config(config, block_size=block, **changes)
+    model, loss_of = BUILDERS[arm](c, checkpointing, device)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, betas=(0.9, 0.95), weight_decay=0.1, fused=True)
+    times, losses = [], []
+    for step, blocks in enumerate(batches(WARMUP_STEPS + steps, batch, block, device)):
+        if step == WARMUP_STEPS:
+            gc.collect()
+            gc.disable()  # as torchtitan: no collection in the middle of a step
+            torch.cuda.reset_peak_memory_stats()
+        started = time.perf_counter()
+        losses.append(train_step(model, loss_of, optimizer, blocks[:, :-1].contiguous(), blocks[:, 1:].contiguous())[0])
+        times.append(time.perf_counter() - started)
+    seconds = sorted(times[WARMUP_STEPS:])[steps // 2]
+    tok_per_s = batch * block / seconds
+    return {
+        "ms_per_step": seconds * 1000,
+        "tok_per_s": tok_per_s,
+        "mfu": mfu(c, tok_per_s, torch.cuda.get_device_name()),
+        "peak_gib": torch.cuda.max_memory_allocated() / 2**30,
+        "first_loss": losses[0],
+        "last_loss": losses[-1],
+    }
+
+
+def main(spec: dict) -> dict:
+    try:
+        point = measure(**spec)
+    except torch.cuda.OutOfMemoryError:
+        return {"oom": True}
+    except ImportError as error:
+        return {"missing": str(error)}
+    first, last = point["first_loss"], point["last_loss"]
+    if not (math.isfinite(last) and last < first):
+        return {"failed": f"it does not train: its loss went from {first} to {last}"}
+    return point
+
+
+if __name__ == "__main__":
+    print("\n" + json.dumps(main(json.loads(sys.argv[1]))), flush=True)
+    if dist.is_initialized():
+        dist.destroy_process_group()

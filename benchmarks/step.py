@@ -1,0 +1,315 @@
+"""The whole training step, beside the trainers that one would use otherwise.
+
+    python bench.py step                         Llama 3.2 1B on one GPU: every arm, shape and checkpointing
+    python bench.py step arms=nanocria,recipe shapes=8x2048,2x8192 checkpointing=none,full steps=20
+    python bench.py step breakdown               where the milliseconds of nanocria's step go, beside the floor of each
+    python bench.py step baby                    the small model of config/baby_llama.py, where launches dominate
+
+Arms: nanocria, which is train.py itself, and recipe, torchtitan, hf, hf-compiled, hf-liger of benchmarks/peers.py.
+Each point is a process of its own that finds a clean card: some steps to warm up, then the median of 20 or steps=...,
+each a forward, a backward, a clip to norm 1 and an AdamW update. All points take half an hour. They are kept in
+assets/step.json, or out=...; the same code on the same card adds to that record, any other begins it anew.
+"""
+
+import difflib
+import json
+import re
+import shlex
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import torch
+
+from benchmarks import report, timing
+
+CONFIG = "config/llama32_1b.py"
+ARMS = {
+    "nanocria": "nanocria",
+    "recipe": "torchtitan's recipe",
+    "torchtitan": "torchtitan",
+    "hf": "Hugging Face",
+    "hf-compiled": "Hugging Face compiled",
+    "hf-liger": "Hugging Face + Liger",
+}
+CHECKPOINTING = ["none", "selective", "full"]  # Hugging Face knows no selective
+PACKAGES = ("transformers", "liger_kernel", "torchtitan")  # whose versions the record keeps
+PIP = {"torchtitan": "torchtitan", "hf": "transformers", "hf-compiled": "transformers", "hf-liger": "liger-kernel"}
+SHAPES = ["8x2048", "16x2048", "2x8192", "32x2048"]  # sequences x tokens
+TIMEOUT = 400  # seconds a point may take; compiling all of Hugging Face's model is a minute of it
+BABY, BABY_BATCH, BABY_BLOCK = "config/baby_llama.py", 64, 256
+BABY_VOCAB = 257  # pystdlib's: bytes, and one token between files
+BABY_FLAGS = ["--cuda_graph=false", "--cuda_graph=false --compile=true", "--cuda_graph=true"]
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Words
+
+
+def parse(words: list[str]) -> tuple[str, dict]:
+    """What to measure, 'points', 'breakdown' or 'baby', and the options; ValueError with a sentence for a slip."""
+    what = "points"
+    options = {"arms": list(ARMS), "shapes": SHAPES, "checkpointing": CHECKPOINTING, "steps": [], "out": []}
+    for word in words:
+        key, equals, value = word.partition("=")
+        if word in ("breakdown", "baby"):
+            what = word
+        elif not equals or key not in options:
+            known = [*(f"{option}=" for option in options), "breakdown", "baby"]
+            raise ValueError(f"Unknown word {word}: there are {', '.join(known)}{did_you_mean(key + equals, known)}")
+        else:
+            options[key] = value.split(",")
+    for key, known in (("arms", ARMS), ("checkpointing", CHECKPOINTING)):
+        for value in options[key]:
+            if value not in known:
+                raise ValueError(f"{key}={value}: there are {', '.join(known)}{did_you_mean(value, known)}")
+    options["shapes"] = [shape(text) for text in options["shapes"]]
+    steps = ",".join(options["steps"]) or ("200" if what == "baby" else "20")
+    if not re.fullmatch(r"[1-9]\d*", steps):
+        raise ValueError(f"steps={steps}: a whole number, at least 1")
+    out = Path(",".join(options["out"]) or report.ASSETS / "step.json")
+    return what, options | {"steps": int(steps), "out": out}
+
+
+def shape(text: str) -> tuple[int, int]:
+    if not re.fullmatch(r"[1-9]\d*x[1-9]\d*", text):
+        raise ValueError(f"shapes={text}: sequences x tokens, as in 8x2048")
+    batch, block = text.split("x")
+    return int(batch), int(block)
+
+
+def did_you_mean(word: str, known) -> str:
+    near = difflib.get_close_matches(word, list(known), n=1)
+    return f". Did you mean {near[0]}?" if near else ""
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Points, each in a process of its own
+
+
+def run(command: list[str]) -> tuple[dict | None, str]:
+    """The object on the last line that the command prints, None where there is none, and all that it printed."""
+    try:
+        done = subprocess.run(
+            [sys.executable, *command], cwd=report.ROOT, capture_output=True, text=True, timeout=TIMEOUT
+        )
+    except subprocess.TimeoutExpired:
+        return None, f"took longer than {TIMEOUT} seconds"
+    lines = [line for line in done.stdout.splitlines() if line.startswith("{")]
+    return json.loads(lines[-1]) if lines and not done.returncode else None, done.stdout + done.stderr
+
+
+def failure(printed: str) -> dict:
+    if "out of memory" in printed.lower():
+        return {"oom": True}
+    print(printed[-4000:], file=sys.stderr)
+    return {"failed": (printed.strip().splitlines() or ["it said nothing"])[-1][:300]}
+
+
+def train_words(config: str, batch: int, block: int, checkpointing: str, out_dir: str) -> list[str]:
+    """train.py's command line, without evaluations and checkpoints."""
+    flags = {
+        "dataset": "pystdlib", "gradient_accumulation_steps": 1, "batch_size": batch, "block_size": block,
+        "activation_checkpointing": checkpointing, "warmup_iters": 5, "log_interval": 10, "eval_interval": 100000,
+        "eval_iters": 1, "keep_last": 0, "out_dir": out_dir,
+    }  # fmt: skip
+    return [config, *(f"--{name}={value}" for name, value in flags.items())]
+
+
+def nanocria_point(config, batch, block, checkpointing, steps, flag="") -> dict:
+    with tempfile.TemporaryDirectory() as out_dir:
+        words = [*train_words(config, batch, block, checkpointing, out_dir), *flag.split(), f"--max_iters={steps + 5}"]
+        _, printed = run(["train.py", *words])
+        summary = Path(out_dir) / "summary.json"
+        if not summary.exists():
+            return failure(printed)
+        return {k: json.loads(summary.read_text())[k] for k in ("ms_per_step", "tok_per_s", "mfu", "peak_gib")}
+
+
+def peer_point(arm, config, batch, block, checkpointing, steps, **changes) -> dict:
+    spec = {"arm": arm, "config": config, "batch": batch, "block": block, "checkpointing": checkpointing}
+    point, printed = run(["-m", "benchmarks.peers", json.dumps(spec | {"steps": steps} | changes)])
+    return point or failure(printed)
+
+
+def points(options: dict):
+    """Point after point: the arms in turn, so that a card that warms up is no arm's luck."""
+    missing = set()
+    for batch, block in options["shapes"]:
+        for checkpointing in options["checkpointing"]:
+            for arm in options["arms"]:
+                if arm in missing or (arm.startswith("hf") and checkpointing == "selective"):
+                    continue
+                at = (CONFIG, batch, block, checkpointing, options["steps"])
+                result = nanocria_point(*at) if arm == "nanocria" else peer_point(arm, *at)
+                if "missing" in result:
+                    missing.add(arm)
+                yield dict(zip(PLACE, (arm, batch, block, checkpointing), strict=True)) | {"oom": False} | result
+
+
+def breakdown(options: dict):
+    """The parts of a step at the first shape and checkpointing asked for."""
+    with tempfile.TemporaryDirectory() as out_dir:
+        words = train_words(CONFIG, *options["shapes"][0], options["checkpointing"][0], out_dir)
+        result, printed = run(["-m", "benchmarks.breakdown", *words])
+    yield from result["rows"] if result else [{"part": "the step", **failure(printed)}]
+
+
+def baby(options: dict):
+    at = (BABY, BABY_BATCH, BABY_BLOCK, "none", options["steps"])
+    for flag in BABY_FLAGS if "nanocria" in options["arms"] else []:
+        yield {"arm": f"nanocria {flag}".strip()} | nanocria_point(*at, flag=flag)
+    for arm in options["arms"]:
+        if arm != "nanocria":
+            yield {"arm": arm} | peer_point(arm, *at, vocab_size=BABY_VOCAB)
+
+
+MEASURES = {"points": points, "breakdown": breakdown, "baby": baby}
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# The record
+
+PLACE = ("arm", "batch", "block", "checkpointing")
+ROWS = {"points": PLACE, "breakdown": ("part",), "baby": ("arm",)}  # what names a row: a later one replaces it
+
+
+def card() -> dict:
+    timing.use_side_stream()
+    limits = {"copy_tb_s": timing.copy_tb_s(), "matmul_tflops": timing.matmul_tflops()}
+    return {"device": torch.cuda.get_device_name(), **limits}
+
+
+def merged(old: dict | None, new: dict) -> dict:
+    """The old record with what is new, if the same code measured it on the same device; otherwise the new one alone."""
+    if not continues(old, new):
+        return new
+    commands = dict.fromkeys([*old["command"].split(" && "), new["command"]])
+    rows = {}
+    for kind, keys in ROWS.items():
+        latest = {tuple(row[key] for key in keys): row for row in old[kind] + new[kind]}
+        rows[kind] = list(latest.values())
+    return new | {"command": " && ".join(commands)} | rows
+
+
+def continues(old: dict | None, new: dict) -> bool:
+    return old is not None and all(old[key] == new[key] for key in ("device", "versions"))
+
+
+def place(point: dict) -> tuple:
+    return tuple(point[key] for key in PLACE)
+
+
+def ratios(points: list[dict]) -> list[dict]:
+    """nanocria's tokens a second and peak memory over those of each peer, at the same shape and checkpointing."""
+    done = {place(point): point for point in points if "ms_per_step" in point}
+    out = []
+    for (arm, *where), peer in done.items():
+        ours = done.get(("nanocria", *where))
+        if arm != "nanocria" and ours:
+            speed, memory = (ours[key] / peer[key] for key in ("tok_per_s", "peak_gib"))
+            out.append({"at": where, "peer": arm, "tok_per_s": speed, "peak_gib": memory})
+    return out
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# What one sees
+
+
+def line(point: dict) -> str:
+    """A row of the record as one reads it while the run goes on."""
+    if "part" in point and "ms" in point:
+        floor = "" if point["floor_ms"] is None else f"floor {point['floor_ms']:7.2f} ms"
+        return f"{point['part']:<26} {point['ms']:9.2f} ms  {floor}"
+    where = f"{point['batch']:>3} x {point['block']:<5} {point['checkpointing']:<9}" if "batch" in point else ""
+    name = point.get("arm") or point["part"]
+    name = f"{ARMS.get(name, name):<26} {where}"
+    if "ms_per_step" not in point:
+        return f"{name}  {trouble(point)}"
+    speed = f"{point['ms_per_step']:9.2f} ms {point['tok_per_s']:11,.0f} tok/s"
+    return f"{name} {speed}  mfu {share(point['mfu'])}  {point['peak_gib']:6.1f} GiB"
+
+
+def trouble(point: dict) -> str:
+    if point.get("oom"):
+        return "out of memory"
+    if "missing" in point:
+        return f"-  {point['missing']}: pip install {PIP.get(point['arm'], 'torch')}"
+    return f"failed: {point['failed']}"
+
+
+def share(value: float | None) -> str:
+    return "  n/a" if value is None else f"{value:5.1%}"
+
+
+def step_table(record: dict) -> str:
+    """Tokens a second and peak GiB of each arm, a row for each shape and checkpointing."""
+    found = {place(point): point for point in record["points"]}
+    arms = [arm for arm in ARMS if any(point["arm"] == arm for point in record["points"])]
+    rows = []
+    for where in dict.fromkeys(place(point)[1:] for point in record["points"]):
+        cells = [cell(found.get((arm, *where))) for arm in arms]
+        rows.append([f"{where[0]} x {where[1]:,}", where[2], *cells])
+    return report.table(["sequences x tokens", "checkpointing", *(ARMS[arm] for arm in arms)], rows)
+
+
+def cell(point: dict | None) -> str:
+    if point is None:
+        return "-"
+    return "out of memory" if point.get("oom") else f"{point['tok_per_s']:,.0f} · {point['peak_gib']:.1f}"
+
+
+def breakdown_table(record: dict) -> str:
+    """Milliseconds of each part of the step and the least that it could take."""
+    rows = [[r["part"], f"{r['ms']:.1f}", "" if r["floor_ms"] is None else f"{r['floor_ms']:.1f}"]
+            for r in record["breakdown"]]  # fmt: skip
+    total = [sum(r[key] or 0.0 for r in record["breakdown"]) for key in ("ms", "floor_ms")]
+    return report.table(["part", "ms", "floor, ms"], [*rows, ["whole step", *(f"{ms:.1f}" for ms in total)]])
+
+
+def baby_table(record: dict) -> str:
+    """The small model, where a step is hundreds of launches of a few microseconds."""
+    rows = [[ARMS.get(p["arm"], f"`{p['arm']}`"), f"{p['ms_per_step']:.2f}", f"{p['tok_per_s']:,.0f}"]
+            for p in record["baby"] if "ms_per_step" in p]  # fmt: skip
+    return report.table(["arm", "ms a step", "tok/s"], rows)
+
+
+def main(words: list[str]) -> None:
+    try:
+        what, options = parse(words)
+    except ValueError as error:
+        sys.exit(str(error))
+    if not torch.cuda.is_available():
+        sys.exit("python bench.py step needs a CUDA GPU, and torch finds none")
+    facts, printed = run(["-m", "benchmarks.step", "card"])  # elsewhere, so that this process takes none of the card
+    if facts is None:
+        sys.exit(printed)
+    print(f"{facts['device']}: copies {facts['copy_tb_s']:.2f} TB/s, matmuls {facts['matmul_tflops']:.0f} TFLOP/s")
+    command = shlex.join(["python", "bench.py", "step", *words])
+    new = report.origin(command, facts["device"], PACKAGES) | facts | {kind: [] for kind in ROWS}
+    out = options["out"]
+    old = json.loads(out.read_text()) if out.exists() else None
+    if old and not continues(old, new):
+        print(f"{out} was measured with other code or on another device: it begins anew")
+    failed = []
+    for row in MEASURES[what](options):
+        print(line(row), flush=True)
+        if "missing" in row or "failed" in row:
+            failed.append(row)
+        else:
+            new[what].append(row)
+            out.write_text(json.dumps(merged(old, new), indent=1) + "\n")  # now: a later point may take us with it
+    compared = ratios(merged(old, new)["points"]) if what == "points" else []
+    for r in compared:
+        batch, block, checkpointing = r["at"]
+        where = f"{batch} x {block}, checkpointing {checkpointing}:"
+        print(f"{where:<38} {r['tok_per_s']:.3f} x the speed, {r['peak_gib']:.2f} x the memory of {ARMS[r['peer']]}")
+    print(json.dumps({"record": str(out), "rows": len(new[what]), "failed": failed, "ratios": compared}))
+
+
+if __name__ == "__main__":
+    if sys.argv[1:] == ["card"]:
+        print(json.dumps(card()))
+    else:
+        main(sys.argv[1:])

@@ -1,0 +1,357 @@
+"""Causal attention, exact, that never holds the (T, T) scores; heads in groups, any number of documents in a row.
+
+    forward    s = q kᵀ / √D       lse = log Σ exp(s)        p = exp(s − lse)       y = p v
+    backward   dv = pᵀ dy          delta = Σ_D dy · y        ds = p · (dy vᵀ − delta)
+               dq = ds k / √D      dk = dsᵀ q / √D
+
+Token t sees the tokens starts[t]..t, which is its document so far. Forward takes one block of queries past the blocks
+of keys with a running maximum and a running sum; blocks that no query sees are skipped, blocks that all see need no
+mask. Backward needs q, k, v, y and one fp32 lse a query and head, and computes p from them again. It takes two kernels:
+one holds the dq of a block of queries and walks the keys, one holds the dk and dv of a block of keys and walks the
+queries of all heads that share them. So every sum has one owner and one order, and a run repeats bit for bit without
+atomics; the price is that s and dy vᵀ are computed in both, 7 matmuls for 5.
+
+FLOPs for the n = T(T+1)/2 pairs of a row and head: forward 4nD, backward 14nD. Bytes for N tokens of 2-byte elements:
+forward 4N(H+K)D, backward 12N(H+K)D, nothing beside a thousand FLOPs a byte. The exponentials count: a multiprocessor
+computes 16 a clock beside 4,096 FLOPs, which is as long as the matmuls take at D = 64. They are of base 2, one fused
+multiply-add and one instruction each, and run beside another block's matmuls wherever two programs share the hardware.
+
+Made for Hopper, whose copy engine (TMA) reads the tiles. Triton emulates it on older cards, slowly.
+Dao, FlashAttention-2, 2023. https://arxiv.org/abs/2307.08691
+"""
+
+import torch
+import torch.nn.functional as F
+
+from .launch import HAS_TRITON, INTERPRETED, compute_dtype, refuse_double_backward, tl, to_compute, triton, use_triton
+
+if HAS_TRITON:
+    from triton.tools.tensor_descriptor import TensorDescriptor
+
+# BLOCK_M queries, BLOCK_N keys, warps, stages of loads in flight, registers a thread (None: as many as it likes).
+# The best of about 200 on one H200 with Triton 3.6 in bf16, 32 query heads on 8: 8 x 2048 and 2 x 8192 tokens at
+# D = 64, 4 x 4096 at D = 128. In all but dq at D = 128, two to four programs share a multiprocessor, and that decides:
+# Triton lets a program wait for its matmul before the exponentials, so the tensor cores need another one's meanwhile.
+# BLOCK_M is at least 32: the copy engine wants 128 bytes, also of the one fp32 a query that lse and delta are.
+CONSTANTS = {
+    "fwd": {64: (128, 128, 8, 3, 128), 128: (128, 64, 4, 2, None)},
+    "dq": {64: (64, 64, 4, 2, None), 128: (128, 64, 8, 3, None)},
+    "dkv": {64: (64, 64, 4, 3, 168), 128: (64, 64, 4, 2, None)},
+}
+FALLBACK = (32, 16, 4, 2, None)  # small enough for fp32's registers, and for tests to cross several blocks
+
+
+def flash_attention_reference(q, k, v, starts=None):
+    q, k, v = (x.transpose(1, 2) for x in (q, k, v))  # (B, H, T, D) and (B, K, T, D)
+    visible = None
+    if starts is not None:
+        time = torch.arange(q.shape[2], device=q.device)
+        visible = (starts[:, None, :, None] <= time) & (time <= time[:, None])  # (B, 1, T, T)
+    y = F.scaled_dot_product_attention(q, k, v, visible, is_causal=starts is None, enable_gqa=True)
+    return y.transpose(1, 2).contiguous()
+
+
+@triton.jit
+def _load(tiles, batch, head, time):
+    """Tokens time.. of one head, (BLOCK, D) or (BLOCK,). The copy engine fetches them, zeros for tokens past T."""
+    if len(tiles.block_shape) == 4:
+        return tiles.load([batch, head, time, 0]).reshape(tiles.block_shape[2], tiles.block_shape[3])
+    else:
+        return tiles.load([batch, head, time]).reshape(tiles.block_shape[2])
+
+
+@triton.jit
+def _store(tiles, batch, head, time, x):
+    """The way back: rounds once, drops tokens past T."""
+    x = x.to(tiles.dtype).reshape(tiles.block_shape)
+    if len(tiles.block_shape) == 4:
+        tiles.store([batch, head, time, 0], x)
+    else:
+        tiles.store([batch, head, time], x)
+
+
+@triton.jit
+def _dot(a, b, total=None):
+    """a b + total in fp32. "ieee" is for fp32 inputs, which would be cut to 10 bits of mantissa without it."""
+    return tl.dot(a, b, total, input_precision="ieee")
+
+
+@triton.jit
+def _keys_of(starts_ptr, batch, row0, rows, n_time, BLOCK_N: tl.constexpr):
+    """Of a block of queries: where each one's document starts, begin..end of the keys they see, the first all see."""
+    end = tl.minimum(row0 + rows.shape[0], n_time)
+    if starts_ptr is None:
+        return tl.zeros_like(rows), 0, end, 0
+    else:
+        starts_ptr += batch.to(tl.int64) * n_time
+        starts = tl.load(starts_ptr + rows, mask=rows < n_time, other=0)
+        begin = tl.load(starts_ptr + row0) // BLOCK_N * BLOCK_N
+        return starts, begin, end, tl.load(starts_ptr + end - 1)
+
+
+@triton.jit
+def _where_seen(x, otherwise, rows, cols, starts, starts_ptr):
+    """x where the query of its row sees the key of its column."""
+    seen = cols[None, :] <= rows[:, None]
+    if starts_ptr is not None:
+        seen &= cols[None, :] >= starts[:, None]
+    return tl.where(seen, x, otherwise)
+
+
+@triton.jit
+def _flash_fwd_kernel(
+    q_tiles, k_tiles, v_tiles, y_tiles, lse_tiles, starts_ptr, n_time,
+    N_HEAD: tl.constexpr, GROUP: tl.constexpr, SCALE: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    """One program, BLOCK_M queries of one head. lse is kept in base 2: log2 Σ exp2(s·log2 e)."""
+    SCALE_LOG2: tl.constexpr = SCALE * 1.4426950408889634
+    batch, head = tl.program_id(0) // N_HEAD, tl.program_id(0) % N_HEAD
+    row0 = (tl.num_programs(1) - 1 - tl.program_id(1)) * BLOCK_M  # the longest first: none is left over at the end
+    rows = row0 + tl.arange(0, BLOCK_M)
+    starts, begin, end, common = _keys_of(starts_ptr, batch, row0, rows, n_time, BLOCK_N)
+    q = _load(q_tiles, batch, head, row0)
+    y = tl.zeros(q.shape, lse_tiles.dtype)
+    # Not -inf: a query that sees none of a block has exp(-inf - row_max) = 0 there, and not NaN.
+    row_max = tl.full([BLOCK_M], -1e30, y.dtype)
+    row_sum = tl.zeros([BLOCK_M], y.dtype)
+    for col0 in range(begin, end, BLOCK_N):
+        k = _load(k_tiles, batch, head // GROUP, col0)
+        s = _dot(q, k.T)
+        if (col0 + BLOCK_N > row0) | (col0 < common):  # a branch: most blocks need no mask
+            s = _where_seen(s, float("-inf"), rows, col0 + tl.arange(0, BLOCK_N), starts, starts_ptr)
+        new_max = tl.maximum(row_max, tl.max(s, axis=1) * SCALE_LOG2)
+        p = tl.exp2(s * SCALE_LOG2 - new_max[:, None])
+        shrink = tl.exp2(row_max - new_max)
+        row_sum = row_sum * shrink + tl.sum(p, axis=1)
+        v = _load(v_tiles, batch, head // GROUP, col0)
+        y = _dot(p.to(v.dtype), v, y * shrink[:, None])
+        row_max = new_max
+    _store(y_tiles, batch, head, row0, y / row_sum[:, None])
+    _store(lse_tiles, batch, head, row0, row_max + tl.log2(row_sum))
+
+
+@triton.jit
+def _flash_dq_kernel(
+    q_tiles, k_tiles, v_tiles, y_tiles, dy_tiles, dq_tiles, lse_tiles, delta_tiles, starts_ptr, n_time,
+    N_HEAD: tl.constexpr, GROUP: tl.constexpr, SCALE: tl.constexpr,
+    NEED_DQ: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    """One program, BLOCK_M queries of one head: their delta, which the next kernel reads, then their dq."""
+    SCALE_LOG2: tl.constexpr = SCALE * 1.4426950408889634
+    batch, head = tl.program_id(0) // N_HEAD, tl.program_id(0) % N_HEAD
+    row0 = (tl.num_programs(1) - 1 - tl.program_id(1)) * BLOCK_M
+    rows = row0 + tl.arange(0, BLOCK_M)
+    dy = _load(dy_tiles, batch, head, row0)
+    delta = tl.sum(to_compute(dy) * to_compute(_load(y_tiles, batch, head, row0)), axis=1)
+    _store(delta_tiles, batch, head, row0, delta)
+    if NEED_DQ:
+        starts, begin, end, common = _keys_of(starts_ptr, batch, row0, rows, n_time, BLOCK_N)
+        q = _load(q_tiles, batch, head, row0)
+        lse = _load(lse_tiles, batch, head, row0)
+        dq = tl.zeros(q.shape, lse.dtype)
+        for col0 in range(begin, end, BLOCK_N):
+            k = _load(k_tiles, batch, head // GROUP, col0)
+            v = _load(v_tiles, batch, head // GROUP, col0)
+            s = _dot(q, k.T)
+            dp = _dot(dy, v.T)
+            p = tl.exp2(s * SCALE_LOG2 - lse[:, None])
+            if (col0 + BLOCK_N > row0) | (col0 < common):
+                p = _where_seen(p, 0.0, rows, col0 + tl.arange(0, BLOCK_N), starts, starts_ptr)
+            ds = p * (dp - delta[:, None])
+            dq = _dot(ds.to(k.dtype), k, dq)
+        _store(dq_tiles, batch, head, row0, dq * SCALE)
+
+
+@triton.jit
+def _flash_dkv_kernel(
+    q_tiles, k_tiles, v_tiles, dy_tiles, dk_tiles, dv_tiles, lse_tiles, delta_tiles, ends_ptr, n_time,
+    N_HEAD: tl.constexpr, GROUP: tl.constexpr, SCALE: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    """One program, BLOCK_N keys of one key/value head, the queries of all GROUP heads that share it.
+
+    The tiles are transposed, (keys, queries): p and ds then leave one matmul as the next one takes them, in registers.
+    """
+    SCALE_LOG2: tl.constexpr = SCALE * 1.4426950408889634
+    batch, kv_head = tl.program_id(0) // (N_HEAD // GROUP), tl.program_id(0) % (N_HEAD // GROUP)
+    col0 = tl.program_id(1) * BLOCK_N  # the first keys have the most queries
+    cols = col0 + tl.arange(0, BLOCK_N)
+    end, common = n_time, n_time  # where the queries end that see any of the keys, and those that see all
+    if ends_ptr is not None:
+        ends_ptr += batch.to(tl.int64) * n_time
+        ends = tl.load(ends_ptr + cols, mask=cols < n_time, other=0)
+        end = tl.load(ends_ptr + tl.minimum(col0 + BLOCK_N, n_time) - 1)
+        common = tl.load(ends_ptr + col0)
+    k = _load(k_tiles, batch, kv_head, col0)
+    v = _load(v_tiles, batch, kv_head, col0)
+    dk = tl.zeros(k.shape, lse_tiles.dtype)
+    dv = tl.zeros(v.shape, lse_tiles.dtype)
+    begin = col0 // BLOCK_M * BLOCK_M
+    # One loop over all heads, so that its loads are in flight from the first head to the last. A query past T is all
+    # zeros: its p is 1, but its dy, ds and q add nothing.
+    for step in range(0, tl.cdiv(end - begin, BLOCK_M) * GROUP):
+        head = kv_head * GROUP + step % GROUP
+        row0 = begin + step // GROUP * BLOCK_M
+        q = _load(q_tiles, batch, head, row0)
+        dy = _load(dy_tiles, batch, head, row0)
+        lse = _load(lse_tiles, batch, head, row0)
+        delta = _load(delta_tiles, batch, head, row0)
+        s = _dot(k, q.T)
+        dp = _dot(v, dy.T)
+        p = tl.exp2(s * SCALE_LOG2 - lse[None, :])
+        if (row0 < col0 + BLOCK_N) | (row0 + BLOCK_M > common):
+            rows = row0 + tl.arange(0, BLOCK_M)
+            seen = rows[None, :] >= cols[:, None]
+            if ends_ptr is not None:
+                seen &= rows[None, :] < ends[:, None]
+            p = tl.where(seen, p, 0.0)
+        dv = _dot(p.to(dy.dtype), dy, dv)
+        ds = p * (dp - delta[None, :])
+        dk = _dot(ds.to(q.dtype), q, dk)
+    _store(dk_tiles, batch, kv_head, col0, dk * SCALE)
+    _store(dv_tiles, batch, kv_head, col0, dv)
+
+
+def _readable(x):
+    """x where the copy engine can read it (rows of consecutive elements, 16 bytes apart), a copy where it cannot."""
+    if INTERPRETED and x.dtype == torch.bfloat16:
+        return x.float().contiguous()  # the interpreter's tl.dot misreads bf16
+    apart = all(s > 0 and s * x.element_size() % 16 == 0 for s in x.stride()[:-1])
+    if apart and x.stride(-1) == 1 and x.data_ptr() % 16 == 0:
+        return x
+    return x.clone(memory_format=torch.contiguous_format)
+
+
+def _tiles(x, block):
+    """x (B, T, heads, D) or (B, T, heads) as the kernels see it: in tiles of `block` tokens of one head."""
+    return TensorDescriptor.from_tensor(x.transpose(1, 2), [1, 1, block, *x.shape[3:]])
+
+
+def _constants(kernel, q):
+    fast = q.element_size() == 2 and not INTERPRETED
+    block_m, block_n, warps, stages, registers = CONSTANTS[kernel][max(q.shape[-1], 64)] if fast else FALLBACK
+    launch = {"num_warps": warps, "num_stages": stages, "maxnreg": registers}
+    return block_m, block_n, {"BLOCK_M": block_m, "BLOCK_N": block_n, "SCALE": q.shape[-1] ** -0.5, **launch}
+
+
+def _one_per_query(q):
+    """An fp32 (B, T, H), fp64 for fp64: a head's tokens side by side, each head on 16 bytes for the copy engine."""
+    n_batch, n_time, n_head, _ = q.shape
+    padded = torch.empty(n_batch, n_head, triton.cdiv(n_time, 4) * 4, dtype=compute_dtype(q), device=q.device)
+    return padded[:, :, :n_time].transpose(1, 2)
+
+
+# Opaque operators: torch.compile calls them as they stand, and selective checkpointing knows them by name.
+@torch.library.custom_op("nanocria::flash_attention", mutates_args=())
+def _forward(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, starts: torch.Tensor | None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """y (B, T, H, D) and lse (B, T, H)."""
+    y, lse = _forward_fake(q, k, v, starts)
+    if y.numel() == 0:
+        return y, lse
+    n_batch, n_time, n_head, _ = q.shape
+    block_m, block_n, constants = _constants("fwd", q)
+    q, k, v = (_readable(x) for x in (q, k, v))
+    _flash_fwd_kernel[(n_batch * n_head, triton.cdiv(n_time, block_m))](
+        _tiles(q, block_m), _tiles(k, block_n), _tiles(v, block_n), _tiles(y, block_m),
+        _tiles(lse, block_m), starts, n_time,
+        N_HEAD=n_head, GROUP=n_head // k.shape[2], **constants,
+    )  # fmt: skip
+    return y, lse
+
+
+@_forward.register_fake
+def _forward_fake(q, k, v, starts):
+    return torch.empty(q.shape, dtype=q.dtype, device=q.device), _one_per_query(q)
+
+
+@torch.library.custom_op("nanocria::flash_attention_backward", mutates_args=())
+def _backward(
+    dy: torch.Tensor,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    y: torch.Tensor,
+    lse: torch.Tensor,
+    starts: torch.Tensor | None,
+    need_dq: bool,
+    need_dkv: bool,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """dq (B, T, H, D), dk and dv (B, T, K, D); empty where not needed."""
+    dq, dk, dv = _backward_fake(dy, q, k, v, y, lse, starts, need_dq, need_dkv)
+    if y.numel() == 0:
+        return dq, dk, dv
+    n_batch, n_time, n_head, _ = q.shape
+    n_kv_head = k.shape[2]
+    heads = {"N_HEAD": n_head, "GROUP": n_head // n_kv_head}
+    delta = _one_per_query(q)
+    (block_m, block_n, constants), dkv_constants = _constants("dq", q), _constants("dkv", q)
+    q, k, v, y, dy = (_readable(x) for x in (q, k, v, y, dy))
+    _flash_dq_kernel[(n_batch * n_head, triton.cdiv(n_time, block_m))](
+        _tiles(q, block_m), _tiles(k, block_n), _tiles(v, block_n), _tiles(y, block_m), _tiles(dy, block_m),
+        _tiles(dq if need_dq else q, block_m), _tiles(lse, block_m), _tiles(delta, block_m), starts, n_time,
+        NEED_DQ=need_dq, **heads, **constants,
+    )  # fmt: skip
+    if need_dkv:
+        # Token s is seen by s..ends[s]: as starts never fall, by all up to the last with starts[t] <= s.
+        ends = None
+        if starts is not None:
+            time = torch.arange(n_time, dtype=starts.dtype, device=starts.device)
+            ends = torch.searchsorted(starts, time.expand(n_batch, -1).contiguous(), right=True, out_int32=True)
+        block_m, block_n, constants = dkv_constants
+        _flash_dkv_kernel[(n_batch * n_kv_head, triton.cdiv(n_time, block_n))](
+            _tiles(q, block_m), _tiles(k, block_n), _tiles(v, block_n), _tiles(dy, block_m),
+            _tiles(dk, block_n), _tiles(dv, block_n), _tiles(lse, block_m), _tiles(delta, block_m), ends, n_time,
+            **heads, **constants,
+        )  # fmt: skip
+    return dq, dk, dv
+
+
+@_backward.register_fake
+def _backward_fake(dy, q, k, v, y, lse, starts, need_dq, need_dkv):
+    needs = ((q, need_dq), (k, need_dkv), (v, need_dkv))
+    return tuple(torch.empty(x.shape if need else 0, dtype=x.dtype, device=x.device) for x, need in needs)
+
+
+class _FlashAttention(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, q, k, v, starts):
+        y, lse = _forward(q, k, v, starts)
+        ctx.save_for_backward(q, k, v, y, lse, starts)
+        return y
+
+    @staticmethod
+    def backward(ctx, dy):
+        refuse_double_backward()
+        need_dq, need_dk, need_dv, _ = ctx.needs_input_grad
+        dq, dk, dv = _backward(dy, *ctx.saved_tensors, need_dq, need_dk or need_dv)
+        return dq if need_dq else None, dk if need_dk else None, dv if need_dv else None, None
+
+
+def flash_attention(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, starts: torch.Tensor | None = None
+) -> torch.Tensor:
+    """y[t] = Σ_s softmax_s(q[t]·k[s] / √D)·v[s] over the tokens s of t's document up to t (Dao, 2023).
+
+    q (B, T, H, D), k and v (B, T, K, D) of one floating dtype and any strides; K divides H, and query head h reads
+    key/value head h // (H/K). D is a power of two from 16 to 128. starts (B, T) integers, for each token the position
+    of the first token of its document (so they never fall along T); None where a row is one document.
+    Returns y (B, T, H, D) in q's dtype, contiguous. ValueError where shapes or dtypes do not fit.
+    """
+    if q.ndim != 4 or k.ndim != 4 or k.shape != v.shape or k.shape[:2] != q.shape[:2] or k.shape[3] != q.shape[3]:
+        raise ValueError(
+            f"q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}: expected (B, T, H, D) and twice (B, T, K, D)"
+        )
+    if q.dtype != k.dtype or q.dtype != v.dtype or not q.is_floating_point():
+        raise ValueError(f"q is {q.dtype}, k {k.dtype}, v {v.dtype}: expected one floating dtype")
+    if q.shape[2] % max(k.shape[2], 1):
+        raise ValueError(f"{q.shape[2]} query heads cannot share {k.shape[2]} key/value heads evenly")
+    if q.shape[3] not in (16, 32, 64, 128):
+        raise ValueError(f"head size {q.shape[3]}: 16, 32, 64 and 128 are supported")
+    if starts is not None and (starts.shape != q.shape[:2] or starts.is_floating_point()):
+        raise ValueError(f"starts {tuple(starts.shape)} {starts.dtype}: expected integers {tuple(q.shape[:2])}")
+    if not use_triton(q) or (q.dtype == torch.float64 and q.is_cuda):
+        return flash_attention_reference(q, k, v, starts)
+    return _FlashAttention.apply(q, k, v, None if starts is None else starts.int().contiguous())

@@ -1,0 +1,297 @@
+"""The whole-step benchmark: its peers train the very model that nanocria trains, and its records add up.
+
+    pytest test_bench_step.py        seconds, without a GPU
+
+What needs a GPU, the measuring itself, is in the records that it leaves.
+"""
+
+import copy
+import json
+import re
+
+import pytest
+import torch
+
+from benchmarks import breakdown, peers, plots, step
+from model import Llama, LlamaConfig
+
+SCALING = {"factor": 32.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 16}
+TINY = LlamaConfig(n_layer=2, n_head=4, n_kv_head=2, n_embd=32, ffn_dim=96, vocab_size=61, block_size=24,
+                   rope_scaling=SCALING, tie_embeddings=True, fused_kernels=False, fused_loss=False)  # fmt: skip
+CPU = torch.device("cpu")
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Peers
+
+RECIPE_NAMES = {
+    "attn_norm": ["attention_norm"],
+    "attn.qkv_proj": ["attention.wq", "attention.wk", "attention.wv"],
+    "attn.o_proj": ["attention.wo"],
+    "mlp_norm": ["ffn_norm"],
+    "mlp.gate_up_proj": ["feed_forward.w1", "feed_forward.w3"],
+    "mlp.down_proj": ["feed_forward.w2"],
+}
+HF_NAMES = {
+    "attn_norm": ["input_layernorm"],
+    "attn.qkv_proj": ["self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"],
+    "attn.o_proj": ["self_attn.o_proj"],
+    "mlp_norm": ["post_attention_layernorm"],
+    "mlp.gate_up_proj": ["mlp.gate_proj", "mlp.up_proj"],
+    "mlp.down_proj": ["mlp.down_proj"],
+    "tok_embeddings": ["embed_tokens"],
+}
+
+
+def build_recipe(checkpointing):
+    """As peers.build_recipe, but not compiled and not sharded."""
+    model = peers.PlainLlama(TINY).materialize(CPU)
+    for i, block in enumerate(model.layers):
+        model.layers[i] = peers.checkpointed(block, checkpointing)
+    return model, lambda tokens, targets: peers.whole_loss(model(tokens), targets)
+
+
+def build_hf(checkpointing):
+    pytest.importorskip("transformers")
+    return peers.build_hf(TINY, checkpointing, CPU, dtype=torch.float32)
+
+
+def counterparts(name, names, peer):
+    """The peer's parameters that nanocria's parameter of that name stacks."""
+    theirs = {n.replace("_checkpoint_wrapped_module.", ""): p for n, p in peer.named_parameters()}
+    theirs = {n.removeprefix("model.").removesuffix(".weight"): p for n, p in theirs.items()}
+    layer, module = re.fullmatch(r"(layers\.\d+\.|)(.*)\.weight", name).groups()
+    return [theirs[layer + n] for n in names.get(module, [module])]
+
+
+@pytest.mark.parametrize(
+    "build, names, checkpointing",
+    [(build_recipe, RECIPE_NAMES, c) for c in ("none", "selective", "full")]
+    + [(build_hf, HF_NAMES, c) for c in ("none", "full")],
+)
+def test_a_peer_has_our_loss_and_our_gradients(build, names, checkpointing):
+    torch.manual_seed(1)
+    ours = Llama(TINY)
+    ours.init_weights(seed=1)
+    peer, loss_of = build(checkpointing)
+    pairs = [(name, p, counterparts(name, names, peer)) for name, p in ours.named_parameters()]
+    with torch.no_grad():
+        for _, parameter, parts in pairs:
+            for part, value in zip(parts, parameter.split([len(part) for part in parts]), strict=True):
+                part.copy_(value)
+    assert sum(p.numel() for p in peer.parameters()) == ours.n_params()
+    tokens, targets = torch.randint(TINY.vocab_size, (2, 3, TINY.block_size))
+    expected, found = ours(tokens, targets), loss_of(tokens, targets)
+    assert abs(expected - found) < 1e-6, f"{found} instead of {expected}"
+    expected.backward()
+    found.backward()
+    for name, parameter, parts in pairs:
+        grad = torch.cat([part.grad for part in parts])
+        error = ((grad - parameter.grad).norm() / parameter.grad.norm()).item()
+        assert error < 1e-5, f"{name}: the gradients differ by {error:.1e}"
+
+
+def test_the_step_of_the_peers_trains():
+    torch.manual_seed(1)
+    model, loss_of = build_recipe("none")
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    tokens = torch.randint(TINY.vocab_size, (3, TINY.block_size))
+    losses = [peers.train_step(model, loss_of, optimizer, tokens, tokens)[0] for _ in range(5)]
+    assert losses == sorted(losses, reverse=True), losses
+
+
+def test_selective_checkpointing_recomputes_every_second_matmul():
+    ran = []
+
+    class Matmuls(torch.utils._python_dispatch.TorchDispatchMode):
+        def __torch_dispatch__(self, op, types, args=(), kwargs=None):
+            ran.append(op == torch.ops.aten.mm.default)
+            return op(*args, **(kwargs or {}))
+
+    def backward_matmuls(checkpointing):
+        block = peers.checkpointed(peers.PlainBlock(TINY), checkpointing)
+        y = block(torch.randn(2, 24, 32, requires_grad=True), *peers.rope_tables(TINY, 0, 24, CPU))
+        ran.clear()
+        with Matmuls():
+            y.sum().backward()
+        return sum(ran)
+
+    none, selective, full = (backward_matmuls(c) for c in ("none", "selective", "full"))
+    assert none == 14, "two gradients for each of wq, wk, wv, wo, w1, w3, w2"
+    assert selective - none == 3, "wk, wo, w3"
+    assert full - none == 6, "all but w2, whose output nobody needs again"
+
+
+def test_the_shape_is_that_of_the_config_file():
+    c = peers.llama_config("config/llama32_1b.py", block_size=8192)
+    assert (c.n_layer, c.n_embd, c.vocab_size, c.block_size) == (16, 2048, 128256, 8192)
+    assert c.rope_scaling["factor"] == 32.0 and c.tie_embeddings
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Where the milliseconds go
+
+
+@pytest.mark.parametrize(
+    "kernel, part",
+    [
+        ("nvjet_tst_192x192_64x4_1x2_h_bz_coopA_TNT", "matmuls"),
+        ("sm90_xmma_gemm_bf16bf16_bf16f32_f32_tn_n_tilesize128x128x64_cublas", "matmuls"),
+        ("void cutlass::Kernel2<cutlass_80_wmma_tensorop_bf16_s161616gemm_bf16>", "matmuls"),
+        ("void cublasLt::splitKreduce_kernel<32, 16, int, float>", "matmuls"),
+        ("cudnn_generated_fort_native_sdpa_sm90_flash_bprop_wgmma_f16_knob_7", "attention"),
+        ("fmha_cutlassF_bf16_aligned_64x64_rf_sm80(PyTorchMemEffAttention)", "attention"),
+        ("_flash_fwd_kernel", "attention"),
+        ("_loss_and_gradient_kernel", "loss kernel"),
+        ("_rms_norm_bwd_kernel", "norms"),
+        ("_sum_rows_kernel", "norms"),
+        ("_glu_fwd_kernel", "SwiGLU"),
+        ("_rope_bwd_kernel", "RoPE"),
+        ("_adamw_kernel", "optimizer"),
+        ("void at::native::multi_tensor_apply_kernel<..., at::native::FusedAdamMathFunctor<float, 4>>", "optimizer"),
+        ("void at::native::multi_tensor_apply_kernel<..., at::native::LpNormFunctor<float, NormType>>", "optimizer"),
+        ("void at::native::multi_tensor_apply_kernel<..., at::native::Copy<BFloat16, float>>", "casts and copies"),
+        ("void at::native::elementwise_kernel<direct_copy_kernel_cuda(...)>", "casts and copies"),
+        ("Memcpy DtoD (Device -> Device)", "casts and copies"),
+        ("ncclDevKernel_AllGather_RING_LL(ncclDevKernelArgsStorage<4096ul>)", "casts and copies"),
+        ("void at::native::vectorized_elementwise_kernel<4, CUDAFunctor_add<BFloat16>>", "other"),
+    ],
+)
+def test_a_kernel_is_known_by_its_name(kernel, part):
+    assert breakdown.part_of(kernel) == part
+
+
+CHUNK = ["matmuls", "loss kernel", "matmuls", "matmuls"]
+STEP = ["matmuls", *CHUNK, *CHUNK, "matmuls", "optimizer"]  # a block's forward, two chunks of the loss, its backward
+
+
+def spans(parts):
+    return [(float(i), i + 1.0, part) for i, part in enumerate(parts)]
+
+
+def test_a_step_begins_with_its_first_loss_kernel():
+    assert breakdown.step_starts(spans(STEP * 2)) == [2, 2 + len(STEP)]
+
+
+def test_three_matmuls_a_chunk_are_the_losses():
+    named = [part for _, _, part in breakdown.name_head_matmuls(spans(STEP * 2))]
+    chunk = ["loss matmuls", "loss kernel", "loss matmuls", "loss matmuls"]
+    assert named == ["matmuls", *chunk, *chunk, "matmuls", "optimizer"] * 2
+
+
+def test_the_parts_add_up_to_the_busy_time():
+    at_once = [(0.0, 4.0, "matmuls"), (3.0, 5.0, "norms"), (2.0, 7.0, breakdown.COPIES), (9.0, 10.0, "other")]
+    busy = breakdown.share_out(at_once)
+    assert {part: ms for part, ms in busy.items() if ms} == {
+        "matmuls": 4.0, "norms": 1.0, breakdown.COPIES: 2.0, "other": 1.0
+    }  # fmt: skip
+
+
+def test_the_floors_count_the_flops_that_the_model_counts():
+    c = peers.llama_config("config/llama32_1b.py", block_size=2048)
+    floors = breakdown.floors_ms(c, batch=8, copy_tb_s=4.0, matmul_tflops=700.0)
+    with torch.device("meta"):
+        flops = 8 * 2048 * Llama(c).flops_per_token(2048)
+    assert sum(floors[part] for part in ("matmuls", "loss matmuls", "attention")) == pytest.approx(flops / 700e9)
+    assert set(floors) | {"other"} == set(breakdown.ORDER)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Words, records, tables
+
+
+@pytest.mark.parametrize(
+    "word, message",
+    [
+        ("arm=hf", "Unknown word arm=hf: there are arms=, shapes=, checkpointing=, steps=, out=, breakdown, baby. Did"),
+        ("breakdwn", "Did you mean breakdown?"),
+        (
+            "arms=hf-ligr",
+            "arms=hf-ligr: there are nanocria, recipe, torchtitan, hf, hf-compiled, hf-liger. Did you mean hf-liger?",
+        ),
+        ("checkpointing=some", "checkpointing=some: there are none, selective, full"),
+        ("shapes=8*2048", "shapes=8*2048: sequences x tokens, as in 8x2048"),
+        ("steps=many", "steps=many: a whole number, at least 1"),
+        ("steps=0", "steps=0: a whole number, at least 1"),
+    ],
+)
+def test_a_slip_is_answered_with_a_sentence(word, message):
+    with pytest.raises(SystemExit, match=re.escape(message)):
+        step.main([word])
+
+
+def test_words_choose_arms_shapes_checkpointing_and_steps():
+    what, options = step.parse(["arms=nanocria,hf", "shapes=8x2048,2x8192", "checkpointing=full", "steps=7", "out=a"])
+    assert (what, options["arms"], options["shapes"]) == ("points", ["nanocria", "hf"], [(8, 2048), (2, 8192)])
+    assert (options["checkpointing"], options["steps"], options["out"].name) == (["full"], 7, "a")
+    assert step.parse(["baby"])[0] == "baby" and step.parse(["breakdown"])[0] == "breakdown"
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_without_a_gpu_it_says_so():
+    with pytest.raises(SystemExit, match="needs a CUDA GPU"):
+        step.main([])
+
+
+def point(arm, checkpointing="none", tok_per_s=70_000.0, peak_gib=30.0, batch=8):
+    measured = {"ms_per_step": 1000 * batch * 2048 / tok_per_s, "mfu": 0.5, "peak_gib": peak_gib}
+    where = {"arm": arm, "batch": batch, "block": 2048, "checkpointing": checkpointing}
+    return where | {"oom": False, "tok_per_s": tok_per_s} | measured
+
+
+RECORD = {
+    "command": "python bench.py step", "device": "GPU", "versions": {"nanocria": "abc"},
+    "copy_tb_s": 4.2, "matmul_tflops": 700.0,
+    "points": [point("nanocria"), point("recipe", tok_per_s=50_000.0, peak_gib=40.0),
+               {"arm": "hf", "batch": 8, "block": 2048, "checkpointing": "none", "oom": True}],
+    "breakdown": [{"part": "matmuls", "ms": 190.0, "floor_ms": 180.0}, {"part": "other", "ms": 1.0, "floor_ms": None}],
+    "baby": [{"arm": "nanocria --cuda_graph=true", "ms_per_step": 2.5, "tok_per_s": 6.5e6, "mfu": 0.1, "peak_gib": 1}],
+}  # fmt: skip
+
+
+def test_the_same_code_on_the_same_card_adds_to_its_record():
+    new = RECORD | {"command": "python bench.py step arms=recipe", "breakdown": [], "baby": []}
+    new["points"] = [point("recipe", tok_per_s=60_000.0), point("recipe", "full")]
+    both = step.merged(RECORD, new)
+    assert both["command"] == "python bench.py step && python bench.py step arms=recipe"
+    assert [(p["arm"], p["checkpointing"], p.get("tok_per_s")) for p in both["points"]] == [
+        ("nanocria", "none", 70_000.0), ("recipe", "none", 60_000.0), ("hf", "none", None), ("recipe", "full", 70_000.0)
+    ]  # fmt: skip
+    assert both["breakdown"] == RECORD["breakdown"] and both["baby"] == RECORD["baby"]
+    assert step.merged(both, new) == both, "the same again changes nothing"
+
+
+def test_other_code_or_another_card_begins_a_record_anew():
+    for change in ({"device": "other GPU"}, {"versions": {"nanocria": "def"}}):
+        new = RECORD | change | {"points": [point("recipe")]}
+        assert step.merged(RECORD, new) == new
+    assert step.merged(None, RECORD) == RECORD
+
+
+def test_ratios_are_ours_over_each_peers():
+    (ratio,) = step.ratios(RECORD["points"])
+    assert ratio == {"at": [8, 2048, "none"], "peer": "recipe", "tok_per_s": 1.4, "peak_gib": 0.75}
+
+
+def test_what_ends_without_numbers_says_why():
+    assert "out of memory" in step.line(RECORD["points"][2])
+    where = {key: RECORD["points"][2][key] for key in step.PLACE}
+    assert "pip install transformers" in step.line(where | {"missing": "No module named 'transformers'"})
+    assert "failed: Bang" in step.line(where | step.failure("Traceback\nBang"))
+    assert step.failure("torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 3 GiB") == {"oom": True}
+
+
+def test_a_process_hands_over_the_last_object_that_it_prints():
+    prints = "print('{not json'); print('{\"a\": 1}'); print('bye')"
+    assert step.run(["-c", prints])[0] == {"a": 1}
+    result, printed = step.run(["-c", prints + "; raise SystemExit('Bang')"])
+    assert result is None and "Bang" in printed
+
+
+def test_the_tables_show_every_row_and_the_plot_is_drawn(tmp_path):
+    assert "| 8 x 2,048 | none | 70,000 · 30.0 | 50,000 · 40.0 | out of memory |" in step.step_table(RECORD)
+    assert step.breakdown_table(RECORD).endswith("| whole step | 191.0 | 180.0 |")
+    assert "| `nanocria --cuda_graph=true` | 2.50 | 6,500,000 |" in step.baby_table(RECORD)
+    several = copy.deepcopy(RECORD) | {"points": [*RECORD["points"], point("nanocria", "full"), point("hf", batch=16)]}
+    json.dumps(several)
+    plots.draw_steps(several, tmp_path / "step.png")
+    assert (tmp_path / "step.png").stat().st_size > 10_000
