@@ -611,10 +611,13 @@ def test_bf16_on_a_gpu_is_as_close_to_float64_as_plain_pytorch(mode):
 
 
 @needs_gpu
-def test_hopper_runs_cudnn_attention():
-    if torch.cuda.get_device_capability()[0] < 9:
+@pytest.mark.parametrize("attention, operator", [
+    ("sdpa", "_scaled_dot_product_cudnn_attention"), ("triton", "flash_attention"), ("auto", "flash_attention"),
+])  # fmt: skip
+def test_hopper_runs_the_attention_that_it_is_asked_for(attention, operator):
+    if torch.cuda.get_device_capability()[0] != 9:
         pytest.skip("before Hopper flash attention comes first")
-    model, (tokens, targets) = build(dtype=BF16, config=LARGE), batch(n_time=512)
+    model, (tokens, targets) = build(dtype=BF16, config=LARGE, attention=attention), batch(n_time=512)
     with Watch(model) as seen:
         model(tokens, targets).backward()
-    assert seen.calls("attention") == seen.ops["_scaled_dot_product_cudnn_attention"] == LARGE.n_layer, seen.ops
+    assert seen.calls("attention") == seen.ops[operator] == LARGE.n_layer, seen.ops

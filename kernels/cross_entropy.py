@@ -51,6 +51,12 @@ def n_live(targets, ignore_index):
 
 
 @triton.jit
+def exp(x):
+    """tl.exp, but results below 1e-38 are zero: to get those right takes three instructions beside the exponential."""
+    return tl.exp2(x * 1.4426950408889634)
+
+
+@triton.jit
 def row_loss(
     row_ptr, col_stride, target, live, n_cols, n_readable,
     SMOOTHING: tl.constexpr, Z_LOSS: tl.constexpr, COMPUTE: tl.constexpr, BLOCK: tl.constexpr,
@@ -63,26 +69,26 @@ def row_loss(
     inside = live & (target >= 0) & (target < n_cols)
     x_target = tl.load(row_ptr + target * col_stride, mask=inside, other=float("nan")).to(COMPUTE)
     row_max = tl.full((), float("-inf"), COMPUTE)
-    exp_sum = tl.full((), 0.0, COMPUTE)
-    x_sum = tl.full((), 0.0, COMPUTE)
+    exp_sum = tl.zeros((BLOCK,), COMPUTE)  # one for each lane: added up once a row, for a sum of all costs a barrier
+    x_sum = tl.zeros((BLOCK,), COMPUTE)
     for start in range(0, tl.where(live, n_cols, 0), BLOCK):
-        cols = start + tl.arange(0, BLOCK).to(tl.int64)
+        cols = start + tl.arange(0, BLOCK)
         mask = cols < n_cols
         # Kept in the cache as long as may be: the gradient will read the row again, from its end.
-        x_ptrs = row_ptr + cols * col_stride
+        x_ptrs = row_ptr + cols.to(tl.int64) * col_stride
         x = tl.load(x_ptrs, mask=cols < n_readable, other=0.0, eviction_policy="evict_last").to(COMPUTE)
         x = tl.where(mask, x, float("-inf"))
         new_max = tl.maximum(row_max, tl.max(x, axis=0))
         # Where all so far is -inf there is nothing to shift by. tl.max passes over NaN: the sum below does not.
         shift = tl.where(new_max == float("-inf"), 0.0, new_max)
-        exp_sum = exp_sum * tl.exp(row_max - shift) + tl.sum(tl.exp(x - shift), axis=0)
+        exp_sum = exp_sum * exp(row_max - shift) + exp(x - shift)
         row_max = new_max
         if SMOOTHING > 0:
-            x_sum += tl.sum(tl.where(mask, x, 0.0), axis=0)
-    lse = tl.where(live & ~inside, float("nan"), row_max + tl.log(exp_sum))
+            x_sum += tl.where(mask, x, 0.0)
+    lse = tl.where(live & ~inside, float("nan"), row_max + tl.log(tl.sum(exp_sum, axis=0)))
     loss = lse - (1 - SMOOTHING) * x_target
     if SMOOTHING > 0:
-        loss -= SMOOTHING * (x_sum / n_cols)
+        loss -= SMOOTHING * (tl.sum(x_sum, axis=0) / n_cols)
     if Z_LOSS > 0:
         loss += Z_LOSS * lse * lse
     return tl.where(live, loss, 0.0), lse
@@ -97,18 +103,22 @@ def store_row_gradient(
 
     From the end of the row to its start: what row_loss read last is what the cache still holds.
     """
-    n_blocks, n_live = tl.cdiv(n_cols, BLOCK), tl.where(live, n_readable, 0)
-    for i in range(0, n_blocks):
-        cols = (n_blocks - 1 - i) * BLOCK + tl.arange(0, BLOCK).to(tl.int64)
-        x_ptrs = row_ptr + cols * col_stride
-        x = tl.load(x_ptrs, mask=cols < n_live, other=0.0, eviction_policy="evict_first").to(COMPUTE)
-        gradient = tl.exp(x - lse)
+    n_blocks = tl.cdiv(n_cols, BLOCK)
+    target = target.to(tl.int32)  # one outside the vocabulary may come back inside: lse is NaN then
+    for i in range(0, tl.where(live, n_blocks, 0)):
+        cols = (n_blocks - 1 - i) * BLOCK + tl.arange(0, BLOCK)
+        x_ptrs = row_ptr + cols.to(tl.int64) * col_stride
+        x = tl.load(x_ptrs, mask=cols < n_readable, other=0.0, eviction_policy="evict_first").to(COMPUTE)
+        gradient = exp(x - lse)
         if Z_LOSS > 0:
             gradient *= 1 + 2 * Z_LOSS * lse
         if SMOOTHING > 0:
             gradient -= (SMOOTHING + tl.zeros_like(lse)) / n_cols  # a bare constant would be divided in fp32
         gradient = tl.where(cols == target, gradient - (1 - SMOOTHING), gradient) * scale
-        tl.store(out_ptr + cols, tl.where(live, gradient, 0.0).to(out_ptr.dtype.element_ty), mask=cols < n_readable)
+        tl.store(out_ptr + cols, gradient.to(out_ptr.dtype.element_ty), mask=cols < n_readable)
+    for i in range(0, tl.where(live, 0, n_blocks)):  # an ignored row: zeros, whatever lies there
+        cols = i * BLOCK + tl.arange(0, BLOCK)
+        tl.store(out_ptr + cols, tl.zeros((BLOCK,), out_ptr.dtype.element_ty), mask=cols < n_readable)
 
 
 @triton.jit

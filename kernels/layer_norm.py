@@ -45,14 +45,16 @@ def _layer_norm_fwd_kernel(
     cols = tl.arange(0, BLOCK).to(tl.int64)
     mask = cols < n_cols
     x = to_compute(tl.load(x_ptr + row * x_row_stride + cols * x_col_stride, mask=mask, other=0.0))
+    # Asked for now, so that they come while the row is summed.
+    weight = tl.load(weight_ptr + cols * weight_stride, mask=mask, other=0.0)
+    bias = tl.load(bias_ptr + cols * bias_stride, mask=mask, other=0.0)
     mean = tl.sum(x, axis=0) / n_cols
     centred = tl.where(mask, x - mean, 0.0)
     rstd = tl.rsqrt(tl.sum(centred * centred, axis=0) / n_cols + EPS)
     tl.store(mean_ptr + row, mean)
     tl.store(rstd_ptr + row, rstd)
-    weight = to_compute(tl.load(weight_ptr + cols * weight_stride, mask=mask, other=0.0))
-    bias = to_compute(tl.load(bias_ptr + cols * bias_stride, mask=mask, other=0.0))
-    tl.store(y_ptr + row * n_cols + cols, (centred * rstd * weight + bias).to(y_ptr.dtype.element_ty), mask=mask)
+    y = centred * rstd * to_compute(weight) + to_compute(bias)
+    tl.store(y_ptr + row * n_cols + cols, y.to(y_ptr.dtype.element_ty), mask=mask)
 
 
 @triton.jit
@@ -76,21 +78,30 @@ def _layer_norm_bwd_kernel(
     for tile in tl.range(tl.program_id(0), tl.cdiv(n_rows, ROWS), tl.num_programs(0), num_stages=STAGES):
         rows = (tile * ROWS + tl.arange(0, ROWS)).to(tl.int64)[:, None]
         mask = (rows < n_rows) & (cols < n_cols)
-        dy = to_compute(tl.load(dy_ptr + rows * dy_row_stride + cols * dy_col_stride, mask=mask, other=0.0))
-        x = to_compute(tl.load(x_ptr + rows * x_row_stride + cols * x_col_stride, mask=mask, other=0.0))
+        dy_ptrs = dy_ptr + rows * dy_row_stride + cols * dy_col_stride
+        x_ptrs = x_ptr + rows * x_row_stride + cols * x_col_stride
+        dy = to_compute(tl.load(dy_ptrs, mask=mask, other=0.0))
+        x = to_compute(tl.load(x_ptrs, mask=mask, other=0.0))
         mean = tl.load(mean_ptr + rows, mask=rows < n_rows, other=0.0)
         rstd = tl.load(rstd_ptr + rows, mask=rows < n_rows, other=0.0)
         if not HOLD_WEIGHT:
             weight = to_compute(tl.load(weight_ptrs, mask=cols < n_cols, other=0.0))
         x_hat = tl.where(mask, (x - mean) * rstd, 0.0)
+        dx_hat = dy * weight
+        mean_dx_hat = (tl.sum(dx_hat, axis=1) / n_cols)[:, None]
+        slope = (tl.sum(dx_hat * x_hat, axis=1) / n_cols)[:, None]
+        if not HOLD_WEIGHT:  # all of it once more, out of the cache: two sums of this length leave it no registers
+            dy = to_compute(tl.load(dy_ptrs, mask=mask, other=0.0, volatile=True))
+            x = to_compute(tl.load(x_ptrs, mask=mask, other=0.0, volatile=True))
+            weight = to_compute(tl.load(weight_ptrs, mask=cols < n_cols, other=0.0, volatile=True))
+            x_hat = tl.where(mask, (x - mean) * rstd, 0.0)
+            dx_hat = dy * weight
         if NEED_DWEIGHT:
             dweight += tl.sum(dy * x_hat, axis=0)[None, :]
         if NEED_DBIAS:
             dbias += tl.sum(dy, axis=0)[None, :]
         if NEED_DX:
-            dx_hat = dy * weight
-            mean_dx_hat = (tl.sum(dx_hat, axis=1) / n_cols)[:, None]
-            dx = rstd * (dx_hat - mean_dx_hat - x_hat * (tl.sum(dx_hat * x_hat, axis=1) / n_cols)[:, None])
+            dx = rstd * (dx_hat - mean_dx_hat - x_hat * slope)
             tl.store(dx_ptr + rows * n_cols + cols, dx.to(dx_ptr.dtype.element_ty), mask=mask)
     if NEED_DWEIGHT:
         tl.store(dweight_ptr + tl.program_id(0) * n_cols + cols, dweight, mask=cols < n_cols)
@@ -124,6 +135,8 @@ class _LayerNorm(torch.autograd.Function):
         dy_rows, x_rows = as_rows(dy), as_rows(x)
         n_rows, n_cols = x_rows.shape
         programs, constants = row_tiles(n_rows, n_cols, x)
+        if constants["BLOCK"] > 8192:
+            constants["num_warps"] = 16  # fewer threads have more registers each, for the second sum
         dx = torch.empty(x.shape, dtype=x.dtype, device=x.device) if need_dx else rstd
         dweight = torch.empty(programs, n_cols, dtype=rstd.dtype, device=x.device) if need_dweight else rstd
         dbias = torch.empty(programs, n_cols, dtype=rstd.dtype, device=x.device) if need_dbias else rstd
