@@ -69,8 +69,8 @@ def row_loss(
     inside = live & (target >= 0) & (target < n_cols)
     x_target = tl.load(row_ptr + target * col_stride, mask=inside, other=float("nan")).to(COMPUTE)
     row_max = tl.full((), float("-inf"), COMPUTE)
-    exp_sum = tl.zeros((BLOCK,), COMPUTE)  # one for each lane: added up once a row, for a sum of all costs a barrier
-    x_sum = tl.zeros((BLOCK,), COMPUTE)
+    exp_sum = tl.full((), 0.0, COMPUTE)
+    x_sum = tl.full((), 0.0, COMPUTE)
     for start in range(0, tl.where(live, n_cols, 0), BLOCK):
         cols = start + tl.arange(0, BLOCK)
         mask = cols < n_cols
@@ -81,14 +81,14 @@ def row_loss(
         new_max = tl.maximum(row_max, tl.max(x, axis=0))
         # Where all so far is -inf there is nothing to shift by. tl.max passes over NaN: the sum below does not.
         shift = tl.where(new_max == float("-inf"), 0.0, new_max)
-        exp_sum = exp_sum * exp(row_max - shift) + exp(x - shift)
+        exp_sum = exp_sum * exp(row_max - shift) + tl.sum(exp(x - shift), axis=0)
         row_max = new_max
         if SMOOTHING > 0:
-            x_sum += tl.where(mask, x, 0.0)
-    lse = tl.where(live & ~inside, float("nan"), row_max + tl.log(tl.sum(exp_sum, axis=0)))
+            x_sum += tl.sum(tl.where(mask, x, 0.0), axis=0)
+    lse = tl.where(live & ~inside, float("nan"), row_max + tl.log(exp_sum))
     loss = lse - (1 - SMOOTHING) * x_target
     if SMOOTHING > 0:
-        loss -= SMOOTHING * (tl.sum(x_sum, axis=0) / n_cols)
+        loss -= SMOOTHING * (x_sum / n_cols)
     if Z_LOSS > 0:
         loss += Z_LOSS * lse * lse
     return tl.where(live, loss, 0.0), lse

@@ -45,16 +45,14 @@ def _layer_norm_fwd_kernel(
     cols = tl.arange(0, BLOCK).to(tl.int64)
     mask = cols < n_cols
     x = to_compute(tl.load(x_ptr + row * x_row_stride + cols * x_col_stride, mask=mask, other=0.0))
-    # Asked for now, so that they come while the row is summed.
-    weight = tl.load(weight_ptr + cols * weight_stride, mask=mask, other=0.0)
-    bias = tl.load(bias_ptr + cols * bias_stride, mask=mask, other=0.0)
     mean = tl.sum(x, axis=0) / n_cols
     centred = tl.where(mask, x - mean, 0.0)
     rstd = tl.rsqrt(tl.sum(centred * centred, axis=0) / n_cols + EPS)
     tl.store(mean_ptr + row, mean)
     tl.store(rstd_ptr + row, rstd)
-    y = centred * rstd * to_compute(weight) + to_compute(bias)
-    tl.store(y_ptr + row * n_cols + cols, y.to(y_ptr.dtype.element_ty), mask=mask)
+    weight = to_compute(tl.load(weight_ptr + cols * weight_stride, mask=mask, other=0.0))
+    bias = to_compute(tl.load(bias_ptr + cols * bias_stride, mask=mask, other=0.0))
+    tl.store(y_ptr + row * n_cols + cols, (centred * rstd * weight + bias).to(y_ptr.dtype.element_ty), mask=mask)
 
 
 @triton.jit
