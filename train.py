@@ -487,6 +487,7 @@ curve = []  # (step, seconds so far, loss) of each log line
 logged_at, logged_step = time.perf_counter(), first_step
 val_loss = None
 step = first_step  # how many updates the weights have seen
+batch = get_batch(step, 0)
 if step >= max_iters:
     print0(f"nothing left to do: {found} is at step {step}, max_iters is {max_iters}")
 while step < max_iters:
@@ -494,7 +495,9 @@ while step < max_iters:
     optimizer.set_step(learning_rate_at(step), loss_scale)
     loss = torch.zeros((), device=device)
     for micro_step in range(micro_steps):
-        loss += forward_backward(*get_batch(step, micro_step))
+        loss += forward_backward(*batch)
+        # The next one already, while the GPU is busy with this one.
+        batch = get_batch(step, micro_step + 1) if micro_step + 1 < micro_steps else get_batch(step + 1, 0)
     grad_norm = update()
     # Ctrl-C may reach the ranks at different steps: one is enough, and here all learn of it at the same step.
     totals = torch.stack([loss, torch.full_like(loss, float(interrupted))])

@@ -149,14 +149,16 @@ def kernels_table() -> str:
     lines = []
     for (op, size), rows in groupby(load("kernels")["rows"], key=lambda row: (row["op"], shape(row))):
         rows = list(rows)
+        ours = [row["arms"].get("nanocria", {}) for row in rows]
         columns = [
             [row["pass"] for row in rows],
-            [duration(row["arms"].get("nanocria", {})) for row in rows],
+            [duration(result) for result in ours],
             [percent(share(row)) for row in rows],
             [lead_cell(row) for row in rows],
+            [f"{result['host_us']:.0f} us" if "host_us" in result else "-" for result in ours],
         ]
         lines.append([f"`{op}`", size, *(" / ".join(cells) for cells in columns)])
-    header = ["operation", "shape", "pass", "time", "of the limit", "speed, best peer's = 1"]
+    header = ["operation", "shape", "pass", "time", "of the limit", "speed, best peer's = 1", "CPU time of a launch"]
     return table(header, lines) + "\n\n" + kernels_origin()
 
 
