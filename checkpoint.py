@@ -84,11 +84,11 @@ def read_meta(path: Path) -> dict:
     """The content of a checkpoint's meta.json. Raises ValueError where it is none."""
     try:
         meta = json.loads((Path(path) / "meta.json").read_text())
-        missing = {"step", "updates", "model", "dataset", "settings"} - meta.keys()
+        missing = {"step", "updates", "dtype", "loss_scale", "model", "dataset", "settings"} - meta.keys()
     except (OSError, ValueError, AttributeError) as error:
         raise ValueError(damaged(path, error)) from error
     if missing:
-        raise ValueError(f"{path} is not a checkpoint: its meta.json lacks {', '.join(sorted(missing))}")
+        raise ValueError(f"{path} is no checkpoint of this version: its meta.json lacks {', '.join(sorted(missing))}")
     return meta
 
 

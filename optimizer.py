@@ -4,10 +4,12 @@
     loss.backward()
     optimizer.set_step(learning_rate)
     grad_norm = optimizer.update(grad_clip=1.0)    # all on the GPU: nothing here waits for it
+    optimizer.updates += 1                         # where grad_norm is finite: elsewhere nothing was changed
     optimizer.zero_grad()
 
 For each parameter of n elements in bfloat16 it holds 12n bytes: w, m and v in float32 (kernels/adamw.py). A float32
-parameter is its own w, and it holds 8n. Where FSDP has sharded the parameters, all of it is sharded alike.
+parameter is its own w, and it holds 8n. Where several micro-batches make a step, 4n more: the sums of their gradients.
+Where FSDP has sharded the parameters, all of it is sharded alike.
 """
 
 import math
@@ -41,7 +43,7 @@ class AdamW:
         self.updates = 0
         first = next(iter(self.parameters.values()))
         self.mesh = first.device_mesh if isinstance(first, DTensor) else None
-        self.numbers = torch.zeros(4, device=first.device)  # kernels.adamw.STEP_NUMBERS
+        self.step_scalars = torch.zeros(4, device=first.device)  # kernels/adamw.py says which
         self.inverse_loss_scale = torch.ones((), device=first.device)
 
     def tensors(self) -> dict:
@@ -56,10 +58,11 @@ class AdamW:
 
     @torch.no_grad()
     def accumulate(self):
-        """Adds a micro-batch's gradients to float32 sums: bfloat16 ones would lose what is small beside the sum."""
+        """Adds a micro-batch's gradients to float32 sums.
+
+        bfloat16 ones would lose what is small beside the sum, and a CUDA graph writes its gradients, it does not add.
+        """
         for name, parameter in self.parameters.items():
-            if parameter.dtype == torch.float32:
-                continue  # autograd adds them up in float32 itself
             if name not in self.sums:
                 self.sums[name] = torch.zeros_like(self.w[name])
             self.sums[name].add_(parameter.grad)
@@ -83,8 +86,8 @@ class AdamW:
     def set_step(self, lr: float, loss_scale: float = 1.0):
         """Sends the GPU what the next update needs to know. Not part of update, for a CUDA graph may replay that."""
         t, (beta1, beta2) = self.updates + 1, self.betas
-        numbers = torch.tensor([0.0, lr, 1 / (1 - beta1**t), 1 / math.sqrt(1 - beta2**t)])
-        self.numbers.copy_(numbers, non_blocking=True)
+        scalars = torch.tensor([0.0, lr, 1 / (1 - beta1**t), 1 / math.sqrt(1 - beta2**t)])
+        self.step_scalars.copy_(scalars, non_blocking=True)
         self.inverse_loss_scale.fill_(1 / loss_scale)
 
     @torch.no_grad()
@@ -96,12 +99,12 @@ class AdamW:
         """
         norm = self.grad_norm()
         clip = (grad_clip / (norm + 1e-6)).clamp(max=1.0) if grad_clip else torch.ones_like(norm)
-        self.numbers[0] = torch.where(norm.isfinite(), clip * self.inverse_loss_scale, torch.nan)
+        self.step_scalars[0] = torch.where(norm.isfinite(), clip * self.inverse_loss_scale, torch.nan)
         for (name, parameter), grad in zip(self.parameters.items(), self.gradients(), strict=True):
             if grad.numel():  # a rank may hold nothing of a small parameter
                 decay = self.weight_decay if parameter.ndim >= 2 else 0.0
                 tensors = (local(x) for x in (self.w[name], self.m[name], self.v[name]))
-                adamw(local(parameter.detach()), grad, *tensors, self.numbers, *self.betas, self.eps, decay)
+                adamw(local(parameter.detach()), grad, *tensors, self.step_scalars, *self.betas, self.eps, decay)
         return norm
 
     def zero_grad(self):

@@ -297,6 +297,25 @@ def assert_same(ours, expected, what):
 # Right numbers
 
 
+def test_without_triton_the_references_run():
+    """As on macOS, where there is none: training, with every way to checkpoint."""
+    code = """
+import sys; sys.modules["triton"] = None
+import torch, model, optimizer
+for mode in ("none", "selective", "full"):
+    config = model.LlamaConfig(1, 4, 2, 64, 48, 50, 8, attention="triton", activation_checkpointing=mode)
+    llama = model.Llama(config); llama.init_weights(0)
+    adamw = optimizer.AdamW(llama, (0.9, 0.95), 0.1)
+    tokens = torch.arange(8)[None]
+    before = llama(tokens, tokens)
+    before.backward(); adamw.set_step(0.01); adamw.update(1.0); adamw.zero_grad()
+    assert llama(tokens, tokens) < before
+list(llama.generate(tokens[:, :2], 3))
+print("trained")"""
+    done = subprocess.run([sys.executable, "-c", code], cwd=Path(__file__).parent, capture_output=True, text=True)
+    assert done.stdout == "trained\n", done.stderr[-2000:]
+
+
 def test_these_tests_run_the_triton_kernels_and_not_the_references():
     assert use_triton(torch.empty(1, device=DEVICE)), "kernels were imported before TRITON_INTERPRET was set"
 
@@ -824,7 +843,7 @@ def adamw_arguments(n, dtype):
     return w.to(dtype) if dtype != FP32 else w, randn(n, dtype=dtype), w, randn(n), randn(n).square()
 
 
-def step_numbers(scale, lr=0.1, t=3, betas=(0.9, 0.95)):
+def step_scalars(scale, lr=0.1, t=3, betas=(0.9, 0.95)):
     return torch.tensor([scale, lr, 1 / (1 - betas[0] ** t), (1 - betas[1] ** t) ** -0.5], device=DEVICE)
 
 
@@ -837,7 +856,7 @@ def test_adamw_is_pytorchs(adamw, dtype):
     torch_adamw = torch.optim.AdamW([theirs], lr=0.1, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1)
     torch_adamw.state[theirs] = {"step": torch.tensor(2.0), "exp_avg": m.double(), "exp_avg_sq": v.double()}
     torch_adamw.step()
-    adamw(parameter, grad, w, m, v, step_numbers(0.25), 0.9, 0.95, 1e-8, 0.1)
+    adamw(parameter, grad, w, m, v, step_scalars(0.25), 0.9, 0.95, 1e-8, 0.1)
     for ours, exact in (
         (w, theirs),
         (m, torch_adamw.state[theirs]["exp_avg"]),
@@ -855,7 +874,7 @@ def test_adamw_is_pytorchs(adamw, dtype):
 def test_adamw_changes_nothing_where_the_scale_is_not_finite(adamw, scale):
     tensors = adamw_arguments(3000, FP16)
     before = [x.clone() for x in tensors]
-    adamw(*tensors, step_numbers(scale), 0.9, 0.95, 1e-8, 0.1)
+    adamw(*tensors, step_scalars(scale), 0.9, 0.95, 1e-8, 0.1)
     assert_same(tensors, before, f"scale {scale}")
 
 
@@ -865,7 +884,7 @@ def test_adamw_past_2_to_the_31_elements():
     grad, w = torch.ones(n, dtype=BF16, device=DEVICE), torch.ones(n, device=DEVICE)
     m, v = torch.zeros_like(w), torch.zeros_like(w)
     parameter = w.bfloat16()
-    kernels.adamw(parameter, grad, w, m, v, step_numbers(1.0), 0.9, 0.95, 1e-8, 0.1)
+    kernels.adamw(parameter, grad, w, m, v, step_scalars(1.0), 0.9, 0.95, 1e-8, 0.1)
     for x in (parameter, w, m, v):
         assert x[0] == x[-1] and (x[0] != 1), "the last element is not treated as the first"
 
@@ -1186,6 +1205,8 @@ ERRORS = [
     ("swiglu_mlp", (zeros(2, 4), zeros(2, 4), zeros(4), zeros(6, 4), zeros(4, 6)), {},
      r"down_weight torch.float32 (4, 6): expected torch.float32 (outputs, 3)"),
     ("swiglu_mlp", (zeros(2, 4), zeros(2, 4), zeros(4), zeros(7, 4), zeros(4, 3)), {}, r"gate_up_weight has 7 rows"),
+    ("adamw", (zeros(4, 3).T, *[zeros(3, 4)] * 4, zeros(4), 0.9, 0.95, 1e-8, 0.0), {},
+     r"parameter is torch.float32 (3, 4) with strides (1, 3), expected (3, 4), contiguous"),
     ("adamw", (zeros(4), zeros(3), zeros(4), zeros(4), zeros(4), zeros(4), 0.9, 0.95, 1e-8, 0.0), {},
      r"grad is torch.float32 (3,) with strides (1,), expected (4,), contiguous"),
     ("adamw", (zeros(4), zeros(4), zeros(4, dtype=FP16), zeros(4), zeros(4), zeros(4), 0.9, 0.95, 1e-8, 0.0), {},

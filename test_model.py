@@ -244,6 +244,17 @@ def test_every_arm_and_checkpointing_mode_trains_the_same(mode, fused_kernels, f
 
 
 @pytest.mark.parametrize("mode", MODES)
+def test_backward_twice_doubles_the_gradients(mode):
+    model, (tokens, targets) = build(activation_checkpointing=mode, **PLAIN), batch(n_time=5)
+    loss = model(tokens, targets)
+    loss.backward(retain_graph=True)
+    once = {name: parameter.grad.clone() for name, parameter in model.named_parameters()}
+    loss.backward()
+    assert_close({name: parameter.grad for name, parameter in model.named_parameters()},
+                 {name: 2 * grad for name, grad in once.items()}, 1e-12)  # fmt: skip
+
+
+@pytest.mark.parametrize("mode", MODES)
 def test_attention_in_triton_trains_the_same(mode):
     dtype = FP32 if HAS_GPU else FP64
     ours = build(attention="triton", activation_checkpointing=mode, dtype=dtype)
@@ -432,6 +443,7 @@ def test_a_few_steps_learn_a_batch(arm):
         ({"n_kv_head": 3}, "n_head 4 must be a multiple of n_kv_head 3"),
         ({"activation_checkpointing": "some"}, "activation_checkpointing 'some': none, selective or full"),
         ({"attention": "flash"}, "attention 'flash': auto, sdpa or triton"),
+        ({"attention": "triton", "n_head": 8}, "attention 'triton' knows heads of 16, 32, 64 and 128, not of 8"),
         ({"rope_scaling": {"factor": 8.0}}, r"rope_scaling has \['factor'\], expected \['factor', 'high_freq_factor'"),
         ({"rope_scaling": {"factor": 8.0, "rope_type": "llama3", **SCALING}}, "rope_scaling has .*'rope_type'"),
     ],

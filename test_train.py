@@ -217,7 +217,14 @@ def test_every_arm_and_checkpointing_mode_has_the_same_losses(train, tmp_path, s
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 @pytest.mark.parametrize(
-    "settings", [{}, dict(batch_size=2, gradient_accumulation_steps=2), dict(dtype="float16")], ids=str
+    "settings",
+    [
+        {},
+        dict(batch_size=2, gradient_accumulation_steps=2),
+        dict(dtype="float32", batch_size=2, gradient_accumulation_steps=2),
+        dict(dtype="float16"),
+    ],
+    ids=str,
 )
 def test_a_cuda_graph_has_the_losses_of_its_launches(train, tmp_path, settings):
     for cuda_graph in (False, True):

@@ -345,8 +345,9 @@ def estimated_gib() -> float:
     }
     per_layer = elements[activation_checkpointing]
     apart = itemsize < 4  # weights in the compute dtype beside the optimizer's float32 ones
-    always = (12 + itemsize * apart + 4 * (apart and micro_steps > 1)) * n_params / world_size
-    always += itemsize * (head + (n_params - head) / c.n_layer) if world_size > 1 else 0  # gathered: root and one block
+    always = (12 + itemsize * apart + 4 * (micro_steps > 1)) * n_params / world_size
+    root = head if c.tie_embeddings else 2 * head
+    always += itemsize * (root + (n_params - root) / c.n_layer) if world_size > 1 else 0  # gathered: root and one block
     activations = itemsize * n_tokens * c.n_layer * per_layer
     logits = itemsize * n_tokens * c.vocab_size
     loss = logits + itemsize * head if logits <= LOGITS_BYTES else LOGITS_BYTES + 4 * head
@@ -496,8 +497,9 @@ while step < max_iters:
     loss = torch.zeros((), device=device)
     for micro_step in range(micro_steps):
         loss += forward_backward(*batch)
-        # The next one already, while the GPU is busy with this one.
-        batch = get_batch(step, micro_step + 1) if micro_step + 1 < micro_steps else get_batch(step + 1, 0)
+        if step + 1 < max_iters or micro_step + 1 < micro_steps:
+            # The next one already, while the GPU is busy with this one; past the last of a step it is the next step's.
+            batch = get_batch(step, micro_step + 1)
     grad_norm = update()
     # Ctrl-C may reach the ranks at different steps: one is enough, and here all learn of it at the same step.
     totals = torch.stack([loss, torch.full_like(loss, float(interrupted))])

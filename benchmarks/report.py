@@ -25,8 +25,11 @@ def exists(name: str) -> bool:
 
 def keep(run_folder: str, name: str) -> None:
     """The summary that a run of train.py left, as the record of that name."""
+    summary = Path(run_folder) / "summary.json"
+    if not summary.exists():
+        raise SystemExit(f"{summary} is not there: a training run leaves it when it reaches max_iters")
     ASSETS.mkdir(exist_ok=True)
-    (ASSETS / f"{name}.json").write_text((Path(run_folder) / "summary.json").read_text())
+    (ASSETS / f"{name}.json").write_text(summary.read_text())
 
 
 def origin(command: str, device: str, packages: tuple[str, ...] = ()) -> dict:

@@ -8,8 +8,9 @@ move at all. So w, m and v are fp32, and the bf16 parameter that the matmuls rea
 step. Then nothing has to be cast in forward, gradients arrive in bf16, and a step reads and writes each number once.
 
 Bytes for n parameters in bf16: 28n (read w, m, v: 12; read grad: 2; write w, m, v: 12; write parameter: 2).
-What changes with the step arrives in one fp32 tensor of STEP_NUMBERS: a captured CUDA graph replays with new numbers,
-and a clipping factor that the GPU has just computed need not visit the CPU.
+What changes with the step arrives in one fp32 tensor, step_scalars: the scale of the gradients (NaN or inf: leave all
+as it is), the learning rate, 1 / (1 − β₁ᵗ) and 1 / √(1 − β₂ᵗ). So a captured CUDA graph replays with new ones, and a
+clipping factor that the GPU has just computed need not visit the CPU.
 
 Loshchilov and Hutter, Decoupled Weight Decay Regularization, 2019. https://arxiv.org/abs/1711.05101
 """
@@ -18,12 +19,9 @@ import torch
 
 from .launch import tl, triton, use_triton
 
-# scale of the gradients (NaN or inf: leave everything as it is), learning rate, 1 / (1 - β₁ᵗ), 1 / √(1 - β₂ᵗ)
-STEP_NUMBERS = ("scale", "lr", "m_correction", "sqrt_v_correction")
 
-
-def adamw_reference(parameter, grad, w, m, v, numbers, beta1, beta2, eps, weight_decay):
-    scale, lr, m_correction, sqrt_v_correction = numbers.unbind()
+def adamw_reference(parameter, grad, w, m, v, step_scalars, beta1, beta2, eps, weight_decay):
+    scale, lr, m_correction, sqrt_v_correction = step_scalars.unbind()
     live = torch.isfinite(scale)
     g = grad.to(w.dtype) * scale
     new_m, new_v = m.lerp(g, 1 - beta1), v.lerp(g * g, 1 - beta2)
@@ -36,14 +34,14 @@ def adamw_reference(parameter, grad, w, m, v, numbers, beta1, beta2, eps, weight
 
 @triton.jit
 def _adamw_kernel(
-    parameter_ptr, grad_ptr, w_ptr, m_ptr, v_ptr, numbers_ptr, n,
+    parameter_ptr, grad_ptr, w_ptr, m_ptr, v_ptr, step_scalars_ptr, n,
     BETA1: tl.constexpr, BETA2: tl.constexpr, EPS: tl.constexpr, WEIGHT_DECAY: tl.constexpr,
     APART: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    scale = tl.load(numbers_ptr)
-    lr = tl.load(numbers_ptr + 1)
-    m_correction = tl.load(numbers_ptr + 2)
-    sqrt_v_correction = tl.load(numbers_ptr + 3)
+    scale = tl.load(step_scalars_ptr)
+    lr = tl.load(step_scalars_ptr + 1)
+    m_correction = tl.load(step_scalars_ptr + 2)
+    sqrt_v_correction = tl.load(step_scalars_ptr + 3)
     i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     mask = i < tl.where(tl.abs(scale) < float("inf"), n, 0)  # not less: NaN too
     g = tl.load(grad_ptr + i, mask=mask, other=0.0).to(tl.float32) * scale
@@ -67,7 +65,7 @@ def adamw(
     w: torch.Tensor,
     m: torch.Tensor,
     v: torch.Tensor,
-    numbers: torch.Tensor,
+    step_scalars: torch.Tensor,
     beta1: float,
     beta2: float,
     eps: float,
@@ -76,19 +74,20 @@ def adamw(
     """One step of AdamW in place, on one parameter (Loshchilov and Hutter, 2019).
 
     parameter and grad of one shape and any floating dtypes; w, m and v fp32 of that shape; w may be parameter itself.
-    All contiguous. numbers: fp32 (4,), STEP_NUMBERS; where its scale is not finite, nothing changes. ValueError where a
-    tensor does not fit.
+    All contiguous. step_scalars: fp32 (4,), as above; where its scale is not finite, nothing changes. ValueError where
+    a tensor does not fit.
     """
-    for name, x in (("grad", grad), ("w", w), ("m", m), ("v", v)):
-        if x.shape != parameter.shape or not x.is_contiguous() or (name != "grad" and x.dtype != torch.float32):
+    for name, x in (("parameter", parameter), ("grad", grad), ("w", w), ("m", m), ("v", v)):
+        learns = name in ("w", "m", "v")
+        if x.shape != parameter.shape or not x.is_contiguous() or (learns and x.dtype != torch.float32):
             raise ValueError(
                 f"{name} is {x.dtype} {tuple(x.shape)} with strides {x.stride()}, expected {tuple(parameter.shape)}, "
-                "contiguous" + ("" if name == "grad" else ", float32")
+                "contiguous" + (", float32" if learns else "")
             )
     if not use_triton(parameter):
-        return adamw_reference(parameter, grad, w, m, v, numbers, beta1, beta2, eps, weight_decay)
+        return adamw_reference(parameter, grad, w, m, v, step_scalars, beta1, beta2, eps, weight_decay)
     n, block = parameter.numel(), 1024  # best of 512..4096 x 4..8 warps on H200, by 2%
     _adamw_kernel[(triton.cdiv(n, block),)](
-        parameter, grad, w, m, v, numbers, n, BETA1=beta1, BETA2=beta2, EPS=eps, WEIGHT_DECAY=weight_decay,
+        parameter, grad, w, m, v, step_scalars, n, BETA1=beta1, BETA2=beta2, EPS=eps, WEIGHT_DECAY=weight_decay,
         APART=parameter.data_ptr() != w.data_ptr(), BLOCK=block, num_warps=4,
     )  # fmt: skip

@@ -48,7 +48,7 @@ def whole_row(n_cols: int) -> dict:
     """Launch constants of a program that holds one row of n_cols in registers. ValueError where it would not fit."""
     if not 1 <= n_cols <= 65536:
         raise ValueError(f"rows of {n_cols} elements: 1 to 65,536 are supported")
-    block = triton.next_power_of_2(n_cols)
+    block = 1 << (n_cols - 1).bit_length()  # not Triton's function: where there is no Triton this is still the check
     return {"BLOCK": block, "num_warps": min(max(block // 1024, 1), 8) if block <= 16384 else block // 2048}
 
 
@@ -88,7 +88,7 @@ def sum_rows(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 
 
 def refuse_double_backward() -> None:
-    """Every backward calls it first: under create_graph=True autograd would take a kernel's results for constants."""
+    """Every backward calls it: under create_graph=True autograd would take a kernel's results for constants."""
     if torch.is_grad_enabled() and not torch.compiler.is_compiling():
         raise RuntimeError("the kernels have no second derivative (create_graph=True): use kernels.reference")
 

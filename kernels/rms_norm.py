@@ -157,28 +157,13 @@ def rms_norm_backward(dy, dtotal, x, weight, rstd, need_dx, need_dweight, need_y
 
 class _RMSNorm(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x, weight, eps):
-        y, _, rstd = rms_norm_forward(x, None, weight, eps)
-        ctx.save_for_backward(x, weight, rstd)
-        return y
-
-    @staticmethod
-    def backward(ctx, dy):
-        x, weight, rstd = ctx.saved_tensors
-        need_dx, need_dweight, _ = ctx.needs_input_grad
-        dx, dweight, _ = rms_norm_backward(dy, None, x, weight, rstd, need_dx, need_dweight)
-        return dx, dweight, None
-
-
-class _AddRMSNorm(torch.autograd.Function):
-    @staticmethod
     def forward(ctx, x, residual, weight, eps):
         y, total, rstd = rms_norm_forward(x, residual, weight, eps)
         ctx.save_for_backward(total, weight, rstd)
-        return y, total
+        return y if residual is None else (y, total)
 
     @staticmethod
-    def backward(ctx, dy, dtotal):
+    def backward(ctx, dy, dtotal=None):
         total, weight, rstd = ctx.saved_tensors
         need_dx, need_dresidual, need_dweight, _ = ctx.needs_input_grad
         dx, dweight, _ = rms_norm_backward(dy, dtotal, total, weight, rstd, need_dx or need_dresidual, need_dweight)
@@ -202,7 +187,7 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float = 1e-5) -> torch.
     Computed in fp32 (fp64 for fp64) and rounded once. ValueError where weight does not fit x.
     """
     check_norm(x, None, weight)
-    return _RMSNorm.apply(x, weight, eps) if use_triton(x) else rms_norm_reference(x, weight, eps)
+    return _RMSNorm.apply(x, None, weight, eps) if use_triton(x) else rms_norm_reference(x, weight, eps)
 
 
 def add_rms_norm(
@@ -215,5 +200,5 @@ def add_rms_norm(
     """
     check_norm(x, residual, weight)
     if use_triton(x):
-        return _AddRMSNorm.apply(x, residual, weight, eps)
+        return _RMSNorm.apply(x, residual, weight, eps)
     return add_rms_norm_reference(x, residual, weight, eps)

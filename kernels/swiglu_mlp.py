@@ -10,7 +10,7 @@ of what is left, and with keep_gate_up=False it is computed again from s, for tw
 
                                   kept for a token              price                              (Llama 3.2 1B, bf16)
     keep_gate_up=True             C + 2F elements (36 KiB)      a write of F + C elements          0.5% of a step
-    keep_gate_up=False            C elements (4 KiB)            a matmul of 4·N·C·F FLOPs          a tenth of a step
+    keep_gate_up=False            C elements (4 KiB)            a matmul of 4·N·C·F FLOPs          an eighth of a step
 
 Saved besides: the weights and one fp32 rstd a row. Shapes: s, n (N, C), W (2F, C) with gate before up, V (C, F).
 """
@@ -33,7 +33,7 @@ def swiglu_mlp_reference(
         return F.linear(swiglu_reference(F.linear(normed, gate_up_weight)), down_weight)
 
     total = x + residual
-    return mlp(total) if keep_gate_up else checkpoint(mlp, total, use_reentrant=False), total
+    return mlp(total) if keep_gate_up else checkpoint(mlp, total, use_reentrant=False, preserve_rng_state=False), total
 
 
 class _SwiGLUMLP(torch.autograd.Function):
@@ -58,7 +58,7 @@ class _SwiGLUMLP(torch.autograd.Function):
         if gate_up is None:
             gate_up = F.linear(rms_norm_forward(total, None, norm_weight, ctx.eps)[0], gate_up_weight)
         dgate_up, hidden = glu_backward(dy @ down_weight, gate_up, "silu", need_y=need_ddown)
-        del gate_up
+        del gate_up  # where it was computed again: a kept one lives until backward returns
         ddown = as_rows(dy).T @ as_rows(hidden) if need_ddown else None
         del hidden
         dx, dnorm, normed = rms_norm_backward(
