@@ -487,9 +487,10 @@ step_times = []  # seconds of each step
 curve = []  # (step, seconds so far, loss) of each log line
 logged_at, logged_step = time.perf_counter(), first_step
 val_loss = None
-step = first_step  # how many updates the weights have seen
-batch = get_batch(step, 0)
-if step >= max_iters:
+step = first_step  # how many are done
+if step < max_iters:
+    batch = get_batch(step, 0)
+else:
     print0(f"nothing left to do: {found} is at step {step}, max_iters is {max_iters}")
 while step < max_iters:
     started = time.perf_counter()

@@ -182,7 +182,10 @@ def steps_table() -> str:
     from benchmarks import step
 
     r = load("step")
-    return step.step_table(r) + f"\n\nTokens a second and peak GiB on one {ran_on(r)}; {limits_of(r)}."
+    text = step.step_table(r) + f"\n\nTokens a second and peak GiB on one {ran_on(r)}; {limits_of(r)}."
+    if r["baby"]:
+        text += "\n\nThe small model of `config/baby_llama.py`, batch 64:\n\n" + step.baby_table(r)
+    return text
 
 
 def breakdown_table() -> str:

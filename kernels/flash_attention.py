@@ -242,7 +242,7 @@ def _one_per_query(q):
     return padded[:, :, :n_time].transpose(1, 2)
 
 
-# Opaque operators: torch.compile calls them as they stand, and selective checkpointing knows them by name.
+# Opaque operators: torch.compile calls them as they stand, and a policy of selective checkpointing can name them.
 @torch.library.custom_op("nanocria::flash_attention", mutates_args=())
 def _forward(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, starts: torch.Tensor | None
