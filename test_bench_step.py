@@ -141,7 +141,7 @@ def test_the_shape_is_that_of_the_config_file():
         ("cudnn_generated_fort_native_sdpa_sm90_flash_bprop_wgmma_f16_knob_7", "attention"),
         ("fmha_cutlassF_bf16_aligned_64x64_rf_sm80(PyTorchMemEffAttention)", "attention"),
         ("_flash_fwd_kernel", "attention"),
-        ("_loss_and_gradient_kernel", "loss kernel"),
+        ("_loss_kernel", "loss kernel"),
         ("_rms_norm_bwd_kernel", "norms"),
         ("_sum_rows_kernel", "norms"),
         ("_glu_fwd_kernel", "SwiGLU"),

@@ -30,8 +30,8 @@ from kernels.launch import use_triton
 HAS_GPU = torch.cuda.is_available()
 cross_entropy_file = sys.modules["kernels.cross_entropy"]  # the package's attribute of that name is the function
 if not HAS_GPU:
-    cross_entropy_file.BLOCK = 2048  # the interpreter takes long over long rows
-BLOCK = cross_entropy_file.BLOCK
+    cross_entropy_file.LOSS_WARPS = cross_entropy_file.GRADIENT_WARPS = 4  # the interpreter takes long over long rows
+BLOCK = 512 * cross_entropy_file.GRADIENT_WARPS  # logits that a program of the loss takes at once
 DEVICE = "cuda" if HAS_GPU else "cpu"
 EPS = 1e-5
 WIDE = 2 * BLOCK + 4  # a row that no loop over blocks takes in fewer than three steps
@@ -767,6 +767,28 @@ def test_logits_of_minus_inf_are_a_mask(masked):
     operation = Operation(kernels.cross_entropy, cross_entropy_oracle)
     value, gradient = assert_matches_float64(operation, (logits,), (targets,))
     assert value.isfinite() and gradient.isfinite().all()
+
+
+def test_the_gradient_of_a_cross_entropy_is_ready_before_backward():
+    """The loss differentiated as it stands costs no second look at the logits: here they are gone by then."""
+    for reduction in ("mean", "sum"):
+        (logits,), (targets,) = OPERATIONS["cross_entropy"].inputs(11, 70, FP32)
+        expected = run(partial(kernels.cross_entropy, reduction=reduction), (logits,), (targets,), one())[1]
+        logits.requires_grad_()
+        loss = kernels.cross_entropy(logits, targets, reduction=reduction)
+        logits.data.fill_(float("nan"))
+        assert_same(torch.autograd.grad(loss, logits), (expected,), reduction)
+
+
+def test_a_cross_entropy_is_differentiated_as_often_and_as_scaled_as_one_likes():
+    (logits,), (targets,) = OPERATIONS["cross_entropy"].inputs(11, 70, FP32)
+    logits.requires_grad_()
+    loss = kernels.cross_entropy(logits, targets)
+    truth = run(reference.cross_entropy, (logits.detach().double(),), (targets,), widened(one()))[1]
+    gradients = [torch.autograd.grad(factor * loss, logits, retain_graph=True)[0] for factor in (1, 1, 3, 1)]
+    assert len({gradient.data_ptr() for gradient in gradients}) == 4, "a gradient handed out before was overwritten"
+    for factor, gradient in zip((1, 1, 3, 1), gradients, strict=True):
+        assert relative_error(gradient, factor * truth) < 1e-6, f"times {factor}"
 
 
 @pytest.mark.parametrize("name", ["cross_entropy", "linear_cross_entropy"])

@@ -31,7 +31,7 @@ Span = tuple[float, float, str]  # start and end in ms, the kernel's name or its
 # The first pattern that a kernel's name matches says what it is. Attention comes before the matmuls, since some of its
 # kernels are cutlass's too; copies before the optimizer, since both are multi_tensor_apply_kernel.
 PARTS = {
-    "loss kernel": r"_loss_and_gradient|cross_entropy",
+    "loss kernel": r"^_(loss|gradient)_kernel|cross_entropy",
     "norms": r"rms_norm|_sum_rows",
     "SwiGLU": r"_glu|swiglu",
     "RoPE": r"_rope",

@@ -47,6 +47,10 @@ class Problem:
     def forward(self) -> tuple[torch.Tensor, ...]:
         return tuple_of(self.function(*self.tensors, *self.constants))
 
+    @torch.no_grad()
+    def inference(self) -> tuple[torch.Tensor, ...]:
+        return self.forward()
+
     def backward(self, outputs, retain_graph=False) -> tuple[torch.Tensor, ...]:
         self.doutputs = self.doutputs or self.random_gradients(outputs)
         return torch.autograd.grad(outputs, self.tensors, self.doutputs, retain_graph=retain_graph)
@@ -61,9 +65,9 @@ class Problem:
         return *outputs, *self.backward(outputs)
 
     def call(self, name: str) -> Callable:
-        """The timed call of a pass; for backward, forward runs once beforehand."""
+        """The timed call of a pass: forward, inference (no autograd), both, or backward, after one forward."""
         if name != "backward":
-            return self.forward if name == "forward" else self.both
+            return {"forward": self.forward, "inference": self.inference, "both": self.both}[name]
         outputs = self.forward()
         return lambda: self.backward(outputs, retain_graph=True)
 

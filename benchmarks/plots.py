@@ -21,7 +21,7 @@ STEP_COLORS = dict(
     zip(step.ARMS, ["#c2410c", "#2563eb", "#93c5fd", "#9ca3af", "#0f766e", "#9333ea"], strict=True)
 )  # fmt: skip
 MARKS = dict(zip(step.CHECKPOINTING, "osv", strict=True))
-PASSES = {"forward": "fwd", "backward": "bwd", "both": "both"}
+PASSES = {"forward": "fwd", "backward": "bwd", "inference": "loss alone", "both": "both"}
 
 
 def draw_baby(path: Path) -> None:

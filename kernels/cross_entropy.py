@@ -3,21 +3,31 @@
     forward    lse = log Σ_j exp(x_j)        loss = lse − (1 − ε)·x_target − ε·mean(x) + z·lse²
     backward   dx_j = exp(x_j − lse)·(1 + 2z·lse) − (1 − ε)·[j = target] − ε/V        times the gradient of the loss
 
-Backward needs the logits and one fp32 lse a row; the softmax is never stored.
-Bytes for N rows of V 2-byte logits: forward 2NV (one read: running maximum and sum), backward 4NV (read, write).
+The softmax is never stored: two fp32 numbers a row, its maximum and Σ exp(x − maximum), give it back. The gradient of
+a mean or a sum is computed along with the loss, while the row that was just read is still in the L2 cache; backward
+finds it ready, unless something was multiplied to the loss on the way: then it computes it from the logits once more.
+
+Bytes for N rows of V 2-byte logits: the loss alone 2NV (one read), with the gradient 4NV (one read, one write).
+
+How a row is read: each thread takes 8 neighbouring logits (16 bytes) at a time and keeps a maximum and a sum of its
+own, rescaled whenever its maximum grows (Milakov and Gimelshein, Online normalizer calculation for softmax, 2018).
+Threads wait for each other once a row, when these become one.
 
 A row whose target is ignore_index is not read. A target outside [0, V) is a bug in the data: its row touches no memory
 outside itself, and its loss and gradient are NaN, so that no training run can miss it.
 
 z-loss: Chowdhery et al., PaLM, 2022, section 5. https://arxiv.org/abs/2204.02311
-Running maximum: Milakov and Gimelshein, Online normalizer calculation for softmax, 2018.
 """
 
 import torch
 
 from .launch import as_rows, compute_dtype, refuse_double_backward, tl, triton, use_triton
 
-BLOCK = 16384  # logits a program holds at once; with 16 warps the best of 4096..32768 x 8..32 on H200 at V = 128,256
+# Warps a program, measured on one H200 at V = 32,000 to 163,840 in bf16. The loss alone is read at the rate of a copy
+# with 4 to 16. With the gradient, a long row wants 32: two rows a multiprocessor, of which much survives in the L2
+# cache until it is read again. Of rows below 65,536 four survive: 16.
+LOSS_WARPS, GRADIENT_WARPS = 8, 32
+LOG2_E, LN_2 = tl.constexpr(1.4426950408889634), tl.constexpr(0.6931471805599453)
 
 
 def cross_entropy_reference(
@@ -51,140 +61,206 @@ def n_live(targets, ignore_index):
 
 
 @triton.jit
-def exp(x):
-    """tl.exp, but results below 1e-38 are zero: to get those right takes three instructions beside the exponential."""
-    return tl.exp2(x * 1.4426950408889634)
+def tile_of_row(THREADS: tl.constexpr, WIDTH: tl.constexpr):
+    """16 columns a thread, as (16/WIDTH, THREADS, WIDTH): a thread holds all of the first and the last dimension."""
+    vectors = tl.arange(0, 16 // WIDTH)[:, None, None] * THREADS + tl.arange(0, THREADS)[None, :, None]
+    return vectors * WIDTH + tl.arange(0, WIDTH)[None, None, :]
 
 
 @triton.jit
-def row_loss(
-    row_ptr, col_stride, target, live, n_cols, n_readable,
-    SMOOTHING: tl.constexpr, Z_LOSS: tl.constexpr, COMPUTE: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
-    """The loss of one row and its log-sum-exp, in one sweep that keeps a running maximum and sum.
+def log2_exp(x, shift):
+    """log₂(exp(x)·2^-shift), rounded once, and always alike: so errors of the shift cancel, however large it is."""
+    return tl.fma(x, tl.full((), LOG2_E, x.dtype), -shift)
 
-    n_readable: n_cols, or where the row is padded the length with its padding: a multiple of 16 reads whole vectors.
-    """
-    # First of all loads, so that the sweeps' barriers stand between it and a gradient written over the row.
-    inside = live & (target >= 0) & (target < n_cols)
-    x_target = tl.load(row_ptr + target * col_stride, mask=inside, other=float("nan")).to(COMPUTE)
-    row_max = tl.full((), float("-inf"), COMPUTE)
-    exp_sum = tl.full((), 0.0, COMPUTE)
-    x_sum = tl.full((), 0.0, COMPUTE)
-    for start in range(0, tl.where(live, n_cols, 0), BLOCK):
-        cols = start + tl.arange(0, BLOCK)
-        mask = cols < n_cols
+
+@triton.jit
+def zero_for_minus_inf(shift):
+    """Where all logits so far are -inf there is nothing to shift by."""
+    return tl.where(shift == float("-inf"), 0.0, shift)
+
+
+@triton.jit
+def row_sums(
+    row_ptr, col_stride, n_cols, n_readable,
+    SUM: tl.constexpr, COMPUTE: tl.constexpr, PADDED: tl.constexpr, THREADS: tl.constexpr, WIDTH: tl.constexpr,
+):  # fmt: skip
+    """The shift, log₂e times the row's maximum; Σ exp(x)·2^-shift; and Σ x where SUM (label smoothing) needs it."""
+    lane_shift = tl.full((THREADS,), float("-inf"), COMPUTE)
+    lane_sum = tl.zeros((THREADS,), COMPUTE)
+    lane_x_sum = tl.zeros((THREADS,), COMPUTE)
+    tile = tile_of_row(THREADS, WIDTH)
+    for start in range(0, n_cols, 16 * THREADS):
+        cols = start + tile
         # Kept in the cache as long as may be: the gradient will read the row again, from its end.
         x_ptrs = row_ptr + cols.to(tl.int64) * col_stride
-        x = tl.load(x_ptrs, mask=cols < n_readable, other=0.0, eviction_policy="evict_last").to(COMPUTE)
-        x = tl.where(mask, x, float("-inf"))
-        new_max = tl.maximum(row_max, tl.max(x, axis=0))
-        # Where all so far is -inf there is nothing to shift by. tl.max passes over NaN: the sum below does not.
-        shift = tl.where(new_max == float("-inf"), 0.0, new_max)
-        exp_sum = exp_sum * exp(row_max - shift) + tl.sum(exp(x - shift), axis=0)
-        row_max = new_max
-        if SMOOTHING > 0:
-            x_sum += tl.sum(tl.where(mask, x, 0.0), axis=0)
-    lse = tl.where(live & ~inside, float("nan"), row_max + tl.log(exp_sum))
-    loss = lse - (1 - SMOOTHING) * x_target
-    if SMOOTHING > 0:
-        loss -= SMOOTHING * (x_sum / n_cols)
-    if Z_LOSS > 0:
-        loss += Z_LOSS * lse * lse
-    return tl.where(live, loss, 0.0), lse
+        x = tl.load(x_ptrs, mask=cols < n_readable, other=float("-inf"), eviction_policy="evict_last").to(COMPUTE)
+        if PADDED:
+            x = tl.where(cols < n_cols, x, float("-inf"))
+        # tl.max passes over NaN: the sum does not.
+        new_shift = tl.maximum(lane_shift, tl.max(tl.max(x, axis=2), axis=0) * LOG2_E)
+        shift = zero_for_minus_inf(new_shift)
+        exp_x = tl.exp2(log2_exp(x, shift[None, :, None]))
+        lane_sum = lane_sum * tl.exp2(lane_shift - shift) + tl.sum(tl.sum(exp_x, axis=2), axis=0)
+        lane_shift = new_shift
+        if SUM:
+            lane_x_sum += tl.sum(tl.sum(tl.where(cols < n_cols, x, 0.0), axis=2), axis=0)
+    shift = zero_for_minus_inf(tl.max(lane_shift, axis=0))
+    return shift, tl.sum(lane_sum * tl.exp2(lane_shift - shift), axis=0), tl.sum(lane_x_sum, axis=0)
 
 
 @triton.jit
 def store_row_gradient(
-    row_ptr, col_stride, out_ptr, target, live, lse, scale, n_cols, n_readable,
-    SMOOTHING: tl.constexpr, Z_LOSS: tl.constexpr, COMPUTE: tl.constexpr, BLOCK: tl.constexpr,
+    row_ptr, col_stride, out_ptr, target, x_target, live, shift, exp_sum, scale, n_cols, n_readable,
+    SMOOTHING: tl.constexpr, Z_LOSS: tl.constexpr, THREADS: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
     """The gradient of one row's loss, times scale, to out_ptr (contiguous; the row itself is allowed).
 
-    From the end of the row to its start: what row_loss read last is what the cache still holds.
+    From the end of the row to its start: what row_sums read last is what the cache still holds.
     """
-    n_blocks = tl.cdiv(n_cols, BLOCK)
-    target = target.to(tl.int32)  # one outside the vocabulary may come back inside: lse is NaN then
-    for i in range(0, tl.where(live, n_blocks, 0)):
-        cols = (n_blocks - 1 - i) * BLOCK + tl.arange(0, BLOCK)
+    tile = tile_of_row(THREADS, WIDTH)
+    n_tiles = tl.cdiv(n_cols, 16 * THREADS)
+    lse = (shift + tl.log2(exp_sum)) * LN_2
+    slope = scale * (1 + 2 * Z_LOSS * lse) / exp_sum
+    offset = scale * (SMOOTHING + tl.zeros_like(lse)) / n_cols  # a bare constant would be divided in fp32
+    for i in range(0, tl.where(live, n_tiles, 0)):
+        cols = (n_tiles - 1 - i) * 16 * THREADS + tile
         x_ptrs = row_ptr + cols.to(tl.int64) * col_stride
-        x = tl.load(x_ptrs, mask=cols < n_readable, other=0.0, eviction_policy="evict_first").to(COMPUTE)
-        gradient = exp(x - lse)
-        if Z_LOSS > 0:
-            gradient *= 1 + 2 * Z_LOSS * lse
-        if SMOOTHING > 0:
-            gradient -= (SMOOTHING + tl.zeros_like(lse)) / n_cols  # a bare constant would be divided in fp32
-        gradient = tl.where(cols == target, gradient - (1 - SMOOTHING), gradient) * scale
-        tl.store(out_ptr + cols, gradient.to(out_ptr.dtype.element_ty), mask=cols < n_readable)
-    for i in range(0, tl.where(live, 0, n_blocks)):  # an ignored row: zeros, whatever lies there
-        cols = i * BLOCK + tl.arange(0, BLOCK)
-        tl.store(out_ptr + cols, tl.zeros((BLOCK,), out_ptr.dtype.element_ty), mask=cols < n_readable)
+        x = tl.load(x_ptrs, mask=cols < n_readable, other=0.0, eviction_policy="evict_first").to(shift.dtype)
+        gradient = (tl.exp2(log2_exp(x, shift)) * slope - offset).to(out_ptr.dtype.element_ty)
+        tl.store(out_ptr + cols, gradient, mask=cols < n_readable, eviction_policy="evict_first")
+    for i in range(0, tl.where(live, 0, n_tiles)):  # an ignored row: zeros, whatever lies there
+        cols = i * 16 * THREADS + tile
+        tl.store(out_ptr + cols, tl.zeros_like(cols).to(out_ptr.dtype.element_ty), mask=cols < n_readable)
+    # The target's own, once more: after every thread's stores.
+    tl.debug_barrier()
+    gradient = tl.exp2(log2_exp(x_target, shift)) * slope - offset - (1 - SMOOTHING) * scale
+    inside = live & (target >= 0) & (target < n_cols)
+    tl.store(out_ptr + target, gradient.to(out_ptr.dtype.element_ty), mask=inside)
 
 
 @triton.jit
-def _cross_entropy_fwd_kernel(
+def _loss_kernel(
     logits_ptr, logits_row_stride, logits_col_stride, targets_ptr, targets_stride,
-    loss_ptr, lse_ptr, n_cols, ignore_index,
-    SMOOTHING: tl.constexpr, Z_LOSS: tl.constexpr, BLOCK: tl.constexpr,
+    loss_ptr, shift_ptr, exp_sum_ptr, scale_ptr, gradient_ptr, gradient_row_stride, n_cols, n_readable, ignore_index,
+    GRADIENT: tl.constexpr, SMOOTHING: tl.constexpr, Z_LOSS: tl.constexpr,
+    PADDED: tl.constexpr, THREADS: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
+    """One program, one row: its loss, shift and sum, and where GRADIENT its gradient times *scale_ptr.
+
+    n_readable: n_cols, or where the rows are padded the length with padding: a multiple of 16 moves whole vectors. The
+    gradient may be written over the logits, and something is written over their padding.
+    """
+    COMPUTE: tl.constexpr = loss_ptr.dtype.element_ty
     row = tl.program_id(0).to(tl.int64)
+    row_ptr = logits_ptr + row * logits_row_stride
     target = tl.load(targets_ptr + row * targets_stride)
-    loss, lse = row_loss(
-        logits_ptr + row * logits_row_stride, logits_col_stride, target, target != ignore_index, n_cols, n_cols,
-        SMOOTHING, Z_LOSS, loss_ptr.dtype.element_ty, BLOCK,
+    live = target != ignore_index
+    inside = live & (target >= 0) & (target < n_cols)
+    x_target = tl.load(row_ptr + target * logits_col_stride, mask=inside, other=float("nan")).to(COMPUTE)
+    scale = tl.load(scale_ptr)
+    shift, exp_sum, x_sum = row_sums(
+        row_ptr, logits_col_stride, tl.where(live, n_cols, 0), n_readable,
+        SMOOTHING > 0, COMPUTE, PADDED, THREADS, WIDTH,
     )  # fmt: skip
-    tl.store(loss_ptr + row, loss)
-    tl.store(lse_ptr + row, lse)
+    exp_sum = tl.where(live & ~inside, float("nan"), exp_sum)
+    loss = (tl.log2(exp_sum) - log2_exp(x_target, shift)) * LN_2  # lse − x_target
+    if SMOOTHING > 0:
+        loss += SMOOTHING * (x_target - x_sum / n_cols)
+    if Z_LOSS > 0:
+        lse = (shift + tl.log2(exp_sum)) * LN_2
+        loss += Z_LOSS * lse * lse
+    tl.store(loss_ptr + row, tl.where(live, loss, 0.0))
+    tl.store(shift_ptr + row, shift)
+    tl.store(exp_sum_ptr + row, exp_sum)
+    if GRADIENT:
+        store_row_gradient(
+            row_ptr, logits_col_stride, gradient_ptr + row * gradient_row_stride, target, x_target, live,
+            shift, exp_sum, scale, n_cols, n_readable, SMOOTHING, Z_LOSS, THREADS, WIDTH,
+        )  # fmt: skip
 
 
 @triton.jit
-def _cross_entropy_bwd_kernel(
-    dloss_ptr, dloss_stride, logits_ptr, logits_row_stride, logits_col_stride, targets_ptr, targets_stride,
-    lse_ptr, dlogits_ptr, n_cols, ignore_index,
-    SMOOTHING: tl.constexpr, Z_LOSS: tl.constexpr, BLOCK: tl.constexpr,
+def _gradient_kernel(
+    dloss_ptr, dloss_stride, done_ptr, logits_ptr, logits_row_stride, logits_col_stride, targets_ptr, targets_stride,
+    shift_ptr, exp_sum_ptr, dlogits_ptr, n_cols, ignore_index,
+    SMOOTHING: tl.constexpr, Z_LOSS: tl.constexpr, THREADS: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
+    """One program, one row: its gradient, unless it stands there already, multiplied by what lies at done_ptr."""
     row = tl.program_id(0).to(tl.int64)
+    row_ptr = logits_ptr + row * logits_row_stride
     target = tl.load(targets_ptr + row * targets_stride)
-    store_row_gradient(
-        logits_ptr + row * logits_row_stride, logits_col_stride, dlogits_ptr + row * n_cols,
-        target, target != ignore_index, tl.load(lse_ptr + row), tl.load(dloss_ptr + row * dloss_stride), n_cols, n_cols,
-        SMOOTHING, Z_LOSS, lse_ptr.dtype.element_ty, BLOCK,
+    dloss = tl.load(dloss_ptr + row * dloss_stride)
+    if dloss != tl.load(done_ptr):
+        live = target != ignore_index
+        inside = live & (target >= 0) & (target < n_cols)
+        x_target = tl.load(row_ptr + target * logits_col_stride, mask=inside, other=float("nan"))
+        store_row_gradient(
+            row_ptr, logits_col_stride, dlogits_ptr + row * n_cols, target, x_target.to(dloss.dtype), live,
+            tl.load(shift_ptr + row), tl.load(exp_sum_ptr + row), dloss, n_cols, n_cols,
+            SMOOTHING, Z_LOSS, THREADS, WIDTH,
+        )  # fmt: skip
+
+
+def launch_constants(logits, n_readable, warps):
+    warps = min(warps, 16) if n_readable < 65536 else warps
+    warps = max(1, min(warps, triton.next_power_of_2(n_readable) // 512))
+    # Rows that start anywhere cannot be read 8 at a time: there neighbouring threads read neighbours instead.
+    width = 8 if logits.stride(0) % 8 == 0 and n_readable % 8 == 0 else 1
+    # 32 registers a thread let two programs of 32 warps share a multiprocessor.
+    return {"THREADS": 32 * warps, "WIDTH": width, "num_warps": warps} | ({"maxnreg": 32} if warps == 32 else {})
+
+
+def losses_of_rows(logits, targets, options, scale=None, out=None, padded=False):
+    """Losses (N,) of logits (N, V), and their shifts and sums. Where out (N, V) is given, maybe the logits themselves,
+    it is filled with the gradient of the losses' sum times scale.
+
+    options: (ignore_index, label_smoothing, z_loss). scale: a tensor of one number in the losses' dtype.
+    padded: what lies between V and the row stride is the caller's, to be read and written as one likes.
+    """
+    ignore_index, label_smoothing, z_loss = options
+    n_rows, n_cols = logits.shape
+    n_readable = logits.stride(0) if padded else n_cols
+    losses, shift, exp_sum = torch.empty(3, n_rows, dtype=compute_dtype(logits), device=logits.device)
+    _loss_kernel[(n_rows,)](
+        logits, logits.stride(0), logits.stride(1), targets, targets.stride(0), losses, shift, exp_sum,
+        losses if scale is None else scale, losses if out is None else out, 0 if out is None else out.stride(0),
+        n_cols, n_readable, ignore_index,
+        GRADIENT=out is not None, SMOOTHING=label_smoothing, Z_LOSS=z_loss, PADDED=n_readable != n_cols,
+        **launch_constants(logits, n_readable, LOSS_WARPS if out is None else GRADIENT_WARPS),
     )  # fmt: skip
-
-
-def launch_constants(n_cols):
-    block = min(BLOCK, triton.next_power_of_2(n_cols))
-    return {"BLOCK": block, "num_warps": max(block // 1024, 1)}
+    return losses, shift, exp_sum
 
 
 class _CrossEntropy(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, logits, targets, ignore_index, label_smoothing, z_loss):
-        """The losses of the rows (N,); reductions are left to PyTorch."""
-        n_rows, n_cols = logits.shape
-        losses = torch.empty(n_rows, dtype=compute_dtype(logits), device=logits.device)
-        lse = torch.empty_like(losses)
-        _cross_entropy_fwd_kernel[(n_rows,)](
-            logits, logits.stride(0), logits.stride(1), targets, targets.stride(0), losses, lse, n_cols, ignore_index,
-            SMOOTHING=label_smoothing, Z_LOSS=z_loss, **launch_constants(n_cols),
-        )  # fmt: skip
-        ctx.save_for_backward(logits, targets, lse)
-        ctx.options = ignore_index, label_smoothing, z_loss
-        return losses
+    def forward(ctx, logits, targets, options, reduction):
+        scale = torch.ones((), dtype=compute_dtype(logits), device=logits.device)
+        if reduction == "mean":
+            scale = scale / n_live(targets, options[0])
+        # Not in fp16, whose gradients a scaled loss keeps from underflow, nor where a compiler could not follow.
+        ready = reduction != "none" and ctx.needs_input_grad[0] and logits.dtype != torch.float16
+        dlogits = logits.new_empty(logits.shape) if ready and not torch.compiler.is_compiling() else None
+        losses, shift, exp_sum = losses_of_rows(logits, targets, options, scale, dlogits)
+        ctx.save_for_backward(logits, targets, shift, exp_sum, scale)
+        ctx.options, ctx.ready = options, [] if dlogits is None else [dlogits]
+        return losses if reduction == "none" else losses.sum() * scale
 
     @staticmethod
-    def backward(ctx, dlosses):
+    def backward(ctx, dloss):
         refuse_double_backward()
-        logits, targets, lse = ctx.saved_tensors
+        logits, targets, shift, exp_sum, scale = ctx.saved_tensors
         ignore_index, label_smoothing, z_loss = ctx.options
         n_rows, n_cols = logits.shape
-        dlogits = torch.empty(n_rows, n_cols, dtype=logits.dtype, device=logits.device)
-        _cross_entropy_bwd_kernel[(n_rows,)](
-            dlosses, dlosses.stride(0), logits, logits.stride(0), logits.stride(1), targets, targets.stride(0),
-            lse, dlogits, n_cols, ignore_index,
-            SMOOTHING=label_smoothing, Z_LOSS=z_loss, **launch_constants(n_cols),
+        dlosses = (dloss * scale).expand(n_rows)
+        done = scale if ctx.ready else torch.full_like(scale, torch.nan)
+        # Handed out once: what backward returns may become somebody's .grad.
+        dlogits = ctx.ready.pop() if ctx.ready else logits.new_empty(logits.shape)
+        _gradient_kernel[(n_rows,)](
+            dlosses, dlosses.stride(0), done, logits, logits.stride(0), logits.stride(1), targets, targets.stride(0),
+            shift, exp_sum, dlogits, n_cols, ignore_index,
+            SMOOTHING=label_smoothing, Z_LOSS=z_loss, **launch_constants(logits, n_cols, GRADIENT_WARPS),
         )  # fmt: skip
-        return dlogits, None, None, None, None
+        return dlogits, None, None, None
 
 
 def check_options(n_rows, targets, label_smoothing, z_loss, reduction, reductions):
@@ -211,6 +287,9 @@ def cross_entropy(
     logits (..., V) of any strides and floating dtype, targets (...) integers in [0, V) or ignore_index. Returns fp32
     (fp64 for fp64): a scalar for reduction 'mean' (0 where every row is ignored) and 'sum', (...) for 'none'.
     A target outside [0, V) makes the loss NaN. ValueError for unfit shapes or options.
+
+    For 'mean' and 'sum', backward is free where the loss is differentiated as it stands; where it was multiplied first
+    (the factor of gradient accumulation, say), backward reads the logits and writes their gradient again.
     """
     if targets.shape != logits.shape[:-1]:
         raise ValueError(f"targets {tuple(targets.shape)} do not fit logits {tuple(logits.shape)}")
@@ -218,5 +297,6 @@ def cross_entropy(
     targets = targets.long()
     if not use_triton(logits):
         return cross_entropy_reference(logits, targets, ignore_index, label_smoothing, z_loss, reduction)
-    losses = _CrossEntropy.apply(as_rows(logits), targets.reshape(-1), ignore_index, label_smoothing, z_loss)
-    return reduce_loss(losses.view(targets.shape), targets, ignore_index, reduction)
+    options = ignore_index, label_smoothing, z_loss
+    loss = _CrossEntropy.apply(as_rows(logits), targets.reshape(-1), options, reduction)
+    return loss.view(targets.shape) if reduction == "none" else loss

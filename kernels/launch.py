@@ -15,7 +15,9 @@ except ImportError:  # no Triton for this platform (macOS): the references run, 
             return kernel
 
     class tl:
-        constexpr = None
+        @staticmethod
+        def constexpr(value):
+            return value
 
     HAS_TRITON = False
 else:
@@ -57,7 +59,7 @@ def row_tiles(n_rows: int, n_cols: int, x: torch.Tensor) -> tuple[int, dict]:
 
     One program a multiprocessor: so few sums of its own rows are left to add up at the end. What keeps enough loads in
     flight are tiles of 16 KiB, the next two on their way to shared memory while one is computed. A row longer than that
-    gets as many threads as there are instead. Best of 1-4 rows x 4-32 warps x 1-4 stages x 1-4 programs on H200.
+    is loaded when its turn comes. Best of 1-4 rows x 4-32 warps x 1-4 stages x 1-4 programs on H200.
     """
     block = triton.next_power_of_2(n_cols)
     # The interpreter is serial: 4 programs still show that they share the rows and that partial sums add up.
@@ -65,7 +67,7 @@ def row_tiles(n_rows: int, n_cols: int, x: torch.Tensor) -> tuple[int, dict]:
     rows = 16384 // (block * x.element_size())
     constants = {"ROWS": rows, "BLOCK": block, "STAGES": 3, "num_warps": 8}
     if not rows:
-        constants = {"ROWS": 1, "BLOCK": block, "STAGES": 1, "num_warps": 32}
+        constants = {"ROWS": 1, "BLOCK": block, "STAGES": 1, "num_warps": 16 if block <= 16384 else 32}
     return min(triton.cdiv(n_rows, constants["ROWS"]), programs), constants
 
 

@@ -56,6 +56,15 @@ def _layer_norm_fwd_kernel(
 
 
 @triton.jit
+def call_into_l2(x_ptr, row_stride, col_stride, row, n_rows, n_cols, BLOCK: tl.constexpr):
+    """Starts the way of a row from memory into the L2 cache, by reading one element of each 32 bytes."""
+    STEP: tl.constexpr = 256 // x_ptr.dtype.element_ty.primitive_bitwidth
+    cols = tl.arange(0, BLOCK // STEP).to(tl.int64)[None, :] * STEP
+    # volatile: or a load that nobody uses would be dropped
+    tl.load(x_ptr + row * row_stride + cols * col_stride, mask=(row < n_rows) & (cols < n_cols), volatile=True)
+
+
+@triton.jit
 def _layer_norm_bwd_kernel(
     dy_ptr, dy_row_stride, dy_col_stride,
     x_ptr, x_row_stride, x_col_stride,
@@ -88,10 +97,14 @@ def _layer_norm_bwd_kernel(
         dx_hat = dy * weight
         mean_dx_hat = (tl.sum(dx_hat, axis=1) / n_cols)[:, None]
         slope = (tl.sum(dx_hat * x_hat, axis=1) / n_cols)[:, None]
-        if not HOLD_WEIGHT:  # all of it once more, out of the cache: two sums of this length leave it no registers
-            dy = to_compute(tl.load(dy_ptrs, mask=mask, other=0.0, volatile=True))
-            x = to_compute(tl.load(x_ptrs, mask=mask, other=0.0, volatile=True))
-            weight = to_compute(tl.load(weight_ptrs, mask=cols < n_cols, other=0.0, volatile=True))
+        if not HOLD_WEIGHT:
+            # Two sums of this length leave no registers for the row: it is read once more, out of the L1 cache (with
+            # another policy, or the compiler would join the two loads), while the next one comes as far as L2.
+            call_into_l2(dy_ptr, dy_row_stride, dy_col_stride, rows + tl.num_programs(0), n_rows, n_cols, BLOCK)
+            call_into_l2(x_ptr, x_row_stride, x_col_stride, rows + tl.num_programs(0), n_rows, n_cols, BLOCK)
+            dy = to_compute(tl.load(dy_ptrs, mask=mask, other=0.0, eviction_policy="evict_first"))
+            x = to_compute(tl.load(x_ptrs, mask=mask, other=0.0, eviction_policy="evict_first"))
+            weight = to_compute(tl.load(weight_ptrs, mask=cols < n_cols, other=0.0, eviction_policy="evict_first"))
             x_hat = tl.where(mask, (x - mean) * rstd, 0.0)
             dx_hat = dy * weight
         if NEED_DWEIGHT:
@@ -133,8 +146,8 @@ class _LayerNorm(torch.autograd.Function):
         dy_rows, x_rows = as_rows(dy), as_rows(x)
         n_rows, n_cols = x_rows.shape
         programs, constants = row_tiles(n_rows, n_cols, x)
-        if constants["BLOCK"] > 8192:
-            constants["num_warps"] = 16  # fewer threads have more registers each, for the second sum
+        if n_cols <= 3072:
+            constants["STAGES"] = 4  # 2 to 5% faster than 3 on H200, but 12% slower where n_cols is 4,096
         dx = torch.empty(x.shape, dtype=x.dtype, device=x.device) if need_dx else rstd
         dweight = torch.empty(programs, n_cols, dtype=rstd.dtype, device=x.device) if need_dweight else rstd
         dbias = torch.empty(programs, n_cols, dtype=rstd.dtype, device=x.device) if need_dbias else rstd

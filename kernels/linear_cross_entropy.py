@@ -26,15 +26,7 @@ https://arxiv.org/abs/2410.10989
 import torch
 import torch.nn.functional as F
 
-from .cross_entropy import (
-    check_options,
-    cross_entropy_reference,
-    launch_constants,
-    n_live,
-    reduce_loss,
-    row_loss,
-    store_row_gradient,
-)
+from .cross_entropy import check_options, cross_entropy_reference, losses_of_rows, n_live, reduce_loss
 from .launch import compute_dtype, refuse_double_backward, tl, to_compute, triton, use_triton
 
 # Bytes of logits held at once: 4,096 tokens at V = 128,256 in bf16. On one H200 with N = 16,384 and C = 2,048, 2,048
@@ -47,25 +39,6 @@ def linear_cross_entropy_reference(
     x, weight, targets, ignore_index=-100, label_smoothing=0.0, z_loss=0.0, reduction="mean"
 ):  # fmt: skip
     return cross_entropy_reference(F.linear(x, weight), targets, ignore_index, label_smoothing, z_loss, reduction)
-
-
-@triton.jit
-def _loss_and_gradient_kernel(
-    logits_ptr, logits_row_stride, targets_ptr, targets_stride, loss_ptr, n_cols, ignore_index,
-    GRADIENT: tl.constexpr, SMOOTHING: tl.constexpr, Z_LOSS: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
-    """One program, one row: its loss, then its gradient written over its logits (and something over its padding)."""
-    row = tl.program_id(0).to(tl.int64)
-    target = tl.load(targets_ptr + row * targets_stride)
-    live = target != ignore_index
-    row_ptr = logits_ptr + row * logits_row_stride
-    COMPUTE: tl.constexpr = loss_ptr.dtype.element_ty
-    loss, lse = row_loss(row_ptr, 1, target, live, n_cols, logits_row_stride, SMOOTHING, Z_LOSS, COMPUTE, BLOCK)
-    tl.store(loss_ptr + row, loss)
-    if GRADIENT:
-        store_row_gradient(
-            row_ptr, 1, row_ptr, target, live, lse, 1.0, n_cols, logits_row_stride, SMOOTHING, Z_LOSS, COMPUTE, BLOCK
-        )  # fmt: skip
 
 
 def _accumulate(total, a, b, first):
@@ -84,14 +57,11 @@ def _logits_buffer(x, n_tokens, n_vocab):
     return torch.empty(n_tokens, row_length, dtype=x.dtype, device=x.device)[:, :n_vocab]
 
 
-def _loss_and_gradient(x, weight, targets, logits, losses, ignore_index, label_smoothing, z_loss, gradient):
-    """Fills losses (N,) and logits (N, V), with the gradient of their sum or with nothing of use."""
+def _losses(x, weight, targets, logits, options, gradient):
+    """Losses (N,); logits (N, V) is left with the gradient of their sum, or with nothing of use."""
     torch.mm(x, weight.T, out=logits)
-    n_vocab = weight.shape[0]
-    _loss_and_gradient_kernel[(x.shape[0],)](
-        logits, logits.stride(0), targets, targets.stride(0), losses, n_vocab, ignore_index,
-        GRADIENT=gradient, SMOOTHING=label_smoothing, Z_LOSS=z_loss, **launch_constants(n_vocab),
-    )  # fmt: skip
+    one = torch.ones((), dtype=compute_dtype(x), device=x.device)
+    return losses_of_rows(logits, targets, options, one, logits if gradient else None, padded=True)[0]
 
 
 # Opaque operators: torch.compile calls them as they stand, and their loops and buffers stay ours.
@@ -105,10 +75,8 @@ def _whole_loss(
     z_loss: float,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Losses (N,), and the gradient of their sum: dlogits (N, V) with padded rows."""
-    losses = torch.empty(x.shape[0], dtype=compute_dtype(x), device=x.device)
     logits = _logits_buffer(x, x.shape[0], weight.shape[0])
-    _loss_and_gradient(x, weight, targets, logits, losses, ignore_index, label_smoothing, z_loss, gradient=True)
-    return losses, logits
+    return _losses(x, weight, targets, logits, (ignore_index, label_smoothing, z_loss), gradient=True), logits
 
 
 @_whole_loss.register_fake
@@ -134,11 +102,11 @@ def _chunked_loss(
     n_tokens = x.shape[0]
     losses, dx, dweight = _outputs(x, weight, need_dx, need_dweight, fp32_dweight)
     buffer = _logits_buffer(x, min(chunk_tokens, n_tokens), weight.shape[0])
+    options = ignore_index, label_smoothing, z_loss
     for start in range(0, n_tokens, chunk_tokens):
         chunk = slice(start, min(start + chunk_tokens, n_tokens))
         logits = buffer[: chunk.stop - start]
-        options = ignore_index, label_smoothing, z_loss, need_dx or need_dweight
-        _loss_and_gradient(x[chunk], weight, targets[chunk], logits, losses[chunk], *options)
+        losses[chunk] = _losses(x[chunk], weight, targets[chunk], logits, options, gradient=need_dx or need_dweight)
         if need_dx:
             torch.mm(logits, weight, out=dx[chunk])
         if need_dweight:
