@@ -780,6 +780,19 @@ def test_the_gradient_of_a_cross_entropy_is_ready_before_backward():
         assert_same(torch.autograd.grad(loss, logits), (expected,), reduction)
 
 
+def test_without_autograd_a_cross_entropy_computes_no_gradient(monkeypatch):
+    (logits,), (targets,) = OPERATIONS["cross_entropy"].inputs(11, 70, FP32)
+    logits.requires_grad_()
+    expected = kernels.cross_entropy(logits, targets).detach()
+    asked = []
+    original = cross_entropy_file.losses_of_rows
+    monkeypatch.setattr(cross_entropy_file, "losses_of_rows", lambda *args: asked.append(args[4:]) or original(*args))
+    with torch.no_grad():
+        loss = kernels.cross_entropy(logits, targets)
+    assert asked == [()], "the gradient's tensor was given"
+    assert_same((loss,), (expected,), "loss")
+
+
 def test_a_cross_entropy_is_differentiated_as_often_and_as_scaled_as_one_likes():
     (logits,), (targets,) = OPERATIONS["cross_entropy"].inputs(11, 70, FP32)
     logits.requires_grad_()

@@ -210,7 +210,7 @@ def launch_constants(logits, n_readable, warps):
     return {"THREADS": 32 * warps, "WIDTH": width, "num_warps": warps} | ({"maxnreg": 32} if warps == 32 else {})
 
 
-def losses_of_rows(logits, targets, options, scale=None, out=None, padded=False):
+def losses_of_rows(logits, targets, options, scale=None, out=None, padded=False, losses=None):
     """Losses (N,) of logits (N, V), and their shifts and sums. Where out (N, V) is given, maybe the logits themselves,
     it is filled with the gradient of the losses' sum times scale.
 
@@ -220,7 +220,9 @@ def losses_of_rows(logits, targets, options, scale=None, out=None, padded=False)
     ignore_index, label_smoothing, z_loss = options
     n_rows, n_cols = logits.shape
     n_readable = logits.stride(0) if padded else n_cols
-    losses, shift, exp_sum = torch.empty(3, n_rows, dtype=compute_dtype(logits), device=logits.device)
+    if losses is None:
+        losses = torch.empty(n_rows, dtype=compute_dtype(logits), device=logits.device)
+    shift, exp_sum = torch.empty_like(losses), torch.empty_like(losses)
     _loss_kernel[(n_rows,)](
         logits, logits.stride(0), logits.stride(1), targets, targets.stride(0), losses, shift, exp_sum,
         losses if scale is None else scale, losses if out is None else out, 0 if out is None else out.stride(0),
@@ -238,7 +240,7 @@ class _CrossEntropy(torch.autograd.Function):
         if reduction == "mean":
             scale = scale / n_live(targets, options[0])
         # Not in fp16, whose gradients a scaled loss keeps from underflow, nor where a compiler could not follow.
-        ready = reduction != "none" and ctx.needs_input_grad[0] and logits.dtype != torch.float16
+        ready = reduction != "none" and logits.dtype != torch.float16
         dlogits = logits.new_empty(logits.shape) if ready and not torch.compiler.is_compiling() else None
         losses, shift, exp_sum = losses_of_rows(logits, targets, options, scale, dlogits)
         ctx.save_for_backward(logits, targets, shift, exp_sum, scale)
@@ -297,6 +299,9 @@ def cross_entropy(
     targets = targets.long()
     if not use_triton(logits):
         return cross_entropy_reference(logits, targets, ignore_index, label_smoothing, z_loss, reduction)
-    options = ignore_index, label_smoothing, z_loss
-    loss = _CrossEntropy.apply(as_rows(logits), targets.reshape(-1), options, reduction)
+    rows, options = (as_rows(logits), targets.reshape(-1)), (ignore_index, label_smoothing, z_loss)
+    if torch.is_grad_enabled() and logits.requires_grad:
+        loss = _CrossEntropy.apply(*rows, options, reduction)
+    else:
+        loss = reduce_loss(losses_of_rows(*rows, options)[0], targets, ignore_index, reduction)
     return loss.view(targets.shape) if reduction == "none" else loss

@@ -57,11 +57,10 @@ def _logits_buffer(x, n_tokens, n_vocab):
     return torch.empty(n_tokens, row_length, dtype=x.dtype, device=x.device)[:, :n_vocab]
 
 
-def _losses(x, weight, targets, logits, options, gradient):
-    """Losses (N,); logits (N, V) is left with the gradient of their sum, or with nothing of use."""
+def _fill_losses(losses, x, weight, targets, logits, options, scale):
+    """losses (N,), and logits (N, V) with the gradient of their sum times scale, or where that is None of no use."""
     torch.mm(x, weight.T, out=logits)
-    one = torch.ones((), dtype=compute_dtype(x), device=x.device)
-    return losses_of_rows(logits, targets, options, one, logits if gradient else None, padded=True)[0]
+    losses_of_rows(logits, targets, options, scale, None if scale is None else logits, padded=True, losses=losses)
 
 
 # Opaque operators: torch.compile calls them as they stand, and their loops and buffers stay ours.
@@ -75,8 +74,11 @@ def _whole_loss(
     z_loss: float,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Losses (N,), and the gradient of their sum: dlogits (N, V) with padded rows."""
+    losses = torch.empty(x.shape[0], dtype=compute_dtype(x), device=x.device)
     logits = _logits_buffer(x, x.shape[0], weight.shape[0])
-    return _losses(x, weight, targets, logits, (ignore_index, label_smoothing, z_loss), gradient=True), logits
+    options = ignore_index, label_smoothing, z_loss
+    _fill_losses(losses, x, weight, targets, logits, options, losses.new_ones(()))
+    return losses, logits
 
 
 @_whole_loss.register_fake
@@ -102,11 +104,11 @@ def _chunked_loss(
     n_tokens = x.shape[0]
     losses, dx, dweight = _outputs(x, weight, need_dx, need_dweight, fp32_dweight)
     buffer = _logits_buffer(x, min(chunk_tokens, n_tokens), weight.shape[0])
-    options = ignore_index, label_smoothing, z_loss
+    options, scale = (ignore_index, label_smoothing, z_loss), losses.new_ones(()) if need_dx or need_dweight else None
     for start in range(0, n_tokens, chunk_tokens):
         chunk = slice(start, min(start + chunk_tokens, n_tokens))
         logits = buffer[: chunk.stop - start]
-        losses[chunk] = _losses(x[chunk], weight, targets[chunk], logits, options, gradient=need_dx or need_dweight)
+        _fill_losses(losses[chunk], x[chunk], weight, targets[chunk], logits, options, scale)
         if need_dx:
             torch.mm(logits, weight, out=dx[chunk])
         if need_dweight:
@@ -139,12 +141,22 @@ def _scale_kernel(x_ptr, scale_ptr, out_ptr, n, BLOCK: tl.constexpr):
     tl.store(out_ptr + i, x.to(out_ptr.dtype.element_ty), mask=i < n)
 
 
+def _scale(x, scale, out):
+    _scale_kernel[(triton.cdiv(x.numel(), 1024),)](x, scale, out, x.numel(), BLOCK=1024)
+
+
 @torch.library.custom_op("nanocria::scaled", mutates_args=())
 def _scaled(x: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """x · scale for contiguous x, rounded once to dtype: between two dtypes PyTorch's own has a third of the speed."""
     out = _scaled_fake(x, scale, dtype)
-    _scale_kernel[(triton.cdiv(x.numel(), 1024),)](x, scale, out, x.numel(), BLOCK=1024)
+    _scale(x, scale, out)
     return out
+
+
+@torch.library.custom_op("nanocria::scale_", mutates_args=("x",))
+def _scale_(x: torch.Tensor, scale: torch.Tensor) -> None:
+    """The same where x lies."""
+    _scale(x, scale, x)
 
 
 @_scaled.register_fake
@@ -188,7 +200,8 @@ class _ChunkedLoss(torch.autograd.Function):
         need_dx, need_dweight = ctx.needs_input_grad[:2]
         scale = dloss / divisor
         if ctx.in_place:  # autograd refuses a second backward: it sees that these have changed
-            dx, dweight = (gradient.mul_(scale.view(1)) for gradient in (dx, dweight))
+            for gradient in (dx, dweight):
+                _scale_(gradient, scale)
         else:
             dx = _scaled(dx, scale, dx.dtype) if need_dx else None
             dweight = _scaled(dweight, scale, ctx.weight_dtype) if need_dweight else None
