@@ -30,7 +30,7 @@ from .cross_entropy import check_options, cross_entropy_reference, losses_of_row
 from .launch import compute_dtype, refuse_double_backward, tl, to_compute, triton, use_triton
 
 # Bytes of logits held at once: 4,096 tokens at V = 128,256 in bf16. On one H200 with N = 16,384 and C = 2,048, 2,048
-# tokens a chunk take 5% more time and 437 MiB less; 1,024 take 12% and 512 take 36% more time and save no more, since
+# tokens a chunk take 4% more time and 437 MiB less; 1,024 take 12% and 512 take 36% more time and save no more, since
 # the peak is then backward's, with dW in fp32 and rounded (bench.py kernels).
 LOGITS_BYTES = 2**30
 
