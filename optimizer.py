@@ -42,7 +42,8 @@ class AdamW:
         self.sums = {}  # float32 gradients of the micro-batches so far, where there are several
         self.updates = 0
         first = next(iter(self.parameters.values()))
-        self.mesh = first.device_mesh if isinstance(first, DTensor) else None
+        # The ranks among which the shards of a parameter lie. (Hybrid sharding repeats all of them on other nodes.)
+        self.shard_group = first.device_mesh["shard"].get_group() if isinstance(first, DTensor) else None
         self.step_scalars = torch.zeros(4, device=first.device)  # kernels/adamw.py says which
         self.inverse_loss_scale = torch.ones((), device=first.device)
 
@@ -77,9 +78,9 @@ class AdamW:
         """The norm of all gradients of all ranks, a float32 scalar, the loss scale taken out."""
         norms = torch._foreach_norm(self.gradients(), 2, dtype=torch.float32)
         norm = torch.linalg.vector_norm(torch.stack(norms))
-        if self.mesh is not None:
+        if self.shard_group is not None:
             norm.square_()
-            dist.all_reduce(norm, group=self.mesh.get_group())
+            dist.all_reduce(norm, group=self.shard_group)
             norm.sqrt_()
         return norm * self.inverse_loss_scale
 

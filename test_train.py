@@ -339,7 +339,7 @@ def test_ctrl_c_leaves_a_checkpoint_from_which_the_same_run_goes_on(train, text_
     assert any("step 00010/" in line for line in process.stdout), "it ended before its tenth step"
     process.send_signal(signal.SIGINT)
     rest = process.communicate(timeout=60)[0]
-    assert process.returncode == 0 and "interrupted | saved" in rest and "run the same line again" in rest, rest
+    assert process.returncode == 130 and "interrupted | saved" in rest and "run the same line again" in rest, rest
     assert metrics(tmp_path / "out")[-1]["step"] < 400
     train(**settings)
     assert losses(tmp_path / "out") == losses(tmp_path / "whole")
@@ -458,17 +458,116 @@ def test_a_second_run_in_the_same_folder_is_refused(train, tmp_path, capsys):
         assert "another run is writing to" in slip(train, capsys)
 
 
-@pytest.mark.parametrize("name, content", [(".metadata", None), ("__0_0.distcp", b"x"), ("meta.json", b"{")])
-def test_a_damaged_checkpoint_is_named(train, tmp_path, capsys, name, content):
+def damage(path, where=(0.5,)):
+    """One bit of a file at each of these places between its start, 0, and its end, 1."""
+    content = bytearray(path.read_bytes())
+    for place in where:
+        content[int(len(content) * place)] ^= 0x10
+    path.write_bytes(content)
+
+
+DAMAGE = {
+    "a bit in a shard": (lambda path: damage(path / "__0_0.distcp"), "is not what was saved"),
+    "a shard cut short": (lambda path: (path / "__0_0.distcp").write_bytes(b"x"), "is damaged: "),
+    "no shard": (lambda path: (path / "__0_0.distcp").unlink(), "No such file or directory"),
+    "no .metadata": (lambda path: (path / ".metadata").unlink(), ".metadata is missing"),
+    "meta.json cut short": (lambda path: (path / "meta.json").write_text("{"), "is damaged: meta.json"),
+}
+
+
+@pytest.mark.parametrize("kind", DAMAGE)
+def test_a_damaged_checkpoint_is_named_and_the_one_before_it_used(train, tmp_path, capsys, kind):
     train()
-    path = tmp_path / "out/step_000008" / name
-    path.unlink() if content is None else path.write_bytes(content)
+    whole = losses(tmp_path / "out")
+    change, expected = DAMAGE[kind]
+    change(tmp_path / "out/step_000008")
+    capsys.readouterr()
+    train()
+    out = capsys.readouterr().out
+    assert "step_000008 is damaged" in out and expected in out and "step_000004" in out, out
+    assert losses(tmp_path / "out") == whole
+    assert (tmp_path / "out/step_000008.damaged").exists() and (tmp_path / "out/step_000008").exists()
+
+
+def test_without_an_older_one_a_damaged_checkpoint_stops_the_run(train, tmp_path, capsys):
+    train(keep_last=1)
+    damage(tmp_path / "out/step_000008/__0_0.distcp")
     message = slip(train, capsys)
-    assert "step_000008 is damaged (" in message and "delete it, and the one before it is used" in message, message
-    shutil.rmtree(path.parent)
-    shutil.copytree(tmp_path / "out", tmp_path / "again")  # the refused run's traceback may keep its lock for a while
-    train(out_dir=tmp_path / "again")
-    assert metrics(tmp_path / "again")[-1]["step"] == 8
+    assert "is not what was saved" in message and "There is no older one: move it away" in message, message
+    assert (tmp_path / "out/step_000008").exists(), "a new run would begin in its place"
+
+
+def test_a_damaged_checkpoint_is_not_sampled_from(train, tmp_path):
+    train()
+    newest = checkpoint.newest(tmp_path / "out")
+    checkpoint.load_model(newest, "cpu", torch.float32)
+    damage(newest / "__0_0.distcp", [i / 20 for i in range(1, 20)])  # weights among them, and not moments alone
+    with pytest.raises(ValueError, match="is damaged"):
+        checkpoint.load_model(newest, "cpu", torch.float32)
+
+
+def test_checksums_add_up_over_shards_and_see_one_bit():
+    x = torch.randn(7, 5)
+    before = checkpoint.checksums({"a": {"b": x, "c": torch.zeros(0, 5)}})
+    assert set(before) == {"a.b", "a.c"} and before["a.c"] == 0
+    assert before["a.b"] == sum(checkpoint.checksums({"part": part})["part"] for part in x.split(2))
+    x.view(torch.int32)[3, 3] ^= 1
+    assert checkpoint.checksums({"a": {"b": x}})["a.b"] != before["a.b"]
+
+
+def test_a_save_that_fails_is_said_and_the_training_goes_on(train, tmp_path, capsys, monkeypatch):
+    """A disk that is full for the first checkpoint and has room for the second."""
+    true_save, calls = checkpoint.dcp.save, []
+
+    def full_at_first(*args, **kwargs):
+        calls.append(args)
+        if len(calls) == 1:
+            raise OSError(28, "No space left on device")
+        return true_save(*args, **kwargs)
+
+    monkeypatch.setattr(checkpoint.dcp, "save", full_at_first)
+    train()
+    out = capsys.readouterr().out
+    assert "step 00004 | val loss" in out and "NOT SAVED: No space left on device. The newest checkpoint is None" in out
+    assert [path.name for path in (tmp_path / "out").glob("step_*")] == ["step_000008"]
+
+
+def limited(settings, max_bytes):
+    """train.py where no file may grow beyond max_bytes, as on a full disk."""
+    script = (
+        f"import resource, runpy, sys; sys.argv[0] = 'train.py'; "
+        f"resource.setrlimit(resource.RLIMIT_FSIZE, ({max_bytes}, {max_bytes})); "
+        f"runpy.run_path('train.py', run_name='__main__')"
+    )
+    return subprocess.run([sys.executable, "-c", script, *flags(settings)], cwd=ROOT, capture_output=True, text=True)
+
+
+def test_a_disk_that_stays_full_ends_the_run_with_a_sentence_and_leaves_what_was_there(train, text_data, tmp_path):
+    settings = SMALL | SHORT | dict(dataset=text_data, out_dir=tmp_path / "out")
+    train(**settings | {"max_iters": 4, "lr_decay_iters": 8})
+    done = limited(settings | {"lr_decay_iters": 8}, max_bytes=50_000)
+    assert done.returncode == 1 and "Traceback" not in done.stderr, done.stderr
+    assert "NOT SAVED: " in done.stdout and f"The newest checkpoint is {tmp_path}/out/step_000004" in done.stdout
+    assert "the last checkpoint was not written: make room" in done.stderr, done.stderr
+    assert [path.name for path in (tmp_path / "out").glob("step_*")] == ["step_000004"]
+    train(**settings | {"lr_decay_iters": 8})
+    train(**settings | {"lr_decay_iters": 8, "out_dir": tmp_path / "whole"})
+    assert losses(tmp_path / "out") == losses(tmp_path / "whole")
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
+def test_a_signal_during_evaluation_ends_it_and_saves(text_data, tmp_path, number):
+    settings = SMALL | SHORT | dict(dataset=text_data, out_dir=tmp_path / "out", max_iters=4000, eval_interval=20)
+    settings |= dict(eval_iters=10**6, batch_size=1, block_size=8)  # seconds of evaluation
+    process = subprocess.Popen(
+        [sys.executable, "train.py", *flags(settings)], cwd=ROOT, stdout=subprocess.PIPE, text=True
+    )
+    assert any("step 00020/" in line for line in process.stdout), "it ended before its first evaluation"
+    time.sleep(0.5)
+    process.send_signal(number)
+    rest = process.communicate(timeout=60)[0]
+    assert process.returncode == 128 + number, rest
+    assert "step 00020 | interrupted | saved" in rest, rest
 
 
 def test_a_line_cut_off_by_a_kill_does_not_stop_a_resume(train, tmp_path):

@@ -93,6 +93,11 @@ activation_checkpointing: Literal["none", "selective", "full"] = "none"  # recom
 compile = False  # torch.compile the blocks: a minute at the start
 cuda_graph = False  # replay a step as one CUDA graph, on one GPU: a small model waits for its launches otherwise
 seed = 1337  # of the weights and of the order of the data
+
+# several GPUs
+sharding: Literal["zero3", "zero2", "hybrid"] = "zero3"  # zero2: weights stay whole from forward to backward; hybrid:
+shard_ranks: int | None = None  # ... zero3 among this many ranks, copies beyond; none: those of one machine
+sync_every_micro_batch = True  # false: once a step, but with the gradients of the whole model on every rank
 # ----------------------------------------------------------------------------------------------------------------------
 settings = configure(globals(), sys.argv[1:])
 
@@ -133,6 +138,11 @@ compute_dtype = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16"
 if gradient_accumulation_steps % world_size:
     stop(f"gradient_accumulation_steps is {gradient_accumulation_steps}: make it a multiple of the {world_size} ranks")
 micro_steps = gradient_accumulation_steps // world_size
+if shard_ranks is None:
+    shard_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", 1)) if sharding == "hybrid" else world_size
+if world_size % max(shard_ranks, 1) or shard_ranks < 1:
+    stop(f"shard_ranks is {shard_ranks}: it must divide the {world_size} ranks")
+sync_every_micro_batch = sync_every_micro_batch or world_size == 1
 sequences_per_step = batch_size * gradient_accumulation_steps
 tokens_per_step = sequences_per_step * block_size
 lr_decay_iters = max_iters if lr_decay_iters is None else lr_decay_iters
@@ -227,11 +237,14 @@ if compile:
     for layer in model.layers:
         layer.compile()
 if world_size > 1:
-    mesh = init_device_mesh("cpu" if device == "cpu" else "cuda", (world_size,))
+    shape, names = (world_size // shard_ranks, shard_ranks), ("replicate", "shard")
+    if sharding != "hybrid":
+        shape, names = (world_size,), ("shard",)
+    mesh = init_device_mesh("cpu" if device == "cpu" else "cuda", shape, mesh_dim_names=names)
     # cast_forward_inputs would round the fp32 cos and sin that the blocks are handed.
     policy = MixedPrecisionPolicy(reduce_dtype=torch.float32, cast_forward_inputs=False)
     for layer in model.layers:
-        fully_shard(layer, mesh=mesh, mp_policy=policy)
+        fully_shard(layer, mesh=mesh, mp_policy=policy, reshard_after_forward=sharding != "zero2")
     # Embedding, final norm and head stay with the root: a tied weight is one parameter of one group.
     fully_shard(model, mesh=mesh, mp_policy=policy, reshard_after_forward=False)
 model.to_empty(device=device)
@@ -265,26 +278,38 @@ if found and init_from == "scratch":
     stop(f"{found} is there from an earlier run: --init_from=resume goes on with it, --out_dir=... starts elsewhere")
 if not found and init_from == "resume":
     stop(f"{out_dir} holds no checkpoint to resume: --init_from=scratch starts a new run")
+
+
+def refuse_another_model(path: Path, meta: dict):
+    for name in MODEL_SETTINGS:
+        if meta["model"][name] != getattr(config, name):
+            was, now = meta["model"][name], getattr(config, name)
+            stop(f"{path} has {name} {was}, this run {now}: set it back or change out_dir")
+    if meta["dataset"]["tokenizer"] != train_tokens.meta["tokenizer"]:
+        was, now = meta["dataset"]["tokenizer"], train_tokens.meta["tokenizer"]
+        stop(f"{path} was trained on {was} tokens, {data_dir} holds {now} tokens: change dataset or out_dir")
+
+
 if found:
     try:
-        meta = checkpoint.read_meta(found)
-        for name in MODEL_SETTINGS:
-            if meta["model"][name] != getattr(config, name):
-                was, now = meta["model"][name], getattr(config, name)
-                stop(f"{found} has {name} {was}, this run {now}: set it back or change out_dir")
-        if meta["dataset"]["tokenizer"] != train_tokens.meta["tokenizer"]:
-            was, now = meta["dataset"]["tokenizer"], train_tokens.meta["tokenizer"]
-            stop(f"{found} was trained on {was} tokens, {data_dir} holds {now} tokens: change dataset or out_dir")
-        checkpoint.load(found, optimizer)
+        found, meta, damaged = checkpoint.load_newest(out_dir, optimizer, refuse_another_model)
     except ValueError as error:
         stop(str(error))
+    for sentence in damaged:
+        print0(f"{sentence}. Going back to {found}")
     first_step = meta["step"]
     if dtype == meta["dtype"] == "float16":
         loss_scale, loss_scale_since = meta["loss_scale"], meta["loss_scale_since"]
+    was = meta["settings"] | {"dtype": meta["dtype"]}
     changed = [
-        f"{name} {meta['settings'].get(name)} -> {value}"
-        for name, value in settings.items()
-        if meta["settings"].get(name) != value and name not in HARMLESS_SETTINGS
+        f"{name} {was.get(name)} -> {value}"
+        for name, value in (settings | {"dtype": dtype}).items()
+        if was.get(name) != value and name not in HARMLESS_SETTINGS
+    ]
+    changed += [
+        f"the dataset's {name} {meta['dataset'].get(name)} -> {value}"
+        for name, value in train_tokens.meta.items()
+        if meta["dataset"].get(name) != value
     ]
 
 
@@ -399,8 +424,11 @@ if wandb_log and master:
 def record(metrics: dict):
     """One line of metrics.jsonl, and the same to wandb."""
     if master:
-        metrics_file.write(json.dumps(metrics) + "\n")
-        metrics_file.flush()
+        try:
+            metrics_file.write(json.dumps(metrics) + "\n")
+            metrics_file.flush()
+        except OSError as error:  # a full disk: the weights are worth more than their log
+            print0(f"{metrics_file.name}: {error.strerror}")
         if wandb_log:
             wandb.log(metrics, step=metrics["step"])
 
@@ -411,8 +439,8 @@ n_eval_blocks = min(eval_iters * batch_size, n_val_blocks)
 
 
 @torch.no_grad()
-def evaluate() -> float:
-    """The mean loss over n_eval_blocks blocks of the validation tokens, the same ones every time."""
+def evaluate() -> float | None:
+    """The mean loss over n_eval_blocks blocks of the validation tokens, always the same ones. None if interrupted."""
     total = torch.zeros(2, device=device)  # sum of the losses, number of targets
     chosen = np.arange(n_eval_blocks) * n_val_blocks // n_eval_blocks
     for first in range(0, n_eval_blocks, batch_size * world_size):
@@ -423,6 +451,8 @@ def evaluate() -> float:
         targets = targets.masked_fill(surplus[:, None], -100)
         n_targets = (targets != -100).sum()
         total += torch.stack([model(tokens, targets) * n_targets, n_targets])
+        if interrupted_anywhere():
+            return None
     if world_size > 1:
         dist.all_reduce(total)
     return (total[0] / total[1]).item()
@@ -432,9 +462,7 @@ def forward_backward(tokens, targets):
     """One micro-batch: returns its share of the step's loss, and leaves its share of the gradients."""
     loss = model(tokens, targets) / micro_steps
     (loss / optimizer.inverse_loss_scale).backward()
-    # FSDP averages the gradients over the ranks, in float32, after every micro-batch: to add them up first would
-    # take 4 bytes more for each parameter, unsharded.
-    if micro_steps > 1:
+    if micro_steps > 1 and sync_every_micro_batch:  # else FSDP adds them up, in float32 too
         optimizer.accumulate()
     return loss.detach()
 
@@ -468,26 +496,36 @@ class CUDAGraph:
 
 
 def interrupt(signal_number, frame):
-    """The first Ctrl-C or SIGTERM ends the run after the step at hand, with a checkpoint; a second one at once.
+    """The first Ctrl-C, SIGTERM or SIGUSR1 ends the run after the step at hand, with a checkpoint; a second at once.
 
     Under torchrun there is no second one: it passes on the signal that the terminal has already sent to all.
     """
     global interrupted
     if not interrupted:
-        print0(" stopping after this step")
+        print0(f" {signal.Signals(signal_number).name}: stopping after this step")
     elif "RANK" not in os.environ:
-        os._exit(130)
-    interrupted = True
+        os._exit(128 + signal_number)
+    interrupted = interrupted or signal_number
 
 
-interrupted = False
-for signal_number in (signal.SIGINT, signal.SIGTERM):
+def interrupted_anywhere() -> int:
+    """The number of the signal, 0 without one; the same on all ranks."""
+    if world_size == 1:
+        return interrupted
+    number = torch.tensor(float(interrupted), device=device)
+    dist.all_reduce(number, dist.ReduceOp.MAX)
+    return int(number)
+
+
+interrupted = 0
+for signal_number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
     signal.signal(signal_number, interrupt)
 step_times = []  # seconds of each step
 curve = []  # (step, seconds so far, loss) of each log line
 logged_at, logged_step = time.perf_counter(), first_step
 val_loss = None
 step = first_step  # how many are done
+stopping, saved = 0, True  # by which signal; whether the last checkpoint was written
 if step < max_iters:
     batch = get_batch(step, 0)
 else:
@@ -497,13 +535,15 @@ while step < max_iters:
     optimizer.set_step(learning_rate_at(step), loss_scale)
     loss = torch.zeros((), device=device)
     for micro_step in range(micro_steps):
+        if not sync_every_micro_batch:
+            model.set_requires_gradient_sync(micro_step + 1 == micro_steps)
         loss += forward_backward(*batch)
         if step + 1 < max_iters or micro_step + 1 < micro_steps:
             # The next one already, while the GPU is busy with this one; past the last of a step it is the next step's.
             batch = get_batch(step, micro_step + 1)
     grad_norm = update()
     # Ctrl-C may reach the ranks at different steps: one is enough, and here all learn of it at the same step.
-    totals = torch.stack([loss, torch.full_like(loss, float(interrupted))])
+    totals = torch.stack([loss, torch.full_like(loss, float(interrupted > 0))])
     if world_size > 1:
         dist.all_reduce(totals)
         totals /= world_size
@@ -547,13 +587,18 @@ while step < max_iters:
 
     if stopping or step % eval_interval == 0 or step == max_iters:
         began = time.perf_counter()
-        result = "interrupted"
-        if not stopping or step == max_iters:
-            val_loss = evaluate()
+        val_loss = evaluate() if not stopping else None
+        if val_loss is not None:
             record({"step": step, "val_loss": val_loss})
-            result = f"val loss {val_loss:.4f} ({n_eval_blocks} blocks)"
-        saved = f"saved {save(step, val_loss)}" if keep_last else "nothing saved"
-        print0(f"step {step:05d} | {result} | {saved}")
+        stopping = interrupted_anywhere()
+        result = "interrupted" if val_loss is None else f"val loss {val_loss:.4f} ({n_eval_blocks} blocks)"
+        saved = not keep_last
+        try:
+            kept = f"saved {save(step, val_loss)}" if keep_last else "nothing saved"
+            saved = True
+        except OSError as error:
+            kept = f"NOT SAVED: {error}. The newest checkpoint is {checkpoint.newest(out_dir)}"
+        print0(f"step {step:05d} | {result} | {kept}")
         logged_at += time.perf_counter() - began  # not the training's time
         if stopping:
             if keep_last and step < max_iters:
@@ -562,7 +607,7 @@ while step < max_iters:
 
 # ----------------------------------------------------------------------------------------------------------------------
 # What came of it
-if first_step < step == max_iters and master:
+if first_step < step == max_iters and val_loss is not None and master:
     seconds = sorted(step_times)[len(step_times) // 2]  # the median step
     tok_per_s = tokens_per_step / seconds
     launcher = f"torchrun --nproc_per_node={os.environ['LOCAL_WORLD_SIZE']}" if "RANK" in os.environ else "python"
@@ -604,3 +649,7 @@ if wandb_log and master:
 if world_size > 1:
     dist.barrier()
     dist.destroy_process_group()
+if not saved:
+    stop(f"the last checkpoint was not written: make room at {out_dir}, and the same line goes on from the one before")
+if stopping:
+    sys.exit(128 + stopping)  # as if the signal had ended it, for whoever started it
