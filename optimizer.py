@@ -42,10 +42,17 @@ class AdamW:
         self.sums = {}  # float32 gradients of the micro-batches so far, where there are several
         self.updates = 0
         first = next(iter(self.parameters.values()))
-        # The ranks among which the shards of a parameter lie. (Hybrid sharding repeats all of them on other nodes.)
-        self.shard_group = first.device_mesh["shard"].get_group() if isinstance(first, DTensor) else None
+        self.mesh = first.device_mesh["shard"] if isinstance(first, DTensor) else None
         self.step_scalars = torch.zeros(4, device=first.device)  # kernels/adamw.py says which
         self.inverse_loss_scale = torch.ones((), device=first.device)
+
+    @property
+    def shard_group(self) -> dist.ProcessGroup | None:
+        """The ranks among which the shards of a parameter lie: of hybrid sharding's copies one.
+
+        Asked for each time: a group that is held when the process ends aborts it.
+        """
+        return None if self.mesh is None else self.mesh.get_group()
 
     def tensors(self) -> dict:
         """All that a checkpoint must hold, as tensors to write or to read into: `model` are the float32 weights."""

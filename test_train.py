@@ -50,6 +50,9 @@ def text_data(tmp_path_factory):
     return folder
 
 
+PLAIN = {"TRITON_INTERPRET": "0", "OMP_NUM_THREADS": "1"}
+
+
 @pytest.fixture(autouse=True)
 def plain_pytorch_on_one_core(monkeypatch):
     """The other files run the kernels through Triton's interpreter; a training run would take it hours.
@@ -57,8 +60,8 @@ def plain_pytorch_on_one_core(monkeypatch):
     The models are so small that on a machine of many cores the threads would only wait for each other.
     """
     monkeypatch.setattr(kernels.launch, "INTERPRETED", False)
-    monkeypatch.setenv("TRITON_INTERPRET", "0")
-    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    for name, value in PLAIN.items():
+        monkeypatch.setenv(name, value)
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
@@ -377,19 +380,153 @@ def test_a_checkpoint_says_in_plain_json_what_it_is(train, tmp_path):
     assert meta["val_loss"] == metrics(tmp_path / "out")[-1]["val_loss"]
 
 
-@pytest.mark.parametrize("ranks", [2, 4])
-def test_any_number_of_ranks_is_the_same_run_and_reads_the_same_checkpoints(train, text_data, tmp_path, ranks):
-    settings = SMALL | SHORT | dict(dataset=text_data, gradient_accumulation_steps=4, keep_last=5)
-    train(**settings, out_dir=tmp_path / "one")
-    shutil.copytree(tmp_path / "one/step_000004", tmp_path / "out/step_000004")  # begun by one, ended by several
-    shutil.copy(tmp_path / "one/metrics.jsonl", tmp_path / "out/metrics.jsonl")
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}", "train.py"]
+# ----------------------------------------------------------------------------------------------------------------------
+# Several ranks
+
+
+def torchrun(ranks, settings, script="train.py", options=()):
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}", *options]
+    return [*command, str(script), *flags(settings)]
+
+
+@pytest.fixture(scope="session")
+def alone(text_data, tmp_path_factory):
+    """The folder of a run of 30 steps by one process, with a checkpoint every ten."""
+    out_dir = tmp_path_factory.mktemp("alone")
+    command = [sys.executable, "train.py", *flags(LONGER | {"dataset": text_data, "out_dir": out_dir})]
+    plain = os.environ | PLAIN  # this fixture is older than plain_pytorch_on_one_core's changes
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, env=plain)
+    assert done.returncode == 0, done.stderr
+    return out_dir
+
+
+LONGER = SMALL | SHORT | dict(gradient_accumulation_steps=4, max_iters=30, eval_interval=10, keep_last=5)
+
+
+@pytest.mark.parametrize(
+    "ranks, settings",
+    [
+        (2, {}),
+        (4, {}),
+        (2, dict(sharding="zero2", activation_checkpointing="full")),
+        (2, dict(sync_every_micro_batch=False)),
+        (4, dict(sharding="hybrid", shard_ranks=2)),
+        (2, dict(sharding="hybrid")),  # one machine: no copies beyond
+    ],
+    ids=str,
+)
+def test_any_number_of_ranks_is_the_same_run(text_data, alone, tmp_path, ranks, settings):
+    settings = LONGER | dict(dataset=text_data) | settings
+    shutil.copytree(alone / "step_000010", tmp_path / "out/step_000010")  # begun by one, ended by several
+    shutil.copy(alone / "metrics.jsonl", tmp_path / "out/metrics.jsonl")
     for out_dir in ("many", "out"):
-        command = torchrun + flags(settings | {"out_dir": tmp_path / out_dir})
+        command = torchrun(ranks, settings | {"out_dir": tmp_path / out_dir})
         done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
         assert done.returncode == 0, done.stderr
-        assert done.stdout.count("step 00008/8") == 1, "only rank 0 speaks"
-        assert_close(step_losses(tmp_path / "one"), step_losses(tmp_path / out_dir), 1e-5)
+        assert done.stdout.count("step 00030/30") == 1, "only rank 0 speaks"
+        assert_close(step_losses(alone), step_losses(tmp_path / out_dir), 1e-5)
+
+
+def test_gradients_cross_the_network_once_a_step_if_asked(text_data, tmp_path):
+    """Counted: reduce-scatters of 2 blocks and the root, for 2 micro-batches of each rank in 3 steps."""
+    script = tmp_path / "counted.py"
+    script.write_text(
+        "import os, runpy, sys, torch\n"
+        f"sys.path.insert(0, {str(ROOT)!r})\n"
+        "os._exit = sys.exit\n"
+        "with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:\n"
+        f"    try: runpy.run_path({str(ROOT / 'train.py')!r}, run_name='__main__')\n"
+        "    except SystemExit: pass\n"
+        "if os.environ['RANK'] == '0':\n"
+        "    calls = {event.key: event.count for event in profile.key_averages()}\n"
+        "    print('reduce-scatters', calls.get('c10d::_reduce_scatter_base_', calls))\n"
+    )
+    settings = LONGER | dict(dataset=text_data, max_iters=3, keep_last=0)
+    for sync_every_micro_batch, expected in ((True, 18), (False, 9)):
+        changes = dict(out_dir=tmp_path / str(expected), sync_every_micro_batch=sync_every_micro_batch)
+        command = torchrun(2, settings | changes, script)
+        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+        assert f"reduce-scatters {expected}\n" in done.stdout, done.stdout + done.stderr
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Faults
+
+
+def test_killed_twenty_times_the_run_is_the_same_bit_for_bit(train, text_data, tmp_path):
+    """kill -9 at random moments, of which many lie in the writing of a checkpoint: there is one after every step."""
+    settings = SMALL | SHORT | dict(dataset=text_data, max_iters=90, eval_interval=1, eval_iters=1)
+    train(**settings, out_dir=tmp_path / "whole")
+    rng, kills, partial = random.Random(0), 0, 0
+    while kills < 20:
+        command = [sys.executable, "train.py", *flags(settings | {"out_dir": tmp_path / "out"})]
+        process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+        for _ in range(rng.randrange(6)):
+            while "| loss" not in (line := process.stdout.readline()) and line:
+                pass
+        time.sleep(rng.uniform(0, 0.03))
+        process.kill()
+        _, errors = process.communicate()
+        assert "Traceback" not in errors and process.returncode == -signal.SIGKILL, errors
+        kills += 1
+        partial += bool(list((tmp_path / "out").glob("step_*.partial")))
+    assert partial, "no kill met a checkpoint that was being written: the test tests nothing"
+    train(**settings)
+    assert losses(tmp_path / "out") == losses(tmp_path / "whole")
+
+
+def workers_of(process):
+    """The processes that torchrun started, by rank."""
+    found = {}
+    for pid in Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split():
+        if rank := re.search(r"\0RANK=(\d+)\0", Path(f"/proc/{pid}/environ").read_text()):
+            found[int(rank[1])] = int(pid)
+    return found
+
+
+@pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="reads /proc")
+@pytest.mark.parametrize("restarts", [0, 1])
+def test_one_of_two_ranks_killed(text_data, alone, tmp_path, restarts):
+    """Without restarts all ends, nobody is left, and one rank goes on; with a restart torchrun goes on by itself."""
+    settings = LONGER | dict(dataset=text_data, out_dir=tmp_path / "out")
+    process = subprocess.Popen(
+        torchrun(2, settings, options=[f"--max-restarts={restarts}"]),
+        cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+    )  # fmt: skip
+    while "step 00015/" not in (line := process.stdout.readline()):
+        assert line, process.communicate()[1]
+    workers = workers_of(process)
+    os.kill(workers[1], signal.SIGKILL)
+    _, errors = process.communicate(timeout=120)
+    assert not any(Path(f"/proc/{pid}").exists() for pid in workers.values()), "a rank was left behind"
+    assert process.returncode == (0 if restarts else 1), errors
+    assert "rank 0 lost another rank in step" in errors and 'train.py", line' not in errors, errors
+    if not restarts:
+        command = [sys.executable, "train.py", *flags(settings)]
+        assert subprocess.run(command, cwd=ROOT, capture_output=True).returncode == 0
+    assert_close(step_losses(alone), step_losses(tmp_path / "out"), 1e-5)
+
+
+def test_a_nan_on_one_rank_stops_all_before_the_update_at_the_same_step(text_data, tmp_path):
+    script = tmp_path / "poisoned.py"
+    script.write_text(
+        "import os, runpy, sys\n"
+        f"sys.path.insert(0, {str(ROOT)!r})\n"
+        "import optimizer\n"
+        "true = optimizer.AdamW.gradients\n"
+        "def gradients(self):\n"
+        "    found = true(self)\n"
+        "    if os.environ['RANK'] == '1' and self.updates == 4:\n"
+        "        found[0].view(-1)[0] = float('nan')\n"
+        "    return found\n"
+        "optimizer.AdamW.gradients = gradients\n"
+        f"runpy.run_path({str(ROOT / 'train.py')!r}, run_name='__main__')\n"
+    )
+    settings = LONGER | dict(dataset=text_data, out_dir=tmp_path / "out", eval_interval=2)
+    done = subprocess.run(torchrun(2, settings, script), cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 1 and "step 5: the loss is" in done.stderr, done.stderr
+    assert f"from {tmp_path}/out/step_000004 with --init_from=resume" in done.stderr, done.stderr
+    assert [line["step"] for line in metrics(tmp_path / "out") if "loss" in line] == [1, 2, 3, 4]
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -453,7 +590,7 @@ def test_a_changed_setting_is_named_at_resume(train, capsys):
 
 def test_a_second_run_in_the_same_folder_is_refused(train, tmp_path, capsys):
     train()
-    with open(tmp_path / "out/metrics.jsonl") as file:
+    with open(tmp_path / "out/.lock") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         assert "another run is writing to" in slip(train, capsys)
 
@@ -548,7 +685,7 @@ def test_a_disk_that_stays_full_ends_the_run_with_a_sentence_and_leaves_what_was
     done = limited(settings | {"lr_decay_iters": 8}, max_bytes=50_000)
     assert done.returncode == 1 and "Traceback" not in done.stderr, done.stderr
     assert "NOT SAVED: " in done.stdout and f"The newest checkpoint is {tmp_path}/out/step_000004" in done.stdout
-    assert "the last checkpoint was not written: make room" in done.stderr, done.stderr
+    assert "the last checkpoint was not written: make room" in done.stdout, done.stdout
     assert [path.name for path in (tmp_path / "out").glob("step_*")] == ["step_000004"]
     train(**settings | {"lr_decay_iters": 8})
     train(**settings | {"lr_decay_iters": 8, "out_dir": tmp_path / "whole"})

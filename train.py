@@ -138,9 +138,11 @@ compute_dtype = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16"
 if gradient_accumulation_steps % world_size:
     stop(f"gradient_accumulation_steps is {gradient_accumulation_steps}: make it a multiple of the {world_size} ranks")
 micro_steps = gradient_accumulation_steps // world_size
-if shard_ranks is None:
-    shard_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", 1)) if sharding == "hybrid" else world_size
-if world_size % max(shard_ranks, 1) or shard_ranks < 1:
+if sharding != "hybrid":
+    shard_ranks = world_size
+elif shard_ranks is None:
+    shard_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+if shard_ranks < 1 or world_size % shard_ranks:
     stop(f"shard_ranks is {shard_ranks}: it must divide the {world_size} ranks")
 sync_every_micro_batch = sync_every_micro_batch or world_size == 1
 sequences_per_step = batch_size * gradient_accumulation_steps
@@ -155,8 +157,8 @@ if device == "cuda":
 if master:  # held open and locked: two runs in one folder would delete each other's checkpoints
     try:
         Path(out_dir).mkdir(parents=True, exist_ok=True)
-        metrics_file = open(Path(out_dir) / "metrics.jsonl", "a+")  # noqa: SIM115
-        fcntl.flock(metrics_file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        lock_file = open(Path(out_dir) / ".lock", "w")  # noqa: SIM115
+        fcntl.flock(lock_file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         stop(f"another run is writing to {out_dir}: wait for it, or change out_dir")
     except OSError as error:
@@ -166,7 +168,14 @@ if cuda_graph and world_size > 1:
     stop("cuda_graph works on one GPU: add --cuda_graph=false")
 if world_size > 1:
     bound = {"device_id": torch.device(device)} if device != "cpu" else {}  # NCCL would guess, and warn that it does
-    dist.init_process_group("gloo" if device == "cpu" else "nccl", **bound)
+    # torchrun's restarts share one store, where PyTorch finds the addresses of processes that have died
+    # (pytorch/pytorch#135712): so each attempt has names of its own. Several machines do not agree on the number of the
+    # attempt: for them README.md has another remedy.
+    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", 0) if os.environ.get("GROUP_WORLD_SIZE", "1") == "1" else 0
+    store = dist.PrefixStore(f"attempt_{attempt}", next(dist.rendezvous("env://"))[0])
+    backend = "gloo" if device == "cpu" else "nccl"
+    dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, **bound)
+    del store
 
 # ----------------------------------------------------------------------------------------------------------------------
 # Data: the batch of a step is a function of (seed, step) alone, so it is the same for any number of ranks and
@@ -370,15 +379,16 @@ def estimated_gib() -> float:
     }
     per_layer = elements[activation_checkpointing]
     apart = itemsize < 4  # weights in the compute dtype beside the optimizer's float32 ones
-    always = (12 + itemsize * apart + 4 * (micro_steps > 1)) * n_params / world_size
+    always = (12 + itemsize * apart + 4 * (micro_steps > 1)) * n_params / shard_ranks
     root = head if c.tie_embeddings else 2 * head
-    always += itemsize * (root + (n_params - root) / c.n_layer) if world_size > 1 else 0  # gathered: root and one block
+    gathered = n_params if sharding == "zero2" else root + (n_params - root) / c.n_layer  # or root and one block
+    always += itemsize * gathered if shard_ranks > 1 else 0
     activations = itemsize * n_tokens * c.n_layer * per_layer
     logits = itemsize * n_tokens * c.vocab_size
     loss = logits + itemsize * head if logits <= LOGITS_BYTES else LOGITS_BYTES + 4 * head
     block = itemsize * n_tokens * (4 * c.ffn_dim + elements["none"])  # what backward holds of the one it is in
     first_block = activations - itemsize * n_tokens * per_layer + itemsize * head + block
-    last_block = itemsize * n_params / world_size + block
+    last_block = itemsize * n_params / shard_ranks + block
     return (always + max(activations + loss, first_block, last_block)) / 2**30
 
 
@@ -407,11 +417,13 @@ if found:
 
 if master:
     # Steps after the checkpoint will be run again: their lines go, and so does one that a killed run left unfinished.
-    metrics_file.seek(0)
-    lines = [line for line in metrics_file.read().splitlines() if found and line.endswith("}")]
-    metrics_file.truncate(0)
-    metrics_file.writelines(line + "\n" for line in lines if json.loads(line)["step"] <= first_step)
-    metrics_file.flush()
+    metrics_path = Path(out_dir) / "metrics.jsonl"
+    lines = metrics_path.read_text().splitlines() if found and metrics_path.exists() else []
+    kept = [line for line in lines if line.endswith("}") and json.loads(line)["step"] <= first_step]
+    partial = metrics_path.with_name("metrics.jsonl.partial")
+    partial.write_text("".join(line + "\n" for line in kept))
+    partial.replace(metrics_path)
+    metrics_file = open(metrics_path, "a")  # noqa: SIM115
 if wandb_log and master:
     import wandb
 
@@ -428,7 +440,7 @@ def record(metrics: dict):
             metrics_file.write(json.dumps(metrics) + "\n")
             metrics_file.flush()
         except OSError as error:  # a full disk: the weights are worth more than their log
-            print0(f"{metrics_file.name}: {error.strerror}")
+            print0(f"{metrics_path}: {error.strerror}")
         if wandb_log:
             wandb.log(metrics, step=metrics["step"])
 
@@ -506,6 +518,20 @@ def interrupt(signal_number, frame):
     elif "RANK" not in os.environ:
         os._exit(128 + signal_number)
     interrupted = interrupted or signal_number
+
+
+def say_who_lost_whom(kind, error, trace):
+    """A rank whose peers have died has nothing to say but that: the first one's words are what matters."""
+    lost = re.search(r"Connection (closed|reset) by peer|Broken pipe|remote process exited|Timed out", str(error))
+    if lost:
+        print(f"rank {rank} lost another rank in step {step + 1} ({lost[0]}): see what that one said", file=sys.stderr)
+        sys.stderr.flush()
+        os._exit(1)
+    sys.__excepthook__(kind, error, trace)
+
+
+if world_size > 1:
+    sys.excepthook = say_who_lost_whom
 
 
 def interrupted_anywhere() -> int:
@@ -644,12 +670,19 @@ if first_step < step == max_iters and val_loss is not None and master:
         print0(f"next: python sample.py --out_dir={out_dir}")
 if master:
     metrics_file.close()
+    lock_file.close()
 if wandb_log and master:
     wandb.finish()
+code = 128 + stopping if stopping else 0  # as if the signal had ended it, for whoever started it
+if not saved:
+    print0(
+        f"the last checkpoint was not written: make room at {out_dir}, and the same line goes on from the one before"
+    )
+    code = 1
 if world_size > 1:
     dist.barrier()
     dist.destroy_process_group()
-if not saved:
-    stop(f"the last checkpoint was not written: make room at {out_dir}, and the same line goes on from the one before")
-if stopping:
-    sys.exit(128 + stopping)  # as if the signal had ended it, for whoever started it
+    sys.stdout.flush()
+    os._exit(code)  # gloo's threads now and then abort the interpreter that tidies up around them
+if code:
+    sys.exit(code)
