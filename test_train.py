@@ -455,7 +455,7 @@ def test_gradients_cross_the_network_once_a_step_if_asked(text_data, tmp_path):
 
 def test_killed_twenty_times_the_run_is_the_same_bit_for_bit(train, text_data, tmp_path):
     """kill -9 at random moments, of which many lie in the writing of a checkpoint: there is one after every step."""
-    settings = SMALL | SHORT | dict(dataset=text_data, max_iters=90, eval_interval=1, eval_iters=1)
+    settings = SMALL | SHORT | dict(dataset=text_data, max_iters=200, eval_interval=1, eval_iters=1)
     train(**settings, out_dir=tmp_path / "whole")
     rng, kills, partial = random.Random(0), 0, 0
     while kills < 20:
