@@ -40,6 +40,10 @@ def _steps(out_dir):
     return sorted(whole, key=lambda path: int(path.name[5:]))
 
 
+class Damaged(ValueError):
+    """The disk holds something else than what was saved."""
+
+
 def _rank0() -> bool:
     return not dist.is_initialized() or dist.get_rank() == 0
 
@@ -151,12 +155,12 @@ def _flatten(tensors, prefix=""):
 
 
 def read_meta(path: Path) -> dict:
-    """The content of a checkpoint's meta.json. Raises ValueError where it is none."""
+    """The content of a checkpoint's meta.json. Raises Damaged where it is none, ValueError where another version's."""
     try:
         meta = json.loads((Path(path) / "meta.json").read_text())
         missing = META - meta.keys()
     except (OSError, ValueError, AttributeError) as error:
-        raise ValueError(f"{path} is damaged: meta.json: {_reason(error)}") from error
+        raise Damaged(f"{path} is damaged: meta.json: {_reason(error)}") from error
     if missing:
         raise ValueError(f"{path} is no checkpoint of this version: its meta.json lacks {', '.join(sorted(missing))}")
     return meta
@@ -166,7 +170,7 @@ def load_newest(out_dir: str, optimizer: AdamW, refuse: Callable) -> tuple[Path,
     """Fills an optimizer and the weights of its model, sharded in any way, from the newest checkpoint that is whole.
 
     refuse(path, meta) is called before the tensors are read. Returns path, meta and what was wrong with newer ones,
-    which are renamed. Raises ValueError where none is whole.
+    which are renamed. Raises ValueError where none is whole, OSError where one cannot be renamed.
     """
     damaged = []
     while path := newest(out_dir):
@@ -175,33 +179,37 @@ def load_newest(out_dir: str, optimizer: AdamW, refuse: Callable) -> tuple[Path,
             refuse(path, meta)
             _read(optimizer.tensors(), path, meta, optimizer.shard_group)
             break
-        except ValueError as error:
+        except Damaged as error:
             damaged.append(str(error))
             if len(_steps(out_dir)) == 1:  # it keeps its name: a new run must not begin beside it unasked
-                raise ValueError(f"{error}. There is no older one: move it away to start anew") from error
-            if dist.is_initialized():
-                dist.barrier()
-            if _rank0():
-                path.rename(path.with_name(path.name + ".damaged"))
-            if dist.is_initialized():
-                dist.barrier()
+                raise Damaged(f"{error}. There is no older one: move it away to start anew") from error
+            _together(lambda: None)  # until nobody reads it any more
+            _together(lambda path=path: _set_aside(path))
     optimizer.refresh()
     optimizer.updates = meta["updates"]
     return path, meta, damaged
 
 
+def _set_aside(path):
+    if _rank0():
+        aside = path.with_name(path.name + ".damaged")
+        if aside.exists():  # the same step, damaged before
+            shutil.rmtree(aside)
+        path.rename(aside)
+
+
 def _read(tensors, path, meta, group=None, no_dist=False):
-    """Reads into tensors. Raises ValueError, on all ranks, unless they are then what was saved."""
+    """Reads into tensors. Raises Damaged, on all ranks, unless they are then what was saved."""
     no_dist = no_dist or not dist.is_initialized()
     try:
         if not (path / ".metadata").exists():
             raise FileNotFoundError("its .metadata is missing")
         dcp.load(tensors, checkpoint_id=path, no_dist=no_dist)
     except (Exception, CheckpointException) as error:  # missing files, cut files, other shapes: all sorts
-        raise ValueError(f"{path} is damaged: {_reason(error)}") from error
+        raise Damaged(f"{path} is damaged: {_reason(error)}") from error
     for name, found in checksums(tensors, group).items():
         if found != meta["checksums"].get(name):
-            raise ValueError(f"{path} is damaged: {name} is not what was saved")
+            raise Damaged(f"{path} is damaged: {name} is not what was saved")
 
 
 def load_model(path: Path, device: str, dtype: torch.dtype) -> Llama:

@@ -48,10 +48,7 @@ class AdamW:
 
     @property
     def shard_group(self) -> dist.ProcessGroup | None:
-        """The ranks among which the shards of a parameter lie: of hybrid sharding's copies one.
-
-        Asked for each time: a group that is held when the process ends aborts it.
-        """
+        """The ranks among which the shards of a parameter lie: of hybrid sharding's copies one."""
         return None if self.mesh is None else self.mesh.get_group()
 
     def tensors(self) -> dict:

@@ -389,6 +389,17 @@ def torchrun(ranks, settings, script="train.py", options=()):
     return [*command, str(script), *flags(settings)]
 
 
+def wrapped(folder, before, after=""):
+    """A script that runs train.py between these lines; train.py's last act does not end it."""
+    script = folder / "wrapped.py"
+    run = f"runpy.run_path({str(ROOT / 'train.py')!r}, run_name='__main__')"
+    script.write_text(
+        f"import os, runpy, sys, torch\nsys.path.insert(0, {str(ROOT)!r})\nos._exit, code = sys.exit, 0\n"
+        f"{before}\ntry: {run}\nexcept SystemExit as end: code = end.code\n{after}\nsys.exit(code)\n"
+    )
+    return script
+
+
 @pytest.fixture(scope="session")
 def alone(text_data, tmp_path_factory):
     """The folder of a run of 30 steps by one process, with a checkpoint every ten."""
@@ -429,17 +440,11 @@ def test_any_number_of_ranks_is_the_same_run(text_data, alone, tmp_path, ranks, 
 
 def test_gradients_cross_the_network_once_a_step_if_asked(text_data, tmp_path):
     """Counted: reduce-scatters of 2 blocks and the root, for 2 micro-batches of each rank in 3 steps."""
-    script = tmp_path / "counted.py"
-    script.write_text(
-        "import os, runpy, sys, torch\n"
-        f"sys.path.insert(0, {str(ROOT)!r})\n"
-        "os._exit = sys.exit\n"
-        "with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:\n"
-        f"    try: runpy.run_path({str(ROOT / 'train.py')!r}, run_name='__main__')\n"
-        "    except SystemExit: pass\n"
-        "if os.environ['RANK'] == '0':\n"
-        "    calls = {event.key: event.count for event in profile.key_averages()}\n"
-        "    print('reduce-scatters', calls.get('c10d::_reduce_scatter_base_', calls))\n"
+    script = wrapped(
+        tmp_path,
+        "profile = torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU])\nprofile.start()",
+        "profile.stop()\ncalls = {event.key: event.count for event in profile.key_averages()}\n"
+        "if os.environ['RANK'] == '0': print('reduce-scatters', calls.get('c10d::_reduce_scatter_base_', calls))",
     )
     settings = LONGER | dict(dataset=text_data, max_iters=3, keep_last=0)
     for sync_every_micro_batch, expected in ((True, 18), (False, 9)):
@@ -508,10 +513,8 @@ def test_one_of_two_ranks_killed(text_data, alone, tmp_path, restarts):
 
 
 def test_a_nan_on_one_rank_stops_all_before_the_update_at_the_same_step(text_data, tmp_path):
-    script = tmp_path / "poisoned.py"
-    script.write_text(
-        "import os, runpy, sys\n"
-        f"sys.path.insert(0, {str(ROOT)!r})\n"
+    script = wrapped(
+        tmp_path,
         "import optimizer\n"
         "true = optimizer.AdamW.gradients\n"
         "def gradients(self):\n"
@@ -519,8 +522,7 @@ def test_a_nan_on_one_rank_stops_all_before_the_update_at_the_same_step(text_dat
         "    if os.environ['RANK'] == '1' and self.updates == 4:\n"
         "        found[0].view(-1)[0] = float('nan')\n"
         "    return found\n"
-        "optimizer.AdamW.gradients = gradients\n"
-        f"runpy.run_path({str(ROOT / 'train.py')!r}, run_name='__main__')\n"
+        "optimizer.AdamW.gradients = gradients",
     )
     settings = LONGER | dict(dataset=text_data, out_dir=tmp_path / "out", eval_interval=2)
     done = subprocess.run(torchrun(2, settings, script), cwd=ROOT, capture_output=True, text=True)
@@ -617,13 +619,24 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_it_used(train, tmp_pat
     train()
     whole = losses(tmp_path / "out")
     change, expected = DAMAGE[kind]
-    change(tmp_path / "out/step_000008")
-    capsys.readouterr()
+    for _ in range(2):  # the second time the one set aside is in the way
+        change(tmp_path / "out/step_000008")
+        capsys.readouterr()
+        train()
+        out = capsys.readouterr().out
+        assert "step_000008 is damaged" in out and expected in out and "step_000004" in out, out
+        assert losses(tmp_path / "out") == whole
+        assert (tmp_path / "out/step_000008.damaged").exists() and (tmp_path / "out/step_000008").exists()
+
+
+def test_a_checkpoint_of_another_version_is_refused_and_keeps_its_name(train, tmp_path, capsys):
     train()
-    out = capsys.readouterr().out
-    assert "step_000008 is damaged" in out and expected in out and "step_000004" in out, out
-    assert losses(tmp_path / "out") == whole
-    assert (tmp_path / "out/step_000008.damaged").exists() and (tmp_path / "out/step_000008").exists()
+    path = tmp_path / "out/step_000008/meta.json"
+    meta = json.loads(path.read_text())
+    del meta["checksums"]
+    path.write_text(json.dumps(meta))
+    assert "is no checkpoint of this version: its meta.json lacks checksums" in slip(train, capsys)
+    assert path.exists()
 
 
 def test_without_an_older_one_a_damaged_checkpoint_stops_the_run(train, tmp_path, capsys):

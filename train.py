@@ -95,8 +95,8 @@ cuda_graph = False  # replay a step as one CUDA graph, on one GPU: a small model
 seed = 1337  # of the weights and of the order of the data
 
 # several GPUs
-sharding: Literal["zero3", "zero2", "hybrid"] = "zero3"  # zero2: weights stay whole from forward to backward; hybrid:
-shard_ranks: int | None = None  # ... zero3 among this many ranks, copies beyond; none: those of one machine
+sharding: Literal["zero3", "zero2", "hybrid"] = "zero3"  # zero2: weights stay whole for backward; hybrid: copies
+shard_ranks: int | None = None  # hybrid: this many ranks shard each copy of the model; none: those of one machine
 sync_every_micro_batch = True  # false: once a step, but with the gradients of the whole model on every rank
 # ----------------------------------------------------------------------------------------------------------------------
 settings = configure(globals(), sys.argv[1:])
@@ -175,7 +175,6 @@ if world_size > 1:
     store = dist.PrefixStore(f"attempt_{attempt}", next(dist.rendezvous("env://"))[0])
     backend = "gloo" if device == "cpu" else "nccl"
     dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, **bound)
-    del store
 
 # ----------------------------------------------------------------------------------------------------------------------
 # Data: the batch of a step is a function of (seed, step) alone, so it is the same for any number of ranks and
@@ -280,7 +279,8 @@ def learning_rate_at(step: int) -> float:
 MODEL_SETTINGS = ("n_layer", "n_head", "n_kv_head", "n_embd", "ffn_dim", "vocab_size", "tie_embeddings", "rope_theta",
                   "rope_scaling", "norm_eps")  # fmt: skip
 HARMLESS_SETTINGS = ("out_dir", "init_from", "eval_interval", "eval_iters", "log_interval", "keep_last", "wandb_log",
-                     "wandb_project", "wandb_run_name", "device", "compile", "cuda_graph")  # fmt: skip
+                     "wandb_project", "wandb_run_name", "device", "compile", "cuda_graph", "sharding", "shard_ranks",
+                     "sync_every_micro_batch")  # fmt: skip
 first_step, changed = 0, []
 found = checkpoint.newest(out_dir)
 if found and init_from == "scratch":
@@ -302,7 +302,7 @@ def refuse_another_model(path: Path, meta: dict):
 if found:
     try:
         found, meta, damaged = checkpoint.load_newest(out_dir, optimizer, refuse_another_model)
-    except ValueError as error:
+    except (OSError, ValueError) as error:
         stop(str(error))
     for sentence in damaged:
         print0(f"{sentence}. Going back to {found}")
