@@ -8,11 +8,15 @@ deleted only after that, and lose their name first. What the disk does to it lat
 is renamed to step_000250.damaged, and the one before it is used.
 """
 
+import concurrent.futures
 import json
 import os
 import shutil
+import sys
+import time
 import warnings
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import torch
@@ -52,49 +56,134 @@ def _rank0() -> bool:
 # Save
 
 
-def save(out_dir: str, step: int, optimizer: AdamW, meta: dict, keep_last: int) -> Path:
-    """Writes out_dir/step_<step>, on every rank its part, and deletes all but the keep_last newest. Returns its path.
+class Saver:
+    """Writes checkpoints beside the training.
 
-    meta goes into meta.json beside the tensors. Where the disk fails on any rank, all raise OSError, and what was
-    there before is untouched.
+        saver = Saver(out_dir, optimizer, keep_last, beside=True)
+        saver.start(step, meta)       # on every rank; returns as soon as the GPU has been told to copy
+        saver.wait_for_copy()         # before the weights change: the GPU waits for the copy, the CPU does not
+        if saver.done(): path = saver.result()
+
+    The tensors are copied to pinned memory of the CPU, 12 bytes for each parameter of the rank, while the next step's
+    forward runs; a thread writes them to the disk. Where there is no memory for that, or beside is False, start returns
+    when all is written.
     """
-    final = Path(out_dir) / f"step_{step:06d}"
-    partial = final.with_name(final.name + ".partial")
-    tensors = optimizer.tensors()
-    meta = {"step": step, "updates": optimizer.updates, **meta, "checksums": checksums(tensors, optimizer.shard_group)}
 
-    def begin():
+    def __init__(self, out_dir: str, optimizer: AdamW, keep_last: int, beside: bool = True):
+        self.out_dir, self.optimizer, self.keep_last = Path(out_dir), optimizer, keep_last
+        # Not the training's: its collectives, in the main thread, must not mix with the writing thread's.
+        self.group = dist.new_group(backend="gloo") if dist.is_initialized() and keep_last else None
+        self.thread = ThreadPoolExecutor(1)
+        self.future, self.copied, self.seconds = None, None, 0.0  # seconds: what saving has cost the main thread
+        # Pinning 15 GB takes seconds: the thread does it while the first steps run.
+        self.copies = self.thread.submit(self._copies) if beside and keep_last else None
+
+    def _copies(self):
+        pinned = torch.cuda.is_available()
+        tensors = self.optimizer.tensors()
+        try:
+            return _map(lambda x: torch.empty_like(x, device="cpu", pin_memory=pinned), tensors)
+        except RuntimeError as error:
+            n_bytes = sum(local(x).nbytes for x in _flatten(tensors).values())
+            print(f"no {n_bytes / 2**30:.1f} GiB of CPU memory to save beside the training: it will wait for its "
+                  f"checkpoints ({_reason(error)})", file=sys.stderr)  # fmt: skip
+            return None
+
+    def start(self, step: int, meta: dict):
+        """Begins to save; meta goes into meta.json beside the tensors. The save before must be done."""
+        began = time.perf_counter()
+        tensors = self.optimizer.tensors()
+        sums = checksums(tensors, self.optimizer.shard_group)
+        meta = {"step": step, "updates": self.optimizer.updates, **meta, "checksums": sums}
+        copies = self.copies.result() if self.copies else None
+        if copies is not None:
+            self.copied = _copy(tensors, copies)
+        self.future = self.thread.submit(self._write, copies or tensors, self.copied, step, meta)
+        if copies is None:
+            concurrent.futures.wait([self.future])
+        self.seconds += time.perf_counter() - began
+
+    def wait_for_copy(self):
+        if self.copied is not None:
+            torch.cuda.current_stream().wait_event(self.copied)
+            self.copied = None
+
+    def running(self) -> bool:
+        """Whether there is a save of which nobody has asked the result."""
+        return self.future is not None
+
+    def done(self) -> bool:
+        """Whether result() would not have to wait."""
+        return self.future is not None and self.future.done()
+
+    def result(self) -> Path:
+        """Waits until the checkpoint is written; its path. OSError, on every rank, where the disk failed on any."""
+        began, future, self.future = time.perf_counter(), self.future, None
+        try:
+            return future.result()
+        finally:
+            self.seconds += time.perf_counter() - began
+
+    def _write(self, tensors, copied, step, meta) -> Path:
+        """Writes out_dir/step_<step>, on every rank its part, and deletes all but the keep_last newest."""
+        final = self.out_dir / f"step_{step:06d}"
+        partial = final.with_name(final.name + ".partial")
+        if copied is not None:
+            copied.synchronize()
+
+        def begin():
+            if _rank0():
+                for left in self.out_dir.glob("step_*.partial"):  # by a run that was killed while it saved or deleted
+                    shutil.rmtree(left)
+                partial.mkdir(parents=True)
+
+        def write():
+            dcp.save(tensors, checkpoint_id=partial, process_group=self.group, no_dist=self.group is None)
+
+        def commit():
+            if _rank0():
+                with open(partial / "meta.json", "w") as file:
+                    json.dump(meta, file, indent=2)
+                    file.flush()
+                    os.fsync(file.fileno())
+                _sync_folder(partial)
+                if final.exists():  # a run that went back and came here again
+                    _remove(final)
+                partial.rename(final)
+                _sync_folder(final.parent)
+
+        try:
+            for act in (begin, write, commit):
+                _together(act, self.group)
+        except OSError:
+            if _rank0():
+                shutil.rmtree(partial, ignore_errors=True)
+            raise
         if _rank0():
-            for left in Path(out_dir).glob("step_*.partial"):  # by a run that was killed while it saved or deleted
-                shutil.rmtree(left)
-            partial.mkdir(parents=True)
-
-    def commit():
-        if _rank0():
-            with open(partial / "meta.json", "w") as file:
-                json.dump(meta, file, indent=2)
-                file.flush()
-                os.fsync(file.fileno())
-            _sync_folder(partial)
-            if final.exists():  # a run that went back and came here again
-                _remove(final)
-            partial.rename(final)
-            _sync_folder(final.parent)
-            for old in _steps(out_dir)[:-keep_last]:
-                _remove(old)
-
-    try:
-        _together(begin)
-        _together(lambda: dcp.save(tensors, checkpoint_id=partial, no_dist=not dist.is_initialized()))
-        _together(commit)
-    except OSError:
-        if _rank0():
-            shutil.rmtree(partial, ignore_errors=True)
-        raise
-    return final
+            for old in _steps(self.out_dir)[: -self.keep_last]:
+                try:
+                    _remove(old)
+                except OSError as error:  # the new one is whole all the same
+                    print(f"cannot delete {old}: {_reason(error)}", file=sys.stderr)
+        return final
 
 
-def _together(function: Callable):
+def _copy(tensors, copies) -> torch.cuda.Event | None:
+    """Copies on a stream of its own, which the GPU works on beside the training's. The event is its end."""
+    pairs = list(zip(_flatten(tensors).values(), _flatten(copies).values(), strict=True))
+    if not torch.cuda.is_available() or not any(local(x).is_cuda for x, _ in pairs):
+        for x, copy in pairs:
+            local(copy).copy_(local(x))
+        return None
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        for x, copy in pairs:
+            local(copy).copy_(local(x), non_blocking=True)
+    return stream.record_event()
+
+
+def _together(function: Callable, group: dist.ProcessGroup | None = None):
     """Calls it on all ranks. If it fails on any, all of them raise OSError: nobody is left waiting for the others."""
     error = None
     try:
@@ -104,7 +193,7 @@ def _together(function: Callable):
     errors = [error]
     if dist.is_initialized():
         errors = [None] * dist.get_world_size()
-        dist.all_gather_object(errors, error)
+        dist.all_gather_object(errors, error, group)
     for rank, error in enumerate(errors):
         if error:
             raise OSError(error if len(errors) == 1 else f"rank {rank}: {error}")
@@ -148,6 +237,10 @@ def _flatten(tensors, prefix=""):
     for name, value in tensors.items():
         flat |= _flatten(value, f"{prefix}{name}.") if isinstance(value, dict) else {prefix + name: value}
     return flat
+
+
+def _map(function, tensors):
+    return {name: _map(function, x) if isinstance(x, dict) else function(x) for name, x in tensors.items()}
 
 
 # ----------------------------------------------------------------------------------------------------------------------

@@ -129,7 +129,10 @@ def test_max_iters_counts_updates_and_every_line_has_its_numbers(train, tmp_path
     lines = metrics(tmp_path / "out")
     steps = [line for line in lines if "loss" in line]
     assert [line["step"] for line in steps] == list(range(1, 9))
-    assert all(set(line) == {"step", "loss", "lr", "grad_norm", "ms", "tok_per_s", "mfu", "mem_gib"} for line in steps)
+    assert all(
+        set(line) == {"step", "loss", "lr", "grad_norm", "ms", "tok_per_s", "mfu", "mem_gib", "data_ms"}
+        for line in steps
+    )
     assert [set(line) for line in lines if "loss" not in line] == [{"step", "val_loss"}] * 2
 
 
@@ -138,7 +141,7 @@ def test_the_log_line_reads_as_documented(train, capsys):
     number = r"[\d,.]+"
     expected = (
         rf"step 00008/8 \| loss {number} \| lr 3\.00e-04 \| norm {number} \| {number} ms \| {number} tok/s "
-        rf"\| mfu n/a \| mem {number} GiB \| eta 0h00m00s"
+        rf"\| mfu n/a \| mem {number} GiB \| data {number} ms \| eta 0h00m00s"
     )
     out = capsys.readouterr().out
     assert re.search(expected, out) or re.search(expected.replace(r"3\.00e-04", r"[\d.]+e-0\d"), out), out
@@ -510,6 +513,39 @@ def test_one_of_two_ranks_killed(text_data, alone, tmp_path, restarts):
         command = [sys.executable, "train.py", *flags(settings)]
         assert subprocess.run(command, cwd=ROOT, capture_output=True).returncode == 0
     assert_close(step_losses(alone), step_losses(tmp_path / "out"), 1e-5)
+
+
+@pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="reads /proc")
+@pytest.mark.parametrize("how", ["stopped", "asleep"])
+def test_a_rank_that_hangs_is_named_and_the_run_ends(text_data, tmp_path, how):
+    """Stopped as a whole, or asleep in its data while its watch is awake."""
+    script = wrapped(
+        tmp_path,
+        "import time, data.tokens\n"
+        "true, reads = data.tokens.Tokens.read, 0\n"
+        "def read(self, *args):\n"
+        "    global reads\n"
+        "    reads += 1\n"
+        "    if os.environ['RANK'] == '1' and reads == 500 and os.environ['HOW'] == 'asleep': time.sleep(1000)\n"
+        "    return true(self, *args)\n"
+        "data.tokens.Tokens.read = read",
+    )
+    settings = LONGER | dict(dataset=text_data, out_dir=tmp_path / "out", max_iters=10000, eval_interval=5, timeout=4)
+    process = subprocess.Popen(
+        torchrun(2, settings, script), cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        env=os.environ | {"HOW": how},
+    )  # fmt: skip
+    while "step 00200/" not in (line := process.stdout.readline()):  # some seconds: more than a beat
+        assert line, process.communicate()[1]
+    workers = workers_of(process)
+    if how == "stopped":
+        os.kill(workers[1], signal.SIGSTOP)
+    _, errors = process.communicate(timeout=120)
+    assert process.returncode == 1
+    told = r"rank 0, step \d+: [a-z ]+, has waited for 4 seconds: rank 1 %s at step \d+: [a-z ]+"
+    assert re.search(told % ("no longer answers; it was" if how == "stopped" else "hangs"), errors), errors
+    assert how == "stopped" or re.search(r"hangs at step \d+: reading data", errors), errors
+    assert not any(Path(f"/proc/{pid}").exists() for pid in workers.values()), "a rank was left behind"
 
 
 def test_a_nan_on_one_rank_stops_all_before_the_update_at_the_same_step(text_data, tmp_path):

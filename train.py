@@ -34,11 +34,13 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 import checkpoint
+import ranks
 from configurator import configure
 from data.tokens import Tokens
 from kernels.linear_cross_entropy import LOGITS_BYTES
 from model import Llama, LlamaConfig
 from optimizer import AdamW
+from ranks import local_rank, rank, world_size
 
 # ----------------------------------------------------------------------------------------------------------------------
 # output
@@ -48,6 +50,8 @@ eval_interval = 1000  # steps between evaluations; each is followed by a checkpo
 eval_iters = 100  # batches an evaluation reads, the same ones every time, spread evenly over the validation tokens
 log_interval = 10  # steps between log lines
 keep_last = 2  # checkpoints kept; 0: none are written
+async_save = True  # write them beside the training: 12 bytes of CPU memory for each parameter
+profile = False  # a trace of three steps and what holds the memory meanwhile, to out_dir/profile
 
 # wandb logging
 wandb_log = False  # WANDB_MODE=offline works too
@@ -98,14 +102,13 @@ seed = 1337  # of the weights and of the order of the data
 sharding: Literal["zero3", "zero2", "hybrid"] = "zero3"  # zero2: weights stay whole for backward; hybrid: copies
 shard_ranks: int | None = None  # hybrid: this many ranks shard each copy of the model; none: those of one machine
 sync_every_micro_batch = True  # false: once a step, but with the gradients of the whole model on every rank
+timeout = 600.0  # seconds after which ranks that wait for another say for whom, and end the run
 # ----------------------------------------------------------------------------------------------------------------------
 settings = configure(globals(), sys.argv[1:])
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# Setup: one process a GPU. torchrun says which one we are; alone, we are rank 0 of 1.
-rank, local_rank = int(os.environ.get("RANK", 0)), int(os.environ.get("LOCAL_RANK", 0))
-world_size = int(os.environ.get("WORLD_SIZE", 1))
+# Setup: one process a GPU, a rank of world_size; alone, rank 0 of 1 (ranks.py).
 master = rank == 0
 print0 = functools.partial(print, flush=True) if master else lambda *args, **kwargs: None
 
@@ -120,7 +123,9 @@ def stop(message: str):
 signal.signal(signal.SIGINT, lambda *_: os._exit(130))  # until the loop begins there is nothing to save
 
 at_least = dict(batch_size=1, block_size=1, gradient_accumulation_steps=1, max_iters=1, eval_interval=1, eval_iters=1)
-at_least |= dict(log_interval=1, warmup_iters=0, keep_last=0, learning_rate=0, weight_decay=0, grad_clip=0, seed=0)
+at_least |= dict(
+    log_interval=1, warmup_iters=0, keep_last=0, timeout=1, learning_rate=0, weight_decay=0, grad_clip=0, seed=0
+)
 for name, least in at_least.items():
     if not least <= globals()[name] < math.inf:
         stop(f"{name} is {globals()[name]}: it must be at least {least}, and finite")
@@ -141,7 +146,7 @@ micro_steps = gradient_accumulation_steps // world_size
 if sharding != "hybrid":
     shard_ranks = world_size
 elif shard_ranks is None:
-    shard_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+    shard_ranks = ranks.local_world_size
 if shard_ranks < 1 or world_size % shard_ranks:
     stop(f"shard_ranks is {shard_ranks}: it must divide the {world_size} ranks")
 sync_every_micro_batch = sync_every_micro_batch or world_size == 1
@@ -166,15 +171,7 @@ if master:  # held open and locked: two runs in one folder would delete each oth
 cuda_graph = cuda_graph and device != "cpu"
 if cuda_graph and world_size > 1:
     stop("cuda_graph works on one GPU: add --cuda_graph=false")
-if world_size > 1:
-    bound = {"device_id": torch.device(device)} if device != "cpu" else {}  # NCCL would guess, and warn that it does
-    # torchrun's restarts share one store, where PyTorch finds the addresses of processes that have died
-    # (pytorch/pytorch#135712): so each attempt has names of its own. Several machines do not agree on the number of the
-    # attempt: for them README.md has another remedy.
-    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", 0) if os.environ.get("GROUP_WORLD_SIZE", "1") == "1" else 0
-    store = dist.PrefixStore(f"attempt_{attempt}", next(dist.rendezvous("env://"))[0])
-    backend = "gloo" if device == "cpu" else "nccl"
-    dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, **bound)
+watch = ranks.meet(device, timeout)
 
 # ----------------------------------------------------------------------------------------------------------------------
 # Data: the batch of a step is a function of (seed, step) alone, so it is the same for any number of ranks and
@@ -280,8 +277,8 @@ MODEL_SETTINGS = ("n_layer", "n_head", "n_kv_head", "n_embd", "ffn_dim", "vocab_
                   "rope_scaling", "norm_eps")  # fmt: skip
 HARMLESS_SETTINGS = ("out_dir", "init_from", "eval_interval", "eval_iters", "log_interval", "keep_last", "wandb_log",
                      "wandb_project", "wandb_run_name", "device", "compile", "cuda_graph", "sharding", "shard_ranks",
-                     "sync_every_micro_batch")  # fmt: skip
-first_step, changed = 0, []
+                     "sync_every_micro_batch", "async_save", "profile", "timeout")  # fmt: skip
+first_step, changed, resume_seconds = 0, [], None
 found = checkpoint.newest(out_dir)
 if found and init_from == "scratch":
     stop(f"{found} is there from an earlier run: --init_from=resume goes on with it, --out_dir=... starts elsewhere")
@@ -300,12 +297,14 @@ def refuse_another_model(path: Path, meta: dict):
 
 
 if found:
+    began = time.perf_counter()
     try:
         found, meta, damaged = checkpoint.load_newest(out_dir, optimizer, refuse_another_model)
     except (OSError, ValueError) as error:
         stop(str(error))
     for sentence in damaged:
         print0(f"{sentence}. Going back to {found}")
+    resume_seconds = time.perf_counter() - began
     first_step = meta["step"]
     if dtype == meta["dtype"] == "float16":
         loss_scale, loss_scale_since = meta["loss_scale"], meta["loss_scale_since"]
@@ -322,7 +321,11 @@ if found:
     ]
 
 
-def save(step: int, val_loss: float | None):
+saver = checkpoint.Saver(out_dir, optimizer, keep_last, async_save)
+saved = True  # whether the last checkpoint was written
+
+
+def start_saving(step: int, val_loss: float | None):
     meta = {
         "val_loss": val_loss,
         "dtype": dtype,
@@ -333,7 +336,18 @@ def save(step: int, val_loss: float | None):
         "dataset": train_tokens.meta,
         "versions": versions,
     }
-    return checkpoint.save(out_dir, step, optimizer, meta, keep_last)
+    saver.start(step, meta)
+
+
+def outcome_of_saving() -> str:
+    """Waits for it."""
+    global saved
+    try:
+        path, saved = saver.result(), True
+        return f"saved {path}"
+    except OSError as error:
+        saved = False
+        return f"NOT SAVED: {error}. The newest checkpoint is {checkpoint.newest(out_dir)}"
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -456,6 +470,7 @@ def evaluate() -> float | None:
     total = torch.zeros(2, device=device)  # sum of the losses, number of targets
     chosen = np.arange(n_eval_blocks) * n_val_blocks // n_eval_blocks
     for first in range(0, n_eval_blocks, batch_size * world_size):
+        watch.at(f"step {step}: evaluation")
         rows = first + rank * batch_size + np.arange(batch_size)
         tokens, targets = to_device(read(val_tokens, chosen[rows % n_eval_blocks]))
         # Every rank runs every forward, or FSDP would wait for it forever: rows past the end are read but do not count.
@@ -499,7 +514,8 @@ class CUDAGraph:
             torch.cuda.empty_cache()  # a graph cannot use what PyTorch holds in reserve
             CUDAGraph.pool = CUDAGraph.pool or torch.cuda.graph_pool_handle()
             self.inputs, self.graph = [x.clone() for x in inputs], torch.cuda.CUDAGraph()
-            with torch.cuda.graph(self.graph, pool=CUDAGraph.pool):
+            # thread_local: what the thread that saves does meanwhile is no part of it
+            with torch.cuda.graph(self.graph, pool=CUDAGraph.pool, capture_error_mode="thread_local"):
                 self.output = self.function(*self.inputs)
         for mine, new in zip(self.inputs, inputs, strict=True):
             mine.copy_(new)
@@ -520,38 +536,32 @@ def interrupt(signal_number, frame):
     interrupted = interrupted or signal_number
 
 
-def say_who_lost_whom(kind, error, trace):
+def interrupted_anywhere() -> int:
+    """The number of the signal, 0 without one; the same on all ranks."""
+    return int(ranks.maximum([interrupted], device)[0])
+
+
+def say_what_ended_it(kind, error, trace):
     """A rank whose peers have died has nothing to say but that: the first one's words are what matters."""
     lost = re.search(r"Connection (closed|reset) by peer|Broken pipe|remote process exited|Timed out", str(error))
-    if lost:
-        print(f"rank {rank} lost another rank in step {step + 1} ({lost[0]}): see what that one said", file=sys.stderr)
+    if world_size > 1 and (lost or isinstance(error, dist.DistBackendError)):
+        print(f"rank {rank} lost another rank in step {step + 1}: see what that one said", file=sys.stderr)
         sys.stderr.flush()
         os._exit(1)
     sys.__excepthook__(kind, error, trace)
 
 
-if world_size > 1:
-    sys.excepthook = say_who_lost_whom
-
-
-def interrupted_anywhere() -> int:
-    """The number of the signal, 0 without one; the same on all ranks."""
-    if world_size == 1:
-        return interrupted
-    number = torch.tensor(float(interrupted), device=device)
-    dist.all_reduce(number, dist.ReduceOp.MAX)
-    return int(number)
-
-
+sys.excepthook = say_what_ended_it
 interrupted = 0
 for signal_number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
     signal.signal(signal_number, interrupt)
 step_times = []  # seconds of each step
 curve = []  # (step, seconds so far, loss) of each log line
 logged_at, logged_step = time.perf_counter(), first_step
+data_seconds = 0.0  # spent reading, while the GPU works, since the last log line; the slowest rank's is shown
 val_loss = None
 step = first_step  # how many are done
-stopping, saved = 0, True  # by which signal; whether the last checkpoint was written
+stopping = 0  # by which signal
 if step < max_iters:
     batch = get_batch(step, 0)
 else:
@@ -563,10 +573,16 @@ while step < max_iters:
     for micro_step in range(micro_steps):
         if not sync_every_micro_batch:
             model.set_requires_gradient_sync(micro_step + 1 == micro_steps)
+        watch.at(f"step {step + 1}: forward and backward")
         loss += forward_backward(*batch)
         if step + 1 < max_iters or micro_step + 1 < micro_steps:
             # The next one already, while the GPU is busy with this one; past the last of a step it is the next step's.
+            watch.at(f"step {step + 1}: reading data")
+            began = time.perf_counter()
             batch = get_batch(step, micro_step + 1)
+            data_seconds += time.perf_counter() - began
+    watch.at(f"step {step + 1}: update")
+    saver.wait_for_copy()
     grad_norm = update()
     # Ctrl-C may reach the ranks at different steps: one is enough, and here all learn of it at the same step.
     totals = torch.stack([loss, torch.full_like(loss, float(interrupted > 0))])
@@ -582,6 +598,8 @@ while step < max_iters:
     elif math.isfinite(loss) and dtype == "float16" and loss_scale > 1:
         loss_scale, loss_scale_since = loss_scale / 2, step  # too large a scale: this step's update is left out
     else:
+        if saver.running():
+            print0(f"step {step:05d} | {outcome_of_saving()}")
         last = checkpoint.newest(out_dir)
         stop(
             f"step {step + 1}: the loss is {loss} and the gradient norm {grad_norm}, so the weights were not updated. "
@@ -595,22 +613,26 @@ while step < max_iters:
 
     if step % log_interval == 0 or step == max_iters:
         seconds = (time.perf_counter() - logged_at) / (step - logged_step)
-        logged_at, logged_step = time.perf_counter(), step
+        peak_gib, data_ms = ranks.maximum([used_gib(), 1000 * data_seconds / (step - logged_step)], device)
+        logged_at, logged_step, data_seconds = time.perf_counter(), step, 0.0
         tok_per_s = tokens_per_step / seconds
         left = round(seconds * (max_iters - step))
         print0(
             f"step {step:05d}/{max_iters} | loss {loss:.4f} | lr {learning_rate_at(step - 1):.2e} "
             f"| norm {grad_norm:.2f} | {seconds * 1000:.1f} ms | {tok_per_s:,.0f} tok/s "
-            f"| mfu {percent(mfu(tok_per_s))} | mem {used_gib():.1f} GiB "
+            f"| mfu {percent(mfu(tok_per_s))} | mem {peak_gib:.1f} GiB | data {data_ms:.1f} ms "
             f"| eta {left // 3600}h{left % 3600 // 60:02d}m{left % 60:02d}s"
         )
         curve.append((step, sum(step_times), loss))
         record(
             {"step": step, "loss": loss, "lr": learning_rate_at(step - 1),
              "grad_norm": grad_norm if math.isfinite(grad_norm) else None,  # inf is no JSON
-             "ms": seconds * 1000, "tok_per_s": tok_per_s, "mfu": mfu(tok_per_s), "mem_gib": used_gib()}
+             "ms": seconds * 1000, "tok_per_s": tok_per_s, "mfu": mfu(tok_per_s), "mem_gib": peak_gib,
+             "data_ms": data_ms}
         )  # fmt: skip
 
+    if saver.done():
+        print0(f"step {step:05d} | {outcome_of_saving()}")
     if stopping or step % eval_interval == 0 or step == max_iters:
         began = time.perf_counter()
         val_loss = evaluate() if not stopping else None
@@ -618,12 +640,14 @@ while step < max_iters:
             record({"step": step, "val_loss": val_loss})
         stopping = interrupted_anywhere()
         result = "interrupted" if val_loss is None else f"val loss {val_loss:.4f} ({n_eval_blocks} blocks)"
-        saved = not keep_last
-        try:
-            kept = f"saved {save(step, val_loss)}" if keep_last else "nothing saved"
-            saved = True
-        except OSError as error:
-            kept = f"NOT SAVED: {error}. The newest checkpoint is {checkpoint.newest(out_dir)}"
+        kept = "nothing saved"
+        if keep_last:
+            watch.rest(f"step {step}: saving")  # a disk may take longer than a step
+            if saver.running():
+                print0(f"step {step:05d} | {outcome_of_saving()}")
+            start_saving(step, val_loss)
+            last = stopping or step == max_iters
+            kept = outcome_of_saving() if last or saver.done() else "saving"
         print0(f"step {step:05d} | {result} | {kept}")
         logged_at += time.perf_counter() - began  # not the training's time
         if stopping:
@@ -648,13 +672,15 @@ if first_step < step == max_iters and val_loss is not None and master:
         "ms_per_step": seconds * 1000,
         "tok_per_s": tok_per_s,
         "mfu": mfu(tok_per_s),
-        "peak_gib": used_gib(),
+        "peak_gib": peak_gib,
+        "save_seconds": saver.seconds,
+        "resume_seconds": resume_seconds,
         "val_loss": val_loss,
         "curve": curve,
     }
     print0(
         f"{summary['steps']:,} steps in {sum(step_times) / 60:.1f} minutes; the median step {seconds * 1000:.1f} ms, "
-        f"{tok_per_s:,.0f} tok/s, mfu {percent(mfu(tok_per_s))}; peak {used_gib():.1f} GiB"
+        f"{tok_per_s:,.0f} tok/s, mfu {percent(mfu(tok_per_s))}; peak {peak_gib:.1f} GiB"
     )
     meta = val_tokens.meta
     if n_eval_blocks == n_val_blocks and "gzip_bits_per_byte" in meta:  # read all that gzip and xz read
@@ -679,10 +705,5 @@ if not saved:
         f"the last checkpoint was not written: make room at {out_dir}, and the same line goes on from the one before"
     )
     code = 1
-if world_size > 1:
-    dist.barrier()
-    dist.destroy_process_group()
-    sys.stdout.flush()
-    os._exit(code)  # gloo's threads now and then abort the interpreter that tidies up around them
-if code:
-    sys.exit(code)
+watch.stop()
+ranks.part(code)

@@ -1,0 +1,157 @@
+"""Several ranks of one run: how they meet, watch each other and part.
+
+torchrun starts one process a GPU and says to each which one it is. A lone process is rank 0 of 1, and for it all of
+this is nothing. Ranks wait for each other in every step, so when one dies or hangs the others would wait with it,
+silently: NCCL's kernels spin on the GPU. Hence the watch: a thread in each rank that tells the others once a second,
+through torchrun's store, how far it is.
+"""
+
+import os
+import platform
+import sys
+import threading
+import time
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+rank, local_rank = int(os.environ.get("RANK", 0)), int(os.environ.get("LOCAL_RANK", 0))
+world_size, local_world_size = int(os.environ.get("WORLD_SIZE", 1)), int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+
+BEAT = 1.0  # seconds between two messages of a rank
+GRACE = 5.0  # seconds that a dead rank's peers have to find out by themselves, and to say more about it
+
+
+def meet(device: str, timeout: float) -> "Watch":
+    """Connects the ranks, by NCCL between GPUs and by gloo between CPUs, and starts their watch.
+
+    timeout: after so many seconds in which a rank has not come on, it gives up and says for whom it has waited.
+    """
+    if world_size > 1:
+        bound = (
+            {"device_id": torch.device(device)} if device != "cpu" else {}
+        )  # NCCL would guess, and warn that it does
+        # gloo beside NCCL: offloaded gradients are summed on the CPU.
+        backend = "gloo" if device == "cpu" else "cpu:gloo,cuda:nccl"
+        options = {"rank": rank, "world_size": world_size, "timeout": timedelta(seconds=2 * timeout + 60)}
+        dist.init_process_group(backend, store=_store(next(dist.rendezvous("env://"))[0]), **options, **bound)
+    return Watch(timeout)
+
+
+def _store(store: dist.Store) -> dist.Store:
+    """torchrun's restarts share one store, where PyTorch finds the addresses of processes that have died
+    (pytorch/pytorch#135712): so each attempt has names of its own. Several machines do not agree on the number of the
+    attempt: for them README.md has another remedy.
+    """
+    one_machine = os.environ.get("GROUP_WORLD_SIZE", "1") == "1"
+    return dist.PrefixStore(f"attempt_{os.environ.get('TORCHELASTIC_RESTART_COUNT', 0) if one_machine else 0}", store)
+
+
+def part(code: int) -> None:
+    """Leaves, with all the others, without waiting for threads of gloo that now and then abort the interpreter."""
+    if world_size > 1:
+        dist.barrier()
+        dist.destroy_process_group()
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+    if code:
+        sys.exit(code)
+
+
+def maximum(values: list[float], device: str) -> list[float]:
+    """The largest of each value over all ranks: every rank must ask, and all hear the same."""
+    if world_size == 1:
+        return values
+    values = torch.tensor(values, dtype=torch.float64, device=device)
+    dist.all_reduce(values, dist.ReduceOp.MAX)
+    return values.tolist()
+
+
+class Watch:
+    """Knows what this rank is doing, asks what the others do, and ends the run when one of them has died or hangs.
+
+    watch.at("step 12: forward")  # this rank comes on; it has `timeout` seconds to the next call
+    watch.rest("writing")         # from here on it may take its time
+    watch.stop()                  # the run is over
+    """
+
+    def __init__(self, timeout: float):
+        self.timeout, self.deadline = timeout, float("inf")
+        self.count, self.doing = 0, "starting"  # how often this rank has come on, and to what
+        self.lost = {}  # when the death of which rank was noticed
+        self.over = threading.Event()
+        if world_size > 1:
+            address = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+            # A connection of its own: a store answers one question at a time.
+            self.store = _store(dist.TCPStore(*address, is_master=False, timeout=timedelta(seconds=30)))
+            self.store.set(f"process_{rank}", f"{platform.node()} {os.getpid()}")
+            threading.Thread(target=self._watch, daemon=True).start()
+
+    def at(self, doing: str):
+        self.count, self.doing, self.deadline = self.count + 1, doing, time.monotonic() + self.timeout
+
+    def rest(self, doing: str):
+        self.count, self.doing, self.deadline = self.count + 1, doing, float("inf")
+
+    def stop(self):
+        self.over.set()
+
+    def _watch(self):
+        beats = 0
+        try:
+            processes = [self.store.get(f"process_{r}").decode().split() for r in range(world_size)]
+            while not self.over.wait(BEAT):
+                beats += 1
+                self.store.set(f"at_{rank}", f"{self.count} {beats} {self.doing}")
+                gone = self._first_gone(processes)
+                if gone is not None:
+                    self._leave(f"rank {gone} has ended, last at {self._heard(gone)[2]}: see what it said")
+                if time.monotonic() > self.deadline:
+                    self._leave(self._who_hangs())
+        except dist.DistError:  # the store has gone, and with it torchrun: it stops the ranks itself
+            pass
+
+    def _heard(self, other: int) -> tuple[int, int, str]:
+        """How far another rank was at its last beat: count, beats, doing."""
+        key = f"at_{other}"
+        count, beats, doing = (self.store.get(key).decode() if self.store.check([key]) else "0 0 starting").split(
+            " ", 2
+        )
+        return int(count), int(beats), doing
+
+    def _first_gone(self, processes) -> int | None:
+        """The rank on this machine that died first, GRACE seconds ago or more."""
+        for other, (node, pid) in enumerate(processes):
+            if node == platform.node() and other not in self.lost and not _alive(int(pid)):
+                self.lost[other] = time.monotonic()
+        first = min(self.lost, key=self.lost.get, default=None)
+        return first if first is not None and time.monotonic() - self.lost[first] > GRACE else None
+
+    def _who_hangs(self) -> str:
+        """Whom this rank has waited for: one that is silent, or else the one that is least far."""
+        before = [self._heard(r) for r in range(world_size)]
+        time.sleep(5 * BEAT)
+        after = [self._heard(r) for r in range(world_size)]
+        silent = [r for r in range(world_size) if r != rank and before[r][1] == after[r][1]]
+        last = silent[0] if silent else min(range(world_size), key=lambda r: after[r][0])
+        how = "no longer answers; it was" if silent else "hangs"
+        me = f"rank {rank}, {self.doing}, has waited for {self.timeout:g} seconds"
+        return f"{me}: rank {last} {how} at {after[last][2]}"
+
+    def _leave(self, sentence: str):
+        if not self.over.is_set():
+            print(sentence, file=sys.stderr, flush=True)
+            os._exit(1)
+
+
+def _alive(pid: int) -> bool:
+    """Also false for a zombie, which is a process that has ended and that nobody has asked about yet."""
+    try:
+        with open(f"/proc/{pid}/stat") as file:
+            return file.read().rpartition(")")[2].split()[0] not in "ZX"
+    except FileNotFoundError:
+        return not os.path.exists("/proc/self/stat")  # without /proc nobody is found dead
+    except OSError:
+        return False
