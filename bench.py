@@ -4,6 +4,7 @@
                                                 time, memory, error; to assets/kernels.json (a GPU, some minutes)
     python bench.py kernels op=rope,swiglu      some of them, to out/kernels.json
     python bench.py step                        where the time of a training step goes (benchmarks/step.py)
+    python bench.py gpus                        several GPUs: scaling, 8B, checkpoints (benchmarks/gpus.py)
     python bench.py record FOLDER NAME          keeps the summary.json that a training run left in FOLDER
                                                 as assets/NAME.json
     python bench.py readme                      draws the plots and writes the tables of README.md
@@ -24,6 +25,10 @@ def main(argv: list[str]) -> None:
             from benchmarks import step
 
             step.main(words)
+        case ["gpus", *words]:
+            from benchmarks import gpus
+
+            gpus.main(words)
         case ["record", folder, name]:
             from benchmarks import report
 

@@ -16,7 +16,6 @@ import sys
 import time
 import warnings
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import torch
@@ -26,6 +25,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from model import Llama, LlamaConfig
 from optimizer import AdamW, local
+from ranks import worker_thread
 
 # A lone process is not a mistake.
 warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninitialized")
@@ -73,16 +73,15 @@ class Saver:
         self.out_dir, self.optimizer, self.keep_last = Path(out_dir), optimizer, keep_last
         # Not the training's: its collectives, in the main thread, must not mix with the writing thread's.
         self.group = dist.new_group(backend="gloo") if dist.is_initialized() and keep_last else None
-        self.thread = ThreadPoolExecutor(1)
+        self.thread = worker_thread()
         self.future, self.copied, self.seconds = None, None, 0.0  # seconds: what saving has cost the main thread
         # Pinning 15 GB takes seconds: the thread does it while the first steps run.
         self.copies = self.thread.submit(self._copies) if beside and keep_last else None
 
     def _copies(self):
-        pinned = torch.cuda.is_available()
         tensors = self.optimizer.tensors()
         try:
-            return _map(lambda x: torch.empty_like(x, device="cpu", pin_memory=pinned), tensors)
+            return _map(lambda x: torch.empty_like(x, device="cpu", pin_memory=local(x).is_cuda), tensors)
         except RuntimeError as error:
             n_bytes = sum(local(x).nbytes for x in _flatten(tensors).values())
             print(f"no {n_bytes / 2**30:.1f} GiB of CPU memory to save beside the training: it will wait for its "
@@ -171,7 +170,7 @@ class Saver:
 def _copy(tensors, copies) -> torch.cuda.Event | None:
     """Copies on a stream of its own, which the GPU works on beside the training's. The event is its end."""
     pairs = list(zip(_flatten(tensors).values(), _flatten(copies).values(), strict=True))
-    if not torch.cuda.is_available() or not any(local(x).is_cuda for x, _ in pairs):
+    if not any(local(x).is_cuda for x, _ in pairs):
         for x, copy in pairs:
             local(copy).copy_(local(x))
         return None

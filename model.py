@@ -283,11 +283,12 @@ class Llama(nn.Module):
         return loss(x.flatten(0, 1), self.lm_head.weight, targets.flatten())
 
     @torch.no_grad()
-    def init_weights(self, seed: int):
+    def init_weights(self, seed: int, device: str | torch.device | None = None):
         """Norms 1, matrices normal with std 0.02; the two that write into the residual stream 0.02 / sqrt(2·n_layer).
 
         Each parameter draws from a generator of its own, seeded by its name: so a model sharded over any number of
-        ranks starts from the same weights, and no rank ever holds more than one whole parameter.
+        ranks starts from the same weights, and no rank ever holds more than one whole parameter. device: where they
+        are drawn, which decides what is drawn; none: where they are.
         """
         for name, parameter in self.named_parameters():
             if parameter.ndim == 1:
@@ -298,11 +299,12 @@ class Llama(nn.Module):
                 if name.endswith(("o_proj.weight", "down_proj.weight"))
                 else 0.02
             )
-            generator = torch.Generator(parameter.device).manual_seed(seed + zlib.crc32(name.encode()))
-            whole = torch.empty(parameter.shape, device=parameter.device, dtype=torch.float32)
+            generator = torch.Generator(device or parameter.device).manual_seed(seed + zlib.crc32(name.encode()))
+            whole = torch.empty(parameter.shape, device=generator.device, dtype=torch.float32)
             whole.normal_(0.0, std, generator=generator)
             if isinstance(parameter, DTensor):
                 whole = distribute_tensor(whole, parameter.device_mesh, parameter.placements, src_data_rank=None)
+                parameter, whole = parameter.to_local(), whole.to_local()
             parameter.copy_(whole)
 
     def n_params(self) -> int:

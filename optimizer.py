@@ -33,10 +33,12 @@ class AdamW:
     Made after the weights are: w starts as a copy of them.
     """
 
+    state_device = None  # of w, m and v; none: the parameter's
+
     def __init__(self, model: nn.Module, betas: tuple[float, float], weight_decay: float, eps: float = 1e-8):
         self.parameters = dict(model.named_parameters())
         self.betas, self.weight_decay, self.eps = betas, weight_decay, eps
-        self.w = {name: p.detach().float() for name, p in self.parameters.items()}
+        self.w = {name: self._w_of(p.detach()) for name, p in self.parameters.items()}
         self.m = {name: torch.zeros_like(w) for name, w in self.w.items()}
         self.v = {name: torch.zeros_like(w) for name, w in self.w.items()}
         self.sums = {}  # float32 gradients of the micro-batches so far, where there are several
@@ -45,6 +47,14 @@ class AdamW:
         self.mesh = first.device_mesh["shard"] if isinstance(first, DTensor) else None
         self.step_scalars = torch.zeros(4, device=first.device)  # kernels/adamw.py says which
         self.inverse_loss_scale = torch.ones((), device=first.device)
+
+    def _w_of(self, parameter):
+        device = self.state_device or local(parameter).device
+        if parameter.dtype == torch.float32 and local(parameter).device == torch.device(device):
+            return parameter
+        w = torch.empty_like(parameter, dtype=torch.float32, device=device)
+        local(w).copy_(local(parameter))
+        return w
 
     @property
     def shard_group(self) -> dist.ProcessGroup | None:
@@ -59,7 +69,7 @@ class AdamW:
     def refresh(self):
         """The parameters from w, after a checkpoint was read into tensors()."""
         for name, parameter in self.parameters.items():
-            parameter.copy_(self.w[name])
+            local(parameter).copy_(local(self.w[name]))
 
     @torch.no_grad()
     def accumulate(self):
@@ -107,10 +117,20 @@ class AdamW:
         self.step_scalars[0] = torch.where(norm.isfinite(), clip * self.inverse_loss_scale, torch.nan)
         for (name, parameter), grad in zip(self.parameters.items(), self.gradients(), strict=True):
             if grad.numel():  # a rank may hold nothing of a small parameter
-                decay = self.weight_decay if parameter.ndim >= 2 else 0.0
                 tensors = (local(x) for x in (self.w[name], self.m[name], self.v[name]))
-                adamw(local(parameter.detach()), grad, *tensors, self.step_scalars, *self.betas, self.eps, decay)
+                adamw(
+                    local(parameter.detach()),
+                    grad,
+                    *tensors,
+                    self.step_scalars,
+                    *self.betas,
+                    self.eps,
+                    self.decay(parameter),
+                )
         return norm
+
+    def decay(self, parameter) -> float:
+        return self.weight_decay if parameter.ndim >= 2 else 0.0
 
     def zero_grad(self):
         for parameter in self.parameters.values():

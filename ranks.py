@@ -11,6 +11,7 @@ import platform
 import sys
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 
 import torch
@@ -23,19 +24,21 @@ BEAT = 1.0  # seconds between two messages of a rank
 GRACE = 5.0  # seconds that a dead rank's peers have to find out by themselves, and to say more about it
 
 
-def meet(device: str, timeout: float) -> "Watch":
+def meet(device: str, timeout: float, lone_group: bool) -> "Watch":
     """Connects the ranks, by NCCL between GPUs and by gloo between CPUs, and starts their watch.
 
     timeout: after so many seconds in which a rank has not come on, it gives up and says for whom it has waited.
+    lone_group: also a lone rank gets a process group, for FSDP.
     """
-    if world_size > 1:
+    if world_size > 1 or lone_group:
         bound = (
             {"device_id": torch.device(device)} if device != "cpu" else {}
         )  # NCCL would guess, and warn that it does
         # gloo beside NCCL: offloaded gradients are summed on the CPU.
         backend = "gloo" if device == "cpu" else "cpu:gloo,cuda:nccl"
         options = {"rank": rank, "world_size": world_size, "timeout": timedelta(seconds=2 * timeout + 60)}
-        dist.init_process_group(backend, store=_store(next(dist.rendezvous("env://"))[0]), **options, **bound)
+        store = _store(next(dist.rendezvous("env://"))[0]) if "RANK" in os.environ else dist.HashStore()
+        dist.init_process_group(backend, store=store, **options, **bound)
     return Watch(timeout)
 
 
@@ -48,9 +51,16 @@ def _store(store: dist.Store) -> dist.Store:
     return dist.PrefixStore(f"attempt_{os.environ.get('TORCHELASTIC_RESTART_COUNT', 0) if one_machine else 0}", store)
 
 
+def worker_thread() -> ThreadPoolExecutor:
+    """A thread that works beside this one, on the same GPU: a new thread would begin with the first of the machine."""
+    if not torch.cuda.is_initialized():
+        return ThreadPoolExecutor(1)
+    return ThreadPoolExecutor(1, initializer=torch.cuda.set_device, initargs=(torch.cuda.current_device(),))
+
+
 def part(code: int) -> None:
     """Leaves, with all the others, without waiting for threads of gloo that now and then abort the interpreter."""
-    if world_size > 1:
+    if dist.is_initialized():
         dist.barrier()
         dist.destroy_process_group()
         sys.stdout.flush()

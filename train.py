@@ -31,7 +31,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
 import checkpoint
 import ranks
@@ -39,6 +39,7 @@ from configurator import configure
 from data.tokens import Tokens
 from kernels.linear_cross_entropy import LOGITS_BYTES
 from model import Llama, LlamaConfig
+from offload import OffloadedAdamW
 from optimizer import AdamW
 from ranks import local_rank, rank, world_size
 
@@ -102,6 +103,9 @@ seed = 1337  # of the weights and of the order of the data
 sharding: Literal["zero3", "zero2", "hybrid"] = "zero3"  # zero2: weights stay whole for backward; hybrid: copies
 shard_ranks: int | None = None  # hybrid: this many ranks shard each copy of the model; none: those of one machine
 sync_every_micro_batch = True  # false: once a step, but with the gradients of the whole model on every rank
+offload: Literal["none", "optimizer", "all"] = (
+    "none"  # to CPU memory: AdamW's 12 bytes a parameter; weights, gradients too
+)
 timeout = 600.0  # seconds after which ranks that wait for another say for whom, and end the run
 # ----------------------------------------------------------------------------------------------------------------------
 settings = configure(globals(), sys.argv[1:])
@@ -169,9 +173,12 @@ if master:  # held open and locked: two runs in one folder would delete each oth
     except OSError as error:
         stop(f"cannot write to out_dir {out_dir}: {error.strerror}")
 cuda_graph = cuda_graph and device != "cpu"
-if cuda_graph and world_size > 1:
-    stop("cuda_graph works on one GPU: add --cuda_graph=false")
-watch = ranks.meet(device, timeout)
+if cuda_graph and (world_size > 1 or offload != "none"):
+    stop("cuda_graph works on one GPU that holds all: add --cuda_graph=false")
+sharded = world_size > 1 or offload == "all"  # alone, FSDP is what moves the weights to and fro
+watch = ranks.meet(device, timeout, lone_group=sharded)
+if offload != "none":  # the CPU's cores, of which torchrun gives each rank one
+    torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // ranks.local_world_size))
 
 # ----------------------------------------------------------------------------------------------------------------------
 # Data: the batch of a step is a function of (seed, step) alone, so it is the same for any number of ranks and
@@ -241,23 +248,27 @@ n_params = model.n_params()
 if compile:
     for layer in model.layers:
         layer.compile()
-if world_size > 1:
+if sharded:
     shape, names = (world_size // shard_ranks, shard_ranks), ("replicate", "shard")
     if sharding != "hybrid":
         shape, names = (world_size,), ("shard",)
     mesh = init_device_mesh("cpu" if device == "cpu" else "cuda", shape, mesh_dim_names=names)
-    # cast_forward_inputs would round the fp32 cos and sin that the blocks are handed.
-    policy = MixedPrecisionPolicy(reduce_dtype=torch.float32, cast_forward_inputs=False)
+    options = {
+        "mesh": mesh,
+        # cast_forward_inputs would round the fp32 cos and sin that the blocks are handed.
+        "mp_policy": MixedPrecisionPolicy(reduce_dtype=torch.float32, cast_forward_inputs=False),
+        "offload_policy": CPUOffloadPolicy(pin_memory=device != "cpu") if offload == "all" else OffloadPolicy(),
+    }
     for layer in model.layers:
-        fully_shard(layer, mesh=mesh, mp_policy=policy, reshard_after_forward=sharding != "zero2")
+        fully_shard(layer, reshard_after_forward=sharding != "zero2", **options)
     # Embedding, final norm and head stay with the root: a tied weight is one parameter of one group.
-    fully_shard(model, mesh=mesh, mp_policy=policy, reshard_after_forward=False)
-model.to_empty(device=device)
-model.init_weights(seed)
+    fully_shard(model, reshard_after_forward=False, **options)
+model.to_empty(device="cpu" if offload == "all" else device)
+model.init_weights(seed, device)
 
 # ----------------------------------------------------------------------------------------------------------------------
 # Optimizer: the model computes in its dtype, the optimizer keeps the float32 weights that learn.
-optimizer = AdamW(model, betas=(beta1, beta2), weight_decay=weight_decay)
+optimizer = (AdamW if offload == "none" else OffloadedAdamW)(model, betas=(beta1, beta2), weight_decay=weight_decay)
 # float16 holds nothing below 6e-8, where many gradients live: they are computed 2^16 times too large and scaled back.
 # The scale halves when they overflow and doubles after 2,000 steps without.
 loss_scale = 2.0**16 if dtype == "float16" else 1.0
@@ -277,7 +288,7 @@ MODEL_SETTINGS = ("n_layer", "n_head", "n_kv_head", "n_embd", "ffn_dim", "vocab_
                   "rope_scaling", "norm_eps")  # fmt: skip
 HARMLESS_SETTINGS = ("out_dir", "init_from", "eval_interval", "eval_iters", "log_interval", "keep_last", "wandb_log",
                      "wandb_project", "wandb_run_name", "device", "compile", "cuda_graph", "sharding", "shard_ranks",
-                     "sync_every_micro_batch", "async_save", "profile", "timeout")  # fmt: skip
+                     "sync_every_micro_batch", "async_save", "profile", "offload", "timeout")  # fmt: skip
 first_step, changed, resume_seconds = 0, [], None
 found = checkpoint.newest(out_dir)
 if found and init_from == "scratch":

@@ -3,13 +3,15 @@
     python -m benchmarks.peers '{"arm": "recipe", "config": "config/llama32_1b.py", "batch": 8, "block": 2048}'
 
 trains one of them for some steps on the text that nanocria is measured on, and prints a line of JSON. `python bench.py
-step` runs one such process for each point of its table, so that every trainer finds a clean card.
+step` runs one such process for each point of its table, so that every trainer finds a clean card. Under torchrun, as
+`python bench.py gpus` has it, recipe and torchtitan are sharded over its ranks.
 
 recipe        What torchtitan 0.2 does with a Llama 3, written out in plain PyTorch: blocks compiled one by one, FSDP2
               with fp32 masters and bf16 compute, a compiled loss over whole logits, fused AdamW. It is kinder than the
               original in three ways: the head is tied to the embedding (262 million parameters less), RoPE is
               real-valued (inductor cannot fuse torchtitan's complex product), and selective checkpointing keeps
               cuDNN's attention (torchtitan keeps flash's and recomputes cuDNN's).
+recipe-zero2  The same, but the blocks' weights stay whole from forward to backward.
 torchtitan    The package itself: its model, checkpointing, compilation and sharding. It cannot tie the embedding.
 hf            transformers' LlamaForCausalLM in pure bf16: weights, gradients and optimizer states.
 hf-compiled   The same under torch.compile.
@@ -20,9 +22,11 @@ import functools
 import gc
 import json
 import math
+import os
 import runpy
 import sys
 import time
+import traceback
 from collections import Counter
 from pathlib import Path
 
@@ -42,6 +46,7 @@ from model import Llama, LlamaConfig, rope_tables
 
 ROOT = Path(__file__).resolve().parent.parent
 PEAK_FLOPS = {"H200": 989e12, "H100": 989e12}  # dense bf16 of the SXM cards, as in train.py
+RANK, RANKS = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))  # as torchrun says
 WARMUP_STEPS = 5  # compilation, cuBLAS, the allocator: any later step is as fast as the fifth
 
 
@@ -175,21 +180,27 @@ def checkpointed(block: nn.Module, checkpointing: str) -> nn.Module:
     return checkpoint_wrapper(block, preserve_rng_state=False, **options)
 
 
-def one_rank_mesh(device: torch.device):
-    dist.init_process_group("nccl", store=dist.HashStore(), rank=0, world_size=1, device_id=device)
-    return init_device_mesh("cuda", (1,))
+def mesh_of_all_ranks(device: torch.device):
+    store = {"store": dist.HashStore()} if RANKS == 1 else {}  # torchrun's, where it runs
+    backend, bound = ("nccl", {"device_id": device}) if device.type == "cuda" else ("gloo", {})
+    dist.init_process_group(backend, rank=RANK, world_size=RANKS, **store, **bound)
+    return init_device_mesh(device.type, (RANKS,))
 
 
-def build_recipe(c: LlamaConfig, checkpointing: str, device: torch.device):
+def build_recipe(c: LlamaConfig, checkpointing: str, device: torch.device, sharding="zero3"):
     with torch.device("meta"):
         model = PlainLlama(c)
     # cast_forward_inputs would round cos and sin; the residual stream is bf16 from the embedding on
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32, cast_forward_inputs=False)
-    options = {"mesh": one_rank_mesh(device), "mp_policy": policy}
+    options = {"mesh": mesh_of_all_ranks(device), "mp_policy": policy}
+    reshard = sharding == "zero3"
     for i, block in enumerate(model.layers):
         # compile wraps the block, so that FSDP's hooks, which it cannot trace, stay outside of the graph
         model.layers[i] = torch.compile(checkpointed(block, checkpointing), fullgraph=True)
-        fully_shard(model.layers[i], **options)
+        fully_shard(model.layers[i], reshard_after_forward=reshard, **options)
+    if not c.tie_embeddings:  # in torchtitan's groups; a tied weight belongs to both ends, so to the root
+        fully_shard(model.tok_embeddings, reshard_after_forward=reshard, **options)
+        fully_shard([model.norm, model.output], reshard_after_forward=False, **options)
     fully_shard(model, **options)
     model.materialize(device)
     loss = torch.compile(whole_loss)
@@ -224,7 +235,7 @@ def build_torchtitan(c: LlamaConfig, checkpointing: str, device: torch.device):
         parallelize.apply_ac(model, checkpoint, model_compile_enabled=True, op_sac_save_list=kept_ops)
     parallelize.apply_compile(model, Compile(enable=True))
     dtypes = {"param_dtype": torch.bfloat16, "reduce_dtype": torch.float32}
-    parallelize.apply_fsdp(model, one_rank_mesh(device), pp_enabled=False, **dtypes)
+    parallelize.apply_fsdp(model, mesh_of_all_ranks(device), pp_enabled=False, **dtypes)
     model.to_empty(device=device)
     with torch.no_grad():
         model.init_weights(buffer_device=device)
@@ -258,6 +269,7 @@ def build_hf(c: LlamaConfig, checkpointing: str, device, compiled=False, liger=F
 
 BUILDERS = {
     "recipe": build_recipe,
+    "recipe-zero2": functools.partial(build_recipe, sharding="zero2"),
     "torchtitan": build_torchtitan,
     "hf": build_hf,
     "hf-compiled": functools.partial(build_hf, compiled=True),
@@ -284,29 +296,46 @@ def train_step(model: nn.Module, loss_of, optimizer, tokens, targets) -> list[fl
 
 
 def batches(n_batches: int, batch: int, block: int, device) -> torch.Tensor:
-    """Tokens (n_batches, B, T + 1) of pystdlib, as train.py has them in this benchmark.
+    """This rank's tokens (n_batches, B, T + 1) of pystdlib, as train.py has them in this benchmark.
 
     A matmul's speed depends on its numbers: for random tokens the gradient of the logits would be another one.
     """
     folder = ROOT / "data" / "pystdlib"
-    if not (folder / "meta.json").exists():
+    if RANK == 0 and not (folder / "meta.json").exists():
         runpy.run_path(str(folder / "prepare.py"))["prepare"](folder)
+    if RANKS > 1:
+        dist.barrier()
     text = Tokens(folder, "train")
-    order = torch.randperm(text.blocks(block))[torch.arange(n_batches * batch) % text.blocks(block)]
-    return torch.from_numpy(text.read(order.numpy(), block)).to(device).unflatten(0, (n_batches, batch))
+    order = torch.randperm(text.blocks(block), generator=torch.Generator().manual_seed(1337))  # the same on all ranks
+    order = order[torch.arange(n_batches * RANKS * batch) % len(order)].view(n_batches, RANKS, batch)[:, RANK]
+    return torch.from_numpy(text.read(order.flatten().numpy(), block)).to(device).unflatten(0, (n_batches, batch))
+
+
+def over_ranks(values: list[float], op, device) -> list[float]:
+    values = torch.tensor(values, device=device)
+    if RANKS > 1:
+        dist.all_reduce(values, op)
+    return values.tolist()
 
 
 def mfu(config: LlamaConfig, tok_per_s: float, device_name: str) -> float | None:
-    """Model FLOPs utilisation, by the same count as train.py's; None where the card's peak is not known."""
+    """Model FLOPs utilisation of one GPU, by the same count as train.py's; None where the card's peak is not known."""
     peaks = [peak for name, peak in PEAK_FLOPS.items() if name in device_name]
     with torch.device("meta"):
         flops = Llama(config).flops_per_token(config.block_size)
     return flops * tok_per_s / peaks[0] if peaks else None
 
 
+def own_device() -> torch.device:
+    return torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)))
+
+
 def measure(arm: str, config: str, batch: int, block: int, checkpointing="none", steps=20, **changes) -> dict:
-    """Trains an arm for WARMUP_STEPS + steps; the median step and the peak memory."""
-    device = torch.device("cuda", 0)
+    """Trains an arm for WARMUP_STEPS + steps; the median step, and the peak memory of the rank that needs most.
+
+    batch is a rank's; tokens a second and losses are those of all ranks.
+    """
+    device = own_device()
     torch.cuda.set_device(device)
     torch.set_float32_matmul_precision("high")
     torch.manual_seed(1337)
@@ -323,22 +352,22 @@ def measure(arm: str, config: str, batch: int, block: int, checkpointing="none",
         losses.append(train_step(model, loss_of, optimizer, blocks[:, :-1].contiguous(), blocks[:, 1:].contiguous())[0])
         times.append(time.perf_counter() - started)
     seconds = sorted(times[WARMUP_STEPS:])[steps // 2]
-    tok_per_s = batch * block / seconds
+    tok_per_s = RANKS * batch * block / seconds
+    first, last = over_ranks([losses[0] / RANKS, losses[-1] / RANKS], dist.ReduceOp.SUM, device)
+    (peak_gib,) = over_ranks([torch.cuda.max_memory_allocated() / 2**30], dist.ReduceOp.MAX, device)
     return {
         "ms_per_step": seconds * 1000,
         "tok_per_s": tok_per_s,
-        "mfu": mfu(c, tok_per_s, torch.cuda.get_device_name()),
-        "peak_gib": torch.cuda.max_memory_allocated() / 2**30,
-        "first_loss": losses[0],
-        "last_loss": losses[-1],
+        "mfu": mfu(c, tok_per_s / RANKS, torch.cuda.get_device_name()),
+        "peak_gib": peak_gib,
+        "first_loss": first,
+        "last_loss": last,
     }
 
 
 def main(spec: dict) -> dict:
     try:
         point = measure(**spec)
-    except torch.cuda.OutOfMemoryError:
-        return {"oom": True}
     except ImportError as error:
         return {"missing": str(error)}
     first, last = point["first_loss"], point["last_loss"]
@@ -348,6 +377,13 @@ def main(spec: dict) -> dict:
 
 
 if __name__ == "__main__":
-    print("\n" + json.dumps(main(json.loads(sys.argv[1]))), flush=True)
+    try:
+        result = main(json.loads(sys.argv[1]))
+    except Exception:
+        traceback.print_exc()
+        os._exit(1)  # at once, for torchrun to end the others: an orderly exit might wait for them
+    if RANK == 0:
+        print("\n" + json.dumps(result), flush=True)
     if dist.is_initialized():
+        dist.barrier()
         dist.destroy_process_group()

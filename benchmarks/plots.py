@@ -11,7 +11,7 @@ import matplotlib
 matplotlib.use("Agg")  # into files: no window, no display
 import matplotlib.pyplot as plt
 
-from benchmarks import report, step
+from benchmarks import gpus, report, step
 
 COLORS = {  # ours stands out; the same arm has the same color in every panel
     "nanocria": "#c2410c", "eager": "#9ca3af", "torch": "#4b5563", "compile": "#0f766e", "liger": "#2563eb",
@@ -19,6 +19,9 @@ COLORS = {  # ours stands out; the same arm has the same color in every panel
 }  # fmt: skip
 STEP_COLORS = dict(
     zip(step.ARMS, ["#c2410c", "#2563eb", "#93c5fd", "#9ca3af", "#0f766e", "#9333ea"], strict=True)
+)  # fmt: skip
+GPUS_COLORS = dict(
+    zip(gpus.ARMS, ["#c2410c", "#fb923c", "#7c2d12", "#2563eb", "#1e3a8a", "#93c5fd"], strict=True)
 )  # fmt: skip
 MARKS = dict(zip(step.CHECKPOINTING, "osv", strict=True))
 PASSES = {"forward": "fwd", "backward": "bwd", "inference": "loss alone", "both": "both"}
@@ -136,11 +139,36 @@ def draw_steps(record: dict, path: Path) -> None:
     save(figure, path)
 
 
-def draw_arms(axes, points: list[dict]) -> None:
-    for arm, color in STEP_COLORS.items():
+def draw_gpus(record: dict, path: Path) -> None:
+    """Left what each GPU of several keeps of one's speed; right the 8B, tokens a second of a GPU against peak GiB."""
+    figure, (left, right) = plt.subplots(1, 2, figsize=(9, 4), dpi=150)
+    rows = [row for row in record["scaling"] if "tok_per_s" in row]
+    for arm, color in GPUS_COLORS.items():
+        several = [row for row in rows if row["arm"] == arm and gpus.efficiency(row, rows)]
+        left.plot([row["ranks"] for row in several], [gpus.efficiency(row, rows) for row in several], "o-", color=color)
+    left.axhline(1, color="gray", linestyle="--", linewidth=1)
+    left.set(xlabel="GPUs", ylabel="speed of a GPU, alone = 1", xticks=sorted({row["ranks"] for row in rows}))
+    left.set_title("Llama 3.2 1B, 16 x 2,048 tokens a GPU", fontsize=10)
+    big = [row | {"tok_per_s": row["tok_per_s"] / row["ranks"]} for row in record["8b"] if "tok_per_s" in row]
+    draw_arms(right, big, GPUS_COLORS, line="")
+    right.set(xlabel="peak memory, GiB", ylabel="thousand tokens a second and GPU")
+    right.set_title("Llama 3.1 8B", fontsize=10)
+    arms = {row["arm"] for row in [*rows, *big]}
+    for arm, title in gpus.ARMS.items():
+        if arm in arms:
+            left.plot([], [], color=GPUS_COLORS[arm], label=title)
+    for checkpointing, mark in MARKS.items():
+        left.plot([], [], mark, color="gray", label=f"8B, checkpointing: {checkpointing}")
+    figure.legend(*left.get_legend_handles_labels(), fontsize=8, frameon=False, ncols=3, loc="lower center")
+    figure.tight_layout(rect=(0, 0.18, 1, 1))
+    save(figure, path)
+
+
+def draw_arms(axes, points: list[dict], colors=STEP_COLORS, line="-") -> None:
+    for arm, color in colors.items():
         here = [p for p in points if p["arm"] == arm]
         x, y = [p["peak_gib"] for p in here], [p["tok_per_s"] / 1000 for p in here]
-        axes.plot(x, y, color=color, linewidth=0.8)
+        axes.plot(x, y, linestyle=line, color=color, linewidth=0.8)
         for p, *at in zip(here, x, y, strict=True):
             axes.plot(*at, MARKS[p["checkpointing"]], color=color)
 

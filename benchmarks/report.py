@@ -195,6 +195,27 @@ def breakdown_table() -> str:
 
 
 # ---------------------------------------------------------------------------------------------------------------------
+# Several GPUs: rows of `bench.py gpus`
+
+
+def gpus_tables() -> str:
+    """Of what was measured: 1B on one GPU and several, 8B beside the recipe, checkpoints beside the training."""
+    from benchmarks import gpus
+
+    r, parts = load("gpus"), []
+    if r["scaling"]:
+        parts += ["Llama 3.2 1B, 16 x 2,048 tokens a GPU, without checkpointing:", gpus.scaling_table(r)]
+    if r["8b"]:
+        ranks = " and ".join(str(n) for n in sorted({row["ranks"] for row in r["8b"]}))
+        parts += [f"Llama 3.1 8B on {ranks} GPUs:", gpus.big_table(r)]
+    for row in r["saves"]:
+        if "cost" in row:
+            at = f"Llama 3.2 1B on {row['ranks']} GPUs, {row['batch']} x {row['block']:,} tokens each"
+            parts.append(f"{at}: {gpus.saves_sentence(row)}.")
+    return "\n\n".join([*parts, f"`{r['command']}` on {ran_on(r)}; {limits_of(r)}."])
+
+
+# ---------------------------------------------------------------------------------------------------------------------
 # The README
 
 PARTS = {  # name -> what makes it, the records that it needs
@@ -203,6 +224,7 @@ PARTS = {  # name -> what makes it, the records that it needs
     "kernels": (kernels_table, ("kernels",)),
     "steps": (steps_table, ("step",)),
     "breakdown": (breakdown_table, ("step",)),
+    "gpus": (gpus_tables, ("gpus",)),
 }
 
 
@@ -232,5 +254,7 @@ def write_readme() -> None:
         plots.draw_kernels_memory(load("kernels"), ASSETS / "kernels_memory.png")
     if exists("step"):
         plots.draw_steps(load("step"), ASSETS / "step.png")
+    if exists("gpus"):
+        plots.draw_gpus(load("gpus"), ASSETS / "gpus.png")
     readme = ROOT / "README.md"
     readme.write_text(render(readme.read_text()))

@@ -11,13 +11,17 @@ each a forward, a backward, a clip to norm 1 and an AdamW update. All points tak
 assets/step.json, or out=...; the same code on the same card adds to that record, any other begins it anew.
 """
 
+import contextlib
 import difflib
 import json
+import os
 import re
 import shlex
+import signal
 import subprocess
 import sys
 import tempfile
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 import torch
@@ -38,6 +42,7 @@ PACKAGES = ("transformers", "liger_kernel", "torchtitan")  # whose versions the 
 PIP = {"torchtitan": "torchtitan", "hf": "transformers", "hf-compiled": "transformers", "hf-liger": "liger-kernel"}
 SHAPES = ["8x2048", "16x2048", "2x8192", "32x2048"]  # sequences x tokens
 TIMEOUT = 400  # seconds a point may take; compiling all of Hugging Face's model is a minute of it
+KEPT = ("ms_per_step", "tok_per_s", "mfu", "peak_gib", "estimated_gib", "oom", "failed")  # of train.py's summary
 BABY, BABY_BATCH, BABY_BLOCK = "config/baby_llama.py", 64, 256
 BABY_VOCAB = 257  # pystdlib's: bytes, and one token between files
 BABY_FLAGS = ["--cuda_graph=false", "--cuda_graph=false --compile=true", "--cuda_graph=true"]
@@ -49,27 +54,42 @@ BABY_FLAGS = ["--cuda_graph=false", "--cuda_graph=false --compile=true", "--cuda
 
 def parse(words: list[str]) -> tuple[str, dict]:
     """What to measure, 'points', 'breakdown' or 'baby', and the options; ValueError with a sentence for a slip."""
-    what = "points"
     options = {"arms": list(ARMS), "shapes": SHAPES, "checkpointing": CHECKPOINTING, "steps": [], "out": []}
+    choices = {"arms": ARMS, "checkpointing": CHECKPOINTING}
+    said, options = read_words(words, options, ["breakdown", "baby"], choices)
+    what = said[-1] if said else "points"
+    options["shapes"] = [shape(text) for text in options["shapes"]]
+    steps = whole("steps", ",".join(options["steps"]) or ("200" if what == "baby" else "20"))
+    out = Path(",".join(options["out"]) or report.ASSETS / "step.json")
+    return what, options | {"steps": steps, "out": out}
+
+
+def read_words(words: list[str], options: dict, plain: list[str], choices: dict) -> tuple[list[str], dict]:
+    """The plain words that were said, and the options, each a list: the default's, or of key=one,two.
+
+    choices: what the values of some options may be. ValueError with a sentence for a slip.
+    """
+    said = []
     for word in words:
         key, equals, value = word.partition("=")
-        if word in ("breakdown", "baby"):
-            what = word
+        if word in plain:
+            said.append(word)
         elif not equals or key not in options:
-            known = [*(f"{option}=" for option in options), "breakdown", "baby"]
+            known = [*(f"{option}=" for option in options), *plain]
             raise ValueError(f"Unknown word {word}: there are {', '.join(known)}{did_you_mean(key + equals, known)}")
         else:
-            options[key] = value.split(",")
-    for key, known in (("arms", ARMS), ("checkpointing", CHECKPOINTING)):
+            options = options | {key: value.split(",")}
+    for key, known in choices.items():
         for value in options[key]:
             if value not in known:
                 raise ValueError(f"{key}={value}: there are {', '.join(known)}{did_you_mean(value, known)}")
-    options["shapes"] = [shape(text) for text in options["shapes"]]
-    steps = ",".join(options["steps"]) or ("200" if what == "baby" else "20")
-    if not re.fullmatch(r"[1-9]\d*", steps):
-        raise ValueError(f"steps={steps}: a whole number, at least 1")
-    out = Path(",".join(options["out"]) or report.ASSETS / "step.json")
-    return what, options | {"steps": int(steps), "out": out}
+    return said, options
+
+
+def whole(key: str, text: str) -> int:
+    if not re.fullmatch(r"[1-9]\d*", text):
+        raise ValueError(f"{key}={text}: a whole number, at least 1")
+    return int(text)
 
 
 def shape(text: str) -> tuple[int, int]:
@@ -88,48 +108,76 @@ def did_you_mean(word: str, known) -> str:
 # Points, each in a process of its own
 
 
-def run(command: list[str]) -> tuple[dict | None, str]:
-    """The object on the last line that the command prints, None where there is none, and all that it printed."""
+def run(command: list[str], ranks: int = 1, timeout: float = TIMEOUT) -> tuple[dict | None, str]:
+    """The object on the last line that the command prints, None where there is none, and all that it printed.
+
+    Several ranks: torchrun starts as many of it.
+    """
+    launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}"] if ranks > 1 else []
+    options = {"cwd": report.ROOT, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    process = subprocess.Popen([sys.executable, *launcher, *command], start_new_session=True, **options)
     try:
-        done = subprocess.run(
-            [sys.executable, *command], cwd=report.ROOT, capture_output=True, text=True, timeout=TIMEOUT
-        )
+        stdout, stderr = process.communicate(timeout=timeout)
     except subprocess.TimeoutExpired:
-        return None, f"took longer than {TIMEOUT} seconds"
-    lines = [line for line in done.stdout.splitlines() if line.startswith("{")]
-    return json.loads(lines[-1]) if lines and not done.returncode else None, done.stdout + done.stderr
+        stdout, stderr = end(process)
+        return None, f"{stdout}{stderr}\ntook longer than {timeout} seconds"
+    finally:  # Ctrl-C and SIGTERM pass here too
+        end(process)
+    lines = [line for line in stdout.splitlines() if line.startswith("{")]
+    return json.loads(lines[-1]) if lines and not process.returncode else None, stdout + stderr
+
+
+def end(process: subprocess.Popen) -> tuple[str, str]:
+    """Ends a process and what it started; returns what it said to the last.
+
+    Asked first: torchrun's ranks are in groups of their own, and it alone ends them, after 30 seconds by force.
+    """
+    said = "", ""
+    if process.poll() is None:
+        process.terminate()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            said = process.communicate(timeout=45)
+    with contextlib.suppress(ProcessLookupError):  # nobody is left
+        os.killpg(process.pid, signal.SIGKILL)
+    return said
 
 
 def failure(printed: str) -> dict:
     if "out of memory" in printed.lower():
         return {"oom": True}
     print(printed[-4000:], file=sys.stderr)
-    return {"failed": (printed.strip().splitlines() or ["it said nothing"])[-1][:300]}
+    own = re.split(r"\n[WE]\d{4} .*torch/distributed/elastic/", printed)[0]  # what follows is torchrun's obituary
+    return {"failed": (own.strip().splitlines() or ["it said nothing"])[-1][:300]}
 
 
-def train_words(config: str, batch: int, block: int, checkpointing: str, out_dir: str) -> list[str]:
-    """train.py's command line, without evaluations and checkpoints."""
+def train_words(config: str, batch: int, block: int, checkpointing: str, out_dir: str, ranks: int = 1) -> list[str]:
+    """train.py's command line, without evaluations and checkpoints; batch is a rank's."""
     flags = {
-        "dataset": "pystdlib", "gradient_accumulation_steps": 1, "batch_size": batch, "block_size": block,
+        "dataset": "pystdlib", "gradient_accumulation_steps": ranks, "batch_size": batch, "block_size": block,
         "activation_checkpointing": checkpointing, "warmup_iters": 5, "log_interval": 10, "eval_interval": 100000,
         "eval_iters": 1, "keep_last": 0, "out_dir": out_dir,
     }  # fmt: skip
     return [config, *(f"--{name}={value}" for name, value in flags.items())]
 
 
-def nanocria_point(config, batch, block, checkpointing, steps, flag="") -> dict:
+def train(words: list[str], out_dir: str, ranks: int = 1) -> dict:
+    """The summary that train.py leaves in out_dir, or why it leaves none."""
+    summary = Path(out_dir) / "summary.json"
+    summary.unlink(missing_ok=True)  # of the run that this one goes on with
+    _, printed = run(["train.py", *words], ranks)
+    return json.loads(summary.read_text()) if summary.exists() else failure(printed)
+
+
+def nanocria_point(config, batch, block, checkpointing, steps, flag="", ranks=1) -> dict:
     with tempfile.TemporaryDirectory() as out_dir:
-        words = [*train_words(config, batch, block, checkpointing, out_dir), *flag.split(), f"--max_iters={steps + 5}"]
-        _, printed = run(["train.py", *words])
-        summary = Path(out_dir) / "summary.json"
-        if not summary.exists():
-            return failure(printed)
-        return {k: json.loads(summary.read_text())[k] for k in ("ms_per_step", "tok_per_s", "mfu", "peak_gib")}
+        words = train_words(config, batch, block, checkpointing, out_dir, ranks)
+        summary = train([*words, *flag.split(), f"--max_iters={steps + 5}"], out_dir, ranks)
+        return {key: summary[key] for key in KEPT if key in summary}
 
 
-def peer_point(arm, config, batch, block, checkpointing, steps, **changes) -> dict:
+def peer_point(arm, config, batch, block, checkpointing, steps, ranks=1, **changes) -> dict:
     spec = {"arm": arm, "config": config, "batch": batch, "block": block, "checkpointing": checkpointing}
-    point, printed = run(["-m", "benchmarks.peers", json.dumps(spec | {"steps": steps} | changes)])
+    point, printed = run(["-m", "benchmarks.peers", json.dumps(spec | {"steps": steps} | changes)], ranks)
     return point or failure(printed)
 
 
@@ -181,13 +229,48 @@ def card() -> dict:
     return {"device": torch.cuda.get_device_name(), **limits}
 
 
-def merged(old: dict | None, new: dict) -> dict:
+def begin(name: str, words: list[str], kinds: Iterable[str], packages: tuple[str, ...] = PACKAGES) -> dict:
+    """The record of this command on this card, with no rows of any kind yet."""
+    if not torch.cuda.is_available():
+        sys.exit(f"python bench.py {name} needs a CUDA GPU, and torch finds none")
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # as Ctrl-C: a point at work is ended first
+    facts, printed = run(["-m", "benchmarks.step", "card"])  # elsewhere, so that this process takes none of the card
+    if facts is None:
+        sys.exit(printed)
+    print(f"{facts['device']}: copies {facts['copy_tb_s']:.2f} TB/s, matmuls {facts['matmul_tflops']:.0f} TFLOP/s")
+    command = shlex.join(["python", "bench.py", name, *words])
+    return report.origin(command, facts["device"], packages) | facts | {kind: [] for kind in kinds}
+
+
+def fill(new: dict, rows: Iterable[tuple[str, dict]], out: Path, names: dict, line: Callable) -> tuple[dict, list]:
+    """Puts rows, each with its kind, into the record and its file as they come, and prints line(row, record).
+
+    names: for each kind the keys that name a row. Returns the record and what is no part of it: what failed or was
+    missing.
+    """
+    old = json.loads(out.read_text()) if out.exists() else None
+    if old and not continues(old, new):
+        print(f"{out} was measured with other code or on another device: it begins anew")
+    failed = []
+    for kind, row in rows:
+        if "missing" in row or "failed" in row:
+            failed.append(row)
+        else:
+            new[kind].append(row)
+            out.write_text(
+                json.dumps(merged(old, new, names), indent=1) + "\n"
+            )  # now: a later point may take us with it
+        print(line(row, merged(old, new, names)), flush=True)
+    return merged(old, new, names), failed
+
+
+def merged(old: dict | None, new: dict, names: dict = ROWS) -> dict:
     """The old record with what is new, if the same code measured it on the same device; otherwise the new one alone."""
     if not continues(old, new):
         return new
     commands = dict.fromkeys([*old["command"].split(" && "), new["command"]])
     rows = {}
-    for kind, keys in ROWS.items():
+    for kind, keys in names.items():
         latest = {tuple(row[key] for key in keys): row for row in old[kind] + new[kind]}
         rows[kind] = list(latest.values())
     return new | {"command": " && ".join(commands)} | rows
@@ -280,32 +363,14 @@ def main(words: list[str]) -> None:
         what, options = parse(words)
     except ValueError as error:
         sys.exit(str(error))
-    if not torch.cuda.is_available():
-        sys.exit("python bench.py step needs a CUDA GPU, and torch finds none")
-    facts, printed = run(["-m", "benchmarks.step", "card"])  # elsewhere, so that this process takes none of the card
-    if facts is None:
-        sys.exit(printed)
-    print(f"{facts['device']}: copies {facts['copy_tb_s']:.2f} TB/s, matmuls {facts['matmul_tflops']:.0f} TFLOP/s")
-    command = shlex.join(["python", "bench.py", "step", *words])
-    new = report.origin(command, facts["device"], PACKAGES) | facts | {kind: [] for kind in ROWS}
-    out = options["out"]
-    old = json.loads(out.read_text()) if out.exists() else None
-    if old and not continues(old, new):
-        print(f"{out} was measured with other code or on another device: it begins anew")
-    failed = []
-    for row in MEASURES[what](options):
-        print(line(row), flush=True)
-        if "missing" in row or "failed" in row:
-            failed.append(row)
-        else:
-            new[what].append(row)
-            out.write_text(json.dumps(merged(old, new), indent=1) + "\n")  # now: a later point may take us with it
-    compared = ratios(merged(old, new)["points"]) if what == "points" else []
+    rows = ((what, row) for row in MEASURES[what](options))
+    record, failed = fill(begin("step", words, ROWS), rows, options["out"], ROWS, lambda row, _: line(row))
+    compared = ratios(record["points"]) if what == "points" else []
     for r in compared:
         batch, block, checkpointing = r["at"]
         where = f"{batch} x {block}, checkpointing {checkpointing}:"
         print(f"{where:<38} {r['tok_per_s']:.3f} x the speed, {r['peak_gib']:.2f} x the memory of {ARMS[r['peer']]}")
-    print(json.dumps({"record": str(out), "rows": len(new[what]), "failed": failed, "ratios": compared}))
+    print(json.dumps({"record": str(options["out"]), "failed": failed, "ratios": compared}))
 
 
 if __name__ == "__main__":

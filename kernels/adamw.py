@@ -16,6 +16,7 @@ Loshchilov and Hutter, Decoupled Weight Decay Regularization, 2019. https://arxi
 """
 
 import torch
+from torch.optim.adamw import adamw as torch_adamw
 
 from .launch import tl, triton, use_triton
 
@@ -91,3 +92,36 @@ def adamw(
         parameter, grad, w, m, v, step_scalars, n, BETA1=beta1, BETA2=beta2, EPS=eps, WEIGHT_DECAY=weight_decay,
         APART=parameter.data_ptr() != w.data_ptr(), BLOCK=block, num_warps=4,
     )  # fmt: skip
+
+
+CPU_CHUNK = 2**20  # elements whose float32 gradient stays in the cache between the three passes below
+
+
+@torch.no_grad()
+def adamw_on_cpu(
+    parameter: torch.Tensor,
+    grad: torch.Tensor,
+    w: torch.Tensor,
+    m: torch.Tensor,
+    v: torch.Tensor,
+    scale: float,
+    lr: float,
+    t: int,
+    beta1: float,
+    beta2: float,
+    eps: float,
+    weight_decay: float,
+) -> None:
+    """The same step in the CPU's memory, by PyTorch's vectorised AdamW: one pass over w, m and v.
+
+    Tensors as for adamw, on the CPU; parameter may be grad itself, which is read before it is written. t: the number of
+    this update, from 1. The caller leaves out an update whose scale is not finite.
+    """
+    flat = [x.view(-1) for x in (parameter, grad, w, m, v)]
+    buffer, step = torch.empty(min(CPU_CHUNK, w.numel())), torch.zeros(())
+    options = {"lr": lr, "beta1": beta1, "beta2": beta2, "eps": eps, "weight_decay": weight_decay}
+    for parameter, grad, w, m, v in zip(*(x.split(CPU_CHUNK) for x in flat), strict=True):
+        g = buffer[: grad.numel()].copy_(grad).mul_(scale)
+        torch_adamw([w], [g], [m], [v], [], [step.fill_(t - 1)], fused=True, amsgrad=False, maximize=False, **options)
+        if parameter.data_ptr() != w.data_ptr():
+            parameter.copy_(w)

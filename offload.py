@@ -1,0 +1,182 @@
+"""AdamW in the CPU's memory: the GPU holds none of its 12 bytes a parameter, and each gradient only until it is copied.
+
+    backward        a gradient is ready: its norm is taken, it is copied to pinned memory on a stream of its own
+    clipping        the norms make one number, the only moment when the CPU waits
+    update          a thread of the CPU, layer after layer in the order of forward: w, m and v move (kernels/adamw.py),
+                    the new parameter overwrites its gradient in the pinned memory and is copied back
+    next forward    each layer waits for its own: the GPU computes with the first while the CPU moves the last
+
+So for n parameters 4n bytes cross to the CPU and back in bfloat16, hidden where a step is long enough, and w, m and v
+are read and written where they lie. The losses are those of the optimizer on the GPU.
+
+Where FSDP keeps the parameters themselves on the CPU (offload = 'all'), it brings each layer to the GPU when its turn
+comes and takes the gradients back; then the update works on them where they are.
+"""
+
+from collections.abc import Callable
+from concurrent.futures import Future
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from kernels.adamw import adamw_on_cpu
+from optimizer import AdamW, local
+from ranks import worker_thread
+
+
+class OffloadedAdamW(AdamW):
+    """AdamW's interface; w, m and v are on the CPU, whatever device computes."""
+
+    state_device = "cpu"
+
+    def __init__(self, model: nn.Module, betas: tuple[float, float], weight_decay: float, eps: float = 1e-8):
+        super().__init__(model, betas, weight_decay, eps)
+        self.worker = worker_thread()  # in the order of submission: sums, then updates, then the next sums
+        self.busy: list[Future] = []  # the work on gradients since the last update
+        self.landings, self.norms = {}, {}  # of gradients that come from the GPU: pinned memory, their norms
+        on_gpu = {name: p for name, p in self.parameters.items() if local(p).is_cuda}
+        self.stream = torch.cuda.Stream() if on_gpu else None
+        for name, parameter in on_gpu.items():
+            shard = local(parameter)
+            self.landings[name] = torch.empty(shard.shape, dtype=shard.dtype, pin_memory=True)
+            parameter.register_post_accumulate_grad_hook(lambda parameter, name=name: self._land(name, parameter))
+        # By module of FSDP: the root's own parameters, then each layer's.
+        self.groups = {"": [name for name in self.parameters if not name.startswith("layers.")]}
+        for i, layer in enumerate(model.layers):
+            prefix = f"layers.{i}."
+            self.groups[prefix] = [name for name in self.parameters if name.startswith(prefix)]
+            layer.register_forward_pre_hook(self._waiter(prefix), prepend=True)
+        model.register_forward_pre_hook(self._waiter(""), prepend=True)
+        self.updating: dict[str, Future] = {}  # by group
+
+    def _waiter(self, group: str) -> Callable:
+        @torch.compiler.disable
+        def wait(module, inputs):
+            self._wait_for(group)
+
+        return wait
+
+    def _wait_for(self, group: str):
+        """Until the parameters of a group are new, on the GPU too."""
+        if group in self.updating:
+            copied = self.updating.pop(group).result()
+            if copied is not None:
+                copied.synchronize()
+
+    def finish(self):
+        """Until all is done that was begun."""
+        for group in self.groups:
+            self._wait_for(group)
+        for future in self.busy:
+            future.result()
+        self.busy.clear()
+
+    def tensors(self) -> dict:
+        self.finish()
+        return super().tensors()
+
+    # ------------------------------------------------------------------------------------------------------------------
+    # Gradients
+
+    @torch.no_grad()
+    def _land(self, name: str, parameter: torch.Tensor):
+        """Sends a gradient to the CPU as soon as backward has computed it, and frees it."""
+        for future in self.busy:  # the sum of the micro-batch before may still read from here
+            future.result()
+        self.busy.clear()
+        grad = local(parameter.grad)
+        self.norms[name] = torch.linalg.vector_norm(grad, dtype=torch.float32)
+        self.stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self.stream):
+            self.landings[name].copy_(grad, non_blocking=True)
+        grad.record_stream(self.stream)
+        parameter.grad = None
+
+    def _landed(self) -> dict[str, torch.Tensor]:
+        """This rank's part of each gradient, on the CPU. Those from the GPU are there once the stream is done."""
+        return {name: self.landings.get(name, p.grad if p.grad is None else local(p.grad))
+                for name, p in self.parameters.items()}  # fmt: skip
+
+    @torch.no_grad()
+    def accumulate(self):
+        """Adds a micro-batch's gradients to float32 sums, while the GPU goes on."""
+        grads, landed = self._landed(), self.stream.record_event() if self.stream else None
+
+        @torch.no_grad()
+        def add():
+            if landed is not None:
+                landed.synchronize()
+            for name, grad in grads.items():
+                if name not in self.sums:
+                    self.sums[name] = torch.zeros(grad.shape)
+                self.sums[name].add_(grad)
+
+        self.busy.append(self.worker.submit(add))
+        for parameter in self.parameters.values():
+            parameter.grad = None
+
+    def gradients(self) -> list[torch.Tensor]:
+        if self.stream is not None:
+            self.stream.synchronize()
+        for future in self.busy:
+            future.result()
+        self.busy.clear()
+        landed = self._landed()
+        return [self.sums.get(name, landed[name]) for name in self.parameters]
+
+    @torch.no_grad()
+    def grad_norm(self) -> torch.Tensor:
+        """As AdamW's. One that the GPU has computed already stays there for the other ranks."""
+        grads = self.gradients()
+        norms = [self.norms[name] for name in self.parameters] if self.norms and not self.sums else None
+        if norms is None:
+            norms = torch._foreach_norm(grads, 2, dtype=torch.float32)
+        norm = torch.linalg.vector_norm(torch.stack(norms))
+        if self.shard_group is not None:
+            norm.square_()
+            dist.all_reduce(norm, group=self.shard_group)
+            norm.sqrt_()
+        return norm / self.loss_scale
+
+    # ------------------------------------------------------------------------------------------------------------------
+    # The update
+
+    def set_step(self, lr: float, loss_scale: float = 1.0):
+        self.lr, self.loss_scale = lr, loss_scale
+        self.inverse_loss_scale.fill_(1 / loss_scale)
+
+    @torch.no_grad()
+    def update(self, grad_clip: float = 0.0) -> torch.Tensor:
+        """As AdamW's, but what it begins goes on beside the next forward."""
+        norm = self.grad_norm()
+        value = norm.item()
+        if torch.isfinite(norm):
+            clip = min(grad_clip / (value + 1e-6), 1.0) if grad_clip else 1.0
+            grads = dict(zip(self.parameters, self.gradients(), strict=True))
+            options = (clip / self.loss_scale, self.lr, self.updates + 1, *self.betas, self.eps)
+            for group, names in self.groups.items():
+                self.updating[group] = self.worker.submit(self._update, {name: grads[name] for name in names}, options)
+        elif self.sums:
+            torch._foreach_zero_(list(self.sums.values()))
+        return norm.to(self.step_scalars.device)
+
+    @torch.no_grad()
+    def _update(self, grads: dict, options) -> torch.cuda.Event | None:
+        """Moves the parameters of a group; the event says that they have arrived on the GPU."""
+        for name, grad in grads.items():
+            parameter = local(self.parameters[name].detach())
+            new = self.landings.get(name, parameter)
+            if grad.numel():  # a rank may hold nothing of a small parameter
+                states = (local(x[name]) for x in (self.w, self.m, self.v))
+                adamw_on_cpu(new, grad, *states, *options, self.decay(self.parameters[name]))
+            if name in self.sums:
+                self.sums[name].zero_()
+            if new is not parameter:
+                with torch.cuda.stream(self.stream):
+                    parameter.copy_(new, non_blocking=True)
+        return self.stream.record_event() if self.stream else None
+
+    def zero_grad(self):
+        for parameter in self.parameters.values():
+            parameter.grad = None
