@@ -7,10 +7,10 @@ What needs GPUs, the measuring itself, is in the record that it leaves.
 
 import copy
 import json
-import os
 import re
+import subprocess
+import sys
 import time
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -32,6 +32,7 @@ import torch
 from torch.distributed.tensor import distribute_tensor
 from benchmarks import peers
 
+torch.set_num_threads(1)
 materialize = peers.PlainLlama.materialize
 
 @torch.no_grad()
@@ -45,7 +46,6 @@ def materialize_the_same(model, device):
 cuda = {name: mock.Mock() for name in ("set_device", "reset_peak_memory_stats")}
 cuda["max_memory_allocated"] = lambda: (2 + peers.RANK) * 2**30
 cuda["get_device_name"] = lambda: "NVIDIA H200"
-changed = {"own_device": lambda: torch.device("cpu")}
 with (
     mock.patch.multiple(torch.cuda, **cuda),
     mock.patch.object(torch, "compile", lambda function, **_: function),
@@ -57,23 +57,282 @@ if peers.RANK == 0:
     print(json.dumps(result), flush=True)
 peers.dist.barrier()
 os._exit(0)  # gloo's threads now and then abort the interpreter that tidies up around them
-""".replace('changed = {"own_device": lambda: torch.device("cpu")}\n', "")
+"""
 TINY = {"config": "config/baby_llama.py", "n_layer": 2, "n_embd": 32, "ffn_dim": 96, "n_head": 4, "n_kv_head": 2,
         "vocab_size": 257, "block": 64, "steps": 30}  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    "arm, checkpointing, tied", [("recipe", "none", True), ("recipe", "full", False), ("recipe-zero2", "none", False)]
-)
-def test_two_ranks_of_the_recipe_train_as_one_with_their_sequences(tmp_path, arm, checkpointing, tied):
+@pytest.mark.parametrize("arm, checkpointing, tied", [("recipe", "full", False), ("recipe-zero2", "none", True)])
+def test_two_ranks_of_the_recipe_train_as_one_on_the_same_sequences(tmp_path, arm, checkpointing, tied):
     (tmp_path / "peer.py").write_text(PEER_ON_CPU)
     spec = TINY | {"arm": arm, "checkpointing": checkpointing, "tie_embeddings": tied}
     points = []
     for ranks in (1, 2):
-        words = [str(tmp_path / "peer.py"), json.dumps(spec | {"batch": 8 // ranks})]
-        point, printed = step.run(words, ranks)
+        point, printed = step.run([str(tmp_path / "peer.py"), json.dumps(spec | {"batch": 8 // ranks})], ranks)
         assert point is not None and "failed" not in point, printed
+        assert point["tok_per_s"] == pytest.approx(8 * 64 * 1000 / point["ms_per_step"]), "of all ranks"
+        assert point["peak_gib"] == 1 + ranks, "of the rank that needs most"
         points.append(point)
     one, two = points
-    print(one, two)
-    assert two["first_loss"] == pytest.approx(one["first_loss"], abs=1e-5), "the mean over both ranks"
+    assert two["mfu"] / two["tok_per_s"] == pytest.approx(one["mfu"] / one["tok_per_s"] / 2), "of one GPU"
+    for loss in ("first_loss", "last_loss"):
+        assert abs(one[loss] - two[loss]) < 1e-4, f"{loss} is {one[loss]} on one rank, {two[loss]} on two"
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Processes
+
+
+def test_a_point_that_takes_too_long_is_ended_with_all_that_it_started(tmp_path):
+    child = f"import os, time; open({str(tmp_path / 'pid')!r}, 'w').write(str(os.getpid())); time.sleep(99)"
+    parent = f"import subprocess, sys; print('said', flush=True); subprocess.run([sys.executable, '-c', {child!r}])"
+    result, printed = step.run(["-c", parent], timeout=3)
+    assert result is None and printed.startswith("said") and printed.endswith("took longer than 3 seconds")
+    assert ended(int((tmp_path / "pid").read_text()))
+
+
+def test_torchrun_is_ended_with_its_ranks(tmp_path):
+    script, pids = tmp_path / "hangs.py", [tmp_path / "0", tmp_path / "1"]
+    script.write_text(
+        "import os, time\n"
+        "with open(os.path.join(os.path.dirname(__file__), os.environ['RANK']), 'w') as file:\n"
+        "    file.write(str(os.getpid()))\n"
+        "time.sleep(99)"
+    )
+    process = subprocess.Popen([sys.executable, *step.launcher(2), str(script)], start_new_session=True)
+    while not all(pid.exists() and pid.read_text() for pid in pids):
+        assert process.poll() is None
+        time.sleep(0.1)
+    step.end(process)
+    assert process.poll() is not None and ended(*(int(pid.read_text()) for pid in pids))
+
+
+def ended(*pids: int) -> bool:
+    """Whether no such process is left, but zombies that wait for their parent."""
+    deadline = time.time() + 10
+    while any(alive(pid) for pid in pids):
+        if time.time() > deadline:
+            return False
+        time.sleep(0.1)
+    return True
+
+
+def alive(pid: int) -> bool:
+    stat = Path(f"/proc/{pid}/stat")
+    return stat.exists() and stat.read_text().rpartition(")")[2].split()[0] not in "ZX"
+
+
+def test_what_a_rank_said_is_found_before_torchruns_obituary(capsys):
+    printed = """
+ValueError: this is it
+W1121 13:03:42.252000 4728 torch/distributed/elastic/multiprocessing/api.py:1028] Sending process 4744 closing signal
+Traceback (most recent call last):
+torch.distributed.elastic.multiprocessing.errors.ChildFailedError:
+==="""
+    assert step.failure(printed) == {"failed": "ValueError: this is it"}
+    assert step.failure("[rank1]: torch.OutOfMemoryError: CUDA out of memory." + printed) == {"oom": True}
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# What is run
+
+
+@pytest.mark.parametrize(
+    "word, message",
+    [
+        ("scalin", "Did you mean scaling?"),
+        (
+            "rank=2",
+            "Unknown word rank=2: there are ranks=, arms=, shapes=, checkpointing=, steps=, folder=, out=, scal",
+        ),
+        ("arms=nanocria-zero3", "Did you mean nanocria-zero2?"),
+        ("shapes=2x4069", "shapes=2x4069: there are 2x4096, 1x8192, 4x4096, 2x8192. Did you mean 2x4096?"),
+        ("ranks=two", "ranks=two: a whole number, at least 1"),
+        ("steps=0", "steps=0: a whole number, at least 1"),
+        ("folder=/no/such", "folder=/no/such: there is no such folder"),
+    ],
+)
+def test_a_slip_is_answered_with_a_sentence(word, message):
+    with pytest.raises(SystemExit, match=re.escape(message)):
+        bench.main(["gpus", word])
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_without_a_gpu_it_says_so():
+    with pytest.raises(SystemExit, match="python bench.py gpus needs a CUDA GPU"):
+        bench.main(["gpus"])
+
+
+def test_words_choose_and_ranks_without_gpus_are_left_out(capsys):
+    kinds, options = gpus.parse(["8b", "ranks=4,1,2", "shapes=2x4096", "steps=7", "out=a"], n_gpus=2)
+    assert (kinds, options["ranks"], options["shapes"], options["steps"]) == (["8b"], [1, 2], [(2, 4096)], 7)
+    assert capsys.readouterr().out == "ranks=4: left out, torch sees 2 GPUs\n"
+    assert gpus.parse([], n_gpus=4)[1]["ranks"] == [1, 2, 4] and gpus.parse([], n_gpus=4)[0] == list(gpus.ROWS)
+    assert list(gpus.measured(["8b"], gpus.parse(["ranks=4"], n_gpus=2)[1])) == []
+
+
+def commands(monkeypatch, *words, n_gpus=4):
+    """What would be run: (ranks, command)."""
+    ran = []
+    monkeypatch.setattr(step, "run", lambda command, ranks=1: ran.append((ranks, command)) or (None, "out of memory"))
+    rows = list(gpus.measured(*gpus.parse(list(words), n_gpus)))
+    return ran, rows
+
+
+def test_each_point_is_a_run_on_so_many_ranks(monkeypatch):
+    ran, rows = commands(monkeypatch, "scaling")
+    assert [(row["ranks"], row["arm"]) for _, row in rows] == [
+        (1, "nanocria"), (1, "recipe"), (1, "torchtitan"),
+        (2, "nanocria"), (2, "nanocria-zero2"), (2, "recipe"), (2, "torchtitan"),
+        (4, "nanocria"), (4, "nanocria-zero2"), (4, "nanocria-hybrid"), (4, "recipe"), (4, "torchtitan"),
+    ]  # fmt: skip
+    assert [ranks for ranks, _ in ran] == [row["ranks"] for _, row in rows]
+    assert all(kind == "scaling" and row["oom"] for kind, row in rows)
+    _, hybrid = ran[9]
+    flags = ["--gradient_accumulation_steps=4", "--batch_size=16", "--sharding=hybrid", "--shard_ranks=2"]
+    assert hybrid[:2] == ["train.py", "config/llama32_1b.py"] and set(flags) < set(hybrid)
+    _, recipe = ran[10]
+    assert recipe[:2] == ["-m", "benchmarks.peers"] and json.loads(recipe[2])["arm"] == "recipe"
+
+
+def test_8b_is_measured_on_all_gpus_and_selective_is_ours_alone(monkeypatch):
+    ran, rows = commands(monkeypatch, "8b")
+    assert {ranks for ranks, _ in ran} == {4} and "config/llama31_8b.py" in ran[0][1]
+    places = [(row["arm"], row["batch"], row["block"], row["checkpointing"]) for _, row in rows]
+    at = [(2, 4096, "none"), (1, 8192, "none"), (4, 4096, "full"), (2, 8192, "full")]
+    selective = [("nanocria", 4, 4096, "selective"), ("nanocria", 2, 8192, "selective")]
+    assert places == [(arm, *where) for where in at for arm in ("nanocria", "recipe")] + selective
+    _, rows = commands(monkeypatch, "8b", "arms=recipe", "shapes=4x4096", "checkpointing=selective")
+    assert [row["arm"] for _, row in rows] == ["recipe"]
+
+
+def test_a_peer_that_is_not_there_is_asked_for_once(monkeypatch):
+    monkeypatch.setattr(step, "run", lambda command, ranks=1: ({"missing": "No module named 'torchtitan'"}, ""))
+    rows = list(gpus.measured(*gpus.parse(["8b", "arms=torchtitan"], 4)))
+    assert len(rows) == 1 and "pip install torchtitan" in gpus.line(rows[0][1], RECORD)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Checkpoints
+
+
+def test_saves_are_timed_between_the_log_lines_of_steps_100_and_300(monkeypatch, tmp_path):
+    ran = []
+
+    def train(words, out_dir, ranks):
+        """Two runs as long as their flags say, which log as train.py does, and a third that goes on."""
+        ran.append(words)
+        out_dir, flags = Path(out_dir), dict(word[2:].split("=") for word in words if word.startswith("--"))
+        out_dir.mkdir(exist_ok=True)
+        with open(out_dir / "metrics.jsonl", "a") as file:
+            for number in (100, 300):
+                json.dump({"step": number, "loss": 1.0}, file)
+                file.write("\n")
+                file.flush()
+                time.sleep(0.5 if flags["keep_last"] == "0" else 1.0)
+        if flags["keep_last"] == "1":
+            folder = out_dir / "step_000300"
+            folder.mkdir()
+            (folder / "meta.json").write_text("{}")
+            (folder / "__0_0.distcp").write_bytes(bytes(998))
+        return {"steps": 10 if len(ran) == 3 else 300, "save_seconds": 3.0, "resume_seconds": 2.0}
+
+    monkeypatch.setattr(step, "train", train)
+    ((kind, row),) = gpus.measured(*gpus.parse(["saves", f"folder={tmp_path}"], 4))
+    assert kind == "saves" and row["ranks"] == 4 and row["checkpoint_bytes"] == 1000 and row["resume_seconds"] == 2.0
+    assert 0.5 < row["cost"] < 1.5, f"{row['seconds_without']} s without, {row['seconds_with']} s with"
+    assert [words[-2:] for words in ran] == [
+        ["--max_iters=300", "--keep_last=0"], ["--max_iters=300", "--keep_last=1"], ["--max_iters=310", "--keep_last=0"]
+    ]  # fmt: skip
+    assert not list(tmp_path.iterdir()), "nothing is left"
+
+
+def test_a_run_that_fails_ends_the_saves_with_its_reason(monkeypatch):
+    ran, ((_, row),) = commands(monkeypatch, "saves")
+    assert len(ran) == 1 and row["oom"] and "out of memory" in gpus.line(row, RECORD)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Rows, records, tables
+
+
+def row(arm, ranks, tok_per_s, peak_gib=40.0, at=(16, 2048, "none"), **more):
+    place = dict(zip(gpus.PLACE, (arm, ranks, *at), strict=True))
+    return place | {"oom": False, "tok_per_s": tok_per_s, "ms_per_step": 1.0, "mfu": 0.5, "peak_gib": peak_gib} | more
+
+
+BIG = (4, 4096, "full")
+RECORD = {
+    "command": "python bench.py gpus", "device": "4 x GPU", "versions": {"nanocria": "abc"},
+    "copy_tb_s": 4.2, "matmul_tflops": 700.0,
+    "scaling": [row("nanocria", 1, 70_000.0), row("recipe", 1, 60_000.0),
+                row("nanocria", 4, 273_000.0, 35.0, estimated_gib=36.75), row("nanocria-zero2", 4, 277_200.0),
+                row("recipe", 4, 230_400.0, 70.0)],
+    "8b": [row("nanocria", 4, 44_000.0, 30.0, BIG), row("recipe", 4, 40_000.0, 40.0, BIG),
+           row("nanocria", 4, 48_000.0, 60.0, (4, 4096, "selective")),
+           dict(zip(gpus.PLACE, ("recipe", 4, 1, 8192, "none"), strict=True)) | {"oom": True}],
+    "saves": [{"ranks": 4, "batch": 8, "block": 2048, "every": 100, "oom": False, "seconds_without": 44.0,
+               "seconds_with": 44.44, "cost": 0.01, "save_seconds": 3.0, "checkpoint_bytes": 14.8e9,
+               "resume_seconds": 8.0}],
+}  # fmt: skip
+
+
+def test_efficiency_is_the_share_of_one_gpu_times_their_number():
+    shares = [gpus.efficiency(row, RECORD["scaling"]) for row in RECORD["scaling"]]
+    assert shares == pytest.approx([1.0, 1.0, 0.975, 0.99, 0.96])
+    assert gpus.efficiency(RECORD["8b"][0], RECORD["8b"]) is None
+
+
+def test_ratios_are_ours_over_the_recipes_and_selective_has_its_full_one_to_beat():
+    full, recipe, selective, _ = RECORD["8b"]
+    assert gpus.ratios(full, RECORD["8b"]) == {
+        "peer": "recipe", "checkpointing": "full", "tok_per_s": 1.1, "peak_gib": 0.75
+    }  # fmt: skip
+    assert gpus.ratios(selective, RECORD["8b"])["tok_per_s"] == 1.2
+    assert gpus.ratios(recipe, RECORD["8b"]) is None
+    assert gpus.ratios(RECORD["scaling"][3], RECORD["scaling"]) is None, "no recipe of ZeRO-2"
+
+
+def test_a_line_says_what_a_row_says():
+    line = gpus.line(RECORD["scaling"][2], RECORD)
+    for part in ("4 GPUs 16 x 2048", "273,000 tok/s", "68,250 a GPU", "35.0 GiB (1.05 x", "0.975 of 4 x one GPU"):
+        assert part in line
+    assert line.endswith("1.185 x the speed, 0.50 x the memory of recipe, checkpointing none")
+    assert "out of memory" in gpus.line(RECORD["8b"][3], RECORD)
+
+
+def test_the_same_code_on_the_same_gpus_adds_to_its_record(tmp_path, capsys):
+    out = tmp_path / "gpus.json"
+    out.write_text(json.dumps(RECORD))
+    new = RECORD | {"command": "python bench.py gpus scaling", "scaling": [], "8b": [], "saves": []}
+    rows = [("scaling", row("nanocria", 4, 280_000.0)), ("8b", RECORD["8b"][3] | {"failed": "Bang"})]
+    record, failed = step.fill(copy.deepcopy(new), rows, out, gpus.ROWS, gpus.line)
+    assert json.loads(out.read_text()) == record and [f["failed"] for f in failed] == ["Bang"]
+    assert [r["tok_per_s"] for r in record["scaling"]] == [70_000.0, 60_000.0, 280_000.0, 277_200.0, 230_400.0]
+    assert record["8b"] == RECORD["8b"] and record["saves"] == RECORD["saves"]
+    assert "1.000 of 4 x one GPU" in capsys.readouterr().out, "the one GPU is the old record's"
+
+
+def test_the_readme_has_tables_of_what_was_measured(monkeypatch, tmp_path):
+    monkeypatch.setattr(report, "ASSETS", tmp_path)
+    (tmp_path / "gpus.json").write_text(json.dumps(RECORD))
+    text = report.render("<!-- gpus --><!-- /gpus -->")
+    for part in (
+        "| nanocria, ZeRO-3 | 4 | 273,000 | 68,250 | 0.975 | 50.0% | 35.0 | 1.05 |",
+        "| 4 x 4,096 | full | nanocria, ZeRO-3 | 44,000 | 11,000 | 1.100 · 0.75 | 50.0% | 30.0 | - |",
+        "| 4 x 4,096 | selective | nanocria, ZeRO-3 | 48,000 | 12,000 | 1.200 · 1.50 (full) | 50.0% | 60.0 | - |",
+        "| 1 x 8,192 | none | torchtitan's recipe, ZeRO-3 | out of memory | - | - | - | - | - |",
+        "Llama 3.1 8B on 4 GPUs:",
+        "8 x 2,048 tokens each: a checkpoint of 14.8 GB every 100 steps costs the training 1.0% (22.0 s without, "
+        "22.2 s with); a resume reads it in 8.0 s.",
+        "`python bench.py gpus` on 4 x GPU (nanocria abc)",
+    ):
+        assert part in text, text
+    (tmp_path / "gpus.json").write_text(json.dumps(RECORD | {"8b": [], "saves": []}))
+    assert "8B" not in report.render("<!-- gpus --><!-- /gpus -->")
+
+
+def test_the_plot_is_drawn_from_a_record(tmp_path):
+    plots.draw_gpus(RECORD, tmp_path / "gpus.png")
+    assert (tmp_path / "gpus.png").stat().st_size > 10_000
+    plots.draw_gpus(RECORD | {"8b": []}, tmp_path / "gpus.png")

@@ -601,7 +601,7 @@ while step < max_iters:
         dist.all_reduce(totals)
         totals /= world_size
     # The one moment of a step when the CPU waits for the GPU.
-    loss, stopping, grad_norm = torch.stack([*totals, grad_norm]).tolist()
+    loss, stopping, grad_norm = torch.stack([*totals, grad_norm.to(device)]).tolist()
     if math.isfinite(grad_norm):
         optimizer.updates += 1
         if dtype == "float16" and step - loss_scale_since >= 2000:

@@ -249,8 +249,8 @@ def line(row: dict, record: dict) -> str:
 
 
 def versus(found: dict) -> str:
-    theirs = f"the {found['peer']}'s {found['checkpointing']}"
-    return f"{found['tok_per_s']:.3f} x the speed, {found['peak_gib']:.2f} x the memory of {theirs}"
+    peer = f"{found['peer']}, checkpointing {found['checkpointing']}"
+    return f"{found['tok_per_s']:.3f} x the speed, {found['peak_gib']:.2f} x the memory of {peer}"
 
 
 def saves_sentence(row: dict) -> str:

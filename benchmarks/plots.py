@@ -151,7 +151,12 @@ def draw_gpus(record: dict, path: Path) -> None:
     left.set_title("Llama 3.2 1B, 16 x 2,048 tokens a GPU", fontsize=10)
     big = [row | {"tok_per_s": row["tok_per_s"] / row["ranks"]} for row in record["8b"] if "tok_per_s" in row]
     draw_arms(right, big, GPUS_COLORS, line="")
-    right.set(xlabel="peak memory, GiB", ylabel="thousand tokens a second and GPU")
+    for row in big:
+        at = row["peak_gib"], row["tok_per_s"] / 1000
+        size = {"fontsize": 6, "textcoords": "offset points", "xytext": (4, 4)}
+        right.annotate(f"{row['batch']} x {row['block']:,}", at, **size)
+    right.set(xlabel="peak memory, GiB", ylabel="thousand tokens/s a GPU")
+    right.set_ylim(0, 1.1 * max((row["tok_per_s"] / 1000 for row in big), default=1))
     right.set_title("Llama 3.1 8B", fontsize=10)
     arms = {row["arm"] for row in [*rows, *big]}
     for arm, title in gpus.ARMS.items():

@@ -113,41 +113,48 @@ def run(command: list[str], ranks: int = 1, timeout: float = TIMEOUT) -> tuple[d
 
     Several ranks: torchrun starts as many of it.
     """
-    launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}"] if ranks > 1 else []
     options = {"cwd": report.ROOT, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-    process = subprocess.Popen([sys.executable, *launcher, *command], start_new_session=True, **options)
+    process = subprocess.Popen([sys.executable, *launcher(ranks), *command], start_new_session=True, **options)
     try:
         stdout, stderr = process.communicate(timeout=timeout)
     except subprocess.TimeoutExpired:
-        stdout, stderr = end(process)
-        return None, f"{stdout}{stderr}\ntook longer than {timeout} seconds"
+        end(process)
+        stdout, stderr = "", ""
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            stdout, stderr = process.communicate(timeout=10)
+        return None, f"{own_words(stdout + stderr)}\ntook longer than {timeout} seconds"
     finally:  # Ctrl-C and SIGTERM pass here too
         end(process)
     lines = [line for line in stdout.splitlines() if line.startswith("{")]
     return json.loads(lines[-1]) if lines and not process.returncode else None, stdout + stderr
 
 
-def end(process: subprocess.Popen) -> tuple[str, str]:
-    """Ends a process and what it started; returns what it said to the last.
+def launcher(ranks: int) -> list[str]:
+    return ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}"] if ranks > 1 else []
 
-    Asked first: torchrun's ranks are in groups of their own, and it alone ends them, after 30 seconds by force.
+
+def end(process: subprocess.Popen) -> None:
+    """Ends a process and what it started. It is asked first: the ranks of torchrun are in groups of their own, and it
+    alone ends them, after 30 seconds by force.
     """
-    said = "", ""
     if process.poll() is None:
         process.terminate()
         with contextlib.suppress(subprocess.TimeoutExpired):
-            said = process.communicate(timeout=45)
+            process.wait(45)
     with contextlib.suppress(ProcessLookupError):  # nobody is left
         os.killpg(process.pid, signal.SIGKILL)
-    return said
+
+
+def own_words(printed: str) -> str:
+    """Without what torchrun says after its ranks have ended."""
+    return re.split(r"\n[WE]\d{4} .*torch/distributed/elastic/", printed)[0].strip()
 
 
 def failure(printed: str) -> dict:
     if "out of memory" in printed.lower():
         return {"oom": True}
     print(printed[-4000:], file=sys.stderr)
-    own = re.split(r"\n[WE]\d{4} .*torch/distributed/elastic/", printed)[0]  # what follows is torchrun's obituary
-    return {"failed": (own.strip().splitlines() or ["it said nothing"])[-1][:300]}
+    return {"failed": (own_words(printed).splitlines() or ["it said nothing"])[-1][:300]}
 
 
 def train_words(config: str, batch: int, block: int, checkpointing: str, out_dir: str, ranks: int = 1) -> list[str]:

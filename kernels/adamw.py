@@ -94,7 +94,7 @@ def adamw(
     )  # fmt: skip
 
 
-CPU_CHUNK = 2**20  # elements whose float32 gradient stays in the cache between the three passes below
+CPU_CHUNK = 2**22  # elements at a time: their gradient in float32 stays in the cache; best of 2^16..2^24 on 16 cores
 
 
 @torch.no_grad()
