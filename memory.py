@@ -19,8 +19,8 @@ there already, and the embedding's gradient, just before it, existed twice.
 How exact: with the fused kernels within 0.2% of what one H200 measured, 8 to 32 x 2,048 tokens of Llama 3.2 1B, each
 activation_checkpointing (test_memory.py). Plain PyTorch's path counts what autograd saves and what its largest backward
 formulas hold at once: a few percent. compile=true is counted like the fused kernels, though a compiler plans for
-itself. Counted is what PyTorch allocates (max_memory_allocated): the CUDA context, NCCL's buffers and what the allocator
-holds in reserve come on top, 1 to 2 GiB.
+itself. Counted is what PyTorch allocates (max_memory_allocated): the CUDA context, NCCL's buffers and what the
+allocator holds in reserve come on top, 1 to 2 GiB.
 """
 
 from dataclasses import dataclass, replace
@@ -124,75 +124,69 @@ def moments(c: LlamaConfig, plan: Plan) -> dict[str, list[Part]]:
     itemsize, shards, n_tokens, layers = plan.itemsize, plan.shard_ranks, plan.batch_size * c.block_size, c.n_layer
     block, root = n_params(c)
     total, head = root + layers * block, c.vocab_size * c.n_embd
-    ranks = f" / {shards} ranks" if shards > 1 else ""
     kept, in_block = token_bytes(c, itemsize)
-    unsynced = plan.fsdp and plan.micro_steps > 1 and not plan.sync_every_micro_batch
     learning = 12 if itemsize < 4 else 8  # a float32 weight is the one that learns
-    in_cpu = {"none": (), "optimizer": ("learn",), "all": ("learn", "compute")}[plan.offload]
+    narrow = itemsize < 4  # so FSDP reduces gradients in another dtype than it hands on
+    here = {"none": (1, 1), "optimizer": (1, 0), "all": (0, 0)}[plan.offload]  # weights and gradients; optimizer
+    unsynced = plan.fsdp and plan.micro_steps > 1 and not plan.sync_every_micro_batch
+    sums = total / shards * here[0] if plan.micro_steps > 1 and not unsynced else 0
+    ranks = f" / {shards} ranks" if shards > 1 else ""
+    everything = f"{total:,} parameters{ranks}"
 
-    def at(gathered, saved, gradients, root_gradients, reducing, summed=layers, extra=None):
-        """gathered, gradients and summed count blocks, saved layers, root_gradients and reducing parameters."""
-        parts = [Part("cuBLAS workspaces", 64 * 2**20, "32 MiB each for forward and backward, on Hopper")]
-        if "compute" not in in_cpu:
-            how = f"{itemsize} bytes x {total:,} parameters{ranks}"
-            parts.append(Part("weights that compute", itemsize * total / shards, how))
-        if "learn" not in in_cpu:
-            how = f"{learning} bytes x {total:,} parameters{ranks}"
-            parts.append(Part("AdamW: weights and moments", learning * total / shards, how))
-        if plan.fsdp and gathered is not None:
-            how = f"{itemsize} bytes x (root {root:,} + {gathered} blocks x {block:,})"
-            parts.append(Part("gathered weights", itemsize * (root + gathered * block), how))
-        if unsynced:
-            how = f"4 bytes x {root + summed * block:,} parameters, on every rank"
-            parts.append(Part("sums of micro-batches", 4 * (root + summed * block), how))
-        elif plan.micro_steps > 1 and "compute" not in in_cpu:
-            parts.append(Part("sums of micro-batches", 4 * total / shards, f"4 bytes x {total:,} parameters{ranks}"))
-        sharded = 0 if "compute" in in_cpu else gradients * block
-        if sharded + root_gradients:
-            how = f"{itemsize} bytes x ({root_gradients:,} of the root + {gradients} blocks x {block:,}{ranks})"
-            parts.append(Part("gradients", itemsize * (root_gradients + sharded / shards), how))
-        if plan.fsdp and reducing:
-            parts.append(Part("gradients on their way", 4 * reducing, f"4 bytes x {reducing:,.0f} parameters"))
-        if plan.fsdp and plan.sharding == "hybrid" and itemsize < 4 and gradients:
-            how = f"4 bytes x {gradients} blocks x {block:,}{ranks}, until backward ends"
-            parts.append(Part("gradients reduced", 4 * gradients * block / shards, how))
-        if saved:
-            how = f"{kept:,} bytes x {saved} layers x {n_tokens:,} tokens"
-            parts.append(Part("saved activations", kept * saved * n_tokens, how))
-        return [*parts, extra] if extra else parts
+    def at(extra, layers_saved=0, gathered=0, done=0, root_gradients=0, reducing=0, last=False):
+        """gathered and done: how many blocks, the last those whose gradients are ready; reducing: parameters."""
+        whole = total if unsynced and not last else 0
+        done = 0 if unsynced and not last else done
+        rows = [
+            ("cuBLAS workspaces", 32 * 2**20, 2, "forward and backward, on Hopper"),
+            ("weights that compute", itemsize, total / shards * here[0], everything),
+            ("AdamW: weights and moments", learning, total / shards * here[1], everything),
+            ("gathered weights", itemsize, (root + gathered * block) * (plan.fsdp and not last),
+             f"(root {root:,} + {gathered} x {block:,} a block)"),
+            ("sums of micro-batches", 4, sums, everything),
+            ("sums of micro-batches", 4, whole, f"{total:,} parameters, on every rank"),
+            ("gradients", itemsize, root_gradients + done * block / shards * here[0],
+             f"({root_gradients:,} of the root + {done} x {block:,} a block{ranks})"),
+            ("gradients on their way", 4, reducing * plan.fsdp, f"{reducing:,.0f} parameters"),
+            ("gradients reduced", 4, done * block / shards * (plan.fsdp and plan.sharding == "hybrid" and narrow),
+             f"{done} x {block:,} a block{ranks}, until backward ends"),
+            ("saved activations", kept, layers_saved * n_tokens, f"{layers_saved} layers x {n_tokens:,} tokens"),
+        ]  # fmt: skip
+        found = [Part(name, size * count, f"{size:,} bytes x {how}") for name, size, count, how in rows if count]
+        return [*found, extra] if extra else found
 
     def in_backward(k):
-        """Of block k, counted from 1: those above it are done, and what is gathered for it depends on the sharding."""
-        done = 0 if unsynced else layers - k
-        gathered = k if plan.sharding == "zero2" else 1 + (k > 1 and shards > 1)
+        """Of block k, counted from 1: those above it are done."""
         # or, with few tokens, the gradients of the block itself
         working = max((in_block - kept) * n_tokens, itemsize * block - kept * n_tokens)
-        extra = Part(
-            "the block in backward", working, f"{in_block - kept:,} bytes x {n_tokens:,} tokens beyond the saved"
-        )
-        return at(gathered, k, done, head, block if done else 0, extra=extra)
+        extra = Part("the block in backward", working, f"{in_block - kept:,} bytes x {n_tokens:,} tokens, beyond saved")
+        gathered = k if plan.sharding == "zero2" else 1 + (k > 1 and shards > 1)
+        reducing = block if k < layers and not unsynced else 0
+        return at(extra, k, gathered, layers - k, root_gradients=head, reducing=reducing)
 
     loss_forward, loss_backward = loss_bytes(c, plan, n_tokens)
     buffer = int(shards > 1)  # of the block gathered last, or asked for next; a rank of its own needs none
     whole = layers if plan.sharding == "zero2" else 0
-    done = 0 if unsynced else layers
-    # Tied or not, two gradients as large as the embedding: a tied head's waits to be added to it.
+    # Tied or not, two gradients as large as the embedding: a tied head's waits to be added to it, in place unless
+    # F.linear made it.
+    copies = 3 if c.tie_embeddings and not c.fused_loss else 2
     embedding = Part("the embedding's input", itemsize * n_tokens * c.n_embd, f"{n_tokens:,} tokens")
     result = {
-        "end of forward, in the loss": at(whole + buffer, layers, 0, 0, 0, extra=loss_forward),
-        "backward of the loss": at(whole or buffer, layers, 0, 0, 0, extra=loss_backward),
-        f"backward of block {layers}": in_backward(layers),
-        f"backward of block {max(layers - 1, 1)}": in_backward(max(layers - 1, 1)),
-        "backward of block 1": in_backward(1),
-        "backward of the embedding": at(0, 0, done, 2 * head, block if done else 0, extra=embedding),
+        "end of forward, in the loss": at(loss_forward, layers, whole + buffer),
+        "backward of the loss": at(loss_backward, layers, whole or buffer),
+        **{f"backward of block {k}": in_backward(k) for k in (layers, max(layers - 1, 1), 1)},
+        "backward of the embedding": at(
+            embedding, done=layers, root_gradients=copies * head, reducing=0 if unsynced else block
+        ),
     }
-    if (
-        plan.fsdp
-    ):  # the root's gradients reduced: first beside themselves, then beside their shards, float32 and rounded
-        shard = (4 + itemsize % 4) * root / shards
-        result["reduction of the root"] = at(
-            None, 0, layers, root, root + max(0, shard - itemsize * root) / 4, summed=0
-        )
+    if plan.fsdp:
+        # The root's gradients fill the float32 buffer; then a shard is made of it, float32 and rounded. Until that is
+        # done FSDP holds on to the last gradient, of an untied head.
+        filling = 4 if unsynced else itemsize
+        last = 0 if c.tie_embeddings or shards == 1 else head
+        filled = max(filling * root, filling * last + (4 + itemsize * narrow) * root / shards)
+        extra = Part("what fills it, or is made of it", filled, f"{root:,} parameters of the root")
+        result["reduction of the root"] = at(extra, done=layers, reducing=root, last=True)
     return result
 
 
@@ -205,3 +199,139 @@ def parts(config: LlamaConfig, plan: Plan) -> tuple[str, list[Part]]:
 
 def peak_gib(config: LlamaConfig, plan: Plan) -> float:
     return sum(part.bytes for part in parts(config, plan)[1]) / GIB
+
+
+def largest_batch(config: LlamaConfig, plan: Plan, gib: float) -> int:
+    """The largest batch_size whose peak is at most gib; 0 where not even one sequence fits."""
+
+    def fits(batch_size):
+        return peak_gib(config, replace(plan, batch_size=batch_size)) <= gib
+
+    low, high = 0, 1
+    while fits(high):
+        low, high = high, 2 * high
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (middle, high) if fits(middle) else (low, middle)
+    return low
+
+
+def cpu_parts(config: LlamaConfig, plan: Plan, async_checkpoints: bool = False) -> list[Part]:
+    """What a rank holds in pinned CPU memory: what it offloads, and the copy that a checkpoint is written from."""
+    block, root = n_params(config)
+    total, itemsize = root + config.n_layer * block, plan.itemsize
+    learning = 12 if itemsize < 4 else 8
+    sums = 4 * (plan.micro_steps > 1)
+    needed = [
+        ("AdamW: weights and moments", learning, plan.offload != "none"),
+        ("weights that compute, gradients", 2 * itemsize + sums, plan.offload == "all"),
+        ("copy for checkpoints", 12, async_checkpoints),
+    ]
+    ranks = f" / {plan.shard_ranks} ranks" if plan.shard_ranks > 1 else ""
+    return [
+        Part(name, size * total / plan.shard_ranks, f"{size} bytes x {total:,} parameters{ranks}")
+        for name, size, there in needed
+        if there
+    ]
+
+
+def table(config: LlamaConfig, plan: Plan) -> str:
+    """The parts at the peak, a line each: name, GiB, arithmetic."""
+    moment, found = parts(config, plan)
+    rows = [(part.name, f"{part.bytes / GIB:.2f} GiB", part.how) for part in found]
+    rows.append(("together", f"{peak_gib(config, plan):.2f} GiB", f"at the peak: {moment}"))
+    widths = [max(len(row[i]) for row in rows) for i in range(2)]
+    return "\n".join(f"{name:<{widths[0]}}  {gib:>{widths[1]}}  {how}" for name, gib, how in rows)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# What to do when it is too much
+
+
+def choices(config: LlamaConfig, plan: Plan) -> list[list[dict]]:
+    """The settings that may lower the peak, a list for each name, the cheaper before the stronger."""
+
+    def above(name, values, now):
+        return [{name: value} for value in values[values.index(now) + 1 :]]
+
+    accumulation = 2 * plan.micro_steps * plan.world_size
+    found = [
+        above("activation_checkpointing", ["none", "selective", "full"], config.activation_checkpointing),
+        above("offload", ["none", "optimizer", "all"], plan.offload),
+        above("fused_loss", [False, True], config.fused_loss),
+        above("fused_kernels", [False, True], config.fused_kernels),
+        above("sync_every_micro_batch", [False, True], plan.sync_every_micro_batch),
+        [{"sharding": "zero3"}] if plan.world_size > 1 and plan.sharding != "zero3" else [],
+        [{"batch_size": plan.batch_size // 2, "gradient_accumulation_steps": accumulation}]
+        if plan.batch_size % 2 == 0
+        else [],
+    ]
+    return [settings for settings in found if settings]
+
+
+def changed(config: LlamaConfig, plan: Plan, settings: dict) -> tuple[LlamaConfig, Plan]:
+    """The two as they would be with these of train.py's settings."""
+    of_model = {name: value for name, value in settings.items() if name in LlamaConfig.__dataclass_fields__}
+    of_plan = {name: value for name, value in settings.items() if name in Plan.__dataclass_fields__}
+    if "gradient_accumulation_steps" in settings:
+        of_plan["micro_steps"] = settings["gradient_accumulation_steps"] // plan.world_size
+    if "sharding" in settings:
+        of_plan["shard_ranks"] = plan.world_size
+    return replace(config, **of_model), replace(plan, **of_plan)
+
+
+def advice(config: LlamaConfig, plan: Plan) -> list[tuple[str, float]]:
+    """The three settings that would lower the peak most, each alone: as flags, with the GiB there would be.
+
+    Of the values of one setting the cheapest that saves at least two thirds of what its strongest would.
+    """
+    now, found = peak_gib(config, plan), []
+    for values in choices(config, plan):
+        gibs = [peak_gib(*changed(config, plan, value)) for value in values]
+        if min(gibs) < now:
+            enough = next(i for i, gib in enumerate(gibs) if now - gib >= 2 / 3 * (now - min(gibs)))
+            flags = " ".join(f"--{name}={str(value).lower()}" for name, value in values[enough].items())
+            found.append((flags, gibs[enough]))
+    return sorted(found, key=lambda flags_and_gib: flags_and_gib[1])[:3]
+
+
+def say_out_of_memory(config: LlamaConfig, plan: Plan, gib: float | None = None) -> str:
+    """What to tell whoever ran out of memory on a card of that many GiB."""
+    now, (moment, found) = peak_gib(config, plan), parts(config, plan)
+    largest = sorted(found, key=lambda part: -part.bytes)[:3]
+    lines = [
+        f"out of memory: this run takes about {now:.1f} GiB" + (f", the card has {gib:.1f}" if gib else ""),
+        f"most of it ({moment}): " + ", ".join(f"{part.name} {part.bytes / GIB:.1f}" for part in largest),
+    ]
+    helpful = advice(config, plan)
+    if not helpful:
+        lines.append("no setting is left that would lower it: more GPUs, a shorter block_size or a smaller model")
+        return "\n".join(lines)
+    width = max(len(flags) for flags, _ in helpful)
+    lines.append("what would lower it most, each alone:")
+    lines += [f"  {flags:<{width}}  about {then:.1f} GiB instead of {now:.1f}" for flags, then in helpful]
+    return "\n".join(lines)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# What really was there: PyTorch's own record, a file that https://pytorch.org/memory_viz draws
+
+
+def record_history() -> None:
+    """Begins to note every allocation and what Python code asked for it; without a GPU nothing.
+
+    Python frames alone, of allocations alone, 2 us each; a ring of the last 100,000, of several KB each when written.
+    """
+    if torch.cuda.is_available():
+        torch.cuda.memory._record_memory_history(context="alloc", stacks="python", max_entries=100_000)
+
+
+def stop_history() -> None:
+    if torch.cuda.is_available():
+        torch.cuda.memory._record_memory_history(enabled=None)
+
+
+def dump(path) -> None:
+    """Writes what was noted since record_history: https://pytorch.org/memory_viz shows it, in the browser alone."""
+    if torch.cuda.is_available():
+        torch.cuda.memory._dump_snapshot(str(path))

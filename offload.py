@@ -26,7 +26,7 @@ from ranks import worker_thread
 
 
 def in_float32(total: torch.Tensor, x: torch.Tensor):
-    """Pieces of total and of x, in float32 and in the cache. PyTorch's mixed additions on the CPU are 4 times slower."""
+    """Pieces of total and of x, in float32 and in the cache. PyTorch adds mixed ones 4 times slower."""
     buffer = torch.empty(min(CPU_CHUNK, x.numel()))
     for total_part, part in zip(total.view(-1).split(CPU_CHUNK), x.view(-1).split(CPU_CHUNK), strict=True):
         yield total_part, buffer[: part.numel()].copy_(part)

@@ -60,9 +60,11 @@ def worker_thread() -> ThreadPoolExecutor:
 
 def part(code: int) -> None:
     """Leaves, with all the others, without waiting for threads of gloo that now and then abort the interpreter."""
-    if dist.is_initialized():
+    if world_size > 1:
         dist.barrier()
+    if dist.is_initialized():
         dist.destroy_process_group()
+    if world_size > 1:
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(code)

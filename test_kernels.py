@@ -28,6 +28,7 @@ from kernels import linear_cross_entropy, reference, rms_norm
 from kernels.launch import use_triton
 
 HAS_GPU = torch.cuda.is_available()
+adamw_file = sys.modules["kernels.adamw"]
 cross_entropy_file = sys.modules["kernels.cross_entropy"]  # the package's attribute of that name is the function
 if not HAS_GPU:
     cross_entropy_file.LOSS_WARPS = cross_entropy_file.GRADIENT_WARPS = 4  # the interpreter takes long over long rows
@@ -886,9 +887,19 @@ def step_scalars(scale, lr=0.1, t=3, betas=(0.9, 0.95)):
     return torch.tensor([scale, lr, 1 / (1 - betas[0] ** t), (1 - betas[1] ** t) ** -0.5], device=DEVICE)
 
 
+def cpu_adamw(parameter, grad, w, m, v, scalars, *options):
+    """Over the parameter's own memory, as offload.py calls it, and in pieces: 3,000 elements are less than a chunk."""
+    tensors = [x.cpu() for x in (parameter, grad, w, m, v)]
+    tensors[0] = tensors[1] if parameter is not w else tensors[2]
+    adamw_file.adamw_on_cpu(*tensors, scalars[0].item(), scalars[1].item(), 3, *options)
+    for x, new in zip((parameter, w, m, v), (tensors[0], *tensors[2:]), strict=True):
+        x.copy_(new)
+
+
 @pytest.mark.parametrize("dtype", [FP32, FP16, BF16], ids=str)
-@pytest.mark.parametrize("adamw", [kernels.adamw, reference.adamw], ids=["kernel", "reference"])
-def test_adamw_is_pytorchs(adamw, dtype):
+@pytest.mark.parametrize("adamw", [kernels.adamw, reference.adamw, cpu_adamw], ids=["kernel", "reference", "cpu"])
+def test_adamw_is_pytorchs(adamw, dtype, monkeypatch):
+    monkeypatch.setattr(adamw_file, "CPU_CHUNK", 700)
     parameter, grad, w, m, v = adamw_arguments(3000, dtype)
     theirs = torch.nn.Parameter(w.double())
     theirs.grad = 0.25 * grad.double()

@@ -24,6 +24,8 @@ import checkpoint
 import kernels.launch
 import model as model_module
 from data.tokens import write_dataset
+from model import Llama, LlamaConfig
+from offload import OffloadedAdamW
 from optimizer import AdamW
 from tokenizer import get_tokenizer
 
@@ -222,6 +224,10 @@ def test_accumulating_4_micro_batches_equals_one_of_4_times_the_size(train, tmp_
         dict(fused_kernels=False),
         dict(fused_kernels=False, fused_loss=False),
         dict(fused_kernels=False, activation_checkpointing="full"),
+        dict(offload="optimizer"),
+        dict(offload="optimizer", batch_size=1, gradient_accumulation_steps=4),
+        dict(offload="all"),
+        dict(offload="all", batch_size=1, gradient_accumulation_steps=4, activation_checkpointing="full"),
     ],
     ids=str,
 )
@@ -239,6 +245,7 @@ def test_every_arm_and_checkpointing_mode_has_the_same_losses(train, tmp_path, s
         dict(batch_size=2, gradient_accumulation_steps=2),
         dict(dtype="float32", batch_size=2, gradient_accumulation_steps=2),
         dict(dtype="float16"),
+        dict(eval_interval=3),  # a checkpoint is written meanwhile
     ],
     ids=str,
 )
@@ -246,6 +253,50 @@ def test_a_cuda_graph_has_the_losses_of_its_launches(train, tmp_path, settings):
     for cuda_graph in (False, True):
         train(device="cuda", cuda_graph=cuda_graph, max_iters=12, out_dir=tmp_path / str(cuda_graph), **settings)
     assert losses(tmp_path / "True") == losses(tmp_path / "False")
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("parts", [1, 4])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+@pytest.mark.parametrize("offload", ["optimizer", "all"])
+def test_offloaded_to_the_cpu_the_losses_stay(train, tmp_path, offload, dtype, parts):
+    settings = dict(device="cuda", dtype=dtype, max_iters=12, batch_size=8 // parts, gradient_accumulation_steps=parts)
+    train(out_dir=tmp_path / "gpu", **settings)
+    run = train(out_dir=tmp_path / "cpu", offload=offload, **settings)
+    assert not any(x.is_cuda for kind in (run["optimizer"].w, run["optimizer"].m) for x in kind.values())
+    # One rounding of a bfloat16 weight that falls otherwise shows in the fifth digit.
+    assert_close(step_losses(tmp_path / "gpu"), step_losses(tmp_path / "cpu"), 1e-5 if dtype == "float32" else 2e-3)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_offloaded_the_optimizer_sums_clips_and_skips_as_on_the_gpu(dtype):
+    """Three updates of three micro-batches each, the second one with a NaN."""
+    torch.manual_seed(0)
+    config = LlamaConfig(n_layer=2, n_head=2, n_kv_head=1, n_embd=8, ffn_dim=16, vocab_size=11, block_size=8)
+    models = [Llama(config).to(dtype) for _ in range(2)]
+    for model in models:
+        model.init_weights(0)
+    both = [cls(model, (0.9, 0.95), 0.1) for cls, model in zip((AdamW, OffloadedAdamW), models, strict=True)]
+    for update in range(3):
+        for _ in range(3):
+            gradients = [torch.randn(p.shape).to(dtype) for p in models[0].parameters()]
+            gradients[1].view(-1)[0] = math.nan if update == 1 else 0.0
+            for optimizer, model in zip(both, models, strict=True):
+                for parameter, gradient in zip(model.parameters(), gradients, strict=True):
+                    parameter.grad = gradient.clone()
+                optimizer.accumulate()
+        norms = []
+        for optimizer in both:
+            optimizer.set_step(0.01, loss_scale=4.0)
+            norms.append(optimizer.update(grad_clip=1.0).item())
+            optimizer.updates += math.isfinite(norms[-1])
+            optimizer.zero_grad()
+        assert norms[0] == pytest.approx(norms[1], rel=1e-5, nan_ok=True) and math.isnan(norms[0]) == (update == 1)
+        ours, theirs = (checkpoint._flatten(optimizer.tensors()) for optimizer in both)
+        for name, tensor in ours.items():
+            torch.testing.assert_close(tensor, theirs[name], rtol=1e-5, atol=1e-7)
+    for a, b in zip(*(model.parameters() for model in models), strict=True):
+        torch.testing.assert_close(a, b, rtol=2**-7 if dtype == torch.bfloat16 else 1e-5, atol=1e-7)
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
@@ -426,6 +477,8 @@ LONGER = SMALL | SHORT | dict(gradient_accumulation_steps=4, max_iters=30, eval_
         (2, dict(sync_every_micro_batch=False)),
         (4, dict(sharding="hybrid", shard_ranks=2)),
         (2, dict(sharding="hybrid")),  # one machine: no copies beyond
+        (2, dict(offload="all")),
+        (4, dict(offload="optimizer", sharding="hybrid", shard_ranks=2)),
     ],
     ids=str,
 )
@@ -455,6 +508,35 @@ def test_gradients_cross_the_network_once_a_step_if_asked(text_data, tmp_path):
         command = torchrun(2, settings | changes, script)
         done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
         assert f"reduce-scatters {expected}\n" in done.stdout, done.stdout + done.stderr
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# What one can see
+
+
+def test_a_profile_shows_three_steps(train, tmp_path, capsys):
+    train(max_iters=12, profile=True)
+    (trace,) = (tmp_path / "out/profile").glob("rank0.*.pt.trace.json")
+    steps = [e["name"] for e in json.loads(trace.read_text())["traceEvents"] if "ProfilerStep" in e.get("name", "")]
+    assert {"ProfilerStep#7", "ProfilerStep#8", "ProfilerStep#9"} == set(steps)
+    assert "step 00010 | three steps traced to" in capsys.readouterr().out
+    train(profile=True, out_dir=tmp_path / "short")
+    assert "no profile was written" in capsys.readouterr().out
+
+
+def test_out_of_memory_names_the_three_settings_that_would_help_most(text_data, tmp_path):
+    script = wrapped(
+        tmp_path,
+        "import model\n"
+        "def forward(*args): raise torch.OutOfMemoryError('CUDA out of memory. Tried to allocate 2.00 GiB')\n"
+        "model.Llama.forward = forward",
+    )
+    settings = SMALL | SHORT | dict(dataset=text_data, out_dir=tmp_path / "out", activation_checkpointing="selective")
+    done = subprocess.run([sys.executable, script, *flags(settings)], capture_output=True, text=True)
+    assert done.returncode == 1 and "Traceback" not in done.stderr, done.stderr
+    assert "rank 0, step 1: out of memory" in done.stderr, done.stderr
+    helpful = re.findall(r"^  --(\w+)=\S+.*about [\d.]+ GiB instead of [\d.]+", done.stderr, re.MULTILINE)
+    assert len(helpful) == 3 and "offload" in helpful, done.stderr
 
 
 # ----------------------------------------------------------------------------------------------------------------------

@@ -34,10 +34,10 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
 import checkpoint
+import memory
 import ranks
 from configurator import configure
 from data.tokens import Tokens
-from kernels.linear_cross_entropy import LOGITS_BYTES
 from model import Llama, LlamaConfig
 from offload import OffloadedAdamW
 from optimizer import AdamW
@@ -389,34 +389,6 @@ def percent(share: float | None) -> str:
     return "n/a" if share is None else f"{share:.1%}"
 
 
-def estimated_gib() -> float:
-    """Peak memory of a rank: at the end of forward, with all activations, or of backward, with all gradients.
-
-    Measured on one H200 for llama32_1b, 16,384 tokens: within 2% for each activation_checkpointing.
-    """
-    c, itemsize, n_tokens = config, compute_dtype.itemsize, batch_size * block_size
-    head = c.vocab_size * c.n_embd
-    attention, gate_up = 3 * c.n_embd + 2 * c.n_kv_head * c.head_dim, 2 * c.ffn_dim
-    elements = {  # that a token leaves in a layer for backward; kernels/*.py say what each operation saves
-        "none": attention + c.n_embd + gate_up,
-        "selective": attention + c.n_embd,
-        "full": c.n_embd,
-    }
-    per_layer = elements[activation_checkpointing]
-    apart = itemsize < 4  # weights in the compute dtype beside the optimizer's float32 ones
-    always = (12 + itemsize * apart + 4 * (micro_steps > 1)) * n_params / shard_ranks
-    root = head if c.tie_embeddings else 2 * head
-    gathered = n_params if sharding == "zero2" else root + (n_params - root) / c.n_layer  # or root and one block
-    always += itemsize * gathered if shard_ranks > 1 else 0
-    activations = itemsize * n_tokens * c.n_layer * per_layer
-    logits = itemsize * n_tokens * c.vocab_size
-    loss = logits + itemsize * head if logits <= LOGITS_BYTES else LOGITS_BYTES + 4 * head
-    block = itemsize * n_tokens * (4 * c.ffn_dim + elements["none"])  # what backward holds of the one it is in
-    first_block = activations - itemsize * n_tokens * per_layer + itemsize * head + block
-    last_block = itemsize * n_params / shard_ranks + block
-    return (always + max(activations + loss, first_block, last_block)) / 2**30
-
-
 def used_gib() -> float:
     if device == "cpu":
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2 ** (30 if sys.platform == "darwin" else 20)
@@ -428,12 +400,15 @@ if device != "cpu":
     import triton
 
     versions |= {"triton": triton.__version__, "cuda": torch.version.cuda}
+plan = memory.Plan(**{name: globals()[name] for name in memory.Plan.__dataclass_fields__})
+estimated_gib = memory.peak_gib(config, plan)
+card_gib = torch.cuda.get_device_properties(device).total_memory / 2**30 if device != "cpu" else None
 epochs = tokens_per_step * max_iters / len(train_tokens)
-card = f" of {torch.cuda.get_device_properties(device).total_memory / 2**30:.1f} GiB" if device != "cpu" else ""
 print0("runs on  ", f"{world_size} x {device_name};", ", ".join(" ".join(pair) for pair in versions.items()))
 print0("model    ", f"{n_params:,} parameters; float32 weights, {dtype} compute")
-if device != "cpu" and fused_kernels and fused_loss:
-    print0("memory   ", f"about {estimated_gib():.1f} GiB{card}; activation checkpointing: {activation_checkpointing}")
+if device != "cpu":
+    print0("memory   ", f"about {estimated_gib:.1f} GiB of {card_gib:.1f} GiB; ", end="")
+    print0(f"activation checkpointing: {activation_checkpointing}; offload: {offload}")
 print0("data     ", f"{data_dir}: {len(train_tokens):,} tokens; {max_iters:,} steps read them {epochs:.2f} times")
 print0("step     ", f"{tokens_per_step:,} tokens = {batch_size} sequences x {block_size:,} tokens", end="")
 print0(f" x {micro_steps} micro-batches x {world_size} ranks")
@@ -553,7 +528,14 @@ def interrupted_anywhere() -> int:
 
 
 def say_what_ended_it(kind, error, trace):
-    """A rank whose peers have died has nothing to say but that: the first one's words are what matters."""
+    """Out of memory: what would help. Another rank lost: only that, for what matters are the words of that one."""
+    if isinstance(error, torch.OutOfMemoryError):
+        path = Path(out_dir) / f"out_of_memory_rank{rank}.pickle"
+        memory.dump(path)
+        print(f"rank {rank}, step {step + 1}: {memory.say_out_of_memory(config, plan, card_gib)}", file=sys.stderr)
+        print(f"what was in memory: {path}, for https://pytorch.org/memory_viz", file=sys.stderr)
+        sys.stderr.flush()
+        os._exit(1)
     lost = re.search(r"Connection (closed|reset) by peer|Broken pipe|remote process exited|Timed out", str(error))
     if world_size > 1 and (lost or isinstance(error, dist.DistBackendError)):
         print(f"rank {rank} lost another rank in step {step + 1}: see what that one said", file=sys.stderr)
@@ -573,8 +555,16 @@ data_seconds = 0.0  # spent reading, while the GPU works, since the last log lin
 val_loss = None
 step = first_step  # how many are done
 stopping = 0  # by which signal
+profiler = torch.profiler.profile(
+    # three steps, after the kernels have been compiled and the allocator has settled
+    schedule=torch.profiler.schedule(wait=5, warmup=2, active=3, repeat=1),
+    on_trace_ready=torch.profiler.tensorboard_trace_handler(f"{out_dir}/profile", worker_name=f"rank{rank}"),
+)
+memory.record_history()  # 2 us an allocation: most runs that do not fit find out in their first steps
 if step < max_iters:
     batch = get_batch(step, 0)
+    if profile:
+        profiler.start()
 else:
     print0(f"nothing left to do: {found} is at step {step}, max_iters is {max_iters}")
 while step < max_iters:
@@ -621,6 +611,18 @@ while step < max_iters:
         forward_backward, update = CUDAGraph(forward_backward), CUDAGraph(update)
     step += 1
     step_times.append(time.perf_counter() - started)
+    if profile and step <= first_step + 10:
+        profiler.step()
+    if step == first_step + (10 if profile else 3):
+        if profile:
+            memory.dump(Path(out_dir) / "profile" / f"rank{rank}.memory.pickle")
+            profiler.stop()
+            print0(
+                f"step {step:05d} | three steps traced to {out_dir}/profile: *.json for https://ui.perfetto.dev or ",
+                end="",
+            )
+            print0("TensorBoard, *.pickle, what was in memory, for https://pytorch.org/memory_viz")
+        memory.stop_history()
 
     if step % log_interval == 0 or step == max_iters:
         seconds = (time.perf_counter() - logged_at) / (step - logged_step)
@@ -668,6 +670,8 @@ while step < max_iters:
 
 # ----------------------------------------------------------------------------------------------------------------------
 # What came of it
+if profile and step < first_step + 10:
+    print0("no profile was written: it is of the eighth to the tenth step of a run")
 if first_step < step == max_iters and val_loss is not None and master:
     seconds = sorted(step_times)[len(step_times) // 2]  # the median step
     tok_per_s = tokens_per_step / seconds
@@ -684,6 +688,7 @@ if first_step < step == max_iters and val_loss is not None and master:
         "tok_per_s": tok_per_s,
         "mfu": mfu(tok_per_s),
         "peak_gib": peak_gib,
+        "estimated_gib": estimated_gib,
         "save_seconds": saver.seconds,
         "resume_seconds": resume_seconds,
         "val_loss": val_loss,
