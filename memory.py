@@ -95,10 +95,14 @@ def loss_bytes(c: LlamaConfig, plan: Plan, n_tokens: int) -> tuple[Part, Part]:
     itemsize, head = plan.itemsize, c.vocab_size * c.n_embd
     x = itemsize * n_tokens * c.n_embd  # a tensor like the residual stream
     summed = x if c.fused_kernels else 8 * n_tokens * c.n_embd  # what the final norm keeps
-    if not c.fused_loss:  # log p, its gradient, and the logits' gradient made of them; forward holds less
-        held = 12 * n_tokens * c.vocab_size + summed + x
-        part = Part("loss head", held, f"three times the logits in float32, 12 bytes x {n_tokens:,} x {c.vocab_size:,}")
-        return part, part
+    if not c.fused_loss:
+        # forward: the logits, in float32, and with ignored rows masked; backward: log p, its gradient, the logits'
+        size = 8 + (itemsize if itemsize < 4 else 0)
+        how = f"bytes x {n_tokens:,} tokens x {c.vocab_size:,} logits"
+        return (
+            Part("loss head", size * n_tokens * c.vocab_size + summed + 2 * x, f"{size} {how}"),
+            Part("loss head", 12 * n_tokens * c.vocab_size + summed + x, f"12 {how}"),
+        )
     row = itemsize * -(-c.vocab_size // 16) * 16
     chunk = max(LOGITS_BYTES // (c.vocab_size * itemsize) // 256 * 256, 256)
     if n_tokens <= chunk and plan.dtype != "float16":
@@ -138,7 +142,6 @@ def moments(c: LlamaConfig, plan: Plan) -> dict[str, list[Part]]:
         whole = total if unsynced and not last else 0
         done = 0 if unsynced and not last else done
         rows = [
-            ("cuBLAS workspaces", 32 * 2**20, 2, "forward and backward, on Hopper"),
             ("weights that compute", itemsize, total / shards * here[0], everything),
             ("AdamW: weights and moments", learning, total / shards * here[1], everything),
             ("gathered weights", itemsize, (root + gathered * block) * (plan.fsdp and not last),
@@ -153,7 +156,7 @@ def moments(c: LlamaConfig, plan: Plan) -> dict[str, list[Part]]:
             ("saved activations", kept, layers_saved * n_tokens, f"{layers_saved} layers x {n_tokens:,} tokens"),
         ]  # fmt: skip
         found = [Part(name, size * count, f"{size:,} bytes x {how}") for name, size, count, how in rows if count]
-        return [*found, extra] if extra else found
+        return [Part("cuBLAS workspaces", 2**26, "32 MiB each for forward and backward, on Hopper"), *found, extra]
 
     def in_backward(k):
         """Of block k, counted from 1: those above it are done."""

@@ -54,12 +54,13 @@ def whole_row(n_cols: int) -> dict:
     return {"BLOCK": block, "num_warps": min(max(block // 1024, 1), 8) if block <= 16384 else block // 2048}
 
 
-def row_tiles(n_rows: int, n_cols: int, x: torch.Tensor) -> tuple[int, dict]:
+def row_tiles(n_rows: int, n_cols: int, x: torch.Tensor, long_row_warps: int = 16) -> tuple[int, dict]:
     """How many programs share tiles of whole rows, each looping over its own, and their launch constants.
 
     One program a multiprocessor: so few sums of its own rows are left to add up at the end. What keeps enough loads in
     flight are tiles of 16 KiB, the next two on their way to shared memory while one is computed. A row longer than that
-    is loaded when its turn comes. Best of 1-4 rows x 4-32 warps x 1-4 stages x 1-4 programs on H200.
+    is loaded when its turn comes, by long_row_warps warps, or 32 above 16,384 columns. Best of 1-4 rows x 4-32 warps x
+    1-4 stages x 1-4 programs on H200.
     """
     block = triton.next_power_of_2(n_cols)
     # The interpreter is serial: 4 programs still show that they share the rows and that partial sums add up.
@@ -67,7 +68,7 @@ def row_tiles(n_rows: int, n_cols: int, x: torch.Tensor) -> tuple[int, dict]:
     rows = 16384 // (block * x.element_size())
     constants = {"ROWS": rows, "BLOCK": block, "STAGES": 3, "num_warps": 8}
     if not rows:
-        constants = {"ROWS": 1, "BLOCK": block, "STAGES": 1, "num_warps": 16 if block <= 16384 else 32}
+        constants = {"ROWS": 1, "BLOCK": block, "STAGES": 1, "num_warps": long_row_warps if block <= 16384 else 32}
     return min(triton.cdiv(n_rows, constants["ROWS"]), programs), constants
 
 

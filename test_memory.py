@@ -1,0 +1,338 @@
+"""The arithmetic of memory.py against what was measured, against live tensors counted here, and against itself.
+
+pytest test_memory.py        a minute, without a GPU
+"""
+
+import json
+import runpy
+import weakref
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.testing._internal.distributed.fake_pg import FakeStore
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+import memory
+from memory import Plan
+from model import Llama, LlamaConfig
+from optimizer import AdamW, local
+
+ROOT = Path(__file__).parent
+TINY = LlamaConfig(n_layer=4, n_head=4, n_kv_head=2, n_embd=64, ffn_dim=192, vocab_size=512, block_size=32,
+                   attention="sdpa", fused_kernels=False, fused_loss=False)  # fmt: skip
+
+
+def published(name, **changes):
+    settings = runpy.run_path(str(ROOT / "config" / f"{name}.py"))
+    return LlamaConfig(**{k: v for k, v in settings.items() if k in LlamaConfig.__dataclass_fields__} | changes)
+
+
+LLAMA_1B, LLAMA_8B = published("llama32_1b"), published("llama31_8b")
+PARTS_OF_CPU = ("cuBLAS workspaces",)  # that only a GPU has
+
+
+def bytes_of(moments, name):
+    return sum(part.bytes for parts in moments.values() for part in parts if part.name == name) / len(moments)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Against measured peaks
+
+RECORD = json.loads((ROOT / "assets" / "step.json").read_text())["points"]
+MEASURED = [point for point in RECORD if point["arm"] == "nanocria" and "peak_gib" in point]
+
+
+@pytest.mark.parametrize("row", MEASURED, ids=lambda row: f"{row['batch']}x{row['block']} {row['checkpointing']}")
+def test_estimate_is_what_an_h200_measured(row):
+    config = replace(LLAMA_1B, block_size=row["block"], activation_checkpointing=row["checkpointing"])
+    estimated = memory.peak_gib(config, Plan(batch_size=row["batch"]))
+    assert abs(estimated / row["peak_gib"] - 1) < 0.02, f"estimated {estimated:.2f}, measured {row['peak_gib']:.2f} GiB"
+
+
+def test_the_record_holds_points_to_compare_with():
+    assert {row["checkpointing"] for row in MEASURED} == {"none", "selective", "full"}
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Against tensors that live
+
+
+class Live(TorchDispatchMode):
+    """Counts the bytes of all storages that operators have seen and that still live, and the most there were."""
+
+    def __init__(self):
+        super().__init__()
+        self.storages, self.peak = {}, 0
+
+    def see(self, x):
+        if isinstance(x, torch.Tensor) and not x.is_meta:
+            storage = local(x).untyped_storage()
+            self.storages[storage._cdata] = weakref.ref(storage)
+
+    def now(self):
+        storages = [reference() for reference in self.storages.values()]
+        return sum(storage.nbytes() for storage in storages if storage is not None)
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        out = function(*args, **(kwargs or {}))
+        for x in tree_leaves((args, kwargs, out)):
+            self.see(x)
+        self.peak = max(self.peak, self.now())
+        return out
+
+
+def bytes_after_forward(config, dtype):
+    """Bytes that forward leaves behind, beside the weights."""
+    model = Llama(config).to(dtype)
+    model.init_weights(seed=1)
+    tokens = torch.zeros(1, config.block_size, dtype=torch.long)
+    with Live() as live:
+        loss = model(tokens, tokens)
+        kept = live.now()
+    assert loss.isfinite()
+    return kept - sum(p.numel() * p.element_size() for p in model.parameters())
+
+
+@pytest.mark.parametrize("checkpointing", ["none", "selective", "full"])
+@pytest.mark.parametrize("fused", [True, False], ids=["kernels", "plain"])
+def test_a_layer_keeps_what_the_estimate_says(fused, checkpointing):
+    config = replace(TINY, block_size=8, fused_kernels=fused, activation_checkpointing=checkpointing)
+    two, three = (bytes_after_forward(replace(config, n_layer=n), torch.bfloat16) for n in (2, 3))
+    estimated = 8 * memory.token_bytes(config, itemsize=2)[0]
+    assert abs(estimated / (three - two) - 1) < 0.02, f"estimated {estimated}, found {three - two} bytes"
+
+
+@pytest.mark.parametrize("checkpointing", ["none", "selective", "full"])
+def test_plain_step_holds_what_the_estimate_says(checkpointing):
+    config = replace(TINY, vocab_size=16, block_size=128, activation_checkpointing=checkpointing)
+    check_step(config, Plan(batch_size=2))
+
+
+SHARDED = {
+    "zero3": {},
+    "zero3, accumulated": {"micro_steps": 3},
+    "zero3, not synced": {"micro_steps": 3, "sync_every_micro_batch": False},
+    "zero2": {"sharding": "zero2"},
+    "hybrid": {"sharding": "hybrid", "shard_ranks": 2},
+}
+MODELS = {
+    "large blocks": replace(TINY, n_embd=128, ffn_dim=1024, vocab_size=16),
+    "large blocks, many tokens": replace(TINY, n_embd=128, ffn_dim=1024, vocab_size=16, block_size=256),
+    "large head": replace(TINY, vocab_size=4096, block_size=8),
+    "large tied head": replace(TINY, vocab_size=4096, block_size=8, tie_embeddings=True),
+}
+
+
+@pytest.fixture
+def four_ranks():
+    """This process is one of four; the others answer at once, with nothing."""
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=4)
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("plan", SHARDED)
+@pytest.mark.parametrize("model", MODELS)
+def test_sharded_step_holds_what_the_estimate_says(four_ranks, model, plan):
+    check_step(MODELS[model], Plan(**{"batch_size": 2, "world_size": 4, "shard_ranks": 4} | SHARDED[plan]))
+
+
+def check_step(config, plan):
+    moment, parts = memory.parts(config, plan)
+    estimated = sum(part.bytes for part in parts if part.name not in PARTS_OF_CPU)
+    measured = peak_of_step(config, plan)
+    assert abs(estimated / measured - 1) < 0.04, f"estimated {estimated:,.0f} ({moment}), measured {measured:,} bytes"
+
+
+def peak_of_step(config, plan):
+    """The most bytes that live in the second step of a bfloat16 model built as train.py builds it."""
+    with torch.device("meta"):
+        model = Llama(config).to(torch.bfloat16)
+    if plan.world_size > 1:
+        shape = (plan.world_size // plan.shard_ranks, plan.shard_ranks)
+        mesh = init_device_mesh("cpu", shape, mesh_dim_names=("replicate", "shard"))
+        mesh = mesh if plan.sharding == "hybrid" else mesh["shard"]
+        policy = MixedPrecisionPolicy(reduce_dtype=torch.float32, cast_forward_inputs=False)
+        for layer in model.layers:
+            fully_shard(layer, mesh=mesh, mp_policy=policy, reshard_after_forward=plan.sharding != "zero2")
+        fully_shard(model, mesh=mesh, mp_policy=policy, reshard_after_forward=False)
+    model.to_empty(device="cpu")
+    model.init_weights(seed=1)
+    optimizer = AdamW(model, betas=(0.9, 0.95), weight_decay=0.1)
+    tokens = torch.zeros(plan.batch_size, config.block_size, dtype=torch.long)
+
+    def step():
+        for micro_step in range(plan.micro_steps):
+            if not plan.sync_every_micro_batch:
+                model.set_requires_gradient_sync(micro_step + 1 == plan.micro_steps)
+            model(tokens, tokens).backward()
+            if plan.micro_steps > 1 and plan.sync_every_micro_batch:
+                optimizer.accumulate()
+        optimizer.set_step(1e-3)
+        optimizer.update(1.0)
+        optimizer.zero_grad()
+
+    step()
+    with Live() as live:
+        for tensors in (optimizer.w, optimizer.m, optimizer.v, optimizer.parameters, optimizer.sums):
+            for tensor in tensors.values():
+                live.see(tensor.detach())
+        step()
+    return live.peak
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Against arithmetic done by hand
+
+
+@pytest.mark.parametrize("config", [LLAMA_1B, LLAMA_8B, TINY], ids=["1B", "8B", "tiny"])
+def test_parameters_are_the_model_s(config):
+    with torch.device("meta"):
+        model = Llama(config)
+    block, root = memory.n_params(config)
+    assert root + config.n_layer * block == model.n_params()
+    assert block == sum(p.numel() for p in model.layers[0].parameters())
+
+
+def test_weights_and_moments_take_14_bytes_a_parameter_shared_by_the_ranks():
+    for ranks in (1, 4):
+        moments = memory.moments(LLAMA_1B, Plan(8, world_size=ranks, shard_ranks=ranks))
+        assert bytes_of(moments, "weights that compute") == 2 * 1_235_814_400 / ranks
+        assert bytes_of(moments, "AdamW: weights and moments") == 12 * 1_235_814_400 / ranks
+
+
+def test_logits_and_head_s_gradient_by_hand():
+    tokens = 16_384 * 2_048 * 2  # bytes of a tensor like the residual stream
+    forward, backward = memory.loss_bytes(LLAMA_1B, Plan(8), 16_384)
+    assert forward.bytes == 4_096 * 128_256 * 2 + 4 * 128_256 * 2_048 + 4 * tokens
+    assert backward.bytes == 6 * 128_256 * 2_048 + 3 * tokens
+    _, plain = memory.loss_bytes(replace(LLAMA_1B, fused_loss=False), Plan(8), 16_384)
+    assert plain.bytes == 12 * 16_384 * 128_256 + 2 * tokens
+
+
+def test_what_is_gathered_by_hand():
+    block, root = memory.n_params(LLAMA_8B)
+    plan = Plan(1, world_size=8, shard_ranks=8)
+    for sharding, blocks in {"zero3": 2, "zero2": 31}.items():
+        parts = memory.moments(LLAMA_8B, replace(plan, sharding=sharding))["backward of block 31"]
+        assert {part.name: part.bytes for part in parts}["gathered weights"] == 2 * (root + blocks * block)
+
+
+def test_unsynced_micro_batches_keep_all_gradients_on_every_rank():
+    plan = Plan(1, micro_steps=8, world_size=8, shard_ranks=8)
+    synced, unsynced = (
+        {part.name: part.bytes for part in memory.parts(LLAMA_8B, replace(plan, sync_every_micro_batch=sync))[1]}
+        for sync in (True, False)
+    )
+    assert unsynced["sums of micro-batches"] == 8 * synced["sums of micro-batches"] == 4 * 8_030_261_248
+
+
+def test_offload_moves_bytes_to_the_cpu():
+    config, n = replace(LLAMA_1B, activation_checkpointing="full"), 1_235_814_400
+    there, of_optimizer = memory.peak_gib(config, Plan(8)), memory.peak_gib(config, Plan(8, offload="optimizer"))
+    assert there - of_optimizer == pytest.approx(12 * n / 2**30)
+    assert sum(part.bytes for part in memory.cpu_parts(config, Plan(8, offload="optimizer"))) == 12 * n
+    assert sum(part.bytes for part in memory.cpu_parts(config, Plan(8, offload="all"))) == 16 * n
+    assert memory.cpu_parts(config, Plan(8)) == []
+    four = Plan(8, world_size=4, shard_ranks=4)
+    assert [part.bytes for part in memory.cpu_parts(config, four, async_checkpoints=True)] == [12 * n / 4]
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Against itself
+
+
+@pytest.mark.parametrize("config", [LLAMA_1B, LLAMA_8B], ids=["1B", "8B"])
+@pytest.mark.parametrize("sharding", ["zero3", "zero2"])
+def test_more_ranks_never_take_more_memory(config, sharding):
+    gibs = [memory.peak_gib(config, Plan(4, world_size=n, shard_ranks=n, sharding=sharding)) for n in (2, 4, 8, 64)]
+    assert gibs == sorted(gibs, reverse=True), gibs
+
+
+@pytest.mark.parametrize("changes", [{}, {"fused_kernels": False}, {"fused_loss": False}], ids=str)
+def test_memory_grows_with_the_batch_and_shrinks_with_checkpointing(changes):
+    for batch in (1, 4, 16, 64):
+        gibs = [
+            memory.peak_gib(replace(LLAMA_1B, activation_checkpointing=checkpointing, **changes), Plan(batch))
+            for checkpointing in ("full", "selective", "none")
+        ]
+        assert gibs == sorted(gibs), (batch, gibs)
+        assert memory.peak_gib(replace(LLAMA_1B, **changes), Plan(2 * batch)) > gibs[-1]
+
+
+def test_largest_batch_fits_and_one_more_does_not():
+    for gib in (24, 48, 80, 141):
+        batch = memory.largest_batch(LLAMA_1B, Plan(1), gib)
+        assert batch == 0 or memory.peak_gib(LLAMA_1B, Plan(batch)) <= gib
+        assert memory.peak_gib(LLAMA_1B, Plan(batch + 1)) > gib
+    assert memory.largest_batch(LLAMA_1B, Plan(1), 10) == 0
+
+
+ADVISED = {
+    "one GPU": (LLAMA_1B, Plan(8)),
+    "plain": (replace(LLAMA_1B, fused_kernels=False, fused_loss=False), Plan(8, micro_steps=2)),
+    "zero2": (LLAMA_8B, Plan(2, micro_steps=4, world_size=4, shard_ranks=4, sharding="zero2")),
+    "hybrid": (LLAMA_8B, Plan(2, world_size=4, shard_ranks=2, sharding="hybrid")),
+    "not synced": (LLAMA_8B, Plan(2, micro_steps=4, world_size=4, shard_ranks=4, sync_every_micro_batch=False)),
+}
+
+
+@pytest.mark.parametrize("case", ADVISED)
+def test_advice_lowers_the_peak_by_what_it_says(case):
+    config, plan = ADVISED[case]
+    found = memory.advice(config, plan)
+    assert 0 < len(found) <= 3 and [gib for _, gib in found] == sorted(gib for _, gib in found)
+    for flags, gib in found:
+        settings = {name: json.loads(value) if value[0] in "0123456789tf" and value != "full" else value
+                    for name, value in (flag.removeprefix("--").split("=") for flag in flags.split())}  # fmt: skip
+        then = memory.changed(config, plan, settings)
+        assert then != (config, plan) and memory.peak_gib(*then) == gib < memory.peak_gib(config, plan), flags
+
+
+def test_advice_names_the_setting_that_wastes_most():
+    assert memory.advice(*ADVISED["not synced"])[0][0].startswith(("--sync_every_micro_batch=true", "--offload"))
+    assert "--sharding=zero3" in dict(memory.advice(*ADVISED["hybrid"]))
+    assert "--fused_kernels=true" in dict(memory.advice(*ADVISED["plain"]))
+    halved = "--batch_size=4 --gradient_accumulation_steps=2"
+    assert halved in dict(memory.advice(*ADVISED["one GPU"]))
+    odd = memory.choices(LLAMA_1B, Plan(3))
+    assert not any("batch_size" in settings for values in odd for settings in values)
+
+
+def test_out_of_memory_is_told_with_its_remedies():
+    said = memory.say_out_of_memory(LLAMA_1B, Plan(8), gib=24)
+    assert "about 30.9 GiB, the card has 24.0" in said and "saved activations 12.5" in said
+    assert "--activation_checkpointing=selective            about 22.9 GiB instead of 30.9" in said
+    least = replace(LLAMA_1B, activation_checkpointing="full"), Plan(1, offload="all")
+    assert "no setting is left" in memory.say_out_of_memory(*least)
+
+
+def test_table_adds_up():
+    lines = memory.table(LLAMA_8B, Plan(2, micro_steps=2, world_size=4, shard_ranks=4)).splitlines()
+    gibs = [float(line.split(" GiB")[0].split()[-1]) for line in lines]
+    assert abs(sum(gibs[:-1]) - gibs[-1]) < 0.005 * len(gibs)
+    assert any("12 bytes x 8,030,261,248 parameters / 4 ranks" in line for line in lines)
+    assert len({line.index(" GiB") for line in lines}) == 1
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="what a machine without a GPU does")
+def test_without_a_gpu_nothing_is_recorded(tmp_path):
+    memory.record_history()
+    memory.dump(tmp_path / "snapshot.pickle")
+    memory.stop_history()
+    assert not any(tmp_path.iterdir())
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_snapshot_holds_the_allocations(tmp_path):
+    memory.record_history()
+    torch.empty(3 * 2**20, device="cuda")
+    memory.dump(tmp_path / "snapshot.pickle")
+    memory.stop_history()
+    assert (tmp_path / "snapshot.pickle").stat().st_size > 1000
