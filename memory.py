@@ -45,7 +45,7 @@ class Plan:
     sharding: str = "zero3"
     shard_ranks: int = 1  # how many ranks share one copy of the model
     sync_every_micro_batch: bool = True
-    offload: str = "none"  # 'optimizer': w, m, v in CPU memory; 'all': also weights and gradients, gathered for use
+    offload: str = "none"  # 'optimizer': w, m, v and gradients to CPU memory; 'all': also weights, gathered for use
 
     @property
     def itemsize(self) -> int:
@@ -131,9 +131,9 @@ def moments(c: LlamaConfig, plan: Plan) -> dict[str, list[Part]]:
     kept, in_block = token_bytes(c, itemsize)
     learning = 12 if itemsize < 4 else 8  # a float32 weight is the one that learns
     narrow = itemsize < 4  # so FSDP reduces gradients in another dtype than it hands on
-    here = {"none": (1, 1), "optimizer": (1, 0), "all": (0, 0)}[plan.offload]  # weights and gradients; optimizer
+    here = {"none": (1, 1), "optimizer": (1, 0), "all": (0, 0)}[plan.offload]  # weights; gradients and optimizer
     unsynced = plan.fsdp and plan.micro_steps > 1 and not plan.sync_every_micro_batch
-    sums = total / shards * here[0] if plan.micro_steps > 1 and not unsynced else 0
+    sums = total / shards * here[1] if plan.micro_steps > 1 and not unsynced else 0
     ranks = f" / {shards} ranks" if shards > 1 else ""
     everything = f"{total:,} parameters{ranks}"
 
@@ -148,7 +148,7 @@ def moments(c: LlamaConfig, plan: Plan) -> dict[str, list[Part]]:
              f"(root {root:,} + {gathered} x {block:,} a block)"),
             ("sums of micro-batches", 4, sums, everything),
             ("sums of micro-batches", 4, whole, f"{total:,} parameters, on every rank"),
-            ("gradients", itemsize, root_gradients + done * block / shards * here[0],
+            ("gradients", itemsize, root_gradients + done * block / shards * here[1],
              f"({root_gradients:,} of the root + {done} x {block:,} a block{ranks})"),
             ("gradients on their way", 4, reducing * plan.fsdp, f"{reducing:,.0f} parameters"),
             ("gradients reduced", 4, done * block / shards * (plan.fsdp and plan.sharding == "hybrid" and narrow),
@@ -227,7 +227,8 @@ def cpu_parts(config: LlamaConfig, plan: Plan, async_checkpoints: bool = False) 
     sums = 4 * (plan.micro_steps > 1)
     needed = [
         ("AdamW: weights and moments", learning, plan.offload != "none"),
-        ("weights that compute, gradients", 2 * itemsize + sums, plan.offload == "all"),
+        ("gradients", itemsize + sums, plan.offload != "none"),
+        ("weights that compute", itemsize, plan.offload == "all"),
         ("copy for checkpoints", 12, async_checkpoints),
     ]
     ranks = f" / {plan.shard_ranks} ranks" if plan.shard_ranks > 1 else ""
