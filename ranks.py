@@ -51,6 +51,12 @@ def _store(store: dist.Store) -> dist.Store:
     return dist.PrefixStore(f"attempt_{os.environ.get('TORCHELASTIC_RESTART_COUNT', 0) if one_machine else 0}", store)
 
 
+def gpus_reach_each_other() -> bool:
+    """Whether the GPUs of this machine's ranks can read each other's memory, over NVLink or PCIe."""
+    others = [other for other in range(local_world_size) if other != local_rank]
+    return all(torch.cuda.can_device_access_peer(local_rank, other) for other in others)
+
+
 def worker_thread() -> ThreadPoolExecutor:
     """A thread that works beside this one, on the same GPU: a new thread would begin with the first of the machine."""
     if not torch.cuda.is_initialized():
@@ -149,8 +155,8 @@ class Watch:
         silent = [r for r in range(world_size) if r != rank and before[r][1] == after[r][1]]
         last = silent[0] if silent else min(range(world_size), key=lambda r: after[r][0])
         how = "no longer answers; it was" if silent else "hangs"
-        me = f"rank {rank}, {self.doing}, has waited for {self.timeout:g} seconds"
-        return f"{me}: rank {last} {how} at {after[last][2]}"
+        me = f"rank {rank}, {self.doing}, has waited for {self.timeout:g} seconds: " if last != rank else ""
+        return f"{me}rank {last} {how} at {after[last][2]}"
 
     def _leave(self, sentence: str):
         if not self.over.is_set():

@@ -34,6 +34,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
 import checkpoint
+import collectives
 import memory
 import ranks
 from configurator import configure
@@ -106,6 +107,7 @@ sync_every_micro_batch = True  # false: once a step, but with the gradients of t
 offload: Literal["none", "optimizer", "all"] = (
     "none"  # to CPU memory: AdamW's 12 bytes a parameter; weights, gradients too
 )
+copy_engines = False  # between GPUs of one host: weights and gradients cross NVLink without the multiprocessors
 timeout = 600.0  # seconds after which ranks that wait for another say for whom, and end the run
 # ----------------------------------------------------------------------------------------------------------------------
 settings = configure(globals(), sys.argv[1:])
@@ -154,6 +156,7 @@ elif shard_ranks is None:
 if shard_ranks < 1 or world_size % shard_ranks:
     stop(f"shard_ranks is {shard_ranks}: it must divide the {world_size} ranks")
 sync_every_micro_batch = sync_every_micro_batch or world_size == 1
+copy_engines = copy_engines and device != "cpu" and shard_ranks > 1
 sequences_per_step = batch_size * gradient_accumulation_steps
 tokens_per_step = sequences_per_step * block_size
 lr_decay_iters = max_iters if lr_decay_iters is None else lr_decay_iters
@@ -172,6 +175,8 @@ if master:  # held open and locked: two runs in one folder would delete each oth
         stop(f"another run is writing to {out_dir}: wait for it, or change out_dir")
     except OSError as error:
         stop(f"cannot write to out_dir {out_dir}: {error.strerror}")
+if copy_engines and (shard_ranks > ranks.local_world_size or not ranks.gpus_reach_each_other()):
+    stop("copy_engines needs the ranks that shard a model on one host, and its GPUs to reach each other's memory")
 cuda_graph = cuda_graph and device != "cpu"
 if cuda_graph and (world_size > 1 or offload != "none"):
     stop("cuda_graph works on one GPU that holds all: add --cuda_graph=false")
@@ -253,16 +258,21 @@ if sharded:
     if sharding != "hybrid":
         shape, names = (world_size,), ("shard",)
     mesh = init_device_mesh("cpu" if device == "cpu" else "cuda", shape, mesh_dim_names=names)
+    # Sums of gradients are float32: NCCL's, or those of collectives.py, which are handed one gradient of each rank.
+    one_of_each = sync_every_micro_batch and sharding != "hybrid" and dtype != "float16"
+    reduce_dtype = None if copy_engines and one_of_each else torch.float32
     options = {
         "mesh": mesh,
         # cast_forward_inputs would round the fp32 cos and sin that the blocks are handed.
-        "mp_policy": MixedPrecisionPolicy(reduce_dtype=torch.float32, cast_forward_inputs=False),
+        "mp_policy": MixedPrecisionPolicy(reduce_dtype=reduce_dtype, cast_forward_inputs=False),
         "offload_policy": CPUOffloadPolicy(pin_memory=device != "cpu") if offload == "all" else OffloadPolicy(),
     }
     for layer in model.layers:
         fully_shard(layer, reshard_after_forward=sharding != "zero2", **options)
     # Embedding, final norm and head stay with the root: a tied weight is one parameter of one group.
     fully_shard(model, reshard_after_forward=False, **options)
+    if copy_engines:
+        collectives.use_copy_engines(model, model.layers, mesh["shard"].get_group(), reduce=reduce_dtype is None)
 model.to_empty(device="cpu" if offload == "all" else device)
 model.init_weights(seed, device)
 
@@ -288,7 +298,8 @@ MODEL_SETTINGS = ("n_layer", "n_head", "n_kv_head", "n_embd", "ffn_dim", "vocab_
                   "rope_scaling", "norm_eps")  # fmt: skip
 HARMLESS_SETTINGS = ("out_dir", "init_from", "eval_interval", "eval_iters", "log_interval", "keep_last", "wandb_log",
                      "wandb_project", "wandb_run_name", "device", "compile", "cuda_graph", "sharding", "shard_ranks",
-                     "sync_every_micro_batch", "async_save", "profile", "offload", "timeout")  # fmt: skip
+                     "sync_every_micro_batch", "async_save", "profile", "offload", "copy_engines",
+                     "timeout")  # fmt: skip
 first_step, changed, resume_seconds = 0, [], None
 found = checkpoint.newest(out_dir)
 if found and init_from == "scratch":
@@ -392,7 +403,7 @@ def percent(share: float | None) -> str:
 def used_gib() -> float:
     if device == "cpu":
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2 ** (30 if sys.platform == "darwin" else 20)
-    return torch.cuda.max_memory_allocated() / 2**30
+    return (torch.cuda.max_memory_allocated() + collectives.taken) / 2**30
 
 
 versions = {"nanocria": git_commit(), "python": platform.python_version(), "torch": torch.__version__}
@@ -484,6 +495,8 @@ def update():
     """Clips, moves the weights and frees the gradients; returns their norm."""
     grad_norm = optimizer.update(grad_clip)
     optimizer.zero_grad()
+    if world_size > 1 and offload == "none":  # offloaded weights are not there yet
+        model.unshard(async_op=True)  # the next step's first weights, while the CPU waits for this one's numbers
     return grad_norm
 
 
@@ -688,6 +701,7 @@ if first_step < step == max_iters and val_loss is not None and master:
         "tok_per_s": tok_per_s,
         "mfu": mfu(tok_per_s),
         "peak_gib": peak_gib,
+        "reserved_gib": torch.cuda.max_memory_reserved() / 2**30 if device != "cpu" else None,
         "estimated_gib": estimated_gib,
         "save_seconds": saver.seconds,
         "resume_seconds": resume_seconds,
