@@ -1,5 +1,9 @@
 """The numbers: benchmarks leave records, records become the tables and plots of the README.
 
+    python bench.py                             what fits in this card: batches of Llama 3.2 1B grow until none does
+    python bench.py preset=study                in 24 GiB, beside Hugging Face and Liger (benchmarks/sweep.py)
+    python bench.py estimate card=4090          what fits, by arithmetic, without a GPU (benchmarks/estimate.py)
+    python bench.py snapshot                    what holds the memory in one step (benchmarks/snapshot.py)
     python bench.py kernels                     every kernel beside eager PyTorch, torch.compile and other libraries:
                                                 time, memory, error; to assets/kernels.json (a GPU, some minutes)
     python bench.py kernels op=rope,swiglu      some of them, to out/kernels.json
@@ -17,6 +21,18 @@ import sys
 
 def main(argv: list[str]) -> None:
     match argv:
+        case words if all("=" in word for word in words):
+            from benchmarks import sweep
+
+            sweep.main(words)
+        case ["estimate", *words]:
+            from benchmarks import estimate
+
+            estimate.main(words)
+        case ["snapshot", *words]:
+            from benchmarks import snapshot
+
+            snapshot.main(words)
         case ["kernels", *words]:
             from benchmarks import kernels
 

@@ -76,12 +76,12 @@ def token_bytes(c: LlamaConfig, itemsize: int) -> tuple[int, int]:
     attention = itemsize * (2 * c.n_embd + 2 * kv) + 4 * c.n_head
     if c.fused_kernels:  # a norm keeps the sum it reads and rstd; the MLP gate and up. kernels/swiglu_mlp.py
         norm, mlp = itemsize * c.n_embd + 4, itemsize * 2 * c.ffn_dim
-        # backward: dy, the gradients of gate and up, of their product, and the product
-        working = itemsize * (c.n_embd + 4 * c.ffn_dim)
+        # backward: dy, the gradients of gate and up, of their product, and the product; in slices, what they add up to
+        working = itemsize * (c.n_embd + 4 * c.ffn_dim // c.mlp_chunks + c.n_embd * (c.mlp_chunks > 1))
     else:  # a norm keeps x and x·rstd in float32, and what it hands on; the MLP gate, up, silu(gate) and the product
         norm, mlp = (8 + itemsize) * c.n_embd + 4, (12 + itemsize) * c.ffn_dim
         working = itemsize * c.n_embd + 12 * c.ffn_dim - itemsize * c.ffn_dim  # float32; the product is free by then
-    everything = 2 * norm + attention + mlp
+    everything = 2 * norm + attention + mlp // c.mlp_chunks
     kept = {
         "none": everything,
         "selective": norm + attention + itemsize * c.n_embd,
@@ -138,8 +138,9 @@ def moments(c: LlamaConfig, plan: Plan) -> dict[str, list[Part]]:
     everything = f"{total:,} parameters{ranks}"
 
     def at(extra, layers_saved=0, gathered=0, done=0, root_gradients=0, reducing=0, last=False):
-        """gathered and done: how many blocks, the last those whose gradients are ready; reducing: parameters."""
+        """How many blocks are saved, gathered, done (their gradients are ready); reducing: how many parameters."""
         whole = total if unsynced and not last else 0
+        layers_saved = min(layers_saved, 2) if c.offload_activations else layers_saved  # one on its way
         done = 0 if unsynced and not last else done
         rows = [
             ("weights that compute", itemsize, total / shards * here[0], everything),
@@ -162,6 +163,7 @@ def moments(c: LlamaConfig, plan: Plan) -> dict[str, list[Part]]:
         """Of block k, counted from 1: those above it are done."""
         # or, with few tokens, the gradients of the block itself
         working = max((in_block - kept) * n_tokens, itemsize * block - kept * n_tokens)
+        working += 12 * c.n_embd * c.ffn_dim * (c.mlp_chunks > 1)  # the MLP's weight gradients, summed in float32
         extra = Part("the block in backward", working, f"{in_block - kept:,} bytes x {n_tokens:,} tokens, beyond saved")
         gathered = k if plan.sharding == "zero2" else 1 + (k > 1 and shards > 1)
         reducing = block if k < layers and not unsynced else 0
@@ -232,11 +234,16 @@ def cpu_parts(config: LlamaConfig, plan: Plan, async_checkpoints: bool = False) 
         ("copy for checkpoints", 12, async_checkpoints),
     ]
     ranks = f" / {plan.shard_ranks} ranks" if plan.shard_ranks > 1 else ""
-    return [
+    found = [
         Part(name, size * total / plan.shard_ranks, f"{size} bytes x {total:,} parameters{ranks}")
         for name, size, there in needed
         if there
     ]
+    if config.offload_activations:
+        layers, n_tokens = config.n_layer - 1, plan.batch_size * config.block_size
+        how = f"{itemsize * config.n_embd:,} bytes x {layers} layers x {n_tokens:,} tokens"
+        found.append(Part("saved activations", itemsize * config.n_embd * layers * n_tokens, how))
+    return found
 
 
 def table(config: LlamaConfig, plan: Plan) -> str:

@@ -29,6 +29,7 @@ from torch.utils.checkpoint import checkpoint
 
 import kernels
 import kernels.reference
+from activations import Inputs, offloaded_checkpoint
 
 
 @dataclass(frozen=True)
@@ -48,6 +49,8 @@ class LlamaConfig:
     fused_loss: bool = True  # False: the logits held whole, the loss in plain PyTorch
     attention: str = "auto"  # 'triton': kernels/flash_attention.py, 'sdpa': PyTorch's; 'auto': the faster one
     activation_checkpointing: str = "none"  # 'selective' recomputes gate_up_proj in backward; 'full' whole blocks
+    offload_activations: bool = False  # what 'full' keeps goes to the CPU's memory: activations.py
+    mlp_chunks: int = 1  # slices of the tokens in which the MLP is computed, where it is recomputed in backward
 
     def __post_init__(self):
         if min(self.n_layer, self.n_head, self.n_kv_head, self.n_embd, self.ffn_dim, self.vocab_size) < 1:
@@ -60,6 +63,10 @@ class LlamaConfig:
             raise ValueError(f"n_head {self.n_head} must be a multiple of n_kv_head {self.n_kv_head}")
         if self.activation_checkpointing not in ("none", "selective", "full"):
             raise ValueError(f"activation_checkpointing {self.activation_checkpointing!r}: none, selective or full")
+        if self.offload_activations and self.activation_checkpointing != "full":
+            raise ValueError("offload_activations needs activation_checkpointing 'full'")
+        if self.mlp_chunks < 1 or (self.mlp_chunks > 1 and self.activation_checkpointing == "none"):
+            raise ValueError(f"mlp_chunks {self.mlp_chunks}: at least 1, and 1 without activation_checkpointing")
         if self.attention not in ("auto", "sdpa", "triton"):
             raise ValueError(f"attention {self.attention!r}: auto, sdpa or triton")
         if self.attention == "triton" and self.head_dim not in (16, 32, 64, 128):
@@ -189,7 +196,8 @@ class MLP(nn.Module):
         super().__init__()
         self.gate_up_proj = nn.Linear(config.n_embd, 2 * config.ffn_dim, bias=False)
         self.down_proj = nn.Linear(config.ffn_dim, config.n_embd, bias=False)
-        self.keep_gate_up = config.activation_checkpointing != "selective"
+        self.keep_gate_up = config.activation_checkpointing != "selective" and config.mlp_chunks == 1
+        self.chunks = config.mlp_chunks
         self.need_y = True
         self.swiglu_mlp = kernels.swiglu_mlp if config.fused_kernels else kernels.reference.swiglu_mlp
 
@@ -197,7 +205,7 @@ class MLP(nn.Module):
         """What the MLP adds to the residual stream x + residual, and that sum: both (B, T, C)."""
         return self.swiglu_mlp(  # norm, C -> 2F, silu(gate) * up, F -> C
             x, residual, norm.weight, self.gate_up_proj.weight, self.down_proj.weight, norm.eps,
-            self.keep_gate_up, self.need_y,
+            self.keep_gate_up, self.need_y, self.chunks,
         )  # fmt: skip
 
     # `with mlp:` while a checkpoint computes again what backward needs: of down_proj that is the input alone.
@@ -218,10 +226,16 @@ class Block(nn.Module):
         self.mlp_norm = RMSNorm(config)
         self.mlp = MLP(config)
         self.checkpointing = config.activation_checkpointing == "full"
+        self.inputs, self.last = (
+            None,
+            False,
+        )  # with offload_activations: where they go, and whether it is the last block
 
     def forward(self, x, delta, cos, sin, cache=None):
         """x (B, T, C) and delta (B, T, C) or None, their sum the block's input; returns two addends of its output."""
         if self.checkpointing and torch.is_grad_enabled():
+            if self.inputs is not None:
+                return offloaded_checkpoint(self, self.inputs, self.last, x, cos, sin)
             # Inside the block, so that FSDP has gathered the weights whenever the recomputation runs.
             options = {"use_reentrant": False, "preserve_rng_state": False}
             if not torch.compiler.is_compiling():  # the compiler finds out by itself what nobody reads
@@ -245,6 +259,10 @@ class Llama(nn.Module):
         self.lm_head = nn.Linear(config.n_embd, config.vocab_size, bias=False)
         if config.tie_embeddings:
             self.lm_head.weight = self.tok_embeddings.weight
+        if config.offload_activations:
+            inputs = Inputs()
+            for layer in self.layers:
+                layer.inputs, layer.last = inputs, layer is self.layers[-1]
 
     def to_empty(self, **kwargs):
         """As nn.Module's, which would give a tied head a weight of its own."""
@@ -267,6 +285,8 @@ class Llama(nn.Module):
         if end > self.config.block_size:
             raise ValueError(f"{end} positions, but block_size is {self.config.block_size}")
         x, delta = self.tok_embeddings(tokens), None  # (B, T, C)
+        if self.layers[0].inputs is not None:
+            self.layers[0].inputs.clear()
         # The kernels turn q and k in fp32, so the tables stay fp32 beside bf16 weights.
         wide = torch.promote_types(x.dtype, torch.float32)
         cos, sin = rope_tables(self.config, start, end, tokens.device, wide)

@@ -184,6 +184,9 @@ OPERATIONS = {
     "swiglu_mlp_recomputed": Operation(
         partial(kernels.swiglu_mlp, eps=EPS, keep_gate_up=False), swiglu_mlp_oracle,
         lambda n, c, dtype: half_block_inputs(n, c, dtype, (48, c), (20, 24))),
+    "swiglu_mlp_in_chunks": Operation(
+        partial(kernels.swiglu_mlp, eps=EPS, keep_gate_up=False, chunks=3), swiglu_mlp_oracle,
+        lambda n, c, dtype: half_block_inputs(n, c, dtype, (48, c), (20, 24))),
     "swiglu": Operation(partial(kernels.swiglu), partial(glu_oracle, activation=F.silu), gate_up_inputs),
     "geglu_tanh": Operation(
         partial(kernels.geglu, approximate="tanh"),
@@ -199,7 +202,13 @@ OPERATIONS = {
         lambda n, v, dtype: ((randn(n, 24, dtype=dtype), randn(v, 24, dtype=dtype)), (loss_targets(n, v),))),
 }
 # fmt: on
-MATMULS = ("rms_norm_linear", "swiglu_mlp", "swiglu_mlp_recomputed", "linear_cross_entropy")
+MATMULS = (
+    "rms_norm_linear",
+    "swiglu_mlp",
+    "swiglu_mlp_recomputed",
+    "swiglu_mlp_in_chunks",
+    "linear_cross_entropy",
+)  # fmt: skip
 ROW_OPERATIONS = [name for name in OPERATIONS if name not in ("cross_entropy", *MATMULS)]
 each_operation = pytest.mark.parametrize("name", OPERATIONS)
 
@@ -1255,6 +1264,8 @@ ERRORS = [
     ("swiglu_mlp", (zeros(2, 4), zeros(2, 4), zeros(4), zeros(6, 4), zeros(4, 6)), {},
      r"down_weight torch.float32 (4, 6): expected torch.float32 (outputs, 3)"),
     ("swiglu_mlp", (zeros(2, 4), zeros(2, 4), zeros(4), zeros(7, 4), zeros(4, 3)), {}, r"gate_up_weight has 7 rows"),
+    ("swiglu_mlp", (zeros(2, 4), zeros(2, 4), zeros(4), zeros(6, 4), zeros(4, 3)), {"chunks": 2},
+     r"chunks is 2: at least 1, and 1 where gate_up is kept whole"),
     ("adamw", (zeros(4, 3).T, *[zeros(3, 4)] * 4, zeros(4), 0.9, 0.95, 1e-8, 0.0), {},
      r"parameter is torch.float32 (3, 4) with strides (1, 3), expected (3, 4), contiguous"),
     ("adamw", (zeros(4), zeros(3), zeros(4), zeros(4), zeros(4), zeros(4), 0.9, 0.95, 1e-8, 0.0), {},

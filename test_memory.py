@@ -224,7 +224,7 @@ def test_what_is_gathered_by_hand():
         assert {part.name: part.bytes for part in parts}["gathered weights"] == 2 * (root + blocks * block)
 
 
-MEASURED = [  # GiB on H200s: block_size, activation_checkpointing, plan
+MEASURED_SINCE = [  # GiB on H200s: block_size, activation_checkpointing, plan
     (25.45, 1024, "none", Plan(4, 4)),
     (15.69, 1024, "none", Plan(4, 2, world_size=2, shard_ranks=2)),
     (17.39, 1024, "none", Plan(4, 2, world_size=2, shard_ranks=2, sharding="zero2")),
@@ -240,7 +240,7 @@ MEASURED = [  # GiB on H200s: block_size, activation_checkpointing, plan
 ]
 
 
-@pytest.mark.parametrize("gib, block_size, checkpointing, plan", MEASURED)
+@pytest.mark.parametrize("gib, block_size, checkpointing, plan", MEASURED_SINCE)
 def test_sharded_accumulated_and_offloaded_runs_take_what_was_measured(gib, block_size, checkpointing, plan):
     config = replace(LLAMA_1B, block_size=block_size, activation_checkpointing=checkpointing)
     assert memory.peak_gib(config, plan) == pytest.approx(gib, rel=0.01)
@@ -253,6 +253,18 @@ def test_unsynced_micro_batches_keep_all_gradients_on_every_rank():
         for sync in (True, False)
     )
     assert unsynced["sums of micro-batches"] == 8 * synced["sums of micro-batches"] == 4 * 8_030_261_248
+
+
+def test_offloaded_activations_and_a_sliced_mlp_leave_a_slope_of_one_block():
+    """Bytes for each token more: without them the checkpoints of 16 layers and the MLP's 6F are in it."""
+    full = replace(LLAMA_1B, activation_checkpointing="full")
+    slopes = []
+    for config in (full, replace(full, offload_activations=True, mlp_chunks=16)):
+        gib = [memory.peak_gib(config, Plan(batch_size)) for batch_size in (64, 128)]
+        slopes.append((gib[1] - gib[0]) * 2**30 / 64 / config.block_size)
+    assert slopes[0] > 16 * 4096 + 6 * 2 * 8192 and slopes[1] < slopes[0] / 3, slopes
+    (part,) = memory.cpu_parts(replace(full, offload_activations=True), Plan(64))
+    assert part.bytes == 15 * 4096 * 64 * full.block_size
 
 
 def test_offload_moves_bytes_to_the_cpu():

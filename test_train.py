@@ -224,6 +224,9 @@ def test_accumulating_4_micro_batches_equals_one_of_4_times_the_size(train, tmp_
         dict(fused_kernels=False),
         dict(fused_kernels=False, fused_loss=False),
         dict(fused_kernels=False, activation_checkpointing="full"),
+        dict(activation_checkpointing="selective", mlp_chunks=3),
+        dict(activation_checkpointing="full", mlp_chunks=3, offload_activations=True),
+        dict(fused_kernels=False, activation_checkpointing="full", mlp_chunks=2, offload_activations=True),
         dict(offload="optimizer"),
         dict(offload="optimizer", batch_size=1, gradient_accumulation_steps=4),
         dict(offload="all"),
@@ -266,6 +269,15 @@ def test_offloaded_to_the_cpu_the_losses_stay(train, tmp_path, offload, dtype, p
     assert not any(x.is_cuda for kind in (run["optimizer"].w, run["optimizer"].m) for x in kind.values())
     # One rounding of a bfloat16 weight that falls otherwise shows in the fifth digit.
     assert_close(step_losses(tmp_path / "gpu"), step_losses(tmp_path / "cpu"), 1e-5 if dtype == "float32" else 2e-3)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_activations_come_back_from_the_cpu_as_they_went(train, tmp_path):
+    """Bit for bit, also from step to step, where the pinned memory is used again."""
+    settings = dict(device="cuda", activation_checkpointing="full", n_layer=5, max_iters=12)
+    for offload_activations in (False, True):
+        train(out_dir=tmp_path / str(offload_activations), offload_activations=offload_activations, **settings)
+    assert losses(tmp_path / "True") == losses(tmp_path / "False")
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
@@ -477,7 +489,7 @@ LONGER = SMALL | SHORT | dict(gradient_accumulation_steps=4, max_iters=30, eval_
         (2, dict(sync_every_micro_batch=False)),
         (4, dict(sharding="hybrid", shard_ranks=2)),
         (2, dict(sharding="hybrid")),  # one machine: no copies beyond
-        (2, dict(offload="all")),
+        (2, dict(offload="all", activation_checkpointing="full", offload_activations=True, mlp_chunks=2)),
         (4, dict(offload="optimizer", sharding="hybrid", shard_ranks=2)),
     ],
     ids=str,

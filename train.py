@@ -96,6 +96,8 @@ grad_clip = 1.0  # gradients are scaled down to this norm; 0: never
 device: Literal["auto", "cuda", "cpu"] = "auto"  # auto: cuda where there is one
 dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"  # of compute; auto: bfloat16 on cuda, else float32
 activation_checkpointing: Literal["none", "selective", "full"] = "none"  # recompute: what is free; gate_up_proj; all
+offload_activations = False  # what full checkpointing keeps goes to the CPU's memory
+mlp_chunks = 1  # with checkpointing: the MLP in so many slices of the tokens, for long contexts and large batches
 compile = False  # torch.compile the blocks: a minute at the start
 cuda_graph = False  # replay a step as one CUDA graph, on one GPU: a small model waits for its launches otherwise
 seed = 1337  # of the weights and of the order of the data
@@ -177,6 +179,8 @@ if master:  # held open and locked: two runs in one folder would delete each oth
         stop(f"cannot write to out_dir {out_dir}: {error.strerror}")
 if copy_engines and (shard_ranks > ranks.local_world_size or not ranks.gpus_reach_each_other()):
     stop("copy_engines needs the ranks that shard a model on one host, and its GPUs to reach each other's memory")
+if offload_activations and (compile or cuda_graph):
+    stop("offload_activations works without compile and cuda_graph")
 cuda_graph = cuda_graph and device != "cpu"
 if cuda_graph and (world_size > 1 or offload != "none"):
     stop("cuda_graph works on one GPU that holds all: add --cuda_graph=false")
@@ -299,7 +303,7 @@ MODEL_SETTINGS = ("n_layer", "n_head", "n_kv_head", "n_embd", "ffn_dim", "vocab_
 HARMLESS_SETTINGS = ("out_dir", "init_from", "eval_interval", "eval_iters", "log_interval", "keep_last", "wandb_log",
                      "wandb_project", "wandb_run_name", "device", "compile", "cuda_graph", "sharding", "shard_ranks",
                      "sync_every_micro_batch", "async_save", "profile", "offload", "copy_engines",
-                     "timeout")  # fmt: skip
+                     "offload_activations", "timeout")  # fmt: skip
 first_step, changed, resume_seconds = 0, [], None
 found = checkpoint.newest(out_dir)
 if found and init_from == "scratch":

@@ -16,6 +16,8 @@ torchtitan    The package itself: its model, checkpointing, compilation and shar
 hf            transformers' LlamaForCausalLM in pure bf16: weights, gradients and optimizer states.
 hf-compiled   The same under torch.compile.
 hf-liger      The same under Liger-Kernel's patches, its fused linear cross-entropy among them.
+hf-masters    hf with float32 weights, gradients and optimizer states and bf16 compute, through FSDP2; hf-offload keeps
+              them in the CPU's memory, where AdamW works too. hf-liger-masters and hf-liger-offload likewise.
 """
 
 import functools
@@ -36,7 +38,7 @@ import torch.nn as nn
 import torch.nn.functional as F
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
@@ -182,7 +184,8 @@ def checkpointed(block: nn.Module, checkpointing: str) -> nn.Module:
 
 def mesh_of_all_ranks(device: torch.device):
     store = {"store": dist.HashStore()} if RANKS == 1 else {}  # torchrun's, where it runs
-    backend, bound = ("nccl", {"device_id": device}) if device.type == "cuda" else ("gloo", {})
+    # gloo beside NCCL: the norm of offloaded gradients is summed on the CPU
+    backend, bound = ("cpu:gloo,cuda:nccl", {"device_id": device}) if device.type == "cuda" else ("gloo", {})
     dist.init_process_group(backend, rank=RANK, world_size=RANKS, **store, **bound)
     return init_device_mesh(device.type, (RANKS,))
 
@@ -267,6 +270,22 @@ def build_hf(c: LlamaConfig, checkpointing: str, device, compiled=False, liger=F
     return model, lambda tokens, targets: run(input_ids=tokens, labels=targets, shift_labels=targets).loss
 
 
+def build_hf_masters(c: LlamaConfig, checkpointing: str, device: torch.device, liger=False, offload=False):
+    """float32 weights, which FSDP2 hands to forward and backward in bf16, block by block."""
+    model, loss_of = build_hf(c, checkpointing, device, liger=liger, dtype=torch.float32)
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32, cast_forward_inputs=False)
+    offload_policy = CPUOffloadPolicy(pin_memory=device.type == "cuda") if offload else OffloadPolicy()
+    options = {"mesh": mesh_of_all_ranks(device), "mp_policy": policy, "offload_policy": offload_policy}
+    for layer in model.model.layers:
+        fully_shard(layer, **options)
+    fully_shard(model, **options)  # with embedding and head: tied, they are one parameter
+    if offload:
+        torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // RANKS))  # AdamW's
+    gc.collect()
+    torch.cuda.empty_cache()  # of the whole model, as it was built
+    return model, loss_of
+
+
 BUILDERS = {
     "recipe": build_recipe,
     "recipe-zero2": functools.partial(build_recipe, sharding="zero2"),
@@ -274,6 +293,10 @@ BUILDERS = {
     "hf": build_hf,
     "hf-compiled": functools.partial(build_hf, compiled=True),
     "hf-liger": functools.partial(build_hf, liger=True),
+    "hf-masters": build_hf_masters,
+    "hf-liger-masters": functools.partial(build_hf_masters, liger=True),
+    "hf-offload": functools.partial(build_hf_masters, offload=True),
+    "hf-liger-offload": functools.partial(build_hf_masters, liger=True, offload=True),
 }
 
 
@@ -292,7 +315,8 @@ def train_step(model: nn.Module, loss_of, optimizer, tokens, targets) -> list[fl
     optimizer.step()
     del grads
     optimizer.zero_grad()
-    return torch.stack([loss.detach().float(), norm.float()]).tolist()  # the one synchronisation
+    # the one synchronisation; an offloaded model's norm is on the CPU
+    return torch.stack([loss.detach().float(), norm.float().to(loss.device)]).tolist()
 
 
 def batches(n_batches: int, batch: int, block: int, device) -> torch.Tensor:
@@ -330,8 +354,10 @@ def own_device() -> torch.device:
     return torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)))
 
 
-def measure(arm: str, config: str, batch: int, block: int, checkpointing="none", steps=20, **changes) -> dict:
-    """Trains an arm for WARMUP_STEPS + steps; the median step, and the peak memory of the rank that needs most.
+def measure(
+    arm: str, config: str, batch: int, block: int, checkpointing="none", steps=20, warmup=WARMUP_STEPS, **changes
+) -> dict:
+    """Trains an arm for warmup + steps; the median step, and the peak memory of the rank that needs most.
 
     batch is a rank's; tokens a second and losses are those of all ranks.
     """
@@ -343,23 +369,25 @@ def measure(arm: str, config: str, batch: int, block: int, checkpointing="none",
     model, loss_of = BUILDERS[arm](c, checkpointing, device)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, betas=(0.9, 0.95), weight_decay=0.1, fused=True)
     times, losses = [], []
-    for step, blocks in enumerate(batches(WARMUP_STEPS + steps, batch, block, device)):
-        if step == WARMUP_STEPS:
+    for step, blocks in enumerate(batches(warmup + steps, batch, block, device)):
+        if step == warmup:
             gc.collect()
             gc.disable()  # as torchtitan: no collection in the middle of a step
             torch.cuda.reset_peak_memory_stats()
         started = time.perf_counter()
         losses.append(train_step(model, loss_of, optimizer, blocks[:, :-1].contiguous(), blocks[:, 1:].contiguous())[0])
         times.append(time.perf_counter() - started)
-    seconds = sorted(times[WARMUP_STEPS:])[steps // 2]
+    seconds = sorted(times[warmup:])[steps // 2]
     tok_per_s = RANKS * batch * block / seconds
     first, last = over_ranks([losses[0] / RANKS, losses[-1] / RANKS], dist.ReduceOp.SUM, device)
-    (peak_gib,) = over_ranks([torch.cuda.max_memory_allocated() / 2**30], dist.ReduceOp.MAX, device)
+    peaks = [torch.cuda.max_memory_allocated() / 2**30, torch.cuda.max_memory_reserved() / 2**30]
+    peak_gib, reserved_gib = over_ranks(peaks, dist.ReduceOp.MAX, device)
     return {
         "ms_per_step": seconds * 1000,
         "tok_per_s": tok_per_s,
         "mfu": mfu(c, tok_per_s / RANKS, torch.cuda.get_device_name()),
         "peak_gib": peak_gib,
+        "reserved_gib": reserved_gib,
         "first_loss": first,
         "last_loss": last,
     }

@@ -2,6 +2,7 @@
 
 import math
 import textwrap
+from collections import Counter
 from functools import partial
 from itertools import groupby
 from pathlib import Path
@@ -11,7 +12,7 @@ import matplotlib
 matplotlib.use("Agg")  # into files: no window, no display
 import matplotlib.pyplot as plt
 
-from benchmarks import gpus, report, step
+from benchmarks import gpus, report, snapshot, step, swept
 
 COLORS = {  # ours stands out; the same arm has the same color in every panel
     "nanocria": "#c2410c", "eager": "#9ca3af", "torch": "#4b5563", "compile": "#0f766e", "liger": "#2563eb",
@@ -23,6 +24,13 @@ STEP_COLORS = dict(
 GPUS_COLORS = dict(
     zip(gpus.ARMS, ["#c2410c", "#fb923c", "#7c2d12", "#2563eb", "#1e3a8a", "#93c5fd"], strict=True)
 )  # fmt: skip
+SWEEP_COLORS = dict(
+    zip(swept.TITLES, ["#c2410c", "#fb923c", "#7c2d12", "#9ca3af", "#2563eb", "#0f766e"], strict=True)
+)  # fmt: skip
+PART_COLORS = dict(
+    zip(snapshot.PARTS, ["#1e3a8a", "#2563eb", "#0f766e", "#c2410c", "#9333ea", "#f59e0b", "#9ca3af"], strict=True)
+)  # fmt: skip
+DASHES = ["-", "--", "-.", ":"]
 MARKS = dict(zip(step.CHECKPOINTING, "osv", strict=True))
 PASSES = {"forward": "fwd", "backward": "bwd", "inference": "loss alone", "both": "both"}
 
@@ -166,6 +174,77 @@ def draw_gpus(record: dict, path: Path) -> None:
         left.plot([], [], mark, color="gray", label=f"8B, checkpointing: {checkpointing}")
     figure.legend(*left.get_legend_handles_labels(), fontsize=8, frameon=False, ncols=3, loc="lower center")
     figure.tight_layout(rect=(0, 0.18, 1, 1))
+    save(figure, path)
+
+
+def draw_sweep(record: dict, path: Path) -> None:
+    """A column for batches and one for contexts; tokens a second above peak memory, both against the size."""
+    kinds = [kind for kind in swept.ROWS if swept.done(record[kind])]
+    figure, grid = plt.subplots(2, len(kinds), figsize=(5 * len(kinds) + 1, 7.5), dpi=150, squeeze=False, sharex="col")
+    names, handles = swept.labels([row for kind in kinds for row in record[kind]]), {}
+    for kind, (speed, memory) in zip(kinds, grid.T, strict=True):
+        rows = record[kind]
+        used = Counter()
+        for series, of_series in swept.by_series(rows, kind).items():
+            arm = of_series[0]["arm"]
+            style = {"color": SWEEP_COLORS[arm], "linestyle": DASHES[used[arm] % len(DASHES)]}
+            used[arm] += 1
+            handles |= {names[series]: draw_series(speed, memory, of_series, kind, style)}
+        limit = rows[0]["limit_gib"]
+        if limit:
+            memory.axhline(limit, color="black", linewidth=1)
+            memory.annotate(f"limit: {limit:g} GiB", (0.02, limit), xycoords=("axes fraction", "data"), fontsize=8,
+                            xytext=(0, 3), textcoords="offset points")  # fmt: skip
+        elsewhere = f"{rows[0]['block']:,} tokens a sequence" if kind == "batch" else f"batch {rows[0]['batch']}"
+        speed.set(ylabel="thousand tokens a second", ylim=(0, None), title=f"{swept.SIZE[kind]} grows, {elsewhere}")
+        unit = "batch, sequences" if kind == "batch" else "context, tokens"
+        memory.set(xlabel=unit, ylabel="peak memory, GiB", ylim=(0, None), xscale="log")
+        sizes = sorted({row[swept.VARIES[kind]] for row in rows})
+        memory.set_xticks(sizes, [f"{size:,}" for size in sizes], rotation=60, fontsize=7)
+        memory.minorticks_off()
+    marks = [
+        ("out of memory", {"marker": "x", "linestyle": ""}),
+        ("memory.py's estimate", {"marker": ".", "linestyle": ""}),
+    ]
+    for name, style in marks:
+        handles[name] = grid[0, 0].plot([], [], color="black", **style)[0]
+    figure.legend(handles.values(), handles.keys(), fontsize=8, frameon=False, ncols=3, loc="lower center")
+    figure.tight_layout(rect=(0, 0.03 + 0.022 * math.ceil(len(handles) / 3), 1, 1))
+    save(figure, path)
+
+
+def draw_series(speed, memory, rows: list[dict], kind: str, style: dict):
+    """Its two lines; where it ran out of memory, a cross above its last peak; its estimates as black points."""
+    key, fits = swept.VARIES[kind], swept.done(rows)
+    sizes = [row[key] for row in fits]
+    (handle,) = speed.plot(sizes, [row["tok_per_s"] / 1000 for row in fits], marker="o", markersize=3.5, **style)
+    memory.plot(sizes, [row["peak_gib"] for row in fits], marker="o", markersize=3.5, **style)
+    for row in rows:
+        if row.get("oom"):
+            top = row["limit_gib"] or max((r["peak_gib"] for r in fits), default=0)
+            memory.plot(row[key], top, "x", color=style["color"])
+            speed.plot(row[key], 0, "x", color=style["color"], clip_on=False)
+    estimated = [(row[key], row["estimated_gib"]) for row in fits if "estimated_gib" in row]
+    memory.plot(*zip(*estimated, strict=True) if estimated else ((), ()), ".", color="black", markersize=2.5, zorder=3)
+    return handle
+
+
+def draw_snapshot(record: dict, path: Path) -> None:
+    """What holds the memory during one step, stacked: a panel for each trainer."""
+    rows = [row for row in record["arms"] if "peak_gib" in row]
+    size = (4.5 * len(rows) + 1.5, 4.5)
+    figure, panels = plt.subplots(1, len(rows), figsize=size, dpi=150, sharey=True, squeeze=False, layout="constrained")
+    for axes, row in zip(panels[0], rows, strict=True):
+        axes.stackplot(row["at"], *row["gib"].values(), labels=row["gib"], colors=PART_COLORS.values())
+        axes.axhline(row["peak_gib"], color="black", linewidth=0.8, linestyle="--")
+        where = (
+            f"{row['batch']} x {row['block']:,} tokens, checkpointing {row['checkpointing']}, offload {row['offload']}"
+        )
+        axes.set_title(f"{swept.TITLES[row['arm']]}: {row['peak_gib']:.1f} GiB\n{where}", fontsize=9)
+        axes.set(xlabel="allocations and frees of one step, in their order")
+    panels[0][0].set(ylabel="GiB")
+    handles, names = panels[0][0].get_legend_handles_labels()
+    figure.legend(handles[::-1], names[::-1], fontsize=8, frameon=False, loc="outside right center")
     save(figure, path)
 
 

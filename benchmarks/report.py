@@ -7,6 +7,7 @@ between two markers, <!-- part --> and <!-- /part -->, and is made from records 
 import json
 import platform
 import subprocess
+from functools import partial
 from importlib import metadata
 from itertools import groupby
 from pathlib import Path
@@ -216,6 +217,32 @@ def gpus_tables() -> str:
 
 
 # ---------------------------------------------------------------------------------------------------------------------
+# What fits: rows of the sweeps of `bench.py`
+
+
+def sweep_part(name: str, tables: tuple[str, ...]) -> str:
+    """Of a record of benchmarks/sweep.py and each of its sweeps the tables named: what fits, all points."""
+    from benchmarks import swept
+
+    r, parts = load(name), []
+    makers = {"fits": swept.fits_table, "points": swept.sweep_table}
+    for kind in swept.ROWS:
+        if r[kind]:
+            about = "; tokens a second · peak GiB" if tables == ("points",) else ""
+            parts.append(f"{swept.what_was_swept(r, kind)}{about}:")
+            parts += [makers[table](r, kind) for table in tables]
+    close = swept.closeness(r)
+    return "\n\n".join([*parts, f"`{r['command']}` on {ran_on(r)}; {limits_of(r)}." + (f" {close}." if close else "")])
+
+
+def snapshot_table() -> str:
+    from benchmarks import snapshot
+
+    r = load("snapshot")
+    return f"{snapshot.parts_table(r)}\n\n`{r['command']}` on {ran_on(r)}."
+
+
+# ---------------------------------------------------------------------------------------------------------------------
 # The README
 
 PARTS = {  # name -> what makes it, the records that it needs
@@ -225,6 +252,11 @@ PARTS = {  # name -> what makes it, the records that it needs
     "steps": (steps_table, ("step",)),
     "breakdown": (breakdown_table, ("step",)),
     "gpus": (gpus_tables, ("gpus",)),
+    "fits": (partial(sweep_part, "study", ("fits",)), ("study",)),
+    "study": (partial(sweep_part, "study", ("points",)), ("study",)),
+    "sweep": (partial(sweep_part, "sweep", ("fits", "points")), ("sweep",)),
+    "snapshot": (snapshot_table, ("snapshot",)),
+    "study_8b": (partial(sweep_part, "study_8b", ("fits", "points")), ("study_8b",)),
 }
 
 
@@ -256,5 +288,10 @@ def write_readme() -> None:
         plots.draw_steps(load("step"), ASSETS / "step.png")
     if exists("gpus"):
         plots.draw_gpus(load("gpus"), ASSETS / "gpus.png")
+    for name in ("study", "sweep", "study_8b"):
+        if exists(name):
+            plots.draw_sweep(load(name), ASSETS / f"{name}.png")
+    if exists("snapshot"):
+        plots.draw_snapshot(load("snapshot"), ASSETS / "snapshot.png")
     readme = ROOT / "README.md"
     readme.write_text(render(readme.read_text()))

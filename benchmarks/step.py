@@ -39,10 +39,11 @@ ARMS = {
 }
 CHECKPOINTING = ["none", "selective", "full"]  # Hugging Face knows no selective
 PACKAGES = ("transformers", "liger_kernel", "torchtitan")  # whose versions the record keeps
-PIP = {"torchtitan": "torchtitan", "hf": "transformers", "hf-compiled": "transformers", "hf-liger": "liger-kernel"}
+PIP = {"torchtitan": "torchtitan", "hf": "transformers", "hf-compiled": "transformers", "hf-liger": "liger-kernel",
+       "liger": "liger-kernel transformers"}  # fmt: skip
 SHAPES = ["8x2048", "16x2048", "2x8192", "32x2048"]  # sequences x tokens
 TIMEOUT = 400  # seconds a point may take; compiling all of Hugging Face's model is a minute of it
-KEPT = ("ms_per_step", "tok_per_s", "mfu", "peak_gib", "estimated_gib", "oom", "failed")  # of train.py's summary
+KEPT = ("ms_per_step", "tok_per_s", "mfu", "peak_gib", "reserved_gib", "estimated_gib", "oom", "failed")  # of a summary
 BABY, BABY_BATCH, BABY_BLOCK = "config/baby_llama.py", 64, 256
 BABY_VOCAB = 257  # pystdlib's: bytes, and one token between files
 BABY_FLAGS = ["--cuda_graph=false", "--cuda_graph=false --compile=true", "--cuda_graph=true"]
@@ -167,24 +168,24 @@ def train_words(config: str, batch: int, block: int, checkpointing: str, out_dir
     return [config, *(f"--{name}={value}" for name, value in flags.items())]
 
 
-def train(words: list[str], out_dir: str, ranks: int = 1) -> dict:
-    """The summary that train.py leaves in out_dir, or why it leaves none."""
+def train(words: list[str], out_dir: str, ranks: int = 1, launch: Callable | None = None) -> dict:
+    """The summary that train.py leaves in out_dir, or why it leaves none. launch: run, or one like it."""
     summary = Path(out_dir) / "summary.json"
     summary.unlink(missing_ok=True)  # of the run that this one goes on with
-    _, printed = run(["train.py", *words], ranks)
+    _, printed = (launch or run)(["train.py", *words], ranks)
     return json.loads(summary.read_text()) if summary.exists() else failure(printed)
 
 
-def nanocria_point(config, batch, block, checkpointing, steps, flag="", ranks=1) -> dict:
+def nanocria_point(config, batch, block, checkpointing, steps, flag="", ranks=1, warmup=5, launch=None) -> dict:
     with tempfile.TemporaryDirectory() as out_dir:
         words = train_words(config, batch, block, checkpointing, out_dir, ranks)
-        summary = train([*words, *flag.split(), f"--max_iters={steps + 5}"], out_dir, ranks)
+        summary = train([*words, *flag.split(), f"--max_iters={steps + warmup}"], out_dir, ranks, launch)
         return {key: summary[key] for key in KEPT if key in summary}
 
 
-def peer_point(arm, config, batch, block, checkpointing, steps, ranks=1, **changes) -> dict:
+def peer_point(arm, config, batch, block, checkpointing, steps, ranks=1, launch=None, **changes) -> dict:
     spec = {"arm": arm, "config": config, "batch": batch, "block": block, "checkpointing": checkpointing}
-    point, printed = run(["-m", "benchmarks.peers", json.dumps(spec | {"steps": steps} | changes)], ranks)
+    point, printed = (launch or run)(["-m", "benchmarks.peers", json.dumps(spec | {"steps": steps} | changes)], ranks)
     return point or failure(printed)
 
 
@@ -245,7 +246,7 @@ def begin(name: str, words: list[str], kinds: Iterable[str], packages: tuple[str
     if facts is None:
         sys.exit(printed)
     print(f"{facts['device']}: copies {facts['copy_tb_s']:.2f} TB/s, matmuls {facts['matmul_tflops']:.0f} TFLOP/s")
-    command = shlex.join(["python", "bench.py", name, *words])
+    command = shlex.join(["python", "bench.py", *name.split(), *words])
     return report.origin(command, facts["device"], packages) | facts | {kind: [] for kind in kinds}
 
 

@@ -90,6 +90,17 @@ def sum_rows(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     return out
 
 
+def accumulate(total, a, b, first):
+    """total (fp32, or fp64 for fp64) = a @ b, plus what it held before unless this is the first of several."""
+    beta = 0 if first else 1  # with 0 the uninitialised total is never read
+    if a.dtype == total.dtype:
+        torch.addmm(total, a, b, beta=beta, out=total)
+    elif a.is_cuda:
+        torch.addmm(total, a, b, out_dtype=total.dtype, beta=beta, out=total)  # the tensor cores' own fp32 sums
+    else:
+        torch.addmm(total, a.to(total.dtype), b.to(total.dtype), beta=beta, out=total)
+
+
 def refuse_double_backward() -> None:
     """Every backward calls it: under create_graph=True autograd would take a kernel's results for constants."""
     if torch.is_grad_enabled() and not torch.compiler.is_compiling():

@@ -13,46 +13,63 @@ of what is left, and with keep_gate_up=False it is computed again from s, for tw
     keep_gate_up=False            C elements (4 KiB)            a matmul of 4·N·C·F FLOPs          an eighth of a step
 
 Saved besides: the weights and one fp32 rstd a row. Shapes: s, n (N, C), W (2F, C) with gate before up, V (C, F).
+
+What is computed again is as wide as what was: backward holds g, dg, dh and h, 6F elements a token. With chunks > 1 the
+rows pass through the MLP in so many slices, forward and backward, so that nothing F wide is there for more than one of
+them. Each slice's dW and dV are added up in fp32 and rounded once.
 """
+
+from functools import partial
 
 import torch
 import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint
 
 from .glu import glu_backward, glu_forward, swiglu_reference
-from .launch import as_rows, use_triton
+from .launch import accumulate, as_rows, compute_dtype, use_triton
 from .rms_norm import check_norm, rms_norm_backward, rms_norm_forward, rms_norm_reference
 from .rms_norm_linear import check_projection
 
 
 def swiglu_mlp_reference(
-    x, residual, norm_weight, gate_up_weight, down_weight, eps=1e-5, keep_gate_up=True, need_y=True
+    x, residual, norm_weight, gate_up_weight, down_weight, eps=1e-5, keep_gate_up=True, need_y=True, chunks=1
 ):  # fmt: skip
     def mlp(total):
         normed = rms_norm_reference(total, norm_weight, eps)
         return F.linear(swiglu_reference(F.linear(normed, gate_up_weight)), down_weight)
 
     total = x + residual
-    return mlp(total) if keep_gate_up else checkpoint(mlp, total, use_reentrant=False, preserve_rng_state=False), total
+    if keep_gate_up:
+        return mlp(total), total
+    again = partial(checkpoint, mlp, use_reentrant=False, preserve_rng_state=False)
+    if chunks == 1:
+        return again(total), total
+    rows = as_rows(total)
+    y = torch.cat([again(rows[some]) for some in slices(len(rows), chunks)])
+    return y.unflatten(0, total.shape[:-1]), total
 
 
 class _SwiGLUMLP(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x, residual, norm_weight, gate_up_weight, down_weight, eps, keep_gate_up, need_y):
+    def forward(ctx, x, residual, norm_weight, gate_up_weight, down_weight, eps, keep_gate_up, need_y, chunks):
         normed, total, rstd = rms_norm_forward(x, residual, norm_weight, eps)
-        gate_up = F.linear(normed, gate_up_weight)
-        if need_y:
-            y = F.linear(glu_forward(gate_up, "silu"), down_weight)
-        else:
-            y = torch.empty(*x.shape[:-1], down_weight.shape[0], dtype=x.dtype, device=x.device)
-        ctx.save_for_backward(
-            total, norm_weight, rstd, gate_up_weight, down_weight, gate_up if keep_gate_up else None
-        )  # fmt: skip
-        ctx.eps = eps
+        y, gate_up = torch.empty(*x.shape[:-1], down_weight.shape[0], dtype=x.dtype, device=x.device), None
+        if keep_gate_up:
+            gate_up = F.linear(normed, gate_up_weight)
+            y = F.linear(glu_forward(gate_up, "silu"), down_weight) if need_y else y
+        elif need_y:
+            y_rows, normed = as_rows(y), as_rows(normed)
+            for rows in slices(len(y_rows), chunks):
+                hidden = glu_forward(F.linear(normed[rows], gate_up_weight), "silu")
+                torch.mm(hidden, down_weight.T, out=y_rows[rows])
+        ctx.save_for_backward(total, norm_weight, rstd, gate_up_weight, down_weight, gate_up)
+        ctx.eps, ctx.chunks = eps, chunks
         return y, total
 
     @staticmethod
     def backward(ctx, dy, dtotal):
+        if ctx.chunks > 1:
+            return _backward_in_chunks(ctx, dy, dtotal)
         total, norm_weight, rstd, gate_up_weight, down_weight, gate_up = ctx.saved_tensors
         need_dx, need_dresidual, need_dnorm, need_dgate_up, need_ddown = ctx.needs_input_grad[:5]
         if gate_up is None:
@@ -66,7 +83,40 @@ class _SwiGLUMLP(torch.autograd.Function):
             need_dx or need_dresidual, need_dnorm, need_y=need_dgate_up,
         )  # fmt: skip
         dweight = as_rows(dgate_up).T @ as_rows(normed) if need_dgate_up else None
-        return dx if need_dx else None, dx if need_dresidual else None, dnorm, dweight, ddown, None, None, None
+        return dx if need_dx else None, dx if need_dresidual else None, dnorm, dweight, ddown, *[None] * 4
+
+
+def slices(n_rows: int, chunks: int) -> list[slice]:
+    """The rows in so many parts, each but the last of one length; without rows one empty part."""
+    length = max(-(-n_rows // chunks), 1)
+    return [slice(start, start + length) for start in range(0, max(n_rows, 1), length)]
+
+
+def _backward_in_chunks(ctx, dy, dtotal):
+    total, norm_weight, rstd, gate_up_weight, down_weight, _ = ctx.saved_tensors
+    need_dx, need_dresidual, need_dnorm, need_dgate_up, need_ddown = ctx.needs_input_grad[:5]
+    total_rows, dy_rows = as_rows(total), as_rows(dy)
+    wide = compute_dtype(total)
+    dweight, ddown = (
+        torch.empty(weight.shape, dtype=wide, device=weight.device) if needed else None
+        for weight, needed in ((gate_up_weight, need_dgate_up), (down_weight, need_ddown))
+    )
+    dnormed = torch.empty_like(total)
+    for rows in slices(len(total_rows), ctx.chunks):
+        normed = rms_norm_forward(total_rows[rows], None, norm_weight, ctx.eps)[0]
+        gate_up = F.linear(normed, gate_up_weight)
+        dgate_up, hidden = glu_backward(dy_rows[rows] @ down_weight, gate_up, "silu", need_y=need_ddown)
+        del gate_up
+        if need_ddown:
+            accumulate(ddown, dy_rows[rows].T, hidden, first=rows.start == 0)
+        del hidden
+        if need_dgate_up:
+            accumulate(dweight, dgate_up.T, normed, first=rows.start == 0)
+        torch.mm(dgate_up, gate_up_weight, out=as_rows(dnormed)[rows])
+    need_sum = need_dx or need_dresidual
+    dx, dnorm, _ = rms_norm_backward(dnormed, dtotal, total, norm_weight, rstd, need_sum, need_dnorm, need_y=False)
+    dweight, ddown = (x if x is None else x.to(total.dtype) for x in (dweight, ddown))
+    return dx if need_dx else None, dx if need_dresidual else None, dnorm, dweight, ddown, *[None] * 4
 
 
 def swiglu_mlp(
@@ -78,19 +128,22 @@ def swiglu_mlp(
     eps: float = 1e-5,
     keep_gate_up: bool = True,
     need_y: bool = True,
+    chunks: int = 1,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """(swiglu(rms_norm(x + residual) @ gate_up_weight.T) @ down_weight.T, x + residual) (Shazeer, 2020).
 
     x and residual (..., C) of one dtype and any strides, norm_weight (C,) of any dtype, gate_up_weight (2F, C) and
     down_weight (O, F) of x's. Returns (..., O) and (..., C) in x's dtype. keep_gate_up: whether the (..., 2F)
     projection is kept for backward or computed again. need_y=False leaves the first result uninitialised,
-    for a checkpoint that runs forward again: backward does not need it. ValueError on shapes or dtypes.
+    for a checkpoint that runs forward again: backward does not need it. chunks: in how many slices the rows pass
+    through the MLP; more than one with keep_gate_up=False only. ValueError on shapes or dtypes.
     """
     check_norm(x, residual, norm_weight)
     check_projection("gate_up_weight", gate_up_weight, x.shape[-1], x.dtype)
     if gate_up_weight.shape[0] % 2:
         raise ValueError(f"gate_up_weight has {gate_up_weight.shape[0]} rows: gate above up make an even number")
     check_projection("down_weight", down_weight, gate_up_weight.shape[0] // 2, x.dtype)
-    if not use_triton(x):
-        return swiglu_mlp_reference(x, residual, norm_weight, gate_up_weight, down_weight, eps, keep_gate_up)
-    return _SwiGLUMLP.apply(x, residual, norm_weight, gate_up_weight, down_weight, eps, keep_gate_up, need_y)
+    if chunks < 1 or (chunks > 1 and keep_gate_up):
+        raise ValueError(f"chunks is {chunks}: at least 1, and 1 where gate_up is kept whole")
+    options = norm_weight, gate_up_weight, down_weight, eps, keep_gate_up, need_y, chunks
+    return (_SwiGLUMLP.apply if use_triton(x) else swiglu_mlp_reference)(x, residual, *options)

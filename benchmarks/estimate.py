@@ -1,0 +1,163 @@
+"""What fits in a card, from the configuration alone: no GPU is needed, nothing is allocated (memory.py).
+
+    python bench.py estimate                                      config/llama32_1b.py on an RTX 4090
+    python bench.py estimate card=a100-40 block_size=8192         or card=24, GiB
+    python bench.py estimate config=config/llama31_8b.py card=h100 ranks=8 checkpointing=full offload=none batch_size=2
+    python bench.py estimate --fused_loss=false                   any setting of train.py that memory depends on
+    python bench.py estimate check                                beside the peaks that the sweeps have measured
+
+The largest batch for each activation checkpointing and offload; then, for one of them, the parts at the peak with their
+arithmetic: for the one that the words name, or the first that fits, and its largest batch, or batch_size=...
+"""
+
+import json
+import re
+import sys
+from dataclasses import replace
+
+import memory
+from benchmarks import step
+from benchmarks.peers import llama_config
+from configurator import read
+from memory import GIB, Plan
+from model import LlamaConfig
+
+CARDS = {  # GiB, as PyTorch reports them (total_memory): less than the makers' GB
+    "3090": 23.7, "4090": 23.6, "a100-40": 39.4, "a100-80": 79.1, "h100": 79.1, "h200": 139.8,
+}  # fmt: skip
+OUTSIDE_GIB = 1.5  # for the CUDA context, NCCL and what the allocator holds in reserve: see memory.py
+OFFLOAD = ["none", "optimizer", "all"]
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Words
+
+
+def parse(words: list[str]) -> dict:
+    """The options; ValueError with a sentence for a slip."""
+    flags = read_flags(word for word in words if word.startswith("--"))
+    names = [*LlamaConfig.__dataclass_fields__, *Plan.__dataclass_fields__]
+    for name in flags:
+        if name not in names:
+            hint = step.did_you_mean(name, names)
+            raise ValueError(f"--{name}: memory does not depend on such a setting{hint}")
+    options = {key: [] for key in ("block_size", "batch_size", "checkpointing", "offload")}
+    options |= {"config": [step.CONFIG], "card": ["4090"], "ranks": ["1"]}
+    choices = {"checkpointing": step.CHECKPOINTING, "offload": OFFLOAD}
+    words = [word for word in words if not word.startswith("--")]
+    _, options = step.read_words(words, options, [], choices)
+    options = {key: ",".join(values) for key, values in options.items()}
+    for key in ("block_size", "batch_size", "ranks"):
+        options[key] = step.whole(key, options[key]) if options[key] else None
+    return options | {"flags": flags, "gib": card_gib(options["card"])}
+
+
+def read_flags(flags) -> dict:
+    """--name=value, as train.py reads them."""
+    pairs = (flag.removeprefix("--").partition("=") for flag in flags)
+    return {name: read(text) if equals else True for name, equals, text in pairs}
+
+
+def card_gib(card: str) -> float:
+    if card.lower() in CARDS:
+        return CARDS[card.lower()]
+    if re.fullmatch(r"\d+(\.\d+)?", card) and 0 < float(card) < 1000:
+        return float(card)
+    hint = step.did_you_mean(card, CARDS)
+    raise ValueError(f"card={card}: there are {', '.join(CARDS)}, or a number of GiB, as in card=24{hint}")
+
+
+def situation(path: str, ranks: int, settings: dict) -> tuple[LlamaConfig, Plan]:
+    """The model of a config file and what a rank does with it, under some of train.py's settings."""
+    try:
+        model = llama_config(path)
+    except FileNotFoundError:
+        raise ValueError(f"config={path}: there is no such file") from None
+    plan = Plan(batch_size=1, world_size=ranks, shard_ranks=ranks)
+    return memory.changed(model, plan, settings)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Answers
+
+
+def largest(config: LlamaConfig, plan: Plan, gib: float) -> dict[tuple[str, str], int]:
+    """The largest batch_size for each (activation_checkpointing, offload); 0 where no sequence fits."""
+    found = {}
+    for checkpointing in step.CHECKPOINTING:
+        for offload in OFFLOAD:
+            at = replace(config, activation_checkpointing=checkpointing), replace(plan, offload=offload)
+            found[checkpointing, offload] = memory.largest_batch(*at, gib)
+    return found
+
+
+def chosen(options: dict, found: dict) -> tuple[str, str]:
+    """The checkpointing and offload whose parts are shown: as the words say, the first that fits."""
+    fitting = [at for at in found if options["checkpointing"] in ("", at[0]) and options["offload"] in ("", at[1])]
+    by_cost = sorted(fitting, key=lambda at: (OFFLOAD.index(at[1]), step.CHECKPOINTING.index(at[0])))
+    return next((at for at in by_cost if found[at]), by_cost[-1])
+
+
+def grid(found: dict, cpu_gib: dict) -> str:
+    """Batches by checkpointing (down) and offload (across), and the CPU memory of each offload."""
+    rows = [["largest batch, activation_checkpointing", *(f"offload={offload}" for offload in OFFLOAD)]]
+    rows += [[f"  {at}", *(str(found[at, offload] or "-") for offload in OFFLOAD)] for at in step.CHECKPOINTING]
+    rows.append(["CPU memory of all ranks", *(f"{cpu_gib[offload]:.1f} GiB" for offload in OFFLOAD)])
+    return "\n".join(f"{first:<42}" + "".join(f"{cell:>18}" for cell in cells) for first, *cells in rows)
+
+
+def cpu_gib(config: LlamaConfig, plan: Plan) -> float:
+    """Pinned CPU memory of all ranks."""
+    return plan.world_size * sum(part.bytes for part in memory.cpu_parts(config, plan)) / GIB
+
+
+def estimate(options: dict) -> tuple[str, dict]:
+    """What one reads, and the same as numbers."""
+    flags = options["flags"] | ({"block_size": options["block_size"]} if options["block_size"] else {})
+    config, plan = situation(options["config"], options["ranks"], flags)
+    gib = options["gib"] - OUTSIDE_GIB
+    found = largest(config, plan, gib)
+    checkpointing, offload = chosen(options, found)
+    batch = options["batch_size"] or max(found[checkpointing, offload], 1)
+    config = replace(config, activation_checkpointing=checkpointing)
+    plan = replace(plan, batch_size=batch, offload=offload)
+    on_cpu = {name: cpu_gib(config, replace(plan, offload=name)) for name in OFFLOAD}
+    block, root = memory.n_params(config)
+    n_params, peak = root + config.n_layer * block, memory.peak_gib(config, plan)
+    ranks = f"{plan.world_size} ranks, each with " if plan.world_size > 1 else ""
+    lines = [
+        f"{options['config']}: {n_params:,} parameters, sequences of {config.block_size:,} tokens, {plan.dtype}",
+        f"{ranks}card={options['card']}: {options['gib']:.1f} GiB - {OUTSIDE_GIB} for the CUDA context and the "
+        f"allocator's reserve = {gib:.1f} GiB",
+        "",
+        grid(found, on_cpu),
+        "",
+        f"--activation_checkpointing={checkpointing} --offload={offload} --batch_size={batch}: "
+        + (f"{peak:.1f} GiB, it fits" if peak <= gib else f"{peak:.1f} GiB, it does not fit"),
+        memory.table(config, plan),
+    ]
+    parts = memory.cpu_parts(config, plan)
+    if parts:
+        lines += ["", "in the CPU's memory, of each rank:"]
+        lines += [f"{part.name:<28} {part.bytes / GIB:6.2f} GiB  {part.how}" for part in parts]
+    result = {
+        "config": options["config"], "card_gib": options["gib"], "usable_gib": gib, "ranks": plan.world_size,
+        "block_size": config.block_size, "largest_batch": {" ".join(at): n for at, n in found.items()},
+        "cpu_gib": on_cpu[offload], "activation_checkpointing": checkpointing, "offload": offload,
+        "batch_size": batch, "peak_gib": peak, "fits": peak <= gib,
+    }  # fmt: skip
+    return "\n".join(lines), result
+
+
+def main(words: list[str]) -> None:
+    if words and words[0] == "check":
+        from benchmarks import swept
+
+        swept.check(words[1:])
+        return
+    try:
+        text, result = estimate(parse(words))
+    except ValueError as error:
+        sys.exit(str(error))
+    print(text)
+    print(json.dumps(result))

@@ -1,0 +1,291 @@
+"""What holds the memory in one step, allocation by allocation: ours beside Hugging Face's.
+
+    python bench.py snapshot                                     Llama 3.2 1B, 8 x 2,048 tokens
+    python bench.py snapshot peers=hf,liger checkpointing=full offload=optimizer batch_size=4 block_size=1024
+    python bench.py snapshot out=assets/snapshot.json            as the README shows it
+
+Each trainer runs in a process of its own for a few steps; the last is noted as PyTorch's snapshot, out/NAME.pickle,
+which https://pytorch.org/memory_viz shows too, and drawn. What an allocation is for is told by the Python code that
+asked for it, and by how long it lives: what forward leaves for backward is a saved activation, what backward leaves for
+the update a gradient. Autograd's own formulas run without Python, so what has no Python code at all is backward's.
+"""
+
+import functools
+import json
+import pickle
+import re
+import runpy
+import sys
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+
+from benchmarks import estimate, peers, report, step
+from benchmarks.swept import PEERS, TITLES
+
+PARTS = ["weights", "optimizer", "gradients", "saved activations", "loss head", "temporary", "other"]
+STEP = 5  # the one that is noted; everything has been allocated once before
+MAKES_WEIGHTS = {"to_empty", "_apply", "init_weights", "from_config", "build_hf", "fully_shard"}
+OF_BACKWARD = {"backward", "_pre_backward", "post_backward", "foreach_reduce", "_root_post_backward_final_callback"}
+POINTS = 400  # of a timeline that the record keeps
+ROWS = {"arms": ("arm", "batch", "block", "checkpointing", "offload", "flags")}
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Noting, in the trainer's process
+
+
+def keep_frames() -> None:
+    """From here on each allocation knows the Python code that asked for it."""
+    torch.cuda.memory._record_memory_history(enabled="state", context="state", stacks="python")
+
+
+def begin() -> None:
+    """From here on allocations and frees are listed."""
+    options = {"context": "alloc", "stacks": "python", "max_entries": 1_000_000}
+    torch.cuda.memory._record_memory_history(clear_history=True, **options)
+
+
+def note_train(path: str, words: list[str]) -> None:
+    """Runs train.py, whose watch is told when a step begins."""
+    import ranks
+
+    at = ranks.Watch.at
+
+    def noting(watch, doing):
+        found = re.fullmatch(r"step (\d+): forward and backward", doing)
+        if found and int(found[1]) == STEP:
+            begin()
+        if found and int(found[1]) == STEP + 1:
+            torch.cuda.memory._dump_snapshot(path)
+        at(watch, doing)
+
+    ranks.Watch.at = noting
+    sys.argv = words
+    runpy.run_path(words[0], run_name="__main__")
+
+
+def note_peer(path: str, spec: dict) -> dict:
+    """Trains a peer of benchmarks/peers.py."""
+    train_step, n_steps = peers.train_step, 0
+
+    def noting(*arguments):
+        nonlocal n_steps
+        n_steps += 1
+        if n_steps == STEP:
+            begin()
+        result = train_step(*arguments)
+        if n_steps == STEP:
+            torch.cuda.memory._dump_snapshot(path)
+        return result
+
+    peers.train_step = noting
+    return peers.main(spec | {"warmup": STEP - 1, "steps": 1})
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# What an allocation is for
+
+
+class Block(NamedTuple):
+    """Memory from one entry of the trace to another; start is -1 for what was there before."""
+
+    start: int
+    end: int
+    bytes: int
+    frames: list  # of Python, the innermost first
+
+
+def blocks(snapshot: dict) -> tuple[list[Block], int]:
+    """All that lived during the trace of the device that has one, and the number of the trace's entries."""
+    device, trace = max(enumerate(snapshot["device_traces"]), key=lambda pair: len(pair[1]))
+    living, found = {}, []
+    for i, entry in enumerate(trace):
+        if entry["action"] == "alloc":
+            living[entry["addr"]] = (i, entry["size"], entry.get("frames", []))
+        elif entry["action"] == "free_requested":
+            start, size, frames = living.pop(entry["addr"], (-1, entry["size"], []))
+            found.append(Block(start, i, size, frames))
+    for segment in snapshot["segments"]:
+        for block in segment["blocks"] if segment.get("device", device) == device else []:
+            if block["state"] == "active_allocated" and block["address"] not in living:
+                living[block["address"]] = (-1, block["requested_size"], block.get("frames", []))
+    found += [Block(start, len(trace), size, frames) for start, size, frames in living.values()]
+    return found, len(trace)
+
+
+def backward_span(found: list[Block]) -> tuple[int, int]:
+    """The entries between which backward runs: from its first allocation to the first of what comes after it."""
+    of_backward = [block.start for block in found if block.start >= 0 and in_backward(block.frames)]
+    if not of_backward:
+        return sys.maxsize, sys.maxsize
+    later = [block.start for block in found if block.start > max(of_backward)]
+    return min(of_backward), min(later, default=max(block.end for block in found))
+
+
+def in_backward(frames: list) -> bool:
+    """Autograd's own formulas have no Python; ours and FSDP's hooks have names."""
+    return not frames or any(frame["name"] in OF_BACKWARD for frame in frames)
+
+
+def in_loss_head(frames: list) -> bool:
+    files, names = [frame["filename"] for frame in frames], [frame["name"] for frame in frames]
+    if any("cross_entropy" in file or file.endswith("loss_utils.py") for file in files):
+        return True
+    # the head of transformers' model is the linear layer that no layer of its file has called
+    linear = bool(files) and files[0].endswith("nn/modules/linear.py")
+    head = linear and sum(file.endswith("modeling_llama.py") for file in files) == 1
+    return head or any("cross_entropy" in name for name in names)
+
+
+def part_of(block: Block, backward: tuple[int, int], logits_bytes: int) -> str:
+    """logits_bytes: of logits held whole, whose gradients are as large; 0 where they never are."""
+    files, names = [frame["filename"] for frame in block.frames], {frame["name"] for frame in block.frames}
+    if any("/fsdp/" in file for file in files):
+        return "gradients" if "foreach_reduce" in names else "weights"
+    if block.start < 0:
+        if any(file.endswith(("optimizer.py", "offload.py")) or "torch/optim/" in file for file in files):
+            return "optimizer"
+        return "weights" if names & MAKES_WEIGHTS else "other"
+    if in_loss_head(block.frames):
+        return "loss head"
+    if block.start < backward[0]:
+        return "saved activations" if block.end > backward[0] else "temporary"
+    if block.start < backward[1]:
+        if block.end >= backward[1]:
+            return "gradients"
+        return "loss head" if 0 < logits_bytes <= block.bytes else "temporary"
+    return "temporary"
+
+
+def timeline(snapshot: dict) -> dict[str, list[int]]:
+    """Bytes of each part after each entry of the trace; the first number is of before."""
+    found, n_entries = blocks(snapshot)
+    backward = backward_span(found)
+    logits = [
+        b.bytes for b in found if b.frames and b.frames[0]["filename"].endswith("linear.py") and in_loss_head(b.frames)
+    ]
+    changes = {part: [0] * (n_entries + 2) for part in PARTS}
+    for block in found:
+        change = changes[part_of(block, backward, max(logits, default=0))]
+        change[block.start + 1] += block.bytes
+        change[block.end + 1] -= block.bytes
+    totals = {}
+    for part, change in changes.items():
+        totals[part] = [change[0]]
+        for delta in change[1:-1]:
+            totals[part].append(totals[part][-1] + delta)
+    return totals
+
+
+def summarized(totals: dict[str, list[int]]) -> dict:
+    """GiB at the peak, and the timeline in at most about POINTS points, the peak among them."""
+    together = [sum(values) for values in zip(*totals.values(), strict=True)]
+    peak = max(range(len(together)), key=together.__getitem__)
+    kept = sorted({*range(0, len(together), max(1, len(together) // POINTS)), peak})
+    return {
+        "peak_gib": together[peak] / 2**30,
+        "at_peak": {part: values[peak] / 2**30 for part, values in totals.items()},
+        "n_entries": len(together) - 1,
+        "at": kept,
+        "gib": {part: [round(values[i] / 2**30, 3) for i in kept] for part, values in totals.items()},
+    }
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# The record
+
+
+def parse(words: list[str]) -> dict:
+    """The options; ValueError with a sentence for a slip."""
+    flags = [word for word in words if word.startswith("--")]
+    options = {"peers": ["hf"], "config": [step.CONFIG], "batch_size": ["8"], "block_size": ["2048"]}
+    options |= {"checkpointing": ["none"], "offload": ["none"], "out": [str(report.ROOT / "out/snapshot.json")]}
+    choices = {"peers": ["hf", "liger", "none"], "checkpointing": ["none", "full"], "offload": estimate.OFFLOAD}
+    _, options = step.read_words([word for word in words if word not in flags], options, [], choices)
+    options |= {key: ",".join(values) for key, values in options.items() if key != "peers"}
+    options |= {key: step.whole(key, options[key]) for key in ("batch_size", "block_size")}
+    estimate.situation(options["config"], 1, {})  # the file is there
+    return options | {
+        "flags": flags,
+        "out": Path(options["out"]),
+        "peers": [p for p in options["peers"] if p != "none"],
+    }
+
+
+def measured(options: dict):
+    batch, block, checkpointing = options["batch_size"], options["block_size"], options["checkpointing"]
+    at = (options["config"], batch, block, checkpointing)
+    folder = report.ROOT / "out"
+    for arm in ["all", *options["peers"]]:
+        path = folder / f"snapshot_{arm}.pickle"
+        path.unlink(missing_ok=True)
+        offload = options["offload"] if arm == "all" or options["offload"] == "none" else "all"
+        note = functools.partial(noted_by, path)
+        if arm == "all":
+            flags = " ".join([f"--offload={offload}", *options["flags"]])
+            result = step.nanocria_point(*at, steps=2, warmup=STEP - 1, flag=flags, launch=note)
+        else:
+            result = step.peer_point(PEERS[arm][offload], *at, steps=1, launch=note)
+        row = {"arm": arm, "batch": batch, "block": block, "checkpointing": checkpointing, "offload": offload}
+        row |= {"flags": " ".join(options["flags"]) if arm == "all" else ""}
+        if path.exists() and not step_trouble(result):
+            row |= summarized(timeline(read(path))) | {"allocator_peak_gib": result.get("peak_gib"), "file": path.name}
+        else:
+            row |= step_trouble(result) or {"failed": "it left no snapshot"}
+        yield "arms", row
+
+
+def step_trouble(result: dict) -> dict:
+    return {key: result[key] for key in ("oom", "missing", "failed") if result.get(key)}
+
+
+def noted_by(path: Path, command: list[str], ranks: int = 1):
+    """step.run of the command, under this file's eyes."""
+    words = command if command[0] == "train.py" else command[2:]
+    return step.run(["-m", "benchmarks.snapshot", str(path), *words], ranks)
+
+
+def read(path: Path) -> dict:
+    return pickle.loads(path.read_bytes())
+
+
+def line(row: dict) -> str:
+    if "peak_gib" not in row:
+        return f"{TITLES[row['arm']]:<22} {step.trouble(row)}"
+    parts = ", ".join(f"{part} {gib:.2f}" for part, gib in row["at_peak"].items() if gib >= 0.005)
+    return f"{TITLES[row['arm']]:<22} {row['peak_gib']:6.2f} GiB: {parts}"
+
+
+def parts_table(record: dict) -> str:
+    """GiB of each part at the peak, a column for each trainer."""
+    rows = [row for row in record["arms"] if "peak_gib" in row]
+    lines = [[part, *(f"{row['at_peak'][part]:.2f}" for row in rows)] for part in PARTS]
+    lines.append(["together", *(f"{row['peak_gib']:.2f}" for row in rows)])
+    return report.table(["GiB at the peak", *(TITLES[row["arm"]] for row in rows)], lines)
+
+
+def main(words: list[str]) -> None:
+    try:
+        options = parse(words)
+    except ValueError as error:
+        sys.exit(str(error))
+    new = step.begin("snapshot", words, ROWS)
+    options["out"].parent.mkdir(parents=True, exist_ok=True)
+    (report.ROOT / "out").mkdir(exist_ok=True)
+    record, failed = step.fill(new, measured(options), options["out"], ROWS, lambda row, _: line(row))
+    if any("peak_gib" in row for row in record["arms"]):
+        from benchmarks import plots
+
+        plots.draw_snapshot(record, options["out"].with_suffix(".png"))
+    peaks = {row["arm"]: row["peak_gib"] for row in record["arms"] if "peak_gib" in row}
+    print(json.dumps({"record": str(options["out"]), "failed": failed, "peak_gib": peaks}))
+
+
+if __name__ == "__main__":
+    keep_frames()
+    if sys.argv[2] == "train.py":
+        note_train(sys.argv[1], sys.argv[2:])
+    else:
+        print("\n" + json.dumps(note_peer(sys.argv[1], json.loads(sys.argv[2]))), flush=True)

@@ -1,0 +1,209 @@
+"""What fits in the card: batch and context grow until nothing fits, beside the frameworks.
+
+    python bench.py                              batches of Llama 3.2 1B, 1,024 tokens a sequence, on the card at hand
+    python bench.py sweep=both peers=hf,liger    contexts too, at batch 4, and beside two others
+    python bench.py memory_limit_gib=24 checkpointing=full offload=none,optimizer,all --mlp_chunks=16
+    python bench.py preset=study                 24 GiB, the optimizer on the CPU, full checkpointing: arms, peers, both
+    python bench.py preset=8b                    Llama 3.1 8B, 512 tokens a sequence, on all GPUs, beside the recipe
+
+sweep=batch|seq|both; batches=..., contexts=... instead of the usual ones; block_size= of the batches, batch_size= of
+the contexts; config=, ranks=, steps=, out=. What begins with -- is a setting of train.py, for ours alone.
+arms    all: train.py as it is; kernels: without the fused loss; torch: without any kernel of ours; or none
+peers   hf: transformers' LlamaForCausalLM; liger: with Liger-Kernel's patches; recipe: see benchmarks/peers.py. Like
+        ours they keep float32 weights and compute in bfloat16. hf and liger offload all or nothing, through FSDP2:
+        where ours has the optimizer on the CPU, they have weights and gradients there too.
+
+Each point is a process of its own, measured on the real step: forward, backward, clip, update. What runs out of memory
+is not tried with more. The record goes to out/sweep.json, or a preset's to assets/, with a plot beside it.
+"""
+
+import itertools
+import json
+import os
+import re
+import sys
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+
+from benchmarks import estimate, report, step
+from benchmarks.swept import ARMS, HEADER, PEERS, PLACE, ROWS, cpu_gib, done, estimated_gib, line, summary
+
+BATCHES = [1, 4, 8, 16, 32, 64, 96, 112]  # the study's, then on by doubling
+CONTEXTS = [512, 1024, 2048, 4096, 8192, 12288, 16384, 24576, 32768, 65536, 131072]
+PRESETS = {
+    "study": ["sweep=both", "arms=torch,kernels,all", "peers=hf,liger", "memory_limit_gib=24", "checkpointing=full",
+              "offload=optimizer", f"out={report.ASSETS / 'study.json'}"],
+    "8b": ["config=config/llama31_8b.py", "block_size=512", "ranks=all", "peers=recipe", "checkpointing=full",
+           f"out={report.ASSETS / 'study_8b.json'}"],
+}  # fmt: skip
+WARMUP_STEPS = 2
+TIMEOUT = 900  # seconds a point may take: half a million tokens a step, attention over 131,072 of them
+
+
+class Series(NamedTuple):
+    """What grows until it does not fit."""
+
+    arm: str
+    checkpointing: str
+    offload: str
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Words
+
+
+def parse(words: list[str], n_gpus: int) -> tuple[list[str], dict]:
+    """The kinds of sweep, and the options; ValueError with a sentence for a slip."""
+    flags = [word for word in words if word.startswith("--")]
+    words = [word for word in words if not word.startswith("--")]
+    presets = [word.removeprefix("preset=") for word in words if word.startswith("preset=")]
+    words = [*(word for preset in presets for word in PRESETS.get(preset, [])), *words]
+    lists = {"arms": ["all"], "peers": [], "checkpointing": ["none"], "offload": ["none"]}
+    lists |= {"batches": [], "contexts": []}
+    singles = {"sweep": ["batch"], "preset": [], "memory_limit_gib": [], "config": [step.CONFIG], "ranks": ["1"]}
+    singles |= {"block_size": ["1024"], "batch_size": ["4"], "steps": [], "out": [str(report.ROOT / "out/sweep.json")]}
+    choices = {"sweep": ["batch", "seq", "both"], "preset": PRESETS, "arms": [*ARMS, "none"], "peers": PEERS}
+    choices |= {"checkpointing": step.CHECKPOINTING, "offload": estimate.OFFLOAD}
+    _, options = step.read_words(words, singles | lists, [], choices)
+    options |= {key: ",".join(options[key]) for key in singles}
+    for key in ("batches", "contexts"):
+        options[key] = sorted(step.whole(key, text) for text in options[key])
+    for key in ("block_size", "batch_size"):
+        options[key] = step.whole(key, options[key])
+    options["steps"] = step.whole("steps", options["steps"]) if options["steps"] else None
+    options["ranks"] = n_ranks(options["ranks"], n_gpus)
+    options["memory_limit_gib"] = gib(options["memory_limit_gib"])
+    options["out"] = Path(options["out"])
+    estimate.situation(options["config"], 1, {})  # the file is there
+    refuse(flags, options)
+    kinds = list(ROWS) if options["sweep"] == "both" else [options["sweep"]]
+    return kinds, options | {"flags": flags}
+
+
+def n_ranks(text: str, n_gpus: int) -> int:
+    ranks = max(n_gpus, 1) if text == "all" else step.whole("ranks", text)
+    if ranks > max(n_gpus, 1):
+        raise ValueError(f"ranks={ranks}: torch sees {n_gpus} GPU{'s' * (n_gpus != 1)}")
+    return ranks
+
+
+def gib(text: str) -> float | None:
+    if text and not re.fullmatch(r"\d+(\.\d+)?", text):
+        raise ValueError(f"memory_limit_gib={text}: a number of GiB, as in memory_limit_gib=24")
+    return float(text) if text else None
+
+
+def refuse(flags: list[str], options: dict) -> None:
+    """What contradicts itself, or what a peer cannot do."""
+    for name in {"batch_size", "block_size", "activation_checkpointing", "offload"} & set(estimate.read_flags(flags)):
+        raise ValueError(f"--{name}: the sweep sets it; say {name.removeprefix('activation_')}=...")
+    if "recipe" in options["peers"] and options["offload"] != ["none"]:
+        raise ValueError("peers=recipe: it offloads nothing, so it is compared with offload=none alone")
+    if {"hf", "liger"} & set(options["peers"]) and "selective" in options["checkpointing"]:
+        raise ValueError("checkpointing=selective: Hugging Face knows only none and full; leave out peers=hf,liger")
+
+
+def all_series(options: dict) -> list[Series]:
+    """Ours before the peers; what a peer offloads is all or nothing."""
+    found = []
+    for checkpointing, offload in itertools.product(options["checkpointing"], options["offload"]):
+        found += [Series(arm, checkpointing, offload) for arm in options["arms"] if arm in ARMS]
+        found += [Series(peer, checkpointing, "none" if offload == "none" else "all") for peer in options["peers"]]
+    return list(dict.fromkeys(found))
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Points
+
+
+def measured(kinds: list[str], options: dict):
+    """Kind and row after row: the series in turn at each size, until each has met a size that it does not manage."""
+    missing = set()
+    for kind in kinds:
+        going = [series for series in all_series(options) if series.arm not in missing]
+        for batch, block in sizes(kind, options):
+            for series in list(going):
+                if series.arm in missing:
+                    going.remove(series)
+                    continue
+                row = point(series, batch, block, options)
+                if "tok_per_s" not in row:
+                    going.remove(series)
+                missing |= {series.arm} if "missing" in row else set()
+                yield kind, row
+            if not going:
+                break
+
+
+def sizes(kind: str, options: dict):
+    """Batch and block, growing; batches without an end."""
+    if kind == "seq":
+        return ((options["batch_size"], block) for block in options["contexts"] or CONTEXTS)
+    doubled = (2**k * BATCHES[-1] for k in itertools.count(1))
+    return ((batch, options["block_size"]) for batch in options["batches"] or itertools.chain(BATCHES, doubled))
+
+
+def point(series: Series, batch: int, block: int, options: dict) -> dict:
+    ours, config, ranks = series.arm in ARMS, options["config"], options["ranks"]
+    where = (config, series.arm, ranks, batch, block, *series[1:])
+    row = dict(
+        zip(PLACE, (*where, options["memory_limit_gib"], " ".join(options["flags"] if ours else [])), strict=True)
+    )
+    row |= {"estimated_gib": estimated_gib(row)} if ours else {}
+    needed, there = cpu_gib(row), os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
+    if needed > there:
+        sentence = f"offload={series.offload} needs {needed:.1f} GiB of CPU memory, this machine has {there:.1f}"
+        return row | {"failed": sentence}
+    at = (config, batch, block, series.checkpointing, options["steps"] or n_steps(batch * block))
+    common = {"ranks": ranks, "warmup": WARMUP_STEPS, "launch": launcher(options["memory_limit_gib"])}
+    if ours:
+        flags = " ".join([f"--offload={series.offload}", *ARMS[series.arm], *options["flags"]])
+        result = step.nanocria_point(*at, flag=flags, **common)
+    else:
+        result = step.peer_point(PEERS[series.arm][series.offload], *at, **common)
+    return row | {"oom": False} | result
+
+
+def n_steps(tokens: int) -> int:
+    """Measured, beside the warm-up: fewer of the long ones."""
+    return max(3, min(10, 2**20 // tokens))
+
+
+def launcher(limit_gib: float | None):
+    """step.run, held to a part of the card."""
+    limit = ["-m", "benchmarks.limited", f"{limit_gib:g}"] if limit_gib else []
+    return lambda command, ranks=1: step.run([*limit, *command], ranks, TIMEOUT)
+
+
+def main(words: list[str]) -> None:
+    n_gpus = torch.cuda.device_count()
+    try:
+        kinds, options = parse(words, n_gpus)
+    except ValueError as error:
+        sys.exit(str(error))
+    if not n_gpus:
+        sys.exit(
+            "a sweep needs a CUDA GPU, and torch finds none. Without one:\n"
+            "  python bench.py estimate card=4090      what fits in a card, by arithmetic"
+        )
+    out = options["out"]
+    out.parent.mkdir(parents=True, exist_ok=True)
+    new = step.begin("", words, ROWS)
+    new["device"] = f"{options['ranks']} x {new['device']}"
+    print(HEADER)
+    record, failed = step.fill(new, measured(kinds, options), out, ROWS, lambda row, _: line(row))
+    draw(record, out.with_suffix(".png"))
+    print(json.dumps(summary(record, out, failed)))
+
+
+def draw(record: dict, path: Path) -> None:
+    try:
+        from benchmarks import plots
+    except ImportError as error:
+        print(f"no plot: {error} (pip install matplotlib)")
+        return
+    if any(done(record[kind]) for kind in ROWS):
+        plots.draw_sweep(record, path)
+        print(f"plot: {path}")

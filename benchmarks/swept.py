@@ -1,0 +1,232 @@
+"""The points of the sweeps (benchmarks/sweep.py): what names them, what memory.py says of them, their tables."""
+
+import itertools
+import json
+import sys
+from pathlib import Path
+
+import memory
+from benchmarks import estimate, report, step
+
+ARMS = {  # what train.py is told
+    "all": [],
+    "kernels": ["--fused_loss=false"],
+    "torch": ["--fused_kernels=false", "--fused_loss=false"],
+}
+PEERS = {  # as benchmarks/peers.py names them, without offload and with
+    "hf": {"none": "hf-masters", "all": "hf-offload"},
+    "liger": {"none": "hf-liger-masters", "all": "hf-liger-offload"},
+    "recipe": {"none": "recipe"},
+}
+TITLES = {
+    "all": "nanocria",
+    "kernels": "nanocria, loss not fused",
+    "torch": "nanocria, no kernels",
+    "hf": "Hugging Face",
+    "liger": "Hugging Face + Liger",
+    "recipe": "torchtitan's recipe",
+}
+PLACE = ("config", "arm", "ranks", "batch", "block", "checkpointing", "offload", "limit_gib", "flags")
+ROWS = {"batch": PLACE, "seq": PLACE}  # what names a row
+SERIES = tuple(key for key in PLACE if key not in ("batch", "block"))
+VARIES, SIZE = {"batch": "batch", "seq": "block"}, {"batch": "batch", "seq": "context"}
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# What memory.py says of them
+
+
+def settings(row: dict) -> dict:
+    """train.py's, of a row of ours."""
+    flags = estimate.read_flags([*ARMS[row["arm"]], *row["flags"].split()])
+    named = {"block_size": row["block"], "batch_size": row["batch"], "offload": row["offload"]}
+    return named | {"activation_checkpointing": row["checkpointing"]} | flags
+
+
+def estimated_gib(row: dict) -> float:
+    return memory.peak_gib(*estimate.situation(row["config"], row["ranks"], settings(row)))
+
+
+def cpu_gib(row: dict) -> float:
+    """What all ranks hold in the CPU's memory: a peer's FSDP2 float32 weights, gradients and two moments."""
+    if row["arm"] in ARMS:
+        return estimate.cpu_gib(*estimate.situation(row["config"], row["ranks"], settings(row)))
+    config, _ = estimate.situation(row["config"], 1, {})
+    block, root = memory.n_params(config)
+    return 16 * (root + config.n_layer * block) / 2**30 if row["offload"] == "all" else 0.0
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Comparisons
+
+
+def series_of(row: dict) -> tuple:
+    return tuple(row[key] for key in SERIES)
+
+
+def by_series(rows: list[dict], kind: str) -> dict[tuple, list[dict]]:
+    """The rows of each series, as its size grows; the last may be out of memory."""
+    found = {}
+    for row in sorted(rows, key=lambda row: row[VARIES[kind]]):
+        found.setdefault(series_of(row), []).append(row)
+    return dict(sorted(found.items(), key=lambda item: list(TITLES).index(item[1][0]["arm"])))
+
+
+def done(rows: list[dict]) -> list[dict]:
+    return [row for row in rows if "tok_per_s" in row]
+
+
+def slope_kb(rows: list[dict]) -> float | None:
+    """KB by which the peak grows with a token, between the two largest sizes."""
+    if len(done(rows)) < 2:
+        return None
+    (tokens, gib), (more_tokens, more_gib) = ((r["batch"] * r["block"], r["peak_gib"]) for r in done(rows)[-2:])
+    return (more_gib - gib) * 2**30 / (more_tokens - tokens) / 1000
+
+
+def checkpoints_kb(row: dict) -> float:
+    """KB a token of what full checkpointing keeps: each block's input, in bfloat16."""
+    config, _ = estimate.situation(row["config"], 1, {})
+    return 2 * config.n_embd * config.n_layer / 1000
+
+
+def ratios(rows: list[dict]) -> list[dict]:
+    """Speed and memory of nanocria over those of each peer at the same size; it may offload less than they."""
+    found = []
+    for row, peer in itertools.product(done(rows), done(rows)):
+        keys = ("config", "ranks", "batch", "block", "checkpointing", "limit_gib")
+        same = all(row[key] == peer[key] for key in keys) and (row["offload"] == "none") == (peer["offload"] == "none")
+        if row["arm"] == "all" and peer["arm"] in PEERS and same:
+            at = {key: row[key] for key in ("batch", "block", "checkpointing", "offload", "flags")} | {
+                "peer": peer["arm"]
+            }
+            found.append(at | {key: row[key] / peer[key] for key in ("tok_per_s", "peak_gib")})
+    return found
+
+
+def deviations(record: dict) -> list[tuple[dict, float]]:
+    """Each measured row of ours with the estimate of memory.py, as it is now, over its peak, less 1."""
+    rows = [row for kind in ROWS for row in done(record[kind]) if row["arm"] in ARMS]
+    return [(row, estimated_gib(row) / row["peak_gib"] - 1) for row in rows]
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# What one sees
+
+
+def labels(rows: list[dict]) -> dict[tuple, str]:
+    """What each series is called: the trainer, and what differs between series of ours, or of the peers."""
+    names = {}
+    for row in rows:
+        beside = [other for other in rows if (other["arm"] in ARMS) == (row["arm"] in ARMS)]
+        differing = [key for key in ("checkpointing", "offload", "flags") if len({r[key] for r in beside}) > 1]
+        said = [row[key] if key == "flags" else f"{key} {row[key]}" for key in differing if row[key]]
+        names[series_of(row)] = ", ".join([TITLES[row["arm"]], *said])
+    return names
+
+
+HEADER = (
+    f"{'trainer':<25}{'checkpoints':<13}{'offload':<11}{'batch':>6}{'tokens':>8}"
+    f"{'GiB':>7}{'reserved':>10}{'estimate':>10}{'tok/s':>9}{'MFU':>7}"
+)
+
+
+def line(row: dict) -> str:
+    """A row as one reads it while the sweep goes on: GiB is the peak of what PyTorch allocated."""
+    where = f"{TITLES[row['arm']]:<25}{row['checkpointing']:<13}{row['offload']:<11}{row['batch']:>6}{row['block']:>8}"
+    estimated = gib_cell(row.get("estimated_gib"))
+    if "tok_per_s" not in row:
+        return f"{where}{'-':>7}{'-':>10}{estimated:>10}  {step.trouble(row)}"
+    mfu = "n/a" if row["mfu"] is None else f"{row['mfu']:.1%}"
+    memory = f"{gib_cell(row['peak_gib']):>7}{gib_cell(row.get('reserved_gib')):>10}{estimated:>10}"
+    return f"{where}{memory}{row['tok_per_s']:9,.0f}{mfu:>7}"
+
+
+def gib_cell(gib: float | None) -> str:
+    return "-" if gib is None else f"{gib:.1f}"
+
+
+def cell(row: dict | None) -> str:
+    if row is None:
+        return "-"
+    return "out of memory" if row.get("oom") else f"{row['tok_per_s']:,.0f} · {row['peak_gib']:.1f}"
+
+
+def sweep_table(record: dict, kind: str) -> str:
+    """Tokens a second and peak GiB: a row for each size, a column for each series."""
+    rows, key = record[kind], VARIES[kind]
+    columns, names = by_series(rows, kind), labels(rows)
+    found = {name: {row[key]: row for row in of_name} for name, of_name in columns.items()}
+    lines = [
+        [f"{size:,}", *(cell(found[name].get(size)) for name in columns)] for size in sorted({r[key] for r in rows})
+    ]
+    return report.table([SIZE[kind], *(names[name] for name in columns)], lines)
+
+
+def fits_table(record: dict, kind: str) -> str:
+    """The largest size of each series, what did not fit, how it was there, and what a token more takes."""
+    lines, names = [], labels(record[kind])
+    arithmetic = f"full checkpointing keeps {checkpoints_kb(record[kind][0]):.0f}"
+    for name, rows in by_series(record[kind], kind).items():
+        fits, too_large = done(rows), [row[VARIES[kind]] for row in rows if row.get("oom")]
+        largest = f"{fits[-1][VARIES[kind]]:,}" if fits else "none"
+        speed, peak = (f"{fits[-1]['tok_per_s']:,.0f}", f"{fits[-1]['peak_gib']:.1f}") if fits else ("-", "-")
+        slope = slope_kb(rows)
+        out_of_memory = f"{too_large[0]:,}" if too_large else "-"
+        lines.append([names[name], largest, out_of_memory, speed, peak, "-" if slope is None else f"{slope:.0f}"])
+    header = [
+        "trainer",
+        f"largest {SIZE[kind]}",
+        "out of memory at",
+        "tok/s",
+        "peak GiB",
+        f"KB a token more ({arithmetic})",
+    ]
+    return report.table(header, lines)
+
+
+def what_was_swept(record: dict, kind: str) -> str:
+    """The sentence above a table."""
+    rows = record[kind]
+    first = rows[0]
+    at = f"sequences of {first['block']:,} tokens" if kind == "batch" else f"batch {first['batch']}"
+    limit = f" held to {first['limit_gib']:g} GiB" if first["limit_gib"] else ""
+    ranks = f" on {first['ranks']} GPUs, batches of each" if first["ranks"] > 1 else ""
+    checkpointing = " or ".join(dict.fromkeys(row["checkpointing"] for row in rows))
+    ours, theirs = (" or ".join(dict.fromkeys(row["offload"] for row in rows if (row["arm"] in ARMS) == own))
+                    for own in (True, False))  # fmt: skip
+    offload = f"offload {ours}" + (f" (the others {theirs})" if theirs not in ("", ours) else "")
+    return f"`{first['config']}`{ranks}{limit}, {at}, activation checkpointing {checkpointing}, {offload}"
+
+
+def closeness(record: dict) -> str:
+    off = [abs(deviation) for _, deviation in deviations(record)]
+    return f"memory.py's estimate is within {max(off):.1%} of each of nanocria's {len(off)} peaks" if off else ""
+
+
+def summary(record: dict, out: Path, failed: list[dict]) -> dict:
+    largest = [
+        dict(zip(SERIES, name, strict=True))
+        | {f"largest_{kind}": max((r[VARIES[kind]] for r in done(rows)), default=0)}
+        for kind in ROWS
+        for name, rows in by_series(record[kind], kind).items()
+    ]
+    off = max((abs(deviation) for _, deviation in deviations(record)), default=None)
+    return {"record": str(out), "failed": failed, "largest": largest, "estimate_off": off,
+            "ratios": [ratio for kind in ROWS for ratio in ratios(record[kind])]}  # fmt: skip
+
+
+def check(names: list[str]) -> None:
+    """memory.py's estimates beside the peaks of the records; ends with 1 where one is off by more than 5%."""
+    paths = [Path(name) for name in names] or [
+        report.ASSETS / f"{name}.json" for name in ("sweep", "study", "study_8b")
+    ]
+    found = [pair for path in paths if path.exists() for pair in deviations(json.loads(path.read_text()))]
+    if not found:
+        sys.exit(f"nothing to check: there is no point of nanocria in {', '.join(path.name for path in paths)}")
+    print(HEADER)
+    for row, deviation in found:
+        print(f"{line(row | {'estimated_gib': estimated_gib(row)})}  {deviation:+.1%}")
+    worst = max(abs(deviation) for _, deviation in found)
+    print(json.dumps({"points": len(found), "worst": worst, "within_5_percent": worst <= 0.05}))
+    sys.exit(0 if worst <= 0.05 else 1)

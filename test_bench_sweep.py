@@ -1,0 +1,613 @@
+"""The sweeps: what they run, when they stop, what their records say; and the estimate that needs no GPU.
+
+    pytest test_bench_sweep.py        half a minute, without a GPU
+
+What needs a GPU, the measuring itself, is in the records that it leaves.
+"""
+
+import copy
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+import bench
+import memory
+from benchmarks import estimate, limited, plots, report, snapshot, step, sweep, swept
+from benchmarks.peers import llama_config
+
+LLAMA_1B = "config/llama32_1b.py"
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Peers that offload
+
+# Trains transformers' tiny Llama three times from the same weights on the CPU: plainly in float32, under FSDP2 with
+# float32 weights and bf16 compute, and offloaded. Prints the losses and how far the final weights are apart.
+PEERS_ON_CPU = """
+import json, os, sys
+sys.path.insert(0, os.getcwd())
+import torch
+from benchmarks import peers
+from model import LlamaConfig
+
+torch.set_num_threads(1)
+c = LlamaConfig(n_layer=2, n_head=4, n_kv_head=2, n_embd=64, ffn_dim=96, vocab_size=61, block_size=24,
+                tie_embeddings=True)
+device, result = torch.device("cpu"), {}
+for arm in ("hf", "hf-masters", "hf-offload"):
+    torch.manual_seed(1)
+    options = {"dtype": torch.float32} if arm == "hf" else {}
+    model, loss_of = peers.BUILDERS[arm](c, "full", device, **options)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3, fused=True)
+    tokens = torch.randint(c.vocab_size, (3, c.block_size), generator=torch.Generator().manual_seed(1))
+    losses = [peers.train_step(model, loss_of, optimizer, tokens, tokens) for _ in range(5)]
+    full = {n: getattr(p, "full_tensor", lambda p=p: p)() for n, p in model.named_parameters()}
+    result[arm] = {"losses": losses, "dtypes": sorted({str(p.dtype) for p in full.values()}), "n": len(full),
+                   "norm": sum(p.double().square().sum().item() for p in full.values()) ** 0.5}
+    if peers.dist.is_initialized():
+        peers.dist.destroy_process_group()
+print(json.dumps(result), flush=True)
+os._exit(0)  # gloo's threads now and then abort the interpreter that tidies up around them
+"""
+
+
+def test_the_offloaded_peer_trains_as_the_one_that_is_not(tmp_path):
+    pytest.importorskip("transformers")
+    (tmp_path / "peers.py").write_text(PEERS_ON_CPU)
+    result, printed = step.run([str(tmp_path / "peers.py")])
+    assert result is not None, printed
+    plain, masters, offload = (result[arm] for arm in ("hf", "hf-masters", "hf-offload"))
+    assert offload == masters, "the same numbers, wherever the weights are"
+    assert masters["dtypes"] == ["torch.float32"], "the weights that learn"
+    assert masters["n"] == plain["n"], "the head is still the embedding"
+    for (loss, norm), (other_loss, other_norm) in zip(plain["losses"], masters["losses"], strict=True):
+        assert abs(other_loss / loss - 1) < 0.02 and abs(other_norm / norm - 1) < 0.05, (plain, masters)
+    assert plain["losses"][-1][0] < plain["losses"][0][0] - 0.2
+
+
+def test_a_program_is_held_to_its_part_of_the_card(tmp_path, monkeypatch, capsys):
+    held = []
+    properties = type("Properties", (), {"total_memory": 96 * 2**30})
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
+    monkeypatch.setattr(torch.cuda, "set_per_process_memory_fraction", lambda *fraction: held.append(fraction))
+    monkeypatch.setenv("LOCAL_RANK", "3")
+    monkeypatch.setattr(sys, "argv", ["as it was"])
+    (tmp_path / "script.py").write_text("import sys; print(__name__, sys.argv[1:])")
+    limited.main(["24", str(tmp_path / "script.py"), "config/x.py", "--batch_size=8"])
+    limited.main(["200", "-m", "this"])
+    assert held == [(0.25, 3), (1.0, 3)], "of a smaller card all"
+    printed = capsys.readouterr().out
+    assert printed.startswith("__main__ ['config/x.py', '--batch_size=8']") and "Beautiful is better" in printed
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# What is run
+
+
+@pytest.mark.parametrize(
+    "words, message",
+    [
+        (["sweep=bath"], "sweep=bath: there are batch, seq, both. Did you mean batch?"),
+        (["arms=al"], "arms=al: there are all, kernels, torch, none. Did you mean all?"),
+        (["peers=ligr"], "Did you mean liger?"),
+        (["preset=stdy"], "preset=stdy: there are study, 8b. Did you mean study?"),
+        (["memory_limit=24"], "Did you mean memory_limit_gib=?"),
+        (["memory_limit_gib=24GB"], "memory_limit_gib=24GB: a number of GiB, as in memory_limit_gib=24"),
+        (["batches=1,none"], "batches=none: a whole number, at least 1"),
+        (["config=config/none.py"], "config=config/none.py: there is no such file"),
+        (["ranks=64"], "ranks=64: torch sees"),
+        (["peers=recipe", "offload=all"], "peers=recipe: it offloads nothing"),
+        (["peers=hf", "checkpointing=selective"], "Hugging Face knows only none and full"),
+        (["--offload=all"], "--offload: the sweep sets it; say offload=..."),
+        (["--activation_checkpointing=full"], "the sweep sets it; say checkpointing=..."),
+    ],
+)
+def test_a_slip_is_answered_with_a_sentence(words, message):
+    with pytest.raises(SystemExit, match=re.escape(message)):
+        bench.main(words)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+@pytest.mark.parametrize("words", [[], ["sweep=both"], ["preset=study"], ["preset=8b"]])
+def test_without_a_gpu_it_says_what_to_run_instead(words):
+    with pytest.raises(SystemExit, match="needs a CUDA GPU.*\n.*bench.py estimate card=4090"):
+        bench.main(words)
+
+
+class Card:
+    """Points as a card of so many tokens a step would have them; notes what was run, and under what limit."""
+
+    def __init__(self, monkeypatch, tokens=5000, answer=None):
+        self.tokens, self.answer, self.ran = tokens, answer, []
+        monkeypatch.setattr(step, "run", self.run)
+
+    def run(self, command, ranks=1, timeout=None):
+        limit = []
+        if command[:2] == ["-m", "benchmarks.limited"]:
+            limit, command = command[2:3], command[3:]
+        self.ran.append((ranks, *limit, *command))
+        if command[0] == "train.py":
+            flags = dict(word[2:].split("=") for word in command if word.startswith("--"))
+            size, folder = int(flags["batch_size"]) * int(flags["block_size"]), Path(flags["out_dir"])
+        else:
+            spec = json.loads(command[2])
+            size, folder = spec["batch"] * spec["block"], None
+        if self.answer:
+            return self.answer, ""
+        if size > self.tokens:
+            return None, "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate much."
+        numbers = {"ms_per_step": 1.0, "tok_per_s": 1000.0 * size, "mfu": 0.4, "peak_gib": size / 1000}
+        if folder is None:
+            return numbers | {"reserved_gib": 9.0}, ""
+        (folder / "summary.json").write_text(json.dumps(numbers | {"settings": {}}))
+        return None, "much text"
+
+
+def rows_of(words, n_gpus=1):
+    return list(sweep.measured(*sweep.parse(words, n_gpus)))
+
+
+def places(rows):
+    return [(kind, row["arm"], row["batch"], row["block"], row["oom"]) for kind, row in rows]
+
+
+def test_without_words_the_batch_grows_until_nothing_fits(monkeypatch):
+    card = Card(monkeypatch, tokens=300 * 1024)
+    rows = rows_of([])
+    batches = [1, 4, 8, 16, 32, 64, 96, 112, 224]
+    assert places(rows) == [("batch", "all", b, 1024, False) for b in batches] + [("batch", "all", 448, 1024, True)]
+    ranks, script, config, *flags = card.ran[3]
+    assert (ranks, script, config) == (1, "train.py", LLAMA_1B)
+    assert {"--batch_size=16", "--block_size=1024", "--offload=none", "--activation_checkpointing=none"} < set(flags)
+    assert f"--max_iters={10 + sweep.WARMUP_STEPS}" in flags
+
+
+def test_an_arm_that_ran_out_of_memory_is_not_tried_with_more_and_the_others_go_on(monkeypatch):
+    card = Card(monkeypatch, tokens=5000)
+    monkeypatch.setattr(
+        step, "nanocria_point", lambda *at, flag, **_: {"oom": True} if "fused" in flag else {"tok_per_s": 1.0}
+    )
+    rows = rows_of(["arms=torch,all", "peers=liger", "batches=1,4,8"])
+    assert places(rows) == [
+        ("batch", "torch", 1, 1024, True), ("batch", "all", 1, 1024, False), ("batch", "liger", 1, 1024, False),
+        ("batch", "all", 4, 1024, False), ("batch", "liger", 4, 1024, False),
+        ("batch", "all", 8, 1024, False), ("batch", "liger", 8, 1024, True),
+    ]  # fmt: skip
+    assert [json.loads(command[-1])["arm"] for command in card.ran] == ["hf-liger-masters"] * 3
+
+
+def test_the_study_is_both_sweeps_of_three_arms_and_two_peers_in_24_gib(monkeypatch):
+    monkeypatch.setattr(os, "sysconf", lambda name: 2**20)  # a TiB of memory
+    card = Card(monkeypatch, tokens=3 * 1024)
+    kinds, options = sweep.parse(["preset=study"], 1)
+    assert options["out"] == report.ASSETS / "study.json" and kinds == ["batch", "seq"]
+    rows = rows_of(["preset=study"])
+    arms = ["torch", "kernels", "all", "hf", "liger"]
+    assert places(rows) == [
+        *[("batch", arm, 1, 1024, False) for arm in arms], *[("batch", arm, 4, 1024, True) for arm in arms],
+        *[("seq", arm, 4, 512, False) for arm in arms], *[("seq", arm, 4, 1024, True) for arm in arms],
+    ]  # fmt: skip
+    assert {command[1] for command in card.ran} == {"24"}, "ours and the peers alike"
+    offload = {row["arm"]: row["offload"] for _, row in rows}
+    assert offload == dict.fromkeys(arms[:3], "optimizer") | {"hf": "all", "liger": "all"}
+    torch_arm, kernels = (set(card.ran[i]) for i in (0, 1))
+    assert {"--fused_kernels=false", "--fused_loss=false", "--offload=optimizer"} < torch_arm
+    assert "--fused_loss=false" in kernels and "--fused_kernels=false" not in kernels
+    peer = json.loads(card.ran[3][-1])
+    assert (peer["arm"], peer["checkpointing"], peer["warmup"]) == ("hf-offload", "full", sweep.WARMUP_STEPS)
+    assert sweep.parse(["preset=study", "offload=all", "steps=5"], 1)[1]["offload"] == ["all"], "words override"
+
+
+def test_the_8b_is_on_all_gpus_beside_the_recipe(monkeypatch):
+    card = Card(monkeypatch, tokens=600)
+    rows = rows_of(["preset=8b"], n_gpus=4)
+    assert places(rows)[:2] == [("batch", "all", 1, 512, False), ("batch", "recipe", 1, 512, False)]
+    assert {command[0] for command in card.ran} == {4} and card.ran[0][1:3] == ("train.py", "config/llama31_8b.py")
+    assert "--gradient_accumulation_steps=4" in card.ran[0] and card.ran[1][1:3] == ("-m", "benchmarks.peers")
+
+
+def test_several_offloads_and_settings_of_ours_are_series_of_their_own(monkeypatch):
+    monkeypatch.setattr(os, "sysconf", lambda name: 2**20)
+    card = Card(monkeypatch, tokens=100)
+    rows = rows_of(["offload=none,optimizer,all", "checkpointing=none,full", "peers=hf", "--compile=true", "batches=1"])
+    assert [(row["arm"], row["checkpointing"], row["offload"], row["flags"]) for _, row in rows] == [
+        (arm, checkpointing, offload, "" if arm == "hf" else "--compile=true")
+        for checkpointing in ("none", "full")
+        for arm, offload in [("all", "none"), ("hf", "none"), ("all", "optimizer"), ("hf", "all"), ("all", "all")]
+    ]
+    assert "--compile=true" in card.ran[0] and "--compile=true" not in str(card.ran[1])
+
+
+def test_what_is_not_installed_is_asked_for_once(monkeypatch):
+    Card(monkeypatch, answer={"missing": "No module named 'liger_kernel'"})
+    rows = rows_of(["sweep=both", "arms=all", "peers=liger", "batches=1", "contexts=512"])
+    liger = [row for _, row in rows if row["arm"] == "liger"]
+    assert len(liger) == 1
+    assert swept.line(liger[0]).endswith("-  No module named 'liger_kernel': pip install liger-kernel transformers")
+
+
+def test_too_little_cpu_memory_is_said_before_the_run_with_the_bytes(monkeypatch):
+    card = Card(monkeypatch)
+    monkeypatch.setattr(os, "sysconf", lambda name: {"SC_PAGE_SIZE": 4096, "SC_PHYS_PAGES": 2**20}[name])  # 4 GiB
+    rows = rows_of(["offload=optimizer", "peers=hf", "batches=1,4"])
+    ours, peer = (row["failed"] for _, row in rows)
+    assert ours == "offload=optimizer needs 16.1 GiB of CPU memory, this machine has 4.0"
+    assert peer == "offload=all needs 18.4 GiB of CPU memory, this machine has 4.0"
+    assert not card.ran and not any("failed" in row for _, row in rows_of(["batches=1"]))
+
+
+def test_peers_can_be_measured_alone(monkeypatch):
+    Card(monkeypatch)
+    assert [row["arm"] for _, row in rows_of(["arms=none", "peers=liger,recipe", "batches=1"])] == ["liger", "recipe"]
+
+
+def test_long_steps_are_fewer():
+    assert [sweep.n_steps(batch * block) for batch, block in [(1, 512), (112, 1024), (4, 65536), (4, 131072)]] == [
+        10, 9, 4, 3
+    ]  # fmt: skip
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Records, tables, plots
+
+
+def row(arm, batch, block=1024, tok_per_s=20_000.0, peak_gib=10.0, offload="optimizer", limit_gib=24.0, **more):
+    where = (LLAMA_1B, arm, 1, batch, block, "full", offload, limit_gib, "")
+    place = dict(zip(swept.PLACE, where, strict=True))
+    numbers = {"oom": False, "tok_per_s": tok_per_s, "ms_per_step": 1.0, "mfu": 0.4, "peak_gib": peak_gib}
+    return place | numbers | {"reserved_gib": peak_gib + 1} | more
+
+
+def out_of_memory(row):
+    return {key: row[key] for key in swept.PLACE} | {"oom": True}
+
+
+def exact(row):
+    """With a peak as estimated."""
+    gib = swept.estimated_gib(row)
+    return row | {"peak_gib": gib, "estimated_gib": gib}
+
+
+RECORD = {
+    "command": "python bench.py preset=study", "device": "1 x GPU", "versions": {"nanocria": "abc"},
+    "copy_tb_s": 4.2, "matmul_tflops": 700.0,
+    "batch": [exact(row("all", 64, tok_per_s=40_000.0)), exact(row("all", 112, tok_per_s=50_000.0)),
+              row("hf", 8, offload="all"), out_of_memory(row("hf", 16, offload="all")),
+              row("liger", 64, tok_per_s=32_000.0, peak_gib=10.8, offload="all"),
+              row("liger", 112, tok_per_s=40_000.0, peak_gib=18.0, offload="all")],
+    "seq": [out_of_memory(row("torch", 4, 2048)), exact(row("all", 4, 8192))],
+}  # fmt: skip
+
+
+def test_a_line_stands_under_its_header():
+    found = RECORD["batch"][1]
+    printed = swept.line(found)
+    assert len(printed) == len(swept.HEADER)
+    for title, cell in [("trainer", "nanocria"), ("batch", "112"), ("tok/s", "50,000"), ("MFU", "40.0%")]:
+        if title == "trainer":
+            assert printed.startswith(cell)
+        else:
+            assert printed[: swept.HEADER.index(title) + len(title)].endswith(f" {cell}"), printed
+    assert swept.line(out_of_memory(found)).endswith("out of memory")
+    assert "24.0%" not in swept.line(found | {"mfu": None, "reserved_gib": None})
+
+
+def test_ratios_are_ours_over_each_peer_at_the_same_size():
+    found = swept.ratios(RECORD["batch"])
+    assert [(r["batch"], r["peer"], r["tok_per_s"]) for r in found] == [(64, "liger", 1.25), (112, "liger", 1.25)]
+    assert found[1]["peak_gib"] == pytest.approx(RECORD["batch"][1]["peak_gib"] / 18.0)
+    alone = [RECORD["batch"][0] | {"offload": "none"}, RECORD["batch"][4]]
+    assert swept.ratios(alone) == [], "one offloads, the other does not"
+
+
+def test_the_slope_is_between_the_two_largest_sizes():
+    liger = [r for r in RECORD["batch"] if r["arm"] == "liger"]
+    assert swept.slope_kb(liger) == pytest.approx(7.2 * 2**30 / (48 * 1024) / 1000)
+    assert swept.slope_kb(RECORD["batch"][2:4]) is None, "one size alone"
+    assert swept.checkpoints_kb(liger[0]) == pytest.approx(65.536), "16 layers of 2,048 numbers of 2 bytes"
+
+
+def test_the_tables_show_what_fits_what_does_not_and_every_point(monkeypatch, tmp_path):
+    monkeypatch.setattr(report, "ASSETS", tmp_path)
+    (tmp_path / "study.json").write_text(json.dumps(RECORD))
+    text = report.render("<!-- fits --><!-- /fits --><!-- study --><!-- /study -->")
+    for part in (
+        "`config/llama32_1b.py` held to 24 GiB, sequences of 1,024 tokens, activation checkpointing full, "
+        "offload optimizer (the others all):",
+        "| trainer | largest batch | out of memory at | tok/s | peak GiB | KB a token more (full",
+        "| Hugging Face | 8 | 16 | 20,000 | 10.0 | - |",
+        "| Hugging Face + Liger | 112 | - | 40,000 | 18.0 | 157 |",
+        "| nanocria, no kernels | none | 2,048 | - | - | - |",
+        "| batch | nanocria | Hugging Face | Hugging Face + Liger |",
+        "| 16 | - | out of memory | - |",
+        "32,000 · 10.8 |",
+        "`python bench.py preset=study` on GPU (nanocria abc)",
+        "estimate is within 0.0% of each of nanocria's 3 peaks",
+    ):
+        assert part in text, f"{part}\nis not in\n{text}"
+
+
+def test_series_are_named_by_what_differs():
+    rows = [
+        row("all", 1),
+        row("all", 1, offload="all"),
+        row("all", 1, offload="all", flags="--mlp_chunks=8"),
+        row("hf", 1),
+    ]
+    assert list(swept.labels(rows).values()) == [
+        "nanocria, offload optimizer", "nanocria, offload all", "nanocria, offload all, --mlp_chunks=8", "Hugging Face"
+    ]  # fmt: skip
+
+
+def test_a_record_goes_on_where_it_stopped(tmp_path, capsys):
+    out = tmp_path / "study.json"
+    out.write_text(json.dumps(RECORD))
+    new = RECORD | {"command": "python bench.py batches=16", "batch": [], "seq": []}
+    rows = [("batch", row("hf", 16, offload="all", tok_per_s=9.0)), ("seq", row("all", 4, 8192, tok_per_s=7.0))]
+    record, failed = step.fill(copy.deepcopy(new), rows, out, swept.ROWS, lambda row, _: swept.line(row))
+    assert failed == [] and json.loads(out.read_text()) == record
+    assert [r.get("tok_per_s") for r in record["batch"][2:4]] == [20_000.0, 9.0], "no longer out of memory"
+    assert len(record["batch"]) == 6 and record["seq"][1]["tok_per_s"] == 7.0
+    summary = swept.summary(record, out, failed)
+    assert max(found.get("largest_batch", 0) for found in summary["largest"]) == 112
+    json.dumps(summary)
+
+
+def test_the_plot_is_drawn_from_a_record(tmp_path):
+    plots.draw_sweep(RECORD, tmp_path / "study.png")
+    assert (tmp_path / "study.png").stat().st_size > 20_000
+    whole_card = [r | {"limit_gib": None} for r in RECORD["batch"]]
+    sweep.draw(RECORD | {"batch": whole_card, "seq": []}, tmp_path / "batch.png")
+    assert (tmp_path / "batch.png").stat().st_size > 10_000
+    sweep.draw(RECORD | {"batch": RECORD["batch"][3:4], "seq": []}, tmp_path / "none.png")
+    assert not (tmp_path / "none.png").exists(), "nothing fits, nothing to draw"
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# What holds the memory in one step
+
+
+def frames(*calls):
+    """Of 'file:function' each, the innermost first."""
+    return [{"filename": f"/there/{call.split(':')[0]}", "name": call.split(":")[1], "line": 1} for call in calls]
+
+
+STEP_OF = ("train.py:forward_backward", "train.py:<module>")
+FORWARD = frames("model.py:forward", "torch/nn/modules/module.py:_call_impl", *STEP_OF)
+LOSS = frames("kernels/linear_cross_entropy.py:forward", "model.py:forward", *STEP_OF)
+KERNEL_BACKWARD = frames("kernels/rms_norm.py:backward", "torch/autograd/function.py:apply")
+UPDATE = frames("optimizer.py:update", "train.py:update")
+MIB = 2**20
+
+
+def snapshot_of(events, before):
+    """PyTorch's: events are (name, MiB, frames) of an allocation or a name of a free; before, what was there."""
+    address, trace = {name: 1000 + i for i, (name, _, _) in enumerate(before)}, []
+    size = {name: mib * MIB for name, mib, _ in before}
+    for event in events:
+        if isinstance(event, str):
+            entry = {"addr": address.pop(event), "size": size[event], "frames": []}
+            trace += [{"action": "free_requested"} | entry, {"action": "free_completed"} | entry]
+        else:
+            name, mib, made_by = event
+            address[name], size[name] = 2000 + len(trace), mib * MIB
+            trace.append({"action": "alloc", "addr": address[name], "size": size[name], "frames": made_by})
+    made = {name: made_by for name, _, made_by in [*before, *(e for e in events if not isinstance(e, str))]}
+    live = [{"state": "active_allocated", "address": a, "size": size[n], "requested_size": size[n], "frames": made[n]}
+            for n, a in address.items()]  # fmt: skip
+    free = {"state": "inactive", "address": 1, "size": 9, "requested_size": 9, "frames": []}
+    other = {"device": 0, "blocks": [free | {"state": "active_allocated"}]}
+    return {"device_traces": [[], trace], "segments": [{"device": 1, "blocks": [*live, free]}, other]}
+
+
+SNAPSHOT = snapshot_of(
+    before=[
+        ("weights", 20, frames("torch/nn/modules/module.py:_apply", "model.py:to_empty", "train.py:<module>")),
+        ("moments", 120, frames("optimizer.py:_w_of", "optimizer.py:__init__", "train.py:<module>")),
+        ("workspace", 32, FORWARD),
+        ("old batch", 1, []),
+    ],
+    events=[
+        ("kept", 50, FORWARD), ("passing", 7, FORWARD), "passing", "old batch", ("chunk", 30, LOSS), ("dW", 40, LOSS),
+        "chunk", ("dx", 8, []), ("norm", 3, KERNEL_BACKWARD), "norm", ("grad", 20, []), "dx", "kept", "dW",
+        ("last", 2, []), "last", ("square", 5, UPDATE), "square", "grad",
+    ],
+)  # fmt: skip
+
+
+def test_what_an_allocation_is_for_is_told_by_its_code_and_its_life():
+    totals = snapshot.timeline(SNAPSHOT)
+    most = {part: max(values) / MIB for part, values in totals.items()}
+    assert most == {
+        "weights": 20, "optimizer": 120, "gradients": 20, "saved activations": 50, "loss head": 70,
+        "temporary": 11, "other": 33,
+    }  # fmt: skip
+    assert {part: values[-1] / MIB for part, values in totals.items() if values[-1]} == {
+        "weights": 20, "optimizer": 120, "other": 32
+    }, "what the step leaves"  # fmt: skip
+
+
+def test_the_peak_is_made_of_its_parts():
+    found = snapshot.summarized(snapshot.timeline(SNAPSHOT))
+    peak = {part: round(gib * 1024) for part, gib in found["at_peak"].items() if gib}
+    assert peak == {"weights": 20, "optimizer": 120, "other": 32, "saved activations": 50, "loss head": 70}
+    assert found["peak_gib"] * 1024 == pytest.approx(292)
+    assert len(found["at"]) == len(found["gib"]["weights"]) and found["at"][-1] <= found["n_entries"]
+
+
+def test_the_head_of_transformers_and_the_gradients_of_its_logits_are_the_loss_head():
+    linear, llama = "torch/nn/modules/linear.py:forward", "transformers/modeling_llama.py:forward"
+    loss = frames("torch/nn/functional.py:cross_entropy", "transformers/loss/loss_utils.py:ForCausalLMLoss", llama)
+    optimizer = frames("torch/optim/adamw.py:_init_group", "torch/optim/optimizer.py:wrapper")
+    shard = frames(
+        "torch/distributed/fsdp/_fully_shard/_fsdp_param.py:_init_sharded_param", "peers.py:build_hf_masters"
+    )
+    reduced = frames("torch/distributed/fsdp/_fully_shard/_fsdp_collectives.py:foreach_reduce")
+    totals = snapshot.timeline(snapshot_of(
+        before=[("moments", 80, optimizer), ("shard", 40, shard)],
+        events=[
+            ("mlp", 10, frames(linear, llama, llama, llama)), ("logits", 100, frames(linear, llama)),
+            ("float", 200, loss), ("dfloat", 200, []), ("dlogits", 100, []), "dfloat", "float", "logits", "dlogits",
+            ("dx", 10, []), ("reduced", 40, reduced), "dx", "mlp", ("norm", 1, optimizer), "norm", "reduced",
+        ],
+    ))  # fmt: skip
+    assert {part: max(values) / MIB for part, values in totals.items() if any(values)} == {
+        "weights": 40, "optimizer": 80, "gradients": 40, "saved activations": 10, "loss head": 600, "temporary": 10
+    }  # fmt: skip
+
+
+SNAPSHOT_RECORD = {
+    "command": "python bench.py snapshot", "device": "GPU", "versions": {"nanocria": "abc"}, "copy_tb_s": 4.2,
+    "matmul_tflops": 700.0,
+    "arms": [{"arm": arm, "batch": 8, "block": 2048, "checkpointing": "none", "offload": "none", "flags": ""}
+             | snapshot.summarized(snapshot.timeline(SNAPSHOT)) for arm in ("all", "hf")],
+}  # fmt: skip
+
+
+def test_a_snapshot_is_drawn_and_tabled(monkeypatch, tmp_path):
+    plots.draw_snapshot(SNAPSHOT_RECORD, tmp_path / "snapshot.png")
+    assert (tmp_path / "snapshot.png").stat().st_size > 10_000
+    monkeypatch.setattr(report, "ASSETS", tmp_path)
+    (tmp_path / "snapshot.json").write_text(json.dumps(SNAPSHOT_RECORD))
+    text = report.render("<!-- snapshot --><!-- /snapshot -->")
+    assert "| GiB at the peak | nanocria | Hugging Face |" in text and "| optimizer | 0.12 | 0.12 |" in text
+    assert "0.29 GiB: weights 0.02, optimizer 0.12" in snapshot.line(SNAPSHOT_RECORD["arms"][0])
+    assert snapshot.line(SNAPSHOT_RECORD["arms"][0] | {"peak_gib": 1.0}).startswith("nanocria")
+
+
+# train.py and a peer in processes of their own, as the snapshot runs them, on the CPU, where nothing is recorded.
+NOTED_ON_CPU = """
+import json, os, sys
+sys.path.insert(0, os.getcwd())
+import torch
+from benchmarks import peers, snapshot
+
+said = []
+torch.cuda.memory._record_memory_history = lambda **options: said.append(options.get("clear_history", "on"))
+torch.cuda.memory._dump_snapshot = lambda path: said.append(path)
+snapshot.keep_frames()
+if sys.argv[2] == "train.py":
+    snapshot.note_train(sys.argv[1], sys.argv[2:])
+else:
+    def measure(warmup, steps, **spec):
+        weight = torch.nn.Parameter(torch.ones(3))
+        optimizer = torch.optim.AdamW([weight])
+        model = torch.nn.ParameterList([weight])
+        losses = [peers.train_step(model, lambda x, y: (weight * x).sum(), optimizer, torch.ones(3), None)[0]
+                  for _ in range(warmup + steps)]
+        return {"first_loss": losses[0], "last_loss": losses[-1], "n": len(losses)}
+    peers.measure = measure
+    snapshot.note_peer(sys.argv[1], json.loads(sys.argv[2]))
+print(json.dumps({"said": said}))
+"""
+TRAIN = ["train.py", "config/baby_llama.py", "--device=cpu", "--n_layer=1", "--n_embd=32", "--n_head=2",
+         "--n_kv_head=1", "--ffn_dim=32", "--block_size=16", "--batch_size=2", "--keep_last=0"]  # fmt: skip
+
+
+def test_one_step_is_noted_of_ours_and_of_a_peer(tmp_path):
+    (tmp_path / "noted.py").write_text(NOTED_ON_CPU)
+    ours = [*TRAIN, f"--out_dir={tmp_path}", f"--max_iters={snapshot.STEP + 1}"]
+    for words in (ours, ["{}"]):
+        result, printed = step.run([str(tmp_path / "noted.py"), "there.pickle", *words])
+        assert result == {"said": ["on", True, "there.pickle"]}, printed
+
+
+def test_a_snapshot_that_was_not_left_is_said(monkeypatch):
+    monkeypatch.setattr(step, "run", lambda command, ranks=1: (None, "CUDA out of memory"))
+    rows = [row for _, row in snapshot.measured(snapshot.parse(["peers=hf,liger", "offload=optimizer"]))]
+    assert [(row["arm"], row["offload"], row["oom"]) for row in rows] == [
+        ("all", "optimizer", True), ("hf", "all", True), ("liger", "all", True)
+    ]  # fmt: skip
+    with pytest.raises(SystemExit, match="peers=recip: there are hf, liger, none"):
+        bench.main(["snapshot", "peers=recip"])
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# The estimate
+
+
+@pytest.mark.parametrize(
+    "words, message",
+    [
+        (
+            ["card=4080"],
+            "card=4080: there are 3090, 4090, a100-40, a100-80, h100, h200, or a number of GiB, as in card=24",
+        ),
+        (["card=h10"], "Did you mean h100?"),
+        (["card=0"], "card=0: there are"),
+        (["block=2048"], "Did you mean block_size=?"),
+        (["offload=half"], "offload=half: there are none, optimizer, all"),
+        (["batch_size=0"], "batch_size=0: a whole number, at least 1"),
+        (["config=llama.py"], "config=llama.py: there is no such file"),
+        (["--fusedloss=false"], "--fusedloss: memory does not depend on such a setting. Did you mean fused_loss?"),
+    ],
+)
+def test_a_slip_in_an_estimate_is_answered_with_a_sentence(words, message):
+    with pytest.raises(SystemExit, match=re.escape(message)):
+        bench.main(["estimate", *words])
+
+
+def test_the_estimate_needs_no_gpu_and_ends_with_a_line_of_json():
+    environment = os.environ | {"CUDA_VISIBLE_DEVICES": ""}
+    command = [sys.executable, "bench.py", "estimate", "card=24"]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=report.ROOT, env=environment)
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout.splitlines()[-1])["usable_gib"] == 22.5
+    assert "24.0 GiB - 1.5 for the CUDA context and the allocator's reserve = 22.5 GiB" in done.stdout
+
+
+@pytest.mark.parametrize("words", [["card=4090"], ["card=a100-40", "checkpointing=full", "offload=optimizer"],
+                                   ["card=h100", "config=config/llama31_8b.py", "ranks=4", "--fused_loss=false"],
+                                   ["card=24", "block_size=512", "batch_size=64"]])  # fmt: skip
+def test_the_estimate_is_memory_pys(words):
+    text, result = estimate.estimate(estimate.parse(words))
+    changes = {key: result[key] for key in ("block_size", "activation_checkpointing")}
+    config = llama_config(result["config"], fused_loss="--fused_loss=false" not in words, **changes)
+    ranks = {"world_size": result["ranks"], "shard_ranks": result["ranks"]}
+    plan = memory.Plan(result["batch_size"], offload=result["offload"], **ranks)
+    assert result["peak_gib"] == memory.peak_gib(config, plan) and memory.table(config, plan) in text
+    assert result["fits"] == (result["peak_gib"] <= result["usable_gib"])
+    largest = result["largest_batch"][f"{result['activation_checkpointing']} {result['offload']}"]
+    assert largest == memory.largest_batch(config, plan, result["usable_gib"])
+    assert result["cpu_gib"] == pytest.approx(
+        result["ranks"] * sum(part.bytes for part in memory.cpu_parts(config, plan)) / 2**30
+    )
+
+
+def test_the_estimate_shows_the_first_that_fits_and_words_choose_another():
+    _, found = estimate.estimate(estimate.parse(["card=a100-40"]))
+    assert (found["activation_checkpointing"], found["offload"]) == ("none", "none")
+    _, found = estimate.estimate(estimate.parse(["card=12"]))
+    assert found["offload"] == "optimizer", "12 bytes a parameter alone are more"
+    text, found = estimate.estimate(estimate.parse(["card=2", "checkpointing=full"]))
+    assert not found["fits"] and "it does not fit" in text and found["batch_size"] == 1
+
+
+def test_check_compares_the_measured_peaks_with_the_estimates(tmp_path, capsys):
+    path = tmp_path / "study.json"
+    path.write_text(json.dumps(RECORD))
+    with pytest.raises(SystemExit) as stop:
+        bench.main(["estimate", "check", str(path)])
+    assert stop.value.code == 0 and '"points": 3' in capsys.readouterr().out
+    off = copy.deepcopy(RECORD)
+    off["seq"][1]["peak_gib"] *= 1.2
+    path.write_text(json.dumps(off))
+    with pytest.raises(SystemExit) as stop:
+        bench.main(["estimate", "check", str(path)])
+    assert stop.value.code == 1 and "-16.7%" in capsys.readouterr().out
+    with pytest.raises(SystemExit, match="nothing to check"):
+        bench.main(["estimate", "check", str(tmp_path / "none.json")])
+
+
+SWEPT = [report.ASSETS / f"{name}.json" for name in ("sweep", "study", "study_8b")]
+
+
+@pytest.mark.parametrize("path", [path for path in SWEPT if path.exists()], ids=lambda path: path.stem)
+def test_the_estimate_is_within_5_percent_of_every_peak_that_was_measured(path):
+    for point, deviation in swept.deviations(json.loads(path.read_text())):
+        assert abs(deviation) <= 0.05, f"{deviation:+.1%} at {[point[key] for key in swept.PLACE]}"
