@@ -10,6 +10,8 @@ The largest batch for each activation checkpointing and offload; then, for one o
 arithmetic: for the one that the words name, or the first that fits, and its largest batch, or batch_size=...
 """
 
+import contextlib
+import itertools
 import json
 import re
 import sys
@@ -82,10 +84,13 @@ def situation(path: str, ranks: int, settings: dict) -> tuple[LlamaConfig, Plan]
 
 
 def largest(config: LlamaConfig, plan: Plan, gib: float) -> dict[tuple[str, str], int]:
-    """The largest batch_size for each (activation_checkpointing, offload); 0 where no sequence fits."""
-    found = {}
-    for checkpointing in step.CHECKPOINTING:
-        for offload in OFFLOAD:
+    """The largest batch_size for each (activation_checkpointing, offload); 0 where no sequence fits.
+
+    Also where the other settings rule that checkpointing out: offload_activations is there for full alone.
+    """
+    found = dict.fromkeys(itertools.product(step.CHECKPOINTING, OFFLOAD), 0)
+    for checkpointing, offload in found:
+        with contextlib.suppress(ValueError):
             at = replace(config, activation_checkpointing=checkpointing), replace(plan, offload=offload)
             found[checkpointing, offload] = memory.largest_batch(*at, gib)
     return found
@@ -113,7 +118,9 @@ def cpu_gib(config: LlamaConfig, plan: Plan) -> float:
 
 def estimate(options: dict) -> tuple[str, dict]:
     """What one reads, and the same as numbers."""
-    flags = options["flags"] | ({"block_size": options["block_size"]} if options["block_size"] else {})
+    # full: no other setting is at odds with it; the table has them all
+    flags = {"activation_checkpointing": options["checkpointing"] or "full"} | options["flags"]
+    flags |= {"block_size": options["block_size"]} if options["block_size"] else {}
     config, plan = situation(options["config"], options["ranks"], flags)
     gib = options["gib"] - OUTSIDE_GIB
     found = largest(config, plan, gib)
