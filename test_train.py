@@ -658,6 +658,32 @@ def test_a_rank_that_hangs_is_named_and_the_run_ends(text_data, tmp_path, how):
     assert not any(Path(f"/proc/{pid}").exists() for pid in workers.values()), "a rank was left behind"
 
 
+@pytest.mark.parametrize("parts", [1, 2])
+def test_a_token_that_is_none_ends_the_run_before_it_is_learned_with_a_checkpoint(text_data, tmp_path, parts):
+    """On one of two ranks, in step 5; the data mended, the run is the one that never met it."""
+    bad = wrapped(
+        tmp_path,
+        "import data.tokens\n"
+        "true, reads = data.tokens.Tokens.read, 0\n"
+        "def read(self, *args):\n"
+        "    global reads\n"
+        "    reads += 1\n"
+        f"    if os.environ['RANK'] == '1' and reads == {5 * parts}: raise ValueError('train.bin holds token 999')\n"
+        "    return true(self, *args)\n"
+        "data.tokens.Tokens.read = read",
+    )
+    settings = LONGER | dict(dataset=text_data, out_dir=tmp_path / "out", max_iters=8, eval_interval=100)
+    settings |= dict(gradient_accumulation_steps=2 * parts)
+    done = subprocess.run(torchrun(2, settings, bad), cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 1 and done.stderr.count("rank 1: train.bin holds token 999") == 1, done.stderr
+    assert 'Traceback (most recent call last):\n  File "' + str(ROOT) not in done.stderr, done.stderr
+    assert "saved" in done.stdout and "step_000004" in done.stdout, done.stdout
+    for out_dir in (tmp_path / "out", tmp_path / "whole"):
+        command = torchrun(2, settings | {"out_dir": out_dir})
+        assert subprocess.run(command, cwd=ROOT, capture_output=True).returncode == 0
+    assert_close(step_losses(tmp_path / "out"), step_losses(tmp_path / "whole"), 1e-6)
+
+
 def test_a_nan_on_one_rank_stops_all_before_the_update_at_the_same_step(text_data, tmp_path):
     script = wrapped(
         tmp_path,

@@ -219,12 +219,14 @@ def epoch_order(epoch: int):
 
 
 def read(split: Tokens, indices, shift: int = 0) -> torch.Tensor:
-    """Blocks (len(indices), T + 1) int64."""
-    try:
-        return torch.from_numpy(split.read(indices, block_size, shift, vocab_size))
-    except ValueError as error:  # a token that the embedding does not have
-        print(f"rank {rank}: {error}", file=sys.stderr)  # perhaps this rank alone has met it
-        sys.exit(1)
+    """Blocks (len(indices), T + 1) int64. ValueError where one holds a token that the embedding does not have."""
+    return torch.from_numpy(split.read(indices, block_size, shift, vocab_size))
+
+
+def unreadable(error: ValueError):
+    """Perhaps this rank alone has met it."""
+    print(f"rank {rank}: {error}", file=sys.stderr, flush=True)
+    sys.exit(1)
 
 
 def to_device(blocks: torch.Tensor):
@@ -243,6 +245,11 @@ def get_batch(step: int, micro_step: int):
         order, shift = epoch_order(int(epoch))
         blocks.append(read(train_tokens, order[positions[epochs == epoch]], shift))
     return to_device(torch.cat(blocks))
+
+
+def get_batches(step: int):
+    """Those of all micro-batches of a step: a few megabytes."""
+    return [get_batch(step, micro_step) for micro_step in range(micro_steps)]
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -473,7 +480,10 @@ def evaluate() -> float | None:
     for first in range(0, n_eval_blocks, batch_size * world_size):
         watch.at(f"step {step}: evaluation")
         rows = first + rank * batch_size + np.arange(batch_size)
-        tokens, targets = to_device(read(val_tokens, chosen[rows % n_eval_blocks]))
+        try:
+            tokens, targets = to_device(read(val_tokens, chosen[rows % n_eval_blocks]))
+        except ValueError as error:
+            unreadable(error)
         # Every rank runs every forward, or FSDP would wait for it forever: rows past the end are read but do not count.
         surplus = torch.from_numpy(rows >= n_eval_blocks).to(device)
         targets = targets.masked_fill(surplus[:, None], -100)
@@ -562,6 +572,7 @@ def say_what_ended_it(kind, error, trace):
 
 
 sys.excepthook = say_what_ended_it
+BAD_DATA = 1000  # no signal has this number, and it outweighs any
 interrupted = 0
 for signal_number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
     signal.signal(signal_number, interrupt)
@@ -579,7 +590,10 @@ profiler = torch.profiler.profile(
 )
 memory.record_history()  # 2 us an allocation: most runs that do not fit find out in their first steps
 if step < max_iters:
-    batch = get_batch(step, 0)
+    try:
+        batches = get_batches(step)
+    except ValueError as error:
+        unreadable(error)
     if profile:
         profiler.start()
 else:
@@ -588,17 +602,20 @@ while step < max_iters:
     started = time.perf_counter()
     optimizer.set_step(learning_rate_at(step), loss_scale)
     loss = torch.zeros((), device=device)
-    for micro_step in range(micro_steps):
+    for micro_step, batch in enumerate(batches):
         if not sync_every_micro_batch:
             model.set_requires_gradient_sync(micro_step + 1 == micro_steps)
         watch.at(f"step {step + 1}: forward and backward")
         loss += forward_backward(*batch)
-        if step + 1 < max_iters or micro_step + 1 < micro_steps:
-            # The next one already, while the GPU is busy with this one; past the last of a step it is the next step's.
-            watch.at(f"step {step + 1}: reading data")
-            began = time.perf_counter()
-            batch = get_batch(step, micro_step + 1)
-            data_seconds += time.perf_counter() - began
+    if step + 1 < max_iters:  # the next step's, while the GPU is busy with this one
+        watch.at(f"step {step + 1}: reading data")
+        began = time.perf_counter()
+        try:
+            batches = get_batches(step + 1)
+        except ValueError as error:
+            print(f"rank {rank}: {error}", file=sys.stderr, flush=True)
+            interrupted = BAD_DATA  # like a signal: all ranks end after this step, with a checkpoint
+        data_seconds += time.perf_counter() - began
     watch.at(f"step {step + 1}: update")
     saver.wait_for_copy()
     grad_norm = update()
@@ -682,7 +699,8 @@ while step < max_iters:
         logged_at += time.perf_counter() - began  # not the training's time
         if stopping:
             if keep_last and step < max_iters:
-                print0("run the same line again to go on")
+                cure = "prepare the data again, then " if stopping == BAD_DATA else ""
+                print0(f"{cure}run the same line again to go on")
             break
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -734,6 +752,8 @@ if master:
 if wandb_log and master:
     wandb.finish()
 code = 128 + stopping if stopping else 0  # as if the signal had ended it, for whoever started it
+if stopping == BAD_DATA:
+    code = 1
 if not saved:
     print0(
         f"the last checkpoint was not written: make room at {out_dir}, and the same line goes on from the one before"
