@@ -23,9 +23,10 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
 
+import memory
 from model import Llama, LlamaConfig
 from optimizer import AdamW, local
-from ranks import worker_thread
+from ranks import local_world_size, worker_thread
 
 # A lone process is not a mistake.
 warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninitialized")
@@ -80,10 +81,12 @@ class Saver:
 
     def _copies(self):
         tensors = self.optimizer.tensors()
+        n_bytes = sum(local(x).nbytes for x in _flatten(tensors).values())
         try:
+            if n_bytes * local_world_size > memory.cpu_available():  # the system would end the run to find some
+                raise RuntimeError("the machine does not have it")
             return _map(lambda x: torch.empty_like(x, device="cpu", pin_memory=local(x).is_cuda), tensors)
         except RuntimeError as error:
-            n_bytes = sum(local(x).nbytes for x in _flatten(tensors).values())
             print(f"no {n_bytes / 2**30:.1f} GiB of CPU memory to save beside the training: it will wait for its "
                   f"checkpoints ({_reason(error)})", file=sys.stderr)  # fmt: skip
             return None

@@ -23,7 +23,10 @@ itself. Counted is what PyTorch allocates (max_memory_allocated): the CUDA conte
 allocator holds in reserve come on top, 1 to 2 GiB.
 """
 
+import contextlib
+import math
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import NamedTuple
 
 import torch
@@ -244,6 +247,22 @@ def cpu_parts(config: LlamaConfig, plan: Plan, async_checkpoints: bool = False) 
         how = f"{itemsize * config.n_embd:,} bytes x {layers} layers x {n_tokens:,} tokens"
         found.append(Part("saved activations", itemsize * config.n_embd * layers * n_tokens, how))
     return found
+
+
+def cpu_available() -> float:
+    """Bytes of CPU memory that are free or can be freed, of the machine and of the container; inf where nobody says."""
+
+    def number(path, name):
+        lines = (line.split() for line in Path(path).read_text().splitlines())
+        return next(int(words[1]) for words in lines if words[0] == name)
+
+    available = math.inf
+    with contextlib.suppress(OSError, ValueError, StopIteration):  # where it is no Linux
+        available = 1024 * number("/proc/meminfo", "MemAvailable:")
+    with contextlib.suppress(OSError, ValueError, StopIteration):  # where it is no container, or one without a limit
+        limit, used = (int(Path("/sys/fs/cgroup", name).read_text()) for name in ("memory.max", "memory.current"))
+        available = min(available, limit - used + number("/sys/fs/cgroup/memory.stat", "inactive_file"))
+    return available
 
 
 def table(config: LlamaConfig, plan: Plan) -> str:

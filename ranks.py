@@ -57,6 +57,11 @@ def gpus_reach_each_other() -> bool:
     return all(torch.cuda.can_device_access_peer(local_rank, other) for other in others)
 
 
+def cpu_cores() -> int:
+    """That this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
 def worker_thread() -> ThreadPoolExecutor:
     """A thread that works beside this one, on the same GPU: a new thread would begin with the first of the machine."""
     if not torch.cuda.is_initialized():

@@ -727,6 +727,8 @@ def slip(train, capsys, *files, **settings):
         (dict(n_head=3), "n_embd 32 must be n_head 3 times an even head size"),
         (dict(n_kv_head=3), "n_head 4 must be a multiple of n_kv_head 3"),
         (dict(vocab_size=100), "was prepared with 257: set it to that"),
+        (dict(offload="all", n_layer=2, n_embd=2**19, n_head=2**12), "GiB of CPU memory, and"),
+        (dict(offload_activations=True, activation_checkpointing="full", compile=True), "works without compile"),
         (dict(block_size=10**6), "that block_size 1,000,000 needs here"),
         (dict(dataset="nowhere"), "does not exist"),
         (dict(init_from="resume"), "holds no checkpoint to resume"),

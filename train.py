@@ -187,7 +187,7 @@ if cuda_graph and (world_size > 1 or offload != "none"):
 sharded = world_size > 1 or offload == "all"  # alone, FSDP is what moves the weights to and fro
 watch = ranks.meet(device, timeout, lone_group=sharded)
 if offload != "none":  # the CPU's cores, of which torchrun gives each rank one
-    torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // ranks.local_world_size))
+    torch.set_num_threads(max(1, ranks.cpu_cores() // ranks.local_world_size))
 
 # ----------------------------------------------------------------------------------------------------------------------
 # Data: the batch of a step is a function of (seed, step) alone, so it is the same for any number of ranks and
@@ -258,6 +258,13 @@ try:
     config = LlamaConfig(**{name: globals()[name] for name in LlamaConfig.__dataclass_fields__})
 except ValueError as error:
     stop(str(error))
+plan = memory.Plan(**{name: globals()[name] for name in memory.Plan.__dataclass_fields__})
+offloaded = ranks.local_world_size * sum(part.bytes for part in memory.cpu_parts(config, plan))
+if offloaded > memory.cpu_available():  # else the system would end the run, without a word
+    needed, there = offloaded / 2**30, memory.cpu_available() / 2**30
+    stop(
+        f"what is offloaded needs {needed:.1f} GiB of CPU memory, and {there:.1f} GiB are there: offload less, or shard"
+    )
 with torch.device("meta"):
     model = Llama(config).to(compute_dtype)
 n_params = model.n_params()
@@ -422,7 +429,6 @@ if device != "cpu":
     import triton
 
     versions |= {"triton": triton.__version__, "cuda": torch.version.cuda}
-plan = memory.Plan(**{name: globals()[name] for name in memory.Plan.__dataclass_fields__})
 estimated_gib = memory.peak_gib(config, plan)
 card_gib = torch.cuda.get_device_properties(device).total_memory / 2**30 if device != "cpu" else None
 epochs = tokens_per_step * max_iters / len(train_tokens)

@@ -19,7 +19,6 @@ is not tried with more. The record goes to out/sweep.json, or a preset's to asse
 
 import itertools
 import json
-import os
 import re
 import sys
 from pathlib import Path
@@ -27,6 +26,7 @@ from typing import NamedTuple
 
 import torch
 
+import memory
 from benchmarks import estimate, report, step
 from benchmarks.swept import ARMS, HEADER, PEERS, PLACE, ROWS, cpu_gib, done, estimated_gib, line, summary
 
@@ -152,7 +152,7 @@ def point(series: Series, batch: int, block: int, options: dict) -> dict:
         zip(PLACE, (*where, options["memory_limit_gib"], " ".join(options["flags"] if ours else [])), strict=True)
     )
     row |= {"estimated_gib": estimated_gib(row)} if ours else {}
-    needed, there = cpu_gib(row), os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
+    needed, there = cpu_gib(row), memory.cpu_available() / 2**30
     if needed > there:
         sentence = f"offload={series.offload} needs {needed:.1f} GiB of CPU memory, this machine has {there:.1f}"
         return row | {"failed": sentence}
