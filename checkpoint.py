@@ -16,6 +16,7 @@ import sys
 import time
 import warnings
 from collections.abc import Callable
+from datetime import timedelta
 from pathlib import Path
 
 import torch
@@ -26,7 +27,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 import memory
 from model import Llama, LlamaConfig
 from optimizer import AdamW, local
-from ranks import local_world_size, worker_thread
+from ranks import local_world_size, maximum, worker_thread
 
 # A lone process is not a mistake.
 warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninitialized")
@@ -73,17 +74,22 @@ class Saver:
     def __init__(self, out_dir: str, optimizer: AdamW, keep_last: int, beside: bool = True):
         self.out_dir, self.optimizer, self.keep_last = Path(out_dir), optimizer, keep_last
         # Not the training's: its collectives, in the main thread, must not mix with the writing thread's.
-        self.group = dist.new_group(backend="gloo") if dist.is_initialized() and keep_last else None
+        self.group = (
+            dist.new_group(backend="gloo", timeout=timedelta(days=1)) if dist.is_initialized() and keep_last else None
+        )
         self.thread = worker_thread()
         self.future, self.copied, self.seconds = None, None, 0.0  # seconds: what saving has cost the main thread
-        # Pinning 15 GB takes seconds: the thread does it while the first steps run.
-        self.copies = self.thread.submit(self._copies) if beside and keep_last else None
-
-    def _copies(self):
-        tensors = self.optimizer.tensors()
+        self.stream = torch.cuda.Stream() if torch.cuda.is_initialized() else None
+        tensors = optimizer.tensors()
         n_bytes = sum(local(x).nbytes for x in _flatten(tensors).values())
+        # Agreed before any rank takes some; without it the system would end the run to find as much.
+        there = maximum([n_bytes * local_world_size - memory.cpu_available()])[0] <= 0
+        # Pinning 15 GB takes seconds: the thread does it while the first steps run.
+        self.copies = self.thread.submit(self._copies, tensors, n_bytes, there) if beside and keep_last else None
+
+    def _copies(self, tensors, n_bytes, there):
         try:
-            if n_bytes * local_world_size > memory.cpu_available():  # the system would end the run to find some
+            if not there:
                 raise RuntimeError("the machine does not have it")
             return _map(lambda x: torch.empty_like(x, device="cpu", pin_memory=local(x).is_cuda), tensors)
         except RuntimeError as error:
@@ -99,7 +105,7 @@ class Saver:
         meta = {"step": step, "updates": self.optimizer.updates, **meta, "checksums": sums}
         copies = self.copies.result() if self.copies else None
         if copies is not None:
-            self.copied = _copy(tensors, copies)
+            self.copied = _copy(tensors, copies, self.stream)
         self.future = self.thread.submit(self._write, copies or tensors, self.copied, step, meta)
         if copies is None:
             concurrent.futures.wait([self.future])
@@ -170,14 +176,13 @@ class Saver:
         return final
 
 
-def _copy(tensors, copies) -> torch.cuda.Event | None:
-    """Copies on a stream of its own, which the GPU works on beside the training's. The event is its end."""
+def _copy(tensors, copies, stream) -> torch.cuda.Event | None:
+    """Copies on that stream, which the GPU works on beside the training's. The event is its end."""
     pairs = list(zip(_flatten(tensors).values(), _flatten(copies).values(), strict=True))
     if not any(local(x).is_cuda for x, _ in pairs):
         for x, copy in pairs:
             local(copy).copy_(local(x))
         return None
-    stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
         for x, copy in pairs:

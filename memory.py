@@ -291,6 +291,10 @@ def choices(config: LlamaConfig, plan: Plan) -> list[list[dict]]:
         above("fused_loss", [False, True], config.fused_loss),
         above("fused_kernels", [False, True], config.fused_kernels),
         above("sync_every_micro_batch", [False, True], plan.sync_every_micro_batch),
+        [{"mlp_chunks": 16}] if config.activation_checkpointing != "none" and config.mlp_chunks == 1 else [],
+        above("offload_activations", [False, True], config.offload_activations)
+        if config.activation_checkpointing == "full"
+        else [],
         [{"sharding": "zero3"}] if plan.world_size > 1 and plan.sharding != "zero3" else [],
         [{"batch_size": plan.batch_size // 2, "gradient_accumulation_steps": accumulation}]
         if plan.batch_size % 2 == 0

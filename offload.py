@@ -13,6 +13,7 @@ Where FSDP keeps the parameters themselves on the CPU (offload = 'all'), it brin
 comes and takes the gradients back; then the update works on them where they are.
 """
 
+import math
 from collections.abc import Callable
 from concurrent.futures import Future
 
@@ -81,6 +82,9 @@ class OffloadedAdamW(AdamW):
         """Until all is done that was begun."""
         for group in self.groups:
             self._wait_for(group)
+        self._finish_sums()
+
+    def _finish_sums(self):
         for future in self.busy:
             future.result()
         self.busy.clear()
@@ -95,9 +99,7 @@ class OffloadedAdamW(AdamW):
     @torch.no_grad()
     def _land(self, name: str, parameter: torch.Tensor):
         """Sends a gradient to the CPU as soon as backward has computed it, and frees it."""
-        for future in self.busy:  # the sum of the micro-batch before may still read from here
-            future.result()
-        self.busy.clear()
+        self._finish_sums()  # that of the micro-batch before may still read from here
         grad = local(parameter.grad)
         self.norms[name] = torch.linalg.vector_norm(grad, dtype=torch.float32)
         self.stream.wait_stream(torch.cuda.current_stream())
@@ -114,6 +116,7 @@ class OffloadedAdamW(AdamW):
     @torch.no_grad()
     def accumulate(self):
         """Adds a micro-batch's gradients to float32 sums, while the GPU goes on."""
+        self._finish_sums()  # or a slow CPU would have gradients of many micro-batches to keep
         grads, landed = self._landed(), self.stream.record_event() if self.stream else None
 
         @torch.no_grad()
@@ -135,9 +138,7 @@ class OffloadedAdamW(AdamW):
     def gradients(self) -> list[torch.Tensor]:
         if self.stream is not None:
             self.stream.synchronize()
-        for future in self.busy:
-            future.result()
-        self.busy.clear()
+        self._finish_sums()
         landed = self._landed()
         return [self.sums.get(name, landed[name]) for name in self.parameters]
 
@@ -167,7 +168,7 @@ class OffloadedAdamW(AdamW):
         """As AdamW's, but what it begins goes on beside the next forward."""
         norm = self.grad_norm()
         value = norm.item()
-        if torch.isfinite(norm):
+        if math.isfinite(value):
             clip = min(grad_clip / (value + 1e-6), 1.0) if grad_clip else 1.0
             grads = dict(zip(self.parameters, self.gradients(), strict=True))
             options = (clip / self.loss_scale, self.lr, self.updates + 1, *self.betas, self.eps)

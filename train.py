@@ -106,9 +106,7 @@ seed = 1337  # of the weights and of the order of the data
 sharding: Literal["zero3", "zero2", "hybrid"] = "zero3"  # zero2: weights stay whole for backward; hybrid: copies
 shard_ranks: int | None = None  # hybrid: this many ranks shard each copy of the model; none: those of one machine
 sync_every_micro_batch = True  # false: once a step, but with the gradients of the whole model on every rank
-offload: Literal["none", "optimizer", "all"] = (
-    "none"  # to CPU memory: AdamW's 12 bytes a parameter; weights, gradients too
-)
+offload: Literal["none", "optimizer", "all"] = "none"  # to CPU memory: AdamW's states; all: weights, gradients too
 copy_engines = False  # between GPUs of one host: weights and gradients cross NVLink without the multiprocessors
 timeout = 600.0  # seconds after which ranks that wait for another say for whom, and end the run
 # ----------------------------------------------------------------------------------------------------------------------
@@ -177,7 +175,7 @@ if master:  # held open and locked: two runs in one folder would delete each oth
         stop(f"another run is writing to {out_dir}: wait for it, or change out_dir")
     except OSError as error:
         stop(f"cannot write to out_dir {out_dir}: {error.strerror}")
-if copy_engines and (shard_ranks > ranks.local_world_size or not ranks.gpus_reach_each_other()):
+if copy_engines and (ranks.local_world_size % shard_ranks or not ranks.gpus_reach_each_other()):
     stop("copy_engines needs the ranks that shard a model on one host, and its GPUs to reach each other's memory")
 if offload_activations and (compile or cuda_graph):
     stop("offload_activations works without compile and cuda_graph")
@@ -224,9 +222,10 @@ def read(split: Tokens, indices, shift: int = 0) -> torch.Tensor:
 
 
 def unreadable(error: ValueError):
-    """Perhaps this rank alone has met it."""
+    """Perhaps on this rank alone. Like a signal: all ranks end after the step at hand, with a checkpoint."""
+    global interrupted
     print(f"rank {rank}: {error}", file=sys.stderr, flush=True)
-    sys.exit(1)
+    interrupted = BAD_DATA
 
 
 def to_device(blocks: torch.Tensor):
@@ -260,8 +259,9 @@ except ValueError as error:
     stop(str(error))
 plan = memory.Plan(**{name: globals()[name] for name in memory.Plan.__dataclass_fields__})
 offloaded = ranks.local_world_size * sum(part.bytes for part in memory.cpu_parts(config, plan))
-if offloaded > memory.cpu_available():  # else the system would end the run, without a word
-    needed, there = offloaded / 2**30, memory.cpu_available() / 2**30
+lacking = ranks.maximum([offloaded - memory.cpu_available()])[0]
+if lacking > 0:  # else the system would end the run, without a word
+    needed, there = offloaded / 2**30, (offloaded - lacking) / 2**30
     stop(
         f"what is offloaded needs {needed:.1f} GiB of CPU memory, and {there:.1f} GiB are there: offload less, or shard"
     )
@@ -487,16 +487,17 @@ def evaluate() -> float | None:
         watch.at(f"step {step}: evaluation")
         rows = first + rank * batch_size + np.arange(batch_size)
         try:
-            tokens, targets = to_device(read(val_tokens, chosen[rows % n_eval_blocks]))
+            blocks = read(val_tokens, chosen[rows % n_eval_blocks])
         except ValueError as error:
             unreadable(error)
+        if interrupted_anywhere():
+            return None
+        tokens, targets = to_device(blocks)
         # Every rank runs every forward, or FSDP would wait for it forever: rows past the end are read but do not count.
         surplus = torch.from_numpy(rows >= n_eval_blocks).to(device)
         targets = targets.masked_fill(surplus[:, None], -100)
         n_targets = (targets != -100).sum()
         total += torch.stack([model(tokens, targets) * n_targets, n_targets])
-        if interrupted_anywhere():
-            return None
     if world_size > 1:
         dist.all_reduce(total)
     return (total[0] / total[1]).item()
@@ -563,11 +564,14 @@ def interrupted_anywhere() -> int:
 def say_what_ended_it(kind, error, trace):
     """Out of memory: what would help. Another rank lost: only that, for what matters are the words of that one."""
     if isinstance(error, torch.OutOfMemoryError):
+        say = functools.partial(print, file=sys.stderr, flush=True)
+        say(f"rank {rank}, step {step + 1}: {memory.say_out_of_memory(config, plan, card_gib)}")
         path = Path(out_dir) / f"out_of_memory_rank{rank}.pickle"
-        memory.dump(path)
-        print(f"rank {rank}, step {step + 1}: {memory.say_out_of_memory(config, plan, card_gib)}", file=sys.stderr)
-        print(f"what was in memory: {path}, for https://pytorch.org/memory_viz", file=sys.stderr)
-        sys.stderr.flush()
+        try:
+            memory.dump(path)
+            say(f"what was in memory: {path}, for https://pytorch.org/memory_viz")
+        except (OSError, RuntimeError) as trouble:
+            say(f"what was in memory could not be written to {path}: {trouble}")
         os._exit(1)
     lost = re.search(r"Connection (closed|reset) by peer|Broken pipe|remote process exited|Timed out", str(error))
     if world_size > 1 and (lost or isinstance(error, dist.DistBackendError)):
@@ -599,7 +603,8 @@ if step < max_iters:
     try:
         batches = get_batches(step)
     except ValueError as error:
-        unreadable(error)
+        print(f"rank {rank}: {error}", file=sys.stderr, flush=True)
+        sys.exit(1)
     if profile:
         profiler.start()
 else:
@@ -619,8 +624,7 @@ while step < max_iters:
         try:
             batches = get_batches(step + 1)
         except ValueError as error:
-            print(f"rank {rank}: {error}", file=sys.stderr, flush=True)
-            interrupted = BAD_DATA  # like a signal: all ranks end after this step, with a checkpoint
+            unreadable(error)
         data_seconds += time.perf_counter() - began
     watch.at(f"step {step + 1}: update")
     saver.wait_for_copy()
@@ -640,6 +644,7 @@ while step < max_iters:
         loss_scale, loss_scale_since = loss_scale / 2, step  # too large a scale: this step's update is left out
     else:
         if saver.running():
+            watch.rest(f"step {step}: saving")
             print0(f"step {step:05d} | {outcome_of_saving()}")
         last = checkpoint.newest(out_dir)
         stop(
