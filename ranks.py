@@ -108,7 +108,7 @@ class Watch:
 
     def __init__(self, timeout: float):
         self.timeout, self.deadline = timeout, float("inf")
-        self.count, self.doing = 0, "starting"  # how often this rank has come on, and to what
+        self.beats, self.count, self.doing = 0, 0, "starting"  # how often this rank has come on, and to what
         self.lost = {}  # when the death of which rank was noticed
         self.over = threading.Event()
         if world_size > 1:
@@ -128,12 +128,10 @@ class Watch:
         self.over.set()
 
     def _watch(self):
-        beats = 0
         try:
             processes = [self.store.get(f"process_{r}").decode().split() for r in range(world_size)]
             while not self.over.wait(BEAT):
-                beats += 1
-                self.store.set(f"at_{rank}", f"{self.count} {beats} {self.doing}")
+                self._beat()
                 gone = self._first_gone(processes)
                 if gone is not None:
                     self._leave(f"rank {gone} has ended, last at {self._heard(gone)[2]}: see what it said")
@@ -143,6 +141,10 @@ class Watch:
                         self._leave(sentence)
         except dist.DistError:  # the store has gone, and with it torchrun: it stops the ranks itself
             pass
+
+    def _beat(self):
+        self.beats += 1
+        self.store.set(f"at_{rank}", f"{self.count} {self.beats} {self.doing}")
 
     def _heard(self, other: int) -> tuple[int, int, str]:
         """How far another rank was at its last beat: count, beats, doing."""
@@ -163,7 +165,9 @@ class Watch:
     def _who_hangs(self) -> str:
         """Whom this rank has waited for: one that is silent, or else the one that is least far."""
         before = [self._heard(r) for r in range(world_size)]
-        time.sleep(5 * BEAT)
+        for _ in range(5):
+            time.sleep(BEAT)
+            self._beat()  # they ask too
         after = [self._heard(r) for r in range(world_size)]
         silent = [r for r in range(world_size) if r != rank and before[r][1] == after[r][1]]
         last = silent[0] if silent else min(range(world_size), key=lambda r: after[r][0])

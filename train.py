@@ -716,7 +716,8 @@ while step < max_iters:
 
 # ----------------------------------------------------------------------------------------------------------------------
 # What came of it
-if profile and step < first_step + 10:
+if profile and first_step < step < first_step + 10:
+    profiler.stop()
     print0("no profile was written: it is of the eighth to the tenth step of a run")
 if first_step < step == max_iters and val_loss is not None and master:
     seconds = sorted(step_times)[len(step_times) // 2]  # the median step
