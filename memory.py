@@ -48,6 +48,7 @@ class Plan:
     sharding: str = "zero3"
     shard_ranks: int = 1  # how many ranks share one copy of the model
     sync_every_micro_batch: bool = True
+    copy_engines: bool = False
     offload: str = "none"  # 'optimizer': w, m, v and gradients to CPU memory; 'all': also weights, gathered for use
 
     @property
@@ -57,6 +58,12 @@ class Plan:
     @property
     def fsdp(self) -> bool:
         return self.world_size > 1 or self.offload == "all"
+
+    @property
+    def copy_engines_reduce(self) -> bool:
+        """The gradients too, not only the weights: where FSDP hands over one gradient of each rank, as it is."""
+        as_it_is = self.sync_every_micro_batch and self.sharding != "hybrid" and self.dtype != "float16"
+        return self.copy_engines and as_it_is
 
 
 class Part(NamedTuple):
@@ -137,6 +144,8 @@ def moments(c: LlamaConfig, plan: Plan) -> dict[str, list[Part]]:
     here = {"none": (1, 1), "optimizer": (1, 0), "all": (0, 0)}[plan.offload]  # weights; gradients and optimizer
     unsynced = plan.fsdp and plan.micro_steps > 1 and not plan.sync_every_micro_batch
     sums = total / shards * here[1] if plan.micro_steps > 1 and not unsynced else 0
+    buffer = int(shards > 1 and not plan.copy_engines)  # of the block gathered last, or asked for next
+    own_buffers = (3 + 2 * plan.copy_engines_reduce, 1 + plan.copy_engines_reduce)  # blocks and roots: collectives.py
     ranks = f" / {shards} ranks" if shards > 1 else ""
     everything = f"{total:,} parameters{ranks}"
 
@@ -150,6 +159,9 @@ def moments(c: LlamaConfig, plan: Plan) -> dict[str, list[Part]]:
             ("AdamW: weights and moments", learning, total / shards * here[1], everything),
             ("gathered weights", itemsize, (root + gathered * block) * (plan.fsdp and not last),
              f"(root {root:,} + {gathered} x {block:,} a block)"),
+            ("buffers of the copy engines", itemsize,
+             (own_buffers[0] * block + own_buffers[1] * root) * plan.copy_engines,
+             f"({own_buffers[0]} x {block:,} a block + {own_buffers[1]} x {root:,} of the root)"),
             ("sums of micro-batches", 4, sums, everything),
             ("sums of micro-batches", 4, whole, f"{total:,} parameters, on every rank"),
             ("gradients", itemsize, root_gradients + done * block / shards * here[1],
@@ -168,12 +180,11 @@ def moments(c: LlamaConfig, plan: Plan) -> dict[str, list[Part]]:
         working = max((in_block - kept) * n_tokens, itemsize * block - kept * n_tokens)
         working += 12 * c.n_embd * c.ffn_dim * (c.mlp_chunks > 1)  # the MLP's weight gradients, summed in float32
         extra = Part("the block in backward", working, f"{in_block - kept:,} bytes x {n_tokens:,} tokens, beyond saved")
-        gathered = k if plan.sharding == "zero2" else 1 + (k > 1 and shards > 1)
-        reducing = block if k < layers and not unsynced else 0
+        gathered = k if plan.sharding == "zero2" else 1 + (k > 1) * buffer
+        reducing = block if k < layers and not unsynced and not plan.copy_engines_reduce else 0
         return at(extra, k, gathered, layers - k, root_gradients=head, reducing=reducing)
 
     loss_forward, loss_backward = loss_bytes(c, plan, n_tokens)
-    buffer = int(shards > 1)  # of the block gathered last, or asked for next; a rank of its own needs none
     whole = layers if plan.sharding == "zero2" else 0
     # Tied or not, two gradients as large as the embedding: a tied head's waits to be added to it, in place unless
     # F.linear made it.
@@ -184,7 +195,10 @@ def moments(c: LlamaConfig, plan: Plan) -> dict[str, list[Part]]:
         "backward of the loss": at(loss_backward, layers, whole or buffer),
         **{f"backward of block {k}": in_backward(k) for k in (layers, max(layers - 1, 1), 1)},
         "backward of the embedding": at(
-            embedding, done=layers, root_gradients=copies * head, reducing=0 if unsynced else block
+            embedding,
+            done=layers,
+            root_gradients=copies * head,
+            reducing=0 if unsynced or plan.copy_engines_reduce else block,
         ),
     }
     if plan.fsdp:
@@ -193,8 +207,11 @@ def moments(c: LlamaConfig, plan: Plan) -> dict[str, list[Part]]:
         filling = 4 if unsynced else itemsize
         last = 0 if c.tie_embeddings or shards == 1 else head
         filled = max(filling * root, filling * last + (4 + itemsize * narrow) * root / shards)
+        if plan.copy_engines_reduce:  # what fills the buffer; then what is pulled, its sum in float32 and rounded
+            filled = itemsize * (last + root) + (4 + itemsize) * root / shards
         extra = Part("what fills it, or is made of it", filled, f"{root:,} parameters of the root")
-        result["reduction of the root"] = at(extra, done=layers, reducing=root, last=True)
+        reducing = 0 if plan.copy_engines_reduce else root
+        result["reduction of the root"] = at(extra, done=layers, reducing=reducing, last=True)
     return result
 
 

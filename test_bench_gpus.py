@@ -183,15 +183,17 @@ def test_each_point_is_a_run_on_so_many_ranks(monkeypatch):
     ran, rows = commands(monkeypatch, "scaling")
     assert [(row["ranks"], row["arm"]) for _, row in rows] == [
         (1, "nanocria"), (1, "recipe"), (1, "torchtitan"),
-        (2, "nanocria"), (2, "nanocria-zero2"), (2, "recipe"), (2, "torchtitan"),
-        (4, "nanocria"), (4, "nanocria-zero2"), (4, "nanocria-hybrid"), (4, "recipe"), (4, "torchtitan"),
+        (2, "nanocria"), (2, "nanocria-zero2"), (2, "nanocria-nccl"), (2, "recipe"), (2, "torchtitan"),
+        (4, "nanocria"), (4, "nanocria-zero2"), (4, "nanocria-hybrid"), (4, "nanocria-nccl"), (4, "recipe"),
+        (4, "torchtitan"),
     ]  # fmt: skip
     assert [ranks for ranks, _ in ran] == [row["ranks"] for _, row in rows]
     assert all(kind == "scaling" and row["oom"] for kind, row in rows)
-    _, hybrid = ran[9]
+    _, hybrid = ran[10]
     flags = ["--gradient_accumulation_steps=4", "--batch_size=16", "--sharding=hybrid", "--shard_ranks=2"]
     assert hybrid[:2] == ["train.py", "config/llama32_1b.py"] and set(flags) < set(hybrid)
-    _, recipe = ran[10]
+    assert "--copy_engines=false" in ran[11][1]
+    _, recipe = ran[12]
     assert recipe[:2] == ["-m", "benchmarks.peers"] and json.loads(recipe[2])["arm"] == "recipe"
 
 

@@ -107,7 +107,7 @@ sharding: Literal["zero3", "zero2", "hybrid"] = "zero3"  # zero2: weights stay w
 shard_ranks: int | None = None  # hybrid: this many ranks shard each copy of the model; none: those of one machine
 sync_every_micro_batch = True  # false: once a step, but with the gradients of the whole model on every rank
 offload: Literal["none", "optimizer", "all"] = "none"  # to CPU memory: AdamW's states; all: weights, gradients too
-copy_engines = False  # between GPUs of one host: weights and gradients cross NVLink without the multiprocessors
+copy_engines: bool | None = None  # weights and gradients cross NVLink without the multiprocessors; none: where they can
 timeout = 600.0  # seconds after which ranks that wait for another say for whom, and end the run
 # ----------------------------------------------------------------------------------------------------------------------
 settings = configure(globals(), sys.argv[1:])
@@ -156,7 +156,6 @@ elif shard_ranks is None:
 if shard_ranks < 1 or world_size % shard_ranks:
     stop(f"shard_ranks is {shard_ranks}: it must divide the {world_size} ranks")
 sync_every_micro_batch = sync_every_micro_batch or world_size == 1
-copy_engines = copy_engines and device != "cpu" and shard_ranks > 1
 sequences_per_step = batch_size * gradient_accumulation_steps
 tokens_per_step = sequences_per_step * block_size
 lr_decay_iters = max_iters if lr_decay_iters is None else lr_decay_iters
@@ -175,8 +174,6 @@ if master:  # held open and locked: two runs in one folder would delete each oth
         stop(f"another run is writing to {out_dir}: wait for it, or change out_dir")
     except OSError as error:
         stop(f"cannot write to out_dir {out_dir}: {error.strerror}")
-if copy_engines and (ranks.local_world_size % shard_ranks or not ranks.gpus_reach_each_other()):
-    stop("copy_engines needs the ranks that shard a model on one host, and its GPUs to reach each other's memory")
 if offload_activations and (compile or cuda_graph):
     stop("offload_activations works without compile and cuda_graph")
 cuda_graph = cuda_graph and device != "cpu"
@@ -184,6 +181,12 @@ if cuda_graph and (world_size > 1 or offload != "none"):
     stop("cuda_graph works on one GPU that holds all: add --cuda_graph=false")
 sharded = world_size > 1 or offload == "all"  # alone, FSDP is what moves the weights to and fro
 watch = ranks.meet(device, timeout, lone_group=sharded)
+able = device != "cpu" and shard_ranks > 1 and offload != "all"
+able = able and ranks.local_world_size % shard_ranks == 0 and ranks.gpus_reach_each_other()
+able = ranks.maximum([not able])[0] == 0
+if copy_engines and world_size > 1 and not able:
+    stop("copy_engines needs a model's GPUs on one host, where they reach each other's memory, and no offload=all")
+copy_engines = able and copy_engines is not False
 if offload != "none":  # the CPU's cores, of which torchrun gives each rank one
     torch.set_num_threads(max(1, ranks.cpu_cores() // ranks.local_world_size))
 
@@ -277,8 +280,7 @@ if sharded:
         shape, names = (world_size,), ("shard",)
     mesh = init_device_mesh("cpu" if device == "cpu" else "cuda", shape, mesh_dim_names=names)
     # Sums of gradients are float32: NCCL's, or those of collectives.py, which are handed one gradient of each rank.
-    one_of_each = sync_every_micro_batch and sharding != "hybrid" and dtype != "float16"
-    reduce_dtype = None if copy_engines and one_of_each else torch.float32
+    reduce_dtype = None if plan.copy_engines_reduce else torch.float32
     options = {
         "mesh": mesh,
         # cast_forward_inputs would round the fp32 cos and sin that the blocks are handed.
@@ -290,7 +292,7 @@ if sharded:
     # Embedding, final norm and head stay with the root: a tied weight is one parameter of one group.
     fully_shard(model, reshard_after_forward=False, **options)
     if copy_engines:
-        collectives.use_copy_engines(model, model.layers, mesh["shard"].get_group(), reduce=reduce_dtype is None)
+        collectives.use_copy_engines(model, model.layers, mesh["shard"].get_group(), reduce=plan.copy_engines_reduce)
 model.to_empty(device="cpu" if offload == "all" else device)
 model.init_weights(seed, device)
 

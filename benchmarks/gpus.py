@@ -10,8 +10,9 @@
 
 ranks= are numbers of GPUs: scaling takes each of them, 8b and saves the largest. Arms: nanocria, which is train.py
 itself, and recipe and torchtitan of benchmarks/peers.py; -zero2 and -hybrid (two copies of the model) say how they are
-sharded where it is not ZeRO-3. On one GPU nanocria is not sharded at all, and its peers are on a mesh of one rank.
-Each point is a torchrun of its own, measured as in benchmarks/step.py and kept as there, in assets/gpus.json or out=...
+sharded where it is not ZeRO-3, -nccl that collectives.py is left out. On one GPU nanocria is not sharded at all, and
+its peers are on a mesh of one rank. Each point is a torchrun of its own, measured as in benchmarks/step.py and kept as
+there, in assets/gpus.json or out=...
 """
 
 import json
@@ -30,13 +31,14 @@ ARMS = {
     "nanocria": "nanocria, ZeRO-3",
     "nanocria-zero2": "nanocria, ZeRO-2",
     "nanocria-hybrid": "nanocria, hybrid",
+    "nanocria-nccl": "nanocria, ZeRO-3, NCCL alone",
     "recipe": "torchtitan's recipe, ZeRO-3",
     "recipe-zero2": "torchtitan's recipe, ZeRO-2",
     "torchtitan": "torchtitan, ZeRO-3",
 }
 PACKAGES = ("torchtitan",)
 SCALING_CONFIG, SCALING_AT = "config/llama32_1b.py", [(16, 2048, "none")]  # sequences x tokens, checkpointing
-SCALING_ARMS = ["nanocria", "nanocria-zero2", "nanocria-hybrid", "recipe", "torchtitan"]
+SCALING_ARMS = ["nanocria", "nanocria-zero2", "nanocria-hybrid", "nanocria-nccl", "recipe", "torchtitan"]
 BIG_CONFIG, BIG_ARMS = "config/llama31_8b.py", ["nanocria", "recipe"]
 BIG_AT = [(2, 4096, "none"), (1, 8192, "none"), (4, 4096, "full"), (2, 8192, "full"),
           (4, 4096, "selective"), (2, 8192, "selective")]  # fmt: skip
@@ -107,7 +109,9 @@ def points(config: str, ranks: int, places: list[tuple], arms: list[str], option
 
 def differs(arm: str, ranks: int) -> bool:
     """Whether the arm's sharding makes it another one than ZeRO-3 on so many ranks."""
-    return ranks >= {"zero2": 2, "hybrid": 4}.get(arm.partition("-")[2], 1) and (ranks % 2 == 0 or "hybrid" not in arm)
+    return ranks >= {"zero2": 2, "nccl": 2, "hybrid": 4}.get(arm.partition("-")[2], 1) and (
+        ranks % 2 == 0 or "hybrid" not in arm
+    )
 
 
 def point(arm: str, config: str, ranks: int, batch: int, block: int, checkpointing: str, steps: int) -> dict:
@@ -121,6 +125,8 @@ def point(arm: str, config: str, ranks: int, batch: int, block: int, checkpointi
 
 def sharding_flags(arm: str, ranks: int) -> str:
     sharding = arm.partition("-")[2] or "zero3"
+    if sharding == "nccl":
+        return "--copy_engines=false"
     return f"--sharding={sharding}" + (f" --shard_ranks={ranks // 2}" if sharding == "hybrid" else "")
 
 

@@ -22,7 +22,7 @@ STEP_COLORS = dict(
     zip(step.ARMS, ["#c2410c", "#2563eb", "#93c5fd", "#9ca3af", "#0f766e", "#9333ea"], strict=True)
 )  # fmt: skip
 GPUS_COLORS = dict(
-    zip(gpus.ARMS, ["#c2410c", "#fb923c", "#7c2d12", "#2563eb", "#1e3a8a", "#93c5fd"], strict=True)
+    zip(gpus.ARMS, ["#c2410c", "#fb923c", "#7c2d12", "#a8a29e", "#2563eb", "#1e3a8a", "#93c5fd"], strict=True)
 )  # fmt: skip
 SWEEP_COLORS = dict(
     zip(swept.TITLES, ["#c2410c", "#fb923c", "#7c2d12", "#9ca3af", "#2563eb", "#0f766e"], strict=True)
