@@ -6,24 +6,32 @@ much later. So what looks hidden behind the matmuls is not: 16 x 2,048 tokens of
 for a token than on one.
 
 A copy engine moves memory without a program. Ranks of one host map each other's buffers (symmetric memory); a rank says
-that its buffer is full and pulls what it needs from the others:
+that its buffer is full, waits until the others have said so, and pulls what it needs from theirs:
 
     all-gather        from each of the others its shard
     reduce-scatter    from each of the others its gradient of this rank's shard, in bfloat16, half of float32's bytes;
-                      their sum, in float32 and in the order of the ranks, is rounded once
+                      one kernel adds them to the rank's own in float32 and rounds once
 
-which is as exact as a reduction in float32: what a rank contributes is a bfloat16 gradient either way.
+which is as exact as a reduction in float32: what a rank contributes is a bfloat16 gradient either way. Saying and
+waiting take no program either: they are a number that the stream writes to another GPU's memory, and one that it waits
+for in its own (cuStreamWriteValue32, cuStreamWaitValue32). A kernel that waits in a loop would be the same burden as
+NCCL's.
 
-A buffer may be filled again once the others have read it. They have when they answer at the meeting of a later
-collective, for each works through its own in order; so buffers take turns, and FSDP's order does the rest: it fills the
-next-but-one after the collective before has ended.
+A buffer may be filled again once the others have read it. They have when they say that a later one is full, for each
+works through its own in order; so buffers take turns, and FSDP's order does the rest: it fills the next-but-one after
+the collective before has ended.
 """
+
+import ctypes
+import functools
 
 import torch
 import torch.distributed as dist
 import torch.distributed._symmetric_memory as symmetric_memory
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatter
+
+from kernels.launch import tl, triton
 
 taken = 0  # bytes of all buffers, which PyTorch's memory statistics do not count
 
@@ -44,12 +52,26 @@ def use_copy_engines(model: FSDPModule, layers: list[FSDPModule], group: dist.Pr
         model.set_custom_reduce_scatter(CopyEngineReduceScatter(group, 1))
 
 
+@functools.cache
+def cuda_driver() -> ctypes.CDLL:
+    return ctypes.CDLL("libcuda.so.1")
+
+
+def on_stream(operation: str, address: int, value: int) -> None:
+    """cuStreamWriteValue32: *address = value, after all before it. cuStreamWaitValue32: until *address >= value."""
+    stream = torch.cuda.current_stream().cuda_stream
+    function = getattr(cuda_driver(), f"{operation}_v2")
+    arguments = ctypes.c_void_p(stream), ctypes.c_uint64(address), ctypes.c_uint32(value), ctypes.c_uint(0)
+    if error := function(*arguments):
+        raise RuntimeError(f"{operation} answers with CUDA's error {error}: --copy_engines=false does without it")
+
+
 class Buffers:
     """Symmetric memory of one group of ranks: for each size `count` buffers that take turns."""
 
     def __init__(self, group: dist.ProcessGroup, count: int):
         self.group, self.count = group, count
-        self.buffers, self.turn, self.handles = {}, {}, {}
+        self.buffers, self.turn, self.handles, self.full = {}, {}, {}, {}
 
     def next(self, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         """Every rank asks for the same ones in the same order; a first time it waits for the others."""
@@ -61,17 +83,24 @@ class Buffers:
             buffer = symmetric_memory.empty(numel, dtype=dtype, device=device)
             torch.cuda.synchronize()  # it is being zeroed, and with it a signal that another rank might send at once
             self.handles[buffer.data_ptr()] = symmetric_memory.rendezvous(buffer, self.group.group_name)
+            self.full[buffer.data_ptr()] = 0  # how often it was
             buffers.append(buffer)
             taken += buffer.nbytes
         return buffers[turn % self.count]
 
-    def pull(self, buffer: torch.Tensor, out: torch.Tensor, offset_of) -> None:
-        """Once all ranks have filled theirs: out[r] (ranks, n) from rank r's buffer, beginning at offset_of(r)."""
-        handle = self.handles[buffer.data_ptr()]
-        handle.barrier()
-        for step in range(1, handle.world_size):  # each begins with its neighbour, so that they do not all ask one
-            peer = (handle.rank + step) % handle.world_size
-            out[peer].copy_(handle.get_buffer(peer, out[peer].shape, out.dtype, offset_of(peer)))
+    def pull(self, buffer: torch.Tensor, rows: torch.Tensor, offset_of) -> None:
+        """This rank's buffer is full. rows[i] (n,) from the i-th rank after this one, once its own is full: there it
+        begins at offset_of(that rank).
+        """
+        handle, full = self.handles[buffer.data_ptr()], self.full[buffer.data_ptr()] + 1
+        self.full[buffer.data_ptr()] = full
+        pads, me = handle.signal_pad_ptrs, handle.rank  # of each rank a number for each of the others
+        others = [(me + step) % handle.world_size for step in range(1, handle.world_size)]
+        for other in others:
+            on_stream("cuStreamWriteValue32", pads[other] + 4 * me, full)
+        for row, other in zip(rows, others, strict=True):  # each asks another one first
+            on_stream("cuStreamWaitValue32", pads[me] + 4 * other, full)
+            row.copy_(handle.get_buffer(other, row.shape, row.dtype, offset_of(other)))
 
 
 class CopyEngineAllGather(AllGather):
@@ -83,8 +112,9 @@ class CopyEngineAllGather(AllGather):
 
     def __call__(self, output_tensor, input_tensor, group, async_op=False):
         """FSDP has copied the rank's own shard, input_tensor, to its place in output_tensor, the buffer."""
-        n = input_tensor.numel()
-        self.buffers.pull(output_tensor, output_tensor.view(-1, n), lambda peer: peer * n)
+        n, rank = input_tensor.numel(), group.rank()
+        rows = output_tensor.view(-1, n)
+        self.buffers.pull(output_tensor, [*rows[rank + 1 :], *rows[:rank]], lambda other: other * n)
 
 
 class CopyEngineReduceScatter(ReduceScatter):
@@ -101,8 +131,27 @@ class CopyEngineReduceScatter(ReduceScatter):
 
     def __call__(self, output_tensor, input_tensor, group, op, async_op=False):
         n, rank = output_tensor.numel(), group.rank()
-        received = torch.empty(group.size(), n, dtype=input_tensor.dtype, device=input_tensor.device)
-        received[rank].copy_(input_tensor.view(-1, n)[rank])
-        self.buffers.pull(input_tensor, received, lambda peer: rank * n)
-        total = received.sum(0, dtype=torch.float32)
-        output_tensor.copy_(total.div_(group.size()) if op == dist.ReduceOp.AVG else total)
+        received = torch.empty(group.size() - 1, n, dtype=input_tensor.dtype, device=input_tensor.device)
+        self.buffers.pull(input_tensor, received, lambda other: rank * n)
+        scale = 1 / group.size() if op == dist.ReduceOp.AVG else 1.0
+        add_ranks(input_tensor.view(-1, n)[rank], received, scale, output_tensor)
+
+
+@triton.jit
+def _add_ranks_kernel(own_ptr, received_ptr, out_ptr, n, scale, OTHERS: tl.constexpr, BLOCK: tl.constexpr):
+    i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    total = tl.load(own_ptr + i, mask=i < n, other=0.0).to(tl.float32)
+    for _ in tl.static_range(OTHERS):
+        total += tl.load(received_ptr + i, mask=i < n, other=0.0).to(tl.float32)
+        received_ptr += n
+    tl.store(out_ptr + i, (total * scale).to(out_ptr.dtype.element_ty), mask=i < n)
+
+
+def add_ranks(own: torch.Tensor, received: torch.Tensor, scale: float, out: torch.Tensor) -> None:
+    """out (n,) = scale * (own (n,) + the rows of received (ranks - 1, n)), summed in float32, rounded once.
+
+    2n (ranks + 1) bytes in bfloat16.
+    """
+    _add_ranks_kernel[(triton.cdiv(out.numel(), 2048),)](
+        own, received, out, out.numel(), scale, OTHERS=len(received), BLOCK=2048, num_warps=8
+    )

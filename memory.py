@@ -207,8 +207,8 @@ def moments(c: LlamaConfig, plan: Plan) -> dict[str, list[Part]]:
         filling = 4 if unsynced else itemsize
         last = 0 if c.tie_embeddings or shards == 1 else head
         filled = max(filling * root, filling * last + (4 + itemsize * narrow) * root / shards)
-        if plan.copy_engines_reduce:  # what fills the buffer; then what is pulled, its sum in float32 and rounded
-            filled = itemsize * (last + root) + (4 + itemsize) * root / shards
+        if plan.copy_engines_reduce:  # what fills the buffer; then what is pulled, and its sum
+            filled = itemsize * (last + root)
         extra = Part("what fills it, or is made of it", filled, f"{root:,} parameters of the root")
         reducing = 0 if plan.copy_engines_reduce else root
         result["reduction of the root"] = at(extra, done=layers, reducing=reducing, last=True)

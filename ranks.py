@@ -53,9 +53,11 @@ def _store(store: dist.Store) -> dist.Store:
 
 
 def gpus_reach_each_other() -> bool:
-    """Whether the GPUs of this machine's ranks can read each other's memory, over NVLink or PCIe."""
+    """Whether the GPUs of this machine's ranks, NVIDIA's, can read each other's memory, over NVLink or PCIe."""
     others = [other for other in range(local_world_size) if other != local_rank]
-    return all(torch.cuda.can_device_access_peer(local_rank, other) for other in others)
+    return torch.version.cuda is not None and all(
+        torch.cuda.can_device_access_peer(local_rank, other) for other in others
+    )
 
 
 def cpu_cores() -> int:
