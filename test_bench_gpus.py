@@ -174,7 +174,9 @@ def test_words_choose_and_ranks_without_gpus_are_left_out(capsys):
 def commands(monkeypatch, *words, n_gpus=4):
     """What would be run: (ranks, command)."""
     ran = []
-    monkeypatch.setattr(step, "run", lambda command, ranks=1: ran.append((ranks, command)) or (None, "out of memory"))
+    monkeypatch.setattr(
+        step, "run", lambda command, ranks=1, gpu=None: ran.append((ranks, command, gpu)) or (None, "out of memory")
+    )
     rows = list(gpus.measured(*gpus.parse(list(words), n_gpus)))
     return ran, rows
 
@@ -183,23 +185,49 @@ def test_each_point_is_a_run_on_so_many_ranks(monkeypatch):
     ran, rows = commands(monkeypatch, "scaling")
     assert [(row["ranks"], row["arm"]) for _, row in rows] == [
         (1, "nanocria"), (1, "recipe"), (1, "torchtitan"),
-        (2, "nanocria"), (2, "nanocria-zero2"), (2, "nanocria-nccl"), (2, "recipe"), (2, "torchtitan"),
-        (4, "nanocria"), (4, "nanocria-zero2"), (4, "nanocria-hybrid"), (4, "nanocria-nccl"), (4, "recipe"),
-        (4, "torchtitan"),
+        (2, "nanocria"), (2, "nanocria-zero2"), (2, "nanocria-nccl"), (2, "nanocria-each"), (2, "recipe"),
+        (2, "torchtitan"),
+        (4, "nanocria"), (4, "nanocria-zero2"), (4, "nanocria-hybrid"), (4, "nanocria-nccl"), (4, "nanocria-each"),
+        (4, "recipe"), (4, "torchtitan"),
     ]  # fmt: skip
-    assert [ranks for ranks, _ in ran] == [row["ranks"] for _, row in rows]
     assert all(kind == "scaling" and row["oom"] for kind, row in rows)
-    _, hybrid = ran[10]
+    assert sorted(gpu for _, _, gpu in ran if gpu is not None) == [0, 0, 1, 1, 2, 3], "a run on each GPU"
+    runs = [(ranks, command) for ranks, command, gpu in ran if gpu is None]
+    assert [ranks for ranks, _ in runs] == [row["ranks"] for _, row in rows if row["arm"] != "nanocria-each"]
+    _, hybrid = runs[10]
     flags = ["--gradient_accumulation_steps=4", "--batch_size=16", "--sharding=hybrid", "--shard_ranks=2"]
     assert hybrid[:2] == ["train.py", "config/llama32_1b.py"] and set(flags) < set(hybrid)
-    assert "--copy_engines=false" in ran[11][1]
-    _, recipe = ran[12]
+    assert "--copy_engines=false" in runs[11][1]
+    _, recipe = runs[12]
     assert recipe[:2] == ["-m", "benchmarks.peers"] and json.loads(recipe[2])["arm"] == "recipe"
+
+
+def test_runs_side_by_side_add_up(monkeypatch):
+    def run(command, ranks=1, gpu=None):
+        out_dir = next(word for word in command if word.startswith("--out_dir=")).partition("=")[2]
+        point = {"tok_per_s": 100.0 + gpu, "ms_per_step": 10.0 - gpu, "mfu": 0.5 + gpu / 10, "peak_gib": 2.0 + gpu}
+        (Path(out_dir) / "summary.json").write_text(json.dumps(point | {"estimated_gib": 2.0}))
+        return None, ""
+
+    monkeypatch.setattr(step, "run", run)
+    row = gpus.point("nanocria-each", gpus.SCALING_CONFIG, 2, 16, 2048, "none", 10)
+    assert (row["tok_per_s"], row["ms_per_step"], row["peak_gib"]) == (201.0, 10.0, 3.0)
+    assert row["mfu"] == pytest.approx(0.55)
+    alone = row | {"arm": "nanocria", "ranks": 1, "tok_per_s": 105.0}
+    assert gpus.efficiency(row, [row, alone]) == pytest.approx(201 / 210)
+
+
+def test_a_run_is_kept_to_one_of_the_gpus_that_are_there(monkeypatch):
+    command = ["-c", "import os; print(os.environ['CUDA_VISIBLE_DEVICES'])"]
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    assert step.run(command, gpu=1)[1].strip() == "1"
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,7")
+    assert step.run(command, gpu=1)[1].strip() == "7"
 
 
 def test_8b_is_measured_on_all_gpus_and_selective_is_ours_alone(monkeypatch):
     ran, rows = commands(monkeypatch, "8b")
-    assert {ranks for ranks, _ in ran} == {4} and "config/llama31_8b.py" in ran[0][1]
+    assert {ranks for ranks, *_ in ran} == {4} and "config/llama31_8b.py" in ran[0][1]
     places = [(row["arm"], row["batch"], row["block"], row["checkpointing"]) for _, row in rows]
     at = [(2, 4096, "none"), (1, 8192, "none"), (4, 4096, "full"), (2, 8192, "full")]
     selective = [("nanocria", 4, 4096, "selective"), ("nanocria", 2, 8192, "selective")]

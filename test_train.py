@@ -947,13 +947,17 @@ def test_sample_continues_a_prompt_and_repeats_itself_for_a_seed(train, tmp_path
 
 
 def test_the_first_command_of_the_readme_needs_no_data(tmp_path):
-    """A copy of the tree without prepared data: train.py makes pystdlib itself."""
+    """A copy of the tree without prepared data: train.py makes pystdlib itself, also where two runs begin at once."""
     for pattern in ("*.py", "kernels/*.py", "config/*.py", "data/*.py", "data/pystdlib/*.py"):
         for path in ROOT.glob(pattern):
             (tmp_path / path.relative_to(ROOT)).parent.mkdir(parents=True, exist_ok=True)
             shutil.copy(path, tmp_path / path.relative_to(ROOT))
     command = [sys.executable, "train.py", "config/baby_llama.py", "--max_iters=3", "--device=cpu"]
+    options = {"cwd": tmp_path, "stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
     started = time.time()
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
+    other = subprocess.Popen([*command, "--eval_iters=1", "--out_dir=other"], **options)
+    done = subprocess.run(command, **options)
+    assert done.returncode == 0, done.stdout
     assert "bits per byte; gzip -9 needs" in done.stdout, f"{done.stdout} after {time.time() - started:.0f} s"
+    said, _ = other.communicate(timeout=60)
+    assert other.returncode == 0, said

@@ -196,8 +196,12 @@ if offload != "none":  # the CPU's cores, of which torchrun gives each rank one
 data_dir = Path(__file__).parent / "data" / dataset
 try:
     if dataset == "pystdlib":  # the one dataset that needs nothing but Python
-        if master and not (data_dir / "meta.json").exists():
-            runpy.run_path(str(data_dir / "prepare.py"))["prepare"](data_dir)
+        prepared, prepare = data_dir / "meta.json", data_dir / "prepare.py"
+        if master and not prepared.exists():
+            with open(prepare) as one_at_a_time:  # another run may be at it
+                fcntl.flock(one_at_a_time, fcntl.LOCK_EX)
+                if not prepared.exists():
+                    runpy.run_path(str(prepare))["prepare"](data_dir)
         if world_size > 1:
             dist.barrier()
     train_tokens, val_tokens = Tokens(data_dir, "train"), Tokens(data_dir, "val")
@@ -514,12 +518,40 @@ def forward_backward(tokens, targets):
     return loss.detach()
 
 
+def all_micro_batches(step: int):
+    """Those of a step: returns its loss and leaves its gradients; while the GPU works, the next step's are read."""
+    global batches, data_seconds
+    loss = torch.zeros((), device=device)
+    for micro_step, batch in enumerate(batches):
+        if not sync_every_micro_batch:
+            model.set_requires_gradient_sync(micro_step + 1 == micro_steps)
+        watch.at(f"step {step + 1}: forward and backward")
+        loss += forward_backward(*batch)
+    if step + 1 < max_iters and interrupted != BAD_DATA:
+        watch.at(f"step {step + 1}: reading data")
+        began = time.perf_counter()
+        try:
+            batches = get_batches(step + 1)
+        except ValueError as error:
+            unreadable(error)
+        data_seconds += time.perf_counter() - began
+    return loss
+
+
+def to_cpu(values):
+    """Sends them; what is returned waits until they have arrived."""
+    values = values.to("cpu", non_blocking=True)
+    if device == "cpu":
+        return values.tolist
+    arrived = torch.cuda.Event()
+    arrived.record()
+    return lambda: arrived.synchronize() or values.tolist()
+
+
 def update():
     """Clips, moves the weights and frees the gradients; returns their norm."""
     grad_norm = optimizer.update(grad_clip)
     optimizer.zero_grad()
-    if world_size > 1 and offload == "none":  # offloaded weights are not there yet
-        model.unshard(async_op=True)  # the next step's first weights, while the CPU waits for this one's numbers
     return grad_norm
 
 
@@ -611,23 +643,11 @@ if step < max_iters:
         profiler.start()
 else:
     print0(f"nothing left to do: {found} is at step {step}, max_iters is {max_iters}")
+ahead = None  # the loss of the next step, where its forward and backward are queued already
 while step < max_iters:
     started = time.perf_counter()
     optimizer.set_step(learning_rate_at(step), loss_scale)
-    loss = torch.zeros((), device=device)
-    for micro_step, batch in enumerate(batches):
-        if not sync_every_micro_batch:
-            model.set_requires_gradient_sync(micro_step + 1 == micro_steps)
-        watch.at(f"step {step + 1}: forward and backward")
-        loss += forward_backward(*batch)
-    if step + 1 < max_iters:  # the next step's, while the GPU is busy with this one
-        watch.at(f"step {step + 1}: reading data")
-        began = time.perf_counter()
-        try:
-            batches = get_batches(step + 1)
-        except ValueError as error:
-            unreadable(error)
-        data_seconds += time.perf_counter() - began
+    loss = ahead if ahead is not None else all_micro_batches(step)
     watch.at(f"step {step + 1}: update")
     saver.wait_for_copy()
     grad_norm = update()
@@ -636,8 +656,15 @@ while step < max_iters:
     if world_size > 1:
         dist.all_reduce(totals)
         totals /= world_size
-    # The one moment of a step when the CPU waits for the GPU.
-    loss, stopping, grad_norm = torch.stack([*totals, grad_norm.to(device)]).tolist()
+    numbers = to_cpu(torch.stack([*totals, grad_norm.to(device)]))
+    if cuda_graph and step == first_step:  # the first step was an ordinary one: it has compiled and allocated
+        forward_backward, update = CUDAGraph(forward_backward), CUDAGraph(update)
+    # The GPU is to find the next step's work when it is done with this one's. Where this step turns out to be the last,
+    # that is for nothing. float16 must know its loss scale first.
+    pauses = (step + 1) % eval_interval == 0 or step + 1 == max_iters or dtype == "float16"
+    ahead = None if pauses else all_micro_batches(step + 1)
+    watch.at(f"step {step + 1}: waiting for the GPU")
+    loss, stopping, grad_norm = numbers()  # the one moment of a step when the CPU does
     if math.isfinite(grad_norm):
         optimizer.updates += 1
         if dtype == "float16" and step - loss_scale_since >= 2000:
@@ -649,13 +676,13 @@ while step < max_iters:
             watch.rest(f"step {step}: saving")
             print0(f"step {step:05d} | {outcome_of_saving()}")
         last = checkpoint.newest(out_dir)
+        if device != "cpu":
+            torch.cuda.synchronize()  # the other ranks need this one's part of what is queued
         stop(
             f"step {step + 1}: the loss is {loss} and the gradient norm {grad_norm}, so the weights were not updated. "
             f"Try a lower learning_rate, a longer warmup_iters or a lower grad_clip, "
             + (f"from {last} with --init_from=resume" if last else "from the start: no checkpoint was saved yet")
         )
-    if cuda_graph and step == first_step:  # the first step was an ordinary one: it has compiled and allocated
-        forward_backward, update = CUDAGraph(forward_backward), CUDAGraph(update)
     step += 1
     step_times.append(time.perf_counter() - started)
     if profile and step <= first_step + 10:

@@ -10,16 +10,19 @@
 
 ranks= are numbers of GPUs: scaling takes each of them, 8b and saves the largest. Arms: nanocria, which is train.py
 itself, and recipe and torchtitan of benchmarks/peers.py; -zero2 and -hybrid (two copies of the model) say how they are
-sharded where it is not ZeRO-3, -nccl that collectives.py is left out. On one GPU nanocria is not sharded at all, and
-its peers are on a mesh of one rank. Each point is a torchrun of its own, measured as in benchmarks/step.py and kept as
+sharded where it is not ZeRO-3, -nccl that collectives.py is left out, -each that each GPU has a run of its own, side by
+side: what cards can reach that share a machine's power and air. On one GPU nanocria is not sharded at all, and its
+peers are on a mesh of one rank. Each point is a torchrun of its own, measured as in benchmarks/step.py and kept as
 there, in assets/gpus.json or out=...
 """
 
+import functools
 import json
 import sys
 import tempfile
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import torch
@@ -32,13 +35,22 @@ ARMS = {
     "nanocria-zero2": "nanocria, ZeRO-2",
     "nanocria-hybrid": "nanocria, hybrid",
     "nanocria-nccl": "nanocria, ZeRO-3, NCCL alone",
+    "nanocria-each": "nanocria, on each GPU a run of its own",
     "recipe": "torchtitan's recipe, ZeRO-3",
     "recipe-zero2": "torchtitan's recipe, ZeRO-2",
     "torchtitan": "torchtitan, ZeRO-3",
 }
 PACKAGES = ("torchtitan",)
 SCALING_CONFIG, SCALING_AT = "config/llama32_1b.py", [(16, 2048, "none")]  # sequences x tokens, checkpointing
-SCALING_ARMS = ["nanocria", "nanocria-zero2", "nanocria-hybrid", "nanocria-nccl", "recipe", "torchtitan"]
+SCALING_ARMS = [
+    "nanocria",
+    "nanocria-zero2",
+    "nanocria-hybrid",
+    "nanocria-nccl",
+    "nanocria-each",
+    "recipe",
+    "torchtitan",
+]
 BIG_CONFIG, BIG_ARMS = "config/llama31_8b.py", ["nanocria", "recipe"]
 BIG_AT = [(2, 4096, "none"), (1, 8192, "none"), (4, 4096, "full"), (2, 8192, "full"),
           (4, 4096, "selective"), (2, 8192, "selective")]  # fmt: skip
@@ -109,18 +121,32 @@ def points(config: str, ranks: int, places: list[tuple], arms: list[str], option
 
 def differs(arm: str, ranks: int) -> bool:
     """Whether the arm's sharding makes it another one than ZeRO-3 on so many ranks."""
-    return ranks >= {"zero2": 2, "nccl": 2, "hybrid": 4}.get(arm.partition("-")[2], 1) and (
+    return ranks >= {"zero2": 2, "nccl": 2, "each": 2, "hybrid": 4}.get(arm.partition("-")[2], 1) and (
         ranks % 2 == 0 or "hybrid" not in arm
     )
 
 
 def point(arm: str, config: str, ranks: int, batch: int, block: int, checkpointing: str, steps: int) -> dict:
     at = (config, batch, block, checkpointing, steps)
-    if arm.startswith("nanocria"):
+    if arm == "nanocria-each":
+        result = side_by_side(ranks, *at)
+    elif arm.startswith("nanocria"):
         result = step.nanocria_point(*at, flag=sharding_flags(arm, ranks), ranks=ranks)
     else:
         result = step.peer_point(arm, *at, ranks=ranks)
     return dict(zip(PLACE, (arm, ranks, batch, block, checkpointing), strict=True)) | {"oom": False} | result
+
+
+def side_by_side(ranks: int, *at) -> dict:
+    """A run on each GPU by itself, all at the same time: the tokens of all, the milliseconds of the slowest."""
+    with ThreadPoolExecutor(ranks) as pool:
+        launches = [functools.partial(step.run, gpu=gpu) for gpu in range(ranks)]
+        found = list(pool.map(lambda launch: step.nanocria_point(*at, launch=launch), launches))
+    if any("tok_per_s" not in point for point in found):
+        return next(point for point in found if "tok_per_s" not in point)
+    worst = {key: max(point[key] for point in found) for key in ("ms_per_step", "peak_gib", "estimated_gib")}
+    mfu = None if found[0]["mfu"] is None else sum(point["mfu"] for point in found) / ranks
+    return {"tok_per_s": sum(point["tok_per_s"] for point in found), "mfu": mfu} | worst
 
 
 def sharding_flags(arm: str, ranks: int) -> str:

@@ -21,9 +21,10 @@ COLORS = {  # ours stands out; the same arm has the same color in every panel
 STEP_COLORS = dict(
     zip(step.ARMS, ["#c2410c", "#2563eb", "#93c5fd", "#9ca3af", "#0f766e", "#9333ea"], strict=True)
 )  # fmt: skip
-GPUS_COLORS = dict(
-    zip(gpus.ARMS, ["#c2410c", "#fb923c", "#7c2d12", "#a8a29e", "#2563eb", "#1e3a8a", "#93c5fd"], strict=True)
-)  # fmt: skip
+GPUS_COLORS = {
+    "nanocria": "#c2410c", "nanocria-zero2": "#fb923c", "nanocria-hybrid": "#7c2d12", "nanocria-nccl": "#a8a29e",
+    "nanocria-each": "#57534e", "recipe": "#2563eb", "recipe-zero2": "#1e3a8a", "torchtitan": "#93c5fd",
+}  # fmt: skip
 SWEEP_COLORS = dict(
     zip(swept.TITLES, ["#c2410c", "#fb923c", "#7c2d12", "#9ca3af", "#2563eb", "#0f766e"], strict=True)
 )  # fmt: skip

@@ -109,12 +109,17 @@ def did_you_mean(word: str, known) -> str:
 # Points, each in a process of its own
 
 
-def run(command: list[str], ranks: int = 1, timeout: float = TIMEOUT) -> tuple[dict | None, str]:
+def run(
+    command: list[str], ranks: int = 1, timeout: float = TIMEOUT, gpu: int | None = None
+) -> tuple[dict | None, str]:
     """The object on the last line that the command prints, None where there is none, and all that it printed.
 
-    Several ranks: torchrun starts as many of it.
+    Several ranks: torchrun starts as many of it. gpu: the only one of those that torch sees here.
     """
     options = {"cwd": report.ROOT, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    if gpu is not None:
+        visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+        options["env"] = os.environ | {"CUDA_VISIBLE_DEVICES": visible.split(",")[gpu] if visible else str(gpu)}
     process = subprocess.Popen([sys.executable, *launcher(ranks), *command], start_new_session=True, **options)
     try:
         stdout, stderr = process.communicate(timeout=timeout)
