@@ -184,21 +184,21 @@ def commands(monkeypatch, *words, n_gpus=4):
 def test_each_point_is_a_run_on_so_many_ranks(monkeypatch):
     ran, rows = commands(monkeypatch, "scaling")
     assert [(row["ranks"], row["arm"]) for _, row in rows] == [
-        (1, "nanocria"), (1, "recipe"), (1, "torchtitan"),
-        (2, "nanocria"), (2, "nanocria-zero2"), (2, "nanocria-nccl"), (2, "nanocria-each"), (2, "recipe"),
-        (2, "torchtitan"),
         (4, "nanocria"), (4, "nanocria-zero2"), (4, "nanocria-hybrid"), (4, "nanocria-nccl"), (4, "nanocria-each"),
         (4, "recipe"), (4, "torchtitan"),
+        (2, "nanocria"), (2, "nanocria-zero2"), (2, "nanocria-nccl"), (2, "nanocria-each"), (2, "recipe"),
+        (2, "torchtitan"),
+        (1, "nanocria"), (1, "recipe"), (1, "torchtitan"),
     ]  # fmt: skip
     assert all(kind == "scaling" and row["oom"] for kind, row in rows)
     assert sorted(gpu for _, _, gpu in ran if gpu is not None) == [0, 0, 1, 1, 2, 3], "a run on each GPU"
     runs = [(ranks, command) for ranks, command, gpu in ran if gpu is None]
     assert [ranks for ranks, _ in runs] == [row["ranks"] for _, row in rows if row["arm"] != "nanocria-each"]
-    _, hybrid = runs[10]
+    _, hybrid = runs[2]
     flags = ["--gradient_accumulation_steps=4", "--batch_size=16", "--sharding=hybrid", "--shard_ranks=2"]
     assert hybrid[:2] == ["train.py", "config/llama32_1b.py"] and set(flags) < set(hybrid)
-    assert "--copy_engines=false" in runs[11][1]
-    _, recipe = runs[12]
+    assert "--copy_engines=false" in runs[3][1]
+    _, recipe = runs[4]
     assert recipe[:2] == ["-m", "benchmarks.peers"] and json.loads(recipe[2])["arm"] == "recipe"
 
 

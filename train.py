@@ -699,9 +699,11 @@ while step < max_iters:
         memory.stop_history()
 
     if step % log_interval == 0 or step == max_iters:
-        seconds = (time.perf_counter() - logged_at) / (step - logged_step)
-        peak_gib, data_ms = ranks.maximum([used_gib(), 1000 * data_seconds / (step - logged_step)], device)
-        logged_at, logged_step, data_seconds = time.perf_counter(), step, 0.0
+        now = time.perf_counter()
+        seconds = (now - logged_at) / (step - logged_step)
+        # Asked on the CPU: the GPU is busy with the next step already.
+        peak_gib, data_ms = ranks.maximum([used_gib(), 1000 * data_seconds / (step - logged_step)])
+        logged_at, logged_step, data_seconds = now, step, 0.0
         tok_per_s = tokens_per_step / seconds
         left = round(seconds * (max_iters - step))
         print0(

@@ -96,7 +96,8 @@ def measured(kinds: list[str], options: dict):
 
 
 def scaling(options: dict):
-    for ranks in options["ranks"]:
+    """Many GPUs first, so that one alone is as warm as they were: a cool card clocks higher than it can for long."""
+    for ranks in reversed(options["ranks"]):
         yield from points(SCALING_CONFIG, ranks, SCALING_AT, SCALING_ARMS, options)
 
 
@@ -308,7 +309,7 @@ def header(comparison: str) -> list[str]:
 
 def scaling_table(record: dict) -> str:
     rows = []
-    for row in record["scaling"]:
+    for row in sorted(record["scaling"], key=lambda row: row["ranks"]):
         share = efficiency(row, record["scaling"]) if "tok_per_s" in row else None
         comparison = "-" if share is None else f"{share:.3f}"
         rows.append([ARMS[row["arm"]], str(row["ranks"]), *cells(row, record["scaling"], comparison)])
