@@ -8,11 +8,12 @@ What needs a GPU, the measuring itself, is in the records that it leaves.
 import copy
 import json
 import re
+import subprocess
 
 import pytest
 import torch
 
-from benchmarks import breakdown, peers, plots, step
+from benchmarks import breakdown, peers, plots, report, step
 from model import Llama, LlamaConfig
 
 SCALING = {"factor": 32.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 16}
@@ -265,6 +266,33 @@ def test_other_code_or_another_card_begins_a_record_anew():
         new = RECORD | change | {"points": [point("recipe")]}
         assert step.merged(RECORD, new) == new
     assert step.merged(None, RECORD) == RECORD
+
+
+def test_a_record_goes_on_where_only_words_have_changed_since(tmp_path, monkeypatch):
+    def git(*words):
+        identity = ["-c", "user.name=a", "-c", "user.email=a@b"]
+        return subprocess.run(
+            ["git", *identity, *words], cwd=tmp_path, check=True, capture_output=True, text=True
+        ).stdout
+
+    def commit(name, content):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(content)
+        git("add", ".")
+        git("commit", "-qm", name)
+        return git("describe", "--always").strip()
+
+    monkeypatch.setattr(report, "ROOT", tmp_path)
+    git("init", "-q")
+    first = commit("train.py", "1")
+    words = [commit(name, "2") for name in ("README.md", "test_train.py", "benchmarks/plots.py", "assets/step.json")]
+    assert all(report.same_code(first, later) and report.same_code(later, first) for later in words)
+    for name in ("model.py", "kernels/rope.py", "config/llama.py", "benchmarks/peers.py", "train.py"):
+        before, after = words[-1], commit(name, "3")
+        assert not report.same_code(before, after), name
+        words.append(after)
+    assert report.same_code("abc-dirty", "abc-dirty") and not report.same_code(first, f"{first}-dirty")
+    assert not report.same_code(first, "0123456") and not report.same_code("unknown", first)
 
 
 def test_ratios_are_ours_over_each_peers():

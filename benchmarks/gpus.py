@@ -312,7 +312,8 @@ def scaling_table(record: dict) -> str:
     for row in sorted(record["scaling"], key=lambda row: row["ranks"]):
         share = efficiency(row, record["scaling"]) if "tok_per_s" in row else None
         comparison = "-" if share is None else f"{share:.3f}"
-        rows.append([ARMS[row["arm"]], str(row["ranks"]), *cells(row, record["scaling"], comparison)])
+        name = ARMS[row["arm"]] if row["ranks"] > 1 else ARMS[row["arm"]].partition(",")[0]  # one is not sharded
+        rows.append([name, str(row["ranks"]), *cells(row, record["scaling"], comparison)])
     return report.table(["trainer", "GPUs", *header("of N x one GPU")], rows)
 
 

@@ -149,30 +149,32 @@ def draw_steps(record: dict, path: Path) -> None:
 
 
 def draw_gpus(record: dict, path: Path) -> None:
-    """Left what each GPU of several keeps of one's speed; right the 8B, tokens a second of a GPU against peak GiB."""
-    figure, (left, right) = plt.subplots(1, 2, figsize=(9, 4), dpi=150)
+    """Tokens a second of a GPU: left over the number of GPUs, from one by itself; right, of 8B, against peak GiB."""
     rows = [row for row in record["scaling"] if "tok_per_s" in row]
-    for arm, color in GPUS_COLORS.items():
-        several = [row for row in rows if row["arm"] == arm and gpus.efficiency(row, rows)]
-        left.plot([row["ranks"] for row in several], [gpus.efficiency(row, rows) for row in several], "o-", color=color)
-    left.axhline(1, color="gray", linestyle="--", linewidth=1)
-    left.set(xlabel="GPUs", ylabel="speed of a GPU, alone = 1", xticks=sorted({row["ranks"] for row in rows}))
-    left.set_title("Llama 3.2 1B, 16 x 2,048 tokens a GPU", fontsize=10)
     big = [row | {"tok_per_s": row["tok_per_s"] / row["ranks"]} for row in record["8b"] if "tok_per_s" in row]
-    draw_arms(right, big, GPUS_COLORS, line="")
-    for row in big:
-        at = row["peak_gib"], row["tok_per_s"] / 1000
-        size = {"fontsize": 6, "textcoords": "offset points", "xytext": (4, 4)}
-        right.annotate(f"{row['batch']} x {row['block']:,}", at, **size)
-    right.set(xlabel="peak memory, GiB", ylabel="thousand tokens/s a GPU")
-    right.set_ylim(0, 1.1 * max((row["tok_per_s"] / 1000 for row in big), default=1))
-    right.set_title("Llama 3.1 8B", fontsize=10)
+    figure, axes = plt.subplots(1, 1 + bool(big), figsize=(9, 4), dpi=150, squeeze=False)
+    left, *rest = axes[0]
     arms = {row["arm"] for row in [*rows, *big]}
     for arm, title in gpus.ARMS.items():
+        of_arm = [row for row in rows if row["arm"] == arm and row["ranks"] > 1]
+        alone = [row for row in rows if of_arm and row["arm"] == arm.partition("-")[0] and row["ranks"] == 1]
+        line = sorted([*alone, *of_arm], key=lambda row: row["ranks"])
+        at = [row["ranks"] for row in line], [row["tok_per_s"] / row["ranks"] / 1000 for row in line]
         if arm in arms:
-            left.plot([], [], color=GPUS_COLORS[arm], label=title)
-    for checkpointing, mark in MARKS.items():
-        left.plot([], [], mark, color="gray", label=f"8B, checkpointing: {checkpointing}")
+            left.plot(*at, "o-", color=GPUS_COLORS[arm], label=title)
+    left.set(xlabel="GPUs", ylabel="thousand tokens/s a GPU", xticks=sorted({row["ranks"] for row in rows}))
+    left.set_title("Llama 3.2 1B, 16 x 2,048 tokens a GPU", fontsize=10)
+    for right in rest:
+        draw_arms(right, big, GPUS_COLORS, line="")
+        for row in big:
+            at = row["peak_gib"], row["tok_per_s"] / 1000
+            size = {"fontsize": 6, "textcoords": "offset points", "xytext": (4, 4)}
+            right.annotate(f"{row['batch']} x {row['block']:,}", at, **size)
+        right.set(xlabel="peak memory, GiB", ylabel="thousand tokens/s a GPU")
+        right.set_ylim(0, 1.1 * max(row["tok_per_s"] / 1000 for row in big))
+        right.set_title("Llama 3.1 8B", fontsize=10)
+        for checkpointing in dict.fromkeys(row["checkpointing"] for row in big):
+            left.plot([], [], MARKS[checkpointing], color="gray", label=f"8B, checkpointing: {checkpointing}")
     figure.legend(*left.get_legend_handles_labels(), fontsize=8, frameon=False, ncols=3, loc="lower center")
     figure.tight_layout(rect=(0, 0.18, 1, 1))
     save(figure, path)

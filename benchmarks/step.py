@@ -251,7 +251,8 @@ def begin(name: str, words: list[str], kinds: Iterable[str], packages: tuple[str
     if facts is None:
         sys.exit(printed)
     print(f"{facts['device']}: copies {facts['copy_tb_s']:.2f} TB/s, matmuls {facts['matmul_tflops']:.0f} TFLOP/s")
-    command = shlex.join(["python", "bench.py", *name.split(), *words])
+    measured = [word for word in words if not word.startswith("out=")]  # not where it was kept
+    command = shlex.join(["python", "bench.py", *name.split(), *measured])
     return report.origin(command, facts["device"], packages) | facts | {kind: [] for kind in kinds}
 
 
@@ -290,7 +291,10 @@ def merged(old: dict | None, new: dict, names: dict = ROWS) -> dict:
 
 
 def continues(old: dict | None, new: dict) -> bool:
-    return old is not None and all(old[key] == new[key] for key in ("device", "versions"))
+    if old is None or old["device"] != new["device"]:
+        return False
+    before, now = dict(old["versions"]), dict(new["versions"])
+    return report.same_code(before.pop("nanocria"), now.pop("nanocria")) and before == now
 
 
 def place(point: dict) -> tuple:
