@@ -25,6 +25,8 @@ allocator holds in reserve come on top, 1 to 2 GiB.
 
 import contextlib
 import math
+import resource
+import sys
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import NamedTuple
@@ -366,6 +368,13 @@ def say_out_of_memory(config: LlamaConfig, plan: Plan, gib: float | None = None)
 
 # ----------------------------------------------------------------------------------------------------------------------
 # What really was there: PyTorch's own record, a file that https://pytorch.org/memory_viz draws
+
+
+def used_gib(device: str) -> float:
+    """The most that PyTorch had allocated at once on the GPU; on the CPU, that this process had."""
+    if device == "cpu":
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2 ** (30 if sys.platform == "darwin" else 20)
+    return torch.cuda.max_memory_allocated() / GIB
 
 
 def record_history() -> None:

@@ -14,6 +14,7 @@ import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
+from typing import NoReturn
 
 import torch
 import torch.distributed as dist
@@ -21,8 +22,22 @@ import torch.distributed as dist
 rank, local_rank = int(os.environ.get("RANK", 0)), int(os.environ.get("LOCAL_RANK", 0))
 world_size, local_world_size = int(os.environ.get("WORLD_SIZE", 1)), int(os.environ.get("LOCAL_WORLD_SIZE", 1))
 
+
 BEAT = 1.0  # seconds between two messages of a rank
 GRACE = 5.0  # seconds that a dead rank's peers have to find out by themselves, and to say more about it
+
+
+def print0(*args, **kwargs) -> None:
+    """Rank 0 speaks for all."""
+    if rank == 0:
+        print(*args, flush=True, **kwargs)
+
+
+def stop(message: str) -> NoReturn:
+    """Ends the run with a sentence instead of a stack trace, once for each machine."""
+    if local_rank == 0:
+        print(message, file=sys.stderr)
+    sys.exit(1)
 
 
 def meet(device: str, timeout: float, lone_group: bool) -> "Watch":

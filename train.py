@@ -11,16 +11,11 @@ Run the same line again and it goes on from the newest checkpoint in out_dir. An
 
 import fcntl
 import functools
-import json
 import math
 import os
-import platform
 import re
-import resource
 import runpy
-import shlex
 import signal
-import subprocess
 import sys
 import time
 from dataclasses import asdict
@@ -38,11 +33,13 @@ import collectives
 import memory
 import ranks
 from configurator import configure
+from cuda_graph import CUDAGraph
 from data.tokens import Tokens
 from model import Llama, LlamaConfig
 from offload import OffloadedAdamW
 from optimizer import AdamW
-from ranks import local_rank, rank, world_size
+from ranks import local_rank, print0, rank, stop, world_size
+from runlog import RunLog
 
 # ----------------------------------------------------------------------------------------------------------------------
 # output
@@ -116,16 +113,6 @@ settings = configure(globals(), sys.argv[1:])
 # ----------------------------------------------------------------------------------------------------------------------
 # Setup: one process a GPU, a rank of world_size; alone, rank 0 of 1 (ranks.py).
 master = rank == 0
-print0 = functools.partial(print, flush=True) if master else lambda *args, **kwargs: None
-
-
-def stop(message: str):
-    """Ends the run with a sentence instead of a stack trace, once for each machine."""
-    if local_rank == 0:
-        print(message, file=sys.stderr)
-    sys.exit(1)
-
-
 signal.signal(signal.SIGINT, lambda *_: os._exit(130))  # until the loop begins there is nothing to save
 
 at_least = dict(batch_size=1, block_size=1, gradient_accumulation_steps=1, max_iters=1, eval_interval=1, eval_iters=1)
@@ -380,7 +367,7 @@ def start_saving(step: int, val_loss: float | None):
         "model": asdict(config),
         "settings": settings,
         "dataset": train_tokens.meta,
-        "versions": versions,
+        "versions": log.versions,
     }
     saver.start(step, meta)
 
@@ -398,47 +385,12 @@ def outcome_of_saving() -> str:
 
 # ----------------------------------------------------------------------------------------------------------------------
 # What runs, what will train, what it will take
-PEAK_FLOPS = {  # dense bf16 with fp32 accumulation, by the makers' datasheets; the first name that fits
-    "B200": 2250e12, "H200": 989e12, "H100 PCIe": 756e12, "H100 NVL": 835e12, "H100": 989e12, "A100": 312e12,
-    "L40S": 362e12, "L4": 121e12, "A10G": 70e12, "RTX 5090": 209.5e12, "RTX 4090": 165.2e12, "RTX 3090": 71e12,
-}  # fmt: skip
-device_name = torch.cuda.get_device_name(device) if device != "cpu" else f"CPU, {torch.get_num_threads()} threads"
-fitting = [peak for name, peak in PEAK_FLOPS.items() if re.search(rf"\b{name}\b(?! Laptop)", device_name)]
-peak_flops = fitting[0] if fitting and dtype != "float32" else None
-
-
-def git_commit() -> str:
-    try:
-        command = ["git", "describe", "--always", "--dirty"]
-        return subprocess.check_output(command, cwd=Path(__file__).parent, stderr=subprocess.DEVNULL, text=True).strip()
-    except (OSError, subprocess.CalledProcessError):  # no git, or no repository
-        return "unknown"
-
-
-def mfu(tok_per_s: float) -> float | None:
-    """Model FLOPs utilisation: the FLOPs the model needs, over what the GPUs could do; None where that is not known."""
-    return model.flops_per_token(block_size) * tok_per_s / world_size / peak_flops if peak_flops else None
-
-
-def percent(share: float | None) -> str:
-    return "n/a" if share is None else f"{share:.1%}"
-
-
-def used_gib() -> float:
-    if device == "cpu":
-        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2 ** (30 if sys.platform == "darwin" else 20)
-    return (torch.cuda.max_memory_allocated() + collectives.taken) / 2**30
-
-
-versions = {"nanocria": git_commit(), "python": platform.python_version(), "torch": torch.__version__}
-if device != "cpu":
-    import triton
-
-    versions |= {"triton": triton.__version__, "cuda": torch.version.cuda}
+log = RunLog(out_dir, device, dtype, tokens_per_step, model.flops_per_token(block_size))
 estimated_gib = memory.peak_gib(config, plan)
 card_gib = torch.cuda.get_device_properties(device).total_memory / 2**30 if device != "cpu" else None
 epochs = tokens_per_step * max_iters / len(train_tokens)
-print0("runs on  ", f"{world_size} x {device_name};", ", ".join(" ".join(pair) for pair in versions.items()))
+versions = ", ".join(f"{name} {version}" for name, version in log.versions.items())
+print0("runs on  ", f"{world_size} x {log.device_name};", versions)
 print0("model    ", f"{n_params:,} parameters; float32 weights, {dtype} compute")
 if device != "cpu":
     print0("memory   ", f"about {estimated_gib:.1f} GiB of {card_gib:.1f} GiB; ", end="")
@@ -449,35 +401,8 @@ print0(f" x {micro_steps} micro-batches x {world_size} ranks")
 if found:
     print0("resumes  ", found, *(["with", ", ".join(changed), "changed"] if changed else []))
 
-if master:
-    # Steps after the checkpoint will be run again: their lines go, and so does one that a killed run left unfinished.
-    metrics_path = Path(out_dir) / "metrics.jsonl"
-    lines = metrics_path.read_text().splitlines() if found and metrics_path.exists() else []
-    kept = [line for line in lines if line.endswith("}") and json.loads(line)["step"] <= first_step]
-    partial = metrics_path.with_name("metrics.jsonl.partial")
-    partial.write_text("".join(line + "\n" for line in kept))
-    partial.replace(metrics_path)
-    metrics_file = open(metrics_path, "a")  # noqa: SIM115
-if wandb_log and master:
-    import wandb
-
-    try:
-        wandb.init(project=wandb_project, name=wandb_run_name, config=settings)
-    except wandb.errors.Error as error:
-        stop(f"wandb does not start ({error}): run wandb login, or set WANDB_MODE=offline")
-
-
-def record(metrics: dict):
-    """One line of metrics.jsonl, and the same to wandb."""
-    if master:
-        try:
-            metrics_file.write(json.dumps(metrics) + "\n")
-            metrics_file.flush()
-        except OSError as error:  # a full disk: the weights are worth more than their log
-            print0(f"{metrics_path}: {error.strerror}")
-        if wandb_log:
-            wandb.log(metrics, step=metrics["step"])
-
+wandb_options = {"project": wandb_project, "name": wandb_run_name, "config": settings} if wandb_log else {}
+log.open(first_step, **wandb_options)
 
 # ----------------------------------------------------------------------------------------------------------------------
 # Loop
@@ -555,28 +480,6 @@ def update():
     return grad_norm
 
 
-class CUDAGraph:
-    """A function of tensors whose launches are recorded once, at the first call, and then replayed as one."""
-
-    pool = None  # of memory, shared by all graphs: what one leaves the next may take
-
-    def __init__(self, function):
-        self.function, self.graph = function, None
-
-    def __call__(self, *inputs):
-        if self.graph is None:
-            torch.cuda.empty_cache()  # a graph cannot use what PyTorch holds in reserve
-            CUDAGraph.pool = CUDAGraph.pool or torch.cuda.graph_pool_handle()
-            self.inputs, self.graph = [x.clone() for x in inputs], torch.cuda.CUDAGraph()
-            # thread_local: what the thread that saves does meanwhile is no part of it
-            with torch.cuda.graph(self.graph, pool=CUDAGraph.pool, capture_error_mode="thread_local"):
-                self.output = self.function(*self.inputs)
-        for mine, new in zip(self.inputs, inputs, strict=True):
-            mine.copy_(new)
-        self.graph.replay()
-        return self.output
-
-
 def interrupt(signal_number, frame):
     """The first Ctrl-C, SIGTERM or SIGUSR1 ends the run after the step at hand, with a checkpoint; a second at once.
 
@@ -620,8 +523,6 @@ BAD_DATA = 1000  # no signal has this number, and it outweighs any
 interrupted = 0
 for signal_number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
     signal.signal(signal_number, interrupt)
-step_times = []  # seconds of each step
-curve = []  # (step, seconds so far, loss) of each log line
 logged_at, logged_step = time.perf_counter(), first_step
 data_seconds = 0.0  # spent reading, while the GPU works, since the last log line; the slowest rank's is shown
 val_loss = None
@@ -684,7 +585,7 @@ while step < max_iters:
             + (f"from {last} with --init_from=resume" if last else "from the start: no checkpoint was saved yet")
         )
     step += 1
-    step_times.append(time.perf_counter() - started)
+    log.step_seconds.append(time.perf_counter() - started)
     if profile and step <= first_step + 10:
         profiler.step()
     if step == first_step + (10 if profile else 3):
@@ -702,23 +603,10 @@ while step < max_iters:
         now = time.perf_counter()
         seconds = (now - logged_at) / (step - logged_step)
         # Asked on the CPU: the GPU is busy with the next step already.
-        peak_gib, data_ms = ranks.maximum([used_gib(), 1000 * data_seconds / (step - logged_step)])
+        used_gib = memory.used_gib(device) + collectives.taken / 2**30
+        peak_gib, data_ms = ranks.maximum([used_gib, 1000 * data_seconds / (step - logged_step)])
         logged_at, logged_step, data_seconds = now, step, 0.0
-        tok_per_s = tokens_per_step / seconds
-        left = round(seconds * (max_iters - step))
-        print0(
-            f"step {step:05d}/{max_iters} | loss {loss:.4f} | lr {learning_rate_at(step - 1):.2e} "
-            f"| norm {grad_norm:.2f} | {seconds * 1000:.1f} ms | {tok_per_s:,.0f} tok/s "
-            f"| mfu {percent(mfu(tok_per_s))} | mem {peak_gib:.1f} GiB | data {data_ms:.1f} ms "
-            f"| eta {left // 3600}h{left % 3600 // 60:02d}m{left % 60:02d}s"
-        )
-        curve.append((step, sum(step_times), loss))
-        record(
-            {"step": step, "loss": loss, "lr": learning_rate_at(step - 1),
-             "grad_norm": grad_norm if math.isfinite(grad_norm) else None,  # inf is no JSON
-             "ms": seconds * 1000, "tok_per_s": tok_per_s, "mfu": mfu(tok_per_s), "mem_gib": peak_gib,
-             "data_ms": data_ms}
-        )  # fmt: skip
+        log.line(step, max_iters, loss, learning_rate_at(step - 1), grad_norm, seconds, peak_gib, data_ms)
 
     if saver.done():
         print0(f"step {step:05d} | {outcome_of_saving()}")
@@ -726,7 +614,7 @@ while step < max_iters:
         began = time.perf_counter()
         val_loss = evaluate() if not stopping else None
         if val_loss is not None:
-            record({"step": step, "val_loss": val_loss})
+            log.record({"step": step, "val_loss": val_loss})
         stopping = interrupted_anywhere()
         result = "interrupted" if val_loss is None else f"val loss {val_loss:.4f} ({n_eval_blocks} blocks)"
         kept = "nothing saved"
@@ -750,50 +638,18 @@ while step < max_iters:
 if profile and first_step < step < first_step + 10:
     profiler.stop()
     print0("no profile was written: it is of the eighth to the tenth step of a run")
-if first_step < step == max_iters and val_loss is not None and master:
-    seconds = sorted(step_times)[len(step_times) // 2]  # the median step
-    tok_per_s = tokens_per_step / seconds
-    launcher = f"torchrun --nproc_per_node={os.environ['LOCAL_WORLD_SIZE']}" if "RANK" in os.environ else "python"
-    summary = {
-        "command": f"{launcher} train.py {shlex.join(sys.argv[1:])}",
-        "device": f"{world_size} x {device_name}",
-        "versions": versions,
-        "settings": settings,
-        "n_params": n_params,
-        "steps": step - first_step,
-        "train_seconds": sum(step_times),
-        "ms_per_step": seconds * 1000,
-        "tok_per_s": tok_per_s,
-        "mfu": mfu(tok_per_s),
-        "peak_gib": peak_gib,
-        "reserved_gib": torch.cuda.max_memory_reserved() / 2**30 if device != "cpu" else None,
-        "estimated_gib": estimated_gib,
-        "save_seconds": saver.seconds,
-        "resume_seconds": resume_seconds,
-        "val_loss": val_loss,
-        "curve": curve,
-    }
-    print0(
-        f"{summary['steps']:,} steps in {sum(step_times) / 60:.1f} minutes; the median step {seconds * 1000:.1f} ms, "
-        f"{tok_per_s:,.0f} tok/s, mfu {percent(mfu(tok_per_s))}; peak {peak_gib:.1f} GiB"
-    )
-    meta = val_tokens.meta
-    if n_eval_blocks == n_val_blocks and "gzip_bits_per_byte" in meta:  # read all that gzip and xz read
-        summary["bits_per_byte"] = val_loss / math.log(2) * len(val_tokens) / meta["val_bytes"]
-        summary |= {name: meta[name] for name in ("gzip_bits_per_byte", "xz_bits_per_byte")}
-        print0(
-            f"validation: {summary['bits_per_byte']:.3f} bits per byte; gzip -9 needs "
-            f"{meta['gzip_bits_per_byte']:.3f}, xz -9 {meta['xz_bits_per_byte']:.3f} "
-            f"for the same {meta['val_bytes']:,} bytes"
-        )
-    (Path(out_dir) / "summary.json").write_text(json.dumps(summary, indent=2) + "\n")
+if first_step < step == max_iters and val_loss is not None:
+    log.summary(
+        peak_gib, val_loss, val_tokens if n_eval_blocks == n_val_blocks else None,
+        settings=settings, n_params=n_params, estimated_gib=estimated_gib,
+        reserved_gib=torch.cuda.max_memory_reserved() / 2**30 if device != "cpu" else None,
+        save_seconds=saver.seconds, resume_seconds=resume_seconds,
+    )  # fmt: skip
     if keep_last:
         print0(f"next: python sample.py --out_dir={out_dir}")
+log.close()
 if master:
-    metrics_file.close()
     lock_file.close()
-if wandb_log and master:
-    wandb.finish()
 code = 128 + stopping if stopping else 0  # as if the signal had ended it, for whoever started it
 if stopping == BAD_DATA:
     code = 1

@@ -45,9 +45,9 @@ from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint
 
 from data.tokens import Tokens
 from model import Llama, LlamaConfig, rope_tables
+from runlog import peak_flops
 
 ROOT = Path(__file__).resolve().parent.parent
-PEAK_FLOPS = {"H200": 989e12, "H100": 989e12}  # dense bf16 of the SXM cards, as in train.py
 RANK, RANKS = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))  # as torchrun says
 WARMUP_STEPS = 5  # compilation, cuBLAS, the allocator: any later step is as fast as the fifth
 
@@ -344,10 +344,10 @@ def over_ranks(values: list[float], op, device) -> list[float]:
 
 def mfu(config: LlamaConfig, tok_per_s: float, device_name: str) -> float | None:
     """Model FLOPs utilisation of one GPU, by the same count as train.py's; None where the card's peak is not known."""
-    peaks = [peak for name, peak in PEAK_FLOPS.items() if name in device_name]
+    peak = peak_flops(device_name)
     with torch.device("meta"):
         flops = Llama(config).flops_per_token(config.block_size)
-    return flops * tok_per_s / peaks[0] if peaks else None
+    return flops * tok_per_s / peak if peak else None
 
 
 def own_device() -> torch.device:

@@ -5,12 +5,13 @@ between two markers, <!-- part --> and <!-- /part -->, and is made from records 
 """
 
 import json
-import platform
 import subprocess
 from functools import partial
 from importlib import metadata
 from itertools import groupby
 from pathlib import Path
+
+import runlog
 
 ROOT = Path(__file__).resolve().parent.parent
 ASSETS = ROOT / "assets"
@@ -35,11 +36,7 @@ def keep(run_folder: str, name: str) -> None:
 
 def origin(command: str, device: str, packages: tuple[str, ...] = ()) -> dict:
     """What a record of a benchmark begins with; packages are those beside PyTorch and Triton that it ran."""
-    import torch
-    import triton
-
-    versions = {"nanocria": git_commit(), "python": platform.python_version(), "torch": torch.__version__}
-    versions |= {"triton": triton.__version__, "cuda": torch.version.cuda}
+    versions = runlog.versions("cuda")
     for package in packages:
         try:
             versions[package] = metadata.version(package)
@@ -48,20 +45,12 @@ def origin(command: str, device: str, packages: tuple[str, ...] = ()) -> dict:
     return {"command": command, "device": device, "versions": versions}
 
 
-def git_commit() -> str:
-    try:
-        command = ["git", "describe", "--always", "--dirty"]
-        return subprocess.check_output(command, cwd=ROOT, stderr=subprocess.DEVNULL, text=True).strip()
-    except (OSError, subprocess.CalledProcessError):  # no git, or no repository
-        return "unknown"
-
-
 # What trains: a record goes on where none of it has changed since, whatever was written about it.
 CODE = [":(glob)*.py", ":!test_*.py", ":!conftest.py", "kernels", "config", "data/tokens.py", "benchmarks/peers.py"]
 
 
 def same_code(commit: str, other: str) -> bool:
-    """Whether two commits, as git_commit names them, train alike."""
+    """Whether two commits, as runlog.git_commit names them, train alike."""
     if commit == other or "dirty" in commit + other:
         return commit == other
     try:

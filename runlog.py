@@ -1,0 +1,168 @@
+"""What a run says of itself: its lines on the screen, metrics.jsonl, wandb, and the summary.json that it ends with.
+
+    log = RunLog(out_dir, device, dtype, tokens_per_step, flops_per_token)
+    log.open(first_step)                              # metrics.jsonl, from there on
+    log.step_seconds.append(0.41)                     # after each step
+    log.line(step, max_iters, loss, lr, grad_norm, seconds, peak_gib, data_ms)
+    log.record({"step": 100, "val_loss": 3.2})
+    log.summary(...)
+
+Rank 0 speaks and writes for all.
+"""
+
+import json
+import math
+import os
+import platform
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import torch
+
+from data.tokens import Tokens
+from ranks import print0, rank, stop, world_size
+
+PEAK_FLOPS = {  # dense bf16 with fp32 accumulation, by the makers' datasheets; the first name that fits
+    "B200": 2250e12, "H200": 989e12, "H100 PCIe": 756e12, "H100 NVL": 835e12, "H100": 989e12, "A100": 312e12,
+    "L40S": 362e12, "L4": 121e12, "A10G": 70e12, "RTX 5090": 209.5e12, "RTX 4090": 165.2e12, "RTX 3090": 71e12,
+}  # fmt: skip
+
+
+def peak_flops(device_name: str) -> float | None:
+    """FLOPs a second that the card can do in bfloat16 and float16; None where that is not known."""
+    fitting = (peak for name, peak in PEAK_FLOPS.items() if re.search(rf"\b{name}\b(?! Laptop)", device_name))
+    return next(fitting, None)
+
+
+def git_commit() -> str:
+    try:
+        command = ["git", "describe", "--always", "--dirty"]
+        return subprocess.check_output(command, cwd=Path(__file__).parent, stderr=subprocess.DEVNULL, text=True).strip()
+    except (OSError, subprocess.CalledProcessError):  # no git, or no repository
+        return "unknown"
+
+
+def versions(device: str) -> dict[str, str]:
+    found = {"nanocria": git_commit(), "python": platform.python_version(), "torch": torch.__version__}
+    if device == "cpu":
+        return found
+    import triton
+
+    return found | {"triton": triton.__version__, "cuda": torch.version.cuda}
+
+
+def percent(share: float | None) -> str:
+    return "n/a" if share is None else f"{share:.1%}"
+
+
+class RunLog:
+    def __init__(self, out_dir: str, device: str, dtype: str, tokens_per_step: int, flops_per_token: float):
+        self.out_dir, self.tokens_per_step, self.flops_per_token = Path(out_dir), tokens_per_step, flops_per_token
+        on_gpu = device != "cpu"
+        self.device_name = torch.cuda.get_device_name(device) if on_gpu else f"CPU, {torch.get_num_threads()} threads"
+        self.peak_flops = peak_flops(self.device_name) if dtype != "float32" else None
+        self.versions = versions(device)
+        self.step_seconds = []  # of each step
+        self.curve = []  # (step, seconds so far, loss) of each line
+        self.file, self.wandb = None, None
+
+    def mfu(self, tok_per_s: float) -> float | None:
+        """Model FLOPs utilisation: the FLOPs the model needs, over what the GPUs could do; None where nobody knows."""
+        return self.flops_per_token * tok_per_s / world_size / self.peak_flops if self.peak_flops else None
+
+    def open(self, first_step: int, **wandb_options) -> None:
+        """metrics.jsonl as it was after first_step; wandb too where there are options for its init.
+
+        Steps after a checkpoint will be run again: their lines go, and so does one that a killed run left unfinished.
+        """
+        if rank:
+            return
+        path = self.out_dir / "metrics.jsonl"
+        lines = path.read_text().splitlines() if first_step and path.exists() else []
+        kept = [line for line in lines if line.endswith("}") and json.loads(line)["step"] <= first_step]
+        partial = path.with_name("metrics.jsonl.partial")
+        partial.write_text("".join(line + "\n" for line in kept))
+        partial.replace(path)
+        self.file = open(path, "a")  # noqa: SIM115
+        if wandb_options:
+            import wandb
+
+            try:
+                wandb.init(**wandb_options)
+            except wandb.errors.Error as error:
+                stop(f"wandb does not start ({error}): run wandb login, or set WANDB_MODE=offline")
+            self.wandb = wandb
+
+    def record(self, metrics: dict) -> None:
+        """One line of metrics.jsonl, and the same to wandb."""
+        if rank:
+            return
+        try:
+            self.file.write(json.dumps(metrics) + "\n")
+            self.file.flush()
+        except OSError as error:  # a full disk: the weights are worth more than their log
+            print0(f"{self.file.name}: {error.strerror}")
+        if self.wandb:
+            self.wandb.log(metrics, step=metrics["step"])
+
+    def line(self, step: int, max_iters: int, loss, lr, grad_norm, seconds, peak_gib, data_ms) -> None:
+        """The line of a step, on the screen and recorded; seconds: of a step, on average since the line before."""
+        tok_per_s = self.tokens_per_step / seconds
+        left = round(seconds * (max_iters - step))
+        print0(
+            f"step {step:05d}/{max_iters} | loss {loss:.4f} | lr {lr:.2e} | norm {grad_norm:.2f} "
+            f"| {seconds * 1000:.1f} ms | {tok_per_s:,.0f} tok/s | mfu {percent(self.mfu(tok_per_s))} "
+            f"| mem {peak_gib:.1f} GiB | data {data_ms:.1f} ms "
+            f"| eta {left // 3600}h{left % 3600 // 60:02d}m{left % 60:02d}s"
+        )
+        self.curve.append((step, sum(self.step_seconds), loss))
+        grad_norm = grad_norm if math.isfinite(grad_norm) else None  # inf is no JSON
+        self.record(
+            {"step": step, "loss": loss, "lr": lr, "grad_norm": grad_norm, "ms": seconds * 1000,
+             "tok_per_s": tok_per_s, "mfu": self.mfu(tok_per_s), "mem_gib": peak_gib, "data_ms": data_ms}
+        )  # fmt: skip
+
+    def summary(self, peak_gib: float, val_loss: float, all_of_val: Tokens | None, **more) -> None:
+        """What came of the run, in two lines and in summary.json; all_of_val: the tokens, where val_loss is of all."""
+        if rank:
+            return
+        seconds = sorted(self.step_seconds)[len(self.step_seconds) // 2]  # the median step
+        tok_per_s = self.tokens_per_step / seconds
+        launcher = f"torchrun --nproc_per_node={os.environ['LOCAL_WORLD_SIZE']}" if "RANK" in os.environ else "python"
+        found = {
+            "command": f"{launcher} train.py {shlex.join(sys.argv[1:])}",
+            "device": f"{world_size} x {self.device_name}",
+            "versions": self.versions,
+            "steps": len(self.step_seconds),
+            "train_seconds": sum(self.step_seconds),
+            "ms_per_step": seconds * 1000,
+            "tok_per_s": tok_per_s,
+            "mfu": self.mfu(tok_per_s),
+            "peak_gib": peak_gib,
+            "val_loss": val_loss,
+            "curve": self.curve,
+            **more,
+        }
+        print0(
+            f"{found['steps']:,} steps in {found['train_seconds'] / 60:.1f} minutes; the median step "
+            f"{seconds * 1000:.1f} ms, {tok_per_s:,.0f} tok/s, mfu {percent(found['mfu'])}; peak {peak_gib:.1f} GiB"
+        )
+        if all_of_val and "gzip_bits_per_byte" in all_of_val.meta:  # the model has read all that gzip and xz read
+            meta = all_of_val.meta
+            found["bits_per_byte"] = val_loss / math.log(2) * len(all_of_val) / meta["val_bytes"]
+            found |= {name: meta[name] for name in ("gzip_bits_per_byte", "xz_bits_per_byte")}
+            print0(
+                f"validation: {found['bits_per_byte']:.3f} bits per byte; gzip -9 needs "
+                f"{meta['gzip_bits_per_byte']:.3f}, xz -9 {meta['xz_bits_per_byte']:.3f} "
+                f"for the same {meta['val_bytes']:,} bytes"
+            )
+        (self.out_dir / "summary.json").write_text(json.dumps(found, indent=2) + "\n")
+
+    def close(self) -> None:
+        if self.file:
+            self.file.close()
+        if self.wandb:
+            self.wandb.finish()
