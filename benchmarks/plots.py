@@ -25,9 +25,10 @@ GPUS_COLORS = {
     "nanocria": "#c2410c", "nanocria-zero2": "#fb923c", "nanocria-hybrid": "#7c2d12", "nanocria-nccl": "#a8a29e",
     "nanocria-each": "#57534e", "recipe": "#2563eb", "recipe-zero2": "#1e3a8a", "torchtitan": "#93c5fd",
 }  # fmt: skip
-SWEEP_COLORS = dict(
-    zip(swept.TITLES, ["#c2410c", "#fb923c", "#7c2d12", "#9ca3af", "#2563eb", "#0f766e"], strict=True)
-)  # fmt: skip
+SWEEP_COLORS = {
+    "all": "#c2410c", "sliced": "#f59e0b", "long": "#db2777", "kernels": "#fb923c", "torch": "#7c2d12",
+    "hf": "#9ca3af", "liger": "#2563eb", "recipe": "#0f766e",
+}  # fmt: skip
 PART_COLORS = dict(
     zip(snapshot.PARTS, ["#1e3a8a", "#2563eb", "#0f766e", "#c2410c", "#9333ea", "#f59e0b", "#9ca3af"], strict=True)
 )  # fmt: skip

@@ -2,13 +2,14 @@
 
     python bench.py                              batches of Llama 3.2 1B, 1,024 tokens a sequence, on the card at hand
     python bench.py sweep=both peers=hf,liger    contexts too, at batch 4, and beside two others
-    python bench.py memory_limit_gib=24 checkpointing=full offload=none,optimizer,all --mlp_chunks=16
-    python bench.py preset=study                 24 GiB, the optimizer on the CPU, full checkpointing: arms, peers, both
+    python bench.py memory_limit_gib=24 checkpointing=full offload=none,optimizer,all arms=all,sliced,long
+    python bench.py preset=study                 24 GiB, offload=all, full checkpointing: both sweeps, all beside two
     python bench.py preset=8b                    Llama 3.1 8B, 512 tokens a sequence, on all GPUs, beside the recipe
 
 sweep=batch|seq|both; batches=..., contexts=... instead of the usual ones; block_size= of the batches, batch_size= of
 the contexts; config=, ranks=, steps=, out=. What begins with -- is a setting of train.py, for ours alone.
-arms    all: train.py as it is; kernels: without the fused loss; torch: without any kernel of ours; or none
+arms    all: train.py as it is; kernels: without the fused loss; torch: without any kernel of ours; sliced: all, with
+        --mlp_chunks=16; long: sliced, with --offload_activations=true; or none
 peers   hf: transformers' LlamaForCausalLM; liger: with Liger-Kernel's patches; recipe: see benchmarks/peers.py. Like
         ours they keep float32 weights and compute in bfloat16. hf and liger offload all or nothing, through FSDP2:
         where ours has the optimizer on the CPU, they have weights and gradients there too.
@@ -33,12 +34,11 @@ from benchmarks.swept import ARMS, HEADER, PEERS, PLACE, ROWS, cpu_gib, done, es
 BATCHES = [1, 4, 8, 16, 32, 64, 96, 112]  # the study's, then on by doubling
 CONTEXTS = [512, 1024, 2048, 4096, 8192, 12288, 16384, 24576, 32768, 65536, 131072]
 PRESETS = {
-    "study": ["sweep=both", "arms=torch,kernels,all", "peers=hf,liger", "memory_limit_gib=24", "checkpointing=full",
-              "offload=optimizer", f"out={report.ASSETS / 'study.json'}"],
+    "study": ["sweep=both", "arms=torch,kernels,all,long", "peers=hf,liger", "memory_limit_gib=24",
+              "checkpointing=full", "offload=all", f"out={report.ASSETS / 'study.json'}"],
     "8b": ["config=config/llama31_8b.py", "block_size=512", "ranks=all", "peers=recipe", "checkpointing=full",
            f"out={report.ASSETS / 'study_8b.json'}"],
 }  # fmt: skip
-WARMUP_STEPS = 2
 TIMEOUT = 900  # seconds a point may take: half a million tokens a step, attention over 131,072 of them
 
 
@@ -156,8 +156,9 @@ def point(series: Series, batch: int, block: int, options: dict) -> dict:
     if needed > there:
         sentence = f"offload={series.offload} needs {needed:.1f} GiB of CPU memory, this machine has {there:.1f}"
         return row | {"failed": sentence}
-    at = (config, batch, block, series.checkpointing, options["steps"] or n_steps(batch * block))
-    common = {"ranks": ranks, "warmup": WARMUP_STEPS, "launch": launcher(options["memory_limit_gib"])}
+    warmup, steps = n_steps(batch * block)
+    at = (config, batch, block, series.checkpointing, options["steps"] or steps)
+    common = {"ranks": ranks, "warmup": warmup, "launch": launcher(options["memory_limit_gib"])}
     if ours:
         flags = " ".join([f"--offload={series.offload}", *ARMS[series.arm], *options["flags"]])
         result = step.nanocria_point(*at, flag=flags, **common)
@@ -166,9 +167,9 @@ def point(series: Series, batch: int, block: int, options: dict) -> dict:
     return row | {"oom": False} | result
 
 
-def n_steps(tokens: int) -> int:
-    """Measured, beside the warm-up: fewer of the long ones."""
-    return max(3, min(10, 2**20 // tokens))
+def n_steps(tokens: int) -> tuple[int, int]:
+    """To warm up, and to measure: fewer of the long ones. 4 x 131,072 tokens take a minute."""
+    return (2 if tokens < 2**18 else 1), max(1, min(10, 2**19 // tokens))
 
 
 def launcher(limit_gib: float | None):

@@ -10,6 +10,8 @@ from benchmarks import estimate, report, step
 
 ARMS = {  # what train.py is told
     "all": [],
+    "sliced": ["--mlp_chunks=16"],
+    "long": ["--mlp_chunks=16", "--offload_activations=true"],
     "kernels": ["--fused_loss=false"],
     "torch": ["--fused_kernels=false", "--fused_loss=false"],
 }
@@ -20,6 +22,8 @@ PEERS = {  # as benchmarks/peers.py names them, without offload and with
 }
 TITLES = {
     "all": "nanocria",
+    "sliced": "nanocria, MLP in slices",
+    "long": "nanocria, MLP in slices, checkpoints on the CPU",
     "kernels": "nanocria, loss not fused",
     "torch": "nanocria, no kernels",
     "hf": "Hugging Face",
