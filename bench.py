@@ -13,9 +13,10 @@
                                                 as assets/NAME.json
     python bench.py readme                      draws the plots and writes the tables of README.md
 
-Every number in the README stands between two of its markers and comes from a record; test_bench.py compares them.
+What the README says was measured stands between two of its markers and comes from a record; test_bench.py compares.
 """
 
+import difflib
 import sys
 
 
@@ -53,8 +54,13 @@ def main(argv: list[str]) -> None:
             from benchmarks import report
 
             report.write_readme()
-        case _:
-            sys.exit(__doc__)
+        case [word, *_]:
+            near = difflib.get_close_matches(
+                word, ["estimate", "snapshot", "kernels", "step", "gpus", "record", "readme"], 1
+            )
+            sys.exit(
+                __doc__ + (f"\nUnknown word {word}. Did you mean {near[0]}?" if near else f"\nUnknown word {word}")
+            )
 
 
 if __name__ == "__main__":

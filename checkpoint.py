@@ -1,7 +1,7 @@
 """Checkpoints: folders out/step_000250 that are whole or not there.
 
     .metadata, *.distcp   the tensors, by torch.distributed.checkpoint: any number of ranks writes, any other reads
-    meta.json             for a person and for sample.py: step, settings, model, dataset, losses, versions, checksums
+    meta.json             for a person and for sample.py: step, settings, model, dataset, val_loss, versions, checksums
 
 A folder is written as step_000250.partial, flushed and renamed, so its name alone says that it is whole. Old ones are
 deleted only after that, and lose their name first. What the disk does to it later, the checksums tell: a damaged one
@@ -313,7 +313,7 @@ def _read(tensors, path, meta, group=None, no_dist=False):
 
 
 def load_model(path: Path, device: str, dtype: torch.dtype) -> Llama:
-    """The model of a checkpoint alone, whole, on one device and in one dtype: for sampling and for conversion."""
+    """The model of a checkpoint alone, whole, on one device and in one dtype: for sampling."""
     meta = read_meta(path)
     with torch.device("meta"):
         model = Llama(LlamaConfig(**meta["model"]))

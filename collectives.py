@@ -18,8 +18,9 @@ for in its own (cuStreamWriteValue32, cuStreamWaitValue32). A kernel that waits 
 NCCL's.
 
 A buffer may be filled again once the others have read it. They have when they say that a later one is full, for each
-works through its own in order; so buffers take turns, and FSDP's order does the rest: it fills the next-but-one after
-the collective before has ended.
+works through its own in order; so buffers take turns, and FSDP's order does the rest: before it fills one of three for
+a gather it has waited for the last but one, before it fills one of two for a reduction for the last, and between two
+gathers or reductions of the root lies a layer's.
 """
 
 import ctypes
@@ -31,7 +32,7 @@ import torch.distributed._symmetric_memory as symmetric_memory
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatter
 
-from kernels.launch import tl, triton
+from kernels import add_ranks
 
 taken = 0  # bytes of all buffers, which PyTorch's memory statistics do not count
 
@@ -135,23 +136,3 @@ class CopyEngineReduceScatter(ReduceScatter):
         self.buffers.pull(input_tensor, received, lambda other: rank * n)
         scale = 1 / group.size() if op == dist.ReduceOp.AVG else 1.0
         add_ranks(input_tensor.view(-1, n)[rank], received, scale, output_tensor)
-
-
-@triton.jit
-def _add_ranks_kernel(own_ptr, received_ptr, out_ptr, n, scale, OTHERS: tl.constexpr, BLOCK: tl.constexpr):
-    i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    total = tl.load(own_ptr + i, mask=i < n, other=0.0).to(tl.float32)
-    for _ in tl.static_range(OTHERS):
-        total += tl.load(received_ptr + i, mask=i < n, other=0.0).to(tl.float32)
-        received_ptr += n
-    tl.store(out_ptr + i, (total * scale).to(out_ptr.dtype.element_ty), mask=i < n)
-
-
-def add_ranks(own: torch.Tensor, received: torch.Tensor, scale: float, out: torch.Tensor) -> None:
-    """out (n,) = scale * (own (n,) + the rows of received (ranks - 1, n)), summed in float32, rounded once.
-
-    2n (ranks + 1) bytes in bfloat16.
-    """
-    _add_ranks_kernel[(triton.cdiv(out.numel(), 2048),)](
-        own, received, out, out.numel(), scale, OTHERS=len(received), BLOCK=2048, num_warps=8
-    )

@@ -70,6 +70,19 @@ def configure(namespace: dict, argv: list[str]) -> dict:
     return values
 
 
+def preview(script: str | Path, argv: list[str]) -> dict:
+    """The settings that a script would run with, without running it. SettingError for a slip."""
+    namespace = {"__file__": str(script), "Literal": typing.Literal}
+    for node in ast.parse(Path(script).read_text(encoding="utf-8")).body:
+        if isinstance(node, ast.Assign) and ast.unparse(node.value).startswith("configure("):
+            break
+        if isinstance(node, ast.Assign | ast.AnnAssign):
+            exec(compile(ast.Module([node], []), script, "exec"), namespace)
+    settings, values = read_script(namespace)
+    read_command_line(argv, settings, values, str(script))
+    return values
+
+
 def read_script(namespace: dict) -> tuple[dict[str, Setting], dict]:
     """The settings that a script declares, and their defaults."""
     path = namespace["__file__"]

@@ -62,10 +62,14 @@ class Plan:
         return self.world_size > 1 or self.offload == "all"
 
     @property
+    def copy_engines_gather(self) -> bool:
+        return self.copy_engines and self.shard_ranks > 1 and self.offload != "all"
+
+    @property
     def copy_engines_reduce(self) -> bool:
         """The gradients too, not only the weights: where FSDP hands over one gradient of each rank, as it is."""
         as_it_is = self.sync_every_micro_batch and self.sharding != "hybrid" and self.dtype != "float16"
-        return self.copy_engines and as_it_is
+        return self.copy_engines_gather and as_it_is
 
 
 class Part(NamedTuple):
@@ -146,7 +150,7 @@ def moments(c: LlamaConfig, plan: Plan) -> dict[str, list[Part]]:
     here = {"none": (1, 1), "optimizer": (1, 0), "all": (0, 0)}[plan.offload]  # weights; gradients and optimizer
     unsynced = plan.fsdp and plan.micro_steps > 1 and not plan.sync_every_micro_batch
     sums = total / shards * here[1] if plan.micro_steps > 1 and not unsynced else 0
-    buffer = int(shards > 1 and not plan.copy_engines)  # of the block gathered last, or asked for next
+    buffer = int(shards > 1 and not plan.copy_engines_gather)  # of the block gathered last, or asked for next
     own_buffers = (3 + 2 * plan.copy_engines_reduce, 1 + plan.copy_engines_reduce)  # blocks and roots: collectives.py
     ranks = f" / {shards} ranks" if shards > 1 else ""
     everything = f"{total:,} parameters{ranks}"
@@ -162,7 +166,7 @@ def moments(c: LlamaConfig, plan: Plan) -> dict[str, list[Part]]:
             ("gathered weights", itemsize, (root + gathered * block) * (plan.fsdp and not last),
              f"(root {root:,} + {gathered} x {block:,} a block)"),
             ("buffers of the copy engines", itemsize,
-             (own_buffers[0] * block + own_buffers[1] * root) * plan.copy_engines,
+             (own_buffers[0] * block + own_buffers[1] * root) * plan.copy_engines_gather,
              f"({own_buffers[0]} x {block:,} a block + {own_buffers[1]} x {root:,} of the root)"),
             ("sums of micro-batches", 4, sums, everything),
             ("sums of micro-batches", 4, whole, f"{total:,} parameters, on every rank"),
@@ -314,6 +318,7 @@ def choices(config: LlamaConfig, plan: Plan) -> list[list[dict]]:
         above("offload_activations", [False, True], config.offload_activations)
         if config.activation_checkpointing == "full"
         else [],
+        [{"copy_engines": False}] if plan.copy_engines_gather else [],
         [{"sharding": "zero3"}] if plan.world_size > 1 and plan.sharding != "zero3" else [],
         [{"batch_size": plan.batch_size // 2, "gradient_accumulation_steps": accumulation}]
         if plan.batch_size % 2 == 0

@@ -107,7 +107,8 @@ def rope_tables(config: LlamaConfig, start: int, end: int, device, dtype=torch.f
 def triton_is_faster(q):
     """Where kernels/flash_attention.py is the better choice: heads of 64 on Hopper.
 
-    Forward and backward take 6% less than cuDNN's at 8 x 2,048 tokens, 1% more at 2 x 8,192, and repeat to the bit.
+    Forward and backward take 7% less than cuDNN's at 8 x 2,048 tokens, 2% more at 2 x 8,192 (`bench.py kernels`), and
+    repeat to the bit.
     """
     half = q.dtype in (torch.bfloat16, torch.float16)
     return q.is_cuda and half and q.shape[-1] == 64 and torch.cuda.get_device_capability(q.device)[0] == 9
@@ -116,7 +117,7 @@ def triton_is_faster(q):
 def attend(q, k, v, is_causal):
     """softmax(q kᵀ / sqrt(D)) v for q (B, T, H, D), k and v (B, S, K, D), views of any strides; returns (B, T, H·D).
 
-    PyTorch tries flash first; on Hopper and later cuDNN is 1.4 times faster, forward and backward.
+    PyTorch tries flash first; on Hopper and later cuDNN is half as fast again, forward and backward.
     """
     backends = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
     gqa = q.shape[2] != k.shape[2]  # query heads share K and V where they lie: nothing is expanded
@@ -226,10 +227,7 @@ class Block(nn.Module):
         self.mlp_norm = RMSNorm(config)
         self.mlp = MLP(config)
         self.checkpointing = config.activation_checkpointing == "full"
-        self.inputs, self.last = (
-            None,
-            False,
-        )  # with offload_activations: where they go, and whether it is the last block
+        self.inputs, self.last = None, False  # with offload_activations: where inputs go; whether it is the last block
 
     def forward(self, x, delta, cos, sin, cache=None):
         """x (B, T, C) and delta (B, T, C) or None, their sum the block's input; returns two addends of its output."""

@@ -47,9 +47,8 @@ def meet(device: str, timeout: float, lone_group: bool) -> "Watch":
     lone_group: also a lone rank gets a process group, for FSDP.
     """
     if world_size > 1 or lone_group:
-        bound = (
-            {"device_id": torch.device(device)} if device != "cpu" else {}
-        )  # NCCL would guess, and warn that it does
+        # without it NCCL would guess, and warn that it does
+        bound = {"device_id": torch.device(device)} if device != "cpu" else {}
         # gloo beside NCCL: offloaded gradients are summed on the CPU.
         backend = "gloo" if device == "cpu" else "cpu:gloo,cuda:nccl"
         options = {"rank": rank, "world_size": world_size, "timeout": timedelta(seconds=2 * timeout + 60)}
@@ -166,9 +165,8 @@ class Watch:
     def _heard(self, other: int) -> tuple[int, int, str]:
         """How far another rank was at its last beat: count, beats, doing."""
         key = f"at_{other}"
-        count, beats, doing = (self.store.get(key).decode() if self.store.check([key]) else "0 0 starting").split(
-            " ", 2
-        )
+        said = self.store.get(key).decode() if self.store.check([key]) else "0 0 starting"
+        count, beats, doing = said.split(" ", 2)
         return int(count), int(beats), doing
 
     def _first_gone(self, processes) -> int | None:

@@ -10,6 +10,7 @@
 Rank 0 speaks and writes for all.
 """
 
+import contextlib
 import json
 import math
 import os
@@ -23,7 +24,7 @@ from pathlib import Path
 import torch
 
 from data.tokens import Tokens
-from ranks import print0, rank, stop, world_size
+from ranks import local_world_size, print0, rank, stop, world_size
 
 PEAK_FLOPS = {  # dense bf16 with fp32 accumulation, by the makers' datasheets; the first name that fits
     "B200": 2250e12, "H200": 989e12, "H100 PCIe": 756e12, "H100 NVL": 835e12, "H100": 989e12, "A100": 312e12,
@@ -131,7 +132,7 @@ class RunLog:
             return
         seconds = sorted(self.step_seconds)[len(self.step_seconds) // 2]  # the median step
         tok_per_s = self.tokens_per_step / seconds
-        launcher = f"torchrun --nproc_per_node={os.environ['LOCAL_WORLD_SIZE']}" if "RANK" in os.environ else "python"
+        launcher = f"torchrun --nproc_per_node={local_world_size}" if "RANK" in os.environ else "python"
         found = {
             "command": f"{launcher} train.py {shlex.join(sys.argv[1:])}",
             "device": f"{world_size} x {self.device_name}",
@@ -159,10 +160,15 @@ class RunLog:
                 f"{meta['gzip_bits_per_byte']:.3f}, xz -9 {meta['xz_bits_per_byte']:.3f} "
                 f"for the same {meta['val_bytes']:,} bytes"
             )
-        (self.out_dir / "summary.json").write_text(json.dumps(found, indent=2) + "\n")
+        path = self.out_dir / "summary.json"
+        try:
+            path.write_text(json.dumps(found, indent=2) + "\n")
+        except OSError as error:
+            print0(f"{path}: {error.strerror}")
 
     def close(self) -> None:
         if self.file:
-            self.file.close()
+            with contextlib.suppress(OSError):  # what a full disk did not take: record has said so
+                self.file.close()
         if self.wandb:
             self.wandb.finish()

@@ -36,6 +36,9 @@ dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"  # auto: bfloa
 # ----------------------------------------------------------------------------------------------------------------------
 configure(globals(), sys.argv[1:])
 
+for name in ("num_samples", "max_new_tokens"):
+    if globals()[name] < 1:
+        sys.exit(f"{name} is {globals()[name]}: it must be at least 1")
 path = Path(out_dir) if (Path(out_dir) / "meta.json").exists() else checkpoint.newest(out_dir)
 if path is None:
     sys.exit(f"{out_dir} holds no checkpoint: train one first, or name another folder with --out_dir")

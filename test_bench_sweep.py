@@ -99,7 +99,7 @@ def test_a_program_is_held_to_its_part_of_the_card(tmp_path, monkeypatch, capsys
         (["memory_limit=24"], "Did you mean memory_limit_gib=?"),
         (["memory_limit_gib=24GB"], "memory_limit_gib=24GB: a number of GiB, as in memory_limit_gib=24"),
         (["batches=1,none"], "batches=none: a whole number, at least 1"),
-        (["config=config/none.py"], "config=config/none.py: there is no such file"),
+        (["config=config/none.py"], "config/none.py does not exist"),
         (["ranks=64"], "ranks=64: torch sees"),
         (["peers=recipe", "offload=all"], "peers=recipe: it offloads nothing"),
         (["peers=hf", "checkpointing=selective"], "Hugging Face knows only none and full"),
@@ -545,8 +545,14 @@ def test_a_snapshot_that_was_not_left_is_said(monkeypatch):
         (["block=2048"], "Did you mean block_size=?"),
         (["offload=half"], "offload=half: there are none, optimizer, all"),
         (["batch_size=0"], "batch_size=0: a whole number, at least 1"),
-        (["config=llama.py"], "config=llama.py: there is no such file"),
-        (["--fusedloss=false"], "--fusedloss: memory does not depend on such a setting. Did you mean fused_loss?"),
+        (["config=llama32_1"], "llama32_1 does not exist. Did you mean"),
+        (["config=config/baby_llama.py"], "config/baby_llama.py leaves vocab_size to its dataset: say --vocab_size="),
+        (["--fusedloss=false"], "Unknown setting fusedloss. Did you mean fused_loss?"),
+        (["--mlp_chunks=x"], "--mlp_chunks expects an int, got 'x'"),
+        (["--batch_size=32"], "--batch_size: the table has several of them; to see one's parts say batch_size=..."),
+        (["--activation_checkpointing=full"], "say checkpointing=..."),
+        (["--world_size=8"], "Unknown setting world_size"),
+        (["checkpointing=none", "--mlp_chunks=4"], "mlp_chunks"),
     ],
 )
 def test_a_slip_in_an_estimate_is_answered_with_a_sentence(words, message):
@@ -570,14 +576,29 @@ def test_the_estimate_is_memory_pys(words):
     text, result = estimate.estimate(estimate.parse(words))
     changes = {key: result[key] for key in ("block_size", "activation_checkpointing")}
     config = llama_config(result["config"], fused_loss="--fused_loss=false" not in words, **changes)
-    ranks = {"world_size": result["ranks"], "shard_ranks": result["ranks"]}
-    plan = memory.Plan(result["batch_size"], offload=result["offload"], **ranks)
+    ranks = {"world_size": result["ranks"], "shard_ranks": result["ranks"], "copy_engines": True}
+    micro_steps = 32 // result["ranks"]  # as both config files have it
+    plan = memory.Plan(result["batch_size"], micro_steps, offload=result["offload"], **ranks)
     assert result["peak_gib"] == memory.peak_gib(config, plan) and memory.table(config, plan) in text
     assert result["fits"] == (result["peak_gib"] <= result["usable_gib"])
     largest = result["largest_batch"][f"{result['activation_checkpointing']} {result['offload']}"]
     assert largest == memory.largest_batch(config, plan, result["usable_gib"])
     assert result["cpu_gib"] == pytest.approx(
         result["ranks"] * sum(part.bytes for part in memory.cpu_parts(config, plan)) / 2**30
+    )
+
+
+def test_the_estimate_counts_the_sums_of_the_micro_batches_that_the_config_asks_for():
+    words = ["card=h200", "checkpointing=none", "offload=none", "batch_size=8", "block_size=2048"]
+    text, recipe = estimate.estimate(estimate.parse(words))
+    _, single = estimate.estimate(estimate.parse([*words, "--gradient_accumulation_steps=1"]))
+    assert recipe["peak_gib"] - single["peak_gib"] == pytest.approx(4 * 1_235_814_400 / 2**30, abs=0.01)
+    assert "32 micro-batches a step" in text and "sums of micro-batches" in text
+    _, hybrid = estimate.estimate(estimate.parse(["ranks=8", "--sharding=hybrid", "--shard_ranks=2"]))
+    _, without = estimate.estimate(estimate.parse([*words, "ranks=8", "--copy_engines=false"]))
+    assert (
+        hybrid["ranks"] == 8
+        and without["peak_gib"] < estimate.estimate(estimate.parse([*words, "ranks=8"]))[1]["peak_gib"]
     )
 
 

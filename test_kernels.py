@@ -23,7 +23,6 @@ import torch.nn.functional as F
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.utils.checkpoint import checkpoint
 
-import collectives
 import kernels
 from kernels import linear_cross_entropy, reference, rms_norm
 from kernels.launch import use_triton
@@ -885,6 +884,29 @@ def test_targets_of_any_integer_type_and_stride():
 
 
 # ---------------------------------------------------------------------------------------------------------------------
+# Gradients of several ranks
+
+
+@pytest.mark.parametrize("n", [1, 2048, 5000])
+@pytest.mark.parametrize("add_ranks", [kernels.add_ranks, reference.add_ranks], ids=["kernel", "reference"])
+def test_gradients_of_the_ranks_are_added_in_float32(add_ranks, n):
+    own, received = randn(n, dtype=BF16), randn(3, n, dtype=BF16)
+    out = torch.empty_like(own)
+    add_ranks(own, received, 0.25, out)
+    mean = torch.cat([own[None], received]).double().mean(0)
+    half_a_bit = 2**-8 if HAS_GPU or add_ranks is reference.add_ranks else 2**-7  # the interpreter truncates
+    assert ((out.double() - mean).abs() <= half_a_bit * mean.abs() + 1e-6).all()
+
+
+def test_gradients_that_do_not_fit_are_refused():
+    own, received = randn(8), randn(3, 8)
+    with pytest.raises(ValueError, match="expected|own"):
+        kernels.add_ranks(own, received[:, :4].contiguous(), 1.0, own.clone())
+    with pytest.raises(ValueError, match="contiguous"):
+        kernels.add_ranks(own, randn(8, 3).t(), 1.0, own.clone())
+
+
+# ---------------------------------------------------------------------------------------------------------------------
 # AdamW
 
 
@@ -895,16 +917,6 @@ def adamw_arguments(n, dtype):
 
 def step_scalars(scale, lr=0.1, t=3, betas=(0.9, 0.95)):
     return torch.tensor([scale, lr, 1 / (1 - betas[0] ** t), (1 - betas[1] ** t) ** -0.5], device=DEVICE)
-
-
-@pytest.mark.parametrize("n", [1, 2048, 5000])
-def test_gradients_of_the_ranks_are_added_in_float32(n):
-    own, received = randn(n, dtype=BF16), randn(3, n, dtype=BF16)
-    out = torch.empty_like(own)
-    collectives.add_ranks(own, received, 0.25, out)
-    mean = torch.cat([own[None], received]).double().mean(0)
-    half_a_bit = 2**-8 if HAS_GPU else 2**-7  # the interpreter truncates
-    assert ((out.double() - mean).abs() <= half_a_bit * mean.abs() + 1e-6).all()
 
 
 def cpu_adamw(parameter, grad, w, m, v, scalars, *options):

@@ -14,7 +14,6 @@ import functools
 import math
 import os
 import re
-import runpy
 import signal
 import sys
 import time
@@ -34,7 +33,7 @@ import memory
 import ranks
 from configurator import configure
 from cuda_graph import CUDAGraph
-from data.tokens import Tokens
+from data.tokens import Tokens, prepare_once
 from model import Llama, LlamaConfig
 from offload import OffloadedAdamW
 from optimizer import AdamW
@@ -115,13 +114,17 @@ settings = configure(globals(), sys.argv[1:])
 master = rank == 0
 signal.signal(signal.SIGINT, lambda *_: os._exit(130))  # until the loop begins there is nothing to save
 
-at_least = dict(batch_size=1, block_size=1, gradient_accumulation_steps=1, max_iters=1, eval_interval=1, eval_iters=1)
-at_least |= dict(
-    log_interval=1, warmup_iters=0, keep_last=0, timeout=1, learning_rate=0, weight_decay=0, grad_clip=0, seed=0
-)
+lr_decay_iters = max_iters if lr_decay_iters is None else lr_decay_iters
+min_lr = learning_rate / 10 if min_lr is None else min_lr
+positive = ("batch_size", "block_size", "gradient_accumulation_steps", "max_iters", "lr_decay_iters", "eval_interval",
+            "eval_iters", "log_interval", "timeout")  # fmt: skip
+not_negative = ("warmup_iters", "learning_rate", "min_lr", "weight_decay", "grad_clip", "keep_last", "seed")
+at_least = dict.fromkeys(positive, 1) | dict.fromkeys(not_negative, 0)
 for name, least in at_least.items():
     if not least <= globals()[name] < math.inf:
         stop(f"{name} is {globals()[name]}: it must be at least {least}, and finite")
+if min_lr > learning_rate:
+    stop(f"min_lr is {min_lr}, above learning_rate, {learning_rate}: the cosine falls from that to this")
 if not (0 <= beta1 < 1 and 0 <= beta2 < 1):
     stop(f"beta1 is {beta1} and beta2 {beta2}: both must be at least 0 and below 1")
 if not out_dir:
@@ -145,8 +148,6 @@ if shard_ranks < 1 or world_size % shard_ranks:
 sync_every_micro_batch = sync_every_micro_batch or world_size == 1
 sequences_per_step = batch_size * gradient_accumulation_steps
 tokens_per_step = sequences_per_step * block_size
-lr_decay_iters = max_iters if lr_decay_iters is None else lr_decay_iters
-min_lr = learning_rate / 10 if min_lr is None else min_lr
 
 torch.set_float32_matmul_precision("high")  # TF32 where something is float32
 if device == "cuda":
@@ -161,9 +162,9 @@ if master:  # held open and locked: two runs in one folder would delete each oth
         stop(f"another run is writing to {out_dir}: wait for it, or change out_dir")
     except OSError as error:
         stop(f"cannot write to out_dir {out_dir}: {error.strerror}")
-if offload_activations and (compile or cuda_graph):
-    stop("offload_activations works without compile and cuda_graph")
 cuda_graph = cuda_graph and device != "cpu"
+if offload_activations and (compile or cuda_graph):
+    stop("offload_activations works without compile and cuda_graph: add --compile=false --cuda_graph=false")
 if cuda_graph and (world_size > 1 or offload != "none"):
     stop("cuda_graph works on one GPU that holds all: add --cuda_graph=false")
 sharded = world_size > 1 or offload == "all"  # alone, FSDP is what moves the weights to and fro
@@ -183,12 +184,8 @@ if offload != "none":  # the CPU's cores, of which torchrun gives each rank one
 data_dir = Path(__file__).parent / "data" / dataset
 try:
     if dataset == "pystdlib":  # the one dataset that needs nothing but Python
-        prepared, prepare = data_dir / "meta.json", data_dir / "prepare.py"
-        if master and not prepared.exists():
-            with open(prepare) as one_at_a_time:  # another run may be at it
-                fcntl.flock(one_at_a_time, fcntl.LOCK_EX)
-                if not prepared.exists():
-                    runpy.run_path(str(prepare))["prepare"](data_dir)
+        if master:
+            prepare_once(data_dir)
         if world_size > 1:
             dist.barrier()
     train_tokens, val_tokens = Tokens(data_dir, "train"), Tokens(data_dir, "val")
@@ -200,7 +197,7 @@ if vocab_size is None:
     vocab_size = train_tokens.meta["vocab_size"]
 if vocab_size < train_tokens.meta["vocab_size"]:
     needed = train_tokens.meta["vocab_size"]
-    stop(f"vocab_size is {vocab_size}, but {data_dir} was prepared with {needed}: set it to that")
+    stop(f"vocab_size is {vocab_size}, but {data_dir} was prepared with {needed}: set it to that, or leave it out")
 
 
 @functools.lru_cache(maxsize=2)
@@ -213,6 +210,10 @@ def epoch_order(epoch: int):
 def read(split: Tokens, indices, shift: int = 0) -> torch.Tensor:
     """Blocks (len(indices), T + 1) int64. ValueError where one holds a token that the embedding does not have."""
     return torch.from_numpy(split.read(indices, block_size, shift, vocab_size))
+
+
+interrupted = 0  # the number of the signal that came; the ranks agree on it once a step: `stopping`
+BAD_DATA = 1000  # no signal has this number, and it outweighs any
 
 
 def unreadable(error: ValueError):
@@ -310,7 +311,7 @@ MODEL_SETTINGS = ("n_layer", "n_head", "n_kv_head", "n_embd", "ffn_dim", "vocab_
 HARMLESS_SETTINGS = ("out_dir", "init_from", "eval_interval", "eval_iters", "log_interval", "keep_last", "wandb_log",
                      "wandb_project", "wandb_run_name", "device", "compile", "cuda_graph", "sharding", "shard_ranks",
                      "sync_every_micro_batch", "async_save", "profile", "offload", "copy_engines",
-                     "offload_activations", "timeout")  # fmt: skip
+                     "offload_activations", "mlp_chunks", "timeout")  # fmt: skip
 first_step, changed, resume_seconds = 0, [], None
 found = checkpoint.newest(out_dir)
 if found and init_from == "scratch":
@@ -435,7 +436,10 @@ def evaluate() -> float | None:
 
 
 def forward_backward(tokens, targets):
-    """One micro-batch: returns its share of the step's loss, and leaves its share of the gradients."""
+    """One micro-batch: returns its share of the step's loss, and leaves its share of the gradients.
+
+    With cuda_graph a recording of it takes its place after the first step, and so one of update.
+    """
     loss = model(tokens, targets) / micro_steps
     (loss / optimizer.inverse_loss_scale).backward()
     if micro_steps > 1 and sync_every_micro_batch:  # else FSDP adds them up, in float32 too
@@ -444,7 +448,10 @@ def forward_backward(tokens, targets):
 
 
 def all_micro_batches(step: int):
-    """Those of a step: returns its loss and leaves its gradients; while the GPU works, the next step's are read."""
+    """Forward and backward of a step, whose micro-batches are in `batches`: returns its loss, leaves its gradients.
+
+    Then, while the GPU is at work, it reads the next step's into `batches`.
+    """
     global batches, data_seconds
     loss = torch.zeros((), device=device)
     for micro_step, batch in enumerate(batches):
@@ -463,14 +470,32 @@ def all_micro_batches(step: int):
     return loss
 
 
-def to_cpu(values):
-    """Sends them; what is returned waits until they have arrived."""
+def in_turn(step: int) -> bool:
+    """Whether a step must not be queued before the one before it is known."""
+    return (
+        device == "cpu"
+        or offload != "none"  # the CPU has waited for the GPU already
+        or dtype == "float16"  # its loss scale depends on the step before
+        or step % eval_interval == 0
+        or step == max_iters
+        or (world_size == 1 and interrupted)
+        or (profile and step - first_step in (7, 10))  # a trace begins and ends between two steps
+    )
+
+
+def send_to_cpu(values):
+    """Returns a function that waits until they have arrived, and returns them as a list."""
     values = values.to("cpu", non_blocking=True)
     if device == "cpu":
         return values.tolist
     arrived = torch.cuda.Event()
     arrived.record()
-    return lambda: arrived.synchronize() or values.tolist()
+
+    def wait():
+        arrived.synchronize()
+        return values.tolist()
+
+    return wait
 
 
 def update():
@@ -502,7 +527,7 @@ def say_what_ended_it(kind, error, trace):
     """Out of memory: what would help. Another rank lost: only that, for what matters are the words of that one."""
     if isinstance(error, torch.OutOfMemoryError):
         say = functools.partial(print, file=sys.stderr, flush=True)
-        say(f"rank {rank}, step {step + 1}: {memory.say_out_of_memory(config, plan, card_gib)}")
+        say(f"rank {rank}, {watch.doing}: {memory.say_out_of_memory(config, plan, card_gib)}")
         path = Path(out_dir) / f"out_of_memory_rank{rank}.pickle"
         try:
             memory.dump(path)
@@ -512,22 +537,25 @@ def say_what_ended_it(kind, error, trace):
         os._exit(1)
     lost = re.search(r"Connection (closed|reset) by peer|Broken pipe|remote process exited|Timed out", str(error))
     if world_size > 1 and (lost or isinstance(error, dist.DistBackendError)):
-        print(f"rank {rank} lost another rank in step {step + 1}: see what that one said", file=sys.stderr)
+        print(f"rank {rank}, {watch.doing}, lost another rank: see what that one said", file=sys.stderr)
         sys.stderr.flush()
         os._exit(1)
     sys.__excepthook__(kind, error, trace)
 
 
 sys.excepthook = say_what_ended_it
-BAD_DATA = 1000  # no signal has this number, and it outweighs any
-interrupted = 0
 for signal_number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
     signal.signal(signal_number, interrupt)
-logged_at, logged_step = time.perf_counter(), first_step
-data_seconds = 0.0  # spent reading, while the GPU works, since the last log line; the slowest rank's is shown
 val_loss = None
 step = first_step  # how many are done
 stopping = 0  # by which signal
+if found and meta["val_loss"] is None and (step % eval_interval == 0 or step == max_iters):  # a signal came instead
+    val_loss = evaluate()
+    if val_loss is not None:
+        log.record({"step": step, "val_loss": val_loss})
+        print0(f"step {step:05d} | val loss {val_loss:.4f} ({n_eval_blocks} blocks)")
+logged_at, logged_step = time.perf_counter(), first_step
+data_seconds = 0.0  # spent reading, while the GPU works, since the last log line; the slowest rank's is shown
 profiler = torch.profiler.profile(
     # three steps, after the kernels have been compiled and the allocator has settled
     schedule=torch.profiler.schedule(wait=5, warmup=2, active=3, repeat=1),
@@ -544,28 +572,32 @@ if step < max_iters:
         profiler.start()
 else:
     print0(f"nothing left to do: {found} is at step {step}, max_iters is {max_iters}")
-ahead = None  # the loss of the next step, where its forward and backward are queued already
+# The GPU must not wait for the CPU. So once a step's update is queued, the next step's forward and backward are queued
+# behind it, and only then does the CPU ask for this step's numbers:
+#
+#     CPU   queues update 7, forward and backward 8 | waits for the numbers of 7, logs them | queues update 8, ...
+#     GPU   ... backward 7, update 7, | forward 8, ...
+#
+# Not always: see in_turn. If the numbers end the run, what was queued is dropped.
+ahead = None  # the loss of the next step, where that is queued
 while step < max_iters:
     started = time.perf_counter()
     optimizer.set_step(learning_rate_at(step), loss_scale)
-    loss = ahead if ahead is not None else all_micro_batches(step)
+    loss_on_device = ahead if ahead is not None else all_micro_batches(step)
     watch.at(f"step {step + 1}: update")
     saver.wait_for_copy()
     grad_norm = update()
     # Ctrl-C may reach the ranks at different steps: one is enough, and here all learn of it at the same step.
-    totals = torch.stack([loss, torch.full_like(loss, float(interrupted > 0))])
+    totals = torch.stack([loss_on_device, torch.full_like(loss_on_device, float(interrupted > 0))])
     if world_size > 1:
         dist.all_reduce(totals)
         totals /= world_size
-    numbers = to_cpu(torch.stack([*totals, grad_norm.to(device)]))
+    wait_for_numbers = send_to_cpu(torch.stack([*totals, grad_norm.to(device)]))
     if cuda_graph and step == first_step:  # the first step was an ordinary one: it has compiled and allocated
         forward_backward, update = CUDAGraph(forward_backward), CUDAGraph(update)
-    # The GPU is to find the next step's work when it is done with this one's. Where this step turns out to be the last,
-    # that is for nothing. float16 must know its loss scale first.
-    pauses = (step + 1) % eval_interval == 0 or step + 1 == max_iters or dtype == "float16"
-    ahead = None if pauses else all_micro_batches(step + 1)
+    ahead = None if in_turn(step + 1) else all_micro_batches(step + 1)
     watch.at(f"step {step + 1}: waiting for the GPU")
-    loss, stopping, grad_norm = numbers()  # the one moment of a step when the CPU does
+    loss, stopping, grad_norm = wait_for_numbers()
     if math.isfinite(grad_norm):
         optimizer.updates += 1
         if dtype == "float16" and step - loss_scale_since >= 2000:
@@ -635,6 +667,7 @@ while step < max_iters:
 
 # ----------------------------------------------------------------------------------------------------------------------
 # What came of it
+watch.rest("ending")
 if profile and first_step < step < first_step + 10:
     profiler.stop()
     print0("no profile was written: it is of the eighth to the tenth step of a run")

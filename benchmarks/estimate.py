@@ -3,7 +3,7 @@
     python bench.py estimate                                      config/llama32_1b.py on an RTX 4090
     python bench.py estimate card=a100-40 block_size=8192         or card=24, GiB
     python bench.py estimate config=config/llama31_8b.py card=h100 ranks=8 checkpointing=full offload=none batch_size=2
-    python bench.py estimate --fused_loss=false                   any setting of train.py that memory depends on
+    python bench.py estimate --gradient_accumulation_steps=1      any setting of train.py
     python bench.py estimate check                                beside the peaks that the sweeps have measured
 
 The largest batch for each activation checkpointing and offload; then, for one of them, the parts at the peak with their
@@ -18,9 +18,8 @@ import sys
 from dataclasses import replace
 
 import memory
-from benchmarks import step
-from benchmarks.peers import llama_config
-from configurator import read
+from benchmarks import report, step
+from configurator import SettingError, preview, read
 from memory import GIB, Plan
 from model import LlamaConfig
 
@@ -38,11 +37,9 @@ OFFLOAD = ["none", "optimizer", "all"]
 def parse(words: list[str]) -> dict:
     """The options; ValueError with a sentence for a slip."""
     flags = read_flags(word for word in words if word.startswith("--"))
-    names = [*LlamaConfig.__dataclass_fields__, *Plan.__dataclass_fields__]
-    for name in flags:
-        if name not in names:
-            hint = step.did_you_mean(name, names)
-            raise ValueError(f"--{name}: memory does not depend on such a setting{hint}")
+    for name in {"batch_size", "block_size", "activation_checkpointing", "offload"} & flags.keys():
+        name = name.removeprefix("activation_")
+        raise ValueError(f"--{name}: the table has several of them; to see one's parts say {name}=...")
     options = {key: [] for key in ("block_size", "batch_size", "checkpointing", "offload")}
     options |= {"config": [step.CONFIG], "card": ["4090"], "ranks": ["1"]}
     choices = {"checkpointing": step.CHECKPOINTING, "offload": OFFLOAD}
@@ -70,13 +67,24 @@ def card_gib(card: str) -> float:
 
 
 def situation(path: str, ranks: int, settings: dict) -> tuple[LlamaConfig, Plan]:
-    """The model of a config file and what a rank does with it, under some of train.py's settings."""
+    """The model of a config file and what a rank of one host does with it, under some of train.py's settings.
+
+    ValueError where train.py would not take them.
+    """
+    there = report.ROOT / path if (report.ROOT / path).is_file() else path
+    flags = [f"--{name}={value}" for name, value in settings.items()]
     try:
-        model = llama_config(path)
-    except FileNotFoundError:
-        raise ValueError(f"config={path}: there is no such file") from None
-    plan = Plan(batch_size=1, world_size=ranks, shard_ranks=ranks)
-    return memory.changed(model, plan, settings)
+        said = preview(report.ROOT / "train.py", [str(there), *flags])
+    except SettingError as error:
+        raise ValueError(str(error)) from None
+    if said["vocab_size"] is None:
+        raise ValueError(f"{path} leaves vocab_size to its dataset: say --vocab_size=...")
+    said["dtype"] = "bfloat16" if said["dtype"] == "auto" else said["dtype"]
+    said["copy_engines"] = said["copy_engines"] is not False
+    said["shard_ranks"] = said["shard_ranks"] or ranks if said["sharding"] == "hybrid" else ranks
+    said |= {"world_size": ranks, "micro_steps": max(said["gradient_accumulation_steps"] // ranks, 1)}
+    config, plan = ({name: said[name] for name in kind.__dataclass_fields__} for kind in (LlamaConfig, Plan))
+    return LlamaConfig(**config), Plan(**plan)
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -132,8 +140,10 @@ def estimate(options: dict) -> tuple[str, dict]:
     block, root = memory.n_params(config)
     n_params, peak = root + config.n_layer * block, memory.peak_gib(config, plan)
     ranks = f"{plan.world_size} ranks, each with " if plan.world_size > 1 else ""
+    micro_batches = f", {plan.micro_steps} micro-batches a step" if plan.micro_steps > 1 else ""
+    tokens = f"sequences of {config.block_size:,} tokens{micro_batches}"
     lines = [
-        f"{options['config']}: {n_params:,} parameters, sequences of {config.block_size:,} tokens, {plan.dtype}",
+        f"{options['config']}: {n_params:,} parameters, {tokens}, {plan.dtype}",
         f"{ranks}card={options['card']}: {options['gib']:.1f} GiB - {OUTSIDE_GIB} for the CUDA context and the "
         f"allocator's reserve = {gib:.1f} GiB",
         "",

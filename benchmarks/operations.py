@@ -35,7 +35,7 @@ class Arm(NamedTuple):
 
 @dataclass(frozen=True)
 class Operation:
-    dims: str  # the names of a size's numbers, DESIGN.md's letters
+    dims: str  # the names of a size's numbers, model.py's letters
     sizes: list[tuple[int, ...]]
     inputs: Callable  # (size, options of torch.empty) -> differentiable tensors, constants
     work: Callable  # size -> {pass: {"bytes": ...} or {"flops": ...}}; its keys are the passes that are measured

@@ -43,7 +43,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
-from data.tokens import Tokens
+from data.tokens import Tokens, prepare_once
 from model import Llama, LlamaConfig, rope_tables
 from runlog import peak_flops
 
@@ -325,8 +325,8 @@ def batches(n_batches: int, batch: int, block: int, device) -> torch.Tensor:
     A matmul's speed depends on its numbers: for random tokens the gradient of the logits would be another one.
     """
     folder = ROOT / "data" / "pystdlib"
-    if RANK == 0 and not (folder / "meta.json").exists():
-        runpy.run_path(str(folder / "prepare.py"))["prepare"](folder)
+    if RANK == 0:
+        prepare_once(folder)
     if RANKS > 1:
         dist.barrier()
     text = Tokens(folder, "train")

@@ -1,7 +1,7 @@
 """Records in assets/ become the tables and plots of the README.
 
-A record is the JSON that a named command wrote, with device, versions and commit. Every number in the README stands
-between two markers, <!-- part --> and <!-- /part -->, and is made from records by the part's function here.
+A record is the JSON that a named command wrote, with device, versions and commit. What was measured stands in the
+README between two markers, <!-- part --> and <!-- /part -->, and is made from records by the part's function here.
 """
 
 import json

@@ -271,9 +271,8 @@ def fill(new: dict, rows: Iterable[tuple[str, dict]], out: Path, names: dict, li
             failed.append(row)
         else:
             new[kind].append(row)
-            out.write_text(
-                json.dumps(merged(old, new, names), indent=1) + "\n"
-            )  # now: a later point may take us with it
+            text = json.dumps(merged(old, new, names), indent=1) + "\n"
+            out.write_text(text)  # now: a later point may take us with it
         print(line(row, merged(old, new, names)), flush=True)
     return merged(old, new, names), failed
 

@@ -44,6 +44,7 @@ def settings(row: dict) -> dict:
     """train.py's, of a row of ours."""
     flags = estimate.read_flags([*ARMS[row["arm"]], *row["flags"].split()])
     named = {"block_size": row["block"], "batch_size": row["batch"], "offload": row["offload"]}
+    named |= {"gradient_accumulation_steps": row["ranks"]}
     return named | {"activation_checkpointing": row["checkpointing"]} | flags
 
 

@@ -16,12 +16,14 @@ last: a folder without meta.json is not a dataset, and a file that has its name 
     blocks = train.read([0, n_blocks - 1], block_size)  # int64 (2, block_size + 1): inputs and targets overlap
 """
 
+import fcntl
 import gzip
 import hashlib
 import json
 import lzma
 import multiprocessing
 import os
+import runpy
 import signal
 import sys
 import threading
@@ -277,6 +279,17 @@ class Progress:
             f"{done['tokens'] / seconds:,.0f} tok/s | eta {minutes // 60}h{minutes % 60:02}m"
         )
         print(f"{line:<100}", end=self.end, flush=True)
+
+
+def prepare_once(folder: Path) -> None:
+    """Runs a folder's prepare.py where it has not been; waits for another process that is at it."""
+    script = folder / "prepare.py"
+    if (folder / "meta.json").exists():
+        return
+    with open(script) as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not (folder / "meta.json").exists():
+            runpy.run_path(str(script))["prepare"](folder)
 
 
 def print_summary(folder: Path, meta: dict) -> None:

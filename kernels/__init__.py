@@ -1,6 +1,7 @@
 """The kernels, one operation a file. Each file reads from the formula down to the function that is exported here."""
 
 from .adamw import adamw
+from .add_ranks import add_ranks
 from .cross_entropy import cross_entropy
 from .flash_attention import flash_attention
 from .glu import geglu, swiglu
@@ -13,6 +14,7 @@ from .swiglu_mlp import swiglu_mlp
 
 __all__ = [
     "adamw",
+    "add_ranks",
     "add_rms_norm",
     "cross_entropy",
     "flash_attention",

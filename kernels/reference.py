@@ -1,6 +1,7 @@
 """The same names in plain PyTorch: what the tests check against and what `fused_kernels = False` runs."""
 
 from .adamw import adamw_reference as adamw
+from .add_ranks import add_ranks_reference as add_ranks
 from .cross_entropy import cross_entropy_reference as cross_entropy
 from .flash_attention import flash_attention_reference as flash_attention
 from .glu import geglu_reference as geglu
@@ -15,6 +16,7 @@ from .swiglu_mlp import swiglu_mlp_reference as swiglu_mlp
 
 __all__ = [
     "adamw",
+    "add_ranks",
     "add_rms_norm",
     "cross_entropy",
     "flash_attention",

@@ -1,0 +1,46 @@
+"""The sum of what the ranks contribute to a gradient, rounded once.
+
+    out = scale · (own + Σ_r received[r])
+
+Each rank owns a part of every gradient and has pulled the others' shares of it (collectives.py). They are bfloat16, for
+that is what a rank computed; added in pairs they would be rounded again and again, here they are added in fp32.
+
+Bytes for n elements and P ranks in bf16: 2n (P + 1). Any one order of the sum will do, for only one rank makes it.
+"""
+
+import torch
+
+from .launch import tl, triton, use_triton
+
+
+def add_ranks_reference(own, received, scale, out):
+    out.copy_((own.float() + received.float().sum(0)) * scale)
+
+
+@triton.jit
+def _add_ranks_kernel(own_ptr, received_ptr, out_ptr, n, scale, OTHERS: tl.constexpr, BLOCK: tl.constexpr):
+    i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    total = tl.load(own_ptr + i, mask=i < n, other=0.0).to(tl.float32)
+    for _ in tl.static_range(OTHERS):
+        total += tl.load(received_ptr + i, mask=i < n, other=0.0).to(tl.float32)
+        received_ptr += n
+    tl.store(out_ptr + i, (total * scale).to(out_ptr.dtype.element_ty), mask=i < n)
+
+
+@torch.no_grad()
+def add_ranks(own: torch.Tensor, received: torch.Tensor, scale: float, out: torch.Tensor) -> None:
+    """out (n,) = scale * (own (n,) + the rows of received (ranks - 1, n)), in place; ValueError where one does not fit.
+
+    Any floating dtypes up to float32, all contiguous. scale: 1 / ranks for their mean.
+    """
+    if own.shape != out.shape or received.shape[1:] != own.shape:
+        raise ValueError(
+            f"own {tuple(own.shape)}, received {tuple(received.shape)}, out {tuple(out.shape)}: (n,), (r, n)"
+        )
+    if not (own.is_contiguous() and received.is_contiguous() and out.is_contiguous()):
+        raise ValueError("own, received and out must be contiguous")
+    if not use_triton(own):
+        return add_ranks_reference(own, received, scale, out)
+    n, block = out.numel(), 2048
+    grid = (triton.cdiv(n, block),)
+    _add_ranks_kernel[grid](own, received, out, n, scale, OTHERS=len(received), BLOCK=block, num_warps=8)
