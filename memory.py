@@ -33,7 +33,7 @@ from typing import NamedTuple
 
 import torch
 
-from kernels.linear_cross_entropy import LOGITS_BYTES
+from kernels.linear_cross_entropy import default_chunk_tokens
 from model import LlamaConfig
 
 GIB = 2**30
@@ -120,7 +120,7 @@ def loss_bytes(c: LlamaConfig, plan: Plan, n_tokens: int) -> tuple[Part, Part]:
             Part("loss head", 12 * n_tokens * c.vocab_size + summed + x, f"12 {how}"),
         )
     row = itemsize * -(-c.vocab_size // 16) * 16
-    chunk = max(LOGITS_BYTES // (c.vocab_size * itemsize) // 256 * 256, 256)
+    chunk = default_chunk_tokens(c.vocab_size, itemsize)
     if n_tokens <= chunk and plan.dtype != "float16":
         logits = f"logits of {n_tokens:,} tokens"
         forward = Part("loss head", row * n_tokens + summed + 2 * x, logits)
@@ -147,30 +147,36 @@ def moments(c: LlamaConfig, plan: Plan) -> dict[str, list[Part]]:
     kept, in_block = token_bytes(c, itemsize)
     learning = 12 if itemsize < 4 else 8  # a float32 weight is the one that learns
     narrow = itemsize < 4  # so FSDP reduces gradients in another dtype than it hands on
-    here = {"none": (1, 1), "optimizer": (1, 0), "all": (0, 0)}[plan.offload]  # weights; gradients and optimizer
+    weights_here, states_here = plan.offload != "all", plan.offload == "none"  # states: gradients, sums and optimizer
     unsynced = plan.fsdp and plan.micro_steps > 1 and not plan.sync_every_micro_batch
-    sums = total / shards * here[1] if plan.micro_steps > 1 and not unsynced else 0
+    sums = total / shards * states_here if plan.micro_steps > 1 and not unsynced else 0
     buffer = int(shards > 1 and not plan.copy_engines_gather)  # of the block gathered last, or asked for next
     own_buffers = (3 + 2 * plan.copy_engines_reduce, 1 + plan.copy_engines_reduce)  # blocks and roots: collectives.py
     ranks = f" / {shards} ranks" if shards > 1 else ""
     everything = f"{total:,} parameters{ranks}"
 
-    def at(extra, layers_saved=0, gathered=0, done=0, root_gradients=0, reducing=0, last=False):
-        """How many blocks are saved, gathered, done (their gradients are ready); reducing: how many parameters."""
-        whole = total if unsynced and not last else 0
+    def at(extra, layers_saved=0, gathered=0, done=0, root_gradients=0, reducing=0, blocks_over=False):
+        """The parts at one moment, beside those that are there all the time.
+
+        layers_saved: blocks whose activations wait for backward; gathered: blocks whose weights are whole; done: blocks
+        that backward is through with, so that their gradients are there. root_gradients, reducing: parameters of the
+        root whose gradients are there, and those whose gradients are on their way. blocks_over: only the root's
+        reduction is left. So in backward of block 3 of 16 under zero3: 3, 1 (and one asked for), 13, the head, a block.
+        """
+        whole_sums = total if unsynced and not blocks_over else 0
         layers_saved = min(layers_saved, 2) if c.offload_activations else layers_saved  # one on its way
-        done = 0 if unsynced and not last else done
+        done = 0 if unsynced and not blocks_over else done
         rows = [
-            ("weights that compute", itemsize, total / shards * here[0], everything),
-            ("AdamW: weights and moments", learning, total / shards * here[1], everything),
-            ("gathered weights", itemsize, (root + gathered * block) * (plan.fsdp and not last),
+            ("weights that compute", itemsize, total / shards * weights_here, everything),
+            ("AdamW: weights and moments", learning, total / shards * states_here, everything),
+            ("gathered weights", itemsize, (root + gathered * block) * (plan.fsdp and not blocks_over),
              f"(root {root:,} + {gathered} x {block:,} a block)"),
             ("buffers of the copy engines", itemsize,
              (own_buffers[0] * block + own_buffers[1] * root) * plan.copy_engines_gather,
              f"({own_buffers[0]} x {block:,} a block + {own_buffers[1]} x {root:,} of the root)"),
             ("sums of micro-batches", 4, sums, everything),
-            ("sums of micro-batches", 4, whole, f"{total:,} parameters, on every rank"),
-            ("gradients", itemsize, root_gradients + done * block / shards * here[1],
+            ("sums of micro-batches", 4, whole_sums, f"{total:,} parameters, on every rank"),
+            ("gradients", itemsize, root_gradients + done * block / shards * states_here,
              f"({root_gradients:,} of the root + {done} x {block:,} a block{ranks})"),
             ("gradients on their way", 4, reducing * plan.fsdp, f"{reducing:,.0f} parameters"),
             ("gradients reduced", 4, done * block / shards * (plan.fsdp and plan.sharding == "hybrid" and narrow),
@@ -191,14 +197,14 @@ def moments(c: LlamaConfig, plan: Plan) -> dict[str, list[Part]]:
         return at(extra, k, gathered, layers - k, root_gradients=head, reducing=reducing)
 
     loss_forward, loss_backward = loss_bytes(c, plan, n_tokens)
-    whole = layers if plan.sharding == "zero2" else 0
+    all_blocks = layers if plan.sharding == "zero2" else 0
     # Tied or not, two gradients as large as the embedding: a tied head's waits to be added to it, in place unless
     # F.linear made it.
     copies = 3 if c.tie_embeddings and not c.fused_loss else 2
     embedding = Part("the embedding's input", itemsize * n_tokens * c.n_embd, f"{n_tokens:,} tokens")
     result = {
-        "end of forward, in the loss": at(loss_forward, layers, whole + buffer),
-        "backward of the loss": at(loss_backward, layers, whole or buffer),
+        "end of forward, in the loss": at(loss_forward, layers, all_blocks + buffer),
+        "backward of the loss": at(loss_backward, layers, all_blocks or buffer),
         **{f"backward of block {k}": in_backward(k) for k in (layers, max(layers - 1, 1), 1)},
         "backward of the embedding": at(
             embedding,
@@ -211,13 +217,13 @@ def moments(c: LlamaConfig, plan: Plan) -> dict[str, list[Part]]:
         # The root's gradients fill the float32 buffer; then a shard is made of it, float32 and rounded. Until that is
         # done FSDP holds on to the last gradient, of an untied head.
         filling = 4 if unsynced else itemsize
-        last = 0 if c.tie_embeddings or shards == 1 else head
-        filled = max(filling * root, filling * last + (4 + itemsize * narrow) * root / shards)
+        last_gradient = 0 if c.tie_embeddings or shards == 1 else head
+        filled = max(filling * root, filling * last_gradient + (4 + itemsize * narrow) * root / shards)
         if plan.copy_engines_reduce:  # what fills the buffer; then what is pulled, and its sum
-            filled = itemsize * (last + root)
+            filled = itemsize * (last_gradient + root)
         extra = Part("what fills it, or is made of it", filled, f"{root:,} parameters of the root")
         reducing = 0 if plan.copy_engines_reduce else root
-        result["reduction of the root"] = at(extra, done=layers, reducing=reducing, last=True)
+        result["reduction of the root"] = at(extra, done=layers, reducing=reducing, blocks_over=True)
     return result
 
 

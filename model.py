@@ -237,14 +237,14 @@ class Block(nn.Module):
             # Inside the block, so that FSDP has gathered the weights whenever the recomputation runs.
             options = {"use_reentrant": False, "preserve_rng_state": False}
             if not torch.compiler.is_compiling():  # the compiler finds out by itself what nobody reads
-                options["context_fn"] = lambda: (nullcontext(), self.mlp)
+                options["context_fn"] = lambda: (nullcontext(), self.mlp)  # around forward, around its repetition
             return checkpoint(self._forward, x, delta, cos, sin, **options)
         return self._forward(x, delta, cos, sin, cache)
 
     def _forward(self, x, delta, cos, sin, cache=None):
-        delta, x = self.attn(x, delta, self.attn_norm, cos, sin, cache)
-        delta, x = self.mlp(delta, x, self.mlp_norm)
-        return x, delta
+        attended, x = self.attn(x, delta, self.attn_norm, cos, sin, cache)  # what it adds, and what it adds it to
+        computed, x = self.mlp(attended, x, self.mlp_norm)
+        return x, computed
 
 
 class Llama(nn.Module):

@@ -18,7 +18,6 @@ from collections.abc import Callable
 from concurrent.futures import Future
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
 from kernels.adamw import CPU_CHUNK, adamw_on_cpu
@@ -150,11 +149,7 @@ class OffloadedAdamW(AdamW):
             norm = torch.linalg.vector_norm(torch.stack(list(self.norms.values())))
         else:
             norm = torch.tensor(sum(square(grad) for grad in grads)).sqrt()
-        if self.shard_group is not None:
-            norm.square_()
-            dist.all_reduce(norm, group=self.shard_group)
-            norm.sqrt_()
-        return norm / self.loss_scale
+        return self._over_shards(norm) / self.loss_scale
 
     # ------------------------------------------------------------------------------------------------------------------
     # The update

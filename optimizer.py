@@ -91,12 +91,15 @@ class AdamW:
     def grad_norm(self) -> torch.Tensor:
         """The norm of all gradients of all ranks, a float32 scalar, the loss scale taken out."""
         norms = torch._foreach_norm(self.gradients(), 2, dtype=torch.float32)
-        norm = torch.linalg.vector_norm(torch.stack(norms))
+        return self._over_shards(torch.linalg.vector_norm(torch.stack(norms))) * self.inverse_loss_scale
+
+    def _over_shards(self, norm: torch.Tensor) -> torch.Tensor:
+        """The norm of all, of that of this rank's parts."""
         if self.shard_group is not None:
             norm.square_()
             dist.all_reduce(norm, group=self.shard_group)
             norm.sqrt_()
-        return norm * self.inverse_loss_scale
+        return norm
 
     def set_step(self, lr: float, loss_scale: float = 1.0):
         """Sends the GPU what the next update needs to know. Not part of update, for a CUDA graph may replay that."""

@@ -20,6 +20,7 @@ from pathlib import Path
 import torch
 from torch.profiler import ProfilerActivity, profile
 
+import memory
 from benchmarks import timing
 from benchmarks.peers import llama_config
 from model import LlamaConfig
@@ -105,7 +106,8 @@ def floors_ms(c: LlamaConfig, batch: int, copy_tb_s: float, matmul_tflops: float
     """The least ms of each part in one step; None where nothing is known."""
     n, layers, kv = batch * c.block_size, c.n_layer, c.n_kv_head * c.head_dim
     in_blocks = layers * (2 * c.n_embd**2 + 2 * c.n_embd * kv + 3 * c.n_embd * c.ffn_dim)  # weights of matmuls
-    n_params = in_blocks + c.vocab_size * c.n_embd * (1 if c.tie_embeddings else 2) + (2 * layers + 1) * c.n_embd
+    block, root = memory.n_params(c)
+    n_params = root + layers * block
     flops = {
         "matmuls": 6 * n * in_blocks,
         "loss matmuls": 6 * n * c.n_embd * c.vocab_size,

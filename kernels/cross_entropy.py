@@ -254,6 +254,7 @@ class _CrossEntropy(torch.autograd.Function):
         ignore_index, label_smoothing, z_loss = ctx.options
         n_rows, n_cols = logits.shape
         dlosses = (dloss * scale).expand(n_rows)
+        # What the gradient is multiplied by already; nothing equals NaN, so then every row is computed.
         done = scale if ctx.ready else torch.full_like(scale, torch.nan)
         # Handed out once: what backward returns may become somebody's .grad.
         dlogits = ctx.ready.pop() if ctx.ready else logits.new_empty(logits.shape)

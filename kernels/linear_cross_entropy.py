@@ -197,6 +197,11 @@ class _ChunkedLoss(torch.autograd.Function):
         return dx if need_dx else None, dweight if need_dweight else None, *[None] * 7
 
 
+def default_chunk_tokens(vocab_size: int, itemsize: int) -> int:
+    """So many tokens at a time that their logits take LOGITS_BYTES: a multiple of 256."""
+    return max(LOGITS_BYTES // (vocab_size * itemsize) // 256 * 256, 256)
+
+
 def linear_cross_entropy(
     x: torch.Tensor,
     weight: torch.Tensor,
@@ -229,7 +234,7 @@ def linear_cross_entropy(
     check_options(x.shape[0], targets, label_smoothing, z_loss, reduction, ("mean", "sum"))
     targets = targets.long()
     if chunk_tokens is None:
-        chunk_tokens = max(LOGITS_BYTES // (weight.shape[0] * x.element_size()) // 256 * 256, 256)
+        chunk_tokens = default_chunk_tokens(weight.shape[0], x.element_size())
     elif chunk_tokens < 1:
         raise ValueError(f"chunk_tokens must be at least 1, got {chunk_tokens}")
     if not fp32_dweight and x.dtype == torch.float16:
