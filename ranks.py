@@ -24,6 +24,7 @@ world_size, local_world_size = int(os.environ.get("WORLD_SIZE", 1)), int(os.envi
 
 
 BEAT = 1.0  # seconds between two messages of a rank
+MISSES = 3  # after so many in a row the store is taken to have gone
 GRACE = 5.0  # seconds that a dead rank's peers have to find out by themselves, and to say more about it
 
 
@@ -144,19 +145,26 @@ class Watch:
         self.over.set()
 
     def _watch(self):
-        try:
-            processes = [self.store.get(f"process_{r}").decode().split() for r in range(world_size)]
-            while not self.over.wait(BEAT):
-                self._beat()
-                gone = self._first_gone(processes)
-                if gone is not None:
-                    self._leave(f"rank {gone} has ended, last at {self._heard(gone)[2]}: see what it said")
-                if time.monotonic() > self.deadline:
-                    sentence = self._who_hangs()
-                    if time.monotonic() > self.deadline:  # still: asking has taken a while
-                        self._leave(sentence)
-        except dist.DistError:  # the store has gone, and with it torchrun: it stops the ranks itself
-            pass
+        processes, misses = None, 0
+        while not self.over.wait(BEAT):
+            try:
+                processes = processes or [self.store.get(f"process_{r}").decode().split() for r in range(world_size)]
+                self._look(processes)
+                misses = 0
+            except dist.DistError:  # a slow answer; or the store has gone, and with it torchrun: it stops the ranks
+                misses += 1
+                if misses == MISSES:
+                    return
+
+    def _look(self, processes):
+        self._beat()
+        gone = self._first_gone(processes)
+        if gone is not None:
+            self._leave(f"rank {gone} has ended, last at {self._heard(gone)[2]}: see what it said")
+        if time.monotonic() > self.deadline:
+            sentence = self._who_hangs()
+            if time.monotonic() > self.deadline:  # still: asking has taken a while
+                self._leave(sentence)
 
     def _beat(self):
         self.beats += 1

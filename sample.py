@@ -6,6 +6,7 @@ out_dir is a run's folder (its newest checkpoint is read) or one checkpoint, out
 """
 
 import codecs
+import os
 import sys
 from pathlib import Path
 from typing import Literal
@@ -73,3 +74,5 @@ except ValueError as error:  # a temperature, top_k or top_p that makes no sense
     sys.exit(str(error))
 except KeyboardInterrupt:
     print()
+except BrokenPipeError:  # whoever reads has read enough, as head does
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

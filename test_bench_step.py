@@ -220,6 +220,11 @@ def test_a_slip_is_answered_with_a_sentence(word, message):
         step.main([word])
 
 
+def test_breakdown_and_baby_are_measured_one_at_a_time():
+    with pytest.raises(SystemExit, match="breakdown and baby: one at a time"):
+        step.main(["breakdown", "baby"])
+
+
 def test_words_choose_arms_shapes_checkpointing_and_steps():
     what, options = step.parse(["arms=nanocria,hf", "shapes=8x2048,2x8192", "checkpointing=full", "steps=7", "out=a"])
     assert (what, options["arms"], options["shapes"]) == ("points", ["nanocria", "hf"], [(8, 2048), (2, 8192)])

@@ -538,7 +538,7 @@ def test_a_snapshot_that_was_not_left_is_said(monkeypatch):
     [
         (
             ["card=4080"],
-            "card=4080: there are 3090, 4090, a100-40, a100-80, h100, h200, or a number of GiB, as in card=24",
+            "card=4080: there are 3090, 4090, 5090, a100-40, a100-80, h100, h200, b200, or a number of GiB, as in",
         ),
         (["card=h10"], "Did you mean h100?"),
         (["card=0"], "card=0: there are"),

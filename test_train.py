@@ -14,6 +14,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -23,6 +24,7 @@ import torch.distributed as dist
 import checkpoint
 import kernels.launch
 import model as model_module
+import ranks
 from data.tokens import write_dataset
 from model import Llama, LlamaConfig
 from offload import OffloadedAdamW
@@ -607,6 +609,24 @@ def test_out_of_memory_names_the_three_settings_that_would_help_most(text_data, 
 
 # ----------------------------------------------------------------------------------------------------------------------
 # Faults
+
+
+def test_a_slow_answer_of_the_store_does_not_end_the_watch_and_its_end_does(monkeypatch):
+    monkeypatch.setattr(ranks, "BEAT", 0.001)
+    for outcomes, looks in (("slow ok slow slow ok over", 6), ("ok slow slow slow ok", 4)):
+        watch, looked, rest = ranks.Watch(timeout=10), [], iter(outcomes.split())
+        watch.store = mock.Mock(**{"get.return_value": b"machine 1"})
+
+        def look(processes, watch=watch, looked=looked, rest=rest):
+            looked.append(next(rest))
+            if looked[-1] == "slow":
+                raise dist.DistStoreError("it took too long")
+            if looked[-1] == "over":
+                watch.stop()
+
+        monkeypatch.setattr(watch, "_look", look)
+        watch._watch()
+        assert len(looked) == looks, f"{outcomes}: {looked}"
 
 
 def test_killed_twenty_times_the_run_is_the_same_bit_for_bit(train, text_data, tmp_path):

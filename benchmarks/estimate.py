@@ -24,7 +24,8 @@ from memory import GIB, Plan
 from model import LlamaConfig
 
 CARDS = {  # GiB, as PyTorch reports them (total_memory): less than the makers' GB
-    "3090": 23.7, "4090": 23.6, "a100-40": 39.4, "a100-80": 79.1, "h100": 79.1, "h200": 139.8,
+    "3090": 23.7, "4090": 23.6, "5090": 31.3, "a100-40": 39.4, "a100-80": 79.1, "h100": 79.1, "h200": 139.8,
+    "b200": 178.3,
 }  # fmt: skip
 OUTSIDE_GIB = 1.5  # for the CUDA context, NCCL and what the allocator holds in reserve: see memory.py
 OFFLOAD = ["none", "optimizer", "all"]

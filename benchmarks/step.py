@@ -58,7 +58,9 @@ def parse(words: list[str]) -> tuple[str, dict]:
     options = {"arms": list(ARMS), "shapes": SHAPES, "checkpointing": CHECKPOINTING, "steps": [], "out": []}
     choices = {"arms": ARMS, "checkpointing": CHECKPOINTING}
     said, options = read_words(words, options, ["breakdown", "baby"], choices)
-    what = said[-1] if said else "points"
+    if len(said) > 1:
+        raise ValueError(f"{' and '.join(said)}: one at a time, they add to the same record")
+    what = said[0] if said else "points"
     options["shapes"] = [shape(text) for text in options["shapes"]]
     steps = whole("steps", ",".join(options["steps"]) or ("200" if what == "baby" else "20"))
     out = Path(",".join(options["out"]) or report.ASSETS / "step.json")
