@@ -19,6 +19,8 @@ What the README says was measured stands between two of its markers and comes fr
 import difflib
 import sys
 
+COMMANDS = ["estimate", "snapshot", "kernels", "step", "gpus", "record", "readme"]
+
 
 def main(argv: list[str]) -> None:
     match argv:
@@ -55,12 +57,8 @@ def main(argv: list[str]) -> None:
 
             report.write_readme()
         case [word, *_]:
-            near = difflib.get_close_matches(
-                word, ["estimate", "snapshot", "kernels", "step", "gpus", "record", "readme"], 1
-            )
-            sys.exit(
-                __doc__ + (f"\nUnknown word {word}. Did you mean {near[0]}?" if near else f"\nUnknown word {word}")
-            )
+            near = difflib.get_close_matches(word, COMMANDS, 1)
+            sys.exit(f"{__doc__}\nUnknown word {word}" + (f". Did you mean {near[0]}?" if near else ""))
 
 
 if __name__ == "__main__":

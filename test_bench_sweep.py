@@ -303,6 +303,10 @@ def test_ratios_are_ours_over_each_peer_at_the_same_size():
     assert found[1]["peak_gib"] == pytest.approx(RECORD["batch"][1]["peak_gib"] / 18.0)
     alone = [RECORD["batch"][0] | {"offload": "none"}, RECORD["batch"][4]]
     assert swept.ratios(alone) == [], "one offloads, the other does not"
+    long = [row | {"arm": "long"} if row["arm"] == "all" else row for row in RECORD["batch"]]
+    assert [r | {"arm": "all"} for r in swept.ratios(long)] == found and {r["arm"] for r in swept.ratios(long)} == {
+        "long"
+    }
 
 
 def test_the_slope_is_between_the_two_largest_sizes():
@@ -525,6 +529,8 @@ def test_a_snapshot_that_was_not_left_is_said(monkeypatch):
     assert [(row["arm"], row["offload"], row["oom"]) for row in rows] == [
         ("all", "optimizer", True), ("hf", "all", True), ("liger", "all", True)
     ]  # fmt: skip
+    with pytest.raises(SystemExit, match="--offload: the record names it; say offload=..."):
+        bench.main(["snapshot", "--offload=all"])
     with pytest.raises(SystemExit, match="peers=recip: there are hf, liger, none"):
         bench.main(["snapshot", "peers=recip"])
 
@@ -550,7 +556,7 @@ def test_a_snapshot_that_was_not_left_is_said(monkeypatch):
         (["--fusedloss=false"], "Unknown setting fusedloss. Did you mean fused_loss?"),
         (["--mlp_chunks=x"], "--mlp_chunks expects an int, got 'x'"),
         (["--batch_size=32"], "--batch_size: the table has several of them; to see one's parts say batch_size=..."),
-        (["--activation_checkpointing=full"], "say checkpointing=..."),
+        (["--activation_checkpointing=full"], "--activation_checkpointing: the table has several of them"),
         (["--world_size=8"], "Unknown setting world_size"),
         (["checkpointing=none", "--mlp_chunks=4"], "mlp_chunks"),
     ],

@@ -38,9 +38,7 @@ OFFLOAD = ["none", "optimizer", "all"]
 def parse(words: list[str]) -> dict:
     """The options; ValueError with a sentence for a slip."""
     flags = read_flags(word for word in words if word.startswith("--"))
-    for name in {"batch_size", "block_size", "activation_checkpointing", "offload"} & flags.keys():
-        name = name.removeprefix("activation_")
-        raise ValueError(f"--{name}: the table has several of them; to see one's parts say {name}=...")
+    refuse_words(flags, "the table has several of them; to see one's parts")
     options = {key: [] for key in ("block_size", "batch_size", "checkpointing", "offload")}
     options |= {"config": [step.CONFIG], "card": ["4090"], "ranks": ["1"]}
     choices = {"checkpointing": step.CHECKPOINTING, "offload": OFFLOAD}
@@ -56,6 +54,13 @@ def read_flags(flags) -> dict:
     """--name=value, as train.py reads them."""
     pairs = (flag.removeprefix("--").partition("=") for flag in flags)
     return {name: read(text) if equals else True for name, equals, text in pairs}
+
+
+def refuse_words(flags: dict, why: str) -> None:
+    """Settings of train.py that are words of these benchmarks: as flags they would contradict the words."""
+    for name in ("batch_size", "block_size", "activation_checkpointing", "offload"):
+        if name in flags:
+            raise ValueError(f"--{name}: {why} say {name.removeprefix('activation_')}=...")
 
 
 def card_gib(card: str) -> float:

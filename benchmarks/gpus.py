@@ -42,15 +42,7 @@ ARMS = {
 }
 PACKAGES = ("torchtitan",)
 SCALING_CONFIG, SCALING_AT = "config/llama32_1b.py", [(16, 2048, "none")]  # sequences x tokens, checkpointing
-SCALING_ARMS = [
-    "nanocria",
-    "nanocria-zero2",
-    "nanocria-hybrid",
-    "nanocria-nccl",
-    "nanocria-each",
-    "recipe",
-    "torchtitan",
-]
+SCALING_ARMS = [arm for arm in ARMS if arm != "recipe-zero2"]
 BIG_CONFIG, BIG_ARMS = "config/llama31_8b.py", ["nanocria", "recipe"]
 BIG_AT = [(2, 4096, "none"), (1, 8192, "none"), (4, 4096, "full"), (2, 8192, "full"),
           (4, 4096, "selective"), (2, 8192, "selective")]  # fmt: skip
@@ -122,9 +114,10 @@ def points(config: str, ranks: int, places: list[tuple], arms: list[str], option
 
 def differs(arm: str, ranks: int) -> bool:
     """Whether the arm's sharding makes it another one than ZeRO-3 on so many ranks."""
-    return ranks >= {"zero2": 2, "nccl": 2, "each": 2, "hybrid": 4}.get(arm.partition("-")[2], 1) and (
-        ranks % 2 == 0 or "hybrid" not in arm
-    )
+    how = arm.partition("-")[2]
+    if how == "hybrid":
+        return ranks >= 4 and ranks % 2 == 0
+    return ranks > 1 or not how
 
 
 def point(arm: str, config: str, ranks: int, batch: int, block: int, checkpointing: str, steps: int) -> dict:

@@ -206,6 +206,7 @@ def parse(words: list[str]) -> dict:
     _, options = step.read_words([word for word in words if word not in flags], options, [], choices)
     options |= {key: ",".join(values) for key, values in options.items() if key != "peers"}
     options |= {key: step.whole(key, options[key]) for key in ("batch_size", "block_size")}
+    estimate.refuse_words(estimate.read_flags(flags), "the record names it;")
     estimate.situation(options["config"], 1, {})  # the file is there
     return options | {
         "flags": flags,

@@ -170,7 +170,7 @@ def train_words(config: str, batch: int, block: int, checkpointing: str, out_dir
     flags = {
         "dataset": "pystdlib", "gradient_accumulation_steps": ranks, "batch_size": batch, "block_size": block,
         "activation_checkpointing": checkpointing, "warmup_iters": 5, "log_interval": 10, "eval_interval": 100000,
-        "eval_iters": 1, "keep_last": 0, "timeout": 60, "out_dir": out_dir,
+        "eval_iters": 1, "keep_last": 0, "timeout": 200, "out_dir": out_dir,
     }  # fmt: skip
     return [config, *(f"--{name}={value}" for name, value in flags.items())]
 

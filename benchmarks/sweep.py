@@ -97,8 +97,7 @@ def gib(text: str) -> float | None:
 
 def refuse(flags: list[str], options: dict) -> None:
     """What contradicts itself, or what a peer cannot do."""
-    for name in {"batch_size", "block_size", "activation_checkpointing", "offload"} & set(estimate.read_flags(flags)):
-        raise ValueError(f"--{name}: the sweep sets it; say {name.removeprefix('activation_')}=...")
+    estimate.refuse_words(estimate.read_flags(flags), "the sweep sets it;")
     if "recipe" in options["peers"] and options["offload"] != ["none"]:
         raise ValueError("peers=recipe: it offloads nothing, so it is compared with offload=none alone")
     if {"hf", "liger"} & set(options["peers"]) and "selective" in options["checkpointing"]:

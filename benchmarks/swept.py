@@ -15,6 +15,7 @@ ARMS = {  # what train.py is told
     "kernels": ["--fused_loss=false"],
     "torch": ["--fused_kernels=false", "--fused_loss=false"],
 }
+WHOLE = ("all", "sliced", "long")  # with every kernel: what a peer is compared with
 PEERS = {  # as benchmarks/peers.py names them, without offload and with
     "hf": {"none": "hf-masters", "all": "hf-offload"},
     "liger": {"none": "hf-liger-masters", "all": "hf-liger-offload"},
@@ -101,10 +102,9 @@ def ratios(rows: list[dict]) -> list[dict]:
     for row, peer in itertools.product(done(rows), done(rows)):
         keys = ("config", "ranks", "batch", "block", "checkpointing", "limit_gib")
         same = all(row[key] == peer[key] for key in keys) and (row["offload"] == "none") == (peer["offload"] == "none")
-        if row["arm"] == "all" and peer["arm"] in PEERS and same:
-            at = {key: row[key] for key in ("batch", "block", "checkpointing", "offload", "flags")} | {
-                "peer": peer["arm"]
-            }
+        if row["arm"] in WHOLE and peer["arm"] in PEERS and same:
+            at = {key: row[key] for key in ("arm", "batch", "block", "checkpointing", "offload", "flags")}
+            at["peer"] = peer["arm"]
             found.append(at | {key: row[key] / peer[key] for key in ("tok_per_s", "peak_gib")})
     return found
 
