@@ -1131,14 +1131,11 @@ def test_linear_cross_entropy_compiles_around_its_own_operator():
         torch.library.opcheck(torch.ops.nanocria.chunked_loss.default, arguments)
 
 
-@each_operation
-def test_a_new_number_of_rows_does_not_recompile(name):
-    if not HAS_GPU and name != "linear_cross_entropy":
-        pytest.skip("needs a GPU: the interpreter cannot be traced")
+def compile_for_new_rows(name, sizes):
     torch.compiler.reset()
     counter = CompileCounterWithBackend("aot_eager")
     compiled = torch.compile(OPERATIONS[name].function, fullgraph=True, backend=counter)
-    for rows in (300, 500, 257, 3000) if HAS_GPU else (12, 40, 7, 100):
+    for rows in sizes:
         inputs, constants = OPERATIONS[name].inputs(rows, 32, FP32)
         leaves = [x.detach().requires_grad_() for x in inputs]
         for x in (*leaves, *constants):
@@ -1149,6 +1146,20 @@ def test_a_new_number_of_rows_does_not_recompile(name):
         outputs = outputs if isinstance(outputs, tuple) else (outputs,)
         torch.autograd.grad(outputs, leaves, draw_upstream(outputs))
     assert counter.frame_count == 1, f"{name} compiled {counter.frame_count} times"
+    print(name, "compiled once")
+
+
+@each_operation
+def test_a_new_number_of_rows_does_not_recompile(name):
+    if not HAS_GPU and name != "linear_cross_entropy":
+        pytest.skip("needs a GPU: the interpreter cannot be traced")
+    compile_for_new_rows(name, (300, 500, 257, 3000) if HAS_GPU else (12, 40, 7, 100))
+
+
+@pytest.mark.skipif(HAS_GPU, reason="test_a_new_number_of_rows_does_not_recompile has the kernels themselves")
+def test_references_do_not_recompile_for_new_rows():
+    code = "[test_kernels.compile_for_new_rows(name, (300, 500, 257)) for name in test_kernels.OPERATIONS]"
+    assert in_another_process(code, TRITON_INTERPRET="0").count("compiled once") == len(OPERATIONS)
 
 
 @needs_gpu
