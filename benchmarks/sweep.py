@@ -10,9 +10,9 @@ sweep=batch|seq|both; batches=..., contexts=... instead of the usual ones; block
 the contexts; config=, ranks=, steps=, out=. What begins with -- is a setting of train.py, for ours alone.
 arms    all: train.py as it is; kernels: without the fused loss; torch: without any kernel of ours; sliced: all, with
         --mlp_chunks=16; long: sliced, with --offload_activations=true; or none
-peers   hf: transformers' LlamaForCausalLM; liger: with Liger-Kernel's patches; recipe: see benchmarks/peers.py. Like
-        ours they keep float32 weights and compute in bfloat16. hf and liger offload all or nothing, through FSDP2:
-        where ours has the optimizer on the CPU, they have weights and gradients there too.
+peers   hf: transformers' LlamaForCausalLM; liger: with Liger-Kernel's patches; recipe: see benchmarks/peers.py; or
+        none. Like ours they keep float32 weights and compute in bfloat16. hf and liger offload all or nothing, through
+        FSDP2: where ours has the optimizer on the CPU, they have weights and gradients there too.
 
 Each point is a process of its own, measured on the real step: forward, backward, clip, update. What runs out of memory
 is not tried with more. The record goes to out/sweep.json, or a preset's to assets/, with a plot beside it.
@@ -64,7 +64,7 @@ def parse(words: list[str], n_gpus: int) -> tuple[list[str], dict]:
     lists |= {"batches": [], "contexts": []}
     singles = {"sweep": ["batch"], "preset": [], "memory_limit_gib": [], "config": [step.CONFIG], "ranks": ["1"]}
     singles |= {"block_size": ["1024"], "batch_size": ["4"], "steps": [], "out": [str(report.ROOT / "out/sweep.json")]}
-    choices = {"sweep": ["batch", "seq", "both"], "preset": PRESETS, "arms": [*ARMS, "none"], "peers": PEERS}
+    choices = {"sweep": ["batch", "seq", "both"], "preset": PRESETS, "arms": [*ARMS, "none"], "peers": [*PEERS, "none"]}
     choices |= {"checkpointing": step.CHECKPOINTING, "offload": estimate.OFFLOAD}
     _, options = step.read_words(words, singles | lists, [], choices)
     options |= {key: ",".join(options[key]) for key in singles}
@@ -109,7 +109,8 @@ def all_series(options: dict) -> list[Series]:
     found = []
     for checkpointing, offload in itertools.product(options["checkpointing"], options["offload"]):
         found += [Series(arm, checkpointing, offload) for arm in options["arms"] if arm in ARMS]
-        found += [Series(peer, checkpointing, "none" if offload == "none" else "all") for peer in options["peers"]]
+        offload = "none" if offload == "none" else "all"
+        found += [Series(peer, checkpointing, offload) for peer in options["peers"] if peer in PEERS]
     return list(dict.fromkeys(found))
 
 
