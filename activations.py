@@ -13,11 +13,14 @@ on at once. (record_stream would have it ask the GPU, which the CPU is far ahead
 """
 
 import torch
-from torch import nn
+from torch.autograd.graph import saved_tensors_hooks
 
 
 class Inputs:
-    """The inputs of the blocks of one forward pass: put in the order of forward, taken in that of backward."""
+    """The inputs of the blocks of one forward pass: put in the order of forward, taken in that of backward.
+
+    with inputs.kept(last=False): checkpoint(block, x, cos, sin)
+    """
 
     def __init__(self):
         self.stack = []  # on the CPU, but the last block's
@@ -29,6 +32,20 @@ class Inputs:
         """Forgets a forward pass without a backward, as one that ran out of memory."""
         self.stack.clear()
         self.leaving = self.coming = None
+
+    def kept(self, last: bool) -> saved_tensors_hooks:
+        """Of what is saved meanwhile, the (B, T, C) tensors are put here; for backward they are taken again."""
+
+        def pack(x):
+            if x.ndim == 3:
+                self.put(x, last)
+                return x.device
+            return x
+
+        def unpack(kept):
+            return self.take(kept) if isinstance(kept, torch.device) else kept
+
+        return saved_tensors_hooks(pack, unpack)
 
     def put(self, x: torch.Tensor, last: bool):
         """Keeps x (B, T, C), which nobody changes any more. last: of the last block."""
@@ -67,24 +84,3 @@ class Inputs:
         with torch.cuda.stream(self.stream):
             x.copy_(kept, non_blocking=True)
         return x, self.stream.record_event()
-
-
-class _OffloadedCheckpoint(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x, block, inputs, last, cos, sin):
-        ctx.block, ctx.inputs, ctx.tables = block, inputs, (cos, sin)
-        inputs.put(x, last)
-        return block._forward(x, None, cos, sin)
-
-    @staticmethod
-    def backward(ctx, dx, ddelta):
-        x = ctx.inputs.take(dx.device).detach().requires_grad_()
-        with torch.enable_grad(), ctx.block.mlp:
-            outputs = ctx.block._forward(x, None, *ctx.tables)
-        torch.autograd.backward(outputs, (dx, ddelta))
-        return x.grad, *[None] * 5
-
-
-def offloaded_checkpoint(block: nn.Module, inputs: Inputs, last: bool, x: torch.Tensor, cos, sin):
-    """block._forward(x, None, cos, sin), of which inputs keeps x alone; backward computes the rest again."""
-    return _OffloadedCheckpoint.apply(x, block, inputs, last, cos, sin)

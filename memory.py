@@ -11,6 +11,7 @@
     weights that compute    2n / P             AdamW: weights that learn, two moments    12n / P         (bfloat16)
     saved activations       N·L·(4C + 2KD + 2F) elements      the loss    a chunk's logits + 4VC      gradients  2n / P
     FSDP                    the gathered root 2R and two blocks 4B; a block's gradients on their way, in float32, 4B
+    offload                 a block's gradients that leave 2B; all: instead of the weights two blocks 4B, the root 2R
 
 They are not all there at once: activations shrink while gradients grow. So the sum is taken at every moment that can be
 the peak (`moments`), and the largest counts. The optimizer's update is none of them: it needs nothing beside what is
@@ -33,7 +34,6 @@ from typing import NamedTuple
 
 import torch
 
-from kernels.linear_cross_entropy import default_chunk_tokens
 from model import LlamaConfig
 
 GIB = 2**30
@@ -51,15 +51,24 @@ class Plan:
     shard_ranks: int = 1  # how many ranks share one copy of the model
     sync_every_micro_batch: bool = True
     copy_engines: bool = False
-    offload: str = "none"  # 'optimizer': w, m, v and gradients to CPU memory; 'all': also weights, gathered for use
+    offload: str = "none"  # 'optimizer': w, m, v and gradients to CPU memory; 'all': also weights, until they are used
 
     @property
     def itemsize(self) -> int:
-        return 4 if self.dtype == "float32" else 2
+        return self.compute_dtype.itemsize
+
+    @property
+    def compute_dtype(self) -> torch.dtype:
+        return getattr(torch, self.dtype)
 
     @property
     def fsdp(self) -> bool:
-        return self.world_size > 1 or self.offload == "all"
+        return self.world_size > 1
+
+    @property
+    def streamed(self) -> bool:
+        """Weights come by weights.py."""
+        return self.offload == "all" and not self.fsdp
 
     @property
     def copy_engines_gather(self) -> bool:
@@ -85,19 +94,24 @@ def n_params(c: LlamaConfig) -> tuple[int, int]:
     return block, (1 if c.tie_embeddings else 2) * c.vocab_size * c.n_embd + c.n_embd
 
 
-def token_bytes(c: LlamaConfig, itemsize: int) -> tuple[int, int]:
-    """Bytes of a token in a layer: what forward leaves for backward, and the most there is while backward is in it."""
+def token_bytes(c: LlamaConfig, itemsize: int, chunks: int) -> tuple[int, int]:
+    """Bytes of a token in a layer: what forward leaves for backward, and the most there is while backward is in it.
+
+    chunks: slices of the MLP.
+    """
     # Attention keeps q, k, v, its output and one fp32 a head; where k and v are float32, attend expands them.
     kv = c.n_embd if itemsize == 4 else c.n_kv_head * c.head_dim
     attention = itemsize * (2 * c.n_embd + 2 * kv) + 4 * c.n_head
     if c.fused_kernels:  # a norm keeps the sum it reads and rstd; the MLP gate and up. kernels/swiglu_mlp.py
         norm, mlp = itemsize * c.n_embd + 4, itemsize * 2 * c.ffn_dim
-        # backward: dy, the gradients of gate and up, of their product, and the product; in slices, what they add up to
-        working = itemsize * (c.n_embd + 4 * c.ffn_dim // c.mlp_chunks + c.n_embd * (c.mlp_chunks > 1))
+        # backward: dy, the gradients of gate and up, of their product, and the product
+        working = itemsize * (c.n_embd + 4 * c.ffn_dim)
+        if chunks > 1:  # nothing is kept; dy, what the slices make, and one slice, or attention's gradients
+            mlp, working = 0, itemsize * (2 * c.n_embd + max(6 * c.ffn_dim // chunks, 2 * c.n_kv_head * c.head_dim))
     else:  # a norm keeps x and x·rstd in float32, and what it hands on; the MLP gate, up, silu(gate) and the product
-        norm, mlp = (8 + itemsize) * c.n_embd + 4, (12 + itemsize) * c.ffn_dim
+        norm, mlp = (8 + itemsize) * c.n_embd + 4, (12 + itemsize) * c.ffn_dim // chunks
         working = itemsize * c.n_embd + 12 * c.ffn_dim - itemsize * c.ffn_dim  # float32; the product is free by then
-    everything = 2 * norm + attention + mlp // c.mlp_chunks
+    everything = 2 * norm + attention + mlp
     kept = {
         "none": everything,
         "selective": norm + attention + itemsize * c.n_embd,
@@ -116,19 +130,24 @@ def loss_bytes(c: LlamaConfig, plan: Plan, n_tokens: int) -> tuple[Part, Part]:
         size = 8 + (itemsize if itemsize < 4 else 0)
         how = f"bytes x {n_tokens:,} tokens x {c.vocab_size:,} logits"
         return (
-            Part("loss head", size * n_tokens * c.vocab_size + summed + 2 * x, f"{size} {how}"),
+            Part("loss head", size * n_tokens * c.vocab_size + summed + x, f"{size} {how}"),
             Part("loss head", 12 * n_tokens * c.vocab_size + summed + x, f"12 {how}"),
         )
     row = itemsize * -(-c.vocab_size // 16) * 16
-    chunk = default_chunk_tokens(c.vocab_size, itemsize)
+    chunk, wide = c.chunks_of_loss(n_tokens, plan.compute_dtype).values()
     if n_tokens <= chunk and plan.dtype != "float16":
         logits = f"logits of {n_tokens:,} tokens"
-        forward = Part("loss head", row * n_tokens + summed + 2 * x, logits)
+        forward = Part("loss head", row * n_tokens + summed + x, logits)
         backward = Part("loss head", row * n_tokens + itemsize * head + summed + 3 * x, f"{logits}, head's gradient")
         return forward, backward
-    logits = f"logits of {min(chunk, n_tokens):,} tokens, head's gradient in float32"
+    logits = f"logits of {min(chunk, n_tokens):,} tokens, head's gradient"
+    if not wide:
+        return (
+            Part("loss head", row * chunk + itemsize * head + summed + 2 * x, logits),
+            Part("loss head", itemsize * head + summed + x, "head's gradient"),
+        )
     return (
-        Part("loss head", row * min(chunk, n_tokens) + 4 * head + summed + 3 * x, logits),
+        Part("loss head", row * min(chunk, n_tokens) + 4 * head + summed + 2 * x, f"{logits} in float32"),
         Part("loss head", (4 + itemsize) * head + summed + 2 * x, "head's gradient in float32 and rounded"),
     )
 
@@ -144,24 +163,28 @@ def moments(c: LlamaConfig, plan: Plan) -> dict[str, list[Part]]:
     itemsize, shards, n_tokens, layers = plan.itemsize, plan.shard_ranks, plan.batch_size * c.block_size, c.n_layer
     block, root = n_params(c)
     total, head = root + layers * block, c.vocab_size * c.n_embd
-    kept, in_block = token_bytes(c, itemsize)
+    chunks = c.chunks_of_mlp(n_tokens)
+    kept, in_block = token_bytes(c, itemsize, chunks)
     learning = 12 if itemsize < 4 else 8  # a float32 weight is the one that learns
     narrow = itemsize < 4  # so FSDP reduces gradients in another dtype than it hands on
     weights_here, states_here = plan.offload != "all", plan.offload == "none"  # states: gradients, sums and optimizer
     unsynced = plan.fsdp and plan.micro_steps > 1 and not plan.sync_every_micro_batch
     sums = total / shards * states_here if plan.micro_steps > 1 and not unsynced else 0
     buffer = int(shards > 1 and not plan.copy_engines_gather)  # of the block gathered last, or asked for next
+    # one block's gradients, where they leave for the CPU one by one: while those of the next are computed
+    leaving = block / shards if plan.offload == "optimizer" or plan.streamed else 0
     own_buffers = (3 + 2 * plan.copy_engines_reduce, 1 + plan.copy_engines_reduce)  # blocks and roots: collectives.py
     ranks = f" / {shards} ranks" if shards > 1 else ""
     everything = f"{total:,} parameters{ranks}"
 
-    def at(extra, layers_saved=0, gathered=0, done=0, root_gradients=0, reducing=0, blocks_over=False):
+    def at(extra, layers_saved=0, gathered=0, done=0, root_gradients=0, reducing=0, blocks_over=False, root_here=True):
         """The parts at one moment, beside those that are there all the time.
 
         layers_saved: blocks whose activations wait for backward; gathered: blocks whose weights are whole; done: blocks
         that backward is through with, so that their gradients are there. root_gradients, reducing: parameters of the
-        root whose gradients are there, and those whose gradients are on their way. blocks_over: only the root's
-        reduction is left. So in backward of block 3 of 16 under zero3: 3, 1 (and one asked for), 13, the head, a block.
+        root whose gradients are there, and those whose gradients are being reduced. blocks_over: only the root's
+        reduction is left. root_here: its weights, where they come and go. So in backward of block 3 of 16 under zero3:
+        3, 1 (and one asked for), 13, the head, a block.
         """
         whole_sums = total if unsynced and not blocks_over else 0
         layers_saved = min(layers_saved, 2) if c.offload_activations else layers_saved  # one on its way
@@ -171,6 +194,8 @@ def moments(c: LlamaConfig, plan: Plan) -> dict[str, list[Part]]:
             ("AdamW: weights and moments", learning, total / shards * states_here, everything),
             ("gathered weights", itemsize, (root + gathered * block) * (plan.fsdp and not blocks_over),
              f"(root {root:,} + {gathered} x {block:,} a block)"),
+            ("weights that came", itemsize, (root * root_here + 2 * block) * plan.streamed,
+             f"({f'root {root:,} + ' * root_here}2 x {block:,} a block)"),
             ("buffers of the copy engines", itemsize,
              (own_buffers[0] * block + own_buffers[1] * root) * plan.copy_engines_gather,
              f"({own_buffers[0]} x {block:,} a block + {own_buffers[1]} x {root:,} of the root)"),
@@ -179,6 +204,7 @@ def moments(c: LlamaConfig, plan: Plan) -> dict[str, list[Part]]:
             ("gradients", itemsize, root_gradients + done * block / shards * states_here,
              f"({root_gradients:,} of the root + {done} x {block:,} a block{ranks})"),
             ("gradients on their way", 4, reducing * plan.fsdp, f"{reducing:,.0f} parameters"),
+            ("gradients that leave", itemsize, leaving * (done > 0), f"{block:,} parameters of a block{ranks}"),
             ("gradients reduced", 4, done * block / shards * (plan.fsdp and plan.sharding == "hybrid" and narrow),
              f"{done} x {block:,} a block{ranks}, until backward ends"),
             ("saved activations", kept, layers_saved * n_tokens, f"{layers_saved} layers x {n_tokens:,} tokens"),
@@ -190,11 +216,11 @@ def moments(c: LlamaConfig, plan: Plan) -> dict[str, list[Part]]:
         """Of block k, counted from 1: those above it are done."""
         # or, with few tokens, the gradients of the block itself
         working = max((in_block - kept) * n_tokens, itemsize * block - kept * n_tokens)
-        working += 12 * c.n_embd * c.ffn_dim * (c.mlp_chunks > 1)  # the MLP's weight gradients, summed in float32
+        working += 12 * c.n_embd * c.ffn_dim * (chunks > 1)  # the MLP's weight gradients, summed in float32
         extra = Part("the block in backward", working, f"{in_block - kept:,} bytes x {n_tokens:,} tokens, beyond saved")
         gathered = k if plan.sharding == "zero2" else 1 + (k > 1) * buffer
         reducing = block if k < layers and not unsynced and not plan.copy_engines_reduce else 0
-        return at(extra, k, gathered, layers - k, root_gradients=head, reducing=reducing)
+        return at(extra, k, gathered, layers - k, root_gradients=head, reducing=reducing, root_here=False)
 
     loss_forward, loss_backward = loss_bytes(c, plan, n_tokens)
     all_blocks = layers if plan.sharding == "zero2" else 0
@@ -211,6 +237,7 @@ def moments(c: LlamaConfig, plan: Plan) -> dict[str, list[Part]]:
             done=layers,
             root_gradients=copies * head,
             reducing=0 if unsynced or plan.copy_engines_reduce else block,
+            root_here=False,
         ),
     }
     if plan.fsdp:
@@ -313,6 +340,7 @@ def choices(config: LlamaConfig, plan: Plan) -> list[list[dict]]:
     def above(name, values, now):
         return [{name: value} for value in values[values.index(now) + 1 :]]
 
+    sliced = config.chunks_of_mlp(plan.batch_size * config.block_size) > 1
     accumulation = 2 * plan.micro_steps * plan.world_size
     found = [
         above("activation_checkpointing", ["none", "selective", "full"], config.activation_checkpointing),
@@ -320,7 +348,7 @@ def choices(config: LlamaConfig, plan: Plan) -> list[list[dict]]:
         above("fused_loss", [False, True], config.fused_loss),
         above("fused_kernels", [False, True], config.fused_kernels),
         above("sync_every_micro_batch", [False, True], plan.sync_every_micro_batch),
-        [{"mlp_chunks": 16}] if config.activation_checkpointing != "none" and config.mlp_chunks == 1 else [],
+        [{"mlp_chunks": 16}] if config.activation_checkpointing != "none" and not sliced else [],
         above("offload_activations", [False, True], config.offload_activations)
         if config.activation_checkpointing == "full"
         else [],

@@ -1,28 +1,32 @@
 """AdamW in the CPU's memory: the GPU holds none of its 12 bytes a parameter, and each gradient only until it is copied.
 
-    backward        a gradient is ready: its norm is taken, it is copied to pinned memory on a stream of its own
+    backward        a gradient is ready: its norm is taken, it is copied to pinned memory on a stream of its own, and
+                    freed when those of the next block come
     clipping        the norms make one number, the only moment when the CPU waits
     update          a thread of the CPU, layer after layer in the order of forward: w, m and v move (kernels/adamw.py),
-                    the new parameter overwrites its gradient in the pinned memory and is copied back
+                    and the new parameter is written: into pinned memory, from where it is copied to the GPU
     next forward    each layer waits for its own: the GPU computes with the first while the CPU moves the last
 
 So for n parameters 4n bytes cross to the CPU and back in bfloat16, hidden where a step is long enough, and w, m and v
 are read and written where they lie. The losses are those of the optimizer on the GPU.
 
-Where FSDP keeps the parameters themselves on the CPU (offload = 'all'), it brings each layer to the GPU when its turn
-comes and takes the gradients back; then the update works on them where they are.
+The weights that compute stay on the GPU (offload = 'optimizer': a new one overwrites its gradient in the pinned memory
+on its way there), or have their home beside the optimizer (offload = 'all'). Then weights.py copies each block's when
+its turn comes, or with several ranks FSDP does, which takes the gradients back too.
 """
 
 import math
 from collections.abc import Callable
 from concurrent.futures import Future
+from functools import partial
 
 import torch
 from torch import nn
 
 from kernels.adamw import CPU_CHUNK, adamw_on_cpu
-from optimizer import AdamW, local
+from optimizer import AdamW, home, local
 from ranks import worker_thread
+from weights import StreamedWeights
 
 
 def in_float32(total: torch.Tensor, x: torch.Tensor):
@@ -42,26 +46,39 @@ class OffloadedAdamW(AdamW):
 
     state_device = "cpu"
 
-    def __init__(self, model: nn.Module, betas: tuple[float, float], weight_decay: float, eps: float = 1e-8):
+    def __init__(
+        self,
+        model: nn.Module,
+        betas: tuple[float, float],
+        weight_decay: float,
+        eps: float = 1e-8,
+        weights: StreamedWeights | None = None,
+    ):
         super().__init__(model, betas, weight_decay, eps)
         self.worker = worker_thread()  # in the order of submission: sums, then updates, then the next sums
         self.busy: list[Future] = []  # the work on gradients since the last update
         self.fresh = True  # the sums are of an earlier step
         self.landings, self.norms = {}, {}  # of gradients that come from the GPU: pinned memory, their norms
-        on_gpu = {name: p for name, p in self.parameters.items() if local(p).is_cuda}
-        self.stream = torch.cuda.Stream() if on_gpu else None
-        for name, parameter in on_gpu.items():
-            shard = local(parameter)
-            self.landings[name] = torch.empty(shard.shape, dtype=shard.dtype, pin_memory=True)
-            parameter.register_post_accumulate_grad_hook(lambda parameter, name=name: self._land(name, parameter))
-        # By module of FSDP: the root's own parameters, then each layer's.
+        # By module: the root's own parameters, then each layer's.
         self.groups = {"": [name for name in self.parameters if not name.startswith("layers.")]}
+        model.register_forward_pre_hook(self._waiter(""), prepend=True)
         for i, layer in enumerate(model.layers):
             prefix = f"layers.{i}."
             self.groups[prefix] = [name for name in self.parameters if name.startswith(prefix)]
             layer.register_forward_pre_hook(self._waiter(prefix), prepend=True)
-        model.register_forward_pre_hook(self._waiter(""), prepend=True)
+        layer.register_forward_pre_hook(self._free_root)
+        on_gpu = [name for name, parameter in self.parameters.items() if local(parameter).is_cuda]
+        self.stream = torch.cuda.Stream() if on_gpu else None
+        self.leaving, self.leaving_group = [], None  # the gradients that are being copied, all of one group
+        for group, names in self.groups.items():
+            for name in names if on_gpu else []:
+                shard = local(self.parameters[name])
+                self.landings[name] = torch.empty(shard.shape, dtype=shard.dtype, pin_memory=True)
+                self.parameters[name].register_post_accumulate_grad_hook(partial(self._land, name, group))
         self.updating: dict[str, Future] = {}  # by group
+        self.weights = weights
+        if weights is not None:
+            weights.before_copy = self._wait_for
 
     def _waiter(self, group: str) -> Callable:
         @torch.compiler.disable
@@ -96,16 +113,30 @@ class OffloadedAdamW(AdamW):
     # Gradients
 
     @torch.no_grad()
-    def _land(self, name: str, parameter: torch.Tensor):
-        """Sends a gradient to the CPU as soon as backward has computed it, and frees it."""
+    def _land(self, name: str, group: str, parameter: torch.Tensor):
+        """Sends a gradient to the CPU as soon as backward has computed it."""
         self._finish_sums()  # that of the micro-batch before may still read from here
+        if group != self.leaving_group:
+            self._left()
+            self.leaving_group = group
         grad = local(parameter.grad)
         self.norms[name] = torch.linalg.vector_norm(grad, dtype=torch.float32)
         self.stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self.stream):
             self.landings[name].copy_(grad, non_blocking=True)
-        grad.record_stream(self.stream)
+        self.leaving.append(grad)
         parameter.grad = None
+
+    @torch.compiler.disable
+    def _free_root(self, last_layer, inputs):
+        """The root's gradients left last, in the micro-batch before."""
+        if self.leaving:
+            self._left()
+
+    def _left(self):
+        """Frees what was being copied. Not record_stream: memory would come back when the CPU, far ahead, asks."""
+        torch.cuda.current_stream().wait_stream(self.stream)
+        self.leaving.clear()
 
     def _landed(self) -> dict[str, torch.Tensor]:
         """This rank's part of each gradient, on the CPU. Those from the GPU are there once the stream is done."""
@@ -137,6 +168,7 @@ class OffloadedAdamW(AdamW):
     def gradients(self) -> list[torch.Tensor]:
         if self.stream is not None:
             self.stream.synchronize()
+            self.leaving.clear()
         self._finish_sums()
         landed = self._landed()
         return [self.sums.get(name, landed[name]) for name in self.parameters]
@@ -167,6 +199,8 @@ class OffloadedAdamW(AdamW):
             clip = min(grad_clip / (value + 1e-6), 1.0) if grad_clip else 1.0
             grads = dict(zip(self.parameters, self.gradients(), strict=True))
             options = (clip / self.loss_scale, self.lr, self.updates + 1, *self.betas, self.eps)
+            if self.weights is not None:
+                self.weights.forget()
             for group, names in self.groups.items():
                 self.updating[group] = self.worker.submit(self._update, {name: grads[name] for name in names}, options)
         self.fresh = True
@@ -176,12 +210,12 @@ class OffloadedAdamW(AdamW):
     def _update(self, grads: dict, options) -> torch.cuda.Event | None:
         """Moves the parameters of a group; the event says that they have arrived on the GPU."""
         for name, grad in grads.items():
-            parameter = local(self.parameters[name].detach())
-            new = self.landings.get(name, parameter)
+            parameter = local(home(self.parameters[name]).detach())
+            new = self.landings[name] if parameter.is_cuda else parameter
             if grad.numel():  # a rank may hold nothing of a small parameter
                 states = (local(x[name]) for x in (self.w, self.m, self.v))
                 adamw_on_cpu(new, grad, *states, *options, self.decay(self.parameters[name]))
-            if new is not parameter:
+            if parameter.is_cuda:
                 with torch.cuda.stream(self.stream):
                     parameter.copy_(new, non_blocking=True)
         return self.stream.record_event() if self.stream else None

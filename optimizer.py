@@ -27,6 +27,11 @@ def local(x: torch.Tensor) -> torch.Tensor:
     return x.to_local() if isinstance(x, DTensor) else x
 
 
+def home(parameter: torch.Tensor) -> torch.Tensor:
+    """Where it lies: itself, or the CPU's copy of one that comes to the GPU when its turn comes (weights.py)."""
+    return getattr(parameter, "home", parameter)
+
+
 class AdamW:
     """One learning rate for all; matrices decay, vectors (norms) do not (Loshchilov and Hutter, 2019).
 
@@ -38,7 +43,7 @@ class AdamW:
     def __init__(self, model: nn.Module, betas: tuple[float, float], weight_decay: float, eps: float = 1e-8):
         self.parameters = dict(model.named_parameters())
         self.betas, self.weight_decay, self.eps = betas, weight_decay, eps
-        self.w = {name: self._w_of(p.detach()) for name, p in self.parameters.items()}
+        self.w = {name: self._w_of(home(p).detach()) for name, p in self.parameters.items()}
         self.m = {name: torch.zeros_like(w) for name, w in self.w.items()}
         self.v = {name: torch.zeros_like(w) for name, w in self.w.items()}
         self.sums = {}  # float32 gradients of the micro-batches so far, where there are several
@@ -69,7 +74,7 @@ class AdamW:
     def refresh(self):
         """The parameters from w, after a checkpoint was read into tensors()."""
         for name, parameter in self.parameters.items():
-            local(parameter).copy_(local(self.w[name]))
+            local(home(parameter)).copy_(local(self.w[name]))
 
     @torch.no_grad()
     def accumulate(self):

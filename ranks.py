@@ -41,19 +41,18 @@ def stop(message: str) -> NoReturn:
     sys.exit(1)
 
 
-def meet(device: str, timeout: float, lone_group: bool) -> "Watch":
+def meet(device: str, timeout: float) -> "Watch":
     """Connects the ranks, by NCCL between GPUs and by gloo between CPUs, and starts their watch.
 
     timeout: after so many seconds in which a rank has not come on, it gives up and says for whom it has waited.
-    lone_group: also a lone rank gets a process group, for FSDP.
     """
-    if world_size > 1 or lone_group:
+    if world_size > 1:
         # without it NCCL would guess, and warn that it does
         bound = {"device_id": torch.device(device)} if device != "cpu" else {}
         # gloo beside NCCL: offloaded gradients are summed on the CPU.
         backend = "gloo" if device == "cpu" else "cpu:gloo,cuda:nccl"
         options = {"rank": rank, "world_size": world_size, "timeout": timedelta(seconds=2 * timeout + 60)}
-        store = _store(next(dist.rendezvous("env://"))[0]) if "RANK" in os.environ else dist.HashStore()
+        store = _store(next(dist.rendezvous("env://"))[0])
         dist.init_process_group(backend, store=store, **options, **bound)
     return Watch(timeout)
 
@@ -96,9 +95,7 @@ def part(code: int) -> None:
     """Leaves, with all the others, without waiting for threads of gloo that now and then abort the interpreter."""
     if world_size > 1:
         dist.barrier()
-    if dist.is_initialized():
         dist.destroy_process_group()
-    if world_size > 1:
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(code)

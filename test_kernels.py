@@ -920,19 +920,31 @@ def step_scalars(scale, lr=0.1, t=3, betas=(0.9, 0.95)):
 
 
 def cpu_adamw(parameter, grad, w, m, v, scalars, *options):
-    """Over the parameter's own memory, as offload.py calls it, and in pieces: 3,000 elements are less than a chunk."""
+    """Over the gradient's own memory, as offload.py may call it."""
     tensors = [x.cpu() for x in (parameter, grad, w, m, v)]
-    tensors[0] = tensors[1] if parameter is not w else tensors[2]
+    tensors[0] = tensors[2] if parameter is w else tensors[1] if grad.dtype == parameter.dtype else tensors[0]
     adamw_file.adamw_on_cpu(*tensors, scalars[0].item(), scalars[1].item(), 3, *options)
     for x, new in zip((parameter, w, m, v), (tensors[0], *tensors[2:]), strict=True):
         x.copy_(new)
 
 
-@pytest.mark.parametrize("dtype", [FP32, FP16, BF16], ids=str)
-@pytest.mark.parametrize("adamw", [kernels.adamw, reference.adamw, cpu_adamw], ids=["kernel", "reference", "cpu"])
-def test_adamw_is_pytorchs(adamw, dtype, monkeypatch):
-    monkeypatch.setattr(adamw_file, "CPU_CHUNK", 700)
-    parameter, grad, w, m, v = adamw_arguments(3000, dtype)
+def cpu_adamw_in_pieces(*arguments):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(adamw_file, "c_library", lambda: None)  # no C compiler
+        patch.setattr(adamw_file, "CPU_CHUNK", 700)
+        cpu_adamw(*arguments)
+
+
+ADAMWS = {"kernel": kernels.adamw, "reference": reference.adamw, "C": cpu_adamw, "pieces": cpu_adamw_in_pieces}
+
+
+@pytest.mark.parametrize("dtype, of_grad", [(FP32, FP32), (FP16, FP16), (BF16, BF16), (BF16, FP32)], ids=str)
+@pytest.mark.parametrize("adamw", ADAMWS.values(), ids=ADAMWS)
+def test_adamw_is_pytorchs(adamw, dtype, of_grad):
+    if adamw is cpu_adamw and adamw_file.c_library() is None:
+        pytest.skip("no C compiler with OpenMP here")
+    parameter, grad, w, m, v = adamw_arguments(3001, dtype)
+    grad = grad.to(of_grad)
     theirs = torch.nn.Parameter(w.double())
     theirs.grad = 0.25 * grad.double()
     torch_adamw = torch.optim.AdamW([theirs], lr=0.1, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1)
@@ -1127,7 +1139,7 @@ def test_linear_cross_entropy_compiles_around_its_own_operator():
     compare_compiled("linear_cross_entropy", "aot_eager")
     (x, weight), (targets,) = OPERATIONS["linear_cross_entropy"].inputs(6, 20, FP32)
     for need_dx, need_dweight in ((True, True), (True, False), (False, True), (False, False)):
-        arguments = (x, weight, targets, -100, 0.1, 0.0, 4, need_dx, need_dweight, True)
+        arguments = (x, weight, targets, -100, 0.1, 0.0, 4, need_dx, need_dweight, True, x.new_tensor(0.5))
         torch.library.opcheck(torch.ops.nanocria.chunked_loss.default, arguments)
 
 

@@ -51,7 +51,10 @@ MEASURED = [point for point in RECORD if point["arm"] == "nanocria" and "peak_gi
 
 @pytest.mark.parametrize("row", MEASURED, ids=lambda row: f"{row['batch']}x{row['block']} {row['checkpointing']}")
 def test_estimate_is_what_an_h200_measured(row):
-    config = replace(LLAMA_1B, block_size=row["block"], activation_checkpointing=row["checkpointing"])
+    changes = (
+        {"mlp_chunks": 1} if row["checkpointing"] == "full" else {}
+    )  # the record is older than slices by themselves
+    config = replace(LLAMA_1B, block_size=row["block"], activation_checkpointing=row["checkpointing"], **changes)
     estimated = memory.peak_gib(config, Plan(batch_size=row["batch"]))
     assert abs(estimated / row["peak_gib"] - 1) < 0.02, f"estimated {estimated:.2f}, measured {row['peak_gib']:.2f} GiB"
 
@@ -106,7 +109,7 @@ def bytes_after_forward(config, dtype):
 def test_a_layer_keeps_what_the_estimate_says(fused, checkpointing):
     config = replace(TINY, block_size=8, fused_kernels=fused, activation_checkpointing=checkpointing)
     two, three = (bytes_after_forward(replace(config, n_layer=n), torch.bfloat16) for n in (2, 3))
-    estimated = 8 * memory.token_bytes(config, itemsize=2)[0]
+    estimated = 8 * memory.token_bytes(config, itemsize=2, chunks=1)[0]
     assert abs(estimated / (three - two) - 1) < 0.02, f"estimated {estimated}, found {three - two} bytes"
 
 
@@ -212,7 +215,7 @@ def test_weights_and_moments_take_14_bytes_a_parameter_shared_by_the_ranks():
 def test_logits_and_head_s_gradient_by_hand():
     tokens = 16_384 * 2_048 * 2  # bytes of a tensor like the residual stream
     forward, backward = memory.loss_bytes(LLAMA_1B, Plan(8), 16_384)
-    assert forward.bytes == 4_096 * 128_256 * 2 + 4 * 128_256 * 2_048 + 4 * tokens
+    assert forward.bytes == 4_096 * 128_256 * 2 + 4 * 128_256 * 2_048 + 3 * tokens
     assert backward.bytes == 6 * 128_256 * 2_048 + 3 * tokens
     _, plain = memory.loss_bytes(replace(LLAMA_1B, fused_loss=False), Plan(8), 16_384)
     assert plain.bytes == 12 * 16_384 * 128_256 + 2 * tokens
@@ -261,7 +264,7 @@ def test_offloaded_activations_and_a_sliced_mlp_leave_a_slope_of_one_block():
     """Bytes for each token more: without them the checkpoints of 16 layers and the MLP's 6F are in it."""
     full = replace(LLAMA_1B, activation_checkpointing="full")
     slopes = []
-    for config in (full, replace(full, offload_activations=True, mlp_chunks=16)):
+    for config in (replace(full, mlp_chunks=1), replace(full, offload_activations=True)):
         gib = [memory.peak_gib(config, Plan(batch_size)) for batch_size in (64, 128)]
         slopes.append((gib[1] - gib[0]) * 2**30 / 64 / config.block_size)
     assert slopes[0] > 16 * 4096 + 6 * 2 * 8192 and slopes[1] < slopes[0] / 3, slopes

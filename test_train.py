@@ -66,10 +66,11 @@ def plain_pytorch_on_one_core(monkeypatch):
     monkeypatch.setattr(kernels.launch, "INTERPRETED", False)
     for name, value in PLAIN.items():
         monkeypatch.setenv(name, value)
-    before = torch.get_num_threads()
+    before, precision = torch.get_num_threads(), torch.get_float32_matmul_precision()
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(before)
+    torch.set_float32_matmul_precision(precision)  # which train.py has set
 
 
 @pytest.fixture
@@ -233,11 +234,15 @@ def test_accumulating_4_micro_batches_equals_one_of_4_times_the_size(train, tmp_
         dict(offload="optimizer", batch_size=1, gradient_accumulation_steps=4),
         dict(offload="all"),
         dict(offload="all", batch_size=1, gradient_accumulation_steps=4, activation_checkpointing="full"),
+        dict(offload="all", n_layer=5, tie_embeddings=False),  # more blocks than weights.py has slots
+        dict(offload="all", n_layer=1, activation_checkpointing="selective"),
+        dict(offload="all", n_layer=4, activation_checkpointing="full", offload_activations=True),
     ],
     ids=str,
 )
 def test_every_arm_and_checkpointing_mode_has_the_same_losses(train, tmp_path, settings):
-    train(out_dir=tmp_path / "plain")
+    shape = {name: settings[name] for name in ("n_layer", "tie_embeddings") if name in settings}
+    train(out_dir=tmp_path / "plain", **shape)
     train(out_dir=tmp_path / "other", **settings)
     assert_close(step_losses(tmp_path / "plain"), step_losses(tmp_path / "other"), 1e-5)
 

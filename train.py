@@ -39,6 +39,7 @@ from offload import OffloadedAdamW
 from optimizer import AdamW
 from ranks import local_rank, print0, rank, stop, world_size
 from runlog import RunLog
+from weights import StreamedWeights
 
 # ----------------------------------------------------------------------------------------------------------------------
 # output
@@ -93,7 +94,7 @@ device: Literal["auto", "cuda", "cpu"] = "auto"  # auto: cuda where there is one
 dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"  # of compute; auto: bfloat16 on cuda, else float32
 activation_checkpointing: Literal["none", "selective", "full"] = "none"  # recompute: what is free; gate_up_proj; all
 offload_activations = False  # what full checkpointing keeps goes to the CPU's memory
-mlp_chunks = 1  # with checkpointing: the MLP in so many slices of the tokens, for long contexts and large batches
+mlp_chunks: int | None = None  # with checkpointing: slices of the tokens for the MLP; none: of 8,192, where it is full
 compile = False  # torch.compile the blocks: a minute at the start
 cuda_graph = False  # replay a step as one CUDA graph, on one GPU: a small model waits for its launches otherwise
 seed = 1337  # of the weights and of the order of the data
@@ -167,8 +168,7 @@ if offload_activations and (compile or cuda_graph):
     stop("offload_activations works without compile and cuda_graph: add --compile=false --cuda_graph=false")
 if cuda_graph and (world_size > 1 or offload != "none"):
     stop("cuda_graph works on one GPU that holds all: add --cuda_graph=false")
-sharded = world_size > 1 or offload == "all"  # alone, FSDP is what moves the weights to and fro
-watch = ranks.meet(device, timeout, lone_group=sharded)
+watch = ranks.meet(device, timeout)
 able = device != "cpu" and shard_ranks > 1 and offload != "all"
 able = able and ranks.local_world_size % shard_ranks == 0 and ranks.gpus_reach_each_other()
 able = ranks.maximum([not able])[0] == 0
@@ -266,7 +266,7 @@ n_params = model.n_params()
 if compile:
     for layer in model.layers:
         layer.compile()
-if sharded:
+if world_size > 1:
     shape, names = (world_size // shard_ranks, shard_ranks), ("replicate", "shard")
     if sharding != "hybrid":
         shape, names = (world_size,), ("shard",)
@@ -287,10 +287,12 @@ if sharded:
         collectives.use_copy_engines(model, model.layers, mesh["shard"].get_group(), reduce=plan.copy_engines_reduce)
 model.to_empty(device="cpu" if offload == "all" else device)
 model.init_weights(seed, device)
+weights = StreamedWeights(model, device) if offload == "all" and world_size == 1 else None  # else FSDP moves them
 
 # ----------------------------------------------------------------------------------------------------------------------
 # Optimizer: the model computes in its dtype, the optimizer keeps the float32 weights that learn.
-optimizer = (AdamW if offload == "none" else OffloadedAdamW)(model, betas=(beta1, beta2), weight_decay=weight_decay)
+options = {"betas": (beta1, beta2), "weight_decay": weight_decay}
+optimizer = AdamW(model, **options) if offload == "none" else OffloadedAdamW(model, **options, weights=weights)
 # float16 holds nothing below 6e-8, where many gradients live: they are computed 2^16 times too large and scaled back.
 # The scale halves when they overflow and doubles after 2,000 steps without.
 loss_scale = 2.0**16 if dtype == "float16" else 1.0

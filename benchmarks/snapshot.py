@@ -144,6 +144,8 @@ def part_of(block: Block, backward: tuple[int, int], logits_bytes: int) -> str:
     files, names = [frame["filename"] for frame in block.frames], {frame["name"] for frame in block.frames}
     if any("/fsdp/" in file for file in files):
         return "gradients" if "foreach_reduce" in names else "weights"
+    if any(Path(file).name == "weights.py" for file in files):
+        return "weights"
     if block.start < 0:
         if any(file.endswith(("optimizer.py", "offload.py")) or "torch/optim/" in file for file in files):
             return "optimizer"

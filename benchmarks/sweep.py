@@ -2,14 +2,14 @@
 
     python bench.py                              batches of Llama 3.2 1B, 1,024 tokens a sequence, on the card at hand
     python bench.py sweep=both peers=hf,liger    contexts too, at batch 4, and beside two others
-    python bench.py memory_limit_gib=24 checkpointing=full offload=none,optimizer,all arms=all,sliced,long
+    python bench.py memory_limit_gib=24 checkpointing=full offload=none,optimizer,all arms=all,long
     python bench.py preset=study                 24 GiB, offload=all, full checkpointing: both sweeps, all beside two
     python bench.py preset=8b                    Llama 3.1 8B, 512 tokens a sequence, on all GPUs, beside the recipe
 
 sweep=batch|seq|both; batches=..., contexts=... instead of the usual ones; block_size= of the batches, batch_size= of
 the contexts; config=, ranks=, steps=, out=. What begins with -- is a setting of train.py, for ours alone.
-arms    all: train.py as it is; kernels: without the fused loss; torch: without any kernel of ours; sliced: all, with
-        --mlp_chunks=16; long: sliced, with --offload_activations=true; or none
+arms    all: train.py as it is; kernels: without the fused loss; torch: without any kernel of ours; long: all, with
+        --offload_activations=true; or none
 peers   hf: transformers' LlamaForCausalLM; liger: with Liger-Kernel's patches; recipe: see benchmarks/peers.py; or
         none. Like ours they keep float32 weights and compute in bfloat16. hf and liger offload all or nothing, through
         FSDP2: where ours has the optimizer on the CPU, they have weights and gradients there too.

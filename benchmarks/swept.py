@@ -10,12 +10,11 @@ from benchmarks import estimate, report, step
 
 ARMS = {  # what train.py is told
     "all": [],
-    "sliced": ["--mlp_chunks=16"],
-    "long": ["--mlp_chunks=16", "--offload_activations=true"],
+    "long": ["--offload_activations=true"],
     "kernels": ["--fused_loss=false"],
     "torch": ["--fused_kernels=false", "--fused_loss=false"],
 }
-WHOLE = ("all", "sliced", "long")  # with every kernel: what a peer is compared with
+WHOLE = ("all", "long")  # with every kernel: what a peer is compared with
 PEERS = {  # as benchmarks/peers.py names them, without offload and with
     "hf": {"none": "hf-masters", "all": "hf-offload"},
     "liger": {"none": "hf-liger-masters", "all": "hf-liger-offload"},
@@ -23,8 +22,7 @@ PEERS = {  # as benchmarks/peers.py names them, without offload and with
 }
 TITLES = {
     "all": "nanocria",
-    "sliced": "nanocria, MLP in slices",
-    "long": "nanocria, MLP in slices, checkpoints on the CPU",
+    "long": "nanocria, checkpoints on the CPU",
     "kernels": "nanocria, loss not fused",
     "torch": "nanocria, no kernels",
     "hf": "Hugging Face",

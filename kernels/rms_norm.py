@@ -133,8 +133,11 @@ def rms_norm_forward(x, residual, weight, eps):
     return y, total, rstd
 
 
-def rms_norm_backward(dy, dtotal, x, weight, rstd, need_dx, need_dweight, need_y=False):
-    """Returns dx with dtotal (where not None) added, dweight, and y again; None for what is not needed."""
+def rms_norm_backward(dy, dtotal, x, weight, rstd, need_dx, need_dweight, need_y=False, overwrite_dy=False):
+    """Returns dx with dtotal (where not None) added, dweight, and y again; None for what is not needed.
+
+    overwrite_dy: dx may take the memory of dy, contiguous and of x's shape and dtype: each row is read, then written.
+    """
     refuse_double_backward()
     add = dtotal is not None
     dy_rows, x_rows = as_rows(dy), as_rows(x)
@@ -142,7 +145,7 @@ def rms_norm_backward(dy, dtotal, x, weight, rstd, need_dx, need_dweight, need_y
     n_rows, n_cols = x_rows.shape
     # A third row to read wants more loads in flight: at 16,384 columns 0.94 of the copy rate instead of 0.85.
     programs, constants = row_tiles(n_rows, n_cols, x, long_row_warps=32 if add else 16)
-    dx = torch.empty(x.shape, dtype=x.dtype, device=x.device) if need_dx else None
+    dx = (dy if overwrite_dy else torch.empty(x.shape, dtype=x.dtype, device=x.device)) if need_dx else None
     y = torch.empty(x.shape, dtype=x.dtype, device=x.device) if need_y else None
     dweight = torch.empty(programs, n_cols, dtype=rstd.dtype, device=x.device) if need_dweight else None
     _rms_norm_bwd_kernel[(programs,)](

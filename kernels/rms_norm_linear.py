@@ -35,8 +35,9 @@ class _RMSNormLinear(torch.autograd.Function):
         total, norm_weight, rstd, weight = ctx.saved_tensors
         need_dx, need_dresidual, need_dnorm, need_dweight, _ = ctx.needs_input_grad
         dx, dnorm, normed = rms_norm_backward(
-            dy @ weight, dtotal, total, norm_weight, rstd, need_dx or need_dresidual, need_dnorm, need_y=need_dweight
-        )
+            dy @ weight, dtotal, total, norm_weight, rstd,
+            need_dx or need_dresidual, need_dnorm, need_y=need_dweight, overwrite_dy=True,
+        )  # fmt: skip
         dweight = as_rows(dy).T @ as_rows(normed) if need_dweight else None
         return dx if need_dx else None, dx if need_dresidual else None, dnorm, dweight, None
 

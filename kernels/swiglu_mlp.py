@@ -54,12 +54,16 @@ class _SwiGLUMLP(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, residual, norm_weight, gate_up_weight, down_weight, eps, keep_gate_up, need_y, chunks):
         normed, total, rstd = rms_norm_forward(x, residual, norm_weight, eps)
-        y, gate_up = torch.empty(*x.shape[:-1], down_weight.shape[0], dtype=x.dtype, device=x.device), None
+        shape, gate_up = (*x.shape[:-1], down_weight.shape[0]), None
         if keep_gate_up:
             gate_up = F.linear(normed, gate_up_weight)
-            y = F.linear(glu_forward(gate_up, "silu"), down_weight) if need_y else y
-        elif need_y:
-            y_rows, normed = as_rows(y), as_rows(normed)
+        if not need_y:
+            y = x.new_empty(()).expand(shape)
+        elif keep_gate_up:
+            y = F.linear(glu_forward(gate_up, "silu"), down_weight)
+        else:
+            y, normed = x.new_empty(shape), as_rows(normed)
+            y_rows = as_rows(y)
             for rows in slices(len(y_rows), chunks):
                 hidden = glu_forward(F.linear(normed[rows], gate_up_weight), "silu")
                 torch.mm(hidden, down_weight.T, out=y_rows[rows])
@@ -81,7 +85,7 @@ class _SwiGLUMLP(torch.autograd.Function):
         del hidden
         dx, dnorm, normed = rms_norm_backward(
             dgate_up @ gate_up_weight, dtotal, total, norm_weight, rstd,
-            need_dx or need_dresidual, need_dnorm, need_y=need_dgate_up,
+            need_dx or need_dresidual, need_dnorm, need_y=need_dgate_up, overwrite_dy=True,
         )  # fmt: skip
         dweight = as_rows(dgate_up).T @ as_rows(normed) if need_dgate_up else None
         return dx if need_dx else None, dx if need_dresidual else None, dnorm, dweight, ddown, *[None] * 4
@@ -114,8 +118,10 @@ def _backward_in_chunks(ctx, dy, dtotal):
         if need_dgate_up:
             accumulate(dweight, dgate_up.T, normed, first=rows.start == 0)
         torch.mm(dgate_up, gate_up_weight, out=as_rows(dnormed)[rows])
-    need_sum = need_dx or need_dresidual
-    dx, dnorm, _ = rms_norm_backward(dnormed, dtotal, total, norm_weight, rstd, need_sum, need_dnorm, need_y=False)
+        del dgate_up, normed
+    dx, dnorm, _ = rms_norm_backward(
+        dnormed, dtotal, total, norm_weight, rstd, need_dx or need_dresidual, need_dnorm, overwrite_dy=True
+    )
     dweight, ddown = (x if x is None else x.to(total.dtype) for x in (dweight, ddown))
     return dx if need_dx else None, dx if need_dresidual else None, dnorm, dweight, ddown, *[None] * 4
 
@@ -135,7 +141,7 @@ def swiglu_mlp(
 
     x and residual (..., C) of one dtype and any strides, norm_weight (C,) of any dtype, gate_up_weight (2F, C) and
     down_weight (O, F) of x's. Returns (..., O) and (..., C) in x's dtype. keep_gate_up: whether the (..., 2F)
-    projection is kept for backward or computed again. need_y=False leaves the first result uninitialised,
+    projection is kept for backward or computed again. need_y=False leaves the first result without memory,
     for a checkpoint that runs forward again: backward does not need it. chunks: in how many slices the rows pass
     through the MLP; more than one with keep_gate_up=False only. ValueError on shapes or dtypes.
     """

@@ -1,0 +1,136 @@
+"""Weights in the CPU's memory, for one GPU: those of a block come when its turn comes, beside the work of another.
+
+    forward     block i computes        block i + 1's weights arrive in the other of two slots
+    backward    block i computes        block i - 1's arrive; at the end the slots hold blocks 1 and 0
+
+All blocks are alike, so the parameters of block i are views of slot i % 2 for good, and only what is in the slot
+changes: nothing is allocated for a block, one copy brings all of it. The root (embedding, final norm, head) is there
+from the beginning of forward until backward reaches the blocks, which do not need it any more.
+
+So for n parameters the GPU holds two blocks and for a time the root, and 2n bytes in bfloat16 cross to it in forward,
+less than 2n in backward. Gradients go the other way as soon as they are there (offload.py), which then makes new
+weights where a parameter has its `home`: its part of the pinned memory.
+"""
+
+from collections.abc import Callable
+from functools import partial
+
+import torch
+from torch import nn
+
+ALIGNMENT = 256  # bytes between which a parameter may begin: the kernels load vectors
+
+
+def laid_out(parameters: list[nn.Parameter]) -> tuple[list[int], int]:
+    """Where each would begin in one tensor of all, and the length of that, in elements."""
+    step, offsets, end = ALIGNMENT // parameters[0].element_size(), [], 0
+    for parameter in parameters:
+        offsets.append(end)
+        end += -(-parameter.numel() // step) * step
+    return offsets, end
+
+
+def point_into(flat: torch.Tensor, offset: int, parameter: nn.Parameter) -> torch.Tensor:
+    return flat[offset : offset + parameter.numel()].view(parameter.shape)
+
+
+class StreamedWeights:
+    """Takes the weights of a model, which are on the CPU, and sees to it that each is on the device when it computes.
+
+    before_copy: called with a prefix of names, 'layers.3.' or '' for the root, before these weights are read at home.
+    """
+
+    def __init__(self, model: nn.Module, device: str):
+        self.layers, self.device = model.layers, torch.device(device)
+        self.before_copy: Callable[[str], None] = lambda prefix: None
+        on_gpu = self.device.type == "cuda"
+        self.stream = torch.cuda.Stream(self.device) if on_gpu else None
+        root = [p for name, p in model.named_parameters() if not name.startswith("layers.")]
+        _, length = laid_out(list(self.layers[0].parameters()))
+        self.slots = [torch.empty(length, dtype=root[0].dtype, device=self.device) for _ in range(2)]
+        self.root = torch.empty(laid_out(root)[1], dtype=root[0].dtype, device=self.device)
+        self.root_bytes = self.root.untyped_storage().nbytes()
+        self.root_home = self._move(root, self.root)
+        self.homes = [self._move(list(layer.parameters()), self.slots[i % 2]) for i, layer in enumerate(self.layers)]
+        self.forget()
+        model.register_forward_pre_hook(self._before_all)
+        for i, layer in enumerate(self.layers):
+            layer.register_forward_pre_hook(partial(self._before, i))
+            layer.register_forward_hook(partial(self._after, i))
+
+    def _move(self, parameters: list[nn.Parameter], flat: torch.Tensor) -> torch.Tensor:
+        """Gives them a home, which it returns, and makes them views of flat."""
+        offsets, length = laid_out(parameters)
+        pinned = torch.empty(length, dtype=flat.dtype, pin_memory=self.stream is not None)
+        for offset, parameter in zip(offsets, parameters, strict=True):
+            parameter.home = point_into(pinned, offset, parameter).copy_(parameter.detach())
+            parameter.data = point_into(flat, offset, parameter)
+        return pinned
+
+    def forget(self):
+        """What is at home is about to change."""
+        self.there = [None, None]  # the block that each slot holds
+        self.arrived = [None, None]  # events
+        self.root_there = False
+
+    def _event(self):
+        return torch.cuda.current_stream().record_event() if self.stream else None
+
+    def _fetch(self, i: int, free):
+        """Copies block i into its slot, which is free from the event `free` on."""
+        slot = i % 2
+        self.before_copy(f"layers.{i}.")
+        if self.stream is None:
+            self.slots[slot].copy_(self.homes[i])
+        else:
+            with torch.cuda.stream(self.stream):
+                self.stream.wait_event(free)
+                self.slots[slot].copy_(self.homes[i], non_blocking=True)
+                self.arrived[slot] = self.stream.record_event()
+        self.there[slot] = i
+
+    def _need(self, i: int):
+        """Block i's weights are there for what comes after this."""
+        if self.there[i % 2] != i:
+            self._fetch(i, self._event())
+        if self.stream is not None:
+            torch.cuda.current_stream().wait_event(self.arrived[i % 2])
+
+    # ------------------------------------------------------------------------------------------------------------------
+    # Hooks, which the compiler must not look into
+
+    @torch.compiler.disable
+    @torch.no_grad()
+    def _before_all(self, model, inputs):
+        if not self.root_there:
+            self.root.untyped_storage().resize_(self.root_bytes)
+            self.before_copy("")
+            self.root.copy_(self.root_home, non_blocking=True)
+            self.root_there = True
+
+    @torch.compiler.disable
+    @torch.no_grad()
+    def _before(self, i: int, block, inputs):
+        self._need(i)
+        self.other_is_free = self._event()  # what was in the other slot has been read
+
+    @torch.compiler.disable
+    @torch.no_grad()
+    def _after(self, i: int, block, inputs, outputs):
+        # Now, when block i is queued: before the copy the CPU may have to finish the weights of block i + 1.
+        if i + 1 < len(self.layers) and self.there[(i + 1) % 2] != i + 1:
+            self._fetch(i + 1, self.other_is_free)
+        for output in outputs:
+            if output is not None and output.requires_grad:
+                output.register_hook(partial(self._before_backward, i))
+
+    @torch.compiler.disable
+    @torch.no_grad()
+    def _before_backward(self, i: int, gradient):
+        """For each output of a block: the gradient of the first is not there before the blocks above are done."""
+        if i + 1 == len(self.layers) and self.root_there:
+            self.root.untyped_storage().resize_(0)
+            self.root_there = False
+        self._need(i)
+        if i and self.there[(i - 1) % 2] != i - 1:
+            self._fetch(i - 1, self._event())
