@@ -106,8 +106,8 @@ def token_bytes(c: LlamaConfig, itemsize: int, chunks: int) -> tuple[int, int]:
         norm, mlp = itemsize * c.n_embd + 4, itemsize * 2 * c.ffn_dim
         # backward: dy, the gradients of gate and up, of their product, and the product
         working = itemsize * (c.n_embd + 4 * c.ffn_dim)
-        if chunks > 1:  # nothing is kept; dy, what the slices make, and one slice, or attention's gradients
-            mlp, working = 0, itemsize * (2 * c.n_embd + max(6 * c.ffn_dim // chunks, 2 * c.n_kv_head * c.head_dim))
+        if chunks > 1:  # nothing is kept: dy and what the slices make, each of which comes on top (in_backward)
+            mlp, working = 0, itemsize * 2 * c.n_embd
     else:  # a norm keeps x and x·rstd in float32, and what it hands on; the MLP gate, up, silu(gate) and the product
         norm, mlp = (8 + itemsize) * c.n_embd + 4, (12 + itemsize) * c.ffn_dim // chunks
         working = itemsize * c.n_embd + 12 * c.ffn_dim - itemsize * c.ffn_dim  # float32; the product is free by then
@@ -187,7 +187,8 @@ def moments(c: LlamaConfig, plan: Plan) -> dict[str, list[Part]]:
         3, 1 (and one asked for), 13, the head, a block.
         """
         whole_sums = total if unsynced and not blocks_over else 0
-        layers_saved = min(layers_saved, 2) if c.offload_activations else layers_saved  # one on its way
+        on_gpu = 1 + (done > 0)  # with offload_activations: the last block's, then the one that is read, and the next
+        layers_saved = min(layers_saved, on_gpu) if c.offload_activations else layers_saved
         done = 0 if unsynced and not blocks_over else done
         rows = [
             ("weights that compute", itemsize, total / shards * weights_here, everything),
@@ -214,9 +215,13 @@ def moments(c: LlamaConfig, plan: Plan) -> dict[str, list[Part]]:
 
     def in_backward(k):
         """Of block k, counted from 1: those above it are done."""
-        # or, with few tokens, the gradients of the block itself
-        working = max((in_block - kept) * n_tokens, itemsize * block - kept * n_tokens)
-        working += 12 * c.n_embd * c.ffn_dim * (chunks > 1)  # the MLP's weight gradients, summed in float32
+        working = (in_block - kept) * n_tokens
+        if (
+            chunks > 1 and c.fused_kernels
+        ):  # a slice, with the sums of the weights' gradients; or, later, those of k and v
+            a_slice = itemsize * (6 * c.ffn_dim + c.n_embd) * n_tokens // chunks + 12 * c.n_embd * c.ffn_dim
+            working += max(a_slice, itemsize * 2 * c.n_kv_head * c.head_dim * n_tokens)
+        working = max(working, itemsize * block - kept * n_tokens)  # with few tokens the block's own gradients
         extra = Part("the block in backward", working, f"{in_block - kept:,} bytes x {n_tokens:,} tokens, beyond saved")
         gathered = k if plan.sharding == "zero2" else 1 + (k > 1) * buffer
         reducing = block if k < layers and not unsynced and not plan.copy_engines_reduce else 0

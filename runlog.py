@@ -130,7 +130,8 @@ class RunLog:
         """What came of the run, in two lines and in summary.json; all_of_val: the tokens, where val_loss is of all."""
         if rank:
             return
-        seconds = sorted(self.step_seconds)[len(self.step_seconds) // 2]  # the median step
+        after_first = sorted(self.step_seconds[1:] or self.step_seconds)  # the first one compiles
+        seconds = after_first[len(after_first) // 2]  # the median step
         tok_per_s = self.tokens_per_step / seconds
         launcher = f"torchrun --nproc_per_node={local_world_size}" if "RANK" in os.environ else "python"
         found = {

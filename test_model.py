@@ -243,6 +243,21 @@ def test_every_arm_and_checkpointing_mode_trains_the_same(mode, fused_kernels, f
         assert_equal(again, out)
 
 
+@pytest.mark.parametrize("fused_kernels", [True, False])
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"activation_checkpointing": "selective"},
+        {"activation_checkpointing": "full"},
+        {"activation_checkpointing": "full", "offload_activations": True},
+    ],
+    ids=["selective", "full", "full, inputs kept elsewhere"],
+)
+def test_in_slices_the_mlp_trains_the_same(settings, fused_kernels):
+    sliced = build(mlp_chunks=3, fused_kernels=fused_kernels, **settings)
+    assert_close(loss_and_gradients(sliced, *batch(n_time=5)), arm_result(False, False), 1e-12)
+
+
 @pytest.mark.parametrize("mode", MODES)
 def test_backward_twice_doubles_the_gradients(mode):
     model, (tokens, targets) = build(activation_checkpointing=mode, **PLAIN), batch(n_time=5)

@@ -48,7 +48,7 @@ def _rms_norm_fwd_kernel(
     weight_ptr, weight_stride,
     y_ptr, total_ptr, rstd_ptr,
     n_cols,
-    EPS: tl.constexpr, ADD: tl.constexpr, BLOCK: tl.constexpr,
+    EPS: tl.constexpr, ADD: tl.constexpr, NEED_Y: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """One program, one row: the row stays in registers between the statistics and the product."""
     row = tl.program_id(0).to(tl.int64)
@@ -66,7 +66,9 @@ def _rms_norm_fwd_kernel(
         x = to_compute(rounded)
     rstd = tl.rsqrt(tl.sum(x * x, axis=0) / n_cols + EPS)
     tl.store(rstd_ptr + row, rstd)
-    tl.store(y_ptr + row * n_cols + cols, (x * rstd * to_compute(weight)).to(y_ptr.dtype.element_ty), mask=mask)
+    if NEED_Y:
+        y = x * rstd * to_compute(weight)
+        tl.store(y_ptr + row * n_cols + cols, y.to(y_ptr.dtype.element_ty), mask=mask)
 
 
 @triton.jit
@@ -114,11 +116,11 @@ def _rms_norm_bwd_kernel(
         tl.store(dweight_ptr + tl.program_id(0) * n_cols + cols, dweight, mask=cols < n_cols)
 
 
-def rms_norm_forward(x, residual, weight, eps):
-    """Returns y, x + residual (or x where there is no residual), rstd (N,)."""
+def rms_norm_forward(x, residual, weight, eps, need_y=True):
+    """Returns y (None where not needed), x + residual (or x where there is no residual), rstd (N,)."""
     add = residual is not None
-    y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    total = torch.empty_like(y) if add else x
+    y, total = (torch.empty(x.shape, dtype=x.dtype, device=x.device) if there else None for there in (need_y, add))
+    total = total if add else x
     x_rows = as_rows(x)
     residual_rows = as_rows(residual) if add else x_rows
     n_rows, n_cols = x_rows.shape
@@ -127,8 +129,8 @@ def rms_norm_forward(x, residual, weight, eps):
         x_rows, x_rows.stride(0), x_rows.stride(1),
         residual_rows, residual_rows.stride(0), residual_rows.stride(1),
         weight, weight.stride(0),
-        y, total, rstd, n_cols,
-        EPS=eps, ADD=add, **whole_row(n_cols),
+        y if need_y else rstd, total, rstd, n_cols,
+        EPS=eps, ADD=add, NEED_Y=need_y, **whole_row(n_cols),
     )  # fmt: skip
     return y, total, rstd
 

@@ -53,7 +53,7 @@ def swiglu_mlp_reference(
 class _SwiGLUMLP(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, residual, norm_weight, gate_up_weight, down_weight, eps, keep_gate_up, need_y, chunks):
-        normed, total, rstd = rms_norm_forward(x, residual, norm_weight, eps)
+        normed, total, rstd = rms_norm_forward(x, residual, norm_weight, eps, need_y=keep_gate_up or need_y)
         shape, gate_up = (*x.shape[:-1], down_weight.shape[0]), None
         if keep_gate_up:
             gate_up = F.linear(normed, gate_up_weight)
