@@ -93,7 +93,7 @@ def test_a_program_is_held_to_its_part_of_the_card(tmp_path, monkeypatch, capsys
     "words, message",
     [
         (["sweep=bath"], "sweep=bath: there are batch, seq, both. Did you mean batch?"),
-        (["arms=al"], "arms=al: there are all, sliced, long, kernels, torch, none. Did you mean all?"),
+        (["arms=al"], "arms=al: there are all, long, kernels, torch, none. Did you mean all?"),
         (["peers=ligr"], "Did you mean liger?"),
         (["preset=stdy"], "preset=stdy: there are study, 8b. Did you mean study?"),
         (["memory_limit=24"], "Did you mean memory_limit_gib=?"),
@@ -197,7 +197,7 @@ def test_the_study_is_both_sweeps_of_four_arms_and_two_peers_in_24_gib(monkeypat
     torch_arm, kernels = (set(card.ran[i]) for i in (0, 1))
     assert {"--fused_kernels=false", "--fused_loss=false", "--offload=all"} < torch_arm
     assert "--fused_loss=false" in kernels and "--fused_kernels=false" not in kernels
-    assert {"--mlp_chunks=16", "--offload_activations=true"} < set(card.ran[3])
+    assert "--offload_activations=true" in card.ran[3]
     peer = json.loads(card.ran[4][-1])
     assert (peer["arm"], peer["checkpointing"], peer["warmup"]) == ("hf-offload", "full", 2)
     assert sweep.parse(["preset=study", "offload=none", "steps=5"], 1)[1]["offload"] == ["none"], "words override"
@@ -554,7 +554,7 @@ def test_a_snapshot_that_was_not_left_is_said(monkeypatch):
         (["config=llama32_1"], "llama32_1 does not exist. Did you mean"),
         (["config=config/baby_llama.py"], "config/baby_llama.py leaves vocab_size to its dataset: say --vocab_size="),
         (["--fusedloss=false"], "Unknown setting fusedloss. Did you mean fused_loss?"),
-        (["--mlp_chunks=x"], "--mlp_chunks expects an int, got 'x'"),
+        (["--mlp_chunks=x"], "--mlp_chunks expects an int or none, got 'x'"),
         (["--batch_size=32"], "--batch_size: the table has several of them; to see one's parts say batch_size=..."),
         (["--activation_checkpointing=full"], "--activation_checkpointing: the table has several of them"),
         (["--world_size=8"], "Unknown setting world_size"),

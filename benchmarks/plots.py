@@ -26,7 +26,7 @@ GPUS_COLORS = {
     "nanocria-each": "#57534e", "recipe": "#2563eb", "recipe-zero2": "#1e3a8a", "torchtitan": "#93c5fd",
 }  # fmt: skip
 SWEEP_COLORS = {
-    "all": "#c2410c", "sliced": "#f59e0b", "long": "#db2777", "kernels": "#fb923c", "torch": "#7c2d12",
+    "all": "#c2410c", "long": "#db2777", "kernels": "#fb923c", "torch": "#7c2d12",
     "hf": "#9ca3af", "liger": "#2563eb", "recipe": "#0f766e",
 }  # fmt: skip
 PART_COLORS = dict(
