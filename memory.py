@@ -87,11 +87,17 @@ class Part(NamedTuple):
     how: str  # the arithmetic, in words
 
 
+def sizes(c: LlamaConfig) -> tuple[list[int], list[int]]:
+    """Of each parameter of a block, and of the root: embedding, final norm and head."""
+    qkv = c.n_embd * (c.n_head + 2 * c.n_kv_head) * c.head_dim
+    block = [qkv, c.n_embd**2, 2 * c.ffn_dim * c.n_embd, c.ffn_dim * c.n_embd, c.n_embd, c.n_embd]
+    return block, [c.vocab_size * c.n_embd] * (1 if c.tie_embeddings else 2) + [c.n_embd]
+
+
 def n_params(c: LlamaConfig) -> tuple[int, int]:
-    """Parameters of a block, and of the root: embedding, final norm and head."""
-    kv = c.n_kv_head * c.head_dim
-    block = 2 * c.n_embd**2 + 2 * c.n_embd * kv + 3 * c.n_embd * c.ffn_dim + 2 * c.n_embd
-    return block, (1 if c.tie_embeddings else 2) * c.vocab_size * c.n_embd + c.n_embd
+    """Of a block, and of the root."""
+    block, root = sizes(c)
+    return sum(block), sum(root)
 
 
 def token_bytes(c: LlamaConfig, itemsize: int, chunks: int) -> tuple[int, int]:
@@ -285,29 +291,32 @@ def largest_batch(config: LlamaConfig, plan: Plan, gib: float) -> int:
     return low
 
 
-def cpu_parts(config: LlamaConfig, plan: Plan, async_checkpoints: bool = False) -> list[Part]:
-    """What a rank holds in pinned CPU memory: what it offloads, and the copy that a checkpoint is written from."""
-    block, root = n_params(config)
-    total, itemsize = root + config.n_layer * block, plan.itemsize
+def pinned(n_bytes: float) -> int:
+    """What PyTorch takes of the CPU's memory for a tensor that a GPU can copy from: a power of two."""
+    return 1 << (math.ceil(n_bytes) - 1).bit_length()
+
+
+def cpu_parts(config: LlamaConfig, plan: Plan) -> list[Part]:
+    """What a rank holds in the CPU's memory of what it offloads."""
+    (block, root), itemsize, shards, layers = sizes(config), plan.itemsize, plan.shard_ranks, config.n_layer
+    total = layers * sum(block) + sum(root)
     learning = 12 if itemsize < 4 else 8
-    sums = 4 * (plan.micro_steps > 1)
-    needed = [
-        ("AdamW: weights and moments", learning, plan.offload != "none"),
-        ("gradients", itemsize + sums, plan.offload != "none"),
-        ("weights that compute", itemsize, plan.offload == "all"),
-        ("copy for checkpoints", 12, async_checkpoints),
-    ]
-    ranks = f" / {plan.shard_ranks} ranks" if plan.shard_ranks > 1 else ""
+    ranks = f" / {shards} ranks" if shards > 1 else ""
+    each = sum(pinned(itemsize * size / shards) for size in block * layers + root)
+    weights = layers * pinned(itemsize * sum(block)) + pinned(itemsize * sum(root)) if plan.streamed else each
+    a_layer, n_tokens = itemsize * config.n_embd, plan.batch_size * config.block_size
+    to_pin = f"parameters{ranks}, each tensor rounded up to a power of two"
     found = [
-        Part(name, size * total / plan.shard_ranks, f"{size} bytes x {total:,} parameters{ranks}")
-        for name, size, there in needed
-        if there
-    ]
-    if config.offload_activations:
-        layers, n_tokens = config.n_layer - 1, plan.batch_size * config.block_size
-        how = f"{itemsize * config.n_embd:,} bytes x {layers} layers x {n_tokens:,} tokens"
-        found.append(Part("saved activations", itemsize * config.n_embd * layers * n_tokens, how))
-    return found
+        (plan.offload != "none", "AdamW: weights and moments", learning * total / shards,
+         f"{learning} bytes x {total:,} parameters{ranks}"),
+        (plan.offload != "none" and plan.micro_steps > 1, "sums of micro-batches", 4 * total / shards,
+         f"4 bytes x {total:,} parameters{ranks}"),
+        (plan.offload != "none", "gradients", each, f"{itemsize} bytes x {total:,} {to_pin}"),
+        (plan.offload == "all", "weights that compute", weights, f"{itemsize} bytes x {total:,} {to_pin}"),
+        (config.offload_activations, "saved activations", (layers - 1) * pinned(a_layer * n_tokens),
+         f"{a_layer:,} bytes x {layers - 1} layers x {n_tokens:,} tokens, each layer rounded up to a power of two"),
+    ]  # fmt: skip
+    return [Part(name, n_bytes, how) for there, name, n_bytes, how in found if there]
 
 
 def cpu_available() -> float:

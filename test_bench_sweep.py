@@ -236,7 +236,7 @@ def test_too_little_cpu_memory_is_said_before_the_run_with_the_bytes(monkeypatch
     monkeypatch.setattr(memory, "cpu_available", lambda: 4 * 2**30)
     rows = rows_of(["offload=optimizer", "peers=hf", "batches=1,4"])
     ours, peer = (row["failed"] for _, row in rows)
-    assert ours == "offload=optimizer needs 16.1 GiB of CPU memory, this machine has 4.0"
+    assert ours == "offload=optimizer needs 16.2 GiB of CPU memory, this machine has 4.0"
     assert peer == "offload=all needs 18.4 GiB of CPU memory, this machine has 4.0"
     assert not card.ran and not any("failed" in row for _, row in rows_of(["batches=1"]))
 

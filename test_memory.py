@@ -282,11 +282,18 @@ def test_offload_moves_bytes_to_the_cpu():
     config, n = LLAMA_1B, 1_235_814_400  # peaks before there are gradients
     there, of_optimizer = memory.peak_gib(config, Plan(8)), memory.peak_gib(config, Plan(8, offload="optimizer"))
     assert there - of_optimizer == pytest.approx(12 * n / 2**30)
-    assert sum(part.bytes for part in memory.cpu_parts(config, Plan(8, offload="optimizer"))) == 14 * n
-    assert sum(part.bytes for part in memory.cpu_parts(config, Plan(8, offload="all"))) == 16 * n
+    parts = {part.name: part.bytes for part in memory.cpu_parts(config, Plan(8, 2, offload="all"))}
+    assert parts["AdamW: weights and moments"] == 12 * n and parts["sums of micro-batches"] == 4 * n
+    # Pinned: the embedding in 2^29 bytes; qkv in 2^24, o 2^23, gate and up 2^26, down 2^25, two norms 2^12 each.
+    assert parts["gradients"] == 2**29 + 2**12 + 16 * (2**24 + 2**23 + 2**26 + 2**25 + 2 * 2**12)
+    assert parts["weights that compute"] == 2**29 + 16 * 2**27
     assert memory.cpu_parts(config, Plan(8)) == []
-    four = Plan(8, world_size=4, shard_ranks=4)
-    assert [part.bytes for part in memory.cpu_parts(config, four, async_checkpoints=True)] == [12 * n / 4]
+    (states, _) = memory.cpu_parts(config, Plan(8, world_size=4, shard_ranks=4, offload="optimizer"))
+    assert states.bytes == 12 * n / 4
+
+
+def test_pinned_memory_is_a_power_of_two():
+    assert [memory.pinned(n) for n in (1, 2, 3, 2**20, 2**20 + 0.5)] == [1, 2, 4, 2**20, 2**21]
 
 
 # ----------------------------------------------------------------------------------------------------------------------
