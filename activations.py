@@ -17,7 +17,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 
 class Inputs:
-    """The inputs of the blocks of one forward pass: put in the order of forward, taken in that of backward.
+    """The inputs of the blocks of one forward pass: put in the order of forward, taken in that of backward, once.
 
     with inputs.kept(last=False): checkpoint(block, x, cos, sin)
     """
@@ -27,9 +27,13 @@ class Inputs:
         self.pinned = []  # the memory of the stack, kept from pass to pass
         self.leaving = self.coming = None  # a tensor on the GPU with the event that ends its copy
         self.stream = None
+        self.passes = 0
 
     def clear(self):
-        """Forgets a forward pass without a backward, as one that ran out of memory."""
+        """Begins a forward pass. Forgets what is left of one whose backward did not come to its end."""
+        if self.coming is not None and self.coming[1] is not None:
+            torch.cuda.current_stream().wait_event(self.coming[1])
+        self.passes += 1
         self.stack.clear()
         self.leaving = self.coming = None
 
@@ -39,11 +43,15 @@ class Inputs:
         def pack(x):
             if x.ndim == 3:
                 self.put(x, last)
-                return x.device
+                return self.passes, len(self.stack), x.device
             return x
 
         def unpack(kept):
-            return self.take(kept) if isinstance(kept, torch.device) else kept
+            if isinstance(kept, torch.Tensor):
+                return kept
+            if kept[:2] != (self.passes, len(self.stack)):
+                raise RuntimeError("offload_activations: each forward has one backward, before the next forward")
+            return self.take(kept[2])
 
         return saved_tensors_hooks(pack, unpack)
 

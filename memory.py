@@ -179,6 +179,7 @@ def moments(c: LlamaConfig, plan: Plan) -> dict[str, list[Part]]:
     buffer = int(shards > 1 and not plan.copy_engines_gather)  # of the block gathered last, or asked for next
     # one block's gradients, where they leave for the CPU one by one: while those of the next are computed
     leaving = block / shards if plan.offload == "optimizer" or plan.streamed else 0
+    head_leaves = leaving > 0 and not plan.fsdp and not c.tie_embeddings  # a tied one waits for the embedding's
     own_buffers = (3 + 2 * plan.copy_engines_reduce, 1 + plan.copy_engines_reduce)  # blocks and roots: collectives.py
     ranks = f" / {shards} ranks" if shards > 1 else ""
     everything = f"{total:,} parameters{ranks}"
@@ -231,13 +232,14 @@ def moments(c: LlamaConfig, plan: Plan) -> dict[str, list[Part]]:
         extra = Part("the block in backward", working, f"{in_block - kept:,} bytes x {n_tokens:,} tokens, beyond saved")
         gathered = k if plan.sharding == "zero2" else 1 + (k > 1) * buffer
         reducing = block if k < layers and not unsynced and not plan.copy_engines_reduce else 0
-        return at(extra, k, gathered, layers - k, root_gradients=head, reducing=reducing, root_here=False)
+        head_here = not head_leaves or k == layers
+        return at(extra, k, gathered, layers - k, root_gradients=head * head_here, reducing=reducing, root_here=False)
 
     loss_forward, loss_backward = loss_bytes(c, plan, n_tokens)
     all_blocks = layers if plan.sharding == "zero2" else 0
     # Tied or not, two gradients as large as the embedding: a tied head's waits to be added to it, in place unless
     # F.linear made it.
-    copies = 3 if c.tie_embeddings and not c.fused_loss else 2
+    copies = 3 if c.tie_embeddings and not c.fused_loss else 2 - head_leaves
     embedding = Part("the embedding's input", itemsize * n_tokens * c.n_embd, f"{n_tokens:,} tokens")
     result = {
         "end of forward, in the loss": at(loss_forward, layers, all_blocks + buffer),
@@ -300,7 +302,9 @@ def cpu_parts(config: LlamaConfig, plan: Plan) -> list[Part]:
     """What a rank holds in the CPU's memory of what it offloads."""
     (block, root), itemsize, shards, layers = sizes(config), plan.itemsize, plan.shard_ranks, config.n_layer
     total = layers * sum(block) + sum(root)
-    learning = 12 if itemsize < 4 else 8
+    learning = (
+        8 if itemsize == 4 and plan.offload == "all" else 12
+    )  # there a weight that computes is the one that learns
     ranks = f" / {shards} ranks" if shards > 1 else ""
     each = sum(pinned(itemsize * size / shards) for size in block * layers + root)
     weights = layers * pinned(itemsize * sum(block)) + pinned(itemsize * sum(root)) if plan.streamed else each

@@ -7,8 +7,8 @@
                     and the new parameter is written: into pinned memory, from where it is copied to the GPU
     next forward    each layer waits for its own: the GPU computes with the first while the CPU moves the last
 
-So for n parameters 4n bytes cross to the CPU and back in bfloat16, hidden where a step is long enough, and w, m and v
-are read and written where they lie. The losses are those of the optimizer on the GPU.
+So for n parameters 2n bytes in bfloat16 cross to the CPU and as many back, hidden where a step is long enough, and w, m
+and v are read and written where they lie. The losses are those of the optimizer on the GPU.
 
 The weights that compute stay on the GPU (offload = 'optimizer': a new one overwrites its gradient in the pinned memory
 on its way there), or have their home beside the optimizer (offload = 'all'). Then weights.py copies each block's when
@@ -108,6 +108,12 @@ class OffloadedAdamW(AdamW):
     def tensors(self) -> dict:
         self.finish()
         return super().tensors()
+
+    def refresh(self):
+        self.finish()
+        super().refresh()
+        if self.weights is not None:
+            self.weights.forget()
 
     # ------------------------------------------------------------------------------------------------------------------
     # Gradients

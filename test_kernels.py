@@ -9,7 +9,9 @@ rounding. Its mean signed error is near zero: truncation passes the first check 
 """
 
 import os
+import platform
 import re
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable
@@ -961,6 +963,18 @@ def test_adamw_is_pytorchs(adamw, dtype, of_grad):
         torch.testing.assert_close(parameter.float(), w, rtol=2**-7, atol=0)
     else:
         assert torch.equal(parameter, w.to(dtype)), "the parameter is not the rounded w"
+
+
+@pytest.mark.parametrize(
+    "compiler, builds", [("false", False), ("there_is_no_such_compiler", False), ("{} -m64", True)]
+)
+def test_adamw_in_c_is_built_by_the_compiler_named(compiler, builds, monkeypatch, capsys):
+    found = next(filter(shutil.which, ("cc", "gcc", "clang")), None)
+    if builds and (found is None or platform.machine() != "x86_64"):
+        pytest.skip("no C compiler that knows -m64 here")
+    monkeypatch.setenv("CC", compiler.format(found))
+    assert (adamw_file.c_library.__wrapped__() is not None) == builds
+    assert ("kernels/adamw.c was not built" in capsys.readouterr().err) != builds
 
 
 @pytest.mark.parametrize("scale", [float("nan"), float("inf")])

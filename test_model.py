@@ -258,6 +258,18 @@ def test_in_slices_the_mlp_trains_the_same(settings, fused_kernels):
     assert_close(loss_and_gradients(sliced, *batch(n_time=5)), arm_result(False, False), 1e-12)
 
 
+def test_inputs_kept_elsewhere_are_for_one_backward():
+    """Of a forward before the last they would be the wrong ones."""
+    model = build(activation_checkpointing="full", offload_activations=True, **PLAIN)
+    first, second = (model(*batch(n_time=5)) for _ in range(2))
+    with pytest.raises(RuntimeError, match="one backward"):
+        first.backward()
+    second = model(*batch(n_time=5))
+    second.backward(retain_graph=True)
+    with pytest.raises(RuntimeError, match="one backward"):
+        second.backward()
+
+
 @pytest.mark.parametrize("mode", MODES)
 def test_backward_twice_doubles_the_gradients(mode):
     model, (tokens, targets) = build(activation_checkpointing=mode, **PLAIN), batch(n_time=5)

@@ -103,7 +103,7 @@ seed = 1337  # of the weights and of the order of the data
 sharding: Literal["zero3", "zero2", "hybrid"] = "zero3"  # zero2: weights stay whole for backward; hybrid: copies
 shard_ranks: int | None = None  # hybrid: this many ranks shard each copy of the model; none: those of one machine
 sync_every_micro_batch = True  # false: once a step, but with the gradients of the whole model on every rank
-offload: Literal["none", "optimizer", "all"] = "none"  # to CPU memory: AdamW's states; all: weights, gradients too
+offload: Literal["none", "optimizer", "all"] = "none"  # to CPU memory: AdamW's states, gradients; all: weights too
 copy_engines: bool | None = None  # weights and gradients cross NVLink without the multiprocessors; none: where they can
 timeout = 600.0  # seconds after which ranks that wait for another say for whom, and end the run
 # ----------------------------------------------------------------------------------------------------------------------

@@ -37,6 +37,8 @@ def point_into(flat: torch.Tensor, offset: int, parameter: nn.Parameter) -> torc
 class StreamedWeights:
     """Takes the weights of a model, which are on the CPU, and sees to it that each is on the device when it computes.
 
+    Each forward that leaves a graph has one backward, before the next forward; evaluation may come between the two.
+
     before_copy: called with a prefix of names, 'layers.3.' or '' for the root, before these weights are read at home.
     """
 

@@ -1,5 +1,5 @@
 // One step of AdamW over n parameters in the CPU's memory, in one pass: adamw.py has the formula, and builds this file.
-// bfloat16 is the upper half of a float32; it is rounded to nearest, ties to even. `grad` may be `parameter` itself.
+// bfloat16 is the upper half of a float32; it is rounded to nearest, ties to even (what is finite). `grad` may be `parameter` itself.
 
 #include <math.h>
 #include <stdint.h>
@@ -25,13 +25,13 @@ static inline float round_to_float(float x) { return x; }
 
 #define ADAMW(NAME, PARAMETER, GRAD)                                                                                   \
     void NAME(PARAMETER *parameter, const GRAD *grad, float *w, float *m, float *v, int64_t n, int threads,            \
-              float scale, float lr, float m_correction, float sqrt_v_correction, float beta1, float beta2, float eps, \
-              float weight_decay) {                                                                                    \
+              float scale, float lr, float m_correction, float sqrt_v_correction, float one_less_beta1,                \
+              float one_less_beta2, float eps, float weight_decay) {                                                   \
         _Pragma("omp parallel for simd num_threads(threads) schedule(static)")                                         \
         for (int64_t i = 0; i < n; i++) {                                                                              \
             float g = scale * read_##GRAD(grad[i]);                                                                    \
-            float new_m = m[i] + (1 - beta1) * (g - m[i]);                                                             \
-            float new_v = v[i] + (1 - beta2) * (g * g - v[i]);                                                         \
+            float new_m = m[i] + one_less_beta1 * (g - m[i]);                                                          \
+            float new_v = v[i] + one_less_beta2 * (g * g - v[i]);                                                      \
             float step = new_m * m_correction / (sqrtf(new_v) * sqrt_v_correction + eps) + weight_decay * w[i];        \
             float new_w = w[i] - lr * step;                                                                            \
             m[i] = new_m;                                                                                              \

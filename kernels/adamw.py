@@ -19,8 +19,10 @@ import ctypes
 import functools
 import math
 import os
+import shlex
 import shutil
 import subprocess
+import sys
 import tempfile
 from pathlib import Path
 
@@ -109,18 +111,20 @@ C_NAMES = {torch.bfloat16: "bfloat16", torch.float32: "float"}
 
 @functools.cache
 def c_library() -> ctypes.CDLL | None:
-    """adamw.c, built for this CPU by the C compiler that Triton needs too; None where that fails."""
-    compiler = os.environ.get("CC") or next(filter(shutil.which, ("cc", "gcc", "clang")), None)
-    with tempfile.TemporaryDirectory() as folder:
-        built, source = Path(folder, "adamw.so"), Path(__file__).with_name("adamw.c")
-        flags = ["-O3", "-march=native", "-fno-math-errno", "-fopenmp", "-shared", "-fPIC"]
-        try:
-            subprocess.run(
-                [str(compiler), *flags, str(source), "-o", str(built), "-lm"], capture_output=True, check=True
-            )
-            return ctypes.CDLL(str(built))
-        except (OSError, subprocess.CalledProcessError):
-            return None
+    """adamw.c, built for this CPU by the C compiler that Triton needs too; None, which is said, where that fails."""
+    found = filter(shutil.which, ("cc", "gcc", "clang"))
+    compiler = shlex.split(os.environ.get("CC", "")) or [next(found, "no C compiler")]
+    flags = ["-O3", "-march=native", "-fno-math-errno", "-fopenmp", "-shared", "-fPIC"]
+    try:
+        with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
+            built, source = str(Path(folder, "adamw.so")), str(Path(__file__).with_name("adamw.c"))
+            subprocess.run([*compiler, *flags, source, "-o", built, "-lm"], capture_output=True, check=True)
+            return ctypes.CDLL(built)
+    except (OSError, subprocess.CalledProcessError) as error:
+        print(
+            f"AdamW on the CPU is PyTorch's, the slower one: kernels/adamw.c was not built ({error})", file=sys.stderr
+        )
+        return None
 
 
 @torch.no_grad()
@@ -148,7 +152,7 @@ def adamw_on_cpu(
     if not known or not all(x.is_contiguous() for x in tensors) or c_library() is None:
         return adamw_in_pieces(*tensors, scale, lr, t, beta1, beta2, eps, weight_decay)
     step = getattr(c_library(), f"adamw_{C_NAMES[parameter.dtype]}_{C_NAMES[grad.dtype]}")
-    scalars = scale, lr, 1 / (1 - beta1**t), 1 / math.sqrt(1 - beta2**t), beta1, beta2, eps, weight_decay
+    scalars = scale, lr, 1 / (1 - beta1**t), 1 / math.sqrt(1 - beta2**t), 1 - beta1, 1 - beta2, eps, weight_decay
     sizes = ctypes.c_int64(w.numel()), ctypes.c_int(torch.get_num_threads())
     step(*(ctypes.c_void_p(x.data_ptr()) for x in tensors), *sizes, *map(ctypes.c_float, scalars))
 

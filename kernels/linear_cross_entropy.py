@@ -226,8 +226,8 @@ def linear_cross_entropy(
     chunks and rounded once. Gradients are computed only for what requires them. ValueError for unfit shapes or options.
 
     fp32_dweight=False is for the last GiB: dW is summed in the dtype of the weight, rounded at each chunk (four chunks
-    make its error one and a half times that of one rounding), and backward scales both gradients where they lie, once
-    only. Not in fp16, which cannot hold such sums.
+    make its error 1.6 times that of one rounding), the mean's 1/n in it from the start, and backward scales both
+    gradients where they lie, once only. Not in fp16, which cannot hold such sums.
     """
     if x.ndim != 2 or weight.ndim != 2 or x.shape[1] != weight.shape[1] or x.dtype != weight.dtype:
         raise ValueError(
