@@ -90,7 +90,9 @@ def sum_rows(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     return out
 
 
-def accumulate(total, a, b, first):
+# Opaque: the compiler does not know addmm with an output of another dtype.
+@torch.library.custom_op("nanocria::accumulate", mutates_args=("total",))
+def accumulate(total: torch.Tensor, a: torch.Tensor, b: torch.Tensor, first: bool) -> None:
     """total (fp32, or fp64 for fp64) = a @ b, plus what it held before unless this is the first of several."""
     beta = 0 if first else 1  # with 0 the uninitialised total is never read
     if a.dtype == total.dtype:
