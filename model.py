@@ -89,13 +89,16 @@ class LlamaConfig:
 
     def chunks_of_loss(self, n_tokens: int, dtype: torch.dtype) -> dict:
         """How linear_cross_entropy takes them. Full checkpointing is for those whom memory troubles: half the logits
-        at a time, and where so there are four chunks at most, the head's gradient is summed as it is.
+        at a time, or a quarter of the tokens if that is less; the gradient of the head is then summed as it is.
         """
         chunk_tokens = default_chunk_tokens(self.vocab_size, dtype.itemsize)
         if self.activation_checkpointing != "full":
             return {"chunk_tokens": chunk_tokens, "fp32_dweight": True}
         chunk_tokens = max(chunk_tokens // 2, 256)
-        return {"chunk_tokens": chunk_tokens, "fp32_dweight": n_tokens > 4 * chunk_tokens or dtype == torch.float16}
+        few = n_tokens <= 4 * chunk_tokens
+        if chunk_tokens < n_tokens and few:
+            chunk_tokens = math.ceil(n_tokens / 1024) * 256
+        return {"chunk_tokens": chunk_tokens, "fp32_dweight": not few or dtype == torch.float16}
 
 
 MLP_SLICE = 8192  # tokens: at 112 x 1,024 of Llama 3.2 1B, larger ones are no faster on an H200

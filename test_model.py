@@ -258,6 +258,20 @@ def test_in_slices_the_mlp_trains_the_same(settings, fused_kernels):
     assert_close(loss_and_gradients(sliced, *batch(n_time=5)), arm_result(False, False), 1e-12)
 
 
+def test_full_checkpointing_takes_smaller_pieces():
+    config = LlamaConfig(n_layer=1, n_head=2, n_kv_head=1, n_embd=8, ffn_dim=16, vocab_size=128256, block_size=8)
+    full = replace(config, activation_checkpointing="full")
+    for n_tokens, chunk_tokens, fp32_dweight in ((2048, 2048, False), (3000, 768, False), (8192, 2048, False),
+                                                 (8193, 2048, True)):  # fmt: skip
+        expected = {"chunk_tokens": chunk_tokens, "fp32_dweight": fp32_dweight}
+        assert full.chunks_of_loss(n_tokens, BF16) == expected
+        assert full.chunks_of_loss(n_tokens, torch.float16)["fp32_dweight"], "float16 cannot hold the sums"
+        assert config.chunks_of_loss(n_tokens, BF16) == {"chunk_tokens": 4096, "fp32_dweight": True}
+    assert [c.chunks_of_mlp(100_000) for c in (config, full, replace(full, mlp_chunks=3))] == [1, 12, 3]
+    assert [full.chunks_of_mlp(n) for n in (1, 16_383, 16_384)] == [1, 1, 2]
+    assert replace(full, fused_kernels=False).chunks_of_mlp(100_000) == 1, "plain PyTorch would pay for it"
+
+
 def test_inputs_kept_elsewhere_are_for_one_backward():
     """Of a forward before the last they would be the wrong ones."""
     model = build(activation_checkpointing="full", offload_activations=True, **PLAIN)
