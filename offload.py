@@ -66,8 +66,8 @@ class OffloadedAdamW(AdamW):
             prefix = f"layers.{i}."
             self.groups[prefix] = [name for name in self.parameters if name.startswith(prefix)]
             layer.register_forward_pre_hook(self._waiter(prefix), prepend=True)
-        layer.register_forward_pre_hook(self._free_root)
-        on_gpu = [name for name, parameter in self.parameters.items() if local(parameter).is_cuda]
+        model.layers[-1].register_forward_pre_hook(self._free_root)
+        on_gpu = local(next(iter(self.parameters.values()))).is_cuda  # one and so all
         self.stream = torch.cuda.Stream() if on_gpu else None
         self.leaving, self.leaving_group = [], None  # the gradients that are being copied, all of one group
         for group, names in self.groups.items():

@@ -92,7 +92,7 @@ class _SwiGLUMLP(torch.autograd.Function):
 
 
 def slices(n_rows: int, chunks: int) -> list[slice]:
-    """The rows in so many parts, as equal as can be, of any number of rows as many: the compiler unrolls the loop."""
+    """The rows in so many parts, as equal as can be. Never fewer, some may be empty: the compiler unrolls the loop."""
     bounds = [n_rows * i // chunks for i in range(chunks + 1)]
     return [slice(*pair) for pair in pairwise(bounds)]
 
