@@ -17,9 +17,12 @@ What the README says was measured stands between two of its markers and comes fr
 """
 
 import difflib
+import importlib
+import os
 import sys
 
-COMMANDS = ["estimate", "snapshot", "kernels", "step", "gpus", "record", "readme"]
+MODULES = ["estimate", "snapshot", "kernels", "step", "gpus"]  # of benchmarks/
+COMMANDS = [*MODULES, "record", "readme"]
 
 
 def main(argv: list[str]) -> None:
@@ -28,26 +31,14 @@ def main(argv: list[str]) -> None:
             from benchmarks import sweep
 
             sweep.main(words)
-        case ["estimate", *words]:
-            from benchmarks import estimate
-
-            estimate.main(words)
-        case ["snapshot", *words]:
-            from benchmarks import snapshot
-
-            snapshot.main(words)
-        case ["kernels", *words]:
-            from benchmarks import kernels
-
-            kernels.main(words)
-        case ["step", *words]:
-            from benchmarks import step
-
-            step.main(words)
-        case ["gpus", *words]:
-            from benchmarks import gpus
-
-            gpus.main(words)
+        case [command, *words] if command in MODULES:
+            module = importlib.import_module(f"benchmarks.{command}")
+            if asks_for_help(words):
+                print(module.__doc__.strip())
+            else:
+                module.main(words)
+        case words if words[0] == "help" or asks_for_help(words):
+            print(__doc__.strip())
         case ["record", folder, name]:
             from benchmarks import report
 
@@ -56,10 +47,31 @@ def main(argv: list[str]) -> None:
             from benchmarks import report
 
             report.write_readme()
-        case [word, *_]:
-            near = difflib.get_close_matches(word, COMMANDS, 1)
-            sys.exit(f"{__doc__}\nUnknown word {word}" + (f". Did you mean {near[0]}?" if near else ""))
+        case ["record" | "readme", *_]:
+            sys.exit("usage: python bench.py record FOLDER NAME\n       python bench.py readme")
+        case words:
+            unknown = next(word for word in words if "=" not in word)
+            sys.exit(f"{__doc__}\nUnknown word {unknown}{hint(unknown)}")
+
+
+def asks_for_help(words: list[str]) -> bool:
+    return "--help" in words or "-h" in words
+
+
+def hint(word: str) -> str:
+    if word.startswith("--"):
+        return f": say {word}=..."
+    if word in COMMANDS:
+        return f": it comes first, python bench.py {word}"
+    near = difflib.get_close_matches(word, COMMANDS, 1)
+    return f". Did you mean {near[0]}?" if near else ""
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    try:
+        try:
+            main(sys.argv[1:])
+        finally:
+            sys.stdout.flush()  # here, and not when the interpreter ends
+    except BrokenPipeError:  # whoever reads has read enough, as head does
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

@@ -9,6 +9,7 @@ is renamed to step_000250.damaged, and the one before it is used.
 """
 
 import concurrent.futures
+import errno
 import json
 import os
 import shutil
@@ -27,11 +28,12 @@ from torch.distributed.checkpoint.api import CheckpointException
 import memory
 from model import Llama, LlamaConfig
 from optimizer import AdamW, local
-from ranks import local_world_size, maximum, worker_thread
+from ranks import local_world_size, maximum, rank, worker_thread
 
 # A lone process is not a mistake.
 warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninitialized")
 
+NOT_DAMAGE = {errno.ENOMEM, errno.EACCES, errno.EPERM, errno.EMFILE, errno.ENFILE, errno.ESTALE, errno.ETIMEDOUT}
 META = {"step", "updates", "dtype", "loss_scale", "model", "dataset", "settings", "checksums"}
 
 
@@ -50,8 +52,12 @@ class Damaged(ValueError):
     """The disk holds something else than what was saved."""
 
 
-def _rank0() -> bool:
-    return not dist.is_initialized() or dist.get_rank() == 0
+def _unreadable(path, what, error) -> Exception:
+    """What an error in reading means: Damaged, unless it says nothing of the content: no memory, no permission, ..."""
+    cause = _cause(error)
+    if isinstance(cause, MemoryError) or getattr(cause, "errno", None) in NOT_DAMAGE:
+        return OSError(f"{path} cannot be read: {what}{_reason(error)}")
+    return Damaged(f"{path} is damaged: {what}{_reason(error)}")
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -66,9 +72,9 @@ class Saver:
         saver.wait_for_copy()         # before the weights change: the GPU waits for the copy, the CPU does not
         if saver.done(): path = saver.result()
 
-    The tensors are copied to pinned memory of the CPU, 12 bytes for each parameter of the rank, while the next step's
-    forward runs; a thread writes them to the disk. Where there is no memory for that, or beside is False, start returns
-    when all is written.
+    The tensors are copied to pinned memory of the CPU while the next step's forward runs, 12 bytes for each parameter
+    of the rank and what rounding each tensor up to a power of two adds; a thread writes them to the disk. Where there
+    is no memory for that, or beside is False, start returns when all is written.
     """
 
     def __init__(self, out_dir: str, optimizer: AdamW, keep_last: int, beside: bool = True):
@@ -81,7 +87,8 @@ class Saver:
         self.future, self.copied, self.seconds = None, None, 0.0  # seconds: what saving has cost the main thread
         self.stream = torch.cuda.Stream() if torch.cuda.is_initialized() else None
         tensors = optimizer.tensors()
-        n_bytes = sum(local(x).nbytes for x in _flatten(tensors).values())
+        mine = [local(x) for x in _flatten(tensors).values()]
+        n_bytes = sum(memory.pinned(x.nbytes) if x.is_cuda and x.numel() else x.nbytes for x in mine)
         # Agreed before any rank takes some; without it the system would end the run to find as much.
         there = maximum([n_bytes * local_world_size - memory.cpu_available()])[0] <= 0
         # Pinning 15 GB takes seconds: the thread does it while the first steps run.
@@ -140,7 +147,7 @@ class Saver:
             copied.synchronize()
 
         def begin():
-            if _rank0():
+            if rank == 0:
                 for left in self.out_dir.glob("step_*.partial"):  # by a run that was killed while it saved or deleted
                     shutil.rmtree(left)
                 partial.mkdir(parents=True)
@@ -149,7 +156,7 @@ class Saver:
             dcp.save(tensors, checkpoint_id=partial, process_group=self.group, no_dist=self.group is None)
 
         def commit():
-            if _rank0():
+            if rank == 0:
                 with open(partial / "meta.json", "w") as file:
                     json.dump(meta, file, indent=2)
                     file.flush()
@@ -164,10 +171,10 @@ class Saver:
             for act in (begin, write, commit):
                 _together(act, self.group)
         except OSError:
-            if _rank0():
+            if rank == 0:
                 shutil.rmtree(partial, ignore_errors=True)
             raise
-        if _rank0():
+        if rank == 0:
             for old in _steps(self.out_dir)[: -self.keep_last]:
                 try:
                     _remove(old)
@@ -201,15 +208,20 @@ def _together(function: Callable, group: dist.ProcessGroup | None = None):
     if dist.is_initialized():
         errors = [None] * dist.get_world_size()
         dist.all_gather_object(errors, error, group)
-    for rank, error in enumerate(errors):
+    for other, error in enumerate(errors):
         if error:
-            raise OSError(error if len(errors) == 1 else f"rank {rank}: {error}")
+            raise OSError(error if len(errors) == 1 else f"rank {other}: {error}")
+
+
+def _cause(error) -> BaseException:
+    """Of what happened on several ranks the first."""
+    failures = error.failures if isinstance(error, CheckpointException) else {}
+    return next(iter(failures.values()))[0] if failures else error
 
 
 def _reason(error) -> str:
-    """One line; of what happened on several ranks the first."""
-    if isinstance(error, CheckpointException) and error.failures:
-        error = next(iter(error.failures.values()))[0]
+    """One line."""
+    error = _cause(error)
     if isinstance(error, OSError) and error.strerror:
         return f"{error.strerror}: {error.filename}" if error.filename else error.strerror
     return next(iter(str(error).strip().splitlines()), type(error).__name__)
@@ -255,12 +267,15 @@ def _map(function, tensors):
 
 
 def read_meta(path: Path) -> dict:
-    """The content of a checkpoint's meta.json. Raises Damaged where it is none, ValueError where another version's."""
+    """The content of a checkpoint's meta.json.
+
+    Raises Damaged where it is none, ValueError where another version's, OSError where it cannot be read now.
+    """
     try:
         meta = json.loads((Path(path) / "meta.json").read_text())
         missing = META - meta.keys()
     except (OSError, ValueError, AttributeError) as error:
-        raise Damaged(f"{path} is damaged: meta.json: {_reason(error)}") from error
+        raise _unreadable(path, "meta.json: ", error) from error
     if missing:
         raise ValueError(f"{path} is no checkpoint of this version: its meta.json lacks {', '.join(sorted(missing))}")
     return meta
@@ -270,7 +285,7 @@ def load_newest(out_dir: str, optimizer: AdamW, refuse: Callable) -> tuple[Path,
     """Fills an optimizer and the weights of its model, sharded in any way, from the newest checkpoint that is whole.
 
     refuse(path, meta) is called before the tensors are read. Returns path, meta and what was wrong with newer ones,
-    which are renamed. Raises ValueError where none is whole, OSError where one cannot be renamed.
+    which are renamed. Raises ValueError where none is whole, OSError where one cannot be read now, or renamed.
     """
     damaged = []
     while path := newest(out_dir):
@@ -291,7 +306,7 @@ def load_newest(out_dir: str, optimizer: AdamW, refuse: Callable) -> tuple[Path,
 
 
 def _set_aside(path):
-    if _rank0():
+    if rank == 0:
         aside = path.with_name(path.name + ".damaged")
         if aside.exists():  # the same step, damaged before
             shutil.rmtree(aside)
@@ -306,7 +321,7 @@ def _read(tensors, path, meta, group=None, no_dist=False):
             raise FileNotFoundError("its .metadata is missing")
         dcp.load(tensors, checkpoint_id=path, no_dist=no_dist)
     except (Exception, CheckpointException) as error:  # missing files, cut files, other shapes: all sorts
-        raise Damaged(f"{path} is damaged: {_reason(error)}") from error
+        raise _unreadable(path, "", error) from error
     for name, found in checksums(tensors, group).items():
         if found != meta["checksums"].get(name):
             raise Damaged(f"{path} is damaged: {name} is not what was saved")

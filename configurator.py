@@ -165,8 +165,12 @@ def read_file(path: str, settings: dict, script: str) -> dict:
         # Near is measured between bare names: the folder and the .py would make all of them look alike.
         folders = [os.path.dirname(path) or ".", os.path.relpath(Path(script).resolve().parent / "config")]
         files = {file.stem: str(file) for folder in folders for file in Path(folder).glob("*.py")}
-        problem = "is not a file" if os.path.exists(path) else "does not exist"
+        problem = "is not a config file" if os.path.exists(path) else "does not exist"
+        if os.path.isdir(path) and "out_dir" in settings:
+            raise SettingError(f"{path} is a folder. Did you mean --out_dir={path}?")
         raise SettingError(f"{path} {problem}{did_you_mean(Path(path).stem, files)}")
+    if not path.endswith(".py"):
+        raise SettingError(f"{path} is no config file: that is a .py of assignments, as in batch_size = 4")
     try:
         namespace = runpy.run_path(path)
         tree = ast.parse(Path(path).read_bytes())
@@ -175,6 +179,11 @@ def read_file(path: str, settings: dict, script: str) -> dict:
         line = frames[-1].lineno if frames else getattr(error, "lineno", None) or 1
         raise SettingError(f"{path}:{line}: {type(error).__name__}: {getattr(error, 'msg', error)}") from error
     stores = [node for node in ast.walk(tree) if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)]
+    for node in ast.walk(tree):
+        if isinstance(node, ast.AnnAssign) and node.value is None:  # batch_size: 4
+            name = ast.unparse(node.target)
+            value = ast.unparse(node.annotation)
+            raise SettingError(f"{path}:{node.lineno}: {name} gets no value. Write {name} = {value}")
     lines = {node.id: node.lineno for node in sorted(stores, key=lambda node: node.lineno)}
     values = {}
     for name, value in namespace.items():

@@ -10,8 +10,8 @@ import torch
 class CUDAGraph:
     """A function of tensors. The first call records what it launches, and every call replays that on its own inputs.
 
-    The function must launch the same on every call and must not wait for the GPU. It is called once before, by itself:
-    then it has compiled what it needs and allocated what it keeps.
+    The function must launch the same on every call and must not wait for the GPU. Call it once yourself before: then it
+    has compiled what it needs and allocated what it keeps.
     """
 
     pool = None  # of memory, shared by all graphs: what one leaves the next may take

@@ -6,9 +6,11 @@ silently: NCCL's kernels spin on the GPU. Hence the watch: a thread in each rank
 through torchrun's store, how far it is.
 """
 
+import contextlib
 import functools
 import os
 import platform
+import signal
 import sys
 import threading
 import time
@@ -31,7 +33,8 @@ GRACE = 5.0  # seconds that a dead rank's peers have to find out by themselves, 
 def print0(*args, **kwargs) -> None:
     """Rank 0 speaks for all."""
     if rank == 0:
-        print(*args, flush=True, **kwargs)
+        with contextlib.suppress(OSError):  # a full disk, a terminal that has gone
+            print(*args, flush=True, **kwargs)
 
 
 def stop(message: str) -> NoReturn:
@@ -96,8 +99,9 @@ def part(code: int) -> None:
     if world_size > 1:
         dist.barrier()
         dist.destroy_process_group()
-        sys.stdout.flush()
-        sys.stderr.flush()
+        with contextlib.suppress(OSError):
+            sys.stdout.flush()
+            sys.stderr.flush()
         os._exit(code)
     if code:
         sys.exit(code)
@@ -125,6 +129,7 @@ class Watch:
         self.beats, self.count, self.doing = 0, 0, "starting"  # how often this rank has come on, and to what
         self.lost = {}  # when the death of which rank was noticed
         self.over = threading.Event()
+        self.launcher = os.getppid()  # torchrun
         if world_size > 1:
             address = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
             # A connection of its own: a store answers one question at a time.
@@ -144,11 +149,15 @@ class Watch:
     def _watch(self):
         processes, misses = None, 0
         while not self.over.wait(BEAT):
+            if os.getppid() != self.launcher:  # killed: nobody would stop the ranks any more, or start them anew
+                print0("torchrun has gone")
+                os.kill(os.getpid(), signal.SIGTERM)
+                return
             try:
                 processes = processes or [self.store.get(f"process_{r}").decode().split() for r in range(world_size)]
                 self._look(processes)
                 misses = 0
-            except dist.DistError:  # a slow answer; or the store has gone, and with it torchrun: it stops the ranks
+            except dist.DistError:  # a slow answer; or the store has gone with the torchrun that kept it
                 misses += 1
                 if misses == MISSES:
                     return

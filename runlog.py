@@ -83,7 +83,7 @@ class RunLog:
             return
         path = self.out_dir / "metrics.jsonl"
         lines = path.read_text().splitlines() if first_step and path.exists() else []
-        kept = [line for line in lines if line.endswith("}") and json.loads(line)["step"] <= first_step]
+        kept = [line for line in lines if line.endswith("}") and json.loads(line).get("step", 0) <= first_step]
         partial = path.with_name("metrics.jsonl.partial")
         partial.write_text("".join(line + "\n" for line in kept))
         partial.replace(path)

@@ -37,6 +37,9 @@ dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"  # auto: bfloa
 # ----------------------------------------------------------------------------------------------------------------------
 configure(globals(), sys.argv[1:])
 
+out_dir = os.path.expanduser(out_dir)  # a shell leaves the ~ of --out_dir=~/runs as it is
+if seed >= 2**63:
+    sys.exit(f"seed is {seed}: it must be below 2**63")
 for name in ("num_samples", "max_new_tokens"):
     if globals()[name] < 1:
         sys.exit(f"{name} is {globals()[name]}: it must be at least 1")
@@ -54,7 +57,7 @@ try:
     tokenizer = get_tokenizer(checkpoint.read_meta(path)["dataset"]["tokenizer"], tokenizer_path)
     end = end_of_text(tokenizer)
     model = checkpoint.load_model(path, device, getattr(torch, dtype))
-except (FileNotFoundError, ValueError) as error:
+except (OSError, ValueError) as error:
     sys.exit(str(error))
 generator = torch.Generator(device).manual_seed(seed)
 # Documents follow one another in the training data, each behind the end of the one before.

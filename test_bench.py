@@ -71,9 +71,37 @@ def test_a_part_is_asked_for_once_its_record_exists_and_refused_before(tmp_path,
     assert "rms_norm" in report.render("<!-- kernels --><!-- /kernels -->")
 
 
-def test_to_words_that_it_does_not_know_it_explains_itself():
-    with pytest.raises(SystemExit, match="python bench.py readme"):
-        bench.main(["help"])
+@pytest.mark.parametrize(
+    ("words", "end"),
+    [
+        (["estimat"], "Unknown word estimat. Did you mean estimate?"),
+        (["card=24", "estimate"], "Unknown word estimate: it comes first, python bench.py estimate"),
+        (["sweep=both", "--mlp_chunks", "8"], "Unknown word --mlp_chunks: say --mlp_chunks=..."),
+    ],
+)
+def test_to_words_that_it_does_not_know_it_explains_itself(words, end):
+    with pytest.raises(SystemExit) as stop:
+        bench.main(words)
+    assert "python bench.py readme" in stop.value.code and stop.value.code.endswith(end)
+
+
+@pytest.mark.parametrize("words", [["--help"], ["-h"], ["help"], ["record", "--help"], ["sweep=both", "-h"]])
+def test_help_is_printed_and_is_no_failure(words, capsys):
+    bench.main(words)
+    assert capsys.readouterr().out == bench.__doc__.lstrip()
+
+
+@pytest.mark.parametrize("command", bench.MODULES)
+def test_each_command_has_help_of_its_own(command, capsys):
+    for words in (["--help"], ["out=here.json", "-h"]):
+        bench.main([command, *words])
+        assert f"\n    python bench.py {command} " in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("words", [["record"], ["record", "out"], ["readme", "now"]])
+def test_a_command_with_too_few_or_too_many_words_shows_how_it_is_used(words):
+    with pytest.raises(SystemExit, match="usage: python bench.py record FOLDER NAME"):
+        bench.main(words)
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -241,6 +241,12 @@ def test_too_little_cpu_memory_is_said_before_the_run_with_the_bytes(monkeypatch
     assert not card.ran and not any("failed" in row for _, row in rows_of(["batches=1"]))
 
 
+def test_what_train_py_would_refuse_is_a_row_that_says_why(monkeypatch):
+    card = Card(monkeypatch)
+    ((_, row),) = rows_of(["arms=long", "checkpointing=full", "batches=1,4", "--compile=true"])
+    assert row["failed"].startswith("offload_activations works without compile") and not card.ran
+
+
 def test_peers_can_be_measured_alone(monkeypatch):
     Card(monkeypatch)
     assert [row["arm"] for _, row in rows_of(["arms=none", "peers=liger,recipe", "batches=1"])] == ["liger", "recipe"]
@@ -544,10 +550,14 @@ def test_a_snapshot_that_was_not_left_is_said(monkeypatch):
     [
         (
             ["card=4080"],
-            "card=4080: there are 3090, 4090, 5090, a100-40, a100-80, h100, h200, b200, or a number of GiB, as in",
+            "card=4080: there are 3090, 4090, 5090, a10g, l4, l40s, a100-40, a100-80, h100, h200, b200, or a number of "
+            "GiB, as in",
         ),
         (["card=h10"], "Did you mean h100?"),
+        (["card=A100"], "Did you mean a100-40 or a100-80?"),
         (["card=0"], "card=0: there are"),
+        (["card=0GB"], "card=0GB: there are"),
+        (["card=24MB"], "card=24MB: there are"),
         (["block=2048"], "Did you mean block_size=?"),
         (["offload=half"], "offload=half: there are none, optimizer, all"),
         (["batch_size=0"], "batch_size=0: a whole number, at least 1"),
@@ -559,11 +569,72 @@ def test_a_snapshot_that_was_not_left_is_said(monkeypatch):
         (["--activation_checkpointing=full"], "--activation_checkpointing: the table has several of them"),
         (["--world_size=8"], "Unknown setting world_size"),
         (["checkpointing=none", "--mlp_chunks=4"], "mlp_chunks"),
+        (["--mlp_chunks", "x"], "--mlp_chunks expects an int or none, got 'x'"),
+        (["card=h100", "24"], "Unknown word 24"),
+        (
+            ["config=config/llama31_8b.py", "card=h100", "ranks=7"],
+            "gradient_accumulation_steps is 64: make it a multiple of the 7 ranks, "
+            "as in --gradient_accumulation_steps=63",
+        ),
+        (["ranks=4", "--gradient_accumulation_steps=2"], "as in --gradient_accumulation_steps=4"),
+        (["--gradient_accumulation_steps=0"], "gradient_accumulation_steps is 0: it must be at least 1"),
+        (["--cuda_graph=true", "offload=all"], "cuda_graph works on one GPU that holds all: add --cuda_graph=false"),
     ],
 )
 def test_a_slip_in_an_estimate_is_answered_with_a_sentence(words, message):
     with pytest.raises(SystemExit, match=re.escape(message)):
         bench.main(["estimate", *words])
+
+
+HYBRID = {"sharding": "hybrid", "gradient_accumulation_steps": 8}
+
+
+@pytest.mark.parametrize(
+    "ranks, settings, message",
+    [
+        (1, {"batch_size": 0}, "batch_size is 0: it must be at least 1"),
+        (1, {"block_size": -1}, "block_size is -1: it must be at least 1"),
+        (2, {"gradient_accumulation_steps": -2}, "gradient_accumulation_steps is -2: it must be at least 1"),
+        (3, {"gradient_accumulation_steps": 8}, "make it a multiple of the 3 ranks, as in --gradient_accumulation_ste"),
+        (8, HYBRID | {"shard_ranks": 3}, "shard_ranks is 3: it must divide the 8 ranks"),
+        (8, HYBRID | {"shard_ranks": 0}, "shard_ranks is 0: it must divide the 8 ranks"),
+        (1, {"offload_activations": True, "compile": True}, "offload_activations works without compile and cuda_graph"),
+        (1, {"offload_activations": True, "cuda_graph": True}, "offload_activations works without compile and cuda_gr"),
+        (2, {"cuda_graph": True}, "cuda_graph works on one GPU that holds all"),
+        (1, {"cuda_graph": True, "offload": "optimizer"}, "cuda_graph works on one GPU that holds all"),
+        (2, {"copy_engines": True, "offload": "all"}, "copy_engines needs a model's GPUs on one host, and no offload="),
+    ],
+)
+def test_what_train_py_would_refuse_is_not_estimated(ranks, settings, message):
+    with pytest.raises(ValueError, match=re.escape(message)):
+        estimate.situation(LLAMA_1B, ranks, {"activation_checkpointing": "full"} | settings)
+
+
+def test_what_train_py_takes_is_estimated():
+    _, plan = estimate.situation(LLAMA_1B, 8, HYBRID | {"shard_ranks": 2, "copy_engines": True})
+    assert (plan.world_size, plan.shard_ranks, plan.micro_steps) == (8, 2, 1)
+    _, plan = estimate.situation(LLAMA_1B, 8, {"shard_ranks": 3})
+    assert plan.shard_ranks == 8, "it is hybrid's alone"
+    estimate.situation(LLAMA_1B, 1, {"cuda_graph": True, "copy_engines": True, "offload": "none"})
+
+
+def test_the_table_leaves_out_what_train_py_would_refuse():
+    text, found = estimate.estimate(estimate.parse(["card=2", "--cuda_graph=true"]))
+    assert list(found["largest_batch"]) == ["none none", "selective none", "full none"]
+    assert found["offload"] == "none" and not found["fits"], "offload=all would fit"
+    _, found = estimate.estimate(estimate.parse(["card=h100", "--offload_activations=true"]))
+    assert {at.split()[0] for at in found["largest_batch"]} == {"full"}
+
+
+@pytest.mark.parametrize("card, gib", [("24", 24), ("24GB", 24), ("24gib", 24), ("47.5 GiB", 47.5), ("L40S", 44.4)])
+def test_a_card_is_a_name_or_gib(card, gib):
+    assert estimate.card_gib(card) == gib
+
+
+def test_a_setting_may_stand_beside_its_value_as_for_train_py():
+    words = ["--gradient_accumulation_steps", "1", "--compile", "card=24", "--rope_theta", "1e4", "--dtype=float16"]
+    flags = estimate.parse(words)["flags"]
+    assert flags == {"gradient_accumulation_steps": 1, "compile": True, "rope_theta": 1e4, "dtype": "float16"}
 
 
 def test_the_estimate_needs_no_gpu_and_ends_with_a_line_of_json():
@@ -631,6 +702,17 @@ def test_check_compares_the_measured_peaks_with_the_estimates(tmp_path, capsys):
     assert stop.value.code == 1 and "-16.7%" in capsys.readouterr().out
     with pytest.raises(SystemExit, match="nothing to check"):
         bench.main(["estimate", "check", str(tmp_path / "none.json")])
+
+
+@pytest.mark.parametrize("words", [["--help"], ["estimate"], ["estimate", "check", "study.json"]])
+def test_a_reader_that_has_read_enough_is_no_error(words, tmp_path):
+    (tmp_path / "study.json").write_text(json.dumps(RECORD))
+    reader, writer = os.pipe()
+    os.close(reader)
+    command = [sys.executable, str(report.ROOT / "bench.py"), *words]
+    done = subprocess.run(command, stdout=writer, stderr=subprocess.PIPE, text=True, cwd=tmp_path)
+    os.close(writer)
+    assert (done.returncode, done.stderr) == (0, "")
 
 
 SWEPT = [report.ASSETS / f"{name}.json" for name in ("sweep", "study", "study_8b")]

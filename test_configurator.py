@@ -350,6 +350,7 @@ def test_a_file_is_converted_like_flags(folder, run):
         ("init_from = 'resum'", "init_from expects 'scratch' or 'resume', got 'resum'. Did you mean 'resume'?"),
         ("batch_size = 4 / 0", "ZeroDivisionError: division by zero"),
         ("batch_size = = 4", "SyntaxError: invalid syntax"),
+        ("batch_size: 4", "batch_size gets no value. Write batch_size = 4"),
         ("import no_such_module", "ModuleNotFoundError: No module named 'no_such_module'"),
         ("batch_size = max_iter", "NameError: name 'max_iter' is not defined"),
         ("for step in range(3):\n    pass", "Unknown setting step. --help lists them all"),
@@ -360,11 +361,13 @@ def test_an_error_in_a_file_names_file_and_line(folder, error, line, message):
     assert error("config/x.py", "--batch_size=4") == f"config/x.py:3: {message}"
 
 
-def test_a_missing_file_names_the_nearest_one(error):
+def test_a_missing_file_names_the_nearest_one(folder, error):
     assert error("config/llama_1b.py") == "config/llama_1b.py does not exist. Did you mean config/llama32_1b.py?"
     assert error("baby_lama") == "baby_lama does not exist. Did you mean config/baby_llama.py?"
     assert error("no/such.py") == "no/such.py does not exist"
-    assert error("config") == "config is not a file"
+    assert error("config") == "config is not a config file"
+    (folder / "x.json").write_text('{"batch_size": 4}')
+    assert error("x.json") == "x.json is no config file: that is a .py of assignments, as in batch_size = 4"
 
 
 # Help and ranks

@@ -20,7 +20,7 @@ from data.fineweb_edu import prepare as fineweb_edu
 from data.pystdlib import prepare as pystdlib
 from data.shakespeare_char import prepare as shakespeare_char
 from data.text import prepare as text
-from data.tokens import Tokens, token_dtype, write_dataset
+from data.tokens import Progress, Tokens, split_of, token_dtype, write_dataset
 from tokenizer import LLAMA3_SPECIAL_TOKENS, NAMES, end_of_text, get_tokenizer
 
 ROOT = Path(__file__).resolve().parent
@@ -267,6 +267,17 @@ def test_an_error_leaves_the_older_dataset_as_it_was(tmp_path):
     assert contents(tmp_path) == before
 
 
+@pytest.mark.parametrize(
+    "total, line", [(40, " 50.0% | 2 docs/s | 5 tok/s | eta 0h00m"), (None, "20 bytes | 2 docs/s | 5 tok/s")]
+)
+def test_progress_of_an_unknown_total_shows_no_share_and_no_time_left(total, line, monkeypatch, capsys):
+    progress, start = Progress(total, "bytes"), time.time()
+    progress.start, progress.every = start - 2, 0
+    monkeypatch.setattr(time, "time", lambda: start)
+    progress({split: dict(documents=2, tokens=5, bytes=10) for split in ("train", "val")})
+    assert capsys.readouterr().out.rstrip() == line
+
+
 def is_running(pid):
     try:
         return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
@@ -394,6 +405,90 @@ def test_text_takes_files_folders_and_jsonl(tmp_path):
     train, val = (set(documents_of(tmp_path / "out", split)) for split in ("train", "val"))
     assert train | val == expected and not train & val
     assert meta["train_documents"] + meta["val_documents"] == len(expected)
+
+
+@pytest.mark.parametrize("n, n_val", [(2, 1), (3, 1), (8, 1), (10, 1), (11, 2), (35, 4)])
+def test_a_small_text_has_its_share_of_validation_however_few_documents(tmp_path, n, n_val):
+    (tmp_path / "notes").mkdir()
+    for i in range(2 * n):  # two copies of each
+        (tmp_path / "notes" / f"{i:02}.txt").write_text(f"note {i % n}")
+    for out in ("a", "b"):
+        meta = text.prepare([tmp_path / "notes"], tmp_path / out)
+    assert (meta["train_documents"], meta["val_documents"]) == (2 * (n - n_val), 2 * n_val)
+    train, val = (documents_of(tmp_path / "a", split) for split in ("train", "val"))
+    assert not set(train) & set(val)
+    for split in train, val:
+        half = len(split) // 2
+        assert split == sorted(split[:half], key=lambda note: int(note.split()[1])) * 2, "not in the input's order"
+    assert contents(tmp_path / "a") == contents(tmp_path / "b")
+
+
+def test_a_single_small_document_is_refused_whatever_its_copies(tmp_path):
+    for name in ("a.txt", "b.txt"):
+        (tmp_path / name).write_text("the only one")
+    with pytest.raises(ValueError, match="one document, but training and validation need one each: give more text"):
+        text.prepare([tmp_path], tmp_path / "out", val_fraction=0.5)
+
+
+def test_a_large_text_is_split_by_each_document_alone(tmp_path, monkeypatch):
+    monkeypatch.setattr(text, "SMALL", 100)
+    (tmp_path / "large.jsonl").write_text("".join(json.dumps({"text": f"line {i}"}) + "\n" for i in range(300)))
+    text.prepare([tmp_path / "large.jsonl"], tmp_path / "out", val_fraction=0.1)
+    expected = [f"line {i}" for i in range(300) if split_of(f"line {i}", 0.1) == "val"]
+    assert documents_of(tmp_path / "out", "val") == expected
+
+
+def test_text_says_which_binary_files_it_left_out(tmp_path, capsys):
+    for i in range(3):
+        (tmp_path / f"{i}.txt").write_text(f"text {i}")
+        (tmp_path / f"{i}.utf16").write_text(f"text {i}", encoding="utf-16")
+    text.prepare([tmp_path], tmp_path / "out")
+    left_out = f"binary or UTF-16 files left out: 3 ({tmp_path}/0.utf16, {tmp_path}/1.utf16, ...)"
+    assert left_out in capsys.readouterr().out.splitlines()
+
+
+@pytest.mark.parametrize("source, out", [(".", "data/mine"), (".", "."), ("notes", ".")])
+def test_text_never_takes_its_own_dataset_for_input(tmp_path, source, out, capsys):
+    (tmp_path / "notes").mkdir()
+    for i in range(8):
+        (tmp_path / "notes" / f"{i}.txt").write_text(f"note {i}")
+    first, second = (text.prepare([tmp_path / source], tmp_path / out) for _ in range(2))
+    assert first == second
+    assert (first["train_documents"], first["val_documents"]) == (7, 1)
+    assert "left out" not in capsys.readouterr().out or out == source  # there it is among the input's binary files
+
+
+@pytest.mark.parametrize("name", ["some.jsonl", "some.JSONL", "some.ndjson"])
+def test_text_knows_json_lines_by_any_of_their_names(tmp_path, name):
+    (tmp_path / name).write_text('{"text": "one"}\n{"text": "two"}\n')
+    text.prepare([tmp_path / name], tmp_path / "out")
+    assert sorted(documents_of(tmp_path / "out", "train") + documents_of(tmp_path / "out", "val")) == ["one", "two"]
+
+
+def test_text_reads_a_pipe_and_keeps_a_hundredth_for_validation(tmp_path):
+    book = "".join(f"line {i} é\n" for i in range(600_000))
+    script = f"from data.text.prepare import prepare; prepare(['/dev/stdin'], {str(tmp_path)!r})"
+    subprocess.run([sys.executable, "-c", script], input=book.encode(), cwd=ROOT, check=True, timeout=60)
+    train, val = (documents_of(tmp_path, split) for split in ("train", "val"))
+    assert sorted("".join(train + val).splitlines()) == sorted(book.splitlines())
+    assert all(split_of(document, 0.01) == "val" for document in val)
+
+
+def test_text_script_ends_with_the_command_that_trains_on_it(tmp_path, monkeypatch, capsys):
+    for i in range(8):
+        (tmp_path / f"{i}.txt").write_text(f"note {i}")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(text, "HERE", tmp_path / "data" / "text")
+    expected = {
+        "data/text": "next: python train.py config/baby_llama.py --dataset=text --out_dir=out/text",
+        "data/my notes": "next: python train.py config/baby_llama.py '--dataset=my notes' '--out_dir=out/my notes'",
+        "elsewhere": None,  # train.py has no name for it
+    }
+    for out, line in expected.items():
+        monkeypatch.setattr(sys, "argv", ["prepare.py", "--input", "0.txt", "1.txt", "--out", out, "--workers=1"])
+        text.main()
+        last = capsys.readouterr().out.splitlines()[-1]
+        assert last == line if line else not last.startswith("next:"), last
 
 
 def test_text_survives_half_a_surrogate_pair(tmp_path):

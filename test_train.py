@@ -1,5 +1,6 @@
 """The training run: what it promises about losses, restarts, settings and files. Small models, on the CPU."""
 
+import errno
 import fcntl
 import gc
 import json
@@ -20,6 +21,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.checkpoint.api import CheckpointException
 
 import checkpoint
 import kernels.launch
@@ -597,17 +599,19 @@ def test_a_profile_shows_three_steps(train, tmp_path, capsys):
     assert "no profile was written" in capsys.readouterr().out
 
 
-def test_out_of_memory_names_the_three_settings_that_would_help_most(text_data, tmp_path):
+@pytest.mark.parametrize("where", ["model.Llama.forward", "model.Llama.init_weights", "optimizer.AdamW.__init__"])
+def test_out_of_memory_names_the_three_settings_that_would_help_most(text_data, tmp_path, where):
     script = wrapped(
         tmp_path,
-        "import model\n"
-        "def forward(*args): raise torch.OutOfMemoryError('CUDA out of memory. Tried to allocate 2.00 GiB')\n"
-        "model.Llama.forward = forward",
+        "import model, optimizer\n"
+        "def full(*args, **options): raise torch.OutOfMemoryError('CUDA out of memory. Tried to allocate 2.00 GiB')\n"
+        f"{where} = full",
     )
     settings = SMALL | SHORT | dict(dataset=text_data, out_dir=tmp_path / "out", activation_checkpointing="selective")
     done = subprocess.run([sys.executable, script, *flags(settings)], capture_output=True, text=True)
     assert done.returncode == 1 and "Traceback" not in done.stderr, done.stderr
-    assert re.search(r"rank 0, step 1: .*: out of memory", done.stderr), done.stderr
+    doing = "step 1: .*" if where == "model.Llama.forward" else "starting"
+    assert re.search(rf"rank 0, {doing}: out of memory", done.stderr), done.stderr
     helpful = re.findall(r"^  --(\w+)=\S+.*about [\d.]+ GiB instead of [\d.]+", done.stderr, re.MULTILINE)
     assert len(helpful) == 3 and "offload" in helpful, done.stderr
 
@@ -686,6 +690,29 @@ def test_one_of_two_ranks_killed(text_data, alone, tmp_path, restarts):
         command = [sys.executable, "train.py", *flags(settings)]
         assert subprocess.run(command, cwd=ROOT, capture_output=True).returncode == 0
     assert_close(step_losses(alone), step_losses(tmp_path / "out"), 1e-5)
+
+
+@pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="reads /proc")
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGUSR1])  # by default torchrun dies of that one too
+def test_without_torchrun_the_ranks_save_and_end(text_data, tmp_path, number):
+    settings = LONGER | dict(dataset=text_data, out_dir=tmp_path / "out", max_iters=10**6, eval_interval=10**5)
+    with open(tmp_path / "log", "w") as log:
+        process = subprocess.Popen(torchrun(2, settings), cwd=ROOT, stdout=log, stderr=log)
+    wait_until(lambda: "step 00015/" in (tmp_path / "log").read_text(), "it does not begin")
+    workers = workers_of(process)
+    process.send_signal(number)
+    process.wait(timeout=30)
+    wait_until(lambda: not any(Path(f"/proc/{pid}").exists() for pid in workers.values()), "a rank was left behind")
+    said = (tmp_path / "log").read_text()
+    assert "torchrun has gone" in said and "SIGTERM: stopping after this step" in said, said
+    assert checkpoint.newest(tmp_path / "out") is not None, said
+
+
+def wait_until(true, otherwise, seconds=90):
+    end = time.monotonic() + seconds
+    while not true():
+        assert time.monotonic() < end, otherwise
+        time.sleep(0.2)
 
 
 @pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="reads /proc")
@@ -802,6 +829,9 @@ def slip(train, capsys, *files, **settings):
         (dict(init_from="resume"), "holds no checkpoint to resume"),
         (dict(rope_scaling="{'factor': 8}"), "rope_scaling has ['factor'], expected"),
         (dict(warmup_iters=-1), "warmup_iters is -1: it must be at least 0"),
+        (dict(lr_decay_iters=2, warmup_iters=3), "lr_decay_iters is 2, within the warm-up of 3 steps"),
+        (dict(seed=2**63), "seed is 9223372036854775808: it must be below 2**63"),
+        (dict(n_layer=2, n_embd=2**19, n_head=2**12), "weights, gradients and AdamW need"),
         (dict(learning_rate="inf"), "learning_rate is inf: it must be at least 0, and finite"),
         (dict(beta1=1.5), "beta1 is 1.5 and beta2 0.95: both must be at least 0 and below 1"),
         (dict(norm_eps=-1), "norm_eps -1.0 and rope_theta 500000.0 must be above 0"),
@@ -830,6 +860,19 @@ def test_a_changed_setting_is_named_at_resume(train, capsys):
     train()
     train(max_iters=9, seed=5)
     assert "with max_iters 8 -> 9, seed 1337 -> 5 changed" in capsys.readouterr().out
+
+
+def test_a_warm_up_that_never_ends_is_mentioned(train, capsys):
+    train(warmup_iters=8)
+    assert "warm-up   8 steps: the learning rate never reaches its peak in 8" in capsys.readouterr().out
+
+
+def test_a_home_folder_is_found_and_a_checkpoint_is_no_folder_for_a_run(train, tmp_path, capsys, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    train(out_dir="~/run")
+    assert f"next: python sample.py --out_dir={tmp_path}/run" in capsys.readouterr().out
+    message = slip(train, capsys, out_dir=tmp_path / "run/step_000008")
+    assert f"step_000008 is a checkpoint: --out_dir={tmp_path}/run goes on with the newest one there" in message
 
 
 def test_a_second_run_in_the_same_folder_is_refused(train, tmp_path, capsys):
@@ -869,6 +912,18 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_it_used(train, tmp_pat
         assert "step_000008 is damaged" in out and expected in out and "step_000004" in out, out
         assert losses(tmp_path / "out") == whole
         assert (tmp_path / "out/step_000008.damaged").exists() and (tmp_path / "out/step_000008").exists()
+
+
+@pytest.mark.parametrize("error", [MemoryError(), PermissionError(errno.EACCES, "Permission denied")])
+def test_what_says_nothing_of_its_content_does_not_count_as_damage(train, tmp_path, capsys, monkeypatch, error):
+    train()
+
+    def load(*args, **options):
+        raise CheckpointException("reading", {0: (error, None)})
+
+    monkeypatch.setattr(torch.distributed.checkpoint, "load", load)
+    assert "step_000008 cannot be read: " in slip(train, capsys)
+    assert (tmp_path / "out/step_000008").exists()
 
 
 def test_a_checkpoint_of_another_version_is_refused_and_keeps_its_name(train, tmp_path, capsys):
@@ -947,7 +1002,17 @@ def test_a_disk_that_stays_full_ends_the_run_with_a_sentence_and_leaves_what_was
     assert losses(tmp_path / "out") == losses(tmp_path / "whole")
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")
+def test_a_run_whose_words_nobody_takes_trains_on_and_saves(text_data, tmp_path):
+    settings = SMALL | SHORT | dict(dataset=text_data, out_dir=tmp_path / "out")
+    with open("/dev/full", "w") as full:
+        command = [sys.executable, "train.py", *flags(settings)]
+        done = subprocess.run(command, cwd=ROOT, stdout=full, stderr=subprocess.PIPE, text=True)
+    assert "Traceback" not in done.stderr, done.stderr
+    assert checkpoint.newest(tmp_path / "out").name == "step_000008"
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP])
 def test_a_signal_during_evaluation_ends_it_and_saves(text_data, tmp_path, number):
     settings = SMALL | SHORT | dict(dataset=text_data, out_dir=tmp_path / "out", max_iters=4000, eval_interval=20)
     settings |= dict(eval_iters=10**6, batch_size=1, block_size=8)  # seconds of evaluation

@@ -49,7 +49,7 @@ eval_interval = 1000  # steps between evaluations; each is followed by a checkpo
 eval_iters = 100  # batches an evaluation reads, the same ones every time, spread evenly over the validation tokens
 log_interval = 10  # steps between log lines
 keep_last = 2  # checkpoints kept; 0: none are written
-async_save = True  # write them beside the training: 12 bytes of CPU memory for each parameter
+async_save = True  # write them beside the training: 12 to 16 bytes of CPU memory for each parameter
 profile = False  # a trace of three steps and what holds the memory meanwhile, to out_dir/profile
 
 # wandb logging
@@ -124,12 +124,19 @@ at_least = dict.fromkeys(positive, 1) | dict.fromkeys(not_negative, 0)
 for name, least in at_least.items():
     if not least <= globals()[name] < math.inf:
         stop(f"{name} is {globals()[name]}: it must be at least {least}, and finite")
+if seed >= 2**63:
+    stop(f"seed is {seed}: it must be below 2**63")
+if lr_decay_iters < min(warmup_iters, max_iters):
+    stop(f"lr_decay_iters is {lr_decay_iters}, within the warm-up of {warmup_iters} steps: let the cosine end later")
 if min_lr > learning_rate:
     stop(f"min_lr is {min_lr}, above learning_rate, {learning_rate}: the cosine falls from that to this")
 if not (0 <= beta1 < 1 and 0 <= beta2 < 1):
     stop(f"beta1 is {beta1} and beta2 {beta2}: both must be at least 0 and below 1")
 if not out_dir:
     stop("out_dir is empty: name a folder for the checkpoints")
+out_dir = os.path.expanduser(out_dir)  # a shell leaves the ~ of --out_dir=~/runs as it is
+if (Path(out_dir) / "meta.json").exists():
+    stop(f"{out_dir} is a checkpoint: --out_dir={Path(out_dir).parent} goes on with the newest one there")
 if device == "auto":
     device = "cuda" if torch.cuda.is_available() else "cpu"
 if device == "cuda" and not torch.cuda.is_available():
@@ -152,6 +159,9 @@ tokens_per_step = sequences_per_step * block_size
 
 torch.set_float32_matmul_precision("high")  # TF32 where something is float32
 if device == "cuda":
+    n_gpus = torch.cuda.device_count()
+    if ranks.local_world_size > n_gpus:
+        stop(f"{ranks.local_world_size} ranks on this machine, and torch finds {n_gpus} CUDA devices: one for each")
     torch.cuda.set_device(local_rank)
     device = f"cuda:{local_rank}"
 if master:  # held open and locked: two runs in one folder would delete each other's checkpoints
@@ -253,13 +263,39 @@ try:
 except ValueError as error:
     stop(str(error))
 plan = memory.Plan(**{name: globals()[name] for name in memory.Plan.__dataclass_fields__})
-offloaded = ranks.local_world_size * sum(part.bytes for part in memory.cpu_parts(config, plan))
-lacking = ranks.maximum([offloaded - memory.cpu_available()])[0]
+what, cure = "what is offloaded needs", "offload less, or shard"
+on_cpu = ranks.local_world_size * sum(part.bytes for part in memory.cpu_parts(config, plan))
+if device == "cpu":
+    block, root = memory.n_params(config)
+    on_cpu = ranks.local_world_size * 16 * (root + n_layer * block) / shard_ranks
+    what, cure = "weights, gradients and AdamW need", "train a smaller model, as config/baby_llama.py, or on a GPU"
+lacking = ranks.maximum([on_cpu - memory.cpu_available()])[0]
 if lacking > 0:  # else the system would end the run, without a word
-    needed, there = offloaded / 2**30, (offloaded - lacking) / 2**30
-    stop(
-        f"what is offloaded needs {needed:.1f} GiB of CPU memory, and {there:.1f} GiB are there: offload less, or shard"
-    )
+    stop(f"{what} {on_cpu / 2**30:.1f} GiB of CPU memory, and {(on_cpu - lacking) / 2**30:.1f} GiB are there: {cure}")
+card_gib = torch.cuda.get_device_properties(device).total_memory / 2**30 if device != "cpu" else None
+
+
+def say_what_ended_it(kind, error, trace):
+    """Out of memory: what would help. Another rank lost: only that, for what matters are the words of that one."""
+    if isinstance(error, torch.OutOfMemoryError):
+        say = functools.partial(print, file=sys.stderr, flush=True)
+        say(f"rank {rank}, {watch.doing}: {memory.say_out_of_memory(config, plan, card_gib)}")
+        path = Path(out_dir) / f"out_of_memory_rank{rank}.pickle"
+        try:
+            memory.dump(path)
+            say(f"what was in memory: {path}, for https://pytorch.org/memory_viz")
+        except (OSError, RuntimeError) as trouble:
+            say(f"what was in memory could not be written to {path}: {trouble}")
+        os._exit(1)
+    lost = re.search(r"Connection (closed|reset) by peer|Broken pipe|remote process exited|Timed out", str(error))
+    if world_size > 1 and (lost or isinstance(error, dist.DistBackendError)):
+        print(f"rank {rank}, {watch.doing}, lost another rank: see what that one said", file=sys.stderr)
+        sys.stderr.flush()
+        os._exit(1)
+    sys.__excepthook__(kind, error, trace)
+
+
+sys.excepthook = say_what_ended_it
 with torch.device("meta"):
     model = Llama(config).to(compute_dtype)
 n_params = model.n_params()
@@ -353,7 +389,7 @@ if found:
     changed += [
         f"the dataset's {name} {meta['dataset'].get(name)} -> {value}"
         for name, value in train_tokens.meta.items()
-        if meta["dataset"].get(name) != value
+        if meta["dataset"].get(name) != value and name != "files"
     ]
 
 
@@ -390,7 +426,6 @@ def outcome_of_saving() -> str:
 # What runs, what will train, what it will take
 log = RunLog(out_dir, device, dtype, tokens_per_step, model.flops_per_token(block_size))
 estimated_gib = memory.peak_gib(config, plan)
-card_gib = torch.cuda.get_device_properties(device).total_memory / 2**30 if device != "cpu" else None
 epochs = tokens_per_step * max_iters / len(train_tokens)
 versions = ", ".join(f"{name} {version}" for name, version in log.versions.items())
 print0("runs on  ", f"{world_size} x {log.device_name};", versions)
@@ -399,13 +434,20 @@ if device != "cpu":
     print0("memory   ", f"about {estimated_gib:.1f} GiB of {card_gib:.1f} GiB; ", end="")
     print0(f"activation checkpointing: {activation_checkpointing}; offload: {offload}")
 print0("data     ", f"{data_dir}: {len(train_tokens):,} tokens; {max_iters:,} steps read them {epochs:.2f} times")
+if vocab_size > train_tokens.meta["vocab_size"]:
+    print0("         ", f"of the {vocab_size:,} tokens of vocab_size it uses {train_tokens.meta['vocab_size']:,}")
 print0("step     ", f"{tokens_per_step:,} tokens = {batch_size} sequences x {block_size:,} tokens", end="")
 print0(f" x {micro_steps} micro-batches x {world_size} ranks")
+if warmup_iters >= max_iters:
+    print0("warm-up  ", f"{warmup_iters:,} steps: the learning rate never reaches its peak in {max_iters:,}")
 if found:
     print0("resumes  ", found, *(["with", ", ".join(changed), "changed"] if changed else []))
 
 wandb_options = {"project": wandb_project, "name": wandb_run_name, "config": settings} if wandb_log else {}
-log.open(first_step, **wandb_options)
+try:
+    log.open(first_step, **wandb_options)
+except OSError as error:
+    stop(f"cannot write to out_dir {out_dir}: {error.strerror}")
 
 # ----------------------------------------------------------------------------------------------------------------------
 # Loop
@@ -508,7 +550,7 @@ def update():
 
 
 def interrupt(signal_number, frame):
-    """The first Ctrl-C, SIGTERM or SIGUSR1 ends the run after the step at hand, with a checkpoint; a second at once.
+    """The first Ctrl-C, SIGTERM, SIGUSR1 or SIGHUP ends the run after this step, with a checkpoint; a second at once.
 
     Under torchrun there is no second one: it passes on the signal that the terminal has already sent to all.
     """
@@ -525,29 +567,9 @@ def interrupted_anywhere() -> int:
     return int(ranks.maximum([interrupted], device)[0])
 
 
-def say_what_ended_it(kind, error, trace):
-    """Out of memory: what would help. Another rank lost: only that, for what matters are the words of that one."""
-    if isinstance(error, torch.OutOfMemoryError):
-        say = functools.partial(print, file=sys.stderr, flush=True)
-        say(f"rank {rank}, {watch.doing}: {memory.say_out_of_memory(config, plan, card_gib)}")
-        path = Path(out_dir) / f"out_of_memory_rank{rank}.pickle"
-        try:
-            memory.dump(path)
-            say(f"what was in memory: {path}, for https://pytorch.org/memory_viz")
-        except (OSError, RuntimeError) as trouble:
-            say(f"what was in memory could not be written to {path}: {trouble}")
-        os._exit(1)
-    lost = re.search(r"Connection (closed|reset) by peer|Broken pipe|remote process exited|Timed out", str(error))
-    if world_size > 1 and (lost or isinstance(error, dist.DistBackendError)):
-        print(f"rank {rank}, {watch.doing}, lost another rank: see what that one said", file=sys.stderr)
-        sys.stderr.flush()
-        os._exit(1)
-    sys.__excepthook__(kind, error, trace)
-
-
-sys.excepthook = say_what_ended_it
-for signal_number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
-    signal.signal(signal_number, interrupt)
+for signal_number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP):
+    if signal.getsignal(signal_number) != signal.SIG_IGN:  # nohup
+        signal.signal(signal_number, interrupt)
 val_loss = None
 step = first_step  # how many are done
 stopping = 0  # by which signal
@@ -573,7 +595,8 @@ if step < max_iters:
     if profile:
         profiler.start()
 else:
-    print0(f"nothing left to do: {found} is at step {step}, max_iters is {max_iters}")
+    print0(f"nothing left to do: {found} is at step {step}, max_iters is {max_iters}. ", end="")
+    print0("A larger --max_iters trains on, another --out_dir starts a run of its own")
 # The GPU must not wait for the CPU. So once a step's update is queued, the next step's forward and backward are queued
 # behind it, and only then does the CPU ask for this step's numbers:
 #
@@ -680,7 +703,7 @@ if first_step < step == max_iters and val_loss is not None:
         reserved_gib=torch.cuda.max_memory_reserved() / 2**30 if device != "cpu" else None,
         save_seconds=saver.seconds, resume_seconds=resume_seconds,
     )  # fmt: skip
-    if keep_last:
+    if keep_last and saved:
         print0(f"next: python sample.py --out_dir={out_dir}")
 log.close()
 if master:
@@ -690,7 +713,8 @@ if stopping == BAD_DATA:
     code = 1
 if not saved:
     print0(
-        f"the last checkpoint was not written: make room at {out_dir}, and the same line goes on from the one before"
+        f"the last checkpoint was not written: make room at {out_dir}, and the same line goes on from "
+        + ("the one before" if checkpoint.newest(out_dir) else "the start")
     )
     code = 1
 watch.stop()

@@ -24,8 +24,8 @@ from memory import GIB, Plan
 from model import LlamaConfig
 
 CARDS = {  # GiB, as PyTorch reports them (total_memory): less than the makers' GB
-    "3090": 23.7, "4090": 23.6, "5090": 31.3, "a100-40": 39.4, "a100-80": 79.1, "h100": 79.1, "h200": 139.8,
-    "b200": 178.3,
+    "3090": 23.7, "4090": 23.6, "5090": 31.3, "a10g": 22.0, "l4": 22.0, "l40s": 44.4, "a100-40": 39.4, "a100-80": 79.1,
+    "h100": 79.1, "h200": 139.8, "b200": 178.3,
 }  # fmt: skip
 OUTSIDE_GIB = 1.5  # for the CUDA context, NCCL and what the allocator holds in reserve: see memory.py
 OFFLOAD = ["none", "optimizer", "all"]
@@ -37,6 +37,7 @@ OFFLOAD = ["none", "optimizer", "all"]
 
 def parse(words: list[str]) -> dict:
     """The options; ValueError with a sentence for a slip."""
+    words = joined(words)
     flags = read_flags(word for word in words if word.startswith("--"))
     refuse_words(flags, "the table has several of them; to see one's parts")
     options = {key: [] for key in ("block_size", "batch_size", "checkpointing", "offload")}
@@ -48,6 +49,17 @@ def parse(words: list[str]) -> dict:
     for key in ("block_size", "batch_size", "ranks"):
         options[key] = step.whole(key, options[key]) if options[key] else None
     return options | {"flags": flags, "gib": card_gib(options["card"])}
+
+
+def joined(words: list[str]) -> list[str]:
+    """--name value as --name=value: no other word here is without a =."""
+    found = []
+    for word in words:
+        if found and re.fullmatch(r"--\w+", found[-1]) and not word.startswith("--") and "=" not in word:
+            found[-1] += f"={word}"
+        else:
+            found.append(word)
+    return found
 
 
 def read_flags(flags) -> dict:
@@ -64,11 +76,14 @@ def refuse_words(flags: dict, why: str) -> None:
 
 
 def card_gib(card: str) -> float:
-    if card.lower() in CARDS:
-        return CARDS[card.lower()]
-    if re.fullmatch(r"\d+(\.\d+)?", card) and 0 < float(card) < 1000:
-        return float(card)
-    hint = step.did_you_mean(card, CARDS)
+    card_name = card.lower()
+    if card_name in CARDS:
+        return CARDS[card_name]
+    number = re.fullmatch(r"(\d+(\.\d+)?) ?(gi?b)?", card_name)
+    if number and 0 < float(number[1]) < 1000:
+        return float(number[1])
+    sizes = [name for name in CARDS if name.startswith(f"{card_name}-")]
+    hint = f". Did you mean {' or '.join(sizes)}?" if sizes else step.did_you_mean(card_name, CARDS)
     raise ValueError(f"card={card}: there are {', '.join(CARDS)}, or a number of GiB, as in card=24{hint}")
 
 
@@ -85,27 +100,54 @@ def situation(path: str, ranks: int, settings: dict) -> tuple[LlamaConfig, Plan]
         raise ValueError(str(error)) from None
     if said["vocab_size"] is None:
         raise ValueError(f"{path} leaves vocab_size to its dataset: say --vocab_size=...")
+    if said["sharding"] != "hybrid" or said["shard_ranks"] is None:
+        said["shard_ranks"] = ranks
+    refuse(said, ranks)
     said["dtype"] = "bfloat16" if said["dtype"] == "auto" else said["dtype"]
     said["copy_engines"] = said["copy_engines"] is not False
-    said["shard_ranks"] = said["shard_ranks"] or ranks if said["sharding"] == "hybrid" else ranks
-    said |= {"world_size": ranks, "micro_steps": max(said["gradient_accumulation_steps"] // ranks, 1)}
+    said |= {"world_size": ranks, "micro_steps": said["gradient_accumulation_steps"] // ranks}
     config, plan = ({name: said[name] for name in kind.__dataclass_fields__} for kind in (LlamaConfig, Plan))
     return LlamaConfig(**config), Plan(**plan)
+
+
+def refuse(said: dict, ranks: int) -> None:
+    """What train.py's setup would not take, of the settings that memory depends on."""
+    for name in ("batch_size", "block_size", "gradient_accumulation_steps"):
+        if said[name] < 1:
+            raise ValueError(f"{name} is {said[name]}: it must be at least 1")
+    micro_batches, shard_ranks = said["gradient_accumulation_steps"], said["shard_ranks"]
+    if micro_batches % ranks:
+        multiple = max(micro_batches // ranks, 1) * ranks
+        raise ValueError(
+            f"gradient_accumulation_steps is {micro_batches}: make it a multiple of the {ranks} ranks, "
+            f"as in --gradient_accumulation_steps={multiple}"
+        )
+    if shard_ranks < 1 or ranks % shard_ranks:
+        raise ValueError(f"shard_ranks is {shard_ranks}: it must divide the {ranks} ranks")
+    if said["offload_activations"] and (said["compile"] or said["cuda_graph"]):
+        raise ValueError(
+            "offload_activations works without compile and cuda_graph: add --compile=false --cuda_graph=false"
+        )
+    if said["cuda_graph"] and (ranks > 1 or said["offload"] != "none"):
+        raise ValueError("cuda_graph works on one GPU that holds all: add --cuda_graph=false")
+    if said["copy_engines"] and ranks > 1 and (shard_ranks == 1 or said["offload"] == "all"):
+        raise ValueError("copy_engines needs a model's GPUs on one host, and no offload=all")
 
 
 # ----------------------------------------------------------------------------------------------------------------------
 # Answers
 
 
-def largest(config: LlamaConfig, plan: Plan, gib: float) -> dict[tuple[str, str], int]:
+def largest(options: dict, settings: dict, gib: float) -> dict[tuple[str, str], int]:
     """The largest batch_size for each (activation_checkpointing, offload); 0 where no sequence fits.
 
-    Also where the other settings rule that checkpointing out: offload_activations is there for full alone.
+    What train.py would not take beside the other settings is left out: offload_activations is there for full alone.
     """
-    found = dict.fromkeys(itertools.product(step.CHECKPOINTING, OFFLOAD), 0)
-    for checkpointing, offload in found:
+    found = {}
+    for checkpointing, offload in itertools.product(step.CHECKPOINTING, OFFLOAD):
         with contextlib.suppress(ValueError):
-            at = replace(config, activation_checkpointing=checkpointing), replace(plan, offload=offload)
+            named = {"activation_checkpointing": checkpointing, "offload": offload}
+            at = situation(options["config"], options["ranks"], settings | named)
             found[checkpointing, offload] = memory.largest_batch(*at, gib)
     return found
 
@@ -120,7 +162,7 @@ def chosen(options: dict, found: dict) -> tuple[str, str]:
 def grid(found: dict, cpu_gib: dict) -> str:
     """Batches by checkpointing (down) and offload (across), and the CPU memory of each offload."""
     rows = [["largest batch, activation_checkpointing", *(f"offload={offload}" for offload in OFFLOAD)]]
-    rows += [[f"  {at}", *(str(found[at, offload] or "-") for offload in OFFLOAD)] for at in step.CHECKPOINTING]
+    rows += [[f"  {at}", *(str(found.get((at, offload)) or "-") for offload in OFFLOAD)] for at in step.CHECKPOINTING]
     rows.append(["CPU memory of all ranks", *(f"{cpu_gib[offload]:.1f} GiB" for offload in OFFLOAD)])
     return "\n".join(f"{first:<42}" + "".join(f"{cell:>18}" for cell in cells) for first, *cells in rows)
 
@@ -132,12 +174,13 @@ def cpu_gib(config: LlamaConfig, plan: Plan) -> float:
 
 def estimate(options: dict) -> tuple[str, dict]:
     """What one reads, and the same as numbers."""
-    # full: no other setting is at odds with it; the table has them all
-    flags = {"activation_checkpointing": options["checkpointing"] or "full"} | options["flags"]
+    # full and none: no other setting is at odds with them; the table has them all
+    flags = {"activation_checkpointing": options["checkpointing"] or "full", "offload": options["offload"] or "none"}
+    flags |= options["flags"]
     flags |= {"block_size": options["block_size"]} if options["block_size"] else {}
     config, plan = situation(options["config"], options["ranks"], flags)
     gib = options["gib"] - OUTSIDE_GIB
-    found = largest(config, plan, gib)
+    found = largest(options, flags, gib)
     checkpointing, offload = chosen(options, found)
     batch = options["batch_size"] or max(found[checkpointing, offload], 1)
     config = replace(config, activation_checkpointing=checkpointing)

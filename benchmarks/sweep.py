@@ -76,7 +76,8 @@ def parse(words: list[str], n_gpus: int) -> tuple[list[str], dict]:
     options["ranks"] = n_ranks(options["ranks"], n_gpus)
     options["memory_limit_gib"] = gib(options["memory_limit_gib"])
     options["out"] = Path(options["out"])
-    estimate.situation(options["config"], 1, {})  # the file is there
+    # the file is there, and train.py takes it
+    estimate.situation(options["config"], options["ranks"], {"gradient_accumulation_steps": options["ranks"]})
     refuse(flags, options)
     kinds = list(ROWS) if options["sweep"] == "both" else [options["sweep"]]
     return kinds, options | {"flags": flags}
@@ -151,7 +152,10 @@ def point(series: Series, batch: int, block: int, options: dict) -> dict:
     row = dict(
         zip(PLACE, (*where, options["memory_limit_gib"], " ".join(options["flags"] if ours else [])), strict=True)
     )
-    row |= {"estimated_gib": estimated_gib(row)} if ours else {}
+    try:
+        row |= {"estimated_gib": estimated_gib(row)} if ours else {}
+    except ValueError as error:  # train.py would not take it
+        return row | {"failed": str(error)}
     needed, there = cpu_gib(row), memory.cpu_available() / 2**30
     if needed > there:
         sentence = f"offload={series.offload} needs {needed:.1f} GiB of CPU memory, this machine has {there:.1f}"

@@ -1,6 +1,6 @@
 # Llama 3.2 1B: 1.24 billion parameters, from scratch on 10 billion tokens of FineWeb-Edu.
 #   python data/fineweb_edu/prepare.py --tokenizer llama3
-#   python train.py config/llama32_1b.py                                            # one GPU of 48 GB or more
+#   python train.py config/llama32_1b.py                                            # one GPU of 40 GB or more
 #   torchrun --standalone --nproc_per_node=8 train.py config/llama32_1b.py          # eight
 # Less memory: --batch_size=4 --gradient_accumulation_steps=64, then --activation_checkpointing=full.
 out_dir = "out/llama32_1b"

@@ -257,10 +257,11 @@ def encode_in_worker(batch: list[Document]) -> dict:
 class Progress:
     """One line that rewrites itself: share done, documents and tokens a second, time left.
 
-    `total` counts the `unit`, "documents" or "bytes"; `repeats`: how many more inputs like this one, itself included.
+    `total` counts the `unit`, "documents" or "bytes"; none: unknown, which shows the count so far, no share, no eta.
+    `repeats`: how many more inputs like this one, itself included.
     """
 
-    def __init__(self, total: int, unit: str, prefix: str = "", repeats: int = 1):
+    def __init__(self, total: int | None, unit: str, prefix: str = "", repeats: int = 1):
         self.total, self.unit, self.prefix, self.repeats = total, unit, prefix, repeats
         self.start = self.shown = time.time()
         # a log file gets a line now and then
@@ -272,13 +273,13 @@ class Progress:
             return
         self.shown, seconds = now, now - self.start
         done = {what: sum(counts[split][what] for split in SPLITS) for what in ("documents", "tokens", "bytes")}
-        fraction = min(done[self.unit] / self.total, 1)
-        minutes = int(seconds * (self.repeats / fraction - 1) / 60)
-        line = (
-            f"{self.prefix}{fraction:6.1%} | {done['documents'] / seconds:,.0f} docs/s | "
-            f"{done['tokens'] / seconds:,.0f} tok/s | eta {minutes // 60}h{minutes % 60:02}m"
-        )
-        print(f"{line:<100}", end=self.end, flush=True)
+        share, eta = f"{done[self.unit]:,} {self.unit}", ""
+        if self.total:
+            fraction = min(done[self.unit] / self.total, 1)
+            minutes = int(seconds * (self.repeats / fraction - 1) / 60)
+            share, eta = f"{fraction:6.1%}", f" | eta {minutes // 60}h{minutes % 60:02}m"
+        rates = f"{done['documents'] / seconds:,.0f} docs/s | {done['tokens'] / seconds:,.0f} tok/s"
+        print(f"{self.prefix + share + ' | ' + rates + eta:<100}", end=self.end, flush=True)
 
 
 def prepare_once(folder: Path) -> None:

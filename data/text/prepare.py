@@ -3,38 +3,51 @@
     python data/text/prepare.py --input book.txt
     python data/text/prepare.py --input src/ notes/ --tokenizer gpt2 --out data/mine
     python data/text/prepare.py --input corpus.jsonl --field text --tokenizer llama3 --tokenizer_path tokenizer.model
+    python data/text/prepare.py --input <(zcat corpus.txt.gz) --tokenizer gpt2
 
 Makes train.bin, val.bin and meta.json in --out (this folder by default); the input may be larger than the memory, and
-every CPU core tokenizes. A document is a line of a .jsonl, or a file; a large file is cut at line ends into
-several. Folders are searched to the bottom, except for hidden and binary files. Which documents are for validation
-follows from a hash of their text: copies of one document are all on the same side.
+every CPU core tokenizes. A document is a line of a .jsonl or .ndjson, or a file; a large file is cut at line ends into
+several. Folders are searched to the bottom, except for --out and for hidden and binary files. Which documents are for
+validation follows from a hash of their text: copies of one document are all on the same side. It is the share of them
+whose hash is below a bound; of less than a megabyte, where that could be none or most, those with the smallest hashes.
 """
 
 import argparse
+import hashlib
+import heapq
 import json
+import math
 import os
+import shlex
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
-from data.tokens import Progress, print_summary, run_script, split_of, write_dataset
+from data.tokens import Document, Progress, print_summary, run_script, shown, split_of, write_dataset
 from tokenizer import NAMES, get_tokenizer
 
 HERE = Path(__file__).resolve().parent
+SMALL = 10**6  # bytes of an input whose documents are split by rank
 
 
-def find_files(inputs: list[Path]) -> list[Path]:
-    """Return the files named, and in folders all that are neither hidden nor binary, in a fixed order."""
-    files = []
+def find_files(inputs: list[Path], out: Path) -> list[Path]:
+    """Return the files named, and in folders all that are not hidden, binary or the dataset's, in a fixed order."""
+    files, binary = [], []
     for path in inputs:
         if path.is_dir():
-            inside = (p for p in sorted(path.rglob("*")) if not is_hidden(p.relative_to(path)))
-            files += [p for p in inside if p.is_file() and not is_binary(p)]
+            ours = out.resolve() if path.resolve() in out.resolve().parents else out.resolve() / "meta.json"
+            inside = (p for p in sorted(path.rglob("*")) if p.is_file() and not is_hidden(p.relative_to(path)))
+            for file in inside:
+                if not file.resolve().is_relative_to(ours):
+                    (binary if is_binary(file) else files).append(file)
         elif path.exists():
             files.append(path)
         else:
             raise FileNotFoundError(f"--input {path} does not exist")
+    if binary:
+        examples = ", ".join(map(str, binary[:2])) + ", ..." * (len(binary) > 2)
+        print(f"binary or UTF-16 files left out: {len(binary):,} ({examples})")
     return files
 
 
@@ -53,7 +66,8 @@ def read_documents(files: list[Path], field: str, max_chars: int, errors: str) -
         # newline="\n" leaves \r\n alone; utf-8-sig drops the mark that Windows editors put first
         with open(path, encoding="utf-8-sig", newline="\n") as file:
             try:
-                yield from read_jsonl(file, path, field) if path.suffix == ".jsonl" else read_chunks(file, max_chars)
+                jsonl = path.suffix.lower() in (".jsonl", ".ndjson")
+                yield from read_jsonl(file, path, field) if jsonl else read_chunks(file, max_chars)
             except UnicodeDecodeError as error:
                 if errors == "strict":
                     raise ValueError(f"{path} is not UTF-8 text ({error}): --errors skip leaves it out") from error
@@ -82,6 +96,17 @@ def read_jsonl(file, path: Path, field: str) -> Iterator[str]:
             yield text
 
 
+def split_by_rank(texts: Iterable[str], val_fraction: float) -> Iterator[Document]:
+    """Of n distinct texts the ceil(val_fraction n) with the smallest hashes validate; at least one is left to train."""
+    texts = list(texts)
+    hashes = [hashlib.sha256(text.encode("utf-8", "replace")).digest() for text in texts]
+    n = len(set(hashes))
+    if n == 1:
+        raise ValueError("one document, but training and validation need one each: give more text, or another file")
+    val = set(heapq.nsmallest(min(math.ceil(val_fraction * n), n - 1), set(hashes)))
+    yield from (("val" if key in val else "train", text) for key, text in zip(hashes, texts, strict=True))
+
+
 def prepare(
     inputs: list[Path],
     folder: Path = HERE,
@@ -93,28 +118,42 @@ def prepare(
     workers: int = 1,
 ) -> dict:
     """Write the dataset into `folder`; return its meta.json."""
-    files = find_files([Path(path) for path in inputs])
-    n_bytes = sum(path.stat().st_size for path in files)
+    files = find_files([Path(path) for path in inputs], Path(folder))
+    # 0: unknown, as of a pipe
+    n_bytes = sum(path.stat().st_size for path in files) if all(path.is_file() for path in files) else 0
     if val_fraction is None:
-        val_fraction = min(max(0.01, 1e5 / max(n_bytes, 1)), 0.1)  # 1%, but 100 KB or 10% of a small input
+        val_fraction = min(max(0.01, 1e5 / n_bytes), 0.1) if n_bytes else 0.01  # 1%, but 100 KB or 10% of a small input
     # A single file should still be enough documents for the hash to find some for validation: about eight chunks,
     # but no chunk so small that its end-of-text tokens would teach the model to stop early.
     max_chars = min(max(int(n_bytes * val_fraction / 8), 2**14), 2**20)
-    documents = ((split_of(text, val_fraction), text) for text in read_documents(files, field, max_chars, errors))
+    texts = read_documents(files, field, max_chars, errors)
+    if 0 < n_bytes < SMALL:
+        documents = split_by_rank(texts, val_fraction)
+    else:
+        documents = ((split_of(text, val_fraction), text) for text in texts)
     meta = write_dataset(
         Path(folder),
         documents,
         get_tokenizer(tokenizer, tokenizer_path),
         workers=workers,
-        progress=Progress(n_bytes, "bytes"),
+        progress=Progress(n_bytes or None, "bytes"),
     )
     print_summary(folder, meta)
     return meta
 
 
+def print_next(folder: Path) -> None:
+    """Print the command that trains on the dataset, where train.py finds it by name."""
+    data, name = HERE.parent, folder.resolve().name
+    if folder.resolve().parent == data:
+        script, config = (shown(data.parent / path) for path in ("train.py", "config/baby_llama.py"))
+        # no vocab_size: the config has none either, so the model takes the dataset's
+        print("next:", shlex.join(["python", script, config, f"--dataset={name}", f"--out_dir=out/{name}"]))
+
+
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--input", type=Path, nargs="+", required=True, help="files, folders, .jsonl")
+    parser.add_argument("--input", type=Path, nargs="+", required=True, help="files, folders, .jsonl, pipes")
     parser.add_argument("--tokenizer", default="bytes", help=f"one of {', '.join(NAMES)} (default: bytes)")
     parser.add_argument("--tokenizer_path", type=Path, help="llama3's tokenizer.model, if elsewhere than here")
     parser.add_argument("--out", type=Path, default=HERE, help="folder for the dataset (default: this one)")
@@ -123,7 +162,9 @@ def main():
     parser.add_argument("--errors", choices=["strict", "skip"], default="strict", help="files that are not UTF-8")
     parser.add_argument("--workers", type=int, default=os.cpu_count(), help="processes (default: one a CPU core)")
     args = vars(parser.parse_args())
-    prepare(args.pop("input"), args.pop("out"), **args)
+    out = args.pop("out")
+    prepare(args.pop("input"), out, **args)
+    print_next(out)
 
 
 if __name__ == "__main__":
