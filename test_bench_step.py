@@ -290,7 +290,8 @@ def test_a_record_goes_on_where_only_words_have_changed_since(tmp_path, monkeypa
     monkeypatch.setattr(report, "ROOT", tmp_path)
     git("init", "-q")
     first = commit("train.py", "1")
-    words = [commit(name, "2") for name in ("README.md", "test_train.py", "benchmarks/plots.py", "assets/step.json")]
+    beside = ("README.md", "test_train.py", "benchmarks/plots.py", "assets/step.json", "sample.py", "memory.py")
+    words = [commit(name, "2") for name in beside]
     assert all(report.same_code(first, later) and report.same_code(later, first) for later in words)
     for name in ("model.py", "kernels/rope.py", "config/llama.py", "benchmarks/peers.py", "train.py"):
         before, after = words[-1], commit(name, "3")

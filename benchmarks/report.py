@@ -45,8 +45,9 @@ def origin(command: str, device: str, packages: tuple[str, ...] = ()) -> dict:
     return {"command": command, "device": device, "versions": versions}
 
 
-# What trains: a record goes on where none of it has changed since, whatever was written about it.
-CODE = [":(glob)*.py", ":!test_*.py", ":!conftest.py", "kernels", "config", "data/tokens.py", "benchmarks/peers.py"]
+# What trains: a record goes on where none of it has changed since, whatever was written, estimated or sampled.
+BESIDE = ["test_*.py", "conftest.py", "bench.py", "memory.py", "sample.py", "tokenizer.py"]
+CODE = [":(glob)*.py", *(f":!{name}" for name in BESIDE), "kernels", "config", "data/tokens.py", "benchmarks/peers.py"]
 
 
 def same_code(commit: str, other: str) -> bool:
@@ -239,6 +240,12 @@ def sweep_part(name: str, tables: tuple[str, ...]) -> str:
     return "\n\n".join([*parts, f"`{r['command']}` on {ran_on(r)}; {limits_of(r)}." + (f" {close}." if close else "")])
 
 
+def fits_headline() -> str:
+    from benchmarks import swept
+
+    return swept.headline(load("study"))
+
+
 def snapshot_table() -> str:
     from benchmarks import snapshot
 
@@ -256,6 +263,7 @@ PARTS = {  # name -> what makes it, the records that it needs
     "steps": (steps_table, ("step",)),
     "breakdown": (breakdown_table, ("step",)),
     "gpus": (gpus_tables, ("gpus",)),
+    "fits_headline": (fits_headline, ("study",)),
     "fits": (partial(sweep_part, "study", ("fits",)), ("study",)),
     "study": (partial(sweep_part, "study", ("points",)), ("study",)),
     "sweep": (partial(sweep_part, "sweep", ("fits", "points")), ("sweep",)),

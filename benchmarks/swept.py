@@ -80,6 +80,11 @@ def done(rows: list[dict]) -> list[dict]:
     return [row for row in rows if "tok_per_s" in row]
 
 
+def largest(rows: list[dict], kind: str, arms: tuple[str, ...]) -> int:
+    """The largest size at which any of these arms fits; 0 for none."""
+    return max((row[VARIES[kind]] for row in done(rows) if row["arm"] in arms), default=0)
+
+
 def slope_kb(rows: list[dict]) -> float | None:
     """KB by which the peak grows with a token, between the two largest sizes."""
     if len(done(rows)) < 2:
@@ -207,15 +212,33 @@ def closeness(record: dict) -> str:
     return f"memory.py's estimate is within {max(off):.1%} of each of nanocria's {len(off)} peaks" if off else ""
 
 
+def headline(record: dict) -> str:
+    """What fits, ours and theirs; and at the largest batch that ours and a peer manage, speed and memory."""
+    batch, seq = record["batch"], record["seq"]
+    peers = [arm for arm in PEERS if any(row["arm"] == arm for row in batch)]
+    fits = {
+        arms: (largest(batch, "batch", arms), largest(seq, "seq", arms)) for arms in (WHOLE, *((p,) for p in peers))
+    }
+    ours = "batches of {:,} x {block:,} tokens or, at batch {at}, contexts of {:,}".format(
+        *fits[WHOLE], block=batch[0]["block"], at=seq[0]["batch"]
+    )
+    theirs = ", ".join("{} ends at {:,} and {:,}".format(TITLES[arm], *fits[(arm,)]) for arm in peers)
+    both = max(ratios(batch), key=lambda ratio: (ratio["batch"], -ratio["peak_gib"]))
+    return (
+        f"{batch[0]['limit_gib']:g} GiB of a GPU are enough to train all of Llama 3.2 1B with {ours}: {theirs}. "
+        f"At batch {both['batch']:,} it is {both['tok_per_s']:.2f} times as fast as {TITLES[both['peer']]}, in "
+        f"{both['peak_gib']:.2f} of its memory."
+    )
+
+
 def summary(record: dict, out: Path, failed: list[dict]) -> dict:
-    largest = [
-        dict(zip(SERIES, name, strict=True))
-        | {f"largest_{kind}": max((r[VARIES[kind]] for r in done(rows)), default=0)}
+    fits = [
+        dict(zip(SERIES, name, strict=True)) | {f"largest_{kind}": largest(rows, kind, (rows[0]["arm"],))}
         for kind in ROWS
         for name, rows in by_series(record[kind], kind).items()
     ]
     off = max((abs(deviation) for _, deviation in deviations(record)), default=None)
-    return {"record": str(out), "failed": failed, "largest": largest, "estimate_off": off,
+    return {"record": str(out), "failed": failed, "largest": fits, "estimate_off": off,
             "ratios": [ratio for kind in ROWS for ratio in ratios(record[kind])]}  # fmt: skip
 
 
