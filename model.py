@@ -270,6 +270,15 @@ class Block(nn.Module):
         return x, computed
 
 
+@torch.no_grad()
+def fill(parameter: torch.Tensor, whole: torch.Tensor) -> None:
+    """Writes a whole weight into a parameter; where that is sharded, every rank writes its part."""
+    if isinstance(parameter, DTensor):
+        whole = distribute_tensor(whole, parameter.device_mesh, parameter.placements, src_data_rank=None)
+        parameter, whole = parameter.to_local(), whole.to_local()
+    parameter.copy_(whole)
+
+
 class Llama(nn.Module):
     def __init__(self, config: LlamaConfig):
         super().__init__()
@@ -345,10 +354,7 @@ class Llama(nn.Module):
             generator = torch.Generator(device or parameter.device).manual_seed(seed + zlib.crc32(name.encode()))
             whole = torch.empty(parameter.shape, device=generator.device, dtype=torch.float32)
             whole.normal_(0.0, std, generator=generator)
-            if isinstance(parameter, DTensor):
-                whole = distribute_tensor(whole, parameter.device_mesh, parameter.placements, src_data_rank=None)
-                parameter, whole = parameter.to_local(), whole.to_local()
-            parameter.copy_(whole)
+            fill(parameter, whole)
 
     def n_params(self) -> int:
         """Every parameter once: a tied head counts as the embedding."""

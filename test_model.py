@@ -23,6 +23,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
+from convert import hf_names
 from model import KVCache, Llama, LlamaConfig, sample
 
 HAS_GPU = torch.cuda.is_available()
@@ -163,26 +164,6 @@ def test_model_is_the_llama_of_the_papers(n_kv_head, factor, tied, arm, n_time):
     truth = dict(zip(weights, torch.autograd.grad(loss, weights.values()), strict=True))
     assert error(model(tokens), logits) < 1e-12
     assert_close(loss_and_gradients(model, tokens, targets), {"loss": loss} | truth, 1e-12)
-
-
-HF_NAMES = {
-    "tok_embeddings.weight": ["model.embed_tokens.weight"],
-    "attn_norm.weight": ["input_layernorm.weight"],
-    "attn.qkv_proj.weight": ["self_attn.q_proj.weight", "self_attn.k_proj.weight", "self_attn.v_proj.weight"],
-    "attn.o_proj.weight": ["self_attn.o_proj.weight"],
-    "mlp_norm.weight": ["post_attention_layernorm.weight"],
-    "mlp.gate_up_proj.weight": ["mlp.gate_proj.weight", "mlp.up_proj.weight"],
-    "mlp.down_proj.weight": ["mlp.down_proj.weight"],
-    "norm.weight": ["model.norm.weight"],
-    "lm_head.weight": ["lm_head.weight"],
-}
-
-
-def hf_names(name):
-    if not name.startswith("layers."):
-        return HF_NAMES[name]
-    _, i, rest = name.split(".", 2)
-    return [f"model.layers.{i}.{hf_name}" for hf_name in HF_NAMES[rest]]
 
 
 @pytest.mark.parametrize("n_kv_head", [4, 2, 1])

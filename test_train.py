@@ -78,7 +78,8 @@ def plain_pytorch_on_one_core(monkeypatch):
 @pytest.fixture
 def train(text_data, tmp_path, monkeypatch):
     """train(**settings) runs train.py in this process and returns its globals; files go to tmp_path/out."""
-    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
+    handlers = {number: signal.getsignal(number) for number in numbers}
 
     def run(*files, **settings):
         settings = {"dataset": text_data, "out_dir": tmp_path / "out", **({} if files else SMALL | SHORT), **settings}
@@ -87,6 +88,7 @@ def train(text_data, tmp_path, monkeypatch):
         try:
             return runpy.run_path(str(ROOT / "train.py"), run_name="__main__")
         finally:
+            sys.excepthook = sys.__excepthook__  # the run's own would keep the run alive, and its lock
             for number, handler in handlers.items():
                 signal.signal(number, handler)
             if dist.is_initialized():

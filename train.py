@@ -29,6 +29,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, Offlo
 
 import checkpoint
 import collectives
+import convert
 import memory
 import ranks
 from configurator import configure
@@ -44,7 +45,7 @@ from weights import StreamedWeights
 # ----------------------------------------------------------------------------------------------------------------------
 # output
 out_dir = "out"  # checkpoints, metrics.jsonl and summary.json
-init_from: Literal["auto", "scratch", "resume"] = "auto"  # auto: resume where out_dir holds a checkpoint
+init_from = "auto"  # resume where out_dir holds a checkpoint; or scratch, resume; or a folder of Hugging Face's weights
 eval_interval = 1000  # steps between evaluations; each is followed by a checkpoint
 eval_iters = 100  # batches an evaluation reads, the same ones every time, spread evenly over the validation tokens
 log_interval = 10  # steps between log lines
@@ -354,24 +355,40 @@ first_step, changed, resume_seconds = 0, [], None
 found = checkpoint.newest(out_dir)
 if found and init_from == "scratch":
     stop(f"{found} is there from an earlier run: --init_from=resume goes on with it, --out_dir=... starts elsewhere")
+published = init_from not in ("auto", "scratch", "resume")  # weights to begin with
+if published and not (Path(init_from) / "config.json").exists():
+    stop(
+        f"init_from is {init_from}: auto, scratch, resume, or a folder with Hugging Face's config.json and .safetensors"
+    )
 if not found and init_from == "resume":
     stop(f"{out_dir} holds no checkpoint to resume: --init_from=scratch starts a new run")
 
 
-def refuse_another_model(path: Path, meta: dict):
+def refuse_another_model(path: Path, model: dict, tokenizer: str, other: str):
     for name in MODEL_SETTINGS:
-        if meta["model"][name] != getattr(config, name):
-            was, now = meta["model"][name], getattr(config, name)
-            stop(f"{path} has {name} {was}, this run {now}: set it back or change out_dir")
-    if meta["dataset"]["tokenizer"] != train_tokens.meta["tokenizer"]:
-        was, now = meta["dataset"]["tokenizer"], train_tokens.meta["tokenizer"]
-        stop(f"{path} was trained on {was} tokens, {data_dir} holds {now} tokens: change dataset or out_dir")
+        if model[name] != getattr(config, name):
+            stop(f"{path} has {name} {model[name]}, this run {getattr(config, name)}: set it to that or change {other}")
+    if tokenizer != train_tokens.meta["tokenizer"]:
+        now = train_tokens.meta["tokenizer"]
+        stop(f"{path} was trained on {tokenizer} tokens, {data_dir} holds {now} tokens: change dataset or {other}")
 
 
+if published and not found:
+    try:
+        model_settings, tokenizer = convert.read_config(init_from)
+        # a folder that does not say its tokenizer is taken at the user's word
+        refuse_another_model(init_from, model_settings, tokenizer or train_tokens.meta["tokenizer"], "init_from")
+        convert.load(init_from, optimizer)
+    except (OSError, ValueError) as error:
+        stop(str(error))
 if found:
     began = time.perf_counter()
     try:
-        found, meta, damaged = checkpoint.load_newest(out_dir, optimizer, refuse_another_model)
+        found, meta, damaged = checkpoint.load_newest(
+            out_dir,
+            optimizer,
+            lambda path, meta: refuse_another_model(path, meta["model"], meta["dataset"]["tokenizer"], "out_dir"),
+        )
     except (OSError, ValueError) as error:
         stop(str(error))
     for sentence in damaged:
@@ -440,6 +457,8 @@ print0("step     ", f"{tokens_per_step:,} tokens = {batch_size} sequences x {blo
 print0(f" x {micro_steps} micro-batches x {world_size} ranks")
 if warmup_iters >= max_iters:
     print0("warm-up  ", f"{warmup_iters:,} steps: the learning rate never reaches its peak in {max_iters:,}")
+if published and not found:
+    print0("begins   ", f"with the weights of {init_from}")
 if found:
     print0("resumes  ", found, *(["with", ", ".join(changed), "changed"] if changed else []))
 

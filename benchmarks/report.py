@@ -46,7 +46,7 @@ def origin(command: str, device: str, packages: tuple[str, ...] = ()) -> dict:
 
 
 # What trains: a record goes on where none of it has changed since, whatever was written, estimated or sampled.
-BESIDE = ["test_*.py", "conftest.py", "bench.py", "memory.py", "sample.py", "tokenizer.py"]
+BESIDE = ["test_*.py", "conftest.py", "bench.py", "convert.py", "memory.py", "sample.py", "tokenizer.py"]
 CODE = [":(glob)*.py", *(f":!{name}" for name in BESIDE), "kernels", "config", "data/tokens.py", "benchmarks/peers.py"]
 
 

@@ -1,0 +1,201 @@
+"""Weights in Hugging Face's format: config.json beside .safetensors files.
+
+    python train.py config/llama32_1b.py --init_from=Llama-3.2-1B     a run that begins with published weights
+    python convert.py out/llama32_1b my-llama                         a run's newest checkpoint, for transformers
+    python convert.py out/llama32_1b/step_001000 my-llama --dtype float32
+
+Needs `pip install safetensors`. Both have RoPE in the same layout; ours stacks q, k, v, and gate, up, into one matrix
+each. Meta's own consolidated.*.pth interleave q and k: take the .safetensors that lie beside them.
+"""
+
+import argparse
+import json
+import shutil
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+
+import checkpoint
+from model import ROPE_SCALING_KEYS, LlamaConfig, fill
+from optimizer import AdamW
+
+NAMES = {  # ours, and those that it stacks
+    "tok_embeddings.weight": ["model.embed_tokens.weight"],
+    "attn_norm.weight": ["input_layernorm.weight"],
+    "attn.qkv_proj.weight": ["self_attn.q_proj.weight", "self_attn.k_proj.weight", "self_attn.v_proj.weight"],
+    "attn.o_proj.weight": ["self_attn.o_proj.weight"],
+    "mlp_norm.weight": ["post_attention_layernorm.weight"],
+    "mlp.gate_up_proj.weight": ["mlp.gate_proj.weight", "mlp.up_proj.weight"],
+    "mlp.down_proj.weight": ["mlp.down_proj.weight"],
+    "norm.weight": ["model.norm.weight"],
+    "lm_head.weight": ["lm_head.weight"],
+}
+CONFIG = {  # ours, and theirs
+    "n_layer": "num_hidden_layers",
+    "n_head": "num_attention_heads",
+    "n_kv_head": "num_key_value_heads",
+    "n_embd": "hidden_size",
+    "ffn_dim": "intermediate_size",
+    "vocab_size": "vocab_size",
+    "tie_embeddings": "tie_word_embeddings",
+    "norm_eps": "rms_norm_eps",
+}
+LLAMA3_VOCAB = 128256
+FILE_BYTES = 5e9  # of one .safetensors
+
+
+def hf_names(name: str) -> list[str]:
+    """Theirs of one of ours: layers.3.attn.qkv_proj.weight is three of them."""
+    if not name.startswith("layers."):
+        return NAMES[name]
+    _, i, rest = name.split(".", 2)
+    return [f"model.layers.{i}.{hf_name}" for hf_name in NAMES[rest]]
+
+
+def _safetensors():
+    try:
+        import safetensors.torch
+    except ImportError:
+        raise ValueError("Hugging Face's files need safetensors: pip install safetensors") from None
+    return safetensors
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# In
+
+
+def read_config(folder: Path) -> tuple[dict, str | None]:
+    """The settings of the model in a folder, by train.py's names, and its tokenizer's name where that is known.
+
+    Raises ValueError where it is none that model.py can be, OSError where it cannot be read.
+    """
+    path = Path(folder) / "config.json"
+    try:
+        theirs = json.loads(path.read_text())
+        if theirs["model_type"] != "llama":
+            raise ValueError(f"{path} describes a {theirs['model_type']} model, not a Llama")
+        settings = {name: theirs[theirs_name] for name, theirs_name in CONFIG.items()}
+    except json.JSONDecodeError as error:
+        raise ValueError(f"{path} is not JSON: {error}") from error
+    except KeyError as error:
+        raise ValueError(f"{path} does not say {error}") from error
+    head_dim = theirs.get("head_dim") or settings["n_embd"] // settings["n_head"]
+    if theirs.get("attention_bias") or theirs.get("mlp_bias") or head_dim * settings["n_head"] != settings["n_embd"]:
+        raise ValueError(f"{path} has biases, or heads of {head_dim}: Llama 3 has neither")
+    rope = theirs.get("rope_parameters") or {
+        "rope_theta": theirs.get("rope_theta"),
+        **(theirs.get("rope_scaling") or {}),
+    }
+    kind = rope.get("rope_type", "default")
+    if kind not in ("default", "llama3") or not rope["rope_theta"]:
+        raise ValueError(f"{path} has RoPE of the type {kind}, base {rope['rope_theta']}: default and llama3 are known")
+    settings["rope_theta"] = rope["rope_theta"]
+    settings["rope_scaling"] = {key: rope[key] for key in ROPE_SCALING_KEYS} if kind == "llama3" else None
+    tokenizer = "llama3" if settings["vocab_size"] == LLAMA3_VOCAB else None
+    return settings, theirs.get("nanocria_tokenizer", tokenizer)
+
+
+def load(folder: Path, optimizer: AdamW) -> None:
+    """Fills an optimizer and the weights of its model, sharded in any way: no rank holds more than one whole.
+
+    Raises ValueError where a weight is missing or has another shape, OSError where a file cannot be read.
+    """
+    read = _reader(Path(folder))
+    for name, w in optimizer.w.items():
+        whole = torch.cat([read(hf_name) for hf_name in hf_names(name)]).float()
+        if whole.shape != w.shape:
+            raise ValueError(f"{folder} has {name} {tuple(whole.shape)}, the model {tuple(w.shape)}")
+        fill(w, whole)
+    optimizer.refresh()
+
+
+def _reader(folder: Path) -> Callable[[str], torch.Tensor]:
+    """A function from a tensor's name to the tensor, on the CPU."""
+    safetensors, index = _safetensors(), folder / "model.safetensors.index.json"
+    files = json.loads(index.read_text())["weight_map"] if index.exists() else {}
+
+    def read(name):
+        path = folder / files.get(name, "model.safetensors")
+        if not path.exists():
+            raise ValueError(f"{path} is not there: it should hold {name}")
+        try:
+            with safetensors.safe_open(path, "pt") as file:
+                return file.get_tensor(name)
+        except safetensors.SafetensorError as error:
+            raise ValueError(f"{path}: {name}: {error}") from error
+
+    return read
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Out
+
+
+def write_config(config: LlamaConfig, tokenizer: str, dtype: str) -> dict:
+    """What config.json says of a model; transformers passes over the name of the tokenizer."""
+    rope_scaling = config.rope_scaling and {"rope_type": "llama3", **config.rope_scaling}
+    special = {"bos_token_id": 128000, "eos_token_id": 128001} if tokenizer == "llama3" else {}
+    return {
+        "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_act": "silu",
+        **{theirs: getattr(config, ours) for ours, theirs in CONFIG.items()},
+        "max_position_embeddings": config.block_size, "rope_theta": config.rope_theta, "rope_scaling": rope_scaling,
+        "attention_bias": False, "mlp_bias": False, "torch_dtype": dtype, "nanocria_tokenizer": tokenizer, **special,
+    }  # fmt: skip
+
+
+def save(path: Path, folder: Path, dtype: str) -> None:
+    """A checkpoint as a folder for transformers, in files of FILE_BYTES at most; whole or not there."""
+    safetensors, meta = _safetensors(), checkpoint.read_meta(path)
+    config = LlamaConfig(**meta["model"])
+    files, n_bytes = [{}], 0
+    for name, parameter in checkpoint.load_model(path, "cpu", getattr(torch, dtype)).named_parameters():
+        names = hf_names(name)
+        kv = config.n_kv_head * config.head_dim
+        sizes = {1: len(parameter), 2: config.ffn_dim, 3: [config.n_embd, kv, kv]}[len(names)]
+        for hf_name, part in zip(names, parameter.detach().split(sizes), strict=True):
+            if n_bytes and n_bytes + part.nbytes > FILE_BYTES:
+                files, n_bytes = [*files, {}], 0
+            files[-1][hf_name], n_bytes = part.clone(), n_bytes + part.nbytes
+    partial = folder.with_name(folder.name + ".partial")
+    shutil.rmtree(partial, ignore_errors=True)
+    partial.mkdir(parents=True)
+    (partial / "config.json").write_text(
+        json.dumps(write_config(config, meta["dataset"]["tokenizer"], dtype), indent=2)
+    )
+    paths = [f"model-{i + 1:05}-of-{len(files):05}.safetensors" for i in range(len(files))]
+    if len(files) == 1:
+        paths = ["model.safetensors"]
+    else:
+        total = sum(part.nbytes for tensors in files for part in tensors.values())
+        where = {name: file for file, tensors in zip(paths, files, strict=True) for name in tensors}
+        index = {"metadata": {"total_size": total}, "weight_map": where}
+        (partial / "model.safetensors.index.json").write_text(json.dumps(index, indent=2))
+    for file, tensors in zip(paths, files, strict=True):
+        safetensors.torch.save_file(tensors, partial / file, metadata={"format": "pt"})
+    partial.rename(folder)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("run", type=Path, help="a run's folder, whose newest checkpoint is taken, or one checkpoint")
+    parser.add_argument("folder", type=Path, help="a new folder")
+    parser.add_argument(
+        "--dtype", choices=["bfloat16", "float16", "float32"], default="bfloat16", help="of the weights"
+    )
+    args = parser.parse_args()
+    path = args.run if (args.run / "meta.json").exists() else checkpoint.newest(args.run)
+    if path is None:
+        sys.exit(f"{args.run} holds no checkpoint")
+    if args.folder.exists():
+        sys.exit(f"{args.folder} is there already: name a new folder")
+    try:
+        save(path, args.folder, args.dtype)
+    except (OSError, ValueError) as error:
+        sys.exit(str(error))
+    print(f'{path} in {args.dtype}: transformers.AutoModelForCausalLM.from_pretrained("{args.folder}")')
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,197 @@
+"""Hugging Face's folders in and out: the same model on both sides, whole or sharded; slips get a sentence.
+
+pytest test_convert.py        half a minute, without a GPU
+"""
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+
+import checkpoint
+import convert
+from model import Llama, LlamaConfig
+from test_train import PLAIN, ROOT, SHORT, SMALL, plain_pytorch_on_one_core, slip, text_data, torchrun, train
+
+__all__ = ["plain_pytorch_on_one_core", "text_data", "train"]  # fixtures
+transformers = pytest.importorskip("transformers")
+pytest.importorskip("safetensors")
+
+SCALING = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 16}
+MODELS = {
+    "tied": {"tie_embeddings": True, "rope_scaling": SCALING},
+    "untied": {"tie_embeddings": False, "n_kv_head": 4, "rope_theta": 10000.0, "norm_eps": 1e-6},
+}
+
+
+def hugging_face(settings) -> transformers.LlamaForCausalLM:
+    c = LlamaConfig(
+        **{"vocab_size": 257} | {k: v for k, v in SMALL.items() if k in LlamaConfig.__dataclass_fields__} | settings
+    )
+    torch.manual_seed(3)
+    return transformers.LlamaForCausalLM(
+        transformers.LlamaConfig(
+            num_hidden_layers=c.n_layer, num_attention_heads=c.n_head, num_key_value_heads=c.n_kv_head,
+            hidden_size=c.n_embd, intermediate_size=c.ffn_dim, vocab_size=c.vocab_size, rms_norm_eps=c.norm_eps,
+            max_position_embeddings=c.block_size, tie_word_embeddings=c.tie_embeddings, rope_theta=c.rope_theta,
+            rope_scaling=c.rope_scaling and {"rope_type": "llama3", **c.rope_scaling},
+        )
+    )  # fmt: skip
+
+
+@pytest.fixture(params=MODELS)
+def folder(request, tmp_path):
+    """Random weights as transformers saves them, in several files; and the settings of the model."""
+    theirs, folder = hugging_face(MODELS[request.param]), tmp_path / "theirs"
+    theirs.save_pretrained(folder, max_shard_size="60KB")
+    assert len(list(folder.glob("*.safetensors"))) > 1
+    return folder, MODELS[request.param] | {"vocab_size": 257}
+
+
+def logits(model, tokens):
+    with torch.no_grad():
+        out = model(tokens)
+    return getattr(out, "logits", out)
+
+
+def assert_same_model(path, folder):
+    """A checkpoint of ours and a folder of theirs, read by transformers."""
+    ours = checkpoint.load_model(path, "cpu", torch.float32)
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    tokens = torch.randint(257, (2, 24), generator=torch.Generator().manual_seed(0))
+    expected = logits(theirs, tokens)
+    assert expected.std() > 0.01 and (logits(ours, tokens) - expected).abs().max() < 2e-5 * expected.abs().max()
+
+
+def test_a_run_begins_with_their_weights(train, tmp_path, capsys, folder):
+    folder, settings = folder
+    train(**settings, init_from=folder, learning_rate=0, max_iters=1)
+    assert f"begins    with the weights of {folder}" in capsys.readouterr().out
+    assert_same_model(tmp_path / "out/step_000001", folder)
+    train(**settings, init_from=folder, max_iters=2)
+    out = capsys.readouterr().out
+    assert "resumes " in out and "begins " not in out, "the same line goes on with the checkpoint"
+
+
+@pytest.mark.parametrize(
+    "changes", [{"sharding": "zero3"}, {"offload": "all"}, {"sharding": "hybrid", "shard_ranks": 1}]
+)
+def test_every_rank_takes_its_part_of_their_weights(text_data, tmp_path, changes):
+    folder, settings = tmp_path / "theirs", MODELS["untied"] | {"vocab_size": 257}
+    hugging_face(MODELS["untied"]).save_pretrained(folder)
+    settings |= SMALL | SHORT | dict(dataset=text_data, out_dir=tmp_path / "out", init_from=folder, learning_rate=0)
+    settings |= MODELS["untied"] | dict(max_iters=1, warmup_iters=0, gradient_accumulation_steps=2) | changes
+    done = subprocess.run(torchrun(2, settings), cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert_same_model(tmp_path / "out/step_000001", folder)
+
+
+@pytest.mark.parametrize("n_files", [1, 4])
+def test_a_checkpoint_becomes_a_folder_that_transformers_reads(train, tmp_path, monkeypatch, capsys, n_files):
+    train(**MODELS["tied"])
+    monkeypatch.setattr(convert, "FILE_BYTES", 5e9 if n_files == 1 else 30_000)
+    words = ["convert.py", str(tmp_path / "out"), str(tmp_path / "hf"), "--dtype", "float32"]
+    monkeypatch.setattr(sys, "argv", words)
+    convert.main()
+    assert "step_000008 in float32: transformers.AutoModelForCausalLM" in capsys.readouterr().out
+    assert len(list((tmp_path / "hf").glob("*.safetensors"))) == n_files
+    assert_same_model(tmp_path / "out/step_000008", tmp_path / "hf")
+    train(**MODELS["tied"], init_from=tmp_path / "hf", out_dir=tmp_path / "again", learning_rate=0, max_iters=1)
+    before, after = (
+        checkpoint.load_model(checkpoint.newest(tmp_path / out), "cpu", torch.float32) for out in ("out", "again")
+    )
+    assert all(torch.equal(a, b) for a, b in zip(before.parameters(), after.parameters(), strict=True)), (
+        "and back, to the bit"
+    )
+    monkeypatch.setattr(sys, "argv", words)
+    with pytest.raises(SystemExit, match="is there already: name a new folder"):
+        convert.main()
+
+
+def test_what_is_written_is_rounded_once_to_the_dtype_asked_for(train, tmp_path):
+    train()
+    convert.save(tmp_path / "out/step_000008", tmp_path / "hf", "bfloat16")
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "hf", dtype="auto")
+    ours = checkpoint.load_model(tmp_path / "out/step_000008", "cpu", torch.bfloat16)
+    assert theirs.dtype == torch.bfloat16
+    assert torch.equal(theirs.model.embed_tokens.weight, ours.tok_embeddings.weight)
+
+
+def edit(path, **changes):
+    config = json.loads(path.read_text()) | changes
+    path.write_text(json.dumps({key: value for key, value in config.items() if value is not None}))
+
+
+SLIPS = {
+    "another size": (lambda folder: edit(folder / "config.json", num_hidden_layers=3), "has n_layer 3, this run 2"),
+    "another model": (lambda folder: edit(folder / "config.json", model_type="qwen3"), "a qwen3 model, not a Llama"),
+    "biases": (lambda folder: edit(folder / "config.json", attention_bias=True), "has biases"),
+    "another RoPE": (
+        lambda folder: edit(folder / "config.json", rope_parameters={"rope_type": "yarn", "rope_theta": 1e4}),
+        "RoPE of the type yarn",
+    ),
+    "half a config": (lambda folder: edit(folder / "config.json", rms_norm_eps=None), "does not say 'rms_norm_eps'"),
+    "no JSON": (lambda folder: (folder / "config.json").write_text("{"), "is not JSON"),
+    "another tokenizer": (
+        lambda folder: edit(folder / "config.json", nanocria_tokenizer="gpt2"),
+        "was trained on gpt2 tokens",
+    ),
+    "no weights": (lambda folder: os.remove(folder / "model.safetensors"), "is not there: it should hold model.embed"),
+    "weights cut short": (
+        lambda folder: (folder / "model.safetensors").write_bytes((folder / "model.safetensors").read_bytes()[:5000]),
+        "model.safetensors: model.embed_tokens.weight: ",
+    ),
+    "no folder": (lambda folder: os.remove(folder / "config.json"), "auto, scratch, resume, or a folder"),
+}
+
+
+@pytest.mark.parametrize("kind", SLIPS)
+def test_what_cannot_be_read_gets_a_sentence(train, tmp_path, capsys, kind):
+    hugging_face(MODELS["tied"]).save_pretrained(tmp_path / "theirs")
+    change, expected = SLIPS[kind]
+    change(tmp_path / "theirs")
+    assert expected in slip(train, capsys, **MODELS["tied"], vocab_size=257, init_from=tmp_path / "theirs")
+
+
+def test_another_shape_than_the_config_says_is_refused(train, tmp_path, capsys):
+    hugging_face(MODELS["tied"]).save_pretrained(tmp_path / "theirs")
+    edit(tmp_path / "theirs/config.json", intermediate_size=96)
+    message = slip(train, capsys, **MODELS["tied"], vocab_size=257, ffn_dim=96, init_from=tmp_path / "theirs")
+    assert "has layers.0.mlp.gate_up_proj.weight (128, 32), the model (192, 32)" in message
+
+
+def test_published_configs_are_read(tmp_path):
+    """As meta-llama/Llama-3.2-1B and an old transformers write them."""
+    rope = {"rope_theta": 500000.0, "rope_scaling": {"rope_type": "llama3", **SCALING}}
+    sizes = {"num_hidden_layers": 16, "num_attention_heads": 32, "num_key_value_heads": 8, "hidden_size": 2048}
+    sizes |= {"intermediate_size": 8192, "vocab_size": 128256, "tie_word_embeddings": True, "rms_norm_eps": 1e-5}
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama", "head_dim": 64, **sizes, **rope}))
+    settings, tokenizer = convert.read_config(tmp_path)
+    assert tokenizer == "llama3" and settings["rope_scaling"] == SCALING and settings["rope_theta"] == 500000.0
+    assert LlamaConfig(**settings, block_size=8).head_dim == 64
+
+
+def test_without_safetensors_the_pip_line_is_said(monkeypatch, tmp_path):
+    monkeypatch.setitem(sys.modules, "safetensors.torch", None)
+    with pytest.raises(ValueError, match="pip install safetensors"):
+        convert.load(tmp_path, None)
+
+
+def test_every_weight_of_ours_has_its_names():
+    with torch.device("meta"):
+        model = Llama(LlamaConfig(n_layer=2, n_head=4, n_kv_head=2, n_embd=32, ffn_dim=64, vocab_size=9, block_size=8))
+    names = [name for ours in dict(model.named_parameters()) for name in convert.hf_names(ours)]
+    assert len(set(names)) == len(names) == 3 + 2 * 9
+
+
+def test_the_command_line(train, tmp_path):
+    train()
+    command = [sys.executable, str(ROOT / "convert.py"), str(tmp_path / "out"), str(tmp_path / "hf")]
+    done = subprocess.run(command, capture_output=True, text=True, env=os.environ | PLAIN)
+    assert done.returncode == 0 and (tmp_path / "hf/config.json").exists(), done.stderr
+    command[2] = str(tmp_path / "nowhere")
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 1 and done.stderr.strip() == f"{tmp_path}/nowhere holds no checkpoint"
