@@ -338,12 +338,20 @@ def test_the_tables_show_what_fits_what_does_not_and_every_point(monkeypatch, tm
         "| 16 | - | out of memory | - |",
         "32,000 · 10.8 |",
         "`python bench.py preset=study` on GPU (nanocria abc)",
-        "24 GiB of a GPU are enough to train all of Llama 3.2 1B with batches of 112 x 1,024 tokens or, at batch 4, "
-        "contexts of 8,192: Hugging Face ends at 8 and 0, Hugging Face + Liger ends at 112 and 0. At batch 112 it is "
+        "24 GiB of a GPU are enough to train all of Llama 3.2 1B with batches of 112 x 1,024 tokens or contexts of "
+        "8,192 at batch 4; Hugging Face ends at 8 and 0; Hugging Face + Liger ends at 112 and 0. At batch 112 it is "
         "1.25 times as fast as Hugging Face + Liger, in ",
         "estimate is within 0.0% of each of nanocria's 3 peaks",
     ):
         assert part in text, f"{part}\nis not in\n{text}"
+
+
+def test_the_headline_is_of_the_sweeps_that_were_measured():
+    half = RECORD | {"batch": []}
+    assert swept.headline(half) == (
+        "24 GiB of a GPU are enough to train all of Llama 3.2 1B with contexts of 8,192 at batch 4."
+    )
+    assert "contexts" not in swept.headline(RECORD | {"seq": []})
 
 
 def test_series_are_named_by_what_differs():

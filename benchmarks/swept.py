@@ -214,19 +214,19 @@ def closeness(record: dict) -> str:
 
 def headline(record: dict) -> str:
     """What fits, ours and theirs; and at the largest batch that ours and a peer manage, speed and memory."""
-    batch, seq = record["batch"], record["seq"]
-    peers = [arm for arm in PEERS if any(row["arm"] == arm for row in batch)]
-    fits = {
-        arms: (largest(batch, "batch", arms), largest(seq, "seq", arms)) for arms in (WHOLE, *((p,) for p in peers))
-    }
-    ours = "batches of {:,} x {block:,} tokens or, at batch {at}, contexts of {:,}".format(
-        *fits[WHOLE], block=batch[0]["block"], at=seq[0]["batch"]
-    )
-    theirs = ", ".join("{} ends at {:,} and {:,}".format(TITLES[arm], *fits[(arm,)]) for arm in peers)
-    both = max(ratios(batch), key=lambda ratio: (ratio["batch"], -ratio["peak_gib"]))
+    kinds = [kind for kind in ROWS if done(record[kind])]
+    rows, first = [row for kind in kinds for row in record[kind]], record[kinds[0]][0]
+    what = {"batch": "batches of {:,} x {block:,} tokens", "seq": "contexts of {:,} at batch {batch}"}
+    ours = [what[kind].format(largest(record[kind], kind, WHOLE), **record[kind][0]) for kind in kinds]
+    text = f"{first['limit_gib']:g} GiB of a GPU are enough to train all of Llama 3.2 1B with {' or '.join(ours)}"
+    for peer in (arm for arm in PEERS if any(row["arm"] == arm for row in rows)):
+        sizes = (f"{largest(record[kind], kind, (peer,)):,}" for kind in kinds)
+        text += f"; {TITLES[peer]} ends at {' and '.join(sizes)}"
+    both = max(ratios(record["batch"]), key=lambda ratio: (ratio["batch"], -ratio["peak_gib"]), default=None)
+    if both is None:
+        return f"{text}."
     return (
-        f"{batch[0]['limit_gib']:g} GiB of a GPU are enough to train all of Llama 3.2 1B with {ours}: {theirs}. "
-        f"At batch {both['batch']:,} it is {both['tok_per_s']:.2f} times as fast as {TITLES[both['peer']]}, in "
+        f"{text}. At batch {both['batch']:,} it is {both['tok_per_s']:.2f} times as fast as {TITLES[both['peer']]}, in "
         f"{both['peak_gib']:.2f} of its memory."
     )
 
