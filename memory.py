@@ -303,9 +303,8 @@ def cpu_parts(config: LlamaConfig, plan: Plan) -> list[Part]:
     """What a rank holds in the CPU's memory of what it offloads."""
     (block, root), itemsize, shards, layers = sizes(config), plan.itemsize, plan.shard_ranks, config.n_layer
     total = layers * sum(block) + sum(root)
-    learning = (
-        8 if itemsize == 4 and plan.offload == "all" else 12
-    )  # there a weight that computes is the one that learns
+    one = itemsize == 4 and plan.offload == "all"  # there a weight that computes is the one that learns
+    learning = 8 if one else 12
     ranks = f" / {shards} ranks" if shards > 1 else ""
     each = sum(pinned(itemsize * size / shards) for size in block * layers + root)
     weights = layers * pinned(itemsize * sum(block)) + pinned(itemsize * sum(root)) if plan.streamed else each

@@ -14,6 +14,7 @@ import signal
 import sys
 import threading
 import time
+from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from typing import NoReturn
@@ -42,6 +43,22 @@ def stop(message: str) -> NoReturn:
     if local_rank == 0:
         print(message, file=sys.stderr)
     sys.exit(1)
+
+
+def contradiction(settings: Mapping, world_size: int) -> str | None:
+    """What is wrong with settings of train.py beside each other, or on so many ranks; shard_ranks is a number."""
+    micro_batches, shard_ranks = settings["gradient_accumulation_steps"], settings["shard_ranks"]
+    if micro_batches % world_size:
+        multiple = max(micro_batches // world_size, 1) * world_size
+        found = f"gradient_accumulation_steps is {micro_batches}: make it a multiple of the {world_size} ranks"
+        return f"{found}, as in --gradient_accumulation_steps={multiple}"
+    if shard_ranks < 1 or world_size % shard_ranks:
+        return f"shard_ranks is {shard_ranks}: it must divide the {world_size} ranks"
+    if settings["offload_activations"] and (settings["compile"] or settings["cuda_graph"]):
+        return "offload_activations works without compile and cuda_graph: add --compile=false --cuda_graph=false"
+    if settings["cuda_graph"] and (world_size > 1 or settings["offload"] != "none"):
+        return "cuda_graph works on one GPU that holds all: add --cuda_graph=false"
+    return None
 
 
 def meet(device: str, timeout: float) -> "Watch":

@@ -145,15 +145,15 @@ if device == "cuda" and not torch.cuda.is_available():
 if dtype == "auto":
     dtype = "bfloat16" if device == "cuda" else "float32"
 compute_dtype = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}[dtype]
-if gradient_accumulation_steps % world_size:
-    stop(f"gradient_accumulation_steps is {gradient_accumulation_steps}: make it a multiple of the {world_size} ranks")
-micro_steps = gradient_accumulation_steps // world_size
+cuda_graph = cuda_graph and device != "cpu"
 if sharding != "hybrid":
     shard_ranks = world_size
 elif shard_ranks is None:
     shard_ranks = ranks.local_world_size
-if shard_ranks < 1 or world_size % shard_ranks:
-    stop(f"shard_ranks is {shard_ranks}: it must divide the {world_size} ranks")
+contradiction = ranks.contradiction(globals(), world_size)
+if contradiction:
+    stop(contradiction)
+micro_steps = gradient_accumulation_steps // world_size
 sync_every_micro_batch = sync_every_micro_batch or world_size == 1
 sequences_per_step = batch_size * gradient_accumulation_steps
 tokens_per_step = sequences_per_step * block_size
@@ -174,11 +174,6 @@ if master:  # held open and locked: two runs in one folder would delete each oth
         stop(f"another run is writing to {out_dir}: wait for it, or change out_dir")
     except OSError as error:
         stop(f"cannot write to out_dir {out_dir}: {error.strerror}")
-cuda_graph = cuda_graph and device != "cpu"
-if offload_activations and (compile or cuda_graph):
-    stop("offload_activations works without compile and cuda_graph: add --compile=false --cuda_graph=false")
-if cuda_graph and (world_size > 1 or offload != "none"):
-    stop("cuda_graph works on one GPU that holds all: add --cuda_graph=false")
 watch = ranks.meet(device, timeout)
 able = device != "cpu" and shard_ranks > 1 and offload != "all"
 able = able and ranks.local_world_size % shard_ranks == 0 and ranks.gpus_reach_each_other()

@@ -18,6 +18,7 @@ import sys
 from dataclasses import replace
 
 import memory
+import ranks
 from benchmarks import report, step
 from configurator import SettingError, preview, read
 from memory import GIB, Plan
@@ -87,7 +88,7 @@ def card_gib(card: str) -> float:
     raise ValueError(f"card={card}: there are {', '.join(CARDS)}, or a number of GiB, as in card=24{hint}")
 
 
-def situation(path: str, ranks: int, settings: dict) -> tuple[LlamaConfig, Plan]:
+def situation(path: str, world_size: int, settings: dict) -> tuple[LlamaConfig, Plan]:
     """The model of a config file and what a rank of one host does with it, under some of train.py's settings.
 
     ValueError where train.py would not take them.
@@ -101,36 +102,24 @@ def situation(path: str, ranks: int, settings: dict) -> tuple[LlamaConfig, Plan]
     if said["vocab_size"] is None:
         raise ValueError(f"{path} leaves vocab_size to its dataset: say --vocab_size=...")
     if said["sharding"] != "hybrid" or said["shard_ranks"] is None:
-        said["shard_ranks"] = ranks
-    refuse(said, ranks)
+        said["shard_ranks"] = world_size
+    refuse(said, world_size)
     said["dtype"] = "bfloat16" if said["dtype"] == "auto" else said["dtype"]
     said["copy_engines"] = said["copy_engines"] is not False
-    said |= {"world_size": ranks, "micro_steps": said["gradient_accumulation_steps"] // ranks}
+    said |= {"world_size": world_size, "micro_steps": said["gradient_accumulation_steps"] // world_size}
     config, plan = ({name: said[name] for name in kind.__dataclass_fields__} for kind in (LlamaConfig, Plan))
     return LlamaConfig(**config), Plan(**plan)
 
 
-def refuse(said: dict, ranks: int) -> None:
+def refuse(said: dict, world_size: int) -> None:
     """What train.py's setup would not take, of the settings that memory depends on."""
     for name in ("batch_size", "block_size", "gradient_accumulation_steps"):
         if said[name] < 1:
             raise ValueError(f"{name} is {said[name]}: it must be at least 1")
-    micro_batches, shard_ranks = said["gradient_accumulation_steps"], said["shard_ranks"]
-    if micro_batches % ranks:
-        multiple = max(micro_batches // ranks, 1) * ranks
-        raise ValueError(
-            f"gradient_accumulation_steps is {micro_batches}: make it a multiple of the {ranks} ranks, "
-            f"as in --gradient_accumulation_steps={multiple}"
-        )
-    if shard_ranks < 1 or ranks % shard_ranks:
-        raise ValueError(f"shard_ranks is {shard_ranks}: it must divide the {ranks} ranks")
-    if said["offload_activations"] and (said["compile"] or said["cuda_graph"]):
-        raise ValueError(
-            "offload_activations works without compile and cuda_graph: add --compile=false --cuda_graph=false"
-        )
-    if said["cuda_graph"] and (ranks > 1 or said["offload"] != "none"):
-        raise ValueError("cuda_graph works on one GPU that holds all: add --cuda_graph=false")
-    if said["copy_engines"] and ranks > 1 and (shard_ranks == 1 or said["offload"] == "all"):
+    contradiction = ranks.contradiction(said, world_size)
+    if contradiction:
+        raise ValueError(contradiction)
+    if said["copy_engines"] and world_size > 1 and (said["shard_ranks"] == 1 or said["offload"] == "all"):
         raise ValueError("copy_engines needs a model's GPUs on one host, and no offload=all")
 
 
@@ -188,12 +177,12 @@ def estimate(options: dict) -> tuple[str, dict]:
     on_cpu = {name: cpu_gib(config, replace(plan, offload=name)) for name in OFFLOAD}
     block, root = memory.n_params(config)
     n_params, peak = root + config.n_layer * block, memory.peak_gib(config, plan)
-    ranks = f"{plan.world_size} ranks, each with " if plan.world_size > 1 else ""
+    each = f"{plan.world_size} ranks, each with " if plan.world_size > 1 else ""
     micro_batches = f", {plan.micro_steps} micro-batches a step" if plan.micro_steps > 1 else ""
     tokens = f"sequences of {config.block_size:,} tokens{micro_batches}"
     lines = [
         f"{options['config']}: {n_params:,} parameters, {tokens}, {plan.dtype}",
-        f"{ranks}card={options['card']}: {options['gib']:.1f} GiB - {OUTSIDE_GIB} for the CUDA context and the "
+        f"{each}card={options['card']}: {options['gib']:.1f} GiB - {OUTSIDE_GIB} for the CUDA context and the "
         f"allocator's reserve = {gib:.1f} GiB",
         "",
         grid(found, on_cpu),

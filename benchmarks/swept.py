@@ -55,7 +55,7 @@ def cpu_gib(row: dict) -> float:
     """What all ranks hold in the CPU's memory: a peer's FSDP2 float32 weights, gradients and two moments."""
     if row["arm"] in ARMS:
         return estimate.cpu_gib(*estimate.situation(row["config"], row["ranks"], settings(row)))
-    config, _ = estimate.situation(row["config"], 1, {})
+    config, _ = estimate.situation(row["config"], 1, {"sharding": "zero3"})
     block, root = memory.n_params(config)
     return 16 * (root + config.n_layer * block) / 2**30 if row["offload"] == "all" else 0.0
 
@@ -95,7 +95,7 @@ def slope_kb(rows: list[dict]) -> float | None:
 
 def checkpoints_kb(row: dict) -> float:
     """KB a token of what full checkpointing keeps: each block's input, in bfloat16."""
-    config, _ = estimate.situation(row["config"], 1, {})
+    config, _ = estimate.situation(row["config"], 1, {"sharding": "zero3"})
     return 2 * config.n_embd * config.n_layer / 1000
 
 

@@ -1,5 +1,6 @@
 // One step of AdamW over n parameters in the CPU's memory, in one pass: adamw.py has the formula, and builds this file.
-// bfloat16 is the upper half of a float32; it is rounded to nearest, ties to even (what is finite). `grad` may be `parameter` itself.
+// bfloat16 is the upper half of a float32; it is rounded to nearest, ties to even (what is finite). `grad` may be
+// `parameter` itself.
 
 #include <math.h>
 #include <stdint.h>
