@@ -15,6 +15,8 @@ on at once. (record_stream would have it ask the GPU, which the CPU is far ahead
 import torch
 from torch.autograd.graph import saved_tensors_hooks
 
+from pinned import pinned_empty
+
 
 class Inputs:
     """The inputs of the blocks of one forward pass: put in the order of forward, taken in that of backward, once.
@@ -68,7 +70,7 @@ class Inputs:
         if i == len(self.pinned):
             self.pinned.append(None)
         if self.pinned[i] is None or self.pinned[i].shape != x.shape or self.pinned[i].dtype != x.dtype:
-            self.pinned[i] = torch.empty(x.shape, dtype=x.dtype, pin_memory=True)
+            self.pinned[i] = pinned_empty(x.shape, x.dtype)
         self.stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self.stream):
             self.pinned[i].copy_(x, non_blocking=True)

@@ -25,6 +25,7 @@ from torch import nn
 
 from kernels.adamw import CPU_CHUNK, adamw_on_cpu
 from optimizer import AdamW, home, local
+from pinned import pinned_empty
 from ranks import worker_thread
 from weights import StreamedWeights
 
@@ -73,7 +74,7 @@ class OffloadedAdamW(AdamW):
         for group, names in self.groups.items():
             for name in names if on_gpu else []:
                 shard = local(self.parameters[name])
-                self.landings[name] = torch.empty(shard.shape, dtype=shard.dtype, pin_memory=True)
+                self.landings[name] = pinned_empty(shard.shape, shard.dtype)
                 self.parameters[name].register_post_accumulate_grad_hook(partial(self._land, name, group))
         self.updating: dict[str, Future] = {}  # by group
         self.weights = weights

@@ -18,6 +18,8 @@ from functools import partial
 import torch
 from torch import nn
 
+from pinned import pinned_empty
+
 ALIGNMENT = 256  # bytes between which a parameter may begin: the kernels load vectors
 
 
@@ -63,11 +65,11 @@ class StreamedWeights:
     def _move(self, parameters: list[nn.Parameter], flat: torch.Tensor) -> torch.Tensor:
         """Gives them a home, which it returns, and makes them views of flat."""
         offsets, length = laid_out(parameters)
-        pinned = torch.empty(length, dtype=flat.dtype, pin_memory=self.stream is not None)
+        there = pinned_empty((length,), flat.dtype) if self.stream else torch.empty(length, dtype=flat.dtype)
         for offset, parameter in zip(offsets, parameters, strict=True):
-            parameter.home = point_into(pinned, offset, parameter).copy_(parameter.detach())
+            parameter.home = point_into(there, offset, parameter).copy_(parameter.detach())
             parameter.data = point_into(flat, offset, parameter)
-        return pinned
+        return there
 
     def forget(self):
         """What is at home is about to change."""
