@@ -22,7 +22,8 @@ class _Pages(mmap.mmap):
 
     def __del__(self):
         if self.address is not None:
-            with contextlib.suppress(Exception):  # at the interpreter's end the driver has done it already
+            with contextlib.suppress(Exception):  # at the interpreter's end there is nothing left to do it with
+                torch.cuda.synchronize()  # a copy may be on its way
                 torch.cuda.cudart().cudaHostUnregister(self.address)
 
 
