@@ -297,6 +297,10 @@ def test_a_record_goes_on_where_only_words_have_changed_since(tmp_path, monkeypa
         before, after = words[-1], commit(name, "3")
         assert not report.same_code(before, after), name
         words.append(after)
+    monkeypatch.setattr(report.runlog, "git_commit", lambda: git("describe", "--always", "--dirty").strip())
+    for name, dirty in {"README.md": "", "assets/step.json": "", "train.py": "-dirty"}.items():
+        (tmp_path / name).write_text("4")
+        assert report.commit() == words[-1] + dirty, name
     assert report.same_code("abc-dirty", "abc-dirty") and not report.same_code(first, f"{first}-dirty")
     assert not report.same_code(first, "0123456") and not report.same_code("unknown", first)
 

@@ -6,6 +6,7 @@ What needs a GPU, the measuring itself, is in the records that it leaves.
 """
 
 import copy
+import itertools
 import json
 import os
 import re
@@ -221,6 +222,24 @@ def test_several_offloads_and_settings_of_ours_are_series_of_their_own(monkeypat
         for arm, offload in [("all", "none"), ("hf", "none"), ("all", "optimizer"), ("hf", "all"), ("all", "all")]
     ]
     assert "--compile=true" in card.ran[0] and "--compile=true" not in str(card.ran[1])
+
+
+def test_what_a_record_has_is_not_measured_again(monkeypatch, tmp_path):
+    out, words = tmp_path / "sweep.json", ["arms=all,torch", "sweep=both", "batches=1,4,8", "contexts=512,1024"]
+    first = Card(monkeypatch, tokens=5000)
+    record = RECORD | {"batch": [], "seq": []}
+    rows = iter(sweep.measured(*sweep.parse(words, 1)))
+    stopped, _ = step.fill(copy.deepcopy(record), itertools.islice(rows, 5), out, swept.ROWS, lambda *_: "")
+    assert sweep.known_rows(record, tmp_path / "none.json") == {}
+    known = sweep.known_rows(record, out)
+    card = Card(monkeypatch, tokens=5000)
+    again = list(sweep.measured(*sweep.parse(words, 1), known))
+    assert [row for _, row in again[:5]] == stopped["batch"] and stopped["batch"][4]["oom"]
+    assert len(first.ran) == 5 and len(card.ran) == 5
+    assert len(again) == 10 and again[5][1]["arm"] == "torch" and again[5][1]["oom"]
+    for versions in ({"nanocria": "abc-dirty"}, {"nanocria": "other"}):
+        changed = record | {"versions": record["versions"] | versions}
+        assert sweep.known_rows(changed, out) == {}
 
 
 def test_what_is_not_installed_is_asked_for_once(monkeypatch):

@@ -34,9 +34,18 @@ def keep(run_folder: str, name: str) -> None:
     (ASSETS / f"{name}.json").write_text(summary.read_text())
 
 
+def commit() -> str:
+    """As runlog.git_commit names it, but a record or a README that has been written over changes no code."""
+    name = runlog.git_commit()
+    command = ["git", "diff", "--quiet", "HEAD", "--", ".", ":!assets", ":!*.md"]
+    if name.endswith("-dirty") and subprocess.run(command, cwd=ROOT, capture_output=True).returncode == 0:
+        return name.removesuffix("-dirty")
+    return name
+
+
 def origin(command: str, device: str, packages: tuple[str, ...] = ()) -> dict:
     """What a record of a benchmark begins with; packages are those beside PyTorch and Triton that it ran."""
-    versions = runlog.versions("cuda")
+    versions = runlog.versions("cuda") | {"nanocria": commit()}
     for package in packages:
         try:
             versions[package] = metadata.version(package)

@@ -15,7 +15,8 @@ peers   hf: transformers' LlamaForCausalLM; liger: with Liger-Kernel's patches; 
         FSDP2: where ours has the optimizer on the CPU, they have weights and gradients there too.
 
 Each point is a process of its own, measured on the real step: forward, backward, clip, update. What runs out of memory
-is not tried with more. The record goes to out/sweep.json, or a preset's to assets/, with a plot beside it.
+is not tried with more. The record goes to out/sweep.json, or a preset's to assets/, with a plot beside it. A sweep that
+was stopped goes on where the record of the same code and card ends; delete that to measure all of it again.
 """
 
 import itertools
@@ -119,9 +120,12 @@ def all_series(options: dict) -> list[Series]:
 # Points
 
 
-def measured(kinds: list[str], options: dict):
-    """Kind and row after row: the series in turn at each size, until each has met a size that it does not manage."""
-    missing = set()
+def measured(kinds: list[str], options: dict, known: dict | None = None):
+    """Kind and row after row: the series in turn at each size, until each has met a size that it does not manage.
+
+    known: rows that need not be measured, by kind and place.
+    """
+    missing, known = set(), known or {}
     for kind in kinds:
         going = [series for series in all_series(options) if series.arm not in missing]
         for batch, block in sizes(kind, options):
@@ -129,7 +133,8 @@ def measured(kinds: list[str], options: dict):
                 if series.arm in missing:
                     going.remove(series)
                     continue
-                row = point(series, batch, block, options)
+                row = place(series, batch, block, options)
+                row = known.get((kind, *row.values())) or point(row, series, options)
                 if "tok_per_s" not in row:
                     going.remove(series)
                 missing |= {series.arm} if "missing" in row else set()
@@ -146,12 +151,16 @@ def sizes(kind: str, options: dict):
     return ((batch, options["block_size"]) for batch in options["batches"] or itertools.chain(BATCHES, doubled))
 
 
-def point(series: Series, batch: int, block: int, options: dict) -> dict:
-    ours, config, ranks = series.arm in ARMS, options["config"], options["ranks"]
-    where = (config, series.arm, ranks, batch, block, *series[1:])
-    row = dict(
-        zip(PLACE, (*where, options["memory_limit_gib"], " ".join(options["flags"] if ours else [])), strict=True)
-    )
+def place(series: Series, batch: int, block: int, options: dict) -> dict:
+    """What names a row."""
+    where = (options["config"], series.arm, options["ranks"], batch, block, series.checkpointing, series.offload)
+    flags = " ".join(options["flags"]) if series.arm in ARMS else ""
+    return dict(zip(PLACE, (*where, options["memory_limit_gib"], flags), strict=True))
+
+
+def point(row: dict, series: Series, options: dict) -> dict:
+    """The row of this place, with what was measured there or why nothing was."""
+    ours, ranks, tokens = series.arm in ARMS, options["ranks"], row["batch"] * row["block"]
     try:
         row |= {"estimated_gib": estimated_gib(row)} if ours else {}
     except ValueError as error:  # train.py would not take it
@@ -160,8 +169,8 @@ def point(series: Series, batch: int, block: int, options: dict) -> dict:
     if needed > there:
         sentence = f"offload={series.offload} needs {needed:.1f} GiB of CPU memory, this machine has {there:.1f}"
         return row | {"failed": sentence}
-    warmup, steps = n_steps(batch * block)
-    at = (config, batch, block, series.checkpointing, options["steps"] or steps)
+    warmup, steps = n_steps(tokens)
+    at = (row["config"], row["batch"], row["block"], series.checkpointing, options["steps"] or steps)
     common = {"ranks": ranks, "warmup": warmup, "launch": launcher(options["memory_limit_gib"])}
     if ours:
         flags = " ".join([f"--offload={series.offload}", *ARMS[series.arm], *options["flags"]])
@@ -174,6 +183,14 @@ def point(series: Series, batch: int, block: int, options: dict) -> dict:
 def n_steps(tokens: int) -> tuple[int, int]:
     """To warm up, and to measure: fewer of the long ones. 4 x 131,072 tokens take a minute."""
     return (2 if tokens < 2**18 else 1), max(1, min(10, 2**19 // tokens))
+
+
+def known_rows(new: dict, out: Path) -> dict:
+    """What a record has already that the new one continues, by kind and place."""
+    old = json.loads(out.read_text()) if out.exists() else None
+    if not step.continues(old, new) or "dirty" in new["versions"]["nanocria"]:  # that names no code
+        return {}
+    return {(kind, *(row[key] for key in PLACE)): row for kind in ROWS for row in old[kind]}
 
 
 def launcher(limit_gib: float | None):
@@ -197,8 +214,11 @@ def main(words: list[str]) -> None:
     out.parent.mkdir(parents=True, exist_ok=True)
     new = step.begin("", words, ROWS)
     new["device"] = f"{options['ranks']} x {new['device']}"
+    known = {} if options["steps"] else known_rows(new, out)
+    if known:
+        print(f"{out} has {len(known)} points already: delete it to measure them again")
     print(HEADER)
-    record, failed = step.fill(new, measured(kinds, options), out, ROWS, lambda row, _: line(row))
+    record, failed = step.fill(new, measured(kinds, options, known), out, ROWS, lambda row, _: line(row))
     draw(record, out.with_suffix(".png"))
     print(json.dumps(summary(record, out, failed)))
 
