@@ -295,7 +295,7 @@ def largest_batch(config: LlamaConfig, plan: Plan, gib: float) -> int:
 
 
 def pinned(n_bytes: float) -> int:
-    """What PyTorch takes of the CPU's memory for a tensor that a GPU can copy from: a power of two."""
+    """What PyTorch's own pinned memory takes for a tensor, a power of two; pinned.py's takes the bytes alone."""
     return 1 << (math.ceil(n_bytes) - 1).bit_length()
 
 
@@ -306,19 +306,20 @@ def cpu_parts(config: LlamaConfig, plan: Plan) -> list[Part]:
     one = itemsize == 4 and plan.offload == "all"  # there a weight that computes is the one that learns
     learning = 8 if one else 12
     ranks = f" / {shards} ranks" if shards > 1 else ""
-    each = sum(pinned(itemsize * size / shards) for size in block * layers + root)
-    weights = layers * pinned(itemsize * sum(block)) + pinned(itemsize * sum(root)) if plan.streamed else each
+    computing, how = itemsize * total / shards, f"{itemsize} bytes x {total:,} parameters{ranks}"
+    if plan.offload == "all" and plan.fsdp:  # which pins weights and gradients by itself
+        computing = sum(pinned(itemsize * size / shards) for size in block * layers + root)
+        how += ", each tensor rounded up to a power of two"
     a_layer, n_tokens = itemsize * config.n_embd, plan.batch_size * config.block_size
-    to_pin = f"parameters{ranks}, each tensor rounded up to a power of two"
     found = [
         (plan.offload != "none", "AdamW: weights and moments", learning * total / shards,
          f"{learning} bytes x {total:,} parameters{ranks}"),
         (plan.offload != "none" and plan.micro_steps > 1, "sums of micro-batches", 4 * total / shards,
          f"4 bytes x {total:,} parameters{ranks}"),
-        (plan.offload != "none", "gradients", each, f"{itemsize} bytes x {total:,} {to_pin}"),
-        (plan.offload == "all", "weights that compute", weights, f"{itemsize} bytes x {total:,} {to_pin}"),
-        (config.offload_activations, "saved activations", (layers - 1) * pinned(a_layer * n_tokens),
-         f"{a_layer:,} bytes x {layers - 1} layers x {n_tokens:,} tokens, each layer rounded up to a power of two"),
+        (plan.offload != "none", "gradients", computing, how),
+        (plan.offload == "all", "weights that compute", computing, how),
+        (config.offload_activations, "saved activations", (layers - 1) * a_layer * n_tokens,
+         f"{a_layer:,} bytes x {layers - 1} layers x {n_tokens:,} tokens"),
     ]  # fmt: skip
     return [Part(name, n_bytes, how) for there, name, n_bytes, how in found if there]
 

@@ -255,7 +255,7 @@ def test_too_little_cpu_memory_is_said_before_the_run_with_the_bytes(monkeypatch
     monkeypatch.setattr(memory, "cpu_available", lambda: 4 * 2**30)
     rows = rows_of(["offload=optimizer", "peers=hf", "batches=1,4"])
     ours, peer = (row["failed"] for _, row in rows)
-    assert ours == "offload=optimizer needs 16.2 GiB of CPU memory, this machine has 4.0"
+    assert ours == "offload=optimizer needs 16.1 GiB of CPU memory, this machine has 4.0"
     assert peer == "offload=all needs 18.4 GiB of CPU memory, this machine has 4.0"
     assert not card.ran and not any("failed" in row for _, row in rows_of(["batches=1"]))
 
@@ -313,6 +313,8 @@ def test_a_line_stands_under_its_header():
     found = RECORD["batch"][1]
     printed = swept.line(found)
     assert len(printed) == len(swept.HEADER)
+    longest = swept.line(found | {"arm": "long"})
+    assert len(longest) == len(printed) and f"{swept.TITLES['long']} " in longest
     for title, cell in [("trainer", "nanocria"), ("batch", "112"), ("tok/s", "50,000"), ("MFU", "40.0%")]:
         if title == "trainer":
             assert printed.startswith(cell)
@@ -358,7 +360,7 @@ def test_the_tables_show_what_fits_what_does_not_and_every_point(monkeypatch, tm
         "32,000 · 10.8 |",
         "`python bench.py preset=study` on GPU (nanocria abc)",
         "24 GiB of a GPU are enough to train all of Llama 3.2 1B with batches of 112 x 1,024 tokens or contexts of "
-        "8,192 at batch 4; Hugging Face ends at 8 and 0; Hugging Face + Liger ends at 112 and 0. At batch 112 it is "
+        "8,192 at batch 4; Hugging Face ends at batch 8. At batch 112 it is "
         "1.25 times as fast as Hugging Face + Liger, in ",
         "estimate is within 0.0% of each of nanocria's 3 peaks",
     ):
@@ -370,7 +372,10 @@ def test_the_headline_is_of_the_sweeps_that_were_measured():
     assert swept.headline(half) == (
         "24 GiB of a GPU are enough to train all of Llama 3.2 1B with contexts of 8,192 at batch 4."
     )
-    assert "contexts" not in swept.headline(RECORD | {"seq": []})
+    whole = swept.headline(RECORD | {"seq": []})
+    assert "contexts" not in whole and "; Hugging Face ends at batch 8." in whole
+    assert "Liger ends" not in whole, "it has met no batch yet that does not fit"
+    assert "times as fast as Hugging Face + Liger" in whole
 
 
 def test_series_are_named_by_what_differs():

@@ -5,10 +5,12 @@ pytest test_memory.py        a minute, without a GPU
 
 import gc
 import json
+import mmap
 import runpy
 import weakref
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -20,6 +22,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import memory
+import pinned
 from memory import Plan
 from model import Llama, LlamaConfig
 from optimizer import AdamW, local
@@ -284,16 +287,70 @@ def test_offload_moves_bytes_to_the_cpu():
     assert there - of_optimizer == pytest.approx(12 * n / 2**30)
     parts = {part.name: part.bytes for part in memory.cpu_parts(config, Plan(8, 2, offload="all"))}
     assert parts["AdamW: weights and moments"] == 12 * n and parts["sums of micro-batches"] == 4 * n
-    # Pinned: the embedding in 2^29 bytes; qkv in 2^24, o 2^23, gate and up 2^26, down 2^25, two norms 2^12 each.
-    assert parts["gradients"] == 2**29 + 2**12 + 16 * (2**24 + 2**23 + 2**26 + 2**25 + 2 * 2**12)
-    assert parts["weights that compute"] == 2**29 + 16 * 2**27
+    assert parts["gradients"] == parts["weights that compute"] == 2 * n
+    # FSDP's: the embedding in 2^29 / 2 bytes; qkv in 2^23, o 2^22, gate and up 2^25, down 2^24, two norms 2^11 each.
+    sharded = {
+        part.name: part.bytes for part in memory.cpu_parts(config, Plan(8, 1, "bfloat16", 2, "zero3", 2, offload="all"))
+    }
+    assert sharded["gradients"] == 2**28 + 2**11 + 16 * (2**23 + 2**22 + 2**25 + 2**24 + 2 * 2**11)
     assert memory.cpu_parts(config, Plan(8)) == []
     (states, _) = memory.cpu_parts(config, Plan(8, world_size=4, shard_ranks=4, offload="optimizer"))
     assert states.bytes == 12 * n / 4
 
 
-def test_pinned_memory_is_a_power_of_two():
+# ----------------------------------------------------------------------------------------------------------------------
+# Pinned memory
+
+
+def test_pytorchs_pinned_memory_is_a_power_of_two():
     assert [memory.pinned(n) for n in (1, 2, 3, 2**20, 2**20 + 0.5)] == [1, 2, 4, 2**20, 2**21]
+
+
+SHAPES = [(), (3,), (0, 4), (5, 7), (2**20 + 1,)]
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_our_pinned_memory_is_a_tensor_like_any_other(monkeypatch, shape, dtype):
+    if not torch.cuda.is_available():
+        monkeypatch.setattr(pinned._Pages, "pin", lambda *_: None)
+    x = pinned.pinned_empty(shape, dtype)
+    assert x.shape == shape and x.dtype == dtype and x.is_contiguous() and x.device.type == "cpu"
+    assert x.data_ptr() % mmap.PAGESIZE == 0
+    values = torch.randn(shape).to(dtype)
+    assert torch.equal(x.copy_(values), values) and torch.equal(x.clone().sum(), values.sum())
+
+
+def test_our_pinned_memory_goes_with_the_last_tensor_in_it(monkeypatch):
+    calls = []
+    monkeypatch.setattr(torch.cuda, "check_error", lambda code: None)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: calls.append("wait"))
+    cudart = SimpleNamespace(cudaHostRegister=lambda *what: calls.append(what) or 0, cudaHostUnregister=calls.append)
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: cudart)
+    x = pinned.pinned_empty((3, 100), torch.float32)
+    address = x.data_ptr()
+    assert calls == [(address, 1200, 0)]
+    part = x[1:, 50].view(-1)
+    del x
+    gc.collect()
+    assert part.zero_().sum() == 0 and len(calls) == 1
+    del part
+    gc.collect()
+    assert calls[1:] == ["wait", address]
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_our_pinned_memory_is_known_to_the_gpu():
+    for _ in range(3):
+        x = pinned.pinned_empty((1000, 1001), torch.float32)
+        assert x.is_pinned() and x[1:].is_pinned()
+        x.copy_(torch.randn(1000, 1001))
+        on_gpu = x.to("cuda", non_blocking=True)
+        back = pinned.pinned_empty(x.shape, x.dtype).copy_(2 * on_gpu, non_blocking=True)
+        torch.cuda.synchronize()
+        assert torch.equal(back, 2 * x)
+        del x, back  # else to register the same addresses again would fail
+        gc.collect()
 
 
 # ----------------------------------------------------------------------------------------------------------------------

@@ -134,14 +134,14 @@ def labels(rows: list[dict]) -> dict[tuple, str]:
 
 
 HEADER = (
-    f"{'trainer':<25}{'checkpoints':<13}{'offload':<11}{'batch':>6}{'tokens':>8}"
+    f"{'trainer':<33}{'checkpoints':<13}{'offload':<11}{'batch':>6}{'tokens':>8}"
     f"{'GiB':>7}{'reserved':>10}{'estimate':>10}{'tok/s':>9}{'MFU':>7}"
 )
 
 
 def line(row: dict) -> str:
     """A row as one reads it while the sweep goes on: GiB is the peak of what PyTorch allocated."""
-    where = f"{TITLES[row['arm']]:<25}{row['checkpointing']:<13}{row['offload']:<11}{row['batch']:>6}{row['block']:>8}"
+    where = f"{TITLES[row['arm']]:<33}{row['checkpointing']:<13}{row['offload']:<11}{row['batch']:>6}{row['block']:>8}"
     estimated = gib_cell(row.get("estimated_gib"))
     if "tok_per_s" not in row:
         return f"{where}{'-':>7}{'-':>10}{estimated:>10}  {step.trouble(row)}"
@@ -215,13 +215,15 @@ def closeness(record: dict) -> str:
 def headline(record: dict) -> str:
     """What fits, ours and theirs; and at the largest batch that ours and a peer manage, speed and memory."""
     kinds = [kind for kind in ROWS if done(record[kind])]
-    rows, first = [row for kind in kinds for row in record[kind]], record[kinds[0]][0]
+    first = record[kinds[0]][0]
     what = {"batch": "batches of {:,} x {block:,} tokens", "seq": "contexts of {:,} at batch {batch}"}
     ours = [what[kind].format(largest(record[kind], kind, WHOLE), **record[kind][0]) for kind in kinds]
     text = f"{first['limit_gib']:g} GiB of a GPU are enough to train all of Llama 3.2 1B with {' or '.join(ours)}"
-    for peer in (arm for arm in PEERS if any(row["arm"] == arm for row in rows)):
-        sizes = (f"{largest(record[kind], kind, (peer,)):,}" for kind in kinds)
-        text += f"; {TITLES[peer]} ends at {' and '.join(sizes)}"
+    for peer in PEERS:
+        ended = [kind for kind in kinds if any(row["arm"] == peer and row.get("oom") for row in record[kind])]
+        if ended:
+            sizes = (f"{SIZE[kind]} {largest(record[kind], kind, (peer,)):,}" for kind in ended)
+            text += f"; {TITLES[peer]} ends at {' and '.join(sizes)}"
     both = max(ratios(record["batch"]), key=lambda ratio: (ratio["batch"], -ratio["peak_gib"]), default=None)
     if both is None:
         return f"{text}."
