@@ -1,6 +1,7 @@
 """Weights in Hugging Face's format: config.json beside .safetensors files.
 
     python train.py config/llama32_1b.py --init_from=Llama-3.2-1B     a run that begins with published weights
+    python sample.py --out_dir=Llama-3.2-1B                           text by them
     python convert.py out/llama32_1b my-llama                         a run's newest checkpoint, for transformers
     python convert.py out/llama32_1b/step_001000 my-llama --dtype float32
 
@@ -18,7 +19,7 @@ from pathlib import Path
 import torch
 
 import checkpoint
-from model import ROPE_SCALING_KEYS, LlamaConfig, fill
+from model import ROPE_SCALING_KEYS, Llama, LlamaConfig, fill
 from optimizer import AdamW
 
 NAMES = {  # ours, and those that it stacks
@@ -97,18 +98,44 @@ def read_config(folder: Path) -> tuple[dict, str | None]:
     return settings, theirs.get("nanocria_tokenizer", tokenizer)
 
 
+def read_special_tokens(folder: Path, end: int) -> tuple[int, set[int]]:
+    """With what a document begins, and what ends it or a turn of a dialogue; end: where config.json does not say."""
+    theirs = json.loads((Path(folder) / "config.json").read_text())
+    begin, ends = theirs.get("bos_token_id"), theirs.get("eos_token_id")
+    return end if begin is None else begin, {
+        end,
+        *(ends if isinstance(ends, list) else [end if ends is None else ends]),
+    }
+
+
 def load(folder: Path, optimizer: AdamW) -> None:
     """Fills an optimizer and the weights of its model, sharded in any way: no rank holds more than one whole.
 
     Raises ValueError where a weight is missing or has another shape, OSError where a file cannot be read.
     """
-    read = _reader(Path(folder))
-    for name, w in optimizer.w.items():
-        whole = torch.cat([read(hf_name) for hf_name in hf_names(name)]).float()
-        if whole.shape != w.shape:
-            raise ValueError(f"{folder} has {name} {tuple(whole.shape)}, the model {tuple(w.shape)}")
-        fill(w, whole)
+    _read_into(optimizer.w, folder)
     optimizer.refresh()
+
+
+def load_model(folder: Path, block_size: int, device: str, dtype: torch.dtype) -> Llama:
+    """The model of a folder, whole, on one device and in one dtype: for sampling. Raises as read_config and load do."""
+    settings, _ = read_config(folder)
+    with torch.device("meta"):
+        model = Llama(LlamaConfig(**settings, block_size=block_size)).to(dtype)
+    model.to_empty(device=device)
+    _read_into(dict(model.named_parameters()), folder)
+    return model
+
+
+@torch.no_grad()
+def _read_into(tensors: dict[str, torch.Tensor], folder: Path) -> None:
+    """Fills each, by its name of ours, from the weights in a folder; rounded once, where at all."""
+    read = _reader(Path(folder))
+    for name, tensor in tensors.items():
+        whole = torch.cat([read(hf_name) for hf_name in hf_names(name)])
+        if whole.shape != tensor.shape:
+            raise ValueError(f"{folder} has {name} {tuple(whole.shape)}, the model {tuple(tensor.shape)}")
+        fill(tensor, whole.to(tensor.dtype))
 
 
 def _reader(folder: Path) -> Callable[[str], torch.Tensor]:
@@ -136,7 +163,8 @@ def _reader(folder: Path) -> Callable[[str], torch.Tensor]:
 def write_config(config: LlamaConfig, tokenizer: str, dtype: str) -> dict:
     """What config.json says of a model; transformers passes over the name of the tokenizer."""
     rope_scaling = config.rope_scaling and {"rope_type": "llama3", **config.rope_scaling}
-    special = {"bos_token_id": 128000, "eos_token_id": 128001} if tokenizer == "llama3" else {}
+    # In our data a document begins behind the end of another.
+    special = {"bos_token_id": 128001, "eos_token_id": 128001} if tokenizer == "llama3" else {}
     return {
         "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_act": "silu",
         **{theirs: getattr(config, ours) for ours, theirs in CONFIG.items()},

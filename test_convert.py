@@ -7,6 +7,7 @@ import json
 import os
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -111,6 +112,47 @@ def test_a_checkpoint_becomes_a_folder_that_transformers_reads(train, tmp_path, 
         convert.main()
 
 
+def test_text_is_drawn_from_a_folder_as_from_the_checkpoint_that_it_was(train, tmp_path):
+    train(**MODELS["untied"])
+    convert.save(tmp_path / "out/step_000008", tmp_path / "hf", "float32")
+
+    def sampled(folder):
+        words = [f"--out_dir={tmp_path / folder}", "--prompt=def ", "--max_new_tokens=12", "--device=cpu"]
+        done = subprocess.run(
+            [sys.executable, "sample.py", *words], cwd=ROOT, capture_output=True, env=os.environ | PLAIN
+        )
+        return done.returncode, (done.stdout + done.stderr).decode()
+
+    code, text = sampled("hf")
+    assert code == 0 and text.startswith("def ") and (code, text) == sampled("out")
+    edit(tmp_path / "hf/config.json", nanocria_tokenizer=None)
+    code, text = sampled("hf")
+    assert code == 1 and "does not say its tokenizer" in text
+
+
+def test_a_folder_read_for_sampling_has_their_logits(folder):
+    folder, _ = folder
+    model = convert.load_model(folder, 24, "cpu", torch.float32)
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    tokens = torch.randint(257, (2, 24), generator=torch.Generator().manual_seed(0))
+    expected = logits(theirs, tokens)
+    assert (logits(model, tokens) - expected).abs().max() < 2e-5 * expected.abs().max()
+    assert not any(p.is_meta for p in model.parameters()) and model.config.block_size == 24
+
+
+@pytest.mark.parametrize(
+    "said, expected",
+    [
+        ({}, (7, {7})),
+        ({"bos_token_id": 128000, "eos_token_id": 128001}, (128000, {7, 128001})),
+        ({"bos_token_id": 128000, "eos_token_id": [128001, 128008, 128009]}, (128000, {7, 128001, 128008, 128009})),
+    ],
+)
+def test_documents_begin_and_end_as_the_folder_says(tmp_path, said, expected):
+    (tmp_path / "config.json").write_text(json.dumps(said))
+    assert convert.read_special_tokens(tmp_path, 7) == expected
+
+
 def test_what_is_written_is_rounded_once_to_the_dtype_asked_for(train, tmp_path):
     train()
     convert.save(tmp_path / "out/step_000008", tmp_path / "hf", "bfloat16")
@@ -177,7 +219,7 @@ def test_published_configs_are_read(tmp_path):
 def test_without_safetensors_the_pip_line_is_said(monkeypatch, tmp_path):
     monkeypatch.setitem(sys.modules, "safetensors.torch", None)
     with pytest.raises(ValueError, match="pip install safetensors"):
-        convert.load(tmp_path, None)
+        convert.load(tmp_path, SimpleNamespace(w={}))
 
 
 def test_every_weight_of_ours_has_its_names():
