@@ -75,9 +75,11 @@ class Saver:
     The tensors are copied to pinned memory of the CPU while the next step's forward runs, 12 bytes for each parameter
     of the rank and what rounding each tensor up to a power of two adds; a thread writes them to the disk. Where there
     is no memory for that, or beside is False, start returns when all is written.
+
+    spoken_for: bytes of CPU memory that this rank has not taken yet, but will.
     """
 
-    def __init__(self, out_dir: str, optimizer: AdamW, keep_last: int, beside: bool = True):
+    def __init__(self, out_dir: str, optimizer: AdamW, keep_last: int, beside: bool = True, spoken_for: float = 0):
         self.out_dir, self.optimizer, self.keep_last = Path(out_dir), optimizer, keep_last
         # Not the training's: its collectives, in the main thread, must not mix with the writing thread's.
         self.group = (
@@ -90,7 +92,7 @@ class Saver:
         mine = [local(x) for x in _flatten(tensors).values()]
         n_bytes = sum(memory.pinned(x.nbytes) if x.is_cuda and x.numel() else x.nbytes for x in mine)
         # Agreed before any rank takes some; without it the system would end the run to find as much.
-        there = maximum([n_bytes * local_world_size - memory.cpu_available()])[0] <= 0
+        there = maximum([(n_bytes + spoken_for) * local_world_size - memory.cpu_available()])[0] <= 0
         # Pinning 15 GB takes seconds: the thread does it while the first steps run.
         self.copies = self.thread.submit(self._copies, tensors, n_bytes, there) if beside and keep_last else None
 

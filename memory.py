@@ -324,19 +324,45 @@ def cpu_parts(config: LlamaConfig, plan: Plan) -> list[Part]:
     return [Part(name, n_bytes, how) for there, name, n_bytes, how in found if there]
 
 
-def cpu_available() -> float:
-    """Bytes of CPU memory that are free or can be freed, of the machine and of the container; inf where nobody says."""
+def cpu_bytes_to_come(config: LlamaConfig, plan: Plan) -> float:
+    """Of cpu_parts what is not there before the first step."""
+    later = ("sums of micro-batches", "saved activations")
+    return sum(part.bytes for part in cpu_parts(config, plan) if part.name in later)
+
+
+CGROUPS = {  # the controllers of a line of /proc/self/cgroup -> where they lie, the limit, what is used, what is cache
+    "": ("", "memory.max", "memory.current", "inactive_file"),
+    "memory": ("memory", "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
+}
+
+
+def cpu_available(proc: Path = Path("/proc"), cgroups: Path = Path("/sys/fs/cgroup")) -> float:
+    """Bytes of CPU memory that are free or can be freed: of the machine, and of each control group that this process
+    is in, of a container or a job. inf where nobody says.
+    """
 
     def number(path, name):
-        lines = (line.split() for line in Path(path).read_text().splitlines())
+        lines = (line.split() for line in path.read_text().splitlines())
         return next(int(words[1]) for words in lines if words[0] == name)
 
     available = math.inf
     with contextlib.suppress(OSError, ValueError, StopIteration):  # where it is no Linux
-        available = 1024 * number("/proc/meminfo", "MemAvailable:")
-    with contextlib.suppress(OSError, ValueError, StopIteration):  # where it is no container, or one without a limit
-        limit, used = (int(Path("/sys/fs/cgroup", name).read_text()) for name in ("memory.max", "memory.current"))
-        available = min(available, limit - used + number("/sys/fs/cgroup/memory.stat", "inactive_file"))
+        available = 1024 * number(proc / "meminfo", "MemAvailable:")
+    try:
+        lines = (proc / "self" / "cgroup").read_text().splitlines()
+    except OSError:
+        lines = []
+    for _, controllers, group in (line.split(":", 2) for line in lines):
+        named = "memory" if "memory" in controllers.split(",") else controllers
+        if named not in CGROUPS:
+            continue
+        place, limit, used, cache = CGROUPS[named]
+        folder = cgroups / place / group.strip("/")
+        while folder.is_relative_to(cgroups / place):  # a limit holds for all groups inside
+            with contextlib.suppress(OSError, ValueError, StopIteration):  # no such file, or the limit is 'max'
+                free = int((folder / limit).read_text()) - int((folder / used).read_text())
+                available = min(available, free + number(folder / "memory.stat", cache))
+            folder = folder.parent
     return available
 
 

@@ -305,6 +305,22 @@ def test_a_record_goes_on_where_only_words_have_changed_since(tmp_path, monkeypa
     assert not report.same_code(first, "0123456") and not report.same_code("unknown", first)
 
 
+def test_rows_of_older_code_are_kept_where_that_was_asked_for(monkeypatch):
+    monkeypatch.setattr(report, "same_code", lambda a, b: a[0] == b[0])
+    at = {kind: [] for kind in step.ROWS} | {"device": "GPU", "command": "python bench.py"}
+
+    def record(commits, n):
+        return at | {"versions": {"nanocria": commits, "torch": "2"}, "points": [point("nanocria", batch=n)]}
+
+    for old, new, expected in [
+        ("a1", "a2", "a2"), ("a1", "b1", None), ("a1", "a1, b1", "a1, b1"), ("a1, b1", "b2", "a1, b2"),
+        ("a1, b1", "c1", None), ("a1, b1", "a1, b1, c1", "a1, b1, c1"), ("a2", "a1, b1", None),
+    ]:  # fmt: skip
+        merged = step.merged(record(old, 1), record(new, 2))
+        assert merged["versions"]["nanocria"] == (expected or new), (old, new)
+        assert [row["batch"] for row in merged["points"]] == ([1, 2] if expected else [2]), (old, new)
+
+
 def test_ratios_are_ours_over_each_peers():
     (ratio,) = step.ratios(RECORD["points"])
     assert ratio == {"at": [8, 2048, "none"], "peer": "recipe", "tok_per_s": 1.4, "peak_gib": 0.75}

@@ -10,7 +10,6 @@ import runpy
 import weakref
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -294,6 +293,7 @@ def test_offload_moves_bytes_to_the_cpu():
     }
     assert sharded["gradients"] == 2**28 + 2**11 + 16 * (2**23 + 2**22 + 2**25 + 2**24 + 2 * 2**11)
     assert memory.cpu_parts(config, Plan(8)) == []
+    assert memory.cpu_bytes_to_come(config, Plan(8, 2, offload="all")) == 4 * n
     (states, _) = memory.cpu_parts(config, Plan(8, world_size=4, shard_ranks=4, offload="optimizer"))
     assert states.bytes == 12 * n / 4
 
@@ -313,7 +313,7 @@ SHAPES = [(), (3,), (0, 4), (5, 7), (2**20 + 1,)]
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 def test_our_pinned_memory_is_a_tensor_like_any_other(monkeypatch, shape, dtype):
     if not torch.cuda.is_available():
-        monkeypatch.setattr(pinned._Pages, "pin", lambda *_: None)
+        monkeypatch.setattr(pinned._Pages, "pin", lambda *_: True)
     x = pinned.pinned_empty(shape, dtype)
     assert x.shape == shape and x.dtype == dtype and x.is_contiguous() and x.device.type == "cpu"
     assert x.data_ptr() % mmap.PAGESIZE == 0
@@ -321,22 +321,73 @@ def test_our_pinned_memory_is_a_tensor_like_any_other(monkeypatch, shape, dtype)
     assert torch.equal(x.copy_(values), values) and torch.equal(x.clone().sum(), values.sum())
 
 
+class Cudart:
+    """Notes what it is asked; answers with these codes."""
+
+    def __init__(self, monkeypatch, register=0, unregister=0, wait=lambda device: None):
+        self.calls, self.codes = [], {"register": register, "unregister": unregister}
+        monkeypatch.setattr(torch.cuda, "cudart", lambda: self)
+        monkeypatch.setattr(torch.cuda, "current_device", lambda: 3)
+        monkeypatch.setattr(
+            torch.cuda, "synchronize", lambda device: self.calls.append(("wait", device)) or wait(device)
+        )
+        monkeypatch.setattr(pinned, "NEVER_FREED", [])
+
+    def cudaHostRegister(self, address, n_bytes, flags):
+        self.calls.append(("register", address, n_bytes, flags))
+        return self.codes["register"]
+
+    def cudaHostUnregister(self, address):
+        self.calls.append(("unregister", address))
+        return self.codes["unregister"]
+
+
 def test_our_pinned_memory_goes_with_the_last_tensor_in_it(monkeypatch):
-    calls = []
-    monkeypatch.setattr(torch.cuda, "check_error", lambda code: None)
-    monkeypatch.setattr(torch.cuda, "synchronize", lambda: calls.append("wait"))
-    cudart = SimpleNamespace(cudaHostRegister=lambda *what: calls.append(what) or 0, cudaHostUnregister=calls.append)
-    monkeypatch.setattr(torch.cuda, "cudart", lambda: cudart)
+    cudart = Cudart(monkeypatch)
     x = pinned.pinned_empty((3, 100), torch.float32)
     address = x.data_ptr()
-    assert calls == [(address, 1200, 0)]
+    assert cudart.calls == [("register", address, 1200, 0)]
     part = x[1:, 50].view(-1)
     del x
     gc.collect()
-    assert part.zero_().sum() == 0 and len(calls) == 1
+    assert part.zero_().sum() == 0 and len(cudart.calls) == 1
     del part
     gc.collect()
-    assert calls[1:] == ["wait", address]
+    assert cudart.calls[1:] == [("wait", 3), ("unregister", address)] and not pinned.NEVER_FREED
+
+
+def lost(device):
+    raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+
+@pytest.mark.parametrize("unregister", [0, 1])
+def test_pinned_memory_that_cuda_does_not_give_back_stays(monkeypatch, unregister):
+    cudart = Cudart(monkeypatch, unregister=unregister, wait=lost)
+    x = pinned.pinned_empty((3,), torch.float32)
+    address = x.data_ptr()
+    del x
+    gc.collect()
+    assert cudart.calls[-1] == ("unregister", address) and len(pinned.NEVER_FREED) == unregister
+
+
+def test_what_cannot_be_pinned_is_pinned_by_pytorch_or_said(monkeypatch):
+    Cudart(monkeypatch, register=2)
+    if torch.cuda.is_available():
+        assert pinned.pinned_empty((3,), torch.float32).is_pinned()
+    monkeypatch.setattr(torch, "empty", lambda *_, **__: lost(None))
+    with pytest.raises(OSError, match=r"0.01 GiB of the CPU's memory cannot be pinned: CUDA error: an illegal"):
+        pinned.pinned_empty((2**21,), torch.float32)
+
+
+def test_a_kernel_that_takes_no_advice_still_gives_memory(monkeypatch):
+    Cudart(monkeypatch)
+
+    class Pages(pinned._Pages):
+        def madvise(self, *_):
+            raise OSError(22, "Invalid argument")
+
+    monkeypatch.setattr(pinned, "_Pages", Pages)
+    assert pinned.pinned_empty((5,), torch.float32).shape == (5,)
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
@@ -349,8 +400,52 @@ def test_our_pinned_memory_is_known_to_the_gpu():
         back = pinned.pinned_empty(x.shape, x.dtype).copy_(2 * on_gpu, non_blocking=True)
         torch.cuda.synchronize()
         assert torch.equal(back, 2 * x)
+        assert torch.ones(3, device="cuda").sum() == 3
         del x, back  # else to register the same addresses again would fail
         gc.collect()
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# The CPU's memory
+
+
+def group(folder, names, limit, used, cache):
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, value in zip(names, (limit, used, f"anon 5\n{names[2]} {cache}\nslab 7"), strict=True):
+        (folder / name.replace("inactive_file", "memory.stat").replace("total_", "")).write_text(f"{value}\n")
+
+
+V2 = ("memory.max", "memory.current", "inactive_file")
+V1 = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
+
+
+@pytest.mark.parametrize(
+    "line, groups, expected",
+    [
+        ("", {}, 4096),
+        ("0::/", {"": (V2, 4000, 1000, 50)}, 3050),  # in a container
+        ("0::/", {}, 4096),  # the machine itself
+        ("0::/slurm/job_7/step_0", {"slurm/job_7": (V2, 900, 100, 5), "slurm/job_7/step_0": (V2, "max", 1, 1)}, 805),
+        ("0::/a/b", {"a": (V2, 900, 100, 5), "a/b": (V2, 500, 100, 5)}, 405),
+        ("0::/a", {"a": (V2, 9000, 100, 5)}, 4096),
+        ("4:memory:/job", {"memory/job": (V1, 700, 100, 3), "memory": (V1, 2**63 - 4096, 100, 3)}, 603),
+        ("4:memory:/docker/abc", {"memory": (V1, 700, 100, 3)}, 603),  # a container that sees its group as the root
+        ("5:cpu,cpuacct:/job", {"cpu/job": (V1, 7, 1, 3)}, 4096),
+        ("0::/..", {"": (V2, 4000, 1000, 50)}, 3050),
+    ],
+)
+def test_what_is_free_is_what_the_machine_and_every_group_leave(tmp_path, line, groups, expected):
+    proc, cgroups = tmp_path / "proc", tmp_path / "cgroups"
+    (proc / "self").mkdir(parents=True)
+    (proc / "meminfo").write_text("MemTotal: 9 kB\nMemAvailable: 4 kB\n")
+    (proc / "self" / "cgroup").write_text(f"9:name=systemd:/x\n{line}\n".strip() + "\n")
+    for name, (names, *numbers) in groups.items():
+        group(cgroups / name, names, *numbers)
+    assert memory.cpu_available(proc, cgroups) == expected
+
+
+def test_without_proc_nobody_says_what_is_free(tmp_path):
+    assert memory.cpu_available(tmp_path, tmp_path) == float("inf")
 
 
 # ----------------------------------------------------------------------------------------------------------------------

@@ -25,6 +25,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 import checkpoint
 import kernels.launch
+import memory
 import model as model_module
 import ranks
 from data.tokens import write_dataset
@@ -447,6 +448,20 @@ def test_a_finished_run_says_so_and_a_longer_one_goes_on(train, tmp_path, capsys
     assert "nothing left to do" in capsys.readouterr().out
     train(max_iters=10)
     assert metrics(tmp_path / "out")[-1]["step"] == 10
+
+
+@pytest.mark.parametrize("why", ["as asked", "no memory for copies", "beside"])
+def test_a_save_that_the_training_waits_for_is_the_same(train, tmp_path, capsys, monkeypatch, why):
+    n = train(out_dir=tmp_path / "beside")["n_params"]
+    monkeypatch.setattr(memory, "cpu_available", lambda: 16 * n + 100)  # of which the copies of w, m and v take 12n
+    to_come = 4 * n + (101 if why == "no memory for copies" else 100)
+    monkeypatch.setattr(memory, "cpu_bytes_to_come", lambda config, plan: to_come)
+    train(async_save=why != "as asked")
+    assert ("to save beside the training" in capsys.readouterr().err) == (why == "no memory for copies")
+    assert losses(tmp_path / "out") == losses(tmp_path / "beside")
+    found = (checkpoint.newest(tmp_path / out) for out in ("out", "beside"))
+    models = (checkpoint.load_model(path, "cpu", torch.float32).parameters() for path in found)
+    assert all(torch.equal(a, b) for a, b in zip(*models, strict=True))
 
 
 def test_a_checkpoint_says_in_plain_json_what_it_is(train, tmp_path):

@@ -319,12 +319,16 @@ if world_size > 1:
         collectives.use_copy_engines(model, model.layers, mesh["shard"].get_group(), reduce=plan.copy_engines_reduce)
 model.to_empty(device="cpu" if offload == "all" else device)
 model.init_weights(seed, device)
-weights = StreamedWeights(model, device) if offload == "all" and world_size == 1 else None  # else FSDP moves them
+streamed = offload == "all" and world_size == 1  # else FSDP moves them
 
 # ----------------------------------------------------------------------------------------------------------------------
 # Optimizer: the model computes in its dtype, the optimizer keeps the float32 weights that learn.
 options = {"betas": (beta1, beta2), "weight_decay": weight_decay}
-optimizer = AdamW(model, **options) if offload == "none" else OffloadedAdamW(model, **options, weights=weights)
+try:
+    weights = StreamedWeights(model, device) if streamed else None
+    optimizer = AdamW(model, **options) if offload == "none" else OffloadedAdamW(model, **options, weights=weights)
+except OSError as error:  # of pinned memory
+    stop(f"--offload={offload}: {error}")
 # float16 holds nothing below 6e-8, where many gradients live: they are computed 2^16 times too large and scaled back.
 # The scale halves when they overflow and doubles after 2,000 steps without.
 loss_scale = 2.0**16 if dtype == "float16" else 1.0
@@ -405,7 +409,7 @@ if found:
     ]
 
 
-saver = checkpoint.Saver(out_dir, optimizer, keep_last, async_save)
+saver = checkpoint.Saver(out_dir, optimizer, keep_last, async_save, memory.cpu_bytes_to_come(config, plan))
 saved = True  # whether the last checkpoint was written
 
 

@@ -16,7 +16,9 @@ peers   hf: transformers' LlamaForCausalLM; liger: with Liger-Kernel's patches; 
 
 Each point is a process of its own, measured on the real step: forward, backward, clip, update. What runs out of memory
 is not tried with more. The record goes to out/sweep.json, or a preset's to assets/, with a plot beside it. A sweep that
-was stopped goes on where the record of the same code and card ends; delete that to measure all of it again.
+was stopped goes on where the record of the same code and card ends; delete that to measure all of it again. With
+keep=COMMIT it goes on though the code has changed since then: for changes that cost neither time nor memory, and the
+record names both commits.
 """
 
 import itertools
@@ -62,7 +64,7 @@ def parse(words: list[str], n_gpus: int) -> tuple[list[str], dict]:
     presets = [word.removeprefix("preset=") for word in words if word.startswith("preset=")]
     words = [*(word for preset in presets for word in PRESETS.get(preset, [])), *words]
     lists = {"arms": ["all"], "peers": [], "checkpointing": ["none"], "offload": ["none"]}
-    lists |= {"batches": [], "contexts": []}
+    lists |= {"batches": [], "contexts": [], "keep": []}
     singles = {"sweep": ["batch"], "preset": [], "memory_limit_gib": [], "config": [step.CONFIG], "ranks": ["1"]}
     singles |= {"block_size": ["1024"], "batch_size": ["4"], "steps": [], "out": [str(report.ROOT / "out/sweep.json")]}
     choices = {"sweep": ["batch", "seq", "both"], "preset": PRESETS, "arms": [*ARMS, "none"], "peers": [*PEERS, "none"]}
@@ -214,6 +216,7 @@ def main(words: list[str]) -> None:
     out.parent.mkdir(parents=True, exist_ok=True)
     new = step.begin("", words, ROWS)
     new["device"] = f"{options['ranks']} x {new['device']}"
+    new["versions"]["nanocria"] = ", ".join([*options["keep"], new["versions"]["nanocria"]])
     known = {} if options["steps"] else known_rows(new, out)
     if known:
         print(f"{out} has {len(known)} points already: delete it to measure them again")
