@@ -99,11 +99,11 @@ class Saver:
     def _copies(self, tensors, n_bytes, there):
         try:
             if not there:
-                raise RuntimeError("the machine does not have it")
+                raise RuntimeError("it is not there")
             return _map(lambda x: torch.empty_like(x, device="cpu", pin_memory=local(x).is_cuda), tensors)
         except RuntimeError as error:
-            print(f"no {n_bytes / 2**30:.1f} GiB of CPU memory to save beside the training: it will wait for its "
-                  f"checkpoints ({_reason(error)})", file=sys.stderr)  # fmt: skip
+            print(f"the training will wait while a checkpoint is written: to save beside the training takes "
+                  f"{n_bytes / 2**30:.1f} GiB of CPU memory ({_reason(error)})", file=sys.stderr)  # fmt: skip
             return None
 
     def start(self, step: int, meta: dict):

@@ -228,6 +228,8 @@ def check(label: str, options: list, *readings):
 
 def unknown(name: str, settings: dict, where: str = "") -> SettingError:
     hint = did_you_mean(name, {name: name for name in settings}) or ". --help lists them all"
+    if name == "config":
+        hint = ": a config file is named without it, as in python train.py config/baby_llama.py"
     return SettingError(f"{where}Unknown setting {name}{hint}")
 
 

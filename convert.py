@@ -5,11 +5,13 @@
     python convert.py out/llama32_1b my-llama                         a run's newest checkpoint, for transformers
     python convert.py out/llama32_1b/step_001000 my-llama --dtype float32
 
-Needs `pip install safetensors`. Both have RoPE in the same layout; ours stacks q, k, v, and gate, up, into one matrix
-each. Meta's own consolidated.*.pth interleave q and k: take the .safetensors that lie beside them.
+Needs `pip install safetensors`. These are the weights alone: a tokenizer's files are not among them. Both have RoPE in
+the same layout; ours stacks q, k, v, and gate, up, into one matrix each. Meta's own consolidated.*.pth interleave q and
+k: take the .safetensors that lie beside them.
 """
 
 import argparse
+import contextlib
 import json
 import shutil
 import sys
@@ -21,6 +23,7 @@ import torch
 import checkpoint
 from model import ROPE_SCALING_KEYS, Llama, LlamaConfig, fill
 from optimizer import AdamW
+from tokenizer import end_of_text, get_tokenizer
 
 NAMES = {  # ours, and those that it stacks
     "tok_embeddings.weight": ["model.embed_tokens.weight"],
@@ -163,13 +166,16 @@ def _reader(folder: Path) -> Callable[[str], torch.Tensor]:
 def write_config(config: LlamaConfig, tokenizer: str, dtype: str) -> dict:
     """What config.json says of a model; transformers passes over the name of the tokenizer."""
     rope_scaling = config.rope_scaling and {"rope_type": "llama3", **config.rope_scaling}
-    # In our data a document begins behind the end of another.
-    special = {"bos_token_id": 128001, "eos_token_id": 128001} if tokenizer == "llama3" else {}
+    # In our data a document begins behind the end of another. None: else transformers would take 1 and 2.
+    end = 128001 if tokenizer == "llama3" else None
+    with contextlib.suppress(OSError, ValueError):  # a tokenizer that is not on this machine
+        end = end_of_text(get_tokenizer(tokenizer))
     return {
         "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_act": "silu",
         **{theirs: getattr(config, ours) for ours, theirs in CONFIG.items()},
         "max_position_embeddings": config.block_size, "rope_theta": config.rope_theta, "rope_scaling": rope_scaling,
-        "attention_bias": False, "mlp_bias": False, "torch_dtype": dtype, "nanocria_tokenizer": tokenizer, **special,
+        "attention_bias": False, "mlp_bias": False, "torch_dtype": dtype, "nanocria_tokenizer": tokenizer,
+        "bos_token_id": end, "eos_token_id": end,
     }  # fmt: skip
 
 

@@ -219,14 +219,12 @@ def moments(c: LlamaConfig, plan: Plan) -> dict[str, list[Part]]:
             ("saved activations", kept, layers_saved * n_tokens, f"{layers_saved} layers x {n_tokens:,} tokens"),
         ]  # fmt: skip
         found = [Part(name, size * count, f"{size:,} bytes x {how}") for name, size, count, how in rows if count]
-        return [Part("cuBLAS workspaces", 2**26, "32 MiB each for forward and backward, on Hopper"), *found, extra]
+        return [Part("cuBLAS workspaces", 2**26, "32 MiB each for forward and backward"), *found, extra]
 
     def in_backward(k):
         """Of block k, counted from 1: those above it are done."""
         working = (in_block - kept) * n_tokens
-        if (
-            chunks > 1 and c.fused_kernels
-        ):  # a slice, with the sums of the weights' gradients; or, later, those of k and v
+        if chunks > 1 and c.fused_kernels:  # a slice, with sums of the weights' gradients; or, later, those of k and v
             a_slice = itemsize * (6 * c.ffn_dim + c.n_embd) * n_tokens // chunks + 12 * c.n_embd * c.ffn_dim
             working += max(a_slice, itemsize * 2 * c.n_kv_head * c.head_dim * n_tokens)
         working = max(working, itemsize * block - kept * n_tokens)  # with few tokens the block's own gradients

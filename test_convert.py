@@ -158,7 +158,7 @@ def test_what_is_written_is_rounded_once_to_the_dtype_asked_for(train, tmp_path)
     convert.save(tmp_path / "out/step_000008", tmp_path / "hf", "bfloat16")
     theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "hf", dtype="auto")
     ours = checkpoint.load_model(tmp_path / "out/step_000008", "cpu", torch.bfloat16)
-    assert theirs.dtype == torch.bfloat16
+    assert theirs.dtype == torch.bfloat16 and theirs.config.eos_token_id == theirs.config.bos_token_id == 256
     assert torch.equal(theirs.model.embed_tokens.weight, ours.tok_embeddings.weight)
 
 
@@ -168,7 +168,10 @@ def edit(path, **changes):
 
 
 SLIPS = {
-    "another size": (lambda folder: edit(folder / "config.json", num_hidden_layers=3), "has n_layer 3, this run 2"),
+    "another size": (
+        lambda folder: edit(folder / "config.json", num_hidden_layers=3),
+        "has n_layer 3 (this run: 2): say --n_layer=3, or change init_from",
+    ),
     "another model": (lambda folder: edit(folder / "config.json", model_type="qwen3"), "a qwen3 model, not a Llama"),
     "biases": (lambda folder: edit(folder / "config.json", attention_bias=True), "has biases"),
     "another RoPE": (
@@ -186,7 +189,10 @@ SLIPS = {
         lambda folder: (folder / "model.safetensors").write_bytes((folder / "model.safetensors").read_bytes()[:5000]),
         "model.safetensors: model.embed_tokens.weight: ",
     ),
-    "no folder": (lambda folder: os.remove(folder / "config.json"), "auto, scratch, resume, or a folder"),
+    "no folder": (
+        lambda folder: os.remove(folder / "config.json"),
+        "has no config.json: init_from is auto, scratch, resume, or a folder",
+    ),
 }
 
 

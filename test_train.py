@@ -848,11 +848,11 @@ def slip(train, capsys, *files, **settings):
         (dict(warmup_iters=-1), "warmup_iters is -1: it must be at least 0"),
         (dict(lr_decay_iters=2, warmup_iters=3), "lr_decay_iters is 2, within the warm-up of 3 steps"),
         (dict(seed=2**63), "seed is 9223372036854775808: it must be below 2**63"),
-        (dict(n_layer=2, n_embd=2**19, n_head=2**12), "weights, gradients and AdamW need"),
+        (dict(n_layer=2, n_embd=2**19, n_head=2**12), "a step needs"),
         (dict(learning_rate="inf"), "learning_rate is inf: it must be at least 0, and finite"),
         (dict(beta1=1.5), "beta1 is 1.5 and beta2 0.95: both must be at least 0 and below 1"),
         (dict(norm_eps=-1), "norm_eps -1.0 and rope_theta 500000.0 must be above 0"),
-        (dict(out_dir="README.md"), "cannot write to out_dir README.md: File exists"),
+        (dict(out_dir="README.md"), "out_dir is README.md, a file: name a folder"),
     ],
     ids=lambda value: value if isinstance(value, str) else next(iter(value)),
 )
@@ -881,7 +881,9 @@ def test_a_changed_setting_is_named_at_resume(train, capsys):
 
 def test_a_warm_up_that_never_ends_is_mentioned(train, capsys):
     train(warmup_iters=8)
-    assert "warm-up   8 steps: the learning rate never reaches its peak in 8" in capsys.readouterr().out
+    assert (
+        "warm-up   of 8 steps, as long as the run: the learning rate never reaches its peak" in capsys.readouterr().out
+    )
 
 
 def test_a_home_folder_is_found_and_a_checkpoint_is_no_folder_for_a_run(train, tmp_path, capsys, monkeypatch):
@@ -1065,8 +1067,8 @@ def test_checkpoints_are_ordered_by_number(tmp_path):
 
 def test_another_model_in_the_same_folder_is_refused_by_name(train, tmp_path, capsys):
     train()
-    assert "rope_theta 500000.0, this run 100.0" in slip(train, capsys, rope_theta=100)
-    assert "n_layer 2, this run 3" in slip(train, capsys, n_layer=3)
+    assert "rope_theta 500000.0 (this run: 100.0): say --rope_theta=500000.0, or" in slip(train, capsys, rope_theta=100)
+    assert "say --n_layer=2 --n_embd=32, or change out_dir" in slip(train, capsys, n_layer=3, n_embd=64)
     assert "--init_from=resume goes on with it" in slip(train, capsys, init_from="scratch")
 
 

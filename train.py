@@ -14,10 +14,11 @@ import functools
 import math
 import os
 import re
+import shlex
 import signal
 import sys
 import time
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Literal
 
@@ -172,6 +173,8 @@ if master:  # held open and locked: two runs in one folder would delete each oth
         fcntl.flock(lock_file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         stop(f"another run is writing to {out_dir}: wait for it, or change out_dir")
+    except FileExistsError:
+        stop(f"out_dir is {out_dir}, a file: name a folder")
     except OSError as error:
         stop(f"cannot write to out_dir {out_dir}: {error.strerror}")
 watch = ranks.meet(device, timeout)
@@ -187,7 +190,7 @@ if offload != "none":  # the CPU's cores, of which torchrun gives each rank one
 # ----------------------------------------------------------------------------------------------------------------------
 # Data: the batch of a step is a function of (seed, step) alone, so it is the same for any number of ranks and
 # micro-batches, and a resumed run needs no loader state.
-data_dir = Path(__file__).parent / "data" / dataset
+data_dir = Path(__file__).parent / "data" / dataset.removeprefix("data/")
 try:
     if dataset == "pystdlib":  # the one dataset that needs nothing but Python
         if master:
@@ -262,9 +265,9 @@ plan = memory.Plan(**{name: globals()[name] for name in memory.Plan.__dataclass_
 what, cure = "what is offloaded needs", "offload less, or shard"
 on_cpu = ranks.local_world_size * sum(part.bytes for part in memory.cpu_parts(config, plan))
 if device == "cpu":
-    block, root = memory.n_params(config)
-    on_cpu = ranks.local_world_size * 16 * (root + n_layer * block) / shard_ranks
-    what, cure = "weights, gradients and AdamW need", "train a smaller model, as config/baby_llama.py, or on a GPU"
+    plain = replace(config, fused_kernels=False, fused_loss=False)
+    on_cpu = ranks.local_world_size * memory.peak_gib(plain, replace(plan, offload="none")) * 2**30
+    what, cure = "a step needs", "train a smaller model, as config/baby_llama.py, or smaller batches, or on a GPU"
 lacking = ranks.maximum([on_cpu - memory.cpu_available()])[0]
 if lacking > 0:  # else the system would end the run, without a word
     stop(f"{what} {on_cpu / 2**30:.1f} GiB of CPU memory, and {(on_cpu - lacking) / 2**30:.1f} GiB are there: {cure}")
@@ -355,18 +358,20 @@ found = checkpoint.newest(out_dir)
 if found and init_from == "scratch":
     stop(f"{found} is there from an earlier run: --init_from=resume goes on with it, --out_dir=... starts elsewhere")
 published = init_from not in ("auto", "scratch", "resume")  # weights to begin with
+init_from = os.path.expanduser(init_from)
 if published and not (Path(init_from) / "config.json").exists():
-    stop(
-        f"init_from is {init_from}: auto, scratch, resume, or a folder with Hugging Face's config.json and .safetensors"
-    )
+    lacks = "has no config.json" if Path(init_from).is_dir() else "does not exist"
+    stop(f"{init_from} {lacks}: init_from is auto, scratch, resume, or a folder with Hugging Face's weights")
 if not found and init_from == "resume":
     stop(f"{out_dir} holds no checkpoint to resume: --init_from=scratch starts a new run")
 
 
 def refuse_another_model(path: Path, model: dict, tokenizer: str, other: str):
-    for name in MODEL_SETTINGS:
-        if model[name] != getattr(config, name):
-            stop(f"{path} has {name} {model[name]}, this run {getattr(config, name)}: set it to that or change {other}")
+    differing = [name for name in MODEL_SETTINGS if model[name] != getattr(config, name)]
+    if differing:
+        found = ", ".join(f"{name} {model[name]} (this run: {getattr(config, name)})" for name in differing)
+        flags = " ".join(shlex.quote(f"--{name}={model[name]}") for name in differing)
+        stop(f"{path} has {found}: say {flags}, or change {other}")
     if tokenizer != train_tokens.meta["tokenizer"]:
         now = train_tokens.meta["tokenizer"]
         stop(f"{path} was trained on {tokenizer} tokens, {data_dir} holds {now} tokens: change dataset or {other}")
@@ -402,6 +407,8 @@ if found:
         for name, value in (settings | {"dtype": dtype}).items()
         if was.get(name) != value and name not in HARMLESS_SETTINGS
     ]
+    if published and init_from != was["init_from"]:
+        changed.append(f"init_from {was['init_from']} -> {init_from} (not read: the run has begun)")
     changed += [
         f"the dataset's {name} {meta['dataset'].get(name)} -> {value}"
         for name, value in train_tokens.meta.items()
@@ -455,7 +462,9 @@ if vocab_size > train_tokens.meta["vocab_size"]:
 print0("step     ", f"{tokens_per_step:,} tokens = {batch_size} sequences x {block_size:,} tokens", end="")
 print0(f" x {micro_steps} micro-batches x {world_size} ranks")
 if warmup_iters >= max_iters:
-    print0("warm-up  ", f"{warmup_iters:,} steps: the learning rate never reaches its peak in {max_iters:,}")
+    print0("warm-up  ", f"of {warmup_iters:,} steps, as long as the run: the learning rate never reaches its peak")
+if device == "cpu" and model.flops_per_token(block_size) * tokens_per_step > 1e14:
+    print0("on a CPU ", "a step of this takes many minutes: config/baby_llama.py is made for one")
 if published and not found:
     print0("begins   ", f"with the weights of {init_from}")
 if found:
@@ -574,7 +583,8 @@ def interrupt(signal_number, frame):
     """
     global interrupted
     if not interrupted:
-        print0(f" {signal.Signals(signal_number).name}: stopping after this step")
+        again = "" if "RANK" in os.environ else " (again: at once, without a checkpoint)"
+        print0(f" {signal.Signals(signal_number).name}: stopping after this step{again}")
     elif "RANK" not in os.environ:
         os._exit(128 + signal_number)
     interrupted = interrupted or signal_number

@@ -41,6 +41,12 @@ def parse(words: list[str]) -> dict:
     words = joined(words)
     flags = read_flags(word for word in words if word.startswith("--"))
     refuse_words(flags, "the table has several of them; to see one's parts")
+    for name in ("card", "config", "ranks", "checkpointing"):
+        if name in flags:
+            raise ValueError(f"--{name}: it is no setting of train.py, say {name}=...")
+    for word in words:
+        if word.lower() in CARDS or word.endswith(".py") and "=" not in word:
+            raise ValueError(f"Unknown word {word}: say {'config' if word.endswith('.py') else 'card'}={word}")
     options = {key: [] for key in ("block_size", "batch_size", "checkpointing", "offload")}
     options |= {"config": [step.CONFIG], "card": ["4090"], "ranks": ["1"]}
     choices = {"checkpointing": step.CHECKPOINTING, "offload": OFFLOAD}
@@ -151,7 +157,8 @@ def chosen(options: dict, found: dict) -> tuple[str, str]:
 def grid(found: dict, cpu_gib: dict) -> str:
     """Batches by checkpointing (down) and offload (across), and the CPU memory of each offload."""
     rows = [["largest batch, activation_checkpointing", *(f"offload={offload}" for offload in OFFLOAD)]]
-    rows += [[f"  {at}", *(str(found.get((at, offload)) or "-") for offload in OFFLOAD)] for at in step.CHECKPOINTING]
+    for at in step.CHECKPOINTING:
+        rows.append([f"  {at}", *(str(found.get((at, offload), "n/a") or "-") for offload in OFFLOAD)])
     rows.append(["CPU memory of all ranks", *(f"{cpu_gib[offload]:.1f} GiB" for offload in OFFLOAD)])
     return "\n".join(f"{first:<42}" + "".join(f"{cell:>18}" for cell in cells) for first, *cells in rows)
 
@@ -165,7 +172,7 @@ def estimate(options: dict) -> tuple[str, dict]:
     """What one reads, and the same as numbers."""
     # full and none: no other setting is at odds with them; the table has them all
     flags = {"activation_checkpointing": options["checkpointing"] or "full", "offload": options["offload"] or "none"}
-    flags |= options["flags"]
+    flags |= {"cuda_graph": False} | options["flags"]  # one that the config has would bar offload from the table
     flags |= {"block_size": options["block_size"]} if options["block_size"] else {}
     config, plan = situation(options["config"], options["ranks"], flags)
     gib = options["gib"] - OUTSIDE_GIB

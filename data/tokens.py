@@ -426,5 +426,5 @@ def read_meta(folder: str | Path) -> dict:
 def how_to_prepare(folder: str | Path) -> str:
     script = Path(folder) / "prepare.py"
     if script.exists():
-        return f"run python {shown(script)}"
+        return f"run python {shown(script)}" + " --input YOUR_TEXT" * (Path(folder).name == "text")
     return f"run python data/text/prepare.py --input YOUR_TEXT --tokenizer NAME --out {folder}"

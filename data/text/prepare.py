@@ -119,6 +119,8 @@ def prepare(
 ) -> dict:
     """Write the dataset into `folder`; return its meta.json."""
     files = find_files([Path(path) for path in inputs], Path(folder))
+    if (Path(folder) / "meta.json").exists():
+        print(f"replaces the dataset in {folder}")
     # 0: unknown, as of a pipe
     n_bytes = sum(path.stat().st_size for path in files) if all(path.is_file() for path in files) else 0
     if val_fraction is None:
