@@ -351,7 +351,7 @@ def test_the_tables_show_what_fits_what_does_not_and_every_point(monkeypatch, tm
     for part in (
         "`config/llama32_1b.py` held to 24 GiB, sequences of 1,024 tokens, activation checkpointing full, "
         "offload optimizer (the others all):",
-        "| trainer | largest batch | out of memory at | tok/s | peak GiB | KB a token more (full",
+        "| trainer | largest batch | out of memory at | tok/s | peak GiB | KB for each token more (full",
         "| Hugging Face | 8 | 16 | 20,000 | 10.0 | - |",
         "| Hugging Face + Liger | 112 | - | 40,000 | 18.0 | 157 |",
         "| nanocria, no kernels | none | 2,048 | - | - | - |",
@@ -359,8 +359,8 @@ def test_the_tables_show_what_fits_what_does_not_and_every_point(monkeypatch, tm
         "| 16 | - | out of memory | - |",
         "32,000 · 10.8 |",
         "`python bench.py preset=study` on GPU (nanocria abc)",
-        "24 GiB of a GPU are enough to train all of Llama 3.2 1B with batches of 112 x 1,024 tokens or contexts of "
-        "8,192 at batch 4; Hugging Face ends at batch 8. At batch 112 it is "
+        "24 GiB of a GPU and the CPU's memory are enough to train all of Llama 3.2 1B with batches of 112 x 1,024 "
+        "tokens or contexts of 8,192 at batch 4; Hugging Face runs out of memory above batch 8. At batch 112 it is "
         "1.25 times as fast as Hugging Face + Liger, in ",
         "estimate is within 0.0% of each of nanocria's 3 peaks",
     ):
@@ -370,11 +370,12 @@ def test_the_tables_show_what_fits_what_does_not_and_every_point(monkeypatch, tm
 def test_the_headline_is_of_the_sweeps_that_were_measured():
     half = RECORD | {"batch": []}
     assert swept.headline(half) == (
-        "24 GiB of a GPU are enough to train all of Llama 3.2 1B with contexts of 8,192 at batch 4."
+        "24 GiB of a GPU and the CPU's memory are enough to train all of Llama 3.2 1B with contexts of 8,192 at "
+        "batch 4."
     )
     whole = swept.headline(RECORD | {"seq": []})
-    assert "contexts" not in whole and "; Hugging Face ends at batch 8." in whole
-    assert "Liger ends" not in whole, "it has met no batch yet that does not fit"
+    assert "contexts" not in whole and "; Hugging Face runs out of memory above batch 8." in whole
+    assert "Liger runs" not in whole, "it has met no batch yet that does not fit"
     assert "times as fast as Hugging Face + Liger" in whole
 
 

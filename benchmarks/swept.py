@@ -174,7 +174,7 @@ def sweep_table(record: dict, kind: str) -> str:
 def fits_table(record: dict, kind: str) -> str:
     """The largest size of each series, what did not fit, how it was there, and what a token more takes."""
     lines, names = [], labels(record[kind])
-    arithmetic = f"full checkpointing keeps {checkpoints_kb(record[kind][0]):.0f}"
+    arithmetic = f"full checkpointing keeps {checkpoints_kb(record[kind][0]):.0f} of them"
     for name, rows in by_series(record[kind], kind).items():
         fits, too_large = done(rows), [row[VARIES[kind]] for row in rows if row.get("oom")]
         largest = f"{fits[-1][VARIES[kind]]:,}" if fits else "none"
@@ -188,7 +188,7 @@ def fits_table(record: dict, kind: str) -> str:
         "out of memory at",
         "tok/s",
         "peak GiB",
-        f"KB a token more ({arithmetic})",
+        f"KB for each token more ({arithmetic})",
     ]
     return report.table(header, lines)
 
@@ -218,12 +218,15 @@ def headline(record: dict) -> str:
     first = record[kinds[0]][0]
     what = {"batch": "batches of {:,} x {block:,} tokens", "seq": "contexts of {:,} at batch {batch}"}
     ours = [what[kind].format(largest(record[kind], kind, WHOLE), **record[kind][0]) for kind in kinds]
-    text = f"{first['limit_gib']:g} GiB of a GPU are enough to train all of Llama 3.2 1B with {' or '.join(ours)}"
+    beside = " and the CPU's memory" if first["offload"] != "none" else ""
+    text = (
+        f"{first['limit_gib']:g} GiB of a GPU{beside} are enough to train all of Llama 3.2 1B with {' or '.join(ours)}"
+    )
     for peer in PEERS:
         ended = [kind for kind in kinds if any(row["arm"] == peer and row.get("oom") for row in record[kind])]
         if ended:
             sizes = (f"{SIZE[kind]} {largest(record[kind], kind, (peer,)):,}" for kind in ended)
-            text += f"; {TITLES[peer]} ends at {' and '.join(sizes)}"
+            text += f"; {TITLES[peer]} runs out of memory above {' and '.join(sizes)}"
     both = max(ratios(record["batch"]), key=lambda ratio: (ratio["batch"], -ratio["peak_gib"]), default=None)
     if both is None:
         return f"{text}."
