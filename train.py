@@ -684,7 +684,7 @@ while step < max_iters:
             print0("TensorBoard, *.pickle, what was in memory, for https://pytorch.org/memory_viz")
         memory.stop_history()
 
-    if step % log_interval == 0 or step == max_iters:
+    if step % log_interval == 0 or step in (first_step + 10, max_iters):  # the tenth: soon, as a sign of life
         now = time.perf_counter()
         seconds = (now - logged_at) / (step - logged_step)
         # Asked on the CPU: the GPU is busy with the next step already.

@@ -14,13 +14,14 @@ import contextlib
 import itertools
 import json
 import re
+import shlex
 import sys
 from dataclasses import replace
 
 import memory
 import ranks
 from benchmarks import report, step
-from configurator import SettingError, preview, read
+from configurator import SettingError, preview, read, spell
 from memory import GIB, Plan
 from model import LlamaConfig
 
@@ -168,6 +169,16 @@ def cpu_gib(config: LlamaConfig, plan: Plan) -> float:
     return plan.world_size * sum(part.bytes for part in memory.cpu_parts(config, plan)) / GIB
 
 
+def command(options: dict, checkpointing: str, offload: str, batch: int) -> str:
+    """What one types to train so."""
+    settings = {"activation_checkpointing": checkpointing, "offload": offload, "batch_size": batch}
+    settings |= ({"block_size": options["block_size"]} if options["block_size"] else {}) | options["flags"]
+    ranks = options["ranks"]
+    start = "python" if ranks == 1 else f"torchrun --standalone --nproc_per_node={ranks}"
+    flags = (shlex.quote(f"--{name}={spell(value)}") for name, value in settings.items())
+    return f"{start} train.py {options['config']} {' '.join(flags)}"
+
+
 def estimate(options: dict) -> tuple[str, dict]:
     """What one reads, and the same as numbers."""
     # full and none: no other setting is at odds with them; the table has them all
@@ -194,8 +205,8 @@ def estimate(options: dict) -> tuple[str, dict]:
         "",
         grid(found, on_cpu),
         "",
-        f"--activation_checkpointing={checkpointing} --offload={offload} --batch_size={batch}: "
-        + (f"{peak:.1f} GiB, it fits" if peak <= gib else f"{peak:.1f} GiB, it does not fit"),
+        f"{command(options, checkpointing, offload, batch)}: {peak:.1f} GiB, it "
+        + ("fits" if peak <= gib else "does not fit"),
         memory.table(config, plan),
     ]
     parts = memory.cpu_parts(config, plan)
