@@ -75,6 +75,9 @@ def test_a_run_begins_with_their_weights(train, tmp_path, capsys, folder):
     train(**settings, init_from=folder, max_iters=2)
     out = capsys.readouterr().out
     assert "resumes " in out and "begins " not in out, "the same line goes on with the checkpoint"
+    assert "not read" not in out
+    train(**settings, init_from=folder.rename(folder.with_name("others")), max_iters=3)
+    assert f"init_from {folder} -> {tmp_path / 'others'} (not read: the run has begun)" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(

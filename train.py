@@ -407,8 +407,8 @@ if found:
         for name, value in (settings | {"dtype": dtype}).items()
         if was.get(name) != value and name not in HARMLESS_SETTINGS
     ]
-    if published and init_from != was["init_from"]:
-        changed.append(f"init_from {was['init_from']} -> {init_from} (not read: the run has begun)")
+    if published and settings["init_from"] != was["init_from"]:
+        changed.append(f"init_from {was['init_from']} -> {settings['init_from']} (not read: the run has begun)")
     changed += [
         f"the dataset's {name} {meta['dataset'].get(name)} -> {value}"
         for name, value in train_tokens.meta.items()
