@@ -716,6 +716,15 @@ def test_the_estimate_counts_the_sums_of_the_micro_batches_that_the_config_asks_
     )
 
 
+def test_the_estimate_ends_in_a_command_that_train_py_takes():
+    words = ["config=config/baby_llama.py", "card=24", "batch_size=8", "--vocab_size=257"]
+    for more, says in [([], False), (["offload=all"], True), (["ranks=2", "--gradient_accumulation_steps=2"], True)]:
+        text, _ = estimate.estimate(estimate.parse([*words, *more]))
+        (command,) = (line for line in text.splitlines() if "train.py" in line)
+        assert ("--cuda_graph=false" in command) == says and "--vocab_size=257" in command, command
+        assert command.startswith("torchrun" if "ranks=2" in more else "python train.py config/baby_llama.py"), command
+
+
 def test_the_estimate_shows_the_first_that_fits_and_words_choose_another():
     _, found = estimate.estimate(estimate.parse(["card=a100-40"]))
     assert (found["activation_checkpointing"], found["offload"]) == ("none", "none")

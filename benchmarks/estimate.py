@@ -173,8 +173,12 @@ def command(options: dict, checkpointing: str, offload: str, batch: int) -> str:
     """What one types to train so."""
     settings = {"activation_checkpointing": checkpointing, "offload": offload, "batch_size": batch}
     settings |= ({"block_size": options["block_size"]} if options["block_size"] else {}) | options["flags"]
-    ranks = options["ranks"]
-    start = "python" if ranks == 1 else f"torchrun --standalone --nproc_per_node={ranks}"
+    n_ranks = options["ranks"]
+    try:
+        situation(options["config"], n_ranks, settings)
+    except ValueError:  # the config has the one setting that was counted as off
+        settings["cuda_graph"] = False
+    start = "python" if n_ranks == 1 else f"torchrun --standalone --nproc_per_node={n_ranks}"
     flags = (shlex.quote(f"--{name}={spell(value)}") for name, value in settings.items())
     return f"{start} train.py {options['config']} {' '.join(flags)}"
 
