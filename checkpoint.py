@@ -27,7 +27,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 import memory
 from model import Llama, LlamaConfig
-from optimizer import AdamW, local
+from optimizer import AdamW, bits_of, local
 from ranks import local_world_size, maximum, rank, worker_thread
 
 # A lone process is not a mistake.
@@ -88,19 +88,18 @@ class Saver:
         self.thread = worker_thread()
         self.future, self.copied, self.seconds = None, None, 0.0  # seconds: what saving has cost the main thread
         self.stream = torch.cuda.Stream() if torch.cuda.is_initialized() else None
-        tensors = optimizer.tensors()
-        mine = [local(x) for x in _flatten(tensors).values()]
+        mine = [local(x) for x in _flatten(optimizer.like_tensors(lambda x: x)).values()]
         n_bytes = sum(memory.pinned(x.nbytes) if x.is_cuda and x.numel() else x.nbytes for x in mine)
         # Agreed before any rank takes some; without it the system would end the run to find as much.
         there = maximum([(n_bytes + spoken_for) * local_world_size - memory.cpu_available()])[0] <= 0
         # Pinning 15 GB takes seconds: the thread does it while the first steps run.
-        self.copies = self.thread.submit(self._copies, tensors, n_bytes, there) if beside and keep_last else None
+        self.copies = self.thread.submit(self._copies, n_bytes, there) if beside and keep_last else None
 
-    def _copies(self, tensors, n_bytes, there):
+    def _copies(self, n_bytes, there):
         try:
             if not there:
                 raise RuntimeError("it is not there")
-            return _map(lambda x: torch.empty_like(x, device="cpu", pin_memory=local(x).is_cuda), tensors)
+            return self.optimizer.like_tensors(lambda x: torch.empty_like(x, device="cpu", pin_memory=local(x).is_cuda))
         except RuntimeError as error:
             print(f"the training will wait while a checkpoint is written: to save beside the training takes "
                   f"{n_bytes / 2**30:.1f} GiB of CPU memory ({_reason(error)})", file=sys.stderr)  # fmt: skip
@@ -109,16 +108,24 @@ class Saver:
     def start(self, step: int, meta: dict):
         """Begins to save; meta goes into meta.json beside the tensors. The save before must be done."""
         began = time.perf_counter()
-        tensors = self.optimizer.tensors()
-        sums = checksums(tensors, self.optimizer.shard_group)
+        sums = checksums(self.optimizer.bits(), self.optimizer.shard_group)
         meta = {"step": step, "updates": self.optimizer.updates, **meta, "checksums": sums}
         copies = self.copies.result() if self.copies else None
         if copies is not None:
-            self.copied = _copy(tensors, copies, self.stream)
-        self.future = self.thread.submit(self._write, copies or tensors, self.copied, step, meta)
+            self.copied = self._copy(copies)
+        self.future = self.thread.submit(self._write, copies, self.copied, step, meta)
         if copies is None:
             concurrent.futures.wait([self.future])
         self.seconds += time.perf_counter() - began
+
+    def _copy(self, copies) -> torch.cuda.Event | None:
+        """On a stream of its own, which the GPU works on beside the training's. The event is the copy's end."""
+        if self.stream is None:
+            return self.optimizer.copy_tensors(copies)
+        self.stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self.stream):
+            self.optimizer.copy_tensors(copies)
+        return self.stream.record_event()
 
     def wait_for_copy(self):
         if self.copied is not None:
@@ -141,7 +148,7 @@ class Saver:
         finally:
             self.seconds += time.perf_counter() - began
 
-    def _write(self, tensors, copied, step, meta) -> Path:
+    def _write(self, copies, copied, step, meta) -> Path:
         """Writes out_dir/step_<step>, on every rank its part, and deletes all but the keep_last newest."""
         final = self.out_dir / f"step_{step:06d}"
         partial = final.with_name(final.name + ".partial")
@@ -155,6 +162,7 @@ class Saver:
                 partial.mkdir(parents=True)
 
         def write():
+            tensors = copies or self.optimizer.tensors("cpu")
             dcp.save(tensors, checkpoint_id=partial, process_group=self.group, no_dist=self.group is None)
 
         def commit():
@@ -183,20 +191,6 @@ class Saver:
                 except OSError as error:  # the new one is whole all the same
                     print(f"cannot delete {old}: {_reason(error)}", file=sys.stderr)
         return final
-
-
-def _copy(tensors, copies, stream) -> torch.cuda.Event | None:
-    """Copies on that stream, which the GPU works on beside the training's. The event is its end."""
-    pairs = list(zip(_flatten(tensors).values(), _flatten(copies).values(), strict=True))
-    if not any(local(x).is_cuda for x, _ in pairs):
-        for x, copy in pairs:
-            local(copy).copy_(local(x))
-        return None
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        for x, copy in pairs:
-            local(copy).copy_(local(x), non_blocking=True)
-    return stream.record_event()
 
 
 def _together(function: Callable, group: dist.ProcessGroup | None = None):
@@ -241,13 +235,14 @@ def _sync_folder(path):
     os.close(folder)
 
 
-def checksums(tensors: dict, group: dist.ProcessGroup | None = None) -> dict[str, int]:
+def checksums(bits: dict, group: dist.ProcessGroup | None = None) -> dict[str, int]:
     """For each float32 tensor the sum of its bits, taken as integers: the same however the tensor is sharded.
 
-    group: the ranks that hold the shards. One changed bit changes the sum, and so does a missing or a zeroed part.
+    bits: those sums of this rank's parts (optimizer.bits_of). group: the ranks that hold the others. One changed bit
+    changes the sum, and so does a missing or a zeroed part.
     """
-    flat = _flatten(tensors)
-    sums = torch.stack([local(x).view(torch.int32).sum(dtype=torch.int64) for x in flat.values()])
+    flat = _flatten(bits)
+    sums = torch.stack(list(flat.values()))
     if group is not None:
         dist.all_reduce(sums, group=group)
     return dict(zip(flat, sums.tolist(), strict=True))
@@ -289,12 +284,12 @@ def load_newest(out_dir: str, optimizer: AdamW, refuse: Callable) -> tuple[Path,
     refuse(path, meta) is called before the tensors are read. Returns path, meta and what was wrong with newer ones,
     which are renamed. Raises ValueError where none is whole, OSError where one cannot be read now, or renamed.
     """
-    damaged = []
+    damaged, tensors = [], optimizer.tensors()
     while path := newest(out_dir):
         try:
             meta = read_meta(path)
             refuse(path, meta)
-            _read(optimizer.tensors(), path, meta, optimizer.shard_group)
+            _read(tensors, path, meta, optimizer.shard_group)
             break
         except Damaged as error:
             damaged.append(str(error))
@@ -302,7 +297,7 @@ def load_newest(out_dir: str, optimizer: AdamW, refuse: Callable) -> tuple[Path,
                 raise Damaged(f"{error}. There is no older one: move it away to start anew") from error
             _together(lambda: None)  # until nobody reads it any more
             _together(lambda path=path: _set_aside(path))
-    optimizer.refresh()
+    optimizer.refresh(tensors)
     optimizer.updates = meta["updates"]
     return path, meta, damaged
 
@@ -324,7 +319,7 @@ def _read(tensors, path, meta, group=None, no_dist=False):
         dcp.load(tensors, checkpoint_id=path, no_dist=no_dist)
     except (Exception, CheckpointException) as error:  # missing files, cut files, other shapes: all sorts
         raise _unreadable(path, "", error) from error
-    for name, found in checksums(tensors, group).items():
+    for name, found in checksums(_map(bits_of, tensors), group).items():
         if found != meta["checksums"].get(name):
             raise Damaged(f"{path} is damaged: {name} is not what was saved")
 

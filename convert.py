@@ -116,8 +116,9 @@ def load(folder: Path, optimizer: AdamW) -> None:
 
     Raises ValueError where a weight is missing or has another shape, OSError where a file cannot be read.
     """
-    _read_into(optimizer.w, folder)
-    optimizer.refresh()
+    tensors = optimizer.tensors()
+    _read_into(tensors["model"], folder)
+    optimizer.refresh(tensors)
 
 
 def load_model(folder: Path, block_size: int, device: str, dtype: torch.dtype) -> Llama:

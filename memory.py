@@ -1,14 +1,14 @@
 """Where each byte of a training step goes, from the settings alone: no GPU is asked, nothing is allocated.
 
     plan = Plan(batch_size=8)                  # what train.py's settings of the same names say, for one rank
-    peak_gib(config, plan)                     # 30.9 for Llama 3.2 1B at 8 x 2,048 tokens
+    peak_gib(config, plan)                     # 28.6 for Llama 3.2 1B at 8 x 2,048 tokens
     print(table(config, plan))                 # the parts at the peak, with the arithmetic
     advice(config, plan)                       # which settings would lower it most
     largest_batch(config, plan, gib=24)        # what fits
 
     n parameters, of which B a block and R the root (embedding, final norm, head); L layers; N tokens; P ranks a copy
 
-    weights that compute    2n / P             AdamW: weights that learn, two moments    12n / P         (bfloat16)
+    weights that compute    2n / P             AdamW: their lower halves, two moments    10n / P         (bfloat16)
     saved activations       N·L·(4C + 2KD + 2F) elements      the loss    a chunk's logits + 4VC      gradients  2n / P
     FSDP                    the gathered root 2R and two blocks 4B; a block's gradients on their way, in float32, 4B
     offload                 a block's gradients that leave 2B; all: instead of the weights two blocks 4B, the root 2R
@@ -172,7 +172,8 @@ def moments(c: LlamaConfig, plan: Plan) -> dict[str, list[Part]]:
     total, head = root + layers * block, c.vocab_size * c.n_embd
     chunks = c.chunks_of_mlp(n_tokens)
     kept, in_block = token_bytes(c, itemsize, chunks)
-    learning = 12 if itemsize < 4 else 8  # a float32 weight is the one that learns
+    # of the weights that learn what is not there already (kernels/adamw.py), and two float32 moments
+    learning = 8 + {"float32": 0, "bfloat16": 2}.get(plan.dtype, 4)
     narrow = itemsize < 4  # so FSDP reduces gradients in another dtype than it hands on
     weights_here, states_here = plan.offload != "all", plan.offload == "none"  # states: gradients, sums and optimizer
     unsynced = plan.fsdp and plan.micro_steps > 1 and not plan.sync_every_micro_batch

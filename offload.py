@@ -106,13 +106,21 @@ class OffloadedAdamW(AdamW):
             future.result()
         self.busy.clear()
 
-    def tensors(self) -> dict:
+    def tensors(self, device: str | None = None) -> dict:
         self.finish()
-        return super().tensors()
+        return super().tensors(device)
 
-    def refresh(self):
+    def bits(self) -> dict:
         self.finish()
-        super().refresh()
+        return super().bits()
+
+    def copy_tensors(self, copies: dict) -> None:
+        self.finish()
+        super().copy_tensors(copies)
+
+    def refresh(self, tensors: dict) -> None:
+        self.finish()
+        super().refresh(tensors)
         if self.weights is not None:
             self.weights.forget()
 

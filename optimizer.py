@@ -7,12 +7,14 @@
     optimizer.updates += 1                         # where grad_norm is finite: elsewhere nothing was changed
     optimizer.zero_grad()
 
-For each parameter of n elements in bfloat16 it holds 12n bytes: w, m and v in float32 (kernels/adamw.py). A float32
-parameter is its own w, and it holds 8n. Where several micro-batches make a step, 4n more: the sums of their gradients.
-Where FSDP has sharded the parameters, all of it is sharded alike.
+w, m and v are float32: 12 bytes a parameter together, and no more. One in bfloat16 is the upper half of its w, whose
+lower half lies beside it (kernels/adamw.py); one in float32 is its own w. Only in float16, and where w is in another
+memory than the parameter (offload.py), does the parameter come on top. Where several micro-batches make a step, 4 bytes
+more: the sums of their gradients. Where FSDP has sharded the parameters, all of it is sharded alike.
 """
 
 import math
+from collections.abc import Callable
 
 import torch
 import torch.distributed as dist
@@ -20,6 +22,9 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from kernels import adamw
+from kernels.adamw import join, split
+
+PIECE = 2**24  # elements of w that are put together at a time
 
 
 def local(x: torch.Tensor) -> torch.Tensor:
@@ -30,6 +35,11 @@ def local(x: torch.Tensor) -> torch.Tensor:
 def home(parameter: torch.Tensor) -> torch.Tensor:
     """Where it lies: itself, or the CPU's copy of one that comes to the GPU when its turn comes (weights.py)."""
     return getattr(parameter, "home", parameter)
+
+
+def bits_of(x: torch.Tensor) -> torch.Tensor:
+    """The sum of a float32 tensor's bits, taken as int32, of this rank's part: an int64 scalar."""
+    return local(x).view(torch.int32).sum(dtype=torch.int64)
 
 
 class AdamW:
@@ -44,8 +54,8 @@ class AdamW:
         self.parameters = dict(model.named_parameters())
         self.betas, self.weight_decay, self.eps = betas, weight_decay, eps
         self.w = {name: self._w_of(home(p).detach()) for name, p in self.parameters.items()}
-        self.m = {name: torch.zeros_like(w) for name, w in self.w.items()}
-        self.v = {name: torch.zeros_like(w) for name, w in self.w.items()}
+        self.m = {name: torch.zeros_like(w, dtype=torch.float32) for name, w in self.w.items()}
+        self.v = {name: torch.zeros_like(m) for name, m in self.m.items()}
         self.sums = {}  # float32 gradients of the micro-batches so far, where there are several
         self.updates = 0
         first = next(iter(self.parameters.values()))
@@ -54,9 +64,12 @@ class AdamW:
         self.inverse_loss_scale = torch.ones((), device=first.device)
 
     def _w_of(self, parameter):
-        device = self.state_device or local(parameter).device
-        if parameter.dtype == torch.float32 and local(parameter).device == torch.device(device):
+        """float32, or the lower half that belongs to a bfloat16 parameter, int16."""
+        device = torch.device(self.state_device or local(parameter).device)
+        if parameter.dtype == torch.float32 and local(parameter).device == device:
             return parameter
+        if parameter.dtype == torch.bfloat16 and self.state_device is None:
+            return torch.zeros_like(parameter, dtype=torch.int16)
         w = torch.empty_like(parameter, dtype=torch.float32, device=device)
         local(w).copy_(local(parameter))
         return w
@@ -66,15 +79,74 @@ class AdamW:
         """The ranks among which the shards of a parameter lie: of hybrid sharding's copies one."""
         return None if self.mesh is None else self.mesh.get_group()
 
-    def tensors(self) -> dict:
-        """All that a checkpoint must hold, as tensors to write or to read into: `model` are the float32 weights."""
-        return {"model": self.w, "optimizer": {"exp_avg": self.m, "exp_avg_sq": self.v}}
+    # ------------------------------------------------------------------------------------------------------------------
+    # What a checkpoint holds: for each parameter w, m and v in float32
+
+    def tensors(self, device: str | None = None) -> dict:
+        """To write, or to read into before refresh: `model` are the weights, whole ones themselves, halves joined.
+
+        device: where those are joined; none: where they are.
+        """
+
+        def whole(name):
+            if self.w[name].dtype != torch.int16:
+                return self.w[name]
+            w = torch.empty_like(self.m[name], device=device)
+            self._copy_w(name, w)
+            return w
+
+        return self._of_all(whole, lambda x: x)
+
+    def like_tensors(self, make: Callable) -> dict:
+        """As tensors, of what make(x) gives for an x of the same shape, dtype and mesh."""
+        return self._of_all(lambda name: make(self.m[name]), make)
+
+    def bits(self) -> dict:
+        """As tensors, for each the sum of its bits, taken as int32, of this rank's part: int64 scalars."""
+
+        def of_w(name):
+            w = self.w[name]
+            if w.dtype != torch.int16:
+                return bits_of(w)
+            high = local(self.parameters[name].detach()).view(torch.int16)
+            return 65536 * high.sum(dtype=torch.int64) + local(w).sum(dtype=torch.int64)
+
+        return self._of_all(of_w, bits_of)
+
+    def _of_all(self, of_w, of):
+        m, v = ({name: of(x) for name, x in kind.items()} for kind in (self.m, self.v))
+        return {"model": {name: of_w(name) for name in self.w}, "optimizer": {"exp_avg": m, "exp_avg_sq": v}}
+
+    def copy_tensors(self, copies: dict) -> None:
+        """Copies what tensors() would give to like_tensors() of the CPU, on the stream at hand, without waiting."""
+        for name, copy in copies["model"].items():
+            self._copy_w(name, copy)
+        for states, into in ((self.m, copies["optimizer"]["exp_avg"]), (self.v, copies["optimizer"]["exp_avg_sq"])):
+            for name, copy in into.items():
+                local(copy).copy_(local(states[name]), non_blocking=True)
 
     @torch.no_grad()
-    def refresh(self):
-        """The parameters from w, after a checkpoint was read into tensors()."""
+    def _copy_w(self, name, copy):
+        w, copy = local(self.w[name]), local(copy)
+        if w.dtype != torch.int16:
+            copy.copy_(w, non_blocking=True)
+            return
+        halves = local(self.parameters[name].detach()), w
+        for part, high, low in zip(*(x.view(-1).split(PIECE) for x in (copy, *halves)), strict=True):
+            part.copy_(join(high, low), non_blocking=True)
+
+    @torch.no_grad()
+    def refresh(self, tensors: dict) -> None:
+        """The weights, after something was read into tensors()."""
         for name, parameter in self.parameters.items():
-            local(home(parameter)).copy_(local(self.w[name]))
+            w = local(self.w[name])
+            if w.dtype == torch.int16:
+                split(local(tensors["model"][name]), local(parameter.detach()), w)
+            else:
+                local(home(parameter)).copy_(w)
+
+    # ------------------------------------------------------------------------------------------------------------------
+    # A step
 
     @torch.no_grad()
     def accumulate(self):
@@ -84,7 +156,7 @@ class AdamW:
         """
         for name, parameter in self.parameters.items():
             if name not in self.sums:
-                self.sums[name] = torch.zeros_like(self.w[name])
+                self.sums[name] = torch.zeros_like(self.m[name])
             self.sums[name].add_(parameter.grad)
             parameter.grad = None
 

@@ -965,6 +965,41 @@ def test_adamw_is_pytorchs(adamw, dtype, of_grad):
         assert torch.equal(parameter, w.to(dtype)), "the parameter is not the rounded w"
 
 
+SOME_BITS = [0, 1, 0x7FFF, 0x8000, 0x8001, 0xFFFF, 0x3F80_8000, 0x3F81_8000, 0x7F7F_FFFF, 0x7F80_0000]
+
+
+def test_the_halves_of_a_float32_are_all_of_it():
+    bits = torch.tensor([*SOME_BITS, *torch.randint(2**31 - 2**23, (5000,)).tolist()], dtype=torch.int32, device=DEVICE)
+    w = torch.cat([bits, bits | -(2**31)]).view(FP32)  # negative ones too
+    w = w[~w.isnan()]
+    parameter, low = torch.empty_like(w, dtype=BF16), torch.empty_like(w, dtype=torch.int16)
+    adamw_file.split(w, parameter, low)
+    assert torch.equal(adamw_file.join(parameter, low).view(torch.int32), w.view(torch.int32))
+    rounded, is_middle = w.to(BF16), low == -0x8000
+    assert torch.equal(parameter[~is_middle], rounded[~is_middle]), "the upper half is not the nearest bfloat16"
+    assert (parameter[is_middle].double().abs() >= w[is_middle].double().abs()).all()
+    nan = torch.tensor([0x7FFF_FFFF, 0x7F80_0001, -1, -0x7F_FFFF], dtype=torch.int32, device=DEVICE).view(FP32)
+    adamw_file.split(nan, parameter[:4], low[:4])
+    assert nan.isnan().all() and parameter[:4].isnan().all() and adamw_file.join(parameter, low)[:4].isnan().all()
+
+
+@pytest.mark.parametrize("of_grad", [BF16, FP32], ids=str)
+@pytest.mark.parametrize("adamw", [kernels.adamw, reference.adamw], ids=["kernel", "reference"])
+def test_adamw_in_halves_is_adamw(adamw, of_grad):
+    parameter, grad, w, m, v = adamw_arguments(3001, BF16)
+    grad = grad.to(of_grad)
+    w[0], v[1] = float("nan"), float("nan")  # what is broken must show in the parameter
+    low = torch.empty_like(w, dtype=torch.int16)
+    adamw_file.split(w, parameter, low)
+    halves = [parameter, grad, low, m.clone(), v.clone()]
+    for scale in (0.25, float("inf"), 0.5):
+        adamw(*halves, step_scalars(scale), 0.9, 0.95, 1e-8, 0.1)
+        adamw(parameter.clone(), grad, w, m, v, step_scalars(scale), 0.9, 0.95, 1e-8, 0.1)
+    for ours, whole in ((adamw_file.join(parameter, low), w), (halves[3], m), (halves[4], v)):
+        torch.testing.assert_close(ours, whole, rtol=1e-6, atol=1e-7, equal_nan=True)
+    assert parameter[:2].isnan().all() and parameter[2:].isfinite().all()
+
+
 @pytest.mark.parametrize(
     "compiler, builds", [("false", False), ("there_is_no_such_compiler", False), ("{} -m64", True)]
 )
@@ -1330,6 +1365,8 @@ ERRORS = [
      r"parameter is torch.float32 (3, 4) with strides (1, 3), expected (3, 4), contiguous"),
     ("adamw", (zeros(4), zeros(3), zeros(4), zeros(4), zeros(4), zeros(4), 0.9, 0.95, 1e-8, 0.0), {},
      r"grad is torch.float32 (3,) with strides (1,), expected (4,), contiguous"),
+    ("adamw", (zeros(4), zeros(4), zeros(4, dtype=torch.int16), zeros(4), zeros(4), zeros(4), 0.9, 0.95, 1e-8, 0.0), {},
+     "w is torch.int16"),
     ("adamw", (zeros(4), zeros(4), zeros(4, dtype=FP16), zeros(4), zeros(4), zeros(4), 0.9, 0.95, 1e-8, 0.0), {},
      r"w is torch.float16 (4,) with strides (1,), expected (4,), contiguous, float32"),
     ("cross_entropy", (zeros(2, 4), zeros(3)), {}, r"targets (3,) do not fit logits (2, 4)"),

@@ -31,7 +31,7 @@ import ranks
 from data.tokens import write_dataset
 from model import Llama, LlamaConfig
 from offload import OffloadedAdamW
-from optimizer import AdamW
+from optimizer import AdamW, bits_of
 from tokenizer import get_tokenizer
 
 ROOT = Path(__file__).parent
@@ -201,8 +201,9 @@ def test_gradients_are_clipped_to_the_norm_and_the_loss_scale_taken_out():
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 def test_small_gradients_add_up_and_small_steps_move_half_precision_weights(dtype):
     model, optimizer = optimizer_of(dtype)
-    torch.nn.init.ones_(model.weight)
-    optimizer.w["weight"].fill_(1.0)
+    tensors = optimizer.tensors()
+    tensors["model"]["weight"].fill_(1.0)
+    optimizer.refresh(tensors)
     for parameter in model.parameters():
         parameter.grad = torch.ones_like(parameter)
     optimizer.accumulate()
@@ -216,6 +217,24 @@ def test_small_gradients_add_up_and_small_steps_move_half_precision_weights(dtyp
         optimizer.update()
         optimizer.updates += 1
     assert model.weight[0, 0].item() == pytest.approx(0.99, abs=2**-8), "steps of 1e-4 round to nothing at 1"
+
+
+def test_of_weights_in_halves_a_checkpoint_holds_the_whole(monkeypatch):
+    monkeypatch.setattr("optimizer.PIECE", 5)
+    (model, optimizer), (other_model, other) = (optimizer_of(torch.bfloat16) for _ in range(2))
+    for _ in range(20):
+        optimizer.update()
+    tensors = optimizer.tensors()
+    assert any((w.bfloat16() != w).any() for w in tensors["model"].values()), "nothing lies below bfloat16"
+    copies = optimizer.like_tensors(torch.empty_like)
+    optimizer.copy_tensors(copies)
+    for name, x in checkpoint._flatten(tensors).items():
+        assert x.dtype == torch.float32 and torch.equal(x, checkpoint._flatten(copies)[name])
+    sums = checkpoint.checksums(checkpoint._map(bits_of, copies))
+    assert checkpoint.checksums(optimizer.bits()) == sums
+    other.refresh(tensors)
+    for (name, parameter), like in zip(model.named_parameters(), other_model.parameters(), strict=True):
+        assert torch.equal(parameter, like) and torch.equal(optimizer.w[name], other.w[name])
 
 
 def test_accumulating_4_micro_batches_equals_one_of_4_times_the_size(train, tmp_path):
@@ -327,7 +346,8 @@ def test_offloaded_the_optimizer_sums_clips_and_skips_as_on_the_gpu(dtype):
 def test_half_precision_follows_float32(train, tmp_path, dtype):
     train(max_iters=30, eval_interval=30, out_dir=tmp_path / "float32")
     run = train(max_iters=30, eval_interval=30, dtype=dtype, out_dir=tmp_path / "half")
-    assert all(w.dtype == torch.float32 for w in run["optimizer"].w.values()), "the weights that learn are float32"
+    weights = run["optimizer"].tensors()["model"]
+    assert all(w.dtype == torch.float32 for w in weights.values()), "the weights that learn are float32"
     assert_close(step_losses(tmp_path / "float32"), step_losses(tmp_path / "half"), 0.05)
 
 
@@ -975,11 +995,11 @@ def test_a_damaged_checkpoint_is_not_sampled_from(train, tmp_path):
 
 def test_checksums_add_up_over_shards_and_see_one_bit():
     x = torch.randn(7, 5)
-    before = checkpoint.checksums({"a": {"b": x, "c": torch.zeros(0, 5)}})
+    before = checkpoint.checksums({"a": {"b": bits_of(x), "c": bits_of(torch.zeros(0, 5))}})
     assert set(before) == {"a.b", "a.c"} and before["a.c"] == 0
-    assert before["a.b"] == sum(checkpoint.checksums({"part": part})["part"] for part in x.split(2))
+    assert before["a.b"] == sum(checkpoint.checksums({"part": bits_of(part)})["part"] for part in x.split(2))
     x.view(torch.int32)[3, 3] ^= 1
-    assert checkpoint.checksums({"a": {"b": x}})["a.b"] != before["a.b"]
+    assert checkpoint.checksums({"a": {"b": bits_of(x)}})["a.b"] != before["a.b"]
 
 
 def test_a_save_that_fails_is_said_and_the_training_goes_on(train, tmp_path, capsys, monkeypatch):

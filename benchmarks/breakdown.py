@@ -120,8 +120,8 @@ def floors_ms(c: LlamaConfig, batch: int, copy_tb_s: float, matmul_tflops: float
         "norms": bf16 * n * c.n_embd * 8 * (2 * layers + 1),
         "SwiGLU": bf16 * n * c.ffn_dim * 8 * layers,  # gate, up -> product; its gradient, gate, up -> two gradients
         "RoPE": bf16 * n * (c.n_embd + kv) * 4 * layers,  # q and k read and written, forward and backward
-        # gradients for their norm and for the update; w, m and v read and written; w rounded
-        "optimizer": (bf16 * 3 + fp32 * 6) * n_params,
+        # gradients for their norm and for the update; both halves of w, m and v read and written
+        "optimizer": (bf16 * 6 + fp32 * 4) * n_params,
     }
     floors = {part: 1000 * f / (matmul_tflops * 1e12) for part, f in flops.items()} | {COPIES: 0.0}
     return floors | {part: 1000 * b / (copy_tb_s * 1e12) for part, b in moved.items()}

@@ -1,13 +1,21 @@
-"""AdamW, with the weights that compute kept apart from the weights that learn.
+"""AdamW, whose bfloat16 parameters are the upper halves of the float32 weights that learn.
 
     g = scale · grad      m = β₁ m + (1 − β₁) g      v = β₂ v + (1 − β₂) g²
     w = w − lr · (λ w + (m / (1 − β₁ᵗ)) / (√(v / (1 − β₂ᵗ)) + ε))        parameter = w, rounded
 
 A step moves a weight by about lr, often less than half a unit of bf16 at the weight's size: a bf16 weight would not
-move at all. So w, m and v are fp32, and the bf16 parameter that the matmuls read is made anew from w at the end of each
-step. Then nothing has to be cast in forward, gradients arrive in bf16, and a step reads and writes each number once.
+move at all. So w, m and v are fp32, and the parameter that the matmuls read is w rounded at the end of each step. Then
+nothing has to be cast in forward, gradients arrive in bf16, and a step reads and writes each number once.
 
-Bytes for n parameters in bf16: 28n (read w, m, v: 12; read grad: 2; write w, m, v: 12; write parameter: 2).
+A bf16 is the upper half of a float32. So w need not lie beside it whole: as integers, of the bits,
+
+    w = 65,536 · parameter + low        −32,768 ≤ low < 32,768
+
+with low, an int16, negative where the parameter was rounded up (to the nearest; from the middle, away from zero). That
+is all of w in 4 bytes a parameter instead of 6, and no bit is lost. Only a NaN is not taken apart, but set: its bits
+could be carried over into a number's.
+
+Bytes for n parameters in bf16: 26n (read parameter, low, m, v: 12; grad: 2; write what was read but grad: 12).
 What changes with the step arrives in one fp32 tensor, step_scalars: the scale of the gradients (NaN or inf: leave all
 as it is), the learning rate, 1 / (1 − β₁ᵗ) and 1 / √(1 − β₂ᵗ). So a captured CUDA graph replays with new ones, and a
 clipping factor that the GPU has just computed need not visit the CPU.
@@ -32,15 +40,32 @@ from torch.optim.adamw import adamw as torch_adamw
 from .launch import tl, triton, use_triton
 
 
+def join(parameter: torch.Tensor, low: torch.Tensor) -> torch.Tensor:
+    """w in fp32, of its halves: parameter bf16, low int16."""
+    return parameter.view(torch.int16).to(torch.int32).bitwise_left_shift_(16).add_(low).view(torch.float32)
+
+
+def split(w: torch.Tensor, parameter: torch.Tensor, low: torch.Tensor) -> None:
+    """Writes the halves of w: parameter = w rounded to bf16, low the rest."""
+    bits = w.view(torch.int32)
+    high = bits.add(0x8000).bitwise_right_shift_(16).masked_fill_(w.isnan(), 0x7FFF)
+    parameter.view(torch.int16).copy_(high)
+    low.copy_(bits - high.bitwise_left_shift_(16))
+
+
 def adamw_reference(parameter, grad, w, m, v, step_scalars, beta1, beta2, eps, weight_decay):
+    halves = w.dtype == torch.int16
+    whole = join(parameter, w) if halves else w
     scale, lr, m_correction, sqrt_v_correction = step_scalars.unbind()
     live = torch.isfinite(scale)
-    g = grad.to(w.dtype) * scale
+    g = grad.to(m.dtype) * scale
     new_m, new_v = m.lerp(g, 1 - beta1), v.lerp(g * g, 1 - beta2)
-    step = new_m * m_correction / (new_v.sqrt() * sqrt_v_correction + eps) + weight_decay * w
-    for old, new in ((m, new_m), (v, new_v), (w, w - lr * step)):
+    step = new_m * m_correction / (new_v.sqrt() * sqrt_v_correction + eps) + weight_decay * whole
+    for old, new in ((m, new_m), (v, new_v), (whole, whole - lr * step)):
         old.copy_(torch.where(live, new, old))
-    if parameter is not w:
+    if halves:
+        split(whole, parameter, w)
+    elif parameter is not w:
         parameter.copy_(w)
 
 
@@ -48,7 +73,7 @@ def adamw_reference(parameter, grad, w, m, v, step_scalars, beta1, beta2, eps, w
 def _adamw_kernel(
     parameter_ptr, grad_ptr, w_ptr, m_ptr, v_ptr, step_scalars_ptr, n,
     BETA1: tl.constexpr, BETA2: tl.constexpr, EPS: tl.constexpr, WEIGHT_DECAY: tl.constexpr,
-    APART: tl.constexpr, BLOCK: tl.constexpr,
+    HALVES: tl.constexpr, APART: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     scale = tl.load(step_scalars_ptr)
     lr = tl.load(step_scalars_ptr + 1)
@@ -57,15 +82,26 @@ def _adamw_kernel(
     i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     mask = i < tl.where(tl.abs(scale) < float("inf"), n, 0)  # not less: NaN too
     g = tl.load(grad_ptr + i, mask=mask, other=0.0).to(tl.float32) * scale
-    w = tl.load(w_ptr + i, mask=mask, other=0.0)
     m = tl.load(m_ptr + i, mask=mask, other=0.0)
     v = tl.load(v_ptr + i, mask=mask, other=0.0)
+    if HALVES:  # both int16
+        high = tl.load(parameter_ptr + i, mask=mask, other=0).to(tl.int32)
+        low = tl.load(w_ptr + i, mask=mask, other=0).to(tl.int32)
+        w = ((high << 16) + low).to(tl.float32, bitcast=True)
+    else:
+        w = tl.load(w_ptr + i, mask=mask, other=0.0)
     m += (g - m) * (1 - BETA1)
     v += (g * g - v) * (1 - BETA2)
     w -= lr * (m * m_correction / (tl.sqrt(v) * sqrt_v_correction + EPS) + WEIGHT_DECAY * w)
     tl.store(m_ptr + i, m, mask=mask)
     tl.store(v_ptr + i, v, mask=mask)
-    tl.store(w_ptr + i, w, mask=mask)
+    if HALVES:
+        bits = w.to(tl.int32, bitcast=True)
+        high = tl.where(w == w, (bits + 0x8000) >> 16, 0x7FFF)
+        tl.store(parameter_ptr + i, high.to(tl.int16), mask=mask)
+        tl.store(w_ptr + i, (bits - (high << 16)).to(tl.int16), mask=mask)
+    else:
+        tl.store(w_ptr + i, w, mask=mask)
     if APART:
         tl.store(parameter_ptr + i, w.to(parameter_ptr.dtype.element_ty), mask=mask)
 
@@ -85,12 +121,14 @@ def adamw(
 ) -> None:
     """One step of AdamW in place, on one parameter (Loshchilov and Hutter, 2019).
 
-    parameter and grad of one shape and any floating dtypes; w, m and v fp32 of that shape; w may be parameter itself.
-    All contiguous. step_scalars: fp32 (4,), as above; where its scale is not finite, nothing changes. ValueError where
-    a tensor does not fit.
+    parameter and grad of one shape and any floating dtypes; m and v fp32 of that shape, and w too, which may be
+    parameter itself. Or, where parameter is bf16, w is the lower half of what learns, int16. All contiguous.
+    step_scalars: fp32 (4,), as above; where its scale is not finite, nothing changes. ValueError where a tensor does
+    not fit.
     """
+    halves = w.dtype == torch.int16 and parameter.dtype == torch.bfloat16
     for name, x in (("parameter", parameter), ("grad", grad), ("w", w), ("m", m), ("v", v)):
-        learns = name in ("w", "m", "v")
+        learns = name in ("w", "m", "v") and not (name == "w" and halves)
         if x.shape != parameter.shape or not x.is_contiguous() or (learns and x.dtype != torch.float32):
             raise ValueError(
                 f"{name} is {x.dtype} {tuple(x.shape)} with strides {x.stride()}, expected {tuple(parameter.shape)}, "
@@ -99,9 +137,11 @@ def adamw(
     if not use_triton(parameter):
         return adamw_reference(parameter, grad, w, m, v, step_scalars, beta1, beta2, eps, weight_decay)
     n, block = parameter.numel(), 1024  # best of 512..4096 x 4..8 warps on H200, by 2%
+    apart = not halves and parameter.data_ptr() != w.data_ptr()
     _adamw_kernel[(triton.cdiv(n, block),)](
-        parameter, grad, w, m, v, step_scalars, n, BETA1=beta1, BETA2=beta2, EPS=eps, WEIGHT_DECAY=weight_decay,
-        APART=parameter.data_ptr() != w.data_ptr(), BLOCK=block, num_warps=4,
+        parameter.view(torch.int16) if halves else parameter, grad, w, m, v, step_scalars, n,
+        BETA1=beta1, BETA2=beta2, EPS=eps, WEIGHT_DECAY=weight_decay,
+        HALVES=halves, APART=apart, BLOCK=block, num_warps=4,
     )  # fmt: skip
 
 
