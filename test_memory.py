@@ -15,11 +15,12 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+import collectives
 import memory
 import pinned
 from memory import Plan
@@ -166,9 +167,7 @@ def peak_of_step(config, plan):
         mesh = init_device_mesh("cpu", shape, mesh_dim_names=("replicate", "shard"))
         mesh = mesh if plan.sharding == "hybrid" else mesh["shard"]
         policy = MixedPrecisionPolicy(reduce_dtype=torch.float32, cast_forward_inputs=False)
-        for layer in model.layers:
-            fully_shard(layer, mesh=mesh, mp_policy=policy, reshard_after_forward=plan.sharding != "zero2")
-        fully_shard(model, mesh=mesh, mp_policy=policy, reshard_after_forward=False)
+        collectives.shard(model, keep_blocks=plan.sharding == "zero2", mesh=mesh, mp_policy=policy)
     model.to_empty(device="cpu")
     model.init_weights(seed=1)
     optimizer = AdamW(model, betas=(0.9, 0.95), weight_decay=0.1)
