@@ -10,7 +10,8 @@
 
     weights that compute    2n / P             AdamW: weights that learn, two moments    12n / P         (bfloat16)
     saved activations       N·L·(4C + 2KD + 2F) elements      the loss    a chunk's logits + 4VC      gradients  2n / P
-    FSDP                    the gathered root 2R and two blocks 4B; a block's gradients on their way, in float32, 4B
+    FSDP                    the gathered root 2R and two blocks 4B; a block's gradients on their way, in float32, 4B;
+                            of an untied head and its norm, H, 4H in the loss and 4H on their way instead of 2R
     offload                 a block's gradients that leave 2B; all: instead of the weights two blocks 4B, the root 2R
 
 They are not all there at once: activations shrink while gradients grow. So the sum is taken at every moment that can be
@@ -206,6 +207,7 @@ def moments(c: LlamaConfig, plan: Plan) -> dict[str, list[Part]]:
         whole_sums = total if unsynced and not blocks_over else 0
         done, head_done = (0, 0) if whole_sums else (done, late * (apart and not root_here))
         reduced = f"{f'{head_done:,} of {named[1]} + ' * (head_done > 0)}{done} x {block:,} a block{ranks}"
+        here = f"{root_gradients:,} of the {named[0]} + " * (root_gradients > 0)
         whole, largest = (late * root_here, late) if apart else (root, root)
         rows = [
             ("weights that compute", itemsize, total / shards * weights_here, everything),
@@ -220,7 +222,7 @@ def moments(c: LlamaConfig, plan: Plan) -> dict[str, list[Part]]:
             ("sums of micro-batches", 4, sums, everything),
             ("sums of micro-batches", 4, whole_sums, f"{total:,} parameters, on every rank"),
             ("gradients", itemsize, root_gradients + (head_done + done * block) / shards * states_here,
-             f"({root_gradients:,} of the {named[0]} + {reduced})"),
+             f"({here}{reduced})"),
             ("gradients on their way", 4, reducing * plan.fsdp, f"{reducing:,.0f} parameters"),
             ("gradients that leave", itemsize, (block if done else head_done) / shards * leaving,
              f"{f'{block:,} parameters of a block' if done else f'{head_done:,} of {named[1]}'}{ranks}"),
@@ -258,8 +260,8 @@ def moments(c: LlamaConfig, plan: Plan) -> dict[str, list[Part]]:
     loss_forward, loss_backward = loss_bytes(c, plan, n_tokens)
     all_blocks = layers if plan.sharding == "zero2" else 0
     of_head = buffer * (apart and late > block)  # the buffer at the end of forward; just before, it is the last block's
-    # Tied or not, two gradients as large as the embedding: a tied head's waits to be added to it, in place unless
-    # F.linear made it.
+    # Tied or not, two gradients as large as the embedding, unless the head's has left or is reduced: a tied head's
+    # waits to be added to it, in place unless F.linear made it.
     copies = 3 if c.tie_embeddings and not c.fused_loss else 2 - head_leaves - apart
     embedding = Part("the embedding's input", itemsize * n_tokens * c.n_embd, f"{n_tokens:,} tokens")
     result = {

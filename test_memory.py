@@ -223,11 +223,18 @@ def test_logits_and_head_s_gradient_by_hand():
 
 
 def test_what_is_gathered_by_hand():
-    block, root = memory.n_params(LLAMA_8B)
+    """8B's embedding and head are not there in the blocks' backward; 1B's, which is tied, is."""
     plan = Plan(1, world_size=8, shard_ranks=8)
-    for sharding, blocks in {"zero3": 2, "zero2": 31}.items():
-        parts = memory.moments(LLAMA_8B, replace(plan, sharding=sharding))["backward of block 31"]
-        assert {part.name: part.bytes for part in parts}["gathered weights"] == 2 * (root + blocks * block)
+    for config, here in ((LLAMA_8B, 0), (LLAMA_1B, memory.n_params(LLAMA_1B)[1])):
+        block, _ = memory.n_params(config)
+        last_but_one = config.n_layer - 1
+        for sharding, blocks in {"zero3": 2, "zero2": last_but_one}.items():
+            parts = memory.moments(config, replace(plan, sharding=sharding))[f"backward of block {last_but_one}"]
+            assert {part.name: part.bytes for part in parts}["gathered weights"] == 2 * (here + blocks * block)
+    head = 128_256 * 4_096 + 4_096  # with the norm
+    for copy_engines, times in {False: 2, True: 1}.items():  # its buffer, or none of its own
+        parts = memory.moments(LLAMA_8B, replace(plan, copy_engines=copy_engines))["end of forward, in the loss"]
+        assert {part.name: part.bytes for part in parts}["gathered weights"] == times * 2 * head
 
 
 MEASURED_SINCE = [  # GiB on H200s: block_size, activation_checkpointing, plan
