@@ -21,8 +21,8 @@ A buffer may be filled again once the others have read it. Those of the layers t
 rest: the others have read one when they say that a later one is full, for each works through its own in order; and
 before FSDP fills one of three for a gather it has waited for the last but one, before it fills one of two for a
 reduction for the last. The root has a single one for each, or the embedding and the head have it in common, and no
-other need come between two uses of that: zero2 gathers no layer between the head and the next embedding. So of these
-the ranks also say when they have read it, and whoever fills it waits until all have.
+other need come between two uses of that: in an evaluation the next embedding follows the head. So of these the ranks
+also say when they have read it, and whoever fills it waits until all have.
 """
 
 import ctypes
