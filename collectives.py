@@ -1,4 +1,4 @@
-"""FSDP's two collectives without the GPU's multiprocessors: over NVLink by its copy engines, beside the matmuls.
+"""What FSDP gathers and reduces together, and how: over NVLink by the GPUs' copy engines, beside the matmuls.
 
 NCCL's kernels occupy some of the multiprocessors while they run. A matmul of cuBLAS begins with one program on each of
 them and gives each the same share of the work: where one is taken, its program starts late, and the matmul ends as
@@ -17,10 +17,12 @@ waiting take no program either: they are a number that the stream writes to anot
 for in its own (cuStreamWriteValue32, cuStreamWaitValue32). A kernel that waits in a loop would be the same burden as
 NCCL's.
 
-A buffer may be filled again once the others have read it. They have when they say that a later one is full, for each
-works through its own in order; so buffers take turns, and FSDP's order does the rest: before it fills one of three for
-a gather it has waited for the last but one, before it fills one of two for a reduction for the last, and between two
-gathers or reductions of the root lies a layer's.
+A buffer may be filled again once the others have read it. Those of the layers take turns, and FSDP's order does the
+rest: the others have read one when they say that a later one is full, for each works through its own in order; and
+before FSDP fills one of three for a gather it has waited for the last but one, before it fills one of two for a
+reduction for the last. The root has a single one for each, or the embedding and the head have it in common, and no
+other need come between two uses of that: in an evaluation the next embedding follows the head. So of these the ranks
+also say when they have read it, and whoever fills it waits until all have.
 """
 
 import ctypes
@@ -29,28 +31,55 @@ import functools
 import torch
 import torch.distributed as dist
 import torch.distributed._symmetric_memory as symmetric_memory
-from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatter
 
 from kernels import add_ranks
+from model import Llama
 
 taken = 0  # bytes of all buffers, which PyTorch's memory statistics do not count
 
 
-def use_copy_engines(model: FSDPModule, layers: list[FSDPModule], group: dist.ProcessGroup, reduce: bool) -> None:
+def shard(model: Llama, keep_blocks: bool = False, **options) -> None:
+    """Makes the groups of parameters that FSDP gathers together, and whose gradients it reduces together.
+
+    Each block is one; keep_blocks: it stays whole from forward to backward. A tied head is the embedding, needed first
+    and last, so it stays whole with the root. Otherwise the embedding is one, which only forward needs whole, and the
+    final norm and the head are one, whole from the end of forward to the beginning of backward: its gradients are
+    reduced behind the blocks' backward. options: fully_shard's.
+    """
+    for layer in model.layers:
+        fully_shard(layer, reshard_after_forward=not keep_blocks, **options)
+    if not model.config.tie_embeddings:
+        fully_shard(model.tok_embeddings, reshard_after_forward=True, **options)
+        model.tok_embeddings.set_unshard_in_backward(False)
+        fully_shard([model.norm, model.lm_head], reshard_after_forward=False, **options)
+    fully_shard(model, reshard_after_forward=False, **options)  # what is left
+
+
+def use_copy_engines(model: Llama, group: dist.ProcessGroup, reduce: bool) -> None:
     """Gives FSDP these collectives among the ranks of group, which must reach each other's memory.
 
     reduce: the reduce-scatter too. FSDP must then hand over gradients as they are (reduce_dtype None), which rules out
     what would add to them before: sums over micro-batches, copies of hybrid sharding, float16's small numbers.
     """
-    gather, scatter = CopyEngineAllGather(group, 3), CopyEngineReduceScatter(group, 2)
-    for layer in layers:
-        layer.set_custom_all_gather(gather)
-        if reduce:
-            layer.set_custom_reduce_scatter(scatter)
-    model.set_custom_all_gather(CopyEngineAllGather(group, 1))
-    if reduce:
-        model.set_custom_reduce_scatter(CopyEngineReduceScatter(group, 1))
+
+    def numel(*modules):
+        """Elements that are gathered for them: each rank gives equally many rows of a parameter, padded if need be."""
+        parameters = (parameter for module in modules for parameter in module.parameters())
+        return sum(-(-p.shape[0] // group.size()) * group.size() * p.shape[1:].numel() for p in parameters)
+
+    ends = [model] if model.config.tie_embeddings else [model.tok_embeddings, model.lm_head]
+    for groups, gathers, reductions, largest in (
+        (model.layers, 3, 2, numel(model.layers[0])),
+        (ends, 1, 1, numel(model.norm, model.lm_head)),  # the embedding is as large as the head, or is the head
+    ):
+        gather = CopyEngineAllGather(group, gathers, largest)
+        scatter = CopyEngineReduceScatter(group, reductions, largest)
+        for module in groups:
+            module.set_custom_all_gather(gather)
+            if reduce:
+                module.set_custom_reduce_scatter(scatter)
 
 
 @functools.cache
@@ -68,45 +97,61 @@ def on_stream(operation: str, address: int, value: int) -> None:
 
 
 class Buffers:
-    """Symmetric memory of one group of ranks: for each size `count` buffers that take turns."""
+    """Symmetric memory of one group of ranks: `count` buffers that take turns, each of `largest` elements."""
 
-    def __init__(self, group: dist.ProcessGroup, count: int):
-        self.group, self.count = group, count
-        self.buffers, self.turn, self.handles, self.full = {}, {}, {}, {}
+    def __init__(self, group: dist.ProcessGroup, count: int, largest: int):
+        self.group, self.count, self.largest = group, count, largest
+        self.buffers, self.turn, self.handles, self.full = [], 0, {}, {}
 
     def next(self, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        """Every rank asks for the same ones in the same order; a first time it waits for the others."""
+        """The beginning of the one whose turn it is, to be filled by what this stream does next.
+
+        Every rank asks for the same ones in the same order; a first time it waits for the others.
+        """
         global taken
-        key = numel, dtype
-        turn = self.turn[key] = self.turn.get(key, -1) + 1
-        buffers = self.buffers.setdefault(key, [])
-        if turn < self.count:
-            buffer = symmetric_memory.empty(numel, dtype=dtype, device=device)
+        if len(self.buffers) < self.count:
+            buffer = symmetric_memory.empty(self.largest, dtype=dtype, device=device)
             torch.cuda.synchronize()  # it is being zeroed, and with it a signal that another rank might send at once
             self.handles[buffer.data_ptr()] = symmetric_memory.rendezvous(buffer, self.group.group_name)
             self.full[buffer.data_ptr()] = 0  # how often it was
-            buffers.append(buffer)
+            self.buffers.append(buffer)
             taken += buffer.nbytes
-        return buffers[turn % self.count]
+        buffer = self.buffers[self.turn % self.count]
+        self.turn += 1
+        if self.count == 1:
+            pads, me, others = self._signals(buffer)
+            for other in others:
+                on_stream("cuStreamWaitValue32", pads[me] + 4 * (len(pads) + other), self.full[buffer.data_ptr()])
+        return buffer[:numel]
+
+    def _signals(self, buffer: torch.Tensor) -> tuple[list[int], int, list[int]]:
+        """The pads of all ranks, this rank, and the others, each rank beginning with another one.
+
+        A pad has two numbers for each rank: how often that rank's buffer was full, and how often it has read this one.
+        """
+        handle = self.handles[buffer.data_ptr()]
+        n_ranks, me = handle.world_size, handle.rank
+        return handle.signal_pad_ptrs, me, [(me + step) % n_ranks for step in range(1, n_ranks)]
 
     def pull(self, buffer: torch.Tensor, rows: torch.Tensor, offset_of) -> None:
         """This rank's buffer is full. rows[i] (n,) from the i-th rank after this one, once its own is full: there it
         begins at offset_of(that rank).
         """
+        pads, me, others = self._signals(buffer)
         handle, full = self.handles[buffer.data_ptr()], self.full[buffer.data_ptr()] + 1
         self.full[buffer.data_ptr()] = full
-        pads, me = handle.signal_pad_ptrs, handle.rank  # of each rank a number for each of the others
-        others = [(me + step) % handle.world_size for step in range(1, handle.world_size)]
         for other in others:
             on_stream("cuStreamWriteValue32", pads[other] + 4 * me, full)
-        for row, other in zip(rows, others, strict=True):  # each asks another one first
+        for row, other in zip(rows, others, strict=True):
             on_stream("cuStreamWaitValue32", pads[me] + 4 * other, full)
             row.copy_(handle.get_buffer(other, row.shape, row.dtype, offset_of(other)))
+            if self.count == 1:
+                on_stream("cuStreamWriteValue32", pads[other] + 4 * (len(pads) + me), full)
 
 
 class CopyEngineAllGather(AllGather):
-    def __init__(self, group: dist.ProcessGroup, count: int):
-        self.buffers = Buffers(group, count)
+    def __init__(self, group: dist.ProcessGroup, count: int, largest: int):
+        self.buffers = Buffers(group, count, largest)
 
     def allocate(self, size, *, dtype, device):
         return self.buffers.next(size[0], dtype, device)
@@ -119,8 +164,8 @@ class CopyEngineAllGather(AllGather):
 
 
 class CopyEngineReduceScatter(ReduceScatter):
-    def __init__(self, group: dist.ProcessGroup, count: int):
-        self.buffers, self.wanted = Buffers(group, count), "input"
+    def __init__(self, group: dist.ProcessGroup, count: int, largest: int):
+        self.buffers, self.wanted = Buffers(group, count, largest), "input"
 
     def allocate(self, size, *, dtype, device):
         """FSDP asks for the input, and then for the output."""

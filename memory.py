@@ -10,7 +10,8 @@
 
     weights that compute    2n / P             AdamW: their lower halves, two moments    10n / P         (bfloat16)
     saved activations       N·L·(4C + 2KD + 2F) elements      the loss    a chunk's logits + 4VC      gradients  2n / P
-    FSDP                    the gathered root 2R and two blocks 4B; a block's gradients on their way, in float32, 4B
+    FSDP                    the gathered root 2R and two blocks 4B; a block's gradients on their way, in float32, 4B;
+                            of an untied head and its norm, H, 4H in the loss and 4H on their way instead of 2R
     offload                 a block's gradients that leave 2B; all: instead of the weights two blocks 4B, the root 2R
 
 They are not all there at once: activations shrink while gradients grow. So the sum is taken at every moment that can be
@@ -162,14 +163,19 @@ def loss_bytes(c: LlamaConfig, plan: Plan, n_tokens: int) -> tuple[Part, Part]:
 def moments(c: LlamaConfig, plan: Plan) -> dict[str, list[Part]]:
     """The parts at each moment that can be the peak of a rank's memory, in the order of a step.
 
-    Under FSDP the root is gathered from forward to the end of backward. zero3 gathers a block into one buffer and
-    copies it out of there; the buffer of the next block is asked for before this one computes, so two blocks are there.
-    A block's gradients are copied into a float32 buffer that lives until the next block's are. zero2 gathers once.
-    Hybrid keeps every reduced shard in float32 until backward ends, beside the rounded one (FSDP's _all_reduce_state).
+    Under FSDP the root is gathered from forward to the end of backward. Not so where the head is not the embedding
+    (collectives.py): then norm and head are there for the loss alone, and before the blocks' backward their gradients
+    are reduced; the embedding's is the last. zero3 gathers a group into one buffer and copies it out of there. The
+    buffer of the next block is asked for before this one computes, so two blocks are there, and at the end of forward
+    the head and its buffer. A group's gradients are copied into a float32 buffer that lives until the next one's are.
+    zero2 gathers once. Hybrid keeps every reduced shard in float32 until backward ends, beside the rounded one (FSDP's
+    _all_reduce_state).
     """
     itemsize, shards, n_tokens, layers = plan.itemsize, plan.shard_ranks, plan.batch_size * c.block_size, c.n_layer
     block, root = n_params(c)
     total, head = root + layers * block, c.vocab_size * c.n_embd
+    apart = plan.fsdp and not c.tie_embeddings  # the embedding is a group of its own, and so are norm and head
+    late = head + c.n_embd  # norm and head
     chunks = c.chunks_of_mlp(n_tokens)
     kept, in_block = token_bytes(c, itemsize, chunks)
     # of the weights that learn what is not there already (kernels/adamw.py), and two float32 moments
@@ -179,10 +185,11 @@ def moments(c: LlamaConfig, plan: Plan) -> dict[str, list[Part]]:
     unsynced = plan.fsdp and plan.micro_steps > 1 and not plan.sync_every_micro_batch
     sums = total / shards * states_here if plan.micro_steps > 1 and not unsynced else 0
     buffer = int(shards > 1 and not plan.copy_engines_gather)  # of the block gathered last, or asked for next
-    # one block's gradients, where they leave for the CPU one by one: while those of the next are computed
-    leaving = block / shards if plan.offload == "optimizer" or plan.streamed else 0
-    head_leaves = leaving > 0 and not plan.fsdp and not c.tie_embeddings  # a tied one waits for the embedding's
-    own_buffers = (3 + 2 * plan.copy_engines_reduce, 1 + plan.copy_engines_reduce)  # blocks and roots: collectives.py
+    # gradients leave for the CPU group by group: one's are still there while those of the next are computed
+    leaving = plan.offload == "optimizer" or plan.streamed
+    head_leaves = leaving and not plan.fsdp and not c.tie_embeddings  # a tied one waits for the embedding's
+    own_buffers = (3 + 2 * plan.copy_engines_reduce, 1 + plan.copy_engines_reduce)  # blocks, others: collectives.py
+    named = ("embedding", "norm and head", "embedding or head") if apart else ("root", "root", "root")
     ranks = f" / {shards} ranks" if shards > 1 else ""
     everything = f"{total:,} parameters{ranks}"
 
@@ -192,31 +199,37 @@ def moments(c: LlamaConfig, plan: Plan) -> dict[str, list[Part]]:
         layers_saved: blocks whose activations wait for backward; gathered: blocks whose weights are whole; done: blocks
         that backward is through with, so that their gradients are there. root_gradients, reducing: parameters of the
         root whose gradients are there, and those whose gradients are being reduced. blocks_over: only the root's
-        reduction is left. root_here: its weights, where they come and go. So in backward of block 3 of 16 under zero3:
-        3, 1 (and one asked for), 13, the head, a block.
+        reduction is left. root_here: how often its weights are there, where they come and go; if norm and head are a
+        group, how often theirs, and once they have gone, their gradients are done. So in backward of block 3 of 16
+        under zero3: 3, 1 (and one asked for), 13, the head, a block.
         """
-        whole_sums = total if unsynced and not blocks_over else 0
         on_gpu = 1 + (done > 0)  # with offload_activations: the last block's, then the one that is read, and the next
         layers_saved = min(layers_saved, on_gpu) if c.offload_activations else layers_saved
-        done = 0 if unsynced and not blocks_over else done
+        whole_sums = total if unsynced and not blocks_over else 0
+        done, head_done = (0, 0) if whole_sums else (done, late * (apart and not root_here))
+        reduced = f"{f'{head_done:,} of {named[1]} + ' * (head_done > 0)}{done} x {block:,} a block{ranks}"
+        here = f"{root_gradients:,} of the {named[0]} + " * (root_gradients > 0)
+        whole, largest = (late * root_here, late) if apart else (root, root)
         rows = [
             ("weights that compute", itemsize, total / shards * weights_here, everything),
             ("AdamW: weights and moments", learning, total / shards * states_here, everything),
-            ("gathered weights", itemsize, (root + gathered * block) * (plan.fsdp and not blocks_over),
-             f"(root {root:,} + {gathered} x {block:,} a block)"),
+            ("gathered weights", itemsize, (whole + gathered * block) * (plan.fsdp and not blocks_over),
+             f"({f'{named[1]} {whole:,} + ' * (whole > 0)}{gathered} x {block:,} a block)"),
             ("weights that came", itemsize, (root * root_here + 2 * block) * plan.streamed,
              f"({f'root {root:,} + ' * root_here}2 x {block:,} a block)"),
             ("buffers of the copy engines", itemsize,
-             (own_buffers[0] * block + own_buffers[1] * root) * plan.copy_engines_gather,
-             f"({own_buffers[0]} x {block:,} a block + {own_buffers[1]} x {root:,} of the root)"),
+             (own_buffers[0] * block + own_buffers[1] * largest) * plan.copy_engines_gather,
+             f"({own_buffers[0]} x {block:,} a block + {own_buffers[1]} x {largest:,} of the {named[2]})"),
             ("sums of micro-batches", 4, sums, everything),
             ("sums of micro-batches", 4, whole_sums, f"{total:,} parameters, on every rank"),
-            ("gradients", itemsize, root_gradients + done * block / shards * states_here,
-             f"({root_gradients:,} of the root + {done} x {block:,} a block{ranks})"),
+            ("gradients", itemsize, root_gradients + (head_done + done * block) / shards * states_here,
+             f"({here}{reduced})"),
             ("gradients on their way", 4, reducing * plan.fsdp, f"{reducing:,.0f} parameters"),
-            ("gradients that leave", itemsize, leaving * (done > 0), f"{block:,} parameters of a block{ranks}"),
-            ("gradients reduced", 4, done * block / shards * (plan.fsdp and plan.sharding == "hybrid" and narrow),
-             f"{done} x {block:,} a block{ranks}, until backward ends"),
+            ("gradients that leave", itemsize, (block if done else head_done) / shards * leaving,
+             f"{f'{block:,} parameters of a block' if done else f'{head_done:,} of {named[1]}'}{ranks}"),
+            ("gradients reduced", 4,
+             (head_done + done * block) / shards * (plan.fsdp and plan.sharding == "hybrid" and narrow),
+             f"{reduced}, until backward ends"),
             ("saved activations", kept, layers_saved * n_tokens, f"{layers_saved} layers x {n_tokens:,} tokens"),
         ]  # fmt: skip
         found = [Part(name, size * count, f"{size:,} bytes x {how}") for name, size, count, how in rows if count]
@@ -231,39 +244,49 @@ def moments(c: LlamaConfig, plan: Plan) -> dict[str, list[Part]]:
         working = max(working, itemsize * block - kept * n_tokens)  # with few tokens the block's own gradients
         extra = Part("the block in backward", working, f"{in_block - kept:,} bytes x {n_tokens:,} tokens, beyond saved")
         gathered = k if plan.sharding == "zero2" else 1 + (k > 1) * buffer
-        reducing = block if k < layers and not unsynced and not plan.copy_engines_reduce else 0
-        head_here = not head_leaves or k == layers
-        return at(extra, k, gathered, layers - k, root_gradients=head * head_here, reducing=reducing, root_here=False)
+        reducing = (block if k < layers else late * apart) * (not unsynced and not plan.copy_engines_reduce)
+        head_here = not apart and (not head_leaves or k == layers)
+        return at(extra, k, gathered, layers - k, root_gradients=head * head_here, reducing=reducing, root_here=0)
+
+    def reduction(what, numel, last, filling, **here):
+        """Gradients fill the float32 buffer; then a shard is made of it, float32 and rounded. Until that is done FSDP
+        holds on to the last of them. With copy engines: what fills the buffer; then what is pulled, and its sum.
+        """
+        last = last if shards > 1 else 0
+        filled = max(filling * numel, filling * last + (4 + itemsize * narrow) * numel / shards)
+        filled = itemsize * (last + numel) if plan.copy_engines_reduce else filled
+        extra = Part("what fills it, or is made of it", filled, f"{numel:,} parameters of the {what}")
+        return at(extra, reducing=0 if plan.copy_engines_reduce else numel, root_here=not apart, **here)
 
     loss_forward, loss_backward = loss_bytes(c, plan, n_tokens)
     all_blocks = layers if plan.sharding == "zero2" else 0
-    # Tied or not, two gradients as large as the embedding: a tied head's waits to be added to it, in place unless
-    # F.linear made it.
-    copies = 3 if c.tie_embeddings and not c.fused_loss else 2 - head_leaves
+    of_head = buffer * (apart and late > block)  # the buffer at the end of forward; just before, it is the last block's
+    # Tied or not, two gradients as large as the embedding, unless the head's has left or is reduced: a tied head's
+    # waits to be added to it, in place unless F.linear made it.
+    copies = 3 if c.tie_embeddings and not c.fused_loss else 2 - head_leaves - apart
     embedding = Part("the embedding's input", itemsize * n_tokens * c.n_embd, f"{n_tokens:,} tokens")
     result = {
-        "end of forward, in the loss": at(loss_forward, layers, all_blocks + buffer),
+        "end of forward, in the loss": at(loss_forward, layers, all_blocks + buffer - of_head, root_here=1 + of_head),
         "backward of the loss": at(loss_backward, layers, all_blocks or buffer),
-        **{f"backward of block {k}": in_backward(k) for k in (layers, max(layers - 1, 1), 1)},
-        "backward of the embedding": at(
-            embedding,
-            done=layers,
-            root_gradients=copies * head,
-            reducing=0 if unsynced or plan.copy_engines_reduce else block,
-            root_here=False,
-        ),
     }
+    if apart:  # where sums are whole, the head's is among them
+        result["reduction of the head"] = reduction(
+            "head", late, head, 0 if unsynced else itemsize, layers_saved=layers, gathered=all_blocks or buffer
+        )
+    result |= {f"backward of block {k}": in_backward(k) for k in (layers, max(layers - 1, 1), 1)}
+    result["backward of the embedding"] = at(
+        embedding,
+        done=layers,
+        root_gradients=copies * head,
+        reducing=0 if unsynced or plan.copy_engines_reduce else block,
+        root_here=False,
+    )
     if plan.fsdp:
-        # The root's gradients fill the float32 buffer; then a shard is made of it, float32 and rounded. Until that is
-        # done FSDP holds on to the last gradient, of an untied head.
+        numel, last = (head, head) if apart else (root, 0)  # a tied root's last is the norm's
         filling = 4 if unsynced else itemsize
-        last_gradient = 0 if c.tie_embeddings or shards == 1 else head
-        filled = max(filling * root, filling * last_gradient + (4 + itemsize * narrow) * root / shards)
-        if plan.copy_engines_reduce:  # what fills the buffer; then what is pulled, and its sum
-            filled = itemsize * (last_gradient + root)
-        extra = Part("what fills it, or is made of it", filled, f"{root:,} parameters of the root")
-        reducing = 0 if plan.copy_engines_reduce else root
-        result["reduction of the root"] = at(extra, done=layers, reducing=reducing, blocks_over=True)
+        result[f"reduction of the {named[0]}"] = reduction(
+            named[0], numel, last, filling, done=layers, blocks_over=True
+        )
     return result
 
 

@@ -270,6 +270,24 @@ class Block(nn.Module):
         return x, computed
 
 
+class Head(nn.Linear):
+    """C -> V, and the loss: computed here, not by the caller, for FSDP gathers a weight where its module is called."""
+
+    def __init__(self, config: LlamaConfig):
+        super().__init__(config.n_embd, config.vocab_size, bias=False)
+        self.config = config
+
+    def forward(self, x, targets=None):
+        """Logits (B, T, V) of x (B, T, C), or with targets (B, T) the mean cross-entropy, an fp32 scalar."""
+        if targets is None:
+            return super().forward(x)
+        x, targets = x.flatten(0, 1), targets.flatten()
+        if not self.config.fused_loss:
+            return kernels.reference.linear_cross_entropy(x, self.weight, targets)
+        options = self.config.chunks_of_loss(x.shape[0], x.dtype)
+        return kernels.linear_cross_entropy(x, self.weight, targets, **options)
+
+
 @torch.no_grad()
 def fill(parameter: torch.Tensor, whole: torch.Tensor) -> None:
     """Writes a whole weight into a parameter; where that is sharded, every rank writes its part."""
@@ -286,7 +304,7 @@ class Llama(nn.Module):
         self.tok_embeddings = nn.Embedding(config.vocab_size, config.n_embd)
         self.layers = nn.ModuleList(Block(config) for _ in range(config.n_layer))
         self.norm = RMSNorm(config)
-        self.lm_head = nn.Linear(config.n_embd, config.vocab_size, bias=False)
+        self.lm_head = Head(config)
         if config.tie_embeddings:
             self.lm_head.weight = self.tok_embeddings.weight
         if config.offload_activations:
@@ -325,14 +343,7 @@ class Llama(nn.Module):
                 x, delta = x + delta, None  # a checkpoint keeps the block's inputs: one tensor instead of two
             x, delta = layer(x, delta, cos, sin, cache)
         x, delta = self.norm(x, delta), None
-        if targets is None:
-            return self.lm_head(x if caches is None else x[:, -1:])
-        # Computed here and not by the caller: inside the forward of the module that owns the head, FSDP has gathered
-        # its weight.
-        x, weight, targets = x.flatten(0, 1), self.lm_head.weight, targets.flatten()
-        if not self.config.fused_loss:
-            return kernels.reference.linear_cross_entropy(x, weight, targets)
-        return kernels.linear_cross_entropy(x, weight, targets, **self.config.chunks_of_loss(x.shape[0], x.dtype))
+        return self.lm_head(x if caches is None else x[:, -1:], targets)
 
     @torch.no_grad()
     def init_weights(self, seed: int, device: str | torch.device | None = None):

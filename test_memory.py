@@ -15,11 +15,12 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+import collectives
 import memory
 import pinned
 from memory import Plan
@@ -167,9 +168,7 @@ def peak_of_step(config, plan):
         mesh = init_device_mesh("cpu", shape, mesh_dim_names=("replicate", "shard"))
         mesh = mesh if plan.sharding == "hybrid" else mesh["shard"]
         policy = MixedPrecisionPolicy(reduce_dtype=torch.float32, cast_forward_inputs=False)
-        for layer in model.layers:
-            fully_shard(layer, mesh=mesh, mp_policy=policy, reshard_after_forward=plan.sharding != "zero2")
-        fully_shard(model, mesh=mesh, mp_policy=policy, reshard_after_forward=False)
+        collectives.shard(model, keep_blocks=plan.sharding == "zero2", mesh=mesh, mp_policy=policy)
     model.to_empty(device="cpu")
     model.init_weights(seed=1)
     optimizer = AdamW(model, betas=(0.9, 0.95), weight_decay=0.1)
@@ -225,11 +224,18 @@ def test_logits_and_head_s_gradient_by_hand():
 
 
 def test_what_is_gathered_by_hand():
-    block, root = memory.n_params(LLAMA_8B)
+    """8B's embedding and head are not there in the blocks' backward; 1B's, which is tied, is."""
     plan = Plan(1, world_size=8, shard_ranks=8)
-    for sharding, blocks in {"zero3": 2, "zero2": 31}.items():
-        parts = memory.moments(LLAMA_8B, replace(plan, sharding=sharding))["backward of block 31"]
-        assert {part.name: part.bytes for part in parts}["gathered weights"] == 2 * (root + blocks * block)
+    for config, here in ((LLAMA_8B, 0), (LLAMA_1B, memory.n_params(LLAMA_1B)[1])):
+        block, _ = memory.n_params(config)
+        last_but_one = config.n_layer - 1
+        for sharding, blocks in {"zero3": 2, "zero2": last_but_one}.items():
+            parts = memory.moments(config, replace(plan, sharding=sharding))[f"backward of block {last_but_one}"]
+            assert {part.name: part.bytes for part in parts}["gathered weights"] == 2 * (here + blocks * block)
+    head = 128_256 * 4_096 + 4_096  # with the norm
+    for copy_engines, times in {False: 2, True: 1}.items():  # its buffer, or none of its own
+        parts = memory.moments(LLAMA_8B, replace(plan, copy_engines=copy_engines))["end of forward, in the loss"]
+        assert {part.name: part.bytes for part in parts}["gathered weights"] == times * 2 * head
 
 
 MEASURED_SINCE = [  # GiB on H200s: block_size, activation_checkpointing, plan

@@ -18,11 +18,12 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
+import collectives
 from convert import hf_names
 from model import KVCache, Llama, LlamaConfig, sample
 
@@ -578,8 +579,7 @@ def sharded(mesh, config, **policy):
     """As train.py builds it: on no device, sharded, then given memory and weights."""
     with torch.device("meta"):
         model = Llama(config)
-    for module in [*model.layers, model]:
-        fully_shard(module, mesh=mesh, mp_policy=MixedPrecisionPolicy(**policy, cast_forward_inputs=False))
+    collectives.shard(model, mesh=mesh, mp_policy=MixedPrecisionPolicy(**policy, cast_forward_inputs=False))
     model.to_empty(device=DEVICE).init_weights(1)
     return model
 

@@ -513,15 +513,23 @@ def wrapped(folder, before, after=""):
     return script
 
 
-@pytest.fixture(scope="session")
-def alone(text_data, tmp_path_factory):
-    """The folder of a run of 30 steps by one process, with a checkpoint every ten."""
-    out_dir = tmp_path_factory.mktemp("alone")
-    command = [sys.executable, "train.py", *flags(LONGER | {"dataset": text_data, "out_dir": out_dir})]
-    plain = os.environ | PLAIN  # this fixture is older than plain_pytorch_on_one_core's changes
+def run_alone(text_data, out_dir, **changes):
+    """A run of 30 steps by one process, with a checkpoint every ten; returns its folder."""
+    command = [sys.executable, "train.py", *flags(LONGER | changes | {"dataset": text_data, "out_dir": out_dir})]
+    plain = os.environ | PLAIN  # the fixtures below are older than plain_pytorch_on_one_core's changes
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, env=plain)
     assert done.returncode == 0, done.stderr
     return out_dir
+
+
+@pytest.fixture(scope="session")
+def alone(text_data, tmp_path_factory):
+    return run_alone(text_data, tmp_path_factory.mktemp("alone"))
+
+
+@pytest.fixture(scope="session")
+def alone_untied(text_data, tmp_path_factory):
+    return run_alone(text_data, tmp_path_factory.mktemp("alone_untied"), tie_embeddings=False)
 
 
 LONGER = SMALL | SHORT | dict(gradient_accumulation_steps=4, max_iters=30, eval_interval=10, keep_last=5)
@@ -542,6 +550,26 @@ LONGER = SMALL | SHORT | dict(gradient_accumulation_steps=4, max_iters=30, eval_
     ids=str,
 )
 def test_any_number_of_ranks_is_the_same_run(text_data, alone, tmp_path, ranks, settings):
+    check_ranks(text_data, alone, tmp_path, ranks, settings)
+
+
+@pytest.mark.parametrize(
+    "ranks, settings",
+    [
+        (2, {}),
+        (4, dict(sharding="zero2", activation_checkpointing="full")),
+        (2, dict(sync_every_micro_batch=False)),
+        (4, dict(sharding="hybrid", shard_ranks=2, sync_every_micro_batch=False)),
+        (2, dict(offload="all", activation_checkpointing="full", offload_activations=True, mlp_chunks=2)),
+    ],
+    ids=str,
+)
+def test_so_it_is_where_the_head_is_not_the_embedding(text_data, alone_untied, tmp_path, ranks, settings):
+    """Then FSDP has other groups of parameters: collectives.py."""
+    check_ranks(text_data, alone_untied, tmp_path, ranks, dict(tie_embeddings=False) | settings)
+
+
+def check_ranks(text_data, alone, tmp_path, ranks, settings):
     settings = LONGER | dict(dataset=text_data) | settings
     shutil.copytree(alone / "step_000010", tmp_path / "out/step_000010")  # begun by one, ended by several
     shutil.copy(alone / "metrics.jsonl", tmp_path / "out/metrics.jsonl")
@@ -597,12 +625,25 @@ def test_queued_ahead_a_run_ends_where_its_numbers_say(eager_train, text_data, t
 
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
-@pytest.mark.parametrize("sharding", ["zero3", "zero2", "hybrid"])
-def test_copy_engines_are_the_same_run(text_data, tmp_path, sharding):
-    settings = LONGER | dict(dataset=text_data, device="cuda", sharding=sharding, keep_last=0, dtype="bfloat16")
+@pytest.mark.parametrize(
+    "changes",
+    [
+        dict(sharding="zero3"),
+        dict(sharding="zero2"),
+        dict(sharding="hybrid"),
+        dict(tie_embeddings=False),
+        dict(tie_embeddings=False, n_layer=1),
+        dict(tie_embeddings=False, sharding="zero2"),
+        dict(tie_embeddings=False, sharding="zero2", n_layer=1, sync_every_micro_batch=False),
+        dict(tie_embeddings=False, sharding="hybrid"),
+    ],
+    ids=str,
+)
+def test_copy_engines_are_the_same_run(text_data, tmp_path, changes):
+    settings = LONGER | dict(dataset=text_data, device="cuda", keep_last=0, dtype="bfloat16") | changes
     for copy_engines in (False, True):
-        changes = dict(copy_engines=copy_engines, out_dir=tmp_path / str(copy_engines))
-        done = subprocess.run(torchrun(2, settings | changes), cwd=ROOT, capture_output=True, text=True, timeout=120)
+        settings |= dict(copy_engines=copy_engines, out_dir=tmp_path / str(copy_engines))
+        done = subprocess.run(torchrun(2, settings), cwd=ROOT, capture_output=True, text=True, timeout=120)
         assert done.returncode == 0, done.stderr
     assert_close(step_losses(tmp_path / "False"), step_losses(tmp_path / "True"), 1e-4)
 

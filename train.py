@@ -26,7 +26,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
 
 import checkpoint
 import collectives
@@ -314,12 +314,9 @@ if world_size > 1:
         "mp_policy": MixedPrecisionPolicy(reduce_dtype=reduce_dtype, cast_forward_inputs=False),
         "offload_policy": CPUOffloadPolicy(pin_memory=device != "cpu") if offload == "all" else OffloadPolicy(),
     }
-    for layer in model.layers:
-        fully_shard(layer, reshard_after_forward=sharding != "zero2", **options)
-    # Embedding, final norm and head stay with the root: a tied weight is one parameter of one group.
-    fully_shard(model, reshard_after_forward=False, **options)
+    collectives.shard(model, keep_blocks=sharding == "zero2", **options)
     if copy_engines:
-        collectives.use_copy_engines(model, model.layers, mesh["shard"].get_group(), reduce=plan.copy_engines_reduce)
+        collectives.use_copy_engines(model, mesh["shard"].get_group(), reduce=plan.copy_engines_reduce)
 model.to_empty(device="cpu" if offload == "all" else device)
 model.init_weights(seed, device)
 streamed = offload == "all" and world_size == 1  # else FSDP moves them
