@@ -83,9 +83,12 @@ class LlamaConfig:
         return self.n_embd // self.n_head
 
     def chunks_of_mlp(self, n_tokens: int) -> int:
-        """In how many slices the MLP takes them; by itself of MLP_SLICE tokens or more, under full checkpointing."""
+        """In how many slices the MLP takes them; by itself of MLP_SLICE tokens or more, under full checkpointing.
+
+        And of 4C or more, for the weights' gradients are then summed in float32, which takes as much as C tokens do.
+        """
         by_itself = self.activation_checkpointing == "full" and self.fused_kernels
-        return self.mlp_chunks or (max(n_tokens // MLP_SLICE, 1) if by_itself else 1)
+        return self.mlp_chunks or (max(n_tokens // max(MLP_SLICE, 4 * self.n_embd), 1) if by_itself else 1)
 
     def chunks_of_loss(self, n_tokens: int, dtype: torch.dtype) -> dict:
         """How linear_cross_entropy takes them. Full checkpointing is for those whom memory troubles: half the logits

@@ -251,6 +251,8 @@ def test_full_checkpointing_takes_smaller_pieces():
         assert config.chunks_of_loss(n_tokens, BF16) == {"chunk_tokens": 4096, "fp32_dweight": True}
     assert [c.chunks_of_mlp(100_000) for c in (config, full, replace(full, mlp_chunks=3))] == [1, 12, 3]
     assert [full.chunks_of_mlp(n) for n in (1, 16_383, 16_384)] == [1, 1, 2]
+    wide = replace(full, n_embd=4096)  # sums of the weights' gradients as large as what 4,096 tokens take
+    assert [wide.chunks_of_mlp(n) for n in (32_767, 32_768)] == [1, 2]
     assert replace(full, fused_kernels=False).chunks_of_mlp(100_000) == 1, "plain PyTorch would pay for it"
 
 
