@@ -26,6 +26,7 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
 
 import memory
+import usage
 from model import Llama, LlamaConfig
 from optimizer import AdamW, bits_of, local
 from ranks import local_world_size, maximum, rank, worker_thread
@@ -91,7 +92,7 @@ class Saver:
         mine = [local(x) for x in _flatten(optimizer.like_tensors(lambda x: x)).values()]
         n_bytes = sum(memory.pinned(x.nbytes) if x.is_cuda and x.numel() else x.nbytes for x in mine)
         # Agreed before any rank takes some; without it the system would end the run to find as much.
-        there = maximum([(n_bytes + spoken_for) * local_world_size - memory.cpu_available()])[0] <= 0
+        there = maximum([(n_bytes + spoken_for) * local_world_size - usage.cpu_available()])[0] <= 0
         # Pinning 15 GB takes seconds: the thread does it while the first steps run.
         self.copies = self.thread.submit(self._copies, n_bytes, there) if beside and keep_last else None
 

@@ -25,12 +25,8 @@ itself. Counted is what PyTorch allocates (max_memory_allocated): the CUDA conte
 allocator holds in reserve come on top, 1 to 2 GiB.
 """
 
-import contextlib
 import math
-import resource
-import sys
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import NamedTuple
 
 import torch
@@ -160,8 +156,16 @@ def loss_bytes(c: LlamaConfig, plan: Plan, n_tokens: int) -> tuple[Part, Part]:
     )
 
 
-def moments(c: LlamaConfig, plan: Plan) -> dict[str, list[Part]]:
-    """The parts at each moment that can be the peak of a rank's memory, in the order of a step.
+def part(name: str, itemsize: int, *terms: tuple[int, int, str], ranks: int = 1) -> list[Part]:
+    """What holds so many times so many elements of what, each rank its share of them; [] where there are none."""
+    terms = [(count, n, of) for count, n, of in terms if count * n]
+    words = " + ".join(f"{count} x {n:,} {of}" if count > 1 else f"{n:,} {of}" for count, n, of in terms)
+    how = f"{itemsize} bytes x {f'({words})' if len(terms) > 1 else words}{f' / {ranks} ranks' * (ranks > 1)}"
+    return [Part(name, itemsize * sum(count * n for count, n, _ in terms) / ranks, how)] if terms else []
+
+
+class Step:
+    """The parts at each moment of a step that can be the peak of a rank's memory, counted in parameters.
 
     Under FSDP the root is gathered from forward to the end of backward. Not so where the head is not the embedding
     (collectives.py): then norm and head are there for the loss alone, and before the blocks' backward their gradients
@@ -171,123 +175,162 @@ def moments(c: LlamaConfig, plan: Plan) -> dict[str, list[Part]]:
     zero2 gathers once. Hybrid keeps every reduced shard in float32 until backward ends, beside the rounded one (FSDP's
     _all_reduce_state).
     """
-    itemsize, shards, n_tokens, layers = plan.itemsize, plan.shard_ranks, plan.batch_size * c.block_size, c.n_layer
-    block, root = n_params(c)
-    total, head = root + layers * block, c.vocab_size * c.n_embd
-    apart = plan.fsdp and not c.tie_embeddings  # the embedding is a group of its own, and so are norm and head
-    late = head + c.n_embd  # norm and head
-    chunks = c.chunks_of_mlp(n_tokens)
-    kept, in_block = token_bytes(c, itemsize, chunks)
-    # of the weights that learn what is not there already (kernels/adamw.py), and two float32 moments
-    learning = 8 + {"float32": 0, "bfloat16": 2}.get(plan.dtype, 4)
-    narrow = itemsize < 4  # so FSDP reduces gradients in another dtype than it hands on
-    weights_here, states_here = plan.offload != "all", plan.offload == "none"  # states: gradients, sums and optimizer
-    unsynced = plan.fsdp and plan.micro_steps > 1 and not plan.sync_every_micro_batch
-    sums = total / shards * states_here if plan.micro_steps > 1 and not unsynced else 0
-    buffer = int(shards > 1 and not plan.copy_engines_gather)  # of the block gathered last, or asked for next
-    # gradients leave for the CPU group by group: one's are still there while those of the next are computed
-    leaving = plan.offload == "optimizer" or plan.streamed
-    head_leaves = leaving and not plan.fsdp and not c.tie_embeddings  # a tied one waits for the embedding's
-    own_buffers = (3 + 2 * plan.copy_engines_reduce, 1 + plan.copy_engines_reduce)  # blocks, others: collectives.py
-    named = ("embedding", "norm and head", "embedding or head") if apart else ("root", "root", "root")
-    ranks = f" / {shards} ranks" if shards > 1 else ""
-    everything = f"{total:,} parameters{ranks}"
 
-    def at(extra, layers_saved=0, gathered=0, done=0, root_gradients=0, reducing=0, blocks_over=False, root_here=True):
-        """The parts at one moment, beside those that are there all the time.
+    def __init__(self, c: LlamaConfig, plan: Plan):
+        self.c, self.plan, self.itemsize, self.layers = c, plan, plan.itemsize, c.n_layer
+        self.n_tokens = plan.batch_size * c.block_size
+        self.chunks = c.chunks_of_mlp(self.n_tokens)
+        (self.block, self.root), self.head = n_params(c), c.vocab_size * c.n_embd
+        self.total = self.root + self.layers * self.block
+        self.apart = plan.fsdp and not c.tie_embeddings  # two groups of what is the root elsewhere:
+        self.late = self.head + c.n_embd if self.apart else 0  # norm and head; and the embedding
+        self.root_stays = int(plan.fsdp and not self.apart)  # whole from forward to the end of backward
+        self.ends = (self.late, "of norm and head") if self.apart else (self.root, "of the root")
+        self.on_gpu = plan.offload == "none"  # optimizer, gradients, and their sums
+        self.unsynced = plan.fsdp and plan.micro_steps > 1 and not plan.sync_every_micro_batch
+        self.reduces = plan.fsdp and not self.unsynced and not plan.copy_engines_reduce  # in a buffer of FSDP's
+        self.buffer = int(plan.shard_ranks > 1 and not plan.copy_engines_gather)  # for what is gathered
+        # group by group, to the CPU: those of one are still there while those of the next are computed
+        self.gradients_leave = plan.offload == "optimizer" or plan.streamed
 
-        layers_saved: blocks whose activations wait for backward; gathered: blocks whose weights are whole; done: blocks
-        that backward is through with, so that their gradients are there. root_gradients, reducing: parameters of the
-        root whose gradients are there, and those whose gradients are being reduced. blocks_over: only the root's
-        reduction is left. root_here: how often its weights are there, where they come and go; if norm and head are a
-        group, how often theirs, and once they have gone, their gradients are done. So in backward of block 3 of 16
-        under zero3: 3, 1 (and one asked for), 13, the head, a block.
+    # What there is
+
+    def always(self) -> list[Part]:
+        plan, everything = self.plan, (1, self.total, "parameters")
+        ranks, itemsize = plan.shard_ranks, self.itemsize
+        # of the weights that learn what is not there already (kernels/adamw.py), and two float32 moments
+        learning = 8 + {"float32": 0, "bfloat16": 2}.get(plan.dtype, 4)
+        found = [Part("cuBLAS workspaces", 2**26, "32 MiB each for forward and backward")]
+        if plan.offload != "all":
+            found += part("weights that compute", itemsize, everything, ranks=ranks)
+        if self.on_gpu:
+            found += part("AdamW: weights and moments", learning, everything, ranks=ranks)
+        if plan.copy_engines_gather:  # collectives.py; embedding and head share theirs
+            of_blocks, of_ends = (5, 2) if plan.copy_engines_reduce else (3, 1)
+            ends = (of_ends, self.late, "of norm and head or embedding") if self.apart else (of_ends, *self.ends)
+            found += part("buffers of the copy engines", itemsize, (of_blocks, self.block, "of a block"), ends)
+        if plan.micro_steps > 1 and not self.unsynced and self.on_gpu:
+            found += part("sums of micro-batches", 4, everything, ranks=ranks)
+        return found
+
+    def gathered(self, blocks: int, ends: int) -> list[Part]:
+        """Blocks whose weights are whole, and how often the root's are, or those of norm and head."""
+        if self.plan.streamed:
+            return part("weights that came", self.itemsize, (ends, *self.ends), (2, self.block, "of a block"))
+        terms = (ends, *self.ends), (blocks, self.block, "of a block")
+        return part("gathered weights", self.itemsize, *terms) if self.plan.fsdp else []
+
+    def gradients(self, done: int, head_done: int, whole: int, reducing: int, over: bool) -> list[Part]:
+        """Of blocks that backward is through with; of norm and head, where it is with them and they are a group; of so
+        many parameters of the root, not sharded; and of so many that are being reduced. over: unsynced ones are, too.
         """
-        on_gpu = 1 + (done > 0)  # with offload_activations: the last block's, then the one that is read, and the next
-        layers_saved = min(layers_saved, on_gpu) if c.offload_activations else layers_saved
-        whole_sums = total if unsynced and not blocks_over else 0
-        done, head_done = (0, 0) if whole_sums else (done, late * (apart and not root_here))
-        reduced = f"{f'{head_done:,} of {named[1]} + ' * (head_done > 0)}{done} x {block:,} a block{ranks}"
-        here = f"{root_gradients:,} of the {named[0]} + " * (root_gradients > 0)
-        whole, largest = (late * root_here, late) if apart else (root, root)
-        rows = [
-            ("weights that compute", itemsize, total / shards * weights_here, everything),
-            ("AdamW: weights and moments", learning, total / shards * states_here, everything),
-            ("gathered weights", itemsize, (whole + gathered * block) * (plan.fsdp and not blocks_over),
-             f"({f'{named[1]} {whole:,} + ' * (whole > 0)}{gathered} x {block:,} a block)"),
-            ("weights that came", itemsize, (root * root_here + 2 * block) * plan.streamed,
-             f"({f'root {root:,} + ' * root_here}2 x {block:,} a block)"),
-            ("buffers of the copy engines", itemsize,
-             (own_buffers[0] * block + own_buffers[1] * largest) * plan.copy_engines_gather,
-             f"({own_buffers[0]} x {block:,} a block + {own_buffers[1]} x {largest:,} of the {named[2]})"),
-            ("sums of micro-batches", 4, sums, everything),
-            ("sums of micro-batches", 4, whole_sums, f"{total:,} parameters, on every rank"),
-            ("gradients", itemsize, root_gradients + (head_done + done * block) / shards * states_here,
-             f"({here}{reduced})"),
-            ("gradients on their way", 4, reducing * plan.fsdp, f"{reducing:,.0f} parameters"),
-            ("gradients that leave", itemsize, (block if done else head_done) / shards * leaving,
-             f"{f'{block:,} parameters of a block' if done else f'{head_done:,} of {named[1]}'}{ranks}"),
-            ("gradients reduced", 4,
-             (head_done + done * block) / shards * (plan.fsdp and plan.sharding == "hybrid" and narrow),
-             f"{reduced}, until backward ends"),
-            ("saved activations", kept, layers_saved * n_tokens, f"{layers_saved} layers x {n_tokens:,} tokens"),
-        ]  # fmt: skip
-        found = [Part(name, size * count, f"{size:,} bytes x {how}") for name, size, count, how in rows if count]
-        return [Part("cuBLAS workspaces", 2**26, "32 MiB each for forward and backward"), *found, extra]
+        found, itemsize, ranks = [], self.itemsize, self.plan.shard_ranks
+        if self.unsynced and not over:
+            done = head_done = 0
+            found += part("sums of micro-batches", 4, (1, self.total, "parameters, on every rank"))
+        reduced = (head_done, self.late, "of norm and head"), (done, self.block, "of a block")
+        found += part("gradients", itemsize, (1, whole, "of the embedding" if self.apart else "of the root"))
+        if self.on_gpu:
+            found += part("gradients", itemsize, *reduced, ranks=ranks)
+        found += part("gradients on their way", 4, (1, reducing, "parameters"))
+        if self.gradients_leave:
+            latest = (1, self.block, "of a block") if done else reduced[0]
+            found += part("gradients that leave", itemsize, latest, ranks=ranks)
+        if self.plan.fsdp and self.plan.sharding == "hybrid" and itemsize < 4:
+            found += part("gradients reduced, until backward ends", 4, *reduced, ranks=ranks)
+        return found
 
-    def in_backward(k):
+    def activations(self, saved: int, done: int) -> list[Part]:
+        """What the forward of so many blocks has left."""
+        if self.c.offload_activations:  # the last block's; then the one that is read, and the next
+            saved = min(saved, 2 if done else 1)
+        size = token_bytes(self.c, self.itemsize, self.chunks)[0]
+        how = f"{size:,} bytes x {saved} layers x {self.n_tokens:,} tokens"
+        return [Part("saved activations", size * saved * self.n_tokens, how)] if saved else []
+
+    def at(self, extra, saved=0, blocks=0, ends=0, done=0, head_done=0, whole=0, reducing=0, over=False) -> list[Part]:
+        """All of it: what always is, what gathered, gradients and activations say, and what this moment alone has."""
+        gradients = self.gradients(done, head_done, whole, reducing, over)
+        return [*self.always(), *self.gathered(blocks, ends), *gradients, *self.activations(saved, done), extra]
+
+    # When
+
+    def moments(self) -> dict[str, list[Part]]:
+        """In the order of a step."""
+        layers = self.layers
+        forward, backward = loss_bytes(self.c, self.plan, self.n_tokens)
+        there = layers if self.plan.sharding == "zero2" else 0
+        # the buffer of the last gather: the last block's and then the head's
+        of_head = self.buffer * (self.apart and self.late > self.block)
+        found = {
+            "end of forward, in the loss": self.at(forward, layers, there + self.buffer - of_head, 1 + of_head),
+            "backward of the loss": self.at(backward, layers, there or self.buffer, 1),
+        }
+        if self.apart:
+            filling = 0 if self.unsynced else self.itemsize  # unsynced, they are among the sums
+            at = {"saved": layers, "blocks": there or self.buffer}
+            found["reduction of the head"] = self.reduction(self.late, filling, **at)
+        found |= {f"backward of block {k}": self.backward(k) for k in (layers, max(layers - 1, 1), 1)}
+        found["backward of the embedding"] = self.backward_of_embedding()
+        if self.plan.fsdp:
+            numel, of = (self.head, "embedding") if self.apart else (self.root, "root")
+            filling = 4 if self.unsynced else self.itemsize
+            found[f"reduction of the {of}"] = self.reduction(numel, filling, done=layers, head_done=1, over=True)
+        return found
+
+    def backward(self, k: int) -> list[Part]:
         """Of block k, counted from 1: those above it are done."""
+        c, itemsize, n_tokens, last = self.c, self.itemsize, self.n_tokens, k == self.layers
+        kept, in_block = token_bytes(c, itemsize, self.chunks)
         working = (in_block - kept) * n_tokens
-        if chunks > 1 and c.fused_kernels:  # a slice, with sums of the weights' gradients; or, later, those of k and v
-            a_slice = itemsize * (6 * c.ffn_dim + c.n_embd) * n_tokens // chunks + 12 * c.n_embd * c.ffn_dim
+        if self.chunks > 1 and c.fused_kernels:  # a slice, with sums of its gradients; or, later, those of k and v
+            a_slice = itemsize * (6 * c.ffn_dim + c.n_embd) * n_tokens // self.chunks + 12 * c.n_embd * c.ffn_dim
             working += max(a_slice, itemsize * 2 * c.n_kv_head * c.head_dim * n_tokens)
-        working = max(working, itemsize * block - kept * n_tokens)  # with few tokens the block's own gradients
+        working = max(working, itemsize * self.block - kept * n_tokens)  # with few tokens the block's own gradients
         extra = Part("the block in backward", working, f"{in_block - kept:,} bytes x {n_tokens:,} tokens, beyond saved")
-        gathered = k if plan.sharding == "zero2" else 1 + (k > 1) * buffer
-        reducing = (block if k < layers else late * apart) * (not unsynced and not plan.copy_engines_reduce)
-        head_here = not apart and (not head_leaves or k == layers)
-        return at(extra, k, gathered, layers - k, root_gradients=head * head_here, reducing=reducing, root_here=0)
+        return self.at(
+            extra,
+            saved=k,
+            blocks=k if self.plan.sharding == "zero2" else 1 + (k > 1) * self.buffer,
+            ends=self.root_stays,
+            done=self.layers - k,
+            head_done=1,
+            whole=self.head * (not self.apart and (last or not self.head_left())),
+            reducing=(self.late if last else self.block) * self.reduces,
+        )
 
-    def reduction(what, numel, last, filling, **here):
-        """Gradients fill the float32 buffer; then a shard is made of it, float32 and rounded. Until that is done FSDP
-        holds on to the last of them. With copy engines: what fills the buffer; then what is pulled, and its sum.
+    def head_left(self) -> bool:
+        """Whether an untied head's gradient is on the CPU by now; a tied one waits for the embedding's."""
+        return self.gradients_leave and not self.plan.fsdp and not self.c.tie_embeddings
+
+    def backward_of_embedding(self) -> list[Part]:
+        """Tied or not, there are two gradients as large as it, unless the head's has left or is reduced: a tied head's
+        waits to be added to it, in place unless F.linear made it.
         """
-        last = last if shards > 1 else 0
-        filled = max(filling * numel, filling * last + (4 + itemsize * narrow) * numel / shards)
-        filled = itemsize * (last + numel) if plan.copy_engines_reduce else filled
-        extra = Part("what fills it, or is made of it", filled, f"{numel:,} parameters of the {what}")
-        return at(extra, reducing=0 if plan.copy_engines_reduce else numel, root_here=not apart, **here)
+        c = self.c
+        copies = 3 if c.tie_embeddings and not c.fused_loss else 2 - self.head_left() - self.apart
+        extra = Part("the embedding's input", self.itemsize * self.n_tokens * c.n_embd, f"{self.n_tokens:,} tokens")
+        whole, reducing = copies * self.head, self.block * self.reduces
+        return self.at(extra, ends=self.root_stays, done=self.layers, head_done=1, whole=whole, reducing=reducing)
 
-    loss_forward, loss_backward = loss_bytes(c, plan, n_tokens)
-    all_blocks = layers if plan.sharding == "zero2" else 0
-    of_head = buffer * (apart and late > block)  # the buffer at the end of forward; just before, it is the last block's
-    # Tied or not, two gradients as large as the embedding, unless the head's has left or is reduced: a tied head's
-    # waits to be added to it, in place unless F.linear made it.
-    copies = 3 if c.tie_embeddings and not c.fused_loss else 2 - head_leaves - apart
-    embedding = Part("the embedding's input", itemsize * n_tokens * c.n_embd, f"{n_tokens:,} tokens")
-    result = {
-        "end of forward, in the loss": at(loss_forward, layers, all_blocks + buffer - of_head, root_here=1 + of_head),
-        "backward of the loss": at(loss_backward, layers, all_blocks or buffer),
-    }
-    if apart:  # where sums are whole, the head's is among them
-        result["reduction of the head"] = reduction(
-            "head", late, head, 0 if unsynced else itemsize, layers_saved=layers, gathered=all_blocks or buffer
-        )
-    result |= {f"backward of block {k}": in_backward(k) for k in (layers, max(layers - 1, 1), 1)}
-    result["backward of the embedding"] = at(
-        embedding,
-        done=layers,
-        root_gradients=copies * head,
-        reducing=0 if unsynced or plan.copy_engines_reduce else block,
-        root_here=False,
-    )
-    if plan.fsdp:
-        numel, last = (head, head) if apart else (root, 0)  # a tied root's last is the norm's
-        filling = 4 if unsynced else itemsize
-        result[f"reduction of the {named[0]}"] = reduction(
-            named[0], numel, last, filling, done=layers, blocks_over=True
-        )
-    return result
+    def reduction(self, numel: int, filling: int, **at) -> list[Part]:
+        """Gradients of so many parameters, of filling bytes each, are copied into the float32 buffer; then a shard is
+        made of it, float32 and rounded. Until that is done FSDP holds on to the last of them, which of the embedding,
+        and of norm and head, is all, of a tied root the norm's. Copy engines: what fills their buffer; then what is
+        pulled, and its sum.
+        """
+        ranks, itemsize = self.plan.shard_ranks, self.itemsize
+        last = self.head if self.apart and ranks > 1 else 0
+        filled = max(filling * numel, filling * last + (4 + itemsize * (itemsize < 4)) * numel / ranks)
+        if self.plan.copy_engines_reduce:
+            filled = itemsize * (last + numel)
+        extra = Part("what fills it, or is made of it", filled, f"{numel:,} parameters")
+        return self.at(extra, reducing=0 if self.plan.copy_engines_reduce else numel, **at)
+
+
+def moments(config: LlamaConfig, plan: Plan) -> dict[str, list[Part]]:
+    """What a rank holds at each moment of a step that can be its peak."""
+    return Step(config, plan).moments()
 
 
 def parts(config: LlamaConfig, plan: Plan) -> tuple[str, list[Part]]:
@@ -350,42 +393,6 @@ def cpu_bytes_to_come(config: LlamaConfig, plan: Plan) -> float:
     """Of cpu_parts what is not there before the first step."""
     later = ("sums of micro-batches", "saved activations")
     return sum(part.bytes for part in cpu_parts(config, plan) if part.name in later)
-
-
-CGROUPS = {  # the controllers of a line of /proc/self/cgroup -> where they lie, the limit, what is used, what is cache
-    "": ("", "memory.max", "memory.current", "inactive_file"),
-    "memory": ("memory", "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
-}
-
-
-def cpu_available(proc: Path = Path("/proc"), cgroups: Path = Path("/sys/fs/cgroup")) -> float:
-    """Bytes of CPU memory that are free or can be freed: of the machine, and of each control group that this process
-    is in, of a container or a job. inf where nobody says.
-    """
-
-    def number(path, name):
-        lines = (line.split() for line in path.read_text().splitlines())
-        return next(int(words[1]) for words in lines if words[0] == name)
-
-    available = math.inf
-    with contextlib.suppress(OSError, ValueError, StopIteration):  # where it is no Linux
-        available = 1024 * number(proc / "meminfo", "MemAvailable:")
-    try:
-        lines = (proc / "self" / "cgroup").read_text().splitlines()
-    except OSError:
-        lines = []
-    for _, controllers, group in (line.split(":", 2) for line in lines):
-        named = "memory" if "memory" in controllers.split(",") else controllers
-        if named not in CGROUPS:
-            continue
-        place, limit, used, cache = CGROUPS[named]
-        folder = cgroups / place / group.strip("/")
-        while folder.is_relative_to(cgroups / place):  # a limit holds for all groups inside
-            with contextlib.suppress(OSError, ValueError, StopIteration):  # no such file, or the limit is 'max'
-                free = int((folder / limit).read_text()) - int((folder / used).read_text())
-                available = min(available, free + number(folder / "memory.stat", cache))
-            folder = folder.parent
-    return available
 
 
 def table(config: LlamaConfig, plan: Plan) -> str:
@@ -470,34 +477,3 @@ def say_out_of_memory(config: LlamaConfig, plan: Plan, gib: float | None = None)
     lines.append("what would lower it most, each alone:")
     lines += [f"  {flags:<{width}}  about {then:.1f} GiB instead of {now:.1f}" for flags, then in helpful]
     return "\n".join(lines)
-
-
-# ----------------------------------------------------------------------------------------------------------------------
-# What really was there: PyTorch's own record, a file that https://pytorch.org/memory_viz draws
-
-
-def used_gib(device: str) -> float:
-    """The most that PyTorch had allocated at once on the GPU; on the CPU, that this process had."""
-    if device == "cpu":
-        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2 ** (30 if sys.platform == "darwin" else 20)
-    return torch.cuda.max_memory_allocated() / GIB
-
-
-def record_history() -> None:
-    """Begins to note every allocation and what Python code asked for it; without a GPU nothing.
-
-    Python frames alone, of allocations alone, 2 us each; a ring of the last 100,000, of several KB each when written.
-    """
-    if torch.cuda.is_available():
-        torch.cuda.memory._record_memory_history(context="alloc", stacks="python", max_entries=100_000)
-
-
-def stop_history() -> None:
-    if torch.cuda.is_available():
-        torch.cuda.memory._record_memory_history(enabled=None)
-
-
-def dump(path) -> None:
-    """Writes what was noted since record_history: https://pytorch.org/memory_viz shows it, in the browser alone."""
-    if torch.cuda.is_available():
-        torch.cuda.memory._dump_snapshot(str(path))

@@ -19,6 +19,7 @@ import torch
 
 import bench
 import memory
+import usage
 from benchmarks import estimate, limited, plots, report, snapshot, step, sweep, swept
 from benchmarks.peers import llama_config
 
@@ -183,7 +184,7 @@ def test_an_arm_that_ran_out_of_memory_is_not_tried_with_more_and_the_others_go_
 
 
 def test_the_study_is_both_sweeps_of_four_arms_and_two_peers_in_24_gib(monkeypatch):
-    monkeypatch.setattr(memory, "cpu_available", lambda: 2**40)
+    monkeypatch.setattr(usage, "cpu_available", lambda: 2**40)
     card = Card(monkeypatch, tokens=3 * 1024)
     kinds, options = sweep.parse(["preset=study"], 1)
     assert options["out"] == report.ASSETS / "study.json" and kinds == ["batch", "seq"]
@@ -213,7 +214,7 @@ def test_the_8b_is_on_all_gpus_beside_the_recipe(monkeypatch):
 
 
 def test_several_offloads_and_settings_of_ours_are_series_of_their_own(monkeypatch):
-    monkeypatch.setattr(memory, "cpu_available", lambda: 2**40)
+    monkeypatch.setattr(usage, "cpu_available", lambda: 2**40)
     card = Card(monkeypatch, tokens=100)
     rows = rows_of(["offload=none,optimizer,all", "checkpointing=none,full", "peers=hf", "--compile=true", "batches=1"])
     assert [(row["arm"], row["checkpointing"], row["offload"], row["flags"]) for _, row in rows] == [
@@ -252,7 +253,7 @@ def test_what_is_not_installed_is_asked_for_once(monkeypatch):
 
 def test_too_little_cpu_memory_is_said_before_the_run_with_the_bytes(monkeypatch):
     card = Card(monkeypatch)
-    monkeypatch.setattr(memory, "cpu_available", lambda: 4 * 2**30)
+    monkeypatch.setattr(usage, "cpu_available", lambda: 4 * 2**30)
     rows = rows_of(["offload=optimizer", "peers=hf", "batches=1,4"])
     ours, peer = (row["failed"] for _, row in rows)
     assert ours == "offload=optimizer needs 16.1 GiB of CPU memory, this machine has 4.0"

@@ -23,6 +23,7 @@ from torch.utils._pytree import tree_leaves
 import collectives
 import memory
 import pinned
+import usage
 from memory import Plan
 from model import Llama, LlamaConfig
 from optimizer import AdamW, local
@@ -448,11 +449,11 @@ def test_what_is_free_is_what_the_machine_and_every_group_leave(tmp_path, line, 
     (proc / "self" / "cgroup").write_text(f"9:name=systemd:/x\n{line}\n".strip() + "\n")
     for name, (names, *numbers) in groups.items():
         group(cgroups / name, names, *numbers)
-    assert memory.cpu_available(proc, cgroups) == expected
+    assert usage.cpu_available(proc, cgroups) == expected
 
 
 def test_without_proc_nobody_says_what_is_free(tmp_path):
-    assert memory.cpu_available(tmp_path, tmp_path) == float("inf")
+    assert usage.cpu_available(tmp_path, tmp_path) == float("inf")
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -534,16 +535,16 @@ def test_table_adds_up():
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="what a machine without a GPU does")
 def test_without_a_gpu_nothing_is_recorded(tmp_path):
-    memory.record_history()
-    memory.dump(tmp_path / "snapshot.pickle")
-    memory.stop_history()
+    usage.record_history()
+    usage.dump(tmp_path / "snapshot.pickle")
+    usage.stop_history()
     assert not any(tmp_path.iterdir())
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 def test_snapshot_holds_the_allocations(tmp_path):
-    memory.record_history()
+    usage.record_history()
     torch.empty(3 * 2**20, device="cuda")
-    memory.dump(tmp_path / "snapshot.pickle")
-    memory.stop_history()
+    usage.dump(tmp_path / "snapshot.pickle")
+    usage.stop_history()
     assert (tmp_path / "snapshot.pickle").stat().st_size > 1000

@@ -28,6 +28,7 @@ import kernels.launch
 import memory
 import model as model_module
 import ranks
+import usage
 from data.tokens import write_dataset
 from model import Llama, LlamaConfig
 from offload import OffloadedAdamW
@@ -474,7 +475,7 @@ def test_a_finished_run_says_so_and_a_longer_one_goes_on(train, tmp_path, capsys
 def test_a_save_that_the_training_waits_for_is_the_same(train, tmp_path, capsys, monkeypatch, why):
     n = train(out_dir=tmp_path / "beside")["n_params"]
     there = iter([10**12, 16 * n + 100])  # asked for a step, then for the copies of w, m and v, which take 12n
-    monkeypatch.setattr(memory, "cpu_available", lambda: next(there))
+    monkeypatch.setattr(usage, "cpu_available", lambda: next(there))
     to_come = 4 * n + (101 if why == "no memory for copies" else 100)
     monkeypatch.setattr(memory, "cpu_bytes_to_come", lambda config, plan: to_come)
     train(async_save=why != "as asked")

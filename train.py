@@ -33,6 +33,7 @@ import collectives
 import convert
 import memory
 import ranks
+import usage
 from configurator import configure
 from cuda_graph import CUDAGraph
 from data.tokens import Tokens, prepare_once
@@ -268,7 +269,7 @@ if device == "cpu":
     plain = replace(config, fused_kernels=False, fused_loss=False)
     on_cpu = ranks.local_world_size * memory.peak_gib(plain, replace(plan, offload="none")) * 2**30
     what, cure = "a step needs", "train a smaller model, as config/baby_llama.py, or smaller batches, or on a GPU"
-lacking = ranks.maximum([on_cpu - memory.cpu_available()])[0]
+lacking = ranks.maximum([on_cpu - usage.cpu_available()])[0]
 if lacking > 0:  # else the system would end the run, without a word
     stop(f"{what} {on_cpu / 2**30:.1f} GiB of CPU memory, and {(on_cpu - lacking) / 2**30:.1f} GiB are there: {cure}")
 card_gib = torch.cuda.get_device_properties(device).total_memory / 2**30 if device != "cpu" else None
@@ -281,7 +282,7 @@ def say_what_ended_it(kind, error, trace):
         say(f"rank {rank}, {watch.doing}: {memory.say_out_of_memory(config, plan, card_gib)}")
         path = Path(out_dir) / f"out_of_memory_rank{rank}.pickle"
         try:
-            memory.dump(path)
+            usage.dump(path)
             say(f"what was in memory: {path}, for https://pytorch.org/memory_viz")
         except (OSError, RuntimeError) as trouble:
             say(f"what was in memory could not be written to {path}: {trouble}")
@@ -610,7 +611,7 @@ profiler = torch.profiler.profile(
     schedule=torch.profiler.schedule(wait=5, warmup=2, active=3, repeat=1),
     on_trace_ready=torch.profiler.tensorboard_trace_handler(f"{out_dir}/profile", worker_name=f"rank{rank}"),
 )
-memory.record_history()  # 2 us an allocation: most runs that do not fit find out in their first steps
+usage.record_history()  # 2 us an allocation: most runs that do not fit find out in their first steps
 if step < max_iters:
     try:
         batches = get_batches(step)
@@ -672,20 +673,20 @@ while step < max_iters:
         profiler.step()
     if step == first_step + (10 if profile else 3):
         if profile:
-            memory.dump(Path(out_dir) / "profile" / f"rank{rank}.memory.pickle")
+            usage.dump(Path(out_dir) / "profile" / f"rank{rank}.memory.pickle")
             profiler.stop()
             print0(
                 f"step {step:05d} | three steps traced to {out_dir}/profile: *.json for https://ui.perfetto.dev or ",
                 end="",
             )
             print0("TensorBoard, *.pickle, what was in memory, for https://pytorch.org/memory_viz")
-        memory.stop_history()
+        usage.stop_history()
 
     if step % log_interval == 0 or step in (first_step + 10, max_iters):  # the tenth: soon, as a sign of life
         now = time.perf_counter()
         seconds = (now - logged_at) / (step - logged_step)
         # Asked on the CPU: the GPU is busy with the next step already.
-        used_gib = memory.used_gib(device) + collectives.taken / 2**30
+        used_gib = usage.used_gib(device) + collectives.taken / 2**30
         peak_gib, data_ms = ranks.maximum([used_gib, 1000 * data_seconds / (step - logged_step)])
         logged_at, logged_step, data_seconds = now, step, 0.0
         log.line(step, max_iters, loss, learning_rate_at(step - 1), grad_norm, seconds, peak_gib, data_ms)

@@ -30,7 +30,7 @@ from typing import NamedTuple
 
 import torch
 
-import memory
+import usage
 from benchmarks import estimate, report, step
 from benchmarks.swept import ARMS, HEADER, PEERS, PLACE, ROWS, cpu_gib, done, estimated_gib, line, summary
 
@@ -167,7 +167,7 @@ def point(row: dict, series: Series, options: dict) -> dict:
         row |= {"estimated_gib": estimated_gib(row)} if ours else {}
     except ValueError as error:  # train.py would not take it
         return row | {"failed": str(error)}
-    needed, there = cpu_gib(row), memory.cpu_available() / 2**30
+    needed, there = cpu_gib(row), usage.cpu_available() / 2**30
     if needed > there:
         sentence = f"offload={series.offload} needs {needed:.1f} GiB of CPU memory, this machine has {there:.1f}"
         return row | {"failed": sentence}
