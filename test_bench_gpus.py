@@ -175,7 +175,9 @@ def commands(monkeypatch, *words, n_gpus=4):
     """What would be run: (ranks, command)."""
     ran = []
     monkeypatch.setattr(
-        step, "run", lambda command, ranks=1, gpu=None: ran.append((ranks, command, gpu)) or (None, "out of memory")
+        step,
+        "run",
+        lambda command, ranks=1, gpu=None, gpus=1: ran.append((ranks, command, gpu)) or (None, "out of memory"),
     )
     rows = list(gpus.measured(*gpus.parse(list(words), n_gpus)))
     return ran, rows
@@ -203,7 +205,7 @@ def test_each_point_is_a_run_on_so_many_ranks(monkeypatch):
 
 
 def test_runs_side_by_side_add_up(monkeypatch):
-    def run(command, ranks=1, gpu=None):
+    def run(command, ranks=1, gpu=None, gpus=1):
         out_dir = next(word for word in command if word.startswith("--out_dir=")).partition("=")[2]
         point = {"tok_per_s": 100.0 + gpu, "ms_per_step": 10.0 - gpu, "mfu": 0.5 + gpu / 10, "peak_gib": 2.0 + gpu}
         (Path(out_dir) / "summary.json").write_text(json.dumps(point | {"estimated_gib": 2.0}))

@@ -10,8 +10,10 @@ import itertools
 import json
 import os
 import re
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -103,6 +105,7 @@ def test_a_program_is_held_to_its_part_of_the_card(tmp_path, monkeypatch, capsys
         (["batches=1,none"], "batches=none: a whole number, at least 1"),
         (["config=config/none.py"], "config/none.py does not exist"),
         (["ranks=64"], "ranks=64: torch sees"),
+        (["at_once=64"], "at_once=64: torch sees"),
         (["peers=recipe", "offload=all"], "peers=recipe: it offloads nothing"),
         (["peers=hf", "checkpointing=selective"], "Hugging Face knows only none and full"),
         (["--offload=all"], "--offload: the sweep sets it; say offload=..."),
@@ -125,11 +128,12 @@ class Card:
     """Points as a card of so many tokens a step would have them; notes what was run, and under what limit."""
 
     def __init__(self, monkeypatch, tokens=5000, answer=None):
-        self.tokens, self.answer, self.ran = tokens, answer, []
+        self.tokens, self.answer, self.ran, self.gpus = tokens, answer, [], []
         monkeypatch.setattr(step, "run", self.run)
 
-    def run(self, command, ranks=1, timeout=None):
+    def run(self, command, ranks=1, timeout=None, gpu=None, gpus=1):
         limit = []
+        self.gpus.append((gpu, gpus))
         if command[:2] == ["-m", "benchmarks.limited"]:
             limit, command = command[2:3], command[3:]
         self.ran.append((ranks, *limit, *command))
@@ -227,20 +231,82 @@ def test_several_offloads_and_settings_of_ours_are_series_of_their_own(monkeypat
 
 def test_what_a_record_has_is_not_measured_again(monkeypatch, tmp_path):
     out, words = tmp_path / "sweep.json", ["arms=all,torch", "sweep=both", "batches=1,4,8", "contexts=512,1024"]
+    words += ["batch_size=2"]
     first = Card(monkeypatch, tokens=5000)
     record = RECORD | {"batch": [], "seq": []}
-    rows = iter(sweep.measured(*sweep.parse(words, 1)))
+    rows = sweep.measured(*sweep.parse(words, 1))
     stopped, _ = step.fill(copy.deepcopy(record), itertools.islice(rows, 5), out, swept.ROWS, lambda *_: "")
     assert sweep.known_rows(record, tmp_path / "none.json") == {}
     known = sweep.known_rows(record, out)
+    rows.close()
     card = Card(monkeypatch, tokens=5000)
     again = list(sweep.measured(*sweep.parse(words, 1), known))
     assert [row for _, row in again[:5]] == stopped["batch"] and stopped["batch"][4]["oom"]
-    assert len(first.ran) == 5 and len(card.ran) == 5
+    assert len(first.ran) >= 5 and len(card.ran) == 5
     assert len(again) == 10 and again[5][1]["arm"] == "torch" and again[5][1]["oom"]
     for versions in ({"nanocria": "abc-dirty"}, {"nanocria": "other"}):
         changed = record | {"versions": record["versions"] | versions}
         assert sweep.known_rows(changed, out) == {}
+
+
+def test_the_contexts_know_what_the_batches_have_measured(monkeypatch):
+    card = Card(monkeypatch, tokens=5000)
+    rows = rows_of(["sweep=both", "batches=1,4,8", "contexts=512,1024,2048"])
+    assert places(rows)[3:] == [
+        ("seq", "all", 4, 512, False), ("seq", "all", 4, 1024, False), ("seq", "all", 4, 2048, True)
+    ]  # fmt: skip
+    assert len(card.ran) == 5 and rows[1][1] == rows[4][1]
+
+
+def test_points_at_once_have_a_gpu_each_and_stand_in_the_order_of_one_at_a_time(monkeypatch):
+    words = ["arms=all,torch,kernels", "peers=hf", "batches=1,4,8"]
+    Card(monkeypatch, tokens=5000)
+    alone = rows_of(words, n_gpus=4)
+    card = Card(monkeypatch, tokens=5000)
+    beside = rows_of([*words, "at_once=2"], n_gpus=4)
+    assert [(kind, {key: row[key] for key in row if key != "at_once"}) for kind, row in beside] == alone
+    assert {row["at_once"] for _, row in beside} == {2} and not any("at_once" in row for _, row in alone)
+    assert set(card.gpus) == {(0, 2), (1, 2)}
+    monkeypatch.setattr(usage, "cpu_available", lambda: 30 * 2**30)
+    ((_, row),) = rows_of(["offload=optimizer", "batches=1", "at_once=2"], n_gpus=2)
+    assert row["failed"] == (
+        "offload=optimizer needs 16.1 GiB of CPU memory, this machine has 15.0 for each of 2 points at once"
+    )
+    with pytest.raises(ValueError, match="at_once=2: each point has 2 GPUs by ranks="):
+        sweep.parse(["ranks=2", "at_once=2"], 4)
+
+
+AT_ONCE = """
+import os, sys
+from benchmarks import step
+def work(item, gpu):
+    command = ["-c", f"import os, sys, time; open('{sys.argv[1]}/' + str(os.getpid()), 'w').write("
+               "os.environ['CUDA_VISIBLE_DEVICES'] + ' ' + str(sorted(os.sched_getaffinity(0)))); time.sleep(600)"]
+    return step.run(command, gpu=gpu, gpus=2)
+list(step.at_once(work, range(5), 2))
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_interrupted_points_at_once_end(tmp_path, number):
+    script = "import signal, sys; signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))\n" + AT_ONCE
+    environment = {key: value for key, value in os.environ.items() if key != "CUDA_VISIBLE_DEVICES"}
+    command = [sys.executable, "-c", script, str(tmp_path)]
+    process = subprocess.Popen(command, cwd=report.ROOT, stderr=subprocess.DEVNULL, env=environment)
+    until = time.monotonic() + 60
+    while len(files := list(tmp_path.iterdir())) < 2 or not all(file.read_text() for file in files):
+        assert time.monotonic() < until and process.poll() is None
+        time.sleep(0.05)
+    seen = sorted(file.read_text().split(maxsplit=1) for file in files)
+    assert [gpu for gpu, _ in seen] == ["0", "1"]
+    if len(os.sched_getaffinity(0)) > 1:
+        assert not set(json.loads(seen[0][1])) & set(json.loads(seen[1][1])), "each has its own cores"
+    process.send_signal(number)
+    assert process.wait(20) != 0
+    for file in files:
+        with pytest.raises(ProcessLookupError):
+            os.kill(int(file.name), 0)
+    assert len(list(tmp_path.iterdir())) == 2, "and no other begins"
 
 
 def test_what_is_not_installed_is_asked_for_once(monkeypatch):

@@ -22,7 +22,6 @@ import sys
 import tempfile
 import threading
 import time
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import torch
@@ -133,9 +132,11 @@ def point(arm: str, config: str, ranks: int, batch: int, block: int, checkpointi
 
 def side_by_side(ranks: int, *at) -> dict:
     """A run on each GPU by itself, all at the same time: the tokens of all, the milliseconds of the slowest."""
-    with ThreadPoolExecutor(ranks) as pool:
-        launches = [functools.partial(step.run, gpu=gpu) for gpu in range(ranks)]
-        found = list(pool.map(lambda launch: step.nanocria_point(*at, launch=launch), launches))
+
+    def point(_, gpu):
+        return step.nanocria_point(*at, launch=functools.partial(step.run, gpu=gpu, gpus=ranks))
+
+    found = list(step.at_once(point, range(ranks), ranks))
     if any("tok_per_s" not in point for point in found):
         return next(point for point in found if "tok_per_s" not in point)
     worst = {key: max(point[key] for point in found) for key in ("ms_per_step", "peak_gib", "estimated_gib")}

@@ -15,13 +15,15 @@ import contextlib
 import difflib
 import json
 import os
+import queue
 import re
 import shlex
 import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import torch
@@ -111,18 +113,24 @@ def did_you_mean(word: str, known) -> str:
 # Points, each in a process of its own
 
 
+working: set[subprocess.Popen] = set()
+
+
 def run(
-    command: list[str], ranks: int = 1, timeout: float = TIMEOUT, gpu: int | None = None
+    command: list[str], ranks: int = 1, timeout: float = TIMEOUT, gpu: int | None = None, gpus: int = 1
 ) -> tuple[dict | None, str]:
     """The object on the last line that the command prints, None where there is none, and all that it printed.
 
-    Several ranks: torchrun starts as many of it. gpu: the only one of those that torch sees here.
+    Several ranks: torchrun starts as many of it. gpu: the only one of those that torch sees here; it comes with its
+    part of the CPU's cores where several `gpus` work at once.
     """
     options = {"cwd": report.ROOT, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
     if gpu is not None:
         visible = os.environ.get("CUDA_VISIBLE_DEVICES")
         options["env"] = os.environ | {"CUDA_VISIBLE_DEVICES": visible.split(",")[gpu] if visible else str(gpu)}
-    process = subprocess.Popen([sys.executable, *launcher(ranks), *command], start_new_session=True, **options)
+    with part_of_the_cores(gpu, gpus):
+        process = subprocess.Popen([sys.executable, *launcher(ranks), *command], start_new_session=True, **options)
+    working.add(process)
     try:
         stdout, stderr = process.communicate(timeout=timeout)
     except subprocess.TimeoutExpired:
@@ -133,8 +141,47 @@ def run(
         return None, f"{own_words(stdout + stderr)}\ntook longer than {timeout} seconds"
     finally:  # Ctrl-C and SIGTERM pass here too
         end(process)
+        working.discard(process)
     lines = [line for line in stdout.splitlines() if line.startswith("{")]
     return json.loads(lines[-1]) if lines and not process.returncode else None, stdout + stderr
+
+
+@contextlib.contextmanager
+def part_of_the_cores(i: int | None, n: int) -> Iterator[None]:
+    """Keeps this thread, and what it starts, to the i-th of n parts of its cores."""
+    if n == 1:
+        yield
+        return
+    cores = sorted(os.sched_getaffinity(0))
+    part = len(cores) // n
+    os.sched_setaffinity(0, cores[i * part : (i + 1) * part] or cores)
+    try:
+        yield
+    finally:
+        os.sched_setaffinity(0, cores)
+
+
+def at_once(function: Callable, items: Iterable, gpus: int) -> Iterator:
+    """What function(item, gpu) returns for each item, in their order; as many at a time as GPUs, on each one."""
+    free = queue.SimpleQueue()
+    for gpu in range(gpus):
+        free.put(gpu)
+
+    def work(item):
+        gpu = free.get()
+        try:
+            return function(item, gpu)
+        finally:
+            free.put(gpu)
+
+    with ThreadPoolExecutor(gpus) as pool:
+        try:
+            yield from pool.map(work, items)
+        except BaseException:  # Ctrl-C, SIGTERM: only the main thread hears of them
+            pool.shutdown(wait=False, cancel_futures=True)
+            for process in list(working):
+                end(process)
+            raise
 
 
 def launcher(ranks: int) -> list[str]:

@@ -7,7 +7,9 @@
     python bench.py preset=8b                    Llama 3.1 8B, 512 tokens a sequence, on all GPUs, beside the recipe
 
 sweep=batch|seq|both; batches=..., contexts=... instead of the usual ones; block_size= of the batches, batch_size= of
-the contexts; config=, ranks=, steps=, out=. What begins with -- is a setting of train.py, for ours alone.
+the contexts; config=, ranks=, steps=, out=. What begins with -- is a setting of train.py, for ours alone. at_once=4:
+four points at a time, each on a GPU of its own with its part of the CPU's cores; where AdamW works on the CPU, they
+share its memory's bandwidth, and may be slower for it.
 arms    all: train.py as it is; kernels: without the fused loss; torch: without any kernel of ours; long: all, with
         --offload_activations=true; or none
 peers   hf: transformers' LlamaForCausalLM; liger: with Liger-Kernel's patches; recipe: see benchmarks/peers.py; or
@@ -66,7 +68,8 @@ def parse(words: list[str], n_gpus: int) -> tuple[list[str], dict]:
     lists = {"arms": ["all"], "peers": [], "checkpointing": ["none"], "offload": ["none"]}
     lists |= {"batches": [], "contexts": [], "keep": []}
     singles = {"sweep": ["batch"], "preset": [], "memory_limit_gib": [], "config": [step.CONFIG], "ranks": ["1"]}
-    singles |= {"block_size": ["1024"], "batch_size": ["4"], "steps": [], "out": [str(report.ROOT / "out/sweep.json")]}
+    singles |= {"at_once": ["1"], "block_size": ["1024"], "batch_size": ["4"], "steps": []}
+    singles |= {"out": [str(report.ROOT / "out/sweep.json")]}
     choices = {"sweep": ["batch", "seq", "both"], "preset": PRESETS, "arms": [*ARMS, "none"], "peers": [*PEERS, "none"]}
     choices |= {"checkpointing": step.CHECKPOINTING, "offload": estimate.OFFLOAD}
     _, options = step.read_words(words, singles | lists, [], choices)
@@ -76,7 +79,8 @@ def parse(words: list[str], n_gpus: int) -> tuple[list[str], dict]:
     for key in ("block_size", "batch_size"):
         options[key] = step.whole(key, options[key])
     options["steps"] = step.whole("steps", options["steps"]) if options["steps"] else None
-    options["ranks"] = n_ranks(options["ranks"], n_gpus)
+    options["ranks"] = n_gpus_of("ranks", options["ranks"], n_gpus)
+    options["at_once"] = n_gpus_of("at_once", options["at_once"], n_gpus)
     options["memory_limit_gib"] = gib(options["memory_limit_gib"])
     options["out"] = Path(options["out"])
     # the file is there, and train.py takes it
@@ -86,11 +90,11 @@ def parse(words: list[str], n_gpus: int) -> tuple[list[str], dict]:
     return kinds, options | {"flags": flags}
 
 
-def n_ranks(text: str, n_gpus: int) -> int:
-    ranks = max(n_gpus, 1) if text == "all" else step.whole("ranks", text)
-    if ranks > max(n_gpus, 1):
-        raise ValueError(f"ranks={ranks}: torch sees {n_gpus} GPU{'s' * (n_gpus != 1)}")
-    return ranks
+def n_gpus_of(key: str, text: str, n_gpus: int) -> int:
+    n = max(n_gpus, 1) if text == "all" else step.whole(key, text)
+    if n > max(n_gpus, 1):
+        raise ValueError(f"{key}={text}: torch sees {n_gpus} GPU{'s' * (n_gpus != 1)}")
+    return n
 
 
 def gib(text: str) -> float | None:
@@ -102,6 +106,8 @@ def gib(text: str) -> float | None:
 def refuse(flags: list[str], options: dict) -> None:
     """What contradicts itself, or what a peer cannot do."""
     estimate.refuse_words(estimate.read_flags(flags), "the sweep sets it;")
+    if options["at_once"] > 1 and options["ranks"] > 1:
+        raise ValueError(f"at_once={options['at_once']}: each point has {options['ranks']} GPUs by ranks=")
     if "recipe" in options["peers"] and options["offload"] != ["none"]:
         raise ValueError("peers=recipe: it offloads nothing, so it is compared with offload=none alone")
     if {"hf", "liger"} & set(options["peers"]) and "selective" in options["checkpointing"]:
@@ -125,24 +131,33 @@ def all_series(options: dict) -> list[Series]:
 def measured(kinds: list[str], options: dict, known: dict | None = None):
     """Kind and row after row: the series in turn at each size, until each has met a size that it does not manage.
 
-    known: rows that need not be measured, by kind and place.
+    known: rows that need not be measured, by place. What one sweep has measured, the next one knows.
     """
-    missing, known = set(), known or {}
+    missing, known = set(), dict(known or {})
     for kind in kinds:
-        going = [series for series in all_series(options) if series.arm not in missing]
+        going = all_series(options)
         for batch, block in sizes(kind, options):
-            for series in list(going):
-                if series.arm in missing:
-                    going.remove(series)
-                    continue
-                row = place(series, batch, block, options)
-                row = known.get((kind, *row.values())) or point(row, series, options)
-                if "tok_per_s" not in row:
-                    going.remove(series)
-                missing |= {series.arm} if "missing" in row else set()
-                yield kind, row
+            going = [series for series in going if series.arm not in missing]
             if not going:
                 break
+            cpu_gib = usage.cpu_available() / 2**30 / options["at_once"]  # nothing runs now
+
+            def measure(series, gpu, batch=batch, block=block, cpu_gib=cpu_gib):
+                row = place(series, batch, block, options)
+                if series.arm in missing:
+                    return None
+                row = known.get(tuple(row.values())) or point(row, series, options, gpu, cpu_gib)
+                missing.update({series.arm} if "missing" in row else set())
+                return row
+
+            for series, row in zip(list(going), step.at_once(measure, going, options["at_once"]), strict=True):
+                if row is None:
+                    continue
+                if "tok_per_s" not in row:
+                    going = [other for other in going if other != series]
+                if "oom" in row:
+                    known[tuple(row[key] for key in PLACE)] = row
+                yield kind, row
 
 
 def sizes(kind: str, options: dict):
@@ -160,26 +175,27 @@ def place(series: Series, batch: int, block: int, options: dict) -> dict:
     return dict(zip(PLACE, (*where, options["memory_limit_gib"], flags), strict=True))
 
 
-def point(row: dict, series: Series, options: dict) -> dict:
-    """The row of this place, with what was measured there or why nothing was."""
+def point(row: dict, series: Series, options: dict, gpu: int, there: float) -> dict:
+    """The row of this place, with what was measured there or why nothing was. there: GiB of CPU memory."""
     ours, ranks, tokens = series.arm in ARMS, options["ranks"], row["batch"] * row["block"]
     try:
         row |= {"estimated_gib": estimated_gib(row)} if ours else {}
     except ValueError as error:  # train.py would not take it
         return row | {"failed": str(error)}
-    needed, there = cpu_gib(row), usage.cpu_available() / 2**30
+    needed, at_once = cpu_gib(row), options["at_once"]
     if needed > there:
         sentence = f"offload={series.offload} needs {needed:.1f} GiB of CPU memory, this machine has {there:.1f}"
+        sentence += f" for each of {at_once} points at once" * (at_once > 1)
         return row | {"failed": sentence}
     warmup, steps = n_steps(tokens)
     at = (row["config"], row["batch"], row["block"], series.checkpointing, options["steps"] or steps)
-    common = {"ranks": ranks, "warmup": warmup, "launch": launcher(options["memory_limit_gib"])}
+    common = {"ranks": ranks, "warmup": warmup, "launch": launcher(options, gpu)}
     if ours:
         flags = " ".join([f"--offload={series.offload}", *ARMS[series.arm], *options["flags"]])
         result = step.nanocria_point(*at, flag=flags, **common)
     else:
         result = step.peer_point(PEERS[series.arm][series.offload], *at, **common)
-    return row | {"oom": False} | result
+    return row | {"oom": False} | result | ({"at_once": at_once} if at_once > 1 else {})
 
 
 def n_steps(tokens: int) -> tuple[int, int]:
@@ -188,17 +204,19 @@ def n_steps(tokens: int) -> tuple[int, int]:
 
 
 def known_rows(new: dict, out: Path) -> dict:
-    """What a record has already that the new one continues, by kind and place."""
+    """What a record has already that the new one continues, by place."""
     old = json.loads(out.read_text()) if out.exists() else None
     if not step.continues(old, new) or "dirty" in new["versions"]["nanocria"]:  # that names no code
         return {}
-    return {(kind, *(row[key] for key in PLACE)): row for kind in ROWS for row in old[kind]}
+    return {tuple(row[key] for key in PLACE): row for kind in ROWS for row in old[kind]}
 
 
-def launcher(limit_gib: float | None):
+def launcher(options: dict, gpu: int):
     """step.run, held to a part of the card."""
-    limit = ["-m", "benchmarks.limited", f"{limit_gib:g}"] if limit_gib else []
-    return lambda command, ranks=1: step.run([*limit, *command], ranks, TIMEOUT)
+    gib, at_once = options["memory_limit_gib"], options["at_once"]
+    limit = ["-m", "benchmarks.limited", f"{gib:g}"] if gib else []
+    beside = {"gpu": gpu, "gpus": at_once} if at_once > 1 else {}
+    return lambda command, ranks=1: step.run([*limit, *command], ranks, TIMEOUT, **beside)
 
 
 def main(words: list[str]) -> None:
