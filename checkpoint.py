@@ -28,7 +28,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 import memory
 import usage
 from model import Llama, LlamaConfig
-from optimizer import AdamW, bits_of, local
+from optimizer import AdamW, local, sum_of_bits
 from ranks import local_world_size, maximum, rank, worker_thread
 
 # A lone process is not a mistake.
@@ -75,7 +75,8 @@ class Saver:
 
     The tensors are copied to pinned memory of the CPU while the next step's forward runs, 12 bytes for each parameter
     of the rank and what rounding each tensor up to a power of two adds; a thread writes them to the disk. Where there
-    is no memory for that, or beside is False, start returns when all is written.
+    is no memory for that, or beside is False, start returns when all is written; of bfloat16 weights only w is copied
+    then, 4 bytes for each parameter.
 
     spoken_for: bytes of CPU memory that this rank has not taken yet, but will.
     """
@@ -109,7 +110,7 @@ class Saver:
     def start(self, step: int, meta: dict):
         """Begins to save; meta goes into meta.json beside the tensors. The save before must be done."""
         began = time.perf_counter()
-        sums = checksums(self.optimizer.bits(), self.optimizer.shard_group)
+        sums = checksums(self.optimizer.bit_sums(), self.optimizer.shard_group)
         meta = {"step": step, "updates": self.optimizer.updates, **meta, "checksums": sums}
         copies = self.copies.result() if self.copies else None
         if copies is not None:
@@ -236,14 +237,15 @@ def _sync_folder(path):
     os.close(folder)
 
 
-def checksums(bits: dict, group: dist.ProcessGroup | None = None) -> dict[str, int]:
+def checksums(bit_sums: dict, group: dist.ProcessGroup | None = None) -> dict[str, int]:
     """For each float32 tensor the sum of its bits, taken as integers: the same however the tensor is sharded.
 
-    bits: those sums of this rank's parts (optimizer.bits_of). group: the ranks that hold the others. One changed bit
-    changes the sum, and so does a missing or a zeroed part.
+    bit_sums: those sums of this rank's parts (optimizer.sum_of_bits), on any devices. group: the ranks that hold the
+    others. One changed bit changes the sum, and so does a missing or a zeroed part.
     """
-    flat = _flatten(bits)
-    sums = torch.stack(list(flat.values()))
+    flat = _flatten(bit_sums)
+    device = next(reversed(flat.values())).device  # of the moments: where the group communicates
+    sums = torch.stack([x.to(device) for x in flat.values()])
     if group is not None:
         dist.all_reduce(sums, group=group)
     return dict(zip(flat, sums.tolist(), strict=True))
@@ -285,7 +287,7 @@ def load_newest(out_dir: str, optimizer: AdamW, refuse: Callable) -> tuple[Path,
     refuse(path, meta) is called before the tensors are read. Returns path, meta and what was wrong with newer ones,
     which are renamed. Raises ValueError where none is whole, OSError where one cannot be read now, or renamed.
     """
-    damaged, tensors = [], optimizer.tensors()
+    damaged, tensors = [], optimizer.tensors("cpu")  # a GPU that holds what trains may have no room for more
     while path := newest(out_dir):
         try:
             meta = read_meta(path)
@@ -320,7 +322,7 @@ def _read(tensors, path, meta, group=None, no_dist=False):
         dcp.load(tensors, checkpoint_id=path, no_dist=no_dist)
     except (Exception, CheckpointException) as error:  # missing files, cut files, other shapes: all sorts
         raise _unreadable(path, "", error) from error
-    for name, found in checksums(_map(bits_of, tensors), group).items():
+    for name, found in checksums(_map(sum_of_bits, tensors), group).items():
         if found != meta["checksums"].get(name):
             raise Damaged(f"{path} is damaged: {name} is not what was saved")
 

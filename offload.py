@@ -1,4 +1,4 @@
-"""AdamW in the CPU's memory: the GPU holds none of its 12 bytes a parameter, and each gradient only until it is copied.
+"""AdamW in the CPU's memory: the GPU holds neither its weights nor its moments, and a gradient only until it is copied.
 
     backward        a gradient is ready: its norm is taken, it is copied to pinned memory on a stream of its own, and
                     freed when those of the next block come
@@ -110,9 +110,9 @@ class OffloadedAdamW(AdamW):
         self.finish()
         return super().tensors(device)
 
-    def bits(self) -> dict:
+    def bit_sums(self) -> dict:
         self.finish()
-        return super().bits()
+        return super().bit_sums()
 
     def copy_tensors(self, copies: dict) -> None:
         self.finish()

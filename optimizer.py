@@ -1,4 +1,4 @@
-"""AdamW over a model whose weights are in the compute dtype: it keeps the float32 weights that learn.
+"""AdamW over a model whose weights are in the compute dtype: it keeps what they lack of the float32 ones that learn.
 
     optimizer = AdamW(model, betas=(0.9, 0.95), weight_decay=0.1)
     loss.backward()
@@ -7,10 +7,11 @@
     optimizer.updates += 1                         # where grad_norm is finite: elsewhere nothing was changed
     optimizer.zero_grad()
 
-w, m and v are float32: 12 bytes a parameter together, and no more. One in bfloat16 is the upper half of its w, whose
-lower half lies beside it (kernels/adamw.py); one in float32 is its own w. Only in float16, and where w is in another
-memory than the parameter (offload.py), does the parameter come on top. Where several micro-batches make a step, 4 bytes
-more: the sums of their gradients. Where FSDP has sharded the parameters, all of it is sharded alike.
+The weights w and their two moments m and v are float32: 12 bytes a parameter together, and no more. A bfloat16
+parameter is the upper half of its w, whose lower half is kept here (kernels/adamw.py); a float32 one is its w. Only in
+float16, and where w is in another memory than the parameter (offload.py), is w kept whole, and the parameter comes on
+top. Where several micro-batches make a step, 4 bytes more: the sums of their gradients. What FSDP has sharded is
+sharded here too.
 """
 
 import math
@@ -37,8 +38,8 @@ def home(parameter: torch.Tensor) -> torch.Tensor:
     return getattr(parameter, "home", parameter)
 
 
-def bits_of(x: torch.Tensor) -> torch.Tensor:
-    """The sum of a float32 tensor's bits, taken as int32, of this rank's part: an int64 scalar."""
+def sum_of_bits(x: torch.Tensor) -> torch.Tensor:
+    """Of this rank's part of a float32 tensor: the sum of its bits, taken as int32, an int64 scalar."""
     return local(x).view(torch.int32).sum(dtype=torch.int64)
 
 
@@ -53,6 +54,7 @@ class AdamW:
     def __init__(self, model: nn.Module, betas: tuple[float, float], weight_decay: float, eps: float = 1e-8):
         self.parameters = dict(model.named_parameters())
         self.betas, self.weight_decay, self.eps = betas, weight_decay, eps
+        # The parameter itself (float32), or its lower half (int16, of bfloat16), or apart from it (float32).
         self.w = {name: self._w_of(home(p).detach()) for name, p in self.parameters.items()}
         self.m = {name: torch.zeros_like(w, dtype=torch.float32) for name, w in self.w.items()}
         self.v = {name: torch.zeros_like(m) for name, m in self.m.items()}
@@ -64,7 +66,6 @@ class AdamW:
         self.inverse_loss_scale = torch.ones((), device=first.device)
 
     def _w_of(self, parameter):
-        """float32, or the lower half that belongs to a bfloat16 parameter, int16."""
         device = torch.device(self.state_device or local(parameter).device)
         if parameter.dtype == torch.float32 and local(parameter).device == device:
             return parameter
@@ -85,7 +86,7 @@ class AdamW:
     def tensors(self, device: str | None = None) -> dict:
         """To write, or to read into before refresh: `model` are the weights, whole ones themselves, halves joined.
 
-        device: where those are joined; none: where they are.
+        device: where the joined ones are put, 4 bytes a parameter; none: where the halves are.
         """
 
         def whole(name):
@@ -99,19 +100,20 @@ class AdamW:
 
     def like_tensors(self, make: Callable) -> dict:
         """As tensors, of what make(x) gives for an x of the same shape, dtype and mesh."""
+        # m stands for w, which may be in halves
         return self._of_all(lambda name: make(self.m[name]), make)
 
-    def bits(self) -> dict:
-        """As tensors, for each the sum of its bits, taken as int32, of this rank's part: int64 scalars."""
+    def bit_sums(self) -> dict:
+        """As tensors, of each its sum_of_bits."""
 
         def of_w(name):
             w = self.w[name]
             if w.dtype != torch.int16:
-                return bits_of(w)
+                return sum_of_bits(w)
             high = local(self.parameters[name].detach()).view(torch.int16)
             return 65536 * high.sum(dtype=torch.int64) + local(w).sum(dtype=torch.int64)
 
-        return self._of_all(of_w, bits_of)
+        return self._of_all(of_w, sum_of_bits)
 
     def _of_all(self, of_w, of):
         m, v = ({name: of(x) for name, x in kind.items()} for kind in (self.m, self.v))
@@ -123,27 +125,31 @@ class AdamW:
             self._copy_w(name, copy)
         for states, into in ((self.m, copies["optimizer"]["exp_avg"]), (self.v, copies["optimizer"]["exp_avg_sq"])):
             for name, copy in into.items():
-                local(copy).copy_(local(states[name]), non_blocking=True)
+                local(copy).copy_(local(states[name]), non_blocking=local(copy).is_pinned())
 
     @torch.no_grad()
     def _copy_w(self, name, copy):
-        w, copy = local(self.w[name]), local(copy)
-        if w.dtype != torch.int16:
-            copy.copy_(w, non_blocking=True)
+        pinned = local(copy).is_pinned()
+        if self.w[name].dtype != torch.int16:
+            local(copy).copy_(local(self.w[name]), non_blocking=pinned)
             return
-        halves = local(self.parameters[name].detach()), w
-        for part, high, low in zip(*(x.view(-1).split(PIECE) for x in (copy, *halves)), strict=True):
-            part.copy_(join(high, low), non_blocking=True)
+        for part, high, low in self._pieces(name, copy):
+            part.copy_(join(high, low), non_blocking=pinned)
+
+    def _pieces(self, name, whole):
+        """Of this rank's part of whole, and of its halves here, upper and lower, the same elements."""
+        parts = local(whole), local(self.parameters[name].detach()), local(self.w[name])
+        return zip(*(x.view(-1).split(PIECE) for x in parts), strict=True)
 
     @torch.no_grad()
     def refresh(self, tensors: dict) -> None:
-        """The weights, after something was read into tensors()."""
+        """The weights, after something was read into tensors(), whatever its device."""
         for name, parameter in self.parameters.items():
-            w = local(self.w[name])
-            if w.dtype == torch.int16:
-                split(local(tensors["model"][name]), local(parameter.detach()), w)
-            else:
-                local(home(parameter)).copy_(w)
+            if self.w[name].dtype != torch.int16:  # w itself was read into
+                local(home(parameter)).copy_(local(self.w[name]))
+                continue
+            for part, high, low in self._pieces(name, tensors["model"][name]):
+                split(part.to(high.device), high, low)
 
     # ------------------------------------------------------------------------------------------------------------------
     # A step

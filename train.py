@@ -323,7 +323,7 @@ model.init_weights(seed, device)
 streamed = offload == "all" and world_size == 1  # else FSDP moves them
 
 # ----------------------------------------------------------------------------------------------------------------------
-# Optimizer: the model computes in its dtype, the optimizer keeps the float32 weights that learn.
+# Optimizer: the model computes in its dtype, the optimizer keeps what it lacks of the float32 weights that learn.
 options = {"betas": (beta1, beta2), "weight_decay": weight_decay}
 try:
     weights = StreamedWeights(model, device) if streamed else None
