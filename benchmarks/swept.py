@@ -2,6 +2,7 @@
 
 import itertools
 import json
+import math
 import sys
 from pathlib import Path
 
@@ -174,7 +175,8 @@ def sweep_table(record: dict, kind: str) -> str:
 def fits_table(record: dict, kind: str) -> str:
     """The largest size of each series, what did not fit, how it was there, and what a token more takes."""
     lines, names = [], labels(record[kind])
-    arithmetic = f"full checkpointing keeps {checkpoints_kb(record[kind][0]):.0f} of them"
+    full = any(row["checkpointing"] == "full" for row in record[kind])
+    arithmetic = f" (full checkpointing keeps {checkpoints_kb(record[kind][0]):.0f} of them)" * full
     for name, rows in by_series(record[kind], kind).items():
         fits, too_large = done(rows), [row[VARIES[kind]] for row in rows if row.get("oom")]
         largest = f"{fits[-1][VARIES[kind]]:,}" if fits else "none"
@@ -188,7 +190,7 @@ def fits_table(record: dict, kind: str) -> str:
         "out of memory at",
         "tok/s",
         "peak GiB",
-        f"KB for each token more ({arithmetic})",
+        f"KB for each token more{arithmetic}",
     ]
     return report.table(header, lines)
 
@@ -209,7 +211,10 @@ def what_was_swept(record: dict, kind: str) -> str:
 
 def closeness(record: dict) -> str:
     off = [abs(deviation) for _, deviation in deviations(record)]
-    return f"memory.py's estimate is within {max(off):.1%} of each of nanocria's {len(off)} peaks" if off else ""
+    if not off:
+        return ""
+    most = math.ceil(1000 * max(off)) / 1000  # not rounded down
+    return f"memory.py's estimate is within {most:.1%} of each of nanocria's {len(off)} peaks"
 
 
 def headline(record: dict) -> str:
