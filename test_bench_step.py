@@ -203,7 +203,10 @@ def test_the_floors_count_the_flops_that_the_model_counts():
 @pytest.mark.parametrize(
     "word, message",
     [
-        ("arm=hf", "Unknown word arm=hf: there are arms=, shapes=, checkpointing=, steps=, out=, breakdown, baby. Did"),
+        (
+            "arm=hf",
+            "Unknown word arm=hf: there are arms=, shapes=, checkpointing=, steps=, out=, at_once=, breakdown, baby. Did",
+        ),
         ("breakdwn", "Did you mean breakdown?"),
         (
             "arms=hf-ligr",
@@ -230,6 +233,40 @@ def test_words_choose_arms_shapes_checkpointing_and_steps():
     assert (what, options["arms"], options["shapes"]) == ("points", ["nanocria", "hf"], [(8, 2048), (2, 8192)])
     assert (options["checkpointing"], options["steps"], options["out"].name) == (["full"], 7, "a")
     assert step.parse(["baby"])[0] == "baby" and step.parse(["breakdown"])[0] == "breakdown"
+
+
+def test_points_are_the_arms_in_turn_and_what_is_missing_is_asked_for_once(monkeypatch):
+    ran = []
+
+    def run(command, ranks=1, gpu=None, gpus=1):
+        arm = "nanocria" if command[0] == "train.py" else json.loads(command[2])["arm"]
+        ran.append((arm, gpu, gpus))
+        found = {"missing": "No module named 'torchtitan'"} if arm == "torchtitan" else {"tok_per_s": 1.0}
+        return found, "out of memory"
+
+    monkeypatch.setattr(step, "run", run)
+    words = ["arms=nanocria,torchtitan,hf", "shapes=8x2048,2x8192", "checkpointing=none,selective"]
+    alone = list(step.points(step.parse(words)[1]))
+    assert [(p["arm"], p["batch"], p["checkpointing"], p["oom"]) for p in alone if p["arm"] != "torchtitan"] == [
+        ("nanocria", 8, "none", True), ("hf", 8, "none", False), ("nanocria", 8, "selective", True),
+        ("nanocria", 2, "none", True), ("hf", 2, "none", False), ("nanocria", 2, "selective", True),
+    ]  # fmt: skip
+    assert [arm for arm, _, _ in ran].count("torchtitan") == 1
+    assert {(gpu, gpus) for _, gpu, gpus in ran} == {(None, 1)}
+    ran.clear()
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    beside = list(step.points(step.parse([*words, "at_once=2"])[1]))
+    expected = [point | {"at_once": 2} for point in alone if point["arm"] != "torchtitan"]
+    assert [point for point in beside if point["arm"] != "torchtitan"] == expected
+    assert {(gpu, gpus) for _, gpu, gpus in ran} == {(0, 2), (1, 2)}
+
+
+def test_what_launches_dominate_is_measured_alone(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
+    with pytest.raises(SystemExit, match="at_once=4: baby is measured alone"):
+        step.main(["baby", "at_once=all"])
+    with pytest.raises(SystemExit, match="at_once=8: torch sees 4 GPUs"):
+        step.main(["at_once=8"])
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")

@@ -2,6 +2,7 @@
 
     python bench.py step                         Llama 3.2 1B on one GPU: every arm, shape and checkpointing
     python bench.py step arms=nanocria,recipe shapes=8x2048,2x8192 checkpointing=none,full steps=20
+    python bench.py step at_once=4               four points at a time, each on a GPU of its own
     python bench.py step breakdown               where the milliseconds of nanocria's step go, beside the floor of each
     python bench.py step baby                    the small model of config/baby_llama.py, where launches dominate
 
@@ -24,6 +25,8 @@ import sys
 import tempfile
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from itertools import product
 from pathlib import Path
 
 import torch
@@ -58,15 +61,19 @@ BABY_FLAGS = ["--cuda_graph=false", "--cuda_graph=false --compile=true", "--cuda
 def parse(words: list[str]) -> tuple[str, dict]:
     """What to measure, 'points', 'breakdown' or 'baby', and the options; ValueError with a sentence for a slip."""
     options = {"arms": list(ARMS), "shapes": SHAPES, "checkpointing": CHECKPOINTING, "steps": [], "out": []}
+    options["at_once"] = ["1"]
     choices = {"arms": ARMS, "checkpointing": CHECKPOINTING}
     said, options = read_words(words, options, ["breakdown", "baby"], choices)
     if len(said) > 1:
         raise ValueError(f"{' and '.join(said)}: one at a time, they add to the same record")
     what = said[0] if said else "points"
     options["shapes"] = [shape(text) for text in options["shapes"]]
+    at_once = n_gpus_of("at_once", ",".join(options["at_once"]), torch.cuda.device_count())
+    if at_once > 1 and what != "points":
+        raise ValueError(f"at_once={at_once}: {what} is measured alone")
     steps = whole("steps", ",".join(options["steps"]) or ("200" if what == "baby" else "20"))
     out = Path(",".join(options["out"]) or report.ASSETS / "step.json")
-    return what, options | {"steps": steps, "out": out}
+    return what, options | {"steps": steps, "out": out, "at_once": at_once}
 
 
 def read_words(words: list[str], options: dict, plain: list[str], choices: dict) -> tuple[list[str], dict]:
@@ -95,6 +102,14 @@ def whole(key: str, text: str) -> int:
     if not re.fullmatch(r"[1-9]\d*", text):
         raise ValueError(f"{key}={text}: a whole number, at least 1")
     return int(text)
+
+
+def n_gpus_of(key: str, text: str, n_gpus: int) -> int:
+    """Of the GPUs that torch sees so many, or all; one where it sees none."""
+    n = max(n_gpus, 1) if text == "all" else whole(key, text)
+    if n > max(n_gpus, 1):
+        raise ValueError(f"{key}={text}: torch sees {n_gpus} GPU{'s' * (n_gpus != 1)}")
+    return n
 
 
 def shape(text: str) -> tuple[int, int]:
@@ -245,17 +260,24 @@ def peer_point(arm, config, batch, block, checkpointing, steps, ranks=1, launch=
 
 def points(options: dict):
     """Point after point: the arms in turn, so that a card that warms up is no arm's luck."""
-    missing = set()
-    for batch, block in options["shapes"]:
-        for checkpointing in options["checkpointing"]:
-            for arm in options["arms"]:
-                if arm in missing or (arm.startswith("hf") and checkpointing == "selective"):
-                    continue
-                at = (CONFIG, batch, block, checkpointing, options["steps"])
-                result = nanocria_point(*at) if arm == "nanocria" else peer_point(arm, *at)
-                if "missing" in result:
-                    missing.add(arm)
-                yield dict(zip(PLACE, (arm, batch, block, checkpointing), strict=True)) | {"oom": False} | result
+    missing, gpus = set(), options["at_once"]
+    places = [
+        (arm, batch, block, checkpointing)
+        for (batch, block), checkpointing, arm in product(*(options[k] for k in ("shapes", "checkpointing", "arms")))
+        if not (arm.startswith("hf") and checkpointing == "selective")
+    ]
+
+    def measure(place, gpu):
+        arm, *at = place
+        if arm in missing:
+            return None
+        launch = partial(run, gpu=gpu, gpus=gpus) if gpus > 1 else None
+        at = (CONFIG, *at, options["steps"])
+        result = nanocria_point(*at, launch=launch) if arm == "nanocria" else peer_point(arm, *at, launch=launch)
+        missing.update({arm} if "missing" in result else set())
+        return dict(zip(PLACE, place, strict=True)) | {"oom": False} | result | ({"at_once": gpus} if gpus > 1 else {})
+
+    yield from filter(None, at_once(measure, places, gpus))
 
 
 def breakdown(options: dict):

@@ -79,8 +79,8 @@ def parse(words: list[str], n_gpus: int) -> tuple[list[str], dict]:
     for key in ("block_size", "batch_size"):
         options[key] = step.whole(key, options[key])
     options["steps"] = step.whole("steps", options["steps"]) if options["steps"] else None
-    options["ranks"] = n_gpus_of("ranks", options["ranks"], n_gpus)
-    options["at_once"] = n_gpus_of("at_once", options["at_once"], n_gpus)
+    options["ranks"] = step.n_gpus_of("ranks", options["ranks"], n_gpus)
+    options["at_once"] = step.n_gpus_of("at_once", options["at_once"], n_gpus)
     options["memory_limit_gib"] = gib(options["memory_limit_gib"])
     options["out"] = Path(options["out"])
     # the file is there, and train.py takes it
@@ -88,13 +88,6 @@ def parse(words: list[str], n_gpus: int) -> tuple[list[str], dict]:
     refuse(flags, options)
     kinds = list(ROWS) if options["sweep"] == "both" else [options["sweep"]]
     return kinds, options | {"flags": flags}
-
-
-def n_gpus_of(key: str, text: str, n_gpus: int) -> int:
-    n = max(n_gpus, 1) if text == "all" else step.whole(key, text)
-    if n > max(n_gpus, 1):
-        raise ValueError(f"{key}={text}: torch sees {n_gpus} GPU{'s' * (n_gpus != 1)}")
-    return n
 
 
 def gib(text: str) -> float | None:
