@@ -205,7 +205,7 @@ def test_the_floors_count_the_flops_that_the_model_counts():
     [
         (
             "arm=hf",
-            "Unknown word arm=hf: there are arms=, shapes=, checkpointing=, steps=, out=, at_once=, breakdown, baby. Did",
+            "Unknown word arm=hf: there are arms=, shapes=, checkpointing=, steps=, out=, at_once=, breakdown, baby. ",
         ),
         ("breakdwn", "Did you mean breakdown?"),
         (
