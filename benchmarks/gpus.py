@@ -136,7 +136,7 @@ def side_by_side(ranks: int, *at) -> dict:
     def point(_, gpu):
         return step.nanocria_point(*at, launch=functools.partial(step.run, gpu=gpu, gpus=ranks))
 
-    found = list(step.at_once(point, range(ranks), ranks))
+    found = list(step.spread(point, range(ranks), ranks))
     if any("tok_per_s" not in point for point in found):
         return next(point for point in found if "tok_per_s" not in point)
     worst = {key: max(point[key] for point in found) for key in ("ms_per_step", "peak_gib", "estimated_gib")}

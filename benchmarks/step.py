@@ -176,8 +176,11 @@ def part_of_the_cores(i: int | None, n: int) -> Iterator[None]:
         os.sched_setaffinity(0, cores)
 
 
-def at_once(function: Callable, items: Iterable, gpus: int) -> Iterator:
+def spread(function: Callable, items: Iterable, gpus: int) -> Iterator:
     """What function(item, gpu) returns for each item, in their order; as many at a time as GPUs, on each one."""
+    if gpus == 1:
+        yield from (function(item, 0) for item in items)
+        return
     free = queue.SimpleQueue()
     for gpu in range(gpus):
         free.put(gpu)
@@ -277,7 +280,7 @@ def points(options: dict):
         missing.update({arm} if "missing" in result else set())
         return dict(zip(PLACE, place, strict=True)) | {"oom": False} | result | ({"at_once": gpus} if gpus > 1 else {})
 
-    yield from filter(None, at_once(measure, places, gpus))
+    yield from filter(None, spread(measure, places, gpus))
 
 
 def breakdown(options: dict):

@@ -143,7 +143,7 @@ def measured(kinds: list[str], options: dict, known: dict | None = None):
                 missing.update({series.arm} if "missing" in row else set())
                 return row
 
-            for series, row in zip(list(going), step.at_once(measure, going, options["at_once"]), strict=True):
+            for series, row in zip(going, step.spread(measure, going, options["at_once"]), strict=True):
                 if row is None:
                     continue
                 if "tok_per_s" not in row:
