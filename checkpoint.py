@@ -164,7 +164,7 @@ class Saver:
                 partial.mkdir(parents=True)
 
         def write():
-            tensors = copies or self.optimizer.tensors("cpu")
+            tensors = copies or self.optimizer.tensors()
             dcp.save(tensors, checkpoint_id=partial, process_group=self.group, no_dist=self.group is None)
 
         def commit():
@@ -287,7 +287,7 @@ def load_newest(out_dir: str, optimizer: AdamW, refuse: Callable) -> tuple[Path,
     refuse(path, meta) is called before the tensors are read. Returns path, meta and what was wrong with newer ones,
     which are renamed. Raises ValueError where none is whole, OSError where one cannot be read now, or renamed.
     """
-    damaged, tensors = [], optimizer.tensors("cpu")  # a GPU that holds what trains may have no room for more
+    damaged, tensors = [], optimizer.tensors()
     while path := newest(out_dir):
         try:
             meta = read_meta(path)

@@ -116,7 +116,7 @@ def load(folder: Path, optimizer: AdamW) -> None:
 
     Raises ValueError where a weight is missing or has another shape, OSError where a file cannot be read.
     """
-    tensors = optimizer.tensors("cpu")
+    tensors = optimizer.tensors()
     _read_into(tensors["model"], folder)
     optimizer.refresh(tensors)
 

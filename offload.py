@@ -106,9 +106,9 @@ class OffloadedAdamW(AdamW):
             future.result()
         self.busy.clear()
 
-    def tensors(self, device: str | None = None) -> dict:
+    def tensors(self) -> dict:
         self.finish()
-        return super().tensors(device)
+        return super().tensors()
 
     def bit_sums(self) -> dict:
         self.finish()

@@ -83,16 +83,16 @@ class AdamW:
     # ------------------------------------------------------------------------------------------------------------------
     # What a checkpoint holds: for each parameter w, m and v in float32
 
-    def tensors(self, device: str | None = None) -> dict:
-        """To write, or to read into before refresh: `model` are the weights, whole ones themselves, halves joined.
+    def tensors(self) -> dict:
+        """To write, or to read into before refresh: `model` are the weights, whole ones themselves.
 
-        device: where the joined ones are put, 4 bytes a parameter; none: where the halves are.
+        Halves are joined on the CPU, 4 bytes a parameter: a GPU that holds what trains may have no room for more.
         """
 
         def whole(name):
             if self.w[name].dtype != torch.int16:
                 return self.w[name]
-            w = torch.empty_like(self.m[name], device=device)
+            w = torch.empty_like(self.m[name], device="cpu")
             self._copy_w(name, w)
             return w
 

@@ -228,7 +228,7 @@ def test_published_configs_are_read(tmp_path):
 def test_without_safetensors_the_pip_line_is_said(monkeypatch, tmp_path):
     monkeypatch.setitem(sys.modules, "safetensors.torch", None)
     with pytest.raises(ValueError, match="pip install safetensors"):
-        convert.load(tmp_path, SimpleNamespace(tensors=lambda device: {"model": {}}))
+        convert.load(tmp_path, SimpleNamespace(tensors=lambda: {"model": {}}))
 
 
 def test_every_weight_of_ours_has_its_names():
