@@ -1,4 +1,10 @@
-"""Checkpoints between blocks in the CPU's memory: what full activation checkpointing keeps, off the GPU.
+"""Full activation checkpointing: a block keeps its input alone, and backward computes the rest of it again.
+
+A few sequences at a time (`recomputed`): what a block computes exists for one group of them only, in forward as in
+backward, and the gradient of its input takes the memory of its output's. So what grows with the batch is the
+checkpoints and one gradient.
+
+Where not even the checkpoints should be on the GPU (`Inputs`, offload_activations), they go to the CPU's memory:
 
     forward     block i's input is copied to pinned memory, on a stream of its own, while block i computes; block i + 1
                 begins when that is done, and the GPU's copy is free
@@ -13,15 +19,69 @@ on at once. (record_stream would have it ask the GPU, which the CPU is far ahead
 """
 
 import torch
-from torch.autograd.graph import saved_tensors_hooks
 
+from kernels.launch import compute_dtype, refuse_double_backward
+from kernels.swiglu_mlp import slices
 from pinned import pinned_empty
+
+
+class _Recomputed(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, block, groups, x, cos, sin, *weights):
+        ctx.block, ctx.groups, x = block, groups, x.detach()
+        ctx.place = block.inputs and block.inputs.put(x, block.last)  # leaves while the block computes
+        ctx.save_for_backward(None if block.inputs else x, cos, sin)
+        out = torch.empty_like(x)
+        for some in slices(len(x), groups):
+            torch.add(*block.addends(x[some], None, cos, sin), out=out[some])
+        return out
+
+    @staticmethod
+    def backward(ctx, dy):
+        refuse_double_backward()
+        x, cos, sin = ctx.saved_tensors
+        x = ctx.block.inputs.take(ctx.place, dy.device) if x is None else x
+        weights = learning(ctx.block)
+        if ctx.groups == 1:
+            dx, *dweights = _gradients(ctx.block, x, cos, sin, weights, dy)
+            return None, None, dx, None, None, *dweights
+        dx, sums = dy.contiguous(), []  # a group's gradient of x is written where that of its output was
+        for some in slices(len(x), ctx.groups):
+            dx[some], *dweights = _gradients(ctx.block, x[some], cos, sin, weights, dx[some])
+            if sums:
+                torch._foreach_add_(sums, dweights)
+            else:
+                sums = [dweight.to(compute_dtype(dweight)) for dweight in dweights]
+            del dweights  # before the next group makes its own
+        return None, None, dx, None, None, *(s.to(w.dtype) for s, w in zip(sums, weights, strict=True))
+
+
+def _gradients(block, x, cos, sin, weights, dy):
+    """Of x, then of the weights."""
+    x = x.detach().requires_grad_()
+    with torch.enable_grad(), block.mlp:
+        addends = block.addends(x, None, cos, sin)
+    return torch.autograd.grad(addends, [x, *weights], [dy, dy])
+
+
+def learning(block: torch.nn.Module) -> list[torch.nn.Parameter]:
+    return [weight for weight in block.parameters() if weight.requires_grad]
+
+
+def recomputed(block, groups: int, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    """The output of a block of model.py for its input x, both (B, T, C), of which only x is kept for backward.
+
+    The sequences pass through it in so many groups. Where that is more than one, the weights' gradients of each are
+    added in float32, and the gradient of x takes the memory of the output's: so nobody else may read that one
+    afterwards. A hook on a weight sees the gradient of each group, and then the sum (autograd.grad calls it too).
+    """
+    return _Recomputed.apply(block, groups, x, cos, sin, *learning(block))
 
 
 class Inputs:
     """The inputs of the blocks of one forward pass: put in the order of forward, taken in that of backward, once.
 
-    with inputs.kept(last=False): checkpoint(block, x, cos, sin)
+    place = inputs.put(x, last=False) ... x = inputs.take(place, device)
     """
 
     def __init__(self):
@@ -39,32 +99,14 @@ class Inputs:
         self.stack.clear()
         self.leaving = self.coming = None
 
-    def kept(self, last: bool) -> saved_tensors_hooks:
-        """Of what is saved meanwhile, the (B, T, C) tensors are put here; for backward they are taken again."""
-
-        def pack(x):
-            if x.ndim == 3:
-                self.put(x, last)
-                return self.passes, len(self.stack), x.device
-            return x
-
-        def unpack(kept):
-            if isinstance(kept, torch.Tensor):
-                return kept
-            if kept[:2] != (self.passes, len(self.stack)):
-                raise RuntimeError("offload_activations: each forward has one backward, before the next forward")
-            return self.take(kept[2])
-
-        return saved_tensors_hooks(pack, unpack)
-
-    def put(self, x: torch.Tensor, last: bool):
-        """Keeps x (B, T, C), which nobody changes any more. last: of the last block."""
+    def put(self, x: torch.Tensor, last: bool) -> tuple[int, int]:
+        """Keeps x (B, T, C), which nobody changes any more; returns where. last: of the last block."""
         if self.leaving is not None:
             torch.cuda.current_stream().wait_event(self.leaving[1])
             self.leaving = None
         if last or not x.is_cuda:
             self.stack.append(x)
-            return
+            return self.passes, len(self.stack)
         self.stream = self.stream or torch.cuda.Stream()
         i = len(self.stack)
         if i == len(self.pinned):
@@ -76,9 +118,12 @@ class Inputs:
             self.pinned[i].copy_(x, non_blocking=True)
         self.leaving = x, self.stream.record_event()
         self.stack.append(self.pinned[i])
+        return self.passes, len(self.stack)
 
-    def take(self, device: torch.device) -> torch.Tensor:
+    def take(self, place: tuple[int, int], device: torch.device) -> torch.Tensor:
         """The input that was put last, and calls the one before."""
+        if place != (self.passes, len(self.stack)):
+            raise RuntimeError("offload_activations: each forward has one backward, before the next forward")
         x, arrived = self.coming or self._call(self.stack[-1], device)
         self.stack.pop()
         self.coming = self._call(self.stack[-1], device) if self.stack else None

@@ -1,7 +1,7 @@
 """Where each byte of a training step goes, from the settings alone: no GPU is asked, nothing is allocated.
 
     plan = Plan(batch_size=8)                  # what train.py's settings of the same names say, for one rank
-    peak_gib(config, plan)                     # 28.6 for Llama 3.2 1B at 8 x 2,048 tokens
+    peak_gib(config, plan)                     # 28.5 for Llama 3.2 1B at 8 x 2,048 tokens
     print(table(config, plan))                 # the parts at the peak, with the arithmetic
     advice(config, plan)                       # which settings would lower it most
     largest_batch(config, plan, gib=24)        # what fits
@@ -48,6 +48,7 @@ class Plan:
     shard_ranks: int = 1  # how many ranks share one copy of the model
     sync_every_micro_batch: bool = True
     copy_engines: bool = False
+    compile: bool = False
     offload: str = "none"  # 'optimizer': w, m, v and gradients to CPU memory; 'all': also weights, until they are used
 
     @property
@@ -145,14 +146,15 @@ def loss_bytes(c: LlamaConfig, plan: Plan, n_tokens: int) -> tuple[Part, Part]:
         backward = Part("loss head", row * n_tokens + itemsize * head + summed + 3 * x, f"{logits}, head's gradient")
         return forward, backward
     logits = f"logits of {min(chunk, n_tokens):,} tokens, head's gradient"
+    normed = x if c.fused_kernels else 2 * x  # and its gradient, which takes its memory
     if not wide:
         return (
-            Part("loss head", row * chunk + itemsize * head + summed + 2 * x, logits),
+            Part("loss head", row * chunk + itemsize * head + summed + normed, logits),
             Part("loss head", itemsize * head + summed + x, "head's gradient"),
         )
     return (
-        Part("loss head", row * min(chunk, n_tokens) + 4 * head + summed + 2 * x, f"{logits} in float32"),
-        Part("loss head", (4 + itemsize) * head + summed + 2 * x, "head's gradient in float32 and rounded"),
+        Part("loss head", row * min(chunk, n_tokens) + 4 * head + summed + normed, f"{logits} in float32"),
+        Part("loss head", (4 + itemsize) * head + summed + normed, "head's gradient in float32 and rounded"),
     )
 
 
@@ -179,7 +181,10 @@ class Step:
     def __init__(self, c: LlamaConfig, plan: Plan):
         self.c, self.plan, self.itemsize, self.layers = c, plan, plan.itemsize, c.n_layer
         self.n_tokens = plan.batch_size * c.block_size
-        self.chunks = c.chunks_of_mlp(self.n_tokens)
+        in_groups = c.activation_checkpointing == "full" and not plan.compile
+        self.groups = c.groups_of_sequences(plan.batch_size, c.block_size) if in_groups else 1
+        self.in_group = -(-plan.batch_size // self.groups) * c.block_size  # tokens
+        self.chunks = c.chunks_of_mlp(self.in_group)
         (self.block, self.root), self.head = n_params(c), c.vocab_size * c.n_embd
         self.total = self.root + self.layers * self.block
         self.apart = plan.fsdp and not c.tie_embeddings  # two groups of what is the root elsewhere:
@@ -280,13 +285,15 @@ class Step:
 
     def backward(self, k: int) -> list[Part]:
         """Of block k, counted from 1: those above it are done."""
-        c, itemsize, n_tokens, last = self.c, self.itemsize, self.n_tokens, k == self.layers
+        c, itemsize, n_tokens, last = self.c, self.itemsize, self.in_group, k == self.layers
         kept, in_block = token_bytes(c, itemsize, self.chunks)
         working = (in_block - kept) * n_tokens
         if self.chunks > 1 and c.fused_kernels:  # a slice, with sums of its gradients; or, later, those of k and v
             a_slice = itemsize * (6 * c.ffn_dim + c.n_embd) * n_tokens // self.chunks + 12 * c.n_embd * c.ffn_dim
             working += max(a_slice, itemsize * 2 * c.n_kv_head * c.head_dim * n_tokens)
         working = max(working, itemsize * self.block - kept * n_tokens)  # with few tokens the block's own gradients
+        if self.groups > 1:  # the gradients of x, of all groups, and sums of the weights'
+            working += itemsize * c.n_embd * (self.n_tokens - n_tokens) + 4 * self.block
         extra = Part("the block in backward", working, f"{in_block - kept:,} bytes x {n_tokens:,} tokens, beyond saved")
         return self.at(
             extra,

@@ -17,7 +17,6 @@ F ffn_dim, V vocabulary, N = B·T tokens.
 import math
 import zlib
 from collections.abc import Iterator
-from contextlib import nullcontext
 from dataclasses import dataclass
 
 import torch
@@ -29,7 +28,7 @@ from torch.utils.checkpoint import checkpoint
 
 import kernels
 import kernels.reference
-from activations import Inputs
+from activations import Inputs, recomputed
 from kernels.linear_cross_entropy import default_chunk_tokens
 
 
@@ -89,6 +88,10 @@ class LlamaConfig:
         """
         by_itself = self.activation_checkpointing == "full" and self.fused_kernels
         return self.mlp_chunks or (max(n_tokens // max(MLP_SLICE, 4 * self.n_embd), 1) if by_itself else 1)
+
+    def groups_of_sequences(self, n_batch: int, n_time: int) -> int:
+        """In how many groups they pass through a block under full checkpointing, unless its MLP is told how to."""
+        return 1 if self.mlp_chunks else min(self.chunks_of_mlp(n_batch * n_time), n_batch)
 
     def chunks_of_loss(self, n_tokens: int, dtype: torch.dtype) -> dict:
         """How linear_cross_entropy takes them. Full checkpointing is for those whom memory troubles: half the logits
@@ -183,11 +186,15 @@ class RMSNorm(nn.Module):
         super().__init__()
         self.weight = nn.Parameter(torch.ones(config.n_embd))
         self.eps = config.norm_eps
-        self.add_rms_norm = (kernels if config.fused_kernels else kernels.reference).add_rms_norm
+        ops = kernels if config.fused_kernels else kernels.reference
+        self.rms_norm, self.add_rms_norm = ops.rms_norm, ops.add_rms_norm
 
     def forward(self, x, residual):
-        """norm(x + residual). The blocks take weight and eps alone: they norm where they project."""
-        return self.add_rms_norm(x, residual, self.weight, self.eps)[0]
+        """norm(x + residual), or of x, for the head. The blocks take weight and eps: they norm where they project."""
+        options = {"eps": self.eps, "overwrite_dy": True}  # nobody but the head makes a gradient of it
+        if residual is None:
+            return self.rms_norm(x, self.weight, **options)
+        return self.add_rms_norm(x, residual, self.weight, **options)[0]
 
 
 class Attention(nn.Module):
@@ -253,21 +260,22 @@ class Block(nn.Module):
         self.attn = Attention(config)
         self.mlp_norm = RMSNorm(config)
         self.mlp = MLP(config)
-        self.checkpointing = config.activation_checkpointing == "full"
+        self.config, self.checkpointing = config, config.activation_checkpointing == "full"
         self.inputs, self.last = None, False  # with offload_activations: where inputs go; whether it is the last block
 
     def forward(self, x, delta, cos, sin, cache=None):
-        """x (B, T, C) and delta (B, T, C) or None, their sum the block's input; returns two addends of its output."""
-        if self.checkpointing and torch.is_grad_enabled():
-            # Inside the block, so that FSDP has gathered the weights whenever the recomputation runs.
-            options = {"use_reentrant": False, "preserve_rng_state": False}
-            if not torch.compiler.is_compiling():  # the compiler finds out by itself what nobody reads
-                options["context_fn"] = lambda: (nullcontext(), self.mlp)  # around forward, around its repetition
-            with nullcontext() if self.inputs is None else self.inputs.kept(self.last):
-                return checkpoint(self._forward, x, delta, cos, sin, **options)
-        return self._forward(x, delta, cos, sin, cache)
+        """x (B, T, C) and delta (B, T, C) or None, their sum the block's input; returns two such, its output's."""
+        if not self.checkpointing or not torch.is_grad_enabled():
+            return self.addends(x, delta, cos, sin, cache)
+        # Inside the block, so that FSDP has gathered the weights whenever the recomputation runs.
+        if torch.compiler.is_compiling() or (self.inputs is None and not self.config.fused_kernels):
+            # The compiler finds out by itself what nobody reads; of plain operations PyTorch repeats but the needed.
+            return checkpoint(self.addends, x, delta, cos, sin, use_reentrant=False, preserve_rng_state=False)
+        x, groups = x if delta is None else x + delta, self.config.groups_of_sequences(*x.shape[:2])
+        return recomputed(self, groups, x, cos, sin), None
 
-    def _forward(self, x, delta, cos, sin, cache=None):
+    def addends(self, x, delta, cos, sin, cache=None):
+        """The block's output as x and what its MLP adds to it."""
         attended, x = self.attn(x, delta, self.attn_norm, cos, sin, cache)  # what it adds, and what it adds it to
         computed, x = self.mlp(attended, x, self.mlp_norm)
         return x, computed
@@ -288,6 +296,7 @@ class Head(nn.Linear):
         if not self.config.fused_loss:
             return kernels.reference.linear_cross_entropy(x, self.weight, targets)
         options = self.config.chunks_of_loss(x.shape[0], x.dtype)
+        options["overwrite_x"] = self.config.fused_kernels  # whose final norm does not read its output again
         return kernels.linear_cross_entropy(x, self.weight, targets, **options)
 
 
@@ -343,7 +352,7 @@ class Llama(nn.Module):
         cos, sin = rope_tables(self.config, start, end, tokens.device, wide)
         for layer, cache in zip(self.layers, caches or [None] * len(self.layers), strict=True):
             if self.config.activation_checkpointing == "full" and delta is not None:
-                x, delta = x + delta, None  # a checkpoint keeps the block's inputs: one tensor instead of two
+                x, delta = x + delta, None  # PyTorch's checkpoint keeps a block's inputs: one tensor instead of two
             x, delta = layer(x, delta, cos, sin, cache)
         x, delta = self.norm(x, delta), None
         return self.lm_head(x if caches is None else x[:, -1:], targets)

@@ -870,6 +870,42 @@ def test_a_weight_gradient_summed_in_bf16_is_close_and_given_once():
         loss.backward()
 
 
+@pytest.mark.parametrize("name", ["rms_norm", "add_rms_norm"])
+def test_the_gradient_of_x_may_take_the_memory_of_that_of_y(name):
+    inputs, _ = OPERATIONS[name].inputs(6, 20, BF16)
+    upstream = draw_upstream(run(OPERATIONS[name].function, inputs)[: -len(inputs)])
+    expected = run(OPERATIONS[name].function, inputs, upstream=[x.clone() for x in upstream])
+    overwriting = partial(getattr(kernels, name), overwrite_dy=True)
+    assert_same(run(overwriting, inputs, upstream=upstream), expected, name)
+    dx = expected[-len(inputs)]
+    assert torch.equal(upstream[0], dx), "it took memory of its own"
+    strided = [x.T.contiguous().T for x in upstream[:1]] + upstream[1:]
+    before = strided[0].clone()
+    run(overwriting, inputs, upstream=strided)
+    assert torch.equal(strided[0], before), "what is not contiguous stays"
+
+
+@pytest.mark.parametrize("options", [{}, {"fp32_dweight": False}], ids=str)
+def test_x_may_become_its_own_gradient(options):
+    (x, weight), (targets,) = OPERATIONS["linear_cross_entropy"].inputs(40, 70, BF16)
+    chunked = partial(linear_cross_entropy, chunk_tokens=7, **options)
+    _, dx, dweight = run(chunked, (x, weight), (targets,), one())
+    leaf, weight = x.clone().requires_grad_(), weight.requires_grad_()
+    hidden, met = leaf.clone(), []
+    hidden.register_hook(lambda gradient: met.append(gradient.data_ptr()))
+    chunked(hidden, weight, targets, overwrite_x=True).backward()
+    assert torch.equal(leaf.grad, dx) and torch.equal(weight.grad, dweight)
+    assert met == [hidden.data_ptr()], "it took memory of its own"
+    weight.grad = None
+    strided = leaf.T.contiguous().T  # not overwritten
+    before = strided.detach().clone()
+    chunked(strided, weight, targets, overwrite_x=True).backward()
+    assert torch.equal(strided, before) and torch.equal(weight.grad, dweight)
+    read_again = leaf.clone()
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        (read_again.square().sum() + chunked(read_again, weight, targets, overwrite_x=True)).backward()
+
+
 def test_targets_of_any_integer_type_and_stride():
     (logits,), (targets,) = loss_inputs()
     strided = torch.full((11, 3), 10**6, device=DEVICE)

@@ -8,6 +8,7 @@ Errors are relative, ‖out − truth‖ / ‖truth‖, tensor by tensor. float6
 import copy
 import functools
 import gc
+import importlib
 import math
 import runpy
 from collections import Counter
@@ -23,7 +24,9 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
+import activations
 import collectives
+import kernels
 from convert import hf_names
 from model import KVCache, Llama, LlamaConfig, sample
 
@@ -240,6 +243,62 @@ def test_in_slices_the_mlp_trains_the_same(settings, fused_kernels):
     assert_close(loss_and_gradients(sliced, *batch(n_time=5)), arm_result(False, False), 1e-12)
 
 
+@pytest.mark.parametrize("fused_kernels", [True, False])
+@pytest.mark.parametrize("offload_activations", [True, False], ids=["inputs kept elsewhere", "kept"])
+@pytest.mark.parametrize("groups", [2, 3])
+def test_in_groups_of_sequences_a_block_trains_the_same(monkeypatch, groups, offload_activations, fused_kernels):
+    tokens, targets = (torch.cat([x, x.flip(0), x[:1]]) for x in batch(n_time=5))
+    plain = loss_and_gradients(build(fused_kernels=fused_kernels), tokens, targets)
+    monkeypatch.setattr(LlamaConfig, "groups_of_sequences", lambda *_: groups)
+    full = dict(activation_checkpointing="full", offload_activations=offload_activations)
+    model = build(fused_kernels=fused_kernels, **full)
+    assert_close(loss_and_gradients(model, tokens, targets), plain, 1e-12)
+
+
+@pytest.mark.parametrize("fp32_dweight", [True, False])
+@pytest.mark.parametrize("mode", MODES)
+def test_what_is_overwritten_is_not_read_again(monkeypatch, mode, fp32_dweight):
+    """The same bits as where every gradient takes memory of its own."""
+    loss_file = importlib.import_module("kernels.linear_cross_entropy")
+    fill_chunks, over_x = loss_file._fill_chunks, []
+    monkeypatch.setattr(
+        loss_file,
+        "_fill_chunks",
+        lambda x, *rest: over_x.append(x.data_ptr() == rest[-2].data_ptr()) or fill_chunks(x, *rest),
+    )
+    options = {"chunk_tokens": 12, "fp32_dweight": fp32_dweight}
+    monkeypatch.setattr(LlamaConfig, "chunks_of_loss", lambda *_: dict(options))
+    monkeypatch.setattr(LlamaConfig, "groups_of_sequences", lambda *_: 2)
+    data, settings = batch(n_batch=4, n_time=8), dict(dtype=BF16, activation_checkpointing=mode)
+    overwriting = loss_and_gradients(build(**settings), *data)
+    assert over_x == [True]
+    backward = activations._Recomputed.backward
+    monkeypatch.setattr(activations._Recomputed, "backward", staticmethod(lambda ctx, dy: backward(ctx, dy.clone())))
+    for name, flag in (
+        ("linear_cross_entropy", "overwrite_x"),
+        ("rms_norm", "overwrite_dy"),
+        ("add_rms_norm", "overwrite_dy"),
+    ):
+        op = getattr(kernels, name)
+        monkeypatch.setattr(
+            kernels, name, lambda *inputs, op=op, flag=flag, **more: op(*inputs, **more | {flag: False})
+        )
+    assert_equal(loss_and_gradients(build(**settings), *data), overwriting)
+    assert over_x == [True, False]
+
+
+def test_a_frozen_weight_of_a_block_gets_no_gradient_and_changes_none():
+    expected = loss_and_gradients(build(), *batch(n_time=5))
+    model = build(activation_checkpointing="full")
+    frozen = ["layers.0.mlp_norm.weight", "layers.1.attn.qkv_proj.weight"]
+    for name in frozen:
+        model.get_parameter(name).requires_grad_(False)
+    model(*batch(n_time=5)).backward()
+    assert all(model.get_parameter(name).grad is None for name in frozen)
+    for name, parameter in model.named_parameters():
+        assert name in frozen or error(parameter.grad, expected[name]) < 1e-12, name
+
+
 def test_full_checkpointing_takes_smaller_pieces():
     config = LlamaConfig(n_layer=1, n_head=2, n_kv_head=1, n_embd=8, ffn_dim=16, vocab_size=128256, block_size=8)
     full = replace(config, activation_checkpointing="full")
@@ -254,6 +313,9 @@ def test_full_checkpointing_takes_smaller_pieces():
     wide = replace(full, n_embd=4096)  # sums of the weights' gradients as large as what 4,096 tokens take
     assert [wide.chunks_of_mlp(n) for n in (32_767, 32_768)] == [1, 2]
     assert replace(full, fused_kernels=False).chunks_of_mlp(100_000) == 1, "plain PyTorch would pay for it"
+    for shape, groups in {(16, 1024): 2, (112, 1024): 14, (4, 131_072): 4, (1, 131_072): 1, (15, 1024): 1}.items():
+        assert full.groups_of_sequences(*shape) == groups and config.groups_of_sequences(*shape) == 1
+    assert replace(full, mlp_chunks=3).groups_of_sequences(16, 1024) == 1, "as it is told"
 
 
 def test_inputs_kept_elsewhere_are_for_one_backward():

@@ -273,6 +273,27 @@ def test_every_arm_and_checkpointing_mode_has_the_same_losses(train, tmp_path, s
     assert_close(step_losses(tmp_path / "plain"), step_losses(tmp_path / "other"), 1e-5)
 
 
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {},
+        dict(offload_activations=True),
+        dict(offload="optimizer", batch_size=8, gradient_accumulation_steps=2),
+        dict(offload="all", n_layer=5),
+        dict(dtype="bfloat16"),
+    ],
+    ids=str,
+)
+def test_in_groups_of_sequences_the_losses_stay(train, tmp_path, monkeypatch, settings):
+    monkeypatch.setattr(model_module, "MLP_SLICE", 1)  # 4C tokens, 128, are the limit then
+    shape = {"batch_size": 16} | {name: settings[name] for name in ("n_layer", "dtype") if name in settings}
+    train(out_dir=tmp_path / "plain", **shape)
+    run = train(out_dir=tmp_path / "other", **{"batch_size": 16} | settings, activation_checkpointing="full")
+    assert run["config"].groups_of_sequences(run["batch_size"], 32) > 1
+    tolerance = 5e-4 if "dtype" in settings else 1e-5
+    assert_close(step_losses(tmp_path / "plain"), step_losses(tmp_path / "other"), tolerance)
+
+
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 @pytest.mark.parametrize(
     "settings",
@@ -579,12 +600,21 @@ def test_so_it_is_where_weights_are_in_halves(text_data, tmp_path):
     check_ranks(text_data, alone, tmp_path, 2, dict(dtype="bfloat16"), 5e-4)
 
 
-def check_ranks(text_data, alone, tmp_path, ranks, settings, tolerance=1e-5):
+@pytest.mark.parametrize("settings", [{}, dict(sharding="zero2"), dict(offload="all")], ids=str)
+def test_so_it_is_where_groups_of_sequences_pass_through_a_block(text_data, alone, tmp_path, settings):
+    before = "import model\nmodel.MLP_SLICE, seen, count = 1, set(), model.LlamaConfig.groups_of_sequences\n"
+    before += "model.LlamaConfig.groups_of_sequences = lambda *shape: seen.add(count(*shape)) or count(*shape)"
+    script = wrapped(tmp_path, before, "assert 2 in seen, seen")
+    settings |= dict(batch_size=8, gradient_accumulation_steps=2, activation_checkpointing="full")
+    check_ranks(text_data, alone, tmp_path, 2, settings, script=script)
+
+
+def check_ranks(text_data, alone, tmp_path, ranks, settings, tolerance=1e-5, script="train.py"):
     settings = LONGER | dict(dataset=text_data) | settings
     shutil.copytree(alone / "step_000010", tmp_path / "out/step_000010")  # begun by one, ended by several
     shutil.copy(alone / "metrics.jsonl", tmp_path / "out/metrics.jsonl")
     for out_dir in ("many", "out"):
-        command = torchrun(ranks, settings | {"out_dir": tmp_path / out_dir})
+        command = torchrun(ranks, settings | {"out_dir": tmp_path / out_dir}, script)
         done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
         assert done.returncode == 0, done.stderr
         assert done.stdout.count("step 00030/30") == 1, "only rank 0 speaks"

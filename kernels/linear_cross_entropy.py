@@ -12,8 +12,8 @@ mean's 1/n, the loss scale and the accumulation's factor all arrive as one numbe
 once, at the one rounding of dW. So no fp16 gradient is divided into underflow, and nobody asks the GPU for a number.
 
 FLOPs: 3 matmuls of 2·N·C·V, the floor. Bytes beyond their own: 3 passes over the logits (two reads, one write).
-Above its inputs it allocates the chunk's logits, dx, and dW in fp32, 4·V·C bytes; backward, when the logits' buffer is
-free, the scaled dx and the rounded dW, 2·V·C bytes.
+Above its inputs it allocates the chunk's logits, dx (or none: overwrite_x), and dW in fp32, 4·V·C bytes; backward, when
+the logits' buffer is free, the scaled dx and the rounded dW, 2·V·C bytes.
 
 Where one chunk holds all tokens there is no reason to hurry: the gradient of the logits is kept as it stands in the
 buffer, and backward multiplies it, with x scaled, straight into dx and dW. No fp32 dW, no pass to round it. (Not in
@@ -50,6 +50,23 @@ def _fill_losses(losses, x, weight, targets, logits, options, scale):
     """losses (N,), and logits (N, V) with the gradient of their sum times scale, or where that is None of no use."""
     torch.mm(x, weight.T, out=logits)
     losses_of_rows(logits, targets, options, scale, None if scale is None else logits, padded=True, losses=losses)
+
+
+def _fill_chunks(x, weight, targets, options, chunk_tokens, scale, losses, dx, dweight):
+    """Fills losses (N,), and dx (N, C) and dW (V, C), which are empty where not needed; dx may be x."""
+    n_tokens = x.shape[0]
+    buffer = _logits_buffer(x, min(chunk_tokens, n_tokens), weight.shape[0])
+    scale = scale if dx.numel() or dweight.numel() else None
+    for start in range(0, n_tokens, chunk_tokens):
+        chunk = slice(start, min(start + chunk_tokens, n_tokens))
+        logits = buffer[: chunk.stop - start]
+        _fill_losses(losses[chunk], x[chunk], weight, targets[chunk], logits, options, scale)
+        if dweight.numel():
+            accumulate(dweight, logits.T, x[chunk], first=start == 0)
+        if dx.numel():
+            torch.mm(logits, weight, out=dx[chunk])
+    if n_tokens == 0:
+        dweight.zero_()
 
 
 # Opaque operators: torch.compile calls them as they stand, and their loops and buffers stay ours.
@@ -91,20 +108,9 @@ def _chunked_loss(
     scale: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Losses (N,), and the gradients of their sum times scale: dx (N, C), dW (V, C); empty where not needed."""
-    n_tokens = x.shape[0]
     losses, dx, dweight = _outputs(x, weight, need_dx, need_dweight, fp32_dweight)
-    buffer = _logits_buffer(x, min(chunk_tokens, n_tokens), weight.shape[0])
-    options, scale = (ignore_index, label_smoothing, z_loss), scale if need_dx or need_dweight else None
-    for start in range(0, n_tokens, chunk_tokens):
-        chunk = slice(start, min(start + chunk_tokens, n_tokens))
-        logits = buffer[: chunk.stop - start]
-        _fill_losses(losses[chunk], x[chunk], weight, targets[chunk], logits, options, scale)
-        if need_dx:
-            torch.mm(logits, weight, out=dx[chunk])
-        if need_dweight:
-            accumulate(dweight, logits.T, x[chunk], first=start == 0)
-    if n_tokens == 0:
-        dweight.zero_()
+    options = ignore_index, label_smoothing, z_loss
+    _fill_chunks(x, weight, targets, options, chunk_tokens, scale, losses, dx, dweight)
     return losses, dx, dweight
 
 
@@ -175,15 +181,25 @@ class _WholeLoss(torch.autograd.Function):
 
 class _ChunkedLoss(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x, weight, targets, ignore_index, label_smoothing, z_loss, reduction, chunk_tokens, fp32_dweight):
-        options = ignore_index, label_smoothing, z_loss, chunk_tokens, *ctx.needs_input_grad[:2], fp32_dweight
+    def forward(
+        ctx, x, weight, targets, ignore_index, label_smoothing, z_loss, reduction, chunk_tokens, fp32_dweight,
+        overwrite_x,
+    ):  # fmt: skip
+        options, (need_dx, need_dweight) = (ignore_index, label_smoothing, z_loss), ctx.needs_input_grad[:2]
+        over_x = overwrite_x and need_dx and x.is_contiguous()
         one = torch.ones((), dtype=compute_dtype(x), device=x.device)
         divisor = n_live(targets, ignore_index) if reduction == "mean" else one
         # Sums in the weight's dtype are rounded often enough: the mean's factor is in them from the start.
         scale, divisor_left = (one, divisor) if fp32_dweight else (1 / divisor.to(one.dtype), one)
-        losses, dx, dweight = _chunked_loss(x, weight, targets, *options, scale)
+        if over_x:
+            losses, _, dweight = _outputs(x, weight, False, need_dweight, fp32_dweight)
+            dx = x.detach()
+            _fill_chunks(x, weight, targets, options, chunk_tokens, scale, losses, dx, dweight)
+        else:
+            needed = chunk_tokens, need_dx, need_dweight, fp32_dweight
+            losses, dx, dweight = _chunked_loss(x, weight, targets, *options, *needed, scale)
         ctx.save_for_backward(dx, dweight, divisor_left)
-        ctx.weight_dtype, ctx.in_place = weight.dtype, not fp32_dweight
+        ctx.weight_dtype, ctx.in_place = weight.dtype, (over_x or not fp32_dweight, not fp32_dweight)
         return losses.sum() / divisor
 
     @staticmethod
@@ -191,14 +207,17 @@ class _ChunkedLoss(torch.autograd.Function):
         refuse_double_backward()
         dx, dweight, divisor = ctx.saved_tensors
         need_dx, need_dweight = ctx.needs_input_grad[:2]
-        scale = dloss / divisor
-        if ctx.in_place:  # autograd refuses a second backward: it sees that these have changed
-            for gradient in (dx, dweight):
-                _scale_(gradient, scale)
-        else:
-            dx = _scaled(dx, scale, dx.dtype) if need_dx else None
-            dweight = _scaled(dweight, scale, ctx.weight_dtype) if need_dweight else None
-        return dx if need_dx else None, dweight if need_dweight else None, *[None] * 7
+        scale, (dx_in_place, dweight_in_place) = dloss / divisor, ctx.in_place
+        dx = _scaled_gradient(dx, scale, dx.dtype, dx_in_place) if need_dx else None
+        dweight = _scaled_gradient(dweight, scale, ctx.weight_dtype, dweight_in_place) if need_dweight else None
+        return dx, dweight, *[None] * 8
+
+
+def _scaled_gradient(gradient, scale, dtype, in_place):
+    if not in_place:
+        return _scaled(gradient, scale, dtype)
+    _scale_(gradient, scale)  # autograd refuses a second backward: it sees that this has changed
+    return gradient
 
 
 def default_chunk_tokens(vocab_size: int, itemsize: int) -> int:
@@ -216,6 +235,7 @@ def linear_cross_entropy(
     reduction: str = "mean",
     chunk_tokens: int | None = None,
     fp32_dweight: bool = True,
+    overwrite_x: bool = False,
 ) -> torch.Tensor:
     """cross_entropy(x @ weight.T, targets) with the logits held one chunk of tokens at a time (Hsu et al., 2024).
 
@@ -227,7 +247,8 @@ def linear_cross_entropy(
 
     fp32_dweight=False is for the last GiB: dW is summed in the dtype of the weight, rounded at each chunk (four chunks
     make its error 1.6 times that of one rounding), the mean's 1/n in it from the start, and backward scales both
-    gradients where they lie, once only. Not in fp16, which cannot hold such sums.
+    gradients where they lie, once only. Not in fp16, which cannot hold such sums. overwrite_x: where there are several
+    chunks, x becomes its own gradient, chunk by chunk: for one that nobody reads after, and a single backward.
     """
     if x.ndim != 2 or weight.ndim != 2 or x.shape[1] != weight.shape[1] or x.dtype != weight.dtype:
         raise ValueError(
@@ -252,7 +273,8 @@ def linear_cross_entropy(
     if torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad):
         if x.shape[0] <= chunk_tokens and x.dtype != torch.float16:
             return _WholeLoss.apply(x, weight, targets, *options, reduction)
-        return _ChunkedLoss.apply(x, weight, targets, *options, reduction, chunk_tokens, fp32_dweight)
+        overwrite_x = overwrite_x and not torch.compiler.is_compiling()
+        return _ChunkedLoss.apply(x, weight, targets, *options, reduction, chunk_tokens, fp32_dweight, overwrite_x)
     one = torch.ones((), dtype=compute_dtype(x), device=x.device)
     losses, _, _ = _chunked_loss(x, weight, targets, *options, chunk_tokens, False, False, fp32_dweight, one)
     return reduce_loss(losses, targets, ignore_index, reduction)

@@ -30,13 +30,13 @@ from .launch import (
 )
 
 
-def rms_norm_reference(x, weight, eps=1e-5):
+def rms_norm_reference(x, weight, eps=1e-5, overwrite_dy=False):
     x_wide = x.to(torch.promote_types(x.dtype, torch.float32))
     rstd = torch.rsqrt(x_wide.square().mean(-1, keepdim=True) + eps)
     return (x_wide * rstd * weight).to(x.dtype)
 
 
-def add_rms_norm_reference(x, residual, weight, eps=1e-5):
+def add_rms_norm_reference(x, residual, weight, eps=1e-5, overwrite_dy=False):
     total = x + residual
     return rms_norm_reference(total, weight, eps), total
 
@@ -163,17 +163,21 @@ def rms_norm_backward(dy, dtotal, x, weight, rstd, need_dx, need_dweight, need_y
 
 class _RMSNorm(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x, residual, weight, eps):
+    def forward(ctx, x, residual, weight, eps, overwrite_dy):
         y, total, rstd = rms_norm_forward(x, residual, weight, eps)
         ctx.save_for_backward(total, weight, rstd)
+        ctx.overwrite_dy = overwrite_dy
         return y if residual is None else (y, total)
 
     @staticmethod
     def backward(ctx, dy, dtotal=None):
         total, weight, rstd = ctx.saved_tensors
-        need_dx, need_dresidual, need_dweight, _ = ctx.needs_input_grad
-        dx, dweight, _ = rms_norm_backward(dy, dtotal, total, weight, rstd, need_dx or need_dresidual, need_dweight)
-        return dx if need_dx else None, dx if need_dresidual else None, dweight, None
+        need_dx, need_dresidual, need_dweight = ctx.needs_input_grad[:3]
+        overwrite_dy = ctx.overwrite_dy and dy.is_contiguous()
+        dx, dweight, _ = rms_norm_backward(
+            dy, dtotal, total, weight, rstd, need_dx or need_dresidual, need_dweight, overwrite_dy=overwrite_dy
+        )
+        return dx if need_dx else None, dx if need_dresidual else None, dweight, None, None
 
 
 def check_norm(x, residual, weight):
@@ -186,25 +190,27 @@ def check_norm(x, residual, weight):
     whole_row(x.shape[-1])
 
 
-def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float = 1e-5) -> torch.Tensor:
+def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float = 1e-5, overwrite_dy: bool = False) -> torch.Tensor:
     """y = x / sqrt(mean(x²) + eps) · weight over the last dimension (Zhang and Sennrich, 2019).
 
     x (..., C) of any strides, weight (C,), any floating dtypes; returns y (..., C) in x's dtype, contiguous.
-    Computed in fp32 (fp64 for fp64) and rounded once. ValueError where weight does not fit x.
+    Computed in fp32 (fp64 for fp64) and rounded once. overwrite_dy: backward may write the gradient of x over that of
+    y, which nobody else reads. ValueError where weight does not fit x.
     """
     check_norm(x, None, weight)
-    return _RMSNorm.apply(x, None, weight, eps) if use_triton(x) else rms_norm_reference(x, weight, eps)
+    return _RMSNorm.apply(x, None, weight, eps, overwrite_dy) if use_triton(x) else rms_norm_reference(x, weight, eps)
 
 
 def add_rms_norm(
-    x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float = 1e-5
+    x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float = 1e-5, overwrite_dy: bool = False
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """(rms_norm(x + residual), x + residual) in one pass, and one pass backward.
 
     x and residual (..., C) of one dtype and any strides, weight (C,); returns two (..., C) in x's dtype. The norm
-    is that of the rounded sum, so the result equals the two operations done apart. ValueError on shapes or dtypes.
+    is that of the rounded sum, so the result equals the two operations done apart. overwrite_dy: as rms_norm's.
+    ValueError on shapes or dtypes.
     """
     check_norm(x, residual, weight)
     if use_triton(x):
-        return _RMSNorm.apply(x, residual, weight, eps)
+        return _RMSNorm.apply(x, residual, weight, eps, overwrite_dy)
     return add_rms_norm_reference(x, residual, weight, eps)
