@@ -303,10 +303,12 @@ def test_in_groups_of_sequences_the_losses_stay(train, tmp_path, monkeypatch, se
         dict(dtype="float32", batch_size=2, gradient_accumulation_steps=2),
         dict(dtype="float16"),
         dict(eval_interval=3),  # a checkpoint is written meanwhile
+        dict(activation_checkpointing="full", batch_size=16),  # in groups of sequences
     ],
     ids=str,
 )
-def test_a_cuda_graph_has_the_losses_of_its_launches(train, tmp_path, settings):
+def test_a_cuda_graph_has_the_losses_of_its_launches(train, tmp_path, monkeypatch, settings):
+    monkeypatch.setattr(model_module, "MLP_SLICE", 1)
     for cuda_graph in (False, True):
         train(device="cuda", cuda_graph=cuda_graph, max_iters=12, out_dir=tmp_path / str(cuda_graph), **settings)
     assert losses(tmp_path / "True") == losses(tmp_path / "False")
