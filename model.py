@@ -134,13 +134,14 @@ def rope_tables(config: LlamaConfig, start: int, end: int, device, dtype=torch.f
 
 
 def triton_is_faster(q):
-    """Where kernels/flash_attention.py is the better choice: heads of 64 on Hopper.
+    """Where kernels/flash_attention.py is the better choice: heads of 64 on Hopper, up to 4,096 tokens.
 
-    Forward and backward take 7% less than cuDNN's at 8 x 2,048 tokens, 2% more at 2 x 8,192 (`bench.py kernels`), and
-    repeat to the bit.
+    There forward and backward take no longer than cuDNN's, and repeat to the bit; at 8,192 cuDNN's take 5% less
+    (`bench.py kernels` has both).
     """
-    half = q.dtype in (torch.bfloat16, torch.float16)
-    return q.is_cuda and half and q.shape[-1] == 64 and torch.cuda.get_device_capability(q.device)[0] == 9
+    half, n_time, head_dim = q.dtype in (torch.bfloat16, torch.float16), q.shape[1], q.shape[3]
+    fits = half and head_dim == 64 and n_time <= 4096
+    return q.is_cuda and fits and torch.cuda.get_device_capability(q.device)[0] == 9
 
 
 def attend(q, k, v, is_causal):

@@ -279,7 +279,7 @@ LINEAR_CROSS_ENTROPY = Operation(
 # ---------------------------------------------------------------------------------------------------------------------
 # Causal attention with grouped keys and values. q (B, T, H, D), k and v (B, T, K, D)
 
-ATTENTION_SIZES = [(8, 2048, 32, 8, 64), (2, 8192, 32, 8, 64), (4, 4096, 32, 8, 128)]
+ATTENTION_SIZES = [(8, 2048, 32, 8, 64), (2, 8192, 32, 8, 64), (1, 32768, 32, 8, 64), (4, 4096, 32, 8, 128)]
 
 
 def eager_attention(q, k, v):
