@@ -124,6 +124,17 @@ def token_bytes(c: LlamaConfig, itemsize: int, chunks: int) -> tuple[int, int]:
     return kept, everything + working
 
 
+def attention_bytes(c: LlamaConfig, itemsize: int) -> int:
+    """Bytes of a token in the backward of attention, beside what forward has left: the gradients of its output, of q, k
+    and v, and what the kernel needs. cuDNN's: dq in float32, dk and dv of each query head, three numbers a head.
+    """
+    found = itemsize * (2 * c.n_embd + 2 * c.n_kv_head * c.head_dim)
+    in_triton = c.attention == "auto" and c.head_dim == 64 and c.block_size <= 4096  # model.triton_is_faster
+    if in_triton or c.attention == "triton":
+        return found + 4 * c.n_head
+    return found + 4 * c.n_embd + 2 * itemsize * c.n_embd * (c.n_kv_head < c.n_head) + 12 * c.n_head
+
+
 def loss_bytes(c: LlamaConfig, plan: Plan, n_tokens: int) -> tuple[Part, Part]:
     """What the final norm, the head and the loss hold at the end of forward, and at most in their backward."""
     itemsize, head = plan.itemsize, c.vocab_size * c.n_embd
@@ -288,9 +299,10 @@ class Step:
         c, itemsize, n_tokens, last = self.c, self.itemsize, self.in_group, k == self.layers
         kept, in_block = token_bytes(c, itemsize, self.chunks)
         working = (in_block - kept) * n_tokens
-        if self.chunks > 1 and c.fused_kernels:  # a slice, with sums of its gradients; or, later, those of k and v
+        if self.chunks > 1 and c.fused_kernels:  # a slice, with sums of its gradients; or then attention, beside them
             a_slice = itemsize * (6 * c.ffn_dim + c.n_embd) * n_tokens // self.chunks + 12 * c.n_embd * c.ffn_dim
-            working += max(a_slice, itemsize * 2 * c.n_kv_head * c.head_dim * n_tokens)
+            rounded = itemsize * (3 * c.n_embd * c.ffn_dim + c.n_embd**2)
+            working += max(a_slice, attention_bytes(c, itemsize) * n_tokens + rounded)
         working = max(working, itemsize * self.block - kept * n_tokens)  # with few tokens the block's own gradients
         if self.groups > 1:  # the gradients of x, of all groups, and sums of the weights'
             working += itemsize * c.n_embd * (self.n_tokens - n_tokens) + 4 * self.block

@@ -256,12 +256,13 @@ MEASURED_SINCE = [  # GiB on H200s: block_size, activation_checkpointing, plan
     (6.48, 1024, "none", Plan(4, 2, world_size=2, shard_ranks=2, offload="optimizer")),
     (17.11, 2048, "none", Plan(8, offload="optimizer")),
     (15.46, 2048, "none", Plan(8, offload="all")),
-    (13.25, 1024, "full", Plan(112, offload="optimizer")),
     (1.59, 1024, "full", Plan(1, offload="all")),
-    (11.17, 1024, "full", Plan(112, offload="all")),
-    (2.50, 1024, "offloaded", Plan(16, offload="all")),
-    (3.75, 1024, "offloaded", Plan(64, offload="all")),
-    (5.16, 1024, "offloaded", Plan(112, offload="all")),
+    (10.13, 1024, "full", Plan(112, offload="all")),
+    (2.43, 1024, "offloaded", Plan(16, offload="all")),
+    (3.00, 1024, "offloaded", Plan(64, offload="all")),
+    (3.56, 1024, "offloaded", Plan(112, offload="all")),
+    (20.89, 65_536, "full", Plan(4, offload="all")),
+    (12.79, 131_072, "offloaded", Plan(4, offload="all")),
 ]
 
 
