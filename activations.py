@@ -59,7 +59,7 @@ class _Recomputed(torch.autograd.Function):
 def _gradients(block, x, cos, sin, weights, dy):
     """Of x, then of the weights."""
     x = x.detach().requires_grad_()
-    with torch.enable_grad(), block.mlp:
+    with torch.enable_grad(), block.mlp.without_output():
         addends = block.addends(x, None, cos, sin)
     return torch.autograd.grad(addends, [x, *weights], [dy, dy])
 

@@ -7,7 +7,8 @@
     python bench.py kernels                     every kernel beside eager PyTorch, torch.compile and other libraries:
                                                 time, memory, error; to assets/kernels.json (a GPU, some minutes)
     python bench.py kernels op=rope,swiglu      some of them, to out/kernels.json
-    python bench.py step                        where the time of a training step goes (benchmarks/step.py)
+    python bench.py step                        the whole training step, beside other trainers (benchmarks/step.py)
+    python bench.py step breakdown              where its time goes
     python bench.py gpus                        several GPUs: scaling, 8B, checkpoints (benchmarks/gpus.py)
     python bench.py record FOLDER NAME          keeps the summary.json that a training run left in FOLDER
                                                 as assets/NAME.json

@@ -29,7 +29,7 @@ import memory
 import usage
 from model import Llama, LlamaConfig
 from optimizer import AdamW, local, sum_of_bits
-from ranks import local_world_size, maximum, rank, worker_thread
+from ranks import local_world_size, maximum, print0, rank, worker_thread
 
 # A lone process is not a mistake.
 warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninitialized")
@@ -95,16 +95,21 @@ class Saver:
         # Agreed before any rank takes some; without it the system would end the run to find as much.
         there = maximum([(n_bytes + spoken_for) * local_world_size - usage.cpu_available()])[0] <= 0
         # Pinning 15 GB takes seconds: the thread does it while the first steps run.
-        self.copies = self.thread.submit(self._copies, n_bytes, there) if beside and keep_last else None
+        self.copies, beside = None, beside and keep_last
+        self.needed = f"to save beside the training takes {n_bytes / 2**30:.1f} GiB of CPU memory"
+        if beside and there:
+            self.copies = self.thread.submit(self._copies)
+        elif beside:
+            print0(f"the training will wait while a checkpoint is written: {self.needed}, and less is free")
 
-    def _copies(self, n_bytes, there):
+    def _copies(self):
         try:
-            if not there:
-                raise RuntimeError("it is not there")
             return self.optimizer.like_tensors(lambda x: torch.empty_like(x, device="cpu", pin_memory=local(x).is_cuda))
         except RuntimeError as error:
-            print(f"the training will wait while a checkpoint is written: to save beside the training takes "
-                  f"{n_bytes / 2**30:.1f} GiB of CPU memory ({_reason(error)})", file=sys.stderr)  # fmt: skip
+            print(
+                f"the training will wait while a checkpoint is written: {self.needed} ({_reason(error)})",
+                file=sys.stderr,
+            )
             return None
 
     def start(self, step: int, meta: dict):

@@ -17,12 +17,13 @@ waiting take no program either: they are a number that the stream writes to anot
 for in its own (cuStreamWriteValue32, cuStreamWaitValue32). A kernel that waits in a loop would be the same burden as
 NCCL's.
 
-A buffer may be filled again once the others have read it. Those of the layers take turns, and FSDP's order does the
-rest: the others have read one when they say that a later one is full, for each works through its own in order; and
-before FSDP fills one of three for a gather it has waited for the last but one, before it fills one of two for a
-reduction for the last. The root has a single one for each, or the embedding and the head have it in common, and no
-other need come between two uses of that: in an evaluation the next embedding follows the head. So of these the ranks
-also say when they have read it, and whoever fills it waits until all have.
+A buffer may be filled again once all other ranks have pulled from it. A rank pulls in order, so one that says "my
+number k is full" has read all of number k - 1. Gathers of the layers take turns in three buffers: number k overwrites
+k - 3, and by then FSDP has waited for k - 2, which ended when the others had said that theirs was full, and so had read
+k - 3. Reductions take turns in two: k overwrites k - 2, and FSDP has waited for k - 1. The root has a single buffer for
+each, or embedding and head have it in common, and no other need come between two uses of that: in an evaluation the
+next embedding follows the head. So there the ranks also say when they have read it, and whoever fills it waits until
+all have.
 """
 
 import ctypes

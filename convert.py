@@ -81,6 +81,7 @@ def read_config(folder: Path) -> tuple[dict, str | None]:
         if theirs["model_type"] != "llama":
             raise ValueError(f"{path} describes a {theirs['model_type']} model, not a Llama")
         settings = {name: theirs[theirs_name] for name, theirs_name in CONFIG.items()}
+        settings |= _read_rope(theirs, path)
     except json.JSONDecodeError as error:
         raise ValueError(f"{path} is not JSON: {error}") from error
     except KeyError as error:
@@ -88,17 +89,23 @@ def read_config(folder: Path) -> tuple[dict, str | None]:
     head_dim = theirs.get("head_dim") or settings["n_embd"] // settings["n_head"]
     if theirs.get("attention_bias") or theirs.get("mlp_bias") or head_dim * settings["n_head"] != settings["n_embd"]:
         raise ValueError(f"{path} has biases, or heads of {head_dim}: Llama 3 has neither")
+    if theirs.get("hidden_act", "silu") != "silu":
+        raise ValueError(f"{path} has the activation {theirs['hidden_act']}: Llama 3's is silu")
+    tokenizer = "llama3" if settings["vocab_size"] == LLAMA3_VOCAB else None
+    return settings, theirs.get("nanocria_tokenizer", tokenizer)
+
+
+def _read_rope(theirs: dict, path: Path) -> dict:
+    """Our two settings of RoPE; KeyError where one is not said. Old files have its type under "type"."""
     rope = theirs.get("rope_parameters") or {
         "rope_theta": theirs.get("rope_theta"),
         **(theirs.get("rope_scaling") or {}),
     }
-    kind = rope.get("rope_type", "default")
-    if kind not in ("default", "llama3") or not rope["rope_theta"]:
-        raise ValueError(f"{path} has RoPE of the type {kind}, base {rope['rope_theta']}: default and llama3 are known")
-    settings["rope_theta"] = rope["rope_theta"]
-    settings["rope_scaling"] = {key: rope[key] for key in ROPE_SCALING_KEYS} if kind == "llama3" else None
-    tokenizer = "llama3" if settings["vocab_size"] == LLAMA3_VOCAB else None
-    return settings, theirs.get("nanocria_tokenizer", tokenizer)
+    kind, theta = rope.get("rope_type") or rope.get("type", "default"), rope["rope_theta"]
+    if kind not in ("default", "llama3") or not theta:
+        raise ValueError(f"{path} has RoPE of the type {kind}, base {theta}: default and llama3 are known")
+    scaling = {key: rope[key] for key in ROPE_SCALING_KEYS} if kind == "llama3" else None
+    return {"rope_theta": theta, "rope_scaling": scaling}
 
 
 def read_special_tokens(folder: Path, end: int) -> tuple[int, set[int]]:

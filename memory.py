@@ -49,6 +49,7 @@ class Plan:
     sync_every_micro_batch: bool = True
     copy_engines: bool = False
     compile: bool = False
+    cuda_graph: bool = False
     offload: str = "none"  # 'optimizer': w, m, v and gradients to CPU memory; 'all': also weights, until they are used
 
     @property
@@ -265,7 +266,11 @@ class Step:
         return [Part("saved activations", size * saved * self.n_tokens, how)] if saved else []
 
     def at(self, extra, saved=0, blocks=0, ends=0, done=0, head_done=0, whole=0, reducing=0, over=False) -> list[Part]:
-        """All of it: what always is, what gathered, gradients and activations say, and what this moment alone has."""
+        """All of it: what always is, what gathered, gradients and activations say, and extra, this moment's alone.
+
+        saved: blocks whose activations are there. blocks, ends: blocks, and how often the root or norm and head, whose
+        weights are whole. The rest as gradients takes it.
+        """
         gradients = self.gradients(done, head_done, whole, reducing, over)
         return [*self.always(), *self.gathered(blocks, ends), *gradients, *self.activations(saved, done), extra]
 
@@ -437,13 +442,13 @@ def choices(config: LlamaConfig, plan: Plan) -> list[list[dict]]:
     accumulation = 2 * plan.micro_steps * plan.world_size
     found = [
         above("activation_checkpointing", ["none", "selective", "full"], config.activation_checkpointing),
-        above("offload", ["none", "optimizer", "all"], plan.offload),
+        above("offload", ["none", "optimizer", "all"], plan.offload) if not plan.cuda_graph else [],
         above("fused_loss", [False, True], config.fused_loss),
         above("fused_kernels", [False, True], config.fused_kernels),
         above("sync_every_micro_batch", [False, True], plan.sync_every_micro_batch),
         [{"mlp_chunks": 16}] if config.activation_checkpointing != "none" and not sliced else [],
         above("offload_activations", [False, True], config.offload_activations)
-        if config.activation_checkpointing == "full"
+        if config.activation_checkpointing == "full" and not (plan.compile or plan.cuda_graph)
         else [],
         [{"copy_engines": False}] if plan.copy_engines_gather else [],
         [{"sharding": "zero3"}] if plan.world_size > 1 and plan.sharding != "zero3" else [],

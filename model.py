@@ -17,6 +17,7 @@ F ffn_dim, V vocabulary, N = B·T tokens.
 import math
 import zlib
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -244,12 +245,14 @@ class MLP(nn.Module):
             keep_gate_up, self.need_y, chunks,
         )  # fmt: skip
 
-    # `with mlp:` while a checkpoint computes again what backward needs: of down_proj that is the input alone.
-    def __enter__(self):
+    @contextmanager
+    def without_output(self):
+        """While a checkpoint computes again what backward needs: of down_proj that is the input alone."""
         self.need_y = False
-
-    def __exit__(self, *_):
-        self.need_y = True
+        try:
+            yield
+        finally:
+            self.need_y = True
 
 
 class Block(nn.Module):
@@ -272,8 +275,7 @@ class Block(nn.Module):
         if torch.compiler.is_compiling() or (self.inputs is None and not self.config.fused_kernels):
             # The compiler finds out by itself what nobody reads; of plain operations PyTorch repeats but the needed.
             return checkpoint(self.addends, x, delta, cos, sin, use_reentrant=False, preserve_rng_state=False)
-        x, groups = x if delta is None else x + delta, self.config.groups_of_sequences(*x.shape[:2])
-        return recomputed(self, groups, x, cos, sin), None
+        return recomputed(self, self.config.groups_of_sequences(*x.shape[:2]), x, cos, sin), None  # delta is None
 
     def addends(self, x, delta, cos, sin, cache=None):
         """The block's output as x and what its MLP adds to it."""
@@ -353,7 +355,7 @@ class Llama(nn.Module):
         cos, sin = rope_tables(self.config, start, end, tokens.device, wide)
         for layer, cache in zip(self.layers, caches or [None] * len(self.layers), strict=True):
             if self.config.activation_checkpointing == "full" and delta is not None:
-                x, delta = x + delta, None  # PyTorch's checkpoint keeps a block's inputs: one tensor instead of two
+                x, delta = x + delta, None  # a checkpoint keeps a block's inputs: one tensor instead of two
             x, delta = layer(x, delta, cos, sin, cache)
         x, delta = self.norm(x, delta), None
         return self.lm_head(x if caches is None else x[:, -1:], targets)

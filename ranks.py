@@ -34,25 +34,28 @@ GRACE = 5.0  # seconds that a dead rank's peers have to find out by themselves, 
 def print0(*args, **kwargs) -> None:
     """Rank 0 speaks for all."""
     if rank == 0:
-        with contextlib.suppress(OSError):  # a full disk, a terminal that has gone
+        # a full disk, a terminal that has gone; a signal's handler that speaks in the middle of another print
+        with contextlib.suppress(OSError, RuntimeError):
             print(*args, flush=True, **kwargs)
 
 
 def stop(message: str) -> NoReturn:
-    """Ends the run with a sentence instead of a stack trace, once for each machine."""
+    """Ends the run with a sentence instead of a stack trace, once for each machine: for what all ranks find alike."""
     if local_rank == 0:
         print(message, file=sys.stderr)
     sys.exit(1)
 
 
 def contradiction(settings: Mapping, world_size: int) -> str | None:
-    """What is wrong with settings of train.py beside each other, or on so many ranks; shard_ranks is a number."""
+    """What is wrong with settings of train.py beside each other, or on so many ranks."""
     micro_batches, shard_ranks = settings["gradient_accumulation_steps"], settings["shard_ranks"]
     if micro_batches % world_size:
         multiple = max(micro_batches // world_size, 1) * world_size
         found = f"gradient_accumulation_steps is {micro_batches}: make it a multiple of the {world_size} ranks"
         return f"{found}, as in --gradient_accumulation_steps={multiple}"
-    if shard_ranks < 1 or world_size % shard_ranks:
+    if shard_ranks is not None and settings["sharding"] != "hybrid":
+        return f"shard_ranks is {shard_ranks}, which only hybrid sharding reads: add --sharding=hybrid, or leave it out"
+    if shard_ranks is not None and (shard_ranks < 1 or world_size % shard_ranks):
         return f"shard_ranks is {shard_ranks}: it must divide the {world_size} ranks"
     if settings["offload_activations"] and (settings["compile"] or settings["cuda_graph"]):
         return "offload_activations works without compile and cuda_graph: add --compile=false --cuda_graph=false"

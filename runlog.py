@@ -82,8 +82,15 @@ class RunLog:
         if rank:
             return
         path = self.out_dir / "metrics.jsonl"
-        lines = path.read_text().splitlines() if first_step and path.exists() else []
-        kept = [line for line in lines if line.endswith("}") and json.loads(line).get("step", 0) <= first_step]
+        lines = path.read_text(errors="replace").splitlines() if first_step and path.exists() else []
+
+        def belongs(line):
+            try:
+                return json.loads(line).get("step", 0) <= first_step
+            except (ValueError, AttributeError):  # cut short, or damaged when the machine went down
+                return False
+
+        kept = [line for line in lines if belongs(line)]
         partial = path.with_name("metrics.jsonl.partial")
         partial.write_text("".join(line + "\n" for line in kept))
         partial.replace(path)

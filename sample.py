@@ -8,6 +8,7 @@ Hugging Face's config.json and .safetensors.
 """
 
 import codecs
+import contextlib
 import os
 import sys
 from pathlib import Path
@@ -86,7 +87,7 @@ try:
         for token in model.generate(start, max_new_tokens, temperature, top_k, top_p, generator):
             if token.item() in ends:
                 break
-            if token.item() < tokenizer.n_vocab:  # a model padded to a larger vocabulary may draw what means nothing
+            with contextlib.suppress(KeyError):  # a number that means nothing: padding of the vocabulary, a gap in it
                 print(text.decode(tokenizer.decode_single_token_bytes(token.item())), end="", flush=True)
         print("\n" + "-" * 80)
 except ValueError as error:  # a temperature, top_k or top_p that makes no sense

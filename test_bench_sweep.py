@@ -701,6 +701,7 @@ HYBRID = {"sharding": "hybrid", "gradient_accumulation_steps": 8}
         (3, {"gradient_accumulation_steps": 8}, "make it a multiple of the 3 ranks, as in --gradient_accumulation_ste"),
         (8, HYBRID | {"shard_ranks": 3}, "shard_ranks is 3: it must divide the 8 ranks"),
         (8, HYBRID | {"shard_ranks": 0}, "shard_ranks is 0: it must divide the 8 ranks"),
+        (8, {"shard_ranks": 2}, "shard_ranks is 2, which only hybrid sharding reads: add --sharding=hybrid, or leave"),
         (1, {"offload_activations": True, "compile": True}, "offload_activations works without compile and cuda_graph"),
         (1, {"offload_activations": True, "cuda_graph": True}, "offload_activations works without compile and cuda_gr"),
         (2, {"cuda_graph": True}, "cuda_graph works on one GPU that holds all"),
@@ -716,8 +717,6 @@ def test_what_train_py_would_refuse_is_not_estimated(ranks, settings, message):
 def test_what_train_py_takes_is_estimated():
     _, plan = estimate.situation(LLAMA_1B, 8, HYBRID | {"shard_ranks": 2, "copy_engines": True})
     assert (plan.world_size, plan.shard_ranks, plan.micro_steps) == (8, 2, 1)
-    _, plan = estimate.situation(LLAMA_1B, 8, {"shard_ranks": 3})
-    assert plan.shard_ranks == 8, "it is hybrid's alone"
     estimate.situation(LLAMA_1B, 1, {"cuda_graph": True, "copy_engines": True, "offload": "none"})
 
 

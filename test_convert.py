@@ -181,6 +181,19 @@ SLIPS = {
         lambda folder: edit(folder / "config.json", rope_parameters={"rope_type": "yarn", "rope_theta": 1e4}),
         "RoPE of the type yarn",
     ),
+    "another RoPE, as old files say it": (
+        lambda folder: edit(
+            folder / "config.json", rope_parameters=None, rope_theta=1e4, rope_scaling={"type": "linear", "factor": 4.0}
+        ),
+        "RoPE of the type linear",
+    ),
+    "half a RoPE": (
+        lambda folder: edit(
+            folder / "config.json", rope_parameters={"rope_type": "llama3", "rope_theta": 1e4, "factor": 8.0}
+        ),
+        "does not say",
+    ),
+    "another activation": (lambda folder: edit(folder / "config.json", hidden_act="gelu"), "has the activation gelu"),
     "half a config": (lambda folder: edit(folder / "config.json", rms_norm_eps=None), "does not say 'rms_norm_eps'"),
     "no JSON": (lambda folder: (folder / "config.json").write_text("{"), "is not JSON"),
     "another tokenizer": (

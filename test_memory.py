@@ -521,6 +521,13 @@ def test_advice_names_the_setting_that_wastes_most():
     assert "--fused_kernels=true" in dict(memory.advice(*ADVISED["plain"]))
     halved = "--batch_size=4 --gradient_accumulation_steps=2"
     assert halved in dict(memory.advice(*ADVISED["one GPU"]))
+    full = replace(LLAMA_1B, activation_checkpointing="full")
+    for plan, refused in (
+        (Plan(64, compile=True), {"offload_activations"}),
+        (Plan(64, cuda_graph=True), {"offload_activations", "offload"}),
+    ):
+        names = {name for values in memory.choices(full, plan) for settings in values for name in settings}
+        assert names and not names & refused, "train.py would not take it"
     odd = memory.choices(LLAMA_1B, Plan(3))
     assert not any("batch_size" in settings for values in odd for settings in values)
 

@@ -473,6 +473,27 @@ def test_ctrl_c_leaves_a_checkpoint_from_which_the_same_run_goes_on(train, text_
     assert losses(tmp_path / "out") == losses(tmp_path / "whole")
 
 
+@pytest.mark.skipif(sys.platform != "linux", reason="a pipe of one page is Linux's")
+def test_a_signal_in_the_middle_of_a_print_leaves_a_checkpoint_too(text_data, tmp_path):
+    """Nobody reads what the run says, so it stands in a print; its handler prints as well."""
+    settings = SMALL | SHORT | dict(max_iters=2000, eval_interval=2000, log_interval=1, dataset=text_data)
+    command = [sys.executable, "train.py", *flags(settings | {"out_dir": tmp_path / "out"})]
+    buffered = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
+    process = subprocess.Popen(
+        command, cwd=ROOT, env=buffered, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    fcntl.fcntl(process.stdout, fcntl.F_SETPIPE_SZ, 4096)
+    log, size = tmp_path / "out/metrics.jsonl", -1
+    while size < 1 or log.stat().st_size > size:  # until it stands
+        assert process.poll() is None, process.communicate()
+        size = log.stat().st_size if log.exists() else 0
+        time.sleep(1)
+    process.send_signal(signal.SIGINT)
+    time.sleep(1)
+    said, errors = process.communicate(timeout=60)
+    assert process.returncode == 130 and "interrupted | saved" in said, said + errors
+
+
 def test_a_half_written_checkpoint_is_not_taken_for_a_whole_one(train, tmp_path):
     train()
     whole = losses(tmp_path / "out")
@@ -1154,10 +1175,12 @@ def test_a_signal_during_evaluation_ends_it_and_saves(text_data, tmp_path, numbe
     assert [line["step"] for line in metrics(tmp_path / "out") if "val_loss" in line] == [20], "it is made up for"
 
 
-def test_a_line_cut_off_by_a_kill_does_not_stop_a_resume(train, tmp_path):
+@pytest.mark.parametrize("line", [b'{"step": 9, "lo', b'\0\0\0"ms": 3}\n', b"7\n", b"\xff}\n"])
+def test_a_damaged_line_of_the_metrics_does_not_stop_a_resume(train, tmp_path, line):
+    """Cut off by a kill, or what the machine left of it when it went down."""
     train()
-    with open(tmp_path / "out/metrics.jsonl", "a") as file:
-        file.write('{"step": 9, "lo')
+    with open(tmp_path / "out/metrics.jsonl", "ab") as file:
+        file.write(line)
     train(max_iters=10)
     assert [line["step"] for line in metrics(tmp_path / "out") if "loss" in line] == list(range(1, 11))
 
@@ -1204,6 +1227,13 @@ def test_sample_continues_a_prompt_and_repeats_itself_for_a_seed(train, tmp_path
 
     first = sample(seed=1)
     assert first.startswith("def ") and len(first) > 60 and first == sample(seed=1) != sample(seed=2)
+
+
+def test_sample_passes_over_tokens_that_mean_nothing(train, tmp_path):
+    train(vocab_size=1000, max_iters=1)  # the tokenizer has 257 of them
+    settings = {"out_dir": tmp_path / "out", "max_new_tokens": 20, "device": "cpu", "seed": 1}
+    done = subprocess.run([sys.executable, "sample.py", *flags(settings)], cwd=ROOT, capture_output=True)
+    assert done.returncode == 0 and len(done.stdout) < 20 + 80 + 10, done.stderr.decode()
 
 
 def test_the_first_command_of_the_readme_needs_no_data(tmp_path):

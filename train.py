@@ -148,13 +148,13 @@ if dtype == "auto":
     dtype = "bfloat16" if device == "cuda" else "float32"
 compute_dtype = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}[dtype]
 cuda_graph = cuda_graph and device != "cpu"
+contradiction = ranks.contradiction(globals(), world_size)
+if contradiction:
+    stop(contradiction)
 if sharding != "hybrid":
     shard_ranks = world_size
 elif shard_ranks is None:
     shard_ranks = ranks.local_world_size
-contradiction = ranks.contradiction(globals(), world_size)
-if contradiction:
-    stop(contradiction)
 micro_steps = gradient_accumulation_steps // world_size
 sync_every_micro_batch = sync_every_micro_batch or world_size == 1
 sequences_per_step = batch_size * gradient_accumulation_steps
@@ -320,16 +320,16 @@ if world_size > 1:
         collectives.use_copy_engines(model, mesh["shard"].get_group(), reduce=plan.copy_engines_reduce)
 model.to_empty(device="cpu" if offload == "all" else device)
 model.init_weights(seed, device)
-streamed = offload == "all" and world_size == 1  # else FSDP moves them
 
 # ----------------------------------------------------------------------------------------------------------------------
 # Optimizer: the model computes in its dtype, the optimizer keeps what it lacks of the float32 weights that learn.
 options = {"betas": (beta1, beta2), "weight_decay": weight_decay}
 try:
-    weights = StreamedWeights(model, device) if streamed else None
+    weights = StreamedWeights(model, device) if plan.streamed else None  # else FSDP moves them
     optimizer = AdamW(model, **options) if offload == "none" else OffloadedAdamW(model, **options, weights=weights)
-except OSError as error:  # of pinned memory
-    stop(f"--offload={offload}: {error}")
+except OSError as error:  # of pinned memory, perhaps this rank's alone
+    print(f"rank {rank}: --offload={offload}: {error}", file=sys.stderr, flush=True)
+    sys.exit(1)
 # float16 holds nothing below 6e-8, where many gradients live: they are computed 2^16 times too large and scaled back.
 # The scale halves when they overflow and doubles after 2,000 steps without.
 loss_scale = 2.0**16 if dtype == "float16" else 1.0
@@ -662,9 +662,10 @@ while step < max_iters:
         last = checkpoint.newest(out_dir)
         if device != "cpu":
             torch.cuda.synchronize()  # the other ranks need this one's part of what is queued
+        clip = "a lower grad_clip" if grad_clip else "--grad_clip=1"
         stop(
             f"step {step + 1}: the loss is {loss} and the gradient norm {grad_norm}, so the weights were not updated. "
-            f"Try a lower learning_rate, a longer warmup_iters or a lower grad_clip, "
+            f"Try a lower learning_rate, a longer warmup_iters or {clip}, "
             + (f"from {last} with --init_from=resume" if last else "from the start: no checkpoint was saved yet")
         )
     step += 1
@@ -675,11 +676,10 @@ while step < max_iters:
         if profile:
             usage.dump(Path(out_dir) / "profile" / f"rank{rank}.memory.pickle")
             profiler.stop()
-            print0(
-                f"step {step:05d} | three steps traced to {out_dir}/profile: *.json for https://ui.perfetto.dev or ",
-                end="",
-            )
-            print0("TensorBoard, *.pickle, what was in memory, for https://pytorch.org/memory_viz")
+            traces = "*.json for https://ui.perfetto.dev or TensorBoard"
+            if device != "cpu":
+                traces += ", *.pickle, what was in memory, for https://pytorch.org/memory_viz"
+            print0(f"step {step:05d} | three steps traced to {out_dir}/profile: {traces}")
         usage.stop_history()
 
     if step % log_interval == 0 or step in (first_step + 10, max_iters):  # the tenth: soon, as a sign of life

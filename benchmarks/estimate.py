@@ -108,9 +108,8 @@ def situation(path: str, world_size: int, settings: dict) -> tuple[LlamaConfig, 
         raise ValueError(str(error)) from None
     if said["vocab_size"] is None:
         raise ValueError(f"{path} leaves vocab_size to its dataset: say --vocab_size=...")
-    if said["sharding"] != "hybrid" or said["shard_ranks"] is None:
-        said["shard_ranks"] = world_size
     refuse(said, world_size)
+    said["shard_ranks"] = said["shard_ranks"] or world_size
     said["dtype"] = "bfloat16" if said["dtype"] == "auto" else said["dtype"]
     said["copy_engines"] = said["copy_engines"] is not False
     said |= {"world_size": world_size, "micro_steps": said["gradient_accumulation_steps"] // world_size}

@@ -9,7 +9,6 @@ move over the rate of a copy, or FLOPs over the rate of a matmul, or the loss he
 the same run. timing.py says how a call is timed, operations.py what is compared.
 """
 
-import difflib
 import json
 import math
 import sys
@@ -20,7 +19,7 @@ from pathlib import Path
 import torch
 from torch._functorch import config as functorch_config
 
-from benchmarks import libraries, report, timing
+from benchmarks import libraries, report, step, timing
 from benchmarks.operations import OPERATIONS, Arm, Operation, tuple_of
 
 BF16_CUDA = {"device": "cuda", "dtype": torch.bfloat16}
@@ -219,30 +218,18 @@ def is_inaccurate(arms: dict[str, dict]) -> bool:
 
 
 def parse(words: list[str]) -> tuple[list[str], Path]:
-    """The operations to run and where the record goes; SystemExit with a sentence for a word that is neither."""
-    settings = {}
-    for word in words:
-        key, equals, value = word.partition("=")
-        if key not in ("op", "out") or not equals or not value:
-            sys.exit(f"kernels takes op=NAME,NAME and out=FILE; got {word!r}{nearest(key, ['op', 'out'])}")
-        settings[key] = value
-    names = settings["op"].split(",") if "op" in settings else list(OPERATIONS)
-    for name in names:
-        if name not in OPERATIONS:
-            hint = nearest(name, list(OPERATIONS)) or "."
-            sys.exit(f"Unknown operation {name!r}{hint} There are {', '.join(OPERATIONS)}")
-    if "out" in settings:
-        return names, Path(settings["out"])
-    return names, report.ROOT / ("out" if "op" in settings else "assets") / "kernels.json"  # README: whole runs alone
-
-
-def nearest(word: str, names: list[str]) -> str:
-    close = difflib.get_close_matches(word, names, n=1)
-    return f". Did you mean {close[0]}?" if close and word not in names else ""
+    """The operations to run and where the record goes; ValueError with a sentence for a slip."""
+    _, options = step.read_words(words, {"op": list(OPERATIONS), "out": []}, [], {"op": OPERATIONS})
+    whole = not any(word.startswith("op=") for word in words)
+    default = report.ROOT / ("assets" if whole else "out") / "kernels.json"  # README: whole runs alone
+    return options["op"], Path(",".join(options["out"])) if options["out"] else default
 
 
 def main(words: list[str]) -> None:
-    names, out = parse(words)
+    try:
+        names, out = parse(words)
+    except ValueError as error:
+        sys.exit(str(error))
     if not torch.cuda.is_available():
         sys.exit(
             "python bench.py kernels times kernels on a CUDA GPU, and PyTorch sees none. Without one, "

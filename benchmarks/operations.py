@@ -311,29 +311,20 @@ def attention_work(size):
     return {"forward": {"flops": 2 * matmul}, "backward": {"flops": 5 * matmul}}
 
 
-def attention() -> dict[str, Operation]:
-    try:
-        from kernels.flash_attention import flash_attention, flash_attention_reference
-    except ImportError:
-        return {}
-    backends = torch.nn.attention.SDPBackend
-    arms = {
-        "nanocria": Arm(flash_attention),
+FLASH_ATTENTION = Operation(
+    dims="B T H K D",
+    sizes=ATTENTION_SIZES,
+    inputs=attention_inputs,
+    work=attention_work,
+    arms={
+        "nanocria": Arm(kernels.flash_attention),
         "eager": Arm(eager_attention),
-        "sdpa_flash": Arm(partial(sdpa, backends.FLASH_ATTENTION)),
-        "sdpa_cudnn": Arm(partial(sdpa, backends.CUDNN_ATTENTION)),
-    }
-    return {
-        "flash_attention": Operation(
-            dims="B T H K D",
-            sizes=ATTENTION_SIZES,
-            inputs=attention_inputs,
-            work=attention_work,
-            arms=arms,
-            truth=flash_attention_reference,
-            checked=lambda size: (1, min(size[1], 1024), *size[2:]),
-        )
-    }
+        "sdpa_flash": Arm(partial(sdpa, torch.nn.attention.SDPBackend.FLASH_ATTENTION)),
+        "sdpa_cudnn": Arm(partial(sdpa, torch.nn.attention.SDPBackend.CUDNN_ATTENTION)),
+    },
+    truth=reference.flash_attention,
+    checked=lambda size: (1, min(size[1], 1024), *size[2:]),
+)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -370,6 +361,6 @@ OPERATIONS = with_libraries(
         "geglu": glu("geglu", eager_geglu),
         "cross_entropy": CROSS_ENTROPY,
         "linear_cross_entropy": LINEAR_CROSS_ENTROPY,
+        "flash_attention": FLASH_ATTENTION,
     }
-    | attention()
 )

@@ -246,7 +246,15 @@ def sweep_part(name: str, tables: tuple[str, ...]) -> str:
             parts.append(f"{swept.what_was_swept(r, kind)}{about}:")
             parts += [makers[table](r, kind) for table in tables]
     close = swept.closeness(r)
-    return "\n\n".join([*parts, f"`{r['command']}` on {ran_on(r)}; {limits_of(r)}." + (f" {close}." if close else "")])
+    return "\n\n".join(
+        [*parts, f"{commands(r, name)} on {ran_on(r)}; {limits_of(r)}." + (f" {close}." if close else "")]
+    )
+
+
+def commands(record: dict, name: str) -> str:
+    """The first, and how many more there are where the record was continued: with keep= they need what was before."""
+    first, *others = record["command"].split(" && ")
+    return f"`{first}`" + (f" and {len(others)} more, named in assets/{name}.json," if others else "")
 
 
 def fits_headline() -> str:

@@ -89,6 +89,8 @@ def read_words(words: list[str], options: dict, plain: list[str], choices: dict)
         elif not equals or key not in options:
             known = [*(f"{option}=" for option in options), *plain]
             raise ValueError(f"Unknown word {word}: there are {', '.join(known)}{did_you_mean(key + equals, known)}")
+        elif not value:
+            raise ValueError(f"{key}= is empty: say {key}=...")
         else:
             options = options | {key: value.split(",")}
     for key, known in choices.items():

@@ -1,7 +1,7 @@
 # Llama 3.1 8B: 8.03 billion parameters, from scratch on 10 billion tokens of FineWeb-Edu.
 #   python data/fineweb_edu/prepare.py --tokenizer llama3
 #   torchrun --standalone --nproc_per_node=8 train.py config/llama31_8b.py          # eight GPUs of 40 GB or more
-# Weights, gradient sums and optimizer are 145 GB in all, shared by the GPUs.
+# Weights, gradient sums and optimizer are 128 GB in all, shared by the GPUs.
 out_dir = "out/llama31_8b"
 dataset = "fineweb_edu"
 

@@ -1,4 +1,4 @@
-"""What every kernel file here needs before it can launch: Triton or a stand-in, and three small decisions."""
+"""What the kernels share: Triton or a stand-in, launch constants, sums of rows, the dtype they compute in."""
 
 import os
 

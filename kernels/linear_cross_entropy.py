@@ -10,6 +10,7 @@ next chunk comes. Backward only scales what forward left.
 Saved for backward: dx (N, C) in x's dtype and dW (V, C) in fp32. Both are gradients of the *sum* of the losses: the
 mean's 1/n, the loss scale and the accumulation's factor all arrive as one number in backward and are multiplied in
 once, at the one rounding of dW. So no fp16 gradient is divided into underflow, and nobody asks the GPU for a number.
+(With fp32_dweight=False they are of the mean, and dW in the weight's dtype: its sums are rounded often enough.)
 
 FLOPs: 3 matmuls of 2·N·C·V, the floor. Bytes beyond their own: 3 passes over the logits (two reads, one write).
 Above its inputs it allocates the chunk's logits, dx (or none: overwrite_x), and dW in fp32, 4·V·C bytes; backward, when
