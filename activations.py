@@ -19,7 +19,6 @@ on at once. (record_stream would have it ask the GPU, which the CPU is far ahead
 """
 
 import torch
-from torch.autograd.graph import get_gradient_edge
 
 from kernels.launch import compute_dtype, refuse_double_backward
 from kernels.swiglu_mlp import slices
@@ -61,9 +60,8 @@ def _gradients(block, x, cos, sin, weights, dy):
     """Of x, then of the weights."""
     x = x.detach().requires_grad_()
     with torch.enable_grad(), block.mlp.without_output():
-        # Where they come from, not what they are: the residual stream within the block is free once the MLP is done.
-        outputs = [get_gradient_edge(addend) for addend in block.addends(x, None, cos, sin)]
-    return torch.autograd.grad(outputs, [x, *weights], [dy, dy])
+        addends = block.addends(x, None, cos, sin)
+    return torch.autograd.grad(addends, [x, *weights], [dy, dy])
 
 
 def learning(block: torch.nn.Module) -> list[torch.nn.Parameter]:

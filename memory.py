@@ -129,7 +129,7 @@ def attention_bytes(c: LlamaConfig, itemsize: int) -> int:
     """Bytes of a token in the backward of attention, beside what forward has left: the gradients of its output, of q, k
     and v, and what the kernel needs. cuDNN's: dq in float32, dk and dv of each query head, three numbers a head.
     """
-    found = itemsize * (c.n_embd + 2 * c.n_kv_head * c.head_dim)  # the MLP's residual stream is free by then
+    found = itemsize * (2 * c.n_embd + 2 * c.n_kv_head * c.head_dim)
     in_triton = c.attention == "auto" and c.head_dim == 64 and c.block_size <= 4096  # model.triton_is_faster
     if in_triton or c.attention == "triton":
         return found + 4 * c.n_head
