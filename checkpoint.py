@@ -100,7 +100,8 @@ class Saver:
         if beside and there:
             self.copies = self.thread.submit(self._copies)
         elif beside:
-            print0(f"the training will wait while a checkpoint is written: {self.needed}, and less is free")
+            said = f"the training will wait while a checkpoint is written: {self.needed}, and less is free"
+            print0(said, file=sys.stderr)
 
     def _copies(self):
         try:
