@@ -31,7 +31,7 @@ from typing import NamedTuple
 
 import torch
 
-from model import LlamaConfig
+from model import TRITON_TOKENS, LlamaConfig
 
 GIB = 2**30
 
@@ -130,7 +130,7 @@ def attention_bytes(c: LlamaConfig, itemsize: int) -> int:
     and v, and what the kernel needs. cuDNN's: dq in float32, dk and dv of each query head, three numbers a head.
     """
     found = itemsize * (2 * c.n_embd + 2 * c.n_kv_head * c.head_dim)
-    in_triton = c.attention == "auto" and c.head_dim == 64 and c.block_size <= 4096  # model.triton_is_faster
+    in_triton = c.attention == "auto" and c.head_dim == 64 and c.block_size <= TRITON_TOKENS
     if in_triton or c.attention == "triton":
         return found + 4 * c.n_head
     return found + 4 * c.n_embd + 2 * itemsize * c.n_embd * (c.n_kv_head < c.n_head) + 12 * c.n_head

@@ -108,6 +108,7 @@ class LlamaConfig:
         return {"chunk_tokens": chunk_tokens, "fp32_dweight": not few or dtype == torch.float16}
 
 
+TRITON_TOKENS = 4096  # see triton_is_faster
 MLP_SLICE = 8192  # tokens: at 112 x 1,024 of Llama 3.2 1B, larger ones are no faster on an H200
 
 
@@ -141,7 +142,7 @@ def triton_is_faster(q):
     (`bench.py kernels` has both).
     """
     half, n_time, head_dim = q.dtype in (torch.bfloat16, torch.float16), q.shape[1], q.shape[3]
-    fits = half and head_dim == 64 and n_time <= 4096
+    fits = half and head_dim == 64 and n_time <= TRITON_TOKENS
     return q.is_cuda and fits and torch.cuda.get_device_capability(q.device)[0] == 9
 
 
@@ -268,14 +269,17 @@ class Block(nn.Module):
         self.inputs, self.last = None, False  # with offload_activations: where inputs go; whether it is the last block
 
     def forward(self, x, delta, cos, sin, cache=None):
-        """x (B, T, C) and delta (B, T, C) or None, their sum the block's input; returns two such, its output's."""
+        """x (B, T, C) and delta (B, T, C) or None, their sum the block's input; returns two such, its output's.
+
+        Under full checkpointing delta is None: the caller has added it, and so need not hold two tensors meanwhile.
+        """
         if not self.checkpointing or not torch.is_grad_enabled():
             return self.addends(x, delta, cos, sin, cache)
         # Inside the block, so that FSDP has gathered the weights whenever the recomputation runs.
         if torch.compiler.is_compiling() or (self.inputs is None and not self.config.fused_kernels):
             # The compiler finds out by itself what nobody reads; of plain operations PyTorch repeats but the needed.
             return checkpoint(self.addends, x, delta, cos, sin, use_reentrant=False, preserve_rng_state=False)
-        return recomputed(self, self.config.groups_of_sequences(*x.shape[:2]), x, cos, sin), None  # delta is None
+        return recomputed(self, self.config.groups_of_sequences(*x.shape[:2]), x, cos, sin), None
 
     def addends(self, x, delta, cos, sin, cache=None):
         """The block's output as x and what its MLP adds to it."""

@@ -8,8 +8,8 @@
     next forward    each layer waits for its own: the GPU computes with the first while the CPU moves the last
 
 So for n parameters 2n bytes in bfloat16 cross to the CPU and as many back, hidden where a step is long enough, and w, m
-and v are read and written where they lie. The losses are those of the optimizer on the GPU, in bfloat16 to the fifth
-digit: what lies in the middle of two numbers is rounded to the even one here, away from zero there.
+and v are read and written where they lie. The losses are those of the optimizer on the GPU but for
+roundings: a bfloat16 weight in the middle of two numbers goes to the even one here, away from zero there.
 
 The weights that compute stay on the GPU (offload = 'optimizer': a new one overwrites its gradient in the pinned memory
 on its way there), or have their home beside the optimizer (offload = 'all'). Then weights.py copies each block's when
