@@ -19,6 +19,7 @@ on at once. (record_stream would have it ask the GPU, which the CPU is far ahead
 """
 
 import torch
+from torch.autograd.graph import get_gradient_edge
 
 from kernels.launch import compute_dtype, refuse_double_backward
 from kernels.swiglu_mlp import slices
@@ -50,6 +51,8 @@ class _Recomputed(torch.autograd.Function):
             dx[some], *dweights = _gradients(ctx.block, x[some], cos, sin, weights, dx[some])
             if sums:
                 torch._foreach_add_(sums, dweights)
+            elif ctx.groups == 2:  # one addition, and one rounding in it
+                sums = dweights
             else:
                 sums = [dweight.to(compute_dtype(dweight)) for dweight in dweights]
             del dweights  # before the next group makes its own
@@ -60,8 +63,9 @@ def _gradients(block, x, cos, sin, weights, dy):
     """Of x, then of the weights."""
     x = x.detach().requires_grad_()
     with torch.enable_grad(), block.mlp.without_output():
-        addends = block.addends(x, None, cos, sin)
-    return torch.autograd.grad(addends, [x, *weights], [dy, dy])
+        # Where they come from, not what they are: the residual stream within the block is free once the MLP is done.
+        outputs = [get_gradient_edge(addend) for addend in block.addends(x, None, cos, sin)]
+    return torch.autograd.grad(outputs, [x, *weights], [dy, dy])
 
 
 def learning(block: torch.nn.Module) -> list[torch.nn.Parameter]:
@@ -72,8 +76,9 @@ def recomputed(block, groups: int, x: torch.Tensor, cos: torch.Tensor, sin: torc
     """The output of a block of model.py for its input x, both (B, T, C), of which only x is kept for backward.
 
     The sequences pass through it in so many groups. Where that is more than one, the weights' gradients of each are
-    added in float32, and the gradient of x takes the memory of the output's: so nobody else may read that one
-    afterwards. A hook on a weight sees the gradient of each group, and then the sum (autograd.grad calls it too).
+    added in float32 and rounded once, and the gradient of x takes the memory of the output's: so nobody else may read
+    that one afterwards. A hook on a weight sees the gradient of each group, and then the sum (autograd.grad calls it
+    too).
     """
     return _Recomputed.apply(block, groups, x, cos, sin, *learning(block))
 

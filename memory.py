@@ -129,7 +129,7 @@ def attention_bytes(c: LlamaConfig, itemsize: int) -> int:
     """Bytes of a token in the backward of attention, beside what forward has left: the gradients of its output, of q, k
     and v, and what the kernel needs. cuDNN's: dq in float32, dk and dv of each query head, three numbers a head.
     """
-    found = itemsize * (2 * c.n_embd + 2 * c.n_kv_head * c.head_dim)
+    found = itemsize * (c.n_embd + 2 * c.n_kv_head * c.head_dim)  # the MLP's residual stream is free by then
     in_triton = c.attention == "auto" and c.head_dim == 64 and c.block_size <= TRITON_TOKENS
     if in_triton or c.attention == "triton":
         return found + 4 * c.n_head
@@ -310,7 +310,8 @@ class Step:
             working += max(a_slice, attention_bytes(c, itemsize) * n_tokens + rounded)
         working = max(working, itemsize * self.block - kept * n_tokens)  # with few tokens the block's own gradients
         if self.groups > 1:  # the gradients of x, of all groups, and sums of the weights'
-            working += itemsize * c.n_embd * (self.n_tokens - n_tokens) + 4 * self.block
+            working += itemsize * c.n_embd * (self.n_tokens - n_tokens)
+            working += (itemsize if self.groups == 2 else 4) * self.block
         extra = Part("the block in backward", working, f"{in_block - kept:,} bytes x {n_tokens:,} tokens, beyond saved")
         return self.at(
             extra,

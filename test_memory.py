@@ -421,6 +421,18 @@ def test_our_pinned_memory_is_known_to_the_gpu():
         gc.collect()
 
 
+@pytest.mark.parametrize("name", [None, "PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"])
+def test_segments_grow_unless_the_user_says_something_of_the_allocator(monkeypatch, name):
+    said = []
+    monkeypatch.setattr(torch._C, "_accelerator_setAllocatorSettings", said.append)
+    for other in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"):
+        monkeypatch.delenv(other, raising=False)
+    if name:
+        monkeypatch.setenv(name, "max_split_size_mb:512")
+    usage.let_segments_grow()
+    assert said == ([] if name else ["expandable_segments:True"])
+
+
 # ----------------------------------------------------------------------------------------------------------------------
 # The CPU's memory
 

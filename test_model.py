@@ -27,6 +27,7 @@ from torch.utils.flop_counter import FlopCounterMode
 import activations
 import collectives
 import kernels
+import model as model_module
 from convert import hf_names
 from model import KVCache, Llama, LlamaConfig, sample
 
@@ -285,6 +286,41 @@ def test_what_is_overwritten_is_not_read_again(monkeypatch, mode, fp32_dweight):
         )
     assert_equal(loss_and_gradients(build(**settings), *data), overwriting)
     assert over_x == [True, False]
+
+
+@pytest.mark.parametrize("groups", [2, 3])
+def test_weights_gradients_of_groups_are_added_exactly_and_rounded_once(groups):
+    block = build(dtype=BF16, activation_checkpointing="full").layers[0]
+    x, dy = (torch.randn(groups, 5, SMALL.n_embd, device=DEVICE, dtype=BF16) for _ in range(2))
+    cos, sin = model_module.rope_tables(SMALL, 0, 5, DEVICE)
+    weights = activations.learning(block)
+    parts = [activations._gradients(block, x[i : i + 1], cos, sin, weights, dy[i : i + 1])[1:] for i in range(groups)]
+    leaf = x.clone().requires_grad_()
+    found = torch.autograd.grad(activations.recomputed(block, groups, leaf, cos, sin), weights, dy.clone())
+    for gradient, *of_groups in zip(found, *parts, strict=True):
+        assert torch.equal(gradient, sum(part.float() for part in of_groups).to(BF16))
+
+
+def test_a_block_s_residual_stream_is_freed_before_the_backward_of_its_attention():
+    model, streams, live = build(activation_checkpointing="full"), [], []
+
+    def watched(block, addends):
+        def run(*inputs):
+            outputs = addends(*inputs)
+            streams.append(StorageWeakRef(outputs[0].untyped_storage()))
+            return outputs
+
+        return run
+
+    def look(_):
+        gc.collect()  # the interpreter's launches are cycles that hold their arguments
+        live.append(not streams[-1].expired())
+
+    for layer in model.layers:
+        layer.addends = watched(layer, layer.addends)
+        layer.attn.o_proj.weight.register_hook(look)
+    model(*batch(n_time=5)).backward()
+    assert live and not any(live)
 
 
 def test_a_frozen_weight_of_a_block_gets_no_gradient_and_changes_none():

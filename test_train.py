@@ -315,6 +315,13 @@ def test_a_cuda_graph_has_the_losses_of_its_launches(train, tmp_path, monkeypatc
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_memory_is_taken_in_segments_that_grow(train):
+    torch.cuda.empty_cache()
+    train(device="cuda")
+    assert any(segment["is_expandable"] for segment in torch.cuda.memory_snapshot())
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 @pytest.mark.parametrize("parts", [1, 4])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 @pytest.mark.parametrize("offload", ["optimizer", "all"])

@@ -166,6 +166,7 @@ if device == "cuda":
     if ranks.local_world_size > n_gpus:
         stop(f"{ranks.local_world_size} ranks on this machine, and torch finds {n_gpus} CUDA devices: one for each")
     torch.cuda.set_device(local_rank)
+    usage.let_segments_grow()
     device = f"cuda:{local_rank}"
 if master:  # held open and locked: two runs in one folder would delete each other's checkpoints
     try:

@@ -2,11 +2,13 @@
 
 usage.cpu_available()           # bytes
 usage.used_gib("cuda")          # the peak so far
+usage.let_segments_grow()       # so that what is reserved is little more than that
 usage.record_history() ... usage.dump(path)     # PyTorch's own record, which https://pytorch.org/memory_viz draws
 """
 
 import contextlib
 import math
+import os
 import resource
 import sys
 from pathlib import Path
@@ -54,6 +56,16 @@ def used_gib(device: str) -> float:
     if device == "cpu":
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2 ** (30 if sys.platform == "darwin" else 20)
     return torch.cuda.max_memory_allocated() / 2**30
+
+
+def let_segments_grow() -> None:
+    """Has PyTorch's allocator map pages where it needs more, instead of asking for another piece of memory each time.
+
+    Pieces that are too small for what comes next stay empty: at 448 x 1,024 tokens of 1B with activations on the CPU,
+    4.6 GiB beside a peak of 7.5. What the user says in PYTORCH_ALLOC_CONF stands.
+    """
+    if not any(os.environ.get(name) for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")):
+        torch._C._accelerator_setAllocatorSettings("expandable_segments:True")
 
 
 def record_history() -> None:

@@ -18,6 +18,8 @@ hf-compiled   The same under torch.compile.
 hf-liger      The same under Liger-Kernel's patches, its fused linear cross-entropy among them.
 hf-masters    hf with float32 weights, gradients and optimizer states and bf16 compute, through FSDP2; hf-offload keeps
               them in the CPU's memory, where AdamW works too. hf-liger-masters and hf-liger-offload likewise.
+
+All have PyTorch's allocator as train.py has it, and as torchtitan's launcher sets it: with segments that grow.
 """
 
 import functools
@@ -43,6 +45,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
+import usage
 from data.tokens import Tokens, prepare_once
 from model import Llama, LlamaConfig, rope_tables
 from runlog import peak_flops
@@ -363,6 +366,7 @@ def measure(
     """
     device = own_device()
     torch.cuda.set_device(device)
+    usage.let_segments_grow()
     torch.set_float32_matmul_precision("high")
     torch.manual_seed(1337)
     c = llama_config(config, block_size=block, **changes)
