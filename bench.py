@@ -2,6 +2,7 @@
 
     python bench.py                             what fits in this card: batches of Llama 3.2 1B grow until none does
     python bench.py preset=study                in 24 GiB, beside Hugging Face and Liger (benchmarks/sweep.py)
+    python bench.py sweep --help                its other words; likewise for each command below
     python bench.py estimate card=4090          what fits, by arithmetic, without a GPU (benchmarks/estimate.py)
     python bench.py snapshot                    what holds the memory in one step (benchmarks/snapshot.py)
     python bench.py kernels                     every kernel beside eager PyTorch, torch.compile and other libraries:
@@ -14,7 +15,7 @@
                                                 as assets/NAME.json
     python bench.py readme                      draws the plots and writes the tables of README.md
 
-What the README says was measured stands between two of its markers and comes from a record; test_bench.py compares.
+The README's tables of what was measured stand between markers and are made from records; test_bench.py compares them.
 """
 
 import difflib
@@ -22,16 +23,14 @@ import importlib
 import os
 import sys
 
-MODULES = ["estimate", "snapshot", "kernels", "step", "gpus"]  # of benchmarks/
+MODULES = ["sweep", "estimate", "snapshot", "kernels", "step", "gpus"]  # of benchmarks/
 COMMANDS = [*MODULES, "record", "readme"]
 
 
 def main(argv: list[str]) -> None:
     match argv:
         case words if all("=" in word for word in words):
-            from benchmarks import sweep
-
-            sweep.main(words)
+            main(["sweep", *words])
         case [command, *words] if command in MODULES:
             module = importlib.import_module(f"benchmarks.{command}")
             if asks_for_help(words):

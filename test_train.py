@@ -1168,8 +1168,9 @@ def test_a_signal_during_evaluation_ends_it_and_saves(text_data, tmp_path, numbe
     settings = SMALL | SHORT | dict(dataset=text_data, out_dir=tmp_path / "out", max_iters=4000, eval_interval=20)
     settings |= dict(eval_iters=10**6, batch_size=1, block_size=8)  # seconds of evaluation
     process = subprocess.Popen(
-        [sys.executable, "train.py", *flags(settings)], cwd=ROOT, stdout=subprocess.PIPE, text=True
-    )
+        [sys.executable, "train.py", *flags(settings)], cwd=ROOT, stdout=subprocess.PIPE, text=True,
+        preexec_fn=lambda: signal.signal(number, signal.SIG_DFL),  # or under nohup it would be ignored, as it should
+    )  # fmt: skip
     assert any("step 00020/" in line for line in process.stdout), "it ended before its first evaluation"
     time.sleep(0.5)
     process.send_signal(number)

@@ -197,7 +197,8 @@ def steps_table() -> str:
     from benchmarks import step
 
     r = load("step")
-    text = step.step_table(r) + f"\n\nTokens a second and peak GiB on one {ran_on(r)}; {limits_of(r)}."
+    measured = f"Tokens a second · peak GiB; {commands(r, 'step')} on one {ran_on(r)}; {limits_of(r)}."
+    text = f"{step.step_table(r)}\n\n{measured}"
     if r["baby"]:
         text += "\n\nThe small model of `config/baby_llama.py`, batch 64:\n\n" + step.baby_table(r)
     return text
@@ -227,28 +228,28 @@ def gpus_tables() -> str:
         if "cost" in row:
             at = f"Llama 3.2 1B on {row['ranks']} GPUs, {row['batch']} x {row['block']:,} tokens each"
             parts.append(f"{at}: {gpus.saves_sentence(row)}.")
-    return "\n\n".join([*parts, f"`{r['command']}` on {ran_on(r)}; {limits_of(r)}."])
+    return "\n\n".join([*parts, f"{commands(r, 'gpus')} on {ran_on(r)}; {limits_of(r)}."])
 
 
 # ---------------------------------------------------------------------------------------------------------------------
 # What fits: rows of the sweeps of `bench.py`
 
 
-def sweep_part(name: str, tables: tuple[str, ...]) -> str:
-    """Of a record of benchmarks/sweep.py and each of its sweeps the tables named: what fits, all points."""
+def sweep_part(name: str) -> str:
+    """Of a record of benchmarks/sweep.py: for each of its sweeps what fits, then all points."""
     from benchmarks import swept
 
     r, parts = load(name), []
-    makers = {"fits": swept.fits_table, "points": swept.sweep_table}
-    for kind in swept.ROWS:
-        if r[kind]:
-            about = "; tokens a second · peak GiB" if tables == ("points",) else ""
-            parts.append(f"{swept.what_was_swept(r, kind)}{about}:")
-            parts += [makers[table](r, kind) for table in tables]
-    close = swept.closeness(r)
-    return "\n\n".join(
-        [*parts, f"{commands(r, name)} on {ran_on(r)}; {limits_of(r)}." + (f" {close}." if close else "")]
-    )
+    for kind in filter(r.get, swept.ROWS):
+        parts += [f"{swept.what_was_swept(r, kind)}:", swept.fits_table(r, kind)]
+        parts += [folded("Every point: tokens a second · peak GiB", swept.sweep_table(r, kind))]
+    measured = f"{commands(r, name)} on {ran_on(r)}; {limits_of(r)}. {swept.arithmetic(r)}"
+    return "\n\n".join([*parts, measured.rstrip()])
+
+
+def folded(title: str, text: str) -> str:
+    """GitHub shows the title, and the text to whoever clicks on it."""
+    return f"<details><summary>{title}</summary>\n\n{text}\n\n</details>"
 
 
 def commands(record: dict, name: str) -> str:
@@ -281,11 +282,10 @@ PARTS = {  # name -> what makes it, the records that it needs
     "breakdown": (breakdown_table, ("step",)),
     "gpus": (gpus_tables, ("gpus",)),
     "fits_headline": (fits_headline, ("study",)),
-    "fits": (partial(sweep_part, "study", ("fits",)), ("study",)),
-    "study": (partial(sweep_part, "study", ("points",)), ("study",)),
-    "sweep": (partial(sweep_part, "sweep", ("fits", "points")), ("sweep",)),
+    "study": (partial(sweep_part, "study"), ("study",)),
+    "sweep": (partial(sweep_part, "sweep"), ("sweep",)),
     "snapshot": (snapshot_table, ("snapshot",)),
-    "study_8b": (partial(sweep_part, "study_8b", ("fits", "points")), ("study_8b",)),
+    "study_8b": (partial(sweep_part, "study_8b"), ("study_8b",)),
 }
 
 

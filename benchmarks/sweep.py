@@ -4,6 +4,7 @@
     python bench.py sweep=both peers=hf,liger    contexts too, at batch 4, and beside two others
     python bench.py memory_limit_gib=24 checkpointing=full offload=none,optimizer,all arms=all,long
     python bench.py preset=study                 24 GiB, offload=all, full checkpointing: both sweeps, all beside two
+    python bench.py sweep --help                 this text; elsewhere the word sweep may be left out
     python bench.py preset=8b                    Llama 3.1 8B, 512 tokens a sequence, on all GPUs, beside the recipe
 
 sweep=batch|seq|both; batches=..., contexts=... instead of the usual ones; block_size= of the batches, batch_size= of

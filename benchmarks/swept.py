@@ -95,7 +95,7 @@ def slope_kb(rows: list[dict]) -> float | None:
 
 
 def checkpoints_kb(row: dict) -> float:
-    """KB a token of what full checkpointing keeps: each block's input, in bfloat16."""
+    """KB of a token's checkpoints: each block's input, in bfloat16."""
     config, _ = estimate.situation(row["config"], 1, {"sharding": "zero3"})
     return 2 * config.n_embd * config.n_layer / 1000
 
@@ -115,8 +115,8 @@ def ratios(rows: list[dict]) -> list[dict]:
 
 def deviations(record: dict) -> list[tuple[dict, float]]:
     """Each measured row of ours with the estimate of memory.py, as it is now, over its peak, less 1."""
-    rows = [row for kind in ROWS for row in done(record[kind]) if row["arm"] in ARMS]
-    return [(row, estimated_gib(row) / row["peak_gib"] - 1) for row in rows]
+    rows = {tuple(row[key] for key in PLACE): row for kind in ROWS for row in done(record[kind]) if row["arm"] in ARMS}
+    return [(row, estimated_gib(row) / row["peak_gib"] - 1) for row in rows.values()]
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -175,8 +175,6 @@ def sweep_table(record: dict, kind: str) -> str:
 def fits_table(record: dict, kind: str) -> str:
     """The largest size of each series, what did not fit, how it was there, and what a token more takes."""
     lines, names = [], labels(record[kind])
-    full = any(row["checkpointing"] == "full" for row in record[kind])
-    arithmetic = f" (full checkpointing keeps {checkpoints_kb(record[kind][0]):.0f} of them)" * full
     for name, rows in by_series(record[kind], kind).items():
         fits, too_large = done(rows), [row[VARIES[kind]] for row in rows if row.get("oom")]
         largest = f"{fits[-1][VARIES[kind]]:,}" if fits else "none"
@@ -184,14 +182,7 @@ def fits_table(record: dict, kind: str) -> str:
         slope = slope_kb(rows)
         out_of_memory = f"{too_large[0]:,}" if too_large else "-"
         lines.append([names[name], largest, out_of_memory, speed, peak, "-" if slope is None else f"{slope:.0f}"])
-    header = [
-        "trainer",
-        f"largest {SIZE[kind]}",
-        "out of memory at",
-        "tok/s",
-        "peak GiB",
-        f"KB for each token more{arithmetic}",
-    ]
+    header = ["trainer", f"largest {SIZE[kind]}", "out of memory at", "tok/s", "peak GiB", "KB for each token more"]
     return report.table(header, lines)
 
 
@@ -209,35 +200,40 @@ def what_was_swept(record: dict, kind: str) -> str:
     return f"`{first['config']}`{ranks}{limit}, {at}, activation checkpointing {checkpointing}, {offload}"
 
 
-def closeness(record: dict) -> str:
+def arithmetic(record: dict) -> str:
+    """Sentences: what full checkpointing must keep, and how close the estimates are."""
+    sentences = []
+    full = [row for kind in ROWS for row in record[kind] if row["checkpointing"] == "full"]
+    if full:
+        sentences.append(f"Full checkpointing keeps {checkpoints_kb(full[0]):.0f} KB a token: each block's input.")
     off = [abs(deviation) for _, deviation in deviations(record)]
-    if not off:
-        return ""
-    most = math.ceil(1000 * max(off)) / 1000  # not rounded down
-    return f"memory.py's estimate is within {most:.1%} of each of nanocria's {len(off)} peaks"
+    if off:
+        most = math.ceil(1000 * max(off)) / 1000  # not rounded down
+        sentences.append(f"memory.py's estimate is within {most:.1%} of each of nanocria's {len(off)} peaks.")
+    return " ".join(sentences)
 
 
 def headline(record: dict) -> str:
     """What fits, ours and theirs; and at the largest batch that ours and a peer manage, speed and memory."""
-    kinds = [kind for kind in ROWS if done(record[kind])]
-    first = record[kinds[0]][0]
-    what = {"batch": "batches of {:,} x {block:,} tokens", "seq": "contexts of {:,} at batch {batch}"}
-    ours = [what[kind].format(largest(record[kind], kind, WHOLE), **record[kind][0]) for kind in kinds]
-    beside = " and the CPU's memory" if first["offload"] != "none" else ""
-    text = (
-        f"{first['limit_gib']:g} GiB of a GPU{beside} are enough to train all of Llama 3.2 1B with {' or '.join(ours)}"
-    )
+    ours = {kind: [row for row in done(record[kind]) if row["arm"] in WHOLE] for kind in ROWS}
+    ends = {kind: max(rows, key=lambda row, kind=kind: row[VARIES[kind]]) for kind, rows in ours.items() if rows}
+    what = {"batch": "batches of {batch:,} x {block:,} tokens", "seq": "contexts of {block:,} at batch {batch}"}
+    sizes = " or ".join(what[kind].format(**row) for kind, row in ends.items())
+    limit = max(row["limit_gib"] for row in ends.values())
+    on_cpu = max(cpu_gib(row) for row in ends.values())
+    beside = f" and {on_cpu:.0f} of the CPU's memory" if on_cpu else ""
+    text = f"{limit:g} GiB of a GPU{beside} are enough to train all of Llama 3.2 1B with {sizes}"
     for peer in PEERS:
-        ended = [kind for kind in kinds if any(row["arm"] == peer and row.get("oom") for row in record[kind])]
+        ended = [kind for kind in ends if any(row["arm"] == peer and row.get("oom") for row in record[kind])]
         if ended:
-            sizes = (f"{SIZE[kind]} {largest(record[kind], kind, (peer,)):,}" for kind in ended)
-            text += f"; {TITLES[peer]} runs out of memory above {' and '.join(sizes)}"
+            above = (f"{SIZE[kind]} {largest(record[kind], kind, (peer,)):,}" for kind in ended)
+            text += f"; {TITLES[peer]} runs out of memory above {' and '.join(above)}"
     both = max(ratios(record["batch"]), key=lambda ratio: (ratio["batch"], -ratio["peak_gib"]), default=None)
     if both is None:
         return f"{text}."
     return (
-        f"{text}. At batch {both['batch']:,} it is {both['tok_per_s']:.2f} times as fast as {TITLES[both['peer']]}, in "
-        f"{both['peak_gib']:.2f} of its memory."
+        f"{text}. At batch {both['batch']:,} nanocria is {both['tok_per_s']:.2f} times as fast as "
+        f"{TITLES[both['peer']]}, in {both['peak_gib']:.2f} of its memory."
     )
 
 

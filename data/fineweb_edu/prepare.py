@@ -136,7 +136,7 @@ def main():
     parser.add_argument("--input", type=Path, help="a folder of .parquet files (default: download from the hub)")
     parser.add_argument("--tokenizer", default="gpt2", help=f"one of {', '.join(NAMES)} (default: gpt2)")
     parser.add_argument("--tokenizer_path", type=Path, help="llama3's tokenizer.model, if elsewhere than here")
-    parser.add_argument("--out", type=Path, default=HERE, help="folder for the dataset (default: this one)")
+    parser.add_argument("--out", type=Path, default=HERE, help="folder for the dataset (default: the script's)")
     parser.add_argument("--sample", default="10BT", help="of the hub's dataset: 10BT, 100BT or 350BT (default: 10BT)")
     parser.add_argument("--max_files", type=int, help="only so many of the parquet files")
     parser.add_argument("--field", default="text", help="the column that has the text (default: text)")

@@ -65,7 +65,7 @@ def prepare(folder: Path = HERE, stdlib: Path | None = None) -> dict:
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, default=HERE, help="folder for the dataset (default: this one)")
+    parser.add_argument("--out", type=Path, default=HERE, help="folder for the dataset (default: the script's)")
     prepare(parser.parse_args().out)
 
 

@@ -46,7 +46,7 @@ def prepare(folder: Path = HERE) -> dict:
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, default=HERE, help="folder for the dataset (default: this one)")
+    parser.add_argument("--out", type=Path, default=HERE, help="folder for the dataset (default: the script's)")
     prepare(parser.parse_args().out)
 
 
