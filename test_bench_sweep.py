@@ -288,7 +288,11 @@ list(step.spread(work, range(5), 2))
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_interrupted_points_at_once_end(tmp_path, number):
-    script = "import signal, sys; signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))\n" + AT_ONCE
+    # default_int_handler: where the tests run in the background, a shell has SIGINT ignored, and what they start too
+    script = (
+        "import signal, sys; signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))\n"
+        "signal.signal(signal.SIGINT, signal.default_int_handler)\n" + AT_ONCE
+    )
     environment = {key: value for key, value in os.environ.items() if key != "CUDA_VISIBLE_DEVICES"}
     command = [sys.executable, "-c", script, str(tmp_path)]
     process = subprocess.Popen(command, cwd=report.ROOT, stderr=subprocess.DEVNULL, env=environment)

@@ -23,6 +23,8 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
+import time
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -186,11 +188,12 @@ def spread(function: Callable, items: Iterable, gpus: int) -> Iterator:
     free = queue.SimpleQueue()
     for gpu in range(gpus):
         free.put(gpu)
+    ending = threading.Event()
 
     def work(item):
         gpu = free.get()
         try:
-            return function(item, gpu)
+            return None if ending.is_set() else function(item, gpu)
         finally:
             free.put(gpu)
 
@@ -198,9 +201,12 @@ def spread(function: Callable, items: Iterable, gpus: int) -> Iterator:
         try:
             yield from pool.map(work, items)
         except BaseException:  # Ctrl-C, SIGTERM: only the main thread hears of them
+            ending.set()
             pool.shutdown(wait=False, cancel_futures=True)
-            for process in list(working):
-                end(process)
+            while free.qsize() < gpus:  # again: one may just have been about to begin
+                for process in list(working):
+                    end(process)
+                time.sleep(0.05)
             raise
 
 
