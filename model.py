@@ -138,8 +138,8 @@ def rope_tables(config: LlamaConfig, start: int, end: int, device, dtype=torch.f
 def triton_is_faster(q):
     """Where kernels/flash_attention.py is the better choice: heads of 64 on Hopper, up to 4,096 tokens.
 
-    There forward and backward take no longer than cuDNN's, and repeat to the bit; at 8,192 cuDNN's take 5% less
-    (`bench.py kernels` has both).
+    There forward and backward take no longer than cuDNN's, and repeat to the bit; cuDNN's take 2% less at 8,192 and
+    5% less at 32,768 (`bench.py kernels` has both).
     """
     half, n_time, head_dim = q.dtype in (torch.bfloat16, torch.float16), q.shape[1], q.shape[3]
     fits = half and head_dim == 64 and n_time <= TRITON_TOKENS

@@ -16,12 +16,15 @@ import subprocess
 import sys
 from collections.abc import Callable
 from functools import partial
+from itertools import product
 from pathlib import Path
+from types import SimpleNamespace
 from typing import NamedTuple
 
 import pytest
 import torch
 import torch.nn.functional as F
+import triton
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.utils.checkpoint import checkpoint
 
@@ -1205,6 +1208,51 @@ def compare_compiled(name, backend):
     for a, b in zip(results, run(OPERATIONS[name].function, inputs, constants, upstream), strict=True):
         torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5)
     print(name, "compiled")
+
+
+# Compute capability: bytes of shared memory that a program may take.
+CARDS = {"RTX 4090": (89, 101376), "RTX 5090": (120, 101376), "A100": (80, 166912)}
+
+
+def compile_for(card):
+    """Compiles what forward and backward of the operations launch on another GPU, and says what does not fit there.
+
+    Triton needs no GPU for it, only a driver that names one. Nothing runs: the results are uninitialised memory.
+    """
+    capability, shared = CARDS[card]
+    target = triton.backends.compiler.GPUTarget("cuda", capability, 32)
+    triton.runtime.driver.set_active(
+        SimpleNamespace(
+            get_current_device=lambda: 0, get_current_stream=lambda device: 0, get_current_target=lambda: target,
+        )
+    )  # fmt: skip
+    launch, sizes = triton.runtime.jit.JITFunction.run, {}
+
+    def compile_only(kernel, *arguments, warmup, **options):
+        compiled = launch(kernel, *arguments, warmup=True, **options)
+        sizes[kernel.__name__, case] = compiled.metadata.shared
+
+    triton.runtime.jit.JITFunction.run = compile_only
+    for module in [module for name, module in sys.modules.items() if name.startswith("kernels.")]:
+        for name, value in (("use_triton", lambda x: True), ("shared_memory", lambda x: shared)):
+            if hasattr(module, name):
+                setattr(module, name, value)
+    for case in product(OPERATIONS, (256,), (FP16, FP32)):
+        name, width, dtype = case
+        inputs, constants = OPERATIONS[name].inputs(6, width, dtype)
+        run(OPERATIONS[name].function, inputs, constants)
+    for case in product(("flash_attention",), (64, 128), (FP16, FP32)):
+        _, head_dim, dtype = case
+        run(kernels.flash_attention, [randn(1, 256, heads, head_dim, dtype=dtype) for heads in (4, 2, 2)])
+    assert sizes, "nothing was compiled"
+    for (kernel, case), size in sizes.items():
+        assert size <= shared, f"{kernel} of {case} takes {size} bytes of shared memory, {card} has {shared}"
+    print(len(sizes), "fit")
+
+
+@pytest.mark.parametrize("card", CARDS)
+def test_fits_the_shared_memory_of(card):
+    assert " fit" in in_another_process(f"test_kernels.compile_for({card!r})", TRITON_INTERPRET="0")
 
 
 @needs_gpu

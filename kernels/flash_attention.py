@@ -23,7 +23,17 @@ Dao, FlashAttention-2, 2023. https://arxiv.org/abs/2307.08691
 import torch
 import torch.nn.functional as F
 
-from .launch import HAS_TRITON, INTERPRETED, compute_dtype, refuse_double_backward, tl, to_compute, triton, use_triton
+from .launch import (
+    HAS_TRITON,
+    INTERPRETED,
+    compute_dtype,
+    refuse_double_backward,
+    shared_memory,
+    tl,
+    to_compute,
+    triton,
+    use_triton,
+)
 
 if HAS_TRITON:
     from triton.tools.tensor_descriptor import TensorDescriptor
@@ -38,7 +48,8 @@ CONSTANTS = {
     "dq": {64: (64, 64, 4, 2, None), 128: (128, 64, 8, 3, None)},
     "dkv": {64: (64, 64, 4, 3, 168), 128: (64, 64, 4, 2, None)},
 }
-FALLBACK = (32, 16, 4, 2, None)  # small enough for fp32's registers, and for tests to cross several blocks
+# Small enough for fp32's registers, for GPUs with less shared memory, and for tests to cross several blocks.
+FALLBACK = (32, 16, 4, 2, None)
 
 
 def flash_attention_reference(q, k, v, starts=None):
@@ -229,7 +240,7 @@ def _tiles(x, block):
 
 
 def _constants(kernel, q):
-    fast = q.element_size() == 2 and not INTERPRETED
+    fast = q.element_size() == 2 and shared_memory(q) >= 160 * 1024 and not INTERPRETED
     block_m, block_n, warps, stages, registers = CONSTANTS[kernel][max(q.shape[-1], 64)] if fast else FALLBACK
     launch = {"num_warps": warps, "num_stages": stages, "maxnreg": registers}
     return block_m, block_n, {"BLOCK_M": block_m, "BLOCK_N": block_n, "SCALE": q.shape[-1] ** -0.5, **launch}

@@ -4,6 +4,8 @@ import os
 
 import torch
 
+# a * b + c in one instruction, rounded once: Triton's default up to 3.9, where it warns unless told, but not after.
+os.environ.setdefault("TRITON_DEFAULT_FP_FUSION", "1")
 try:
     import triton
     import triton.language as tl
@@ -54,19 +56,36 @@ def whole_row(n_cols: int) -> dict:
     return {"BLOCK": block, "num_warps": min(max(block // 1024, 1), 8) if block <= 16384 else block // 2048}
 
 
-def row_tiles(n_rows: int, n_cols: int, x: torch.Tensor, long_row_warps: int = 16) -> tuple[int, dict]:
+def shared_memory(x: torch.Tensor) -> int:
+    """Bytes that a program may take on x's GPU: 227 KiB on Hopper, 163 on A100, 99 on GeForce, L4 and L40S."""
+    if not x.is_cuda:
+        return 227 * 1024  # the interpreter has no limit
+    gpu = torch.cuda.get_device_properties(x.device)
+    return getattr(gpu, "shared_memory_per_block_optin", gpu.shared_memory_per_block)
+
+
+def loads_in_flight(stages: int, x: torch.Tensor) -> int:
+    """`stages`, or fewer where x's GPU has not the shared memory that they were tuned with.
+
+    A program that wants more is not launched at all; test_kernels.py compiles for such cards. Nobody has timed there.
+    """
+    shared = shared_memory(x)
+    return min(stages, 4 if shared >= 160 * 1024 else 2 if shared >= 96 * 1024 else 1)
+
+
+def row_tiles(n_rows: int, n_cols: int, x: torch.Tensor, stages: int = 3, long_row_warps: int = 16) -> tuple[int, dict]:
     """How many programs share tiles of whole rows, each looping over its own, and their launch constants.
 
     One program a multiprocessor: so few sums of its own rows are left to add up at the end. What keeps enough loads in
-    flight are tiles of 16 KiB, the next two on their way to shared memory while one is computed. A row longer than that
-    is loaded when its turn comes, by long_row_warps warps, or 32 above 16,384 columns. Best of 1-4 rows x 4-32 warps x
-    1-4 stages x 1-4 programs on H200.
+    flight are tiles of 16 KiB, the next `stages` - 1 on their way to shared memory while one is computed. A row longer
+    than that is loaded when its turn comes, by long_row_warps warps, or 32 above 16,384 columns. Best of 1-4 rows x
+    4-32 warps x 1-4 stages x 1-4 programs on H200.
     """
     block = triton.next_power_of_2(n_cols)
     # The interpreter is serial: 4 programs still show that they share the rows and that partial sums add up.
     programs = torch.cuda.get_device_properties(x.device).multi_processor_count if x.is_cuda else 4
     rows = 16384 // (block * x.element_size())
-    constants = {"ROWS": rows, "BLOCK": block, "STAGES": 3, "num_warps": 8}
+    constants = {"ROWS": rows, "BLOCK": block, "STAGES": loads_in_flight(stages, x), "num_warps": 8}
     if not rows:
         constants = {"ROWS": 1, "BLOCK": block, "STAGES": 1, "num_warps": long_row_warps if block <= 16384 else 32}
     return min(triton.cdiv(n_rows, constants["ROWS"]), programs), constants

@@ -145,9 +145,8 @@ class _LayerNorm(torch.autograd.Function):
         need_dx, need_dweight, need_dbias, _ = ctx.needs_input_grad
         dy_rows, x_rows = as_rows(dy), as_rows(x)
         n_rows, n_cols = x_rows.shape
-        programs, constants = row_tiles(n_rows, n_cols, x)
-        if n_cols <= 3072:
-            constants["STAGES"] = 4  # 2 to 5% faster than 3 on H200, but 12% slower where n_cols is 4,096
+        # 4 stages are 2 to 5% faster than 3 on H200, but 12% slower where n_cols is 4,096.
+        programs, constants = row_tiles(n_rows, n_cols, x, stages=4 if n_cols <= 3072 else 3)
         dx = torch.empty(x.shape, dtype=x.dtype, device=x.device) if need_dx else rstd
         dweight = torch.empty(programs, n_cols, dtype=rstd.dtype, device=x.device) if need_dweight else rstd
         dbias = torch.empty(programs, n_cols, dtype=rstd.dtype, device=x.device) if need_dbias else rstd
