@@ -1,6 +1,7 @@
 """What the tokenizers, the token files and the prepare scripts promise. No network, no GPU."""
 
 import base64
+import fcntl
 import hashlib
 import json
 import os
@@ -20,7 +21,7 @@ from data.fineweb_edu import prepare as fineweb_edu
 from data.pystdlib import prepare as pystdlib
 from data.shakespeare_char import prepare as shakespeare_char
 from data.text import prepare as text
-from data.tokens import Progress, Tokens, split_of, token_dtype, write_dataset
+from data.tokens import Progress, Tokens, only_writer, prepare_once, split_of, token_dtype, write_dataset
 from tokenizer import LLAMA3_SPECIAL_TOKENS, NAMES, end_of_text, get_tokenizer
 
 ROOT = Path(__file__).resolve().parent
@@ -49,7 +50,7 @@ def documents_of(folder, split):
 
 
 def contents(folder):
-    return {path.name: path.read_bytes() for path in sorted(folder.iterdir())}
+    return {path.name: path.read_bytes() for path in sorted(folder.iterdir()) if path.name != ".lock"}
 
 
 # ---------------------------------------------------------------------------------------------------------------
@@ -223,10 +224,40 @@ def test_a_truncated_file_is_reported_with_both_sizes(tmp_path):
         Tokens(tmp_path, "val")
 
 
+def test_a_dataset_elsewhere_names_the_script_that_made_it(tmp_path):
+    toy_dataset(tmp_path, extra={"script": "data/fineweb_edu/prepare.py"})
+    (tmp_path / "val.bin").unlink()
+    with pytest.raises(FileNotFoundError, match=f"run python data/fineweb_edu/prepare.py --out {tmp_path}, other opt"):
+        Tokens(tmp_path, "val")
+
+
 @pytest.mark.parametrize("content", ["", "[]", '{"tokenizer": "bytes"}'])
 def test_a_broken_meta_json_is_reported(tmp_path, content):
     (tmp_path / "meta.json").write_text(content)
     with pytest.raises(ValueError, match=r"meta\.json (lacks|is not).*: run python"):
+        Tokens(tmp_path, "train")
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        {"files": [{"train.bin": 13}]},
+        {"files": {"train": {"train.bin": 13}}},
+        {"files": {"train": {"train.bin": 13}, "val": {}}},
+        {"files": {"train": 13, "val": 6}},
+        {"files": {"train": [13], "val": [6]}},
+        *({"files": {"train": {"train.bin": n}, "val": {"val.bin": 6}}} for n in (-1, 0, 1.5, "13", None, True)),
+        {"vocab_size": "257"},
+        {"val_bytes": -1},
+        {"dtype": ["uint16"]},
+    ],
+    ids=str,
+)
+def test_a_meta_json_with_other_values_than_were_written_is_damaged(tmp_path, damage):
+    meta = toy_dataset(tmp_path)
+    (tmp_path / "meta.json").write_text(json.dumps(meta | damage))
+    (tmp_path / "train.bin").write_bytes(b"")
+    with pytest.raises(ValueError, match=r"meta\.json is damaged: run python"):
         Tokens(tmp_path, "train")
 
 
@@ -265,6 +296,33 @@ def test_an_error_leaves_the_older_dataset_as_it_was(tmp_path):
     with pytest.raises(ValueError, match="2 training and 0 validation documents.*raise --val_fraction"):
         toy_dataset(tmp_path, val=[])
     assert contents(tmp_path) == before
+
+
+def test_a_second_writer_in_a_folder_is_refused_and_the_first_goes_on(tmp_path):
+    def documents():
+        yield "train", "first"
+        with pytest.raises(BlockingIOError, match=f"another prepare.py is writing to {tmp_path}: wait for it, or"):
+            toy_dataset(tmp_path)
+        yield "val", "second"
+
+    for _ in range(2):  # the lock is free again
+        write_dataset(tmp_path, documents(), get_tokenizer("bytes"))
+    assert [documents_of(tmp_path, split) for split in ("train", "val")] == [["first"], ["second"]]
+
+
+def test_a_folder_prepares_itself_once_also_where_only_files_open_for_writing_can_be_locked(tmp_path, monkeypatch):
+    def flock_of_nfs(file, operation, flock=fcntl.flock):
+        if fcntl.fcntl(file, fcntl.F_GETFL) & os.O_ACCMODE == os.O_RDONLY:
+            raise OSError("Bad file descriptor")
+        flock(file, operation)
+
+    monkeypatch.setattr(fcntl, "flock", flock_of_nfs)
+    script = "from test_data import toy_dataset as prepare\nopen(__file__, 'a').write('# has run')\n"
+    (tmp_path / "prepare.py").write_text(script)
+    for _ in range(2):
+        prepare_once(tmp_path)
+    assert documents_of(tmp_path, "val") == ["third"]
+    assert (tmp_path / "prepare.py").read_text() == script + "# has run"
 
 
 @pytest.mark.parametrize(
@@ -343,6 +401,7 @@ def test_pystdlib_splits_by_file_without_overlap_and_leaves_out_what_it_should(s
     assert sorted(train + val) == sorted({f"def function_{i}():\n    return {i}\n" for i in range(200)})
     assert 1 <= len(val) <= 40
     assert meta["val_bytes"] == sum(map(len, val))
+    assert meta["script"] == "data/pystdlib/prepare.py"
     assert meta["gzip_bits_per_byte"] > 0 and meta["xz_bits_per_byte"] > 0
     assert "200 files, skipped 2 unreadable, 2 empty or a copy" in capsys.readouterr().out
 
@@ -378,8 +437,12 @@ def test_shakespeare_without_a_network_says_the_address_and_the_place(tmp_path, 
     with pytest.raises(OSError, match=f"could not download http://localhost:9/input.txt .* put it at {place}"):
         shakespeare_char.prepare(tmp_path)
     assert not place.exists()
+    place.touch()
+    with pytest.raises(ValueError, match=f"{place} holds no text"):
+        shakespeare_char.prepare(tmp_path)
     place.write_text("To be, or not to be. " * 100)
     meta = shakespeare_char.prepare(tmp_path)
+    assert meta["script"] == "data/shakespeare_char/prepare.py"
     assert (meta["train_bytes"], meta["val_bytes"]) == (1890, 210)
     assert "".join(documents_of(tmp_path, "train") + documents_of(tmp_path, "val")) == place.read_text()
 
@@ -436,6 +499,15 @@ def test_a_large_text_is_split_by_each_document_alone(tmp_path, monkeypatch):
     text.prepare([tmp_path / "large.jsonl"], tmp_path / "out", val_fraction=0.1)
     expected = [f"line {i}" for i in range(300) if split_of(f"line {i}", 0.1) == "val"]
     assert documents_of(tmp_path / "out", "val") == expected
+
+
+@pytest.mark.parametrize("val_fraction", [10, 1, 0, -1, float("nan")])
+@pytest.mark.parametrize("prepare", [text.prepare, fineweb_edu.prepare])
+def test_a_share_of_validation_outside_0_to_1_is_refused(tmp_path, prepare, val_fraction):
+    (tmp_path / "notes.txt").write_text("a note")
+    message = f"--val_fraction is {val_fraction}, expected a share above 0 and below 1"
+    with pytest.raises(ValueError, match=message):
+        prepare([tmp_path] if prepare is text.prepare else tmp_path, tmp_path / "out", val_fraction=val_fraction)
 
 
 def test_text_says_which_binary_files_it_left_out(tmp_path, capsys):
@@ -513,24 +585,52 @@ def test_text_cuts_one_large_file_at_line_ends_and_loses_nothing(tmp_path):
         ('{"title": "no text"}', r"bad\.jsonl:2 is not an object with the field 'text'"),
         ("[1, 2]", r"bad\.jsonl:2 is not an object with the field 'text'"),
         ('{"text": 7}', r"bad\.jsonl:2 has a int as 'text', expected a string"),
+        ("[" * 100_000, r"bad\.jsonl:2 is not JSON: .* a JSON array"),
+        ("1" * 5000, r"bad\.jsonl:2 is not JSON: Exceeds the limit"),
     ],
 )
 def test_text_names_the_bad_jsonl_line(tmp_path, line, message):
     (tmp_path / "bad.jsonl").write_text('{"text": "good"}\n' + line + "\n")
     with pytest.raises(ValueError, match=message):
         text.prepare([tmp_path / "bad.jsonl"], tmp_path / "out")
-    assert not list((tmp_path / "out").iterdir())
+    assert not contents(tmp_path / "out")
 
 
 def test_text_names_the_file_that_is_not_utf8_or_skips_it(tmp_path, capsys):
     for i in range(50):
         (tmp_path / f"{i}.txt").write_text(f"text {i}")
-    (tmp_path / "latin1.txt").write_bytes(b"caf\xe9")
+    (tmp_path / "0.txt").write_text("\ufefftext 0", encoding="utf-8")  # its mark is read twice too
+    (tmp_path / "latin1.txt").write_bytes(b"kept?\n" * 10_000 + b"caf\xe9")  # far behind the first chunk
     with pytest.raises(ValueError, match=r"latin1\.txt is not UTF-8 text.*--errors skip"):
         text.prepare([tmp_path], tmp_path / ".out")
     meta = text.prepare([tmp_path], tmp_path / ".out", errors="skip")
     assert meta["train_documents"] + meta["val_documents"] == 50
+    documents = documents_of(tmp_path / ".out", "train") + documents_of(tmp_path / ".out", "val")
+    assert set(documents) == {f"text {i}" for i in range(50)}
     assert "latin1.txt: not UTF-8" in capsys.readouterr().out
+
+
+def test_text_cannot_skip_a_pipe(tmp_path):
+    reading, writing = os.pipe()
+    os.close(writing)
+    with pytest.raises(ValueError, match=f"--errors skip reads a file twice, but /dev/fd/{reading} is a pipe"):
+        text.prepare([f"/dev/fd/{reading}"], tmp_path, errors="skip")
+    os.close(reading)
+
+
+def test_text_prints_names_that_are_not_utf8(tmp_path, capsys):
+    name, content = os.fsdecode(b"caf\xe9"), {"a": b"one", "b": b"two", "bad": b"\xe9", "binary": b"\0"}
+    for suffix in content:
+        (tmp_path / f"{name}.{suffix}").write_bytes(content[suffix])
+    for _ in range(2):
+        text.prepare([tmp_path], tmp_path / f".{name}", errors="skip")
+    out = capsys.readouterr().out  # strict, as of a terminal
+    for line in (
+        "left out: 1 ({}/caf\ufffd.binary)",
+        "skipped {}/caf\ufffd.bad:",
+        "replaces the dataset in {}/.caf\ufffd",
+    ):
+        assert line.format(tmp_path) in out, out
 
 
 def test_text_script_ends_a_slip_in_one_line(tmp_path):
@@ -566,6 +666,7 @@ def test_fineweb_writes_a_shard_a_file_and_reads_across_them(parquets, tmp_path)
     train, val = (documents_of(tmp_path / "out", split) for split in ("train", "val"))
     assert len(train) + len(val) == len(set(train + val)) == 900
     assert 50 < len(val) < 150
+    assert meta["script"] == "data/fineweb_edu/prepare.py"
     tokens = Tokens(tmp_path / "out", "train")
     per_shard = [(len(shard) - 1) // 100 for shard in tokens.shards]
     assert tokens.blocks(100) == sum(per_shard)
@@ -573,6 +674,60 @@ def test_fineweb_writes_a_shard_a_file_and_reads_across_them(parquets, tmp_path)
     first_of_second = tokens.read([per_shard[0]], 100)
     assert (first_of_second == tokens.shards[1][:101]).all()
     assert (blocks[-1] == tokens.shards[2][(per_shard[2] - 1) * 100 :][:101]).all()
+    longest, half = max(map(len, tokens.shards)), len(tokens) // 2
+    message = f"has {longest:,} train tokens in the longest of its 3 shards, fewer than the {half + 1:,} that"
+    with pytest.raises(ValueError, match=message):
+        tokens.blocks(half)
+
+
+@pytest.fixture
+def files_read(monkeypatch):
+    """The names of the parquet files that were read."""
+    read_documents, names = fineweb_edu.read_documents, []
+
+    def counted(parquet, path, *args):
+        names.append(path.name)
+        return read_documents(parquet, path, *args)
+
+    monkeypatch.setattr(fineweb_edu, "read_documents", counted)
+    return names
+
+
+DAMAGE = {
+    "nothing": lambda parquets, out: None,
+    "tokens cut short": lambda parquets, out: os.truncate(out / "val_000001.bin", 2),
+    "a record cut short": lambda parquets, out: os.truncate(out / "shard_000001.json", 30),
+    "an empty record": lambda parquets, out: os.truncate(out / "shard_000001.json", 0),
+    "another input": lambda parquets, out: os.replace(parquets / "002.parquet", parquets / "001.parquet"),
+    "a newer input": lambda parquets, out: os.utime(parquets / "001.parquet", (0, 0)),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGE.values(), ids=DAMAGE)
+def test_fineweb_run_again_makes_the_shards_that_are_damaged_or_of_another_input(
+    parquets, tmp_path, files_read, damage
+):
+    fineweb_edu.prepare(parquets, tmp_path / "out", max_files=2, **OPTIONS)
+    files_read.clear()
+    damage(parquets, tmp_path / "out")
+    fineweb_edu.prepare(parquets, tmp_path / "out", max_files=2, **OPTIONS)
+    assert files_read == ([] if damage is DAMAGE["nothing"] else ["001.parquet"])
+    fineweb_edu.prepare(parquets, tmp_path / "new", max_files=2, **OPTIONS)
+    assert contents(tmp_path / "out") == contents(tmp_path / "new")
+
+
+def test_fineweb_keeps_the_shards_of_a_version_that_did_not_note_the_input_s_size(parquets, tmp_path, files_read):
+    fineweb_edu.prepare(parquets / "001.parquet", tmp_path, **OPTIONS)
+    record = json.loads((tmp_path / "shard_000000.json").read_text())
+    del record["source"]["size"], record["source"]["mtime_ns"]
+    (tmp_path / "shard_000000.json").write_text(json.dumps(record))
+    fineweb_edu.prepare(parquets / "001.parquet", tmp_path, **OPTIONS)
+    assert files_read == ["001.parquet"]
+
+
+def test_fineweb_refuses_a_folder_that_is_written_to(parquets, tmp_path):
+    with only_writer(tmp_path / "out"), pytest.raises(BlockingIOError, match="another prepare.py is writing to"):
+        fineweb_edu.prepare(parquets, tmp_path / "out", **OPTIONS)
 
 
 def test_fineweb_interrupted_and_restarted_gives_what_an_uninterrupted_run_gives(parquets, tmp_path, monkeypatch):
@@ -615,10 +770,30 @@ def test_fineweb_says_what_is_wrong_with_the_input(parquets, tmp_path):
     with pytest.raises(ValueError, match="has no column 'body' but id, text: set --field"):
         fineweb_edu.prepare(parquets, tmp_path / "out", field="body", **OPTIONS)
     os.truncate(parquets / "000.parquet", 1000)
-    with pytest.raises(ValueError, match=r"000\.parquet is not a whole parquet file"):
+    with pytest.raises(ValueError, match=r"000\.parquet cannot be read as parquet"):
         fineweb_edu.prepare(parquets, tmp_path / "out", **OPTIONS)
+    content = (parquets / "001.parquet").read_bytes()
+    (parquets / "001.parquet").write_bytes(content[:1000] + bytes(2000) + content[3000:])  # the footer is whole
+    with pytest.raises(ValueError, match=r"001\.parquet cannot be read as parquet"):
+        fineweb_edu.prepare(parquets / "001.parquet", tmp_path / "out", **OPTIONS)
+    for max_files in (0, -1):
+        with pytest.raises(ValueError, match=f"--max_files is {max_files}, expected 1 or more"):
+            fineweb_edu.prepare(parquets, tmp_path / "out", max_files=max_files, **OPTIONS)
     with pytest.raises(FileNotFoundError, match="holds no .parquet files"):
         fineweb_edu.prepare(tmp_path / "nowhere", tmp_path / "out", **OPTIONS)
+
+
+def test_fineweb_takes_any_strings_and_refuses_other_columns(tmp_path):
+    pyarrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+    path, strings = tmp_path / "some.parquet", pyarrow.array([f"text {i}" for i in range(100)])
+    for column in (strings, strings.cast("large_string"), strings.dictionary_encode()):
+        parquet.write_table(pyarrow.table({"text": column}), path)
+        meta = fineweb_edu.prepare(path, tmp_path / "out", **OPTIONS)
+        assert meta["train_documents"] + meta["val_documents"] == 100
+    for column, name in ([1, 2], "int64"), ([b"a", b"b"], "binary"), ([["a"], ["b"]], "list<"):
+        parquet.write_table(pyarrow.table({"text": column}), path)
+        with pytest.raises(ValueError, match=rf"some\.parquet has {name}.* in its column 'text', expected strings"):
+            fineweb_edu.prepare(path, tmp_path / "out", **OPTIONS)
 
 
 def test_fineweb_without_its_packages_says_the_pip_line(parquets, tmp_path, monkeypatch):

@@ -8,7 +8,7 @@ A dataset is a folder of
                          each split, and how many tokens each file holds
 
 Every document ends with the end-of-text token. Files are written under another name, flushed and renamed, meta.json
-last: a folder without meta.json is not a dataset, and a file that has its name is whole.
+last: a folder without meta.json is not a dataset, and a file that has its name is whole. Who writes holds .lock.
 
     from data.tokens import Tokens
     train = Tokens("data/pystdlib", "train")
@@ -60,6 +60,24 @@ def split_of(key: str, val_fraction: float) -> str:
     return "val" if int.from_bytes(digest[:8], "big") < val_fraction * 2**64 else "train"
 
 
+def check_val_fraction(val_fraction: float) -> None:
+    if not 0 < val_fraction < 1:
+        raise ValueError(f"--val_fraction is {val_fraction}, expected a share above 0 and below 1")
+
+
+@contextmanager
+def only_writer(folder: Path):
+    """Make the folder and keep other writers out of it. Raises BlockingIOError where one is at work."""
+    folder.mkdir(parents=True, exist_ok=True)
+    with open(folder / ".lock", "w") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            message = f"another prepare.py is writing to {folder}: wait for it, or name another --out"
+            raise BlockingIOError(message) from None
+        yield
+
+
 @contextmanager
 def whole_file(path: Path):
     """Open a file for writing bytes that gets its name only once all of it is on the disk."""
@@ -87,8 +105,9 @@ def write_dataset(
     **options,  # of write_tokens
 ) -> dict:
     """Write a dataset of one train.bin and one val.bin; return its meta.json, to which `extra` is added."""
-    counts = write_tokens(folder, documents, tokenizer, **options)
-    return write_meta(folder, tokenizer, {"": counts}, **(extra or {}))
+    with only_writer(folder):
+        counts = write_tokens(folder, documents, tokenizer, **options)
+        return write_meta(folder, tokenizer, {"": counts}, **(extra or {}))
 
 
 def write_tokens(
@@ -104,7 +123,6 @@ def write_tokens(
     Streams: memory does not grow with the documents. `progress` is called with the counts so far. Raises ValueError,
     leaving an older dataset as it was, if a split of an unsharded dataset would be empty.
     """
-    folder.mkdir(parents=True, exist_ok=True)
     dtype = token_dtype(tokenizer.n_vocab)
     counts = {split: dict(documents=0, tokens=0, bytes=0) for split in SPLITS}
     with whole_file(folder / f"train{shard}.bin") as train, whole_file(folder / f"val{shard}.bin") as val:
@@ -162,14 +180,17 @@ def write_shard(
     return counts
 
 
-def finished_shard(folder: Path, number: int, source: dict) -> dict | None:
+def finished_shard(folder: Path, number: int, tokenizer: tiktoken.Encoding, source: dict) -> dict | None:
     """Return the counts of a shard that an earlier run finished from the same `source`, else None."""
-    suffix = shard_suffix(number)
-    record, files = folder / f"shard{suffix}.json", [folder / f"{split}{suffix}.bin" for split in SPLITS]
-    if not record.exists() or not all(file.exists() for file in files):
+    suffix, itemsize = shard_suffix(number), token_dtype(tokenizer.n_vocab).itemsize
+    try:
+        saved = json.loads((folder / f"shard{suffix}.json").read_text())
+        sizes = {split: (folder / f"{split}{suffix}.bin").stat().st_size for split in SPLITS}
+        whole = all(sizes[split] == saved["counts"][split]["tokens"] * itemsize for split in SPLITS)
+        same = saved["source"].items() <= source.items()  # a record of an older version may know less
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):  # a file is missing, or the record cut short
         return None
-    saved = json.loads(record.read_text())
-    return saved["counts"] if saved["source"] == source else None
+    return saved["counts"] if whole and same else None
 
 
 def shard_suffix(number: int) -> str:
@@ -287,7 +308,8 @@ def prepare_once(folder: Path) -> None:
     script = folder / "prepare.py"
     if (folder / "meta.json").exists():
         return
-    with open(script) as lock:
+    # not only_writer's, which the script takes; NFS locks only what is open for writing
+    with open(folder / ".once.lock", "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         if not (folder / "meta.json").exists():
             runpy.run_path(str(script))["prepare"](folder)
@@ -318,9 +340,10 @@ def run_script(main: Callable[[], None]) -> None:
 
 
 def shown(path: Path) -> str:
-    """The path as a person in the current folder would type it."""
+    """The path as a person in the current folder would type it; what is not UTF-8 in it is replaced."""
     path = Path(path).absolute()
-    return str(path.relative_to(Path.cwd())) if path.is_relative_to(Path.cwd()) else str(path)
+    path = path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path
+    return os.fsencode(path).decode(errors="replace")
 
 
 # ---------------------------------------------------------------------------------------------------------------
@@ -348,12 +371,14 @@ class Tokens:
     def _map(self, path: Path, n_tokens: int) -> np.memmap:
         dtype = np.dtype(self.meta["dtype"]).newbyteorder("<")
         if not path.exists():
-            raise FileNotFoundError(f"{path} is missing, but meta.json lists it: {how_to_prepare(self.folder)}")
+            raise FileNotFoundError(
+                f"{path} is missing, but meta.json lists it: {how_to_prepare(self.folder, self.meta)}"
+            )
         expected, found = n_tokens * dtype.itemsize, path.stat().st_size
         if found != expected:
             raise ValueError(
                 f"{path} has {found:,} bytes, but meta.json says {n_tokens:,} {dtype.name} tokens, which are "
-                f"{expected:,} bytes: {how_to_prepare(self.folder)}"
+                f"{expected:,} bytes: {how_to_prepare(self.folder, self.meta)}"
             )
         return np.memmap(path, dtype=dtype, mode="r")
 
@@ -367,9 +392,11 @@ class Tokens:
         """How many blocks there are when every shard starts `shift` tokens late. Raises ValueError if not even one."""
         n_blocks = sum(self._blocks_per_shard(block_size, shift))
         if n_blocks == 0:
+            where = f" in the longest of its {len(self.shards)} shards" if len(self.shards) > 1 else ""
             raise ValueError(
-                f"{self.folder} has {len(self):,} {self.split} tokens, fewer than the {shift + block_size + 1:,} "
-                f"that block_size {block_size:,} needs here: use more text or a smaller block_size"
+                f"{self.folder} has {max(map(len, self.shards)):,} {self.split} tokens{where}, fewer than the "
+                f"{shift + block_size + 1:,} that block_size {block_size:,} needs here: use more text or a smaller "
+                "block_size"
             )
         return n_blocks
 
@@ -414,17 +441,22 @@ def read_meta(folder: str | Path) -> dict:
     except (ValueError, AttributeError) as error:
         raise ValueError(f"{path} is not a JSON object ({error}): {how_to_prepare(folder)}") from error
     if missing:
-        raise ValueError(f"{path} lacks {', '.join(sorted(missing))}: {how_to_prepare(folder)}")
-    files = meta["files"] if isinstance(meta["files"], dict) else {}
-    counts = [n for split in SPLITS for n in dict(files.get(split) or {}).values()]
-    numbers = [meta["vocab_size"], meta["val_bytes"], *counts]
-    if meta["dtype"] not in ("uint16", "uint32") or not counts or not all(isinstance(n, int) for n in numbers):
-        raise ValueError(f"{path} is damaged: {how_to_prepare(folder)}")
+        raise ValueError(f"{path} lacks {', '.join(sorted(missing))}: {how_to_prepare(folder, meta)}")
+    try:
+        counts = [list(meta["files"][split].values()) for split in SPLITS]
+        numbers = [meta["vocab_size"], meta["val_bytes"], *sum(counts, [])]
+        sound = all(counts) and all(type(n) is int and n > 0 for n in numbers)  # an empty file is never listed
+    except (KeyError, TypeError, AttributeError):
+        sound = False
+    if not sound or meta["dtype"] not in ("uint16", "uint32"):
+        raise ValueError(f"{path} is damaged: {how_to_prepare(folder, meta)}")
     return meta
 
 
-def how_to_prepare(folder: str | Path) -> str:
+def how_to_prepare(folder: str | Path, meta: dict | None = None) -> str:
     script = Path(folder) / "prepare.py"
     if script.exists():
         return f"run python {shown(script)}" + " --input YOUR_TEXT" * (Path(folder).name == "text")
+    if meta and "script" in meta:
+        return f"run python {meta['script']} --out {folder}, other options as before"
     return f"run python data/text/prepare.py --input YOUR_TEXT --tokenizer NAME --out {folder}"

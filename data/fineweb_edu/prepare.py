@@ -4,7 +4,7 @@
     python data/fineweb_edu/prepare.py                         # sample-10BT from the hub, gpt2 tokens
     python data/fineweb_edu/prepare.py --tokenizer llama3      # after placing Meta's tokenizer.model, see tokenizer.py
     python data/fineweb_edu/prepare.py --max_files 1           # one file of 14, enough for a first run
-    python data/fineweb_edu/prepare.py --input my_parquets/    # no network
+    python data/fineweb_edu/prepare.py --input my_parquets/    # no network; a file or a folder
 
 Makes one train_*.bin and one val_*.bin for each parquet file. sample-10BT is 14 files of 2 GB and 10 billion tokens: 20
 GB as uint16 (gpt2), 40 GB as uint32 (the others). It can be stopped at any time: the same command goes on with the
@@ -24,10 +24,13 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from data.tokens import (
     Document,
     Progress,
+    check_val_fraction,
     finished_shard,
+    only_writer,
     print_summary,
     run_script,
     shard_suffix,
+    shown,
     split_of,
     write_meta,
     write_shard,
@@ -36,6 +39,7 @@ from tokenizer import NAMES, get_tokenizer
 
 HERE = Path(__file__).resolve().parent
 REPO = "HuggingFaceFW/fineweb-edu"
+STRINGS = ("string", "large_string", "string_view")  # pyarrow's names
 
 
 def require(package: str):
@@ -79,18 +83,24 @@ def open_parquet(path: Path):
 
     try:
         return pyarrow.parquet.ParquetFile(path)
-    except pyarrow.ArrowInvalid as error:
-        raise ValueError(f"{path} is not a whole parquet file: {error}") from error
+    except (OSError, pyarrow.ArrowException) as error:
+        raise ValueError(f"{path} cannot be read as parquet: {error}") from error
 
 
 def read_documents(parquet, path: Path, field: str, val_fraction: float) -> Iterator[Document]:
     """Yield (split, text) from an open ParquetFile, a thousand rows in memory at a time."""
     if field not in parquet.schema_arrow.names:
         raise ValueError(f"{path} has no column {field!r} but {', '.join(parquet.schema_arrow.names)}: set --field")
-    for batch in parquet.iter_batches(batch_size=1000, columns=[field]):
-        for text in batch.column(0).to_pylist():
-            if text:
-                yield split_of(text, val_fraction), text
+    pyarrow, kind = require("pyarrow"), parquet.schema_arrow.field(field).type
+    if str(kind.value_type if pyarrow.types.is_dictionary(kind) else kind) not in STRINGS:
+        raise ValueError(f"{path} has {kind} in its column {field!r}, expected strings: set --field")
+    try:
+        for batch in parquet.iter_batches(batch_size=1000, columns=[field]):
+            for text in batch.column(0).to_pylist():
+                if text:
+                    yield split_of(text, val_fraction), text
+    except (OSError, ValueError, pyarrow.ArrowException) as error:
+        raise ValueError(f"{path} cannot be read as parquet: {error}") from error
 
 
 def prepare(
@@ -104,36 +114,46 @@ def prepare(
     val_fraction: float = 0.001,
     workers: int = 1,
 ) -> dict:
-    """Write the dataset into `folder` from a local folder of parquet files, or from the hub; return its meta.json."""
+    """Write the dataset into `folder` from a .parquet file, a folder of them or the hub; return its meta.json."""
+    check_val_fraction(val_fraction)
+    if max_files is not None and max_files < 1:
+        raise ValueError(f"--max_files is {max_files}, expected 1 or more")
     encoding, folder = get_tokenizer(tokenizer, tokenizer_path), Path(folder)
     if input is None:
         names = list_hub(sample)
+    elif Path(input).is_file():
+        input, names = Path(input).parent, [Path(input).name]
     else:
         names = sorted(str(path.relative_to(input)) for path in Path(input).rglob("*.parquet"))
         if not names:
             raise FileNotFoundError(f"--input {input} holds no .parquet files")
     names, origin = names[:max_files], str(Path(input).resolve()) if input else REPO
     shards = {}
-    for number, name in enumerate(names):
-        source = dict(input=origin, name=name, tokenizer=tokenizer, field=field, val_fraction=val_fraction)
-        counts = finished_shard(folder, number, source)
-        if counts is None:
-            path = download(name) if input is None else Path(input) / name
-            with open_parquet(path) as parquet:
-                progress = Progress(
-                    parquet.metadata.num_rows, "documents", f"{number + 1}/{len(names)} {name} ", len(names) - number
-                )
-                documents = read_documents(parquet, path, field, val_fraction)
-                counts = write_shard(folder, number, documents, encoding, source, workers=workers, progress=progress)
-        shards[shard_suffix(number)] = counts
-    meta = write_meta(folder, encoding, shards)
+    with only_writer(folder):
+        for number, name in enumerate(names):
+            source = dict(input=origin, name=name, tokenizer=tokenizer, field=field, val_fraction=val_fraction)
+            if input is not None:
+                stat = (Path(input) / name).stat()
+                source |= dict(size=stat.st_size, mtime_ns=stat.st_mtime_ns)
+            counts = finished_shard(folder, number, encoding, source)
+            if counts is None:
+                path = download(name) if input is None else Path(input) / name
+                with open_parquet(path) as parquet:
+                    prefix = f"{number + 1}/{len(names)} {shown(name)} "
+                    progress = Progress(parquet.metadata.num_rows, "documents", prefix, len(names) - number)
+                    documents = read_documents(parquet, path, field, val_fraction)
+                    counts = write_shard(
+                        folder, number, documents, encoding, source, workers=workers, progress=progress
+                    )
+            shards[shard_suffix(number)] = counts
+        meta = write_meta(folder, encoding, shards, script="data/fineweb_edu/prepare.py")
     print_summary(folder, meta)
     return meta
 
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--input", type=Path, help="a folder of .parquet files (default: download from the hub)")
+    parser.add_argument("--input", type=Path, help="a .parquet file, or a folder of them (default: download the hub's)")
     parser.add_argument("--tokenizer", default="gpt2", help=f"one of {', '.join(NAMES)} (default: gpt2)")
     parser.add_argument("--tokenizer_path", type=Path, help="llama3's tokenizer.model, if elsewhere than here")
     parser.add_argument("--out", type=Path, default=HERE, help="folder for the dataset (default: the script's)")

@@ -56,7 +56,8 @@ def prepare(folder: Path = HERE, stdlib: Path | None = None) -> dict:
     # by a hash of the name: a file that a Python update changes, or adds, moves no other file
     documents = [(split_of(name, VAL_FRACTION), source) for name, source in sources.items()]
     val_text = "".join(source for split, source in documents if split == "val").encode()
-    extra = dict(python=platform.python_version(), **(compressed_bits_per_byte(val_text) if val_text else {}))
+    extra = dict(script="data/pystdlib/prepare.py", python=platform.python_version())
+    extra |= compressed_bits_per_byte(val_text) if val_text else {}
     meta = write_dataset(Path(folder), documents, get_tokenizer("bytes"), extra=extra)
     print(f"{stdlib}: {len(sources):,} files, skipped " + ", ".join(f"{n} {why}" for why, n in skipped.items()))
     print_summary(folder, meta)

@@ -38,7 +38,9 @@ def prepare(folder: Path = HERE) -> dict:
         download(folder / "input.txt")
     text = (folder / "input.txt").read_bytes().decode()
     train, val = text[: len(text) * 9 // 10], text[len(text) * 9 // 10 :]
-    extra = compressed_bits_per_byte(val.encode()) if val else {}
+    if not train:
+        raise ValueError(f"{shown(folder / 'input.txt')} holds no text: delete it, and it is downloaded again")
+    extra = dict(script="data/shakespeare_char/prepare.py", **compressed_bits_per_byte(val.encode()))
     meta = write_dataset(folder, [("train", train), ("val", val)], get_tokenizer("bytes"), extra=extra)
     print_summary(folder, meta)
     return meta

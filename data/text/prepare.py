@@ -24,7 +24,16 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
-from data.tokens import Document, Progress, print_summary, run_script, shown, split_of, write_dataset
+from data.tokens import (
+    Document,
+    Progress,
+    check_val_fraction,
+    print_summary,
+    run_script,
+    shown,
+    split_of,
+    write_dataset,
+)
 from tokenizer import NAMES, get_tokenizer
 
 HERE = Path(__file__).resolve().parent
@@ -46,7 +55,7 @@ def find_files(inputs: list[Path], out: Path) -> list[Path]:
         else:
             raise FileNotFoundError(f"--input {path} does not exist")
     if binary:
-        examples = ", ".join(map(str, binary[:2])) + ", ..." * (len(binary) > 2)
+        examples = ", ".join(map(shown, binary[:2])) + ", ..." * (len(binary) > 2)
         print(f"binary or UTF-16 files left out: {len(binary):,} ({examples})")
     return files
 
@@ -66,12 +75,23 @@ def read_documents(files: list[Path], field: str, max_chars: int, errors: str) -
         # newline="\n" leaves \r\n alone; utf-8-sig drops the mark that Windows editors put first
         with open(path, encoding="utf-8-sig", newline="\n") as file:
             try:
+                if errors == "skip":
+                    check_utf8(file, path)
                 jsonl = path.suffix.lower() in (".jsonl", ".ndjson")
                 yield from read_jsonl(file, path, field) if jsonl else read_chunks(file, max_chars)
             except UnicodeDecodeError as error:
                 if errors == "strict":
                     raise ValueError(f"{path} is not UTF-8 text ({error}): --errors skip leaves it out") from error
-                print(f"skipped {path}: not UTF-8 text")
+                print(f"skipped {shown(path)}: not UTF-8 text")
+
+
+def check_utf8(file, path: Path) -> None:
+    """Read all of a file, before any of it is used, and go back to its start. Raises UnicodeDecodeError."""
+    if not file.seekable():
+        raise ValueError(f"--errors skip reads a file twice, but {path} is a pipe: use --errors strict")
+    while file.read(2**20):
+        pass
+    file.seek(0)
 
 
 def read_chunks(file, max_chars: int) -> Iterator[str]:
@@ -86,7 +106,7 @@ def read_jsonl(file, path: Path, field: str) -> Iterator[str]:
             continue
         try:
             text = json.loads(line)[field]
-        except json.JSONDecodeError as error:
+        except (ValueError, RecursionError) as error:  # RecursionError: thousands of brackets in brackets
             raise ValueError(f"{path}:{number} is not JSON: {error}") from error
         except (KeyError, TypeError):
             raise ValueError(f"{path}:{number} is not an object with the field {field!r}: set --field") from None
@@ -120,11 +140,12 @@ def prepare(
     """Write the dataset into `folder`; return its meta.json."""
     files = find_files([Path(path) for path in inputs], Path(folder))
     if (Path(folder) / "meta.json").exists():
-        print(f"replaces the dataset in {folder}")
+        print(f"replaces the dataset in {shown(folder)}")
     # 0: unknown, as of a pipe
     n_bytes = sum(path.stat().st_size for path in files) if all(path.is_file() for path in files) else 0
     if val_fraction is None:
         val_fraction = min(max(0.01, 1e5 / n_bytes), 0.1) if n_bytes else 0.01  # 1%, but 100 KB or 10% of a small input
+    check_val_fraction(val_fraction)
     # A single file should still be enough documents for the hash to find some for validation: about eight chunks,
     # but no chunk so small that its end-of-text tokens would teach the model to stop early.
     max_chars = min(max(int(n_bytes * val_fraction / 8), 2**14), 2**20)
