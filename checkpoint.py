@@ -19,6 +19,7 @@ import warnings
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -45,8 +46,26 @@ def newest(out_dir: str) -> Path | None:
 
 def _steps(out_dir):
     """The whole checkpoints of out_dir, oldest first."""
-    whole = [path.parent for path in Path(out_dir).glob("step_*/meta.json") if path.parent.name[5:].isdigit()]
+    whole = [path for path in Path(out_dir).glob("step_*") if path.name[5:].isdigit() and path.is_dir()]
     return sorted(whole, key=lambda path: int(path.name[5:]))
+
+
+def from_newest(run: Path, read: Callable[[Path], Any]) -> Any:
+    """What read makes of the path of a run's newest checkpoint, or of run where it is itself one.
+
+    A run that goes on deletes its old ones, perhaps while they are read: then it has a newer one.
+    Raises ValueError where there is none, and what read raises of one that is there.
+    """
+    for _ in range(5):
+        path = run if os.path.exists(run / "meta.json") else newest(run)
+        if path is None:
+            raise ValueError(f"{run} holds no checkpoint: train one first, or name another folder")
+        try:
+            return read(path)
+        except (OSError, ValueError):
+            if path.exists():
+                raise
+    raise ValueError(f"{run} deletes its checkpoints sooner than they are read: let it keep more, by --keep_last")
 
 
 class Damaged(ValueError):
@@ -287,6 +306,18 @@ def read_meta(path: Path) -> dict:
     return meta
 
 
+def set_val_loss(path: Path, val_loss: float) -> None:
+    """Into the meta.json of a checkpoint that a signal had left without one."""
+    if rank:
+        return
+    partial = path / "meta.json.partial"
+    try:
+        partial.write_text(json.dumps(read_meta(path) | {"val_loss": val_loss}, indent=2))
+        partial.replace(path / "meta.json")
+    except OSError as error:  # a full disk: the next resume evaluates again
+        print0(f"{partial}: {error.strerror}")
+
+
 def load_newest(out_dir: str, optimizer: AdamW, refuse: Callable) -> tuple[Path, dict, list[str]]:
     """Fills an optimizer and the weights of its model, sharded in any way, from the newest checkpoint that is whole.
 
@@ -303,7 +334,7 @@ def load_newest(out_dir: str, optimizer: AdamW, refuse: Callable) -> tuple[Path,
         except Damaged as error:
             damaged.append(str(error))
             if len(_steps(out_dir)) == 1:  # it keeps its name: a new run must not begin beside it unasked
-                raise Damaged(f"{error}. There is no older one: move it away to start anew") from error
+                raise Damaged(". ".join(damaged) + ". There is no older one: move it away to start anew") from error
             _together(lambda: None)  # until nobody reads it any more
             _together(lambda path=path: _set_aside(path))
     optimizer.refresh(tensors)

@@ -13,6 +13,7 @@ k: take the .safetensors that lie beside them.
 import argparse
 import contextlib
 import json
+import os
 import shutil
 import sys
 from collections.abc import Callable
@@ -21,6 +22,7 @@ from pathlib import Path
 import torch
 
 import checkpoint
+from configurator import SettingError, check
 from model import ROPE_SCALING_KEYS, Llama, LlamaConfig, fill
 from optimizer import AdamW
 from tokenizer import end_of_text, get_tokenizer
@@ -76,42 +78,62 @@ def read_config(folder: Path) -> tuple[dict, str | None]:
     Raises ValueError where it is none that model.py can be, OSError where it cannot be read.
     """
     path = Path(folder) / "config.json"
+    theirs = _read_json(path)
+    if theirs.get("model_type") != "llama":
+        raise ValueError(f"{path} describes a {theirs.get('model_type')} model, not a Llama")
+    fields = LlamaConfig.__dataclass_fields__
+    settings = {name: _setting(path, theirs, theirs_name, fields[name].type) for name, theirs_name in CONFIG.items()}
+    settings |= _read_rope(path, theirs)
     try:
-        theirs = json.loads(path.read_text())
-        if theirs["model_type"] != "llama":
-            raise ValueError(f"{path} describes a {theirs['model_type']} model, not a Llama")
-        settings = {name: theirs[theirs_name] for name, theirs_name in CONFIG.items()}
-        settings |= _read_rope(theirs, path)
-    except json.JSONDecodeError as error:
-        raise ValueError(f"{path} is not JSON: {error}") from error
-    except KeyError as error:
-        raise ValueError(f"{path} does not say {error}") from error
-    head_dim = theirs.get("head_dim") or settings["n_embd"] // settings["n_head"]
-    if theirs.get("attention_bias") or theirs.get("mlp_bias") or head_dim * settings["n_head"] != settings["n_embd"]:
+        config = LlamaConfig(**settings, block_size=1)
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}") from error
+    head_dim = _setting(path, theirs, "head_dim", int, None) or config.head_dim
+    if theirs.get("attention_bias") or theirs.get("mlp_bias") or head_dim != config.head_dim:
         raise ValueError(f"{path} has biases, or heads of {head_dim}: Llama 3 has neither")
     if theirs.get("hidden_act", "silu") != "silu":
         raise ValueError(f"{path} has the activation {theirs['hidden_act']}: Llama 3's is silu")
     tokenizer = "llama3" if settings["vocab_size"] == LLAMA3_VOCAB else None
-    return settings, theirs.get("nanocria_tokenizer", tokenizer)
+    return settings, _setting(path, theirs, "nanocria_tokenizer", str, None) or tokenizer
 
 
-def _read_rope(theirs: dict, path: Path) -> dict:
-    """Our two settings of RoPE; KeyError where one is not said. Old files have its type under "type"."""
-    rope = theirs.get("rope_parameters") or {
-        "rope_theta": theirs.get("rope_theta"),
-        **(theirs.get("rope_scaling") or {}),
-    }
-    kind, theta = rope.get("rope_type") or rope.get("type", "default"), rope["rope_theta"]
-    if kind not in ("default", "llama3") or not theta:
-        raise ValueError(f"{path} has RoPE of the type {kind}, base {theta}: default and llama3 are known")
-    scaling = {key: rope[key] for key in ROPE_SCALING_KEYS} if kind == "llama3" else None
-    return {"rope_theta": theta, "rope_scaling": scaling}
+def _read_json(path: Path) -> dict:
+    try:
+        content = json.loads(path.read_text())
+    except ValueError as error:
+        raise ValueError(f"{path} is not JSON: {error}") from error
+    if not isinstance(content, dict):
+        raise ValueError(f"{path} holds a {type(content).__name__}, not a JSON object")
+    return content
+
+
+def _setting(path: Path, theirs: dict, name: str, *options):
+    """One of a file's settings, of one of the types. With None among them it need not be said."""
+    if name not in theirs and None not in options:
+        raise ValueError(f"{path} does not say {name!r}")
+    try:
+        return check(f"{path}: {name}", list(options), theirs.get(name))
+    except SettingError as error:
+        raise ValueError(str(error)) from error
+
+
+def _read_rope(path: Path, theirs: dict) -> dict:
+    """Our two settings of RoPE. Old files have them elsewhere, its type under "type"."""
+    old = theirs | (_setting(path, theirs, "rope_scaling", dict, None) or {})
+    rope = _setting(path, theirs, "rope_parameters", dict, None) or old
+    kind = rope.get("rope_type") or rope.get("type", "default")
+    if kind not in ("default", "llama3"):
+        raise ValueError(f"{path} has RoPE of the type {kind}: default and llama3 are known")
+    scaling = {key: rope[key] for key in ROPE_SCALING_KEYS & rope.keys()} if kind == "llama3" else None
+    return {"rope_theta": _setting(path, rope, "rope_theta", float), "rope_scaling": scaling}
 
 
 def read_special_tokens(folder: Path, end: int) -> tuple[int, set[int]]:
     """With what a document begins, and what ends it or a turn of a dialogue; end: where config.json does not say."""
-    theirs = json.loads((Path(folder) / "config.json").read_text())
-    begin, ends = theirs.get("bos_token_id"), theirs.get("eos_token_id")
+    path = Path(folder) / "config.json"
+    theirs = _read_json(path)
+    begin = _setting(path, theirs, "bos_token_id", int, None)
+    ends = _setting(path, theirs, "eos_token_id", int, list, None)
     return end if begin is None else begin, {
         end,
         *(ends if isinstance(ends, list) else [end if ends is None else ends]),
@@ -129,8 +151,14 @@ def load(folder: Path, optimizer: AdamW) -> None:
 
 
 def load_model(folder: Path, block_size: int, device: str, dtype: torch.dtype) -> Llama:
-    """The model of a folder, whole, on one device and in one dtype: for sampling. Raises as read_config and load do."""
+    """The model of a folder, whole, on one device and in one dtype: for sampling. Raises as read_config and load do.
+
+    block_size: how much is wanted of the context that config.json says.
+    """
     settings, _ = read_config(folder)
+    path = Path(folder) / "config.json"
+    context = _setting(path, _read_json(path), "max_position_embeddings", int, None) or 2048  # transformers' default
+    block_size = min(block_size, context)
     with torch.device("meta"):
         model = Llama(LlamaConfig(**settings, block_size=block_size)).to(dtype)
     model.to_empty(device=device)
@@ -143,16 +171,18 @@ def _read_into(tensors: dict[str, torch.Tensor], folder: Path) -> None:
     """Fills each, by its name of ours, from the weights in a folder; rounded once, where at all."""
     read = _reader(Path(folder))
     for name, tensor in tensors.items():
-        whole = torch.cat([read(hf_name) for hf_name in hf_names(name)])
-        if whole.shape != tensor.shape:
-            raise ValueError(f"{folder} has {name} {tuple(whole.shape)}, the model {tuple(tensor.shape)}")
-        fill(tensor, whole.to(tensor.dtype))
+        parts = {hf_name: read(hf_name) for hf_name in hf_names(name)}
+        alike = all(part.ndim == tensor.ndim and part.shape[1:] == tensor.shape[1:] for part in parts.values())
+        if not alike or sum(map(len, parts.values())) != len(tensor):
+            found = ", ".join(f"{hf_name} {tuple(part.shape)}" for hf_name, part in parts.items())
+            raise ValueError(f"{folder} has {found}, the model {name} {tuple(tensor.shape)}")
+        fill(tensor, torch.cat(list(parts.values())).to(tensor.dtype))
 
 
 def _reader(folder: Path) -> Callable[[str], torch.Tensor]:
     """A function from a tensor's name to the tensor, on the CPU."""
     safetensors, index = _safetensors(), folder / "model.safetensors.index.json"
-    files = json.loads(index.read_text())["weight_map"] if index.exists() else {}
+    files = _setting(index, _read_json(index), "weight_map", dict) if index.exists() else {}
 
     def read(name):
         path = folder / files.get(name, "model.safetensors")
@@ -227,16 +257,17 @@ def main() -> None:
         "--dtype", choices=["bfloat16", "float16", "float32"], default="bfloat16", help="of the weights"
     )
     args = parser.parse_args()
-    path = args.run if (args.run / "meta.json").exists() else checkpoint.newest(args.run)
-    if path is None:
-        sys.exit(f"{args.run} holds no checkpoint")
-    if args.folder.exists():
+    if os.path.exists(args.folder):
         sys.exit(f"{args.folder} is there already: name a new folder")
-    try:
+
+    def write(path):
         save(path, args.folder, args.dtype)
+        print(f'{path} in {args.dtype}: transformers.AutoModelForCausalLM.from_pretrained("{args.folder}")')
+
+    try:
+        checkpoint.from_newest(args.run, write)
     except (OSError, ValueError) as error:
         sys.exit(str(error))
-    print(f'{path} in {args.dtype}: transformers.AutoModelForCausalLM.from_pretrained("{args.folder}")')
 
 
 if __name__ == "__main__":

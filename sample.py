@@ -37,47 +37,56 @@ seed = 1337  # of the draws
 
 # system
 device: Literal["auto", "cuda", "cpu"] = "auto"  # auto: cuda where there is one
-dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"  # auto: bfloat16 on cuda, else float32
+dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"  # auto: bfloat16, on a CPU float32
 # ----------------------------------------------------------------------------------------------------------------------
 configure(globals(), sys.argv[1:])
 
 out_dir = os.path.expanduser(out_dir)  # a shell leaves the ~ of --out_dir=~/runs as it is
-if seed >= 2**63:
-    sys.exit(f"seed is {seed}: it must be below 2**63")
+if not 0 <= seed < 2**63:
+    sys.exit(f"seed is {seed}: it must be at least 0 and below 2**63")
 for name in ("num_samples", "max_new_tokens"):
     if globals()[name] < 1:
         sys.exit(f"{name} is {globals()[name]}: it must be at least 1")
-folder = Path(out_dir)
-published = (folder / "config.json").exists()
-path = folder if published or (folder / "meta.json").exists() else checkpoint.newest(folder)
-if path is None:
-    sys.exit(f"{out_dir} holds no checkpoint: train one first, or name another folder with --out_dir")
+if 0 < temperature < 1e-6:  # the likeliest all the same, and division by it may overflow
+    temperature = 0.0
 if device == "auto":
     device = "cuda" if torch.cuda.is_available() else "cpu"
-if dtype == "auto":
-    dtype = "bfloat16" if device == "cuda" else "float32"
-
 if device == "cuda" and not torch.cuda.is_available():
     sys.exit("--device=cuda, but torch finds no CUDA device: use --device=cpu")
+if dtype == "auto" and device == "cpu":
+    dtype = "float32"
+elif dtype == "auto":  # a GPU older than Ampere computes no bfloat16
+    dtype = "bfloat16" if torch.cuda.is_bf16_supported(including_emulation=False) else "float16"
+
+folder = Path(out_dir)
+published = os.path.exists(folder / "config.json")
 try:
-    name = convert.read_config(path)[1] if published else checkpoint.read_meta(path)["dataset"]["tokenizer"]
+    if published:
+        name = convert.read_config(folder)[1]
+    else:
+        name = checkpoint.from_newest(folder, checkpoint.read_meta)["dataset"]["tokenizer"]
     if name is None:
-        sys.exit(f"{path} does not say its tokenizer: only Llama 3's is known by its {convert.LLAMA3_VOCAB:,} tokens")
-    if published and tokenizer_path is None and (path / "original" / "tokenizer.model").exists():
-        tokenizer_path = str(path)
+        sys.exit(f"{folder} does not say its tokenizer: only Llama 3's is known by its {convert.LLAMA3_VOCAB:,} tokens")
+    if published and tokenizer_path is None and (folder / "original" / "tokenizer.model").exists():
+        tokenizer_path = str(folder)
     tokenizer = get_tokenizer(name, tokenizer_path)
     # Documents follow one another in our training data, each behind the end of the one before.
     begin = end = end_of_text(tokenizer)
     ends = {end}
     if published and name == "llama3":
-        begin, ends = convert.read_special_tokens(path, end)
-    start = torch.tensor([[begin, *tokenizer.encode_ordinary(prompt)]], device=device)
+        begin, ends = convert.read_special_tokens(folder, end)
+    tokens = [begin, *tokenizer.encode_ordinary(prompt)]
+    options = device, getattr(torch, dtype)
     if published:  # its context may be of 131,072 tokens: gigabytes of keys and values
-        model = convert.load_model(path, start.shape[1] + max_new_tokens, device, getattr(torch, dtype))
+        model = convert.load_model(folder, len(tokens) + max_new_tokens, *options)
     else:
-        model = checkpoint.load_model(path, device, getattr(torch, dtype))
+        model = checkpoint.from_newest(folder, lambda path: checkpoint.load_model(path, *options))
 except (OSError, ValueError) as error:
     sys.exit(str(error))
+context = model.config.block_size
+if len(tokens) > context:
+    print(f"the prompt is {len(tokens):,} tokens long: the model sees the last {context:,} of them", file=sys.stderr)
+start = torch.tensor([tokens], device=device)  # (1, T)
 generator = torch.Generator(device).manual_seed(seed)
 
 try:

@@ -5,6 +5,7 @@ pytest test_convert.py        half a minute, without a GPU
 
 import json
 import os
+import runpy
 import subprocess
 import sys
 from types import SimpleNamespace
@@ -15,11 +16,11 @@ import torch
 import checkpoint
 import convert
 from model import Llama, LlamaConfig
-from test_train import PLAIN, ROOT, SHORT, SMALL, plain_pytorch_on_one_core, slip, text_data, torchrun, train
+from test_train import PLAIN, ROOT, SHORT, SMALL, flags, plain_pytorch_on_one_core, slip, text_data, torchrun, train
 
 __all__ = ["plain_pytorch_on_one_core", "text_data", "train"]  # fixtures
 transformers = pytest.importorskip("transformers")
-pytest.importorskip("safetensors")
+safetensors = pytest.importorskip("safetensors.torch")
 
 SCALING = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 16}
 MODELS = {
@@ -115,22 +116,78 @@ def test_a_checkpoint_becomes_a_folder_that_transformers_reads(train, tmp_path, 
         convert.main()
 
 
-def test_text_is_drawn_from_a_folder_as_from_the_checkpoint_that_it_was(train, tmp_path):
+@pytest.fixture
+def sample(tmp_path, monkeypatch, capsys):
+    """sample(**settings) runs sample.py in this process: the text, and what it said on stderr or stopped with."""
+
+    def run(**settings):
+        settings = {"out_dir": tmp_path / "out", "prompt": "def ", "max_new_tokens": 12, "device": "cpu"} | settings
+        monkeypatch.setattr(sys, "argv", ["sample.py", *flags(settings)])
+        capsys.readouterr()
+        stopped = ""
+        try:
+            runpy.run_path(str(ROOT / "sample.py"), run_name="__main__")
+        except SystemExit as error:
+            stopped = str(error)
+        out, err = capsys.readouterr()
+        return out, err + stopped
+
+    return run
+
+
+def test_text_is_drawn_from_a_folder_as_from_the_checkpoint_that_it_was(train, sample, tmp_path):
     train(**MODELS["untied"])
     convert.save(tmp_path / "out/step_000008", tmp_path / "hf", "float32")
-
-    def sampled(folder):
-        words = [f"--out_dir={tmp_path / folder}", "--prompt=def ", "--max_new_tokens=12", "--device=cpu"]
-        done = subprocess.run(
-            [sys.executable, "sample.py", *words], cwd=ROOT, capture_output=True, env=os.environ | PLAIN
-        )
-        return done.returncode, (done.stdout + done.stderr).decode()
-
-    code, text = sampled("hf")
-    assert code == 0 and text.startswith("def ") and (code, text) == sampled("out")
+    text, said = sample(out_dir=tmp_path / "hf")
+    assert text.startswith("def ") and not said and text == sample()[0]
     edit(tmp_path / "hf/config.json", nanocria_tokenizer=None)
-    code, text = sampled("hf")
-    assert code == 1 and "does not say its tokenizer" in text
+    assert "does not say its tokenizer" in sample(out_dir=tmp_path / "hf")[1]
+
+
+def test_the_lowest_temperatures_take_the_likeliest_and_what_is_cut_or_wrong_is_said(train, sample, tmp_path):
+    train()
+    assert sample(temperature=1e-45) == sample(temperature=0) != sample(temperature=1)
+    said = "the prompt is 81 tokens long: the model sees the last 32 of them\n"
+    assert sample(prompt="def " * 20)[1] == said and not sample(prompt="d" * 31)[1]
+    assert sample(seed=-(10**20)) == ("", f"seed is {-(10**20)}: it must be at least 0 and below 2**63")
+    assert "holds no checkpoint: train one first" in sample(out_dir=tmp_path / "nowhere")[1]
+
+
+@pytest.mark.parametrize("supported, expected", [(True, "cuda torch.bfloat16"), (False, "cuda torch.float16")])
+def test_bfloat16_is_for_gpus_that_compute_it(train, sample, monkeypatch, supported, expected):
+    def load_model(path, device, dtype):
+        raise ValueError(f"{device} {dtype}")
+
+    train()
+    monkeypatch.setattr(checkpoint, "load_model", load_model)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(
+        torch.cuda, "is_bf16_supported", lambda including_emulation=True: supported or including_emulation
+    )
+    assert sample(device="auto")[1] == expected
+
+
+def test_a_checkpoint_that_the_run_deletes_meanwhile_gives_way_to_the_newest(
+    train, sample, tmp_path, monkeypatch, capsys
+):
+    train()
+    true_load_model = checkpoint.load_model
+
+    def load_model(path, *args):
+        if steps:  # the run has saved another, and deleted this one
+            path.rename(path.with_name(f"step_{steps.pop(0):06d}"))
+        return true_load_model(path, *args)
+
+    monkeypatch.setattr(checkpoint, "load_model", load_model)
+    steps = [12]
+    text, said = sample()
+    assert text.startswith("def ") and not said
+    steps = [16]
+    monkeypatch.setattr(sys, "argv", ["convert.py", str(tmp_path / "out"), str(tmp_path / "hf")])
+    convert.main()
+    assert f"{tmp_path}/out/step_000016 in bfloat16" in capsys.readouterr().out
+    steps = list(range(20, 100))
+    assert "deletes its checkpoints sooner than they are read" in sample()[1]
 
 
 def test_a_folder_read_for_sampling_has_their_logits(folder):
@@ -141,6 +198,8 @@ def test_a_folder_read_for_sampling_has_their_logits(folder):
     expected = logits(theirs, tokens)
     assert (logits(model, tokens) - expected).abs().max() < 2e-5 * expected.abs().max()
     assert not any(p.is_meta for p in model.parameters()) and model.config.block_size == 24
+    longest = convert.load_model(folder, 10**11, "cpu", torch.float32)
+    assert longest.config.block_size == SMALL["block_size"], "no keys and values beyond the context of theirs"
 
 
 @pytest.mark.parametrize(
@@ -154,6 +213,9 @@ def test_a_folder_read_for_sampling_has_their_logits(folder):
 def test_documents_begin_and_end_as_the_folder_says(tmp_path, said, expected):
     (tmp_path / "config.json").write_text(json.dumps(said))
     assert convert.read_special_tokens(tmp_path, 7) == expected
+    edit(tmp_path / "config.json", bos_token_id="128000")
+    with pytest.raises(ValueError, match="config.json: bos_token_id expects an int or none, got '128000'"):
+        convert.read_special_tokens(tmp_path, 7)
 
 
 def test_what_is_written_is_rounded_once_to_the_dtype_asked_for(train, tmp_path):
@@ -168,6 +230,11 @@ def test_what_is_written_is_rounded_once_to_the_dtype_asked_for(train, tmp_path)
 def edit(path, **changes):
     config = json.loads(path.read_text()) | changes
     path.write_text(json.dumps({key: value for key, value in config.items() if value is not None}))
+
+
+def narrow(path, name):
+    tensors = safetensors.load_file(path)
+    safetensors.save_file(tensors | {name: tensors[name][:, :24].clone()}, path)
 
 
 SLIPS = {
@@ -191,11 +258,25 @@ SLIPS = {
         lambda folder: edit(
             folder / "config.json", rope_parameters={"rope_type": "llama3", "rope_theta": 1e4, "factor": 8.0}
         ),
-        "does not say",
+        "config.json: rope_scaling has ['factor'], expected",
+    ),
+    "RoPE as a word": (
+        lambda folder: edit(folder / "config.json", rope_parameters="llama3"),
+        "config.json: rope_parameters expects a dict or none, got 'llama3'",
     ),
     "another activation": (lambda folder: edit(folder / "config.json", hidden_act="gelu"), "has the activation gelu"),
     "half a config": (lambda folder: edit(folder / "config.json", rms_norm_eps=None), "does not say 'rms_norm_eps'"),
-    "no JSON": (lambda folder: (folder / "config.json").write_text("{"), "is not JSON"),
+    "a number in quotes": (
+        lambda folder: edit(folder / "config.json", num_attention_heads="4"),
+        "config.json: num_attention_heads expects an int, got '4'",
+    ),
+    "a word": (
+        lambda folder: edit(folder / "config.json", num_hidden_layers="x"),
+        "config.json: num_hidden_layers expects an int, got 'x'",
+    ),
+    "no heads": (lambda folder: edit(folder / "config.json", num_attention_heads=0), "config.json: n_layer, n_head, "),
+    "no JSON": (lambda folder: (folder / "config.json").write_text("{"), "config.json is not JSON"),
+    "a list": (lambda folder: (folder / "config.json").write_text("[]"), "config.json holds a list"),
     "another tokenizer": (
         lambda folder: edit(folder / "config.json", nanocria_tokenizer="gpt2"),
         "was trained on gpt2 tokens",
@@ -204,6 +285,18 @@ SLIPS = {
     "weights cut short": (
         lambda folder: (folder / "model.safetensors").write_bytes((folder / "model.safetensors").read_bytes()[:5000]),
         "model.safetensors: model.embed_tokens.weight: ",
+    ),
+    "a narrow weight": (
+        lambda folder: narrow(folder / "model.safetensors", "model.layers.0.self_attn.k_proj.weight"),
+        "model.layers.0.self_attn.k_proj.weight (16, 24), ",
+    ),
+    "an index of nothing": (
+        lambda folder: (folder / "model.safetensors.index.json").write_text("{}"),
+        "model.safetensors.index.json does not say 'weight_map'",
+    ),
+    "an index cut short": (
+        lambda folder: (folder / "model.safetensors.index.json").write_text('{"weight_map": {'),
+        "model.safetensors.index.json is not JSON",
     ),
     "no folder": (
         lambda folder: os.remove(folder / "config.json"),
@@ -224,7 +317,7 @@ def test_another_shape_than_the_config_says_is_refused(train, tmp_path, capsys):
     hugging_face(MODELS["tied"]).save_pretrained(tmp_path / "theirs")
     edit(tmp_path / "theirs/config.json", intermediate_size=96)
     message = slip(train, capsys, **MODELS["tied"], vocab_size=257, ffn_dim=96, init_from=tmp_path / "theirs")
-    assert "has layers.0.mlp.gate_up_proj.weight (128, 32), the model (192, 32)" in message
+    assert "up_proj.weight (64, 32), the model layers.0.mlp.gate_up_proj.weight (192, 32)" in message
 
 
 def test_published_configs_are_read(tmp_path):
@@ -256,6 +349,6 @@ def test_the_command_line(train, tmp_path):
     command = [sys.executable, str(ROOT / "convert.py"), str(tmp_path / "out"), str(tmp_path / "hf")]
     done = subprocess.run(command, capture_output=True, text=True, env=os.environ | PLAIN)
     assert done.returncode == 0 and (tmp_path / "hf/config.json").exists(), done.stderr
-    command[2] = str(tmp_path / "nowhere")
+    command[2:] = str(tmp_path / "nowhere"), str(tmp_path / "another")
     done = subprocess.run(command, capture_output=True, text=True)
-    assert done.returncode == 1 and done.stderr.strip() == f"{tmp_path}/nowhere holds no checkpoint"
+    assert done.returncode == 1 and done.stderr.startswith(f"{tmp_path}/nowhere holds no checkpoint"), done.stderr
