@@ -19,6 +19,7 @@ import re
 import shlex
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -96,13 +97,30 @@ class RunLog:
         partial.replace(path)
         self.file = open(path, "a")  # noqa: SIM115
         if wandb_options:
+            self._start_wandb(first_step, wandb_options)
+
+    def _start_wandb(self, first_step: int, options: dict) -> None:
+        """A resumed run goes on in its own run of wandb."""
+        known = self.out_dir / "wandb_id"
+        if first_step and known.exists():
+            options = options | {"id": known.read_text(), "resume": "allow"}
+        try:
             import wandb
 
-            try:
-                wandb.init(**wandb_options)
-            except wandb.errors.Error as error:
-                stop(f"wandb does not start ({error}): run wandb login, or set WANDB_MODE=offline")
-            self.wandb = wandb
+            known.write_text(wandb.init(**options).id)
+        except ImportError as error:
+            stop(f"--wandb_log=true: {error}: pip install wandb, or leave it out")
+        except (wandb.errors.Error, ValueError) as error:
+            stop(f"wandb does not start ({error}). Without an account: wandb login, or WANDB_MODE=offline")
+        self.wandb = wandb
+
+    def _tell_wandb(self, function: Callable, *arguments, **options) -> None:
+        """The training does not end with wandb's own process, which may be killed, or get the signal meant for us."""
+        try:
+            function(*arguments, **options)
+        except Exception as error:
+            print0(f"wandb has ended ({error}), metrics.jsonl goes on")
+            self.wandb = None
 
     def record(self, metrics: dict) -> None:
         """One line of metrics.jsonl, and the same to wandb."""
@@ -114,7 +132,7 @@ class RunLog:
         except OSError as error:  # a full disk: the weights are worth more than their log
             print0(f"{self.file.name}: {error.strerror}")
         if self.wandb:
-            self.wandb.log(metrics, step=metrics["step"])
+            self._tell_wandb(self.wandb.log, metrics, step=metrics["step"])
 
     def line(self, step: int, max_iters: int, loss, lr, grad_norm, seconds, peak_gib, data_ms) -> None:
         """The line of a step, on the screen and recorded; seconds: of a step, on average since the line before."""
@@ -179,4 +197,4 @@ class RunLog:
             with contextlib.suppress(OSError):  # what a full disk did not take: record has said so
                 self.file.close()
         if self.wandb:
-            self.wandb.finish()
+            self._tell_wandb(self.wandb.finish)

@@ -16,6 +16,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from unittest import mock
 
 import numpy as np
@@ -34,6 +35,7 @@ from data.tokens import write_dataset
 from model import Llama, LlamaConfig
 from offload import OffloadedAdamW
 from optimizer import AdamW, sum_of_bits
+from runlog import RunLog
 from tokenizer import get_tokenizer
 
 ROOT = Path(__file__).parent
@@ -1047,6 +1049,7 @@ DAMAGE = {
     "no shard": (lambda path: (path / "__0_0.distcp").unlink(), "No such file or directory"),
     "no .metadata": (lambda path: (path / ".metadata").unlink(), ".metadata is missing"),
     "meta.json cut short": (lambda path: (path / "meta.json").write_text("{"), "is damaged: meta.json"),
+    "no meta.json": (lambda path: (path / "meta.json").unlink(), "is damaged: meta.json: No such file"),
 }
 
 
@@ -1087,12 +1090,17 @@ def test_a_checkpoint_of_another_version_is_refused_and_keeps_its_name(train, tm
     assert path.exists()
 
 
-def test_without_an_older_one_a_damaged_checkpoint_stops_the_run(train, tmp_path, capsys):
-    train(keep_last=1)
+def test_without_a_whole_one_damaged_checkpoints_stop_the_run(train, tmp_path, capsys):
+    train()
     damage(tmp_path / "out/step_000008/__0_0.distcp")
+    (tmp_path / "out/step_000004/meta.json").unlink()
     message = slip(train, capsys)
-    assert "is not what was saved" in message and "There is no older one: move it away" in message, message
-    assert (tmp_path / "out/step_000008").exists(), "a new run would begin in its place"
+    assert "step_000008 is damaged" in message and "is not what was saved" in message, message
+    assert "step_000004 is damaged" in message and "There is no older one: move it away" in message, message
+    assert (tmp_path / "out/step_000004").exists(), "a new run would begin in its place"
+    before = (tmp_path / "out/metrics.jsonl").read_bytes()
+    assert "step_000004 is damaged" in slip(train, capsys)
+    assert (tmp_path / "out/metrics.jsonl").read_bytes() == before
 
 
 def test_a_damaged_checkpoint_is_not_sampled_from(train, tmp_path):
@@ -1174,13 +1182,26 @@ def test_a_signal_during_evaluation_ends_it_and_saves(text_data, tmp_path, numbe
     assert any("step 00020/" in line for line in process.stdout), "it ended before its first evaluation"
     time.sleep(0.5)
     process.send_signal(number)
+    process.send_signal(signal.SIGTERM)  # a scheduler's second one, while the checkpoint is written
     rest = process.communicate(timeout=60)[0]
-    assert process.returncode == 128 + number, rest
+    assert process.returncode in (128 + number, 128 + signal.SIGTERM), rest
     assert "step 00020 | interrupted | saved" in rest, rest
     settings |= dict(max_iters=20, eval_iters=2)
-    done = subprocess.run([sys.executable, "train.py", *flags(settings)], cwd=ROOT, capture_output=True, text=True)
-    assert done.returncode == 0 and "nothing left to do" in done.stdout, done.stdout + done.stderr
-    assert [line["step"] for line in metrics(tmp_path / "out") if "val_loss" in line] == [20], "it is made up for"
+    for _ in range(2):
+        done = subprocess.run([sys.executable, "train.py", *flags(settings)], cwd=ROOT, capture_output=True, text=True)
+        assert done.returncode == 0 and "nothing left to do" in done.stdout, done.stdout + done.stderr
+        evaluated = [line["step"] for line in metrics(tmp_path / "out") if "val_loss" in line]
+        assert evaluated == [20], "it is made up for, once"
+
+
+def test_after_a_signal_only_ctrl_c_ends_the_run_at_once(train, monkeypatch):
+    run, ended = train(), []
+    monkeypatch.setattr(os, "_exit", ended.append)
+    for number in (signal.SIGUSR1, signal.SIGTERM, signal.SIGTERM):
+        run["interrupt"](number, None)
+    assert not ended
+    run["interrupt"](signal.SIGINT, None)
+    assert ended == [130]
 
 
 @pytest.mark.parametrize("line", [b'{"step": 9, "lo', b'\0\0\0"ms": 3}\n', b"7\n", b"\xff}\n"])
@@ -1207,6 +1228,25 @@ def test_another_model_in_the_same_folder_is_refused_by_name(train, tmp_path, ca
     assert "--init_from=resume goes on with it" in slip(train, capsys, init_from="scratch")
 
 
+def test_torchrun_restarts_a_run_that_began_from_scratch(train, tmp_path, capsys, monkeypatch):
+    train(init_from="scratch", max_iters=4, lr_decay_iters=8)
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
+    capsys.readouterr()
+    train(init_from="scratch", lr_decay_iters=8)
+    assert "step_000004" in capsys.readouterr().out.split("resumes")[1]
+
+
+def test_a_run_goes_on_without_the_weights_that_it_began_with(train, tmp_path, capsys):
+    train()
+    train(init_from=tmp_path / "gone", max_iters=10)
+    assert "gone (not read: the run has begun)" in capsys.readouterr().out
+
+
+def test_a_name_that_no_file_can_have_is_told(train, capsys):
+    assert "File name too long" in slip(train, capsys, out_dir="o" * 300)
+    assert "does not exist" in slip(train, capsys, init_from="i" * 300)
+
+
 # ----------------------------------------------------------------------------------------------------------------------
 # What stands around it
 
@@ -1222,6 +1262,37 @@ def test_wandb_gets_every_number_offline(text_data, tmp_path):
     (written,) = tmp_path.glob("wandb/offline-run-*/*.wandb")
     content = written.read_bytes()
     assert all(name in content for name in (b"grad_norm", b"tok_per_s", b"val_loss", b"learning_rate"))
+
+
+def test_the_training_outlives_wandb_and_a_resumed_run_goes_on_in_its_run(tmp_path, monkeypatch, capsys):
+    class Error(Exception):
+        pass
+
+    told, began = [], []
+
+    def tell(*arguments, **options):
+        told.append(arguments)
+        if len(told) == 2:
+            raise ConnectionResetError("Connection lost")
+
+    def init(**options):
+        began.append(options)
+        return SimpleNamespace(id="a1b2")
+
+    errors = SimpleNamespace(Error=Error)
+    monkeypatch.setitem(sys.modules, "wandb", SimpleNamespace(init=init, log=tell, finish=tell, errors=errors))
+    log = RunLog(tmp_path, "cpu", "float32", tokens_per_step=1, flops_per_token=1)
+    log.open(0, project="p")
+    for step in (1, 2, 3):
+        log.record({"step": step})
+    log.close()
+    assert len(told) == 2 and "wandb has ended (Connection lost)" in capsys.readouterr().out
+    assert [line["step"] for line in metrics(tmp_path)] == [1, 2, 3]
+    log.open(3, project="p")
+    log.close()
+    log.open(0, project="p")
+    log.close()
+    assert began == [{"project": "p"}, {"project": "p", "id": "a1b2", "resume": "allow"}, {"project": "p"}]
 
 
 def test_sample_continues_a_prompt_and_repeats_itself_for_a_seed(train, tmp_path):

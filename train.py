@@ -1,7 +1,7 @@
 """Trains a Llama 3. Read it from top to bottom: settings, setup, data, model, optimizer, loop.
 
 One GPU, or none:   python train.py config/baby_llama.py
-                    python train.py config/llama32_1b.py --batch_size=8
+                    python train.py config/llama32_1b.py --batch_size=4
 Several GPUs:       torchrun --standalone --nproc_per_node=4 train.py config/llama32_1b.py
 On the CPU:         python train.py config/baby_llama.py --device=cpu
 
@@ -47,7 +47,7 @@ from weights import StreamedWeights
 # ----------------------------------------------------------------------------------------------------------------------
 # output
 out_dir = "out"  # checkpoints, metrics.jsonl and summary.json
-init_from = "auto"  # resume where out_dir holds a checkpoint; or scratch, resume; or a folder of Hugging Face's weights
+init_from = "auto"  # auto: resume if out_dir has a checkpoint, else scratch; or a folder of Hugging Face's weights
 eval_interval = 1000  # steps between evaluations; each is followed by a checkpoint
 eval_iters = 100  # batches an evaluation reads, the same ones every time, spread evenly over the validation tokens
 log_interval = 10  # steps between log lines
@@ -56,7 +56,7 @@ async_save = True  # write them beside the training: 12 to 16 bytes of CPU memor
 profile = False  # a trace of three steps and what holds the memory meanwhile, to out_dir/profile
 
 # wandb logging
-wandb_log = False  # WANDB_MODE=offline works too
+wandb_log = False  # to Weights & Biases as well; WANDB_MODE=offline needs no account
 wandb_project = "nanocria"
 wandb_run_name = "llama"
 
@@ -79,7 +79,7 @@ norm_eps = 1e-5
 tie_embeddings = True  # the head is the embedding
 fused_kernels = True  # false: RMSNorm, RoPE and SwiGLU in plain PyTorch
 fused_loss = True  # false: the logits held whole
-attention: Literal["auto", "sdpa", "triton"] = "auto"  # triton: kernels/flash_attention.py, sdpa: PyTorch's (cuDNN's)
+attention: Literal["auto", "sdpa", "triton"] = "auto"  # auto: the faster one; triton: ours; sdpa: PyTorch's
 
 # optimizer: AdamW, cosine schedule
 learning_rate = 3e-4  # the peak, after the warm-up
@@ -94,8 +94,9 @@ grad_clip = 1.0  # gradients are scaled down to this norm; 0: never
 
 # system
 device: Literal["auto", "cuda", "cpu"] = "auto"  # auto: cuda where there is one
-dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"  # of compute; auto: bfloat16 on cuda, else float32
-activation_checkpointing: Literal["none", "selective", "full"] = "none"  # recompute: what is free; gate_up_proj; all
+dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"  # of compute; auto: bfloat16, on a CPU float32
+activation_checkpointing: Literal["none", "selective", "full"] = "none"  # computed twice: nothing; gate and up; blocks
+offload: Literal["none", "optimizer", "all"] = "none"  # to the CPU's memory: AdamW and the gradients; the weights too
 offload_activations = False  # what full checkpointing keeps goes to the CPU's memory
 mlp_chunks: int | None = None  # with checkpointing: slices of the tokens for the MLP; none: as model.py says
 compile = False  # torch.compile the blocks: a minute at the start
@@ -106,7 +107,6 @@ seed = 1337  # of the weights and of the order of the data
 sharding: Literal["zero3", "zero2", "hybrid"] = "zero3"  # zero2: weights stay whole for backward; hybrid: copies
 shard_ranks: int | None = None  # hybrid: this many ranks shard each copy of the model; none: those of one machine
 sync_every_micro_batch = True  # false: once a step, but with the gradients of the whole model on every rank
-offload: Literal["none", "optimizer", "all"] = "none"  # to CPU memory: AdamW's states, gradients; all: weights too
 copy_engines: bool | None = None  # weights and gradients cross NVLink without the multiprocessors; none: where they can
 timeout = 600.0  # seconds after which ranks that wait for another say for whom, and end the run
 # ----------------------------------------------------------------------------------------------------------------------
@@ -138,15 +138,12 @@ if not (0 <= beta1 < 1 and 0 <= beta2 < 1):
 if not out_dir:
     stop("out_dir is empty: name a folder for the checkpoints")
 out_dir = os.path.expanduser(out_dir)  # a shell leaves the ~ of --out_dir=~/runs as it is
-if (Path(out_dir) / "meta.json").exists():
+if os.path.exists(Path(out_dir) / "meta.json"):  # pathlib's raises for a name that is too long
     stop(f"{out_dir} is a checkpoint: --out_dir={Path(out_dir).parent} goes on with the newest one there")
 if device == "auto":
     device = "cuda" if torch.cuda.is_available() else "cpu"
 if device == "cuda" and not torch.cuda.is_available():
     stop("--device=cuda, but torch finds no CUDA device: use --device=cpu, or install a torch built for your driver")
-if dtype == "auto":
-    dtype = "bfloat16" if device == "cuda" else "float32"
-compute_dtype = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}[dtype]
 cuda_graph = cuda_graph and device != "cpu"
 contradiction = ranks.contradiction(globals(), world_size)
 if contradiction:
@@ -168,6 +165,11 @@ if device == "cuda":
     torch.cuda.set_device(local_rank)
     usage.let_segments_grow()
     device = f"cuda:{local_rank}"
+if dtype == "auto" and device == "cpu":
+    dtype = "float32"
+elif dtype == "auto":  # a GPU older than Ampere computes no bfloat16
+    dtype = "bfloat16" if torch.cuda.is_bf16_supported(including_emulation=False) else "float16"
+compute_dtype = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}[dtype]
 if master:  # held open and locked: two runs in one folder would delete each other's checkpoints
     try:
         Path(out_dir).mkdir(parents=True, exist_ok=True)
@@ -192,7 +194,7 @@ if offload != "none":  # the CPU's cores, of which torchrun gives each rank one
 # ----------------------------------------------------------------------------------------------------------------------
 # Data: the batch of a step is a function of (seed, step) alone, so it is the same for any number of ranks and
 # micro-batches, and a resumed run needs no loader state.
-data_dir = Path(__file__).parent / "data" / dataset.removeprefix("data/")
+data_dir = Path(__file__).parent / "data" / os.path.expanduser(dataset).removeprefix("./").removeprefix("data/")
 try:
     if dataset == "pystdlib":  # the one dataset that needs nothing but Python
         if master:
@@ -354,12 +356,13 @@ HARMLESS_SETTINGS = ("out_dir", "init_from", "eval_interval", "eval_iters", "log
                      "offload_activations", "mlp_chunks", "timeout")  # fmt: skip
 first_step, changed, resume_seconds = 0, [], None
 found = checkpoint.newest(out_dir)
-if found and init_from == "scratch":
+restarted = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0))  # torchrun --max-restarts: the same run
+if found and init_from == "scratch" and not restarted:
     stop(f"{found} is there from an earlier run: --init_from=resume goes on with it, --out_dir=... starts elsewhere")
 published = init_from not in ("auto", "scratch", "resume")  # weights to begin with
 init_from = os.path.expanduser(init_from)
-if published and not (Path(init_from) / "config.json").exists():
-    lacks = "has no config.json" if Path(init_from).is_dir() else "does not exist"
+if published and not found and not os.path.exists(Path(init_from) / "config.json"):
+    lacks = "has no config.json" if os.path.isdir(init_from) else "does not exist"
     stop(f"{init_from} {lacks}: init_from is auto, scratch, resume, or a folder with Hugging Face's weights")
 if not found and init_from == "resume":
     stop(f"{out_dir} holds no checkpoint to resume: --init_from=scratch starts a new run")
@@ -411,7 +414,7 @@ if found:
     changed += [
         f"the dataset's {name} {meta['dataset'].get(name)} -> {value}"
         for name, value in train_tokens.meta.items()
-        if meta["dataset"].get(name) != value and name != "files"
+        if meta["dataset"].get(name) != value and name not in ("files", "script")
     ]
 
 
@@ -576,15 +579,16 @@ def update():
 
 
 def interrupt(signal_number, frame):
-    """The first Ctrl-C, SIGTERM, SIGUSR1 or SIGHUP ends the run after this step, with a checkpoint; a second at once.
+    """The first Ctrl-C, SIGTERM, SIGUSR1 or SIGHUP ends the run after this step, with a checkpoint. A Ctrl-C after it
+    ends it at once; another signal does not, for schedulers send several (SLURM SIGUSR1, and SIGTERM later).
 
     Under torchrun there is no second one: it passes on the signal that the terminal has already sent to all.
     """
     global interrupted
     if not interrupted:
-        again = "" if "RANK" in os.environ else " (again: at once, without a checkpoint)"
+        again = "" if "RANK" in os.environ else " (Ctrl-C now: at once, without a checkpoint)"
         print0(f" {signal.Signals(signal_number).name}: stopping after this step{again}")
-    elif "RANK" not in os.environ:
+    elif signal_number == signal.SIGINT and "RANK" not in os.environ:
         os._exit(128 + signal_number)
     interrupted = interrupted or signal_number
 
@@ -603,8 +607,11 @@ stopping = 0  # by which signal
 if found and meta["val_loss"] is None and (step % eval_interval == 0 or step == max_iters):  # a signal came instead
     val_loss = evaluate()
     if val_loss is not None:
+        checkpoint.set_val_loss(found, val_loss)
         log.record({"step": step, "val_loss": val_loss})
         print0(f"step {step:05d} | val loss {val_loss:.4f} ({n_eval_blocks} blocks)")
+    elif step == max_iters:  # no step will see the signal
+        stopping = interrupted_anywhere()
 logged_at, logged_step = time.perf_counter(), first_step
 data_seconds = 0.0  # spent reading, while the GPU works, since the last log line; the slowest rank's is shown
 profiler = torch.profiler.profile(
@@ -731,7 +738,7 @@ if first_step < step == max_iters and val_loss is not None:
         save_seconds=saver.seconds, resume_seconds=resume_seconds,
     )  # fmt: skip
     if keep_last and saved:
-        print0(f"next: python sample.py --out_dir={out_dir}")
+        print0(f"next: python sample.py --out_dir={shlex.quote(out_dir)}")
 log.close()
 if master:
     lock_file.close()

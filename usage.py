@@ -1,4 +1,4 @@
-"""The memory that a machine has, and that a run has used: what memory.py computes, asked.
+"""Memory as it is measured: what a machine has free, what a run has used. memory.py computes it beforehand.
 
 usage.cpu_available()           # bytes
 usage.used_gib("cuda")          # the peak so far
