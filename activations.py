@@ -63,7 +63,7 @@ def _gradients(block, x, cos, sin, weights, dy):
     """Of x, then of the weights."""
     x = x.detach().requires_grad_()
     with torch.enable_grad(), block.mlp.without_output():
-        # Where they come from, not what they are: the residual stream within the block is free once the MLP is done.
+        # Graph nodes, not tensors: held here, the residual stream after attention would outlive the MLP's backward.
         outputs = [get_gradient_edge(addend) for addend in block.addends(x, None, cos, sin)]
     return torch.autograd.grad(outputs, [x, *weights], [dy, dy])
 
@@ -126,17 +126,17 @@ class Inputs:
         return self.passes, len(self.stack)
 
     def take(self, place: tuple[int, int], device: torch.device) -> torch.Tensor:
-        """The input that was put last, and calls the one before."""
+        """The input that was put last; the one before it starts on its way."""
         if place != (self.passes, len(self.stack)):
             raise RuntimeError("offload_activations: each forward has one backward, before the next forward")
-        x, arrived = self.coming or self._call(self.stack[-1], device)
+        x, arrived = self.coming or self._fetch(self.stack[-1], device)
         self.stack.pop()
-        self.coming = self._call(self.stack[-1], device) if self.stack else None
+        self.coming = self._fetch(self.stack[-1], device) if self.stack else None
         if arrived is not None:
             torch.cuda.current_stream().wait_event(arrived)
         return x
 
-    def _call(self, kept, device):
+    def _fetch(self, kept, device):
         if kept.device == device:
             return kept, None
         x = torch.empty(kept.shape, dtype=kept.dtype, device=device)

@@ -88,7 +88,7 @@ class Saver:
     """Writes checkpoints beside the training.
 
         saver = Saver(out_dir, optimizer, keep_last, beside=True)
-        saver.start(step, meta)       # on every rank; returns as soon as the GPU has been told to copy
+        saver.start(step, meta)       # on every rank; waits for the checksums, not for the copy or the disk
         saver.wait_for_copy()         # before the weights change: the GPU waits for the copy, the CPU does not
         if saver.done(): path = saver.result()
 

@@ -18,12 +18,15 @@ for in its own (cuStreamWriteValue32, cuStreamWaitValue32). A kernel that waits 
 NCCL's.
 
 A buffer may be filled again once all other ranks have pulled from it. A rank pulls in order, so one that says "my
-number k is full" has read all of number k - 1. Gathers of the layers take turns in three buffers: number k overwrites
-k - 3, and by then FSDP has waited for k - 2, which ended when the others had said that theirs was full, and so had read
-k - 3. Reductions take turns in two: k overwrites k - 2, and FSDP has waited for k - 1. The root has a single buffer for
-each, or embedding and head have it in common, and no other need come between two uses of that: in an evaluation the
-next embedding follows the head. So there the ranks also say when they have read it, and whoever fills it waits until
-all have.
+number k is full" has read all of number k - 1. From that follows, without another message:
+
+    gathers of layers       three buffers: k overwrites k - 3. FSDP has waited for k - 2, which ended when all ranks had
+                            said that their k - 2 was full: so all had read k - 3
+    reductions of layers    two buffers: k overwrites k - 2. FSDP has waited for k - 1, so all had read k - 2
+
+The root has one buffer for gathers and one for reductions (an untied embedding and head share them), and nothing need
+come between two uses: in an evaluation the next embedding follows the head. There each rank also says when it has read
+a buffer, and whoever fills it waits until all have.
 """
 
 import ctypes

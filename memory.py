@@ -6,24 +6,27 @@
     advice(config, plan)                       # which settings would lower it most
     largest_batch(config, plan, gib=24)        # what fits
 
-    n parameters, of which B a block and R the root (embedding, final norm, head); L layers; N tokens; P ranks a copy
+    n parameters, of which B a block and R the root (embedding, final norm, head; H: norm and an untied head); L layers;
+    N tokens; P ranks share a copy. Bytes in bfloat16:
 
-    weights that compute    2n / P             AdamW: their lower halves, two moments    10n / P         (bfloat16)
-    saved activations       N·L·(4C + 2KD + 2F) elements      the loss    a chunk's logits + 4VC      gradients  2n / P
-    FSDP                    the gathered root 2R and two blocks 4B; a block's gradients on their way, in float32, 4B;
-                            of an untied head and its norm, H, 4H in the loss and 4H on their way instead of 2R
+    weights that compute    2n / P              AdamW: their lower halves, two moments    10n / P
+    saved activations       2·N·L·(4C + 2KD + 2F)     the loss    a chunk's logits + 4VC      gradients    2n / P
+    FSDP by NCCL            the gathered root 2R, two blocks 4B, a block's gradients on their way, in float32, 4B
+    FSDP by copy engines    their buffers 2·(5B + 2R), the gathered root 2R and block 2B
+    an untied head          instead of 2R: 4H in the loss, then its gradients on their way, in float32, 4H
     offload                 a block's gradients that leave 2B; all: instead of the weights two blocks 4B, the root 2R
 
 They are not all there at once: activations shrink while gradients grow. So the sum is taken at every moment that can be
-the peak (`moments`), and the largest counts. The optimizer's update is none of them: it needs nothing beside what is
-there already, and the embedding's gradient, just before it, existed twice.
+the peak (`moments`), and the largest counts. The optimizer's update is none of them: it allocates nothing, and just
+before it the backward of the embedding held a second gradient as large as the embedding.
 
-How exact: with the fused kernels within 0.2% of what one H200 measured, 8 to 32 x 2,048 tokens of Llama 3.2 1B, each
-activation_checkpointing (test_memory.py). Plain PyTorch's path counts what autograd saves and what its largest backward
-formulas hold at once: a few percent. compile=true is counted like the fused kernels, though a compiler plans for
-itself. Counted is what PyTorch allocates (max_memory_allocated): the CUDA context, NCCL's buffers and what the
-allocator holds in reserve come on top, 1 to 2 GiB. It holds more while nobody else asks for it: 9 GiB at 896 x 1,024
-tokens with checkpoints on the CPU (assets/study.json).
+How exact: with the fused kernels within 0.1% of what one H200 measured, 8 to 32 x 2,048 tokens of Llama 3.2 1B, each
+activation_checkpointing (assets/step.json), and within 2% with all of it offloaded (assets/study.json). Plain PyTorch's
+path counts what autograd saves and what its largest backward formulas hold at once: a few percent. compile=true is
+counted like the fused kernels, though a compiler plans for itself. Counted is what PyTorch allocates
+(max_memory_allocated): the CUDA context, NCCL's buffers and what the allocator holds in reserve come on top, 1 to 2
+GiB. It holds more while nobody else asks for it: 9 GiB at 896 x 1,024 tokens with checkpoints on the CPU
+(assets/study.json).
 """
 
 import math
@@ -171,7 +174,7 @@ def loss_bytes(c: LlamaConfig, plan: Plan, n_tokens: int) -> tuple[Part, Part]:
     )
 
 
-def part(name: str, itemsize: int, *terms: tuple[int, int, str], ranks: int = 1) -> list[Part]:
+def counted(name: str, itemsize: int, *terms: tuple[int, int, str], ranks: int = 1) -> list[Part]:
     """What holds so many times so many elements of what, each rank its share of them; [] where there are none."""
     terms = [(count, n, of) for count, n, of in terms if count * n]
     words = " + ".join(f"{count} x {n:,} {of}" if count > 1 else f"{n:,} {of}" for count, n, of in terms)
@@ -216,46 +219,47 @@ class Step:
     def always(self) -> list[Part]:
         plan, everything = self.plan, (1, self.total, "parameters")
         ranks, itemsize = plan.shard_ranks, self.itemsize
-        # of the weights that learn what is not there already (kernels/adamw.py), and two float32 moments
+        # what the parameters lack of the master weights (kernels/adamw.py), and two float32 moments
         learning = 8 + {"float32": 0, "bfloat16": 2}.get(plan.dtype, 4)
         found = [Part("cuBLAS workspaces", 2**26, "32 MiB each for forward and backward")]
         if plan.offload != "all":
-            found += part("weights that compute", itemsize, everything, ranks=ranks)
+            found += counted("weights that compute", itemsize, everything, ranks=ranks)
         if self.on_gpu:
-            found += part("AdamW: weights and moments", learning, everything, ranks=ranks)
+            found += counted("AdamW: weights and moments", learning, everything, ranks=ranks)
         if plan.copy_engines_gather:  # collectives.py; embedding and head share theirs
             of_blocks, of_ends = (5, 2) if plan.copy_engines_reduce else (3, 1)
             ends = (of_ends, self.late, "of norm and head or embedding") if self.apart else (of_ends, *self.ends)
-            found += part("buffers of the copy engines", itemsize, (of_blocks, self.block, "of a block"), ends)
+            found += counted("buffers of the copy engines", itemsize, (of_blocks, self.block, "of a block"), ends)
         if plan.micro_steps > 1 and not self.unsynced and self.on_gpu:
-            found += part("sums of micro-batches", 4, everything, ranks=ranks)
+            found += counted("sums of micro-batches", 4, everything, ranks=ranks)
         return found
 
     def gathered(self, blocks: int, ends: int) -> list[Part]:
         """Blocks whose weights are whole, and how often the root's are, or those of norm and head."""
         if self.plan.streamed:
-            return part("weights that came", self.itemsize, (ends, *self.ends), (2, self.block, "of a block"))
+            return counted("weights that came", self.itemsize, (ends, *self.ends), (2, self.block, "of a block"))
         terms = (ends, *self.ends), (blocks, self.block, "of a block")
-        return part("gathered weights", self.itemsize, *terms) if self.plan.fsdp else []
+        return counted("gathered weights", self.itemsize, *terms) if self.plan.fsdp else []
 
     def gradients(self, done: int, head_done: int, whole: int, reducing: int, over: bool) -> list[Part]:
-        """Of blocks that backward is through with; of norm and head, where it is with them and they are a group; of so
-        many parameters of the root, not sharded; and of so many that are being reduced. over: unsynced ones are, too.
+        """done: blocks whose backward is through. head_done: 1 once that of norm and head is, where they are a group of
+        their own. whole: elements of the root's gradients, not sharded. reducing: elements in FSDP's float32 buffer.
+        over: backward is through, so that gradients which wait for the last micro-batch are sharded by now, too.
         """
         found, itemsize, ranks = [], self.itemsize, self.plan.shard_ranks
         if self.unsynced and not over:
             done = head_done = 0
-            found += part("sums of micro-batches", 4, (1, self.total, "parameters, on every rank"))
+            found += counted("sums of micro-batches", 4, (1, self.total, "parameters, on every rank"))
         reduced = (head_done, self.late, "of norm and head"), (done, self.block, "of a block")
-        found += part("gradients", itemsize, (1, whole, "of the embedding" if self.apart else "of the root"))
+        found += counted("gradients", itemsize, (1, whole, "of the embedding" if self.apart else "of the root"))
         if self.on_gpu:
-            found += part("gradients", itemsize, *reduced, ranks=ranks)
-        found += part("gradients on their way", 4, (1, reducing, "parameters"))
+            found += counted("gradients", itemsize, *reduced, ranks=ranks)
+        found += counted("gradients on their way", 4, (1, reducing, "parameters"))
         if self.gradients_leave:
             latest = (1, self.block, "of a block") if done else reduced[0]
-            found += part("gradients that leave", itemsize, latest, ranks=ranks)
+            found += counted("gradients that leave", itemsize, latest, ranks=ranks)
         if self.plan.fsdp and self.plan.sharding == "hybrid" and itemsize < 4:
-            found += part("gradients reduced, until backward ends", 4, *reduced, ranks=ranks)
+            found += counted("gradients reduced, until backward ends", 4, *reduced, ranks=ranks)
         return found
 
     def activations(self, saved: int, done: int) -> list[Part]:
@@ -330,8 +334,8 @@ class Step:
         return self.gradients_leave and not self.plan.fsdp and not self.c.tie_embeddings
 
     def backward_of_embedding(self) -> list[Part]:
-        """Tied or not, there are two gradients as large as it, unless the head's has left or is reduced: a tied head's
-        waits to be added to it, in place unless F.linear made it.
+        """Two gradients as large as the embedding are there: its own and the head's. A tied head's waits to be added to
+        it (with a third tensor where F.linear made it: fused_loss=false); an untied one's may have left or be reduced.
         """
         c = self.c
         copies = 3 if c.tie_embeddings and not c.fused_loss else 2 - self.head_left() - self.apart
@@ -340,10 +344,10 @@ class Step:
         return self.at(extra, ends=self.root_stays, done=self.layers, head_done=1, whole=whole, reducing=reducing)
 
     def reduction(self, numel: int, filling: int, **at) -> list[Part]:
-        """Gradients of so many parameters, of filling bytes each, are copied into the float32 buffer; then a shard is
-        made of it, float32 and rounded. Until that is done FSDP holds on to the last of them, which of the embedding,
-        and of norm and head, is all, of a tied root the norm's. Copy engines: what fills their buffer; then what is
-        pulled, and its sum.
+        """FSDP reduces the gradients of so many parameters: they are copied, from `filling` bytes each, into its buffer
+        in float32, and this rank's shard comes out, in float32 and rounded. What fills and what comes out are not there
+        at once, but FSDP holds on to the group's last gradient until the end: all of it for an embedding, or norm and
+        head; for a tied root only the norm's. Copy engines: what fills their buffer, then what is pulled, and its sum.
         """
         ranks, itemsize = self.plan.shard_ranks, self.itemsize
         last = self.head if self.apart and ranks > 1 else 0
@@ -394,7 +398,7 @@ def cpu_parts(config: LlamaConfig, plan: Plan) -> list[Part]:
     """What a rank holds in the CPU's memory of what it offloads."""
     (block, root), itemsize, shards, layers = sizes(config), plan.itemsize, plan.shard_ranks, config.n_layer
     total = layers * sum(block) + sum(root)
-    one = itemsize == 4 and plan.offload == "all"  # there a weight that computes is the one that learns
+    one = itemsize == 4 and plan.offload == "all"  # there a parameter is its own master weight
     learning = 8 if one else 12
     ranks = f" / {shards} ranks" if shards > 1 else ""
     computing, how = itemsize * total / shards, f"{itemsize} bytes x {total:,} parameters{ranks}"

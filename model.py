@@ -32,6 +32,10 @@ import kernels.reference
 from activations import Inputs, recomputed
 from kernels.linear_cross_entropy import default_chunk_tokens
 
+TRITON_TOKENS = 4096  # the longest sequence for which our attention, heads of 64 on Hopper, is no slower than cuDNN's
+MLP_SLICE = 8192  # tokens: at 112 x 1,024 of Llama 3.2 1B, larger ones are no faster on an H200
+ROPE_SCALING_KEYS = {"factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"}
+
 
 @dataclass(frozen=True)
 class LlamaConfig:
@@ -83,20 +87,26 @@ class LlamaConfig:
         return self.n_embd // self.n_head
 
     def chunks_of_mlp(self, n_tokens: int) -> int:
-        """In how many slices the MLP takes them; by itself of MLP_SLICE tokens or more, under full checkpointing.
+        """How many slices of its tokens the MLP works through, one after another, in forward and in backward.
 
-        And of 4C or more, for the weights' gradients are then summed in float32, which takes as much as C tokens do.
+        mlp_chunks where that is set. Else 1, but with full checkpointing and fused kernels slices of at least MLP_SLICE
+        and 4C tokens. Why 4C: the float32 sums of the weights' gradients, 12·C·F bytes, are what C tokens of it take.
         """
         by_itself = self.activation_checkpointing == "full" and self.fused_kernels
         return self.mlp_chunks or (max(n_tokens // max(MLP_SLICE, 4 * self.n_embd), 1) if by_itself else 1)
 
     def groups_of_sequences(self, n_batch: int, n_time: int) -> int:
-        """In how many groups they pass through a block under full checkpointing, unless its MLP is told how to."""
+        """How many groups of sequences pass through a block one after another under full checkpointing: activations.py.
+
+        As many as the MLP would have slices, at most one for each sequence; 1 where mlp_chunks says how to slice it.
+        """
         return 1 if self.mlp_chunks else min(self.chunks_of_mlp(n_batch * n_time), n_batch)
 
     def chunks_of_loss(self, n_tokens: int, dtype: torch.dtype) -> dict:
-        """How linear_cross_entropy takes them. Full checkpointing is for those whom memory troubles: half the logits
-        at a time, or a quarter of the tokens if that is less; the gradient of the head is then summed as it is.
+        """chunk_tokens and fp32_dweight of linear_cross_entropy.
+
+        Full checkpointing halves the chunk: 2,048 tokens of Llama 3 in bf16. Where up to four such chunks hold all
+        tokens, it takes four equal ones and sums the head's gradient in the weight's dtype (not in float16).
         """
         chunk_tokens = default_chunk_tokens(self.vocab_size, dtype.itemsize)
         if self.activation_checkpointing != "full":
@@ -106,13 +116,6 @@ class LlamaConfig:
         if chunk_tokens < n_tokens and few:
             chunk_tokens = math.ceil(n_tokens / 1024) * 256
         return {"chunk_tokens": chunk_tokens, "fp32_dweight": not few or dtype == torch.float16}
-
-
-TRITON_TOKENS = 4096  # see triton_is_faster
-MLP_SLICE = 8192  # tokens: at 112 x 1,024 of Llama 3.2 1B, larger ones are no faster on an H200
-
-
-ROPE_SCALING_KEYS = {"factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"}
 
 
 def rope_tables(config: LlamaConfig, start: int, end: int, device, dtype=torch.float32):
@@ -149,7 +152,7 @@ def triton_is_faster(q):
 def attend(q, k, v, is_causal):
     """softmax(q kᵀ / sqrt(D)) v for q (B, T, H, D), k and v (B, S, K, D), views of any strides; returns (B, T, H·D).
 
-    PyTorch tries flash first; on Hopper and later cuDNN is half as fast again, forward and backward.
+    PyTorch tries flash first; on Hopper and later cuDNN is about 1.5 times as fast, forward and backward.
     """
     backends = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
     gqa = q.shape[2] != k.shape[2]  # query heads share K and V where they lie: nothing is expanded
@@ -193,8 +196,10 @@ class RMSNorm(nn.Module):
         self.rms_norm, self.add_rms_norm = ops.rms_norm, ops.add_rms_norm
 
     def forward(self, x, residual):
-        """norm(x + residual), or of x, for the head. The blocks take weight and eps: they norm where they project."""
-        options = {"eps": self.eps, "overwrite_dy": True}  # nobody but the head makes a gradient of it
+        """norm(x + residual), or norm(x) where residual is None: the final norm. Blocks do not call it: they hand its
+        weight and eps to the fused function that norms and projects (rms_norm_linear, swiglu_mlp).
+        """
+        options = {"eps": self.eps, "overwrite_dy": True}  # y is read by the head alone: its gradient is free for dx
         if residual is None:
             return self.rms_norm(x, self.weight, **options)
         return self.add_rms_norm(x, residual, self.weight, **options)[0]
@@ -248,7 +253,7 @@ class MLP(nn.Module):
 
     @contextmanager
     def without_output(self):
-        """While a checkpoint computes again what backward needs: of down_proj that is the input alone."""
+        """Within it forward leaves out the matmul of down_proj: backward needs its input again, not its output."""
         self.need_y = False
         try:
             yield
@@ -265,7 +270,7 @@ class Block(nn.Module):
         self.attn = Attention(config)
         self.mlp_norm = RMSNorm(config)
         self.mlp = MLP(config)
-        self.config, self.checkpointing = config, config.activation_checkpointing == "full"
+        self.config = config
         self.inputs, self.last = None, False  # with offload_activations: where inputs go; whether it is the last block
 
     def forward(self, x, delta, cos, sin, cache=None):
@@ -273,11 +278,12 @@ class Block(nn.Module):
 
         Under full checkpointing delta is None: the caller has added it, and so need not hold two tensors meanwhile.
         """
-        if not self.checkpointing or not torch.is_grad_enabled():
+        if self.config.activation_checkpointing != "full" or not torch.is_grad_enabled():
             return self.addends(x, delta, cos, sin, cache)
-        # Inside the block, so that FSDP has gathered the weights whenever the recomputation runs.
+        # The checkpoint lies inside the block: FSDP gathers a block's weights before its backward, so before this.
         if torch.compiler.is_compiling() or (self.inputs is None and not self.config.fused_kernels):
-            # The compiler finds out by itself what nobody reads; of plain operations PyTorch repeats but the needed.
+            # PyTorch's: the compiler drops what backward does not need, and over plain operations it stops by itself at
+            # the last tensor that is needed. Our fused functions have neither: recomputed() is for them.
             return checkpoint(self.addends, x, delta, cos, sin, use_reentrant=False, preserve_rng_state=False)
         return recomputed(self, self.config.groups_of_sequences(*x.shape[:2]), x, cos, sin), None
 
@@ -326,10 +332,9 @@ class Llama(nn.Module):
         self.lm_head = Head(config)
         if config.tie_embeddings:
             self.lm_head.weight = self.tok_embeddings.weight
-        if config.offload_activations:
-            inputs = Inputs()
-            for layer in self.layers:
-                layer.inputs, layer.last = inputs, layer is self.layers[-1]
+        self.inputs = Inputs() if config.offload_activations else None
+        for layer in self.layers:
+            layer.inputs, layer.last = self.inputs, layer is self.layers[-1]
 
     def to_empty(self, **kwargs):
         """As nn.Module's, which would give a tied head a weight of its own."""
@@ -352,8 +357,8 @@ class Llama(nn.Module):
         if end > self.config.block_size:
             raise ValueError(f"{end} positions, but block_size is {self.config.block_size}")
         x, delta = self.tok_embeddings(tokens), None  # (B, T, C)
-        if self.layers[0].inputs is not None:
-            self.layers[0].inputs.clear()
+        if self.inputs is not None:
+            self.inputs.clear()
         # The kernels turn q and k in fp32, so the tables stay fp32 beside bf16 weights.
         wide = torch.promote_types(x.dtype, torch.float32)
         cos, sin = rope_tables(self.config, start, end, tokens.device, wide)

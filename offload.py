@@ -7,11 +7,11 @@
                     and the new parameter is written: into pinned memory, from where it is copied to the GPU
     next forward    each layer waits for its own: the GPU computes with the first while the CPU moves the last
 
-So for n parameters 2n bytes in bfloat16 cross to the CPU and as many back, hidden where a step is long enough, and w, m
-and v are read and written where they lie. The losses are those of the optimizer on the GPU but for
-roundings: a bfloat16 weight in the middle of two numbers goes to the even one here, away from zero there.
+So for n parameters 2n bytes in bfloat16 cross to the CPU in each micro-batch and 2n back in each step, hidden where it
+is long enough, and w, m and v are read and written where they lie. The losses are those of the optimizer on the GPU but
+for roundings: a bfloat16 weight in the middle of two numbers goes to the even one here, away from zero there.
 
-The weights that compute stay on the GPU (offload = 'optimizer': a new one overwrites its gradient in the pinned memory
+The parameters stay on the GPU (offload = 'optimizer': a new one overwrites its gradient in the pinned memory
 on its way there), or have their home beside the optimizer (offload = 'all'). Then weights.py copies each block's when
 its turn comes, or with several ranks FSDP does, which takes the gradients back too.
 """

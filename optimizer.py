@@ -1,4 +1,4 @@
-"""AdamW over a model whose weights are in the compute dtype: it keeps what they lack of the float32 ones that learn.
+"""AdamW with float32 master weights, for a model whose parameters are in the compute dtype.
 
     optimizer = AdamW(model, betas=(0.9, 0.95), weight_decay=0.1)
     loss.backward()
@@ -7,11 +7,11 @@
     optimizer.updates += 1                         # where grad_norm is finite: elsewhere nothing was changed
     optimizer.zero_grad()
 
-The weights w and their two moments m and v are float32: 12 bytes a parameter together, and no more. A bfloat16
-parameter is the upper half of its w, whose lower half is kept here (kernels/adamw.py); a float32 one is its w. Only in
-float16, and where w is in another memory than the parameter (offload.py), is w kept whole, and the parameter comes on
-top. Where several micro-batches make a step, 4 bytes more: the sums of their gradients. What FSDP has sharded is
-sharded here too.
+The master weights w and the two moments m and v are float32, 12 bytes a parameter, and a bfloat16 parameter is part of
+them: it is the upper half of its w, so only the lower 16 bits are kept here (kernels/adamw.py). A float32 parameter is
+its w. Only in float16, and where w lies in another memory than the parameter (offload.py), is w kept whole beside it.
+Where several micro-batches make a step, 4 bytes more: the float32 sums of their gradients. Under FSDP all of this is
+sharded as the parameters are.
 """
 
 import math
@@ -84,9 +84,10 @@ class AdamW:
     # What a checkpoint holds: for each parameter w, m and v in float32
 
     def tensors(self) -> dict:
-        """To write, or to read into before refresh: `model` are the weights, whole ones themselves.
+        """What a checkpoint holds: {"model": w, "optimizer": {"exp_avg": m, "exp_avg_sq": v}}, each by name, float32.
 
-        Halves are joined on the CPU, 4 bytes a parameter: a GPU that holds what trains may have no room for more.
+        To be saved, or to be read into; then call refresh. All are the live tensors, except a w kept in halves: it is
+        joined in new CPU memory, 4 bytes a parameter, since a GPU that just fits the run has no room for it.
         """
 
         def whole(name):
@@ -99,12 +100,12 @@ class AdamW:
         return self._of_all(whole, lambda x: x)
 
     def like_tensors(self, make: Callable) -> dict:
-        """As tensors, of what make(x) gives for an x of the same shape, dtype and mesh."""
+        """The structure of tensors(), with make(x) in place of each x, of its shape, dtype and mesh."""
         # m stands for w, which may be in halves
         return self._of_all(lambda name: make(self.m[name]), make)
 
     def bit_sums(self) -> dict:
-        """As tensors, of each its sum_of_bits."""
+        """The structure of tensors(), with the sum_of_bits of each."""
 
         def of_w(name):
             w = self.w[name]
@@ -120,7 +121,7 @@ class AdamW:
         return {"model": {name: of_w(name) for name in self.w}, "optimizer": {"exp_avg": m, "exp_avg_sq": v}}
 
     def copy_tensors(self, copies: dict) -> None:
-        """Copies what tensors() would give to like_tensors() of the CPU, on the stream at hand, without waiting."""
+        """Copies what tensors() holds into copies, made by like_tensors on the CPU: queued on the current stream."""
         for name, copy in copies["model"].items():
             self._copy_w(name, copy)
         for states, into in ((self.m, copies["optimizer"]["exp_avg"]), (self.v, copies["optimizer"]["exp_avg_sq"])):
@@ -143,7 +144,7 @@ class AdamW:
 
     @torch.no_grad()
     def refresh(self, tensors: dict) -> None:
-        """The weights, after something was read into tensors(), whatever its device."""
+        """Sets the model's parameters, and halves, from what was read into tensors(), on any device."""
         for name, parameter in self.parameters.items():
             if self.w[name].dtype != torch.int16:  # w itself was read into
                 local(home(parameter)).copy_(local(self.w[name]))

@@ -653,6 +653,25 @@ def test_a_snapshot_that_was_not_left_is_said(monkeypatch):
 # The estimate
 
 
+CARDS_OF_THE_README = re.findall(
+    r"^\| (?:(\d+) x )?(\d+) GB \| `(config/\S+) (.*?)`.* \| ([\d.]+) \| (\d+) \|$",
+    (report.ROOT / "README.md").read_text(),
+    re.MULTILINE,
+)
+
+
+@pytest.mark.parametrize("row", CARDS_OF_THE_README or [None])
+def test_what_the_readme_gives_each_card_fits_it(row):
+    ranks, card, config, flags, gib, of_cpu = row
+    settings = dict(flag.removeprefix("--").split("=") for flag in flags.split())
+    at = estimate.situation(config, int(ranks or 1), settings)
+    assert f"{memory.peak_gib(*at):.1f}" == gib and f"{estimate.cpu_gib(*at):.0f}" == of_cpu
+    assert float(gib) + estimate.OUTSIDE_GIB < estimate.CARDS[{"24": "4090", "80": "h100"}[card]]
+    _, recipe = estimate.situation(config, int(ranks or 1), {})
+    tokens = [plan.batch_size * plan.micro_steps for plan in (at[1], recipe)]
+    assert tokens[0] == tokens[1], "a step has as many as in the recipe"
+
+
 @pytest.mark.parametrize(
     "words, message",
     [

@@ -1,9 +1,8 @@
 """Trains a Llama 3. Read it from top to bottom: settings, setup, data, model, optimizer, loop.
 
-One GPU, or none:   python train.py config/baby_llama.py
-                    python train.py config/llama32_1b.py --batch_size=4
+Any machine:        python train.py config/baby_llama.py
+One GPU:            python train.py config/llama32_1b.py      # of 40 GB; for others README.md has a table
 Several GPUs:       torchrun --standalone --nproc_per_node=4 train.py config/llama32_1b.py
-On the CPU:         python train.py config/baby_llama.py --device=cpu
 
 Run the same line again and it goes on from the newest checkpoint in out_dir. Any setting below is a flag
 (--batch_size=32) and may stand in a config file; --help lists them all.
@@ -95,19 +94,19 @@ grad_clip = 1.0  # gradients are scaled down to this norm; 0: never
 # system
 device: Literal["auto", "cuda", "cpu"] = "auto"  # auto: cuda where there is one
 dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"  # of compute; auto: bfloat16, on a CPU float32
-activation_checkpointing: Literal["none", "selective", "full"] = "none"  # computed twice: nothing; gate and up; blocks
+activation_checkpointing: Literal["none", "selective", "full"] = "none"  # recomputed: nothing; gate and up; the blocks
 offload: Literal["none", "optimizer", "all"] = "none"  # to the CPU's memory: AdamW and the gradients; the weights too
 offload_activations = False  # what full checkpointing keeps goes to the CPU's memory
-mlp_chunks: int | None = None  # with checkpointing: slices of the tokens for the MLP; none: as model.py says
+mlp_chunks: int | None = None  # slices of the tokens in a recomputed MLP; none: one, with full of 8,192 tokens or more
 compile = False  # torch.compile the blocks: a minute at the start
 cuda_graph = False  # replay a step as one CUDA graph, on one GPU: a small model waits for its launches otherwise
 seed = 1337  # of the weights and of the order of the data
 
 # several GPUs
-sharding: Literal["zero3", "zero2", "hybrid"] = "zero3"  # zero2: weights stay whole for backward; hybrid: copies
-shard_ranks: int | None = None  # hybrid: this many ranks shard each copy of the model; none: those of one machine
+sharding: Literal["zero3", "zero2", "hybrid"] = "zero3"  # zero2: blocks stay whole; hybrid: see shard_ranks
+shard_ranks: int | None = None  # hybrid: ranks that shard one copy of the model; none: those of one machine
 sync_every_micro_batch = True  # false: once a step, but with the gradients of the whole model on every rank
-copy_engines: bool | None = None  # weights and gradients cross NVLink without the multiprocessors; none: where they can
+copy_engines: bool | None = None  # GPUs pull weights and gradients by copy engine, not by NCCL; none: where they can
 timeout = 600.0  # seconds after which ranks that wait for another say for whom, and end the run
 # ----------------------------------------------------------------------------------------------------------------------
 settings = configure(globals(), sys.argv[1:])
@@ -169,7 +168,7 @@ if dtype == "auto" and device == "cpu":
     dtype = "float32"
 elif dtype == "auto":  # a GPU older than Ampere computes no bfloat16
     dtype = "bfloat16" if torch.cuda.is_bf16_supported(including_emulation=False) else "float16"
-compute_dtype = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}[dtype]
+compute_dtype = getattr(torch, dtype)
 if master:  # held open and locked: two runs in one folder would delete each other's checkpoints
     try:
         Path(out_dir).mkdir(parents=True, exist_ok=True)
@@ -182,12 +181,12 @@ if master:  # held open and locked: two runs in one folder would delete each oth
     except OSError as error:
         stop(f"cannot write to out_dir {out_dir}: {error.strerror}")
 watch = ranks.meet(device, timeout)
-able = device != "cpu" and shard_ranks > 1 and offload != "all"
-able = able and ranks.local_world_size % shard_ranks == 0 and ranks.gpus_reach_each_other()
-able = ranks.maximum([not able])[0] == 0
-if copy_engines and world_size > 1 and not able:
+reachable = device != "cpu" and shard_ranks > 1 and offload != "all"
+reachable = reachable and ranks.local_world_size % shard_ranks == 0 and ranks.gpus_reach_each_other()
+reachable = ranks.maximum([not reachable])[0] == 0  # by each rank
+if copy_engines and world_size > 1 and not reachable:
     stop("copy_engines needs a model's GPUs on one host, where they reach each other's memory, and no offload=all")
-copy_engines = able and copy_engines is not False
+copy_engines = reachable and copy_engines is not False
 if offload != "none":  # the CPU's cores, of which torchrun gives each rank one
     torch.set_num_threads(max(1, ranks.cpu_cores() // ranks.local_world_size))
 
@@ -225,7 +224,7 @@ def read(split: Tokens, indices, shift: int = 0) -> torch.Tensor:
     return torch.from_numpy(split.read(indices, block_size, shift, vocab_size))
 
 
-interrupted = 0  # the number of the signal that came; the ranks agree on it once a step: `stopping`
+interrupted = 0  # the signal that this rank has got; `stopping` is the one that all ranks agree on, once a step
 BAD_DATA = 1000  # no signal has this number, and it outweighs any
 
 
@@ -279,9 +278,11 @@ card_gib = torch.cuda.get_device_properties(device).total_memory / 2**30 if devi
 
 
 def say_what_ended_it(kind, error, trace):
-    """Out of memory: what would help. Another rank lost: only that, for what matters are the words of that one."""
+    """A run's last words. Out of memory: which settings would help. Another rank lost: one line, no traceback, for only
+    that rank knows why it ended.
+    """
+    say = functools.partial(print, file=sys.stderr, flush=True)
     if isinstance(error, torch.OutOfMemoryError):
-        say = functools.partial(print, file=sys.stderr, flush=True)
         say(f"rank {rank}, {watch.doing}: {memory.say_out_of_memory(config, plan, card_gib)}")
         path = Path(out_dir) / f"out_of_memory_rank{rank}.pickle"
         try:
@@ -292,8 +293,7 @@ def say_what_ended_it(kind, error, trace):
         os._exit(1)
     lost = re.search(r"Connection (closed|reset) by peer|Broken pipe|remote process exited|Timed out", str(error))
     if world_size > 1 and (lost or isinstance(error, dist.DistBackendError)):
-        print(f"rank {rank}, {watch.doing}, lost another rank: see what that one said", file=sys.stderr)
-        sys.stderr.flush()
+        say(f"rank {rank}, {watch.doing}, lost another rank: see what that one said")
         os._exit(1)
     sys.__excepthook__(kind, error, trace)
 
@@ -310,7 +310,8 @@ if world_size > 1:
     if sharding != "hybrid":
         shape, names = (world_size,), ("shard",)
     mesh = init_device_mesh("cpu" if device == "cpu" else "cuda", shape, mesh_dim_names=names)
-    # Sums of gradients are float32: NCCL's, or those of collectives.py, which are handed one gradient of each rank.
+    # Gradients are summed over the ranks in float32. NCCL needs reduce_dtype for that; the copy engines' kernel does so
+    # anyway, and wants the bfloat16 gradients as they are (collectives.py).
     reduce_dtype = None if plan.copy_engines_reduce else torch.float32
     options = {
         "mesh": mesh,
@@ -325,7 +326,7 @@ model.to_empty(device="cpu" if offload == "all" else device)
 model.init_weights(seed, device)
 
 # ----------------------------------------------------------------------------------------------------------------------
-# Optimizer: the model computes in its dtype, the optimizer keeps what it lacks of the float32 weights that learn.
+# Optimizer: AdamW with float32 master weights; a bfloat16 parameter is the upper half of one (optimizer.py).
 options = {"betas": (beta1, beta2), "weight_decay": weight_decay}
 try:
     weights = StreamedWeights(model, device) if plan.streamed else None  # else FSDP moves them
@@ -511,11 +512,13 @@ def evaluate() -> float | None:
 def forward_backward(tokens, targets):
     """One micro-batch: returns its share of the step's loss, and leaves its share of the gradients.
 
-    With cuda_graph a recording of it takes its place after the first step, and so one of update.
+    With cuda_graph this runs as it is in the first step; from the second on a CUDAGraph that replays it has its name.
+    The same goes for update.
     """
     loss = model(tokens, targets) / micro_steps
     (loss / optimizer.inverse_loss_scale).backward()
-    if micro_steps > 1 and sync_every_micro_batch:  # else FSDP adds them up, in float32 too
+    # One micro-batch needs no sum; with sync_every_micro_batch=false FSDP adds them up itself, in float32 too.
+    if micro_steps > 1 and sync_every_micro_batch:
         optimizer.accumulate()
     return loss.detach()
 
@@ -544,7 +547,7 @@ def all_micro_batches(step: int):
 
 
 def in_turn(step: int) -> bool:
-    """Whether a step must not be queued before the one before it is known."""
+    """Whether a step may start only once the loss and the gradient norm of the one before have reached the CPU."""
     return (
         device == "cpu"
         or offload != "none"  # the CPU has waited for the GPU already

@@ -1,4 +1,4 @@
-"""AdamW, whose bfloat16 parameters are the upper halves of the float32 weights that learn.
+"""AdamW, whose bfloat16 parameters are the upper halves of float32 master weights.
 
     g = scale · grad      m = β₁ m + (1 − β₁) g      v = β₂ v + (1 − β₂) g²
     w = w − lr · (λ w + (m / (1 − β₁ᵗ)) / (√(v / (1 − β₂ᵗ)) + ε))        parameter = w, rounded

@@ -4,7 +4,7 @@ import os
 
 import torch
 
-# a * b + c in one instruction, rounded once: Triton's default up to 3.9, where it warns unless told, but not after.
+# Fuse a * b + c into one instruction, rounded once: the default of Triton up to 3.9, which warns; off from 3.10 on.
 os.environ.setdefault("TRITON_DEFAULT_FP_FUSION", "1")
 try:
     import triton
@@ -74,12 +74,12 @@ def loads_in_flight(stages: int, x: torch.Tensor) -> int:
 
 
 def row_tiles(n_rows: int, n_cols: int, x: torch.Tensor, stages: int = 3, long_row_warps: int = 16) -> tuple[int, dict]:
-    """How many programs share tiles of whole rows, each looping over its own, and their launch constants.
+    """For a kernel that loops: how many programs, each taking every so-many-th tile of whole rows, and its constants.
 
-    One program a multiprocessor: so few sums of its own rows are left to add up at the end. What keeps enough loads in
-    flight are tiles of 16 KiB, the next `stages` - 1 on their way to shared memory while one is computed. A row longer
-    than that is loaded when its turn comes, by long_row_warps warps, or 32 above 16,384 columns. Best of 1-4 rows x
-    4-32 warps x 1-4 stages x 1-4 programs on H200.
+    One program a multiprocessor: only 132 partial sums of dw are left to add up at the end (H200). Tiles of 16 KiB, the
+    next `stages` - 1 on their way to shared memory while one is computed, keep enough loads in flight. A longer row is
+    a tile by itself, not loaded ahead, for long_row_warps warps, or 32 above 16,384 columns. Best of 1-4 rows x 4-32
+    warps x 1-4 stages x 1-4 programs on H200.
     """
     block = triton.next_power_of_2(n_cols)
     # The interpreter is serial: 4 programs still show that they share the rows and that partial sums add up.

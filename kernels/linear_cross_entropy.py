@@ -10,7 +10,8 @@ next chunk comes. Backward only scales what forward left.
 Saved for backward: dx (N, C) in x's dtype and dW (V, C) in fp32. Both are gradients of the *sum* of the losses: the
 mean's 1/n, the loss scale and the accumulation's factor all arrive as one number in backward and are multiplied in
 once, at the one rounding of dW. So no fp16 gradient is divided into underflow, and nobody asks the GPU for a number.
-(With fp32_dweight=False they are of the mean, and dW in the weight's dtype: its sums are rounded often enough.)
+(With fp32_dweight=False dW has the weight's dtype and is rounded at every chunk anyway: so the mean's 1/n goes into
+both gradients from the start, and backward scales them where they lie.)
 
 FLOPs: 3 matmuls of 2·N·C·V, the floor. Bytes beyond their own: 3 passes over the logits (two reads, one write).
 Above its inputs it allocates the chunk's logits, dx (or none: overwrite_x), and dW in fp32, 4·V·C bytes; backward, when
@@ -43,7 +44,7 @@ def linear_cross_entropy_reference(
 
 
 def _logits_buffer(x, n_tokens, n_vocab):
-    row_length = triton.cdiv(n_vocab, 16) * 16  # or cuBLAS takes its slow path, and the kernel reads no vectors
+    row_length = triton.cdiv(n_vocab, 16) * 16  # else cuBLAS takes a slow path, and the kernel reads no vectors
     return torch.empty(n_tokens, row_length, dtype=x.dtype, device=x.device)[:, :n_vocab]
 
 
@@ -190,7 +191,7 @@ class _ChunkedLoss(torch.autograd.Function):
         over_x = overwrite_x and need_dx and x.is_contiguous()
         one = torch.ones((), dtype=compute_dtype(x), device=x.device)
         divisor = n_live(targets, ignore_index) if reduction == "mean" else one
-        # Sums in the weight's dtype are rounded often enough: the mean's factor is in them from the start.
+        # dW in the weight's dtype is rounded at each chunk anyway: the mean's 1/n goes in from the start.
         scale, divisor_left = (one, divisor) if fp32_dweight else (1 / divisor.to(one.dtype), one)
         if over_x:
             losses, _, dweight = _outputs(x, weight, False, need_dweight, fp32_dweight)

@@ -14,9 +14,9 @@ of what is left, and with keep_gate_up=False it is computed again from s, for tw
 
 Saved besides: the weights and one fp32 rstd a row. Shapes: s, n (N, C), W (2F, C) with gate before up, V (C, F).
 
-What is computed again is as wide as what was: backward holds g, dg, dh and h, 6F elements a token. With chunks > 1 the
-rows pass through the MLP in so many slices, forward and backward, so that nothing F wide is there for more than one of
-them. Each slice's dW and dV are added up in fp32 and rounded once.
+Recomputing makes less survive forward, but backward is as wide as before: it holds g, dg, dh and h, 6F elements a
+token. With chunks > 1 the rows pass through the MLP in that many slices, forward and backward, and all of these exist
+for one slice at a time. The slices' dW and dV are added up in fp32 and rounded once.
 """
 
 from functools import partial
