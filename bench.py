@@ -46,7 +46,10 @@ def main(argv: list[str]) -> None:
         case ["readme"]:
             from benchmarks import report
 
-            report.write_readme()
+            try:
+                report.write_readme()
+            except (OSError, ValueError) as error:  # a record that is missing or broken, which it names
+                sys.exit(str(error))
         case ["record" | "readme", *_]:
             sys.exit("usage: python bench.py record FOLDER NAME\n       python bench.py readme")
         case words:

@@ -35,7 +35,8 @@ PEAK_FLOPS = {  # dense bf16 with fp32 accumulation, by the makers' datasheets; 
 
 def peak_flops(device_name: str) -> float | None:
     """FLOPs a second that the card can do in bfloat16 and float16; None where that is not known."""
-    fitting = (peak for name, peak in PEAK_FLOPS.items() if re.search(rf"\b{name}\b(?! Laptop)", device_name))
+    other = r"(?! (Laptop|Ti|D)\b|.*\bMIG\b)"  # cards of that name with more or fewer cores, and slices of one
+    fitting = (peak for name, peak in PEAK_FLOPS.items() if re.search(rf"\b{name}\b{other}", device_name))
     return next(fitting, None)
 
 

@@ -12,7 +12,7 @@ import torch
 
 import bench
 from benchmarks import kernels as kernels_bench
-from benchmarks import report, timing
+from benchmarks import libraries, report, timing
 from benchmarks.operations import OPERATIONS, Arm
 
 README = (report.ROOT / "README.md").read_text()
@@ -69,6 +69,29 @@ def test_a_part_is_asked_for_once_its_record_exists_and_refused_before(tmp_path,
     with pytest.raises(ValueError, match="must hold <!-- kernels -->"):
         report.render("no record, no part")
     assert "rms_norm" in report.render("<!-- kernels --><!-- /kernels -->")
+
+
+def test_the_headline_leaves_out_what_is_not_known(tmp_path, monkeypatch):
+    monkeypatch.setattr(report, "ASSETS", tmp_path)
+    (tmp_path / "baby_llama_cpu.json").write_text('{"train_seconds": 240}')
+    place = {"batch": 8, "block": 2048, "checkpointing": "none"}
+    ours = place | {"arm": "nanocria", "tok_per_s": 9000.0, "peak_gib": 30.0, "mfu": None}
+    step = {"device": "GPU", "points": [ours]}
+    (tmp_path / "step.json").write_text(json.dumps(step))
+    assert "at 9,000 tokens a second in 30 GiB of one GPU. The baby" in report.headline()
+    step["points"] = [ours | {"mfu": 0.5}, ours | {"arm": "recipe", "tok_per_s": 6000.0}]
+    (tmp_path / "step.json").write_text(json.dumps(step))
+    assert "second (50% of the card's peak) in 30 GiB of one GPU: 1.50 times the speed of" in report.headline()
+
+
+@pytest.mark.parametrize(("content", "sentence"), [(None, "No such file.*baby"), ("{", "baby.*json is not JSON: ")])
+def test_a_missing_or_broken_record_is_named(content, sentence, tmp_path, monkeypatch):
+    pytest.importorskip("benchmarks.plots", exc_type=ImportError)
+    monkeypatch.setattr(report, "ASSETS", tmp_path)
+    for path in report.ROOT.glob("assets/baby_llama_*.json") if content else []:
+        (tmp_path / path.name).write_text(content)
+    with pytest.raises(SystemExit, match=sentence):
+        bench.main(["readme"])
 
 
 @pytest.mark.parametrize(
@@ -264,6 +287,58 @@ def test_an_arm_that_fails_is_recorded_and_the_others_go_on(monkeypatch):
     for row in rows:
         assert row["arms"]["compile"] == {"failed": "RuntimeError: CUDA out of memory."}
         assert row["arms"]["nanocria"]["us"] == [1.0, 2.0, 3.0] and row["arms"]["nanocria"]["error"] < 1e-6
+
+
+def test_a_library_that_cannot_be_imported_has_no_arms(monkeypatch, capsys):
+    def broken():
+        raise RuntimeError("no driver")
+
+    def missing():
+        raise ModuleNotFoundError("No module named 'liger_kernel'")
+
+    monkeypatch.setattr(libraries, "LIBRARIES", (broken, missing, lambda: {"rope": {}}))
+    assert libraries.installed() == [{"rope": {}}]
+    assert capsys.readouterr().err == "broken is left out, RuntimeError: no driver\n"
+
+
+def test_a_size_that_does_not_fit_takes_no_other_with_it(monkeypatch, tmp_path, capsys):
+    def measure_size(name, operation, size, limits):
+        if size == operation.sizes[-1]:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        written.append(out.exists() and len(json.loads(out.read_text())["rows"]))
+        return [row | {"op": name, "shape": operation.shape(size)} for row in record()["rows"]]
+
+    out, written, sizes = tmp_path / "kernels.json", [], OPERATIONS["rms_norm"].sizes
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "GPU")
+    monkeypatch.setattr(timing, "use_side_stream", lambda: None)
+    monkeypatch.setattr(timing, "copy_tb_s", lambda: 4.0)
+    monkeypatch.setattr(timing, "matmul_tflops", lambda: 700.0)
+    monkeypatch.setattr(report, "origin", lambda command, device, packages: {"command": command, "device": device})
+    monkeypatch.setattr(kernels_bench, "measure_size", measure_size)
+    monkeypatch.setattr(kernels_bench.functorch_config, "donated_buffer", True)
+    kernels_bench.main(["op=rms_norm", f"out={out}"])
+    assert written == [False, *range(2, 2 * len(sizes) - 2, 2)], "the record is written after each size"
+    assert len(json.loads(out.read_text())["rows"]) == 2 * len(sizes) - 2
+    printed = capsys.readouterr().out
+    assert f"rms_norm N{sizes[-1][0]} C{sizes[-1][1]}: out of memory" in printed and printed.count("of limit") == 1
+    with pytest.raises(SystemExit, match="is no file"):
+        kernels_bench.main([f"out={tmp_path}"])
+
+
+@pytest.mark.parametrize(("free_gib", "elements"), [(139, 2**30), (4, 2**28)])
+def test_a_copy_takes_at_most_half_of_what_is_free(free_gib, elements, monkeypatch):
+    asked = []
+
+    def randn(n, device):
+        asked.append(n)
+        return torch.ones(4)
+
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (free_gib * 2**30, 0))
+    monkeypatch.setattr(torch, "randn", randn)
+    monkeypatch.setattr(timing, "events_ms", lambda calls, rounds: [1.0])
+    timing.copy_tb_s()
+    assert asked == [elements]
 
 
 def test_a_size_has_a_letter_for_each_number_and_inputs_that_other_seeds_change():

@@ -241,7 +241,7 @@ def test_8b_is_measured_on_all_gpus_and_selective_is_ours_alone(monkeypatch):
 def test_a_peer_that_is_not_there_is_asked_for_once(monkeypatch):
     monkeypatch.setattr(step, "run", lambda command, ranks=1: ({"missing": "No module named 'torchtitan'"}, ""))
     rows = list(gpus.measured(*gpus.parse(["8b", "arms=torchtitan"], 4)))
-    assert len(rows) == 1 and "pip install torchtitan" in gpus.line(rows[0][1], RECORD)
+    assert len(rows) == 1 and "pip install 'torchtitan<0.3'" in gpus.line(rows[0][1], RECORD)
 
 
 # ----------------------------------------------------------------------------------------------------------------------

@@ -8,11 +8,13 @@ What needs a GPU, the measuring itself, is in the records that it leaves.
 import copy
 import json
 import re
+import signal
 import subprocess
 
 import pytest
 import torch
 
+import runlog
 from benchmarks import breakdown, peers, plots, report, step
 from model import Llama, LlamaConfig
 
@@ -338,8 +340,78 @@ def test_a_record_goes_on_where_only_words_have_changed_since(tmp_path, monkeypa
     for name, dirty in {"README.md": "", "assets/step.json": "", "train.py": "-dirty"}.items():
         (tmp_path / name).write_text("4")
         assert report.commit() == words[-1] + dirty, name
-    assert report.same_code("abc-dirty", "abc-dirty") and not report.same_code(first, f"{first}-dirty")
     assert not report.same_code(first, "0123456") and not report.same_code("unknown", first)
+
+
+@pytest.mark.parametrize("commit", ["abc-dirty", "unknown"])
+def test_edited_code_is_never_the_same_code(commit):
+    assert not report.same_code(commit, commit) and not report.same_code("abc", commit)
+    new = RECORD | {"versions": {"nanocria": commit}, "points": [point("recipe")]}
+    assert step.merged(new | {"points": RECORD["points"]}, new) == new
+
+
+def filled(out):
+    """The record after two rows, and what the folder held while they were measured."""
+    beside = []
+
+    def rows():
+        for batch in (8, 16):
+            yield "points", point("hf", batch=batch)
+            beside.append(sorted(path.name for path in out.parent.iterdir()))
+
+    new = RECORD | {"points": [], "breakdown": [], "baby": []}
+    return step.fill(copy.deepcopy(new), rows(), out, step.ROWS, lambda *_: "")[0], beside
+
+
+def test_a_record_is_written_after_each_row_by_one_command_at_a_time(tmp_path):
+    out = tmp_path / "new" / "step.json"
+    record, beside = filled(out)
+    assert beside == [["step.json", "step.json.lock"]] * 2
+    assert json.loads(out.read_text()) == record and list(out.parent.iterdir()) == [out]
+    with step.held(out), pytest.raises(SystemExit, match="another bench.py is writing to .*step.json: wait for it, or"):
+        filled(out)
+    assert filled(out)[0] == record, "again, once the other has ended"
+
+
+def test_a_record_that_cannot_be_written_is_refused_before_a_row_is_measured(tmp_path):
+    (tmp_path / "file").write_text("")
+    for out, message in {tmp_path: "is no file", tmp_path / "file" / "step.json": "cannot be written"}.items():
+        with pytest.raises(SystemExit, match=f"out={out} {message}"):
+            step.fill(RECORD, iter(lambda: pytest.fail("measured"), 0), out, step.ROWS, lambda *_: "")
+    assert [path.name for path in tmp_path.iterdir()] == ["file"]
+
+
+@pytest.fixture
+def two_gpus(monkeypatch):
+    """Two GPUs that are not alike, and the handlers of signals put back afterwards."""
+    card = {"device": "A", "copy_tb_s": 4.0, "matmul_tflops": 700.0, "unlike": ["A of 80 GiB", "B of 24 GiB"]}
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(step, "run", lambda command: (copy.deepcopy(card), ""))
+    monkeypatch.setattr(report, "origin", lambda command, device, packages: {"command": command, "device": device})
+    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGHUP)}
+    yield
+    for number, handler in before.items():
+        signal.signal(number, handler)
+
+
+def test_unlike_gpus_are_not_measured_at_once(two_gpus):
+    with pytest.raises(SystemExit, match="at_once=all: these GPUs are not alike, A of 80 GiB, B of 24 GiB. CUDA_VIS"):
+        step.begin("step", ["at_once=all"], step.ROWS)
+    assert set(step.begin("step", ["at_once=1"], ["points"])) == {
+        "command", "device", "copy_tb_s", "matmul_tflops", "points"
+    }  # fmt: skip
+
+
+def test_a_closed_terminal_ends_it_but_not_under_nohup(two_gpus):
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    step.begin("step", [], step.ROWS)
+    assert signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    step.begin("step", [], step.ROWS)
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        with pytest.raises(SystemExit) as stop:
+            signal.raise_signal(number)
+        assert stop.value.code == 128 + number
 
 
 def test_rows_of_older_code_are_kept_where_that_was_asked_for(monkeypatch):
@@ -366,9 +438,32 @@ def test_ratios_are_ours_over_each_peers():
 def test_what_ends_without_numbers_says_why():
     assert "out of memory" in step.line(RECORD["points"][2])
     where = {key: RECORD["points"][2][key] for key in step.PLACE}
-    assert "pip install transformers" in step.line(where | {"missing": "No module named 'transformers'"})
+    assert "pip install 'transformers>=5.17,<6'" in step.line(where | {"missing": "No module named 'transformers'"})
     assert "failed: Bang" in step.line(where | step.failure("Traceback\nBang"))
     assert step.failure("torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 3 GiB") == {"oom": True}
+
+
+def test_a_package_of_another_version_is_named(monkeypatch):
+    monkeypatch.setattr(step.metadata, "version", {"torchtitan": "0.3", "transformers": "5.20"}.__getitem__)
+    said = step.trouble({"arm": "torchtitan", "missing": "No module named 'torchtitan.models.llama3.model'"})
+    assert said.endswith("model' (torchtitan 0.3 lacks it): pip install 'torchtitan<0.3'")
+    monkeypatch.undo()
+    said = step.trouble({"arm": "torchtitan", "missing": "No module named 'numpi'"})
+    assert said == "-  No module named 'numpi': pip install 'torchtitan<0.3'"
+
+
+@pytest.mark.parametrize(
+    "name, tflops",
+    [
+        ("NVIDIA GeForce RTX 3090", 71), ("NVIDIA GeForce RTX 3090 Ti", None), ("NVIDIA GeForce RTX 4090 D", None),
+        ("NVIDIA GeForce RTX 4090 Laptop GPU", None), ("NVIDIA H100 80GB HBM3", 989), ("NVIDIA H100 PCIe", 756),
+        ("NVIDIA H100 80GB HBM3 MIG 1g.10gb", None), ("NVIDIA A100-SXM4-40GB MIG 3g.20gb", None),
+        ("NVIDIA A100-SXM4-80GB", 312),
+    ],
+)  # fmt: skip
+def test_a_card_is_known_by_its_whole_name(name, tflops):
+    peak = runlog.peak_flops(name)
+    assert peak == (tflops and tflops * 1e12)
 
 
 def test_a_process_hands_over_the_last_object_that_it_prints():

@@ -10,6 +10,7 @@ import itertools
 import json
 import os
 import re
+import shlex
 import signal
 import subprocess
 import sys
@@ -83,9 +84,12 @@ def test_a_program_is_held_to_its_part_of_the_card(tmp_path, monkeypatch, capsys
     monkeypatch.setattr(sys, "argv", ["as it was"])
     (tmp_path / "script.py").write_text("import sys; print(__name__, sys.argv[1:])")
     limited.main(["24", str(tmp_path / "script.py"), "config/x.py", "--batch_size=8"])
-    limited.main(["200", "-m", "this"])
-    assert held == [(0.25, 3), (1.0, 3)], "of a smaller card all"
+    limited.main(["96", "-m", "this"])
+    limited.main(["48"])
+    assert held == [(0.25, 3), (1.0, 3), (0.5, 3)]
     printed = capsys.readouterr().out
+    with pytest.raises(SystemExit, match="memory_limit_gib=200: the card has 96.0 GiB"):
+        limited.main(["200", "-m", "this"])
     assert printed.startswith("__main__ ['config/x.py', '--batch_size=8']") and "Beautiful is better" in printed
 
 
@@ -102,6 +106,11 @@ def test_a_program_is_held_to_its_part_of_the_card(tmp_path, monkeypatch, capsys
         (["preset=stdy"], "preset=stdy: there are study, 8b. Did you mean study?"),
         (["memory_limit=24"], "Did you mean memory_limit_gib=?"),
         (["memory_limit_gib=24GB"], "memory_limit_gib=24GB: a number of GiB, as in memory_limit_gib=24"),
+        (["memory_limit_gib=0"], "memory_limit_gib=0: a number of GiB"),
+        (["memory_limit_gib=0.0"], "memory_limit_gib=0.0: a number of GiB"),
+        (["memory_limit_gib=-1"], "memory_limit_gib=-1: a number of GiB"),
+        (["peers=hf", "--n_layer=4"], "--n_layer: the peers would train another model; write it in a config, or say"),
+        (["config=config/baby_llama.py"], "config/baby_llama.py leaves vocab_size to its dataset: say --vocab_size="),
         (["batches=1,none"], "batches=none: a whole number, at least 1"),
         (["config=config/none.py"], "config/none.py does not exist"),
         (["ranks=64"], "ranks=64: torch sees"),
@@ -122,6 +131,33 @@ def test_a_slip_is_answered_with_a_sentence(words, message):
 def test_without_a_gpu_it_says_what_to_run_instead(words):
     with pytest.raises(SystemExit, match="needs a CUDA GPU.*\n.*bench.py estimate card=4090"):
         bench.main(words)
+
+
+BABY = ["config=config/baby_llama.py", "--vocab_size=257"]
+
+
+def test_flags_say_what_a_config_leaves_open(monkeypatch):
+    Card(monkeypatch)
+    ((_, found),) = rows_of([*BABY, "checkpointing=full", "batches=1", "--cuda_graph=false", "--dataset=my text"])
+    assert found["flags"] == "--vocab_size=257 --cuda_graph=false '--dataset=my text'"
+    assert swept.checkpoints_kb(found) == 2 * 4 * 128 / 1000 and swept.settings(found)["dataset"] == "my text"
+    assert snapshot.parse([*BABY, "peers=none"])["flags"] == ["--vocab_size=257"]
+    with pytest.raises(ValueError, match="--vocab_size: the peers would train another model"):
+        snapshot.parse([*BABY, "peers=hf"])
+
+
+def test_a_config_of_the_users_own_folder_is_found_and_its_changes_are_seen(monkeypatch, tmp_path):
+    (tmp_path / "my.py").write_text((report.ROOT / LLAMA_1B).read_text())
+    monkeypatch.chdir(tmp_path)
+    for options in (sweep.parse(["config=my.py"], 1)[1], snapshot.parse(["config=my.py"])):
+        assert options["config"] == str(tmp_path / "my.py")
+    assert estimate.config_path(LLAMA_1B) == LLAMA_1B, "the repository's"
+    before = sweep.untracked(str(tmp_path / "my.py"))
+    assert before == sweep.untracked(str(tmp_path / "my.py"))
+    (tmp_path / "my.py").write_text("n_layer = 2")
+    assert before != sweep.untracked(str(tmp_path / "my.py"))
+    if (report.ROOT / ".git").exists():
+        assert sweep.untracked(LLAMA_1B) == {}
 
 
 class Card:
@@ -317,7 +353,7 @@ def test_what_is_not_installed_is_asked_for_once(monkeypatch):
     rows = rows_of(["sweep=both", "arms=all", "peers=liger", "batches=1", "contexts=512"])
     liger = [row for _, row in rows if row["arm"] == "liger"]
     assert len(liger) == 1
-    assert swept.line(liger[0]).endswith("-  No module named 'liger_kernel': pip install liger-kernel transformers")
+    assert swept.line(liger[0]).endswith(f"-  No module named 'liger_kernel': pip install {step.PIP['liger']}")
 
 
 def test_too_little_cpu_memory_is_said_before_the_run_with_the_bytes(monkeypatch):
@@ -814,6 +850,28 @@ def test_the_estimate_ends_in_a_command_that_train_py_takes():
         assert command.startswith("torchrun" if "ranks=2" in more else "python train.py config/baby_llama.py"), command
 
 
+def test_the_command_of_the_estimate_is_one_for_a_shell(monkeypatch, tmp_path):
+    config = tmp_path / "my config.py"
+    config.write_text((report.ROOT / LLAMA_1B).read_text())
+    text, _ = estimate.estimate(estimate.parse([f"config={config}", "--out_dir=my runs"]))
+    (command,) = (line for line in text.splitlines() if "train.py" in line)
+    words = shlex.split(command.rpartition(":")[0])
+    assert words[:3] == ["python", "train.py", str(config)] and "--out_dir=my runs" in words
+
+
+def test_cards_that_do_not_reach_each_other_have_no_buffers_of_copy_engines():
+    words = ["offload=none", "batch_size=1"]
+    for more, there in [
+        (["card=h100", "ranks=8"], True),
+        (["card=4090", "ranks=8"], False),
+        (["card=L40S", "ranks=2", "--copy_engines=true"], True),
+        (["card=h100", "ranks=16"], False),
+        (["card=h100", "ranks=16", "--sharding=hybrid", "--shard_ranks=8"], True),
+    ]:
+        text, _ = estimate.estimate(estimate.parse([*words, *more]))
+        assert ("buffers of the copy engines" in text) == there and "--copy_engines=false" not in text, more
+
+
 def test_the_estimate_shows_the_first_that_fits_and_words_choose_another():
     _, found = estimate.estimate(estimate.parse(["card=a100-40"]))
     assert (found["activation_checkpointing"], found["offload"]) == ("none", "none")
@@ -837,6 +895,9 @@ def test_check_compares_the_measured_peaks_with_the_estimates(tmp_path, capsys):
     assert stop.value.code == 1 and "-16.7%" in capsys.readouterr().out
     with pytest.raises(SystemExit, match="nothing to check"):
         bench.main(["estimate", "check", str(tmp_path / "none.json")])
+    for path in (report.ASSETS / "kernels.json", report.ROOT / "README.md", tmp_path):
+        with pytest.raises(SystemExit, match=f"{path} is no record of a sweep"):
+            bench.main(["estimate", "check", str(path)])
 
 
 @pytest.mark.parametrize("words", [["--help"], ["estimate"], ["estimate", "check", "study.json"]])

@@ -503,6 +503,12 @@ def test_largest_batch_fits_and_one_more_does_not():
     assert memory.largest_batch(LLAMA_1B, Plan(1), 10) == 0
 
 
+def test_largest_batch_is_the_largest_though_a_smaller_one_may_not_fit():
+    config = replace(LLAMA_1B, block_size=3000, activation_checkpointing="full")
+    fitting = [n for n in range(1, 40) if memory.peak_gib(config, Plan(n, micro_steps=32)) <= 22]
+    assert memory.largest_batch(config, Plan(1, micro_steps=32), 22) == max(fitting) > len(fitting), fitting
+
+
 ADVISED = {
     "one GPU": (LLAMA_1B, Plan(8)),
     "plain": (replace(LLAMA_1B, fused_kernels=False, fused_loss=False), Plan(8, micro_steps=2)),

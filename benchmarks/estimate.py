@@ -17,6 +17,7 @@ import re
 import shlex
 import sys
 from dataclasses import replace
+from pathlib import Path
 
 import memory
 import ranks
@@ -29,6 +30,7 @@ CARDS = {  # GiB, as PyTorch reports them (total_memory): less than the makers' 
     "3090": 23.7, "4090": 23.6, "5090": 31.3, "a10g": 22.0, "l4": 22.0, "l40s": 44.4, "a100-40": 39.4, "a100-80": 79.1,
     "h100": 79.1, "h200": 139.8, "b200": 178.3,
 }  # fmt: skip
+APART = ("3090", "4090", "5090", "a10g", "l4", "l40s")  # do not reach each other's memory: no copy engines
 OUTSIDE_GIB = 1.5  # for the CUDA context, NCCL and what the allocator holds in reserve: see memory.py
 OFFLOAD = ["none", "optimizer", "all"]
 
@@ -56,7 +58,7 @@ def parse(words: list[str]) -> dict:
     options = {key: ",".join(values) for key, values in options.items()}
     for key in ("block_size", "batch_size", "ranks"):
         options[key] = step.whole(key, options[key]) if options[key] else None
-    return options | {"flags": flags, "gib": card_gib(options["card"])}
+    return options | {"flags": flags, "gib": card_gib(options["card"]), "config": config_path(options["config"])}
 
 
 def joined(words: list[str]) -> list[str]:
@@ -74,6 +76,12 @@ def read_flags(flags) -> dict:
     """--name=value, as train.py reads them."""
     pairs = (flag.removeprefix("--").partition("=") for flag in flags)
     return {name: read(text) if equals else True for name, equals, text in pairs}
+
+
+def config_path(path: str) -> str:
+    """One that is in the user's folder alone is made absolute: what reads it runs in the repository."""
+    elsewhere = Path(path).is_file() and not (report.ROOT / path).is_file()
+    return str(Path(path).absolute()) if elsewhere else path
 
 
 def refuse_words(flags: dict, why: str) -> None:
@@ -178,8 +186,8 @@ def command(options: dict, checkpointing: str, offload: str, batch: int) -> str:
     except ValueError:  # the config has the one setting that was counted as off
         settings["cuda_graph"] = False
     start = "python" if n_ranks == 1 else f"torchrun --standalone --nproc_per_node={n_ranks}"
-    flags = (shlex.quote(f"--{name}={spell(value)}") for name, value in settings.items())
-    return f"{start} train.py {options['config']} {' '.join(flags)}"
+    flags = (f"--{name}={value if isinstance(value, str) else spell(value)}" for name, value in settings.items())
+    return shlex.join([*start.split(), "train.py", options["config"], *flags])
 
 
 def estimate(options: dict) -> tuple[str, dict]:
@@ -189,6 +197,9 @@ def estimate(options: dict) -> tuple[str, dict]:
     flags |= {"cuda_graph": False} | options["flags"]  # one that the config has would bar offload from the table
     flags |= {"block_size": options["block_size"]} if options["block_size"] else {}
     config, plan = situation(options["config"], options["ranks"], flags)
+    if options["card"].lower() in APART or plan.shard_ranks > 8:  # a host has 8
+        flags = {"copy_engines": False} | flags
+        config, plan = situation(options["config"], options["ranks"], flags)
     gib = options["gib"] - OUTSIDE_GIB
     found = largest(options, flags, gib)
     checkpointing, offload = chosen(options, found)

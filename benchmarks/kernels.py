@@ -235,6 +235,12 @@ def main(words: list[str]) -> None:
             "python bench.py kernels times kernels on a CUDA GPU, and PyTorch sees none. Without one, "
             "pytest test_kernels.py checks that they are right, and python bench.py readme shows the kept records."
         )
+    with step.held(out):
+        measure(names, out, words)
+
+
+def measure(names: list[str], out: Path, words: list[str]) -> None:
+    """Prints each size's rows and adds them to the record, which is written after each."""
     start = time.perf_counter()
     timing.use_side_stream()
     functorch_config.donated_buffer = False  # compiled backward passes are run more than once
@@ -244,12 +250,16 @@ def main(words: list[str]) -> None:
     print(f"{record['device']}: copy {limits['copy_tb_s']:.2f} TB/s, matmul {limits['matmul_tflops']:.0f} TFLOP/s")
     for name in names:
         for size in OPERATIONS[name].sizes:
-            rows = measure_size(name, OPERATIONS[name], size, limits)
-            record["rows"] += rows
+            try:
+                rows = measure_size(name, OPERATIONS[name], size, limits)
+            except torch.OutOfMemoryError:  # of what all arms are compared with; an arm's own is in its row
+                shape = OPERATIONS[name].shape(size)
+                print(f"{name} {report.shape({'shape': shape})}: out of memory", flush=True)
+                continue
             arms = arm_names(rows)
-            if size == OPERATIONS[name].sizes[0]:
+            if all(row["op"] != name for row in record["rows"]):
                 print("\n" + table_header(arms))
             print("\n".join(table_line(row, arms) for row in rows), flush=True)
-    out.parent.mkdir(parents=True, exist_ok=True)
-    out.write_text(json.dumps(rounded(record), indent=1, allow_nan=False) + "\n")
+            record["rows"] += rows
+            step.write(out, json.dumps(rounded(record), indent=1, allow_nan=False) + "\n")
     print(json.dumps(summary(record, out, time.perf_counter() - start)))

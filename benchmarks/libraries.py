@@ -9,6 +9,7 @@ again over the same inputs they then read numbers that mean nothing, at the same
 fresh inputs.
 """
 
+import sys
 from collections.abc import Callable
 
 import torch
@@ -20,10 +21,7 @@ Functions = dict[str, dict[str, Callable]]  # operation -> arm -> function
 
 def liger() -> Functions:
     """Liger-Kernel: Hsu et al., 2024. https://github.com/linkedin/Liger-Kernel"""
-    try:
-        import liger_kernel.transformers.functional as liger
-    except ImportError:
-        return {}
+    import liger_kernel.transformers.functional as liger
 
     def rope(qkv, cos, sin, n_head, wide_cos, wide_sin):
         n_kv_head = (qkv.shape[2] - n_head) // 2
@@ -50,10 +48,8 @@ def liger() -> Functions:
 
 def cut_cross_entropy() -> Functions:
     """Cut your losses: Wijmans et al., 2024. It leaves out the gradients of improbable tokens: see its error."""
-    try:
-        from cut_cross_entropy import linear_cross_entropy
-    except ImportError:
-        return {}
+    from cut_cross_entropy import linear_cross_entropy
+
     return {"linear_cross_entropy": {"cce": linear_cross_entropy}}
 
 
@@ -63,6 +59,19 @@ def torch_linear_cross_entropy() -> Functions:
         return {}
     options = torch.nn.LinearCrossEntropyOptions()
     return {"linear_cross_entropy": {"torch": lambda *inputs: F.linear_cross_entropy(*inputs, options=options)}}
+
+
+def installed() -> list[Functions]:
+    """Of each library that is there. One that fails in any way is left out, with a word about it."""
+    found = []
+    for library in LIBRARIES:
+        try:
+            found.append(library())
+        except ModuleNotFoundError:
+            continue
+        except Exception as error:  # a version without one of these functions, or Triton without a driver
+            print(f"{library.__name__} is left out, {type(error).__name__}: {error}", file=sys.stderr)
+    return found
 
 
 LIBRARIES = (liger, cut_cross_entropy, torch_linear_cross_entropy)

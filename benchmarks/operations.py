@@ -332,8 +332,8 @@ FLASH_ATTENTION = Operation(
 
 def with_libraries(operations: dict[str, Operation]) -> dict[str, Operation]:
     """Adds the arms of the libraries that are installed."""
-    for library in libraries.LIBRARIES:
-        for name, arms in library().items():
+    for functions in libraries.installed():
+        for name, arms in functions.items():
             takes_halves = name in ("swiglu", "geglu")
             operations[name].arms.update(
                 {arm: Arm(function, halves if takes_halves else None) for arm, function in arms.items()}

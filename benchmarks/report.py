@@ -18,7 +18,11 @@ ASSETS = ROOT / "assets"
 
 
 def load(name: str) -> dict:
-    return json.loads((ASSETS / f"{name}.json").read_text())
+    path = ASSETS / f"{name}.json"
+    try:
+        return json.loads(path.read_text())
+    except json.JSONDecodeError as error:
+        raise ValueError(f"{path} is not JSON: {error}") from error
 
 
 def exists(name: str) -> bool:
@@ -60,9 +64,11 @@ CODE = [":(glob)*.py", *(f":!{name}" for name in BESIDE), "kernels", "config", "
 
 
 def same_code(commit: str, other: str) -> bool:
-    """Whether two commits, as runlog.git_commit names them, train alike."""
-    if commit == other or "dirty" in commit + other:
-        return commit == other
+    """Whether two commits, as runlog.git_commit names them, train alike; edited code has no name to know it by."""
+    if any(name == "unknown" or name.endswith("-dirty") for name in (commit, other)):
+        return False
+    if commit == other:
+        return True
     try:
         found = subprocess.run(["git", "diff", "--quiet", commit, other, "--", *CODE], cwd=ROOT, capture_output=True)
     except OSError:  # no git
@@ -90,17 +96,20 @@ def baby_table() -> str:
 
 
 def headline() -> str:
-    """The largest number of tokens a second, and what the compiled recipe of torchtitan does on the same tokens."""
+    """The largest number of tokens a second, and what the compiled recipe of torchtitan, if any, does on the same."""
     r, cpu = load("step"), load("baby_llama_cpu")
     done = [point for point in r["points"] if "tok_per_s" in point]
     best = max((p for p in done if p["arm"] == "nanocria"), key=lambda p: p["tok_per_s"])
     where = ("batch", "block", "checkpointing")
-    peer = next(p for p in done if p["arm"] == "recipe" and all(p[k] == best[k] for k in where))
+    peer = next((p for p in done if p["arm"] == "recipe" and all(p[k] == best[k] for k in where)), None)
+    share = f" ({best['mfu']:.0%} of the card's peak)" if best["mfu"] else ""  # of some cards the peak is not known
+    beside = ""
+    if peer:
+        speed, memory = (best[key] / peer[key] for key in ("tok_per_s", "peak_gib"))
+        beside = f": {speed:.2f} times the speed of torchtitan's compiled recipe in {memory:.2f} of its memory"
     return (
-        f"Llama 3.2 1B trains at {best['tok_per_s']:,.0f} tokens a second ({best['mfu']:.0%} of the card's peak) in "
-        f"{best['peak_gib']:.0f} GiB of one {r['device']}: {best['tok_per_s'] / peer['tok_per_s']:.2f} times the speed "
-        f"of torchtitan's compiled recipe in {best['peak_gib'] / peer['peak_gib']:.2f} of its memory. The baby below "
-        f"needs {cpu['train_seconds'] / 60:.0f} minutes of a CPU."
+        f"Llama 3.2 1B trains at {best['tok_per_s']:,.0f} tokens a second{share} in {best['peak_gib']:.0f} GiB of one "
+        f"{r['device']}{beside}. The baby below needs {cpu['train_seconds'] / 60:.0f} minutes of a CPU."
     )
 
 

@@ -15,6 +15,7 @@ import json
 import pickle
 import re
 import runpy
+import shlex
 import sys
 from pathlib import Path
 from typing import NamedTuple
@@ -22,7 +23,7 @@ from typing import NamedTuple
 import torch
 
 from benchmarks import estimate, peers, report, step
-from benchmarks.swept import PEERS, TITLES
+from benchmarks.swept import PEERS, TITLES, refuse_model
 
 PARTS = ["weights", "optimizer", "gradients", "saved activations", "loss head", "temporary", "other"]
 STEP = 5  # the one that is noted; everything has been allocated once before
@@ -208,8 +209,13 @@ def parse(words: list[str]) -> dict:
     _, options = step.read_words([word for word in words if word not in flags], options, [], choices)
     options |= {key: ",".join(values) for key, values in options.items() if key != "peers"}
     options |= {key: step.whole(key, options[key]) for key in ("batch_size", "block_size")}
-    estimate.refuse_words(estimate.read_flags(flags), "the record names it;")
-    estimate.situation(options["config"], 1, {})  # the file is there
+    said = estimate.read_flags(flags)
+    estimate.refuse_words(said, "the record names it;")
+    refuse_model(said, options["peers"])
+    options["config"] = estimate.config_path(options["config"])
+    named = {"activation_checkpointing": options["checkpointing"], "offload": options["offload"]}
+    # the file is there, and train.py takes it
+    estimate.situation(options["config"], 1, named | {"gradient_accumulation_steps": 1} | said)
     return options | {
         "flags": flags,
         "out": Path(options["out"]),
@@ -227,12 +233,12 @@ def measured(options: dict):
         offload = options["offload"] if arm == "all" or options["offload"] == "none" else "all"
         note = functools.partial(noted_by, path)
         if arm == "all":
-            flags = " ".join([f"--offload={offload}", *options["flags"]])
+            flags = shlex.join([f"--offload={offload}", *options["flags"]])
             result = step.nanocria_point(*at, steps=2, warmup=STEP - 1, flag=flags, launch=note)
         else:
             result = step.peer_point(PEERS[arm][offload], *at, steps=1, launch=note)
         row = {"arm": arm, "batch": batch, "block": block, "checkpointing": checkpointing, "offload": offload}
-        row |= {"flags": " ".join(options["flags"]) if arm == "all" else ""}
+        row |= {"flags": shlex.join(options["flags"]) if arm == "all" else ""}
         if path.exists() and not step_trouble(result):
             row |= summarized(timeline(read(path))) | {"allocator_peak_gib": result.get("peak_gib"), "file": path.name}
         else:

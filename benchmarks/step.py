@@ -14,6 +14,7 @@ assets/step.json, or out=...; the same code on the same card adds to that record
 
 import contextlib
 import difflib
+import fcntl
 import json
 import os
 import queue
@@ -28,6 +29,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
+from importlib import metadata
 from itertools import product
 from pathlib import Path
 
@@ -46,8 +48,8 @@ ARMS = {
 }
 CHECKPOINTING = ["none", "selective", "full"]  # Hugging Face knows no selective
 PACKAGES = ("transformers", "liger_kernel", "torchtitan")  # whose versions the record keeps
-PIP = {"torchtitan": "torchtitan", "hf": "transformers", "hf-compiled": "transformers", "hf-liger": "liger-kernel",
-       "liger": "liger-kernel transformers"}  # fmt: skip
+TITAN, HF, LIGER = "'torchtitan<0.3'", "'transformers>=5.17,<6'", "liger-kernel==0.8.5"  # that peers.py knows
+PIP = {"torchtitan": TITAN, "hf": HF, "hf-compiled": HF, "hf-liger": f"{LIGER} {HF}", "liger": f"{LIGER} {HF}"}
 SHAPES = ["8x2048", "16x2048", "2x8192", "32x2048"]  # sequences x tokens
 TIMEOUT = 400  # seconds a point may take; compiling all of Hugging Face's model is a minute of it
 KEPT = ("ms_per_step", "tok_per_s", "mfu", "peak_gib", "reserved_gib", "estimated_gib", "oom", "failed")  # of a summary
@@ -259,7 +261,7 @@ def train(words: list[str], out_dir: str, ranks: int = 1, launch: Callable | Non
 def nanocria_point(config, batch, block, checkpointing, steps, flag="", ranks=1, warmup=5, launch=None) -> dict:
     with tempfile.TemporaryDirectory() as out_dir:
         words = train_words(config, batch, block, checkpointing, out_dir, ranks)
-        summary = train([*words, *flag.split(), f"--max_iters={steps + warmup}"], out_dir, ranks, launch)
+        summary = train([*words, *shlex.split(flag), f"--max_iters={steps + warmup}"], out_dir, ranks, launch)
         return {key: summary[key] for key in KEPT if key in summary}
 
 
@@ -321,17 +323,24 @@ ROWS = {"points": PLACE, "breakdown": ("part",), "baby": ("arm",)}  # what names
 def card() -> dict:
     timing.use_side_stream()
     limits = {"copy_tb_s": timing.copy_tb_s(), "matmul_tflops": timing.matmul_tflops()}
-    return {"device": torch.cuda.get_device_name(), **limits}
+    found = [torch.cuda.get_device_properties(i) for i in range(torch.cuda.device_count())]
+    unlike = dict.fromkeys(f"{gpu.name} of {gpu.total_memory / 2**30:.0f} GiB" for gpu in found)
+    return {"device": torch.cuda.get_device_name(), **limits, "unlike": list(unlike)}
 
 
 def begin(name: str, words: list[str], kinds: Iterable[str], packages: tuple[str, ...] = PACKAGES) -> dict:
     """The record of this command on this card, with no rows of any kind yet."""
     if not torch.cuda.is_available():
         sys.exit(f"python bench.py {name} needs a CUDA GPU, and torch finds none")
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # as Ctrl-C: a point at work is ended first
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        if signal.getsignal(number) != signal.SIG_IGN:  # as nohup has it
+            signal.signal(number, lambda number, _: sys.exit(128 + number))  # as Ctrl-C: a point at work is ended first
     facts, printed = run(["-m", "benchmarks.step", "card"])  # elsewhere, so that this process takes none of the card
     if facts is None:
         sys.exit(printed)
+    unlike, beside = facts.pop("unlike"), [w for w in words if w.startswith("at_once=") and w != "at_once=1"]
+    if beside and len(unlike) > 1:
+        sys.exit(f"{beside[-1]}: these GPUs are not alike, {', '.join(unlike)}. CUDA_VISIBLE_DEVICES chooses")
     print(f"{facts['device']}: copies {facts['copy_tb_s']:.2f} TB/s, matmuls {facts['matmul_tflops']:.0f} TFLOP/s")
     measured = [word for word in words if not word.startswith("out=")]  # not where it was kept
     command = shlex.join(["python", "bench.py", *name.split(), *measured])
@@ -344,19 +353,48 @@ def fill(new: dict, rows: Iterable[tuple[str, dict]], out: Path, names: dict, li
     names: for each kind the keys that name a row. Returns the record and what is no part of it: what failed or was
     missing.
     """
-    old = json.loads(out.read_text()) if out.exists() else None
-    if old and not continues(old, new):
-        print(f"{out} was measured with other code or on another device: it begins anew")
-    failed = []
-    for kind, row in rows:
-        if "missing" in row or "failed" in row:
-            failed.append(row)
-        else:
-            new[kind].append(row)
-            text = json.dumps(merged(old, new, names), indent=1) + "\n"
-            out.write_text(text)  # now: a later point may take us with it
-        print(line(row, merged(old, new, names)), flush=True)
+    with held(out):
+        old = json.loads(out.read_text()) if out.exists() else None
+        if old and not continues(old, new):
+            print(f"{out} was measured with other code or on another device: it begins anew")
+        failed = []
+        for kind, row in rows:
+            if "missing" in row or "failed" in row:
+                failed.append(row)
+            else:
+                new[kind].append(row)
+                text = json.dumps(merged(old, new, names), indent=1) + "\n"
+                write(out, text)  # now: a later point may take us with it
+            print(line(row, merged(old, new, names)), flush=True)
     return merged(old, new, names), failed
+
+
+@contextlib.contextmanager
+def held(out: Path) -> Iterator[None]:
+    """Makes the record's folder and locks the record; sys.exit with a sentence where it could not be written."""
+    path = Path(f"{out}.lock")
+    try:
+        out.parent.mkdir(parents=True, exist_ok=True)
+        lock = path.open("a")
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        sys.exit(f"another bench.py is writing to {out}: wait for it, or name another out=")
+    except OSError as error:
+        sys.exit(f"out={out} cannot be written: {error}")
+    with lock:
+        try:
+            if out.exists() and not out.is_file():
+                sys.exit(f"out={out} is no file")
+            yield
+        finally:
+            path.unlink(missing_ok=True)
+
+
+def write(out: Path, text: str) -> None:
+    """The whole record or, if that fails, the one before."""
+    unfinished = Path(f"{out}.partial")
+    unfinished.write_text(text)
+    unfinished.replace(out)
 
 
 def merged(old: dict | None, new: dict, names: dict = ROWS) -> dict:
@@ -424,8 +462,17 @@ def trouble(point: dict) -> str:
     if point.get("oom"):
         return "out of memory"
     if "missing" in point:
-        return f"-  {point['missing']}: pip install {PIP.get(point['arm'], 'torch')}"
+        return f"-  {point['missing']}{too_old_or_new(point)}: pip install {PIP.get(point['arm'], 'torch')}"
     return f"failed: {point['failed']}"
+
+
+def too_old_or_new(point: dict) -> str:
+    """Which installed package has not what the arm imports; nothing where it is not installed at all."""
+    for package in re.findall(r"[a-z][a-z-]+", PIP.get(point["arm"], "")):
+        with contextlib.suppress(metadata.PackageNotFoundError):
+            if f"'{package.replace('-', '_')}" in point["missing"]:
+                return f" ({package} {metadata.version(package)} lacks it)"
+    return ""
 
 
 def share(value: float | None) -> str:

@@ -19,14 +19,18 @@ peers   hf: transformers' LlamaForCausalLM; liger: with Liger-Kernel's patches; 
 
 Each point is a process of its own, measured on the real step: forward, backward, clip, update. What runs out of memory
 is not tried with more. The record goes to out/sweep.json, or a preset's to assets/, with a plot beside it. A sweep that
-was stopped goes on where the record of the same code and card ends; delete that to measure all of it again. With
-keep=COMMIT it goes on though the code has changed since then: for changes that cost neither time nor memory, and the
-record names both commits.
+was stopped goes on where the record of the same code and card ends; delete that to measure all of it again. A config
+that git does not track is part of the code: another, or a change of it, begins the record anew. With keep=COMMIT it
+goes on though the code has changed since then: for changes that cost neither time nor memory, and the record names both
+commits.
 """
 
+import hashlib
 import itertools
 import json
 import re
+import shlex
+import subprocess
 import sys
 from pathlib import Path
 from typing import NamedTuple
@@ -35,7 +39,7 @@ import torch
 
 import usage
 from benchmarks import estimate, report, step
-from benchmarks.swept import ARMS, HEADER, PEERS, PLACE, ROWS, cpu_gib, done, estimated_gib, line, summary
+from benchmarks.swept import ARMS, HEADER, PEERS, PLACE, ROWS, cpu_gib, done, estimated_gib, line, refuse_model, summary
 
 BATCHES = [1, 4, 8, 16, 32, 64, 96, 112]  # the study's, then on by doubling
 CONTEXTS = [512, 1024, 2048, 4096, 8192, 12288, 16384, 24576, 32768, 65536, 131072]
@@ -84,22 +88,26 @@ def parse(words: list[str], n_gpus: int) -> tuple[list[str], dict]:
     options["at_once"] = step.n_gpus_of("at_once", options["at_once"], n_gpus)
     options["memory_limit_gib"] = gib(options["memory_limit_gib"])
     options["out"] = Path(options["out"])
-    # the file is there, and train.py takes it
-    estimate.situation(options["config"], options["ranks"], {"gradient_accumulation_steps": options["ranks"]})
+    options["config"] = estimate.config_path(options["config"])
     refuse(flags, options)
+    # the file is there, and train.py takes it; full: no other setting is at odds with it
+    named = {"activation_checkpointing": "full", "gradient_accumulation_steps": options["ranks"]}
+    estimate.situation(options["config"], options["ranks"], named | estimate.read_flags(flags))
     kinds = list(ROWS) if options["sweep"] == "both" else [options["sweep"]]
     return kinds, options | {"flags": flags}
 
 
 def gib(text: str) -> float | None:
-    if text and not re.fullmatch(r"\d+(\.\d+)?", text):
+    if text and (not re.fullmatch(r"\d+(\.\d+)?", text) or not float(text)):
         raise ValueError(f"memory_limit_gib={text}: a number of GiB, as in memory_limit_gib=24")
     return float(text) if text else None
 
 
 def refuse(flags: list[str], options: dict) -> None:
     """What contradicts itself, or what a peer cannot do."""
-    estimate.refuse_words(estimate.read_flags(flags), "the sweep sets it;")
+    said = estimate.read_flags(flags)
+    estimate.refuse_words(said, "the sweep sets it;")
+    refuse_model(said, options["peers"])
     if options["at_once"] > 1 and options["ranks"] > 1:
         raise ValueError(f"at_once={options['at_once']}: each point has {options['ranks']} GPUs by ranks=")
     if "recipe" in options["peers"] and options["offload"] != ["none"]:
@@ -165,7 +173,7 @@ def sizes(kind: str, options: dict):
 def place(series: Series, batch: int, block: int, options: dict) -> dict:
     """What names a row."""
     where = (options["config"], series.arm, options["ranks"], batch, block, series.checkpointing, series.offload)
-    flags = " ".join(options["flags"]) if series.arm in ARMS else ""
+    flags = shlex.join(options["flags"]) if series.arm in ARMS else ""
     return dict(zip(PLACE, (*where, options["memory_limit_gib"], flags), strict=True))
 
 
@@ -185,7 +193,7 @@ def point(row: dict, series: Series, options: dict, gpu: int, there: float) -> d
     at = (row["config"], row["batch"], row["block"], series.checkpointing, options["steps"] or steps)
     common = {"ranks": ranks, "warmup": warmup, "launch": launcher(options, gpu)}
     if ours:
-        flags = " ".join([f"--offload={series.offload}", *ARMS[series.arm], *options["flags"]])
+        flags = shlex.join([f"--offload={series.offload}", *ARMS[series.arm], *options["flags"]])
         result = step.nanocria_point(*at, flag=flags, **common)
     else:
         result = step.peer_point(PEERS[series.arm][series.offload], *at, **common)
@@ -203,6 +211,18 @@ def known_rows(new: dict, out: Path) -> dict:
     if not step.continues(old, new) or "dirty" in new["versions"]["nanocria"]:  # that names no code
         return {}
     return {tuple(row[key] for key in PLACE): row for kind in ROWS for row in old[kind]}
+
+
+def untracked(config: str) -> dict:
+    """What names the version of a config that git does not track, and so no commit does."""
+    path = report.ROOT / config
+    command = ["git", "ls-files", "--error-unmatch", "--", str(path)]
+    try:
+        if subprocess.run(command, cwd=report.ROOT, capture_output=True).returncode == 0:
+            return {}
+    except OSError:  # no git
+        pass
+    return {"config": f"{config} {hashlib.sha256(path.read_bytes()).hexdigest()[:8]}"}
 
 
 def launcher(options: dict, gpu: int):
@@ -224,11 +244,16 @@ def main(words: list[str]) -> None:
             "a sweep needs a CUDA GPU, and torch finds none. Without one:\n"
             "  python bench.py estimate card=4090      what fits in a card, by arithmetic"
         )
+    if options["memory_limit_gib"]:
+        held, printed = launcher(options, 0)([])  # elsewhere, so that this process takes none of the card
+        if held is None:
+            sys.exit(printed.strip())
     out = options["out"]
     out.parent.mkdir(parents=True, exist_ok=True)
     new = step.begin("", words, ROWS)
     new["device"] = f"{options['ranks']} x {new['device']}"
     new["versions"]["nanocria"] = ", ".join([*options["keep"], new["versions"]["nanocria"]])
+    new["versions"] |= untracked(options["config"])
     known = {} if options["steps"] else known_rows(new, out)
     if known:
         print(f"{out} has {len(known)} points already: delete it to measure them again")

@@ -3,11 +3,13 @@
 import itertools
 import json
 import math
+import shlex
 import sys
 from pathlib import Path
 
 import memory
 from benchmarks import estimate, report, step
+from model import LlamaConfig
 
 ARMS = {  # what train.py is told
     "all": [],
@@ -32,6 +34,7 @@ TITLES = {
 }
 PLACE = ("config", "arm", "ranks", "batch", "block", "checkpointing", "offload", "limit_gib", "flags")
 ROWS = {"batch": PLACE, "seq": PLACE}  # what names a row
+MODEL = ("n_layer", "n_head", "n_kv_head", "n_embd", "ffn_dim", "vocab_size", "tie_embeddings")
 SERIES = tuple(key for key in PLACE if key not in ("batch", "block"))
 VARIES, SIZE = {"batch": "batch", "seq": "block"}, {"batch": "batch", "seq": "context"}
 
@@ -40,23 +43,37 @@ VARIES, SIZE = {"batch": "batch", "seq": "block"}, {"batch": "batch", "seq": "co
 # What memory.py says of them
 
 
+def refuse_model(flags: dict, peers: list[str]) -> None:
+    """Flags are for ours alone, and a peer's model is the config's."""
+    found = [name for name in MODEL if name in flags]
+    if found and set(peers) & set(PEERS):
+        raise ValueError(f"--{found[0]}: the peers would train another model; write it in a config, or say peers=none")
+
+
 def settings(row: dict) -> dict:
     """train.py's, of a row of ours."""
-    flags = estimate.read_flags([*ARMS[row["arm"]], *row["flags"].split()])
+    flags = estimate.read_flags([*ARMS[row["arm"]], *shlex.split(row["flags"])])
     named = {"block_size": row["block"], "batch_size": row["batch"], "offload": row["offload"]}
     named |= {"gradient_accumulation_steps": row["ranks"]}
     return named | {"activation_checkpointing": row["checkpointing"]} | flags
 
 
+def situation(row: dict) -> tuple[LlamaConfig, memory.Plan]:
+    """Of a peer only the model is right."""
+    if row["arm"] in ARMS:
+        return estimate.situation(row["config"], row["ranks"], settings(row))
+    return estimate.situation(row["config"], 1, {"sharding": "zero3"})
+
+
 def estimated_gib(row: dict) -> float:
-    return memory.peak_gib(*estimate.situation(row["config"], row["ranks"], settings(row)))
+    return memory.peak_gib(*situation(row))
 
 
 def cpu_gib(row: dict) -> float:
     """What all ranks hold in the CPU's memory: a peer's FSDP2 float32 weights, gradients and two moments."""
+    config, plan = situation(row)
     if row["arm"] in ARMS:
-        return estimate.cpu_gib(*estimate.situation(row["config"], row["ranks"], settings(row)))
-    config, _ = estimate.situation(row["config"], 1, {"sharding": "zero3"})
+        return estimate.cpu_gib(config, plan)
     block, root = memory.n_params(config)
     return 16 * (root + config.n_layer * block) / 2**30 if row["offload"] == "all" else 0.0
 
@@ -96,7 +113,7 @@ def slope_kb(rows: list[dict]) -> float | None:
 
 def checkpoints_kb(row: dict) -> float:
     """KB of a token's checkpoints: each block's input, in bfloat16."""
-    config, _ = estimate.situation(row["config"], 1, {"sharding": "zero3"})
+    config, _ = situation(row)
     return 2 * config.n_embd * config.n_layer / 1000
 
 
@@ -248,12 +265,22 @@ def summary(record: dict, out: Path, failed: list[dict]) -> dict:
             "ratios": [ratio for kind in ROWS for ratio in ratios(record[kind])]}  # fmt: skip
 
 
+def read_record(path: Path) -> dict:
+    try:
+        record = json.loads(path.read_text())
+    except (OSError, ValueError):  # a folder, no JSON
+        record = None
+    if not isinstance(record, dict) or not ROWS.keys() <= record.keys():
+        sys.exit(f"{path} is no record of a sweep")
+    return record
+
+
 def check(names: list[str]) -> None:
     """memory.py's estimates beside the peaks of the records; ends with 1 where one is off by more than 5%."""
     paths = [Path(name) for name in names] or [
         report.ASSETS / f"{name}.json" for name in ("sweep", "study", "study_8b")
     ]
-    found = [pair for path in paths if path.exists() for pair in deviations(json.loads(path.read_text()))]
+    found = [pair for path in paths if path.exists() for pair in deviations(read_record(path))]
     if not found:
         sys.exit(f"nothing to check: there is no point of nanocria in {', '.join(path.name for path in paths)}")
     print(HEADER)
