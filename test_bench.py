@@ -316,8 +316,8 @@ def test_a_size_that_does_not_fit_takes_no_other_with_it(monkeypatch, tmp_path, 
     monkeypatch.setattr(timing, "matmul_tflops", lambda: 700.0)
     monkeypatch.setattr(report, "origin", lambda command, device, packages: {"command": command, "device": device})
     monkeypatch.setattr(kernels_bench, "measure_size", measure_size)
-    monkeypatch.setattr(kernels_bench.functorch_config, "donated_buffer", True)
-    kernels_bench.main(["op=rms_norm", f"out={out}"])
+    with kernels_bench.functorch_config.patch("donated_buffer", True):  # and back again, for it changes that
+        kernels_bench.main(["op=rms_norm", f"out={out}"])
     assert written == [False, *range(2, 2 * len(sizes) - 2, 2)], "the record is written after each size"
     assert len(json.loads(out.read_text())["rows"]) == 2 * len(sizes) - 2
     printed = capsys.readouterr().out
