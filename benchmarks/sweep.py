@@ -249,7 +249,6 @@ def main(words: list[str]) -> None:
         if held is None:
             sys.exit(printed.strip())
     out = options["out"]
-    out.parent.mkdir(parents=True, exist_ok=True)
     new = step.begin("", words, ROWS)
     new["device"] = f"{options['ranks']} x {new['device']}"
     new["versions"]["nanocria"] = ", ".join([*options["keep"], new["versions"]["nanocria"]])
