@@ -552,6 +552,7 @@ def in_turn(step: int) -> bool:
         device == "cpu"
         or offload != "none"  # the CPU has waited for the GPU already
         or dtype == "float16"  # its loss scale depends on the step before
+        or step == first_step + 1  # else the first step's time, full of compiling, would hide most of the second's
         or step % eval_interval == 0
         or step == max_iters
         or (world_size == 1 and interrupted)

@@ -50,13 +50,15 @@ def _rms_norm_fwd_kernel(
     n_cols,
     EPS: tl.constexpr, ADD: tl.constexpr, NEED_Y: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """One program, one row: the row stays in registers between the statistics and the product."""
+    """One program, one row. A sum stays in registers until its product; x alone is read again, out of the cache."""
+    KEEP: tl.constexpr = "" if ADD else "evict_last"
     row = tl.program_id(0).to(tl.int64)
     cols = tl.arange(0, BLOCK).to(tl.int64)
     mask = cols < n_cols
-    x = to_compute(tl.load(x_ptr + row * x_row_stride + cols * x_col_stride, mask=mask, other=0.0))
+    x_ptrs = x_ptr + row * x_row_stride + cols * x_col_stride
+    x = to_compute(tl.load(x_ptrs, mask=mask, other=0.0, eviction_policy=KEEP))
     # Asked for now, so that it comes while the row is summed.
-    weight = tl.load(weight_ptr + cols * weight_stride, mask=mask, other=0.0)
+    weight = tl.load(weight_ptr + cols * weight_stride, mask=mask, other=0.0, eviction_policy=KEEP)
     if ADD:
         residual_ptrs = residual_ptr + row * residual_row_stride + cols * residual_col_stride
         x += to_compute(tl.load(residual_ptrs, mask=mask, other=0.0))
@@ -67,6 +69,10 @@ def _rms_norm_fwd_kernel(
     rstd = tl.rsqrt(tl.sum(x * x, axis=0) / n_cols + EPS)
     tl.store(rstd_ptr + row, rstd)
     if NEED_Y:
+        if not ADD:
+            # The registers that it leaves free let more rows be on their way. Another policy, or the compiler would
+            # take the numbers of the first load.
+            x = to_compute(tl.load(x_ptrs, mask=mask, other=0.0, eviction_policy="evict_first"))
         y = x * rstd * to_compute(weight)
         tl.store(y_ptr + row * n_cols + cols, y.to(y_ptr.dtype.element_ty), mask=mask)
 
@@ -130,7 +136,7 @@ def rms_norm_forward(x, residual, weight, eps, need_y=True):
         residual_rows, residual_rows.stride(0), residual_rows.stride(1),
         weight, weight.stride(0),
         y if need_y else rstd, total, rstd, n_cols,
-        EPS=eps, ADD=add, NEED_Y=need_y, **whole_row(n_cols),
+        EPS=eps, ADD=add, NEED_Y=need_y, **whole_row(n_cols, held=add),
     )  # fmt: skip
     return y, total, rstd
 
@@ -207,8 +213,8 @@ def add_rms_norm(
     """(rms_norm(x + residual), x + residual) in one pass, and one pass backward.
 
     x and residual (..., C) of one dtype and any strides, weight (C,); returns two (..., C) in x's dtype. The norm
-    is that of the rounded sum, so the result equals the two operations done apart. overwrite_dy: as rms_norm's.
-    ValueError on shapes or dtypes.
+    is that of the rounded sum, as if the two operations were done apart (a wide row's squares are added in another
+    order). overwrite_dy: as rms_norm's. ValueError on shapes or dtypes.
     """
     check_norm(x, residual, weight)
     if use_triton(x):
