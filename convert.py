@@ -4,16 +4,18 @@
     python sample.py --out_dir=Llama-3.2-1B                           text by them
     python convert.py out/llama32_1b my-llama                         a run's newest checkpoint, for transformers
     python convert.py out/llama32_1b/step_001000 my-llama --dtype float32
+    python convert.py Llama3.2-1B my-llama                        Meta's own params.json and consolidated.00.pth
 
 Needs `pip install safetensors`. These are the weights alone: a tokenizer's files are not among them. Both have RoPE in
-the same layout; ours stacks q, k, v, and gate, up, into one matrix each. Meta's own consolidated.*.pth interleave q and
-k: take the .safetensors that lie beside them.
+the same layout; ours stacks q, k, v, and gate, up, into one matrix each. Meta's own files order the rows of q and k
+otherwise: see de_interleaved.
 """
 
 import argparse
 import contextlib
 import json
 import os
+import pickle
 import shutil
 import sys
 from collections.abc import Callable
@@ -48,7 +50,34 @@ CONFIG = {  # ours, and theirs
     "tie_embeddings": "tie_word_embeddings",
     "norm_eps": "rms_norm_eps",
 }
+META = {  # what Meta calls those of Hugging Face
+    "model.embed_tokens.weight": "tok_embeddings.weight",
+    "input_layernorm.weight": "attention_norm.weight",
+    "self_attn.q_proj.weight": "attention.wq.weight",
+    "self_attn.k_proj.weight": "attention.wk.weight",
+    "self_attn.v_proj.weight": "attention.wv.weight",
+    "self_attn.o_proj.weight": "attention.wo.weight",
+    "post_attention_layernorm.weight": "ffn_norm.weight",
+    "mlp.gate_proj.weight": "feed_forward.w1.weight",
+    "mlp.up_proj.weight": "feed_forward.w3.weight",
+    "mlp.down_proj.weight": "feed_forward.w2.weight",
+    "model.norm.weight": "norm.weight",
+    "lm_head.weight": "output.weight",
+}
+META_CONFIG = {  # ours, and theirs in params.json
+    "n_layer": "n_layers",
+    "n_head": "n_heads",
+    "n_kv_head": "n_kv_heads",
+    "n_embd": "dim",
+    "vocab_size": "vocab_size",
+    "norm_eps": "norm_eps",
+    "rope_theta": "rope_theta",
+}
 LLAMA3_VOCAB = 128256
+LLAMA3_TOKENS = {
+    "bos_token_id": 128000,
+    "eos_token_id": [128001, 128008, 128009],
+}  # two of them end a turn of a dialogue
 FILE_BYTES = 5e9  # of one .safetensors
 
 
@@ -82,7 +111,7 @@ def read_config(folder: Path) -> tuple[dict, str | None]:
     if theirs.get("model_type") != "llama":
         raise ValueError(f"{path} describes a {theirs.get('model_type')} model, not a Llama")
     fields = LlamaConfig.__dataclass_fields__
-    settings = {name: _setting(path, theirs, theirs_name, fields[name].type) for name, theirs_name in CONFIG.items()}
+    settings = {ours: _setting(path, theirs, name, fields[ours].type) for ours, name in CONFIG.items()}
     settings |= _read_rope(path, theirs)
     try:
         config = LlamaConfig(**settings, block_size=1)
@@ -146,7 +175,7 @@ def load(folder: Path, optimizer: AdamW) -> None:
     Raises ValueError where a weight is missing or has another shape, OSError where a file cannot be read.
     """
     tensors = optimizer.tensors()
-    _read_into(tensors["model"], folder)
+    _read_into(tensors["model"], folder, _reader(Path(folder)))
     optimizer.refresh(tensors)
 
 
@@ -162,14 +191,13 @@ def load_model(folder: Path, block_size: int, device: str, dtype: torch.dtype) -
     with torch.device("meta"):
         model = Llama(LlamaConfig(**settings, block_size=block_size)).to(dtype)
     model.to_empty(device=device)
-    _read_into(dict(model.named_parameters()), folder)
+    _read_into(dict(model.named_parameters()), folder, _reader(Path(folder)))
     return model
 
 
 @torch.no_grad()
-def _read_into(tensors: dict[str, torch.Tensor], folder: Path) -> None:
-    """Fills each, by its name of ours, from the weights in a folder; rounded once, where at all."""
-    read = _reader(Path(folder))
+def _read_into(tensors: dict[str, torch.Tensor], folder: Path, read: Callable[[str], torch.Tensor]) -> None:
+    """Fills each, by its name of ours, with what read makes of Hugging Face's; rounded once, where at all."""
     for name, tensor in tensors.items():
         parts = {hf_name: read(hf_name) for hf_name in hf_names(name)}
         alike = all(part.ndim == tensor.ndim and part.shape[1:] == tensor.shape[1:] for part in parts.values())
@@ -198,6 +226,82 @@ def _reader(folder: Path) -> Callable[[str], torch.Tensor]:
 
 
 # ----------------------------------------------------------------------------------------------------------------------
+# In from Meta
+
+
+def load_meta(folder: Path, dtype: torch.dtype) -> Llama:
+    """The model that Meta publishes as params.json and consolidated.00.pth, on the CPU.
+
+    Raises ValueError where it is none that model.py can be, OSError where it cannot be read.
+    """
+    path, weights_path = Path(folder) / "params.json", Path(folder) / "consolidated.00.pth"
+    theirs = _read_json(path)
+    n_files = len(list(Path(folder).glob("consolidated.*.pth")))
+    if n_files > 1:
+        raise ValueError(f"{folder} holds a model in {n_files} parts: only one consolidated.00.pth can be read")
+    try:
+        weights = torch.load(weights_path, map_location="cpu", mmap=True, weights_only=True)
+    except (RuntimeError, ValueError, pickle.UnpicklingError) as error:
+        raise ValueError(f"{weights_path} cannot be read: {str(error).splitlines()[0]}") from error
+    fields = LlamaConfig.__dataclass_fields__
+    settings = {ours: _setting(path, theirs, name, fields[ours].type) for ours, name in META_CONFIG.items()}
+    if settings["vocab_size"] != LLAMA3_VOCAB:
+        raise ValueError(f"{path} says vocab_size {settings['vocab_size']}: Llama 3's is {LLAMA3_VOCAB}")
+    read = _meta_reader(weights_path, weights, settings["n_embd"] // max(settings["n_head"], 1))
+    head, embedding = weights.get("output.weight"), read("model.embed_tokens.weight")
+    tied = head is None or torch.equal(head, embedding)
+    stretched = _setting(path, theirs, "use_scaled_rope", bool, None)
+    # By how much is not said: 3.2's small models, which are the tied ones, by 32, the others by 8.
+    scaling = {"factor": 32.0 if tied else 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+               "original_max_position_embeddings": 8192}  # fmt: skip
+    try:
+        config = LlamaConfig(
+            **settings, tie_embeddings=tied, ffn_dim=len(read("model.layers.0.mlp.gate_proj.weight")),
+            block_size=131072 if stretched else 8192, rope_scaling=scaling if stretched else None,
+        )  # fmt: skip
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}") from error
+    with torch.device("meta"):
+        model = Llama(config).to(dtype)
+    tensors = dict(model.named_parameters())
+    known = {_meta_name(hf_name) for name in [*tensors, "lm_head.weight"] for hf_name in hf_names(name)}
+    if more := sorted(weights.keys() - known - {"rope.freqs"}):
+        raise ValueError(f"{weights_path} has {len(more)} weights that Llama 3 has not: {more[0]}, ...")
+    model.to_empty(device="cpu")
+    _read_into(dict(model.named_parameters()), folder, read)
+    return model
+
+
+def _meta_name(hf_name: str) -> str:
+    """model.layers.3.mlp.up_proj.weight is layers.3.feed_forward.w3.weight."""
+    if not hf_name.startswith("model.layers."):
+        return META[hf_name]
+    _, layers, i, rest = hf_name.split(".", 3)
+    return f"{layers}.{i}.{META[rest]}"
+
+
+def _meta_reader(path: Path, weights: dict, head_dim: int) -> Callable[[str], torch.Tensor]:
+    """A function from Hugging Face's name of a tensor to the tensor, as they would have it."""
+
+    def read(hf_name):
+        name = _meta_name(hf_name)
+        if name not in weights:
+            raise ValueError(f"{path} lacks {name}")
+        if not name.endswith(("wq.weight", "wk.weight")):
+            return weights[name]
+        if len(weights[name]) % head_dim:
+            raise ValueError(f"{path}: the {len(weights[name])} rows of {name} are no heads of {head_dim}")
+        return de_interleaved(weights[name], head_dim)
+
+    return read
+
+
+def de_interleaved(weight: torch.Tensor, head_dim: int) -> torch.Tensor:
+    """The rows (H·D, C) of q or k: Meta's RoPE turns rows 2i and 2i + 1 of a head together, ours i and i + D/2."""
+    return weight.unflatten(0, (-1, head_dim // 2, 2)).transpose(1, 2).flatten(0, 2)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
 # Out
 
 
@@ -218,11 +322,25 @@ def write_config(config: LlamaConfig, tokenizer: str, dtype: str) -> dict:
 
 
 def save(path: Path, folder: Path, dtype: str) -> None:
-    """A checkpoint as a folder for transformers, in files of FILE_BYTES at most; whole or not there."""
-    safetensors, meta = _safetensors(), checkpoint.read_meta(path)
-    config = LlamaConfig(**meta["model"])
+    """A checkpoint, or a model as Meta publishes it, as a folder for transformers; whole or not there."""
+    _safetensors()  # missed now, not when the weights have been read
+    if _is_meta(path):
+        model, tokenizer, tokens = load_meta(path, getattr(torch, dtype)), "llama3", LLAMA3_TOKENS
+    else:
+        model, tokens = checkpoint.load_model(path, "cpu", getattr(torch, dtype)), {}
+        tokenizer = checkpoint.read_meta(path)["dataset"]["tokenizer"]
+    _write(model, write_config(model.config, tokenizer, dtype) | tokens, folder)
+
+
+def _is_meta(path: Path) -> bool:
+    return os.path.exists(path / "params.json")
+
+
+def _write(model: Llama, config_json: dict, folder: Path) -> None:
+    """A model as a folder for transformers, in files of FILE_BYTES at most; whole or not there."""
+    safetensors, config = _safetensors(), model.config
     files, n_bytes = [{}], 0
-    for name, parameter in checkpoint.load_model(path, "cpu", getattr(torch, dtype)).named_parameters():
+    for name, parameter in model.named_parameters():
         names = hf_names(name)
         kv = config.n_kv_head * config.head_dim
         sizes = {1: len(parameter), 2: config.ffn_dim, 3: [config.n_embd, kv, kv]}[len(names)]
@@ -233,9 +351,7 @@ def save(path: Path, folder: Path, dtype: str) -> None:
     partial = folder.with_name(folder.name + ".partial")
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir(parents=True)
-    (partial / "config.json").write_text(
-        json.dumps(write_config(config, meta["dataset"]["tokenizer"], dtype), indent=2)
-    )
+    (partial / "config.json").write_text(json.dumps(config_json, indent=2))
     paths = [f"model-{i + 1:05}-of-{len(files):05}.safetensors" for i in range(len(files))]
     if len(files) == 1:
         paths = ["model.safetensors"]
@@ -251,7 +367,7 @@ def save(path: Path, folder: Path, dtype: str) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("run", type=Path, help="a run's folder, whose newest checkpoint is taken, or one checkpoint")
+    parser.add_argument("run", type=Path, help="a run's folder, its newest checkpoint; or one checkpoint; or Meta's")
     parser.add_argument("folder", type=Path, help="a new folder")
     parser.add_argument(
         "--dtype", choices=["bfloat16", "float16", "float32"], default="bfloat16", help="of the weights"
@@ -265,7 +381,7 @@ def main() -> None:
         print(f'{path} in {args.dtype}: transformers.AutoModelForCausalLM.from_pretrained("{args.folder}")')
 
     try:
-        checkpoint.from_newest(args.run, write)
+        write(args.run) if _is_meta(args.run) else checkpoint.from_newest(args.run, write)
     except (OSError, ValueError) as error:
         sys.exit(str(error))
 

@@ -4,7 +4,9 @@ pytest test_convert.py        half a minute, without a GPU
 """
 
 import json
+import math
 import os
+import re
 import runpy
 import subprocess
 import sys
@@ -113,6 +115,129 @@ def test_a_checkpoint_becomes_a_folder_that_transformers_reads(train, tmp_path, 
     )
     monkeypatch.setattr(sys, "argv", words)
     with pytest.raises(SystemExit, match="is there already: name a new folder"):
+        convert.main()
+
+
+PARAMS = {"dim": 32, "n_layers": 2, "n_heads": 4, "n_kv_heads": 2, "vocab_size": 257, "norm_eps": 1e-5,
+          "rope_theta": 500000.0, "ffn_dim_multiplier": 1.3, "multiple_of": 32}  # fmt: skip
+
+
+def meta_weights(tied: bool) -> dict:
+    """Random, by Meta's names."""
+    torch.manual_seed(5)
+    dim, kv, ffn = PARAMS["dim"], 8 * PARAMS["n_kv_heads"], 96
+    block = {"attention_norm": (dim,), "ffn_norm": (dim,), "attention.wq": (dim, dim), "attention.wk": (kv, dim),
+             "attention.wv": (kv, dim), "attention.wo": (dim, dim), "feed_forward.w1": (ffn, dim),
+             "feed_forward.w2": (dim, ffn), "feed_forward.w3": (ffn, dim)}  # fmt: skip
+    shapes = {f"layers.{i}.{name}": shape for i in range(PARAMS["n_layers"]) for name, shape in block.items()}
+    shapes |= {"tok_embeddings": (257, dim), "norm": (dim,), "output": (257, dim)}
+    weights = {f"{name}.weight": 0.3 * torch.randn(shape) for name, shape in shapes.items()}
+    return weights | ({"output.weight": weights["tok_embeddings.weight"].clone()} if tied else {})
+
+
+def meta_logits(weights: dict, tokens: torch.Tensor, factor: float | None) -> torch.Tensor:
+    """The model as Meta's paper and code define it, with neighbours turned as complex numbers. tokens (B, T)."""
+
+    def norm(x, name):
+        return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + 1e-5) * weights[f"{name}.weight"]
+
+    frequencies = 500000.0 ** -(torch.arange(0, 8, 2) / 8)
+    if factor:  # wave lengths above 8,192 are stretched, below 2,048 they are not, and between it is a mixture
+        smooth = ((8192 * frequencies / (2 * math.pi) - 1) / 3).clamp(0, 1)
+        frequencies = (1 - smooth) * frequencies / factor + smooth * frequencies
+    time = tokens.shape[1]
+    turns = torch.polar(torch.ones(time, 4), torch.outer(torch.arange(time), frequencies))
+
+    def heads(x, name):
+        return torch.nn.functional.linear(x, weights[f"{name}.weight"]).unflatten(-1, (-1, 8))
+
+    def turned(x):
+        return torch.view_as_real(torch.view_as_complex(x.unflatten(-1, (4, 2))) * turns[:, None]).flatten(-2)
+
+    x = weights["tok_embeddings.weight"][tokens]
+    for i in range(PARAMS["n_layers"]):
+        normed, at = norm(x, f"layers.{i}.attention_norm"), f"layers.{i}.attention.w"
+        q, k, v = turned(heads(normed, at + "q")), turned(heads(normed, at + "k")), heads(normed, at + "v")
+        k, v = (y.repeat_interleave(2, dim=2) for y in (k, v))
+        scores = torch.einsum("bthd,bshd->bhts", q, k) / 8**0.5
+        scores = scores.masked_fill(torch.ones(time, time).triu(1).bool(), -torch.inf).softmax(-1)
+        x = x + torch.einsum("bhts,bshd->bthd", scores, v).flatten(2) @ weights[at + "o.weight"].T
+        normed, at = norm(x, f"layers.{i}.ffn_norm"), f"layers.{i}.feed_forward.w"
+        gate, up = (normed @ weights[f"{at}{j}.weight"].T for j in (1, 3))
+        x = x + (torch.nn.functional.silu(gate) * up) @ weights[f"{at}2.weight"].T
+    return norm(x, "norm") @ weights["output.weight"].T
+
+
+@pytest.fixture
+def meta_folder(tmp_path, monkeypatch):
+    """meta_folder(weights, **params) writes what Meta publishes, and returns the folder."""
+    monkeypatch.setattr(convert, "LLAMA3_VOCAB", 257)
+
+    def write(weights, **params):
+        (tmp_path / "Llama").mkdir()
+        (tmp_path / "Llama/params.json").write_text(json.dumps(PARAMS | params))
+        torch.save(weights, tmp_path / "Llama/consolidated.00.pth")
+        return tmp_path / "Llama"
+
+    return write
+
+
+@pytest.mark.parametrize(
+    "tied, scaled, factor", [(True, True, 32.0), (False, True, 8.0), (False, False, None), (True, None, None)]
+)
+def test_metas_own_files_become_a_folder_with_the_same_logits(meta_folder, tmp_path, monkeypatch, tied, scaled, factor):
+    weights = meta_weights(tied)
+    source = meta_folder(weights, **({} if scaled is None else {"use_scaled_rope": scaled}))
+    words = ["convert.py", str(source), str(tmp_path / "hf"), "--dtype", "float32"]
+    monkeypatch.setattr(sys, "argv", words)
+    convert.main()
+    settings, tokenizer = convert.read_config(tmp_path / "hf")
+    assert tokenizer == "llama3" and settings["tie_embeddings"] == tied and settings["ffn_dim"] == 96
+    assert (settings["rope_scaling"] or {"factor": None})["factor"] == factor
+    tokens = torch.randint(257, (2, 24), generator=torch.Generator().manual_seed(0))
+    expected = meta_logits(weights, tokens, factor)
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "hf", dtype=torch.float32)
+    ours = convert.load_model(tmp_path / "hf", 24, "cpu", torch.float32)
+    for model in (theirs, ours):
+        assert (logits(model, tokens) - expected).abs().max() < 2e-5 * expected.abs().max()
+    assert theirs.config.bos_token_id == 128000 and 128009 in theirs.config.eos_token_id
+
+
+META_SLIPS = {
+    "another vocabulary": (dict(vocab_size=-1), {}, "params.json says vocab_size -1: Llama 3's is 257"),
+    "no RoPE": (dict(rope_theta=None), {}, "params.json: rope_theta expects a float, got None"),
+    "no heads": (dict(n_heads=0), {}, "params.json: n_layer, n_head"),
+    "more layers": (dict(n_layers=3), {}, "consolidated.00.pth lacks layers.2.attention_norm.weight"),
+    "fewer layers": (dict(n_layers=1), {}, "has 9 weights that Llama 3 has not: layers.1.attention.wk.weight, ..."),
+    "other heads": (dict(n_heads=2), {}, "self_attn.k_proj.weight (16, 32), "),
+    "odd rows": ({}, {"layers.1.attention.wk.weight": (12, 32)}, "the 12 rows of layers.1.attention.wk.weight"),
+    "a vision model": ({}, {"vision_model.x": (1,)}, "1 weights that Llama 3 has not: vision_model.x, ..."),
+}
+
+
+@pytest.mark.parametrize("kind", META_SLIPS)
+def test_what_of_metas_cannot_be_read_gets_a_sentence(meta_folder, tmp_path, monkeypatch, kind):
+    params, shapes, expected = META_SLIPS[kind]
+    source = meta_folder(meta_weights(False) | {name: torch.zeros(shape) for name, shape in shapes.items()}, **params)
+    monkeypatch.setattr(sys, "argv", ["convert.py", str(source), str(tmp_path / "hf")])
+    with pytest.raises(SystemExit, match=re.escape(expected)):
+        convert.main()
+    assert not list(tmp_path.glob("hf*"))
+
+
+def test_damaged_or_divided_files_of_metas_get_a_sentence(meta_folder, tmp_path, monkeypatch):
+    source = meta_folder(meta_weights(True))
+    monkeypatch.setattr(sys, "argv", ["convert.py", str(source), str(tmp_path / "hf")])
+    file = source / "consolidated.00.pth"
+    file.write_bytes(file.read_bytes()[:-100])
+    with pytest.raises(SystemExit, match="consolidated.00.pth cannot be read: "):
+        convert.main()
+    (source / "consolidated.01.pth").touch()
+    with pytest.raises(SystemExit, match="holds a model in 2 parts"):
+        convert.main()
+    for path in source.glob("*.pth"):
+        path.unlink()
+    with pytest.raises(SystemExit, match="consolidated.00.pth"):
         convert.main()
 
 
