@@ -409,9 +409,10 @@ def test_rms_norm_and_layer_norm_use_the_eps_they_are_given():
 
 @pytest.mark.parametrize("dtype", [FP16, FP32] + [BF16] * HAS_GPU, ids=str)
 def test_add_rms_norm_equals_its_two_steps_bit_for_bit(dtype):
-    (x, residual, weight), _ = OPERATIONS["add_rms_norm"].inputs(9, 70, dtype)
-    normed, total = kernels.add_rms_norm(x, residual, weight)
-    assert_same((normed, total), (rms_norm(x + residual, weight), x + residual), "add_rms_norm")
+    for width in (70, 4096):
+        (x, residual, weight), _ = OPERATIONS["add_rms_norm"].inputs(9, width, dtype)
+        normed, total = kernels.add_rms_norm(x, residual, weight)
+        assert_same((normed, total), (rms_norm(x + residual, weight), x + residual), "add_rms_norm")
 
 
 def test_add_rms_norm_gives_x_and_residual_gradients_of_their_own():

@@ -48,16 +48,15 @@ def as_rows(x: torch.Tensor) -> torch.Tensor:
     return x.reshape(-1, x.shape[-1])
 
 
-def whole_row(n_cols: int, held: bool = True) -> dict:
+def whole_row(n_cols: int) -> dict:
     """Launch constants of a program that takes a row of n_cols at once. ValueError where it would not fit.
 
-    held: it keeps the row in registers, 32 elements a thread; else 16, so that more rows are on their way at once.
+    16 elements a thread up to 8,192 columns: with 32, fewer rows are on their way at once (H200).
     """
     if not 1 <= n_cols <= 65536:
         raise ValueError(f"rows of {n_cols} elements: 1 to 65,536 are supported")
     block = 1 << (n_cols - 1).bit_length()  # not Triton's function: where there is no Triton this is still the check
-    warps = min(max(block // 1024, 1), 8) if held else min(max(block // 512, 1), 16)
-    return {"BLOCK": block, "num_warps": warps if block <= 16384 else block // 2048}
+    return {"BLOCK": block, "num_warps": min(max(block // 512, 1), 16) if block <= 16384 else block // 2048}
 
 
 TUNED_WITH = 163 * 1024  # bytes of shared memory for a program: an A100 has them, and on Hopper none takes more

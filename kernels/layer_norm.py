@@ -46,17 +46,17 @@ def _layer_norm_fwd_kernel(
     the registers that let more rows be on their way. Each lane keeps the mean and the squared deviations of the columns
     it has seen (Welford, 1962), and the row's follow from those.
     """
+    KEEP: tl.constexpr = "evict_last" if n_cols > CHUNK else ""
     row = tl.program_id(0).to(tl.int64)
     x_ptr += row * x_row_stride
     lanes = tl.arange(0, CHUNK)
-    mean = to_compute(
-        tl.load(x_ptr + lanes.to(tl.int64) * x_col_stride, mask=lanes < n_cols, other=0.0, eviction_policy="evict_last")
-    )
+    x_ptrs = x_ptr + lanes.to(tl.int64) * x_col_stride
+    mean = to_compute(tl.load(x_ptrs, mask=lanes < n_cols, other=0.0, eviction_policy=KEEP))
     deviations = tl.zeros([CHUNK], dtype=mean_ptr.dtype.element_ty)
     for start in range(CHUNK, n_cols, CHUNK):
         cols = (start + lanes).to(tl.int64)
         mask = cols < n_cols
-        x = to_compute(tl.load(x_ptr + cols * x_col_stride, mask=mask, other=0.0, eviction_policy="evict_last"))
+        x = to_compute(tl.load(x_ptr + cols * x_col_stride, mask=mask, other=0.0, eviction_policy=KEEP))
         delta = tl.where(mask, x - mean, 0.0)
         mean += delta / (start // CHUNK + 1)
         deviations += delta * (x - mean)
@@ -72,10 +72,8 @@ def _layer_norm_fwd_kernel(
         if n_cols > CHUNK:
             x = tl.load(x_ptr + cols * x_col_stride, mask=mask, other=0.0, eviction_policy="evict_first")
             centred = to_compute(x) - row_mean
-        weight = to_compute(
-            tl.load(weight_ptr + cols * weight_stride, mask=mask, other=0.0, eviction_policy="evict_last")
-        )
-        bias = to_compute(tl.load(bias_ptr + cols * bias_stride, mask=mask, other=0.0, eviction_policy="evict_last"))
+        weight = to_compute(tl.load(weight_ptr + cols * weight_stride, mask=mask, other=0.0, eviction_policy=KEEP))
+        bias = to_compute(tl.load(bias_ptr + cols * bias_stride, mask=mask, other=0.0, eviction_policy=KEEP))
         tl.store(y_ptr + row * n_cols + cols, (centred * rstd * weight + bias).to(y_ptr.dtype.element_ty), mask=mask)
 
 

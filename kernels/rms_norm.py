@@ -136,7 +136,7 @@ def rms_norm_forward(x, residual, weight, eps, need_y=True):
         residual_rows, residual_rows.stride(0), residual_rows.stride(1),
         weight, weight.stride(0),
         y if need_y else rstd, total, rstd, n_cols,
-        EPS=eps, ADD=add, NEED_Y=need_y, **whole_row(n_cols, held=add),
+        EPS=eps, ADD=add, NEED_Y=need_y, **whole_row(n_cols),
     )  # fmt: skip
     return y, total, rstd
 
@@ -213,8 +213,8 @@ def add_rms_norm(
     """(rms_norm(x + residual), x + residual) in one pass, and one pass backward.
 
     x and residual (..., C) of one dtype and any strides, weight (C,); returns two (..., C) in x's dtype. The norm
-    is that of the rounded sum, as if the two operations were done apart (a wide row's squares are added in another
-    order). overwrite_dy: as rms_norm's. ValueError on shapes or dtypes.
+    is that of the rounded sum, so the result equals the two operations done apart. overwrite_dy: as rms_norm's.
+    ValueError on shapes or dtypes.
     """
     check_norm(x, residual, weight)
     if use_triton(x):
