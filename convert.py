@@ -1,14 +1,14 @@
-"""Weights in Hugging Face's format: config.json beside .safetensors files.
+"""Weights in Hugging Face's format, config.json beside .safetensors files, or Meta's, params.json and a .pth.
 
     python train.py config/llama32_1b.py --init_from=Llama-3.2-1B     a run that begins with published weights
     python sample.py --out_dir=Llama-3.2-1B                           text by them
     python convert.py out/llama32_1b my-llama                         a run's newest checkpoint, for transformers
     python convert.py out/llama32_1b/step_001000 my-llama --dtype float32
-    python convert.py Llama3.2-1B my-llama                        Meta's own params.json and consolidated.00.pth
+    python convert.py Llama3.2-1B my-llama                            Meta's as Hugging Face's
 
-Needs `pip install safetensors`. These are the weights alone: a tokenizer's files are not among them. Both have RoPE in
-the same layout; ours stacks q, k, v, and gate, up, into one matrix each. Meta's own files order the rows of q and k
-otherwise: see de_interleaved.
+Hugging Face's need `pip install safetensors`. These are the weights alone: a tokenizer's files are not among them. Ours
+and Hugging Face's have RoPE in the same layout; ours stacks q, k, v, and gate, up, into one matrix each. Meta's files
+order the rows of q and k otherwise: see de_interleaved.
 """
 
 import argparse
@@ -101,11 +101,18 @@ def _safetensors():
 # In
 
 
+def holds_weights(folder: Path) -> bool:
+    return any(os.path.exists(Path(folder) / name) for name in ("config.json", "params.json"))
+
+
 def read_config(folder: Path) -> tuple[dict, str | None]:
     """The settings of the model in a folder, by train.py's names, and its tokenizer's name where that is known.
 
     Raises ValueError where it is none that model.py can be, OSError where it cannot be read.
     """
+    if _is_meta(folder):
+        config, _ = _open_meta(folder)
+        return {name: getattr(config, name) for name in (*CONFIG, "rope_theta", "rope_scaling")}, "llama3"
     path = Path(folder) / "config.json"
     theirs = _read_json(path)
     if theirs.get("model_type") != "llama":
@@ -160,7 +167,7 @@ def _read_rope(path: Path, theirs: dict) -> dict:
 def read_special_tokens(folder: Path, end: int) -> tuple[int, set[int]]:
     """With what a document begins, and what ends it or a turn of a dialogue; end: where config.json does not say."""
     path = Path(folder) / "config.json"
-    theirs = _read_json(path)
+    theirs = LLAMA3_TOKENS if _is_meta(folder) else _read_json(path)
     begin = _setting(path, theirs, "bos_token_id", int, None)
     ends = _setting(path, theirs, "eos_token_id", int, list, None)
     return end if begin is None else begin, {
@@ -175,29 +182,34 @@ def load(folder: Path, optimizer: AdamW) -> None:
     Raises ValueError where a weight is missing or has another shape, OSError where a file cannot be read.
     """
     tensors = optimizer.tensors()
-    _read_into(tensors["model"], folder, _reader(Path(folder)))
+    _read_into(tensors["model"], folder)
     optimizer.refresh(tensors)
 
 
 def load_model(folder: Path, block_size: int, device: str, dtype: torch.dtype) -> Llama:
     """The model of a folder, whole, on one device and in one dtype: for sampling. Raises as read_config and load do.
 
-    block_size: how much is wanted of the context that config.json says.
+    block_size: how much is wanted of the context that the folder says.
     """
     settings, _ = read_config(folder)
-    path = Path(folder) / "config.json"
-    context = _setting(path, _read_json(path), "max_position_embeddings", int, None) or 2048  # transformers' default
-    block_size = min(block_size, context)
     with torch.device("meta"):
-        model = Llama(LlamaConfig(**settings, block_size=block_size)).to(dtype)
+        model = Llama(LlamaConfig(**settings, block_size=min(block_size, _context(folder)))).to(dtype)
     model.to_empty(device=device)
-    _read_into(dict(model.named_parameters()), folder, _reader(Path(folder)))
+    _read_into(dict(model.named_parameters()), folder)
     return model
 
 
+def _context(folder: Path) -> int:
+    if _is_meta(folder):
+        return _open_meta(folder)[0].block_size
+    path = Path(folder) / "config.json"
+    return _setting(path, _read_json(path), "max_position_embeddings", int, None) or 2048  # transformers' default
+
+
 @torch.no_grad()
-def _read_into(tensors: dict[str, torch.Tensor], folder: Path, read: Callable[[str], torch.Tensor]) -> None:
-    """Fills each, by its name of ours, with what read makes of Hugging Face's; rounded once, where at all."""
+def _read_into(tensors: dict[str, torch.Tensor], folder: Path) -> None:
+    """Fills each, by its name of ours, from the weights in a folder; rounded once, where at all."""
+    read = _open_meta(folder)[1] if _is_meta(folder) else _reader(Path(folder))
     for name, tensor in tensors.items():
         parts = {hf_name: read(hf_name) for hf_name in hf_names(name)}
         alike = all(part.ndim == tensor.ndim and part.shape[1:] == tensor.shape[1:] for part in parts.values())
@@ -226,13 +238,16 @@ def _reader(folder: Path) -> Callable[[str], torch.Tensor]:
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# In from Meta
+# Meta's own files
 
 
-def load_meta(folder: Path, dtype: torch.dtype) -> Llama:
-    """The model that Meta publishes as params.json and consolidated.00.pth, on the CPU.
+def _is_meta(folder: Path) -> bool:
+    return os.path.exists(Path(folder) / "params.json") and not os.path.exists(Path(folder) / "config.json")
 
-    Raises ValueError where it is none that model.py can be, OSError where it cannot be read.
+
+def _open_meta(folder: Path) -> tuple[LlamaConfig, Callable[[str], torch.Tensor]]:
+    """Of params.json and consolidated.00.pth: the model that they are, its block_size the longest that it was made for,
+    and a function from Hugging Face's name of a tensor to the tensor. Raises as read_config does.
     """
     path, weights_path = Path(folder) / "params.json", Path(folder) / "consolidated.00.pth"
     theirs = _read_json(path)
@@ -262,14 +277,11 @@ def load_meta(folder: Path, dtype: torch.dtype) -> Llama:
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from error
     with torch.device("meta"):
-        model = Llama(config).to(dtype)
-    tensors = dict(model.named_parameters())
-    known = {_meta_name(hf_name) for name in [*tensors, "lm_head.weight"] for hf_name in hf_names(name)}
-    if more := sorted(weights.keys() - known - {"rope.freqs"}):
-        raise ValueError(f"{weights_path} has {len(more)} weights that Llama 3 has not: {more[0]}, ...")
-    model.to_empty(device="cpu")
-    _read_into(dict(model.named_parameters()), folder, read)
-    return model
+        names = [*dict(Llama(config).named_parameters()), "lm_head.weight"]
+    more = weights.keys() - {_meta_name(hf_name) for name in names for hf_name in hf_names(name)} - {"rope.freqs"}
+    if more:
+        raise ValueError(f"{weights_path} has {len(more)} weights that Llama 3 has not: {min(more)}, ...")
+    return config, read
 
 
 def _meta_name(hf_name: str) -> str:
@@ -325,15 +337,12 @@ def save(path: Path, folder: Path, dtype: str) -> None:
     """A checkpoint, or a model as Meta publishes it, as a folder for transformers; whole or not there."""
     _safetensors()  # missed now, not when the weights have been read
     if _is_meta(path):
-        model, tokenizer, tokens = load_meta(path, getattr(torch, dtype)), "llama3", LLAMA3_TOKENS
+        model = load_model(path, sys.maxsize, "cpu", getattr(torch, dtype))
+        tokenizer, tokens = "llama3", LLAMA3_TOKENS
     else:
         model, tokens = checkpoint.load_model(path, "cpu", getattr(torch, dtype)), {}
         tokenizer = checkpoint.read_meta(path)["dataset"]["tokenizer"]
     _write(model, write_config(model.config, tokenizer, dtype) | tokens, folder)
-
-
-def _is_meta(path: Path) -> bool:
-    return os.path.exists(path / "params.json")
 
 
 def _write(model: Llama, config_json: dict, folder: Path) -> None:

@@ -3,8 +3,8 @@
     python sample.py --out_dir=out/baby_llama --prompt="def main():"
     python sample.py --out_dir=Llama-3.2-1B --prompt="A cria is"
 
-out_dir is a run's folder (its newest checkpoint is read), one checkpoint, out/baby_llama/step_001000, or a folder with
-Hugging Face's config.json and .safetensors.
+out_dir is a run's folder (its newest checkpoint is read), one checkpoint, out/baby_llama/step_001000, or a folder of
+published weights: Hugging Face's config.json and .safetensors, or Meta's params.json and consolidated.00.pth.
 """
 
 import codecs
@@ -23,7 +23,7 @@ from tokenizer import end_of_text, get_tokenizer
 
 # ----------------------------------------------------------------------------------------------------------------------
 # what to read, what to write
-out_dir = "out"  # a run's folder, one of its checkpoints, or one of Hugging Face's format
+out_dir = "out"  # a run's folder, one of its checkpoints, or one of published weights
 prompt = ""  # empty: the beginning of a document
 num_samples = 1  # how many continuations
 max_new_tokens = 500  # tokens of each; the end of the document ends it sooner
@@ -59,7 +59,7 @@ elif dtype == "auto":  # a GPU older than Ampere computes no bfloat16
     dtype = "bfloat16" if torch.cuda.is_bf16_supported(including_emulation=False) else "float16"
 
 folder = Path(out_dir)
-published = os.path.exists(folder / "config.json")
+published = convert.holds_weights(folder)
 try:
     if published:
         name = convert.read_config(folder)[1]
@@ -67,7 +67,8 @@ try:
         name = checkpoint.from_newest(folder, checkpoint.read_meta)["dataset"]["tokenizer"]
     if name is None:
         sys.exit(f"{folder} does not say its tokenizer: only Llama 3's is known by its {convert.LLAMA3_VOCAB:,} tokens")
-    if published and tokenizer_path is None and (folder / "original" / "tokenizer.model").exists():
+    beside = folder / "tokenizer.model", folder / "original" / "tokenizer.model"  # Meta's place, Hugging Face's
+    if published and tokenizer_path is None and any(path.exists() for path in beside):
         tokenizer_path = str(folder)
     tokenizer = get_tokenizer(name, tokenizer_path)
     # Documents follow one another in our training data, each behind the end of the one before.

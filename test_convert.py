@@ -8,6 +8,7 @@ import math
 import os
 import re
 import runpy
+import shutil
 import subprocess
 import sys
 from types import SimpleNamespace
@@ -201,6 +202,20 @@ def test_metas_own_files_become_a_folder_with_the_same_logits(meta_folder, tmp_p
     for model in (theirs, ours):
         assert (logits(model, tokens) - expected).abs().max() < 2e-5 * expected.abs().max()
     assert theirs.config.bos_token_id == 128000 and 128009 in theirs.config.eos_token_id
+
+
+def test_a_run_begins_with_metas_own_weights(train, meta_folder, text_data, tmp_path, capsys):
+    source, data = meta_folder(meta_weights(True)), tmp_path / "data"
+    shutil.copytree(text_data, data)
+    edit(data / "meta.json", tokenizer="llama3")
+    settings = dict(dataset=data, vocab_size=257, ffn_dim=96, tie_embeddings=True, init_from=source)
+    train(**settings, learning_rate=0, max_iters=1)
+    assert f"begins    with the weights of {source}" in capsys.readouterr().out
+    ours = checkpoint.load_model(tmp_path / "out/step_000001", "cpu", torch.float32)
+    tokens = torch.randint(257, (2, 24), generator=torch.Generator().manual_seed(0))
+    expected = meta_logits(meta_weights(True), tokens, None)
+    assert (logits(ours, tokens) - expected).abs().max() < 2e-5 * expected.abs().max()
+    assert convert.read_special_tokens(source, 7) == (128000, {7, 128001, 128008, 128009})
 
 
 META_SLIPS = {

@@ -46,7 +46,7 @@ from weights import StreamedWeights
 # ----------------------------------------------------------------------------------------------------------------------
 # output
 out_dir = "out"  # checkpoints, metrics.jsonl and summary.json
-init_from = "auto"  # auto: resume if out_dir has a checkpoint, else scratch; or a folder of Hugging Face's weights
+init_from = "auto"  # auto: resume if out_dir has a checkpoint, else scratch; or a folder of published weights
 eval_interval = 1000  # steps between evaluations; each is followed by a checkpoint
 eval_iters = 100  # batches an evaluation reads, the same ones every time, spread evenly over the validation tokens
 log_interval = 10  # steps between log lines
@@ -362,9 +362,9 @@ if found and init_from == "scratch" and not restarted:
     stop(f"{found} is there from an earlier run: --init_from=resume goes on with it, --out_dir=... starts elsewhere")
 published = init_from not in ("auto", "scratch", "resume")  # weights to begin with
 init_from = os.path.expanduser(init_from)
-if published and not found and not os.path.exists(Path(init_from) / "config.json"):
+if published and not found and not convert.holds_weights(init_from):
     lacks = "has no config.json" if os.path.isdir(init_from) else "does not exist"
-    stop(f"{init_from} {lacks}: init_from is auto, scratch, resume, or a folder with Hugging Face's weights")
+    stop(f"{init_from} {lacks}: init_from is auto, scratch, resume, or a folder with Hugging Face's or Meta's weights")
 if not found and init_from == "resume":
     stop(f"{out_dir} holds no checkpoint to resume: --init_from=scratch starts a new run")
 
