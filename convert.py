@@ -74,10 +74,8 @@ META_CONFIG = {  # ours, and theirs in params.json
     "rope_theta": "rope_theta",
 }
 LLAMA3_VOCAB = 128256
-LLAMA3_TOKENS = {
-    "bos_token_id": 128000,
-    "eos_token_id": [128001, 128008, 128009],
-}  # two of them end a turn of a dialogue
+# The end of a document, and two ends of a turn in a dialogue.
+LLAMA3_TOKENS = {"bos_token_id": 128000, "eos_token_id": [128001, 128008, 128009]}
 FILE_BYTES = 5e9  # of one .safetensors
 
 
