@@ -64,13 +64,13 @@ META = {  # what Meta calls those of Hugging Face
     "model.norm.weight": "norm.weight",
     "lm_head.weight": "output.weight",
 }
-META_CONFIG = {  # ours, and theirs in params.json
-    "n_layer": "n_layers",
-    "n_head": "n_heads",
-    "n_kv_head": "n_kv_heads",
-    "n_embd": "dim",
+META_CONFIG = {  # what Meta's params.json calls those of config.json
+    "num_hidden_layers": "n_layers",
+    "num_attention_heads": "n_heads",
+    "num_key_value_heads": "n_kv_heads",
+    "hidden_size": "dim",
     "vocab_size": "vocab_size",
-    "norm_eps": "norm_eps",
+    "rms_norm_eps": "norm_eps",
     "rope_theta": "rope_theta",
 }
 LLAMA3_VOCAB = 128256
@@ -108,11 +108,7 @@ def read_config(folder: Path) -> tuple[dict, str | None]:
 
     Raises ValueError where it is none that model.py can be, OSError where it cannot be read.
     """
-    if _is_meta(folder):
-        config, _ = _open_meta(folder)
-        return {name: getattr(config, name) for name in (*CONFIG, "rope_theta", "rope_scaling")}, "llama3"
-    path = Path(folder) / "config.json"
-    theirs = _read_json(path)
+    path, theirs = _config(folder)
     if theirs.get("model_type") != "llama":
         raise ValueError(f"{path} describes a {theirs.get('model_type')} model, not a Llama")
     fields = LlamaConfig.__dataclass_fields__
@@ -129,6 +125,14 @@ def read_config(folder: Path) -> tuple[dict, str | None]:
         raise ValueError(f"{path} has the activation {theirs['hidden_act']}: Llama 3's is silu")
     tokenizer = "llama3" if settings["vocab_size"] == LLAMA3_VOCAB else None
     return settings, _setting(path, theirs, "nanocria_tokenizer", str, None) or tokenizer
+
+
+def _config(folder: Path) -> tuple[Path, dict]:
+    """What config.json says, or what it would say where there is Meta's params.json instead; and that file."""
+    if _is_meta(folder):
+        return Path(folder) / "params.json", _meta_config(folder)
+    path = Path(folder) / "config.json"
+    return path, _read_json(path)
 
 
 def _read_json(path: Path) -> dict:
@@ -164,8 +168,7 @@ def _read_rope(path: Path, theirs: dict) -> dict:
 
 def read_special_tokens(folder: Path, end: int) -> tuple[int, set[int]]:
     """With what a document begins, and what ends it or a turn of a dialogue; end: where config.json does not say."""
-    path = Path(folder) / "config.json"
-    theirs = LLAMA3_TOKENS if _is_meta(folder) else _read_json(path)
+    path, theirs = _config(folder)
     begin = _setting(path, theirs, "bos_token_id", int, None)
     ends = _setting(path, theirs, "eos_token_id", int, list, None)
     return end if begin is None else begin, {
@@ -190,24 +193,19 @@ def load_model(folder: Path, block_size: int, device: str, dtype: torch.dtype) -
     block_size: how much is wanted of the context that the folder says.
     """
     settings, _ = read_config(folder)
+    path, theirs = _config(folder)
+    context = _setting(path, theirs, "max_position_embeddings", int, None) or 2048  # transformers' default
     with torch.device("meta"):
-        model = Llama(LlamaConfig(**settings, block_size=min(block_size, _context(folder)))).to(dtype)
+        model = Llama(LlamaConfig(**settings, block_size=min(block_size, context))).to(dtype)
     model.to_empty(device=device)
     _read_into(dict(model.named_parameters()), folder)
     return model
 
 
-def _context(folder: Path) -> int:
-    if _is_meta(folder):
-        return _open_meta(folder)[0].block_size
-    path = Path(folder) / "config.json"
-    return _setting(path, _read_json(path), "max_position_embeddings", int, None) or 2048  # transformers' default
-
-
 @torch.no_grad()
 def _read_into(tensors: dict[str, torch.Tensor], folder: Path) -> None:
     """Fills each, by its name of ours, from the weights in a folder; rounded once, where at all."""
-    read = _open_meta(folder)[1] if _is_meta(folder) else _reader(Path(folder))
+    read = _meta_reader(Path(folder)) if _is_meta(folder) else _reader(Path(folder))
     for name, tensor in tensors.items():
         parts = {hf_name: read(hf_name) for hf_name in hf_names(name)}
         alike = all(part.ndim == tensor.ndim and part.shape[1:] == tensor.shape[1:] for part in parts.values())
@@ -243,65 +241,66 @@ def _is_meta(folder: Path) -> bool:
     return os.path.exists(Path(folder) / "params.json") and not os.path.exists(Path(folder) / "config.json")
 
 
-def _open_meta(folder: Path) -> tuple[LlamaConfig, Callable[[str], torch.Tensor]]:
-    """Of params.json and consolidated.00.pth: the model that they are, its block_size the longest that it was made for,
-    and a function from Hugging Face's name of a tensor to the tensor. Raises as read_config does.
-    """
-    path, weights_path = Path(folder) / "params.json", Path(folder) / "consolidated.00.pth"
+def _meta_config(folder: Path) -> dict:
+    """What config.json would say of them. The weights say how wide the MLP is and whether the head is tied."""
+    path, weights = Path(folder) / "params.json", _meta_weights(folder)
     theirs = _read_json(path)
-    n_files = len(list(Path(folder).glob("consolidated.*.pth")))
+    kinds = {name: LlamaConfig.__dataclass_fields__[ours].type for ours, name in CONFIG.items()} | {"rope_theta": float}
+    config = {name: _setting(path, theirs, meta_name, kinds[name]) for name, meta_name in META_CONFIG.items()}
+    if config["vocab_size"] != LLAMA3_VOCAB:
+        raise ValueError(f"{path} says vocab_size {config['vocab_size']}: Llama 3's is {LLAMA3_VOCAB}")
+    known = {f"layers.{i}.{name}" for i in range(config["num_hidden_layers"]) for name in META.values()}
+    more = weights.keys() - known - set(META.values()) - {"rope.freqs"}
+    if more:
+        raise ValueError(f"{folder} has {len(more)} weights that Llama 3 has not: {min(more)}, ...")
+    embedding, gate = (_meta_weight(folder, weights, f"model.{name}.weight")
+                       for name in ("embed_tokens", "layers.0.mlp.gate_proj"))  # fmt: skip
+    tied = torch.equal(weights.get("output.weight", embedding), embedding)
+    stretched = _setting(path, theirs, "use_scaled_rope", bool, None)
+    # By how much is not said: 3.2's small models, which are the tied ones, by 32, the others by 8.
+    scaling = {"rope_type": "llama3", "factor": 32.0 if tied else 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+               "original_max_position_embeddings": 8192}  # fmt: skip
+    return config | LLAMA3_TOKENS | {
+        "model_type": "llama", "intermediate_size": len(gate), "tie_word_embeddings": tied,
+        "rope_scaling": scaling if stretched else None, "max_position_embeddings": 131072 if stretched else 8192,
+    }  # fmt: skip
+
+
+def _meta_weights(folder: Path) -> dict[str, torch.Tensor]:
+    """By Meta's names; mapped from the file, and read where they are used."""
+    path, n_files = Path(folder) / "consolidated.00.pth", len(list(Path(folder).glob("consolidated.*.pth")))
     if n_files > 1:
         raise ValueError(f"{folder} holds a model in {n_files} parts: only one consolidated.00.pth can be read")
     try:
-        weights = torch.load(weights_path, map_location="cpu", mmap=True, weights_only=True)
+        return torch.load(path, map_location="cpu", mmap=True, weights_only=True)
     except (RuntimeError, ValueError, pickle.UnpicklingError) as error:
-        raise ValueError(f"{weights_path} cannot be read: {str(error).splitlines()[0]}") from error
-    fields = LlamaConfig.__dataclass_fields__
-    settings = {ours: _setting(path, theirs, name, fields[ours].type) for ours, name in META_CONFIG.items()}
-    if settings["vocab_size"] != LLAMA3_VOCAB:
-        raise ValueError(f"{path} says vocab_size {settings['vocab_size']}: Llama 3's is {LLAMA3_VOCAB}")
-    read = _meta_reader(weights_path, weights, settings["n_embd"] // max(settings["n_head"], 1))
-    head, embedding = weights.get("output.weight"), read("model.embed_tokens.weight")
-    tied = head is None or torch.equal(head, embedding)
-    stretched = _setting(path, theirs, "use_scaled_rope", bool, None)
-    # By how much is not said: 3.2's small models, which are the tied ones, by 32, the others by 8.
-    scaling = {"factor": 32.0 if tied else 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
-               "original_max_position_embeddings": 8192}  # fmt: skip
-    try:
-        config = LlamaConfig(
-            **settings, tie_embeddings=tied, ffn_dim=len(read("model.layers.0.mlp.gate_proj.weight")),
-            block_size=131072 if stretched else 8192, rope_scaling=scaling if stretched else None,
-        )  # fmt: skip
-    except ValueError as error:
-        raise ValueError(f"{path}: {error}") from error
-    with torch.device("meta"):
-        names = [*dict(Llama(config).named_parameters()), "lm_head.weight"]
-    more = weights.keys() - {_meta_name(hf_name) for name in names for hf_name in hf_names(name)} - {"rope.freqs"}
-    if more:
-        raise ValueError(f"{weights_path} has {len(more)} weights that Llama 3 has not: {min(more)}, ...")
-    return config, read
+        raise ValueError(f"{path} cannot be read: {str(error).splitlines()[0]}") from error
 
 
-def _meta_name(hf_name: str) -> str:
-    """model.layers.3.mlp.up_proj.weight is layers.3.feed_forward.w3.weight."""
-    if not hf_name.startswith("model.layers."):
-        return META[hf_name]
-    _, layers, i, rest = hf_name.split(".", 3)
-    return f"{layers}.{i}.{META[rest]}"
+def _meta_weight(folder: Path, weights: dict[str, torch.Tensor], hf_name: str) -> torch.Tensor:
+    """Hugging Face's model.layers.3.mlp.up_proj.weight is Meta's layers.3.feed_forward.w3.weight."""
+    if hf_name.startswith("model.layers."):
+        _, layers, i, rest = hf_name.split(".", 3)
+        name = f"{layers}.{i}.{META[rest]}"
+    else:
+        name = META[hf_name]
+    if name not in weights:
+        raise ValueError(f"{folder}/consolidated.00.pth lacks {name}")
+    return weights[name]
 
 
-def _meta_reader(path: Path, weights: dict, head_dim: int) -> Callable[[str], torch.Tensor]:
-    """A function from Hugging Face's name of a tensor to the tensor, as they would have it."""
+def _meta_reader(folder: Path) -> Callable[[str], torch.Tensor]:
+    """A function from Hugging Face's name of a tensor to the tensor, as they would have it. After read_config."""
+    weights, params = _meta_weights(folder), _read_json(folder / "params.json")
+    head_dim = params["dim"] // params["n_heads"]
 
     def read(hf_name):
-        name = _meta_name(hf_name)
-        if name not in weights:
-            raise ValueError(f"{path} lacks {name}")
-        if not name.endswith(("wq.weight", "wk.weight")):
-            return weights[name]
-        if len(weights[name]) % head_dim:
-            raise ValueError(f"{path}: the {len(weights[name])} rows of {name} are no heads of {head_dim}")
-        return de_interleaved(weights[name], head_dim)
+        weight = _meta_weight(folder, weights, hf_name)
+        if not hf_name.endswith(("q_proj.weight", "k_proj.weight")):
+            return weight
+        if len(weight) % head_dim:
+            raise ValueError(f"{folder}: the {len(weight)} rows of {hf_name} are no heads of {head_dim}")
+        return de_interleaved(weight, head_dim)
 
     return read
 

@@ -225,7 +225,11 @@ META_SLIPS = {
     "more layers": (dict(n_layers=3), {}, "consolidated.00.pth lacks layers.2.attention_norm.weight"),
     "fewer layers": (dict(n_layers=1), {}, "has 9 weights that Llama 3 has not: layers.1.attention.wk.weight, ..."),
     "other heads": (dict(n_heads=2), {}, "self_attn.k_proj.weight (16, 32), "),
-    "odd rows": ({}, {"layers.1.attention.wk.weight": (12, 32)}, "the 12 rows of layers.1.attention.wk.weight"),
+    "odd rows": (
+        {},
+        {"layers.1.attention.wk.weight": (12, 32)},
+        "the 12 rows of model.layers.1.self_attn.k_proj.weight",
+    ),
     "a vision model": ({}, {"vision_model.x": (1,)}, "1 weights that Llama 3 has not: vision_model.x, ..."),
 }
 
