@@ -17,7 +17,7 @@ import pytest
 import torch
 
 import bench
-from benchmarks import gpus, plots, report, step
+from benchmarks import gpus, peers, plots, report, step
 
 # ----------------------------------------------------------------------------------------------------------------------
 # Peers on several ranks
@@ -77,6 +77,16 @@ def test_two_ranks_of_the_recipe_train_as_one_on_the_same_sequences(tmp_path, ar
     assert two["mfu"] / two["tok_per_s"] == pytest.approx(one["mfu"] / one["tok_per_s"] / 2), "of one GPU"
     for loss in ("first_loss", "last_loss"):
         assert abs(one[loss] - two[loss]) < 1e-4, f"{loss} is {one[loss]} on one rank, {two[loss]} on two"
+
+
+def test_a_peer_trains_in_two_steps_or_says_that_it_does_not(tmp_path, monkeypatch):
+    (tmp_path / "peer.py").write_text(PEER_ON_CPU)
+    spec = TINY | {"arm": "recipe", "batch": 1, "warmup": 1, "steps": 1}  # as many as the largest points have
+    point, printed = step.run([str(tmp_path / "peer.py"), json.dumps(spec)], 1)
+    assert point is not None and point["last_loss"] < point["first_loss"], printed
+    for last in (5.0, 5.1, float("nan")):
+        monkeypatch.setattr(peers, "measure", lambda last=last: {"first_loss": 5.0, "last_loss": last})
+        assert peers.main({})["failed"] == f"it does not train: its loss went from 5.0 to {last}"
 
 
 # ----------------------------------------------------------------------------------------------------------------------

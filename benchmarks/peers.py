@@ -53,6 +53,7 @@ from runlog import peak_flops
 ROOT = Path(__file__).resolve().parent.parent
 RANK, RANKS = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))  # as torchrun says
 WARMUP_STEPS = 5  # compilation, cuBLAS, the allocator: any later step is as fast as the fifth
+LEARNING_RATE = 1e-4
 
 
 def llama_config(path: str, **changes) -> LlamaConfig:
@@ -371,9 +372,13 @@ def measure(
     torch.manual_seed(1337)
     c = llama_config(config, block_size=block, **changes)
     model, loss_of = BUILDERS[arm](c, checkpointing, device)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, betas=(0.9, 0.95), weight_decay=0.1, fused=True)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, betas=(0.9, 0.95), weight_decay=0.1, fused=True)
     times, losses = [], []
-    for step, blocks in enumerate(batches(warmup + steps, batch, block, device)):
+    data = batches(warmup + steps, batch, block, device)
+    data[-1] = data[0]  # the losses of the first and the last step are of the same tokens, so that they tell
+    for step, blocks in enumerate(data):
+        for group in optimizer.param_groups:
+            group["lr"] = LEARNING_RATE * min(1, (step + 1) / 10)  # without a warm-up the loss of 8B first goes up
         if step == warmup:
             gc.collect()
             gc.disable()  # as torchtitan: no collection in the middle of a step
