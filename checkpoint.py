@@ -365,7 +365,10 @@ def _read(tensors, path, meta, group=None, no_dist=False):
 
 
 def load_model(path: Path, device: str, dtype: torch.dtype) -> Llama:
-    """The model of a checkpoint alone, whole, on one device and in one dtype: for sampling."""
+    """The model of a checkpoint alone, whole, on one device and in one dtype: for sampling.
+
+    ValueError and OSError where it is damaged.
+    """
     meta = read_meta(path)
     with torch.device("meta"):
         model = Llama(LlamaConfig(**meta["model"]))

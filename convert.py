@@ -331,7 +331,10 @@ def write_config(config: LlamaConfig, tokenizer: str, dtype: str) -> dict:
 
 
 def save(path: Path, folder: Path, dtype: str) -> None:
-    """A checkpoint, or a model as Meta publishes it, as a folder for transformers; whole or not there."""
+    """A checkpoint, or a model as Meta publishes it, as a folder for transformers; whole or not there.
+
+    Raises as the two load_model do, and OSError where the folder cannot be written.
+    """
     _safetensors()  # missed now, not when the weights have been read
     if _is_meta(path):
         model = load_model(path, sys.maxsize, "cpu", getattr(torch, dtype))

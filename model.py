@@ -3,7 +3,7 @@
     model = Llama(LlamaConfig(n_layer=16, n_head=32, n_kv_head=8, n_embd=2048, ffn_dim=8192, vocab_size=128256,
                               block_size=2048, tie_embeddings=True))
     model.init_weights(seed=1337)
-    loss = model(tokens, targets)     # (B, T) int64 both -> fp32 scalar; at most 1 GiB of the logits exists
+    loss = model(tokens, targets)     # (B, T) int64 both -> fp32 scalar; on a GPU at most 1 GiB of the logits exists
     logits = model(tokens)            # (B, T, V)
 
 What differs from GPT-2: positions are rotations of queries and keys (RoPE) instead of a learned table; RMSNorm instead
@@ -419,6 +419,7 @@ class Llama(nn.Module):
 
         temperature 0 takes the likeliest; top_k keeps the k likeliest, top_p the likeliest whose probabilities reach p.
         Keys and values are cached. Past block_size the older half of the context is dropped and the rest read again.
+        ValueError, from the first next(), for an empty prompt and for numbers that make no sense.
         """
         if not tokens.shape[1]:
             raise ValueError("generate needs at least one token to continue")

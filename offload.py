@@ -2,18 +2,20 @@
 
     backward        a gradient is ready: its norm is taken, it is copied to pinned memory on a stream of its own, and
                     freed when those of the next block come
-    clipping        the norms make one number, the only moment when the CPU waits
+    clipping        the norms make one number, for which the CPU waits
     update          a thread of the CPU, layer after layer in the order of forward: w, m and v move (kernels/adamw.py),
                     and the new parameter is written: into pinned memory, from where it is copied to the GPU
     next forward    each layer waits for its own: the GPU computes with the first while the CPU moves the last
 
-So for n parameters 2n bytes in bfloat16 cross to the CPU in each micro-batch and 2n back in each step, hidden where it
-is long enough, and w, m and v are read and written where they lie. The losses are those of the optimizer on the GPU but
-for roundings: a bfloat16 weight in the middle of two numbers goes to the even one here, away from zero there.
+So for n parameters in bfloat16 2n bytes of gradients cross to the CPU in each micro-batch and 2n of new parameters back
+in each step, hidden where it is long enough, and w, m and v are read and written where they lie. The losses are those
+of the optimizer on the GPU but for roundings: a bfloat16 weight in the middle of two numbers goes to the even one here,
+away from zero there.
 
 The parameters stay on the GPU (offload = 'optimizer': a new one overwrites its gradient in the pinned memory
 on its way there), or have their home beside the optimizer (offload = 'all'). Then weights.py copies each block's when
-its turn comes, or with several ranks FSDP does, which takes the gradients back too.
+its turn comes (2n bytes in forward and as many in backward), or with several ranks FSDP does, which takes the gradients
+back too.
 """
 
 import math

@@ -27,7 +27,7 @@ out_dir = "out"  # a run's folder, one of its checkpoints, or one of published w
 prompt = ""  # empty: the beginning of a document
 num_samples = 1  # how many continuations
 max_new_tokens = 500  # tokens of each; the end of the document ends it sooner
-tokenizer_path: str | None = None  # where llama3's tokenizer.model is; none: beside this file
+tokenizer_path: str | None = None  # llama3's tokenizer.model; none: the one beside published weights, or this file
 
 # sampling
 temperature = 0.8  # 0: always the likeliest token

@@ -354,8 +354,8 @@ class Tokens:
     """One split of a dataset, memory-mapped; `meta` is the content of its meta.json.
 
     Block i of length T holds the tokens iT .. iT + T, T + 1 of them: the T inputs and, one further, their targets. The
-    target of a block's last input is the first input of the next block, so every token but the first is a target
-    once. A block lies within one shard.
+    target of a block's last input is the first input of the next block, so every token of a shard is a target once, but
+    its first and what is left after its last whole block.
 
     Raises FileNotFoundError where the dataset or one of its files is missing, ValueError where a file's size is not
     what meta.json promises; both say how to make the dataset.

@@ -292,7 +292,8 @@ def cross_entropy(
     A target outside [0, V) makes the loss NaN. ValueError for unfit shapes or options.
 
     For 'mean' and 'sum', backward is free where the loss is differentiated as it stands; where it was multiplied first
-    (the factor of gradient accumulation, say), backward reads the logits and writes their gradient again.
+    (the factor of gradient accumulation, say), in fp16 and under torch.compile, backward reads the logits and writes
+    their gradient again.
     """
     if targets.shape != logits.shape[:-1]:
         raise ValueError(f"targets {tuple(targets.shape)} do not fit logits {tuple(logits.shape)}")

@@ -43,6 +43,8 @@ if HAS_TRITON:
 # The best of about 200 on one H200 with Triton 3.6 in bf16, 32 query heads on 8: 8 x 2048 and 2 x 8192 tokens at
 # D = 64, 4 x 4096 at D = 128. In all but dq at D = 128, two to four programs share a multiprocessor, and that decides:
 # Triton lets a program wait for its matmul before the exponentials, so the tensor cores need another one's meanwhile.
+# (Ask for the next block's scores before this one's exponentials, and Triton 3.6 copies their accumulators at the end
+# of the loop before it waits for them: ptxas then serialises every matmul, warning C7514.)
 # BLOCK_M is at least 32: the copy engine wants 128 bytes, also of the one fp32 a query that lse and delta are.
 CONSTANTS = {
     "fwd": {64: (128, 128, 8, 3, 128), 128: (128, 64, 4, 2, None)},
@@ -350,7 +352,8 @@ def flash_attention(
     q (B, T, H, D), k and v (B, T, K, D) of one floating dtype and any strides; K divides H, and query head h reads
     key/value head h // (H/K). D is a power of two from 16 to 128. starts (B, T) integers, for each token the position
     of the first token of its document (so they never fall along T); None where a row is one document.
-    Returns y (B, T, H, D) in q's dtype, contiguous. ValueError where shapes or dtypes do not fit.
+    Returns y (B, T, H, D) in q's dtype, contiguous. ValueError where shapes or dtypes do not fit. Float64, and a
+    machine where Triton does not run, get plain PyTorch, which may hold the (T, T) scores.
     """
     if q.ndim != 4 or k.ndim != 4 or k.shape != v.shape or k.shape[:2] != q.shape[:2] or k.shape[3] != q.shape[3]:
         raise ValueError(
@@ -358,7 +361,7 @@ def flash_attention(
         )
     if q.dtype != k.dtype or q.dtype != v.dtype or not q.is_floating_point():
         raise ValueError(f"q is {q.dtype}, k {k.dtype}, v {v.dtype}: expected one floating dtype")
-    if q.shape[2] % max(k.shape[2], 1):
+    if not k.shape[2] or q.shape[2] % k.shape[2]:
         raise ValueError(f"{q.shape[2]} query heads cannot share {k.shape[2]} key/value heads evenly")
     if q.shape[3] not in (16, 32, 64, 128):
         raise ValueError(f"head size {q.shape[3]}: 16, 32, 64 and 128 are supported")

@@ -32,7 +32,7 @@ from .cross_entropy import check_options, cross_entropy_reference, losses_of_row
 from .launch import accumulate, compute_dtype, refuse_double_backward, tl, to_compute, triton, use_triton
 
 # Bytes of logits held at once: 4,096 tokens at V = 128,256 in bf16. On one H200 with N = 16,384 and C = 2,048, 2,048
-# tokens a chunk take 4% more time and 437 MiB less; 1,024 take 12% and 512 take 36% more time and save no more, since
+# tokens a chunk take 4% more time and 437 MiB less; 1,024 take 13% and 512 take 38% more time and save no more, since
 # the peak is then backward's, with dW in fp32 and rounded (bench.py kernels).
 LOGITS_BYTES = 2**30
 
@@ -250,7 +250,8 @@ def linear_cross_entropy(
     fp32_dweight=False is for the last GiB: dW is summed in the dtype of the weight, rounded at each chunk (four chunks
     make its error 1.6 times that of one rounding), the mean's 1/n in it from the start, and backward scales both
     gradients where they lie, once only. Not in fp16, which cannot hold such sums. overwrite_x: where there are several
-    chunks, x becomes its own gradient, chunk by chunk: for one that nobody reads after, and a single backward.
+    chunks (in fp16 always), x becomes its own gradient, chunk by chunk: for one that nobody reads after, and a single
+    backward. Where Triton does not run, plain PyTorch does, which holds all logits.
     """
     if x.ndim != 2 or weight.ndim != 2 or x.shape[1] != weight.shape[1] or x.dtype != weight.dtype:
         raise ValueError(

@@ -1,4 +1,6 @@
-"""The same names in plain PyTorch: what the tests check against and what `fused_kernels = False` runs."""
+"""The same names in plain PyTorch: what the tests check against. With fused_kernels = False the model takes its norms,
+RoPE and MLP from here.
+"""
 
 from .adamw import adamw_reference as adamw
 from .add_ranks import add_ranks_reference as add_ranks
