@@ -28,27 +28,28 @@ from pinned import pinned_empty
 
 class _Recomputed(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, block, groups, x, cos, sin, *weights):
+    def forward(ctx, block, groups, x, cos, sin, starts, *weights):
         ctx.block, ctx.groups, x = block, groups, x.detach()
         ctx.place = block.inputs and block.inputs.put(x, block.last)  # leaves while the block computes
-        ctx.save_for_backward(None if block.inputs else x, cos, sin)
+        ctx.save_for_backward(None if block.inputs else x, cos, sin, starts)
         out = torch.empty_like(x)
         for some in slices(len(x), groups):
-            torch.add(*block.addends(x[some], None, cos, sin), out=out[some])
+            torch.add(*block.addends(x[some], None, cos, sin, of_rows(starts, some)), out=out[some])
         return out
 
     @staticmethod
     def backward(ctx, dy):
         refuse_double_backward()
-        x, cos, sin = ctx.saved_tensors
+        x, *tables, starts = ctx.saved_tensors
         x = ctx.block.inputs.take(ctx.place, dy.device) if x is None else x
         weights = learning(ctx.block)
         if ctx.groups == 1:
-            dx, *dweights = _gradients(ctx.block, x, cos, sin, weights, dy)
-            return None, None, dx, None, None, *dweights
+            dx, *dweights = _gradients(ctx.block, x, *tables, starts, weights, dy)
+            return None, None, dx, None, None, None, *dweights
         dx, sums = dy.contiguous(), []  # a group's gradient of x is written where that of its output was
         for some in slices(len(x), ctx.groups):
-            dx[some], *dweights = _gradients(ctx.block, x[some], cos, sin, weights, dx[some])
+            at = x[some], *tables, of_rows(starts, some)
+            dx[some], *dweights = _gradients(ctx.block, *at, weights, dx[some])
             if sums:
                 torch._foreach_add_(sums, dweights)
             elif ctx.groups == 2:  # one addition, and one rounding in it
@@ -56,15 +57,19 @@ class _Recomputed(torch.autograd.Function):
             else:
                 sums = [dweight.to(compute_dtype(dweight)) for dweight in dweights]
             del dweights  # before the next group makes its own
-        return None, None, dx, None, None, *(s.to(w.dtype) for s, w in zip(sums, weights, strict=True))
+        return None, None, dx, None, None, None, *(s.to(w.dtype) for s, w in zip(sums, weights, strict=True))
 
 
-def _gradients(block, x, cos, sin, weights, dy):
+def of_rows(starts, some: slice):
+    return None if starts is None else starts[some]
+
+
+def _gradients(block, x, cos, sin, starts, weights, dy):
     """Of x, then of the weights."""
     x = x.detach().requires_grad_()
     with torch.enable_grad(), block.mlp.without_output():
         # Graph nodes, not tensors: held here, the residual stream after attention would outlive the MLP's backward.
-        outputs = [get_gradient_edge(addend) for addend in block.addends(x, None, cos, sin)]
+        outputs = [get_gradient_edge(addend) for addend in block.addends(x, None, cos, sin, starts)]
     return torch.autograd.grad(outputs, [x, *weights], [dy, dy])
 
 
@@ -72,15 +77,16 @@ def learning(block: torch.nn.Module) -> list[torch.nn.Parameter]:
     return [weight for weight in block.parameters() if weight.requires_grad]
 
 
-def recomputed(block, groups: int, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    """The output of a block of model.py for its input x, both (B, T, C), of which only x is kept for backward.
+def recomputed(block, groups: int, x: torch.Tensor, cos, sin, starts=None) -> torch.Tensor:
+    """The output of a block of model.py for its input x, both (B, T, C), of which only x is kept for backward; cos, sin
+    and starts are what the block is handed with it.
 
     The sequences pass through it in so many groups. Where that is more than one, the weights' gradients of each are
     added in float32 and rounded once, and the gradient of x takes the memory of the output's: so nobody else may read
     that one afterwards. A hook on a weight sees the gradient of each group, and then the sum (autograd.grad calls it
     too).
     """
-    return _Recomputed.apply(block, groups, x, cos, sin, *learning(block))
+    return _Recomputed.apply(block, groups, x, cos, sin, starts, *learning(block))
 
 
 class Inputs:

@@ -54,6 +54,7 @@ class Plan:
     copy_engines: bool = False
     compile: bool = False
     cuda_graph: bool = False
+    mask_documents: bool = False
     offload: str = "none"  # 'optimizer': w, m, v and gradients to CPU memory; 'all': also weights, until they are used
 
     @property
@@ -129,15 +130,15 @@ def token_bytes(c: LlamaConfig, itemsize: int, chunks: int) -> tuple[int, int]:
     return kept, everything + working
 
 
-def attention_bytes(c: LlamaConfig, itemsize: int) -> int:
+def attention_bytes(c: LlamaConfig, plan: Plan) -> int:
     """Bytes of a token in the backward of attention, beside what forward has left: the gradients of its output, of q, k
     and v, and what the kernel needs. cuDNN's: dq in float32, dk and dv of each query head, three numbers a head.
     """
-    found = itemsize * (c.n_embd + 2 * c.n_kv_head * c.head_dim)  # the MLP's residual stream is free by then
+    found = plan.itemsize * (c.n_embd + 2 * c.n_kv_head * c.head_dim)  # the MLP's residual stream is free by then
     in_triton = c.attention == "auto" and c.head_dim == 64 and c.block_size <= TRITON_TOKENS
-    if in_triton or c.attention == "triton":
+    if in_triton or c.attention == "triton" or plan.mask_documents:
         return found + 4 * c.n_head
-    return found + 4 * c.n_embd + 2 * itemsize * c.n_embd * (c.n_kv_head < c.n_head) + 12 * c.n_head
+    return found + 4 * c.n_embd + 2 * plan.itemsize * c.n_embd * (c.n_kv_head < c.n_head) + 12 * c.n_head
 
 
 def loss_bytes(c: LlamaConfig, plan: Plan, n_tokens: int) -> tuple[Part, Part]:
@@ -312,7 +313,7 @@ class Step:
         if self.chunks > 1 and c.fused_kernels:  # a slice, with sums of its gradients; or then attention, beside them
             a_slice = itemsize * (6 * c.ffn_dim + c.n_embd) * n_tokens // self.chunks + 12 * c.n_embd * c.ffn_dim
             rounded = itemsize * (3 * c.n_embd * c.ffn_dim + c.n_embd**2)
-            working += max(a_slice, attention_bytes(c, itemsize) * n_tokens + rounded)
+            working += max(a_slice, attention_bytes(c, self.plan) * n_tokens + rounded)
         working = max(working, itemsize * self.block - kept * n_tokens)  # with few tokens the block's own gradients
         if self.groups > 1:  # the gradients of x, of all groups, and sums of the weights'
             working += itemsize * c.n_embd * (self.n_tokens - n_tokens)

@@ -4,6 +4,7 @@
                               block_size=2048, tie_embeddings=True))
     model.init_weights(seed=1337)
     loss = model(tokens, targets)     # (B, T) int64 both -> fp32 scalar; on a GPU at most 1 GiB of the logits exists
+    loss = model(tokens, targets, document_starts(tokens, end_of_text))  # attention stays within each document
     logits = model(tokens)            # (B, T, V)
 
 What differs from GPT-2: positions are rotations of queries and keys (RoPE) instead of a learned table; RMSNorm instead
@@ -138,6 +139,16 @@ def rope_tables(config: LlamaConfig, start: int, end: int, device, dtype=torch.f
     return angles.cos().to(dtype), angles.sin().to(dtype)
 
 
+def document_starts(tokens: torch.Tensor, end_of_text: int) -> torch.Tensor:
+    """For each of tokens (B, T) where its document starts, (B, T) int64: at the last end_of_text up to it, or at 0.
+
+    What ends a document also begins the next: as an input it has nothing to predict but the first token there, and text
+    is written behind it (sample.py). As a target it belongs to the document that it ends.
+    """
+    positions = torch.arange(tokens.shape[1], device=tokens.device)
+    return torch.where(tokens == end_of_text, positions, 0).cummax(dim=1).values
+
+
 def triton_is_faster(q):
     """Where kernels/flash_attention.py is the better choice: heads of 64 on Hopper, up to 4,096 tokens.
 
@@ -216,7 +227,7 @@ class Attention(nn.Module):
         self.rms_norm_linear, self.rope = ops.rms_norm_linear, ops.rope
         self.attention = config.attention
 
-    def forward(self, x, residual, norm, cos, sin, cache=None):
+    def forward(self, x, residual, norm, cos, sin, starts=None, cache=None):
         """What the attention adds to the residual stream x + residual, and that sum: both (B, T, C)."""
         # The projection as a function, not a call of the module: it norms what it reads, and so need not keep it.
         qkv, x = self.rms_norm_linear(x, residual, norm.weight, self.qkv_proj.weight, norm.eps)
@@ -225,8 +236,8 @@ class Attention(nn.Module):
         if cache is not None:
             k, v = cache.append(k, v)
         in_triton = self.attention == "triton" or (self.attention == "auto" and triton_is_faster(q))
-        if in_triton and cache is None:
-            y = kernels.flash_attention(q, k, v).flatten(2)  # (B, T, H·D)
+        if cache is None and (in_triton or starts is not None):  # PyTorch's knows no documents
+            y = kernels.flash_attention(q, k, v, starts).flatten(2)  # (B, T, H·D)
         else:
             # A prompt fills an empty cache, after that tokens come one by one and see everything: no mask but causal.
             y = attend(q, k, v, is_causal=q.shape[1] > 1)
@@ -273,23 +284,25 @@ class Block(nn.Module):
         self.config = config
         self.inputs, self.last = None, False  # with offload_activations: where inputs go; whether it is the last block
 
-    def forward(self, x, delta, cos, sin, cache=None):
+    def forward(self, x, delta, cos, sin, starts=None, cache=None):
         """x (B, T, C) and delta (B, T, C) or None, their sum the block's input; returns two such, its output's.
 
         Under full checkpointing delta is None: the caller has added it, and so need not hold two tensors meanwhile.
         """
         if self.config.activation_checkpointing != "full" or not torch.is_grad_enabled():
-            return self.addends(x, delta, cos, sin, cache)
+            return self.addends(x, delta, cos, sin, starts, cache)
         # The checkpoint lies inside the block: FSDP gathers a block's weights before its backward, so before this.
         if torch.compiler.is_compiling() or (self.inputs is None and not self.config.fused_kernels):
             # PyTorch's: the compiler drops what backward does not need, and over plain operations it stops by itself at
             # the last tensor that is needed. Our fused functions have neither: recomputed() is for them.
-            return checkpoint(self.addends, x, delta, cos, sin, use_reentrant=False, preserve_rng_state=False)
-        return recomputed(self, self.config.groups_of_sequences(*x.shape[:2]), x, cos, sin), None
+            inputs = x, delta, cos, sin, starts
+            return checkpoint(self.addends, *inputs, use_reentrant=False, preserve_rng_state=False)
+        return recomputed(self, self.config.groups_of_sequences(*x.shape[:2]), x, cos, sin, starts), None
 
-    def addends(self, x, delta, cos, sin, cache=None):
+    def addends(self, x, delta, cos, sin, starts=None, cache=None):
         """The block's output as x and what its MLP adds to it."""
-        attended, x = self.attn(x, delta, self.attn_norm, cos, sin, cache)  # what it adds, and what it adds it to
+        # each: what it adds, and what it adds it to
+        attended, x = self.attn(x, delta, self.attn_norm, cos, sin, starts, cache)
         computed, x = self.mlp(attended, x, self.mlp_norm)
         return x, computed
 
@@ -343,12 +356,20 @@ class Llama(nn.Module):
             self.lm_head.weight = self.tok_embeddings.weight
         return self
 
-    def forward(self, tokens: torch.Tensor, targets: torch.Tensor | None = None, caches=None) -> torch.Tensor:
+    def forward(
+        self,
+        tokens: torch.Tensor,
+        targets: torch.Tensor | None = None,
+        starts: torch.Tensor | None = None,
+        caches: list[KVCache] | None = None,
+    ) -> torch.Tensor:
         """Logits (B, T, V) in the weights' dtype, or with targets the mean cross-entropy, an fp32 scalar.
 
-        tokens and targets (B, T) integers; a target of -100 does not count. caches: one KVCache a layer, from generate,
-        which wants the logits of the last position only, (B, 1, V).
-        ValueError where T and what the caches hold exceed block_size, or T > 1 tokens meet caches that hold some.
+        tokens and targets (B, T) integers; a target of -100 does not count. starts (B, T) integers: of each token's
+        document, beyond which it sees nothing (document_starts); none: it sees all before it. caches: one KVCache a
+        layer, from generate, which wants the logits of the last position only, (B, 1, V).
+        ValueError where T and what the caches hold exceed block_size, T > 1 tokens meet caches that hold some, or
+        starts meet caches or heads that kernels/flash_attention.py does not know.
         """
         start = caches[0].length if caches else 0
         end = start + tokens.shape[1]
@@ -356,6 +377,8 @@ class Llama(nn.Module):
             raise ValueError(f"{tokens.shape[1]} tokens after {start} in the caches: only one at a time")
         if end > self.config.block_size:
             raise ValueError(f"{end} positions, but block_size is {self.config.block_size}")
+        if starts is not None and caches:
+            raise ValueError("starts with caches: what is generated is one document")
         x, delta = self.tok_embeddings(tokens), None  # (B, T, C)
         if self.inputs is not None:
             self.inputs.clear()
@@ -365,7 +388,7 @@ class Llama(nn.Module):
         for layer, cache in zip(self.layers, caches or [None] * len(self.layers), strict=True):
             if self.config.activation_checkpointing == "full" and delta is not None:
                 x, delta = x + delta, None  # a checkpoint keeps a block's inputs: one tensor instead of two
-            x, delta = layer(x, delta, cos, sin, cache)
+            x, delta = layer(x, delta, cos, sin, starts, cache)
         x, delta = self.norm(x, delta), None
         return self.lm_head(x if caches is None else x[:, -1:], targets)
 

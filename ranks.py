@@ -59,6 +59,11 @@ def contradiction(settings: Mapping, world_size: int) -> str | None:
         return f"shard_ranks is {shard_ranks}: it must divide the {world_size} ranks"
     if settings["offload_activations"] and (settings["compile"] or settings["cuda_graph"]):
         return "offload_activations works without compile and cuda_graph: add --compile=false --cuda_graph=false"
+    if settings["mask_documents"] and settings["attention"] == "sdpa":
+        return "mask_documents works with attention auto or triton: PyTorch's knows no documents"
+    head_dim = settings["n_embd"] / max(settings["n_head"], 1)
+    if settings["mask_documents"] and head_dim not in (16, 32, 64, 128):
+        return f"mask_documents works with heads of 16, 32, 64 and 128, not of {head_dim:g}"
     if settings["cuda_graph"] and (world_size > 1 or settings["offload"] != "none"):
         return "cuda_graph works on one GPU that holds all: add --cuda_graph=false"
     return None

@@ -9,6 +9,7 @@ import copy
 import functools
 import gc
 import importlib
+import itertools
 import math
 import runpy
 from collections import Counter
@@ -29,7 +30,7 @@ import collectives
 import kernels
 import model as model_module
 from convert import hf_names
-from model import KVCache, Llama, LlamaConfig, sample
+from model import KVCache, Llama, LlamaConfig, document_starts, sample
 
 HAS_GPU = torch.cuda.is_available()
 DEVICE = "cuda" if HAS_GPU else "cpu"
@@ -75,9 +76,9 @@ def batch(n_batch=2, n_time=16, seed=0, vocab_size=SMALL.vocab_size):
     return tokens[:, :-1], targets
 
 
-def loss_and_gradients(model, tokens, targets):
+def loss_and_gradients(model, tokens, targets, starts=None):
     model.zero_grad()
-    loss = model(tokens, targets)
+    loss = model(tokens, targets, starts)
     loss.backward()
     return {"loss": loss.detach(), **{name: parameter.grad for name, parameter in model.named_parameters()}}
 
@@ -294,7 +295,8 @@ def test_weights_gradients_of_groups_are_added_exactly_and_rounded_once(groups):
     x, dy = (torch.randn(groups, 5, SMALL.n_embd, device=DEVICE, dtype=BF16) for _ in range(2))
     cos, sin = model_module.rope_tables(SMALL, 0, 5, DEVICE)
     weights = activations.learning(block)
-    parts = [activations._gradients(block, x[i : i + 1], cos, sin, weights, dy[i : i + 1])[1:] for i in range(groups)]
+    rows = (slice(i, i + 1) for i in range(groups))
+    parts = [activations._gradients(block, x[one], cos, sin, None, weights, dy[one])[1:] for one in rows]
     leaf = x.clone().requires_grad_()
     found = torch.autograd.grad(activations.recomputed(block, groups, leaf, cos, sin), weights, dy.clone())
     for gradient, *of_groups in zip(found, *parts, strict=True):
@@ -386,6 +388,49 @@ def test_attention_in_triton_trains_the_same(mode):
         loss_and_gradients(build(dtype=dtype, **PLAIN), *batch(n_time=5)),
         3e-6 if HAS_GPU else 1e-12,
     )
+
+
+def rows_of_documents():
+    """Tokens, targets and starts of two rows of 8 tokens, three documents in one and four in the other."""
+    end = SMALL.vocab_size - 1
+    tokens, targets = batch(n_time=8, vocab_size=end)
+    tokens = tokens.clone()
+    tokens[0, [3, 5]] = tokens[1, [0, 3, 4, 7]] = end
+    return tokens, targets, document_starts(tokens, end)
+
+
+def test_a_document_starts_where_the_one_before_ends():
+    assert rows_of_documents()[2].tolist() == [[0, 0, 0, 3, 3, 5, 5, 5], [0, 0, 0, 3, 4, 4, 4, 7]]
+
+
+@functools.cache
+def documents_alone():
+    """Each document a sequence of its own, for plain PyTorch."""
+    model, (tokens, targets, _) = build(**PLAIN), rows_of_documents()
+    for row, *ends in ((0, 0, 3, 5, 8), (1, 0, 3, 4, 7, 8)):
+        for a, b in itertools.pairwise(ends):
+            alone = slice(row, row + 1), slice(a, b)
+            (model(tokens[alone], targets[alone]) * (targets[alone] != -100).sum() / (targets != -100).sum()).backward()
+    return {name: parameter.grad for name, parameter in model.named_parameters()}
+
+
+@pytest.mark.parametrize("settings", [
+    {}, PLAIN, {"activation_checkpointing": "selective"}, {"activation_checkpointing": "full"},
+    {"activation_checkpointing": "full", "mlp_chunks": 3, "offload_activations": True},
+    {"activation_checkpointing": "full", "fused_kernels": False},
+], ids=str)  # fmt: skip
+def test_a_row_of_documents_trains_as_the_documents_alone(settings):
+    model, (tokens, targets, starts) = build(**settings), rows_of_documents()
+    found = loss_and_gradients(model, tokens, targets, starts)
+    assert error(model(tokens, targets), found.pop("loss")) > 1e-3, "the documents made no difference"
+    assert_close(found, documents_alone(), 1e-12)
+
+
+def test_in_groups_each_sequence_has_its_own_documents(monkeypatch):
+    monkeypatch.setattr(LlamaConfig, "groups_of_sequences", lambda *_: 2)
+    found = loss_and_gradients(build(activation_checkpointing="full"), *rows_of_documents())
+    del found["loss"]
+    assert_close(found, documents_alone(), 1e-12)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -583,6 +628,13 @@ def test_too_long_a_sequence_says_so():
         build(**PLAIN)(batch(n_time=65)[0])
 
 
+def test_documents_where_text_is_written_say_so():
+    model, tokens = build(**PLAIN), batch()[0]
+    caches = [KVCache(SMALL, len(tokens), DEVICE, FP64) for _ in model.layers]
+    with pytest.raises(ValueError, match="starts with caches"):
+        model(tokens, starts=document_starts(tokens, 0), caches=caches)
+
+
 # ---------------------------------------------------------------------------------------------------------------------
 # Generation
 
@@ -723,6 +775,10 @@ def test_it_compiles_without_graph_breaks(unit, mode):
     for module in [model] if unit == "whole model" else model.layers:
         module.compile(fullgraph=True, backend=backend)
     assert_close(loss_and_gradients(model, *batch()), truth, 0.03 if HAS_GPU else 1e-5)
+    if HAS_GPU:  # attention that knows documents is a kernel in every arm
+        starts = document_starts(batch()[0], 7)
+        truth = loss_and_gradients(build(dtype=dtype, n_layer=1, **arm), *batch(), starts)
+        assert_close(loss_and_gradients(model, *batch(), starts), truth, 0.03)
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -306,6 +306,7 @@ def test_in_groups_of_sequences_the_losses_stay(train, tmp_path, monkeypatch, se
         dict(dtype="float16"),
         dict(eval_interval=3),  # a checkpoint is written meanwhile
         dict(activation_checkpointing="full", batch_size=16),  # in groups of sequences
+        dict(mask_documents=True, n_embd=64),
     ],
     ids=str,
 )
@@ -314,6 +315,36 @@ def test_a_cuda_graph_has_the_losses_of_its_launches(train, tmp_path, monkeypatc
     for cuda_graph in (False, True):
         train(device="cuda", cuda_graph=cuda_graph, max_iters=12, out_dir=tmp_path / str(cuda_graph), **settings)
     assert losses(tmp_path / "True") == losses(tmp_path / "False")
+
+
+@pytest.fixture(scope="session")
+def short_documents(tmp_path_factory):
+    """Of one to fifteen words, so that blocks of 32 bytes hold several."""
+    folder = tmp_path_factory.mktemp("short")
+    lengths = np.random.default_rng(0).integers(1, 16, 700)
+    documents = [("val" if i % 7 == 0 else "train", prose(i, n)) for i, n in enumerate(lengths)]
+    write_dataset(folder, documents, get_tokenizer("bytes"))
+    return folder
+
+
+def test_documents_that_see_themselves_alone(train, short_documents, tmp_path):
+    """Another first document in a block changes what the model says of itself, and of no other."""
+    settings = dict(dataset=short_documents, n_embd=64, max_iters=40)
+    run = train(mask_documents=True, out_dir=tmp_path / "masked", **settings)
+    train(out_dir=tmp_path / "plain", **settings)
+    tokens, _, starts = run["get_batch"](0, 0)
+    row = int((starts[:, -1] > 8).nonzero()[0])
+    tokens, starts, n = tokens[row : row + 1].clone(), starts[row : row + 1], int(starts[row, -1])
+    other = tokens.clone()
+    other[:, : n - 1] = (other[:, : n - 1] + 1) % 256  # not where the last document starts
+    assert run["end_of_text"] == 256 == tokens[0, n]
+    with torch.no_grad():
+        before, after = (run["model"](x, starts=starts) for x in (tokens, other))
+        assert torch.equal(before[:, n:], after[:, n:]) and not torch.equal(before[:, :n], after[:, :n])
+        assert not torch.equal(run["model"](tokens)[:, n:], before[:, n:]), "without starts it sees them all"
+    masked, plain = (losses(tmp_path / name) for name in ("masked", "plain"))
+    assert masked[0] != plain[0] and [x for x in masked if "val_loss" in x] != [x for x in plain if "val_loss" in x]
+    assert masked[-1]["val_loss"] < 5
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
@@ -630,6 +661,12 @@ def test_so_it_is_where_weights_are_in_halves(text_data, tmp_path):
     """Each sum of bfloat16 gradients is rounded: a few digits less."""
     alone = run_alone(text_data, tmp_path / "alone", dtype="bfloat16")
     check_ranks(text_data, alone, tmp_path, 2, dict(dtype="bfloat16"), 5e-4)
+
+
+def test_so_it_is_where_documents_see_themselves_alone(short_documents, tmp_path):
+    settings = dict(mask_documents=True, n_embd=64)
+    alone = run_alone(short_documents, tmp_path / "alone", **settings)
+    check_ranks(short_documents, alone, tmp_path, 2, settings | dict(activation_checkpointing="full"))
 
 
 @pytest.mark.parametrize("settings", [{}, dict(sharding="zero2"), dict(offload="all")], ids=str)
@@ -975,6 +1012,8 @@ def slip(train, capsys, *files, **settings):
         (dict(vocab_size=100), "was prepared with 257: set it to that"),
         (dict(offload="all", n_layer=2, n_embd=2**19, n_head=2**12), "GiB of CPU memory, and"),
         (dict(offload_activations=True, activation_checkpointing="full", compile=True), "works without compile"),
+        (dict(mask_documents=True), "mask_documents works with heads of 16, 32, 64 and 128, not of 8"),
+        (dict(mask_documents=True, attention="sdpa"), "mask_documents works with attention auto or triton"),
         (dict(block_size=10**6), "that block_size 1,000,000 needs here"),
         (dict(dataset="nowhere"), "does not exist"),
         (dict(init_from="resume"), "holds no checkpoint to resume"),

@@ -36,7 +36,7 @@ import usage
 from configurator import configure
 from cuda_graph import CUDAGraph
 from data.tokens import Tokens, prepare_once
-from model import Llama, LlamaConfig
+from model import Llama, LlamaConfig, document_starts
 from offload import OffloadedAdamW
 from optimizer import AdamW
 from ranks import local_rank, print0, rank, stop, world_size
@@ -64,6 +64,7 @@ dataset = "pystdlib"  # a folder under data/, made by its prepare.py
 batch_size = 8  # sequences a micro-batch holds, on each rank
 block_size = 1024  # tokens of a sequence
 gradient_accumulation_steps = 1  # micro-batches a step adds up, over all ranks: a multiple of their number
+mask_documents = False  # attention stays within each document of the data
 
 # model (Llama 3.2 1B)
 n_layer = 16
@@ -205,6 +206,7 @@ try:
     n_val_blocks = val_tokens.blocks(block_size)
 except (OSError, ValueError) as error:
     stop(str(error))
+end_of_text = train_tokens.meta["end_of_text"]
 if vocab_size is None:
     vocab_size = train_tokens.meta["vocab_size"]
 if vocab_size < train_tokens.meta["vocab_size"]:
@@ -236,10 +238,11 @@ def unreadable(error: ValueError):
 
 
 def to_device(blocks: torch.Tensor):
-    """Blocks (B, T + 1) to tokens and targets, both (B, T) on the device."""
+    """Blocks (B, T + 1) to tokens and targets, both (B, T) on the device; with mask_documents also their starts."""
     if device != "cpu":
         blocks = blocks.pin_memory().to(device, non_blocking=True)
-    return blocks[:, :-1], blocks[:, 1:]
+    tokens, targets = blocks[:, :-1], blocks[:, 1:]
+    return (tokens, targets, document_starts(tokens, end_of_text)) if mask_documents else (tokens, targets)
 
 
 def get_batch(step: int, micro_step: int):
@@ -498,24 +501,24 @@ def evaluate() -> float | None:
             unreadable(error)
         if interrupted_anywhere():
             return None
-        tokens, targets = to_device(blocks)
+        tokens, targets, *starts = to_device(blocks)
         # Every rank runs every forward, or FSDP would wait for it forever: rows past the end are read but do not count.
         surplus = torch.from_numpy(rows >= n_eval_blocks).to(device)
         targets = targets.masked_fill(surplus[:, None], -100)
         n_targets = (targets != -100).sum()
-        total += torch.stack([model(tokens, targets) * n_targets, n_targets])
+        total += torch.stack([model(tokens, targets, *starts) * n_targets, n_targets])
     if world_size > 1:
         dist.all_reduce(total)
     return (total[0] / total[1]).item()
 
 
-def forward_backward(tokens, targets):
+def forward_backward(*batch):
     """One micro-batch: returns its share of the step's loss, and leaves its share of the gradients.
 
     With cuda_graph this runs as it is in the first step; from the second on a CUDAGraph that replays it has its name.
     The same goes for update.
     """
-    loss = model(tokens, targets) / micro_steps
+    loss = model(*batch) / micro_steps
     (loss / optimizer.inverse_loss_scale).backward()
     # One micro-batch needs no sum; with sync_every_micro_batch=false FSDP adds them up itself, in float32 too.
     if micro_steps > 1 and sync_every_micro_batch:
