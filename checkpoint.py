@@ -28,6 +28,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 import memory
 import usage
+from data.tokens import write_json
 from model import Llama, LlamaConfig
 from optimizer import AdamW, local, sum_of_bits
 from ranks import local_world_size, maximum, print0, rank, worker_thread
@@ -72,10 +73,15 @@ class Damaged(ValueError):
     """The disk holds something else than what was saved."""
 
 
+class AnotherModel(ValueError):
+    """What was saved is whole, and not for this one."""
+
+
 def _unreadable(path, what, error) -> Exception:
     """What an error in reading means: Damaged, unless it says nothing of the content: no memory, no permission, ..."""
     cause = _cause(error)
-    if isinstance(cause, MemoryError) or getattr(cause, "errno", None) in NOT_DAMAGE:
+    no_memory = isinstance(cause, MemoryError | torch.OutOfMemoryError) or "allocate memory" in str(cause)
+    if no_memory or getattr(cause, "errno", None) in NOT_DAMAGE:
         return OSError(f"{path} cannot be read: {what}{_reason(error)}")
     return Damaged(f"{path} is damaged: {what}{_reason(error)}")
 
@@ -185,7 +191,7 @@ class Saver:
         def begin():
             if rank == 0:
                 for left in self.out_dir.glob("step_*.partial"):  # by a run that was killed while it saved or deleted
-                    shutil.rmtree(left)
+                    shutil.rmtree(left, ignore_errors=True)  # what cannot be deleted is in nobody's way
                 partial.mkdir(parents=True)
 
         def write():
@@ -194,10 +200,7 @@ class Saver:
 
         def commit():
             if rank == 0:
-                with open(partial / "meta.json", "w") as file:
-                    json.dump(meta, file, indent=2)
-                    file.flush()
-                    os.fsync(file.fileno())
+                write_json(partial / "meta.json", meta)
                 _sync_folder(partial)
                 if final.exists():  # a run that went back and came here again
                     _remove(final)
@@ -251,8 +254,8 @@ def _reason(error) -> str:
 
 
 def _remove(path):
-    """Half a folder must not keep the name of a whole one."""
-    shutil.rmtree(path.rename(path.with_name(path.name + ".old.partial")))
+    """Half a folder must not keep the name of a whole one, nor be in the way of the next."""
+    shutil.rmtree(path.rename(path.with_name(f"{path.name}.{time.time_ns()}.old.partial")))
 
 
 def _sync_folder(path):
@@ -299,7 +302,7 @@ def read_meta(path: Path) -> dict:
     try:
         meta = json.loads((Path(path) / "meta.json").read_text())
         missing = META - meta.keys()
-    except (OSError, ValueError, AttributeError) as error:
+    except (OSError, ValueError, AttributeError) as error:  # a list has no keys
         raise _unreadable(path, "meta.json: ", error) from error
     if missing:
         raise ValueError(f"{path} is no checkpoint of this version: its meta.json lacks {', '.join(sorted(missing))}")
@@ -310,19 +313,18 @@ def set_val_loss(path: Path, val_loss: float) -> None:
     """Into the meta.json of a checkpoint that a signal had left without one."""
     if rank:
         return
-    partial = path / "meta.json.partial"
     try:
-        partial.write_text(json.dumps(read_meta(path) | {"val_loss": val_loss}, indent=2))
-        partial.replace(path / "meta.json")
+        write_json(path / "meta.json", read_meta(path) | {"val_loss": val_loss})
     except OSError as error:  # a full disk: the next resume evaluates again
-        print0(f"{partial}: {error.strerror}")
+        print0(f"{path}: {_reason(error)}")
 
 
 def load_newest(out_dir: str, optimizer: AdamW, refuse: Callable) -> tuple[Path, dict, list[str]]:
     """Fills an optimizer and the weights of its model, sharded in any way, from the newest checkpoint that is whole.
 
     refuse(path, meta) is called before the tensors are read. Returns path, meta and what was wrong with newer ones,
-    which are renamed. Raises ValueError where none is whole, OSError where one cannot be read now, or renamed.
+    which are renamed. Raises ValueError where none is whole or another model's tensors are in it, OSError where one
+    cannot be read now, or renamed.
     """
     damaged, tensors = [], optimizer.tensors()
     while path := newest(out_dir):
@@ -351,13 +353,29 @@ def _set_aside(path):
 
 
 def _read(tensors, path, meta, group=None, no_dist=False):
-    """Reads into tensors. Raises Damaged, on all ranks, unless they are then what was saved."""
+    """Reads into tensors. Raises Damaged, on all ranks, unless they are then what was saved, and AnotherModel where
+    other tensors were saved: settings are compared before, but model.py may have changed since.
+    """
     no_dist = no_dist or not dist.is_initialized()
+    wanted = _flatten(tensors)
+    kinds = {name.partition(".")[0] for name in wanted}  # to write text the weights are enough
+    saved = {name for name in meta["checksums"] if name.partition(".")[0] in kinds}
+    if saved != wanted.keys():
+        lists = {"has": sorted(saved - wanted.keys())[:3], "lacks": sorted(wanted.keys() - saved)[:3]}
+        found = " and ".join(f"{verb} {', '.join(names)}" for verb, names in lists.items() if names)
+        raise AnotherModel(f"{path} was saved by another model.py: it {found}")
     try:
         if not (path / ".metadata").exists():
             raise FileNotFoundError("its .metadata is missing")
+        there = dcp.FileSystemReader(path).read_metadata().state_dict_metadata
+        for name, x in wanted.items():
+            if name in there and there[name].size != x.shape:
+                shapes = f"{name} of {tuple(there[name].size)}, not {tuple(x.shape)}"
+                raise AnotherModel(f"{path} was saved by another model.py: it has {shapes}")
         dcp.load(tensors, checkpoint_id=path, no_dist=no_dist)
-    except (Exception, CheckpointException) as error:  # missing files, cut files, other shapes: all sorts
+    except AnotherModel:
+        raise
+    except (Exception, CheckpointException) as error:  # missing files, cut files: all sorts
         raise _unreadable(path, "", error) from error
     for name, found in checksums(_map(sum_of_bits, tensors), group).items():
         if found != meta["checksums"].get(name):
@@ -367,7 +385,7 @@ def _read(tensors, path, meta, group=None, no_dist=False):
 def load_model(path: Path, device: str, dtype: torch.dtype) -> Llama:
     """The model of a checkpoint alone, whole, on one device and in one dtype: for sampling.
 
-    ValueError and OSError where it is damaged.
+    ValueError where it is damaged or another model's, OSError where it cannot be read now.
     """
     meta = read_meta(path)
     with torch.device("meta"):

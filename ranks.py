@@ -141,6 +141,15 @@ def maximum(values: list[float], device: str = "cpu") -> list[float]:
     return values.tolist()
 
 
+def unequal(values: dict) -> list[str]:
+    """The names of those values that are not the same on all ranks: every rank must ask, and all hear the same."""
+    found = [{name: repr(value) for name, value in values.items()}] * world_size
+    if world_size > 1:
+        dist.all_gather_object(found, found[0])
+    names = dict.fromkeys(name for of_rank in found for name in of_rank)  # in their order
+    return [name for name in names if len({of_rank.get(name) for of_rank in found}) > 1]
+
+
 class Watch:
     """Knows what this rank is doing, asks what the others do, and ends the run when one of them has died or hangs.
 

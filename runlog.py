@@ -24,7 +24,7 @@ from pathlib import Path
 
 import torch
 
-from data.tokens import Tokens
+from data.tokens import Tokens, whole_file
 from ranks import local_world_size, print0, rank, stop, world_size
 
 PEAK_FLOPS = {  # dense bf16 with fp32 accumulation, by the makers' datasheets; the first name that fits
@@ -93,9 +93,8 @@ class RunLog:
                 return False
 
         kept = [line for line in lines if belongs(line)]
-        partial = path.with_name("metrics.jsonl.partial")
-        partial.write_text("".join(line + "\n" for line in kept))
-        partial.replace(path)
+        with whole_file(path) as file:
+            file.write("".join(line + "\n" for line in kept).encode())
         self.file = open(path, "a")  # noqa: SIM115
         if wandb_options:
             self._start_wandb(first_step, wandb_options)

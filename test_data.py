@@ -21,7 +21,17 @@ from data.fineweb_edu import prepare as fineweb_edu
 from data.pystdlib import prepare as pystdlib
 from data.shakespeare_char import prepare as shakespeare_char
 from data.text import prepare as text
-from data.tokens import Progress, Tokens, only_writer, prepare_once, split_of, token_dtype, write_dataset
+from data.tokens import (
+    Progress,
+    Tokens,
+    only_writer,
+    prepare_once,
+    split_of,
+    token_dtype,
+    write_dataset,
+    write_meta,
+    write_tokens,
+)
 from tokenizer import LLAMA3_SPECIAL_TOKENS, NAMES, end_of_text, get_tokenizer
 
 ROOT = Path(__file__).resolve().parent
@@ -194,7 +204,7 @@ def test_blocks_overlap_by_the_target_and_stay_inside(tmp_path):
     toy_dataset(tmp_path, train=["abcdefghi"])  # 10 tokens with the end of text
     tokens = Tokens(tmp_path, "train")
     assert len(tokens) == 10
-    assert [tokens.blocks(3), tokens.blocks(3, shift=1), tokens.blocks(9)] == [3, 2, 1]
+    assert [tokens.blocks(3), tokens.blocks(3, shifted=True), tokens.blocks(9)] == [3, 2, 1]
     blocks = tokens.read([2, 0], 3)
     assert blocks.dtype == np.int64
     assert blocks.tolist() == [[*b"ghi", 256], [*b"abcd"]]
@@ -202,8 +212,27 @@ def test_blocks_overlap_by_the_target_and_stay_inside(tmp_path):
     for index in (3, -1):
         with pytest.raises(IndexError, match=f"3 train blocks of 3, asked for {index}"):
             tokens.read([index], 3)
+    with pytest.raises(IndexError, match="2 train blocks of 3, asked for 2"):
+        tokens.read([2], 3, shift=0)
     with pytest.raises(ValueError, match=r"10 train tokens, fewer than the 11 that block_size 10 needs"):
         tokens.blocks(10)
+    with pytest.raises(ValueError, match=r"10 train tokens, fewer than the 12 that block_size 6 needs"):
+        tokens.blocks(6, shifted=True)
+
+
+def test_shifted_or_not_every_shard_is_read(tmp_path):
+    """Ten shards of 24 bytes, each of its own letter: at any shift as many blocks of 5 from each."""
+    counts = {}
+    for i in range(10):
+        with only_writer(tmp_path):
+            texts = [("train", chr(97 + i) * 23), ("val", "abc")]
+            counts[f"_{i}"] = write_tokens(tmp_path, texts, get_tokenizer("bytes"), shard=f"_{i}")
+    write_meta(tmp_path, get_tokenizer("bytes"), counts)
+    tokens = Tokens(tmp_path, "train")
+    n_blocks = tokens.blocks(5, shifted=True)
+    for shift in range(5):
+        first = tokens.read(range(n_blocks), 5, shift)[:, 0]
+        assert np.bincount(first)[97:107].tolist() == [n_blocks / 10] * 10, shift
 
 
 def test_a_missing_dataset_says_the_command_that_makes_it(tmp_path):

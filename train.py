@@ -8,7 +8,6 @@ Run the same line again and it goes on from the newest checkpoint in out_dir. An
 (--batch_size=32) and may stand in a config file; --help lists them all.
 """
 
-import fcntl
 import functools
 import math
 import os
@@ -35,7 +34,7 @@ import ranks
 import usage
 from configurator import configure
 from cuda_graph import CUDAGraph
-from data.tokens import Tokens, prepare_once
+from data.tokens import Tokens, lock, prepare_once
 from model import Llama, LlamaConfig, document_starts
 from offload import OffloadedAdamW
 from optimizer import AdamW
@@ -116,7 +115,8 @@ settings = configure(globals(), sys.argv[1:])
 # ----------------------------------------------------------------------------------------------------------------------
 # Setup: one process a GPU, a rank of world_size; alone, rank 0 of 1 (ranks.py).
 master = rank == 0
-signal.signal(signal.SIGINT, lambda *_: os._exit(130))  # until the loop begins there is nothing to save
+if signal.getsignal(signal.SIGINT) != signal.SIG_IGN:  # a shell's job in the background
+    signal.signal(signal.SIGINT, lambda *_: os._exit(130))  # until the loop begins there is nothing to save
 
 lr_decay_iters = max_iters if lr_decay_iters is None else lr_decay_iters
 min_lr = learning_rate / 10 if min_lr is None else min_lr
@@ -174,7 +174,7 @@ if master:  # held open and locked: two runs in one folder would delete each oth
     try:
         Path(out_dir).mkdir(parents=True, exist_ok=True)
         lock_file = open(Path(out_dir) / ".lock", "w")  # noqa: SIM115
-        fcntl.flock(lock_file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        lock(lock_file)
     except BlockingIOError:
         stop(f"another run is writing to {out_dir}: wait for it, or change out_dir")
     except FileExistsError:
@@ -197,15 +197,18 @@ if offload != "none":  # the CPU's cores, of which torchrun gives each rank one
 data_dir = Path(__file__).parent / "data" / os.path.expanduser(dataset).removeprefix("./").removeprefix("data/")
 try:
     if dataset == "pystdlib":  # the one dataset that needs nothing but Python
-        if master:
+        if local_rank == 0:  # on each machine
             prepare_once(data_dir)
         if world_size > 1:
             dist.barrier()
     train_tokens, val_tokens = Tokens(data_dir, "train"), Tokens(data_dir, "val")
-    n_train_blocks = train_tokens.blocks(block_size, shift=block_size - 1)
+    n_train_blocks = train_tokens.blocks(block_size, shifted=True)
     n_val_blocks = val_tokens.blocks(block_size)
 except (OSError, ValueError) as error:
     stop(str(error))
+unequal = ranks.unequal(settings | {f"the dataset's {name}": value for name, value in train_tokens.meta.items()})
+if unequal:
+    stop(f"the ranks differ in {', '.join(unequal[:5])}: give every machine the same command line and the same data")
 end_of_text = train_tokens.meta["end_of_text"]
 if vocab_size is None:
     vocab_size = train_tokens.meta["vocab_size"]
@@ -221,7 +224,7 @@ def epoch_order(epoch: int):
     return rng.permutation(n_train_blocks), int(rng.integers(block_size))
 
 
-def read(split: Tokens, indices, shift: int = 0) -> torch.Tensor:
+def read(split: Tokens, indices, shift: int | None = None) -> torch.Tensor:
     """Blocks (len(indices), T + 1) int64. ValueError where one holds a token that the embedding does not have."""
     return torch.from_numpy(split.read(indices, block_size, shift, vocab_size))
 
@@ -296,7 +299,7 @@ def say_what_ended_it(kind, error, trace):
         os._exit(1)
     lost = re.search(r"Connection (closed|reset) by peer|Broken pipe|remote process exited|Timed out", str(error))
     if world_size > 1 and (lost or isinstance(error, dist.DistBackendError)):
-        say(f"rank {rank}, {watch.doing}, lost another rank: see what that one said")
+        say(f"rank {rank}, {watch.doing}, lost another rank: see what that one said. Here it was: {error}")
         os._exit(1)
     sys.__excepthook__(kind, error, trace)
 
@@ -373,7 +376,7 @@ if not found and init_from == "resume":
 
 
 def refuse_another_model(path: Path, model: dict, tokenizer: str, other: str):
-    differing = [name for name in MODEL_SETTINGS if model[name] != getattr(config, name)]
+    differing = [name for name in MODEL_SETTINGS if model.get(name) != getattr(config, name)]
     if differing:
         found = ", ".join(f"{name} {model[name]} (this run: {getattr(config, name)})" for name in differing)
         flags = " ".join(shlex.quote(f"--{name}={model[name]}") for name in differing)
@@ -423,7 +426,7 @@ if found:
 
 
 saver = checkpoint.Saver(out_dir, optimizer, keep_last, async_save, memory.cpu_bytes_to_come(config, plan))
-saved = True  # whether the last checkpoint was written
+unsaved = None  # why the last checkpoint was not written, if it was not
 
 
 def start_saving(step: int, val_loss: float | None):
@@ -442,12 +445,12 @@ def start_saving(step: int, val_loss: float | None):
 
 def outcome_of_saving() -> str:
     """Waits for it."""
-    global saved
+    global unsaved
     try:
-        path, saved = saver.result(), True
+        path, unsaved = saver.result(), None
         return f"saved {path}"
     except OSError as error:
-        saved = False
+        unsaved = str(error)
         return f"NOT SAVED: {error}. The newest checkpoint is {checkpoint.newest(out_dir)}"
 
 
@@ -519,14 +522,14 @@ def forward_backward(*batch):
     The same goes for update.
     """
     loss = model(*batch) / micro_steps
-    (loss / optimizer.inverse_loss_scale).backward()
+    (loss / optimizer.inverse_loss_scale).backward()  # by a tensor: a CUDA graph replays with what is in it then
     # One micro-batch needs no sum; with sync_every_micro_batch=false FSDP adds them up itself, in float32 too.
     if micro_steps > 1 and sync_every_micro_batch:
         optimizer.accumulate()
     return loss.detach()
 
 
-def all_micro_batches(step: int):
+def compute_gradients(step: int):
     """Forward and backward of a step, whose micro-batches are in `batches`: returns its loss, leaves its gradients.
 
     Then, while the GPU is at work, it reads the next step's into `batches`.
@@ -649,7 +652,7 @@ ahead = None  # the loss of the next step, where that is queued
 while step < max_iters:
     started = time.perf_counter()
     optimizer.set_step(learning_rate_at(step), loss_scale)
-    loss_on_device = ahead if ahead is not None else all_micro_batches(step)
+    loss_on_device = ahead if ahead is not None else compute_gradients(step)
     watch.at(f"step {step + 1}: update")
     saver.wait_for_copy()
     grad_norm = update()
@@ -661,7 +664,7 @@ while step < max_iters:
     wait_for_numbers = send_to_cpu(torch.stack([*totals, grad_norm.to(device)]))
     if cuda_graph and step == first_step:  # the first step was an ordinary one: it has compiled and allocated
         forward_backward, update = CUDAGraph(forward_backward), CUDAGraph(update)
-    ahead = None if in_turn(step + 1) else all_micro_batches(step + 1)
+    ahead = None if in_turn(step + 1) else compute_gradients(step + 1)
     watch.at(f"step {step + 1}: waiting for the GPU")
     loss, stopping, grad_norm = wait_for_numbers()
     if math.isfinite(grad_norm):
@@ -674,14 +677,14 @@ while step < max_iters:
         if saver.running():
             watch.rest(f"step {step}: saving")
             print0(f"step {step:05d} | {outcome_of_saving()}")
-        last = checkpoint.newest(out_dir)
+        before = checkpoint.newest(out_dir)
         if device != "cpu":
             torch.cuda.synchronize()  # the other ranks need this one's part of what is queued
         clip = "a lower grad_clip" if grad_clip else "--grad_clip=1"
         stop(
             f"step {step + 1}: the loss is {loss} and the gradient norm {grad_norm}, so the weights were not updated. "
             f"Try a lower learning_rate, a longer warmup_iters or {clip}, "
-            + (f"from {last} with --init_from=resume" if last else "from the start: no checkpoint was saved yet")
+            + (f"from {before} with --init_from=resume" if before else "from the start: no checkpoint was saved yet")
         )
     step += 1
     log.step_seconds.append(time.perf_counter() - started)
@@ -744,7 +747,7 @@ if first_step < step == max_iters and val_loss is not None:
         reserved_gib=torch.cuda.max_memory_reserved() / 2**30 if device != "cpu" else None,
         save_seconds=saver.seconds, resume_seconds=resume_seconds,
     )  # fmt: skip
-    if keep_last and saved:
+    if keep_last and not unsaved:
         print0(f"next: python sample.py --out_dir={shlex.quote(out_dir)}")
 log.close()
 if master:
@@ -752,9 +755,9 @@ if master:
 code = 128 + stopping if stopping else 0  # as if the signal had ended it, for whoever started it
 if stopping == BAD_DATA:
     code = 1
-if not saved:
+if unsaved:
     print0(
-        f"the last checkpoint was not written: make room at {out_dir}, and the same line goes on from "
+        f"the last checkpoint was not written ({unsaved}). Mend that, and the same line goes on from "
         + ("the one before" if checkpoint.newest(out_dir) else "the start")
     )
     code = 1

@@ -16,6 +16,7 @@ last: a folder without meta.json is not a dataset, and a file that has its name 
     blocks = train.read([0, n_blocks - 1], block_size)  # int64 (2, block_size + 1): inputs and targets overlap
 """
 
+import errno
 import fcntl
 import gzip
 import hashlib
@@ -65,13 +66,27 @@ def check_val_fraction(val_fraction: float) -> None:
         raise ValueError(f"--val_fraction is {val_fraction}, expected a share above 0 and below 1")
 
 
+def lock(file, flags: int = fcntl.LOCK_EX | fcntl.LOCK_NB) -> None:
+    """Keeps other processes from an open file until it is closed. Raises BlockingIOError where one has it.
+
+    Some network file systems know no locks: there it says so, and goes on.
+    """
+    try:
+        fcntl.flock(file, flags)
+    except OSError as error:
+        if error.errno not in (errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK):
+            raise
+        print(f"{file.name} cannot be locked there ({error.strerror}): let no other run write to its folder",
+              file=sys.stderr)  # fmt: skip
+
+
 @contextmanager
 def only_writer(folder: Path):
     """Make the folder and keep other writers out of it. Raises BlockingIOError where one is at work."""
     folder.mkdir(parents=True, exist_ok=True)
-    with open(folder / ".lock", "w") as lock:
+    with open(folder / ".lock", "w") as file:
         try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            lock(file)
         except BlockingIOError:
             message = f"another prepare.py is writing to {folder}: wait for it, or name another --out"
             raise BlockingIOError(message) from None
@@ -309,8 +324,8 @@ def prepare_once(folder: Path) -> None:
     if (folder / "meta.json").exists():
         return
     # not only_writer's, which the script takes; NFS locks only what is open for writing
-    with open(folder / ".once.lock", "w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
+    with open(folder / ".once.lock", "w") as file:
+        lock(file, fcntl.LOCK_EX)
         if not (folder / "meta.json").exists():
             runpy.run_path(str(script))["prepare"](folder)
 
@@ -385,31 +400,37 @@ class Tokens:
     def __len__(self) -> int:
         return sum(len(shard) for shard in self.shards)
 
-    def _blocks_per_shard(self, block_size: int, shift: int) -> list[int]:
+    def _blocks_per_shard(self, block_size: int, shifted: bool) -> list[int]:
+        shift = block_size - 1 if shifted else 0  # the largest: the blocks are as many for each
         return [max(0, (len(shard) - 1 - shift) // block_size) for shard in self.shards]
 
-    def blocks(self, block_size: int, shift: int = 0) -> int:
-        """How many blocks there are when every shard starts `shift` tokens late. Raises ValueError if not even one."""
-        n_blocks = sum(self._blocks_per_shard(block_size, shift))
+    def blocks(self, block_size: int, shifted: bool = False) -> int:
+        """How many blocks there are; shifted: where those of each shard begin up to block_size - 1 tokens late. Raises
+        ValueError if not even one.
+        """
+        n_blocks = sum(self._blocks_per_shard(block_size, shifted))
         if n_blocks == 0:
             where = f" in the longest of its {len(self.shards)} shards" if len(self.shards) > 1 else ""
+            needed = 2 * block_size if shifted else block_size + 1
             raise ValueError(
                 f"{self.folder} has {max(map(len, self.shards)):,} {self.split} tokens{where}, fewer than the "
-                f"{shift + block_size + 1:,} that block_size {block_size:,} needs here: use more text or a smaller "
+                f"{needed:,} that block_size {block_size:,} needs here: use more text or a smaller "
                 "block_size"
             )
         return n_blocks
 
     def read(
-        self, indices: Sequence[int], block_size: int, shift: int = 0, vocab_size: int | None = None
+        self, indices: Sequence[int], block_size: int, shift: int | None = None, vocab_size: int | None = None
     ) -> np.ndarray:
-        """Return blocks `indices`, 0 <= index < blocks(block_size, shift), as int64 (len(indices), block_size + 1).
+        """Return blocks `indices`, 0 <= index < blocks(block_size), as int64 (len(indices), block_size + 1).
 
+        shift: where those of each shard begin, 0 <= shift < block_size; then index < blocks(block_size, shifted=True).
         Raises IndexError for a block that is not there, ValueError for a token of `vocab_size` or above (default: the
         dataset's own), which would index outside the embedding.
         """
         indices = np.asarray(indices)
-        ends = np.cumsum(self._blocks_per_shard(block_size, shift))  # (shards,), the first block after each shard
+        per_shard = self._blocks_per_shard(block_size, shift is not None)
+        ends = np.cumsum(per_shard)  # (shards,), the first block after each shard
         wrong = indices[(indices < 0) | (indices >= ends[-1])]
         if wrong.size:
             raise IndexError(f"{self.folder} has {ends[-1]} {self.split} blocks of {block_size}, asked for {wrong[0]}")
@@ -417,7 +438,7 @@ class Tokens:
         tokens = np.empty((len(indices), block_size + 1), dtype=np.int64)
         for row, (index, shard) in enumerate(zip(indices, shards, strict=True)):
             first = ends[shard - 1] if shard else 0
-            start = int(index - first) * block_size + shift
+            start = int(index - first) * block_size + (shift or 0)
             tokens[row] = self.shards[shard][start : start + block_size + 1]
         vocab_size = vocab_size or self.meta["vocab_size"]
         if tokens.size and tokens.max() >= vocab_size:

@@ -161,9 +161,8 @@ def c_library() -> ctypes.CDLL | None:
             subprocess.run([*compiler, *flags, source, "-o", built, "-lm"], capture_output=True, check=True)
             return ctypes.CDLL(built)
     except (OSError, subprocess.CalledProcessError) as error:
-        print(
-            f"AdamW on the CPU is PyTorch's, the slower one: kernels/adamw.c was not built ({error})", file=sys.stderr
-        )
+        why = (getattr(error, "stderr", None) or b"").decode(errors="replace").strip() or str(error)
+        print(f"AdamW on the CPU is PyTorch's, the slower one: kernels/adamw.c was not built ({why})", file=sys.stderr)
         return None
 
 
