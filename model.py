@@ -422,7 +422,8 @@ class Llama(nn.Module):
         """FLOPs of forward and backward for one token of a sequence of n_time, without recomputation.
 
         6 for each weight of a matmul (the embedding is a lookup, the head a matmul), and for attention 2 matmuls of
-        2·C·T, forward once and backward twice, half of it masked away: 6·C·T a layer (PaLM, appendix B, causal).
+        2·C·T, forward once and backward twice, half of it masked away: 6·C·T a layer (PaLM, appendix B, causal). Of
+        documents that see themselves alone attention computes less, which is not taken off.
         """
         c = self.config
         matmuls = c.n_layer * (2 * c.n_embd**2 + 2 * c.n_embd * c.n_kv_head * c.head_dim + 3 * c.n_embd * c.ffn_dim)

@@ -1212,7 +1212,7 @@ def compare_compiled(name, backend):
 
 
 # Compute capability: bytes of shared memory that a program may take.
-CARDS = {"RTX 4090": (89, 101376), "RTX 5090": (120, 101376), "A100": (80, 166912)}
+CARDS = {"RTX 4090": (89, 101376), "RTX 5090": (120, 101376), "A100": (80, 166912), "H100": (90, 232448)}
 
 
 def compile_for(card):
@@ -1243,9 +1243,9 @@ def compile_for(card):
         name, width, dtype = case
         inputs, constants = OPERATIONS[name].inputs(6, width, dtype)
         run(OPERATIONS[name].function, inputs, constants)
-    for case in product(("flash_attention",), (64, 128), (FP16, FP32)):
-        _, head_dim, dtype = case
-        run(kernels.flash_attention, [randn(1, 256, heads, head_dim, dtype=dtype) for heads in (4, 2, 2)])
+    for case in product(("flash_attention",), (64, 128), (FP16, FP32), (None, torch.zeros(1, 256, dtype=torch.int32))):
+        _, head_dim, dtype, starts = case
+        run(kernels.flash_attention, [randn(1, 256, heads, head_dim, dtype=dtype) for heads in (4, 2, 2)], [starts])
     assert sizes, "nothing was compiled"
     for (kernel, case), size in sizes.items():
         assert size <= shared, f"{kernel} of {case} takes {size} bytes of shared memory, {card} has {shared}"
