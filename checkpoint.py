@@ -2,6 +2,7 @@
 
     .metadata, *.distcp   the tensors, by torch.distributed.checkpoint: any number of ranks writes, any other reads
     meta.json             for a person and for sample.py: step, settings, model, dataset, val_loss, versions, checksums
+                          of the tensors, and a digest of itself
 
 A folder is written as step_000250.partial, flushed and renamed, so its name alone says that it is whole. Old ones are
 deleted only after that, and lose their name first. What the disk does to it later, the checksums tell: a damaged one
@@ -10,6 +11,7 @@ is renamed to step_000250.damaged, and the one before it is used.
 
 import concurrent.futures
 import errno
+import hashlib
 import json
 import os
 import shutil
@@ -40,6 +42,12 @@ NOT_DAMAGE = {errno.ENOMEM, errno.EACCES, errno.EPERM, errno.EMFILE, errno.ENFIL
 META = {"step", "updates", "dtype", "loss_scale", "model", "dataset", "settings", "checksums"}
 
 
+def signed(meta: dict) -> dict:
+    """meta with its digest: read_meta takes it for damaged where it says anything else."""
+    rest = {name: value for name, value in meta.items() if name != "digest"}
+    return rest | {"digest": hashlib.sha256(json.dumps(rest, sort_keys=True).encode()).hexdigest()}
+
+
 def newest(out_dir: str) -> Path | None:
     """The whole checkpoint with the highest step in out_dir, or None."""
     return next(reversed(_steps(out_dir)), None)
@@ -47,7 +55,7 @@ def newest(out_dir: str) -> Path | None:
 
 def _steps(out_dir):
     """The whole checkpoints of out_dir, oldest first."""
-    whole = [path for path in Path(out_dir).glob("step_*") if path.name[5:].isdigit() and path.is_dir()]
+    whole = [path for path in Path(out_dir).glob("step_*") if path.name[5:].isdecimal() and path.is_dir()]
     return sorted(whole, key=lambda path: int(path.name[5:]))
 
 
@@ -200,7 +208,7 @@ class Saver:
 
         def commit():
             if rank == 0:
-                write_json(partial / "meta.json", meta)
+                write_json(partial / "meta.json", signed(meta))
                 _sync_folder(partial)
                 if final.exists():  # a run that went back and came here again
                     _remove(final)
@@ -250,11 +258,15 @@ def _reason(error) -> str:
     error = _cause(error)
     if isinstance(error, OSError) and error.strerror:
         return f"{error.strerror}: {error.filename}" if error.filename else error.strerror
+    if "unexpected pos" in str(error):  # torch's words, once it closes a file that it could not write
+        return "the disk took a part of a file only: it is full, or files may not be so large"
     return next(iter(str(error).strip().splitlines()), type(error).__name__)
 
 
 def _remove(path):
     """Half a folder must not keep the name of a whole one, nor be in the way of the next."""
+    if path.is_symlink():  # what it points to was put elsewhere by somebody who wants it
+        return path.unlink()
     shutil.rmtree(path.rename(path.with_name(f"{path.name}.{time.time_ns()}.old.partial")))
 
 
@@ -304,6 +316,8 @@ def read_meta(path: Path) -> dict:
         missing = META - meta.keys()
     except (OSError, ValueError, AttributeError) as error:  # a list has no keys
         raise _unreadable(path, "meta.json: ", error) from error
+    if "digest" in meta and meta != signed(meta):
+        raise Damaged(f"{path} is damaged: meta.json is not what was saved")
     if missing:
         raise ValueError(f"{path} is no checkpoint of this version: its meta.json lacks {', '.join(sorted(missing))}")
     return meta
@@ -314,7 +328,7 @@ def set_val_loss(path: Path, val_loss: float) -> None:
     if rank:
         return
     try:
-        write_json(path / "meta.json", read_meta(path) | {"val_loss": val_loss})
+        write_json(path / "meta.json", signed(read_meta(path) | {"val_loss": val_loss}))
     except OSError as error:  # a full disk: the next resume evaluates again
         print0(f"{path}: {_reason(error)}")
 

@@ -212,7 +212,7 @@ def check(label: str, options: list, *readings):
             number = isinstance(value, int | float) and not isinstance(value, bool)
             if option is bool and isinstance(value, int) and value in (0, 1):
                 return bool(value)
-            if option is int and number and value % 1 == 0:  # 1e3 is; 1.5, inf and nan are not
+            if option is int and number and abs(value) < 2**100 and value % 1 == 0:  # 1e3 is; 1.5, inf and nan are not
                 return int(value)
             if option is float and number and (value in (math.inf, -math.inf) or abs(value) <= sys.float_info.max):
                 return float(value)  # nan compares false

@@ -195,6 +195,8 @@ def load_model(folder: Path, block_size: int, device: str, dtype: torch.dtype) -
     settings, _ = read_config(folder)
     path, theirs = _config(folder)
     context = _setting(path, theirs, "max_position_embeddings", int, None) or 2048  # transformers' default
+    if context < 1:
+        raise ValueError(f"{path} says max_position_embeddings {context}")
     with torch.device("meta"):
         model = Llama(LlamaConfig(**settings, block_size=min(block_size, context))).to(dtype)
     model.to_empty(device=device)
@@ -221,7 +223,7 @@ def _reader(folder: Path) -> Callable[[str], torch.Tensor]:
     files = _setting(index, _read_json(index), "weight_map", dict) if index.exists() else {}
 
     def read(name):
-        path = folder / files.get(name, "model.safetensors")
+        path = folder / str(files.get(name, "model.safetensors"))
         if not path.exists():
             raise ValueError(f"{path} is not there: it should hold {name}")
         try:
@@ -272,9 +274,13 @@ def _meta_weights(folder: Path) -> dict[str, torch.Tensor]:
     if n_files > 1:
         raise ValueError(f"{folder} holds a model in {n_files} parts: only one consolidated.00.pth can be read")
     try:
-        return torch.load(path, map_location="cpu", mmap=True, weights_only=True)
+        weights = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
     except (RuntimeError, ValueError, pickle.UnpicklingError) as error:
-        raise ValueError(f"{path} cannot be read: {str(error).splitlines()[0]}") from error
+        said = "no file of torch.save, or a damaged one" if "mmap" in str(error) else str(error).splitlines()[0]
+        raise ValueError(f"{path} cannot be read: {said}") from error
+    if not (isinstance(weights, dict) and all(isinstance(x, torch.Tensor) for x in weights.values())):
+        raise ValueError(f"{path} does not hold tensors by name")
+    return weights
 
 
 def _meta_weight(folder: Path, weights: dict[str, torch.Tensor], hf_name: str) -> torch.Tensor:
@@ -389,6 +395,8 @@ def main() -> None:
         save(path, args.folder, args.dtype)
         print(f'{path} in {args.dtype}: transformers.AutoModelForCausalLM.from_pretrained("{args.folder}")')
 
+    if os.path.exists(args.run / "config.json"):
+        sys.exit(f"{args.run} is in Hugging Face's format already: --init_from and sample.py read it as it is")
     try:
         write(args.run) if _is_meta(args.run) else checkpoint.from_newest(args.run, write)
     except (OSError, ValueError) as error:

@@ -61,8 +61,8 @@ class LlamaConfig:
     def __post_init__(self):
         if min(self.n_layer, self.n_head, self.n_kv_head, self.n_embd, self.ffn_dim, self.vocab_size) < 1:
             raise ValueError("n_layer, n_head, n_kv_head, n_embd, ffn_dim and vocab_size must be at least 1")
-        if self.norm_eps <= 0 or self.rope_theta <= 0:
-            raise ValueError(f"norm_eps {self.norm_eps} and rope_theta {self.rope_theta} must be above 0")
+        if not (0 < self.norm_eps < math.inf and 0 < self.rope_theta < math.inf):
+            raise ValueError(f"norm_eps {self.norm_eps} and rope_theta {self.rope_theta} must be above 0, and finite")
         if self.n_embd % self.n_head or (self.n_embd // self.n_head) % 2:
             raise ValueError(f"n_embd {self.n_embd} must be n_head {self.n_head} times an even head size")
         if self.n_head % self.n_kv_head:
@@ -78,10 +78,8 @@ class LlamaConfig:
             raise ValueError(f"attention {self.attention!r}: auto, sdpa or triton")
         if self.attention == "triton" and self.head_dim not in (16, 32, 64, 128):
             raise ValueError(f"attention 'triton' knows heads of 16, 32, 64 and 128, not of {self.head_dim}")
-        if self.rope_scaling is not None and set(self.rope_scaling) != ROPE_SCALING_KEYS:
-            raise ValueError(f"rope_scaling has {sorted(self.rope_scaling)}, expected {sorted(ROPE_SCALING_KEYS)}")
-        if self.rope_scaling is not None and not all(isinstance(v, int | float) for v in self.rope_scaling.values()):
-            raise ValueError(f"rope_scaling {self.rope_scaling}: its values must be numbers")
+        if self.rope_scaling is not None:
+            check_rope_scaling(self.rope_scaling)
 
     @property
     def head_dim(self) -> int:
@@ -93,8 +91,10 @@ class LlamaConfig:
         mlp_chunks where that is set. Else 1, but with full checkpointing and fused kernels slices of at least MLP_SLICE
         and 4C tokens. Why 4C: the float32 sums of the weights' gradients, 12·C·F bytes, are what C tokens of it take.
         """
+        if self.mlp_chunks:
+            return min(self.mlp_chunks, max(n_tokens, 1))
         by_itself = self.activation_checkpointing == "full" and self.fused_kernels
-        return self.mlp_chunks or (max(n_tokens // max(MLP_SLICE, 4 * self.n_embd), 1) if by_itself else 1)
+        return max(n_tokens // max(MLP_SLICE, 4 * self.n_embd), 1) if by_itself else 1
 
     def groups_of_sequences(self, n_batch: int, n_time: int) -> int:
         """How many groups of sequences pass through a block one after another under full checkpointing: activations.py.
@@ -117,6 +117,15 @@ class LlamaConfig:
         if chunk_tokens < n_tokens and few:
             chunk_tokens = math.ceil(n_tokens / 1024) * 256
         return {"chunk_tokens": chunk_tokens, "fp32_dweight": not few or dtype == torch.float16}
+
+
+def check_rope_scaling(scaling: dict):
+    if set(scaling) != ROPE_SCALING_KEYS:
+        raise ValueError(f"rope_scaling has {sorted(map(str, scaling))}, expected {sorted(ROPE_SCALING_KEYS)}")
+    if not all(isinstance(value, int | float) and 0 < value < math.inf for value in scaling.values()):
+        raise ValueError(f"rope_scaling {scaling}: its values must be numbers above 0, and finite")
+    if scaling["low_freq_factor"] >= scaling["high_freq_factor"]:
+        raise ValueError(f"rope_scaling {scaling}: low_freq_factor must be below high_freq_factor")
 
 
 def rope_tables(config: LlamaConfig, start: int, end: int, device, dtype=torch.float32):

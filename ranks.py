@@ -79,7 +79,7 @@ def meet(device: str, timeout: float) -> "Watch":
         bound = {"device_id": torch.device(device)} if device != "cpu" else {}
         # gloo beside NCCL: offloaded gradients are summed on the CPU.
         backend = "gloo" if device == "cpu" else "cpu:gloo,cuda:nccl"
-        options = {"rank": rank, "world_size": world_size, "timeout": timedelta(seconds=2 * timeout + 60)}
+        options = {"rank": rank, "world_size": world_size, "timeout": timedelta(seconds=min(2 * timeout + 60, 1e9))}
         store = _store(next(dist.rendezvous("env://"))[0])
         dist.init_process_group(backend, store=store, **options, **bound)
     return Watch(timeout)

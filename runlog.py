@@ -89,7 +89,7 @@ class RunLog:
         def belongs(line):
             try:
                 return json.loads(line).get("step", 0) <= first_step
-            except (ValueError, AttributeError):  # cut short, or damaged when the machine went down
+            except (ValueError, AttributeError, TypeError):  # cut short, or damaged when the machine went down
                 return False
 
         kept = [line for line in lines if belongs(line)]

@@ -104,5 +104,7 @@ except ValueError as error:  # a temperature, top_k or top_p that makes no sense
     sys.exit(str(error))
 except KeyboardInterrupt:
     print()
-except BrokenPipeError:  # whoever reads has read enough, as head does
+except OSError as error:
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    if not isinstance(error, BrokenPipeError):  # whoever reads has read enough, as head does
+        sys.exit(f"the text could not be written: {error.strerror}")

@@ -515,6 +515,13 @@ def test_a_small_text_has_its_share_of_validation_however_few_documents(tmp_path
     assert contents(tmp_path / "a") == contents(tmp_path / "b")
 
 
+@pytest.mark.parametrize("n_bytes", [3_000, 20_000, 100_000])
+def test_of_a_small_file_a_tenth_validates(tmp_path, n_bytes):
+    (tmp_path / "a.txt").write_text("".join(f"line {i}\n" for i in range(n_bytes))[:n_bytes])
+    meta = text.prepare([tmp_path / "a.txt"], tmp_path / "out")
+    assert 0.05 < meta["val_bytes"] / n_bytes < 0.2, meta
+
+
 def test_a_single_small_document_is_refused_whatever_its_copies(tmp_path):
     for name in ("a.txt", "b.txt"):
         (tmp_path / name).write_text("the only one")
@@ -657,7 +664,7 @@ def test_text_prints_names_that_are_not_utf8(tmp_path, capsys):
     for line in (
         "left out: 1 ({}/caf\ufffd.binary)",
         "skipped {}/caf\ufffd.bad:",
-        "replaces the dataset in {}/.caf\ufffd",
+        "replaced the dataset in {}/.caf\ufffd",
     ):
         assert line.format(tmp_path) in out, out
 

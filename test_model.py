@@ -11,6 +11,7 @@ import gc
 import importlib
 import itertools
 import math
+import re
 import runpy
 from collections import Counter
 from dataclasses import replace
@@ -621,6 +622,21 @@ def test_a_few_steps_learn_a_batch(arm):
 def test_settings_that_cannot_be_say_so(settings, message):
     with pytest.raises(ValueError, match=message):
         replace(SMALL, **settings)
+
+
+@pytest.mark.parametrize("change, message", [
+    ({"factor": 0}, "its values must be numbers above 0"),
+    ({"factor": "8"}, "its values must be numbers above 0"),
+    ({"low_freq_factor": 4.0}, "low_freq_factor must be below high_freq_factor"),
+    ({1: 2.0}, "rope_scaling has ['1', 'factor', "),
+])  # fmt: skip
+def test_scalings_that_cannot_be_say_so(change, message):
+    with pytest.raises(ValueError, match=re.escape(message)):
+        replace(SMALL, rope_scaling=SCALING | {"factor": 8.0} | change)
+
+
+def test_of_a_token_there_are_no_slices():
+    assert replace(SMALL, activation_checkpointing="full", mlp_chunks=10**6).chunks_of_mlp(12) == 12
 
 
 def test_too_long_a_sequence_says_so():

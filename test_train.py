@@ -1056,6 +1056,8 @@ def slip(train, capsys, *files, **settings):
         (dict(learning_rate="inf"), "learning_rate is inf: it must be at least 0, and finite"),
         (dict(beta1=1.5), "beta1 is 1.5 and beta2 0.95: both must be at least 0 and below 1"),
         (dict(norm_eps=-1), "norm_eps -1.0 and rope_theta 500000.0 must be above 0"),
+        (dict(rope_theta="inf"), "norm_eps 1e-05 and rope_theta inf must be above 0, and finite"),
+        (dict(max_iters="1" * 400), "--max_iters expects an int, got "),
         (dict(out_dir="README.md"), "out_dir is README.md, a file: name a folder"),
     ],
     ids=lambda value: value if isinstance(value, str) else next(iter(value)),
@@ -1119,6 +1121,10 @@ DAMAGE = {
     "no shard": (lambda path: (path / "__0_0.distcp").unlink(), "No such file or directory"),
     "no .metadata": (lambda path: (path / ".metadata").unlink(), ".metadata is missing"),
     "meta.json cut short": (lambda path: (path / "meta.json").write_text("{"), "is damaged: meta.json"),
+    "a digit of meta.json": (
+        lambda path: (path / "meta.json").write_text((path / "meta.json").read_text().replace(": 8,", ": 9,", 1)),
+        "is damaged: meta.json is not what was saved",
+    ),
     "no meta.json": (lambda path: (path / "meta.json").unlink(), "is damaged: meta.json: No such file"),
 }
 
@@ -1197,7 +1203,7 @@ def test_what_a_checkpoint_holds_beside_the_model_is_not_left_out(train, tmp_pat
     path = tmp_path / "out/step_000008/meta.json"
     meta = json.loads(path.read_text())
     meta["checksums"] |= {"model.layers.0.mlp.gain": 1, "optimizer.exp_avg.layers.0.mlp.gain": 1}
-    path.write_text(json.dumps(meta))
+    path.write_text(json.dumps(checkpoint.signed(meta)))
     assert "was saved by another model.py: it has model.layers.0.mlp.gain, optimizer." in slip(train, capsys)
     with pytest.raises(ValueError, match="it has model.layers.0.mlp.gain$"):
         checkpoint.load_model(path.parent, "cpu", torch.float32)
@@ -1208,7 +1214,7 @@ def test_a_checkpoint_of_another_version_is_refused_and_keeps_its_name(train, tm
     path = tmp_path / "out/step_000008/meta.json"
     meta = json.loads(path.read_text())
     del meta["checksums"]
-    path.write_text(json.dumps(meta))
+    path.write_text(json.dumps(checkpoint.signed(meta)))
     assert "is no checkpoint of this version: its meta.json lacks checksums" in slip(train, capsys)
     assert path.exists()
 
@@ -1275,6 +1281,17 @@ def test_what_cannot_be_deleted_stops_no_save(train, tmp_path, capsys, monkeypat
     said = capsys.readouterr()
     assert "NOT SAVED" not in said.out and "cannot delete " in said.err and "Operation not permitted" in said.err
     assert [path.name for path in checkpoint._steps(tmp_path / "out")] == ["step_000006", "step_000008"]
+
+
+def test_a_checkpoint_that_was_put_elsewhere_is_let_alone(train, tmp_path, capsys):
+    train()
+    (tmp_path / "out/step_000004").rename(tmp_path / "kept")
+    (tmp_path / "out/step_000004").symlink_to(tmp_path / "kept")
+    train(max_iters=16, lr_decay_iters=8)
+    said = capsys.readouterr()
+    assert "NOT SAVED" not in said.out and not said.err, said
+    assert {path.name for path in (tmp_path / "out").glob("step_*")} == {"step_000012", "step_000016"}
+    assert checkpoint.load_model(tmp_path / "kept", "cpu", torch.float32)
 
 
 @pytest.mark.parametrize("file", ["out_dir", "dataset"])
@@ -1395,9 +1412,15 @@ def test_a_run_goes_on_without_the_weights_that_it_began_with(train, tmp_path, c
     assert "gone (not read: the run has begun)" in capsys.readouterr().out
 
 
-def test_a_name_that_no_file_can_have_is_told(train, capsys):
+def test_a_name_that_no_file_can_have_is_told(train, text_data, tmp_path, capsys, monkeypatch):
     assert "File name too long" in slip(train, capsys, out_dir="o" * 300)
-    assert "does not exist" in slip(train, capsys, init_from="i" * 300)
+    assert "is no folder: init_from is auto, " in slip(train, capsys, init_from="i" * 300)
+    config = tmp_path / "surrogate.py"
+    config.write_text("out_dir = '\\ud800'")
+    with pytest.raises(SystemExit):
+        monkeypatch.setattr(sys, "argv", ["train.py", str(config), f"--dataset={text_data}", "--device=cpu"])
+        runpy.run_path(str(ROOT / "train.py"), run_name="__main__")
+    assert "out_dir is '\\ud800': " in (message := capsys.readouterr().err) and "surrogates not allowed" in message
 
 
 # ----------------------------------------------------------------------------------------------------------------------

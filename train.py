@@ -181,6 +181,8 @@ if master:  # held open and locked: two runs in one folder would delete each oth
         stop(f"out_dir is {out_dir}, a file: name a folder")
     except OSError as error:
         stop(f"cannot write to out_dir {out_dir}: {error.strerror}")
+    except ValueError as error:
+        stop(f"out_dir is {out_dir!r}: {error}")
 watch = ranks.meet(device, timeout)
 reachable = device != "cpu" and shard_ranks > 1 and offload != "all"
 reachable = reachable and ranks.local_world_size % shard_ranks == 0 and ranks.gpus_reach_each_other()
@@ -194,7 +196,8 @@ if offload != "none":  # the CPU's cores, of which torchrun gives each rank one
 # ----------------------------------------------------------------------------------------------------------------------
 # Data: the batch of a step is a function of (seed, step) alone, so it is the same for any number of ranks and
 # micro-batches, and a resumed run needs no loader state.
-data_dir = Path(__file__).parent / "data" / os.path.expanduser(dataset).removeprefix("./").removeprefix("data/")
+data_dir = os.path.expanduser(dataset).removeprefix("./").removeprefix("data/")
+data_dir = Path(__file__).resolve().parent / "data" / data_dir
 try:
     if dataset == "pystdlib":  # the one dataset that needs nothing but Python
         if local_rank == 0:  # on each machine
@@ -369,7 +372,7 @@ if found and init_from == "scratch" and not restarted:
 published = init_from not in ("auto", "scratch", "resume")  # weights to begin with
 init_from = os.path.expanduser(init_from)
 if published and not found and not convert.holds_weights(init_from):
-    lacks = "has no config.json" if os.path.isdir(init_from) else "does not exist"
+    lacks = "has no config.json" if os.path.isdir(init_from) else "is no folder"
     stop(f"{init_from} {lacks}: init_from is auto, scratch, resume, or a folder with Hugging Face's or Meta's weights")
 if not found and init_from == "resume":
     stop(f"{out_dir} holds no checkpoint to resume: --init_from=scratch starts a new run")

@@ -163,7 +163,7 @@ def require_both_splits(counts: dict) -> None:
     if train == 0 or val == 0:
         raise ValueError(
             f"{train:,} training and {val:,} validation documents: both must have some. "
-            f"Give more text, or {'raise' if val == 0 else 'lower'} --val_fraction"
+            f"Give more text (copies of one count once), or {'raise' if val == 0 else 'lower'} --val_fraction"
         )
 
 

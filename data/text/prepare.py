@@ -139,16 +139,17 @@ def prepare(
 ) -> dict:
     """Write the dataset into `folder`; return its meta.json."""
     files = find_files([Path(path) for path in inputs], Path(folder))
-    if (Path(folder) / "meta.json").exists():
-        print(f"replaces the dataset in {shown(folder)}")
+    replaces = (Path(folder) / "meta.json").exists()
     # 0: unknown, as of a pipe
     n_bytes = sum(path.stat().st_size for path in files) if all(path.is_file() for path in files) else 0
     if val_fraction is None:
         val_fraction = min(max(0.01, 1e5 / n_bytes), 0.1) if n_bytes else 0.01  # 1%, but 100 KB or 10% of a small input
     check_val_fraction(val_fraction)
     # A single file should still be enough documents for the hash to find some for validation: about eight chunks,
-    # but no chunk so small that its end-of-text tokens would teach the model to stop early.
-    max_chars = min(max(int(n_bytes * val_fraction / 8), 2**14), 2**20)
+    # but no chunk so small that its end-of-text tokens would teach the model to stop early, unless that were more than
+    # all that is to validate.
+    least = min(2**14, max(int(n_bytes * val_fraction), 256)) if n_bytes else 2**14
+    max_chars = min(max(int(n_bytes * val_fraction / 8), least), 2**20)
     texts = read_documents(files, field, max_chars, errors)
     if 0 < n_bytes < SMALL:
         documents = split_by_rank(texts, val_fraction)
@@ -161,6 +162,8 @@ def prepare(
         workers=workers,
         progress=Progress(n_bytes or None, "bytes"),
     )
+    if replaces:
+        print(f"{f'replaced the dataset in {shown(folder)}':<100}")  # as wide as the progress line it covers
     print_summary(folder, meta)
     return meta
 
