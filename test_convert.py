@@ -251,6 +251,12 @@ def test_damaged_or_divided_files_of_metas_get_a_sentence(meta_folder, tmp_path,
     file.write_bytes(file.read_bytes()[:-100])
     with pytest.raises(SystemExit, match="consolidated.00.pth cannot be read: "):
         convert.main()
+    file.write_bytes(b"")
+    with pytest.raises(SystemExit, match="cannot be read: no file of torch.save, or a damaged one"):
+        convert.main()
+    torch.save([torch.zeros(2)], file)
+    with pytest.raises(SystemExit, match="consolidated.00.pth does not hold tensors by name"):
+        convert.main()
     (source / "consolidated.01.pth").touch()
     with pytest.raises(SystemExit, match="holds a model in 2 parts"):
         convert.main()
@@ -496,3 +502,6 @@ def test_the_command_line(train, tmp_path):
     command[2:] = str(tmp_path / "nowhere"), str(tmp_path / "another")
     done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 1 and done.stderr.startswith(f"{tmp_path}/nowhere holds no checkpoint"), done.stderr
+    command[2] = str(tmp_path / "hf")
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 1 and "hf is in Hugging Face's format already" in done.stderr, done.stderr

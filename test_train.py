@@ -1482,6 +1482,10 @@ def test_sample_continues_a_prompt_and_repeats_itself_for_a_seed(train, tmp_path
 
     first = sample(seed=1)
     assert first.startswith("def ") and len(first) > 60 and first == sample(seed=1) != sample(seed=2)
+    command = [sys.executable, "sample.py", f"--out_dir={tmp_path}/out", "--device=cpu"]
+    with open("/dev/full", "w") as full:
+        done = subprocess.run(command, cwd=ROOT, stdout=full, stderr=subprocess.PIPE, text=True)
+    assert (done.returncode, done.stderr) == (1, "the text could not be written: No space left on device\n")
 
 
 def test_sample_passes_over_tokens_that_mean_nothing(train, tmp_path):
