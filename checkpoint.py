@@ -10,6 +10,7 @@ is renamed to step_000250.damaged, and the one before it is used.
 """
 
 import concurrent.futures
+import contextlib
 import errno
 import hashlib
 import json
@@ -200,7 +201,7 @@ class Saver:
             if rank == 0:
                 for left in self.out_dir.glob("step_*.partial"):  # by a run that was killed while it saved or deleted
                     shutil.rmtree(left, ignore_errors=True)  # what cannot be deleted is in nobody's way
-                partial.mkdir(parents=True)
+                partial.mkdir(parents=True, exist_ok=True)
 
         def write():
             tensors = copies or self.optimizer.tensors()
@@ -210,8 +211,8 @@ class Saver:
             if rank == 0:
                 write_json(partial / "meta.json", signed(meta))
                 _sync_folder(partial)
-                if final.exists():  # a run that went back and came here again
-                    _remove(final)
+                if final.is_symlink() or final.exists():  # a run that went back and came here again
+                    _remove(final, ignore_errors=True)  # its name is what is wanted
                 partial.rename(final)
                 _sync_folder(final.parent)
 
@@ -263,11 +264,11 @@ def _reason(error) -> str:
     return next(iter(str(error).strip().splitlines()), type(error).__name__)
 
 
-def _remove(path):
+def _remove(path, ignore_errors=False):
     """Half a folder must not keep the name of a whole one, nor be in the way of the next."""
     if path.is_symlink():  # what it points to was put elsewhere by somebody who wants it
         return path.unlink()
-    shutil.rmtree(path.rename(path.with_name(f"{path.name}.{time.time_ns()}.old.partial")))
+    shutil.rmtree(path.rename(path.with_name(f"{path.name}.{time.time_ns()}.old.partial")), ignore_errors)
 
 
 def _sync_folder(path):
@@ -361,8 +362,8 @@ def load_newest(out_dir: str, optimizer: AdamW, refuse: Callable) -> tuple[Path,
 def _set_aside(path):
     if rank == 0:
         aside = path.with_name(path.name + ".damaged")
-        if aside.exists():  # the same step, damaged before
-            shutil.rmtree(aside)
+        if aside.is_symlink() or aside.exists():  # the same step, damaged before
+            _remove(aside)
         path.rename(aside)
 
 
@@ -378,22 +379,27 @@ def _read(tensors, path, meta, group=None, no_dist=False):
         lists = {"has": sorted(saved - wanted.keys())[:3], "lacks": sorted(wanted.keys() - saved)[:3]}
         found = " and ".join(f"{verb} {', '.join(names)}" for verb, names in lists.items() if names)
         raise AnotherModel(f"{path} was saved by another model.py: it {found}")
+    for name, shape in _shapes(path).items():
+        if name in wanted and shape != wanted[name].shape:
+            found = f"{name} of {tuple(shape)}, not {tuple(wanted[name].shape)}"
+            raise AnotherModel(f"{path} was saved by another model.py, or its .metadata is damaged: it has {found}")
     try:
         if not (path / ".metadata").exists():
             raise FileNotFoundError("its .metadata is missing")
-        there = dcp.FileSystemReader(path).read_metadata().state_dict_metadata
-        for name, x in wanted.items():
-            if name in there and there[name].size != x.shape:
-                shapes = f"{name} of {tuple(there[name].size)}, not {tuple(x.shape)}"
-                raise AnotherModel(f"{path} was saved by another model.py: it has {shapes}")
         dcp.load(tensors, checkpoint_id=path, no_dist=no_dist)
-    except AnotherModel:
-        raise
     except (Exception, CheckpointException) as error:  # missing files, cut files: all sorts
         raise _unreadable(path, "", error) from error
     for name, found in checksums(_map(sum_of_bits, tensors), group).items():
         if found != meta["checksums"].get(name):
             raise Damaged(f"{path} is damaged: {name} is not what was saved")
+
+
+def _shapes(path) -> dict[str, torch.Size]:
+    """Of the tensors that were saved; none where .metadata cannot be read, which dcp.load will tell all ranks."""
+    with contextlib.suppress(Exception):
+        saved = dcp.FileSystemReader(path).read_metadata().state_dict_metadata
+        return {name: tensor.size for name, tensor in saved.items()}
+    return {}
 
 
 def load_model(path: Path, device: str, dtype: torch.dtype) -> Llama:

@@ -275,8 +275,9 @@ def _meta_weights(folder: Path) -> dict[str, torch.Tensor]:
         raise ValueError(f"{folder} holds a model in {n_files} parts: only one consolidated.00.pth can be read")
     try:
         weights = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
-    except (RuntimeError, ValueError, pickle.UnpicklingError) as error:
-        said = "no file of torch.save, or a damaged one" if "mmap" in str(error) else str(error).splitlines()[0]
+    except (RuntimeError, ValueError, EOFError, pickle.UnpicklingError) as error:
+        said = "no file of torch.save's zip format, or a damaged one"
+        said = said if "mmap" in str(error) or not str(error) else str(error).splitlines()[0]
         raise ValueError(f"{path} cannot be read: {said}") from error
     if not (isinstance(weights, dict) and all(isinstance(x, torch.Tensor) for x in weights.values())):
         raise ValueError(f"{path} does not hold tensors by name")

@@ -104,13 +104,15 @@ def n_params(c: LlamaConfig) -> tuple[int, int]:
     return sum(block), sum(root)
 
 
-def token_bytes(c: LlamaConfig, itemsize: int, chunks: int) -> tuple[int, int]:
+def token_bytes(c: LlamaConfig, plan: Plan, chunks: int) -> tuple[int, int]:
     """Bytes of a token in a layer: what forward leaves for backward, and the most there is while backward is in it.
 
     chunks: slices of the MLP.
     """
     # Attention keeps q, k, v, its output and one fp32 a head; where k and v are float32, attend expands them.
-    kv = c.n_embd if itemsize == 4 else c.n_kv_head * c.head_dim
+    itemsize = plan.itemsize
+    expanded = itemsize == 4 and c.attention != "triton" and not plan.mask_documents
+    kv = c.n_embd if expanded else c.n_kv_head * c.head_dim
     attention = itemsize * (2 * c.n_embd + 2 * kv) + 4 * c.n_head
     if c.fused_kernels:  # a norm keeps the sum it reads and rstd; the MLP gate and up. kernels/swiglu_mlp.py
         norm, mlp = itemsize * c.n_embd + 4, itemsize * 2 * c.ffn_dim
@@ -267,7 +269,7 @@ class Step:
         """What the forward of so many blocks has left."""
         if self.c.offload_activations:  # the last block's; then the one that is read, and the next
             saved = min(saved, 2 if done else 1)
-        size = token_bytes(self.c, self.itemsize, self.chunks)[0]
+        size = token_bytes(self.c, self.plan, self.chunks)[0]
         how = f"{size:,} bytes x {saved} layers x {self.n_tokens:,} tokens"
         return [Part("saved activations", size * saved * self.n_tokens, how)] if saved else []
 
@@ -308,7 +310,7 @@ class Step:
     def backward(self, k: int) -> list[Part]:
         """Of block k, counted from 1: those above it are done."""
         c, itemsize, n_tokens, last = self.c, self.itemsize, self.in_group, k == self.layers
-        kept, in_block = token_bytes(c, itemsize, self.chunks)
+        kept, in_block = token_bytes(c, self.plan, self.chunks)
         working = (in_block - kept) * n_tokens
         if self.chunks > 1 and c.fused_kernels:  # a slice, with sums of its gradients; or then attention, beside them
             a_slice = itemsize * (6 * c.ffn_dim + c.n_embd) * n_tokens // self.chunks + 12 * c.n_embd * c.ffn_dim

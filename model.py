@@ -149,13 +149,13 @@ def rope_tables(config: LlamaConfig, start: int, end: int, device, dtype=torch.f
 
 
 def document_starts(tokens: torch.Tensor, end_of_text: int) -> torch.Tensor:
-    """For each of tokens (B, T) where its document starts, (B, T) int64: at the last end_of_text up to it, or at 0.
+    """For each of tokens (B, T) where its document starts, (B, T) int32: at the last end_of_text up to it, or at 0.
 
     What ends a document also begins the next: as an input it has nothing to predict but the first token there, and text
     is written behind it (sample.py). As a target it belongs to the document that it ends.
     """
     positions = torch.arange(tokens.shape[1], device=tokens.device)
-    return torch.where(tokens == end_of_text, positions, 0).cummax(dim=1).values
+    return torch.where(tokens == end_of_text, positions, 0).cummax(dim=1).values.int()
 
 
 def triton_is_faster(q):

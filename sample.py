@@ -105,6 +105,8 @@ except ValueError as error:  # a temperature, top_k or top_p that makes no sense
 except KeyboardInterrupt:
     print()
 except OSError as error:
+    if error.filename or not error.errno:  # not of what is printed, but of a kernel's compilation, say
+        raise
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     if not isinstance(error, BrokenPipeError):  # whoever reads has read enough, as head does
         sys.exit(f"the text could not be written: {error.strerror}")

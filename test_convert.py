@@ -252,7 +252,7 @@ def test_damaged_or_divided_files_of_metas_get_a_sentence(meta_folder, tmp_path,
     with pytest.raises(SystemExit, match="consolidated.00.pth cannot be read: "):
         convert.main()
     file.write_bytes(b"")
-    with pytest.raises(SystemExit, match="cannot be read: no file of torch.save, or a damaged one"):
+    with pytest.raises(SystemExit, match="cannot be read: no file of torch.save's zip format, or a damaged one"):
         convert.main()
     torch.save([torch.zeros(2)], file)
     with pytest.raises(SystemExit, match="consolidated.00.pth does not hold tensors by name"):

@@ -110,7 +110,7 @@ def bytes_after_forward(config, dtype):
 def test_a_layer_keeps_what_the_estimate_says(fused, checkpointing):
     config = replace(TINY, block_size=8, fused_kernels=fused, activation_checkpointing=checkpointing)
     two, three = (bytes_after_forward(replace(config, n_layer=n), torch.bfloat16) for n in (2, 3))
-    estimated = 8 * memory.token_bytes(config, itemsize=2, chunks=1)[0]
+    estimated = 8 * memory.token_bytes(config, memory.Plan(batch_size=1), chunks=1)[0]
     assert abs(estimated / (three - two) - 1) < 0.02, f"estimated {estimated}, found {three - two} bytes"
 
 

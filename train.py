@@ -184,6 +184,16 @@ if master:  # held open and locked: two runs in one folder would delete each oth
     except ValueError as error:
         stop(f"out_dir is {out_dir!r}: {error}")
 watch = ranks.meet(device, timeout)
+
+
+def stop_where_ranks_differ(values: dict):
+    names = ranks.unequal(values)
+    if names:
+        cure = "every machine needs the same command line and data, every rank a config that comes out the same"
+        stop(f"the ranks differ in {', '.join(names[:5])}: {cure}")
+
+
+stop_where_ranks_differ({name: value for name, value in settings.items() if not name.startswith("wandb_")})
 reachable = device != "cpu" and shard_ranks > 1 and offload != "all"
 reachable = reachable and ranks.local_world_size % shard_ranks == 0 and ranks.gpus_reach_each_other()
 reachable = ranks.maximum([not reachable])[0] == 0  # by each rank
@@ -200,18 +210,17 @@ data_dir = os.path.expanduser(dataset).removeprefix("./").removeprefix("data/")
 data_dir = Path(__file__).resolve().parent / "data" / data_dir
 try:
     if dataset == "pystdlib":  # the one dataset that needs nothing but Python
-        if local_rank == 0:  # on each machine
-            prepare_once(data_dir)
-        if world_size > 1:
-            dist.barrier()
+        for mine in (master, local_rank == 0):  # the machines may share the folder, or have one each
+            if mine:
+                prepare_once(data_dir)
+            if world_size > 1:
+                dist.barrier()
     train_tokens, val_tokens = Tokens(data_dir, "train"), Tokens(data_dir, "val")
     n_train_blocks = train_tokens.blocks(block_size, shifted=True)
     n_val_blocks = val_tokens.blocks(block_size)
 except (OSError, ValueError) as error:
     stop(str(error))
-unequal = ranks.unequal(settings | {f"the dataset's {name}": value for name, value in train_tokens.meta.items()})
-if unequal:
-    stop(f"the ranks differ in {', '.join(unequal[:5])}: give every machine the same command line and the same data")
+stop_where_ranks_differ({f"the dataset's {name}": value for name, value in train_tokens.meta.items()})
 end_of_text = train_tokens.meta["end_of_text"]
 if vocab_size is None:
     vocab_size = train_tokens.meta["vocab_size"]
@@ -287,8 +296,8 @@ card_gib = torch.cuda.get_device_properties(device).total_memory / 2**30 if devi
 
 
 def say_what_ended_it(kind, error, trace):
-    """A run's last words. Out of memory: which settings would help. Another rank lost: one line, no traceback, for only
-    that rank knows why it ended.
+    """A run's last words. Out of memory: which settings would help. Another rank lost: no traceback, for only that rank
+    knows why it ended. (NCCL says the same of what its own rank lacks.)
     """
     say = functools.partial(print, file=sys.stderr, flush=True)
     if isinstance(error, torch.OutOfMemoryError):
@@ -302,7 +311,7 @@ def say_what_ended_it(kind, error, trace):
         os._exit(1)
     lost = re.search(r"Connection (closed|reset) by peer|Broken pipe|remote process exited|Timed out", str(error))
     if world_size > 1 and (lost or isinstance(error, dist.DistBackendError)):
-        say(f"rank {rank}, {watch.doing}, lost another rank: see what that one said. Here it was: {error}")
+        say(f"rank {rank}, {watch.doing}, lost another rank, or the way to it: see what that one said. Here: {error}")
         os._exit(1)
     sys.__excepthook__(kind, error, trace)
 
@@ -381,8 +390,8 @@ if not found and init_from == "resume":
 def refuse_another_model(path: Path, model: dict, tokenizer: str, other: str):
     differing = [name for name in MODEL_SETTINGS if model.get(name) != getattr(config, name)]
     if differing:
-        found = ", ".join(f"{name} {model[name]} (this run: {getattr(config, name)})" for name in differing)
-        flags = " ".join(shlex.quote(f"--{name}={model[name]}") for name in differing)
+        found = ", ".join(f"{name} {model.get(name)} (this run: {getattr(config, name)})" for name in differing)
+        flags = " ".join(shlex.quote(f"--{name}={model.get(name)}") for name in differing)
         stop(f"{path} has {found}: say {flags}, or change {other}")
     if tokenizer != train_tokens.meta["tokenizer"]:
         now = train_tokens.meta["tokenizer"]
@@ -413,7 +422,7 @@ if found:
     first_step = meta["step"]
     if dtype == meta["dtype"] == "float16":
         loss_scale, loss_scale_since = meta["loss_scale"], meta["loss_scale_since"]
-    was = meta["settings"] | {"dtype": meta["dtype"]}
+    was = {"mask_documents": False} | meta["settings"] | {"dtype": meta["dtype"]}  # what older ones do not say
     changed = [
         f"{name} {was.get(name)} -> {value}"
         for name, value in (settings | {"dtype": dtype}).items()

@@ -148,7 +148,7 @@ def prepare(
     # A single file should still be enough documents for the hash to find some for validation: about eight chunks,
     # but no chunk so small that its end-of-text tokens would teach the model to stop early, unless that were more than
     # all that is to validate.
-    least = min(2**14, max(int(n_bytes * val_fraction), 256)) if n_bytes else 2**14
+    least = min(2**14, max(int(n_bytes * val_fraction), 256)) if 0 < n_bytes < SMALL else 2**14
     max_chars = min(max(int(n_bytes * val_fraction / 8), least), 2**20)
     texts = read_documents(files, field, max_chars, errors)
     if 0 < n_bytes < SMALL:
