@@ -34,7 +34,7 @@ class _Recomputed(torch.autograd.Function):
         ctx.save_for_backward(None if block.inputs else x, cos, sin, starts)
         out = torch.empty_like(x)
         for some in slices(len(x), groups):
-            torch.add(*block.addends(x[some], None, cos, sin, of_rows(starts, some)), out=out[some])
+            torch.add(*block.addends(x[some], None, cos, sin, _of_rows(starts, some)), out=out[some])
         return out
 
     @staticmethod
@@ -48,7 +48,7 @@ class _Recomputed(torch.autograd.Function):
             return None, None, dx, None, None, None, *dweights
         dx, sums = dy.contiguous(), []  # a group's gradient of x is written where that of its output was
         for some in slices(len(x), ctx.groups):
-            at = x[some], *tables, of_rows(starts, some)
+            at = x[some], *tables, _of_rows(starts, some)
             dx[some], *dweights = _gradients(ctx.block, *at, weights, dx[some])
             if sums:
                 torch._foreach_add_(sums, dweights)
@@ -60,7 +60,7 @@ class _Recomputed(torch.autograd.Function):
         return None, None, dx, None, None, None, *(s.to(w.dtype) for s, w in zip(sums, weights, strict=True))
 
 
-def of_rows(starts, some: slice):
+def _of_rows(starts, some: slice):
     return None if starts is None else starts[some]
 
 

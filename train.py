@@ -206,8 +206,8 @@ if offload != "none":  # the CPU's cores, of which torchrun gives each rank one
 # ----------------------------------------------------------------------------------------------------------------------
 # Data: the batch of a step is a function of (seed, step) alone, so it is the same for any number of ranks and
 # micro-batches, and a resumed run needs no loader state.
-data_dir = os.path.expanduser(dataset).removeprefix("./").removeprefix("data/")
-data_dir = Path(__file__).resolve().parent / "data" / data_dir
+folder = os.path.expanduser(dataset).removeprefix("./").removeprefix("data/")
+data_dir = Path(__file__).resolve().parent / "data" / folder
 try:
     if dataset == "pystdlib":  # the one dataset that needs nothing but Python
         for mine in (master, local_rank == 0):  # the machines may share the folder, or have one each
