@@ -202,11 +202,11 @@ def limits_of(r: dict) -> str:
 # Steps: points of `bench.py step`
 
 
-def steps_table() -> str:
+def steps_table(name: str) -> str:
     from benchmarks import step
 
-    r = load("step")
-    measured = f"Tokens a second · peak GiB; {commands(r, 'step')} on one {ran_on(r)}; {limits_of(r)}."
+    r = load(name)
+    measured = f"Tokens a second · peak GiB; {commands(r, name)} on one {ran_on(r)}; {limits_of(r)}."
     text = f"{step.step_table(r)}\n\n{measured}"
     if r["baby"]:
         text += "\n\nThe small model of `config/baby_llama.py`, batch 64:\n\n" + step.baby_table(r)
@@ -287,7 +287,8 @@ PARTS = {  # name -> what makes it, the records that it needs
     "headline": (headline, ("step", "baby_llama_cpu")),
     "baby": (baby_table, ("baby_llama_cpu", "baby_llama_gpu")),
     "kernels": (kernels_table, ("kernels",)),
-    "steps": (steps_table, ("step",)),
+    "steps": (partial(steps_table, "step"), ("step",)),
+    "step_h100": (partial(steps_table, "step_h100"), ("step_h100",)),
     "breakdown": (breakdown_table, ("step",)),
     "gpus": (gpus_tables, ("gpus",)),
     "fits_headline": (fits_headline, ("study",)),

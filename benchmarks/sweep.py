@@ -11,8 +11,8 @@ sweep=batch|seq|both; batches=..., contexts=... instead of the usual ones; block
 the contexts; config=, ranks=, steps=, out=. What begins with -- is a setting of train.py, for ours alone. at_once=4:
 four points at a time, each on a GPU of its own with its part of the CPU's cores; where AdamW works on the CPU, they
 share its memory's bandwidth, and may be slower for it.
-arms    all: train.py as it is; kernels: without the fused loss; torch: also without the kernels of norms, RoPE and MLP;
-        long: all, with --offload_activations=true; or none
+arms    all: train.py as it is; kernels: without the fused loss; torch: also without the kernels of norms, RoPE, MLP and
+        attention; long: all, with --offload_activations=true; or none
 peers   hf: transformers' LlamaForCausalLM; liger: with Liger-Kernel's patches; recipe: see benchmarks/peers.py; or
         none. Like ours they keep float32 weights and compute in bfloat16. hf and liger offload all or nothing, through
         FSDP2: where ours has the optimizer on the CPU, they have weights and gradients there too.

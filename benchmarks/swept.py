@@ -15,7 +15,7 @@ ARMS = {  # what train.py is told
     "all": [],
     "long": ["--offload_activations=true"],
     "kernels": ["--fused_loss=false"],
-    "torch": ["--fused_kernels=false", "--fused_loss=false"],
+    "torch": ["--fused_kernels=false", "--attention=sdpa", "--fused_loss=false"],
 }
 WHOLE = ("all", "long")  # with every kernel: what a peer is compared with
 PEERS = {  # as benchmarks/peers.py names them, without offload and with
