@@ -9,7 +9,7 @@
     n parameters, of which B a block and R the root (embedding, final norm, head; H: norm and an untied head); L layers;
     N tokens; P ranks share a copy. Bytes in bfloat16:
 
-    weights that compute    2n / P              AdamW: their lower halves, two moments    10n / P
+    compute weights         2n / P              AdamW: their lower halves, two moments    10n / P
     saved activations       2·N·L·(4C + 2KD + 2F)     the loss    a chunk's logits + 4VC      gradients    2n / P
     FSDP by NCCL            the gathered root 2R, two blocks 4B, a block's gradients on their way, in float32, 4B
     FSDP by copy engines    their buffers 2·(5B + 2R), the gathered root 2R and block 2B
@@ -226,7 +226,7 @@ class Step:
         learning = 8 + {"float32": 0, "bfloat16": 2}.get(plan.dtype, 4)
         found = [Part("cuBLAS workspaces", 2**26, "32 MiB each for forward and backward")]
         if plan.offload != "all":
-            found += counted("weights that compute", itemsize, everything, ranks=ranks)
+            found += counted("compute weights", itemsize, everything, ranks=ranks)
         if self.on_gpu:
             found += counted("AdamW: weights and moments", learning, everything, ranks=ranks)
         if plan.copy_engines_gather:  # collectives.py; embedding and head share theirs
@@ -234,7 +234,7 @@ class Step:
             ends = (of_ends, self.late, "of norm and head or embedding") if self.apart else (of_ends, *self.ends)
             found += counted("buffers of the copy engines", itemsize, (of_blocks, self.block, "of a block"), ends)
         if plan.micro_steps > 1 and not self.unsynced and self.on_gpu:
-            found += counted("sums of micro-batches", 4, everything, ranks=ranks)
+            found += counted("gradient accumulators", 4, everything, ranks=ranks)
         return found
 
     def gathered(self, blocks: int, ends: int) -> list[Part]:
@@ -252,7 +252,7 @@ class Step:
         found, itemsize, ranks = [], self.itemsize, self.plan.shard_ranks
         if self.unsynced and not over:
             done = head_done = 0
-            found += counted("sums of micro-batches", 4, (1, self.total, "parameters, on every rank"))
+            found += counted("gradient accumulators", 4, (1, self.total, "parameters, on every rank"))
         reduced = (head_done, self.late, "of norm and head"), (done, self.block, "of a block")
         found += counted("gradients", itemsize, (1, whole, "of the embedding" if self.apart else "of the root"))
         if self.on_gpu:
@@ -413,10 +413,10 @@ def cpu_parts(config: LlamaConfig, plan: Plan) -> list[Part]:
     found = [
         (plan.offload != "none", "AdamW: weights and moments", learning * total / shards,
          f"{learning} bytes x {total:,} parameters{ranks}"),
-        (plan.offload != "none" and plan.micro_steps > 1, "sums of micro-batches", 4 * total / shards,
+        (plan.offload != "none" and plan.micro_steps > 1, "gradient accumulators", 4 * total / shards,
          f"4 bytes x {total:,} parameters{ranks}"),
         (plan.offload != "none", "gradients", computing, how),
-        (plan.offload == "all", "weights that compute", computing, how),
+        (plan.offload == "all", "compute weights", computing, how),
         (config.offload_activations, "saved activations", (layers - 1) * a_layer * n_tokens,
          f"{a_layer:,} bytes x {layers - 1} layers x {n_tokens:,} tokens"),
     ]  # fmt: skip
@@ -425,7 +425,7 @@ def cpu_parts(config: LlamaConfig, plan: Plan) -> list[Part]:
 
 def cpu_bytes_to_come(config: LlamaConfig, plan: Plan) -> float:
     """Of cpu_parts what is not there before the first step."""
-    later = ("sums of micro-batches", "saved activations")
+    later = ("gradient accumulators", "saved activations")
     return sum(part.bytes for part in cpu_parts(config, plan) if part.name in later)
 
 

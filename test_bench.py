@@ -78,10 +78,10 @@ def test_the_headline_leaves_out_what_is_not_known(tmp_path, monkeypatch):
     ours = place | {"arm": "nanocria", "tok_per_s": 9000.0, "peak_gib": 30.0, "mfu": None}
     step = {"device": "GPU", "points": [ours]}
     (tmp_path / "step.json").write_text(json.dumps(step))
-    assert "at 9,000 tokens a second in 30 GiB of one GPU. The baby" in report.headline()
+    assert "at 9,000 tokens per second in 30 GiB of one GPU. The baby" in report.headline()
     step["points"] = [ours | {"mfu": 0.5}, ours | {"arm": "recipe", "tok_per_s": 6000.0}]
     (tmp_path / "step.json").write_text(json.dumps(step))
-    assert "second (50% of the card's peak) in 30 GiB of one GPU: 1.50 times the speed of" in report.headline()
+    assert "second (50% MFU) in 30 GiB of one GPU: 1.50 times the speed of" in report.headline()
 
 
 @pytest.mark.parametrize(("content", "sentence"), [(None, "No such file.*baby"), ("{", "baby.*json is not JSON: ")])

@@ -457,18 +457,18 @@ def test_the_tables_show_what_fits_what_does_not_and_every_point(monkeypatch, tm
     for part in (
         "`config/llama32_1b.py` held to 24 GiB, sequences of 1,024 tokens, activation checkpointing full, "
         "offload optimizer (the others all):",
-        "| trainer | largest batch | out of memory at | tok/s | peak GiB | KB for each token more |",
-        "Full checkpointing keeps 66 KB a token",
+        "| trainer | largest batch | out of memory at | its tok/s | its peak GiB | KB per extra token |",
+        "Full checkpointing keeps 66 KB per token",
         "| Hugging Face | 8 | 16 | 20,000 | 10.0 | - |",
         "| Hugging Face + Liger | 112 | - | 40,000 | 18.0 | 157 |",
-        "| nanocria, no kernels | none | 2,048 | - | - | - |",
+        "| nanocria, plain PyTorch | none | 2,048 | - | - | - |",
         "| batch | nanocria | Hugging Face | Hugging Face + Liger |",
         "| 16 | - | out of memory | - |",
         "32,000 · 10.8 |",
         "`python bench.py preset=study` on GPU (nanocria abc)",
-        "24 GiB of a GPU and 16 of the CPU's memory are enough to train all of Llama 3.2 1B with batches of "
-        "112 x 1,024 tokens or contexts of 8,192 at batch 4; Hugging Face runs out of memory above batch 8. At batch "
-        "112 nanocria is 1.25 times as fast as Hugging Face + Liger, in ",
+        "24 GiB of GPU memory and 16 GiB of CPU memory are enough to train all parameters of Llama 3.2 1B with batches "
+        "of 112 x 1,024 tokens or contexts of 8,192 at batch 4. Out of memory with as much: Hugging Face above batch 8. "
+        "At batch 112 nanocria is 1.25 times as fast as Hugging Face + Liger, in ",
         "estimate is within 0.0% of each of nanocria's 3 peaks",
     ):
         assert part in text, f"{part}\nis not in\n{text}"
@@ -477,12 +477,12 @@ def test_the_tables_show_what_fits_what_does_not_and_every_point(monkeypatch, tm
 def test_the_headline_is_of_the_sweeps_that_were_measured():
     half = RECORD | {"batch": []}
     assert swept.headline(half) == (
-        "24 GiB of a GPU and 16 of the CPU's memory are enough to train all of Llama 3.2 1B with contexts of 8,192 at "
-        "batch 4."
+        "24 GiB of GPU memory and 16 GiB of CPU memory are enough to train all parameters of Llama 3.2 1B with "
+        "contexts of 8,192 at batch 4."
     )
     whole = swept.headline(RECORD | {"seq": []})
-    assert "contexts" not in whole and "; Hugging Face runs out of memory above batch 8." in whole
-    assert "Liger runs" not in whole, "it has met no batch yet that does not fit"
+    assert "contexts" not in whole and "Out of memory with as much: Hugging Face above batch 8." in whole
+    assert "Liger above" not in whole, "it has met no batch yet that does not fit"
     assert "times as fast as Hugging Face + Liger" in whole
 
 
@@ -834,7 +834,7 @@ def test_the_estimate_counts_the_sums_of_the_micro_batches_that_the_config_asks_
     text, recipe = estimate.estimate(estimate.parse(words))
     _, single = estimate.estimate(estimate.parse([*words, "--gradient_accumulation_steps=1"]))
     assert recipe["peak_gib"] - single["peak_gib"] == pytest.approx(4 * 1_235_814_400 / 2**30, abs=0.01)
-    assert "32 micro-batches a step" in text and "sums of micro-batches" in text
+    assert "32 micro-batches a step" in text and "gradient accumulators" in text
     _, hybrid = estimate.estimate(estimate.parse(["ranks=8", "--sharding=hybrid", "--shard_ranks=2"]))
     _, without = estimate.estimate(estimate.parse([*words, "ranks=8", "--copy_engines=false"]))
     assert (

@@ -214,7 +214,7 @@ def test_parameters_are_the_model_s(config):
 def test_weights_and_moments_take_12_bytes_a_parameter_shared_by_the_ranks():
     for ranks in (1, 4):
         moments = memory.moments(LLAMA_1B, Plan(8, world_size=ranks, shard_ranks=ranks))
-        assert bytes_of(moments, "weights that compute") == 2 * 1_235_814_400 / ranks
+        assert bytes_of(moments, "compute weights") == 2 * 1_235_814_400 / ranks
         assert bytes_of(moments, "AdamW: weights and moments") == 10 * 1_235_814_400 / ranks
 
 
@@ -278,7 +278,7 @@ def test_unsynced_micro_batches_keep_all_gradients_on_every_rank():
         {part.name: part.bytes for part in memory.parts(LLAMA_8B, replace(plan, sync_every_micro_batch=sync))[1]}
         for sync in (True, False)
     )
-    assert unsynced["sums of micro-batches"] == 8 * synced["sums of micro-batches"] == 4 * 8_030_261_248
+    assert unsynced["gradient accumulators"] == 8 * synced["gradient accumulators"] == 4 * 8_030_261_248
 
 
 def test_offloaded_activations_and_a_sliced_mlp_leave_a_slope_of_one_block():
@@ -298,8 +298,8 @@ def test_offload_moves_bytes_to_the_cpu():
     there, of_optimizer = memory.peak_gib(config, Plan(8)), memory.peak_gib(config, Plan(8, offload="optimizer"))
     assert there - of_optimizer == pytest.approx(10 * n / 2**30)
     parts = {part.name: part.bytes for part in memory.cpu_parts(config, Plan(8, 2, offload="all"))}
-    assert parts["AdamW: weights and moments"] == 12 * n and parts["sums of micro-batches"] == 4 * n
-    assert parts["gradients"] == parts["weights that compute"] == 2 * n
+    assert parts["AdamW: weights and moments"] == 12 * n and parts["gradient accumulators"] == 4 * n
+    assert parts["gradients"] == parts["compute weights"] == 2 * n
     # FSDP's: the embedding in 2^29 / 2 bytes; qkv in 2^23, o 2^22, gate and up 2^25, down 2^24, two norms 2^11 each.
     sharded = {
         part.name: part.bytes for part in memory.cpu_parts(config, Plan(8, 1, "bfloat16", 2, "zero3", 2, offload="all"))

@@ -34,7 +34,7 @@ ARMS = {
     "nanocria-zero2": "nanocria, ZeRO-2",
     "nanocria-hybrid": "nanocria, hybrid",
     "nanocria-nccl": "nanocria, ZeRO-3, NCCL alone",
-    "nanocria-each": "nanocria, on each GPU a run of its own",
+    "nanocria-each": "nanocria, an independent run on each GPU",
     "recipe": "torchtitan's recipe, ZeRO-3",
     "recipe-zero2": "torchtitan's recipe, ZeRO-2",
     "torchtitan": "torchtitan, ZeRO-3",
@@ -298,7 +298,7 @@ def cells(row: dict, rows: list[dict], comparison: str) -> list[str]:
 
 
 def header(comparison: str) -> list[str]:
-    return ["tok/s", "tok/s a GPU", comparison, "MFU", "peak GiB", "estimated / peak"]
+    return ["tok/s", "tok/s per GPU", comparison, "MFU", "peak GiB", "estimated / peak"]
 
 
 def scaling_table(record: dict) -> str:
@@ -308,19 +308,19 @@ def scaling_table(record: dict) -> str:
         comparison = "-" if share is None else f"{share:.3f}"
         name = ARMS[row["arm"]] if row["ranks"] > 1 else ARMS[row["arm"]].partition(",")[0]  # one is not sharded
         rows.append([name, str(row["ranks"]), *cells(row, record["scaling"], comparison)])
-    return report.table(["trainer", "GPUs", *header("of N x one GPU")], rows)
+    return report.table(["trainer", "GPUs", *header("scaling efficiency")], rows)
 
 
 def big_table(record: dict) -> str:
     rows = []
     for row in record["8b"]:
         found = ratios(row, record["8b"]) if "tok_per_s" in row else None
-        other = f" ({found['checkpointing']})" if found and found["checkpointing"] != row["checkpointing"] else ""
+        other = f" (vs. {found['checkpointing']})" if found and found["checkpointing"] != row["checkpointing"] else ""
         comparison = f"{found['tok_per_s']:.3f} · {found['peak_gib']:.2f}{other}" if found else "-"
         where = [f"{row['batch']} x {row['block']:,}", row["checkpointing"], ARMS[row["arm"]]]
         rows.append([*where, *cells(row, record["8b"], comparison)])
-    first = ["sequences x tokens a GPU", "checkpointing", "trainer"]
-    return report.table([*first, *header("speed · memory, recipe's = 1")], rows)
+    first = ["sequences x tokens per GPU", "checkpointing", "trainer"]
+    return report.table([*first, *header("speed · memory vs. recipe")], rows)
 
 
 def main(words: list[str]) -> None:

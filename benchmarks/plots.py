@@ -137,7 +137,7 @@ def draw_steps(record: dict, path: Path) -> None:
         axes.set_title(f"{shape[0]} x {shape[1]:,} tokens", fontsize=10)
         axes.set(xlabel="peak memory, GiB")
     first = figure.axes[0]
-    first.set(ylabel="thousand tokens a second", ylim=(0, max(p["tok_per_s"] for p in done) / 940))
+    first.set(ylabel="thousand tokens per second", ylim=(0, max(p["tok_per_s"] for p in done) / 940))
     arms = {p["arm"] for p in done}
     for arm, title in step.ARMS.items():
         if arm in arms:
@@ -163,15 +163,15 @@ def draw_gpus(record: dict, path: Path) -> None:
         at = [row["ranks"] for row in line], [row["tok_per_s"] / row["ranks"] / 1000 for row in line]
         if arm in arms:
             left.plot(*at, "o-", color=GPUS_COLORS[arm], label=title)
-    left.set(xlabel="GPUs", ylabel="thousand tokens/s a GPU", xticks=sorted({row["ranks"] for row in rows}))
-    left.set_title("Llama 3.2 1B, 16 x 2,048 tokens a GPU", fontsize=10)
+    left.set(xlabel="GPUs", ylabel="thousand tokens/s per GPU", xticks=sorted({row["ranks"] for row in rows}))
+    left.set_title("Llama 3.2 1B, 16 x 2,048 tokens per GPU", fontsize=10)
     for right in rest:
         draw_arms(right, big, GPUS_COLORS, line="")
         for row in big:
             at = row["peak_gib"], row["tok_per_s"] / 1000
             size = {"fontsize": 6, "textcoords": "offset points", "xytext": (4, 4)}
             right.annotate(f"{row['batch']} x {row['block']:,}", at, **size)
-        right.set(xlabel="peak memory, GiB", ylabel="thousand tokens/s a GPU")
+        right.set(xlabel="peak memory, GiB", ylabel="thousand tokens/s per GPU")
         right.set_ylim(0, 1.1 * max(row["tok_per_s"] / 1000 for row in big))
         right.set_title("Llama 3.1 8B", fontsize=10)
         for checkpointing in dict.fromkeys(row["checkpointing"] for row in big):
@@ -200,7 +200,7 @@ def draw_sweep(record: dict, path: Path) -> None:
             memory.annotate(f"limit: {limit:g} GiB", (0.02, limit), xycoords=("axes fraction", "data"), fontsize=8,
                             xytext=(0, 3), textcoords="offset points")  # fmt: skip
         elsewhere = f"{rows[0]['block']:,} tokens a sequence" if kind == "batch" else f"batch {rows[0]['batch']}"
-        speed.set(ylabel="thousand tokens a second", ylim=(0, None), title=f"{swept.SIZE[kind]} grows, {elsewhere}")
+        speed.set(ylabel="thousand tokens per second", ylim=(0, None), title=f"{swept.SIZE[kind]} grows, {elsewhere}")
         unit = "batch, sequences" if kind == "batch" else "context, tokens"
         memory.set(xlabel=unit, ylabel="peak memory, GiB", ylim=(0, None), xscale="log")
         sizes = sorted({row[swept.VARIES[kind]] for row in rows})

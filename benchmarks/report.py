@@ -102,14 +102,14 @@ def headline() -> str:
     best = max((p for p in done if p["arm"] == "nanocria"), key=lambda p: p["tok_per_s"])
     where = ("batch", "block", "checkpointing")
     peer = next((p for p in done if p["arm"] == "recipe" and all(p[k] == best[k] for k in where)), None)
-    share = f" ({best['mfu']:.0%} of the card's peak)" if best["mfu"] else ""  # of some cards the peak is not known
+    share = f" ({best['mfu']:.0%} MFU)" if best["mfu"] else ""  # of some cards the peak is not known
     beside = ""
     if peer:
         speed, memory = (best[key] / peer[key] for key in ("tok_per_s", "peak_gib"))
-        beside = f": {speed:.2f} times the speed of torchtitan's compiled recipe in {memory:.2f} of its memory"
+        beside = f": {speed:.2f} times the speed of torchtitan's compiled recipe, with {memory:.0%} of its memory"
     return (
-        f"Llama 3.2 1B trains at {best['tok_per_s']:,.0f} tokens a second{share} in {best['peak_gib']:.0f} GiB of one "
-        f"{r['device']}{beside}. The baby below needs {cpu['train_seconds'] / 60:.0f} minutes of a CPU."
+        f"Llama 3.2 1B trains at {best['tok_per_s']:,.0f} tokens per second{share} in {best['peak_gib']:.0f} GiB of one "
+        f"{r['device']}{beside}. The baby below trains in {cpu['train_seconds'] / 60:.0f} minutes on a CPU."
     )
 
 
@@ -185,7 +185,7 @@ def kernels_table() -> str:
             [f"{result['host_us']:.0f} us" if "host_us" in result else "-" for result in ours],
         ]
         lines.append([f"`{op}`", size, *(" / ".join(cells) for cells in columns)])
-    header = ["operation", "shape", "pass", "time", "of the limit", "speed, best peer's = 1", "CPU time of a launch"]
+    header = ["operation", "shape", "pass", "time", "of the limit", "speed vs. the best peer", "CPU time per launch"]
     return table(header, lines) + "\n\n" + kernels_origin()
 
 
@@ -195,7 +195,7 @@ def kernels_origin() -> str:
 
 
 def limits_of(r: dict) -> str:
-    return f"the card in the same run: copy {r['copy_tb_s']:.2f} TB/s, matmul {r['matmul_tflops']:.0f} TFLOP/s"
+    return f"limits measured beside it: copy {r['copy_tb_s']:.2f} TB/s, matmul {r['matmul_tflops']:.0f} TFLOP/s"
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -206,7 +206,7 @@ def steps_table(name: str) -> str:
     from benchmarks import step
 
     r = load(name)
-    measured = f"Tokens a second · peak GiB; {commands(r, name)} on one {ran_on(r)}; {limits_of(r)}."
+    measured = f"Tokens per second · peak GiB; {commands(r, name)} on one {ran_on(r)}; {limits_of(r)}."
     text = f"{step.step_table(r)}\n\n{measured}"
     if r["baby"]:
         text += "\n\nThe small model of `config/baby_llama.py`, batch 64:\n\n" + step.baby_table(r)
@@ -229,7 +229,7 @@ def gpus_tables() -> str:
 
     r, parts = load("gpus"), []
     if r["scaling"]:
-        parts += ["Llama 3.2 1B, 16 x 2,048 tokens a GPU, without checkpointing:", gpus.scaling_table(r)]
+        parts += ["Llama 3.2 1B, 16 x 2,048 tokens per GPU, without checkpointing:", gpus.scaling_table(r)]
     if r["8b"]:
         ranks = " and ".join(str(n) for n in sorted({row["ranks"] for row in r["8b"]}))
         parts += [f"Llama 3.1 8B on {ranks} GPUs:", gpus.big_table(r)]
@@ -251,7 +251,7 @@ def sweep_part(name: str) -> str:
     r, parts = load(name), []
     for kind in filter(r.get, swept.ROWS):
         parts += [f"{swept.what_was_swept(r, kind)}:", swept.fits_table(r, kind)]
-        parts += [folded("Every point: tokens a second · peak GiB", swept.sweep_table(r, kind))]
+        parts += [folded("All measurements: tokens per second · peak GiB", swept.sweep_table(r, kind))]
     measured = f"{commands(r, name)} on {ran_on(r)}; {limits_of(r)}. {swept.arithmetic(r)}"
     return "\n\n".join([*parts, measured.rstrip()])
 
@@ -264,7 +264,7 @@ def folded(title: str, text: str) -> str:
 def commands(record: dict, name: str) -> str:
     """The first, and how many more there are where the record was continued: with keep= they need what was before."""
     first, *others = record["command"].split(" && ")
-    return f"`{first}`" + (f" and {len(others)} more, named in assets/{name}.json," if others else "")
+    return f"`{first}`" + (f" and {len(others)} more commands, listed in assets/{name}.json," if others else "")
 
 
 def fits_headline() -> str:

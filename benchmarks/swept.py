@@ -25,9 +25,9 @@ PEERS = {  # as benchmarks/peers.py names them, without offload and with
 }
 TITLES = {
     "all": "nanocria",
-    "long": "nanocria, checkpoints on the CPU",
-    "kernels": "nanocria, loss not fused",
-    "torch": "nanocria, no kernels",
+    "long": "nanocria, activations on the CPU",
+    "kernels": "nanocria, unfused loss",
+    "torch": "nanocria, plain PyTorch",
     "hf": "Hugging Face",
     "liger": "Hugging Face + Liger",
     "recipe": "torchtitan's recipe",
@@ -199,8 +199,8 @@ def fits_table(record: dict, kind: str) -> str:
         slope = slope_kb(rows)
         out_of_memory = f"{too_large[0]:,}" if too_large else "-"
         lines.append([names[name], largest, out_of_memory, speed, peak, "-" if slope is None else f"{slope:.0f}"])
-    header = ["trainer", f"largest {SIZE[kind]}", "out of memory at", "tok/s", "peak GiB", "KB for each token more"]
-    return report.table(header, lines)
+    columns = ["trainer", f"largest {SIZE[kind]}", "out of memory at", "its tok/s", "its peak GiB", "KB per extra token"]
+    return report.table(columns, lines)
 
 
 def what_was_swept(record: dict, kind: str) -> str:
@@ -209,7 +209,7 @@ def what_was_swept(record: dict, kind: str) -> str:
     first = rows[0]
     at = f"sequences of {first['block']:,} tokens" if kind == "batch" else f"batch {first['batch']}"
     limit = f" held to {first['limit_gib']:g} GiB" if first["limit_gib"] else ""
-    ranks = f" on {first['ranks']} GPUs, batches of each" if first["ranks"] > 1 else ""
+    ranks = f" on {first['ranks']} GPUs (batch and peak memory of each, tok/s of all)" if first["ranks"] > 1 else ""
     checkpointing = " or ".join(dict.fromkeys(row["checkpointing"] for row in rows))
     ours, theirs = (" or ".join(dict.fromkeys(row["offload"] for row in rows if (row["arm"] in ARMS) == own))
                     for own in (True, False))  # fmt: skip
@@ -222,7 +222,7 @@ def arithmetic(record: dict) -> str:
     sentences = []
     full = [row for kind in ROWS for row in record[kind] if row["checkpointing"] == "full"]
     if full:
-        sentences.append(f"Full checkpointing keeps {checkpoints_kb(full[0]):.0f} KB a token: each block's input.")
+        sentences.append(f"Full checkpointing keeps {checkpoints_kb(full[0]):.0f} KB per token: each block's input.")
     off = [abs(deviation) for _, deviation in deviations(record)]
     if off:
         most = math.ceil(1000 * max(off)) / 1000  # not rounded down
@@ -238,20 +238,21 @@ def headline(record: dict) -> str:
     sizes = " or ".join(what[kind].format(**row) for kind, row in ends.items())
     limit = max(row["limit_gib"] for row in ends.values())
     on_cpu = max(cpu_gib(row) for row in ends.values())
-    beside = f" and {on_cpu:.0f} of the CPU's memory" if on_cpu else ""
-    text = f"{limit:g} GiB of a GPU{beside} are enough to train all of Llama 3.2 1B with {sizes}"
+    beside = f" and {on_cpu:.0f} GiB of CPU memory" if on_cpu else ""
+    text = f"{limit:g} GiB of GPU memory{beside} are enough to train all parameters of Llama 3.2 1B with {sizes}."
+    ended = []
     for peer in PEERS:
-        ended = [kind for kind in ends if any(row["arm"] == peer and row.get("oom") for row in record[kind])]
-        if ended:
-            above = (f"{SIZE[kind]} {largest(record[kind], kind, (peer,)):,}" for kind in ended)
-            text += f"; {TITLES[peer]} runs out of memory above {' and '.join(above)}"
+        kinds = [kind for kind in ends if any(row["arm"] == peer and row.get("oom") for row in record[kind])]
+        above = (f"{SIZE[kind]} {largest(record[kind], kind, (peer,)):,}" for kind in kinds)
+        ended += [f"{TITLES[peer]} above {' and '.join(above)}"] if kinds else []
+    if ended:
+        text += f" Out of memory with as much: {', '.join(ended)}."
     both = max(ratios(record["batch"]), key=lambda ratio: (ratio["batch"], -ratio["peak_gib"]), default=None)
-    if both is None:
-        return f"{text}."
-    return (
-        f"{text}. At batch {both['batch']:,} nanocria is {both['tok_per_s']:.2f} times as fast as "
-        f"{TITLES[both['peer']]}, in {both['peak_gib']:.2f} of its memory."
-    )
+    if both:
+        ours, theirs = TITLES[both["arm"]].replace(", ", " with "), TITLES[both["peer"]]
+        text += f" At batch {both['batch']:,} {ours} is {both['tok_per_s']:.2f} times as fast as {theirs}"
+        text += f", in {both['peak_gib']:.0%} of its GPU memory."
+    return text
 
 
 def summary(record: dict, out: Path, failed: list[dict]) -> dict:
