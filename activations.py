@@ -30,8 +30,8 @@ class _Recomputed(torch.autograd.Function):
     @staticmethod
     def forward(ctx, block, groups, x, cos, sin, starts, *weights):
         ctx.block, ctx.groups, x = block, groups, x.detach()
-        ctx.place = block.inputs and block.inputs.put(x, block.last)  # leaves while the block computes
-        ctx.save_for_backward(None if block.inputs else x, cos, sin, starts)
+        ctx.place = block.offloaded and block.offloaded.put(x, block.last)  # leaves while the block computes
+        ctx.save_for_backward(None if block.offloaded else x, cos, sin, starts)
         out = torch.empty_like(x)
         for some in slices(len(x), groups):
             torch.add(*block.addends(x[some], None, cos, sin, _of_rows(starts, some)), out=out[some])
@@ -41,8 +41,8 @@ class _Recomputed(torch.autograd.Function):
     def backward(ctx, dy):
         refuse_double_backward()
         x, *tables, starts = ctx.saved_tensors
-        x = ctx.block.inputs.take(ctx.place, dy.device) if x is None else x
-        weights = learning(ctx.block)
+        x = ctx.block.offloaded.take(ctx.place, dy.device) if x is None else x
+        weights = trainable_parameters(ctx.block)
         if ctx.groups == 1:
             dx, *dweights = _gradients(ctx.block, x, *tables, starts, weights, dy)
             return None, None, dx, None, None, None, *dweights
@@ -73,26 +73,25 @@ def _gradients(block, x, cos, sin, starts, weights, dy):
     return torch.autograd.grad(outputs, [x, *weights], [dy, dy])
 
 
-def learning(block: torch.nn.Module) -> list[torch.nn.Parameter]:
+def trainable_parameters(block: torch.nn.Module) -> list[torch.nn.Parameter]:
     return [weight for weight in block.parameters() if weight.requires_grad]
 
 
 def recomputed(block, groups: int, x: torch.Tensor, cos, sin, starts=None) -> torch.Tensor:
-    """The output of a block of model.py for its input x, both (B, T, C), of which only x is kept for backward; cos, sin
-    and starts are what the block is handed with it.
+    """The output (B, T, C) of a block of model.py for its input x (B, T, C). Backward keeps only x, and cos, sin and
+    starts, which the block is handed with it.
 
-    The sequences pass through it in so many groups. Where that is more than one, the weights' gradients of each are
-    added in float32 and rounded once, and the gradient of x takes the memory of the output's: so nobody else may read
-    that one afterwards. A hook on a weight sees the gradient of each group, and then the sum (autograd.grad calls it
-    too).
+    The sequences pass through the block in `groups` groups. With more than one, their gradients of the weights are
+    summed in float32 and rounded once, and x's gradient overwrites the output's, which nobody else may read afterwards.
+    A hook on a weight sees the gradient of each group, and then the sum (autograd.grad calls it too).
     """
-    return _Recomputed.apply(block, groups, x, cos, sin, starts, *learning(block))
+    return _Recomputed.apply(block, groups, x, cos, sin, starts, *trainable_parameters(block))
 
 
-class Inputs:
+class OffloadedInputs:
     """The inputs of the blocks of one forward pass: put in the order of forward, taken in that of backward, once.
 
-    place = inputs.put(x, last=False) ... x = inputs.take(place, device)
+    place = offloaded.put(x, last=False) ... x = offloaded.take(place, device)
     """
 
     def __init__(self):

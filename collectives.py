@@ -18,7 +18,7 @@ for in its own (cuStreamWriteValue32, cuStreamWaitValue32). A kernel that waits 
 NCCL's.
 
 A buffer may be filled again once all other ranks have pulled from it. A rank pulls in order, so one that says "my
-number k is full" has read all of number k - 1. From that follows, without another message:
+number k is full" has read all of number k - 1. It follows, without another message:
 
     gathers of layers       three buffers: k overwrites k - 3. FSDP has waited for k - 2, which ended when all ranks had
                             said that their k - 2 was full: so all had read k - 3
@@ -41,16 +41,16 @@ from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatt
 from kernels import add_ranks
 from model import Llama
 
-taken = 0  # bytes of all buffers, which PyTorch's memory statistics do not count
+buffer_bytes = 0  # bytes of all buffers, which PyTorch's memory statistics do not count
 
 
 def shard(model: Llama, keep_blocks: bool = False, **options) -> None:
     """Makes the groups of parameters that FSDP gathers together, and whose gradients it reduces together.
 
-    Each block is one; keep_blocks: it stays whole from forward to backward. A tied head is the embedding, needed first
-    and last, so it stays whole with the root. Otherwise the embedding is one, which only forward needs whole, and the
-    final norm and the head are one, whole from the end of forward to the beginning of backward: its gradients are
-    reduced behind the blocks' backward. options: fully_shard's.
+    Each block is a group; keep_blocks: it stays whole from forward to backward. A tied head is the embedding, needed
+    first and last, so it stays whole in the root group. An untied embedding is a group of its own, which only forward
+    needs whole. The final norm and an untied head are another, whole from the end of forward to the beginning of
+    backward: its gradients are reduced during the blocks' backward. options: fully_shard's.
     """
     for layer in model.layers:
         fully_shard(layer, reshard_after_forward=not keep_blocks, **options)
@@ -105,27 +105,27 @@ class Buffers:
 
     def __init__(self, group: dist.ProcessGroup, count: int, largest: int):
         self.group, self.count, self.largest = group, count, largest
-        self.buffers, self.turn, self.handles, self.full = [], 0, {}, {}
+        self.buffers, self.turn, self.handles, self.times_full = [], 0, {}, {}
 
     def next(self, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        """The beginning of the one whose turn it is, to be filled by what this stream does next.
+        """The first numel elements of the buffer whose turn it is, for the current stream to fill.
 
-        Every rank asks for the same ones in the same order; a first time it waits for the others.
+        Every rank asks for the same ones in the same order; the first use of a buffer waits for the other ranks.
         """
-        global taken
+        global buffer_bytes
         if len(self.buffers) < self.count:
             buffer = symmetric_memory.empty(self.largest, dtype=dtype, device=device)
-            torch.cuda.synchronize()  # it is being zeroed, and with it a signal that another rank might send at once
+            torch.cuda.synchronize()  # else its zeroing, signal pad included, could erase another rank's first signal
             self.handles[buffer.data_ptr()] = symmetric_memory.rendezvous(buffer, self.group.group_name)
-            self.full[buffer.data_ptr()] = 0  # how often it was
+            self.times_full[buffer.data_ptr()] = 0
             self.buffers.append(buffer)
-            taken += buffer.nbytes
+            buffer_bytes += buffer.nbytes
         buffer = self.buffers[self.turn % self.count]
         self.turn += 1
         if self.count == 1:
             pads, me, others = self._signals(buffer)
             for other in others:
-                on_stream("cuStreamWaitValue32", pads[me] + 4 * (len(pads) + other), self.full[buffer.data_ptr()])
+                on_stream("cuStreamWaitValue32", pads[me] + 4 * (len(pads) + other), self.times_full[buffer.data_ptr()])
         return buffer[:numel]
 
     def _signals(self, buffer: torch.Tensor) -> tuple[list[int], int, list[int]]:
@@ -138,19 +138,19 @@ class Buffers:
         return handle.signal_pad_ptrs, me, [(me + step) % n_ranks for step in range(1, n_ranks)]
 
     def pull(self, buffer: torch.Tensor, rows: torch.Tensor, offset_of) -> None:
-        """This rank's buffer is full. rows[i] (n,) from the i-th rank after this one, once its own is full: there it
-        begins at offset_of(that rank).
+        """Says that this rank's buffer is full, and copies from the others': into rows[i] (n,), from rank me + 1 + i
+        (mod the number of ranks) once that rank's buffer is full, n elements from offset_of(that rank) on.
         """
         pads, me, others = self._signals(buffer)
-        handle, full = self.handles[buffer.data_ptr()], self.full[buffer.data_ptr()] + 1
-        self.full[buffer.data_ptr()] = full
+        handle, times_full = self.handles[buffer.data_ptr()], self.times_full[buffer.data_ptr()] + 1
+        self.times_full[buffer.data_ptr()] = times_full
         for other in others:
-            on_stream("cuStreamWriteValue32", pads[other] + 4 * me, full)
+            on_stream("cuStreamWriteValue32", pads[other] + 4 * me, times_full)
         for row, other in zip(rows, others, strict=True):
-            on_stream("cuStreamWaitValue32", pads[me] + 4 * other, full)
+            on_stream("cuStreamWaitValue32", pads[me] + 4 * other, times_full)
             row.copy_(handle.get_buffer(other, row.shape, row.dtype, offset_of(other)))
             if self.count == 1:
-                on_stream("cuStreamWriteValue32", pads[other] + 4 * (len(pads) + me), full)
+                on_stream("cuStreamWriteValue32", pads[other] + 4 * (len(pads) + me), times_full)
 
 
 class CopyEngineAllGather(AllGather):

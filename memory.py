@@ -157,7 +157,7 @@ def loss_bytes(c: LlamaConfig, plan: Plan, n_tokens: int) -> tuple[Part, Part]:
             Part("loss head", 12 * n_tokens * c.vocab_size + summed + x, f"12 {how}"),
         )
     row = itemsize * -(-c.vocab_size // 16) * 16
-    options = c.chunks_of_loss(n_tokens, plan.compute_dtype)
+    options = c.loss_chunking(n_tokens, plan.compute_dtype)
     chunk, wide = options["chunk_tokens"], options["fp32_dweight"]
     if n_tokens <= chunk and plan.dtype != "float16":
         logits = f"logits of {n_tokens:,} tokens"

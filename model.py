@@ -30,7 +30,7 @@ from torch.utils.checkpoint import checkpoint
 
 import kernels
 import kernels.reference
-from activations import Inputs, recomputed
+from activations import OffloadedInputs, recomputed
 from kernels.linear_cross_entropy import default_chunk_tokens
 
 TRITON_TOKENS = 4096  # the longest sequence for which our attention, heads of 64 on Hopper, is no slower than cuDNN's
@@ -93,8 +93,9 @@ class LlamaConfig:
         """
         if self.mlp_chunks:
             return min(self.mlp_chunks, max(n_tokens, 1))
-        by_itself = self.activation_checkpointing == "full" and self.fused_kernels
-        return max(n_tokens // max(MLP_SLICE, 4 * self.n_embd), 1) if by_itself else 1
+        if self.activation_checkpointing != "full" or not self.fused_kernels:
+            return 1
+        return max(n_tokens // max(MLP_SLICE, 4 * self.n_embd), 1)
 
     def groups_of_sequences(self, n_batch: int, n_time: int) -> int:
         """How many groups of sequences pass through a block one after another under full checkpointing: activations.py.
@@ -103,11 +104,12 @@ class LlamaConfig:
         """
         return 1 if self.mlp_chunks else min(self.chunks_of_mlp(n_batch * n_time), n_batch)
 
-    def chunks_of_loss(self, n_tokens: int, dtype: torch.dtype) -> dict:
+    def loss_chunking(self, n_tokens: int, dtype: torch.dtype) -> dict:
         """chunk_tokens and fp32_dweight of linear_cross_entropy.
 
-        Full checkpointing halves the chunk: 2,048 tokens of Llama 3 in bf16. Where up to four such chunks hold all
-        tokens, it takes four equal ones and sums the head's gradient in the weight's dtype (not in float16).
+        Full checkpointing halves the chunk: 2,048 tokens of Llama 3 in bf16. Where at most four such chunks hold all
+        tokens, it makes them near-equal, of a multiple of 256 tokens, and sums the head's gradient in the weight's
+        dtype (not in float16).
         """
         chunk_tokens = default_chunk_tokens(self.vocab_size, dtype.itemsize)
         if self.activation_checkpointing != "full":
@@ -149,10 +151,11 @@ def rope_tables(config: LlamaConfig, start: int, end: int, device, dtype=torch.f
 
 
 def document_starts(tokens: torch.Tensor, end_of_text: int) -> torch.Tensor:
-    """For each of tokens (B, T) where its document starts, (B, T) int32: at the last end_of_text up to it, or at 0.
+    """For each token of tokens (B, T), the position where its document starts: (B, T) int32.
 
-    What ends a document also begins the next: as an input it has nothing to predict but the first token there, and text
-    is written behind it (sample.py). As a target it belongs to the document that it ends.
+    That is the last end_of_text at or before it, or 0. So as an input an end_of_text opens the next document: the only
+    thing it predicts is that document's first token, and sample.py generates after one. As a target it still counts as
+    the end of its own document, which has to predict it.
     """
     positions = torch.arange(tokens.shape[1], device=tokens.device)
     return torch.where(tokens == end_of_text, positions, 0).cummax(dim=1).values.int()
@@ -216,8 +219,9 @@ class RMSNorm(nn.Module):
         self.rms_norm, self.add_rms_norm = ops.rms_norm, ops.add_rms_norm
 
     def forward(self, x, residual):
-        """norm(x + residual), or norm(x) where residual is None: the final norm. Blocks do not call it: they hand its
-        weight and eps to the fused function that norms and projects (rms_norm_linear, swiglu_mlp).
+        """norm(x + residual), or norm(x) where residual is None: (B, T, C). Only the final norm is called like this;
+        a block hands its norms' weight and eps to the fused functions that norm and project (rms_norm_linear,
+        swiglu_mlp).
         """
         options = {"eps": self.eps, "overwrite_dy": True}  # y is read by the head alone: its gradient is free for dx
         if residual is None:
@@ -273,7 +277,7 @@ class MLP(nn.Module):
 
     @contextmanager
     def without_output(self):
-        """Within it forward leaves out the matmul of down_proj: backward needs its input again, not its output."""
+        """Inside it, forward skips the down_proj matmul: recomputing for backward needs its input, not its output."""
         self.need_y = False
         try:
             yield
@@ -291,26 +295,26 @@ class Block(nn.Module):
         self.mlp_norm = RMSNorm(config)
         self.mlp = MLP(config)
         self.config = config
-        self.inputs, self.last = None, False  # with offload_activations: where inputs go; whether it is the last block
+        self.offloaded, self.last = None, False  # with offload_activations: where inputs go; whether it is the last
 
     def forward(self, x, delta, cos, sin, starts=None, cache=None):
-        """x (B, T, C) and delta (B, T, C) or None, their sum the block's input; returns two such, its output's.
+        """x (B, T, C) and delta (B, T, C) or None, whose sum is the block's input; returns its output as two such.
 
-        Under full checkpointing delta is None: the caller has added it, and so need not hold two tensors meanwhile.
+        Under full checkpointing delta comes in as None: the caller has added it to x, so that only one tensor is kept.
         """
-        if self.config.activation_checkpointing != "full" or not torch.is_grad_enabled():
+        if self.config.activation_checkpointing != "full" or not torch.is_grad_enabled() or cache is not None:
             return self.addends(x, delta, cos, sin, starts, cache)
-        # The checkpoint lies inside the block: FSDP gathers a block's weights before its backward, so before this.
-        if torch.compiler.is_compiling() or (self.inputs is None and not self.config.fused_kernels):
-            # PyTorch's: the compiler drops what backward does not need, and over plain operations it stops by itself at
-            # the last tensor that is needed. Our fused functions have neither: recomputed() is for them.
+        # FSDP gathers a block's weights just before its backward, so what is recomputed must lie inside the block.
+        if torch.compiler.is_compiling() or (self.offloaded is None and not self.config.fused_kernels):
+            # PyTorch's: the compiler drops what backward does not need, and over plain operations recomputation stops
+            # by itself at the last tensor that is needed. Our fused functions get neither: recomputed() is for them.
             inputs = x, delta, cos, sin, starts
             return checkpoint(self.addends, *inputs, use_reentrant=False, preserve_rng_state=False)
         return recomputed(self, self.config.groups_of_sequences(*x.shape[:2]), x, cos, sin, starts), None
 
     def addends(self, x, delta, cos, sin, starts=None, cache=None):
-        """The block's output as x and what its MLP adds to it."""
-        # each: what it adds, and what it adds it to
+        """The block's output as two addends (B, T, C): the residual stream before the MLP, and what the MLP adds."""
+        # Both return what they add, and the residual stream to add it to.
         attended, x = self.attn(x, delta, self.attn_norm, cos, sin, starts, cache)
         computed, x = self.mlp(attended, x, self.mlp_norm)
         return x, computed
@@ -330,7 +334,7 @@ class Head(nn.Linear):
         x, targets = x.flatten(0, 1), targets.flatten()
         if not self.config.fused_loss:
             return kernels.reference.linear_cross_entropy(x, self.weight, targets)
-        options = self.config.chunks_of_loss(x.shape[0], x.dtype)
+        options = self.config.loss_chunking(x.shape[0], x.dtype)
         options["overwrite_x"] = self.config.fused_kernels  # whose final norm does not read its output again
         return kernels.linear_cross_entropy(x, self.weight, targets, **options)
 
@@ -354,9 +358,9 @@ class Llama(nn.Module):
         self.lm_head = Head(config)
         if config.tie_embeddings:
             self.lm_head.weight = self.tok_embeddings.weight
-        self.inputs = Inputs() if config.offload_activations else None
+        self.offloaded = OffloadedInputs() if config.offload_activations else None
         for layer in self.layers:
-            layer.inputs, layer.last = self.inputs, layer is self.layers[-1]
+            layer.offloaded, layer.last = self.offloaded, layer is self.layers[-1]
 
     def to_empty(self, **kwargs):
         """As nn.Module's, which would give a tied head a weight of its own."""
@@ -389,8 +393,8 @@ class Llama(nn.Module):
         if starts is not None and caches:
             raise ValueError("starts with caches: what is generated is one document")
         x, delta = self.tok_embeddings(tokens), None  # (B, T, C)
-        if self.inputs is not None:
-            self.inputs.clear()
+        if self.offloaded is not None:
+            self.offloaded.clear()
         # The kernels turn q and k in fp32, so the tables stay fp32 beside bf16 weights.
         wide = torch.promote_types(x.dtype, torch.float32)
         cos, sin = rope_tables(self.config, start, end, tokens.device, wide)
@@ -456,7 +460,7 @@ class Llama(nn.Module):
         """
         if not tokens.shape[1]:
             raise ValueError("generate needs at least one token to continue")
-        if temperature < 0 or (top_k is not None and top_k < 1) or (top_p is not None and not 0 < top_p <= 1):
+        if not temperature >= 0 or (top_k is not None and top_k < 1) or (top_p is not None and not 0 < top_p <= 1):
             raise ValueError(
                 f"temperature {temperature} must be at least 0, top_k {top_k} at least 1, top_p {top_p} in (0, 1]"
             )

@@ -14,7 +14,7 @@ away from zero there.
 
 The parameters stay on the GPU (offload = 'optimizer': a new one overwrites its gradient in the pinned memory
 on its way there), or have their home beside the optimizer (offload = 'all'). Then weights.py copies each block's when
-its turn comes (2n bytes in forward and as many in backward), or with several ranks FSDP does, which takes the gradients
+its turn comes (2n bytes in forward, less in backward), or with several ranks FSDP does, which takes the gradients
 back too.
 """
 
@@ -34,14 +34,16 @@ from weights import StreamedWeights
 
 
 def in_float32(total: torch.Tensor, x: torch.Tensor):
-    """Pieces of total and of x, in float32 and in the cache. PyTorch adds mixed ones 4 times slower."""
+    """Pairs of pieces of total and of x, those of x copied to float32 in a buffer that stays in the cache: PyTorch adds
+    tensors of two dtypes 4 times slower.
+    """
     buffer = torch.empty(min(CPU_CHUNK, x.numel()))
     for total_part, part in zip(total.view(-1).split(CPU_CHUNK), x.view(-1).split(CPU_CHUNK), strict=True):
         yield total_part, buffer[: part.numel()].copy_(part)
 
 
-def square(x: torch.Tensor) -> float:
-    """The sum of the squares: of pieces in float32, of all in float64."""
+def sum_of_squares(x: torch.Tensor) -> float:
+    """The sum of the squares of x's elements: within a piece in float32, over the pieces in float64."""
     return sum(torch.dot(part, part).item() for _, part in in_float32(x, x))
 
 
@@ -61,8 +63,8 @@ class OffloadedAdamW(AdamW):
         super().__init__(model, betas, weight_decay, eps)
         self.worker = worker_thread()  # in the order of submission: sums, then updates, then the next sums
         self.busy: list[Future] = []  # the work on gradients since the last update
-        self.fresh = True  # the sums are of an earlier step
-        self.landings, self.norms = {}, {}  # of gradients that come from the GPU: pinned memory, their norms
+        self.sums_are_stale = True  # the sums are of an earlier step
+        self.pinned_grads, self.norms = {}, {}  # of gradients that come from the GPU
         # By module: the root's own parameters, then each layer's.
         self.groups = {"": [name for name in self.parameters if not name.startswith("layers.")]}
         model.register_forward_pre_hook(self._waiter(""), prepend=True)
@@ -73,11 +75,11 @@ class OffloadedAdamW(AdamW):
         model.layers[-1].register_forward_pre_hook(self._free_root)
         on_gpu = local(next(iter(self.parameters.values()))).is_cuda  # one and so all
         self.stream = torch.cuda.Stream() if on_gpu else None
-        self.leaving, self.leaving_group = [], None  # the gradients that are being copied, all of one group
+        self.copying, self.copying_group = [], None  # the gradients that are being copied, all of one group
         for group, names in self.groups.items():
             for name in names if on_gpu else []:
                 shard = local(self.parameters[name])
-                self.landings[name] = pinned_empty(shard.shape, shard.dtype)
+                self.pinned_grads[name] = pinned_empty(shard.shape, shard.dtype)
                 self.parameters[name].register_post_accumulate_grad_hook(partial(self._land, name, group))
         self.updating: dict[str, Future] = {}  # by group
         self.weights = weights
@@ -134,31 +136,31 @@ class OffloadedAdamW(AdamW):
     def _land(self, name: str, group: str, parameter: torch.Tensor):
         """Sends a gradient to the CPU as soon as backward has computed it."""
         self._finish_sums()  # that of the micro-batch before may still read from here
-        if group != self.leaving_group:
-            self._left()
-            self.leaving_group = group
+        if group != self.copying_group:
+            self._free_copied()
+            self.copying_group = group
         grad = local(parameter.grad)
         self.norms[name] = torch.linalg.vector_norm(grad, dtype=torch.float32)
         self.stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self.stream):
-            self.landings[name].copy_(grad, non_blocking=True)
-        self.leaving.append(grad)
+            self.pinned_grads[name].copy_(grad, non_blocking=True)
+        self.copying.append(grad)
         parameter.grad = None
 
     @torch.compiler.disable
     def _free_root(self, last_layer, inputs):
-        """The root's gradients left last, in the micro-batch before."""
-        if self.leaving:
-            self._left()
+        """Frees the root's gradients, which were the last to be copied in the micro-batch before."""
+        if self.copying:
+            self._free_copied()
 
-    def _left(self):
+    def _free_copied(self):
         """Frees what was being copied. Not record_stream: memory would come back when the CPU, far ahead, asks."""
         torch.cuda.current_stream().wait_stream(self.stream)
-        self.leaving.clear()
+        self.copying.clear()
 
     def _landed(self) -> dict[str, torch.Tensor]:
         """This rank's part of each gradient, on the CPU. Those from the GPU are there once the stream is done."""
-        return {name: self.landings.get(name, p.grad if p.grad is None else local(p.grad))
+        return {name: self.pinned_grads.get(name, p.grad if p.grad is None else local(p.grad))
                 for name, p in self.parameters.items()}  # fmt: skip
 
     @torch.no_grad()
@@ -172,12 +174,12 @@ class OffloadedAdamW(AdamW):
             if landed is not None:
                 landed.synchronize()
             for name, grad in grads.items():
-                if self.fresh:
+                if self.sums_are_stale:
                     self.sums.setdefault(name, torch.empty(grad.shape)).copy_(grad)
                 else:
                     for total, part in in_float32(self.sums[name], grad):
                         total.add_(part)
-            self.fresh = False
+            self.sums_are_stale = False
 
         self.busy.append(self.worker.submit(add))
         for parameter in self.parameters.values():
@@ -186,7 +188,7 @@ class OffloadedAdamW(AdamW):
     def gradients(self) -> list[torch.Tensor]:
         if self.stream is not None:
             self.stream.synchronize()
-            self.leaving.clear()
+            self.copying.clear()
         self._finish_sums()
         landed = self._landed()
         return [self.sums.get(name, landed[name]) for name in self.parameters]
@@ -198,7 +200,7 @@ class OffloadedAdamW(AdamW):
         if self.norms and not self.sums:
             norm = torch.linalg.vector_norm(torch.stack(list(self.norms.values())))
         else:
-            norm = torch.tensor(sum(square(grad) for grad in grads)).sqrt()
+            norm = torch.tensor(sum(sum_of_squares(grad) for grad in grads)).sqrt()
         return self._over_shards(norm) / self.loss_scale
 
     # ------------------------------------------------------------------------------------------------------------------
@@ -221,7 +223,7 @@ class OffloadedAdamW(AdamW):
                 self.weights.forget()
             for group, names in self.groups.items():
                 self.updating[group] = self.worker.submit(self._update, {name: grads[name] for name in names}, options)
-        self.fresh = True
+        self.sums_are_stale = True
         return norm
 
     @torch.no_grad()
@@ -229,7 +231,7 @@ class OffloadedAdamW(AdamW):
         """Moves the parameters of a group; the event says that they have arrived on the GPU."""
         for name, grad in grads.items():
             parameter = local(home(self.parameters[name]).detach())
-            new = self.landings[name] if parameter.is_cuda else parameter
+            new = self.pinned_grads[name] if parameter.is_cuda else parameter
             if grad.numel():  # a rank may hold nothing of a small parameter
                 states = (local(x[name]) for x in (self.w, self.m, self.v))
                 adamw_on_cpu(new, grad, *states, *options, self.decay(self.parameters[name]))
@@ -239,5 +241,6 @@ class OffloadedAdamW(AdamW):
         return self.stream.record_event() if self.stream else None
 
     def zero_grad(self):
+        """Leaves the sums: the next step's first micro-batch overwrites them."""
         for parameter in self.parameters.values():
             parameter.grad = None

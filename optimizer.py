@@ -39,7 +39,7 @@ def home(parameter: torch.Tensor) -> torch.Tensor:
 
 
 def sum_of_bits(x: torch.Tensor) -> torch.Tensor:
-    """Of this rank's part of a float32 tensor: the sum of its bits, taken as int32, an int64 scalar."""
+    """A checksum: the bits of this rank's part of a float32 tensor, read as int32 and added up in an int64 scalar."""
     return local(x).view(torch.int32).sum(dtype=torch.int64)
 
 
@@ -77,7 +77,7 @@ class AdamW:
 
     @property
     def shard_group(self) -> dist.ProcessGroup | None:
-        """The ranks among which the shards of a parameter lie: of hybrid sharding's copies one."""
+        """The ranks that share one copy of the parameters (hybrid sharding has several copies); None without FSDP."""
         return None if self.mesh is None else self.mesh.get_group()
 
     # ------------------------------------------------------------------------------------------------------------------
@@ -138,7 +138,7 @@ class AdamW:
             part.copy_(join(high, low), non_blocking=pinned)
 
     def _pieces(self, name, whole):
-        """Of this rank's part of whole, and of its halves here, upper and lower, the same elements."""
+        """Pieces of at most PIECE elements, as (part of whole, upper half, lower half): this rank's part of each."""
         parts = local(whole), local(self.parameters[name].detach()), local(self.w[name])
         return zip(*(x.view(-1).split(PIECE) for x in parts), strict=True)
 
@@ -178,7 +178,7 @@ class AdamW:
         return self._over_shards(torch.linalg.vector_norm(torch.stack(norms))) * self.inverse_loss_scale
 
     def _over_shards(self, norm: torch.Tensor) -> torch.Tensor:
-        """The norm of all, of that of this rank's parts."""
+        """The norm over all shards, of which this rank's parts have the norm `norm`; overwrites it."""
         if self.shard_group is not None:
             norm.square_()
             dist.all_reduce(norm, group=self.shard_group)

@@ -467,8 +467,8 @@ def test_the_tables_show_what_fits_what_does_not_and_every_point(monkeypatch, tm
         "32,000 · 10.8 |",
         "`python bench.py preset=study` on GPU (nanocria abc)",
         "24 GiB of GPU memory and 16 GiB of CPU memory are enough to train all parameters of Llama 3.2 1B with batches "
-        "of 112 x 1,024 tokens or contexts of 8,192 at batch 4. Out of memory with as much: Hugging Face above batch 8. "
-        "At batch 112 nanocria is 1.25 times as fast as Hugging Face + Liger, in ",
+        "of 112 x 1,024 tokens or contexts of 8,192 at batch 4. Out of memory with as much: Hugging Face above batch "
+        "8. At batch 112 nanocria is 1.25 times as fast as Hugging Face + Liger, in ",
         "estimate is within 0.0% of each of nanocria's 3 peaks",
     ):
         assert part in text, f"{part}\nis not in\n{text}"

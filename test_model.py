@@ -270,7 +270,7 @@ def test_what_is_overwritten_is_not_read_again(monkeypatch, mode, fp32_dweight):
         lambda x, *rest: over_x.append(x.data_ptr() == rest[-2].data_ptr()) or fill_chunks(x, *rest),
     )
     options = {"chunk_tokens": 12, "fp32_dweight": fp32_dweight}
-    monkeypatch.setattr(LlamaConfig, "chunks_of_loss", lambda *_: dict(options))
+    monkeypatch.setattr(LlamaConfig, "loss_chunking", lambda *_: dict(options))
     monkeypatch.setattr(LlamaConfig, "groups_of_sequences", lambda *_: 2)
     data, settings = batch(n_batch=4, n_time=8), dict(dtype=BF16, activation_checkpointing=mode)
     overwriting = loss_and_gradients(build(**settings), *data)
@@ -295,7 +295,7 @@ def test_weights_gradients_of_groups_are_added_exactly_and_rounded_once(groups):
     block = build(dtype=BF16, activation_checkpointing="full").layers[0]
     x, dy = (torch.randn(groups, 5, SMALL.n_embd, device=DEVICE, dtype=BF16) for _ in range(2))
     cos, sin = model_module.rope_tables(SMALL, 0, 5, DEVICE)
-    weights = activations.learning(block)
+    weights = activations.trainable_parameters(block)
     rows = (slice(i, i + 1) for i in range(groups))
     parts = [activations._gradients(block, x[one], cos, sin, None, weights, dy[one])[1:] for one in rows]
     leaf = x.clone().requires_grad_()
@@ -344,9 +344,9 @@ def test_full_checkpointing_takes_smaller_pieces():
     for n_tokens, chunk_tokens, fp32_dweight in ((2048, 2048, False), (3000, 768, False), (8192, 2048, False),
                                                  (8193, 2048, True)):  # fmt: skip
         expected = {"chunk_tokens": chunk_tokens, "fp32_dweight": fp32_dweight}
-        assert full.chunks_of_loss(n_tokens, BF16) == expected
-        assert full.chunks_of_loss(n_tokens, torch.float16)["fp32_dweight"], "float16 cannot hold the sums"
-        assert config.chunks_of_loss(n_tokens, BF16) == {"chunk_tokens": 4096, "fp32_dweight": True}
+        assert full.loss_chunking(n_tokens, BF16) == expected
+        assert full.loss_chunking(n_tokens, torch.float16)["fp32_dweight"], "float16 cannot hold the sums"
+        assert config.loss_chunking(n_tokens, BF16) == {"chunk_tokens": 4096, "fp32_dweight": True}
     assert [c.chunks_of_mlp(100_000) for c in (config, full, replace(full, mlp_chunks=3))] == [1, 12, 3]
     assert [full.chunks_of_mlp(n) for n in (1, 16_383, 16_384)] == [1, 1, 2]
     wide = replace(full, n_embd=4096)  # sums of the weights' gradients as large as what 4,096 tokens take
@@ -681,10 +681,14 @@ def test_generation_with_the_cache_equals_generation_without(block_size, n_promp
     assert len(text.unique()) > 5, "a text that repeats itself shows nothing"
 
 
-def test_the_cache_changes_no_logits():
-    model, tokens = build(block_size=12), batch(n_time=9)[0]
+@pytest.mark.parametrize("gradients", [False, True])
+@pytest.mark.parametrize(
+    "settings", [{}, {"activation_checkpointing": "full"}, {"activation_checkpointing": "full", **PLAIN}]
+)
+def test_the_cache_changes_no_logits(settings, gradients):
+    model, tokens = build(block_size=12, **settings), batch(n_time=9)[0]
     caches = [KVCache(model.config, 2, DEVICE, FP64) for _ in model.layers]
-    with torch.no_grad():
+    with torch.set_grad_enabled(gradients):
         parts = [model(part, caches=caches) for part in tokens.split([5, 1, 1, 1, 1], dim=1)]
         assert error(torch.cat(parts, dim=1), model(tokens)[:, 4:]) < 1e-12  # the last position of each part
     with pytest.raises(ValueError, match="13 positions, but block_size is 12"):
@@ -725,6 +729,12 @@ def test_tokens_are_drawn_from_their_probabilities():
         only[kept] = logits[kept] / temperature
         worst = (shares - only.softmax(0)).abs().max().item()
         assert worst < 0.015 and (shares[only.isinf()] == 0).all(), f"{temperature, top_k, top_p}: {shares.tolist()}"
+
+
+@pytest.mark.parametrize("settings", [{"temperature": -1.0}, {"temperature": math.nan}, {"top_k": 0}, {"top_p": 0.0}])
+def test_sampling_settings_that_make_no_sense_are_refused(settings):
+    with pytest.raises(ValueError, match=r"must be at least 0, top_k .* in \(0, 1\]"):
+        next(build(n_layer=1, **PLAIN).generate(batch()[0], 2, **settings))
 
 
 def test_generate_leaves_the_callers_gradients_on():

@@ -97,7 +97,7 @@ dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"  # of compute;
 activation_checkpointing: Literal["none", "selective", "full"] = "none"  # recomputed: nothing; gate and up; the blocks
 offload: Literal["none", "optimizer", "all"] = "none"  # to the CPU's memory: AdamW and the gradients; the weights too
 offload_activations = False  # what full checkpointing keeps goes to the CPU's memory
-mlp_chunks: int | None = None  # slices of the tokens in a recomputed MLP; none: one, with full of 8,192 tokens or more
+mlp_chunks: int | None = None  # slices of the tokens in the MLP; none: 1, with full checkpointing one per 8,192
 compile = False  # torch.compile the blocks: a minute at the start
 cuda_graph = False  # replay a step as one CUDA graph, on one GPU: a small model waits for its launches otherwise
 seed = 1337  # of the weights and of the order of the data
@@ -115,7 +115,7 @@ settings = configure(globals(), sys.argv[1:])
 # ----------------------------------------------------------------------------------------------------------------------
 # Setup: one process a GPU, a rank of world_size; alone, rank 0 of 1 (ranks.py).
 master = rank == 0
-if signal.getsignal(signal.SIGINT) != signal.SIG_IGN:  # a shell's job in the background
+if signal.getsignal(signal.SIGINT) != signal.SIG_IGN:  # a shell's background job ignores it: so it stays
     signal.signal(signal.SIGINT, lambda *_: os._exit(130))  # until the loop begins there is nothing to save
 
 lr_decay_iters = max_iters if lr_decay_iters is None else lr_decay_iters
@@ -132,7 +132,7 @@ if seed >= 2**63:
 if lr_decay_iters < min(warmup_iters, max_iters):
     stop(f"lr_decay_iters is {lr_decay_iters}, within the warm-up of {warmup_iters} steps: let the cosine end later")
 if min_lr > learning_rate:
-    stop(f"min_lr is {min_lr}, above learning_rate, {learning_rate}: the cosine falls from that to this")
+    stop(f"min_lr is {min_lr}, above learning_rate, {learning_rate}: the cosine decays from learning_rate to min_lr")
 if not (0 <= beta1 < 1 and 0 <= beta2 < 1):
     stop(f"beta1 is {beta1} and beta2 {beta2}: both must be at least 0 and below 1")
 if not out_dir:
@@ -297,7 +297,7 @@ card_gib = torch.cuda.get_device_properties(device).total_memory / 2**30 if devi
 
 def say_what_ended_it(kind, error, trace):
     """A run's last words. Out of memory: which settings would help. Another rank lost: no traceback, for only that rank
-    knows why it ended. (NCCL says the same of what its own rank lacks.)
+    knows why it ended. (NCCL words some failures of its own rank the same way.)
     """
     say = functools.partial(print, file=sys.stderr, flush=True)
     if isinstance(error, torch.OutOfMemoryError):
@@ -390,9 +390,9 @@ if not found and init_from == "resume":
 def refuse_another_model(path: Path, model: dict, tokenizer: str, other: str):
     differing = [name for name in MODEL_SETTINGS if model.get(name) != getattr(config, name)]
     if differing:
-        found = ", ".join(f"{name} {model.get(name)} (this run: {getattr(config, name)})" for name in differing)
+        differences = ", ".join(f"{name} {model.get(name)} (this run: {getattr(config, name)})" for name in differing)
         flags = " ".join(shlex.quote(f"--{name}={model.get(name)}") for name in differing)
-        stop(f"{path} has {found}: say {flags}, or change {other}")
+        stop(f"{path} has {differences}: say {flags}, or change {other}")
     if tokenizer != train_tokens.meta["tokenizer"]:
         now = train_tokens.meta["tokenizer"]
         stop(f"{path} was trained on {tokenizer} tokens, {data_dir} holds {now} tokens: change dataset or {other}")
@@ -422,7 +422,7 @@ if found:
     first_step = meta["step"]
     if dtype == meta["dtype"] == "float16":
         loss_scale, loss_scale_since = meta["loss_scale"], meta["loss_scale_since"]
-    was = {"mask_documents": False} | meta["settings"] | {"dtype": meta["dtype"]}  # what older ones do not say
+    was = {"mask_documents": False} | meta["settings"] | {"dtype": meta["dtype"]}  # which older checkpoints lack
     changed = [
         f"{name} {was.get(name)} -> {value}"
         for name, value in (settings | {"dtype": dtype}).items()
@@ -456,7 +456,7 @@ def start_saving(step: int, val_loss: float | None):
 
 
 def outcome_of_saving() -> str:
-    """Waits for it."""
+    """Waits until the checkpoint is written; returns what the log says of it."""
     global unsaved
     try:
         path, unsaved = saver.result(), None
@@ -530,8 +530,8 @@ def evaluate() -> float | None:
 def forward_backward(*batch):
     """One micro-batch: returns its share of the step's loss, and leaves its share of the gradients.
 
-    With cuda_graph this runs as it is in the first step; from the second on a CUDAGraph that replays it has its name.
-    The same goes for update.
+    With cuda_graph the first step calls this function itself; after it the name forward_backward is bound to a
+    CUDAGraph that records and replays it. The same goes for update.
     """
     loss = model(*batch) / micro_steps
     (loss / optimizer.inverse_loss_scale).backward()  # by a tensor: a CUDA graph replays with what is in it then
@@ -621,7 +621,7 @@ def interrupted_anywhere() -> int:
 
 
 for signal_number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP):
-    if signal.getsignal(signal_number) != signal.SIG_IGN:  # nohup
+    if signal.getsignal(signal_number) != signal.SIG_IGN:  # what nohup ignores stays ignored
         signal.signal(signal_number, interrupt)
 val_loss = None
 step = first_step  # how many are done
@@ -716,7 +716,7 @@ while step < max_iters:
         now = time.perf_counter()
         seconds = (now - logged_at) / (step - logged_step)
         # Asked on the CPU: the GPU is busy with the next step already.
-        used_gib = usage.used_gib(device) + collectives.taken / 2**30
+        used_gib = usage.used_gib(device) + collectives.buffer_bytes / 2**30
         peak_gib, data_ms = ranks.maximum([used_gib, 1000 * data_seconds / (step - logged_step)])
         logged_at, logged_step, data_seconds = now, step, 0.0
         log.line(step, max_iters, loss, learning_rate_at(step - 1), grad_norm, seconds, peak_gib, data_ms)

@@ -23,7 +23,7 @@ from pinned import pinned_empty
 ALIGNMENT = 256  # bytes between which a parameter may begin: the kernels load vectors
 
 
-def laid_out(parameters: list[nn.Parameter]) -> tuple[list[int], int]:
+def layout(parameters: list[nn.Parameter]) -> tuple[list[int], int]:
     """Where each would begin in one tensor of all, and the length of that, in elements."""
     step, offsets, end = ALIGNMENT // parameters[0].element_size(), [], 0
     for parameter in parameters:
@@ -32,7 +32,8 @@ def laid_out(parameters: list[nn.Parameter]) -> tuple[list[int], int]:
     return offsets, end
 
 
-def point_into(flat: torch.Tensor, offset: int, parameter: nn.Parameter) -> torch.Tensor:
+def view_in(flat: torch.Tensor, offset: int, parameter: nn.Parameter) -> torch.Tensor:
+    """The part of flat from offset on that holds parameter, in its shape: a view."""
     return flat[offset : offset + parameter.numel()].view(parameter.shape)
 
 
@@ -50,9 +51,9 @@ class StreamedWeights:
         on_gpu = self.device.type == "cuda"
         self.stream = torch.cuda.Stream(self.device) if on_gpu else None
         root = [p for name, p in model.named_parameters() if not name.startswith("layers.")]
-        _, length = laid_out(list(self.layers[0].parameters()))
+        _, length = layout(list(self.layers[0].parameters()))
         self.slots = [torch.empty(length, dtype=root[0].dtype, device=self.device) for _ in range(2)]
-        self.root = torch.empty(laid_out(root)[1], dtype=root[0].dtype, device=self.device)
+        self.root = torch.empty(layout(root)[1], dtype=root[0].dtype, device=self.device)
         self.root_bytes = self.root.untyped_storage().nbytes()
         self.root_home = self._move(root, self.root)
         self.homes = [self._move(list(layer.parameters()), self.slots[i % 2]) for i, layer in enumerate(self.layers)]
@@ -64,15 +65,15 @@ class StreamedWeights:
 
     def _move(self, parameters: list[nn.Parameter], flat: torch.Tensor) -> torch.Tensor:
         """Gives them a home, which it returns, and makes them views of flat."""
-        offsets, length = laid_out(parameters)
+        offsets, length = layout(parameters)
         there = pinned_empty((length,), flat.dtype) if self.stream else torch.empty(length, dtype=flat.dtype)
         for offset, parameter in zip(offsets, parameters, strict=True):
-            parameter.home = point_into(there, offset, parameter).copy_(parameter.detach())
-            parameter.data = point_into(flat, offset, parameter)
+            parameter.home = view_in(there, offset, parameter).copy_(parameter.detach())
+            parameter.data = view_in(flat, offset, parameter)
         return there
 
     def forget(self):
-        """What is at home is about to change."""
+        """Marks the slots and the root as stale: the weights at home are about to change."""
         self.there = [None, None]  # the block that each slot holds
         self.arrived = [None, None]  # events
         self.root_there = False
@@ -131,7 +132,7 @@ class StreamedWeights:
     @torch.compiler.disable
     @torch.no_grad()
     def _before_backward(self, i: int, gradient):
-        """For each output of a block: the gradient of the first is not there before the blocks above are done."""
+        """On each output of a block: whichever gradient comes first, the blocks above have finished their backward."""
         if i + 1 == len(self.layers) and self.root_there:
             self.root.untyped_storage().resize_(0)
             self.root_there = False

@@ -108,8 +108,8 @@ def headline() -> str:
         speed, memory = (best[key] / peer[key] for key in ("tok_per_s", "peak_gib"))
         beside = f": {speed:.2f} times the speed of torchtitan's compiled recipe, with {memory:.0%} of its memory"
     return (
-        f"Llama 3.2 1B trains at {best['tok_per_s']:,.0f} tokens per second{share} in {best['peak_gib']:.0f} GiB of one "
-        f"{r['device']}{beside}. The baby below trains in {cpu['train_seconds'] / 60:.0f} minutes on a CPU."
+        f"Llama 3.2 1B trains at {best['tok_per_s']:,.0f} tokens per second{share} in {best['peak_gib']:.0f} GiB of "
+        f"one {r['device']}{beside}. The baby below trains in {cpu['train_seconds'] / 60:.0f} minutes on a CPU."
     )
 
 

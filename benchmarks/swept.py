@@ -199,8 +199,8 @@ def fits_table(record: dict, kind: str) -> str:
         slope = slope_kb(rows)
         out_of_memory = f"{too_large[0]:,}" if too_large else "-"
         lines.append([names[name], largest, out_of_memory, speed, peak, "-" if slope is None else f"{slope:.0f}"])
-    columns = ["trainer", f"largest {SIZE[kind]}", "out of memory at", "its tok/s", "its peak GiB", "KB per extra token"]
-    return report.table(columns, lines)
+    sizes = [f"largest {SIZE[kind]}", "out of memory at"]
+    return report.table(["trainer", *sizes, "its tok/s", "its peak GiB", "KB per extra token"], lines)
 
 
 def what_was_swept(record: dict, kind: str) -> str:

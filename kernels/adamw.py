@@ -12,8 +12,8 @@ A bf16 is the upper half of a float32. So w need not lie beside it whole: as int
     w = 65,536 · parameter + low        −32,768 ≤ low < 32,768
 
 with low, an int16, negative where the parameter was rounded up (to the nearest; from the middle, away from zero). That
-is all of w in 4 bytes a parameter instead of 6, and no bit is lost. Only a NaN is not taken apart, but set: its bits
-could be carried over into a number's.
+is all of w in 4 bytes a parameter instead of 6, and no bit is lost. Only for a NaN the upper half is
+not computed but set to a NaN's: rounding it could carry into a number.
 
 Bytes for n parameters in bf16: 26n (read parameter, low, m, v: 12; grad: 2; write what was read but grad: 12).
 What changes with the step arrives in one fp32 tensor, step_scalars: the scale of the gradients (NaN or inf: leave all
@@ -121,18 +121,17 @@ def adamw(
 ) -> None:
     """One step of AdamW in place, on one parameter (Loshchilov and Hutter, 2019).
 
-    parameter and grad of one shape and any floating dtypes; m and v fp32 of that shape, and w too, which may be
-    parameter itself. Or, where parameter is bf16, w is the lower half of what learns, int16. All contiguous.
-    step_scalars: fp32 (4,), as above; where its scale is not finite, nothing changes. ValueError where a tensor does
-    not fit.
+    parameter and grad: one shape, any floating dtypes. m and v: fp32 of that shape. w: the fp32 master weights, which
+    may be parameter itself; or, where parameter is bf16, their lower halves, int16. All contiguous. step_scalars: fp32
+    (4,), as above; where its scale is not finite, nothing changes. ValueError where a tensor does not fit.
     """
     halves = w.dtype == torch.int16 and parameter.dtype == torch.bfloat16
     for name, x in (("parameter", parameter), ("grad", grad), ("w", w), ("m", m), ("v", v)):
-        learns = name in ("w", "m", "v") and not (name == "w" and halves)
-        if x.shape != parameter.shape or not x.is_contiguous() or (learns and x.dtype != torch.float32):
+        must_be_fp32 = name in ("w", "m", "v") and not (name == "w" and halves)
+        if x.shape != parameter.shape or not x.is_contiguous() or (must_be_fp32 and x.dtype != torch.float32):
             raise ValueError(
                 f"{name} is {x.dtype} {tuple(x.shape)} with strides {x.stride()}, expected {tuple(parameter.shape)}, "
-                "contiguous" + (", float32" if learns else "")
+                "contiguous" + (", float32" if must_be_fp32 else "")
             )
     if not use_triton(parameter):
         return adamw_reference(parameter, grad, w, m, v, step_scalars, beta1, beta2, eps, weight_decay)

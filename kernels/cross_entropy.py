@@ -5,13 +5,14 @@
 
 The softmax is never stored: two fp32 numbers a row, its maximum and Σ exp(x − maximum), give it back. The gradient of
 a mean or a sum is computed along with the loss, while the row that was just read is still in the L2 cache; backward
-finds it ready, unless something was multiplied to the loss on the way: then it computes it from the logits once more.
+finds it ready, unless the loss was multiplied by something on the way: then backward computes it from the logits once
+more.
 
 Bytes for N rows of V 2-byte logits: the loss alone 2NV (one read), with the gradient 4NV (one read, one write).
 
 How a row is read: each thread takes 8 neighbouring logits (16 bytes) at a time and keeps a maximum and a sum of its
 own, rescaled whenever its maximum grows (Milakov and Gimelshein, Online normalizer calculation for softmax, 2018).
-Threads wait for each other once a row, when these become one.
+Threads wait for each other once a row, when these are merged.
 
 A row whose target is ignore_index is not read. A target outside [0, V) is a bug in the data: its row touches no memory
 outside itself, and its loss and gradient are NaN, so that no training run can miss it.
@@ -147,8 +148,8 @@ def _loss_kernel(
 ):  # fmt: skip
     """One program, one row: its loss, shift and sum, and where GRADIENT its gradient times *scale_ptr.
 
-    n_readable: n_cols, or where the rows are padded the length with padding: a multiple of 16 moves whole vectors. The
-    gradient may be written over the logits, and something is written over their padding.
+    n_readable: n_cols, or where rows are padded their padded length, a multiple of 16, so that only whole vectors move.
+    The gradient may be written over the logits; their padding is then overwritten too.
     """
     COMPUTE: tl.constexpr = loss_ptr.dtype.element_ty
     row = tl.program_id(0).to(tl.int64)
@@ -185,7 +186,7 @@ def _gradient_kernel(
     shift_ptr, exp_sum_ptr, dlogits_ptr, n_cols, ignore_index,
     SMOOTHING: tl.constexpr, Z_LOSS: tl.constexpr, THREADS: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
-    """One program, one row: its gradient, unless it stands there already, multiplied by what lies at done_ptr."""
+    """One program, one row: its gradient times dloss. Forward may have left it, times *done_ptr: if equal, it stays."""
     row = tl.program_id(0).to(tl.int64)
     row_ptr = logits_ptr + row * logits_row_stride
     target = tl.load(targets_ptr + row * targets_stride)
@@ -211,11 +212,12 @@ def launch_constants(logits, n_readable, warps):
 
 
 def losses_of_rows(logits, targets, options, scale=None, out=None, padded=False, losses=None):
-    """Losses (N,) of logits (N, V), and their shifts and sums. Where out (N, V) is given, maybe the logits themselves,
-    it is filled with the gradient of the losses' sum times scale.
+    """Losses (N,) of logits (N, V), and each row's shift and sum, (N,) too. Where out (N, V) is given, which may be the
+    logits themselves, it is filled with the gradient of the losses' sum times scale.
 
     options: (ignore_index, label_smoothing, z_loss). scale: a tensor of one number in the losses' dtype.
-    padded: what lies between V and the row stride is the caller's, to be read and written as one likes.
+    padded: the columns from V to the row stride are scratch, free to be read and overwritten.
+    losses: where to write them, a slice of the caller's; None: a new tensor.
     """
     ignore_index, label_smoothing, z_loss = options
     n_rows, n_cols = logits.shape

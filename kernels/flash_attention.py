@@ -45,7 +45,7 @@ if HAS_TRITON:
 # Triton lets a program wait for its matmul before the exponentials, so the tensor cores need another one's meanwhile.
 # (Ask for the next block's scores before this one's exponentials, and Triton 3.6 copies their accumulators at the end
 # of the loop before it waits for them: ptxas then serialises every matmul, warning C7514.)
-# BLOCK_M is at least 32: the copy engine wants 128 bytes, also of the one fp32 a query that lse and delta are.
+# BLOCK_M is at least 32: TMA wants 128 bytes, even of lse and delta, which have one fp32 a query.
 CONSTANTS = {
     "fwd": {64: (128, 128, 8, 3, 128), 128: (128, 64, 4, 2, None)},
     "dq": {64: (64, 64, 4, 2, None), 128: (128, 64, 8, 3, None)},
@@ -67,7 +67,7 @@ def flash_attention_reference(q, k, v, starts=None):
 
 @triton.jit
 def _load(tiles, batch, head, time):
-    """Tokens time.. of one head, (BLOCK, D) or (BLOCK,). The copy engine fetches them, zeros for tokens past T."""
+    """Tokens time.. of one head, (BLOCK, D) or (BLOCK,). TMA fetches them, zeros for tokens past T."""
     if len(tiles.block_shape) == 4:
         return tiles.load([batch, head, time, 0]).reshape(tiles.block_shape[2], tiles.block_shape[3])
     else:
@@ -92,7 +92,9 @@ def _dot(a, b, total=None):
 
 @triton.jit
 def _keys_of(starts_ptr, batch, row0, rows, n_time, BLOCK_N: tl.constexpr):
-    """Of a block of queries: where each one's document starts, begin..end of the keys they see, the first all see."""
+    """For a block of queries: each one's document start (BLOCK_M,); begin and end of the keys that any of them sees;
+    and the first key that all of them see (up to the diagonal).
+    """
     end = tl.minimum(row0 + rows.shape[0], n_time)
     if starts_ptr is None:
         return tl.zeros_like(rows), 0, end, 0
@@ -228,11 +230,11 @@ def _flash_dkv_kernel(
 
 
 def _readable(x):
-    """x where the copy engine can read it (rows of consecutive elements, 16 bytes apart), a copy where it cannot."""
+    """x if TMA can read it (last stride 1, the others multiples of 16 bytes, 16-byte aligned), otherwise a copy."""
     if INTERPRETED and x.dtype == torch.bfloat16:
         return x.float().contiguous()  # the interpreter's tl.dot misreads bf16
-    apart = all(s > 0 and s * x.element_size() % 16 == 0 for s in x.stride()[:-1])
-    if apart and x.stride(-1) == 1 and x.data_ptr() % 16 == 0:
+    strides_fit = all(s > 0 and s * x.element_size() % 16 == 0 for s in x.stride()[:-1])
+    if strides_fit and x.stride(-1) == 1 and x.data_ptr() % 16 == 0:
         return x
     return x.clone(memory_format=torch.contiguous_format)
 
@@ -250,7 +252,7 @@ def _constants(kernel, q):
 
 
 def _one_per_query(q):
-    """An fp32 (B, T, H), fp64 for fp64: a head's tokens side by side, each head on 16 bytes for the copy engine."""
+    """An uninitialised fp32 (B, T, H), fp64 for fp64, laid out (B, H, T) with each head's row padded to 16 bytes."""
     n_batch, n_time, n_head, _ = q.shape
     padded = torch.empty(n_batch, n_head, triton.cdiv(n_time, 4) * 4, dtype=compute_dtype(q), device=q.device)
     return padded[:, :, :n_time].transpose(1, 2)

@@ -80,7 +80,7 @@ def loads_in_flight(stages: int, x: torch.Tensor) -> int:
 
 
 def row_tiles(n_rows: int, n_cols: int, x: torch.Tensor, stages: int = 3, long_row_warps: int = 16) -> tuple[int, dict]:
-    """For a kernel that loops: how many programs, each taking every so-many-th tile of whole rows, and its constants.
+    """For a kernel that loops: how many programs P, each taking every P-th tile of whole rows, and its constants.
 
     One program a multiprocessor: only 132 partial sums of dw are left to add up at the end (H200). Tiles of 16 KiB, the
     next `stages` - 1 on their way to shared memory while one is computed, keep enough loads in flight. A longer row is

@@ -78,8 +78,8 @@ def _layer_norm_fwd_kernel(
 
 
 @triton.jit
-def call_into_l2(x_ptr, row_stride, col_stride, row, n_rows, n_cols, BLOCK: tl.constexpr):
-    """Starts the way of a row from memory into the L2 cache, by reading one element of each 32 bytes."""
+def prefetch_to_l2(x_ptr, row_stride, col_stride, row, n_rows, n_cols, BLOCK: tl.constexpr):
+    """Prefetches a row into the L2 cache, by reading one element of each 32 bytes."""
     STEP: tl.constexpr = 256 // x_ptr.dtype.element_ty.primitive_bitwidth
     cols = tl.arange(0, BLOCK // STEP).to(tl.int64)[None, :] * STEP
     # volatile: or a load that nobody uses would be dropped
@@ -122,8 +122,8 @@ def _layer_norm_bwd_kernel(
         if not HOLD_WEIGHT:
             # Two sums of this length leave no registers for the row: it is read once more, out of the L1 cache (with
             # another policy, or the compiler would join the two loads), while the next one comes as far as L2.
-            call_into_l2(dy_ptr, dy_row_stride, dy_col_stride, rows + tl.num_programs(0), n_rows, n_cols, BLOCK)
-            call_into_l2(x_ptr, x_row_stride, x_col_stride, rows + tl.num_programs(0), n_rows, n_cols, BLOCK)
+            prefetch_to_l2(dy_ptr, dy_row_stride, dy_col_stride, rows + tl.num_programs(0), n_rows, n_cols, BLOCK)
+            prefetch_to_l2(x_ptr, x_row_stride, x_col_stride, rows + tl.num_programs(0), n_rows, n_cols, BLOCK)
             dy = to_compute(tl.load(dy_ptrs, mask=mask, other=0.0, eviction_policy="evict_first"))
             x = to_compute(tl.load(x_ptrs, mask=mask, other=0.0, eviction_policy="evict_first"))
             weight = to_compute(tl.load(weight_ptrs, mask=cols < n_cols, other=0.0, eviction_policy="evict_first"))
@@ -196,5 +196,5 @@ def layer_norm(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, eps: f
     """
     if weight.shape != x.shape[-1:] or bias.shape != x.shape[-1:]:
         raise ValueError(f"weight {tuple(weight.shape)} and bias {tuple(bias.shape)}: expected both ({x.shape[-1]},)")
-    whole_row(x.shape[-1])
+    whole_row(x.shape[-1])  # raises where a row is too long
     return _LayerNorm.apply(x, weight, bias, eps) if use_triton(x) else layer_norm_reference(x, weight, bias, eps)

@@ -49,7 +49,9 @@ def _logits_buffer(x, n_tokens, n_vocab):
 
 
 def _fill_losses(losses, x, weight, targets, logits, options, scale):
-    """losses (N,), and logits (N, V) with the gradient of their sum times scale, or where that is None of no use."""
+    """Fills losses (N,), and logits (N, V) with the gradient of their sum times scale; with scale None what is left in
+    logits is of no use.
+    """
     torch.mm(x, weight.T, out=logits)
     losses_of_rows(logits, targets, options, scale, None if scale is None else logits, padded=True, losses=losses)
 
@@ -82,9 +84,8 @@ def _whole_loss(
     z_loss: float,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Losses (N,), and the gradient of their sum: dlogits (N, V) with padded rows."""
-    losses = torch.empty(x.shape[0], dtype=compute_dtype(x), device=x.device)
-    logits = _logits_buffer(x, x.shape[0], weight.shape[0])
     options = ignore_index, label_smoothing, z_loss
+    losses, logits = _whole_loss_fake(x, weight, targets, *options)
     _fill_losses(losses, x, weight, targets, logits, options, losses.new_ones(()))
     return losses, logits
 
@@ -250,8 +251,8 @@ def linear_cross_entropy(
     fp32_dweight=False is for the last GiB: dW is summed in the dtype of the weight, rounded at each chunk (four chunks
     make its error 1.6 times that of one rounding), the mean's 1/n in it from the start, and backward scales both
     gradients where they lie, once only. Not in fp16, which cannot hold such sums. overwrite_x: where there are several
-    chunks (in fp16 always), x becomes its own gradient, chunk by chunk: for one that nobody reads after, and a single
-    backward. Where Triton does not run, plain PyTorch does, which holds all logits.
+    chunks (in fp16 always), x becomes its own gradient, chunk by chunk: only where nobody reads x afterwards and
+    backward runs once. Where Triton does not run, plain PyTorch does, which holds all logits.
     """
     if x.ndim != 2 or weight.ndim != 2 or x.shape[1] != weight.shape[1] or x.dtype != weight.dtype:
         raise ValueError(
@@ -267,7 +268,7 @@ def linear_cross_entropy(
     elif chunk_tokens < 1:
         raise ValueError(f"chunk_tokens must be at least 1, got {chunk_tokens}")
     if not fp32_dweight and x.dtype == torch.float16:
-        raise ValueError("fp32_dweight=False needs bfloat16: float16 cannot hold the sum of the weight's gradients")
+        raise ValueError("fp32_dweight=False does not work in float16, which cannot hold the sum of dW over the chunks")
     if not use_triton(x):
         return linear_cross_entropy_reference(
             x, weight, targets, ignore_index, label_smoothing, z_loss, reduction

@@ -70,8 +70,8 @@ def _rms_norm_fwd_kernel(
     tl.store(rstd_ptr + row, rstd)
     if NEED_Y:
         if not ADD:
-            # The registers that it leaves free let more rows be on their way. Another policy, or the compiler would
-            # take the numbers of the first load.
+            # Read again, not kept: that frees registers, and more rows are in flight. Another eviction policy, or the
+            # compiler would merge the two loads.
             x = to_compute(tl.load(x_ptrs, mask=mask, other=0.0, eviction_policy="evict_first"))
         y = x * rstd * to_compute(weight)
         tl.store(y_ptr + row * n_cols + cols, y.to(y_ptr.dtype.element_ty), mask=mask)
@@ -125,8 +125,8 @@ def _rms_norm_bwd_kernel(
 def rms_norm_forward(x, residual, weight, eps, need_y=True):
     """Returns y (None where not needed), x + residual (or x where there is no residual), rstd (N,)."""
     add = residual is not None
-    y, total = (torch.empty(x.shape, dtype=x.dtype, device=x.device) if there else None for there in (need_y, add))
-    total = total if add else x
+    y = torch.empty(x.shape, dtype=x.dtype, device=x.device) if need_y else None
+    total = torch.empty(x.shape, dtype=x.dtype, device=x.device) if add else x
     x_rows = as_rows(x)
     residual_rows = as_rows(residual) if add else x_rows
     n_rows, n_cols = x_rows.shape
@@ -193,7 +193,7 @@ def check_norm(x, residual, weight):
         raise ValueError(
             f"x is {x.dtype} {tuple(x.shape)} and residual {residual.dtype} {tuple(residual.shape)}: they must agree"
         )
-    whole_row(x.shape[-1])
+    whole_row(x.shape[-1])  # raises where a row is too long
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float = 1e-5, overwrite_dy: bool = False) -> torch.Tensor:

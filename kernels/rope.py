@@ -1,14 +1,15 @@
 """Rotary position embedding of queries and keys, on their way out of the packed projection.
 
 Each head's first half and second half form D/2 pairs (Hugging Face's layout; Meta's checkpoints interleave the
-pairs instead). The pair at position t turns by the angle whose cosine and sine are given:
+pairs instead). The pair at position t is rotated by the angle whose cosine and sine are given:
 
     forward    y₁ = x₁·cos − x₂·sin        y₂ = x₂·cos + x₁·sin
     backward   dx₁ = dy₁·cos + dy₂·sin     dx₂ = dy₂·cos − dy₁·sin      (the inverse rotation: sin changes sign)
 
-A rotation is its own bookkeeping: backward needs cos and sin, nothing of q or k. Values turn by no angle but come
-along: q, k and v leave the packed tensor, which is then free, and their gradients return to one packed tensor, with
-no copy and no cat of PyTorch's in between.
+A rotation's backward needs cos and sin, nothing of q or k. Values are not rotated but come along: q, k and v leave the
+packed tensor, which is then free, and their gradients return to one packed tensor, with no copy and no cat of PyTorch's
+in between.
+
 Bytes for N tokens in 2-byte elements: 4·N·(H+2K)·D each way, each element read and written once; cos and sin, shared
 by all heads and all sequences, stay in the cache.
 
@@ -33,8 +34,8 @@ def rope_reference(qkv, cos, sin, n_head):
 
 
 @triton.jit
-def _rotate(x1, x2, cos, sin, turns):
-    return tl.where(turns, x1 * cos - x2 * sin, x1), tl.where(turns, x2 * cos + x1 * sin, x2)
+def _rotate(x1, x2, cos, sin, rotated):
+    return tl.where(rotated, x1 * cos - x2 * sin, x1), tl.where(rotated, x2 * cos + x1 * sin, x2)
 
 
 @triton.jit
@@ -60,7 +61,7 @@ def _rope_fwd_kernel(
     n_time,
     H: tl.constexpr, K: tl.constexpr, HALF: tl.constexpr, HEADS: tl.constexpr, DIMS: tl.constexpr,
 ):  # fmt: skip
-    """One program, one token: the halves of all its H + 2K heads are two tiles, turned against each other."""
+    """One program, one token: the first and second halves of all its H + 2K heads are two tiles, rotated together."""
     token = tl.program_id(0).to(tl.int64)
     batch, time = token // n_time, token % n_time
     heads = tl.arange(0, HEADS).to(tl.int64)[:, None]
@@ -98,7 +99,7 @@ def _rope_bwd_kernel(
     n_time,
     H: tl.constexpr, K: tl.constexpr, HALF: tl.constexpr, HEADS: tl.constexpr, DIMS: tl.constexpr,
 ):  # fmt: skip
-    """The way back: each lane loads from one of three gradients, turns it by −sin and stores it packed."""
+    """The way back: each lane loads from one of three gradients, rotated it by −sin and stores it packed."""
     token = tl.program_id(0).to(tl.int64)
     batch, time = token // n_time, token % n_time
     heads = tl.arange(0, HEADS).to(tl.int64)[:, None]
@@ -165,7 +166,7 @@ class _RoPE(torch.autograd.Function):
 def rope(
     qkv: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, n_head: int
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Unpacks q, k and v, and turns each pair (x[i], x[i + D/2]) of the first two by its position's angle (Su, 2021).
+    """Unpacks q, k and v, and rotated each pair (x[i], x[i + D/2]) of the first two by its position's angle (Su, 2021).
 
     qkv (B, T, H + 2K, D) of any strides: H = n_head queries, then K keys, then K values. cos and sin (T, D/2) or
     (B, T, D/2), fp32 (or fp64 beside fp64), constants: no gradient flows to them. Returns q (B, T, H, D), k and v

@@ -92,7 +92,7 @@ class _SwiGLUMLP(torch.autograd.Function):
 
 
 def slices(n_rows: int, chunks: int) -> list[slice]:
-    """The rows in so many parts, as equal as can be. Never fewer, some may be empty: the compiler unrolls the loop."""
+    """The rows in `chunks` slices, as equal as can be; some may be empty, since the compiler unrolls a fixed number."""
     bounds = [n_rows * i // chunks for i in range(chunks + 1)]
     return [slice(*pair) for pair in pairwise(bounds)]
 
