@@ -264,7 +264,8 @@ def folded(title: str, text: str) -> str:
 def commands(record: dict, name: str) -> str:
     """The first, and how many more there are where the record was continued: with keep= they need what was before."""
     first, *others = record["command"].split(" && ")
-    return f"`{first}`" + (f" and {len(others)} more commands, listed in assets/{name}.json," if others else "")
+    more = f"{len(others)} more command{'s' * (len(others) > 1)}"
+    return f"`{first}`" + (f" and {more}, listed in assets/{name}.json," if others else "")
 
 
 def fits_headline() -> str:
