@@ -44,7 +44,7 @@ META = {"step", "updates", "dtype", "loss_scale", "model", "dataset", "settings"
 
 
 def signed(meta: dict) -> dict:
-    """meta with its digest: read_meta takes it for damaged where it says anything else."""
+    """meta with a digest of its content: where the two do not match, read_meta reports it as damaged."""
     rest = {name: value for name, value in meta.items() if name != "digest"}
     return rest | {"digest": hashlib.sha256(json.dumps(rest, sort_keys=True).encode()).hexdigest()}
 
@@ -75,7 +75,7 @@ def from_newest(run: Path, read: Callable[[Path], Any]) -> Any:
         except (OSError, ValueError):
             if path.exists():
                 raise
-    raise ValueError(f"{run} deletes its checkpoints sooner than they are read: let it keep more, by --keep_last")
+    raise ValueError(f"{run} deletes its checkpoints before they can be read: raise its --keep_last")
 
 
 class Damaged(ValueError):
@@ -100,17 +100,17 @@ def _unreadable(path, what, error) -> Exception:
 
 
 class Saver:
-    """Writes checkpoints beside the training.
+    """Writes checkpoints in the background, while training goes on.
 
         saver = Saver(out_dir, optimizer, keep_last, beside=True)
         saver.start(step, meta)       # on every rank; waits for the checksums, not for the copy or the disk
         saver.wait_for_copy()         # before the weights change: the GPU waits for the copy, the CPU does not
         if saver.done(): path = saver.result()
 
-    The tensors are copied to pinned memory of the CPU while the next step's forward runs, 12 bytes for each parameter
-    of the rank and what rounding each tensor up to a power of two adds; a thread writes them to the disk. Where there
-    is no memory for that, or beside is False, start returns when all is written; of bfloat16 weights only w is copied
-    then, 4 bytes for each parameter.
+    The tensors are copied to pinned memory of the CPU while the next step's forward runs, 12 bytes per parameter
+    of the rank plus what rounding each tensor up to a power of two adds; then a thread writes them to the disk. Where
+    there is no memory for that, or beside is False, start returns only once all is written; for bfloat16 weights only w
+    is copied then, 4 bytes per parameter.
 
     spoken_for: bytes of CPU memory that this rank has not taken yet, but will.
     """
@@ -126,15 +126,15 @@ class Saver:
         self.stream = torch.cuda.Stream() if torch.cuda.is_initialized() else None
         mine = [local(x) for x in _flatten(optimizer.like_tensors(lambda x: x)).values()]
         n_bytes = sum(memory.pinned(x.nbytes) if x.is_cuda and x.numel() else x.nbytes for x in mine)
-        # Agreed before any rank takes some; without it the system would end the run to find as much.
+        # All ranks agree before any of them allocates: else the kernel's out-of-memory killer would end the run.
         there = maximum([(n_bytes + spoken_for) * local_world_size - usage.cpu_available()])[0] <= 0
         # Pinning 15 GB takes seconds: the thread does it while the first steps run.
         self.copies, beside = None, beside and keep_last
-        self.needed = f"to save beside the training takes {n_bytes / 2**30:.1f} GiB of CPU memory"
+        self.needed = f"saving in the background takes {n_bytes / 2**30:.1f} GiB of CPU memory"
         if beside and there:
             self.copies = self.thread.submit(self._copies)
         elif beside:
-            said = f"the training will wait while a checkpoint is written: {self.needed}, and less is free"
+            said = f"training will pause while a checkpoint is written: {self.needed}, and less is free"
             print0(said, file=sys.stderr)
 
     def _copies(self):
@@ -142,7 +142,7 @@ class Saver:
             return self.optimizer.like_tensors(lambda x: torch.empty_like(x, device="cpu", pin_memory=local(x).is_cuda))
         except RuntimeError as error:
             print(
-                f"the training will wait while a checkpoint is written: {self.needed} ({_reason(error)})",
+                f"training will pause while a checkpoint is written: {self.needed} ({_reason(error)})",
                 file=sys.stderr,
             )
             return None
@@ -249,7 +249,7 @@ def _together(function: Callable, group: dist.ProcessGroup | None = None):
 
 
 def _cause(error) -> BaseException:
-    """Of what happened on several ranks the first."""
+    """The error itself, or where it collects those of several ranks, the first of them."""
     failures = error.failures if isinstance(error, CheckpointException) else {}
     return next(iter(failures.values()))[0] if failures else error
 

@@ -170,7 +170,7 @@ def read_file(path: str, settings: dict, script: str) -> dict:
             raise SettingError(f"{path} is a folder. Did you mean --out_dir={path}?")
         raise SettingError(f"{path} {problem}{did_you_mean(Path(path).stem, files)}")
     if not path.endswith(".py"):
-        raise SettingError(f"{path} is no config file: that is a .py of assignments, as in batch_size = 4")
+        raise SettingError(f"{path} is no config file: it must be a .py of assignments, such as batch_size = 4")
     try:
         namespace = runpy.run_path(path)
         tree = ast.parse(Path(path).read_bytes())

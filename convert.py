@@ -1,10 +1,10 @@
 """Weights in Hugging Face's format, config.json beside .safetensors files, or Meta's, params.json and a .pth.
 
     python train.py config/llama32_1b.py --init_from=Llama-3.2-1B     a run that begins with published weights
-    python sample.py --out_dir=Llama-3.2-1B                           text by them
+    python sample.py --out_dir=Llama-3.2-1B                           text from those weights
     python convert.py out/llama32_1b my-llama                         a run's newest checkpoint, for transformers
     python convert.py out/llama32_1b/step_001000 my-llama --dtype float32
-    python convert.py Llama3.2-1B my-llama                            Meta's as Hugging Face's
+    python convert.py Llama3.2-1B my-llama                            Meta's format to Hugging Face's
 
 Hugging Face's need `pip install safetensors`. These are the weights alone: a tokenizer's files are not among them. Ours
 and Hugging Face's have RoPE in the same layout; ours stacks q, k, v, and gate, up, into one matrix each. Meta's files
@@ -120,7 +120,7 @@ def read_config(folder: Path) -> tuple[dict, str | None]:
         raise ValueError(f"{path}: {error}") from error
     head_dim = _setting(path, theirs, "head_dim", int, None) or config.head_dim
     if theirs.get("attention_bias") or theirs.get("mlp_bias") or head_dim != config.head_dim:
-        raise ValueError(f"{path} has biases, or heads of {head_dim}: Llama 3 has neither")
+        raise ValueError(f"{path} has biases, or a head_dim other than hidden_size / num_attention_heads: not Llama 3")
     if theirs.get("hidden_act", "silu") != "silu":
         raise ValueError(f"{path} has the activation {theirs['hidden_act']}: Llama 3's is silu")
     tokenizer = "llama3" if settings["vocab_size"] == LLAMA3_VOCAB else None
@@ -383,7 +383,7 @@ def _write(model: Llama, config_json: dict, folder: Path) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("run", type=Path, help="a run's folder, its newest checkpoint; or one checkpoint; or Meta's")
+    parser.add_argument("run", type=Path, help="a run (its newest checkpoint), a checkpoint or a folder from Meta")
     parser.add_argument("folder", type=Path, help="a new folder")
     parser.add_argument(
         "--dtype", choices=["bfloat16", "float16", "float32"], default="bfloat16", help="of the weights"

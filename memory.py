@@ -105,11 +105,11 @@ def n_params(c: LlamaConfig) -> tuple[int, int]:
 
 
 def token_bytes(c: LlamaConfig, plan: Plan, chunks: int) -> tuple[int, int]:
-    """Bytes of a token in a layer: what forward leaves for backward, and the most there is while backward is in it.
+    """Bytes per token in one layer: what forward leaves for backward, and the most there is during its backward.
 
     chunks: slices of the MLP.
     """
-    # Attention keeps q, k, v, its output and one fp32 a head; where k and v are float32, attend expands them.
+    # Attention keeps q, k, v, its output and one fp32 per head; where k and v are float32, attend expands them.
     itemsize = plan.itemsize
     expanded = itemsize == 4 and c.attention != "triton" and not plan.mask_documents
     kv = c.n_embd if expanded else c.n_kv_head * c.head_dim
@@ -118,7 +118,7 @@ def token_bytes(c: LlamaConfig, plan: Plan, chunks: int) -> tuple[int, int]:
         norm, mlp = itemsize * c.n_embd + 4, itemsize * 2 * c.ffn_dim
         # backward: dy, the gradients of gate and up, of their product, and the product
         working = itemsize * (c.n_embd + 4 * c.ffn_dim)
-        if chunks > 1:  # nothing is kept: dy and what the slices make, each of which comes on top (in_backward)
+        if chunks > 1:  # nothing is kept: dy and what the slices make; one slice at a time comes on top (Step.backward)
             mlp, working = 0, itemsize * 2 * c.n_embd
     else:  # a norm keeps x and x·rstd in float32, and what it hands on; the MLP gate, up, silu(gate) and the product
         norm, mlp = (8 + itemsize) * c.n_embd + 4, (12 + itemsize) * c.ffn_dim // chunks
@@ -133,8 +133,8 @@ def token_bytes(c: LlamaConfig, plan: Plan, chunks: int) -> tuple[int, int]:
 
 
 def attention_bytes(c: LlamaConfig, plan: Plan) -> int:
-    """Bytes of a token in the backward of attention, beside what forward has left: the gradients of its output, of q, k
-    and v, and what the kernel needs. cuDNN's: dq in float32, dk and dv of each query head, three numbers a head.
+    """Bytes per token in attention's backward, beside what forward has left: gradients of its output, of q, k and v,
+    and what the kernel needs. cuDNN's: dq in float32, dk and dv of each query head, three numbers per head.
     """
     found = plan.itemsize * (c.n_embd + 2 * c.n_kv_head * c.head_dim)  # the MLP's residual stream is free by then
     in_triton = c.attention == "auto" and c.head_dim == 64 and c.block_size <= TRITON_TOKENS
@@ -178,7 +178,7 @@ def loss_bytes(c: LlamaConfig, plan: Plan, n_tokens: int) -> tuple[Part, Part]:
 
 
 def counted(name: str, itemsize: int, *terms: tuple[int, int, str], ranks: int = 1) -> list[Part]:
-    """What holds so many times so many elements of what, each rank its share of them; [] where there are none."""
+    """One Part of terms (count, elements, of what), divided by ranks; [] where there are no elements."""
     terms = [(count, n, of) for count, n, of in terms if count * n]
     words = " + ".join(f"{count} x {n:,} {of}" if count > 1 else f"{n:,} {of}" for count, n, of in terms)
     how = f"{itemsize} bytes x {f'({words})' if len(terms) > 1 else words}{f' / {ranks} ranks' * (ranks > 1)}"
@@ -240,7 +240,7 @@ class Step:
     def gathered(self, blocks: int, ends: int) -> list[Part]:
         """Blocks whose weights are whole, and how often the root's are, or those of norm and head."""
         if self.plan.streamed:
-            return counted("weights that came", self.itemsize, (ends, *self.ends), (2, self.block, "of a block"))
+            return counted("streamed weights", self.itemsize, (ends, *self.ends), (2, self.block, "of a block"))
         terms = (ends, *self.ends), (blocks, self.block, "of a block")
         return counted("gathered weights", self.itemsize, *terms) if self.plan.fsdp else []
 
@@ -257,10 +257,10 @@ class Step:
         found += counted("gradients", itemsize, (1, whole, "of the embedding" if self.apart else "of the root"))
         if self.on_gpu:
             found += counted("gradients", itemsize, *reduced, ranks=ranks)
-        found += counted("gradients on their way", 4, (1, reducing, "parameters"))
+        found += counted("gradients being reduced", 4, (1, reducing, "parameters"))
         if self.gradients_leave:
             latest = (1, self.block, "of a block") if done else reduced[0]
-            found += counted("gradients that leave", itemsize, latest, ranks=ranks)
+            found += counted("gradients being offloaded", itemsize, latest, ranks=ranks)
         if self.plan.fsdp and self.plan.sharding == "hybrid" and itemsize < 4:
             found += counted("gradients reduced, until backward ends", 4, *reduced, ranks=ranks)
         return found
@@ -357,7 +357,7 @@ class Step:
         filled = max(filling * numel, filling * last + (4 + itemsize * (itemsize < 4)) * numel / ranks)
         if self.plan.copy_engines_reduce:
             filled = itemsize * (last + numel)
-        extra = Part("what fills it, or is made of it", filled, f"{numel:,} parameters")
+        extra = Part("input or output of the reduction", filled, f"{numel:,} parameters")
         return self.at(extra, reducing=0 if self.plan.copy_engines_reduce else numel, **at)
 
 

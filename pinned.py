@@ -1,4 +1,4 @@
-"""Pinned memory: the CPU's, which a GPU reads and writes by itself, beside all else.
+"""Pinned CPU memory, which a GPU copies from and to by itself, while CPU and GPU compute.
 
 PyTorch's own (pin_memory=True) rounds each tensor up to a power of two, is made ready by one thread and lies in pages
 of 4 KiB. Here a tensor takes what it needs, several threads make a large one ready, and its pages are of 2 MiB where

@@ -1,7 +1,7 @@
 """Several ranks of one run: how they meet, watch each other and part.
 
-torchrun starts one process a GPU and says to each which one it is. A lone process is rank 0 of 1, and for it all of
-this is nothing. Ranks wait for each other in every step, so when one dies or hangs the others would wait with it,
+torchrun starts one process per GPU and tells each one its rank. A lone process is rank 0 of 1, and for it all of this
+does nothing. Ranks wait for each other in every step, so when one dies or hangs the others would wait with it,
 silently: NCCL's kernels spin on the GPU. Hence the watch: a thread in each rank that tells the others once a second,
 through torchrun's store, how far it is.
 """
@@ -58,21 +58,21 @@ def contradiction(settings: Mapping, world_size: int) -> str | None:
     if shard_ranks is not None and (shard_ranks < 1 or world_size % shard_ranks):
         return f"shard_ranks is {shard_ranks}: it must divide the {world_size} ranks"
     if settings["offload_activations"] and (settings["compile"] or settings["cuda_graph"]):
-        return "offload_activations works without compile and cuda_graph: add --compile=false --cuda_graph=false"
+        return "offload_activations does not work with compile or cuda_graph: add --compile=false --cuda_graph=false"
     if settings["mask_documents"] and settings["attention"] == "sdpa":
-        return "mask_documents works with attention auto or triton: PyTorch's knows no documents"
+        return "mask_documents works with attention auto or triton: PyTorch's cannot keep documents apart"
     head_dim = settings["n_embd"] / max(settings["n_head"], 1)
     if settings["mask_documents"] and head_dim not in (16, 32, 64, 128):
         return f"mask_documents works with heads of 16, 32, 64 and 128, not of {head_dim:g}"
     if settings["cuda_graph"] and (world_size > 1 or settings["offload"] != "none"):
-        return "cuda_graph works on one GPU that holds all: add --cuda_graph=false"
+        return "cuda_graph needs one GPU and offload=none: add --cuda_graph=false"
     return None
 
 
 def meet(device: str, timeout: float) -> "Watch":
     """Connects the ranks, by NCCL between GPUs and by gloo between CPUs, and starts their watch.
 
-    timeout: after so many seconds in which a rank has not come on, it gives up and says for whom it has waited.
+    timeout: a rank that makes no progress for so many seconds gives up and says which rank it has waited for.
     """
     if world_size > 1:
         # without it NCCL would guess, and warn that it does
@@ -153,14 +153,14 @@ def unequal(values: dict) -> list[str]:
 class Watch:
     """Knows what this rank is doing, asks what the others do, and ends the run when one of them has died or hangs.
 
-    watch.at("step 12: forward")  # this rank comes on; it has `timeout` seconds to the next call
+    watch.at("step 12: forward")  # this rank made progress; `timeout` seconds until the next call
     watch.rest("writing")         # from here on it may take its time
     watch.stop()                  # the run is over
     """
 
     def __init__(self, timeout: float):
         self.timeout, self.deadline = timeout, float("inf")
-        self.beats, self.count, self.doing = 0, 0, "starting"  # how often this rank has come on, and to what
+        self.beats, self.count, self.doing = 0, 0, "starting"  # how often this rank has made progress, and its stage
         self.lost = {}  # when the death of which rank was noticed
         self.over = threading.Event()
         self.launcher = os.getppid()  # torchrun
@@ -226,7 +226,7 @@ class Watch:
         return first if first is not None and time.monotonic() - self.lost[first] > GRACE else None
 
     def _who_hangs(self) -> str:
-        """Whom this rank has waited for: one that is silent, or else the one that is least far."""
+        """Which rank this one has waited for: one that is silent, or else the one furthest behind."""
         before = [self._heard(r) for r in range(world_size)]
         for _ in range(5):
             time.sleep(BEAT)

@@ -28,13 +28,14 @@ from data.tokens import Tokens, whole_file
 from ranks import local_world_size, print0, rank, stop, world_size
 
 PEAK_FLOPS = {  # dense bf16 with fp32 accumulation, by the makers' datasheets; the first name that fits
-    "B200": 2250e12, "H200": 989e12, "H100 PCIe": 756e12, "H100 NVL": 835e12, "H100": 989e12, "A100": 312e12,
-    "L40S": 362e12, "L4": 121e12, "A10G": 70e12, "RTX 5090": 209.5e12, "RTX 4090": 165.2e12, "RTX 3090": 71e12,
+    "B200": 2250e12, "H200 NVL": 835e12, "H200": 989e12, "H100 PCIe": 756e12, "H100 NVL": 835e12, "H100": 989e12,
+    "A100": 312e12, "L40S": 362e12, "L4": 121e12, "A10G": 70e12, "RTX 5090": 209.5e12, "RTX 4090": 165.2e12,
+    "RTX 3090": 71e12,
 }  # fmt: skip
 
 
 def peak_flops(device_name: str) -> float | None:
-    """FLOPs a second that the card can do in bfloat16 and float16; None where that is not known."""
+    """FLOPs per second that the card can do in bfloat16 and float16; None for a card that is not listed."""
     other = r"(?! (Laptop|Ti|D)\b|.*\bMIG\b)"  # cards of that name with more or fewer cores, and slices of one
     fitting = (peak for name, peak in PEAK_FLOPS.items() if re.search(rf"\b{name}\b{other}", device_name))
     return next(fitting, None)
@@ -111,7 +112,7 @@ class RunLog:
         except ImportError as error:
             stop(f"--wandb_log=true: {error}: pip install wandb, or leave it out")
         except (wandb.errors.Error, ValueError) as error:
-            stop(f"wandb does not start ({error}). Without an account: wandb login, or WANDB_MODE=offline")
+            stop(f"wandb does not start ({error}). Log in with wandb login, or set WANDB_MODE=offline")
         self.wandb = wandb
 
     def _tell_wandb(self, function: Callable, *arguments, **options) -> None:

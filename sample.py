@@ -23,11 +23,11 @@ from tokenizer import end_of_text, get_tokenizer
 
 # ----------------------------------------------------------------------------------------------------------------------
 # what to read, what to write
-out_dir = "out"  # a run's folder, one of its checkpoints, or one of published weights
+out_dir = "out"  # a run's folder, one of its checkpoints, or a folder of published weights
 prompt = ""  # empty: the beginning of a document
 num_samples = 1  # how many continuations
-max_new_tokens = 500  # tokens of each; the end of the document ends it sooner
-tokenizer_path: str | None = None  # llama3's tokenizer.model; none: the one beside published weights, or this file
+max_new_tokens = 500  # per sample; it stops sooner where the document ends
+tokenizer_path: str | None = None  # llama3's tokenizer.model; none: the one beside the weights, else beside sample.py
 
 # sampling
 temperature = 0.8  # 0: always the likeliest token
@@ -66,7 +66,7 @@ try:
     else:
         name = checkpoint.from_newest(folder, checkpoint.read_meta)["dataset"]["tokenizer"]
     if name is None:
-        sys.exit(f"{folder} does not say its tokenizer: only Llama 3's is known by its {convert.LLAMA3_VOCAB:,} tokens")
+        sys.exit(f"{folder} does not say its tokenizer; only Llama 3's is known by its size, {convert.LLAMA3_VOCAB:,}")
     beside = folder / "tokenizer.model", folder / "original" / "tokenizer.model"  # Meta's place, Hugging Face's
     if published and tokenizer_path is None and any(path.exists() for path in beside):
         tokenizer_path = str(folder)

@@ -457,6 +457,7 @@ def test_a_package_of_another_version_is_named(monkeypatch):
     [
         ("NVIDIA GeForce RTX 3090", 71), ("NVIDIA GeForce RTX 3090 Ti", None), ("NVIDIA GeForce RTX 4090 D", None),
         ("NVIDIA GeForce RTX 4090 Laptop GPU", None), ("NVIDIA H100 80GB HBM3", 989), ("NVIDIA H100 PCIe", 756),
+        ("NVIDIA H200", 989), ("NVIDIA H200 NVL", 835),
         ("NVIDIA H100 80GB HBM3 MIG 1g.10gb", None), ("NVIDIA A100-SXM4-40GB MIG 3g.20gb", None),
         ("NVIDIA A100-SXM4-80GB", 312),
     ],

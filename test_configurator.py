@@ -367,7 +367,7 @@ def test_a_missing_file_names_the_nearest_one(folder, error):
     assert error("no/such.py") == "no/such.py does not exist"
     assert error("config") == "config is not a config file"
     (folder / "x.json").write_text('{"batch_size": 4}')
-    assert error("x.json") == "x.json is no config file: that is a .py of assignments, as in batch_size = 4"
+    assert error("x.json") == "x.json is no config file: it must be a .py of assignments, such as batch_size = 4"
 
 
 # Help and ranks

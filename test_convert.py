@@ -337,7 +337,7 @@ def test_a_checkpoint_that_the_run_deletes_meanwhile_gives_way_to_the_newest(
     convert.main()
     assert f"{tmp_path}/out/step_000016 in bfloat16" in capsys.readouterr().out
     steps = list(range(20, 100))
-    assert "deletes its checkpoints sooner than they are read" in sample()[1]
+    assert "deletes its checkpoints before they can be read" in sample()[1]
 
 
 def test_a_folder_read_for_sampling_has_their_logits(folder):
@@ -390,7 +390,7 @@ def narrow(path, name):
 SLIPS = {
     "another size": (
         lambda folder: edit(folder / "config.json", num_hidden_layers=3),
-        "has n_layer 3 (this run: 2): say --n_layer=3, or change init_from",
+        "has n_layer 3 (this run: 2): pass --n_layer=3, or change init_from",
     ),
     "another model": (lambda folder: edit(folder / "config.json", model_type="qwen3"), "a qwen3 model, not a Llama"),
     "biases": (lambda folder: edit(folder / "config.json", attention_bias=True), "has biases"),

@@ -308,6 +308,8 @@ def test_many_workers_write_what_one_writes(tmp_path, monkeypatch):
     for workers in (1, 2):
         toy_dataset(tmp_path / str(workers), train=documents[:150], val=documents[150:], workers=workers)
     assert contents(tmp_path / "1") == contents(tmp_path / "2")
+    with pytest.raises(ValueError, match="workers is 0: it must be at least 1"):
+        toy_dataset(tmp_path / "0", train=documents, val=documents, workers=0)
 
 
 def test_an_error_leaves_the_older_dataset_as_it_was(tmp_path):
@@ -466,7 +468,10 @@ def test_shakespeare_without_a_network_says_the_address_and_the_place(tmp_path, 
     with pytest.raises(OSError, match=f"could not download http://localhost:9/input.txt .* put it at {place}"):
         shakespeare_char.prepare(tmp_path)
     assert not place.exists()
-    place.touch()
+    place.write_bytes("Enter Citoyen Hébert".encode("latin-1"))
+    with pytest.raises(ValueError, match=f"{place} is not UTF-8 text .*0xe9"):
+        shakespeare_char.prepare(tmp_path)
+    place.write_bytes(b"")
     with pytest.raises(ValueError, match=f"{place} holds no text"):
         shakespeare_char.prepare(tmp_path)
     place.write_text("To be, or not to be. " * 100)

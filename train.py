@@ -47,23 +47,23 @@ from weights import StreamedWeights
 out_dir = "out"  # checkpoints, metrics.jsonl and summary.json
 init_from = "auto"  # auto: resume if out_dir has a checkpoint, else scratch; or a folder of published weights
 eval_interval = 1000  # steps between evaluations; each is followed by a checkpoint
-eval_iters = 100  # batches an evaluation reads, the same ones every time, spread evenly over the validation tokens
+eval_iters = 100  # batches per evaluation: always the same ones, spread evenly over the validation tokens
 log_interval = 10  # steps between log lines
 keep_last = 2  # checkpoints kept; 0: none are written
-async_save = True  # write them beside the training: 12 to 16 bytes of CPU memory for each parameter
-profile = False  # a trace of three steps and what holds the memory meanwhile, to out_dir/profile
+async_save = True  # write checkpoints while training goes on: takes 12 to 16 bytes of CPU memory per parameter
+profile = False  # write a trace of three steps and of what was in memory to out_dir/profile
 
 # wandb logging
-wandb_log = False  # to Weights & Biases as well; WANDB_MODE=offline needs no account
+wandb_log = False  # also log to Weights & Biases; WANDB_MODE=offline needs no account
 wandb_project = "nanocria"
 wandb_run_name = "llama"
 
 # data
 dataset = "pystdlib"  # a folder under data/, made by its prepare.py
-batch_size = 8  # sequences a micro-batch holds, on each rank
-block_size = 1024  # tokens of a sequence
-gradient_accumulation_steps = 1  # micro-batches a step adds up, over all ranks: a multiple of their number
-mask_documents = False  # attention stays within each document of the data
+batch_size = 8  # sequences per micro-batch, on each rank
+block_size = 1024  # tokens per sequence
+gradient_accumulation_steps = 1  # micro-batches per step, over all ranks: a multiple of the number of ranks
+mask_documents = False  # tokens attend only within their own document
 
 # model (Llama 3.2 1B)
 n_layer = 16
@@ -75,9 +75,9 @@ vocab_size: int | None = None  # none: the dataset's
 rope_theta = 500000.0
 rope_scaling: dict | None = None  # 3.1 and 3.2: see config/llama32_1b.py
 norm_eps = 1e-5
-tie_embeddings = True  # the head is the embedding
+tie_embeddings = True  # the output head shares the embedding's weights
 fused_kernels = True  # false: RMSNorm, RoPE and SwiGLU in plain PyTorch
-fused_loss = True  # false: the logits held whole
+fused_loss = True  # false: all logits in memory at once
 attention: Literal["auto", "sdpa", "triton"] = "auto"  # auto: the faster one; triton: ours; sdpa: PyTorch's
 
 # optimizer: AdamW, cosine schedule
@@ -85,7 +85,7 @@ learning_rate = 3e-4  # the peak, after the warm-up
 max_iters = 10000  # steps of the whole run
 warmup_iters = 100  # steps of linear warm-up
 lr_decay_iters: int | None = None  # where the cosine ends; none: max_iters
-min_lr: float | None = None  # what it ends at; none: learning_rate / 10
+min_lr: float | None = None  # the learning rate after the decay; none: learning_rate / 10
 weight_decay = 0.1  # of matrices; norms are not decayed
 beta1 = 0.9
 beta2 = 0.95
@@ -94,20 +94,20 @@ grad_clip = 1.0  # gradients are scaled down to this norm; 0: never
 # system
 device: Literal["auto", "cuda", "cpu"] = "auto"  # auto: cuda where there is one
 dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"  # of compute; auto: bfloat16, on a CPU float32
-activation_checkpointing: Literal["none", "selective", "full"] = "none"  # recomputed: nothing; gate and up; the blocks
-offload: Literal["none", "optimizer", "all"] = "none"  # to the CPU's memory: AdamW and the gradients; the weights too
-offload_activations = False  # what full checkpointing keeps goes to the CPU's memory
-mlp_chunks: int | None = None  # slices of the tokens in the MLP; none: 1, with full checkpointing one per 8,192
+activation_checkpointing: Literal["none", "selective", "full"] = "none"  # recompute nothing; gate and up; whole blocks
+offload: Literal["none", "optimizer", "all"] = "none"  # optimizer: AdamW and gradients in CPU memory; all: weights too
+offload_activations = False  # with full checkpointing: keep the blocks' inputs in CPU memory
+mlp_chunks: int | None = None  # slices of a recomputed MLP; none: 1, in full checkpointing tokens / max(8192, 4 n_embd)
 compile = False  # torch.compile the blocks: a minute at the start
-cuda_graph = False  # replay a step as one CUDA graph, on one GPU: a small model waits for its launches otherwise
+cuda_graph = False  # replay forward-backward and update as CUDA graphs, on one GPU: speeds up launch-bound small models
 seed = 1337  # of the weights and of the order of the data
 
 # several GPUs
-sharding: Literal["zero3", "zero2", "hybrid"] = "zero3"  # zero2: blocks stay whole; hybrid: see shard_ranks
+sharding: Literal["zero3", "zero2", "hybrid"] = "zero3"  # zero2: blocks stay gathered; hybrid: see shard_ranks
 shard_ranks: int | None = None  # hybrid: ranks that shard one copy of the model; none: those of one machine
-sync_every_micro_batch = True  # false: once a step, but with the gradients of the whole model on every rank
-copy_engines: bool | None = None  # GPUs pull weights and gradients by copy engine, not by NCCL; none: where they can
-timeout = 600.0  # seconds after which ranks that wait for another say for whom, and end the run
+sync_every_micro_batch = True  # false: reduce gradients once per step, with all of them in float32 on every rank
+copy_engines: bool | None = None  # communicate by copy engine instead of NCCL; none: where the GPUs can
+timeout = 600.0  # seconds without progress after which the waiting ranks say which one they wait for and end the run
 # ----------------------------------------------------------------------------------------------------------------------
 settings = configure(globals(), sys.argv[1:])
 
@@ -161,7 +161,7 @@ torch.set_float32_matmul_precision("high")  # TF32 where something is float32
 if device == "cuda":
     n_gpus = torch.cuda.device_count()
     if ranks.local_world_size > n_gpus:
-        stop(f"{ranks.local_world_size} ranks on this machine, and torch finds {n_gpus} CUDA devices: one for each")
+        stop(f"{ranks.local_world_size} ranks on this machine need a GPU each, but torch finds {n_gpus} CUDA devices")
     torch.cuda.set_device(local_rank)
     usage.let_segments_grow()
     device = f"cuda:{local_rank}"
@@ -288,10 +288,11 @@ on_cpu = ranks.local_world_size * sum(part.bytes for part in memory.cpu_parts(co
 if device == "cpu":
     plain = replace(config, fused_kernels=False, fused_loss=False)
     on_cpu = ranks.local_world_size * memory.peak_gib(plain, replace(plan, offload="none")) * 2**30
-    what, cure = "a step needs", "train a smaller model, as config/baby_llama.py, or smaller batches, or on a GPU"
+    what, cure = "a step needs", "use a smaller model (config/baby_llama.py), smaller batches or a GPU"
 lacking = ranks.maximum([on_cpu - usage.cpu_available()])[0]
 if lacking > 0:  # else the system would end the run, without a word
-    stop(f"{what} {on_cpu / 2**30:.1f} GiB of CPU memory, and {(on_cpu - lacking) / 2**30:.1f} GiB are there: {cure}")
+    free = (on_cpu - lacking) / 2**30
+    stop(f"{what} {on_cpu / 2**30:.1f} GiB of CPU memory, and only {free:.1f} GiB are available: {cure}")
 card_gib = torch.cuda.get_device_properties(device).total_memory / 2**30 if device != "cpu" else None
 
 
@@ -311,7 +312,7 @@ def say_what_ended_it(kind, error, trace):
         os._exit(1)
     lost = re.search(r"Connection (closed|reset) by peer|Broken pipe|remote process exited|Timed out", str(error))
     if world_size > 1 and (lost or isinstance(error, dist.DistBackendError)):
-        say(f"rank {rank}, {watch.doing}, lost another rank, or the way to it: see what that one said. Here: {error}")
+        say(f"rank {rank}, {watch.doing}, lost another rank or its connection: see that rank's output. Error: {error}")
         os._exit(1)
     sys.__excepthook__(kind, error, trace)
 
@@ -392,7 +393,7 @@ def refuse_another_model(path: Path, model: dict, tokenizer: str, other: str):
     if differing:
         differences = ", ".join(f"{name} {model.get(name)} (this run: {getattr(config, name)})" for name in differing)
         flags = " ".join(shlex.quote(f"--{name}={model.get(name)}") for name in differing)
-        stop(f"{path} has {differences}: say {flags}, or change {other}")
+        stop(f"{path} has {differences}: pass {flags}, or change {other}")
     if tokenizer != train_tokens.meta["tokenizer"]:
         now = train_tokens.meta["tokenizer"]
         stop(f"{path} was trained on {tokenizer} tokens, {data_dir} holds {now} tokens: change dataset or {other}")
@@ -479,13 +480,13 @@ if device != "cpu":
     print0(f"activation checkpointing: {activation_checkpointing}; offload: {offload}")
 print0("data     ", f"{data_dir}: {len(train_tokens):,} tokens; {max_iters:,} steps read them {epochs:.2f} times")
 if vocab_size > train_tokens.meta["vocab_size"]:
-    print0("         ", f"of the {vocab_size:,} tokens of vocab_size it uses {train_tokens.meta['vocab_size']:,}")
+    print0("         ", f"its vocabulary is {train_tokens.meta['vocab_size']:,} of the model's {vocab_size:,} tokens")
 print0("step     ", f"{tokens_per_step:,} tokens = {batch_size} sequences x {block_size:,} tokens", end="")
 print0(f" x {micro_steps} micro-batches x {world_size} ranks")
 if warmup_iters >= max_iters:
     print0("warm-up  ", f"of {warmup_iters:,} steps, as long as the run: the learning rate never reaches its peak")
 if device == "cpu" and model.flops_per_token(block_size) * tokens_per_step > 1e14:
-    print0("on a CPU ", "a step of this takes many minutes: config/baby_llama.py is made for one")
+    print0("on a CPU ", "each step will take many minutes: config/baby_llama.py is made for CPUs")
 if published and not found:
     print0("begins   ", f"with the weights of {init_from}")
 if found:
@@ -608,7 +609,7 @@ def interrupt(signal_number, frame):
     """
     global interrupted
     if not interrupted:
-        again = "" if "RANK" in os.environ else " (Ctrl-C now: at once, without a checkpoint)"
+        again = "" if "RANK" in os.environ else " (Ctrl-C now stops at once, without a checkpoint)"
         print0(f" {signal.Signals(signal_number).name}: stopping after this step{again}")
     elif signal_number == signal.SIGINT and "RANK" not in os.environ:
         os._exit(128 + signal_number)
@@ -751,7 +752,7 @@ while step < max_iters:
 watch.rest("ending")
 if profile and first_step < step < first_step + 10:
     profiler.stop()
-    print0("no profile was written: it is of the eighth to the tenth step of a run")
+    print0("no profile was written: it covers the eighth to tenth step of a run, and this one ended sooner")
 if first_step < step == max_iters and val_loss is not None:
     log.summary(
         peak_gib, val_loss, val_tokens if n_eval_blocks == n_val_blocks else None,
@@ -769,7 +770,7 @@ if stopping == BAD_DATA:
     code = 1
 if unsaved:
     print0(
-        f"the last checkpoint was not written ({unsaved}). Mend that, and the same line goes on from "
+        f"the last checkpoint was not written ({unsaved}). Fix that, and the same command continues from "
         + ("the one before" if checkpoint.newest(out_dir) else "the start")
     )
     code = 1

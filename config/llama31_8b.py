@@ -1,7 +1,7 @@
 # Llama 3.1 8B: 8.03 billion parameters, from scratch on 10 billion tokens of FineWeb-Edu.
 #   python data/fineweb_edu/prepare.py --tokenizer llama3
 #   torchrun --standalone --nproc_per_node=8 train.py config/llama31_8b.py          # eight GPUs of 40 GB or more
-# Weights, gradient sums and optimizer are 128 GB in all, shared by the GPUs.
+# Weights, gradient accumulators and optimizer state are 128 GB in all, sharded over the GPUs.
 out_dir = "out/llama31_8b"
 dataset = "fineweb_edu"
 
@@ -21,7 +21,7 @@ rope_scaling = {
     "original_max_position_embeddings": 8192,
 }
 
-# 0.5M tokens a step: 2 x 4096 x 64. Meta began with 4M and a context of 4,096, then doubled both.
+# 0.5M tokens per step: 2 x 4096 x 64. Meta began with 4M and a context of 4,096, then doubled both.
 batch_size = 2
 block_size = 4096
 gradient_accumulation_steps = 64

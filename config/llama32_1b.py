@@ -22,7 +22,7 @@ rope_scaling = {  # for contexts beyond the 8,192 of pretraining; keeps weights 
     "original_max_position_embeddings": 8192,
 }
 
-# 0.5M tokens a step, as GPT-3 had at this size: 8 x 2048 x 32
+# 0.5M tokens per step: 8 x 2048 x 32 (GPT-3 had 0.5M up to 760M parameters, 1M at 1.3B)
 batch_size = 8
 block_size = 2048
 gradient_accumulation_steps = 32

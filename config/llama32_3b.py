@@ -21,7 +21,7 @@ rope_scaling = {
     "original_max_position_embeddings": 8192,
 }
 
-# 0.5M tokens a step: 4 x 4096 x 32
+# 0.5M tokens per step: 4 x 4096 x 32
 batch_size = 4
 block_size = 4096
 gradient_accumulation_steps = 32

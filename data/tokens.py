@@ -226,6 +226,8 @@ def compressed_bits_per_byte(text: bytes) -> dict[str, float]:
 
 def encode_documents(documents: Iterable[Document], tokenizer: tiktoken.Encoding, workers: int = 1) -> Iterator[dict]:
     """Yield {split: (tokens uint32 (n,), documents, bytes)}, one batch of documents after another, in their order."""
+    if workers < 1:
+        raise ValueError(f"workers is {workers}: it must be at least 1")
     if workers == 1:
         for batch in batches(documents):
             yield encode_batch(batch, tokenizer)
@@ -291,10 +293,10 @@ def encode_in_worker(batch: list[Document]) -> dict:
 
 
 class Progress:
-    """One line that rewrites itself: share done, documents and tokens a second, time left.
+    """One line that rewrites itself: share done, documents and tokens per second, time left.
 
     `total` counts the `unit`, "documents" or "bytes"; none: unknown, which shows the count so far, no share, no eta.
-    `repeats`: how many more inputs like this one, itself included.
+    `repeats`: how many inputs of this size are left, this one included.
     """
 
     def __init__(self, total: int | None, unit: str, prefix: str = "", repeats: int = 1):
@@ -369,8 +371,8 @@ class Tokens:
     """One split of a dataset, memory-mapped; `meta` is the content of its meta.json.
 
     Block i of length T holds the tokens iT .. iT + T, T + 1 of them: the T inputs and, one further, their targets. The
-    target of a block's last input is the first input of the next block, so every token of a shard is a target once, but
-    its first and what is left after its last whole block.
+    target of a block's last input is the first input of the next block, so every token of a shard is a target once,
+    except its first and what is left after its last whole block.
 
     Raises FileNotFoundError where the dataset or one of its files is missing, ValueError where a file's size is not
     what meta.json promises; both say how to make the dataset.

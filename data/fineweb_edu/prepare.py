@@ -6,9 +6,9 @@
     python data/fineweb_edu/prepare.py --max_files 1           # one file of 14, enough for a first run
     python data/fineweb_edu/prepare.py --input my_parquets/    # no network; a file or a folder
 
-Makes one train_*.bin and one val_*.bin for each parquet file. sample-10BT is 14 files of 2 GB and 10 billion tokens: 20
-GB as uint16 (gpt2), 40 GB as uint32 (the others). It can be stopped at any time: the same command goes on with the
-first file that was not finished.
+Makes one train_*.bin and one val_*.bin for each parquet file. sample-10BT is 14 files of 2 GB and 10 billion gpt2
+tokens: 20 GB as uint16; vocabularies above 65,536 take uint32, 4 bytes per token. The script can be stopped at any
+time: the same command continues with the first unfinished file.
 
 Which documents are for validation follows from a hash of their text: copies of a page, of which the web is full, are
 all on the same side.
@@ -157,11 +157,11 @@ def main():
     parser.add_argument("--tokenizer", default="gpt2", help=f"one of {', '.join(NAMES)} (default: gpt2)")
     parser.add_argument("--tokenizer_path", type=Path, help="llama3's tokenizer.model, if elsewhere than here")
     parser.add_argument("--out", type=Path, default=HERE, help="folder for the dataset (default: the script's)")
-    parser.add_argument("--sample", default="10BT", help="of the hub's dataset: 10BT, 100BT or 350BT (default: 10BT)")
+    parser.add_argument("--sample", default="10BT", help="which hub sample: 10BT, 100BT or 350BT (default: 10BT)")
     parser.add_argument("--max_files", type=int, help="only so many of the parquet files")
     parser.add_argument("--field", default="text", help="the column that has the text (default: text)")
-    parser.add_argument("--val_fraction", type=float, default=0.001, help="share of validation (default: 0.001)")
-    parser.add_argument("--workers", type=int, default=os.cpu_count(), help="processes (default: one a CPU core)")
+    parser.add_argument("--val_fraction", type=float, default=0.001, help="validation share (default: 0.001)")
+    parser.add_argument("--workers", type=int, default=os.cpu_count(), help="processes (default: one per CPU core)")
     args = vars(parser.parse_args())
     prepare(args.pop("input"), args.pop("out"), **args)
 

@@ -4,7 +4,7 @@
 
 Downloads 1.1 MB (or reads input.txt, where it is already in this folder) and makes train.bin and val.bin, the first 90%
 and the last 10% of the text, in about a second. The text is ASCII, so its characters are its bytes and the `bytes`
-tokenizer is a character tokenizer; a loss in nats a token compares with nanoGPT's shakespeare_char.
+tokenizer is a character tokenizer; a loss in nats per token is comparable to nanoGPT's shakespeare_char.
 """
 
 import argparse
@@ -36,7 +36,10 @@ def prepare(folder: Path = HERE) -> dict:
     folder.mkdir(parents=True, exist_ok=True)
     if not (folder / "input.txt").exists():
         download(folder / "input.txt")
-    text = (folder / "input.txt").read_bytes().decode()
+    try:
+        text = (folder / "input.txt").read_bytes().decode()
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{shown(folder / 'input.txt')} is not UTF-8 text ({error})") from error
     train, val = text[: len(text) * 9 // 10], text[len(text) * 9 // 10 :]
     if not train:
         raise ValueError(f"{shown(folder / 'input.txt')} holds no text: delete it, and it is downloaded again")

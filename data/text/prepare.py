@@ -7,9 +7,9 @@
 
 Makes train.bin, val.bin and meta.json in --out (this folder by default); the input may be larger than the memory, and
 every CPU core tokenizes. A document is a line of a .jsonl or .ndjson, or a file; a large file is cut at line ends into
-several. Folders are searched to the bottom, except for --out and for hidden and binary files. Which documents are for
-validation follows from a hash of their text: copies of one document are all on the same side. It is the share of them
-whose hash is below a bound; of less than a megabyte, where that could be none or most, those with the smallest hashes.
+several. Folders are searched to the bottom, except for --out and for hidden and binary files. A document goes to
+validation if the hash of its text is below a bound, so copies of one document are all on the same side. Of an input of
+less than a megabyte, where that could be none or most, those with the smallest hashes go there.
 """
 
 import argparse
@@ -184,9 +184,9 @@ def main():
     parser.add_argument("--tokenizer_path", type=Path, help="llama3's tokenizer.model, if elsewhere than here")
     parser.add_argument("--out", type=Path, default=HERE, help="folder for the dataset (default: the script's)")
     parser.add_argument("--field", default="text", help="where a .jsonl line has its text (default: text)")
-    parser.add_argument("--val_fraction", type=float, help="share of validation (default: 0.01; more of small inputs)")
-    parser.add_argument("--errors", choices=["strict", "skip"], default="strict", help="at a file not in UTF-8")
-    parser.add_argument("--workers", type=int, default=os.cpu_count(), help="processes (default: one a CPU core)")
+    parser.add_argument("--val_fraction", type=float, help="validation share (default: 0.01, more for small inputs)")
+    parser.add_argument("--errors", choices=["strict", "skip"], default="strict", help="for a file that is not UTF-8")
+    parser.add_argument("--workers", type=int, default=os.cpu_count(), help="processes (default: one per CPU core)")
     args = vars(parser.parse_args())
     out = args.pop("out")
     prepare(args.pop("input"), out, **args)
