@@ -295,7 +295,7 @@ class Block(nn.Module):
         self.mlp_norm = RMSNorm(config)
         self.mlp = MLP(config)
         self.config = config
-        self.offloaded, self.last = None, False  # with offload_activations: where inputs go; whether it is the last
+        self.offloaded, self.last = None, False  # with offload_activations: where inputs go; is it the last block?
 
     def forward(self, x, delta, cos, sin, starts=None, cache=None):
         """x (B, T, C) and delta (B, T, C) or None, whose sum is the block's input; returns its output as two such.

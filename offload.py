@@ -64,7 +64,7 @@ class OffloadedAdamW(AdamW):
         self.worker = worker_thread()  # in the order of submission: sums, then updates, then the next sums
         self.busy: list[Future] = []  # the work on gradients since the last update
         self.sums_are_stale = True  # the sums are of an earlier step
-        self.pinned_grads, self.norms = {}, {}  # of gradients that come from the GPU
+        self.pinned_grads, self.norms = {}, {}  # gradients that have come from the GPU, and their norms
         # By module: the root's own parameters, then each layer's.
         self.groups = {"": [name for name in self.parameters if not name.startswith("layers.")]}
         model.register_forward_pre_hook(self._waiter(""), prepend=True)

@@ -12,8 +12,8 @@ A bf16 is the upper half of a float32. So w need not lie beside it whole: as int
     w = 65,536 · parameter + low        −32,768 ≤ low < 32,768
 
 with low, an int16, negative where the parameter was rounded up (to the nearest; from the middle, away from zero). That
-is all of w in 4 bytes a parameter instead of 6, and no bit is lost. Only for a NaN the upper half is
-not computed but set to a NaN's: rounding it could carry into a number.
+is all of w in 4 bytes a parameter instead of 6, and no bit is lost. Only for a NaN the upper half is not computed but
+set to a NaN's: rounding it could carry into a number.
 
 Bytes for n parameters in bf16: 26n (read parameter, low, m, v: 12; grad: 2; write what was read but grad: 12).
 What changes with the step arrives in one fp32 tensor, step_scalars: the scale of the gradients (NaN or inf: leave all

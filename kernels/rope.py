@@ -99,7 +99,7 @@ def _rope_bwd_kernel(
     n_time,
     H: tl.constexpr, K: tl.constexpr, HALF: tl.constexpr, HEADS: tl.constexpr, DIMS: tl.constexpr,
 ):  # fmt: skip
-    """The way back: each lane loads from one of three gradients, rotated it by −sin and stores it packed."""
+    """The way back: each lane loads from one of three gradients, rotates it by −sin and stores it packed."""
     token = tl.program_id(0).to(tl.int64)
     batch, time = token // n_time, token % n_time
     heads = tl.arange(0, HEADS).to(tl.int64)[:, None]
@@ -166,7 +166,7 @@ class _RoPE(torch.autograd.Function):
 def rope(
     qkv: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, n_head: int
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Unpacks q, k and v, and rotated each pair (x[i], x[i + D/2]) of the first two by its position's angle (Su, 2021).
+    """Unpacks q, k and v, and rotates each pair (x[i], x[i + D/2]) of the first two by its position's angle (Su, 2021).
 
     qkv (B, T, H + 2K, D) of any strides: H = n_head queries, then K keys, then K values. cos and sin (T, D/2) or
     (B, T, D/2), fp32 (or fp64 beside fp64), constants: no gradient flows to them. Returns q (B, T, H, D), k and v
