@@ -14,16 +14,16 @@ import matplotlib.pyplot as plt
 
 from benchmarks import gpus, report, snapshot, step, swept
 
-COLORS = {  # ours stands out; the same arm has the same color in every panel
+COLORS = {  # ours stands out; whoever is in several plots has the same color in all
     "nanocria": "#c2410c", "eager": "#9ca3af", "torch": "#4b5563", "compile": "#0f766e", "liger": "#2563eb",
     "liger_fp32": "#93c5fd", "cce": "#9333ea", "sdpa_flash": "#f59e0b", "sdpa_cudnn": "#15803d",
 }  # fmt: skip
 STEP_COLORS = dict(
-    zip(step.ARMS, ["#c2410c", "#2563eb", "#93c5fd", "#9ca3af", "#0f766e", "#9333ea"], strict=True)
+    zip(step.ARMS, ["#c2410c", "#0f766e", "#5eead4", "#9ca3af", "#4b5563", "#2563eb"], strict=True)
 )  # fmt: skip
 GPUS_COLORS = {
     "nanocria": "#c2410c", "nanocria-zero2": "#fb923c", "nanocria-hybrid": "#7c2d12", "nanocria-nccl": "#a8a29e",
-    "nanocria-each": "#57534e", "recipe": "#2563eb", "recipe-zero2": "#1e3a8a", "torchtitan": "#93c5fd",
+    "nanocria-each": "#57534e", "recipe": "#0f766e", "recipe-zero2": "#134e4a", "torchtitan": "#5eead4",
 }  # fmt: skip
 SWEEP_COLORS = {
     "all": "#c2410c", "long": "#db2777", "kernels": "#fb923c", "torch": "#7c2d12",
@@ -111,8 +111,8 @@ def draw_bars(axes, rows: list[dict], value) -> None:
 
 
 def wrapped_shape(row: dict) -> str:
-    """Two or three numbers one a line, five in two lines."""
-    return report.shape(row).replace(" ", "\n") if len(row["shape"]) < 4 else textwrap.fill(report.shape(row), 11)
+    """Two or three numbers one a line, five in three lines."""
+    return report.shape(row).replace(" ", "\n") if len(row["shape"]) < 4 else textwrap.fill(report.shape(row), 9)
 
 
 def finish(figure, panels, title: str, path: Path) -> None:
@@ -135,7 +135,7 @@ def draw_steps(record: dict, path: Path) -> None:
     for axes, shape in zip(panels[0], shapes, strict=True):
         draw_arms(axes, [p for p in done if (p["batch"], p["block"]) == shape])
         axes.set_title(f"{shape[0]} x {shape[1]:,} tokens", fontsize=10)
-        axes.set(xlabel="peak memory, GiB")
+        axes.set(xlabel="peak memory, GiB", xlim=(0, None))
     first = figure.axes[0]
     first.set(ylabel="thousand tokens per second", ylim=(0, max(p["tok_per_s"] for p in done) / 940))
     arms = {p["arm"] for p in done}
@@ -150,10 +150,10 @@ def draw_steps(record: dict, path: Path) -> None:
 
 
 def draw_gpus(record: dict, path: Path) -> None:
-    """Tokens a second of a GPU: left over the number of GPUs, from one by itself; right, of 8B, against peak GiB."""
+    """Tokens a second of a GPU: left over the number of GPUs, from one by itself; right, of 8B, with its peak GiB."""
     rows = [row for row in record["scaling"] if "tok_per_s" in row]
-    big = [row | {"tok_per_s": row["tok_per_s"] / row["ranks"]} for row in record["8b"] if "tok_per_s" in row]
-    figure, axes = plt.subplots(1, 1 + bool(big), figsize=(9, 4), dpi=150, squeeze=False)
+    big = [row for row in record["8b"] if "tok_per_s" in row]
+    figure, axes = plt.subplots(1, 1 + bool(big), figsize=(10, 4.2), dpi=150, squeeze=False)
     left, *rest = axes[0]
     arms = {row["arm"] for row in [*rows, *big]}
     for arm, title in gpus.ARMS.items():
@@ -162,30 +162,40 @@ def draw_gpus(record: dict, path: Path) -> None:
         line = sorted([*alone, *of_arm], key=lambda row: row["ranks"])
         at = [row["ranks"] for row in line], [row["tok_per_s"] / row["ranks"] / 1000 for row in line]
         if arm in arms:
-            left.plot(*at, "o-", color=GPUS_COLORS[arm], label=title)
-    left.set(xlabel="GPUs", ylabel="thousand tokens/s per GPU", xticks=sorted({row["ranks"] for row in rows}))
+            left.plot(*at, "o-", markersize=4, color=GPUS_COLORS[arm], label=title)
+    left.set(xlabel="GPUs", ylabel="thousand tokens per second per GPU", xticks=sorted({row["ranks"] for row in rows}))
+    left.set_ylim(0, 1.1 * max(row["tok_per_s"] / row["ranks"] / 1000 for row in rows))
     left.set_title("Llama 3.2 1B, 16 x 2,048 tokens per GPU", fontsize=10)
     for right in rest:
-        draw_arms(right, big, GPUS_COLORS, line="")
-        for row in big:
-            at = row["peak_gib"], row["tok_per_s"] / 1000
-            size = {"fontsize": 6, "textcoords": "offset points", "xytext": (4, 4)}
-            right.annotate(f"{row['batch']} x {row['block']:,}", at, **size)
-        right.set(xlabel="peak memory, GiB", ylabel="thousand tokens/s per GPU")
-        right.set_ylim(0, 1.1 * max(row["tok_per_s"] / 1000 for row in big))
-        right.set_title("Llama 3.1 8B", fontsize=10)
-        for checkpointing in dict.fromkeys(row["checkpointing"] for row in big):
-            left.plot([], [], MARKS[checkpointing], color="gray", label=f"8B, checkpointing: {checkpointing}")
+        draw_8b(right, big)
     figure.legend(*left.get_legend_handles_labels(), fontsize=8, frameon=False, ncols=3, loc="lower center")
-    figure.tight_layout(rect=(0, 0.18, 1, 1))
+    figure.tight_layout(rect=(0, 0.1, 1, 1))
     save(figure, path)
+
+
+def draw_8b(axes, rows: list[dict]) -> None:
+    """For each shape and checkpointing a bar an arm, tokens a second of a GPU high, its peak written on it."""
+    places = list(dict.fromkeys((row["batch"], row["block"], row["checkpointing"]) for row in rows))
+    width = 0.8 / len({row["arm"] for row in rows})
+    for place, setting in enumerate(places):
+        here = [row for row in rows if (row["batch"], row["block"], row["checkpointing"]) == setting]
+        for index, row in enumerate(here):
+            at = place + width * (index - (len(here) - 1) / 2)
+            bars = axes.bar(at, row["tok_per_s"] / row["ranks"] / 1000, width, color=GPUS_COLORS[row["arm"]])
+            axes.bar_label(bars, [f"{row['peak_gib']:.0f} GiB"], fontsize=6, padding=1)
+    ticks = [f"{batch} x {block:,}\n{checkpointing}" for batch, block, checkpointing in places]
+    axes.set(ylabel="thousand tokens per second per GPU", xlabel="sequences x tokens per GPU, checkpointing")
+    axes.set_xticks(range(len(places)), ticks, fontsize=7)
+    ranks = " or ".join(str(n) for n in sorted({row["ranks"] for row in rows}))
+    axes.set_title(f"Llama 3.1 8B on {ranks} GPUs, and the peak memory of each", fontsize=10)
 
 
 def draw_sweep(record: dict, path: Path) -> None:
     """A column for batches and one for contexts; tokens a second above peak memory, both against the size."""
     kinds = [kind for kind in swept.ROWS if swept.done(record[kind])]
     figure, grid = plt.subplots(2, len(kinds), figsize=(5 * len(kinds) + 1, 7.5), dpi=150, squeeze=False, sharex="col")
-    names, handles = swept.labels([row for kind in kinds for row in record[kind]]), {}
+    drawn = [row for kind in kinds for row in record[kind]]
+    names, handles = swept.labels(drawn), {}
     for kind, (speed, memory) in zip(kinds, grid.T, strict=True):
         rows = record[kind]
         used = Counter()
@@ -199,19 +209,17 @@ def draw_sweep(record: dict, path: Path) -> None:
             memory.axhline(limit, color="black", linewidth=1)
             memory.annotate(f"limit: {limit:g} GiB", (0.02, limit), xycoords=("axes fraction", "data"), fontsize=8,
                             xytext=(0, 3), textcoords="offset points")  # fmt: skip
-        elsewhere = f"{rows[0]['block']:,} tokens a sequence" if kind == "batch" else f"batch {rows[0]['batch']}"
+        elsewhere = f"sequences of {rows[0]['block']:,} tokens" if kind == "batch" else f"batch {rows[0]['batch']}"
         speed.set(ylabel="thousand tokens per second", ylim=(0, None), title=f"{swept.SIZE[kind]} grows, {elsewhere}")
         unit = "batch, sequences" if kind == "batch" else "context, tokens"
         memory.set(xlabel=unit, ylabel="peak memory, GiB", ylim=(0, None), xscale="log")
         sizes = sorted({row[swept.VARIES[kind]] for row in rows})
         memory.set_xticks(sizes, [f"{size:,}" for size in sizes], rotation=60, fontsize=7)
         memory.minorticks_off()
-    marks = [
-        ("out of memory", {"marker": "x", "linestyle": ""}),
-        ("memory.py's estimate", {"marker": ".", "linestyle": ""}),
-    ]
-    for name, style in marks:
-        handles[name] = grid[0, 0].plot([], [], color="black", **style)[0]
+    marks = {"out of memory": ("oom", "x"), "memory.py's estimate": ("estimated_gib", ".")}
+    for name, (key, mark) in marks.items():
+        if any(row.get(key) for row in drawn):
+            handles[name] = grid[0, 0].plot([], [], mark, color="black")[0]
     figure.legend(handles.values(), handles.keys(), fontsize=8, frameon=False, ncols=3, loc="lower center")
     figure.tight_layout(rect=(0, 0.03 + 0.022 * math.ceil(len(handles) / 3), 1, 1))
     save(figure, path)
@@ -252,11 +260,11 @@ def draw_snapshot(record: dict, path: Path) -> None:
     save(figure, path)
 
 
-def draw_arms(axes, points: list[dict], colors=STEP_COLORS, line="-") -> None:
-    for arm, color in colors.items():
+def draw_arms(axes, points: list[dict]) -> None:
+    for arm, color in STEP_COLORS.items():
         here = [p for p in points if p["arm"] == arm]
         x, y = [p["peak_gib"] for p in here], [p["tok_per_s"] / 1000 for p in here]
-        axes.plot(x, y, linestyle=line, color=color, linewidth=0.8)
+        axes.plot(x, y, color=color, linewidth=0.8)
         for p, *at in zip(here, x, y, strict=True):
             axes.plot(*at, MARKS[p["checkpointing"]], color=color)
 
