@@ -4,7 +4,7 @@ A few sequences at a time (`recomputed`): what a block computes exists for one g
 backward, and the gradient of its input takes the memory of its output's. So what grows with the batch is the
 checkpoints and one gradient.
 
-Where not even the checkpoints should be on the GPU (`Inputs`, offload_activations), they go to the CPU's memory:
+With offload_activations not even the checkpoints stay on the GPU (`OffloadedInputs`): they go to the CPU's memory.
 
     forward     block i's input is copied to pinned memory, on a stream of its own, while block i computes; block i + 1
                 begins when that is done, and the GPU's copy is free

@@ -3,7 +3,7 @@
     # data
     dataset = 'pystdlib'  # a folder under data/
     learning_rate = 3e-4  # the peak, after the warm-up
-    min_lr: float | None = None  # where the cosine ends; none: learning_rate / 10
+    min_lr: float | None = None  # the learning rate after the decay; none: learning_rate / 10
     dtype: Literal['float32', 'bfloat16', 'float16'] = 'bfloat16'  # of the compute; the weights stay float32
 
     settings = configure(globals(), sys.argv[1:])

@@ -141,7 +141,7 @@ def _read_json(path: Path) -> dict:
     except ValueError as error:
         raise ValueError(f"{path} is not JSON: {error}") from error
     if not isinstance(content, dict):
-        raise ValueError(f"{path} holds a {type(content).__name__}, not a JSON object")
+        raise ValueError(f"{path} holds JSON of type {type(content).__name__}, expected an object")
     return content
 
 

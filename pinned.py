@@ -46,7 +46,7 @@ def pinned_empty(shape, dtype: torch.dtype) -> torch.Tensor:
         return torch.empty(shape, dtype=dtype)
     n_bytes = n * dtype.itemsize
     pages = _Pages(-1, n_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    # A forked process would share these pages, and whoever writes first get a copy, of which the GPU does not know.
+    # A forked process would share these pages, and whoever wrote first would get a copy: the GPU would not know.
     for advice in (mmap.MADV_HUGEPAGE, MADV_WIPEONFORK):
         with contextlib.suppress(OSError):  # a kernel that does not know it
             pages.madvise(advice)

@@ -818,7 +818,7 @@ def test_the_estimate_is_memory_pys(words):
     changes = {key: result[key] for key in ("block_size", "activation_checkpointing")}
     config = llama_config(result["config"], fused_loss="--fused_loss=false" not in words, **changes)
     ranks = {"world_size": result["ranks"], "shard_ranks": result["ranks"], "copy_engines": True}
-    micro_steps = 32 // result["ranks"]  # as both config files have it
+    micro_steps = 32 // result["ranks"]  # 1B's config has 32, 8B's 64: the peak is that of any number above 1
     plan = memory.Plan(result["batch_size"], micro_steps, offload=result["offload"], **ranks)
     assert result["peak_gib"] == memory.peak_gib(config, plan) and memory.table(config, plan) in text
     assert result["fits"] == (result["peak_gib"] <= result["usable_gib"])

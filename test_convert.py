@@ -426,7 +426,7 @@ SLIPS = {
     ),
     "no heads": (lambda folder: edit(folder / "config.json", num_attention_heads=0), "config.json: n_layer, n_head, "),
     "no JSON": (lambda folder: (folder / "config.json").write_text("{"), "config.json is not JSON"),
-    "a list": (lambda folder: (folder / "config.json").write_text("[]"), "config.json holds a list"),
+    "a list": (lambda folder: (folder / "config.json").write_text("[]"), "config.json holds JSON of type list"),
     "another tokenizer": (
         lambda folder: edit(folder / "config.json", nanocria_tokenizer="gpt2"),
         "was trained on gpt2 tokens",

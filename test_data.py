@@ -625,7 +625,7 @@ def test_text_cuts_one_large_file_at_line_ends_and_loses_nothing(tmp_path):
         ("{broken", r"bad\.jsonl:2 is not JSON"),
         ('{"title": "no text"}', r"bad\.jsonl:2 is not an object with the field 'text'"),
         ("[1, 2]", r"bad\.jsonl:2 is not an object with the field 'text'"),
-        ('{"text": 7}', r"bad\.jsonl:2 has a int as 'text', expected a string"),
+        ('{"text": 7}', r"bad\.jsonl:2 has 'text' of type int, expected a string"),
         ("[" * 100_000, r"bad\.jsonl:2 is not JSON: .* a JSON array"),
         ("1" * 5000, r"bad\.jsonl:2 is not JSON: Exceeds the limit"),
     ],

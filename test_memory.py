@@ -39,7 +39,7 @@ def published(name, **changes):
 
 
 LLAMA_1B, LLAMA_8B = published("llama32_1b"), published("llama31_8b")
-PARTS_OF_CPU = ("cuBLAS workspaces",)  # that only a GPU has
+PARTS_OF_GPU = ("cuBLAS workspaces",)  # that only a GPU has
 
 
 def bytes_of(moments, name):
@@ -158,7 +158,7 @@ def test_sharded_step_holds_what_the_estimate_says(four_ranks, model, plan):
 
 def check_step(config, plan):
     moment, parts = memory.parts(config, plan)
-    estimated = sum(part.bytes for part in parts if part.name not in PARTS_OF_CPU)
+    estimated = sum(part.bytes for part in parts if part.name not in PARTS_OF_GPU)
     measured = peak_of_step(config, plan)
     assert abs(estimated / measured - 1) < 0.04, f"estimated {estimated:,.0f} ({moment}), measured {measured:,} bytes"
 

@@ -1,11 +1,11 @@
 """What `bench.py kernels` compares: for each operation its sizes, its inputs, its arms and the work it must do.
 
-An arm is one way to compute the operation. Three stand here, the libraries' are in libraries.py, and the bench makes
-'compile', torch.compile of 'eager', itself:
+An arm is one way to compute the operation. Ours and PyTorch's stand here, the libraries' are in libraries.py, and the
+bench makes 'compile', torch.compile of 'eager', itself:
 
     nanocria    kernels/
     eager       plain PyTorch as Hugging Face's Llama writes it: the compute dtype, with statistics in fp32
-    torch       PyTorch's own operator, where it has one
+    torch       PyTorch's own operator, where it has one; for attention sdpa_flash and sdpa_cudnn, by its backend
 
 All arms of an operation compute the same function of the same numbers: test_bench.py compares eager's with ours, the
 bench itself compares each with float64. Bytes are those that the kernels' docstrings count.

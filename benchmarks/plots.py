@@ -226,7 +226,7 @@ def draw_sweep(record: dict, path: Path) -> None:
 
 
 def draw_series(speed, memory, rows: list[dict], kind: str, style: dict):
-    """Its two lines; where it ran out of memory, a cross above its last peak; its estimates as black points."""
+    """Its two lines; where it ran out of memory, crosses; its estimates as black points."""
     key, fits = swept.VARIES[kind], swept.done(rows)
     sizes = [row[key] for row in fits]
     (handle,) = speed.plot(sizes, [row["tok_per_s"] / 1000 for row in fits], marker="o", markersize=3.5, **style)

@@ -34,9 +34,8 @@ def add_ranks(own: torch.Tensor, received: torch.Tensor, scale: float, out: torc
     Any floating dtypes up to float32, all contiguous. scale: 1 / ranks for their mean.
     """
     if own.shape != out.shape or received.shape[1:] != own.shape:
-        raise ValueError(
-            f"own {tuple(own.shape)}, received {tuple(received.shape)}, out {tuple(out.shape)}: (n,), (r, n)"
-        )
+        shapes = f"own {tuple(own.shape)}, received {tuple(received.shape)}, out {tuple(out.shape)}"
+        raise ValueError(f"{shapes}: expected (n,), (ranks - 1, n) and (n,)")
     if not (own.is_contiguous() and received.is_contiguous() and out.is_contiguous()):
         raise ValueError("own, received and out must be contiguous")
     if not use_triton(own):

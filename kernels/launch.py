@@ -25,7 +25,7 @@ except ImportError:  # no Triton for this platform (macOS): the references run, 
 else:
     HAS_TRITON = True
 
-# Set before Python starts: Triton then runs kernels on CPU tensors, in numpy, one program after the other.
+# Set before Triton is imported: it then runs kernels on CPU tensors, in numpy, one program after the other.
 INTERPRETED = HAS_TRITON and os.environ.get("TRITON_INTERPRET") == "1"
 
 

@@ -151,7 +151,7 @@ def rms_norm_backward(dy, dtotal, x, weight, rstd, need_dx, need_dweight, need_y
     dy_rows, x_rows = as_rows(dy), as_rows(x)
     dtotal_rows = as_rows(dtotal) if add else dy_rows
     n_rows, n_cols = x_rows.shape
-    # A third row to read wants more loads in flight: at 16,384 columns 0.94 of the copy rate instead of 0.85.
+    # A third row to read wants more loads in flight: at 16,384 columns 0.93 of the copy rate instead of 0.85.
     programs, constants = row_tiles(n_rows, n_cols, x, long_row_warps=32 if add else 16)
     dx = (dy if overwrite_dy else torch.empty(x.shape, dtype=x.dtype, device=x.device)) if need_dx else None
     y = torch.empty(x.shape, dtype=x.dtype, device=x.device) if need_y else None

@@ -111,7 +111,7 @@ def read_jsonl(file, path: Path, field: str) -> Iterator[str]:
         except (KeyError, TypeError):
             raise ValueError(f"{path}:{number} is not an object with the field {field!r}: set --field") from None
         if not isinstance(text, str):
-            raise ValueError(f"{path}:{number} has a {type(text).__name__} as {field!r}, expected a string")
+            raise ValueError(f"{path}:{number} has {field!r} of type {type(text).__name__}, expected a string")
         if text:
             yield text
 
