@@ -389,7 +389,7 @@ def main() -> None:
         "--dtype", choices=["bfloat16", "float16", "float32"], default="bfloat16", help="of the weights"
     )
     args = parser.parse_args()
-    if os.path.exists(args.folder):
+    if os.path.lexists(args.folder):
         sys.exit(f"{args.folder} is there already: name a new folder")
 
     def write(path):

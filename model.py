@@ -489,5 +489,5 @@ def sample(logits, temperature, top_k, top_p, generator):
     probabilities = logits.softmax(-1)
     if top_p is not None:
         before = probabilities.cumsum(-1) - probabilities  # what the likelier ones already reach
-        probabilities[before >= top_p] = 0
+        probabilities[:, 1:][before[:, 1:] >= top_p] = 0  # never the likeliest, however small top_p
     return order.gather(-1, torch.multinomial(probabilities, 1, generator=generator)).squeeze(-1)

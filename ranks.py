@@ -36,7 +36,10 @@ def print0(*args, **kwargs) -> None:
     if rank == 0:
         # a full disk, a terminal that has gone; a signal's handler that speaks in the middle of another print
         with contextlib.suppress(OSError, RuntimeError):
-            print(*args, flush=True, **kwargs)
+            try:
+                print(*args, flush=True, **kwargs)
+            except UnicodeEncodeError:  # a log in ASCII, say, and a folder's name that is not
+                print(*(str(arg).encode("ascii", "backslashreplace").decode() for arg in args), flush=True, **kwargs)
 
 
 def stop(message: str) -> NoReturn:

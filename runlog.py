@@ -112,7 +112,8 @@ class RunLog:
         except ImportError as error:
             stop(f"--wandb_log=true: {error}: pip install wandb, or leave it out")
         except (wandb.errors.Error, ValueError) as error:
-            stop(f"wandb does not start ({error}). Log in with wandb login, or set WANDB_MODE=offline")
+            cure = "wandb login, or WANDB_MODE=offline, or no --wandb_log"
+            stop(f"wandb does not start ({error}). What may help: {cure}")
         self.wandb = wandb
 
     def _tell_wandb(self, function: Callable, *arguments, **options) -> None:

@@ -41,12 +41,20 @@ dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"  # auto: bfloa
 # ----------------------------------------------------------------------------------------------------------------------
 configure(globals(), sys.argv[1:])
 
+sys.stdout.reconfigure(errors="replace")  # a terminal that cannot spell every character
 out_dir = os.path.expanduser(out_dir)  # a shell leaves the ~ of --out_dir=~/runs as it is
+tokenizer_path = tokenizer_path and os.path.expanduser(tokenizer_path)
 if not 0 <= seed < 2**63:
     sys.exit(f"seed is {seed}: it must be at least 0 and below 2**63")
 for name in ("num_samples", "max_new_tokens"):
     if globals()[name] < 1:
         sys.exit(f"{name} is {globals()[name]}: it must be at least 1")
+if not temperature >= 0:
+    sys.exit(f"temperature is {temperature}: it must be at least 0")
+if top_k is not None and top_k < 1:
+    sys.exit(f"top_k is {top_k}: it must be at least 1, or none")
+if top_p is not None and not 0 < top_p <= 1:
+    sys.exit(f"top_p is {top_p}: it must be above 0 and at most 1, or none")
 if 0 < temperature < 1e-6:  # the likeliest all the same, and division by it may overflow
     temperature = 0.0
 if device == "auto":
@@ -68,7 +76,7 @@ try:
     if name is None:
         sys.exit(f"{folder} does not say its tokenizer; only Llama 3's is known by its size, {convert.LLAMA3_VOCAB:,}")
     beside = folder / "tokenizer.model", folder / "original" / "tokenizer.model"  # Meta's place, Hugging Face's
-    if published and tokenizer_path is None and any(path.exists() for path in beside):
+    if name == "llama3" and tokenizer_path is None and published and any(path.exists() for path in beside):
         tokenizer_path = str(folder)
     tokenizer = get_tokenizer(name, tokenizer_path)
     # Documents follow one another in our training data, each behind the end of the one before.
@@ -100,8 +108,6 @@ try:
             with contextlib.suppress(KeyError):  # a number that means nothing: padding of the vocabulary, a gap in it
                 print(text.decode(tokenizer.decode_single_token_bytes(token.item())), end="", flush=True)
         print("\n" + "-" * 80)
-except ValueError as error:  # a temperature, top_k or top_p that makes no sense
-    sys.exit(str(error))
 except KeyboardInterrupt:
     print()
 except OSError as error:

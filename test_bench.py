@@ -5,6 +5,7 @@ and compares what it says it does.
 """
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -69,6 +70,13 @@ def test_a_part_is_asked_for_once_its_record_exists_and_refused_before(tmp_path,
     with pytest.raises(ValueError, match="must hold <!-- kernels -->"):
         report.render("no record, no part")
     assert "rms_norm" in report.render("<!-- kernels --><!-- /kernels -->")
+
+
+@pytest.mark.parametrize("name", ["x/y", "../zz", "", "..", "-x"])
+def test_a_record_is_kept_by_a_name_alone(tmp_path, name):
+    (tmp_path / "summary.json").write_text("{}")
+    with pytest.raises(SystemExit, match=re.escape(f"the record's name is {name!r}: letters, digits, _ and -")):
+        report.keep(str(tmp_path), name)
 
 
 def test_the_headline_leaves_out_what_is_not_known(tmp_path, monkeypatch):

@@ -160,11 +160,14 @@ torch.distributed.elastic.multiprocessing.errors.ChildFailedError:
         ("ranks=two", "ranks=two: a whole number, at least 1"),
         ("steps=0", "steps=0: a whole number, at least 1"),
         ("folder=/no/such", "folder=/no/such: there is no such folder"),
+        ("scaling shapes=2x4096", "shapes=: scaling takes no notice of it: leave it out"),
+        ("scaling saves checkpointing=full", "checkpointing=: scaling and saves takes no notice of it"),
+        ("saves arms=recipe", "arms=: saves takes no notice of it"),
     ],
 )
 def test_a_slip_is_answered_with_a_sentence(word, message):
     with pytest.raises(SystemExit, match=re.escape(message)):
-        bench.main(["gpus", word])
+        bench.main(["gpus", *word.split()])
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")

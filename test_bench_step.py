@@ -210,6 +210,9 @@ def test_the_floors_count_the_flops_that_the_model_counts():
             "Unknown word arm=hf: there are arms=, shapes=, checkpointing=, steps=, out=, at_once=, breakdown, baby. ",
         ),
         ("breakdwn", "Did you mean breakdown?"),
+        ("breakdown arms=recipe", "arms=: breakdown takes no notice of it: leave it out"),
+        ("breakdown steps=7", "steps=: breakdown takes no notice of it"),
+        ("baby shapes=1x1", "shapes=: baby takes no notice of it"),
         (
             "arms=hf-ligr",
             "arms=hf-ligr: there are nanocria, recipe, torchtitan, hf, hf-compiled, hf-liger. Did you mean hf-liger?",
@@ -222,7 +225,7 @@ def test_the_floors_count_the_flops_that_the_model_counts():
 )
 def test_a_slip_is_answered_with_a_sentence(word, message):
     with pytest.raises(SystemExit, match=re.escape(message)):
-        step.main([word])
+        step.main(word.split())
 
 
 def test_breakdown_and_baby_are_measured_one_at_a_time():
@@ -375,10 +378,13 @@ def test_a_record_is_written_after_each_row_by_one_command_at_a_time(tmp_path):
 
 def test_a_record_that_cannot_be_written_is_refused_before_a_row_is_measured(tmp_path):
     (tmp_path / "file").write_text("")
-    for out, message in {tmp_path: "is no file", tmp_path / "file" / "step.json": "cannot be written"}.items():
+    (tmp_path / "list.json").write_text("[1]")
+    messages = {tmp_path: "is no file", tmp_path / "file" / "step.json": "cannot be written"}
+    messages |= dict.fromkeys([tmp_path / "file", tmp_path / "list.json"], "is there and no record of a benchmark")
+    for out, message in messages.items():
         with pytest.raises(SystemExit, match=f"out={out} {message}"):
             step.fill(RECORD, iter(lambda: pytest.fail("measured"), 0), out, step.ROWS, lambda *_: "")
-    assert [path.name for path in tmp_path.iterdir()] == ["file"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["file", "list.json"]
 
 
 @pytest.fixture

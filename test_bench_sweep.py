@@ -119,6 +119,14 @@ def test_a_program_is_held_to_its_part_of_the_card(tmp_path, monkeypatch, capsys
         (["peers=hf", "checkpointing=selective"], "Hugging Face knows only none and full"),
         (["--offload=all"], "--offload: the sweep sets it; say offload=..."),
         (["--activation_checkpointing=full"], "the sweep sets it; say checkpointing=..."),
+        (["--max_iters=4"], "--max_iters: each measured run has its own, leave it out"),
+        (["--out_dir=/tmp/x"], "--out_dir: each measured run has its own"),
+        (["sweep=batch,seq"], "sweep=batch,seq: one at a time, or sweep=both"),
+        (["preset=study,8b"], "preset=study,8b: one at a time"),
+        (["contexts=65536"], "contexts=65536: sweep=batch takes no notice of it: say sweep=seq or sweep=both"),
+        (["batch_size=8"], "batch_size=8: sweep=batch takes no notice of it"),
+        (["sweep=seq", "batches=1,8"], "batches=1,8: sweep=seq takes no notice of it: say sweep=batch or sweep=both"),
+        (["preset=8b", "contexts=512"], "contexts=512: sweep=batch takes no notice of it"),
     ],
 )
 def test_a_slip_is_answered_with_a_sentence(words, message):

@@ -279,6 +279,7 @@ def test_a_broken_meta_json_is_reported(tmp_path, content):
         {"vocab_size": "257"},
         {"val_bytes": -1},
         {"dtype": ["uint16"]},
+        *({"end_of_text": token} for token in (None, "256", -1, 257)),
     ],
     ids=str,
 )
@@ -602,6 +603,33 @@ def test_text_script_ends_with_the_command_that_trains_on_it(tmp_path, monkeypat
         text.main()
         last = capsys.readouterr().out.splitlines()[-1]
         assert last == line if line else not last.startswith("next:"), last
+
+
+@pytest.mark.parametrize("script", [text, pystdlib, shakespeare_char, fineweb_edu], ids=lambda script: script.__name__)
+def test_an_empty_path_is_not_the_current_folder(script, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    words = ["--input", "x.txt"] if script is text else []
+    for empty in (["--out", ""], ["--out="], *([["--input", ""]] if "--input" in words else [])):
+        monkeypatch.setattr(sys, "argv", ["prepare.py", *words, *empty])
+        with pytest.raises(SystemExit):
+            script.main()
+        assert "it is empty: name a file or folder" in capsys.readouterr().err
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_home_folder_that_the_shell_left_is_found(tmp_path, monkeypatch):
+    (tmp_path / "a.txt").write_text("one\n" * 2000)
+    (tmp_path / "b.txt").write_text("two\n" * 2000)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "argv", ["prepare.py", "--input", "~/a.txt", "b.txt", "--out=~/new", "--workers=1"])
+    text.main()
+    assert (tmp_path / "new" / "meta.json").exists() and not (tmp_path / "~").exists()
+
+
+def test_a_tokenizer_path_that_nothing_reads_is_refused(tmp_path):
+    with pytest.raises(ValueError, match="only the tokenizer llama3 is read from a file, not gpt2"):
+        get_tokenizer("gpt2", tmp_path / "tokenizer.model")
 
 
 def test_text_survives_half_a_surrogate_pair(tmp_path):

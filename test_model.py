@@ -701,7 +701,13 @@ def test_the_cache_changes_no_logits(settings, gradients):
 def test_sampling_settings_that_leave_one_token_are_greedy():
     model, prompt = build(**PLAIN), batch(n_batch=3)[0]
     greedy = texts(model, prompt, temperature=0)
-    for settings in ({"top_k": 1}, {"top_p": 1e-6}, {"temperature": 1e-4}, {"top_k": 1, "top_p": 1.0}):
+    for settings in (
+        {"top_k": 1},
+        {"top_p": 1e-6},
+        {"top_p": 1e-320},
+        {"temperature": 1e-4},
+        {"top_k": 1, "top_p": 1.0},
+    ):
         assert torch.equal(texts(model, prompt, **settings), greedy), settings
     assert not torch.equal(texts(model, prompt), greedy)
 

@@ -797,7 +797,7 @@ def test_a_profile_shows_three_steps(train, tmp_path, capsys):
     assert {"ProfilerStep#7", "ProfilerStep#8", "ProfilerStep#9"} == set(steps)
     assert "step 00010 | three steps traced to" in capsys.readouterr().out
     train(profile=True, out_dir=tmp_path / "short")
-    assert "no profile was written" in capsys.readouterr().out
+    assert "the profile is not whole" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("where", ["model.Llama.forward", "model.Llama.init_weights", "optimizer.AdamW.__init__"])
@@ -1073,6 +1073,10 @@ def slip(train, capsys, *files, **settings):
         (dict(rope_theta="inf"), "norm_eps 1e-05 and rope_theta inf must be above 0, and finite"),
         (dict(max_iters="1" * 400), "--max_iters expects an int, got "),
         (dict(out_dir="README.md"), "out_dir is README.md, a file: name a folder"),
+        (
+            dict(gradient_accumulation_steps=10**29),
+            " GiB of CPU memory: lower gradient_accumulation_steps",
+        ),
     ],
     ids=lambda value: value if isinstance(value, str) else next(iter(value)),
 )
@@ -1500,6 +1504,52 @@ def test_sample_continues_a_prompt_and_repeats_itself_for_a_seed(train, tmp_path
     with open("/dev/full", "w") as full:
         done = subprocess.run(command, cwd=ROOT, stdout=full, stderr=subprocess.PIPE, text=True)
     assert (done.returncode, done.stderr) == (1, "the text could not be written: No space left on device\n")
+    in_ascii = os.environ | {"PYTHONIOENCODING": "ascii"}
+    done = subprocess.run([*command, "--prompt=né"], cwd=ROOT, env=in_ascii, capture_output=True)
+    assert done.returncode == 0 and done.stdout.startswith(b"n?"), done.stderr
+
+
+@pytest.mark.parametrize(
+    "setting, sentence",
+    [
+        ("--temperature=-1", "temperature is -1.0: it must be at least 0"),
+        ("--temperature=nan", "temperature is nan: it must be at least 0"),
+        ("--top_k=0", "top_k is 0: it must be at least 1, or none"),
+        ("--top_p=0", "top_p is 0.0: it must be above 0 and at most 1, or none"),
+        ("--top_p=1.1", "top_p is 1.1: it must be above 0 and at most 1, or none"),
+        ("--max_new_tokens=0", "max_new_tokens is 0: it must be at least 1"),
+    ],
+)
+def test_sample_refuses_settings_before_it_reads_a_model(tmp_path, monkeypatch, setting, sentence):
+    monkeypatch.setattr(sys, "argv", ["sample.py", f"--out_dir={tmp_path}/none", setting])
+    with pytest.raises(SystemExit) as stopped:
+        runpy.run_path(str(ROOT / "sample.py"), run_name="__main__")
+    assert stopped.value.code == sentence
+
+
+def test_sample_names_a_tokenizer_path_that_nothing_reads(train, tmp_path, monkeypatch):
+    train(max_iters=1)
+    monkeypatch.setattr(sys, "argv", ["sample.py", f"--out_dir={tmp_path}/out", "--tokenizer_path=~/tokenizer.model"])
+    with pytest.raises(SystemExit) as stopped:
+        runpy.run_path(str(ROOT / "sample.py"), run_name="__main__")
+    path = os.path.expanduser("~/tokenizer.model")
+    sentence = f"tokenizer_path is {path}, but only the tokenizer llama3 is read from a file, not bytes"
+    assert stopped.value.code == sentence
+
+
+def test_a_link_to_nowhere_is_no_out_dir(train, tmp_path, capsys):
+    (tmp_path / "link").symlink_to(tmp_path / "disk" / "runs")
+    with pytest.raises(SystemExit):
+        train(out_dir=tmp_path / "link")
+    sentence = f"out_dir is {tmp_path}/link, a link to a place that does not exist: name a folder\n"
+    assert capsys.readouterr().err == sentence
+
+
+def test_a_log_in_ascii_spells_what_it_can():
+    code = "import ranks; ranks.print0('saved out/ünï', 3, end='.')"
+    in_ascii = os.environ | {"PYTHONIOENCODING": "ascii"}
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, env=in_ascii, capture_output=True, text=True)
+    assert (done.stdout, done.returncode) == ("saved out/\\xfcn\\xef 3.", 0), done.stderr
 
 
 def test_sample_passes_over_tokens_that_mean_nothing(train, tmp_path):
@@ -1515,7 +1565,8 @@ def test_the_first_command_of_the_readme_needs_no_data(tmp_path):
         for path in ROOT.glob(pattern):
             (tmp_path / path.relative_to(ROOT)).parent.mkdir(parents=True, exist_ok=True)
             shutil.copy(path, tmp_path / path.relative_to(ROOT))
-    command = [sys.executable, "train.py", "config/baby_llama.py", "--max_iters=3", "--device=cpu"]
+    command = [sys.executable, "train.py", "config/baby_llama.py", "--dataset=data/pystdlib/"]
+    command += ["--max_iters=3", "--device=cpu"]
     options = {"cwd": tmp_path, "stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
     started = time.time()
     other = subprocess.Popen([*command, "--eval_iters=1", "--out_dir=other"], **options)

@@ -55,9 +55,11 @@ LLAMA3_PLACES = [ROOT / "tokenizer.model", ROOT / "original" / "tokenizer.model"
 def get_tokenizer(name: str, path: str | Path | None = None) -> tiktoken.Encoding:
     """Return the Encoding called `name`; `path` is llama3's tokenizer.model, or the folder that holds it.
 
-    Raises ValueError for an unknown name or a broken file, FileNotFoundError when a vocabulary file is neither
-    here nor to be had, saying where to get it and where to put it.
+    Raises ValueError for an unknown name, a path that the tokenizer does not read or a broken file, FileNotFoundError
+    when a vocabulary file is neither here nor to be had, saying where to get it and where to put it.
     """
+    if path is not None and name != "llama3":
+        raise ValueError(f"tokenizer_path is {path}, but only the tokenizer llama3 is read from a file, not {name}")
     if name == "bytes":
         return bytes_tokenizer()
     if name == "llama3":

@@ -178,7 +178,8 @@ if master:  # held open and locked: two runs in one folder would delete each oth
     except BlockingIOError:
         stop(f"another run is writing to {out_dir}: wait for it, or change out_dir")
     except FileExistsError:
-        stop(f"out_dir is {out_dir}, a file: name a folder")
+        what = "a link to a place that does not exist" if os.path.islink(out_dir) else "a file"
+        stop(f"out_dir is {out_dir}, {what}: name a folder")
     except OSError as error:
         stop(f"cannot write to out_dir {out_dir}: {error.strerror}")
     except ValueError as error:
@@ -202,6 +203,17 @@ if copy_engines and world_size > 1 and not reachable:
 copy_engines = reachable and copy_engines is not False
 if offload != "none":  # the CPU's cores, of which torchrun gives each rank one
     torch.set_num_threads(max(1, ranks.cpu_cores() // ranks.local_world_size))
+found = checkpoint.newest(out_dir)
+restarted = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0))  # torchrun --max-restarts: the same run
+if found and init_from == "scratch" and not restarted:
+    stop(f"{found} is there from an earlier run: --init_from=resume goes on with it, --out_dir=... starts elsewhere")
+published = init_from not in ("auto", "scratch", "resume")  # weights to begin with
+init_from = os.path.expanduser(init_from)
+if published and not found and not convert.holds_weights(init_from):
+    lacks = "has no config.json" if os.path.isdir(init_from) else "is no folder"
+    stop(f"{init_from} {lacks}: init_from is auto, scratch, resume, or a folder with Hugging Face's or Meta's weights")
+if not found and init_from == "resume":
+    stop(f"{out_dir} holds no checkpoint to resume: --init_from=scratch starts a new run")
 
 # ----------------------------------------------------------------------------------------------------------------------
 # Data: the batch of a step is a function of (seed, step) alone, so it is the same for any number of ranks and
@@ -209,7 +221,7 @@ if offload != "none":  # the CPU's cores, of which torchrun gives each rank one
 folder = os.path.expanduser(dataset).removeprefix("./").removeprefix("data/")
 data_dir = Path(__file__).resolve().parent / "data" / folder
 try:
-    if dataset == "pystdlib":  # the one dataset that needs nothing but Python
+    if folder.rstrip("/") == "pystdlib":  # the one dataset that needs nothing but Python
         for mine in (master, local_rank == 0):  # the machines may share the folder, or have one each
             if mine:
                 prepare_once(data_dir)
@@ -293,6 +305,9 @@ lacking = ranks.maximum([on_cpu - usage.cpu_available()])[0]
 if lacking > 0:  # else the system would end the run, without a word
     free = (on_cpu - lacking) / 2**30
     stop(f"{what} {on_cpu / 2**30:.1f} GiB of CPU memory, and only {free:.1f} GiB are available: {cure}")
+token_bytes = 16 * ranks.local_world_size * micro_steps * batch_size * (block_size + 1)  # int64, read and copied
+if ranks.maximum([token_bytes - usage.cpu_available()])[0] > 0:
+    stop(f"the tokens of a step take {token_bytes / 2**30:.1f} GiB of CPU memory: lower gradient_accumulation_steps")
 card_gib = torch.cuda.get_device_properties(device).total_memory / 2**30 if device != "cpu" else None
 
 
@@ -375,17 +390,6 @@ HARMLESS_SETTINGS = ("out_dir", "init_from", "eval_interval", "eval_iters", "log
                      "sync_every_micro_batch", "async_save", "profile", "offload", "copy_engines",
                      "offload_activations", "mlp_chunks", "timeout")  # fmt: skip
 first_step, changed, resume_seconds = 0, [], None
-found = checkpoint.newest(out_dir)
-restarted = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0))  # torchrun --max-restarts: the same run
-if found and init_from == "scratch" and not restarted:
-    stop(f"{found} is there from an earlier run: --init_from=resume goes on with it, --out_dir=... starts elsewhere")
-published = init_from not in ("auto", "scratch", "resume")  # weights to begin with
-init_from = os.path.expanduser(init_from)
-if published and not found and not convert.holds_weights(init_from):
-    lacks = "has no config.json" if os.path.isdir(init_from) else "is no folder"
-    stop(f"{init_from} {lacks}: init_from is auto, scratch, resume, or a folder with Hugging Face's or Meta's weights")
-if not found and init_from == "resume":
-    stop(f"{out_dir} holds no checkpoint to resume: --init_from=scratch starts a new run")
 
 
 def refuse_another_model(path: Path, model: dict, tokenizer: str, other: str):
@@ -752,7 +756,7 @@ while step < max_iters:
 watch.rest("ending")
 if profile and first_step < step < first_step + 10:
     profiler.stop()
-    print0("no profile was written: it covers the eighth to tenth step of a run, and this one ended sooner")
+    print0("the profile is not whole: it covers the eighth to tenth step of a run, and this one ended sooner")
 if first_step < step == max_iters and val_loss is not None:
     log.summary(
         peak_gib, val_loss, val_tokens if n_eval_blocks == n_val_blocks else None,

@@ -13,6 +13,7 @@ arithmetic: for the one that the words name, or the first that fits, and its lar
 import contextlib
 import itertools
 import json
+import math
 import re
 import shlex
 import sys
@@ -117,7 +118,9 @@ def situation(path: str, world_size: int, settings: dict) -> tuple[LlamaConfig, 
     if said["vocab_size"] is None:
         raise ValueError(f"{path} leaves vocab_size to its dataset: say --vocab_size=...")
     refuse(said, world_size)
-    said["shard_ranks"] = said["shard_ranks"] or world_size
+    if said["shard_ranks"] is None:  # train.py's: all of them, or those of one host, which has 8
+        one_host = world_size if world_size <= 8 else math.gcd(world_size, 8)
+        said["shard_ranks"] = one_host if said["sharding"] == "hybrid" else world_size
     said["dtype"] = "bfloat16" if said["dtype"] == "auto" else said["dtype"]
     said["copy_engines"] = said["copy_engines"] is not False
     said |= {"world_size": world_size, "micro_steps": said["gradient_accumulation_steps"] // world_size}

@@ -50,6 +50,11 @@ SAVE_EVERY, SAVE_STEPS = 100, 300
 
 PLACE = ("arm", "ranks", "batch", "block", "checkpointing")
 ROWS = {"scaling": PLACE, "8b": PLACE, "saves": ("ranks",)}  # what names a row
+READ = {
+    "scaling": ("ranks", "arms", "steps", "out"),
+    "8b": ("ranks", "arms", "shapes", "checkpointing", "steps", "out"),
+    "saves": ("ranks", "folder", "out"),
+}
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -62,6 +67,8 @@ def parse(words: list[str], n_gpus: int) -> tuple[list[str], dict]:
     shapes = [f"{batch}x{block}" for batch, block, _ in BIG_AT]
     choices = {"arms": ARMS, "shapes": list(dict.fromkeys(shapes)), "checkpointing": step.CHECKPOINTING}
     said, options = step.read_words(words, options, list(ROWS), choices)
+    kinds = [kind for kind in ROWS if kind in said] or list(ROWS)
+    step.refuse_unread(words, kinds, READ)
     ranks = sorted({step.whole("ranks", text) for text in options["ranks"]})
     options["ranks"] = [r for r in ranks or (1, 2, 4, 8) if r <= n_gpus]
     for left_out in (r for r in ranks if r > n_gpus):
@@ -72,7 +79,7 @@ def parse(words: list[str], n_gpus: int) -> tuple[list[str], dict]:
     if options["folder"] and not Path(options["folder"]).is_dir():
         raise ValueError(f"folder={options['folder']}: there is no such folder")
     options["out"] = Path(",".join(options["out"]) or report.ASSETS / "gpus.json")
-    return [kind for kind in ROWS if kind in said] or list(ROWS), options
+    return kinds, options
 
 
 # ----------------------------------------------------------------------------------------------------------------------

@@ -5,6 +5,7 @@ README between two markers, <!-- part --> and <!-- /part -->, and is made from r
 """
 
 import json
+import re
 import subprocess
 from functools import partial
 from importlib import metadata
@@ -31,6 +32,8 @@ def exists(name: str) -> bool:
 
 def keep(run_folder: str, name: str) -> None:
     """The summary that a run of train.py left, as the record of that name."""
+    if not re.fullmatch(r"\w[\w-]*", name):
+        raise SystemExit(f"the record's name is {name!r}: letters, digits, _ and -")
     summary = Path(run_folder) / "summary.json"
     if not summary.exists():
         raise SystemExit(f"{summary} is not there: a training run leaves it when it reaches max_iters")

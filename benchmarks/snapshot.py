@@ -211,6 +211,7 @@ def parse(words: list[str]) -> dict:
     options |= {key: step.whole(key, options[key]) for key in ("batch_size", "block_size")}
     said = estimate.read_flags(flags)
     estimate.refuse_words(said, "the record names it;")
+    step.refuse_flags(said)
     refuse_model(said, options["peers"])
     options["config"] = estimate.config_path(options["config"])
     named = {"activation_checkpointing": options["checkpointing"], "offload": options["offload"]}

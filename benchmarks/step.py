@@ -53,6 +53,11 @@ PIP = {"torchtitan": TITAN, "hf": HF, "hf-compiled": HF, "hf-liger": f"{LIGER} {
 SHAPES = ["8x2048", "16x2048", "2x8192", "32x2048"]  # sequences x tokens
 TIMEOUT = 400  # seconds a point may take; compiling all of Hugging Face's model is a minute of it
 KEPT = ("ms_per_step", "tok_per_s", "mfu", "peak_gib", "reserved_gib", "estimated_gib", "oom", "failed")  # of a summary
+READ = {
+    "points": ("arms", "shapes", "checkpointing", "steps", "at_once", "out"),
+    "breakdown": ("shapes", "checkpointing", "at_once", "out"),
+    "baby": ("arms", "steps", "at_once", "out"),
+}
 BABY, BABY_BATCH, BABY_BLOCK = "config/baby_llama.py", 64, 256
 BABY_VOCAB = 257  # pystdlib's: bytes, and one token between files
 BABY_FLAGS = ["--cuda_graph=false", "--cuda_graph=false --compile=true", "--cuda_graph=true"]
@@ -71,6 +76,7 @@ def parse(words: list[str]) -> tuple[str, dict]:
     if len(said) > 1:
         raise ValueError(f"{' and '.join(said)}: one at a time, they add to the same record")
     what = said[0] if said else "points"
+    refuse_unread(words, [what], READ)
     options["shapes"] = [shape(text) for text in options["shapes"]]
     at_once = n_gpus_of("at_once", ",".join(options["at_once"]), torch.cuda.device_count())
     if at_once > 1 and what != "points":
@@ -102,6 +108,20 @@ def read_words(words: list[str], options: dict, plain: list[str], choices: dict)
             if value not in known:
                 raise ValueError(f"{key}={value}: there are {', '.join(known)}{did_you_mean(value, known)}")
     return said, options
+
+
+def refuse_unread(words: list[str], kinds: list[str], read: dict[str, tuple]) -> None:
+    """ValueError for a key=... that none of the kinds reads."""
+    for key in (word.partition("=")[0] for word in words if "=" in word):
+        if not any(key in read[kind] for kind in kinds):
+            raise ValueError(f"{key}=: {' and '.join(kinds)} takes no notice of it: leave it out")
+
+
+def refuse_flags(flags: dict) -> None:
+    """Settings of train.py that nanocria_point() sets for each of its runs."""
+    for name in ("max_iters", "out_dir"):
+        if name in flags:
+            raise ValueError(f"--{name}: each measured run has its own, leave it out")
 
 
 def whole(key: str, text: str) -> int:
@@ -354,7 +374,7 @@ def fill(new: dict, rows: Iterable[tuple[str, dict]], out: Path, names: dict, li
     missing.
     """
     with held(out):
-        old = json.loads(out.read_text()) if out.exists() else None
+        old = read_record(out)
         if old and not continues(old, new):
             print(f"{out} was measured with other code or on another device: it begins anew")
         failed = []
@@ -367,6 +387,17 @@ def fill(new: dict, rows: Iterable[tuple[str, dict]], out: Path, names: dict, li
                 write(out, text)  # now: a later point may take us with it
             print(line(row, merged(old, new, names)), flush=True)
     return merged(old, new, names), failed
+
+
+def read_record(out: Path) -> dict | None:
+    """None where there is none yet; sys.exit with a sentence where the file is something else."""
+    try:
+        record = json.loads(out.read_text()) if out.exists() else None
+    except ValueError:
+        record = {}
+    if record is not None and not {"device", "versions", "command"} <= set(record):
+        sys.exit(f"out={out} is there and no record of a benchmark: name another file")
+    return record
 
 
 @contextlib.contextmanager

@@ -68,6 +68,7 @@ def parse(words: list[str], n_gpus: int) -> tuple[list[str], dict]:
     """The kinds of sweep, and the options; ValueError with a sentence for a slip."""
     flags = [word for word in words if word.startswith("--")]
     words = [word for word in words if not word.startswith("--")]
+    asked_for = words
     presets = [word.removeprefix("preset=") for word in words if word.startswith("preset=")]
     words = [*(word for preset in presets for word in PRESETS.get(preset, [])), *words]
     lists = {"arms": ["all"], "peers": [], "checkpointing": ["none"], "offload": ["none"]}
@@ -78,6 +79,9 @@ def parse(words: list[str], n_gpus: int) -> tuple[list[str], dict]:
     choices = {"sweep": ["batch", "seq", "both"], "preset": PRESETS, "arms": [*ARMS, "none"], "peers": [*PEERS, "none"]}
     choices |= {"checkpointing": step.CHECKPOINTING, "offload": estimate.OFFLOAD}
     _, options = step.read_words(words, singles | lists, [], choices)
+    for key in ("sweep", "preset"):
+        if len(options[key]) > 1:
+            raise ValueError(f"{key}={','.join(options[key])}: one at a time" + ", or sweep=both" * (key == "sweep"))
     options |= {key: ",".join(options[key]) for key in singles}
     for key in ("batches", "contexts"):
         options[key] = sorted(step.whole(key, text) for text in options[key])
@@ -94,6 +98,10 @@ def parse(words: list[str], n_gpus: int) -> tuple[list[str], dict]:
     named = {"activation_checkpointing": "full", "gradient_accumulation_steps": options["ranks"]}
     estimate.situation(options["config"], options["ranks"], named | estimate.read_flags(flags))
     kinds = list(ROWS) if options["sweep"] == "both" else [options["sweep"]]
+    for kind, keys in {"batch": ("batches", "block_size"), "seq": ("contexts", "batch_size")}.items():
+        unread = [word for word in asked_for if kind not in kinds and word.partition("=")[0] in keys]
+        if unread:
+            raise ValueError(f"{unread[0]}: sweep={kinds[0]} takes no notice of it: say sweep={kind} or sweep=both")
     return kinds, options | {"flags": flags}
 
 
@@ -107,6 +115,7 @@ def refuse(flags: list[str], options: dict) -> None:
     """What contradicts itself, or what a peer cannot do."""
     said = estimate.read_flags(flags)
     estimate.refuse_words(said, "the sweep sets it;")
+    step.refuse_flags(said)
     refuse_model(said, options["peers"])
     if options["at_once"] > 1 and options["ranks"] > 1:
         raise ValueError(f"at_once={options['at_once']}: each point has {options['ranks']} GPUs by ranks=")
@@ -207,7 +216,7 @@ def n_steps(tokens: int) -> tuple[int, int]:
 
 def known_rows(new: dict, out: Path) -> dict:
     """What a record has already that the new one continues, by place."""
-    old = json.loads(out.read_text()) if out.exists() else None
+    old = step.read_record(out)
     if not step.continues(old, new) or "dirty" in new["versions"]["nanocria"]:  # that names no code
         return {}
     return {tuple(row[key] for key in PLACE): row for kind in ROWS for row in old[kind]}

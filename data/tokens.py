@@ -16,6 +16,7 @@ last: a folder without meta.json is not a dataset, and a file that has its name 
     blocks = train.read([0, n_blocks - 1], block_size)  # int64 (2, block_size + 1): inputs and targets overlap
 """
 
+import argparse
 import errno
 import fcntl
 import gzip
@@ -356,6 +357,13 @@ def run_script(main: Callable[[], None]) -> None:
         sys.exit("\ninterrupted: nothing half-written is left")
 
 
+def named_path(text: str) -> Path:
+    """The type of a script's argument: an empty one would mean the current folder, and a shell leaves --out=~/x."""
+    if not text:
+        raise argparse.ArgumentTypeError("it is empty: name a file or folder")
+    return Path(text).expanduser()
+
+
 def shown(path: Path) -> str:
     """The path as a person in the current folder would type it; what is not UTF-8 in it is replaced."""
     path = Path(path).absolute()
@@ -469,6 +477,7 @@ def read_meta(folder: str | Path) -> dict:
         counts = [list(meta["files"][split].values()) for split in SPLITS]
         numbers = [meta["vocab_size"], meta["val_bytes"], *sum(counts, [])]
         sound = all(counts) and all(type(n) is int and n > 0 for n in numbers)  # an empty file is never listed
+        sound = sound and type(meta["end_of_text"]) is int and 0 <= meta["end_of_text"] < meta["vocab_size"]
     except (KeyError, TypeError, AttributeError):
         sound = False
     if not sound or meta["dtype"] not in ("uint16", "uint32"):

@@ -26,6 +26,7 @@ from data.tokens import (
     Progress,
     check_val_fraction,
     finished_shard,
+    named_path,
     only_writer,
     print_summary,
     run_script,
@@ -153,10 +154,10 @@ def prepare(
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--input", type=Path, help="a .parquet file, or a folder of them (default: download the hub's)")
+    parser.add_argument("--input", type=named_path, help="a .parquet file or a folder of them (default: the hub's)")
     parser.add_argument("--tokenizer", default="gpt2", help=f"one of {', '.join(NAMES)} (default: gpt2)")
-    parser.add_argument("--tokenizer_path", type=Path, help="llama3's tokenizer.model, if elsewhere than here")
-    parser.add_argument("--out", type=Path, default=HERE, help="folder for the dataset (default: the script's)")
+    parser.add_argument("--tokenizer_path", type=named_path, help="llama3's tokenizer.model, if elsewhere than here")
+    parser.add_argument("--out", type=named_path, default=HERE, help="folder for the dataset (default: the script's)")
     parser.add_argument("--sample", default="10BT", help="which hub sample: 10BT, 100BT or 350BT (default: 10BT)")
     parser.add_argument("--max_files", type=int, help="only so many of the parquet files")
     parser.add_argument("--field", default="text", help="the column that has the text (default: text)")

@@ -28,6 +28,7 @@ from data.tokens import (
     Document,
     Progress,
     check_val_fraction,
+    named_path,
     print_summary,
     run_script,
     shown,
@@ -179,10 +180,10 @@ def print_next(folder: Path) -> None:
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--input", type=Path, nargs="+", required=True, help="files, folders, .jsonl, pipes")
+    parser.add_argument("--input", type=named_path, nargs="+", required=True, help="files, folders, .jsonl, pipes")
     parser.add_argument("--tokenizer", default="bytes", help=f"one of {', '.join(NAMES)} (default: bytes)")
-    parser.add_argument("--tokenizer_path", type=Path, help="llama3's tokenizer.model, if elsewhere than here")
-    parser.add_argument("--out", type=Path, default=HERE, help="folder for the dataset (default: the script's)")
+    parser.add_argument("--tokenizer_path", type=named_path, help="llama3's tokenizer.model, if elsewhere than here")
+    parser.add_argument("--out", type=named_path, default=HERE, help="folder for the dataset (default: the script's)")
     parser.add_argument("--field", default="text", help="where a .jsonl line has its text (default: text)")
     parser.add_argument("--val_fraction", type=float, help="validation share (default: 0.01, more for small inputs)")
     parser.add_argument("--errors", choices=["strict", "skip"], default="strict", help="for a file that is not UTF-8")
