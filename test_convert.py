@@ -294,6 +294,19 @@ def test_text_is_drawn_from_a_folder_as_from_the_checkpoint_that_it_was(train, s
     assert "does not say its tokenizer" in sample(out_dir=tmp_path / "hf")[1]
 
 
+def test_text_ends_with_its_document_and_is_drawn_as_asked(train, sample, monkeypatch):
+    train()
+    asked = []
+
+    def generate(self, tokens, n, temperature, top_k, top_p, generator):
+        asked.append((n, temperature, top_k, top_p))
+        yield from (torch.tensor([token]) for token in (*b"hi", 256, *b"no"))
+
+    monkeypatch.setattr(Llama, "generate", generate)
+    assert sample(num_samples=2, top_k=3, top_p=0.5, temperature=0.7)[0] == 2 * ("def hi\n" + "-" * 80 + "\n")
+    assert asked == [(12, 0.7, 3, 0.5)] * 2
+
+
 def test_the_lowest_temperatures_take_the_likeliest_and_what_is_cut_or_wrong_is_said(train, sample, tmp_path):
     train()
     assert sample(temperature=1e-45) == sample(temperature=0) != sample(temperature=1)

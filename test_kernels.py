@@ -396,15 +396,17 @@ def test_norms_take_weights_of_another_dtype(name, x_dtype, weight_dtype):
     assert_matches_float64(OPERATIONS[name], [x if x.ndim == 2 else x.to(weight_dtype) for x in inputs], constants)
 
 
-def test_rms_norm_and_layer_norm_use_the_eps_they_are_given():
+def test_the_eps_is_1e_5_unless_given():
     x, weight = 1e-3 * randn(4, 33), 1 + randn(33)
-    for ours, theirs in (
-        (rms_norm(x, weight, 1e-3), F.rms_norm(x, weight.shape, weight, 1e-3)),
-        (rms_norm(x, weight), F.rms_norm(x, weight.shape, weight, 1e-5)),
-        (kernels.add_rms_norm(x, x, weight, 1e-3)[0], F.rms_norm(2 * x, weight.shape, weight, 1e-3)),
-        (kernels.layer_norm(x, weight, weight, 1e-3), F.layer_norm(x, weight.shape, weight, weight, 1e-3)),
-    ):
-        torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(rms_norm(x, weight), F.rms_norm(x, weight.shape, weight, 1e-5), rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("name", [name for name in OPERATIONS if "norm" in name or "mlp" in name])
+def test_the_eps_that_is_given_is_used_forward_and_backward(name, monkeypatch):
+    monkeypatch.setitem(globals(), "EPS", 0.3)  # the oracles'
+    operation = OPERATIONS[name]
+    given = operation._replace(function=partial(operation.function, eps=0.3))
+    assert_matches_float64(given, *operation.inputs(9, 33, FP32))
 
 
 @pytest.mark.parametrize("dtype", [FP16, FP32] + [BF16] * HAS_GPU, ids=str)

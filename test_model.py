@@ -54,8 +54,9 @@ def one_thread():
 # At 16 dimensions a head and theta 10,000 this keeps the first frequency, mixes the second and slows the other six.
 SCALING = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 32}
 SMALL = LlamaConfig(
-    n_layer=2, n_head=4, n_kv_head=2, n_embd=64, ffn_dim=88, vocab_size=97, block_size=64, rope_theta=10000.0
-)
+    n_layer=2, n_head=4, n_kv_head=2, n_embd=64, ffn_dim=88, vocab_size=97, block_size=64, rope_theta=10000.0,
+    norm_eps=1e-3,  # not the kernels' default: one that is not handed on would show
+)  # fmt: skip
 
 
 def build(seed=0, dtype=FP64, config=SMALL, **settings):
@@ -512,14 +513,31 @@ def test_flops_per_token_are_those_that_run():
     assert model.flops_per_token(0) == matmuls
 
 
-@pytest.mark.parametrize(
-    "name, n_params", [("llama32_1b", 1_235_814_400), ("llama32_3b", 3_212_749_824), ("llama31_8b", 8_030_261_248)]
-)
-def test_configs_build_the_published_sizes(name, n_params):
+PUBLISHED = {  # parameters; n_layer, n_head, n_kv_head, n_embd, ffn_dim, tied; RoPE's factor. From Meta's model cards.
+    "llama32_1b": (1_235_814_400, (16, 32, 8, 2048, 8192, True), 32.0),
+    "llama32_3b": (3_212_749_824, (28, 24, 8, 3072, 8192, True), 32.0),
+    "llama31_8b": (8_030_261_248, (32, 32, 8, 4096, 14336, False), 8.0),
+}
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_configs_build_the_published_models(name):
     settings = runpy.run_path(str(Path(__file__).parent / "config" / f"{name}.py"))
     with torch.device("meta"):
         model = Llama(LlamaConfig(**{key: settings[key] for key in settings.keys() & vars(SMALL).keys()}))
+    n_params, sizes, factor = PUBLISHED[name]
+    config = model.config
     assert model.n_params() == n_params
+    assert sizes == (
+        config.n_layer, config.n_head, config.n_kv_head, config.n_embd, config.ffn_dim, config.tie_embeddings
+    )  # fmt: skip
+    assert (config.vocab_size, config.rope_theta, config.norm_eps) == (128256, 500000.0, 1e-5)
+    assert config.rope_scaling == {
+        "factor": factor,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 8192,
+    }
 
 
 # ---------------------------------------------------------------------------------------------------------------------
