@@ -160,9 +160,9 @@ torch.distributed.elastic.multiprocessing.errors.ChildFailedError:
         ("ranks=two", "ranks=two: a whole number, at least 1"),
         ("steps=0", "steps=0: a whole number, at least 1"),
         ("folder=/no/such", "folder=/no/such: there is no such folder"),
-        ("scaling shapes=2x4096", "shapes=: scaling takes no notice of it: leave it out"),
-        ("scaling saves checkpointing=full", "checkpointing=: scaling and saves takes no notice of it"),
-        ("saves arms=recipe", "arms=: saves takes no notice of it"),
+        ("scaling shapes=2x4096", "shapes=: not read by scaling: leave it out"),
+        ("scaling saves checkpointing=full", "checkpointing=: not read by scaling and saves"),
+        ("saves arms=recipe", "arms=: not read by saves"),
     ],
 )
 def test_a_slip_is_answered_with_a_sentence(word, message):

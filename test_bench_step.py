@@ -210,9 +210,9 @@ def test_the_floors_count_the_flops_that_the_model_counts():
             "Unknown word arm=hf: there are arms=, shapes=, checkpointing=, steps=, out=, at_once=, breakdown, baby. ",
         ),
         ("breakdwn", "Did you mean breakdown?"),
-        ("breakdown arms=recipe", "arms=: breakdown takes no notice of it: leave it out"),
-        ("breakdown steps=7", "steps=: breakdown takes no notice of it"),
-        ("baby shapes=1x1", "shapes=: baby takes no notice of it"),
+        ("breakdown arms=recipe", "arms=: not read by breakdown: leave it out"),
+        ("breakdown steps=7", "steps=: not read by breakdown"),
+        ("baby shapes=1x1", "shapes=: not read by baby"),
         (
             "arms=hf-ligr",
             "arms=hf-ligr: there are nanocria, recipe, torchtitan, hf, hf-compiled, hf-liger. Did you mean hf-liger?",

@@ -123,10 +123,10 @@ def test_a_program_is_held_to_its_part_of_the_card(tmp_path, monkeypatch, capsys
         (["--out_dir=/tmp/x"], "--out_dir: each measured run has its own"),
         (["sweep=batch,seq"], "sweep=batch,seq: one at a time, or sweep=both"),
         (["preset=study,8b"], "preset=study,8b: one at a time"),
-        (["contexts=65536"], "contexts=65536: sweep=batch takes no notice of it: say sweep=seq or sweep=both"),
-        (["batch_size=8"], "batch_size=8: sweep=batch takes no notice of it"),
-        (["sweep=seq", "batches=1,8"], "batches=1,8: sweep=seq takes no notice of it: say sweep=batch or sweep=both"),
-        (["preset=8b", "contexts=512"], "contexts=512: sweep=batch takes no notice of it"),
+        (["contexts=65536"], "contexts=65536: not read by sweep=batch: say sweep=seq or sweep=both"),
+        (["batch_size=8"], "batch_size=8: not read by sweep=batch"),
+        (["sweep=seq", "batches=1,8"], "batches=1,8: not read by sweep=seq: say sweep=batch or sweep=both"),
+        (["preset=8b", "contexts=512"], "contexts=512: not read by sweep=batch"),
     ],
 )
 def test_a_slip_is_answered_with_a_sentence(words, message):
@@ -689,6 +689,8 @@ def test_a_snapshot_that_was_not_left_is_said(monkeypatch):
     ]  # fmt: skip
     with pytest.raises(SystemExit, match="--offload: the record names it; say offload=..."):
         bench.main(["snapshot", "--offload=all"])
+    with pytest.raises(SystemExit, match="--out_dir: each measured run has its own"):
+        bench.main(["snapshot", "--out_dir=x"])
     with pytest.raises(SystemExit, match="peers=recip: there are hf, liger, none"):
         bench.main(["snapshot", "peers=recip"])
 
@@ -788,6 +790,14 @@ def test_what_train_py_takes_is_estimated():
     _, plan = estimate.situation(LLAMA_1B, 8, HYBRID | {"shard_ranks": 2, "copy_engines": True})
     assert (plan.world_size, plan.shard_ranks, plan.micro_steps) == (8, 2, 1)
     estimate.situation(LLAMA_1B, 1, {"cuda_graph": True, "copy_engines": True, "offload": "none"})
+
+
+@pytest.mark.parametrize(
+    "ranks, sharding, shared", [(4, "hybrid", 4), (16, "hybrid", 8), (12, "hybrid", 4), (16, "zero3", 16)]
+)
+def test_hybrid_sharding_is_within_a_host(ranks, sharding, shared):
+    settings = {"sharding": sharding, "gradient_accumulation_steps": ranks}
+    assert estimate.situation("config/llama31_8b.py", ranks, settings)[1].shard_ranks == shared
 
 
 def test_the_table_leaves_out_what_train_py_would_refuse():

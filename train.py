@@ -203,6 +203,7 @@ if copy_engines and world_size > 1 and not reachable:
 copy_engines = reachable and copy_engines is not False
 if offload != "none":  # the CPU's cores, of which torchrun gives each rank one
     torch.set_num_threads(max(1, ranks.cpu_cores() // ranks.local_world_size))
+# Where the run begins: what cannot be is refused before anything is made.
 found = checkpoint.newest(out_dir)
 restarted = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0))  # torchrun --max-restarts: the same run
 if found and init_from == "scratch" and not restarted:

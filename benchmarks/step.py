@@ -114,7 +114,7 @@ def refuse_unread(words: list[str], kinds: list[str], read: dict[str, tuple]) ->
     """ValueError for a key=... that none of the kinds reads."""
     for key in (word.partition("=")[0] for word in words if "=" in word):
         if not any(key in read[kind] for kind in kinds):
-            raise ValueError(f"{key}=: {' and '.join(kinds)} takes no notice of it: leave it out")
+            raise ValueError(f"{key}=: not read by {' and '.join(kinds)}: leave it out")
 
 
 def refuse_flags(flags: dict) -> None:

@@ -101,7 +101,7 @@ def parse(words: list[str], n_gpus: int) -> tuple[list[str], dict]:
     for kind, keys in {"batch": ("batches", "block_size"), "seq": ("contexts", "batch_size")}.items():
         unread = [word for word in asked_for if kind not in kinds and word.partition("=")[0] in keys]
         if unread:
-            raise ValueError(f"{unread[0]}: sweep={kinds[0]} takes no notice of it: say sweep={kind} or sweep=both")
+            raise ValueError(f"{unread[0]}: not read by sweep={kinds[0]}: say sweep={kind} or sweep=both")
     return kinds, options | {"flags": flags}
 
 
