@@ -342,18 +342,26 @@ def save(path: Path, folder: Path, dtype: str) -> None:
 
     Raises as the two load_model do, and OSError where the folder cannot be written.
     """
-    _safetensors()  # missed now, not when the weights have been read
-    if _is_meta(path):
-        model = load_model(path, sys.maxsize, "cpu", getattr(torch, dtype))
-        tokenizer, tokens = "llama3", LLAMA3_TOKENS
-    else:
-        model, tokens = checkpoint.load_model(path, "cpu", getattr(torch, dtype)), {}
-        tokenizer = checkpoint.read_meta(path)["dataset"]["tokenizer"]
-    _write(model, write_config(model.config, tokenizer, dtype) | tokens, folder)
+    _safetensors()  # missed now, not when the weights have been read; so is a folder that cannot be written
+    partial = folder.with_name(folder.name + ".partial")
+    shutil.rmtree(partial, ignore_errors=True)
+    partial.mkdir(parents=True)
+    try:
+        if _is_meta(path):
+            model = load_model(path, sys.maxsize, "cpu", getattr(torch, dtype))
+            tokenizer, tokens = "llama3", LLAMA3_TOKENS
+        else:
+            model, tokens = checkpoint.load_model(path, "cpu", getattr(torch, dtype)), {}
+            tokenizer = checkpoint.read_meta(path)["dataset"]["tokenizer"]
+        _write(model, write_config(model.config, tokenizer, dtype) | tokens, partial)
+        partial.rename(folder)
+    except (OSError, ValueError):
+        shutil.rmtree(partial, ignore_errors=True)
+        raise
 
 
 def _write(model: Llama, config_json: dict, folder: Path) -> None:
-    """A model as a folder for transformers, in files of FILE_BYTES at most; whole or not there."""
+    """A model into a folder for transformers, in files of FILE_BYTES at most."""
     safetensors, config = _safetensors(), model.config
     files, n_bytes = [{}], 0
     for name, parameter in model.named_parameters():
@@ -363,11 +371,8 @@ def _write(model: Llama, config_json: dict, folder: Path) -> None:
         for hf_name, part in zip(names, parameter.detach().split(sizes), strict=True):
             if n_bytes and n_bytes + part.nbytes > FILE_BYTES:
                 files, n_bytes = [*files, {}], 0
-            files[-1][hf_name], n_bytes = part.clone(), n_bytes + part.nbytes
-    partial = folder.with_name(folder.name + ".partial")
-    shutil.rmtree(partial, ignore_errors=True)
-    partial.mkdir(parents=True)
-    (partial / "config.json").write_text(json.dumps(config_json, indent=2))
+            files[-1][hf_name], n_bytes = part, n_bytes + part.nbytes
+    (folder / "config.json").write_text(json.dumps(config_json, indent=2))
     paths = [f"model-{i + 1:05}-of-{len(files):05}.safetensors" for i in range(len(files))]
     if len(files) == 1:
         paths = ["model.safetensors"]
@@ -375,10 +380,13 @@ def _write(model: Llama, config_json: dict, folder: Path) -> None:
         total = sum(part.nbytes for tensors in files for part in tensors.values())
         where = {name: file for file, tensors in zip(paths, files, strict=True) for name in tensors}
         index = {"metadata": {"total_size": total}, "weight_map": where}
-        (partial / "model.safetensors.index.json").write_text(json.dumps(index, indent=2))
+        (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=2))
     for file, tensors in zip(paths, files, strict=True):
-        safetensors.torch.save_file(tensors, partial / file, metadata={"format": "pt"})
-    partial.rename(folder)
+        alone = {name: part.clone() for name, part in tensors.items()}  # safetensors takes no views of one tensor
+        try:
+            safetensors.torch.save_file(alone, folder / file, metadata={"format": "pt"})
+        except safetensors.SafetensorError as error:  # of a full disk, too
+            raise OSError(f"{folder / file} cannot be written: {error}") from error
 
 
 def main() -> None:

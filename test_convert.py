@@ -518,3 +518,25 @@ def test_the_command_line(train, tmp_path):
     command[2] = str(tmp_path / "hf")
     done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 1 and "hf is in Hugging Face's format already" in done.stderr, done.stderr
+
+
+def test_a_full_disk_gets_a_sentence_and_leaves_nothing(train, tmp_path):
+    train()
+    script = (
+        "import resource, runpy, sys; sys.argv[0] = 'convert.py'; "
+        "resource.setrlimit(resource.RLIMIT_FSIZE, (50_000, 50_000)); runpy.run_path('convert.py', run_name='__main__')"
+    )
+    command = [sys.executable, "-c", script, str(tmp_path / "out"), str(tmp_path / "hf")]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, env=os.environ | PLAIN)
+    assert done.returncode == 1 and "Traceback" not in done.stderr, done.stderr
+    assert "hf.partial/model.safetensors cannot be written" in done.stderr and "too large" in done.stderr, done.stderr
+    assert not list(tmp_path.glob("hf*"))
+
+
+def test_a_folder_that_cannot_be_written_is_found_before_the_weights_are_read(train, tmp_path, monkeypatch):
+    train()
+    monkeypatch.setattr(checkpoint, "load_model", lambda *_: pytest.fail("the weights were read"))
+    (tmp_path / "file").write_text("")
+    monkeypatch.setattr(sys, "argv", ["convert.py", str(tmp_path / "out"), str(tmp_path / "file/hf")])
+    with pytest.raises(SystemExit, match=f"Not a directory: '{tmp_path}/file"):
+        convert.main()

@@ -585,7 +585,7 @@ def test_text_reads_a_pipe_and_keeps_a_hundredth_for_validation(tmp_path):
     subprocess.run([sys.executable, "-c", script], input=book.encode(), cwd=ROOT, check=True, timeout=60)
     train, val = (documents_of(tmp_path, split) for split in ("train", "val"))
     assert sorted("".join(train + val).splitlines()) == sorted(book.splitlines())
-    assert all(split_of(document, 0.01) == "val" for document in val)
+    assert val == [document for document in sorted(train + val, key=book.index) if split_of(document, 0.01) == "val"]
 
 
 def test_text_script_ends_with_the_command_that_trains_on_it(tmp_path, monkeypatch, capsys):

@@ -501,6 +501,15 @@ def test_an_overflowing_float16_scale_is_halved_and_the_step_left_out(train, tmp
     assert train(dtype="float16", max_iters=9)["loss_scale"] == 2.0**14, "resumed"
 
 
+def test_the_float16_scale_doubles_after_2000_steps_without_an_overflow(train, tmp_path):
+    train(dtype="float16", max_iters=4, lr_decay_iters=8)
+    path = tmp_path / "out/step_000004"
+    meta = {name: value for name, value in checkpoint.read_meta(path).items() if name != "digest"}
+    checkpoint.write_json(path / "meta.json", checkpoint.signed(meta | {"loss_scale_since": 5 - 2000}))
+    run = train(dtype="float16", max_iters=8, lr_decay_iters=8)
+    assert (run["loss_scale"], run["loss_scale_since"]) == (2.0**17, 5)
+
+
 def test_a_nan_stops_before_the_update_and_names_the_step(train, tmp_path, monkeypatch, capsys):
     true_forward, seen = model_module.Llama.forward, {}
 
