@@ -92,12 +92,22 @@ def test_the_headline_leaves_out_what_is_not_known(tmp_path, monkeypatch):
     assert "second (50% MFU) in 30 GiB of one GPU: 1.50 times the speed of" in report.headline()
 
 
-@pytest.mark.parametrize(("content", "sentence"), [(None, "No such file.*baby"), ("{", "baby.*json is not JSON: ")])
-def test_a_missing_or_broken_record_is_named(content, sentence, tmp_path, monkeypatch):
+@pytest.mark.parametrize(
+    ("name", "content", "sentence"),
+    [
+        ("baby_llama_cpu", None, "shows <!-- headline -->, but there is no assets/baby_llama_cpu.json"),
+        ("baby_llama_cpu", "{", "baby_llama_cpu.json is not JSON: "),
+        ("step", '{"points": []}', "shows <!-- headline -->, but there is no row of points in assets/step.json"),
+        ("gpus", '{"scaling": []}', "shows <!-- gpus -->, but there is no row of scaling in assets/gpus.json"),
+    ],
+)
+def test_a_missing_or_broken_record_is_named(name, content, sentence, tmp_path, monkeypatch):
     pytest.importorskip("benchmarks.plots", exc_type=ImportError)
     monkeypatch.setattr(report, "ASSETS", tmp_path)
-    for path in report.ROOT.glob("assets/baby_llama_*.json") if content else []:
-        (tmp_path / path.name).write_text(content)
+    for path in report.ROOT.glob("assets/*.json"):
+        (tmp_path / path.name).write_text(path.read_text() if path.stem != name else content or "")
+    if content is None:
+        (tmp_path / f"{name}.json").unlink()
     with pytest.raises(SystemExit, match=sentence):
         bench.main(["readme"])
 

@@ -7,6 +7,7 @@ What needs a GPU, the measuring itself, is in the records that it leaves.
 
 import copy
 import json
+import math
 import re
 import signal
 import subprocess
@@ -91,6 +92,23 @@ def test_a_peer_has_our_loss_and_our_gradients(build, names, checkpointing):
         grad = torch.cat([part.grad for part in parts])
         error = ((grad - parameter.grad).norm() / parameter.grad.norm()).item()
         assert error < 1e-5, f"{name}: the gradients differ by {error:.1e}"
+
+
+def test_a_compiled_peer_of_hugging_face_reads_no_mask(monkeypatch):
+    modeling_llama = pytest.importorskip("transformers").models.llama.modeling_llama
+    monkeypatch.setattr(modeling_llama, "create_causal_mask", modeling_llama.create_causal_mask)  # and back again
+    attention, compile = [], torch.compile
+
+    def note_attention(graph, inputs):
+        calls = (node for node in graph.graph.nodes if "scaled_dot_product_attention" in str(node.target))
+        attention.extend((node.kwargs["attn_mask"], node.kwargs["is_causal"]) for node in calls)
+        return graph.forward
+
+    monkeypatch.setattr(torch, "compile", lambda model: compile(model, backend=note_attention))
+    _, loss_of = peers.build_hf(TINY, "none", CPU, compiled=True, dtype=torch.float32)
+    tokens = torch.randint(TINY.vocab_size, (2, TINY.block_size))
+    assert math.isfinite(loss_of(tokens, tokens).detach())
+    assert attention == [(None, True)] * TINY.n_layer
 
 
 def test_the_step_of_the_peers_trains():
@@ -332,10 +350,10 @@ def test_a_record_goes_on_where_only_words_have_changed_since(tmp_path, monkeypa
     monkeypatch.setattr(report, "ROOT", tmp_path)
     git("init", "-q")
     first = commit("train.py", "1")
-    beside = ("README.md", "test_train.py", "benchmarks/plots.py", "assets/step.json", "sample.py", "memory.py")
+    beside = ("README.md", "test_train.py", "benchmarks/plots.py", "assets/step.json", "sample.py", "bench.py")
     words = [commit(name, "2") for name in beside]
     assert all(report.same_code(first, later) and report.same_code(later, first) for later in words)
-    for name in ("model.py", "kernels/rope.py", "config/llama.py", "benchmarks/peers.py", "train.py"):
+    for name in ("model.py", "memory.py", "kernels/rope.py", "config/a.py", "benchmarks/swept.py", "train.py"):
         before, after = words[-1], commit(name, "3")
         assert not report.same_code(before, after), name
         words.append(after)

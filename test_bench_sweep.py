@@ -45,9 +45,10 @@ c = LlamaConfig(n_layer=2, n_head=4, n_kv_head=2, n_embd=64, ffn_dim=96, vocab_s
                 tie_embeddings=True)
 device, result = torch.device("cpu"), {}
 for arm in ("hf", "hf-masters", "hf-offload"):
-    torch.manual_seed(1)
     options = {"dtype": torch.float32} if arm == "hf" else {}
     model, loss_of = peers.BUILDERS[arm](c, "full", device, **options)
+    torch.manual_seed(1)
+    peers.fill(model)
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3, fused=True)
     tokens = torch.randint(c.vocab_size, (3, c.block_size), generator=torch.Generator().manual_seed(1))
     losses = [peers.train_step(model, loss_of, optimizer, tokens, tokens) for _ in range(5)]
@@ -280,8 +281,11 @@ def test_what_a_record_has_is_not_measured_again(monkeypatch, tmp_path):
     record = RECORD | {"batch": [], "seq": []}
     rows = sweep.measured(*sweep.parse(words, 1))
     stopped, _ = step.fill(copy.deepcopy(record), itertools.islice(rows, 5), out, swept.ROWS, lambda *_: "")
-    assert sweep.known_rows(record, tmp_path / "none.json") == {}
-    known = sweep.known_rows(record, out)
+    assert sweep.known_rows(record, tmp_path / "none.json", None) == {}
+    known = sweep.known_rows(record, out, None)
+    usual = {row["steps"] for row in known.values() if not row["oom"]}
+    assert usual == {10} and sweep.known_rows(record, out, 10) == known
+    assert [row["oom"] for row in sweep.known_rows(record, out, 3).values()] == [True], "of other steps, no time"
     card = Card(monkeypatch, tokens=5000)
     again = list(sweep.measured(*sweep.parse(words, 1), known))
     assert [row for _, row in again[:5]] == stopped["batch"] and stopped["batch"][4]["oom"]
@@ -289,7 +293,14 @@ def test_what_a_record_has_is_not_measured_again(monkeypatch, tmp_path):
     assert len(again) == 10 and again[5][1]["arm"] == "torch" and again[5][1]["oom"]
     for versions in ({"nanocria": "abc-dirty"}, {"nanocria": "other"}):
         changed = record | {"versions": record["versions"] | versions}
-        assert sweep.known_rows(changed, out) == {}
+        assert sweep.known_rows(changed, out, None) == {}
+    with pytest.raises(SystemExit, match=f"keep=other: {out} does not go on with that, say keep=abc"):
+        sweep.refuse_keep(["other"], record | {"versions": record["versions"] | {"nanocria": "other, new"}}, out)
+    with pytest.raises(SystemExit, match="there is no .*none.json to go on with"):
+        sweep.refuse_keep(["abc"], record, tmp_path / "none.json")
+    sweep.refuse_keep(["abc"], record | {"versions": record["versions"] | {"nanocria": "abc, new"}}, out)
+    with pytest.raises(SystemExit, match="keep=abc: .* it is of another device or other packages"):
+        sweep.refuse_keep(["abc"], record | {"device": "2 x GPU"}, out)
 
 
 def test_the_contexts_know_what_the_batches_have_measured(monkeypatch):

@@ -71,6 +71,8 @@ def get_tokenizer(name: str, path: str | Path | None = None) -> tiktoken.Encodin
     try:
         return tiktoken.get_encoding(name)
     except requests.RequestException as error:
+        if error.request is None:  # broken off on the way
+            raise OSError(f"the download of tokenizer {name} failed: {error}") from error
         url = error.request.url
         cached_as = hashlib.sha1(url.encode()).hexdigest()  # tiktoken's own naming
         raise FileNotFoundError(

@@ -22,6 +22,7 @@ import sys
 import tempfile
 import threading
 import time
+from itertools import product
 from pathlib import Path
 
 import torch
@@ -73,6 +74,9 @@ def parse(words: list[str], n_gpus: int) -> tuple[list[str], dict]:
     options["ranks"] = [r for r in ranks or (1, 2, 4, 8) if r <= n_gpus]
     for left_out in (r for r in ranks if r > n_gpus):
         print(f"ranks={left_out}: left out, torch sees {n_gpus} GPU{'s' * (n_gpus != 1)}")
+    arms = options["arms"]
+    if arms and options["ranks"] and not any(differs(*at) for at in product(arms, options["ranks"])):
+        raise ValueError(f"arms={','.join(arms)}: nothing else than {arms[0].partition('-')[0]} on so few GPUs")
     options["shapes"] = [step.shape(text) for text in options["shapes"]]
     options["steps"] = step.whole("steps", ",".join(options["steps"]) or "20")
     options["folder"] = ",".join(options["folder"]) or None
@@ -102,6 +106,8 @@ def scaling(options: dict):
 def big(options: dict):
     shapes, checkpointing = (options[key] for key in ("shapes", "checkpointing"))
     places = [at for at in BIG_AT if (not shapes or at[:2] in shapes) and (not checkpointing or at[2] in checkpointing)]
+    if shapes and checkpointing:  # asked for together, also where they are not ours to choose
+        places = [(*shape, how) for how in checkpointing for shape in shapes]
     yield from points(BIG_CONFIG, max(options["ranks"]), places, BIG_ARMS, options)
 
 
@@ -134,7 +140,8 @@ def point(arm: str, config: str, ranks: int, batch: int, block: int, checkpointi
         result = step.nanocria_point(*at, flag=sharding_flags(arm, ranks), ranks=ranks)
     else:
         result = step.peer_point(arm, *at, ranks=ranks)
-    return dict(zip(PLACE, (arm, ranks, batch, block, checkpointing), strict=True)) | {"oom": False} | result
+    place = dict(zip(PLACE, (arm, ranks, batch, block, checkpointing), strict=True))
+    return place | {"steps": steps, "oom": False} | result
 
 
 def side_by_side(ranks: int, *at) -> dict:

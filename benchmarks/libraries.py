@@ -76,5 +76,3 @@ def installed() -> list[Functions]:
 
 LIBRARIES = (liger, cut_cross_entropy, torch_linear_cross_entropy)
 PACKAGES = ("liger-kernel", "cut-cross-entropy")
-# Their forward pass computes the gradient, so forward and backward apart would flatter one and wrong the other.
-GRADIENT_IN_FORWARD = {("cross_entropy", "liger")}

@@ -192,7 +192,7 @@ def glu(name, eager):
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Cross-entropy. Ours and Liger's compute the gradient in forward: without one it is an inference, and else 'both'.
+# Cross-entropy. Ours and Liger's compute the gradient in forward, where one is needed: so 'inference' or 'both'.
 
 CROSS_ENTROPY_SIZES = [(4096, 40960), (4096, 81920), (4096, VOCAB), (4096, 163840)]
 

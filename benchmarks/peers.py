@@ -14,7 +14,8 @@ recipe        What torchtitan 0.2 does with a Llama 3, written out in plain PyTo
 recipe-zero2  The same, but the blocks' weights stay whole from forward to backward.
 torchtitan    The package itself: its model, checkpointing, compilation and sharding. It cannot tie the embedding.
 hf            transformers' LlamaForCausalLM in pure bf16: weights, gradients and optimizer states.
-hf-compiled   The same under torch.compile.
+hf-compiled   The same under torch.compile, its attention causal without a mask, as transformers itself has it from
+              PyTorch 2.14 on.
 hf-liger      The same under Liger-Kernel's patches, its fused linear cross-entropy among them.
 hf-masters    hf with float32 weights, gradients and optimizer states and bf16 compute, through FSDP2; hf-offload keeps
               them in the CPU's memory, where AdamW works too. hf-liger-masters and hf-liger-offload likewise.
@@ -132,13 +133,11 @@ class PlainLlama(nn.Module):
         if self.config.tie_embeddings:
             self.output.weight = self.tok_embeddings.weight
 
-    @torch.no_grad()
     def materialize(self, device):
         """From the meta device to this one: random weights, and RoPE's tables."""
         self.to_empty(device=device)
         self.tie()  # to_empty gave the head a weight of its own
-        for parameter in self.parameters():
-            parameter.fill_(1.0) if parameter.ndim == 1 else parameter.normal_(0.0, 0.02)
+        fill(self)
         self.cos, self.sin = rope_tables(self.config, 0, self.config.block_size, device)
         return self
 
@@ -147,6 +146,14 @@ class PlainLlama(nn.Module):
         for layer in self.layers:
             x = layer(x, self.cos, self.sin)
         return self.output(self.norm(x))
+
+
+@torch.no_grad()
+def fill(model: nn.Module) -> None:
+    """Random weights, each rank its own part; norms 1."""
+    for parameter in model.parameters():
+        part = parameter.to_local() if isinstance(parameter, DTensor) else parameter
+        part.fill_(1.0) if parameter.ndim == 1 else part.normal_(0.0, 0.02)
 
 
 def whole_loss(logits, targets):
@@ -269,6 +276,10 @@ def build_hf(c: LlamaConfig, checkpointing: str, device, compiled=False, liger=F
         model = transformers.AutoModelForCausalLM.from_config(hf_config, **options).train()
     if checkpointing == "full":
         model.gradient_checkpointing_enable({"use_reentrant": False})
+    if compiled and torch.__version__ < "2.14":
+        from transformers.models.llama import modeling_llama
+
+        modeling_llama.create_causal_mask = lambda *args, **kwargs: None  # compiled, it would make one of (T, T)
     run = torch.compile(model) if compiled else model
     # shift_labels: the targets are shifted already
     return model, lambda tokens, targets: run(input_ids=tokens, labels=targets, shift_labels=targets).loss
@@ -276,17 +287,21 @@ def build_hf(c: LlamaConfig, checkpointing: str, device, compiled=False, liger=F
 
 def build_hf_masters(c: LlamaConfig, checkpointing: str, device: torch.device, liger=False, offload=False):
     """float32 weights, which FSDP2 hands to forward and backward in bf16, block by block."""
-    model, loss_of = build_hf(c, checkpointing, device, liger=liger, dtype=torch.float32)
+    model, loss_of = build_hf(c, checkpointing, "meta", liger=liger, dtype=torch.float32)
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32, cast_forward_inputs=False)
     offload_policy = CPUOffloadPolicy(pin_memory=device.type == "cuda") if offload else OffloadPolicy()
     options = {"mesh": mesh_of_all_ranks(device), "mp_policy": policy, "offload_policy": offload_policy}
     for layer in model.model.layers:
         fully_shard(layer, **options)
     fully_shard(model, **options)  # with embedding and head: tied, they are one parameter
+    model.to_empty(device="cpu" if offload else device)
+    if c.tie_embeddings:  # to_empty gave the head a weight of its own
+        model.lm_head.weight = model.model.embed_tokens.weight
+    fill(model)
+    with torch.device(device):  # its frequencies are no weights
+        model.model.rotary_emb = type(model.model.rotary_emb)(model.config)
     if offload:
         torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // RANKS))  # AdamW's
-    gc.collect()
-    torch.cuda.empty_cache()  # of the whole model, as it was built
     return model, loss_of
 
 

@@ -61,13 +61,14 @@ def origin(command: str, device: str, packages: tuple[str, ...] = ()) -> dict:
     return {"command": command, "device": device, "versions": versions}
 
 
-# What trains: a record goes on where none of it has changed since, whatever was written, estimated or sampled.
-BESIDE = ["test_*.py", "conftest.py", "bench.py", "convert.py", "memory.py", "sample.py", "tokenizer.py"]
-CODE = [":(glob)*.py", *(f":!{name}" for name in BESIDE), "kernels", "config", "data/tokens.py", "benchmarks/peers.py"]
+# What trains and what measures it: a record goes on where none of it has changed since, whatever was drawn or sampled.
+BESIDE = ["test_*.py", "conftest.py", "bench.py", "convert.py", "sample.py", "tokenizer.py"]
+BESIDE += [f"benchmarks/{name}.py" for name in ("report", "plots", "estimate", "kernels", "operations", "libraries")]
+CODE = [":(glob)*.py", "kernels", "config", "data/tokens.py", "benchmarks", *(f":!{name}" for name in BESIDE)]
 
 
 def same_code(commit: str, other: str) -> bool:
-    """Whether two commits, as runlog.git_commit names them, train alike; edited code has no name to know it by."""
+    """Whether two commits, as runlog.git_commit names them, train and measure alike; edited code has no name for it."""
     if any(name == "unknown" or name.endswith("-dirty") for name in (commit, other)):
         return False
     if commit == other:
@@ -219,7 +220,10 @@ def steps_table(name: str) -> str:
 def breakdown_table() -> str:
     from benchmarks import step
 
-    return step.breakdown_table(load("step"))
+    r = load("step")
+    at = "{batch} x {block:,} tokens".format(**r["breakdown"][0])
+    title = f"Where the milliseconds of our step at {at} go, and the least each part could take:"
+    return f"{title}\n\n{step.breakdown_table(r)}"
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -287,14 +291,14 @@ def snapshot_table() -> str:
 # ---------------------------------------------------------------------------------------------------------------------
 # The README
 
-PARTS = {  # name -> what makes it, the records that it needs
-    "headline": (headline, ("step", "baby_llama_cpu")),
+PARTS = {  # name -> what makes it, the records that it needs, or of which kind of rows
+    "headline": (headline, ("step:points", "baby_llama_cpu")),
     "baby": (baby_table, ("baby_llama_cpu", "baby_llama_gpu")),
     "kernels": (kernels_table, ("kernels",)),
-    "steps": (partial(steps_table, "step"), ("step",)),
-    "step_h100": (partial(steps_table, "step_h100"), ("step_h100",)),
-    "breakdown": (breakdown_table, ("step",)),
-    "gpus": (gpus_tables, ("gpus",)),
+    "steps": (partial(steps_table, "step"), ("step:points",)),
+    "step_h100": (partial(steps_table, "step_h100"), ("step_h100:points",)),
+    "breakdown": (breakdown_table, ("step:breakdown",)),
+    "gpus": (gpus_tables, ("gpus:scaling",)),
     "fits_headline": (fits_headline, ("study",)),
     "study": (partial(sweep_part, "study"), ("study",)),
     "sweep": (partial(sweep_part, "sweep"), ("sweep",)),
@@ -303,11 +307,19 @@ PARTS = {  # name -> what makes it, the records that it needs
 }
 
 
+def lacking(need: str) -> str | None:
+    """What is not there of a record, or of one kind of its rows."""
+    name, _, kind = need.partition(":")
+    if not exists(name):
+        return f"assets/{name}.json"
+    return f"row of {kind} in assets/{name}.json" if kind and not load(name)[kind] else None
+
+
 def render(text: str) -> str:
     """The README with each part made anew. A part whose records are kept must be shown, and no other may be."""
     for name, (part, records) in PARTS.items():
         begin, end = f"<!-- {name} -->", f"<!-- /{name} -->"
-        missing = [f"assets/{record}.json" for record in records if not exists(record)]
+        missing = list(filter(None, map(lacking, records)))
         if missing and begin in text:
             raise ValueError(f"README.md shows {begin}, but there is no {', '.join(missing)}")
         if missing:
@@ -320,9 +332,11 @@ def render(text: str) -> str:
 
 
 def write_readme() -> None:
-    """Draws the plots, then writes the tables."""
+    """Writes the tables and draws the plots."""
     from benchmarks import plots
 
+    readme = ROOT / "README.md"
+    readme.write_text(render(readme.read_text()))
     plots.draw_baby(ASSETS / "baby_llama.png")
     if exists("kernels"):
         plots.draw_kernels_speed(load("kernels"), ASSETS / "kernels_speed.png")
@@ -336,5 +350,3 @@ def write_readme() -> None:
             plots.draw_sweep(load(name), ASSETS / f"{name}.png")
     if exists("snapshot"):
         plots.draw_snapshot(load("snapshot"), ASSETS / "snapshot.png")
-    readme = ROOT / "README.md"
-    readme.write_text(render(readme.read_text()))

@@ -7,14 +7,14 @@
     python bench.py step baby                    the small model of config/baby_llama.py, where launches dominate
 
 Arms: nanocria, which is train.py itself, and recipe, torchtitan, hf, hf-compiled, hf-liger of benchmarks/peers.py.
-Each point is a process of its own that finds a clean card: some steps to warm up, then the median of 20 or steps=...,
-each a forward, a backward, a clip to norm 1 and an AdamW update. All points take half an hour. They are kept in
-assets/step.json, or out=...; the same code on the same card adds to that record, any other begins it anew.
+Each point is a process of its own that finds a clean card: 5 steps to warm up, then 20 or steps=..., each a forward, a
+backward, a clip to norm 1 and an AdamW update, of which the median is taken (nanocria's of all 25 but the first). All
+points take half an hour. They are kept in assets/step.json, or out=...; the same code on the same card adds to that
+record, any other begins it anew.
 """
 
 import contextlib
 import difflib
-import fcntl
 import json
 import os
 import queue
@@ -36,6 +36,7 @@ from pathlib import Path
 import torch
 
 from benchmarks import report, timing
+from data.tokens import lock
 
 CONFIG = "config/llama32_1b.py"
 ARMS = {
@@ -308,26 +309,29 @@ def points(options: dict):
         at = (CONFIG, *at, options["steps"])
         result = nanocria_point(*at, launch=launch) if arm == "nanocria" else peer_point(arm, *at, launch=launch)
         missing.update({arm} if "missing" in result else set())
-        return dict(zip(PLACE, place, strict=True)) | {"oom": False} | result | ({"at_once": gpus} if gpus > 1 else {})
+        row = dict(zip(PLACE, place, strict=True)) | {"steps": options["steps"], "oom": False} | result
+        return row | ({"at_once": gpus} if gpus > 1 else {})
 
     yield from filter(None, spread(measure, places, gpus))
 
 
 def breakdown(options: dict):
     """The parts of a step at the first shape and checkpointing asked for."""
+    (batch, block), checkpointing = options["shapes"][0], options["checkpointing"][0]
     with tempfile.TemporaryDirectory() as out_dir:
-        words = train_words(CONFIG, *options["shapes"][0], options["checkpointing"][0], out_dir)
+        words = train_words(CONFIG, batch, block, checkpointing, out_dir)
         result, printed = run(["-m", "benchmarks.breakdown", *words])
-    yield from result["rows"] if result else [{"part": "the step", **failure(printed)}]
+    at = {"batch": batch, "block": block, "checkpointing": checkpointing}
+    yield from (at | row for row in (result["rows"] if result else [{"part": "the step", **failure(printed)}]))
 
 
 def baby(options: dict):
     at = (BABY, BABY_BATCH, BABY_BLOCK, "none", options["steps"])
     for flag in BABY_FLAGS if "nanocria" in options["arms"] else []:
-        yield {"arm": f"nanocria {flag}".strip()} | nanocria_point(*at, flag=flag)
+        yield {"arm": f"nanocria {flag}".strip(), "steps": options["steps"]} | nanocria_point(*at, flag=flag)
     for arm in options["arms"]:
         if arm != "nanocria":
-            yield {"arm": arm} | peer_point(arm, *at, vocab_size=BABY_VOCAB)
+            yield {"arm": arm, "steps": options["steps"]} | peer_point(arm, *at, vocab_size=BABY_VOCAB)
 
 
 MEASURES = {"points": points, "breakdown": breakdown, "baby": baby}
@@ -406,13 +410,13 @@ def held(out: Path) -> Iterator[None]:
     path = Path(f"{out}.lock")
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
-        lock = path.open("a")
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        file = path.open("a")
+        lock(file)
     except BlockingIOError:
         sys.exit(f"another bench.py is writing to {out}: wait for it, or name another out=")
     except OSError as error:
         sys.exit(f"out={out} cannot be written: {error}")
-    with lock:
+    with file:
         try:
             if out.exists() and not out.is_file():
                 sys.exit(f"out={out} is no file")

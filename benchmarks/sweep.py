@@ -3,7 +3,7 @@
     python bench.py                              batches of Llama 3.2 1B, 1,024 tokens a sequence, on the card at hand
     python bench.py sweep=both peers=hf,liger    contexts too, at batch 4, and beside two others
     python bench.py memory_limit_gib=24 checkpointing=full offload=none,optimizer,all arms=all,long
-    python bench.py preset=study                 24 GiB, offload=all, full checkpointing: both sweeps, all beside two
+    python bench.py preset=study                 24 GiB, offload=all, full checkpointing: our arms beside hf and liger
     python bench.py sweep --help                 this text; elsewhere the word sweep may be left out
     python bench.py preset=8b                    Llama 3.1 8B, 512 tokens a sequence, on all GPUs, beside the recipe
 
@@ -19,7 +19,7 @@ peers   hf: transformers' LlamaForCausalLM; liger: with Liger-Kernel's patches; 
 
 Each point is a process of its own, measured on the real step: forward, backward, clip, update. What runs out of memory
 is not tried with more. The record goes to out/sweep.json, or a preset's to assets/, with a plot beside it. A sweep that
-was stopped goes on where the record of the same code and card ends; delete that to measure all of it again. A config
+was stopped goes on where the record of the same code, card and steps= ends; delete that to measure it again. A config
 that git does not track is part of the code: another, or a change of it, begins the record anew. With keep=COMMIT it
 goes on though the code has changed since then: for changes that cost neither time nor memory, and the record names both
 commits.
@@ -199,7 +199,8 @@ def point(row: dict, series: Series, options: dict, gpu: int, there: float) -> d
         sentence += f" for each of {at_once} points at once" * (at_once > 1)
         return row | {"failed": sentence}
     warmup, steps = n_steps(tokens)
-    at = (row["config"], row["batch"], row["block"], series.checkpointing, options["steps"] or steps)
+    row |= {"steps": options["steps"] or steps}
+    at = (row["config"], row["batch"], row["block"], series.checkpointing, row["steps"])
     common = {"ranks": ranks, "warmup": warmup, "launch": launcher(options, gpu)}
     if ours:
         flags = shlex.join([f"--offload={series.offload}", *ARMS[series.arm], *options["flags"]])
@@ -214,12 +215,28 @@ def n_steps(tokens: int) -> tuple[int, int]:
     return (2 if tokens < 2**18 else 1), max(1, min(10, 2**19 // tokens))
 
 
-def known_rows(new: dict, out: Path) -> dict:
-    """What a record has already that the new one continues, by place."""
+def known_rows(new: dict, out: Path, steps: int | None) -> dict:
+    """What a record has already that the new one continues, by place: what was measured over as many steps."""
     old = step.read_record(out)
     if not step.continues(old, new) or "dirty" in new["versions"]["nanocria"]:  # that names no code
         return {}
-    return {tuple(row[key] for key in PLACE): row for kind in ROWS for row in old[kind]}
+    rows = [(row, n_steps(row["batch"] * row["block"])[1]) for kind in ROWS for row in old[kind]]
+    rows = [row for row, usual in rows if row.get("oom") or row.get("steps", usual) == (steps or usual)]
+    return {tuple(row[key] for key in PLACE): row for row in rows}
+
+
+def refuse_keep(commits: list[str], new: dict, out: Path) -> None:
+    """sys.exit where the record does not go on with keep=: its rows would be lost."""
+    old = step.read_record(out)
+    if not commits or step.continues(old, new):
+        return
+    if old is None:
+        sys.exit(f"keep={','.join(commits)}: there is no {out} to go on with")
+    has = step.commits(old)
+    sys.exit(
+        f"keep={','.join(commits)}: {out} does not go on with that"
+        + (f", say keep={','.join(has)}" if has != commits else ": it is of another device or other packages")
+    )
 
 
 def untracked(config: str) -> dict:
@@ -262,7 +279,8 @@ def main(words: list[str]) -> None:
     new["device"] = f"{options['ranks']} x {new['device']}"
     new["versions"]["nanocria"] = ", ".join([*options["keep"], new["versions"]["nanocria"]])
     new["versions"] |= untracked(options["config"])
-    known = {} if options["steps"] else known_rows(new, out)
+    refuse_keep(options["keep"], new, out)
+    known = known_rows(new, out, options["steps"])
     if known:
         print(f"{out} has {len(known)} points already: delete it to measure them again")
     print(HEADER)

@@ -172,20 +172,13 @@ def gib_cell(gib: float | None) -> str:
     return "-" if gib is None else f"{gib:.1f}"
 
 
-def cell(row: dict | None) -> str:
-    if row is None:
-        return "-"
-    return "out of memory" if row.get("oom") else f"{row['tok_per_s']:,.0f} · {row['peak_gib']:.1f}"
-
-
 def sweep_table(record: dict, kind: str) -> str:
     """Tokens a second and peak GiB: a row for each size, a column for each series."""
     rows, key = record[kind], VARIES[kind]
     columns, names = by_series(rows, kind), labels(rows)
     found = {name: {row[key]: row for row in of_name} for name, of_name in columns.items()}
-    lines = [
-        [f"{size:,}", *(cell(found[name].get(size)) for name in columns)] for size in sorted({r[key] for r in rows})
-    ]
+    sizes = sorted({row[key] for row in rows})
+    lines = [[f"{size:,}", *(step.cell(found[name].get(size)) for name in columns)] for size in sizes]
     return report.table([SIZE[kind], *(names[name] for name in columns)], lines)
 
 

@@ -4,7 +4,8 @@ A call is a function without arguments. Where several are given they are the sam
 (`sets_to_miss_l2`) that no call finds its inputs in the L2 cache, where a training step would not find them either.
 
     GPU time     many calls captured in one CUDA graph, which is replayed: launches cost nothing, so that two events
-                 see the GPU alone
+                 see the GPU alone. Calls that wait for the GPU cannot be captured: of those the profiler adds up what
+                 their kernels take, without the waits between them
     host time    what the CPU spends to issue one call, outside graphs, onto an idle GPU, without waiting for it
     peak memory  what the allocator peaked at during one call, above what it held before
 
@@ -20,10 +21,13 @@ from collections import deque
 from collections.abc import Callable
 
 import torch
+from torch.autograd import DeviceType
+from torch.profiler import ProfilerActivity, profile
 
 GRAPH_MS = 10  # about what one replay takes: long beside the resolution of an event, half a microsecond
 ROW_MS = 150  # about what all replays of a measurement take
 MAX_LAUNCHES = 200  # in a graph: issuing them once costs as much host time as they would outside
+PROFILES = 5  # of calls that cannot be captured
 REPLAYS = (9, 25)  # fewest and most: in long matmuls the card's clock wanders, by some percent between two replays
 
 
@@ -71,6 +75,16 @@ def waits_for_gpu(call: Callable) -> bool:
     return False
 
 
+def kernels_us(calls: list[Callable]) -> float:
+    """What the kernels, copies and fills of one call take together, without what lies between them: the mean."""
+    with profile(activities=[ProfilerActivity.CUDA]) as profiler:
+        for call in calls:
+            call()
+        torch.cuda.synchronize()
+    on_gpu = [event for event in profiler.events() if event.device_type == DeviceType.CUDA]
+    return sum(event.time_range.elapsed_us() for event in on_gpu) / len(calls)
+
+
 def capture(calls: list[Callable], launches: int) -> torch.cuda.CUDAGraph:
     """A graph of launches calls. Results live until as many more have come: outputs, too, go to cold memory."""
     graph, results, stream = torch.cuda.CUDAGraph(), deque(maxlen=len(calls)), torch.cuda.current_stream()
@@ -81,14 +95,13 @@ def capture(calls: list[Callable], launches: int) -> torch.cuda.CUDAGraph:
 
 
 def gpu_time(calls: list[Callable]) -> dict:
-    """{'us': [20%, 50%, 80%] of the time of one call, 'graph': whether it was captured}. Warms up first."""
+    """{'us': [20%, 50%, 80%] of the time of one call, 'graph': whether it was captured or else profiled}. Warms up."""
     for call in calls:
         call()
     torch.cuda.synchronize()
-    estimate = max(statistics.median(events_ms(calls, rounds=2)), 1e-3)
     if waits_for_gpu(calls[0]):
-        rounds = math.ceil(clamp(ROW_MS / estimate, *REPLAYS) / len(calls))
-        return {"us": [1000 * ms for ms in quantiles(events_ms(calls, rounds))], "graph": False}
+        return {"us": quantiles([kernels_us(calls) for _ in range(PROFILES)]), "graph": False}
+    estimate = max(statistics.median(events_ms(calls, rounds=2)), 1e-3)
     launches = math.ceil(clamp(GRAPH_MS / estimate, 1, MAX_LAUNCHES) / len(calls)) * len(calls)
     graph = capture(calls, launches)
     graph.replay()  # the first replay uploads the graph
