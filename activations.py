@@ -15,7 +15,7 @@ a token in forward, 0.2 us of an H200, which copies the token's 4 KiB in 0.08 us
 reads is wanted first, and stays.
 
 A tensor is freed by the stream that computes, once it waits for the copy: PyTorch's allocator can then hand the memory
-on at once. (record_stream would have it ask the GPU, which the CPU is far ahead of, and every tensor would stay.)
+on at once. (With record_stream it does so only if the copy is over when the CPU asks, and the CPU is far ahead.)
 """
 
 import torch
@@ -32,10 +32,7 @@ class _Recomputed(torch.autograd.Function):
         ctx.block, ctx.groups, x = block, groups, x.detach()
         ctx.place = block.offloaded and block.offloaded.put(x, block.last)  # leaves while the block computes
         ctx.save_for_backward(None if block.offloaded else x, cos, sin, starts)
-        out = torch.empty_like(x)
-        for some in slices(len(x), groups):
-            torch.add(*block.addends(x[some], None, cos, sin, _of_rows(starts, some)), out=out[some])
-        return out
+        return _output(block, groups, x, cos, sin, starts)
 
     @staticmethod
     def backward(ctx, dy):
@@ -60,6 +57,13 @@ class _Recomputed(torch.autograd.Function):
         return None, None, dx, None, None, None, *(s.to(w.dtype) for s, w in zip(sums, weights, strict=True))
 
 
+def _output(block, groups, x, cos, sin, starts):
+    out = torch.empty_like(x)
+    for some in slices(len(x), groups):
+        torch.add(*block.addends(x[some], None, cos, sin, _of_rows(starts, some)), out=out[some])
+    return out
+
+
 def _of_rows(starts, some: slice):
     return None if starts is None else starts[some]
 
@@ -79,12 +83,14 @@ def trainable_parameters(block: torch.nn.Module) -> list[torch.nn.Parameter]:
 
 def recomputed(block, groups: int, x: torch.Tensor, cos, sin, starts=None) -> torch.Tensor:
     """The output (B, T, C) of a block of model.py for its input x (B, T, C). Backward keeps only x, and cos, sin and
-    starts, which the block is handed with it.
+    starts, which the block is handed with it. Without gradients nothing is kept: so evaluation takes no more than that.
 
     The sequences pass through the block in `groups` groups. With more than one, their gradients of the weights are
     summed in float32 and rounded once, and x's gradient overwrites the output's, which nobody else may read afterwards.
     A hook on a weight sees the gradient of each group, and then the sum (autograd.grad calls it too).
     """
+    if not torch.is_grad_enabled():
+        return _output(block, groups, x, cos, sin, starts)
     return _Recomputed.apply(block, groups, x, cos, sin, starts, *trainable_parameters(block))
 
 

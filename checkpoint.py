@@ -103,14 +103,14 @@ class Saver:
     """Writes checkpoints in the background, while training goes on.
 
         saver = Saver(out_dir, optimizer, keep_last, beside=True)
-        saver.start(step, meta)       # on every rank; waits for the checksums, not for the copy or the disk
+        saver.start(step, meta)       # on every rank; waits for the checksums, not for the disk
         saver.wait_for_copy()         # before the weights change: the GPU waits for the copy, the CPU does not
         if saver.done(): path = saver.result()
 
-    The tensors are copied to pinned memory of the CPU while the next step's forward runs, 12 bytes per parameter
-    of the rank plus what rounding each tensor up to a power of two adds; then a thread writes them to the disk. Where
-    there is no memory for that, or beside is False, start returns only once all is written; for bfloat16 weights only w
-    is copied then, 4 bytes per parameter.
+    The tensors are copied to pinned memory of the CPU while the next step's forward runs, 12 bytes per parameter of the
+    rank plus what rounding each tensor up to a power of two adds; then a thread writes them to the disk. What is on the
+    CPU already, start copies itself. Where there is no memory for that, or beside is False, start returns only once all
+    is written; for bfloat16 weights only w is copied then, 4 bytes per parameter.
 
     spoken_for: bytes of CPU memory that this rank has not taken yet, but will.
     """

@@ -190,9 +190,9 @@ class Step:
 
     Under FSDP the root is gathered from forward to the end of backward. Not so where the head is not the embedding
     (collectives.py): then norm and head are there for the loss alone, and before the blocks' backward their gradients
-    are reduced; the embedding's is the last. zero3 gathers a group into one buffer and copies it out of there. The
-    buffer of the next block is asked for before this one computes, so two blocks are there, and at the end of forward
-    the head and its buffer. A group's gradients are copied into a float32 buffer that lives until the next one's are.
+    are reduced; the embedding's is the last. zero3 gathers a group into one buffer and copies it out of there. FSDP
+    asks for the buffer of the next block before this one computes, so two blocks are there at once, and at the end of
+    forward the head and its buffer. A group's gradients stay in a float32 buffer until the next group's are in theirs.
     zero2 gathers once. Hybrid keeps every reduced shard in float32 until backward ends, beside the rounded one (FSDP's
     _all_reduce_state).
     """

@@ -89,7 +89,8 @@ class LlamaConfig:
         """How many slices of its tokens the MLP works through, one after another, in forward and in backward.
 
         mlp_chunks where that is set. Else 1, but with full checkpointing and fused kernels slices of at least MLP_SLICE
-        and 4C tokens. Why 4C: the float32 sums of the weights' gradients, 12·C·F bytes, are what C tokens of it take.
+        and 4C tokens. Why 4C: the float32 sums of the weights' gradients take 12·C·F bytes, as much as C tokens of a
+        slice, so at most a quarter of what it takes.
         """
         if self.mlp_chunks:
             return min(self.mlp_chunks, max(n_tokens, 1))
@@ -107,9 +108,9 @@ class LlamaConfig:
     def loss_chunking(self, n_tokens: int, dtype: torch.dtype) -> dict:
         """chunk_tokens and fp32_dweight of linear_cross_entropy.
 
-        Full checkpointing halves the chunk: 2,048 tokens of Llama 3 in bf16. Where at most four such chunks hold all
-        tokens, it makes them near-equal, of a multiple of 256 tokens, and sums the head's gradient in the weight's
-        dtype (not in float16).
+        Full checkpointing halves the chunk: 2,048 tokens of Llama 3 in bf16. Where four such chunks hold all tokens, it
+        cuts these into at most four, of a multiple of 256 tokens, and sums the head's gradient in the weight's dtype
+        (not in float16).
         """
         chunk_tokens = default_chunk_tokens(self.vocab_size, dtype.itemsize)
         if self.activation_checkpointing != "full":
@@ -302,13 +303,15 @@ class Block(nn.Module):
 
         Under full checkpointing delta comes in as None: the caller has added it to x, so that only one tensor is kept.
         """
-        if self.config.activation_checkpointing != "full" or not torch.is_grad_enabled() or cache is not None:
+        if self.config.activation_checkpointing != "full" or cache is not None:
             return self.addends(x, delta, cos, sin, starts, cache)
         # FSDP gathers a block's weights just before its backward, so what is recomputed must lie inside the block.
         if torch.compiler.is_compiling() or (self.offloaded is None and not self.config.fused_kernels):
             # PyTorch's: the compiler drops what backward does not need, and over plain operations recomputation stops
             # by itself at the last tensor that is needed. Our fused functions get neither: recomputed() is for them.
             inputs = x, delta, cos, sin, starts
+            if not torch.is_grad_enabled():
+                return self.addends(*inputs)
             return checkpoint(self.addends, *inputs, use_reentrant=False, preserve_rng_state=False)
         return recomputed(self, self.config.groups_of_sequences(*x.shape[:2]), x, cos, sin, starts), None
 

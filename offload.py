@@ -154,7 +154,9 @@ class OffloadedAdamW(AdamW):
             self._free_copied()
 
     def _free_copied(self):
-        """Frees what was being copied. Not record_stream: memory would come back when the CPU, far ahead, asks."""
+        """Frees what was being copied. Not record_stream: with it the allocator reuses memory only if the copy is over
+        when the CPU asks, and the CPU is far ahead of the GPU.
+        """
         torch.cuda.current_stream().wait_stream(self.stream)
         self.copying.clear()
 

@@ -54,6 +54,7 @@ def pinned_empty(shape, dtype: torch.dtype) -> torch.Tensor:
     flat[::512].zero_()  # the first touch of each page, more often than once so that PyTorch takes several threads
     if pages.pin(flat.data_ptr(), n_bytes):
         return flat.view(dtype).view(shape)
+    del flat, pages
     try:  # as under confidential computing, which knows no other way
         return torch.empty(shape, dtype=dtype, pin_memory=True)
     except RuntimeError as error:

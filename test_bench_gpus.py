@@ -249,6 +249,13 @@ def test_8b_is_measured_on_all_gpus_and_selective_is_ours_alone(monkeypatch):
     assert places == [(arm, *where) for where in at for arm in ("nanocria", "recipe")] + selective
     _, rows = commands(monkeypatch, "8b", "arms=recipe", "shapes=4x4096", "checkpointing=selective")
     assert [row["arm"] for _, row in rows] == ["recipe"]
+    _, rows = commands(monkeypatch, "8b", "arms=recipe", "shapes=2x4096,4x4096", "checkpointing=none,full")
+    found = [(row["batch"], row["block"], row["checkpointing"]) for _, row in rows]
+    assert found == [(2, 4096, "none"), (4, 4096, "none"), (2, 4096, "full"), (4, 4096, "full")], (
+        "all that was asked for"
+    )
+    with pytest.raises(ValueError, match="arms=nanocria-zero2: nothing else than nanocria on so few GPUs"):
+        gpus.parse(["scaling", "ranks=1", "arms=nanocria-zero2"], 4)
 
 
 def test_a_peer_that_is_not_there_is_asked_for_once(monkeypatch):

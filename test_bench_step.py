@@ -6,6 +6,7 @@ What needs a GPU, the measuring itself, is in the records that it leaves.
 """
 
 import copy
+import errno
 import json
 import math
 import re
@@ -382,6 +383,17 @@ def filled(out):
 
     new = RECORD | {"points": [], "breakdown": [], "baby": []}
     return step.fill(copy.deepcopy(new), rows(), out, step.ROWS, lambda *_: "")[0], beside
+
+
+def test_a_record_is_written_where_files_cannot_be_locked(tmp_path, monkeypatch, capsys):
+    def flock(*_):
+        raise OSError(errno.ENOSYS, "Function not implemented")
+
+    monkeypatch.setattr("data.tokens.fcntl.flock", flock)
+    out = tmp_path / "step.json"
+    record, _ = filled(out)
+    assert json.loads(out.read_text()) == record
+    assert "step.json.lock cannot be locked there" in capsys.readouterr().err
 
 
 def test_a_record_is_written_after_each_row_by_one_command_at_a_time(tmp_path):

@@ -924,8 +924,11 @@ def test_check_compares_the_measured_peaks_with_the_estimates(tmp_path, capsys):
     with pytest.raises(SystemExit) as stop:
         bench.main(["estimate", "check", str(path)])
     assert stop.value.code == 1 and "-16.7%" in capsys.readouterr().out
-    with pytest.raises(SystemExit, match="nothing to check"):
+    with pytest.raises(SystemExit, match="none.json does not exist"):
         bench.main(["estimate", "check", str(tmp_path / "none.json")])
+    path.write_text(json.dumps(RECORD | {"batch": [], "seq": []}))
+    with pytest.raises(SystemExit, match="nothing to check: there is no point of nanocria in study.json"):
+        bench.main(["estimate", "check", str(path)])
     for path in (report.ASSETS / "kernels.json", report.ROOT / "README.md", tmp_path):
         with pytest.raises(SystemExit, match=f"{path} is no record of a sweep"):
             bench.main(["estimate", "check", str(path)])

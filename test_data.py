@@ -24,6 +24,7 @@ from data.text import prepare as text
 from data.tokens import (
     Progress,
     Tokens,
+    encode_batch,
     only_writer,
     prepare_once,
     split_of,
@@ -32,7 +33,7 @@ from data.tokens import (
     write_meta,
     write_tokens,
 )
-from tokenizer import LLAMA3_SPECIAL_TOKENS, NAMES, end_of_text, get_tokenizer
+from tokenizer import LLAMA3_PATTERN, LLAMA3_SPECIAL_TOKENS, NAMES, end_of_text, get_tokenizer
 
 ROOT = Path(__file__).resolve().parent
 TEXTS = ["", "hello", "x = 'é' # 漢字 🦙\r\n\tpass\x00", "<|endoftext|> is not special in text", "a" * 1000]
@@ -162,6 +163,27 @@ def test_a_tokenizer_that_cannot_be_downloaded_says_the_address_and_the_place(na
         get_tokenizer(name)
     address = re.search(r"https://\S+\.(bpe|tiktoken)", str(error.value)).group()
     assert hashlib.sha1(address.encode()).hexdigest() in str(error.value)  # the name that tiktoken looks for
+
+
+def test_a_download_that_breaks_off_is_said(monkeypatch):
+    def get_encoding(name):
+        raise requests.exceptions.ChunkedEncodingError("Connection broken")  # it has no request
+
+    monkeypatch.setattr(tiktoken, "get_encoding", get_encoding)
+    with pytest.raises(OSError, match="the download of tokenizer gpt2 failed: Connection broken"):
+        get_tokenizer("gpt2")
+
+
+@pytest.mark.parametrize("text", ["a" + " " * 1_500_000 + "b\n c", "\t" * 1_200_000 + "d" * 30_000])
+def test_a_million_blanks_are_tokenized_too(text):
+    ranks = {bytes([i]): i for i in range(256)}
+    tokenizer = tiktoken.Encoding(
+        "llama3", pat_str=LLAMA3_PATTERN, mergeable_ranks=ranks, special_tokens={"<|end_of_text|>": 256}
+    )
+    with pytest.raises(ValueError):
+        tokenizer.encode(text)
+    tokens, n_documents, n_bytes = encode_batch([("train", text)], tokenizer)["train"]
+    assert (n_documents, n_bytes) == (1, len(text)) and tokenizer.decode(tokens[:-1]) == text and tokens[-1] == 256
 
 
 # ---------------------------------------------------------------------------------------------------------------
@@ -539,8 +561,9 @@ def test_a_large_text_is_split_by_each_document_alone(tmp_path, monkeypatch):
     monkeypatch.setattr(text, "SMALL", 100)
     (tmp_path / "large.jsonl").write_text("".join(json.dumps({"text": f"line {i}"}) + "\n" for i in range(300)))
     text.prepare([tmp_path / "large.jsonl"], tmp_path / "out", val_fraction=0.1)
-    expected = [f"line {i}" for i in range(300) if split_of(f"line {i}", 0.1) == "val"]
-    assert documents_of(tmp_path / "out", "val") == expected
+    first = [f"line {i}" for i in range(15)]  # the first 100 bytes, split by rank
+    expected = [f"line {i}" for i in range(15, 300) if split_of(f"line {i}", 0.1) == "val"]
+    assert [line for line in documents_of(tmp_path / "out", "val") if line not in first] == expected
 
 
 @pytest.mark.parametrize("val_fraction", [10, 1, 0, -1, float("nan")])
@@ -585,7 +608,30 @@ def test_text_reads_a_pipe_and_keeps_a_hundredth_for_validation(tmp_path):
     subprocess.run([sys.executable, "-c", script], input=book.encode(), cwd=ROOT, check=True, timeout=60)
     train, val = (documents_of(tmp_path, split) for split in ("train", "val"))
     assert sorted("".join(train + val).splitlines()) == sorted(book.splitlines())
-    assert val == [document for document in sorted(train + val, key=book.index) if split_of(document, 0.01) == "val"]
+    documents = sorted(train + val, key=book.index)
+    n_first = next(n for n in range(len(documents)) if len("".join(documents[:n]).encode()) >= 10**6)
+    assert set(val) & set(documents[:n_first]), "of the first megabyte some, whatever their hashes"
+    later = documents[n_first:]
+    assert [d for d in later if d in set(val)] == [d for d in later if split_of(d, 0.01) == "val"]
+
+
+@pytest.mark.parametrize("line", ["\u4e2d\u6587 {}\n", "{} "], ids=["Chinese", "one line"])
+def test_text_of_more_than_a_megabyte_validates_whatever_its_hashes_are(tmp_path, monkeypatch, line):
+    (tmp_path / "book.txt").write_text("".join(line.format(i) for i in range(200_000)), encoding="utf-8")
+    monkeypatch.setattr(text, "split_of", lambda *_: "train")
+    meta = text.prepare([tmp_path / "book.txt"], tmp_path / "out")
+    assert meta["val_documents"] >= 2 and meta["val_bytes"] < 0.2 * meta["train_bytes"], meta
+
+
+def test_copies_of_what_the_first_megabyte_validates_do_too(tmp_path, monkeypatch):
+    monkeypatch.setattr(text, "SMALL", 100)
+    texts = [f"document {i:03}" for i in range(20)]
+    found = list(text.split([*texts, *reversed(texts)], 0.2))
+    sides = {}
+    for side, document in found:
+        assert sides.setdefault(document, side) == side, document
+    assert [document for _, document in found] == [*texts, *reversed(texts)]
+    assert "val" in {side for side, _ in found[:9]} and len({side for side, _ in text.split(["a", "a", "b"], 0.1)}) == 2
 
 
 def test_text_script_ends_with_the_command_that_trains_on_it(tmp_path, monkeypatch, capsys):
@@ -663,6 +709,12 @@ def test_text_names_the_bad_jsonl_line(tmp_path, line, message):
     with pytest.raises(ValueError, match=message):
         text.prepare([tmp_path / "bad.jsonl"], tmp_path / "out")
     assert not contents(tmp_path / "out")
+
+
+def test_text_refuses_a_field_that_nothing_has(tmp_path):
+    (tmp_path / "a.txt").write_text('{"body": "raw"}')
+    with pytest.raises(ValueError, match="--field is body, but no input is a .jsonl or .ndjson file"):
+        text.prepare([tmp_path / "a.txt"], tmp_path / "out", field="body")
 
 
 def test_text_names_the_file_that_is_not_utf8_or_skips_it(tmp_path, capsys):
@@ -848,8 +900,10 @@ def test_fineweb_says_what_is_wrong_with_the_input(parquets, tmp_path):
     for max_files in (0, -1):
         with pytest.raises(ValueError, match=f"--max_files is {max_files}, expected 1 or more"):
             fineweb_edu.prepare(parquets, tmp_path / "out", max_files=max_files, **OPTIONS)
-    with pytest.raises(FileNotFoundError, match="holds no .parquet files"):
+    with pytest.raises(FileNotFoundError, match="nowhere does not exist"):
         fineweb_edu.prepare(tmp_path / "nowhere", tmp_path / "out", **OPTIONS)
+    with pytest.raises(FileNotFoundError, match="holds no .parquet files"):
+        fineweb_edu.prepare(tmp_path / "out", tmp_path / "out", **OPTIONS)
 
 
 def test_fineweb_takes_any_strings_and_refuses_other_columns(tmp_path):

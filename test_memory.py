@@ -127,6 +127,39 @@ def test_in_groups_of_sequences_a_step_holds_what_the_estimate_says(monkeypatch)
     check_step(config, Plan(batch_size=8))
 
 
+@pytest.mark.skipif(torch.cuda.is_available(), reason="beside a GPU no kernel is interpreted on the CPU")
+def test_in_groups_of_sequences_an_evaluation_holds_little_more_than_a_block_s_input_and_output(monkeypatch):
+    config = replace(TINY, n_layer=2, block_size=8, vocab_size=16, activation_checkpointing="full", fused_kernels=True)
+    monkeypatch.setattr(LlamaConfig, "groups_of_sequences", lambda *_: 8)
+    model, tokens = Llama(config), torch.zeros(32, 8, dtype=torch.long)
+    model.init_weights(seed=1)
+    with torch.no_grad(), Live() as live:
+        model(tokens, tokens)
+    held = live.peak - sum(p.numel() * p.element_size() for p in model.parameters())
+    assert held / (tokens.numel() * config.n_embd * 4) < 8
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("offload_activations", [False, True])
+def test_on_a_gpu_an_evaluation_holds_less_than_a_step(offload_activations):
+    config = replace(TINY, n_embd=1024, n_head=16, n_kv_head=4, ffn_dim=4096, block_size=1024, fused_kernels=True)
+    config = replace(config, fused_loss=True, activation_checkpointing="full", offload_activations=offload_activations)
+    with torch.device("cuda"):
+        model, tokens = Llama(config).to(torch.bfloat16), torch.zeros(64, 1024, dtype=torch.long)
+    model.init_weights(seed=1)
+    peaks = {}
+    for gradients in (True, False):
+        torch.cuda.reset_peak_memory_stats()
+        with torch.set_grad_enabled(gradients):
+            loss = model(tokens, tokens)
+        if gradients:
+            loss.backward()
+        peaks[gradients] = torch.cuda.max_memory_allocated() - sum(p.nbytes for p in model.parameters())
+        model.zero_grad()
+        del loss
+    assert peaks[False] < peaks[True], peaks
+
+
 SHARDED = {
     "zero3": {},
     "zero3, accumulated": {"micro_steps": 3},

@@ -259,6 +259,21 @@ def test_in_groups_of_sequences_a_block_trains_the_same(monkeypatch, groups, off
     assert_close(loss_and_gradients(model, tokens, targets), plain, 1e-12)
 
 
+@pytest.mark.parametrize("offload_activations", [False, True])
+def test_without_gradients_too_sequences_pass_through_a_block_in_groups(monkeypatch, offload_activations):
+    tokens, targets = batch(n_batch=5, n_time=4)
+    plain = build()(tokens, targets)
+    monkeypatch.setattr(LlamaConfig, "groups_of_sequences", lambda *_: 3)
+    model, sizes = build(activation_checkpointing="full", offload_activations=offload_activations), []
+    for layer in model.layers:
+        addends = layer.addends
+        monkeypatch.setattr(layer, "addends", lambda x, *rest, f=addends: sizes.append(len(x)) or f(x, *rest))
+    with torch.no_grad():
+        assert abs(model(tokens, targets) - plain) < 1e-12
+    assert sum(sizes) == 5 * len(model.layers) and max(sizes) == 2, sizes
+    assert not (offload_activations and model.offloaded.stack), "nothing is kept for a backward"
+
+
 @pytest.mark.parametrize("fp32_dweight", [True, False])
 @pytest.mark.parametrize("mode", MODES)
 def test_what_is_overwritten_is_not_read_again(monkeypatch, mode, fp32_dweight):

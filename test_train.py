@@ -32,7 +32,7 @@ import model as model_module
 import ranks
 import runlog
 import usage
-from data.tokens import write_dataset
+from data.tokens import Tokens, write_dataset
 from model import Llama, LlamaConfig
 from offload import OffloadedAdamW
 from optimizer import AdamW, sum_of_bits
@@ -1498,6 +1498,30 @@ def test_a_signal_during_evaluation_ends_it_and_saves(text_data, tmp_path, numbe
         assert done.returncode == 0 and "nothing left to do" in done.stdout, done.stdout + done.stderr
         evaluated = [line["step"] for line in metrics(tmp_path / "out") if "val_loss" in line]
         assert evaluated == [20], "it is made up for, once"
+
+
+def test_after_a_bad_token_the_first_ctrl_c_does_not_end_the_run_at_once(train, monkeypatch, capsys):
+    true_start, handlers = checkpoint.Saver.start, []
+
+    def start(self, *args):
+        signal.getsignal(signal.SIGINT)(signal.SIGINT, None)  # while the checkpoint is being written
+        handlers.append(1)
+        true_start(self, *args)
+
+    true_read, reads = Tokens.read, []
+
+    def read(self, *args):
+        reads.append(1)
+        if len(reads) == 4:
+            raise ValueError("train.bin holds token 999")
+        return true_read(self, *args)
+
+    monkeypatch.setattr(Tokens, "read", read)
+    monkeypatch.setattr(checkpoint.Saver, "start", start)
+    with pytest.raises(SystemExit) as stopped:
+        train()
+    said = capsys.readouterr()
+    assert stopped.value.code == 1 and handlers == [1] and "step_000003" in said.out, said.out
 
 
 def test_after_a_signal_only_ctrl_c_ends_the_run_at_once(train, monkeypatch):

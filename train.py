@@ -50,7 +50,7 @@ eval_interval = 1000  # steps between evaluations; each is followed by a checkpo
 eval_iters = 100  # batches per evaluation: always the same ones, spread evenly over the validation tokens
 log_interval = 10  # steps between log lines
 keep_last = 2  # checkpoints kept; 0: none are written
-async_save = True  # write checkpoints while training goes on: takes 12 to 16 bytes of CPU memory per parameter
+async_save = True  # write checkpoints while training goes on: takes 12 to 24 bytes of CPU memory per parameter
 profile = False  # write a trace of three steps and of what was in memory to out_dir/profile
 
 # wandb logging
@@ -255,14 +255,15 @@ def read(split: Tokens, indices, shift: int | None = None) -> torch.Tensor:
 
 
 interrupted = 0  # the signal that this rank has got; `stopping` is the one that all ranks agree on, once a step
+bad_data = False  # this rank has read some
 BAD_DATA = 1000  # no signal has this number, and it outweighs any
 
 
 def unreadable(error: ValueError):
     """Perhaps on this rank alone. Like a signal: all ranks end after the step at hand, with a checkpoint."""
-    global interrupted
+    global bad_data
     print(f"rank {rank}: {error}", file=sys.stderr, flush=True)
-    interrupted = BAD_DATA
+    bad_data = True
 
 
 def to_device(blocks: torch.Tensor):
@@ -559,7 +560,7 @@ def compute_gradients(step: int):
             model.set_requires_gradient_sync(micro_step + 1 == micro_steps)
         watch.at(f"step {step + 1}: forward and backward")
         loss += forward_backward(*batch)
-    if step + 1 < max_iters and interrupted != BAD_DATA:
+    if step + 1 < max_iters and not bad_data:
         watch.at(f"step {step + 1}: reading data")
         began = time.perf_counter()
         try:
@@ -579,7 +580,7 @@ def in_turn(step: int) -> bool:
         or step == first_step + 1  # else the first step's time, full of compiling, would hide most of the second's
         or step % eval_interval == 0
         or step == max_iters
-        or (world_size == 1 and interrupted)
+        or (world_size == 1 and (interrupted or bad_data))
         or (profile and step - first_step in (7, 10))  # a trace begins and ends between two steps
     )
 
@@ -622,8 +623,8 @@ def interrupt(signal_number, frame):
 
 
 def interrupted_anywhere() -> int:
-    """The number of the signal, 0 without one; the same on all ranks."""
-    return int(ranks.maximum([interrupted], device)[0])
+    """The number of the signal, BAD_DATA, or 0 without either; the same on all ranks."""
+    return int(ranks.maximum([BAD_DATA if bad_data else interrupted], device)[0])
 
 
 for signal_number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP):
@@ -675,7 +676,7 @@ while step < max_iters:
     saver.wait_for_copy()
     grad_norm = update()
     # Ctrl-C may reach the ranks at different steps: one is enough, and here all learn of it at the same step.
-    totals = torch.stack([loss_on_device, torch.full_like(loss_on_device, float(interrupted > 0))])
+    totals = torch.stack([loss_on_device, torch.full_like(loss_on_device, float(bad_data or interrupted > 0))])
     if world_size > 1:
         dist.all_reduce(totals)
         totals /= world_size

@@ -61,8 +61,7 @@ def used_gib(device: str) -> float:
 def let_segments_grow() -> None:
     """Has PyTorch's allocator map pages where it needs more, instead of asking for another piece of memory each time.
 
-    Pieces that are too small for what comes next stay empty: at 448 x 1,024 tokens of 1B with activations on the CPU,
-    4.6 GiB beside a peak of 7.5. What the user says in PYTORCH_ALLOC_CONF stands.
+    Pieces that are too small for what comes next would stay empty. What the user says in PYTORCH_ALLOC_CONF stands.
     """
     if not any(os.environ.get(name) for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")):
         torch._C._accelerator_setAllocatorSettings("expandable_segments:True")

@@ -132,7 +132,7 @@ class StreamedWeights:
     @torch.compiler.disable
     @torch.no_grad()
     def _before_backward(self, i: int, gradient):
-        """On each output of a block: whichever gradient comes first, the blocks above have finished their backward."""
+        """A hook on each output of block i. The first to fire finds the backward of all later blocks queued already."""
         if i + 1 == len(self.layers) and self.root_there:
             self.root.untyped_storage().resize_(0)
             self.root_there = False

@@ -274,6 +274,9 @@ def check(names: list[str]) -> None:
     paths = [Path(name) for name in names] or [
         report.ASSETS / f"{name}.json" for name in ("sweep", "study", "study_8b")
     ]
+    for name in names:
+        if not Path(name).exists():
+            sys.exit(f"{name} does not exist")
     found = [pair for path in paths if path.exists() for pair in deviations(read_record(path))]
     if not found:
         sys.exit(f"nothing to check: there is no point of nanocria in {', '.join(path.name for path in paths)}")

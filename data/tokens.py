@@ -25,6 +25,7 @@ import json
 import lzma
 import multiprocessing
 import os
+import re
 import runpy
 import signal
 import sys
@@ -34,6 +35,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
@@ -42,6 +44,7 @@ import tiktoken
 from tokenizer import end_of_text
 
 SPLITS = ("train", "val")
+MOST_BLANKS = 25_000  # in a row, of a text that tiktoken cannot take whole
 BATCH_CHARS = 2**20  # text handed to a worker at a time: enough to hide the hand-over, small enough to hold many
 
 Document = tuple[str, str]  # (split, text)
@@ -164,7 +167,7 @@ def require_both_splits(counts: dict) -> None:
     if train == 0 or val == 0:
         raise ValueError(
             f"{train:,} training and {val:,} validation documents: both must have some. "
-            f"Give more text (copies of one count once), or {'raise' if val == 0 else 'lower'} --val_fraction"
+            f"Give more text (copies count once), or {'raise' if val == 0 else 'lower'} --val_fraction"
         )
 
 
@@ -265,12 +268,28 @@ def encode_batch(batch: list[Document], tokenizer: tiktoken.Encoding) -> dict:
     pieces, n_documents, n_bytes = ({split: zero() for split in SPLITS} for zero in (list, int, int))
     for split, text in batch:
         utf8 = text.encode("utf-8", "replace")  # a lone surrogate, which JSON can hold, becomes a question mark
-        # no special token is recognised in text: a document that says <|endoftext|> spells it out
-        pieces[split] += [tokenizer.encode_to_numpy(utf8.decode(), disallowed_special=()), eot]
+        pieces[split] += [*encode(utf8.decode(), tokenizer), eot]
         n_documents[split] += 1
         n_bytes[split] += len(utf8)
     empty = np.empty(0, dtype=np.uint32)
     return {split: (np.concatenate([empty, *pieces[split]]), n_documents[split], n_bytes[split]) for split in SPLITS}
+
+
+def encode(text: str, tokenizer: tiktoken.Encoding) -> list[np.ndarray]:
+    """The tokens of a text, in one array or several. No special token is recognised: <|endoftext|> is spelled out."""
+    try:
+        return [tokenizer.encode_to_numpy(text, disallowed_special=())]
+    except ValueError:  # tiktoken's pattern cannot match a million blanks in a row: cut them, as Meta's tokenizer does
+        cuts = [0]
+        for blanks in re.finditer(rf"\s{{{MOST_BLANKS + 1},}}", text):
+            cuts += range(blanks.start() + MOST_BLANKS, blanks.end(), MOST_BLANKS)
+        pieces = [text[start:end] for start, end in pairwise([*cuts, len(text)])]
+        return [tokenizer.encode_to_numpy(piece, disallowed_special=()) for piece in pieces]
+
+
+def cpu_cores() -> int:
+    """That this process may use, perhaps fewer than the machine has."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def start_worker(tokenizer: tiktoken.Encoding) -> None:

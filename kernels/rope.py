@@ -7,8 +7,8 @@ pairs instead). The pair at position t is rotated by the angle whose cosine and 
     backward   dx₁ = dy₁·cos + dy₂·sin     dx₂ = dy₂·cos − dy₁·sin      (the inverse rotation: sin changes sign)
 
 A rotation's backward needs cos and sin, nothing of q or k. Values are not rotated but come along: q, k and v leave the
-packed tensor, which is then free, and their gradients return to one packed tensor, with no copy and no cat of PyTorch's
-in between.
+packed tensor, which nobody needs any more, and their gradients return to one packed tensor, with no copy and no cat of
+PyTorch's in between.
 
 Bytes for N tokens in 2-byte elements: 4·N·(H+2K)·D each way, each element read and written once; cos and sin, shared
 by all heads and all sequences, stay in the cache.

@@ -15,7 +15,6 @@ all on the same side.
 """
 
 import argparse
-import os
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -25,6 +24,7 @@ from data.tokens import (
     Document,
     Progress,
     check_val_fraction,
+    cpu_cores,
     finished_shard,
     named_path,
     only_writer,
@@ -124,6 +124,8 @@ def prepare(
         names = list_hub(sample)
     elif Path(input).is_file():
         input, names = Path(input).parent, [Path(input).name]
+    elif not Path(input).exists():
+        raise FileNotFoundError(f"--input {input} does not exist")
     else:
         names = sorted(str(path.relative_to(input)) for path in Path(input).rglob("*.parquet"))
         if not names:
@@ -162,7 +164,7 @@ def main():
     parser.add_argument("--max_files", type=int, help="only so many of the parquet files")
     parser.add_argument("--field", default="text", help="the column that has the text (default: text)")
     parser.add_argument("--val_fraction", type=float, default=0.001, help="validation share (default: 0.001)")
-    parser.add_argument("--workers", type=int, default=os.cpu_count(), help="processes (default: one per CPU core)")
+    parser.add_argument("--workers", type=int, default=cpu_cores(), help="processes (default: one per CPU core)")
     args = vars(parser.parse_args())
     prepare(args.pop("input"), args.pop("out"), **args)
 

@@ -8,8 +8,8 @@
 Makes train.bin, val.bin and meta.json in --out (this folder by default); the input may be larger than the memory, and
 every CPU core tokenizes. A document is a line of a .jsonl or .ndjson, or a file; a large file is cut at line ends into
 several. Folders are searched to the bottom, except for --out and for hidden and binary files. A document goes to
-validation if the hash of its text is below a bound, so copies of one document are all on the same side. Of an input of
-less than a megabyte, where that could be none or most, those with the smallest hashes go there.
+validation if the hash of its text is below a bound, so copies of one document are all on the same side. Of the first
+megabyte, where that could be none or most, those with the smallest hashes go there.
 """
 
 import argparse
@@ -17,7 +17,6 @@ import hashlib
 import heapq
 import json
 import math
-import os
 import shlex
 import sys
 from collections.abc import Iterable, Iterator
@@ -28,6 +27,7 @@ from data.tokens import (
     Document,
     Progress,
     check_val_fraction,
+    cpu_cores,
     named_path,
     print_summary,
     run_script,
@@ -38,7 +38,7 @@ from data.tokens import (
 from tokenizer import NAMES, get_tokenizer
 
 HERE = Path(__file__).resolve().parent
-SMALL = 10**6  # bytes of an input whose documents are split by rank
+SMALL = 10**6  # bytes of documents that are split by rank
 
 
 def find_files(inputs: list[Path], out: Path) -> list[Path]:
@@ -71,6 +71,10 @@ def is_binary(path: Path) -> bool:
         return b"\0" in file.read(8000)
 
 
+def is_jsonl(path: Path) -> bool:
+    return path.suffix.lower() in (".jsonl", ".ndjson")
+
+
 def read_documents(files: list[Path], field: str, max_chars: int, errors: str) -> Iterator[str]:
     for path in files:
         # newline="\n" leaves \r\n alone; utf-8-sig drops the mark that Windows editors put first
@@ -78,8 +82,7 @@ def read_documents(files: list[Path], field: str, max_chars: int, errors: str) -
             try:
                 if errors == "skip":
                     check_utf8(file, path)
-                jsonl = path.suffix.lower() in (".jsonl", ".ndjson")
-                yield from read_jsonl(file, path, field) if jsonl else read_chunks(file, max_chars)
+                yield from read_jsonl(file, path, field) if is_jsonl(path) else read_chunks(file, max_chars)
             except UnicodeDecodeError as error:
                 if errors == "strict":
                     raise ValueError(f"{path} is not UTF-8 text ({error}): --errors skip leaves it out") from error
@@ -96,7 +99,7 @@ def check_utf8(file, path: Path) -> None:
 
 
 def read_chunks(file, max_chars: int) -> Iterator[str]:
-    """The whole file, or max_chars at a time up to the end of the line (should it end soon: it may be the only one)."""
+    """The whole file, or max_chars at a time and up to as many more, to the end of the line."""
     while text := file.read(max_chars) + file.readline(max_chars):
         yield text
 
@@ -117,15 +120,27 @@ def read_jsonl(file, path: Path, field: str) -> Iterator[str]:
             yield text
 
 
-def split_by_rank(texts: Iterable[str], val_fraction: float) -> Iterator[Document]:
-    """Of n distinct texts the ceil(val_fraction n) with the smallest hashes validate; at least one is left to train."""
-    texts = list(texts)
-    hashes = [hashlib.sha256(text.encode("utf-8", "replace")).digest() for text in texts]
-    n = len(set(hashes))
-    if n == 1:
-        raise ValueError("one document, but training and validation need one each: give more text, or another file")
-    val = set(heapq.nsmallest(min(math.ceil(val_fraction * n), n - 1), set(hashes)))
-    yield from (("val" if key in val else "train", text) for key, text in zip(hashes, texts, strict=True))
+def split(texts: Iterable[str], val_fraction: float) -> Iterator[Document]:
+    """The first SMALL bytes are split by rank: of n distinct texts the ceil(val_fraction n) with the smallest hashes
+    validate, but not all. Copies of them go where they are, what else comes where split_of says.
+    """
+    texts, first, n_bytes = iter(texts), [], 0
+    for text in texts:
+        utf8 = text.encode("utf-8", "replace")
+        first.append((hashlib.sha256(utf8).digest(), text))
+        n_bytes += len(utf8)
+        if n_bytes >= SMALL and len(first) > 1:
+            break
+    else:
+        if len({key for key, _ in first}) == 1:
+            raise ValueError("one document, but training and validation need one each: give more text, or another file")
+    n = len({key for key, _ in first})
+    val = set(heapq.nsmallest(min(math.ceil(val_fraction * n), n - 1), {key for key, _ in first}))
+    known = {key: "val" if key in val else "train" for key, _ in first}
+    yield from ((known[key], text) for key, text in first)
+    for text in texts:
+        key = hashlib.sha256(text.encode("utf-8", "replace")).digest()
+        yield known.get(key) or split_of(text, val_fraction), text
 
 
 def prepare(
@@ -133,32 +148,29 @@ def prepare(
     folder: Path = HERE,
     tokenizer: str = "bytes",
     tokenizer_path: Path | None = None,
-    field: str = "text",
+    field: str | None = None,
     val_fraction: float | None = None,
     errors: str = "strict",
     workers: int = 1,
 ) -> dict:
-    """Write the dataset into `folder`; return its meta.json."""
+    """Write the dataset into `folder`; return its meta.json. field: of the lines of .jsonl files; none: "text"."""
     files = find_files([Path(path) for path in inputs], Path(folder))
+    if field is not None and not any(map(is_jsonl, files)):
+        raise ValueError(f"--field is {field}, but no input is a .jsonl or .ndjson file (a pipe is read as plain text)")
     replaces = (Path(folder) / "meta.json").exists()
     # 0: unknown, as of a pipe
     n_bytes = sum(path.stat().st_size for path in files) if all(path.is_file() for path in files) else 0
     if val_fraction is None:
         val_fraction = min(max(0.01, 1e5 / n_bytes), 0.1) if n_bytes else 0.01  # 1%, but 100 KB or 10% of a small input
     check_val_fraction(val_fraction)
-    # A single file should still be enough documents for the hash to find some for validation: about eight chunks,
-    # but no chunk so small that its end-of-text tokens would teach the model to stop early, unless that were more than
-    # all that is to validate.
+    # A single file should still be enough documents for the hash to find some for validation: about eight chunks of
+    # ASCII, but none so small that its end-of-text tokens would teach the model to stop early, unless that were more
+    # than all that is to validate.
     least = min(2**14, max(int(n_bytes * val_fraction), 256)) if 0 < n_bytes < SMALL else 2**14
     max_chars = min(max(int(n_bytes * val_fraction / 8), least), 2**20)
-    texts = read_documents(files, field, max_chars, errors)
-    if 0 < n_bytes < SMALL:
-        documents = split_by_rank(texts, val_fraction)
-    else:
-        documents = ((split_of(text, val_fraction), text) for text in texts)
     meta = write_dataset(
         Path(folder),
-        documents,
+        split(read_documents(files, field or "text", max_chars, errors), val_fraction),
         get_tokenizer(tokenizer, tokenizer_path),
         workers=workers,
         progress=Progress(n_bytes or None, "bytes"),
@@ -184,10 +196,10 @@ def main():
     parser.add_argument("--tokenizer", default="bytes", help=f"one of {', '.join(NAMES)} (default: bytes)")
     parser.add_argument("--tokenizer_path", type=named_path, help="llama3's tokenizer.model, if elsewhere than here")
     parser.add_argument("--out", type=named_path, default=HERE, help="folder for the dataset (default: the script's)")
-    parser.add_argument("--field", default="text", help="where a .jsonl line has its text (default: text)")
+    parser.add_argument("--field", help="where a .jsonl line has its text (default: text)")
     parser.add_argument("--val_fraction", type=float, help="validation share (default: 0.01, more for small inputs)")
     parser.add_argument("--errors", choices=["strict", "skip"], default="strict", help="for a file that is not UTF-8")
-    parser.add_argument("--workers", type=int, default=os.cpu_count(), help="processes (default: one per CPU core)")
+    parser.add_argument("--workers", type=int, default=cpu_cores(), help="processes (default: one per CPU core)")
     args = vars(parser.parse_args())
     out = args.pop("out")
     prepare(args.pop("input"), out, **args)
