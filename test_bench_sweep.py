@@ -48,7 +48,7 @@ for arm in ("hf", "hf-masters", "hf-offload"):
     options = {"dtype": torch.float32} if arm == "hf" else {}
     model, loss_of = peers.BUILDERS[arm](c, "full", device, **options)
     torch.manual_seed(1)
-    peers.fill(model)
+    peers.fill(model, device)
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3, fused=True)
     tokens = torch.randint(c.vocab_size, (3, c.block_size), generator=torch.Generator().manual_seed(1))
     losses = [peers.train_step(model, loss_of, optimizer, tokens, tokens) for _ in range(5)]

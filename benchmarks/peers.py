@@ -137,7 +137,7 @@ class PlainLlama(nn.Module):
         """From the meta device to this one: random weights, and RoPE's tables."""
         self.to_empty(device=device)
         self.tie()  # to_empty gave the head a weight of its own
-        fill(self)
+        fill(self, device)
         self.cos, self.sin = rope_tables(self.config, 0, self.config.block_size, device)
         return self
 
@@ -149,11 +149,11 @@ class PlainLlama(nn.Module):
 
 
 @torch.no_grad()
-def fill(model: nn.Module) -> None:
-    """Random weights, each rank its own part; norms 1."""
+def fill(model: nn.Module, device) -> None:
+    """Random weights, drawn on the device, each rank its own part; norms 1."""
     for parameter in model.parameters():
         part = parameter.to_local() if isinstance(parameter, DTensor) else parameter
-        part.fill_(1.0) if parameter.ndim == 1 else part.normal_(0.0, 0.02)
+        part.fill_(1.0) if parameter.ndim == 1 else part.copy_(0.02 * torch.randn(part.shape, device=device))
 
 
 def whole_loss(logits, targets):
@@ -297,7 +297,8 @@ def build_hf_masters(c: LlamaConfig, checkpointing: str, device: torch.device, l
     model.to_empty(device="cpu" if offload else device)
     if c.tie_embeddings:  # to_empty gave the head a weight of its own
         model.lm_head.weight = model.model.embed_tokens.weight
-    fill(model)
+    fill(model, device)
+    torch.cuda.empty_cache()  # of what was drawn
     with torch.device(device):  # its frequencies are no weights
         model.model.rotary_emb = type(model.model.rotary_emb)(model.config)
     if offload:

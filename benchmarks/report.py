@@ -220,10 +220,7 @@ def steps_table(name: str) -> str:
 def breakdown_table() -> str:
     from benchmarks import step
 
-    r = load("step")
-    at = "{batch} x {block:,} tokens".format(**r["breakdown"][0])
-    title = f"Where the milliseconds of our step at {at} go, and the least each part could take:"
-    return f"{title}\n\n{step.breakdown_table(r)}"
+    return step.breakdown_table(load("step"))
 
 
 # ---------------------------------------------------------------------------------------------------------------------
