@@ -105,11 +105,6 @@ def gpus_reach_each_other() -> bool:
     )
 
 
-def cpu_cores() -> int:
-    """That this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-
-
 def worker_thread() -> ThreadPoolExecutor:
     """A thread that works beside this one, on the same GPU but on a stream of its own.
 

@@ -34,7 +34,7 @@ import ranks
 import usage
 from configurator import configure
 from cuda_graph import CUDAGraph
-from data.tokens import Tokens, lock, prepare_once
+from data.tokens import Tokens, cpu_cores, lock, prepare_once
 from model import Llama, LlamaConfig, document_starts
 from offload import OffloadedAdamW
 from optimizer import AdamW
@@ -202,7 +202,7 @@ if copy_engines and world_size > 1 and not reachable:
     stop("copy_engines needs a model's GPUs on one host, where they reach each other's memory, and no offload=all")
 copy_engines = reachable and copy_engines is not False
 if offload != "none":  # the CPU's cores, of which torchrun gives each rank one
-    torch.set_num_threads(max(1, ranks.cpu_cores() // ranks.local_world_size))
+    torch.set_num_threads(max(1, cpu_cores() // ranks.local_world_size))
 # Where the run begins: what cannot be is refused before anything is made.
 found = checkpoint.newest(out_dir)
 restarted = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0))  # torchrun --max-restarts: the same run

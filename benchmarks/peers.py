@@ -47,7 +47,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
 import usage
-from data.tokens import Tokens, prepare_once
+from data.tokens import Tokens, cpu_cores, prepare_once
 from model import Llama, LlamaConfig, rope_tables
 from runlog import peak_flops
 
@@ -302,7 +302,7 @@ def build_hf_masters(c: LlamaConfig, checkpointing: str, device: torch.device, l
     with torch.device(device):  # its frequencies are no weights
         model.model.rotary_emb = type(model.model.rotary_emb)(model.config)
     if offload:
-        torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // RANKS))  # AdamW's
+        torch.set_num_threads(max(1, cpu_cores() // RANKS))  # AdamW's
     return model, loss_of
 
 
