@@ -410,6 +410,20 @@ def test_past_2_to_the_31_elements():
 # Mistakes
 
 
+@pytest.mark.parametrize("n_time", [32, 38])
+def test_what_backward_needs_may_come_back_in_another_layout(n_time):
+    """As torch.autograd.graph.save_on_cpu and offload wrappers return it."""
+    tensors, gradients = inputs(n_time)
+    expected = run(flash_attention, tensors, (), gradients)
+    dense = torch.autograd.graph.saved_tensors_hooks(
+        lambda x: x.clone(memory_format=torch.contiguous_format), lambda x: x
+    )
+    with dense:
+        found = run(flash_attention, tensors, (), gradients)
+    for a, b in zip(found, expected, strict=True):
+        assert torch.equal(a, b)
+
+
 def test_a_mistake_is_a_value_error_that_says_what_was_found():
     (q, k, v), _ = inputs(8)
     starts = documents((), (), n_time=8)
@@ -420,6 +434,7 @@ def test_a_mistake_is_a_value_error_that_says_what_was_found():
         ((q, k.double(), v), r"k torch.float64"),
         ((q.long(), k.long(), v.long()), r"q is torch.int64"),
         ((q[:, :, :3], k, v), r"3 query heads cannot share 2 key/value heads"),
+        ((q[:, :, :0], k, v), r"0 query heads cannot share 2 key/value heads"),
         (tuple(F.pad(x, (0, 8)) for x in (q, k, v)), r"head size 24: 16, 32, 64 and 128"),
         ((q, k, v, starts[:, :7]), r"starts \(2, 7\).*expected integers \(2, 8\)"),
         ((q, k, v, starts.float()), r"starts \(2, 8\) torch.float32"),

@@ -983,6 +983,22 @@ def cpu_adamw_in_pieces(*arguments):
         cpu_adamw(*arguments)
 
 
+def test_adamw_on_cpu_refuses_what_does_not_fit_and_keeps_a_nan():
+    options = 1.0, 0.1, 1, 0.9, 0.95, 1e-8, 0.1
+    w, m, v = torch.ones(8), torch.zeros(8), torch.zeros(8)
+    bf16 = torch.ones(8, dtype=BF16)
+    for tensors, message in (
+        ((bf16, w, torch.zeros(8, dtype=torch.int16), m, v), r"w is torch.int16 \(8,\)"),
+        ((bf16, w, w, m[:4], v), r"m is torch.float32 \(4,\)"),
+        ((bf16, w, w, m, v[::2]), r"v is torch.float32 \(4,\)"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            adamw_file.adamw_on_cpu(*tensors, *options)
+    m.view(torch.int32)[:4] = 0x7FFFFFFF  # CUDA's NaN, which rounding would carry over into -0
+    adamw_file.adamw_on_cpu(bf16, torch.ones(8), w, m, v, *options)
+    assert bf16.isnan().tolist() == [True] * 4 + [False] * 4
+
+
 ADAMWS = {"kernel": kernels.adamw, "reference": reference.adamw, "C": cpu_adamw, "pieces": cpu_adamw_in_pieces}
 
 
@@ -1461,6 +1477,9 @@ ERRORS = [
      "w is torch.int16"),
     ("adamw", (zeros(4), zeros(4), zeros(4, dtype=FP16), zeros(4), zeros(4), zeros(4), 0.9, 0.95, 1e-8, 0.0), {},
      r"w is torch.float16 (4,) with strides (1,), expected (4,), contiguous, float32"),
+    ("adamw", (*[zeros(4)] * 5, zeros(8)[::2], 0.9, 0.95, 1e-8, 0.0), {},
+     r"step_scalars is torch.float32 (4,) with strides (2,): expected float32 (4,), contiguous"),
+    ("cross_entropy", (zeros(2, 4), LABELS), {"z_loss": float("nan")}, r"z_loss nan must not be negative"),
     ("cross_entropy", (zeros(2, 4), zeros(3)), {}, r"targets (3,) do not fit logits (2, 4)"),
     ("cross_entropy", (zeros(2, 4), zeros(2)), {}, r"targets (2,) torch.float32: expected 2 integers, one a row"),
     ("cross_entropy", (zeros(2, 4), LABELS), {"label_smoothing": 1.5}, r"label_smoothing 1.5 must lie in [0, 1]"),

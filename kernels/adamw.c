@@ -1,6 +1,5 @@
 // One step of AdamW over n parameters in the CPU's memory, in one pass: adamw.py has the formula, and builds this file.
-// bfloat16 is the upper half of a float32; it is rounded to nearest, ties to even (what is finite). `grad` may be
-// `parameter` itself.
+// bfloat16 is the upper half of a float32; it is rounded to nearest, ties to even. `grad` may be `parameter` itself.
 
 #include <math.h>
 #include <stdint.h>
@@ -18,7 +17,7 @@ static inline float read_bfloat16(bfloat16 x) {
 static inline bfloat16 round_to_bfloat16(float x) {
     uint32_t bits;
     memcpy(&bits, &x, 4);
-    return (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;
+    return x != x ? 0x7fff : (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;  // a NaN's rounding would carry into -0
 }
 
 static inline float read_float(float x) { return x; }

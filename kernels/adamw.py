@@ -106,6 +106,16 @@ def _adamw_kernel(
         tl.store(parameter_ptr + i, w.to(parameter_ptr.dtype.element_ty), mask=mask)
 
 
+def _must_fit(parameter, grad, w, m, v, halves: bool):
+    for name, x in (("parameter", parameter), ("grad", grad), ("w", w), ("m", m), ("v", v)):
+        must_be_fp32 = name in ("w", "m", "v") and not (name == "w" and halves)
+        if x.shape != parameter.shape or not x.is_contiguous() or (must_be_fp32 and x.dtype != torch.float32):
+            raise ValueError(
+                f"{name} is {x.dtype} {tuple(x.shape)} with strides {x.stride()}, expected {tuple(parameter.shape)}, "
+                "contiguous" + (", float32" if must_be_fp32 else "")
+            )
+
+
 @torch.no_grad()
 def adamw(
     parameter: torch.Tensor,
@@ -126,13 +136,10 @@ def adamw(
     (4,), as above; where its scale is not finite, nothing changes. ValueError where a tensor does not fit.
     """
     halves = w.dtype == torch.int16 and parameter.dtype == torch.bfloat16
-    for name, x in (("parameter", parameter), ("grad", grad), ("w", w), ("m", m), ("v", v)):
-        must_be_fp32 = name in ("w", "m", "v") and not (name == "w" and halves)
-        if x.shape != parameter.shape or not x.is_contiguous() or (must_be_fp32 and x.dtype != torch.float32):
-            raise ValueError(
-                f"{name} is {x.dtype} {tuple(x.shape)} with strides {x.stride()}, expected {tuple(parameter.shape)}, "
-                "contiguous" + (", float32" if must_be_fp32 else "")
-            )
+    _must_fit(parameter, grad, w, m, v, halves)
+    if step_scalars.shape != (4,) or not step_scalars.is_contiguous() or step_scalars.dtype != torch.float32:
+        found = f"{step_scalars.dtype} {tuple(step_scalars.shape)} with strides {step_scalars.stride()}"
+        raise ValueError(f"step_scalars is {found}: expected float32 (4,), contiguous")
     if not use_triton(parameter):
         return adamw_reference(parameter, grad, w, m, v, step_scalars, beta1, beta2, eps, weight_decay)
     n, block = parameter.numel(), 1024  # best of 512..4096 x 4..8 warps on H200, by 2%
@@ -182,12 +189,13 @@ def adamw_on_cpu(
 ) -> None:
     """The same step in the CPU's memory, on all threads: one pass over all five tensors, by adamw.c where it was built.
 
-    Tensors as for adamw, on the CPU; parameter may be grad itself, which is read before it is written. t: the number of
-    this update, from 1. The caller leaves out an update whose scale is not finite.
+    Tensors as for adamw, on the CPU, w always fp32; parameter may be grad itself, which is read before it is written.
+    t: the number of this update, from 1. The caller leaves out an update whose scale is not finite.
     """
     tensors = parameter, grad, w, m, v
+    _must_fit(*tensors, halves=False)
     known = parameter.dtype in C_NAMES and grad.dtype in (parameter.dtype, torch.float32)
-    if not known or not all(x.is_contiguous() for x in tensors) or c_library() is None:
+    if not known or c_library() is None:
         return adamw_in_pieces(*tensors, scale, lr, t, beta1, beta2, eps, weight_decay)
     step = getattr(c_library(), f"adamw_{C_NAMES[parameter.dtype]}_{C_NAMES[grad.dtype]}")
     scalars = scale, lr, 1 / (1 - beta1**t), 1 / math.sqrt(1 - beta2**t), 1 - beta1, 1 - beta2, eps, weight_decay

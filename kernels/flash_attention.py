@@ -303,6 +303,8 @@ def _backward(
     n_kv_head = k.shape[2]
     heads = {"N_HEAD": n_head, "GROUP": n_head // n_kv_head}
     delta = _one_per_query(q)
+    if lse.stride() != delta.stride():  # whoever kept it in the meantime laid it out anew, as save_on_cpu does
+        lse = _one_per_query(q).copy_(lse)
     (block_m, block_n, constants), dkv_constants = _constants("dq", q), _constants("dkv", q)
     q, k, v, y, dy = (_readable(x) for x in (q, k, v, y, dy))
     _flash_dq_kernel[(n_batch * n_head, triton.cdiv(n_time, block_m))](
@@ -363,7 +365,7 @@ def flash_attention(
         )
     if q.dtype != k.dtype or q.dtype != v.dtype or not q.is_floating_point():
         raise ValueError(f"q is {q.dtype}, k {k.dtype}, v {v.dtype}: expected one floating dtype")
-    if not k.shape[2] or q.shape[2] % k.shape[2]:
+    if not q.shape[2] or not k.shape[2] or q.shape[2] % k.shape[2]:
         raise ValueError(f"{q.shape[2]} query heads cannot share {k.shape[2]} key/value heads evenly")
     if q.shape[3] not in (16, 32, 64, 128):
         raise ValueError(f"head size {q.shape[3]}: 16, 32, 64 and 128 are supported")
