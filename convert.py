@@ -345,7 +345,10 @@ def save(path: Path, folder: Path, dtype: str) -> None:
     _safetensors()  # missed now, not when the weights have been read; so is a folder that cannot be written
     partial = folder.with_name(folder.name + ".partial")
     shutil.rmtree(partial, ignore_errors=True)
-    partial.mkdir(parents=True)
+    try:
+        partial.mkdir(parents=True)
+    except OSError as error:
+        raise OSError(f"{folder} cannot be written: {error.strerror}") from error
     try:
         if _is_meta(path):
             model = load_model(path, sys.maxsize, "cpu", getattr(torch, dtype))
@@ -387,6 +390,7 @@ def _write(model: Llama, config_json: dict, folder: Path) -> None:
             safetensors.torch.save_file(alone, folder / file, metadata={"format": "pt"})
         except safetensors.SafetensorError as error:  # of a full disk, too
             raise OSError(f"{folder / file} cannot be written: {error}") from error
+        del alone  # before the next file's are made
 
 
 def main() -> None:

@@ -623,6 +623,15 @@ def test_text_of_more_than_a_megabyte_validates_whatever_its_hashes_are(tmp_path
     assert meta["val_documents"] >= 2 and meta["val_bytes"] < 0.2 * meta["train_bytes"], meta
 
 
+def test_of_a_large_text_no_huge_document_validates_only_to_have_one(tmp_path):
+    for seed in range(4):
+        texts = [f"huge {seed} " * 200_000, *(f"small document {seed} {i}" for i in range(3000))]
+        sizes = {"train": 0, "val": 0}
+        for side, document in text.split(texts, 0.05):
+            sizes[side] += len(document)
+        assert 0 < sizes["val"] < 0.01 * sizes["train"], sizes
+
+
 def test_copies_of_what_the_first_megabyte_validates_do_too(tmp_path, monkeypatch):
     monkeypatch.setattr(text, "SMALL", 100)
     texts = [f"document {i:03}" for i in range(20)]

@@ -1493,11 +1493,28 @@ def test_a_signal_during_evaluation_ends_it_and_saves(text_data, tmp_path, numbe
     assert process.returncode in (128 + number, 128 + signal.SIGTERM), rest
     assert "step 00020 | interrupted | saved" in rest, rest
     settings |= dict(max_iters=20, eval_iters=2)
-    for _ in range(2):
+    for first in (True, False):
         done = subprocess.run([sys.executable, "train.py", *flags(settings)], cwd=ROOT, capture_output=True, text=True)
         assert done.returncode == 0 and "nothing left to do" in done.stdout, done.stdout + done.stderr
         evaluated = [line["step"] for line in metrics(tmp_path / "out") if "val_loss" in line]
         assert evaluated == [20], "it is made up for, once"
+        assert ("next: python sample.py" in done.stdout) == first, done.stdout
+
+
+def test_bad_validation_data_ends_every_run_at_the_same_step_until_it_is_mended(train, text_data, tmp_path, capsys):
+    shutil.copytree(text_data, tmp_path / "data")
+    good = np.fromfile(tmp_path / "data/val.bin", dtype="<u2")
+    bad = good.copy()
+    bad[:] = 60000  # wherever evaluation reads
+    for _ in range(2):
+        bad.tofile(tmp_path / "data/val.bin")
+        with pytest.raises(SystemExit) as stopped:
+            train(dataset=tmp_path / "data", eval_interval=4)
+        assert stopped.value.code == 1 and "val.bin holds token 60000" in capsys.readouterr().err
+        assert [path.name for path in (tmp_path / "out").glob("step_*")] == ["step_000004"]
+    good.tofile(tmp_path / "data/val.bin")
+    train(dataset=tmp_path / "data", eval_interval=4)
+    assert [line["step"] for line in metrics(tmp_path / "out") if "val_loss" in line] == [4, 8]
 
 
 def test_after_a_bad_token_the_first_ctrl_c_does_not_end_the_run_at_once(train, monkeypatch, capsys):

@@ -212,7 +212,8 @@ published = init_from not in ("auto", "scratch", "resume")  # weights to begin w
 init_from = os.path.expanduser(init_from)
 if published and not found and not convert.holds_weights(init_from):
     lacks = "has no config.json" if os.path.isdir(init_from) else "is no folder"
-    stop(f"{init_from} {lacks}: init_from is auto, scratch, resume, or a folder with Hugging Face's or Meta's weights")
+    named = f"{init_from!r} {lacks}: init_from"
+    stop(f"{named} is auto, scratch, resume, or a folder with Hugging Face's or Meta's weights")
 if not found and init_from == "resume":
     stop(f"{out_dir} holds no checkpoint to resume: --init_from=scratch starts a new run")
 
@@ -639,8 +640,10 @@ if found and meta["val_loss"] is None and (step % eval_interval == 0 or step == 
         checkpoint.set_val_loss(found, val_loss)
         log.record({"step": step, "val_loss": val_loss})
         print0(f"step {step:05d} | val loss {val_loss:.4f} ({n_eval_blocks} blocks)")
-    elif step == max_iters:  # no step will see the signal
+    else:
         stopping = interrupted_anywhere()
+        if stopping != BAD_DATA and step < max_iters:  # the next step will see the signal
+            stopping = 0
 logged_at, logged_step = time.perf_counter(), first_step
 data_seconds = 0.0  # spent reading, while the GPU works, since the last log line; the slowest rank's is shown
 profiler = torch.profiler.profile(
@@ -668,7 +671,7 @@ else:
 #
 # Not always: see in_turn. If the numbers end the run, what was queued is dropped.
 ahead = None  # the loss of the next step, where that is queued
-while step < max_iters:
+while step < max_iters and stopping != BAD_DATA:
     started = time.perf_counter()
     optimizer.set_step(learning_rate_at(step), loss_scale)
     loss_on_device = ahead if ahead is not None else compute_gradients(step)
@@ -748,7 +751,7 @@ while step < max_iters:
         print0(f"step {step:05d} | {result} | {kept}")
         logged_at += time.perf_counter() - began  # not the training's time
         if stopping:
-            if keep_last and step < max_iters:
+            if keep_last and (step < max_iters or val_loss is None):
                 cure = "prepare the data again, then " if stopping == BAD_DATA else ""
                 print0(f"{cure}run the same line again to go on")
             break
@@ -759,13 +762,14 @@ watch.rest("ending")
 if profile and first_step < step < first_step + 10:
     profiler.stop()
     print0("the profile is not whole: it covers the eighth to tenth step of a run, and this one ended sooner")
-if first_step < step == max_iters and val_loss is not None:
-    log.summary(
-        peak_gib, val_loss, val_tokens if n_eval_blocks == n_val_blocks else None,
-        settings=settings, n_params=n_params, estimated_gib=estimated_gib,
-        reserved_gib=torch.cuda.max_memory_reserved() / 2**30 if device != "cpu" else None,
-        save_seconds=saver.seconds, resume_seconds=resume_seconds,
-    )  # fmt: skip
+if step == max_iters and val_loss is not None:
+    if first_step < step:
+        log.summary(
+            peak_gib, val_loss, val_tokens if n_eval_blocks == n_val_blocks else None,
+            settings=settings, n_params=n_params, estimated_gib=estimated_gib,
+            reserved_gib=torch.cuda.max_memory_reserved() / 2**30 if device != "cpu" else None,
+            save_seconds=saver.seconds, resume_seconds=resume_seconds,
+        )  # fmt: skip
     if keep_last and not unsaved:
         print0(f"next: python sample.py --out_dir={shlex.quote(out_dir)}")
 log.close()

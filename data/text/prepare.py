@@ -122,22 +122,27 @@ def read_jsonl(file, path: Path, field: str) -> Iterator[str]:
 
 def split(texts: Iterable[str], val_fraction: float) -> Iterator[Document]:
     """The first SMALL bytes are split by rank: of n distinct texts the ceil(val_fraction n) with the smallest hashes
-    validate, but not all. Copies of them go where they are, what else comes where split_of says.
+    validate, but not all; of a larger input none that takes a tenth of them. Copies go where the first one is, what
+    else comes where split_of says.
     """
-    texts, first, n_bytes = iter(texts), [], 0
+    texts, first, sizes, n_bytes = iter(texts), [], {}, 0
     for text in texts:
         utf8 = text.encode("utf-8", "replace")
-        first.append((hashlib.sha256(utf8).digest(), text))
-        n_bytes += len(utf8)
-        if n_bytes >= SMALL and len(first) > 1:
+        key = hashlib.sha256(utf8).digest()
+        first.append((key, text))
+        n_bytes += len(utf8) if key not in sizes else 0
+        sizes[key] = len(utf8)
+        if n_bytes >= SMALL:
             break
     else:
-        if len({key for key, _ in first}) == 1:
+        if len(sizes) == 1:
             raise ValueError("one document, but training and validation need one each: give more text, or another file")
-    n = len({key for key, _ in first})
-    val = set(heapq.nsmallest(min(math.ceil(val_fraction * n), n - 1), {key for key, _ in first}))
-    known = {key: "val" if key in val else "train" for key, _ in first}
-    yield from ((known[key], text) for key, text in first)
+    n = len(sizes)
+    may = [key for key in sizes if n_bytes < SMALL or 10 * sizes[key] < n_bytes]
+    val = set(heapq.nsmallest(min(math.ceil(val_fraction * n), n - 1), may))
+    known = {key: "val" if key in val else "train" for key in sizes} if may else {}
+    for key, text in first:
+        yield known.get(key) or split_of(text, val_fraction), text
     for text in texts:
         key = hashlib.sha256(text.encode("utf-8", "replace")).digest()
         yield known.get(key) or split_of(text, val_fraction), text
