@@ -212,8 +212,8 @@ published = init_from not in ("auto", "scratch", "resume")  # weights to begin w
 init_from = os.path.expanduser(init_from)
 if published and not found and not convert.holds_weights(init_from):
     lacks = "has no config.json" if os.path.isdir(init_from) else "is no folder"
-    named = f"{init_from!r} {lacks}: init_from"
-    stop(f"{named} is auto, scratch, resume, or a folder with Hugging Face's or Meta's weights")
+    expected = "auto, scratch, resume, or a folder with Hugging Face's or Meta's weights"
+    stop(f"{init_from!r} {lacks}: init_from is {expected}")
 if not found and init_from == "resume":
     stop(f"{out_dir} holds no checkpoint to resume: --init_from=scratch starts a new run")
 

@@ -20,6 +20,7 @@ import math
 import shlex
 import sys
 from collections.abc import Iterable, Iterator
+from itertools import chain
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
@@ -127,25 +128,25 @@ def split(texts: Iterable[str], val_fraction: float) -> Iterator[Document]:
     """
     texts, first, sizes, n_bytes = iter(texts), [], {}, 0
     for text in texts:
-        utf8 = text.encode("utf-8", "replace")
-        key = hashlib.sha256(utf8).digest()
-        first.append((key, text))
-        n_bytes += len(utf8) if key not in sizes else 0
-        sizes[key] = len(utf8)
+        first.append(text)
+        if text not in sizes:
+            sizes[text] = len(text.encode("utf-8", "replace"))
+            n_bytes += sizes[text]
         if n_bytes >= SMALL:
             break
     else:
         if len(sizes) == 1:
             raise ValueError("one document, but training and validation need one each: give more text, or another file")
     n = len(sizes)
-    may = [key for key in sizes if n_bytes < SMALL or 10 * sizes[key] < n_bytes]
-    val = set(heapq.nsmallest(min(math.ceil(val_fraction * n), n - 1), may))
-    known = {key: "val" if key in val else "train" for key in sizes} if may else {}
-    for key, text in first:
-        yield known.get(key) or split_of(text, val_fraction), text
-    for text in texts:
-        key = hashlib.sha256(text.encode("utf-8", "replace")).digest()
-        yield known.get(key) or split_of(text, val_fraction), text
+    may = [text for text in sizes if n_bytes < SMALL or 10 * sizes[text] < n_bytes]
+    val = set(heapq.nsmallest(min(math.ceil(val_fraction * n), n - 1), may, key=hash_of))
+    known = {text: "val" if text in val else "train" for text in sizes} if may else {}
+    for text in chain(first, texts):
+        yield known.get(text) or split_of(text, val_fraction), text
+
+
+def hash_of(text: str) -> bytes:
+    return hashlib.sha256(text.encode("utf-8", "replace")).digest()
 
 
 def prepare(
