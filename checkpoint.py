@@ -67,7 +67,7 @@ def from_newest(run: Path, read: Callable[[Path], Any]) -> Any:
     Raises ValueError where there is none, and what read raises of one that is there.
     """
     for _ in range(5):
-        path = run if os.path.exists(run / "meta.json") else newest(run)
+        path = newest(run) or (run if os.path.exists(run / "meta.json") else None)
         if path is None:
             raise ValueError(f"{run} holds no checkpoint: train one first, or name another folder")
         try:
@@ -338,13 +338,15 @@ def load_newest(out_dir: str, optimizer: AdamW, refuse: Callable) -> tuple[Path,
     """Fills an optimizer and the weights of its model, sharded in any way, from the newest checkpoint that is whole.
 
     refuse(path, meta) is called before the tensors are read. Returns path, meta and what was wrong with newer ones,
-    which are renamed. Raises ValueError where none is whole or another model's tensors are in it, OSError where one
-    cannot be read now, or renamed.
+    which are renamed. Raises ValueError where none is whole, or another model's tensors or another step than its name
+    says are in it, OSError where one cannot be read now, or renamed.
     """
     damaged, tensors = [], optimizer.tensors()
     while path := newest(out_dir):
         try:
             meta = read_meta(path)
+            if meta["step"] != int(path.name[5:]):
+                raise ValueError(f"{path} holds step {meta['step']}: name it step_{meta['step']:06d} again")
             refuse(path, meta)
             _read(tensors, path, meta, optimizer.shard_group)
             break
@@ -402,14 +404,18 @@ def _shapes(path) -> dict[str, torch.Size]:
     return {}
 
 
-def load_model(path: Path, device: str, dtype: torch.dtype) -> Llama:
-    """The model of a checkpoint alone, whole, on one device and in one dtype: for sampling.
+def load_model(path: str | Path, device: str = "cpu", dtype: torch.dtype = torch.float32) -> Llama:
+    """The model of a run's newest checkpoint, or of one checkpoint: alone, whole, on one device and in one dtype.
 
-    ValueError where it is damaged or another model's, OSError where it cannot be read now.
+    ValueError where there is none, or a damaged one or another model's, OSError where it cannot be read now.
     """
+    return from_newest(Path(path), lambda newest: _load_model(newest, device, dtype))
+
+
+def _load_model(path, device, dtype):
     meta = read_meta(path)
     with torch.device("meta"):
         model = Llama(LlamaConfig(**meta["model"]))
     model.to_empty(device="cpu")
-    _read({"model": {name: p.detach() for name, p in model.named_parameters()}}, Path(path), meta, no_dist=True)
+    _read({"model": {name: p.detach() for name, p in model.named_parameters()}}, path, meta, no_dist=True)
     return model.to(device=device, dtype=dtype)

@@ -81,10 +81,10 @@ FILE_BYTES = 5e9  # of one .safetensors
 
 def hf_names(name: str) -> list[str]:
     """Theirs of one of ours: layers.3.attn.qkv_proj.weight is three of them."""
-    if not name.startswith("layers."):
-        return NAMES[name]
-    _, i, rest = name.split(".", 2)
-    return [f"model.layers.{i}.{hf_name}" for hf_name in NAMES[rest]]
+    _, i, rest = name.split(".", 2) if name.startswith("layers.") else ("", "", name)
+    if rest not in NAMES:
+        raise ValueError(f"{name} has no name in Hugging Face's Llama: add it to NAMES in convert.py")
+    return [f"model.layers.{i}.{hf_name}" if i else hf_name for hf_name in NAMES[rest]]
 
 
 def _safetensors():
@@ -111,6 +111,8 @@ def read_config(folder: Path) -> tuple[dict, str | None]:
     path, theirs = _config(folder)
     if theirs.get("model_type") != "llama":
         raise ValueError(f"{path} describes a {theirs.get('model_type')} model, not a Llama")
+    if theirs.get("quantization_config"):
+        raise ValueError(f"{path} describes quantized weights: take them in bfloat16, float16 or float32")
     fields = LlamaConfig.__dataclass_fields__
     settings = {ours: _setting(path, theirs, name, fields[ours].type) for ours, name in CONFIG.items()}
     settings |= _read_rope(path, theirs)
@@ -180,7 +182,8 @@ def read_special_tokens(folder: Path, end: int) -> tuple[int, set[int]]:
 def load(folder: Path, optimizer: AdamW) -> None:
     """Fills an optimizer and the weights of its model, sharded in any way: no rank holds more than one whole.
 
-    Raises ValueError where a weight is missing or has another shape, OSError where a file cannot be read.
+    Raises ValueError where a weight is missing, is not finite or has another shape or dtype, and where there are more
+    than the model has; OSError where a file cannot be read.
     """
     tensors = optimizer.tensors()
     _read_into(tensors["model"], folder)
@@ -207,31 +210,52 @@ def load_model(folder: Path, block_size: int, device: str, dtype: torch.dtype) -
 @torch.no_grad()
 def _read_into(tensors: dict[str, torch.Tensor], folder: Path) -> None:
     """Fills each, by its name of ours, from the weights in a folder; rounded once, where at all."""
-    read = _meta_reader(Path(folder)) if _is_meta(folder) else _reader(Path(folder))
+    read = _meta_reader(Path(folder)) if _is_meta(folder) else _reader(Path(folder), tensors)
     for name, tensor in tensors.items():
         parts = {hf_name: read(hf_name) for hf_name in hf_names(name)}
         alike = all(part.ndim == tensor.ndim and part.shape[1:] == tensor.shape[1:] for part in parts.values())
         if not alike or sum(map(len, parts.values())) != len(tensor):
             found = ", ".join(f"{hf_name} {tuple(part.shape)}" for hf_name, part in parts.items())
             raise ValueError(f"{folder} has {found}, the model {name} {tuple(tensor.shape)}")
+        for hf_name, part in parts.items():
+            if part.dtype not in (torch.bfloat16, torch.float16, torch.float32):
+                raise ValueError(f"{folder} has {hf_name} in {part.dtype}: expected bfloat16, float16 or float32")
+            if not torch.stack(part.aminmax()).isfinite().all():  # either is NaN where one element is
+                raise ValueError(f"{folder} has numbers in {hf_name} that are not finite")
         fill(tensor, torch.cat(list(parts.values())).to(tensor.dtype))
 
 
-def _reader(folder: Path) -> Callable[[str], torch.Tensor]:
-    """A function from a tensor's name to the tensor, on the CPU."""
-    safetensors, index = _safetensors(), folder / "model.safetensors.index.json"
-    files = _setting(index, _read_json(index), "weight_map", dict) if index.exists() else {}
+def _reader(folder: Path, tensors: dict[str, torch.Tensor]) -> Callable[[str], torch.Tensor]:
+    """A function from a tensor's name to the tensor, on the CPU. tensors: ours, which must have a place for all."""
+    safetensors, index, single = _safetensors(), folder / "model.safetensors.index.json", folder / "model.safetensors"
 
-    def read(name):
-        path = folder / str(files.get(name, "model.safetensors"))
+    def look(path, name, what):
         if not path.exists():
             raise ValueError(f"{path} is not there: it should hold {name}")
         try:
             with safetensors.safe_open(path, "pt") as file:
-                return file.get_tensor(name)
+                return what(file)
         except safetensors.SafetensorError as error:
             raise ValueError(f"{path}: {name}: {error}") from error
 
+    def read(name):
+        return look(folder / str(files.get(name, single.name)), name, lambda file: file.get_tensor(name))
+
+    wanted = [hf_name for name in tensors for hf_name in hf_names(name)]
+    if index.exists():
+        files = _setting(index, _read_json(index), "weight_map", dict)
+    else:
+        files = dict.fromkeys(look(single, wanted[0], lambda file: list(file.keys())), single.name)
+    more = {name for name in files.keys() - wanted if not name.endswith("rotary_emb.inv_freq")}  # of old versions
+    embedding, head = hf_names("tok_embeddings.weight")[0], hf_names("lm_head.weight")[0]
+    if head in more and embedding in wanted and torch.equal(read(head), read(embedding)):  # tied, and written twice
+        more.remove(head)
+    if head in more:
+        raise ValueError(
+            f"{folder} has an {head} of its own, but config.json says tie_word_embeddings: say false there"
+        )
+    if more:
+        raise ValueError(f"{folder} has {len(more)} weights that the model has no place for: {min(more)}, ...")
     return read
 
 

@@ -212,19 +212,19 @@ class KVCache:
 
 
 class RMSNorm(nn.Module):
-    def __init__(self, config: LlamaConfig):
+    def __init__(self, width: int, config: LlamaConfig):
         super().__init__()
-        self.weight = nn.Parameter(torch.ones(config.n_embd))
+        self.weight = nn.Parameter(torch.ones(width))
         self.eps = config.norm_eps
         ops = kernels if config.fused_kernels else kernels.reference
         self.rms_norm, self.add_rms_norm = ops.rms_norm, ops.add_rms_norm
 
-    def forward(self, x, residual):
+    def forward(self, x, residual=None, overwrite_dy=False):
         """norm(x + residual), or norm(x) where residual is None: (B, T, C). Only the final norm is called like this;
         a block hands its norms' weight and eps to the fused functions that norm and project (rms_norm_linear,
-        swiglu_mlp).
+        swiglu_mlp). overwrite_dy: backward may write over the gradient that it is handed.
         """
-        options = {"eps": self.eps, "overwrite_dy": True}  # y is read by the head alone: its gradient is free for dx
+        options = {"eps": self.eps, "overwrite_dy": overwrite_dy}
         if residual is None:
             return self.rms_norm(x, self.weight, **options)
         return self.add_rms_norm(x, residual, self.weight, **options)[0]
@@ -291,9 +291,9 @@ class Block(nn.Module):
 
     def __init__(self, config: LlamaConfig):
         super().__init__()
-        self.attn_norm = RMSNorm(config)
+        self.attn_norm = RMSNorm(config.n_embd, config)
         self.attn = Attention(config)
-        self.mlp_norm = RMSNorm(config)
+        self.mlp_norm = RMSNorm(config.n_embd, config)
         self.mlp = MLP(config)
         self.config = config
         self.offloaded, self.last = None, False  # with offload_activations: where inputs go; is it the last block?
@@ -330,16 +330,18 @@ class Head(nn.Linear):
         super().__init__(config.n_embd, config.vocab_size, bias=False)
         self.config = config
 
-    def forward(self, x, targets=None):
-        """Logits (B, T, V) of x (B, T, C), or with targets (B, T) the mean cross-entropy, an fp32 scalar."""
+    def forward(self, x, targets=None, overwrite_x=False):
+        """Logits (B, T, V) of x (B, T, C), or with targets (B, T) the mean cross-entropy, an fp32 scalar.
+
+        overwrite_x: the loss may write x's gradient over x, which nobody reads afterwards.
+        """
         if targets is None:
             return super().forward(x)
         x, targets = x.flatten(0, 1), targets.flatten()
         if not self.config.fused_loss:
             return kernels.reference.linear_cross_entropy(x, self.weight, targets)
         options = self.config.loss_chunking(x.shape[0], x.dtype)
-        options["overwrite_x"] = self.config.fused_kernels  # whose final norm does not read its output again
-        return kernels.linear_cross_entropy(x, self.weight, targets, **options)
+        return kernels.linear_cross_entropy(x, self.weight, targets, overwrite_x=overwrite_x, **options)
 
 
 @torch.no_grad()
@@ -357,7 +359,7 @@ class Llama(nn.Module):
         self.config = config
         self.tok_embeddings = nn.Embedding(config.vocab_size, config.n_embd)
         self.layers = nn.ModuleList(Block(config) for _ in range(config.n_layer))
-        self.norm = RMSNorm(config)
+        self.norm = RMSNorm(config.n_embd, config)
         self.lm_head = Head(config)
         if config.tie_embeddings:
             self.lm_head.weight = self.tok_embeddings.weight
@@ -387,6 +389,18 @@ class Llama(nn.Module):
         ValueError where T and what the caches hold exceed block_size, T > 1 tokens meet caches that hold some, or
         starts meet caches or heads that kernels/flash_attention.py does not know.
         """
+        x = self.hidden(tokens, starts, caches, overwrite_dy=True)  # the head alone reads it
+        overwrite_x = self.config.fused_kernels  # whose final norm, for its backward, does not read its output again
+        return self.lm_head(x if caches is None else x[:, -1:], targets, overwrite_x)
+
+    def hidden(self, tokens, starts=None, caches=None, overwrite_dy=False):
+        """What the head reads, (B, T, C): the normed sum of all blocks. For a second head, or a loss of another kind:
+
+            x = model.hidden(tokens)
+            loss = model.lm_head(x, targets) + (value_head(x) - values).square().mean()
+
+        overwrite_dy: as RMSNorm's, where x has one reader. With FSDP call this from forward, which gathers the weights.
+        """
         start = caches[0].length if caches else 0
         end = start + tokens.shape[1]
         if start and tokens.shape[1] > 1:
@@ -405,8 +419,7 @@ class Llama(nn.Module):
             if self.config.activation_checkpointing == "full" and delta is not None:
                 x, delta = x + delta, None  # a checkpoint keeps a block's inputs: one tensor instead of two
             x, delta = layer(x, delta, cos, sin, starts, cache)
-        x, delta = self.norm(x, delta), None
-        return self.lm_head(x if caches is None else x[:, -1:], targets)
+        return self.norm(x, delta, overwrite_dy)
 
     @torch.no_grad()
     def init_weights(self, seed: int, device: str | torch.device | None = None):
@@ -414,12 +427,17 @@ class Llama(nn.Module):
 
         Each parameter draws from a generator of its own, seeded by its name: so a model sharded over any number of
         ranks starts from the same weights, and no rank ever holds more than one whole parameter. device: where they
-        are drawn, which decides what is drawn; none: where they are.
+        are drawn, which decides what is drawn; none: where they are. NotImplementedError for what is none of these: a
+        bias, and a buffer, which to_empty leaves without content and no checkpoint holds (compute it in forward).
         """
+        for name, _ in self.named_buffers():
+            raise NotImplementedError(f"init_weights of model.py does not know how the buffer {name} begins")
         for name, parameter in self.named_parameters():
-            if parameter.ndim == 1:
+            if name.endswith("norm.weight"):
                 parameter.fill_(1.0)
                 continue
+            if parameter.ndim == 1:
+                raise NotImplementedError(f"init_weights of model.py does not know how {name} begins")
             std = (
                 0.02 / math.sqrt(2 * self.config.n_layer)
                 if name.endswith(("o_proj.weight", "down_proj.weight"))

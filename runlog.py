@@ -136,8 +136,10 @@ class RunLog:
         if self.wandb:
             self._tell_wandb(self.wandb.log, metrics, step=metrics["step"])
 
-    def line(self, step: int, max_iters: int, loss, lr, grad_norm, seconds, peak_gib, data_ms) -> None:
-        """The line of a step, on the screen and recorded; seconds: of a step, on average since the line before."""
+    def line(self, step: int, max_iters: int, loss, lr, grad_norm, seconds, peak_gib, data_ms, **more) -> None:
+        """The line of a step, on the screen and recorded; seconds: of a step, on average since the line before. more:
+        numbers that are only recorded.
+        """
         tok_per_s = self.tokens_per_step / seconds
         left = round(seconds * (max_iters - step))
         print0(
@@ -150,7 +152,7 @@ class RunLog:
         grad_norm = grad_norm if math.isfinite(grad_norm) else None  # inf is no JSON
         self.record(
             {"step": step, "loss": loss, "lr": lr, "grad_norm": grad_norm, "ms": seconds * 1000,
-             "tok_per_s": tok_per_s, "mfu": self.mfu(tok_per_s), "mem_gib": peak_gib, "data_ms": data_ms}
+             "tok_per_s": tok_per_s, "mfu": self.mfu(tok_per_s), "mem_gib": peak_gib, "data_ms": data_ms, **more}
         )  # fmt: skip
 
     def summary(self, peak_gib: float, val_loss: float, all_of_val: Tokens | None, **more) -> None:

@@ -89,7 +89,7 @@ try:
     if published:  # its context may be of 131,072 tokens: gigabytes of keys and values
         model = convert.load_model(folder, len(tokens) + max_new_tokens, *options)
     else:
-        model = checkpoint.from_newest(folder, lambda path: checkpoint.load_model(path, *options))
+        model = checkpoint.load_model(folder, *options)
 except (OSError, ValueError) as error:
     sys.exit(str(error))
 context = model.config.block_size

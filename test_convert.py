@@ -334,14 +334,14 @@ def test_a_checkpoint_that_the_run_deletes_meanwhile_gives_way_to_the_newest(
     train, sample, tmp_path, monkeypatch, capsys
 ):
     train()
-    true_load_model = checkpoint.load_model
+    true_load_model = checkpoint._load_model
 
     def load_model(path, *args):
         if steps:  # the run has saved another, and deleted this one
             path.rename(path.with_name(f"step_{steps.pop(0):06d}"))
         return true_load_model(path, *args)
 
-    monkeypatch.setattr(checkpoint, "load_model", load_model)
+    monkeypatch.setattr(checkpoint, "_load_model", load_model)
     steps = [12]
     text, said = sample()
     assert text.startswith("def ") and not said
@@ -395,12 +395,35 @@ def edit(path, **changes):
     path.write_text(json.dumps({key: value for key, value in config.items() if value is not None}))
 
 
-def narrow(path, name):
-    tensors = safetensors.load_file(path)
-    safetensors.save_file(tensors | {name: tensors[name][:, :24].clone()}, path)
+def change_weights(folder, name, change, source=None):
+    """Another tensor under a name: what change makes of the tensor there, or of that of another name."""
+    tensors = safetensors.load_file(folder / "model.safetensors")
+    changed = tensors | {name: change(tensors[source or name]).clone()}
+    safetensors.save_file(changed, folder / "model.safetensors")
 
 
+EMBEDDING, Q = "model.embed_tokens.weight", "model.layers.0.self_attn.q_proj.weight"
 SLIPS = {
+    "quantized": (
+        lambda folder: edit(folder / "config.json", quantization_config={"quant_method": "fp8"}),
+        "config.json describes quantized weights",
+    ),
+    "quantized, and not said": (
+        lambda folder: change_weights(folder, Q, lambda q: q.to(torch.float8_e4m3fn)),
+        "q_proj.weight in torch.float8_e4m3fn: expected bfloat16",
+    ),
+    "not a number": (
+        lambda folder: change_weights(folder, Q, lambda q: q / (q != q[0, 0])),
+        "has numbers in model.layers.0.self_attn.q_proj.weight that are not finite",
+    ),
+    "a bias that the config does not say": (
+        lambda folder: change_weights(folder, "model.layers.0.self_attn.q_proj.bias", lambda q: q[:, 0], Q),
+        "has 1 weights that the model has no place for: model.layers.0.self_attn.q_proj.bias",
+    ),
+    "a head of its own": (
+        lambda folder: change_weights(folder, "lm_head.weight", lambda embedding: 2 * embedding, EMBEDDING),
+        "has an lm_head.weight of its own, but config.json says tie_word_embeddings",
+    ),
     "another size": (
         lambda folder: edit(folder / "config.json", num_hidden_layers=3),
         "has n_layer 3 (this run: 2): pass --n_layer=3, or change init_from",
@@ -450,7 +473,7 @@ SLIPS = {
         "model.safetensors: model.embed_tokens.weight: ",
     ),
     "a narrow weight": (
-        lambda folder: narrow(folder / "model.safetensors", "model.layers.0.self_attn.k_proj.weight"),
+        lambda folder: change_weights(folder, "model.layers.0.self_attn.k_proj.weight", lambda k: k[:, :24]),
         "model.layers.0.self_attn.k_proj.weight (16, 24), ",
     ),
     "an index of nothing": (
@@ -474,6 +497,30 @@ def test_what_cannot_be_read_gets_a_sentence(train, tmp_path, capsys, kind):
     change, expected = SLIPS[kind]
     change(tmp_path / "theirs")
     assert expected in slip(train, capsys, **MODELS["tied"], vocab_size=257, init_from=tmp_path / "theirs")
+
+
+def test_a_head_that_is_the_embedding_and_what_old_versions_wrote_are_passed_over(tmp_path):
+    theirs = hugging_face(MODELS["tied"])
+    theirs.save_pretrained(tmp_path / "theirs")
+    change_weights(tmp_path / "theirs", "lm_head.weight", lambda embedding: embedding, EMBEDDING)
+    change_weights(tmp_path / "theirs", "model.layers.0.self_attn.rotary_emb.inv_freq", lambda q: q[0], Q)
+    read = convert.load_model(tmp_path / "theirs", 8, "cpu", torch.float32)
+    assert torch.equal(read.tok_embeddings.weight, theirs.model.embed_tokens.weight)
+
+
+def test_a_folder_that_does_not_say_its_tokenizer_is_said(train, tmp_path, capsys):
+    hugging_face(MODELS["tied"]).save_pretrained(tmp_path / "theirs")
+    said = "does not say its tokenizer, which must be the data's: bytes, 257 tokens"
+    train(**MODELS["tied"], init_from=tmp_path / "theirs", vocab_size=257)
+    assert f"{said}\n" in capsys.readouterr().out
+    edit(tmp_path / "theirs/config.json", vocab_size=300)
+    message = slip(train, capsys, **MODELS["tied"], init_from=tmp_path / "theirs", out_dir=tmp_path / "other")
+    assert f"{said}. If so, pass --vocab_size=300; else prepare" in message
+
+
+def test_a_model_that_hugging_face_does_not_know_is_said():
+    with pytest.raises(ValueError, match="layers.0.attn.q_norm.weight has no name in Hugging Face's Llama: add it"):
+        convert.hf_names("layers.0.attn.q_norm.weight")
 
 
 def test_another_shape_than_the_config_says_is_refused(train, tmp_path, capsys):

@@ -201,6 +201,8 @@ def test_what_is_written_is_what_is_read(tmp_path):
         val_documents=1, val_bytes=6, val_tokens=7,
     )  # fmt: skip
     assert json.loads((tmp_path / "meta.json").read_text()) == meta
+    for split in ("train", "val"):
+        expected[f"{split}_sha256"] = hashlib.sha256((tmp_path / f"{split}.bin").read_bytes()).hexdigest()
     assert meta.items() >= expected.items()
     assert (tmp_path / "val.bin").read_bytes() == np.array([*b"val \xc3\xa9", 256], dtype="<u2").tobytes()
 
@@ -584,6 +586,12 @@ def test_text_says_which_binary_files_it_left_out(tmp_path, capsys):
     assert left_out in capsys.readouterr().out.splitlines()
 
 
+def test_text_refuses_a_binary_file_that_is_named(tmp_path):
+    (tmp_path / "notes.txt").write_text("a note", encoding="utf-16-le")
+    with pytest.raises(ValueError, match="--input .*notes.txt is binary or UTF-16: text is read as UTF-8"):
+        text.prepare([tmp_path / "notes.txt"], tmp_path / "out")
+
+
 @pytest.mark.parametrize("source, out", [(".", "data/mine"), (".", "."), ("notes", ".")])
 def test_text_never_takes_its_own_dataset_for_input(tmp_path, source, out, capsys):
     (tmp_path / "notes").mkdir()
@@ -797,6 +805,8 @@ def test_fineweb_writes_a_shard_a_file_and_reads_across_them(parquets, tmp_path)
     assert len(train) + len(val) == len(set(train + val)) == 900
     assert 50 < len(val) < 150
     assert meta["script"] == "data/fineweb_edu/prepare.py"
+    digests = [hashlib.sha256(path.read_bytes()).hexdigest() for path in sorted((tmp_path / "out").glob("train_*.bin"))]
+    assert meta["train_sha256"] == hashlib.sha256("".join(digests).encode()).hexdigest() and len(digests) == 3
     tokens = Tokens(tmp_path / "out", "train")
     per_shard = [(len(shard) - 1) // 100 for shard in tokens.shards]
     assert tokens.blocks(100) == sum(per_shard)

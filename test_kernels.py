@@ -1502,6 +1502,25 @@ ERRORS = [
 # fmt: on
 
 
+@pytest.mark.parametrize("name", ["rms_norm_linear", "swiglu_mlp", "linear_cross_entropy"])
+def test_a_matmul_under_autocast_is_refused(name):
+    inputs, constants = OPERATIONS[name].inputs(3, 8, FP32)
+    with torch.autocast(DEVICE, BF16), pytest.raises(ValueError, match="not run under torch.autocast: cast"):
+        OPERATIONS[name].function(*inputs, *constants)
+
+
+@pytest.mark.parametrize("name", ["rms_norm_linear", "swiglu_mlp", "swiglu_mlp_in_chunks"])
+def test_without_a_residual_x_is_the_sum(name):
+    (x, residual, *weights), _ = OPERATIONS[name].inputs(5, 8, FP64)
+    truth = run(OPERATIONS[name].oracle, (x, torch.zeros_like(x), *weights))
+    alone = partial(lambda x, *weights, op: op(x, None, *weights), op=OPERATIONS[name].function)
+    upstream = draw_upstream(truth[:2])
+    truth = run(OPERATIONS[name].oracle, (x, torch.zeros_like(x), *weights), upstream=upstream)
+    del truth[3]  # the gradient of the zeros
+    for found, true in zip(run(alone, (x, *weights), upstream=upstream), truth, strict=True):
+        assert (found - true).abs().max() < 1e-12 * true.abs().max()
+
+
 @pytest.mark.parametrize("name, arguments, options, message", ERRORS, ids=[error[-1] for error in ERRORS])
 def test_a_mistake_is_a_value_error_that_says_what_was_found(name, arguments, options, message):
     with pytest.raises(ValueError, match=re.escape(message)):

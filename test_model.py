@@ -306,6 +306,42 @@ def test_what_is_overwritten_is_not_read_again(monkeypatch, mode, fp32_dweight):
     assert over_x == [True, False]
 
 
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("before", [True, False], ids=["read before the loss", "read after it"])
+def test_a_second_head_may_read_what_the_head_reads(monkeypatch, mode, before):
+    """With several chunks of logits and several groups of sequences, where memory is reused most."""
+    monkeypatch.setattr(LlamaConfig, "loss_chunking", lambda *_: {"chunk_tokens": 12})
+    monkeypatch.setattr(LlamaConfig, "groups_of_sequences", lambda *_: 2)
+    tokens, targets = batch(n_batch=4, n_time=8)
+
+    def two_heads(model):
+        x = model.hidden(tokens)
+        value = x.new_ones(SMALL.n_embd, requires_grad=True)
+        first = (x @ value).square().mean() if before else 0.0
+        loss = model.lm_head(x, targets)
+        loss = loss + (first if before else (x @ value).square().mean())
+        loss.backward()
+        gradients = {name: p.grad for name, p in model.named_parameters()}
+        return {"loss": loss.detach(), "value": value.grad} | gradients
+
+    truth = two_heads(build(**PLAIN))
+    assert_close(two_heads(build(activation_checkpointing=mode)), truth, 1e-12)
+
+
+def test_a_norm_may_stand_anywhere():
+    """Here after the block, where the sum hands its gradient to both of its terms."""
+
+    def gradients(model):
+        post, x = model_module.RMSNorm(SMALL.n_embd, model.config).to(DEVICE, FP64), model.tok_embeddings(batch()[0])
+        cos, sin = model_module.rope_tables(SMALL, 0, x.shape[1], DEVICE, FP64)
+        for layer in model.layers:
+            x = x + post(sum(layer(x, None, cos, sin)))
+        x.square().mean().backward()
+        return {"post": post.weight.grad} | {name: p.grad for name, p in model.named_parameters() if "layers" in name}
+
+    assert_close(gradients(build()), gradients(build(**PLAIN)), 1e-12)
+
+
 @pytest.mark.parametrize("groups", [2, 3])
 def test_weights_gradients_of_groups_are_added_exactly_and_rounded_once(groups):
     block = build(dtype=BF16, activation_checkpointing="full").layers[0]
@@ -607,6 +643,16 @@ def test_init_weights():
         assert weight.mean().abs() < 0.03 * std, f"{name}: mean {weight.mean():.1e}"
         drawn.add(weight.flatten()[0].item() / std)
     assert len(drawn) == 2 + 4 * 3, "two matrices were given the same draws"
+
+
+def test_weights_that_nobody_knows_how_to_begin_are_refused():
+    model = build()
+    model.value = torch.nn.Linear(4, 1)
+    with pytest.raises(NotImplementedError, match="init_weights of model.py does not know how value.bias begins"):
+        model.init_weights(1)
+    model.value.register_buffer("mean", torch.zeros(1))
+    with pytest.raises(NotImplementedError, match="does not know how the buffer value.mean begins"):
+        model.init_weights(1)
 
 
 def test_a_tied_head_stays_the_embedding():

@@ -1221,6 +1221,45 @@ def test_a_changed_setting_is_named_at_resume(train, capsys):
     assert "with max_iters 8 -> 9, seed 1337 -> 5 changed" in capsys.readouterr().out
 
 
+def test_data_that_was_prepared_anew_is_named_at_resume_even_where_the_counts_agree(train, tmp_path, text_data, capsys):
+    shutil.copytree(text_data, tmp_path / "data")
+    train(dataset=tmp_path / "data")
+    meta = json.loads((tmp_path / "data/meta.json").read_text())
+    (tmp_path / "data/meta.json").write_text(json.dumps(meta | {"train_sha256": "1234"}))
+    train(dataset=tmp_path / "data", max_iters=9)
+    assert f"the dataset's train_sha256 {meta['train_sha256']} -> 1234 changed" in capsys.readouterr().out
+    before = {name: value for name, value in meta.items() if name not in ("train_sha256", "val_sha256")}
+    (tmp_path / "data/meta.json").write_text(json.dumps(before))
+    train(dataset=tmp_path / "data", max_iters=10)
+    assert "sha256" not in capsys.readouterr().out, "prepared by an older version, which says none"
+
+
+def test_a_setting_that_a_checkpoint_does_not_know_had_its_default(train, tmp_path, capsys):
+    train(rope_theta=500000.0)
+    path = tmp_path / "out/step_000008/meta.json"
+    meta = json.loads(path.read_text())
+    del meta["model"]["rope_theta"], meta["digest"]
+    path.write_text(json.dumps(meta))
+    assert "has rope_theta 500000.0 (this run: 2.0): pass --rope_theta=500000.0" in slip(train, capsys, rope_theta=2.0)
+    train(rope_theta=500000.0, max_iters=9)
+    assert "step 00009/9" in capsys.readouterr().out
+
+
+def test_a_checkpoint_under_another_step_s_name_is_not_resumed(train, tmp_path, capsys):
+    train()
+    (tmp_path / "out/step_000008").rename(tmp_path / "out/step_000900")
+    assert "step_000900 holds step 8: name it step_000008 again" in slip(train, capsys, max_iters=9)
+
+
+def test_a_trained_model_is_read_in_one_line(train, tmp_path):
+    train()
+    one, other = (checkpoint.load_model(path) for path in (tmp_path / "out", str(tmp_path / "out/step_000008")))
+    tokens = torch.randint(257, (1, 8))
+    assert torch.equal(one(tokens), other(tokens)) and one(tokens).shape == (1, 8, 257)
+    with pytest.raises(ValueError, match="holds no checkpoint"):
+        checkpoint.load_model(str(tmp_path))
+
+
 def test_a_warm_up_that_never_ends_is_mentioned(train, capsys):
     train(warmup_iters=8)
     assert (
@@ -1234,6 +1273,14 @@ def test_a_home_folder_is_found_and_a_checkpoint_is_no_folder_for_a_run(train, t
     assert f"next: python sample.py --out_dir={tmp_path}/run" in capsys.readouterr().out
     message = slip(train, capsys, out_dir=tmp_path / "run/step_000008")
     assert f"step_000008 is a checkpoint: --out_dir={tmp_path}/run goes on with the newest one there" in message
+
+
+def test_a_run_has_its_folder_for_itself(train, tmp_path, capsys, text_data):
+    shutil.copytree(text_data, tmp_path / "data")
+    assert "data is a dataset or a checkpoint: name a folder for" in slip(train, capsys, out_dir=tmp_path / "data")
+    (tmp_path / "published").mkdir()
+    (tmp_path / "published/config.json").write_text("{}")
+    assert "published holds published weights, which" in slip(train, capsys, out_dir=tmp_path / "published")
 
 
 def test_a_second_run_in_the_same_folder_is_refused(train, tmp_path, capsys):

@@ -139,7 +139,11 @@ if not out_dir:
     stop("out_dir is empty: name a folder for the checkpoints")
 out_dir = os.path.expanduser(out_dir)  # a shell leaves the ~ of --out_dir=~/runs as it is
 if os.path.exists(Path(out_dir) / "meta.json"):  # pathlib's raises for a name that is too long
-    stop(f"{out_dir} is a checkpoint: --out_dir={Path(out_dir).parent} goes on with the newest one there")
+    if Path(out_dir).name.startswith("step_"):
+        stop(f"{out_dir} is a checkpoint: --out_dir={Path(out_dir).parent} goes on with the newest one there")
+    stop(f"{out_dir} is a dataset or a checkpoint: name a folder for the run alone")
+if convert.holds_weights(out_dir):
+    stop(f"{out_dir} holds published weights, which sample.py would read: name a folder for the run alone")
 if device == "auto":
     device = "cuda" if torch.cuda.is_available() else "cpu"
 if device == "cuda" and not torch.cuda.is_available():
@@ -396,10 +400,12 @@ first_step, changed, resume_seconds = 0, [], None
 
 
 def refuse_another_model(path: Path, model: dict, tokenizer: str, other: str):
-    differing = [name for name in MODEL_SETTINGS if model.get(name) != getattr(config, name)]
+    # A setting that is newer than the checkpoint had the effect of its default.
+    model = {name: field.default for name, field in LlamaConfig.__dataclass_fields__.items()} | model
+    differing = [name for name in MODEL_SETTINGS if model[name] != getattr(config, name)]
     if differing:
-        differences = ", ".join(f"{name} {model.get(name)} (this run: {getattr(config, name)})" for name in differing)
-        flags = " ".join(shlex.quote(f"--{name}={model.get(name)}") for name in differing)
+        differences = ", ".join(f"{name} {model[name]} (this run: {getattr(config, name)})" for name in differing)
+        flags = " ".join(shlex.quote(f"--{name}={model[name]}") for name in differing)
         stop(f"{path} has {differences}: pass {flags}, or change {other}")
     if tokenizer != train_tokens.meta["tokenizer"]:
         now = train_tokens.meta["tokenizer"]
@@ -409,8 +415,13 @@ def refuse_another_model(path: Path, model: dict, tokenizer: str, other: str):
 if published and not found:
     try:
         model_settings, tokenizer = convert.read_config(init_from)
-        # a folder that does not say its tokenizer is taken at the user's word
-        refuse_another_model(init_from, model_settings, tokenizer or train_tokens.meta["tokenizer"], "init_from")
+        if tokenizer is None:  # the user's word is taken for it
+            tokenizer, known = train_tokens.meta["tokenizer"], train_tokens.meta["vocab_size"]
+            said = f"{init_from} does not say its tokenizer, which must be the data's: {tokenizer}, {known:,} tokens"
+            if vocab_size == known != model_settings["vocab_size"]:
+                stop(f"{said}. If so, pass --vocab_size={model_settings['vocab_size']}; else prepare the data with it")
+            print0(said)
+        refuse_another_model(init_from, model_settings, tokenizer, "init_from")
         convert.load(init_from, optimizer)
     except (OSError, ValueError) as error:
         stop(str(error))
@@ -441,7 +452,7 @@ if found:
     changed += [
         f"the dataset's {name} {meta['dataset'].get(name)} -> {value}"
         for name, value in train_tokens.meta.items()
-        if meta["dataset"].get(name) != value and name not in ("files", "script")
+        if meta["dataset"].get(name, value) != value and name not in ("files", "script")
     ]
 
 
@@ -683,6 +694,7 @@ while step < max_iters and stopping != BAD_DATA:
     if world_size > 1:
         dist.all_reduce(totals)
         totals /= world_size
+    # Another number of the GPU's to be logged? Here: it arrives with the others, and log.line takes it as name=number.
     wait_for_numbers = send_to_cpu(torch.stack([*totals, grad_norm.to(device)]))
     if cuda_graph and step == first_step:  # the first step was an ordinary one: it has compiled and allocated
         forward_backward, update = CUDAGraph(forward_backward), CUDAGraph(update)

@@ -4,8 +4,8 @@ A dataset is a folder of
 
     train.bin, val.bin   token ids one after another, little-endian, uint16 where the vocabulary fits, else uint32;
                          a large dataset has shards: train_000000.bin, train_000001.bin, ...
-    meta.json            tokenizer, vocab_size, dtype, end_of_text (its id), the documents, tokens and UTF-8 bytes of
-                         each split, and how many tokens each file holds
+    meta.json            tokenizer, vocab_size, dtype, end_of_text (its id), the documents, tokens, UTF-8 bytes and
+                         SHA-256 of each split, and how many tokens each file holds
 
 Every document ends with the end-of-text token. Files are written under another name, flushed and renamed, meta.json
 last: a folder without meta.json is not a dataset, and a file that has its name is whole. Who writes holds .lock.
@@ -137,18 +137,22 @@ def write_tokens(
     workers: int = 1,
     progress: Callable[[dict], None] | None = None,
 ) -> dict:
-    """Tokenize documents into train{shard}.bin and val{shard}.bin, and return {split: {documents, tokens, bytes}}.
+    """Tokenize documents into train{shard}.bin and val{shard}.bin, and return {split: counts}: documents, tokens, bytes
+    and the SHA-256 of the file.
 
     Streams: memory does not grow with the documents. `progress` is called with the counts so far. Raises ValueError,
     leaving an older dataset as it was, if a split of an unsharded dataset would be empty.
     """
     dtype = token_dtype(tokenizer.n_vocab)
     counts = {split: dict(documents=0, tokens=0, bytes=0) for split in SPLITS}
+    digests = {split: hashlib.sha256() for split in SPLITS}
     with whole_file(folder / f"train{shard}.bin") as train, whole_file(folder / f"val{shard}.bin") as val:
         for encoded in encode_documents(documents, tokenizer, workers):
             for file, split in (train, "train"), (val, "val"):
                 tokens, n_documents, n_bytes = encoded[split]
-                file.write(tokens.astype(dtype))
+                tokens = tokens.astype(dtype)
+                file.write(tokens)
+                digests[split].update(tokens)
                 counts[split]["documents"] += n_documents
                 counts[split]["tokens"] += len(tokens)
                 counts[split]["bytes"] += n_bytes
@@ -157,7 +161,7 @@ def write_tokens(
         if not shard:
             require_both_splits(counts)
         (folder / "meta.json").unlink(missing_ok=True)  # it described the files that are replaced now
-    return counts
+    return {split: counts[split] | {"sha256": digests[split].hexdigest()} for split in SPLITS}
 
 
 def require_both_splits(counts: dict) -> None:
@@ -175,17 +179,26 @@ def write_meta(folder: Path, tokenizer: tiktoken.Encoding, shards: dict[str, dic
     """Turn the written shards, {suffix: their counts}, into a dataset; return what meta.json holds."""
     counts = {s: {k: sum(c[s][k] for c in shards.values()) for k in ("documents", "tokens", "bytes")} for s in SPLITS}
     require_both_splits(counts)
+    digests = {split: digest_of([c[split].get("sha256") for c in shards.values()]) for split in SPLITS}
     meta = dict(
         tokenizer=tokenizer.name,
         vocab_size=tokenizer.n_vocab,
         dtype=token_dtype(tokenizer.n_vocab).name,
         end_of_text=end_of_text(tokenizer),
         **{f"{split}_{what}": number for split in SPLITS for what, number in counts[split].items()},
+        **{f"{split}_sha256": digest for split, digest in digests.items() if digest},
         **extra,
         files={s: {f"{s}{shard}.bin": c[s]["tokens"] for shard, c in shards.items() if c[s]["tokens"]} for s in SPLITS},
     )
     write_json(folder / "meta.json", meta)
     return meta
+
+
+def digest_of(digests: list[str | None]) -> str | None:
+    """That of one file, or one of those of several; None where a record of an older version lacks its own."""
+    if len(digests) == 1 or None in digests:
+        return None if None in digests else digests[0]
+    return hashlib.sha256("".join(digests).encode()).hexdigest()
 
 
 def write_shard(

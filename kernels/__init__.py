@@ -1,4 +1,8 @@
-"""The kernels, one operation a file. Each file reads from the formula down to the function that is exported here."""
+"""The kernels, one operation a file. Each file reads from the formula down to the function that is exported here.
+
+They have one derivative, by backward(). For others, and for torch.func, there is kernels.reference: the same functions
+in plain PyTorch.
+"""
 
 from .adamw import adamw
 from .add_ranks import add_ranks

@@ -43,6 +43,14 @@ def use_triton(x: torch.Tensor) -> bool:
     return INTERPRETED and x.device.type == "cpu"
 
 
+def refuse_autocast(x: torch.Tensor) -> None:
+    """ValueError under torch.autocast, which would round some of a kernel's matmuls and leave others as they are."""
+    if torch.is_autocast_enabled(x.device.type):
+        raise ValueError(
+            "kernels with a matmul do not run under torch.autocast: cast the model, as in model.to(torch.bfloat16)"
+        )
+
+
 def as_rows(x: torch.Tensor) -> torch.Tensor:
     """x (..., C) as (N, C): a view wherever the strides allow one, with its two strides free."""
     return x.reshape(-1, x.shape[-1])
@@ -131,7 +139,7 @@ def accumulate(total: torch.Tensor, a: torch.Tensor, b: torch.Tensor, first: boo
 def refuse_double_backward() -> None:
     """Every backward calls it: under create_graph=True autograd would take a kernel's results for constants."""
     if torch.is_grad_enabled() and not torch.compiler.is_compiling():
-        raise RuntimeError("the kernels have no second derivative (create_graph=True): use kernels.reference")
+        raise RuntimeError("the kernels have no second derivative (create_graph=True): import kernels.reference")
 
 
 @triton.jit

@@ -29,7 +29,16 @@ import torch
 import torch.nn.functional as F
 
 from .cross_entropy import check_options, cross_entropy_reference, losses_of_rows, n_live, reduce_loss
-from .launch import accumulate, compute_dtype, refuse_double_backward, tl, to_compute, triton, use_triton
+from .launch import (
+    accumulate,
+    compute_dtype,
+    refuse_autocast,
+    refuse_double_backward,
+    tl,
+    to_compute,
+    triton,
+    use_triton,
+)
 
 # Bytes of logits held at once: 4,096 tokens at V = 128,256 in bf16. On one H200 with N = 16,384 and C = 2,048, 2,048
 # tokens a chunk take 4% more time and 437 MiB less; 1,024 take 13% and 512 take 38% more time and save no more, since
@@ -246,7 +255,8 @@ def linear_cross_entropy(
     cross_entropy's. chunk_tokens: how many tokens' logits exist at once; None: as many as LOGITS_BYTES hold.
     Returns an fp32 scalar (fp64 for fp64): 0 with zero gradients where every target is ignored, NaN where one lies
     outside [0, V). The logits are rounded to x's dtype; softmax and loss are fp32, and dW is summed in fp32 over the
-    chunks and rounded once. Gradients are computed only for what requires them. ValueError for unfit shapes or options.
+    chunks and rounded once. Gradients are computed only for what requires them. ValueError for unfit shapes or options,
+    and under autocast.
 
     fp32_dweight=False is for the last GiB: dW is summed in the dtype of the weight, rounded at each chunk (four chunks
     make its error 1.6 times that of one rounding), the mean's 1/n in it from the start, and backward scales both
@@ -254,6 +264,7 @@ def linear_cross_entropy(
     chunks (in fp16 always), x becomes its own gradient, chunk by chunk: only where nobody reads x afterwards and
     backward runs once. Where Triton does not run, plain PyTorch does, which holds all logits.
     """
+    refuse_autocast(x)
     if x.ndim != 2 or weight.ndim != 2 or x.shape[1] != weight.shape[1] or x.dtype != weight.dtype:
         raise ValueError(
             f"x {x.dtype} {tuple(x.shape)} and weight {weight.dtype} {tuple(weight.shape)}: "

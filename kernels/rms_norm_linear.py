@@ -13,7 +13,7 @@ Saved: s, w, W, and one fp32 rstd a row. FLOPs: the projection's 2·N·C·O forw
 import torch
 import torch.nn.functional as F
 
-from .launch import as_rows, use_triton
+from .launch import as_rows, refuse_autocast, use_triton
 from .rms_norm import check_norm, rms_norm_backward, rms_norm_forward, rms_norm_reference
 
 
@@ -48,8 +48,9 @@ def rms_norm_linear(
     """(rms_norm(x + residual) @ weight.T, x + residual), the normed tensor not kept for backward.
 
     x and residual (..., C) of one dtype and any strides, or residual None for x alone; norm_weight (C,) of any dtype,
-    weight (O, C) of x's. Returns (..., O) and (..., C) in x's dtype. ValueError on shapes or dtypes.
+    weight (O, C) of x's. Returns (..., O) and (..., C) in x's dtype. ValueError on shapes or dtypes and under autocast.
     """
+    refuse_autocast(x)
     check_norm(x, residual, norm_weight)
     check_projection("weight", weight, x.shape[-1], x.dtype)
     if not use_triton(x):

@@ -27,7 +27,7 @@ import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint
 
 from .glu import glu_backward, glu_forward, swiglu_reference
-from .launch import accumulate, as_rows, compute_dtype, use_triton
+from .launch import accumulate, as_rows, compute_dtype, refuse_autocast, use_triton
 from .rms_norm import check_norm, rms_norm_backward, rms_norm_forward, rms_norm_reference
 from .rms_norm_linear import check_projection
 
@@ -39,7 +39,7 @@ def swiglu_mlp_reference(
         normed = rms_norm_reference(total, norm_weight, eps)
         return F.linear(swiglu_reference(F.linear(normed, gate_up_weight)), down_weight)
 
-    total = x + residual
+    total = x if residual is None else x + residual
     if keep_gate_up:
         return mlp(total), total
     again = partial(checkpoint, mlp, use_reentrant=False, preserve_rng_state=False)
@@ -128,7 +128,7 @@ def _backward_in_chunks(ctx, dy, dtotal):
 
 def swiglu_mlp(
     x: torch.Tensor,
-    residual: torch.Tensor,
+    residual: torch.Tensor | None,
     norm_weight: torch.Tensor,
     gate_up_weight: torch.Tensor,
     down_weight: torch.Tensor,
@@ -139,12 +139,14 @@ def swiglu_mlp(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """(swiglu(rms_norm(x + residual) @ gate_up_weight.T) @ down_weight.T, x + residual) (Shazeer, 2020).
 
-    x and residual (..., C) of one dtype and any strides, norm_weight (C,) of any dtype, gate_up_weight (2F, C) and
-    down_weight (O, F) of x's. Returns (..., O) and (..., C) in x's dtype. keep_gate_up: whether the (..., 2F)
-    projection is kept for backward or computed again. need_y=False leaves the first result without memory,
-    for a checkpoint that runs forward again: backward does not need it. chunks: in how many slices the rows pass
-    through the MLP; more than one with keep_gate_up=False only. ValueError on shapes or dtypes.
+    x and residual (..., C) of one dtype and any strides, or residual None for x alone; norm_weight (C,) of any dtype,
+    gate_up_weight (2F, C) and down_weight (O, F) of x's. Returns (..., O) and (..., C) in x's dtype. keep_gate_up:
+    whether the (..., 2F) projection is kept for backward or computed again. need_y=False leaves the first result
+    without memory, for a checkpoint that runs forward again: backward does not need it. chunks: in how many slices the
+    rows pass through the MLP; more than one with keep_gate_up=False only. ValueError on shapes or dtypes and under
+    autocast.
     """
+    refuse_autocast(x)
     check_norm(x, residual, norm_weight)
     check_projection("gate_up_weight", gate_up_weight, x.shape[-1], x.dtype)
     if gate_up_weight.shape[0] % 2:

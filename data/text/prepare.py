@@ -52,6 +52,8 @@ def find_files(inputs: list[Path], out: Path) -> list[Path]:
             for file in inside:
                 if not file.resolve().is_relative_to(ours):
                     (binary if is_binary(file) else files).append(file)
+        elif path.is_file() and is_binary(path):
+            raise ValueError(f"--input {path} is binary or UTF-16: text is read as UTF-8")
         elif path.exists():
             files.append(path)
         else:
