@@ -226,7 +226,7 @@ def test_the_floors_count_the_flops_that_the_model_counts():
     [
         (
             "arm=hf",
-            "Unknown word arm=hf: there are arms=, shapes=, checkpointing=, steps=, out=, at_once=, breakdown, baby. ",
+            "Unknown word arm=hf: there are arms=, shapes=, checkpointing=, steps=, keep=, out=, at_once=, breakdown, baby. ",
         ),
         ("breakdwn", "Did you mean breakdown?"),
         ("breakdown arms=recipe", "arms=: not read by breakdown: leave it out"),

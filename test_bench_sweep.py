@@ -294,13 +294,19 @@ def test_what_a_record_has_is_not_measured_again(monkeypatch, tmp_path):
     for versions in ({"nanocria": "abc-dirty"}, {"nanocria": "other"}):
         changed = record | {"versions": record["versions"] | versions}
         assert sweep.known_rows(changed, out, None) == {}
+
+    def keep(commit, device="1 x GPU", out=out):
+        new = record | {"device": device, "versions": record["versions"] | {"nanocria": "new"}}
+        step.keep([commit], new, out)
+        return new["versions"]["nanocria"]
+
+    assert keep("abc") == "abc, new"
     with pytest.raises(SystemExit, match=f"keep=other: {out} does not go on with that, say keep=abc"):
-        sweep.refuse_keep(["other"], record | {"versions": record["versions"] | {"nanocria": "other, new"}}, out)
+        keep("other")
     with pytest.raises(SystemExit, match="there is no .*none.json to go on with"):
-        sweep.refuse_keep(["abc"], record, tmp_path / "none.json")
-    sweep.refuse_keep(["abc"], record | {"versions": record["versions"] | {"nanocria": "abc, new"}}, out)
+        keep("abc", out=tmp_path / "none.json")
     with pytest.raises(SystemExit, match="keep=abc: .* it is of another device or other packages"):
-        sweep.refuse_keep(["abc"], record | {"device": "2 x GPU"}, out)
+        keep("abc", device="2 x GPU")
 
 
 def test_the_contexts_know_what_the_batches_have_measured(monkeypatch):

@@ -1350,23 +1350,19 @@ def test_what_says_nothing_of_its_content_does_not_count_as_damage(train, tmp_pa
 def with_gain(init):
     def changed(self, config):
         init(self, config)
-        self.gain = torch.nn.Parameter(torch.ones(3))
+        self.gain_norm = model_module.RMSNorm(3, config)
 
     return changed
 
 
 def with_more_columns(init):
-    def changed(self, config):
-        init(self, config)
-        self.weight = torch.nn.Parameter(torch.ones(config.n_embd + 1))
-
-    return changed
+    return lambda self, width, config: init(self, width + 1, config)
 
 
 @pytest.mark.parametrize(
     "module, change, expected",
     [
-        ("MLP", with_gain, "it lacks model.layers.0.mlp.gain"),
+        ("MLP", with_gain, "it lacks model.layers.0.mlp.gain_norm"),
         ("RMSNorm", with_more_columns, "attn_norm.weight of (32,), not (33,)"),
     ],
 )

@@ -10,7 +10,8 @@ Arms: nanocria, which is train.py itself, and recipe, torchtitan, hf, hf-compile
 Each point is a process of its own that finds a clean card: 5 steps to warm up, then 20 or steps=..., each a forward, a
 backward, a clip to norm 1 and an AdamW update, of which the median is taken (nanocria's of all 25 but the first). All
 points take half an hour. They are kept in assets/step.json, or out=...; the same code on the same card adds to that
-record, any other begins it anew.
+record, any other begins it anew. With keep=COMMIT it goes on though the code has changed since then: for changes that
+cost neither time nor memory, and the record names both commits.
 """
 
 import contextlib
@@ -55,9 +56,9 @@ SHAPES = ["8x2048", "16x2048", "2x8192", "32x2048"]  # sequences x tokens
 TIMEOUT = 400  # seconds a point may take; compiling all of Hugging Face's model is a minute of it
 KEPT = ("ms_per_step", "tok_per_s", "mfu", "peak_gib", "reserved_gib", "estimated_gib", "oom", "failed")  # of a summary
 READ = {
-    "points": ("arms", "shapes", "checkpointing", "steps", "at_once", "out"),
-    "breakdown": ("shapes", "checkpointing", "at_once", "out"),
-    "baby": ("arms", "steps", "at_once", "out"),
+    "points": ("arms", "shapes", "checkpointing", "steps", "at_once", "keep", "out"),
+    "breakdown": ("shapes", "checkpointing", "at_once", "keep", "out"),
+    "baby": ("arms", "steps", "at_once", "keep", "out"),
 }
 BABY, BABY_BATCH, BABY_BLOCK = "config/baby_llama.py", 64, 256
 BABY_VOCAB = 257  # pystdlib's: bytes, and one token between files
@@ -70,7 +71,7 @@ BABY_FLAGS = ["--cuda_graph=false", "--cuda_graph=false --compile=true", "--cuda
 
 def parse(words: list[str]) -> tuple[str, dict]:
     """What to measure, 'points', 'breakdown' or 'baby', and the options; ValueError with a sentence for a slip."""
-    options = {"arms": list(ARMS), "shapes": SHAPES, "checkpointing": CHECKPOINTING, "steps": [], "out": []}
+    options = {"arms": list(ARMS), "shapes": SHAPES, "checkpointing": CHECKPOINTING, "steps": [], "keep": [], "out": []}
     options["at_once"] = ["1"]
     choices = {"arms": ARMS, "checkpointing": CHECKPOINTING}
     said, options = read_words(words, options, ["breakdown", "baby"], choices)
@@ -459,6 +460,21 @@ def continues(old: dict | None, new: dict) -> bool:
     return (report.same_code(before[-1], now[-1]) or before == now[:-1]) and next(others) == next(others)
 
 
+def keep(commits_before: list[str], new: dict, out: Path) -> None:
+    """Lets the new record go on with the rows that these commits measured; sys.exit where the old one does not fit."""
+    new["versions"]["nanocria"] = ", ".join([*commits_before, new["versions"]["nanocria"]])
+    old = read_record(out)
+    if not commits_before or continues(old, new):
+        return
+    if old is None:
+        sys.exit(f"keep={','.join(commits_before)}: there is no {out} to go on with")
+    has = commits(old)
+    sys.exit(
+        f"keep={','.join(commits_before)}: {out} does not go on with that"
+        + (f", say keep={','.join(has)}" if has != commits_before else ": it is of another device or other packages")
+    )
+
+
 def place(point: dict) -> tuple:
     return tuple(point[key] for key in PLACE)
 
@@ -552,7 +568,9 @@ def main(words: list[str]) -> None:
     except ValueError as error:
         sys.exit(str(error))
     rows = ((what, row) for row in MEASURES[what](options))
-    record, failed = fill(begin("step", words, ROWS), rows, options["out"], ROWS, lambda row, _: line(row))
+    new = begin("step", words, ROWS)
+    keep(options["keep"], new, options["out"])
+    record, failed = fill(new, rows, options["out"], ROWS, lambda row, _: line(row))
     compared = ratios(record["points"]) if what == "points" else []
     for r in compared:
         batch, block, checkpointing = r["at"]

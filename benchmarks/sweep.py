@@ -225,20 +225,6 @@ def known_rows(new: dict, out: Path, steps: int | None) -> dict:
     return {tuple(row[key] for key in PLACE): row for row in rows}
 
 
-def refuse_keep(commits: list[str], new: dict, out: Path) -> None:
-    """sys.exit where the record does not go on with keep=: its rows would be lost."""
-    old = step.read_record(out)
-    if not commits or step.continues(old, new):
-        return
-    if old is None:
-        sys.exit(f"keep={','.join(commits)}: there is no {out} to go on with")
-    has = step.commits(old)
-    sys.exit(
-        f"keep={','.join(commits)}: {out} does not go on with that"
-        + (f", say keep={','.join(has)}" if has != commits else ": it is of another device or other packages")
-    )
-
-
 def untracked(config: str) -> dict:
     """What names the version of a config that git does not track, and so no commit does."""
     path = report.ROOT / config
@@ -277,9 +263,8 @@ def main(words: list[str]) -> None:
     out = options["out"]
     new = step.begin("", words, ROWS)
     new["device"] = f"{options['ranks']} x {new['device']}"
-    new["versions"]["nanocria"] = ", ".join([*options["keep"], new["versions"]["nanocria"]])
     new["versions"] |= untracked(options["config"])
-    refuse_keep(options["keep"], new, out)
+    step.keep(options["keep"], new, out)
     known = known_rows(new, out, options["steps"])
     if known:
         print(f"{out} has {len(known)} points already: delete it to measure them again")
