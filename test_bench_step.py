@@ -226,7 +226,7 @@ def test_the_floors_count_the_flops_that_the_model_counts():
     [
         (
             "arm=hf",
-            "Unknown word arm=hf: there are arms=, shapes=, checkpointing=, steps=, keep=, out=, at_once=, breakdown, baby. ",
+            "Unknown word arm=hf: there are arms=, shapes=, checkpointing=, steps=, keep=, out=, at_once=, breakdown, ",
         ),
         ("breakdwn", "Did you mean breakdown?"),
         ("breakdown arms=recipe", "arms=: not read by breakdown: leave it out"),
@@ -310,7 +310,10 @@ RECORD = {
     "copy_tb_s": 4.2, "matmul_tflops": 700.0,
     "points": [point("nanocria"), point("recipe", tok_per_s=50_000.0, peak_gib=40.0),
                {"arm": "hf", "batch": 8, "block": 2048, "checkpointing": "none", "oom": True}],
-    "breakdown": [{"part": "matmuls", "ms": 190.0, "floor_ms": 180.0}, {"part": "other", "ms": 1.0, "floor_ms": None}],
+    "breakdown": [
+        {"batch": 8, "block": 2048, "checkpointing": "none", "part": part, "ms": ms, "floor_ms": floor}
+        for part, ms, floor in [("matmuls", 190.0, 180.0), ("other", 1.0, None)]
+    ],
     "baby": [{"arm": "nanocria --cuda_graph=true", "ms_per_step": 2.5, "tok_per_s": 6.5e6, "mfu": 0.1, "peak_gib": 1}],
 }  # fmt: skip
 
@@ -513,6 +516,7 @@ def test_a_process_hands_over_the_last_object_that_it_prints():
 def test_the_tables_show_every_row_and_the_plot_is_drawn(tmp_path):
     assert "| 8 x 2,048 | none | 70,000 · 30.0 | 50,000 · 40.0 | out of memory |" in step.step_table(RECORD)
     assert step.breakdown_table(RECORD).endswith("| whole step | 191.0 | 180.0 |")
+    assert "of our step of 8 x 2,048 tokens, checkpointing none go, and" in step.breakdown_table(RECORD)
     assert "| `nanocria --cuda_graph=true` | 2.50 | 6,500,000 |" in step.baby_table(RECORD)
     several = copy.deepcopy(RECORD) | {"points": [*RECORD["points"], point("nanocria", "full"), point("hf", batch=16)]}
     json.dumps(several)

@@ -552,7 +552,11 @@ def breakdown_table(record: dict) -> str:
     rows = [[r["part"], f"{r['ms']:.1f}", "" if r["floor_ms"] is None else f"{r['floor_ms']:.1f}"]
             for r in record["breakdown"]]  # fmt: skip
     total = [sum(r[key] or 0.0 for r in record["breakdown"]) for key in ("ms", "floor_ms")]
-    return report.table(["part", "ms", "floor, ms"], [*rows, ["whole step", *(f"{ms:.1f}" for ms in total)]])
+    first = record["breakdown"][0]
+    at = f"{first['batch']} x {first['block']:,} tokens, checkpointing {first['checkpointing']}"
+    return f"Where the milliseconds of our step of {at} go, and the least each part could take:\n\n" + report.table(
+        ["part", "ms", "floor, ms"], [*rows, ["whole step", *(f"{ms:.1f}" for ms in total)]]
+    )
 
 
 def baby_table(record: dict) -> str:
