@@ -516,7 +516,7 @@ def test_a_process_hands_over_the_last_object_that_it_prints():
 def test_the_tables_show_every_row_and_the_plot_is_drawn(tmp_path):
     assert "| 8 x 2,048 | none | 70,000 · 30.0 | 50,000 · 40.0 | out of memory |" in step.step_table(RECORD)
     assert step.breakdown_table(RECORD).endswith("| whole step | 191.0 | 180.0 |")
-    assert "of our step of 8 x 2,048 tokens, checkpointing none go, and" in step.breakdown_table(RECORD)
+    assert "of our step go (8 x 2,048 tokens, checkpointing none), and" in step.breakdown_table(RECORD)
     assert "| `nanocria --cuda_graph=true` | 2.50 | 6,500,000 |" in step.baby_table(RECORD)
     several = copy.deepcopy(RECORD) | {"points": [*RECORD["points"], point("nanocria", "full"), point("hf", batch=16)]}
     json.dumps(several)

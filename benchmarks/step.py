@@ -554,7 +554,7 @@ def breakdown_table(record: dict) -> str:
     total = [sum(r[key] or 0.0 for r in record["breakdown"]) for key in ("ms", "floor_ms")]
     first = record["breakdown"][0]
     at = f"{first['batch']} x {first['block']:,} tokens, checkpointing {first['checkpointing']}"
-    return f"Where the milliseconds of our step of {at} go, and the least each part could take:\n\n" + report.table(
+    return f"Where the milliseconds of our step go ({at}), and the least each part could take:\n\n" + report.table(
         ["part", "ms", "floor, ms"], [*rows, ["whole step", *(f"{ms:.1f}" for ms in total)]]
     )
 

@@ -196,9 +196,9 @@ def write_meta(folder: Path, tokenizer: tiktoken.Encoding, shards: dict[str, dic
 
 def digest_of(digests: list[str | None]) -> str | None:
     """That of one file, or one of those of several; None where a record of an older version lacks its own."""
-    if len(digests) == 1 or None in digests:
-        return None if None in digests else digests[0]
-    return hashlib.sha256("".join(digests).encode()).hexdigest()
+    if None in digests:
+        return None
+    return digests[0] if len(digests) == 1 else hashlib.sha256("".join(digests).encode()).hexdigest()
 
 
 def write_shard(
