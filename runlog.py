@@ -155,32 +155,31 @@ class RunLog:
              "tok_per_s": tok_per_s, "mfu": self.mfu(tok_per_s), "mem_gib": peak_gib, "data_ms": data_ms, **more}
         )  # fmt: skip
 
-    def summary(self, peak_gib: float, val_loss: float, all_of_val: Tokens | None, **more) -> None:
+    def summary(self, peak_gib: float | None, val_loss: float, all_of_val: Tokens | None, **more) -> None:
         """What came of the run, in two lines and in summary.json; all_of_val: the tokens, where val_loss is of all."""
         if rank:
             return
-        after_first = sorted(self.step_seconds[1:] or self.step_seconds)  # the first one compiles
-        seconds = after_first[len(after_first) // 2]  # the median step
-        tok_per_s = self.tokens_per_step / seconds
         launcher = f"torchrun --nproc_per_node={local_world_size}" if "RANK" in os.environ else "python"
         found = {
             "command": f"{launcher} train.py {shlex.join(sys.argv[1:])}",
             "device": f"{world_size} x {self.device_name}",
             "versions": self.versions,
             "steps": len(self.step_seconds),
-            "train_seconds": sum(self.step_seconds),
-            "ms_per_step": seconds * 1000,
-            "tok_per_s": tok_per_s,
-            "mfu": self.mfu(tok_per_s),
             "peak_gib": peak_gib,
             "val_loss": val_loss,
             "curve": self.curve,
             **more,
         }
-        print0(
-            f"{found['steps']:,} steps in {found['train_seconds'] / 60:.1f} minutes; the median step "
-            f"{seconds * 1000:.1f} ms, {tok_per_s:,.0f} tok/s, mfu {percent(found['mfu'])}; peak {peak_gib:.1f} GiB"
-        )
+        if self.step_seconds:  # none where a run went on only to evaluate
+            after_first = sorted(self.step_seconds[1:] or self.step_seconds)  # the first one compiles
+            seconds = after_first[len(after_first) // 2]  # the median step
+            tok_per_s = self.tokens_per_step / seconds
+            found |= {"train_seconds": sum(self.step_seconds), "ms_per_step": seconds * 1000}
+            found |= {"tok_per_s": tok_per_s, "mfu": self.mfu(tok_per_s)}
+            print0(
+                f"{found['steps']:,} steps in {found['train_seconds'] / 60:.1f} minutes; the median step "
+                f"{seconds * 1000:.1f} ms, {tok_per_s:,.0f} tok/s, mfu {percent(found['mfu'])}; peak {peak_gib:.1f} GiB"
+            )
         if all_of_val and "gzip_bits_per_byte" in all_of_val.meta:  # the model has read all that gzip and xz read
             meta = all_of_val.meta
             found["bits_per_byte"] = val_loss / math.log(2) * len(all_of_val) / meta["val_bytes"]

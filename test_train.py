@@ -680,6 +680,27 @@ def test_a_checkpoint_says_in_plain_json_what_it_is(train, tmp_path):
 # Several ranks
 
 
+def test_more_ranks_do_not_overflow_float16_sooner(train, text_data, tmp_path):
+    settings = dict(dtype="float16", gradient_accumulation_steps=4, lr_decay_iters=8)
+    train(**settings, max_iters=4)
+    path = tmp_path / "out/step_000004"
+    meta = {name: value for name, value in checkpoint.read_meta(path).items() if name != "digest"}
+
+    def at_scale(scale, out_dir):
+        shutil.copytree(path, out_dir / path.name)
+        signed = checkpoint.signed(meta | {"loss_scale": scale, "loss_scale_since": 4})
+        checkpoint.write_json(out_dir / path.name / "meta.json", signed)
+        return settings | dict(max_iters=5, out_dir=out_dir)
+
+    scale = 2.0**16  # to become the largest at which one process takes its fifth step
+    while train(**at_scale(2 * scale, tmp_path / f"{2 * scale:.0f}"))["loss_scale"] == 2 * scale:
+        scale *= 2
+    many = SMALL | SHORT | dict(dataset=text_data) | at_scale(scale, tmp_path / "many")
+    done = subprocess.run(torchrun(4, many), cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert checkpoint.read_meta(tmp_path / "many/step_000005")["loss_scale"] == scale, "the step was left out"
+
+
 def torchrun(ranks, settings, script="train.py", options=()):
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}", *options]
     return [*command, str(script), *flags(settings)]
@@ -1542,6 +1563,8 @@ def test_a_signal_during_evaluation_ends_it_and_saves(text_data, tmp_path, numbe
         evaluated = [line["step"] for line in metrics(tmp_path / "out") if "val_loss" in line]
         assert evaluated == [20], "it is made up for, once"
         assert ("next: python sample.py" in done.stdout) == first, done.stdout
+    summary = json.loads((tmp_path / "out/summary.json").read_text())
+    assert summary["steps"] == 0 and summary["val_loss"] > 0 and "ms_per_step" not in summary
 
 
 def test_bad_validation_data_ends_every_run_at_the_same_step_until_it_is_mended(train, text_data, tmp_path, capsys):

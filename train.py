@@ -395,7 +395,7 @@ MODEL_SETTINGS = ("n_layer", "n_head", "n_kv_head", "n_embd", "ffn_dim", "vocab_
 HARMLESS_SETTINGS = ("out_dir", "init_from", "eval_interval", "eval_iters", "log_interval", "keep_last", "wandb_log",
                      "wandb_project", "wandb_run_name", "device", "compile", "cuda_graph", "sharding", "shard_ranks",
                      "sync_every_micro_batch", "async_save", "profile", "offload", "copy_engines",
-                     "offload_activations", "mlp_chunks", "timeout")  # fmt: skip
+                     "activation_checkpointing", "offload_activations", "mlp_chunks", "timeout")  # fmt: skip
 first_step, changed, resume_seconds = 0, [], None
 
 
@@ -655,7 +655,7 @@ if found and meta["val_loss"] is None and (step % eval_interval == 0 or step == 
         stopping = interrupted_anywhere()
         if stopping != BAD_DATA and step < max_iters:  # the next step will see the signal
             stopping = 0
-logged_at, logged_step = time.perf_counter(), first_step
+logged_at, logged_step, peak_gib = time.perf_counter(), first_step, None
 data_seconds = 0.0  # spent reading, while the GPU works, since the last log line; the slowest rank's is shown
 profiler = torch.profiler.profile(
     # three steps, after the kernels have been compiled and the allocator has settled
@@ -684,7 +684,8 @@ else:
 ahead = None  # the loss of the next step, where that is queued
 while step < max_iters and stopping != BAD_DATA:
     started = time.perf_counter()
-    optimizer.set_step(learning_rate_at(step), loss_scale)
+    # A rank's gradients are world_size times its share of the step's, until FSDP averages them: float16 must hold them.
+    optimizer.set_step(learning_rate_at(step), loss_scale / world_size if dtype == "float16" else 1.0)
     loss_on_device = ahead if ahead is not None else compute_gradients(step)
     watch.at(f"step {step + 1}: update")
     saver.wait_for_copy()
@@ -706,7 +707,8 @@ while step < max_iters and stopping != BAD_DATA:
         if dtype == "float16" and step - loss_scale_since >= 2000:
             loss_scale, loss_scale_since = loss_scale * 2, step
     elif math.isfinite(loss) and dtype == "float16" and loss_scale > 1:
-        loss_scale, loss_scale_since = loss_scale / 2, step  # too large a scale: this step's update is left out
+        loss_scale, loss_scale_since = loss_scale / 2, step
+        print0(f"step {step + 1:05d} | float16 overflowed: weights not updated, loss scale now {loss_scale:g}")
     else:
         if saver.running():
             watch.rest(f"step {step}: saving")
@@ -775,13 +777,12 @@ if profile and first_step < step < first_step + 10:
     profiler.stop()
     print0("the profile is not whole: it covers the eighth to tenth step of a run, and this one ended sooner")
 if step == max_iters and val_loss is not None:
-    if first_step < step:
-        log.summary(
-            peak_gib, val_loss, val_tokens if n_eval_blocks == n_val_blocks else None,
-            settings=settings, n_params=n_params, estimated_gib=estimated_gib,
-            reserved_gib=torch.cuda.max_memory_reserved() / 2**30 if device != "cpu" else None,
-            save_seconds=saver.seconds, resume_seconds=resume_seconds,
-        )  # fmt: skip
+    log.summary(
+        peak_gib, val_loss, val_tokens if n_eval_blocks == n_val_blocks else None,
+        settings=settings, n_params=n_params, estimated_gib=estimated_gib,
+        reserved_gib=torch.cuda.max_memory_reserved() / 2**30 if device != "cpu" else None,
+        save_seconds=saver.seconds, resume_seconds=resume_seconds,
+    )  # fmt: skip
     if keep_last and not unsaved:
         print0(f"next: python sample.py --out_dir={shlex.quote(out_dir)}")
 log.close()

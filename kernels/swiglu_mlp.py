@@ -47,7 +47,7 @@ def swiglu_mlp_reference(
         return again(total), total
     rows = as_rows(total)
     y = torch.cat([again(rows[some]) for some in slices(len(rows), chunks)])
-    return y.unflatten(0, total.shape[:-1]), total
+    return y.unflatten(0, total.shape[:-1]).clone(), total  # FSDP warns of a view
 
 
 class _SwiGLUMLP(torch.autograd.Function):
