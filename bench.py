@@ -10,6 +10,8 @@
     python bench.py kernels op=rope,swiglu      some of them, to out/kernels.json
     python bench.py step                        the whole training step, beside other trainers (benchmarks/step.py)
     python bench.py step breakdown              where its time goes
+    python bench.py losses                      is what it learns the same? beside Hugging Face's model in bfloat16 and
+                                                float32, from the same weights (benchmarks/losses.py)
     python bench.py gpus                        several GPUs: scaling, 8B, checkpoints (benchmarks/gpus.py)
     python bench.py record FOLDER NAME          keeps the summary.json that a training run left in FOLDER
                                                 as assets/NAME.json
@@ -23,7 +25,7 @@ import importlib
 import os
 import sys
 
-MODULES = ["sweep", "estimate", "snapshot", "kernels", "step", "gpus"]  # of benchmarks/
+MODULES = ["sweep", "estimate", "snapshot", "kernels", "step", "losses", "gpus"]  # of benchmarks/
 COMMANDS = [*MODULES, "record", "readme"]
 
 

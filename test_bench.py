@@ -13,7 +13,7 @@ import torch
 
 import bench
 from benchmarks import kernels as kernels_bench
-from benchmarks import libraries, report, timing
+from benchmarks import libraries, losses, report, timing
 from benchmarks.operations import OPERATIONS, Arm
 
 README = (report.ROOT / "README.md").read_text()
@@ -372,3 +372,64 @@ def test_a_size_has_a_letter_for_each_number_and_inputs_that_other_seeds_change(
 def test_quantiles():
     assert timing.quantiles([5.0, 1.0, 4.0, 2.0, 3.0, 0.0]) == [1.0, 2.5, 4.0]
     assert timing.quantiles([7.0]) == [7.0, 7.0, 7.0]
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Losses
+
+LOSSES = {
+    "command": "python bench.py losses",
+    "device": "GPU",
+    "versions": {"nanocria": "abc1234"},
+    "runs": [
+        {"arm": arm, "steps": 6, "batch": 8, "block": 1024, "losses": values}
+        for arm, values in {
+            "nanocria": [3.0, 2.5, 2.0, 1.5, 1.25, 1.0],
+            "hf": [3.0, 2.5, 2.0, 1.5, 1.0, 1.5],
+            "float32": [3.0, 2.5, 2.0, 1.5, 1.0, 1.0],
+        }.items()
+    ],
+}
+
+
+def test_train_py_is_hugging_faces_model_under_pytorchs_adamw():
+    """Step for step: the same first weights, tokens, losses, gradients' clip, learning rates and updates."""
+    pytest.importorskip("transformers")
+    at, config = (8, 2, 64), "config/baby_llama.py"
+    ours = losses.nanocria_losses("nanocria", *at, config, ["--n_layer=2", "--device=cpu", "--dtype=float32"])
+    theirs = losses.peer_losses("float32", *at, config, compute_dtype="float32", n_layer=2, vocab_size=257)
+    found = [our - their for our, their in zip(ours["losses"], theirs["losses"], strict=True)]
+    assert len(found) == 8 and max(map(abs, found)) < 1e-5, f"they differ by {found}"
+
+
+def test_losses_are_compared_with_those_of_float32():
+    rows = LOSSES["runs"]
+    assert [losses.cells(row, rows) for row in rows] == [
+        ["1.1250", "+0.1250", "0.1250"], ["1.2500", "+0.2500", "0.2500"], ["1.0000", "-", "-"],
+    ]  # fmt: skip
+    assert losses.cells(rows[0], rows[:2]) == ["1.1250", "-", "-"]  # float32 was not measured
+    assert "Hugging Face, bfloat16" in losses.line(rows[1], LOSSES)
+    assert "out of memory" in losses.line({"arm": "hf", "oom": True}, LOSSES)
+
+
+def test_losses_are_drawn_and_shown(tmp_path, monkeypatch):
+    plots = pytest.importorskip("benchmarks.plots", exc_type=ImportError)
+    plots.draw_losses(LOSSES, tmp_path / "losses.png")
+    assert (tmp_path / "losses.png").stat().st_size > 10_000
+    monkeypatch.setattr(report, "ASSETS", tmp_path)
+    (tmp_path / "losses.json").write_text(json.dumps(LOSSES))
+    assert "6 steps of 8 x 1,024 tokens" in report.losses_part() and "| nanocria | 1.1250 |" in report.losses_part()
+
+
+@pytest.mark.parametrize(
+    ("words", "sentence"),
+    [
+        (["arms=nanocra"], "arms=nanocra: there are nanocria, nanocria-plain, hf, float32. Did you mean nanocria?"),
+        (["shape=8"], "sequences x tokens, as in 8x2048"),
+        (["steps=0"], "steps=0: a whole number, at least 1"),
+        (["steps=100000"], "steps=100000: with 8 x 1024 tokens, pystdlib has enough for "),
+    ],
+)
+def test_a_slip_with_losses_gets_a_sentence(words, sentence):
+    with pytest.raises(SystemExit, match=re.escape(sentence)):
+        losses.main(words)

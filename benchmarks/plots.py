@@ -12,7 +12,7 @@ import matplotlib
 matplotlib.use("Agg")  # into files: no window, no display
 import matplotlib.pyplot as plt
 
-from benchmarks import gpus, report, snapshot, step, swept
+from benchmarks import gpus, losses, report, snapshot, step, swept
 
 COLORS = {  # ours stands out; whoever is in several plots has the same color in all
     "nanocria": "#c2410c", "eager": "#9ca3af", "torch": "#4b5563", "compile": "#0f766e", "liger": "#2563eb",
@@ -32,6 +32,7 @@ SWEEP_COLORS = {
 PART_COLORS = dict(
     zip(snapshot.PARTS, ["#1e3a8a", "#2563eb", "#0f766e", "#c2410c", "#9333ea", "#f59e0b", "#9ca3af"], strict=True)
 )  # fmt: skip
+LOSS_COLORS = dict(zip(losses.ARMS, ["#c2410c", "#fb923c", "#6b7280", "#000000"], strict=True))
 DASHES = ["-", "--", "-.", ":"]
 MARKS = dict(zip(step.CHECKPOINTING, "osv", strict=True))
 PASSES = {"forward": "fwd", "backward": "bwd", "inference": "loss alone", "both": "both"}
@@ -146,6 +147,25 @@ def draw_steps(record: dict, path: Path) -> None:
         first.plot([], [], mark, color="gray", label=f"checkpointing: {checkpointing}")
     figure.legend(*first.get_legend_handles_labels(), fontsize=8, frameon=False, ncols=3, loc="lower center")
     figure.tight_layout(rect=(0, 0.18, 1, 1))
+    save(figure, path)
+
+
+def draw_losses(record: dict, path: Path) -> None:
+    """Left the loss of each trainer; right how far it is from the float32 run's, averaged over ten steps."""
+    rows = [row for row in record["runs"] if "losses" in row]
+    figure, (left, right) = plt.subplots(1, 2, figsize=(10, 3.6), dpi=150)
+    for row in rows:
+        style = {"color": LOSS_COLORS[row["arm"]], "linewidth": 1.2}
+        left.plot(range(1, row["steps"] + 1), row["losses"], label=losses.ARMS[row["arm"]], **style)
+        found = losses.differences(row, rows) or []
+        tens = [found[i : i + 10] for i in range(0, len(found), 10)]
+        right.plot([10 * i + 5 for i in range(len(tens))], [sum(ten) / len(ten) for ten in tens], **style)
+    right.axhline(0, **style | {"color": LOSS_COLORS[losses.REFERENCE]})
+    where = "{batch} x {block:,} tokens".format(**rows[0])
+    left.set(xlabel="step", ylabel="training loss", title=f"Llama 3.2 1B, {where} a step")
+    right.set(xlabel="step", ylabel="loss minus that of float32", title="mean of ten steps")
+    left.legend(fontsize=8, frameon=False)
+    figure.tight_layout()
     save(figure, path)
 
 

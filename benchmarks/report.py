@@ -223,6 +223,15 @@ def breakdown_table() -> str:
     return step.breakdown_table(load("step"))
 
 
+def losses_part() -> str:
+    from benchmarks import losses
+
+    r = load("losses")
+    first = r["runs"][0]
+    at = f"Llama 3.2 1B, {first['steps']} steps of {first['batch']} x {first['block']:,} tokens"
+    return f"{at}; means of the last third:\n\n{losses.losses_table(r)}\n\n{commands(r, 'losses')} on one {ran_on(r)}."
+
+
 # ---------------------------------------------------------------------------------------------------------------------
 # Several GPUs: rows of `bench.py gpus`
 
@@ -295,6 +304,7 @@ PARTS = {  # name -> what makes it, the records that it needs, or of which kind 
     "steps": (partial(steps_table, "step"), ("step:points",)),
     "step_h100": (partial(steps_table, "step_h100"), ("step_h100:points",)),
     "breakdown": (breakdown_table, ("step:breakdown",)),
+    "losses": (losses_part, ("losses:runs",)),
     "gpus": (gpus_tables, ("gpus:scaling",)),
     "fits_headline": (fits_headline, ("study",)),
     "study": (partial(sweep_part, "study"), ("study",)),
@@ -340,6 +350,8 @@ def write_readme() -> None:
         plots.draw_kernels_memory(load("kernels"), ASSETS / "kernels_memory.png")
     if exists("step"):
         plots.draw_steps(load("step"), ASSETS / "step.png")
+    if exists("losses"):
+        plots.draw_losses(load("losses"), ASSETS / "losses.png")
     if exists("gpus"):
         plots.draw_gpus(load("gpus"), ASSETS / "gpus.png")
     for name in ("study", "sweep", "study_8b"):

@@ -140,9 +140,9 @@ def n_gpus_of(key: str, text: str, n_gpus: int) -> int:
     return n
 
 
-def shape(text: str) -> tuple[int, int]:
+def shape(text: str, key: str = "shapes") -> tuple[int, int]:
     if not re.fullmatch(r"[1-9]\d*x[1-9]\d*", text):
-        raise ValueError(f"shapes={text}: sequences x tokens, as in 8x2048")
+        raise ValueError(f"{key}={text}: sequences x tokens, as in 8x2048")
     batch, block = text.split("x")
     return int(batch), int(block)
 
