@@ -1,4 +1,4 @@
-"""The numbers: benchmarks leave records, records become the tables and plots of the README.
+"""The numbers: benchmarks leave records, records become the tables and plots of README.md and benchmarks/README.md.
 
     python bench.py                             what fits in this card: batches of Llama 3.2 1B grow until none does
     python bench.py preset=study                in 24 GiB, beside Hugging Face and Liger (benchmarks/sweep.py)
@@ -15,9 +15,9 @@
     python bench.py gpus                        several GPUs: scaling, 8B, checkpoints (benchmarks/gpus.py)
     python bench.py record FOLDER NAME          keeps the summary.json that a training run left in FOLDER
                                                 as assets/NAME.json
-    python bench.py readme                      draws the plots and writes the tables of README.md
+    python bench.py readme                      draws the plots and writes the tables of both pages
 
-The README's tables of what was measured stand between markers and are made from records; test_bench.py compares them.
+Tables of what was measured stand between markers and are made from records; test_bench.py compares them.
 """
 
 import difflib
@@ -49,7 +49,7 @@ def main(argv: list[str]) -> None:
             from benchmarks import report
 
             try:
-                report.write_readme()
+                report.write_pages()
             except (OSError, ValueError) as error:  # a record that is missing or broken, which it names
                 sys.exit(str(error))
         case ["record" | "readme", *_]:

@@ -1,10 +1,10 @@
-"""The README's plots, each drawn from records alone."""
+"""The plots of README.md and benchmarks/README.md, each drawn from records alone."""
 
 import math
 import textwrap
 from collections import Counter
 from functools import partial
-from itertools import groupby
+from itertools import groupby, pairwise
 from pathlib import Path
 
 import matplotlib
@@ -18,9 +18,10 @@ COLORS = {  # ours stands out; whoever is in several plots has the same color in
     "nanocria": "#c2410c", "eager": "#9ca3af", "torch": "#4b5563", "compile": "#0f766e", "liger": "#2563eb",
     "liger_fp32": "#93c5fd", "cce": "#9333ea", "sdpa_flash": "#f59e0b", "sdpa_cudnn": "#15803d",
 }  # fmt: skip
-STEP_COLORS = dict(
-    zip(step.ARMS, ["#c2410c", "#0f766e", "#5eead4", "#9ca3af", "#4b5563", "#2563eb"], strict=True)
-)  # fmt: skip
+STEP_COLORS = {
+    "nanocria": "#c2410c", "nanocria-fp8": "#f59e0b", "recipe": "#0f766e", "recipe-fp8": "#84cc16",
+    "torchtitan": "#5eead4", "hf": "#9ca3af", "hf-compiled": "#4b5563", "hf-liger": "#2563eb",
+}  # fmt: skip
 GPUS_COLORS = {
     "nanocria": "#c2410c", "nanocria-zero2": "#fb923c", "nanocria-hybrid": "#7c2d12", "nanocria-nccl": "#a8a29e",
     "nanocria-each": "#57534e", "recipe": "#0f766e", "recipe-zero2": "#134e4a", "torchtitan": "#5eead4",
@@ -32,7 +33,7 @@ SWEEP_COLORS = {
 PART_COLORS = dict(
     zip(snapshot.PARTS, ["#1e3a8a", "#2563eb", "#0f766e", "#c2410c", "#9333ea", "#f59e0b", "#9ca3af"], strict=True)
 )  # fmt: skip
-LOSS_COLORS = dict(zip(losses.ARMS, ["#c2410c", "#fb923c", "#6b7280", "#000000"], strict=True))
+LOSS_COLORS = dict(zip(losses.ARMS, ["#c2410c", "#f59e0b", "#7c2d12", "#6b7280", "#000000"], strict=True))
 DASHES = ["-", "--", "-.", ":"]
 MARKS = dict(zip(step.CHECKPOINTING, "osv", strict=True))
 PASSES = {"forward": "fwd", "backward": "bwd", "inference": "loss alone", "both": "both"}
@@ -142,7 +143,7 @@ def draw_steps(record: dict, path: Path) -> None:
     arms = {p["arm"] for p in done}
     for arm, title in step.ARMS.items():
         if arm in arms:
-            first.plot([], [], color=STEP_COLORS[arm], label=title)
+            first.plot([], [], color=STEP_COLORS[arm], label=report.with_dtype(arm, title))
     for checkpointing, mark in MARKS.items():
         first.plot([], [], mark, color="gray", label=f"checkpointing: {checkpointing}")
     figure.legend(*first.get_legend_handles_labels(), fontsize=8, frameon=False, ncols=3, loc="lower center")
@@ -243,6 +244,43 @@ def draw_sweep(record: dict, path: Path) -> None:
     figure.legend(handles.values(), handles.keys(), fontsize=8, frameon=False, ncols=3, loc="lower center")
     figure.tight_layout(rect=(0, 0.03 + 0.022 * math.ceil(len(handles) / 3), 1, 1))
     save(figure, path)
+
+
+def draw_fits(record: dict, path: Path) -> None:
+    """The README's: tokens a second as the batch grows, left, and as the context does; a cross is out of memory."""
+    kinds = [kind for kind in swept.ROWS if swept.done(record[kind])]
+    figure, panels = plt.subplots(1, len(kinds), figsize=(5 * len(kinds), 4.2), dpi=150, squeeze=False, sharey=True)
+    for axes, kind in zip(panels[0], kinds, strict=True):
+        key, first = swept.VARIES[kind], record[kind][0]
+        for arm in swept.SHOWN:
+            draw_until_out_of_memory(axes, [row for row in record[kind] if row["arm"] == arm], key, arm)
+        unit = f"sequences of {first['block']:,} tokens" if kind == "batch" else f"tokens, at batch {first['batch']}"
+        axes.set(xlabel=f"{swept.SIZE[kind]}, {unit}", xscale="log", ylim=(0, None))
+        sizes = sorted({row[key] for row in record[kind]})
+        sizes = [size for size, after in pairwise([*sizes, math.inf]) if after > 1.2 * size]  # or they would touch
+        axes.set_xticks(sizes, [f"{size:,}" for size in sizes], rotation=60, fontsize=8)
+        axes.minorticks_off()
+    panels[0][0].set(ylabel="thousand tokens per second")
+    panels[0][0].plot([], [], "x", color="black", markeredgewidth=2, label="out of memory")
+    limit, device = record[kinds[0]][0]["limit_gib"], record["device"].removeprefix("1 x ").removeprefix("NVIDIA ")
+    figure.suptitle(f"Llama 3.2 1B within {limit:g} GiB of GPU memory (one {device} limited to that)", fontsize=12)
+    figure.legend(*panels[0][0].get_legend_handles_labels(), fontsize=9, frameon=False, ncols=5, loc="lower center")
+    figure.align_xlabels()
+    figure.tight_layout(rect=(0, 0.06, 1, 1))
+    save(figure, path)
+
+
+def draw_until_out_of_memory(axes, rows: list[dict], key: str, arm: str) -> None:
+    """Tokens a second over the size, then dots down to a cross; ours in front of ours with activations on the CPU."""
+    fits = sorted(swept.done(rows), key=lambda row: row[key])
+    x, y = [row[key] for row in fits], [row["tok_per_s"] / 1000 for row in fits]
+    style = {"color": SWEEP_COLORS[arm], "zorder": 3 if arm == "all" else 2}
+    line = {"linestyle": "--" if arm == "long" else "-", "label": swept.TITLES[arm]}
+    axes.plot(x, y, marker="o", markersize=4, **line, **style)
+    for row in rows:
+        if row.get("oom") and fits:
+            axes.plot([x[-1], row[key]], [y[-1], 0], ":", linewidth=1, **style)
+            axes.plot(row[key], 0, "x", markersize=8, markeredgewidth=2, clip_on=False, **style)
 
 
 def draw_series(speed, memory, rows: list[dict], kind: str, style: dict):

@@ -1,7 +1,7 @@
-"""Records in assets/ become the tables and plots of the README.
+"""Records in assets/ become the tables and plots of README.md and benchmarks/README.md.
 
-A record is the JSON that a named command wrote, with device, versions and commit. What was measured stands in the
-README between two markers, <!-- part --> and <!-- /part -->, and is made from records by the part's function here.
+A record is the JSON that a named command wrote, with device, versions and commit. What was measured stands on a page
+between two markers, <!-- part --> and <!-- /part -->, and is made from records by the part's function here.
 """
 
 import json
@@ -42,7 +42,7 @@ def keep(run_folder: str, name: str) -> None:
 
 
 def commit() -> str:
-    """As runlog.git_commit names it, but a record or a README that has been written over changes no code."""
+    """As runlog.git_commit names it, but a record or a page that has been written over changes no code."""
     name = runlog.git_commit()
     command = ["git", "diff", "--quiet", "HEAD", "--", ".", ":!assets", ":!*.md"]
     if name.endswith("-dirty") and subprocess.run(command, cwd=ROOT, capture_output=True).returncode == 0:
@@ -62,8 +62,9 @@ def origin(command: str, device: str, packages: tuple[str, ...] = ()) -> dict:
 
 
 # What trains and what measures it: a record goes on where none of it has changed since, whatever was drawn or sampled.
-BESIDE = ["test_*.py", "conftest.py", "bench.py", "convert.py", "sample.py", "tokenizer.py"]
-BESIDE += [f"benchmarks/{name}.py" for name in ("report", "plots", "estimate", "kernels", "operations", "libraries")]
+BESIDE = ["test_*.py", "conftest.py", "bench.py", "convert.py", "sample.py", "tokenizer.py", "benchmarks/README.md"]
+BESIDE += [f"benchmarks/{name}.py" for name in ("report", "plots", "losses", "estimate", "kernels", "operations")]
+BESIDE += ["benchmarks/libraries.py"]
 CODE = [":(glob)*.py", "kernels", "config", "data/tokens.py", "benchmarks", *(f":!{name}" for name in BESIDE)]
 
 
@@ -100,26 +101,54 @@ def baby_table() -> str:
 
 
 def headline() -> str:
-    """The largest number of tokens a second, and what the compiled recipe of torchtitan, if any, does on the same."""
-    r, cpu = load("step"), load("baby_llama_cpu")
+    """The largest number of tokens a second, and what torchtitan's recipe, if it was measured, does on the same."""
+    r = load("step")
     done = [point for point in r["points"] if "tok_per_s" in point]
     best = max((p for p in done if p["arm"] == "nanocria"), key=lambda p: p["tok_per_s"])
     where = ("batch", "block", "checkpointing")
     peer = next((p for p in done if p["arm"] == "recipe" and all(p[k] == best[k] for k in where)), None)
     share = f" ({best['mfu']:.0%} MFU)" if best["mfu"] else ""  # of some cards the peak is not known
-    beside = ""
-    if peer:
-        speed, memory = (best[key] / peer[key] for key in ("tok_per_s", "peak_gib"))
-        beside = f": {speed:.2f} times the speed of torchtitan's compiled recipe, with {memory:.0%} of its memory"
-    return (
-        f"Llama 3.2 1B trains at {best['tok_per_s']:,.0f} tokens per second{share} in {best['peak_gib']:.0f} GiB of "
-        f"one {r['device']}{beside}. The baby below trains in {cpu['train_seconds'] / 60:.0f} minutes on a CPU."
-    )
+    text = f"- Llama 3.2 1B trains at {best['tok_per_s']:,.0f} tokens per second{share} on one {r['device']}"
+    if not peer:
+        return f"{text}, in {best['peak_gib']:.0f} GiB."
+    speed, memory = (best[key] / peer[key] for key in ("tok_per_s", "peak_gib"))
+    beside = f"{speed:.2f} times the speed of torchtitan's recipe, in {memory:.0%} of its memory"
+    return f"{text}: {beside} ({best['peak_gib']:.0f} GiB)."
 
 
-def ran_on(record: dict) -> str:
-    versions = ", ".join(f"{name} {version}" for name, version in record["versions"].items())
-    return f"{record['device'].removeprefix('1 x ')} ({versions})"
+# ---------------------------------------------------------------------------------------------------------------------
+# Where a record comes from
+
+NAMES = {  # of the packages that a footer names
+    "torch": "PyTorch", "triton": "Triton", "transformers": "transformers", "liger_kernel": "Liger-Kernel",
+    "liger-kernel": "Liger-Kernel", "cut-cross-entropy": "cut-cross-entropy", "torchtitan": "torchtitan",
+    "torchao": "torchao",
+}  # fmt: skip
+ARMS_OF = {  # which arms ran a package; every arm ran those that are not here
+    "transformers": {"hf", "hf-compiled", "hf-liger", "liger", "float32"},
+    "liger_kernel": {"hf-liger", "liger"},
+    "torchtitan": {"torchtitan"},  # the recipe is written out in peers.py
+    "torchao": {"recipe-fp8", "recipe-fp8-2"},
+}
+
+
+def footer(name: str) -> str:
+    """On what a record was measured, what that card reaches, and where the commands and commits stand."""
+    r, path = load(name), f"assets/{name}.json"
+    rows = [row for rows in r.values() if isinstance(rows, list) for row in rows]
+    arms = {row.get("arm") for row in rows}
+    packages = [
+        f"{title} {r['versions'][package].partition('+')[0]}"
+        for package, title in NAMES.items()
+        if package in r["versions"] and ARMS_OF.get(package, arms) & arms
+    ]
+    number, _, device = r["device"].rpartition(" x ")
+    many = number not in ("", "1")
+    measured = f"Measured on {number if many else 'one'} {device}{'s' * many}"
+    limits = f"; copies {r['copy_tb_s']:.2f} TB/s, matmuls {r['matmul_tflops']:.0f} TFLOP/s" if "copy_tb_s" in r else ""
+    link = f"[{path}]({path})"
+    origin = f"Commands and commits: {link}" if " && " in r["command"] else f"Command: `{r['command']}`; commit: {link}"
+    return f"{measured} with {', '.join(packages)}{limits}. {origin}."
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -190,16 +219,7 @@ def kernels_table() -> str:
         ]
         lines.append([f"`{op}`", size, *(" / ".join(cells) for cells in columns)])
     header = ["operation", "shape", "pass", "time", "of the limit", "speed vs. the best peer", "CPU time per launch"]
-    return table(header, lines) + "\n\n" + kernels_origin()
-
-
-def kernels_origin() -> str:
-    r = load("kernels")
-    return f"`{r['command']}` on one {ran_on(r)}; {limits_of(r)}."
-
-
-def limits_of(r: dict) -> str:
-    return f"limits measured beside it: copy {r['copy_tb_s']:.2f} TB/s, matmul {r['matmul_tflops']:.0f} TFLOP/s"
+    return table(header, lines) + "\n\n" + footer("kernels")
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -209,12 +229,45 @@ def limits_of(r: dict) -> str:
 def steps_table(name: str) -> str:
     from benchmarks import step
 
-    r = load(name)
-    measured = f"Tokens per second · peak GiB; {commands(r, name)} on one {ran_on(r)}; {limits_of(r)}."
-    text = f"{step.step_table(r)}\n\n{measured}"
-    if r["baby"]:
-        text += "\n\nThe small model of `config/baby_llama.py`, batch 64:\n\n" + step.baby_table(r)
-    return text
+    return f"Tokens per second · peak GiB:\n\n{step.step_table(load(name))}\n\n{footer(name)}"
+
+
+SHORT_AT = (16, 2048, "none")
+
+
+def steps_short() -> str:
+    """Each trainer without checkpointing at the README's shape, the fastest first."""
+    from benchmarks import step
+
+    points = [p for p in load("step")["points"] if "tok_per_s" in p and step.place(p)[1:] == SHORT_AT]
+    points.sort(key=lambda p: -p["tok_per_s"])
+    ours = next((p["tok_per_s"] for p in points if p["arm"] == "nanocria"), None)
+    rows = [
+        [
+            with_dtype(p["arm"], step.ARMS[p["arm"]]),
+            f"{p['tok_per_s']:,.0f}",
+            f"{p['peak_gib']:.1f}",
+            f"{p['tok_per_s'] / ours:.2f}" if ours else "-",
+        ]
+        for p in points
+    ]
+    return table(["trainer", "tok/s", "peak GiB", "speed, nanocria = 1"], rows)
+
+
+def with_dtype(arm: str, title: str) -> str:
+    """Marks the trainers of `bench.py step` whose weights and moments, too, are bfloat16."""
+    return title + " (bf16)" * arm.startswith("hf")
+
+
+def small_model_table() -> str:
+    """The steps of the small model, where a step is hundreds of launches of a few microseconds."""
+    from benchmarks import step
+
+    points = [p for p in load("step")["baby"] if "ms_per_step" in p]
+    rows = [
+        [step.ARMS.get(p["arm"], f"`{p['arm']}`"), f"{p['ms_per_step']:.2f}", f"{p['tok_per_s']:,.0f}"] for p in points
+    ]
+    return table(["trainer", "ms per step", "tok/s"], rows)
 
 
 def breakdown_table() -> str:
@@ -229,7 +282,7 @@ def losses_part() -> str:
     r = load("losses")
     first = r["runs"][0]
     at = f"Llama 3.2 1B, {first['steps']} steps of {first['batch']} x {first['block']:,} tokens"
-    return f"{at}; means of the last third:\n\n{losses.losses_table(r)}\n\n{commands(r, 'losses')} on one {ran_on(r)}."
+    return f"{at}; means of the last third:\n\n{losses.losses_table(r)}\n\n{footer('losses')}"
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -250,7 +303,7 @@ def gpus_tables() -> str:
         if "cost" in row:
             at = f"Llama 3.2 1B on {row['ranks']} GPUs, {row['batch']} x {row['block']:,} tokens each"
             parts.append(f"{at}: {gpus.saves_sentence(row)}.")
-    return "\n\n".join([*parts, f"{commands(r, 'gpus')} on {ran_on(r)}; {limits_of(r)}."])
+    return "\n\n".join([*parts, footer("gpus")])
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -265,8 +318,7 @@ def sweep_part(name: str) -> str:
     for kind in filter(r.get, swept.ROWS):
         parts += [f"{swept.what_was_swept(r, kind)}:", swept.fits_table(r, kind)]
         parts += [folded("All measurements: tokens per second · peak GiB", swept.sweep_table(r, kind))]
-    measured = f"{commands(r, name)} on {ran_on(r)}; {limits_of(r)}. {swept.arithmetic(r)}"
-    return "\n\n".join([*parts, measured.rstrip()])
+    return "\n\n".join([*parts, f"{footer(name)} {swept.arithmetic(r)}".rstrip()])
 
 
 def folded(title: str, text: str) -> str:
@@ -274,43 +326,48 @@ def folded(title: str, text: str) -> str:
     return f"<details><summary>{title}</summary>\n\n{text}\n\n</details>"
 
 
-def commands(record: dict, name: str) -> str:
-    """The first, and how many more there are where the record was continued: with keep= they need what was before."""
-    first, *others = record["command"].split(" && ")
-    more = f"{len(others)} more command{'s' * (len(others) > 1)}"
-    return f"`{first}`" + (f" and {more}, listed in assets/{name}.json," if others else "")
-
-
 def fits_headline() -> str:
     from benchmarks import swept
 
-    return swept.headline(load("study"))
+    return f"- {swept.headline(load('study'))}"
+
+
+def fits_table() -> str:
+    from benchmarks import swept
+
+    return swept.fits_of_both(load("study"))
 
 
 def snapshot_table() -> str:
     from benchmarks import snapshot
 
-    r = load("snapshot")
-    return f"{snapshot.parts_table(r)}\n\n`{r['command']}` on {ran_on(r)}."
+    return f"{snapshot.parts_table(load('snapshot'))}\n\n{footer('snapshot')}"
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# The README
+# The pages
 
-PARTS = {  # name -> what makes it, the records that it needs, or of which kind of rows
-    "headline": (headline, ("step:points", "baby_llama_cpu")),
-    "baby": (baby_table, ("baby_llama_cpu", "baby_llama_gpu")),
-    "kernels": (kernels_table, ("kernels",)),
-    "steps": (partial(steps_table, "step"), ("step:points",)),
-    "step_h100": (partial(steps_table, "step_h100"), ("step_h100:points",)),
-    "breakdown": (breakdown_table, ("step:breakdown",)),
-    "losses": (losses_part, ("losses:runs",)),
-    "gpus": (gpus_tables, ("gpus:scaling",)),
-    "fits_headline": (fits_headline, ("study",)),
-    "study": (partial(sweep_part, "study"), ("study",)),
-    "sweep": (partial(sweep_part, "sweep"), ("sweep",)),
-    "snapshot": (snapshot_table, ("snapshot",)),
-    "study_8b": (partial(sweep_part, "study_8b"), ("study_8b",)),
+PAGES = {  # page -> its parts: name -> what makes it, the records that it needs, or of which kind of rows
+    "README.md": {
+        "headline": (headline, ("step:points",)),
+        "fits_headline": (fits_headline, ("study",)),
+        "fits": (fits_table, ("study",)),
+        "steps_short": (steps_short, ("step:points",)),
+        "losses": (losses_part, ("losses:runs",)),
+    },
+    "benchmarks/README.md": {
+        "steps": (partial(steps_table, "step"), ("step:points",)),
+        "step_h100": (partial(steps_table, "step_h100"), ("step_h100:points",)),
+        "small_model": (small_model_table, ("step:baby",)),
+        "baby": (baby_table, ("baby_llama_cpu", "baby_llama_gpu")),
+        "breakdown": (breakdown_table, ("step:breakdown",)),
+        "study": (partial(sweep_part, "study"), ("study",)),
+        "sweep": (partial(sweep_part, "sweep"), ("sweep",)),
+        "study_8b": (partial(sweep_part, "study_8b"), ("study_8b",)),
+        "gpus": (gpus_tables, ("gpus:scaling",)),
+        "kernels": (kernels_table, ("kernels",)),
+        "snapshot": (snapshot_table, ("snapshot",)),
+    },
 }
 
 
@@ -322,28 +379,34 @@ def lacking(need: str) -> str | None:
     return f"row of {kind} in assets/{name}.json" if kind and not load(name)[kind] else None
 
 
-def render(text: str) -> str:
-    """The README with each part made anew. A part whose records are kept must be shown, and no other may be."""
-    for name, (part, records) in PARTS.items():
+def render(text: str, page: str) -> str:
+    """The page with each of its parts made anew. A part whose records are kept must be shown, and no other may be."""
+    up = "../" * page.count("/")  # to where assets/ is
+    for name in re.findall(r"<!-- (\w+) -->", text):
+        if name not in PAGES[page]:
+            raise ValueError(f"{page} shows <!-- {name} -->, which is no part of it")
+    for name, (part, records) in PAGES[page].items():
         begin, end = f"<!-- {name} -->", f"<!-- /{name} -->"
         missing = list(filter(None, map(lacking, records)))
         if missing and begin in text:
-            raise ValueError(f"README.md shows {begin}, but there is no {', '.join(missing)}")
+            raise ValueError(f"{page} shows {begin}, but there is no {', '.join(missing)}")
         if missing:
             continue
         if text.count(begin) != 1 or text.count(end) != 1:
-            raise ValueError(f"README.md must hold {begin} and {end} once each")
+            raise ValueError(f"{page} must hold {begin} and {end} once each")
         before, _, rest = text.partition(begin)
-        text = f"{before}{begin}\n{part()}\n{end}{rest.partition(end)[2]}"
+        made = part().replace("](assets/", f"]({up}assets/")
+        text = f"{before}{begin}\n{made}\n{end}{rest.partition(end)[2]}"
     return text
 
 
-def write_readme() -> None:
-    """Writes the tables and draws the plots."""
+def write_pages() -> None:
+    """Writes the tables of all pages, or of none, and draws the plots."""
     from benchmarks import plots
 
-    readme = ROOT / "README.md"
-    readme.write_text(render(readme.read_text()))
+    pages = {page: render((ROOT / page).read_text(), page) for page in PAGES}
+    for page, text in pages.items():
+        (ROOT / page).write_text(text)
     plots.draw_baby(ASSETS / "baby_llama.png")
     if exists("kernels"):
         plots.draw_kernels_speed(load("kernels"), ASSETS / "kernels_speed.png")
@@ -354,6 +417,8 @@ def write_readme() -> None:
         plots.draw_losses(load("losses"), ASSETS / "losses.png")
     if exists("gpus"):
         plots.draw_gpus(load("gpus"), ASSETS / "gpus.png")
+    if exists("study"):
+        plots.draw_fits(load("study"), ASSETS / "fits.png")
     for name in ("study", "sweep", "study_8b"):
         if exists(name):
             plots.draw_sweep(load(name), ASSETS / f"{name}.png")

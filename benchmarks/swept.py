@@ -18,6 +18,7 @@ ARMS = {  # what train.py is told
     "torch": ["--fused_kernels=false", "--attention=sdpa", "--fused_loss=false"],
 }
 WHOLE = ("all", "long")  # with every kernel: what a peer is compared with
+SHOWN = ("all", "long", "liger", "hf")  # in the README
 PEERS = {  # as benchmarks/peers.py names them, without offload and with
     "hf": {"none": "hf-masters", "all": "hf-offload"},
     "liger": {"none": "hf-liger-masters", "all": "hf-liger-offload"},
@@ -191,9 +192,44 @@ def fits_table(record: dict, kind: str) -> str:
         speed, peak = (f"{fits[-1]['tok_per_s']:,.0f}", f"{fits[-1]['peak_gib']:.1f}") if fits else ("-", "-")
         slope = slope_kb(rows)
         out_of_memory = f"{too_large[0]:,}" if too_large else "-"
-        lines.append([names[name], largest, out_of_memory, speed, peak, "-" if slope is None else f"{slope:.0f}"])
+        lines.append([names[name], largest, out_of_memory, speed, peak, "-" if slope is None else f"{slope:,.0f}"])
     sizes = [f"largest {SIZE[kind]}", "out of memory at"]
     return report.table(["trainer", *sizes, "its tok/s", "its peak GiB", "KB per extra token"], lines)
+
+
+def end_of(record: dict, kind: str, arm: str) -> dict | None:
+    """The largest point of an arm; None where none fits."""
+    return max((r for r in done(record[kind]) if r["arm"] == arm), key=lambda row: row[VARIES[kind]], default=None)
+
+
+def ran_out(record: dict, kind: str, arm: str) -> bool:
+    return any(row["arm"] == arm and row.get("oom") for row in record[kind])
+
+
+def fits_of_both(record: dict) -> str:
+    """The README's table: the largest batch and the largest context of each trainer, and how it was there."""
+    kinds = [kind for kind in ROWS if record[kind]]
+    lines = []
+    for arm in SHOWN:
+        ends = {kind: end_of(record, kind, arm) for kind in kinds}
+        cells = [TITLES[arm]]
+        for kind, end in ends.items():
+            star = "" if ran_out(record, kind, arm) else r"\*"
+            cells += [f"{end[VARIES[kind]]:,}{star}", step.cell(end)] if end else ["-", "-"]
+        lines += [cells] if any(ends.values()) else []
+    blocks = {"batch": "batch of {block:,} tokens", "seq": "context at batch {batch}"}
+    sizes = [f"largest {blocks[kind].format(**record[kind][0])}" for kind in kinds]
+    table = report.table(["trainer", *(cell for size in sizes for cell in (size, "tok/s · GiB"))], lines)
+    tried = [f"{PLURAL[kind]} of {numbers(sorted({row[VARIES[kind]] for row in record[kind]}))}" for kind in kinds]
+    note = f"Tried: {'; '.join(tried)}. The next size was out of memory"
+    return f"{table}\n\n{note}" + (r", except at \*, the largest tried." if r"\*" in table else ".")
+
+
+PLURAL = {"batch": "batches", "seq": "contexts"}
+
+
+def numbers(values: list[int]) -> str:
+    return ", ".join(f"{value:,}" for value in values)
 
 
 def what_was_swept(record: dict, kind: str) -> str:
@@ -223,29 +259,33 @@ def arithmetic(record: dict) -> str:
     return " ".join(sentences)
 
 
+ON_CPU = {"none": "", "optimizer": "With the optimizer in CPU memory, ",
+          "all": "With weights and optimizer in CPU memory, "}  # fmt: skip
+
+
 def headline(record: dict) -> str:
-    """What fits, ours and theirs; and at the largest batch that ours and a peer manage, speed and memory."""
-    ours = {kind: [row for row in done(record[kind]) if row["arm"] in WHOLE] for kind in ROWS}
-    ends = {kind: max(rows, key=lambda row, kind=kind: row[VARIES[kind]]) for kind, rows in ours.items() if rows}
+    """What fits, like for like: nanocria and each peer with the same kept on the CPU; then with the activations too."""
+    ends = {kind: end for kind in ROWS if (end := end_of(record, kind, "all"))}
+    first, device = next(iter(ends.values())), record["device"].removeprefix("1 x ")
+    limit = f"{first['limit_gib']:g} GiB of GPU memory (one {device} limited to that)"
     what = {"batch": "batches of {batch:,} x {block:,} tokens", "seq": "contexts of {block:,} at batch {batch}"}
     sizes = " or ".join(what[kind].format(**row) for kind, row in ends.items())
-    limit = max(row["limit_gib"] for row in ends.values())
-    on_cpu = max(cpu_gib(row) for row in ends.values())
-    beside = f" and {on_cpu:.0f} GiB of CPU memory" if on_cpu else ""
-    text = f"{limit:g} GiB of GPU memory{beside} are enough to train all parameters of Llama 3.2 1B with {sizes}."
-    ended = []
+    text = f"{ON_CPU[first['offload']]}Llama 3.2 1B trains within {limit} at {sizes}"
+    ended = {}
     for peer in PEERS:
-        kinds = [kind for kind in ends if any(row["arm"] == peer and row.get("oom") for row in record[kind])]
-        above = (f"{SIZE[kind]} {largest(record[kind], kind, (peer,)):,}" for kind in kinds)
-        ended += [f"{TITLES[peer]} above {' and '.join(above)}"] if kinds else []
-    if ended:
-        text += f" Out of memory with as much: {', '.join(ended)}."
-    both = max(ratios(record["batch"]), key=lambda ratio: (ratio["batch"], -ratio["peak_gib"]), default=None)
+        found = {kind: largest(record[kind], kind, (peer,)) for kind in ends if ran_out(record, kind, peer)}
+        if found:
+            ended[TITLES[peer]] = " and ".join(f"{SIZE[kind]} {size:,}" for kind, size in found.items())
+    for i, (peer, at) in enumerate(reversed(ended.items())):
+        text += f"{', ' if i else '; '}{peer} {'' if i else 'ends '}at {at}"
+    text += "."
+    same = [ratio for ratio in ratios(record["batch"]) if ratio["arm"] == "all"]
+    both = max(same, key=lambda ratio: (ratio["batch"], -ratio["peak_gib"]), default=None)
     if both:
-        ours, theirs = TITLES[both["arm"]].replace(", ", " with "), TITLES[both["peer"]]
-        text += f" At batch {both['batch']:,} {ours} is {both['tok_per_s']:.2f} times as fast as {theirs}"
-        text += f", in {both['peak_gib']:.0%} of its GPU memory."
-    return text
+        text += f" At batch {both['batch']:,} nanocria is {both['tok_per_s']:.2f} times as fast as "
+        text += f"{TITLES[both['peer']]}, in {both['peak_gib']:.0%} of the GPU memory."
+    longest = [f"{SIZE[kind]} {end[VARIES[kind]]:,}" for kind in ROWS if (end := end_of(record, kind, "long"))]
+    return text + (f" With activations on the CPU too: {' or '.join(longest)}." if longest else "")
 
 
 def summary(record: dict, out: Path, failed: list[dict]) -> dict:
