@@ -234,7 +234,7 @@ def test_the_floors_count_the_flops_that_the_model_counts():
         ("baby shapes=1x1", "shapes=: not read by baby"),
         (
             "arms=hf-ligr",
-            "arms=hf-ligr: there are nanocria, recipe, torchtitan, hf, hf-compiled, hf-liger. Did you mean hf-liger?",
+            f"arms=hf-ligr: there are {', '.join(step.ARMS)}. Did you mean hf-liger?",
         ),
         ("checkpointing=some", "checkpointing=some: there are none, selective, full"),
         ("shapes=8*2048", "shapes=8*2048: sequences x tokens, as in 8x2048"),
@@ -354,7 +354,8 @@ def test_a_record_goes_on_where_only_words_have_changed_since(tmp_path, monkeypa
     monkeypatch.setattr(report, "ROOT", tmp_path)
     git("init", "-q")
     first = commit("train.py", "1")
-    beside = ("README.md", "test_train.py", "benchmarks/plots.py", "assets/step.json", "sample.py", "bench.py")
+    beside = ("README.md", "test_train.py", "benchmarks/plots.py", "assets/step.json", "sample.py", "bench.py",
+              "benchmarks/README.md", "benchmarks/losses.py")  # fmt: skip
     words = [commit(name, "2") for name in beside]
     assert all(report.same_code(first, later) and report.same_code(later, first) for later in words)
     for name in ("model.py", "memory.py", "kernels/rope.py", "config/a.py", "benchmarks/swept.py", "train.py"):
@@ -513,11 +514,26 @@ def test_a_process_hands_over_the_last_object_that_it_prints():
     assert result is None and "Bang" in printed
 
 
+def test_the_pages_have_the_step_in_short_and_the_small_model(tmp_path, monkeypatch):
+    monkeypatch.setattr(report, "ASSETS", tmp_path)
+    at = {"batch": 16, "peak_gib": 40.0}
+    points = [*RECORD["points"], point("recipe", tok_per_s=60_000.0, **at), point("hf", tok_per_s=63_000.0, **at)]
+    points += [point("nanocria", **at), point("nanocria", "full", **at)]
+    (tmp_path / "step.json").write_text(json.dumps(RECORD | {"points": points}))
+    assert report.steps_short().splitlines()[2:] == [
+        "| nanocria | 70,000 | 40.0 | 1.00 |", "| Hugging Face (bf16) | 63,000 | 40.0 | 0.90 |",
+        "| torchtitan's recipe | 60,000 | 40.0 | 0.86 |",
+    ]  # fmt: skip
+    assert report.small_model_table().splitlines() == [
+        "| trainer | ms per step | tok/s |", "| --- | ---: | ---: |",
+        "| `nanocria --cuda_graph=true` | 2.50 | 6,500,000 |",
+    ]  # fmt: skip
+
+
 def test_the_tables_show_every_row_and_the_plot_is_drawn(tmp_path):
     assert "| 8 x 2,048 | none | 70,000 · 30.0 | 50,000 · 40.0 | out of memory |" in step.step_table(RECORD)
     assert step.breakdown_table(RECORD).endswith("| whole step | 191.0 | 180.0 |")
     assert "of our step go (8 x 2,048 tokens, checkpointing none), and" in step.breakdown_table(RECORD)
-    assert "| `nanocria --cuda_graph=true` | 2.50 | 6,500,000 |" in step.baby_table(RECORD)
     several = copy.deepcopy(RECORD) | {"points": [*RECORD["points"], point("nanocria", "full"), point("hf", batch=16)]}
     json.dumps(several)
     plots.draw_steps(several, tmp_path / "step.png")

@@ -30,6 +30,7 @@ from torch.utils.checkpoint import checkpoint
 
 import kernels
 from kernels import linear_cross_entropy, reference, rms_norm
+from kernels.fp8_linear import quantize, transpose
 from kernels.launch import use_triton
 
 HAS_GPU = torch.cuda.is_available()
@@ -1274,6 +1275,11 @@ def compile_for(card):
     for case in product(("flash_attention",), (64, 128), (FP16, FP32), (None, torch.zeros(1, 256, dtype=torch.int32))):
         _, head_dim, dtype, starts = case
         run(kernels.flash_attention, [randn(1, 256, heads, head_dim, dtype=dtype) for heads in (4, 2, 2)], [starts])
+    if capability >= 89:  # before Ada there is no float8
+        case = "fp8_linear", 256, torch.bfloat16
+        x8, scales = quantize(randn(64, 256, dtype=torch.bfloat16))
+        quantize(randn(64, 64, dtype=torch.bfloat16), scales.view(-1))
+        transpose(x8)
     assert sizes, "nothing was compiled"
     for (kernel, case), size in sizes.items():
         assert size <= shared, f"{kernel} of {case} takes {size} bytes of shared memory, {card} has {shared}"

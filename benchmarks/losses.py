@@ -7,6 +7,7 @@ All arms start from the same weights, read the same tokens at each step and foll
 process of its own.
 
 nanocria         train.py itself: bfloat16 compute, float32 master weights
+nanocria-fp8     the same with --fp8=true, two thirds of its blocks' matmuls in float8
 nanocria-plain   the same without its kernels: PyTorch's norms, RoPE, MLP, attention and loss
 hf               transformers' LlamaForCausalLM with float32 weights and bfloat16 compute, by FSDP2
 float32          the same model with everything in float32 (matmuls in TF32): what the others round
@@ -35,11 +36,16 @@ from model import Llama, LlamaConfig, fill
 CONFIG = step.CONFIG
 ARMS = {
     "nanocria": "nanocria",
+    "nanocria-fp8": "nanocria, fp8",
     "nanocria-plain": "nanocria, plain PyTorch",
     "hf": "Hugging Face, bfloat16",
     "float32": "Hugging Face, float32",
 }
-FLAGS = {"nanocria": [], "nanocria-plain": ["--fused_kernels=false", "--fused_loss=false", "--attention=sdpa"]}
+FLAGS = {
+    "nanocria": [],
+    "nanocria-fp8": ["--fp8=true"],
+    "nanocria-plain": ["--fused_kernels=false", "--fused_loss=false", "--attention=sdpa"],
+}
 REFERENCE = "float32"
 ROWS = {"runs": ("arm",)}
 SEED, LEARNING_RATE, WARMUP = 1337, 4e-4, 50  # config/llama32_1b.py's rate

@@ -23,6 +23,7 @@ import torch.nn.functional as F
 import kernels
 from benchmarks import libraries
 from kernels import reference
+from kernels.fp8_linear import quantize, scaled_mm
 
 EPS = 1e-5
 VOCAB = 128256  # Llama 3's
@@ -277,6 +278,42 @@ LINEAR_CROSS_ENTROPY = Operation(
 )
 
 # ---------------------------------------------------------------------------------------------------------------------
+# A linear layer in float8, beside bfloat16's: the MLP's of Llama 3.2 1B and 3.1 8B, gate and up, and down
+
+FP8_SIZES = [(16384, 2048, 16384), (16384, 8192, 2048), (16384, 4096, 28672), (16384, 14336, 4096)]
+
+
+def linear_inputs(size, options):
+    n_tokens, n_in, n_out = size
+    return [torch.randn(n_tokens, n_in, **options), n_in**-0.5 * torch.randn(n_out, n_in, **options)], ()
+
+
+def fp8_matmuls_alone(size):
+    """Of operands that are float8 already: y and dx; and dW in bfloat16."""
+    n_tokens, n_in, n_out = size
+    options = {"device": "cuda", "dtype": torch.bfloat16}
+    (x, weight), _ = linear_inputs(size, options)
+    dy = torch.randn(n_tokens, n_out, **options)
+    (x8, s), (w8, t), (wt8, one), (dy8, u) = map(quantize, (x, weight, weight.T, dy))
+    return [
+        partial(scaled_mm, x8, w8, s, t.T, torch.bfloat16, None),
+        partial(scaled_mm, dy8, wt8, u, one.T, torch.bfloat16, None),
+        partial(torch.mm, dy.T, x),
+    ]
+
+
+FP8_LINEAR = Operation(
+    dims="N C O",
+    sizes=FP8_SIZES,
+    inputs=linear_inputs,
+    work=lambda size: {"both": {"flops": 3 * 2 * math.prod(size)}},
+    arms={"nanocria": Arm(kernels.fp8_linear), "eager": Arm(F.linear)},
+    truth=F.linear,
+    floor=fp8_matmuls_alone,
+    checked=lambda size: (min(size[0], 1024), *size[1:]),
+)
+
+# ---------------------------------------------------------------------------------------------------------------------
 # Causal attention with grouped keys and values. q (B, T, H, D), k and v (B, T, K, D)
 
 ATTENTION_SIZES = [(8, 2048, 32, 8, 64), (2, 8192, 32, 8, 64), (1, 32768, 32, 8, 64), (4, 4096, 32, 8, 128)]
@@ -361,6 +398,7 @@ OPERATIONS = with_libraries(
         "geglu": glu("geglu", eager_geglu),
         "cross_entropy": CROSS_ENTROPY,
         "linear_cross_entropy": LINEAR_CROSS_ENTROPY,
+        "fp8_linear": FP8_LINEAR,
         "flash_attention": FLASH_ATTENTION,
     }
 )

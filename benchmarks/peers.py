@@ -11,6 +11,8 @@ recipe        What torchtitan 0.2 does with a Llama 3, written out in plain PyTo
               original in three ways: the head is tied to the embedding (262 million parameters less), RoPE is
               real-valued (inductor cannot fuse torchtitan's complex product), and selective checkpointing keeps
               cuDNN's attention (torchtitan keeps flash's and recomputes cuDNN's).
+recipe-fp8    The same, its blocks' matmuls in float8 by torchao, all three of each layer, with a scale a row: the
+              recipe that torchtitan documents. recipe-fp8-2 leaves the weights' gradients in bfloat16, as we do.
 recipe-zero2  The same, but the blocks' weights stay whole from forward to backward.
 torchtitan    The package itself: its model, checkpointing, compilation and sharding. It cannot tie the embedding.
 hf            transformers' LlamaForCausalLM in pure bf16: weights, gradients and optimizer states.
@@ -201,9 +203,17 @@ def mesh_of_all_ranks(device: torch.device):
     return init_device_mesh(device.type, (RANKS,))
 
 
-def build_recipe(c: LlamaConfig, checkpointing: str, device: torch.device, sharding="zero3"):
+def build_recipe(c: LlamaConfig, checkpointing: str, device: torch.device, sharding="zero3", fp8: str | None = None):
     with torch.device("meta"):
         model = PlainLlama(c)
+    if fp8:
+        from torchao.float8 import Float8LinearConfig, convert_to_float8_training
+
+        blocks = {
+            "config": Float8LinearConfig.from_recipe_name(fp8),
+            "module_filter_fn": lambda _, name: name != "output",
+        }
+        convert_to_float8_training(model, **blocks)
     # cast_forward_inputs would round cos and sin; the residual stream is bf16 from the embedding on
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32, cast_forward_inputs=False)
     options = {"mesh": mesh_of_all_ranks(device), "mp_policy": policy}
@@ -308,6 +318,8 @@ def build_hf_masters(c: LlamaConfig, checkpointing: str, device: torch.device, l
 
 BUILDERS = {
     "recipe": build_recipe,
+    "recipe-fp8": functools.partial(build_recipe, fp8="rowwise"),
+    "recipe-fp8-2": functools.partial(build_recipe, fp8="rowwise_with_gw_hp"),
     "recipe-zero2": functools.partial(build_recipe, sharding="zero2"),
     "torchtitan": build_torchtitan,
     "hf": build_hf,

@@ -6,7 +6,8 @@
     python bench.py step breakdown               where the milliseconds of nanocria's step go, beside the floor of each
     python bench.py step baby                    the small model of config/baby_llama.py, where launches dominate
 
-Arms: nanocria, which is train.py itself, and recipe, torchtitan, hf, hf-compiled, hf-liger of benchmarks/peers.py.
+Arms: nanocria, which is train.py itself, nanocria-fp8, the same with --fp8=true, and recipe, recipe-fp8,
+torchtitan, hf, hf-compiled, hf-liger of benchmarks/peers.py.
 Each point is a process of its own that finds a clean card: 5 steps to warm up, then 20 or steps=..., each a forward, a
 backward, a clip to norm 1 and an AdamW update, of which the median is taken (nanocria's of all 25 but the first). All
 points take half an hour. They are kept in assets/step.json, or out=...; the same code on the same card adds to that
@@ -42,16 +43,26 @@ from data.tokens import lock
 CONFIG = "config/llama32_1b.py"
 ARMS = {
     "nanocria": "nanocria",
+    "nanocria-fp8": "nanocria, fp8",
     "recipe": "torchtitan's recipe",
+    "recipe-fp8": "torchtitan's recipe, fp8",
     "torchtitan": "torchtitan",
     "hf": "Hugging Face",
     "hf-compiled": "Hugging Face compiled",
     "hf-liger": "Hugging Face + Liger",
 }
+FLAGS = {"nanocria": "", "nanocria-fp8": "--fp8=true"}  # of the arms that are train.py
 CHECKPOINTING = ["none", "selective", "full"]  # Hugging Face knows no selective
-PACKAGES = ("transformers", "liger_kernel", "torchtitan")  # whose versions the record keeps
+PACKAGES = ("transformers", "liger_kernel", "torchtitan", "torchao")  # whose versions the record keeps
 TITAN, HF, LIGER = "'torchtitan<0.3'", "'transformers>=5.17,<6'", "liger-kernel==0.8.5"  # that peers.py knows
-PIP = {"torchtitan": TITAN, "hf": HF, "hf-compiled": HF, "hf-liger": f"{LIGER} {HF}", "liger": f"{LIGER} {HF}"}
+PIP = {
+    "torchtitan": TITAN,
+    "recipe-fp8": "'torchao>=0.17,<0.18'",
+    "hf": HF,
+    "hf-compiled": HF,
+    "hf-liger": f"{LIGER} {HF}",
+    "liger": f"{LIGER} {HF}",
+}
 SHAPES = ["8x2048", "16x2048", "2x8192", "32x2048"]  # sequences x tokens
 TIMEOUT = 400  # seconds a point may take; compiling all of Hugging Face's model is a minute of it
 KEPT = ("ms_per_step", "tok_per_s", "mfu", "peak_gib", "reserved_gib", "estimated_gib", "oom", "failed")  # of a summary
@@ -308,7 +319,10 @@ def points(options: dict):
             return None
         launch = partial(run, gpu=gpu, gpus=gpus) if gpus > 1 else None
         at = (CONFIG, *at, options["steps"])
-        result = nanocria_point(*at, launch=launch) if arm == "nanocria" else peer_point(arm, *at, launch=launch)
+        if arm in FLAGS:
+            result = nanocria_point(*at, flag=FLAGS[arm], launch=launch)
+        else:
+            result = peer_point(arm, *at, launch=launch)
         missing.update({arm} if "missing" in result else set())
         row = dict(zip(PLACE, place, strict=True)) | {"steps": options["steps"], "oom": False} | result
         return row | ({"at_once": gpus} if gpus > 1 else {})
@@ -331,7 +345,7 @@ def baby(options: dict):
     for flag in BABY_FLAGS if "nanocria" in options["arms"] else []:
         yield {"arm": f"nanocria {flag}".strip(), "steps": options["steps"]} | nanocria_point(*at, flag=flag)
     for arm in options["arms"]:
-        if arm != "nanocria":
+        if arm not in FLAGS:
             yield {"arm": arm, "steps": options["steps"]} | peer_point(arm, *at, vocab_size=BABY_VOCAB)
 
 
@@ -485,7 +499,7 @@ def ratios(points: list[dict]) -> list[dict]:
     out = []
     for (arm, *where), peer in done.items():
         ours = done.get(("nanocria", *where))
-        if arm != "nanocria" and ours:
+        if arm not in FLAGS and ours:
             speed, memory = (ours[key] / peer[key] for key in ("tok_per_s", "peak_gib"))
             out.append({"at": where, "peer": arm, "tok_per_s": speed, "peak_gib": memory})
     return out
@@ -557,13 +571,6 @@ def breakdown_table(record: dict) -> str:
     return f"Where the milliseconds of our step go ({at}), and the least each part could take:\n\n" + report.table(
         ["part", "ms", "floor, ms"], [*rows, ["whole step", *(f"{ms:.1f}" for ms in total)]]
     )
-
-
-def baby_table(record: dict) -> str:
-    """The small model, where a step is hundreds of launches of a few microseconds."""
-    rows = [[ARMS.get(p["arm"], f"`{p['arm']}`"), f"{p['ms_per_step']:.2f}", f"{p['tok_per_s']:,.0f}"]
-            for p in record["baby"] if "ms_per_step" in p]  # fmt: skip
-    return report.table(["arm", "ms a step", "tok/s"], rows)
 
 
 def main(words: list[str]) -> None:

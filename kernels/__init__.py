@@ -8,6 +8,7 @@ from .adamw import adamw
 from .add_ranks import add_ranks
 from .cross_entropy import cross_entropy
 from .flash_attention import flash_attention
+from .fp8_linear import fp8_linear
 from .glu import geglu, swiglu
 from .layer_norm import layer_norm
 from .linear_cross_entropy import linear_cross_entropy
@@ -22,6 +23,7 @@ __all__ = [
     "add_rms_norm",
     "cross_entropy",
     "flash_attention",
+    "fp8_linear",
     "geglu",
     "layer_norm",
     "linear_cross_entropy",

@@ -6,6 +6,7 @@ from .adamw import adamw_reference as adamw
 from .add_ranks import add_ranks_reference as add_ranks
 from .cross_entropy import cross_entropy_reference as cross_entropy
 from .flash_attention import flash_attention_reference as flash_attention
+from .fp8_linear import fp8_linear_reference as fp8_linear
 from .glu import geglu_reference as geglu
 from .glu import swiglu_reference as swiglu
 from .layer_norm import layer_norm_reference as layer_norm
@@ -22,6 +23,7 @@ __all__ = [
     "add_rms_norm",
     "cross_entropy",
     "flash_attention",
+    "fp8_linear",
     "geglu",
     "layer_norm",
     "linear_cross_entropy",

@@ -23,21 +23,22 @@ from functools import partial
 from itertools import pairwise
 
 import torch
-import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint
 
+from .fp8_linear import check_fp8, check_projection, input_gradient, project, project_reference
 from .glu import glu_backward, glu_forward, swiglu_reference
 from .launch import accumulate, as_rows, compute_dtype, refuse_autocast, use_triton
 from .rms_norm import check_norm, rms_norm_backward, rms_norm_forward, rms_norm_reference
-from .rms_norm_linear import check_projection
 
 
 def swiglu_mlp_reference(
-    x, residual, norm_weight, gate_up_weight, down_weight, eps=1e-5, keep_gate_up=True, need_y=True, chunks=1
+    x, residual, norm_weight, gate_up_weight, down_weight, eps=1e-5, keep_gate_up=True, need_y=True, chunks=1,
+    fp8=False,
 ):  # fmt: skip
     def mlp(total):
         normed = rms_norm_reference(total, norm_weight, eps)
-        return F.linear(swiglu_reference(F.linear(normed, gate_up_weight)), down_weight)
+        hidden = swiglu_reference(project_reference(normed, gate_up_weight, fp8))
+        return project_reference(hidden, down_weight, fp8)
 
     total = x if residual is None else x + residual
     if keep_gate_up:
@@ -52,23 +53,23 @@ def swiglu_mlp_reference(
 
 class _SwiGLUMLP(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x, residual, norm_weight, gate_up_weight, down_weight, eps, keep_gate_up, need_y, chunks):
+    def forward(ctx, x, residual, norm_weight, gate_up_weight, down_weight, eps, keep_gate_up, need_y, chunks, fp8):
         normed, total, rstd = rms_norm_forward(x, residual, norm_weight, eps, need_y=keep_gate_up or need_y)
         shape, gate_up = (*x.shape[:-1], down_weight.shape[0]), None
         if keep_gate_up:
-            gate_up = F.linear(normed, gate_up_weight)
+            gate_up = project(normed, gate_up_weight, fp8)
         if not need_y:
             y = x.new_empty(()).expand(shape)
         elif keep_gate_up:
-            y = F.linear(glu_forward(gate_up, "silu"), down_weight)
+            y = project(glu_forward(gate_up, "silu"), down_weight, fp8)
         else:
             y, normed = x.new_empty(shape), as_rows(normed)
             y_rows = as_rows(y)
             for rows in slices(len(y_rows), chunks):
-                hidden = glu_forward(F.linear(normed[rows], gate_up_weight), "silu")
-                torch.mm(hidden, down_weight.T, out=y_rows[rows])
+                hidden = glu_forward(project(normed[rows], gate_up_weight, fp8), "silu")
+                project(hidden, down_weight, fp8, out=y_rows[rows])
         ctx.save_for_backward(total, norm_weight, rstd, gate_up_weight, down_weight, gate_up)
-        ctx.eps, ctx.chunks = eps, chunks
+        ctx.eps, ctx.chunks, ctx.fp8 = eps, chunks, fp8
         return y, total
 
     @staticmethod
@@ -78,17 +79,19 @@ class _SwiGLUMLP(torch.autograd.Function):
         total, norm_weight, rstd, gate_up_weight, down_weight, gate_up = ctx.saved_tensors
         need_dx, need_dresidual, need_dnorm, need_dgate_up, need_ddown = ctx.needs_input_grad[:5]
         if gate_up is None:
-            gate_up = F.linear(rms_norm_forward(total, None, norm_weight, ctx.eps)[0], gate_up_weight)
-        dgate_up, hidden = glu_backward(dy @ down_weight, gate_up, "silu", need_y=need_ddown)
+            gate_up = project(rms_norm_forward(total, None, norm_weight, ctx.eps)[0], gate_up_weight, ctx.fp8)
+        dhidden = input_gradient(dy, down_weight, ctx.fp8)
+        dgate_up, hidden = glu_backward(dhidden, gate_up, "silu", need_y=need_ddown)
+        del dhidden
         del gate_up  # where it was computed again: a kept one lives until backward returns
         ddown = as_rows(dy).T @ as_rows(hidden) if need_ddown else None
         del hidden
         dx, dnorm, normed = rms_norm_backward(
-            dgate_up @ gate_up_weight, dtotal, total, norm_weight, rstd,
+            input_gradient(dgate_up, gate_up_weight, ctx.fp8), dtotal, total, norm_weight, rstd,
             need_dx or need_dresidual, need_dnorm, need_y=need_dgate_up, overwrite_dy=True,
         )  # fmt: skip
         dweight = as_rows(dgate_up).T @ as_rows(normed) if need_dgate_up else None
-        return dx if need_dx else None, dx if need_dresidual else None, dnorm, dweight, ddown, *[None] * 4
+        return dx if need_dx else None, dx if need_dresidual else None, dnorm, dweight, ddown, *[None] * 5
 
 
 def slices(n_rows: int, chunks: int) -> list[slice]:
@@ -109,21 +112,22 @@ def _backward_in_chunks(ctx, dy, dtotal):
     dnormed = torch.empty_like(total)
     for rows in slices(len(total_rows), ctx.chunks):
         normed = rms_norm_forward(total_rows[rows], None, norm_weight, ctx.eps)[0]
-        gate_up = F.linear(normed, gate_up_weight)
-        dgate_up, hidden = glu_backward(dy_rows[rows] @ down_weight, gate_up, "silu", need_y=need_ddown)
-        del gate_up
+        gate_up = project(normed, gate_up_weight, ctx.fp8)
+        dhidden = input_gradient(dy_rows[rows], down_weight, ctx.fp8)
+        dgate_up, hidden = glu_backward(dhidden, gate_up, "silu", need_y=need_ddown)
+        del gate_up, dhidden
         if need_ddown:
             accumulate(ddown, dy_rows[rows].T, hidden, first=rows.start == 0)
         del hidden
         if need_dgate_up:
             accumulate(dweight, dgate_up.T, normed, first=rows.start == 0)
-        torch.mm(dgate_up, gate_up_weight, out=as_rows(dnormed)[rows])
+        input_gradient(dgate_up, gate_up_weight, ctx.fp8, out=as_rows(dnormed)[rows])
         del dgate_up, normed
     dx, dnorm, _ = rms_norm_backward(
         dnormed, dtotal, total, norm_weight, rstd, need_dx or need_dresidual, need_dnorm, overwrite_dy=True
     )
     dweight, ddown = (x if x is None else x.to(total.dtype) for x in (dweight, ddown))
-    return dx if need_dx else None, dx if need_dresidual else None, dnorm, dweight, ddown, *[None] * 4
+    return dx if need_dx else None, dx if need_dresidual else None, dnorm, dweight, ddown, *[None] * 5
 
 
 def swiglu_mlp(
@@ -136,6 +140,7 @@ def swiglu_mlp(
     keep_gate_up: bool = True,
     need_y: bool = True,
     chunks: int = 1,
+    fp8: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """(swiglu(rms_norm(x + residual) @ gate_up_weight.T) @ down_weight.T, x + residual) (Shazeer, 2020).
 
@@ -143,8 +148,8 @@ def swiglu_mlp(
     gate_up_weight (2F, C) and down_weight (O, F) of x's. Returns (..., O) and (..., C) in x's dtype. keep_gate_up:
     whether the (..., 2F) projection is kept for backward or computed again. need_y=False leaves the first result
     without memory, for a checkpoint that runs forward again: backward does not need it. chunks: in how many slices the
-    rows pass through the MLP; more than one with keep_gate_up=False only. ValueError on shapes or dtypes and under
-    autocast.
+    rows pass through the MLP; more than one with keep_gate_up=False only. fp8: the projections are fp8_linears,
+    and ask the same of their inputs. ValueError on shapes or dtypes and under autocast.
     """
     refuse_autocast(x)
     check_norm(x, residual, norm_weight)
@@ -155,4 +160,6 @@ def swiglu_mlp(
     if chunks < 1 or (chunks > 1 and keep_gate_up):
         raise ValueError(f"chunks is {chunks}: at least 1, and 1 where gate_up is kept whole")
     options = norm_weight, gate_up_weight, down_weight, eps, keep_gate_up, need_y, chunks
-    return (_SwiGLUMLP.apply if use_triton(x) else swiglu_mlp_reference)(x, residual, *options)
+    if fp8:
+        check_fp8(x, gate_up_weight, down_weight)
+    return (_SwiGLUMLP.apply if use_triton(x) else swiglu_mlp_reference)(x, residual, *options, fp8)
