@@ -1,8 +1,8 @@
 """Full activation checkpointing: a block keeps its input alone, and backward computes the rest of it again.
 
-A few sequences at a time (`recomputed`): what a block computes exists for one group of them only, in forward as in
-backward, and the gradient of its input takes the memory of its output's. So what grows with the batch is the
-checkpoints and one gradient.
+A few sequences pass through a block at a time (`recomputed`): its activations exist for one group of them only, in
+forward and in backward, and the gradient of its input overwrites that of its output. So only the checkpoints and one
+gradient grow with the batch.
 
 With offload_activations not even the checkpoints stay on the GPU (`OffloadedInputs`): they go to the CPU's memory.
 
@@ -11,11 +11,12 @@ With offload_activations not even the checkpoints stay on the GPU (`OffloadedInp
     backward    while block i + 1 computes its gradients, block i's input comes back
 
 So the GPU holds two of these tensors instead of one for each layer. A layer of Llama 3.2 1B computes 120 million FLOPs
-a token in forward, 0.2 us of an H200, which copies the token's 4 KiB in 0.08 us: the copies hide. What the last block
-reads is wanted first, and stays.
+a token in forward, 0.2 us of an H200, which copies the token's 4 KiB in 0.08 us: the copies hide. The last block's
+input stays on the GPU, since backward needs it first.
 
-A tensor is freed by the stream that computes, once it waits for the copy: PyTorch's allocator can then hand the memory
-on at once. (With record_stream it does so only if the copy is over when the CPU asks, and the CPU is far ahead.)
+A tensor is freed by the stream that computes, after that stream has waited for the copy: PyTorch's allocator can then
+reuse the memory at once. (With record_stream it could do so only if the copy was over when the CPU asked, which is far
+ahead of the GPU.)
 """
 
 import torch
@@ -30,7 +31,7 @@ class _Recomputed(torch.autograd.Function):
     @staticmethod
     def forward(ctx, block, groups, x, cos, sin, starts, *weights):
         ctx.block, ctx.groups, x = block, groups, x.detach()
-        ctx.place = block.offloaded and block.offloaded.put(x, block.last)  # leaves while the block computes
+        ctx.place = block.offloaded and block.offloaded.put(x)  # copied out while the block computes
         ctx.save_for_backward(None if block.offloaded else x, cos, sin, starts)
         return _output(block, groups, x, cos, sin, starts)
 
@@ -43,7 +44,7 @@ class _Recomputed(torch.autograd.Function):
         if ctx.groups == 1:
             dx, *dweights = _gradients(ctx.block, x, *tables, starts, weights, dy)
             return None, None, dx, None, None, None, *dweights
-        dx, sums = dy.contiguous(), []  # a group's gradient of x is written where that of its output was
+        dx, sums = dy.contiguous(), []  # a group's gradient of x overwrites that of its output
         for some in slices(len(x), ctx.groups):
             at = x[some], *tables, _of_rows(starts, some)
             dx[some], *dweights = _gradients(ctx.block, *at, weights, dx[some])
@@ -69,11 +70,11 @@ def _of_rows(starts, some: slice):
 
 
 def _gradients(block, x, cos, sin, starts, weights, dy):
-    """Of x, then of the weights."""
+    """The gradients of x, then of the weights."""
     x = x.detach().requires_grad_()
-    with torch.enable_grad(), block.mlp.without_output():
+    with torch.enable_grad():
         # Graph nodes, not tensors: held here, the residual stream after attention would outlive the MLP's backward.
-        outputs = [get_gradient_edge(addend) for addend in block.addends(x, None, cos, sin, starts)]
+        outputs = [get_gradient_edge(addend) for addend in block.addends(x, None, cos, sin, starts, None, False)]
     return torch.autograd.grad(outputs, [x, *weights], [dy, dy])
 
 
@@ -82,11 +83,11 @@ def trainable_parameters(block: torch.nn.Module) -> list[torch.nn.Parameter]:
 
 
 def recomputed(block, groups: int, x: torch.Tensor, cos, sin, starts=None) -> torch.Tensor:
-    """The output (B, T, C) of a block of model.py for its input x (B, T, C). Backward keeps only x, and cos, sin and
-    starts, which the block is handed with it. Without gradients nothing is kept: so evaluation takes no more than that.
+    """The output (B, T, C) of a block of model.py for its input x (B, T, C). Only x, cos, sin and starts are kept for
+    backward, and nothing if there is none, as in evaluation.
 
     The sequences pass through the block in `groups` groups. With more than one, their gradients of the weights are
-    summed in float32 and rounded once, and x's gradient overwrites the output's, which nobody else may read afterwards.
+    summed in float32 and rounded once, and x's gradient overwrites the output's, which must not be read afterwards.
     A hook on a weight sees the gradient of each group, and then the sum (autograd.grad calls it too).
     """
     if not torch.is_grad_enabled():
@@ -95,31 +96,33 @@ def recomputed(block, groups: int, x: torch.Tensor, cos, sin, starts=None) -> to
 
 
 class OffloadedInputs:
-    """The inputs of the blocks of one forward pass: put in the order of forward, taken in that of backward, once.
+    """The inputs of the n_layer blocks of one forward pass: put in the order of forward, each taken once in backward.
 
-    place = offloaded.put(x, last=False) ... x = offloaded.take(place, device)
+    place = offloaded.put(x) ... x = offloaded.take(place, device)
     """
 
-    def __init__(self):
-        self.stack = []  # on the CPU, but the last block's
-        self.pinned = []  # the memory of the stack, kept from pass to pass
-        self.leaving = self.coming = None  # a tensor on the GPU with the event that ends its copy
+    def __init__(self, n_layer: int):
+        self.n_layer = n_layer
+        self.stack = []  # on the CPU, except the last block's
+        self.pinned = []  # memory for the stack, reused in each pass
+        self.leaving = self.coming = None  # a tensor on the GPU, and the event at the end of its copy
         self.stream = None
         self.passes = 0
 
     def clear(self):
-        """Begins a forward pass. Forgets what is left of one whose backward did not come to its end."""
+        """Begins a forward pass. Drops what is left of an earlier one whose backward did not finish."""
         if self.coming is not None and self.coming[1] is not None:
             torch.cuda.current_stream().wait_event(self.coming[1])
         self.passes += 1
         self.stack.clear()
         self.leaving = self.coming = None
 
-    def put(self, x: torch.Tensor, last: bool) -> tuple[int, int]:
-        """Keeps x (B, T, C), which nobody changes any more; returns where. last: of the last block."""
+    def put(self, x: torch.Tensor) -> tuple[int, int]:
+        """Keeps x (B, T, C), which must not change any more; returns its place. The last block's stays where it is."""
         if self.leaving is not None:
             torch.cuda.current_stream().wait_event(self.leaving[1])
             self.leaving = None
+        last = len(self.stack) == self.n_layer - 1  # wanted first
         if last or not x.is_cuda:
             self.stack.append(x)
             return self.passes, len(self.stack)
@@ -137,7 +140,7 @@ class OffloadedInputs:
         return self.passes, len(self.stack)
 
     def take(self, place: tuple[int, int], device: torch.device) -> torch.Tensor:
-        """The input that was put last; the one before it starts on its way."""
+        """The input that was put last. Starts to copy back the one before it."""
         if place != (self.passes, len(self.stack)):
             raise RuntimeError("offload_activations: each forward has one backward, before the next forward")
         x, arrived = self.coming or self._fetch(self.stack[-1], device)
@@ -151,7 +154,7 @@ class OffloadedInputs:
         if kept.device == device:
             return kept, None
         x = torch.empty(kept.shape, dtype=kept.dtype, device=device)
-        self.stream.wait_stream(torch.cuda.current_stream())  # whatever used that memory before
+        self.stream.wait_stream(torch.cuda.current_stream())  # the memory of x may have been in use until now
         with torch.cuda.stream(self.stream):
             x.copy_(kept, non_blocking=True)
         return x, self.stream.record_event()

@@ -5,8 +5,8 @@
                           of the tensors, and a digest of itself
 
 A folder is written as step_000250.partial, flushed and renamed, so its name alone says that it is whole. Old ones are
-deleted only after that, and lose their name first. What the disk does to it later, the checksums tell: a damaged one
-is renamed to step_000250.damaged, and the one before it is used.
+deleted only after that, and lose their name first. The checksums show what the disk does to one later: a damaged one is
+renamed to step_000250.damaged, and the one before it is used.
 """
 
 import concurrent.futures
@@ -28,25 +28,79 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
+from torch.torch_version import TorchVersion
 
 import memory
 import usage
-from data.tokens import write_json
+from data.tokens import lock, write_json
 from model import Llama, LlamaConfig
 from optimizer import AdamW, local, sum_of_bits
-from ranks import local_world_size, maximum, print0, rank, worker_thread
+from ranks import local_world_size, maximum, must_agree, print0, rank, unequal, worker_thread
 
 # A lone process is not a mistake.
 warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninitialized")
 
 NOT_DAMAGE = {errno.ENOMEM, errno.EACCES, errno.EPERM, errno.EMFILE, errno.ENFILE, errno.ESTALE, errno.ETIMEDOUT}
+LISTED_WITHIN = 90  # seconds after which all machines see a new folder of a network file system
 META = {"step", "updates", "dtype", "loss_scale", "model", "dataset", "settings", "checksums"}
 
 
 def signed(meta: dict) -> dict:
-    """meta with a digest of its content: where the two do not match, read_meta reports it as damaged."""
+    """meta with a digest of its content: if the two do not match, read_meta reports it as damaged."""
     rest = {name: value for name, value in meta.items() if name != "digest"}
     return rest | {"digest": hashlib.sha256(json.dumps(rest, sort_keys=True).encode()).hexdigest()}
+
+
+def claim(out_dir: str):
+    """Makes a run's folder and locks it: two runs in one would delete each other's checkpoints.
+
+    Returns the lock, an open file that holds a number of its own. OSError or ValueError, with a sentence, where out_dir
+    cannot be a run's folder.
+    """
+    if os.path.exists(Path(out_dir) / "meta.json"):  # pathlib's raises for a name that is too long
+        if Path(out_dir).name.startswith("step_"):
+            raise ValueError(
+                f"{out_dir} is a checkpoint: --out_dir={Path(out_dir).parent} goes on with the newest one there"
+            )
+        raise ValueError(f"{out_dir} is a dataset or a checkpoint: name a folder for the run alone")
+    try:
+        Path(out_dir).mkdir(parents=True, exist_ok=True)
+        file = open(Path(out_dir) / ".lock", "a+")  # noqa: SIM115
+        lock(file)
+        file.truncate(0)
+        file.write(f"{time.time_ns()}\n")
+        file.flush()
+        os.fsync(file.fileno())
+        return file
+    except BlockingIOError as error:
+        raise OSError(f"another run is writing to {out_dir}: wait for it, or change out_dir") from error
+    except FileExistsError as error:
+        what = "a link to a place that does not exist" if os.path.islink(out_dir) else "a file"
+        raise ValueError(f"out_dir is {out_dir}, {what}: name a folder") from error
+    except OSError as error:
+        raise OSError(f"cannot write to out_dir {out_dir}: {error.strerror}") from error
+    except ValueError as error:
+        raise ValueError(f"out_dir is {out_dir!r}: {error}") from error
+
+
+def require_one_folder(out_dir: str) -> None:
+    """Ends the run where the ranks' out_dir is not the one that rank 0 has claimed: each would keep its own part of the
+    checkpoints. Every rank must call it.
+    """
+    try:
+        mark = (Path(out_dir) / ".lock").read_text()
+    except OSError:
+        mark = None
+    must_agree({"out_dir": mark}, f"{out_dir} must be one folder that all machines share")
+
+
+def newest_of_all(out_dir: str) -> Path | None:
+    """newest(), once all ranks see the same: a network file system may list a new folder late."""
+    deadline = time.monotonic() + LISTED_WITHIN
+    while unequal({"newest": newest(out_dir)}) and maximum([time.monotonic() < deadline])[0]:
+        time.sleep(1)
+    must_agree({"the newest checkpoint in out_dir": newest(out_dir)}, "the machines see different files in it")
+    return newest(out_dir)
 
 
 def newest(out_dir: str) -> Path | None:
@@ -61,10 +115,10 @@ def _steps(out_dir):
 
 
 def from_newest(run: Path, read: Callable[[Path], Any]) -> Any:
-    """What read makes of the path of a run's newest checkpoint, or of run where it is itself one.
+    """read(path) for the path of a run's newest checkpoint, or for run itself if it is one.
 
-    A run that goes on deletes its old ones, perhaps while they are read: then it has a newer one.
-    Raises ValueError where there is none, and what read raises of one that is there.
+    A run in progress deletes its old checkpoints, perhaps while they are read: then it has a newer one.
+    Raises ValueError if there is none, and whatever read raises for one that still exists.
     """
     for _ in range(5):
         path = newest(run) or (run if os.path.exists(run / "meta.json") else None)
@@ -79,15 +133,11 @@ def from_newest(run: Path, read: Callable[[Path], Any]) -> Any:
 
 
 class Damaged(ValueError):
-    """The disk holds something else than what was saved."""
-
-
-class AnotherModel(ValueError):
-    """What was saved is whole, and not for this one."""
+    """The files differ from what was saved."""
 
 
 def _unreadable(path, what, error) -> Exception:
-    """What an error in reading means: Damaged, unless it says nothing of the content: no memory, no permission, ..."""
+    """The exception for a failed read: Damaged, or OSError if the content may be good (no memory, no permission...)."""
     cause = _cause(error)
     no_memory = isinstance(cause, MemoryError | torch.OutOfMemoryError) or "allocate memory" in str(cause)
     if no_memory or getattr(cause, "errno", None) in NOT_DAMAGE:
@@ -105,26 +155,27 @@ class Saver:
         saver = Saver(out_dir, optimizer, keep_last, beside=True)
         saver.start(step, meta)       # on every rank; waits for the checksums, not for the disk
         saver.wait_for_copy()         # before the weights change: the GPU waits for the copy, the CPU does not
-        if saver.done(): path = saver.result()
+        if saver.done(): print(saver.outcome())
 
     The tensors are copied to pinned memory of the CPU while the next step's forward runs, 12 bytes per parameter of the
-    rank plus what rounding each tensor up to a power of two adds; then a thread writes them to the disk. What is on the
-    CPU already, start copies itself. Where there is no memory for that, or beside is False, start returns only once all
-    is written; for bfloat16 weights only w is copied then, 4 bytes per parameter.
+    rank plus what rounding each tensor up to a power of two adds; then a thread writes them to the disk. start itself
+    copies what is on the CPU already. Without memory for that, or if beside is False, start returns only when all is
+    written; then only the w of bfloat16 weights is copied, 4 bytes per parameter.
 
-    spoken_for: bytes of CPU memory that this rank has not taken yet, but will.
+    spoken_for: bytes of CPU memory that this rank will take later.
     """
 
     def __init__(self, out_dir: str, optimizer: AdamW, keep_last: int, beside: bool = True, spoken_for: float = 0):
         self.out_dir, self.optimizer, self.keep_last = Path(out_dir), optimizer, keep_last
-        # Not the training's: its collectives, in the main thread, must not mix with the writing thread's.
+        # A group of its own: the writing thread's collectives must not mix with the main thread's.
         self.group = (
             dist.new_group(backend="gloo", timeout=timedelta(days=1)) if dist.is_initialized() and keep_last else None
         )
         self.thread = worker_thread()
         self.future, self.copied, self.seconds = None, None, 0.0  # seconds: what saving has cost the main thread
+        self.error: str | None = None  # why the last checkpoint was not written
         self.stream = torch.cuda.Stream() if torch.cuda.is_initialized() else None
-        mine = [local(x) for x in _flatten(optimizer.like_tensors(lambda x: x)).values()]
+        mine = [local(x) for x in optimizer.like_tensors(lambda x: x).values()]
         n_bytes = sum(memory.pinned(x.nbytes) if x.is_cuda and x.numel() else x.nbytes for x in mine)
         # All ranks agree before any of them allocates: else the kernel's out-of-memory killer would end the run.
         there = maximum([(n_bytes + spoken_for) * local_world_size - usage.cpu_available()])[0] <= 0
@@ -161,7 +212,7 @@ class Saver:
         self.seconds += time.perf_counter() - began
 
     def _copy(self, copies) -> torch.cuda.Event | None:
-        """On a stream of its own, which the GPU works on beside the training's. The event is the copy's end."""
+        """Copies on a stream of its own, beside the training's. Returns the event at the end of the copy."""
         if self.stream is None:
             return self.optimizer.copy_tensors(copies)
         self.stream.wait_stream(torch.cuda.current_stream())
@@ -175,18 +226,22 @@ class Saver:
             self.copied = None
 
     def running(self) -> bool:
-        """Whether there is a save of which nobody has asked the result."""
+        """Whether there is a save whose outcome nobody has asked for."""
         return self.future is not None
 
     def done(self) -> bool:
-        """Whether result() would not have to wait."""
+        """Whether outcome() would not have to wait."""
         return self.future is not None and self.future.done()
 
-    def result(self) -> Path:
-        """Waits until the checkpoint is written; its path. OSError, on every rank, where the disk failed on any."""
+    def outcome(self) -> str:
+        """Waits until the checkpoint is written, and says so, or why it was not: the same on every rank."""
         began, future, self.future = time.perf_counter(), self.future, None
         try:
-            return future.result()
+            path, self.error = future.result(), None
+            return f"saved {path}"
+        except OSError as error:
+            self.error = str(error)
+            return f"NOT SAVED: {error}. The newest checkpoint is {newest(self.out_dir)}"
         finally:
             self.seconds += time.perf_counter() - began
 
@@ -200,7 +255,7 @@ class Saver:
         def begin():
             if rank == 0:
                 for left in self.out_dir.glob("step_*.partial"):  # by a run that was killed while it saved or deleted
-                    shutil.rmtree(left, ignore_errors=True)  # what cannot be deleted is in nobody's way
+                    shutil.rmtree(left, ignore_errors=True)  # one that cannot be deleted does no harm
                 partial.mkdir(parents=True, exist_ok=True)
 
         def write():
@@ -212,7 +267,7 @@ class Saver:
                 write_json(partial / "meta.json", signed(meta))
                 _sync_folder(partial)
                 if final.is_symlink() or final.exists():  # a run that went back and came here again
-                    _remove(final, ignore_errors=True)  # its name is what is wanted
+                    _remove(final, ignore_errors=True)  # enough if it loses its name
                 partial.rename(final)
                 _sync_folder(final.parent)
 
@@ -233,7 +288,7 @@ class Saver:
 
 
 def _together(function: Callable, group: dist.ProcessGroup | None = None):
-    """Calls it on all ranks. If it fails on any, all of them raise OSError: nobody is left waiting for the others."""
+    """Calls function on all ranks. If it fails on one, all of them raise OSError, so that no rank waits for another."""
     error = None
     try:
         function()
@@ -249,13 +304,13 @@ def _together(function: Callable, group: dist.ProcessGroup | None = None):
 
 
 def _cause(error) -> BaseException:
-    """The error itself, or where it collects those of several ranks, the first of them."""
+    """The error itself, or the first one if it collects those of several ranks."""
     failures = error.failures if isinstance(error, CheckpointException) else {}
     return next(iter(failures.values()))[0] if failures else error
 
 
 def _reason(error) -> str:
-    """One line."""
+    """The error's message in one line."""
     error = _cause(error)
     if isinstance(error, OSError) and error.strerror:
         return f"{error.strerror}: {error.filename}" if error.filename else error.strerror
@@ -265,8 +320,8 @@ def _reason(error) -> str:
 
 
 def _remove(path, ignore_errors=False):
-    """Half a folder must not keep the name of a whole one, nor be in the way of the next."""
-    if path.is_symlink():  # what it points to was put elsewhere by somebody who wants it
+    """Renames before deleting: a half-deleted folder must not look complete or block the next save."""
+    if path.is_symlink():  # its target was put elsewhere on purpose: keep that
         return path.unlink()
     shutil.rmtree(path.rename(path.with_name(f"{path.name}.{time.time_ns()}.old.partial")), ignore_errors)
 
@@ -282,25 +337,13 @@ def checksums(bit_sums: dict, group: dist.ProcessGroup | None = None) -> dict[st
     """For each float32 tensor the sum of its bits, taken as integers: the same however the tensor is sharded.
 
     bit_sums: those sums of this rank's parts (optimizer.sum_of_bits), on any devices. group: the ranks that hold the
-    others. One changed bit changes the sum, and so does a missing or a zeroed part.
+    other parts. One changed bit changes the sum, and so does a missing or a zeroed part.
     """
-    flat = _flatten(bit_sums)
-    device = next(reversed(flat.values())).device  # of the moments: where the group communicates
-    sums = torch.stack([x.to(device) for x in flat.values()])
+    device = next(reversed(bit_sums.values())).device  # the last is of a moment: where the group communicates
+    sums = torch.stack([x.to(device) for x in bit_sums.values()])
     if group is not None:
         dist.all_reduce(sums, group=group)
-    return dict(zip(flat, sums.tolist(), strict=True))
-
-
-def _flatten(tensors, prefix=""):
-    flat = {}
-    for name, value in tensors.items():
-        flat |= _flatten(value, f"{prefix}{name}.") if isinstance(value, dict) else {prefix + name: value}
-    return flat
-
-
-def _map(function, tensors):
-    return {name: _map(function, x) if isinstance(x, dict) else function(x) for name, x in tensors.items()}
+    return dict(zip(bit_sums, sums.tolist(), strict=True))
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -310,7 +353,7 @@ def _map(function, tensors):
 def read_meta(path: Path) -> dict:
     """The content of a checkpoint's meta.json.
 
-    Raises Damaged where it is none, ValueError where another version's, OSError where it cannot be read now.
+    Raises Damaged if it is none, ValueError if another version wrote it, OSError if it cannot be read now.
     """
     try:
         meta = json.loads((Path(path) / "meta.json").read_text())
@@ -325,7 +368,7 @@ def read_meta(path: Path) -> dict:
 
 
 def set_val_loss(path: Path, val_loss: float) -> None:
-    """Into the meta.json of a checkpoint that a signal had left without one."""
+    """Writes val_loss into the meta.json of a checkpoint that a signal left without one."""
     if rank:
         return
     try:
@@ -338,8 +381,8 @@ def load_newest(out_dir: str, optimizer: AdamW, refuse: Callable) -> tuple[Path,
     """Fills an optimizer and the weights of its model, sharded in any way, from the newest checkpoint that is whole.
 
     refuse(path, meta) is called before the tensors are read. Returns path, meta and what was wrong with newer ones,
-    which are renamed. Raises ValueError where none is whole, or another model's tensors or another step than its name
-    says are in it, OSError where one cannot be read now, or renamed.
+    which are renamed. Raises ValueError if none is whole, or if it holds another model's tensors or another step than
+    its name says, OSError if one cannot be read now, or not renamed.
     """
     damaged, tensors = [], optimizer.tensors()
     while path := newest(out_dir):
@@ -354,7 +397,7 @@ def load_newest(out_dir: str, optimizer: AdamW, refuse: Callable) -> tuple[Path,
             damaged.append(str(error))
             if len(_steps(out_dir)) == 1:  # it keeps its name: a new run must not begin beside it unasked
                 raise Damaged(". ".join(damaged) + ". There is no older one: move it away to start anew") from error
-            _together(lambda: None)  # until nobody reads it any more
+            _together(lambda: None)  # wait until no rank reads it any more
             _together(lambda path=path: _set_aside(path))
     optimizer.refresh(tensors)
     optimizer.updates = meta["updates"]
@@ -370,34 +413,39 @@ def _set_aside(path):
 
 
 def _read(tensors, path, meta, group=None, no_dist=False):
-    """Reads into tensors. Raises Damaged, on all ranks, unless they are then what was saved, and AnotherModel where
-    other tensors were saved: settings are compared before, but model.py may have changed since.
+    """Reads a checkpoint into tensors, named as AdamW.tensors() names them.
+
+    Raises Damaged, on all ranks, if the content is not what was saved, and ValueError if other tensors were saved:
+    model.py may have changed since then, which comparing the settings does not show.
     """
     no_dist = no_dist or not dist.is_initialized()
-    wanted = _flatten(tensors)
-    kinds = {name.partition(".")[0] for name in wanted}  # to write text the weights are enough
+    kinds = {name.partition(".")[0] for name in tensors}  # sample.py asks for the weights alone
     saved = {name for name in meta["checksums"] if name.partition(".")[0] in kinds}
-    if saved != wanted.keys():
-        lists = {"has": sorted(saved - wanted.keys())[:3], "lacks": sorted(wanted.keys() - saved)[:3]}
+    if saved != tensors.keys():
+        lists = {"has": sorted(saved - tensors.keys())[:3], "lacks": sorted(tensors.keys() - saved)[:3]}
         found = " and ".join(f"{verb} {', '.join(names)}" for verb, names in lists.items() if names)
-        raise AnotherModel(f"{path} was saved by another model.py: it {found}")
+        raise ValueError(f"{path} was saved by another model.py: it {found}")
     for name, shape in _shapes(path).items():
-        if name in wanted and shape != wanted[name].shape:
-            found = f"{name} of {tuple(shape)}, not {tuple(wanted[name].shape)}"
-            raise AnotherModel(f"{path} was saved by another model.py, or its .metadata is damaged: it has {found}")
+        if name in tensors and shape != tensors[name].shape:
+            found = f"{name} of {tuple(shape)}, not {tuple(tensors[name].shape)}"
+            raise ValueError(f"{path} was saved by another model.py, or its .metadata is damaged: it has {found}")
     try:
         if not (path / ".metadata").exists():
             raise FileNotFoundError("its .metadata is missing")
         dcp.load(tensors, checkpoint_id=path, no_dist=no_dist)
     except (Exception, CheckpointException) as error:  # missing files, cut files: all sorts
+        saved_by = str(meta.get("versions", {}).get("torch", "0")).partition("+")[0]
+        if TorchVersion(saved_by) > torch.__version__.partition("+")[0]:  # probably the reason: so nothing is renamed
+            found = f"{path} was saved by torch {saved_by}, and torch {torch.__version__} cannot read it"
+            raise ValueError(f"{found} ({_reason(error)}): resume with torch {saved_by} or newer") from error
         raise _unreadable(path, "", error) from error
-    for name, found in checksums(_map(sum_of_bits, tensors), group).items():
+    for name, found in checksums({name: sum_of_bits(x) for name, x in tensors.items()}, group).items():
         if found != meta["checksums"].get(name):
             raise Damaged(f"{path} is damaged: {name} is not what was saved")
 
 
 def _shapes(path) -> dict[str, torch.Size]:
-    """Of the tensors that were saved; none where .metadata cannot be read, which dcp.load will tell all ranks."""
+    """The shapes of the saved tensors; {} if .metadata cannot be read, which dcp.load then reports to all ranks."""
     with contextlib.suppress(Exception):
         saved = dcp.FileSystemReader(path).read_metadata().state_dict_metadata
         return {name: tensor.size for name, tensor in saved.items()}
@@ -407,7 +455,7 @@ def _shapes(path) -> dict[str, torch.Size]:
 def load_model(path: str | Path, device: str = "cpu", dtype: torch.dtype = torch.float32) -> Llama:
     """The model of a run's newest checkpoint, or of one checkpoint: alone, whole, on one device and in one dtype.
 
-    ValueError where there is none, or a damaged one or another model's, OSError where it cannot be read now.
+    ValueError if there is none, if it is damaged or another model's, OSError if it cannot be read now.
     """
     return from_newest(Path(path), lambda newest: _load_model(newest, device, dtype))
 
@@ -417,5 +465,5 @@ def _load_model(path, device, dtype):
     with torch.device("meta"):
         model = Llama(LlamaConfig(**meta["model"]))
     model.to_empty(device="cpu")
-    _read({"model": {name: p.detach() for name, p in model.named_parameters()}}, path, meta, no_dist=True)
+    _read({f"model.{name}": p.detach() for name, p in model.named_parameters()}, path, meta, no_dist=True)
     return model.to(device=device, dtype=dtype)

@@ -32,6 +32,7 @@ import tokenize
 import traceback
 import types
 import typing
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -265,3 +266,54 @@ def spell(value) -> str:
     if isinstance(value, str):
         return value if re.fullmatch(r"\S+", value) else repr(value)
     return str(value).lower() if value is None or isinstance(value, bool) else repr(value)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# train.py's settings beside each other
+
+AT_LEAST = dict.fromkeys(
+    ("batch_size", "block_size", "gradient_accumulation_steps", "max_iters", "lr_decay_iters", "eval_interval",
+     "eval_iters", "log_interval", "timeout"), 1,
+) | dict.fromkeys(
+    ("warmup_iters", "learning_rate", "min_lr", "weight_decay", "grad_clip", "keep_last", "seed"), 0
+)  # fmt: skip
+
+
+def find_problem(settings: Mapping, world_size: int) -> str | None:
+    """What train.py cannot do with its settings on so many ranks, as a sentence; None where it can."""
+    for name, least in AT_LEAST.items():
+        if settings[name] is not None and not least <= settings[name] < math.inf:
+            return f"{name} is {settings[name]}: it must be at least {least}, and finite"
+    names = "seed", "out_dir", "max_iters", "warmup_iters", "lr_decay_iters", "learning_rate", "min_lr"
+    seed, out_dir, max_iters, warmup_iters, lr_decay_iters, learning_rate, min_lr = (settings[name] for name in names)
+    if seed >= 2**63:
+        return f"seed is {seed}: it must be below 2**63"
+    if lr_decay_iters is not None and lr_decay_iters < min(warmup_iters, max_iters):
+        found = f"lr_decay_iters is {lr_decay_iters}, within the warm-up of {warmup_iters} steps"
+        return f"{found}: let the cosine end later"
+    if min_lr is not None and min_lr > learning_rate:
+        found = f"min_lr is {min_lr}, above learning_rate, {learning_rate}"
+        return f"{found}: the cosine decays from learning_rate to min_lr"
+    if not (0 <= settings["beta1"] < 1 and 0 <= settings["beta2"] < 1):
+        return f"beta1 is {settings['beta1']} and beta2 {settings['beta2']}: both must be at least 0 and below 1"
+    if not out_dir:
+        return "out_dir is empty: name a folder for the checkpoints"
+    micro_batches, shard_ranks = settings["gradient_accumulation_steps"], settings["shard_ranks"]
+    if micro_batches % world_size:
+        multiple = max(micro_batches // world_size, 1) * world_size
+        found = f"gradient_accumulation_steps is {micro_batches}: make it a multiple of the {world_size} ranks"
+        return f"{found}, as in --gradient_accumulation_steps={multiple}"
+    if shard_ranks is not None and settings["sharding"] != "hybrid":
+        return f"shard_ranks is {shard_ranks}, which only hybrid sharding reads: add --sharding=hybrid, or leave it out"
+    if shard_ranks is not None and (shard_ranks < 1 or world_size % shard_ranks):
+        return f"shard_ranks is {shard_ranks}: it must divide the {world_size} ranks"
+    if settings["offload_activations"] and (settings["compile"] or settings["cuda_graph"]):
+        return "offload_activations does not work with compile or cuda_graph: add --compile=false --cuda_graph=false"
+    if settings["mask_documents"] and settings["attention"] == "sdpa":
+        return "mask_documents works with attention auto or triton: PyTorch's cannot keep documents apart"
+    head_dim = settings["n_embd"] / max(settings["n_head"], 1)
+    if settings["mask_documents"] and head_dim not in (16, 32, 64, 128):
+        return f"mask_documents works with heads of 16, 32, 64 and 128, not of {head_dim:g}"
+    if settings["cuda_graph"] and (world_size > 1 or settings["offload"] != "none"):
+        return "cuda_graph needs one GPU and offload=none: add --cuda_graph=false"
+    return None

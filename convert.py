@@ -29,7 +29,7 @@ from model import ROPE_SCALING_KEYS, Llama, LlamaConfig, fill
 from optimizer import AdamW
 from tokenizer import end_of_text, get_tokenizer
 
-NAMES = {  # ours, and those that it stacks
+NAMES = {  # our name -> Hugging Face's names of what is stacked in it
     "tok_embeddings.weight": ["model.embed_tokens.weight"],
     "attn_norm.weight": ["input_layernorm.weight"],
     "attn.qkv_proj.weight": ["self_attn.q_proj.weight", "self_attn.k_proj.weight", "self_attn.v_proj.weight"],
@@ -40,7 +40,7 @@ NAMES = {  # ours, and those that it stacks
     "norm.weight": ["model.norm.weight"],
     "lm_head.weight": ["lm_head.weight"],
 }
-CONFIG = {  # ours, and theirs
+CONFIG = {  # our name -> Hugging Face's
     "n_layer": "num_hidden_layers",
     "n_head": "num_attention_heads",
     "n_kv_head": "num_key_value_heads",
@@ -50,7 +50,7 @@ CONFIG = {  # ours, and theirs
     "tie_embeddings": "tie_word_embeddings",
     "norm_eps": "rms_norm_eps",
 }
-META = {  # what Meta calls those of Hugging Face
+META = {  # Hugging Face's name -> Meta's
     "model.embed_tokens.weight": "tok_embeddings.weight",
     "input_layernorm.weight": "attention_norm.weight",
     "self_attn.q_proj.weight": "attention.wq.weight",
@@ -64,7 +64,7 @@ META = {  # what Meta calls those of Hugging Face
     "model.norm.weight": "norm.weight",
     "lm_head.weight": "output.weight",
 }
-META_CONFIG = {  # what Meta's params.json calls those of config.json
+META_CONFIG = {  # name in config.json -> name in Meta's params.json
     "num_hidden_layers": "n_layers",
     "num_attention_heads": "n_heads",
     "num_key_value_heads": "n_kv_heads",
@@ -80,7 +80,7 @@ FILE_BYTES = 5e9  # of one .safetensors
 
 
 def hf_names(name: str) -> list[str]:
-    """Theirs of one of ours: layers.3.attn.qkv_proj.weight is three of them."""
+    """Hugging Face's names for one of ours: three for layers.3.attn.qkv_proj.weight."""
     _, i, rest = name.split(".", 2) if name.startswith("layers.") else ("", "", name)
     if rest not in NAMES:
         raise ValueError(f"{name} has no name in Hugging Face's Llama: add it to NAMES in convert.py")
@@ -104,9 +104,9 @@ def holds_weights(folder: Path) -> bool:
 
 
 def read_config(folder: Path) -> tuple[dict, str | None]:
-    """The settings of the model in a folder, by train.py's names, and its tokenizer's name where that is known.
+    """The settings of the model in a folder, by train.py's names, and its tokenizer's name, or None if unknown.
 
-    Raises ValueError where it is none that model.py can be, OSError where it cannot be read.
+    Raises ValueError for a model that model.py cannot be, OSError if it cannot be read.
     """
     path, theirs = _config(folder)
     if theirs.get("model_type") != "llama":
@@ -130,7 +130,7 @@ def read_config(folder: Path) -> tuple[dict, str | None]:
 
 
 def _config(folder: Path) -> tuple[Path, dict]:
-    """What config.json says, or what it would say where there is Meta's params.json instead; and that file."""
+    """The file's path and the content of config.json; if there is Meta's params.json instead, what it would contain."""
     if _is_meta(folder):
         return Path(folder) / "params.json", _meta_config(folder)
     path = Path(folder) / "config.json"
@@ -148,7 +148,7 @@ def _read_json(path: Path) -> dict:
 
 
 def _setting(path: Path, theirs: dict, name: str, *options):
-    """One of a file's settings, of one of the types. With None among them it need not be said."""
+    """One of a file's settings, checked to be of one of these types. With None among them it may be missing."""
     if name not in theirs and None not in options:
         raise ValueError(f"{path} does not say {name!r}")
     try:
@@ -158,7 +158,7 @@ def _setting(path: Path, theirs: dict, name: str, *options):
 
 
 def _read_rope(path: Path, theirs: dict) -> dict:
-    """Our two settings of RoPE. Old files have them elsewhere, its type under "type"."""
+    """Our two settings for RoPE. Old files have them in other places, and the kind under "type"."""
     old = theirs | (_setting(path, theirs, "rope_scaling", dict, None) or {})
     rope = _setting(path, theirs, "rope_parameters", dict, None) or old
     kind = rope.get("rope_type") or rope.get("type", "default")
@@ -169,7 +169,7 @@ def _read_rope(path: Path, theirs: dict) -> dict:
 
 
 def read_special_tokens(folder: Path, end: int) -> tuple[int, set[int]]:
-    """With what a document begins, and what ends it or a turn of a dialogue; end: where config.json does not say."""
+    """The token that begins a document, and those that end it or a turn of a dialogue; by default both are `end`."""
     path, theirs = _config(folder)
     begin = _setting(path, theirs, "bos_token_id", int, None)
     ends = _setting(path, theirs, "eos_token_id", int, list, None)
@@ -182,11 +182,12 @@ def read_special_tokens(folder: Path, end: int) -> tuple[int, set[int]]:
 def load(folder: Path, optimizer: AdamW) -> None:
     """Fills an optimizer and the weights of its model, sharded in any way: no rank holds more than one whole.
 
-    Raises ValueError where a weight is missing, is not finite or has another shape or dtype, and where there are more
-    than the model has; OSError where a file cannot be read.
+    Raises ValueError if a weight is missing, is not finite or has another shape or dtype, or if there are more than the
+    model has; OSError if a file cannot be read.
     """
     tensors = optimizer.tensors()
-    _read_into(tensors["model"], folder)
+    weights = {name.removeprefix("model."): w for name, w in tensors.items() if name.startswith("model.")}
+    _read_into(weights, folder)
     optimizer.refresh(tensors)
 
 
@@ -209,7 +210,7 @@ def load_model(folder: Path, block_size: int, device: str, dtype: torch.dtype) -
 
 @torch.no_grad()
 def _read_into(tensors: dict[str, torch.Tensor], folder: Path) -> None:
-    """Fills each, by its name of ours, from the weights in a folder; rounded once, where at all."""
+    """Fills tensors, which have our names, from the weights in a folder. Rounds at most once."""
     read = _meta_reader(Path(folder)) if _is_meta(folder) else _reader(Path(folder), tensors)
     for name, tensor in tensors.items():
         parts = {hf_name: read(hf_name) for hf_name in hf_names(name)}
@@ -226,7 +227,9 @@ def _read_into(tensors: dict[str, torch.Tensor], folder: Path) -> None:
 
 
 def _reader(folder: Path, tensors: dict[str, torch.Tensor]) -> Callable[[str], torch.Tensor]:
-    """A function from a tensor's name to the tensor, on the CPU. tensors: ours, which must have a place for all."""
+    """A function from Hugging Face's name of a tensor to the tensor, on the CPU. ValueError if the files hold a weight
+    that has no place in tensors, which have our names.
+    """
     safetensors, index, single = _safetensors(), folder / "model.safetensors.index.json", folder / "model.safetensors"
 
     def look(path, name, what):
@@ -268,7 +271,7 @@ def _is_meta(folder: Path) -> bool:
 
 
 def _meta_config(folder: Path) -> dict:
-    """What config.json would say of them. The weights say how wide the MLP is and whether the head is tied."""
+    """What config.json would contain. The weights tell how wide the MLP is and whether the head is tied."""
     path, weights = Path(folder) / "params.json", _meta_weights(folder)
     theirs = _read_json(path)
     kinds = {name: LlamaConfig.__dataclass_fields__[ours].type for ours, name in CONFIG.items()} | {"rope_theta": float}
@@ -283,7 +286,7 @@ def _meta_config(folder: Path) -> dict:
                        for name in ("embed_tokens", "layers.0.mlp.gate_proj"))  # fmt: skip
     tied = torch.equal(weights.get("output.weight", embedding), embedding)
     stretched = _setting(path, theirs, "use_scaled_rope", bool, None)
-    # By how much is not said: 3.2's small models, which are the tied ones, by 32, the others by 8.
+    # The file does not say the factor: 32 for 3.2's small models, which are the tied ones, 8 for the others.
     scaling = {"rope_type": "llama3", "factor": 32.0 if tied else 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
                "original_max_position_embeddings": 8192}  # fmt: skip
     return config | LLAMA3_TOKENS | {
@@ -293,7 +296,7 @@ def _meta_config(folder: Path) -> dict:
 
 
 def _meta_weights(folder: Path) -> dict[str, torch.Tensor]:
-    """By Meta's names; mapped from the file, and read where they are used."""
+    """The weights by Meta's names, mapped from the file: read only when they are used."""
     path, n_files = Path(folder) / "consolidated.00.pth", len(list(Path(folder).glob("consolidated.*.pth")))
     if n_files > 1:
         raise ValueError(f"{folder} holds a model in {n_files} parts: only one consolidated.00.pth can be read")
@@ -309,7 +312,7 @@ def _meta_weights(folder: Path) -> dict[str, torch.Tensor]:
 
 
 def _meta_weight(folder: Path, weights: dict[str, torch.Tensor], hf_name: str) -> torch.Tensor:
-    """Hugging Face's model.layers.3.mlp.up_proj.weight is Meta's layers.3.feed_forward.w3.weight."""
+    """The weight by Hugging Face's name: model.layers.3.mlp.up_proj.weight is layers.3.feed_forward.w3.weight."""
     if hf_name.startswith("model.layers."):
         _, layers, i, rest = hf_name.split(".", 3)
         name = f"{layers}.{i}.{META[rest]}"
@@ -321,7 +324,7 @@ def _meta_weight(folder: Path, weights: dict[str, torch.Tensor], hf_name: str) -
 
 
 def _meta_reader(folder: Path) -> Callable[[str], torch.Tensor]:
-    """A function from Hugging Face's name of a tensor to the tensor, as they would have it. After read_config."""
+    """A function from Hugging Face's name of a tensor to the tensor in their layout. Call read_config first."""
     weights, params = _meta_weights(folder), _read_json(folder / "params.json")
     head_dim = params["dim"] // params["n_heads"]
 
@@ -337,7 +340,7 @@ def _meta_reader(folder: Path) -> Callable[[str], torch.Tensor]:
 
 
 def de_interleaved(weight: torch.Tensor, head_dim: int) -> torch.Tensor:
-    """The rows (H·D, C) of q or k: Meta's RoPE turns rows 2i and 2i + 1 of a head together, ours i and i + D/2."""
+    """Reorders the rows (H·D, C) of q or k: Meta's RoPE rotates rows 2i and 2i + 1 of a head, ours i and i + D/2."""
     return weight.unflatten(0, (-1, head_dim // 2, 2)).transpose(1, 2).flatten(0, 2)
 
 
@@ -346,11 +349,11 @@ def de_interleaved(weight: torch.Tensor, head_dim: int) -> torch.Tensor:
 
 
 def write_config(config: LlamaConfig, tokenizer: str, dtype: str) -> dict:
-    """What config.json says of a model; transformers passes over the name of the tokenizer."""
+    """The content of config.json for a model; transformers ignores the name of the tokenizer."""
     rope_scaling = config.rope_scaling and {"rope_type": "llama3", **config.rope_scaling}
     # In our data a document begins behind the end of another. None: else transformers would take 1 and 2.
     end = 128001 if tokenizer == "llama3" else None
-    with contextlib.suppress(OSError, ValueError):  # a tokenizer that is not on this machine
+    with contextlib.suppress(OSError, ValueError):  # the tokenizer is not on this machine
         end = end_of_text(get_tokenizer(tokenizer))
     return {
         "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_act": "silu",
@@ -362,11 +365,11 @@ def write_config(config: LlamaConfig, tokenizer: str, dtype: str) -> dict:
 
 
 def save(path: Path, folder: Path, dtype: str) -> None:
-    """A checkpoint, or a model as Meta publishes it, as a folder for transformers; whole or not there.
+    """Writes a checkpoint, or a model in Meta's format, as a folder for transformers, which is complete or not there.
 
-    Raises as the two load_model do, and OSError where the folder cannot be written.
+    Raises what the two load_model raise, and OSError if the folder cannot be written.
     """
-    _safetensors()  # missed now, not when the weights have been read; so is a folder that cannot be written
+    _safetensors()  # fails before the weights are read, as does a folder that cannot be written
     partial = folder.with_name(folder.name + ".partial")
     shutil.rmtree(partial, ignore_errors=True)
     try:
@@ -388,7 +391,7 @@ def save(path: Path, folder: Path, dtype: str) -> None:
 
 
 def _write(model: Llama, config_json: dict, folder: Path) -> None:
-    """A model into a folder for transformers, in files of FILE_BYTES at most."""
+    """Writes a model into a folder for transformers, in files of at most FILE_BYTES."""
     safetensors, config = _safetensors(), model.config
     files, n_bytes = [{}], 0
     for name, parameter in model.named_parameters():
@@ -412,7 +415,7 @@ def _write(model: Llama, config_json: dict, folder: Path) -> None:
         alone = {name: part.clone() for name, part in tensors.items()}  # safetensors takes no views of one tensor
         try:
             safetensors.torch.save_file(alone, folder / file, metadata={"format": "pt"})
-        except safetensors.SafetensorError as error:  # of a full disk, too
+        except safetensors.SafetensorError as error:  # a full disk, for example
             raise OSError(f"{folder / file} cannot be written: {error}") from error
         del alone  # before the next file's are made
 

@@ -1,6 +1,6 @@
-"""Where each byte of a training step goes, from the settings alone: no GPU is asked, nothing is allocated.
+"""How much memory a training step takes, part by part, from the settings alone: without a GPU or any allocation.
 
-    plan = Plan(batch_size=8)                  # what train.py's settings of the same names say, for one rank
+    plan = Plan(batch_size=8)                  # train.py's settings of the same names, for one rank
     peak_gib(config, plan)                     # 28.5 for Llama 3.2 1B at 8 x 2,048 tokens
     print(table(config, plan))                 # the parts at the peak, with the arithmetic
     advice(config, plan)                       # which settings would lower it most
@@ -16,16 +16,16 @@
     an untied head          instead of 2R: 4H in the loss, then its gradients on their way, in float32, 4H
     offload                 a block's gradients that leave 2B; all: instead of the weights two blocks 4B, the root 2R
 
-They are not all there at once: activations shrink while gradients grow. So the sum is taken at every moment that can be
-the peak (`moments`), and the largest counts. The optimizer's update is none of them: it allocates nothing, and just
+They never exist all at once: activations shrink while gradients grow. So the sum is taken at every moment that can be
+the peak (`moments`), and the largest counts. The optimizer's update is never the peak: it allocates nothing, and just
 before it the backward of the embedding held a second gradient as large as the embedding.
 
 How exact: with the fused kernels within 0.1% of what one H200 measured, 8 to 32 x 2,048 tokens of Llama 3.2 1B, each
-activation_checkpointing (assets/step.json), and within 2% with all of it offloaded (assets/study.json). Plain PyTorch's
-path counts what autograd saves and what its largest backward formulas hold at once: a few percent. compile=true is
-counted like the fused kernels, though a compiler plans for itself. Counted is what PyTorch allocates
-(max_memory_allocated): the CUDA context, NCCL's buffers and what the allocator holds in reserve come on top, 1 to 2
-GiB. An evaluation takes less than a step.
+activation_checkpointing (assets/step.json), and within 0.3% with everything offloaded (assets/study.json). Plain
+PyTorch's path counts what autograd saves and what its largest backward formulas hold at once: a few percent.
+compile=true is counted like the fused kernels, though a compiler plans for itself. All numbers are what PyTorch
+allocates (max_memory_allocated): the CUDA context, NCCL's buffers and the allocator's reserve add 1 to 2 GiB. An
+evaluation takes less than a step.
 """
 
 import math
@@ -34,14 +34,14 @@ from typing import NamedTuple
 
 import torch
 
-from model import TRITON_TOKENS, LlamaConfig
+from model import LlamaConfig, triton_suits
 
 GIB = 2**30
 
 
 @dataclass(frozen=True)
 class Plan:
-    """What a rank is to do, beside the model: train.py's settings of the same names, as they are once resolved."""
+    """How one rank trains: train.py's settings of the same names, with every auto and None resolved."""
 
     batch_size: int
     micro_steps: int = 1  # micro-batches of a step on this rank
@@ -70,7 +70,7 @@ class Plan:
 
     @property
     def streamed(self) -> bool:
-        """Weights come by weights.py."""
+        """Whether weights.py copies each block's weights to the GPU when it computes."""
         return self.offload == "all" and not self.fsdp
 
     @property
@@ -79,9 +79,9 @@ class Plan:
 
     @property
     def copy_engines_reduce(self) -> bool:
-        """The gradients too, not only the weights: where FSDP hands over one gradient of each rank, as it is."""
-        as_it_is = self.sync_every_micro_batch and self.sharding != "hybrid" and self.dtype != "float16"
-        return self.copy_engines_gather and as_it_is
+        """Whether the copy engines reduce the gradients, too. FSDP must hand over each rank's gradient unconverted."""
+        unconverted = self.sync_every_micro_batch and self.sharding != "hybrid" and self.dtype != "float16"
+        return self.copy_engines_gather and unconverted
 
 
 class Part(NamedTuple):
@@ -91,20 +91,20 @@ class Part(NamedTuple):
 
 
 def sizes(c: LlamaConfig) -> tuple[list[int], list[int]]:
-    """Of each parameter of a block, and of the root: embedding, final norm and head."""
+    """The number of elements of each parameter: in one block, and in the root (embedding, final norm, head)."""
     qkv = c.n_embd * (c.n_head + 2 * c.n_kv_head) * c.head_dim
     block = [qkv, c.n_embd**2, 2 * c.ffn_dim * c.n_embd, c.ffn_dim * c.n_embd, c.n_embd, c.n_embd]
     return block, [c.vocab_size * c.n_embd] * (1 if c.tie_embeddings else 2) + [c.n_embd]
 
 
 def n_params(c: LlamaConfig) -> tuple[int, int]:
-    """Of a block, and of the root."""
+    """The number of parameters of one block, and of the root."""
     block, root = sizes(c)
     return sum(block), sum(root)
 
 
 def token_bytes(c: LlamaConfig, plan: Plan, chunks: int) -> tuple[int, int]:
-    """Bytes per token in one layer: what forward leaves for backward, and the most there is during its backward.
+    """Bytes per token in one layer: what forward keeps for backward, and the maximum during its backward.
 
     chunks: slices of the MLP.
     """
@@ -132,18 +132,18 @@ def token_bytes(c: LlamaConfig, plan: Plan, chunks: int) -> tuple[int, int]:
 
 
 def attention_bytes(c: LlamaConfig, plan: Plan) -> int:
-    """Bytes per token in attention's backward, beside what forward has left: gradients of its output, of q, k and v,
-    and what the kernel needs. cuDNN's: dq in float32, dk and dv of each query head, three numbers per head.
+    """Bytes per token that attention's backward adds to what forward kept: the gradients of its output, of q, k and v,
+    and the kernel's own memory. cuDNN's: dq in float32, dk and dv for each query head, three numbers per head.
     """
     found = plan.itemsize * (c.n_embd + 2 * c.n_kv_head * c.head_dim)  # the MLP's residual stream is free by then
-    in_triton = c.attention == "auto" and c.head_dim == 64 and c.block_size <= TRITON_TOKENS
-    if in_triton or c.attention == "triton" or plan.mask_documents:
+    suits = c.attention == "auto" and triton_suits(c.head_dim, c.block_size, plan.compute_dtype)
+    if suits or c.attention == "triton" or plan.mask_documents:
         return found + 4 * c.n_head
     return found + 4 * c.n_embd + 2 * plan.itemsize * c.n_embd * (c.n_kv_head < c.n_head) + 12 * c.n_head
 
 
 def loss_bytes(c: LlamaConfig, plan: Plan, n_tokens: int) -> tuple[Part, Part]:
-    """What the final norm, the head and the loss hold at the end of forward, and at most in their backward."""
+    """What the final norm, the head and the loss hold at the end of forward, and the maximum in their backward."""
     itemsize, head = plan.itemsize, c.vocab_size * c.n_embd
     x = itemsize * n_tokens * c.n_embd  # a tensor like the residual stream
     summed = x if c.fused_kernels else 8 * n_tokens * c.n_embd  # what the final norm keeps
@@ -177,7 +177,7 @@ def loss_bytes(c: LlamaConfig, plan: Plan, n_tokens: int) -> tuple[Part, Part]:
 
 
 def counted(name: str, itemsize: int, *terms: tuple[int, int, str], ranks: int = 1) -> list[Part]:
-    """One Part of terms (count, elements, of what), divided by ranks; [] where there are no elements."""
+    """[Part] for the sum of terms (count, elements, of what), divided by ranks; [] if there are no elements."""
     terms = [(count, n, of) for count, n, of in terms if count * n]
     words = " + ".join(f"{count} x {n:,} {of}" if count > 1 else f"{n:,} {of}" for count, n, of in terms)
     how = f"{itemsize} bytes x {f'({words})' if len(terms) > 1 else words}{f' / {ranks} ranks' * (ranks > 1)}"
@@ -187,12 +187,12 @@ def counted(name: str, itemsize: int, *terms: tuple[int, int, str], ranks: int =
 class Step:
     """The parts at each moment of a step that can be the peak of a rank's memory, counted in parameters.
 
-    Under FSDP the root is gathered from forward to the end of backward. Not so where the head is not the embedding
-    (collectives.py): then norm and head are there for the loss alone, and before the blocks' backward their gradients
-    are reduced; the embedding's is the last. zero3 gathers a group into one buffer and copies it out of there. FSDP
-    asks for the buffer of the next block before this one computes, so two blocks are there at once, and at the end of
-    forward the head and its buffer. A group's gradients stay in a float32 buffer until the next group's are in theirs.
-    zero2 gathers once. Hybrid keeps every reduced shard in float32 until backward ends, beside the rounded one (FSDP's
+    Under FSDP the root stays gathered from forward to the end of backward. Not if the head is untied (collectives.py):
+    norm and head are then gathered for the loss alone, their gradients are reduced before the blocks' backward, and the
+    embedding's gradient comes last. zero3 gathers a group into one buffer and copies it out of there. FSDP asks for the
+    buffer of the next block before this one computes, so two blocks exist at once, and at the end of forward the head
+    and its buffer. A group's gradients stay in a float32 buffer until the next group's are in theirs. zero2 gathers
+    once. Hybrid keeps every reduced shard in float32 until backward ends, beside the rounded one (FSDP's
     _all_reduce_state).
     """
 
@@ -221,7 +221,7 @@ class Step:
     def always(self) -> list[Part]:
         plan, everything = self.plan, (1, self.total, "parameters")
         ranks, itemsize = plan.shard_ranks, self.itemsize
-        # what the parameters lack of the master weights (kernels/adamw.py), and two float32 moments
+        # the part of the master weights that is not in the parameters (kernels/adamw.py), and two float32 moments
         learning = 8 + {"float32": 0, "bfloat16": 2}.get(plan.dtype, 4)
         found = [Part("cuBLAS workspaces", 2**26, "32 MiB each for forward and backward")]
         if plan.offload != "all":
@@ -237,16 +237,18 @@ class Step:
         return found
 
     def gathered(self, blocks: int, ends: int) -> list[Part]:
-        """Blocks whose weights are whole, and how often the root's are, or those of norm and head."""
+        """The whole weights: those of so many blocks, and `ends` times those of the root, or of norm and head."""
         if self.plan.streamed:
             return counted("streamed weights", self.itemsize, (ends, *self.ends), (2, self.block, "of a block"))
         terms = (ends, *self.ends), (blocks, self.block, "of a block")
         return counted("gathered weights", self.itemsize, *terms) if self.plan.fsdp else []
 
     def gradients(self, done: int, head_done: int, whole: int, reducing: int, over: bool) -> list[Part]:
-        """done: blocks whose backward is through. head_done: 1 once that of norm and head is, where they are a group of
+        """The gradients and their buffers.
+
+        done: how many blocks have finished their backward. head_done: 1 once norm and head have, if they are a group of
         their own. whole: elements of the root's gradients, not sharded. reducing: elements in FSDP's float32 buffer.
-        over: backward is through, so that gradients which wait for the last micro-batch are sharded by now, too.
+        over: backward has ended, so gradients that wait for the last micro-batch are sharded by now, too.
         """
         found, itemsize, ranks = [], self.itemsize, self.plan.shard_ranks
         if self.unsynced and not over:
@@ -265,18 +267,17 @@ class Step:
         return found
 
     def activations(self, saved: int, done: int) -> list[Part]:
-        """What the forward of so many blocks has left."""
-        if self.c.offload_activations:  # the last block's; then the one that is read, and the next
+        """What the forward of `saved` blocks has kept for backward."""
+        if self.c.offload_activations:  # the last block's; later the one being read, and the next
             saved = min(saved, 2 if done else 1)
         size = token_bytes(self.c, self.plan, self.chunks)[0]
         how = f"{size:,} bytes x {saved} layers x {self.n_tokens:,} tokens"
         return [Part("saved activations", size * saved * self.n_tokens, how)] if saved else []
 
     def at(self, extra, saved=0, blocks=0, ends=0, done=0, head_done=0, whole=0, reducing=0, over=False) -> list[Part]:
-        """All of it: what always is, what gathered, gradients and activations say, and extra, this moment's alone.
+        """All parts of one moment: always, gathered, gradients, activations, and extra, which exists only then.
 
-        saved: blocks whose activations are there. blocks, ends: blocks, and how often the root or norm and head, whose
-        weights are whole. The rest as gradients takes it.
+        saved: how many blocks' activations exist. blocks, ends: as gathered takes them. The rest: as gradients does.
         """
         gradients = self.gradients(done, head_done, whole, reducing, over)
         return [*self.always(), *self.gathered(blocks, ends), *gradients, *self.activations(saved, done), extra]
@@ -284,7 +285,7 @@ class Step:
     # When
 
     def moments(self) -> dict[str, list[Part]]:
-        """In the order of a step."""
+        """The parts at each moment, in the order of a step."""
         layers = self.layers
         forward, backward = loss_bytes(self.c, self.plan, self.n_tokens)
         there = layers if self.plan.sharding == "zero2" else 0
@@ -307,7 +308,7 @@ class Step:
         return found
 
     def backward(self, k: int) -> list[Part]:
-        """Of block k, counted from 1: those above it are done."""
+        """The backward of block k, counted from 1: the blocks above it are done."""
         c, itemsize, n_tokens, last = self.c, self.itemsize, self.in_group, k == self.layers
         kept, in_block = token_bytes(c, self.plan, self.chunks)
         working = (in_block - kept) * n_tokens
@@ -332,12 +333,13 @@ class Step:
         )
 
     def head_left(self) -> bool:
-        """Whether an untied head's gradient is on the CPU by now; a tied one waits for the embedding's."""
+        """Whether the head's gradient has gone to the CPU before the embedding's: not if the two are tied."""
         return self.gradients_leave and not self.plan.fsdp and not self.c.tie_embeddings
 
     def backward_of_embedding(self) -> list[Part]:
-        """Two gradients as large as the embedding are there: its own and the head's. A tied head's waits to be added to
-        it (with a third tensor where F.linear made it: fused_loss=false); an untied one's may have left or be reduced.
+        """The backward of the embedding, with two gradients as large as the embedding: its own and the head's. A tied
+        head's waits to be added (with a third tensor if F.linear made it: fused_loss=false); an untied one's may have
+        gone to the CPU, or be reduced.
         """
         c = self.c
         copies = 3 if c.tie_embeddings and not c.fused_loss else 2 - self.head_left() - self.apart
@@ -346,10 +348,10 @@ class Step:
         return self.at(extra, ends=self.root_stays, done=self.layers, head_done=1, whole=whole, reducing=reducing)
 
     def reduction(self, numel: int, filling: int, **at) -> list[Part]:
-        """FSDP reduces the gradients of so many parameters: they are copied, from `filling` bytes each, into its buffer
-        in float32, and this rank's shard comes out, in float32 and rounded. What fills and what comes out are not there
-        at once, but FSDP holds on to the group's last gradient until the end: all of it for an embedding, or norm and
-        head; for a tied root only the norm's. Copy engines: what fills their buffer, then what is pulled, and its sum.
+        """FSDP's reduction of the gradients of numel parameters. They are copied, `filling` bytes each, into a float32
+        buffer, and this rank's shard comes out, in float32 and rounded. The input and the output do not exist at once,
+        but FSDP keeps the group's last gradient until the end: all of it for an embedding, or for norm and head; for a
+        tied root only the norm's. With copy engines: what fills their buffer, then what they fetch, and its sum.
         """
         ranks, itemsize = self.plan.shard_ranks, self.itemsize
         last = self.head if self.apart and ranks > 1 else 0
@@ -377,7 +379,7 @@ def peak_gib(config: LlamaConfig, plan: Plan) -> float:
 
 
 def largest_batch(config: LlamaConfig, plan: Plan, gib: float) -> int:
-    """The largest batch_size whose peak is at most gib; 0 where not even one sequence fits."""
+    """The largest batch_size whose peak is at most gib; 0 if not even one sequence fits."""
 
     def fits(batch_size):
         return peak_gib(config, replace(plan, batch_size=batch_size)) <= gib
@@ -393,37 +395,35 @@ def largest_batch(config: LlamaConfig, plan: Plan, gib: float) -> int:
 
 
 def pinned(n_bytes: float) -> int:
-    """What PyTorch's own pinned memory takes for a tensor, a power of two; pinned.py's takes the bytes alone."""
+    """Bytes that PyTorch's own pinned memory takes for n_bytes: the next power of two. pinned.py rounds nothing."""
     return 1 << (math.ceil(n_bytes) - 1).bit_length()
 
 
 def cpu_parts(config: LlamaConfig, plan: Plan) -> list[Part]:
-    """What a rank holds in the CPU's memory of what it offloads."""
+    """The parts that a rank keeps in the CPU's memory."""
     (block, root), itemsize, shards, layers = sizes(config), plan.itemsize, plan.shard_ranks, config.n_layer
-    total = layers * sum(block) + sum(root)
-    one = itemsize == 4 and plan.offload == "all"  # there a parameter is its own master weight
-    learning = 8 if one else 12
-    ranks = f" / {shards} ranks" if shards > 1 else ""
-    computing, how = itemsize * total / shards, f"{itemsize} bytes x {total:,} parameters{ranks}"
-    if plan.offload == "all" and plan.fsdp:  # which pins weights and gradients by itself
-        computing = sum(pinned(itemsize * size / shards) for size in block * layers + root)
-        how += ", each tensor rounded up to a power of two"
-    a_layer, n_tokens = itemsize * config.n_embd, plan.batch_size * config.block_size
-    found = [
-        (plan.offload != "none", "AdamW: weights and moments", learning * total / shards,
-         f"{learning} bytes x {total:,} parameters{ranks}"),
-        (plan.offload != "none" and plan.micro_steps > 1, "gradient accumulators", 4 * total / shards,
-         f"4 bytes x {total:,} parameters{ranks}"),
-        (plan.offload != "none", "gradients", computing, how),
-        (plan.offload == "all", "compute weights", computing, how),
-        (config.offload_activations, "saved activations", (layers - 1) * a_layer * n_tokens,
-         f"{a_layer:,} bytes x {layers - 1} layers x {n_tokens:,} tokens"),
-    ]  # fmt: skip
-    return [Part(name, n_bytes, how) for there, name, n_bytes, how in found if there]
+    everything, found = (1, layers * sum(block) + sum(root), "parameters"), []
+    if plan.offload != "none":
+        one = itemsize == 4 and plan.offload == "all"  # then a parameter is its own master weight
+        found += counted("AdamW: weights and moments", 8 if one else 12, everything, ranks=shards)
+        if plan.micro_steps > 1:
+            found += counted("gradient accumulators", 4, everything, ranks=shards)
+        (computing,) = counted("gradients", itemsize, everything, ranks=shards)
+        if plan.offload == "all" and plan.fsdp:  # FSDP pins weights and gradients by itself
+            n_bytes = sum(pinned(itemsize * size / shards) for size in block * layers + root)
+            computing = Part("gradients", n_bytes, f"{computing.how}, each tensor rounded up to a power of two")
+        found.append(computing)
+        if plan.offload == "all":
+            found.append(computing._replace(name="compute weights"))
+    if config.offload_activations:
+        a_layer, n_tokens = itemsize * config.n_embd, plan.batch_size * config.block_size
+        how = f"{a_layer:,} bytes x {layers - 1} layers x {n_tokens:,} tokens"
+        found.append(Part("saved activations", (layers - 1) * a_layer * n_tokens, how))
+    return found
 
 
 def cpu_bytes_to_come(config: LlamaConfig, plan: Plan) -> float:
-    """Of cpu_parts what is not there before the first step."""
+    """The bytes of cpu_parts that are not yet allocated before the first step."""
     later = ("gradient accumulators", "saved activations")
     return sum(part.bytes for part in cpu_parts(config, plan) if part.name in later)
 
@@ -447,29 +447,28 @@ def choices(config: LlamaConfig, plan: Plan) -> list[list[dict]]:
     def above(name, values, now):
         return [{name: value} for value in values[values.index(now) + 1 :]]
 
-    sliced = config.chunks_of_mlp(plan.batch_size * config.block_size) > 1
-    accumulation = 2 * plan.micro_steps * plan.world_size
-    found = [
-        above("activation_checkpointing", ["none", "selective", "full"], config.activation_checkpointing),
-        above("offload", ["none", "optimizer", "all"], plan.offload) if not plan.cuda_graph else [],
-        above("fused_loss", [False, True], config.fused_loss),
-        above("fused_kernels", [False, True], config.fused_kernels),
-        above("sync_every_micro_batch", [False, True], plan.sync_every_micro_batch),
-        [{"mlp_chunks": 16}] if config.activation_checkpointing != "none" and not sliced else [],
-        above("offload_activations", [False, True], config.offload_activations)
-        if config.activation_checkpointing == "full" and not (plan.compile or plan.cuda_graph)
-        else [],
-        [{"copy_engines": False}] if plan.copy_engines_gather else [],
-        [{"sharding": "zero3"}] if plan.world_size > 1 and plan.sharding != "zero3" else [],
-        [{"batch_size": plan.batch_size // 2, "gradient_accumulation_steps": accumulation}]
-        if plan.batch_size % 2 == 0
-        else [],
-    ]
+    found = [above("activation_checkpointing", ["none", "selective", "full"], config.activation_checkpointing)]
+    if not plan.cuda_graph:
+        found.append(above("offload", ["none", "optimizer", "all"], plan.offload))
+    found.append(above("fused_loss", [False, True], config.fused_loss))
+    found.append(above("fused_kernels", [False, True], config.fused_kernels))
+    found.append(above("sync_every_micro_batch", [False, True], plan.sync_every_micro_batch))
+    if config.activation_checkpointing != "none" and config.chunks_of_mlp(plan.batch_size * config.block_size) == 1:
+        found.append([{"mlp_chunks": 16}])
+    if config.activation_checkpointing == "full" and not (plan.compile or plan.cuda_graph):
+        found.append(above("offload_activations", [False, True], config.offload_activations))
+    if plan.copy_engines_gather:
+        found.append([{"copy_engines": False}])
+    if plan.world_size > 1 and plan.sharding != "zero3":
+        found.append([{"sharding": "zero3"}])
+    if plan.batch_size % 2 == 0:
+        accumulation = 2 * plan.micro_steps * plan.world_size
+        found.append([{"batch_size": plan.batch_size // 2, "gradient_accumulation_steps": accumulation}])
     return [settings for settings in found if settings]
 
 
 def changed(config: LlamaConfig, plan: Plan, settings: dict) -> tuple[LlamaConfig, Plan]:
-    """The two as they would be with these of train.py's settings."""
+    """config and plan with these of train.py's settings changed."""
     of_model = {name: value for name, value in settings.items() if name in LlamaConfig.__dataclass_fields__}
     of_plan = {name: value for name, value in settings.items() if name in Plan.__dataclass_fields__}
     if "gradient_accumulation_steps" in settings:
@@ -480,9 +479,9 @@ def changed(config: LlamaConfig, plan: Plan, settings: dict) -> tuple[LlamaConfi
 
 
 def advice(config: LlamaConfig, plan: Plan) -> list[tuple[str, float]]:
-    """The three settings that would lower the peak most, each alone: as flags, with the GiB there would be.
+    """The three settings that would lower the peak most, each alone: as flags, with the peak in GiB that they give.
 
-    Of the values of one setting the cheapest that saves at least two thirds of what its strongest would.
+    For each setting that is the cheapest value that saves at least two thirds of what its strongest value saves.
     """
     now, found = peak_gib(config, plan), []
     for values in choices(config, plan):
@@ -495,7 +494,7 @@ def advice(config: LlamaConfig, plan: Plan) -> list[tuple[str, float]]:
 
 
 def say_out_of_memory(config: LlamaConfig, plan: Plan, gib: float | None = None) -> str:
-    """What to tell whoever ran out of memory on a card of that many GiB."""
+    """The message for a run that is out of memory, on a card of `gib` GiB."""
     now, (moment, found) = peak_gib(config, plan), parts(config, plan)
     largest = sorted(found, key=lambda part: -part.bytes)[:3]
     lines = [

@@ -18,7 +18,6 @@ F ffn_dim, V vocabulary, N = B·T tokens.
 import math
 import zlib
 from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -31,6 +30,7 @@ from torch.utils.checkpoint import checkpoint
 import kernels
 import kernels.reference
 from activations import OffloadedInputs, recomputed
+from kernels.flash_attention import HEAD_SIZES
 from kernels.linear_cross_entropy import default_chunk_tokens
 
 TRITON_TOKENS = 4096  # the longest sequence for which our attention, heads of 64 on Hopper, is no slower than cuDNN's
@@ -46,13 +46,14 @@ class LlamaConfig:
     n_embd: int
     ffn_dim: int
     vocab_size: int
-    block_size: int  # the longest sequence the model is asked to read
+    block_size: int  # length of the longest sequence
     rope_theta: float = 500000.0
-    rope_scaling: dict | None = None  # of 3.1 and 3.2, its keys in ROPE_SCALING_KEYS
+    rope_scaling: dict | None = None  # for 3.1 and 3.2; its keys: ROPE_SCALING_KEYS
     norm_eps: float = 1e-5
     tie_embeddings: bool = False  # 1B and 3B: the head is the embedding
     fused_kernels: bool = True  # False: RMSNorm, RoPE and SwiGLU in plain PyTorch
     fused_loss: bool = True  # False: the logits held whole, the loss in plain PyTorch
+    fp8: bool = False  # the blocks' projections multiply in float8: kernels/fp8_linear.py
     attention: str = "auto"  # 'triton': kernels/flash_attention.py, 'sdpa': PyTorch's; 'auto': the faster one
     activation_checkpointing: str = "none"  # 'selective' recomputes gate_up_proj in backward; 'full' whole blocks
     offload_activations: bool = False  # what 'full' keeps goes to the CPU's memory: activations.py
@@ -74,9 +75,11 @@ class LlamaConfig:
         chunks = 1 if self.mlp_chunks is None else self.mlp_chunks
         if chunks < 1 or (chunks > 1 and self.activation_checkpointing == "none"):
             raise ValueError(f"mlp_chunks {chunks}: at least 1, and 1 without activation_checkpointing")
+        if self.fp8 and any(width % 16 for width in (self.n_embd, self.ffn_dim, self.n_kv_head * self.head_dim)):
+            raise ValueError(f"fp8 needs n_embd, ffn_dim and the {self.n_kv_head} key heads to be multiples of 16 wide")
         if self.attention not in ("auto", "sdpa", "triton"):
             raise ValueError(f"attention {self.attention!r}: auto, sdpa or triton")
-        if self.attention == "triton" and self.head_dim not in (16, 32, 64, 128):
+        if self.attention == "triton" and self.head_dim not in HEAD_SIZES:
             raise ValueError(f"attention 'triton' knows heads of 16, 32, 64 and 128, not of {self.head_dim}")
         if self.rope_scaling is not None:
             check_rope_scaling(self.rope_scaling)
@@ -88,9 +91,9 @@ class LlamaConfig:
     def chunks_of_mlp(self, n_tokens: int) -> int:
         """How many slices of its tokens the MLP works through, one after another, in forward and in backward.
 
-        mlp_chunks where that is set. Else 1, but with full checkpointing and fused kernels slices of at least MLP_SLICE
-        and 4C tokens. Why 4C: the float32 sums of the weights' gradients take 12·C·F bytes, as much as C tokens of a
-        slice, so at most a quarter of what it takes.
+        That is mlp_chunks if set. Otherwise 1, except with full checkpointing and fused kernels: then slices have at
+        least MLP_SLICE and 4C tokens. Why 4C: the float32 sums of the weights' gradients take 12·C·F bytes, as much as
+        C tokens of a slice, so at most a quarter of the slice.
         """
         if self.mlp_chunks:
             return min(self.mlp_chunks, max(n_tokens, 1))
@@ -101,16 +104,16 @@ class LlamaConfig:
     def groups_of_sequences(self, n_batch: int, n_time: int) -> int:
         """How many groups of sequences pass through a block one after another under full checkpointing: activations.py.
 
-        As many as the MLP would have slices, at most one for each sequence; 1 where mlp_chunks says how to slice it.
+        As many as the MLP would have slices, but at most one for each sequence; 1 if mlp_chunks sets the slices.
         """
         return 1 if self.mlp_chunks else min(self.chunks_of_mlp(n_batch * n_time), n_batch)
 
     def loss_chunking(self, n_tokens: int, dtype: torch.dtype) -> dict:
-        """chunk_tokens and fp32_dweight of linear_cross_entropy.
+        """The arguments chunk_tokens and fp32_dweight for linear_cross_entropy.
 
-        Full checkpointing halves the chunk: 2,048 tokens of Llama 3 in bf16. Where four such chunks hold all tokens, it
-        cuts these into at most four, of a multiple of 256 tokens, and sums the head's gradient in the weight's dtype
-        (not in float16).
+        Full checkpointing halves the chunk: 2,048 tokens of Llama 3 in bf16. If four such chunks hold all tokens, they
+        are cut into at most four chunks of a multiple of 256 tokens, and the head's gradient is summed in the weight's
+        dtype (not in float16).
         """
         chunk_tokens = default_chunk_tokens(self.vocab_size, dtype.itemsize)
         if self.activation_checkpointing != "full":
@@ -162,15 +165,19 @@ def document_starts(tokens: torch.Tensor, end_of_text: int) -> torch.Tensor:
     return torch.where(tokens == end_of_text, positions, 0).cummax(dim=1).values.int()
 
 
-def triton_is_faster(q):
-    """Where kernels/flash_attention.py is the better choice: heads of 64 on Hopper, up to 4,096 tokens.
+def triton_suits(head_dim: int, n_time: int, dtype: torch.dtype) -> bool:
+    """Whether kernels/flash_attention.py is the better choice on Hopper: heads of 64, up to 4,096 tokens, 16 bits.
 
     There forward and backward take no longer than cuDNN's, and repeat to the bit; cuDNN's take 2% less at 8,192 and
     5% less at 32,768 (`bench.py kernels` has both).
     """
-    half, n_time, head_dim = q.dtype in (torch.bfloat16, torch.float16), q.shape[1], q.shape[3]
-    fits = half and head_dim == 64 and n_time <= TRITON_TOKENS
-    return q.is_cuda and fits and torch.cuda.get_device_capability(q.device)[0] == 9
+    return head_dim == 64 and n_time <= TRITON_TOKENS and dtype in (torch.bfloat16, torch.float16)
+
+
+def triton_is_faster(q):
+    """Whether attention of 'auto' takes kernels/flash_attention.py for queries q (B, T, H, D)."""
+    suits = q.is_cuda and triton_suits(q.shape[3], q.shape[1], q.dtype)
+    return suits and torch.cuda.get_device_capability(q.device)[0] == 9
 
 
 def attend(q, k, v, is_causal):
@@ -238,13 +245,13 @@ class Attention(nn.Module):
         self.qkv_proj = nn.Linear(config.n_embd, n_heads * config.head_dim, bias=False)
         self.o_proj = nn.Linear(config.n_embd, config.n_embd, bias=False)
         ops = kernels if config.fused_kernels else kernels.reference
-        self.rms_norm_linear, self.rope = ops.rms_norm_linear, ops.rope
-        self.attention = config.attention
+        self.rms_norm_linear, self.rope, self.fp8_linear = ops.rms_norm_linear, ops.rope, ops.fp8_linear
+        self.attention, self.fp8 = config.attention, config.fp8
 
     def forward(self, x, residual, norm, cos, sin, starts=None, cache=None):
         """What the attention adds to the residual stream x + residual, and that sum: both (B, T, C)."""
         # The projection as a function, not a call of the module: it norms what it reads, and so need not keep it.
-        qkv, x = self.rms_norm_linear(x, residual, norm.weight, self.qkv_proj.weight, norm.eps)
+        qkv, x = self.rms_norm_linear(x, residual, norm.weight, self.qkv_proj.weight, norm.eps, self.fp8)
         qkv = qkv.unflatten(-1, (-1, self.head_dim))  # (B, T, H + 2K, D)
         q, k, v = self.rope(qkv, cos, sin, self.n_head)
         if cache is not None:
@@ -255,7 +262,7 @@ class Attention(nn.Module):
         else:
             # A prompt fills an empty cache, after that tokens come one by one and see everything: no mask but causal.
             y = attend(q, k, v, is_causal=q.shape[1] > 1)
-        return self.o_proj(y), x
+        return self.fp8_linear(y, self.o_proj.weight) if self.fp8 else self.o_proj(y), x
 
 
 class MLP(nn.Module):
@@ -264,26 +271,19 @@ class MLP(nn.Module):
         self.gate_up_proj = nn.Linear(config.n_embd, 2 * config.ffn_dim, bias=False)
         self.down_proj = nn.Linear(config.ffn_dim, config.n_embd, bias=False)
         self.config = config
-        self.need_y = True
         self.swiglu_mlp = kernels.swiglu_mlp if config.fused_kernels else kernels.reference.swiglu_mlp
 
-    def forward(self, x, residual, norm):
-        """What the MLP adds to the residual stream x + residual, and that sum: both (B, T, C)."""
+    def forward(self, x, residual, norm, need_y=True):
+        """What the MLP adds to the residual stream x + residual, and that sum: both (B, T, C).
+
+        need_y=False skips the down_proj matmul: recomputing for backward needs its input, not its output.
+        """
         chunks = self.config.chunks_of_mlp(x.shape[:-1].numel())
         keep_gate_up = self.config.activation_checkpointing != "selective" and chunks == 1
         return self.swiglu_mlp(  # norm, C -> 2F, silu(gate) * up, F -> C
             x, residual, norm.weight, self.gate_up_proj.weight, self.down_proj.weight, norm.eps,
-            keep_gate_up, self.need_y, chunks,
+            keep_gate_up, need_y, chunks, self.config.fp8,
         )  # fmt: skip
-
-    @contextmanager
-    def without_output(self):
-        """Inside it, forward skips the down_proj matmul: recomputing for backward needs its input, not its output."""
-        self.need_y = False
-        try:
-            yield
-        finally:
-            self.need_y = True
 
 
 class Block(nn.Module):
@@ -296,7 +296,7 @@ class Block(nn.Module):
         self.mlp_norm = RMSNorm(config.n_embd, config)
         self.mlp = MLP(config)
         self.config = config
-        self.offloaded, self.last = None, False  # with offload_activations: where inputs go; is it the last block?
+        self.offloaded = None  # with offload_activations: where the inputs go
 
     def forward(self, x, delta, cos, sin, starts=None, cache=None):
         """x (B, T, C) and delta (B, T, C) or None, whose sum is the block's input; returns its output as two such.
@@ -307,19 +307,22 @@ class Block(nn.Module):
             return self.addends(x, delta, cos, sin, starts, cache)
         # FSDP gathers a block's weights just before its backward, so what is recomputed must lie inside the block.
         if torch.compiler.is_compiling() or (self.offloaded is None and not self.config.fused_kernels):
-            # PyTorch's: the compiler drops what backward does not need, and over plain operations recomputation stops
-            # by itself at the last tensor that is needed. Our fused functions get neither: recomputed() is for them.
+            # PyTorch's checkpoint: the compiler drops what backward does not need, and with plain operations the
+            # recomputation stops at the last tensor that is needed. Fused functions get neither, hence recomputed().
             inputs = x, delta, cos, sin, starts
             if not torch.is_grad_enabled():
                 return self.addends(*inputs)
             return checkpoint(self.addends, *inputs, use_reentrant=False, preserve_rng_state=False)
         return recomputed(self, self.config.groups_of_sequences(*x.shape[:2]), x, cos, sin, starts), None
 
-    def addends(self, x, delta, cos, sin, starts=None, cache=None):
-        """The block's output as two addends (B, T, C): the residual stream before the MLP, and what the MLP adds."""
+    def addends(self, x, delta, cos, sin, starts=None, cache=None, need_y=True):
+        """The block's output as two addends (B, T, C): the residual stream before the MLP, and what the MLP adds.
+
+        need_y=False: for backward alone, the second addend without content.
+        """
         # Both return what they add, and the residual stream to add it to.
         attended, x = self.attn(x, delta, self.attn_norm, cos, sin, starts, cache)
-        computed, x = self.mlp(attended, x, self.mlp_norm)
+        computed, x = self.mlp(attended, x, self.mlp_norm, need_y)
         return x, computed
 
 
@@ -363,12 +366,12 @@ class Llama(nn.Module):
         self.lm_head = Head(config)
         if config.tie_embeddings:
             self.lm_head.weight = self.tok_embeddings.weight
-        self.offloaded = OffloadedInputs() if config.offload_activations else None
+        self.offloaded = OffloadedInputs(config.n_layer) if config.offload_activations else None
         for layer in self.layers:
-            layer.offloaded, layer.last = self.offloaded, layer is self.layers[-1]
+            layer.offloaded = self.offloaded
 
     def to_empty(self, **kwargs):
-        """As nn.Module's, which would give a tied head a weight of its own."""
+        """Does what nn.Module's does, but keeps a tied head tied."""
         super().to_empty(**kwargs)
         if self.config.tie_embeddings:
             self.lm_head.weight = self.tok_embeddings.weight
@@ -383,14 +386,14 @@ class Llama(nn.Module):
     ) -> torch.Tensor:
         """Logits (B, T, V) in the weights' dtype, or with targets the mean cross-entropy, an fp32 scalar.
 
-        tokens and targets (B, T) integers; a target of -100 does not count. starts (B, T) integers: of each token's
-        document, beyond which it sees nothing (document_starts); none: it sees all before it. caches: one KVCache a
-        layer, from generate, which wants the logits of the last position only, (B, 1, V).
-        ValueError where T and what the caches hold exceed block_size, T > 1 tokens meet caches that hold some, or
-        starts meet caches or heads that kernels/flash_attention.py does not know.
+        tokens and targets (B, T) integers; a target of -100 does not count. starts (B, T) integers: the position where
+        each token's document starts (document_starts), before which the token sees nothing; None: it sees all before
+        it. caches: one KVCache a layer, from generate; then the logits are those of the last position only, (B, 1, V).
+        ValueError if T plus the cached length exceeds block_size, if T > 1 with a non-empty cache, or if starts is
+        given with caches or an unsupported head size.
         """
-        x = self.hidden(tokens, starts, caches, overwrite_dy=True)  # the head alone reads it
-        overwrite_x = self.config.fused_kernels  # whose final norm, for its backward, does not read its output again
+        x = self.hidden(tokens, starts, caches, overwrite_dy=True)  # only the head reads it
+        overwrite_x = self.config.fused_kernels  # the fused final norm does not read its output again in backward
         return self.lm_head(x if caches is None else x[:, -1:], targets, overwrite_x)
 
     def hidden(self, tokens, starts=None, caches=None, overwrite_dy=False):
@@ -399,7 +402,8 @@ class Llama(nn.Module):
             x = model.hidden(tokens)
             loss = model.lm_head(x, targets) + (value_head(x) - values).square().mean()
 
-        overwrite_dy: as RMSNorm's, where x has one reader. With FSDP call this from forward, which gathers the weights.
+        overwrite_dy: as for RMSNorm, if only one function reads x. With FSDP call this from forward, which gathers the
+        weights.
         """
         start = caches[0].length if caches else 0
         end = start + tokens.shape[1]
@@ -425,10 +429,11 @@ class Llama(nn.Module):
     def init_weights(self, seed: int, device: str | torch.device | None = None):
         """Norms 1, matrices normal with std 0.02; the two that write into the residual stream 0.02 / sqrt(2·n_layer).
 
-        Each parameter draws from a generator of its own, seeded by its name: so a model sharded over any number of
-        ranks starts from the same weights, and no rank ever holds more than one whole parameter. device: where they
-        are drawn, which decides what is drawn; none: where they are. NotImplementedError for what is none of these: a
-        bias, and a buffer, which to_empty leaves without content and no checkpoint holds (compute it in forward).
+        Each parameter draws from its own generator, seeded by its name: so a model sharded over any number of ranks
+        starts from the same weights, and no rank ever holds more than one whole parameter. device: where the numbers
+        are drawn (a GPU draws different ones); None: where the parameter is. NotImplementedError for anything else:
+        a bias, or a buffer. Buffers are uninitialised after to_empty and are not saved, so compute such values in
+        forward.
         """
         for name, _ in self.named_buffers():
             raise NotImplementedError(f"init_weights of model.py does not know how the buffer {name} begins")
@@ -449,15 +454,15 @@ class Llama(nn.Module):
             fill(parameter, whole)
 
     def n_params(self) -> int:
-        """Every parameter once: a tied head counts as the embedding."""
+        """The number of parameters, a tied head and its embedding counted once."""
         return sum(parameter.numel() for parameter in self.parameters())
 
     def flops_per_token(self, n_time: int) -> int:
         """FLOPs of forward and backward for one token of a sequence of n_time, without recomputation.
 
         6 for each weight of a matmul (the embedding is a lookup, the head a matmul), and for attention 2 matmuls of
-        2·C·T, forward once and backward twice, half of it masked away: 6·C·T a layer (PaLM, appendix B, causal). Of
-        documents that see themselves alone attention computes less, which is not taken off.
+        2·C·T, forward once and backward twice, half of it masked away: 6·C·T a layer (PaLM, appendix B, causal).
+        With mask_documents attention computes less; that is not subtracted.
         """
         c = self.config
         matmuls = c.n_layer * (2 * c.n_embd**2 + 2 * c.n_embd * c.n_kv_head * c.head_dim + 3 * c.n_embd * c.ffn_dim)
@@ -477,7 +482,7 @@ class Llama(nn.Module):
 
         temperature 0 takes the likeliest; top_k keeps the k likeliest, top_p the likeliest whose probabilities reach p.
         Keys and values are cached. Past block_size the older half of the context is dropped and the rest read again.
-        ValueError, from the first next(), for an empty prompt and for numbers that make no sense.
+        ValueError, from the first next(), for an empty prompt and for numbers out of range.
         """
         if not tokens.shape[1]:
             raise ValueError("generate needs at least one token to continue")
@@ -509,6 +514,6 @@ def sample(logits, temperature, top_k, top_p, generator):
         logits[:, top_k:] = -math.inf
     probabilities = logits.softmax(-1)
     if top_p is not None:
-        before = probabilities.cumsum(-1) - probabilities  # what the likelier ones already reach
+        before = probabilities.cumsum(-1) - probabilities  # the sum over the likelier ones
         probabilities[:, 1:][before[:, 1:] >= top_p] = 0  # never the likeliest, however small top_p
     return order.gather(-1, torch.multinomial(probabilities, 1, generator=generator)).squeeze(-1)

@@ -7,15 +7,15 @@
                     and the new parameter is written: into pinned memory, from where it is copied to the GPU
     next forward    each layer waits for its own: the GPU computes with the first while the CPU moves the last
 
-So for n parameters in bfloat16 2n bytes of gradients cross to the CPU in each micro-batch and 2n of new parameters back
-in each step, hidden where it is long enough, and w, m and v are read and written where they lie. The losses are those
-of the optimizer on the GPU but for roundings: a bfloat16 weight in the middle of two numbers goes to the even one here,
-away from zero there.
+So for n parameters in bfloat16 2n bytes of gradients go to the CPU in each micro-batch, and 2n bytes of new parameters
+come back in each step: hidden if the step is long enough. w, m and v never move. The losses are those of the optimizer
+on the GPU except for roundings: a bfloat16 weight in the middle of two numbers goes to the even one here, away from
+zero there.
 
-The parameters stay on the GPU (offload = 'optimizer': a new one overwrites its gradient in the pinned memory
-on its way there), or have their home beside the optimizer (offload = 'all'). Then weights.py copies each block's when
-its turn comes (2n bytes in forward, less in backward), or with several ranks FSDP does, which takes the gradients
-back too.
+The parameters stay on the GPU (offload = 'optimizer': a new one overwrites its gradient in the pinned memory on its way
+there), or stay in CPU memory beside the optimizer (offload = 'all'). Then weights.py copies each block's weights to the
+GPU just before they are used (2n bytes in forward, less in backward). With several ranks FSDP does that, and takes the
+gradients back too.
 """
 
 import math
@@ -34,8 +34,8 @@ from weights import StreamedWeights
 
 
 def in_float32(total: torch.Tensor, x: torch.Tensor):
-    """Pairs of pieces of total and of x, those of x copied to float32 in a buffer that stays in the cache: PyTorch adds
-    tensors of two dtypes 4 times slower.
+    """Yields pairs of pieces of total and of x, those of x converted to float32 in a buffer that stays in the cache:
+    PyTorch adds tensors of two dtypes 4 times slower.
     """
     buffer = torch.empty(min(CPU_CHUNK, x.numel()))
     for total_part, part in zip(total.view(-1).split(CPU_CHUNK), x.view(-1).split(CPU_CHUNK), strict=True):
@@ -48,7 +48,7 @@ def sum_of_squares(x: torch.Tensor) -> float:
 
 
 class OffloadedAdamW(AdamW):
-    """AdamW's interface; w, m and v are on the CPU, whatever device computes."""
+    """AdamW with w, m and v on the CPU, whatever device computes; the same interface."""
 
     state_device = "cpu"
 
@@ -61,9 +61,9 @@ class OffloadedAdamW(AdamW):
         weights: StreamedWeights | None = None,
     ):
         super().__init__(model, betas, weight_decay, eps)
-        self.worker = worker_thread()  # in the order of submission: sums, then updates, then the next sums
+        self.worker = worker_thread()  # works in order: sums, then updates, then the next sums
         self.busy: list[Future] = []  # the work on gradients since the last update
-        self.sums_are_stale = True  # the sums are of an earlier step
+        self.sums_are_stale = True  # the sums are those of an earlier step
         self.pinned_grads, self.norms = {}, {}  # gradients that have come from the GPU, and their norms
         # By module: the root's own parameters, then each layer's.
         self.groups = {"": [name for name in self.parameters if not name.startswith("layers.")]}
@@ -73,7 +73,7 @@ class OffloadedAdamW(AdamW):
             self.groups[prefix] = [name for name in self.parameters if name.startswith(prefix)]
             layer.register_forward_pre_hook(self._waiter(prefix), prepend=True)
         model.layers[-1].register_forward_pre_hook(self._free_root)
-        on_gpu = local(next(iter(self.parameters.values()))).is_cuda  # one and so all
+        on_gpu = local(next(iter(self.parameters.values()))).is_cuda  # then all are
         self.stream = torch.cuda.Stream() if on_gpu else None
         self.copying, self.copying_group = [], None  # the gradients that are being copied, all of one group
         for group, names in self.groups.items():
@@ -94,14 +94,14 @@ class OffloadedAdamW(AdamW):
         return wait
 
     def _wait_for(self, group: str):
-        """Until the parameters of a group are new, on the GPU too."""
+        """Waits until a group's updated parameters have reached the GPU."""
         if group in self.updating:
             copied = self.updating.pop(group).result()
             if copied is not None:
                 copied.synchronize()
 
     def finish(self):
-        """Until all is done that was begun."""
+        """Waits for all pending updates and gradient sums."""
         for group in self.groups:
             self._wait_for(group)
         self._finish_sums()
@@ -135,7 +135,7 @@ class OffloadedAdamW(AdamW):
     @torch.no_grad()
     def _land(self, name: str, group: str, parameter: torch.Tensor):
         """Sends a gradient to the CPU as soon as backward has computed it."""
-        self._finish_sums()  # that of the micro-batch before may still read from here
+        self._finish_sums()  # those of the micro-batch before may still read this memory
         if group != self.copying_group:
             self._free_copied()
             self.copying_group = group
@@ -154,21 +154,21 @@ class OffloadedAdamW(AdamW):
             self._free_copied()
 
     def _free_copied(self):
-        """Frees what was being copied. Not record_stream: with it the allocator reuses memory only if the copy is over
-        when the CPU asks, and the CPU is far ahead of the GPU.
+        """Frees the gradients that were being copied. With record_stream the allocator could reuse the memory only if
+        the copy was over when the CPU asked, and the CPU is far ahead of the GPU.
         """
         torch.cuda.current_stream().wait_stream(self.stream)
         self.copying.clear()
 
     def _landed(self) -> dict[str, torch.Tensor]:
-        """This rank's part of each gradient, on the CPU. Those from the GPU are there once the stream is done."""
+        """This rank's part of each gradient, on the CPU. Those from the GPU are valid once the stream is done."""
         return {name: self.pinned_grads.get(name, p.grad if p.grad is None else local(p.grad))
                 for name, p in self.parameters.items()}  # fmt: skip
 
     @torch.no_grad()
     def accumulate(self):
         """Adds a micro-batch's gradients to float32 sums, while the GPU goes on."""
-        self._finish_sums()  # or a slow CPU would have gradients of many micro-batches to keep
+        self._finish_sums()  # else a slow CPU would have to keep the gradients of many micro-batches
         grads, landed = self._landed(), self.stream.record_event() if self.stream else None
 
         @torch.no_grad()
@@ -197,7 +197,7 @@ class OffloadedAdamW(AdamW):
 
     @torch.no_grad()
     def grad_norm(self) -> torch.Tensor:
-        """As AdamW's; taken on the GPU where the gradients came from there one by one."""
+        """The same as AdamW's; from the norms that _land took on the GPU, if there are no sums."""
         grads = self.gradients()
         if self.norms and not self.sums:
             norm = torch.linalg.vector_norm(torch.stack(list(self.norms.values())))
@@ -214,7 +214,7 @@ class OffloadedAdamW(AdamW):
 
     @torch.no_grad()
     def update(self, grad_clip: float = 0.0) -> torch.Tensor:
-        """As AdamW's, but what it begins goes on beside the next forward."""
+        """Does what AdamW's does, but the weights move on the CPU beside the next forward."""
         norm = self.grad_norm()
         value = norm.item()
         if math.isfinite(value):
@@ -230,7 +230,7 @@ class OffloadedAdamW(AdamW):
 
     @torch.no_grad()
     def _update(self, grads: dict, options) -> torch.cuda.Event | None:
-        """Moves the parameters of a group; the event says that they have arrived on the GPU."""
+        """Moves the parameters of a group. Returns the event of their arrival on the GPU."""
         for name, grad in grads.items():
             parameter = local(home(self.parameters[name]).detach())
             new = self.pinned_grads[name] if parameter.is_cuda else parameter
@@ -243,6 +243,6 @@ class OffloadedAdamW(AdamW):
         return self.stream.record_event() if self.stream else None
 
     def zero_grad(self):
-        """Leaves the sums: the next step's first micro-batch overwrites them."""
+        """Drops the gradients. Keeps the sums: the next step's first micro-batch overwrites them."""
         for parameter in self.parameters.values():
             parameter.grad = None

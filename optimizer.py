@@ -4,14 +4,14 @@
     loss.backward()
     optimizer.set_step(learning_rate)
     grad_norm = optimizer.update(grad_clip=1.0)    # all on the GPU: nothing here waits for it
-    optimizer.updates += 1                         # where grad_norm is finite: elsewhere nothing was changed
+    optimizer.updates += 1                         # if grad_norm is finite: otherwise nothing has changed
     optimizer.zero_grad()
 
 The master weights w and the two moments m and v are float32, 12 bytes a parameter, and a bfloat16 parameter is part of
 them: it is the upper half of its w, so only the lower 16 bits are kept here (kernels/adamw.py). A float32 parameter is
-its w. Only in float16, and where w lies in another memory than the parameter (offload.py), is w kept whole beside it.
-Where several micro-batches make a step, 4 bytes more: the float32 sums of their gradients. Under FSDP all of this is
-sharded as the parameters are.
+its w. Only in float16, and if w is in another memory than the parameter (offload.py), is w kept whole beside it. With
+several micro-batches a step, the float32 sums of their gradients take 4 bytes more. Under FSDP all of this is sharded
+like the parameters.
 """
 
 import math
@@ -25,7 +25,7 @@ from torch.distributed.tensor import DTensor
 from kernels import adamw
 from kernels.adamw import join, split
 
-PIECE = 2**24  # elements of w that are put together at a time
+PIECE = 2**24  # elements of w that are joined at a time
 
 
 def local(x: torch.Tensor) -> torch.Tensor:
@@ -34,7 +34,7 @@ def local(x: torch.Tensor) -> torch.Tensor:
 
 
 def home(parameter: torch.Tensor) -> torch.Tensor:
-    """Where it lies: itself, or the CPU's copy of one that comes to the GPU when its turn comes (weights.py)."""
+    """The parameter itself, or with streamed weights its copy in the CPU's memory (weights.py)."""
     return getattr(parameter, "home", parameter)
 
 
@@ -43,26 +43,32 @@ def sum_of_bits(x: torch.Tensor) -> torch.Tensor:
     return local(x).view(torch.int32).sum(dtype=torch.int64)
 
 
+def saved_names(w: dict, m: dict, v: dict) -> dict:
+    """The three dicts in one, by the names that tensors have in a checkpoint."""
+    kinds = {"model": w, "optimizer.exp_avg": m, "optimizer.exp_avg_sq": v}
+    return {f"{kind}.{name}": x for kind, tensors in kinds.items() for name, x in tensors.items()}
+
+
 class AdamW:
     """One learning rate for all; matrices decay, vectors (norms) do not (Loshchilov and Hutter, 2019).
 
-    Made after the weights are: w starts as a copy of them.
+    Create it after the weights are initialised: w starts as a copy of them.
     """
 
-    state_device = None  # of w, m and v; none: the parameter's
+    state_device = None  # of w, m and v; None: the parameter's
 
     def __init__(self, model: nn.Module, betas: tuple[float, float], weight_decay: float, eps: float = 1e-8):
         self.parameters = dict(model.named_parameters())
         self.betas, self.weight_decay, self.eps = betas, weight_decay, eps
-        # The parameter itself (float32), or its lower half (int16, of bfloat16), or apart from it (float32).
+        # The parameter itself (float32), the lower half beside a bfloat16 parameter (int16), or a whole copy (float32).
         self.w = {name: self._w_of(home(p).detach()) for name, p in self.parameters.items()}
         self.m = {name: torch.zeros_like(w, dtype=torch.float32) for name, w in self.w.items()}
         self.v = {name: torch.zeros_like(m) for name, m in self.m.items()}
-        self.sums = {}  # float32 gradients of the micro-batches so far, where there are several
+        self.sums = {}  # the float32 sums of gradients, if there are several micro-batches
         self.updates = 0
         first = next(iter(self.parameters.values()))
         self.mesh = first.device_mesh["shard"] if isinstance(first, DTensor) else None
-        self.step_scalars = torch.zeros(4, device=first.device)  # kernels/adamw.py says which
+        self.step_scalars = torch.zeros(4, device=first.device)  # kernels/adamw.py lists them
         self.inverse_loss_scale = torch.ones((), device=first.device)
 
     def _w_of(self, parameter):
@@ -83,59 +89,44 @@ class AdamW:
     # ------------------------------------------------------------------------------------------------------------------
     # What a checkpoint holds: for each parameter w, m and v in float32
 
-    def tensors(self) -> dict:
-        """What a checkpoint holds: {"model": w, "optimizer": {"exp_avg": m, "exp_avg_sq": v}}, each by name, float32.
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """All that a checkpoint holds, float32, by their names there (saved_names).
 
         To be saved, or to be read into; then call refresh. All are the live tensors, except a w kept in halves: it is
         joined in new CPU memory, 4 bytes a parameter, since a GPU that just fits the run has no room for it.
         """
-
-        def whole(name):
-            if self.w[name].dtype != torch.int16:
-                return self.w[name]
-            w = torch.empty_like(self.m[name], device="cpu")
-            self._copy_w(name, w)
-            return w
-
-        return self._of_all(whole, lambda x: x)
+        in_halves = [name for name, w in self.w.items() if w.dtype == torch.int16]
+        joined = {f"model.{name}": torch.empty_like(self.m[name], device="cpu") for name in in_halves}
+        self.copy_tensors(joined)
+        return saved_names(self.w, self.m, self.v) | joined
 
     def like_tensors(self, make: Callable) -> dict:
-        """The structure of tensors(), with make(x) in place of each x, of its shape, dtype and mesh."""
+        """make(x) for each x of tensors(), by the same names. make needs only the shape, dtype and mesh of x."""
         # m stands for w, which may be in halves
-        return self._of_all(lambda name: make(self.m[name]), make)
+        return {name: make(x) for name, x in saved_names(self.m, self.m, self.v).items()}
 
-    def bit_sums(self) -> dict:
-        """The structure of tensors(), with the sum_of_bits of each."""
-
-        def of_w(name):
-            w = self.w[name]
-            if w.dtype != torch.int16:
-                return sum_of_bits(w)
-            high = local(self.parameters[name].detach()).view(torch.int16)
-            return 65536 * high.sum(dtype=torch.int64) + local(w).sum(dtype=torch.int64)
-
-        return self._of_all(of_w, sum_of_bits)
-
-    def _of_all(self, of_w, of):
-        m, v = ({name: of(x) for name, x in kind.items()} for kind in (self.m, self.v))
-        return {"model": {name: of_w(name) for name in self.w}, "optimizer": {"exp_avg": m, "exp_avg_sq": v}}
-
-    def copy_tensors(self, copies: dict) -> None:
-        """Copies what tensors() holds into copies, made by like_tensors on the CPU: queued on the current stream."""
-        for name, copy in copies["model"].items():
-            self._copy_w(name, copy)
-        for states, into in ((self.m, copies["optimizer"]["exp_avg"]), (self.v, copies["optimizer"]["exp_avg_sq"])):
-            for name, copy in into.items():
-                local(copy).copy_(local(states[name]), non_blocking=local(copy).is_pinned())
+    def bit_sums(self) -> dict[str, torch.Tensor]:
+        """The sum_of_bits of each of tensors(), by the same names."""
+        sums = {}
+        for name, x in saved_names(self.w, self.m, self.v).items():
+            if x.dtype == torch.int16:  # the lower half of a w
+                upper = local(self.parameters[name.removeprefix("model.")].detach()).view(torch.int16)
+                sums[name] = 65536 * upper.sum(dtype=torch.int64) + local(x).sum(dtype=torch.int64)
+            else:
+                sums[name] = sum_of_bits(x)
+        return sums
 
     @torch.no_grad()
-    def _copy_w(self, name, copy):
-        pinned = local(copy).is_pinned()
-        if self.w[name].dtype != torch.int16:
-            local(copy).copy_(local(self.w[name]), non_blocking=pinned)
-            return
-        for part, high, low in self._pieces(name, copy):
-            part.copy_(join(high, low), non_blocking=pinned)
+    def copy_tensors(self, copies: dict[str, torch.Tensor]) -> None:
+        """Copies what tensors() holds into copies on the CPU, by the same names: queued on the current stream."""
+        states = saved_names(self.w, self.m, self.v)
+        for name, copy in copies.items():
+            pinned = local(copy).is_pinned()
+            if states[name].dtype == torch.int16:
+                for part, upper, lower in self._pieces(name.removeprefix("model."), copy):
+                    part.copy_(join(upper, lower), non_blocking=pinned)
+            else:
+                local(copy).copy_(local(states[name]), non_blocking=pinned)
 
     def _pieces(self, name, whole):
         """Pieces of at most PIECE elements, as (part of whole, upper half, lower half): this rank's part of each."""
@@ -149,7 +140,7 @@ class AdamW:
             if self.w[name].dtype != torch.int16:  # w itself was read into
                 local(home(parameter)).copy_(local(self.w[name]))
                 continue
-            for part, high, low in self._pieces(name, tensors["model"][name]):
+            for part, high, low in self._pieces(name, tensors[f"model.{name}"]):
                 split(part.to(high.device), high, low)
 
     # ------------------------------------------------------------------------------------------------------------------
@@ -178,7 +169,7 @@ class AdamW:
         return self._over_shards(torch.linalg.vector_norm(torch.stack(norms))) * self.inverse_loss_scale
 
     def _over_shards(self, norm: torch.Tensor) -> torch.Tensor:
-        """The norm over all shards, of which this rank's parts have the norm `norm`; overwrites it."""
+        """The norm over all shards, given that of this rank's parts, which it overwrites."""
         if self.shard_group is not None:
             norm.square_()
             dist.all_reduce(norm, group=self.shard_group)
@@ -186,7 +177,7 @@ class AdamW:
         return norm
 
     def set_step(self, lr: float, loss_scale: float = 1.0):
-        """Sends the GPU what the next update needs to know. Not part of update, for a CUDA graph may replay that."""
+        """Sends the GPU the numbers of the next update. Not part of update, because a CUDA graph may replay that."""
         t, (beta1, beta2) = self.updates + 1, self.betas
         scalars = torch.tensor([0.0, lr, 1 / (1 - beta1**t), 1 / math.sqrt(1 - beta2**t)])
         self.step_scalars.copy_(scalars, non_blocking=True)
@@ -196,8 +187,8 @@ class AdamW:
     def update(self, grad_clip: float = 0.0) -> torch.Tensor:
         """Scales the gradients down to the norm grad_clip (0: never), moves the weights, and returns the norm before.
 
-        Where that norm is not finite, nothing changes; the caller, who reads it sooner or later, counts in `updates`
-        those that were.
+        If the norm is not finite, nothing changes. The caller reads the norm later and increments `updates` only when
+        it is finite.
         """
         norm = self.grad_norm()
         clip = (grad_clip / (norm + 1e-6)).clamp(max=1.0) if grad_clip else torch.ones_like(norm)

@@ -1,8 +1,8 @@
 """Pinned CPU memory, which a GPU copies from and to by itself, while CPU and GPU compute.
 
-PyTorch's own (pin_memory=True) rounds each tensor up to a power of two, is made ready by one thread and lies in pages
-of 4 KiB. Here a tensor takes what it needs, several threads make a large one ready, and its pages are of 2 MiB where
-Linux has them.
+PyTorch's own (pin_memory=True) rounds each tensor up to a power of two, is prepared by one thread and uses pages of
+4 KiB. Here a tensor takes what it needs, several threads prepare a large one, and its pages have 2 MiB if Linux has
+such.
 """
 
 import contextlib
@@ -16,13 +16,13 @@ NEVER_FREED = []
 
 
 class _Pages(mmap.mmap):
-    """Memory that is pinned until no tensor lies in it any more: those hold its buffer, and so this object."""
+    """Memory that stays pinned while any tensor uses it; the tensors keep this object alive."""
 
     address = device = None
 
     def pin(self, address: int, n_bytes: int) -> bool:
         if int(torch.cuda.cudart().cudaHostRegister(address, n_bytes, 0)):
-            with contextlib.suppress(Exception):  # CUDA tells of the error once more, whoever asks next
+            with contextlib.suppress(Exception):  # CUDA reports the error once more, in the next call: this one
                 torch.zeros(1, device="cuda")
             return False
         self.address, self.device = address, torch.cuda.current_device()
@@ -32,30 +32,32 @@ class _Pages(mmap.mmap):
         if self.address is None:
             return
         with contextlib.suppress(Exception):
-            torch.cuda.synchronize(self.device)  # a copy may be on its way
+            torch.cuda.synchronize(self.device)  # a copy may still be running
         with contextlib.suppress(Exception):
             if int(torch.cuda.cudart().cudaHostUnregister(self.address)) == 0:
                 return
-        NEVER_FREED.append(self)  # others must not get addresses that CUDA takes for these
+        # Unregistering failed: never reuse these addresses, CUDA still considers them pinned.
+        NEVER_FREED.append(self)
 
 
 def pinned_empty(shape, dtype: torch.dtype) -> torch.Tensor:
-    """A contiguous tensor of the CPU, pinned. OSError where there is no memory for it, or none that can be pinned."""
+    """A contiguous pinned tensor on the CPU. OSError if there is no memory for it, or none that can be pinned."""
     n = math.prod(shape)
     if n == 0:
         return torch.empty(shape, dtype=dtype)
     n_bytes = n * dtype.itemsize
     pages = _Pages(-1, n_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    # A forked process would share these pages, and whoever wrote first would get a copy: the GPU would not know.
+    # A forked process would share these pages, and the first of the two to write would get a copy: the GPU would not
+    # know.
     for advice in (mmap.MADV_HUGEPAGE, MADV_WIPEONFORK):
-        with contextlib.suppress(OSError):  # a kernel that does not know it
+        with contextlib.suppress(OSError):  # a kernel without that advice
             pages.madvise(advice)
     flat = torch.frombuffer(pages, dtype=torch.uint8)
-    flat[::512].zero_()  # the first touch of each page, more often than once so that PyTorch takes several threads
+    flat[::512].zero_()  # touches each page, several times, so that there are enough elements for several threads
     if pages.pin(flat.data_ptr(), n_bytes):
         return flat.view(dtype).view(shape)
     del flat, pages
-    try:  # as under confidential computing, which knows no other way
+    try:  # the only way under confidential computing
         return torch.empty(shape, dtype=dtype, pin_memory=True)
     except RuntimeError as error:
         reason = str(error).splitlines()[0]

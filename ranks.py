@@ -1,4 +1,4 @@
-"""Several ranks of one run: how they meet, watch each other and part.
+"""Several ranks of one run: how they meet, agree, watch each other and part.
 
 torchrun starts one process per GPU and tells each one its rank. A lone process is rank 0 of 1, and for it all of this
 does nothing. Ranks wait for each other in every step, so when one dies or hangs the others would wait with it,
@@ -10,17 +10,20 @@ import contextlib
 import functools
 import os
 import platform
+import re
 import signal
 import sys
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from typing import NoReturn
 
 import torch
 import torch.distributed as dist
+
+import usage
 
 rank, local_rank = int(os.environ.get("RANK", 0)), int(os.environ.get("LOCAL_RANK", 0))
 world_size, local_world_size = int(os.environ.get("WORLD_SIZE", 1)), int(os.environ.get("LOCAL_WORLD_SIZE", 1))
@@ -49,27 +52,9 @@ def stop(message: str) -> NoReturn:
     sys.exit(1)
 
 
-def contradiction(settings: Mapping, world_size: int) -> str | None:
-    """What is wrong with settings of train.py beside each other, or on so many ranks."""
-    micro_batches, shard_ranks = settings["gradient_accumulation_steps"], settings["shard_ranks"]
-    if micro_batches % world_size:
-        multiple = max(micro_batches // world_size, 1) * world_size
-        found = f"gradient_accumulation_steps is {micro_batches}: make it a multiple of the {world_size} ranks"
-        return f"{found}, as in --gradient_accumulation_steps={multiple}"
-    if shard_ranks is not None and settings["sharding"] != "hybrid":
-        return f"shard_ranks is {shard_ranks}, which only hybrid sharding reads: add --sharding=hybrid, or leave it out"
-    if shard_ranks is not None and (shard_ranks < 1 or world_size % shard_ranks):
-        return f"shard_ranks is {shard_ranks}: it must divide the {world_size} ranks"
-    if settings["offload_activations"] and (settings["compile"] or settings["cuda_graph"]):
-        return "offload_activations does not work with compile or cuda_graph: add --compile=false --cuda_graph=false"
-    if settings["mask_documents"] and settings["attention"] == "sdpa":
-        return "mask_documents works with attention auto or triton: PyTorch's cannot keep documents apart"
-    head_dim = settings["n_embd"] / max(settings["n_head"], 1)
-    if settings["mask_documents"] and head_dim not in (16, 32, 64, 128):
-        return f"mask_documents works with heads of 16, 32, 64 and 128, not of {head_dim:g}"
-    if settings["cuda_graph"] and (world_size > 1 or settings["offload"] != "none"):
-        return "cuda_graph needs one GPU and offload=none: add --cuda_graph=false"
-    return None
+def patience(timeout: float) -> timedelta:
+    """How long a collective waits: longer than the watch, which says why."""
+    return timedelta(seconds=min(2 * timeout + 60, 1e9))
 
 
 def meet(device: str, timeout: float) -> "Watch":
@@ -82,7 +67,7 @@ def meet(device: str, timeout: float) -> "Watch":
         bound = {"device_id": torch.device(device)} if device != "cpu" else {}
         # gloo beside NCCL: offloaded gradients are summed on the CPU.
         backend = "gloo" if device == "cpu" else "cpu:gloo,cuda:nccl"
-        options = {"rank": rank, "world_size": world_size, "timeout": timedelta(seconds=min(2 * timeout + 60, 1e9))}
+        options = {"rank": rank, "world_size": world_size, "timeout": patience(timeout)}
         store = _store(next(dist.rendezvous("env://"))[0])
         dist.init_process_group(backend, store=store, **options, **bound)
     return Watch(timeout)
@@ -95,14 +80,6 @@ def _store(store: dist.Store) -> dist.Store:
     """
     one_machine = os.environ.get("GROUP_WORLD_SIZE", "1") == "1"
     return dist.PrefixStore(f"attempt_{os.environ.get('TORCHELASTIC_RESTART_COUNT', 0) if one_machine else 0}", store)
-
-
-def gpus_reach_each_other() -> bool:
-    """Whether the GPUs of this machine's ranks, NVIDIA's, can read each other's memory, over NVLink or PCIe."""
-    others = [other for other in range(local_world_size) if other != local_rank]
-    return torch.version.cuda is not None and all(
-        torch.cuda.can_device_access_peer(local_rank, other) for other in others
-    )
 
 
 def worker_thread() -> ThreadPoolExecutor:
@@ -118,7 +95,7 @@ def worker_thread() -> ThreadPoolExecutor:
 
 
 def part(code: int) -> None:
-    """Leaves, with all the others, without waiting for threads of gloo that now and then abort the interpreter."""
+    """Ends together with all other ranks, without the interpreter's own shutdown: gloo's threads sometimes abort it."""
     if world_size > 1:
         dist.barrier()
         dist.destroy_process_group()
@@ -146,6 +123,85 @@ def unequal(values: dict) -> list[str]:
         dist.all_gather_object(found, found[0])
     names = dict.fromkeys(name for of_rank in found for name in of_rank)  # in their order
     return [name for name in names if len({of_rank.get(name) for of_rank in found}) > 1]
+
+
+SAME_COMMAND = "every machine needs the same command line and data, every rank a config that comes out the same"
+
+
+def must_agree(values: dict, cure: str = SAME_COMMAND) -> None:
+    """Ends the run where these values are not the same on all ranks. Every rank must call it."""
+    names = unequal(values)
+    if names:
+        stop(f"the ranks differ in {', '.join(names[:5])}: {cure}")
+
+
+def last_words(watch: "Watch", out_dir: str, out_of_memory: Callable[[], str]) -> Callable:
+    """An excepthook. Out of GPU memory: says which settings would help. Another rank lost: no traceback, for only that
+    rank knows why it ended. (NCCL words some failures of its own rank the same way.)
+    """
+    say = functools.partial(print, file=sys.stderr, flush=True)
+
+    def hook(kind, error, trace):
+        if isinstance(error, torch.OutOfMemoryError):
+            say(f"rank {rank}, {watch.doing}: {out_of_memory()}")
+            path = f"{out_dir}/out_of_memory_rank{rank}.pickle"
+            try:
+                usage.dump(path)
+                say(f"what was in memory: {path}, for https://pytorch.org/memory_viz")
+            except (OSError, RuntimeError) as trouble:
+                say(f"what was in memory could not be written to {path}: {trouble}")
+            os._exit(1)
+        lost = re.search(r"Connection (closed|reset) by peer|Broken pipe|remote process exited|Timed out", str(error))
+        if world_size > 1 and (lost or isinstance(error, dist.DistBackendError)):
+            found = f"rank {rank}, {watch.doing}, lost another rank or its connection"
+            say(f"{found}: see that rank's output. Error: {error}")
+            os._exit(1)
+        sys.__excepthook__(kind, error, trace)
+
+    return hook
+
+
+class Interruption:
+    """Why the run is to end after this step, with a checkpoint: a signal, or data that cannot be read.
+
+    interruption.listen()                 # to SIGINT, SIGTERM, SIGUSR1 and SIGHUP
+    interruption.unreadable(error)        # this rank has read bad data
+    interruption.here                     # whether this rank has a reason
+    interruption.agreed(device)           # the signal's number, BAD_DATA, or 0: the same on all ranks, which all ask
+    """
+
+    BAD_DATA = 1000  # no signal has this number, and it outweighs any
+
+    def __init__(self):
+        self.signal, self.bad_data = 0, False
+
+    def listen(self):
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP):
+            if signal.getsignal(number) != signal.SIG_IGN:  # what nohup ignores stays ignored
+                signal.signal(number, self._hear)
+
+    def _hear(self, number, frame):
+        """After the first signal another Ctrl-C ends the run at once. Another signal does not, for schedulers send
+        several (SLURM SIGUSR1, and SIGTERM later); nor does it under torchrun, which passes on the Ctrl-C that the
+        terminal has already sent to all.
+        """
+        if not self.signal:
+            again = "" if "RANK" in os.environ else " (Ctrl-C now stops at once, without a checkpoint)"
+            print0(f" {signal.Signals(number).name}: stopping after this step{again}")
+        elif number == signal.SIGINT and "RANK" not in os.environ:
+            os._exit(128 + number)
+        self.signal = self.signal or number
+
+    def unreadable(self, error: ValueError):
+        print(f"rank {rank}: {error}", file=sys.stderr, flush=True)
+        self.bad_data = True
+
+    @property
+    def here(self) -> bool:
+        return self.bad_data or self.signal > 0
+
+    def agreed(self, device: str) -> int:
+        return int(maximum([self.BAD_DATA if self.bad_data else self.signal], device)[0])
 
 
 class Watch:

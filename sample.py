@@ -41,7 +41,7 @@ dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"  # auto: bfloa
 # ----------------------------------------------------------------------------------------------------------------------
 configure(globals(), sys.argv[1:])
 
-sys.stdout.reconfigure(errors="replace")  # a terminal that cannot spell every character
+sys.stdout.reconfigure(errors="replace")  # for terminals that lack some characters
 out_dir = os.path.expanduser(out_dir)  # a shell leaves the ~ of --out_dir=~/runs as it is
 tokenizer_path = tokenizer_path and os.path.expanduser(tokenizer_path)
 if not 0 <= seed < 2**63:
@@ -55,7 +55,7 @@ if top_k is not None and top_k < 1:
     sys.exit(f"top_k is {top_k}: it must be at least 1, or none")
 if top_p is not None and not 0 < top_p <= 1:
     sys.exit(f"top_p is {top_p}: it must be above 0 and at most 1, or none")
-if 0 < temperature < 1e-6:  # the likeliest all the same, and division by it may overflow
+if 0 < temperature < 1e-6:  # in effect the likeliest, and dividing by it may overflow
     temperature = 0.0
 if device == "auto":
     device = "cuda" if torch.cuda.is_available() else "cpu"
@@ -79,14 +79,14 @@ try:
     if name == "llama3" and tokenizer_path is None and published and any(path.exists() for path in beside):
         tokenizer_path = str(folder)
     tokenizer = get_tokenizer(name, tokenizer_path)
-    # Documents follow one another in our training data, each behind the end of the one before.
+    # In our training data each document follows the end-of-text token of the one before.
     begin = end = end_of_text(tokenizer)
     ends = {end}
     if published and name == "llama3":
         begin, ends = convert.read_special_tokens(folder, end)
     tokens = [begin, *tokenizer.encode_ordinary(prompt)]
     options = device, getattr(torch, dtype)
-    if published:  # its context may be of 131,072 tokens: gigabytes of keys and values
+    if published:  # only the context needed here: 131,072 tokens would take gigabytes of keys and values
         model = convert.load_model(folder, len(tokens) + max_new_tokens, *options)
     else:
         model = checkpoint.load_model(folder, *options)
@@ -105,14 +105,14 @@ try:
         for token in model.generate(start, max_new_tokens, temperature, top_k, top_p, generator):
             if token.item() in ends:
                 break
-            with contextlib.suppress(KeyError):  # a number that means nothing: padding of the vocabulary, a gap in it
+            with contextlib.suppress(KeyError):  # a token without text: padding of the vocabulary, or a gap in it
                 print(text.decode(tokenizer.decode_single_token_bytes(token.item())), end="", flush=True)
         print("\n" + "-" * 80)
 except KeyboardInterrupt:
     print()
 except OSError as error:
-    if error.filename or not error.errno:  # not of what is printed, but of a kernel's compilation, say
+    if error.filename or not error.errno:  # not from printing: from compiling a kernel, for example
         raise
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-    if not isinstance(error, BrokenPipeError):  # whoever reads has read enough, as head does
+    if not isinstance(error, BrokenPipeError):  # the reader has stopped, as `head` does
         sys.exit(f"the text could not be written: {error.strerror}")

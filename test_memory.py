@@ -326,6 +326,20 @@ def test_offloaded_activations_and_a_sliced_mlp_leave_a_slope_of_one_block():
     assert part.bytes == 15 * 4096 * 64 * full.block_size
 
 
+@pytest.mark.parametrize(
+    "dtype, block_size, runs",
+    [("bfloat16", 2048, "triton"), ("float16", 4096, "triton"), ("bfloat16", 8192, "sdpa"), ("float32", 2048, "sdpa")],
+)
+def test_attention_is_counted_as_the_one_that_auto_runs(dtype, block_size, runs):
+    each = {
+        attention: memory.attention_bytes(
+            replace(LLAMA_1B, block_size=block_size, attention=attention), Plan(8, dtype=dtype)
+        )
+        for attention in ("auto", "triton", "sdpa")
+    }
+    assert each["auto"] == each[runs] and each["triton"] < each["sdpa"], each
+
+
 def test_offload_moves_bytes_to_the_cpu():
     config, n = LLAMA_1B, 1_235_814_400  # peaks before there are gradients
     there, of_optimizer = memory.peak_gib(config, Plan(8)), memory.peak_gib(config, Plan(8, offload="optimizer"))

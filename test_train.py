@@ -12,6 +12,7 @@ import re
 import runpy
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -258,7 +259,7 @@ def test_gradients_are_clipped_to_the_norm_and_the_loss_scale_taken_out():
 def test_small_gradients_add_up_and_small_steps_move_half_precision_weights(dtype):
     model, optimizer = optimizer_of(dtype)
     tensors = optimizer.tensors()
-    tensors["model"]["weight"].fill_(1.0)
+    tensors["model.weight"].fill_(1.0)
     optimizer.refresh(tensors)
     for parameter in model.parameters():
         parameter.grad = torch.ones_like(parameter)
@@ -281,12 +282,13 @@ def test_of_weights_in_halves_a_checkpoint_holds_the_whole(monkeypatch):
     for _ in range(20):
         optimizer.update()
     tensors = optimizer.tensors()
-    assert any((w.bfloat16() != w).any() for w in tensors["model"].values()), "nothing lies below bfloat16"
+    weights = [tensors[f"model.{name}"] for name in optimizer.parameters]
+    assert any((w.bfloat16() != w).any() for w in weights), "nothing lies below bfloat16"
     copies = optimizer.like_tensors(torch.empty_like)
     optimizer.copy_tensors(copies)
-    for name, x in checkpoint._flatten(tensors).items():
-        assert x.dtype == torch.float32 and torch.equal(x, checkpoint._flatten(copies)[name])
-    sums = checkpoint.checksums(checkpoint._map(sum_of_bits, copies))
+    for name, x in tensors.items():
+        assert x.dtype == torch.float32 and torch.equal(x, copies[name])
+    sums = checkpoint.checksums({name: sum_of_bits(x) for name, x in copies.items()})
     assert checkpoint.checksums(optimizer.bit_sums()) == sums
     other.refresh(tensors)
     for (name, parameter), like in zip(model.named_parameters(), other_model.parameters(), strict=True):
@@ -470,7 +472,7 @@ def test_offloaded_the_optimizer_sums_clips_and_skips_as_on_the_gpu(dtype):
             optimizer.updates += math.isfinite(norms[-1])
             optimizer.zero_grad()
         assert norms[0] == pytest.approx(norms[1], rel=1e-5, nan_ok=True) and math.isnan(norms[0]) == (update == 1)
-        ours, theirs = (checkpoint._flatten(optimizer.tensors()) for optimizer in both)
+        ours, theirs = (optimizer.tensors() for optimizer in both)
         for name, tensor in ours.items():
             torch.testing.assert_close(tensor, theirs[name], rtol=1e-5, atol=1e-7)
     for a, b in zip(*(model.parameters() for model in models), strict=True):
@@ -481,8 +483,8 @@ def test_offloaded_the_optimizer_sums_clips_and_skips_as_on_the_gpu(dtype):
 def test_half_precision_follows_float32(train, tmp_path, dtype):
     train(max_iters=30, eval_interval=30, out_dir=tmp_path / "float32")
     run = train(max_iters=30, eval_interval=30, dtype=dtype, out_dir=tmp_path / "half")
-    weights = run["optimizer"].tensors()["model"]
-    assert all(w.dtype == torch.float32 for w in weights.values()), "the weights that learn are float32"
+    tensors = run["optimizer"].tensors()
+    assert all(x.dtype == torch.float32 for x in tensors.values()), "the weights that learn are float32"
     assert_close(step_losses(tmp_path / "float32"), step_losses(tmp_path / "half"), 0.05)
 
 
@@ -508,6 +510,12 @@ def test_the_float16_scale_doubles_after_2000_steps_without_an_overflow(train, t
     checkpoint.write_json(path / "meta.json", checkpoint.signed(meta | {"loss_scale_since": 5 - 2000}))
     run = train(dtype="float16", max_iters=8, lr_decay_iters=8)
     assert (run["loss_scale"], run["loss_scale_since"]) == (2.0**17, 5)
+
+
+def test_a_float16_run_that_resumes_a_float32_one_does_not_double_its_scale_at_once(train, tmp_path):
+    train(max_iters=4, lr_decay_iters=8)
+    run = train(max_iters=8, lr_decay_iters=8, dtype="float16")
+    assert (run["loss_scale"], run["loss_scale_since"]) == (2.0**16, 4)
 
 
 def test_a_nan_stops_before_the_update_and_names_the_step(train, tmp_path, monkeypatch, capsys):
@@ -588,7 +596,7 @@ def test_ctrl_c_leaves_a_checkpoint_from_which_the_same_run_goes_on(train, text_
     assert any("step 00010/" in line for line in process.stdout), "it ended before its tenth step"
     process.send_signal(signal.SIGINT)
     rest = process.communicate(timeout=60)[0]
-    assert process.returncode == 130 and "interrupted | saved" in rest and "run the same line again" in rest, rest
+    assert process.returncode == 130 and "interrupted | saved" in rest and "run the same command again" in rest, rest
     assert metrics(tmp_path / "out")[-1]["step"] < 400
     train(**settings)
     assert losses(tmp_path / "out") == losses(tmp_path / "whole")
@@ -794,6 +802,69 @@ def test_so_it_is_where_groups_of_sequences_pass_through_a_block(text_data, alon
     check_ranks(text_data, alone, tmp_path, 2, settings, script=script)
 
 
+def test_machines_that_do_not_share_out_dir_are_refused_before_training(text_data, tmp_path):
+    """Each would keep its own part of a checkpoint, and say that it is saved."""
+    settings = SMALL | SHORT | dict(dataset=text_data, gradient_accumulation_steps=2, out_dir="out")
+    port, processes = free_port(), []
+    for rank in range(2):  # as torchrun would start them on two machines, here in two folders
+        (tmp_path / f"machine{rank}").mkdir()
+        env = dict(RANK=rank, LOCAL_RANK=0, WORLD_SIZE=2, LOCAL_WORLD_SIZE=1, GROUP_WORLD_SIZE=2)
+        env |= dict(MASTER_ADDR="127.0.0.1", MASTER_PORT=port)
+        processes.append(
+            subprocess.Popen(
+                [sys.executable, ROOT / "train.py", *flags(settings)], cwd=tmp_path / f"machine{rank}", text=True,
+                env=os.environ | {name: str(value) for name, value in env.items()}, stderr=subprocess.PIPE,
+            )
+        )  # fmt: skip
+    for process in processes:
+        errors = process.communicate(timeout=100)[1]
+        assert process.returncode == 1 and "out must be one folder that all machines share" in errors, errors
+    assert not list(tmp_path.glob("machine*/out/step_*"))
+
+
+def free_port() -> int:
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        return s.getsockname()[1]
+
+
+@pytest.mark.parametrize("late", [True, False])
+def test_ranks_that_see_another_newest_checkpoint_wait_and_then_refuse(text_data, alone, tmp_path, late):
+    """As where a network file system lists a new folder late: nobody may take the newest one for damaged."""
+    shutil.copytree(alone, tmp_path / "out")
+    seconds = 3 if late else 1000
+    script = wrapped(
+        tmp_path,
+        "import time, checkpoint\nbegan, newest = time.monotonic(), checkpoint.newest\ncheckpoint.LISTED_WITHIN = 8\n"
+        "old = lambda out_dir: checkpoint._steps(out_dir)[-2]\n"
+        f"hides = lambda: os.environ['RANK'] == '1' and time.monotonic() - began < {seconds}\n"
+        "checkpoint.newest = lambda out_dir: old(out_dir) if hides() else newest(out_dir)",
+    )
+    settings = LONGER | dict(dataset=text_data, out_dir=tmp_path / "out", max_iters=31, lr_decay_iters=30)
+    done = subprocess.run(torchrun(2, settings, script), cwd=ROOT, capture_output=True, text=True)
+    names = {path.name for path in (tmp_path / "out").glob("step_*")}
+    if late:
+        assert done.returncode == 0 and "resumes   " in done.stdout and "step_000030" in done.stdout, done.stderr
+        assert "step_000031" in names
+    else:
+        found = "the ranks differ in the newest checkpoint in out_dir: the machines see different files in it"
+        assert done.returncode == 1 and found in done.stderr, done.stderr
+        assert names == {"step_000010", "step_000020", "step_000030"}
+
+
+def test_the_groups_of_hybrid_sharding_wait_longer_than_the_watch(tmp_path):
+    script = tmp_path / "mesh.py"
+    script.write_text(
+        f"import sys; sys.path.insert(0, {str(ROOT)!r})\nimport collectives, ranks\n"
+        "watch = ranks.meet('cpu', 3600.0)\nmesh = collectives.mesh('cpu', 1, 3600.0)\n"
+        "group = mesh['replicate'].get_group(), mesh['shard'].get_group()\n"
+        "print('timeouts', *{g._get_backend(__import__('torch').device('cpu')).options._timeout for g in group})\n"
+        "watch.stop(); ranks.part(0)"
+    )
+    done = subprocess.run(torchrun(2, {}, script), cwd=ROOT, capture_output=True, text=True)
+    assert "timeouts 2:01:00\n" in done.stdout, done.stdout + done.stderr
+
+
 @pytest.mark.parametrize(
     "ranks, settings, shape, kept",
     [
@@ -928,7 +999,7 @@ def test_a_profile_shows_three_steps(train, tmp_path, capsys):
     assert {"ProfilerStep#7", "ProfilerStep#8", "ProfilerStep#9"} == set(steps)
     assert "step 00010 | three steps traced to" in capsys.readouterr().out
     train(profile=True, out_dir=tmp_path / "short")
-    assert "the profile is not whole" in capsys.readouterr().out
+    assert "the profile is incomplete" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("where", ["model.Llama.forward", "model.Llama.init_weights", "optimizer.AdamW.__init__"])
@@ -1204,7 +1275,7 @@ def slip(train, capsys, *files, **settings):
         (dict(rope_theta="inf"), "norm_eps 1e-05 and rope_theta inf must be above 0, and finite"),
         (dict(max_iters="1" * 400), "--max_iters expects an int, got "),
         (dict(out_dir="README.md"), "out_dir is README.md, a file: name a folder"),
-        (dict(gradient_accumulation_steps=10**29), " GiB of CPU memory: lower gradient_accumulation_steps"),
+        (dict(gradient_accumulation_steps=10**29), " GiB are available: lower gradient_accumulation_steps"),
     ],
     ids=lambda value: value if isinstance(value, str) else next(iter(value)),
 )
@@ -1419,6 +1490,18 @@ def test_a_checkpoint_of_another_version_is_refused_and_keeps_its_name(train, tm
     assert path.exists()
 
 
+def test_a_checkpoint_of_a_newer_pytorch_is_not_taken_for_damaged(train, tmp_path, capsys):
+    train()
+    path = tmp_path / "out/step_000008"
+    (path / ".metadata").write_bytes(b"what this PyTorch cannot read")
+    meta = checkpoint.read_meta(path)
+    checkpoint.write_json(path / "meta.json", checkpoint.signed(meta | {"versions": {"torch": "99.1.0+cu999"}}))
+    message = slip(train, capsys, max_iters=9)
+    assert f"was saved by torch 99.1.0, and torch {torch.__version__} cannot read it" in message, message
+    assert "resume with torch 99.1.0 or newer" in message
+    assert path.exists() and not path.with_name("step_000008.damaged").exists()
+
+
 def test_without_a_whole_one_damaged_checkpoints_stop_the_run(train, tmp_path, capsys):
     train()
     damage(tmp_path / "out/step_000008/__0_0.distcp")
@@ -1443,11 +1526,11 @@ def test_a_damaged_checkpoint_is_not_sampled_from(train, tmp_path):
 
 def test_checksums_add_up_over_shards_and_see_one_bit():
     x = torch.randn(7, 5)
-    before = checkpoint.checksums({"a": {"b": sum_of_bits(x), "c": sum_of_bits(torch.zeros(0, 5))}})
-    assert set(before) == {"a.b", "a.c"} and before["a.c"] == 0
-    assert before["a.b"] == sum(checkpoint.checksums({"part": sum_of_bits(part)})["part"] for part in x.split(2))
+    before = checkpoint.checksums({"a": sum_of_bits(x), "b": sum_of_bits(torch.zeros(0, 5))})
+    assert set(before) == {"a", "b"} and before["b"] == 0
+    assert before["a"] == sum(checkpoint.checksums({"part": sum_of_bits(part)})["part"] for part in x.split(2))
     x.view(torch.int32)[3, 3] ^= 1
-    assert checkpoint.checksums({"a": {"b": sum_of_bits(x)}})["a.b"] != before["a.b"]
+    assert checkpoint.checksums({"a": sum_of_bits(x)})["a"] != before["a"]
 
 
 def test_a_save_that_fails_is_said_and_the_training_goes_on(train, tmp_path, capsys, monkeypatch):
@@ -1607,13 +1690,19 @@ def test_after_a_bad_token_the_first_ctrl_c_does_not_end_the_run_at_once(train, 
     assert stopped.value.code == 1 and handlers == [1] and "step_000003" in said.out, said.out
 
 
-def test_after_a_signal_only_ctrl_c_ends_the_run_at_once(train, monkeypatch):
-    run, ended = train(), []
+def test_after_a_signal_only_ctrl_c_ends_the_run_at_once(monkeypatch):
+    interruption, ended = ranks.Interruption(), []
     monkeypatch.setattr(os, "_exit", ended.append)
-    for number in (signal.SIGUSR1, signal.SIGTERM, signal.SIGTERM):
-        run["interrupt"](number, None)
-    assert not ended
-    run["interrupt"](signal.SIGINT, None)
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGUSR1, signal.SIGTERM, signal.SIGINT)}
+    try:
+        interruption.listen()
+        for number in (signal.SIGUSR1, signal.SIGTERM, signal.SIGTERM):
+            signal.raise_signal(number)
+        assert not ended and interruption.here and interruption.agreed("cpu") == signal.SIGUSR1
+        signal.raise_signal(signal.SIGINT)
+    finally:
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
     assert ended == [130]
 
 

@@ -4,14 +4,13 @@ Any machine:        python train.py config/baby_llama.py
 One GPU:            python train.py config/llama32_1b.py      # of 40 GB; for others README.md has a table
 Several GPUs:       torchrun --standalone --nproc_per_node=4 train.py config/llama32_1b.py
 
-Run the same line again and it goes on from the newest checkpoint in out_dir. Any setting below is a flag
+Run the same command again to resume from the newest checkpoint in out_dir. Any setting below is a flag
 (--batch_size=32) and may stand in a config file; --help lists them all.
 """
 
 import functools
 import math
 import os
-import re
 import shlex
 import signal
 import sys
@@ -23,7 +22,6 @@ from typing import Literal
 import numpy as np
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
 
 import checkpoint
@@ -32,9 +30,9 @@ import convert
 import memory
 import ranks
 import usage
-from configurator import configure
+from configurator import configure, find_problem
 from cuda_graph import CUDAGraph
-from data.tokens import Tokens, cpu_cores, lock, prepare_once
+from data.tokens import Tokens, cpu_cores, prepare_once
 from model import Llama, LlamaConfig, document_starts
 from offload import OffloadedAdamW
 from optimizer import AdamW
@@ -94,6 +92,7 @@ grad_clip = 1.0  # gradients are scaled down to this norm; 0: never
 # system
 device: Literal["auto", "cuda", "cpu"] = "auto"  # auto: cuda where there is one
 dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"  # of compute; auto: bfloat16, on a CPU float32
+fp8 = False  # two of three matmuls of the blocks in float8: faster and coarser (RTX 40, H100 and newer; bfloat16)
 activation_checkpointing: Literal["none", "selective", "full"] = "none"  # recompute nothing; gate and up; whole blocks
 offload: Literal["none", "optimizer", "all"] = "none"  # optimizer: AdamW and gradients in CPU memory; all: weights too
 offload_activations = False  # with full checkpointing: keep the blocks' inputs in CPU memory
@@ -115,43 +114,19 @@ settings = configure(globals(), sys.argv[1:])
 # ----------------------------------------------------------------------------------------------------------------------
 # Setup: one process a GPU, a rank of world_size; alone, rank 0 of 1 (ranks.py).
 master = rank == 0
-if signal.getsignal(signal.SIGINT) != signal.SIG_IGN:  # a shell's background job ignores it: so it stays
+if signal.getsignal(signal.SIGINT) != signal.SIG_IGN:  # a shell's background job ignores Ctrl-C: keep it so
     signal.signal(signal.SIGINT, lambda *_: os._exit(130))  # until the loop begins there is nothing to save
 
-lr_decay_iters = max_iters if lr_decay_iters is None else lr_decay_iters
-min_lr = learning_rate / 10 if min_lr is None else min_lr
-positive = ("batch_size", "block_size", "gradient_accumulation_steps", "max_iters", "lr_decay_iters", "eval_interval",
-            "eval_iters", "log_interval", "timeout")  # fmt: skip
-not_negative = ("warmup_iters", "learning_rate", "min_lr", "weight_decay", "grad_clip", "keep_last", "seed")
-at_least = dict.fromkeys(positive, 1) | dict.fromkeys(not_negative, 0)
-for name, least in at_least.items():
-    if not least <= globals()[name] < math.inf:
-        stop(f"{name} is {globals()[name]}: it must be at least {least}, and finite")
-if seed >= 2**63:
-    stop(f"seed is {seed}: it must be below 2**63")
-if lr_decay_iters < min(warmup_iters, max_iters):
-    stop(f"lr_decay_iters is {lr_decay_iters}, within the warm-up of {warmup_iters} steps: let the cosine end later")
-if min_lr > learning_rate:
-    stop(f"min_lr is {min_lr}, above learning_rate, {learning_rate}: the cosine decays from learning_rate to min_lr")
-if not (0 <= beta1 < 1 and 0 <= beta2 < 1):
-    stop(f"beta1 is {beta1} and beta2 {beta2}: both must be at least 0 and below 1")
-if not out_dir:
-    stop("out_dir is empty: name a folder for the checkpoints")
-out_dir = os.path.expanduser(out_dir)  # a shell leaves the ~ of --out_dir=~/runs as it is
-if os.path.exists(Path(out_dir) / "meta.json"):  # pathlib's raises for a name that is too long
-    if Path(out_dir).name.startswith("step_"):
-        stop(f"{out_dir} is a checkpoint: --out_dir={Path(out_dir).parent} goes on with the newest one there")
-    stop(f"{out_dir} is a dataset or a checkpoint: name a folder for the run alone")
-if convert.holds_weights(out_dir):
-    stop(f"{out_dir} holds published weights, which sample.py would read: name a folder for the run alone")
 if device == "auto":
     device = "cuda" if torch.cuda.is_available() else "cpu"
 if device == "cuda" and not torch.cuda.is_available():
     stop("--device=cuda, but torch finds no CUDA device: use --device=cpu, or install a torch built for your driver")
 cuda_graph = cuda_graph and device != "cpu"
-contradiction = ranks.contradiction(globals(), world_size)
-if contradiction:
-    stop(contradiction)
+problem = find_problem(globals(), world_size)
+if problem:
+    stop(problem)
+lr_decay_iters = max_iters if lr_decay_iters is None else lr_decay_iters
+min_lr = learning_rate / 10 if min_lr is None else min_lr
 if sharding != "hybrid":
     shard_ranks = world_size
 elif shard_ranks is None:
@@ -174,41 +149,27 @@ if dtype == "auto" and device == "cpu":
 elif dtype == "auto":  # a GPU older than Ampere computes no bfloat16
     dtype = "bfloat16" if torch.cuda.is_bf16_supported(including_emulation=False) else "float16"
 compute_dtype = getattr(torch, dtype)
-if master:  # held open and locked: two runs in one folder would delete each other's checkpoints
-    try:
-        Path(out_dir).mkdir(parents=True, exist_ok=True)
-        lock_file = open(Path(out_dir) / ".lock", "w")  # noqa: SIM115
-        lock(lock_file)
-    except BlockingIOError:
-        stop(f"another run is writing to {out_dir}: wait for it, or change out_dir")
-    except FileExistsError:
-        what = "a link to a place that does not exist" if os.path.islink(out_dir) else "a file"
-        stop(f"out_dir is {out_dir}, {what}: name a folder")
-    except OSError as error:
-        stop(f"cannot write to out_dir {out_dir}: {error.strerror}")
-    except ValueError as error:
-        stop(f"out_dir is {out_dir!r}: {error}")
-watch = ranks.meet(device, timeout)
 
+out_dir = os.path.expanduser(out_dir)  # a shell leaves the ~ of --out_dir=~/runs as it is
+if convert.holds_weights(out_dir):
+    stop(f"{out_dir} holds published weights, which sample.py would read: name a folder for the run alone")
+try:
+    lock_file = checkpoint.claim(out_dir) if master else None
+except (OSError, ValueError) as error:
+    stop(str(error))
 
-def stop_where_ranks_differ(values: dict):
-    names = ranks.unequal(values)
-    if names:
-        cure = "every machine needs the same command line and data, every rank a config that comes out the same"
-        stop(f"the ranks differ in {', '.join(names[:5])}: {cure}")
-
-
-stop_where_ranks_differ({name: value for name, value in settings.items() if not name.startswith("wandb_")})
-reachable = device != "cpu" and shard_ranks > 1 and offload != "all"
-reachable = reachable and ranks.local_world_size % shard_ranks == 0 and ranks.gpus_reach_each_other()
-reachable = ranks.maximum([not reachable])[0] == 0  # by each rank
-if copy_engines and world_size > 1 and not reachable:
+watch, interruption = ranks.meet(device, timeout), ranks.Interruption()
+ranks.must_agree({name: value for name, value in settings.items() if not name.startswith("wandb_")})
+can_copy = collectives.can_copy(device, shard_ranks, offload)
+if copy_engines and world_size > 1 and not can_copy:
     stop("copy_engines needs a model's GPUs on one host, where they reach each other's memory, and no offload=all")
-copy_engines = reachable and copy_engines is not False
+copy_engines = can_copy and copy_engines is not False
 if offload != "none":  # the CPU's cores, of which torchrun gives each rank one
     torch.set_num_threads(max(1, cpu_cores() // ranks.local_world_size))
-# Where the run begins: what cannot be is refused before anything is made.
-found = checkpoint.newest(out_dir)
+
+# Where the run starts from. What is impossible is refused before anything is built.
+checkpoint.require_one_folder(out_dir)
+found = checkpoint.newest_of_all(out_dir)
 restarted = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0))  # torchrun --max-restarts: the same run
 if found and init_from == "scratch" and not restarted:
     stop(f"{found} is there from an earlier run: --init_from=resume goes on with it, --out_dir=... starts elsewhere")
@@ -238,7 +199,7 @@ try:
     n_val_blocks = val_tokens.blocks(block_size)
 except (OSError, ValueError) as error:
     stop(str(error))
-stop_where_ranks_differ({f"the dataset's {name}": value for name, value in train_tokens.meta.items()})
+ranks.must_agree({f"the dataset's {name}": value for name, value in train_tokens.meta.items()})
 end_of_text = train_tokens.meta["end_of_text"]
 if vocab_size is None:
     vocab_size = train_tokens.meta["vocab_size"]
@@ -257,18 +218,6 @@ def epoch_order(epoch: int):
 def read(split: Tokens, indices, shift: int | None = None) -> torch.Tensor:
     """Blocks (len(indices), T + 1) int64. ValueError where one holds a token that the embedding does not have."""
     return torch.from_numpy(split.read(indices, block_size, shift, vocab_size))
-
-
-interrupted = 0  # the signal that this rank has got; `stopping` is the one that all ranks agree on, once a step
-bad_data = False  # this rank has read some
-BAD_DATA = 1000  # no signal has this number, and it outweighs any
-
-
-def unreadable(error: ValueError):
-    """Perhaps on this rank alone. Like a signal: all ranks end after the step at hand, with a checkpoint."""
-    global bad_data
-    print(f"rank {rank}: {error}", file=sys.stderr, flush=True)
-    bad_data = True
 
 
 def to_device(blocks: torch.Tensor):
@@ -296,50 +245,37 @@ def get_batches(step: int):
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# Model: shapes first, on no device; then sharded; then memory; then weights. So nobody ever holds the whole of it.
+# Model: shapes first, on no device; then sharded; then memory; then weights. No rank ever holds the whole model.
 try:
     config = LlamaConfig(**{name: globals()[name] for name in LlamaConfig.__dataclass_fields__})
 except ValueError as error:
     stop(str(error))
+if fp8 and device != "cpu" and (dtype != "bfloat16" or torch.cuda.get_device_capability() < (8, 9)):
+    stop("fp8 needs dtype bfloat16 and a GPU of compute capability 8.9 or more, RTX 40, L4, H100 or newer: --fp8=false")
 plan = memory.Plan(**{name: globals()[name] for name in memory.Plan.__dataclass_fields__})
-what, cure = "what is offloaded needs", "offload less, or shard"
-on_cpu = ranks.local_world_size * sum(part.bytes for part in memory.cpu_parts(config, plan))
+
+
+def must_fit(n_bytes: float, what: str, cure: str):
+    """Refuses what would need more CPU memory than is free: the system would end the run without a word."""
+    n_bytes *= ranks.local_world_size
+    lacking = ranks.maximum([n_bytes - usage.cpu_available()])[0]
+    if lacking > 0:
+        needed, free = n_bytes / 2**30, (n_bytes - lacking) / 2**30
+        stop(f"{what} {needed:.1f} GiB of CPU memory, and only {free:.1f} GiB are available: {cure}")
+
+
 if device == "cpu":
     plain = replace(config, fused_kernels=False, fused_loss=False)
-    on_cpu = ranks.local_world_size * memory.peak_gib(plain, replace(plan, offload="none")) * 2**30
-    what, cure = "a step needs", "use a smaller model (config/baby_llama.py), smaller batches or a GPU"
-lacking = ranks.maximum([on_cpu - usage.cpu_available()])[0]
-if lacking > 0:  # else the system would end the run, without a word
-    free = (on_cpu - lacking) / 2**30
-    stop(f"{what} {on_cpu / 2**30:.1f} GiB of CPU memory, and only {free:.1f} GiB are available: {cure}")
-token_bytes = 16 * ranks.local_world_size * micro_steps * batch_size * (block_size + 1)  # int64, read and copied
-if ranks.maximum([token_bytes - usage.cpu_available()])[0] > 0:
-    stop(f"the tokens of a step take {token_bytes / 2**30:.1f} GiB of CPU memory: lower gradient_accumulation_steps")
+    step_bytes = 2**30 * memory.peak_gib(plain, replace(plan, offload="none"))
+    must_fit(step_bytes, "a step needs", "use a smaller model (config/baby_llama.py), smaller batches or a GPU")
+else:
+    offloaded_bytes = sum(part.bytes for part in memory.cpu_parts(config, plan))
+    must_fit(offloaded_bytes, "what is offloaded needs", "offload less, or shard")
+read_bytes = 16 * micro_steps * batch_size * (block_size + 1)  # int64, read and copied
+must_fit(read_bytes, "the tokens of a step take", "lower gradient_accumulation_steps")
 card_gib = torch.cuda.get_device_properties(device).total_memory / 2**30 if device != "cpu" else None
+sys.excepthook = ranks.last_words(watch, out_dir, lambda: memory.say_out_of_memory(config, plan, card_gib))
 
-
-def say_what_ended_it(kind, error, trace):
-    """A run's last words. Out of memory: which settings would help. Another rank lost: no traceback, for only that rank
-    knows why it ended. (NCCL words some failures of its own rank the same way.)
-    """
-    say = functools.partial(print, file=sys.stderr, flush=True)
-    if isinstance(error, torch.OutOfMemoryError):
-        say(f"rank {rank}, {watch.doing}: {memory.say_out_of_memory(config, plan, card_gib)}")
-        path = Path(out_dir) / f"out_of_memory_rank{rank}.pickle"
-        try:
-            usage.dump(path)
-            say(f"what was in memory: {path}, for https://pytorch.org/memory_viz")
-        except (OSError, RuntimeError) as trouble:
-            say(f"what was in memory could not be written to {path}: {trouble}")
-        os._exit(1)
-    lost = re.search(r"Connection (closed|reset) by peer|Broken pipe|remote process exited|Timed out", str(error))
-    if world_size > 1 and (lost or isinstance(error, dist.DistBackendError)):
-        say(f"rank {rank}, {watch.doing}, lost another rank or its connection: see that rank's output. Error: {error}")
-        os._exit(1)
-    sys.__excepthook__(kind, error, trace)
-
-
-sys.excepthook = say_what_ended_it
 with torch.device("meta"):
     model = Llama(config).to(compute_dtype)
 n_params = model.n_params()
@@ -347,12 +283,9 @@ if compile:
     for layer in model.layers:
         layer.compile()
 if world_size > 1:
-    shape, names = (world_size // shard_ranks, shard_ranks), ("replicate", "shard")
-    if sharding != "hybrid":
-        shape, names = (world_size,), ("shard",)
-    mesh = init_device_mesh("cpu" if device == "cpu" else "cuda", shape, mesh_dim_names=names)
-    # Gradients are summed over the ranks in float32. NCCL needs reduce_dtype for that; the copy engines' kernel does so
-    # anyway, and wants the bfloat16 gradients as they are (collectives.py).
+    mesh = collectives.mesh(device, shard_ranks if sharding == "hybrid" else None, timeout)
+    # Gradients are summed over the ranks in float32. NCCL does so only where reduce_dtype says it; the copy engines'
+    # kernel always does, and must be given the bfloat16 gradients unconverted (collectives.py).
     reduce_dtype = None if plan.copy_engines_reduce else torch.float32
     options = {
         "mesh": mesh,
@@ -438,7 +371,7 @@ if found:
     for sentence in damaged:
         print0(f"{sentence}. Going back to {found}")
     resume_seconds = time.perf_counter() - began
-    first_step = meta["step"]
+    first_step = loss_scale_since = meta["step"]
     if dtype == meta["dtype"] == "float16":
         loss_scale, loss_scale_since = meta["loss_scale"], meta["loss_scale_since"]
     was = {"mask_documents": False} | meta["settings"] | {"dtype": meta["dtype"]}  # which older checkpoints lack
@@ -457,7 +390,6 @@ if found:
 
 
 saver = checkpoint.Saver(out_dir, optimizer, keep_last, async_save, memory.cpu_bytes_to_come(config, plan))
-unsaved = None  # why the last checkpoint was not written, if it was not
 
 
 def start_saving(step: int, val_loss: float | None):
@@ -474,17 +406,6 @@ def start_saving(step: int, val_loss: float | None):
     saver.start(step, meta)
 
 
-def outcome_of_saving() -> str:
-    """Waits until the checkpoint is written; returns what the log says of it."""
-    global unsaved
-    try:
-        path, unsaved = saver.result(), None
-        return f"saved {path}"
-    except OSError as error:
-        unsaved = str(error)
-        return f"NOT SAVED: {error}. The newest checkpoint is {checkpoint.newest(out_dir)}"
-
-
 # ----------------------------------------------------------------------------------------------------------------------
 # What runs, what will train, what it will take
 log = RunLog(out_dir, device, dtype, tokens_per_step, model.flops_per_token(block_size))
@@ -492,7 +413,8 @@ estimated_gib = memory.peak_gib(config, plan)
 epochs = tokens_per_step * max_iters / len(train_tokens)
 versions = ", ".join(f"{name} {version}" for name, version in log.versions.items())
 print0("runs on  ", f"{world_size} x {log.device_name};", versions)
-print0("model    ", f"{n_params:,} parameters; float32 weights, {dtype} compute")
+computes = f"{dtype} compute" + ", projections in float8" * fp8
+print0("model    ", f"{n_params:,} parameters; float32 weights, {computes}")
 if device != "cpu":
     print0("memory   ", f"about {estimated_gib:.1f} GiB of {card_gib:.1f} GiB; ", end="")
     print0(f"activation checkpointing: {activation_checkpointing}; offload: {offload}")
@@ -532,11 +454,11 @@ def evaluate() -> float | None:
         try:
             blocks = read(val_tokens, chosen[rows % n_eval_blocks])
         except ValueError as error:
-            unreadable(error)
-        if interrupted_anywhere():
+            interruption.unreadable(error)
+        if interruption.agreed(device):
             return None
         tokens, targets, *starts = to_device(blocks)
-        # Every rank runs every forward, or FSDP would wait for it forever: rows past the end are read but do not count.
+        # All ranks run equally many forwards, or FSDP would wait forever: rows past the end are read but do not count.
         surplus = torch.from_numpy(rows >= n_eval_blocks).to(device)
         targets = targets.masked_fill(surplus[:, None], -100)
         n_targets = (targets != -100).sum()
@@ -572,13 +494,13 @@ def compute_gradients(step: int):
             model.set_requires_gradient_sync(micro_step + 1 == micro_steps)
         watch.at(f"step {step + 1}: forward and backward")
         loss += forward_backward(*batch)
-    if step + 1 < max_iters and not bad_data:
+    if step + 1 < max_iters and not interruption.bad_data:
         watch.at(f"step {step + 1}: reading data")
         began = time.perf_counter()
         try:
             batches = get_batches(step + 1)
         except ValueError as error:
-            unreadable(error)
+            interruption.unreadable(error)
         data_seconds += time.perf_counter() - began
     return loss
 
@@ -589,10 +511,10 @@ def in_turn(step: int) -> bool:
         device == "cpu"
         or offload != "none"  # the CPU has waited for the GPU already
         or dtype == "float16"  # its loss scale depends on the step before
-        or step == first_step + 1  # else the first step's time, full of compiling, would hide most of the second's
+        or step == first_step + 1  # or the first step's compiling would be timed with the second
         or step % eval_interval == 0
         or step == max_iters
-        or (world_size == 1 and (interrupted or bad_data))
+        or (world_size == 1 and interruption.here)
         or (profile and step - first_step in (7, 10))  # a trace begins and ends between two steps
     )
 
@@ -619,51 +541,55 @@ def update():
     return grad_norm
 
 
-def interrupt(signal_number, frame):
-    """The first Ctrl-C, SIGTERM, SIGUSR1 or SIGHUP ends the run after this step, with a checkpoint. A Ctrl-C after it
-    ends it at once; another signal does not, for schedulers send several (SLURM SIGUSR1, and SIGTERM later).
-
-    Under torchrun there is no second one: it passes on the signal that the terminal has already sent to all.
-    """
-    global interrupted
-    if not interrupted:
-        again = "" if "RANK" in os.environ else " (Ctrl-C now stops at once, without a checkpoint)"
-        print0(f" {signal.Signals(signal_number).name}: stopping after this step{again}")
-    elif signal_number == signal.SIGINT and "RANK" not in os.environ:
-        os._exit(128 + signal_number)
-    interrupted = interrupted or signal_number
-
-
-def interrupted_anywhere() -> int:
-    """The number of the signal, BAD_DATA, or 0 without either; the same on all ranks."""
-    return int(ranks.maximum([BAD_DATA if bad_data else interrupted], device)[0])
+def stop_without_update(loss: float, grad_norm: float):
+    """Ends a run whose loss or gradients are no numbers any more; waits for a save that is still being written."""
+    if saver.running():
+        watch.rest(f"step {step}: saving")
+        print0(f"step {step:05d} | {saver.outcome()}")
+    before = checkpoint.newest(out_dir)
+    if device != "cpu":
+        torch.cuda.synchronize()  # other ranks wait in collectives that this one has queued
+    clip = "a lower grad_clip" if grad_clip else "--grad_clip=1"
+    stop(
+        f"step {step + 1}: the loss is {loss} and the gradient norm {grad_norm}, so the weights were not updated. "
+        f"Try a lower learning_rate, a longer warmup_iters or {clip}, "
+        + (f"from {before} with --init_from=resume" if before else "from the start: no checkpoint was saved yet")
+    )
 
 
-for signal_number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP):
-    if signal.getsignal(signal_number) != signal.SIG_IGN:  # what nohup ignores stays ignored
-        signal.signal(signal_number, interrupt)
+def traced(profiler):
+    torch.profiler.tensorboard_trace_handler(f"{out_dir}/profile", worker_name=f"rank{rank}")(profiler)
+    usage.dump(Path(out_dir) / "profile" / f"rank{rank}.memory.pickle")
+    traces = "*.json for https://ui.perfetto.dev or TensorBoard"
+    if device != "cpu":
+        traces += ", *.pickle, what was in memory, for https://pytorch.org/memory_viz"
+    print0(f"step {step:05d} | three steps traced to {out_dir}/profile: {traces}")
+
+
+interruption.listen()
 val_loss = None
 step = first_step  # how many are done
-stopping = 0  # by which signal
+stopping = 0  # the signal that ends the run, or BAD_DATA: the same on all ranks
 if found and meta["val_loss"] is None and (step % eval_interval == 0 or step == max_iters):  # a signal came instead
     val_loss = evaluate()
-    if val_loss is not None:
+    if val_loss is None:
+        stopping = interruption.agreed(device)
+    else:
         checkpoint.set_val_loss(found, val_loss)
         log.record({"step": step, "val_loss": val_loss})
         print0(f"step {step:05d} | val loss {val_loss:.4f} ({n_eval_blocks} blocks)")
-    else:
-        stopping = interrupted_anywhere()
-        if stopping != BAD_DATA and step < max_iters:  # the next step will see the signal
-            stopping = 0
 logged_at, logged_step, peak_gib = time.perf_counter(), first_step, None
 data_seconds = 0.0  # spent reading, while the GPU works, since the last log line; the slowest rank's is shown
 profiler = torch.profiler.profile(
     # three steps, after the kernels have been compiled and the allocator has settled
     schedule=torch.profiler.schedule(wait=5, warmup=2, active=3, repeat=1),
-    on_trace_ready=torch.profiler.tensorboard_trace_handler(f"{out_dir}/profile", worker_name=f"rank{rank}"),
+    on_trace_ready=traced,
 )
-usage.record_history()  # 2 us an allocation: most runs that do not fit find out in their first steps
-if step < max_iters:
+usage.record_history()  # for ten steps, 2 us an allocation: most runs that do not fit find out in the first
+if step == max_iters:
+    print0(f"nothing left to do: {found} is at step {step}, max_iters is {max_iters}. ", end="")
+    print0("A larger --max_iters trains on, another --out_dir starts a run of its own")
+elif not stopping:
     try:
         batches = get_batches(step)
     except ValueError as error:
@@ -671,9 +597,6 @@ if step < max_iters:
         sys.exit(1)
     if profile:
         profiler.start()
-else:
-    print0(f"nothing left to do: {found} is at step {step}, max_iters is {max_iters}. ", end="")
-    print0("A larger --max_iters trains on, another --out_dir starts a run of its own")
 # The GPU must not wait for the CPU. So once a step's update is queued, the next step's forward and backward are queued
 # behind it, and only then does the CPU ask for this step's numbers:
 #
@@ -682,7 +605,7 @@ else:
 #
 # Not always: see in_turn. If the numbers end the run, what was queued is dropped.
 ahead = None  # the loss of the next step, where that is queued
-while step < max_iters and stopping != BAD_DATA:
+while step < max_iters and not stopping:
     started = time.perf_counter()
     # A rank's gradients are world_size times its share of the step's, until FSDP averages them: float16 must hold them.
     optimizer.set_step(learning_rate_at(step), loss_scale / world_size if dtype == "float16" else 1.0)
@@ -691,11 +614,11 @@ while step < max_iters and stopping != BAD_DATA:
     saver.wait_for_copy()
     grad_norm = update()
     # Ctrl-C may reach the ranks at different steps: one is enough, and here all learn of it at the same step.
-    totals = torch.stack([loss_on_device, torch.full_like(loss_on_device, float(bad_data or interrupted > 0))])
+    totals = torch.stack([loss_on_device, torch.full_like(loss_on_device, float(interruption.here))])
     if world_size > 1:
         dist.all_reduce(totals)
         totals /= world_size
-    # Another number of the GPU's to be logged? Here: it arrives with the others, and log.line takes it as name=number.
+    # To log another number of the GPU's, add it to this stack and pass it to log.line as name=number.
     wait_for_numbers = send_to_cpu(torch.stack([*totals, grad_norm.to(device)]))
     if cuda_graph and step == first_step:  # the first step was an ordinary one: it has compiled and allocated
         forward_backward, update = CUDAGraph(forward_backward), CUDAGraph(update)
@@ -710,30 +633,12 @@ while step < max_iters and stopping != BAD_DATA:
         loss_scale, loss_scale_since = loss_scale / 2, step
         print0(f"step {step + 1:05d} | float16 overflowed: weights not updated, loss scale now {loss_scale:g}")
     else:
-        if saver.running():
-            watch.rest(f"step {step}: saving")
-            print0(f"step {step:05d} | {outcome_of_saving()}")
-        before = checkpoint.newest(out_dir)
-        if device != "cpu":
-            torch.cuda.synchronize()  # the other ranks need this one's part of what is queued
-        clip = "a lower grad_clip" if grad_clip else "--grad_clip=1"
-        stop(
-            f"step {step + 1}: the loss is {loss} and the gradient norm {grad_norm}, so the weights were not updated. "
-            f"Try a lower learning_rate, a longer warmup_iters or {clip}, "
-            + (f"from {before} with --init_from=resume" if before else "from the start: no checkpoint was saved yet")
-        )
+        stop_without_update(loss, grad_norm)
     step += 1
     log.step_seconds.append(time.perf_counter() - started)
     if profile and step <= first_step + 10:
         profiler.step()
-    if step == first_step + (10 if profile else 3):
-        if profile:
-            usage.dump(Path(out_dir) / "profile" / f"rank{rank}.memory.pickle")
-            profiler.stop()
-            traces = "*.json for https://ui.perfetto.dev or TensorBoard"
-            if device != "cpu":
-                traces += ", *.pickle, what was in memory, for https://pytorch.org/memory_viz"
-            print0(f"step {step:05d} | three steps traced to {out_dir}/profile: {traces}")
+    if step == first_step + 10:
         usage.stop_history()
 
     if step % log_interval == 0 or step in (first_step + 10, max_iters):  # the tenth: soon, as a sign of life
@@ -746,36 +651,34 @@ while step < max_iters and stopping != BAD_DATA:
         log.line(step, max_iters, loss, learning_rate_at(step - 1), grad_norm, seconds, peak_gib, data_ms)
 
     if saver.done():
-        print0(f"step {step:05d} | {outcome_of_saving()}")
+        print0(f"step {step:05d} | {saver.outcome()}")
     if stopping or step % eval_interval == 0 or step == max_iters:
         began = time.perf_counter()
         val_loss = evaluate() if not stopping else None
         if val_loss is not None:
             log.record({"step": step, "val_loss": val_loss})
-        stopping = interrupted_anywhere()
+        stopping = interruption.agreed(device)
         result = "interrupted" if val_loss is None else f"val loss {val_loss:.4f} ({n_eval_blocks} blocks)"
         kept = "nothing saved"
         if keep_last:
             watch.rest(f"step {step}: saving")  # a disk may take longer than a step
             if saver.running():
-                print0(f"step {step:05d} | {outcome_of_saving()}")
+                print0(f"step {step:05d} | {saver.outcome()}")
             start_saving(step, val_loss)
             last = stopping or step == max_iters
-            kept = outcome_of_saving() if last or saver.done() else "saving"
+            kept = saver.outcome() if last or saver.done() else "saving"
         print0(f"step {step:05d} | {result} | {kept}")
         logged_at += time.perf_counter() - began  # not the training's time
-        if stopping:
-            if keep_last and (step < max_iters or val_loss is None):
-                cure = "prepare the data again, then " if stopping == BAD_DATA else ""
-                print0(f"{cure}run the same line again to go on")
-            break
 
 # ----------------------------------------------------------------------------------------------------------------------
-# What came of it
+# The end
 watch.rest("ending")
+if stopping and keep_last and (step < max_iters or val_loss is None):
+    cure = "prepare the data again, then " if stopping == interruption.BAD_DATA else ""
+    print0(f"{cure}run the same command again to resume")
 if profile and first_step < step < first_step + 10:
     profiler.stop()
-    print0("the profile is not whole: it covers the eighth to tenth step of a run, and this one ended sooner")
+    print0("the profile is incomplete: it traces the eighth to tenth step of a run, and this one ended sooner")
 if step == max_iters and val_loss is not None:
     log.summary(
         peak_gib, val_loss, val_tokens if n_eval_blocks == n_val_blocks else None,
@@ -783,19 +686,17 @@ if step == max_iters and val_loss is not None:
         reserved_gib=torch.cuda.max_memory_reserved() / 2**30 if device != "cpu" else None,
         save_seconds=saver.seconds, resume_seconds=resume_seconds,
     )  # fmt: skip
-    if keep_last and not unsaved:
+    if keep_last and not saver.error:
         print0(f"next: python sample.py --out_dir={shlex.quote(out_dir)}")
 log.close()
 if master:
     lock_file.close()
 code = 128 + stopping if stopping else 0  # as if the signal had ended it, for whoever started it
-if stopping == BAD_DATA:
+if stopping == interruption.BAD_DATA:
     code = 1
-if unsaved:
-    print0(
-        f"the last checkpoint was not written ({unsaved}). Fix that, and the same command continues from "
-        + ("the one before" if checkpoint.newest(out_dir) else "the start")
-    )
+if saver.error:
+    before = "the one before" if checkpoint.newest(out_dir) else "the start"
+    print0(f"the last checkpoint was not written ({saver.error}). Fix that; the same command continues from {before}")
     code = 1
 watch.stop()
 ranks.part(code)

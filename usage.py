@@ -1,8 +1,8 @@
-"""Memory as it is measured: what a machine has free, what a run has used. memory.py computes it beforehand.
+"""Measured memory: what a machine has free, what a run has used. memory.py computes it beforehand.
 
 usage.cpu_available()           # bytes
 usage.used_gib("cuda")          # the peak so far
-usage.let_segments_grow()       # so that what is reserved is little more than that
+usage.let_segments_grow()       # so that little more than that is reserved
 usage.record_history() ... usage.dump(path)     # PyTorch's own record, which https://pytorch.org/memory_viz draws
 """
 
@@ -15,15 +15,17 @@ from pathlib import Path
 
 import torch
 
-CGROUPS = {  # the controllers of a line of /proc/self/cgroup -> where they lie, the limit, what is used, what is cache
+# The controllers in a line of /proc/self/cgroup -> their folder, the files with the limit and the use, the name of the
+# cache in memory.stat.
+CGROUPS = {
     "": ("", "memory.max", "memory.current", "inactive_file"),
     "memory": ("memory", "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
 }
 
 
 def cpu_available(proc: Path = Path("/proc"), cgroups: Path = Path("/sys/fs/cgroup")) -> float:
-    """Bytes of CPU memory that are free or can be freed: of the machine, and of each control group that this process
-    is in, of a container or a job. inf where nobody says.
+    """Bytes of CPU memory that are free or can be freed: the least of the machine's and of those of each control group
+    (container, job) that this process is in. inf if the system does not say.
     """
 
     def number(path, name):
@@ -31,7 +33,7 @@ def cpu_available(proc: Path = Path("/proc"), cgroups: Path = Path("/sys/fs/cgro
         return next(int(words[1]) for words in lines if words[0] == name)
 
     available = math.inf
-    with contextlib.suppress(OSError, ValueError, StopIteration):  # where it is no Linux
+    with contextlib.suppress(OSError, ValueError, StopIteration):  # not Linux
         available = 1024 * number(proc / "meminfo", "MemAvailable:")
     try:
         lines = (proc / "self" / "cgroup").read_text().splitlines()
@@ -52,25 +54,25 @@ def cpu_available(proc: Path = Path("/proc"), cgroups: Path = Path("/sys/fs/cgro
 
 
 def used_gib(device: str) -> float:
-    """The most that PyTorch had allocated at once on the GPU; on the CPU, that this process had."""
+    """The peak so far: of PyTorch's allocations on the GPU; on the CPU, of this process."""
     if device == "cpu":
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2 ** (30 if sys.platform == "darwin" else 20)
     return torch.cuda.max_memory_allocated() / 2**30
 
 
 def let_segments_grow() -> None:
-    """Has PyTorch's allocator map pages where it needs more, instead of asking for another piece of memory each time.
+    """Lets PyTorch's allocator extend its pieces of memory, instead of asking for a new one each time.
 
-    Pieces that are too small for what comes next would stay empty. What the user says in PYTORCH_ALLOC_CONF stands.
+    Pieces too small for the next tensor would stay empty. A user's own PYTORCH_ALLOC_CONF is left alone.
     """
     if not any(os.environ.get(name) for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")):
         torch._C._accelerator_setAllocatorSettings("expandable_segments:True")
 
 
 def record_history() -> None:
-    """Begins to note every allocation and what Python code asked for it; without a GPU nothing.
+    """Begins to record every allocation and the Python code that asked for it; does nothing without a GPU.
 
-    Python frames alone, of allocations alone, 2 us each; a ring of the last 100,000, of several KB each when written.
+    Records Python frames only, and no frees: 2 us each. Keeps the last 100,000, several KB each when written.
     """
     if torch.cuda.is_available():
         torch.cuda.memory._record_memory_history(context="alloc", stacks="python", max_entries=100_000)
@@ -82,6 +84,6 @@ def stop_history() -> None:
 
 
 def dump(path) -> None:
-    """Writes what was noted since record_history: https://pytorch.org/memory_viz shows it, in the browser alone."""
+    """Writes what was recorded since record_history, for https://pytorch.org/memory_viz, which uploads nothing."""
     if torch.cuda.is_available():
         torch.cuda.memory._dump_snapshot(str(path))

@@ -1,15 +1,15 @@
-"""Weights in the CPU's memory, for one GPU: those of a block come when its turn comes, beside the work of another.
+"""Weights in the CPU's memory, for one GPU: each block's are copied to it while another block computes.
 
     forward     block i computes        block i + 1's weights arrive in the other of two slots
     backward    block i computes        block i - 1's arrive; at the end the slots hold blocks 1 and 0
 
-All blocks are alike, so the parameters of block i are views of slot i % 2 for good, and only what is in the slot
-changes: nothing is allocated for a block, one copy brings all of it. The root (embedding, final norm, head) is there
-from the beginning of forward until backward reaches the blocks, which do not need it any more.
+All blocks have the same shapes, so the parameters of block i always are views of slot i % 2, and only the slot's
+content changes: nothing is allocated for a block, and one copy brings all of it. The root (embedding, final norm, head)
+is on the GPU from the beginning of forward until backward reaches the blocks.
 
-So for n parameters the GPU holds two blocks and for a time the root, and 2n bytes in bfloat16 cross to it in forward,
-less than 2n in backward. Gradients go the other way as soon as they are there (offload.py), which then makes new
-weights where a parameter has its `home`: its part of the pinned memory.
+So for n parameters the GPU holds two blocks and for a time the root, and in bfloat16 2n bytes are copied to it in
+forward, less than 2n in backward. Gradients go to the CPU as soon as they are computed. The optimizer (offload.py) then
+writes new weights to each parameter's `home`: its part of the pinned memory.
 """
 
 from collections.abc import Callable
@@ -24,7 +24,7 @@ ALIGNMENT = 256  # bytes between which a parameter may begin: the kernels load v
 
 
 def layout(parameters: list[nn.Parameter]) -> tuple[list[int], int]:
-    """Where each would begin in one tensor of all, and the length of that, in elements."""
+    """The offset of each parameter in one flat tensor for all, and the length of that, in elements."""
     step, offsets, end = ALIGNMENT // parameters[0].element_size(), [], 0
     for parameter in parameters:
         offsets.append(end)
@@ -33,14 +33,14 @@ def layout(parameters: list[nn.Parameter]) -> tuple[list[int], int]:
 
 
 def view_in(flat: torch.Tensor, offset: int, parameter: nn.Parameter) -> torch.Tensor:
-    """The part of flat from offset on that holds parameter, in its shape: a view."""
+    """A view of flat at offset, in the parameter's shape."""
     return flat[offset : offset + parameter.numel()].view(parameter.shape)
 
 
 class StreamedWeights:
-    """Takes the weights of a model, which are on the CPU, and sees to it that each is on the device when it computes.
+    """Keeps the weights of a model on the CPU, and copies each to the device before the device needs it.
 
-    Each forward that leaves a graph has one backward, before the next forward; evaluation may come between the two.
+    Each forward that builds a graph must have one backward before the next such forward; evaluation may come between.
 
     before_copy: called with a prefix of names, 'layers.3.' or '' for the root, before these weights are read at home.
     """
@@ -64,7 +64,7 @@ class StreamedWeights:
             layer.register_forward_hook(partial(self._after, i))
 
     def _move(self, parameters: list[nn.Parameter], flat: torch.Tensor) -> torch.Tensor:
-        """Gives them a home, which it returns, and makes them views of flat."""
+        """Gives the parameters a home in one tensor, which it returns, and makes them views of flat."""
         offsets, length = layout(parameters)
         there = pinned_empty((length,), flat.dtype) if self.stream else torch.empty(length, dtype=flat.dtype)
         for offset, parameter in zip(offsets, parameters, strict=True):
@@ -82,7 +82,7 @@ class StreamedWeights:
         return torch.cuda.current_stream().record_event() if self.stream else None
 
     def _fetch(self, i: int, free):
-        """Copies block i into its slot, which is free from the event `free` on."""
+        """Copies block i into its slot, once the event `free` has passed."""
         slot = i % 2
         self.before_copy(f"layers.{i}.")
         if self.stream is None:
@@ -95,7 +95,7 @@ class StreamedWeights:
         self.there[slot] = i
 
     def _need(self, i: int):
-        """Block i's weights are there for what comes after this."""
+        """Makes whatever is queued next wait for block i's weights."""
         if self.there[i % 2] != i:
             self._fetch(i, self._event())
         if self.stream is not None:
@@ -122,7 +122,7 @@ class StreamedWeights:
     @torch.compiler.disable
     @torch.no_grad()
     def _after(self, i: int, block, inputs, outputs):
-        # Now, when block i is queued: before the copy the CPU may have to finish the weights of block i + 1.
+        # Only now that block i is queued: the CPU may first have to finish the weights of block i + 1.
         if i + 1 < len(self.layers) and self.there[(i + 1) % 2] != i + 1:
             self._fetch(i + 1, self.other_is_free)
         for output in outputs:
@@ -132,7 +132,7 @@ class StreamedWeights:
     @torch.compiler.disable
     @torch.no_grad()
     def _before_backward(self, i: int, gradient):
-        """A hook on each output of block i. The first to fire finds the backward of all later blocks queued already."""
+        """Hook on each output of block i. When the first one fires, the backward of all later blocks is queued."""
         if i + 1 == len(self.layers) and self.root_there:
             self.root.untyped_storage().resize_(0)
             self.root_there = False

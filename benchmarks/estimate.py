@@ -21,9 +21,8 @@ from dataclasses import replace
 from pathlib import Path
 
 import memory
-import ranks
 from benchmarks import report, step
-from configurator import SettingError, preview, read, spell
+from configurator import SettingError, find_problem, preview, read, spell
 from memory import GIB, Plan
 from model import LlamaConfig
 
@@ -130,12 +129,9 @@ def situation(path: str, world_size: int, settings: dict) -> tuple[LlamaConfig, 
 
 def refuse(said: dict, world_size: int) -> None:
     """What train.py's setup would not take, of the settings that memory depends on."""
-    for name in ("batch_size", "block_size", "gradient_accumulation_steps"):
-        if said[name] < 1:
-            raise ValueError(f"{name} is {said[name]}: it must be at least 1")
-    contradiction = ranks.contradiction(said, world_size)
-    if contradiction:
-        raise ValueError(contradiction)
+    problem = find_problem(said, world_size)
+    if problem:
+        raise ValueError(problem)
     if said["copy_engines"] and world_size > 1 and (said["shard_ranks"] == 1 or said["offload"] == "all"):
         raise ValueError("copy_engines needs a model's GPUs on one host, and no offload=all")
 

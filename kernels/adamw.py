@@ -41,7 +41,7 @@ from .launch import tl, triton, use_triton
 
 
 def join(parameter: torch.Tensor, low: torch.Tensor) -> torch.Tensor:
-    """w in fp32, of its halves: parameter bf16, low int16."""
+    """w in fp32 from its halves: parameter bf16, low int16."""
     return parameter.view(torch.int16).to(torch.int32).bitwise_left_shift_(16).add_(low).view(torch.float32)
 
 
@@ -157,7 +157,7 @@ C_NAMES = {torch.bfloat16: "bfloat16", torch.float32: "float"}
 
 @functools.cache
 def c_library() -> ctypes.CDLL | None:
-    """adamw.c, built for this CPU by the C compiler that Triton needs too; None, which is said, where that fails."""
+    """adamw.c, built for this CPU by the C compiler that Triton needs too; None, with a message, if that fails."""
     found = filter(shutil.which, ("cc", "gcc", "clang"))
     compiler = shlex.split(os.environ.get("CC", "")) or [next(found, "no C compiler")]
     flags = ["-O3", "-march=native", "-fno-math-errno", "-fopenmp", "-shared", "-fPIC"]
@@ -187,7 +187,7 @@ def adamw_on_cpu(
     eps: float,
     weight_decay: float,
 ) -> None:
-    """The same step in the CPU's memory, on all threads: one pass over all five tensors, by adamw.c where it was built.
+    """The same step on the CPU with all threads, by adamw.c if it could be built: one pass over the five tensors.
 
     Tensors as for adamw, on the CPU, w always fp32; parameter may be grad itself, which is read before it is written.
     t: the number of this update, from 1. The caller leaves out an update whose scale is not finite.
@@ -204,7 +204,7 @@ def adamw_on_cpu(
 
 
 def adamw_in_pieces(parameter, grad, w, m, v, scale, lr, t, beta1, beta2, eps, weight_decay):
-    """By PyTorch's vectorised AdamW, which wants gradients in float32: half as fast."""
+    """The same step by PyTorch's vectorised AdamW, which needs gradients in float32: half as fast."""
     flat = [x.view(-1) for x in (parameter, grad, w, m, v)]
     buffer, step = torch.empty(min(CPU_CHUNK, w.numel())), torch.zeros(())
     options = {"lr": lr, "beta1": beta1, "beta2": beta2, "eps": eps, "weight_decay": weight_decay}

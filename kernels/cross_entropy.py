@@ -241,7 +241,8 @@ class _CrossEntropy(torch.autograd.Function):
         scale = torch.ones((), dtype=compute_dtype(logits), device=logits.device)
         if reduction == "mean":
             scale = scale / n_live(targets, options[0])
-        # Not in fp16, whose gradients a scaled loss keeps from underflow, nor where a compiler could not follow.
+        # Not in fp16, where only the scaled loss keeps gradients from underflow, nor under a compiler, which cannot
+        # follow this.
         ready = reduction != "none" and logits.dtype != torch.float16
         dlogits = logits.new_empty(logits.shape) if ready and not torch.compiler.is_compiling() else None
         losses, shift, exp_sum = losses_of_rows(logits, targets, options, scale, dlogits)
@@ -256,9 +257,9 @@ class _CrossEntropy(torch.autograd.Function):
         ignore_index, label_smoothing, z_loss = ctx.options
         n_rows, n_cols = logits.shape
         dlosses = (dloss * scale).expand(n_rows)
-        # What the gradient is multiplied by already; nothing equals NaN, so then every row is computed.
+        # The factor that the gradient already contains. NaN equals nothing: then every row is computed.
         done = scale if ctx.ready else torch.full_like(scale, torch.nan)
-        # Handed out once: what backward returns may become somebody's .grad.
+        # Returned only once, because it may become a tensor's .grad.
         dlogits = ctx.ready.pop() if ctx.ready else logits.new_empty(logits.shape)
         _gradient_kernel[(n_rows,)](
             dlosses, dlosses.stride(0), done, logits, logits.stride(0), logits.stride(1), targets, targets.stride(0),

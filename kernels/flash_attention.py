@@ -39,6 +39,8 @@ from .launch import (
 if HAS_TRITON:
     from triton.tools.tensor_descriptor import TensorDescriptor
 
+HEAD_SIZES = (16, 32, 64, 128)
+
 # BLOCK_M queries, BLOCK_N keys, warps, stages of loads in flight, registers a thread (None: as many as it likes).
 # The best of about 200 on one H200 with Triton 3.6 in bf16, 32 query heads on 8: 8 x 2048 and 2 x 8192 tokens at
 # D = 64, 4 x 4096 at D = 128. In all but dq at D = 128, two to four programs share a multiprocessor, and that decides:
@@ -76,7 +78,7 @@ def _load(tiles, batch, head, time):
 
 @triton.jit
 def _store(tiles, batch, head, time, x):
-    """The way back: rounds once, drops tokens past T."""
+    """Stores x where _load would read it: rounds once, drops tokens past T."""
     x = x.to(tiles.dtype).reshape(tiles.block_shape)
     if len(tiles.block_shape) == 4:
         tiles.store([batch, head, time, 0], x)
@@ -303,7 +305,7 @@ def _backward(
     n_kv_head = k.shape[2]
     heads = {"N_HEAD": n_head, "GROUP": n_head // n_kv_head}
     delta = _one_per_query(q)
-    if lse.stride() != delta.stride():  # whoever kept it in the meantime laid it out anew, as save_on_cpu does
+    if lse.stride() != delta.stride():  # autograd's hooks may have changed the layout, as save_on_cpu does
         lse = _one_per_query(q).copy_(lse)
     (block_m, block_n, constants), dkv_constants = _constants("dq", q), _constants("dkv", q)
     q, k, v, y, dy = (_readable(x) for x in (q, k, v, y, dy))
@@ -355,9 +357,9 @@ def flash_attention(
 
     q (B, T, H, D), k and v (B, T, K, D) of one floating dtype and any strides; K divides H, and query head h reads
     key/value head h // (H/K). D is a power of two from 16 to 128. starts (B, T) integers, for each token the position
-    of the first token of its document (so they never fall along T); None where a row is one document.
-    Returns y (B, T, H, D) in q's dtype, contiguous. ValueError where shapes or dtypes do not fit. Float64, and a
-    machine where Triton does not run, get plain PyTorch, which may hold the (T, T) scores.
+    of the first token of its document (so they never fall along T); None if each row is one document.
+    Returns y (B, T, H, D) in q's dtype, contiguous. ValueError if shapes or dtypes do not fit. Float64, and machines
+    without Triton, get plain PyTorch, which may hold the (T, T) scores.
     """
     if q.ndim != 4 or k.ndim != 4 or k.shape != v.shape or k.shape[:2] != q.shape[:2] or k.shape[3] != q.shape[3]:
         raise ValueError(
@@ -367,7 +369,7 @@ def flash_attention(
         raise ValueError(f"q is {q.dtype}, k {k.dtype}, v {v.dtype}: expected one floating dtype")
     if not q.shape[2] or not k.shape[2] or q.shape[2] % k.shape[2]:
         raise ValueError(f"{q.shape[2]} query heads cannot share {k.shape[2]} key/value heads evenly")
-    if q.shape[3] not in (16, 32, 64, 128):
+    if q.shape[3] not in HEAD_SIZES:
         raise ValueError(f"head size {q.shape[3]}: 16, 32, 64 and 128 are supported")
     if starts is not None and (starts.shape != q.shape[:2] or starts.is_floating_point()):
         raise ValueError(f"starts {tuple(starts.shape)} {starts.dtype}: expected integers {tuple(q.shape[:2])}")

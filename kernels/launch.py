@@ -34,7 +34,7 @@ def use_triton(x: torch.Tensor) -> bool:
     if x.is_cuda:
         if not HAS_TRITON:
             raise ImportError("CUDA tensors need Triton: pip install triton")
-        if x.device.index != torch.cuda.current_device():  # Triton launches there, whatever the tensors say
+        if x.device.index != torch.cuda.current_device():  # Triton launches on the current device, not on x's
             raise ValueError(
                 f"x is on {x.device}, the current device is cuda:{torch.cuda.current_device()}: "
                 f"call torch.cuda.set_device({x.device.index}) first"
@@ -44,7 +44,7 @@ def use_triton(x: torch.Tensor) -> bool:
 
 
 def refuse_autocast(x: torch.Tensor) -> None:
-    """ValueError under torch.autocast, which would round some of a kernel's matmuls and leave others as they are."""
+    """Raises ValueError under torch.autocast, which would round some of a kernel's matmuls and not others."""
     if torch.is_autocast_enabled(x.device.type):
         raise ValueError(
             "kernels with a matmul do not run under torch.autocast: cast the model, as in model.to(torch.bfloat16)"
@@ -63,7 +63,7 @@ def whole_row(n_cols: int) -> dict:
     """
     if not 1 <= n_cols <= 65536:
         raise ValueError(f"rows of {n_cols} elements: 1 to 65,536 are supported")
-    block = 1 << (n_cols - 1).bit_length()  # not Triton's function: where there is no Triton this is still the check
+    block = 1 << (n_cols - 1).bit_length()  # not by Triton's function: this check must run without Triton, too
     return {"BLOCK": block, "num_warps": min(max(block // 512, 1), 16) if block <= 16384 else block // 2048}
 
 
@@ -79,9 +79,9 @@ def shared_memory(x: torch.Tensor) -> int:
 
 
 def loads_in_flight(stages: int, x: torch.Tensor) -> int:
-    """`stages`, or fewer where x's GPU has not the shared memory that they were tuned with.
+    """`stages`, or fewer if x's GPU has less shared memory than they were tuned with.
 
-    A program that wants more is not launched at all; test_kernels.py compiles for such cards. Nobody has timed there.
+    A program that wants more could not be launched. test_kernels.py compiles for such cards; nothing was timed on them.
     """
     shared = shared_memory(x)
     return min(stages, 4 if shared >= TUNED_WITH else 2 if shared >= 96 * 1024 else 1)

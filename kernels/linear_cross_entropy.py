@@ -58,8 +58,8 @@ def _logits_buffer(x, n_tokens, n_vocab):
 
 
 def _fill_losses(losses, x, weight, targets, logits, options, scale):
-    """Fills losses (N,), and logits (N, V) with the gradient of their sum times scale; with scale None what is left in
-    logits is of no use.
+    """Fills losses (N,), and logits (N, V) with the gradient of their sum times scale; with scale None the content of
+    logits has no meaning.
     """
     torch.mm(x, weight.T, out=logits)
     losses_of_rows(logits, targets, options, scale, None if scale is None else logits, padded=True, losses=losses)
@@ -163,7 +163,7 @@ def _scaled(x: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype) -> torch.T
 
 @torch.library.custom_op("nanocria::scale_", mutates_args=("x",))
 def _scale_(x: torch.Tensor, scale: torch.Tensor) -> None:
-    """The same where x lies."""
+    """x *= scale, in place."""
     _scale(x, scale, x)
 
 
@@ -233,7 +233,7 @@ def _scaled_gradient(gradient, scale, dtype, in_place):
 
 
 def default_chunk_tokens(vocab_size: int, itemsize: int) -> int:
-    """So many tokens at a time that their logits take LOGITS_BYTES: a multiple of 256."""
+    """How many tokens' logits take LOGITS_BYTES: a multiple of 256."""
     return max(LOGITS_BYTES // (vocab_size * itemsize) // 256 * 256, 256)
 
 
