@@ -1382,8 +1382,8 @@ def test_a_second_run_in_the_same_folder_is_refused(train, tmp_path, capsys):
         assert "another run is writing to" in slip(train, capsys)
 
 
-def damage(path, where=(0.5,)):
-    """One bit of a file at each of these places between its start, 0, and its end, 1."""
+def damage(path, where=(0.1, 0.3, 0.5, 0.7, 0.9)):
+    """One bit of a file at each of these places between its start, 0, and its end, 1: some of them hold a tensor."""
     content = bytearray(path.read_bytes())
     for place in where:
         content[int(len(content) * place)] ^= 0x10

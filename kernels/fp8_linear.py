@@ -99,7 +99,8 @@ def transpose(x8: torch.Tensor) -> torch.Tensor:
 
 
 # use_fast_accum=True would take 12% less time, 3% of a step. But then the tensor cores' own sums, of 14 bits and not
-# rounded but cut off, go to fp32 ones too seldom: where all products are positive, y comes out 1.7% too small (H200).
+# rounded but cut off, go to fp32 ones too seldom: where all products are positive, y comes out 1.7% too small at
+# K = 1,024 and 24% at 16,384, instead of the 0.2% of the operands' rounding (H200).
 def scaled_mm(a8, b8, scale_a, scale_b, dtype, out):
     """diag(scale_a) (a8 b8ᵀ) diag(scale_b) of a8 (M, K) and b8 (N, K), both contiguous."""
     if a8.shape[0] == 0:
