@@ -168,8 +168,8 @@ def document_starts(tokens: torch.Tensor, end_of_text: int) -> torch.Tensor:
 def triton_suits(head_dim: int, n_time: int, dtype: torch.dtype) -> bool:
     """Whether kernels/flash_attention.py is the better choice on Hopper: heads of 64, up to 4,096 tokens, 16 bits.
 
-    There forward and backward take no longer than cuDNN's, and repeat to the bit; cuDNN's take 2% less at 8,192 and
-    5% less at 32,768 (`bench.py kernels` has both).
+    There forward and backward take no longer than cuDNN's, and repeat to the bit. At 8,192 tokens cuDNN's take as long,
+    at 32,768 5% less (`bench.py kernels` has both).
     """
     return head_dim == 64 and n_time <= TRITON_TOKENS and dtype in (torch.bfloat16, torch.float16)
 

@@ -204,8 +204,8 @@ def test_the_table_shows_time_share_and_where_a_peer_is_faster(tmp_path, monkeyp
     monkeypatch.setattr(report, "ASSETS", tmp_path)
     (tmp_path / "kernels.json").write_text(json.dumps(record()))
     times = "| forward / backward | 40.0 us / 50.0 us | 75% / 60% | 1.50 x eager / **0.80 x liger** |"
-    assert f"| `rms_norm` | N16384 C2048 {times}" in report.kernels_table()
-    assert report.kernels_table().endswith(
+    assert f"| `rms_norm` | N16384 C2048 {times}" in report.kernels_table("kernels")
+    assert report.kernels_table("kernels").endswith(
         "Measured on one NVIDIA H200 with PyTorch 2.11.0; copies 4.00 TB/s, matmuls 700 TFLOP/s. "
         "Command: `python bench.py kernels`; commit: [assets/kernels.json](assets/kernels.json)."
     )

@@ -128,7 +128,7 @@ ARMS_OF = {  # which arms ran a package; every arm ran those that are not here
     "transformers": {"hf", "hf-compiled", "hf-liger", "liger", "float32"},
     "liger_kernel": {"hf-liger", "liger"},
     "torchtitan": {"torchtitan"},  # the recipe is written out in peers.py
-    "torchao": {"recipe-fp8", "recipe-fp8-2"},
+    "torchao": {"recipe-fp8"},
 }
 
 
@@ -204,10 +204,10 @@ def lead_cell(row: dict) -> str:
     return f"{ratio:.2f} x {best_peer(row)}" if ratio >= 0.995 else f"**{ratio:.2f} x {best_peer(row)}**"
 
 
-def kernels_table() -> str:
+def kernels_table(name: str) -> str:
     """A line an operation and size, its passes beside each other; bold is where a peer is faster than ours."""
     lines = []
-    for (op, size), rows in groupby(load("kernels")["rows"], key=lambda row: (row["op"], shape(row))):
+    for (op, size), rows in groupby(load(name)["rows"], key=lambda row: (row["op"], shape(row))):
         rows = list(rows)
         ours = [row["arms"].get("nanocria", {}) for row in rows]
         columns = [
@@ -219,7 +219,7 @@ def kernels_table() -> str:
         ]
         lines.append([f"`{op}`", size, *(" / ".join(cells) for cells in columns)])
     header = ["operation", "shape", "pass", "time", "of the limit", "speed vs. the best peer", "CPU time per launch"]
-    return table(header, lines) + "\n\n" + footer("kernels")
+    return table(header, lines) + "\n\n" + footer(name)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -230,6 +230,21 @@ def steps_table(name: str) -> str:
     from benchmarks import step
 
     return f"Tokens per second · peak GiB:\n\n{step.step_table(load(name))}\n\n{footer(name)}"
+
+
+def fp8_sentence() -> str:
+    """What float8 brings, and what torchtitan's recipe does with torchao's."""
+    from benchmarks import step
+
+    found = {step.place(p): p["tok_per_s"] for p in load("step_fp8")["points"] if "tok_per_s" in p}
+    parts = []
+    for arm, *at in found:
+        if arm == "nanocria-fp8" and {("nanocria", *at), ("recipe-fp8", *at)} <= found.keys():
+            fp8, bf16, peer = (found[other, *at] for other in ("nanocria-fp8", "nanocria", "recipe-fp8"))
+            where = f"At {at[0]} x {at[1]:,} tokens" if not parts else f"at {at[0]} x {at[1]:,}"
+            parts.append(f"{where} {fp8:,.0f} tokens per second ({fp8 / bf16:.2f} times bfloat16's, {fp8 / peer:.2f} "
+                         "times those of torchtitan's recipe with torchao's float8)")  # fmt: skip
+    return "; ".join(parts) + "."
 
 
 SHORT_AT = (16, 2048, "none")
@@ -282,7 +297,8 @@ def losses_part() -> str:
     r = load("losses")
     first = r["runs"][0]
     at = f"Llama 3.2 1B, {first['steps']} steps of {first['batch']} x {first['block']:,} tokens"
-    return f"{at}; means of the last third:\n\n{losses.losses_table(r)}\n\n{footer('losses')}"
+    means = "means over the last third of them, the distance regardless of sign"
+    return f"{at}; {means}:\n\n{losses.losses_table(r)}\n\n{footer('losses')}"
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -353,6 +369,7 @@ PAGES = {  # page -> its parts: name -> what makes it, the records that it needs
         "fits_headline": (fits_headline, ("study",)),
         "fits": (fits_table, ("study",)),
         "steps_short": (steps_short, ("step:points",)),
+        "fp8": (fp8_sentence, ("step_fp8:points",)),
         "losses": (losses_part, ("losses:runs",)),
     },
     "benchmarks/README.md": {
@@ -365,7 +382,9 @@ PAGES = {  # page -> its parts: name -> what makes it, the records that it needs
         "sweep": (partial(sweep_part, "sweep"), ("sweep",)),
         "study_8b": (partial(sweep_part, "study_8b"), ("study_8b",)),
         "gpus": (gpus_tables, ("gpus:scaling",)),
-        "kernels": (kernels_table, ("kernels",)),
+        "step_fp8": (partial(steps_table, "step_fp8"), ("step_fp8:points",)),
+        "kernels": (partial(kernels_table, "kernels"), ("kernels",)),
+        "fp8_linear": (partial(kernels_table, "fp8_linear"), ("fp8_linear",)),
         "snapshot": (snapshot_table, ("snapshot",)),
     },
 }
