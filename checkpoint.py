@@ -96,11 +96,12 @@ def require_one_folder(out_dir: str) -> None:
 
 def newest_of_all(out_dir: str) -> Path | None:
     """newest(), once all ranks see the same: a network file system may list a new folder late."""
-    deadline = time.monotonic() + LISTED_WITHIN
-    while unequal({"newest": newest(out_dir)}) and maximum([time.monotonic() < deadline])[0]:
+    deadline, found = time.monotonic() + LISTED_WITHIN, newest(out_dir)
+    while unequal({"newest": found}) and maximum([time.monotonic() < deadline])[0]:
         time.sleep(1)
-    must_agree({"the newest checkpoint in out_dir": newest(out_dir)}, "the machines see different files in it")
-    return newest(out_dir)
+        found = newest(out_dir)
+    must_agree({"the newest checkpoint in out_dir": found}, "the machines see different files in it")
+    return found
 
 
 def newest(out_dir: str) -> Path | None:

@@ -312,7 +312,7 @@ def find_problem(settings: Mapping, world_size: int) -> str | None:
     if settings["mask_documents"] and settings["attention"] == "sdpa":
         return "mask_documents works with attention auto or triton: PyTorch's cannot keep documents apart"
     head_dim = settings["n_embd"] / max(settings["n_head"], 1)
-    if settings["mask_documents"] and head_dim not in (16, 32, 64, 128):
+    if settings["mask_documents"] and head_dim not in (16, 32, 64, 128):  # HEAD_SIZES of kernels/flash_attention.py
         return f"mask_documents works with heads of 16, 32, 64 and 128, not of {head_dim:g}"
     if settings["cuda_graph"] and (world_size > 1 or settings["offload"] != "none"):
         return "cuda_graph needs one GPU and offload=none: add --cuda_graph=false"

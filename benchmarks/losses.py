@@ -17,7 +17,6 @@ Hugging Face's, and on no side of it. Kept in assets/losses.json, or out=...
 """
 
 import json
-import os
 import statistics
 import sys
 import tempfile
@@ -140,13 +139,13 @@ def parse(words: list[str]) -> dict:
 
 def measured(options: dict):
     for arm in options["arms"]:
+        spec = dict(zip(("arm", "steps", "batch", "block"), (arm, *options["at"]), strict=True))
         if arm in FLAGS:
-            result = nanocria_losses(arm, *options["at"])
+            result = nanocria_losses(**spec)
         else:
-            spec = dict(zip(("arm", "steps", "batch", "block"), (arm, *options["at"]), strict=True))
             result, printed = step.run(["-m", "benchmarks.losses", json.dumps(spec)])
             result = result or step.failure(printed)
-        yield "runs", dict(zip(("arm", "steps", "batch", "block"), (arm, *options["at"]), strict=True)) | result
+        yield "runs", spec | result
 
 
 def differences(row: dict, rows: list[dict]) -> list[float] | None:
@@ -196,7 +195,6 @@ def main(words: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     try:
         found = peer_losses(**json.loads(sys.argv[1]))
     except ImportError as error:
