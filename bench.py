@@ -6,7 +6,7 @@
     python bench.py estimate card=4090          what fits, by arithmetic, without a GPU (benchmarks/estimate.py)
     python bench.py snapshot                    what holds the memory in one step (benchmarks/snapshot.py)
     python bench.py kernels                     every kernel beside eager PyTorch, torch.compile and other libraries:
-                                                time, memory, error; to assets/kernels.json (a GPU, some minutes)
+                                                time, memory, error; to benchmarks/records/kernels.json (a GPU, some minutes)
     python bench.py kernels op=rope,swiglu      some of them, to out/kernels.json
     python bench.py step                        the whole training step, beside other trainers (benchmarks/step.py)
     python bench.py step breakdown              where its time goes
@@ -14,7 +14,7 @@
                                                 float32, from the same weights (benchmarks/losses.py)
     python bench.py gpus                        several GPUs: scaling, 8B, checkpoints (benchmarks/gpus.py)
     python bench.py record FOLDER NAME          keeps the summary.json that a training run left in FOLDER
-                                                as assets/NAME.json
+                                                as benchmarks/records/NAME.json
     python bench.py readme                      draws the plots and writes the tables of both pages
 
 Tables of what was measured stand between markers and are made from records; test_bench.py compares them.

@@ -23,11 +23,11 @@ from pathlib import Path
 
 import torch
 
-import checkpoint
 from configurator import SettingError, check
+from data.tokenizer import end_of_text, get_tokenizer
 from model import ROPE_SCALING_KEYS, Llama, LlamaConfig, fill
-from optimizer import AdamW
-from tokenizer import end_of_text, get_tokenizer
+from optimizers.driver import AdamW
+from runtime import checkpoint
 
 NAMES = {  # our name -> Hugging Face's names of what is stacked in it
     "tok_embeddings.weight": ["model.embed_tokens.weight"],

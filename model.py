@@ -29,9 +29,9 @@ from torch.utils.checkpoint import checkpoint
 
 import kernels
 import kernels.reference
-from activations import OffloadedInputs, recomputed
 from kernels.flash_attention import HEAD_SIZES
 from kernels.linear_cross_entropy import default_chunk_tokens
+from runtime.recompute import OffloadedInputs, recomputed
 
 TRITON_TOKENS = 4096  # the longest sequence for which our attention, heads of 64 on Hopper, is no slower than cuDNN's
 MLP_SLICE = 8192  # tokens: at 112 x 1,024 of Llama 3.2 1B, larger ones are no faster on an H200

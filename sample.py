@@ -16,10 +16,10 @@ from typing import Literal
 
 import torch
 
-import checkpoint
 import convert
 from configurator import configure
-from tokenizer import end_of_text, get_tokenizer
+from data.tokenizer import end_of_text, get_tokenizer
+from runtime import checkpoint
 
 # ----------------------------------------------------------------------------------------------------------------------
 # what to read, what to write

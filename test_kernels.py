@@ -24,6 +24,9 @@ from typing import NamedTuple
 import pytest
 import torch
 import torch.nn.functional as F
+
+os.environ["TRITON_INTERPRET"] = "0" if torch.cuda.is_available() else "1"  # before anything imports Triton
+
 import triton
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.utils.checkpoint import checkpoint

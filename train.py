@@ -24,21 +24,18 @@ import torch
 import torch.distributed as dist
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
 
-import checkpoint
-import collectives
 import convert
-import memory
-import ranks
-import usage
 from configurator import configure, find_problem
-from cuda_graph import CUDAGraph
 from data.tokens import Tokens, cpu_cores, prepare_once
 from model import Llama, LlamaConfig, document_starts
-from offload import OffloadedAdamW
-from optimizer import AdamW
-from ranks import local_rank, print0, rank, stop, world_size
-from runlog import RunLog
-from weights import StreamedWeights
+from optimizers.driver import AdamW
+from optimizers.on_cpu import OffloadedAdamW
+from runtime import checkpoint, distributed, memory, memory_stats
+from runtime import copy_engines as collectives
+from runtime.cuda_graph import CUDAGraph
+from runtime.distributed import local_rank, print0, rank, stop, world_size
+from runtime.run_log import RunLog
+from runtime.stream_weights import StreamedWeights
 
 # ----------------------------------------------------------------------------------------------------------------------
 # output
@@ -130,7 +127,7 @@ min_lr = learning_rate / 10 if min_lr is None else min_lr
 if sharding != "hybrid":
     shard_ranks = world_size
 elif shard_ranks is None:
-    shard_ranks = ranks.local_world_size
+    shard_ranks = distributed.local_world_size
 micro_steps = gradient_accumulation_steps // world_size
 sync_every_micro_batch = sync_every_micro_batch or world_size == 1
 sequences_per_step = batch_size * gradient_accumulation_steps
@@ -139,10 +136,12 @@ tokens_per_step = sequences_per_step * block_size
 torch.set_float32_matmul_precision("high")  # TF32 where something is float32
 if device == "cuda":
     n_gpus = torch.cuda.device_count()
-    if ranks.local_world_size > n_gpus:
-        stop(f"{ranks.local_world_size} ranks on this machine need a GPU each, but torch finds {n_gpus} CUDA devices")
+    if distributed.local_world_size > n_gpus:
+        stop(
+            f"{distributed.local_world_size} ranks on this machine need a GPU each, but torch finds {n_gpus} CUDA devices"
+        )
     torch.cuda.set_device(local_rank)
-    usage.let_segments_grow()
+    memory_stats.let_segments_grow()
     device = f"cuda:{local_rank}"
 if dtype == "auto" and device == "cpu":
     dtype = "float32"
@@ -158,14 +157,14 @@ try:
 except (OSError, ValueError) as error:
     stop(str(error))
 
-watch, interruption = ranks.meet(device, timeout), ranks.Interruption()
-ranks.must_agree({name: value for name, value in settings.items() if not name.startswith("wandb_")})
+watch, interruption = distributed.meet(device, timeout), distributed.Interruption()
+distributed.must_agree({name: value for name, value in settings.items() if not name.startswith("wandb_")})
 can_copy = collectives.can_copy(device, shard_ranks, offload)
 if copy_engines and world_size > 1 and not can_copy:
     stop("copy_engines needs a model's GPUs on one host, where they reach each other's memory, and no offload=all")
 copy_engines = can_copy and copy_engines is not False
 if offload != "none":  # the CPU's cores, of which torchrun gives each rank one
-    torch.set_num_threads(max(1, cpu_cores() // ranks.local_world_size))
+    torch.set_num_threads(max(1, cpu_cores() // distributed.local_world_size))
 
 # Where the run starts from. What is impossible is refused before anything is built.
 checkpoint.require_one_folder(out_dir)
@@ -199,7 +198,7 @@ try:
     n_val_blocks = val_tokens.blocks(block_size)
 except (OSError, ValueError) as error:
     stop(str(error))
-ranks.must_agree({f"the dataset's {name}": value for name, value in train_tokens.meta.items()})
+distributed.must_agree({f"the dataset's {name}": value for name, value in train_tokens.meta.items()})
 end_of_text = train_tokens.meta["end_of_text"]
 if vocab_size is None:
     vocab_size = train_tokens.meta["vocab_size"]
@@ -257,8 +256,8 @@ plan = memory.Plan(**{name: globals()[name] for name in memory.Plan.__dataclass_
 
 def must_fit(n_bytes: float, what: str, cure: str):
     """Refuses what would need more CPU memory than is free: the system would end the run without a word."""
-    n_bytes *= ranks.local_world_size
-    lacking = ranks.maximum([n_bytes - usage.cpu_available()])[0]
+    n_bytes *= distributed.local_world_size
+    lacking = distributed.maximum([n_bytes - memory_stats.cpu_available()])[0]
     if lacking > 0:
         needed, free = n_bytes / 2**30, (n_bytes - lacking) / 2**30
         stop(f"{what} {needed:.1f} GiB of CPU memory, and only {free:.1f} GiB are available: {cure}")
@@ -274,7 +273,7 @@ else:
 read_bytes = 16 * micro_steps * batch_size * (block_size + 1)  # int64, read and copied
 must_fit(read_bytes, "the tokens of a step take", "lower gradient_accumulation_steps")
 card_gib = torch.cuda.get_device_properties(device).total_memory / 2**30 if device != "cpu" else None
-sys.excepthook = ranks.last_words(watch, out_dir, lambda: memory.say_out_of_memory(config, plan, card_gib))
+sys.excepthook = distributed.last_words(watch, out_dir, lambda: memory.say_out_of_memory(config, plan, card_gib))
 
 with torch.device("meta"):
     model = Llama(config).to(compute_dtype)
@@ -559,7 +558,7 @@ def stop_without_update(loss: float, grad_norm: float):
 
 def traced(profiler):
     torch.profiler.tensorboard_trace_handler(f"{out_dir}/profile", worker_name=f"rank{rank}")(profiler)
-    usage.dump(Path(out_dir) / "profile" / f"rank{rank}.memory.pickle")
+    memory_stats.dump(Path(out_dir) / "profile" / f"rank{rank}.memory.pickle")
     traces = "*.json for https://ui.perfetto.dev or TensorBoard"
     if device != "cpu":
         traces += ", *.pickle, what was in memory, for https://pytorch.org/memory_viz"
@@ -585,7 +584,7 @@ profiler = torch.profiler.profile(
     schedule=torch.profiler.schedule(wait=5, warmup=2, active=3, repeat=1),
     on_trace_ready=traced,
 )
-usage.record_history()  # for ten steps, 2 us an allocation: most runs that do not fit find out in the first
+memory_stats.record_history()  # for ten steps, 2 us an allocation: most runs that do not fit find out in the first
 if step == max_iters:
     print0(f"nothing left to do: {found} is at step {step}, max_iters is {max_iters}. ", end="")
     print0("A larger --max_iters trains on, another --out_dir starts a run of its own")
@@ -639,14 +638,14 @@ while step < max_iters and not stopping:
     if profile and step <= first_step + 10:
         profiler.step()
     if step == first_step + 10:
-        usage.stop_history()
+        memory_stats.stop_history()
 
     if step % log_interval == 0 or step in (first_step + 10, max_iters):  # the tenth: soon, as a sign of life
         now = time.perf_counter()
         seconds = (now - logged_at) / (step - logged_step)
         # Asked on the CPU: the GPU is busy with the next step already.
-        used_gib = usage.used_gib(device) + collectives.buffer_bytes / 2**30
-        peak_gib, data_ms = ranks.maximum([used_gib, 1000 * data_seconds / (step - logged_step)])
+        used_gib = memory_stats.used_gib(device) + collectives.buffer_bytes / 2**30
+        peak_gib, data_ms = distributed.maximum([used_gib, 1000 * data_seconds / (step - logged_step)])
         logged_at, logged_step, data_seconds = now, step, 0.0
         log.line(step, max_iters, loss, learning_rate_at(step - 1), grad_norm, seconds, peak_gib, data_ms)
 
@@ -699,4 +698,4 @@ if saver.error:
     print0(f"the last checkpoint was not written ({saver.error}). Fix that; the same command continues from {before}")
     code = 1
 watch.stop()
-ranks.part(code)
+distributed.part(code)

@@ -20,10 +20,10 @@ from pathlib import Path
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-import memory
 from benchmarks import timing
 from benchmarks.peers import llama_config
 from model import LlamaConfig
+from runtime import memory
 
 ROOT = Path(__file__).resolve().parent.parent
 WARMUP_STEPS, STEPS = 5, 3

@@ -20,11 +20,11 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 
-import memory
 from benchmarks import report, step
 from configurator import SettingError, find_problem, preview, read, spell
-from memory import GIB, Plan
 from model import LlamaConfig
+from runtime import memory
+from runtime.memory import GIB, Plan
 
 CARDS = {  # GiB, as PyTorch reports them (total_memory): less than the makers' GB
     "3090": 23.7, "4090": 23.6, "5090": 31.3, "a10g": 22.0, "l4": 22.0, "l40s": 44.4, "a100-40": 39.4, "a100-80": 79.1,

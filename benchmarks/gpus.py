@@ -13,7 +13,7 @@ itself, and recipe and torchtitan of benchmarks/peers.py; -zero2 and -hybrid (tw
 sharded where it is not ZeRO-3, -nccl that collectives.py is left out, -each that each GPU has a run of its own, side by
 side: what cards can reach that share a machine's power and air. On one GPU nanocria is not sharded at all, and its
 peers are on a mesh of one rank. Each point is a torchrun of its own, measured as in benchmarks/step.py and kept as
-there, in assets/gpus.json or out=...
+there, in benchmarks/records/gpus.json or out=...
 """
 
 import functools
@@ -27,8 +27,8 @@ from pathlib import Path
 
 import torch
 
-import checkpoint
 from benchmarks import report, step
+from runtime import checkpoint
 
 ARMS = {
     "nanocria": "nanocria, ZeRO-3",

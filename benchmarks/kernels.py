@@ -1,6 +1,6 @@
 """The kernels beside eager PyTorch, torch.compile and the libraries: time, memory and error of each, and the limits.
 
-    python bench.py kernels                              every operation and size, to assets/kernels.json
+    python bench.py kernels                              every operation and size, to benchmarks/records/kernels.json
     python bench.py kernels op=rms_norm,rope             some operations, to out/kernels.json
     python bench.py kernels out=FILE                     the record elsewhere
 
@@ -221,7 +221,7 @@ def parse(words: list[str]) -> tuple[list[str], Path]:
     """The operations to run and where the record goes; ValueError with a sentence for a slip."""
     _, options = step.read_words(words, {"op": list(OPERATIONS), "out": []}, [], {"op": OPERATIONS})
     whole = not any(word.startswith("op=") for word in words)
-    default = report.ROOT / ("assets" if whole else "out") / "kernels.json"  # README: whole runs alone
+    default = report.ROOT / ("benchmarks/records" if whole else "out") / "kernels.json"  # README: whole runs alone
     return options["op"], Path(",".join(options["out"])) if options["out"] else default
 
 

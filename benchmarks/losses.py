@@ -13,7 +13,7 @@ hf               transformers' LlamaForCausalLM with float32 weights and bfloat1
 float32          the same model with everything in float32 (matmuls in TF32): what the others round
 
 bfloat16 alone makes two runs drift apart, so no arm equals float32. What counts is that ours is no farther from it than
-Hugging Face's, and on no side of it. Kept in assets/losses.json, or out=...
+Hugging Face's, and on no side of it. Kept in benchmarks/records/losses.json, or out=...
 """
 
 import json
@@ -27,10 +27,10 @@ import torch
 import torch.distributed as dist
 
 import convert
-import usage
 from benchmarks import peers, report, step
 from data.tokens import Tokens, prepare_once
 from model import Llama, LlamaConfig, fill
+from runtime import memory_stats
 
 CONFIG = step.CONFIG
 ARMS = {
@@ -102,7 +102,7 @@ def peer_losses(arm: str, steps: int, batch: int, block: int, config=CONFIG, com
     """The loss of each step; on the CPU where there is no GPU."""
     device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
     if device.type == "cuda":
-        usage.let_segments_grow()
+        memory_stats.let_segments_grow()
     torch.set_float32_matmul_precision("high")
     c = peers.llama_config(config, block_size=block, **changes)
     if arm == "hf":

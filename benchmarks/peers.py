@@ -48,10 +48,10 @@ from torch.distributed.tensor import DTensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
-import usage
 from data.tokens import Tokens, cpu_cores, prepare_once
 from model import Llama, LlamaConfig, rope_tables
-from runlog import peak_flops
+from runtime import memory_stats
+from runtime.run_log import peak_flops
 
 ROOT = Path(__file__).resolve().parent.parent
 RANK, RANKS = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))  # as torchrun says
@@ -394,7 +394,7 @@ def measure(
     """
     device = own_device()
     torch.cuda.set_device(device)
-    usage.let_segments_grow()
+    memory_stats.let_segments_grow()
     torch.set_float32_matmul_precision("high")
     torch.manual_seed(1337)
     c = llama_config(config, block_size=block, **changes)

@@ -12,10 +12,10 @@ from importlib import metadata
 from itertools import groupby
 from pathlib import Path
 
-import runlog
+from runtime import run_log
 
 ROOT = Path(__file__).resolve().parent.parent
-ASSETS = ROOT / "assets"
+ASSETS, PLOTS = ROOT / "benchmarks" / "records", ROOT / "benchmarks" / "plots"
 
 
 def load(name: str) -> dict:
@@ -42,9 +42,9 @@ def keep(run_folder: str, name: str) -> None:
 
 
 def commit() -> str:
-    """As runlog.git_commit names it, but a record or a page that has been written over changes no code."""
-    name = runlog.git_commit()
-    command = ["git", "diff", "--quiet", "HEAD", "--", ".", ":!assets", ":!*.md"]
+    """As run_log.git_commit names it, but a record or a page that has been written over changes no code."""
+    name = run_log.git_commit()
+    command = ["git", "diff", "--quiet", "HEAD", "--", ".", ":!benchmarks/records", ":!benchmarks/plots", ":!*.md"]
     if name.endswith("-dirty") and subprocess.run(command, cwd=ROOT, capture_output=True).returncode == 0:
         return name.removesuffix("-dirty")
     return name
@@ -52,7 +52,7 @@ def commit() -> str:
 
 def origin(command: str, device: str, packages: tuple[str, ...] = ()) -> dict:
     """What a record of a benchmark begins with; packages are those beside PyTorch and Triton that it ran."""
-    versions = runlog.versions("cuda") | {"nanocria": commit()}
+    versions = run_log.versions("cuda") | {"nanocria": commit()}
     for package in packages:
         try:
             versions[package] = metadata.version(package)
@@ -62,14 +62,31 @@ def origin(command: str, device: str, packages: tuple[str, ...] = ()) -> dict:
 
 
 # What trains and what measures it: a record goes on where none of it has changed since, whatever was drawn or sampled.
-BESIDE = ["test_*.py", "conftest.py", "bench.py", "convert.py", "sample.py", "tokenizer.py", "benchmarks/README.md"]
-BESIDE += [f"benchmarks/{name}.py" for name in ("report", "plots", "losses", "estimate", "kernels", "operations")]
+BESIDE = [
+    "tests",
+    "test_kernels.py",
+    "bench.py",
+    "convert.py",
+    "sample.py",
+    "data/tokenizer.py",
+    "benchmarks/README.md",
+]
+BESIDE += [f"benchmarks/{name}.py" for name in ("report", "draw", "losses", "estimate", "kernels", "operations")]
 BESIDE += ["benchmarks/libraries.py"]
-CODE = [":(glob)*.py", "kernels", "config", "data/tokens.py", "benchmarks", *(f":!{name}" for name in BESIDE)]
+CODE = [
+    ":(glob)*.py",
+    "kernels",
+    "optimizers",
+    "runtime",
+    "config",
+    "data/tokens.py",
+    "benchmarks",
+    *(f":!{name}" for name in BESIDE),
+]
 
 
 def same_code(commit: str, other: str) -> bool:
-    """Whether two commits, as runlog.git_commit names them, train and measure alike; edited code has no name for it."""
+    """Whether two commits, as run_log.git_commit names them, train and measure alike; edited code has no name for it."""
     if any(name == "unknown" or name.endswith("-dirty") for name in (commit, other)):
         return False
     if commit == other:
@@ -134,7 +151,7 @@ ARMS_OF = {  # which arms ran a package; every arm ran those that are not here
 
 def footer(name: str) -> str:
     """On what a record was measured, what that card reaches, and where the commands and commits stand."""
-    r, path = load(name), f"assets/{name}.json"
+    r, path = load(name), f"benchmarks/records/{name}.json"
     rows = [row for rows in r.values() if isinstance(rows, list) for row in rows]
     arms = {row.get("arm") for row in rows}
     packages = [
@@ -394,13 +411,13 @@ def lacking(need: str) -> str | None:
     """What is not there of a record, or of one kind of its rows."""
     name, _, kind = need.partition(":")
     if not exists(name):
-        return f"assets/{name}.json"
-    return f"row of {kind} in assets/{name}.json" if kind and not load(name)[kind] else None
+        return f"benchmarks/records/{name}.json"
+    return f"row of {kind} in benchmarks/records/{name}.json" if kind and not load(name)[kind] else None
 
 
 def render(text: str, page: str) -> str:
     """The page with each of its parts made anew. A part whose records are kept must be shown, and no other may be."""
-    up = "../" * page.count("/")  # to where assets/ is
+    up = "../" * page.count("/")  # to the root
     for name in re.findall(r"<!-- (\w+) -->", text):
         if name not in PAGES[page]:
             raise ValueError(f"{page} shows <!-- {name} -->, which is no part of it")
@@ -414,32 +431,32 @@ def render(text: str, page: str) -> str:
         if text.count(begin) != 1 or text.count(end) != 1:
             raise ValueError(f"{page} must hold {begin} and {end} once each")
         before, _, rest = text.partition(begin)
-        made = part().replace("](assets/", f"]({up}assets/")
+        made = part() if not up else part().replace("benchmarks/records/", "records/")
         text = f"{before}{begin}\n{made}\n{end}{rest.partition(end)[2]}"
     return text
 
 
 def write_pages() -> None:
     """Writes the tables of all pages, or of none, and draws the plots."""
-    from benchmarks import plots
+    from benchmarks import draw
 
     pages = {page: render((ROOT / page).read_text(), page) for page in PAGES}
     for page, text in pages.items():
         (ROOT / page).write_text(text)
-    plots.draw_baby(ASSETS / "baby_llama.png")
+    draw.draw_baby(PLOTS / "baby_llama.png")
     if exists("kernels"):
-        plots.draw_kernels_speed(load("kernels"), ASSETS / "kernels_speed.png")
-        plots.draw_kernels_memory(load("kernels"), ASSETS / "kernels_memory.png")
+        draw.draw_kernels_speed(load("kernels"), PLOTS / "kernels_speed.png")
+        draw.draw_kernels_memory(load("kernels"), PLOTS / "kernels_memory.png")
     if exists("step"):
-        plots.draw_steps(load("step"), ASSETS / "step.png")
+        draw.draw_steps(load("step"), PLOTS / "step.png")
     if exists("losses"):
-        plots.draw_losses(load("losses"), ASSETS / "losses.png")
+        draw.draw_losses(load("losses"), PLOTS / "losses.png")
     if exists("gpus"):
-        plots.draw_gpus(load("gpus"), ASSETS / "gpus.png")
+        draw.draw_gpus(load("gpus"), PLOTS / "gpus.png")
     if exists("study"):
-        plots.draw_fits(load("study"), ASSETS / "fits.png")
+        draw.draw_fits(load("study"), PLOTS / "fits.png")
     for name in ("study", "sweep", "study_8b"):
         if exists(name):
-            plots.draw_sweep(load(name), ASSETS / f"{name}.png")
+            draw.draw_sweep(load(name), PLOTS / f"{name}.png")
     if exists("snapshot"):
-        plots.draw_snapshot(load("snapshot"), ASSETS / "snapshot.png")
+        draw.draw_snapshot(load("snapshot"), PLOTS / "snapshot.png")

@@ -2,7 +2,7 @@
 
     python bench.py snapshot                                     Llama 3.2 1B, 8 x 2,048 tokens
     python bench.py snapshot peers=hf,liger checkpointing=full offload=optimizer batch_size=4 block_size=1024
-    python bench.py snapshot out=assets/snapshot.json            as the README shows it
+    python bench.py snapshot out=benchmarks/records/snapshot.json            as the README shows it
 
 Each trainer runs in a process of its own for a few steps; the last is noted as PyTorch's snapshot, out/NAME.pickle,
 which https://pytorch.org/memory_viz shows too, and drawn. What an allocation is for is told by the Python code that
@@ -50,9 +50,9 @@ def begin() -> None:
 
 def note_train(path: str, words: list[str]) -> None:
     """Runs train.py, whose watch is told when a step begins."""
-    import ranks
+    from runtime import distributed
 
-    at = ranks.Watch.at
+    at = distributed.Watch.at
 
     def noting(watch, doing):
         found = re.fullmatch(r"step (\d+): forward and backward", doing)
@@ -62,7 +62,7 @@ def note_train(path: str, words: list[str]) -> None:
             torch.cuda.memory._dump_snapshot(path)
         at(watch, doing)
 
-    ranks.Watch.at = noting
+    distributed.Watch.at = noting
     sys.argv = words
     runpy.run_path(words[0], run_name="__main__")
 
@@ -145,10 +145,10 @@ def part_of(block: Block, backward: tuple[int, int], logits_bytes: int) -> str:
     files, names = [frame["filename"] for frame in block.frames], {frame["name"] for frame in block.frames}
     if any("/fsdp/" in file for file in files):
         return "gradients" if "foreach_reduce" in names else "weights"
-    if any(Path(file).name == "weights.py" for file in files):
+    if any(Path(file).name == "stream_weights.py" for file in files):
         return "weights"
     if block.start < 0:
-        if any(file.endswith(("optimizer.py", "offload.py")) or "torch/optim/" in file for file in files):
+        if any(file.endswith(("driver.py", "on_cpu.py")) or "torch/optim/" in file for file in files):
             return "optimizer"
         return "weights" if names & MAKES_WEIGHTS else "other"
     if in_loss_head(block.frames):
@@ -286,9 +286,9 @@ def main(words: list[str]) -> None:
     (report.ROOT / "out").mkdir(exist_ok=True)
     record, failed = step.fill(new, measured(options), options["out"], ROWS, lambda row, _: line(row))
     if any("peak_gib" in row for row in record["arms"]):
-        from benchmarks import plots
+        from benchmarks import draw
 
-        plots.draw_snapshot(record, options["out"].with_suffix(".png"))
+        draw.draw_snapshot(record, options["out"].with_suffix(".png"))
     peaks = {row["arm"]: row["peak_gib"] for row in record["arms"] if "peak_gib" in row}
     print(json.dumps({"record": str(options["out"]), "failed": failed, "peak_gib": peaks}))
 

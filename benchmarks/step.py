@@ -10,7 +10,7 @@ Arms: nanocria, which is train.py itself, nanocria-fp8, the same with --fp8=true
 torchtitan, hf, hf-compiled, hf-liger of benchmarks/peers.py.
 Each point is a process of its own that finds a clean card: 5 steps to warm up, then 20 or steps=..., each a forward, a
 backward, a clip to norm 1 and an AdamW update, of which the median is taken (nanocria's of all 25 but the first). All
-points take half an hour. They are kept in assets/step.json, or out=...; the same code on the same card adds to that
+points take half an hour. They are kept in benchmarks/records/step.json, or out=...; the same code on the same card adds to that
 record, any other begins it anew. With keep=COMMIT it goes on though the code has changed since then: for changes that
 cost neither time nor memory, and the record names both commits.
 """

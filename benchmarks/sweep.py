@@ -37,9 +37,9 @@ from typing import NamedTuple
 
 import torch
 
-import usage
 from benchmarks import estimate, report, step
 from benchmarks.swept import ARMS, HEADER, PEERS, PLACE, ROWS, cpu_gib, done, estimated_gib, line, refuse_model, summary
+from runtime import memory_stats
 
 BATCHES = [1, 4, 8, 16, 32, 64, 96, 112]  # the study's, then on by doubling
 CONTEXTS = [512, 1024, 2048, 4096, 8192, 12288, 16384, 24576, 32768, 65536, 131072]
@@ -151,7 +151,7 @@ def measured(kinds: list[str], options: dict, known: dict | None = None):
             going = [series for series in going if series.arm not in missing]
             if not going:
                 break
-            cpu_gib = usage.cpu_available() / 2**30 / options["at_once"]  # nothing runs now
+            cpu_gib = memory_stats.cpu_available() / 2**30 / options["at_once"]  # nothing runs now
 
             def measure(series, gpu, batch=batch, block=block, cpu_gib=cpu_gib):
                 row = place(series, batch, block, options)
@@ -276,10 +276,10 @@ def main(words: list[str]) -> None:
 
 def draw(record: dict, path: Path) -> None:
     try:
-        from benchmarks import plots
+        from benchmarks import draw
     except ImportError as error:
         print(f"no plot: {error} (pip install matplotlib)")
         return
     if any(done(record[kind]) for kind in ROWS):
-        plots.draw_sweep(record, path)
+        draw.draw_sweep(record, path)
         print(f"plot: {path}")

@@ -7,9 +7,9 @@ import shlex
 import sys
 from pathlib import Path
 
-import memory
 from benchmarks import estimate, report, step
 from model import LlamaConfig
+from runtime import memory
 
 ARMS = {  # what train.py is told
     "all": [],

@@ -41,7 +41,7 @@ from pathlib import Path
 import numpy as np
 import tiktoken
 
-from tokenizer import end_of_text
+from data.tokenizer import end_of_text
 
 SPLITS = ("train", "val")
 MOST_BLANKS = 25_000  # in a row, of a text that tiktoken cannot take whole

@@ -20,6 +20,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+from data.tokenizer import NAMES, get_tokenizer
 from data.tokens import (
     Document,
     Progress,
@@ -36,7 +37,6 @@ from data.tokens import (
     write_meta,
     write_shard,
 )
-from tokenizer import NAMES, get_tokenizer
 
 HERE = Path(__file__).resolve().parent
 REPO = "HuggingFaceFW/fineweb-edu"

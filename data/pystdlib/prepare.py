@@ -17,8 +17,8 @@ import sysconfig
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+from data.tokenizer import get_tokenizer
 from data.tokens import compressed_bits_per_byte, named_path, print_summary, run_script, split_of, write_dataset
-from tokenizer import get_tokenizer
 
 HERE = Path(__file__).resolve().parent
 SKIP = {

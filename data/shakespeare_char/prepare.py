@@ -13,6 +13,7 @@ import urllib.request
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+from data.tokenizer import get_tokenizer
 from data.tokens import (
     compressed_bits_per_byte,
     named_path,
@@ -22,7 +23,6 @@ from data.tokens import (
     whole_file,
     write_dataset,
 )
-from tokenizer import get_tokenizer
 
 HERE = Path(__file__).resolve().parent
 URL = "https://raw.githubusercontent.com/karpathy/char-rnn/master/data/tinyshakespeare/input.txt"

@@ -24,6 +24,7 @@ from itertools import chain
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+from data.tokenizer import NAMES, get_tokenizer
 from data.tokens import (
     Document,
     Progress,
@@ -36,7 +37,6 @@ from data.tokens import (
     split_of,
     write_dataset,
 )
-from tokenizer import NAMES, get_tokenizer
 
 HERE = Path(__file__).resolve().parent
 SMALL = 10**6  # bytes of documents that are split by rank

@@ -26,12 +26,11 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
-import activations
-import collectives
 import kernels
 import model as model_module
 from convert import hf_names
 from model import KVCache, Llama, LlamaConfig, document_starts, sample
+from runtime import copy_engines, recompute
 
 HAS_GPU = torch.cuda.is_available()
 DEVICE = "cuda" if HAS_GPU else "cpu"
@@ -291,8 +290,8 @@ def test_what_is_overwritten_is_not_read_again(monkeypatch, mode, fp32_dweight):
     data, settings = batch(n_batch=4, n_time=8), dict(dtype=BF16, activation_checkpointing=mode)
     overwriting = loss_and_gradients(build(**settings), *data)
     assert over_x == [True]
-    backward = activations._Recomputed.backward
-    monkeypatch.setattr(activations._Recomputed, "backward", staticmethod(lambda ctx, dy: backward(ctx, dy.clone())))
+    backward = recompute._Recomputed.backward
+    monkeypatch.setattr(recompute._Recomputed, "backward", staticmethod(lambda ctx, dy: backward(ctx, dy.clone())))
     for name, flag in (
         ("linear_cross_entropy", "overwrite_x"),
         ("rms_norm", "overwrite_dy"),
@@ -347,11 +346,11 @@ def test_weights_gradients_of_groups_are_added_exactly_and_rounded_once(groups):
     block = build(dtype=BF16, activation_checkpointing="full").layers[0]
     x, dy = (torch.randn(groups, 5, SMALL.n_embd, device=DEVICE, dtype=BF16) for _ in range(2))
     cos, sin = model_module.rope_tables(SMALL, 0, 5, DEVICE)
-    weights = activations.trainable_parameters(block)
+    weights = recompute.trainable_parameters(block)
     rows = (slice(i, i + 1) for i in range(groups))
-    parts = [activations._gradients(block, x[one], cos, sin, None, weights, dy[one])[1:] for one in rows]
+    parts = [recompute._gradients(block, x[one], cos, sin, None, weights, dy[one])[1:] for one in rows]
     leaf = x.clone().requires_grad_()
-    found = torch.autograd.grad(activations.recomputed(block, groups, leaf, cos, sin), weights, dy.clone())
+    found = torch.autograd.grad(recompute.recomputed(block, groups, leaf, cos, sin), weights, dy.clone())
     for gradient, *of_groups in zip(found, *parts, strict=True):
         assert torch.equal(gradient, sum(part.float() for part in of_groups).to(BF16))
 
@@ -573,7 +572,7 @@ PUBLISHED = {  # parameters; n_layer, n_head, n_kv_head, n_embd, ffn_dim, tied; 
 
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_configs_build_the_published_models(name):
-    settings = runpy.run_path(str(Path(__file__).parent / "config" / f"{name}.py"))
+    settings = runpy.run_path(str(Path(__file__).parents[1] / "config" / f"{name}.py"))
     with torch.device("meta"):
         model = Llama(LlamaConfig(**{key: settings[key] for key in settings.keys() & vars(SMALL).keys()}))
     n_params, sizes, factor = PUBLISHED[name]
@@ -842,7 +841,7 @@ def sharded(mesh, config, **policy):
     """As train.py builds it: on no device, sharded, then given memory and weights."""
     with torch.device("meta"):
         model = Llama(config)
-    collectives.shard(model, mesh=mesh, mp_policy=MixedPrecisionPolicy(**policy, cast_forward_inputs=False))
+    copy_engines.shard(model, mesh=mesh, mp_policy=MixedPrecisionPolicy(**policy, cast_forward_inputs=False))
     model.to_empty(device=DEVICE).init_weights(1)
     return model
 

@@ -25,7 +25,7 @@ from pathlib import Path
 import torch
 
 from data.tokens import Tokens, whole_file
-from ranks import local_world_size, print0, rank, stop, world_size
+from runtime.distributed import local_world_size, print0, rank, stop, world_size
 
 PEAK_FLOPS = {  # dense bf16 with fp32 accumulation, by the makers' datasheets; the first name that fits
     "B200": 2250e12, "H200 NVL": 835e12, "H200": 989e12, "H100 PCIe": 756e12, "H100 NVL": 835e12, "H100": 989e12,
@@ -44,7 +44,9 @@ def peak_flops(device_name: str) -> float | None:
 def git_commit() -> str:
     try:
         command = ["git", "describe", "--always", "--dirty"]
-        return subprocess.check_output(command, cwd=Path(__file__).parent, stderr=subprocess.DEVNULL, text=True).strip()
+        return subprocess.check_output(
+            command, cwd=Path(__file__).parents[1], stderr=subprocess.DEVNULL, text=True
+        ).strip()
     except (OSError, subprocess.CalledProcessError):  # no git, or no repository
         return "unknown"
 

@@ -15,11 +15,11 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from test_train import PLAIN, ROOT, SHORT, SMALL, flags, plain_pytorch_on_one_core, slip, text_data, torchrun, train
 
-import checkpoint
 import convert
 from model import Llama, LlamaConfig
-from test_train import PLAIN, ROOT, SHORT, SMALL, flags, plain_pytorch_on_one_core, slip, text_data, torchrun, train
+from runtime import checkpoint
 
 __all__ = ["plain_pytorch_on_one_core", "text_data", "train"]  # fixtures
 transformers = pytest.importorskip("transformers")

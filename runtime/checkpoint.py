@@ -30,12 +30,11 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.torch_version import TorchVersion
 
-import memory
-import usage
 from data.tokens import lock, write_json
 from model import Llama, LlamaConfig
-from optimizer import AdamW, local, sum_of_bits
-from ranks import local_world_size, maximum, must_agree, print0, rank, unequal, worker_thread
+from optimizers.driver import AdamW, local, sum_of_bits
+from runtime import memory, memory_stats
+from runtime.distributed import local_world_size, maximum, must_agree, print0, rank, unequal, worker_thread
 
 # A lone process is not a mistake.
 warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninitialized")
@@ -179,7 +178,7 @@ class Saver:
         mine = [local(x) for x in optimizer.like_tensors(lambda x: x).values()]
         n_bytes = sum(memory.pinned(x.nbytes) if x.is_cuda and x.numel() else x.nbytes for x in mine)
         # All ranks agree before any of them allocates: else the kernel's out-of-memory killer would end the run.
-        there = maximum([(n_bytes + spoken_for) * local_world_size - usage.cpu_available()])[0] <= 0
+        there = maximum([(n_bytes + spoken_for) * local_world_size - memory_stats.cpu_available()])[0] <= 0
         # Pinning 15 GB takes seconds: the thread does it while the first steps run.
         self.copies, beside = None, beside and keep_last
         self.needed = f"saving in the background takes {n_bytes / 2**30:.1f} GiB of CPU memory"

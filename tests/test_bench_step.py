@@ -16,9 +16,9 @@ import subprocess
 import pytest
 import torch
 
-import runlog
-from benchmarks import breakdown, peers, plots, report, step
+from benchmarks import breakdown, draw, peers, report, step
 from model import Llama, LlamaConfig
+from runtime import run_log
 
 SCALING = {"factor": 32.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 16}
 TINY = LlamaConfig(n_layer=2, n_head=4, n_kv_head=2, n_embd=32, ffn_dim=96, vocab_size=61, block_size=24,
@@ -354,7 +354,7 @@ def test_a_record_goes_on_where_only_words_have_changed_since(tmp_path, monkeypa
     monkeypatch.setattr(report, "ROOT", tmp_path)
     git("init", "-q")
     first = commit("train.py", "1")
-    beside = ("README.md", "test_train.py", "benchmarks/plots.py", "assets/step.json", "sample.py", "bench.py",
+    beside = ("README.md", "tests/test_train.py", "benchmarks/draw.py", "benchmarks/records/step.json", "sample.py", "bench.py",
               "benchmarks/README.md", "benchmarks/losses.py")  # fmt: skip
     words = [commit(name, "2") for name in beside]
     assert all(report.same_code(first, later) and report.same_code(later, first) for later in words)
@@ -363,7 +363,7 @@ def test_a_record_goes_on_where_only_words_have_changed_since(tmp_path, monkeypa
         assert not report.same_code(before, after), name
         words.append(after)
     monkeypatch.setattr(report.runlog, "git_commit", lambda: git("describe", "--always", "--dirty").strip())
-    for name, dirty in {"README.md": "", "assets/step.json": "", "train.py": "-dirty"}.items():
+    for name, dirty in {"README.md": "", "benchmarks/records/step.json": "", "train.py": "-dirty"}.items():
         (tmp_path / name).write_text("4")
         assert report.commit() == words[-1] + dirty, name
     assert not report.same_code(first, "0123456") and not report.same_code("unknown", first)
@@ -503,7 +503,7 @@ def test_a_package_of_another_version_is_named(monkeypatch):
     ],
 )  # fmt: skip
 def test_a_card_is_known_by_its_whole_name(name, tflops):
-    peak = runlog.peak_flops(name)
+    peak = run_log.peak_flops(name)
     assert peak == (tflops and tflops * 1e12)
 
 
@@ -536,5 +536,5 @@ def test_the_tables_show_every_row_and_the_plot_is_drawn(tmp_path):
     assert "of our step go (8 x 2,048 tokens, checkpointing none), and" in step.breakdown_table(RECORD)
     several = copy.deepcopy(RECORD) | {"points": [*RECORD["points"], point("nanocria", "full"), point("hf", batch=16)]}
     json.dumps(several)
-    plots.draw_steps(several, tmp_path / "step.png")
+    draw.draw_steps(several, tmp_path / "step.png")
     assert (tmp_path / "step.png").stat().st_size > 10_000

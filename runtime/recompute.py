@@ -24,7 +24,7 @@ from torch.autograd.graph import get_gradient_edge
 
 from kernels.launch import compute_dtype, refuse_double_backward
 from kernels.swiglu_mlp import slices
-from pinned import pinned_empty
+from runtime.pinned_memory import pinned_empty
 
 
 class _Recomputed(torch.autograd.Function):

@@ -48,7 +48,7 @@ LLAMA3_SPECIAL_TOKENS = [
     "<|python_tag|>",  # 128010
     *(f"<|reserved_special_token_{i}|>" for i in range(3, 248)),  # 128011 .. 128255
 ]
-ROOT = Path(__file__).resolve().parent
+ROOT = Path(__file__).resolve().parents[1]
 LLAMA3_PLACES = [ROOT / "tokenizer.model", ROOT / "original" / "tokenizer.model"]
 
 

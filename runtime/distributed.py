@@ -23,7 +23,7 @@ from typing import NoReturn
 import torch
 import torch.distributed as dist
 
-import usage
+from runtime import memory_stats
 
 rank, local_rank = int(os.environ.get("RANK", 0)), int(os.environ.get("LOCAL_RANK", 0))
 world_size, local_world_size = int(os.environ.get("WORLD_SIZE", 1)), int(os.environ.get("LOCAL_WORLD_SIZE", 1))
@@ -146,7 +146,7 @@ def last_words(watch: "Watch", out_dir: str, out_of_memory: Callable[[], str]) -
             say(f"rank {rank}, {watch.doing}: {out_of_memory()}")
             path = f"{out_dir}/out_of_memory_rank{rank}.pickle"
             try:
-                usage.dump(path)
+                memory_stats.dump(path)
                 say(f"what was in memory: {path}, for https://pytorch.org/memory_viz")
             except (OSError, RuntimeError) as trouble:
                 say(f"what was in memory could not be written to {path}: {trouble}")

@@ -27,10 +27,10 @@ import torch
 from torch import nn
 
 from kernels.adamw import CPU_CHUNK, adamw_on_cpu
-from optimizer import AdamW, home, local
-from pinned import pinned_empty
-from ranks import worker_thread
-from weights import StreamedWeights
+from optimizers.driver import AdamW, home, local
+from runtime.distributed import worker_thread
+from runtime.pinned_memory import pinned_empty
+from runtime.stream_weights import StreamedWeights
 
 
 def in_float32(total: torch.Tensor, x: torch.Tensor):

@@ -141,7 +141,7 @@ def help_of(run, capsys):
 
 
 def launch(*argv, **env):
-    env = os.environ | {"PYTHONPATH": str(Path(__file__).parent)} | env
+    env = os.environ | {"PYTHONPATH": str(Path(__file__).parents[1])} | env
     return subprocess.run([sys.executable, "train.py", *argv], capture_output=True, text=True, env=env)
 
 

@@ -1,9 +1,9 @@
 """Measured memory: what a machine has free, what a run has used. memory.py computes it beforehand.
 
-usage.cpu_available()           # bytes
-usage.used_gib("cuda")          # the peak so far
-usage.let_segments_grow()       # so that little more than that is reserved
-usage.record_history() ... usage.dump(path)     # PyTorch's own record, which https://pytorch.org/memory_viz draws
+memory_stats.cpu_available()           # bytes
+memory_stats.used_gib("cuda")          # the peak so far
+memory_stats.let_segments_grow()       # so that little more than that is reserved
+memory_stats.record_history() ... memory_stats.dump(path)     # PyTorch's own record, which https://pytorch.org/memory_viz draws
 """
 
 import contextlib

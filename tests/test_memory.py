@@ -20,15 +20,12 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-import collectives
-import memory
-import pinned
-import usage
-from memory import Plan
 from model import Llama, LlamaConfig
-from optimizer import AdamW, local
+from optimizers.driver import AdamW, local
+from runtime import copy_engines, memory, memory_stats, pinned_memory
+from runtime.memory import Plan
 
-ROOT = Path(__file__).parent
+ROOT = Path(__file__).parents[1]
 TINY = LlamaConfig(n_layer=4, n_head=4, n_kv_head=2, n_embd=64, ffn_dim=192, vocab_size=512, block_size=32,
                    attention="sdpa", fused_kernels=False, fused_loss=False)  # fmt: skip
 
@@ -49,7 +46,7 @@ def bytes_of(moments, name):
 # ----------------------------------------------------------------------------------------------------------------------
 # Against measured peaks
 
-RECORD = json.loads((ROOT / "assets" / "step.json").read_text())["points"]
+RECORD = json.loads((ROOT / "benchmarks" / "records" / "step.json").read_text())["points"]
 MEASURED = [point for point in RECORD if point["arm"] == "nanocria" and "peak_gib" in point]
 
 
@@ -209,7 +206,7 @@ def peak_of_step(config, plan):
         mesh = init_device_mesh("cpu", shape, mesh_dim_names=("replicate", "shard"))
         mesh = mesh if plan.sharding == "hybrid" else mesh["shard"]
         policy = MixedPrecisionPolicy(reduce_dtype=torch.float32, cast_forward_inputs=False)
-        collectives.shard(model, keep_blocks=plan.sharding == "zero2", mesh=mesh, mp_policy=policy)
+        copy_engines.shard(model, keep_blocks=plan.sharding == "zero2", mesh=mesh, mp_policy=policy)
     model.to_empty(device="cpu")
     model.init_weights(seed=1)
     optimizer = AdamW(model, betas=(0.9, 0.95), weight_decay=0.1)
@@ -377,8 +374,8 @@ SHAPES = [(), (3,), (0, 4), (5, 7), (2**20 + 1,)]
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 def test_our_pinned_memory_is_a_tensor_like_any_other(monkeypatch, shape, dtype):
     if not torch.cuda.is_available():
-        monkeypatch.setattr(pinned._Pages, "pin", lambda *_: True)
-    x = pinned.pinned_empty(shape, dtype)
+        monkeypatch.setattr(pinned_memory._Pages, "pin", lambda *_: True)
+    x = pinned_memory.pinned_empty(shape, dtype)
     assert x.shape == shape and x.dtype == dtype and x.is_contiguous() and x.device.type == "cpu"
     assert x.data_ptr() % mmap.PAGESIZE == 0
     values = torch.randn(shape).to(dtype)
@@ -395,7 +392,7 @@ class Cudart:
         monkeypatch.setattr(
             torch.cuda, "synchronize", lambda device: self.calls.append(("wait", device)) or wait(device)
         )
-        monkeypatch.setattr(pinned, "NEVER_FREED", [])
+        monkeypatch.setattr(pinned_memory, "NEVER_FREED", [])
 
     def cudaHostRegister(self, address, n_bytes, flags):
         self.calls.append(("register", address, n_bytes, flags))
@@ -408,7 +405,7 @@ class Cudart:
 
 def test_our_pinned_memory_goes_with_the_last_tensor_in_it(monkeypatch):
     cudart = Cudart(monkeypatch)
-    x = pinned.pinned_empty((3, 100), torch.float32)
+    x = pinned_memory.pinned_empty((3, 100), torch.float32)
     address = x.data_ptr()
     assert cudart.calls == [("register", address, 1200, 0)]
     part = x[1:, 50].view(-1)
@@ -417,7 +414,7 @@ def test_our_pinned_memory_goes_with_the_last_tensor_in_it(monkeypatch):
     assert part.zero_().sum() == 0 and len(cudart.calls) == 1
     del part
     gc.collect()
-    assert cudart.calls[1:] == [("wait", 3), ("unregister", address)] and not pinned.NEVER_FREED
+    assert cudart.calls[1:] == [("wait", 3), ("unregister", address)] and not pinned_memory.NEVER_FREED
 
 
 def lost(device):
@@ -427,41 +424,41 @@ def lost(device):
 @pytest.mark.parametrize("unregister", [0, 1])
 def test_pinned_memory_that_cuda_does_not_give_back_stays(monkeypatch, unregister):
     cudart = Cudart(monkeypatch, unregister=unregister, wait=lost)
-    x = pinned.pinned_empty((3,), torch.float32)
+    x = pinned_memory.pinned_empty((3,), torch.float32)
     address = x.data_ptr()
     del x
     gc.collect()
-    assert cudart.calls[-1] == ("unregister", address) and len(pinned.NEVER_FREED) == unregister
+    assert cudart.calls[-1] == ("unregister", address) and len(pinned_memory.NEVER_FREED) == unregister
 
 
 def test_what_cannot_be_pinned_is_pinned_by_pytorch_or_said(monkeypatch):
     Cudart(monkeypatch, register=2)
     if torch.cuda.is_available():
-        assert pinned.pinned_empty((3,), torch.float32).is_pinned()
+        assert pinned_memory.pinned_empty((3,), torch.float32).is_pinned()
     monkeypatch.setattr(torch, "empty", lambda *_, **__: lost(None))
     with pytest.raises(OSError, match=r"0.01 GiB of the CPU's memory cannot be pinned: CUDA error: an illegal"):
-        pinned.pinned_empty((2**21,), torch.float32)
+        pinned_memory.pinned_empty((2**21,), torch.float32)
 
 
 def test_a_kernel_that_takes_no_advice_still_gives_memory(monkeypatch):
     Cudart(monkeypatch)
 
-    class Pages(pinned._Pages):
+    class Pages(pinned_memory._Pages):
         def madvise(self, *_):
             raise OSError(22, "Invalid argument")
 
-    monkeypatch.setattr(pinned, "_Pages", Pages)
-    assert pinned.pinned_empty((5,), torch.float32).shape == (5,)
+    monkeypatch.setattr(pinned_memory, "_Pages", Pages)
+    assert pinned_memory.pinned_empty((5,), torch.float32).shape == (5,)
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 def test_our_pinned_memory_is_known_to_the_gpu():
     for _ in range(3):
-        x = pinned.pinned_empty((1000, 1001), torch.float32)
+        x = pinned_memory.pinned_empty((1000, 1001), torch.float32)
         assert x.is_pinned() and x[1:].is_pinned()
         x.copy_(torch.randn(1000, 1001))
         on_gpu = x.to("cuda", non_blocking=True)
-        back = pinned.pinned_empty(x.shape, x.dtype).copy_(2 * on_gpu, non_blocking=True)
+        back = pinned_memory.pinned_empty(x.shape, x.dtype).copy_(2 * on_gpu, non_blocking=True)
         torch.cuda.synchronize()
         assert torch.equal(back, 2 * x)
         assert torch.ones(3, device="cuda").sum() == 3
@@ -477,7 +474,7 @@ def test_segments_grow_unless_the_user_says_something_of_the_allocator(monkeypat
         monkeypatch.delenv(other, raising=False)
     if name:
         monkeypatch.setenv(name, "max_split_size_mb:512")
-    usage.let_segments_grow()
+    memory_stats.let_segments_grow()
     assert said == ([] if name else ["expandable_segments:True"])
 
 
@@ -517,11 +514,11 @@ def test_what_is_free_is_what_the_machine_and_every_group_leave(tmp_path, line, 
     (proc / "self" / "cgroup").write_text(f"9:name=systemd:/x\n{line}\n".strip() + "\n")
     for name, (names, *numbers) in groups.items():
         group(cgroups / name, names, *numbers)
-    assert usage.cpu_available(proc, cgroups) == expected
+    assert memory_stats.cpu_available(proc, cgroups) == expected
 
 
 def test_without_proc_nobody_says_what_is_free(tmp_path):
-    assert usage.cpu_available(tmp_path, tmp_path) == float("inf")
+    assert memory_stats.cpu_available(tmp_path, tmp_path) == float("inf")
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -616,16 +613,16 @@ def test_table_adds_up():
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="what a machine without a GPU does")
 def test_without_a_gpu_nothing_is_recorded(tmp_path):
-    usage.record_history()
-    usage.dump(tmp_path / "snapshot.pickle")
-    usage.stop_history()
+    memory_stats.record_history()
+    memory_stats.dump(tmp_path / "snapshot.pickle")
+    memory_stats.stop_history()
     assert not any(tmp_path.iterdir())
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 def test_snapshot_holds_the_allocations(tmp_path):
-    usage.record_history()
+    memory_stats.record_history()
     torch.empty(3 * 2**20, device="cuda")
-    usage.dump(tmp_path / "snapshot.pickle")
-    usage.stop_history()
+    memory_stats.dump(tmp_path / "snapshot.pickle")
+    memory_stats.stop_history()
     assert (tmp_path / "snapshot.pickle").stat().st_size > 1000

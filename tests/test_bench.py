@@ -50,7 +50,7 @@ def test_the_pages_show_all_plots_that_are_there():
         for page, text in PAGES.items()
         for plot in re.findall(r"^!\[.+\]\((.+)\)$", text, re.MULTILINE)
     }
-    assert shown == set(report.ASSETS.glob("*.png")) and report.ASSETS / "baby_llama.png" in shown
+    assert shown == set(report.PLOTS.glob("*.png")) and report.PLOTS / "baby_llama.png" in shown
     assert all(plot.stat().st_size > 10_000 for plot in shown)
 
 
@@ -88,7 +88,7 @@ def test_a_missing_marker_is_named():
 def test_a_part_is_asked_for_once_its_record_exists_and_refused_before(tmp_path, monkeypatch):
     monkeypatch.setattr(report, "ASSETS", tmp_path)
     assert all(report.render("no record, no part", page) == "no record, no part" for page in PAGES)
-    with pytest.raises(ValueError, match="<!-- kernels -->.*assets/kernels.json"):
+    with pytest.raises(ValueError, match="<!-- kernels -->.*benchmarks/records/kernels.json"):
         report.render("<!-- kernels --><!-- /kernels -->", PAGE)
     (tmp_path / "kernels.json").write_text(json.dumps(record()))
     with pytest.raises(ValueError, match="must hold <!-- kernels -->"):
@@ -123,17 +123,25 @@ def test_the_headline_leaves_out_what_is_not_known(tmp_path, monkeypatch):
         (
             "baby_llama_cpu",
             None,
-            "benchmarks/README.md shows <!-- baby -->, but there is no assets/baby_llama_cpu.json",
+            "benchmarks/README.md shows <!-- baby -->, but there is no benchmarks/records/baby_llama_cpu.json",
         ),
         ("baby_llama_cpu", "{", "baby_llama_cpu.json is not JSON: "),
-        ("step", '{"points": []}', "shows <!-- headline -->, but there is no row of points in assets/step.json"),
-        ("gpus", '{"scaling": []}', "shows <!-- gpus -->, but there is no row of scaling in assets/gpus.json"),
+        (
+            "step",
+            '{"points": []}',
+            "shows <!-- headline -->, but there is no row of points in benchmarks/records/step.json",
+        ),
+        (
+            "gpus",
+            '{"scaling": []}',
+            "shows <!-- gpus -->, but there is no row of scaling in benchmarks/records/gpus.json",
+        ),
     ],
 )
 def test_a_missing_or_broken_record_is_named(name, content, sentence, tmp_path, monkeypatch):
-    pytest.importorskip("benchmarks.plots", exc_type=ImportError)
+    pytest.importorskip("benchmarks.draw", exc_type=ImportError)
     monkeypatch.setattr(report, "ASSETS", tmp_path)
-    for path in report.ROOT.glob("assets/*.json"):
+    for path in report.ROOT.glob("benchmarks/records/*.json"):
         (tmp_path / path.name).write_text(path.read_text() if path.stem != name else content or "")
     if content is None:
         (tmp_path / f"{name}.json").unlink()
@@ -207,14 +215,16 @@ def test_the_table_shows_time_share_and_where_a_peer_is_faster(tmp_path, monkeyp
     assert f"| `rms_norm` | N16384 C2048 {times}" in report.kernels_table("kernels")
     assert report.kernels_table("kernels").endswith(
         "Measured on one NVIDIA H200 with PyTorch 2.11.0; copies 4.00 TB/s, matmuls 700 TFLOP/s. "
-        "Command: `python bench.py kernels`; commit: [assets/kernels.json](assets/kernels.json)."
+        "Command: `python bench.py kernels`; commit: [benchmarks/records/kernels.json](benchmarks/records/kernels.json)."
     )
 
 
 def test_the_commands_of_a_record_that_was_continued_are_left_to_it(tmp_path, monkeypatch):
     monkeypatch.setattr(report, "ASSETS", tmp_path)
     (tmp_path / "step.json").write_text(json.dumps(record() | {"command": "python a && python b"}))
-    assert report.footer("step").endswith(" Commands and commits: [assets/step.json](assets/step.json).")
+    assert report.footer("step").endswith(
+        " Commands and commits: [benchmarks/records/step.json](benchmarks/records/step.json)."
+    )
 
 
 def test_a_printed_line_stands_under_its_header_and_dashes_what_failed():
@@ -241,9 +251,9 @@ def test_the_record_keeps_five_digits():
 
 
 def test_the_plots_are_drawn_from_a_record(tmp_path):
-    plots = pytest.importorskip("benchmarks.plots", exc_type=ImportError)
-    plots.draw_kernels_speed(record(), tmp_path / "speed.png")
-    plots.draw_kernels_memory(record(), tmp_path / "memory.png")
+    draw = pytest.importorskip("benchmarks.draw", exc_type=ImportError)
+    draw.draw_kernels_speed(record(), tmp_path / "speed.png")
+    draw.draw_kernels_memory(record(), tmp_path / "memory.png")
     assert all((tmp_path / name).stat().st_size > 10_000 for name in ("speed.png", "memory.png"))
 
 
@@ -268,7 +278,7 @@ def test_a_slip_in_the_words_is_named(words, sentence):
 
 
 def test_only_a_whole_run_replaces_the_record_of_the_readme():
-    assert kernels_bench.parse([]) == (list(OPERATIONS), report.ROOT / "assets/kernels.json")
+    assert kernels_bench.parse([]) == (list(OPERATIONS), report.ROOT / "benchmarks/records/kernels.json")
     assert kernels_bench.parse(["op=rope,geglu"]) == (["rope", "geglu"], report.ROOT / "out/kernels.json")
     assert kernels_bench.parse(["op=rope", "out=here.json"]) == (["rope"], Path("here.json"))
 
@@ -452,8 +462,8 @@ def test_losses_are_compared_with_those_of_float32():
 
 
 def test_losses_are_drawn_and_shown(tmp_path, monkeypatch):
-    plots = pytest.importorskip("benchmarks.plots", exc_type=ImportError)
-    plots.draw_losses(LOSSES, tmp_path / "losses.png")
+    draw = pytest.importorskip("benchmarks.draw", exc_type=ImportError)
+    draw.draw_losses(LOSSES, tmp_path / "losses.png")
     assert (tmp_path / "losses.png").stat().st_size > 10_000
     monkeypatch.setattr(report, "ASSETS", tmp_path)
     (tmp_path / "losses.json").write_text(json.dumps(LOSSES))

@@ -18,7 +18,7 @@ from functools import partial
 import torch
 from torch import nn
 
-from pinned import pinned_empty
+from runtime.pinned_memory import pinned_empty
 
 ALIGNMENT = 256  # bytes between which a parameter may begin: the kernels load vectors
 

@@ -17,7 +17,7 @@ import pytest
 import torch
 
 import bench
-from benchmarks import gpus, peers, plots, report, step
+from benchmarks import draw, gpus, peers, report, step
 
 # ----------------------------------------------------------------------------------------------------------------------
 # Peers on several ranks
@@ -382,7 +382,7 @@ def test_the_page_has_tables_of_what_was_measured(monkeypatch, tmp_path):
         "8 x 2,048 tokens each: a checkpoint of 14.8 GB every 100 steps costs the training 1.0% (22.0 s without, "
         "22.2 s with); a resume reads it in 8.0 s.",
         "Measured on 4 GPUs with PyTorch 2.11.0; copies 4.20 TB/s, matmuls 700 TFLOP/s. Command: "
-        "`python bench.py gpus`; commit: [assets/gpus.json](../assets/gpus.json).",
+        "`python bench.py gpus`; commit: [benchmarks/records/gpus.json](records/gpus.json).",
     ):
         assert part in text, text
     (tmp_path / "gpus.json").write_text(json.dumps(RECORD | {"8b": [], "saves": []}))
@@ -390,6 +390,6 @@ def test_the_page_has_tables_of_what_was_measured(monkeypatch, tmp_path):
 
 
 def test_the_plot_is_drawn_from_a_record(tmp_path):
-    plots.draw_gpus(RECORD, tmp_path / "gpus.png")
+    draw.draw_gpus(RECORD, tmp_path / "gpus.png")
     assert (tmp_path / "gpus.png").stat().st_size > 10_000
-    plots.draw_gpus(RECORD | {"8b": []}, tmp_path / "gpus.png")
+    draw.draw_gpus(RECORD | {"8b": []}, tmp_path / "gpus.png")

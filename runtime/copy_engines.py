@@ -39,9 +39,9 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatter
 
-import ranks
 from kernels import add_ranks
 from model import Llama
+from runtime import distributed
 
 buffer_bytes = 0  # bytes of all buffers, which PyTorch's memory statistics do not count
 
@@ -65,22 +65,24 @@ def shard(model: Llama, keep_blocks: bool = False, **options) -> None:
 
 def mesh(device: str, shard_ranks: int | None, timeout: float) -> DeviceMesh:
     """All ranks in one dimension, "shard"; or of shard_ranks, and before it a dimension "replicate" for the copies."""
-    shape, names = (ranks.world_size,), ("shard",)
+    shape, names = (distributed.world_size,), ("shard",)
     if shard_ranks is not None:
-        shape, names = (ranks.world_size // shard_ranks, shard_ranks), ("replicate", "shard")
+        shape, names = (distributed.world_size // shard_ranks, shard_ranks), ("replicate", "shard")
     made = init_device_mesh("cpu" if device == "cpu" else "cuda", shape, mesh_dim_names=names)
     for name in names:  # else these groups would give up after PyTorch's half an hour, before the watch
-        dist.distributed_c10d._set_pg_timeout(ranks.patience(timeout), made[name].get_group())
+        dist.distributed_c10d._set_pg_timeout(distributed.patience(timeout), made[name].get_group())
     return made
 
 
 def can_copy(device: str, shard_ranks: int, offload: str) -> bool:
     """Whether the GPUs of all ranks reach the memory of those that share a copy of the model, over NVLink or PCIe."""
-    possible = device != "cpu" and shard_ranks > 1 and offload != "all" and ranks.local_world_size % shard_ranks == 0
-    others = [other for other in range(ranks.local_world_size) if other != ranks.local_rank]
+    possible = (
+        device != "cpu" and shard_ranks > 1 and offload != "all" and distributed.local_world_size % shard_ranks == 0
+    )
+    others = [other for other in range(distributed.local_world_size) if other != distributed.local_rank]
     possible = possible and torch.version.cuda is not None  # NVIDIA's
-    possible = possible and all(torch.cuda.can_device_access_peer(ranks.local_rank, other) for other in others)
-    return ranks.maximum([not possible])[0] == 0  # of every rank
+    possible = possible and all(torch.cuda.can_device_access_peer(distributed.local_rank, other) for other in others)
+    return distributed.maximum([not possible])[0] == 0  # of every rank
 
 
 def use_copy_engines(model: Llama, group: dist.ProcessGroup, reduce: bool) -> None:

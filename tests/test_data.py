@@ -21,6 +21,7 @@ from data.fineweb_edu import prepare as fineweb_edu
 from data.pystdlib import prepare as pystdlib
 from data.shakespeare_char import prepare as shakespeare_char
 from data.text import prepare as text
+from data.tokenizer import LLAMA3_PATTERN, LLAMA3_SPECIAL_TOKENS, NAMES, end_of_text, get_tokenizer
 from data.tokens import (
     Progress,
     Tokens,
@@ -33,9 +34,8 @@ from data.tokens import (
     write_meta,
     write_tokens,
 )
-from tokenizer import LLAMA3_PATTERN, LLAMA3_SPECIAL_TOKENS, NAMES, end_of_text, get_tokenizer
 
-ROOT = Path(__file__).resolve().parent
+ROOT = Path(__file__).resolve().parents[1]
 TEXTS = ["", "hello", "x = 'é' # 漢字 🦙\r\n\tpass\x00", "<|endoftext|> is not special in text", "a" * 1000]
 
 
@@ -373,7 +373,7 @@ def test_a_folder_prepares_itself_once_also_where_only_files_open_for_writing_ca
         flock(file, operation)
 
     monkeypatch.setattr(fcntl, "flock", flock_of_nfs)
-    script = "from test_data import toy_dataset as prepare\nopen(__file__, 'a').write('# has run')\n"
+    script = "from tests.test_data import toy_dataset as prepare\nopen(__file__, 'a').write('# has run')\n"
     (tmp_path / "prepare.py").write_text(script)
     for _ in range(2):
         prepare_once(tmp_path)
@@ -403,7 +403,7 @@ def test_a_kill_in_the_middle_leaves_no_dataset_and_no_workers(tmp_path):
     script = f"""
 import multiprocessing, os, signal
 from data.tokens import write_dataset
-from tokenizer import get_tokenizer
+from data.tokenizer import get_tokenizer
 
 def documents():
     for i in range(20):

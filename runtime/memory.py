@@ -21,7 +21,7 @@ the peak (`moments`), and the largest counts. The optimizer's update is never th
 before it the backward of the embedding held a second gradient as large as the embedding.
 
 How exact: with the fused kernels within 0.1% of what one H200 measured, 8 to 32 x 2,048 tokens of Llama 3.2 1B, each
-activation_checkpointing (assets/step.json), and within 0.3% with everything offloaded (assets/study.json). Plain
+activation_checkpointing (benchmarks/records/step.json), and within 0.3% with everything offloaded (benchmarks/records/study.json). Plain
 PyTorch's path counts what autograd saves and what its largest backward formulas hold at once: a few percent.
 compile=true is counted like the fused kernels, though a compiler plans for itself. All numbers are what PyTorch
 allocates (max_memory_allocated): the CUDA context, NCCL's buffers and the allocator's reserve add 1 to 2 GiB. An

@@ -21,10 +21,9 @@ import pytest
 import torch
 
 import bench
-import memory
-import usage
-from benchmarks import estimate, limited, plots, report, snapshot, step, sweep, swept
+from benchmarks import draw, estimate, limited, report, snapshot, step, sweep, swept
 from benchmarks.peers import llama_config
+from runtime import memory, memory_stats
 
 LLAMA_1B = "config/llama32_1b.py"
 
@@ -233,7 +232,7 @@ def test_an_arm_that_ran_out_of_memory_is_not_tried_with_more_and_the_others_go_
 
 
 def test_the_study_is_both_sweeps_of_four_arms_and_two_peers_in_24_gib(monkeypatch):
-    monkeypatch.setattr(usage, "cpu_available", lambda: 2**40)
+    monkeypatch.setattr(memory_stats, "cpu_available", lambda: 2**40)
     card = Card(monkeypatch, tokens=3 * 1024)
     kinds, options = sweep.parse(["preset=study"], 1)
     assert options["out"] == report.ASSETS / "study.json" and kinds == ["batch", "seq"]
@@ -263,7 +262,7 @@ def test_the_8b_is_on_all_gpus_beside_the_recipe(monkeypatch):
 
 
 def test_several_offloads_and_settings_of_ours_are_series_of_their_own(monkeypatch):
-    monkeypatch.setattr(usage, "cpu_available", lambda: 2**40)
+    monkeypatch.setattr(memory_stats, "cpu_available", lambda: 2**40)
     card = Card(monkeypatch, tokens=100)
     rows = rows_of(["offload=none,optimizer,all", "checkpointing=none,full", "peers=hf", "--compile=true", "batches=1"])
     assert [(row["arm"], row["checkpointing"], row["offload"], row["flags"]) for _, row in rows] == [
@@ -327,7 +326,7 @@ def test_points_at_once_have_a_gpu_each_and_stand_in_the_order_of_one_at_a_time(
     assert [(kind, {key: row[key] for key in row if key != "at_once"}) for kind, row in beside] == alone
     assert {row["at_once"] for _, row in beside} == {2} and not any("at_once" in row for _, row in alone)
     assert set(card.gpus) == {(0, 2), (1, 2)}
-    monkeypatch.setattr(usage, "cpu_available", lambda: 30 * 2**30)
+    monkeypatch.setattr(memory_stats, "cpu_available", lambda: 30 * 2**30)
     ((_, row),) = rows_of(["offload=optimizer", "batches=1", "at_once=2"], n_gpus=2)
     assert row["failed"] == (
         "offload=optimizer needs 16.1 GiB of CPU memory, this machine has 15.0 for each of 2 points at once"
@@ -383,7 +382,7 @@ def test_what_is_not_installed_is_asked_for_once(monkeypatch):
 
 def test_too_little_cpu_memory_is_said_before_the_run_with_the_bytes(monkeypatch):
     card = Card(monkeypatch)
-    monkeypatch.setattr(usage, "cpu_available", lambda: 4 * 2**30)
+    monkeypatch.setattr(memory_stats, "cpu_available", lambda: 4 * 2**30)
     rows = rows_of(["offload=optimizer", "peers=hf", "batches=1,4"])
     ours, peer = (row["failed"] for _, row in rows)
     assert ours == "offload=optimizer needs 16.1 GiB of CPU memory, this machine has 4.0"
@@ -493,7 +492,7 @@ def test_the_tables_show_what_fits_what_does_not_and_every_point(monkeypatch, tm
         "| 16 | - | out of memory | - |",
         "32,000 · 10.8 |",
         "Measured on one GPU with PyTorch 2.11.0, transformers 5.17.0; copies 4.20 TB/s, matmuls 700 TFLOP/s. Command: "
-        "`python bench.py preset=study`; commit: [assets/study.json](../assets/study.json). Full checkpointing",
+        "`python bench.py preset=study`; commit: [benchmarks/records/study.json](records/study.json). Full checkpointing",
         "- With the optimizer in CPU memory, Llama 3.2 1B trains within 24 GiB of GPU memory (one GPU limited to that) "
         "at batches of 112 x 1,024 tokens or contexts of 8,192 at batch 4; Hugging Face ends at batch 8. At batch 112 "
         "nanocria is 1.25 times as fast as Hugging Face + Liger, in ",
@@ -553,9 +552,9 @@ def test_a_record_goes_on_where_it_stopped(tmp_path, capsys):
 
 
 def test_the_plot_is_drawn_from_a_record(tmp_path):
-    plots.draw_sweep(RECORD, tmp_path / "study.png")
+    draw.draw_sweep(RECORD, tmp_path / "study.png")
     assert (tmp_path / "study.png").stat().st_size > 20_000
-    plots.draw_fits(RECORD, tmp_path / "fits.png")
+    draw.draw_fits(RECORD, tmp_path / "fits.png")
     assert (tmp_path / "fits.png").stat().st_size > 20_000
     whole_card = [r | {"limit_gib": None} for r in RECORD["batch"]]
     sweep.draw(RECORD | {"batch": whole_card, "seq": []}, tmp_path / "batch.png")
@@ -577,7 +576,7 @@ STEP_OF = ("train.py:forward_backward", "train.py:<module>")
 FORWARD = frames("model.py:forward", "torch/nn/modules/module.py:_call_impl", *STEP_OF)
 LOSS = frames("kernels/linear_cross_entropy.py:forward", "model.py:forward", *STEP_OF)
 KERNEL_BACKWARD = frames("kernels/rms_norm.py:backward", "torch/autograd/function.py:apply")
-UPDATE = frames("optimizer.py:update", "train.py:update")
+UPDATE = frames("driver.py:update", "train.py:update")
 MIB = 2**20
 
 
@@ -604,7 +603,7 @@ def snapshot_of(events, before):
 SNAPSHOT = snapshot_of(
     before=[
         ("weights", 20, frames("torch/nn/modules/module.py:_apply", "model.py:to_empty", "train.py:<module>")),
-        ("moments", 120, frames("optimizer.py:_w_of", "optimizer.py:__init__", "train.py:<module>")),
+        ("moments", 120, frames("driver.py:_w_of", "driver.py:__init__", "train.py:<module>")),
         ("workspace", 32, FORWARD),
         ("old batch", 1, []),
     ],
@@ -666,7 +665,7 @@ SNAPSHOT_RECORD = {
 
 
 def test_a_snapshot_is_drawn_and_tabled(monkeypatch, tmp_path):
-    plots.draw_snapshot(SNAPSHOT_RECORD, tmp_path / "snapshot.png")
+    draw.draw_snapshot(SNAPSHOT_RECORD, tmp_path / "snapshot.png")
     assert (tmp_path / "snapshot.png").stat().st_size > 10_000
     monkeypatch.setattr(report, "ASSETS", tmp_path)
     (tmp_path / "snapshot.json").write_text(json.dumps(SNAPSHOT_RECORD))

@@ -26,20 +26,16 @@ import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
 
-import checkpoint
 import kernels.launch
-import memory
 import model as model_module
-import ranks
-import runlog
-import usage
+from data.tokenizer import get_tokenizer
 from data.tokens import Tokens, write_dataset
 from model import Llama, LlamaConfig
-from offload import OffloadedAdamW
-from optimizer import AdamW, sum_of_bits
-from tokenizer import get_tokenizer
+from optimizers.driver import AdamW, sum_of_bits
+from optimizers.on_cpu import OffloadedAdamW
+from runtime import checkpoint, distributed, memory, run_log
 
-ROOT = Path(__file__).parent
+ROOT = Path(__file__).parents[1]
 SMALL = dict(n_layer=2, n_head=4, n_kv_head=2, n_embd=32, ffn_dim=64, block_size=32, batch_size=4, device="cpu")
 SHORT = dict(max_iters=8, warmup_iters=2, learning_rate=3e-3, eval_interval=4, eval_iters=2, log_interval=1)
 
@@ -189,8 +185,8 @@ def test_a_step_is_taken_at_the_rate_that_is_logged_and_clipped_as_asked(train, 
 
 def test_what_a_run_logs_is_computed_from_its_seconds(tmp_path, monkeypatch, capsys):
     """Two ranks, steps of a thousand tokens and 5 FLOPs each, at a peak of 1e5 a second."""
-    monkeypatch.setattr(runlog, "world_size", 2)
-    log = runlog.RunLog(tmp_path, "cpu", "float32", tokens_per_step=1000, flops_per_token=5)
+    monkeypatch.setattr(run_log, "world_size", 2)
+    log = run_log.RunLog(tmp_path, "cpu", "float32", tokens_per_step=1000, flops_per_token=5)
     log.peak_flops = 1e5
     log.open(0)
     log.step_seconds += [9.0, 3.0, 1.0, 2.0]
@@ -277,7 +273,7 @@ def test_small_gradients_add_up_and_small_steps_move_half_precision_weights(dtyp
 
 
 def test_of_weights_in_halves_a_checkpoint_holds_the_whole(monkeypatch):
-    monkeypatch.setattr("optimizer.PIECE", 5)
+    monkeypatch.setattr("optimizers.driver.PIECE", 5)
     (model, optimizer), (other_model, other) = (optimizer_of(torch.bfloat16) for _ in range(2))
     for _ in range(20):
         optimizer.update()
@@ -662,7 +658,7 @@ def test_a_save_that_the_training_waits_for_is_the_same(train, tmp_path, capsys,
     n = train(out_dir=tmp_path / "beside")["n_params"]
     # asked for a step, for its tokens, then for the copies of w, m and v, which take 12n
     there = iter([10**12, 10**12, 16 * n + 100])
-    monkeypatch.setattr(usage, "cpu_available", lambda: next(there))
+    monkeypatch.setattr(memory_stats, "cpu_available", lambda: next(there))
     to_come = 4 * n + (101 if why == "no memory for copies" else 100)
     monkeypatch.setattr(memory, "cpu_bytes_to_come", lambda config, plan: to_come)
     copied, copy = [], checkpoint.Saver._copy
@@ -856,10 +852,10 @@ def test_the_groups_of_hybrid_sharding_wait_longer_than_the_watch(tmp_path):
     script = tmp_path / "mesh.py"
     script.write_text(
         f"import sys; sys.path.insert(0, {str(ROOT)!r})\nimport collectives, ranks\n"
-        "watch = ranks.meet('cpu', 3600.0)\nmesh = collectives.mesh('cpu', 1, 3600.0)\n"
+        "watch = distributed.meet('cpu', 3600.0)\nmesh = copy_engines.mesh('cpu', 1, 3600.0)\n"
         "group = mesh['replicate'].get_group(), mesh['shard'].get_group()\n"
         "print('timeouts', *{g._get_backend(__import__('torch').device('cpu')).options._timeout for g in group})\n"
-        "watch.stop(); ranks.part(0)"
+        "watch.stop(); distributed.part(0)"
     )
     done = subprocess.run(torchrun(2, {}, script), cwd=ROOT, capture_output=True, text=True)
     assert "timeouts 2:01:00\n" in done.stdout, done.stdout + done.stderr
@@ -876,7 +872,7 @@ def test_the_groups_of_hybrid_sharding_wait_longer_than_the_watch(tmp_path):
 )
 def test_parameters_are_sharded_as_asked(text_data, tmp_path, ranks, settings, shape, kept):
     before = (
-        "import collectives\nshard, seen = collectives.shard, []\ndef shard_and_note(model, **options):\n"
+        "import collectives\nshard, seen = copy_engines.shard, []\ndef shard_and_note(model, **options):\n"
         "    seen.append((tuple(options['mesh'].shape), options['keep_blocks']))\n    shard(model, **options)\n"
         "collectives.shard = shard_and_note"
     )
@@ -1002,7 +998,9 @@ def test_a_profile_shows_three_steps(train, tmp_path, capsys):
     assert "the profile is incomplete" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("where", ["model.Llama.forward", "model.Llama.init_weights", "optimizer.AdamW.__init__"])
+@pytest.mark.parametrize(
+    "where", ["model.Llama.forward", "model.Llama.init_weights", "optimizers.driver.AdamW.__init__"]
+)
 def test_out_of_memory_names_the_three_settings_that_would_help_most(text_data, tmp_path, where):
     script = wrapped(
         tmp_path,
@@ -1024,9 +1022,9 @@ def test_out_of_memory_names_the_three_settings_that_would_help_most(text_data, 
 
 
 def test_a_slow_answer_of_the_store_does_not_end_the_watch_and_its_end_does(monkeypatch):
-    monkeypatch.setattr(ranks, "BEAT", 0.001)
+    monkeypatch.setattr(distributed, "BEAT", 0.001)
     for outcomes, looks in (("slow ok slow slow ok over", 6), ("ok slow slow slow ok", 4)):
-        watch, looked, rest = ranks.Watch(timeout=10), [], iter(outcomes.split())
+        watch, looked, rest = distributed.Watch(timeout=10), [], iter(outcomes.split())
         watch.store = mock.Mock(**{"get.return_value": b"machine 1"})
 
         def look(processes, watch=watch, looked=looked, rest=rest):
@@ -1224,7 +1222,7 @@ def test_a_nan_on_one_rank_stops_all_before_the_update_at_the_same_step(text_dat
         "    if os.environ['RANK'] == '1' and self.updates == 4:\n"
         "        found[0].view(-1)[0] = float('nan')\n"
         "    return found\n"
-        "optimizer.AdamW.gradients = gradients",
+        "optimizers.driver.AdamW.gradients = gradients",
     )
     settings = LONGER | dict(dataset=text_data, out_dir=tmp_path / "out", eval_interval=2)
     done = subprocess.run(torchrun(2, settings, script), cwd=ROOT, capture_output=True, text=True)
@@ -1691,7 +1689,7 @@ def test_after_a_bad_token_the_first_ctrl_c_does_not_end_the_run_at_once(train, 
 
 
 def test_after_a_signal_only_ctrl_c_ends_the_run_at_once(monkeypatch):
-    interruption, ended = ranks.Interruption(), []
+    interruption, ended = distributed.Interruption(), []
     monkeypatch.setattr(os, "_exit", ended.append)
     handlers = {number: signal.getsignal(number) for number in (signal.SIGUSR1, signal.SIGTERM, signal.SIGINT)}
     try:
@@ -1792,7 +1790,7 @@ def test_the_training_outlives_wandb_and_a_resumed_run_goes_on_in_its_run(tmp_pa
 
     errors = SimpleNamespace(Error=Error)
     monkeypatch.setitem(sys.modules, "wandb", SimpleNamespace(init=init, log=tell, finish=tell, errors=errors))
-    log = runlog.RunLog(tmp_path, "cpu", "float32", tokens_per_step=1, flops_per_token=1)
+    log = run_log.RunLog(tmp_path, "cpu", "float32", tokens_per_step=1, flops_per_token=1)
     log.open(0, project="p")
     for step in (1, 2, 3):
         log.record({"step": step})
@@ -1862,7 +1860,7 @@ def test_a_link_to_nowhere_is_no_out_dir(train, tmp_path, capsys):
 
 
 def test_a_log_in_ascii_spells_what_it_can():
-    code = "import ranks; ranks.print0('saved out/ünï', 3, end='.')"
+    code = "import ranks; distributed.print0('saved out/ünï', 3, end='.')"
     in_ascii = os.environ | {"PYTHONIOENCODING": "ascii"}
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, env=in_ascii, capture_output=True, text=True)
     assert (done.stdout, done.returncode) == ("saved out/\\xfcn\\xef 3.", 0), done.stderr

@@ -1,0 +1,1 @@
+"""Update rules, one a file, and the places where their state lives."""

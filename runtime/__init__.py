@@ -1,0 +1,1 @@
+"""What a run needs around its training step, one noun a file. Ignore it until you need it."""
