@@ -1,7 +1,80 @@
-"""Without a GPU the tests run the kernels through Triton's interpreter: asked for before anything imports Triton."""
+"""Fixtures that several test files use."""
 
-import os
+import runpy
+import signal
+import sys
 
+import numpy as np
+import pytest
 import torch
+import torch.distributed as dist
 
-os.environ["TRITON_INTERPRET"] = "0" if torch.cuda.is_available() else "1"
+import kernels.launch
+from data.tokenizer import get_tokenizer
+from data.tokens import write_dataset
+from tests.runs import PLAIN, ROOT, SHORT, SMALL, prose, run_alone
+
+
+@pytest.fixture(scope="session")
+def text_data(tmp_path_factory):
+    """A hundred kilobytes of words as bytes."""
+    folder = tmp_path_factory.mktemp("text")
+    documents = [*(("train", prose(i, 2500)) for i in range(10)), ("val", prose(10, 5000))]
+    write_dataset(folder, documents, get_tokenizer("bytes"))
+    return folder
+
+
+@pytest.fixture
+def plain_pytorch_on_one_core(monkeypatch):
+    """The other files run the kernels through Triton's interpreter; a training run would take it hours.
+
+    The models are so small that on a machine of many cores the threads would only wait for each other. And Ctrl-C is
+    heard, also where a shell has the tests in its background, which a run that they start would inherit.
+    """
+    ctrl_c = signal.signal(signal.SIGINT, signal.default_int_handler)
+    monkeypatch.setattr(kernels.launch, "INTERPRETED", False)
+    for name, value in PLAIN.items():
+        monkeypatch.setenv(name, value)
+    before, precision = torch.get_num_threads(), torch.get_float32_matmul_precision()
+    torch.set_num_threads(1)
+    yield
+    signal.signal(signal.SIGINT, ctrl_c)
+    torch.set_num_threads(before)
+    torch.set_float32_matmul_precision(precision)  # which train.py has set
+
+
+@pytest.fixture
+def train(text_data, tmp_path, monkeypatch):
+    """train(**settings) runs train.py in this process and returns its globals; files go to tmp_path/out."""
+    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
+    handlers = {number: signal.getsignal(number) for number in numbers}
+
+    def run(*files, **settings):
+        settings = {"dataset": text_data, "out_dir": tmp_path / "out", **({} if files else SMALL | SHORT), **settings}
+        flags = [f"--{name}={value}" for name, value in settings.items()]
+        monkeypatch.setattr(sys, "argv", ["train.py", *files, *flags])
+        try:
+            return runpy.run_path(str(ROOT / "train.py"), run_name="__main__")
+        finally:
+            sys.excepthook = sys.__excepthook__  # the run's own would keep the run alive, and its lock
+            for number, handler in handlers.items():
+                signal.signal(number, handler)
+            if dist.is_initialized():
+                dist.destroy_process_group()
+
+    return run
+
+
+@pytest.fixture(scope="session")
+def short_documents(tmp_path_factory):
+    """Of one to fifteen words, so that blocks of 32 bytes hold several."""
+    folder = tmp_path_factory.mktemp("short")
+    lengths = np.random.default_rng(0).integers(1, 16, 700)
+    documents = [("val" if i % 7 == 0 else "train", prose(i, n)) for i, n in enumerate(lengths)]
+    write_dataset(folder, documents, get_tokenizer("bytes"))
+    return folder
+
+
+@pytest.fixture(scope="session")
+def alone(text_data, tmp_path_factory):
+    return run_alone(text_data, tmp_path_factory.mktemp("alone"))

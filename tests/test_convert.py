@@ -15,13 +15,13 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from test_train import PLAIN, ROOT, SHORT, SMALL, flags, plain_pytorch_on_one_core, slip, text_data, torchrun, train
 
 import convert
 from model import Llama, LlamaConfig
 from runtime import checkpoint
+from tests.runs import PLAIN, ROOT, SHORT, SMALL, flags, slip, torchrun
 
-__all__ = ["plain_pytorch_on_one_core", "text_data", "train"]  # fixtures
+pytestmark = pytest.mark.usefixtures("plain_pytorch_on_one_core")
 transformers = pytest.importorskip("transformers")
 safetensors = pytest.importorskip("safetensors.torch")
 

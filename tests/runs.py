@@ -1,0 +1,107 @@
+"""Runs of train.py, and what they left: shared by the tests that train."""
+
+import gc
+import json
+import os
+import random
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+ROOT = Path(__file__).parents[1]
+
+
+SMALL = dict(n_layer=2, n_head=4, n_kv_head=2, n_embd=32, ffn_dim=64, block_size=32, batch_size=4, device="cpu")
+
+
+SHORT = dict(max_iters=8, warmup_iters=2, learning_rate=3e-3, eval_interval=4, eval_iters=2, log_interval=1)
+
+
+WORDS = "the of and to in a is that for it as was with be by on not he this are or his from at which"
+
+
+def prose(seed: int, n_words: int) -> str:
+    """Frequent words often, rare ones seldom, and the same text on every machine and in every commit."""
+    words = WORDS.split()
+    return " ".join(random.Random(seed).choices(words, [1 / (1 + i) for i in range(len(words))], k=n_words))
+
+
+PLAIN = {"TRITON_INTERPRET": "0", "OMP_NUM_THREADS": "1"}
+
+
+def flags(settings):
+    return [f"--{name}={value}" for name, value in settings.items()]
+
+
+def metrics(out_dir):
+    return [json.loads(line) for line in (Path(out_dir) / "metrics.jsonl").read_text().splitlines()]
+
+
+def losses(out_dir):
+    """What the run computed, without what the clock and the machine did to it."""
+    names = ("step", "loss", "grad_norm", "lr", "val_loss")
+    return [{name: line[name] for name in names if name in line} for line in metrics(out_dir)]
+
+
+def numbers(out_dir, name):
+    return np.array([line[name] for line in metrics(out_dir) if name in line])
+
+
+def step_losses(out_dir):
+    return numbers(out_dir, "loss")
+
+
+def assert_close(a, b, tolerance):
+    difference = np.abs(np.asarray(a) - np.asarray(b))
+    assert difference.max() <= tolerance, (
+        f"max {difference.max():.2e}, mean {difference.mean():.2e} over {tolerance:.0e}"
+    )
+
+
+def torchrun(ranks, settings, script="train.py", options=()):
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}", *options]
+    return [*command, str(script), *flags(settings)]
+
+
+def wrapped(folder, before, after=""):
+    """A script that runs train.py between these lines; train.py's last act does not end it."""
+    script = folder / "wrapped.py"
+    run = f"runpy.run_path({str(ROOT / 'train.py')!r}, run_name='__main__')"
+    script.write_text(
+        f"import os, runpy, sys, torch\nsys.path.insert(0, {str(ROOT)!r})\nos._exit, code = sys.exit, 0\n"
+        f"{before}\ntry: {run}\nexcept SystemExit as end: code = end.code\n{after}\nsys.exit(code)\n"
+    )
+    return script
+
+
+def run_alone(text_data, out_dir, **changes):
+    """A run of 30 steps by one process, with a checkpoint every ten; returns its folder."""
+    command = [sys.executable, "train.py", *flags(LONGER | changes | {"dataset": text_data, "out_dir": out_dir})]
+    plain = os.environ | PLAIN  # the fixtures below are older than plain_pytorch_on_one_core's changes
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, env=plain)
+    assert done.returncode == 0, done.stderr
+    return out_dir
+
+
+LONGER = SMALL | SHORT | dict(gradient_accumulation_steps=4, max_iters=30, eval_interval=10, keep_last=5)
+
+
+def wait_until(true, otherwise, seconds=90):
+    end = time.monotonic() + seconds
+    while not true():
+        assert time.monotonic() < end, otherwise
+        time.sleep(0.2)
+
+
+def slip(train, capsys, *files, **settings):
+    with pytest.raises(SystemExit) as stopped:
+        train(*files, **settings)
+    message = capsys.readouterr().err
+    assert stopped.value.code in (1, 2) and "Traceback" not in message
+    del stopped
+    gc.collect()  # with the run's globals goes its open file, and with that the lock on its folder
+    return message

@@ -1,0 +1,383 @@
+"""Checkpoints: saved, damaged, resumed."""
+
+import errno
+import functools
+import json
+import re
+import shutil
+import subprocess
+import sys
+
+import pytest
+import torch
+from torch.distributed.checkpoint.api import CheckpointException
+
+import model as model_module
+from optimizers.driver import sum_of_bits
+from runtime import checkpoint, memory, memory_stats
+from tests.runs import (
+    ROOT,
+    SHORT,
+    SMALL,
+    flags,
+    losses,
+    metrics,
+    slip,
+)
+
+pytestmark = pytest.mark.usefixtures("plain_pytorch_on_one_core")
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_resume_repeats_the_run_bit_for_bit(train, tmp_path, dtype):
+    train = functools.partial(train, dtype=dtype)
+    train(max_iters=12, keep_last=5)
+    whole = losses(tmp_path / "out")
+    for step in (8, 12):  # as if it had been killed after step 4: its lines for steps 5 to 12 are there still
+        shutil.rmtree(tmp_path / "out" / f"step_{step:06d}")
+    train(max_iters=12, keep_last=5)
+    assert losses(tmp_path / "out") == whole
+
+
+def test_a_resumed_run_keeps_its_own_optimizer_settings(train):
+    train(max_iters=4)
+    run = train(max_iters=6, weight_decay=0.3, beta2=0.9)
+    assert (run["optimizer"].weight_decay, run["optimizer"].betas) == (0.3, (0.9, 0.9))
+
+
+def test_a_half_written_checkpoint_is_not_taken_for_a_whole_one(train, tmp_path):
+    train()
+    whole = losses(tmp_path / "out")
+    (tmp_path / "out/step_000008").rename(tmp_path / "out/step_000008.partial")  # killed while saving
+    train()
+    assert losses(tmp_path / "out") == whole
+    assert not (tmp_path / "out/step_000008.partial").exists()
+
+
+def test_the_last_checkpoints_are_kept_and_none_if_none_are_wanted(train, tmp_path):
+    train(eval_interval=2, keep_last=2)
+    assert sorted(path.name for path in (tmp_path / "out").glob("step_*")) == ["step_000006", "step_000008"]
+    train(keep_last=0, out_dir=tmp_path / "none")
+    assert not list((tmp_path / "none").glob("step_*"))
+
+
+def test_a_finished_run_says_so_and_a_longer_one_goes_on(train, tmp_path, capsys):
+    train()
+    train()
+    assert "nothing left to do" in capsys.readouterr().out
+    train(max_iters=10)
+    assert metrics(tmp_path / "out")[-1]["step"] == 10
+
+
+@pytest.mark.parametrize("why", ["as asked", "no memory for copies", "beside"])
+def test_a_save_that_the_training_waits_for_is_the_same(train, tmp_path, capsys, monkeypatch, why):
+    n = train(out_dir=tmp_path / "beside")["n_params"]
+    # asked for a step, for its tokens, then for the copies of w, m and v, which take 12n
+    there = iter([10**12, 10**12, 16 * n + 100])
+    monkeypatch.setattr(memory_stats, "cpu_available", lambda: next(there))
+    to_come = 4 * n + (101 if why == "no memory for copies" else 100)
+    monkeypatch.setattr(memory, "cpu_bytes_to_come", lambda config, plan: to_come)
+    copied, copy = [], checkpoint.Saver._copy
+    monkeypatch.setattr(checkpoint.Saver, "_copy", lambda self, *more: copied.append(1) or copy(self, *more))
+    train(async_save=why != "as asked")
+    assert bool(copied) == (why == "beside")
+    assert ("saving in the background" in capsys.readouterr().err) == (why == "no memory for copies")
+    assert losses(tmp_path / "out") == losses(tmp_path / "beside")
+    found = (checkpoint.newest(tmp_path / out) for out in ("out", "beside"))
+    models = (checkpoint.load_model(path, "cpu", torch.float32).parameters() for path in found)
+    assert all(torch.equal(a, b) for a, b in zip(*models, strict=True))
+
+
+def test_a_checkpoint_says_in_plain_json_what_it_is(train, tmp_path):
+    train()
+    meta = json.loads((tmp_path / "out/step_000008/meta.json").read_text())
+    assert meta["step"] == 8 and meta["settings"]["learning_rate"] == 3e-3 and meta["model"]["n_layer"] == 2
+    assert meta["dataset"]["tokenizer"] == "bytes" and meta["versions"]["torch"] == torch.__version__
+    assert meta["val_loss"] == metrics(tmp_path / "out")[-1]["val_loss"]
+
+
+@pytest.mark.parametrize(
+    "name, value",
+    [("weight_decay", 0.3), ("grad_clip", 0.5), ("beta2", 0.9), ("batch_size", 2), ("mask_documents", True)],
+)
+def test_every_setting_that_alters_the_run_is_named_at_resume(train, capsys, name, value):
+    train(n_embd=64)
+    train(n_embd=64, max_iters=9, **{name: value})
+    resumes = next(line for line in capsys.readouterr().out.splitlines() if "max_iters 8 -> 9" in line)
+    assert re.search(rf" with (.*, )?{name} \S+ -> {value}[, ]", resumes), resumes
+
+
+def test_a_changed_setting_is_named_at_resume(train, capsys):
+    train()
+    train(max_iters=9, seed=5)
+    assert "with max_iters 8 -> 9, seed 1337 -> 5 changed" in capsys.readouterr().out
+
+
+def test_data_that_was_prepared_anew_is_named_at_resume_even_where_the_counts_agree(train, tmp_path, text_data, capsys):
+    shutil.copytree(text_data, tmp_path / "data")
+    train(dataset=tmp_path / "data")
+    meta = json.loads((tmp_path / "data/meta.json").read_text())
+    (tmp_path / "data/meta.json").write_text(json.dumps(meta | {"train_sha256": "1234"}))
+    train(dataset=tmp_path / "data", max_iters=9)
+    assert f"the dataset's train_sha256 {meta['train_sha256']} -> 1234 changed" in capsys.readouterr().out
+    before = {name: value for name, value in meta.items() if name not in ("train_sha256", "val_sha256")}
+    (tmp_path / "data/meta.json").write_text(json.dumps(before))
+    train(dataset=tmp_path / "data", max_iters=10)
+    assert "sha256" not in capsys.readouterr().out, "prepared by an older version, which says none"
+
+
+def test_a_setting_that_a_checkpoint_does_not_know_had_its_default(train, tmp_path, capsys):
+    train(rope_theta=500000.0)
+    path = tmp_path / "out/step_000008/meta.json"
+    meta = json.loads(path.read_text())
+    del meta["model"]["rope_theta"], meta["digest"]
+    path.write_text(json.dumps(meta))
+    assert "has rope_theta 500000.0 (this run: 2.0): pass --rope_theta=500000.0" in slip(train, capsys, rope_theta=2.0)
+    train(rope_theta=500000.0, max_iters=9)
+    assert "step 00009/9" in capsys.readouterr().out
+
+
+def test_a_checkpoint_under_another_step_s_name_is_not_resumed(train, tmp_path, capsys):
+    train()
+    (tmp_path / "out/step_000008").rename(tmp_path / "out/step_000900")
+    assert "step_000900 holds step 8: name it step_000008 again" in slip(train, capsys, max_iters=9)
+
+
+def test_a_trained_model_is_read_in_one_line(train, tmp_path):
+    train()
+    one, other = (checkpoint.load_model(path) for path in (tmp_path / "out", str(tmp_path / "out/step_000008")))
+    tokens = torch.randint(257, (1, 8))
+    assert torch.equal(one(tokens), other(tokens)) and one(tokens).shape == (1, 8, 257)
+    with pytest.raises(ValueError, match="holds no checkpoint"):
+        checkpoint.load_model(str(tmp_path))
+
+
+def damage(path, where=(0.1, 0.3, 0.5, 0.7, 0.9)):
+    """One bit of a file at each of these places between its start, 0, and its end, 1: some of them hold a tensor."""
+    content = bytearray(path.read_bytes())
+    for place in where:
+        content[int(len(content) * place)] ^= 0x10
+    path.write_bytes(content)
+
+
+DAMAGE = {
+    "a bit in a shard": (lambda path: damage(path / "__0_0.distcp"), "is not what was saved"),
+    "a shard cut short": (lambda path: (path / "__0_0.distcp").write_bytes(b"x"), "is damaged: "),
+    "no shard": (lambda path: (path / "__0_0.distcp").unlink(), "No such file or directory"),
+    "no .metadata": (lambda path: (path / ".metadata").unlink(), ".metadata is missing"),
+    "meta.json cut short": (lambda path: (path / "meta.json").write_text("{"), "is damaged: meta.json"),
+    "a digit of meta.json": (
+        lambda path: (path / "meta.json").write_text((path / "meta.json").read_text().replace(": 8,", ": 9,", 1)),
+        "is damaged: meta.json is not what was saved",
+    ),
+    "no meta.json": (lambda path: (path / "meta.json").unlink(), "is damaged: meta.json: No such file"),
+}
+
+
+@pytest.mark.parametrize("kind", DAMAGE)
+def test_a_damaged_checkpoint_is_named_and_the_one_before_it_used(train, tmp_path, capsys, kind):
+    train()
+    whole = losses(tmp_path / "out")
+    change, expected = DAMAGE[kind]
+    for _ in range(2):  # the second time the one set aside is in the way
+        change(tmp_path / "out/step_000008")
+        capsys.readouterr()
+        train()
+        out = capsys.readouterr().out
+        assert "step_000008 is damaged" in out and expected in out and "step_000004" in out, out
+        assert losses(tmp_path / "out") == whole
+        assert (tmp_path / "out/step_000008.damaged").exists() and (tmp_path / "out/step_000008").exists()
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        MemoryError(),
+        PermissionError(errno.EACCES, "Permission denied"),
+        RuntimeError("[enforce fail at alloc_cpu.cpp] DefaultCPUAllocator: can't allocate memory"),
+        torch.OutOfMemoryError("CUDA out of memory"),
+    ],
+)
+def test_what_says_nothing_of_its_content_does_not_count_as_damage(train, tmp_path, capsys, monkeypatch, error):
+    train()
+
+    def load(*args, **options):
+        raise CheckpointException("reading", {0: (error, None)})
+
+    monkeypatch.setattr(torch.distributed.checkpoint, "load", load)
+    assert "step_000008 cannot be read: " in slip(train, capsys)
+    assert (tmp_path / "out/step_000008").exists()
+
+
+def with_gain(init):
+    def changed(self, config):
+        init(self, config)
+        self.gain_norm = model_module.RMSNorm(3, config)
+
+    return changed
+
+
+def with_more_columns(init):
+    return lambda self, width, config: init(self, width + 1, config)
+
+
+@pytest.mark.parametrize(
+    "module, change, expected",
+    [
+        ("MLP", with_gain, "it lacks model.layers.0.mlp.gain_norm"),
+        ("RMSNorm", with_more_columns, "attn_norm.weight of (32,), not (33,)"),
+    ],
+)
+def test_a_checkpoint_of_another_model_py_is_refused_and_keeps_its_name(
+    train, tmp_path, capsys, monkeypatch, module, change, expected
+):
+    train()
+    init = getattr(model_module, module).__init__
+    monkeypatch.setattr(getattr(model_module, module), "__init__", change(init))
+    message = slip(train, capsys)
+    assert "step_000008 was saved by another model.py" in message and expected in message, message
+    assert (tmp_path / "out/step_000008").exists()
+
+
+def test_what_a_checkpoint_holds_beside_the_model_is_not_left_out(train, tmp_path, capsys):
+    train()
+    path = tmp_path / "out/step_000008/meta.json"
+    meta = json.loads(path.read_text())
+    meta["checksums"] |= {"model.layers.0.mlp.gain": 1, "optimizer.exp_avg.layers.0.mlp.gain": 1}
+    path.write_text(json.dumps(checkpoint.signed(meta)))
+    assert "was saved by another model.py: it has model.layers.0.mlp.gain, optimizer." in slip(train, capsys)
+    with pytest.raises(ValueError, match="it has model.layers.0.mlp.gain$"):
+        checkpoint.load_model(path.parent, "cpu", torch.float32)
+
+
+def test_a_checkpoint_of_another_version_is_refused_and_keeps_its_name(train, tmp_path, capsys):
+    train()
+    path = tmp_path / "out/step_000008/meta.json"
+    meta = json.loads(path.read_text())
+    del meta["checksums"]
+    path.write_text(json.dumps(checkpoint.signed(meta)))
+    assert "is no checkpoint of this version: its meta.json lacks checksums" in slip(train, capsys)
+    assert path.exists()
+
+
+def test_a_checkpoint_of_a_newer_pytorch_is_not_taken_for_damaged(train, tmp_path, capsys):
+    train()
+    path = tmp_path / "out/step_000008"
+    (path / ".metadata").write_bytes(b"what this PyTorch cannot read")
+    meta = checkpoint.read_meta(path)
+    checkpoint.write_json(path / "meta.json", checkpoint.signed(meta | {"versions": {"torch": "99.1.0+cu999"}}))
+    message = slip(train, capsys, max_iters=9)
+    assert f"was saved by torch 99.1.0, and torch {torch.__version__} cannot read it" in message, message
+    assert "resume with torch 99.1.0 or newer" in message
+    assert path.exists() and not path.with_name("step_000008.damaged").exists()
+
+
+def test_without_a_whole_one_damaged_checkpoints_stop_the_run(train, tmp_path, capsys):
+    train()
+    damage(tmp_path / "out/step_000008/__0_0.distcp")
+    (tmp_path / "out/step_000004/meta.json").unlink()
+    message = slip(train, capsys)
+    assert "step_000008 is damaged" in message and "is not what was saved" in message, message
+    assert "step_000004 is damaged" in message and "There is no older one: move it away" in message, message
+    assert (tmp_path / "out/step_000004").exists(), "a new run would begin in its place"
+    before = (tmp_path / "out/metrics.jsonl").read_bytes()
+    assert "step_000004 is damaged" in slip(train, capsys)
+    assert (tmp_path / "out/metrics.jsonl").read_bytes() == before
+
+
+def test_a_damaged_checkpoint_is_not_sampled_from(train, tmp_path):
+    train()
+    newest = checkpoint.newest(tmp_path / "out")
+    checkpoint.load_model(newest, "cpu", torch.float32)
+    damage(newest / "__0_0.distcp", [i / 20 for i in range(1, 20)])  # weights among them, and not moments alone
+    with pytest.raises(ValueError, match="is damaged"):
+        checkpoint.load_model(newest, "cpu", torch.float32)
+
+
+def test_checksums_add_up_over_shards_and_see_one_bit():
+    x = torch.randn(7, 5)
+    before = checkpoint.checksums({"a": sum_of_bits(x), "b": sum_of_bits(torch.zeros(0, 5))})
+    assert set(before) == {"a", "b"} and before["b"] == 0
+    assert before["a"] == sum(checkpoint.checksums({"part": sum_of_bits(part)})["part"] for part in x.split(2))
+    x.view(torch.int32)[3, 3] ^= 1
+    assert checkpoint.checksums({"a": sum_of_bits(x)})["a"] != before["a"]
+
+
+def test_a_save_that_fails_is_said_and_the_training_goes_on(train, tmp_path, capsys, monkeypatch):
+    """A disk that is full for the first checkpoint and has room for the second."""
+    true_save, calls = checkpoint.dcp.save, []
+
+    def full_at_first(*args, **kwargs):
+        calls.append(args)
+        if len(calls) == 1:
+            raise OSError(28, "No space left on device")
+        return true_save(*args, **kwargs)
+
+    monkeypatch.setattr(checkpoint.dcp, "save", full_at_first)
+    train()
+    out = capsys.readouterr().out
+    assert "step 00004 | val loss" in out and "NOT SAVED: No space left on device. The newest checkpoint is None" in out
+    assert [path.name for path in (tmp_path / "out").glob("step_*")] == ["step_000008"]
+
+
+def test_what_cannot_be_deleted_stops_no_save(train, tmp_path, capsys, monkeypatch):
+    true_rmtree = shutil.rmtree
+
+    def rmtree(path, ignore_errors=False):
+        if "step_000002" not in str(path):
+            true_rmtree(path)
+        elif not ignore_errors:
+            raise PermissionError(errno.EPERM, "Operation not permitted", str(path))
+
+    monkeypatch.setattr(shutil, "rmtree", rmtree)
+    train(eval_interval=2)
+    said = capsys.readouterr()
+    assert "NOT SAVED" not in said.out and "cannot delete " in said.err and "Operation not permitted" in said.err
+    assert [path.name for path in checkpoint._steps(tmp_path / "out")] == ["step_000006", "step_000008"]
+
+
+def limited(settings, max_bytes):
+    """train.py where no file may grow beyond max_bytes, as on a full disk."""
+    script = (
+        f"import resource, runpy, sys; sys.argv[0] = 'train.py'; "
+        f"resource.setrlimit(resource.RLIMIT_FSIZE, ({max_bytes}, {max_bytes})); "
+        f"runpy.run_path('train.py', run_name='__main__')"
+    )
+    return subprocess.run([sys.executable, "-c", script, *flags(settings)], cwd=ROOT, capture_output=True, text=True)
+
+
+def test_a_disk_that_stays_full_ends_the_run_with_a_sentence_and_leaves_what_was_there(train, text_data, tmp_path):
+    settings = SMALL | SHORT | dict(dataset=text_data, out_dir=tmp_path / "out")
+    train(**settings | {"max_iters": 4, "lr_decay_iters": 8})
+    done = limited(settings | {"lr_decay_iters": 8}, max_bytes=50_000)
+    assert done.returncode == 1 and "Traceback" not in done.stderr, done.stderr
+    assert "NOT SAVED: " in done.stdout and f"The newest checkpoint is {tmp_path}/out/step_000004" in done.stdout
+    assert "the last checkpoint was not written (" in done.stdout, done.stdout
+    assert [path.name for path in (tmp_path / "out").glob("step_*")] == ["step_000004"]
+    train(**settings | {"lr_decay_iters": 8})
+    train(**settings | {"lr_decay_iters": 8, "out_dir": tmp_path / "whole"})
+    assert losses(tmp_path / "out") == losses(tmp_path / "whole")
+
+
+def test_another_model_in_the_same_folder_is_refused_by_name(train, tmp_path, capsys):
+    train()
+    assert "rope_theta 500000.0 (this run: 100.0): pass --rope_theta=500000.0," in slip(train, capsys, rope_theta=100)
+    assert "norm_eps 1e-05 (this run: 0.001)" in slip(train, capsys, norm_eps=1e-3)
+    scaling = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 16}
+    assert "rope_scaling None (this run: " in slip(train, capsys, rope_scaling=scaling)
+    assert "pass --n_layer=2 --n_embd=32, or change out_dir" in slip(train, capsys, n_layer=3, n_embd=64)
+    assert "--init_from=resume goes on with it" in slip(train, capsys, init_from="scratch")
+
+
+def test_torchrun_restarts_a_run_that_began_from_scratch(train, tmp_path, capsys, monkeypatch):
+    train(init_from="scratch", max_iters=4, lr_decay_iters=8)
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
+    capsys.readouterr()
+    train(init_from="scratch", lr_decay_iters=8)
+    assert "step_000004" in capsys.readouterr().out.split("resumes")[1]
+
+
+def test_a_run_goes_on_without_the_weights_that_it_began_with(train, tmp_path, capsys):
+    train()
+    train(init_from=tmp_path / "gone", max_iters=10)
+    assert "gone (not read: the run has begun)" in capsys.readouterr().out

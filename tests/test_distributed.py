@@ -1,0 +1,274 @@
+"""Several ranks are the same run as one."""
+
+import shutil
+import signal
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from tests.runs import (
+    LONGER,
+    ROOT,
+    SHORT,
+    SMALL,
+    assert_close,
+    flags,
+    losses,
+    metrics,
+    numbers,
+    run_alone,
+    step_losses,
+    torchrun,
+    wrapped,
+)
+
+pytestmark = pytest.mark.usefixtures("plain_pytorch_on_one_core")
+
+
+@pytest.fixture(scope="session")
+def alone_untied(text_data, tmp_path_factory):
+    return run_alone(text_data, tmp_path_factory.mktemp("alone_untied"), tie_embeddings=False)
+
+
+@pytest.mark.parametrize(
+    "ranks, settings",
+    [
+        (2, {}),
+        (4, {}),
+        (2, dict(sharding="zero2", activation_checkpointing="full")),
+        (2, dict(sync_every_micro_batch=False)),
+        (4, dict(sharding="hybrid", shard_ranks=2)),
+        (2, dict(sharding="hybrid")),  # one machine: no copies beyond
+        (2, dict(offload="all", activation_checkpointing="full", offload_activations=True, mlp_chunks=2)),
+        (4, dict(offload="optimizer", sharding="hybrid", shard_ranks=2)),
+    ],
+    ids=str,
+)
+def test_any_number_of_ranks_is_the_same_run(text_data, alone, tmp_path, ranks, settings):
+    check_ranks(text_data, alone, tmp_path, ranks, settings)
+
+
+@pytest.mark.parametrize(
+    "ranks, settings",
+    [
+        (2, {}),
+        (4, dict(sharding="zero2", activation_checkpointing="full")),
+        (2, dict(sync_every_micro_batch=False)),
+        (4, dict(sharding="hybrid", shard_ranks=2, sync_every_micro_batch=False)),
+        (2, dict(offload="all", activation_checkpointing="full", offload_activations=True, mlp_chunks=2)),
+    ],
+    ids=str,
+)
+def test_so_it_is_where_the_head_is_not_the_embedding(text_data, alone_untied, tmp_path, ranks, settings):
+    """Then FSDP has other groups of parameters: collectives.py."""
+    check_ranks(text_data, alone_untied, tmp_path, ranks, dict(tie_embeddings=False) | settings)
+
+
+def test_so_it_is_where_weights_are_in_halves(text_data, tmp_path):
+    """Each sum of bfloat16 gradients is rounded: a few digits less."""
+    alone = run_alone(text_data, tmp_path / "alone", dtype="bfloat16")
+    check_ranks(text_data, alone, tmp_path, 2, dict(dtype="bfloat16"), 5e-4)
+
+
+def test_so_it_is_where_documents_see_themselves_alone(short_documents, tmp_path):
+    settings = dict(mask_documents=True, n_embd=64)
+    alone = run_alone(short_documents, tmp_path / "alone", **settings)
+    check_ranks(short_documents, alone, tmp_path, 2, settings | dict(activation_checkpointing="full"))
+
+
+@pytest.mark.parametrize("settings", [{}, dict(sharding="zero2"), dict(offload="all")], ids=str)
+def test_so_it_is_where_groups_of_sequences_pass_through_a_block(text_data, alone, tmp_path, settings):
+    before = "import model\nmodel.MLP_SLICE, seen, count = 1, set(), model.LlamaConfig.groups_of_sequences\n"
+    before += "model.LlamaConfig.groups_of_sequences = lambda *shape: seen.add(count(*shape)) or count(*shape)"
+    script = wrapped(tmp_path, before, "assert 2 in seen, seen")
+    settings |= dict(batch_size=8, gradient_accumulation_steps=2, activation_checkpointing="full")
+    check_ranks(text_data, alone, tmp_path, 2, settings, script=script)
+
+
+def test_the_groups_of_hybrid_sharding_wait_longer_than_the_watch(tmp_path):
+    script = tmp_path / "mesh.py"
+    script.write_text(
+        f"import sys; sys.path.insert(0, {str(ROOT)!r})\nfrom runtime import copy_engines, distributed\n"
+        "watch = distributed.meet('cpu', 3600.0)\nmesh = copy_engines.mesh('cpu', 1, 3600.0)\n"
+        "group = mesh['replicate'].get_group(), mesh['shard'].get_group()\n"
+        "print('timeouts', *{g._get_backend(__import__('torch').device('cpu')).options._timeout for g in group})\n"
+        "watch.stop(); distributed.part(0)"
+    )
+    done = subprocess.run(torchrun(2, {}, script), cwd=ROOT, capture_output=True, text=True)
+    assert "timeouts 2:01:00\n" in done.stdout, done.stdout + done.stderr
+
+
+@pytest.mark.parametrize(
+    "ranks, settings, shape, kept",
+    [
+        (2, dict(sharding="zero3"), (2,), False),
+        (2, dict(sharding="zero2"), (2,), True),
+        (4, dict(sharding="hybrid", shard_ranks=2), (2, 2), False),
+    ],
+    ids=str,
+)
+def test_parameters_are_sharded_as_asked(text_data, tmp_path, ranks, settings, shape, kept):
+    before = (
+        "from runtime import copy_engines\nshard, seen = copy_engines.shard, []\ndef shard_and_note(model, **options):\n"
+        "    seen.append((tuple(options['mesh'].shape), options['keep_blocks']))\n    shard(model, **options)\n"
+        "copy_engines.shard = shard_and_note"
+    )
+    script = wrapped(tmp_path, before, f"assert seen == [({shape}, {kept})], seen")
+    settings = SMALL | SHORT | settings | dict(gradient_accumulation_steps=4, max_iters=1, dataset=text_data)
+    command = torchrun(ranks, settings | {"out_dir": tmp_path / "out"}, script)
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
+def check_ranks(text_data, alone, tmp_path, ranks, settings, tolerance=1e-5, script="train.py"):
+    changed = LONGER | dict(dataset=text_data) | settings
+    shutil.copytree(alone / "step_000010", tmp_path / "out/step_000010")  # begun by one, ended by several
+    shutil.copy(alone / "metrics.jsonl", tmp_path / "out/metrics.jsonl")
+    for out_dir in ("many", "out"):
+        command = torchrun(ranks, changed | {"out_dir": tmp_path / out_dir}, script)
+        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr
+        assert done.stdout.count("step 00030/30") == 1, "only rank 0 speaks"
+        for name, of_loss in (("loss", 1), ("val_loss", 1), ("grad_norm", 10)):
+            if name == "val_loss" and "batch_size" in settings:
+                continue  # eval_iters counts batches: of other blocks
+            assert_close(*(numbers(out, name) for out in (alone, tmp_path / out_dir)), of_loss * tolerance)
+
+
+@pytest.fixture
+def eager_train(tmp_path, monkeypatch):
+    """train.py as it is on a GPU: a step's forward and backward are queued before the step before is known."""
+    source = (ROOT / "train.py").read_text()
+    on_cpu = 'device == "cpu"\n        or offload != "none"  # the CPU has waited for the GPU already'
+    taken = "    loss_on_device = ahead if"
+    assert source.count(on_cpu) == source.count(taken) == 1
+    source = source.replace(taken, f"    print0('queued' * (ahead is not None))\n{taken}")
+    script = tmp_path / "train.py"
+    script.write_text(source.replace(on_cpu, "False"))
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    return script
+
+
+@pytest.mark.parametrize("n_ranks", [1, 2])
+def test_queued_ahead_of_its_numbers_a_run_is_the_same(train, eager_train, text_data, tmp_path, n_ranks):
+    settings = LONGER | dict(dataset=text_data, max_iters=12, eval_interval=5, keep_last=2)
+    for script, out_dir in ((ROOT / "train.py", "plain"), (eager_train, "eager")):
+        for max_iters in (8, 12):  # and resumed
+            changes = dict(out_dir=tmp_path / out_dir, max_iters=max_iters, lr_decay_iters=12)
+            command = torchrun(n_ranks, settings | changes, script)
+            done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
+            assert done.returncode == 0, done.stderr
+            assert ("queued\n" in done.stdout) == (script == eager_train)
+    assert losses(tmp_path / "plain") == losses(tmp_path / "eager")
+
+
+def test_queued_ahead_a_run_ends_where_its_numbers_say(eager_train, text_data, tmp_path):
+    """After a signal with a checkpoint from which it goes on alike, and where the loss is NaN before the update."""
+    settings = LONGER | dict(dataset=text_data, max_iters=300, eval_interval=300, lr_decay_iters=300)
+    whole, cut = (settings | {"out_dir": tmp_path / name} for name in ("whole", "cut"))
+    command = [sys.executable, str(eager_train)]
+    subprocess.run([*command, *flags(whole)], cwd=ROOT, check=True, capture_output=True)
+    process = subprocess.Popen([*command, *flags(cut)], cwd=ROOT, stdout=subprocess.PIPE, text=True)
+    assert any("step 00010/" in line for line in process.stdout)
+    process.send_signal(signal.SIGTERM)
+    rest = process.communicate(timeout=60)[0]
+    assert process.returncode == 128 + signal.SIGTERM and "interrupted | saved" in rest, rest
+    subprocess.run([*command, *flags(cut)], cwd=ROOT, check=True, capture_output=True)
+    assert losses(tmp_path / "whole") == losses(tmp_path / "cut")
+    diverging = settings | dict(learning_rate=1e30, warmup_iters=0, out_dir=tmp_path / "nan")
+    done = subprocess.run([*command, *flags(diverging)], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 1 and "so the weights were not updated" in done.stderr, done.stderr
+    assert not list((tmp_path / "nan").glob("step_*"))
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+@pytest.mark.parametrize(
+    "changes",
+    [
+        dict(sharding="zero3"),
+        dict(sharding="zero2"),
+        dict(sharding="hybrid"),
+        dict(tie_embeddings=False),
+        dict(tie_embeddings=False, n_layer=1),
+        dict(tie_embeddings=False, sharding="zero2"),
+        dict(tie_embeddings=False, sharding="zero2", n_layer=1, sync_every_micro_batch=False),
+        dict(tie_embeddings=False, sharding="hybrid"),
+    ],
+    ids=str,
+)
+def test_copy_engines_are_the_same_run(text_data, tmp_path, changes):
+    settings = LONGER | dict(dataset=text_data, device="cuda", keep_last=0, dtype="bfloat16") | changes
+    for copy_engines in (False, True):
+        settings |= dict(copy_engines=copy_engines, out_dir=tmp_path / str(copy_engines))
+        done = subprocess.run(torchrun(2, settings), cwd=ROOT, capture_output=True, text=True, timeout=120)
+        assert done.returncode == 0, done.stderr
+    assert_close(step_losses(tmp_path / "False"), step_losses(tmp_path / "True"), 1e-4)
+
+
+def test_gradients_cross_the_network_once_a_step_if_asked(text_data, tmp_path):
+    """Counted: reduce-scatters of 2 blocks and the root, for 2 micro-batches of each rank in 3 steps."""
+    script = wrapped(
+        tmp_path,
+        "profile = torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU])\nprofile.start()",
+        "profile.stop()\ncalls = {event.key: event.count for event in profile.key_averages()}\n"
+        "if os.environ['RANK'] == '0': print('reduce-scatters', calls.get('c10d::_reduce_scatter_base_', calls))",
+    )
+    settings = LONGER | dict(dataset=text_data, max_iters=3, keep_last=0)
+    for sync_every_micro_batch, expected in ((True, 18), (False, 9)):
+        changes = dict(out_dir=tmp_path / str(expected), sync_every_micro_batch=sync_every_micro_batch)
+        command = torchrun(2, settings | changes, script)
+        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+        assert f"reduce-scatters {expected}\n" in done.stdout, done.stdout + done.stderr
+
+
+@pytest.mark.parametrize(
+    "there, expected",
+    [
+        ("sys.argv += ['--seed=2', '--dataset=pystdlib']", "dataset, seed"),
+        (
+            "import data.tokens; read = data.tokens.read_meta; "
+            "data.tokens.read_meta = lambda folder: read(folder) | {'val_bytes': 1}",
+            "the dataset's val_bytes",
+        ),
+    ],
+)
+def test_ranks_that_differ_stop_before_they_train(text_data, tmp_path, there, expected):
+    script = wrapped(
+        tmp_path,
+        f"if os.environ['RANK'] == '1': {there}",
+    )
+    settings = LONGER | dict(dataset=text_data, out_dir=tmp_path / "out")
+    done = subprocess.run(torchrun(2, settings, script), cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 1 and f"the ranks differ in {expected}: " in done.stderr, done.stderr
+    assert not (tmp_path / "out/metrics.jsonl").exists()
+
+
+def test_what_all_ranks_suffer_is_said_by_each(text_data, tmp_path):
+    """NCCL's errors look alike, whether another rank has gone or this machine lacks something."""
+    fails = "raise torch.distributed.DistBackendError('NCCL error\\nNo space left on device (shm)')"
+    script = wrapped(tmp_path, f"import model\ndef fail(*_): {fails}\nmodel.Llama.forward = fail")
+    settings = LONGER | dict(dataset=text_data, out_dir=tmp_path / "out")
+    done = subprocess.run(torchrun(2, settings, script), cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 1 and "lost another rank" in done.stderr, done.stderr
+    assert "No space left on device (shm)" in done.stderr, done.stderr
+
+
+def test_a_nan_on_one_rank_stops_all_before_the_update_at_the_same_step(text_data, tmp_path):
+    script = wrapped(
+        tmp_path,
+        "from optimizers import driver\n"
+        "true = driver.AdamW.gradients\n"
+        "def gradients(self):\n"
+        "    found = true(self)\n"
+        "    if os.environ['RANK'] == '1' and self.updates == 4:\n"
+        "        found[0].view(-1)[0] = float('nan')\n"
+        "    return found\n"
+        "driver.AdamW.gradients = gradients",
+    )
+    settings = LONGER | dict(dataset=text_data, out_dir=tmp_path / "out", eval_interval=2)
+    done = subprocess.run(torchrun(2, settings, script), cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 1 and "step 5: the loss is" in done.stderr, done.stderr
+    assert f"from {tmp_path}/out/step_000004 with --init_from=resume" in done.stderr, done.stderr
+    assert [line["step"] for line in metrics(tmp_path / "out") if "loss" in line] == [1, 2, 3, 4]

@@ -1,0 +1,154 @@
+"""The folder of a run: claimed, shared, listed."""
+
+import errno
+import fcntl
+import os
+import runpy
+import shutil
+import socket
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from data.tokenizer import get_tokenizer
+from data.tokens import write_dataset
+from runtime import checkpoint
+from tests.runs import (
+    LONGER,
+    ROOT,
+    SHORT,
+    SMALL,
+    flags,
+    slip,
+    step_losses,
+    torchrun,
+    wrapped,
+)
+
+pytestmark = pytest.mark.usefixtures("plain_pytorch_on_one_core")
+
+
+def test_machines_that_do_not_share_out_dir_are_refused_before_training(text_data, tmp_path):
+    """Each would keep its own part of a checkpoint, and say that it is saved."""
+    settings = SMALL | SHORT | dict(dataset=text_data, gradient_accumulation_steps=2, out_dir="out")
+    port, processes = free_port(), []
+    for rank in range(2):  # as torchrun would start them on two machines, here in two folders
+        (tmp_path / f"machine{rank}").mkdir()
+        env = dict(RANK=rank, LOCAL_RANK=0, WORLD_SIZE=2, LOCAL_WORLD_SIZE=1, GROUP_WORLD_SIZE=2)
+        env |= dict(MASTER_ADDR="127.0.0.1", MASTER_PORT=port)
+        processes.append(
+            subprocess.Popen(
+                [sys.executable, ROOT / "train.py", *flags(settings)], cwd=tmp_path / f"machine{rank}", text=True,
+                env=os.environ | {name: str(value) for name, value in env.items()}, stderr=subprocess.PIPE,
+            )
+        )  # fmt: skip
+    for process in processes:
+        errors = process.communicate(timeout=100)[1]
+        assert process.returncode == 1 and "out must be one folder that all machines share" in errors, errors
+    assert not list(tmp_path.glob("machine*/out/step_*"))
+
+
+def free_port() -> int:
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        return s.getsockname()[1]
+
+
+@pytest.mark.parametrize("late", [True, False])
+def test_ranks_that_see_another_newest_checkpoint_wait_and_then_refuse(text_data, alone, tmp_path, late):
+    """As where a network file system lists a new folder late: nobody may take the newest one for damaged."""
+    shutil.copytree(alone, tmp_path / "out")
+    seconds = 3 if late else 1000
+    script = wrapped(
+        tmp_path,
+        "import time\nfrom runtime import checkpoint\nbegan, newest = time.monotonic(), checkpoint.newest\ncheckpoint.LISTED_WITHIN = 8\n"
+        "old = lambda out_dir: checkpoint._steps(out_dir)[-2]\n"
+        f"hides = lambda: os.environ['RANK'] == '1' and time.monotonic() - began < {seconds}\n"
+        "checkpoint.newest = lambda out_dir: old(out_dir) if hides() else newest(out_dir)",
+    )
+    settings = LONGER | dict(dataset=text_data, out_dir=tmp_path / "out", max_iters=31, lr_decay_iters=30)
+    done = subprocess.run(torchrun(2, settings, script), cwd=ROOT, capture_output=True, text=True)
+    names = {path.name for path in (tmp_path / "out").glob("step_*")}
+    if late:
+        assert done.returncode == 0 and "resumes   " in done.stdout and "step_000030" in done.stdout, done.stderr
+        assert "step_000031" in names
+    else:
+        found = "the ranks differ in the newest checkpoint in out_dir: the machines see different files in it"
+        assert done.returncode == 1 and found in done.stderr, done.stderr
+        assert names == {"step_000010", "step_000020", "step_000030"}
+
+
+def test_a_home_folder_is_found_and_a_checkpoint_is_no_folder_for_a_run(train, tmp_path, capsys, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    train(out_dir="~/run")
+    assert f"next: python sample.py --out_dir={tmp_path}/run" in capsys.readouterr().out
+    message = slip(train, capsys, out_dir=tmp_path / "run/step_000008")
+    assert f"step_000008 is a checkpoint: --out_dir={tmp_path}/run goes on with the newest one there" in message
+
+
+def test_a_run_has_its_folder_for_itself(train, tmp_path, capsys, text_data):
+    shutil.copytree(text_data, tmp_path / "data")
+    assert "data is a dataset or a checkpoint: name a folder for" in slip(train, capsys, out_dir=tmp_path / "data")
+    (tmp_path / "published").mkdir()
+    (tmp_path / "published/config.json").write_text("{}")
+    assert "published holds published weights, which" in slip(train, capsys, out_dir=tmp_path / "published")
+
+
+def test_a_second_run_in_the_same_folder_is_refused(train, tmp_path, capsys):
+    train()
+    with open(tmp_path / "out/.lock") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        assert "another run is writing to" in slip(train, capsys)
+
+
+def test_a_checkpoint_that_was_put_elsewhere_is_let_alone(train, tmp_path, capsys):
+    train()
+    (tmp_path / "out/step_000004").rename(tmp_path / "kept")
+    (tmp_path / "out/step_000004").symlink_to(tmp_path / "kept")
+    train(max_iters=16, lr_decay_iters=8)
+    said = capsys.readouterr()
+    assert "NOT SAVED" not in said.out and not said.err, said
+    assert {path.name for path in (tmp_path / "out").glob("step_*")} == {"step_000012", "step_000016"}
+    assert checkpoint.load_model(tmp_path / "kept", "cpu", torch.float32)
+
+
+@pytest.mark.parametrize("file", ["out_dir", "dataset"])
+def test_where_the_file_system_knows_no_locks_it_says_so_and_goes_on(train, tmp_path, capsys, monkeypatch, file):
+    def flock(*_):
+        raise OSError(errno.ENOSYS, "Function not implemented")
+
+    monkeypatch.setattr(fcntl, "flock", flock)
+    if file == "out_dir":
+        train()
+        assert len(step_losses(tmp_path / "out")) == 8
+    else:
+        write_dataset(tmp_path / "data", [("train", "abc"), ("val", "abc")], get_tokenizer("bytes"))
+    assert ".lock cannot be locked there (Function not implemented)" in capsys.readouterr().err
+
+
+def test_checkpoints_are_ordered_by_number(tmp_path):
+    for step in ("step_999999", "step_1000000", "step_2000000.partial"):
+        (tmp_path / step).mkdir()
+        (tmp_path / step / "meta.json").touch()
+    assert checkpoint.newest(tmp_path).name == "step_1000000"
+
+
+def test_a_name_that_no_file_can_have_is_told(train, text_data, tmp_path, capsys, monkeypatch):
+    assert "File name too long" in slip(train, capsys, out_dir="o" * 300)
+    assert "is no folder: init_from is auto, " in slip(train, capsys, init_from="i" * 300)
+    config = tmp_path / "surrogate.py"
+    config.write_text("out_dir = '\\ud800'")
+    with pytest.raises(SystemExit):
+        monkeypatch.setattr(sys, "argv", ["train.py", str(config), f"--dataset={text_data}", "--device=cpu"])
+        runpy.run_path(str(ROOT / "train.py"), run_name="__main__")
+    assert "out_dir is '\\ud800': " in (message := capsys.readouterr().err) and "surrogates not allowed" in message
+
+
+def test_a_link_to_nowhere_is_no_out_dir(train, tmp_path, capsys):
+    (tmp_path / "link").symlink_to(tmp_path / "disk" / "runs")
+    with pytest.raises(SystemExit):
+        train(out_dir=tmp_path / "link")
+    sentence = f"out_dir is {tmp_path}/link, a link to a place that does not exist: name a folder\n"
+    assert capsys.readouterr().err == sentence

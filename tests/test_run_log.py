@@ -1,0 +1,129 @@
+"""What a run prints and records."""
+
+import json
+import math
+import os
+import re
+import subprocess
+import sys
+from types import SimpleNamespace
+
+import pytest
+
+from runtime import run_log
+from tests.runs import ROOT, SHORT, SMALL, flags, metrics, numbers
+
+pytestmark = pytest.mark.usefixtures("plain_pytorch_on_one_core")
+
+
+def test_the_log_line_reads_as_documented(train, capsys):
+    train()
+    number = r"[\d,.]+"
+    expected = (
+        rf"step 00008/8 \| loss {number} \| lr 4\.81e-04 \| norm {number} \| {number} ms \| {number} tok/s "
+        rf"\| mfu n/a \| mem {number} GiB \| data {number} ms \| eta 0h00m00s"
+    )
+    out = capsys.readouterr().out
+    assert re.search(expected, out), out
+    assert re.search(rf"step 00008 \| val loss {number} \(8 blocks\) \| saved \S+step_000008", out), out
+
+
+def test_what_a_run_logs_is_computed_from_its_seconds(tmp_path, monkeypatch, capsys):
+    """Two ranks, steps of a thousand tokens and 5 FLOPs each, at a peak of 1e5 a second."""
+    monkeypatch.setattr(run_log, "world_size", 2)
+    log = run_log.RunLog(tmp_path, "cpu", "float32", tokens_per_step=1000, flops_per_token=5)
+    log.peak_flops = 1e5
+    log.open(0)
+    log.step_seconds += [9.0, 3.0, 1.0, 2.0]
+    log.line(4, 14, 2.0, 1e-3, 1.0, 2.0, 1.0, 0.0)
+    line = capsys.readouterr().out
+    assert "| 2000.0 ms | 500 tok/s | mfu 1.2% |" in line and "eta 0h00m20s" in line
+
+    class Val:
+        meta = {"val_bytes": 50, "gzip_bits_per_byte": 2.0, "xz_bits_per_byte": 1.5}
+
+        def __len__(self):
+            return 100
+
+    log.summary(1.0, math.log(2), Val())
+    log.close()
+    said = capsys.readouterr().out
+    assert "the median step 2000.0 ms, 500 tok/s" in said and "validation: 2.000 bits per byte" in said
+
+
+def test_the_log_counts_the_tokens_of_a_step(train, tmp_path):
+    run = train(log_interval=4)
+    assert run["tokens_per_step"] == 4 * 32 and numbers(tmp_path / "out", "loss").size == 2
+    tokens = numbers(tmp_path / "out", "tok_per_s") * numbers(tmp_path / "out", "ms") / 1000
+    assert tokens == pytest.approx(4 * 32, rel=0.01)
+
+
+def test_a_profile_shows_three_steps(train, tmp_path, capsys):
+    train(max_iters=12, profile=True)
+    (trace,) = (tmp_path / "out/profile").glob("rank0.*.pt.trace.json")
+    steps = [e["name"] for e in json.loads(trace.read_text())["traceEvents"] if "ProfilerStep" in e.get("name", "")]
+    assert {"ProfilerStep#7", "ProfilerStep#8", "ProfilerStep#9"} == set(steps)
+    assert "step 00010 | three steps traced to" in capsys.readouterr().out
+    train(profile=True, out_dir=tmp_path / "short")
+    assert "the profile is incomplete" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("line", [b'{"step": 9, "lo', b'\0\0\0"ms": 3}\n', b"7\n", b"\xff}\n"])
+def test_a_damaged_line_of_the_metrics_does_not_stop_a_resume(train, tmp_path, line):
+    """Cut off by a kill, or what the machine left of it when it went down."""
+    train()
+    with open(tmp_path / "out/metrics.jsonl", "ab") as file:
+        file.write(line)
+    train(max_iters=10)
+    assert [line["step"] for line in metrics(tmp_path / "out") if "loss" in line] == list(range(1, 11))
+
+
+def test_wandb_gets_every_number_offline(text_data, tmp_path):
+    pytest.importorskip("wandb")
+    settings = SMALL | SHORT | dict(dataset=text_data, out_dir=tmp_path / "out", wandb_log=True)
+    env = os.environ | {"WANDB_MODE": "offline", "WANDB_DIR": str(tmp_path), "WANDB_SILENT": "true"}
+    done = subprocess.run(
+        [sys.executable, "train.py", *flags(settings)], cwd=ROOT, env=env, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+    (written,) = tmp_path.glob("wandb/offline-run-*/*.wandb")
+    content = written.read_bytes()
+    assert all(name in content for name in (b"grad_norm", b"tok_per_s", b"val_loss", b"learning_rate"))
+
+
+def test_the_training_outlives_wandb_and_a_resumed_run_goes_on_in_its_run(tmp_path, monkeypatch, capsys):
+    class Error(Exception):
+        pass
+
+    told, began = [], []
+
+    def tell(*arguments, **options):
+        told.append(arguments)
+        if len(told) == 2:
+            raise ConnectionResetError("Connection lost")
+
+    def init(**options):
+        began.append(options)
+        return SimpleNamespace(id="a1b2")
+
+    errors = SimpleNamespace(Error=Error)
+    monkeypatch.setitem(sys.modules, "wandb", SimpleNamespace(init=init, log=tell, finish=tell, errors=errors))
+    log = run_log.RunLog(tmp_path, "cpu", "float32", tokens_per_step=1, flops_per_token=1)
+    log.open(0, project="p")
+    for step in (1, 2, 3):
+        log.record({"step": step})
+    log.close()
+    assert len(told) == 2 and "wandb has ended (Connection lost)" in capsys.readouterr().out
+    assert [line["step"] for line in metrics(tmp_path)] == [1, 2, 3]
+    log.open(3, project="p")
+    log.close()
+    log.open(0, project="p")
+    log.close()
+    assert began == [{"project": "p"}, {"project": "p", "id": "a1b2", "resume": "allow"}, {"project": "p"}]
+
+
+def test_a_log_in_ascii_spells_what_it_can():
+    code = "from runtime import distributed; distributed.print0('saved out/ünï', 3, end='.')"
+    in_ascii = os.environ | {"PYTHONIOENCODING": "ascii"}
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, env=in_ascii, capture_output=True, text=True)
+    assert (done.stdout, done.returncode) == ("saved out/\\xfcn\\xef 3.", 0), done.stderr

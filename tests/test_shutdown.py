@@ -1,0 +1,346 @@
+"""Signals, kills, hanging ranks, full disks: what a run does when something happens to it."""
+
+import fcntl
+import functools
+import json
+import os
+import random
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from unittest import mock
+
+import numpy as np
+import pytest
+import torch.distributed as dist
+
+from data.tokens import Tokens
+from runtime import checkpoint, distributed
+from tests.runs import (
+    LONGER,
+    ROOT,
+    SHORT,
+    SMALL,
+    assert_close,
+    flags,
+    losses,
+    metrics,
+    step_losses,
+    torchrun,
+    wait_until,
+    wrapped,
+)
+
+pytestmark = pytest.mark.usefixtures("plain_pytorch_on_one_core")
+
+
+def test_ctrl_c_leaves_a_checkpoint_from_which_the_same_run_goes_on(train, text_data, tmp_path):
+    settings = SMALL | SHORT | dict(max_iters=400, eval_interval=400, dataset=text_data)
+    train(**settings, out_dir=tmp_path / "whole")
+    command = [sys.executable, "train.py", *flags(settings | {"out_dir": tmp_path / "out"})]
+    process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True)
+    assert any("step 00010/" in line for line in process.stdout), "it ended before its tenth step"
+    process.send_signal(signal.SIGINT)
+    rest = process.communicate(timeout=60)[0]
+    assert process.returncode == 130 and "interrupted | saved" in rest and "run the same command again" in rest, rest
+    assert metrics(tmp_path / "out")[-1]["step"] < 400
+    train(**settings)
+    assert losses(tmp_path / "out") == losses(tmp_path / "whole")
+
+
+def test_a_ctrl_c_that_a_shell_keeps_from_its_background_does_not_end_the_run(text_data, tmp_path):
+    command = [sys.executable, "train.py", *flags(LONGER | {"dataset": text_data, "out_dir": tmp_path / "out"})]
+    ignore = functools.partial(signal.signal, signal.SIGINT, signal.SIG_IGN)
+    run = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True, preexec_fn=ignore)
+    for line in run.stdout:
+        if line.startswith(("runs on", "step 0000")):
+            run.send_signal(signal.SIGINT)
+    assert run.wait() == 0 and len(step_losses(tmp_path / "out")) == 30
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="a pipe of one page is Linux's")
+def test_a_signal_in_the_middle_of_a_print_leaves_a_checkpoint_too(text_data, tmp_path):
+    """Nobody reads what the run says, so it stands in a print; its handler prints as well."""
+    settings = SMALL | SHORT | dict(max_iters=2000, eval_interval=2000, log_interval=1, dataset=text_data)
+    command = [sys.executable, "train.py", *flags(settings | {"out_dir": tmp_path / "out"})]
+    buffered = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
+    process = subprocess.Popen(
+        command, cwd=ROOT, env=buffered, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    fcntl.fcntl(process.stdout, fcntl.F_SETPIPE_SZ, 4096)
+    log, size = tmp_path / "out/metrics.jsonl", -1
+    while size < 1 or log.stat().st_size > size:  # until it stands
+        assert process.poll() is None, process.communicate()
+        size = log.stat().st_size if log.exists() else 0
+        time.sleep(1)
+    process.send_signal(signal.SIGINT)
+    time.sleep(1)
+    said, errors = process.communicate(timeout=60)
+    assert process.returncode == 130 and "interrupted | saved" in said, said + errors
+
+
+@pytest.mark.parametrize(
+    "where", ["model.Llama.forward", "model.Llama.init_weights", "optimizers.driver.AdamW.__init__"]
+)
+def test_out_of_memory_names_the_three_settings_that_would_help_most(text_data, tmp_path, where):
+    script = wrapped(
+        tmp_path,
+        "import model, optimizers.driver\n"
+        "def full(*args, **options): raise torch.OutOfMemoryError('CUDA out of memory. Tried to allocate 2.00 GiB')\n"
+        f"{where} = full",
+    )
+    settings = SMALL | SHORT | dict(dataset=text_data, out_dir=tmp_path / "out", activation_checkpointing="selective")
+    done = subprocess.run([sys.executable, script, *flags(settings)], capture_output=True, text=True)
+    assert done.returncode == 1 and "Traceback" not in done.stderr, done.stderr
+    doing = "step 1: .*" if where == "model.Llama.forward" else "starting"
+    assert re.search(rf"rank 0, {doing}: out of memory", done.stderr), done.stderr
+    helpful = re.findall(r"^  --(\w+)=\S+.*about [\d.]+ GiB instead of [\d.]+", done.stderr, re.MULTILINE)
+    assert len(helpful) == 3 and "offload" in helpful, done.stderr
+
+
+def test_a_slow_answer_of_the_store_does_not_end_the_watch_and_its_end_does(monkeypatch):
+    monkeypatch.setattr(distributed, "BEAT", 0.001)
+    for outcomes, looks in (("slow ok slow slow ok over", 6), ("ok slow slow slow ok", 4)):
+        watch, looked, rest = distributed.Watch(timeout=10), [], iter(outcomes.split())
+        watch.store = mock.Mock(**{"get.return_value": b"machine 1"})
+
+        def look(processes, watch=watch, looked=looked, rest=rest):
+            looked.append(next(rest))
+            if looked[-1] == "slow":
+                raise dist.DistStoreError("it took too long")
+            if looked[-1] == "over":
+                watch.stop()
+
+        monkeypatch.setattr(watch, "_look", look)
+        watch._watch()
+        assert len(looked) == looks, f"{outcomes}: {looked}"
+
+
+def test_killed_twenty_times_the_run_is_the_same_bit_for_bit(train, text_data, tmp_path):
+    """kill -9 at random moments, of which many lie in the writing of a checkpoint: there is one after every step."""
+    settings = SMALL | SHORT | dict(dataset=text_data, max_iters=200, eval_interval=1, eval_iters=1)
+    train(**settings, out_dir=tmp_path / "whole")
+    rng, kills, partial = random.Random(0), 0, 0
+    while kills < 20:
+        command = [sys.executable, "train.py", *flags(settings | {"out_dir": tmp_path / "out"})]
+        process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+        for _ in range(rng.randrange(6)):
+            while "| loss" not in (line := process.stdout.readline()) and line:
+                pass
+        time.sleep(rng.uniform(0, 0.03))
+        process.kill()
+        _, errors = process.communicate()
+        assert "Traceback" not in errors and process.returncode == -signal.SIGKILL, errors
+        kills += 1
+        partial += bool(list((tmp_path / "out").glob("step_*.partial")))
+    assert partial, "no kill met a checkpoint that was being written: the test tests nothing"
+    train(**settings)
+    assert losses(tmp_path / "out") == losses(tmp_path / "whole")
+
+
+def workers_of(process):
+    """The processes that torchrun started, by rank."""
+    found = {}
+    for pid in Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split():
+        if rank := re.search(r"\0RANK=(\d+)\0", Path(f"/proc/{pid}/environ").read_text()):
+            found[int(rank[1])] = int(pid)
+    return found
+
+
+@pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="reads /proc")
+@pytest.mark.parametrize("restarts", [0, 1])
+def test_one_of_two_ranks_killed(text_data, alone, tmp_path, restarts):
+    """Without restarts all ends, nobody is left, and one rank goes on; with a restart torchrun goes on by itself."""
+    settings = LONGER | dict(dataset=text_data, out_dir=tmp_path / "out")
+    process = subprocess.Popen(
+        torchrun(2, settings, options=[f"--max-restarts={restarts}"]),
+        cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+    )  # fmt: skip
+    while "step 00015/" not in (line := process.stdout.readline()):
+        assert line, process.communicate()[1]
+    workers = workers_of(process)
+    os.kill(workers[1], signal.SIGKILL)
+    _, errors = process.communicate(timeout=120)
+    assert not any(Path(f"/proc/{pid}").exists() for pid in workers.values()), "a rank was left behind"
+    assert process.returncode == (0 if restarts else 1), errors
+    assert re.search(r"rank 0, step \d+: .*, lost another rank", errors) and 'train.py", line' not in errors, errors
+    if not restarts:
+        command = [sys.executable, "train.py", *flags(settings)]
+        assert subprocess.run(command, cwd=ROOT, capture_output=True).returncode == 0
+    assert_close(step_losses(alone), step_losses(tmp_path / "out"), 1e-5)
+
+
+@pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="reads /proc")
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGUSR1])  # by default torchrun dies of that one too
+def test_without_torchrun_the_ranks_save_and_end(text_data, tmp_path, number):
+    settings = LONGER | dict(dataset=text_data, out_dir=tmp_path / "out", max_iters=10**6, eval_interval=10**5)
+    with open(tmp_path / "log", "w") as log:
+        process = subprocess.Popen(torchrun(2, settings), cwd=ROOT, stdout=log, stderr=log)
+    wait_until(lambda: "step 00015/" in (tmp_path / "log").read_text(), "it does not begin")
+    workers = workers_of(process)
+    process.send_signal(number)
+    process.wait(timeout=30)
+    wait_until(lambda: not any(Path(f"/proc/{pid}").exists() for pid in workers.values()), "a rank was left behind")
+    said = (tmp_path / "log").read_text()
+    assert "torchrun has gone" in said and "SIGTERM: stopping after this step" in said, said
+    assert checkpoint.newest(tmp_path / "out") is not None, said
+
+
+@pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="reads /proc")
+@pytest.mark.parametrize("how", ["stopped", "asleep"])
+def test_a_rank_that_hangs_is_named_and_the_run_ends(text_data, tmp_path, how):
+    """Stopped as a whole, or asleep in its data while its watch is awake."""
+    script = wrapped(
+        tmp_path,
+        "import posix, time, data.tokens\n"
+        "os._exit = posix._exit\n"  # the watch ends its rank from a thread
+        "true, reads = data.tokens.Tokens.read, 0\n"
+        "def read(self, *args):\n"
+        "    global reads\n"
+        "    reads += 1\n"
+        "    if os.environ['RANK'] == '1' and reads == 500 and os.environ['HOW'] == 'asleep': time.sleep(1000)\n"
+        "    return true(self, *args)\n"
+        "data.tokens.Tokens.read = read",
+    )
+    settings = LONGER | dict(
+        dataset=text_data, out_dir=tmp_path / "out", max_iters=10000, eval_interval=10000, timeout=6
+    )
+    process = subprocess.Popen(
+        torchrun(2, settings, script), cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        env=os.environ | {"HOW": how},
+    )  # fmt: skip
+    while "step 00200/" not in (line := process.stdout.readline()):  # some seconds: more than a beat
+        assert line, process.communicate()[1]
+    workers = workers_of(process)
+    if how == "stopped":
+        os.kill(workers[1], signal.SIGSTOP)
+    _, errors = process.communicate(timeout=120)
+    assert process.returncode == 1
+    if how == "stopped":
+        told = r"rank 0, step \d+: [a-z ]+, has waited for 6 seconds: rank 1 no longer answers; it was at step \d+: "
+    else:  # it knows itself, and may be the first to say so
+        told = r"rank 1 hangs at step \d+: reading data"
+    assert re.search(told, errors), errors
+    assert not any(Path(f"/proc/{pid}").exists() for pid in workers.values()), "a rank was left behind"
+
+
+@pytest.mark.parametrize("parts", [1, 2])
+def test_a_token_that_is_none_ends_the_run_before_it_is_learned_with_a_checkpoint(text_data, tmp_path, parts):
+    """On one of two ranks, in step 5; the data mended, the run is the one that never met it."""
+    bad = wrapped(
+        tmp_path,
+        "import data.tokens\n"
+        "true, reads = data.tokens.Tokens.read, 0\n"
+        "def read(self, *args):\n"
+        "    global reads\n"
+        "    reads += 1\n"
+        f"    if os.environ['RANK'] == '1' and reads == {5 * parts}: raise ValueError('train.bin holds token 999')\n"
+        "    return true(self, *args)\n"
+        "data.tokens.Tokens.read = read",
+    )
+    settings = LONGER | dict(dataset=text_data, out_dir=tmp_path / "out", max_iters=8, eval_interval=100)
+    settings |= dict(gradient_accumulation_steps=2 * parts)
+    done = subprocess.run(torchrun(2, settings, bad), cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 1 and done.stderr.count("rank 1: train.bin holds token 999") == 1, done.stderr
+    assert 'Traceback (most recent call last):\n  File "' + str(ROOT) not in done.stderr, done.stderr
+    assert "saved" in done.stdout and "step_000004" in done.stdout, done.stdout
+    for out_dir in (tmp_path / "out", tmp_path / "whole"):
+        command = torchrun(2, settings | {"out_dir": out_dir})
+        assert subprocess.run(command, cwd=ROOT, capture_output=True).returncode == 0
+    assert_close(step_losses(tmp_path / "out"), step_losses(tmp_path / "whole"), 1e-6)
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")
+def test_a_run_whose_words_nobody_takes_trains_on_and_saves(text_data, tmp_path):
+    settings = SMALL | SHORT | dict(dataset=text_data, out_dir=tmp_path / "out")
+    with open("/dev/full", "w") as full:
+        command = [sys.executable, "train.py", *flags(settings)]
+        done = subprocess.run(command, cwd=ROOT, stdout=full, stderr=subprocess.PIPE, text=True)
+    assert "Traceback" not in done.stderr, done.stderr
+    assert checkpoint.newest(tmp_path / "out").name == "step_000008"
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP])
+def test_a_signal_during_evaluation_ends_it_and_saves(text_data, tmp_path, number):
+    settings = SMALL | SHORT | dict(dataset=text_data, out_dir=tmp_path / "out", max_iters=4000, eval_interval=20)
+    settings |= dict(eval_iters=10**6, batch_size=1, block_size=8)  # seconds of evaluation
+    process = subprocess.Popen(
+        [sys.executable, "train.py", *flags(settings)], cwd=ROOT, stdout=subprocess.PIPE, text=True,
+        preexec_fn=lambda: signal.signal(number, signal.SIG_DFL),  # or under nohup it would be ignored, as it should
+    )  # fmt: skip
+    assert any("step 00020/" in line for line in process.stdout), "it ended before its first evaluation"
+    time.sleep(0.5)
+    process.send_signal(number)
+    process.send_signal(signal.SIGTERM)  # a scheduler's second one, while the checkpoint is written
+    rest = process.communicate(timeout=60)[0]
+    assert process.returncode in (128 + number, 128 + signal.SIGTERM), rest
+    assert "step 00020 | interrupted | saved" in rest, rest
+    settings |= dict(max_iters=20, eval_iters=2)
+    for first in (True, False):
+        done = subprocess.run([sys.executable, "train.py", *flags(settings)], cwd=ROOT, capture_output=True, text=True)
+        assert done.returncode == 0 and "nothing left to do" in done.stdout, done.stdout + done.stderr
+        evaluated = [line["step"] for line in metrics(tmp_path / "out") if "val_loss" in line]
+        assert evaluated == [20], "it is made up for, once"
+        assert ("next: python sample.py" in done.stdout) == first, done.stdout
+    summary = json.loads((tmp_path / "out/summary.json").read_text())
+    assert summary["steps"] == 0 and summary["val_loss"] > 0 and "ms_per_step" not in summary
+
+
+def test_bad_validation_data_ends_every_run_at_the_same_step_until_it_is_mended(train, text_data, tmp_path, capsys):
+    shutil.copytree(text_data, tmp_path / "data")
+    good = np.fromfile(tmp_path / "data/val.bin", dtype="<u2")
+    bad = good.copy()
+    bad[:] = 60000  # wherever evaluation reads
+    for _ in range(2):
+        bad.tofile(tmp_path / "data/val.bin")
+        with pytest.raises(SystemExit) as stopped:
+            train(dataset=tmp_path / "data", eval_interval=4)
+        assert stopped.value.code == 1 and "val.bin holds token 60000" in capsys.readouterr().err
+        assert [path.name for path in (tmp_path / "out").glob("step_*")] == ["step_000004"]
+    good.tofile(tmp_path / "data/val.bin")
+    train(dataset=tmp_path / "data", eval_interval=4)
+    assert [line["step"] for line in metrics(tmp_path / "out") if "val_loss" in line] == [4, 8]
+
+
+def test_after_a_bad_token_the_first_ctrl_c_does_not_end_the_run_at_once(train, monkeypatch, capsys):
+    true_start, handlers = checkpoint.Saver.start, []
+
+    def start(self, *args):
+        signal.getsignal(signal.SIGINT)(signal.SIGINT, None)  # while the checkpoint is being written
+        handlers.append(1)
+        true_start(self, *args)
+
+    true_read, reads = Tokens.read, []
+
+    def read(self, *args):
+        reads.append(1)
+        if len(reads) == 4:
+            raise ValueError("train.bin holds token 999")
+        return true_read(self, *args)
+
+    monkeypatch.setattr(Tokens, "read", read)
+    monkeypatch.setattr(checkpoint.Saver, "start", start)
+    with pytest.raises(SystemExit) as stopped:
+        train()
+    said = capsys.readouterr()
+    assert stopped.value.code == 1 and handlers == [1] and "step_000003" in said.out, said.out
+
+
+def test_after_a_signal_only_ctrl_c_ends_the_run_at_once(monkeypatch):
+    interruption, ended = distributed.Interruption(), []
+    monkeypatch.setattr(os, "_exit", ended.append)
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGUSR1, signal.SIGTERM, signal.SIGINT)}
+    try:
+        interruption.listen()
+        for number in (signal.SIGUSR1, signal.SIGTERM, signal.SIGTERM):
+            signal.raise_signal(number)
+        assert not ended and interruption.here and interruption.agreed("cpu") == signal.SIGUSR1
+        signal.raise_signal(signal.SIGINT)
+    finally:
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
+    assert ended == [130]
