@@ -26,7 +26,8 @@ from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, Offlo
 
 import convert
 from configurator import configure, find_problem
-from data.tokens import Tokens, cpu_cores, prepare_once
+from data.tokens import Tokens
+from data.write import cpu_cores, prepare_once
 from model import Llama, LlamaConfig, document_starts
 from optimizers.driver import AdamW
 from optimizers.on_cpu import OffloadedAdamW

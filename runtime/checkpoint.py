@@ -30,7 +30,7 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.torch_version import TorchVersion
 
-from data.tokens import lock, write_json
+from data.files import lock, write_json
 from model import Llama, LlamaConfig
 from optimizers.driver import AdamW, local, sum_of_bits
 from runtime import memory, memory_stats

@@ -24,7 +24,8 @@ from pathlib import Path
 
 import torch
 
-from data.tokens import Tokens, whole_file
+from data.files import atomic_write
+from data.tokens import Tokens
 from runtime.distributed import local_world_size, print0, rank, stop, world_size
 
 PEAK_FLOPS = {  # dense bf16 with fp32 accumulation, by the makers' datasheets; the first name that fits
@@ -96,7 +97,7 @@ class RunLog:
                 return False
 
         kept = [line for line in lines if belongs(line)]
-        with whole_file(path) as file:
+        with atomic_write(path) as file:
             file.write("".join(line + "\n" for line in kept).encode())
         self.file = open(path, "a")  # noqa: SIM115
         if wandb_options:
