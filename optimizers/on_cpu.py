@@ -3,8 +3,8 @@
     backward        a gradient is ready: its norm is taken, it is copied to pinned memory on a stream of its own, and
                     freed when those of the next block come
     clipping        the norms make one number, for which the CPU waits
-    update          a thread of the CPU, layer after layer in the order of forward: master and states change, and the new
-                    parameter is written: into pinned memory, from where it is copied to the GPU
+    update          a thread of the CPU, layer after layer in the order of forward: it changes master and states, and
+                    writes the new parameter into pinned memory, from where it is copied to the GPU
     next forward    each layer waits for its own: the GPU computes with the first while the CPU updates the last
 
 So for n parameters in bfloat16 2n bytes of gradients go to the CPU in each micro-batch, and 2n bytes of new parameters
@@ -55,8 +55,8 @@ class OnCPU(Place):
         self.streamed = streamed
 
     @staticmethod
-    def master_dtype(dtype, beside=False):
-        return None if beside and dtype == torch.float32 else torch.float32
+    def master_dtype(dtype, same_device):
+        return None if same_device and dtype == torch.float32 else torch.float32
 
     def attach(self, model, parameters, rule):
         super().attach(model, parameters, rule)
@@ -71,7 +71,9 @@ class OnCPU(Place):
         # By module: the root's own parameters, then each layer's.
         layers = {f"layers.{i}.": layer for i, layer in enumerate(model.layers)}
         root = [name for name in parameters if not name.startswith("layers.")]
-        self.groups = {"": root} | {prefix: [name for name in parameters if name.startswith(prefix)] for prefix in layers}
+        self.groups = {"": root} | {
+            prefix: [name for name in parameters if name.startswith(prefix)] for prefix in layers
+        }
         for group, module in ({"": model} | layers).items():
             module.register_forward_pre_hook(self._waiter(group), prepend=True)
             for name in self.groups[group] if on_gpu else []:

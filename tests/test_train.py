@@ -46,7 +46,8 @@ def test_the_learning_rate_warms_up_and_decays_to_its_minimum(train, tmp_path):
 
 def test_a_step_is_taken_at_the_rate_that_is_logged_and_clipped_as_asked(train, tmp_path, monkeypatch):
     taken, update = [], Optimizer.update
-    monkeypatch.setattr(Optimizer, "update", lambda self: taken.append((self.lr.item(), self.grad_clip)) or update(self))
+    note = lambda self: taken.append((self.lr.item(), self.grad_clip))  # noqa: E731
+    monkeypatch.setattr(Optimizer, "update", lambda self: note(self) or update(self))
     run = train(grad_clip=0.25)
     rates = numbers(tmp_path / "out", "lr")
     np.testing.assert_allclose(taken, [(rate, 0.25) for rate in rates], rtol=1e-7)
