@@ -12,9 +12,7 @@ import functools
 import math
 import os
 import shlex
-import signal
 import sys
-import time
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Literal
@@ -24,22 +22,25 @@ import torch
 import torch.distributed as dist
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
 
-import convert
-from configurator import configure, find_problem
-from data.tokens import Tokens
-from data.write import cpu_cores, prepare_once
+from configurator import configure
+from data.tokens import Tokens, cpu_cores, prepare_once
 from model import Llama, LlamaConfig, document_starts
-from optimizers.adamw import AdamW
-from optimizers.loss_scale import LossScale
-from optimizers.on_cpu import OnCPU
-from optimizers.on_gpu import OnGPU
-from optimizers.optimizer import Optimizer
-from runtime import checkpoint, distributed, memory, memory_stats
-from runtime import copy_engines as collectives
+from optimizers.driver import AdamW
+from optimizers.on_cpu import OffloadedAdamW
+from runtime import copy_engines as copying
+from runtime import distributed, memory, run_folder
+from runtime.check_settings import check_settings
+from runtime.checkpoint import Saver
 from runtime.cuda_graph import CUDAGraph
-from runtime.distributed import local_rank, print0, rank, stop, world_size
+from runtime.device import pick_device, pick_dtype
+from runtime.distributed import local_rank, print0, rank, require_same_on_all_ranks, stop, world_size
+from runtime.memory_stats import require_cpu_memory
+from runtime.profile import Profiler
+from runtime.restore import find_start, restore
 from runtime.run_log import RunLog
+from runtime.shutdown import ShutdownHandler, make_excepthook, stop_not_finite
 from runtime.stream_weights import StreamedWeights
+from runtime.watchdog import Watchdog
 
 # ----------------------------------------------------------------------------------------------------------------------
 # output
@@ -103,8 +104,7 @@ cuda_graph = False  # replay forward-backward and update as CUDA graphs, on one 
 seed = 1337  # of the weights and of the order of the data
 
 # several GPUs
-sharding: Literal["zero3", "zero2", "hybrid"] = "zero3"  # zero2: blocks stay gathered; hybrid: see shard_ranks
-shard_ranks: int | None = None  # hybrid: ranks that shard one copy of the model; none: those of one machine
+sharding: Literal["zero3", "zero2", "hybrid"] = "zero3"  # zero2: blocks stay gathered; hybrid: a copy each machine
 sync_every_micro_batch = True  # false: reduce gradients once per step, with all of them in float32 on every rank
 copy_engines: bool | None = None  # communicate by copy engine instead of NCCL; none: where the GPUs can
 timeout = 600.0  # seconds without progress after which the waiting ranks say which one they wait for and end the run
@@ -113,77 +113,35 @@ settings = configure(globals(), sys.argv[1:])
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# Setup: one process a GPU, a rank of world_size; alone, rank 0 of 1 (ranks.py).
-master = rank == 0
-if signal.getsignal(signal.SIGINT) != signal.SIG_IGN:  # a shell's background job ignores Ctrl-C: keep it so
-    signal.signal(signal.SIGINT, lambda *_: os._exit(130))  # until the loop begins there is nothing to save
-
-if device == "auto":
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-if device == "cuda" and not torch.cuda.is_available():
-    stop("--device=cuda, but torch finds no CUDA device: use --device=cpu, or install a torch built for your driver")
+# Setup: one process a GPU, a rank of world_size; alone, rank 0 of 1.
+shutdown = ShutdownHandler()
+device = pick_device(device)
+dtype = pick_dtype(dtype, device)
+compute_dtype = getattr(torch, dtype)
 cuda_graph = cuda_graph and device != "cpu"
-problem = find_problem(globals(), world_size)
-if problem:
-    stop(problem)
+check_settings(globals(), world_size)
 lr_decay_iters = max_iters if lr_decay_iters is None else lr_decay_iters
 min_lr = learning_rate / 10 if min_lr is None else min_lr
-if sharding != "hybrid":
-    shard_ranks = world_size
-elif shard_ranks is None:
-    shard_ranks = distributed.local_world_size
+shard_ranks = distributed.local_world_size if sharding == "hybrid" else world_size  # that share one copy of the model
 micro_steps = gradient_accumulation_steps // world_size
 sync_every_micro_batch = sync_every_micro_batch or world_size == 1
 sequences_per_step = batch_size * gradient_accumulation_steps
 tokens_per_step = sequences_per_step * block_size
 
 torch.set_float32_matmul_precision("high")  # TF32 where something is float32
-if device == "cuda":
-    n_gpus = torch.cuda.device_count()
-    if distributed.local_world_size > n_gpus:
-        stop(
-            f"{distributed.local_world_size} ranks on this machine need a GPU each, but torch finds {n_gpus} CUDA devices"
-        )
-    torch.cuda.set_device(local_rank)
-    memory_stats.let_segments_grow()
-    device = f"cuda:{local_rank}"
-if dtype == "auto" and device == "cpu":
-    dtype = "float32"
-elif dtype == "auto":  # a GPU older than Ampere computes no bfloat16
-    dtype = "bfloat16" if torch.cuda.is_bf16_supported(including_emulation=False) else "float16"
-compute_dtype = getattr(torch, dtype)
 
-out_dir = os.path.expanduser(out_dir)  # a shell leaves the ~ of --out_dir=~/runs as it is
-if convert.holds_weights(out_dir):
-    stop(f"{out_dir} holds published weights, which sample.py would read: name a folder for the run alone")
-try:
-    lock_file = checkpoint.claim(out_dir) if master else None
-except (OSError, ValueError) as error:
-    stop(str(error))
-
-watch, interruption = distributed.meet(device, timeout), distributed.Interruption()
-distributed.must_agree({name: value for name, value in settings.items() if not name.startswith("wandb_")})
-can_copy = collectives.can_copy(device, shard_ranks, offload)
+distributed.init_distributed(device, timeout)
+watchdog = Watchdog(timeout)
+require_same_on_all_ranks({name: value for name, value in settings.items() if not name.startswith("wandb_")})
+out_dir = os.path.expanduser(out_dir)  # a shell does not expand the ~ of --out_dir=~/runs
+lock_file = run_folder.claim(out_dir)
+start = find_start(out_dir, init_from)
+can_copy = copying.can_copy(device, shard_ranks, offload)
 if copy_engines and world_size > 1 and not can_copy:
     stop("copy_engines needs a model's GPUs on one host, where they reach each other's memory, and no offload=all")
 copy_engines = can_copy and copy_engines is not False
 if offload != "none":  # the CPU's cores, of which torchrun gives each rank one
     torch.set_num_threads(max(1, cpu_cores() // distributed.local_world_size))
-
-# Where the run starts from. What is impossible is refused before anything is built.
-checkpoint.require_one_folder(out_dir)
-found = checkpoint.newest_of_all(out_dir)
-restarted = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0))  # torchrun --max-restarts: the same run
-if found and init_from == "scratch" and not restarted:
-    stop(f"{found} is there from an earlier run: --init_from=resume goes on with it, --out_dir=... starts elsewhere")
-published = init_from not in ("auto", "scratch", "resume")  # weights to begin with
-init_from = os.path.expanduser(init_from)
-if published and not found and not convert.holds_weights(init_from):
-    lacks = "has no config.json" if os.path.isdir(init_from) else "is no folder"
-    expected = "auto, scratch, resume, or a folder with Hugging Face's or Meta's weights"
-    stop(f"{init_from!r} {lacks}: init_from is {expected}")
-if not found and init_from == "resume":
-    stop(f"{out_dir} holds no checkpoint to resume: --init_from=scratch starts a new run")
 
 # ----------------------------------------------------------------------------------------------------------------------
 # Data: the batch of a step is a function of (seed, step) alone, so it is the same for any number of ranks and
@@ -192,7 +150,7 @@ folder = os.path.expanduser(dataset).removeprefix("./").removeprefix("data/")
 data_dir = Path(__file__).resolve().parent / "data" / folder
 try:
     if folder.rstrip("/") == "pystdlib":  # the one dataset that needs nothing but Python
-        for mine in (master, local_rank == 0):  # the machines may share the folder, or have one each
+        for mine in (rank == 0, local_rank == 0):  # the machines may share the folder, or have one each
             if mine:
                 prepare_once(data_dir)
             if world_size > 1:
@@ -202,7 +160,7 @@ try:
     n_val_blocks = val_tokens.blocks(block_size)
 except (OSError, ValueError) as error:
     stop(str(error))
-distributed.must_agree({f"the dataset's {name}": value for name, value in train_tokens.meta.items()})
+require_same_on_all_ranks({f"the dataset's {name}": value for name, value in train_tokens.meta.items()})
 end_of_text = train_tokens.meta["end_of_text"]
 if vocab_size is None:
     vocab_size = train_tokens.meta["vocab_size"]
@@ -258,26 +216,18 @@ if fp8 and device != "cpu" and (dtype != "bfloat16" or torch.cuda.get_device_cap
 plan = memory.Plan(**{name: globals()[name] for name in memory.Plan.__dataclass_fields__})
 
 
-def must_fit(n_bytes: float, what: str, cure: str):
-    """Refuses what would need more CPU memory than is free: the system would end the run without a word."""
-    n_bytes *= distributed.local_world_size
-    lacking = distributed.maximum([n_bytes - memory_stats.cpu_available()])[0]
-    if lacking > 0:
-        needed, free = n_bytes / 2**30, (n_bytes - lacking) / 2**30
-        stop(f"{what} {needed:.1f} GiB of CPU memory, and only {free:.1f} GiB are available: {cure}")
-
-
 if device == "cpu":
     plain = replace(config, fused_kernels=False, fused_loss=False)
     step_bytes = 2**30 * memory.peak_gib(plain, replace(plan, offload="none"))
-    must_fit(step_bytes, "a step needs", "use a smaller model (config/baby_llama.py), smaller batches or a GPU")
+    fix = "use a smaller model (config/baby_llama.py), smaller batches or a GPU"
+    require_cpu_memory(step_bytes, "a step needs", fix)
 else:
     offloaded_bytes = sum(part.bytes for part in memory.cpu_parts(config, plan))
-    must_fit(offloaded_bytes, "what is offloaded needs", "offload less, or shard")
+    require_cpu_memory(offloaded_bytes, "what is offloaded needs", "offload less, or shard")
 read_bytes = 16 * micro_steps * batch_size * (block_size + 1)  # int64, read and copied
-must_fit(read_bytes, "the tokens of a step take", "lower gradient_accumulation_steps")
+require_cpu_memory(read_bytes, "the tokens of a step take", "lower gradient_accumulation_steps")
 card_gib = torch.cuda.get_device_properties(device).total_memory / 2**30 if device != "cpu" else None
-sys.excepthook = distributed.last_words(watch, out_dir, lambda: memory.say_out_of_memory(config, plan, card_gib))
+sys.excepthook = make_excepthook(watchdog, out_dir, lambda: memory.say_out_of_memory(config, plan, card_gib))
 
 with torch.device("meta"):
     model = Llama(config).to(compute_dtype)
@@ -286,9 +236,9 @@ if compile:
     for layer in model.layers:
         layer.compile()
 if world_size > 1:
-    mesh = collectives.mesh(device, shard_ranks if sharding == "hybrid" else None, timeout)
+    mesh = distributed.device_mesh(device, sharding == "hybrid", timeout)
     # Gradients are summed over the ranks in float32. NCCL does so only where reduce_dtype says it; the copy engines'
-    # kernel always does, and must be given the bfloat16 gradients unconverted (collectives.py).
+    # kernel always does, and must be given the bfloat16 gradients unconverted (copy_engines.py).
     reduce_dtype = None if plan.copy_engines_reduce else torch.float32
     options = {
         "mesh": mesh,
@@ -296,22 +246,25 @@ if world_size > 1:
         "mp_policy": MixedPrecisionPolicy(reduce_dtype=reduce_dtype, cast_forward_inputs=False),
         "offload_policy": CPUOffloadPolicy(pin_memory=device != "cpu") if offload == "all" else OffloadPolicy(),
     }
-    collectives.shard(model, keep_blocks=sharding == "zero2", **options)
+    copying.shard(model, keep_blocks=sharding == "zero2", **options)
     if copy_engines:
-        collectives.use_copy_engines(model, mesh["shard"].get_group(), reduce=plan.copy_engines_reduce)
+        copying.use_copy_engines(model, mesh["shard"].get_group(), reduce=plan.copy_engines_reduce)
 model.to_empty(device="cpu" if offload == "all" else device)
 model.init_weights(seed, device)
 
 # ----------------------------------------------------------------------------------------------------------------------
-# Optimizer: AdamW with float32 master weights; a bfloat16 parameter is the upper half of one.
+# Optimizer: AdamW with float32 master weights; a bfloat16 parameter is the upper half of one (optimizer.py).
+options = {"betas": (beta1, beta2), "weight_decay": weight_decay}
 try:
-    streamed = StreamedWeights(model, device) if plan.streamed else None  # else FSDP moves them
-    place = OnGPU() if offload == "none" else OnCPU(streamed)
-    rule = AdamW(betas=(beta1, beta2), weight_decay=weight_decay)
-    optimizer = Optimizer(model, rule, place, grad_clip, LossScale() if dtype == "float16" else None)
+    weights = StreamedWeights(model, device) if plan.streamed else None  # else FSDP moves them
+    optimizer = AdamW(model, **options) if offload == "none" else OffloadedAdamW(model, **options, weights=weights)
 except OSError as error:  # of pinned memory, perhaps this rank's alone
     print(f"rank {rank}: --offload={offload}: {error}", file=sys.stderr, flush=True)
     sys.exit(1)
+# float16 holds nothing below 6e-8, where many gradients live: they are computed 2^16 times too large and scaled back.
+# The scale halves when they overflow and doubles after 2,000 steps without.
+loss_scale = 2.0**16 if dtype == "float16" else 1.0
+loss_scale_since = 0  # the step that changed it last
 
 
 def learning_rate_at(step: int) -> float:
@@ -322,93 +275,30 @@ def learning_rate_at(step: int) -> float:
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# Resume
-MODEL_SETTINGS = ("n_layer", "n_head", "n_kv_head", "n_embd", "ffn_dim", "vocab_size", "tie_embeddings", "rope_theta",
-                  "rope_scaling", "norm_eps")  # fmt: skip
-HARMLESS_SETTINGS = ("out_dir", "init_from", "eval_interval", "eval_iters", "log_interval", "keep_last", "wandb_log",
-                     "wandb_project", "wandb_run_name", "device", "compile", "cuda_graph", "sharding", "shard_ranks",
-                     "sync_every_micro_batch", "async_save", "profile", "offload", "copy_engines",
-                     "activation_checkpointing", "offload_activations", "mlp_chunks", "timeout")  # fmt: skip
-first_step, changed, resume_seconds = 0, [], None
+# Restore
+first_step, meta, restored = restore(start, out_dir, optimizer, config, settings, dtype, train_tokens.meta)
+loss_scale_since = first_step
+if meta and dtype == meta["dtype"] == "float16":
+    loss_scale, loss_scale_since = meta["loss_scale"], meta["loss_scale_since"]
+saver = Saver(out_dir, optimizer, keep_last, async_save, memory.cpu_bytes_to_come(config, plan))
 
 
-def refuse_another_model(path: Path, model: dict, tokenizer: str, other: str):
-    # A setting that is newer than the checkpoint had the effect of its default.
-    model = {name: field.default for name, field in LlamaConfig.__dataclass_fields__.items()} | model
-    differing = [name for name in MODEL_SETTINGS if model[name] != getattr(config, name)]
-    if differing:
-        differences = ", ".join(f"{name} {model[name]} (this run: {getattr(config, name)})" for name in differing)
-        flags = " ".join(shlex.quote(f"--{name}={model[name]}") for name in differing)
-        stop(f"{path} has {differences}: pass {flags}, or change {other}")
-    if tokenizer != train_tokens.meta["tokenizer"]:
-        now = train_tokens.meta["tokenizer"]
-        stop(f"{path} was trained on {tokenizer} tokens, {data_dir} holds {now} tokens: change dataset or {other}")
-
-
-if published and not found:
-    try:
-        model_settings, tokenizer = convert.read_config(init_from)
-        if tokenizer is None:  # the user's word is taken for it
-            tokenizer, known = train_tokens.meta["tokenizer"], train_tokens.meta["vocab_size"]
-            said = f"{init_from} does not say its tokenizer, which must be the data's: {tokenizer}, {known:,} tokens"
-            if vocab_size == known != model_settings["vocab_size"]:
-                stop(f"{said}. If so, pass --vocab_size={model_settings['vocab_size']}; else prepare the data with it")
-            print0(said)
-        refuse_another_model(init_from, model_settings, tokenizer, "init_from")
-        convert.load(init_from, optimizer)
-    except (OSError, ValueError) as error:
-        stop(str(error))
-if found:
-    began = time.perf_counter()
-    try:
-        found, meta, damaged = checkpoint.load_newest(
-            out_dir,
-            optimizer,
-            lambda path, meta: refuse_another_model(path, meta["model"], meta["dataset"]["tokenizer"], "out_dir"),
-        )
-    except (OSError, ValueError) as error:
-        stop(str(error))
-    for sentence in damaged:
-        print0(f"{sentence}. Going back to {found}")
-    resume_seconds = time.perf_counter() - began
-    first_step = meta["step"]
-    if dtype == meta["dtype"] == "float16":
-        optimizer.loss_scale.load(meta)
-    was = {"mask_documents": False} | meta["settings"] | {"dtype": meta["dtype"]}  # which older checkpoints lack
-    changed = [
-        f"{name} {was.get(name)} -> {value}"
-        for name, value in (settings | {"dtype": dtype}).items()
-        if was.get(name) != value and name not in HARMLESS_SETTINGS
-    ]
-    if published and settings["init_from"] != was["init_from"]:
-        changed.append(f"init_from {was['init_from']} -> {settings['init_from']} (not read: the run has begun)")
-    changed += [
-        f"the dataset's {name} {meta['dataset'].get(name)} -> {value}"
-        for name, value in train_tokens.meta.items()
-        if meta["dataset"].get(name, value) != value and name not in ("files", "script")
-    ]
-
-
-saver = checkpoint.Saver(out_dir, optimizer, keep_last, async_save, memory.cpu_bytes_to_come(config, plan))
-
-
-def start_saving(step: int, val_loss: float | None):
-    meta = {
+def checkpoint_meta(val_loss: float | None) -> dict:
+    return {
         "val_loss": val_loss,
         "dtype": dtype,
-        "loss_scale": 1.0,
+        "loss_scale": loss_scale,
+        "loss_scale_since": loss_scale_since,
         "model": asdict(config),
         "settings": settings,
         "dataset": train_tokens.meta,
         "versions": log.versions,
-        **(optimizer.loss_scale.state(step) if dtype == "float16" else {}),
     }
-    saver.start(step, meta)
 
 
 # ----------------------------------------------------------------------------------------------------------------------
 # What runs, what will train, what it will take
-log = RunLog(out_dir, device, dtype, tokens_per_step, model.flops_per_token(block_size))
+log = RunLog(out_dir, device, dtype, tokens_per_step, model.flops_per_token(block_size), max_iters, log_interval)
 estimated_gib = memory.peak_gib(config, plan)
 epochs = tokens_per_step * max_iters / len(train_tokens)
 versions = ", ".join(f"{name} {version}" for name, version in log.versions.items())
@@ -427,10 +317,8 @@ if warmup_iters >= max_iters:
     print0("warm-up  ", f"of {warmup_iters:,} steps, as long as the run: the learning rate never reaches its peak")
 if device == "cpu" and model.flops_per_token(block_size) * tokens_per_step > 1e14:
     print0("on a CPU ", "each step will take many minutes: config/baby_llama.py is made for CPUs")
-if published and not found:
-    print0("begins   ", f"with the weights of {init_from}")
-if found:
-    print0("resumes  ", found, *(["with", ", ".join(changed), "changed"] if changed else []))
+for sentence in restored:
+    print0(sentence)
 
 wandb_options = {"project": wandb_project, "name": wandb_run_name, "config": settings} if wandb_log else {}
 try:
@@ -449,13 +337,13 @@ def evaluate() -> float | None:
     total = torch.zeros(2, device=device)  # sum of the losses, number of targets
     chosen = np.arange(n_eval_blocks) * n_val_blocks // n_eval_blocks
     for first in range(0, n_eval_blocks, batch_size * world_size):
-        watch.at(f"step {step}: evaluation")
+        watchdog.progress(f"step {step}: evaluation")
         rows = first + rank * batch_size + np.arange(batch_size)
         try:
             blocks = read(val_tokens, chosen[rows % n_eval_blocks])
         except ValueError as error:
-            interruption.unreadable(error)
-        if interruption.agreed(device):
+            shutdown.data_error(error)
+        if shutdown.requested_anywhere(device):
             return None
         tokens, targets, *starts = to_device(blocks)
         # All ranks run equally many forwards, or FSDP would wait forever: rows past the end are read but do not count.
@@ -475,7 +363,7 @@ def forward_backward(*batch):
     CUDAGraph that records and replays it. The same goes for update.
     """
     loss = model(*batch) / micro_steps
-    optimizer.scale(loss).backward()
+    (loss / optimizer.inverse_loss_scale).backward()  # by a tensor: a CUDA graph replays with what is in it then
     # One micro-batch needs no sum; with sync_every_micro_batch=false FSDP adds them up itself, in float32 too.
     if micro_steps > 1 and sync_every_micro_batch:
         optimizer.accumulate()
@@ -487,21 +375,20 @@ def compute_gradients(step: int):
 
     Then, while the GPU is at work, it reads the next step's into `batches`.
     """
-    global batches, data_seconds
+    global batches
     loss = torch.zeros((), device=device)
     for micro_step, batch in enumerate(batches):
         if not sync_every_micro_batch:
             model.set_requires_gradient_sync(micro_step + 1 == micro_steps)
-        watch.at(f"step {step + 1}: forward and backward")
+        watchdog.progress(f"step {step + 1}: forward and backward")
         loss += forward_backward(*batch)
-    if step + 1 < max_iters and not interruption.bad_data:
-        watch.at(f"step {step + 1}: reading data")
-        began = time.perf_counter()
+    if step + 1 < max_iters and not shutdown.requested:
+        watchdog.progress(f"step {step + 1}: reading data")
         try:
-            batches = get_batches(step + 1)
+            with log.reading():
+                batches = get_batches(step + 1)
         except ValueError as error:
-            interruption.unreadable(error)
-        data_seconds += time.perf_counter() - began
+            shutdown.data_error(error)
     return loss
 
 
@@ -510,11 +397,12 @@ def in_turn(step: int) -> bool:
     return (
         device == "cpu"
         or offload != "none"  # the CPU has waited for the GPU already
+        or dtype == "float16"  # its loss scale depends on the step before
         or step == first_step + 1  # or the first step's compiling would be timed with the second
         or step % eval_interval == 0
         or step == max_iters
-        or (world_size == 1 and interruption.here)
-        or (profile and step - first_step in (7, 10))  # a trace begins and ends between two steps
+        or (world_size == 1 and shutdown.requested)
+        or profiler.at_edge(step - 1)
     )
 
 
@@ -533,62 +421,27 @@ def send_to_cpu(values):
     return wait
 
 
-def stop_without_update(loss: float, grad_norm: float):
-    """Ends a run whose loss or gradients are no numbers any more; waits for a save that is still being written."""
-    if saver.running():
-        watch.rest(f"step {step}: saving")
-        print0(f"step {step:05d} | {saver.outcome()}")
-    before = checkpoint.newest(out_dir)
-    if device != "cpu":
-        torch.cuda.synchronize()  # other ranks wait in collectives that this one has queued
-    clip = "a lower grad_clip" if grad_clip else "--grad_clip=1"
-    stop(
-        f"step {step + 1}: the loss is {loss} and the gradient norm {grad_norm}, so the weights were not updated. "
-        f"Try a lower learning_rate, a longer warmup_iters or {clip}, "
-        + (f"from {before} with --init_from=resume" if before else "from the start: no checkpoint was saved yet")
-    )
+def update():
+    """Clips, moves the weights and frees the gradients; returns their norm."""
+    grad_norm = optimizer.update(grad_clip)
+    optimizer.zero_grad()
+    return grad_norm
 
 
-def traced(profiler):
-    torch.profiler.tensorboard_trace_handler(f"{out_dir}/profile", worker_name=f"rank{rank}")(profiler)
-    memory_stats.dump(Path(out_dir) / "profile" / f"rank{rank}.memory.pickle")
-    traces = "*.json for https://ui.perfetto.dev or TensorBoard"
-    if device != "cpu":
-        traces += ", *.pickle, what was in memory, for https://pytorch.org/memory_viz"
-    print0(f"step {step:05d} | three steps traced to {out_dir}/profile: {traces}")
-
-
-interruption.listen()
+shutdown.listen()
 val_loss = None
 step = first_step  # how many are done
-stopping = 0  # the signal that ends the run, or BAD_DATA: the same on all ranks
-if found and meta["val_loss"] is None and (step % eval_interval == 0 or step == max_iters):  # a signal came instead
-    val_loss = evaluate()
-    if val_loss is None:
-        stopping = interruption.agreed(device)
-    else:
-        checkpoint.set_val_loss(found, val_loss)
-        log.record({"step": step, "val_loss": val_loss})
-        print0(f"step {step:05d} | val loss {val_loss:.4f} ({n_eval_blocks} blocks)")
-logged_at, logged_step, peak_gib = time.perf_counter(), first_step, None
-data_seconds = 0.0  # spent reading, while the GPU works, since the last log line; the slowest rank's is shown
-profiler = torch.profiler.profile(
-    # three steps, after the kernels have been compiled and the allocator has settled
-    schedule=torch.profiler.schedule(wait=5, warmup=2, active=3, repeat=1),
-    on_trace_ready=traced,
-)
-memory_stats.record_history()  # for ten steps, 2 us an allocation: most runs that do not fit find out in the first
+stopping = False  # a rank has a signal or a data error: the same on all ranks
+profiler = Profiler(out_dir, first_step, enabled=profile)
 if step == max_iters:
-    print0(f"nothing left to do: {found} is at step {step}, max_iters is {max_iters}. ", end="")
+    print0(f"nothing left to do: {start} is at step {step}, max_iters is {max_iters}. ", end="")
     print0("A larger --max_iters trains on, another --out_dir starts a run of its own")
-elif not stopping:
+else:
     try:
         batches = get_batches(step)
     except ValueError as error:
-        print(f"rank {rank}: {error}", file=sys.stderr, flush=True)
+        shutdown.data_error(error)
         sys.exit(1)
-    if profile:
-        profiler.start()
 # The GPU must not wait for the CPU. So once a step's update is queued, the next step's forward and backward are queued
 # behind it, and only then does the CPU ask for this step's numbers:
 #
@@ -597,97 +450,72 @@ elif not stopping:
 #
 # Not always: see in_turn. If the numbers end the run, what was queued is dropped.
 ahead = None  # the loss of the next step, where that is queued
-update = optimizer.update
-scale_on_device = optimizer.loss_scale.scale if dtype == "float16" else torch.ones((), device=device)
-loss_scale = scale_on_device.item()
 while step < max_iters and not stopping:
-    started = time.perf_counter()
-    optimizer.lr.fill_(learning_rate_at(step))
+    # A rank's gradients are world_size times its share of the step's, until FSDP averages them: float16 must hold them.
+    optimizer.set_step(learning_rate_at(step), loss_scale / world_size if dtype == "float16" else 1.0)
     loss_on_device = ahead if ahead is not None else compute_gradients(step)
-    watch.at(f"step {step + 1}: update")
+    watchdog.progress(f"step {step + 1}: update")
     saver.wait_for_copy()
     grad_norm = update()
     # Ctrl-C may reach the ranks at different steps: one is enough, and here all learn of it at the same step.
-    totals = torch.stack([loss_on_device, torch.full_like(loss_on_device, float(interruption.here))])
+    totals = torch.stack([loss_on_device, torch.full_like(loss_on_device, float(shutdown.requested))])
     if world_size > 1:
         dist.all_reduce(totals)
         totals /= world_size
     # To log another number of the GPU's, add it to this stack and pass it to log.line as name=number.
-    wait_for_numbers = send_to_cpu(torch.stack([*totals, grad_norm.to(device), scale_on_device.to(device)]))
+    wait_for_numbers = send_to_cpu(torch.stack([*totals, grad_norm.to(device)]))
     if cuda_graph and step == first_step:  # the first step was an ordinary one: it has compiled and allocated
         forward_backward, update = CUDAGraph(forward_backward), CUDAGraph(update)
     ahead = None if in_turn(step + 1) else compute_gradients(step + 1)
-    watch.at(f"step {step + 1}: waiting for the GPU")
-    loss, stopping, grad_norm, new_scale = wait_for_numbers()
-    overflowed = math.isfinite(loss) and new_scale < loss_scale
-    loss_scale = new_scale
-    if overflowed:
+    watchdog.progress(f"step {step + 1}: waiting for the GPU")
+    loss, stopping, grad_norm = wait_for_numbers()
+    if math.isfinite(grad_norm):
+        optimizer.updates += 1
+        if dtype == "float16" and step - loss_scale_since >= 2000:
+            loss_scale, loss_scale_since = loss_scale * 2, step
+    elif math.isfinite(loss) and dtype == "float16" and loss_scale > 1:
+        loss_scale, loss_scale_since = loss_scale / 2, step
         print0(f"step {step + 1:05d} | float16 overflowed: weights not updated, loss scale now {loss_scale:g}")
-    elif not math.isfinite(grad_norm):
-        stop_without_update(loss, grad_norm)
+    else:
+        watchdog.pause(f"step {step}: saving")
+        saver.finish(step)
+        stop_not_finite(step + 1, loss, grad_norm, grad_clip, run_folder.newest(out_dir))
     step += 1
-    log.step_seconds.append(time.perf_counter() - started)
-    if profile and step <= first_step + 10:
-        profiler.step()
-    if step == first_step + 10:
-        memory_stats.stop_history()
-
-    if step % log_interval == 0 or step in (first_step + 10, max_iters):  # the tenth: soon, as a sign of life
-        now = time.perf_counter()
-        seconds = (now - logged_at) / (step - logged_step)
-        # Asked on the CPU: the GPU is busy with the next step already.
-        used_gib = memory_stats.used_gib(device) + collectives.buffer_bytes / 2**30
-        peak_gib, data_ms = distributed.maximum([used_gib, 1000 * data_seconds / (step - logged_step)])
-        logged_at, logged_step, data_seconds = now, step, 0.0
-        log.line(step, max_iters, loss, learning_rate_at(step - 1), grad_norm, seconds, peak_gib, data_ms)
-
-    if saver.done():
-        print0(f"step {step:05d} | {saver.outcome()}")
+    log.step(step, loss, learning_rate_at(step - 1), grad_norm)
+    profiler.step(step)
+    saver.report(step)
     if stopping or step % eval_interval == 0 or step == max_iters:
-        began = time.perf_counter()
-        val_loss = evaluate() if not stopping else None
-        if val_loss is not None:
-            log.record({"step": step, "val_loss": val_loss})
-        stopping = interruption.agreed(device)
-        result = "interrupted" if val_loss is None else f"val loss {val_loss:.4f} ({n_eval_blocks} blocks)"
-        kept = "nothing saved"
-        if keep_last:
-            watch.rest(f"step {step}: saving")  # a disk may take longer than a step
-            if saver.running():
-                print0(f"step {step:05d} | {saver.outcome()}")
-            start_saving(step, val_loss)
-            last = stopping or step == max_iters
-            kept = saver.outcome() if last or saver.done() else "saving"
-        print0(f"step {step:05d} | {result} | {kept}")
-        logged_at += time.perf_counter() - began  # not the training's time
+        with log.paused():
+            val_loss = evaluate() if not stopping else None
+            if val_loss is not None:
+                log.record({"step": step, "val_loss": val_loss})
+            stopping = stopping or shutdown.requested_anywhere(device)
+            result = "interrupted" if val_loss is None else f"val loss {val_loss:.4f} ({n_eval_blocks} blocks)"
+            watchdog.pause(f"step {step}: saving")  # a disk may take longer than a step
+            kept = saver.save(step, checkpoint_meta(val_loss), wait=stopping or step == max_iters)
+            print0(f"step {step:05d} | {result} | {kept}")
 
 # ----------------------------------------------------------------------------------------------------------------------
 # The end
-watch.rest("ending")
+watchdog.pause("ending")
+profiler.stop()
 if stopping and keep_last and (step < max_iters or val_loss is None):
-    cure = "prepare the data again, then " if stopping == interruption.BAD_DATA else ""
-    print0(f"{cure}run the same command again to resume")
-if profile and first_step < step < first_step + 10:
-    profiler.stop()
-    print0("the profile is incomplete: it traces the eighth to tenth step of a run, and this one ended sooner")
+    print0("run the same command again to resume")
 if step == max_iters and val_loss is not None:
     log.summary(
-        peak_gib, val_loss, val_tokens if n_eval_blocks == n_val_blocks else None,
+        val_loss, val_tokens if n_eval_blocks == n_val_blocks else None,
         settings=settings, n_params=n_params, estimated_gib=estimated_gib,
         reserved_gib=torch.cuda.max_memory_reserved() / 2**30 if device != "cpu" else None,
-        save_seconds=saver.seconds, resume_seconds=resume_seconds,
+        save_seconds=saver.seconds, resume_seconds=meta and meta["resume_seconds"],
     )  # fmt: skip
     if keep_last and not saver.error:
         print0(f"next: python sample.py --out_dir={shlex.quote(out_dir)}")
 log.close()
-if master:
-    lock_file.close()
-code = 128 + stopping if stopping else 0  # as if the signal had ended it, for whoever started it
-if stopping == interruption.BAD_DATA:
-    code = 1
+lock_file.close()
+code = shutdown.exit_code
 if saver.error:
-    before = "the one before" if checkpoint.newest(out_dir) else "the start"
+    before = "the one before" if run_folder.newest(out_dir) else "the start"
     print0(f"the last checkpoint was not written ({saver.error}). Fix that; the same command continues from {before}")
     code = 1
-watch.stop()
-distributed.part(code)
+watchdog.stop()
+distributed.shutdown(code)

@@ -21,9 +21,10 @@ from dataclasses import replace
 from pathlib import Path
 
 from benchmarks import report, step
-from configurator import SettingError, find_problem, preview, read, spell
+from configurator import SettingError, preview, read, spell
 from model import LlamaConfig
 from runtime import memory
+from runtime.check_settings import find_problem
 from runtime.memory import GIB, Plan
 
 CARDS = {  # GiB, as PyTorch reports them (total_memory): less than the makers' GB
@@ -116,10 +117,9 @@ def situation(path: str, world_size: int, settings: dict) -> tuple[LlamaConfig, 
         raise ValueError(str(error)) from None
     if said["vocab_size"] is None:
         raise ValueError(f"{path} leaves vocab_size to its dataset: say --vocab_size=...")
+    one_host = world_size if world_size <= 8 else math.gcd(world_size, 8)  # a host has 8
+    said["shard_ranks"] = one_host if said["sharding"] == "hybrid" else world_size
     refuse(said, world_size)
-    if said["shard_ranks"] is None:  # train.py's: all of them, or those of one host, which has 8
-        one_host = world_size if world_size <= 8 else math.gcd(world_size, 8)
-        said["shard_ranks"] = one_host if said["sharding"] == "hybrid" else world_size
     said["dtype"] = "bfloat16" if said["dtype"] == "auto" else said["dtype"]
     said["copy_engines"] = said["copy_engines"] is not False
     said |= {"world_size": world_size, "micro_steps": said["gradient_accumulation_steps"] // world_size}
