@@ -30,7 +30,7 @@ from data.tokens import Tokens, cpu_cores, prepare_once
 from model import Llama, LlamaConfig, document_starts
 from optimizers.driver import AdamW
 from optimizers.on_cpu import OffloadedAdamW
-from runtime import checkpoint, distributed, memory, memory_stats
+from runtime import checkpoint, distributed, memory, memory_advice, memory_stats
 from runtime import copy_engines as collectives
 from runtime.cuda_graph import CUDAGraph
 from runtime.distributed import local_rank, print0, rank, stop, world_size
@@ -251,7 +251,7 @@ except ValueError as error:
     stop(str(error))
 if fp8 and device != "cpu" and (dtype != "bfloat16" or torch.cuda.get_device_capability() < (8, 9)):
     stop("fp8 needs dtype bfloat16 and a GPU of compute capability 8.9 or more, RTX 40, L4, H100 or newer: --fp8=false")
-plan = memory.Plan(**{name: globals()[name] for name in memory.Plan.__dataclass_fields__})
+plan = memory.RunShape(**{name: globals()[name] for name in memory.RunShape.__dataclass_fields__})
 
 
 def must_fit(n_bytes: float, what: str, cure: str):
@@ -264,16 +264,16 @@ def must_fit(n_bytes: float, what: str, cure: str):
 
 
 if device == "cpu":
-    plain = replace(config, fused_kernels=False, fused_loss=False)
-    step_bytes = 2**30 * memory.peak_gib(plain, replace(plan, offload="none"))
+    plain = replace(plan, fused_kernels=False, fused_loss=False, offload="none")
+    step_bytes = 2**30 * memory.peak_gib(config, plain)
     must_fit(step_bytes, "a step needs", "use a smaller model (config/baby_llama.py), smaller batches or a GPU")
 else:
-    offloaded_bytes = sum(part.bytes for part in memory.cpu_parts(config, plan))
+    offloaded_bytes = sum(part.bytes for part in memory_advice.cpu_parts(config, plan))
     must_fit(offloaded_bytes, "what is offloaded needs", "offload less, or shard")
 read_bytes = 16 * micro_steps * batch_size * (block_size + 1)  # int64, read and copied
 must_fit(read_bytes, "the tokens of a step take", "lower gradient_accumulation_steps")
 card_gib = torch.cuda.get_device_properties(device).total_memory / 2**30 if device != "cpu" else None
-sys.excepthook = distributed.last_words(watch, out_dir, lambda: memory.say_out_of_memory(config, plan, card_gib))
+sys.excepthook = distributed.last_words(watch, out_dir, lambda: memory_advice.out_of_memory_message(config, plan, card_gib))
 
 with torch.device("meta"):
     model = Llama(config).to(compute_dtype)
@@ -388,7 +388,7 @@ if found:
     ]
 
 
-saver = checkpoint.Saver(out_dir, optimizer, keep_last, async_save, memory.cpu_bytes_to_come(config, plan))
+saver = checkpoint.Saver(out_dir, optimizer, keep_last, async_save, memory_advice.cpu_bytes_to_come(config, plan))
 
 
 def start_saving(step: int, val_loss: float | None):

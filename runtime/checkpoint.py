@@ -33,7 +33,7 @@ from torch.torch_version import TorchVersion
 from data.tokens import lock, write_json
 from model import Llama, LlamaConfig
 from optimizers.driver import AdamW, local, sum_of_bits
-from runtime import memory, memory_stats
+from runtime import memory_advice, memory_stats
 from runtime.distributed import local_world_size, maximum, must_agree, print0, rank, unequal, worker_thread
 
 # A lone process is not a mistake.
@@ -176,7 +176,7 @@ class Saver:
         self.error: str | None = None  # why the last checkpoint was not written
         self.stream = torch.cuda.Stream() if torch.cuda.is_initialized() else None
         mine = [local(x) for x in optimizer.like_tensors(lambda x: x).values()]
-        n_bytes = sum(memory.pinned(x.nbytes) if x.is_cuda and x.numel() else x.nbytes for x in mine)
+        n_bytes = sum(memory_advice.pinned(x.nbytes) if x.is_cuda and x.numel() else x.nbytes for x in mine)
         # All ranks agree before any of them allocates: else the kernel's out-of-memory killer would end the run.
         there = maximum([(n_bytes + spoken_for) * local_world_size - memory_stats.cpu_available()])[0] <= 0
         # Pinning 15 GB takes seconds: the thread does it while the first steps run.

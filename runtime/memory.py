@@ -31,6 +31,7 @@ from typing import NamedTuple
 import torch
 
 from model import Llama, LlamaConfig, triton_suits
+from runtime.recompute import chunks_of_mlp, groups_of_sequences, loss_options
 
 GIB = 2**30
 CUBLAS_WORKSPACES = 2**26  # bytes on Hopper: 32 MiB each for forward and backward
@@ -121,11 +122,6 @@ def state_bytes(parameter: torch.Tensor, run: RunShape) -> int:
     return (8 + master) * parameter.numel()
 
 
-def executed(c: LlamaConfig, run: RunShape) -> LlamaConfig:
-    names = ("fused_kernels", "activation_checkpointing", "mlp_chunks", "offload_activations")
-    return replace(c, **{name: getattr(run, name) for name in names})
-
-
 class Group(NamedTuple):
     """Parameters that are gathered, computed and reduced together: their number, and bytes of each kind."""
 
@@ -206,7 +202,7 @@ def loss_parts(c: LlamaConfig, run: RunShape, n_tokens: int) -> tuple[Part, Part
         sizes = 8 + itemsize * (itemsize < 4), 12
         how = f"bytes x {n_tokens:,} tokens x {c.vocab_size:,} logits"
         return tuple(Part("loss head", size * n_tokens * c.vocab_size + normed, f"{size} {how}") for size in sizes)
-    options = executed(c, run).loss_chunking(n_tokens, run.compute_dtype)
+    options = loss_options(n_tokens, run.compute_dtype, c.vocab_size, run.activation_checkpointing)
     chunk = min(options["chunk_tokens"], n_tokens)
     logits = itemsize * -(-c.vocab_size // 16) * 16 * chunk
     if chunk == n_tokens and run.dtype != "float16":  # the head's gradient is made in backward, from the logits
@@ -247,11 +243,12 @@ class Step:
         # a tied head's gradient waits on the GPU for the embedding's; an untied one's may have gone to the CPU
         self.head_waits = not self.apart and not (self.gradients_leave and not c.tie_embeddings)
         # full checkpointing: a few sequences at a time pass through a block, their tokens through the MLP in slices
-        as_run, self.n_tokens = executed(c, run), run.batch_size * c.block_size
-        in_groups = run.activation_checkpointing == "full" and not run.compile
-        self.n_groups = as_run.groups_of_sequences(run.batch_size, c.block_size) if in_groups else 1
+        mode, how = run.activation_checkpointing, (run.mlp_chunks, run.fused_kernels)
+        in_groups = mode == "full" and not run.compile
+        self.n_tokens = run.batch_size * c.block_size
+        self.n_groups = groups_of_sequences(run.batch_size, c.block_size, c.n_embd, *how) if in_groups else 1
         self.group_tokens = -(-run.batch_size // self.n_groups) * c.block_size
-        self.chunks = as_run.chunks_of_mlp(self.group_tokens)
+        self.chunks = chunks_of_mlp(self.group_tokens, c.n_embd, mode, *how)
 
     def always(self) -> list[Part]:
         run, ranks = self.run, self.run.shard_ranks
