@@ -256,7 +256,7 @@ class Step:
         if run.offload != "all":
             found += counted("compute weights", "weights", (1, self.all), ranks=ranks)
         if run.offload == "none":
-            found += counted("optimizer states", "states", (1, self.all), ranks=ranks)
+            found += counted("masters and optimizer states", "states", (1, self.all), ranks=ranks)
         if run.copy_engines_gather:  # copy_engines.py; embedding and head share theirs
             blocks, ends = (5, 2) if run.copy_engines_reduce else (3, 1)
             found += counted("buffers of the copy engines", "weights", (blocks, self.block), (ends, self.last))

@@ -36,7 +36,7 @@ def cpu_parts(config: LlamaConfig, run: RunShape) -> list[Part]:
     """What a rank keeps in the CPU's memory."""
     step, found = Step(config, run), []
     if run.offload != "none":
-        found += counted("optimizer states", "states", (1, step.all), ranks=run.shard_ranks)
+        found += counted("masters and optimizer states", "states", (1, step.all), ranks=run.shard_ranks)
         if run.micro_steps > 1:
             found += counted("gradient accumulators", "wide", (1, step.all), ranks=run.shard_ranks)
         (gradients,) = counted("gradients", "gradients", (1, step.all), ranks=run.shard_ranks)
