@@ -26,7 +26,7 @@ import torch
 from configurator import SettingError, check
 from data.tokenizer import end_of_text, get_tokenizer
 from model import ROPE_SCALING_KEYS, Llama, LlamaConfig, fill
-from optimizers.driver import AdamW
+from optimizers.optimizer import Optimizer
 from runtime import checkpoint
 
 NAMES = {  # our name -> Hugging Face's names of what is stacked in it
@@ -179,7 +179,7 @@ def read_special_tokens(folder: Path, end: int) -> tuple[int, set[int]]:
     }
 
 
-def load(folder: Path, optimizer: AdamW) -> None:
+def load(folder: Path, optimizer: Optimizer) -> None:
     """Fills an optimizer and the weights of its model, sharded in any way: no rank holds more than one whole.
 
     Raises ValueError if a weight is missing, is not finite or has another shape or dtype, or if there are more than the

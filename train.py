@@ -28,8 +28,11 @@ import convert
 from configurator import configure, find_problem
 from data.tokens import Tokens, cpu_cores, prepare_once
 from model import Llama, LlamaConfig, document_starts
-from optimizers.driver import AdamW
-from optimizers.on_cpu import OffloadedAdamW
+from optimizers.adamw import AdamW
+from optimizers.loss_scale import LossScale
+from optimizers.on_cpu import OnCPU
+from optimizers.on_gpu import OnGPU
+from optimizers.optimizer import Optimizer
 from runtime import checkpoint, distributed, memory, memory_advice, memory_stats
 from runtime import copy_engines as collectives
 from runtime.cuda_graph import CUDAGraph
@@ -299,18 +302,15 @@ model.to_empty(device="cpu" if offload == "all" else device)
 model.init_weights(seed, device)
 
 # ----------------------------------------------------------------------------------------------------------------------
-# Optimizer: AdamW with float32 master weights; a bfloat16 parameter is the upper half of one (optimizer.py).
-options = {"betas": (beta1, beta2), "weight_decay": weight_decay}
+# Optimizer: AdamW with float32 master weights; a bfloat16 parameter is the upper half of one.
 try:
-    weights = StreamedWeights(model, device) if plan.streamed else None  # else FSDP moves them
-    optimizer = AdamW(model, **options) if offload == "none" else OffloadedAdamW(model, **options, weights=weights)
+    streamed = StreamedWeights(model, device) if plan.streamed else None  # else FSDP moves them
+    place = OnGPU() if offload == "none" else OnCPU(streamed)
+    rule = AdamW(betas=(beta1, beta2), weight_decay=weight_decay)
+    optimizer = Optimizer(model, rule, place, grad_clip, LossScale() if dtype == "float16" else None)
 except OSError as error:  # of pinned memory, perhaps this rank's alone
     print(f"rank {rank}: --offload={offload}: {error}", file=sys.stderr, flush=True)
     sys.exit(1)
-# float16 holds nothing below 6e-8, where many gradients live: they are computed 2^16 times too large and scaled back.
-# The scale halves when they overflow and doubles after 2,000 steps without.
-loss_scale = 2.0**16 if dtype == "float16" else 1.0
-loss_scale_since = 0  # the step that changed it last
 
 
 def learning_rate_at(step: int) -> float:
@@ -370,9 +370,9 @@ if found:
     for sentence in damaged:
         print0(f"{sentence}. Going back to {found}")
     resume_seconds = time.perf_counter() - began
-    first_step = loss_scale_since = meta["step"]
+    first_step = meta["step"]
     if dtype == meta["dtype"] == "float16":
-        loss_scale, loss_scale_since = meta["loss_scale"], meta["loss_scale_since"]
+        optimizer.loss_scale.load(meta)
     was = {"mask_documents": False} | meta["settings"] | {"dtype": meta["dtype"]}  # which older checkpoints lack
     changed = [
         f"{name} {was.get(name)} -> {value}"
@@ -395,12 +395,12 @@ def start_saving(step: int, val_loss: float | None):
     meta = {
         "val_loss": val_loss,
         "dtype": dtype,
-        "loss_scale": loss_scale,
-        "loss_scale_since": loss_scale_since,
+        "loss_scale": 1.0,
         "model": asdict(config),
         "settings": settings,
         "dataset": train_tokens.meta,
         "versions": log.versions,
+        **(optimizer.loss_scale.state(step) if dtype == "float16" else {}),
     }
     saver.start(step, meta)
 
@@ -474,7 +474,7 @@ def forward_backward(*batch):
     CUDAGraph that records and replays it. The same goes for update.
     """
     loss = model(*batch) / micro_steps
-    (loss / optimizer.inverse_loss_scale).backward()  # by a tensor: a CUDA graph replays with what is in it then
+    optimizer.scale(loss).backward()
     # One micro-batch needs no sum; with sync_every_micro_batch=false FSDP adds them up itself, in float32 too.
     if micro_steps > 1 and sync_every_micro_batch:
         optimizer.accumulate()
@@ -509,7 +509,6 @@ def in_turn(step: int) -> bool:
     return (
         device == "cpu"
         or offload != "none"  # the CPU has waited for the GPU already
-        or dtype == "float16"  # its loss scale depends on the step before
         or step == first_step + 1  # or the first step's compiling would be timed with the second
         or step % eval_interval == 0
         or step == max_iters
@@ -531,13 +530,6 @@ def send_to_cpu(values):
         return values.tolist()
 
     return wait
-
-
-def update():
-    """Clips, moves the weights and frees the gradients; returns their norm."""
-    grad_norm = optimizer.update(grad_clip)
-    optimizer.zero_grad()
-    return grad_norm
 
 
 def stop_without_update(loss: float, grad_norm: float):
@@ -604,10 +596,12 @@ elif not stopping:
 #
 # Not always: see in_turn. If the numbers end the run, what was queued is dropped.
 ahead = None  # the loss of the next step, where that is queued
+update = optimizer.update
+scale_on_device = optimizer.loss_scale.scale if dtype == "float16" else torch.ones((), device=device)
+loss_scale = scale_on_device.item()
 while step < max_iters and not stopping:
     started = time.perf_counter()
-    # A rank's gradients are world_size times its share of the step's, until FSDP averages them: float16 must hold them.
-    optimizer.set_step(learning_rate_at(step), loss_scale / world_size if dtype == "float16" else 1.0)
+    optimizer.lr.fill_(learning_rate_at(step))
     loss_on_device = ahead if ahead is not None else compute_gradients(step)
     watch.at(f"step {step + 1}: update")
     saver.wait_for_copy()
@@ -618,20 +612,17 @@ while step < max_iters and not stopping:
         dist.all_reduce(totals)
         totals /= world_size
     # To log another number of the GPU's, add it to this stack and pass it to log.line as name=number.
-    wait_for_numbers = send_to_cpu(torch.stack([*totals, grad_norm.to(device)]))
+    wait_for_numbers = send_to_cpu(torch.stack([*totals, grad_norm.to(device), scale_on_device.to(device)]))
     if cuda_graph and step == first_step:  # the first step was an ordinary one: it has compiled and allocated
         forward_backward, update = CUDAGraph(forward_backward), CUDAGraph(update)
     ahead = None if in_turn(step + 1) else compute_gradients(step + 1)
     watch.at(f"step {step + 1}: waiting for the GPU")
-    loss, stopping, grad_norm = wait_for_numbers()
-    if math.isfinite(grad_norm):
-        optimizer.updates += 1
-        if dtype == "float16" and step - loss_scale_since >= 2000:
-            loss_scale, loss_scale_since = loss_scale * 2, step
-    elif math.isfinite(loss) and dtype == "float16" and loss_scale > 1:
-        loss_scale, loss_scale_since = loss_scale / 2, step
+    loss, stopping, grad_norm, new_scale = wait_for_numbers()
+    overflowed = math.isfinite(loss) and new_scale < loss_scale
+    loss_scale = new_scale
+    if overflowed:
         print0(f"step {step + 1:05d} | float16 overflowed: weights not updated, loss scale now {loss_scale:g}")
-    else:
+    elif not math.isfinite(grad_norm):
         stop_without_update(loss, grad_norm)
     step += 1
     log.step_seconds.append(time.perf_counter() - started)

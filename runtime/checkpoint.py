@@ -32,7 +32,8 @@ from torch.torch_version import TorchVersion
 
 from data.tokens import lock, write_json
 from model import Llama, LlamaConfig
-from optimizers.driver import AdamW, local, sum_of_bits
+from optimizers.optimizer import Optimizer, sum_of_bits
+from optimizers.place import local
 from runtime import memory_advice, memory_stats
 from runtime.distributed import local_world_size, maximum, must_agree, print0, rank, unequal, worker_thread
 
@@ -165,7 +166,7 @@ class Saver:
     spoken_for: bytes of CPU memory that this rank will take later.
     """
 
-    def __init__(self, out_dir: str, optimizer: AdamW, keep_last: int, beside: bool = True, spoken_for: float = 0):
+    def __init__(self, out_dir: str, optimizer: Optimizer, keep_last: int, beside: bool = True, spoken_for: float = 0):
         self.out_dir, self.optimizer, self.keep_last = Path(out_dir), optimizer, keep_last
         # A group of its own: the writing thread's collectives must not mix with the main thread's.
         self.group = (
@@ -175,8 +176,8 @@ class Saver:
         self.future, self.copied, self.seconds = None, None, 0.0  # seconds: what saving has cost the main thread
         self.error: str | None = None  # why the last checkpoint was not written
         self.stream = torch.cuda.Stream() if torch.cuda.is_initialized() else None
-        mine = [local(x) for x in optimizer.like_tensors(lambda x: x).values()]
-        n_bytes = sum(memory_advice.pinned(x.nbytes) if x.is_cuda and x.numel() else x.nbytes for x in mine)
+        mine = optimizer.like_tensors(lambda x, dtype: (local(x).numel() * dtype.itemsize, local(x).is_cuda)).values()
+        n_bytes = sum(memory_advice.pinned(n) if cuda and n else n for n, cuda in mine)
         # All ranks agree before any of them allocates: else the kernel's out-of-memory killer would end the run.
         there = maximum([(n_bytes + spoken_for) * local_world_size - memory_stats.cpu_available()])[0] <= 0
         # Pinning 15 GB takes seconds: the thread does it while the first steps run.
@@ -190,7 +191,9 @@ class Saver:
 
     def _copies(self):
         try:
-            return self.optimizer.like_tensors(lambda x: torch.empty_like(x, device="cpu", pin_memory=local(x).is_cuda))
+            return self.optimizer.like_tensors(
+                lambda x, dtype: torch.empty_like(x, dtype=dtype, device="cpu", pin_memory=local(x).is_cuda)
+            )
         except RuntimeError as error:
             print(
                 f"training will pause while a checkpoint is written: {self.needed} ({_reason(error)})",
@@ -377,7 +380,7 @@ def set_val_loss(path: Path, val_loss: float) -> None:
         print0(f"{path}: {_reason(error)}")
 
 
-def load_newest(out_dir: str, optimizer: AdamW, refuse: Callable) -> tuple[Path, dict, list[str]]:
+def load_newest(out_dir: str, optimizer: Optimizer, refuse: Callable) -> tuple[Path, dict, list[str]]:
     """Fills an optimizer and the weights of its model, sharded in any way, from the newest checkpoint that is whole.
 
     refuse(path, meta) is called before the tensors are read. Returns path, meta and what was wrong with newer ones,

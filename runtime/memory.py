@@ -25,12 +25,16 @@ allocates (max_memory_allocated): the CUDA context, NCCL's buffers and the alloc
 compile=true is counted like the fused kernels, though a compiler plans for itself.
 """
 
+import math
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import torch
 
 from model import Llama, LlamaConfig, triton_suits
+from optimizers.adamw import AdamW
+from optimizers.on_cpu import OnCPU
+from optimizers.on_gpu import OnGPU
 from runtime.recompute import chunks_of_mlp, groups_of_sequences, loss_options
 
 GIB = 2**30
@@ -114,12 +118,12 @@ def n_params(c: LlamaConfig) -> tuple[int, int]:
 
 
 def state_bytes(parameter: torch.Tensor, run: RunShape) -> int:
-    """Bytes that the optimizer keeps of a parameter: two float32 moments and what its master weight takes beside it."""
-    if run.offload == "none" or (run.offload == "all" and parameter.dtype == torch.float32):
-        master = {torch.float32: 0, torch.bfloat16: 2, torch.float16: 4}[parameter.dtype]
-    else:
-        master = 4
-    return (8 + master) * parameter.numel()
+    """Bytes of the optimizer's states of a parameter, and of what the place keeps of its float32 master."""
+    master = (OnGPU if run.offload == "none" else OnCPU).master_dtype(
+        parameter.dtype, beside=run.offload != "optimizer"
+    )
+    states = [math.prod(shape) * dtype.itemsize for shape, dtype in AdamW().states(parameter).values()]
+    return sum(states) + (master.itemsize * parameter.numel() if master else 0)
 
 
 class Group(NamedTuple):
