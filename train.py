@@ -27,6 +27,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, Offlo
 import convert
 from configurator import configure, find_problem
 from data.tokens import Tokens, cpu_cores, prepare_once
+from kernels import use_fp8
 from model import Llama, LlamaConfig, document_starts
 from optimizers.driver import AdamW
 from optimizers.on_cpu import OffloadedAdamW
@@ -34,6 +35,7 @@ from runtime import checkpoint, distributed, memory, memory_stats
 from runtime import copy_engines as collectives
 from runtime.cuda_graph import CUDAGraph
 from runtime.distributed import local_rank, print0, rank, stop, world_size
+from runtime.recompute import recompute
 from runtime.run_log import RunLog
 from runtime.stream_weights import StreamedWeights
 
@@ -247,10 +249,14 @@ def get_batches(step: int):
 # Model: shapes first, on no device; then sharded; then memory; then weights. No rank ever holds the whole model.
 try:
     config = LlamaConfig(**{name: globals()[name] for name in LlamaConfig.__dataclass_fields__})
+    with torch.device("meta"):
+        model = Llama(config).to(compute_dtype)
+    model.set_operations(fused_kernels, fused_loss, attention)
+    if fp8:
+        use_fp8(model, device)
+    recompute(model, activation_checkpointing, mlp_chunks, offload_activations)
 except ValueError as error:
     stop(str(error))
-if fp8 and device != "cpu" and (dtype != "bfloat16" or torch.cuda.get_device_capability() < (8, 9)):
-    stop("fp8 needs dtype bfloat16 and a GPU of compute capability 8.9 or more, RTX 40, L4, H100 or newer: --fp8=false")
 plan = memory.Plan(**{name: globals()[name] for name in memory.Plan.__dataclass_fields__})
 
 
@@ -264,8 +270,8 @@ def must_fit(n_bytes: float, what: str, cure: str):
 
 
 if device == "cpu":
-    plain = replace(config, fused_kernels=False, fused_loss=False)
-    step_bytes = 2**30 * memory.peak_gib(plain, replace(plan, offload="none"))
+    plain = replace(plan, fused_kernels=False, fused_loss=False, offload="none")
+    step_bytes = 2**30 * memory.peak_gib(config, plain)
     must_fit(step_bytes, "a step needs", "use a smaller model (config/baby_llama.py), smaller batches or a GPU")
 else:
     offloaded_bytes = sum(part.bytes for part in memory.cpu_parts(config, plan))
@@ -275,8 +281,6 @@ must_fit(read_bytes, "the tokens of a step take", "lower gradient_accumulation_s
 card_gib = torch.cuda.get_device_properties(device).total_memory / 2**30 if device != "cpu" else None
 sys.excepthook = distributed.last_words(watch, out_dir, lambda: memory.say_out_of_memory(config, plan, card_gib))
 
-with torch.device("meta"):
-    model = Llama(config).to(compute_dtype)
 n_params = model.n_params()
 if compile:
     for layer in model.layers:

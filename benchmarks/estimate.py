@@ -25,6 +25,7 @@ from configurator import SettingError, find_problem, preview, read, spell
 from model import LlamaConfig
 from runtime import memory
 from runtime.memory import GIB, Plan
+from runtime.recompute import check_settings
 
 CARDS = {  # GiB, as PyTorch reports them (total_memory): less than the makers' GB
     "3090": 23.7, "4090": 23.6, "5090": 31.3, "a10g": 22.0, "l4": 22.0, "l40s": 44.4, "a100-40": 39.4, "a100-80": 79.1,
@@ -123,6 +124,7 @@ def situation(path: str, world_size: int, settings: dict) -> tuple[LlamaConfig, 
     said["dtype"] = "bfloat16" if said["dtype"] == "auto" else said["dtype"]
     said["copy_engines"] = said["copy_engines"] is not False
     said |= {"world_size": world_size, "micro_steps": said["gradient_accumulation_steps"] // world_size}
+    check_settings(said["activation_checkpointing"], said["mlp_chunks"], said["offload_activations"])
     config, plan = ({name: said[name] for name in kind.__dataclass_fields__} for kind in (LlamaConfig, Plan))
     return LlamaConfig(**config), Plan(**plan)
 
@@ -203,8 +205,7 @@ def estimate(options: dict) -> tuple[str, dict]:
     found = largest(options, flags, gib)
     checkpointing, offload = chosen(options, found)
     batch = options["batch_size"] or max(found[checkpointing, offload], 1)
-    config = replace(config, activation_checkpointing=checkpointing)
-    plan = replace(plan, batch_size=batch, offload=offload)
+    plan = replace(plan, batch_size=batch, offload=offload, activation_checkpointing=checkpointing)
     on_cpu = {name: cpu_gib(config, replace(plan, offload=name)) for name in OFFLOAD}
     block, root = memory.n_params(config)
     n_params, peak = root + config.n_layer * block, memory.peak_gib(config, plan)

@@ -463,7 +463,8 @@ def load_model(path: str | Path, device: str = "cpu", dtype: torch.dtype = torch
 def _load_model(path, device, dtype):
     meta = read_meta(path)
     with torch.device("meta"):
-        model = Llama(LlamaConfig(**meta["model"]))
+        fields = meta["model"].keys() & LlamaConfig.__dataclass_fields__.keys()  # older ones say more
+        model = Llama(LlamaConfig(**{name: meta["model"][name] for name in fields}))
     model.to_empty(device="cpu")
     _read({f"model.{name}": p.detach() for name, p in model.named_parameters()}, path, meta, no_dist=True)
     return model.to(device=device, dtype=dtype)

@@ -35,6 +35,7 @@ from typing import NamedTuple
 import torch
 
 from model import LlamaConfig, triton_suits
+from runtime.recompute import chunks_of_mlp, groups_of_sequences, loss_options
 
 GIB = 2**30
 
@@ -54,6 +55,12 @@ class Plan:
     compile: bool = False
     cuda_graph: bool = False
     mask_documents: bool = False
+    fused_kernels: bool = True
+    fused_loss: bool = True
+    attention: str = "auto"
+    activation_checkpointing: str = "none"
+    offload_activations: bool = False
+    mlp_chunks: int | None = None
     offload: str = "none"  # 'optimizer': w, m, v and gradients to CPU memory; 'all': also weights, until they are used
 
     @property
@@ -103,6 +110,11 @@ def n_params(c: LlamaConfig) -> tuple[int, int]:
     return sum(block), sum(root)
 
 
+def chunks(c: LlamaConfig, plan: Plan, n_tokens: int) -> int:
+    """Slices of the MLP."""
+    return chunks_of_mlp(n_tokens, c.n_embd, plan.activation_checkpointing, plan.mlp_chunks, plan.fused_kernels)
+
+
 def token_bytes(c: LlamaConfig, plan: Plan, chunks: int) -> tuple[int, int]:
     """Bytes per token in one layer: what forward keeps for backward, and the maximum during its backward.
 
@@ -110,10 +122,10 @@ def token_bytes(c: LlamaConfig, plan: Plan, chunks: int) -> tuple[int, int]:
     """
     # Attention keeps q, k, v, its output and one fp32 per head; where k and v are float32, attend expands them.
     itemsize = plan.itemsize
-    expanded = itemsize == 4 and c.attention != "triton" and not plan.mask_documents
+    expanded = itemsize == 4 and plan.attention != "triton" and not plan.mask_documents
     kv = c.n_embd if expanded else c.n_kv_head * c.head_dim
     attention = itemsize * (2 * c.n_embd + 2 * kv) + 4 * c.n_head
-    if c.fused_kernels:  # a norm keeps the sum it reads and rstd; the MLP gate and up. kernels/swiglu_mlp.py
+    if plan.fused_kernels:  # a norm keeps the sum it reads and rstd; the MLP gate and up. kernels/swiglu_mlp.py
         norm, mlp = itemsize * c.n_embd + 4, itemsize * 2 * c.ffn_dim
         # backward: dy, the gradients of gate and up, of their product, and the product
         working = itemsize * (c.n_embd + 4 * c.ffn_dim)
@@ -127,7 +139,7 @@ def token_bytes(c: LlamaConfig, plan: Plan, chunks: int) -> tuple[int, int]:
         "none": everything,
         "selective": norm + attention + itemsize * c.n_embd,
         "full": itemsize * c.n_embd,
-    }[c.activation_checkpointing]
+    }[plan.activation_checkpointing]
     return kept, everything + working
 
 
@@ -136,8 +148,8 @@ def attention_bytes(c: LlamaConfig, plan: Plan) -> int:
     and the kernel's own memory. cuDNN's: dq in float32, dk and dv for each query head, three numbers per head.
     """
     found = plan.itemsize * (c.n_embd + 2 * c.n_kv_head * c.head_dim)  # the MLP's residual stream is free by then
-    suits = c.attention == "auto" and triton_suits(c.head_dim, c.block_size, plan.compute_dtype)
-    if suits or c.attention == "triton" or plan.mask_documents:
+    suits = plan.attention == "auto" and triton_suits(c.head_dim, c.block_size, plan.compute_dtype)
+    if suits or plan.attention == "triton" or plan.mask_documents:
         return found + 4 * c.n_head
     return found + 4 * c.n_embd + 2 * plan.itemsize * c.n_embd * (c.n_kv_head < c.n_head) + 12 * c.n_head
 
@@ -146,8 +158,8 @@ def loss_bytes(c: LlamaConfig, plan: Plan, n_tokens: int) -> tuple[Part, Part]:
     """What the final norm, the head and the loss hold at the end of forward, and the maximum in their backward."""
     itemsize, head = plan.itemsize, c.vocab_size * c.n_embd
     x = itemsize * n_tokens * c.n_embd  # a tensor like the residual stream
-    summed = x if c.fused_kernels else 8 * n_tokens * c.n_embd  # what the final norm keeps
-    if not c.fused_loss:
+    summed = x if plan.fused_kernels else 8 * n_tokens * c.n_embd  # what the final norm keeps
+    if not plan.fused_loss:
         # forward: the logits, in float32, and with ignored rows masked; backward: log p, its gradient, the logits'
         size = 8 + (itemsize if itemsize < 4 else 0)
         how = f"bytes x {n_tokens:,} tokens x {c.vocab_size:,} logits"
@@ -156,7 +168,7 @@ def loss_bytes(c: LlamaConfig, plan: Plan, n_tokens: int) -> tuple[Part, Part]:
             Part("loss head", 12 * n_tokens * c.vocab_size + summed + x, f"12 {how}"),
         )
     row = itemsize * -(-c.vocab_size // 16) * 16
-    options = c.loss_chunking(n_tokens, plan.compute_dtype)
+    options = loss_options(n_tokens, plan.compute_dtype, c.vocab_size, plan.activation_checkpointing)
     chunk, wide = options["chunk_tokens"], options["fp32_dweight"]
     if n_tokens <= chunk and plan.dtype != "float16":
         logits = f"logits of {n_tokens:,} tokens"
@@ -164,7 +176,7 @@ def loss_bytes(c: LlamaConfig, plan: Plan, n_tokens: int) -> tuple[Part, Part]:
         backward = Part("loss head", row * n_tokens + itemsize * head + summed + 3 * x, f"{logits}, head's gradient")
         return forward, backward
     logits = f"logits of {min(chunk, n_tokens):,} tokens, head's gradient"
-    normed = x if c.fused_kernels else 2 * x  # and its gradient, which takes its memory
+    normed = x if plan.fused_kernels else 2 * x  # and its gradient, which takes its memory
     if not wide:
         return (
             Part("loss head", row * chunk + itemsize * head + summed + normed, logits),
@@ -199,10 +211,11 @@ class Step:
     def __init__(self, c: LlamaConfig, plan: Plan):
         self.c, self.plan, self.itemsize, self.layers = c, plan, plan.itemsize, c.n_layer
         self.n_tokens = plan.batch_size * c.block_size
-        in_groups = c.activation_checkpointing == "full" and not plan.compile
-        self.groups = c.groups_of_sequences(plan.batch_size, c.block_size) if in_groups else 1
+        in_groups = plan.activation_checkpointing == "full" and not plan.compile
+        shape = plan.batch_size, c.block_size, c.n_embd
+        self.groups = groups_of_sequences(*shape, plan.mlp_chunks, plan.fused_kernels) if in_groups else 1
         self.in_group = -(-plan.batch_size // self.groups) * c.block_size  # tokens
-        self.chunks = c.chunks_of_mlp(self.in_group)
+        self.chunks = chunks(c, plan, self.in_group)
         (self.block, self.root), self.head = n_params(c), c.vocab_size * c.n_embd
         self.total = self.root + self.layers * self.block
         self.apart = plan.fsdp and not c.tie_embeddings  # two groups of what is the root elsewhere:
@@ -268,7 +281,7 @@ class Step:
 
     def activations(self, saved: int, done: int) -> list[Part]:
         """What the forward of `saved` blocks has kept for backward."""
-        if self.c.offload_activations:  # the last block's; later the one being read, and the next
+        if self.plan.offload_activations:  # the last block's; later the one being read, and the next
             saved = min(saved, 2 if done else 1)
         size = token_bytes(self.c, self.plan, self.chunks)[0]
         how = f"{size:,} bytes x {saved} layers x {self.n_tokens:,} tokens"
@@ -312,7 +325,7 @@ class Step:
         c, itemsize, n_tokens, last = self.c, self.itemsize, self.in_group, k == self.layers
         kept, in_block = token_bytes(c, self.plan, self.chunks)
         working = (in_block - kept) * n_tokens
-        if self.chunks > 1 and c.fused_kernels:  # a slice, with sums of its gradients; or then attention, beside them
+        if self.chunks > 1 and self.plan.fused_kernels:  # a slice, with sums of its gradients; or attention beside them
             a_slice = itemsize * (6 * c.ffn_dim + c.n_embd) * n_tokens // self.chunks + 12 * c.n_embd * c.ffn_dim
             rounded = itemsize * (3 * c.n_embd * c.ffn_dim + c.n_embd**2)
             working += max(a_slice, attention_bytes(c, self.plan) * n_tokens + rounded)
@@ -342,7 +355,7 @@ class Step:
         gone to the CPU, or be reduced.
         """
         c = self.c
-        copies = 3 if c.tie_embeddings and not c.fused_loss else 2 - self.head_left() - self.apart
+        copies = 3 if c.tie_embeddings and not self.plan.fused_loss else 2 - self.head_left() - self.apart
         extra = Part("the embedding's input", self.itemsize * self.n_tokens * c.n_embd, f"{self.n_tokens:,} tokens")
         whole, reducing = copies * self.head, self.block * self.reduces
         return self.at(extra, ends=self.root_stays, done=self.layers, head_done=1, whole=whole, reducing=reducing)
@@ -415,7 +428,7 @@ def cpu_parts(config: LlamaConfig, plan: Plan) -> list[Part]:
         found.append(computing)
         if plan.offload == "all":
             found.append(computing._replace(name="compute weights"))
-    if config.offload_activations:
+    if plan.offload_activations:
         a_layer, n_tokens = itemsize * config.n_embd, plan.batch_size * config.block_size
         how = f"{a_layer:,} bytes x {layers - 1} layers x {n_tokens:,} tokens"
         found.append(Part("saved activations", (layers - 1) * a_layer * n_tokens, how))
@@ -447,16 +460,16 @@ def choices(config: LlamaConfig, plan: Plan) -> list[list[dict]]:
     def above(name, values, now):
         return [{name: value} for value in values[values.index(now) + 1 :]]
 
-    found = [above("activation_checkpointing", ["none", "selective", "full"], config.activation_checkpointing)]
+    found = [above("activation_checkpointing", ["none", "selective", "full"], plan.activation_checkpointing)]
     if not plan.cuda_graph:
         found.append(above("offload", ["none", "optimizer", "all"], plan.offload))
-    found.append(above("fused_loss", [False, True], config.fused_loss))
-    found.append(above("fused_kernels", [False, True], config.fused_kernels))
+    found.append(above("fused_loss", [False, True], plan.fused_loss))
+    found.append(above("fused_kernels", [False, True], plan.fused_kernels))
     found.append(above("sync_every_micro_batch", [False, True], plan.sync_every_micro_batch))
-    if config.activation_checkpointing != "none" and config.chunks_of_mlp(plan.batch_size * config.block_size) == 1:
+    if plan.activation_checkpointing != "none" and chunks(config, plan, plan.batch_size * config.block_size) == 1:
         found.append([{"mlp_chunks": 16}])
-    if config.activation_checkpointing == "full" and not (plan.compile or plan.cuda_graph):
-        found.append(above("offload_activations", [False, True], config.offload_activations))
+    if plan.activation_checkpointing == "full" and not (plan.compile or plan.cuda_graph):
+        found.append(above("offload_activations", [False, True], plan.offload_activations))
     if plan.copy_engines_gather:
         found.append([{"copy_engines": False}])
     if plan.world_size > 1 and plan.sharding != "zero3":
