@@ -27,7 +27,7 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.tensor import DTensor
 
-from data.tokens import write_json
+from data.files import write_json
 from model import Llama, LlamaConfig
 from runtime import memory_stats, run_folder
 from runtime.distributed import all_reduce_max, local, local_world_size, on_rank0, print0, rank, worker_thread

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TextIO
 
-from data.tokens import lock
+from data.files import lock
 from runtime.distributed import all_reduce_max, broadcast, on_rank0, print0, rank, require_same_on_all_ranks, stop
 
 

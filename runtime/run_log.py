@@ -15,7 +15,8 @@ from time import perf_counter
 
 import torch
 
-from data.tokens import Tokens, whole_file
+from data.files import atomic_write
+from data.tokens import Tokens
 from runtime import memory_stats
 from runtime.distributed import all_reduce_max, local_world_size, print0, rank, stop, world_size
 
@@ -100,7 +101,7 @@ class RunLog:
             except (ValueError, AttributeError, TypeError):  # cut short, or damaged when the machine went down
                 return False
 
-        with whole_file(path) as file:
+        with atomic_write(path) as file:
             file.write("".join(line + "\n" for line in lines if belongs(line)).encode())
         self.file = open(path, "a")  # noqa: SIM115
         if wandb_options:

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from data.tokenizer import get_tokenizer
-from data.tokens import write_dataset
+from data.write import write_dataset
 from runtime import checkpoint, run_folder
 from tests.runs import (
     LONGER,
