@@ -299,7 +299,8 @@ def load_newest(out_dir: str, optimizer, check: Callable[[Path, dict], None]) ->
             break
         except Damaged as error:
             damaged.append(str(error))
-            if on_rank0(lambda: len(run_folder.checkpoints(out_dir)) == 1):  # it keeps its name: a new run must not start beside it
+            if on_rank0(lambda: len(run_folder.checkpoints(out_dir)) == 1):
+                # It keeps its name: a new run must not start beside it.
                 raise Damaged(". ".join(damaged) + ". There is no older one: move it away to start anew") from error
             on_all_ranks(lambda: None)  # no rank reads it any more
             on_rank0(lambda path=path: run_folder.mark_damaged(path))
