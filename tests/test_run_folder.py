@@ -21,9 +21,9 @@ from tests.runs import (
     SHORT,
     SMALL,
     flags,
+    run_ranks,
     slip,
     step_losses,
-    torchrun,
     wrapped,
 )
 
@@ -69,7 +69,7 @@ def test_ranks_that_see_another_newest_checkpoint_wait_and_then_refuse(text_data
         "checkpoint.newest = lambda out_dir: old(out_dir) if hides() else newest(out_dir)",
     )
     settings = LONGER | dict(dataset=text_data, out_dir=tmp_path / "out", max_iters=31, lr_decay_iters=30)
-    done = subprocess.run(torchrun(2, settings, script), cwd=ROOT, capture_output=True, text=True)
+    done = run_ranks(2, settings, script)
     names = {path.name for path in (tmp_path / "out").glob("step_*")}
     if late:
         assert done.returncode == 0 and "resumes   " in done.stdout and "step_000030" in done.stdout, done.stderr
