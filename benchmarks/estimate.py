@@ -21,10 +21,11 @@ from dataclasses import replace
 from pathlib import Path
 
 from benchmarks import report, step
-from configurator import SettingError, find_problem, preview, read, spell
+from configurator import SettingError, preview, read, spell
 from model import LlamaConfig
-from runtime import memory
-from runtime.memory import GIB, Plan
+from runtime import memory, memory_advice
+from runtime.check_settings import find_problem
+from runtime.memory import GIB, RunShape
 
 CARDS = {  # GiB, as PyTorch reports them (total_memory): less than the makers' GB
     "3090": 23.7, "4090": 23.6, "5090": 31.3, "a10g": 22.0, "l4": 22.0, "l40s": 44.4, "a100-40": 39.4, "a100-80": 79.1,
@@ -103,7 +104,7 @@ def card_gib(card: str) -> float:
     raise ValueError(f"card={card}: there are {', '.join(CARDS)}, or a number of GiB, as in card=24{hint}")
 
 
-def situation(path: str, world_size: int, settings: dict) -> tuple[LlamaConfig, Plan]:
+def situation(path: str, world_size: int, settings: dict) -> tuple[LlamaConfig, RunShape]:
     """The model of a config file and what a rank of one host does with it, under some of train.py's settings.
 
     ValueError where train.py would not take them.
@@ -123,8 +124,8 @@ def situation(path: str, world_size: int, settings: dict) -> tuple[LlamaConfig, 
     said["dtype"] = "bfloat16" if said["dtype"] == "auto" else said["dtype"]
     said["copy_engines"] = said["copy_engines"] is not False
     said |= {"world_size": world_size, "micro_steps": said["gradient_accumulation_steps"] // world_size}
-    config, plan = ({name: said[name] for name in kind.__dataclass_fields__} for kind in (LlamaConfig, Plan))
-    return LlamaConfig(**config), Plan(**plan)
+    config, plan = ({name: said[name] for name in kind.__dataclass_fields__} for kind in (LlamaConfig, RunShape))
+    return LlamaConfig(**config), RunShape(**plan)
 
 
 def refuse(said: dict, world_size: int) -> None:
@@ -150,7 +151,7 @@ def largest(options: dict, settings: dict, gib: float) -> dict[tuple[str, str], 
         with contextlib.suppress(ValueError):
             named = {"activation_checkpointing": checkpointing, "offload": offload}
             at = situation(options["config"], options["ranks"], settings | named)
-            found[checkpointing, offload] = memory.largest_batch(*at, gib)
+            found[checkpointing, offload] = memory_advice.largest_batch(*at, gib)
     return found
 
 
@@ -170,9 +171,9 @@ def grid(found: dict, cpu_gib: dict) -> str:
     return "\n".join(f"{first:<42}" + "".join(f"{cell:>18}" for cell in cells) for first, *cells in rows)
 
 
-def cpu_gib(config: LlamaConfig, plan: Plan) -> float:
+def cpu_gib(config: LlamaConfig, plan: RunShape) -> float:
     """Pinned CPU memory of all ranks."""
-    return plan.world_size * sum(part.bytes for part in memory.cpu_parts(config, plan)) / GIB
+    return plan.world_size * sum(part.bytes for part in memory_advice.cpu_parts(config, plan)) / GIB
 
 
 def command(options: dict, checkpointing: str, offload: str, batch: int) -> str:
@@ -203,8 +204,7 @@ def estimate(options: dict) -> tuple[str, dict]:
     found = largest(options, flags, gib)
     checkpointing, offload = chosen(options, found)
     batch = options["batch_size"] or max(found[checkpointing, offload], 1)
-    config = replace(config, activation_checkpointing=checkpointing)
-    plan = replace(plan, batch_size=batch, offload=offload)
+    plan = replace(plan, batch_size=batch, offload=offload, activation_checkpointing=checkpointing)
     on_cpu = {name: cpu_gib(config, replace(plan, offload=name)) for name in OFFLOAD}
     block, root = memory.n_params(config)
     n_params, peak = root + config.n_layer * block, memory.peak_gib(config, plan)
@@ -222,7 +222,7 @@ def estimate(options: dict) -> tuple[str, dict]:
         + ("fits" if peak <= gib else "does not fit"),
         memory.table(config, plan),
     ]
-    parts = memory.cpu_parts(config, plan)
+    parts = memory_advice.cpu_parts(config, plan)
     if parts:
         lines += ["", "in the CPU's memory, of each rank:"]
         lines += [f"{part.name:<28} {part.bytes / GIB:6.2f} GiB  {part.how}" for part in parts]

@@ -59,7 +59,7 @@ def settings(row: dict) -> dict:
     return named | {"activation_checkpointing": row["checkpointing"]} | flags
 
 
-def situation(row: dict) -> tuple[LlamaConfig, memory.Plan]:
+def situation(row: dict) -> tuple[LlamaConfig, memory.RunShape]:
     """Of a peer only the model is right."""
     if row["arm"] in ARMS:
         return estimate.situation(row["config"], row["ranks"], settings(row))

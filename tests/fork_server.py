@@ -105,7 +105,8 @@ def next_run(requests):
         signal.signal(signal.SIGINT, signal.default_int_handler)
         os.environ.clear()
         os.environ.update(environment)
-        sys.argv, sys.path[0] = argv, os.path.dirname(argv[0])
+        sys.argv = argv
+        sys.path[:1] = [os.path.dirname(argv[0]), *filter(None, environment.get("PYTHONPATH", "").split(os.pathsep))]
         return argv[0]
 
 

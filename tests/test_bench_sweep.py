@@ -23,7 +23,7 @@ import torch
 import bench
 from benchmarks import draw, estimate, limited, report, snapshot, step, sweep, swept
 from benchmarks.peers import llama_config
-from runtime import memory, memory_stats
+from runtime import memory, memory_advice, memory_stats
 
 LLAMA_1B = "config/llama32_1b.py"
 
@@ -870,13 +870,13 @@ def test_the_estimate_is_memory_pys(words):
     config = llama_config(result["config"], fused_loss="--fused_loss=false" not in words, **changes)
     ranks = {"world_size": result["ranks"], "shard_ranks": result["ranks"], "copy_engines": True}
     micro_steps = 32 // result["ranks"]  # 1B's config has 32, 8B's 64: the peak is that of any number above 1
-    plan = memory.Plan(result["batch_size"], micro_steps, offload=result["offload"], **ranks)
+    plan = memory.RunShape(result["batch_size"], micro_steps, offload=result["offload"], **ranks)
     assert result["peak_gib"] == memory.peak_gib(config, plan) and memory.table(config, plan) in text
     assert result["fits"] == (result["peak_gib"] <= result["usable_gib"])
     largest = result["largest_batch"][f"{result['activation_checkpointing']} {result['offload']}"]
-    assert largest == memory.largest_batch(config, plan, result["usable_gib"])
+    assert largest == memory_advice.largest_batch(config, plan, result["usable_gib"])
     assert result["cpu_gib"] == pytest.approx(
-        result["ranks"] * sum(part.bytes for part in memory.cpu_parts(config, plan)) / 2**30
+        result["ranks"] * sum(part.bytes for part in memory_advice.cpu_parts(config, plan)) / 2**30
     )
 
 

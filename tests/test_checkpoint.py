@@ -13,7 +13,7 @@ import torch
 from torch.distributed.checkpoint.api import CheckpointException
 
 import model as model_module
-from optimizers.driver import sum_of_bits
+from optimizers.optimizer import sum_of_bits
 from runtime import checkpoint, memory, memory_stats
 from tests.runs import (
     ROOT,

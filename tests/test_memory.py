@@ -21,7 +21,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from model import Llama, LlamaConfig
-from optimizers.driver import AdamW, local
+from optimizers.adamw import AdamW
+from optimizers.on_gpu import OnGPU
+from optimizers.optimizer import Optimizer
+from optimizers.place import local
 from runtime import copy_engines, memory, memory_stats, pinned_memory
 from runtime.memory import Plan
 
@@ -209,7 +212,7 @@ def peak_of_step(config, plan):
         copy_engines.shard(model, keep_blocks=plan.sharding == "zero2", mesh=mesh, mp_policy=policy)
     model.to_empty(device="cpu")
     model.init_weights(seed=1)
-    optimizer = AdamW(model, betas=(0.9, 0.95), weight_decay=0.1)
+    optimizer = Optimizer(model, AdamW(), OnGPU(), grad_clip=1.0)
     tokens = torch.zeros(plan.batch_size, config.block_size, dtype=torch.long)
 
     def step():
@@ -219,15 +222,14 @@ def peak_of_step(config, plan):
             model(tokens, tokens).backward()
             if plan.micro_steps > 1 and plan.sync_every_micro_batch:
                 optimizer.accumulate()
-        optimizer.set_step(1e-3)
-        optimizer.update(1.0)
-        optimizer.zero_grad()
+        optimizer.step(1e-3)
 
     step()
     with Live() as live:
-        for tensors in (optimizer.w, optimizer.m, optimizer.v, optimizer.parameters, optimizer.sums):
-            for tensor in tensors.values():
-                live.see(tensor.detach())
+        place = optimizer.place
+        states = [x for of_parameter in place.states.values() for x in of_parameter.values()]
+        for tensor in (*place.masters.values(), *states, *place.parameters.values(), *place.sums.values()):
+            live.see(tensor.detach())
         step()
     return live.peak
 

@@ -86,12 +86,12 @@ def test_a_signal_in_the_middle_of_a_print_leaves_a_checkpoint_too(text_data, tm
 
 
 @pytest.mark.parametrize(
-    "where", ["model.Llama.forward", "model.Llama.init_weights", "optimizers.driver.AdamW.__init__"]
+    "where", ["model.Llama.forward", "model.Llama.init_weights", "optimizers.optimizer.Optimizer.__init__"]
 )
 def test_out_of_memory_names_the_three_settings_that_would_help_most(text_data, tmp_path, where):
     script = wrapped(
         tmp_path,
-        "import model, optimizers.driver\n"
+        "import model, optimizers.optimizer\n"
         "def full(*args, **options): raise torch.OutOfMemoryError('CUDA out of memory. Tried to allocate 2.00 GiB')\n"
         f"{where} = full",
     )
