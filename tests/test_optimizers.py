@@ -2,7 +2,6 @@
 
 import math
 import shutil
-import subprocess
 
 import pytest
 import torch
@@ -16,7 +15,7 @@ from optimizers.on_gpu import OnGPU
 from optimizers.optimizer import Optimizer, sum_of_bits
 from runtime import checkpoint
 from runtime.cuda_graph import CUDAGraph
-from tests.runs import ROOT, SHORT, SMALL, assert_close, step_losses, torchrun
+from tests.runs import SHORT, SMALL, assert_close, run_ranks, step_losses
 
 pytestmark = pytest.mark.usefixtures("plain_pytorch_on_one_core")
 
@@ -393,6 +392,6 @@ def test_more_ranks_do_not_overflow_float16_sooner(train, text_data, tmp_path):
     while train(**at_scale(2 * scale, tmp_path / f"{2 * scale:.0f}"))["loss_scale"] == 2 * scale:
         scale *= 2
     many = SMALL | SHORT | dict(dataset=text_data) | at_scale(scale, tmp_path / "many")
-    done = subprocess.run(torchrun(4, many), cwd=ROOT, capture_output=True, text=True)
+    done = run_ranks(4, many)
     assert done.returncode == 0, done.stderr
     assert checkpoint.read_meta(tmp_path / "many/step_000005")["loss_scale"] == scale, "the step was left out"
