@@ -18,6 +18,7 @@ gradients back too.
 """
 
 import math
+import os
 from collections.abc import Callable
 from concurrent.futures import Future
 from functools import partial
@@ -26,7 +27,7 @@ import torch
 
 from kernels.adamw import CPU_CHUNK
 from optimizers.place import Place, cpu_param, local
-from runtime.distributed import worker_thread
+from runtime.distributed import local_world_size, worker_thread
 from runtime.pinned_memory import pinned_empty
 from runtime.stream_weights import StreamedWeights
 
@@ -60,6 +61,8 @@ class OnCPU(Place):
 
     def attach(self, model, parameters, rule):
         super().attach(model, parameters, rule)
+        n_cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+        torch.set_num_threads(max(1, n_cores // local_world_size))  # torchrun gives each rank one
         self.worker = worker_thread()  # works in order: sums, then updates, then the next sums
         self.busy: list[Future] = []  # the work on gradients since the last update
         self.updating: dict[str, Future] = {}  # by group

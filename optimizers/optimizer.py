@@ -64,6 +64,16 @@ class Optimizer:
     def updates(self, value: int):
         self._updates.fill_(value)
 
+    def counters(self, step: int) -> dict:
+        """For a checkpoint's meta after `step` steps: numbers that are no tensors of a parameter. Waits for the GPU."""
+        scale = {"loss_scale": 1.0} if self.loss_scale is None else self.loss_scale.state(step)
+        return {"updates": self.updates} | scale
+
+    def load_counters(self, meta: dict) -> None:
+        self.updates = meta["updates"]
+        if self.loss_scale is not None and meta["dtype"] == "float16":
+            self.loss_scale.load(meta)
+
     @property
     def shard_group(self) -> dist.ProcessGroup | None:
         """The ranks that share one copy of the parameters (hybrid sharding has several copies); None without FSDP."""

@@ -104,7 +104,7 @@ class Saver:
     def start(self, step: int, meta: dict) -> None:
         began = time.perf_counter()
         sums = checksums(self.optimizer.bit_sums(), self.optimizer.shard_group)
-        meta = {"step": step, "updates": self.optimizer.updates, **meta, "checksums": sums}
+        meta = {"step": step, **self.optimizer.counters(step), **meta, "checksums": sums}
         copies = self.copies.result() if self.copies else None
         if copies is not None:
             self.copied = self._copy(copies)
@@ -305,7 +305,7 @@ def load_newest(out_dir: str, optimizer, check: Callable[[Path, dict], None]) ->
             on_all_ranks(lambda: None)  # no rank reads it any more
             on_rank0(lambda path=path: run_folder.mark_damaged(path))
     optimizer.refresh(tensors)
-    optimizer.updates = meta["updates"]
+    optimizer.load_counters(meta)
     return path, meta, damaged
 
 

@@ -34,29 +34,12 @@ import functools
 
 import torch
 import torch.distributed as dist
-from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.fsdp import FSDPModule
 
 from kernels import add_ranks
 from model import Llama
 from runtime import memory_stats
-from runtime.distributed import all_reduce_max, local_rank, local_world_size
-
-
-def shard(model: Llama, keep_blocks: bool = False, **options) -> None:
-    """Make the groups of parameters that FSDP gathers, and whose gradients it reduces, together.
-
-    Each block is a group; keep_blocks (ZeRO-2): it stays gathered from forward to backward. A tied head is the
-    embedding, needed first and last, so it stays gathered in the root group. An untied embedding is a group of its own,
-    gathered in forward only. The final norm and an untied head are another, gathered from the end of forward to the
-    start of backward: its gradients are reduced during the blocks' backward. options: fully_shard's.
-    """
-    for layer in model.layers:
-        fully_shard(layer, reshard_after_forward=not keep_blocks, **options)
-    if not model.config.tie_embeddings:
-        fully_shard(model.tok_embeddings, reshard_after_forward=True, **options)
-        model.tok_embeddings.set_unshard_in_backward(False)
-        fully_shard([model.norm, model.lm_head], reshard_after_forward=False, **options)
-    fully_shard(model, reshard_after_forward=False, **options)  # what is left
+from runtime.distributed import all_reduce_max, local_rank, local_world_size, stop, world_size
 
 
 def can_copy(device: str, shard_ranks: int, offload: str) -> bool:
@@ -68,6 +51,14 @@ def can_copy(device: str, shard_ranks: int, offload: str) -> bool:
         and all(torch.cuda.can_device_access_peer(local_rank, i) for i in range(local_world_size) if i != local_rank)
     )  # fmt: skip
     return all_reduce_max([not possible])[0] == 0
+
+
+def pick_copy_engines(wanted: bool | None, device: str, shard_ranks: int, offload: str) -> bool:
+    """Whether to use them: wanted None means where the GPUs can. Ends the run if wanted is True and they cannot."""
+    possible = can_copy(device, shard_ranks, offload)
+    if wanted and world_size > 1 and not possible:
+        stop("copy_engines needs a model's GPUs on one host, where they reach each other's memory, and no offload=all")
+    return possible and wanted is not False
 
 
 def use_copy_engines(model: Llama, group: dist.ProcessGroup, reduce: bool) -> None:

@@ -8,18 +8,21 @@ import torch
 
 
 class CUDAGraph:
-    """A function of tensors whose first call records its kernels, and whose every call replays them on new inputs.
+    """A function of tensors. The first call runs as it is, the second records its kernels, later ones replay them.
 
-    The function must launch the same kernels on every call and must not wait for the GPU. Call it once before without a
-    graph, so that it has compiled its kernels and allocated what it keeps.
+    The first call compiles the kernels and allocates what the function keeps. After it the function must launch the
+    same kernels on every call and must not wait for the GPU.
     """
 
     pool = None  # graphs share one memory pool
 
     def __init__(self, function: Callable):
-        self.function, self.graph = function, None
+        self.function, self.graph, self.warm = function, None, False
 
     def __call__(self, *inputs: torch.Tensor):
+        if not self.warm:
+            self.warm = True
+            return self.function(*inputs)
         if self.graph is None:
             torch.cuda.empty_cache()  # a graph cannot use memory that PyTorch has cached
             CUDAGraph.pool = CUDAGraph.pool or torch.cuda.graph_pool_handle()

@@ -1,5 +1,7 @@
 """The device and dtype of a command: --device=auto and --dtype=auto resolved, what the machine lacks refused."""
 
+from collections.abc import Callable
+
 import torch
 
 from runtime import memory_stats
@@ -27,3 +29,16 @@ def pick_dtype(dtype: str, device: str) -> str:
     if device == "cpu":
         return "float32"
     return "bfloat16" if torch.cuda.is_bf16_supported(including_emulation=False) else "float16"
+
+
+def send_to_cpu(values: torch.Tensor) -> Callable[[], list[float]]:
+    """Starts a copy; returns a function that waits until it has arrived, and returns it as a list."""
+    values = values.to("cpu", non_blocking=True)
+    arrived = torch.cuda.current_stream().record_event() if torch.cuda.is_initialized() else None
+
+    def wait():
+        if arrived is not None:
+            arrived.synchronize()
+        return values.tolist()
+
+    return wait

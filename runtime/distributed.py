@@ -40,6 +40,15 @@ def stop(message: str) -> NoReturn:
     sys.exit(1)
 
 
+@contextlib.contextmanager
+def stop_on_error():
+    """End the run with the sentence of an OSError or ValueError instead of a stack trace."""
+    try:
+        yield
+    except (OSError, ValueError) as error:
+        stop(str(error))
+
+
 def init_distributed(device: str, timeout: float) -> None:
     """Connect the ranks, by NCCL between GPUs and by gloo between CPUs. timeout: the watchdog's, in seconds."""
     if world_size > 1:

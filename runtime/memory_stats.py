@@ -64,6 +64,11 @@ def require_cpu_memory(n_bytes: float, what: str, fix: str) -> None:
         stop(f"{what} {needed:.1f} GiB of CPU memory, and only {free:.1f} GiB are available: {fix}")
 
 
+def card_gib(device: str) -> float | None:
+    """The GPU's memory; None for a CPU."""
+    return None if device == "cpu" else torch.cuda.get_device_properties(device).total_memory / 2**30
+
+
 def used_gib(device: str) -> float:
     """The peak so far: of GPU memory in use; on a CPU, of this process."""
     if device == "cpu":

@@ -16,9 +16,12 @@ from time import perf_counter
 import torch
 
 from data.files import atomic_write
+from data.loader import Blocks
 from data.tokens import Tokens
+from model import LlamaConfig
 from runtime import memory_stats
 from runtime.distributed import all_reduce_max, local_world_size, print0, rank, stop, world_size
+from runtime.memory import RunShape, peak_gib
 
 PEAK_FLOPS = {  # dense bf16 with fp32 accumulation, from the makers' datasheets; the first name that fits
     "B200": 2250e12, "H200 NVL": 835e12, "H200": 989e12, "H100 PCIe": 756e12, "H100 NVL": 835e12, "H100": 989e12,
@@ -83,6 +86,28 @@ class RunLog:
     def mfu(self, tok_per_s: float) -> float | None:
         """Model FLOPs utilisation: the FLOPs that the model needs over the GPUs' peak; None if that is not known."""
         return self.flops_per_token * tok_per_s / world_size / self.peak_flops if self.peak_flops else None
+
+    def header(self, config: LlamaConfig, run: RunShape, n_params: int, data: Blocks, warmup_iters: int) -> None:
+        """Print what runs, what will train, and what it will take."""
+        tokens, steps, known = len(data.tokens), self.max_iters, data.meta["vocab_size"]
+        versions = ", ".join(f"{name} {version}" for name, version in self.versions.items())
+        print0(f"runs on   {world_size} x {self.device_name}; {versions}")
+        computes = f"{run.dtype} compute" + ", projections in float8" * run.fp8
+        print0(f"model     {n_params:,} parameters; float32 weights, {computes}")
+        if self.device != "cpu":
+            gib = f"about {peak_gib(config, run):.1f} GiB of {memory_stats.card_gib(self.device):.1f} GiB"
+            settings = f"activation checkpointing: {run.activation_checkpointing}; offload: {run.offload}"
+            print0(f"memory    {gib}; {settings}")
+        times = self.tokens_per_step * steps / tokens
+        print0(f"data      {data.tokens.folder}: {tokens:,} tokens; {steps:,} steps read them {times:.2f} times")
+        if config.vocab_size > known:
+            print0(f"          its vocabulary is {known:,} of the model's {config.vocab_size:,} tokens")
+        shape = f"{run.batch_size} sequences x {config.block_size:,} tokens x {run.micro_steps} micro-batches"
+        print0(f"step      {self.tokens_per_step:,} tokens = {shape} x {world_size} ranks")
+        if warmup_iters >= steps:
+            print0(f"warm-up   of {warmup_iters:,} steps, as long as the run: the learning rate never reaches its peak")
+        if self.device == "cpu" and self.flops_per_token * self.tokens_per_step > 1e14:
+            print0("on a CPU  each step will take many minutes: config/baby_llama.py is made for CPUs")
 
     def open(self, first_step: int, **wandb_options) -> None:
         """Open metrics.jsonl and keep its lines up to first_step. wandb_options: of wandb.init; none: no wandb.

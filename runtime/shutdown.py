@@ -1,5 +1,6 @@
 """How a run ends early: after a signal or a data error with a checkpoint, after an exception with a sentence."""
 
+import contextlib
 import functools
 import os
 import re
@@ -22,7 +23,7 @@ class ShutdownHandler:
 
     shutdown = ShutdownHandler()          # until listen(), Ctrl-C ends the run at once: there is nothing to save
     shutdown.listen()                     # SIGINT, SIGTERM, SIGUSR1 and SIGHUP now set `requested`
-    shutdown.data_error(error)            # this rank could not read its data
+    with shutdown.on_data_error(): ...    # a ValueError inside sets it too: this rank cannot read its data
     shutdown.requested                    # true after either, on this rank alone
     shutdown.requested_anywhere(device)   # on any rank; every rank must call it
     shutdown.exit_code                    # of this rank: 1 after a data error, else 128 + signal, else 0
@@ -53,6 +54,13 @@ class ShutdownHandler:
     def data_error(self, error: Exception) -> None:
         print(f"rank {rank}: {error}: prepare the data again", file=sys.stderr, flush=True)
         self.has_data_error = True
+
+    @contextlib.contextmanager
+    def on_data_error(self):
+        try:
+            yield
+        except ValueError as error:
+            self.data_error(error)
 
     @property
     def requested(self) -> bool:

@@ -19,7 +19,7 @@ import torch
 import convert
 from model import Llama, LlamaConfig
 from runtime import checkpoint, run_folder
-from tests.runs import PLAIN, ROOT, SHORT, SMALL, flags, machines_of, slip, torchrun
+from tests.runs import PLAIN, ROOT, SHORT, SMALL, flags, machines_of, run_ranks, slip
 
 pytestmark = pytest.mark.usefixtures("plain_pytorch_on_one_core")
 transformers = pytest.importorskip("transformers")
@@ -91,7 +91,7 @@ def test_every_rank_takes_its_part_of_their_weights(text_data, tmp_path, changes
     settings |= SMALL | SHORT | dict(dataset=text_data, out_dir=tmp_path / "out", init_from=folder, learning_rate=0)
     settings |= MODELS["untied"] | dict(max_iters=1, warmup_iters=0, gradient_accumulation_steps=2) | changes
     script = machines_of(tmp_path, 1) if "sharding" in changes else "train.py"
-    done = subprocess.run(torchrun(2, settings, script), cwd=ROOT, capture_output=True, text=True)
+    done = run_ranks(2, settings, script)
     assert done.returncode == 0, done.stderr
     assert_same_model(tmp_path / "out/step_000001", folder)
 

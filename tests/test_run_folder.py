@@ -21,9 +21,9 @@ from tests.runs import (
     SHORT,
     SMALL,
     flags,
+    run_ranks,
     slip,
     step_losses,
-    torchrun,
     wrapped,
 )
 
@@ -69,7 +69,7 @@ def test_all_ranks_resume_from_the_checkpoint_that_rank_0_sees_or_refuse(text_da
         * (hidden == "altogether"),
     )
     settings = LONGER | dict(dataset=text_data, out_dir=tmp_path / "out", max_iters=31, lr_decay_iters=30)
-    done = subprocess.run(torchrun(2, settings, script), cwd=ROOT, capture_output=True, text=True)
+    done = run_ranks(2, settings, script)
     names = {path.name for path in (tmp_path / "out").glob("step_*")}
     if hidden == "altogether":
         assert done.returncode == 1 and "some machines do not see" in done.stderr, done.stderr
