@@ -30,14 +30,9 @@ from torch.distributed.tensor import DTensor
 from kernels.adamw import merge_halves, split_halves
 from optimizers.loss_scale import LossScale
 from optimizers.place import Place, cpu_param, local
+from runtime.checkpoint import sum_of_bits
 
 PIECE = 2**24  # elements of a master that are merged at a time
-SAME_SIZE_INT = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-
-
-def sum_of_bits(x: torch.Tensor) -> torch.Tensor:
-    """A checksum: the bits of this rank's part of a tensor, read as integers and added up in an int64 scalar."""
-    return local(x).view(SAME_SIZE_INT[x.dtype.itemsize]).sum(dtype=torch.int64)
 
 
 class Optimizer:

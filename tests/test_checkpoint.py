@@ -13,8 +13,8 @@ import torch
 from torch.distributed.checkpoint.api import CheckpointException
 
 import model as model_module
-from optimizers.optimizer import sum_of_bits
 from runtime import checkpoint, memory, memory_stats, restore, run_folder
+from runtime.checkpoint import sum_of_bits
 from tests.runs import (
     ROOT,
     SHORT,
