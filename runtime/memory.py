@@ -329,6 +329,7 @@ class Step:
         held = self.embedding.gradients * (self.apart and self.run.shard_ranks > 1)
         sums = (group.wide + group.gradients * (self.itemsize < 4)) / self.run.shard_ranks
         n_bytes = group.gradients + held if self.run.copy_engines_reduce else max(group.gradients, held + sums)
+        n_bytes *= not self.unsynced  # they are among the accumulators
         return Part("the reduction", n_bytes, f"{group.n:,} parameters")
 
 
@@ -338,7 +339,8 @@ def phases(config: LlamaConfig, run: RunShape) -> dict[str, list[Part]]:
     apart, buffer, block = step.apart, step.buffer, step.block_in_backward()
     forward, backward = loss_parts(config, run, step.n_tokens)
     whole = layers if zero2 else buffer  # blocks that are gathered in the loss; zero3: the last one's buffer
-    in_loss = (layers * zero2, 1 + buffer) if apart else (layers * zero2 + buffer, 1)  # or by now the head's
+    # the buffer is as large as the larger of the last two gathers
+    in_loss = (layers * zero2, 1 + buffer) if apart and step.last.n > step.block.n else (layers * zero2 + buffer, 1)
     root_stays = int(run.fsdp and not apart)
     reducing = None if step.unsynced else step.block  # the gradients of the block before
     found = {
