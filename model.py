@@ -309,7 +309,7 @@ class Llama(Part):
     def set_operations(self, fused_kernels: bool = True, fused_loss: bool = True, attention: str = "auto"):
         """How the same function is computed.
 
-        fused_kernels False: norms, RoPE and MLP in plain PyTorch; fused_loss False: the loss, with all logits in memory.
+        fused_kernels=False: norms, RoPE, MLP in plain PyTorch; fused_loss=False: the loss, with all logits in memory.
         attention: 'triton' is kernels/flash_attention.py, 'sdpa' PyTorch's, 'auto' the faster one. ValueError for
         another, and for 'triton' with heads of a size that it does not support.
         """

@@ -21,9 +21,10 @@ from dataclasses import replace
 from pathlib import Path
 
 from benchmarks import report, step
-from configurator import SettingError, find_problem, preview, read, spell
+from configurator import SettingError, preview, read, spell
 from model import LlamaConfig
 from runtime import memory, memory_advice
+from runtime.check_settings import find_problem
 from runtime.memory import GIB, RunShape
 
 CARDS = {  # GiB, as PyTorch reports them (total_memory): less than the makers' GB

@@ -28,7 +28,7 @@ from pathlib import Path
 import torch
 
 from benchmarks import report, step
-from runtime import checkpoint
+from runtime import run_folder
 
 ARMS = {
     "nanocria": "nanocria, ZeRO-3",
@@ -162,7 +162,7 @@ def sharding_flags(arm: str, ranks: int) -> str:
     sharding = arm.partition("-")[2] or "zero3"
     if sharding == "nccl":
         return "--copy_engines=false"
-    return f"--sharding={sharding}" + (f" --shard_ranks={ranks // 2}" if sharding == "hybrid" else "")
+    return f"--sharding={sharding}"
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -186,7 +186,7 @@ def saves(options: dict):
         if trouble(beside):
             yield row | trouble(beside)
             return
-        path = checkpoint.newest(f"{folder}/with")
+        path = run_folder.newest(f"{folder}/with")
         if path is None:
             yield row | {"failed": f"no checkpoint was written to {options['folder'] or tempfile.gettempdir()}"}
             return

@@ -28,7 +28,8 @@ import torch.distributed as dist
 
 import convert
 from benchmarks import peers, report, step
-from data.tokens import Tokens, prepare_once
+from data.tokens import Tokens
+from data.write import prepare_once
 from model import Llama, LlamaConfig, fill
 from runtime import memory_stats
 

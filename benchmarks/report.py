@@ -79,6 +79,7 @@ CODE = [
     "optimizers",
     "runtime",
     "config",
+    "data/files.py",
     "data/tokens.py",
     "benchmarks",
     *(f":!{name}" for name in BESIDE),

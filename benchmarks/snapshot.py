@@ -50,9 +50,9 @@ def begin() -> None:
 
 def note_train(path: str, words: list[str]) -> None:
     """Runs train.py, whose watch is told when a step begins."""
-    from runtime import distributed
+    from runtime import watchdog
 
-    at = distributed.Watch.at
+    at = watchdog.Watchdog.progress
 
     def noting(watch, doing):
         found = re.fullmatch(r"step (\d+): forward and backward", doing)
@@ -62,7 +62,7 @@ def note_train(path: str, words: list[str]) -> None:
             torch.cuda.memory._dump_snapshot(path)
         at(watch, doing)
 
-    distributed.Watch.at = noting
+    watchdog.Watchdog.progress = noting
     sys.argv = words
     runpy.run_path(words[0], run_name="__main__")
 

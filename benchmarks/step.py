@@ -38,7 +38,7 @@ from pathlib import Path
 import torch
 
 from benchmarks import report, timing
-from data.tokens import lock
+from data.files import lock
 
 CONFIG = "config/llama32_1b.py"
 ARMS = {

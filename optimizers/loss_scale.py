@@ -21,8 +21,10 @@ class LossScale:
         return self
 
     def inverse(self) -> torch.Tensor:
-        """What gradients are to be multiplied by. They are world_size times a rank's share until FSDP averages them, and
-        float16 must hold them: so each rank computes them with scale / world_size.
+        """What gradients are multiplied by to be a rank's own.
+
+        They are world_size times its share of the step's until FSDP averages them, and float16 must hold them: so each
+        rank computes them with scale / world_size.
         """
         return world_size / self.scale
 
@@ -35,7 +37,7 @@ class LossScale:
         self.good_steps.copy_(good * ~doubles)
 
     def state(self, step: int) -> dict:
-        """For a checkpoint after `step` steps, of which the loss_scale_since-th changed the scale. Waits for the GPU."""
+        """For a checkpoint's meta, after `step` steps: the scale, and the step that changed it. Waits for the GPU."""
         return {"loss_scale": self.scale.item(), "loss_scale_since": step - int(self.good_steps.item())}
 
     def load(self, meta: dict) -> None:

@@ -3,8 +3,8 @@
     backward        a gradient is ready: its norm is taken, it is copied to pinned memory on a stream of its own, and
                     freed when those of the next block come
     clipping        the norms make one number, for which the CPU waits
-    update          a thread of the CPU, layer after layer in the order of forward: master and states change, and the new
-                    parameter is written: into pinned memory, from where it is copied to the GPU
+    update          a thread of the CPU, layer after layer in the order of forward: it changes master and states, and
+                    writes the new parameter into pinned memory, from where it is copied to the GPU
     next forward    each layer waits for its own: the GPU computes with the first while the CPU updates the last
 
 So for n parameters in bfloat16 2n bytes of gradients go to the CPU in each micro-batch, and 2n bytes of new parameters
@@ -18,6 +18,7 @@ gradients back too.
 """
 
 import math
+import os
 from collections.abc import Callable
 from concurrent.futures import Future
 from functools import partial
@@ -26,7 +27,7 @@ import torch
 
 from kernels.adamw import CPU_CHUNK
 from optimizers.place import Place, cpu_param, local
-from runtime.distributed import worker_thread
+from runtime.distributed import local_world_size, worker_thread
 from runtime.pinned_memory import pinned_empty
 from runtime.stream_weights import StreamedWeights
 
@@ -55,11 +56,13 @@ class OnCPU(Place):
         self.streamed = streamed
 
     @staticmethod
-    def master_dtype(dtype, beside=False):
-        return None if beside and dtype == torch.float32 else torch.float32
+    def master_dtype(dtype, same_device):
+        return None if same_device and dtype == torch.float32 else torch.float32
 
     def attach(self, model, parameters, rule):
         super().attach(model, parameters, rule)
+        n_cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+        torch.set_num_threads(max(1, n_cores // local_world_size))  # torchrun gives each rank one
         self.worker = worker_thread()  # works in order: sums, then updates, then the next sums
         self.busy: list[Future] = []  # the work on gradients since the last update
         self.updating: dict[str, Future] = {}  # by group
@@ -71,7 +74,9 @@ class OnCPU(Place):
         # By module: the root's own parameters, then each layer's.
         layers = {f"layers.{i}.": layer for i, layer in enumerate(model.layers)}
         root = [name for name in parameters if not name.startswith("layers.")]
-        self.groups = {"": root} | {prefix: [name for name in parameters if name.startswith(prefix)] for prefix in layers}
+        self.groups = {"": root} | {
+            prefix: [name for name in parameters if name.startswith(prefix)] for prefix in layers
+        }
         for group, module in ({"": model} | layers).items():
             module.register_forward_pre_hook(self._waiter(group), prepend=True)
             for name in self.groups[group] if on_gpu else []:

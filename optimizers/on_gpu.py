@@ -11,7 +11,7 @@ from optimizers.place import Place, local
 
 class OnGPU(Place):
     @staticmethod
-    def master_dtype(dtype, beside=True):
+    def master_dtype(dtype, same_device):
         return {torch.float32: None, torch.bfloat16: torch.int16}.get(dtype, torch.float32)
 
     def accumulate(self):

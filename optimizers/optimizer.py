@@ -13,11 +13,11 @@ A new rule is one file with one class, and a kernel. What it says is all that pl
                                                      split over the ranks along the first dimension
     scalars(t)                                       what changes from update to update: float64 scalars on t's device;
                                                      t: the number of this update, from 1, a float64 scalar
-    step_on_gpu(parameter, grad, master, states, scalars)    one update in place; all of them this rank's part.
-        scalars: float32 tensor of the gradients' scale, the learning rate and scalars(t). While the scale is not finite
-        nothing may change. master: float32, the parameter itself if that is; or int16, a bfloat16 parameter's lower half
-    step_on_cpu(parameter, grad, master, states, scale, lr, t)    the same, with numbers on the CPU: scale is finite,
-        master float32. parameter may be grad itself, in the memory from which it goes to the GPU
+    step_on_gpu(parameter, grad, master, states, scalars)    one update, in place, of this rank's part
+        scalars: a float32 tensor of the gradients' scale, the learning rate and scalars(t). Unless the scale is finite,
+        nothing may change. master: float32, the parameter itself if that is; or a bfloat16 one's lower half, int16
+    step_on_cpu(parameter, grad, master, states, scale, lr, t)    the same, with numbers on the CPU; scale is finite,
+        master float32; parameter may be grad's memory, from where it goes to the GPU
 """
 
 from collections.abc import Callable, Iterator
@@ -68,6 +68,16 @@ class Optimizer:
     @updates.setter
     def updates(self, value: int):
         self._updates.fill_(value)
+
+    def counters(self, step: int) -> dict:
+        """For a checkpoint's meta after `step` steps: numbers that are no tensors of a parameter. Waits for the GPU."""
+        scale = {"loss_scale": 1.0} if self.loss_scale is None else self.loss_scale.state(step)
+        return {"updates": self.updates} | scale
+
+    def load_counters(self, meta: dict) -> None:
+        self.updates = meta["updates"]
+        if self.loss_scale is not None and meta["dtype"] == "float16":
+            self.loss_scale.load(meta)
 
     @property
     def shard_group(self) -> dist.ProcessGroup | None:
@@ -144,9 +154,7 @@ class Optimizer:
         a GPU that just fits the run has no room for it.
         """
         saved = self._saved()
-        merged = {
-            name: torch.empty_like(saved[name], dtype=torch.float32, device="cpu") for name in self._in_halves()
-        }
+        merged = {name: torch.empty_like(saved[name], dtype=torch.float32, device="cpu") for name in self._in_halves()}
         self.copy_tensors(merged)
         return saved | merged
 

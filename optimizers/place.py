@@ -7,7 +7,7 @@ A place says where they live and when gradients and parameters move. on_gpu.py a
     attach(...)               allocates masters and states
     accumulate()              after each of several micro-batches: adds the gradients to float32 sums
     norm()                    of this rank's gradients, as a scalar
-    update(scale, lr, t)      one update of all parameters, then frees the gradients; nothing changes unless scale is finite
+    update(scale, lr, t)      updates all parameters, unless scale is not finite, and frees the gradients
     finish()                  waits for updates that are still under way
     weights_changed()         after something else has written parameters
 """
@@ -30,7 +30,7 @@ def cpu_param(parameter: torch.Tensor) -> torch.Tensor:
 
 
 def new_state(parameter: torch.Tensor, shape, dtype: torch.dtype, device) -> torch.Tensor:
-    """Zeros on device. Under FSDP the first dimension, which must be the parameter's, is split over the ranks as there."""
+    """Zeros on device. Under FSDP the first dimension, which must be the parameter's, is split over the ranks alike."""
     if shape == parameter.shape:
         return torch.zeros_like(parameter, dtype=dtype, device=device)
     if not isinstance(parameter, DTensor):
@@ -40,7 +40,9 @@ def new_state(parameter: torch.Tensor, shape, dtype: torch.dtype, device) -> tor
     part = torch.zeros(len(local(parameter)), *shape[1:], dtype=dtype)
     stride = torch.empty(shape, device="meta").stride()
     mesh, placements = parameter.device_mesh, parameter.placements
-    return DTensor.from_local(part, mesh, placements, run_check=False, shape=torch.Size(shape), stride=stride).to(device)
+    return DTensor.from_local(part, mesh, placements, run_check=False, shape=torch.Size(shape), stride=stride).to(
+        device
+    )
 
 
 class Place:
@@ -48,10 +50,10 @@ class Place:
     scalar_dtype = torch.float32  # of the norm and of what is computed from it
 
     @staticmethod
-    def master_dtype(dtype: torch.dtype, beside: bool = True) -> torch.dtype | None:
+    def master_dtype(dtype: torch.dtype, same_device: bool) -> torch.dtype | None:
         """Of what is kept for a parameter of that dtype; None if a float32 parameter is its own master.
 
-        beside: whether the parameter is in the same memory.
+        same_device: whether the parameter is where masters are.
         """
         raise NotImplementedError
 
@@ -84,13 +86,13 @@ class Place:
         """This rank's part of a parameter's master, and of its states."""
         return local(self.masters[name]), {state: local(x) for state, x in self.states[name].items()}
 
-    def bytes_per_parameter(self, rule, dtype: torch.dtype, beside: bool = True) -> dict[str, float]:
+    def bytes_per_parameter(self, rule, dtype: torch.dtype, same_device: bool = True) -> dict[str, float]:
         """Bytes that are kept for each element of a large matrix beside it, by what they are: 'master', and each state.
 
-        Needs no model: what memory.py asks. beside: as master_dtype takes it.
+        Needs no model: memory.py asks it. same_device: false with offload = 'optimizer'.
         """
         matrix = torch.empty(4096, 4096, dtype=dtype, device="meta")
-        master = self.master_dtype(dtype, beside)
+        master = self.master_dtype(dtype, same_device)
         states = {state: math.prod(shape) * of.itemsize for state, (shape, of) in rule.states(matrix).items()}
         return {"master": master.itemsize if master else 0} | {name: n / matrix.numel() for name, n in states.items()}
 

@@ -120,7 +120,7 @@ def n_params(c: LlamaConfig) -> tuple[int, int]:
 def state_bytes(parameter: torch.Tensor, run: RunShape) -> int:
     """Bytes of the optimizer's states of a parameter, and of what the place keeps of its float32 master."""
     master = (OnGPU if run.offload == "none" else OnCPU).master_dtype(
-        parameter.dtype, beside=run.offload != "optimizer"
+        parameter.dtype, same_device=run.offload != "optimizer"
     )
     states = [math.prod(shape) * dtype.itemsize for shape, dtype in AdamW().states(parameter).values()]
     return sum(states) + (master.itemsize * parameter.numel() if master else 0)

@@ -10,6 +10,7 @@ from dataclasses import replace
 
 from model import LlamaConfig
 from runtime.memory import GIB, Part, RunShape, Step, counted, param_shapes, parts, peak_gib
+from runtime.memory_stats import require_cpu_memory
 
 
 def largest_batch(config: LlamaConfig, run: RunShape, gib: float) -> int:
@@ -50,6 +51,19 @@ def cpu_parts(config: LlamaConfig, run: RunShape) -> list[Part]:
         how = f"{a_layer:,} bytes x {layers} layers x {step.n_tokens:,} tokens"
         found.append(Part("saved activations", layers * a_layer * step.n_tokens, how))
     return found
+
+
+def require_memory(config: LlamaConfig, run: RunShape, device: str) -> None:
+    """Ends a run that needs more CPU memory than is free: the system would end it without a word."""
+    if device == "cpu":
+        step_bytes = GIB * peak_gib(config, replace(run, fused_kernels=False, fused_loss=False, offload="none"))
+        fix = "use a smaller model (config/baby_llama.py), smaller batches or a GPU"
+        require_cpu_memory(step_bytes, "a step needs", fix)
+    else:
+        n_bytes = sum(part.bytes for part in cpu_parts(config, run))
+        require_cpu_memory(n_bytes, "what is offloaded needs", "offload less, or shard")
+    read_bytes = 3 * 16 * run.micro_steps * run.batch_size * (config.block_size + 1)  # three steps, int64, and copies
+    require_cpu_memory(read_bytes, "the tokens of a step take", "lower gradient_accumulation_steps")
 
 
 def cpu_bytes_to_come(config: LlamaConfig, run: RunShape) -> float:

@@ -32,7 +32,7 @@ def recompute(model, mode: str, mlp_chunks: int | None = None, offload_activatio
     offload_activations: the layers' inputs, all that 'full' keeps, go to the CPU's memory. ValueError for settings that
     do not go together.
     """
-    check(mode, mlp_chunks, offload_activations)
+    check_settings(mode, mlp_chunks, offload_activations)
     config, fused_kernels = model.config, model.fused_kernels
     offloaded = OffloadedInputs(config.n_layer) if offload_activations else None
     for i, layer in enumerate(model.layers):
@@ -46,7 +46,8 @@ def recompute(model, mode: str, mlp_chunks: int | None = None, offload_activatio
     model.lm_head.loss_options = partial(loss_options, vocab_size=config.vocab_size, mode=mode)
 
 
-def check(mode: str, mlp_chunks: int | None, offload_activations: bool) -> None:
+def check_settings(mode: str, mlp_chunks: int | None, offload_activations: bool) -> None:
+    """ValueError for settings of recompute that do not go together."""
     if mode not in ("none", "selective", "full"):
         raise ValueError(f"activation_checkpointing {mode!r}: none, selective or full")
     if offload_activations and mode != "full":

@@ -8,8 +8,8 @@ content changes: nothing is allocated for a block, and one copy brings all of it
 is on the GPU from the beginning of forward until backward reaches the blocks.
 
 So for n parameters the GPU holds two blocks and for a time the root, and in bfloat16 2n bytes are copied to it in
-forward, less than 2n in backward. Gradients go to the CPU as soon as they are computed. optimizers/on_cpu.py then writes
-new weights to each parameter's `cpu_param`: its part of the pinned memory.
+forward, less than 2n in backward. Gradients go to the CPU as soon as they are computed. optimizers/on_cpu.py writes new
+weights to each parameter's `cpu_param`: its part of the pinned memory.
 """
 
 from collections.abc import Callable
@@ -42,7 +42,7 @@ class StreamedWeights:
 
     Each forward that builds a graph must have one backward before the next such forward; evaluation may come between.
 
-    before_copy: called with a prefix of names, 'layers.3.' or '' for the root, before these weights are read on the CPU.
+    before_copy: called with a prefix of names, 'layers.3.' or '' for the root, before these weights are copied.
     """
 
     def __init__(self, model: nn.Module, device: str):
@@ -56,7 +56,9 @@ class StreamedWeights:
         self.root = torch.empty(layout(root)[1], dtype=root[0].dtype, device=self.device)
         self.root_bytes = self.root.untyped_storage().nbytes()
         self.cpu_root = self._move(root, self.root)
-        self.cpu_layers = [self._move(list(layer.parameters()), self.slots[i % 2]) for i, layer in enumerate(self.layers)]
+        self.cpu_layers = [
+            self._move(list(layer.parameters()), self.slots[i % 2]) for i, layer in enumerate(self.layers)
+        ]
         self.forget()
         model.register_forward_pre_hook(self._before_all)
         for i, layer in enumerate(self.layers):

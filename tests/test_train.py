@@ -46,7 +46,8 @@ def test_the_learning_rate_warms_up_and_decays_to_its_minimum(train, tmp_path):
 
 def test_a_step_is_taken_at_the_rate_that_is_logged_and_clipped_as_asked(train, tmp_path, monkeypatch):
     taken, update = [], Optimizer.update
-    monkeypatch.setattr(Optimizer, "update", lambda self: taken.append((self.lr.item(), self.grad_clip)) or update(self))
+    note = lambda self: taken.append((self.lr.item(), self.grad_clip))  # noqa: E731
+    monkeypatch.setattr(Optimizer, "update", lambda self: note(self) or update(self))
     run = train(grad_clip=0.25)
     rates = numbers(tmp_path / "out", "lr")
     np.testing.assert_allclose(taken, [(rate, 0.25) for rate in rates], rtol=1e-7)
@@ -234,10 +235,11 @@ def test_compiled_blocks_have_the_same_losses(train, tmp_path):
 
 def test_the_first_command_of_the_readme_needs_no_data(tmp_path):
     """A copy of the tree without prepared data: train.py makes pystdlib itself, also where two runs begin at once."""
-    for pattern in ("*.py", "kernels/*.py", "config/*.py", "data/*.py", "data/pystdlib/*.py"):
-        for path in ROOT.glob(pattern):
-            (tmp_path / path.relative_to(ROOT)).parent.mkdir(parents=True, exist_ok=True)
-            shutil.copy(path, tmp_path / path.relative_to(ROOT))
+    without_data = shutil.ignore_patterns("__pycache__", "*.bin", "meta.json", ".*")
+    for name in ("config", "data", "kernels", "optimizers", "runtime"):
+        shutil.copytree(ROOT / name, tmp_path / name, ignore=without_data)
+    for path in ROOT.glob("*.py"):
+        shutil.copy(path, tmp_path)
     command = [sys.executable, "train.py", "config/baby_llama.py", "--dataset=data/pystdlib/"]
     command += ["--max_iters=3", "--device=cpu"]
     options = {"cwd": tmp_path, "stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
