@@ -30,7 +30,7 @@ from torch.distributed.tensor import DTensor
 from data.files import write_json
 from model import Llama, LlamaConfig
 from runtime import memory_stats, run_folder
-from runtime.distributed import all_reduce_max, local, local_world_size, print0, rank, worker_thread
+from runtime.distributed import all_reduce_max, local, local_world_size, on_rank0, print0, rank, worker_thread
 from runtime.pinned_memory import pinned_empty
 
 # One process without torch.distributed is not a mistake.
@@ -291,7 +291,7 @@ def load_newest(out_dir: str, optimizer, check: Callable[[Path, dict], None]) ->
     damaged, tensors = [], optimizer.tensors()
     while path := run_folder.newest_for_all_ranks(out_dir):
         try:
-            meta = read_meta(path)
+            meta = on_rank0(lambda path=path: read_meta(path))
             if meta["step"] != int(path.name[5:]):
                 raise ValueError(f"{path} holds step {meta['step']}: name it step_{meta['step']:06d} again")
             check(path, meta)
@@ -299,10 +299,11 @@ def load_newest(out_dir: str, optimizer, check: Callable[[Path, dict], None]) ->
             break
         except Damaged as error:
             damaged.append(str(error))
-            if len(run_folder.checkpoints(out_dir)) == 1:  # it keeps its name: a new run must not start beside it
+            if on_rank0(lambda: len(run_folder.checkpoints(out_dir)) == 1):
+                # It keeps its name: a new run must not start beside it.
                 raise Damaged(". ".join(damaged) + ". There is no older one: move it away to start anew") from error
             on_all_ranks(lambda: None)  # no rank reads it any more
-            on_all_ranks(lambda path=path: run_folder.mark_damaged(path) if rank == 0 else None)
+            on_rank0(lambda path=path: run_folder.mark_damaged(path))
     optimizer.refresh(tensors)
     optimizer.load_counters(meta)
     return path, meta, damaged

@@ -7,6 +7,7 @@ collectives below return at once.
 import contextlib
 import os
 import sys
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from typing import Any, NoReturn
@@ -104,6 +105,20 @@ def broadcast(value: Any) -> Any:
     if world_size > 1:
         dist.broadcast_object_list(values, src=0, device=torch.device("cpu"))
     return values[0]
+
+
+def on_rank0(function: Callable[[], Any]) -> Any:
+    """Call function on rank 0 only: all ranks get its result, or raise its OSError or ValueError. All must call it."""
+    value = error = None
+    if rank == 0:
+        try:
+            value = function()
+        except (OSError, ValueError) as failed:
+            error = failed
+    value, error = broadcast((value, error))
+    if error:
+        raise error
+    return value
 
 
 def differing(values: dict) -> list[str]:

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from data.files import lock
-from runtime.distributed import all_reduce_max, broadcast, print0, rank, require_same_on_all_ranks, stop
+from runtime.distributed import all_reduce_max, broadcast, on_rank0, print0, rank, require_same_on_all_ranks, stop
 
 
 def claim(out_dir: str) -> TextIO:
@@ -87,7 +87,7 @@ def newest_for_all_ranks(out_dir: str | Path) -> Path | None:
 
     A network file system may list a new folder late on some machines: a rank's own newest() could be an older one.
     """
-    path = broadcast(newest(out_dir))
+    path = on_rank0(lambda: newest(out_dir))
     if all_reduce_max([path is not None and not path.is_dir()])[0]:
         stop(f"some machines do not see {path}: out_dir must be one folder that all machines share, or wait a minute")
     return path

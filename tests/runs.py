@@ -138,6 +138,11 @@ def wrapped(folder, before, after=""):
     return script
 
 
+def machines_of(folder, ranks):
+    """A script that runs train.py as if every so many ranks had a machine of their own."""
+    return wrapped(folder, f"os.environ['LOCAL_WORLD_SIZE'] = '{ranks}'")
+
+
 def run_alone(text_data, out_dir, **changes):
     """A run of 30 steps by one process, with a checkpoint every ten; returns its folder."""
     done = run(LONGER | changes | {"dataset": text_data, "out_dir": out_dir})

@@ -13,6 +13,7 @@ from tests.runs import (
     SMALL,
     assert_close,
     losses,
+    machines_of,
     metrics,
     numbers,
     run,
@@ -39,10 +40,10 @@ def alone_untied(text_data, tmp_path_factory):
         (4, {}),
         (2, dict(sharding="zero2", activation_checkpointing="full")),
         (2, dict(sync_every_micro_batch=False)),
-        (4, dict(sharding="hybrid", shard_ranks=2)),
-        (2, dict(sharding="hybrid")),  # one machine: no copies beyond
+        (4, dict(sharding="hybrid")),
+        (2, dict(sharding="hybrid")),  # one machine: no replicas
         (2, dict(offload="all", activation_checkpointing="full", offload_activations=True, mlp_chunks=2)),
-        (4, dict(offload="optimizer", sharding="hybrid", shard_ranks=2)),
+        (4, dict(offload="optimizer", sharding="hybrid")),
     ],
     ids=str,
 )
@@ -57,13 +58,13 @@ def test_any_number_of_ranks_is_the_same_run(text_data, alone, tmp_path, ranks, 
         (2, {}),
         (4, dict(sharding="zero2", activation_checkpointing="full")),
         (2, dict(sync_every_micro_batch=False)),
-        (4, dict(sharding="hybrid", shard_ranks=2, sync_every_micro_batch=False)),
+        (4, dict(sharding="hybrid", sync_every_micro_batch=False)),
         (2, dict(offload="all", activation_checkpointing="full", offload_activations=True, mlp_chunks=2)),
     ],
     ids=str,
 )
 def test_so_it_is_where_the_head_is_not_the_embedding(text_data, alone_untied, tmp_path, ranks, settings):
-    """Then FSDP has other groups of parameters: collectives.py."""
+    """Then FSDP has other groups of parameters."""
     check_ranks(text_data, alone_untied, tmp_path, ranks, dict(tie_embeddings=False) | settings)
 
 
@@ -88,14 +89,14 @@ def test_so_it_is_where_groups_of_sequences_pass_through_a_block(text_data, alon
     check_ranks(text_data, alone, tmp_path, 2, settings, script=script)
 
 
-def test_the_groups_of_hybrid_sharding_wait_longer_than_the_watch(tmp_path):
+def test_hybrid_process_groups_time_out_later_than_the_watchdog(tmp_path):
     script = tmp_path / "mesh.py"
     script.write_text(
-        f"import sys; sys.path.insert(0, {str(ROOT)!r})\nfrom runtime import copy_engines, distributed\n"
-        "watch = distributed.meet('cpu', 3600.0)\nmesh = copy_engines.mesh('cpu', 1, 3600.0)\n"
+        f"import sys; sys.path.insert(0, {str(ROOT)!r})\nfrom runtime import distributed\n"
+        "distributed.init_distributed('cpu', 3600.0)\nmesh = distributed.device_mesh('cpu', True, 3600.0)\n"
         "group = mesh['replicate'].get_group(), mesh['shard'].get_group()\n"
         "print('timeouts', *{g._get_backend(__import__('torch').device('cpu')).options._timeout for g in group})\n"
-        "watch.stop(); distributed.part(0)"
+        "distributed.shutdown(0)"
     )
     done = run_ranks(2, {}, script)
     assert "timeouts 2:01:00\n" in done.stdout, done.stdout + done.stderr
@@ -106,13 +107,15 @@ def test_the_groups_of_hybrid_sharding_wait_longer_than_the_watch(tmp_path):
     [
         (2, dict(sharding="zero3"), (2,), False),
         (2, dict(sharding="zero2"), (2,), True),
-        (4, dict(sharding="hybrid", shard_ranks=2), (2, 2), False),
+        (4, dict(sharding="hybrid"), (2, 2), False),
     ],
     ids=str,
 )
 def test_parameters_are_sharded_as_asked(text_data, tmp_path, ranks, settings, shape, kept):
     before = (
-        "from runtime import copy_engines\nshard, seen = copy_engines.shard, []\ndef shard_and_note(model, **options):\n"
+        "os.environ['LOCAL_WORLD_SIZE'] = '2'  # as on two machines\n"
+        "from runtime import copy_engines\nshard, seen = copy_engines.shard, []\n"
+        "def shard_and_note(model, **options):\n"
         "    seen.append((tuple(options['mesh'].shape), options['keep_blocks']))\n    shard(model, **options)\n"
         "copy_engines.shard = shard_and_note"
     )
@@ -123,6 +126,8 @@ def test_parameters_are_sharded_as_asked(text_data, tmp_path, ranks, settings, s
 
 
 def check_ranks(text_data, alone, tmp_path, ranks, settings, tolerance=1e-5, script="train.py", launch=run_ranks):
+    if settings.get("sharding") == "hybrid":
+        script = machines_of(tmp_path, 2)
     changed = LONGER | dict(dataset=text_data) | settings
     shutil.copytree(alone / "step_000010", tmp_path / "out/step_000010")  # begun by one, ended by several
     shutil.copy(alone / "metrics.jsonl", tmp_path / "out/metrics.jsonl")

@@ -15,7 +15,7 @@ from optimizers.on_gpu import OnGPU
 from optimizers.optimizer import Optimizer, sum_of_bits
 from runtime import checkpoint
 from runtime.cuda_graph import CUDAGraph
-from tests.runs import SHORT, SMALL, assert_close, run_ranks, step_losses
+from tests.runs import ROOT, SHORT, SMALL, assert_close, run_ranks, step_losses
 
 pytestmark = pytest.mark.usefixtures("plain_pytorch_on_one_core")
 
@@ -171,6 +171,37 @@ def test_a_new_rule_is_one_class_on_both_places_with_its_checkpoint_and_its_byte
     }
 
 
+def shard_and_step():
+    """On each of two ranks: what the rule calls its state is split over them by rows, and is that of one rank."""
+    torch.distributed.init_process_group("gloo")
+    mesh = torch.distributed.init_device_mesh("cpu", (2,), mesh_dim_names=("shard",))
+    found = []
+    for sharded in (False, True):
+        model = Llama(LlamaConfig(**CONFIG.__dict__ | {"vocab_size": 13}))  # of 13 rows the ranks have 7 and 6
+        model.init_weights(0)
+        if sharded:
+            torch.distributed.fsdp.fully_shard(model, mesh=mesh)
+        optimizer = Optimizer(model, SignedMomentum(), OnCPU() if sharded else OnGPU())
+        model(torch.arange(8)[None], torch.arange(8)[None]).backward()
+        optimizer.step(lr=0.01)
+        found.append((optimizer.tensors(), checkpoint.checksums(optimizer.bit_sums(), optimizer.shard_group)))
+    (whole, sums), (shards, sums_of_shards) = found
+    assert len(shards["optimizer.scales.tok_embeddings.weight"].to_local()) == 7 - torch.distributed.get_rank()
+    for name, x in shards.items():
+        torch.testing.assert_close(x.full_tensor(), whole[name])
+    torch.distributed.barrier()
+    torch.distributed.destroy_process_group()
+    print("same", flush=True)
+
+
+def test_states_of_any_shape_are_split_over_the_ranks_by_rows(tmp_path):
+    script = tmp_path / "script.py"
+    script.write_text(f"import sys\nsys.path.insert(0, {str(ROOT)!r})\n"
+                      "from tests.test_optimizers import shard_and_step\nshard_and_step()\n")  # fmt: skip
+    done = run_ranks(2, {}, script)
+    assert done.stdout.count("same") == 2, done.stderr[-3000:]
+
+
 @pytest.mark.parametrize("place, dtype, expected", [
     (OnGPU, torch.float32, 8), (OnGPU, torch.bfloat16, 10), (OnGPU, torch.float16, 12),
     (OnCPU, torch.float32, 8), (OnCPU, torch.bfloat16, 12), (OnCPU, torch.float16, 12),
@@ -260,7 +291,7 @@ def test_a_cuda_graph_replays_the_step_and_nothing_waits_for_the_gpu(dtype):
     models = [torch.nn.Linear(64, 48).to("cuda", dtype) for _ in range(2)]
     models[1].load_state_dict(models[0].state_dict())
     plain, replayed = (Optimizer(model, AdamW(), OnGPU(), 1.0, LossScale()) for model in models)
-    gradients = [2**16 * torch.randn(6, *p.shape, device="cuda") for p in models[0].parameters()]
+    gradients = [2**10 * torch.randn(6, *p.shape, device="cuda") for p in models[0].parameters()]
     gradients[0][3] = math.inf
     static = [torch.empty_like(p) for p in models[0].parameters()]
     graph = None
