@@ -142,45 +142,44 @@ def check_ranks(text_data, alone, tmp_path, ranks, settings, tolerance=1e-5, scr
 
 
 @pytest.fixture
-def eager_train(tmp_path, monkeypatch):
-    """train.py as it is on a GPU: a step's forward and backward are queued before the step before is known."""
+def late_train(tmp_path, monkeypatch):
+    """train.py as it runs on a GPU: it logs a step after the next one is queued."""
     source = (ROOT / "train.py").read_text()
-    on_cpu = 'device == "cpu"\n        or offload != "none"  # the CPU has waited for the GPU already'
-    taken = "    loss_on_device = ahead if"
-    assert source.count(on_cpu) == source.count(taken) == 1
-    source = source.replace(taken, f"    print0('queued' * (ahead is not None))\n{taken}")
+    on_cpu, loop = 'evaluates or device == "cpu" or', "    while unfinished and ("
+    assert source.count(on_cpu) == source.count(loop) == 1, "train.py says this in another way now"
     script = tmp_path / "train.py"
-    script.write_text(source.replace(on_cpu, "False"))
+    source = source.replace(loop, f"    print0('late' * (len(unfinished) > 1))\n{loop}")
+    script.write_text(source.replace(on_cpu, "evaluates or"))
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
     return script
 
 
 @pytest.mark.parametrize("n_ranks", [1, 2])
-def test_queued_ahead_of_its_numbers_a_run_is_the_same(train, eager_train, text_data, tmp_path, n_ranks):
+def test_logging_one_step_late_repeats_losses_bit_for_bit(late_train, text_data, tmp_path, n_ranks):
     settings = LONGER | dict(dataset=text_data, max_iters=12, eval_interval=5, keep_last=2)
-    for script, out_dir in ((ROOT / "train.py", "plain"), (eager_train, "eager")):
+    for script, out_dir in ((ROOT / "train.py", "plain"), (late_train, "late")):
         for max_iters in (8, 12):  # and resumed
             changes = dict(out_dir=tmp_path / out_dir, max_iters=max_iters, lr_decay_iters=12)
             done = run_ranks(n_ranks, settings | changes, script)
             assert done.returncode == 0, done.stderr
-            assert ("queued\n" in done.stdout) == (script == eager_train)
-    assert losses(tmp_path / "plain") == losses(tmp_path / "eager")
+            assert ("late\n" in done.stdout) == (script == late_train)
+    assert losses(tmp_path / "plain") == losses(tmp_path / "late")
 
 
-def test_queued_ahead_a_run_ends_where_its_numbers_say(eager_train, text_data, tmp_path):
+def test_logging_one_step_late_stops_at_a_signal_and_at_nan(late_train, text_data, tmp_path):
     """After a signal with a checkpoint from which it goes on alike, and where the loss is NaN before the update."""
     settings = LONGER | dict(dataset=text_data, max_iters=300, eval_interval=300, lr_decay_iters=300)
     whole, cut = (settings | {"out_dir": tmp_path / name} for name in ("whole", "cut"))
-    assert run(whole, eager_train).returncode == 0
-    process = start(cut, eager_train)
+    assert run(whole, late_train).returncode == 0
+    process = start(cut, late_train)
     assert any("step 00010/" in line for line in process.stdout)
     process.send_signal(signal.SIGTERM)
     rest = process.communicate(timeout=60)[0]
     assert process.returncode == 128 + signal.SIGTERM and "interrupted | saved" in rest, rest
-    assert run(cut, eager_train).returncode == 0
+    assert run(cut, late_train).returncode == 0
     assert losses(tmp_path / "whole") == losses(tmp_path / "cut")
     diverging = settings | dict(learning_rate=1e30, warmup_iters=0, out_dir=tmp_path / "nan")
-    done = run(diverging, eager_train)
+    done = run(diverging, late_train)
     assert done.returncode == 1 and "so the weights were not updated" in done.stderr, done.stderr
     assert not list((tmp_path / "nan").glob("step_*"))
 
