@@ -501,9 +501,9 @@ def test_gradcheck_in_float64(name):
     if name == "linear_cross_entropy":
         inputs = [x[:, :4] for x in inputs]
     function = OPERATIONS[name].function
-    assert torch.autograd.gradcheck(
-        lambda *leaves: function(*leaves, *constants), [x.detach().clone().requires_grad_() for x in inputs]
-    )
+    leaves = [x.detach().clone().requires_grad_() for x in inputs]
+    # Along random directions: element by element takes a thousand forwards, and every element is compared elsewhere.
+    assert torch.autograd.gradcheck(lambda *leaves: function(*leaves, *constants), leaves, fast_mode=True)
 
 
 @each_operation
@@ -1313,7 +1313,9 @@ def compile_for(card):
     print(len(sizes), "fit")
 
 
-@pytest.mark.parametrize("card", CARDS)
+@pytest.mark.parametrize(
+    "card", [card if card == "RTX 4090" else pytest.param(card, marks=pytest.mark.slow) for card in CARDS]
+)
 def test_fits_the_shared_memory_of(card):
     assert " fit" in in_another_process(f"test_kernels.compile_for({card!r})", TRITON_INTERPRET="0")
 
