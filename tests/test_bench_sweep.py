@@ -866,10 +866,11 @@ def test_the_estimate_needs_no_gpu_and_ends_with_a_line_of_json():
                                    ["card=24", "block_size=512", "batch_size=64"]])  # fmt: skip
 def test_the_estimate_is_memory_pys(words):
     text, result = estimate.estimate(estimate.parse(words))
-    changes = {key: result[key] for key in ("block_size", "activation_checkpointing")}
-    config = llama_config(result["config"], fused_loss="--fused_loss=false" not in words, **changes)
+    config = llama_config(result["config"], block_size=result["block_size"])
+    fused_loss, checkpointing = "--fused_loss=false" not in words, result["activation_checkpointing"]
     ranks = {"world_size": result["ranks"], "shard_ranks": result["ranks"], "copy_engines": True}
     micro_steps = 32 // result["ranks"]  # 1B's config has 32, 8B's 64: the peak is that of any number above 1
+    ranks |= {"fused_loss": fused_loss, "activation_checkpointing": checkpointing}
     plan = memory.Plan(result["batch_size"], micro_steps, offload=result["offload"], **ranks)
     assert result["peak_gib"] == memory.peak_gib(config, plan) and memory.table(config, plan) in text
     assert result["fits"] == (result["peak_gib"] <= result["usable_gib"])

@@ -80,8 +80,8 @@ def test_so_it_is_where_documents_see_themselves_alone(short_documents, tmp_path
 
 @pytest.mark.parametrize("settings", [{}, dict(sharding="zero2"), dict(offload="all")], ids=str)
 def test_so_it_is_where_groups_of_sequences_pass_through_a_block(text_data, alone, tmp_path, settings):
-    before = "import model\nmodel.MLP_SLICE, seen, count = 1, set(), model.LlamaConfig.groups_of_sequences\n"
-    before += "model.LlamaConfig.groups_of_sequences = lambda *shape: seen.add(count(*shape)) or count(*shape)"
+    before = "from runtime import recompute\nrecompute.MLP_SLICE, seen = 1, set()\ncount = recompute.groups_of_sequences\n"
+    before += "recompute.groups_of_sequences = lambda *shape: seen.add(count(*shape)) or count(*shape)"
     script = wrapped(tmp_path, before, "assert 2 in seen, seen")
     settings |= dict(batch_size=8, gradient_accumulation_steps=2, activation_checkpointing="full")
     check_ranks(text_data, alone, tmp_path, 2, settings, script=script)

@@ -12,6 +12,7 @@ import torch
 
 import model as model_module
 from optimizers.driver import AdamW
+from runtime import recompute
 from tests.runs import ROOT, assert_close, losses, metrics, numbers, step_losses
 
 pytestmark = pytest.mark.usefixtures("plain_pytorch_on_one_core")
@@ -100,11 +101,11 @@ def test_every_arm_and_checkpointing_mode_has_the_same_losses(train, tmp_path, s
     ids=str,
 )
 def test_in_groups_of_sequences_the_losses_stay(train, tmp_path, monkeypatch, settings):
-    monkeypatch.setattr(model_module, "MLP_SLICE", 1)  # 4C tokens, 128, are the limit then
+    monkeypatch.setattr(recompute, "MLP_SLICE", 1)  # 4C tokens, 128, are the limit then
     shape = {"batch_size": 16} | {name: settings[name] for name in ("n_layer", "dtype") if name in settings}
     train(out_dir=tmp_path / "plain", **shape)
     run = train(out_dir=tmp_path / "other", **{"batch_size": 16} | settings, activation_checkpointing="full")
-    assert run["config"].groups_of_sequences(run["batch_size"], 32) > 1
+    assert recompute.groups_of_sequences(run["batch_size"], 32, 32, None) > 1
     tolerance = 5e-4 if "dtype" in settings else 1e-5
     assert_close(step_losses(tmp_path / "plain"), step_losses(tmp_path / "other"), tolerance)
 
@@ -124,7 +125,7 @@ def test_in_groups_of_sequences_the_losses_stay(train, tmp_path, monkeypatch, se
     ids=str,
 )
 def test_a_cuda_graph_has_the_losses_of_its_launches(train, tmp_path, monkeypatch, settings):
-    monkeypatch.setattr(model_module, "MLP_SLICE", 1)
+    monkeypatch.setattr(recompute, "MLP_SLICE", 1)
     for cuda_graph in (False, True):
         train(device="cuda", cuda_graph=cuda_graph, max_iters=12, out_dir=tmp_path / str(cuda_graph), **settings)
     assert losses(tmp_path / "True") == losses(tmp_path / "False")
@@ -159,7 +160,7 @@ def test_documents_that_see_themselves_alone(train, short_documents, tmp_path):
     other[:, : n - 1] = (other[:, : n - 1] + 1) % 256  # not where the last document starts
     assert run["end_of_text"] == 256 == tokens[0, n]
     with torch.no_grad():
-        before, after = (run["model"](x, starts=starts) for x in (tokens, other))
+        before, after = (run["model"](x, doc_starts=starts) for x in (tokens, other))
         assert torch.equal(before[:, n:], after[:, n:]) and not torch.equal(before[:, :n], after[:, :n])
         assert not torch.equal(run["model"](tokens)[:, n:], before[:, n:]), "without starts it sees them all"
     masked, plain = (losses(tmp_path / name) for name in ("masked", "plain"))
