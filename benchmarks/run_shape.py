@@ -1,0 +1,79 @@
+"""What train.py would do with its settings, without running it: the model, and the shape of a run on one rank."""
+
+import math
+import shlex
+from types import SimpleNamespace
+
+from benchmarks.arms import SWEEP_FLAGS
+from benchmarks.cli import TRAIN
+from benchmarks.record import ROOT
+from configurator import SettingError, find_problem, preview
+from model import LlamaConfig
+from runtime import memory
+from runtime.memory import GIB
+from runtime.memory import Plan as RunShape
+
+MODEL = ("n_layer", "n_head", "n_kv_head", "n_embd", "ffn_dim", "vocab_size", "tie_embeddings")
+
+
+def resolve(path: str, world_size: int, named: dict, flags=()) -> tuple[LlamaConfig, RunShape]:
+    """The model of a config file and what a rank of one host does with it, under settings of train.py.
+
+    named: by name; flags: as on a command line, which win. SettingError if train.py would not take them.
+    """
+    there = ROOT / path if (ROOT / path).is_file() else path
+    said = preview(TRAIN, [str(there), *(f"--{name}={value}" for name, value in named.items()), *flags])
+    if said["vocab_size"] is None:
+        raise SettingError(f"{path} leaves vocab_size to its dataset: say -- --vocab_size=...")
+    problem = find_problem(said, world_size)
+    if problem:
+        raise SettingError(problem)
+    one_host = world_size if world_size <= 8 else math.gcd(world_size, 8)  # of 8 GPUs
+    shard_ranks = said.get("shard_ranks") or (one_host if said["sharding"] == "hybrid" else world_size)
+    if said["copy_engines"] and world_size > 1 and (shard_ranks == 1 or said["offload"] == "all"):
+        raise SettingError("copy_engines needs a model's GPUs on one host, and no offload=all")
+    said |= {
+        "dtype": "bfloat16" if said["dtype"] == "auto" else said["dtype"],
+        "copy_engines": said["copy_engines"] is not False,
+        "world_size": world_size,
+        "shard_ranks": shard_ranks,
+        "micro_steps": said["gradient_accumulation_steps"] // world_size,
+    }
+    try:
+        return tuple(
+            kind(**{name: said[name] for name in kind.__dataclass_fields__}) for kind in (LlamaConfig, RunShape)
+        )
+    except ValueError as error:
+        raise SettingError(str(error)) from None
+
+
+def cpu_gib(config: LlamaConfig, shape: RunShape) -> float:
+    """Pinned CPU memory of all ranks."""
+    return shape.world_size * sum(part.bytes for part in memory.cpu_parts(config, shape)) / GIB
+
+
+def run_of(row: dict) -> tuple[LlamaConfig, RunShape]:
+    """Of a row of a sweep. Of a peer only the model is right."""
+    if row["arm"] not in SWEEP_FLAGS:
+        return resolve(row["config"], 1, {"sharding": "zero3"})
+    named = {"block_size": row["block"], "batch_size": row["batch"], "offload": row["offload"]}
+    named |= {"gradient_accumulation_steps": row["ranks"], "activation_checkpointing": row["checkpointing"]}
+    return resolve(row["config"], row["ranks"], named, [*SWEEP_FLAGS[row["arm"]], *shlex.split(row["flags"])])
+
+
+def cpu_gib_of(row: dict) -> float:
+    """What all ranks of a row hold in the CPU's memory: a peer's FSDP2 float32 weights, gradients and two moments."""
+    config, shape = run_of(row)
+    if row["arm"] in SWEEP_FLAGS:
+        return cpu_gib(config, shape)
+    block, root = memory.n_params(config)
+    return 16 * (root + config.n_layer * block) / GIB if row["offload"] == "all" else 0.0
+
+
+def refuse_model(s: SimpleNamespace) -> None:
+    """SettingError for another model: what stands behind -- is for ours alone, and a peer's model is the config's."""
+    found = [flag for flag in s.flags if flag.removeprefix("--").partition("=")[0] in MODEL]
+    if found and s.peers != ["none"]:
+        raise SettingError(
+            f"{found[0]}: the peers would train another model; write it in a config, or say --peers=none"
+        )
