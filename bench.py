@@ -1,17 +1,17 @@
 """The numbers: benchmarks leave records, records become the tables and plots of README.md and benchmarks/README.md.
 
-python bench.py                             what fits in this card: batches of Llama 3.2 1B grow until none does
-python bench.py --preset=study              in 24 GiB, beside Hugging Face and Liger
-python bench.py sweep --help                its other settings; likewise for each command below
-python bench.py estimate --card=4090        what fits, by arithmetic, without a GPU
-python bench.py snapshot                    what holds the memory in one step
-python bench.py kernels                     every kernel beside eager PyTorch, torch.compile and other libraries
-python bench.py step                        the whole training step, beside other trainers
-python bench.py losses                      is what it learns the same? beside Hugging Face's model
-python bench.py gpus                        several GPUs: scaling, 8B, checkpoints
-python bench.py record FOLDER NAME          keeps the summary.json that a training run left in FOLDER
-                                            as benchmarks/records/NAME.json
-python bench.py readme                      draws the plots and writes the tables of both pages
+    python bench.py                             what fits in this card: batches of Llama 3.2 1B grow until none does
+    python bench.py --preset=study              in 24 GiB, beside Hugging Face and Liger
+    python bench.py sweep --help                its other settings; likewise for each command below
+    python bench.py estimate --card=4090        what fits, by arithmetic, without a GPU
+    python bench.py snapshot                    what holds the memory in one step
+    python bench.py kernels                     every kernel beside eager PyTorch, torch.compile and other libraries
+    python bench.py step                        the whole training step, beside other trainers
+    python bench.py losses                      is what it learns the same? beside Hugging Face's model
+    python bench.py gpus                        several GPUs: scaling, 8B, checkpoints
+    python bench.py record FOLDER NAME          keeps the summary.json that a training run left in FOLDER
+                                                as benchmarks/records/NAME.json
+    python bench.py readme                      draws the plots and writes the tables of both pages
 """
 
 import importlib
