@@ -1,6 +1,8 @@
 """What train.py would do with its settings, without running it: the model, and the shape of a run on one rank."""
 
+import functools
 import math
+import os
 import shlex
 from types import SimpleNamespace
 
@@ -22,7 +24,8 @@ def resolve(path: str, world_size: int, named: dict, flags=()) -> tuple[LlamaCon
     named: by name; flags: as on a command line, which win. SettingError if train.py would not take them.
     """
     there = ROOT / path if (ROOT / path).is_file() else path
-    said = preview(TRAIN, [str(there), *(f"--{name}={value}" for name, value in named.items()), *flags])
+    words = str(there), *(f"--{name}={value}" for name, value in named.items()), *flags
+    said = dict(_preview(words, os.path.getmtime(there) if os.path.exists(there) else 0))
     if said["vocab_size"] is None:
         raise SettingError(f"{path} leaves vocab_size to its dataset: say -- --vocab_size=...")
     problem = find_problem(said, world_size)
@@ -50,6 +53,12 @@ def resolve(path: str, world_size: int, named: dict, flags=()) -> tuple[LlamaCon
 def cpu_gib(config: LlamaConfig, shape: RunShape) -> float:
     """Pinned CPU memory of all ranks."""
     return shape.world_size * sum(part.bytes for part in memory.cpu_parts(config, shape)) / GIB
+
+
+@functools.lru_cache(maxsize=None)
+def _preview(words: tuple[str, ...], changed: float) -> dict:
+    """train.py's settings; read once, for a table asks for the same ones again and again."""
+    return preview(TRAIN, list(words))
 
 
 def run_of(row: dict) -> tuple[LlamaConfig, RunShape]:
