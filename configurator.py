@@ -2,21 +2,17 @@
 
     # data
     dataset = 'pystdlib'  # a folder under data/
-    learning_rate = 3e-4  # the peak, after the warm-up
     min_lr: float | None = None  # the learning rate after the decay; none: learning_rate / 10
-    dtype: Literal['float32', 'bfloat16', 'float16'] = 'bfloat16'  # of the compute; the weights stay float32
-
+    dtype: Literal['float32', 'bfloat16'] = 'bfloat16'  # of the compute
     settings = configure(globals(), sys.argv[1:])
-
-Every lowercase name that the script has assigned, in a plain assignment above the call, is a setting. Its type is the
-annotation's, or else the default's. The comment behind it is its help. A comment line above it is the heading of a
-group where a blank line precedes it or the setting has its own comment; otherwise it is the setting's help.
 
     python train.py config/baby_llama.py --batch_size=32 --learning_rate 1e-3 --compile
     python train.py config/baby_llama.py --help
 
-A flag wins over a file wherever it stands, and a later one over an earlier one. A config file is Python: it may
-compute and import, but each name that it assigns must be a setting, unless it begins with an underscore.
+Every lowercase name assigned above the call is a setting: its annotation or default gives its type, the comment behind
+it its help. A comment line above it is the heading of a group if a blank line precedes it or the setting has its own
+comment; else it is the setting's help. Flags win over files, later flags and files over earlier ones. A config file is
+Python: it may compute and import, but each name that it assigns must be a setting or begin with an underscore.
 """
 
 import ast
@@ -32,22 +28,21 @@ import tokenize
 import traceback
 import types
 import typing
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-PLAIN = (bool, int, float, str, dict, list, types.NoneType)  # what a setting can hold: all of it goes into JSON
+PLAIN = (bool, int, float, str, dict, list, types.NoneType)  # the types of settings: all can be written as JSON
 WORDS = {"true": True, "false": False, "none": None, "inf": math.inf, "-inf": -math.inf}
 PHRASES = {bool: "true or false", int: "an int", float: "a float", str: "a string", dict: "a dict", list: "a list"}
 
 
 class SettingError(Exception):
-    """A slip of the user; its message is all that they see."""
+    """A user error; its message is printed without a traceback."""
 
 
 @dataclass
 class Setting:
-    options: list  # what it accepts, types and single values: int | Literal['auto'] | None is [int, 'auto', None]
+    options: list  # types and values that it accepts: int | Literal['auto'] | None is [int, 'auto', None]
     group: str
     comment: str
 
@@ -55,7 +50,7 @@ class Setting:
 def configure(namespace: dict, argv: list[str]) -> dict:
     """Update the settings in a script's `globals()` from its command line, and return them all by name, in order.
 
-    A slip prints one line on stderr and exits with status 2, `--help` exits with 0. Only rank 0 prints.
+    A user error prints one line on stderr and exits with status 2, `--help` exits with 0. Only rank 0 prints.
     """
     print0 = print if os.environ.get("RANK", "0") == "0" else lambda *args, **kwargs: None
     try:
@@ -72,7 +67,7 @@ def configure(namespace: dict, argv: list[str]) -> dict:
 
 
 def preview(script: str | Path, argv: list[str]) -> dict:
-    """The settings that a script would run with, without running it. SettingError for a slip."""
+    """The settings that a script would run with, without running it. Raises SettingError."""
     namespace = {"__file__": str(script), "Literal": typing.Literal}
     for node in ast.parse(Path(script).read_text(encoding="utf-8")).body:
         if isinstance(node, ast.Assign) and ast.unparse(node.value).startswith("configure("):
@@ -90,8 +85,7 @@ def read_script(namespace: dict) -> tuple[dict[str, Setting], dict]:
     source = Path(path).read_text(encoding="utf-8")
     lines = ["", *source.splitlines()]  # counted from 1, as ast and tokenize do
     tokens = tokenize.generate_tokens(io.StringIO(source).readline)
-    # A rule such as # ---- says nothing.
-    comments = {token.start[0]: token.string.strip("#-= ") for token in tokens if token.type == tokenize.COMMENT}
+    comments = {token.start[0]: token.string.strip("#-= ") for token in tokens if token.type == tokenize.COMMENT}  # row
     settings, values, group = {}, {}, "settings"
     for node in ast.parse(source).body:
         match node:
@@ -101,7 +95,7 @@ def read_script(namespace: dict) -> tuple[dict[str, Setting], dict]:
                 pass
             case _:
                 continue
-        # A name below the call has no value yet; one that the script assigns again below it is in `settings` already.
+        # Below the call a name has no value yet, or is in `settings` already.
         is_value = isinstance(namespace.get(name, ...), PLAIN)
         if not is_value or not name.islower() or name.startswith("_") or name in settings:
             continue
@@ -132,7 +126,7 @@ def options_of(annotation) -> list:
 
 
 def read_command_line(argv: list[str], settings: dict, values: dict, script: str) -> bool:
-    """Put what the files and flags say into `values`; True if help is wanted."""
+    """Change `values` as the files and flags say. True if --help is among them."""
     flags, wants_help, rest = {}, False, list(argv)
     while rest:
         argument = rest.pop(0)
@@ -161,9 +155,9 @@ def read_command_line(argv: list[str], settings: dict, values: dict, script: str
 
 
 def read_file(path: str, settings: dict, script: str) -> dict:
-    """What a config file sets, checked."""
+    """The settings that a config file assigns, checked."""
     if not os.path.isfile(path):
-        # Near is measured between bare names: the folder and the .py would make all of them look alike.
+        # Compared without folder and .py, which would make all names similar.
         folders = [os.path.dirname(path) or ".", os.path.relpath(Path(script).resolve().parent / "config")]
         files = {file.stem: str(file) for folder in folders for file in Path(folder).glob("*.py")}
         problem = "is not a config file" if os.path.exists(path) else "does not exist"
@@ -189,7 +183,7 @@ def read_file(path: str, settings: dict, script: str) -> dict:
     values = {}
     for name, value in namespace.items():
         where = f"{path}:{lines.get(name, 1)}: "
-        if name in settings:  # imported ones too: a config may build on another
+        if name in settings:  # imported names too: a config may build on another
             values[name] = check(where + name, settings[name].options, value)
         elif name in lines and not name.startswith("_") and not isinstance(value, types.ModuleType):
             raise unknown(name, settings, where)
@@ -197,17 +191,17 @@ def read_file(path: str, settings: dict, script: str) -> dict:
 
 
 def read(text: str):
-    """What a flag's text spells in Python, be it a word, a number, a list or a dict; otherwise the text."""
+    """A flag's text as Python: true, false, none, a number, a list or a dict; otherwise the text itself."""
     if text.lower() in WORDS:
         return WORDS[text.lower()]
     try:
         return ast.literal_eval(text) if re.match(r"[-+.\d\[{]", text) else text
-    except (ValueError, SyntaxError, TypeError, MemoryError, RecursionError):  # all that literal_eval raises
+    except (ValueError, SyntaxError, TypeError, MemoryError, RecursionError):
         return text
 
 
 def check(label: str, options: list, *readings):
-    """The first reading that fits an option, in that option's type; the last one is what the user wrote."""
+    """The first reading that fits an option, in that option's type. The last reading is what the user wrote."""
     for value in readings:
         for option in options:
             number = isinstance(value, int | float) and not isinstance(value, bool)
@@ -234,8 +228,9 @@ def unknown(name: str, settings: dict, where: str = "") -> SettingError:
     return SettingError(f"{where}Unknown setting {name}{hint}")
 
 
-def did_you_mean(word, candidates: dict[str, str]) -> str:
-    near = difflib.get_close_matches(str(word), candidates, n=1)
+def did_you_mean(word, candidates: dict[str, str], cutoff: float = 0.6) -> str:
+    """A question with the value of the key that is most like word; empty if none is."""
+    near = difflib.get_close_matches(str(word), candidates, n=1, cutoff=cutoff)
     return f". Did you mean {candidates[near[0]]}?" if near else ""
 
 
@@ -248,7 +243,7 @@ def help_text(namespace: dict, settings: dict, values: dict) -> str:
         kind = "|".join(dict.fromkeys(kind.__name__ for kind in kinds)).replace("NoneType", "none")
         comment = ": ".join(filter(None, ["|".join(choices), setting.comment]))
         rows[name] = [f"  --{name}", kind, spell(values[name]), comment]
-    # A long value, a dict's say, pushes its comment to the right rather than everyone's.
+    # A long value, such as a dict, moves only its own comment to the right.
     widths = [max((len(row[i]) for row in rows.values() if len(row[i]) < 32), default=0) for i in range(3)]
 
     purpose = (namespace.get("__doc__") or "").strip().split("\n\n")[0]
@@ -262,58 +257,7 @@ def help_text(namespace: dict, settings: dict, values: dict) -> str:
 
 
 def spell(value) -> str:
-    """A value as one would type it behind a flag."""
+    """A value as one would type it after a flag's =."""
     if isinstance(value, str):
         return value if re.fullmatch(r"\S+", value) else repr(value)
     return str(value).lower() if value is None or isinstance(value, bool) else repr(value)
-
-
-# ----------------------------------------------------------------------------------------------------------------------
-# train.py's settings beside each other
-
-AT_LEAST = dict.fromkeys(
-    ("batch_size", "block_size", "gradient_accumulation_steps", "max_iters", "lr_decay_iters", "eval_interval",
-     "eval_iters", "log_interval", "timeout"), 1,
-) | dict.fromkeys(
-    ("warmup_iters", "learning_rate", "min_lr", "weight_decay", "grad_clip", "keep_last", "seed"), 0
-)  # fmt: skip
-
-
-def find_problem(settings: Mapping, world_size: int) -> str | None:
-    """What train.py cannot do with its settings on so many ranks, as a sentence; None where it can."""
-    for name, least in AT_LEAST.items():
-        if settings[name] is not None and not least <= settings[name] < math.inf:
-            return f"{name} is {settings[name]}: it must be at least {least}, and finite"
-    names = "seed", "out_dir", "max_iters", "warmup_iters", "lr_decay_iters", "learning_rate", "min_lr"
-    seed, out_dir, max_iters, warmup_iters, lr_decay_iters, learning_rate, min_lr = (settings[name] for name in names)
-    if seed >= 2**63:
-        return f"seed is {seed}: it must be below 2**63"
-    if lr_decay_iters is not None and lr_decay_iters < min(warmup_iters, max_iters):
-        found = f"lr_decay_iters is {lr_decay_iters}, within the warm-up of {warmup_iters} steps"
-        return f"{found}: let the cosine end later"
-    if min_lr is not None and min_lr > learning_rate:
-        found = f"min_lr is {min_lr}, above learning_rate, {learning_rate}"
-        return f"{found}: the cosine decays from learning_rate to min_lr"
-    if not (0 <= settings["beta1"] < 1 and 0 <= settings["beta2"] < 1):
-        return f"beta1 is {settings['beta1']} and beta2 {settings['beta2']}: both must be at least 0 and below 1"
-    if not out_dir:
-        return "out_dir is empty: name a folder for the checkpoints"
-    micro_batches, shard_ranks = settings["gradient_accumulation_steps"], settings["shard_ranks"]
-    if micro_batches % world_size:
-        multiple = max(micro_batches // world_size, 1) * world_size
-        found = f"gradient_accumulation_steps is {micro_batches}: make it a multiple of the {world_size} ranks"
-        return f"{found}, as in --gradient_accumulation_steps={multiple}"
-    if shard_ranks is not None and settings["sharding"] != "hybrid":
-        return f"shard_ranks is {shard_ranks}, which only hybrid sharding reads: add --sharding=hybrid, or leave it out"
-    if shard_ranks is not None and (shard_ranks < 1 or world_size % shard_ranks):
-        return f"shard_ranks is {shard_ranks}: it must divide the {world_size} ranks"
-    if settings["offload_activations"] and (settings["compile"] or settings["cuda_graph"]):
-        return "offload_activations does not work with compile or cuda_graph: add --compile=false --cuda_graph=false"
-    if settings["mask_documents"] and settings["attention"] == "sdpa":
-        return "mask_documents works with attention auto or triton: PyTorch's cannot keep documents apart"
-    head_dim = settings["n_embd"] / max(settings["n_head"], 1)
-    if settings["mask_documents"] and head_dim not in (16, 32, 64, 128):  # HEAD_SIZES of kernels/flash_attention.py
-        return f"mask_documents works with heads of 16, 32, 64 and 128, not of {head_dim:g}"
-    if settings["cuda_graph"] and (world_size > 1 or settings["offload"] != "none"):
-        return "cuda_graph needs one GPU and offload=none: add --cuda_graph=false"
-    return None

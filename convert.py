@@ -26,8 +26,7 @@ import torch
 from configurator import SettingError, check
 from data.tokenizer import end_of_text, get_tokenizer
 from model import ROPE_SCALING_KEYS, Llama, LlamaConfig, fill
-from optimizers.driver import AdamW
-from runtime import checkpoint
+from runtime import checkpoint, run_folder
 
 NAMES = {  # our name -> Hugging Face's names of what is stacked in it
     "tok_embeddings.weight": ["model.embed_tokens.weight"],
@@ -179,7 +178,7 @@ def read_special_tokens(folder: Path, end: int) -> tuple[int, set[int]]:
     }
 
 
-def load(folder: Path, optimizer: AdamW) -> None:
+def load(folder: Path, optimizer) -> None:
     """Fills an optimizer and the weights of its model, sharded in any way: no rank holds more than one whole.
 
     Raises ValueError if a weight is missing, is not finite or has another shape or dtype, or if there are more than the
@@ -438,7 +437,7 @@ def main() -> None:
     if os.path.exists(args.run / "config.json"):
         sys.exit(f"{args.run} is in Hugging Face's format already: --init_from and sample.py read it as it is")
     try:
-        write(args.run) if _is_meta(args.run) else checkpoint.from_newest(args.run, write)
+        write(args.run) if _is_meta(args.run) else run_folder.read_newest(args.run, write)
     except (OSError, ValueError) as error:
         sys.exit(str(error))
 

@@ -25,21 +25,21 @@ import torch.nn as nn
 import torch.nn.functional as F
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.utils.checkpoint import checkpoint
 
 import kernels
 import kernels.reference
 from kernels.flash_attention import HEAD_SIZES
-from kernels.linear_cross_entropy import default_chunk_tokens
-from runtime.recompute import OffloadedInputs, recomputed
 
 TRITON_TOKENS = 4096  # the longest sequence for which our attention, heads of 64 on Hopper, is no slower than cuDNN's
-MLP_SLICE = 8192  # tokens: at 112 x 1,024 of Llama 3.2 1B, larger ones are no faster on an H200
 ROPE_SCALING_KEYS = {"factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"}
 
 
 @dataclass(frozen=True)
 class LlamaConfig:
+    """What a published config.json says. How a model is executed is set from outside: Llama.set_operations, use_fp8 of
+    kernels/fp8_linear.py, recompute of runtime/recompute.py.
+    """
+
     n_layer: int
     n_head: int
     n_kv_head: int  # n_head / n_kv_head query heads read each key/value head
@@ -51,13 +51,6 @@ class LlamaConfig:
     rope_scaling: dict | None = None  # for 3.1 and 3.2; its keys: ROPE_SCALING_KEYS
     norm_eps: float = 1e-5
     tie_embeddings: bool = False  # 1B and 3B: the head is the embedding
-    fused_kernels: bool = True  # False: RMSNorm, RoPE and SwiGLU in plain PyTorch
-    fused_loss: bool = True  # False: the logits held whole, the loss in plain PyTorch
-    fp8: bool = False  # the blocks' projections multiply in float8: kernels/fp8_linear.py
-    attention: str = "auto"  # 'triton': kernels/flash_attention.py, 'sdpa': PyTorch's; 'auto': the faster one
-    activation_checkpointing: str = "none"  # 'selective' recomputes gate_up_proj in backward; 'full' whole blocks
-    offload_activations: bool = False  # what 'full' keeps goes to the CPU's memory: activations.py
-    mlp_chunks: int | None = None  # slices of the tokens in which a recomputed MLP is computed; None: see chunks_of_mlp
 
     def __post_init__(self):
         if min(self.n_layer, self.n_head, self.n_kv_head, self.n_embd, self.ffn_dim, self.vocab_size) < 1:
@@ -68,61 +61,12 @@ class LlamaConfig:
             raise ValueError(f"n_embd {self.n_embd} must be n_head {self.n_head} times an even head size")
         if self.n_head % self.n_kv_head:
             raise ValueError(f"n_head {self.n_head} must be a multiple of n_kv_head {self.n_kv_head}")
-        if self.activation_checkpointing not in ("none", "selective", "full"):
-            raise ValueError(f"activation_checkpointing {self.activation_checkpointing!r}: none, selective or full")
-        if self.offload_activations and self.activation_checkpointing != "full":
-            raise ValueError("offload_activations needs activation_checkpointing 'full'")
-        chunks = 1 if self.mlp_chunks is None else self.mlp_chunks
-        if chunks < 1 or (chunks > 1 and self.activation_checkpointing == "none"):
-            raise ValueError(f"mlp_chunks {chunks}: at least 1, and 1 without activation_checkpointing")
-        if self.fp8 and any(width % 16 for width in (self.n_embd, self.ffn_dim, self.n_kv_head * self.head_dim)):
-            raise ValueError(f"fp8 needs n_embd, ffn_dim and the {self.n_kv_head} key heads to be multiples of 16 wide")
-        if self.attention not in ("auto", "sdpa", "triton"):
-            raise ValueError(f"attention {self.attention!r}: auto, sdpa or triton")
-        if self.attention == "triton" and self.head_dim not in HEAD_SIZES:
-            raise ValueError(f"attention 'triton' knows heads of 16, 32, 64 and 128, not of {self.head_dim}")
         if self.rope_scaling is not None:
             check_rope_scaling(self.rope_scaling)
 
     @property
     def head_dim(self) -> int:
         return self.n_embd // self.n_head
-
-    def chunks_of_mlp(self, n_tokens: int) -> int:
-        """How many slices of its tokens the MLP works through, one after another, in forward and in backward.
-
-        That is mlp_chunks if set. Otherwise 1, except with full checkpointing and fused kernels: then slices have at
-        least MLP_SLICE and 4C tokens. Why 4C: the float32 sums of the weights' gradients take 12·C·F bytes, as much as
-        C tokens of a slice, so at most a quarter of the slice.
-        """
-        if self.mlp_chunks:
-            return min(self.mlp_chunks, max(n_tokens, 1))
-        if self.activation_checkpointing != "full" or not self.fused_kernels:
-            return 1
-        return max(n_tokens // max(MLP_SLICE, 4 * self.n_embd), 1)
-
-    def groups_of_sequences(self, n_batch: int, n_time: int) -> int:
-        """How many groups of sequences pass through a block one after another under full checkpointing: activations.py.
-
-        As many as the MLP would have slices, but at most one for each sequence; 1 if mlp_chunks sets the slices.
-        """
-        return 1 if self.mlp_chunks else min(self.chunks_of_mlp(n_batch * n_time), n_batch)
-
-    def loss_chunking(self, n_tokens: int, dtype: torch.dtype) -> dict:
-        """The arguments chunk_tokens and fp32_dweight for linear_cross_entropy.
-
-        Full checkpointing halves the chunk: 2,048 tokens of Llama 3 in bf16. If four such chunks hold all tokens, they
-        are cut into at most four chunks of a multiple of 256 tokens, and the head's gradient is summed in the weight's
-        dtype (not in float16).
-        """
-        chunk_tokens = default_chunk_tokens(self.vocab_size, dtype.itemsize)
-        if self.activation_checkpointing != "full":
-            return {"chunk_tokens": chunk_tokens, "fp32_dweight": True}
-        chunk_tokens = max(chunk_tokens // 2, 256)
-        few = n_tokens <= 4 * chunk_tokens
-        if chunk_tokens < n_tokens and few:
-            chunk_tokens = math.ceil(n_tokens / 1024) * 256
-        return {"chunk_tokens": chunk_tokens, "fp32_dweight": not few or dtype == torch.float16}
 
 
 def check_rope_scaling(scaling: dict):
@@ -218,120 +162,115 @@ class KVCache:
         return self.k[:, : self.length], self.v[:, : self.length]
 
 
-class RMSNorm(nn.Module):
-    def __init__(self, width: int, config: LlamaConfig):
+class Part(nn.Module):
+    """A module whose operations are the kernels, or the same in plain PyTorch."""
+
+    fused_kernels = True  # Llama.set_operations
+
+    @property
+    def ops(self):
+        return kernels if self.fused_kernels else kernels.reference
+
+
+class RMSNorm(Part):
+    def __init__(self, config: LlamaConfig):
         super().__init__()
-        self.weight = nn.Parameter(torch.ones(width))
-        self.eps = config.norm_eps
-        ops = kernels if config.fused_kernels else kernels.reference
-        self.rms_norm, self.add_rms_norm = ops.rms_norm, ops.add_rms_norm
+        self.weight, self.eps = nn.Parameter(torch.ones(config.n_embd)), config.norm_eps
 
-    def forward(self, x, residual=None, overwrite_dy=False):
-        """norm(x + residual), or norm(x) where residual is None: (B, T, C). Only the final norm is called like this;
-        a block hands its norms' weight and eps to the fused functions that norm and project (rms_norm_linear,
-        swiglu_mlp). overwrite_dy: backward may write over the gradient that it is handed.
+    def forward(self, x, branch=None, overwrite_dy=False):
+        """norm(x + branch), or norm(x) where branch is None: (B, T, C). Only the final norm is called like this; those
+        of a block hand weight and eps to the fused functions that norm and project.
+
+        overwrite_dy: backward may write over the gradient that it is handed.
         """
-        options = {"eps": self.eps, "overwrite_dy": overwrite_dy}
-        if residual is None:
-            return self.rms_norm(x, self.weight, **options)
-        return self.add_rms_norm(x, residual, self.weight, **options)[0]
+        if branch is None:
+            return self.ops.rms_norm(x, self.weight, self.eps, overwrite_dy)
+        return self.ops.add_rms_norm(x, branch, self.weight, self.eps, overwrite_dy)[0]
 
 
-class Attention(nn.Module):
+class Attention(Part):
+    attention = "auto"  # Llama.set_operations
+
     def __init__(self, config: LlamaConfig):
         super().__init__()
         self.n_head, self.head_dim = config.n_head, config.head_dim
         n_heads = config.n_head + 2 * config.n_kv_head  # q, k and v in one matrix
-        self.qkv_proj = nn.Linear(config.n_embd, n_heads * config.head_dim, bias=False)
-        self.o_proj = nn.Linear(config.n_embd, config.n_embd, bias=False)
-        ops = kernels if config.fused_kernels else kernels.reference
-        self.rms_norm_linear, self.rope, self.fp8_linear = ops.rms_norm_linear, ops.rope, ops.fp8_linear
-        self.attention, self.fp8 = config.attention, config.fp8
+        self.qkv_proj = kernels.Linear(config.n_embd, n_heads * config.head_dim)
+        self.o_proj = kernels.Linear(config.n_embd, config.n_embd)
 
-    def forward(self, x, residual, norm, cos, sin, starts=None, cache=None):
-        """What the attention adds to the residual stream x + residual, and that sum: both (B, T, C)."""
-        # The projection as a function, not a call of the module: it norms what it reads, and so need not keep it.
-        qkv, x = self.rms_norm_linear(x, residual, norm.weight, self.qkv_proj.weight, norm.eps, self.fp8)
+    def forward(self, x, branch, norm, cos, sin, doc_starts=None, cache=None):
+        """attn(norm(x + branch)), and x + branch: both (B, T, C)."""
+        # One function, not three modules: so neither the norm's output nor the branch is kept for backward.
+        qkv, x = self.ops.rms_norm_linear(x, branch, norm.weight, norm.eps, self.qkv_proj)
         qkv = qkv.unflatten(-1, (-1, self.head_dim))  # (B, T, H + 2K, D)
-        q, k, v = self.rope(qkv, cos, sin, self.n_head)
+        q, k, v = self.ops.rope(qkv, cos, sin, self.n_head)
         if cache is not None:
             k, v = cache.append(k, v)
         in_triton = self.attention == "triton" or (self.attention == "auto" and triton_is_faster(q))
-        if cache is None and (in_triton or starts is not None):  # PyTorch's knows no documents
-            y = kernels.flash_attention(q, k, v, starts).flatten(2)  # (B, T, H·D)
+        if cache is None and (in_triton or doc_starts is not None):  # PyTorch's knows no documents
+            y = kernels.flash_attention(q, k, v, doc_starts).flatten(2)  # (B, T, H·D)
         else:
             # A prompt fills an empty cache, after that tokens come one by one and see everything: no mask but causal.
             y = attend(q, k, v, is_causal=q.shape[1] > 1)
-        return self.fp8_linear(y, self.o_proj.weight) if self.fp8 else self.o_proj(y), x
+        return self.ops.linear(y, self.o_proj), x
 
 
-class MLP(nn.Module):
+class MLP(Part):
+    keep_gate_up = True  # False: backward computes gate and up again (runtime/recompute.py)
+
     def __init__(self, config: LlamaConfig):
         super().__init__()
-        self.gate_up_proj = nn.Linear(config.n_embd, 2 * config.ffn_dim, bias=False)
-        self.down_proj = nn.Linear(config.ffn_dim, config.n_embd, bias=False)
-        self.config = config
-        self.swiglu_mlp = kernels.swiglu_mlp if config.fused_kernels else kernels.reference.swiglu_mlp
+        self.gate_up_proj = kernels.Linear(config.n_embd, 2 * config.ffn_dim)
+        self.down_proj = kernels.Linear(config.ffn_dim, config.n_embd)
 
-    def forward(self, x, residual, norm, need_y=True):
-        """What the MLP adds to the residual stream x + residual, and that sum: both (B, T, C).
+    def chunks(self, n_tokens: int) -> int:
+        """In how many slices of the tokens gate and up are computed, and computed again: runtime/recompute.py."""
+        return 1
 
-        need_y=False skips the down_proj matmul: recomputing for backward needs its input, not its output.
-        """
-        chunks = self.config.chunks_of_mlp(x.shape[:-1].numel())
-        keep_gate_up = self.config.activation_checkpointing != "selective" and chunks == 1
-        return self.swiglu_mlp(  # norm, C -> 2F, silu(gate) * up, F -> C
-            x, residual, norm.weight, self.gate_up_proj.weight, self.down_proj.weight, norm.eps,
-            keep_gate_up, need_y, chunks, self.config.fp8,
+    def forward(self, x, branch, norm, need_y=True):
+        """mlp(norm(x + branch)), and x + branch: both (B, T, C)."""
+        chunks = self.chunks(x.shape[:-1].numel())
+        return self.ops.swiglu_mlp(  # norm, C -> 2F, silu(gate) * up, F -> C
+            x, branch, norm.weight, norm.eps, self.gate_up_proj, self.down_proj,
+            self.keep_gate_up and chunks == 1, need_y, chunks,
         )  # fmt: skip
 
 
 class Block(nn.Module):
-    """One layer. The residual stream travels as two addends, (x, delta): the norm that reads the sum also makes it."""
+    """One layer."""
 
     def __init__(self, config: LlamaConfig):
         super().__init__()
-        self.attn_norm = RMSNorm(config.n_embd, config)
+        self.attn_norm = RMSNorm(config)
         self.attn = Attention(config)
-        self.mlp_norm = RMSNorm(config.n_embd, config)
+        self.mlp_norm = RMSNorm(config)
         self.mlp = MLP(config)
-        self.config = config
-        self.offloaded = None  # with offload_activations: where the inputs go
 
-    def forward(self, x, delta, cos, sin, starts=None, cache=None):
-        """x (B, T, C) and delta (B, T, C) or None, whose sum is the block's input; returns its output as two such.
+    def forward(self, x, branch, cos, sin, doc_starts=None, cache=None, need_y=True):
+        """The residual stream x (B, T, C), and the branch (B, T, C) that is still to be added to it, or None: from the
+        layer before, and for the next one, whose norm reads the sum and so makes it, too.
 
-        Under full checkpointing delta comes in as None: the caller has added it to x, so that only one tensor is kept.
+        need_y=False: for backward alone, the branch has no content.
         """
-        if self.config.activation_checkpointing != "full" or cache is not None:
-            return self.addends(x, delta, cos, sin, starts, cache)
-        # FSDP gathers a block's weights just before its backward, so what is recomputed must lie inside the block.
-        if torch.compiler.is_compiling() or (self.offloaded is None and not self.config.fused_kernels):
-            # PyTorch's checkpoint: the compiler drops what backward does not need, and with plain operations the
-            # recomputation stops at the last tensor that is needed. Fused functions get neither, hence recomputed().
-            inputs = x, delta, cos, sin, starts
-            if not torch.is_grad_enabled():
-                return self.addends(*inputs)
-            return checkpoint(self.addends, *inputs, use_reentrant=False, preserve_rng_state=False)
-        return recomputed(self, self.config.groups_of_sequences(*x.shape[:2]), x, cos, sin, starts), None
-
-    def addends(self, x, delta, cos, sin, starts=None, cache=None, need_y=True):
-        """The block's output as two addends (B, T, C): the residual stream before the MLP, and what the MLP adds.
-
-        need_y=False: for backward alone, the second addend without content.
-        """
-        # Both return what they add, and the residual stream to add it to.
-        attended, x = self.attn(x, delta, self.attn_norm, cos, sin, starts, cache)
-        computed, x = self.mlp(attended, x, self.mlp_norm, need_y)
-        return x, computed
+        # x = x + branch
+        # x = x + attn(attn_norm(x))
+        # branch = mlp(mlp_norm(x))
+        branch, x = self.attn(x, branch, self.attn_norm, cos, sin, doc_starts, cache)
+        branch, x = self.mlp(x, branch, self.mlp_norm, need_y)
+        return x, branch
 
 
 class Head(nn.Linear):
     """C -> V, and the loss: computed here, not by the caller, for FSDP gathers a weight where its module is called."""
 
+    fused_loss = True  # Llama.set_operations
+
     def __init__(self, config: LlamaConfig):
         super().__init__(config.n_embd, config.vocab_size, bias=False)
-        self.config = config
+
+    def loss_options(self, n_tokens: int, dtype: torch.dtype) -> dict:
+        """Options of linear_cross_entropy beside its defaults: runtime/recompute.py."""
+        return {}
 
     def forward(self, x, targets=None, overwrite_x=False):
         """Logits (B, T, V) of x (B, T, C), or with targets (B, T) the mean cross-entropy, an fp32 scalar.
@@ -341,9 +280,9 @@ class Head(nn.Linear):
         if targets is None:
             return super().forward(x)
         x, targets = x.flatten(0, 1), targets.flatten()
-        if not self.config.fused_loss:
+        if not self.fused_loss:
             return kernels.reference.linear_cross_entropy(x, self.weight, targets)
-        options = self.config.loss_chunking(x.shape[0], x.dtype)
+        options = self.loss_options(x.shape[0], x.dtype)
         return kernels.linear_cross_entropy(x, self.weight, targets, overwrite_x=overwrite_x, **options)
 
 
@@ -356,19 +295,30 @@ def fill(parameter: torch.Tensor, whole: torch.Tensor) -> None:
     parameter.copy_(whole)
 
 
-class Llama(nn.Module):
+class Llama(Part):
     def __init__(self, config: LlamaConfig):
         super().__init__()
         self.config = config
         self.tok_embeddings = nn.Embedding(config.vocab_size, config.n_embd)
         self.layers = nn.ModuleList(Block(config) for _ in range(config.n_layer))
-        self.norm = RMSNorm(config.n_embd, config)
+        self.norm = RMSNorm(config)
         self.lm_head = Head(config)
         if config.tie_embeddings:
             self.lm_head.weight = self.tok_embeddings.weight
-        self.offloaded = OffloadedInputs(config.n_layer) if config.offload_activations else None
-        for layer in self.layers:
-            layer.offloaded = self.offloaded
+
+    def set_operations(self, fused_kernels: bool = True, fused_loss: bool = True, attention: str = "auto"):
+        """How the same function is computed.
+
+        fused_kernels=False: norms, RoPE, MLP in plain PyTorch; fused_loss=False: the loss, with all logits in memory.
+        attention: 'triton' is kernels/flash_attention.py, 'sdpa' PyTorch's, 'auto' the faster one. ValueError for
+        another, and for 'triton' with heads of a size that it does not support.
+        """
+        if attention not in ("auto", "sdpa", "triton"):
+            raise ValueError(f"attention {attention!r}: auto, sdpa or triton")
+        if attention == "triton" and self.config.head_dim not in HEAD_SIZES:
+            raise ValueError(f"attention 'triton' knows heads of 16, 32, 64 and 128, not of {self.config.head_dim}")
+        for module in self.modules():
+            module.fused_kernels, module.fused_loss, module.attention = fused_kernels, fused_loss, attention
 
     def to_empty(self, **kwargs):
         """Does what nn.Module's does, but keeps a tied head tied."""
@@ -381,22 +331,22 @@ class Llama(nn.Module):
         self,
         tokens: torch.Tensor,
         targets: torch.Tensor | None = None,
-        starts: torch.Tensor | None = None,
+        doc_starts: torch.Tensor | None = None,
         caches: list[KVCache] | None = None,
     ) -> torch.Tensor:
         """Logits (B, T, V) in the weights' dtype, or with targets the mean cross-entropy, an fp32 scalar.
 
-        tokens and targets (B, T) integers; a target of -100 does not count. starts (B, T) integers: the position where
-        each token's document starts (document_starts), before which the token sees nothing; None: it sees all before
+        tokens and targets (B, T) integers; a target of -100 does not count. doc_starts (B, T) integers: the position
+        where each token's document starts (document_starts), before which it sees nothing; None: it sees all before
         it. caches: one KVCache a layer, from generate; then the logits are those of the last position only, (B, 1, V).
-        ValueError if T plus the cached length exceeds block_size, if T > 1 with a non-empty cache, or if starts is
-        given with caches or an unsupported head size.
+        ValueError if T plus the cached length exceeds block_size, if T > 1 with a non-empty cache, or if doc_starts
+        is given with caches or an unsupported head size.
         """
-        x = self.hidden(tokens, starts, caches, overwrite_dy=True)  # only the head reads it
-        overwrite_x = self.config.fused_kernels  # the fused final norm does not read its output again in backward
+        x = self.hidden(tokens, doc_starts, caches, overwrite_dy=True)  # only the head reads it
+        overwrite_x = self.fused_kernels  # the fused final norm does not read its output again in backward
         return self.lm_head(x if caches is None else x[:, -1:], targets, overwrite_x)
 
-    def hidden(self, tokens, starts=None, caches=None, overwrite_dy=False):
+    def hidden(self, tokens, doc_starts=None, caches=None, overwrite_dy=False):
         """What the head reads, (B, T, C): the normed sum of all blocks. For a second head, or a loss of another kind:
 
             x = model.hidden(tokens)
@@ -411,19 +361,15 @@ class Llama(nn.Module):
             raise ValueError(f"{tokens.shape[1]} tokens after {start} in the caches: only one at a time")
         if end > self.config.block_size:
             raise ValueError(f"{end} positions, but block_size is {self.config.block_size}")
-        if starts is not None and caches:
-            raise ValueError("starts with caches: what is generated is one document")
-        x, delta = self.tok_embeddings(tokens), None  # (B, T, C)
-        if self.offloaded is not None:
-            self.offloaded.clear()
+        if doc_starts is not None and caches:
+            raise ValueError("doc_starts with caches: what is generated is one document")
+        x, branch = self.tok_embeddings(tokens), None  # (B, T, C)
         # The kernels turn q and k in fp32, so the tables stay fp32 beside bf16 weights.
         wide = torch.promote_types(x.dtype, torch.float32)
         cos, sin = rope_tables(self.config, start, end, tokens.device, wide)
         for layer, cache in zip(self.layers, caches or [None] * len(self.layers), strict=True):
-            if self.config.activation_checkpointing == "full" and delta is not None:
-                x, delta = x + delta, None  # a checkpoint keeps a block's inputs: one tensor instead of two
-            x, delta = layer(x, delta, cos, sin, starts, cache)
-        return self.norm(x, delta, overwrite_dy)
+            x, branch = layer(x, branch, cos, sin, doc_starts, cache)
+        return self.norm(x, branch, overwrite_dy)
 
     @torch.no_grad()
     def init_weights(self, seed: int, device: str | torch.device | None = None):

@@ -19,7 +19,8 @@ import torch
 import convert
 from configurator import configure
 from data.tokenizer import end_of_text, get_tokenizer
-from runtime import checkpoint
+from runtime import checkpoint, run_folder
+from runtime.device import pick_device, pick_dtype
 
 # ----------------------------------------------------------------------------------------------------------------------
 # what to read, what to write
@@ -42,29 +43,22 @@ dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"  # auto: bfloa
 configure(globals(), sys.argv[1:])
 
 sys.stdout.reconfigure(errors="replace")  # for terminals that lack some characters
-out_dir = os.path.expanduser(out_dir)  # a shell leaves the ~ of --out_dir=~/runs as it is
+out_dir = os.path.expanduser(out_dir)  # a shell does not expand the ~ of --out_dir=~/runs
 tokenizer_path = tokenizer_path and os.path.expanduser(tokenizer_path)
-if not 0 <= seed < 2**63:
-    sys.exit(f"seed is {seed}: it must be at least 0 and below 2**63")
-for name in ("num_samples", "max_new_tokens"):
-    if globals()[name] < 1:
-        sys.exit(f"{name} is {globals()[name]}: it must be at least 1")
-if not temperature >= 0:
-    sys.exit(f"temperature is {temperature}: it must be at least 0")
-if top_k is not None and top_k < 1:
-    sys.exit(f"top_k is {top_k}: it must be at least 1, or none")
-if top_p is not None and not 0 < top_p <= 1:
-    sys.exit(f"top_p is {top_p}: it must be above 0 and at most 1, or none")
-if 0 < temperature < 1e-6:  # in effect the likeliest, and dividing by it may overflow
+for name, valid, expected in (
+    ("seed", 0 <= seed < 2**63, "at least 0 and below 2**63"),
+    ("num_samples", num_samples >= 1, "at least 1"),
+    ("max_new_tokens", max_new_tokens >= 1, "at least 1"),
+    ("temperature", temperature >= 0, "at least 0"),
+    ("top_k", top_k is None or top_k >= 1, "at least 1, or none"),
+    ("top_p", top_p is None or 0 < top_p <= 1, "above 0 and at most 1, or none"),
+):
+    if not valid:
+        sys.exit(f"{name} is {globals()[name]}: it must be {expected}")
+if 0 < temperature < 1e-6:  # in effect greedy, and dividing by it may overflow
     temperature = 0.0
-if device == "auto":
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-if device == "cuda" and not torch.cuda.is_available():
-    sys.exit("--device=cuda, but torch finds no CUDA device: use --device=cpu")
-if dtype == "auto" and device == "cpu":
-    dtype = "float32"
-elif dtype == "auto":  # a GPU older than Ampere computes no bfloat16
-    dtype = "bfloat16" if torch.cuda.is_bf16_supported(including_emulation=False) else "float16"
+device = pick_device(device)
+dtype = pick_dtype(dtype, device)
 
 folder = Path(out_dir)
 published = convert.holds_weights(folder)
@@ -72,7 +66,7 @@ try:
     if published:
         name = convert.read_config(folder)[1]
     else:
-        name = checkpoint.from_newest(folder, checkpoint.read_meta)["dataset"]["tokenizer"]
+        name = run_folder.read_newest(folder, checkpoint.read_meta)["dataset"]["tokenizer"]
     if name is None:
         sys.exit(f"{folder} does not say its tokenizer; only Llama 3's is known by its size, {convert.LLAMA3_VOCAB:,}")
     beside = folder / "tokenizer.model", folder / "original" / "tokenizer.model"  # Meta's place, Hugging Face's

@@ -320,14 +320,15 @@ def test_without_triton_the_references_run():
     """As on macOS, where there is none: training, with every way to checkpoint."""
     code = """
 import sys; sys.modules["triton"] = None
-import torch, model, optimizer
+import torch, model
+from optimizers import adamw, on_gpu, optimizer
 for mode in ("none", "selective", "full"):
     config = model.LlamaConfig(1, 4, 2, 64, 48, 50, 8, attention="triton", activation_checkpointing=mode)
     llama = model.Llama(config); llama.init_weights(0)
-    adamw = optimizer.AdamW(llama, (0.9, 0.95), 0.1)
+    driver = optimizer.Optimizer(llama, adamw.AdamW(), on_gpu.OnGPU(), grad_clip=1.0)
     tokens = torch.arange(8)[None]
     before = llama(tokens, tokens)
-    before.backward(); adamw.set_step(0.01); adamw.update(1.0); adamw.zero_grad()
+    before.backward(); driver.step(0.01)
     assert llama(tokens, tokens) < before
 list(llama.generate(tokens[:, :2], 3))
 print("trained")"""
@@ -978,7 +979,7 @@ def step_scalars(scale, lr=0.1, t=3, betas=(0.9, 0.95)):
 
 
 def cpu_adamw(parameter, grad, w, m, v, scalars, *options):
-    """Over the gradient's own memory, as offload.py may call it."""
+    """Over the gradient's own memory, as optimizers/on_cpu.py may call it."""
     tensors = [x.cpu() for x in (parameter, grad, w, m, v)]
     tensors[0] = tensors[2] if parameter is w else tensors[1] if grad.dtype == parameter.dtype else tensors[0]
     adamw_file.adamw_on_cpu(*tensors, scalars[0].item(), scalars[1].item(), 3, *options)
@@ -1045,14 +1046,15 @@ def test_the_halves_of_a_float32_are_all_of_it():
     w = torch.cat([bits, bits | -(2**31)]).view(FP32)  # negative ones too
     w = w[~w.isnan()]
     parameter, low = torch.empty_like(w, dtype=BF16), torch.empty_like(w, dtype=torch.int16)
-    adamw_file.split(w, parameter, low)
-    assert torch.equal(adamw_file.join(parameter, low).view(torch.int32), w.view(torch.int32))
+    adamw_file.split_halves(w, parameter, low)
+    assert torch.equal(adamw_file.merge_halves(parameter, low).view(torch.int32), w.view(torch.int32))
     rounded, is_middle = w.to(BF16), low == -0x8000
     assert torch.equal(parameter[~is_middle], rounded[~is_middle]), "the upper half is not the nearest bfloat16"
     assert (parameter[is_middle].double().abs() >= w[is_middle].double().abs()).all()
     nan = torch.tensor([0x7FFF_FFFF, 0x7F80_0001, -1, -0x7F_FFFF], dtype=torch.int32, device=DEVICE).view(FP32)
-    adamw_file.split(nan, parameter[:4], low[:4])
-    assert nan.isnan().all() and parameter[:4].isnan().all() and adamw_file.join(parameter, low)[:4].isnan().all()
+    adamw_file.split_halves(nan, parameter[:4], low[:4])
+    merged = adamw_file.merge_halves(parameter, low)[:4]
+    assert nan.isnan().all() and parameter[:4].isnan().all() and merged.isnan().all()
 
 
 @pytest.mark.parametrize("of_grad", [BF16, FP32], ids=str)
@@ -1062,12 +1064,12 @@ def test_adamw_in_halves_is_adamw(adamw, of_grad):
     grad = grad.to(of_grad)
     w[0], v[1] = float("nan"), float("nan")  # what is broken must show in the parameter
     low = torch.empty_like(w, dtype=torch.int16)
-    adamw_file.split(w, parameter, low)
+    adamw_file.split_halves(w, parameter, low)
     halves = [parameter, grad, low, m.clone(), v.clone()]
     for scale in (0.25, float("inf"), 0.5):
         adamw(*halves, step_scalars(scale), 0.9, 0.95, 1e-8, 0.1)
         adamw(parameter.clone(), grad, w, m, v, step_scalars(scale), 0.9, 0.95, 1e-8, 0.1)
-    for ours, whole in ((adamw_file.join(parameter, low), w), (halves[3], m), (halves[4], v)):
+    for ours, whole in ((adamw_file.merge_halves(parameter, low), w), (halves[3], m), (halves[4], v)):
         torch.testing.assert_close(ours, whole, rtol=1e-6, atol=1e-7, equal_nan=True)
     assert parameter[:2].isnan().all() and parameter[2:].isfinite().all()
 

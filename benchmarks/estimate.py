@@ -24,7 +24,7 @@ from benchmarks import arms as trainers
 from benchmarks import cli, compare, record, runner
 from benchmarks.run_shape import cpu_gib, resolve, run_of
 from configurator import SettingError, did_you_mean
-from runtime import memory
+from runtime import memory, memory_advice
 from runtime.memory import GIB
 
 # settings
@@ -79,7 +79,7 @@ def largest(s: SimpleNamespace, named: dict, gib: float) -> dict[tuple[str, str]
     for checkpointing, offload in itertools.product(runner.CHECKPOINTING, runner.OFFLOAD):
         with contextlib.suppress(SettingError):
             both = {"activation_checkpointing": checkpointing, "offload": offload}
-            found[checkpointing, offload] = memory.largest_batch(
+            found[checkpointing, offload] = memory_advice.largest_batch(
                 *resolve(s.config, s.ranks, named | both, s.flags), gib
             )
     return found
@@ -149,7 +149,7 @@ def estimate(s: SimpleNamespace) -> tuple[str, dict]:
         f"{typed}: {peak:.1f} GiB, it {'fits' if fits else 'does not fit'}",
         memory.table(config, shape),
     ]  # fmt: skip
-    parts = memory.cpu_parts(config, shape)
+    parts = memory_advice.cpu_parts(config, shape)
     if parts:
         lines += ["", "in the CPU's memory, of each rank:"]
         lines += [f"{part.name:<28} {part.bytes / GIB:6.2f} GiB  {part.how}" for part in parts]

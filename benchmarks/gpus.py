@@ -26,7 +26,7 @@ import torch
 from benchmarks import arms as trainers
 from benchmarks import cli, compare, record, runner
 from configurator import SettingError
-from runtime import checkpoint
+from runtime import run_folder
 
 # settings
 measure = "scaling,8b,saves"  # what to measure
@@ -171,7 +171,7 @@ def saves(s: SimpleNamespace):
         if trouble(beside):
             yield row | trouble(beside)
             return
-        path = checkpoint.newest(f"{folder}/with")
+        path = run_folder.newest(f"{folder}/with")
         if path is None:
             yield row | {"failed": f"no checkpoint was written to {s.folder or tempfile.gettempdir()}"}
             return

@@ -29,7 +29,7 @@ from benchmarks import arms as trainers
 from benchmarks import cli, compare, peers, record, runner
 from configurator import SettingError
 from data.loader import dataset_folder, open_dataset
-from data.tokens import prepare_once
+from data.write import prepare_once
 from model import Llama, LlamaConfig, fill
 from runtime import memory_stats
 

@@ -48,7 +48,8 @@ from torch.distributed.tensor import DTensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
-from data.tokens import Tokens, cpu_cores, prepare_once
+from data.tokens import Tokens
+from data.write import cpu_cores, prepare_once
 from model import Llama, LlamaConfig, rope_tables
 from runtime import memory_stats
 from runtime.run_log import peak_flops

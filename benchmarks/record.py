@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable, Iterator
 from importlib import metadata
 from pathlib import Path
 
-from data.tokens import lock
+from data.files import lock
 from runtime import run_log
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -23,7 +23,7 @@ RECORDS = ROOT / "benchmarks" / "records"
 PAGES = ["*.md", "benchmarks/records", "benchmarks/plots"]  # written by bench.py itself
 # What neither trains nor measures a step: changes here leave a record's rows as good as they were.
 BESIDE = [*PAGES, ".ci", "*.toml", "*.txt", "tests", "test_kernels.py", "bench.py", "convert.py", "sample.py",
-          "data/tokenizer.py", "data/write.py",
+          "data/tokenizer.py", "data/write.py", "data/files.py",
           *(f"benchmarks/{name}.py" for name in ("report", "sweep_report", "draw", "compare", "losses", "estimate",
                                                  "kernels", "operations", "libraries"))]  # fmt: skip
 

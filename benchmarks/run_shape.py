@@ -9,11 +9,11 @@ from types import SimpleNamespace
 from benchmarks.arms import SWEEP_FLAGS
 from benchmarks.cli import TRAIN
 from benchmarks.record import ROOT
-from configurator import SettingError, find_problem, preview
+from configurator import SettingError, preview
 from model import LlamaConfig
-from runtime import memory
-from runtime.memory import GIB
-from runtime.memory import Plan as RunShape
+from runtime import memory, memory_advice
+from runtime.check_settings import find_problem
+from runtime.memory import GIB, RunShape
 
 MODEL = ("n_layer", "n_head", "n_kv_head", "n_embd", "ffn_dim", "vocab_size", "tie_embeddings")
 
@@ -32,7 +32,7 @@ def resolve(path: str, world_size: int, named: dict, flags=()) -> tuple[LlamaCon
     if problem:
         raise SettingError(problem)
     one_host = world_size if world_size <= 8 else math.gcd(world_size, 8)  # of 8 GPUs
-    shard_ranks = said.get("shard_ranks") or (one_host if said["sharding"] == "hybrid" else world_size)
+    shard_ranks = one_host if said["sharding"] == "hybrid" else world_size
     if said["copy_engines"] and world_size > 1 and (shard_ranks == 1 or said["offload"] == "all"):
         raise SettingError("copy_engines needs a model's GPUs on one host, and no offload=all")
     said |= {
@@ -52,7 +52,7 @@ def resolve(path: str, world_size: int, named: dict, flags=()) -> tuple[LlamaCon
 
 def cpu_gib(config: LlamaConfig, shape: RunShape) -> float:
     """Pinned CPU memory of all ranks."""
-    return shape.world_size * sum(part.bytes for part in memory.cpu_parts(config, shape)) / GIB
+    return shape.world_size * sum(part.bytes for part in memory_advice.cpu_parts(config, shape)) / GIB
 
 
 @functools.lru_cache(maxsize=None)

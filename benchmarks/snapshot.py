@@ -75,9 +75,9 @@ def begin() -> None:
 
 def note_train(path: str, words: list[str]) -> None:
     """Runs train.py, whose watch is told when a step begins."""
-    from runtime import distributed
+    from runtime import watchdog
 
-    at = distributed.Watch.at
+    at = watchdog.Watchdog.progress
 
     def noting(watch, doing):
         found = re.fullmatch(r"step (\d+): forward and backward", doing)
@@ -87,7 +87,7 @@ def note_train(path: str, words: list[str]) -> None:
             torch.cuda.memory._dump_snapshot(path)
         at(watch, doing)
 
-    distributed.Watch.at = noting
+    watchdog.Watchdog.progress = noting
     sys.argv = words
     runpy.run_path(words[0], run_name="__main__")
 
@@ -173,7 +173,7 @@ def part_of(block: Block, backward: tuple[int, int], logits_bytes: int) -> str:
     if any(Path(file).name == "stream_weights.py" for file in files):
         return "weights"
     if block.start < 0:
-        if any(file.endswith(("driver.py", "on_cpu.py")) or "torch/optim/" in file for file in files):
+        if any("optimizers/" in file or "torch/optim/" in file for file in files):
             return "optimizer"
         return "weights" if names & MAKES_WEIGHTS else "other"
     if in_loss_head(block.frames):

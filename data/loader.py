@@ -17,6 +17,7 @@ import numpy as np
 import torch
 
 from data.tokens import Tokens
+from data.write import prepare_once
 
 FOLDER = Path(__file__).resolve().parent
 
@@ -27,11 +28,13 @@ def dataset_folder(dataset: str) -> Path:
 
 
 def open_dataset(dataset: str, block_size: int, seed: int, vocab_size: int | None = None):
-    """The training and the validation blocks of a dataset. OSError or ValueError, with a sentence, if it cannot be read.
+    """The training and the validation blocks of a dataset. OSError or ValueError if it cannot be read.
 
     vocab_size: of the model; a token beyond it is an error. None: the dataset's.
     """
     folder = dataset_folder(dataset)
+    if folder.name == "pystdlib":  # the one dataset that needs nothing but Python
+        prepare_once(folder)
     train, val = (Blocks(Tokens(folder, split), block_size, vocab_size, seed, split) for split in ("train", "val"))
     known = train.meta["vocab_size"]
     if train.vocab_size < known:

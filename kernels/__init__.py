@@ -8,16 +8,21 @@ from .adamw import adamw
 from .add_ranks import add_ranks
 from .cross_entropy import cross_entropy
 from .flash_attention import flash_attention
-from .fp8_linear import fp8_linear
+from .fp8_linear import FP8Linear, fp8_linear, use_fp8
 from .glu import geglu, swiglu
 from .layer_norm import layer_norm
+from .linear import Linear, linear
 from .linear_cross_entropy import linear_cross_entropy
+from .lora_linear import LoRALinear
 from .rms_norm import add_rms_norm, rms_norm
 from .rms_norm_linear import rms_norm_linear
 from .rope import rope
 from .swiglu_mlp import swiglu_mlp
 
 __all__ = [
+    "FP8Linear",
+    "LoRALinear",
+    "Linear",
     "adamw",
     "add_ranks",
     "add_rms_norm",
@@ -26,10 +31,12 @@ __all__ = [
     "fp8_linear",
     "geglu",
     "layer_norm",
+    "linear",
     "linear_cross_entropy",
     "rms_norm",
     "rms_norm_linear",
     "rope",
     "swiglu",
     "swiglu_mlp",
+    "use_fp8",
 ]

@@ -40,12 +40,12 @@ from torch.optim.adamw import adamw as torch_adamw
 from .launch import tl, triton, use_triton
 
 
-def join(parameter: torch.Tensor, low: torch.Tensor) -> torch.Tensor:
+def merge_halves(parameter: torch.Tensor, low: torch.Tensor) -> torch.Tensor:
     """w in fp32 from its halves: parameter bf16, low int16."""
     return parameter.view(torch.int16).to(torch.int32).bitwise_left_shift_(16).add_(low).view(torch.float32)
 
 
-def split(w: torch.Tensor, parameter: torch.Tensor, low: torch.Tensor) -> None:
+def split_halves(w: torch.Tensor, parameter: torch.Tensor, low: torch.Tensor) -> None:
     """Writes the halves of w: parameter = w rounded to bf16, low the rest."""
     bits = w.view(torch.int32)
     high = bits.add(0x8000).bitwise_right_shift_(16).masked_fill_(w.isnan(), 0x7FFF)
@@ -55,7 +55,7 @@ def split(w: torch.Tensor, parameter: torch.Tensor, low: torch.Tensor) -> None:
 
 def adamw_reference(parameter, grad, w, m, v, step_scalars, beta1, beta2, eps, weight_decay):
     halves = w.dtype == torch.int16
-    whole = join(parameter, w) if halves else w
+    whole = merge_halves(parameter, w) if halves else w
     scale, lr, m_correction, sqrt_v_correction = step_scalars.unbind()
     live = torch.isfinite(scale)
     g = grad.to(m.dtype) * scale
@@ -64,7 +64,7 @@ def adamw_reference(parameter, grad, w, m, v, step_scalars, beta1, beta2, eps, w
     for old, new in ((m, new_m), (v, new_v), (whole, whole - lr * step)):
         old.copy_(torch.where(live, new, old))
     if halves:
-        split(whole, parameter, w)
+        split_halves(whole, parameter, w)
     elif parameter is not w:
         parameter.copy_(w)
 

@@ -13,7 +13,8 @@ On an H200 these matmuls run at 1.6 times the rate of bf16. Against that stands 
 2 bytes an element and writes 1, for x, dy, and W twice. In backward W8 is written a second time, transposed, since
 float8 operands must lie along the summed dimension. `python bench.py kernels op=fp8_linear` times both.
 
-project and input_gradient, with fp8 or without, are also what rms_norm_linear.py and swiglu_mlp.py multiply with.
+FP8Linear is the projection (linear.py) that rms_norm_linear.py and swiglu_mlp.py multiply with; use_fp8 gives it to a
+model.
 
 FLOPs: 2·N·C·O forward, 4·N·C·O backward, of which half in float8. Saved: x and W, as for any linear layer.
 
@@ -23,7 +24,8 @@ Micikevicius et al., FP8 Formats for Deep Learning, 2022. https://arxiv.org/abs/
 import torch
 import torch.nn.functional as F
 
-from .launch import as_rows, refuse_autocast, refuse_double_backward, tl, triton, use_triton, whole_row
+from .launch import as_rows, refuse_autocast, tl, triton, use_triton, whole_row
+from .linear import Linear, apply_projection, check_weight
 
 FLOAT8, LARGEST = torch.float8_e4m3fn, 448.0
 TILE = 64  # x 64 bytes of a weight that a program transposes
@@ -44,10 +46,6 @@ def fp8_linear_reference(x, weight):
         return x.float() + ((scales * x8.float()).view(x.shape) - x.float()).detach()
 
     return F.linear(rounded(x), rounded(weight)).to(x.dtype)
-
-
-def project_reference(x, weight, fp8):
-    return fp8_linear_reference(x, weight) if fp8 else F.linear(x, weight)
 
 
 @triton.jit
@@ -111,45 +109,51 @@ def scaled_mm(a8, b8, scale_a, scale_b, dtype, out):
     return y if out is None else out.copy_(y)
 
 
-def project(x: torch.Tensor, weight: torch.Tensor, fp8: bool, out: torch.Tensor | None = None) -> torch.Tensor:
-    """y = x Wᵀ (..., O) of x (..., C) and W (O, C), in x's dtype; into out, where given, which has rows alone."""
-    if not fp8:
-        return F.linear(x, weight) if out is None else torch.mm(x, weight.T, out=out)
-    (x8, s), (w8, t) = quantize(as_rows(x)), quantize(weight)
-    return scaled_mm(x8, w8, s, t.T, x.dtype, out).unflatten(0, x.shape[:-1])
+class FP8Linear(Linear):
+    """A projection whose matmuls are in float8, but for the gradient of its weight: fp8_linear as a module."""
 
+    def forward(self, x):
+        return fp8_linear(x, self.weight)
 
-def input_gradient(dy: torch.Tensor, weight: torch.Tensor, fp8: bool, out: torch.Tensor | None = None) -> torch.Tensor:
-    """dx = dy W (..., C) of dy (..., O) and W (O, C), in dy's dtype; into out, where given, which has rows alone."""
-    if not fp8:
-        return dy @ weight if out is None else torch.mm(dy, weight, out=out)
-    w8, t = quantize(weight)
-    g8, u = quantize(as_rows(dy), t.view(-1))
-    one = torch.ones(1, weight.shape[1], device=dy.device)
-    return scaled_mm(g8, transpose(w8), u, one, dy.dtype, out).unflatten(0, dy.shape[:-1])
+    def reference(self, x):
+        return fp8_linear_reference(x, self.weight)
 
-
-class _FP8Linear(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x, weight):
-        ctx.save_for_backward(x, weight)
-        return project(x, weight, fp8=True)
+    def check(self, name, n_in, x):
+        super().check(name, n_in, x)
+        check_fp8(x, self.weight)
 
     @staticmethod
-    def backward(ctx, dy):
-        refuse_double_backward()
-        x, weight = ctx.saved_tensors
-        need_dx, need_dweight = ctx.needs_input_grad
-        dx = input_gradient(dy, weight, fp8=True) if need_dx else None
-        return dx, as_rows(dy).T @ as_rows(x) if need_dweight else None
+    def project(x, weight, out=None):
+        (x8, s), (w8, t) = quantize(as_rows(x)), quantize(weight)
+        return scaled_mm(x8, w8, s, t.T, x.dtype, out).unflatten(0, x.shape[:-1])
+
+    @staticmethod
+    def input_gradient(dy, weight, out=None):
+        w8, t = quantize(weight)
+        g8, u = quantize(as_rows(dy), t.view(-1))
+        one = torch.ones(1, weight.shape[1], device=dy.device)
+        return scaled_mm(g8, transpose(w8), u, one, dy.dtype, out).unflatten(0, dy.shape[:-1])
 
 
-def check_projection(name, weight, n_in, dtype):
-    if weight.ndim != 2 or weight.shape[1] != n_in or weight.dtype != dtype:
-        raise ValueError(f"{name} {weight.dtype} {tuple(weight.shape)}: expected {dtype} (outputs, {n_in})")
+def use_fp8(model: torch.nn.Module, device: str = "cpu") -> None:
+    """Makes every projection of the model's layers an FP8Linear of the same weight.
+
+    device: where the model, which may be on meta, will run. ValueError for a GPU without float8, for another dtype than
+    bfloat16 on a GPU, and for widths that are not multiples of 16.
+    """
+    projections = [module for module in model.layers.modules() if type(module) is Linear]
+    on_gpu = torch.device(device).type == "cuda"
+    if on_gpu and (projections[0].weight.dtype != torch.bfloat16 or torch.cuda.get_device_capability() < (8, 9)):
+        gpu = "a GPU of compute capability 8.9 or more, RTX 40, L4, H100 or newer"
+        raise ValueError(f"fp8 needs dtype bfloat16 and {gpu}: --fp8=false")
+    for projection in projections:
+        if projection.in_features % 16 or projection.out_features % 16:
+            shape = f"{projection.out_features} x {projection.in_features}"
+            raise ValueError(f"fp8 needs projections whose sides are multiples of 16, not {shape}: --fp8=false")
+        projection.__class__ = FP8Linear  # the same parameter, multiplied by other functions
 
 
-def check_fp8(x: torch.Tensor, *weights: torch.Tensor) -> None:
+def check_fp8(x: torch.Tensor, weight: torch.Tensor) -> None:
     """ValueError where float8 matmuls do not run; their reference runs everywhere."""
     if not use_triton(x):
         return
@@ -157,9 +161,8 @@ def check_fp8(x: torch.Tensor, *weights: torch.Tensor) -> None:
         raise ValueError("float8 needs a GPU of compute capability 8.9 or more: RTX 40, L4, L40S, H100 or newer")
     if x.dtype != torch.bfloat16:
         raise ValueError(f"x is {x.dtype}: float8 matmuls read and write bfloat16")
-    for weight in weights:
-        if weight.shape[0] % 16 or weight.shape[1] % 16:
-            raise ValueError(f"weight {tuple(weight.shape)}: float8 matmuls want multiples of 16")
+    if weight.shape[0] % 16 or weight.shape[1] % 16:
+        raise ValueError(f"weight {tuple(weight.shape)}: float8 matmuls want multiples of 16")
 
 
 def fp8_linear(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
@@ -171,6 +174,6 @@ def fp8_linear(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     capability 8.9), and under autocast. Where Triton does not run, the reference does, in any dtype.
     """
     refuse_autocast(x)
-    check_projection("weight", weight, x.shape[-1], x.dtype)
+    check_weight("weight", weight, x.shape[-1], x.dtype)
     check_fp8(x, weight)
-    return _FP8Linear.apply(x, weight) if use_triton(x) else fp8_linear_reference(x, weight)
+    return apply_projection(FP8Linear, x, weight) if use_triton(x) else fp8_linear_reference(x, weight)

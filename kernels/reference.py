@@ -10,6 +10,7 @@ from .fp8_linear import fp8_linear_reference as fp8_linear
 from .glu import geglu_reference as geglu
 from .glu import swiglu_reference as swiglu
 from .layer_norm import layer_norm_reference as layer_norm
+from .linear import linear_reference as linear
 from .linear_cross_entropy import linear_cross_entropy_reference as linear_cross_entropy
 from .rms_norm import add_rms_norm_reference as add_rms_norm
 from .rms_norm import rms_norm_reference as rms_norm
@@ -26,6 +27,7 @@ __all__ = [
     "fp8_linear",
     "geglu",
     "layer_norm",
+    "linear",
     "linear_cross_entropy",
     "rms_norm",
     "rms_norm_linear",

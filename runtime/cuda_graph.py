@@ -1,5 +1,5 @@
-"""Launches recorded once and replayed as one: a small model's step is hundreds of kernels of a few microseconds each,
-and the CPU needs longer to launch them than the GPU to run them.
+"""CUDA graphs: kernel launches recorded once and replayed together. A small model's step is hundreds of kernels of a
+few microseconds each, which the CPU takes longer to launch than the GPU to run.
 """
 
 from collections.abc import Callable
@@ -8,23 +8,26 @@ import torch
 
 
 class CUDAGraph:
-    """A function of tensors. The first call records what it launches, and every call replays that on its own inputs.
+    """A function of tensors. The first call runs as it is, the second records its kernels, later ones replay them.
 
-    The function must launch the same on every call and must not wait for the GPU. Call it once yourself before: then it
-    has compiled what it needs and allocated what it keeps.
+    The first call compiles the kernels and allocates what the function keeps. After it the function must launch the
+    same kernels on every call and must not wait for the GPU.
     """
 
-    pool = None  # of memory, shared by all graphs: what one leaves the next may take
+    pool = None  # graphs share one memory pool
 
     def __init__(self, function: Callable):
-        self.function, self.graph = function, None
+        self.function, self.graph, self.warm = function, None, False
 
     def __call__(self, *inputs: torch.Tensor):
+        if not self.warm:
+            self.warm = True
+            return self.function(*inputs)
         if self.graph is None:
-            torch.cuda.empty_cache()  # a graph cannot use what PyTorch holds in reserve
+            torch.cuda.empty_cache()  # a graph cannot use memory that PyTorch has cached
             CUDAGraph.pool = CUDAGraph.pool or torch.cuda.graph_pool_handle()
             self.inputs, self.graph = [x.clone() for x in inputs], torch.cuda.CUDAGraph()
-            # thread_local: what the thread that saves does meanwhile is no part of it
+            # thread_local: the thread that saves may call CUDA meanwhile
             with torch.cuda.graph(self.graph, pool=CUDAGraph.pool, capture_error_mode="thread_local"):
                 self.output = self.function(*self.inputs)
         for mine, new in zip(self.inputs, inputs, strict=True):

@@ -1,10 +1,4 @@
-"""Measured memory: what a machine has free, what a run has used. memory.py computes it beforehand.
-
-memory_stats.cpu_available()           # bytes
-memory_stats.used_gib("cuda")          # the peak so far
-memory_stats.let_segments_grow()       # so that little more than that is reserved
-memory_stats.record_history() ... memory_stats.dump(path)     # PyTorch's own record, which https://pytorch.org/memory_viz draws
-"""
+"""Measured memory: what the machine has free, what the run has used. memory.py estimates it before the run."""
 
 import contextlib
 import math
@@ -15,6 +9,10 @@ from pathlib import Path
 
 import torch
 
+from runtime.distributed import all_reduce_max, local_world_size, stop
+
+uncounted_bytes = 0  # GPU memory outside PyTorch's allocator: symmetric memory, added by copy_engines.py
+
 # The controllers in a line of /proc/self/cgroup -> their folder, the files with the limit and the use, the name of the
 # cache in memory.stat.
 CGROUPS = {
@@ -24,8 +22,9 @@ CGROUPS = {
 
 
 def cpu_available(proc: Path = Path("/proc"), cgroups: Path = Path("/sys/fs/cgroup")) -> float:
-    """Bytes of CPU memory that are free or can be freed: the least of the machine's and of those of each control group
-    (container, job) that this process is in. inf if the system does not say.
+    """Bytes of CPU memory that are free or can be freed; inf if the system does not say.
+
+    The minimum over the machine and each control group (container, job) that this process is in.
     """
 
     def number(path, name):
@@ -53,26 +52,43 @@ def cpu_available(proc: Path = Path("/proc"), cgroups: Path = Path("/sys/fs/cgro
     return available
 
 
+def require_cpu_memory(n_bytes: float, what: str, fix: str) -> None:
+    """End the run if n_bytes on each rank are more CPU memory than is free: else the kernel would kill it silently.
+
+    Every rank must call it. what: "a step needs", for example; fix: what to do.
+    """
+    n_bytes *= local_world_size
+    missing = all_reduce_max([n_bytes - cpu_available()])[0]
+    if missing > 0:
+        needed, free = n_bytes / 2**30, (n_bytes - missing) / 2**30
+        stop(f"{what} {needed:.1f} GiB of CPU memory, and only {free:.1f} GiB are available: {fix}")
+
+
+def card_gib(device: str) -> float | None:
+    """The GPU's memory; None for a CPU."""
+    return None if device == "cpu" else torch.cuda.get_device_properties(device).total_memory / 2**30
+
+
 def used_gib(device: str) -> float:
-    """The peak so far: of PyTorch's allocations on the GPU; on the CPU, of this process."""
+    """The peak so far: of GPU memory in use; on a CPU, of this process."""
     if device == "cpu":
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2 ** (30 if sys.platform == "darwin" else 20)
-    return torch.cuda.max_memory_allocated() / 2**30
+    return (torch.cuda.max_memory_allocated() + uncounted_bytes) / 2**30
 
 
 def let_segments_grow() -> None:
-    """Lets PyTorch's allocator extend its pieces of memory, instead of asking for a new one each time.
+    """Use expandable segments in PyTorch's allocator: fixed ones that are too small for the next tensor stay empty.
 
-    Pieces too small for the next tensor would stay empty. A user's own PYTORCH_ALLOC_CONF is left alone.
+    A user's own PYTORCH_ALLOC_CONF wins.
     """
     if not any(os.environ.get(name) for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")):
         torch._C._accelerator_setAllocatorSettings("expandable_segments:True")
 
 
 def record_history() -> None:
-    """Begins to record every allocation and the Python code that asked for it; does nothing without a GPU.
+    """Record every allocation and the Python code that asked for it. Does nothing without a GPU.
 
-    Records Python frames only, and no frees: 2 us each. Keeps the last 100,000, several KB each when written.
+    Python frames only, no frees: 2 us each. Keeps the last 100,000, several KB each when written.
     """
     if torch.cuda.is_available():
         torch.cuda.memory._record_memory_history(context="alloc", stacks="python", max_entries=100_000)
@@ -84,6 +100,6 @@ def stop_history() -> None:
 
 
 def dump(path) -> None:
-    """Writes what was recorded since record_history, for https://pytorch.org/memory_viz, which uploads nothing."""
+    """Write what was recorded since record_history, for https://pytorch.org/memory_viz, which uploads nothing."""
     if torch.cuda.is_available():
         torch.cuda.memory._dump_snapshot(str(path))

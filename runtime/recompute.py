@@ -1,53 +1,167 @@
-"""Full activation checkpointing: a block keeps its input alone, and backward computes the rest of it again.
+"""Activation checkpointing: what forward does not keep, backward computes again.
 
-A few sequences pass through a block at a time (`recomputed`): its activations exist for one group of them only, in
-forward and in backward, and the gradient of its input overwrites that of its output. So only the checkpoints and one
-gradient grow with the batch.
+    recompute(model, "selective")     # of each layer, gate and up: an eighth of a step of Llama 3.2 1B
+    recompute(model, "full")          # whole layers, from their inputs: a quarter
 
-With offload_activations not even the checkpoints stay on the GPU (`OffloadedInputs`): they go to the CPU's memory.
-
-    forward     block i's input is copied to pinned memory, on a stream of its own, while block i computes; block i + 1
-                begins when that is done, and the GPU's copy is free
-    backward    while block i + 1 computes its gradients, block i's input comes back
-
-So the GPU holds two of these tensors instead of one for each layer. A layer of Llama 3.2 1B computes 120 million FLOPs
-a token in forward, 0.2 us of an H200, which copies the token's 4 KiB in 0.08 us: the copies hide. The last block's
-input stays on the GPU, since backward needs it first.
-
-A tensor is freed by the stream that computes, after that stream has waited for the copy: PyTorch's allocator can then
-reuse the memory at once. (With record_stream it could do so only if the copy was over when the CPU asked, which is far
-ahead of the GPU.)
+After Llama.set_operations and use_fp8, before torch.compile and fully_shard. 'full' wraps each layer's forward: the
+layer keeps its input alone. A few sequences pass through it at a time (`recomputed`): its activations exist for one
+group of them only, in forward and in backward, and the gradient of its input overwrites that of its output. So only
+the layers' inputs and one gradient grow with the batch. With offload_activations not even the inputs stay on the GPU:
+offload_activations.py.
 """
+
+import math
+from functools import partial
 
 import torch
 from torch.autograd.graph import get_gradient_edge
+from torch.utils.checkpoint import checkpoint
 
 from kernels.launch import compute_dtype, refuse_double_backward
+from kernels.linear_cross_entropy import default_chunk_tokens
 from kernels.swiglu_mlp import slices
-from runtime.pinned_memory import pinned_empty
+from runtime.offload_activations import OffloadedInputs
+
+MLP_SLICE = 8192  # tokens: at 112 x 1,024 of Llama 3.2 1B, larger ones are no faster on an H200
+
+
+def recompute(model, mode: str, mlp_chunks: int | None = None, offload_activations: bool = False) -> None:
+    """What the backward of a Llama computes again: 'none', 'selective' (gate and up of each MLP) or 'full' (layers).
+
+    mlp_chunks: in how many slices of its tokens a recomputed MLP is computed; None: see chunks_of_mlp.
+    offload_activations: the layers' inputs, all that 'full' keeps, go to the CPU's memory. ValueError for settings that
+    do not go together.
+    """
+    check_settings(mode, mlp_chunks, offload_activations)
+    config, fused_kernels = model.config, model.fused_kernels
+    offloaded = OffloadedInputs(config.n_layer) if offload_activations else None
+    for i, layer in enumerate(model.layers):
+        layer.mlp.keep_gate_up = mode != "selective"
+        layer.mlp.chunks = partial(
+            chunks_of_mlp, n_embd=config.n_embd, mode=mode, mlp_chunks=mlp_chunks, fused_kernels=fused_kernels
+        )
+        if mode == "full":
+            # Inside the layer's call: FSDP gathers its weights in a hook on that, in backward once more.
+            layer.forward = partial(_forward, layer, i, mlp_chunks, offloaded)
+    model.lm_head.loss_options = partial(loss_options, vocab_size=config.vocab_size, mode=mode)
+
+
+def check_settings(mode: str, mlp_chunks: int | None, offload_activations: bool) -> None:
+    """ValueError for settings of recompute that do not go together."""
+    if mode not in ("none", "selective", "full"):
+        raise ValueError(f"activation_checkpointing {mode!r}: none, selective or full")
+    if offload_activations and mode != "full":
+        raise ValueError("offload_activations needs activation_checkpointing 'full'")
+    if mlp_chunks is not None and (mlp_chunks < 1 or (mlp_chunks > 1 and mode == "none")):
+        raise ValueError(f"mlp_chunks {mlp_chunks}: at least 1, and 1 without activation_checkpointing")
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# How large the pieces are
+
+
+def chunks_of_mlp(n_tokens: int, n_embd: int, mode: str, mlp_chunks: int | None, fused_kernels: bool = True) -> int:
+    """How many slices of its tokens the MLP works through, one after another, in forward and in backward.
+
+    That is mlp_chunks if set. Otherwise 1, except with full checkpointing and fused kernels: then slices have at least
+    MLP_SLICE and 4C tokens. Why 4C: the float32 sums of the weights' gradients take 12·C·F bytes, as much as C tokens
+    of a slice, so at most a quarter of the slice.
+    """
+    if mlp_chunks:
+        return min(mlp_chunks, max(n_tokens, 1))
+    if mode != "full" or not fused_kernels:
+        return 1
+    return max(n_tokens // max(MLP_SLICE, 4 * n_embd), 1)
+
+
+def groups_of_sequences(
+    n_batch: int, n_time: int, n_embd: int, mlp_chunks: int | None, fused_kernels: bool = True
+) -> int:
+    """How many groups of sequences pass through a layer one after another under full checkpointing.
+
+    As many as the MLP would have slices, but at most one for each sequence; 1 if mlp_chunks sets the slices.
+    """
+    return 1 if mlp_chunks else min(chunks_of_mlp(n_batch * n_time, n_embd, "full", None, fused_kernels), n_batch)
+
+
+def loss_options(n_tokens: int, dtype: torch.dtype, vocab_size: int, mode: str) -> dict:
+    """The arguments chunk_tokens and fp32_dweight for linear_cross_entropy.
+
+    Full checkpointing halves the chunk: 2,048 tokens of Llama 3 in bf16. If four such chunks hold all tokens, they are
+    cut into at most four chunks of a multiple of 256 tokens, and the head's gradient is summed in the weight's dtype
+    (not in float16).
+    """
+    chunk_tokens = default_chunk_tokens(vocab_size, dtype.itemsize)
+    if mode != "full":
+        return {"chunk_tokens": chunk_tokens, "fp32_dweight": True}
+    chunk_tokens = max(chunk_tokens // 2, 256)
+    few = n_tokens <= 4 * chunk_tokens
+    if chunk_tokens < n_tokens and few:
+        chunk_tokens = math.ceil(n_tokens / 1024) * 256
+    return {"chunk_tokens": chunk_tokens, "fp32_dweight": not few or dtype == torch.float16}
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Layers that keep their input alone
+
+
+def compute(layer, *inputs):
+    """The layer's own forward, unwrapped."""
+    return type(layer).forward(layer, *inputs)
+
+
+def _forward(layer, i, mlp_chunks, offloaded, x, branch, cos, sin, doc_starts=None, cache=None):
+    """Stands for the forward of layer i. Returns its output as the stream and the branch, or as their sum and None."""
+    if cache is not None:
+        return compute(layer, x, branch, cos, sin, doc_starts, cache)
+    if branch is not None:
+        x = x + branch  # one tensor to keep instead of two
+    fused_kernels = layer.mlp.fused_kernels
+    if torch.compiler.is_compiling() or (offloaded is None and not fused_kernels):
+        # PyTorch's checkpoint: the compiler drops what backward does not need, and with plain operations the
+        # recomputation stops at the last tensor that is needed. Fused functions get neither, hence recomputed().
+        if not torch.is_grad_enabled():
+            return compute(layer, x, None, cos, sin, doc_starts)
+        inputs = layer, x, None, cos, sin, doc_starts
+        return checkpoint(compute, *inputs, use_reentrant=False, preserve_rng_state=False)
+    groups = groups_of_sequences(*x.shape, mlp_chunks, fused_kernels)
+    return recomputed(layer, groups, x, cos, sin, doc_starts, offloaded, i), None
+
+
+def recomputed(layer, groups: int, x: torch.Tensor, cos, sin, doc_starts=None, offloaded=None, i=0) -> torch.Tensor:
+    """The output (B, T, C) of layer i of model.py for its input x (B, T, C). Only x, cos, sin and doc_starts are kept
+    for backward, x in offloaded if that is not None, and nothing if there is no backward, as in evaluation.
+
+    The sequences pass through the layer in `groups` groups. With more than one, their gradients of the weights are
+    summed in float32 and rounded once, and x's gradient overwrites the output's, which must not be read afterwards.
+    A hook on a weight sees the gradient of each group, and then the sum (autograd.grad calls it too).
+    """
+    if not torch.is_grad_enabled():
+        return _output(layer, groups, x, cos, sin, doc_starts)
+    return _Recomputed.apply(layer, groups, offloaded, i, x, cos, sin, doc_starts, *trainable_parameters(layer))
 
 
 class _Recomputed(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, block, groups, x, cos, sin, starts, *weights):
-        ctx.block, ctx.groups, x = block, groups, x.detach()
-        ctx.place = block.offloaded and block.offloaded.put(x)  # copied out while the block computes
-        ctx.save_for_backward(None if block.offloaded else x, cos, sin, starts)
-        return _output(block, groups, x, cos, sin, starts)
+    def forward(ctx, layer, groups, offloaded, i, x, cos, sin, doc_starts, *weights):
+        ctx.layer, ctx.groups, ctx.offloaded, x = layer, groups, offloaded, x.detach()
+        ctx.place = offloaded and offloaded.put(i, x)  # copied out while the layer computes
+        ctx.save_for_backward(None if offloaded else x, cos, sin, doc_starts)
+        return _output(layer, groups, x, cos, sin, doc_starts)
 
     @staticmethod
     def backward(ctx, dy):
         refuse_double_backward()
-        x, *tables, starts = ctx.saved_tensors
-        x = ctx.block.offloaded.take(ctx.place, dy.device) if x is None else x
-        weights = trainable_parameters(ctx.block)
+        x, *tables, doc_starts = ctx.saved_tensors
+        x = ctx.offloaded.take(ctx.place, dy.device) if x is None else x
+        weights = trainable_parameters(ctx.layer)
         if ctx.groups == 1:
-            dx, *dweights = _gradients(ctx.block, x, *tables, starts, weights, dy)
-            return None, None, dx, None, None, None, *dweights
+            dx, *dweights = _gradients(ctx.layer, x, *tables, doc_starts, weights, dy)
+            return *[None] * 4, dx, None, None, None, *dweights
         dx, sums = dy.contiguous(), []  # a group's gradient of x overwrites that of its output
         for some in slices(len(x), ctx.groups):
-            at = x[some], *tables, _of_rows(starts, some)
-            dx[some], *dweights = _gradients(ctx.block, *at, weights, dx[some])
+            at = x[some], *tables, _of_rows(doc_starts, some)
+            dx[some], *dweights = _gradients(ctx.layer, *at, weights, dx[some])
             if sums:
                 torch._foreach_add_(sums, dweights)
             elif ctx.groups == 2:  # one addition, and one rounding in it
@@ -55,106 +169,29 @@ class _Recomputed(torch.autograd.Function):
             else:
                 sums = [dweight.to(compute_dtype(dweight)) for dweight in dweights]
             del dweights  # before the next group makes its own
-        return None, None, dx, None, None, None, *(s.to(w.dtype) for s, w in zip(sums, weights, strict=True))
+        return *[None] * 4, dx, None, None, None, *(s.to(w.dtype) for s, w in zip(sums, weights, strict=True))
 
 
-def _output(block, groups, x, cos, sin, starts):
+def _output(layer, groups, x, cos, sin, doc_starts):
     out = torch.empty_like(x)
     for some in slices(len(x), groups):
-        torch.add(*block.addends(x[some], None, cos, sin, _of_rows(starts, some)), out=out[some])
+        torch.add(*compute(layer, x[some], None, cos, sin, _of_rows(doc_starts, some)), out=out[some])
     return out
 
 
-def _of_rows(starts, some: slice):
-    return None if starts is None else starts[some]
+def _of_rows(doc_starts, some: slice):
+    return None if doc_starts is None else doc_starts[some]
 
 
-def _gradients(block, x, cos, sin, starts, weights, dy):
+def _gradients(layer, x, cos, sin, doc_starts, weights, dy):
     """The gradients of x, then of the weights."""
     x = x.detach().requires_grad_()
     with torch.enable_grad():
+        outputs = compute(layer, x, None, cos, sin, doc_starts, None, False)
         # Graph nodes, not tensors: held here, the residual stream after attention would outlive the MLP's backward.
-        outputs = [get_gradient_edge(addend) for addend in block.addends(x, None, cos, sin, starts, None, False)]
+        outputs = [get_gradient_edge(output) for output in outputs]
     return torch.autograd.grad(outputs, [x, *weights], [dy, dy])
 
 
-def trainable_parameters(block: torch.nn.Module) -> list[torch.nn.Parameter]:
-    return [weight for weight in block.parameters() if weight.requires_grad]
-
-
-def recomputed(block, groups: int, x: torch.Tensor, cos, sin, starts=None) -> torch.Tensor:
-    """The output (B, T, C) of a block of model.py for its input x (B, T, C). Only x, cos, sin and starts are kept for
-    backward, and nothing if there is none, as in evaluation.
-
-    The sequences pass through the block in `groups` groups. With more than one, their gradients of the weights are
-    summed in float32 and rounded once, and x's gradient overwrites the output's, which must not be read afterwards.
-    A hook on a weight sees the gradient of each group, and then the sum (autograd.grad calls it too).
-    """
-    if not torch.is_grad_enabled():
-        return _output(block, groups, x, cos, sin, starts)
-    return _Recomputed.apply(block, groups, x, cos, sin, starts, *trainable_parameters(block))
-
-
-class OffloadedInputs:
-    """The inputs of the n_layer blocks of one forward pass: put in the order of forward, each taken once in backward.
-
-    place = offloaded.put(x) ... x = offloaded.take(place, device)
-    """
-
-    def __init__(self, n_layer: int):
-        self.n_layer = n_layer
-        self.stack = []  # on the CPU, except the last block's
-        self.pinned = []  # memory for the stack, reused in each pass
-        self.leaving = self.coming = None  # a tensor on the GPU, and the event at the end of its copy
-        self.stream = None
-        self.passes = 0
-
-    def clear(self):
-        """Begins a forward pass. Drops what is left of an earlier one whose backward did not finish."""
-        if self.coming is not None and self.coming[1] is not None:
-            torch.cuda.current_stream().wait_event(self.coming[1])
-        self.passes += 1
-        self.stack.clear()
-        self.leaving = self.coming = None
-
-    def put(self, x: torch.Tensor) -> tuple[int, int]:
-        """Keeps x (B, T, C), which must not change any more; returns its place. The last block's stays where it is."""
-        if self.leaving is not None:
-            torch.cuda.current_stream().wait_event(self.leaving[1])
-            self.leaving = None
-        last = len(self.stack) == self.n_layer - 1  # wanted first
-        if last or not x.is_cuda:
-            self.stack.append(x)
-            return self.passes, len(self.stack)
-        self.stream = self.stream or torch.cuda.Stream()
-        i = len(self.stack)
-        if i == len(self.pinned):
-            self.pinned.append(None)
-        if self.pinned[i] is None or self.pinned[i].shape != x.shape or self.pinned[i].dtype != x.dtype:
-            self.pinned[i] = pinned_empty(x.shape, x.dtype)
-        self.stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(self.stream):
-            self.pinned[i].copy_(x, non_blocking=True)
-        self.leaving = x, self.stream.record_event()
-        self.stack.append(self.pinned[i])
-        return self.passes, len(self.stack)
-
-    def take(self, place: tuple[int, int], device: torch.device) -> torch.Tensor:
-        """The input that was put last. Starts to copy back the one before it."""
-        if place != (self.passes, len(self.stack)):
-            raise RuntimeError("offload_activations: each forward has one backward, before the next forward")
-        x, arrived = self.coming or self._fetch(self.stack[-1], device)
-        self.stack.pop()
-        self.coming = self._fetch(self.stack[-1], device) if self.stack else None
-        if arrived is not None:
-            torch.cuda.current_stream().wait_event(arrived)
-        return x
-
-    def _fetch(self, kept, device):
-        if kept.device == device:
-            return kept, None
-        x = torch.empty(kept.shape, dtype=kept.dtype, device=device)
-        self.stream.wait_stream(torch.cuda.current_stream())  # the memory of x may have been in use until now
-        with torch.cuda.stream(self.stream):
-            x.copy_(kept, non_blocking=True)
-        return x, self.stream.record_event()
+def trainable_parameters(layer: torch.nn.Module) -> list[torch.nn.Parameter]:
+    return [weight for weight in layer.parameters() if weight.requires_grad]

@@ -1,14 +1,4 @@
-"""What a run says of itself: its lines on the screen, metrics.jsonl, wandb, and the summary.json that it ends with.
-
-    log = RunLog(out_dir, device, dtype, tokens_per_step, flops_per_token)
-    log.open(first_step)                              # metrics.jsonl, from there on
-    log.step_seconds.append(0.41)                     # after each step
-    log.line(step, max_iters, loss, lr, grad_norm, seconds, peak_gib, data_ms)
-    log.record({"step": 100, "val_loss": 3.2})
-    log.summary(...)
-
-Rank 0 speaks and writes for all.
-"""
+"""The log of a run: lines on the screen, metrics.jsonl, wandb, summary.json at the end. Rank 0 prints and writes."""
 
 import contextlib
 import json
@@ -21,13 +11,19 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from time import perf_counter
 
 import torch
 
-from data.tokens import Tokens, whole_file
-from runtime.distributed import local_world_size, print0, rank, stop, world_size
+from data.files import atomic_write
+from data.loader import Blocks
+from data.tokens import Tokens
+from model import LlamaConfig
+from runtime import memory_stats
+from runtime.distributed import all_reduce_max, local_world_size, print0, rank, stop, world_size
+from runtime.memory import RunShape, peak_gib
 
-PEAK_FLOPS = {  # dense bf16 with fp32 accumulation, by the makers' datasheets; the first name that fits
+PEAK_FLOPS = {  # dense bf16 with fp32 accumulation, from the makers' datasheets; the first name that fits
     "B200": 2250e12, "H200 NVL": 835e12, "H200": 989e12, "H100 PCIe": 756e12, "H100 NVL": 835e12, "H100": 989e12,
     "A100": 312e12, "L40S": 362e12, "L4": 121e12, "A10G": 70e12, "RTX 5090": 209.5e12, "RTX 4090": 165.2e12,
     "RTX 3090": 71e12,
@@ -35,18 +31,17 @@ PEAK_FLOPS = {  # dense bf16 with fp32 accumulation, by the makers' datasheets; 
 
 
 def peak_flops(device_name: str) -> float | None:
-    """FLOPs per second that the card can do in bfloat16 and float16; None for a card that is not listed."""
+    """FLOPs per second of the card in bfloat16 and float16; None for a card that is not listed."""
     other = r"(?! (Laptop|Ti|D)\b|.*\bMIG\b)"  # cards of that name with more or fewer cores, and slices of one
     fitting = (peak for name, peak in PEAK_FLOPS.items() if re.search(rf"\b{name}\b{other}", device_name))
     return next(fitting, None)
 
 
 def git_commit() -> str:
+    command = ["git", "describe", "--always", "--dirty"]
+    folder = Path(__file__).parents[1]
     try:
-        command = ["git", "describe", "--always", "--dirty"]
-        return subprocess.check_output(
-            command, cwd=Path(__file__).parents[1], stderr=subprocess.DEVNULL, text=True
-        ).strip()
+        return subprocess.check_output(command, cwd=folder, stderr=subprocess.DEVNULL, text=True).strip()
     except (OSError, subprocess.CalledProcessError):  # no git, or no repository
         return "unknown"
 
@@ -65,25 +60,61 @@ def percent(share: float | None) -> str:
 
 
 class RunLog:
-    def __init__(self, out_dir: str, device: str, dtype: str, tokens_per_step: int, flops_per_token: float):
-        self.out_dir, self.tokens_per_step, self.flops_per_token = Path(out_dir), tokens_per_step, flops_per_token
+    """log = RunLog(out_dir, device, dtype, tokens_per_step, flops_per_token, max_iters, log_interval)
+    log.open(first_step)                        # starts the clock and metrics.jsonl
+    log.step(step, loss, lr, grad_norm)         # after each step; a line every log_interval steps. All ranks call it
+    with log.reading(): ...                     # the time that reading data takes
+    with log.paused(): ...                      # evaluation and saving: not the training's time
+    log.record({"step": step, "val_loss": 3.2})
+    log.summary(...); log.close()
+    """
+
+    def __init__(
+        self, out_dir: str, device: str, dtype: str, tokens_per_step: int, flops_per_token: float, max_iters: int = 0,
+        log_interval: int = 1,
+    ):  # fmt: skip
+        self.out_dir, self.device, self.max_iters, self.log_interval = Path(out_dir), device, max_iters, log_interval
+        self.tokens_per_step, self.flops_per_token = tokens_per_step, flops_per_token
         on_gpu = device != "cpu"
         self.device_name = torch.cuda.get_device_name(device) if on_gpu else f"CPU, {torch.get_num_threads()} threads"
         self.peak_flops = peak_flops(self.device_name) if dtype != "float32" else None
         self.versions = versions(device)
-        self.step_seconds = []  # of each step
-        self.curve = []  # (step, seconds so far, loss) of each line
-        self.file, self.wandb = None, None
+        self.step_seconds, self.n_logged, self.data_seconds = [], 0, 0.0  # n_logged: steps up to the last line
+        self.curve = []  # (step, training seconds so far, loss) of each line
+        self.peak_gib, self.file, self.wandb = None, None, None
 
     def mfu(self, tok_per_s: float) -> float | None:
-        """Model FLOPs utilisation: the FLOPs the model needs, over what the GPUs could do; None where nobody knows."""
+        """Model FLOPs utilisation: the FLOPs that the model needs over the GPUs' peak; None if that is not known."""
         return self.flops_per_token * tok_per_s / world_size / self.peak_flops if self.peak_flops else None
 
-    def open(self, first_step: int, **wandb_options) -> None:
-        """metrics.jsonl as it was after first_step; wandb too where there are options for its init.
+    def header(self, config: LlamaConfig, run: RunShape, n_params: int, data: Blocks, warmup_iters: int) -> None:
+        """Print what runs, what will train, and what it will take."""
+        tokens, steps, known = len(data.tokens), self.max_iters, data.meta["vocab_size"]
+        versions = ", ".join(f"{name} {version}" for name, version in self.versions.items())
+        print0(f"runs on   {world_size} x {self.device_name}; {versions}")
+        computes = f"{run.dtype} compute" + ", projections in float8" * run.fp8
+        print0(f"model     {n_params:,} parameters; float32 weights, {computes}")
+        if self.device != "cpu":
+            gib = f"about {peak_gib(config, run):.1f} GiB of {memory_stats.card_gib(self.device):.1f} GiB"
+            settings = f"activation checkpointing: {run.activation_checkpointing}; offload: {run.offload}"
+            print0(f"memory    {gib}; {settings}")
+        times = self.tokens_per_step * steps / tokens
+        print0(f"data      {data.tokens.folder}: {tokens:,} tokens; {steps:,} steps read them {times:.2f} times")
+        if config.vocab_size > known:
+            print0(f"          its vocabulary is {known:,} of the model's {config.vocab_size:,} tokens")
+        shape = f"{run.batch_size} sequences x {config.block_size:,} tokens x {run.micro_steps} micro-batches"
+        print0(f"step      {self.tokens_per_step:,} tokens = {shape} x {world_size} ranks")
+        if warmup_iters >= steps:
+            print0(f"warm-up   of {warmup_iters:,} steps, as long as the run: the learning rate never reaches its peak")
+        if self.device == "cpu" and self.flops_per_token * self.tokens_per_step > 1e14:
+            print0("on a CPU  each step will take many minutes: config/baby_llama.py is made for CPUs")
 
-        Steps after a checkpoint will be run again: their lines go, and so does one that a killed run left unfinished.
+    def open(self, first_step: int, **wandb_options) -> None:
+        """Open metrics.jsonl and keep its lines up to first_step. wandb_options: of wandb.init; none: no wandb.
+
+        Steps after a checkpoint run again: their lines are dropped, and so is one that a killed run left unfinished.
         """
+        self.first_step, self.began = first_step, perf_counter()
         if rank:
             return
         path = self.out_dir / "metrics.jsonl"
@@ -95,15 +126,15 @@ class RunLog:
             except (ValueError, AttributeError, TypeError):  # cut short, or damaged when the machine went down
                 return False
 
-        kept = [line for line in lines if belongs(line)]
-        with whole_file(path) as file:
-            file.write("".join(line + "\n" for line in kept).encode())
+        with atomic_write(path) as file:
+            file.write("".join(line + "\n" for line in lines if belongs(line)).encode())
         self.file = open(path, "a")  # noqa: SIM115
         if wandb_options:
             self._start_wandb(first_step, wandb_options)
+        self.began = perf_counter()
 
     def _start_wandb(self, first_step: int, options: dict) -> None:
-        """A resumed run goes on in its own run of wandb."""
+        """Start a wandb run, or continue the one of the run that is resumed."""
         known = self.out_dir / "wandb_id"
         if first_step and known.exists():
             options = options | {"id": known.read_text(), "resume": "allow"}
@@ -114,20 +145,19 @@ class RunLog:
         except ImportError as error:
             stop(f"--wandb_log=true: {error}: pip install wandb, or leave it out")
         except (wandb.errors.Error, ValueError) as error:
-            cure = "wandb login, or WANDB_MODE=offline, or no --wandb_log"
-            stop(f"wandb does not start ({error}). What may help: {cure}")
+            stop(f"wandb does not start ({error}). Try wandb login, WANDB_MODE=offline, or no --wandb_log")
         self.wandb = wandb
 
-    def _tell_wandb(self, function: Callable, *arguments, **options) -> None:
-        """The training does not end with wandb's own process, which may be killed, or get the signal meant for us."""
+    def _call_wandb(self, function: Callable, *arguments, **options) -> None:
+        """Training continues without wandb if its process was killed, or got a signal meant for this one."""
         try:
             function(*arguments, **options)
         except Exception as error:
-            print0(f"wandb has ended ({error}), metrics.jsonl goes on")
+            print0(f"wandb has ended ({error}), metrics.jsonl continues")
             self.wandb = None
 
     def record(self, metrics: dict) -> None:
-        """One line of metrics.jsonl, and the same to wandb."""
+        """Write one line to metrics.jsonl and to wandb."""
         if rank:
             return
         try:
@@ -136,52 +166,73 @@ class RunLog:
         except OSError as error:  # a full disk: the weights are worth more than their log
             print0(f"{self.file.name}: {error.strerror}")
         if self.wandb:
-            self._tell_wandb(self.wandb.log, metrics, step=metrics["step"])
+            self._call_wandb(self.wandb.log, metrics, step=metrics["step"])
 
-    def line(self, step: int, max_iters: int, loss, lr, grad_norm, seconds, peak_gib, data_ms, **more) -> None:
-        """The line of a step, on the screen and recorded; seconds: of a step, on average since the line before. more:
-        numbers that are only recorded.
-        """
-        tok_per_s = self.tokens_per_step / seconds
-        left = round(seconds * (max_iters - step))
+    @contextlib.contextmanager
+    def reading(self):
+        began = perf_counter()
+        yield
+        self.data_seconds += perf_counter() - began
+
+    @contextlib.contextmanager
+    def paused(self):
+        began = perf_counter()
+        yield
+        self.began += perf_counter() - began
+
+    def step(self, step: int, loss: float, lr: float, grad_norm: float, **more: float) -> None:
+        """Note a step; every log_interval steps print a line and record it. more: numbers that are recorded only."""
+        now = perf_counter()
+        self.step_seconds.append(now - self.began)
+        self.began = now
+        # the tenth step of a run too: an early sign of life
+        if step % self.log_interval and step not in (self.first_step + 10, self.max_iters):
+            return
+        since = self.step_seconds[self.n_logged :]
+        seconds, tok_per_s = sum(since) / len(since), self.tokens_per_step * len(since) / sum(since)
+        gib_and_ms = [memory_stats.used_gib(self.device), 1000 * self.data_seconds / len(since)]
+        self.peak_gib, data_ms = all_reduce_max(gib_and_ms)  # on the CPU: the GPU is busy with the next step
+        self.n_logged, self.data_seconds = len(self.step_seconds), 0.0
+        left = round(seconds * (self.max_iters - step))
         print0(
-            f"step {step:05d}/{max_iters} | loss {loss:.4f} | lr {lr:.2e} | norm {grad_norm:.2f} "
+            f"step {step:05d}/{self.max_iters} | loss {loss:.4f} | lr {lr:.2e} | norm {grad_norm:.2f} "
             f"| {seconds * 1000:.1f} ms | {tok_per_s:,.0f} tok/s | mfu {percent(self.mfu(tok_per_s))} "
-            f"| mem {peak_gib:.1f} GiB | data {data_ms:.1f} ms "
+            f"| mem {self.peak_gib:.1f} GiB | data {data_ms:.1f} ms "
             f"| eta {left // 3600}h{left % 3600 // 60:02d}m{left % 60:02d}s"
         )
         self.curve.append((step, sum(self.step_seconds), loss))
-        grad_norm = grad_norm if math.isfinite(grad_norm) else None  # inf is no JSON
+        grad_norm = grad_norm if math.isfinite(grad_norm) else None  # JSON has no inf
         self.record(
             {"step": step, "loss": loss, "lr": lr, "grad_norm": grad_norm, "ms": seconds * 1000,
-             "tok_per_s": tok_per_s, "mfu": self.mfu(tok_per_s), "mem_gib": peak_gib, "data_ms": data_ms, **more}
+             "tok_per_s": tok_per_s, "mfu": self.mfu(tok_per_s), "mem_gib": self.peak_gib, "data_ms": data_ms, **more}
         )  # fmt: skip
 
-    def summary(self, peak_gib: float | None, val_loss: float, all_of_val: Tokens | None, **more) -> None:
-        """What came of the run, in two lines and in summary.json; all_of_val: the tokens, where val_loss is of all."""
+    def summary(self, val_loss: float, all_of_val: Tokens | None, **more) -> None:
+        """Print the result of the run and write summary.json. all_of_val: the tokens, if val_loss is of all of them."""
         if rank:
             return
         launcher = f"torchrun --nproc_per_node={local_world_size}" if "RANK" in os.environ else "python"
+        after_first = sorted(self.step_seconds[1:] or self.step_seconds)  # the first step compiles
+        seconds = after_first[len(after_first) // 2]  # the median
+        tok_per_s, total = self.tokens_per_step / seconds, sum(self.step_seconds)
+        print0(
+            f"{len(self.step_seconds):,} steps in {total / 60:.1f} minutes; the median step {seconds * 1000:.1f} ms, "
+            f"{tok_per_s:,.0f} tok/s, mfu {percent(self.mfu(tok_per_s))}; peak {self.peak_gib:.1f} GiB"
+        )
         found = {
             "command": f"{launcher} train.py {shlex.join(sys.argv[1:])}",
             "device": f"{world_size} x {self.device_name}",
             "versions": self.versions,
             "steps": len(self.step_seconds),
-            "peak_gib": peak_gib,
+            "peak_gib": self.peak_gib,
             "val_loss": val_loss,
             "curve": self.curve,
             **more,
+            "train_seconds": total,
+            "ms_per_step": seconds * 1000,
+            "tok_per_s": tok_per_s,
+            "mfu": self.mfu(tok_per_s),
         }
-        if self.step_seconds:  # none where a run went on only to evaluate
-            after_first = sorted(self.step_seconds[1:] or self.step_seconds)  # the first one compiles
-            seconds = after_first[len(after_first) // 2]  # the median step
-            tok_per_s = self.tokens_per_step / seconds
-            found |= {"train_seconds": sum(self.step_seconds), "ms_per_step": seconds * 1000}
-            found |= {"tok_per_s": tok_per_s, "mfu": self.mfu(tok_per_s)}
-            print0(
-                f"{found['steps']:,} steps in {found['train_seconds'] / 60:.1f} minutes; the median step "
-                f"{seconds * 1000:.1f} ms, {tok_per_s:,.0f} tok/s, mfu {percent(found['mfu'])}; peak {peak_gib:.1f} GiB"
-            )
         if all_of_val and "gzip_bits_per_byte" in all_of_val.meta:  # the model has read all that gzip and xz read
             meta = all_of_val.meta
             found["bits_per_byte"] = val_loss / math.log(2) * len(all_of_val) / meta["val_bytes"]
@@ -199,7 +250,7 @@ class RunLog:
 
     def close(self) -> None:
         if self.file:
-            with contextlib.suppress(OSError):  # what a full disk did not take: record has said so
+            with contextlib.suppress(OSError):  # a full disk, which record has reported
                 self.file.close()
         if self.wandb:
-            self._tell_wandb(self.wandb.finish)
+            self._call_wandb(self.wandb.finish)

@@ -8,8 +8,8 @@ content changes: nothing is allocated for a block, and one copy brings all of it
 is on the GPU from the beginning of forward until backward reaches the blocks.
 
 So for n parameters the GPU holds two blocks and for a time the root, and in bfloat16 2n bytes are copied to it in
-forward, less than 2n in backward. Gradients go to the CPU as soon as they are computed. The optimizer (offload.py) then
-writes new weights to each parameter's `home`: its part of the pinned memory.
+forward, less than 2n in backward. Gradients go to the CPU as soon as they are computed. optimizers/on_cpu.py writes new
+weights to each parameter's `cpu_param`: its part of the pinned memory.
 """
 
 from collections.abc import Callable
@@ -42,7 +42,7 @@ class StreamedWeights:
 
     Each forward that builds a graph must have one backward before the next such forward; evaluation may come between.
 
-    before_copy: called with a prefix of names, 'layers.3.' or '' for the root, before these weights are read at home.
+    before_copy: called with a prefix of names, 'layers.3.' or '' for the root, before these weights are copied.
     """
 
     def __init__(self, model: nn.Module, device: str):
@@ -55,8 +55,10 @@ class StreamedWeights:
         self.slots = [torch.empty(length, dtype=root[0].dtype, device=self.device) for _ in range(2)]
         self.root = torch.empty(layout(root)[1], dtype=root[0].dtype, device=self.device)
         self.root_bytes = self.root.untyped_storage().nbytes()
-        self.root_home = self._move(root, self.root)
-        self.homes = [self._move(list(layer.parameters()), self.slots[i % 2]) for i, layer in enumerate(self.layers)]
+        self.cpu_root = self._move(root, self.root)
+        self.cpu_layers = [
+            self._move(list(layer.parameters()), self.slots[i % 2]) for i, layer in enumerate(self.layers)
+        ]
         self.forget()
         model.register_forward_pre_hook(self._before_all)
         for i, layer in enumerate(self.layers):
@@ -64,16 +66,16 @@ class StreamedWeights:
             layer.register_forward_hook(partial(self._after, i))
 
     def _move(self, parameters: list[nn.Parameter], flat: torch.Tensor) -> torch.Tensor:
-        """Gives the parameters a home in one tensor, which it returns, and makes them views of flat."""
+        """Copies the parameters to one tensor on the CPU, which it returns, and makes them views of flat."""
         offsets, length = layout(parameters)
         there = pinned_empty((length,), flat.dtype) if self.stream else torch.empty(length, dtype=flat.dtype)
         for offset, parameter in zip(offsets, parameters, strict=True):
-            parameter.home = view_in(there, offset, parameter).copy_(parameter.detach())
+            parameter.cpu_param = view_in(there, offset, parameter).copy_(parameter.detach())
             parameter.data = view_in(flat, offset, parameter)
         return there
 
     def forget(self):
-        """Marks the slots and the root as stale: the weights at home are about to change."""
+        """Marks the slots and the root as stale: the weights on the CPU are about to change."""
         self.there = [None, None]  # the block that each slot holds
         self.arrived = [None, None]  # events
         self.root_there = False
@@ -86,11 +88,11 @@ class StreamedWeights:
         slot = i % 2
         self.before_copy(f"layers.{i}.")
         if self.stream is None:
-            self.slots[slot].copy_(self.homes[i])
+            self.slots[slot].copy_(self.cpu_layers[i])
         else:
             with torch.cuda.stream(self.stream):
                 self.stream.wait_event(free)
-                self.slots[slot].copy_(self.homes[i], non_blocking=True)
+                self.slots[slot].copy_(self.cpu_layers[i], non_blocking=True)
                 self.arrived[slot] = self.stream.record_event()
         self.there[slot] = i
 
@@ -110,7 +112,7 @@ class StreamedWeights:
         if not self.root_there:
             self.root.untyped_storage().resize_(self.root_bytes)
             self.before_copy("")
-            self.root.copy_(self.root_home, non_blocking=True)
+            self.root.copy_(self.cpu_root, non_blocking=True)
             self.root_there = True
 
     @torch.compiler.disable

@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 import kernels.launch
 from data.tokenizer import get_tokenizer
-from data.tokens import write_dataset
+from data.write import write_dataset
 from tests.runs import PLAIN, ROOT, SHORT, SMALL, prose, run_alone
 
 

@@ -1,26 +1,28 @@
 """Runs of train.py, and what they left: shared by the tests that train."""
 
+import contextlib
+import functools
 import gc
+import itertools
 import json
 import os
 import random
+import signal
+import socket
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 
 import numpy as np
 import pytest
 
+from tests.fork_server import ForkServer, Run
+
 ROOT = Path(__file__).parents[1]
-
-
 SMALL = dict(n_layer=2, n_head=4, n_kv_head=2, n_embd=32, ffn_dim=64, block_size=32, batch_size=4, device="cpu")
-
-
 SHORT = dict(max_iters=8, warmup_iters=2, learning_rate=3e-3, eval_interval=4, eval_iters=2, log_interval=1)
-
-
 WORDS = "the of and to in a is that for it as was with be by on not he this are or his from at which"
 
 
@@ -62,6 +64,64 @@ def assert_close(a, b, tolerance):
     )
 
 
+@functools.cache
+def fork_server():
+    return ForkServer(os.environ | PLAIN)
+
+
+def start(settings, script="train.py", **options):
+    """A Run of the script by one process; options of Run."""
+    environment = os.environ | PLAIN | options.pop("environment", {})
+    return Run(fork_server(), [ROOT / script, *flags(settings)], environment, **options)
+
+
+def run(settings, script="train.py", **environment):
+    """The script by one process, to its end: exit code, stdout, stderr."""
+    with tempfile.TemporaryFile("w+") as stdout:
+        return finished([start(settings, script, stdout=stdout, environment=environment)])
+
+
+def run_ranks(ranks, settings, script="train.py"):
+    """The script by several ranks, as torchrun runs them: the first that fails ends the others."""
+    common = dict(WORLD_SIZE=ranks, LOCAL_WORLD_SIZE=ranks, GROUP_WORLD_SIZE=1)
+    common |= dict(MASTER_ADDR="127.0.0.1", MASTER_PORT=free_port())
+    with tempfile.TemporaryFile("w+") as stdout, tempfile.TemporaryFile("w+") as stderr:
+        environments = [common | dict(RANK=rank, LOCAL_RANK=rank) for rank in range(ranks)]
+        environments = [{name: str(value) for name, value in each.items()} for each in environments]
+        streams = dict(stdout=stdout, stderr=stderr)
+        return finished([start(settings, script, environment=each, **streams) for each in environments])
+
+
+def finished(runs, seconds=120):
+    """Waits for all; one that fails ends the others."""
+    end = time.monotonic() + seconds
+    while None in (codes := [run.poll() for run in runs]):
+        if any(codes) or time.monotonic() > end:
+            for run in runs:
+                run.send_signal(signal.SIGTERM if time.monotonic() < end else signal.SIGKILL)
+            end = min(end, time.monotonic() + 30)
+        time.sleep(0.02)
+    for stream in (runs[0].stdout, runs[0].stderr):
+        stream.seek(0)
+    code = next((code for code in codes if code), 0)
+    return subprocess.CompletedProcess([], code, runs[0].stdout.read(), runs[0].stderr.read())
+
+
+PORTS = itertools.count(20_000 + os.getpid() % 100 * 100)  # below those that the system hands out
+
+
+def free_port():
+    for port in PORTS:
+        with socket.socket() as s, contextlib.suppress(OSError):
+            s.bind(("127.0.0.1", port))
+            return port
+
+
+def run_torchrun(ranks, settings, script="train.py", options=()):
+    command = torchrun(ranks, settings, script, options)
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, env=os.environ | PLAIN)
+
+
 def torchrun(ranks, settings, script="train.py", options=()):
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}", *options]
     return [*command, str(script), *flags(settings)]
@@ -78,11 +138,14 @@ def wrapped(folder, before, after=""):
     return script
 
 
+def machines_of(folder, ranks):
+    """A script that runs train.py as if every so many ranks had a machine of their own."""
+    return wrapped(folder, f"os.environ['LOCAL_WORLD_SIZE'] = '{ranks}'")
+
+
 def run_alone(text_data, out_dir, **changes):
     """A run of 30 steps by one process, with a checkpoint every ten; returns its folder."""
-    command = [sys.executable, "train.py", *flags(LONGER | changes | {"dataset": text_data, "out_dir": out_dir})]
-    plain = os.environ | PLAIN  # the fixtures below are older than plain_pytorch_on_one_core's changes
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, env=plain)
+    done = run(LONGER | changes | {"dataset": text_data, "out_dir": out_dir})
     assert done.returncode == 0, done.stderr
     return out_dir
 

@@ -393,7 +393,7 @@ def test_a_record_is_written_where_files_cannot_be_locked(tmp_path, monkeypatch,
     def flock(*_):
         raise OSError(errno.ENOSYS, "Function not implemented")
 
-    monkeypatch.setattr("data.tokens.fcntl.flock", flock)
+    monkeypatch.setattr("fcntl.flock", flock)
     out = tmp_path / "step.json"
     record, _ = filled(out)
     assert json.loads(out.read_text()) == record

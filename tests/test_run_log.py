@@ -31,13 +31,21 @@ def test_the_log_line_reads_as_documented(train, capsys):
 def test_what_a_run_logs_is_computed_from_its_seconds(tmp_path, monkeypatch, capsys):
     """Two ranks, steps of a thousand tokens and 5 FLOPs each, at a peak of 1e5 a second."""
     monkeypatch.setattr(run_log, "world_size", 2)
-    log = run_log.RunLog(tmp_path, "cpu", "float32", tokens_per_step=1000, flops_per_token=5)
+    now = [0.0]
+    monkeypatch.setattr(run_log, "perf_counter", lambda: now[0])
+    log = run_log.RunLog(tmp_path, "cpu", "float32", 1000, flops_per_token=5, max_iters=14, log_interval=2)
     log.peak_flops = 1e5
     log.open(0)
-    log.step_seconds += [9.0, 3.0, 1.0, 2.0]
-    log.line(4, 14, 2.0, 1e-3, 1.0, 2.0, 1.0, 0.0)
-    line = capsys.readouterr().out
-    assert "| 2000.0 ms | 500 tok/s | mfu 1.2% |" in line and "eta 0h00m20s" in line
+    for step, seconds in enumerate((9.0, 3.0, 2.0, 2.0), start=1):
+        with log.reading():
+            now[0] += 0.5
+        now[0] += seconds - 0.5
+        log.step(step, 2.0, 1e-3, 1.0)
+        with log.paused():  # evaluation and saving
+            now[0] += 100
+    first, line = capsys.readouterr().out.splitlines()
+    assert first.startswith("step 00002/14 ") and "| 6000.0 ms | 167 tok/s |" in first
+    assert "| 2000.0 ms | 500 tok/s | mfu 1.2% |" in line and "data 500.0 ms | eta 0h00m20s" in line
 
     class Val:
         meta = {"val_bytes": 50, "gzip_bits_per_byte": 2.0, "xz_bits_per_byte": 1.5}
@@ -45,7 +53,7 @@ def test_what_a_run_logs_is_computed_from_its_seconds(tmp_path, monkeypatch, cap
         def __len__(self):
             return 100
 
-    log.summary(1.0, math.log(2), Val())
+    log.summary(math.log(2), Val())
     log.close()
     said = capsys.readouterr().out
     assert "the median step 2000.0 ms, 500 tok/s" in said and "validation: 2.000 bits per byte" in said

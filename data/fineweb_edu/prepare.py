@@ -20,20 +20,20 @@ from collections.abc import Iterator
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+from data.files import display_path
 from data.tokenizer import NAMES, get_tokenizer
-from data.tokens import (
+from data.write import (
     Document,
     Progress,
     check_val_fraction,
     cpu_cores,
     finished_shard,
-    named_path,
-    only_writer,
+    path_argument,
     print_summary,
     run_script,
     shard_suffix,
-    shown,
     split_of,
+    write_lock,
     write_meta,
     write_shard,
 )
@@ -132,7 +132,7 @@ def prepare(
             raise FileNotFoundError(f"--input {input} holds no .parquet files")
     names, origin = names[:max_files], str(Path(input).resolve()) if input else REPO
     shards = {}
-    with only_writer(folder):
+    with write_lock(folder):
         for number, name in enumerate(names):
             source = dict(input=origin, name=name, tokenizer=tokenizer, field=field, val_fraction=val_fraction)
             if input is not None:
@@ -142,7 +142,7 @@ def prepare(
             if counts is None:
                 path = download(name) if input is None else Path(input) / name
                 with open_parquet(path) as parquet:
-                    prefix = f"{number + 1}/{len(names)} {shown(name)} "
+                    prefix = f"{number + 1}/{len(names)} {display_path(name)} "
                     progress = Progress(parquet.metadata.num_rows, "documents", prefix, len(names) - number)
                     documents = read_documents(parquet, path, field, val_fraction)
                     counts = write_shard(
@@ -156,10 +156,12 @@ def prepare(
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--input", type=named_path, help="a .parquet file or a folder of them (default: the hub's)")
+    parser.add_argument("--input", type=path_argument, help="a .parquet file or a folder of them (default: the hub's)")
     parser.add_argument("--tokenizer", default="gpt2", help=f"one of {', '.join(NAMES)} (default: gpt2)")
-    parser.add_argument("--tokenizer_path", type=named_path, help="llama3's tokenizer.model, if elsewhere than here")
-    parser.add_argument("--out", type=named_path, default=HERE, help="folder for the dataset (default: the script's)")
+    parser.add_argument("--tokenizer_path", type=path_argument, help="llama3's tokenizer.model, if elsewhere than here")
+    parser.add_argument(
+        "--out", type=path_argument, default=HERE, help="folder for the dataset (default: the script's)"
+    )
     parser.add_argument("--sample", default="10BT", help="which hub sample: 10BT, 100BT or 350BT (default: 10BT)")
     parser.add_argument("--max_files", type=int, help="only so many of the parquet files")
     parser.add_argument("--field", default="text", help="the column that has the text (default: text)")

@@ -18,7 +18,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from data.tokenizer import get_tokenizer
-from data.tokens import compressed_bits_per_byte, named_path, print_summary, run_script, split_of, write_dataset
+from data.write import compressed_bits_per_byte, path_argument, print_summary, run_script, split_of, write_dataset
 
 HERE = Path(__file__).resolve().parent
 SKIP = {
@@ -66,7 +66,9 @@ def prepare(folder: Path = HERE, stdlib: Path | None = None) -> dict:
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=named_path, default=HERE, help="folder for the dataset (default: the script's)")
+    parser.add_argument(
+        "--out", type=path_argument, default=HERE, help="folder for the dataset (default: the script's)"
+    )
     prepare(parser.parse_args().out)
 
 

@@ -13,14 +13,13 @@ import urllib.request
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+from data.files import atomic_write, display_path
 from data.tokenizer import get_tokenizer
-from data.tokens import (
+from data.write import (
     compressed_bits_per_byte,
-    named_path,
+    path_argument,
     print_summary,
     run_script,
-    shown,
-    whole_file,
     write_dataset,
 )
 
@@ -33,8 +32,10 @@ def download(file: Path) -> None:
         with urllib.request.urlopen(URL, timeout=30) as response:
             content = response.read()
     except OSError as error:
-        raise OSError(f"could not download {URL} ({error}): fetch it elsewhere and put it at {shown(file)}") from error
-    with whole_file(file) as out:
+        raise OSError(
+            f"could not download {URL} ({error}): fetch it elsewhere and put it at {display_path(file)}"
+        ) from error
+    with atomic_write(file) as out:
         out.write(content)
 
 
@@ -47,10 +48,10 @@ def prepare(folder: Path = HERE) -> dict:
     try:
         text = (folder / "input.txt").read_bytes().decode()
     except UnicodeDecodeError as error:
-        raise ValueError(f"{shown(folder / 'input.txt')} is not UTF-8 text ({error})") from error
+        raise ValueError(f"{display_path(folder / 'input.txt')} is not UTF-8 text ({error})") from error
     train, val = text[: len(text) * 9 // 10], text[len(text) * 9 // 10 :]
     if not train:
-        raise ValueError(f"{shown(folder / 'input.txt')} holds no text: delete it, and it is downloaded again")
+        raise ValueError(f"{display_path(folder / 'input.txt')} holds no text: delete it, and it is downloaded again")
     extra = dict(script="data/shakespeare_char/prepare.py", **compressed_bits_per_byte(val.encode()))
     meta = write_dataset(folder, [("train", train), ("val", val)], get_tokenizer("bytes"), extra=extra)
     print_summary(folder, meta)
@@ -59,7 +60,9 @@ def prepare(folder: Path = HERE) -> dict:
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=named_path, default=HERE, help="folder for the dataset (default: the script's)")
+    parser.add_argument(
+        "--out", type=path_argument, default=HERE, help="folder for the dataset (default: the script's)"
+    )
     prepare(parser.parse_args().out)
 
 

@@ -24,16 +24,16 @@ from itertools import chain
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+from data.files import display_path
 from data.tokenizer import NAMES, get_tokenizer
-from data.tokens import (
+from data.write import (
     Document,
     Progress,
     check_val_fraction,
     cpu_cores,
-    named_path,
+    path_argument,
     print_summary,
     run_script,
-    shown,
     split_of,
     write_dataset,
 )
@@ -59,7 +59,7 @@ def find_files(inputs: list[Path], out: Path) -> list[Path]:
         else:
             raise FileNotFoundError(f"--input {path} does not exist")
     if binary:
-        examples = ", ".join(map(shown, binary[:2])) + ", ..." * (len(binary) > 2)
+        examples = ", ".join(map(display_path, binary[:2])) + ", ..." * (len(binary) > 2)
         print(f"binary or UTF-16 files left out: {len(binary):,} ({examples})")
     return files
 
@@ -89,7 +89,7 @@ def read_documents(files: list[Path], field: str, max_chars: int, errors: str) -
             except UnicodeDecodeError as error:
                 if errors == "strict":
                     raise ValueError(f"{path} is not UTF-8 text ({error}): --errors skip leaves it out") from error
-                print(f"skipped {shown(path)}: not UTF-8 text")
+                print(f"skipped {display_path(path)}: not UTF-8 text")
 
 
 def check_utf8(file, path: Path) -> None:
@@ -184,7 +184,7 @@ def prepare(
         progress=Progress(n_bytes or None, "bytes"),
     )
     if replaces:
-        print(f"{f'replaced the dataset in {shown(folder)}':<100}")  # as wide as the progress line it covers
+        print(f"{f'replaced the dataset in {display_path(folder)}':<100}")  # as wide as the progress line it covers
     print_summary(folder, meta)
     return meta
 
@@ -193,17 +193,19 @@ def print_next(folder: Path) -> None:
     """Print the command that trains on the dataset, where train.py finds it by name."""
     data, name = HERE.parent, folder.resolve().name
     if folder.resolve().parent == data:
-        script, config = (shown(data.parent / path) for path in ("train.py", "config/baby_llama.py"))
+        script, config = (display_path(data.parent / path) for path in ("train.py", "config/baby_llama.py"))
         # no vocab_size: the config has none either, so the model takes the dataset's
         print("next:", shlex.join(["python", script, config, f"--dataset={name}", f"--out_dir=out/{name}"]))
 
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--input", type=named_path, nargs="+", required=True, help="files, folders, .jsonl, pipes")
+    parser.add_argument("--input", type=path_argument, nargs="+", required=True, help="files, folders, .jsonl, pipes")
     parser.add_argument("--tokenizer", default="bytes", help=f"one of {', '.join(NAMES)} (default: bytes)")
-    parser.add_argument("--tokenizer_path", type=named_path, help="llama3's tokenizer.model, if elsewhere than here")
-    parser.add_argument("--out", type=named_path, default=HERE, help="folder for the dataset (default: the script's)")
+    parser.add_argument("--tokenizer_path", type=path_argument, help="llama3's tokenizer.model, if elsewhere than here")
+    parser.add_argument(
+        "--out", type=path_argument, default=HERE, help="folder for the dataset (default: the script's)"
+    )
     parser.add_argument("--field", help="where a .jsonl line has its text (default: text)")
     parser.add_argument("--val_fraction", type=float, help="validation share (default: 0.01, more for small inputs)")
     parser.add_argument("--errors", choices=["strict", "skip"], default="strict", help="for a file that is not UTF-8")

@@ -1,0 +1,49 @@
+"""Atomic writes, locks between processes, and paths for messages."""
+
+import errno
+import fcntl
+import json
+import os
+import sys
+from contextlib import contextmanager
+from pathlib import Path
+
+
+def lock(file, flags: int = fcntl.LOCK_EX | fcntl.LOCK_NB) -> None:
+    """Lock an open file until it is closed. Raises BlockingIOError if another process holds the lock.
+
+    Some network file systems do not support locks: then print a warning and continue.
+    """
+    try:
+        fcntl.flock(file, flags)
+    except OSError as error:
+        if error.errno not in (errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK):
+            raise
+        print(f"{file.name} cannot be locked there ({error.strerror}): let no other run write to its folder",
+              file=sys.stderr)  # fmt: skip
+
+
+@contextmanager
+def atomic_write(path: Path):
+    """Open a file for writing bytes. It gets its name only when all of it is on disk."""
+    partial = path.with_name(path.name + ".partial")
+    try:
+        with open(partial, "wb") as file:
+            yield file
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(partial, path)
+    finally:
+        partial.unlink(missing_ok=True)  # only still there after an error
+
+
+def write_json(path: Path, content: dict) -> None:
+    with atomic_write(path) as file:
+        file.write((json.dumps(content, indent=2) + "\n").encode())
+
+
+def display_path(path: Path) -> str:
+    """The path as one would type it in the current folder; bytes that are not UTF-8 are replaced."""
+    path = Path(path).absolute()
+    path = path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path
+    return os.fsencode(path).decode(errors="replace")

@@ -1,0 +1,346 @@
+"""Writing a dataset (data/tokens.py has the format): tokenize in one process or many, whole or in shards.
+
+Files are written under another name, flushed and renamed, meta.json last. The writer holds .lock.
+
+    from data.write import write_dataset
+    write_dataset(Path("data/mine"), [("train", "some text"), ("val", "more text")], get_tokenizer("bytes"), workers=8)
+"""
+
+import argparse
+import fcntl
+import gzip
+import hashlib
+import json
+import lzma
+import multiprocessing
+import os
+import re
+import runpy
+import signal
+import sys
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ProcessPoolExecutor
+from contextlib import contextmanager
+from itertools import pairwise
+from pathlib import Path
+
+import numpy as np
+import tiktoken
+
+from data.files import atomic_write, display_path, lock, write_json
+from data.tokenizer import end_of_text
+from data.tokens import SPLITS, token_dtype
+
+MOST_BLANKS = 25_000  # in a row, of a text that tiktoken cannot take whole
+BATCH_CHARS = 2**20  # text handed to a worker at a time: enough to hide the hand-over, small enough to hold many
+
+Document = tuple[str, str]  # (split, text)
+
+
+def split_of(key: str, val_fraction: float) -> str:
+    """'val' for about val_fraction of all keys. It depends on the key alone, not on the order or the run."""
+    digest = hashlib.sha256(key.encode("utf-8", "replace")).digest()
+    return "val" if int.from_bytes(digest[:8], "big") < val_fraction * 2**64 else "train"
+
+
+def check_val_fraction(val_fraction: float) -> None:
+    if not 0 < val_fraction < 1:
+        raise ValueError(f"--val_fraction is {val_fraction}, expected a share above 0 and below 1")
+
+
+@contextmanager
+def write_lock(folder: Path):
+    """Make the folder and lock it against other writers. Raises BlockingIOError if another process writes to it."""
+    folder.mkdir(parents=True, exist_ok=True)
+    with open(folder / ".lock", "w") as file:
+        try:
+            lock(file)
+        except BlockingIOError:
+            message = f"another prepare.py is writing to {folder}: wait for it, or name another --out"
+            raise BlockingIOError(message) from None
+        yield
+
+
+def write_dataset(
+    folder: Path,
+    documents: Iterable[Document],
+    tokenizer: tiktoken.Encoding,
+    extra: dict | None = None,
+    **options,  # of write_tokens
+) -> dict:
+    """Write a dataset of one train.bin and one val.bin; return its meta.json, to which `extra` is added."""
+    with write_lock(folder):
+        counts = write_tokens(folder, documents, tokenizer, **options)
+        return write_meta(folder, tokenizer, {"": counts}, **(extra or {}))
+
+
+def write_tokens(
+    folder: Path,
+    documents: Iterable[Document],
+    tokenizer: tiktoken.Encoding,
+    shard: str = "",
+    workers: int = 1,
+    progress: Callable[[dict], None] | None = None,
+) -> dict:
+    """Tokenize documents into train{shard}.bin and val{shard}.bin. Return {split: counts}: documents, tokens, bytes and
+    the SHA-256 of the file.
+
+    Streams: memory does not grow with the documents. `progress` is called with the counts so far. Raises ValueError if
+    a split of an unsharded dataset would be empty; an older dataset is then left unchanged.
+    """
+    dtype = token_dtype(tokenizer.n_vocab)
+    counts = {split: dict(documents=0, tokens=0, bytes=0) for split in SPLITS}
+    digests = {split: hashlib.sha256() for split in SPLITS}
+    with atomic_write(folder / f"train{shard}.bin") as train, atomic_write(folder / f"val{shard}.bin") as val:
+        for encoded in encode_documents(documents, tokenizer, workers):
+            for file, split in (train, "train"), (val, "val"):
+                tokens, n_documents, n_bytes = encoded[split]
+                tokens = tokens.astype(dtype)
+                file.write(tokens)
+                digests[split].update(tokens)
+                counts[split]["documents"] += n_documents
+                counts[split]["tokens"] += len(tokens)
+                counts[split]["bytes"] += n_bytes
+            if progress:
+                progress(counts)
+        if not shard:
+            require_both_splits(counts)
+        (folder / "meta.json").unlink(missing_ok=True)  # it described the files that are being replaced
+    return {split: counts[split] | {"sha256": digests[split].hexdigest()} for split in SPLITS}
+
+
+def require_both_splits(counts: dict) -> None:
+    train, val = counts["train"]["documents"], counts["val"]["documents"]
+    if train + val == 0:
+        raise ValueError("no documents: the input holds no text")
+    if train == 0 or val == 0:
+        raise ValueError(
+            f"{train:,} training and {val:,} validation documents: both must have some. "
+            f"Give more text (copies count once), or {'raise' if val == 0 else 'lower'} --val_fraction"
+        )
+
+
+def write_meta(folder: Path, tokenizer: tiktoken.Encoding, shards: dict[str, dict], **extra) -> dict:
+    """Write meta.json for the shards, {suffix: counts}, and return its content."""
+    counts = {s: {k: sum(c[s][k] for c in shards.values()) for k in ("documents", "tokens", "bytes")} for s in SPLITS}
+    require_both_splits(counts)
+    digests = {split: digest_of([c[split].get("sha256") for c in shards.values()]) for split in SPLITS}
+    meta = dict(
+        tokenizer=tokenizer.name,
+        vocab_size=tokenizer.n_vocab,
+        dtype=token_dtype(tokenizer.n_vocab).name,
+        end_of_text=end_of_text(tokenizer),
+        **{f"{split}_{what}": number for split in SPLITS for what, number in counts[split].items()},
+        **{f"{split}_sha256": digest for split, digest in digests.items() if digest},
+        **extra,
+        files={s: {f"{s}{shard}.bin": c[s]["tokens"] for shard, c in shards.items() if c[s]["tokens"]} for s in SPLITS},
+    )
+    write_json(folder / "meta.json", meta)
+    return meta
+
+
+def digest_of(digests: list[str | None]) -> str | None:
+    """The digest of one file, or a digest of several digests; None if a record of an older version lacks one."""
+    if None in digests:
+        return None
+    return digests[0] if len(digests) == 1 else hashlib.sha256("".join(digests).encode()).hexdigest()
+
+
+def write_shard(
+    folder: Path, number: int, documents: Iterable[Document], tokenizer: tiktoken.Encoding, source: dict, **options
+) -> dict:
+    """Write one shard as write_tokens does, and beside it, last, a record of its `source` and counts."""
+    record = folder / f"shard{shard_suffix(number)}.json"
+    record.unlink(missing_ok=True)
+    counts = write_tokens(folder, documents, tokenizer, shard=shard_suffix(number), **options)
+    write_json(record, dict(source=source, counts=counts))
+    return counts
+
+
+def finished_shard(folder: Path, number: int, tokenizer: tiktoken.Encoding, source: dict) -> dict | None:
+    """Return the counts of a shard that an earlier run completed from the same `source`, else None."""
+    suffix, itemsize = shard_suffix(number), token_dtype(tokenizer.n_vocab).itemsize
+    try:
+        saved = json.loads((folder / f"shard{suffix}.json").read_text())
+        sizes = {split: (folder / f"{split}{suffix}.bin").stat().st_size for split in SPLITS}
+        whole = all(sizes[split] == saved["counts"][split]["tokens"] * itemsize for split in SPLITS)
+        same = saved["source"].items() <= source.items()  # a record of an older version may know less
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):  # a file is missing, or the record cut short
+        return None
+    return saved["counts"] if whole and same else None
+
+
+def shard_suffix(number: int) -> str:
+    return f"_{number:06d}"
+
+
+def compressed_bits_per_byte(text: bytes) -> dict[str, float]:
+    """Bits per byte of the text after gzip -9 and xz -9: a language model should need fewer."""
+    return dict(
+        gzip_bits_per_byte=8 * len(gzip.compress(text, 9)) / len(text),
+        xz_bits_per_byte=8 * len(lzma.compress(text, preset=9)) / len(text),
+    )
+
+
+# ---------------------------------------------------------------------------------------------------------------
+# Tokenizing, in one process or many
+
+
+def encode_documents(documents: Iterable[Document], tokenizer: tiktoken.Encoding, workers: int = 1) -> Iterator[dict]:
+    """Yield {split: (tokens uint32 (n,), documents, bytes)}, one batch of documents after another, in their order."""
+    if workers < 1:
+        raise ValueError(f"workers is {workers}: it must be at least 1")
+    if workers == 1:
+        for batch in batches(documents):
+            yield encode_batch(batch, tokenizer)
+        return
+    # spawn: a fork would copy the threads' locks of whatever library reads the documents
+    context = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(workers, context, initializer=start_worker, initargs=(tokenizer,)) as pool:
+        pending = deque()
+        try:
+            for batch in batches(documents):
+                pending.append(pool.submit(encode_in_worker, batch))
+                if len(pending) > 2 * workers:  # bounds the memory: the input may be far larger
+                    yield pending.popleft().result()
+            while pending:
+                yield pending.popleft().result()
+        finally:
+            pool.shutdown(cancel_futures=True)
+
+
+def batches(documents: Iterable[Document]) -> Iterator[list[Document]]:
+    batch, chars = [], 0
+    for split, text in documents:
+        batch.append((split, text))
+        chars += len(text)
+        if chars >= BATCH_CHARS:
+            yield batch
+            batch, chars = [], 0
+    if batch:
+        yield batch
+
+
+def encode_batch(batch: list[Document], tokenizer: tiktoken.Encoding) -> dict:
+    eot = np.array([end_of_text(tokenizer)], dtype=np.uint32)
+    pieces, n_documents, n_bytes = ({split: zero() for split in SPLITS} for zero in (list, int, int))
+    for split, text in batch:
+        utf8 = text.encode("utf-8", "replace")  # JSON can hold a lone surrogate: it becomes a question mark
+        pieces[split] += [*encode(utf8.decode(), tokenizer), eot]
+        n_documents[split] += 1
+        n_bytes[split] += len(utf8)
+    empty = np.empty(0, dtype=np.uint32)
+    return {split: (np.concatenate([empty, *pieces[split]]), n_documents[split], n_bytes[split]) for split in SPLITS}
+
+
+def encode(text: str, tokenizer: tiktoken.Encoding) -> list[np.ndarray]:
+    """The tokens of a text, in one array or several. Special tokens are read as plain text, <|endoftext|> too."""
+    try:
+        return [tokenizer.encode_to_numpy(text, disallowed_special=())]
+    except ValueError:  # tiktoken's pattern cannot match a million blanks in a row: cut them, as Meta's tokenizer does
+        cuts = [0]
+        for blanks in re.finditer(rf"\s{{{MOST_BLANKS + 1},}}", text):
+            cuts += range(blanks.start() + MOST_BLANKS, blanks.end(), MOST_BLANKS)
+        pieces = [text[start:end] for start, end in pairwise([*cuts, len(text)])]
+        return [tokenizer.encode_to_numpy(piece, disallowed_special=()) for piece in pieces]
+
+
+def cpu_cores() -> int:
+    """The number of cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+worker = {}  # in a worker process: its tokenizer, which is too large to send with every batch
+
+
+def start_worker(tokenizer: tiktoken.Encoding) -> None:
+    worker["tokenizer"] = tokenizer
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's to handle
+    threading.Thread(target=exit_with_parent, daemon=True).start()
+
+
+def exit_with_parent() -> None:
+    multiprocessing.parent_process().join()  # a killed parent cannot stop its workers
+    os._exit(1)
+
+
+def encode_in_worker(batch: list[Document]) -> dict:
+    return encode_batch(batch, worker["tokenizer"])
+
+
+# ---------------------------------------------------------------------------------------------------------------
+# For prepare.py scripts: progress, summary, errors
+
+
+class Progress:
+    """A progress line that overwrites itself: share done, documents and tokens per second, time left.
+
+    total: how many of `unit` ("documents" or "bytes") there are; None if unknown, then the line has a count, no share
+    and no eta. repeats: how many inputs of this size are left, this one included.
+    """
+
+    def __init__(self, total: int | None, unit: str, prefix: str = "", repeats: int = 1):
+        self.total, self.unit, self.prefix, self.repeats = total, unit, prefix, repeats
+        self.start = self.shown = time.time()
+        # a log file gets a line now and then
+        self.every, self.end = (0.5, "\r") if sys.stdout.isatty() else (30, "\n")
+
+    def __call__(self, counts: dict) -> None:
+        now = time.time()
+        if now - self.shown < self.every:
+            return
+        self.shown, seconds = now, now - self.start
+        done = {what: sum(counts[split][what] for split in SPLITS) for what in ("documents", "tokens", "bytes")}
+        share, eta = f"{done[self.unit]:,} {self.unit}", ""
+        if self.total:
+            fraction = min(done[self.unit] / self.total, 1)
+            minutes = int(seconds * (self.repeats / fraction - 1) / 60)
+            share, eta = f"{fraction:6.1%}", f" | eta {minutes // 60}h{minutes % 60:02}m"
+        rates = f"{done['documents'] / seconds:,.0f} docs/s | {done['tokens'] / seconds:,.0f} tok/s"
+        print(f"{self.prefix + share + ' | ' + rates + eta:<100}", end=self.end, flush=True)
+
+
+def prepare_once(folder: Path) -> None:
+    """Run a folder's prepare.py unless its dataset exists. If another process is running it, wait for that."""
+    script = folder / "prepare.py"
+    if (folder / "meta.json").exists():
+        return
+    # Not .lock, which the script takes. Opened for writing: NFS locks no file that is open for reading only.
+    with open(folder / ".once.lock", "w") as file:
+        lock(file, fcntl.LOCK_EX)
+        if not (folder / "meta.json").exists():
+            runpy.run_path(str(script))["prepare"](folder)
+
+
+def print_summary(folder: Path, meta: dict) -> None:
+    """Print what a finished dataset holds."""
+    what = f"tokenizer {meta['tokenizer']}, vocab_size {meta['vocab_size']:,}, {meta['dtype']} tokens"
+    print(f"{f'{display_path(folder)}: {what}':<100}")  # as wide as the progress line it covers
+    compressed = "gzip_bits_per_byte" in meta
+    print(f"{'split':<6}{'documents':>12}{'bytes':>18}{'tokens':>18}" + "  gzip -9   xz -9, bits per byte" * compressed)
+    for split in SPLITS:
+        documents, n_bytes, tokens = (meta[f"{split}_{what}"] for what in ("documents", "bytes", "tokens"))
+        line = f"{split:<6}{documents:>12,}{n_bytes:>18,}{tokens:>18,}"
+        if split == "val" and compressed:
+            line += f"{meta['gzip_bits_per_byte']:>9.3f}{meta['xz_bits_per_byte']:>8.3f}"
+        print(line)
+
+
+def run_script(main: Callable[[], None]) -> None:
+    """Run a script's main: a user error prints one line, Ctrl-C prints no traceback."""
+    try:
+        main()
+    except (ValueError, OSError, ImportError) as error:
+        sys.exit(f"error: {error}")
+    except KeyboardInterrupt:
+        sys.exit("\ninterrupted: nothing half-written is left")
+
+
+def path_argument(text: str) -> Path:
+    """An argparse type: an empty path would mean the current folder, and a shell does not expand --out=~/x."""
+    if not text:
+        raise argparse.ArgumentTypeError("it is empty: name a file or folder")
+    return Path(text).expanduser()

@@ -1,0 +1,90 @@
+"""A projection with a frozen weight and trained adapters of low rank (LoRA), one for each matrix packed in the weight.
+
+    forward     y = x Wᵀ + s (x Aᵀ) Bᵀ        s = α / r
+    backward    dx = dy W + s (dy B) A        dA = s (dy B)ᵀ x        dB = s dyᵀ (x Aᵀ)        no dW
+
+q, k and v are packed in one W, gate and up in another, but published adapters have an A and a B for each of them. So A
+stacks the matrices' (r, C), and B their (Oᵢ, r): the columns i·r..(i+1)·r of x Aᵀ belong to the rows of matrix i.
+
+FLOPs for m matrices: 2·N·C·O forward and backward, for a frozen W has no gradient, and 2·N·r·(m·C + O) forward, about
+three times that backward. Saved: x (unless the fused function computes it again), W, A and B.
+
+Hu et al., LoRA: Low-Rank Adaptation of Large Language Models, 2021. https://arxiv.org/abs/2106.09685
+"""
+
+from itertools import accumulate as running_sums
+from itertools import pairwise
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from .launch import as_rows, refuse_autocast, use_triton
+from .linear import Linear, apply_projection, product
+
+
+class LoRALinear(Linear):
+    """y = x Wᵀ + (α/r) (x Aᵀ) Bᵀ on the frozen weight of base (O, C), its other functions those of a projection.
+
+    rows: how many rows of the weight each published matrix has, O together. lora_a (len(rows)·rank, C) begins as
+    peft's, uniform within ±1/√C, lora_b (O, rank) as zeros: y is that of the base at first.
+    """
+
+    def __init__(self, base: Linear, rows: tuple[int, ...], rank: int, alpha: float):
+        nn.Module.__init__(self)
+        self.out_features, self.in_features = base.weight.shape
+        if rank < 1 or sum(rows) != self.out_features:
+            raise ValueError(f"rank {rank} and rows {rows}: expected a rank of at least 1, {self.out_features} rows")
+        self.weight = nn.Parameter(base.weight.detach(), requires_grad=False)
+        self.bias = None
+        self.lora_a = nn.Parameter(base.weight.new_empty(len(rows) * rank, self.in_features))
+        self.lora_b = nn.Parameter(base.weight.new_zeros(self.out_features, rank))
+        nn.init.uniform_(self.lora_a, -(self.in_features**-0.5), self.in_features**-0.5)
+        self.scale = alpha / rank
+        bounds = [0, *running_sums(rows)]
+        # of each matrix: its rows of B, its columns of x Aᵀ
+        self.parts = [(slice(*pair), slice(i * rank, (i + 1) * rank)) for i, pair in enumerate(pairwise(bounds))]
+
+    def forward(self, x):
+        refuse_autocast(x)
+        self.check("weight", x.shape[-1], x)
+        return apply_projection(self, x, *self.tensors()) if use_triton(x) else self.reference(x)
+
+    def reference(self, x):
+        low = F.linear(x, self.lora_a)
+        adapted = [F.linear(low[..., columns], self.lora_b[rows]) for rows, columns in self.parts]
+        return F.linear(x, self.weight) + self.scale * torch.cat(adapted, dim=-1)
+
+    def tensors(self):
+        return self.weight, self.lora_a, self.lora_b
+
+    def project(self, x, weight, a, b, out=None):
+        y = Linear.project(x, weight, out)
+        low, y_rows = F.linear(as_rows(x), a), as_rows(y)
+        for rows, columns in self.parts:
+            y_rows[:, rows].addmm_(low[:, columns], b[rows].T, alpha=self.scale)
+        return y
+
+    def input_gradient(self, dy, weight, a, b, out=None):
+        dx = Linear.input_gradient(dy, weight, out)
+        as_rows(dx).addmm_(self._dlow(dy, b), a)
+        return dx
+
+    def weight_gradients(self, dy, x, weight, a, b, needed, sums=None, first=True):
+        da = db = None
+        _, sum_a, sum_b = sums or (None, None, None)
+        if needed[1]:
+            da = product(self._dlow(dy, b), x, sum_a, first)
+        if needed[2]:
+            dy, low = as_rows(dy), self.scale * F.linear(as_rows(x), a)
+            parts = [
+                product(dy[:, rows], low[:, columns], None if sum_b is None else sum_b[rows], first)
+                for rows, columns in self.parts
+            ]
+            db = torch.cat(parts) if sum_b is None else sum_b
+        return None, da, db
+
+    def _dlow(self, dy, b):
+        """s dy B, the gradient of x Aᵀ: (N, len(rows)·rank)."""
+        dy = as_rows(dy)
+        return self.scale * torch.cat([dy[:, rows] @ b[rows] for rows, _ in self.parts], dim=1)

@@ -1,0 +1,45 @@
+"""The loss scale of float16, which holds nothing below 6e-8, where many gradients live.
+
+So gradients are computed 2^16 times too large and scaled back in the update. The scale halves when they overflow, never
+below 1, and doubles after 2,000 updates in a row. It lives on the device, so that nothing waits for it: a step may be
+queued, or replayed by a CUDA graph, before the CPU knows the outcome of the one before.
+"""
+
+import torch
+
+from runtime.distributed import world_size
+
+GOOD_STEPS = 2000  # until the scale doubles
+
+
+class LossScale:
+    def __init__(self):
+        self.scale, self.good_steps = torch.tensor(2.0**16), torch.tensor(0.0)
+
+    def to(self, device) -> "LossScale":
+        self.scale, self.good_steps = self.scale.to(device), self.good_steps.to(device)
+        return self
+
+    def inverse(self) -> torch.Tensor:
+        """What gradients are multiplied by to be a rank's own.
+
+        They are world_size times its share of the step's until FSDP averages them, and float16 must hold them: so each
+        rank computes them with scale / world_size.
+        """
+        return world_size / self.scale
+
+    def update(self, finite: torch.Tensor) -> None:
+        """finite: whether this step's gradients are, a bool scalar on the device."""
+        good = torch.where(finite, self.good_steps + 1, 0.0)
+        doubles = good >= GOOD_STEPS
+        factor = torch.where(finite, 1.0 + doubles, 0.5)
+        self.scale.mul_(factor).clamp_(min=1.0)
+        self.good_steps.copy_(good * ~doubles)
+
+    def state(self, step: int) -> dict:
+        """For a checkpoint's meta, after `step` steps: the scale, and the step that changed it. Waits for the GPU."""
+        return {"loss_scale": self.scale.item(), "loss_scale_since": step - int(self.good_steps.item())}
+
+    def load(self, meta: dict) -> None:
+        self.scale.fill_(meta["loss_scale"])
+        self.good_steps.fill_(meta["step"] - meta["loss_scale_since"])

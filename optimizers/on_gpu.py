@@ -1,0 +1,41 @@
+"""Masters and states beside the parameters, on the device that computes: nothing moves, and nothing waits for the CPU.
+
+The master of a bfloat16 parameter is the parameter, its upper half, and the int16 lower half kept here
+(kernels/adamw.py); a float32 parameter is its own master; only in float16 is a whole one kept.
+"""
+
+import torch
+
+from optimizers.place import Place, local
+
+
+class OnGPU(Place):
+    @staticmethod
+    def master_dtype(dtype, same_device):
+        return {torch.float32: None, torch.bfloat16: torch.int16}.get(dtype, torch.float32)
+
+    def accumulate(self):
+        # bfloat16 sums would lose what is small beside them, and a CUDA graph writes its gradients, it does not add.
+        for name, parameter in self.parameters.items():
+            if name not in self.sums:
+                self.sums[name] = torch.zeros_like(parameter, dtype=torch.float32)
+            self.sums[name].add_(parameter.grad)
+            parameter.grad = None
+
+    def gradients(self) -> list[torch.Tensor]:
+        """This rank's part of each gradient, in the order of the parameters."""
+        return [local(self.sums.get(name, p.grad)) for name, p in self.parameters.items()]
+
+    def norm(self) -> torch.Tensor:
+        # One launch for all. PyTorch's public get_total_norm would round bfloat16 gradients' norms to bfloat16.
+        norms = torch._foreach_norm(self.gradients(), 2, dtype=torch.float32)
+        return torch.linalg.vector_norm(torch.stack(norms))
+
+    def update(self, scale: torch.Tensor, lr: torch.Tensor, t: torch.Tensor):
+        scalars = torch.stack([scale, lr, *(x.float() for x in self.rule.scalars(t))])
+        for (name, parameter), grad in zip(self.parameters.items(), self.gradients(), strict=True):
+            if grad.numel():  # a rank may hold nothing of a small parameter
+                self.rule.step_on_gpu(local(parameter.detach()), grad, *self.local_states(name), scalars)
+            parameter.grad = None
+        for total in self.sums.values():
+            local(total).zero_()

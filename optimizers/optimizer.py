@@ -1,0 +1,196 @@
+"""An optimizer is a rule (adamw.py) and a place (on_gpu.py, on_cpu.py): this is what all have in common.
+
+    optimizer = Optimizer(model, AdamW(betas=(0.9, 0.95), weight_decay=0.1), OnGPU(), grad_clip=1.0)
+    optimizer.scale(loss).backward()    # and, with several micro-batches a step, optimizer.accumulate() after each
+    grad_norm = optimizer.step(lr)      # all on the device: nothing here waits for it, except in OnCPU
+
+Weights learn as float32 masters, of which a bfloat16 parameter is the upper half. Only parameters that require a
+gradient have one. Under FSDP masters and states are sharded like the parameters.
+
+A new rule is one file with one class, and a kernel. What it says is all that places, checkpoints and memory.py ask:
+
+    states(parameter) -> {name: (shape, dtype)}      they begin as zeros. Under FSDP parameter and shape are the whole,
+                                                     split over the ranks along the first dimension
+    scalars(t)                                       what changes from update to update: float64 scalars on t's device;
+                                                     t: the number of this update, from 1, a float64 scalar
+    step_on_gpu(parameter, grad, master, states, scalars)    one update, in place, of this rank's part
+        scalars: a float32 tensor of the gradients' scale, the learning rate and scalars(t). Unless the scale is finite,
+        nothing may change. master: float32, the parameter itself if that is; or a bfloat16 one's lower half, int16
+    step_on_cpu(parameter, grad, master, states, scale, lr, t)    the same, with numbers on the CPU; scale is finite,
+        master float32; parameter may be grad's memory, from where it goes to the GPU
+"""
+
+from collections.abc import Callable, Iterator
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from kernels.adamw import merge_halves, split_halves
+from optimizers.loss_scale import LossScale
+from optimizers.place import Place, cpu_param, local
+
+PIECE = 2**24  # elements of a master that are merged at a time
+SAME_SIZE_INT = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+def sum_of_bits(x: torch.Tensor) -> torch.Tensor:
+    """A checksum: the bits of this rank's part of a tensor, read as integers and added up in an int64 scalar."""
+    return local(x).view(SAME_SIZE_INT[x.dtype.itemsize]).sum(dtype=torch.int64)
+
+
+class Optimizer:
+    """Create it after the weights are initialised: the masters start as copies of them."""
+
+    def __init__(
+        self, model: nn.Module, rule, place: Place, grad_clip: float = 0.0, loss_scale: LossScale | None = None
+    ):
+        """grad_clip: gradients are scaled down to this norm; 0: never. loss_scale: for float16."""
+        self.rule, self.place, self.grad_clip = rule, place, grad_clip
+        self.parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
+        if not self.parameters:
+            raise ValueError("no parameter of the model requires a gradient")
+        place.attach(model, self.parameters, rule)
+        first = next(iter(self.parameters.values()))
+        self.mesh = first.device_mesh["shard"] if isinstance(first, DTensor) else None
+        # Where the place works, so that a CUDA graph can replay the step and no step waits for the one before.
+        device = place.device or local(first).device
+        self.lr = torch.zeros((), dtype=place.scalar_dtype, device=device)
+        self._updates = torch.zeros((), dtype=torch.float64, device=device)
+        self.loss_scale = loss_scale.to(device) if loss_scale else None
+
+    @property
+    def updates(self) -> int:
+        """How many steps have changed the weights. Waits for the GPU."""
+        return int(self._updates.item())
+
+    @updates.setter
+    def updates(self, value: int):
+        self._updates.fill_(value)
+
+    def counters(self, step: int) -> dict:
+        """For a checkpoint's meta after `step` steps: numbers that are no tensors of a parameter. Waits for the GPU."""
+        scale = {"loss_scale": 1.0} if self.loss_scale is None else self.loss_scale.state(step)
+        return {"updates": self.updates} | scale
+
+    def load_counters(self, meta: dict) -> None:
+        self.updates = meta["updates"]
+        if self.loss_scale is not None and meta["dtype"] == "float16":
+            self.loss_scale.load(meta)
+
+    @property
+    def shard_group(self) -> dist.ProcessGroup | None:
+        """The ranks that share one copy of the parameters (hybrid sharding has several copies); None without FSDP."""
+        return None if self.mesh is None else self.mesh.get_group()
+
+    # ------------------------------------------------------------------------------------------------------------------
+    # A step
+
+    def scale(self, loss: torch.Tensor) -> torch.Tensor:
+        """The loss to call backward on."""
+        return loss if self.loss_scale is None else loss / self.loss_scale.inverse()
+
+    @torch.no_grad()
+    def accumulate(self) -> None:
+        """Adds a micro-batch's gradients to float32 sums."""
+        self.place.accumulate()
+
+    def step(self, lr: float) -> torch.Tensor:
+        """Clips the gradients, updates the weights, frees the gradients; returns their norm before, a scalar.
+
+        If that is not finite, nothing changes but the loss scale.
+        """
+        self.lr.fill_(lr)
+        return self.update()
+
+    @torch.no_grad()
+    def update(self) -> torch.Tensor:
+        """step without its number: what a CUDA graph may record and replay."""
+        inverse = 1.0 if self.loss_scale is None else self.loss_scale.inverse()
+        norm = self.grad_norm() * inverse
+        finite = norm.isfinite()
+        clip = (self.grad_clip / (norm + 1e-6)).clamp(max=1.0) if self.grad_clip else torch.ones_like(norm)
+        self.place.update(torch.where(finite, clip * inverse, torch.nan), self.lr, self._updates + 1)
+        self._updates.add_(finite)
+        if self.loss_scale is not None:
+            self.loss_scale.update(finite)
+        return norm
+
+    def grad_norm(self) -> torch.Tensor:
+        """The norm of the gradients of all ranks, the loss scale still in it."""
+        norm = self.place.norm()
+        if self.shard_group is not None:
+            norm.square_()
+            dist.all_reduce(norm, group=self.shard_group)
+            norm.sqrt_()
+        return norm.to(self.lr)  # its device and dtype: OnCPU waits here for the GPU
+
+    # ------------------------------------------------------------------------------------------------------------------
+    # What a checkpoint holds: model.<parameter>, the float32 master, and optimizer.<state>.<parameter>
+
+    def _saved(self) -> dict[str, torch.Tensor]:
+        """The live tensors, by their names in a checkpoint; of a master in halves the lower one."""
+        self.place.finish()
+        found = {f"model.{name}": master for name, master in self.place.masters.items()}
+        for name, states in self.place.states.items():
+            found |= {f"optimizer.{state}.{name}": x for state, x in states.items()}
+        return found
+
+    def _in_halves(self) -> dict[str, nn.Parameter]:
+        """The parameters that are the upper half of their master, by its name in a checkpoint."""
+        masters = self.place.masters
+        return {f"model.{name}": p for name, p in self.parameters.items() if masters[name].dtype == torch.int16}
+
+    def like_tensors(self, make: Callable) -> dict:
+        """make(x, dtype) for each of tensors(), by the same names. x has its shape and mesh, and is where it lives."""
+        halves = self._in_halves()
+        return {name: make(x, torch.float32 if name in halves else x.dtype) for name, x in self._saved().items()}
+
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """All that a checkpoint holds, by its names there: to be saved, or to be read into; then call refresh.
+
+        All are the live tensors, except a master in halves: it is merged in new CPU memory, 4 bytes a parameter, since
+        a GPU that just fits the run has no room for it.
+        """
+        saved = self._saved()
+        merged = {name: torch.empty_like(saved[name], dtype=torch.float32, device="cpu") for name in self._in_halves()}
+        self.copy_tensors(merged)
+        return saved | merged
+
+    @torch.no_grad()
+    def copy_tensors(self, copies: dict[str, torch.Tensor]) -> None:
+        """Copies what tensors() holds into copies on the CPU, by the same names: queued on the current stream."""
+        saved, halves = self._saved(), self._in_halves()
+        for name, copy in copies.items():
+            pinned = local(copy).is_pinned()
+            if name in halves:
+                for part, upper, lower in self._pieces(copy, halves[name], saved[name]):
+                    part.copy_(merge_halves(upper, lower), non_blocking=pinned)
+            else:
+                local(copy).copy_(local(saved[name]), non_blocking=pinned)
+
+    def _pieces(self, *tensors) -> Iterator[tuple[torch.Tensor, ...]]:
+        """This rank's part of each, in pieces of at most PIECE elements."""
+        return zip(*(local(x.detach()).view(-1).split(PIECE) for x in tensors), strict=True)
+
+    def bit_sums(self) -> dict[str, torch.Tensor]:
+        """The sum_of_bits of each of tensors(), by the same names."""
+        sums = {name: sum_of_bits(x) for name, x in self._saved().items()}
+        for name, upper in self._in_halves().items():
+            sums[name] += 65536 * sum_of_bits(upper.detach())
+        return sums
+
+    @torch.no_grad()
+    def refresh(self, tensors: dict[str, torch.Tensor]) -> None:
+        """Sets the model's parameters, and lower halves, from what was read into tensors()."""
+        self.place.finish()
+        halves = self._in_halves()
+        for name, parameter in self.parameters.items():
+            master = self.place.masters[name]
+            if f"model.{name}" not in halves:  # the master itself was read into
+                local(cpu_param(parameter)).copy_(local(master))
+                continue
+            for whole, upper, lower in self._pieces(tensors[f"model.{name}"], parameter, master):
+                split_halves(whole.to(upper.device), upper, lower)
+        self.place.weights_changed()

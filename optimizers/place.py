@@ -1,0 +1,103 @@
+"""What every place has in common: the masters and states of a model's parameters, and their sizes.
+
+A place says where they live and when gradients and parameters move. on_gpu.py and on_cpu.py are the two so far.
+
+    device                    of masters and states; None: each parameter's own
+    master_dtype(...)         of what is kept beside a parameter
+    attach(...)               allocates masters and states
+    accumulate()              after each of several micro-batches: adds the gradients to float32 sums
+    norm()                    of this rank's gradients, as a scalar
+    update(scale, lr, t)      updates all parameters, unless scale is not finite, and frees the gradients
+    finish()                  waits for updates that are still under way
+    weights_changed()         after something else has written parameters
+"""
+
+import math
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+
+def local(x: torch.Tensor) -> torch.Tensor:
+    """This rank's part of x."""
+    return x.to_local() if isinstance(x, DTensor) else x
+
+
+def cpu_param(parameter: torch.Tensor) -> torch.Tensor:
+    """The parameter itself, or with streamed weights its copy in CPU memory (runtime/stream_weights.py)."""
+    return getattr(parameter, "cpu_param", parameter).detach()
+
+
+def new_state(parameter: torch.Tensor, shape, dtype: torch.dtype, device) -> torch.Tensor:
+    """Zeros on device. Under FSDP the first dimension, which must be the parameter's, is split over the ranks alike."""
+    if shape == parameter.shape:
+        return torch.zeros_like(parameter, dtype=dtype, device=device)
+    if not isinstance(parameter, DTensor):
+        return torch.zeros(shape, dtype=dtype, device=device)
+    if shape[0] != parameter.shape[0]:
+        raise ValueError(f"a state of {tuple(shape)} cannot be split like a parameter of {tuple(parameter.shape)}")
+    part = torch.zeros(len(local(parameter)), *shape[1:], dtype=dtype)
+    stride = torch.empty(shape, device="meta").stride()
+    mesh, placements = parameter.device_mesh, parameter.placements
+    return DTensor.from_local(part, mesh, placements, run_check=False, shape=torch.Size(shape), stride=stride).to(
+        device
+    )
+
+
+class Place:
+    device: str | None = None
+    scalar_dtype = torch.float32  # of the norm and of what is computed from it
+
+    @staticmethod
+    def master_dtype(dtype: torch.dtype, same_device: bool) -> torch.dtype | None:
+        """Of what is kept for a parameter of that dtype; None if a float32 parameter is its own master.
+
+        same_device: whether the parameter is where masters are.
+        """
+        raise NotImplementedError
+
+    def attach(self, model: nn.Module, parameters: dict[str, nn.Parameter], rule) -> None:
+        """Allocates masters, as copies of the parameters, and states, as zeros. Call it once the weights are there."""
+        self.parameters, self.rule = parameters, rule
+        self.masters = {name: self._master(cpu_param(p)) for name, p in parameters.items()}
+        self.states = {name: self._states(p) for name, p in parameters.items()}
+        self.sums = {}  # the float32 sums of gradients, if there are several micro-batches
+
+    def _device_of(self, parameter):
+        return torch.device(self.device or local(parameter).device)
+
+    def _master(self, parameter):
+        device = self._device_of(parameter)
+        dtype = self.master_dtype(parameter.dtype, local(parameter).device == device)
+        if dtype is None:
+            return parameter
+        master = torch.zeros_like(parameter, dtype=dtype, device=device)
+        if dtype != torch.int16:  # the lower half of a weight that begins in bfloat16 is zero
+            local(master).copy_(local(parameter))
+        return master
+
+    def _states(self, parameter):
+        device = self._device_of(parameter)
+        found = self.rule.states(parameter)
+        return {state: new_state(parameter.detach(), shape, dtype, device) for state, (shape, dtype) in found.items()}
+
+    def local_states(self, name: str) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+        """This rank's part of a parameter's master, and of its states."""
+        return local(self.masters[name]), {state: local(x) for state, x in self.states[name].items()}
+
+    def bytes_per_parameter(self, rule, dtype: torch.dtype, same_device: bool = True) -> dict[str, float]:
+        """Bytes that are kept for each element of a large matrix beside it, by what they are: 'master', and each state.
+
+        Needs no model: memory.py asks it. same_device: false with offload = 'optimizer'.
+        """
+        matrix = torch.empty(4096, 4096, dtype=dtype, device="meta")
+        master = self.master_dtype(dtype, same_device)
+        states = {state: math.prod(shape) * of.itemsize for state, (shape, of) in rule.states(matrix).items()}
+        return {"master": master.itemsize if master else 0} | {name: n / matrix.numel() for name, n in states.items()}
+
+    def finish(self) -> None:
+        pass
+
+    def weights_changed(self) -> None:
+        pass

@@ -1,0 +1,53 @@
+"""Validate train.py's settings before anything is allocated."""
+
+import math
+from collections.abc import Mapping
+from types import SimpleNamespace
+
+from runtime.distributed import stop
+
+AT_LEAST = {
+    1: ("batch_size", "block_size", "gradient_accumulation_steps", "max_iters", "lr_decay_iters", "eval_interval",
+        "eval_iters", "log_interval", "timeout"),
+    0: ("warmup_iters", "learning_rate", "min_lr", "weight_decay", "grad_clip", "keep_last", "seed"),
+}  # fmt: skip
+
+
+def check_settings(settings: Mapping, world_size: int) -> None:
+    """End the run if train.py cannot run these settings on so many ranks."""
+    problem = find_problem(settings, world_size)
+    if problem:
+        stop(problem)
+
+
+def find_problem(settings: Mapping, world_size: int) -> str | None:
+    """Why train.py cannot run these settings on so many ranks, as a sentence; None if it can."""
+    for least, names in AT_LEAST.items():
+        for name in names:
+            if settings[name] is not None and not least <= settings[name] < math.inf:
+                return f"{name} is {settings[name]}: it must be at least {least}, and finite"
+    s = SimpleNamespace(**settings)
+    head_dim = s.n_embd / max(s.n_head, 1)
+    micro_batches = s.gradient_accumulation_steps
+    problems = {  # sentence -> whether it holds
+        f"seed is {s.seed}: it must be below 2**63": s.seed >= 2**63,
+        f"lr_decay_iters is {s.lr_decay_iters}, within the warm-up of {s.warmup_iters} steps: let the cosine end later":
+            s.lr_decay_iters is not None and s.lr_decay_iters < min(s.warmup_iters, s.max_iters),
+        f"min_lr is {s.min_lr}, above learning_rate, {s.learning_rate}: the cosine decays from learning_rate to min_lr":
+            s.min_lr is not None and s.min_lr > s.learning_rate,
+        f"beta1 is {s.beta1} and beta2 {s.beta2}: both must be at least 0 and below 1":
+            not (0 <= s.beta1 < 1 and 0 <= s.beta2 < 1),
+        "out_dir is empty: name a folder for the checkpoints": not s.out_dir,
+        f"gradient_accumulation_steps is {micro_batches}: make it a multiple of the {world_size} ranks, as in "
+        f"--gradient_accumulation_steps={max(micro_batches // world_size, 1) * world_size}":
+            micro_batches % world_size != 0,
+        "offload_activations does not work with compile or cuda_graph: add --compile=false --cuda_graph=false":
+            s.offload_activations and (s.compile or s.cuda_graph),
+        "mask_documents works with attention auto or triton: PyTorch's does not support it":
+            s.mask_documents and s.attention == "sdpa",
+        f"mask_documents works with heads of 16, 32, 64 and 128, not of {head_dim:g}":  # kernels/flash_attention.py's
+            s.mask_documents and head_dim not in (16, 32, 64, 128),
+        "cuda_graph needs one GPU and offload=none: add --cuda_graph=false":
+            s.cuda_graph and (world_size > 1 or s.offload != "none"),
+    }  # fmt: skip
+    return next((sentence for sentence, holds in problems.items() if holds), None)

@@ -1,0 +1,153 @@
+"""What fits in a card, what would lower the peak, and what the CPU's memory must hold: memory.py's arithmetic applied.
+
+largest_batch(config, run, gib=24)
+advice(config, run)                        # [('--activation_checkpointing=selective', 20.5), ...], peaks in GiB
+cpu_parts(config, run)                     # with offload
+"""
+
+import math
+from dataclasses import replace
+
+from model import LlamaConfig
+from runtime.memory import GIB, Part, RunShape, Step, counted, param_shapes, parts, peak_gib
+from runtime.memory_stats import require_cpu_memory
+
+
+def largest_batch(config: LlamaConfig, run: RunShape, gib: float) -> int:
+    """The largest batch_size whose peak is at most gib; 0 if not even one sequence fits."""
+
+    def fits(batch_size):
+        return peak_gib(config, replace(run, batch_size=batch_size)) <= gib
+
+    low, high = 0, 1
+    while fits(high):
+        low, high = high, 2 * high
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (middle, high) if fits(middle) else (low, middle)
+    # A larger batch may be computed in smaller groups: 3,000 tokens of 1B fit 3 and 6 times into 22 GiB, not 4 times.
+    return next(n for n in range(low + low // 4 + 8, -1, -1) if n <= low or fits(n))
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# The CPU's memory
+
+
+def cpu_parts(config: LlamaConfig, run: RunShape) -> list[Part]:
+    """What a rank keeps in the CPU's memory."""
+    step, found = Step(config, run), []
+    if run.offload != "none":
+        found += counted("masters and optimizer states", "states", (1, step.all), ranks=run.shard_ranks)
+        if run.micro_steps > 1:
+            found += counted("gradient accumulators", "wide", (1, step.all), ranks=run.shard_ranks)
+        (gradients,) = counted("gradients", "gradients", (1, step.all), ranks=run.shard_ranks)
+        if run.offload == "all" and run.fsdp:  # FSDP pins weights and gradients itself
+            block, root = param_shapes(config, run.compute_dtype)
+            n_bytes = sum(pinned(p.nbytes / run.shard_ranks) for p in block * config.n_layer + root)
+            gradients = Part("gradients", n_bytes, f"{gradients.how}, each tensor rounded up to a power of two")
+        found += [gradients, gradients._replace(name="compute weights")][: 1 + (run.offload == "all")]
+    if run.offload_activations:
+        a_layer, layers = step.itemsize * config.n_embd, config.n_layer - 1
+        how = f"{a_layer:,} bytes x {layers} layers x {step.n_tokens:,} tokens"
+        found.append(Part("saved activations", layers * a_layer * step.n_tokens, how))
+    return found
+
+
+def require_memory(config: LlamaConfig, run: RunShape, device: str) -> None:
+    """Ends a run that needs more CPU memory than is free: the system would end it without a word."""
+    if device == "cpu":
+        step_bytes = GIB * peak_gib(config, replace(run, fused_kernels=False, fused_loss=False, offload="none"))
+        fix = "use a smaller model (config/baby_llama.py), smaller batches or a GPU"
+        require_cpu_memory(step_bytes, "a step needs", fix)
+    else:
+        n_bytes = sum(part.bytes for part in cpu_parts(config, run))
+        require_cpu_memory(n_bytes, "what is offloaded needs", "offload less, or shard")
+    read_bytes = 3 * 16 * run.micro_steps * run.batch_size * (config.block_size + 1)  # three steps, int64, and copies
+    require_cpu_memory(read_bytes, "the tokens of a step take", "lower gradient_accumulation_steps")
+
+
+def cpu_bytes_to_come(config: LlamaConfig, run: RunShape) -> float:
+    """The bytes of cpu_parts that are not yet allocated before the first step."""
+    later = ("gradient accumulators", "saved activations")
+    return sum(part.bytes for part in cpu_parts(config, run) if part.name in later)
+
+
+def pinned(n_bytes: float) -> int:
+    """Bytes of PyTorch's own pinned memory for n_bytes: the next power of two. pinned_memory.py rounds nothing."""
+    return 1 << (math.ceil(n_bytes) - 1).bit_length()
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# What to change if it does not fit
+
+
+def choices(run: RunShape, chunks: int) -> list[list[dict]]:
+    """The settings of train.py that may lower the peak, a list for each, the cheaper before the stronger.
+
+    chunks: the slices of the MLP as it is.
+    """
+    stronger = {
+        "activation_checkpointing": ["none", "selective", "full"],
+        "offload": ["none", "optimizer", "all"] if not run.cuda_graph else [run.offload],
+        "fused_loss": [False, True],
+        "fused_kernels": [False, True],
+        "sync_every_micro_batch": [False, True],
+    }
+    if run.activation_checkpointing == "full" and not (run.compile or run.cuda_graph):
+        stronger["offload_activations"] = [False, True]
+    found = [
+        [{name: value} for value in values[values.index(getattr(run, name)) + 1 :]] for name, values in stronger.items()
+    ]
+    if run.activation_checkpointing != "none" and chunks == 1:
+        found.append([{"mlp_chunks": 16}])
+    if run.copy_engines_gather:
+        found.append([{"copy_engines": False}])
+    if run.world_size > 1 and run.sharding != "zero3":
+        found.append([{"sharding": "zero3"}])
+    if run.batch_size % 2 == 0:
+        accumulation = 2 * run.micro_steps * run.world_size
+        found.append([{"batch_size": run.batch_size // 2, "gradient_accumulation_steps": accumulation}])
+    return [values for values in found if values]
+
+
+def changed(run: RunShape, settings: dict) -> RunShape:
+    """run with these of train.py's settings changed."""
+    settings = dict(settings)
+    if "gradient_accumulation_steps" in settings:
+        settings["micro_steps"] = settings.pop("gradient_accumulation_steps") // run.world_size
+    if "sharding" in settings:
+        settings["shard_ranks"] = run.world_size
+    return replace(run, **settings)
+
+
+def advice(config: LlamaConfig, run: RunShape) -> list[tuple[str, float]]:
+    """The three settings that would lower the peak most, each alone: as flags, with the peak in GiB that they give.
+
+    For each setting that is the cheapest value that saves at least two thirds of what its strongest value saves.
+    """
+    now, found = peak_gib(config, run), []
+    for values in choices(run, Step(config, run).chunks):
+        gibs = [peak_gib(config, changed(run, settings)) for settings in values]
+        if min(gibs) < now:
+            enough = next(i for i, gib in enumerate(gibs) if now - gib >= 2 / 3 * (now - min(gibs)))
+            flags = " ".join(f"--{name}={str(value).lower()}" for name, value in values[enough].items())
+            found.append((flags, gibs[enough]))
+    return sorted(found, key=lambda flags_and_gib: flags_and_gib[1])[:3]
+
+
+def out_of_memory_message(config: LlamaConfig, run: RunShape, gib: float | None = None) -> str:
+    """For a run that is out of memory, on a card of `gib` GiB: what takes most, and what would lower it."""
+    now, (phase, found) = peak_gib(config, run), parts(config, run)
+    largest = sorted(found, key=lambda part: -part.bytes)[:3]
+    lines = [
+        f"out of memory: this run takes about {now:.1f} GiB" + (f", the card has {gib:.1f}" if gib else ""),
+        f"most of it ({phase}): " + ", ".join(f"{part.name} {part.bytes / GIB:.1f}" for part in largest),
+    ]
+    helpful = advice(config, run)
+    if not helpful:
+        return "\n".join([*lines, "no setting would lower it: use more GPUs, a shorter block_size or a smaller model"])
+    width = max(len(flags) for flags, _ in helpful)
+    lines.append("what would lower it most, each alone:")
+    return "\n".join(
+        lines + [f"  {flags:<{width}}  about {then:.1f} GiB instead of {now:.1f}" for flags, then in helpful]
+    )

@@ -1,0 +1,149 @@
+"""A run's folder, out_dir: locked by one run at a time, the same for all ranks, with checkpoints step_000250 in it.
+
+A checkpoint is written as step_000250.partial and renamed when it is complete, so its name alone says that it is
+complete. One that turns out damaged is renamed to step_000250.damaged.
+"""
+
+import os
+import shutil
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, TextIO
+
+from data.files import lock
+from runtime.distributed import all_reduce_max, broadcast, on_rank0, print0, rank, require_same_on_all_ranks, stop
+
+
+def claim(out_dir: str) -> TextIO:
+    """Create and lock out_dir; end the run if it cannot be this run's. Every rank must call it.
+
+    Returns an open file: rank 0's holds the lock until it is closed. Two runs would delete each other's checkpoints.
+    """
+    file = error = mark = None
+    if rank == 0:
+        try:
+            file = _claim(out_dir)
+        except (OSError, ValueError) as failed:
+            error = str(failed)
+    error = broadcast(error)
+    if error:
+        stop(error)
+    try:
+        file = file or open(Path(out_dir) / ".lock")  # noqa: SIM115
+        file.seek(0)
+        mark = file.read()
+    except OSError:
+        pass
+    # Ranks with folders of their own would each keep only their part of the checkpoints.
+    require_same_on_all_ranks({"out_dir": mark}, f"{out_dir} must be one folder that all machines share")
+    return file
+
+
+def _claim(out_dir: str) -> TextIO:
+    if any(os.path.exists(Path(out_dir) / name) for name in ("config.json", "params.json")):
+        raise ValueError(
+            f"{out_dir} holds published weights, which sample.py would read: name a folder for the run alone"
+        )
+    if os.path.exists(Path(out_dir) / "meta.json"):  # os.path's: pathlib's raises for a name that is too long
+        if Path(out_dir).name.startswith("step_"):
+            run = Path(out_dir).parent
+            raise ValueError(f"{out_dir} is a checkpoint: --out_dir={run} resumes from the newest one there")
+        raise ValueError(f"{out_dir} is a dataset or a checkpoint: name a folder for the run alone")
+    try:
+        Path(out_dir).mkdir(parents=True, exist_ok=True)
+        file = open(Path(out_dir) / ".lock", "a+")  # noqa: SIM115
+        lock(file)
+        file.truncate(0)
+        file.write(f"{time.time_ns()}\n")  # what the other ranks compare
+        file.flush()
+        os.fsync(file.fileno())
+        return file
+    except BlockingIOError as error:
+        raise OSError(f"another run is writing to {out_dir}: wait for it, or change out_dir") from error
+    except FileExistsError as error:
+        what = "a link to a place that does not exist" if os.path.islink(out_dir) else "a file"
+        raise ValueError(f"out_dir is {out_dir}, {what}: name a folder") from error
+    except OSError as error:
+        raise OSError(f"cannot write to out_dir {out_dir}: {error.strerror}") from error
+    except ValueError as error:
+        raise ValueError(f"out_dir is {out_dir!r}: {error}") from error
+
+
+def checkpoints(out_dir: str | Path) -> list[Path]:
+    """The complete checkpoints of out_dir, oldest first."""
+    found = [path for path in Path(out_dir).glob("step_*") if path.name[5:].isdecimal() and path.is_dir()]
+    return sorted(found, key=lambda path: int(path.name[5:]))
+
+
+def newest(out_dir: str | Path) -> Path | None:
+    """The complete checkpoint with the highest step in out_dir, as this rank sees it."""
+    return next(reversed(checkpoints(out_dir)), None)
+
+
+def newest_for_all_ranks(out_dir: str | Path) -> Path | None:
+    """The newest checkpoint that rank 0 sees; ends the run if another rank cannot see it. Every rank must call it.
+
+    A network file system may list a new folder late on some machines: a rank's own newest() could be an older one.
+    """
+    path = on_rank0(lambda: newest(out_dir))
+    if all_reduce_max([path is not None and not path.is_dir()])[0]:
+        stop(f"some machines do not see {path}: out_dir must be one folder that all machines share, or wait a minute")
+    return path
+
+
+def read_newest(run: Path, read: Callable[[Path], Any]) -> Any:
+    """read(path) of the newest checkpoint of a run, or of `run` itself if it is a checkpoint.
+
+    Raises ValueError if there is none, and what read raises. Tries again if a run in progress deletes the checkpoint
+    while it is read.
+    """
+    for _ in range(5):
+        path = newest(run) or (run if os.path.exists(run / "meta.json") else None)
+        if path is None:
+            raise ValueError(f"{run} holds no checkpoint: train one first, or name another folder")
+        try:
+            return read(path)
+        except (OSError, ValueError):
+            if path.exists():
+                raise
+    raise ValueError(f"{run} deletes its checkpoints before they can be read: raise its --keep_last")
+
+
+def commit(partial: Path, final: Path) -> None:
+    """Give a complete checkpoint its name, safe against a power failure."""
+    _sync(partial)
+    if final.is_symlink() or final.exists():  # a run that resumed further back and came here again
+        remove(final, ignore_errors=True)  # it need only lose its name
+    partial.rename(final)
+    _sync(final.parent)
+
+
+def _sync(folder: Path):
+    """A rename is on disk once its folder is."""
+    file = os.open(folder, os.O_RDONLY)
+    os.fsync(file)
+    os.close(file)
+
+
+def remove(path: Path, ignore_errors: bool = False) -> None:
+    """Delete a checkpoint. It is renamed first: a half-deleted one must not look complete or block the next save."""
+    if path.is_symlink():  # the user moved its files elsewhere: keep them
+        return path.unlink()
+    shutil.rmtree(path.rename(path.with_name(f"{path.name}.{time.time_ns()}.old.partial")), ignore_errors)
+
+
+def remove_all_but(out_dir: Path, keep_last: int) -> None:
+    for old in checkpoints(out_dir)[:-keep_last]:
+        try:
+            remove(old)
+        except OSError as error:  # the new checkpoint is complete all the same
+            print0(f"cannot delete {old}: {error.strerror}", file=sys.stderr)
+
+
+def mark_damaged(path: Path) -> None:
+    damaged = path.with_name(path.name + ".damaged")
+    if damaged.is_symlink() or damaged.exists():  # the same step, damaged before
+        remove(damaged)
+    path.rename(damaged)

@@ -1,0 +1,113 @@
+"""How a run ends early: after a signal or a data error with a checkpoint, after an exception with a sentence."""
+
+import contextlib
+import functools
+import os
+import re
+import signal
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import NoReturn
+
+import torch
+import torch.distributed as dist
+
+from runtime import memory_stats
+from runtime.distributed import all_reduce_max, print0, rank, stop, world_size
+from runtime.watchdog import Watchdog
+
+
+class ShutdownHandler:
+    """Signals and data errors of this rank, after which the run saves and ends.
+
+    shutdown = ShutdownHandler()          # until listen(), Ctrl-C ends the run at once: there is nothing to save
+    shutdown.listen()                     # SIGINT, SIGTERM, SIGUSR1 and SIGHUP now set `requested`
+    with shutdown.on_data_error(): ...    # a ValueError inside sets it too: this rank cannot read its data
+    shutdown.requested                    # true after either, on this rank alone
+    shutdown.requested_anywhere(device)   # on any rank; every rank must call it
+    shutdown.exit_code                    # of this rank: 1 after a data error, else 128 + signal, else 0
+    """
+
+    def __init__(self):
+        self.signal, self.has_data_error = 0, False
+        self._handle(signal.SIGINT, lambda *_: os._exit(128 + signal.SIGINT))
+
+    def _handle(self, number: int, handler: Callable):
+        if signal.getsignal(number) != signal.SIG_IGN:  # ignored by nohup or a shell's background job: keep it so
+            signal.signal(number, handler)
+
+    def listen(self) -> None:
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP):
+            self._handle(number, self._on_signal)
+
+    def _on_signal(self, number, frame):
+        # A second Ctrl-C ends the run at once, but no other signal does: schedulers send several (SLURM SIGUSR1, then
+        # SIGTERM). Under torchrun Ctrl-C does not either: ranks get it from the terminal and again from torchrun.
+        if not self.signal:
+            again = "" if "RANK" in os.environ else " (Ctrl-C now stops at once, without a checkpoint)"
+            print0(f" {signal.Signals(number).name}: stopping after this step{again}")
+        elif number == signal.SIGINT and "RANK" not in os.environ:
+            os._exit(128 + number)
+        self.signal = self.signal or number
+
+    def data_error(self, error: Exception) -> None:
+        print(f"rank {rank}: {error}: prepare the data again", file=sys.stderr, flush=True)
+        self.has_data_error = True
+
+    @contextlib.contextmanager
+    def on_data_error(self):
+        try:
+            yield
+        except ValueError as error:
+            self.data_error(error)
+
+    @property
+    def requested(self) -> bool:
+        return self.has_data_error or self.signal > 0
+
+    def requested_anywhere(self, device: str) -> bool:
+        return bool(all_reduce_max([float(self.requested)], device)[0])
+
+    @property
+    def exit_code(self) -> int:
+        return 1 if self.has_data_error else 128 + self.signal if self.signal else 0
+
+
+def stop_not_finite(step: int, loss: float, grad_norm: float, grad_clip: float, newest: Path | None) -> NoReturn:
+    """End a run whose loss or gradient norm is not finite. newest: its newest checkpoint."""
+    if torch.cuda.is_initialized():
+        torch.cuda.synchronize()  # other ranks wait in collectives that this one has queued
+    clip = "a lower grad_clip" if grad_clip else "--grad_clip=1"
+    stop(
+        f"step {step}: the loss is {loss} and the gradient norm {grad_norm}, so the weights were not updated. "
+        f"Try a lower learning_rate, a longer warmup_iters or {clip}, "
+        + (f"from {newest} with --init_from=resume" if newest else "from the start: no checkpoint was saved yet")
+    )
+
+
+def make_excepthook(watchdog: Watchdog, out_dir: str, out_of_memory: Callable[[], str]) -> Callable:
+    """An excepthook. Out of GPU memory: prints out_of_memory(), which names settings that would help, and writes what
+    was in memory. Another rank lost: no traceback, because only that rank knows why it ended. (NCCL words some errors
+    of its own rank the same way, so the error itself is printed.)
+    """
+    say = functools.partial(print, file=sys.stderr, flush=True)
+
+    def hook(kind, error, trace):
+        if isinstance(error, torch.OutOfMemoryError):
+            say(f"rank {rank}, {watchdog.doing}: {out_of_memory()}")
+            path = f"{out_dir}/out_of_memory_rank{rank}.pickle"
+            try:
+                memory_stats.dump(path)
+                say(f"what was in memory: {path}, for https://pytorch.org/memory_viz")
+            except (OSError, RuntimeError) as failed:
+                say(f"what was in memory could not be written to {path}: {failed}")
+            os._exit(1)
+        lost = re.search(r"Connection (closed|reset) by peer|Broken pipe|remote process exited|Timed out", str(error))
+        if world_size > 1 and (lost or isinstance(error, dist.DistBackendError)):
+            say(f"rank {rank}, {watchdog.doing}, lost another rank or its connection: see that rank's output. ", end="")
+            say(f"Error: {error}")
+            os._exit(1)
+        sys.__excepthook__(kind, error, trace)
+
+    return hook

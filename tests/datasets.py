@@ -1,0 +1,27 @@
+"""Small datasets for tests, written and read back."""
+
+import numpy as np
+
+from data.tokenizer import end_of_text, get_tokenizer
+from data.tokens import Tokens
+from data.write import write_dataset
+
+TEXTS = ["", "hello", "x = 'é' # 漢字 🦙\r\n\tpass\x00", "<|endoftext|> is not special in text", "a" * 1000]
+
+
+def toy_dataset(folder, train=("first", "second"), val=("third",), **options):
+    documents = [("train", document) for document in train] + [("val", document) for document in val]
+    return write_dataset(folder, documents, get_tokenizer("bytes"), **options)
+
+
+def documents_of(folder, split):
+    """The texts of a dataset, read back."""
+    tokens = Tokens(folder, split)
+    tokenizer, ids = get_tokenizer(tokens.meta["tokenizer"]), np.concatenate(tokens.shards)
+    ends = np.flatnonzero(ids == end_of_text(tokenizer))
+    assert ends[-1] == len(ids) - 1, "the last document is not ended by end-of-text"
+    return [tokenizer.decode(part[part < 256].tolist()) for part in np.split(ids, ends + 1)[:-1]]
+
+
+def contents(folder):
+    return {path.name: path.read_bytes() for path in sorted(folder.iterdir()) if path.name != ".lock"}

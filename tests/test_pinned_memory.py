@@ -1,0 +1,105 @@
+"""runtime/pinned_memory.py: tensors in pinned memory behave like any other, and the pages go with the last of them."""
+
+import gc
+import mmap
+
+import pytest
+import torch
+
+from runtime import pinned_memory
+
+needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+
+
+@pytest.mark.parametrize("shape", [(), (3,), (0, 4), (5, 7), (2**20 + 1,)], ids=str)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_pinned_tensor_is_a_tensor_like_any_other(monkeypatch, shape, dtype):
+    if not torch.cuda.is_available():
+        monkeypatch.setattr(pinned_memory._Pages, "pin", lambda *_: True)
+    x = pinned_memory.pinned_empty(shape, dtype)
+    assert x.shape == shape and x.dtype == dtype and x.is_contiguous() and x.device.type == "cpu"
+    assert x.data_ptr() % mmap.PAGESIZE == 0
+    values = torch.randn(shape).to(dtype)
+    assert torch.equal(x.copy_(values), values) and torch.equal(x.clone().sum(), values.sum())
+
+
+class Cudart:
+    """Stands for CUDA's runtime: records its calls, and answers with these codes."""
+
+    def __init__(self, monkeypatch, register=0, unregister=0, wait=lambda device: None):
+        self.calls, self.codes = [], {"register": register, "unregister": unregister}
+        monkeypatch.setattr(torch.cuda, "cudart", lambda: self)
+        monkeypatch.setattr(torch.cuda, "current_device", lambda: 3)
+        monkeypatch.setattr(torch.cuda, "synchronize", lambda i: self.calls.append(("wait", i)) or wait(i))
+        monkeypatch.setattr(pinned_memory, "NEVER_FREED", [])
+
+    def cudaHostRegister(self, address, n_bytes, flags):
+        self.calls.append(("register", address, n_bytes, flags))
+        return self.codes["register"]
+
+    def cudaHostUnregister(self, address):
+        self.calls.append(("unregister", address))
+        return self.codes["unregister"]
+
+
+def test_pages_are_unregistered_with_the_last_tensor_in_them(monkeypatch):
+    cudart = Cudart(monkeypatch)
+    x = pinned_memory.pinned_empty((3, 100), torch.float32)
+    address = x.data_ptr()
+    assert cudart.calls == [("register", address, 1200, 0)]
+    part = x[1:, 50].view(-1)
+    del x
+    gc.collect()
+    assert part.zero_().sum() == 0 and len(cudart.calls) == 1
+    del part
+    gc.collect()
+    assert cudart.calls[1:] == [("wait", 3), ("unregister", address)] and not pinned_memory.NEVER_FREED
+
+
+def lost(device):
+    raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+
+@pytest.mark.parametrize("unregister", [0, 1])
+def test_pages_that_cuda_does_not_unregister_are_never_freed(monkeypatch, unregister):
+    cudart = Cudart(monkeypatch, unregister=unregister, wait=lost)
+    x = pinned_memory.pinned_empty((3,), torch.float32)
+    address = x.data_ptr()
+    del x
+    gc.collect()
+    assert cudart.calls[-1] == ("unregister", address) and len(pinned_memory.NEVER_FREED) == unregister
+
+
+def test_pytorch_pins_what_cannot_be_registered_or_the_error_says_why(monkeypatch):
+    Cudart(monkeypatch, register=2)
+    if torch.cuda.is_available():
+        assert pinned_memory.pinned_empty((3,), torch.float32).is_pinned()
+    monkeypatch.setattr(torch, "empty", lambda *_, **__: lost(None))
+    with pytest.raises(OSError, match=r"0.01 GiB of the CPU's memory cannot be pinned: CUDA error: an illegal"):
+        pinned_memory.pinned_empty((2**21,), torch.float32)
+
+
+def test_kernel_without_madvise_still_gives_memory(monkeypatch):
+    Cudart(monkeypatch)
+
+    class Pages(pinned_memory._Pages):
+        def madvise(self, *_):
+            raise OSError(22, "Invalid argument")
+
+    monkeypatch.setattr(pinned_memory, "_Pages", Pages)
+    assert pinned_memory.pinned_empty((5,), torch.float32).shape == (5,)
+
+
+@needs_gpu
+def test_gpu_copies_from_and_to_pinned_memory():
+    for _ in range(3):
+        x = pinned_memory.pinned_empty((1000, 1001), torch.float32)
+        assert x.is_pinned() and x[1:].is_pinned()
+        x.copy_(torch.randn(1000, 1001))
+        on_gpu = x.to("cuda", non_blocking=True)
+        back = pinned_memory.pinned_empty(x.shape, x.dtype).copy_(2 * on_gpu, non_blocking=True)
+        torch.cuda.synchronize()
+        assert torch.equal(back, 2 * x)
+        assert torch.ones(3, device="cuda").sum() == 3
+        del x, back  # else to register the same addresses again would fail
+        gc.collect()

@@ -1,0 +1,143 @@
+"""The tokenizers: ids, special tokens, splits, errors. No network, no GPU."""
+
+import base64
+import hashlib
+import re
+
+import pytest
+import requests
+import tiktoken
+
+from data.tokenizer import LLAMA3_PATTERN, LLAMA3_SPECIAL_TOKENS, NAMES, end_of_text, get_tokenizer
+from data.write import encode_batch
+from tests.datasets import TEXTS
+
+
+def write_llama3_model(path, extra_tokens):
+    """A small tokenizer.model: every byte, then the tokens given."""
+    tokens = [bytes([i]) for i in range(256)] + [token.encode() for token in extra_tokens]
+    path.write_bytes(b"".join(base64.b64encode(token) + b" %d\n" % rank for rank, token in enumerate(tokens)))
+    return path
+
+
+def test_bytes_are_their_own_ids_and_any_bytes_round_trip():
+    tokenizer = get_tokenizer("bytes")
+    assert tokenizer.n_vocab == 257 and end_of_text(tokenizer) == 256
+    for string in TEXTS:
+        assert tokenizer.encode_ordinary(string) == list(string.encode())
+        assert tokenizer.decode(list(string.encode())) == string
+    assert tokenizer.decode_bytes(range(256)) == bytes(range(256))
+    assert tokenizer.decode([104, 105, 256]) == "hi<|endoftext|>"
+
+
+def test_llama3_special_tokens_have_the_published_ids():
+    assert len(LLAMA3_SPECIAL_TOKENS) == len(set(LLAMA3_SPECIAL_TOKENS)) == 256
+    published = {
+        "<|begin_of_text|>": 128000,
+        "<|end_of_text|>": 128001,
+        "<|reserved_special_token_0|>": 128002,
+        "<|finetune_right_pad_id|>": 128004,
+        "<|start_header_id|>": 128006,
+        "<|end_header_id|>": 128007,
+        "<|eom_id|>": 128008,
+        "<|eot_id|>": 128009,
+        "<|python_tag|>": 128010,
+        "<|reserved_special_token_247|>": 128255,
+    }
+    assert {token: 128000 + LLAMA3_SPECIAL_TOKENS.index(token) for token in published} == published
+
+
+def test_llama3_reads_tokenizer_model_and_round_trips(tmp_path):
+    model = write_llama3_model(tmp_path / "tokenizer.model", ["he", "ll", "hell", "hello"])
+    for path in (model, str(model), tmp_path):  # the file, or the folder it is in
+        tokenizer = get_tokenizer("llama3", path)
+    assert tokenizer.n_vocab == 260 + 256
+    assert end_of_text(tokenizer) == 261
+    assert tokenizer.encode_ordinary("hello") == [259]
+    assert tokenizer.encode("<|begin_of_text|>hello<|eot_id|>", allowed_special="all") == [260, 259, 269]
+    for string in TEXTS:
+        assert tokenizer.decode(tokenizer.encode_ordinary(string)) == string
+
+
+@pytest.mark.parametrize(
+    "string, pieces",
+    [
+        ("1234567", ["123", "456", "7"]),  # at most three digits
+        ("I'll", ["I", "'ll"]),
+        ("IT'Sx", ["IT", "'S", "x"]),  # whatever the case
+        (" world (ok)", [" world", " (", "ok", ")"]),
+        ("a\n\n  b", ["a", "\n\n", " ", " b"]),  # the last blank belongs to the word
+        (");\n\nx", [");\n\n", "x"]),  # line ends belong to the punctuation before them
+        ("été", ["été"]),
+    ],
+)
+def test_llama3_never_merges_across_the_published_splits(tmp_path, string, pieces):
+    # every substring is a token, so only the split pattern keeps the whole string from being one
+    substrings = {string[i:j] for i in range(len(string)) for j in range(i + 1, len(string) + 1)}
+    tokens = sorted((s for s in substrings if len(s.encode()) > 1), key=len)
+    tokenizer = get_tokenizer("llama3", write_llama3_model(tmp_path / "tokenizer.model", tokens))
+    assert [tokenizer.decode([token]) for token in tokenizer.encode_ordinary(string)] == pieces
+
+
+def test_llama3_reads_tokenizer_model_again_after_it_changed(tmp_path):
+    path = tmp_path / "tokenizer.model"
+    assert get_tokenizer("llama3", write_llama3_model(path, ["ab"])).n_vocab == 257 + 256
+    assert get_tokenizer("llama3", write_llama3_model(path, ["ab", "cd"])).n_vocab == 258 + 256
+
+
+def test_llama3_without_tokenizer_model_says_where_to_get_it(tmp_path):
+    with pytest.raises(FileNotFoundError, match=r"huggingface\.co/meta-llama.*hf download"):
+        get_tokenizer("llama3", tmp_path / "tokenizer.model")
+
+
+@pytest.mark.parametrize("content", [b"\x0a\x0b sentencepiece \xff", b"aGVsbG8= 0\n", b"AA== 0\nAQ== 7\n"])
+def test_llama3_rejects_a_file_in_another_format(tmp_path, content):
+    (tmp_path / "tokenizer.model").write_bytes(content)
+    with pytest.raises(ValueError, match=r"tokenizer\.model(:\d+)? is "):
+        get_tokenizer("llama3", tmp_path)
+
+
+@pytest.mark.parametrize("name, nearest", [("lama3", "llama3"), ("gpt-2", "gpt2"), ("cl100k", "cl100k_base")])
+def test_unknown_tokenizer_error_suggests_the_nearest_name(name, nearest):
+    with pytest.raises(ValueError, match=f"Unknown tokenizer {name}. Did you mean {nearest}?"):
+        get_tokenizer(name)
+
+
+@pytest.mark.parametrize("name", [name for name in NAMES if name not in ("bytes", "llama3")])
+def test_failed_tokenizer_download_error_has_url_and_cache_file_name(name, tmp_path, monkeypatch):
+    def no_network(url):
+        raise requests.ConnectionError("no network", request=requests.Request("GET", url).prepare())
+
+    monkeypatch.setenv("TIKTOKEN_CACHE_DIR", str(tmp_path))
+    monkeypatch.setattr(requests, "get", no_network)
+    monkeypatch.setattr(tiktoken.registry, "ENCODINGS", {})
+    with pytest.raises(FileNotFoundError, match="TIKTOKEN_CACHE_DIR") as error:
+        get_tokenizer(name)
+    address = re.search(r"https://\S+\.(bpe|tiktoken)", str(error.value)).group()
+    assert hashlib.sha1(address.encode()).hexdigest() in str(error.value)  # the name that tiktoken looks for
+
+
+def test_interrupted_tokenizer_download_is_an_error(monkeypatch):
+    def get_encoding(name):
+        raise requests.exceptions.ChunkedEncodingError("Connection broken")  # it has no request
+
+    monkeypatch.setattr(tiktoken, "get_encoding", get_encoding)
+    with pytest.raises(OSError, match="the download of tokenizer gpt2 failed: Connection broken"):
+        get_tokenizer("gpt2")
+
+
+@pytest.mark.parametrize("text", ["a" + " " * 1_500_000 + "b\n c", "\t" * 1_200_000 + "d" * 30_000])
+def test_million_consecutive_blanks_are_tokenized(text):
+    ranks = {bytes([i]): i for i in range(256)}
+    tokenizer = tiktoken.Encoding(
+        "llama3", pat_str=LLAMA3_PATTERN, mergeable_ranks=ranks, special_tokens={"<|end_of_text|>": 256}
+    )
+    with pytest.raises(ValueError):
+        tokenizer.encode(text)
+    tokens, n_documents, n_bytes = encode_batch([("train", text)], tokenizer)["train"]
+    assert (n_documents, n_bytes) == (1, len(text)) and tokenizer.decode(tokens[:-1]) == text and tokens[-1] == 256
+
+
+def test_tokenizer_path_is_rejected_for_tokenizers_other_than_llama3(tmp_path):
+    with pytest.raises(ValueError, match="only the tokenizer llama3 is read from a file, not gpt2"):
+        get_tokenizer("gpt2", tmp_path / "tokenizer.model")

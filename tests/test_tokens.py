@@ -1,0 +1,260 @@
+"""Token files: what is written is what is read; damage is reported; writers do not disturb each other."""
+
+import fcntl
+import hashlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+import tiktoken
+
+from data.tokenizer import get_tokenizer
+from data.tokens import Tokens, token_dtype
+from data.write import Progress, prepare_once, write_dataset, write_lock, write_meta, write_tokens
+from tests.datasets import TEXTS, contents, documents_of, toy_dataset
+from tests.runs import ROOT
+
+
+def test_written_dataset_reads_back_with_counts_and_digests(tmp_path):
+    meta = toy_dataset(tmp_path, train=TEXTS[1:], val=["val é"])
+    assert documents_of(tmp_path, "train") == TEXTS[1:]
+    assert documents_of(tmp_path, "val") == ["val é"]
+    n_bytes = sum(len(string.encode()) for string in TEXTS[1:])
+    expected = dict(
+        tokenizer="bytes", vocab_size=257, dtype="uint16", end_of_text=256,
+        train_documents=4, train_bytes=n_bytes, train_tokens=n_bytes + 4,
+        val_documents=1, val_bytes=6, val_tokens=7,
+    )  # fmt: skip
+    assert json.loads((tmp_path / "meta.json").read_text()) == meta
+    for split in ("train", "val"):
+        expected[f"{split}_sha256"] = hashlib.sha256((tmp_path / f"{split}.bin").read_bytes()).hexdigest()
+    assert meta.items() >= expected.items()
+    assert (tmp_path / "val.bin").read_bytes() == np.array([*b"val \xc3\xa9", 256], dtype="<u2").tobytes()
+
+
+def test_dtype_is_uint16_only_if_the_vocabulary_fits():
+    assert [token_dtype(size).name for size in (257, 65536, 65537, 128256)] == ["uint16", "uint16", "uint32", "uint32"]
+
+
+def test_token_ids_above_65535_round_trip(tmp_path):
+    words = {f"w{i}".encode(): 256 + i for i in range(70_000)}
+    tokenizer = tiktoken.Encoding(
+        "words",
+        pat_str=r"w\d+|(?s:.)",
+        mergeable_ranks={bytes([i]): i for i in range(256)} | words,
+        special_tokens={"<|endoftext|>": 70_256},
+    )
+    meta = write_dataset(tmp_path, [("train", "w0w65280w69999"), ("val", "w1")], tokenizer)
+    assert meta["dtype"] == "uint32"
+    assert Tokens(tmp_path, "train").read([0], 3).tolist() == [[256, 65_536, 70_255, 70_256]]
+
+
+def test_blocks_overlap_by_one_token_and_stay_in_bounds(tmp_path):
+    toy_dataset(tmp_path, train=["abcdefghi"])  # 10 tokens with the end of text
+    tokens = Tokens(tmp_path, "train")
+    assert len(tokens) == 10
+    assert [tokens.blocks(3), tokens.blocks(3, shifted=True), tokens.blocks(9)] == [3, 2, 1]
+    blocks = tokens.read([2, 0], 3)
+    assert blocks.dtype == np.int64
+    assert blocks.tolist() == [[*b"ghi", 256], [*b"abcd"]]
+    assert tokens.read(np.array([1]), 3, shift=1).tolist() == [[*b"efgh"]]
+    for index in (3, -1):
+        with pytest.raises(IndexError, match=f"3 train blocks of 3, asked for {index}"):
+            tokens.read([index], 3)
+    with pytest.raises(IndexError, match="2 train blocks of 3, asked for 2"):
+        tokens.read([2], 3, shift=0)
+    with pytest.raises(ValueError, match=r"10 train tokens, fewer than the 11 that block_size 10 needs"):
+        tokens.blocks(10)
+    with pytest.raises(ValueError, match=r"10 train tokens, fewer than the 12 that block_size 6 needs"):
+        tokens.blocks(6, shifted=True)
+
+
+def test_shifted_blocks_cover_all_shards_equally(tmp_path):
+    """Ten shards of 24 bytes, each of its own letter: at any shift as many blocks of 5 from each."""
+    counts = {}
+    for i in range(10):
+        with write_lock(tmp_path):
+            texts = [("train", chr(97 + i) * 23), ("val", "abc")]
+            counts[f"_{i}"] = write_tokens(tmp_path, texts, get_tokenizer("bytes"), shard=f"_{i}")
+    write_meta(tmp_path, get_tokenizer("bytes"), counts)
+    tokens = Tokens(tmp_path, "train")
+    n_blocks = tokens.blocks(5, shifted=True)
+    for shift in range(5):
+        first = tokens.read(range(n_blocks), 5, shift)[:, 0]
+        assert np.bincount(first)[97:107].tolist() == [n_blocks / 10] * 10, shift
+
+
+def test_missing_dataset_error_has_the_prepare_command(tmp_path):
+    with pytest.raises(FileNotFoundError, match="does not exist: run python data/text/prepare.py --input .* --out"):
+        Tokens(tmp_path / "mine", "train")
+    (tmp_path / "prepare.py").touch()
+    with pytest.raises(FileNotFoundError, match=f"not a finished dataset: run python {tmp_path}/prepare.py"):
+        Tokens(tmp_path, "train")
+
+
+def test_truncated_token_file_error_has_both_sizes(tmp_path):
+    toy_dataset(tmp_path, train=["0123456789"])
+    os.truncate(tmp_path / "train.bin", 8)
+    with pytest.raises(ValueError, match=r"train\.bin has 8 bytes, but .* 11 uint16 tokens, which are 22 bytes: run "):
+        Tokens(tmp_path, "train")
+    (tmp_path / "val.bin").unlink()
+    with pytest.raises(FileNotFoundError, match=r"val\.bin is missing"):
+        Tokens(tmp_path, "val")
+
+
+def test_incomplete_dataset_error_names_the_script_that_wrote_it(tmp_path):
+    toy_dataset(tmp_path, extra={"script": "data/fineweb_edu/prepare.py"})
+    (tmp_path / "val.bin").unlink()
+    with pytest.raises(FileNotFoundError, match=f"run python data/fineweb_edu/prepare.py --out {tmp_path}, other opt"):
+        Tokens(tmp_path, "val")
+
+
+@pytest.mark.parametrize("content", ["", "[]", '{"tokenizer": "bytes"}'])
+def test_unreadable_meta_json_is_an_error(tmp_path, content):
+    (tmp_path / "meta.json").write_text(content)
+    with pytest.raises(ValueError, match=r"meta\.json (lacks|is not).*: run python"):
+        Tokens(tmp_path, "train")
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        {"files": [{"train.bin": 13}]},
+        {"files": {"train": {"train.bin": 13}}},
+        {"files": {"train": {"train.bin": 13}, "val": {}}},
+        {"files": {"train": 13, "val": 6}},
+        {"files": {"train": [13], "val": [6]}},
+        *({"files": {"train": {"train.bin": n}, "val": {"val.bin": 6}}} for n in (-1, 0, 1.5, "13", None, True)),
+        {"vocab_size": "257"},
+        {"val_bytes": -1},
+        {"dtype": ["uint16"]},
+        *({"end_of_text": token} for token in (None, "256", -1, 257)),
+    ],
+    ids=str,
+)
+def test_meta_json_with_invalid_values_is_an_error(tmp_path, damage):
+    meta = toy_dataset(tmp_path)
+    (tmp_path / "meta.json").write_text(json.dumps(meta | damage))
+    (tmp_path / "train.bin").write_bytes(b"")
+    with pytest.raises(ValueError, match=r"meta\.json is damaged: run python"):
+        Tokens(tmp_path, "train")
+
+
+def test_token_id_beyond_the_vocabulary_is_an_error(tmp_path):
+    toy_dataset(tmp_path, train=["0123456789"])
+    np.array([*range(10), 50256], dtype="<u2").tofile(tmp_path / "train.bin")
+    tokens = Tokens(tmp_path, "train")
+    message = r"train\.bin holds token 50256, but vocab_size is 257: prepare the data again or set vocab_size"
+    with pytest.raises(ValueError, match=message):
+        tokens.read([0], 10)
+    assert tokens.read([0], 9).max() == 9
+    with pytest.raises(ValueError, match="holds token 9, but vocab_size is 9"):
+        tokens.read([0], 9, vocab_size=9)
+
+
+def test_two_workers_write_the_same_files_as_one(tmp_path, monkeypatch):
+    monkeypatch.setattr("data.write.BATCH_CHARS", 100)
+    documents = [f"document {i} " * (i % 7 + 1) for i in range(200)]
+    for workers in (1, 2):
+        toy_dataset(tmp_path / str(workers), train=documents[:150], val=documents[150:], workers=workers)
+    assert contents(tmp_path / "1") == contents(tmp_path / "2")
+    with pytest.raises(ValueError, match="workers is 0: it must be at least 1"):
+        toy_dataset(tmp_path / "0", train=documents, val=documents, workers=0)
+
+
+def test_error_while_writing_keeps_the_older_dataset(tmp_path):
+    toy_dataset(tmp_path)
+    before = contents(tmp_path)
+
+    def documents():
+        yield "train", "x" * 2**21  # more than a batch: some of it has been written by now
+        raise OSError("the disk is gone")
+
+    with pytest.raises(OSError, match="the disk is gone"):
+        write_dataset(tmp_path, documents(), get_tokenizer("bytes"))
+    with pytest.raises(ValueError, match="no documents"):
+        toy_dataset(tmp_path, train=[], val=[])
+    with pytest.raises(ValueError, match="2 training and 0 validation documents.*raise --val_fraction"):
+        toy_dataset(tmp_path, val=[])
+    assert contents(tmp_path) == before
+
+
+def test_second_writer_in_a_folder_is_rejected_and_the_first_completes(tmp_path):
+    def documents():
+        yield "train", "first"
+        with pytest.raises(BlockingIOError, match=f"another prepare.py is writing to {tmp_path}: wait for it, or"):
+            toy_dataset(tmp_path)
+        yield "val", "second"
+
+    for _ in range(2):  # the lock is free again
+        write_dataset(tmp_path, documents(), get_tokenizer("bytes"))
+    assert [documents_of(tmp_path, split) for split in ("train", "val")] == [["first"], ["second"]]
+
+
+def test_prepare_once_runs_once_and_opens_its_lock_for_writing_as_nfs_needs(tmp_path, monkeypatch):
+    def flock_of_nfs(file, operation, flock=fcntl.flock):
+        if fcntl.fcntl(file, fcntl.F_GETFL) & os.O_ACCMODE == os.O_RDONLY:
+            raise OSError("Bad file descriptor")
+        flock(file, operation)
+
+    monkeypatch.setattr(fcntl, "flock", flock_of_nfs)
+    script = "from tests.datasets import toy_dataset as prepare\nopen(__file__, 'a').write('# has run')\n"
+    (tmp_path / "prepare.py").write_text(script)
+    for _ in range(2):
+        prepare_once(tmp_path)
+    assert documents_of(tmp_path, "val") == ["third"]
+    assert (tmp_path / "prepare.py").read_text() == script + "# has run"
+
+
+@pytest.mark.parametrize(
+    "total, line", [(40, " 50.0% | 2 docs/s | 5 tok/s | eta 0h00m"), (None, "20 bytes | 2 docs/s | 5 tok/s")]
+)
+def test_progress_with_unknown_total_shows_no_share_and_no_eta(total, line, monkeypatch, capsys):
+    progress, start = Progress(total, "bytes"), time.time()
+    progress.start, progress.every = start - 2, 0
+    monkeypatch.setattr(time, "time", lambda: start)
+    progress({split: dict(documents=2, tokens=5, bytes=10) for split in ("train", "val")})
+    assert capsys.readouterr().out.rstrip() == line
+
+
+def is_running(pid):
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+def test_killed_writer_leaves_no_dataset_and_no_workers(tmp_path):
+    script = f"""
+import multiprocessing, os, signal
+from data.write import write_dataset
+from data.tokenizer import get_tokenizer
+
+def documents():
+    for i in range(20):
+        yield "train", "x" * 2**20
+    print(*(worker.pid for worker in multiprocessing.active_children()), flush=True)
+    os.kill(os.getpid(), signal.SIGKILL)
+
+if __name__ == "__main__":
+    write_dataset({tmp_path!r}, documents(), get_tokenizer("bytes"), workers=2)
+""".replace("PosixPath", "__import__('pathlib').Path")
+    script_path = tmp_path / "script.py"
+    script_path.write_text(script)
+    env = os.environ | {"PYTHONPATH": str(ROOT)}
+    run = subprocess.run([sys.executable, script_path], env=env, stdout=subprocess.PIPE, text=True, timeout=60)
+    assert run.returncode == -signal.SIGKILL
+    assert not list(tmp_path.glob("*.bin"))
+    with pytest.raises(FileNotFoundError, match="not a finished dataset"):
+        Tokens(tmp_path, "train")
+    workers = [int(pid) for pid in run.stdout.split()]
+    deadline = time.time() + 10
+    while any(map(is_running, workers)) and time.time() < deadline:
+        time.sleep(0.05)
+    assert len(workers) == 2 and not any(map(is_running, workers)), "workers outlived their parent"
