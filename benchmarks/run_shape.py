@@ -4,16 +4,21 @@ import functools
 import math
 import os
 import shlex
+from dataclasses import replace
 from types import SimpleNamespace
+
+import torch
 
 from benchmarks.arms import SWEEP_FLAGS
 from benchmarks.cli import TRAIN
 from benchmarks.record import ROOT
 from configurator import SettingError, preview
-from model import LlamaConfig
+from kernels.fp8_linear import use_fp8
+from model import Llama, LlamaConfig
 from runtime import memory, memory_advice
 from runtime.check_settings import find_problem
 from runtime.memory import GIB, RunShape
+from runtime.recompute import recompute
 
 MODEL = ("n_layer", "n_head", "n_kv_head", "n_embd", "ffn_dim", "vocab_size", "tie_embeddings")
 
@@ -42,12 +47,18 @@ def resolve(path: str, world_size: int, named: dict, flags=()) -> tuple[LlamaCon
         "shard_ranks": shard_ranks,
         "micro_steps": said["gradient_accumulation_steps"] // world_size,
     }
+    config, shape = ({name: said[name] for name in kind.__dataclass_fields__} for kind in (LlamaConfig, RunShape))
     try:
-        return tuple(
-            kind(**{name: said[name] for name in kind.__dataclass_fields__}) for kind in (LlamaConfig, RunShape)
-        )
+        config, shape = LlamaConfig(**config), RunShape(**shape)
+        with torch.device("meta"):
+            model = Llama(replace(config, n_layer=1))
+        model.set_operations(shape.fused_kernels, shape.fused_loss, shape.attention)
+        if shape.fp8:
+            use_fp8(model)
+        recompute(model, shape.activation_checkpointing, shape.mlp_chunks, shape.offload_activations)
     except ValueError as error:
         raise SettingError(str(error)) from None
+    return config, shape
 
 
 def cpu_gib(config: LlamaConfig, shape: RunShape) -> float:
@@ -55,7 +66,7 @@ def cpu_gib(config: LlamaConfig, shape: RunShape) -> float:
     return shape.world_size * sum(part.bytes for part in memory_advice.cpu_parts(config, shape)) / GIB
 
 
-@functools.lru_cache(maxsize=None)
+@functools.cache
 def _preview(words: tuple[str, ...], changed: float) -> dict:
     """train.py's settings; read once, for a table asks for the same ones again and again."""
     return preview(TRAIN, list(words))
