@@ -12,8 +12,6 @@ A place says where they live and when gradients and parameters move. on_gpu.py a
     weights_changed()         after something else has written parameters
 """
 
-import math
-
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
@@ -82,16 +80,6 @@ class Place:
     def local_states(self, name: str) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
         """This rank's part of a parameter's master, and of its states."""
         return local(self.masters[name]), {state: local(x) for state, x in self.states[name].items()}
-
-    def bytes_per_parameter(self, rule, dtype: torch.dtype, same_device: bool = True) -> dict[str, float]:
-        """Bytes that are kept for each element of a large matrix beside it, by what they are: 'master', and each state.
-
-        Needs no model: memory.py asks it. same_device: false with offload = 'optimizer'.
-        """
-        matrix = torch.empty(4096, 4096, dtype=dtype, device="meta")
-        master = self.master_dtype(dtype, same_device)
-        states = {state: math.prod(shape) * of.itemsize for state, (shape, of) in rule.states(matrix).items()}
-        return {"master": master.itemsize if master else 0} | {name: n / matrix.numel() for name, n in states.items()}
 
     def finish(self) -> None:
         pass

@@ -15,6 +15,7 @@ from optimizers.on_gpu import OnGPU
 from optimizers.optimizer import Optimizer, sum_of_bits
 from runtime import checkpoint
 from runtime.cuda_graph import CUDAGraph
+from runtime.memory import RunShape, state_bytes
 from tests.runs import ROOT, SHORT, SMALL, assert_close, run_ranks, step_losses
 
 pytestmark = pytest.mark.usefixtures("plain_pytorch_on_one_core")
@@ -140,7 +141,7 @@ class SignedMomentum:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
-def test_a_new_rule_is_one_class_on_both_places_with_its_checkpoint_and_its_bytes(dtype):
+def test_a_new_rule_is_one_class_on_both_places_with_its_checkpoint(dtype):
     models = [Llama(CONFIG).to(dtype) for _ in range(2)]
     for model in models:
         model.init_weights(0)
@@ -163,12 +164,6 @@ def test_a_new_rule_is_one_class_on_both_places_with_its_checkpoint_and_its_byte
     copies = on_cpu.like_tensors(lambda x, dtype: torch.empty_like(x, dtype=dtype))
     on_cpu.copy_tensors(copies)
     assert all(torch.equal(x, copies[name]) for name, x in theirs.items())
-    found = OnGPU().bytes_per_parameter(SignedMomentum(), dtype)
-    assert found == {
-        "master": {4: 0, 2: 2}[dtype.itemsize] * (1 + (dtype == torch.float16)),
-        "codes": 1,
-        "scales": 2**-10,
-    }
 
 
 def shard_and_step():
@@ -206,18 +201,19 @@ def test_states_of_any_shape_are_split_over_the_ranks_by_rows(tmp_path):
     (OnGPU, torch.float32, 8), (OnGPU, torch.bfloat16, 10), (OnGPU, torch.float16, 12),
     (OnCPU, torch.float32, 8), (OnCPU, torch.bfloat16, 12), (OnCPU, torch.float16, 12),
 ], ids=str)  # fmt: skip
-def test_bytes_per_parameter_are_those_that_are_allocated(place, dtype, expected):
+def test_what_is_kept_for_a_parameter_is_what_the_memory_estimate_counts(place, dtype, expected):
     model = Llama(CONFIG).to(dtype)
-    place = place()
-    assert sum(place.bytes_per_parameter(AdamW(), dtype).values()) == expected
-    Optimizer(model, AdamW(), place)
+    place = Optimizer(model, AdamW(), place()).place
     kept = [x for states in place.states.values() for x in states.values()]
     kept += [x for name, x in place.masters.items() if x.data_ptr() != place.parameters[name].data_ptr()]
-    assert sum(x.nbytes for x in kept) == expected * model.n_params()
+    run = RunShape(batch_size=1, dtype=str(dtype)[6:], offload="none" if isinstance(place, OnGPU) else "all")
+    estimated = sum(state_bytes(p, run) for p in model.parameters())
+    assert sum(x.nbytes for x in kept) == estimated == expected * model.n_params()
 
 
-def test_offloaded_from_a_gpu_float32_parameters_have_masters_too():
-    assert sum(OnCPU().bytes_per_parameter(AdamW(), torch.float32, same_device=False).values()) == 12
+def test_float32_parameters_on_a_gpu_have_masters_on_the_cpu():
+    run = RunShape(batch_size=1, dtype="float32", offload="optimizer")
+    assert state_bytes(torch.empty(8, 8, device="meta"), run) == 12 * 64
 
 
 @pytest.mark.parametrize("place", [OnGPU, OnCPU])
@@ -294,7 +290,7 @@ def test_a_cuda_graph_replays_the_step_and_nothing_waits_for_the_gpu(dtype):
     gradients = [2**10 * torch.randn(6, *p.shape, device="cuda") for p in models[0].parameters()]
     gradients[0][3] = math.inf
     static = [torch.empty_like(p) for p in models[0].parameters()]
-    graph = None
+    graph = CUDAGraph(replayed.update)
     for step in range(6):
         for parameter, buffer, new in zip(models[1].parameters(), static, gradients, strict=True):
             buffer.copy_(new[step])
@@ -304,10 +300,6 @@ def test_a_cuda_graph_replays_the_step_and_nothing_waits_for_the_gpu(dtype):
         torch.cuda.set_sync_debug_mode("error")
         norm = plain.step(0.01 * (step + 1))
         torch.cuda.set_sync_debug_mode("default")
-        if step == 0:
-            found = replayed.step(0.01)
-            continue
-        graph = graph or CUDAGraph(replayed.update)
         replayed.lr.fill_(0.01 * (step + 1))
         found = graph()
         assert norm.item() == found.item() or step == 3
