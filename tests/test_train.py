@@ -11,7 +11,9 @@ import pytest
 import torch
 
 import model as model_module
+from data.loader import epoch_order
 from optimizers.optimizer import Optimizer
+from runtime import recompute
 from tests.runs import ROOT, assert_close, losses, metrics, numbers, step_losses
 
 pytestmark = pytest.mark.usefixtures("plain_pytorch_on_one_core")
