@@ -18,7 +18,7 @@ import torch
 
 import convert
 from model import Llama, LlamaConfig
-from runtime import checkpoint, run_folder
+from runtime import checkpoint, memory_stats, run_folder
 from tests.runs import PLAIN, ROOT, SHORT, SMALL, flags, machines_of, run_ranks, slip
 
 pytestmark = pytest.mark.usefixtures("plain_pytorch_on_one_core")
@@ -315,14 +315,16 @@ def test_the_lowest_temperatures_take_the_likeliest_and_what_is_cut_or_wrong_is_
     assert "holds no checkpoint: train one first" in sample(out_dir=tmp_path / "nowhere")[1]
 
 
-@pytest.mark.parametrize("supported, expected", [(True, "cuda torch.bfloat16"), (False, "cuda torch.float16")])
+@pytest.mark.parametrize("supported, expected", [(True, "cuda:0 torch.bfloat16"), (False, "cuda:0 torch.float16")])
 def test_bfloat16_is_for_gpus_that_compute_it(train, sample, monkeypatch, supported, expected):
     def load_model(path, device, dtype):
         raise ValueError(f"{device} {dtype}")
 
     train()
     monkeypatch.setattr(checkpoint, "load_model", load_model)
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(memory_stats, "let_segments_grow", lambda: None)
+    for name, answer in {"is_available": True, "device_count": 1, "set_device": None}.items():
+        monkeypatch.setattr(torch.cuda, name, lambda *_, answer=answer: answer)
     monkeypatch.setattr(
         torch.cuda, "is_bf16_supported", lambda including_emulation=True: supported or including_emulation
     )

@@ -118,12 +118,14 @@ def test_hybrid_process_groups_time_out_later_than_the_watchdog(tmp_path):
 def test_sharding_setting_decides_how_parameters_are_sharded(text_data, tmp_path, ranks, settings, shape, kept):
     before = (
         "os.environ['LOCAL_WORLD_SIZE'] = '2'  # as on two machines\n"
-        "from runtime import copy_engines\nshard, seen = copy_engines.shard, []\n"
-        "def shard_and_note(model, **options):\n"
-        "    seen.append((tuple(options['mesh'].shape), options['keep_blocks']))\n    shard(model, **options)\n"
-        "copy_engines.shard = shard_and_note"
+        "import torch.distributed.fsdp as fsdp\nfully_shard, seen = fsdp.fully_shard, []\n"
+        "def shard_and_note(module, **options):\n"
+        "    seen.append((tuple(options['mesh'].shape), options['reshard_after_forward']))\n"
+        "    return fully_shard(module, **options)\n"
+        "fsdp.fully_shard = shard_and_note"
     )
-    script = wrapped(tmp_path, before, f"assert seen == [({shape}, {kept})], seen")
+    blocks = [(shape, not kept)] * SMALL["n_layer"]
+    script = wrapped(tmp_path, before, f"assert seen == {blocks + [(shape, False)]}, seen")
     settings = SMALL | SHORT | settings | dict(gradient_accumulation_steps=4, max_iters=1, dataset=text_data)
     done = run_ranks(ranks, settings | {"out_dir": tmp_path / "out"}, script)
     assert done.returncode == 0, done.stderr

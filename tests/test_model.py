@@ -22,7 +22,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
@@ -31,7 +31,6 @@ import kernels
 import model as model_module
 from convert import hf_names
 from model import KVCache, Llama, LlamaConfig, document_starts, sample
-from runtime import copy_engines
 from runtime.recompute import chunks_of_mlp, groups_of_sequences, loss_options, recompute, recomputed
 
 recompute_file = sys.modules["runtime.recompute"]
@@ -846,7 +845,14 @@ def sharded(mesh, config, mode="none", fused=True, **policy):
         model = Llama(config)
     model.set_operations(fused, fused)
     recompute(model, mode)
-    copy_engines.shard(model, mesh=mesh, mp_policy=MixedPrecisionPolicy(**policy, cast_forward_inputs=False))
+    options = dict(mesh=mesh, mp_policy=MixedPrecisionPolicy(**policy, cast_forward_inputs=False))
+    for layer in model.layers:
+        fully_shard(layer, **options)
+    if not config.tie_embeddings:
+        fully_shard(model.tok_embeddings, **options)
+        model.tok_embeddings.set_unshard_in_backward(False)
+        fully_shard([model.norm, model.lm_head], reshard_after_forward=False, **options)
+    fully_shard(model, reshard_after_forward=False, **options)
     model.to_empty(device=DEVICE).init_weights(1)
     return model
 
