@@ -18,6 +18,7 @@ import torch
 
 import bench
 from benchmarks import compare, draw, gpus, peers, record, report, runner
+from configurator import SettingError
 
 # ----------------------------------------------------------------------------------------------------------------------
 # Peers on several ranks
@@ -150,22 +151,20 @@ torch.distributed.elastic.multiprocessing.errors.ChildFailedError:
 @pytest.mark.parametrize(
     "word, message",
     [
-        ("scalin", "Did you mean scaling?"),
-        (
-            "rank=2",
-            "Unknown word rank=2: there are ranks=, arms=, shapes=, checkpointing=, steps=, folder=, out=, scal",
-        ),
-        ("arms=nanocria-zero3", "Did you mean nanocria-zero2?"),
-        ("shapes=2x4069", "shapes=2x4069: there are 2x4096, 1x8192, 4x4096, 2x8192. Did you mean 2x4096?"),
-        ("ranks=two", "ranks=two: a whole number, at least 1"),
-        ("steps=0", "steps=0: a whole number, at least 1"),
-        ("folder=/no/such", "folder=/no/such: there is no such folder"),
-        ("scaling shapes=2x4096", "shapes=: not read by scaling: leave it out"),
-        ("scaling saves checkpointing=full", "checkpointing=: not read by scaling and saves"),
-        ("saves arms=recipe", "arms=: not read by saves"),
+        ("scaling", "Unknown word scaling: settings are --key=value"),
+        ("--measure=scalin", "--measure=scalin: there are scaling, 8b, saves. Did you mean scaling?"),
+        ("--rank=2", "Unknown setting rank. Did you mean ranks?"),
+        ("--arms=nanocria-zero3", "Did you mean nanocria-zero2?"),
+        ("--shapes=2*4096", "--shapes=2*4096: sequences x tokens, as in 8x2048"),
+        ("--ranks=two", "--ranks=two: whole numbers, at least 1"),
+        ("--steps=0", "--steps=0: it must be at least 1"),
+        ("--folder=/no/such", "--folder=/no/such does not exist"),
+        ("--measure=scaling --shapes=2x4096", "--shapes is not read by --measure=scaling: leave it out"),
+        ("--measure=saves,scaling --checkpointing=full", "--checkpointing is not read by --measure=scaling,saves"),
+        ("--measure=saves --arms=recipe", "--arms is not read by --measure=saves"),
     ],
 )
-def test_a_slip_is_answered_with_a_sentence(word, message):
+def test_a_user_error_of_gpus_gets_a_sentence(word, message):
     with pytest.raises(SystemExit, match=re.escape(message)):
         bench.main(["gpus", *word.split()])
 
@@ -176,12 +175,13 @@ def test_without_a_gpu_it_says_so():
         bench.main(["gpus"])
 
 
-def test_words_choose_and_ranks_without_gpus_are_left_out(capsys):
-    kinds, options = gpus.parse(["8b", "ranks=4,1,2", "shapes=2x4096", "steps=7", "out=a"], n_gpus=2)
-    assert (kinds, options["ranks"], options["shapes"], options["steps"]) == (["8b"], [1, 2], [(2, 4096)], 7)
-    assert capsys.readouterr().out == "ranks=4: left out, torch sees 2 GPUs\n"
-    assert gpus.parse([], n_gpus=4)[1]["ranks"] == [1, 2, 4] and gpus.parse([], n_gpus=4)[0] == list(gpus.KEYS)
-    assert list(gpus.measured(["8b"], gpus.parse(["ranks=4"], n_gpus=2)[1])) == []
+def test_settings_choose_and_ranks_without_gpus_are_left_out(capsys):
+    s = gpus.parse(["--measure=8b", "--ranks=4,1,2", "--shapes=2x4096", "--steps=7", "--out=a"], n_gpus=2)
+    assert (s.kinds, s.ranks, s.shapes, s.steps) == (["8b"], [1, 2], [(2, 4096)], 7)
+    assert capsys.readouterr().out == "--ranks=4: left out, torch sees 2 GPUs\n"
+    s = gpus.parse([], n_gpus=4)
+    assert (s.ranks, s.kinds) == ([1, 2, 4], list(gpus.KEYS)) and capsys.readouterr().out == ""
+    assert list(gpus.measured(gpus.parse(["--measure=8b", "--ranks=4"], n_gpus=2))) == []
 
 
 def commands(monkeypatch, *words, n_gpus=4):
@@ -192,14 +192,14 @@ def commands(monkeypatch, *words, n_gpus=4):
         "run",
         lambda command, ranks=1, gpu=None, gpus=1: ran.append((ranks, command, gpu)) or (None, "out of memory"),
     )
-    rows = list(gpus.measured(*gpus.parse(list(words), n_gpus)))
+    rows = list(gpus.measured(gpus.parse(list(words), n_gpus)))
     return ran, rows
 
 
 def test_each_point_is_a_run_on_so_many_ranks(monkeypatch):
-    ran, rows = commands(monkeypatch, "scaling")
+    ran, rows = commands(monkeypatch, "--measure=scaling")
     assert [(row["ranks"], row["arm"]) for _, row in rows] == [
-        (4, "nanocria"), (4, "nanocria-zero2"), (4, "nanocria-hybrid"), (4, "nanocria-nccl"), (4, "nanocria-each"),
+        (4, "nanocria"), (4, "nanocria-zero2"), (4, "nanocria-nccl"), (4, "nanocria-each"),
         (4, "recipe"), (4, "torchtitan"),
         (2, "nanocria"), (2, "nanocria-zero2"), (2, "nanocria-nccl"), (2, "nanocria-each"), (2, "recipe"),
         (2, "torchtitan"),
@@ -209,11 +209,11 @@ def test_each_point_is_a_run_on_so_many_ranks(monkeypatch):
     assert sorted(gpu for _, _, gpu in ran if gpu is not None) == [0, 0, 1, 1, 2, 3], "a run on each GPU"
     runs = [(ranks, command) for ranks, command, gpu in ran if gpu is None]
     assert [ranks for ranks, _ in runs] == [row["ranks"] for _, row in rows if row["arm"] != "nanocria-each"]
-    _, hybrid = runs[2]
-    flags = ["--gradient_accumulation_steps=4", "--batch_size=16", "--sharding=hybrid", "--shard_ranks=2"]
-    assert hybrid[:2] == ["train.py", "config/llama32_1b.py"] and set(flags) < set(hybrid)
-    assert "--copy_engines=false" in runs[3][1]
-    _, recipe = runs[4]
+    _, zero2 = runs[1]
+    flags = ["--gradient_accumulation_steps=4", "--batch_size=16", "--sharding=zero2"]
+    assert zero2[:2] == ["train.py", "config/llama32_1b.py"] and set(flags) < set(zero2)
+    assert "--copy_engines=false" in runs[2][1]
+    _, recipe = runs[3]
     assert recipe[:2] == ["-m", "benchmarks.peers"] and json.loads(recipe[2])["arm"] == "recipe"
 
 
@@ -241,26 +241,27 @@ def test_a_run_is_kept_to_one_of_the_gpus_that_are_there(monkeypatch):
 
 
 def test_8b_is_measured_on_all_gpus_and_selective_is_ours_alone(monkeypatch):
-    ran, rows = commands(monkeypatch, "8b")
+    ran, rows = commands(monkeypatch, "--measure=8b")
     assert {ranks for ranks, *_ in ran} == {4} and "config/llama31_8b.py" in ran[0][1]
     places = [(row["arm"], row["batch"], row["block"], row["checkpointing"]) for _, row in rows]
     at = [(2, 4096, "none"), (1, 8192, "none"), (4, 4096, "full"), (2, 8192, "full")]
     selective = [("nanocria", 4, 4096, "selective"), ("nanocria", 2, 8192, "selective")]
     assert places == [(arm, *where) for where in at for arm in ("nanocria", "recipe")] + selective
-    _, rows = commands(monkeypatch, "8b", "arms=recipe", "shapes=4x4096", "checkpointing=selective")
+    _, rows = commands(monkeypatch, "--measure=8b", "--arms=recipe", "--shapes=4x4096", "--checkpointing=selective")
     assert [row["arm"] for _, row in rows] == ["recipe"]
-    _, rows = commands(monkeypatch, "8b", "arms=recipe", "shapes=2x4096,4x4096", "checkpointing=none,full")
+    words = ["--measure=8b", "--arms=recipe", "--shapes=2x4096,4x4096", "--checkpointing=none,full"]
+    _, rows = commands(monkeypatch, *words)
     found = [(row["batch"], row["block"], row["checkpointing"]) for _, row in rows]
     assert found == [(2, 4096, "none"), (4, 4096, "none"), (2, 4096, "full"), (4, 4096, "full")], (
         "all that was asked for"
     )
-    with pytest.raises(ValueError, match="arms=nanocria-zero2: nothing else than nanocria on so few GPUs"):
-        gpus.parse(["scaling", "ranks=1", "arms=nanocria-zero2"], 4)
+    with pytest.raises(SettingError, match="--arms=nanocria-zero2: nothing else than nanocria on so few GPUs"):
+        gpus.parse(["--measure=scaling", "--ranks=1", "--arms=nanocria-zero2"], 4)
 
 
 def test_a_peer_that_is_not_there_is_asked_for_once(monkeypatch):
     monkeypatch.setattr(runner, "run", lambda command, ranks=1: ({"missing": "No module named 'torchtitan'"}, ""))
-    rows = list(gpus.measured(*gpus.parse(["8b", "arms=torchtitan"], 4)))
+    rows = list(gpus.measured(gpus.parse(["--measure=8b", "--arms=torchtitan"], 4)))
     assert len(rows) == 1 and "pip install 'torchtitan<0.3'" in gpus.line(rows[0][1], RECORD)
 
 
@@ -290,7 +291,7 @@ def test_saves_are_timed_between_the_log_lines_of_steps_100_and_300(monkeypatch,
         return {"steps": 10 if len(ran) == 3 else 300, "save_seconds": 3.0, "resume_seconds": 2.0}
 
     monkeypatch.setattr(runner, "train", train)
-    ((kind, row),) = gpus.measured(*gpus.parse(["saves", f"folder={tmp_path}"], 4))
+    ((kind, row),) = gpus.measured(gpus.parse(["--measure=saves", f"--folder={tmp_path}"], 4))
     assert kind == "saves" and row["ranks"] == 4 and row["checkpoint_bytes"] == 1000 and row["resume_seconds"] == 2.0
     assert 0.5 < row["cost"] < 1.5, f"{row['seconds_without']} s without, {row['seconds_with']} s with"
     assert [words[-2:] for words in ran] == [
@@ -300,7 +301,7 @@ def test_saves_are_timed_between_the_log_lines_of_steps_100_and_300(monkeypatch,
 
 
 def test_a_run_that_fails_ends_the_saves_with_its_reason(monkeypatch):
-    ran, ((_, row),) = commands(monkeypatch, "saves")
+    ran, ((_, row),) = commands(monkeypatch, "--measure=saves")
     assert len(ran) == 1 and row["oom"] and "out of memory" in gpus.line(row, RECORD)
 
 
@@ -359,10 +360,10 @@ def test_the_same_code_on_the_same_gpus_adds_to_its_record(tmp_path, capsys):
     out.write_text(json.dumps(RECORD))
     new = RECORD | {"command": "python bench.py gpus scaling", "scaling": [], "8b": [], "saves": []}
     rows = [("scaling", row("nanocria", 4, 280_000.0)), ("8b", RECORD["8b"][3] | {"failed": "Bang"})]
-    record, failed = record.fill(copy.deepcopy(new), rows, out, gpus.KEYS, gpus.line)
-    assert json.loads(out.read_text()) == record and [f["failed"] for f in failed] == ["Bang"]
-    assert [r["tok_per_s"] for r in record["scaling"]] == [70_000.0, 60_000.0, 280_000.0, 277_200.0, 230_400.0]
-    assert record["8b"] == RECORD["8b"] and record["saves"] == RECORD["saves"]
+    found, failed = record.fill(copy.deepcopy(new), rows, out, gpus.KEYS, gpus.line)
+    assert json.loads(out.read_text()) == found and [f["failed"] for f in failed] == ["Bang"]
+    assert [r["tok_per_s"] for r in found["scaling"]] == [70_000.0, 60_000.0, 280_000.0, 277_200.0, 230_400.0]
+    assert found["8b"] == RECORD["8b"] and found["saves"] == RECORD["saves"]
     assert "1.000 of 4 x one GPU" in capsys.readouterr().out, "the one GPU is the old record's"
 
 
@@ -382,7 +383,7 @@ def test_the_page_has_tables_of_what_was_measured(monkeypatch, tmp_path):
         "8 x 2,048 tokens each: a checkpoint of 14.8 GB every 100 steps costs the training 1.0% (22.0 s without, "
         "22.2 s with); a resume reads it in 8.0 s.",
         "Measured on 4 GPUs with PyTorch 2.11.0; copies 4.20 TB/s, matmuls 700 TFLOP/s. Command: "
-        "`python bench.py gpus`; commit: [benchmarks/records/gpus.json](records/gpus.json).",
+        "`python bench.py gpus`; commit: [records/gpus.json](records/gpus.json).",
     ):
         assert part in text, text
     (tmp_path / "gpus.json").write_text(json.dumps(RECORD | {"8b": [], "saves": []}))

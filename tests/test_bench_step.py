@@ -405,7 +405,10 @@ def test_a_record_is_written_after_each_row_by_one_command_at_a_time(tmp_path):
     record, beside = filled(out)
     assert beside == [["step.json", "step.json.lock"]] * 2
     assert json.loads(out.read_text()) == record and list(out.parent.iterdir()) == [out]
-    with record.locked(out), pytest.raises(SystemExit, match="another bench.py is writing to .*step.json: wait for it, or"):
+    with (
+        record.locked(out),
+        pytest.raises(SystemExit, match="another bench.py is writing to .*step.json: wait for it, or"),
+    ):
         filled(out)
     assert filled(out)[0] == record, "again, once the other has ended"
 
