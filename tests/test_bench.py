@@ -229,7 +229,8 @@ def test_the_table_shows_time_share_and_where_a_peer_is_faster(tmp_path, monkeyp
     assert f"| `rms_norm` | N16384 C2048 {times}" in report.kernels_table("kernels")
     assert report.kernels_table("kernels").endswith(
         "Measured on one NVIDIA H200 with PyTorch 2.11.0; copies 4.00 TB/s, matmuls 700 TFLOP/s. "
-        "Command: `python bench.py kernels`; commit: [benchmarks/records/kernels.json](benchmarks/records/kernels.json)."
+        "Command: `python bench.py kernels`; commit: "
+        "[benchmarks/records/kernels.json](benchmarks/records/kernels.json)."
     )
 
 

@@ -7,7 +7,9 @@ What needs GPUs, the measuring itself, is in the record that it leaves.
 
 import copy
 import json
+import os
 import re
+import signal
 import subprocess
 import sys
 import time
@@ -17,7 +19,7 @@ import pytest
 import torch
 
 import bench
-from benchmarks import compare, draw, gpus, peers, record, report, runner
+from benchmarks import compare, draw, gpus, limited, peers, record, report, runner
 from configurator import SettingError
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -131,6 +133,61 @@ def ended(*pids: int) -> bool:
 def alive(pid: int) -> bool:
     stat = Path(f"/proc/{pid}/stat")
     return stat.exists() and stat.read_text().rpartition(")")[2].split()[0] not in "ZX"
+
+
+AT_ONCE = """
+import os, sys
+from benchmarks import runner
+def work(item, gpu):
+    command = ["-c", f"import os, sys, time; open('{sys.argv[1]}/' + str(os.getpid()), 'w').write("
+               "os.environ['CUDA_VISIBLE_DEVICES'] + ' ' + str(sorted(os.sched_getaffinity(0)))); time.sleep(600)"]
+    return runner.run(command, gpu=gpu, gpus=2)
+list(runner.spread(work, range(5), 2))
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_interrupted_points_at_once_end(tmp_path, number):
+    # default_int_handler: where the tests run in the background, a shell has SIGINT ignored, and what they start too
+    script = (
+        "import signal, sys; signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))\n"
+        "signal.signal(signal.SIGINT, signal.default_int_handler)\n" + AT_ONCE
+    )
+    environment = {key: value for key, value in os.environ.items() if key != "CUDA_VISIBLE_DEVICES"}
+    command = [sys.executable, "-c", script, str(tmp_path)]
+    process = subprocess.Popen(command, cwd=record.ROOT, stderr=subprocess.DEVNULL, env=environment)
+    until = time.monotonic() + 60
+    while len(files := list(tmp_path.iterdir())) < 2 or not all(file.read_text() for file in files):
+        assert time.monotonic() < until and process.poll() is None
+        time.sleep(0.05)
+    seen = sorted(file.read_text().split(maxsplit=1) for file in files)
+    assert [gpu for gpu, _ in seen] == ["0", "1"]
+    if len(os.sched_getaffinity(0)) > 1:
+        assert not set(json.loads(seen[0][1])) & set(json.loads(seen[1][1])), "each has its own cores"
+    process.send_signal(number)
+    assert process.wait(20) != 0
+    for file in files:
+        with pytest.raises(ProcessLookupError):
+            os.kill(int(file.name), 0)
+    assert len(list(tmp_path.iterdir())) == 2, "and no other begins"
+
+
+def test_a_program_is_held_to_its_part_of_the_card(tmp_path, monkeypatch, capsys):
+    held = []
+    properties = type("Properties", (), {"total_memory": 96 * 2**30})
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
+    monkeypatch.setattr(torch.cuda, "set_per_process_memory_fraction", lambda *fraction: held.append(fraction))
+    monkeypatch.setenv("LOCAL_RANK", "3")
+    monkeypatch.setattr(sys, "argv", ["as it was"])
+    (tmp_path / "script.py").write_text("import sys; print(__name__, sys.argv[1:])")
+    limited.main(["24", str(tmp_path / "script.py"), "config/x.py", "--batch_size=8"])
+    limited.main(["96", "-m", "this"])
+    limited.main(["48"])
+    assert held == [(0.25, 3), (1.0, 3), (0.5, 3)]
+    printed = capsys.readouterr().out
+    with pytest.raises(SystemExit, match="--memory_limit_gib=200: the card has 96.0 GiB"):
+        limited.main(["200", "-m", "this"])
+    assert printed.startswith("__main__ ['config/x.py', '--batch_size=8']") and "Beautiful is better" in printed
 
 
 def test_what_a_rank_said_is_found_before_torchruns_obituary(capsys):
