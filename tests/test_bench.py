@@ -196,6 +196,19 @@ def test_each_command_has_help_made_from_the_comments_of_its_settings(command, c
         assert re.search(r"^  --\w+ +\w+.* {2}\w", printed, re.MULTILINE), "a name, a type, a value, a comment"
 
 
+def test_imports_within_benchmarks_go_down_only():
+    levels = [["arms", "timing", "record", "peers", "limited", "libraries"], ["compare", "operations", "cli", "runner"]]
+    levels += [["run_shape", "draw", "sweep_report", "report"], bench.MODULES + ["breakdown"]]
+    level = {name: i for i, names in enumerate(levels) for name in names}
+    for path in (record.ROOT / "benchmarks").glob("[a-z]*.py"):
+        text = path.read_text()
+        found = set(re.findall(r"^ *from benchmarks\.(\w+)", text, re.MULTILINE))
+        for names in re.findall(r"^ *from benchmarks import (.+)$", text, re.MULTILINE):
+            found |= {name.split()[0] for name in names.split(", ")}
+        above = {name for name in found if level[name] > level[path.stem] or (level[name] == 3)}
+        assert not above, f"{path.name} imports {above}"
+
+
 # ---------------------------------------------------------------------------------------------------------------------
 # The kernels' table
 
