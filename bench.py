@@ -12,6 +12,8 @@
     python bench.py record FOLDER NAME          keeps the summary.json that a training run left in FOLDER
                                                 as benchmarks/records/NAME.json
     python bench.py readme                      draws the plots and writes the tables of both pages
+
+Every setting is --key=value; COMMAND --help lists them. Those of train.py stand behind --.
 """
 
 import importlib

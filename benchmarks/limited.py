@@ -21,7 +21,7 @@ def hold(gib: float) -> None:
     device = int(os.environ.get("LOCAL_RANK", 0))
     total = torch.cuda.get_device_properties(device).total_memory / 2**30
     if gib > total:
-        sys.exit(f"memory_limit_gib={gib:g}: the card has {total:.1f} GiB, name less")
+        sys.exit(f"--memory_limit_gib={gib:g}: the card has {total:.1f} GiB, name less")
     torch.cuda.set_per_process_memory_fraction(gib / total, device)
 
 

@@ -88,6 +88,10 @@ def torch_add_rms_norm(x, residual, weight):
     return torch_rms_norm(total, weight), total
 
 
+def torch_layer_norm(x, weight, bias):
+    return F.layer_norm(x, weight.shape, weight, bias, EPS)
+
+
 def norm_inputs(size, options, rows, vectors):
     """rows tensors (N, C) and vectors of length C: weights near 1, as they are in a trained model."""
     n_rows, n_cols = size
@@ -363,42 +367,21 @@ FLASH_ATTENTION = Operation(
     checked=lambda size: (1, min(size[1], 1024), *size[2:]),
 )
 
-
 # ---------------------------------------------------------------------------------------------------------------------
 
-
-def with_libraries(operations: dict[str, Operation]) -> dict[str, Operation]:
-    """Adds the arms of the libraries that are installed."""
-    for functions in libraries.installed():
-        for name, arms in functions.items():
-            takes_halves = name in ("swiglu", "geglu")
-            operations[name].arms.update(
-                {arm: Arm(function, halves if takes_halves else None) for arm, function in arms.items()}
-            )
-    return operations
-
-
-OPERATIONS = with_libraries(
-    {
-        "rms_norm": norm("rms_norm", eager_rms_norm, torch_rms_norm, rows=1, vectors=1, forward=2, backward=3),
-        "add_rms_norm": norm(
-            "add_rms_norm", eager_add_rms_norm, torch_add_rms_norm, rows=2, vectors=1, forward=4, backward=4
-        ),
-        "layer_norm": norm(
-            "layer_norm",
-            eager_layer_norm,
-            lambda x, weight, bias: F.layer_norm(x, weight.shape, weight, bias, EPS),
-            rows=1,
-            vectors=2,
-            forward=2,
-            backward=3,
-        ),
-        "rope": ROPE,
-        "swiglu": glu("swiglu", eager_swiglu),
-        "geglu": glu("geglu", eager_geglu),
-        "cross_entropy": CROSS_ENTROPY,
-        "linear_cross_entropy": LINEAR_CROSS_ENTROPY,
-        "fp8_linear": FP8_LINEAR,
-        "flash_attention": FLASH_ATTENTION,
-    }
-)
+OPERATIONS = {
+    "rms_norm": norm("rms_norm", eager_rms_norm, torch_rms_norm, rows=1, vectors=1, forward=2, backward=3),
+    "add_rms_norm": norm("add_rms_norm", eager_add_rms_norm, torch_add_rms_norm, 2, 1, forward=4, backward=4),
+    "layer_norm": norm("layer_norm", eager_layer_norm, torch_layer_norm, rows=1, vectors=2, forward=2, backward=3),
+    "rope": ROPE,
+    "swiglu": glu("swiglu", eager_swiglu),
+    "geglu": glu("geglu", eager_geglu),
+    "cross_entropy": CROSS_ENTROPY,
+    "linear_cross_entropy": LINEAR_CROSS_ENTROPY,
+    "fp8_linear": FP8_LINEAR,
+    "flash_attention": FLASH_ATTENTION,
+}
+for _functions in libraries.installed():
+    for _name, _arms in _functions.items():
+        _unpack = halves if _name in ("swiglu", "geglu") else None
+        OPERATIONS[_name].arms.update({arm: Arm(function, _unpack) for arm, function in _arms.items()})

@@ -95,25 +95,24 @@ def commits(record: dict) -> list[str]:
 
 
 def continues(old: dict | None, new: dict) -> bool:
-    if old is None or old["device"] != new["device"]:
+    """Whether new rows may stand beside old ones: the same device and packages, and the same code or --keep."""
+    packages = [record and record["versions"] | {"nanocria": ""} for record in (old, new)]
+    if old is None or old["device"] != new["device"] or packages[0] != packages[1]:
         return False
     before, now = commits(old), commits(new)
-    others, new_others = ({**record["versions"], "nanocria": ""} for record in (old, new))
-    return (same_code(before[-1], now[-1]) or before == now[:-1]) and others == new_others
+    return same_code(before[-1], now[-1]) or before == now[:-1]
 
 
 def keep_rows(names: str, new: dict, out: Path) -> None:
     """Let the new record continue the rows of these commits, one,two; sys.exit if the old record is not theirs."""
-    before = [name for name in names.split(",") if name]
+    before, old = [name for name in names.split(",") if name], read_record(out)
     new["versions"]["nanocria"] = ", ".join([*before, new["versions"]["nanocria"]])
-    old = read_record(out)
-    if not before or continues(old, new):
-        return
-    if old is None:
-        sys.exit(f"--keep={names}: there is no {out} to continue")
-    has = commits(old)
-    reason = f", say --keep={','.join(has)}" if has != before else ": it is of another device or other packages"
-    sys.exit(f"--keep={names}: {out} does not continue that{reason}")
+    if before and not continues(old, new):
+        if old is None:
+            sys.exit(f"--keep={names}: there is no {out} to continue")
+        has = commits(old)
+        reason = f", say --keep={','.join(has)}" if has != before else ": it is of another device or other packages"
+        sys.exit(f"--keep={names}: {out} does not continue that{reason}")
 
 
 # ----------------------------------------------------------------------------------------------------------------------

@@ -7,17 +7,21 @@ What needs GPUs, the measuring itself, is in the record that it leaves.
 
 import copy
 import json
+import os
 import re
+import signal
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 import torch
 
 import bench
-from benchmarks import compare, draw, gpus, peers, record, report, runner
+from benchmarks import compare, draw, gpus, limited, peers, record, report, runner
+from configurator import SettingError
 
 # ----------------------------------------------------------------------------------------------------------------------
 # Peers on several ranks
@@ -59,7 +63,7 @@ peers.dist.barrier()
 os._exit(0)  # gloo's threads now and then abort the interpreter that tidies up around them
 """
 TINY = {"config": "config/baby_llama.py", "n_layer": 2, "n_embd": 32, "ffn_dim": 96, "n_head": 4, "n_kv_head": 2,
-        "vocab_size": 257, "block": 64, "steps": 30}  # fmt: skip
+        "vocab_size": 257, "block": 64, "steps": 15}  # fmt: skip
 
 
 @pytest.mark.parametrize("arm, checkpointing, tied", [("recipe", "full", False), ("recipe-zero2", "none", True)])
@@ -67,8 +71,13 @@ def test_two_ranks_of_the_recipe_train_as_one_on_the_same_sequences(tmp_path, ar
     (tmp_path / "peer.py").write_text(PEER_ON_CPU)
     spec = TINY | {"arm": arm, "checkpointing": checkpointing, "tie_embeddings": tied}
     points = []
-    for ranks in (1, 2):
-        point, printed = runner.run([str(tmp_path / "peer.py"), json.dumps(spec | {"batch": 8 // ranks})], ranks)
+
+    def run(ranks):
+        return runner.run([str(tmp_path / "peer.py"), json.dumps(spec | {"batch": 8 // ranks})], ranks)
+
+    with ThreadPoolExecutor() as pool:  # side by side: most of their time they import PyTorch
+        results = list(pool.map(run, (1, 2)))
+    for ranks, (point, printed) in zip((1, 2), results, strict=True):
         assert point is not None and "failed" not in point, printed
         assert point["tok_per_s"] == pytest.approx(8 * 64 * 1000 / point["ms_per_step"]), "of all ranks"
         assert point["peak_gib"] == 1 + ranks, "of the rank that needs most"
@@ -132,6 +141,61 @@ def alive(pid: int) -> bool:
     return stat.exists() and stat.read_text().rpartition(")")[2].split()[0] not in "ZX"
 
 
+AT_ONCE = """
+import os, sys
+from benchmarks import runner
+def work(item, gpu):
+    command = ["-c", f"import os, sys, time; open('{sys.argv[1]}/' + str(os.getpid()), 'w').write("
+               "os.environ['CUDA_VISIBLE_DEVICES'] + ' ' + str(sorted(os.sched_getaffinity(0)))); time.sleep(600)"]
+    return runner.run(command, gpu=gpu, gpus=2)
+list(runner.spread(work, range(5), 2))
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_interrupted_points_at_once_end(tmp_path, number):
+    # default_int_handler: where the tests run in the background, a shell has SIGINT ignored, and what they start too
+    script = (
+        "import signal, sys; signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))\n"
+        "signal.signal(signal.SIGINT, signal.default_int_handler)\n" + AT_ONCE
+    )
+    environment = {key: value for key, value in os.environ.items() if key != "CUDA_VISIBLE_DEVICES"}
+    command = [sys.executable, "-c", script, str(tmp_path)]
+    process = subprocess.Popen(command, cwd=record.ROOT, stderr=subprocess.DEVNULL, env=environment)
+    until = time.monotonic() + 60
+    while len(files := list(tmp_path.iterdir())) < 2 or not all(file.read_text() for file in files):
+        assert time.monotonic() < until and process.poll() is None
+        time.sleep(0.05)
+    seen = sorted(file.read_text().split(maxsplit=1) for file in files)
+    assert [gpu for gpu, _ in seen] == ["0", "1"]
+    if len(os.sched_getaffinity(0)) > 1:
+        assert not set(json.loads(seen[0][1])) & set(json.loads(seen[1][1])), "each has its own cores"
+    process.send_signal(number)
+    assert process.wait(20) != 0
+    for file in files:
+        with pytest.raises(ProcessLookupError):
+            os.kill(int(file.name), 0)
+    assert len(list(tmp_path.iterdir())) == 2, "and no other begins"
+
+
+def test_a_program_is_held_to_its_part_of_the_card(tmp_path, monkeypatch, capsys):
+    held = []
+    properties = type("Properties", (), {"total_memory": 96 * 2**30})
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
+    monkeypatch.setattr(torch.cuda, "set_per_process_memory_fraction", lambda *fraction: held.append(fraction))
+    monkeypatch.setenv("LOCAL_RANK", "3")
+    monkeypatch.setattr(sys, "argv", ["as it was"])
+    (tmp_path / "script.py").write_text("import sys; print(__name__, sys.argv[1:])")
+    limited.main(["24", str(tmp_path / "script.py"), "config/x.py", "--batch_size=8"])
+    limited.main(["96", "-m", "this"])
+    limited.main(["48"])
+    assert held == [(0.25, 3), (1.0, 3), (0.5, 3)]
+    printed = capsys.readouterr().out
+    with pytest.raises(SystemExit, match="--memory_limit_gib=200: the card has 96.0 GiB"):
+        limited.main(["200", "-m", "this"])
+    assert printed.startswith("__main__ ['config/x.py', '--batch_size=8']") and "Beautiful is better" in printed
+
+
 def test_what_a_rank_said_is_found_before_torchruns_obituary(capsys):
     printed = """
 ValueError: this is it
@@ -150,22 +214,20 @@ torch.distributed.elastic.multiprocessing.errors.ChildFailedError:
 @pytest.mark.parametrize(
     "word, message",
     [
-        ("scalin", "Did you mean scaling?"),
-        (
-            "rank=2",
-            "Unknown word rank=2: there are ranks=, arms=, shapes=, checkpointing=, steps=, folder=, out=, scal",
-        ),
-        ("arms=nanocria-zero3", "Did you mean nanocria-zero2?"),
-        ("shapes=2x4069", "shapes=2x4069: there are 2x4096, 1x8192, 4x4096, 2x8192. Did you mean 2x4096?"),
-        ("ranks=two", "ranks=two: a whole number, at least 1"),
-        ("steps=0", "steps=0: a whole number, at least 1"),
-        ("folder=/no/such", "folder=/no/such: there is no such folder"),
-        ("scaling shapes=2x4096", "shapes=: not read by scaling: leave it out"),
-        ("scaling saves checkpointing=full", "checkpointing=: not read by scaling and saves"),
-        ("saves arms=recipe", "arms=: not read by saves"),
+        ("scaling", "Unknown word scaling: settings are --key=value"),
+        ("--measure=scalin", "--measure=scalin: there are scaling, 8b, saves. Did you mean scaling?"),
+        ("--rank=2", "Unknown setting rank. Did you mean ranks?"),
+        ("--arms=nanocria-zero3", "Did you mean nanocria-zero2?"),
+        ("--shapes=2*4096", "--shapes=2*4096: sequences x tokens, as in 8x2048"),
+        ("--ranks=two", "--ranks=two: whole numbers, at least 1"),
+        ("--steps=0", "--steps=0: it must be at least 1"),
+        ("--folder=/no/such", "--folder=/no/such does not exist"),
+        ("--measure=scaling --shapes=2x4096", "--shapes is not read by --measure=scaling: leave it out"),
+        ("--measure=saves,scaling --checkpointing=full", "--checkpointing is not read by --measure=scaling,saves"),
+        ("--measure=saves --arms=recipe", "--arms is not read by --measure=saves"),
     ],
 )
-def test_a_slip_is_answered_with_a_sentence(word, message):
+def test_a_user_error_of_gpus_gets_a_sentence(word, message):
     with pytest.raises(SystemExit, match=re.escape(message)):
         bench.main(["gpus", *word.split()])
 
@@ -176,12 +238,13 @@ def test_without_a_gpu_it_says_so():
         bench.main(["gpus"])
 
 
-def test_words_choose_and_ranks_without_gpus_are_left_out(capsys):
-    kinds, options = gpus.parse(["8b", "ranks=4,1,2", "shapes=2x4096", "steps=7", "out=a"], n_gpus=2)
-    assert (kinds, options["ranks"], options["shapes"], options["steps"]) == (["8b"], [1, 2], [(2, 4096)], 7)
-    assert capsys.readouterr().out == "ranks=4: left out, torch sees 2 GPUs\n"
-    assert gpus.parse([], n_gpus=4)[1]["ranks"] == [1, 2, 4] and gpus.parse([], n_gpus=4)[0] == list(gpus.KEYS)
-    assert list(gpus.measured(["8b"], gpus.parse(["ranks=4"], n_gpus=2)[1])) == []
+def test_settings_choose_and_ranks_without_gpus_are_left_out(capsys):
+    s = gpus.parse(["--measure=8b", "--ranks=4,1,2", "--shapes=2x4096", "--steps=7", "--out=a"], n_gpus=2)
+    assert (s.kinds, s.ranks, s.shapes, s.steps) == (["8b"], [1, 2], [(2, 4096)], 7)
+    assert capsys.readouterr().out == "--ranks=4: left out, torch sees 2 GPUs\n"
+    s = gpus.parse([], n_gpus=4)
+    assert (s.ranks, s.kinds) == ([1, 2, 4], list(gpus.KEYS)) and capsys.readouterr().out == ""
+    assert list(gpus.measured(gpus.parse(["--measure=8b", "--ranks=4"], n_gpus=2))) == []
 
 
 def commands(monkeypatch, *words, n_gpus=4):
@@ -192,14 +255,14 @@ def commands(monkeypatch, *words, n_gpus=4):
         "run",
         lambda command, ranks=1, gpu=None, gpus=1: ran.append((ranks, command, gpu)) or (None, "out of memory"),
     )
-    rows = list(gpus.measured(*gpus.parse(list(words), n_gpus)))
+    rows = list(gpus.measured(gpus.parse(list(words), n_gpus)))
     return ran, rows
 
 
 def test_each_point_is_a_run_on_so_many_ranks(monkeypatch):
-    ran, rows = commands(monkeypatch, "scaling")
+    ran, rows = commands(monkeypatch, "--measure=scaling")
     assert [(row["ranks"], row["arm"]) for _, row in rows] == [
-        (4, "nanocria"), (4, "nanocria-zero2"), (4, "nanocria-hybrid"), (4, "nanocria-nccl"), (4, "nanocria-each"),
+        (4, "nanocria"), (4, "nanocria-zero2"), (4, "nanocria-nccl"), (4, "nanocria-each"),
         (4, "recipe"), (4, "torchtitan"),
         (2, "nanocria"), (2, "nanocria-zero2"), (2, "nanocria-nccl"), (2, "nanocria-each"), (2, "recipe"),
         (2, "torchtitan"),
@@ -209,11 +272,11 @@ def test_each_point_is_a_run_on_so_many_ranks(monkeypatch):
     assert sorted(gpu for _, _, gpu in ran if gpu is not None) == [0, 0, 1, 1, 2, 3], "a run on each GPU"
     runs = [(ranks, command) for ranks, command, gpu in ran if gpu is None]
     assert [ranks for ranks, _ in runs] == [row["ranks"] for _, row in rows if row["arm"] != "nanocria-each"]
-    _, hybrid = runs[2]
-    flags = ["--gradient_accumulation_steps=4", "--batch_size=16", "--sharding=hybrid", "--shard_ranks=2"]
-    assert hybrid[:2] == ["train.py", "config/llama32_1b.py"] and set(flags) < set(hybrid)
-    assert "--copy_engines=false" in runs[3][1]
-    _, recipe = runs[4]
+    _, zero2 = runs[1]
+    flags = ["--gradient_accumulation_steps=4", "--batch_size=16", "--sharding=zero2"]
+    assert zero2[:2] == ["train.py", "config/llama32_1b.py"] and set(flags) < set(zero2)
+    assert "--copy_engines=false" in runs[2][1]
+    _, recipe = runs[3]
     assert recipe[:2] == ["-m", "benchmarks.peers"] and json.loads(recipe[2])["arm"] == "recipe"
 
 
@@ -241,26 +304,27 @@ def test_a_run_is_kept_to_one_of_the_gpus_that_are_there(monkeypatch):
 
 
 def test_8b_is_measured_on_all_gpus_and_selective_is_ours_alone(monkeypatch):
-    ran, rows = commands(monkeypatch, "8b")
+    ran, rows = commands(monkeypatch, "--measure=8b")
     assert {ranks for ranks, *_ in ran} == {4} and "config/llama31_8b.py" in ran[0][1]
     places = [(row["arm"], row["batch"], row["block"], row["checkpointing"]) for _, row in rows]
     at = [(2, 4096, "none"), (1, 8192, "none"), (4, 4096, "full"), (2, 8192, "full")]
     selective = [("nanocria", 4, 4096, "selective"), ("nanocria", 2, 8192, "selective")]
     assert places == [(arm, *where) for where in at for arm in ("nanocria", "recipe")] + selective
-    _, rows = commands(monkeypatch, "8b", "arms=recipe", "shapes=4x4096", "checkpointing=selective")
+    _, rows = commands(monkeypatch, "--measure=8b", "--arms=recipe", "--shapes=4x4096", "--checkpointing=selective")
     assert [row["arm"] for _, row in rows] == ["recipe"]
-    _, rows = commands(monkeypatch, "8b", "arms=recipe", "shapes=2x4096,4x4096", "checkpointing=none,full")
+    words = ["--measure=8b", "--arms=recipe", "--shapes=2x4096,4x4096", "--checkpointing=none,full"]
+    _, rows = commands(monkeypatch, *words)
     found = [(row["batch"], row["block"], row["checkpointing"]) for _, row in rows]
     assert found == [(2, 4096, "none"), (4, 4096, "none"), (2, 4096, "full"), (4, 4096, "full")], (
         "all that was asked for"
     )
-    with pytest.raises(ValueError, match="arms=nanocria-zero2: nothing else than nanocria on so few GPUs"):
-        gpus.parse(["scaling", "ranks=1", "arms=nanocria-zero2"], 4)
+    with pytest.raises(SettingError, match="--arms=nanocria-zero2: nothing else than nanocria on so few GPUs"):
+        gpus.parse(["--measure=scaling", "--ranks=1", "--arms=nanocria-zero2"], 4)
 
 
 def test_a_peer_that_is_not_there_is_asked_for_once(monkeypatch):
     monkeypatch.setattr(runner, "run", lambda command, ranks=1: ({"missing": "No module named 'torchtitan'"}, ""))
-    rows = list(gpus.measured(*gpus.parse(["8b", "arms=torchtitan"], 4)))
+    rows = list(gpus.measured(gpus.parse(["--measure=8b", "--arms=torchtitan"], 4)))
     assert len(rows) == 1 and "pip install 'torchtitan<0.3'" in gpus.line(rows[0][1], RECORD)
 
 
@@ -290,7 +354,7 @@ def test_saves_are_timed_between_the_log_lines_of_steps_100_and_300(monkeypatch,
         return {"steps": 10 if len(ran) == 3 else 300, "save_seconds": 3.0, "resume_seconds": 2.0}
 
     monkeypatch.setattr(runner, "train", train)
-    ((kind, row),) = gpus.measured(*gpus.parse(["saves", f"folder={tmp_path}"], 4))
+    ((kind, row),) = gpus.measured(gpus.parse(["--measure=saves", f"--folder={tmp_path}"], 4))
     assert kind == "saves" and row["ranks"] == 4 and row["checkpoint_bytes"] == 1000 and row["resume_seconds"] == 2.0
     assert 0.5 < row["cost"] < 1.5, f"{row['seconds_without']} s without, {row['seconds_with']} s with"
     assert [words[-2:] for words in ran] == [
@@ -300,7 +364,7 @@ def test_saves_are_timed_between_the_log_lines_of_steps_100_and_300(monkeypatch,
 
 
 def test_a_run_that_fails_ends_the_saves_with_its_reason(monkeypatch):
-    ran, ((_, row),) = commands(monkeypatch, "saves")
+    ran, ((_, row),) = commands(monkeypatch, "--measure=saves")
     assert len(ran) == 1 and row["oom"] and "out of memory" in gpus.line(row, RECORD)
 
 
@@ -359,10 +423,10 @@ def test_the_same_code_on_the_same_gpus_adds_to_its_record(tmp_path, capsys):
     out.write_text(json.dumps(RECORD))
     new = RECORD | {"command": "python bench.py gpus scaling", "scaling": [], "8b": [], "saves": []}
     rows = [("scaling", row("nanocria", 4, 280_000.0)), ("8b", RECORD["8b"][3] | {"failed": "Bang"})]
-    record, failed = record.fill(copy.deepcopy(new), rows, out, gpus.KEYS, gpus.line)
-    assert json.loads(out.read_text()) == record and [f["failed"] for f in failed] == ["Bang"]
-    assert [r["tok_per_s"] for r in record["scaling"]] == [70_000.0, 60_000.0, 280_000.0, 277_200.0, 230_400.0]
-    assert record["8b"] == RECORD["8b"] and record["saves"] == RECORD["saves"]
+    found, failed = record.fill(copy.deepcopy(new), rows, out, gpus.KEYS, gpus.line)
+    assert json.loads(out.read_text()) == found and [f["failed"] for f in failed] == ["Bang"]
+    assert [r["tok_per_s"] for r in found["scaling"]] == [70_000.0, 60_000.0, 280_000.0, 277_200.0, 230_400.0]
+    assert found["8b"] == RECORD["8b"] and found["saves"] == RECORD["saves"]
     assert "1.000 of 4 x one GPU" in capsys.readouterr().out, "the one GPU is the old record's"
 
 
@@ -382,7 +446,7 @@ def test_the_page_has_tables_of_what_was_measured(monkeypatch, tmp_path):
         "8 x 2,048 tokens each: a checkpoint of 14.8 GB every 100 steps costs the training 1.0% (22.0 s without, "
         "22.2 s with); a resume reads it in 8.0 s.",
         "Measured on 4 GPUs with PyTorch 2.11.0; copies 4.20 TB/s, matmuls 700 TFLOP/s. Command: "
-        "`python bench.py gpus`; commit: [benchmarks/records/gpus.json](records/gpus.json).",
+        "`python bench.py gpus`; commit: [records/gpus.json](records/gpus.json).",
     ):
         assert part in text, text
     (tmp_path / "gpus.json").write_text(json.dumps(RECORD | {"8b": [], "saves": []}))

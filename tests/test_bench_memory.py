@@ -60,7 +60,7 @@ def snapshot_of(events, before):
 SNAPSHOT = snapshot_of(
     before=[
         ("weights", 20, frames("torch/nn/modules/module.py:_apply", "model.py:to_empty", "train.py:<module>")),
-        ("moments", 120, frames("optimizers/on_gpu.py:allocate", "optimizers/optimizer.py:__init__", "train.py:<module>")),
+        ("moments", 120, frames("optimizers/on_gpu.py:add", "optimizers/optimizer.py:__init__", "train.py:<module>")),
         ("workspace", 32, FORWARD),
         ("old batch", 1, []),
     ],
@@ -201,6 +201,12 @@ def estimated(words):
     return estimate.estimate(estimate.parse(words.split()))
 
 
+@pytest.fixture
+def no_table(monkeypatch):
+    """For what is said of one batch size: the table of nine takes seconds."""
+    monkeypatch.setattr(memory_advice, "largest_batch", lambda *at: 1)
+
+
 CARDS_OF_THE_README = re.findall(
     r"^\| (?:(\d+) x )?(\d+) GB \| `(config/\S+) (.*?)`.* \| ([\d.]+) \| (\d+) \|$",
     (record.ROOT / "README.md").read_text(),
@@ -317,7 +323,7 @@ def test_the_estimate_is_memory_pys(words):
     assert result["cpu_gib"] == pytest.approx(result["ranks"] * sum(part.bytes for part in parts) / 2**30)
 
 
-def test_the_estimate_counts_the_sums_of_the_micro_batches_that_the_config_asks_for():
+def test_the_estimate_counts_the_sums_of_the_micro_batches_that_the_config_asks_for(no_table):
     words = "--card=h200 --checkpointing=none --offload=none --batch_size=8 --block_size=2048"
     text, recipe = estimated(words)
     _, single = estimated(f"{words} -- --gradient_accumulation_steps=1")
@@ -327,7 +333,7 @@ def test_the_estimate_counts_the_sums_of_the_micro_batches_that_the_config_asks_
     assert peaks[0] < peaks[1]
 
 
-def test_the_estimate_ends_in_a_command_for_a_shell_that_train_py_takes(tmp_path):
+def test_the_estimate_ends_in_a_command_for_a_shell_that_train_py_takes(tmp_path, no_table):
     baby = "--config=config/baby_llama.py --card=1.6 --batch_size=8 "
     for more, says in [
         ("-- --vocab_size=257", False),
@@ -345,7 +351,7 @@ def test_the_estimate_ends_in_a_command_for_a_shell_that_train_py_takes(tmp_path
     assert words[:3] == ["python", "train.py", str(config)] and "--wandb_run_name=my runs" in words
 
 
-def test_cards_that_do_not_reach_each_other_have_no_buffers_of_copy_engines():
+def test_cards_that_do_not_reach_each_other_have_no_buffers_of_copy_engines(no_table):
     for more, there in [
         ("--card=h100 --ranks=8", True),
         ("--card=4090 --ranks=8", False),
@@ -389,7 +395,7 @@ def test_check_compares_the_measured_peaks_with_the_estimates(tmp_path, capsys):
         assert check(path) == f"{path} is no record of a sweep"
 
 
-@pytest.mark.parametrize("words", [["--help"], ["estimate", "--help"], ["estimate", "--card=24"]])
+@pytest.mark.parametrize("words", [["estimate", "--help"], ["estimate", "--card=24"]])
 def test_a_reader_that_has_read_enough_is_no_error(words, tmp_path):
     reader, writer = os.pipe()
     os.close(reader)

@@ -16,6 +16,7 @@ import subprocess
 import pytest
 import torch
 
+import bench
 from benchmarks import arms, breakdown, compare, draw, peers, record, report, runner, step
 from model import Llama, LlamaConfig
 from runtime import run_log
@@ -76,7 +77,7 @@ def counterparts(name, names, peer):
 def test_a_peer_has_our_loss_and_our_gradients(build, names, checkpointing):
     torch.manual_seed(1)
     ours = Llama(TINY)
-    ours.set_operations(fused_kernels=False, fused_loss=False)
+    ours.set_operations(fused_kernels=False, fused_loss=False, attention="sdpa")
     ours.init_weights(seed=1)
     peer, loss_of = build(checkpointing)
     pairs = [(name, p, counterparts(name, names, peer)) for name, p in ours.named_parameters()]
@@ -111,6 +112,51 @@ def test_a_compiled_peer_of_hugging_face_reads_no_mask(monkeypatch):
     tokens = torch.randint(TINY.vocab_size, (2, TINY.block_size))
     assert math.isfinite(loss_of(tokens, tokens).detach())
     assert attention == [(None, True)] * TINY.n_layer
+
+
+# Trains transformers' tiny Llama three times from the same weights on the CPU: plainly in float32, under FSDP2 with
+# float32 weights and bf16 compute, and offloaded. Prints the losses and how far the final weights are apart.
+PEERS_ON_CPU = """
+import json, os, sys
+sys.path.insert(0, os.getcwd())
+import torch
+from benchmarks import peers
+from model import LlamaConfig
+
+torch.set_num_threads(1)
+c = LlamaConfig(n_layer=2, n_head=4, n_kv_head=2, n_embd=64, ffn_dim=96, vocab_size=61, block_size=24,
+                tie_embeddings=True)
+device, result = torch.device("cpu"), {}
+for arm in ("hf", "hf-masters", "hf-offload"):
+    options = {"dtype": torch.float32} if arm == "hf" else {}
+    model, loss_of = peers.BUILDERS[arm](c, "full", device, **options)
+    torch.manual_seed(1)
+    peers.fill(model, device)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3, fused=True)
+    tokens = torch.randint(c.vocab_size, (3, c.block_size), generator=torch.Generator().manual_seed(1))
+    losses = [peers.train_step(model, loss_of, optimizer, tokens, tokens) for _ in range(5)]
+    full = {n: getattr(p, "full_tensor", lambda p=p: p)() for n, p in model.named_parameters()}
+    result[arm] = {"losses": losses, "dtypes": sorted({str(p.dtype) for p in full.values()}), "n": len(full),
+                   "norm": sum(p.double().square().sum().item() for p in full.values()) ** 0.5}
+    if peers.dist.is_initialized():
+        peers.dist.destroy_process_group()
+print(json.dumps(result), flush=True)
+os._exit(0)  # gloo's threads now and then abort the interpreter that tidies up around them
+"""
+
+
+def test_the_offloaded_peer_trains_as_the_one_that_is_not(tmp_path):
+    pytest.importorskip("transformers")
+    (tmp_path / "peers.py").write_text(PEERS_ON_CPU)
+    result, printed = runner.run([str(tmp_path / "peers.py")])
+    assert result is not None, printed
+    plain, masters, offload = (result[arm] for arm in ("hf", "hf-masters", "hf-offload"))
+    assert offload == masters, "the same numbers, wherever the weights are"
+    assert masters["dtypes"] == ["torch.float32"], "the weights that learn"
+    assert masters["n"] == plain["n"], "the head is still the embedding"
+    for (loss, norm), (other_loss, other_norm) in zip(plain["losses"], masters["losses"], strict=True):
+        assert abs(other_loss / loss - 1) < 0.02 and abs(other_norm / norm - 1) < 0.05, (plain, masters)
+    assert plain["losses"][-1][0] < plain["losses"][0][0] - 0.2
 
 
 def test_the_step_of_the_peers_trains():
@@ -223,41 +269,34 @@ def test_the_floors_count_the_flops_that_the_model_counts():
 
 
 @pytest.mark.parametrize(
-    "word, message",
+    "words, message",
     [
-        (
-            "arm=hf",
-            "Unknown word arm=hf: there are arms=, shapes=, checkpointing=, steps=, keep=, out=, at_once=, breakdown, ",
-        ),
-        ("breakdwn", "Did you mean breakdown?"),
-        ("breakdown arms=recipe", "arms=: not read by breakdown: leave it out"),
-        ("breakdown steps=7", "steps=: not read by breakdown"),
-        ("baby shapes=1x1", "shapes=: not read by baby"),
-        (
-            "arms=hf-ligr",
-            f"arms=hf-ligr: there are {', '.join(arms.STEP)}. Did you mean hf-liger?",
-        ),
-        ("checkpointing=some", "checkpointing=some: there are none, selective, full"),
-        ("shapes=8*2048", "shapes=8*2048: sequences x tokens, as in 8x2048"),
-        ("steps=many", "steps=many: a whole number, at least 1"),
-        ("steps=0", "steps=0: a whole number, at least 1"),
+        ("--arm=hf", "Unknown setting arm. Did you mean arms?"),
+        ("breakdown", "Unknown word breakdown. Did you mean --measure=breakdown?"),
+        ("--measure=breakdwn", "Did you mean 'breakdown'?"),
+        ("--measure=breakdown --arms=recipe", "--arms is not read by --measure=breakdown: leave it out"),
+        ("--measure=breakdown --steps=7", "--steps is not read by --measure=breakdown"),
+        ("--measure=baby --shapes=1x1", "--shapes is not read by --measure=baby"),
+        ("--arms=hf-ligr", f"--arms=hf-ligr: there are {', '.join(arms.STEP)}. Did you mean hf-liger?"),
+        ("--checkpointing=some", "--checkpointing=some: there are none, selective, full"),
+        ("--shapes=8*2048", "--shapes=8*2048: sequences x tokens, as in 8x2048"),
+        ("--steps=many", "--steps expects an int or none, got 'many'"),
+        ("--steps=0", "--steps=0: it must be at least 1"),
+        ("--measure=baby --at_once=all", "--at_once=4: baby is measured alone"),
+        ("--at_once=8", "--at_once=8: torch sees 4 GPUs"),
     ],
 )
-def test_a_slip_is_answered_with_a_sentence(word, message):
+def test_a_user_error_of_step_gets_a_sentence(words, message, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
     with pytest.raises(SystemExit, match=re.escape(message)):
-        step.main(word.split())
+        bench.main(["step", *words.split()])
 
 
-def test_breakdown_and_baby_are_measured_one_at_a_time():
-    with pytest.raises(SystemExit, match="breakdown and baby: one at a time"):
-        step.main(["breakdown", "baby"])
-
-
-def test_words_choose_arms_shapes_checkpointing_and_steps():
-    what, options = step.parse(["arms=nanocria,hf", "shapes=8x2048,2x8192", "checkpointing=full", "steps=7", "out=a"])
-    assert (what, options["arms"], options["shapes"]) == ("points", ["nanocria", "hf"], [(8, 2048), (2, 8192)])
-    assert (options["checkpointing"], options["steps"], options["out"].name) == (["full"], 7, "a")
-    assert step.parse(["baby"])[0] == "baby" and step.parse(["breakdown"])[0] == "breakdown"
+def test_settings_choose_arms_shapes_checkpointing_and_steps():
+    s = step.parse(["--arms=nanocria,hf", "--shapes=8x2048,2x8192", "--checkpointing=full", "--steps=7", "--out=a"])
+    assert (s.measure, s.arms, s.shapes) == ("points", ["nanocria", "hf"], [(8, 2048), (2, 8192)])
+    assert (s.checkpointing, s.steps, s.out.name, s.command[-1]) == (["full"], 7, "a", "--steps=7")
+    assert step.parse([]).steps == 20 and step.parse(["--measure=baby"]).steps == 200
 
 
 def test_points_are_the_arms_in_turn_and_what_is_missing_is_asked_for_once(monkeypatch):
@@ -270,8 +309,8 @@ def test_points_are_the_arms_in_turn_and_what_is_missing_is_asked_for_once(monke
         return found, "out of memory"
 
     monkeypatch.setattr(runner, "run", run)
-    words = ["arms=nanocria,torchtitan,hf", "shapes=8x2048,2x8192", "checkpointing=none,selective"]
-    alone = list(step.points(step.parse(words)[1]))
+    words = ["--arms=nanocria,torchtitan,hf", "--shapes=8x2048,2x8192", "--checkpointing=none,selective"]
+    alone = list(step.points(step.parse(words)))
     assert [(p["arm"], p["batch"], p["checkpointing"], p["oom"]) for p in alone if p["arm"] != "torchtitan"] == [
         ("nanocria", 8, "none", True), ("hf", 8, "none", False), ("nanocria", 8, "selective", True),
         ("nanocria", 2, "none", True), ("hf", 2, "none", False), ("nanocria", 2, "selective", True),
@@ -280,24 +319,16 @@ def test_points_are_the_arms_in_turn_and_what_is_missing_is_asked_for_once(monke
     assert {(gpu, gpus) for _, gpu, gpus in ran} == {(None, 1)}
     ran.clear()
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
-    beside = list(step.points(step.parse([*words, "at_once=2"])[1]))
+    beside = list(step.points(step.parse([*words, "--at_once=2"])))
     expected = [point | {"at_once": 2} for point in alone if point["arm"] != "torchtitan"]
     assert [point for point in beside if point["arm"] != "torchtitan"] == expected
     assert {(gpu, gpus) for _, gpu, gpus in ran} == {(0, 2), (1, 2)}
 
 
-def test_what_launches_dominate_is_measured_alone(monkeypatch):
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
-    with pytest.raises(SystemExit, match="at_once=4: baby is measured alone"):
-        step.main(["baby", "at_once=all"])
-    with pytest.raises(SystemExit, match="at_once=8: torch sees 4 GPUs"):
-        step.main(["at_once=8"])
-
-
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 def test_without_a_gpu_it_says_so():
     with pytest.raises(SystemExit, match="needs a CUDA GPU"):
-        step.main([])
+        bench.main(["step"])
 
 
 def point(arm, checkpointing="none", tok_per_s=70_000.0, peak_gib=30.0, batch=8):
@@ -320,10 +351,10 @@ RECORD = {
 
 
 def test_the_same_code_on_the_same_card_adds_to_its_record():
-    new = RECORD | {"command": "python bench.py step arms=recipe", "breakdown": [], "baby": []}
+    new = RECORD | {"command": "python bench.py step --arms=recipe", "breakdown": [], "baby": []}
     new["points"] = [point("recipe", tok_per_s=60_000.0), point("recipe", "full")]
     both = record.merged(RECORD, new, step.KEYS)
-    assert both["command"] == "python bench.py step && python bench.py step arms=recipe"
+    assert both["command"] == "python bench.py step && python bench.py step --arms=recipe"
     assert [(p["arm"], p["checkpointing"], p.get("tok_per_s")) for p in both["points"]] == [
         ("nanocria", "none", 70_000.0), ("recipe", "none", 60_000.0), ("hf", "none", None), ("recipe", "full", 70_000.0)
     ]  # fmt: skip
@@ -346,7 +377,7 @@ def test_a_record_goes_on_where_only_words_have_changed_since(tmp_path, monkeypa
         ).stdout
 
     def commit(name, content):
-        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).parent.mkdir(exist_ok=True, parents=True)
         (tmp_path / name).write_text(content)
         git("add", ".")
         git("commit", "-qm", name)
@@ -355,11 +386,11 @@ def test_a_record_goes_on_where_only_words_have_changed_since(tmp_path, monkeypa
     monkeypatch.setattr(record, "ROOT", tmp_path)
     git("init", "-q")
     first = commit("train.py", "1")
-    beside = ("README.md", "tests/test_train.py", "benchmarks/draw.py", "benchmarks/records/step.json", "sample.py", "bench.py",
-              "benchmarks/README.md", "benchmarks/losses.py")  # fmt: skip
+    beside = ["README.md", "tests/test_train.py", "benchmarks/draw.py", "benchmarks/records/step.json", "sample.py"]
+    beside += ["bench.py", "benchmarks/README.md", "benchmarks/losses.py"]
     words = [commit(name, "2") for name in beside]
     assert all(record.same_code(first, later) and record.same_code(later, first) for later in words)
-    for name in ("model.py", "memory.py", "kernels/rope.py", "config/a.py", "benchmarks/swept.py", "train.py"):
+    for name in ("model.py", "memory.py", "kernels/rope.py", "config/a.py", "benchmarks/runner.py", "train.py"):
         before, after = words[-1], commit(name, "3")
         assert not record.same_code(before, after), name
         words.append(after)
@@ -396,28 +427,31 @@ def test_a_record_is_written_where_files_cannot_be_locked(tmp_path, monkeypatch,
 
     monkeypatch.setattr("fcntl.flock", flock)
     out = tmp_path / "step.json"
-    record, _ = filled(out)
-    assert json.loads(out.read_text()) == record
+    found, _ = filled(out)
+    assert json.loads(out.read_text()) == found
     assert "step.json.lock cannot be locked there" in capsys.readouterr().err
 
 
 def test_a_record_is_written_after_each_row_by_one_command_at_a_time(tmp_path):
     out = tmp_path / "new" / "step.json"
-    record, beside = filled(out)
+    found, beside = filled(out)
     assert beside == [["step.json", "step.json.lock"]] * 2
-    assert json.loads(out.read_text()) == record and list(out.parent.iterdir()) == [out]
-    with record.locked(out), pytest.raises(SystemExit, match="another bench.py is writing to .*step.json: wait for it, or"):
+    assert json.loads(out.read_text()) == found and list(out.parent.iterdir()) == [out]
+    with (
+        record.locked(out),
+        pytest.raises(SystemExit, match="another bench.py is writing to .*step.json: wait for it, or"),
+    ):
         filled(out)
-    assert filled(out)[0] == record, "again, once the other has ended"
+    assert filled(out)[0] == found, "again, once the other has ended"
 
 
 def test_a_record_that_cannot_be_written_is_refused_before_a_row_is_measured(tmp_path):
     (tmp_path / "file").write_text("")
     (tmp_path / "list.json").write_text("[1]")
     messages = {tmp_path: "is no file", tmp_path / "file" / "step.json": "cannot be written"}
-    messages |= dict.fromkeys([tmp_path / "file", tmp_path / "list.json"], "is there and no record of a benchmark")
+    messages |= dict.fromkeys([tmp_path / "file", tmp_path / "list.json"], "exists and is no record of a benchmark")
     for out, message in messages.items():
-        with pytest.raises(SystemExit, match=f"out={out} {message}"):
+        with pytest.raises(SystemExit, match=f"--out={out} {message}"):
             record.fill(RECORD, iter(lambda: pytest.fail("measured"), 0), out, step.KEYS, lambda *_: "")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["file", "list.json"]
 
@@ -436,9 +470,9 @@ def two_gpus(monkeypatch):
 
 
 def test_unlike_gpus_are_not_measured_at_once(two_gpus):
-    with pytest.raises(SystemExit, match="at_once=all: these GPUs are not alike, A of 80 GiB, B of 24 GiB. CUDA_VIS"):
-        runner.begin("step", ["at_once=all"], step.KEYS)
-    assert set(runner.begin("step", ["at_once=1"], ["points"])) == {
+    with pytest.raises(SystemExit, match="--at_once=2: these GPUs are not alike, A of 80 GiB, B of 24 GiB. CUDA_VIS"):
+        runner.begin("step", [], step.KEYS, at_once=2)
+    assert set(runner.begin("step", [], ["points"])) == {
         "command", "device", "copy_tb_s", "matmul_tflops", "points"
     }  # fmt: skip
 
@@ -531,10 +565,12 @@ def test_the_pages_have_the_step_in_short_and_the_small_model(tmp_path, monkeypa
     ]  # fmt: skip
 
 
-def test_the_tables_show_every_row_and_the_plot_is_drawn(tmp_path):
-    assert "| 8 x 2,048 | none | 70,000 · 30.0 | 50,000 · 40.0 | out of memory |" in steps_table
-    assert step.breakdown_table(RECORD).endswith("| whole step | 191.0 | 180.0 |")
-    assert "of our step go (8 x 2,048 tokens, checkpointing none), and" in step.breakdown_table(RECORD)
+def test_the_tables_show_every_row_and_the_plot_is_drawn(tmp_path, monkeypatch):
+    monkeypatch.setattr(record, "RECORDS", tmp_path)
+    (tmp_path / "step.json").write_text(json.dumps(RECORD | {"versions": {"nanocria": "abc", "torch": "2"}}))
+    assert "| 8 x 2,048 | none | 70,000 · 30.0 | 50,000 · 40.0 | out of memory |" in report.steps_table("step")
+    assert report.breakdown_table().endswith("| whole step | 191.0 | 180.0 |")
+    assert "of our step go (8 x 2,048 tokens, checkpointing none), and" in report.breakdown_table()
     several = copy.deepcopy(RECORD) | {"points": [*RECORD["points"], point("nanocria", "full"), point("hf", batch=16)]}
     json.dumps(several)
     draw.draw_steps(several, tmp_path / "step.png")
