@@ -107,23 +107,25 @@ def test_hybrid_process_groups_time_out_later_than_the_watchdog(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "ranks, settings, shape, kept",
+    "ranks, settings, shape, reshard",
     [
-        (2, dict(sharding="zero3"), (2,), False),
-        (2, dict(sharding="zero2"), (2,), True),
-        (4, dict(sharding="hybrid"), (2, 2), False),
+        (2, dict(sharding="zero3"), (2,), True),
+        (2, dict(sharding="zero2"), (2,), False),
+        (4, dict(sharding="hybrid"), (2, 2), True),
     ],
     ids=str,
 )
-def test_sharding_setting_decides_how_parameters_are_sharded(text_data, tmp_path, ranks, settings, shape, kept):
+def test_sharding_setting_decides_how_parameters_are_sharded(text_data, tmp_path, ranks, settings, shape, reshard):
     before = (
         "os.environ['LOCAL_WORLD_SIZE'] = '2'  # as on two machines\n"
-        "from runtime import copy_engines\nshard, seen = copy_engines.shard, []\n"
-        "def shard_and_note(model, **options):\n"
-        "    seen.append((tuple(options['mesh'].shape), options['keep_blocks']))\n    shard(model, **options)\n"
-        "copy_engines.shard = shard_and_note"
+        "import torch.distributed.fsdp as fsdp\nshard, seen = fsdp.fully_shard, []\n"
+        "def shard_and_note(modules, **options):\n"
+        "    seen.append((tuple(options['mesh'].shape), options['reshard_after_forward']))\n"
+        "    return shard(modules, **options)\n"
+        "fsdp.fully_shard = shard_and_note"
     )
-    script = wrapped(tmp_path, before, f"assert seen == [({shape}, {kept})], seen")
+    blocks = f"[({shape}, {reshard})] * {SMALL['n_layer']}"
+    script = wrapped(tmp_path, before, f"assert seen[:{SMALL['n_layer']}] == {blocks}, seen")
     settings = SMALL | SHORT | settings | dict(gradient_accumulation_steps=4, max_iters=1, dataset=text_data)
     done = run_ranks(ranks, settings | {"out_dir": tmp_path / "out"}, script)
     assert done.returncode == 0, done.stderr
