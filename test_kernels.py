@@ -116,7 +116,7 @@ def cross_entropy_oracle(
 
 
 class Given:
-    """A projection of these tensors, which need not be parameters: for the compiler, which knows no module made anew."""
+    """A projection whose weight need not be a parameter, made anew where the compiler looks: it knows no new module."""
 
     def __init__(self, weight):
         self.weight = weight

@@ -52,7 +52,7 @@ class RunShape:
     fused_kernels: bool = True
     fused_loss: bool = True
     attention: str = "auto"
-    fp8: bool = False  # takes no more: float8 operands exist only while the MLP's activations do not
+    fp8: bool = False  # takes no more: float8 operands are freed before the peak
     activation_checkpointing: str = "none"
     mlp_chunks: int | None = None
     offload_activations: bool = False
@@ -186,7 +186,7 @@ def attention_bytes(c: LlamaConfig, run: RunShape) -> int:
     cuDNN's own: dq in float32, dk and dv for each query head, three numbers per head.
     """
     itemsize = run.compute_dtype.itemsize
-    gradients = itemsize * (c.n_embd + 2 * c.n_kv_head * c.head_dim)  # the MLP's residual stream is free by then
+    gradients = itemsize * (c.n_embd + 2 * c.n_kv_head * c.head_dim)  # the MLP's residual stream is free by now
     suits = run.attention == "auto" and triton_suits(c.head_dim, c.block_size, run.compute_dtype)
     if suits or run.attention == "triton" or run.mask_documents:
         return gradients + 4 * c.n_head
@@ -340,14 +340,10 @@ def phases(config: LlamaConfig, run: RunShape) -> dict[str, list[Part]]:
     in_loss = (layers * zero2, 1 + buffer) if apart and step.last.n > step.block.n else (layers * zero2 + buffer, 1)
     root_stays = int(run.fsdp and not apart)
     reducing = None if step.unsynced else step.block  # the gradients of the block before
-    found = {
-        "the loss, at the end of forward": step.at(forward, layers, in_loss),
-        "backward of the loss": step.at(backward, layers, (whole, 1)),
-    }
+    found = {"the loss, at the end of forward": step.at(forward, layers, in_loss)}
+    found["backward of the loss"] = step.at(backward, layers, (whole, 1))
     if apart:
-        found["reduction of the head"] = step.at(
-            step.reduction(step.last), layers, gathered=(whole, 0), reducing=step.last
-        )
+        found["reduction of the head"] = step.at(step.reduction(step.last), layers, (whole, 0), reducing=step.last)
     for k in (layers, max(layers - 1, 1), 1):
         found[f"backward of block {k}"] = step.at(
             block,
@@ -363,9 +359,8 @@ def phases(config: LlamaConfig, run: RunShape) -> dict[str, list[Part]]:
     found["backward of the embedding"] = step.at(x, 0, (0, root_stays), (layers, 1), copies, reducing)
     if run.fsdp:
         first = step.embedding if apart else step.last
-        found["reduction of the embedding"] = step.at(
-            step.reduction(first), done=(layers, 1), reducing=first, over=True
-        )
+        at_end = {"done": (layers, 1), "reducing": first, "over": True}
+        found["reduction of the embedding"] = step.at(step.reduction(first), **at_end)
     return found
 
 

@@ -103,7 +103,8 @@ def finished(runs, seconds=120):
         time.sleep(0.02)
     for stream in (runs[0].stdout, runs[0].stderr):
         stream.seek(0)
-    code = next((code for code in codes if code), 0)
+    failed = [code for code in codes if code]
+    code = next((code for code in failed if code != -signal.SIGTERM), failed[0]) if failed else 0
     return subprocess.CompletedProcess([], code, runs[0].stdout.read(), runs[0].stderr.read())
 
 
