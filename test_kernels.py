@@ -1,6 +1,6 @@
 """The kernels against float64, and against what breaks kernels.
 
-    pytest test_kernels.py                          no GPU: through Triton's interpreter, about two minutes
+    pytest test_kernels.py                          no GPU: through Triton's interpreter, some minutes
     pytest test_kernels.py -n 4 --dist loadgroup    on a GPU: natively, and again at full size
 
 A result is held to two numbers. Its relative error ‖out − truth‖ / ‖truth‖, against PyTorch's own operators in float64

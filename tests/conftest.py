@@ -15,6 +15,12 @@ from data.write import write_dataset
 from tests.runs import PLAIN, ROOT, SHORT, SMALL, prose, run_alone
 
 
+@pytest.fixture(autouse=True)
+def in_the_root(monkeypatch):
+    """Configs are named from there, wherever pytest was called."""
+    monkeypatch.chdir(ROOT)
+
+
 @pytest.fixture(scope="session")
 def text_data(tmp_path_factory):
     """A hundred kilobytes of words as bytes."""

@@ -70,9 +70,10 @@ def fork_server():
 
 
 def start(settings, script="train.py", **options):
-    """A Run of the script by one process; options of Run."""
+    """A Run of the script by one process, with these settings or list of words; options of Run."""
     environment = os.environ | PLAIN | options.pop("environment", {})
-    return Run(fork_server(), [ROOT / script, *flags(settings)], environment, **options)
+    words = settings if isinstance(settings, list) else flags(settings)
+    return Run(fork_server(), [ROOT / script, *words], environment, **options)
 
 
 def run(settings, script="train.py", **environment):

@@ -19,7 +19,7 @@ import torch
 import convert
 from model import Llama, LlamaConfig
 from runtime import checkpoint, memory_stats, run_folder
-from tests.runs import PLAIN, ROOT, SHORT, SMALL, flags, machines_of, run_ranks, slip
+from tests.runs import PLAIN, ROOT, SHORT, SMALL, flags, machines_of, run, run_ranks, slip
 
 pytestmark = pytest.mark.usefixtures("plain_pytorch_on_one_core")
 transformers = pytest.importorskip("transformers")
@@ -557,14 +557,11 @@ def test_every_weight_of_ours_has_its_names():
 
 def test_the_command_line(train, tmp_path):
     train()
-    command = [sys.executable, str(ROOT / "convert.py"), str(tmp_path / "out"), str(tmp_path / "hf")]
-    done = subprocess.run(command, capture_output=True, text=True, env=os.environ | PLAIN)
+    done = run([tmp_path / "out", tmp_path / "hf"], "convert.py")
     assert done.returncode == 0 and (tmp_path / "hf/config.json").exists(), done.stderr
-    command[2:] = str(tmp_path / "nowhere"), str(tmp_path / "another")
-    done = subprocess.run(command, capture_output=True, text=True)
+    done = run([tmp_path / "nowhere", tmp_path / "another"], "convert.py")
     assert done.returncode == 1 and done.stderr.startswith(f"{tmp_path}/nowhere holds no checkpoint"), done.stderr
-    command[2] = str(tmp_path / "hf")
-    done = subprocess.run(command, capture_output=True, text=True)
+    done = run([tmp_path / "hf", tmp_path / "another"], "convert.py")
     assert done.returncode == 1 and "hf is in Hugging Face's format already" in done.stderr, done.stderr
 
 

@@ -258,7 +258,7 @@ def test_in_slices_the_mlp_trains_the_same(settings, fused_kernels):
 @pytest.mark.parametrize("offload_activations", [True, False], ids=["inputs kept elsewhere", "kept"])
 @pytest.mark.parametrize("groups", [2, 3])
 def test_in_groups_of_sequences_a_block_trains_the_same(monkeypatch, groups, offload_activations, fused_kernels):
-    tokens, targets = (torch.cat([x, x.flip(0), x[:1]]) for x in batch(n_time=5))
+    tokens, targets = (torch.cat([x, x.flip(0), x[:1]]) for x in batch(n_time=3))
     plain = loss_and_gradients(build(fused_kernels=fused_kernels), tokens, targets)
     monkeypatch.setattr(recompute_file, "groups_of_sequences", lambda *_: groups)
     full = dict(activation_checkpointing="full", offload_activations=offload_activations)
@@ -293,10 +293,10 @@ def test_what_is_overwritten_is_not_read_again(monkeypatch, mode, fp32_dweight):
         "_fill_chunks",
         lambda x, *rest: over_x.append(x.data_ptr() == rest[-2].data_ptr()) or fill_chunks(x, *rest),
     )
-    options = {"chunk_tokens": 12, "fp32_dweight": fp32_dweight}
+    options = {"chunk_tokens": 3, "fp32_dweight": fp32_dweight}
     monkeypatch.setattr(recompute_file, "loss_options", lambda *_, **__: dict(options))
     monkeypatch.setattr(recompute_file, "groups_of_sequences", lambda *_: 2)
-    data, settings = batch(n_batch=4, n_time=8), dict(dtype=BF16, activation_checkpointing=mode)
+    data, settings = batch(n_batch=4, n_time=2), dict(dtype=BF16, activation_checkpointing=mode)
     overwriting = loss_and_gradients(build(**settings), *data)
     assert over_x == [True]
     backward = recompute_file._Recomputed.backward
@@ -317,9 +317,9 @@ def test_what_is_overwritten_is_not_read_again(monkeypatch, mode, fp32_dweight):
 @pytest.mark.parametrize("before", [True, False], ids=["read before the loss", "read after it"])
 def test_a_second_head_may_read_what_the_head_reads(monkeypatch, mode, before):
     """With several chunks of logits and several groups of sequences, where memory is reused most."""
-    monkeypatch.setattr(recompute_file, "loss_options", lambda *_, **__: {"chunk_tokens": 12})
+    monkeypatch.setattr(recompute_file, "loss_options", lambda *_, **__: {"chunk_tokens": 3})
     monkeypatch.setattr(recompute_file, "groups_of_sequences", lambda *_: 2)
-    tokens, targets = batch(n_batch=4, n_time=8)
+    tokens, targets = batch(n_batch=4, n_time=2)
 
     def two_heads(model):
         x = model.hidden(tokens)

@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from tests.runs import ROOT, flags
+from tests.runs import ROOT, run
 
 pytestmark = pytest.mark.usefixtures("plain_pytorch_on_one_core")
 
@@ -17,9 +17,9 @@ def test_sample_continues_a_prompt_and_repeats_itself_for_a_seed(train, tmp_path
 
     def sample(**settings):
         settings = {"out_dir": tmp_path / "out", "prompt": "def ", "max_new_tokens": 40, "device": "cpu", **settings}
-        done = subprocess.run([sys.executable, "sample.py", *flags(settings)], cwd=ROOT, capture_output=True)
-        assert done.returncode == 0, done.stderr.decode()
-        return done.stdout.decode()
+        done = run(settings, "sample.py")
+        assert done.returncode == 0, done.stderr
+        return done.stdout
 
     first = sample(seed=1)
     assert first.startswith("def ") and len(first) > 60 and first == sample(seed=1) != sample(seed=2)
@@ -62,5 +62,5 @@ def test_sample_names_a_tokenizer_path_that_nothing_reads(train, tmp_path, monke
 def test_sample_passes_over_tokens_that_mean_nothing(train, tmp_path):
     train(vocab_size=1000, max_iters=1)  # the tokenizer has 257 of them
     settings = {"out_dir": tmp_path / "out", "max_new_tokens": 20, "device": "cpu", "seed": 1}
-    done = subprocess.run([sys.executable, "sample.py", *flags(settings)], cwd=ROOT, capture_output=True)
-    assert done.returncode == 0 and len(done.stdout) < 20 + 80 + 10, done.stderr.decode()
+    done = run(settings, "sample.py")
+    assert done.returncode == 0 and len(done.stdout) < 20 + 80 + 10, done.stderr
