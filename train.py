@@ -305,7 +305,7 @@ def finish(step: int, numbers) -> bool:
     """Waits for a step's numbers and logs them. Returns whether a rank wants to stop."""
     watchdog.progress(f"step {step}: waiting for the GPU")
     loss, stop_wanted, grad_norm, loss_scale = numbers()
-    if math.isfinite(loss) and not math.isfinite(grad_norm) and loss_scale > 1:
+    if dtype == "float16" and math.isfinite(loss) and not math.isfinite(grad_norm) and loss_scale >= 1:
         print0(f"step {step:05d} | float16 overflowed: weights not updated, loss scale now {loss_scale:g}")
     elif not math.isfinite(grad_norm):
         watchdog.pause(f"step {step}: saving")

@@ -9,12 +9,13 @@ downloads it.
 """
 
 import base64
-import difflib
 import hashlib
 from pathlib import Path
 
 import requests  # tiktoken depends on it and downloads with it
 import tiktoken
+
+from configurator import did_you_mean
 
 NAMES = ["bytes", "gpt2", "cl100k_base", "o200k_base", "llama3"]
 END_OF_TEXT_NAMES = ["<|endoftext|>", "<|end_of_text|>"]  # OpenAI's spelling, Meta's spelling
@@ -65,9 +66,8 @@ def get_tokenizer(name: str, path: str | Path | None = None) -> tiktoken.Encodin
     if name == "llama3":
         return llama3_tokenizer(path)
     if name not in NAMES:
-        nearest = difflib.get_close_matches(name, NAMES, n=1, cutoff=0.4)
-        hint = f" Did you mean {nearest[0]}?" if nearest else ""
-        raise ValueError(f"Unknown tokenizer {name}.{hint} There are: {', '.join(NAMES)}")
+        hint = did_you_mean(name, {known: known for known in NAMES}, cutoff=0.4) or "."
+        raise ValueError(f"Unknown tokenizer {name}{hint} There are: {', '.join(NAMES)}")
     try:
         return tiktoken.get_encoding(name)
     except requests.RequestException as error:

@@ -1,8 +1,8 @@
 """The loss scale of float16, which holds nothing below 6e-8, where many gradients live.
 
-So gradients are computed 2^16 times too large and scaled back in the update. The scale halves when they overflow, never
-below 1, and doubles after 2,000 updates in a row. It lives on the device, so that nothing waits for it: a step may be
-queued, or replayed by a CUDA graph, before the CPU knows the outcome of the one before.
+So gradients are computed 2^16 times too large and scaled back in the update. The scale halves when they overflow, and
+doubles after 2,000 updates in a row; train.py ends a run that overflows at a scale of 1. It lives on the device, so that
+nothing waits for it: a step may be queued, or replayed by a CUDA graph, before the CPU knows how the last one ended.
 """
 
 import torch
@@ -33,7 +33,7 @@ class LossScale:
         good = torch.where(finite, self.good_steps + 1, 0.0)
         doubles = good >= GOOD_STEPS
         factor = torch.where(finite, 1.0 + doubles, 0.5)
-        self.scale.mul_(factor).clamp_(min=1.0)
+        self.scale.mul_(factor)
         self.good_steps.copy_(good * ~doubles)
 
     def state(self, step: int) -> dict:

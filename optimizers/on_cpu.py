@@ -83,7 +83,7 @@ class OnCPU(Place):
                 shard = local(parameters[name])
                 self.pinned_grads[name] = pinned_empty(shard.shape, shard.dtype)
                 parameters[name].register_post_accumulate_grad_hook(partial(self._offload_grad, name, group))
-        model.layers[-1].register_forward_pre_hook(self._free_root)
+        model.layers[-1].register_forward_pre_hook(torch.compiler.disable(self._free_root))
         if self.streamed is not None:
             self.streamed.before_copy = self._wait_for
 
@@ -136,7 +136,6 @@ class OnCPU(Place):
         self.copying.append(grad)
         parameter.grad = None
 
-    @torch.compiler.disable
     def _free_root(self, last_layer, inputs):
         """Frees the root's gradients, which were the last to be copied in the micro-batch before."""
         if self.copying:

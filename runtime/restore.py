@@ -10,10 +10,7 @@ from model import LlamaConfig
 from runtime import checkpoint, run_folder
 from runtime.distributed import print0, restart_count, stop
 
-# How a model is executed is no part of it.
-EXECUTION = {"fused_kernels", "fused_loss", "fp8", "attention", "activation_checkpointing", "offload_activations",
-             "mlp_chunks"}  # fmt: skip
-MODEL_SETTINGS = [name for name in LlamaConfig.__dataclass_fields__ if name not in {"block_size"} | EXECUTION]
+MODEL_SETTINGS = [name for name in LlamaConfig.__dataclass_fields__ if name != "block_size"]
 HARMLESS_SETTINGS = {  # which do not change what a run computes: a resume does not mention them
     "out_dir", "init_from", "eval_interval", "eval_iters", "log_interval", "keep_last", "async_save", "profile",
     "wandb_log", "wandb_project", "wandb_run_name", "device", "compile", "cuda_graph", "offload", "offload_activations",

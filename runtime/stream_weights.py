@@ -60,10 +60,12 @@ class StreamedWeights:
             self._move(list(layer.parameters()), self.slots[i % 2]) for i, layer in enumerate(self.layers)
         ]
         self.forget()
-        model.register_forward_pre_hook(self._before_all)
+        # Hooks, which the compiler must not look into. Disabled here: a decorator would import the compiler, 1.5 s.
+        model.register_forward_pre_hook(torch.compiler.disable(self._before_all))
         for i, layer in enumerate(self.layers):
-            layer.register_forward_pre_hook(partial(self._before, i))
-            layer.register_forward_hook(partial(self._after, i))
+            layer.register_forward_pre_hook(partial(torch.compiler.disable(self._before), i))
+            layer.register_forward_hook(partial(torch.compiler.disable(self._after), i))
+        self.before_backward = torch.compiler.disable(self._before_backward)
 
     def _move(self, parameters: list[nn.Parameter], flat: torch.Tensor) -> torch.Tensor:
         """Copies the parameters to one tensor on the CPU, which it returns, and makes them views of flat."""
@@ -104,9 +106,8 @@ class StreamedWeights:
             torch.cuda.current_stream().wait_event(self.arrived[i % 2])
 
     # ------------------------------------------------------------------------------------------------------------------
-    # Hooks, which the compiler must not look into
+    # Hooks
 
-    @torch.compiler.disable
     @torch.no_grad()
     def _before_all(self, model, inputs):
         if not self.root_there:
@@ -115,13 +116,11 @@ class StreamedWeights:
             self.root.copy_(self.cpu_root, non_blocking=True)
             self.root_there = True
 
-    @torch.compiler.disable
     @torch.no_grad()
     def _before(self, i: int, block, inputs):
         self._need(i)
         self.other_is_free = self._event()  # what was in the other slot has been read
 
-    @torch.compiler.disable
     @torch.no_grad()
     def _after(self, i: int, block, inputs, outputs):
         # Only now that block i is queued: the CPU may first have to finish the weights of block i + 1.
@@ -129,9 +128,8 @@ class StreamedWeights:
             self._fetch(i + 1, self.other_is_free)
         for output in outputs:
             if output is not None and output.requires_grad:
-                output.register_hook(partial(self._before_backward, i))
+                output.register_hook(partial(self.before_backward, i))
 
-    @torch.compiler.disable
     @torch.no_grad()
     def _before_backward(self, i: int, gradient):
         """Hook on each output of block i. When the first one fires, the backward of all later blocks is queued."""

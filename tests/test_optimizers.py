@@ -312,7 +312,7 @@ def test_a_cuda_graph_replays_the_step_and_nothing_waits_for_the_gpu(dtype):
 # float16
 
 
-def test_the_loss_scale_halves_on_overflow_never_below_1_and_doubles_after_2000_good_steps():
+def test_the_loss_scale_halves_on_overflow_and_doubles_after_2000_good_steps():
     scale, good, bad = LossScale(), torch.tensor(True), torch.tensor(False)
     for _ in range(1999):
         scale.update(good)
@@ -321,9 +321,6 @@ def test_the_loss_scale_halves_on_overflow_never_below_1_and_doubles_after_2000_
     assert scale.state(2000) == {"loss_scale": 2.0**17, "loss_scale_since": 2000}
     scale.update(good), scale.update(bad)
     assert scale.state(2002) == {"loss_scale": 2.0**16, "loss_scale_since": 2002}
-    for _ in range(20):
-        scale.update(bad)
-    assert scale.scale.item() == 1.0
     other = LossScale()
     other.load({"step": 30} | scale.state(30))
     assert other.state(30) == scale.state(30)
