@@ -25,7 +25,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-os.environ["TRITON_INTERPRET"] = "0" if torch.cuda.is_available() else "1"  # before anything imports Triton
+os.environ.setdefault("TRITON_INTERPRET", "0" if torch.cuda.is_available() else "1")  # before anything imports Triton
 
 import triton
 from torch._dynamo.testing import CompileCounterWithBackend

@@ -3,10 +3,25 @@
 Loshchilov and Hutter, Decoupled Weight Decay Regularization, 2019. https://arxiv.org/abs/1711.05101
 """
 
+import functools
+import math
+
 import torch
 
 from kernels import adamw
 from kernels.adamw import adamw_on_cpu
+
+
+@functools.cache
+def bias_corrections(betas: tuple[float, float], device: torch.device) -> torch.Tensor:
+    """1 / (1 - β₁ᵗ) and 1 / √(1 - β₂ᵗ) for t = 0, 1, 2, ... until both are 1 for good: (T, 2) float32.
+
+    Looked up, for their arithmetic in float64 is nine kernels: 0.6% of a step of the baby in a CUDA graph.
+    """
+    n_steps = max(math.log(2**-26) / math.log(beta) if beta else 1.0 for beta in betas)
+    t = torch.arange(math.ceil(n_steps) + 1, dtype=torch.float64)
+    beta1, beta2 = betas
+    return torch.stack([1 / (1 - beta1**t), 1 / (1 - beta2**t).sqrt()], dim=1).float().to(device)
 
 
 class AdamW:
@@ -17,8 +32,8 @@ class AdamW:
         return dict.fromkeys(("exp_avg", "exp_avg_sq"), (parameter.shape, torch.float32))
 
     def scalars(self, t):
-        beta1, beta2 = self.betas
-        return (1 - beta1**t).reciprocal(), (1 - beta2**t).rsqrt()  # the bias corrections
+        table = bias_corrections(self.betas, t.device)
+        return table.index_select(0, t.clamp(max=len(table) - 1).view(1)).view(2).unbind()
 
     def step_on_gpu(self, parameter, grad, master, states, scalars):
         adamw(parameter, grad, master, *states.values(), scalars, *self._options(parameter))

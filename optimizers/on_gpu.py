@@ -32,7 +32,7 @@ class OnGPU(Place):
         return torch.linalg.vector_norm(torch.stack(norms))
 
     def update(self, scale: torch.Tensor, lr: torch.Tensor, t: torch.Tensor):
-        scalars = torch.stack([scale, lr, *(x.float() for x in self.rule.scalars(t))])
+        scalars = torch.stack([scale, lr, *self.rule.scalars(t)])
         for (name, parameter), grad in zip(self.parameters.items(), self.gradients(), strict=True):
             if grad.numel():  # a rank may hold nothing of a small parameter
                 self.rule.step_on_gpu(local(parameter.detach()), grad, *self.local_states(name), scalars)

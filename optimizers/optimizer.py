@@ -11,8 +11,8 @@ A new rule is one file with one class, and a kernel. What it says is all that pl
 
     states(parameter) -> {name: (shape, dtype)}      they begin as zeros. Under FSDP parameter and shape are the whole,
                                                      split over the ranks along the first dimension
-    scalars(t)                                       what changes from update to update: float64 scalars on t's device;
-                                                     t: the number of this update, from 1, a float64 scalar
+    scalars(t)                                       what changes from update to update: float32 scalars on t's device;
+                                                     t: the number of this update, from 1, an int64 scalar
     step_on_gpu(parameter, grad, master, states, scalars)    one update, in place, of this rank's part
         scalars: a float32 tensor of the gradients' scale, the learning rate and scalars(t). Unless the scale is finite,
         nothing may change. master: float32, the parameter itself if that is; or a bfloat16 one's lower half, int16
@@ -52,13 +52,13 @@ class Optimizer:
         # Where the place works, so that a CUDA graph can replay the step and no step waits for the one before.
         device = place.device or local(first).device
         self.lr = torch.zeros((), dtype=place.scalar_dtype, device=device)
-        self._updates = torch.zeros((), dtype=torch.float64, device=device)
+        self._updates = torch.zeros((), dtype=torch.int64, device=device)
         self.loss_scale = loss_scale.to(device) if loss_scale else None
 
     @property
     def updates(self) -> int:
         """How many steps have changed the weights. Waits for the GPU."""
-        return int(self._updates.item())
+        return self._updates.item()
 
     @updates.setter
     def updates(self, value: int):
