@@ -33,11 +33,21 @@ def print0(*args, **kwargs) -> None:
                 print(*(str(arg).encode("ascii", "backslashreplace").decode() for arg in args), flush=True, **kwargs)
 
 
+def leave(code: int) -> NoReturn:
+    """Exit. With several ranks without the interpreter's own exit, in which gloo's threads sometimes abort."""
+    if world_size > 1:
+        with contextlib.suppress(OSError):
+            sys.stdout.flush()
+            sys.stderr.flush()
+        os._exit(code)
+    sys.exit(code)
+
+
 def stop(message: str) -> NoReturn:
     """End the run with a sentence instead of a stack trace. For errors that all ranks find: printed once a machine."""
     if local_rank == 0:
         print(message, file=sys.stderr)
-    sys.exit(1)
+    leave(1)
 
 
 @contextlib.contextmanager
@@ -153,13 +163,9 @@ def worker_thread() -> ThreadPoolExecutor:
 
 
 def shutdown(code: int) -> None:
-    """Exit together with all other ranks. Skips the interpreter's own exit, in which gloo's threads sometimes abort."""
+    """Exit together with all other ranks."""
     if world_size > 1:
         dist.barrier()
         dist.destroy_process_group()
-        with contextlib.suppress(OSError):
-            sys.stdout.flush()
-            sys.stderr.flush()
-        os._exit(code)
-    if code:
-        sys.exit(code)
+    if code or world_size > 1:
+        leave(code)
