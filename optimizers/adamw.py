@@ -3,15 +3,19 @@
 Loshchilov and Hutter, Decoupled Weight Decay Regularization, 2019. https://arxiv.org/abs/1711.05101
 """
 
+from dataclasses import dataclass
+
 import torch
 
 from kernels import adamw
 from kernels.adamw import adamw_on_cpu
 
 
+@dataclass(frozen=True)
 class AdamW:
-    def __init__(self, betas: tuple[float, float] = (0.9, 0.95), weight_decay: float = 0.1, eps: float = 1e-8):
-        self.betas, self.weight_decay, self.eps = betas, weight_decay, eps
+    betas: tuple[float, float] = (0.9, 0.95)
+    weight_decay: float = 0.1
+    eps: float = 1e-8
 
     def states(self, parameter):
         return dict.fromkeys(("exp_avg", "exp_avg_sq"), (parameter.shape, torch.float32))
