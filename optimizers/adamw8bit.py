@@ -25,10 +25,10 @@ def flat_scales(states: dict) -> list[torch.Tensor]:
 
 class AdamW8bit(AdamW):
     def states(self, parameter):
-        *rows, n = parameter.shape
-        if not rows or n % BLOCK or parameter.numel() < SMALL:
+        shape = parameter.shape
+        if len(shape) < 2 or shape[-1] % BLOCK or shape.numel() < SMALL:
             return super().states(parameter)
-        codes, absmax = (parameter.shape, torch.uint8), ((*rows, n // BLOCK), torch.float32)
+        codes, absmax = (shape, torch.uint8), ((*shape[:-1], shape[-1] // BLOCK), torch.float32)
         return {"exp_avg": codes, "exp_avg_sq": codes, "exp_avg_absmax": absmax, "exp_avg_sq_absmax": absmax}
 
     def step_on_gpu(self, parameter, grad, master, states, scalars):
