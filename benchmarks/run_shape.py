@@ -15,6 +15,7 @@ from benchmarks.record import ROOT
 from configurator import SettingError, preview
 from kernels.fp8_linear import use_fp8
 from model import Llama, LlamaConfig
+from optimizers.rules import rule_of
 from runtime import memory, memory_advice
 from runtime.check_settings import find_problem
 from runtime.memory import GIB, RunShape
@@ -45,6 +46,7 @@ def resolve(path: str, world_size: int, named: dict, flags=()) -> tuple[LlamaCon
         "copy_engines": said["copy_engines"] is not False,
         "world_size": world_size,
         "shard_ranks": shard_ranks,
+        "rule": rule_of(said),
         "micro_steps": said["gradient_accumulation_steps"] // world_size,
     }
     config, shape = ({name: said[name] for name in kind.__dataclass_fields__} for kind in (LlamaConfig, RunShape))

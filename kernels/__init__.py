@@ -5,6 +5,7 @@ in plain PyTorch.
 """
 
 from .adamw import adamw
+from .adamw8bit import adamw8bit
 from .add_ranks import add_ranks
 from .cross_entropy import cross_entropy
 from .flash_attention import flash_attention
@@ -24,6 +25,7 @@ __all__ = [
     "LoRALinear",
     "Linear",
     "adamw",
+    "adamw8bit",
     "add_ranks",
     "add_rms_norm",
     "cross_entropy",

@@ -24,19 +24,12 @@ Loshchilov and Hutter, Decoupled Weight Decay Regularization, 2019. https://arxi
 """
 
 import ctypes
-import functools
 import math
-import os
-import shlex
-import shutil
-import subprocess
-import sys
-import tempfile
-from pathlib import Path
 
 import torch
 from torch.optim.adamw import adamw as torch_adamw
 
+from .c_library import c_library
 from .launch import tl, triton, use_triton
 
 
@@ -155,23 +148,6 @@ CPU_CHUNK = 2**22  # elements at a time: their gradient in float32 stays in the 
 C_NAMES = {torch.bfloat16: "bfloat16", torch.float32: "float"}
 
 
-@functools.cache
-def c_library() -> ctypes.CDLL | None:
-    """adamw.c, built for this CPU by the C compiler that Triton needs too; None, with a message, if that fails."""
-    found = filter(shutil.which, ("cc", "gcc", "clang"))
-    compiler = shlex.split(os.environ.get("CC", "")) or [next(found, "no C compiler")]
-    flags = ["-O3", "-march=native", "-fno-math-errno", "-fopenmp", "-shared", "-fPIC"]
-    try:
-        with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
-            built, source = str(Path(folder, "adamw.so")), str(Path(__file__).with_name("adamw.c"))
-            subprocess.run([*compiler, *flags, source, "-o", built, "-lm"], capture_output=True, check=True)
-            return ctypes.CDLL(built)
-    except (OSError, subprocess.CalledProcessError) as error:
-        why = (getattr(error, "stderr", None) or b"").decode(errors="replace").strip() or str(error)
-        print(f"AdamW on the CPU is PyTorch's, the slower one: kernels/adamw.c was not built ({why})", file=sys.stderr)
-        return None
-
-
 @torch.no_grad()
 def adamw_on_cpu(
     parameter: torch.Tensor,
@@ -195,9 +171,10 @@ def adamw_on_cpu(
     tensors = parameter, grad, w, m, v
     _must_fit(*tensors, halves=False)
     known = parameter.dtype in C_NAMES and grad.dtype in (parameter.dtype, torch.float32)
-    if not known or c_library() is None:
+    library = c_library("adamw.c") if known else None
+    if library is None:
         return adamw_in_pieces(*tensors, scale, lr, t, beta1, beta2, eps, weight_decay)
-    step = getattr(c_library(), f"adamw_{C_NAMES[parameter.dtype]}_{C_NAMES[grad.dtype]}")
+    step = getattr(library, f"adamw_{C_NAMES[parameter.dtype]}_{C_NAMES[grad.dtype]}")
     scalars = scale, lr, 1 / (1 - beta1**t), 1 / math.sqrt(1 - beta2**t), 1 - beta1, 1 - beta2, eps, weight_decay
     sizes = ctypes.c_int64(w.numel()), ctypes.c_int(torch.get_num_threads())
     step(*(ctypes.c_void_p(x.data_ptr()) for x in tensors), *sizes, *map(ctypes.c_float, scalars))

@@ -3,6 +3,7 @@ RoPE and MLP from here.
 """
 
 from .adamw import adamw_reference as adamw
+from .adamw8bit import adamw8bit_reference as adamw8bit
 from .add_ranks import add_ranks_reference as add_ranks
 from .cross_entropy import cross_entropy_reference as cross_entropy
 from .flash_attention import flash_attention_reference as flash_attention
@@ -20,6 +21,7 @@ from .swiglu_mlp import swiglu_mlp_reference as swiglu_mlp
 
 __all__ = [
     "adamw",
+    "adamw8bit",
     "add_ranks",
     "add_rms_norm",
     "cross_entropy",

@@ -5,6 +5,7 @@ Loshchilov and Hutter, Decoupled Weight Decay Regularization, 2019. https://arxi
 
 import functools
 import math
+from dataclasses import dataclass
 
 import torch
 
@@ -24,9 +25,11 @@ def bias_corrections(betas: tuple[float, float], device: torch.device) -> torch.
     return torch.stack([1 / (1 - beta1**t), 1 / (1 - beta2**t).sqrt()], dim=1).float().to(device)
 
 
+@dataclass(frozen=True)
 class AdamW:
-    def __init__(self, betas: tuple[float, float] = (0.9, 0.95), weight_decay: float = 0.1, eps: float = 1e-8):
-        self.betas, self.weight_decay, self.eps = betas, weight_decay, eps
+    betas: tuple[float, float] = (0.9, 0.95)
+    weight_decay: float = 0.1
+    eps: float = 1e-8
 
     def states(self, parameter):
         return dict.fromkeys(("exp_avg", "exp_avg_sq"), (parameter.shape, torch.float32))

@@ -7,7 +7,8 @@
 Weights learn as float32 masters, of which a bfloat16 parameter is the upper half. Only parameters that require a
 gradient have one. Under FSDP masters and states are sharded like the parameters.
 
-A new rule is one file with one class, and a kernel. What it says is all that places, checkpoints and memory.py ask:
+A new rule is one file with one class, and a kernel; rules.py gives it a setting. What it says is all that places,
+checkpoints and memory.py ask:
 
     states(parameter) -> {name: (shape, dtype)}      they begin as zeros. Under FSDP parameter and shape are the whole,
                                                      split over the ranks along the first dimension

@@ -47,6 +47,8 @@ def find_problem(settings: Mapping, world_size: int) -> str | None:
             s.mask_documents and s.attention == "sdpa",
         f"mask_documents works with heads of 16, 32, 64 and 128, not of {head_dim:g}":  # kernels/flash_attention.py's
             s.mask_documents and head_dim not in (16, 32, 64, 128),
+        "optimizer_bits=8 has blocks of 256 within the rows of the weights: n_embd and ffn_dim must be multiples of it":
+            s.optimizer_bits == 8 and (s.n_embd % 256 or s.ffn_dim % 256),
         "cuda_graph needs one GPU and offload=none: add --cuda_graph=false":
             s.cuda_graph and (world_size > 1 or s.offload != "none"),
     }  # fmt: skip

@@ -8,7 +8,7 @@
 Where each byte goes, in bfloat16: n parameters, of which B a block and R the root (embedding, final norm, head; H: an
 untied head), L layers, N tokens, P ranks that share one copy of the model:
 
-    compute weights         2n / P              AdamW: lower halves of the weights, two moments    10n / P
+    compute weights         2n / P              AdamW: lower halves of the weights, two moments    10n / P (8-bit: 4n)
     saved activations       2·N·L·(4C + 2KD + 2F)     the loss    a chunk's logits + 4VC           gradients    2n / P
     FSDP by NCCL            the gathered root 2R, two blocks 4B, a block's gradients being reduced in float32 4B
     FSDP by copy engines    their buffers 2·(5B + 2R), the gathered root 2R and a block 2B
@@ -66,6 +66,8 @@ class RunShape:
     shard_ranks: int = 1  # ranks that share one copy of the model
     sync_every_micro_batch: bool = True
     copy_engines: bool = False
+    # what the optimizer keeps
+    rule: AdamW = AdamW()
 
     @property
     def compute_dtype(self) -> torch.dtype:
@@ -119,7 +121,7 @@ def state_bytes(parameter: torch.Tensor, run: RunShape) -> int:
     """Bytes of the optimizer's states of a parameter, and of what the place keeps of its float32 master."""
     place = OnGPU if run.offload == "none" else OnCPU
     master = place.master_dtype(parameter.dtype, same_device=run.offload != "optimizer")
-    states = [math.prod(shape) * dtype.itemsize for shape, dtype in AdamW().states(parameter).values()]
+    states = [math.prod(shape) * dtype.itemsize for shape, dtype in run.rule.states(parameter).values()]
     return sum(states) + (master.itemsize * parameter.numel() if master else 0)
 
 

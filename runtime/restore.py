@@ -11,6 +11,7 @@ from runtime import checkpoint, run_folder
 from runtime.distributed import print0, restart_count, stop
 
 MODEL_SETTINGS = [name for name in LlamaConfig.__dataclass_fields__ if name != "block_size"]
+STATE_SETTINGS = {"optimizer_bits": 32}  # which say what states a checkpoint holds; and what older ones had
 HARMLESS_SETTINGS = {  # which do not change what a run computes: a resume does not mention them
     "out_dir", "init_from", "eval_interval", "eval_iters", "log_interval", "keep_last", "async_save", "profile",
     "wandb_log", "wandb_project", "wandb_run_name", "device", "compile", "cuda_graph", "offload", "offload_activations",
@@ -77,6 +78,8 @@ def _resume(out_dir, optimizer, config, settings, dtype, dataset):
     def check(path, meta):
         tokenizer = meta["dataset"]["tokenizer"]
         _require_same_model(path, meta["model"], tokenizer, config, settings, dataset, "out_dir")
+        now = {name: settings[name] for name in STATE_SETTINGS}
+        _require_same_settings(path, STATE_SETTINGS | meta["settings"], now, "out_dir")
 
     path, meta, damaged = checkpoint.load_newest(out_dir, optimizer, check)
     changed = _changes(meta, settings | {"dtype": dtype}, dataset)
@@ -89,19 +92,24 @@ def _require_same_model(path, model: dict, tokenizer: str, config, settings, dat
     """End the run if a folder's model or tokenizer is not this run's. setting: the one that names the folder."""
     # A setting that is newer than the checkpoint had the effect of its default.
     model = {name: field.default for name, field in LlamaConfig.__dataclass_fields__.items()} | model
-    differing = [name for name in MODEL_SETTINGS if model[name] != getattr(config, name)]
-    if differing:
-        differences = ", ".join(f"{name} {model[name]} (this run: {getattr(config, name)})" for name in differing)
-        flags = " ".join(shlex.quote(f"--{name}={model[name]}") for name in differing)
-        stop(f"{path} has {differences}: pass {flags}, or change {setting}")
+    _require_same_settings(path, model, {name: getattr(config, name) for name in MODEL_SETTINGS}, setting)
     if tokenizer != dataset["tokenizer"]:
         found = f"{path} was trained on {tokenizer} tokens, {settings['dataset']} holds {dataset['tokenizer']} tokens"
         stop(f"{found}: change dataset or {setting}")
 
 
+def _require_same_settings(path, was: dict, now: dict, setting: str):
+    differing = [name for name in now if was[name] != now[name]]
+    if differing:
+        differences = ", ".join(f"{name} {was[name]} (this run: {now[name]})" for name in differing)
+        flags = " ".join(shlex.quote(f"--{name}={was[name]}") for name in differing)
+        stop(f"{path} has {differences}: pass {flags}, or change {setting}")
+
+
 def _changes(meta: dict, settings: dict, dataset: dict) -> list[str]:
     """What differs from when the checkpoint was saved, and changes what the run computes."""
-    was = {"mask_documents": False} | meta["settings"] | {"dtype": meta["dtype"]}  # which older checkpoints lack
+    older = {"mask_documents": False} | STATE_SETTINGS  # what a checkpoint without them was trained with
+    was = older | meta["settings"] | {"dtype": meta["dtype"]}
     changed = [
         f"{name} {was.get(name)} -> {value}"
         for name, value in settings.items()

@@ -114,6 +114,17 @@ def test_a_changed_setting_is_named_at_resume(train, capsys):
     assert "with max_iters 8 -> 9, seed 1337 -> 5 changed" in capsys.readouterr().out
 
 
+def test_a_checkpoint_older_than_a_setting_resumes_as_with_what_was_then(train, tmp_path, capsys):
+    train()
+    path = tmp_path / "out/step_000008"
+    meta = checkpoint.read_meta(path)
+    for name in ("optimizer_bits", "mask_documents"):
+        meta["settings"].pop(name)
+    checkpoint.write_json(path / "meta.json", checkpoint.signed(meta))
+    train(max_iters=9)
+    assert "with max_iters 8 -> 9 changed" in capsys.readouterr().out
+
+
 def test_data_that_was_prepared_anew_is_named_at_resume_even_where_the_counts_agree(train, tmp_path, text_data, capsys):
     shutil.copytree(text_data, tmp_path / "data")
     train(dataset=tmp_path / "data")

@@ -18,7 +18,7 @@ from torch.utils._pytree import tree_leaves
 
 import kernels.launch
 from model import Llama, LlamaConfig
-from optimizers.adamw import AdamW
+from optimizers.adamw8bit import AdamW8bit
 from optimizers.on_gpu import OnGPU
 from optimizers.optimizer import Optimizer
 from optimizers.place import local
@@ -180,6 +180,12 @@ def test_plain_step_holds_what_the_estimate_says(checkpointing):
     )
 
 
+@pytest.mark.parametrize("ranks", [1, 4])
+def test_step_with_8_bit_states_holds_what_the_estimate_says(four_ranks, ranks):
+    config = replace(TINY, n_embd=256, ffn_dim=512, vocab_size=16)
+    check_step(config, sharded(ranks, rule=AdamW8bit(), **PLAIN), update=False)  # its reference is not in place
+
+
 @pytest.fixture
 def in_groups(monkeypatch):
     def of(n_groups):
@@ -285,7 +291,7 @@ def peak_of_step(config, run, update):
             fully_shard(model, reshard_after_forward=False, **options)
 
     model = build(config, run, shard)
-    optimizer = Optimizer(model, AdamW(), OnGPU(), grad_clip=1.0)
+    optimizer = Optimizer(model, run.rule, OnGPU(), grad_clip=1.0)
     place, tokens = optimizer.place, torch.zeros(run.batch_size, config.block_size, dtype=torch.long)
 
     def step(update=True):

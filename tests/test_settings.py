@@ -36,6 +36,8 @@ pytestmark = pytest.mark.usefixtures("plain_pytorch_on_one_core")
         (dict(rope_theta="inf"), "norm_eps 1e-05 and rope_theta inf must be above 0, and finite"),
         (dict(max_iters="1" * 400), "--max_iters expects an int, got "),
         (dict(out_dir="README.md"), "out_dir is README.md, a file: name a folder"),
+        (dict(optimizer_bits=16), "--optimizer_bits expects 32 or 8, got"),
+        (dict(optimizer_bits=8), "n_embd and ffn_dim must be multiples of it"),
         (dict(gradient_accumulation_steps=10**29), " GiB are available: lower gradient_accumulation_steps"),
     ],
     ids=lambda value: value if isinstance(value, str) else next(iter(value)),

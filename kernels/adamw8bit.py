@@ -1,0 +1,214 @@
+"""AdamW whose moments take one byte each, in blocks of 256 (dynamic_map.py).
+
+    m, v = map[codes] · absmax of their block
+    m = β₁ m + (1 − β₁) g      v = β₂ v + (1 − β₂) g²      w = w − lr · (λ w + m̂ / (√v̂ + ε))      as in adamw.py
+    codes, absmax of m, v = quantised again, after w has moved by the exact ones
+
+So the state of a bf16 parameter is the lower half of its w and two codes, 4.03 bytes instead of 10 (adamw.py has the
+halves, and the step scalars). Nothing is kept in fp32 between steps, and one program does all of it: it holds whole
+blocks, so it finds their new absmax in its registers.
+
+A v above 0 never takes the code of 0, but at least the smallest above it. The paper's rounds to the nearest. There a v
+of 10⁻⁷ of its block's largest becomes 0, its m survives, and the next small gradient moves w by m̂ / ε: on a quadratic
+whose curvatures span four decades, by 20,000 lr in a single step, where this one stays below 3 (Li et al., Memory
+Efficient Optimizers with 4-bit States, 2023, remove zero from the map for the same reason). A v that is too large only
+makes a step too short.
+
+Every operation up to the codes is rounded as PyTorch rounds it (no fused multiply-add, 1 / absmax to the nearest): the
+kernel, adamw8bit.c and the reference arrive at the same codes bit for bit.
+
+Bytes for n parameters in bf16: 14n (read parameter, low, m, v: 6; grad: 2; write what was read but grad: 6), and 16 for
+each block. That is 0.54 of adamw's 26n.
+
+Dettmers et al., 8-bit Optimizers via Block-wise Quantization, 2021. https://arxiv.org/abs/2110.02861
+"""
+
+import ctypes
+import math
+
+import torch
+
+from .adamw import C_NAMES, merge_halves, split_halves
+from .c_library import c_library
+from .dynamic_map import (
+    BLOCK,
+    dequantize_blocks,
+    dequantize_blocks_reference,
+    quantization_tables,
+    quantize_blocks,
+    quantize_blocks_reference,
+)
+from .launch import tl, triton, use_triton
+
+
+def adamw8bit_reference(
+    parameter, grad, w, m, v, m_absmax, v_absmax, step_scalars, beta1, beta2, eps, weight_decay
+):  # fmt: skip
+    halves = w.dtype == torch.int16
+    whole = merge_halves(parameter, w) if halves else w
+    scale, lr, m_correction, sqrt_v_correction = step_scalars.unbind()
+    g = grad.float() * scale
+    exact_m = dequantize_blocks_reference(m, m_absmax, signed=True)
+    exact_v = dequantize_blocks_reference(v, v_absmax, signed=False)
+    exact_m += (g - exact_m) * (1 - beta1)
+    exact_v += (g * g - exact_v) * (1 - beta2)
+    step = exact_m * m_correction / (exact_v.sqrt() * sqrt_v_correction + eps) + weight_decay * whole
+    new_m, new_m_absmax = quantize_blocks_reference(exact_m, signed=True)
+    new_v, new_v_absmax = quantize_blocks_reference(exact_v, signed=False)
+    new_v = torch.maximum(new_v, exact_v > 0)
+    old, new = (m, v, m_absmax, v_absmax, whole), (new_m, new_v, new_m_absmax, new_v_absmax, whole - lr * step)
+    for before, after in zip(old, new, strict=True):
+        before.copy_(torch.where(torch.isfinite(scale), after, before))
+    if halves:
+        split_halves(whole, parameter, w)
+    elif parameter is not w:
+        parameter.copy_(w)
+
+
+@triton.jit
+def _adamw8bit_kernel(
+    parameter_ptr, grad_ptr, w_ptr, m_ptr, v_ptr, m_absmax_ptr, v_absmax_ptr, step_scalars_ptr,
+    m_map_ptr, m_table_ptr, v_map_ptr, v_table_ptr, n,
+    BETA1: tl.constexpr, BETA2: tl.constexpr, EPS: tl.constexpr, WEIGHT_DECAY: tl.constexpr,
+    HALVES: tl.constexpr, APART: tl.constexpr, ZERO: tl.constexpr, BLOCK: tl.constexpr, BLOCKS: tl.constexpr,
+):  # fmt: skip
+    """One program, BLOCKS blocks."""
+    scale = tl.load(step_scalars_ptr)
+    lr = tl.load(step_scalars_ptr + 1)
+    m_correction = tl.load(step_scalars_ptr + 2)
+    sqrt_v_correction = tl.load(step_scalars_ptr + 3)
+    end = tl.where(tl.abs(scale) < float("inf"), n, 0)  # not less: NaN too
+    block = tl.program_id(0).to(tl.int64) * BLOCKS + tl.arange(0, BLOCKS)
+    i = block[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]
+    mask, block_mask = i < end, block * BLOCK < end
+    g = tl.load(grad_ptr + i, mask=mask, other=0.0).to(tl.float32) * scale
+    # Beyond the end m and v are 0: they must not be the largest of the last block.
+    m_codes = tl.load(m_ptr + i, mask=mask, other=ZERO)
+    v_codes = tl.load(v_ptr + i, mask=mask, other=0)
+    m = dequantize_blocks(m_codes, tl.load(m_absmax_ptr + block, mask=block_mask, other=0.0), m_map_ptr)
+    v = dequantize_blocks(v_codes, tl.load(v_absmax_ptr + block, mask=block_mask, other=0.0), v_map_ptr)
+    if HALVES:  # both int16
+        high = tl.load(parameter_ptr + i, mask=mask, other=0).to(tl.int32)
+        low = tl.load(w_ptr + i, mask=mask, other=0).to(tl.int32)
+        w = ((high << 16) + low).to(tl.float32, bitcast=True)
+    else:
+        w = tl.load(w_ptr + i, mask=mask, other=0.0)
+    m += (g - m) * (1 - BETA1)
+    v += (g * g - v) * (1 - BETA2)
+    w -= lr * (m * m_correction / (tl.sqrt(v) * sqrt_v_correction + EPS) + WEIGHT_DECAY * w)
+    m_codes, m_absmax = quantize_blocks(m, m_table_ptr)
+    v_codes, v_absmax = quantize_blocks(v, v_table_ptr)
+    v_codes = tl.maximum(v_codes, (v > 0).to(tl.int32))
+    tl.store(m_ptr + i, m_codes.to(tl.uint8), mask=mask)
+    tl.store(v_ptr + i, v_codes.to(tl.uint8), mask=mask)
+    tl.store(m_absmax_ptr + block, m_absmax, mask=block_mask)
+    tl.store(v_absmax_ptr + block, v_absmax, mask=block_mask)
+    if HALVES:
+        bits = w.to(tl.int32, bitcast=True)
+        high = tl.where(w == w, (bits + 0x8000) >> 16, 0x7FFF)
+        tl.store(parameter_ptr + i, high.to(tl.int16), mask=mask)
+        tl.store(w_ptr + i, (bits - (high << 16)).to(tl.int16), mask=mask)
+    else:
+        tl.store(w_ptr + i, w, mask=mask)
+    if APART:
+        tl.store(parameter_ptr + i, w.to(parameter_ptr.dtype.element_ty), mask=mask)
+
+
+def _must_fit(parameter, grad, w, m, v, m_absmax, v_absmax, halves: bool):
+    shape, blocks = parameter.shape, (-(-parameter.numel() // BLOCK),)
+    for name, x, expected, dtype in (
+        ("parameter", parameter, shape, parameter.dtype),
+        ("grad", grad, shape, grad.dtype),
+        ("w", w, shape, torch.int16 if halves else torch.float32),
+        ("m", m, shape, torch.uint8),
+        ("v", v, shape, torch.uint8),
+        ("m_absmax", m_absmax, blocks, torch.float32),
+        ("v_absmax", v_absmax, blocks, torch.float32),
+    ):
+        if x.shape != expected or x.dtype != dtype or not x.is_contiguous():
+            found = f"{name} is {x.dtype} {tuple(x.shape)} with strides {x.stride()}"
+            raise ValueError(f"{found}, expected {dtype} {tuple(expected)}, contiguous")
+
+
+@torch.no_grad()
+def adamw8bit(
+    parameter: torch.Tensor,
+    grad: torch.Tensor,
+    w: torch.Tensor,
+    m: torch.Tensor,
+    v: torch.Tensor,
+    m_absmax: torch.Tensor,
+    v_absmax: torch.Tensor,
+    step_scalars: torch.Tensor,
+    beta1: float,
+    beta2: float,
+    eps: float,
+    weight_decay: float,
+) -> None:
+    """One step of 8-bit AdamW in place, on one parameter (Dettmers et al., 2021).
+
+    parameter, grad and w: as for adamw; w is fp32, or, where parameter is bf16, may be its lower halves, int16. m and
+    v: the moments' codes, uint8 of parameter's shape. m_absmax and v_absmax: fp32 (blocks,), one for each 256 elements
+    as they lie in memory, the last block maybe shorter. All zero before the first step. step_scalars: fp32 (4,), as in
+    adamw.py; where its scale is not finite, nothing changes. ValueError where a tensor does not fit.
+    """
+    halves = w.dtype == torch.int16 and parameter.dtype == torch.bfloat16
+    tensors = parameter, grad, w, m, v, m_absmax, v_absmax
+    _must_fit(*tensors, halves)
+    if step_scalars.shape != (4,) or not step_scalars.is_contiguous() or step_scalars.dtype != torch.float32:
+        found = f"{step_scalars.dtype} {tuple(step_scalars.shape)} with strides {step_scalars.stride()}"
+        raise ValueError(f"step_scalars is {found}: expected float32 (4,), contiguous")
+    if not use_triton(parameter):
+        return adamw8bit_reference(*tensors, step_scalars, beta1, beta2, eps, weight_decay)
+    blocks = 4  # a warp for each: 8 elements a thread, 16 bytes at a time
+    tables = *quantization_tables(True, parameter.device), *quantization_tables(False, parameter.device)
+    _adamw8bit_kernel[(triton.cdiv(len(m_absmax), blocks),)](
+        parameter.view(torch.int16) if halves else parameter, *tensors[1:], step_scalars, *tables, parameter.numel(),
+        BETA1=beta1, BETA2=beta2, EPS=eps, WEIGHT_DECAY=weight_decay, HALVES=halves,
+        APART=not halves and parameter.data_ptr() != w.data_ptr(), ZERO=127, BLOCK=BLOCK, BLOCKS=blocks,
+        num_warps=4, enable_fp_fusion=False,
+    )  # fmt: skip
+
+
+CPU_CHUNK = 2**20  # elements at a time, whole blocks of them
+
+
+@torch.no_grad()
+def adamw8bit_on_cpu(
+    parameter: torch.Tensor,
+    grad: torch.Tensor,
+    w: torch.Tensor,
+    m: torch.Tensor,
+    v: torch.Tensor,
+    m_absmax: torch.Tensor,
+    v_absmax: torch.Tensor,
+    scale: float,
+    lr: float,
+    t: int,
+    beta1: float,
+    beta2: float,
+    eps: float,
+    weight_decay: float,
+) -> None:
+    """The same step on the CPU with all threads, by adamw8bit.c if it could be built, in one pass.
+
+    Tensors as for adamw8bit, on the CPU, w always fp32; parameter may be grad itself, which is read before it is
+    written. t: the number of this update, from 1. The caller leaves out an update whose scale is not finite.
+    """
+    tensors = parameter, grad, w, m, v, m_absmax, v_absmax
+    _must_fit(*tensors, halves=False)
+    scalars = scale, lr, 1 / (1 - beta1**t), 1 / math.sqrt(1 - beta2**t)
+    known = parameter.dtype in C_NAMES and grad.dtype in (parameter.dtype, torch.float32)
+    # Not contracted into fused multiply-adds, which PyTorch does not use
+    library = c_library("adamw8bit.c", "-ffp-contract=off") if known else None
+    if library is None:
+        chunks = [x.view(-1).split(CPU_CHUNK) for x in tensors[:5]]
+        chunks += [x.split(CPU_CHUNK // BLOCK) for x in tensors[5:]]
+        for chunk in zip(*chunks, strict=True):
+            adamw8bit_reference(*chunk, torch.tensor(scalars), beta1, beta2, eps, weight_decay)
+        return
+    tables = *quantization_tables(True, w.device), *quantization_tables(False, w.device)
+    pointers = (ctypes.c_void_p(x.data_ptr()) for x in (*tensors, *tables))
+    sizes = ctypes.c_int64(w.numel()), ctypes.c_int(torch.get_num_threads())
+    floats = map(ctypes.c_float, (*scalars, 1 - beta1, 1 - beta2, eps, weight_decay))
+    getattr(library, f"adamw8bit_{C_NAMES[parameter.dtype]}_{C_NAMES[grad.dtype]}")(*pointers, *sizes, *floats)

@@ -1,0 +1,28 @@
+"""Builds the C files of this folder, for the CPU they run on."""
+
+import ctypes
+import functools
+import os
+import shlex
+import shutil
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+
+@functools.cache
+def c_library(name: str, *flags: str) -> ctypes.CDLL | None:
+    """The file of that name, built by the C compiler that Triton needs too; None, with a message, if that fails."""
+    found = filter(shutil.which, ("cc", "gcc", "clang"))
+    compiler = shlex.split(os.environ.get("CC", "")) or [next(found, "no C compiler")]
+    flags = ["-O3", "-march=native", "-fno-math-errno", "-fopenmp", "-shared", "-fPIC", *flags]
+    try:
+        with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
+            built, source = str(Path(folder, "built.so")), str(Path(__file__).with_name(name))
+            subprocess.run([*compiler, *flags, source, "-o", built, "-lm"], capture_output=True, check=True)
+            return ctypes.CDLL(built)
+    except (OSError, subprocess.CalledProcessError) as error:
+        why = (getattr(error, "stderr", None) or b"").decode(errors="replace").strip() or str(error)
+        print(f"PyTorch does its work on the CPU, slower: kernels/{name} was not built ({why})", file=sys.stderr)
+        return None
