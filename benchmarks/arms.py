@@ -1,7 +1,6 @@
-"""The trainers that are compared, called arms: their titles, and how each is started.
+"""The trainers that are compared, called arms: their titles by the keys of records, and how each is started.
 
-Those with flags are train.py itself; the others are builders of benchmarks/peers.py. A record names its arms by the
-keys here, so a key outlives the code that measured it.
+Those with flags are train.py itself; the others are builders of benchmarks/peers.py.
 """
 
 STEP = {
@@ -21,7 +20,7 @@ GPUS = {
     "nanocria-zero2": "nanocria, ZeRO-2",
     "nanocria-hybrid": "nanocria, hybrid",
     "nanocria-nccl": "nanocria, ZeRO-3, NCCL alone",
-    "nanocria-each": "nanocria, an independent run on each GPU",
+    "nanocria-each": "nanocria, an independent run on each GPU",  # of older records, as hybrid is
     "recipe": "torchtitan's recipe, ZeRO-3",
     "recipe-zero2": "torchtitan's recipe, ZeRO-2",
     "torchtitan": "torchtitan, ZeRO-3",
@@ -63,6 +62,7 @@ PIP = {
     "recipe-fp8": "'torchao>=0.17,<0.18'",
     "hf": _HF,
     "hf-compiled": _HF,
+    "float32": _HF,
     "hf-liger": f"{_LIGER} {_HF}",
     "liger": f"{_LIGER} {_HF}",
 }

@@ -7,12 +7,10 @@
     python bench.py gpus --measure=8b --arms=nanocria-zero2,recipe-zero2 --shapes=2x4096 --checkpointing=none,full
 
 Arms: nanocria, which is train.py itself, and recipe and torchtitan of benchmarks/peers.py; -zero2 says how they are
-sharded where it is not ZeRO-3, -nccl that copy_engines.py is left out, -each that each GPU has a run of its own, side
-by side: what cards can reach that share a machine's power and air. On one GPU nanocria is not sharded at all, and its
-peers are on a mesh of one rank. Each point is a torchrun of its own, measured as by bench.py step.
+sharded where it is not ZeRO-3, -nccl that copy_engines.py is left out. On one GPU nanocria is not sharded at all, and
+its peers are on a mesh of one rank. Each point is a torchrun of its own, measured as by bench.py step.
 """
 
-import functools
 import json
 import tempfile
 import threading
@@ -49,31 +47,18 @@ FLAGS = {  # of the arms that are train.py on several ranks
     "nanocria-zero2": ["--sharding=zero2"],
     "nanocria-nccl": ["--copy_engines=false"],
 }
-ARMS = [*FLAGS, "nanocria-each", "recipe", "recipe-zero2", "torchtitan"]
+ARMS = [*FLAGS, "recipe", "recipe-zero2", "torchtitan"]
 SCALING_ARMS = [arm for arm in ARMS if arm != "recipe-zero2"]
 KEYS = {"scaling": compare.GPUS_PLACE, "8b": compare.GPUS_PLACE, "saves": ("ranks",)}  # what names a row
-READ = {
-    "scaling": ("measure", "ranks", "arms", "steps", "out"),
-    "8b": ("measure", "ranks", "arms", "shapes", "checkpointing", "steps", "out"),
-    "saves": ("measure", "ranks", "folder", "out"),
-}
 
 
 def parse(argv: list[str], n_gpus: int) -> SimpleNamespace:
     s = cli.read_settings(globals(), argv)
     kinds = cli.one_of("measure", s.measure, KEYS)
     s.kinds = [kind for kind in KEYS if kind in kinds]
-    cli.refuse_unread(s, f"--measure={','.join(s.kinds)}", tuple(name for kind in s.kinds for name in READ[kind]))
     cli.at_least_one(s, "steps")
-    wanted = sorted(set(cli.whole_numbers("ranks", s.ranks)))
-    s.ranks = [r for r in wanted if r <= n_gpus]
-    if "ranks" in s.given:
-        for left_out in (r for r in wanted if r > n_gpus):
-            print(f"--ranks={left_out}: left out, torch sees {n_gpus} GPU{'s' * (n_gpus != 1)}")
+    s.ranks = sorted(n for n in set(cli.whole_numbers("ranks", s.ranks)) if n <= n_gpus)
     s.arms = cli.one_of("arms", s.arms, ARMS) if s.arms else []
-    if s.arms and s.ranks and not any(differs(*at) for at in product(s.arms, s.ranks)):
-        arm, _, _ = s.arms[0].partition("-")
-        raise SettingError(f"--arms={','.join(s.arms)}: nothing else than {arm} on so few GPUs")
     s.shapes = cli.shapes("shapes", s.shapes)
     s.checkpointing = cli.one_of("checkpointing", s.checkpointing, runner.CHECKPOINTING) if s.checkpointing else []
     if s.folder and not Path(s.folder).is_dir():
@@ -109,45 +94,17 @@ def big(s: SimpleNamespace):
 def points(config: str, n: int, places: list[tuple], usual_arms: list[str], s: SimpleNamespace):
     """The arms in turn at each place."""
     missing = set()
-    for place in places:
-        for arm in s.arms or usual_arms:
-            asked_for = s.arms or place[-1] != "selective" or arm == "nanocria"
-            if arm in missing or not asked_for or not differs(arm, n):
-                continue
-            row = point(arm, config, n, *place, s.steps)
-            missing |= {arm} if "missing" in row else set()
-            yield row
-
-
-def differs(arm: str, n: int) -> bool:
-    """Whether the arm's sharding makes it another one than ZeRO-3 on so many ranks."""
-    return n > 1 or "-" not in arm
-
-
-def point(arm: str, config: str, n: int, batch: int, block: int, checkpointing: str, steps: int) -> dict:
-    at = (config, batch, block, checkpointing, steps)
-    if arm == "nanocria-each":
-        result = side_by_side(n, *at)
-    elif arm in FLAGS:
-        result = runner.train_point(*at, flags=FLAGS[arm], ranks=n)
-    else:
-        result = runner.peer_point(arm, *at, ranks=n)
-    place = dict(zip(compare.GPUS_PLACE, (arm, n, batch, block, checkpointing), strict=True))
-    return place | {"steps": steps, "oom": False} | result
-
-
-def side_by_side(n: int, *at) -> dict:
-    """A run on each GPU by itself, all at the same time: the tokens of all, the milliseconds of the slowest."""
-
-    def point(_, gpu):
-        return runner.train_point(*at, launch=functools.partial(runner.run, gpu=gpu, gpus=n))
-
-    found = list(runner.spread(point, range(n), n))
-    if any("tok_per_s" not in point for point in found):
-        return next(point for point in found if "tok_per_s" not in point)
-    worst = {key: max(point[key] for point in found) for key in ("ms_per_step", "peak_gib", "estimated_gib")}
-    mfu = None if found[0]["mfu"] is None else sum(point["mfu"] for point in found) / n
-    return {"tok_per_s": sum(point["tok_per_s"] for point in found), "mfu": mfu} | worst
+    for place, arm in product(places, s.arms or usual_arms):
+        same_as_zero3 = n == 1 and "-" in arm
+        asked_for = s.arms or place[-1] != "selective" or arm == "nanocria"
+        if arm in missing or not asked_for or same_as_zero3:
+            continue
+        if arm in FLAGS:
+            result = runner.train_point(config, *place, s.steps, flags=FLAGS[arm], ranks=n)
+        else:
+            result = runner.peer_point(arm, config, *place, s.steps, ranks=n)
+        missing |= {arm} if "missing" in result else set()
+        yield dict(zip(compare.GPUS_PLACE, (arm, n, *place), strict=True)) | {"steps": s.steps, "oom": False} | result
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -157,11 +114,8 @@ def side_by_side(n: int, *at) -> dict:
 def saves(s: SimpleNamespace):
     """Two runs of SAVE_STEPS, without and with checkpoints, and one that goes on with the last of them.
 
-    What a checkpoint costs is read off the wall: the seconds from the log line of step 100 to that of step 300 hold two
-    whole intervals, each with its evaluation, what the main thread does for a save, what the writing beside it takes
-    from the steps, and the wait for a save that is not done when the next one is due. They hold neither the start nor
-    the last save, after which no training is left to write beside. The resume reads what the system may still have in
-    memory.
+    What a checkpoint costs is read off the wall: from the log line of step 100 to that of step 300 there are two whole
+    intervals, but neither the start nor the last save. The resume reads what the system may still have in memory.
     """
     n = s.ranks[-1]
     row = {"ranks": n, "batch": SAVES_AT[0], "block": SAVES_AT[1], "every": SAVE_EVERY}

@@ -28,8 +28,7 @@ import convert
 from benchmarks import arms as trainers
 from benchmarks import cli, compare, peers, record, runner
 from configurator import SettingError
-from data.loader import dataset_folder, open_dataset
-from data.write import prepare_once
+from data.loader import open_dataset
 from model import Llama, LlamaConfig, fill
 from runtime import memory_stats
 
@@ -95,7 +94,6 @@ def peer_losses(
     matrices, vectors = ([p for p in model.parameters() if (p.ndim > 1) == many] for many in (True, False))
     groups = [{"params": matrices, "weight_decay": WEIGHT_DECAY}, {"params": vectors, "weight_decay": 0.0}]
     optimizer = torch.optim.AdamW(groups, lr=LEARNING_RATE, betas=BETAS)
-    prepare_once(dataset_folder("pystdlib"))
     text, _ = open_dataset("pystdlib", block, SEED)
     losses = []
     for i, blocks in enumerate(text.sequences(0, steps * batch).unflatten(0, (steps, batch)).to(device)):

@@ -12,6 +12,7 @@ the update a gradient. Autograd's own formulas run without Python, so what has n
 """
 
 import functools
+import itertools
 import json
 import pickle
 import re
@@ -27,7 +28,7 @@ import torch
 from benchmarks import arms as trainers
 from benchmarks import cli, record, runner
 from benchmarks import peers as trained
-from benchmarks.run_shape import refuse_model, resolve
+from benchmarks.estimate import resolve
 
 # settings
 peers = "hf"  # beside ours: hf, liger, or none
@@ -49,8 +50,7 @@ def parse(argv: list[str]) -> SimpleNamespace:
     s = cli.read_settings(globals(), argv, for_train_py=True)
     s.peers = cli.one_of("peers", s.peers, ["hf", "liger", "none"])
     cli.at_least_one(s, "batch_size", "block_size")
-    cli.refuse_flags(s, ("batch_size", "block_size", "activation_checkpointing", "offload"))
-    refuse_model(s)
+    cli.refuse_flags(s, s.peers)
     s.config, s.out = cli.config_path(s.config), record.default_out(s.out, "snapshot", "out")
     # The file exists, and train.py takes it.
     named = {"activation_checkpointing": s.checkpointing, "offload": s.offload, "gradient_accumulation_steps": 1}
@@ -67,43 +67,41 @@ def keep_frames() -> None:
     torch.cuda.memory._record_memory_history(enabled="state", context="state", stacks="python")
 
 
-def begin() -> None:
-    """From here on allocations and frees are listed."""
-    options = {"context": "alloc", "stacks": "python", "max_entries": 1_000_000}
-    torch.cuda.memory._record_memory_history(clear_history=True, **options)
+def at_step(step: int, path: str) -> None:
+    """At the start of STEP begin to list allocations and frees, at that of the next one write the list."""
+    if step == STEP:
+        options = {"context": "alloc", "stacks": "python", "max_entries": 1_000_000}
+        torch.cuda.memory._record_memory_history(clear_history=True, **options)
+    if step == STEP + 1:
+        torch.cuda.memory._dump_snapshot(path)
 
 
 def note_train(path: str, words: list[str]) -> None:
-    """Runs train.py, whose watch is told when a step begins."""
-    from runtime import watchdog
+    """Runs train.py, whose watchdog is told when a step begins."""
+    from runtime.watchdog import Watchdog
 
-    at = watchdog.Watchdog.progress
+    progress = Watchdog.progress
 
-    def noting(watch, doing):
-        found = re.fullmatch(r"step (\d+): forward and backward", doing)
-        if found and int(found[1]) == STEP:
-            begin()
-        if found and int(found[1]) == STEP + 1:
-            torch.cuda.memory._dump_snapshot(path)
-        at(watch, doing)
+    def noting(watchdog, doing):
+        if found := re.fullmatch(r"step (\d+): forward and backward", doing):
+            at_step(int(found[1]), path)
+        progress(watchdog, doing)
 
-    watchdog.Watchdog.progress = noting
+    Watchdog.progress = noting
     sys.argv = words
     runpy.run_path(words[0], run_name="__main__")
 
 
 def note_peer(path: str, spec: dict) -> dict:
     """Trains a peer of benchmarks/peers.py."""
-    train_step, n_steps = trained.train_step, 0
+    train_step, steps = trained.train_step, itertools.count(1)
 
     def noting(*arguments):
-        nonlocal n_steps
-        n_steps += 1
-        if n_steps == STEP:
-            begin()
+        step = next(steps)
+        at_step(step, path)
         result = train_step(*arguments)
-        if n_steps == STEP:
-            torch.cuda.memory._dump_snapshot(path)
+        if step == STEP:
+            at_step(step + 1, path)
         return result
 
     trained.train_step = noting
@@ -191,20 +189,14 @@ def timeline(snapshot: dict) -> dict[str, list[int]]:
     """Bytes of each part after each entry of the trace; the first number is of before."""
     found, n_entries = blocks(snapshot)
     backward = backward_span(found)
-    logits = [
-        b.bytes for b in found if b.frames and b.frames[0]["filename"].endswith("linear.py") and in_loss_head(b.frames)
-    ]
+    of_linear = [b for b in found if b.frames and b.frames[0]["filename"].endswith("linear.py")]
+    logits = [block.bytes for block in of_linear if in_loss_head(block.frames)]
     changes = {part: [0] * (n_entries + 2) for part in trainers.SNAPSHOT_PARTS}
     for block in found:
         change = changes[part_of(block, backward, max(logits, default=0))]
         change[block.start + 1] += block.bytes
         change[block.end + 1] -= block.bytes
-    totals = {}
-    for part, change in changes.items():
-        totals[part] = [change[0]]
-        for delta in change[1:-1]:
-            totals[part].append(totals[part][-1] + delta)
-    return totals
+    return {part: list(itertools.accumulate(change[:-1])) for part, change in changes.items()}
 
 
 def summarized(totals: dict[str, list[int]]) -> dict:
@@ -228,6 +220,7 @@ def summarized(totals: dict[str, list[int]]) -> dict:
 def measured(s: SimpleNamespace):
     for arm in ["all", *(peer for peer in s.peers if peer != "none")]:
         path = record.ROOT / "out" / f"snapshot_{arm}.pickle"
+        path.parent.mkdir(exist_ok=True)
         path.unlink(missing_ok=True)
         ours = arm == "all"
         offload = s.offload if ours or s.offload == "none" else "all"
@@ -265,10 +258,7 @@ def line(row: dict, _: dict | None = None) -> str:
 
 def main(argv: list[str]) -> None:
     s = parse(argv)
-    new = runner.begin("snapshot", s.command, KEYS)
-    for folder in (s.out.parent, record.ROOT / "out"):
-        folder.mkdir(parents=True, exist_ok=True)
-    found, failed = record.fill(new, measured(s), s.out, KEYS, line)
+    found, failed = record.fill(runner.begin("snapshot", s.command, KEYS), measured(s), s.out, KEYS, line)
     peaks = {row["arm"]: row["peak_gib"] for row in found["arms"] if "peak_gib" in row}
     if peaks:
         from benchmarks import draw
