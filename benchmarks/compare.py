@@ -39,8 +39,7 @@ def speed_and_memory(row: dict, peer: dict) -> dict:
     return {key: row[key] / peer[key] for key in ("tok_per_s", "peak_gib")}
 
 
-# ----------------------------------------------------------------------------------------------------------------------
-# Kernels
+# --- Kernels ---
 
 
 def shape(row: dict) -> str:
@@ -84,8 +83,7 @@ def lead(row: dict) -> float | None:
     return ours / of_limit(row, peer) if ours and peer else None
 
 
-# ----------------------------------------------------------------------------------------------------------------------
-# Steps on one GPU
+# --- Steps on one GPU ---
 
 STEP_PLACE = ("arm", "batch", "block", "checkpointing")
 
@@ -100,8 +98,7 @@ def step_ratios(points: list[dict]) -> list[dict]:
     ]
 
 
-# ----------------------------------------------------------------------------------------------------------------------
-# Several GPUs
+# --- Several GPUs ---
 
 GPUS_PLACE = ("arm", "ranks", "batch", "block", "checkpointing")
 
@@ -136,8 +133,7 @@ def saves_sentence(row: dict) -> str:
     return text + ("; it was not resumed" if seconds is None else f"; a resume reads it in {seconds:.1f} s")
 
 
-# ----------------------------------------------------------------------------------------------------------------------
-# Losses
+# --- Losses ---
 
 REFERENCE = "float32"
 
@@ -160,8 +156,7 @@ def loss_cells(row: dict, rows: list[dict]) -> list[str]:
     return [last, f"{statistics.fmean(found):+.4f}", f"{statistics.fmean(map(abs, found)):.4f}"]
 
 
-# ----------------------------------------------------------------------------------------------------------------------
-# Sweeps
+# --- Sweeps ---
 
 SWEEP_PLACE = ("config", "arm", "ranks", "batch", "block", "checkpointing", "offload", "limit_gib", "flags")
 SERIES = tuple(key for key in SWEEP_PLACE if key not in ("batch", "block"))

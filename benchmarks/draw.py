@@ -54,8 +54,7 @@ def finish(figure, path: Path, legend=None, bottom: float = 0, **options) -> Non
     plt.close(figure)
 
 
-# ----------------------------------------------------------------------------------------------------------------------
-# Training runs
+# --- Training runs ---
 
 
 def draw_baby(path: Path) -> None:
@@ -96,8 +95,7 @@ def draw_losses(record: dict, path: Path) -> None:
     finish(figure, path)
 
 
-# ----------------------------------------------------------------------------------------------------------------------
-# Kernels
+# --- Kernels ---
 
 
 def draw_kernels_speed(record: dict, path: Path) -> None:
@@ -163,8 +161,7 @@ def wrapped_shape(row: dict) -> str:
     return compare.shape(row).replace(" ", "\n") if len(row["shape"]) < 4 else textwrap.fill(compare.shape(row), 9)
 
 
-# ----------------------------------------------------------------------------------------------------------------------
-# Steps, on one GPU and on several
+# --- Steps, on one GPU and on several ---
 
 
 def draw_steps(record: dict, path: Path) -> None:
@@ -224,8 +221,7 @@ def draw_8b(axes, rows: list[dict]) -> None:
     axes.set_title(f"Llama 3.1 8B on {rows[0]['ranks']} GPUs, and the peak memory of each", fontsize=10)
 
 
-# ----------------------------------------------------------------------------------------------------------------------
-# Memory
+# --- Memory ---
 
 
 def draw_sweep(record: dict, path: Path) -> None:

@@ -50,8 +50,7 @@ APART = ("3090", "4090", "5090", "a10g", "l4", "l40s")  # do not reach each othe
 OUTSIDE_GIB = 1.5  # for the CUDA context, NCCL and what the allocator holds in reserve: see memory.py
 
 
-# ----------------------------------------------------------------------------------------------------------------------
-# What train.py would do with its settings
+# --- What train.py would do with its settings ---
 
 
 def resolve(path: str, world_size: int, named: dict, flags=()) -> tuple[LlamaConfig, RunShape]:
@@ -124,8 +123,7 @@ def cpu_gib_of(row: dict) -> float:
     return 16 * n_params(config) / GIB if row["offload"] == "all" else 0.0
 
 
-# ----------------------------------------------------------------------------------------------------------------------
-# The answer
+# --- The answer ---
 
 
 def parse(argv: list[str]) -> SimpleNamespace:

@@ -74,10 +74,6 @@ def measured(s: SimpleNamespace):
             yield kind, row
 
 
-# ----------------------------------------------------------------------------------------------------------------------
-# Points
-
-
 def scaling(s: SimpleNamespace):
     """Many GPUs first, so that one alone is as warm as they were: a cool card clocks higher than it can for long."""
     for n in reversed(s.ranks):
@@ -107,8 +103,7 @@ def points(config: str, n: int, places: list[tuple], usual_arms: list[str], s: S
         yield dict(zip(compare.GPUS_PLACE, (arm, n, *place), strict=True)) | {"steps": s.steps, "oom": False} | result
 
 
-# ----------------------------------------------------------------------------------------------------------------------
-# Checkpoints
+# --- Checkpoints ---
 
 
 def saves(s: SimpleNamespace):
@@ -121,29 +116,25 @@ def saves(s: SimpleNamespace):
     row = {"ranks": n, "batch": SAVES_AT[0], "block": SAVES_AT[1], "every": SAVE_EVERY}
     with tempfile.TemporaryDirectory(dir=s.folder or None) as folder:
         without = timed_run(f"{folder}/without", n, "--keep_last=0", SAVE_STEPS)
-        beside = without if trouble(without) else timed_run(f"{folder}/with", n, "--keep_last=1", SAVE_STEPS)
-        if trouble(beside):
-            yield row | trouble(beside)
-            return
+        beside = timed_run(f"{folder}/with", n, "--keep_last=1", SAVE_STEPS) if "wall_seconds" in without else without
         path = run_folder.newest(f"{folder}/with")
-        if path is None:
-            yield row | {"failed": f"no checkpoint was written to {s.folder or tempfile.gettempdir()}"}
+        if "wall_seconds" not in beside or path is None:
+            yield row | ({"oom": True} if beside.get("oom") else {"failed": beside.get("failed", "no checkpoint")})
             return
         n_bytes = sum(file.stat().st_size for file in path.iterdir())
         resumed = timed_run(f"{folder}/with", n, "--keep_last=0", SAVE_STEPS + 10)
-    yield row | {
-        "oom": False,
-        "seconds_without": without["wall_seconds"],
-        "seconds_with": beside["wall_seconds"],
-        "cost": beside["wall_seconds"] / without["wall_seconds"] - 1,
-        "save_seconds": beside.get("save_seconds"),  # of the main thread, the last save's too
-        "checkpoint_bytes": n_bytes,
-        "resume_seconds": resumed.get("resume_seconds") if resumed.get("steps") == 10 else None,
-    }
-
-
-def trouble(result: dict) -> dict:
-    return {key: result[key] for key in ("oom", "failed") if result.get(key)}
+    seconds = {"seconds_without": without["wall_seconds"], "seconds_with": beside["wall_seconds"]}
+    yield (
+        row
+        | seconds
+        | {
+            "oom": False,
+            "cost": beside["wall_seconds"] / without["wall_seconds"] - 1,
+            "save_seconds": beside.get("save_seconds"),  # of the main thread, the last save's too
+            "checkpoint_bytes": n_bytes,
+            "resume_seconds": resumed.get("resume_seconds") if resumed.get("steps") == 10 else None,
+        }
+    )
 
 
 def timed_run(out_dir: str, n: int, flag: str, max_iters: int) -> dict:
@@ -171,15 +162,11 @@ def note_arrivals(path: Path, arrived: dict[int, float], over: threading.Event) 
                 arrived.setdefault(json.loads(line)["step"], time.perf_counter())
 
 
-# ----------------------------------------------------------------------------------------------------------------------
-# What is printed
-
-
 def line(row: dict, found: dict) -> str:
     """A row of the record as one reads it while the run goes on."""
     gpus = f"{row['ranks']} GPU{'s' if row['ranks'] > 1 else ' '} {row['batch']:>2} x {row['block']}"
     if "every" in row:
-        return f"{gpus}  {runner.trouble(row) if trouble(row) else compare.saves_sentence(row)}"
+        return f"{gpus}  {compare.saves_sentence(row) if 'cost' in row else runner.trouble(row)}"
     name = f"{trainers.GPUS[row['arm']]:<28} {gpus} {row['checkpointing']:<9}"
     if "tok_per_s" not in row:
         return f"{name}  {runner.trouble(row)}"

@@ -3,17 +3,15 @@
     python bench.py losses                      300 steps of 8 x 1,024 tokens: some minutes of an H200
     python bench.py losses --arms=nanocria,float32 --steps=100 --shape=4x512
 
-All arms start from the same weights, read the same tokens at each step and follow the same learning rates; each is a
-process of its own.
-
 nanocria         train.py itself: bfloat16 compute, float32 master weights
 nanocria-fp8     the same with --fp8=true, two thirds of its blocks' matmuls in float8
 nanocria-plain   the same without its kernels: PyTorch's norms, RoPE, MLP, attention and loss
 hf               transformers' LlamaForCausalLM with float32 weights and bfloat16 compute, by FSDP2
 float32          the same model with everything in float32 (matmuls in TF32): what the others round
 
-bfloat16 alone makes two runs drift apart, so no arm equals float32. What counts is that ours is no farther from it than
-Hugging Face's, and on no side of it.
+All arms start from the same weights, read the same tokens and follow the same learning rates. bfloat16 alone makes two
+runs drift apart, so no arm equals float32. What counts is that ours is no farther from it than Hugging Face's, and on
+no side of it.
 """
 
 import json

@@ -46,8 +46,7 @@ def keep_summary(run_folder: str, name: str) -> None:
     (RECORDS / f"{name}.json").write_text(summary.read_text())
 
 
-# ----------------------------------------------------------------------------------------------------------------------
-# Which code measured it
+# --- Which code measured it ---
 
 
 def git_says_equal(*commits: str, beside: list[str]) -> bool:
@@ -82,8 +81,7 @@ def origin(name: str, words: list[str], device: str, packages: Iterable[str]) ->
             "versions": versions}  # fmt: skip
 
 
-# ----------------------------------------------------------------------------------------------------------------------
-# Reading and writing
+# --- Reading and writing ---
 
 
 def default_out(out: str, name: str, folder: str = "benchmarks/records") -> Path:

@@ -46,8 +46,7 @@ def footer(name: str) -> str:
     return f"{measured}{limits}. {origin}."
 
 
-# ----------------------------------------------------------------------------------------------------------------------
-# Kernels and training runs
+# --- Kernels and training runs ---
 
 
 def kernels_table(name: str) -> str:
@@ -98,8 +97,7 @@ def snapshot_table() -> str:
     return f"{table(['GiB at the peak', *(arms.SWEEP[row['arm']] for row in rows)], lines)}\n\n{footer('snapshot')}"
 
 
-# ----------------------------------------------------------------------------------------------------------------------
-# Steps on one GPU
+# --- Steps on one GPU ---
 
 
 def steps_table(name: str) -> str:
@@ -172,8 +170,7 @@ def breakdown_table() -> str:
     return f"{above}:\n\n{table(['part', 'ms', 'floor, ms'], [*rows, ['whole step', *total]])}"
 
 
-# ----------------------------------------------------------------------------------------------------------------------
-# Several GPUs
+# --- Several GPUs ---
 
 
 def gpus_cells(row: dict, comparison: str) -> list[str]:
@@ -223,8 +220,7 @@ def gpus_tables() -> str:
     return "\n\n".join([*parts, footer("gpus")])
 
 
-# ----------------------------------------------------------------------------------------------------------------------
-# Sweeps
+# --- Sweeps ---
 
 SHOWN = ("all", "long", "liger", "hf")  # in the README
 ON_CPU = {
@@ -348,8 +344,7 @@ def fits_headline() -> str:
     return text + (f" With activations on the CPU too: {' or '.join(sizes)}." if sizes else "")
 
 
-# ----------------------------------------------------------------------------------------------------------------------
-# The pages
+# --- The pages ---
 
 PAGES = {  # page -> its parts: name -> what makes it
     "README.md": {

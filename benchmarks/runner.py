@@ -25,8 +25,7 @@ TIMEOUT = 400  # seconds a point may take; compiling all of Hugging Face's model
 KEPT = ("ms_per_step", "tok_per_s", "mfu", "peak_gib", "reserved_gib", "estimated_gib", "oom", "failed")  # of a summary
 
 
-# ----------------------------------------------------------------------------------------------------------------------
-# A process
+# --- A process ---
 
 
 def run(command: list[str], ranks: int = 1, timeout: float = TIMEOUT) -> tuple[dict | None, str]:
@@ -71,8 +70,7 @@ def limited(gib: float | None, timeout: float = TIMEOUT) -> Callable:
     return lambda command, ranks=1: run([*limit, *command], ranks, timeout)
 
 
-# ----------------------------------------------------------------------------------------------------------------------
-# train.py, and peers
+# --- train.py, and peers ---
 
 
 def train_words(config: str, batch: int, block: int, checkpointing: str, out_dir: str, ranks: int = 1) -> list[str]:
@@ -130,8 +128,7 @@ def trouble(row: dict) -> str:
     )
 
 
-# ----------------------------------------------------------------------------------------------------------------------
-# The card
+# --- The card ---
 
 
 def begin(name: str, words: list[str], kinds: Iterable[str], packages=PACKAGES) -> dict:

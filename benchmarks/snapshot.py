@@ -5,10 +5,10 @@
     python bench.py snapshot --out=benchmarks/records/snapshot.json            as the README shows it
     python bench.py snapshot -- --mlp_chunks=4                   what stands behind -- goes to train.py, for ours alone
 
-Each trainer runs in a process of its own for a few steps; the last is noted as PyTorch's snapshot, out/NAME.pickle,
-which https://pytorch.org/memory_viz shows too, and drawn. What an allocation is for is told by the Python code that
-asked for it, and by how long it lives: what forward leaves for backward is a saved activation, what backward leaves for
-the update a gradient. Autograd's own formulas run without Python, so what has no Python code at all is backward's.
+Each trainer runs in a process of its own; its fifth step is noted as PyTorch's snapshot, out/NAME.pickle, which
+https://pytorch.org/memory_viz shows too, and drawn. What an allocation is for is told by the Python code that asked for
+it, and by how long it lives: what forward leaves for backward is a saved activation, what backward leaves for the
+update a gradient. Autograd's own formulas run without Python, so what has no Python code at all is backward's.
 """
 
 import functools
@@ -39,7 +39,7 @@ checkpointing: Literal["none", "full"] = "none"  # what backward recomputes
 offload: Literal["none", "optimizer", "all"] = "none"  # what the CPU's memory holds; a peer's: all or nothing
 out = ""  # the record; nothing: out/snapshot.json
 
-STEP = 5  # the one that is noted; everything has been allocated once before
+STEP = 5  # everything has been allocated once before
 MAKES_WEIGHTS = {"to_empty", "_apply", "init_weights", "from_config", "build_hf", "fully_shard"}
 OF_BACKWARD = {"backward", "_pre_backward", "post_backward", "foreach_reduce", "_root_post_backward_final_callback"}
 POINTS = 400  # of a timeline that the record keeps
@@ -56,10 +56,6 @@ def parse(argv: list[str]) -> SimpleNamespace:
     named = {"activation_checkpointing": s.checkpointing, "offload": s.offload, "gradient_accumulation_steps": 1}
     resolve(s.config, 1, named, s.flags)
     return s
-
-
-# ----------------------------------------------------------------------------------------------------------------------
-# Noting, in the trainer's process
 
 
 def keep_frames() -> None:
@@ -108,8 +104,7 @@ def note_peer(path: str, spec: dict) -> dict:
     return trained.main(spec | {"warmup": STEP - 1, "steps": 1})
 
 
-# ----------------------------------------------------------------------------------------------------------------------
-# What an allocation is for
+# --- What an allocation is for ---
 
 
 class Block(NamedTuple):
@@ -158,9 +153,12 @@ def in_loss_head(frames: list) -> bool:
     if any("cross_entropy" in file or file.endswith("loss_utils.py") for file in files):
         return True
     # the head of transformers' model is the linear layer that no layer of its file has called
-    linear = bool(files) and files[0].endswith("nn/modules/linear.py")
-    head = linear and sum(file.endswith("modeling_llama.py") for file in files) == 1
+    head = is_linear(frames) and sum(file.endswith("modeling_llama.py") for file in files) == 1
     return head or any("cross_entropy" in name for name in names)
+
+
+def is_linear(frames: list) -> bool:
+    return bool(frames) and frames[0]["filename"].endswith("linear.py")
 
 
 def part_of(block: Block, backward: tuple[int, int], logits_bytes: int) -> str:
@@ -189,8 +187,7 @@ def timeline(snapshot: dict) -> dict[str, list[int]]:
     """Bytes of each part after each entry of the trace; the first number is of before."""
     found, n_entries = blocks(snapshot)
     backward = backward_span(found)
-    of_linear = [b for b in found if b.frames and b.frames[0]["filename"].endswith("linear.py")]
-    logits = [block.bytes for block in of_linear if in_loss_head(block.frames)]
+    logits = [block.bytes for block in found if is_linear(block.frames) and in_loss_head(block.frames)]
     changes = {part: [0] * (n_entries + 2) for part in trainers.SNAPSHOT_PARTS}
     for block in found:
         change = changes[part_of(block, backward, max(logits, default=0))]
@@ -213,8 +210,7 @@ def summarized(totals: dict[str, list[int]]) -> dict:
     }
 
 
-# ----------------------------------------------------------------------------------------------------------------------
-# The record
+# --- The record ---
 
 
 def measured(s: SimpleNamespace):
@@ -222,28 +218,26 @@ def measured(s: SimpleNamespace):
         path = record.ROOT / "out" / f"snapshot_{arm}.pickle"
         path.parent.mkdir(exist_ok=True)
         path.unlink(missing_ok=True)
-        ours = arm == "all"
-        offload = s.offload if ours or s.offload == "none" else "all"
+        offload = s.offload if arm == "all" or s.offload == "none" else "all"
         at = (s.config, s.batch_size, s.block_size, s.checkpointing)
         note = functools.partial(noted_by, path)
-        if ours:
+        if arm == "all":
             flags = [f"--offload={offload}", *s.flags]
             result = runner.train_point(*at, steps=2, warmup=STEP - 1, flags=flags, launch=note)
         else:
             result = runner.peer_point(trainers.SWEEP_PEERS[arm][offload], *at, steps=1, launch=note)
-        place = (arm, *at[1:], offload, shlex.join(s.flags) if ours else "")
+        place = (arm, *at[1:], offload, shlex.join(s.flags) if arm == "all" else "")
         row = dict(zip(KEYS["arms"], place, strict=True))
-        trouble = {key: result[key] for key in ("oom", "missing", "failed") if result.get(key)}
-        if path.exists() and not trouble:
+        if "peak_gib" in result and path.exists():
             totals = timeline(pickle.loads(path.read_bytes()))
-            row |= summarized(totals) | {"allocator_peak_gib": result.get("peak_gib"), "file": path.name}
+            row |= summarized(totals) | {"allocator_peak_gib": result["peak_gib"], "file": path.name}
         else:
-            row |= trouble or {"failed": "it left no snapshot"}
+            row |= {"failed": "it left no snapshot"} | result
         yield "arms", row
 
 
 def noted_by(path: Path, command: list[str], ranks: int = 1):
-    """runner.run of the command, under this file's eyes."""
+    """runner.run of the command, which the end of this file runs."""
     words = command if command[0] == "train.py" else command[2:]
     return runner.run(["-m", "benchmarks.snapshot", str(path), *words], ranks)
 

@@ -75,8 +75,7 @@ class Series(NamedTuple):
     offload: str
 
 
-# ----------------------------------------------------------------------------------------------------------------------
-# Settings
+# --- Settings ---
 
 
 def parse(argv: list[str], n_gpus: int) -> SimpleNamespace:
@@ -121,8 +120,7 @@ def all_series(s: SimpleNamespace) -> list[Series]:
     return list(dict.fromkeys(found))
 
 
-# ----------------------------------------------------------------------------------------------------------------------
-# Points
+# --- Points ---
 
 
 def measured(s: SimpleNamespace, known: dict | None = None):
@@ -203,8 +201,7 @@ def known_rows(new: dict, s: SimpleNamespace) -> dict:
     return found
 
 
-# ----------------------------------------------------------------------------------------------------------------------
-# What is printed
+# --- What is printed ---
 
 
 def line(row: dict, _: dict | None = None) -> str:
