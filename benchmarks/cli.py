@@ -41,16 +41,12 @@ def read_settings(namespace: dict, argv: list[str], for_train_py: bool = False) 
 
 def refuse_unknown(words: list[str], declared: dict, for_train_py: bool) -> None:
     """What configurator.py cannot know of a benchmark: it has no config files, and train.py may have the setting."""
-    choices = {option: f"--{name}={option}" for name, setting in declared.items() for option in setting.options
-               if isinstance(option, str)}  # fmt: skip
     for before, word in pairwise(["", *words]):
         name = word.lstrip("-").partition("=")[0]
-        if name in declared or re.fullmatch(r"--\w+", before):
-            continue
-        if not word.startswith("-") and "=" not in word:
-            hint = f". Did you mean --config={word}?" if word.endswith(".py") else did_you_mean(word, choices)
+        if not word.startswith("-") and "=" not in word and not re.fullmatch(r"--\w+", before):
+            hint = f". Did you mean --config={word}?" if word.endswith(".py") else ""
             raise SettingError(f"Unknown word {word}{hint or ': settings are --key=value, --help lists them'}")
-        if for_train_py and name in preview(TRAIN, []):
+        if for_train_py and word.startswith("-") and name not in declared and name in preview(TRAIN, []):
             raise SettingError(f"--{name} is a setting of train.py: put it behind --, as in -- --{name}=...")
 
 

@@ -125,12 +125,11 @@ def gpus_ratios(row: dict, rows: list[dict]) -> dict | None:
 
 
 def saves_sentence(row: dict) -> str:
-    text = (
+    seconds = row["resume_seconds"]
+    return (
         f"a checkpoint of {row['checkpoint_bytes'] / 1e9:.1f} GB every {row['every']} steps costs the training "
         f"{row['cost']:.1%} ({row['seconds_without'] / 2:.1f} s without, {row['seconds_with'] / 2:.1f} s with)"
-    )
-    seconds = row["resume_seconds"]
-    return text + ("; it was not resumed" if seconds is None else f"; a resume reads it in {seconds:.1f} s")
+    ) + ("; it was not resumed" if seconds is None else f"; a resume reads it in {seconds:.1f} s")
 
 
 # --- Losses ---

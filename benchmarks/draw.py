@@ -19,15 +19,12 @@ COLORS = {  # of kernels. Ours stands out; whoever is in several plots has the s
     "nanocria": "#c2410c", "eager": "#9ca3af", "torch": "#4b5563", "compile": "#0f766e", "liger": "#2563eb",
     "liger_fp32": "#93c5fd", "cce": "#9333ea", "sdpa_flash": "#f59e0b", "sdpa_cudnn": "#15803d",
 }  # fmt: skip
-TRAINERS = {  # of steps, several GPUs and losses
+TRAINERS = {
     "nanocria": "#c2410c", "nanocria-fp8": "#f59e0b", "nanocria-zero2": "#fb923c", "nanocria-hybrid": "#7c2d12",
     "nanocria-nccl": "#a8a29e", "nanocria-each": "#57534e", "nanocria-plain": "#7c2d12", "recipe": "#0f766e",
     "recipe-fp8": "#84cc16", "recipe-zero2": "#134e4a", "torchtitan": "#5eead4", "hf": "#9ca3af",
-    "hf-compiled": "#4b5563", "hf-liger": "#2563eb", "float32": "#000000",
-}  # fmt: skip
-SWEEP = {
-    "all": "#c2410c", "long": "#db2777", "kernels": "#fb923c", "torch": "#7c2d12",
-    "hf": "#9ca3af", "liger": "#2563eb", "recipe": "#0f766e",
+    "hf-compiled": "#4b5563", "hf-liger": "#2563eb", "float32": "#000000", "all": "#c2410c", "long": "#db2777",
+    "kernels": "#fb923c", "torch": "#7c2d12", "liger": "#2563eb",
 }  # fmt: skip
 PARTS = ["#1e3a8a", "#2563eb", "#0f766e", "#c2410c", "#9333ea", "#f59e0b", "#9ca3af"]  # of memory
 DASHES = ["-", "--", "-.", ":"]
@@ -234,7 +231,7 @@ def draw_sweep(record: dict, path: Path) -> None:
         rows, used = record[kind], Counter()
         for series, of_series in compare.by_series(rows, kind).items():
             arm = of_series[0]["arm"]
-            style = {"color": SWEEP[arm], "linestyle": DASHES[used[arm] % len(DASHES)]}
+            style = {"color": TRAINERS[arm], "linestyle": DASHES[used[arm] % len(DASHES)]}
             used[arm] += 1
             handles |= {names[series]: draw_series(speed, memory, of_series, kind, style)}
         if limit := rows[0]["limit_gib"]:
@@ -299,7 +296,7 @@ def draw_until_out_of_memory(axes, rows: list[dict], key: str, arm: str) -> None
     """Tokens a second over the size, then dots down to a cross; ours in front of ours with activations on the CPU."""
     fits = sorted(compare.done(rows), key=lambda row: row[key])
     x, y = [row[key] for row in fits], [row["tok_per_s"] / 1000 for row in fits]
-    style = {"color": SWEEP[arm], "zorder": 3 if arm == "all" else 2}
+    style = {"color": TRAINERS[arm], "zorder": 3 if arm == "all" else 2}
     line = {"linestyle": "--" if arm == "long" else "-", "label": trainers.SWEEP[arm]}
     axes.plot(x, y, marker="o", markersize=4, **line, **style)
     for row in rows:

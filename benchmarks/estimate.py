@@ -50,9 +50,6 @@ APART = ("3090", "4090", "5090", "a10g", "l4", "l40s")  # do not reach each othe
 OUTSIDE_GIB = 1.5  # for the CUDA context, NCCL and what the allocator holds in reserve: see memory.py
 
 
-# --- What train.py would do with its settings ---
-
-
 def resolve(path: str, world_size: int, named: dict, flags=()) -> tuple[LlamaConfig, RunShape]:
     """The model of a config file and what a rank of one host does with it, under settings of train.py.
 
@@ -121,9 +118,6 @@ def cpu_gib_of(row: dict) -> float:
     if row["arm"] in SWEEP_FLAGS:
         return cpu_gib(config, shape)
     return 16 * n_params(config) / GIB if row["offload"] == "all" else 0.0
-
-
-# --- The answer ---
 
 
 def parse(argv: list[str]) -> SimpleNamespace:

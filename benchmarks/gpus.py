@@ -70,8 +70,7 @@ def parse(argv: list[str], n_gpus: int) -> SimpleNamespace:
 def measured(s: SimpleNamespace):
     """Kind and row after row."""
     for kind in s.kinds if s.ranks else []:
-        for row in {"scaling": scaling, "8b": big, "saves": saves}[kind](s):
-            yield kind, row
+        yield from ((kind, row) for row in {"scaling": scaling, "8b": big, "saves": saves}[kind](s))
 
 
 def scaling(s: SimpleNamespace):
@@ -101,9 +100,6 @@ def points(config: str, n: int, places: list[tuple], usual_arms: list[str], s: S
             result = runner.peer_point(arm, config, *place, s.steps, ranks=n)
         missing |= {arm} if "missing" in result else set()
         yield dict(zip(compare.GPUS_PLACE, (arm, n, *place), strict=True)) | {"steps": s.steps, "oom": False} | result
-
-
-# --- Checkpoints ---
 
 
 def saves(s: SimpleNamespace):
@@ -173,13 +169,10 @@ def line(row: dict, found: dict) -> str:
     rows = [*found["scaling"], *found["8b"]]
     text = f"{name} {row['tok_per_s']:9,.0f} tok/s  {row['tok_per_s'] / row['ranks']:8,.0f} a GPU  "
     text += f"mfu {compare.mfu(row):>5}  {row['peak_gib']:6.1f} GiB"
-    if row.get("estimated_gib"):
-        text += f" ({row['estimated_gib'] / row['peak_gib']:.2f} x it estimated)"
     if row["ranks"] > 1 and (share := compare.efficiency(row, rows)):
         text += f"  {share:.3f} of {row['ranks']} x one GPU"
     if ratios := compare.gpus_ratios(row, rows):
-        text += f"  {ratios['tok_per_s']:.3f} x the speed, {ratios['peak_gib']:.2f} x the memory of {ratios['peer']}, "
-        text += f"checkpointing {ratios['checkpointing']}"
+        text += "  {tok_per_s:.3f} x the speed, {peak_gib:.2f} x the memory of {peer}, {checkpointing}".format(**ratios)
     return text
 
 
@@ -188,11 +181,5 @@ def main(argv: list[str]) -> None:
     s = parse(argv, n_gpus)
     new = runner.begin("gpus", s.command, KEYS, ("torchtitan",))
     new["device"] = f"{n_gpus} x {new['device']}"
-    found, failed = record.fill(new, measured(s), s.out, KEYS, line)
-    rows, compared = compare.done([*found["scaling"], *found["8b"]]), []
-    for row in rows:
-        ratios, share = compare.gpus_ratios(row, rows), compare.efficiency(row, rows) if row["ranks"] > 1 else None
-        if ratios or share:
-            compared.append({"at": compare.values(row, compare.GPUS_PLACE), "of_linear": share, "ratios": ratios})
-    costs = [{key: row.get(key) for key in ("ranks", "cost", "resume_seconds")} for row in found["saves"]]
-    print(json.dumps({"record": str(s.out), "failed": failed, "compared": compared, "saves": costs}))
+    _, failed = record.fill(new, measured(s), s.out, KEYS, line)
+    print(json.dumps({"record": str(s.out), "failed": failed}))

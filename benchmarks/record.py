@@ -1,6 +1,6 @@
 """Records: the JSON in benchmarks/records/ that a named command wrote, with device, versions and commit.
 
-A record has a list of rows for each kind of measurement. The same code on the same card adds to a record, any other
+A record has a list of rows for each kind of measurement. The same commit on the same card adds to a record, any other
 begins it anew. With --keep=true it goes on all the same and names all commits: for changes that cost neither time nor
 memory.
 """
@@ -21,11 +21,6 @@ from runtime import run_log
 ROOT = Path(__file__).resolve().parent.parent
 RECORDS = ROOT / "benchmarks" / "records"
 PAGES = ["*.md", "benchmarks/records", "benchmarks/plots"]  # written by bench.py itself
-# What neither trains nor measures a step: changes here leave a record's rows as good as they were.
-BESIDE = [*PAGES, ".ci", "*.toml", "*.txt", "tests", "test_kernels.py", "bench.py", "convert.py", "sample.py",
-          "data/tokenizer.py", "data/write.py", "data/files.py",
-          *(f"benchmarks/{name}.py" for name in ("report", "draw", "compare", "losses", "estimate",
-                                                 "kernels", "operations", "libraries"))]  # fmt: skip
 
 
 def load(name: str) -> dict:
@@ -46,29 +41,11 @@ def keep_summary(run_folder: str, name: str) -> None:
     (RECORDS / f"{name}.json").write_text(summary.read_text())
 
 
-# --- Which code measured it ---
-
-
-def git_says_equal(*commits: str, beside: list[str]) -> bool:
-    command = ["git", "diff", "--quiet", *commits, "--", ".", *(f":!{path}" for path in beside)]
-    try:
-        return subprocess.run(command, cwd=ROOT, capture_output=True).returncode == 0  # 128: not in this history
-    except OSError:  # no git
-        return False
-
-
 def commit() -> str:
     """As run_log.git_commit, but a record or a page that was written over does not make the code dirty."""
-    name = run_log.git_commit()
-    clean = name.endswith("-dirty") and git_says_equal("HEAD", beside=PAGES)
+    name, code = run_log.git_commit(), ["git", "diff", "--quiet", "HEAD", "--", ".", *(f":!{path}" for path in PAGES)]
+    clean = name.endswith("-dirty") and not subprocess.run(code, cwd=ROOT, capture_output=True).returncode
     return name.removesuffix("-dirty") if clean else name
-
-
-def same_code(commit: str, other: str) -> bool:
-    """Whether two commits train and measure alike; edited code has no name, so it is never the same."""
-    if any(name == "unknown" or name.endswith("-dirty") for name in (commit, other)):
-        return False
-    return commit == other or git_says_equal(commit, other, beside=BESIDE)
 
 
 def origin(name: str, words: list[str], device: str, packages: Iterable[str]) -> dict:
@@ -77,11 +54,8 @@ def origin(name: str, words: list[str], device: str, packages: Iterable[str]) ->
     for package in packages:
         with contextlib.suppress(metadata.PackageNotFoundError):
             versions[package] = metadata.version(package)
-    return {"command": shlex.join(["python", "bench.py", *name.split(), *words]), "device": device,
-            "versions": versions}  # fmt: skip
-
-
-# --- Reading and writing ---
+    command = shlex.join(["python", "bench.py", *name.split(), *words])
+    return {"command": command, "device": device, "versions": versions}
 
 
 def default_out(out: str, name: str, folder: str = "benchmarks/records") -> Path:
@@ -113,11 +87,12 @@ def write(out: Path, record: dict) -> None:
 
 
 def continues(old: dict | None, new: dict, keep: bool = False) -> bool:
-    """Whether new rows may stand beside old ones: the same device and packages, and the same code or --keep."""
+    """Whether new rows may stand beside old ones: the same device and packages, and the same commit or --keep."""
     packages = [record and record["versions"] | {"nanocria": ""} for record in (old, new)]
     if old is None or old["device"] != new["device"] or packages[0] != packages[1]:
         return False
-    return keep or same_code(commits(old)[-1], new["versions"]["nanocria"])
+    now = new["versions"]["nanocria"]  # edited code has no name, so it is never the same
+    return keep or (commits(old)[-1] == now and now != "unknown" and not now.endswith("-dirty"))
 
 
 def commits(record: dict) -> list[str]:
@@ -130,9 +105,8 @@ def continued(old: dict | None, new: dict, kinds: Iterable[str], keep: bool = Fa
     if not continues(old, new, keep):
         return new
     commands = dict.fromkeys([*old["command"].split(" && "), new["command"]])
-    before, now = commits(old), new["versions"]["nanocria"]
-    names = [*(before[:-1] if same_code(before[-1], now) else before), now]
-    versions = new["versions"] | {"nanocria": ", ".join(dict.fromkeys(names))}
+    names = dict.fromkeys([*commits(old), new["versions"]["nanocria"]])
+    versions = new["versions"] | {"nanocria": ", ".join(names)}
     return new | {"command": " && ".join(commands), "versions": versions} | {kind: old[kind] for kind in kinds}
 
 

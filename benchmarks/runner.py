@@ -25,9 +25,6 @@ TIMEOUT = 400  # seconds a point may take; compiling all of Hugging Face's model
 KEPT = ("ms_per_step", "tok_per_s", "mfu", "peak_gib", "reserved_gib", "estimated_gib", "oom", "failed")  # of a summary
 
 
-# --- A process ---
-
-
 def run(command: list[str], ranks: int = 1, timeout: float = TIMEOUT) -> tuple[dict | None, str]:
     """The JSON object on the last line that a Python command prints, or None, and all that it printed.
 
@@ -68,9 +65,6 @@ def limited(gib: float | None, timeout: float = TIMEOUT) -> Callable:
     """run, held to so many GiB of the card."""
     limit = ["-m", "benchmarks.limited", f"{gib:g}"] if gib else []
     return lambda command, ranks=1: run([*limit, *command], ranks, timeout)
-
-
-# --- train.py, and peers ---
 
 
 def train_words(config: str, batch: int, block: int, checkpointing: str, out_dir: str, ranks: int = 1) -> list[str]:
@@ -126,9 +120,6 @@ def trouble(row: dict) -> str:
         if "missing" in row
         else f"failed: {row['failed']}"
     )
-
-
-# --- The card ---
 
 
 def begin(name: str, words: list[str], kinds: Iterable[str], packages=PACKAGES) -> dict:

@@ -104,9 +104,6 @@ def note_peer(path: str, spec: dict) -> dict:
     return trained.main(spec | {"warmup": STEP - 1, "steps": 1})
 
 
-# --- What an allocation is for ---
-
-
 class Block(NamedTuple):
     """Memory from one entry of the trace to another; start is -1 for what was there before."""
 
@@ -208,9 +205,6 @@ def summarized(totals: dict[str, list[int]]) -> dict:
         "at": kept,
         "gib": {part: [round(values[i] / 2**30, 3) for i in kept] for part, values in totals.items()},
     }
-
-
-# --- The record ---
 
 
 def measured(s: SimpleNamespace):

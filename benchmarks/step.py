@@ -98,9 +98,4 @@ def main(argv: list[str]) -> None:
     s = parse(argv)
     rows = ((s.measure, row) for row in {"points": points, "breakdown": breakdown, "baby": baby}[s.measure](s))
     found, failed = record.fill(runner.begin("step", s.command, KEYS), rows, s.out, KEYS, line, s.keep)
-    ratios = compare.step_ratios(found["points"]) if s.measure == "points" else []
-    for r in ratios:
-        where = "{} x {}, checkpointing {}:".format(*r["at"])
-        speed = f"{r['tok_per_s']:.3f} x the speed, {r['peak_gib']:.2f} x the memory"
-        print(f"{where:<38} {speed} of {trainers.STEP[r['peer']]}")
-    print(json.dumps({"record": str(s.out), "failed": failed, "ratios": ratios}))
+    print(json.dumps({"record": str(s.out), "failed": failed, "ratios": compare.step_ratios(found["points"])}))

@@ -23,7 +23,7 @@ import json
 import shlex
 import sys
 from types import SimpleNamespace
-from typing import Literal, NamedTuple
+from typing import Literal
 
 import torch
 
@@ -67,17 +67,6 @@ HEADER = (
 )
 
 
-class Series(NamedTuple):
-    """What grows until it does not fit."""
-
-    arm: str
-    checkpointing: str
-    offload: str
-
-
-# --- Settings ---
-
-
 def parse(argv: list[str], n_gpus: int) -> SimpleNamespace:
     preset = cli.read_settings(globals(), argv, for_train_py=True).preset
     s = cli.read_settings(globals(), [*PRESETS.get(preset, []), *argv], for_train_py=True)
@@ -110,17 +99,14 @@ def refuse(s: SimpleNamespace, n_gpus: int) -> None:
         raise SettingError("--checkpointing=selective: Hugging Face knows only none and full, leave out hf and liger")
 
 
-def all_series(s: SimpleNamespace) -> list[Series]:
-    """Ours before the peers; what a peer offloads is all or nothing."""
+def all_series(s: SimpleNamespace) -> list[tuple[str, str, str]]:
+    """Arm, checkpointing and offload of each, ours before the peers; what a peer offloads is all or nothing."""
     found = []
     for checkpointing, offload in itertools.product(s.checkpointing, s.offload):
-        found += [Series(arm, checkpointing, offload) for arm in s.arms if arm != "none"]
+        found += [(arm, checkpointing, offload) for arm in s.arms if arm != "none"]
         offload = "none" if offload == "none" else "all"
-        found += [Series(peer, checkpointing, offload) for peer in s.peers if peer != "none"]
+        found += [(peer, checkpointing, offload) for peer in s.peers if peer != "none"]
     return list(dict.fromkeys(found))
-
-
-# --- Points ---
 
 
 def measured(s: SimpleNamespace, known: dict | None = None):
@@ -132,19 +118,16 @@ def measured(s: SimpleNamespace, known: dict | None = None):
     for kind in compare.KINDS if s.sweep == "both" else [s.sweep]:
         going = all_series(s)
         for batch, block in sizes(kind, s):
-            for series in list(going):
-                if series.arm in missing:
-                    continue
-                row = place(series, batch, block, s)
+            for series in [series for series in going if series[0] not in missing]:
+                row = place(*series, batch, block, s)
                 name = tuple(row.values())
                 row = known[name] if name in known else point(row, s)
-                if "oom" in row:
-                    known[name] = row
-                missing |= {series.arm} if "missing" in row else set()
+                known |= {name: row} if "oom" in row else {}
+                missing |= {series[0]} if "missing" in row else set()
                 if "tok_per_s" not in row:
                     going.remove(series)
                 yield kind, row
-            if not {series.arm for series in going} - missing:
+            if not {arm for arm, *_ in going} - missing:
                 break
 
 
@@ -156,10 +139,10 @@ def sizes(kind: str, s: SimpleNamespace):
     return ((batch, s.block_size) for batch in s.batches or itertools.chain(BATCHES, doubled))
 
 
-def place(series: Series, batch: int, block: int, s: SimpleNamespace) -> dict:
+def place(arm: str, checkpointing: str, offload: str, batch: int, block: int, s: SimpleNamespace) -> dict:
     """What names a row."""
-    flags = shlex.join(s.flags) if series.arm in trainers.SWEEP_FLAGS else ""
-    where = (s.config, series.arm, s.ranks, batch, block, series.checkpointing, series.offload)
+    flags = shlex.join(s.flags) if arm in trainers.SWEEP_FLAGS else ""
+    where = (s.config, arm, s.ranks, batch, block, checkpointing, offload)
     return dict(zip(compare.SWEEP_PLACE, (*where, s.memory_limit_gib, flags), strict=True))
 
 
@@ -201,9 +184,6 @@ def known_rows(new: dict, s: SimpleNamespace) -> dict:
     return found
 
 
-# --- What is printed ---
-
-
 def line(row: dict, _: dict | None = None) -> str:
     """A row as one reads it while the sweep goes on: GiB is the peak of what PyTorch allocated."""
     title = trainers.SWEEP[row["arm"]]
@@ -214,18 +194,6 @@ def line(row: dict, _: dict | None = None) -> str:
     if "tok_per_s" not in row:
         return f"{where}{'-':>7}{'-':>10}{estimated:>10}  {runner.trouble(row)}"
     return f"{where}{peak:>7}{reserved:>10}{estimated:>10}{row['tok_per_s']:9,.0f}{compare.mfu(row):>7}"
-
-
-def summary(found: dict, s: SimpleNamespace, failed: list[dict]) -> dict:
-    fits = []
-    for kind in KEYS:
-        for name, rows in compare.by_series(found[kind], kind).items():
-            end = compare.largest(rows, kind, rows[0]["arm"])
-            size = end[compare.VARIES[kind]] if end else 0
-            fits.append(dict(zip(compare.SERIES, name, strict=True)) | {f"largest_{kind}": size})
-    off = max((abs(deviation) for _, deviation in compare.deviations(found)), default=None)
-    ratios = [ratio for kind in KEYS for ratio in compare.sweep_ratios(found[kind])]
-    return {"record": str(s.out), "failed": failed, "largest": fits, "estimate_off": off, "ratios": ratios}
 
 
 def main(argv: list[str]) -> None:
@@ -247,4 +215,4 @@ def main(argv: list[str]) -> None:
         from benchmarks import draw
 
         draw.draw_sweep(found, s.out.with_suffix(".png"))
-    print(json.dumps(summary(found, s, failed)))
+    print(json.dumps({"record": str(s.out), "failed": failed}))
