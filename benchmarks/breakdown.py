@@ -2,8 +2,7 @@
 
     python -m benchmarks.breakdown config/llama32_1b.py --batch_size=8 --block_size=2048 ...
 
-runs train.py with these words in this process, records what the GPU does, and prints a line of JSON about three of its
-steps. `python bench.py step breakdown` shows it as a table.
+runs train.py with these words in this process, records what the GPU does, and prints a line of JSON about three steps.
 
 A part's floor is its FLOPs over the rate of a large matmul, or its bytes over the rate of a large copy, both measured
 right after the run. The bytes are those that move where each operation is one kernel that reads and writes once.

@@ -82,10 +82,6 @@ def torch_rms_norm(x, weight):
     return F.rms_norm(x, weight.shape, weight, EPS)
 
 
-def torch_layer_norm(x, weight, bias):
-    return F.layer_norm(x, weight.shape, weight, bias, EPS)
-
-
 def after_add(norm):
     def add_norm(x, residual, weight):
         total = x + residual
@@ -141,16 +137,11 @@ def rope_inputs(size, options):
     return [qkv], (cos, sin, n_head, *wide_tables)
 
 
-def rope_work(size):
-    n_batch, n_time, n_head, n_kv_head, head_dim = size
-    return passes(2 * n_batch * n_time * (n_head + 2 * n_kv_head) * head_dim, forward=2, backward=2)
-
-
 ROPE = Operation(
     dims="B T H K D",
     sizes=[(8, 2048, 32, 8, 64), (4, 4096, 24, 8, 128), (4, 4096, 32, 8, 128)],
     inputs=rope_inputs,
-    work=rope_work,
+    work=lambda size: passes(2 * size[0] * size[1] * (size[2] + 2 * size[3]) * size[4], forward=2, backward=2),
     arms={
         "nanocria": Arm(lambda qkv, cos, sin, n_head, *_: kernels.rope(qkv, cos, sin, n_head)),
         "eager": Arm(eager_rope),
@@ -159,14 +150,6 @@ ROPE = Operation(
 )
 
 # --- SwiGLU and GeGLU. Ours reads one packed tensor; Hugging Face's models have two, and so their arms get two. ---
-
-
-def eager_swiglu(gate, up):
-    return F.silu(gate) * up
-
-
-def eager_geglu(gate, up):
-    return F.gelu(gate, approximate="tanh") * up
 
 
 def halves(gate_up):
@@ -191,15 +174,14 @@ def eager_cross_entropy(logits, targets):
     return F.cross_entropy(widen(logits), targets)
 
 
-def cross_entropy_inputs(size, options):
-    n_rows, n_vocab = size
-    return [torch.randn(size, **options)], (torch.randint(n_vocab, (n_rows,), device=options["device"]),)
+def random_targets(n_rows, n_vocab, options):
+    return (torch.randint(n_vocab, (n_rows,), device=options["device"]),)
 
 
 CROSS_ENTROPY = Operation(
     dims="N V",
     sizes=[(4096, 40960), (4096, 81920), (4096, VOCAB), (4096, 163840)],
-    inputs=cross_entropy_inputs,
+    inputs=lambda size, options: ([torch.randn(size, **options)], random_targets(*size, options)),
     work=lambda size: passes(2 * math.prod(size), inference=1, both=2),
     arms={"nanocria": Arm(kernels.cross_entropy), "eager": Arm(eager_cross_entropy), "torch": Arm(F.cross_entropy)},
     truth=reference.cross_entropy,
@@ -221,7 +203,7 @@ def loss_inputs(size, options):
     improbable, takes 1.7 times the matmuls at 0.9, 2.5 times at 1.0, 3.9 times at 1.3 on an H200."""
     n_tokens, n_embd, n_vocab = size
     x, weight = torch.randn(n_tokens, n_embd, **options), 0.9 * n_embd**-0.5 * torch.randn(n_vocab, n_embd, **options)
-    return [x, weight], (torch.randint(n_vocab, (n_tokens,), device=options["device"]),)
+    return [x, weight], random_targets(n_tokens, n_vocab, options)
 
 
 def matmuls_alone(size):
@@ -342,10 +324,10 @@ FLASH_ATTENTION = Operation(
 OPERATIONS = {
     "rms_norm": norm("rms_norm", eager_rms_norm, torch_rms_norm, 1, 1, forward=2, backward=3),
     "add_rms_norm": norm("add_rms_norm", after_add(eager_rms_norm), after_add(torch_rms_norm), 2, 1, 4, 4),
-    "layer_norm": norm("layer_norm", eager_layer_norm, torch_layer_norm, 1, 2, 2, 3),
+    "layer_norm": norm("layer_norm", eager_layer_norm, lambda x, w, b: F.layer_norm(x, w.shape, w, b, EPS), 1, 2, 2, 3),
     "rope": ROPE,
-    "swiglu": glu("swiglu", eager_swiglu),
-    "geglu": glu("geglu", eager_geglu),
+    "swiglu": glu("swiglu", lambda gate, up: F.silu(gate) * up),
+    "geglu": glu("geglu", lambda gate, up: F.gelu(gate, approximate="tanh") * up),
     "cross_entropy": CROSS_ENTROPY,
     "linear_cross_entropy": LINEAR_CROSS_ENTROPY,
     "fp8_linear": FP8_LINEAR,

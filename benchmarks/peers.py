@@ -353,12 +353,11 @@ def over_ranks(values: list[float], op, device) -> list[float]:
     return values.tolist()
 
 
-def mfu(config: LlamaConfig, tok_per_s: float, device_name: str) -> float | None:
+def mfu(config: LlamaConfig, tok_per_s: float) -> float | None:
     """Model FLOPs utilisation of one GPU, by the same count as train.py's; None where the card's peak is not known."""
-    peak = peak_flops(device_name)
+    peak = peak_flops(torch.cuda.get_device_name())
     with torch.device("meta"):
-        flops = Llama(config).flops_per_token(config.block_size)
-    return flops * tok_per_s / peak if peak else None
+        return Llama(config).flops_per_token(config.block_size) * tok_per_s / peak if peak else None
 
 
 def own_device() -> torch.device:
@@ -395,8 +394,7 @@ def measure(arm: str, config: str, batch: int, block: int, checkpointing="none",
     peaks = [torch.cuda.max_memory_allocated() / 2**30, torch.cuda.max_memory_reserved() / 2**30]
     peak_gib, reserved_gib = over_ranks(peaks, dist.ReduceOp.MAX, device)
     point = {"ms_per_step": seconds * 1000, "tok_per_s": tok_per_s, "peak_gib": peak_gib, "reserved_gib": reserved_gib}
-    point["mfu"] = mfu(c, tok_per_s / RANKS, torch.cuda.get_device_name())
-    return point | {"first_loss": first, "last_loss": last}
+    return point | {"mfu": mfu(c, tok_per_s / RANKS), "first_loss": first, "last_loss": last}
 
 
 def main(spec: dict) -> dict:

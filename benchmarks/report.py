@@ -223,11 +223,8 @@ def gpus_tables() -> str:
 # --- Sweeps ---
 
 SHOWN = ("all", "long", "liger", "hf")  # in the README
-ON_CPU = {
-    "none": "",
-    "optimizer": "With the optimizer in CPU memory, ",
-    "all": "With weights and optimizer in CPU memory, ",
-}
+ON_CPU = {"none": "", "optimizer": "With the optimizer in CPU memory, ",
+          "all": "With weights and optimizer in CPU memory, "}  # fmt: skip
 
 
 def sweep_part(name: str) -> str:
@@ -348,25 +345,17 @@ def fits_headline() -> str:
 
 PAGES = {  # page -> its parts: name -> what makes it
     "README.md": {
-        "headline": headline,
-        "fits_headline": fits_headline,
-        "fits": fits_of_both,
-        "steps_short": steps_short,
-        "fp8": fp8_sentence,
-        "losses": losses_part,
+        "headline": headline, "fits_headline": fits_headline, "fits": fits_of_both, "steps_short": steps_short,
+        "fp8": fp8_sentence, "losses": losses_part,
     },
     "benchmarks/README.md": {
-        "small_model": small_model_table,
-        "baby": baby_table,
-        "breakdown": breakdown_table,
-        "gpus": gpus_tables,
-        "snapshot": snapshot_table,
-        "steps": partial(steps_table, "step"),
+        "small_model": small_model_table, "baby": baby_table, "breakdown": breakdown_table, "gpus": gpus_tables,
+        "snapshot": snapshot_table, "steps": partial(steps_table, "step"),
         **{name: partial(steps_table, name) for name in ("step_h100", "step_fp8")},
         **{name: partial(sweep_part, name) for name in ("study", "sweep", "study_8b")},
         **{name: partial(kernels_table, name) for name in ("kernels", "fp8_linear")},
     },
-}
+}  # fmt: skip
 
 
 def render(text: str, page: str) -> str:

@@ -11,7 +11,6 @@ it, and by how long it lives: what forward leaves for backward is a saved activa
 update a gradient. Autograd's own formulas run without Python, so what has no Python code at all is backward's.
 """
 
-import functools
 import itertools
 import json
 import pickle
@@ -56,11 +55,6 @@ def parse(argv: list[str]) -> SimpleNamespace:
     named = {"activation_checkpointing": s.checkpointing, "offload": s.offload, "gradient_accumulation_steps": 1}
     resolve(s.config, 1, named, s.flags)
     return s
-
-
-def keep_frames() -> None:
-    """From here on each allocation knows the Python code that asked for it."""
-    torch.cuda.memory._record_memory_history(enabled="state", context="state", stacks="python")
 
 
 def at_step(step: int, path: str) -> None:
@@ -214,7 +208,11 @@ def measured(s: SimpleNamespace):
         path.unlink(missing_ok=True)
         offload = s.offload if arm == "all" or s.offload == "none" else "all"
         at = (s.config, s.batch_size, s.block_size, s.checkpointing)
-        note = functools.partial(noted_by, path)
+
+        def note(command, ranks, path=path):  # by the end of this file
+            words = command if command[0] == "train.py" else command[2:]
+            return runner.run(["-m", "benchmarks.snapshot", str(path), *words], ranks)
+
         if arm == "all":
             flags = [f"--offload={offload}", *s.flags]
             result = runner.train_point(*at, steps=2, warmup=STEP - 1, flags=flags, launch=note)
@@ -228,12 +226,6 @@ def measured(s: SimpleNamespace):
         else:
             row |= {"failed": "it left no snapshot"} | result
         yield "arms", row
-
-
-def noted_by(path: Path, command: list[str], ranks: int = 1):
-    """runner.run of the command, which the end of this file runs."""
-    words = command if command[0] == "train.py" else command[2:]
-    return runner.run(["-m", "benchmarks.snapshot", str(path), *words], ranks)
 
 
 def line(row: dict, _: dict | None = None) -> str:
@@ -256,7 +248,8 @@ def main(argv: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    keep_frames()
+    # From here on each allocation knows the Python code that asked for it.
+    torch.cuda.memory._record_memory_history(enabled="state", context="state", stacks="python")
     if sys.argv[2] == "train.py":
         note_train(sys.argv[1], sys.argv[2:])
     else:
