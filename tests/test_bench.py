@@ -1,8 +1,5 @@
 """The numbers of both pages are those of the records, the records say where they come from, and the kernels' bench
-counts and compares what it says it does.
-
-    pytest test_bench.py        seconds, without a GPU: nothing is timed
-"""
+counts and compares what it says it does. Without a GPU: nothing is timed."""
 
 import importlib
 import json
@@ -22,23 +19,14 @@ PAGES = {page: (record.ROOT / page).read_text() for page in report.PAGES}
 PAGE = "benchmarks/README.md"
 RECORDS = sorted(record.RECORDS.glob("*.json"))
 FP32 = {"device": "cpu", "dtype": torch.float32}
-TINY = {  # a size of each operation that the interpreter runs in a moment; widths that no block divides
-    "rms_norm": (5, 19),
-    "add_rms_norm": (5, 19),
-    "layer_norm": (5, 19),
-    "rope": (2, 3, 4, 2, 8),
-    "swiglu": (5, 19),
-    "geglu": (5, 19),
-    "cross_entropy": (5, 19),
-    "linear_cross_entropy": (5, 8, 19),
-    "fp8_linear": (5, 16, 32),
-    "flash_attention": (2, 19, 4, 2, 16),
-}
+# A size of each operation that the interpreter runs in a moment; widths that no block divides.
+TINY = dict.fromkeys(("rms_norm", "add_rms_norm", "layer_norm", "swiglu", "geglu", "cross_entropy"), (5, 19))
+TINY |= {"rope": (2, 3, 4, 2, 8), "linear_cross_entropy": (5, 8, 19), "fp8_linear": (5, 16, 32)}
+TINY |= {"flash_attention": (2, 19, 4, 2, 16)}
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # the interpreter's numpy, on inf
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Pages and records
+# --- Pages and records ---
 
 
 @pytest.mark.parametrize("page", PAGES)
@@ -126,11 +114,9 @@ USER_ERRORS = """
 estimat => Unknown command estimat. Did you mean estimate?
 xyz => Unknown command xyz: there are sweep, estimate,
 record => usage: python bench.py record FOLDER NAME
-record out => usage: python bench.py record FOLDER NAME
 readme now => usage: python bench.py record FOLDER NAME
 kernels --op=rmsnorm => flash_attention. Did you mean rms_norm?
 kernels --op=rope,attenton => --op=attenton: there are rms_norm,
-kernels --ops=rope => Unknown setting ops. Did you mean op?
 kernels op=rope => Unknown argument op=rope. Did you mean --op=rope?
 kernels rope => Unknown word rope: settings are --key=value, --help lists them
 kernels --out => --out needs a value
@@ -141,18 +127,14 @@ losses --shape=8x1,2x2 => sequences x tokens, as in 8x2048
 losses --steps=0 => --steps=0: it must be at least 1
 losses --arms= => --arms= is empty: there are nanocria
 gpus scaling => Unknown word scaling: settings are --key=value
-gpus --measure=scalin => --measure=scalin: there are scaling, 8b, saves. Did you mean scaling?
-gpus --rank=2 => Unknown setting rank. Did you mean ranks?
 gpus --arms=nanocria-zero3 => Did you mean nanocria-zero2?
 gpus --shapes=2*4096 => --shapes=2*4096: sequences x tokens, as in 8x2048
 gpus --ranks=two => --ranks=two: whole numbers, at least 1
 gpus --steps=0 => --steps=0: it must be at least 1
 gpus --folder=/no/such => --folder=/no/such does not exist
-step --arm=hf => Unknown setting arm. Did you mean arms?
 step --measure=breakdwn => Did you mean 'breakdown'?
 step --arms=hf-ligr => Did you mean hf-liger?
 step --checkpointing=some => --checkpointing=some: there are none, selective, full
-step --steps=many => --steps expects an int or none, got 'many'
 step --steps=0 => --steps=0: it must be at least 1
 snapshot -- --offload=all => -- --offload: say --offload=... before the --
 snapshot -- --out_dir=x => -- --out_dir: each measured run has its own
@@ -164,21 +146,15 @@ estimate --card=h10 => Did you mean h100?
 estimate --card=A100 => Did you mean a100-40 or a100-80?
 estimate --card=0 => --card=0: there are
 estimate --card=24MB => --card=24MB: there are
-estimate card=24 => Unknown argument card=24. Did you mean --card=24?
-estimate --block=2048 => Did you mean block_size?
-estimate --offload=half => --offload expects 'any', 'none', 'optimizer' or 'all', got 'half'
 estimate --batch_size=0 => --batch_size=0: it must be at least 1
 estimate --config=llama32_1 => llama32_1 does not exist. Did you mean
 estimate config/llama31_8b.py => Unknown word config/llama31_8b.py. Did you mean --config=config/llama31_8b.py?
 estimate --config=config/baby_llama.py => leaves vocab_size to its dataset: say -- --vocab_size=
 estimate --compile => --compile is a setting of train.py: put it behind --, as in -- --compile=...
-estimate --fusedloss=false => Unknown setting fusedloss
 estimate -- --fusedloss=false => Unknown setting fusedloss. Did you mean fused_loss?
 estimate -- --mlp_chunks=x => --mlp_chunks expects an int or none, got 'x'
-estimate -- --mlp_chunks x => --mlp_chunks expects an int or none, got 'x'
 estimate -- --batch_size=32 => -- --batch_size: say --batch_size=... before the --
 estimate -- --activation_checkpointing=full => say --checkpointing=... before the --
-estimate -- --world_size=8 => Unknown setting world_size
 estimate --checkpointing=none -- --mlp_chunks=4 => mlp_chunks
 estimate --card=h100 24 => Unknown word 24
 estimate --card=h100 --config=config/llama31_8b.py --ranks=7 => 64: make it a multiple of the 7 ranks, as in --grad
@@ -187,11 +163,8 @@ estimate -- --gradient_accumulation_steps=0 => gradient_accumulation_steps is 0:
 estimate --offload=all -- --cuda_graph=true => cuda_graph needs one GPU and offload=none: add --cuda_graph=false
 --sweep=bath => --sweep expects 'batch', 'seq' or 'both', got 'bath'. Did you mean 'batch'?
 --arms=al => --arms=al: there are all, long, kernels, torch, none. Did you mean all?
---preset=stdy => Did you mean 'study'?
 --memory_limit=24 => Unknown setting memory_limit. Did you mean memory_limit_gib?
---memory_limit_gib=24GB => --memory_limit_gib expects a float or none, got '24GB'
 --memory_limit_gib=0 => --memory_limit_gib=0: a number of GiB, as in --memory_limit_gib=24
---memory_limit_gib=-1 => --memory_limit_gib=-1: a number of GiB
 --peers=hf -- --n_layer=4 => --n_layer: the peers would train another model; write it in a config, or say
 --config=config/baby_llama.py => leaves vocab_size to its dataset: say -- --vocab_size=
 --config=config/none.py => config/none.py does not exist
@@ -240,8 +213,7 @@ def test_each_command_has_help_made_from_the_comments_of_its_settings(command, c
         assert re.search(r"^  --\w+ +\w+.* {2}\w", printed, re.MULTILINE), "a name, a type, a value, a comment"
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# The kernels' table
+# --- The kernels' table ---
 
 
 def kernels_record():
@@ -300,8 +272,7 @@ def test_only_a_whole_run_replaces_the_record_of_the_readme():
     assert parsed("--op=rope", "--out=here.json") == (["rope"], Path("here.json"))
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# What is compared
+# --- What is compared ---
 
 
 @pytest.mark.parametrize("name", OPERATIONS)
@@ -423,8 +394,7 @@ def test_a_size_has_a_letter_for_each_number_and_inputs_that_other_seeds_change(
         assert torch.equal(first, same) and not torch.equal(first, other)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Losses
+# --- Losses ---
 
 LOSSES = {
     "command": "python bench.py losses",

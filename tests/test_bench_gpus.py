@@ -1,9 +1,4 @@
-"""The benchmark of several GPUs: its peers train on several ranks, what hangs is ended, its rows add up.
-
-    pytest test_bench_gpus.py        half a minute, without a GPU
-
-What needs GPUs, the measuring itself, is in the record that it leaves.
-"""
+"""The benchmark of several GPUs: its peers train on several ranks, what hangs is ended, its rows add up. No GPU."""
 
 import copy
 import json
@@ -19,8 +14,7 @@ import torch
 
 from benchmarks import compare, gpus, limited, peers, record, report, runner
 
-# ----------------------------------------------------------------------------------------------------------------------
-# Peers on several ranks
+# --- Peers on several ranks ---
 
 # benchmarks/peers.py as it runs without GPUs: gloo, nothing compiled, the same weights for any number of ranks, and
 # peaks of 2 GiB on rank 0, of 3 on rank 1.
@@ -94,8 +88,7 @@ def test_a_peer_trains_in_two_steps_or_says_that_it_does_not(tmp_path, monkeypat
         assert peers.main({})["failed"] == f"it does not train: its loss went from 5.0 to {last}"
 
 
-# ----------------------------------------------------------------------------------------------------------------------
-# Processes
+# --- Processes ---
 
 
 def test_a_point_that_takes_too_long_is_ended_with_all_that_it_started(tmp_path):
@@ -182,8 +175,7 @@ torch.distributed.elastic.multiprocessing.errors.ChildFailedError:
     assert runner.failure("[rank1]: torch.OutOfMemoryError: CUDA out of memory." + printed) == {"oom": True}
 
 
-# ----------------------------------------------------------------------------------------------------------------------
-# What is run
+# --- What is run ---
 
 
 def test_settings_choose_and_ranks_without_gpus_are_left_out():
@@ -241,8 +233,7 @@ def test_a_peer_that_is_not_there_is_asked_for_once(monkeypatch):
     assert len(rows) == 1 and "pip install 'torchtitan<0.3'" in gpus.line(rows[0][1], RECORD)
 
 
-# ----------------------------------------------------------------------------------------------------------------------
-# Checkpoints
+# --- Checkpoints ---
 
 
 def test_saves_are_timed_between_the_log_lines_of_steps_100_and_300(monkeypatch, tmp_path):
@@ -281,8 +272,7 @@ def test_a_run_that_fails_ends_the_saves_with_its_reason(monkeypatch):
     assert len(ran) == 1 and row["oom"] and "out of memory" in gpus.line(row, RECORD)
 
 
-# ----------------------------------------------------------------------------------------------------------------------
-# Rows, records, tables
+# --- Rows, records, tables ---
 
 
 def row(arm, ranks, tok_per_s, peak_gib=40.0, at=(16, 2048, "none"), **more):

@@ -1,7 +1,4 @@
-"""What fits in a card, by arithmetic, and what holds the memory in one step. Without a GPU.
-
-pytest tests/test_bench_memory.py
-"""
+"""What fits in a card, by arithmetic, and what holds the memory in one step. Without a GPU."""
 
 import json
 import os
@@ -19,8 +16,7 @@ from runtime import memory, memory_advice
 
 LLAMA_1B = "config/llama32_1b.py"
 
-# ----------------------------------------------------------------------------------------------------------------------
-# What holds the memory in one step
+# --- What holds the memory in one step ---
 
 
 def frames(*calls):
@@ -175,8 +171,7 @@ def test_a_snapshot_that_was_not_left_is_said(monkeypatch):
     ]  # fmt: skip
 
 
-# ----------------------------------------------------------------------------------------------------------------------
-# The estimate
+# --- The estimate ---
 
 
 def estimated(words):

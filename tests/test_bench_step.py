@@ -1,9 +1,4 @@
-"""The whole-step benchmark: its peers train the very model that nanocria trains, and its records add up.
-
-    pytest test_bench_step.py        seconds, without a GPU
-
-What needs a GPU, the measuring itself, is in the records that it leaves.
-"""
+"""The whole-step benchmark: its peers train the very model that nanocria trains, and its records add up. No GPU."""
 
 import copy
 import json
@@ -24,26 +19,18 @@ TINY = LlamaConfig(n_layer=2, n_head=4, n_kv_head=2, n_embd=32, ffn_dim=96, voca
                    rope_scaling=SCALING, tie_embeddings=True)  # fmt: skip
 CPU = torch.device("cpu")
 
-# ----------------------------------------------------------------------------------------------------------------------
-# Peers
+# --- Peers ---
 
 RECIPE_NAMES = {
-    "attn_norm": ["attention_norm"],
-    "attn.qkv_proj": ["attention.wq", "attention.wk", "attention.wv"],
-    "attn.o_proj": ["attention.wo"],
-    "mlp_norm": ["ffn_norm"],
+    "attn_norm": ["attention_norm"], "attn.qkv_proj": ["attention.wq", "attention.wk", "attention.wv"],
+    "attn.o_proj": ["attention.wo"], "mlp_norm": ["ffn_norm"], "mlp.down_proj": ["feed_forward.w2"],
     "mlp.gate_up_proj": ["feed_forward.w1", "feed_forward.w3"],
-    "mlp.down_proj": ["feed_forward.w2"],
-}
+}  # fmt: skip
 HF_NAMES = {
-    "attn_norm": ["input_layernorm"],
-    "attn.qkv_proj": ["self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"],
-    "attn.o_proj": ["self_attn.o_proj"],
-    "mlp_norm": ["post_attention_layernorm"],
-    "mlp.gate_up_proj": ["mlp.gate_proj", "mlp.up_proj"],
-    "mlp.down_proj": ["mlp.down_proj"],
-    "tok_embeddings": ["embed_tokens"],
-}
+    "attn_norm": ["input_layernorm"], "attn.o_proj": ["self_attn.o_proj"], "mlp_norm": ["post_attention_layernorm"],
+    "attn.qkv_proj": ["self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"], "mlp.down_proj": ["mlp.down_proj"],
+    "mlp.gate_up_proj": ["mlp.gate_proj", "mlp.up_proj"], "tok_embeddings": ["embed_tokens"],
+}  # fmt: skip
 
 
 def build_recipe(checkpointing):
@@ -194,37 +181,29 @@ def test_the_shape_is_that_of_the_config_file():
     assert c.rope_scaling["factor"] == 32.0 and c.tie_embeddings
 
 
-# ----------------------------------------------------------------------------------------------------------------------
-# Where the milliseconds go
+# --- Where the milliseconds go ---
 
 
-@pytest.mark.parametrize(
-    "kernel, part",
-    [
-        ("nvjet_tst_192x192_64x4_1x2_h_bz_coopA_TNT", "matmuls"),
-        ("sm90_xmma_gemm_bf16bf16_bf16f32_f32_tn_n_tilesize128x128x64_cublas", "matmuls"),
-        ("void cutlass::Kernel2<cutlass_80_wmma_tensorop_bf16_s161616gemm_bf16>", "matmuls"),
-        ("void cublasLt::splitKreduce_kernel<32, 16, int, float>", "matmuls"),
-        ("cudnn_generated_fort_native_sdpa_sm90_flash_bprop_wgmma_f16_knob_7", "attention"),
-        ("fmha_cutlassF_bf16_aligned_64x64_rf_sm80(PyTorchMemEffAttention)", "attention"),
-        ("_flash_fwd_kernel", "attention"),
-        ("_loss_kernel", "loss kernel"),
-        ("_rms_norm_bwd_kernel", "norms"),
-        ("_sum_rows_kernel", "norms"),
-        ("_glu_fwd_kernel", "SwiGLU"),
-        ("_rope_bwd_kernel", "RoPE"),
-        ("_adamw_kernel", "optimizer"),
-        ("void at::native::multi_tensor_apply_kernel<..., at::native::FusedAdamMathFunctor<float, 4>>", "optimizer"),
-        ("void at::native::multi_tensor_apply_kernel<..., at::native::LpNormFunctor<float, NormType>>", "optimizer"),
-        ("void at::native::multi_tensor_apply_kernel<..., at::native::Copy<BFloat16, float>>", "casts and copies"),
-        ("void at::native::elementwise_kernel<direct_copy_kernel_cuda(...)>", "casts and copies"),
-        ("Memcpy DtoD (Device -> Device)", "casts and copies"),
-        ("ncclDevKernel_AllGather_RING_LL(ncclDevKernelArgsStorage<4096ul>)", "casts and copies"),
-        ("void at::native::vectorized_elementwise_kernel<4, CUDAFunctor_add<BFloat16>>", "other"),
-    ],
-)
-def test_a_kernel_is_known_by_its_name(kernel, part):
-    assert breakdown.part_of(kernel) == part
+KERNELS = {
+    "matmuls": ["nvjet_tst_192x192_64x4_1x2_h_bz_coopA_TNT", "void cublasLt::splitKreduce_kernel<32, 16, int, float>",
+                "sm90_xmma_gemm_bf16bf16_bf16f32_f32_tn_n_tilesize128x128x64_cublas",
+                "void cutlass::Kernel2<cutlass_80_wmma_tensorop_bf16_s161616gemm_bf16>"],
+    "attention": ["cudnn_generated_fort_native_sdpa_sm90_flash_bprop_wgmma_f16_knob_7", "_flash_fwd_kernel",
+                  "fmha_cutlassF_bf16_aligned_64x64_rf_sm80(PyTorchMemEffAttention)"],
+    "loss kernel": ["_loss_kernel"], "norms": ["_rms_norm_bwd_kernel", "_sum_rows_kernel"],
+    "SwiGLU": ["_glu_fwd_kernel"], "RoPE": ["_rope_bwd_kernel"],
+    "optimizer": ["_adamw_kernel", "multi_tensor_apply_kernel<..., at::native::FusedAdamMathFunctor<float, 4>>",
+                  "multi_tensor_apply_kernel<..., at::native::LpNormFunctor<float, NormType>>"],
+    "casts and copies": ["multi_tensor_apply_kernel<..., at::native::Copy<BFloat16, float>>",
+                         "void at::native::elementwise_kernel<direct_copy_kernel_cuda(...)>",
+                         "Memcpy DtoD (Device -> Device)", "ncclDevKernel_AllGather_RING_LL(ncclDevKernelArgs<4ul>)"],
+    "other": ["void at::native::vectorized_elementwise_kernel<4, CUDAFunctor_add<BFloat16>>"],
+}  # fmt: skip
+
+
+def test_a_kernel_is_known_by_its_name():
+    found = {part: [breakdown.part_of(kernel) for kernel in kernels] for part, kernels in KERNELS.items()}
+    assert found == {part: [part] * len(kernels) for part, kernels in KERNELS.items()}
 
 
 CHUNK = ["matmuls", "loss kernel", "matmuls", "matmuls"]
@@ -262,8 +241,7 @@ def test_the_floors_count_the_flops_that_the_model_counts():
     assert set(floors) | {"other"} == set(breakdown.ORDER)
 
 
-# ----------------------------------------------------------------------------------------------------------------------
-# Words, records, tables
+# --- Words, records, tables ---
 
 
 def test_settings_choose_arms_shapes_checkpointing_and_steps():

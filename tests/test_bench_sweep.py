@@ -1,7 +1,4 @@
-"""The sweeps: what they run, when they stop, what their records say. Without a GPU: nothing is measured.
-
-pytest tests/test_bench_sweep.py
-"""
+"""The sweeps: what they run, when they stop, what their records say. Without a GPU: nothing is measured."""
 
 import copy
 import itertools
@@ -200,8 +197,7 @@ def test_long_steps_are_fewer():
     ]  # fmt: skip
 
 
-# ----------------------------------------------------------------------------------------------------------------------
-# Records, tables, plots
+# --- Records, tables, plots ---
 
 
 def row(arm, batch, block=1024, tok_per_s=20_000.0, peak_gib=10.0, offload="optimizer", limit_gib=24.0, **more):
