@@ -2,8 +2,7 @@
 
     python -m benchmarks.breakdown config/llama32_1b.py --batch_size=8 --block_size=2048 ...
 
-runs train.py with these words in this process, records what the GPU does, and prints a line of JSON about three of its
-steps. `python bench.py step breakdown` shows it as a table.
+runs train.py with these words in this process, records what the GPU does, and prints a line of JSON about three steps.
 
 A part's floor is its FLOPs over the rate of a large matmul, or its bytes over the rate of a large copy, both measured
 right after the run. The bytes are those that move where each operation is one kernel that reads and writes once.
@@ -75,9 +74,8 @@ def step_starts(spans: list[Span]) -> list[int]:
 
 def name_head_matmuls(spans: list[Span]) -> list[Span]:
     """Of a step's matmuls, three for each loss kernel are the head's; the first of them comes before the first loss."""
-    spans = list(spans)
+    spans, starts = list(spans), step_starts(spans)
     matmuls = [i for i, (_, _, part) in enumerate(spans) if part == "matmuls"]
-    starts = step_starts(spans)
     for start, end in zip(starts, [*starts[1:], len(spans)], strict=True):
         n_losses = sum(part == "loss kernel" for _, _, part in spans[start:end])
         first = bisect.bisect(matmuls, start) - 1
@@ -103,7 +101,7 @@ def share_out(spans: list[Span]) -> dict[str, float]:
 
 
 def floors_ms(c: LlamaConfig, batch: int, copy_tb_s: float, matmul_tflops: float) -> dict[str, float | None]:
-    """The least ms of each part in one step; None where nothing is known."""
+    """The least ms of each part in one step."""
     n, layers, kv = batch * c.block_size, c.n_layer, c.n_kv_head * c.head_dim
     in_blocks = layers * (2 * c.n_embd**2 + 2 * c.n_embd * kv + 3 * c.n_embd * c.ffn_dim)  # weights of matmuls
     block, root = memory.n_params(c)
@@ -130,8 +128,8 @@ def floors_ms(c: LlamaConfig, batch: int, copy_tb_s: float, matmul_tflops: float
 def fastest_matmul_tflops(n: int = 8192) -> float:
     """TFLOP/s of the fastest of ten products, behind a thousand copies that have warmed the card up.
 
-    timing.matmul_tflops is a tenth less: matmul after matmul draws more power than the card may, which then lowers its
-    clock. Between the other kernels of a step they run faster than that, and a floor must lie below them.
+    timing.matmul_tflops is a tenth less: matmul after matmul the card lowers its clock, which between the other kernels
+    of a step it does not. A floor must lie below them.
     """
     a, b = (torch.randn(n, n, device="cuda", dtype=torch.bfloat16) for _ in range(2))
     torch.mm(a, b)
@@ -139,7 +137,7 @@ def fastest_matmul_tflops(n: int = 8192) -> float:
     return 2 * n**3 / min(timing.events_ms([lambda: torch.mm(a, b)], rounds=10)) / 1e9
 
 
-def breakdown(words: list[str]) -> dict:
+def breakdown(words: list[str]) -> list[dict]:
     flags = dict(word.removeprefix("--").split("=", 1) for word in words if word.startswith("--"))
     config = llama_config(words[0], block_size=int(flags["block_size"]))
     spans = name_head_matmuls(spans_of_a_run(words))
@@ -151,9 +149,8 @@ def breakdown(words: list[str]) -> dict:
     copy_tb_s, matmul_tflops = timing.copy_tb_s(), fastest_matmul_tflops()
     floors = floors_ms(config, int(flags["batch_size"]), copy_tb_s, matmul_tflops)
     rows = [{"part": part, "ms": time / STEPS, "floor_ms": floors.get(part)} for part, time in busy.items()]
-    rows.append({"part": "idle", "ms": (ms - sum(busy.values())) / STEPS, "floor_ms": 0.0})
-    return {"rows": rows}
+    return [*rows, {"part": "idle", "ms": (ms - sum(busy.values())) / STEPS, "floor_ms": 0.0}]
 
 
 if __name__ == "__main__":
-    print("\n" + json.dumps(breakdown(sys.argv[1:])), flush=True)
+    print("\n" + json.dumps({"rows": breakdown(sys.argv[1:])}), flush=True)

@@ -16,19 +16,19 @@ from benchmarks.record import ROOT
 from configurator import SettingError, did_you_mean, help_text, preview, read_command_line, read_script
 
 TRAIN = ROOT / "train.py"
+MODEL = ("n_layer", "n_head", "n_kv_head", "n_embd", "ffn_dim", "vocab_size", "tie_embeddings")
 
 
 def read_settings(namespace: dict, argv: list[str], for_train_py: bool = False) -> SimpleNamespace:
-    """The settings of a benchmark's `globals()`, changed by argv, and three more: `given`, the names that argv sets;
-    `flags`, the words behind --; `command`, argv without --out=.
+    """The settings of a benchmark's `globals()`, changed by argv, and two more: `flags`, the words behind --;
+    `command`, argv without --out=.
 
     SettingError with a sentence for a user error. --help prints the file's docstring and settings, and exits.
     """
     words = argv[: argv.index("--")] if "--" in argv else argv
     flags = argv[len(words) + 1 :]
     declared, values = read_script(namespace)
-    given = [word[2:].partition("=")[0] for word in words if word.startswith("--")]
-    if "help" not in given and "-h" not in words:
+    if not {"--help", "-h"} & set(words):
         refuse_unknown(words, declared, for_train_py)
     if flags and not for_train_py:
         raise SettingError(f"-- {shlex.join(flags)}: no settings of train.py are passed on here, leave them out")
@@ -36,23 +36,17 @@ def read_settings(namespace: dict, argv: list[str], for_train_py: bool = False) 
         settings = help_text(namespace, declared, values).partition("[--key=value]")[2]
         print(f"{namespace['__doc__'].strip()}\n{settings}")
         sys.exit(0)
-    command = [word for word in argv if not word.startswith("--out=")]
-    return SimpleNamespace(**values, given=given, flags=flags, command=command)
+    return SimpleNamespace(**values, flags=flags, command=[word for word in argv if not word.startswith("--out=")])
 
 
 def refuse_unknown(words: list[str], declared: dict, for_train_py: bool) -> None:
     """What configurator.py cannot know of a benchmark: it has no config files, and train.py may have the setting."""
-    choices = {option: f"--{name}={option}" for name, setting in declared.items() for option in setting.options
-               if isinstance(option, str)}  # fmt: skip
     for before, word in pairwise(["", *words]):
         name = word.lstrip("-").partition("=")[0]
-        is_value = re.fullmatch(r"--\w+", before)
-        if name in declared or is_value:
-            continue
-        if not word.startswith("-") and "=" not in word:
-            hint = f". Did you mean --config={word}?" if word.endswith(".py") else did_you_mean(word, choices)
+        if not word.startswith("-") and "=" not in word and not re.fullmatch(r"--\w+", before):
+            hint = f". Did you mean --config={word}?" if word.endswith(".py") else ""
             raise SettingError(f"Unknown word {word}{hint or ': settings are --key=value, --help lists them'}")
-        if for_train_py and name in preview(TRAIN, []):
+        if for_train_py and word.startswith("-") and name not in declared and name in preview(TRAIN, []):
             raise SettingError(f"--{name} is a setting of train.py: put it behind --, as in -- --{name}=...")
 
 
@@ -69,18 +63,20 @@ def one_of(name: str, text: str, known) -> list[str]:
 
 
 def whole_numbers(name: str, text: str) -> list[int]:
-    for part in filter(None, text.split(",")):
-        if not re.fullmatch(r"[1-9]\d*", part):
-            raise SettingError(f"--{name}={part}: whole numbers, at least 1")
-    return [int(part) for part in text.split(",") if part]
+    return [n for (n,) in numbers(name, text, r"[1-9]\d*", "whole numbers, at least 1")]
 
 
 def shapes(name: str, text: str) -> list[tuple[int, int]]:
     """Sequences x tokens: '8x2048,2x8192' is [(8, 2048), (2, 8192)]."""
-    for part in filter(None, text.split(",")):
-        if not re.fullmatch(r"[1-9]\d*x[1-9]\d*", part):
-            raise SettingError(f"--{name}={part}: sequences x tokens, as in 8x2048")
-    return [tuple(map(int, part.split("x"))) for part in text.split(",") if part]
+    return numbers(name, text, r"[1-9]\d*x[1-9]\d*", "sequences x tokens, as in 8x2048")
+
+
+def numbers(name: str, text: str, pattern: str, expected: str) -> list[tuple[int, ...]]:
+    parts = [part for part in text.split(",") if part]
+    for part in parts:
+        if not re.fullmatch(pattern, part):
+            raise SettingError(f"--{name}={part}: {expected}")
+    return [tuple(map(int, part.split("x"))) for part in parts]
 
 
 def at_least_one(s: SimpleNamespace, *names: str) -> None:
@@ -89,29 +85,18 @@ def at_least_one(s: SimpleNamespace, *names: str) -> None:
             raise SettingError(f"--{name}={getattr(s, name)}: it must be at least 1")
 
 
-def n_gpus(name: str, value: int | str, there: int) -> int:
-    """So many of the GPUs that torch sees, or all; one where it sees none."""
-    n = max(there, 1) if value == "all" else value
-    if not 1 <= n <= max(there, 1):
-        raise SettingError(f"--{name}={value}: torch sees {there} GPU{'s' * (there != 1)}")
-    return n
-
-
-def refuse_unread(s: SimpleNamespace, what: str, read: tuple[str, ...]) -> None:
-    """SettingError for a setting that was given and that this measurement does not read."""
-    for name in s.given:
-        if name not in read:
-            raise SettingError(f"--{name} is not read by {what}: leave it out")
-
-
-def refuse_flags(s: SimpleNamespace, own: tuple[str, ...]) -> None:
-    """SettingError for settings of train.py that each measured run has its own of, or that are settings here."""
-    for flag in s.flags:
-        name = flag.removeprefix("--").partition("=")[0]
+def refuse_flags(s: SimpleNamespace, peers: list[str]) -> None:
+    """SettingError for settings of train.py that each run has its own of, that are settings here, or that the peers,
+    whose model is the config's, would not follow."""
+    for name in (flag.removeprefix("--").partition("=")[0] for flag in s.flags):
         if name in ("max_iters", "out_dir"):
             raise SettingError(f"-- --{name}: each measured run has its own, leave it out")
-        if name in own:
+        if name in ("batch_size", "block_size", "activation_checkpointing", "offload"):
             raise SettingError(f"-- --{name}: say --{name.removeprefix('activation_')}=... before the --")
+        if name in MODEL and peers != ["none"]:
+            raise SettingError(
+                f"-- --{name}: the peers would train another model; write it in a config, or say --peers=none"
+            )
 
 
 def config_path(path: str) -> str:

@@ -30,12 +30,16 @@ def table(header: list[str], rows: list[list[str]]) -> str:
     return "\n".join("| " + " | ".join(line) + " |" for line in lines)
 
 
+def with_dtype(arm: str) -> str:
+    """Marks the trainers of `bench.py step` whose weights and moments, too, are bfloat16."""
+    return arms.STEP[arm] + " (bf16)" * arm.startswith("hf")
+
+
 def speed_and_memory(row: dict, peer: dict) -> dict:
     return {key: row[key] / peer[key] for key in ("tok_per_s", "peak_gib")}
 
 
-# ----------------------------------------------------------------------------------------------------------------------
-# Kernels
+# --- Kernels ---
 
 
 def shape(row: dict) -> str:
@@ -79,8 +83,7 @@ def lead(row: dict) -> float | None:
     return ours / of_limit(row, peer) if ours and peer else None
 
 
-# ----------------------------------------------------------------------------------------------------------------------
-# Steps on one GPU
+# --- Steps on one GPU ---
 
 STEP_PLACE = ("arm", "batch", "block", "checkpointing")
 
@@ -95,8 +98,7 @@ def step_ratios(points: list[dict]) -> list[dict]:
     ]
 
 
-# ----------------------------------------------------------------------------------------------------------------------
-# Several GPUs
+# --- Several GPUs ---
 
 GPUS_PLACE = ("arm", "ranks", "batch", "block", "checkpointing")
 
@@ -123,16 +125,14 @@ def gpus_ratios(row: dict, rows: list[dict]) -> dict | None:
 
 
 def saves_sentence(row: dict) -> str:
-    text = (
+    seconds = row["resume_seconds"]
+    return (
         f"a checkpoint of {row['checkpoint_bytes'] / 1e9:.1f} GB every {row['every']} steps costs the training "
         f"{row['cost']:.1%} ({row['seconds_without'] / 2:.1f} s without, {row['seconds_with'] / 2:.1f} s with)"
-    )
-    seconds = row["resume_seconds"]
-    return text + ("; it was not resumed" if seconds is None else f"; a resume reads it in {seconds:.1f} s")
+    ) + ("; it was not resumed" if seconds is None else f"; a resume reads it in {seconds:.1f} s")
 
 
-# ----------------------------------------------------------------------------------------------------------------------
-# Losses
+# --- Losses ---
 
 REFERENCE = "float32"
 
@@ -155,8 +155,7 @@ def loss_cells(row: dict, rows: list[dict]) -> list[str]:
     return [last, f"{statistics.fmean(found):+.4f}", f"{statistics.fmean(map(abs, found)):.4f}"]
 
 
-# ----------------------------------------------------------------------------------------------------------------------
-# Sweeps
+# --- Sweeps ---
 
 SWEEP_PLACE = ("config", "arm", "ranks", "batch", "block", "checkpointing", "offload", "limit_gib", "flags")
 SERIES = tuple(key for key in SWEEP_PLACE if key not in ("batch", "block"))

@@ -3,7 +3,6 @@
 import math
 import textwrap
 from collections import Counter
-from functools import partial
 from itertools import groupby, pairwise
 from pathlib import Path
 
@@ -16,19 +15,16 @@ from benchmarks import arms as trainers
 from benchmarks import compare
 from benchmarks.record import load
 
-COLORS = {  # ours stands out; whoever is in several plots has the same color in all
+COLORS = {  # of kernels. Ours stands out; whoever is in several plots has the same color in all
     "nanocria": "#c2410c", "eager": "#9ca3af", "torch": "#4b5563", "compile": "#0f766e", "liger": "#2563eb",
     "liger_fp32": "#93c5fd", "cce": "#9333ea", "sdpa_flash": "#f59e0b", "sdpa_cudnn": "#15803d",
 }  # fmt: skip
-TRAINERS = {  # of steps, several GPUs and losses
+TRAINERS = {
     "nanocria": "#c2410c", "nanocria-fp8": "#f59e0b", "nanocria-zero2": "#fb923c", "nanocria-hybrid": "#7c2d12",
     "nanocria-nccl": "#a8a29e", "nanocria-each": "#57534e", "nanocria-plain": "#7c2d12", "recipe": "#0f766e",
     "recipe-fp8": "#84cc16", "recipe-zero2": "#134e4a", "torchtitan": "#5eead4", "hf": "#9ca3af",
-    "hf-compiled": "#4b5563", "hf-liger": "#2563eb", "float32": "#000000",
-}  # fmt: skip
-SWEEP = {
-    "all": "#c2410c", "long": "#db2777", "kernels": "#fb923c", "torch": "#7c2d12",
-    "hf": "#9ca3af", "liger": "#2563eb", "recipe": "#0f766e",
+    "hf-compiled": "#4b5563", "hf-liger": "#2563eb", "float32": "#000000", "all": "#c2410c", "long": "#db2777",
+    "kernels": "#fb923c", "torch": "#7c2d12", "liger": "#2563eb",
 }  # fmt: skip
 PARTS = ["#1e3a8a", "#2563eb", "#0f766e", "#c2410c", "#9333ea", "#f59e0b", "#9ca3af"]  # of memory
 DASHES = ["-", "--", "-.", ":"]
@@ -36,9 +32,31 @@ MARKS = dict(zip(("none", "selective", "full"), "osv", strict=True))
 PASSES = {"forward": "fwd", "backward": "bwd", "inference": "loss alone", "both": "both"}
 
 
+def panels(n: int, size: tuple[float, float], **options):
+    """A figure and its n axes, beside each other."""
+    figure, axes = plt.subplots(1, n, figsize=size, dpi=150, squeeze=False, **options)
+    return figure, axes[0]
+
+
+def finish(figure, path: Path, legend=None, bottom: float = 0, **options) -> None:
+    """Below all panels one legend, handles and labels, in a strip of that height; no frame above and on the right."""
+    if legend:
+        options = {"fontsize": 8, "frameon": False, "ncols": 3, "loc": "lower center"} | options
+        figure.legend(*legend, **options)
+    if figure.get_layout_engine() is None:
+        figure.tight_layout(rect=(0, bottom, 1, 1))
+    for axes in figure.axes:
+        axes.spines[["top", "right"]].set_visible(False)
+    figure.savefig(path)
+    plt.close(figure)
+
+
+# --- Training runs ---
+
+
 def draw_baby(path: Path) -> None:
     """Training loss in bits per byte over seconds, CPU and GPU, with gzip and xz as lines to cross."""
-    figure, axes = plt.subplots(figsize=(7.5, 3.6), dpi=150)
+    figure, (axes,) = panels(1, (7.5, 3.6))
     for name, color in (("baby_llama_cpu", "tab:blue"), ("baby_llama_gpu", "tab:green")):
         r = load(name)
         _, seconds, losses = zip(*r["curve"], strict=True)
@@ -46,57 +64,83 @@ def draw_baby(path: Path) -> None:
         axes.plot(seconds, [loss / math.log(2) for loss in losses], color=color, label=label)
         axes.plot(seconds[-1], r["bits_per_byte"], "o", color=color)
     for name, style in (("gzip", "--"), ("xz", ":")):
-        level = load("baby_llama_cpu")[f"{name}_bits_per_byte"]
+        level, at = load("baby_llama_cpu")[f"{name}_bits_per_byte"], ("axes fraction", "data")
         axes.axhline(level, color="gray", linestyle=style, linewidth=1)
-        axes.annotate(
-            f"{name} -9", (1.01, level), xycoords=("axes fraction", "data"), color="gray", fontsize=8, va="center"
-        )
+        axes.annotate(f"{name} -9", (1.01, level), xycoords=at, color="gray", fontsize=8, va="center")
     axes.set(xlabel="seconds of training", ylabel="bits per byte", xscale="log", ylim=(1, 3.5))
     axes.xaxis.set_major_formatter("{x:.0f}")
     axes.set_title("A 0.8-million-parameter Llama learns Python (lines: training, dots: validation)", fontsize=10)
     axes.legend(fontsize=8, frameon=False)
-    figure.tight_layout()
-    save(figure, path)
+    finish(figure, path)
+
+
+def draw_losses(record: dict, path: Path) -> None:
+    """Left the loss of each trainer; right how far it is from the float32 run's, averaged over ten steps."""
+    rows = [row for row in record["runs"] if "losses" in row]
+    figure, (left, right) = panels(2, (10, 3.6))
+    for row in rows:
+        style = {"color": TRAINERS[row["arm"]], "linewidth": 1.2}
+        left.plot(range(1, row["steps"] + 1), row["losses"], label=trainers.LOSSES[row["arm"]], **style)
+        found = compare.differences(row, rows) or []
+        tens = [found[i : i + 10] for i in range(0, len(found), 10)]
+        right.plot([10 * i + 5 for i in range(len(tens))], [sum(ten) / len(ten) for ten in tens], **style)
+    right.axhline(0, **style | {"color": TRAINERS[compare.REFERENCE]})
+    where = "{batch} x {block:,} tokens".format(**rows[0])
+    left.set(xlabel="step", ylabel="training loss", title=f"Llama 3.2 1B, {where} a step")
+    right.set(xlabel="step", ylabel="loss minus that of float32", title="mean of ten steps")
+    left.legend(fontsize=8, frameon=False)
+    finish(figure, path)
+
+
+# --- Kernels ---
 
 
 def draw_kernels_speed(record: dict, path: Path) -> None:
     """A panel an operation: TB/s or TFLOP/s of each arm at each size and pass, and the limit as a line."""
-    figure, panels = operations_grid(record)
-    for axes, op, rows in panels:
+
+    def draw(axes, rows):
         work, unit = ("bytes", "TB/s") if "bytes" in rows[0] else ("flops", "TFLOP/s")
-        draw_bars(axes, rows, partial(speed, work=work))
+
+        def speed(row, arm):
+            us = compare.median_us(row, arm)
+            return row[work] / us / 1e6 if us else None
+
+        draw_bars(axes, rows, speed)
         for place, row in enumerate(rows):
             limit = row[work] / row["floor_us"] / 1e6
             axes.hlines(limit, place - 0.5, place + 0.5, color="black", linewidth=1, label="limit of the card")
         ticks = [f"{wrapped_shape(row)}\n{PASSES[row['pass']]}" for row in rows]
-        axes.set(title=op, ylabel=unit, xlabel="shape and pass", xticks=range(len(rows)), xticklabels=ticks)
+        axes.set(ylabel=unit, xlabel="shape and pass", xticks=range(len(rows)), xticklabels=ticks)
+
     title = "Speed of forward and backward: higher is better; the line is what a copy, or the matmuls alone, reach"
-    finish(figure, panels, title, path)
-
-
-def speed(row: dict, arm: str, work: str) -> float | None:
-    us = compare.median_us(row, arm)
-    return row[work] / us / 1e6 if us else None
+    draw_operations(record, draw, title, path)
 
 
 def draw_kernels_memory(record: dict, path: Path) -> None:
     """A panel an operation: MiB that forward and backward of each arm peak at above the inputs."""
-    figure, panels = operations_grid(record)
-    for axes, op, rows in panels:
+
+    def draw(axes, rows):
         rows = [list(same)[-1] for _, same in groupby(rows, key=compare.shape)]  # all passes of a size share one peak
         draw_bars(axes, rows, lambda row, arm: row["arms"].get(arm, {}).get("peak_mib"))
-        axes.set(title=op, ylabel="MiB", xlabel="shape", xticks=range(len(rows)), xticklabels=map(wrapped_shape, rows))
-    finish(figure, panels, "Peak memory of forward and backward above their inputs: lower is better", path)
+        axes.set(ylabel="MiB", xlabel="shape", xticks=range(len(rows)), xticklabels=map(wrapped_shape, rows))
+
+    draw_operations(record, draw, "Peak memory of forward and backward above their inputs: lower is better", path)
 
 
-def operations_grid(record: dict):
-    """A figure two panels wide, and for each panel its axes, operation and rows."""
-    operations = [(op, list(rows)) for op, rows in groupby(record["rows"], key=lambda row: row["op"])]
+def draw_operations(record: dict, draw, title: str, path: Path) -> None:
+    """draw(axes, rows) of each operation, two panels wide, under the title and one legend for all."""
+    operations, handles = [(op, list(rows)) for op, rows in groupby(record["rows"], key=lambda row: row["op"])], {}
     height = math.ceil(len(operations) / 2)
     figure, grid = plt.subplots(height, 2, figsize=(12, 2.7 * height + 1), dpi=120, squeeze=False, layout="constrained")
     for axes in grid.flat[len(operations) :]:
         axes.set_visible(False)
-    return figure, [(axes, *operation) for axes, operation in zip(grid.flat, operations, strict=False)]
+    for axes, (op, rows) in zip(grid.flat, operations, strict=False):
+        draw(axes, rows)
+        axes.set(title=op)
+        axes.tick_params(axis="x", labelsize=8 if len(axes.get_xticks()) <= 10 else 6)
+        handles |= dict(zip(*reversed(axes.get_legend_handles_labels()), strict=True))
+    options = {"loc": "outside upper center", "ncols": len(handles), "fontsize": 9}
+    finish(figure, path, (handles.values(), handles.keys()), title=title, title_fontsize=12, **options)
 
 
 def draw_bars(axes, rows: list[dict], value) -> None:
@@ -114,81 +158,48 @@ def wrapped_shape(row: dict) -> str:
     return compare.shape(row).replace(" ", "\n") if len(row["shape"]) < 4 else textwrap.fill(compare.shape(row), 9)
 
 
-def finish(figure, panels, title: str, path: Path) -> None:
-    """The title, and one legend for all panels, above them."""
-    handles = {}
-    for axes, _, _ in panels:
-        axes.tick_params(axis="x", labelsize=8 if len(axes.get_xticks()) <= 10 else 6)
-        handles |= dict(zip(*reversed(axes.get_legend_handles_labels()), strict=True))
-    legend = {"loc": "outside upper center", "ncols": len(handles), "fontsize": 9, "frameon": False}
-    figure.legend(handles.values(), handles.keys(), title=title, title_fontsize=12, **legend)
-    save(figure, path)
+# --- Steps, on one GPU and on several ---
 
 
 def draw_steps(record: dict, path: Path) -> None:
     """Tokens a second against peak GiB: a panel for each shape, a color for each arm, a mark for each checkpointing."""
-    done = [point for point in record["points"] if "ms_per_step" in point]
-    shapes = list(dict.fromkeys((point["batch"], point["block"]) for point in done))
-    size = (max(3.2 * len(shapes), 6.4), 4)
-    figure, panels = plt.subplots(1, len(shapes), figsize=size, dpi=150, sharey=True, squeeze=False)
-    for axes, shape in zip(panels[0], shapes, strict=True):
-        draw_arms(axes, [p for p in done if (p["batch"], p["block"]) == shape])
+    points = compare.done(record["points"])
+    shapes = list(dict.fromkeys((point["batch"], point["block"]) for point in points))
+    figure, axes_of = panels(len(shapes), (max(3.2 * len(shapes), 6.4), 4), sharey=True)
+    for axes, shape in zip(axes_of, shapes, strict=True):
+        for arm, color in TRAINERS.items():
+            here = [p for p in points if p["arm"] == arm and (p["batch"], p["block"]) == shape]
+            x, y = [p["peak_gib"] for p in here], [p["tok_per_s"] / 1000 for p in here]
+            axes.plot(x, y, color=color, linewidth=0.8)
+            for p, *at in zip(here, x, y, strict=True):
+                axes.plot(*at, MARKS[p["checkpointing"]], color=color)
         axes.set_title(f"{shape[0]} x {shape[1]:,} tokens", fontsize=10)
         axes.set(xlabel="peak memory, GiB", xlim=(0, None))
-    first = figure.axes[0]
-    first.set(ylabel="thousand tokens per second", ylim=(0, max(p["tok_per_s"] for p in done) / 940))
-    arms = {p["arm"] for p in done}
-    for arm, title in trainers.STEP.items():
-        if arm in arms:
-            first.plot([], [], color=TRAINERS[arm], label=title + " (bf16)" * arm.startswith("hf"))
+    first = axes_of[0]
+    first.set(ylabel="thousand tokens per second", ylim=(0, max(p["tok_per_s"] for p in points) / 940))
+    for arm in (arm for arm in trainers.STEP if any(p["arm"] == arm for p in points)):
+        first.plot([], [], color=TRAINERS[arm], label=compare.with_dtype(arm))
     for checkpointing, mark in MARKS.items():
         first.plot([], [], mark, color="gray", label=f"checkpointing: {checkpointing}")
-    figure.legend(*first.get_legend_handles_labels(), fontsize=8, frameon=False, ncols=3, loc="lower center")
-    figure.tight_layout(rect=(0, 0.18, 1, 1))
-    save(figure, path)
-
-
-def draw_losses(record: dict, path: Path) -> None:
-    """Left the loss of each trainer; right how far it is from the float32 run's, averaged over ten steps."""
-    rows = [row for row in record["runs"] if "losses" in row]
-    figure, (left, right) = plt.subplots(1, 2, figsize=(10, 3.6), dpi=150)
-    for row in rows:
-        style = {"color": TRAINERS[row["arm"]], "linewidth": 1.2}
-        left.plot(range(1, row["steps"] + 1), row["losses"], label=trainers.LOSSES[row["arm"]], **style)
-        found = compare.differences(row, rows) or []
-        tens = [found[i : i + 10] for i in range(0, len(found), 10)]
-        right.plot([10 * i + 5 for i in range(len(tens))], [sum(ten) / len(ten) for ten in tens], **style)
-    right.axhline(0, **style | {"color": TRAINERS[compare.REFERENCE]})
-    where = "{batch} x {block:,} tokens".format(**rows[0])
-    left.set(xlabel="step", ylabel="training loss", title=f"Llama 3.2 1B, {where} a step")
-    right.set(xlabel="step", ylabel="loss minus that of float32", title="mean of ten steps")
-    left.legend(fontsize=8, frameon=False)
-    figure.tight_layout()
-    save(figure, path)
+    finish(figure, path, first.get_legend_handles_labels(), bottom=0.18)
 
 
 def draw_gpus(record: dict, path: Path) -> None:
     """Tokens a second of a GPU: left over the number of GPUs, from one by itself; right, of 8B, with its peak GiB."""
-    rows = [row for row in record["scaling"] if "tok_per_s" in row]
-    big = [row for row in record["8b"] if "tok_per_s" in row]
-    figure, axes = plt.subplots(1, 1 + bool(big), figsize=(10, 4.2), dpi=150, squeeze=False)
-    left, *rest = axes[0]
-    arms = {row["arm"] for row in [*rows, *big]}
-    for arm, title in trainers.GPUS.items():
+    rows, big = compare.done(record["scaling"]), compare.done(record["8b"])
+    figure, (left, *rest) = panels(1 + bool(big), (10, 4.2))
+    for arm in (arm for arm in trainers.GPUS if any(row["arm"] == arm for row in [*rows, *big])):
         of_arm = [row for row in rows if row["arm"] == arm and row["ranks"] > 1]
         alone = [row for row in rows if of_arm and row["arm"] == arm.partition("-")[0] and row["ranks"] == 1]
         line = sorted([*alone, *of_arm], key=lambda row: row["ranks"])
         at = [row["ranks"] for row in line], [row["tok_per_s"] / row["ranks"] / 1000 for row in line]
-        if arm in arms:
-            left.plot(*at, "o-", markersize=4, color=TRAINERS[arm], label=title)
+        left.plot(*at, "o-", markersize=4, color=TRAINERS[arm], label=trainers.GPUS[arm])
     left.set(xlabel="GPUs", ylabel="thousand tokens per second per GPU", xticks=sorted({row["ranks"] for row in rows}))
     left.set_ylim(0, 1.1 * max(row["tok_per_s"] / row["ranks"] / 1000 for row in rows))
     left.set_title("Llama 3.2 1B, 16 x 2,048 tokens per GPU", fontsize=10)
     for right in rest:
         draw_8b(right, big)
-    figure.legend(*left.get_legend_handles_labels(), fontsize=8, frameon=False, ncols=3, loc="lower center")
-    figure.tight_layout(rect=(0, 0.1, 1, 1))
-    save(figure, path)
+    finish(figure, path, left.get_legend_handles_labels(), bottom=0.1)
 
 
 def draw_8b(axes, rows: list[dict]) -> None:
@@ -204,8 +215,10 @@ def draw_8b(axes, rows: list[dict]) -> None:
     ticks = [f"{batch} x {block:,}\n{checkpointing}" for batch, block, checkpointing in places]
     axes.set(ylabel="thousand tokens per second per GPU", xlabel="sequences x tokens per GPU, checkpointing")
     axes.set_xticks(range(len(places)), ticks, fontsize=7)
-    ranks = " or ".join(str(n) for n in sorted({row["ranks"] for row in rows}))
-    axes.set_title(f"Llama 3.1 8B on {ranks} GPUs, and the peak memory of each", fontsize=10)
+    axes.set_title(f"Llama 3.1 8B on {rows[0]['ranks']} GPUs, and the peak memory of each", fontsize=10)
+
+
+# --- Memory ---
 
 
 def draw_sweep(record: dict, path: Path) -> None:
@@ -215,15 +228,13 @@ def draw_sweep(record: dict, path: Path) -> None:
     drawn = [row for kind in kinds for row in record[kind]]
     names, handles = compare.labels(drawn), {}
     for kind, (speed, memory) in zip(kinds, grid.T, strict=True):
-        rows = record[kind]
-        used = Counter()
+        rows, used = record[kind], Counter()
         for series, of_series in compare.by_series(rows, kind).items():
             arm = of_series[0]["arm"]
-            style = {"color": SWEEP[arm], "linestyle": DASHES[used[arm] % len(DASHES)]}
+            style = {"color": TRAINERS[arm], "linestyle": DASHES[used[arm] % len(DASHES)]}
             used[arm] += 1
             handles |= {names[series]: draw_series(speed, memory, of_series, kind, style)}
-        limit = rows[0]["limit_gib"]
-        if limit:
+        if limit := rows[0]["limit_gib"]:
             memory.axhline(limit, color="black", linewidth=1)
             memory.annotate(f"limit: {limit:g} GiB", (0.02, limit), xycoords=("axes fraction", "data"), fontsize=8,
                             xytext=(0, 3), textcoords="offset points")  # fmt: skip
@@ -231,53 +242,18 @@ def draw_sweep(record: dict, path: Path) -> None:
         speed.set(ylabel="thousand tokens per second", ylim=(0, None), title=f"{compare.SIZE[kind]} grows, {elsewhere}")
         unit = "batch, sequences" if kind == "batch" else "context, tokens"
         memory.set(xlabel=unit, ylabel="peak memory, GiB", ylim=(0, None), xscale="log")
-        sizes = sorted({row[compare.VARIES[kind]] for row in rows})
-        memory.set_xticks(sizes, [f"{size:,}" for size in sizes], rotation=60, fontsize=7)
-        memory.minorticks_off()
+        tick_sizes(memory, sorted({row[compare.VARIES[kind]] for row in rows}), 7)
     marks = {"out of memory": ("oom", "x"), "memory.py's estimate": ("estimated_gib", ".")}
     for name, (key, mark) in marks.items():
         if any(row.get(key) for row in drawn):
             handles[name] = grid[0, 0].plot([], [], mark, color="black")[0]
-    figure.legend(handles.values(), handles.keys(), fontsize=8, frameon=False, ncols=3, loc="lower center")
-    figure.tight_layout(rect=(0, 0.03 + 0.022 * math.ceil(len(handles) / 3), 1, 1))
-    save(figure, path)
+    bottom = 0.03 + 0.022 * math.ceil(len(handles) / 3)
+    finish(figure, path, (handles.values(), handles.keys()), bottom)
 
 
-def draw_fits(record: dict, path: Path) -> None:
-    """The README's: tokens a second as the batch grows, left, and as the context does; a cross is out of memory."""
-    kinds = [kind for kind in compare.KINDS if compare.done(record[kind])]
-    figure, panels = plt.subplots(1, len(kinds), figsize=(5 * len(kinds), 4.2), dpi=150, squeeze=False, sharey=True)
-    for axes, kind in zip(panels[0], kinds, strict=True):
-        key, first = compare.VARIES[kind], record[kind][0]
-        for arm in ("all", "long", "liger", "hf"):
-            draw_until_out_of_memory(axes, [row for row in record[kind] if row["arm"] == arm], key, arm)
-        unit = f"sequences of {first['block']:,} tokens" if kind == "batch" else f"tokens, at batch {first['batch']}"
-        axes.set(xlabel=f"{compare.SIZE[kind]}, {unit}", xscale="log", ylim=(0, None))
-        sizes = sorted({row[key] for row in record[kind]})
-        sizes = [size for size, after in pairwise([*sizes, math.inf]) if after > 1.2 * size]  # or they would touch
-        axes.set_xticks(sizes, [f"{size:,}" for size in sizes], rotation=60, fontsize=8)
-        axes.minorticks_off()
-    panels[0][0].set(ylabel="thousand tokens per second")
-    panels[0][0].plot([], [], "x", color="black", markeredgewidth=2, label="out of memory")
-    limit, device = record[kinds[0]][0]["limit_gib"], record["device"].removeprefix("1 x ").removeprefix("NVIDIA ")
-    figure.suptitle(f"Llama 3.2 1B within {limit:g} GiB of GPU memory (one {device} limited to that)", fontsize=12)
-    figure.legend(*panels[0][0].get_legend_handles_labels(), fontsize=9, frameon=False, ncols=5, loc="lower center")
-    figure.align_xlabels()
-    figure.tight_layout(rect=(0, 0.06, 1, 1))
-    save(figure, path)
-
-
-def draw_until_out_of_memory(axes, rows: list[dict], key: str, arm: str) -> None:
-    """Tokens a second over the size, then dots down to a cross; ours in front of ours with activations on the CPU."""
-    fits = sorted(compare.done(rows), key=lambda row: row[key])
-    x, y = [row[key] for row in fits], [row["tok_per_s"] / 1000 for row in fits]
-    style = {"color": SWEEP[arm], "zorder": 3 if arm == "all" else 2}
-    line = {"linestyle": "--" if arm == "long" else "-", "label": trainers.SWEEP[arm]}
-    axes.plot(x, y, marker="o", markersize=4, **line, **style)
-    for row in rows:
-        if row.get("oom") and fits:
-            axes.plot([x[-1], row[key]], [y[-1], 0], ":", linewidth=1, **style)
-            axes.plot(row[key], 0, "x", markersize=8, markeredgewidth=2, clip_on=False, **style)
+def tick_sizes(axes, sizes: list[int], fontsize: int) -> None:
+    axes.set_xticks(sizes, [f"{size:,}" for size in sizes], rotation=60, fontsize=fontsize)
+    axes.minorticks_off()
 
 
 def draw_series(speed, memory, rows: list[dict], kind: str, style: dict):
@@ -296,39 +272,52 @@ def draw_series(speed, memory, rows: list[dict], kind: str, style: dict):
     return handle
 
 
+def draw_fits(record: dict, path: Path) -> None:
+    """The README's: tokens a second as the batch grows, left, and as the context does; a cross is out of memory."""
+    figure, axes_of = panels(2, (10, 4.2), sharey=True)
+    for axes, kind in zip(axes_of, compare.KINDS, strict=True):
+        key, first = compare.VARIES[kind], record[kind][0]
+        for arm in ("all", "long", "liger", "hf"):
+            draw_until_out_of_memory(axes, [row for row in record[kind] if row["arm"] == arm], key, arm)
+        unit = f"sequences of {first['block']:,} tokens" if kind == "batch" else f"tokens, at batch {first['batch']}"
+        axes.set(xlabel=f"{compare.SIZE[kind]}, {unit}", xscale="log", ylim=(0, None))
+        sizes = sorted({row[key] for row in record[kind]})
+        apart = [size for size, after in pairwise([*sizes, math.inf]) if after > 1.2 * size]  # or they would touch
+        tick_sizes(axes, apart, 8)
+    axes_of[0].set(ylabel="thousand tokens per second")
+    axes_of[0].plot([], [], "x", color="black", markeredgewidth=2, label="out of memory")
+    limit, device = first["limit_gib"], record["device"].removeprefix("1 x ").removeprefix("NVIDIA ")
+    figure.suptitle(f"Llama 3.2 1B within {limit:g} GiB of GPU memory (one {device} limited to that)", fontsize=12)
+    figure.align_xlabels()
+    finish(figure, path, axes_of[0].get_legend_handles_labels(), bottom=0.06, fontsize=9, ncols=5)
+
+
+def draw_until_out_of_memory(axes, rows: list[dict], key: str, arm: str) -> None:
+    """Tokens a second over the size, then dots down to a cross; ours in front of ours with activations on the CPU."""
+    fits = sorted(compare.done(rows), key=lambda row: row[key])
+    x, y = [row[key] for row in fits], [row["tok_per_s"] / 1000 for row in fits]
+    style = {"color": TRAINERS[arm], "zorder": 3 if arm == "all" else 2}
+    line = {"linestyle": "--" if arm == "long" else "-", "label": trainers.SWEEP[arm]}
+    axes.plot(x, y, marker="o", markersize=4, **line, **style)
+    for row in rows:
+        if row.get("oom") and fits:
+            axes.plot([x[-1], row[key]], [y[-1], 0], ":", linewidth=1, **style)
+            axes.plot(row[key], 0, "x", markersize=8, markeredgewidth=2, clip_on=False, **style)
+
+
 def draw_snapshot(record: dict, path: Path) -> None:
     """What holds the memory during one step, stacked: a panel for each trainer."""
     rows = [row for row in record["arms"] if "peak_gib" in row]
-    size = (4.5 * len(rows) + 1.5, 4.5)
-    figure, panels = plt.subplots(1, len(rows), figsize=size, dpi=150, sharey=True, squeeze=False, layout="constrained")
-    for axes, row in zip(panels[0], rows, strict=True):
+    figure, axes_of = panels(len(rows), (4.5 * len(rows) + 1.5, 4.5), sharey=True, layout="constrained")
+    for axes, row in zip(axes_of, rows, strict=True):
         axes.stackplot(row["at"], *row["gib"].values(), labels=row["gib"], colors=PARTS)
         axes.axhline(row["peak_gib"], color="black", linewidth=0.8, linestyle="--")
-        where = (
-            f"{row['batch']} x {row['block']:,} tokens, checkpointing {row['checkpointing']}, offload {row['offload']}"
-        )
+        where = "{batch} x {block:,} tokens, checkpointing {checkpointing}, offload {offload}".format(**row)
         axes.set_title(f"{trainers.SWEEP[row['arm']]}: {row['peak_gib']:.1f} GiB\n{where}", fontsize=9)
         axes.set(xlabel="allocations and frees of one step, in their order")
-    panels[0][0].set(ylabel="GiB")
-    handles, names = panels[0][0].get_legend_handles_labels()
-    figure.legend(handles[::-1], names[::-1], fontsize=8, frameon=False, loc="outside right center")
-    save(figure, path)
-
-
-def draw_arms(axes, points: list[dict]) -> None:
-    for arm, color in TRAINERS.items():
-        here = [p for p in points if p["arm"] == arm]
-        x, y = [p["peak_gib"] for p in here], [p["tok_per_s"] / 1000 for p in here]
-        axes.plot(x, y, color=color, linewidth=0.8)
-        for p, *at in zip(here, x, y, strict=True):
-            axes.plot(*at, MARKS[p["checkpointing"]], color=color)
-
-
-def save(figure, path: Path) -> None:
-    for axes in figure.axes:
-        axes.spines[["top", "right"]].set_visible(False)
-    figure.savefig(path)
-    plt.close(figure)
+    axes_of[0].set(ylabel="GiB")
+    handles, names = axes_of[0].get_legend_handles_labels()
+    finish(figure, path, (handles[::-1], names[::-1]), ncols=1, loc="outside right center")
 
 
 PLOTS = {  # name -> the record that it is drawn from, and how

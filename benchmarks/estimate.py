@@ -4,28 +4,35 @@
     python bench.py estimate --card=a100-40 --block_size=8192       or --card=24, GiB
     python bench.py estimate --card=h100 --config=config/llama31_8b.py --ranks=8 --checkpointing=full --offload=none
     python bench.py estimate -- --gradient_accumulation_steps=1     any setting of train.py, behind --
-    python bench.py estimate --check                                beside the peaks that the sweeps have measured
 
 The largest batch for each activation checkpointing and offload; then, for one of them, the parts at the peak with their
 arithmetic: for the one that is named, or the first that fits, and its largest batch, or --batch_size.
 """
 
 import contextlib
+import functools
 import itertools
 import json
+import math
+import os
 import re
 import shlex
-import sys
-from pathlib import Path
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Literal
 
-from benchmarks import arms as trainers
-from benchmarks import cli, compare, record, runner
-from benchmarks.run_shape import cpu_gib, resolve, run_of
-from configurator import SettingError, did_you_mean
+import torch
+
+from benchmarks import cli, runner
+from benchmarks.arms import SWEEP_FLAGS
+from configurator import SettingError, did_you_mean, preview
+from kernels.fp8_linear import use_fp8
+from model import Llama, LlamaConfig
+from optimizers.rules import rule_of
 from runtime import memory, memory_advice
-from runtime.memory import GIB
+from runtime.check_settings import find_problem
+from runtime.memory import GIB, RunShape
+from runtime.recompute import recompute
 
 # settings
 card = "4090"  # its name, or GiB
@@ -35,8 +42,6 @@ block_size: int | None = None  # tokens of a sequence; none: the config's
 batch_size: int | None = None  # whose parts are shown; none: the largest that fits
 checkpointing: Literal["any", "none", "selective", "full"] = "any"  # whose parts are shown; any: the first that fits
 offload: Literal["any", "none", "optimizer", "all"] = "any"  # likewise
-check = False  # instead: the estimates beside the peaks in records; ends with 1 where one is off by more than 5%
-records = ",".join(str(record.RECORDS / f"{name}.json") for name in ("sweep", "study", "study_8b"))  # of check
 
 CARDS = {  # GiB, as PyTorch reports them (total_memory): less than the makers' GB
     "3090": 23.7, "4090": 23.6, "5090": 31.3, "a10g": 22.0, "l4": 22.0, "l40s": 44.4, "a100-40": 39.4, "a100-80": 79.1,
@@ -46,10 +51,81 @@ APART = ("3090", "4090", "5090", "a10g", "l4", "l40s")  # do not reach each othe
 OUTSIDE_GIB = 1.5  # for the CUDA context, NCCL and what the allocator holds in reserve: see memory.py
 
 
+def resolve(path: str, world_size: int, named: dict, flags=()) -> tuple[LlamaConfig, RunShape]:
+    """The model of a config file and what a rank of one host does with it, under settings of train.py.
+
+    named: by name; flags: as on a command line, which win. SettingError if train.py would not take them.
+    """
+    there = cli.ROOT / path if (cli.ROOT / path).is_file() else path
+    words = str(there), *(f"--{name}={value}" for name, value in named.items()), *flags
+    said = dict(_preview(words, os.path.getmtime(there) if os.path.exists(there) else 0))
+    if said["vocab_size"] is None:
+        raise SettingError(f"{path} leaves vocab_size to its dataset: say -- --vocab_size=...")
+    problem = find_problem(said, world_size)
+    if problem:
+        raise SettingError(problem)
+    one_host = world_size if world_size <= 8 else math.gcd(world_size, 8)  # of 8 GPUs
+    shard_ranks = one_host if said["sharding"] == "hybrid" else world_size
+    if said["copy_engines"] and world_size > 1 and (shard_ranks == 1 or said["offload"] == "all"):
+        raise SettingError("copy_engines needs a model's GPUs on one host, and no offload=all")
+    said |= {
+        "dtype": "bfloat16" if said["dtype"] == "auto" else said["dtype"],
+        "copy_engines": said["copy_engines"] is not False,
+        "world_size": world_size,
+        "shard_ranks": shard_ranks,
+        "rule": rule_of(said),
+        "micro_steps": said["gradient_accumulation_steps"] // world_size,
+    }
+    try:
+        config, shape = (kind(**{n: said[n] for n in kind.__dataclass_fields__}) for kind in (LlamaConfig, RunShape))
+        with torch.device("meta"):
+            model = Llama(replace(config, n_layer=1))
+        model.set_operations(shape.fused_kernels, shape.fused_loss, shape.attention)
+        if shape.fp8:
+            use_fp8(model)
+        recompute(model, shape.activation_checkpointing, shape.mlp_chunks, shape.offload_activations)
+    except ValueError as error:
+        raise SettingError(str(error)) from None
+    return config, shape
+
+
+@functools.cache
+def _preview(words: tuple[str, ...], changed: float) -> dict:
+    """train.py's settings; read once, for a table asks for the same ones again and again."""
+    return preview(cli.TRAIN, list(words))
+
+
+def run_of(row: dict) -> tuple[LlamaConfig, RunShape]:
+    """Of a row of a sweep. Of a peer only the model is right."""
+    if row["arm"] not in SWEEP_FLAGS:
+        return resolve(row["config"], 1, {"sharding": "zero3"})
+    named = {"block_size": row["block"], "batch_size": row["batch"], "offload": row["offload"]}
+    named |= {"gradient_accumulation_steps": row["ranks"], "activation_checkpointing": row["checkpointing"]}
+    return resolve(row["config"], row["ranks"], named, [*SWEEP_FLAGS[row["arm"]], *shlex.split(row["flags"])])
+
+
+def n_params(config: LlamaConfig) -> int:
+    block, root = memory.n_params(config)
+    return root + config.n_layer * block
+
+
+def cpu_gib(config: LlamaConfig, shape: RunShape) -> float:
+    """Pinned CPU memory of all ranks."""
+    return shape.world_size * sum(part.bytes for part in memory_advice.cpu_parts(config, shape)) / GIB
+
+
+def cpu_gib_of(row: dict) -> float:
+    """What all ranks of a row hold in the CPU's memory: a peer's FSDP2 float32 weights, gradients and two moments."""
+    config, shape = run_of(row)
+    if row["arm"] in SWEEP_FLAGS:
+        return cpu_gib(config, shape)
+    return 16 * n_params(config) / GIB if row["offload"] == "all" else 0.0
+
+
 def parse(argv: list[str]) -> SimpleNamespace:
     s = cli.read_settings(globals(), argv, for_train_py=True)
     cli.at_least_one(s, "ranks", "block_size", "batch_size")
-    cli.refuse_flags(s, ("batch_size", "block_size", "activation_checkpointing", "offload"))
+    cli.refuse_flags(s, ["none"])
     s.gib, s.config = card_gib(s.card), cli.config_path(s.config)
     return s
 
@@ -66,22 +142,12 @@ def card_gib(card: str) -> float:
     raise SettingError(f"--card={card}: there are {', '.join(CARDS)}, or a number of GiB, as in --card=24{near}")
 
 
-# ----------------------------------------------------------------------------------------------------------------------
-# The answer
-
-
-def largest(s: SimpleNamespace, named: dict, gib: float) -> dict[tuple[str, str], int]:
-    """The largest batch_size for each (activation_checkpointing, offload); 0 where no sequence fits.
-
-    What train.py would not take beside the other settings is left out: offload_activations is there for full alone.
-    """
+def of_each(s: SimpleNamespace, named: dict, choices: dict, function) -> dict:
+    """function(config, shape) for each key of choices, settings by name; without those that train.py would not take."""
     found = {}
-    for checkpointing, offload in itertools.product(runner.CHECKPOINTING, runner.OFFLOAD):
+    for key, settings in choices.items():
         with contextlib.suppress(SettingError):
-            both = {"activation_checkpointing": checkpointing, "offload": offload}
-            found[checkpointing, offload] = memory_advice.largest_batch(
-                *resolve(s.config, s.ranks, named | both, s.flags), gib
-            )
+            found[key] = function(*resolve(s.config, s.ranks, named | settings, s.flags))
     return found
 
 
@@ -97,13 +163,14 @@ def grid(found: dict, of_cpu: dict) -> str:
     rows = [["largest batch, activation_checkpointing", *(f"offload={offload}" for offload in runner.OFFLOAD)]]
     for at in runner.CHECKPOINTING:
         rows.append([f"  {at}", *(str(found.get((at, offload), "n/a") or "-") for offload in runner.OFFLOAD)])
-    rows.append(["CPU memory of all ranks", *(of_cpu.get(offload, "n/a") for offload in runner.OFFLOAD)])
+    cells = (f"{of_cpu[offload]:.1f} GiB" if offload in of_cpu else "n/a" for offload in runner.OFFLOAD)
+    rows.append(["CPU memory of all ranks", *cells])
     return "\n".join(f"{first:<42}" + "".join(f"{cell:>18}" for cell in cells) for first, *cells in rows)
 
 
 def command(s: SimpleNamespace, named: dict) -> str:
     """What one types to train so."""
-    named |= {"block_size": s.block_size} if s.block_size else {}
+    named = {name: named[name] for name in (*place("", ""), "batch_size", "block_size") if name in named}
     try:
         resolve(s.config, s.ranks, named, s.flags)
     except SettingError:  # the config has the one setting that was counted as off
@@ -113,97 +180,51 @@ def command(s: SimpleNamespace, named: dict) -> str:
     return shlex.join([*start.split(), "train.py", s.config, *flags, *s.flags])
 
 
+def place(checkpointing: str, offload: str) -> dict:
+    return {"activation_checkpointing": checkpointing, "offload": offload}
+
+
 def estimate(s: SimpleNamespace) -> tuple[str, dict]:
     """What one reads, and the same as numbers."""
     # full and none: no other setting is at odds with them; the table has them all
-    either = {"checkpointing": "full", "offload": "none"}
-    both = {name: default if getattr(s, name) == "any" else getattr(s, name) for name, default in either.items()}
-    named = {"activation_checkpointing": both["checkpointing"], "offload": both["offload"]}
+    named = place(
+        *("full" if s.checkpointing == "any" else s.checkpointing, "none" if s.offload == "any" else s.offload)
+    )
     named["cuda_graph"] = False  # one that the config has would bar offload from the table
     named |= {"block_size": s.block_size} if s.block_size else {}
     _, shape = resolve(s.config, s.ranks, named, s.flags)
     if s.card.lower() in APART or shape.shard_ranks > 8:  # a host has 8
         named["copy_engines"] = False
-    gib = s.gib - OUTSIDE_GIB
-    found = largest(s, named, gib)
-    checkpointing, offload = chosen(s, found)
-    batch = s.batch_size or max(found[checkpointing, offload], 1)
-    named |= {"activation_checkpointing": checkpointing, "offload": offload, "batch_size": batch}
+    gib, table = s.gib - OUTSIDE_GIB, {at: place(*at) for at in itertools.product(runner.CHECKPOINTING, runner.OFFLOAD)}
+    found = of_each(s, named, table, functools.partial(memory_advice.largest_batch, gib=gib))
+    at = chosen(s, found)
+    named |= place(*at) | {"batch_size": s.batch_size or max(found[at], 1)}
     config, shape = resolve(s.config, s.ranks, named, s.flags)
-    of_cpu = {}
-    for name in runner.OFFLOAD:
-        with contextlib.suppress(SettingError):
-            gib_of_cpu = cpu_gib(*resolve(s.config, s.ranks, named | {"offload": name}, s.flags))
-            of_cpu[name] = f"{gib_of_cpu:.1f} GiB"
-    block, root = memory.n_params(config)
-    n_params, peak = root + config.n_layer * block, memory.peak_gib(config, shape)
+    of_cpu = of_each(s, named, {offload: {"offload": offload} for offload in runner.OFFLOAD}, cpu_gib)
+    peak = memory.peak_gib(config, shape)
     each = f"{s.ranks} ranks, each with " if s.ranks > 1 else ""
     micro_batches = f", {shape.micro_steps} micro-batches a step" if shape.micro_steps > 1 else ""
-    typed = command(s, {"activation_checkpointing": checkpointing, "offload": offload, "batch_size": batch})
-    fits = peak <= gib
     lines = [
-        f"{s.config}: {n_params:,} parameters, sequences of {config.block_size:,} tokens{micro_batches}, {shape.dtype}",
+        f"{s.config}: {n_params(config):,} parameters, sequences of {config.block_size:,} tokens{micro_batches}, "
+        f"{shape.dtype}",
         f"{each}card={s.card}: {s.gib:.1f} GiB - {OUTSIDE_GIB} for the CUDA context and the allocator's reserve = "
         f"{gib:.1f} GiB",
         "", grid(found, of_cpu), "",
-        f"{typed}: {peak:.1f} GiB, it {'fits' if fits else 'does not fit'}",
+        f"{command(s, named)}: {peak:.1f} GiB, it {'fits' if peak <= gib else 'does not fit'}",
         memory.table(config, shape),
     ]  # fmt: skip
-    parts = memory_advice.cpu_parts(config, shape)
-    if parts:
+    if parts := memory_advice.cpu_parts(config, shape):
         lines += ["", "in the CPU's memory, of each rank:"]
         lines += [f"{part.name:<28} {part.bytes / GIB:6.2f} GiB  {part.how}" for part in parts]
     result = {
         "config": s.config, "card_gib": s.gib, "usable_gib": gib, "ranks": s.ranks, "block_size": config.block_size,
         "largest_batch": {" ".join(at): n for at, n in found.items()}, "cpu_gib": cpu_gib(config, shape),
-        "activation_checkpointing": checkpointing, "offload": offload, "batch_size": batch, "peak_gib": peak,
-        "fits": fits,
+        **place(*at), "batch_size": shape.batch_size, "peak_gib": peak, "fits": peak <= gib,
     }  # fmt: skip
     return "\n".join(lines), result
 
 
-# ----------------------------------------------------------------------------------------------------------------------
-# The check
-
-
-def check_records(names: list[str]) -> None:
-    """runtime/memory.py's estimates, as they are now, beside the peaks of the sweeps' records."""
-    points = []
-    for path in map(Path, names):
-        try:
-            found = json.loads(path.read_text())
-        except FileNotFoundError:
-            sys.exit(f"{path} does not exist")
-        except (OSError, ValueError):  # a folder, no JSON
-            found = None
-        if not isinstance(found, dict) or not set(compare.KINDS) <= found.keys():
-            sys.exit(f"{path} is no record of a sweep")
-        points += compare.deviations(estimated_anew(found))
-    if not points:
-        sys.exit(f"nothing to check: there is no point of nanocria in {', '.join(names)}")
-    for row, deviation in points:
-        place = " ".join(str(value) for value in compare.values(row, compare.SWEEP_PLACE) if value)
-        print(f"{row['peak_gib']:7.2f} GiB, estimated {row['estimated_gib']:7.2f}, {deviation:+.1%}: {place}")
-    worst = max(abs(deviation) for _, deviation in points)
-    print(json.dumps({"points": len(points), "worst": worst, "within_5_percent": worst <= 0.05}))
-    sys.exit(0 if worst <= 0.05 else 1)
-
-
-def estimated_anew(found: dict) -> dict:
-    """The record of a sweep with today's estimate for each measured point of ours."""
-    return {
-        kind: [
-            row | ({"estimated_gib": memory.peak_gib(*run_of(row))} if row["arm"] in trainers.SWEEP_FLAGS else {})
-            for row in compare.done(found[kind])
-        ]
-        for kind in compare.KINDS
-    }
-
-
 def main(argv: list[str]) -> None:
-    s = parse(argv)
-    if s.check:
-        check_records(s.records.split(","))
-    text, result = estimate(s)
+    text, result = estimate(parse(argv))
     print(text)
     print(json.dumps(result))

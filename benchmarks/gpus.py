@@ -7,12 +7,10 @@
     python bench.py gpus --measure=8b --arms=nanocria-zero2,recipe-zero2 --shapes=2x4096 --checkpointing=none,full
 
 Arms: nanocria, which is train.py itself, and recipe and torchtitan of benchmarks/peers.py; -zero2 says how they are
-sharded where it is not ZeRO-3, -nccl that copy_engines.py is left out, -each that each GPU has a run of its own, side
-by side: what cards can reach that share a machine's power and air. On one GPU nanocria is not sharded at all, and its
-peers are on a mesh of one rank. Each point is a torchrun of its own, measured as by bench.py step.
+sharded where it is not ZeRO-3, -nccl that copy_engines.py is left out. On one GPU nanocria is not sharded at all, and
+its peers are on a mesh of one rank. Each point is a torchrun of its own, measured as by bench.py step.
 """
 
-import functools
 import json
 import tempfile
 import threading
@@ -49,31 +47,18 @@ FLAGS = {  # of the arms that are train.py on several ranks
     "nanocria-zero2": ["--sharding=zero2"],
     "nanocria-nccl": ["--copy_engines=false"],
 }
-ARMS = [*FLAGS, "nanocria-each", "recipe", "recipe-zero2", "torchtitan"]
+ARMS = [*FLAGS, "recipe", "recipe-zero2", "torchtitan"]
 SCALING_ARMS = [arm for arm in ARMS if arm != "recipe-zero2"]
 KEYS = {"scaling": compare.GPUS_PLACE, "8b": compare.GPUS_PLACE, "saves": ("ranks",)}  # what names a row
-READ = {
-    "scaling": ("measure", "ranks", "arms", "steps", "out"),
-    "8b": ("measure", "ranks", "arms", "shapes", "checkpointing", "steps", "out"),
-    "saves": ("measure", "ranks", "folder", "out"),
-}
 
 
 def parse(argv: list[str], n_gpus: int) -> SimpleNamespace:
     s = cli.read_settings(globals(), argv)
     kinds = cli.one_of("measure", s.measure, KEYS)
     s.kinds = [kind for kind in KEYS if kind in kinds]
-    cli.refuse_unread(s, f"--measure={','.join(s.kinds)}", tuple(name for kind in s.kinds for name in READ[kind]))
     cli.at_least_one(s, "steps")
-    wanted = sorted(set(cli.whole_numbers("ranks", s.ranks)))
-    s.ranks = [r for r in wanted if r <= n_gpus]
-    if "ranks" in s.given:
-        for left_out in (r for r in wanted if r > n_gpus):
-            print(f"--ranks={left_out}: left out, torch sees {n_gpus} GPU{'s' * (n_gpus != 1)}")
+    s.ranks = sorted(n for n in set(cli.whole_numbers("ranks", s.ranks)) if n <= n_gpus)
     s.arms = cli.one_of("arms", s.arms, ARMS) if s.arms else []
-    if s.arms and s.ranks and not any(differs(*at) for at in product(s.arms, s.ranks)):
-        arm, _, _ = s.arms[0].partition("-")
-        raise SettingError(f"--arms={','.join(s.arms)}: nothing else than {arm} on so few GPUs")
     s.shapes = cli.shapes("shapes", s.shapes)
     s.checkpointing = cli.one_of("checkpointing", s.checkpointing, runner.CHECKPOINTING) if s.checkpointing else []
     if s.folder and not Path(s.folder).is_dir():
@@ -85,12 +70,7 @@ def parse(argv: list[str], n_gpus: int) -> SimpleNamespace:
 def measured(s: SimpleNamespace):
     """Kind and row after row."""
     for kind in s.kinds if s.ranks else []:
-        for row in {"scaling": scaling, "8b": big, "saves": saves}[kind](s):
-            yield kind, row
-
-
-# ----------------------------------------------------------------------------------------------------------------------
-# Points
+        yield from ((kind, row) for row in {"scaling": scaling, "8b": big, "saves": saves}[kind](s))
 
 
 def scaling(s: SimpleNamespace):
@@ -109,87 +89,48 @@ def big(s: SimpleNamespace):
 def points(config: str, n: int, places: list[tuple], usual_arms: list[str], s: SimpleNamespace):
     """The arms in turn at each place."""
     missing = set()
-    for place in places:
-        for arm in s.arms or usual_arms:
-            asked_for = s.arms or place[-1] != "selective" or arm == "nanocria"
-            if arm in missing or not asked_for or not differs(arm, n):
-                continue
-            row = point(arm, config, n, *place, s.steps)
-            missing |= {arm} if "missing" in row else set()
-            yield row
-
-
-def differs(arm: str, n: int) -> bool:
-    """Whether the arm's sharding makes it another one than ZeRO-3 on so many ranks."""
-    return n > 1 or "-" not in arm
-
-
-def point(arm: str, config: str, n: int, batch: int, block: int, checkpointing: str, steps: int) -> dict:
-    at = (config, batch, block, checkpointing, steps)
-    if arm == "nanocria-each":
-        result = side_by_side(n, *at)
-    elif arm in FLAGS:
-        result = runner.train_point(*at, flags=FLAGS[arm], ranks=n)
-    else:
-        result = runner.peer_point(arm, *at, ranks=n)
-    place = dict(zip(compare.GPUS_PLACE, (arm, n, batch, block, checkpointing), strict=True))
-    return place | {"steps": steps, "oom": False} | result
-
-
-def side_by_side(n: int, *at) -> dict:
-    """A run on each GPU by itself, all at the same time: the tokens of all, the milliseconds of the slowest."""
-
-    def point(_, gpu):
-        return runner.train_point(*at, launch=functools.partial(runner.run, gpu=gpu, gpus=n))
-
-    found = list(runner.spread(point, range(n), n))
-    if any("tok_per_s" not in point for point in found):
-        return next(point for point in found if "tok_per_s" not in point)
-    worst = {key: max(point[key] for point in found) for key in ("ms_per_step", "peak_gib", "estimated_gib")}
-    mfu = None if found[0]["mfu"] is None else sum(point["mfu"] for point in found) / n
-    return {"tok_per_s": sum(point["tok_per_s"] for point in found), "mfu": mfu} | worst
-
-
-# ----------------------------------------------------------------------------------------------------------------------
-# Checkpoints
+    for place, arm in product(places, s.arms or usual_arms):
+        same_as_zero3 = n == 1 and "-" in arm
+        asked_for = s.arms or place[-1] != "selective" or arm == "nanocria"
+        if arm in missing or not asked_for or same_as_zero3:
+            continue
+        if arm in FLAGS:
+            result = runner.train_point(config, *place, s.steps, flags=FLAGS[arm], ranks=n)
+        else:
+            result = runner.peer_point(arm, config, *place, s.steps, ranks=n)
+        missing |= {arm} if "missing" in result else set()
+        yield dict(zip(compare.GPUS_PLACE, (arm, n, *place), strict=True)) | {"steps": s.steps, "oom": False} | result
 
 
 def saves(s: SimpleNamespace):
     """Two runs of SAVE_STEPS, without and with checkpoints, and one that goes on with the last of them.
 
-    What a checkpoint costs is read off the wall: the seconds from the log line of step 100 to that of step 300 hold two
-    whole intervals, each with its evaluation, what the main thread does for a save, what the writing beside it takes
-    from the steps, and the wait for a save that is not done when the next one is due. They hold neither the start nor
-    the last save, after which no training is left to write beside. The resume reads what the system may still have in
-    memory.
+    What a checkpoint costs is read off the wall: from the log line of step 100 to that of step 300 there are two whole
+    intervals, but neither the start nor the last save. The resume reads what the system may still have in memory.
     """
     n = s.ranks[-1]
     row = {"ranks": n, "batch": SAVES_AT[0], "block": SAVES_AT[1], "every": SAVE_EVERY}
     with tempfile.TemporaryDirectory(dir=s.folder or None) as folder:
         without = timed_run(f"{folder}/without", n, "--keep_last=0", SAVE_STEPS)
-        beside = without if trouble(without) else timed_run(f"{folder}/with", n, "--keep_last=1", SAVE_STEPS)
-        if trouble(beside):
-            yield row | trouble(beside)
-            return
+        beside = timed_run(f"{folder}/with", n, "--keep_last=1", SAVE_STEPS) if "wall_seconds" in without else without
         path = run_folder.newest(f"{folder}/with")
-        if path is None:
-            yield row | {"failed": f"no checkpoint was written to {s.folder or tempfile.gettempdir()}"}
+        if "wall_seconds" not in beside or path is None:
+            yield row | ({"oom": True} if beside.get("oom") else {"failed": beside.get("failed", "no checkpoint")})
             return
         n_bytes = sum(file.stat().st_size for file in path.iterdir())
         resumed = timed_run(f"{folder}/with", n, "--keep_last=0", SAVE_STEPS + 10)
-    yield row | {
-        "oom": False,
-        "seconds_without": without["wall_seconds"],
-        "seconds_with": beside["wall_seconds"],
-        "cost": beside["wall_seconds"] / without["wall_seconds"] - 1,
-        "save_seconds": beside.get("save_seconds"),  # of the main thread, the last save's too
-        "checkpoint_bytes": n_bytes,
-        "resume_seconds": resumed.get("resume_seconds") if resumed.get("steps") == 10 else None,
-    }
-
-
-def trouble(result: dict) -> dict:
-    return {key: result[key] for key in ("oom", "failed") if result.get(key)}
+    seconds = {"seconds_without": without["wall_seconds"], "seconds_with": beside["wall_seconds"]}
+    yield (
+        row
+        | seconds
+        | {
+            "oom": False,
+            "cost": beside["wall_seconds"] / without["wall_seconds"] - 1,
+            "save_seconds": beside.get("save_seconds"),  # of the main thread, the last save's too
+            "checkpoint_bytes": n_bytes,
+            "resume_seconds": resumed.get("resume_seconds") if resumed.get("steps") == 10 else None,
+        }
+    )
 
 
 def timed_run(out_dir: str, n: int, flag: str, max_iters: int) -> dict:
@@ -217,28 +158,21 @@ def note_arrivals(path: Path, arrived: dict[int, float], over: threading.Event) 
                 arrived.setdefault(json.loads(line)["step"], time.perf_counter())
 
 
-# ----------------------------------------------------------------------------------------------------------------------
-# What is printed
-
-
 def line(row: dict, found: dict) -> str:
     """A row of the record as one reads it while the run goes on."""
     gpus = f"{row['ranks']} GPU{'s' if row['ranks'] > 1 else ' '} {row['batch']:>2} x {row['block']}"
     if "every" in row:
-        return f"{gpus}  {runner.trouble(row) if trouble(row) else compare.saves_sentence(row)}"
+        return f"{gpus}  {compare.saves_sentence(row) if 'cost' in row else runner.trouble(row)}"
     name = f"{trainers.GPUS[row['arm']]:<28} {gpus} {row['checkpointing']:<9}"
     if "tok_per_s" not in row:
         return f"{name}  {runner.trouble(row)}"
     rows = [*found["scaling"], *found["8b"]]
     text = f"{name} {row['tok_per_s']:9,.0f} tok/s  {row['tok_per_s'] / row['ranks']:8,.0f} a GPU  "
     text += f"mfu {compare.mfu(row):>5}  {row['peak_gib']:6.1f} GiB"
-    if row.get("estimated_gib"):
-        text += f" ({row['estimated_gib'] / row['peak_gib']:.2f} x it estimated)"
     if row["ranks"] > 1 and (share := compare.efficiency(row, rows)):
         text += f"  {share:.3f} of {row['ranks']} x one GPU"
     if ratios := compare.gpus_ratios(row, rows):
-        text += f"  {ratios['tok_per_s']:.3f} x the speed, {ratios['peak_gib']:.2f} x the memory of {ratios['peer']}, "
-        text += f"checkpointing {ratios['checkpointing']}"
+        text += "  {tok_per_s:.3f} x the speed, {peak_gib:.2f} x the memory of {peer}, {checkpointing}".format(**ratios)
     return text
 
 
@@ -247,11 +181,5 @@ def main(argv: list[str]) -> None:
     s = parse(argv, n_gpus)
     new = runner.begin("gpus", s.command, KEYS, ("torchtitan",))
     new["device"] = f"{n_gpus} x {new['device']}"
-    found, failed = record.fill(new, measured(s), s.out, KEYS, line)
-    rows, compared = compare.done([*found["scaling"], *found["8b"]]), []
-    for row in rows:
-        ratios, share = compare.gpus_ratios(row, rows), compare.efficiency(row, rows) if row["ranks"] > 1 else None
-        if ratios or share:
-            compared.append({"at": compare.values(row, compare.GPUS_PLACE), "of_linear": share, "ratios": ratios})
-    costs = [{key: row.get(key) for key in ("ranks", "cost", "resume_seconds")} for row in found["saves"]]
-    print(json.dumps({"record": str(s.out), "failed": failed, "compared": compared, "saves": costs}))
+    _, failed = record.fill(new, measured(s), s.out, KEYS, line)
+    print(json.dumps({"record": str(s.out), "failed": failed}))

@@ -11,9 +11,7 @@ the same run. timing.py says how a call is timed, operations.py what is compared
 import json
 import math
 import sys
-import time
 from collections.abc import Callable
-from pathlib import Path
 from types import SimpleNamespace
 
 import torch
@@ -27,10 +25,6 @@ op = ""  # operations, one,two; nothing: all of them
 out = ""  # the record; nothing: benchmarks/records/kernels.json if all operations are measured, else out/kernels.json
 
 BF16_CUDA = {"device": "cuda", "dtype": torch.bfloat16}
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# One arm on one set of inputs
 
 
 class Problem:
@@ -83,10 +77,6 @@ def to_double(x):
     return x.double() if isinstance(x, torch.Tensor) and x.is_floating_point() else x
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Errors
-
-
 def true_results(operation: Operation, size: tuple[int, ...], options: dict) -> tuple[list, tuple]:
     """Outputs and gradients in float64 of the numbers that every arm gets."""
     problem = Problem(operation, Arm(operation.truth), size, options, wide=True)
@@ -99,18 +89,11 @@ def largest_error(operation: Operation, arm: Arm, size: tuple[int, ...], options
     outputs, gradients = truth
     gradients = arm.unpack(*gradients) if arm.unpack else gradients
     results = Problem(operation, arm, size, options).both()
-    errors = [relative_error(*pair) for pair in zip(results, (*outputs, *gradients), strict=True)]
+    pairs = zip(results, (*outputs, *gradients), strict=True)
+    errors = [float((result.detach().double() - true).norm() / true.norm()) for result, true in pairs]
     if not all(map(math.isfinite, errors)):
         raise ValueError("its result is not finite")
     return max(errors)
-
-
-def relative_error(result: torch.Tensor, truth: torch.Tensor) -> float:
-    return float((result.detach().double() - truth).norm() / truth.norm())
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Rows
 
 
 def time_arm(operation: Operation, arm: Arm, size: tuple[int, ...], passes: list[str]) -> dict[str, dict]:
@@ -146,22 +129,16 @@ def compiled(eager: Arm) -> Arm:
 def measure_size(name: str, operation: Operation, size: tuple[int, ...], limits: dict) -> list[dict]:
     """The rows of one operation at one size, one a pass."""
     torch.compiler.reset()  # or the next size would be a recompilation, of which there may be only so many
-    work, arms, results = operation.work(size), operation.arms_of(size), {}
+    arms, passes = operation.arms_of(size), operation.work(size)
     truth = true_results(operation, operation.checked(size), BF16_CUDA)
     first = {"nanocria": arms["nanocria"], "eager": arms["eager"], "compile": compiled(arms["eager"])}
-    for arm_name, arm in (first | arms).items():
-        results[arm_name] = measure_arm(operation, arm, size, list(work), truth)
-    return [
-        {
-            "op": name,
-            "shape": operation.shape(size),
-            "pass": pass_name,
-            **work[pass_name],
-            "floor_us": floor_us(operation, size, work[pass_name], limits),
-            "arms": {arm: result[pass_name] for arm, result in results.items() if pass_name in result},
-        }
-        for pass_name in work
-    ]
+    results = {arm: measure_arm(operation, how, size, list(passes), truth) for arm, how in (first | arms).items()}
+    rows = []
+    for pass_name, work in passes.items():
+        row = {"op": name, "shape": operation.shape(size), "pass": pass_name, **work}
+        row["floor_us"] = floor_us(operation, size, work, limits)
+        rows.append(row | {"arms": {arm: result[pass_name] for arm, result in results.items()}})
+    return rows
 
 
 def floor_us(operation: Operation, size: tuple[int, ...], work: dict, limits: dict) -> float:
@@ -172,18 +149,9 @@ def floor_us(operation: Operation, size: tuple[int, ...], work: dict, limits: di
     return work["flops"] / limits["matmul_tflops"] / 1e6
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# What is printed and written
-
-
 def table_line(row: dict, arms: list[str]) -> str:
     times = [compare.duration(compare.median_us(row, arm)) for arm in arms]
-    share = compare.percent(compare.of_limit(row))
-    return aligned(row["op"], compare.shape(row), row["pass"], times, share)
-
-
-def table_header(arms: list[str]) -> str:
-    return aligned("op", "shape", "pass", arms, "of limit")
+    return aligned(row["op"], compare.shape(row), row["pass"], times, compare.percent(compare.of_limit(row)))
 
 
 def aligned(op: str, shape: str, pass_name: str, cells: list[str], share: str) -> str:
@@ -195,20 +163,8 @@ def rounded(found: dict) -> dict:
     return json.loads(json.dumps(found), parse_float=lambda number: float(f"{float(number):.5g}"))
 
 
-def summary(found: dict, out: Path, seconds: float) -> dict:
-    """The last line: where a peer is faster, where our error is above what test_kernels.py allows, and what failed."""
-    rows, failed = found["rows"], {}
-    for row in rows:
-        failed |= {f"{compare.row_name(row)} {arm}": r["failed"] for arm, r in row["arms"].items() if "failed" in r}
-    limits = {key: round(found[key], 3) for key in ("copy_tb_s", "matmul_tflops")}
-    run = {"out": str(out), "seconds": round(seconds), "rows": len(rows)}
-    slower = [compare.row_name(row) for row in rows if (compare.lead(row) or 1) < 1]
-    inaccurate = [compare.row_name(row) for row in rows if is_inaccurate(row["arms"])]
-    return run | limits | {"slower": slower, "inaccurate": inaccurate, "failed": failed}
-
-
 def is_inaccurate(arms: dict[str, dict]) -> bool:
-    """Ours is further from float64 than 1.2 times eager and one rounding to bfloat16."""
+    """Ours is further from float64 than 1.2 times eager and one rounding to bfloat16: more than test_kernels allows."""
     ours, eager = (arms[name].get("error") for name in ("nanocria", "eager"))
     return ours is not None and eager is not None and ours > 1.2 * eager + 2**-8
 
@@ -227,18 +183,12 @@ def main(argv: list[str]) -> None:
             "python bench.py kernels times kernels on a CUDA GPU, and PyTorch sees none. Without one, "
             "pytest test_kernels.py checks that they are right, and python bench.py readme shows the kept records."
         )
-    with record.locked(s.out):
-        measure(s)
-
-
-def measure(s: SimpleNamespace) -> None:
-    """Prints each size's rows and adds them to the record, which is written after each."""
-    start = time.perf_counter()
+    record.read_record(s.out)
     timing.use_side_stream()
     functorch_config.donated_buffer = False  # compiled backward passes are run more than once
     limits = {"copy_tb_s": timing.copy_tb_s(), "matmul_tflops": timing.matmul_tflops()}
     device = f"1 x {torch.cuda.get_device_name()}"
-    found = record.origin(record.command("kernels", s.command), device, libraries.PACKAGES) | limits | {"rows": []}
+    found = record.origin("kernels", s.command, device, libraries.PACKAGES) | limits | {"rows": []}
     print(f"{device}: copy {limits['copy_tb_s']:.2f} TB/s, matmul {limits['matmul_tflops']:.0f} TFLOP/s")
     for name in s.op:
         for size in OPERATIONS[name].sizes:
@@ -250,8 +200,12 @@ def measure(s: SimpleNamespace) -> None:
                 continue
             arms = list(dict.fromkeys(arm for row in rows for arm in row["arms"]))  # in the order of the first row
             if all(row["op"] != name for row in found["rows"]):
-                print("\n" + table_header(arms))
+                print("\n" + aligned("op", "shape", "pass", arms, "of limit"))
             print("\n".join(table_line(row, arms) for row in rows), flush=True)
             found["rows"] += rows
-            record.write(s.out, json.dumps(rounded(found), indent=1, allow_nan=False) + "\n")
-    print(json.dumps(summary(found, s.out, time.perf_counter() - start)))
+            record.write(s.out, rounded(found))  # now: a later size may crash
+    names = {
+        "slower": [compare.row_name(row) for row in found["rows"] if (compare.lead(row) or 1) < 1],
+        "inaccurate": [compare.row_name(row) for row in found["rows"] if is_inaccurate(row["arms"])],
+    }
+    print(json.dumps({"record": str(s.out), **names}))

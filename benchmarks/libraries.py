@@ -3,10 +3,8 @@
     pip install liger-kernel==0.8.5 cut-cross-entropy==25.1.1
 
 A peer is called by its public functions with their defaults, as its own patches of Hugging Face's models call it. Some
-work in place, which saves memory and is theirs to choose: Liger-Kernel's RMSNorm writes dx over dy, its SwiGLU and
-GeGLU write the gradients over gate and up, its losses write the logits' gradient over the logits. Timed again and
-again over the same inputs they then read numbers that mean nothing, at the same speed; their errors are taken from
-fresh inputs.
+of Liger-Kernel's write gradients over their inputs, which saves memory and is theirs to choose. Timed again and again
+they then read numbers that mean nothing, at the same speed; their errors are taken from fresh inputs.
 """
 
 import sys

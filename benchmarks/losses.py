@@ -3,17 +3,15 @@
     python bench.py losses                      300 steps of 8 x 1,024 tokens: some minutes of an H200
     python bench.py losses --arms=nanocria,float32 --steps=100 --shape=4x512
 
-All arms start from the same weights, read the same tokens at each step and follow the same learning rates; each is a
-process of its own.
-
 nanocria         train.py itself: bfloat16 compute, float32 master weights
 nanocria-fp8     the same with --fp8=true, two thirds of its blocks' matmuls in float8
 nanocria-plain   the same without its kernels: PyTorch's norms, RoPE, MLP, attention and loss
 hf               transformers' LlamaForCausalLM with float32 weights and bfloat16 compute, by FSDP2
 float32          the same model with everything in float32 (matmuls in TF32): what the others round
 
-bfloat16 alone makes two runs drift apart, so no arm equals float32. What counts is that ours is no farther from it than
-Hugging Face's, and on no side of it.
+All arms start from the same weights, read the same tokens and follow the same learning rates. bfloat16 alone makes two
+runs drift apart, so no arm equals float32. What counts is that ours is no farther from it than Hugging Face's, and on
+no side of it.
 """
 
 import json
@@ -28,8 +26,7 @@ import convert
 from benchmarks import arms as trainers
 from benchmarks import cli, compare, peers, record, runner
 from configurator import SettingError
-from data.loader import dataset_folder, open_dataset
-from data.write import prepare_once
+from data.loader import open_dataset
 from model import Llama, LlamaConfig, fill
 from runtime import memory_stats
 
@@ -95,7 +92,6 @@ def peer_losses(
     matrices, vectors = ([p for p in model.parameters() if (p.ndim > 1) == many] for many in (True, False))
     groups = [{"params": matrices, "weight_decay": WEIGHT_DECAY}, {"params": vectors, "weight_decay": 0.0}]
     optimizer = torch.optim.AdamW(groups, lr=LEARNING_RATE, betas=BETAS)
-    prepare_once(dataset_folder("pystdlib"))
     text, _ = open_dataset("pystdlib", block, SEED)
     losses = []
     for i, blocks in enumerate(text.sequences(0, steps * batch).unflatten(0, (steps, batch)).to(device)):

@@ -1,14 +1,11 @@
 """What `bench.py kernels` compares: for each operation its sizes, its inputs, its arms and the work it must do.
 
-An arm is one way to compute the operation. Ours and PyTorch's stand here, the libraries' are in libraries.py, and the
-bench makes 'compile', torch.compile of 'eager', itself:
+An arm is one way to compute the operation, all of them the same function of the same numbers. Those of other libraries
+are in libraries.py, and the bench makes 'compile', torch.compile of 'eager', itself:
 
     nanocria    kernels/
     eager       plain PyTorch as Hugging Face's Llama writes it: the compute dtype, with statistics in fp32
     torch       PyTorch's own operator, where it has one; for attention sdpa_flash and sdpa_cudnn, by its backend
-
-All arms of an operation compute the same function of the same numbers: test_bench.py compares eager's with ours, the
-bench itself compares each with float64. Bytes are those that the kernels' docstrings count.
 """
 
 import math
@@ -53,28 +50,30 @@ class Operation:
         return dict(zip(self.dims.split(), size, strict=True))
 
 
+def first_rows(size):
+    return (min(size[0], 1024), *size[1:])
+
+
 def tuple_of(outputs) -> tuple[torch.Tensor, ...]:
     return outputs if isinstance(outputs, tuple) else (outputs,)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# RMSNorm, with and without the addition before it, and LayerNorm
+# --- RMSNorm, with and without the addition before it, and LayerNorm ---
 
 NORM_SIZES = [(16384, 2048), (16384, 3072), (16384, 4096), (8192, 8192), (4096, 16384)]
 
 
+def widen(x):
+    return x.to(torch.promote_types(x.dtype, torch.float32))
+
+
 def eager_rms_norm(x, weight):
-    wide = x.to(torch.promote_types(x.dtype, torch.float32))
+    wide = widen(x)
     return weight * (wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + EPS)).to(x.dtype)
 
 
-def eager_add_rms_norm(x, residual, weight):
-    total = x + residual
-    return eager_rms_norm(total, weight), total
-
-
 def eager_layer_norm(x, weight, bias):
-    wide = x.to(torch.promote_types(x.dtype, torch.float32))
+    wide = widen(x)
     centred = wide - wide.mean(-1, keepdim=True)
     return weight * (centred * torch.rsqrt(centred.pow(2).mean(-1, keepdim=True) + EPS)).to(x.dtype) + bias
 
@@ -83,32 +82,28 @@ def torch_rms_norm(x, weight):
     return F.rms_norm(x, weight.shape, weight, EPS)
 
 
-def torch_add_rms_norm(x, residual, weight):
-    total = x + residual
-    return torch_rms_norm(total, weight), total
+def after_add(norm):
+    def add_norm(x, residual, weight):
+        total = x + residual
+        return norm(total, weight), total
 
-
-def torch_layer_norm(x, weight, bias):
-    return F.layer_norm(x, weight.shape, weight, bias, EPS)
-
-
-def norm_inputs(size, options, rows, vectors):
-    """rows tensors (N, C) and vectors of length C: weights near 1, as they are in a trained model."""
-    n_rows, n_cols = size
-    tensors = [torch.randn(n_rows, n_cols, **options) for _ in range(rows)]
-    return tensors + [1 + 0.1 * torch.randn(n_cols, **options) for _ in range(vectors)], ()
+    return add_norm
 
 
 def norm(name, eager, native, rows, vectors, forward, backward):
-    """An Operation whose passes move `forward` and `backward` tensors (N, C)."""
-    ours, truth = getattr(kernels, name), getattr(reference, name)
+    """Of rows tensors (N, C) and vectors of length C; its passes move `forward` and `backward` tensors (N, C)."""
+
+    def inputs(size, options):
+        tensors = [torch.randn(size, **options) for _ in range(rows)]  # weights near 1, as in a trained model:
+        return tensors + [1 + 0.1 * torch.randn(size[1], **options) for _ in range(vectors)], ()
+
     return Operation(
         dims="N C",
         sizes=NORM_SIZES,
-        inputs=partial(norm_inputs, rows=rows, vectors=vectors),
+        inputs=inputs,
         work=lambda size: passes(2 * math.prod(size), forward=forward, backward=backward),
-        arms={"nanocria": Arm(partial(ours, eps=EPS)), "eager": Arm(eager), "torch": Arm(native)},
-        truth=partial(truth, eps=EPS),
+        arms={"nanocria": Arm(partial(getattr(kernels, name), eps=EPS)), "eager": Arm(eager), "torch": Arm(native)},
+        truth=partial(getattr(reference, name), eps=EPS),
     )
 
 
@@ -116,14 +111,12 @@ def passes(tensor_bytes: int, **tensors: int) -> dict[str, dict]:
     return {name: {"bytes": count * tensor_bytes} for name, count in tensors.items()}
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# RoPE of a packed projection: q and k rotated, v copied, all three free of the packed tensor
-
-ROPE_SIZES = [(8, 2048, 32, 8, 64), (4, 4096, 24, 8, 128), (4, 4096, 32, 8, 128)]
+# --- RoPE of a packed projection: q and k rotated, v copied, all three free of the packed tensor ---
 
 
 def eager_rope(qkv, cos, sin, n_head, wide_cos, wide_sin):
-    q, k, v = split_heads(qkv, n_head)
+    n_kv_head = (qkv.shape[2] - n_head) // 2
+    q, k, v = qkv.split([n_head, n_kv_head, n_kv_head], dim=2)
     wide_cos, wide_sin = wide_cos[:, None], wide_sin[:, None]  # (T, 1, D)
     return *(x * wide_cos + rotate_half(x) * wide_sin for x in (q, k)), v.contiguous()
 
@@ -131,11 +124,6 @@ def eager_rope(qkv, cos, sin, n_head, wide_cos, wide_sin):
 def rotate_half(x):
     first, second = x.chunk(2, dim=-1)
     return torch.cat([-second, first], dim=-1)
-
-
-def split_heads(qkv, n_head):
-    n_kv_head = (qkv.shape[2] - n_head) // 2
-    return qkv.split([n_head, n_kv_head, n_kv_head], dim=2)
 
 
 def rope_inputs(size, options):
@@ -149,16 +137,11 @@ def rope_inputs(size, options):
     return [qkv], (cos, sin, n_head, *wide_tables)
 
 
-def rope_work(size):
-    n_batch, n_time, n_head, n_kv_head, head_dim = size
-    return passes(2 * n_batch * n_time * (n_head + 2 * n_kv_head) * head_dim, forward=2, backward=2)
-
-
 ROPE = Operation(
     dims="B T H K D",
-    sizes=ROPE_SIZES,
+    sizes=[(8, 2048, 32, 8, 64), (4, 4096, 24, 8, 128), (4, 4096, 32, 8, 128)],
     inputs=rope_inputs,
-    work=rope_work,
+    work=lambda size: passes(2 * size[0] * size[1] * (size[2] + 2 * size[3]) * size[4], forward=2, backward=2),
     arms={
         "nanocria": Arm(lambda qkv, cos, sin, n_head, *_: kernels.rope(qkv, cos, sin, n_head)),
         "eager": Arm(eager_rope),
@@ -166,18 +149,7 @@ ROPE = Operation(
     truth=lambda qkv, cos, sin, n_head, *_: reference.rope(qkv, cos, sin, n_head),
 )
 
-# ---------------------------------------------------------------------------------------------------------------------
-# SwiGLU and GeGLU. Ours reads one packed tensor; Hugging Face's models have two, and so their arms get two.
-
-GLU_SIZES = [(16384, 8192), (16384, 14336), (4096, 16384)]
-
-
-def eager_swiglu(gate, up):
-    return F.silu(gate) * up
-
-
-def eager_geglu(gate, up):
-    return F.gelu(gate, approximate="tanh") * up
+# --- SwiGLU and GeGLU. Ours reads one packed tensor; Hugging Face's models have two, and so their arms get two. ---
 
 
 def halves(gate_up):
@@ -185,52 +157,41 @@ def halves(gate_up):
 
 
 def glu(name, eager):
-    ours, truth = getattr(kernels, name), getattr(reference, name)
     return Operation(
         dims="N F",
-        sizes=GLU_SIZES,
+        sizes=[(16384, 8192), (16384, 14336), (4096, 16384)],
         inputs=lambda size, options: ([torch.randn(size[0], 2 * size[1], **options)], ()),
         work=lambda size: passes(2 * math.prod(size), forward=3, backward=5),
-        arms={"nanocria": Arm(ours), "eager": Arm(eager, halves)},
-        truth=truth,
+        arms={"nanocria": Arm(getattr(kernels, name)), "eager": Arm(eager, halves)},
+        truth=getattr(reference, name),
     )
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Cross-entropy. Ours and Liger's compute the gradient in forward, where one is needed: so 'inference' or 'both'.
-
-CROSS_ENTROPY_SIZES = [(4096, 40960), (4096, 81920), (4096, VOCAB), (4096, 163840)]
+# --- Cross-entropy. Ours and Liger's compute the gradient in forward, if one is needed: so 'inference' or 'both' ---
 
 
 def eager_cross_entropy(logits, targets):
-    return F.cross_entropy(logits.to(torch.promote_types(logits.dtype, torch.float32)), targets)
+    return F.cross_entropy(widen(logits), targets)
 
 
-def cross_entropy_inputs(size, options):
-    n_rows, n_vocab = size
-    return [torch.randn(size, **options)], (torch.randint(n_vocab, (n_rows,), device=options["device"]),)
+def random_targets(n_rows, n_vocab, options):
+    return (torch.randint(n_vocab, (n_rows,), device=options["device"]),)
 
 
 CROSS_ENTROPY = Operation(
     dims="N V",
-    sizes=CROSS_ENTROPY_SIZES,
-    inputs=cross_entropy_inputs,
+    sizes=[(4096, 40960), (4096, 81920), (4096, VOCAB), (4096, 163840)],
+    inputs=lambda size, options: ([torch.randn(size, **options)], random_targets(*size, options)),
     work=lambda size: passes(2 * math.prod(size), inference=1, both=2),
-    arms={
-        "nanocria": Arm(kernels.cross_entropy),
-        "eager": Arm(eager_cross_entropy),
-        "torch": Arm(F.cross_entropy),
-    },
+    arms={"nanocria": Arm(kernels.cross_entropy), "eager": Arm(eager_cross_entropy), "torch": Arm(F.cross_entropy)},
     truth=reference.cross_entropy,
-    checked=lambda size: (min(size[0], 1024), size[1]),
+    checked=first_rows,
 )
 
-# ---------------------------------------------------------------------------------------------------------------------
-# The head and its loss: one pass forward and backward, whose limit is its three matmuls, measured
+# --- The head and its loss: one pass forward and backward, whose limit is its three matmuls, measured ---
 
-LOSS_SIZES = [
-    (4096, 2048, VOCAB), (16384, 2048, VOCAB), (32768, 2048, VOCAB), (16384, 3072, VOCAB), (16384, 4096, VOCAB)
-]  # fmt: skip
+
+LOSS_SIZES = [(4096, 2048), (16384, 2048), (32768, 2048), (16384, 3072), (16384, 4096)]
 
 
 def eager_linear_cross_entropy(x, weight, targets):
@@ -238,14 +199,11 @@ def eager_linear_cross_entropy(x, weight, targets):
 
 
 def loss_inputs(size, options):
-    """Logits of deviation 0.9, as an initialised Llama 3.2 1B has them.
-
-    Only cut-cross-entropy's time depends on that, for it skips what is improbable: on an H200 1.7 times the matmuls at
-    0.9, 2.5 times at 1.0, 3.9 times at 1.3.
-    """
+    """Logits of deviation 0.9, as an initialised Llama 3.2 1B has them: cut-cross-entropy, which skips what is
+    improbable, takes 1.7 times the matmuls at 0.9, 2.5 times at 1.0, 3.9 times at 1.3 on an H200."""
     n_tokens, n_embd, n_vocab = size
     x, weight = torch.randn(n_tokens, n_embd, **options), 0.9 * n_embd**-0.5 * torch.randn(n_vocab, n_embd, **options)
-    return [x, weight], (torch.randint(n_vocab, (n_tokens,), device=options["device"]),)
+    return [x, weight], random_targets(n_tokens, n_vocab, options)
 
 
 def matmuls_alone(size):
@@ -264,7 +222,7 @@ def matmuls_alone(size):
 
 LINEAR_CROSS_ENTROPY = Operation(
     dims="N C V",
-    sizes=LOSS_SIZES,
+    sizes=[(rows, width, VOCAB) for rows, width in LOSS_SIZES],
     inputs=loss_inputs,
     work=lambda size: {"both": {"flops": 3 * 2 * math.prod(size)}},
     arms={"nanocria": Arm(kernels.linear_cross_entropy), "eager": Arm(eager_linear_cross_entropy)},
@@ -278,13 +236,10 @@ LINEAR_CROSS_ENTROPY = Operation(
         # the least memory: dW summed in bf16, as Liger's default does
         | {"nanocria_512_bf16": Arm(partial(kernels.linear_cross_entropy, chunk_tokens=512, fp32_dweight=False))}
     },
-    checked=lambda size: (min(size[0], 1024), *size[1:]),
+    checked=first_rows,
 )
 
-# ---------------------------------------------------------------------------------------------------------------------
-# A linear layer in float8, beside bfloat16's: the MLP's of Llama 3.2 1B and 3.1 8B, gate and up, and down
-
-FP8_SIZES = [(16384, 2048, 16384), (16384, 8192, 2048), (16384, 4096, 28672), (16384, 14336, 4096)]
+# --- A linear layer in float8, beside bfloat16's: the MLP's of Llama 3.2 1B and 3.1 8B, gate and up, and down ---
 
 
 def linear_inputs(size, options):
@@ -308,19 +263,16 @@ def fp8_matmuls_alone(size):
 
 FP8_LINEAR = Operation(
     dims="N C O",
-    sizes=FP8_SIZES,
+    sizes=[(16384, 2048, 16384), (16384, 8192, 2048), (16384, 4096, 28672), (16384, 14336, 4096)],
     inputs=linear_inputs,
     work=lambda size: {"both": {"flops": 3 * 2 * math.prod(size)}},
     arms={"nanocria": Arm(kernels.fp8_linear), "eager": Arm(F.linear)},
     truth=F.linear,
     floor=fp8_matmuls_alone,
-    checked=lambda size: (min(size[0], 1024), *size[1:]),
+    checked=first_rows,
 )
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Causal attention with grouped keys and values. q (B, T, H, D), k and v (B, T, K, D)
-
-ATTENTION_SIZES = [(8, 2048, 32, 8, 64), (2, 8192, 32, 8, 64), (1, 32768, 32, 8, 64), (4, 4096, 32, 8, 128)]
+# --- Causal attention with grouped keys and values. q (B, T, H, D), k and v (B, T, K, D) ---
 
 
 def eager_attention(q, k, v):
@@ -354,7 +306,7 @@ def attention_work(size):
 
 FLASH_ATTENTION = Operation(
     dims="B T H K D",
-    sizes=ATTENTION_SIZES,
+    sizes=[(8, 2048, 32, 8, 64), (2, 8192, 32, 8, 64), (1, 32768, 32, 8, 64), (4, 4096, 32, 8, 128)],
     inputs=attention_inputs,
     work=attention_work,
     arms={
@@ -367,15 +319,15 @@ FLASH_ATTENTION = Operation(
     checked=lambda size: (1, min(size[1], 1024), *size[2:]),
 )
 
-# ---------------------------------------------------------------------------------------------------------------------
+# --- All of them ---
 
 OPERATIONS = {
-    "rms_norm": norm("rms_norm", eager_rms_norm, torch_rms_norm, rows=1, vectors=1, forward=2, backward=3),
-    "add_rms_norm": norm("add_rms_norm", eager_add_rms_norm, torch_add_rms_norm, 2, 1, forward=4, backward=4),
-    "layer_norm": norm("layer_norm", eager_layer_norm, torch_layer_norm, rows=1, vectors=2, forward=2, backward=3),
+    "rms_norm": norm("rms_norm", eager_rms_norm, torch_rms_norm, 1, 1, forward=2, backward=3),
+    "add_rms_norm": norm("add_rms_norm", after_add(eager_rms_norm), after_add(torch_rms_norm), 2, 1, 4, 4),
+    "layer_norm": norm("layer_norm", eager_layer_norm, lambda x, w, b: F.layer_norm(x, w.shape, w, b, EPS), 1, 2, 2, 3),
     "rope": ROPE,
-    "swiglu": glu("swiglu", eager_swiglu),
-    "geglu": glu("geglu", eager_geglu),
+    "swiglu": glu("swiglu", lambda gate, up: F.silu(gate) * up),
+    "geglu": glu("geglu", lambda gate, up: F.gelu(gate, approximate="tanh") * up),
     "cross_entropy": CROSS_ENTROPY,
     "linear_cross_entropy": LINEAR_CROSS_ENTROPY,
     "fp8_linear": FP8_LINEAR,

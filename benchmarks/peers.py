@@ -2,9 +2,8 @@
 
     python -m benchmarks.peers '{"arm": "recipe", "config": "config/llama32_1b.py", "batch": 8, "block": 2048}'
 
-trains one of them for some steps on the text that nanocria is measured on, and prints a line of JSON. `python bench.py
-step` runs one such process for each point of its table, so that every trainer finds a clean card. Under torchrun, as
-`python bench.py gpus` has it, recipe and torchtitan are sharded over its ranks.
+trains one of them for some steps on the text that nanocria is measured on, and prints a line of JSON. Under torchrun
+recipe and torchtitan are sharded over its ranks. PyTorch's allocator has segments that grow, as in train.py.
 
 recipe        What torchtitan 0.2 does with a Llama 3, written out in plain PyTorch: blocks compiled one by one, FSDP2
               with fp32 masters and bf16 compute, a compiled loss over whole logits, fused AdamW. It is kinder than the
@@ -21,14 +20,11 @@ hf-compiled   The same under torch.compile, its attention causal without a mask,
 hf-liger      The same under Liger-Kernel's patches, its fused linear cross-entropy among them.
 hf-masters    hf with float32 weights, gradients and optimizer states and bf16 compute, through FSDP2; hf-offload keeps
               them in the CPU's memory, where AdamW works too. hf-liger-masters and hf-liger-offload likewise.
-
-All have PyTorch's allocator as train.py has it, and as torchtitan's launcher sets it: with segments that grow.
 """
 
 import functools
 import gc
 import json
-import math
 import os
 import runpy
 import sys
@@ -43,20 +39,19 @@ import torch.nn as nn
 import torch.nn.functional as F
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
-from data.tokens import Tokens
-from data.write import cpu_cores, prepare_once
+from data.loader import open_dataset
+from data.write import cpu_cores
 from model import Llama, LlamaConfig, rope_tables
 from runtime import memory_stats
 from runtime.run_log import peak_flops
 
 ROOT = Path(__file__).resolve().parent.parent
 RANK, RANKS = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))  # as torchrun says
-WARMUP_STEPS = 5  # compilation, cuBLAS, the allocator: any later step is as fast as the fifth
 LEARNING_RATE = 1e-4
 
 
@@ -66,18 +61,15 @@ def llama_config(path: str, **changes) -> LlamaConfig:
     return LlamaConfig(**{name: settings[name] for name in LlamaConfig.__dataclass_fields__ if name in settings})
 
 
-# ----------------------------------------------------------------------------------------------------------------------
-# torchtitan's recipe: the model. The weights have torchtitan's names, which are Meta's.
+# --- torchtitan's recipe: the model. The weights have torchtitan's names, which are Meta's. ---
 
 
 class PlainAttention(nn.Module):
     def __init__(self, c: LlamaConfig):
         super().__init__()
         self.head_dim, self.n_rep = c.head_dim, c.n_head // c.n_kv_head
-        self.wq = nn.Linear(c.n_embd, c.n_embd, bias=False)
-        self.wk = nn.Linear(c.n_embd, c.n_kv_head * c.head_dim, bias=False)
-        self.wv = nn.Linear(c.n_embd, c.n_kv_head * c.head_dim, bias=False)
-        self.wo = nn.Linear(c.n_embd, c.n_embd, bias=False)
+        self.wq, self.wo = (nn.Linear(c.n_embd, c.n_embd, bias=False) for _ in range(2))
+        self.wk, self.wv = (nn.Linear(c.n_embd, c.n_kv_head * c.head_dim, bias=False) for _ in range(2))
 
     def forward(self, x, cos, sin):
         q, k, v = (w(x).unflatten(-1, (-1, self.head_dim)) for w in (self.wq, self.wk, self.wv))  # (B, T, heads, D)
@@ -101,9 +93,8 @@ def rotate(x, cos, sin):
 class PlainMLP(nn.Module):
     def __init__(self, c: LlamaConfig):
         super().__init__()
-        self.w1 = nn.Linear(c.n_embd, c.ffn_dim, bias=False)
+        self.w1, self.w3 = (nn.Linear(c.n_embd, c.ffn_dim, bias=False) for _ in range(2))
         self.w2 = nn.Linear(c.ffn_dim, c.n_embd, bias=False)
-        self.w3 = nn.Linear(c.n_embd, c.ffn_dim, bias=False)
 
     def forward(self, x):
         return self.w2(F.silu(self.w1(x)) * self.w3(x))
@@ -164,16 +155,12 @@ def whole_loss(logits, targets):
     return F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten())
 
 
-# ----------------------------------------------------------------------------------------------------------------------
-# torchtitan's recipe: checkpointing, compilation, sharding
+# --- torchtitan's recipe: checkpointing, compilation, sharding ---
 
-KEPT_OPS = {
-    torch.ops.aten.mm.default,
-    torch.ops.aten._scaled_dot_product_cudnn_attention.default,
-    torch.ops.aten._scaled_dot_product_flash_attention.default,
-    torch.ops.aten._scaled_dot_product_efficient_attention.default,
-    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default,
-}
+ATEN = torch.ops.aten
+KEPT_OPS = {ATEN.mm.default, *(getattr(ATEN, f"_scaled_dot_product_{name}").default
+                               for name in ("cudnn_attention", "flash_attention", "efficient_attention",
+                                            "flash_attention_for_cpu"))}  # fmt: skip
 
 
 def every_second_matmul():
@@ -181,8 +168,8 @@ def every_second_matmul():
     n_matmuls = Counter()  # forward and recomputation count apart
 
     def policy(ctx, op, *args, **kwargs):
-        n_matmuls[ctx.is_recompute] += op == torch.ops.aten.mm.default
-        every_second = op == torch.ops.aten.mm.default and n_matmuls[ctx.is_recompute] % 2 == 0
+        n_matmuls[ctx.is_recompute] += op == ATEN.mm.default
+        every_second = op == ATEN.mm.default and n_matmuls[ctx.is_recompute] % 2 == 0
         keep = op in KEPT_OPS and not every_second
         return CheckpointPolicy.MUST_SAVE if keep else CheckpointPolicy.PREFER_RECOMPUTE
 
@@ -204,21 +191,21 @@ def mesh_of_all_ranks(device: torch.device):
     return init_device_mesh(device.type, (RANKS,))
 
 
+def fsdp_options(device: torch.device) -> dict:
+    # cast_forward_inputs would round cos and sin; the residual stream is bf16 from the embedding on
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32, cast_forward_inputs=False)
+    return {"mesh": mesh_of_all_ranks(device), "mp_policy": policy}
+
+
 def build_recipe(c: LlamaConfig, checkpointing: str, device: torch.device, sharding="zero3", fp8: str | None = None):
     with torch.device("meta"):
         model = PlainLlama(c)
     if fp8:
         from torchao.float8 import Float8LinearConfig, convert_to_float8_training
 
-        blocks = {
-            "config": Float8LinearConfig.from_recipe_name(fp8),
-            "module_filter_fn": lambda _, name: name != "output",
-        }
-        convert_to_float8_training(model, **blocks)
-    # cast_forward_inputs would round cos and sin; the residual stream is bf16 from the embedding on
-    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32, cast_forward_inputs=False)
-    options = {"mesh": mesh_of_all_ranks(device), "mp_policy": policy}
-    reshard = sharding == "zero3"
+        recipe, in_blocks = Float8LinearConfig.from_recipe_name(fp8), lambda _, name: name != "output"
+        convert_to_float8_training(model, config=recipe, module_filter_fn=in_blocks)
+    options, reshard = fsdp_options(device), sharding == "zero3"
     for i, block in enumerate(model.layers):
         # compile wraps the block, so that FSDP's hooks, which it cannot trace, stay outside of the graph
         model.layers[i] = torch.compile(checkpointed(block, checkpointing), fullgraph=True)
@@ -232,8 +219,7 @@ def build_recipe(c: LlamaConfig, checkpointing: str, device: torch.device, shard
     return model, lambda tokens, targets: loss(model(tokens), targets)
 
 
-# ----------------------------------------------------------------------------------------------------------------------
-# The others
+# --- The others ---
 
 
 def build_torchtitan(c: LlamaConfig, checkpointing: str, device: torch.device):
@@ -299,9 +285,9 @@ def build_hf(c: LlamaConfig, checkpointing: str, device, compiled=False, liger=F
 def build_hf_masters(c: LlamaConfig, checkpointing: str, device: torch.device, liger=False, offload=False):
     """float32 weights, which FSDP2 hands to forward and backward in bf16, block by block."""
     model, loss_of = build_hf(c, checkpointing, "meta", liger=liger, dtype=torch.float32)
-    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32, cast_forward_inputs=False)
-    offload_policy = CPUOffloadPolicy(pin_memory=device.type == "cuda") if offload else OffloadPolicy()
-    options = {"mesh": mesh_of_all_ranks(device), "mp_policy": policy, "offload_policy": offload_policy}
+    options = fsdp_options(device)
+    if offload:
+        options["offload_policy"] = CPUOffloadPolicy(pin_memory=device.type == "cuda")
     for layer in model.model.layers:
         fully_shard(layer, **options)
     fully_shard(model, **options)  # with embedding and head: tied, they are one parameter
@@ -332,8 +318,7 @@ BUILDERS = {
 }
 
 
-# ----------------------------------------------------------------------------------------------------------------------
-# The step, and its measurement
+# --- The step, and its measurement ---
 
 
 def train_step(model: nn.Module, loss_of, optimizer, tokens, targets) -> list[float]:
@@ -352,19 +337,13 @@ def train_step(model: nn.Module, loss_of, optimizer, tokens, targets) -> list[fl
 
 
 def batches(n_batches: int, batch: int, block: int, device) -> torch.Tensor:
-    """This rank's tokens (n_batches, B, T + 1) of pystdlib, as train.py has them in this benchmark.
+    """This rank's tokens (n_batches, B, T + 1) of pystdlib: those that train.py reads.
 
     A matmul's speed depends on its numbers: for random tokens the gradient of the logits would be another one.
     """
-    folder = ROOT / "data" / "pystdlib"
-    if RANK == 0:
-        prepare_once(folder)
-    if RANKS > 1:
-        dist.barrier()
-    text = Tokens(folder, "train")
-    order = torch.randperm(text.blocks(block), generator=torch.Generator().manual_seed(1337))  # the same on all ranks
-    order = order[torch.arange(n_batches * RANKS * batch) % len(order)].view(n_batches, RANKS, batch)[:, RANK]
-    return torch.from_numpy(text.read(order.flatten().numpy(), block)).to(device).unflatten(0, (n_batches, batch))
+    text, _ = open_dataset("pystdlib", block, seed=1337)
+    tokens = text.sequences(0, n_batches * RANKS * batch).unflatten(0, (n_batches, RANKS, batch))
+    return tokens[:, RANK].to(device)
 
 
 def over_ranks(values: list[float], op, device) -> list[float]:
@@ -374,25 +353,20 @@ def over_ranks(values: list[float], op, device) -> list[float]:
     return values.tolist()
 
 
-def mfu(config: LlamaConfig, tok_per_s: float, device_name: str) -> float | None:
+def mfu(config: LlamaConfig, tok_per_s: float) -> float | None:
     """Model FLOPs utilisation of one GPU, by the same count as train.py's; None where the card's peak is not known."""
-    peak = peak_flops(device_name)
+    peak = peak_flops(torch.cuda.get_device_name())
     with torch.device("meta"):
-        flops = Llama(config).flops_per_token(config.block_size)
-    return flops * tok_per_s / peak if peak else None
+        return Llama(config).flops_per_token(config.block_size) * tok_per_s / peak if peak else None
 
 
 def own_device() -> torch.device:
     return torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)))
 
 
-def measure(
-    arm: str, config: str, batch: int, block: int, checkpointing="none", steps=20, warmup=WARMUP_STEPS, **changes
-) -> dict:
-    """Trains an arm for warmup + steps; the median step, and the peak memory of the rank that needs most.
-
-    batch is a rank's; tokens a second and losses are those of all ranks.
-    """
+def measure(arm: str, config: str, batch: int, block: int, checkpointing="none", steps=20, warmup=5, **changes) -> dict:
+    """Trains an arm for warmup + steps: the median step, the peak memory of the rank that needs most, and the tokens a
+    second and losses of all ranks. batch is a rank's. warmup 5: any later step is as fast as the fifth."""
     device = own_device()
     torch.cuda.set_device(device)
     memory_stats.let_segments_grow()
@@ -419,15 +393,8 @@ def measure(
     first, last = over_ranks([losses[0] / RANKS, losses[-1] / RANKS], dist.ReduceOp.SUM, device)
     peaks = [torch.cuda.max_memory_allocated() / 2**30, torch.cuda.max_memory_reserved() / 2**30]
     peak_gib, reserved_gib = over_ranks(peaks, dist.ReduceOp.MAX, device)
-    return {
-        "ms_per_step": seconds * 1000,
-        "tok_per_s": tok_per_s,
-        "mfu": mfu(c, tok_per_s / RANKS, torch.cuda.get_device_name()),
-        "peak_gib": peak_gib,
-        "reserved_gib": reserved_gib,
-        "first_loss": first,
-        "last_loss": last,
-    }
+    point = {"ms_per_step": seconds * 1000, "tok_per_s": tok_per_s, "peak_gib": peak_gib, "reserved_gib": reserved_gib}
+    return point | {"mfu": mfu(c, tok_per_s / RANKS), "first_loss": first, "last_loss": last}
 
 
 def main(spec: dict) -> dict:
@@ -436,9 +403,7 @@ def main(spec: dict) -> dict:
     except ImportError as error:
         return {"missing": str(error)}
     first, last = point["first_loss"], point["last_loss"]
-    if not (math.isfinite(last) and last < first):
-        return {"failed": f"it does not train: its loss went from {first} to {last}"}
-    return point
+    return point if last < first else {"failed": f"it does not train: its loss went from {first} to {last}"}
 
 
 if __name__ == "__main__":

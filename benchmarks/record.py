@@ -1,8 +1,8 @@
 """Records: the JSON in benchmarks/records/ that a named command wrote, with device, versions and commit.
 
-A record has a list of rows for each kind of measurement. The same code on the same card adds to a record, any other
-begins it anew. With --keep=COMMIT it continues although the code has changed since: for changes that cost neither time
-nor memory. Then the record names both commits.
+A record has a list of rows for each kind of measurement. The same commit on the same card adds to a record, any other
+begins it anew. With --keep=true it goes on all the same and names all commits: for changes that cost neither time nor
+memory.
 """
 
 import contextlib
@@ -11,21 +11,16 @@ import re
 import shlex
 import subprocess
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from importlib import metadata
 from pathlib import Path
 
-from data.files import lock
+from data.files import atomic_write
 from runtime import run_log
 
 ROOT = Path(__file__).resolve().parent.parent
 RECORDS = ROOT / "benchmarks" / "records"
 PAGES = ["*.md", "benchmarks/records", "benchmarks/plots"]  # written by bench.py itself
-# What neither trains nor measures a step: changes here leave a record's rows as good as they were.
-BESIDE = [*PAGES, ".ci", "*.toml", "*.txt", "tests", "test_kernels.py", "bench.py", "convert.py", "sample.py",
-          "data/tokenizer.py", "data/write.py", "data/files.py",
-          *(f"benchmarks/{name}.py" for name in ("report", "sweep_report", "draw", "compare", "losses", "estimate",
-                                                 "kernels", "operations", "libraries"))]  # fmt: skip
 
 
 def load(name: str) -> dict:
@@ -36,57 +31,68 @@ def load(name: str) -> dict:
         raise ValueError(f"{path} is not JSON: {error}") from error
 
 
-def exists(name: str) -> bool:
-    return (RECORDS / f"{name}.json").exists()
-
-
 def keep_summary(run_folder: str, name: str) -> None:
     """The summary that a run of train.py left, as the record of that name."""
     if not re.fullmatch(r"\w[\w-]*", name):
-        raise SystemExit(f"the record's name is {name!r}: letters, digits, _ and -")
+        sys.exit(f"the record's name is {name!r}: letters, digits, _ and -")
     summary = Path(run_folder) / "summary.json"
     if not summary.exists():
-        raise SystemExit(f"{summary} does not exist: a training run leaves it when it reaches max_iters")
+        sys.exit(f"{summary} does not exist: a training run leaves it when it reaches max_iters")
     (RECORDS / f"{name}.json").write_text(summary.read_text())
-
-
-# ----------------------------------------------------------------------------------------------------------------------
-# Which code measured it
-
-
-def git_says_equal(*commits: str, beside: list[str]) -> bool:
-    command = ["git", "diff", "--quiet", *commits, "--", ".", *(f":!{path}" for path in beside)]
-    try:
-        return subprocess.run(command, cwd=ROOT, capture_output=True).returncode == 0  # 128: not in this history
-    except OSError:  # no git
-        return False
 
 
 def commit() -> str:
     """As run_log.git_commit, but a record or a page that was written over does not make the code dirty."""
-    name = run_log.git_commit()
-    clean = name.endswith("-dirty") and git_says_equal("HEAD", beside=PAGES)
+    name, code = run_log.git_commit(), ["git", "diff", "--quiet", "HEAD", "--", ".", *(f":!{path}" for path in PAGES)]
+    clean = name.endswith("-dirty") and not subprocess.run(code, cwd=ROOT, capture_output=True).returncode
     return name.removesuffix("-dirty") if clean else name
 
 
-def same_code(commit: str, other: str) -> bool:
-    """Whether two commits train and measure alike; edited code has no name, so it is never the same."""
-    if any(name == "unknown" or name.endswith("-dirty") for name in (commit, other)):
-        return False
-    return commit == other or git_says_equal(commit, other, beside=BESIDE)
-
-
-def origin(command: str, device: str, packages: tuple[str, ...]) -> dict:
-    """The head of a record; packages: those beside PyTorch and Triton that it ran, if they are installed."""
+def origin(name: str, words: list[str], device: str, packages: Iterable[str]) -> dict:
+    """The head of a command's record; packages: those beside PyTorch and Triton that it ran, if they are installed."""
     versions = run_log.versions("cuda") | {"nanocria": commit()}
     for package in packages:
         with contextlib.suppress(metadata.PackageNotFoundError):
             versions[package] = metadata.version(package)
+    command = shlex.join(["python", "bench.py", *name.split(), *words])
     return {"command": command, "device": device, "versions": versions}
 
 
-def command(name: str, words: list[str]) -> str:
-    return shlex.join(["python", "bench.py", *name.split(), *words])
+def default_out(out: str, name: str, folder: str = "benchmarks/records") -> Path:
+    return Path(out) if out else ROOT / folder / f"{name}.json"
+
+
+def read_record(out: Path) -> dict | None:
+    """None if there is none yet; sys.exit with a sentence if the file is something else or cannot be written."""
+    try:
+        out.parent.mkdir(parents=True, exist_ok=True)
+        with atomic_write(out.with_name(out.name + ".new")):
+            pass
+        out.with_name(out.name + ".new").unlink()
+    except OSError as error:
+        sys.exit(f"--out={out} cannot be written: {error}")
+    try:
+        record = json.loads(out.read_text()) if out.exists() else None
+    except (OSError, ValueError):
+        record = {}
+    if record is not None and not {"device", "versions", "command"} <= set(record):
+        sys.exit(f"--out={out} exists and is no record of a benchmark: name another file")
+    return record
+
+
+def write(out: Path, record: dict) -> None:
+    """The whole record or, if that fails, the one before."""
+    with atomic_write(out) as file:
+        file.write((json.dumps(record, indent=1, allow_nan=False) + "\n").encode())
+
+
+def continues(old: dict | None, new: dict, keep: bool = False) -> bool:
+    """Whether new rows may stand beside old ones: the same device and packages, and the same commit or --keep."""
+    packages = [record and record["versions"] | {"nanocria": ""} for record in (old, new)]
+    if old is None or old["device"] != new["device"] or packages[0] != packages[1]:
+        return False
+    now = new["versions"]["nanocria"]  # edited code has no name, so it is never the same
+    return keep or (commits(old)[-1] == now and now != "unknown" and not now.endswith("-dirty"))
 
 
 def commits(record: dict) -> list[str]:
@@ -94,105 +100,31 @@ def commits(record: dict) -> list[str]:
     return record["versions"]["nanocria"].split(", ")
 
 
-def continues(old: dict | None, new: dict) -> bool:
-    """Whether new rows may stand beside old ones: the same device and packages, and the same code or --keep."""
-    packages = [record and record["versions"] | {"nanocria": ""} for record in (old, new)]
-    if old is None or old["device"] != new["device"] or packages[0] != packages[1]:
-        return False
-    before, now = commits(old), commits(new)
-    return same_code(before[-1], now[-1]) or before == now[:-1]
-
-
-def keep_rows(names: str, new: dict, out: Path) -> None:
-    """Let the new record continue the rows of these commits, one,two; sys.exit if the old record is not theirs."""
-    before, old = [name for name in names.split(",") if name], read_record(out)
-    new["versions"]["nanocria"] = ", ".join([*before, new["versions"]["nanocria"]])
-    if before and not continues(old, new):
-        if old is None:
-            sys.exit(f"--keep={names}: there is no {out} to continue")
-        has = commits(old)
-        reason = f", say --keep={','.join(has)}" if has != before else ": it is of another device or other packages"
-        sys.exit(f"--keep={names}: {out} does not continue that{reason}")
-
-
-# ----------------------------------------------------------------------------------------------------------------------
-# Reading and writing
-
-
-def read_record(out: Path) -> dict | None:
-    """None if there is none yet; sys.exit with a sentence if the file is something else."""
-    try:
-        record = json.loads(out.read_text()) if out.exists() else None
-    except ValueError:
-        record = {}
-    if record is not None and not {"device", "versions", "command"} <= set(record):
-        sys.exit(f"--out={out} exists and is no record of a benchmark: name another file")
-    return record
-
-
-@contextlib.contextmanager
-def locked(out: Path) -> Iterator[None]:
-    """Make the record's folder and lock the record; sys.exit with a sentence if it could not be written."""
-    path = Path(f"{out}.lock")
-    try:
-        out.parent.mkdir(parents=True, exist_ok=True)
-        file = path.open("a")
-        lock(file)
-    except BlockingIOError:
-        sys.exit(f"another bench.py is writing to {out}: wait for it, or name another --out=")
-    except OSError as error:
-        sys.exit(f"--out={out} cannot be written: {error}")
-    with file:
-        try:
-            if out.exists() and not out.is_file():
-                sys.exit(f"--out={out} is no file")
-            yield
-        finally:
-            path.unlink(missing_ok=True)
-
-
-def write(out: Path, text: str) -> None:
-    """The whole record or, if that fails, the one before."""
-    unfinished = Path(f"{out}.partial")
-    unfinished.write_text(text)
-    unfinished.replace(out)
-
-
-def merged(old: dict | None, new: dict, keys: dict) -> dict:
-    """The old record with the new rows, or the new one alone if it does not continue the old one.
-
-    keys: kind -> the keys that name a row; a later row of the same name replaces the earlier one.
-    """
-    if not continues(old, new):
+def continued(old: dict | None, new: dict, kinds: Iterable[str], keep: bool = False) -> dict:
+    """The new record with the rows, commands and commits of the old one, where it continues that."""
+    if not continues(old, new, keep):
         return new
     commands = dict.fromkeys([*old["command"].split(" && "), new["command"]])
-    before, now = commits(old), commits(new)
-    versions = new["versions"] | {"nanocria": ", ".join(now if before == now[:-1] else [*before[:-1], now[-1]])}
-    rows = {}
-    for kind, names in keys.items():
-        rows[kind] = list({tuple(row[name] for name in names): row for row in old[kind] + new[kind]}.values())
-    return new | {"command": " && ".join(commands), "versions": versions} | rows
+    names = dict.fromkeys([*commits(old), new["versions"]["nanocria"]])
+    versions = new["versions"] | {"nanocria": ", ".join(names)}
+    return new | {"command": " && ".join(commands), "versions": versions} | {kind: old[kind] for kind in kinds}
 
 
-def fill(new: dict, rows: Iterable[tuple[str, dict]], out: Path, keys: dict, line: Callable) -> tuple[dict, list]:
+def fill(new: dict, rows: Iterable[tuple[str, dict]], out: Path, keys: dict, line: Callable, keep=False):
     """Put rows, each with its kind, into the record and its file as they come, and print line(row, record).
 
-    Returns the record, and the rows that are not in it: what failed or was missing.
+    keys: kind -> the keys that name a row; a later row of the same name replaces the earlier one. Returns the record,
+    and the rows that are not in it: what failed or was missing.
     """
-    with locked(out):
-        old = read_record(out)
-        if old and not continues(old, new):
-            print(f"{out} was measured with other code or on another device: it begins anew")
-        failed = []
-        for kind, row in rows:
-            if "missing" in row or "failed" in row:
-                failed.append(row)
-            else:
-                new[kind].append(row)
-                write(out, json.dumps(merged(old, new, keys), indent=1) + "\n")  # now: a later point may crash
-            print(line(row, merged(old, new, keys)), flush=True)
-    return merged(old, new, keys), failed
-
-
-def default_out(out: str, name: str, folder: str = "benchmarks/records") -> Path:
-    return Path(out) if out else ROOT / folder / f"{name}.json"
+    old, failed = read_record(out), []
+    record = continued(old, new, keys, keep)
+    if old and record is new:
+        print(f"{out} was measured with other code or on another device: it begins anew")
+    for kind, row in rows:
+        if "missing" in row or "failed" in row:
+            failed.append(row)
+        else:
+            record[kind] = list({tuple(r[key] for key in keys[kind]): r for r in [*record[kind], row]}.values())
+            write(out, record)  # now: a later point may crash
+        print(line(row, record), flush=True)
+    return record, failed

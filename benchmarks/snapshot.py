@@ -5,13 +5,13 @@
     python bench.py snapshot --out=benchmarks/records/snapshot.json            as the README shows it
     python bench.py snapshot -- --mlp_chunks=4                   what stands behind -- goes to train.py, for ours alone
 
-Each trainer runs in a process of its own for a few steps; the last is noted as PyTorch's snapshot, out/NAME.pickle,
-which https://pytorch.org/memory_viz shows too, and drawn. What an allocation is for is told by the Python code that
-asked for it, and by how long it lives: what forward leaves for backward is a saved activation, what backward leaves for
-the update a gradient. Autograd's own formulas run without Python, so what has no Python code at all is backward's.
+Each trainer runs in a process of its own; its fifth step is noted as PyTorch's snapshot, out/NAME.pickle, which
+https://pytorch.org/memory_viz shows too, and drawn. What an allocation is for is told by the Python code that asked for
+it, and by how long it lives: what forward leaves for backward is a saved activation, what backward leaves for the
+update a gradient. Autograd's own formulas run without Python, so what has no Python code at all is backward's.
 """
 
-import functools
+import itertools
 import json
 import pickle
 import re
@@ -27,7 +27,7 @@ import torch
 from benchmarks import arms as trainers
 from benchmarks import cli, record, runner
 from benchmarks import peers as trained
-from benchmarks.run_shape import refuse_model, resolve
+from benchmarks.estimate import resolve
 
 # settings
 peers = "hf"  # beside ours: hf, liger, or none
@@ -38,7 +38,7 @@ checkpointing: Literal["none", "full"] = "none"  # what backward recomputes
 offload: Literal["none", "optimizer", "all"] = "none"  # what the CPU's memory holds; a peer's: all or nothing
 out = ""  # the record; nothing: out/snapshot.json
 
-STEP = 5  # the one that is noted; everything has been allocated once before
+STEP = 5  # everything has been allocated once before
 MAKES_WEIGHTS = {"to_empty", "_apply", "init_weights", "from_config", "build_hf", "fully_shard"}
 OF_BACKWARD = {"backward", "_pre_backward", "post_backward", "foreach_reduce", "_root_post_backward_final_callback"}
 POINTS = 400  # of a timeline that the record keeps
@@ -49,8 +49,7 @@ def parse(argv: list[str]) -> SimpleNamespace:
     s = cli.read_settings(globals(), argv, for_train_py=True)
     s.peers = cli.one_of("peers", s.peers, ["hf", "liger", "none"])
     cli.at_least_one(s, "batch_size", "block_size")
-    cli.refuse_flags(s, ("batch_size", "block_size", "activation_checkpointing", "offload"))
-    refuse_model(s)
+    cli.refuse_flags(s, s.peers)
     s.config, s.out = cli.config_path(s.config), record.default_out(s.out, "snapshot", "out")
     # The file exists, and train.py takes it.
     named = {"activation_checkpointing": s.checkpointing, "offload": s.offload, "gradient_accumulation_steps": 1}
@@ -58,60 +57,45 @@ def parse(argv: list[str]) -> SimpleNamespace:
     return s
 
 
-# ----------------------------------------------------------------------------------------------------------------------
-# Noting, in the trainer's process
-
-
-def keep_frames() -> None:
-    """From here on each allocation knows the Python code that asked for it."""
-    torch.cuda.memory._record_memory_history(enabled="state", context="state", stacks="python")
-
-
-def begin() -> None:
-    """From here on allocations and frees are listed."""
-    options = {"context": "alloc", "stacks": "python", "max_entries": 1_000_000}
-    torch.cuda.memory._record_memory_history(clear_history=True, **options)
+def at_step(step: int, path: str) -> None:
+    """At the start of STEP begin to list allocations and frees, at that of the next one write the list."""
+    if step == STEP:
+        options = {"context": "alloc", "stacks": "python", "max_entries": 1_000_000}
+        torch.cuda.memory._record_memory_history(clear_history=True, **options)
+    if step == STEP + 1:
+        torch.cuda.memory._dump_snapshot(path)
 
 
 def note_train(path: str, words: list[str]) -> None:
-    """Runs train.py, whose watch is told when a step begins."""
-    from runtime import watchdog
+    """Runs train.py, whose watchdog is told when a step begins."""
+    from runtime.watchdog import Watchdog
 
-    at = watchdog.Watchdog.progress
+    progress = Watchdog.progress
 
-    def noting(watch, doing):
-        found = re.fullmatch(r"step (\d+): forward and backward", doing)
-        if found and int(found[1]) == STEP:
-            begin()
-        if found and int(found[1]) == STEP + 1:
-            torch.cuda.memory._dump_snapshot(path)
-        at(watch, doing)
+    def noting(watchdog, doing):
+        if found := re.fullmatch(r"step (\d+): forward and backward", doing):
+            at_step(int(found[1]), path)
+        progress(watchdog, doing)
 
-    watchdog.Watchdog.progress = noting
+    Watchdog.progress = noting
     sys.argv = words
     runpy.run_path(words[0], run_name="__main__")
 
 
 def note_peer(path: str, spec: dict) -> dict:
     """Trains a peer of benchmarks/peers.py."""
-    train_step, n_steps = trained.train_step, 0
+    train_step, steps = trained.train_step, itertools.count(1)
 
     def noting(*arguments):
-        nonlocal n_steps
-        n_steps += 1
-        if n_steps == STEP:
-            begin()
+        step = next(steps)
+        at_step(step, path)
         result = train_step(*arguments)
-        if n_steps == STEP:
-            torch.cuda.memory._dump_snapshot(path)
+        if step == STEP:
+            at_step(step + 1, path)
         return result
 
     trained.train_step = noting
     return trained.main(spec | {"warmup": STEP - 1, "steps": 1})
-
-
-# ----------------------------------------------------------------------------------------------------------------------
-# What an allocation is for
 
 
 class Block(NamedTuple):
@@ -160,9 +144,12 @@ def in_loss_head(frames: list) -> bool:
     if any("cross_entropy" in file or file.endswith("loss_utils.py") for file in files):
         return True
     # the head of transformers' model is the linear layer that no layer of its file has called
-    linear = bool(files) and files[0].endswith("nn/modules/linear.py")
-    head = linear and sum(file.endswith("modeling_llama.py") for file in files) == 1
+    head = is_linear(frames) and sum(file.endswith("modeling_llama.py") for file in files) == 1
     return head or any("cross_entropy" in name for name in names)
+
+
+def is_linear(frames: list) -> bool:
+    return bool(frames) and frames[0]["filename"].endswith("linear.py")
 
 
 def part_of(block: Block, backward: tuple[int, int], logits_bytes: int) -> str:
@@ -191,20 +178,13 @@ def timeline(snapshot: dict) -> dict[str, list[int]]:
     """Bytes of each part after each entry of the trace; the first number is of before."""
     found, n_entries = blocks(snapshot)
     backward = backward_span(found)
-    logits = [
-        b.bytes for b in found if b.frames and b.frames[0]["filename"].endswith("linear.py") and in_loss_head(b.frames)
-    ]
+    logits = [block.bytes for block in found if is_linear(block.frames) and in_loss_head(block.frames)]
     changes = {part: [0] * (n_entries + 2) for part in trainers.SNAPSHOT_PARTS}
     for block in found:
         change = changes[part_of(block, backward, max(logits, default=0))]
         change[block.start + 1] += block.bytes
         change[block.end + 1] -= block.bytes
-    totals = {}
-    for part, change in changes.items():
-        totals[part] = [change[0]]
-        for delta in change[1:-1]:
-            totals[part].append(totals[part][-1] + delta)
-    return totals
+    return {part: list(itertools.accumulate(change[:-1])) for part, change in changes.items()}
 
 
 def summarized(totals: dict[str, list[int]]) -> dict:
@@ -221,38 +201,31 @@ def summarized(totals: dict[str, list[int]]) -> dict:
     }
 
 
-# ----------------------------------------------------------------------------------------------------------------------
-# The record
-
-
 def measured(s: SimpleNamespace):
     for arm in ["all", *(peer for peer in s.peers if peer != "none")]:
         path = record.ROOT / "out" / f"snapshot_{arm}.pickle"
+        path.parent.mkdir(exist_ok=True)
         path.unlink(missing_ok=True)
-        ours = arm == "all"
-        offload = s.offload if ours or s.offload == "none" else "all"
+        offload = s.offload if arm == "all" or s.offload == "none" else "all"
         at = (s.config, s.batch_size, s.block_size, s.checkpointing)
-        note = functools.partial(noted_by, path)
-        if ours:
+
+        def note(command, ranks, path=path):  # by the end of this file
+            words = command if command[0] == "train.py" else command[2:]
+            return runner.run(["-m", "benchmarks.snapshot", str(path), *words], ranks)
+
+        if arm == "all":
             flags = [f"--offload={offload}", *s.flags]
             result = runner.train_point(*at, steps=2, warmup=STEP - 1, flags=flags, launch=note)
         else:
             result = runner.peer_point(trainers.SWEEP_PEERS[arm][offload], *at, steps=1, launch=note)
-        place = (arm, *at[1:], offload, shlex.join(s.flags) if ours else "")
+        place = (arm, *at[1:], offload, shlex.join(s.flags) if arm == "all" else "")
         row = dict(zip(KEYS["arms"], place, strict=True))
-        trouble = {key: result[key] for key in ("oom", "missing", "failed") if result.get(key)}
-        if path.exists() and not trouble:
+        if "peak_gib" in result and path.exists():
             totals = timeline(pickle.loads(path.read_bytes()))
-            row |= summarized(totals) | {"allocator_peak_gib": result.get("peak_gib"), "file": path.name}
+            row |= summarized(totals) | {"allocator_peak_gib": result["peak_gib"], "file": path.name}
         else:
-            row |= trouble or {"failed": "it left no snapshot"}
+            row |= {"failed": "it left no snapshot"} | result
         yield "arms", row
-
-
-def noted_by(path: Path, command: list[str], ranks: int = 1):
-    """runner.run of the command, under this file's eyes."""
-    words = command if command[0] == "train.py" else command[2:]
-    return runner.run(["-m", "benchmarks.snapshot", str(path), *words], ranks)
 
 
 def line(row: dict, _: dict | None = None) -> str:
@@ -265,10 +238,7 @@ def line(row: dict, _: dict | None = None) -> str:
 
 def main(argv: list[str]) -> None:
     s = parse(argv)
-    new = runner.begin("snapshot", s.command, KEYS)
-    for folder in (s.out.parent, record.ROOT / "out"):
-        folder.mkdir(parents=True, exist_ok=True)
-    found, failed = record.fill(new, measured(s), s.out, KEYS, line)
+    found, failed = record.fill(runner.begin("snapshot", s.command, KEYS), measured(s), s.out, KEYS, line)
     peaks = {row["arm"]: row["peak_gib"] for row in found["arms"] if "peak_gib" in row}
     if peaks:
         from benchmarks import draw
@@ -278,7 +248,8 @@ def main(argv: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    keep_frames()
+    # From here on each allocation knows the Python code that asked for it.
+    torch.cuda.memory._record_memory_history(enabled="state", context="state", stacks="python")
     if sys.argv[2] == "train.py":
         note_train(sys.argv[1], sys.argv[2:])
     else:

@@ -13,16 +13,12 @@ an hour.
 
 import json
 import tempfile
-from functools import partial
 from itertools import product
 from types import SimpleNamespace
 from typing import Literal
 
-import torch
-
 from benchmarks import arms as trainers
 from benchmarks import cli, compare, record, runner
-from configurator import SettingError
 
 # settings
 measure: Literal["points", "breakdown", "baby"] = "points"  # they add to the same record
@@ -30,15 +26,9 @@ arms = ",".join(trainers.STEP)  # points, baby: the trainers
 shapes = "8x2048,16x2048,2x8192,32x2048"  # sequences x tokens; breakdown takes the first
 checkpointing = "none,selective,full"  # Hugging Face knows no selective; breakdown takes the first
 steps: int | None = None  # to measure; none: 20, and 200 of the baby
-at_once: int | Literal["all"] = 1  # points: so many at a time, each on a GPU of its own
-keep = ""  # commits whose rows stay although the code has changed since: for changes that cost neither time nor memory
+keep = False  # whether rows stay although the code has changed since: for changes that cost neither time nor memory
 out = ""  # the record; nothing: benchmarks/records/step.json
 
-READ = {
-    "points": ("measure", "arms", "shapes", "checkpointing", "steps", "at_once", "keep", "out"),
-    "breakdown": ("measure", "shapes", "checkpointing", "at_once", "keep", "out"),
-    "baby": ("measure", "arms", "steps", "at_once", "keep", "out"),
-}
 KEYS = {"points": compare.STEP_PLACE, "breakdown": ("part",), "baby": ("arm",)}  # what names a row
 BABY = ("config/baby_llama.py", 64, 256, "none")
 BABY_VOCAB = 257  # pystdlib's: bytes, and one token between files
@@ -47,13 +37,9 @@ BABY_FLAGS = ["--cuda_graph=false", "--cuda_graph=false --compile=true", "--cuda
 
 def parse(argv: list[str]) -> SimpleNamespace:
     s = cli.read_settings(globals(), argv)
-    cli.refuse_unread(s, f"--measure={s.measure}", READ[s.measure])
     cli.at_least_one(s, "steps")
     s.arms, s.shapes = cli.one_of("arms", s.arms, trainers.STEP), cli.shapes("shapes", s.shapes)
     s.checkpointing = cli.one_of("checkpointing", s.checkpointing, runner.CHECKPOINTING)
-    s.at_once = cli.n_gpus("at_once", s.at_once, torch.cuda.device_count())
-    if s.at_once > 1 and s.measure != "points":
-        raise SettingError(f"--at_once={s.at_once}: {s.measure} is measured alone")
     s.steps = s.steps or (200 if s.measure == "baby" else 20)
     s.out = record.default_out(s.out, "step")
     return s
@@ -62,27 +48,17 @@ def parse(argv: list[str]) -> SimpleNamespace:
 def points(s: SimpleNamespace):
     """Point after point: the arms in turn, so that a card that warms up is no arm's luck."""
     missing = set()
-    places = [
-        (arm, *shape, checkpointing)
-        for shape, checkpointing, arm in product(s.shapes, s.checkpointing, s.arms)
-        if not (arm.startswith("hf") and checkpointing == "selective")
-    ]
-
-    def measure_at(place, gpu):
-        arm, *at = place
-        if arm in missing:
-            return None
-        launch = partial(runner.run, gpu=gpu, gpus=s.at_once) if s.at_once > 1 else None
-        at = (runner.CONFIG, *at, s.steps)
+    for shape, checkpointing, arm in product(s.shapes, s.checkpointing, s.arms):
+        if arm in missing or (arm.startswith("hf") and checkpointing == "selective"):
+            continue
+        at = (runner.CONFIG, *shape, checkpointing, s.steps)
         if arm in trainers.STEP_FLAGS:
-            result = runner.train_point(*at, flags=trainers.STEP_FLAGS[arm], launch=launch)
+            result = runner.train_point(*at, flags=trainers.STEP_FLAGS[arm])
         else:
-            result = runner.peer_point(arm, *at, launch=launch)
-        missing.update({arm} if "missing" in result else set())
-        row = dict(zip(compare.STEP_PLACE, place, strict=True)) | {"steps": s.steps, "oom": False} | result
-        return row | ({"at_once": s.at_once} if s.at_once > 1 else {})
-
-    yield from filter(None, runner.spread(measure_at, places, s.at_once))
+            result = runner.peer_point(arm, *at)
+        missing |= {arm} if "missing" in result else set()
+        place = dict(zip(compare.STEP_PLACE, (arm, *shape, checkpointing), strict=True))
+        yield place | {"steps": s.steps, "oom": False} | result
 
 
 def breakdown(s: SimpleNamespace):
@@ -121,12 +97,5 @@ def line(row: dict, _: dict | None = None) -> str:
 def main(argv: list[str]) -> None:
     s = parse(argv)
     rows = ((s.measure, row) for row in {"points": points, "breakdown": breakdown, "baby": baby}[s.measure](s))
-    new = runner.begin("step", s.command, KEYS, at_once=s.at_once)
-    record.keep_rows(s.keep, new, s.out)
-    found, failed = record.fill(new, rows, s.out, KEYS, line)
-    ratios = compare.step_ratios(found["points"]) if s.measure == "points" else []
-    for r in ratios:
-        where = "{} x {}, checkpointing {}:".format(*r["at"])
-        speed = f"{r['tok_per_s']:.3f} x the speed, {r['peak_gib']:.2f} x the memory"
-        print(f"{where:<38} {speed} of {trainers.STEP[r['peer']]}")
-    print(json.dumps({"record": str(s.out), "failed": failed, "ratios": ratios}))
+    found, failed = record.fill(runner.begin("step", s.command, KEYS), rows, s.out, KEYS, line, s.keep)
+    print(json.dumps({"record": str(s.out), "failed": failed, "ratios": compare.step_ratios(found["points"])}))

@@ -2,13 +2,6 @@
 
 A call is a function without arguments. Where several are given they are the same work on other inputs, enough of them
 (`sets_to_miss_l2`) that no call finds its inputs in the L2 cache, where a training step would not find them either.
-
-    GPU time     many calls captured in one CUDA graph, which is replayed: launches cost nothing, so that two events
-                 see the GPU alone. Calls that wait for the GPU cannot be captured: of those the profiler adds up what
-                 their kernels take, without the waits between them
-    host time    what the CPU spends to issue one call, outside graphs, onto an idle GPU, without waiting for it
-    peak memory  what the allocator peaked at during one call, above what it held before
-
 Backward is timed on one side stream with its forward (`use_side_stream`): autograd runs backward on the stream that
 forward ran on, and a graph cannot be captured on the default one.
 """
@@ -37,8 +30,6 @@ def use_side_stream() -> None:
 
 def quantiles(values: list[float]) -> list[float]:
     """The 20%, 50% and 80% quantiles, interpolated between neighbours."""
-    if len(values) == 1:
-        return values * 3
     fifths = statistics.quantiles(values, n=5, method="inclusive")
     return [fifths[0], statistics.median(values), fifths[3]]
 
@@ -95,27 +86,28 @@ def capture(calls: list[Callable], launches: int) -> torch.cuda.CUDAGraph:
 
 
 def gpu_time(calls: list[Callable]) -> dict:
-    """{'us': [20%, 50%, 80%] of the time of one call, 'graph': whether it was captured or else profiled}. Warms up."""
+    """{'us': [20%, 50%, 80%] of the time of one call, 'graph': whether it was captured or else profiled}. Warms up.
+
+    Many calls are captured in one CUDA graph, which is replayed: launches cost nothing, so that two events see the GPU
+    alone. Calls that wait for the GPU cannot be captured: of those the profiler adds up what their kernels take.
+    """
     for call in calls:
         call()
     torch.cuda.synchronize()
     if waits_for_gpu(calls[0]):
         return {"us": quantiles([kernels_us(calls) for _ in range(PROFILES)]), "graph": False}
     estimate = max(statistics.median(events_ms(calls, rounds=2)), 1e-3)
-    launches = math.ceil(clamp(GRAPH_MS / estimate, 1, MAX_LAUNCHES) / len(calls)) * len(calls)
+    launches = math.ceil(min(max(GRAPH_MS / estimate, 1), MAX_LAUNCHES) / len(calls)) * len(calls)
     graph = capture(calls, launches)
     graph.replay()  # the first replay uploads the graph
-    replays = round(clamp(ROW_MS / (estimate * launches), *REPLAYS))
+    fewest, most = REPLAYS
+    replays = round(min(max(ROW_MS / (estimate * launches), fewest), most))
     times = events_ms([graph.replay], replays)
     return {"us": [1000 * ms / launches for ms in quantiles(times)], "graph": True}
 
 
-def clamp(value: float, low: float, high: float) -> float:
-    return min(max(value, low), high)
-
-
 def host_us(call: Callable, repeats: int = 9) -> float:
-    """Microseconds until the call returns, the GPU idle before it: the median of several."""
+    """Microseconds that the CPU takes to issue a call, outside graphs, onto an idle GPU: the median of several."""
     times = []
     for _ in range(repeats):
         torch.cuda.synchronize()
@@ -136,15 +128,12 @@ def peak_mib(call: Callable) -> float:
 
 
 def copy_tb_s() -> float:
-    """The limit of memory-bound kernels: TB/s, bytes read plus written, of copying 4 GiB on the device, or a quarter of
-    what is free.
-
-    Not in a graph: there the driver hands it to the copy engines, 2.7 instead of 4.3 TB/s on an H200.
-    """
+    """The limit of memory-bound kernels: TB/s, read plus written, of copying 4 GiB, or a quarter of what is free."""
     free_bytes, _ = torch.cuda.mem_get_info()
     source = torch.randn(min(2**30, free_bytes // 16), device="cuda")
     target = torch.empty_like(source)
     target.copy_(source)
+    # Not in a graph: there the driver hands it to the copy engines, 2.7 instead of 4.3 TB/s on an H200.
     times = events_ms([lambda: target.copy_(source)], rounds=REPLAYS[1])
     return 2 * source.nbytes / statistics.median(times) / 1e9
 

@@ -1,19 +1,17 @@
 """The numbers of both pages are those of the records, the records say where they come from, and the kernels' bench
-counts and compares what it says it does.
-
-    pytest test_bench.py        seconds, without a GPU: nothing is timed
-"""
+counts and compares what it says it does. Without a GPU: nothing is timed."""
 
 import importlib
 import json
 import re
+from graphlib import TopologicalSorter
 from pathlib import Path
 
 import pytest
 import torch
 
 import bench
-from benchmarks import arms, compare, libraries, losses, record, report, timing
+from benchmarks import compare, libraries, losses, record, report, timing
 from benchmarks import kernels as kernels_bench
 from benchmarks.operations import OPERATIONS, Arm
 
@@ -21,23 +19,14 @@ PAGES = {page: (record.ROOT / page).read_text() for page in report.PAGES}
 PAGE = "benchmarks/README.md"
 RECORDS = sorted(record.RECORDS.glob("*.json"))
 FP32 = {"device": "cpu", "dtype": torch.float32}
-TINY = {  # a size of each operation that the interpreter runs in a moment; widths that no block divides
-    "rms_norm": (5, 19),
-    "add_rms_norm": (5, 19),
-    "layer_norm": (5, 19),
-    "rope": (2, 3, 4, 2, 8),
-    "swiglu": (5, 19),
-    "geglu": (5, 19),
-    "cross_entropy": (5, 19),
-    "linear_cross_entropy": (5, 8, 19),
-    "fp8_linear": (5, 16, 32),
-    "flash_attention": (2, 19, 4, 2, 16),
-}
+# A size of each operation that the interpreter runs in a moment; widths that no block divides.
+TINY = dict.fromkeys(("rms_norm", "add_rms_norm", "layer_norm", "swiglu", "geglu", "cross_entropy"), (5, 19))
+TINY |= {"rope": (2, 3, 4, 2, 8), "linear_cross_entropy": (5, 8, 19), "fp8_linear": (5, 16, 32)}
+TINY |= {"flash_attention": (2, 19, 4, 2, 16)}
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # the interpreter's numpy, on inf
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Pages and records
+# --- Pages and records ---
 
 
 @pytest.mark.parametrize("page", PAGES)
@@ -79,22 +68,29 @@ def test_a_record_names_its_command_device_versions_and_commit(path):
     assert record["versions"]["nanocria"] != "unknown" and not record["versions"]["nanocria"].endswith("-dirty")
 
 
+def test_every_plot_is_drawn_from_its_record(tmp_path, monkeypatch):
+    draw = pytest.importorskip("benchmarks.draw", exc_type=ImportError)
+    monkeypatch.setattr(report, "PLOTS", tmp_path)
+    monkeypatch.setattr(report, "render", lambda text, page: text)
+    report.write_pages()
+    drawn = {path.stem for path in tmp_path.iterdir() if path.stat().st_size > 10_000}
+    assert drawn == {"baby_llama", *draw.PLOTS}
+
+
+@pytest.mark.parametrize("content, sentence", [(None, "No such file.*step.json"), ("{", "step.json is not JSON: ")])
+def test_a_missing_or_broken_record_is_named(content, sentence, tmp_path, monkeypatch):
+    monkeypatch.setattr(record, "RECORDS", tmp_path)
+    if content:
+        (tmp_path / "step.json").write_text(content)
+    with pytest.raises(SystemExit, match=sentence):
+        bench.main(["readme"])
+
+
 def test_a_missing_marker_is_named():
-    with pytest.raises(ValueError, match="README.md must hold <!-- fits_headline -->"):
-        report.render("<!-- headline --><!-- /headline -->", "README.md")
+    with pytest.raises(ValueError, match="README.md must hold <!-- headline --> and"):
+        report.render("no part", "README.md")
     with pytest.raises(ValueError, match="README.md shows <!-- sweep -->, which is no part of it"):
         report.render("<!-- sweep --><!-- /sweep -->", "README.md")
-
-
-def test_a_part_is_asked_for_once_its_record_exists_and_refused_before(tmp_path, monkeypatch):
-    monkeypatch.setattr(record, "RECORDS", tmp_path)
-    assert all(report.render("no record, no part", page) == "no record, no part" for page in PAGES)
-    with pytest.raises(ValueError, match="<!-- kernels -->.*benchmarks/records/kernels.json"):
-        report.render("<!-- kernels --><!-- /kernels -->", PAGE)
-    (tmp_path / "kernels.json").write_text(json.dumps(kernels_record()))
-    with pytest.raises(ValueError, match="must hold <!-- kernels -->"):
-        report.render("no record, no part", PAGE)
-    assert "rms_norm" in report.render("<!-- kernels --><!-- /kernels -->", PAGE)
 
 
 @pytest.mark.parametrize("name", ["x/y", "../zz", "", "..", "-x"])
@@ -104,78 +100,99 @@ def test_a_record_is_kept_by_a_name_alone(tmp_path, name):
         record.keep_summary(str(tmp_path), name)
 
 
-def test_the_headline_leaves_out_what_is_not_known(tmp_path, monkeypatch):
-    monkeypatch.setattr(record, "RECORDS", tmp_path)
-    place = {"batch": 8, "block": 2048, "checkpointing": "none"}
-    ours = place | {"arm": "nanocria", "tok_per_s": 9000.0, "peak_gib": 30.0, "mfu": None}
-    step = {"device": "GPU", "points": [ours]}
-    (tmp_path / "step.json").write_text(json.dumps(step))
-    assert report.headline() == "- Llama 3.2 1B trains at 9,000 tokens per second on one GPU, in 30 GiB."
-    step["points"] = [ours | {"mfu": 0.5}, ours | {"arm": "recipe", "tok_per_s": 6000.0, "peak_gib": 40.0}]
-    (tmp_path / "step.json").write_text(json.dumps(step))
-    assert report.headline().endswith(
-        "second (50% MFU) on one GPU: 1.50 times the speed of torchtitan's recipe, in 75% of its memory (30 GiB)."
-    )
+def test_imports_within_benchmarks_have_no_circle():
+    imports = {}
+    for path in (record.ROOT / "benchmarks").glob("[a-z]*.py"):
+        text = path.read_text()
+        imports[path.stem] = set(re.findall(r"^ *from benchmarks\.(\w+)", text, re.MULTILINE))
+        for names in re.findall(r"^ *from benchmarks import (.+)$", text, re.MULTILINE):
+            imports[path.stem] |= {name.split()[0] for name in names.split(", ")}
+    TopologicalSorter(imports).prepare()
+
+
+USER_ERRORS = """
+estimat => Unknown command estimat. Did you mean estimate?
+xyz => Unknown command xyz: there are sweep, estimate,
+record => usage: python bench.py record FOLDER NAME
+readme now => usage: python bench.py record FOLDER NAME
+kernels --op=rmsnorm => flash_attention. Did you mean rms_norm?
+kernels --op=rope,attenton => --op=attenton: there are rms_norm,
+kernels op=rope => Unknown argument op=rope. Did you mean --op=rope?
+kernels rope => Unknown word rope: settings are --key=value, --help lists them
+kernels --out => --out needs a value
+kernels -- --compile => -- --compile: no settings of train.py are passed on here
+losses --arms=nanocra => there are nanocria, nanocria-fp8, nanocria-plain, hf, float32. Did you mean nanocria?
+losses --shape=8 => --shape=8: sequences x tokens, as in 8x2048
+losses --shape=8x1,2x2 => sequences x tokens, as in 8x2048
+losses --steps=0 => --steps=0: it must be at least 1
+losses --arms= => --arms= is empty: there are nanocria
+gpus scaling => Unknown word scaling: settings are --key=value
+gpus --arms=nanocria-zero3 => Did you mean nanocria-zero2?
+gpus --shapes=2*4096 => --shapes=2*4096: sequences x tokens, as in 8x2048
+gpus --ranks=two => --ranks=two: whole numbers, at least 1
+gpus --steps=0 => --steps=0: it must be at least 1
+gpus --folder=/no/such => --folder=/no/such does not exist
+step --measure=breakdwn => Did you mean 'breakdown'?
+step --arms=hf-ligr => Did you mean hf-liger?
+step --checkpointing=some => --checkpointing=some: there are none, selective, full
+step --steps=0 => --steps=0: it must be at least 1
+snapshot -- --offload=all => -- --offload: say --offload=... before the --
+snapshot -- --out_dir=x => -- --out_dir: each measured run has its own
+snapshot --peers=recip => --peers=recip: there are hf, liger, none
+snapshot --batch_size=0 => --batch_size=0: it must be at least 1
+snapshot -- --n_layer=4 => --n_layer: the peers would train another model; write it in a config, or say --peers=none
+estimate --card=4080 => 4080: there are 3090, 4090, 5090, a10g, l4, l40s, a100-40, a100-80, h100, h200, b200, or
+estimate --card=h10 => Did you mean h100?
+estimate --card=A100 => Did you mean a100-40 or a100-80?
+estimate --card=0 => --card=0: there are
+estimate --card=24MB => --card=24MB: there are
+estimate --batch_size=0 => --batch_size=0: it must be at least 1
+estimate --config=llama32_1 => llama32_1 does not exist. Did you mean
+estimate config/llama31_8b.py => Unknown word config/llama31_8b.py. Did you mean --config=config/llama31_8b.py?
+estimate --config=config/baby_llama.py => leaves vocab_size to its dataset: say -- --vocab_size=
+estimate --compile => --compile is a setting of train.py: put it behind --, as in -- --compile=...
+estimate -- --fusedloss=false => Unknown setting fusedloss. Did you mean fused_loss?
+estimate -- --mlp_chunks=x => --mlp_chunks expects an int or none, got 'x'
+estimate -- --batch_size=32 => -- --batch_size: say --batch_size=... before the --
+estimate -- --activation_checkpointing=full => say --checkpointing=... before the --
+estimate --checkpointing=none -- --mlp_chunks=4 => mlp_chunks
+estimate --card=h100 24 => Unknown word 24
+estimate --card=h100 --config=config/llama31_8b.py --ranks=7 => 64: make it a multiple of the 7 ranks, as in --grad
+estimate --ranks=4 -- --gradient_accumulation_steps=2 => as in --gradient_accumulation_steps=4
+estimate -- --gradient_accumulation_steps=0 => gradient_accumulation_steps is 0: it must be at least 1
+estimate --offload=all -- --cuda_graph=true => cuda_graph needs one GPU and offload=none: add --cuda_graph=false
+--sweep=bath => --sweep expects 'batch', 'seq' or 'both', got 'bath'. Did you mean 'batch'?
+--arms=al => --arms=al: there are all, long, kernels, torch, none. Did you mean all?
+--memory_limit=24 => Unknown setting memory_limit. Did you mean memory_limit_gib?
+--memory_limit_gib=0 => --memory_limit_gib=0: a number of GiB, as in --memory_limit_gib=24
+--peers=hf -- --n_layer=4 => --n_layer: the peers would train another model; write it in a config, or say
+--config=config/baby_llama.py => leaves vocab_size to its dataset: say -- --vocab_size=
+--config=config/none.py => config/none.py does not exist
+--batches=1,none => --batches=none: whole numbers, at least 1
+--steps=0 => --steps=0: it must be at least 1
+--ranks=64 => --ranks=64: torch sees
+--peers=recipe --offload=all => --peers=recipe: it offloads nothing
+--peers=hf --checkpointing=selective => Hugging Face knows only none and full
+-- --max_iters=4 => -- --max_iters: each measured run has its own, leave it out
+"""
+ON_GPU_ALONE = """
+kernels => CUDA GPU, and PyTorch sees none. Without one, pytest test_kernels.py checks
+gpus => python bench.py gpus needs a CUDA GPU
+step => python bench.py step needs a CUDA GPU
+snapshot => python bench.py snapshot needs a CUDA GPU
+--sweep=both => needs a CUDA GPU, and torch finds none. Without one:\n  python bench.py estimate --card=4090
+sweep --preset=8b => needs a CUDA GPU
+"""
 
 
 @pytest.mark.parametrize(
-    ("name", "content", "sentence"),
-    [
-        (
-            "baby_llama_cpu",
-            None,
-            "benchmarks/README.md shows <!-- baby -->, but there is no benchmarks/records/baby_llama_cpu.json",
-        ),
-        ("baby_llama_cpu", "{", "baby_llama_cpu.json is not JSON: "),
-        (
-            "step",
-            '{"points": []}',
-            "shows <!-- headline -->, but there is no row of points in benchmarks/records/step.json",
-        ),
-        (
-            "gpus",
-            '{"scaling": []}',
-            "shows <!-- gpus -->, but there is no row of scaling in benchmarks/records/gpus.json",
-        ),
-    ],
+    "case", (USER_ERRORS + ON_GPU_ALONE * (not torch.cuda.is_available())).replace("\n  ", "@").strip().splitlines()
 )
-def test_a_missing_or_broken_record_is_named(name, content, sentence, tmp_path, monkeypatch):
-    pytest.importorskip("benchmarks.draw", exc_type=ImportError)
-    monkeypatch.setattr(record, "RECORDS", tmp_path)
-    for path in record.ROOT.glob("benchmarks/records/*.json"):
-        (tmp_path / path.name).write_text(path.read_text() if path.stem != name else content or "")
-    if content is None:
-        (tmp_path / f"{name}.json").unlink()
-    with pytest.raises(SystemExit, match=sentence):
-        bench.main(["readme"])
-
-
-@pytest.mark.parametrize(
-    ("words", "sentence"),
-    [
-        ("estimat", "Unknown command estimat. Did you mean estimate?"),
-        ("xyz", "Unknown command xyz: there are sweep, estimate, "),
-        ("record", "usage: python bench.py record FOLDER NAME"),
-        ("record out", "usage: python bench.py record FOLDER NAME"),
-        ("readme now", "usage: python bench.py record FOLDER NAME"),
-        ("kernels --op=rmsnorm", "flash_attention. Did you mean rms_norm?"),
-        ("kernels --op=rope,attenton", "--op=attenton: there are rms_norm, "),
-        ("kernels --ops=rope", "Unknown setting ops. Did you mean op?"),
-        ("kernels op=rope", "Unknown argument op=rope. Did you mean --op=rope?"),
-        ("kernels rope", "Unknown word rope: settings are --key=value, --help lists them"),
-        ("kernels --out", "--out needs a value"),
-        ("kernels -- --compile", "-- --compile: no settings of train.py are passed on here"),
-        ("losses --arms=nanocra", f"there are {', '.join(arms.LOSSES)}. Did you mean nanocria?"),
-        ("losses --shape=8", "--shape=8: sequences x tokens, as in 8x2048"),
-        ("losses --shape=8x1,2x2", "sequences x tokens, as in 8x2048"),
-        ("losses --steps=0", "--steps=0: it must be at least 1"),
-        ("losses --arms=", "--arms= is empty: there are nanocria"),
-    ],
-)
-def test_a_user_error_gets_a_sentence_and_a_suggestion(words, sentence):
+def test_a_user_error_gets_a_sentence_and_a_suggestion(case):
+    words, _, sentence = case.partition("=> ")
     with pytest.raises(SystemExit) as stop:
         bench.main(words.split())
-    assert sentence in str(stop.value.code)
+    assert sentence.replace("@", "\n  ") in str(stop.value.code)
 
 
 @pytest.mark.parametrize("words", [["--help"], ["-h"], ["help"], ["record", "--help"]])
@@ -196,21 +213,7 @@ def test_each_command_has_help_made_from_the_comments_of_its_settings(command, c
         assert re.search(r"^  --\w+ +\w+.* {2}\w", printed, re.MULTILINE), "a name, a type, a value, a comment"
 
 
-def test_imports_within_benchmarks_go_down_only():
-    levels = [["arms", "timing", "record", "peers", "limited", "libraries"], ["compare", "operations", "cli", "runner"]]
-    levels += [["run_shape", "draw", "sweep_report", "report"], bench.MODULES + ["breakdown"]]
-    level = {name: i for i, names in enumerate(levels) for name in names}
-    for path in (record.ROOT / "benchmarks").glob("[a-z]*.py"):
-        text = path.read_text()
-        found = set(re.findall(r"^ *from benchmarks\.(\w+)", text, re.MULTILINE))
-        for names in re.findall(r"^ *from benchmarks import (.+)$", text, re.MULTILINE):
-            found |= {name.split()[0] for name in names.split(", ")}
-        above = {name for name in found if level[name] > level[path.stem] or (level[name] == 3)}
-        assert not above, f"{path.name} imports {above}"
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# The kernels' table
+# --- The kernels' table ---
 
 
 def kernels_record():
@@ -241,48 +244,22 @@ def test_the_table_shows_time_share_and_where_a_peer_is_faster(tmp_path, monkeyp
     times = "| forward / backward | 40.0 us / 50.0 us | 75% / 60% | 1.50 x eager / **0.80 x liger** |"
     assert f"| `rms_norm` | N16384 C2048 {times}" in report.kernels_table("kernels")
     assert report.kernels_table("kernels").endswith(
-        "Measured on one NVIDIA H200 with PyTorch 2.11.0; copies 4.00 TB/s, matmuls 700 TFLOP/s. "
-        "Command: `python bench.py kernels`; commit: "
-        "[benchmarks/records/kernels.json](benchmarks/records/kernels.json)."
+        "Measured on one NVIDIA H200 with PyTorch 2.11.0; copies 4.00 TB/s, matmuls 700 TFLOP/s. Command: "
+        "`python bench.py kernels`; commit: [benchmarks/records/kernels.json](benchmarks/records/kernels.json)."
     )
+    (tmp_path / "kernels.json").write_text(json.dumps(kernels_record() | {"command": "python a && python b"}))
+    link = "[benchmarks/records/kernels.json](benchmarks/records/kernels.json)"
+    assert report.footer("kernels").endswith(f" Commands and commits: {link}.")
+    line = kernels_bench.table_line(kernels_record()["rows"][0], ["nanocria", "eager", "compile", "liger"])
+    assert line.split()[-7:] == ["40.0", "us", "60.0", "us", "-", "-", "75%"]
 
 
-def test_the_commands_of_a_record_that_was_continued_are_left_to_it(tmp_path, monkeypatch):
-    monkeypatch.setattr(record, "RECORDS", tmp_path)
-    (tmp_path / "step.json").write_text(json.dumps(kernels_record() | {"command": "python a && python b"}))
-    assert report.footer("step").endswith(
-        " Commands and commits: [benchmarks/records/step.json](benchmarks/records/step.json)."
-    )
-
-
-def test_a_printed_line_stands_under_its_header_and_dashes_what_failed():
-    arms = ["nanocria", "eager", "compile", "liger"]
-    header, line = kernels_bench.table_header(arms), kernels_bench.table_line(kernels_record()["rows"][0], arms)
-    assert len(header) == len(line) and line.split()[-7:] == ["40.0", "us", "60.0", "us", "-", "-", "75%"]
-
-
-def test_the_summary_names_slower_rows_and_failures(tmp_path):
-    summary = kernels_bench.summary(kernels_record(), tmp_path, 1.0)
-    assert summary["slower"] == ["rms_norm N16384 C2048 backward"]
-    assert summary["inaccurate"] == []
-    assert list(summary["failed"]) == ["rms_norm N16384 C2048 forward liger"]
-
-
-def test_the_summary_names_an_error_that_eager_does_not_have(tmp_path):
-    wrong = kernels_record()
-    wrong["rows"][0]["arms"]["nanocria"]["error"] = 6e-3
-    assert kernels_bench.summary(wrong, tmp_path, 1.0)["inaccurate"] == ["rms_norm N16384 C2048 forward"]
-
-
-def test_the_record_keeps_five_digits():
+def test_an_error_that_eager_does_not_have_is_named():
+    arms = kernels_record()["rows"][0]["arms"]
+    assert not kernels_bench.is_inaccurate(arms)
+    arms["nanocria"]["error"] = 6e-3
+    assert kernels_bench.is_inaccurate(arms)
     assert kernels_bench.rounded({"us": [1.23456789, 2], "graph": True}) == {"us": [1.2346, 2], "graph": True}
-
-
-def test_the_plots_are_drawn_from_a_record(tmp_path):
-    draw = pytest.importorskip("benchmarks.draw", exc_type=ImportError)
-    draw.draw_kernels_speed(kernels_record(), tmp_path / "speed.png")
-    draw.draw_kernels_memory(kernels_record(), tmp_path / "memory.png")
-    assert all((tmp_path / name).stat().st_size > 10_000 for name in ("speed.png", "memory.png"))
 
 
 def test_only_a_whole_run_replaces_the_record_of_the_readme():
@@ -295,14 +272,7 @@ def test_only_a_whole_run_replaces_the_record_of_the_readme():
     assert parsed("--op=rope", "--out=here.json") == (["rope"], Path("here.json"))
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU: it would run")
-def test_without_a_gpu_it_says_what_to_run_instead():
-    with pytest.raises(SystemExit, match="CUDA GPU.*pytest test_kernels.py"):
-        bench.main(["kernels"])
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# What is compared
+# --- What is compared ---
 
 
 @pytest.mark.parametrize("name", OPERATIONS)
@@ -336,18 +306,13 @@ def test_bytes_are_those_of_the_tensors_that_each_pass_reads_and_writes(name):
     work = OPERATIONS[name].work(size)
     assert work["forward"] == {"bytes": inputs + bytes_of(outputs)}
     assert work["backward"] == {"bytes": saved + bytes_of(outputs) + gradients}
+    logits = torch.empty(TINY["cross_entropy"], dtype=torch.bfloat16).nbytes  # read once; and their gradient written
+    work = OPERATIONS["cross_entropy"].work(TINY["cross_entropy"])
+    assert work == {"inference": {"bytes": logits}, "both": {"bytes": 2 * logits}}
 
 
 def bytes_of(tensors):
     return sum(x.nbytes for x in tensors)
-
-
-def test_cross_entropy_reads_logits_once_and_writes_their_gradient():
-    logits = torch.empty(TINY["cross_entropy"], dtype=torch.bfloat16).nbytes
-    work = OPERATIONS["cross_entropy"].work(TINY["cross_entropy"])
-    assert {name: bytes_and["bytes"] for name, bytes_and in work.items()} == {
-        "inference": logits, "both": 2 * logits
-    }  # fmt: skip
 
 
 def test_an_arm_that_fails_is_recorded_and_the_others_go_on(monkeypatch):
@@ -393,7 +358,8 @@ def test_a_size_that_does_not_fit_takes_no_other_with_it(monkeypatch, tmp_path, 
     monkeypatch.setattr(timing, "use_side_stream", lambda: None)
     monkeypatch.setattr(timing, "copy_tb_s", lambda: 4.0)
     monkeypatch.setattr(timing, "matmul_tflops", lambda: 700.0)
-    monkeypatch.setattr(record, "origin", lambda command, device, packages: {"command": command, "device": device})
+    head = dict.fromkeys(("command", "device", "versions"), "GPU")
+    monkeypatch.setattr(record, "origin", lambda *_: head)
     monkeypatch.setattr(kernels_bench, "measure_size", measure_size)
     with kernels_bench.functorch_config.patch("donated_buffer", True):  # and back again, for it changes that
         kernels_bench.main(["--op=rms_norm", f"--out={out}"])
@@ -401,8 +367,6 @@ def test_a_size_that_does_not_fit_takes_no_other_with_it(monkeypatch, tmp_path, 
     assert len(json.loads(out.read_text())["rows"]) == 2 * len(sizes) - 2
     printed = capsys.readouterr().out
     assert f"rms_norm N{sizes[-1][0]} C{sizes[-1][1]}: out of memory" in printed and printed.count("of limit") == 1
-    with pytest.raises(SystemExit, match="is no file"):
-        kernels_bench.main([f"--out={tmp_path}"])
 
 
 @pytest.mark.parametrize(("free_gib", "elements"), [(139, 2**30), (4, 2**28)])
@@ -430,13 +394,7 @@ def test_a_size_has_a_letter_for_each_number_and_inputs_that_other_seeds_change(
         assert torch.equal(first, same) and not torch.equal(first, other)
 
 
-def test_quantiles():
-    assert timing.quantiles([5.0, 1.0, 4.0, 2.0, 3.0, 0.0]) == [1.0, 2.5, 4.0]
-    assert timing.quantiles([7.0]) == [7.0, 7.0, 7.0]
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Losses
+# --- Losses ---
 
 LOSSES = {
     "command": "python bench.py losses",
@@ -474,10 +432,7 @@ def test_losses_are_compared_with_those_of_float32():
     assert "out of memory" in losses.line({"arm": "hf", "oom": True}, LOSSES)
 
 
-def test_losses_are_drawn_and_shown(tmp_path, monkeypatch):
-    draw = pytest.importorskip("benchmarks.draw", exc_type=ImportError)
-    draw.draw_losses(LOSSES, tmp_path / "losses.png")
-    assert (tmp_path / "losses.png").stat().st_size > 10_000
+def test_losses_are_shown(tmp_path, monkeypatch):
     monkeypatch.setattr(record, "RECORDS", tmp_path)
     (tmp_path / "losses.json").write_text(json.dumps(LOSSES))
     assert "6 steps of 8 x 1,024 tokens" in report.losses_part() and "| nanocria | 1.1250 |" in report.losses_part()

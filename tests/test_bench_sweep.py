@@ -1,64 +1,17 @@
-"""The sweeps: what they run, when they stop, what their records say. Without a GPU: nothing is measured.
-
-pytest tests/test_bench_sweep.py
-"""
+"""The sweeps: what they run, when they stop, what their records say. Without a GPU: nothing is measured."""
 
 import copy
 import itertools
 import json
-import re
 from pathlib import Path
 
 import pytest
-import torch
 
-import bench
-from benchmarks import arms, compare, draw, record, report, run_shape, runner, snapshot, sweep, sweep_report
+from benchmarks import arms, compare, estimate, record, report, runner, snapshot, sweep
 from configurator import SettingError
 from runtime import memory, memory_stats
 
 LLAMA_1B = "config/llama32_1b.py"
-
-
-@pytest.mark.parametrize(
-    "words, message",
-    [
-        ("--sweep=bath", "--sweep expects 'batch', 'seq' or 'both', got 'bath'. Did you mean 'batch'?"),
-        ("--arms=al", "--arms=al: there are all, long, kernels, torch, none. Did you mean all?"),
-        ("--preset=stdy", "Did you mean 'study'?"),
-        ("--memory_limit=24", "Unknown setting memory_limit. Did you mean memory_limit_gib?"),
-        ("--memory_limit_gib=24GB", "--memory_limit_gib expects a float or none, got '24GB'"),
-        ("--memory_limit_gib=0", "--memory_limit_gib=0: a number of GiB, as in --memory_limit_gib=24"),
-        ("--memory_limit_gib=-1", "--memory_limit_gib=-1: a number of GiB"),
-        ("--peers=hf -- --n_layer=4", "--n_layer=4: the peers would train another model; write it in a config, or say"),
-        ("--config=config/baby_llama.py", "leaves vocab_size to its dataset: say -- --vocab_size="),
-        ("--config=config/none.py", "config/none.py does not exist"),
-        ("--batches=1,none", "--batches=none: whole numbers, at least 1"),
-        ("--steps=0", "--steps=0: it must be at least 1"),
-        ("--ranks=64", "--ranks=64: torch sees"),
-        ("--at_once=64", "--at_once=64: torch sees"),
-        ("--peers=recipe --offload=all", "--peers=recipe: it offloads nothing"),
-        ("--peers=hf --checkpointing=selective", "Hugging Face knows only none and full"),
-        ("-- --offload=all", "-- --offload: say --offload=... before the --"),
-        ("-- --activation_checkpointing=full", "say --checkpointing=... before the --"),
-        ("-- --max_iters=4", "-- --max_iters: each measured run has its own, leave it out"),
-        ("-- --out_dir=/tmp/x", "-- --out_dir: each measured run has its own"),
-        ("--contexts=65536", "--contexts is not read by --sweep=batch"),
-        ("--batch_size=8", "--batch_size is not read by --sweep=batch"),
-        ("--sweep=seq --batches=1,8", "--batches is not read by --sweep=seq"),
-        ("--preset=8b --contexts=512", "--contexts is not read by --sweep=batch"),
-    ],
-)
-def test_a_user_error_of_a_sweep_gets_a_sentence(words, message):
-    with pytest.raises(SystemExit, match=re.escape(message)):
-        bench.main(words.split())
-
-
-@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
-@pytest.mark.parametrize("words", [[], ["--sweep=both"], ["--preset=study"], ["sweep", "--preset=8b"]])
-def test_without_a_gpu_a_sweep_says_what_to_run_instead(words):
-    with pytest.raises(SystemExit, match="needs a CUDA GPU.*\n.*bench.py estimate --card=4090"):
-        bench.main(words)
 
 
 BABY = ["--config=config/baby_llama.py", "--checkpointing=full"]
@@ -70,35 +23,28 @@ def test_settings_of_train_py_say_what_a_config_leaves_open(monkeypatch):
     ((_, found),) = rows_of([*BABY, "--batches=1", *VOCAB, "--cuda_graph=false", "--dataset=my text"])
     assert found["flags"] == "--vocab_size=257 --cuda_graph=false '--dataset=my text'"
     assert snapshot.parse([BABY[0], "--peers=none", *VOCAB]).flags == ["--vocab_size=257"]
-    with pytest.raises(SettingError, match="--vocab_size=257: the peers would train another model"):
+    with pytest.raises(SettingError, match="--vocab_size: the peers would train another model"):
         snapshot.parse([BABY[0], "--peers=hf", *VOCAB])
 
 
-def test_a_config_of_the_users_own_folder_is_found_and_its_changes_are_seen(monkeypatch, tmp_path):
+def test_a_config_of_the_users_own_folder_is_found(monkeypatch, tmp_path):
     mine = tmp_path / "my.py"
     mine.write_text((record.ROOT / LLAMA_1B).read_text())
     monkeypatch.chdir(tmp_path)
     for s in (sweep.parse(["--config=my.py"], 1), snapshot.parse(["--config=my.py"])):
         assert s.config == str(mine)
     assert sweep.parse([], 1).config == LLAMA_1B, "the repository's"
-    before = sweep.untracked(str(mine))
-    assert before == sweep.untracked(str(mine))
-    mine.write_text("n_layer = 2")
-    assert before != sweep.untracked(str(mine))
-    if (record.ROOT / ".git").exists():
-        assert sweep.untracked(LLAMA_1B) == {}
 
 
 class Card:
     """Points as a card of so many tokens a step would have them; notes what was run, and under what limit."""
 
     def __init__(self, monkeypatch, tokens=5000, answer=None):
-        self.tokens, self.answer, self.ran, self.gpus = tokens, answer, [], []
+        self.tokens, self.answer, self.ran = tokens, answer, []
         monkeypatch.setattr(runner, "run", self.run)
 
-    def run(self, command, ranks=1, timeout=None, gpu=None, gpus=1):
+    def run(self, command, ranks=1, timeout=None):
         limit = []
-        self.gpus.append((gpu, gpus))
         if command[:2] == ["-m", "benchmarks.limited"]:
             limit, command = command[2:3], command[3:]
         self.ran.append((ranks, *limit, *command))
@@ -203,31 +149,20 @@ def test_what_a_record_has_is_not_measured_again(monkeypatch, tmp_path):
     empty = RECORD | {"batch": [], "seq": []}
     rows = sweep.measured(sweep.parse(words, 1))
     stopped, _ = record.fill(copy.deepcopy(empty), itertools.islice(rows, 5), out, sweep.KEYS, lambda *_: "")
-    assert sweep.known_rows(empty, tmp_path / "none.json", None) == {}
-    known = sweep.known_rows(empty, out, None)
-    assert {row["steps"] for row in known.values() if not row["oom"]} == {10}
-    assert sweep.known_rows(empty, out, 10) == known
-    assert [row["oom"] for row in sweep.known_rows(empty, out, 3).values()] == [True], "of other steps, no time"
+
+    def known_of(*more, **versions):
+        new = empty | {"versions": empty["versions"] | versions}
+        return sweep.known_rows(new, sweep.parse([f"--out={out}", *more], 1))
+
+    known = known_of()
+    assert {row["steps"] for row in known.values() if not row["oom"]} == {10} and known_of("--steps=10") == known
+    assert [row["oom"] for row in known_of("--steps=3").values()] == [True], "of other steps, no time"
+    assert known_of(nanocria="other") == {} and known_of("--keep=true", nanocria="other") == known
     card = Card(monkeypatch, tokens=5000)
     again = list(sweep.measured(sweep.parse(words, 1), known))
     assert [row for _, row in again[:5]] == stopped["batch"] and stopped["batch"][4]["oom"]
     assert len(first.ran) == 5 and len(card.ran) == 5
     assert len(again) == 10 and again[5][1]["arm"] == "torch" and again[5][1]["oom"]
-    for versions in ({"nanocria": "abc-dirty"}, {"nanocria": "other"}):
-        assert sweep.known_rows(empty | {"versions": empty["versions"] | versions}, out, None) == {}
-
-    def keep(commit, device="1 x GPU", out=out):
-        new = empty | {"device": device, "versions": empty["versions"] | {"nanocria": "new"}}
-        record.keep_rows(commit, new, out)
-        return new["versions"]["nanocria"]
-
-    assert keep("abc") == "abc, new"
-    with pytest.raises(SystemExit, match=f"--keep=other: {out} does not continue that, say --keep=abc"):
-        keep("other")
-    with pytest.raises(SystemExit, match="there is no .*none.json to continue"):
-        keep("abc", out=tmp_path / "none.json")
-    with pytest.raises(SystemExit, match="--keep=abc: .* it is of another device or other packages"):
-        keep("abc", device="2 x GPU")
 
 
 def test_the_contexts_know_what_the_batches_have_measured(monkeypatch):
@@ -237,24 +172,6 @@ def test_the_contexts_know_what_the_batches_have_measured(monkeypatch):
         ("seq", "all", 4, 512, False), ("seq", "all", 4, 1024, False), ("seq", "all", 4, 2048, True)
     ]  # fmt: skip
     assert len(card.ran) == 5 and rows[1][1] == rows[4][1]
-
-
-def test_points_at_once_have_a_gpu_each_and_stand_in_the_order_of_one_at_a_time(monkeypatch):
-    words = ["--arms=all,torch,kernels", "--peers=hf", "--batches=1,4,8"]
-    Card(monkeypatch, tokens=5000)
-    alone = rows_of(words, n_gpus=4)
-    card = Card(monkeypatch, tokens=5000)
-    beside = rows_of([*words, "--at_once=2"], n_gpus=4)
-    assert [(kind, {key: row[key] for key in row if key != "at_once"}) for kind, row in beside] == alone
-    assert {row["at_once"] for _, row in beside} == {2} and not any("at_once" in row for _, row in alone)
-    assert set(card.gpus) == {(0, 2), (1, 2)}
-    monkeypatch.setattr(memory_stats, "cpu_available", lambda: 30 * 2**30)
-    ((_, row),) = rows_of(["--offload=optimizer", "--batches=1", "--at_once=2"], n_gpus=2)
-    assert row["failed"] == (
-        "offload=optimizer needs 16.1 GiB of CPU memory, this machine has 15.0 for each of 2 points at once"
-    )
-    with pytest.raises(SettingError, match="--at_once=2: each point has 2 GPUs by --ranks"):
-        sweep.parse(["--ranks=2", "--at_once=2"], 4)
 
 
 def test_what_cannot_be_measured_is_a_row_that_says_why(monkeypatch):
@@ -280,8 +197,7 @@ def test_long_steps_are_fewer():
     ]  # fmt: skip
 
 
-# ----------------------------------------------------------------------------------------------------------------------
-# Records, tables, plots
+# --- Records, tables, plots ---
 
 
 def row(arm, batch, block=1024, tok_per_s=20_000.0, peak_gib=10.0, offload="optimizer", limit_gib=24.0, **more):
@@ -298,7 +214,7 @@ def out_of_memory(row):
 
 def exact(row):
     """With a peak as estimated."""
-    gib = memory.peak_gib(*run_shape.run_of(row))
+    gib = memory.peak_gib(*estimate.run_of(row))
     return row | {"peak_gib": gib, "estimated_gib": gib}
 
 
@@ -337,16 +253,15 @@ def test_ratios_are_ours_over_each_peer_at_the_same_size():
 
 def test_the_slope_is_between_the_two_largest_sizes():
     liger = [r for r in RECORD["batch"] if r["arm"] == "liger"]
-    assert sweep_report.slope_kb(liger) == pytest.approx(7.2 * 2**30 / (48 * 1024) / 1000)
-    assert sweep_report.slope_kb(RECORD["batch"][2:4]) is None, "one size alone"
+    assert report.slope_kb(liger) == pytest.approx(7.2 * 2**30 / (48 * 1024) / 1000)
+    assert report.slope_kb(RECORD["batch"][2:4]) is None, "one size alone"
 
 
 def test_the_tables_show_what_fits_what_does_not_and_every_point(monkeypatch, tmp_path):
     monkeypatch.setattr(record, "RECORDS", tmp_path)
     (tmp_path / "study.json").write_text(json.dumps(RECORD))
-    pages = {"README.md": ("fits_headline", "fits"), "benchmarks/README.md": ("study",)}
-    shown = {page: "".join(f"<!-- {part} --><!-- /{part} -->" for part in parts) for page, parts in pages.items()}
-    text = "".join(report.render(text, page) for page, text in shown.items())
+    (tmp_path / "study.json").write_text(json.dumps(RECORD))
+    text = report.fits_headline() + report.fits_of_both() + report.sweep_part("study")
     for part in (
         "`config/llama32_1b.py` held to 24 GiB, sequences of 1,024 tokens, activation checkpointing full, "
         "offload optimizer (the others all):",
@@ -359,7 +274,7 @@ def test_the_tables_show_what_fits_what_does_not_and_every_point(monkeypatch, tm
         "| 16 | - | out of memory | - |",
         "32,000 · 10.8 |",
         "Measured on one GPU with PyTorch 2.11.0, transformers 5.17.0; copies 4.20 TB/s, matmuls 700 TFLOP/s. Command: "
-        "`python bench.py --preset=study`; commit: [records/study.json](records/study.json). Full checkpointing",
+        "`python bench.py --preset=study`; commit: [benchmarks/records/study.json](benchmarks/records/study.json). ",
         "- With the optimizer in CPU memory, Llama 3.2 1B trains within 24 GiB of GPU memory (one GPU limited to that) "
         "at batches of 112 x 1,024 tokens or contexts of 8,192 at batch 4; Hugging Face ends at batch 8. At batch 112 "
         "nanocria is 1.25 times as fast as Hugging Face + Liger, in ",
@@ -372,24 +287,16 @@ def test_the_tables_show_what_fits_what_does_not_and_every_point(monkeypatch, tm
         assert part in text, f"{part}\nis not in\n{text}"
 
 
-def test_the_headline_is_of_the_sweeps_that_were_measured():
-    half = RECORD | {"batch": []}
-    assert sweep_report.headline(half) == (
-        "With the optimizer in CPU memory, Llama 3.2 1B trains within 24 GiB of GPU memory (one GPU limited to that) "
-        "at contexts of 8,192 at batch 4."
-    )
-    whole = sweep_report.headline(RECORD | {"seq": []})
-    assert "contexts" not in whole and "; Hugging Face ends at batch 8. At batch 112 nanocria is 1.25 times" in whole
-    assert "Liger ends" not in whole, "it has met no batch yet that does not fit"
-
-
-def test_the_headline_compares_like_with_like_and_then_moves_the_activations_too():
+def test_the_headline_compares_like_with_like_and_then_moves_the_activations_too(monkeypatch, tmp_path):
     batch = [*RECORD["batch"], row("long", 224, tok_per_s=90_000.0), out_of_memory(row("liger", 224, offload="all"))]
-    text = sweep_report.headline(RECORD | {"batch": batch, "seq": [*RECORD["seq"], row("long", 4, 16384)]})
+    both = RECORD | {"batch": batch, "seq": [*RECORD["seq"], row("long", 4, 16384)]}
+    monkeypatch.setattr(record, "RECORDS", tmp_path)
+    (tmp_path / "study.json").write_text(json.dumps(both))
+    text = report.fits_headline()
     assert "; Hugging Face + Liger ends at batch 112, Hugging Face at batch 8. At batch 112 nanocria is 1.25 " in text
     assert "at batches of 112 x 1,024 tokens or contexts of 8,192 at batch 4;" in text, "of ours without those"
     assert text.endswith(" With activations on the CPU too: batch 224 or context 16,384.")
-    assert r"| nanocria, activations on the CPU | 224\* |" in sweep_report.fits_of_both(RECORD | {"batch": batch})
+    assert r"| nanocria, activations on the CPU | 224\* |" in report.fits_of_both()
 
 
 def test_series_are_named_by_what_differs():
@@ -402,29 +309,3 @@ def test_series_are_named_by_what_differs():
     assert list(compare.labels(rows).values()) == [
         "nanocria, offload optimizer", "nanocria, offload all", "nanocria, offload all, --mlp_chunks=8", "Hugging Face"
     ]  # fmt: skip
-
-
-def test_a_sweeps_record_continues_where_it_stopped(tmp_path):
-    out = tmp_path / "study.json"
-    out.write_text(json.dumps(RECORD))
-    new = RECORD | {"command": "python bench.py --batches=16", "batch": [], "seq": []}
-    rows = [("batch", row("hf", 16, offload="all", tok_per_s=9.0)), ("seq", row("all", 4, 8192, tok_per_s=7.0))]
-    found, failed = record.fill(copy.deepcopy(new), rows, out, sweep.KEYS, sweep.line)
-    assert failed == [] and json.loads(out.read_text()) == found
-    assert [r.get("tok_per_s") for r in found["batch"][2:4]] == [20_000.0, 9.0], "no longer out of memory"
-    assert len(found["batch"]) == 6 and found["seq"][1]["tok_per_s"] == 7.0
-    summary = sweep.summary(found, out, failed)
-    assert max(series.get("largest_batch", 0) for series in summary["largest"]) == 112
-    json.dumps(summary)
-
-
-def test_the_plot_is_drawn_from_a_record(tmp_path):
-    draw.draw_sweep(RECORD, tmp_path / "study.png")
-    assert (tmp_path / "study.png").stat().st_size > 20_000
-    draw.draw_fits(RECORD, tmp_path / "fits.png")
-    assert (tmp_path / "fits.png").stat().st_size > 20_000
-    whole_card = [r | {"limit_gib": None} for r in RECORD["batch"]]
-    sweep.draw(RECORD | {"batch": whole_card, "seq": []}, tmp_path / "batch.png")
-    assert (tmp_path / "batch.png").stat().st_size > 10_000
-    sweep.draw(RECORD | {"batch": RECORD["batch"][3:4], "seq": []}, tmp_path / "none.png")
-    assert not (tmp_path / "none.png").exists(), "nothing fits, nothing to draw"
