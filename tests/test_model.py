@@ -38,7 +38,6 @@ HAS_GPU = torch.cuda.is_available()
 DEVICE = "cuda" if HAS_GPU else "cpu"
 BF16, FP32, FP64 = torch.bfloat16, torch.float32, torch.float64
 needs_gpu = pytest.mark.skipif(not HAS_GPU, reason="needs a GPU")
-pytestmark = pytest.mark.filterwarnings("ignore:divide by zero:RuntimeWarning")  # the interpreter's, of log(0)
 PLAIN = {"fused_kernels": False, "fused_loss": False}
 MODES = ["none", "selective", "full"]
 OPERATIONS = {"fused_kernels", "fused_loss", "attention"}  # Llama.set_operations
