@@ -53,7 +53,7 @@ each_documents = pytest.mark.parametrize("rows", DOCUMENTS.values(), ids=DOCUMEN
 
 
 CASES = [
-    (FP64, (4, 1), 16), (FP32, (8, 2), 32), (FP32, (2, 1), 128), (FP16, (2, 2), 64), (FP16, (2, 1), 128),
+    (FP64, (4, 1), 16), (FP32, (2, 1), 128), (FP16, (2, 2), 64), (FP16, (2, 1), 128),
     (BF16, (4, 1), 16), (BF16, (8, 2), 32), (BF16, (4, 2), 64), (BF16, (2, 1), 128),
 ]  # fmt: skip
 
@@ -66,7 +66,7 @@ def test_forward_and_every_gradient_match_float64(dtype, heads, head_dim, rows):
     assert_matches_float64(OPERATION, tensors, (starts,), upstream)
 
 
-@pytest.mark.parametrize("n_time", [2, 16, 31, 32, 33, 64, 65])
+@pytest.mark.parametrize("n_time", [2, 16, 31, 32, 33, 65])
 def test_any_number_of_tokens(n_time):
     tensors, upstream = inputs(n_time, (2, 1))
     for starts in (None, documents((1,), (n_time // 2,), n_time=n_time)):
