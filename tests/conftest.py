@@ -16,9 +16,10 @@ from tests.runs import PLAIN, ROOT, SHORT, SMALL, prose, run_alone
 
 
 @pytest.fixture(autouse=True)
-def in_the_root(monkeypatch):
-    """Configs are named from there, wherever pytest was called."""
+def root_and_seed(monkeypatch):
+    """Configs are named from the root, wherever pytest was called."""
     monkeypatch.chdir(ROOT)
+    torch.manual_seed(0)
 
 
 @pytest.fixture(scope="session")

@@ -18,7 +18,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tests.fork_server import ForkServer, Run
+from tests.fork_server import Run, start_server
 
 ROOT = Path(__file__).parents[1]
 SMALL = dict(n_layer=2, n_head=4, n_kv_head=2, n_embd=32, ffn_dim=64, block_size=32, batch_size=4, device="cpu")
@@ -64,16 +64,14 @@ def assert_close(a, b, tolerance):
     )
 
 
-@functools.cache
-def fork_server():
-    return ForkServer(os.environ | PLAIN)
+server = functools.cache(lambda: start_server(os.environ | PLAIN))
 
 
 def start(settings, script="train.py", **options):
     """A Run of the script by one process, with these settings or list of words; options of Run."""
     environment = os.environ | PLAIN | options.pop("environment", {})
     words = settings if isinstance(settings, list) else flags(settings)
-    return Run(fork_server(), [ROOT / script, *words], environment, **options)
+    return Run(server(), [ROOT / script, *words], environment, **options)
 
 
 def run(settings, script="train.py", **environment):

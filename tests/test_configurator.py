@@ -1,7 +1,4 @@
-"""What configurator.py promises, each promise one test, on a small script in a temporary folder.
-
-pytest test_configurator.py
-"""
+"""Settings from defaults, files and flags, of a small script in a temporary folder."""
 
 import math
 import os
@@ -9,6 +6,7 @@ import re
 import runpy
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -55,24 +53,11 @@ settings = configure(globals(), sys.argv[1:])
 batch_size = batch_size  # below the call: neither a new setting nor a new comment
 below = 1
 '''
-DEFAULTS = {
-    "dataset": "pystdlib",
-    "batch_size": 12,
-    "tokens_per_step": 4096,
-    "learning_rate": 3e-4,
-    "min_lr": None,
-    "grad_clip": 1.0,
-    "warmup_iters": 100,
-    "compile": True,
-    "wandb_log": False,
-    "init_from": "scratch",
-    "world": None,
-    "rope_scaling": None,
-    "betas": [0.9, 0.95],
-    "prompt": "",
-    "device": "cpu",
-    "top_k": -1,
-}
+DEFAULTS = dict(
+    dataset="pystdlib", batch_size=12, tokens_per_step=4096, learning_rate=3e-4, min_lr=None, grad_clip=1.0,
+    warmup_iters=100, compile=True, wandb_log=False, init_from="scratch", world=None, rope_scaling=None,
+    betas=[0.9, 0.95], prompt="", device="cpu", top_k=-1,
+)  # fmt: skip
 
 
 @pytest.fixture(autouse=True)
@@ -115,29 +100,27 @@ def changes(run):
 
 
 @pytest.fixture
-def error(run, capsys):
-    """The message that a command line ends with."""
+def printed(run, capsys):
+    """What a command line prints before it ends with this exit code."""
 
-    def error(*argv):
+    def printed(code, *argv):
         with pytest.raises(SystemExit) as exit:
             run(*argv)
         out, err = capsys.readouterr()
-        assert exit.value.code == 2 and out == "" and err.endswith("\n")
-        return err[:-1]
+        assert exit.value.code == code and not (err if code == 0 else out)
+        return (out or err)[:-1]
 
-    return error
+    return printed
 
 
 @pytest.fixture
-def help_of(run, capsys):
-    def help_of(*argv):
-        with pytest.raises(SystemExit) as exit:
-            run(*argv)
-        out, err = capsys.readouterr()
-        assert exit.value.code == 0 and err == ""
-        return out
+def error(printed):
+    return partial(printed, 2)
 
-    return help_of
+
+@pytest.fixture
+def help_of(printed):
+    return partial(printed, 0)
 
 
 def launch(*argv, **env):
@@ -148,14 +131,8 @@ def launch(*argv, **env):
 # What a setting is
 
 
-def test_without_arguments_the_defaults_stand(run):
+def test_without_arguments_settings_are_the_defaults(run):
     assert run()["settings"] == DEFAULTS
-
-
-def test_capitals_underscores_and_names_below_the_call_are_no_settings(error):
-    assert error("--VERSION=4").startswith("Unknown setting VERSION")
-    assert error("--_hidden=4").startswith("Unknown setting _hidden")
-    assert error("--below=4").startswith("Unknown setting below")
 
 
 def test_a_default_of_none_must_say_its_type(folder, error):
@@ -174,147 +151,108 @@ def test_a_string_that_looks_like_a_comment_is_none(folder, run):
     assert run()["settings"] == DEFAULTS
 
 
-# nanoGPT's slips
+# Flags
+
+BATCH_3, WANDB = {"batch_size": 3}, {"wandb_log": True}
+ACCEPTED = {
+    "key and value as two words": (["--batch_size", "32", "--dataset", "x"], {"batch_size": 32, "dataset": "x"}),
+    "an int where a float is meant": (["--learning_rate=1"], {"learning_rate": 1.0}),
+    "lowercase true and false": (["--compile=false", "--wandb_log=true"], {"compile": False, "wandb_log": True}),
+    "a flag before a file": (["--batch_size=3", "config/llama32_1b.py"], BATCH_3),
+    "a value with an equals sign": (["--dataset=a=b"], {"dataset": "a=b"}),
+    "a value with an equals sign as a word": (["--dataset", "a=b"], {"dataset": "a=b"}),
+    "a bool alone": (["--wandb_log"], WANDB),
+    "a bool alone before a flag": (["--wandb_log", "--batch_size=3"], WANDB | BATCH_3),
+    "a bool alone before a file": (["--wandb_log", "config/llama32_1b.py"], WANDB | {"batch_size": 8}),
+    "a value that begins with a dash": (["--top_k", "-5", "--dataset", "-"], {"top_k": -5, "dataset": "-"}),
+    "dicts and lists as in Python": (
+        ["--rope_scaling={'factor': 32.0}", "--betas", "[0.9, 0.99]"],
+        {"rope_scaling": {"factor": 32.0}, "betas": [0.9, 0.99]},
+    ),
+    "one of the choices": (["--init_from=resume", "--world=2"], {"init_from": "resume", "world": 2}),
+    "the last of two flags": (["--batch_size=4", "--batch_size", "3"], BATCH_3),
+    "later files over earlier ones": (
+        ["config/llama32_1b.py", "config/baby_llama.py"], {"batch_size": 32, "compile": False}),
+    "later files over earlier ones, the other way": (
+        ["config/baby_llama.py", "config/llama32_1b.py"], {"batch_size": 8, "compile": False}),
+}  # fmt: skip
 
 
-def test_nanogpt_slip_key_and_value_as_two_words(changes):
-    assert changes("--batch_size", "32", "--dataset", "x") == {"batch_size": 32, "dataset": "x"}
+@pytest.mark.parametrize("argv, expected", ACCEPTED.values(), ids=ACCEPTED)
+def test_command_line_changes_settings(changes, argv, expected):
+    assert changes(*argv) == expected
 
 
-def test_nanogpt_slip_help(help_of):
-    assert help_of("--help") == help_of("-h") != ""
+REFUSED = [
+    (["--batch_size"], "--batch_size needs a value: --batch_size=..."),
+    (["--batch_size", "--compile"], "--batch_size needs a value: --batch_size=..."),
+    (["--batch-size=3"], "Unknown setting batch-size. Did you mean batch_size?"),
+    (["--xyzzy"], "Unknown setting xyzzy. --help lists them all"),
+    (["--"], "Unknown setting --. --help lists them all"),
+    (["--VERSION=4"], "Unknown setting VERSION. --help lists them all"),  # capitals are none
+    (["--_hidden=4"], "Unknown setting _hidden. --help lists them all"),
+    (["--below=4"], "Unknown setting below. --help lists them all"),  # what stands below the call
+    (["batch_size=3"], "Unknown argument batch_size=3. Did you mean --batch_size=3?"),
+    (["-batch_size", "3"], "Unknown argument -batch_size. Did you mean --batch_size?"),
+    (["--init_from=resum"], "--init_from expects 'scratch' or 'resume', got 'resum'. Did you mean 'resume'?"),
+    (["--world=3"], "--world expects 0, 1, 2 or none, got '3'"),
+    (["--world=true"], "--world expects 0, 1, 2 or none, got 'true'"),
+    *(([f"--rope_scaling={text}"], f"--rope_scaling expects a dict or none, got {text!r}")
+      for text in ["{'a': }", "{[]: 1}", "[1]", "{" * 1000]),
+    (["config/llama_1b.py"], "config/llama_1b.py does not exist. Did you mean config/llama32_1b.py?"),
+    (["baby_lama"], "baby_lama does not exist. Did you mean config/baby_llama.py?"),
+    (["no/such.py"], "no/such.py does not exist"),
+    (["config"], "config is not a config file"),
+    (["x.json"], "x.json is no config file: it must be a .py of assignments, such as batch_size = 4"),
+]  # fmt: skip
 
 
-def test_nanogpt_slip_int_where_a_float_is_meant(changes):
-    assert changes("--learning_rate=1") == {"learning_rate": 1.0}
+@pytest.mark.parametrize("argv, message", REFUSED, ids=lambda value: str(value)[:60])
+def test_mistake_on_the_command_line_ends_with_one_line(folder, error, argv, message):
+    (folder / "x.json").write_text('{"batch_size": 4}')
+    assert error(*argv) == message
 
 
-def test_nanogpt_slip_lowercase_true_and_false(changes):
-    assert changes("--compile=false", "--wandb_log=true") == {"compile": False, "wandb_log": True}
-
-
-def test_nanogpt_slip_typo_in_a_config_file(folder, error):
-    (folder / "config/x.py").write_text('# why\ndataset = "x"\nbatch_szie = 4\n')
-    assert error("config/x.py") == "config/x.py:3: Unknown setting batch_szie. Did you mean batch_size?"
-
-
-def test_nanogpt_slip_flag_before_a_file(changes):
-    assert changes("--batch_size=3", "config/llama32_1b.py") == {"batch_size": 3}
-
-
-def test_nanogpt_slip_value_with_an_equals_sign(changes):
-    assert changes("--dataset=a=b") == changes("--dataset", "a=b") == {"dataset": "a=b"}
-
-
-def test_nanogpt_slip_bare_assertion_error():
+def test_mistake_shows_no_traceback():
     done = launch("--batch_szie=3")
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr == "Unknown setting batch_szie. Did you mean batch_size?\n"
 
 
-# Flags
+SPELLINGS = {
+    "batch_size": [("1e3", 1000), ("10_000", 10000), ("-4", -4), ("64.0", 64), ("+7", 7)],
+    "learning_rate": [("6e-4", 6e-4), (".5", 0.5), ("-2", -2.0), ("1_0.5", 10.5), ("inf", math.inf)],
+    "compile": [("TRUE", True), ("1", True), ("False", False), ("0", False)],
+    "prompt": [("none", None)],
+    "min_lr": [("None", None), ("1", 1.0)],
+    "rope_scaling": [("none", None)],
+    "dataset": [
+        (text, text) for text in ("123", "", "none", "true", "1e3", "'a'", "[1, 2", "--x", "a b", '3is "\\d"', "ü\n")
+    ],
+}
 
 
-@pytest.mark.parametrize("text, value", [("1e3", 1000), ("10_000", 10000), ("-4", -4), ("64.0", 64), ("+7", 7)])
-def test_an_int_may_be_written_as(changes, text, value):
-    assert changes(f"--batch_size={text}") == changes("--batch_size", text) == {"batch_size": value}
+@pytest.mark.parametrize("name, text, value", [(name, *each) for name, found in SPELLINGS.items() for each in found])
+def test_spellings_of_a_value(run, recwarn, name, text, value):
+    """A string is taken as it stands."""
+    for words in ([f"--{name}={text}"], *([[f"--{name}", text]] if text[:2] not in ("", "--") else [])):
+        found = run(*words)[name]
+        assert (type(found), found) == (type(value), value) and not recwarn.list
 
 
-@pytest.mark.parametrize("text", ["abc", "1.5", "", "true", "none", "inf", "nan", "1e400", "[1]", "1 2", "4*8", '"4"'])
-def test_an_int_may_not_be_written_as(error, text):
-    assert error(f"--batch_size={text}") == f"--batch_size expects an int, got {text!r}"
+REJECTED = {
+    ("batch_size", "an int"): ["abc", "1.5", "", "true", "none", "inf", "nan", "1e400", "[1]", "1 2", "4*8", '"4"'],
+    ("learning_rate", "a float"): ["nan", "-nan", "abc", "", "none", "true", "1" + "0" * 400, "3j"],
+    ("compile", "true or false"): ["yes", "2", "", "none", "1.0"],
+}
 
 
-@pytest.mark.parametrize("text, value", [("6e-4", 6e-4), (".5", 0.5), ("-2", -2.0), ("1_0.5", 10.5), ("inf", math.inf)])
-def test_a_float_may_be_written_as(changes, text, value):
-    assert changes(f"--learning_rate={text}") == {"learning_rate": value}
-
-
-@pytest.mark.parametrize("text", ["nan", "-nan", "abc", "", "none", "true", "1" + "0" * 400, "3j"])
-def test_a_float_may_not_be_written_as(error, text):
-    assert error(f"--learning_rate={text}") == f"--learning_rate expects a float, got {text!r}"
-
-
-@pytest.mark.parametrize("text, value", [("true", True), ("TRUE", True), ("1", True), ("False", False), ("0", False)])
-def test_a_bool_may_be_written_as(run, text, value):
-    assert run(f"--compile={text}")["compile"] is run("--compile", text)["compile"] is value
-
-
-@pytest.mark.parametrize("text", ["yes", "2", "", "none", "1.0"])
-def test_a_bool_may_not_be_written_as(error, text):
-    assert error("--compile", text) == f"--compile expects true or false, got {text!r}"
-
-
-def test_a_bool_alone_is_true(changes):
-    on = {"wandb_log": True}
-    assert changes("--wandb_log") == on
-    assert changes("--wandb_log", "--batch_size=3") == on | {"batch_size": 3}
-    assert changes("--wandb_log", "config/llama32_1b.py") == on | {"batch_size": 8}
-
-
-@pytest.mark.parametrize("text", ["123", "", "none", "true", "1e3", "'a'", "[1, 2", "--x", "a b", '3is "\\d"', "ü\n"])
-def test_a_string_is_taken_as_it_stands(run, recwarn, text):
-    assert run(f"--dataset={text}")["dataset"] == text
-    assert not recwarn.list
-
-
-def test_a_value_may_begin_with_a_dash(changes):
-    assert changes("--top_k", "-5", "--dataset", "-") == {"top_k": -5, "dataset": "-"}
-
-
-def test_none_where_none_is_allowed(run):
-    assert run("--prompt=none")["prompt"] is None
-    assert run("--min_lr=1", "--min_lr", "None")["min_lr"] is None
-    assert run("--min_lr=1")["min_lr"] == 1.0
-    assert run("--rope_scaling=none")["rope_scaling"] is None
-
-
-def test_dicts_and_lists_are_written_as_in_python(changes):
-    assert changes("--rope_scaling={'factor': 32.0}", "--betas", "[0.9, 0.99]") == {
-        "rope_scaling": {"factor": 32.0},
-        "betas": [0.9, 0.99],
-    }
-
-
-def test_a_dict_that_is_none(error):
-    for text in ["{'a': }", "{[]: 1}", "[1]", "{" * 1000]:
-        assert error(f"--rope_scaling={text}") == f"--rope_scaling expects a dict or none, got {text!r}"
-
-
-def test_choices_are_checked_at_once(changes, error):
-    assert changes("--init_from=resume", "--world=2") == {"init_from": "resume", "world": 2}
-    expected = "--init_from expects 'scratch' or 'resume', got 'resum'. Did you mean 'resume'?"
-    assert error("--init_from=resum") == expected
-    assert error("--world=3") == "--world expects 0, 1, 2 or none, got '3'"
-    assert error("--world=true") == "--world expects 0, 1, 2 or none, got 'true'"
-
-
-def test_the_last_of_two_flags_wins(changes):
-    assert changes("--batch_size=3", "--batch_size", "4") == {"batch_size": 4}
-
-
-def test_a_missing_value(error):
-    assert error("--batch_size") == "--batch_size needs a value: --batch_size=..."
-    assert error("--batch_size", "--compile") == "--batch_size needs a value: --batch_size=..."
-
-
-def test_an_unknown_flag_names_the_nearest_setting(error):
-    assert error("--batch-size=3") == "Unknown setting batch-size. Did you mean batch_size?"
-    assert error("--xyzzy") == "Unknown setting xyzzy. --help lists them all"
-    assert error("--") == "Unknown setting --. --help lists them all"
-
-
-def test_a_setting_without_its_two_dashes(error):
-    assert error("batch_size=3") == "Unknown argument batch_size=3. Did you mean --batch_size=3?"
-    assert error("-batch_size", "3") == "Unknown argument -batch_size. Did you mean --batch_size?"
+@pytest.mark.parametrize("name, kind, text", [(*at, text) for at, texts in REJECTED.items() for text in texts])
+def test_value_of_another_type_is_refused(error, name, kind, text):
+    assert error(f"--{name}={text}") == f"--{name} expects {kind}, got {text!r}"
 
 
 # Config files
-
-
-def test_later_files_win_over_earlier_ones(changes):
-    assert changes("config/llama32_1b.py", "config/baby_llama.py") == {"batch_size": 32, "compile": False}
-    assert changes("config/baby_llama.py", "config/llama32_1b.py") == {"batch_size": 8, "compile": False}
 
 
 def test_a_file_may_compute_import_and_keep_private_names(folder, changes):
@@ -341,6 +279,7 @@ def test_a_file_is_converted_like_flags(folder, run):
 @pytest.mark.parametrize(
     "line, message",
     [
+        ("batch_szie = 4", "Unknown setting batch_szie. Did you mean batch_size?"),
         ("batch_size = '4'", "batch_size expects an int, got '4'"),
         ("batch_size = True", "batch_size expects an int, got True"),
         ("batch_size = None", "batch_size expects an int, got None"),
@@ -361,20 +300,12 @@ def test_an_error_in_a_file_names_file_and_line(folder, error, line, message):
     assert error("config/x.py", "--batch_size=4") == f"config/x.py:3: {message}"
 
 
-def test_a_missing_file_names_the_nearest_one(folder, error):
-    assert error("config/llama_1b.py") == "config/llama_1b.py does not exist. Did you mean config/llama32_1b.py?"
-    assert error("baby_lama") == "baby_lama does not exist. Did you mean config/baby_llama.py?"
-    assert error("no/such.py") == "no/such.py does not exist"
-    assert error("config") == "config is not a config file"
-    (folder / "x.json").write_text('{"batch_size": 4}')
-    assert error("x.json") == "x.json is no config file: it must be a .py of assignments, such as batch_size = 4"
-
-
 # Help and ranks
 
 
 def test_help_shows_the_settings_in_their_groups(help_of):
     text = help_of("--help")
+    assert text == help_of("-h")
     assert text.startswith("Train a toy\nin two lines.\n\nusage: python train.py [config/<name>.py] [--key=value]\n")
     assert "paragraph" not in text
     assert re.findall(r"^\w.*$", text, re.M)[3:] == ["data", "optimizer", "system"]
@@ -415,5 +346,5 @@ def test_only_rank_0_prints_and_every_rank_exits():
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
 
 
-def test_the_script_trains_on_from_the_call():
+def test_script_goes_on_after_the_call():
     assert launch("config/baby_llama.py", "--batch_size", "3").returncode == 0

@@ -3,6 +3,7 @@
 pytest test_fp8_linear.py        on a GPU its tensor cores (Ada, Hopper or newer); without one the interpreter
 """
 
+import functools
 import math
 from functools import partial
 
@@ -28,11 +29,6 @@ pytestmark = pytest.mark.skipif(
 )
 
 
-@pytest.fixture(autouse=True)
-def seeded():
-    torch.manual_seed(1)
-
-
 def randn(*shape, dtype=BF16):
     return torch.randn(*shape, device=DEVICE).to(dtype)
 
@@ -49,7 +45,7 @@ def error(found, expected):
 # Rounding
 
 
-@pytest.mark.parametrize("shape", [(1, 16), (5, 19), (33, 48), (300, 1000)])
+@pytest.mark.parametrize("shape", [(1, 16), (5, 19), (33, 48), (40, 1000)])
 @pytest.mark.parametrize("restride", ["contiguous", "transposed", "sliced"])
 @pytest.mark.parametrize("with_factors", [False, True])
 def test_rows_are_rounded_to_float8_beside_a_scale_each(shape, restride, with_factors):
@@ -63,14 +59,9 @@ def test_rows_are_rounded_to_float8_beside_a_scale_each(shape, restride, with_fa
     assert alike > 0.75 if not ON_GPU else alike == 1, f"{alike:.1%} are rounded to the nearest float8"
 
 
-def test_the_largest_element_of_a_row_is_the_largest_float8():
-    x8, _ = quantize(randn(20, 50))
-    assert (x8.float().abs().amax(1) == 448).all()
-
-
-def test_a_row_of_zeros_stays_zeros():
-    x8, scales = quantize(torch.zeros(2, 32, device=DEVICE, dtype=BF16))
-    assert not (x8.float() * scales).any()
+def test_largest_element_of_a_row_becomes_the_largest_float8_and_zeros_stay_zeros():
+    x8, scales = quantize(torch.cat([randn(20, 50), torch.zeros(2, 50, device=DEVICE, dtype=BF16)]))
+    assert (x8[:20].float().abs().amax(1) == 448).all() and not (x8[20:].float() * scales[20:]).any()
 
 
 @pytest.mark.parametrize("poison", [math.nan, math.inf, -math.inf])
@@ -105,7 +96,7 @@ def test_a_weight_is_transposed(shape):
 
 
 @pytest.mark.parametrize("shape", [(1, 1, 16, 16), (2, 17, 48, 80), (3, 50, 256, 64)])
-def test_forward_and_gradients_match_float64_as_well_as_float8_can(shape):
+def test_forward_and_gradients_match_float64_within_float8(shape):
     batch, time, n_in, n_out = shape
     x, weight, dy = randn(batch, time, n_in), randn(n_out, n_in) / n_in**0.5, randn(batch, time, n_out)
     x.requires_grad_(), weight.requires_grad_()
@@ -120,7 +111,7 @@ def test_forward_and_gradients_match_float64_as_well_as_float8_can(shape):
 
 
 @pytest.mark.skipif(not ON_GPU, reason="the interpreter rounds to float8 wrongly")
-def test_no_sum_is_cut_off():
+def test_sums_are_not_truncated():
     """With products of one sign: float8's own rounding leans by 0.16% here, sums of 14 bits would by 1.7%."""
     x, weight, dy = randn(2048, 1024).abs(), randn(512, 1024).abs(), randn(2048, 512).abs()
     for found, expected in (
@@ -132,7 +123,7 @@ def test_no_sum_is_cut_off():
 
 
 @pytest.mark.parametrize("n_in, n_out", [(16, 48), (128, 64)])
-def test_the_reference_is_as_far_from_float64(n_in, n_out):
+def test_reference_matches_float64_within_float8(n_in, n_out):
     x, weight = randn(40, n_in).requires_grad_(), randn(n_out, n_in).requires_grad_()
     y = kernels.reference.fp8_linear(x, weight)
     dy = randn(*y.shape)
@@ -167,30 +158,11 @@ def test_no_rows_give_no_rows_and_zero_gradients():
     assert y.shape == (0, 48) and x.grad.shape == (0, 32) and not weight.grad.any()
 
 
-def test_a_frozen_input_gets_no_gradient():
-    x, weight = randn(20, 32), randn(48, 32).requires_grad_()
+@pytest.mark.parametrize("needed", [(True, False), (False, True)])
+def test_a_frozen_input_gets_no_gradient(needed):
+    x, weight = randn(20, 32).requires_grad_(needed[0]), randn(48, 32).requires_grad_(needed[1])
     fp8_linear(x, weight).sum().backward()
-    frozen, moving = weight.detach(), x.clone().requires_grad_()
-    fp8_linear(moving, frozen).sum().backward()
-    assert weight.grad is not None and moving.grad is not None and x.grad is None and frozen.grad is None
-
-
-@pytest.mark.parametrize(
-    ("x", "weight", "sentence"),
-    [
-        (
-            lambda: randn(4, 32).float(),
-            lambda: randn(16, 32).float(),
-            "x is torch.float32: float8 matmuls read and write",
-        ),
-        (lambda: randn(4, 24), lambda: randn(16, 24), r"weight \(16, 24\): float8 matmuls want multiples of 16"),
-        (lambda: randn(4, 32), lambda: randn(24, 32), r"weight \(24, 32\): float8 matmuls want multiples of 16"),
-        (lambda: randn(4, 32), lambda: randn(16, 48), r"weight torch.bfloat16 \(16, 48\): expected"),
-    ],
-)
-def test_what_does_not_fit_is_refused(x, weight, sentence):
-    with pytest.raises(ValueError, match=sentence):
-        fp8_linear(x(), weight())
+    assert (x.grad is not None, weight.grad is not None) == needed
 
 
 def test_autocast_and_a_second_derivative_are_refused():
@@ -300,6 +272,7 @@ def test_is_captured_in_a_cuda_graph():
 SMALL = dict(n_layer=2, n_head=2, n_kv_head=1, n_embd=32, ffn_dim=48, vocab_size=64, block_size=16)
 
 
+@functools.cache
 def loss_and_gradients(dtype=BF16, fp8=True, fused_kernels=True, mode="none", **options):
     model = Llama(LlamaConfig(**SMALL)).to(DEVICE, dtype)
     model.set_operations(fused_kernels)
@@ -308,7 +281,7 @@ def loss_and_gradients(dtype=BF16, fp8=True, fused_kernels=True, mode="none", **
     recompute(model, mode, **options)
     model.init_weights(seed=1, device="cpu")
     torch.manual_seed(1)
-    tokens, targets = torch.randint(64, (2, 2, 16), device=DEVICE)
+    tokens, targets = torch.randint(64, (2, 2, 16 if ON_GPU else 4), device=DEVICE)
     loss = model(tokens, targets)
     loss.backward()
     return loss, {name: parameter.grad for name, parameter in model.named_parameters()}
@@ -336,23 +309,22 @@ def test_recomputed_in_float8_a_model_has_the_same_gradients(settings, others):
         assert error(gradient, plain[name]) < 2**-6, name
 
 
-def test_the_model_of_references_rounds_to_float8_too():
+def test_model_without_fused_kernels_rounds_to_float8_too():
     (loss, _), (in_float32, _) = (
         loss_and_gradients(torch.float32, fused_kernels=False, fp8=fp8) for fp8 in (True, False)
     )
     assert 0 < abs(loss - in_float32) < 0.01
 
 
-def test_use_fp8_refuses_widths_that_are_not_multiples_of_16():
-    with pytest.raises(ValueError, match="fp8 needs projections whose sides are multiples of 16, not 200 x 32"):
-        use_fp8(Llama(LlamaConfig(**SMALL | dict(ffn_dim=100))))
-
-
-def test_use_fp8_on_a_gpu_refuses_float32():
+@pytest.mark.parametrize("device, changes, message", [
+    ("cpu", dict(ffn_dim=100), "fp8 needs projections whose sides are multiples of 16, not 200 x 32"),
+    ("cuda", {}, "fp8 needs dtype bfloat16 and a GPU of compute capability 8.9 or more"),  # float32 is refused
+])  # fmt: skip
+def test_use_fp8_refuses_what_float8_cannot_multiply(device, changes, message):
     with torch.device("meta"):
-        model = Llama(LlamaConfig(**SMALL))
-    with pytest.raises(ValueError, match="fp8 needs dtype bfloat16 and a GPU of compute capability 8.9 or more"):
-        use_fp8(model, "cuda")
+        model = Llama(LlamaConfig(**SMALL | changes))
+    with pytest.raises(ValueError, match=message):
+        use_fp8(model, device)
 
 
 def test_use_fp8_swaps_every_projection_of_the_layers_on_meta_and_leaves_the_names():

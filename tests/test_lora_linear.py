@@ -20,11 +20,6 @@ FP64 = torch.float64
 SLICES = [{}, {"keep_gate_up": False}, {"keep_gate_up": False, "chunks": 3}]
 
 
-@pytest.fixture(autouse=True)
-def seeded():
-    torch.manual_seed(1)
-
-
 def randn(*shape):
     return torch.randn(*shape, device=DEVICE, dtype=FP64)
 
@@ -139,7 +134,7 @@ def test_rows_and_ranks_that_do_not_fit_are_refused(rows, rank):
         LoRALinear(Linear(12, 16), rows, rank, 1.0)
 
 
-@pytest.mark.parametrize("options", SLICES, ids=str)
+@pytest.mark.parametrize("options", SLICES if DEVICE == "cuda" else SLICES[::2], ids=str)
 def test_lora_compiles_into_one_graph(options, monkeypatch):
     """On a GPU the kernels; the interpreter cannot be traced, so elsewhere the references."""
     monkeypatch.setattr(kernels.launch, "INTERPRETED", False)

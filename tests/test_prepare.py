@@ -18,6 +18,17 @@ from tests.datasets import contents, documents_of
 from tests.runs import ROOT
 
 
+def texts_of(folder):
+    """Of both splits, sorted."""
+    return sorted(documents_of(folder, "train") + documents_of(folder, "val"))
+
+
+def write_notes(folder, n):
+    folder.mkdir(exist_ok=True)
+    for i in range(n):
+        (folder / f"{i}.txt").write_text(f"note {i}")
+
+
 @pytest.fixture
 def stdlib(tmp_path):
     """A small standard library, with everything that must stay out of the dataset."""
@@ -38,8 +49,8 @@ def stdlib(tmp_path):
 
 def test_pystdlib_splits_by_file_and_skips_copies_tests_and_generated_tables(stdlib, tmp_path, capsys):
     meta = pystdlib.prepare(tmp_path / "out", stdlib)
-    train, val = (documents_of(tmp_path / "out", split) for split in ("train", "val"))
-    assert sorted(train + val) == sorted({f"def function_{i}():\n    return {i}\n" for i in range(200)})
+    val = documents_of(tmp_path / "out", "val")
+    assert texts_of(tmp_path / "out") == sorted({f"def function_{i}():\n    return {i}\n" for i in range(200)})
     assert 1 <= len(val) <= 40
     assert meta["val_bytes"] == sum(map(len, val))
     assert meta["script"] == "data/pystdlib/prepare.py"
@@ -154,26 +165,20 @@ def test_val_fraction_outside_0_to_1_is_rejected(tmp_path, prepare, val_fraction
         prepare([tmp_path] if prepare is text.prepare else tmp_path, tmp_path / "out", val_fraction=val_fraction)
 
 
-def test_text_lists_skipped_binary_files(tmp_path, capsys):
+def test_text_lists_skipped_binary_files_and_rejects_named_ones(tmp_path, capsys):
+    write_notes(tmp_path, 3)
     for i in range(3):
-        (tmp_path / f"{i}.txt").write_text(f"text {i}")
         (tmp_path / f"{i}.utf16").write_text(f"text {i}", encoding="utf-16")
     text.prepare([tmp_path], tmp_path / "out")
     left_out = f"binary or UTF-16 files left out: 3 ({tmp_path}/0.utf16, {tmp_path}/1.utf16, ...)"
     assert left_out in capsys.readouterr().out.splitlines()
-
-
-def test_text_rejects_a_named_binary_file(tmp_path):
-    (tmp_path / "notes.txt").write_text("a note", encoding="utf-16-le")
-    with pytest.raises(ValueError, match="--input .*notes.txt is binary or UTF-16: text is read as UTF-8"):
-        text.prepare([tmp_path / "notes.txt"], tmp_path / "out")
+    with pytest.raises(ValueError, match="--input .*1.utf16 is binary or UTF-16: text is read as UTF-8"):
+        text.prepare([tmp_path / "1.utf16"], tmp_path / "out")
 
 
 @pytest.mark.parametrize("source, out", [(".", "data/mine"), (".", "."), ("notes", ".")])
 def test_text_never_reads_its_own_dataset_as_input(tmp_path, source, out, capsys):
-    (tmp_path / "notes").mkdir()
-    for i in range(8):
-        (tmp_path / "notes" / f"{i}.txt").write_text(f"note {i}")
+    write_notes(tmp_path / "notes", 8)
     first, second = (text.prepare([tmp_path / source], tmp_path / out) for _ in range(2))
     assert first == second
     assert (first["train_documents"], first["val_documents"]) == (7, 1)
@@ -184,7 +189,7 @@ def test_text_never_reads_its_own_dataset_as_input(tmp_path, source, out, capsys
 def test_text_recognises_jsonl_suffixes_in_any_case(tmp_path, name):
     (tmp_path / name).write_text('{"text": "one"}\n{"text": "two"}\n')
     text.prepare([tmp_path / name], tmp_path / "out")
-    assert sorted(documents_of(tmp_path / "out", "train") + documents_of(tmp_path / "out", "val")) == ["one", "two"]
+    assert texts_of(tmp_path / "out") == ["one", "two"]
 
 
 def test_text_reads_a_pipe_with_one_percent_for_validation(tmp_path):
@@ -229,8 +234,7 @@ def test_copies_of_a_document_are_in_the_same_split(tmp_path, monkeypatch):
 
 
 def test_text_script_prints_the_training_command(tmp_path, monkeypatch, capsys):
-    for i in range(8):
-        (tmp_path / f"{i}.txt").write_text(f"note {i}")
+    write_notes(tmp_path, 8)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(text, "HERE", tmp_path / "data" / "text")
     expected = {
@@ -270,14 +274,14 @@ def test_tilde_in_paths_is_expanded(tmp_path, monkeypatch):
 def test_text_replaces_a_lone_surrogate(tmp_path):
     (tmp_path / "odd.jsonl").write_text("".join(json.dumps({"text": f"{i} \ud83e!"}) + "\n" for i in range(60)))
     text.prepare([tmp_path / "odd.jsonl"], tmp_path / "out")
-    assert "1 ?!" in documents_of(tmp_path / "out", "train") + documents_of(tmp_path / "out", "val")
+    assert "1 ?!" in texts_of(tmp_path / "out")
 
 
 def test_text_splits_a_large_file_at_line_ends_without_loss(tmp_path):
     book = "".join(f"line {i} é\n" for i in range(60_000))
     (tmp_path / "book.txt").write_text(book, encoding="utf-8")
     text.prepare([tmp_path / "book.txt"], tmp_path / "out")
-    documents = documents_of(tmp_path / "out", "train") + documents_of(tmp_path / "out", "val")
+    documents = texts_of(tmp_path / "out")
     assert all(document.endswith("\n") for document in documents)
     assert sorted("".join(documents).splitlines()) == sorted(book.splitlines())
 
@@ -315,8 +319,7 @@ def test_text_stops_at_or_skips_a_file_that_is_not_utf8(tmp_path, capsys):
         text.prepare([tmp_path], tmp_path / ".out")
     meta = text.prepare([tmp_path], tmp_path / ".out", errors="skip")
     assert meta["train_documents"] + meta["val_documents"] == 50
-    documents = documents_of(tmp_path / ".out", "train") + documents_of(tmp_path / ".out", "val")
-    assert set(documents) == {f"text {i}" for i in range(50)}
+    assert set(texts_of(tmp_path / ".out")) == {f"text {i}" for i in range(50)}
     assert "latin1.txt: not UTF-8" in capsys.readouterr().out
 
 
@@ -436,21 +439,16 @@ def test_fineweb_rejects_a_folder_with_another_writer(parquets, tmp_path):
         fineweb_edu.prepare(parquets, tmp_path / "out", **OPTIONS)
 
 
-def test_fineweb_interrupted_and_restarted_writes_the_same_files(parquets, tmp_path, monkeypatch):
+def test_fineweb_interrupted_and_restarted_writes_the_same_files(parquets, tmp_path, monkeypatch, files_read):
     monkeypatch.setattr("data.write.BATCH_CHARS", 10_000)
     fineweb_edu.prepare(parquets, tmp_path / "whole", **OPTIONS)
-
-    read_documents, read = fineweb_edu.read_documents, []
+    counted = fineweb_edu.read_documents
 
     def interrupted(parquet, path, *args):
-        for i, document in enumerate(read_documents(parquet, path, *args)):
+        for i, document in enumerate(counted(parquet, path, *args)):
             if path.name == "001.parquet" and i == 200:
                 raise KeyboardInterrupt
             yield document
-
-    def counted(parquet, path, *args):
-        read.append(path.name)
-        return read_documents(parquet, path, *args)
 
     out = tmp_path / "out"
     monkeypatch.setattr(fineweb_edu, "read_documents", interrupted)
@@ -461,8 +459,9 @@ def test_fineweb_interrupted_and_restarted_writes_the_same_files(parquets, tmp_p
         Tokens(out, "train")
 
     monkeypatch.setattr(fineweb_edu, "read_documents", counted)
+    files_read.clear()
     fineweb_edu.prepare(parquets, out, workers=2, **OPTIONS)
-    assert read == ["001.parquet", "002.parquet"], "a finished shard was made again, or one was left out"
+    assert files_read == ["001.parquet", "002.parquet"], "a finished shard was made again, or one was left out"
     assert contents(out) == contents(tmp_path / "whole")
 
     monkeypatch.setattr(fineweb_edu, "read_documents", interrupted)
@@ -473,22 +472,21 @@ def test_fineweb_interrupted_and_restarted_writes_the_same_files(parquets, tmp_p
 
 
 def test_fineweb_errors_say_what_is_wrong_with_the_input(parquets, tmp_path):
-    with pytest.raises(ValueError, match="has no column 'body' but id, text: set --field"):
-        fineweb_edu.prepare(parquets, tmp_path / "out", field="body", **OPTIONS)
     os.truncate(parquets / "000.parquet", 1000)
-    with pytest.raises(ValueError, match=r"000\.parquet cannot be read as parquet"):
-        fineweb_edu.prepare(parquets, tmp_path / "out", **OPTIONS)
     content = (parquets / "001.parquet").read_bytes()
     (parquets / "001.parquet").write_bytes(content[:1000] + bytes(2000) + content[3000:])  # the footer is whole
-    with pytest.raises(ValueError, match=r"001\.parquet cannot be read as parquet"):
-        fineweb_edu.prepare(parquets / "001.parquet", tmp_path / "out", **OPTIONS)
-    for max_files in (0, -1):
-        with pytest.raises(ValueError, match=f"--max_files is {max_files}, expected 1 or more"):
-            fineweb_edu.prepare(parquets, tmp_path / "out", max_files=max_files, **OPTIONS)
-    with pytest.raises(FileNotFoundError, match="nowhere does not exist"):
-        fineweb_edu.prepare(tmp_path / "nowhere", tmp_path / "out", **OPTIONS)
-    with pytest.raises(FileNotFoundError, match="holds no .parquet files"):
-        fineweb_edu.prepare(tmp_path / "out", tmp_path / "out", **OPTIONS)
+    (tmp_path / "empty").mkdir()
+    for source, options, error, message in (
+        (parquets / "002.parquet", dict(field="body"), ValueError, "has no column 'body' but id, text: set --field"),
+        (parquets / "000.parquet", {}, ValueError, r"000\.parquet cannot be read as parquet"),
+        (parquets / "001.parquet", {}, ValueError, r"001\.parquet cannot be read as parquet"),
+        (parquets, dict(max_files=0), ValueError, "--max_files is 0, expected 1 or more"),
+        (parquets, dict(max_files=-1), ValueError, "--max_files is -1, expected 1 or more"),
+        (tmp_path / "nowhere", {}, FileNotFoundError, "nowhere does not exist"),
+        (tmp_path / "empty", {}, FileNotFoundError, "holds no .parquet files"),
+    ):
+        with pytest.raises(error, match=message):
+            fineweb_edu.prepare(source, tmp_path / "out", **options, **OPTIONS)
 
 
 def test_fineweb_reads_all_string_types_and_rejects_other_columns(tmp_path):
@@ -504,10 +502,8 @@ def test_fineweb_reads_all_string_types_and_rejects_other_columns(tmp_path):
             fineweb_edu.prepare(path, tmp_path / "out", **OPTIONS)
 
 
-def test_fineweb_without_pyarrow_says_the_pip_command(parquets, tmp_path, monkeypatch):
-    monkeypatch.setitem(sys.modules, "pyarrow", None)
+@pytest.mark.parametrize("module, source", [("pyarrow", "parquets"), ("huggingface_hub", None)])
+def test_fineweb_without_its_packages_says_the_pip_command(parquets, tmp_path, monkeypatch, module, source):
+    monkeypatch.setitem(sys.modules, module, None)
     with pytest.raises(ImportError, match="pip install pyarrow huggingface_hub"):
-        fineweb_edu.prepare(parquets, tmp_path / "out", **OPTIONS)
-    monkeypatch.setitem(sys.modules, "huggingface_hub", None)
-    with pytest.raises(ImportError, match="pip install pyarrow huggingface_hub"):
-        fineweb_edu.prepare(None, tmp_path / "out", **OPTIONS)
+        fineweb_edu.prepare(source and tmp_path / source, tmp_path / "out", **OPTIONS)

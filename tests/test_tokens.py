@@ -64,15 +64,12 @@ def test_blocks_overlap_by_one_token_and_stay_in_bounds(tmp_path):
     assert blocks.dtype == np.int64
     assert blocks.tolist() == [[*b"ghi", 256], [*b"abcd"]]
     assert tokens.read(np.array([1]), 3, shift=1).tolist() == [[*b"efgh"]]
-    for index in (3, -1):
-        with pytest.raises(IndexError, match=f"3 train blocks of 3, asked for {index}"):
-            tokens.read([index], 3)
-    with pytest.raises(IndexError, match="2 train blocks of 3, asked for 2"):
-        tokens.read([2], 3, shift=0)
-    with pytest.raises(ValueError, match=r"10 train tokens, fewer than the 11 that block_size 10 needs"):
-        tokens.blocks(10)
-    with pytest.raises(ValueError, match=r"10 train tokens, fewer than the 12 that block_size 6 needs"):
-        tokens.blocks(6, shifted=True)
+    for index, shift, n in ((3, None, 3), (-1, None, 3), (2, 0, 2)):
+        with pytest.raises(IndexError, match=f"{n} train blocks of 3, asked for {index}"):
+            tokens.read([index], 3, shift)
+    for block_size, shifted, n in ((10, False, 11), (6, True, 12)):
+        with pytest.raises(ValueError, match=f"10 train tokens, fewer than the {n} that block_size {block_size} needs"):
+            tokens.blocks(block_size, shifted)
 
 
 def test_shifted_blocks_cover_all_shards_equally(tmp_path):
@@ -90,28 +87,20 @@ def test_shifted_blocks_cover_all_shards_equally(tmp_path):
         assert np.bincount(first)[97:107].tolist() == [n_blocks / 10] * 10, shift
 
 
-def test_missing_dataset_error_has_the_prepare_command(tmp_path):
+def test_missing_or_incomplete_dataset_error_has_the_prepare_command(tmp_path):
     with pytest.raises(FileNotFoundError, match="does not exist: run python data/text/prepare.py --input .* --out"):
         Tokens(tmp_path / "mine", "train")
     (tmp_path / "prepare.py").touch()
     with pytest.raises(FileNotFoundError, match=f"not a finished dataset: run python {tmp_path}/prepare.py"):
         Tokens(tmp_path, "train")
-
-
-def test_truncated_token_file_error_has_both_sizes(tmp_path):
-    toy_dataset(tmp_path, train=["0123456789"])
+    (tmp_path / "prepare.py").unlink()
+    toy_dataset(tmp_path, train=["0123456789"], extra={"script": "data/fineweb_edu/prepare.py"})
     os.truncate(tmp_path / "train.bin", 8)
     with pytest.raises(ValueError, match=r"train\.bin has 8 bytes, but .* 11 uint16 tokens, which are 22 bytes: run "):
         Tokens(tmp_path, "train")
     (tmp_path / "val.bin").unlink()
-    with pytest.raises(FileNotFoundError, match=r"val\.bin is missing"):
-        Tokens(tmp_path, "val")
-
-
-def test_incomplete_dataset_error_names_the_script_that_wrote_it(tmp_path):
-    toy_dataset(tmp_path, extra={"script": "data/fineweb_edu/prepare.py"})
-    (tmp_path / "val.bin").unlink()
-    with pytest.raises(FileNotFoundError, match=f"run python data/fineweb_edu/prepare.py --out {tmp_path}, other opt"):
+    command = f"run python data/fineweb_edu/prepare.py --out {tmp_path}, other opt"
+    with pytest.raises(FileNotFoundError, match=rf"val\.bin is missing.*{command}"):
         Tokens(tmp_path, "val")
 
 

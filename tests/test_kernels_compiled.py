@@ -1,0 +1,143 @@
+"""The kernels in torch.compile, and in the shared memory of other GPUs."""
+
+import sys
+from itertools import product
+from types import SimpleNamespace
+
+import pytest
+import torch
+import triton
+from torch._dynamo.testing import CompileCounterWithBackend
+
+import kernels
+from kernels.fp8_linear import quantize, transpose
+from test_kernels import (
+    FP16,
+    FP32,
+    HAS_GPU,
+    OPERATIONS,
+    arguments_of,
+    as_tuple,
+    draw_upstream,
+    each_operation,
+    in_another_process,
+    needs_gpu,
+    randn,
+    run,
+)
+
+
+def compare_compiled(name, backend):
+    function, *arguments = arguments_of(name, 6, 64)
+    torch.compiler.reset()
+    results = run(torch.compile(function, fullgraph=True, backend=backend), *arguments)
+    for a, b in zip(results, run(function, *arguments), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5)
+
+
+def compile_for_new_rows(name, sizes):
+    torch.compiler.reset()
+    counter = CompileCounterWithBackend("aot_eager")
+    compiled = torch.compile(OPERATIONS[name].function, fullgraph=True, backend=counter)
+    for rows in sizes:
+        inputs, constants = OPERATIONS[name].inputs(rows, 32, FP32)
+        leaves = [x.detach().requires_grad_() for x in inputs]
+        for x in (*leaves, *constants):
+            for dim, size in enumerate(x.shape):
+                if size == rows:
+                    torch._dynamo.mark_dynamic(x, dim)
+        outputs = as_tuple(compiled(*leaves, *constants))
+        torch.autograd.grad(outputs, leaves, draw_upstream(outputs))
+    assert counter.frame_count == 1, f"{name} compiled {counter.frame_count} times"
+
+
+@needs_gpu
+@each_operation
+def test_compiles_into_one_graph(name):
+    compare_compiled(name, "inductor")
+
+
+# Operators of our own to the compiler, which so takes even the interpreter's versions.
+OPAQUE = ["linear_cross_entropy", "flash_attention", "flash_attention_of_documents"]
+
+
+@pytest.mark.parametrize("name", OPERATIONS if HAS_GPU else OPAQUE)
+def test_a_new_number_of_rows_does_not_recompile(name):
+    compile_for_new_rows(name, (300, 500, 257, 3000) if HAS_GPU else (12, 40, 7, 100))
+
+
+@pytest.mark.skipif(HAS_GPU, reason="the two tests above compile the kernels themselves")
+def test_references_compile_into_one_graph_once():
+    code = """
+import tests.test_kernels_compiled as test
+for name in test.OPERATIONS:
+    test.compare_compiled(name, "aot_eager")
+    test.compile_for_new_rows(name, (300, 500, 257))
+    print(name, "compiled once")"""
+    assert in_another_process(code, TRITON_INTERPRET="0").count("compiled once") == len(OPERATIONS)
+
+
+@pytest.mark.parametrize("name", OPAQUE)
+def test_operators_of_our_own_compile_also_in_the_interpreter(name):
+    compare_compiled(name, "aot_eager")
+
+
+def test_the_operator_of_linear_cross_entropy_is_registered_as_pytorch_wants():
+    (x, weight), (targets,) = OPERATIONS["linear_cross_entropy"].inputs(6, 20, FP32)
+    for need_dx, need_dweight in ((True, True), (True, False), (False, True), (False, False)):
+        arguments = (x, weight, targets, -100, 0.1, 0.0, 4, need_dx, need_dweight, True, x.new_tensor(0.5))
+        torch.library.opcheck(torch.ops.nanocria.chunked_loss.default, arguments)
+
+
+# Compute capability, and the bytes of shared memory that a program may take.
+CARDS = {"RTX 4090": (89, 101376), "RTX 5090": (120, 101376), "A100": (80, 166912), "H100": (90, 232448)}
+
+
+def compile_for(card):
+    """Compiles what forward and backward of the operations launch on another GPU, and says what does not fit there.
+
+    Triton needs no GPU for it, only a driver that names one. Nothing runs: the results are uninitialised memory.
+    """
+    capability, shared = CARDS[card]
+    target = triton.backends.compiler.GPUTarget("cuda", capability, 32)
+    triton.runtime.driver.set_active(
+        SimpleNamespace(
+            get_current_device=lambda: 0, get_current_stream=lambda device: 0, get_current_target=lambda: target,
+        )
+    )  # fmt: skip
+    launch, sizes = triton.runtime.jit.JITFunction.run, {}
+
+    def compile_only(kernel, *arguments, warmup, **options):
+        compiled = launch(kernel, *arguments, warmup=True, **options)
+        at = kernel.__name__, case
+        sizes[at] = max(sizes.get(at, 0), compiled.metadata.shared)  # it may be launched with other strides too
+
+    triton.runtime.jit.JITFunction.run = compile_only
+    for module in [module for name, module in sys.modules.items() if name.startswith("kernels.")]:
+        for name, value in (("use_triton", lambda x: True), ("shared_memory", lambda x: shared)):
+            if hasattr(module, name):
+                setattr(module, name, value)
+    for case in product(OPERATIONS, (256,), (FP16, FP32)):
+        name, width, dtype = case
+        inputs, constants = OPERATIONS[name].inputs(6, width, dtype)
+        run(OPERATIONS[name].function, inputs, constants)
+    for case in product(("flash_attention",), (64, 128), (FP16, FP32), (None, torch.zeros(1, 256, dtype=torch.int32))):
+        _, head_dim, dtype, starts = case
+        run(kernels.flash_attention, [randn(1, 256, heads, head_dim, dtype=dtype) for heads in (4, 2, 2)], [starts])
+    if capability >= 89:  # before Ada there is no float8
+        case = "fp8_linear", 256, torch.bfloat16
+        x8, scales = quantize(randn(64, 256, dtype=torch.bfloat16))
+        quantize(randn(64, 64, dtype=torch.bfloat16), scales.view(-1))
+        transpose(x8)
+    assert sizes, "nothing was compiled"
+    for (kernel, case), size in sizes.items():
+        assert size <= shared, f"{kernel} of {case} takes {size} bytes of shared memory, {card} has {shared}"
+    print(len(sizes), "fit")
+
+
+@pytest.mark.parametrize(
+    "card", [card if card == "RTX 4090" else pytest.param(card, marks=pytest.mark.slow) for card in CARDS]
+)
+def test_fits_the_shared_memory_of(card):
+    code = f"import tests.test_kernels_compiled as test; test.compile_for({card!r})"
+    assert " fit" in in_another_process(code, TRITON_INTERPRET="0")

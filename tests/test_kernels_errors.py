@@ -1,0 +1,123 @@
+"""Arguments that do not fit: each is a ValueError that says what was found and what was expected."""
+
+import re
+import sys
+
+import pytest
+import torch
+
+import kernels
+from test_kernels import BF16, DEVICE, FP16, FP32, OPERATIONS, rms_norm_linear, swiglu_mlp
+
+
+def zeros(*shape, dtype=FP32, **options):
+    return torch.zeros(shape, dtype=dtype, device=DEVICE, **options)
+
+
+# fmt: off
+LABELS = zeros(2, dtype=torch.int64)
+TABLE, HEADS = zeros(2, 2), zeros(1, 2, 3, 4)
+Q, K, STARTS = zeros(2, 8, 4, 16), zeros(2, 8, 2, 16), zeros(2, 8, dtype=torch.int64)
+ON_CPU, CPU_OPTIONS = [torch.ones(8) for _ in range(4)], (1.0, 0.1, 1, 0.9, 0.95, 1e-8, 0.1)
+ERRORS = [
+    ("rms_norm", (zeros(2, 4), zeros(3)), {}, r"weight has shape (3,), expected (4,) for x (2, 4)"),
+    ("rms_norm", (zeros(1, 65537), zeros(65537)), {}, r"rows of 65537 elements: 1 to 65,536 are supported"),
+    ("add_rms_norm", (zeros(2, 4), zeros(2, 4), zeros(5)), {}, r"weight has shape (5,), expected (4,) for x (2, 4)"),
+    ("add_rms_norm", (zeros(2, 4), zeros(3, 4), zeros(4)), {},
+     r"x is torch.float32 (2, 4) and residual torch.float32 (3, 4): they must agree"),
+    ("add_rms_norm", (zeros(2, 4), zeros(2, 4, dtype=FP16), zeros(4)), {},
+     r"x is torch.float32 (2, 4) and residual torch.float16 (2, 4): they must agree"),
+    ("layer_norm", (zeros(2, 4), zeros(4), zeros(3)), {}, r"weight (4,) and bias (3,): expected both (4,)"),
+    ("layer_norm", (zeros(1, 65540), zeros(65540), zeros(65540)), {}, r"rows of 65540 elements: 1 to 65,536"),
+    ("swiglu", (zeros(2, 5),), {}, r"gate_up has 5 columns: gate and up side by side make an even number"),
+    ("geglu", (zeros(2, 7),), {}, r"gate_up has 7 columns"),
+    ("geglu", (zeros(2, 6),), {"approximate": "erf"}, r"approximate must be 'tanh' or 'none', got 'erf'"),
+    ("rope", (zeros(1, 2, 3, 3), TABLE, TABLE, 1), {}, r"qkv (1, 2, 3, 3) with n_head 1: expected (B, T, H + 2K, D)"),
+    ("rope", (zeros(1, 2, 4, 4), TABLE, TABLE, 1), {}, r"qkv (1, 2, 4, 4) with n_head 1: expected (B, T, H + 2K, D)"),
+    ("rope", (HEADS, TABLE, TABLE, 3), {}, r"qkv (1, 2, 3, 4) with n_head 3: expected (B, T, H + 2K, D)"),
+    ("rope", (HEADS, zeros(2, 3), zeros(2, 3), 1), {},
+     r"cos (2, 3) and sin (2, 3): expected both (2, 2) or both (1, 2, 2)"),
+    ("rope", (HEADS, TABLE, zeros(1, 2, 2), 1), {}, r"cos (2, 2) and sin (1, 2, 2): expected both"),
+    ("rope", (HEADS, zeros(2, 2, requires_grad=True), TABLE, 1), {}, r"no gradient for cos and sin: detach them"),
+    ("rms_norm_linear", (zeros(2, 4), zeros(2, 5), zeros(4), zeros(3, 4)), {}, r"residual torch.float32 (2, 5): they"),
+    ("rms_norm_linear", (zeros(2, 4), None, zeros(4), zeros(3, 5)), {},
+     r"weight torch.float32 (3, 5): expected torch.float32 (outputs, 4)"),
+    ("swiglu_mlp", (zeros(2, 4), zeros(2, 4), zeros(4), zeros(6, 4, dtype=FP16), zeros(4, 3)), {},
+     r"gate_up_weight torch.float16 (6, 4): expected torch.float32 (outputs, 4)"),
+    ("swiglu_mlp", (zeros(2, 4), zeros(2, 4), zeros(4), zeros(6, 4), zeros(4, 6)), {},
+     r"down_weight torch.float32 (4, 6): expected torch.float32 (outputs, 3)"),
+    ("swiglu_mlp", (zeros(2, 4), zeros(2, 4), zeros(4), zeros(7, 4), zeros(4, 3)), {}, r"gate_up_weight has 7 rows"),
+    ("swiglu_mlp", (zeros(2, 4), zeros(2, 4), zeros(4), zeros(6, 4), zeros(4, 3)), {"chunks": 2},
+     r"chunks is 2: at least 1, and 1 where gate_up is kept whole"),
+    ("adamw", (zeros(4, 3).T, *[zeros(3, 4)] * 4, zeros(4), 0.9, 0.95, 1e-8, 0.0), {},
+     r"parameter is torch.float32 (3, 4) with strides (1, 3), expected (3, 4), contiguous"),
+    ("adamw", (zeros(4), zeros(3), zeros(4), zeros(4), zeros(4), zeros(4), 0.9, 0.95, 1e-8, 0.0), {},
+     r"grad is torch.float32 (3,) with strides (1,), expected (4,), contiguous"),
+    ("adamw", (zeros(4), zeros(4), zeros(4, dtype=torch.int16), zeros(4), zeros(4), zeros(4), 0.9, 0.95, 1e-8, 0.0), {},
+     "w is torch.int16"),
+    ("adamw", (zeros(4), zeros(4), zeros(4, dtype=FP16), zeros(4), zeros(4), zeros(4), 0.9, 0.95, 1e-8, 0.0), {},
+     r"w is torch.float16 (4,) with strides (1,), expected (4,), contiguous, float32"),
+    ("adamw", (*[zeros(4)] * 5, zeros(8)[::2], 0.9, 0.95, 1e-8, 0.0), {},
+     r"step_scalars is torch.float32 (4,) with strides (2,): expected float32 (4,), contiguous"),
+    ("cross_entropy", (zeros(2, 4), LABELS), {"z_loss": float("nan")}, r"z_loss nan must not be negative"),
+    ("cross_entropy", (zeros(2, 4), zeros(3)), {}, r"targets (3,) do not fit logits (2, 4)"),
+    ("cross_entropy", (zeros(2, 4), zeros(2)), {}, r"targets (2,) torch.float32: expected 2 integers, one a row"),
+    ("cross_entropy", (zeros(2, 4), LABELS), {"label_smoothing": 1.5}, r"label_smoothing 1.5 must lie in [0, 1]"),
+    ("cross_entropy", (zeros(2, 4), LABELS), {"reduction": "max"},
+     r"reduction must be one of mean, sum, none; got 'max'"),
+    ("linear_cross_entropy", (zeros(2, 4), zeros(9, 4), LABELS), {"reduction": "none"},
+     r"reduction must be one of mean, sum; got 'none'"),
+    ("linear_cross_entropy", (zeros(2, 4), zeros(9, 4), LABELS), {"z_loss": -1.0}, r"z_loss -1.0 must not be negative"),
+    ("linear_cross_entropy", (zeros(2, 4, dtype=FP16), zeros(9, 4, dtype=FP16), LABELS), {"fp32_dweight": False},
+     r"fp32_dweight=False does not work in float16"),
+    ("linear_cross_entropy", (zeros(2, 4), zeros(9, 4), LABELS), {"chunk_tokens": 0},
+     r"chunk_tokens must be at least 1, got 0"),
+    ("linear_cross_entropy", (zeros(2, 4), zeros(9, 5), LABELS), {},
+     r"x torch.float32 (2, 4) and weight torch.float32 (9, 5): expected (N, C) and (V, C) of one dtype"),
+    ("linear_cross_entropy", (zeros(2, 4), zeros(9, 4, dtype=FP16), LABELS), {}, r"and weight torch.float16 (9, 4)"),
+    ("linear_cross_entropy", (zeros(1, 2, 4), zeros(9, 4), LABELS), {}, r"x torch.float32 (1, 2, 4) and weight"),
+    ("linear_cross_entropy", (zeros(2, 4), zeros(9, 4), LABELS[None]), {}, r"targets (1, 2): expected (2,)"),
+    ("linear_cross_entropy", (zeros(3, 4), zeros(9, 4), LABELS), {}, r"targets (2,) torch.int64: expected 3 integers"),
+    ("flash_attention", (Q[0], K, K), {}, "q (8, 4, 16), k (2, 8, 2, 16), v (2, 8, 2, 16): expected (B, T, H, D)"),
+    ("flash_attention", (Q, K[:, :7], K[:, :7]), {}, "k (2, 7, 2, 16)"),
+    ("flash_attention", (Q, K, K[..., :8]), {}, "v (2, 8, 2, 8)"),
+    ("flash_attention", (Q, K.double(), K), {}, "k torch.float64"),
+    ("flash_attention", (Q.long(), K.long(), K.long()), {}, "q is torch.int64"),
+    ("flash_attention", (Q[:, :, :3], K, K), {}, "3 query heads cannot share 2 key/value heads"),
+    ("flash_attention", (Q[:, :, :0], K, K), {}, "0 query heads cannot share 2 key/value heads"),
+    ("flash_attention", (zeros(2, 8, 4, 24), *[zeros(2, 8, 2, 24)] * 2), {}, "head size 24: 16, 32, 64 and 128"),
+    ("flash_attention", (Q, K, K, STARTS[:, :7]), {}, "starts (2, 7) torch.int64: expected integers (2, 8)"),
+    ("flash_attention", (Q, K, K, STARTS.float()), {}, "starts (2, 8) torch.float32"),
+    ("fp8_linear", (zeros(4, 32), zeros(16, 32)), {}, "x is torch.float32: float8 matmuls read and write"),
+    ("fp8_linear", (zeros(4, 24, dtype=BF16), zeros(16, 24, dtype=BF16)), {},
+     "weight (16, 24): float8 matmuls want multiples of 16"),
+    ("fp8_linear", (zeros(4, 32, dtype=BF16), zeros(24, 32, dtype=BF16)), {},
+     "weight (24, 32): float8 matmuls want multiples of 16"),
+    ("fp8_linear", (zeros(4, 32, dtype=BF16), zeros(16, 48, dtype=BF16)), {},
+     "weight torch.bfloat16 (16, 48): expected"),
+    ("add_ranks", (zeros(8), zeros(3, 4), 1.0, zeros(8)), {},
+     "received (3, 4), out (8,): expected (n,), (ranks - 1, n)"),
+    ("add_ranks", (zeros(8), zeros(8, 3).T, 1.0, zeros(8)), {}, "contiguous"),
+    ("adamw_on_cpu", (ON_CPU[0].bfloat16(), ON_CPU[0], ON_CPU[0].short(), *ON_CPU[:2], *CPU_OPTIONS), {},
+     "w is torch.int16 (8,)"),
+    ("adamw_on_cpu", (*ON_CPU[:3], ON_CPU[0][:4], ON_CPU[0], *CPU_OPTIONS), {}, "m is torch.float32 (4,)"),
+    ("adamw_on_cpu", (*ON_CPU, ON_CPU[0][::2], *CPU_OPTIONS), {}, "v is torch.float32 (4,)"),
+]
+# fmt: on
+
+
+FUNCTIONS = vars(kernels) | {"rms_norm_linear": rms_norm_linear, "swiglu_mlp": swiglu_mlp}
+FUNCTIONS["adamw_on_cpu"] = sys.modules["kernels.adamw"].adamw_on_cpu
+
+
+@pytest.mark.parametrize("name, arguments, options, message", ERRORS, ids=[error[-1] for error in ERRORS])
+def test_mistake_is_a_value_error_that_says_what_was_found(name, arguments, options, message):
+    with pytest.raises(ValueError, match=re.escape(message)):
+        FUNCTIONS[name](*arguments, **options)
+
+
+@pytest.mark.parametrize("name", ["rms_norm_linear", "swiglu_mlp", "linear_cross_entropy"])
+def test_matmuls_under_autocast_are_refused(name):
+    inputs, constants = OPERATIONS[name].inputs(3, 8, FP32)
+    with torch.autocast(DEVICE, BF16), pytest.raises(ValueError, match="not run under torch.autocast: cast"):
+        OPERATIONS[name].function(*inputs, *constants)

@@ -1,0 +1,391 @@
+"""What cross_entropy and linear_cross_entropy promise beside what test_kernels.py asks of every operation."""
+
+from functools import partial
+
+import pytest
+import torch
+
+import kernels
+from kernels import linear_cross_entropy, reference
+from test_kernels import (
+    BF16,
+    BLOCK,
+    DEVICE,
+    FP16,
+    FP32,
+    FP64,
+    HAS_GPU,
+    OPERATIONS,
+    WIDE,
+    Operation,
+    assert_close,
+    assert_matches_float64,
+    assert_same,
+    cross_entropy_file,
+    cross_entropy_oracle,
+    full_size,
+    linear_cross_entropy_oracle,
+    loss_options,
+    loss_targets,
+    randn,
+    relative_error,
+    rounding,
+    run,
+    widened,
+)
+
+# Through one signature, f(logits, targets, **options): a head of ones on the diagonal is no head.
+LOSSES = {
+    "cross_entropy": kernels.cross_entropy,
+    "linear_cross_entropy": lambda logits, targets, **options: linear_cross_entropy(
+        logits, torch.eye(logits.shape[1], dtype=logits.dtype, device=DEVICE), targets, chunk_tokens=3, **options
+    ),
+    "cross_entropy_reference": reference.cross_entropy,
+}
+LINEAR = LOSSES["linear_cross_entropy"]
+ONE = [torch.ones((), device=DEVICE)]
+each_loss = pytest.mark.parametrize("loss", LOSSES.values(), ids=LOSSES)
+each_sum = pytest.mark.parametrize("reduction", ["mean", "sum"])
+
+
+def operation(loss, **options):
+    functions = (partial(function, **options) for function in (loss, cross_entropy_oracle))
+    return Operation(*functions, bias_of_dx=OPERATIONS["linear_cross_entropy"].bias_of_dx if loss is LINEAR else 0.25)
+
+
+def loss_inputs(rows=11, n_vocab=70, dtype=FP32):
+    (logits,), (targets,) = OPERATIONS["cross_entropy"].inputs(rows, n_vocab, dtype)
+    return logits, targets
+
+
+def linear_inputs(rows, n_vocab, dtype=FP32):
+    (x, weight), (targets,) = OPERATIONS["linear_cross_entropy"].inputs(rows, n_vocab, dtype)
+    return x, weight, targets
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Options and labels
+
+
+@pytest.mark.parametrize("label_smoothing", [0.0, 0.1, 1.0])
+@pytest.mark.parametrize("z_loss", [0.0, 0.1])
+@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
+@each_loss
+def test_losses_match_float64_with_every_option(loss, reduction, z_loss, label_smoothing):
+    if loss is LINEAR and reduction == "none":
+        pytest.skip("a chunk's losses are summed at once")
+    for dtype in (FP32, FP16):
+        logits, targets = loss_inputs(dtype=dtype)
+        options = dict(reduction=reduction, z_loss=z_loss, label_smoothing=label_smoothing)
+        assert_matches_float64(operation(loss, **options), (logits,), (targets,))
+
+
+@pytest.mark.parametrize("ignore_index", [0, 7, 69, -1, 2**40])
+@each_loss
+def test_ignore_index_is_any_number_in_range_or_not(loss, ignore_index):
+    logits, targets = loss_inputs()
+    targets = targets.where(targets != -100, ignore_index)
+    targets[2] = 0
+    ignoring = operation(loss, ignore_index=ignore_index, label_smoothing=0.1)
+    _, gradient = assert_matches_float64(ignoring, (logits,), (targets,))
+    assert (gradient[targets == ignore_index] == 0).all(), "an ignored row has a gradient"
+
+
+@pytest.mark.parametrize("rows", [11, 0])
+@each_sum
+@each_loss
+def test_no_rows_or_only_ignored_ones_give_loss_0_and_zero_gradients(loss, reduction, rows):
+    logits, targets = randn(rows, 70), torch.full((rows,), -100, device=DEVICE)
+    value, gradient = run(partial(loss, reduction=reduction, **loss_options), (logits,), (targets,))
+    assert value == 0 and gradient.shape == (rows, 70) and (gradient == 0).all(), f"loss {value}, gradient {gradient}"
+
+
+@each_loss
+def test_an_ignored_row_leaves_no_trace(loss):
+    logits, targets = loss_inputs()
+    clean, _ = run(loss, (logits,), (targets,), ONE)
+    logits[targets == -100] = 1e4 if loss is LINEAR else float("nan")
+    value, gradient = run(loss, (logits,), (targets,), ONE)
+    assert torch.equal(value, clean), f"loss {value}, without the ignored rows {clean}"
+    assert (gradient[targets == -100] == 0).all()
+
+
+@pytest.mark.parametrize("target", [-1, 70, -(2**40), 2**40])
+@each_loss
+def test_a_target_out_of_range_makes_the_loss_nan_and_touches_no_other_row(loss, target):
+    logits, targets = loss_inputs()
+    _, clean = run(partial(loss, reduction="sum"), (logits,), (targets,), ONE)
+    targets[5] = target
+    value, gradient = run(partial(loss, reduction="sum"), (logits,), (targets,), ONE)
+    others = torch.arange(len(targets), device=DEVICE) != 5
+    assert value.isnan() and gradient[5].isnan().any(), f"loss {value}"
+    assert torch.equal(gradient[others], clean[others]), "a neighbour's gradient changed"
+    if loss is not LINEAR:
+        losses = loss(logits, targets, reduction="none")
+        assert losses[5].isnan() and losses[others].isfinite().all(), f"losses {losses}"
+
+
+@pytest.mark.parametrize("poison", [float("nan"), float("inf")], ids=str)
+@pytest.mark.parametrize("column", [0, 12, WIDE - 1, slice(None)], ids=str)
+@pytest.mark.parametrize("loss", [kernels.cross_entropy, reference.cross_entropy], ids=["kernel", "reference"])
+def test_a_row_of_logits_with_nan_or_inf_turns_nan_and_no_other(loss, column, poison):
+    logits, targets = loss_inputs(rows=4, n_vocab=WIDE)
+    targets[:] = torch.tensor([WIDE - 1, 12, 12, 0])
+    arguments = partial(loss, reduction="none"), (logits,), (targets,), [torch.ones(4, device=DEVICE)]
+    clean = run(*arguments)
+    logits[2, column] = poison
+    losses, gradient = run(*arguments)
+    assert losses[2].isnan() and gradient[2].isnan().any(), f"the row with {poison} has loss {losses[2]}"
+    assert_same((losses[[0, 1, 3]], gradient[[0, 1, 3]]), [c[[0, 1, 3]] for c in clean], "another row")
+
+
+def test_a_nan_row_of_x_changes_no_other_row_of_linear_cross_entropy():
+    x, weight, targets = linear_inputs(11, 70)
+    _, clean, _ = run(linear_cross_entropy, (x, weight), (targets,), ONE)
+    x[5] = float("nan")
+    value, dx, _ = run(linear_cross_entropy, (x, weight), (targets,), ONE)
+    others = torch.arange(11, device=DEVICE) != 5
+    assert value.isnan() and dx[5].isnan().all()
+    assert torch.equal(dx[others], clean[others]), "a neighbour's gradient changed"
+
+
+@pytest.mark.parametrize("masked", [slice(0, BLOCK), slice(60, WIDE - 1), slice(1, 2)], ids=str)
+def test_logits_of_minus_inf_are_a_mask(masked):
+    """As in PyTorch: a vocabulary masked in part gives a finite loss, also where a whole block of it is masked."""
+    logits, targets = randn(3, WIDE), torch.tensor([WIDE - 1, WIDE - 1, 5], device=DEVICE)
+    logits[1, masked] = float("-inf")
+    value, gradient = assert_matches_float64(operation(kernels.cross_entropy), (logits,), (targets,))
+    assert value.isfinite() and gradient.isfinite().all()
+
+
+def test_targets_may_have_any_integer_type_and_stride():
+    logits, targets = loss_inputs()
+    strided = torch.full((11, 3), 10**6, device=DEVICE)
+    strided[:, 1] = targets
+    unsigned = torch.arange(11, dtype=torch.uint8, device=DEVICE) + 156 - 5  # 156 is -100 where 8 bits wrap
+    wide_logits = randn(11, 200)
+    for name, loss in LOSSES.items():
+        expected = run(loss, (logits,), (targets,), ONE)
+        for other in (targets.int(), targets.to(torch.int16), strided[:, 1]):
+            assert_same(run(loss, (logits,), (other,), ONE), expected, f"{name}, {other.dtype}")
+        expected = run(loss, (wide_logits,), (unsigned.long(),), ONE)
+        assert_same(run(loss, (wide_logits,), (unsigned,), ONE), expected, f"{name}, uint8")
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# When gradients are computed, and how they are scaled and summed
+
+
+@each_sum
+def test_the_gradient_of_a_cross_entropy_is_ready_before_backward(reduction):
+    """The loss differentiated as it stands costs no second look at the logits: here they are gone by then."""
+    logits, targets = loss_inputs()
+    expected = run(partial(kernels.cross_entropy, reduction=reduction), (logits,), (targets,), ONE)[1]
+    logits.requires_grad_()
+    loss = kernels.cross_entropy(logits, targets, reduction=reduction)
+    logits.data.fill_(float("nan"))
+    assert_same(torch.autograd.grad(loss, logits), (expected,), reduction)
+
+
+def test_without_autograd_a_cross_entropy_computes_no_gradient(monkeypatch):
+    logits, targets = loss_inputs()
+    logits.requires_grad_()
+    expected, asked, original = kernels.cross_entropy(logits, targets).detach(), [], cross_entropy_file.losses_of_rows
+    monkeypatch.setattr(cross_entropy_file, "losses_of_rows", lambda *args: asked.append(args[4:]) or original(*args))
+    with torch.no_grad():
+        loss = kernels.cross_entropy(logits, targets)
+    assert asked == [()], "the gradient's tensor was given"
+    assert_same((loss,), (expected,), "loss")
+
+
+def test_a_cross_entropy_may_be_differentiated_several_times_and_scaled():
+    logits, targets = loss_inputs()
+    truth = run(reference.cross_entropy, (logits.double(),), (targets,), widened(ONE))[1]
+    loss = kernels.cross_entropy(logits.requires_grad_(), targets)
+    gradients = [torch.autograd.grad(factor * loss, logits, retain_graph=True)[0] for factor in (1, 1, 3, 1)]
+    assert len({gradient.data_ptr() for gradient in gradients}) == 4, "a gradient handed out before was overwritten"
+    for factor, gradient in zip((1, 1, 3, 1), gradients, strict=True):
+        assert relative_error(gradient, factor * truth) < 1e-6, f"times {factor}"
+
+
+@pytest.mark.parametrize("name", ["cross_entropy", "linear_cross_entropy"])
+def test_fp16_gradients_do_not_underflow_before_the_loss_scale(name):
+    """p/n is below what fp16 can hold, p/n times the loss scale is not. The targets' own entries would hide it."""
+    rows, n_vocab, scale = (16384, 2000, 2.0**18) if HAS_GPU else (128, 1000, 2.0**10)
+    logits, targets = 0.1 * randn(rows, n_vocab, dtype=FP16), torch.randint(n_vocab, (rows,), device=DEVICE)
+    upstream = [torch.tensor(scale, device=DEVICE)]
+    head = [torch.eye(n_vocab, dtype=FP16, device=DEVICE)] if name == "linear_cross_entropy" else []
+    gradient = run(getattr(kernels, name), (logits, *head), (targets,), upstream)[1]
+    truth = run(cross_entropy_oracle, (logits.double(),), (targets,), widened(upstream))[1]
+    rest = torch.ones_like(truth).scatter_(1, targets[:, None], 0)
+    error = relative_error(gradient * rest, truth * rest)
+    assert error < 1e-3, f"relative error {error:.2e} beside the targets, largest {(truth * rest).abs().max():.2e}"
+
+
+def test_a_loss_scale_beyond_fp16_scales_fp16_gradients():
+    """The scale is a tensor: on CUDA a scalar one would be rounded to fp16, and 2^17 to infinity, before it is used."""
+    x, weight, targets = randn(8, 16, dtype=FP16), 1e-3 * randn(40, 16, dtype=FP16), torch.arange(8, device=DEVICE)
+    upstream = [torch.tensor(2.0**17, device=DEVICE)]
+    _, dx = run(partial(linear_cross_entropy, reduction="sum"), (x,), (weight, targets), upstream)
+    oracle = partial(linear_cross_entropy_oracle, reduction="sum")
+    _, truth = run(oracle, (x.double(),), (weight.double(), targets), widened(upstream))
+    assert relative_error(dx, truth) < 1e-3, f"largest {dx.abs().max():.3e}, expected {truth.abs().max():.3e}"
+
+
+@pytest.mark.parametrize("chunk_tokens", [1, 3, 10, 11, 12, 1000, None])
+def test_any_chunk_size_gives_the_same_loss_and_gradients(chunk_tokens):
+    chunked = Operation(partial(linear_cross_entropy, chunk_tokens=chunk_tokens), linear_cross_entropy_oracle, None, 1)
+    for dtype in (FP16, FP32, FP64):
+        *inputs, targets = linear_inputs(11, 69, dtype)
+        assert_matches_float64(chunked, inputs, (targets,))
+
+
+def test_the_weight_gradient_is_summed_in_fp32_over_the_chunks():
+    """3,200 + 32.53125 is 3,232 in fp16: one token a chunk would round at every addition."""
+    rows = 128
+    x, weight = torch.full((rows, 1), 65.0625, dtype=FP16, device=DEVICE), torch.zeros(2, 1, dtype=FP16, device=DEVICE)
+    targets = torch.zeros(rows, dtype=torch.int64, device=DEVICE)
+    function = partial(linear_cross_entropy, chunk_tokens=1, reduction="sum")
+    _, _, dweight = run(function, (x, weight), (targets,), ONE)
+    assert dweight.flatten().tolist() == [-32.53125 * rows, 32.53125 * rows]
+
+
+def test_a_weight_gradient_summed_in_bf16_is_close_and_given_once():
+    x, weight, targets = linear_inputs(24, 70, BF16)
+    narrow = partial(linear_cross_entropy, chunk_tokens=5, fp32_dweight=False)
+    exact = run(linear_cross_entropy_oracle, widened((x, weight)), (targets,), widened(ONE))
+    for ours, truth in zip(run(narrow, (x, weight), (targets,), ONE), exact, strict=True):
+        assert relative_error(ours, truth) < 4 * rounding(BF16)
+    loss = narrow(x.requires_grad_(), weight.requires_grad_(), targets)
+    loss.backward(retain_graph=True)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+
+
+@pytest.mark.parametrize("options", [{}, {"fp32_dweight": False}], ids=str)
+def test_overwrite_x_makes_x_its_own_gradient(options):
+    x, weight, targets = linear_inputs(15, 70, BF16)
+    chunked = partial(linear_cross_entropy, chunk_tokens=4, **options)
+    _, dx, dweight = run(chunked, (x, weight), (targets,), ONE)
+    leaf, weight = x.clone().requires_grad_(), weight.requires_grad_()
+    hidden, met = leaf.clone(), []
+    hidden.register_hook(lambda gradient: met.append(gradient.data_ptr()))
+    chunked(hidden, weight, targets, overwrite_x=True).backward()
+    assert torch.equal(leaf.grad, dx) and torch.equal(weight.grad, dweight)
+    assert met == [hidden.data_ptr()], "it took memory of its own"
+    strided = leaf.detach().T.contiguous().T  # not overwritten
+    before = strided.clone()
+    _, dx, dweight = run(chunked, (strided, weight), (targets,), ONE)
+    assert_same(run(partial(chunked, overwrite_x=True), (strided, weight), (targets,), ONE)[1:], (dx, dweight), "")
+    assert torch.equal(strided, before)
+    read_again = leaf.clone()
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        (read_again.square().sum() + chunked(read_again, weight, targets, overwrite_x=True)).backward()
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Work and memory
+
+
+def profile(function):
+    """How many matrix products it ran, and the largest piece of memory it took at once, in bytes."""
+    function()  # the first run takes cuBLAS's workspace
+    activities = [torch.profiler.ProfilerActivity.CPU] + [torch.profiler.ProfilerActivity.CUDA] * HAS_GPU
+    with torch.profiler.profile(activities=activities, profile_memory=True) as record:
+        function()
+    memory = "self_device_memory_usage" if HAS_GPU else "self_cpu_memory_usage"
+    products = sum(event.name in ("aten::mm", "aten::addmm") for event in record.events())
+    return products, max(getattr(event, memory) for event in record.events())
+
+
+@pytest.mark.parametrize("need_dx, need_dweight", [(True, True), (True, False), (False, True), (False, False)])
+@pytest.mark.parametrize("context", [torch.enable_grad, torch.no_grad, torch.inference_mode])
+def test_linear_cross_entropy_computes_nothing_that_is_not_needed(context, need_dx, need_dweight):
+    """Three chunks: a product each for the logits, for dX and for dW, and no fp32 (V, C) for a frozen weight."""
+    x, weight, targets = linear_inputs(9, 500)
+    x.requires_grad_(need_dx), weight.requires_grad_(need_dweight)
+
+    def step():
+        with context():
+            loss = linear_cross_entropy(x, weight, targets, chunk_tokens=3)
+        if loss.requires_grad:
+            loss.backward()
+
+    products, largest = profile(step)
+    gradients = (need_dx, need_dweight) if context is torch.enable_grad else (False, False)
+    assert products == 3 * (1 + sum(gradients)), f"{products} matrix products"
+    assert gradients[1] or largest < 4 * weight.numel(), f"{largest} bytes at once without a gradient of the weight"
+
+
+def test_linear_cross_entropy_never_holds_all_logits():
+    x, weight, targets = linear_inputs(64, 500)
+    x.requires_grad_(), weight.requires_grad_()
+    _, largest = profile(lambda: linear_cross_entropy(x, weight, targets, chunk_tokens=8).backward())
+    assert largest < 64 * 500 * 4, f"{largest} bytes at once"
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Full size
+
+
+@full_size
+def test_linear_cross_entropy_peak_memory_at_full_size():
+    x, weight = randn(16384, 2048, dtype=BF16), randn(128256, 2048, dtype=BF16)
+    targets = torch.randint(128256, (16384,), device=DEVICE)
+    x.requires_grad_(), weight.requires_grad_()
+    linear_cross_entropy(x[:300], weight, targets[:300]).backward()  # cuBLAS takes its workspace
+    for options, mib in (({}, 2.1 * 1024), (dict(chunk_tokens=512, fp32_dweight=False), 700)):
+        x.grad = weight.grad = None
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        linear_cross_entropy(x, weight, targets, **options).backward()
+        peak = (torch.cuda.max_memory_allocated() - before) / 2**20
+        assert peak < mib, f"{peak:.0f} MiB above the inputs with {options}"
+
+
+@full_size
+@pytest.mark.parametrize("dtype", [BF16, FP16], ids=str)
+@pytest.mark.parametrize("options", [{}, loss_options], ids=["plain", "smoothed"])
+def test_linear_cross_entropy_at_full_size_matches_float64(options, dtype):
+    x, weight = randn(16384, 2048, dtype=dtype), randn(128256, 2048, dtype=dtype) / 45
+    targets, scale = loss_targets(16384, 128256), torch.tensor(1024.0, device=DEVICE)
+    functions = (partial(f, **options) for f in (linear_cross_entropy, linear_cross_entropy_oracle))
+    full = Operation(*functions, bias_of_dx=1)
+    truth = truth_in_chunks(full.oracle, x, weight, targets, scale)
+    assert_matches_float64(full, (x, weight), (targets,), [scale], truth)
+
+
+def truth_in_chunks(oracle, x, weight, targets, scale):
+    """The oracle in float64, 1,024 tokens at a time: all the logits would take 17 GB a copy."""
+    weight = weight.double().requires_grad_()
+    loss, dx, n_live = 0, [], (targets != -100).sum()
+    for x_chunk, target_chunk in zip(x.split(1024), targets.split(1024), strict=True):
+        x_chunk = x_chunk.double().requires_grad_()
+        chunk = oracle(x_chunk, weight, target_chunk, reduction="sum") / n_live
+        (chunk * scale).backward()
+        loss += chunk.detach()
+        dx.append(x_chunk.grad)
+    return [loss, torch.cat(dx), weight.grad]
+
+
+@full_size
+@pytest.mark.parametrize("rows", [16384, 16896])  # the second is past 2³¹ logits
+def test_cross_entropy_at_full_size_matches_float64(rows):
+    logits, targets, upstream = 3 * randn(rows, 128256, dtype=BF16), loss_targets(rows, 128256), randn(rows)
+    full = operation(kernels.cross_entropy, reduction="none", **loss_options)
+    ours = run(full.function, (logits,), (targets,), [upstream])
+    for part in (slice(0, 512), slice(rows // 2, rows // 2 + 512), slice(rows - 512, rows)):
+        arguments = [logits[part]], [targets[part]], [upstream[part]]
+        eager, truth = run(full.oracle, *arguments), run(full.oracle, *map(widened, arguments))
+        for what, out, exact, rounded in zip(("losses", "dlogits"), ours, truth, eager, strict=True):
+            assert_close(what, out[part], exact, rounded)
+
+
+@full_size
+def test_a_chunk_of_logits_past_2_to_the_31_elements():
+    x, weight, targets = linear_inputs(16896, 128256, BF16)
+    one_chunk, chunks = (
+        run(partial(linear_cross_entropy, chunk_tokens=size), (x, weight), (targets,), ONE) for size in (16896, 2048)
+    )
+    for what, a, b in zip(("loss", "dx", "dW"), one_chunk, chunks, strict=True):
+        assert relative_error(a, b.double()) < 1e-2, f"{what}: relative difference {relative_error(a, b.double())}"

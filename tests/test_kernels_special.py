@@ -1,0 +1,125 @@
+"""What single operations promise beside what test_kernels.py asks of all."""
+
+from functools import partial
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+import kernels
+import test_kernels
+from kernels import rms_norm
+from test_kernels import (
+    BF16,
+    DEVICE,
+    FP16,
+    FP32,
+    FP64,
+    HAS_GPU,
+    OPERATIONS,
+    Operation,
+    add_rms_norm_oracle,
+    arguments_of,
+    assert_matches_float64,
+    assert_same,
+    randn,
+    rope_inputs,
+    rope_of,
+    run,
+)
+
+
+@pytest.mark.parametrize("name", ["rms_norm", "add_rms_norm", "layer_norm"])
+@pytest.mark.parametrize("x_dtype, weight_dtype", [(FP16, FP32), (BF16, FP32), (FP32, FP16), (FP64, FP32)], ids=str)
+def test_norms_take_weights_of_another_dtype(name, x_dtype, weight_dtype):
+    inputs, constants = OPERATIONS[name].inputs(33, 257, x_dtype)
+    assert_matches_float64(OPERATIONS[name], [x if x.ndim == 2 else x.to(weight_dtype) for x in inputs], constants)
+
+
+def test_the_eps_is_1e_5_unless_given():
+    x, weight = 1e-3 * randn(4, 33), 1 + randn(33)
+    torch.testing.assert_close(rms_norm(x, weight), F.rms_norm(x, weight.shape, weight, 1e-5), rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("name", [name for name in OPERATIONS if "norm" in name or "mlp" in name])
+def test_the_eps_that_is_given_is_used_forward_and_backward(name, monkeypatch):
+    monkeypatch.setattr(test_kernels, "EPS", 0.3)  # the oracles'
+    operation = OPERATIONS[name]
+    given = operation._replace(function=partial(operation.function, eps=0.3))
+    assert_matches_float64(given, *operation.inputs(9, 33, FP32))
+
+
+@pytest.mark.parametrize("dtype", [FP16, FP32] + [BF16] * HAS_GPU, ids=str)
+def test_add_rms_norm_equals_its_two_steps_bit_for_bit(dtype):
+    for width in (70, 4096):
+        (x, residual, weight), _ = OPERATIONS["add_rms_norm"].inputs(9, width, dtype)
+        normed, total = kernels.add_rms_norm(x, residual, weight)
+        assert_same((normed, total), (rms_norm(x + residual, weight), x + residual), "add_rms_norm")
+
+
+def test_add_rms_norm_gives_x_and_residual_gradients_of_their_own():
+    (x, residual, weight), _ = OPERATIONS["add_rms_norm"].inputs(4, 8, FP32)
+    x.requires_grad_(), residual.requires_grad_()
+    sum(y.sum() for y in kernels.add_rms_norm(x, residual, weight)).backward()
+    assert x.grad.data_ptr() != residual.grad.data_ptr(), "clipping one in place would clip the other"
+
+
+def test_add_rms_norm_needs_neither_output_nor_two_inputs():
+    """The gradient through one output alone, and of one tensor given twice."""
+    (x, residual, weight), _ = OPERATIONS["add_rms_norm"].inputs(4, 8, FP64)
+    for unused in (0, 1):
+        operation = Operation(
+            lambda *a, i=1 - unused: kernels.add_rms_norm(*a, test_kernels.EPS)[i],
+            lambda *a, i=1 - unused: add_rms_norm_oracle(*a)[i] + 0 * a[2].sum(),
+        )
+        assert_matches_float64(operation, (x, residual, weight), ())
+    twice = Operation(lambda x, w: kernels.add_rms_norm(x, x, w), lambda x, w: add_rms_norm_oracle(x, x, w))
+    assert_matches_float64(twice, (x, weight), ())
+
+
+@pytest.mark.parametrize("name", ["rms_norm", "add_rms_norm"])
+def test_overwrite_dy_gives_the_gradient_of_x_the_memory_of_that_of_y(name):
+    _, inputs, _, upstream = arguments_of(name, dtype=BF16)
+    expected = run(OPERATIONS[name].function, inputs, upstream=[x.clone() for x in upstream])
+    overwriting = partial(getattr(kernels, name), overwrite_dy=True)
+    assert_same(run(overwriting, inputs, upstream=upstream), expected, name)
+    assert torch.equal(upstream[0], expected[-len(inputs)]), "it took memory of its own"
+    strided = [x.T.contiguous().T for x in upstream[:1]] + upstream[1:]
+    before = strided[0].clone()
+    run(overwriting, inputs, upstream=strided)
+    assert torch.equal(strided[0], before), "what is not contiguous stays"
+
+
+@pytest.mark.parametrize("name", ["rms_norm_linear", "swiglu_mlp", "swiglu_mlp_in_chunks"])
+def test_without_a_residual_x_is_the_sum(name):
+    function, (x, _, *weights), _, upstream = arguments_of(name, 5, 8, FP64)
+    truth = run(OPERATIONS[name].oracle, (x, torch.zeros_like(x), *weights), upstream=upstream)
+    del truth[3]  # the gradient of the zeros
+    found = run(lambda x, *weights: function(x, None, *weights), (x, *weights), upstream=upstream)
+    for ours, true in zip(found, truth, strict=True):
+        assert (ours - true).abs().max() < 1e-12 * true.abs().max()
+
+
+def test_rope_takes_positions_of_each_batch_and_any_number_of_heads():
+    inputs, (cos, sin) = rope_inputs(3, 5, FP32)
+    angles = torch.rand(2, 3, 5, device=DEVICE) * 100
+    strided = [torch.rand(5, 3, 2, device=DEVICE).permute(2, 1, 0) for _ in range(2)]
+    for positions in ((angles.cos(), angles.sin()), strided, [x[:, :1].expand(3, 5) for x in (cos, sin)]):
+        assert_matches_float64(OPERATIONS["rope"], inputs, positions)
+    for heads, kv_heads in ((1, 1), (3, 3), (5, 1)):
+        assert_matches_float64(rope_of(heads), *rope_inputs(3, 3, FP32, heads, kv_heads))
+
+
+@pytest.mark.parametrize("name, size, dtype", [
+    *((name, 100, FP32) for name in ("swiglu", "geglu_tanh", "geglu_none")), ("cross_entropy", 1000, FP32),
+    ("rms_norm", 3000, FP16), ("layer_norm", 3000, FP16),  # the squares are past fp16
+])  # fmt: skip
+def test_large_values_do_not_overflow(name, size, dtype):
+    (x, *weights), constants = OPERATIONS[name].inputs(4, 70, dtype)
+    assert_matches_float64(OPERATIONS[name], (size * x, *weights), constants)
+
+
+def test_layer_norm_keeps_the_variance_of_rows_far_from_zero():
+    (x, *weights), _ = OPERATIONS["layer_norm"].inputs(4, 257, FP32)
+    found, expected = kernels.layer_norm(x + 1000, *weights), F.layer_norm(x + 1000, (257,), *weights)
+    torch.testing.assert_close(found, expected, rtol=1e-3, atol=1e-3)
