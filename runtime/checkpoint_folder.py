@@ -15,7 +15,6 @@ import os
 import re
 import shutil
 from collections.abc import Callable, Iterable
-from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -41,7 +40,7 @@ from runtime.safetensors_file import (
 
 FILE_BYTES = 5 * 10**9  # of one .safetensors, as Hugging Face cuts them
 DOCUMENT_BYTES = 256 * 2**20  # a JSON file may have: run.json has 76 bytes for 4 MiB of tensors
-SEAL = ',\n  "digest": "'  # run.json's last line: the digest of all that stands before it
+SEAL = b',\n  "digest": "'
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -105,77 +104,29 @@ def write_folder(
     for run, the content of run.json. Returns the names of tensors whose replicas differ: the first replica is written.
     Raises, on all ranks, OSError if one cannot write, ValueError if the ranks do not have all rows of the same tensors.
     """
-    tensors = {stem: {rows.name: rows for rows in found} for stem, found in tensors.items()}
-    files, indices = {}, {}
-    for stem, by_name in tensors.items():
-        layout = _layout(stem, by_name.values())
-        indices[f"{stem}.safetensors.index.json"] = _index(layout)
-        files |= {file: (*header_and_infos, by_name) for file, header_and_infos in layout.items()}
-    headers = {file: digest(header) for file, (header, _, _) in files.items()}
-    documents = documents | indices
+    files, rows = {}, {}
+    for stem, found in tensors.items():
+        found = {each.name: each for each in found}
+        layout = _layout(stem, found.values())
+        documents = documents | {f"{stem}.safetensors.index.json": _index(layout)}
+        files, rows = files | layout, rows | found
+    headers = {file: header for file, (header, _, _) in files.items()}
 
-    def begin():
-        shutil.rmtree(folder, ignore_errors=True)  # a save that was killed
-        folder.mkdir(parents=True)
-        sizes = {
-            file: max([len(header), *(info.end for info in infos.values())])
-            for file, (header, infos, _) in files.items()
-        }
-        disk = os.statvfs(folder)
-        if (
-            disk.f_blocks and sum(sizes.values()) > disk.f_bavail * disk.f_frsize
-        ):  # sooner than after writing most of it
-            needed, free = sum(sizes.values()) / 2**30, disk.f_bavail * disk.f_frsize / 2**30
-            raise OSError(f"the disk is full: {folder} needs {needed:.1f} GiB, and {free:.1f} GiB are free")
-        for name, content in documents.items():
-            _write_file(folder / name, content)
-        for file, (header, _, _) in files.items():
-            _write_file(folder / file, header, sizes[file])
-        return headers, sizes
+    def create():
+        _create(folder, documents, files)
+        return headers
 
-    headers_of_rank_0, sizes = from_rank_0(begin, group)
-
-    def write():
-        differing = [file for file in headers | headers_of_rank_0 if headers.get(file) != headers_of_rank_0.get(file)]
-        if differing:
-            raise ValueError(f"the ranks have different tensors for {', '.join(differing)}")
-        found = []  # (file, piece, tensor's name, whether it was written)
-        for file, (_, infos, by_name) in files.items():
-            with open(folder / file, "r+b", buffering=0) as opened:
-                for name, info in infos.items():
-                    rows = by_name[name]
-                    x = rows.tensor() if callable(rows.tensor) else rows.tensor
-                    pieces = write_rows(opened, info, rows.first, x, rows.writes)
-                    found += [(file, piece, name, rows.writes) for piece in pieces]
-                os.fsync(opened.fileno())
-        return found
-
-    found = [on_all_ranks(write, group)]
+    agreed = from_rank_0(create, group)
+    mine = on_all_ranks(lambda: _write_rows(folder, files, rows, headers, agreed), group)
+    pieces = [mine]
     if dist.is_initialized():
-        found_here, found = found[0], [None] * dist.get_world_size(group) if _rank(group) == 0 else None
-        dist.gather_object(found_here, found, group=group, group_dst=0)
-
-    def finish():
-        written = {name: digest_pieces(content) for name, content in documents.items()}
-        written |= {file: digest_pieces(header) for file, (header, _, _) in files.items()}
-        for file, piece, _, writes in (item for of_rank in found for item in of_rank):
-            if writes:
-                written[file].append(piece)
-        for file, size in sizes.items():
-            written[file].sort()
-            if [piece.begin for piece in written[file]] + [size] != [0, *(piece.end for piece in written[file])]:
-                raise ValueError(f"{folder / file}: the rows of all ranks are not its {size} bytes, each once")
-        whole = {(file, piece) for file, pieces in written.items() for piece in pieces}
-        digests = {file: [f"{piece.end} {piece.sha256}" for piece in pieces] for file, pieces in written.items()}
-        _write_file(folder / "run.json", _sealed(run | {"digests": digests}))
-        sync_folder(folder)
-        return sorted({name for of_rank in found for file, piece, name, _ in of_rank if (file, piece) not in whole})
-
-    return from_rank_0(finish, group)
+        pieces = [None] * dist.get_world_size(group) if _rank(group) == 0 else None
+        dist.gather_object(mine, pieces, group=group, group_dst=0)
+    return from_rank_0(lambda: _finish(folder, documents, files, run, pieces), group)
 
 
-def _layout(stem: str, found: Iterable[Rows]) -> dict[str, tuple[bytes, dict[str, TensorInfo]]]:
-    """The files for tensors: by name the header, and where each tensor lies."""
+def _layout(stem, found):
+    """The files for tensors: by name the header, where each tensor lies, and the number of bytes."""
     groups, n_bytes = [{}], 0
     for rows in found:
         size = TensorInfo(*rows[:3], begin=0).end
@@ -187,34 +138,73 @@ def _layout(stem: str, found: Iterable[Rows]) -> dict[str, tuple[bytes, dict[str
     return {name: make_header(group) for name, group in zip(names, groups, strict=True)}
 
 
-def _index(layout) -> bytes:
+def _index(layout):
     """Hugging Face's index. A single file gets one too: without it vLLM would read optimizer.safetensors as weights."""
-    infos = {info.name: (file, info) for file, (_, infos) in layout.items() for info in infos.values()}
+    infos = {info.name: (file, info) for file, (_, infos, _) in layout.items() for info in infos.values()}
     total = sum(info.end - info.begin for _, info in infos.values())
     index = {"metadata": {"total_size": total}, "weight_map": {name: file for name, (file, _) in infos.items()}}
     return json.dumps(index, indent=2).encode()
 
 
-def _write_file(path, content, size=0):
+def _create(folder, documents, files):
+    """The documents, and files of the right size with nothing but a header."""
+    shutil.rmtree(folder, ignore_errors=True)  # left by a save that was killed
+    folder.mkdir(parents=True)
+    total, _, free = shutil.disk_usage(folder)
+    needed = sum(n_bytes for _, _, n_bytes in files.values())
+    if total and needed > free:  # a few file systems say 0 of 0
+        raise OSError(f"the disk is full: {folder} needs {needed / 2**30:.1f} GiB, and {free / 2**30:.1f} GiB are free")
+    for name, content in documents.items():
+        _write_file(folder / name, content)
+    for file, (header, _, n_bytes) in files.items():
+        _write_file(folder / file, header, n_bytes)
+
+
+def _write_file(path, content, n_bytes=0):
     with open(path, "xb") as file:
         file.write(content)
-        file.truncate(max(size, len(content)))
+        file.truncate(max(n_bytes, len(content)))
         file.flush()
         os.fsync(file.fileno())
 
 
-def sync_folder(path: Path) -> None:
-    """Flush a folder: names of new files, and renames, are on the disk only then."""
-    folder = os.open(path, os.O_RDONLY)
-    os.fsync(folder)
-    os.close(folder)
+def _write_rows(folder, files, rows, headers, agreed):
+    """This rank's rows. Returns (file, piece, tensor's name, whether it was written)."""
+    differing = [file for file in headers | agreed if headers.get(file) != agreed.get(file)]
+    if differing:
+        raise ValueError(f"the ranks have different tensors for {', '.join(differing)}")
+    found = []
+    for file, (_, infos, _) in files.items():
+        with open(folder / file, "r+b", buffering=0) as opened:
+            for name, info in infos.items():
+                _, _, _, first, tensor, writes = rows[name]
+                pieces = write_rows(opened, info, first, tensor() if callable(tensor) else tensor, writes)
+                found += [(file, piece, name, writes) for piece in pieces]
+            os.fsync(opened.fileno())
+    return found
 
 
-def _sealed(run: dict) -> bytes:
-    """run.json: the JSON object with its digest as the last name. What is not finite becomes null."""
-    finite = json.loads(json.dumps(run), parse_constant=lambda _: None)
-    body = json.dumps(finite, indent=2).removesuffix("\n}")
-    return f'{body}{SEAL}{digest(body.encode())}"\n}}\n'.encode()
+def _finish(folder, documents, files, run, found):
+    """Write run.json from all ranks' pieces, and return the names of tensors whose replicas differ."""
+    found = [each for of_rank in found for each in of_rank]
+    pieces = {name: digest_pieces(content) for name, content in documents.items()}
+    for file, (header, _, n_bytes) in files.items():
+        pieces[file] = sorted(
+            [*digest_pieces(header), *(piece for of, piece, _, writes in found if writes and of == file)]
+        )
+        if [piece.begin for piece in pieces[file]] + [n_bytes] != [0, *(piece.end for piece in pieces[file])]:
+            raise ValueError(f"{folder / file}: the rows of all ranks are not its {n_bytes} bytes, each once")
+    written = {(file, piece) for file in files for piece in pieces[file]}
+    digests = {file: [f"{piece.end} {piece.sha256}" for piece in of_file] for file, of_file in pieces.items()}
+    finite = json.loads(json.dumps(run | {"digests": digests}), parse_constant=lambda _: None)  # NaN is no JSON
+    _write_file(folder / "run.json", _seal(json.dumps(finite, indent=2).encode()))
+    return sorted({name for file, piece, name, _ in found if (file, piece) not in written})
+
+
+def _seal(run: bytes) -> bytes:
+    """run.json, with the digest of what stands before it as its last line."""
+    body = run.removesuffix(b"\n}")
+    return body + SEAL + digest(body).encode() + b'"\n}\n'
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -242,7 +232,7 @@ def open_folder(path: Path, stems: tuple[str, ...] = ("model",), group: dist.Pro
 
 def _open_folder(path, stems):
     run = read_run(path)
-    pieces = run and _parse_digests(run["digests"], path / "run.json")
+    pieces = run and _parse_digests(run, path / "run.json")
     config = parse_json(read_document(path / "config.json", pieces), path / "config.json")
     tensors = {}
     for stem in stems:
@@ -253,9 +243,14 @@ def _open_folder(path, stems):
 def _find_tensors(path, single, pieces):
     """The tensors of a file, or of all files that its index names."""
     index, where = path / f"{single}.index.json", {}
-    if index.exists():
+    if index.exists() or index.name in (pieces or {}):
         where = parse_json(read_document(index, pieces), index).get("weight_map")
-        if not isinstance(where, dict) or not all(isinstance(x, str) and Path(x).name == x for x in where.values()):
+        names = (
+            [re.fullmatch(r"[\w.-]{1,80}\.safetensors", str(file)) for file in where.values()]
+            if isinstance(where, dict)
+            else [None]
+        )
+        if not all(names):
             raise Damaged(f"{index} has no weight_map, from names of tensors to names of files")
     tensors = {}
     for file in sorted(set(where.values())) or [single]:
@@ -270,16 +265,13 @@ def _find_tensors(path, single, pieces):
 
 def read_run(path: Path) -> dict | None:
     """run.json of a folder, on this rank; None if there is none. Damaged if it is not what was saved."""
-    file = path / "run.json"
-    if not file.exists():
+    if not (path / "run.json").exists():
         return None
-    body, seal, end = read_document(file).rpartition(SEAL.encode())
-    if end != f'{digest(body)}"\n}}\n'.encode():  # before it is parsed
-        raise Damaged(f"{file} is not what was saved")
-    run = parse_json(body + b"}", file)
-    if not isinstance(run.get("digests"), dict):
-        raise Damaged(f"{file} has no digests")
-    return run
+    content = read_document(path / "run.json")
+    run = content.rpartition(SEAL)[0] + b"\n}"
+    if content != _seal(run):  # before it is parsed
+        raise Damaged(f"{path / 'run.json'} is not what was saved")
+    return parse_json(run, path / "run.json")
 
 
 def read_document(path: Path, pieces: dict[str, list[Piece]] | None = None) -> bytes:
@@ -294,28 +286,28 @@ def read_document(path: Path, pieces: dict[str, list[Piece]] | None = None) -> b
 
 
 def _pieces_of(file, pieces):
-    """The pieces of an open file."""
+    """The pieces of an open file; None in a published folder."""
     if pieces is None:
         return None
-    name, size = Path(file.name).name, os.fstat(file.fileno()).st_size
-    if name not in pieces:
-        raise Damaged(f"{file.name} is not in run.json's digests")
-    saved = pieces[name][-1].end if pieces[name] else 0
+    of_file, size = pieces.get(Path(file.name).name, []), os.fstat(file.fileno()).st_size
+    saved = of_file[-1].end if of_file else 0
     if size != saved:
         raise Damaged(f"{file.name} has {size} bytes, and {saved} were saved")
-    return pieces[name]
+    return of_file
 
 
-def _parse_digests(digests, path):
+def _parse_digests(run, path):
     """The pieces of each file, from lists of "end sha256"."""
     pieces = {}
-    for file, lines in digests.items():
-        if not (isinstance(lines, list) and all(re.fullmatch(r"\d{1,18} [0-9a-f]{64}", str(line)) for line in lines)):
-            raise Damaged(f"{path}: the digests of {file!r} are no list of ends and SHA-256")
-        ends = [0, *(int(line.split()[0]) for line in lines)]
-        if any(not 0 < end - begin <= PIECE_BYTES for begin, end in pairwise(ends)):
-            raise Damaged(f"{path}: the digests of {file!r} are not of pieces of 1 to {PIECE_BYTES} bytes")
-        pieces[file] = [Piece(*pair, line.split()[1]) for pair, line in zip(pairwise(ends), lines, strict=True)]
+    try:
+        for file, lines in run["digests"].items():
+            ends = [(int(end), sha256) for end, sha256 in map(str.split, lines)]
+            begins = [0, *(end for end, _ in ends)]
+            pieces[file] = [Piece(begin, *end) for begin, end in zip(begins, ends, strict=False)]
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        raise Damaged(f"{path} has no digests, lists of 'end sha256' by names of files") from error
+    if not all(0 < piece.end - piece.begin <= PIECE_BYTES for of_file in pieces.values() for piece in of_file):
+        raise Damaged(f"{path} has digests of pieces that do not have 1 to {PIECE_BYTES} bytes")
     return pieces
 
 

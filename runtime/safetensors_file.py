@@ -24,7 +24,7 @@ import math
 import os
 import stat
 from bisect import bisect_left, bisect_right
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from io import FileIO
 from itertools import pairwise
@@ -95,8 +95,8 @@ def as_bytes(x: torch.Tensor) -> memoryview:
 # Header
 
 
-def make_header(tensors: Mapping[str, tuple[torch.dtype, tuple[int, ...]]]) -> tuple[bytes, dict[str, TensorInfo]]:
-    """The first bytes of a file of tensors of these dtypes and shapes, and where each tensor lies.
+def make_header(tensors: dict[str, tuple[torch.dtype, tuple[int, ...]]]) -> tuple[bytes, dict[str, TensorInfo], int]:
+    """The first bytes of a file of tensors of these dtypes and shapes, where each tensor lies, and the file's size.
 
     The widest dtype comes first, so that each tensor is aligned. ValueError for a dtype that is not in DTYPES.
     """
@@ -109,7 +109,8 @@ def make_header(tensors: Mapping[str, tuple[torch.dtype, tuple[int, ...]]]) -> t
         offset = end
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
-    return len(text).to_bytes(8, "little") + text, parse_header(text, 8 + len(text) + offset, "this header")
+    n_bytes = 8 + len(text) + offset
+    return len(text).to_bytes(8, "little") + text, parse_header(text, n_bytes, "the file to write"), n_bytes
 
 
 def parse_json(text: bytes, path: Path | str) -> dict[str, Any]:
@@ -195,7 +196,7 @@ def _transfer(system_call: Callable, file: FileIO, buffer: memoryview, offset: i
         buffer, offset = buffer[n:], offset + n
 
 
-def _in_parallel(function: Callable, items: Iterable) -> list:
+def _in_parallel(function, items):
     with ThreadPoolExecutor(THREADS) as threads:  # reads, writes and hashes all release Python's lock
         return list(threads.map(function, items))
 
