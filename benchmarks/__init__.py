@@ -1,1 +1,1 @@
-"""What bench.py does, one kind of number a file: timing measures, kernels and step are benchmarks, report shows."""
+"""What bench.py measures, one kind a file; arms, cli, compare, record, run_shape and runner are shared by all."""

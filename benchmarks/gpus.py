@@ -1,175 +1,160 @@
 """Several GPUs of one host: what each adds, how fast 8B trains on them, what checkpoints cost.
 
-    python bench.py gpus                     all of it, on 1, 2, 4, ... of the GPUs that are there
-    python bench.py gpus scaling             Llama 3.2 1B, 16 x 2048 tokens a GPU
-    python bench.py gpus 8b                  Llama 3.1 8B, with and without checkpointing
-    python bench.py gpus saves               1B, 8 x 2048 tokens a GPU: a checkpoint every 100 steps, then a resume
-    python bench.py gpus scaling ranks=1,4 arms=nanocria,recipe steps=20
-    python bench.py gpus 8b arms=nanocria-zero2,recipe-zero2 shapes=2x4096 checkpointing=none,full
-    python bench.py gpus saves folder=/mnt/disk      where the checkpoints go, 30 GB of them for a while
+    python bench.py gpus                        all of it, on 1, 2, 4, ... of the GPUs that are there
+    python bench.py gpus --measure=scaling      Llama 3.2 1B, 16 x 2048 tokens a GPU
+    python bench.py gpus --measure=8b           Llama 3.1 8B, with and without checkpointing
+    python bench.py gpus --measure=saves        1B, 8 x 2048 tokens a GPU: a checkpoint every 100 steps, then a resume
+    python bench.py gpus --measure=8b --arms=nanocria-zero2,recipe-zero2 --shapes=2x4096 --checkpointing=none,full
 
-ranks= are numbers of GPUs: scaling takes each of them, 8b and saves the largest. Arms: nanocria, which is train.py
-itself, and recipe and torchtitan of benchmarks/peers.py; -zero2 and -hybrid (two copies of the model) say how they are
-sharded where it is not ZeRO-3, -nccl that collectives.py is left out, -each that each GPU has a run of its own, side by
-side: what cards can reach that share a machine's power and air. On one GPU nanocria is not sharded at all, and its
-peers are on a mesh of one rank. Each point is a torchrun of its own, measured as in benchmarks/step.py and kept as
-there, in benchmarks/records/gpus.json or out=...
+Arms: nanocria, which is train.py itself, and recipe and torchtitan of benchmarks/peers.py; -zero2 says how they are
+sharded where it is not ZeRO-3, -nccl that copy_engines.py is left out, -each that each GPU has a run of its own, side
+by side: what cards can reach that share a machine's power and air. On one GPU nanocria is not sharded at all, and its
+peers are on a mesh of one rank. Each point is a torchrun of its own, measured as by bench.py step.
 """
 
 import functools
 import json
-import sys
 import tempfile
 import threading
 import time
 from itertools import product
 from pathlib import Path
+from types import SimpleNamespace
 
 import torch
 
-from benchmarks import report, step
+from benchmarks import arms as trainers
+from benchmarks import cli, compare, record, runner
+from configurator import SettingError
 from runtime import run_folder
 
-ARMS = {
-    "nanocria": "nanocria, ZeRO-3",
-    "nanocria-zero2": "nanocria, ZeRO-2",
-    "nanocria-hybrid": "nanocria, hybrid",
-    "nanocria-nccl": "nanocria, ZeRO-3, NCCL alone",
-    "nanocria-each": "nanocria, an independent run on each GPU",
-    "recipe": "torchtitan's recipe, ZeRO-3",
-    "recipe-zero2": "torchtitan's recipe, ZeRO-2",
-    "torchtitan": "torchtitan, ZeRO-3",
-}
-PACKAGES = ("torchtitan",)
-SCALING_CONFIG, SCALING_AT = "config/llama32_1b.py", [(16, 2048, "none")]  # sequences x tokens, checkpointing
-SCALING_ARMS = [arm for arm in ARMS if arm != "recipe-zero2"]
+# settings
+measure = "scaling,8b,saves"  # what to measure
+ranks = "1,2,4,8"  # numbers of GPUs: scaling takes each that is there, 8b and saves the largest
+arms = ""  # scaling, 8b: the trainers; nothing: those of the table
+shapes = ""  # 8b: sequences x tokens; nothing: those of the table
+checkpointing = ""  # 8b: none, selective, full; nothing: those of the table
+steps = 20  # scaling, 8b: to measure
+folder = ""  # saves: where the checkpoints go, 30 GB of them for a while
+out = ""  # the record; nothing: benchmarks/records/gpus.json
+
+SCALING_CONFIG, SCALING_AT = runner.CONFIG, [(16, 2048, "none")]  # sequences x tokens, checkpointing
 BIG_CONFIG, BIG_ARMS = "config/llama31_8b.py", ["nanocria", "recipe"]
 BIG_AT = [(2, 4096, "none"), (1, 8192, "none"), (4, 4096, "full"), (2, 8192, "full"),
           (4, 4096, "selective"), (2, 8192, "selective")]  # fmt: skip
 SAVES_AT = (8, 2048, "none")
 SAVE_EVERY, SAVE_STEPS = 100, 300
-
-PLACE = ("arm", "ranks", "batch", "block", "checkpointing")
-ROWS = {"scaling": PLACE, "8b": PLACE, "saves": ("ranks",)}  # what names a row
+FLAGS = {  # of the arms that are train.py on several ranks
+    "nanocria": ["--sharding=zero3"],
+    "nanocria-zero2": ["--sharding=zero2"],
+    "nanocria-nccl": ["--copy_engines=false"],
+}
+ARMS = [*FLAGS, "nanocria-each", "recipe", "recipe-zero2", "torchtitan"]
+SCALING_ARMS = [arm for arm in ARMS if arm != "recipe-zero2"]
+KEYS = {"scaling": compare.GPUS_PLACE, "8b": compare.GPUS_PLACE, "saves": ("ranks",)}  # what names a row
 READ = {
-    "scaling": ("ranks", "arms", "steps", "out"),
-    "8b": ("ranks", "arms", "shapes", "checkpointing", "steps", "out"),
-    "saves": ("ranks", "folder", "out"),
+    "scaling": ("measure", "ranks", "arms", "steps", "out"),
+    "8b": ("measure", "ranks", "arms", "shapes", "checkpointing", "steps", "out"),
+    "saves": ("measure", "ranks", "folder", "out"),
 }
 
 
-# ----------------------------------------------------------------------------------------------------------------------
-# Words
+def parse(argv: list[str], n_gpus: int) -> SimpleNamespace:
+    s = cli.read_settings(globals(), argv)
+    kinds = cli.one_of("measure", s.measure, KEYS)
+    s.kinds = [kind for kind in KEYS if kind in kinds]
+    cli.refuse_unread(s, f"--measure={','.join(s.kinds)}", tuple(name for kind in s.kinds for name in READ[kind]))
+    cli.at_least_one(s, "steps")
+    wanted = sorted(set(cli.whole_numbers("ranks", s.ranks)))
+    s.ranks = [r for r in wanted if r <= n_gpus]
+    if "ranks" in s.given:
+        for left_out in (r for r in wanted if r > n_gpus):
+            print(f"--ranks={left_out}: left out, torch sees {n_gpus} GPU{'s' * (n_gpus != 1)}")
+    s.arms = cli.one_of("arms", s.arms, ARMS) if s.arms else []
+    if s.arms and s.ranks and not any(differs(*at) for at in product(s.arms, s.ranks)):
+        arm, _, _ = s.arms[0].partition("-")
+        raise SettingError(f"--arms={','.join(s.arms)}: nothing else than {arm} on so few GPUs")
+    s.shapes = cli.shapes("shapes", s.shapes)
+    s.checkpointing = cli.one_of("checkpointing", s.checkpointing, runner.CHECKPOINTING) if s.checkpointing else []
+    if s.folder and not Path(s.folder).is_dir():
+        raise SettingError(f"--folder={s.folder} does not exist")
+    s.out = record.default_out(s.out, "gpus")
+    return s
 
 
-def parse(words: list[str], n_gpus: int) -> tuple[list[str], dict]:
-    """What to measure, and the options; ValueError with a sentence for a slip."""
-    options = {key: [] for key in ("ranks", "arms", "shapes", "checkpointing", "steps", "folder", "out")}
-    shapes = [f"{batch}x{block}" for batch, block, _ in BIG_AT]
-    choices = {"arms": ARMS, "shapes": list(dict.fromkeys(shapes)), "checkpointing": step.CHECKPOINTING}
-    said, options = step.read_words(words, options, list(ROWS), choices)
-    kinds = [kind for kind in ROWS if kind in said] or list(ROWS)
-    step.refuse_unread(words, kinds, READ)
-    ranks = sorted({step.whole("ranks", text) for text in options["ranks"]})
-    options["ranks"] = [r for r in ranks or (1, 2, 4, 8) if r <= n_gpus]
-    for left_out in (r for r in ranks if r > n_gpus):
-        print(f"ranks={left_out}: left out, torch sees {n_gpus} GPU{'s' * (n_gpus != 1)}")
-    arms = options["arms"]
-    if arms and options["ranks"] and not any(differs(*at) for at in product(arms, options["ranks"])):
-        raise ValueError(f"arms={','.join(arms)}: nothing else than {arms[0].partition('-')[0]} on so few GPUs")
-    options["shapes"] = [step.shape(text) for text in options["shapes"]]
-    options["steps"] = step.whole("steps", ",".join(options["steps"]) or "20")
-    options["folder"] = ",".join(options["folder"]) or None
-    if options["folder"] and not Path(options["folder"]).is_dir():
-        raise ValueError(f"folder={options['folder']}: there is no such folder")
-    options["out"] = Path(",".join(options["out"]) or report.ASSETS / "gpus.json")
-    return kinds, options
+def measured(s: SimpleNamespace):
+    """Kind and row after row."""
+    for kind in s.kinds if s.ranks else []:
+        for row in {"scaling": scaling, "8b": big, "saves": saves}[kind](s):
+            yield kind, row
 
 
 # ----------------------------------------------------------------------------------------------------------------------
 # Points
 
 
-def measured(kinds: list[str], options: dict):
-    """Kind and row after row; ranks that the GPUs do not suffice for were left out before."""
-    for kind in kinds if options["ranks"] else []:
-        for row in MEASURES[kind](options):
-            yield kind, row
-
-
-def scaling(options: dict):
+def scaling(s: SimpleNamespace):
     """Many GPUs first, so that one alone is as warm as they were: a cool card clocks higher than it can for long."""
-    for ranks in reversed(options["ranks"]):
-        yield from points(SCALING_CONFIG, ranks, SCALING_AT, SCALING_ARMS, options)
+    for n in reversed(s.ranks):
+        yield from points(SCALING_CONFIG, n, SCALING_AT, SCALING_ARMS, s)
 
 
-def big(options: dict):
-    shapes, checkpointing = (options[key] for key in ("shapes", "checkpointing"))
-    places = [at for at in BIG_AT if (not shapes or at[:2] in shapes) and (not checkpointing or at[2] in checkpointing)]
-    if shapes and checkpointing:  # asked for together, also where they are not ours to choose
-        places = [(*shape, how) for how in checkpointing for shape in shapes]
-    yield from points(BIG_CONFIG, max(options["ranks"]), places, BIG_ARMS, options)
+def big(s: SimpleNamespace):
+    places = [at for at in BIG_AT if at[:2] in (s.shapes or [at[:2]]) and at[2] in (s.checkpointing or [at[2]])]
+    if s.shapes and s.checkpointing:  # asked for together, also where they are not in the table
+        places = [(*shape, how) for how in s.checkpointing for shape in s.shapes]
+    yield from points(BIG_CONFIG, s.ranks[-1], places, BIG_ARMS, s)
 
 
-def points(config: str, ranks: int, places: list[tuple], arms: list[str], options: dict):
-    """The arms in turn at each place; those that the words name, or else these."""
+def points(config: str, n: int, places: list[tuple], usual_arms: list[str], s: SimpleNamespace):
+    """The arms in turn at each place."""
     missing = set()
-    for *shape, checkpointing in places:
-        for arm in options["arms"] or arms:
-            asked_for = options["arms"] or checkpointing != "selective" or arm == "nanocria"
-            if arm in missing or not asked_for or not differs(arm, ranks):
+    for place in places:
+        for arm in s.arms or usual_arms:
+            asked_for = s.arms or place[-1] != "selective" or arm == "nanocria"
+            if arm in missing or not asked_for or not differs(arm, n):
                 continue
-            row = point(arm, config, ranks, *shape, checkpointing, options["steps"])
+            row = point(arm, config, n, *place, s.steps)
             missing |= {arm} if "missing" in row else set()
             yield row
 
 
-def differs(arm: str, ranks: int) -> bool:
+def differs(arm: str, n: int) -> bool:
     """Whether the arm's sharding makes it another one than ZeRO-3 on so many ranks."""
-    how = arm.partition("-")[2]
-    if how == "hybrid":
-        return ranks >= 4 and ranks % 2 == 0
-    return ranks > 1 or not how
+    return n > 1 or "-" not in arm
 
 
-def point(arm: str, config: str, ranks: int, batch: int, block: int, checkpointing: str, steps: int) -> dict:
+def point(arm: str, config: str, n: int, batch: int, block: int, checkpointing: str, steps: int) -> dict:
     at = (config, batch, block, checkpointing, steps)
     if arm == "nanocria-each":
-        result = side_by_side(ranks, *at)
-    elif arm.startswith("nanocria"):
-        result = step.nanocria_point(*at, flag=sharding_flags(arm, ranks), ranks=ranks)
+        result = side_by_side(n, *at)
+    elif arm in FLAGS:
+        result = runner.train_point(*at, flags=FLAGS[arm], ranks=n)
     else:
-        result = step.peer_point(arm, *at, ranks=ranks)
-    place = dict(zip(PLACE, (arm, ranks, batch, block, checkpointing), strict=True))
+        result = runner.peer_point(arm, *at, ranks=n)
+    place = dict(zip(compare.GPUS_PLACE, (arm, n, batch, block, checkpointing), strict=True))
     return place | {"steps": steps, "oom": False} | result
 
 
-def side_by_side(ranks: int, *at) -> dict:
+def side_by_side(n: int, *at) -> dict:
     """A run on each GPU by itself, all at the same time: the tokens of all, the milliseconds of the slowest."""
 
     def point(_, gpu):
-        return step.nanocria_point(*at, launch=functools.partial(step.run, gpu=gpu, gpus=ranks))
+        return runner.train_point(*at, launch=functools.partial(runner.run, gpu=gpu, gpus=n))
 
-    found = list(step.spread(point, range(ranks), ranks))
+    found = list(runner.spread(point, range(n), n))
     if any("tok_per_s" not in point for point in found):
         return next(point for point in found if "tok_per_s" not in point)
     worst = {key: max(point[key] for point in found) for key in ("ms_per_step", "peak_gib", "estimated_gib")}
-    mfu = None if found[0]["mfu"] is None else sum(point["mfu"] for point in found) / ranks
+    mfu = None if found[0]["mfu"] is None else sum(point["mfu"] for point in found) / n
     return {"tok_per_s": sum(point["tok_per_s"] for point in found), "mfu": mfu} | worst
-
-
-def sharding_flags(arm: str, ranks: int) -> str:
-    sharding = arm.partition("-")[2] or "zero3"
-    if sharding == "nccl":
-        return "--copy_engines=false"
-    return f"--sharding={sharding}"
 
 
 # ----------------------------------------------------------------------------------------------------------------------
 # Checkpoints
 
 
-def saves(options: dict):
+def saves(s: SimpleNamespace):
     """Two runs of SAVE_STEPS, without and with checkpoints, and one that goes on with the last of them.
 
     What a checkpoint costs is read off the wall: the seconds from the log line of step 100 to that of step 300 hold two
@@ -178,20 +163,20 @@ def saves(options: dict):
     the last save, after which no training is left to write beside. The resume reads what the system may still have in
     memory.
     """
-    ranks = max(options["ranks"])
-    row = {"ranks": ranks, "batch": SAVES_AT[0], "block": SAVES_AT[1], "every": SAVE_EVERY}
-    with tempfile.TemporaryDirectory(dir=options["folder"]) as folder:
-        without = timed_run(f"{folder}/without", ranks, "--keep_last=0", SAVE_STEPS)
-        beside = without if trouble(without) else timed_run(f"{folder}/with", ranks, "--keep_last=1", SAVE_STEPS)
+    n = s.ranks[-1]
+    row = {"ranks": n, "batch": SAVES_AT[0], "block": SAVES_AT[1], "every": SAVE_EVERY}
+    with tempfile.TemporaryDirectory(dir=s.folder or None) as folder:
+        without = timed_run(f"{folder}/without", n, "--keep_last=0", SAVE_STEPS)
+        beside = without if trouble(without) else timed_run(f"{folder}/with", n, "--keep_last=1", SAVE_STEPS)
         if trouble(beside):
             yield row | trouble(beside)
             return
         path = run_folder.newest(f"{folder}/with")
         if path is None:
-            yield row | {"failed": f"no checkpoint was written to {options['folder'] or tempfile.gettempdir()}"}
+            yield row | {"failed": f"no checkpoint was written to {s.folder or tempfile.gettempdir()}"}
             return
         n_bytes = sum(file.stat().st_size for file in path.iterdir())
-        resumed = timed_run(f"{folder}/with", ranks, "--keep_last=0", SAVE_STEPS + 10)
+        resumed = timed_run(f"{folder}/with", n, "--keep_last=0", SAVE_STEPS + 10)
     yield row | {
         "oom": False,
         "seconds_without": without["wall_seconds"],
@@ -207,15 +192,15 @@ def trouble(result: dict) -> dict:
     return {key: result[key] for key in ("oom", "failed") if result.get(key)}
 
 
-def timed_run(out_dir: str, ranks: int, flag: str, max_iters: int) -> dict:
+def timed_run(out_dir: str, n: int, flag: str, max_iters: int) -> dict:
     """The summary of a run of train.py, with the wall_seconds between its log lines of SAVE_EVERY and SAVE_STEPS."""
-    words = step.train_words(SCALING_CONFIG, *SAVES_AT, out_dir, ranks)
+    words = runner.train_words(SCALING_CONFIG, *SAVES_AT, out_dir, n)
     words += [f"--eval_interval={SAVE_EVERY}", f"--max_iters={max_iters}", flag]
     arrived, over = {}, threading.Event()
     clock = threading.Thread(target=note_arrivals, args=(Path(out_dir) / "metrics.jsonl", arrived, over))
     clock.start()
     try:
-        summary = step.train(words, out_dir, ranks)
+        summary = runner.train(words, out_dir, n)
     finally:
         over.set()
         clock.join()
@@ -232,124 +217,41 @@ def note_arrivals(path: Path, arrived: dict[int, float], over: threading.Event) 
                 arrived.setdefault(json.loads(line)["step"], time.perf_counter())
 
 
-MEASURES = {"scaling": scaling, "8b": big, "saves": saves}
-
-
 # ----------------------------------------------------------------------------------------------------------------------
-# Comparisons
+# What is printed
 
 
-def done(rows: list[dict]) -> dict[tuple, dict]:
-    return {tuple(row[key] for key in PLACE): row for row in rows if "tok_per_s" in row}
-
-
-def efficiency(row: dict, rows: list[dict]) -> float | None:
-    """Tokens a second over those of one GPU times the number of GPUs; None without the same trainer on one GPU."""
-    arm, ranks, *where = (row[key] for key in PLACE)
-    alone = done(rows).get((arm.partition("-")[0], 1, *where))
-    return row["tok_per_s"] / ranks / alone["tok_per_s"] if alone else None
-
-
-def ratios(row: dict, rows: list[dict]) -> dict | None:
-    """Of nanocria's row: speed and memory over those of torchtitan's recipe, sharded alike, at the same place.
-
-    Selective checkpointing is compared with the recipe's full one where its selective was not measured.
-    """
-    arm, *where, checkpointing = (row[key] for key in PLACE)
-    peers = {"nanocria": "recipe", "nanocria-zero2": "recipe-zero2"}
-    for theirs in dict.fromkeys([checkpointing, "full" if checkpointing == "selective" else checkpointing]):
-        peer = done(rows).get((peers.get(arm), *where, theirs))
-        if peer:
-            return {"peer": peer["arm"], "checkpointing": theirs} | {
-                key: row[key] / peer[key] for key in ("tok_per_s", "peak_gib")
-            }
-    return None
-
-
-# ----------------------------------------------------------------------------------------------------------------------
-# What one sees
-
-
-def line(row: dict, record: dict) -> str:
+def line(row: dict, found: dict) -> str:
     """A row of the record as one reads it while the run goes on."""
     gpus = f"{row['ranks']} GPU{'s' if row['ranks'] > 1 else ' '} {row['batch']:>2} x {row['block']}"
     if "every" in row:
-        return f"{gpus}  {saves_sentence(row) if not trouble(row) else step.trouble(row)}"
-    name = f"{ARMS[row['arm']]:<28} {gpus} {row['checkpointing']:<9}"
+        return f"{gpus}  {runner.trouble(row) if trouble(row) else compare.saves_sentence(row)}"
+    name = f"{trainers.GPUS[row['arm']]:<28} {gpus} {row['checkpointing']:<9}"
     if "tok_per_s" not in row:
-        return f"{name}  {step.trouble(row)}"
-    rows = [*record["scaling"], *record["8b"]]
+        return f"{name}  {runner.trouble(row)}"
+    rows = [*found["scaling"], *found["8b"]]
     text = f"{name} {row['tok_per_s']:9,.0f} tok/s  {row['tok_per_s'] / row['ranks']:8,.0f} a GPU  "
-    text += f"mfu {step.share(row['mfu'])}  {row['peak_gib']:6.1f} GiB"
+    text += f"mfu {compare.mfu(row):>5}  {row['peak_gib']:6.1f} GiB"
     if row.get("estimated_gib"):
         text += f" ({row['estimated_gib'] / row['peak_gib']:.2f} x it estimated)"
-    if row["ranks"] > 1 and efficiency(row, rows):
-        text += f"  {efficiency(row, rows):.3f} of {row['ranks']} x one GPU"
-    found = ratios(row, rows)
-    return text + (f"  {versus(found)}" if found else "")
+    if row["ranks"] > 1 and (share := compare.efficiency(row, rows)):
+        text += f"  {share:.3f} of {row['ranks']} x one GPU"
+    if ratios := compare.gpus_ratios(row, rows):
+        text += f"  {ratios['tok_per_s']:.3f} x the speed, {ratios['peak_gib']:.2f} x the memory of {ratios['peer']}, "
+        text += f"checkpointing {ratios['checkpointing']}"
+    return text
 
 
-def versus(found: dict) -> str:
-    peer = f"{found['peer']}, checkpointing {found['checkpointing']}"
-    return f"{found['tok_per_s']:.3f} x the speed, {found['peak_gib']:.2f} x the memory of {peer}"
-
-
-def saves_sentence(row: dict) -> str:
-    text = (
-        f"a checkpoint of {row['checkpoint_bytes'] / 1e9:.1f} GB every {row['every']} steps costs the training "
-        f"{row['cost']:.1%} ({row['seconds_without'] / 2:.1f} s without, {row['seconds_with'] / 2:.1f} s with)"
-    )
-    seconds = row["resume_seconds"]
-    return text + ("; it was not resumed" if seconds is None else f"; a resume reads it in {seconds:.1f} s")
-
-
-def cells(row: dict, rows: list[dict], comparison: str) -> list[str]:
-    if "tok_per_s" not in row:
-        return ["out of memory", *["-"] * 5]
-    estimated = f"{row['estimated_gib'] / row['peak_gib']:.2f}" if row.get("estimated_gib") else "-"
-    a_gpu = [f"{row['tok_per_s']:,.0f}", f"{row['tok_per_s'] / row['ranks']:,.0f}"]
-    return [*a_gpu, comparison, step.share(row["mfu"]).strip(), f"{row['peak_gib']:.1f}", estimated]
-
-
-def header(comparison: str) -> list[str]:
-    return ["tok/s", "tok/s per GPU", comparison, "MFU", "peak GiB", "estimated / peak"]
-
-
-def scaling_table(record: dict) -> str:
-    rows = []
-    for row in sorted(record["scaling"], key=lambda row: row["ranks"]):
-        share = efficiency(row, record["scaling"]) if "tok_per_s" in row else None
-        comparison = "-" if share is None else f"{share:.3f}"
-        name = ARMS[row["arm"]] if row["ranks"] > 1 else ARMS[row["arm"]].partition(",")[0]  # one is not sharded
-        rows.append([name, str(row["ranks"]), *cells(row, record["scaling"], comparison)])
-    return report.table(["trainer", "GPUs", *header("scaling efficiency")], rows)
-
-
-def big_table(record: dict) -> str:
-    rows = []
-    for row in record["8b"]:
-        found = ratios(row, record["8b"]) if "tok_per_s" in row else None
-        other = f" (vs. {found['checkpointing']})" if found and found["checkpointing"] != row["checkpointing"] else ""
-        comparison = f"{found['tok_per_s']:.3f} · {found['peak_gib']:.2f}{other}" if found else "-"
-        where = [f"{row['batch']} x {row['block']:,}", row["checkpointing"], ARMS[row["arm"]]]
-        rows.append([*where, *cells(row, record["8b"], comparison)])
-    first = ["sequences x tokens per GPU", "checkpointing", "trainer"]
-    return report.table([*first, *header("speed · memory vs. recipe")], rows)
-
-
-def main(words: list[str]) -> None:
-    try:
-        kinds, options = parse(words, torch.cuda.device_count())
-    except ValueError as error:
-        sys.exit(str(error))
-    new = step.begin("gpus", words, ROWS, PACKAGES)
-    new["device"] = f"{torch.cuda.device_count()} x {new['device']}"
-    record, failed = step.fill(new, measured(kinds, options), options["out"], ROWS, line)
-    rows = [row for kind in ("scaling", "8b") for row in record[kind] if "tok_per_s" in row]
-    compared = []
+def main(argv: list[str]) -> None:
+    n_gpus = torch.cuda.device_count()
+    s = parse(argv, n_gpus)
+    new = runner.begin("gpus", s.command, KEYS, ("torchtitan",))
+    new["device"] = f"{n_gpus} x {new['device']}"
+    found, failed = record.fill(new, measured(s), s.out, KEYS, line)
+    rows, compared = compare.done([*found["scaling"], *found["8b"]]), []
     for row in rows:
-        found, share = ratios(row, rows), efficiency(row, rows) if row["ranks"] > 1 else None
-        if found or share:
-            compared.append({"at": [row[key] for key in PLACE], "of_linear": share, "ratios": found})
-    costs = [{key: row.get(key) for key in ("ranks", "cost", "resume_seconds")} for row in record["saves"]]
-    print(json.dumps({"record": str(options["out"]), "failed": failed, "compared": compared, "saves": costs}))
+        ratios, share = compare.gpus_ratios(row, rows), compare.efficiency(row, rows) if row["ranks"] > 1 else None
+        if ratios or share:
+            compared.append({"at": compare.values(row, compare.GPUS_PLACE), "of_linear": share, "ratios": ratios})
+    costs = [{key: row.get(key) for key in ("ranks", "cost", "resume_seconds")} for row in found["saves"]]
+    print(json.dumps({"record": str(s.out), "failed": failed, "compared": compared, "saves": costs}))

@@ -1,8 +1,7 @@
 """The kernels beside eager PyTorch, torch.compile and the libraries: time, memory and error of each, and the limits.
 
     python bench.py kernels                              every operation and size, to benchmarks/records/kernels.json
-    python bench.py kernels op=rms_norm,rope             some operations, to out/kernels.json
-    python bench.py kernels out=FILE                     the record elsewhere
+    python bench.py kernels --op=rms_norm,rope           some operations, to out/kernels.json
 
 A row is an operation at one size in one pass. Its limit is the shortest time that the card allows: the bytes that must
 move over the rate of a copy, or FLOPs over the rate of a matmul, or the loss head's own three matmuls, all measured in
@@ -15,12 +14,17 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 
 import torch
 from torch._functorch import config as functorch_config
 
-from benchmarks import libraries, report, step, timing
+from benchmarks import cli, compare, libraries, record, timing
 from benchmarks.operations import OPERATIONS, Arm, Operation, tuple_of
+
+# settings
+op = ""  # operations, one,two; nothing: all of them
+out = ""  # the record; nothing: benchmarks/records/kernels.json if all operations are measured, else out/kernels.json
 
 BF16_CUDA = {"device": "cuda", "dtype": torch.bfloat16}
 
@@ -172,14 +176,10 @@ def floor_us(operation: Operation, size: tuple[int, ...], work: dict, limits: di
 # What is printed and written
 
 
-def arm_names(rows: list[dict]) -> list[str]:
-    """Every arm of these rows, in the order of the first row that has it."""
-    return list(dict.fromkeys(arm for row in rows for arm in row["arms"]))
-
-
 def table_line(row: dict, arms: list[str]) -> str:
-    times = [report.duration(row["arms"].get(arm, {})) for arm in arms]
-    return aligned(row["op"], report.shape(row), row["pass"], times, report.percent(report.share(row)))
+    times = [compare.duration(compare.median_us(row, arm)) for arm in arms]
+    share = compare.percent(compare.of_limit(row))
+    return aligned(row["op"], compare.shape(row), row["pass"], times, share)
 
 
 def table_header(arms: list[str]) -> str:
@@ -190,24 +190,20 @@ def aligned(op: str, shape: str, pass_name: str, cells: list[str], share: str) -
     return "".join([f"{op:21}{shape:22}{pass_name:9}", *(f"{cell:>14}" for cell in cells), f"{share:>10}"])
 
 
-def rounded(record: dict) -> dict:
+def rounded(found: dict) -> dict:
     """Its numbers to five digits: the sixth is noise."""
-    return json.loads(json.dumps(record), parse_float=lambda number: float(f"{float(number):.5g}"))
+    return json.loads(json.dumps(found), parse_float=lambda number: float(f"{float(number):.5g}"))
 
 
-def summary(record: dict, out: Path, seconds: float) -> dict:
+def summary(found: dict, out: Path, seconds: float) -> dict:
     """The last line: where a peer is faster, where our error is above what test_kernels.py allows, and what failed."""
-    rows = record["rows"]
-    slower = [report.row_name(row) for row in rows if (report.lead(row) or 1) < 1]
-    inaccurate = [report.row_name(row) for row in rows if is_inaccurate(row["arms"])]
-    failed = {
-        f"{report.row_name(row)} {arm}": result["failed"]
-        for row in rows
-        for arm, result in row["arms"].items()
-        if "failed" in result
-    }
-    limits = {key: round(record[key], 3) for key in ("copy_tb_s", "matmul_tflops")}
+    rows, failed = found["rows"], {}
+    for row in rows:
+        failed |= {f"{compare.row_name(row)} {arm}": r["failed"] for arm, r in row["arms"].items() if "failed" in r}
+    limits = {key: round(found[key], 3) for key in ("copy_tb_s", "matmul_tflops")}
     run = {"out": str(out), "seconds": round(seconds), "rows": len(rows)}
+    slower = [compare.row_name(row) for row in rows if (compare.lead(row) or 1) < 1]
+    inaccurate = [compare.row_name(row) for row in rows if is_inaccurate(row["arms"])]
     return run | limits | {"slower": slower, "inaccurate": inaccurate, "failed": failed}
 
 
@@ -217,49 +213,45 @@ def is_inaccurate(arms: dict[str, dict]) -> bool:
     return ours is not None and eager is not None and ours > 1.2 * eager + 2**-8
 
 
-def parse(words: list[str]) -> tuple[list[str], Path]:
-    """The operations to run and where the record goes; ValueError with a sentence for a slip."""
-    _, options = step.read_words(words, {"op": list(OPERATIONS), "out": []}, [], {"op": OPERATIONS})
-    whole = not any(word.startswith("op=") for word in words)
-    default = report.ROOT / ("benchmarks/records" if whole else "out") / "kernels.json"  # README: whole runs alone
-    return options["op"], Path(",".join(options["out"])) if options["out"] else default
+def parse(argv: list[str]) -> SimpleNamespace:
+    s = cli.read_settings(globals(), argv)
+    s.out = record.default_out(s.out, "kernels", "out" if s.op else "benchmarks/records")  # README: whole runs alone
+    s.op = cli.one_of("op", s.op or ",".join(OPERATIONS), OPERATIONS)
+    return s
 
 
-def main(words: list[str]) -> None:
-    try:
-        names, out = parse(words)
-    except ValueError as error:
-        sys.exit(str(error))
+def main(argv: list[str]) -> None:
+    s = parse(argv)
     if not torch.cuda.is_available():
         sys.exit(
             "python bench.py kernels times kernels on a CUDA GPU, and PyTorch sees none. Without one, "
             "pytest test_kernels.py checks that they are right, and python bench.py readme shows the kept records."
         )
-    with step.held(out):
-        measure(names, out, words)
+    with record.locked(s.out):
+        measure(s)
 
 
-def measure(names: list[str], out: Path, words: list[str]) -> None:
+def measure(s: SimpleNamespace) -> None:
     """Prints each size's rows and adds them to the record, which is written after each."""
     start = time.perf_counter()
     timing.use_side_stream()
     functorch_config.donated_buffer = False  # compiled backward passes are run more than once
     limits = {"copy_tb_s": timing.copy_tb_s(), "matmul_tflops": timing.matmul_tflops()}
-    command = " ".join(["python bench.py kernels", *(word for word in words if not word.startswith("out="))])
-    record = report.origin(command, f"1 x {torch.cuda.get_device_name()}", libraries.PACKAGES) | limits | {"rows": []}
-    print(f"{record['device']}: copy {limits['copy_tb_s']:.2f} TB/s, matmul {limits['matmul_tflops']:.0f} TFLOP/s")
-    for name in names:
+    device = f"1 x {torch.cuda.get_device_name()}"
+    found = record.origin(record.command("kernels", s.command), device, libraries.PACKAGES) | limits | {"rows": []}
+    print(f"{device}: copy {limits['copy_tb_s']:.2f} TB/s, matmul {limits['matmul_tflops']:.0f} TFLOP/s")
+    for name in s.op:
         for size in OPERATIONS[name].sizes:
             try:
                 rows = measure_size(name, OPERATIONS[name], size, limits)
             except torch.OutOfMemoryError:  # of what all arms are compared with; an arm's own is in its row
                 shape = OPERATIONS[name].shape(size)
-                print(f"{name} {report.shape({'shape': shape})}: out of memory", flush=True)
+                print(f"{name} {compare.shape({'shape': shape})}: out of memory", flush=True)
                 continue
-            arms = arm_names(rows)
-            if all(row["op"] != name for row in record["rows"]):
+            arms = list(dict.fromkeys(arm for row in rows for arm in row["arms"]))  # in the order of the first row
+            if all(row["op"] != name for row in found["rows"]):
                 print("\n" + table_header(arms))
             print("\n".join(table_line(row, arms) for row in rows), flush=True)
-            record["rows"] += rows
-            step.write(out, json.dumps(rounded(record), indent=1, allow_nan=False) + "\n")
-    print(json.dumps(summary(record, out, time.perf_counter() - start)))
+            found["rows"] += rows
+            record.write(s.out, json.dumps(rounded(found), indent=1, allow_nan=False) + "\n")
+    print(json.dumps(summary(found, s.out, time.perf_counter() - start)))

@@ -1,7 +1,7 @@
 """Does it learn as well? The losses of Llama 3.2 1B beside those of Hugging Face's model, from the same weights.
 
     python bench.py losses                      300 steps of 8 x 1,024 tokens: some minutes of an H200
-    python bench.py losses arms=nanocria,float32 steps=100 shape=4x512
+    python bench.py losses --arms=nanocria,float32 --steps=100 --shape=4x512
 
 All arms start from the same weights, read the same tokens at each step and follow the same learning rates; each is a
 process of its own.
@@ -13,68 +13,60 @@ hf               transformers' LlamaForCausalLM with float32 weights and bfloat1
 float32          the same model with everything in float32 (matmuls in TF32): what the others round
 
 bfloat16 alone makes two runs drift apart, so no arm equals float32. What counts is that ours is no farther from it than
-Hugging Face's, and on no side of it. Kept in benchmarks/records/losses.json, or out=...
+Hugging Face's, and on no side of it.
 """
 
 import json
-import statistics
 import sys
 import tempfile
-from pathlib import Path
+from types import SimpleNamespace
 
-import numpy as np
 import torch
 import torch.distributed as dist
 
 import convert
-from benchmarks import peers, report, step
-from data.tokens import Tokens
+from benchmarks import arms as trainers
+from benchmarks import cli, compare, peers, record, runner
+from configurator import SettingError
+from data.loader import dataset_folder, open_dataset
 from data.write import prepare_once
 from model import Llama, LlamaConfig, fill
 from runtime import memory_stats
 
-CONFIG = step.CONFIG
-ARMS = {
-    "nanocria": "nanocria",
-    "nanocria-fp8": "nanocria, fp8",
-    "nanocria-plain": "nanocria, plain PyTorch",
-    "hf": "Hugging Face, bfloat16",
-    "float32": "Hugging Face, float32",
-}
-FLAGS = {
-    "nanocria": [],
-    "nanocria-fp8": ["--fp8=true"],
-    "nanocria-plain": ["--fused_kernels=false", "--fused_loss=false", "--attention=sdpa"],
-}
-REFERENCE = "float32"
-ROWS = {"runs": ("arm",)}
+# settings
+arms = ",".join(trainers.LOSSES)  # the trainers
+steps = 300  # of training
+shape = "8x1024"  # sequences x tokens of a step
+out = ""  # the record; nothing: benchmarks/records/losses.json
+
+KEYS = {"runs": ("arm",)}
 SEED, LEARNING_RATE, WARMUP = 1337, 4e-4, 50  # config/llama32_1b.py's rate
-BETAS, WEIGHT_DECAY, GRAD_CLIP = (0.9, 0.95), 0.1, 1.0
-PACKAGES = ("transformers",)
+BETAS, WEIGHT_DECAY = (0.9, 0.95), 0.1
 
 
-# ----------------------------------------------------------------------------------------------------------------------
-# nanocria: train.py, which records the loss of each step
+def parse(argv: list[str]) -> SimpleNamespace:
+    s = cli.read_settings(globals(), argv)
+    cli.at_least_one(s, "steps")
+    s.arms, shapes = cli.one_of("arms", s.arms, trainers.LOSSES), cli.shapes("shape", s.shape)
+    if len(shapes) != 1:
+        raise SettingError(f"--shape={s.shape}: sequences x tokens, as in 8x2048")
+    s.at, s.out = (s.steps, *shapes[0]), record.default_out(s.out, "losses")
+    return s
 
 
-def nanocria_losses(arm: str, steps: int, batch: int, block: int, config=CONFIG, flags=()) -> dict:
+def train_losses(arm: str, steps: int, batch: int, block: int, config=runner.CONFIG, flags=()) -> dict:
+    """Of train.py, which records the loss of each step."""
     with tempfile.TemporaryDirectory() as out_dir:
-        words = step.train_words(config, batch, block, "none", out_dir)
+        words = runner.train_words(config, batch, block, "none", out_dir)
         words += [f"--learning_rate={LEARNING_RATE}", f"--min_lr={LEARNING_RATE}", f"--warmup_iters={WARMUP}"]
-        words += [f"--seed={SEED}", f"--max_iters={steps}", "--log_interval=1", *FLAGS[arm], *flags]
-        result = step.train(words, out_dir)
-        if "curve" not in result:
-            return result
-        return {"losses": [loss for _, _, loss in result["curve"]]}
-
-
-# ----------------------------------------------------------------------------------------------------------------------
-# Hugging Face's model, on what train.py would have it read
+        words += [f"--seed={SEED}", f"--max_iters={steps}", "--log_interval=1", *trainers.LOSSES_FLAGS[arm], *flags]
+        result = runner.train(words, out_dir)
+        return {"losses": [loss for _, _, loss in result["curve"]]} if "curve" in result else result
 
 
 @torch.no_grad()
 def begin_as_train_py(model: torch.nn.Module, config: LlamaConfig, device, compute_dtype: torch.dtype) -> None:
-    """Gives Hugging Face's model the weights that train.py begins with, rounded as there to the compute dtype."""
+    """Give Hugging Face's model the weights that train.py begins with, rounded as there to the compute dtype."""
     with torch.device("meta"):
         ours = Llama(config).to(compute_dtype)
     ours.to_empty(device=device).init_weights(SEED, device)
@@ -86,21 +78,10 @@ def begin_as_train_py(model: torch.nn.Module, config: LlamaConfig, device, compu
             fill(theirs[hf_name], part)
 
 
-def training_text() -> Tokens:
-    folder = report.ROOT / "data" / "pystdlib"
-    prepare_once(folder)
-    return Tokens(folder, "train")
-
-
-def blocks_of_steps(steps: int, batch: int, block: int) -> torch.Tensor:
-    """What train.py reads in its first epoch: (steps, B, T + 1)."""
-    text, rng = training_text(), np.random.default_rng((SEED, 0))
-    order, shift = rng.permutation(text.blocks(block, shifted=True)), int(rng.integers(block))
-    return torch.from_numpy(text.read(order[: steps * batch], block, shift)).unflatten(0, (steps, batch))
-
-
-def peer_losses(arm: str, steps: int, batch: int, block: int, config=CONFIG, compute_dtype="bfloat16", **changes):
-    """The loss of each step; on the CPU where there is no GPU."""
+def peer_losses(
+    arm: str, steps: int, batch: int, block: int, config=runner.CONFIG, compute_dtype="bfloat16", **changes
+):
+    """Of Hugging Face's model on what train.py would read; on the CPU where there is no GPU."""
     device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
     if device.type == "cuda":
         memory_stats.let_segments_grow()
@@ -114,8 +95,10 @@ def peer_losses(arm: str, steps: int, batch: int, block: int, config=CONFIG, com
     matrices, vectors = ([p for p in model.parameters() if (p.ndim > 1) == many] for many in (True, False))
     groups = [{"params": matrices, "weight_decay": WEIGHT_DECAY}, {"params": vectors, "weight_decay": 0.0}]
     optimizer = torch.optim.AdamW(groups, lr=LEARNING_RATE, betas=BETAS)
+    prepare_once(dataset_folder("pystdlib"))
+    text, _ = open_dataset("pystdlib", block, SEED)
     losses = []
-    for i, blocks in enumerate(blocks_of_steps(steps, batch, block).to(device)):
+    for i, blocks in enumerate(text.sequences(0, steps * batch).unflatten(0, (steps, batch)).to(device)):
         for group in optimizer.param_groups:
             group["lr"] = LEARNING_RATE * min(1, (i + 1) / (WARMUP + 1))
         tokens, targets = blocks[:, :-1].contiguous(), blocks[:, 1:].contiguous()
@@ -123,76 +106,30 @@ def peer_losses(arm: str, steps: int, batch: int, block: int, config=CONFIG, com
     return {"losses": losses}
 
 
-# ----------------------------------------------------------------------------------------------------------------------
-# The record
-
-
-def parse(words: list[str]) -> dict:
-    options = {"arms": list(ARMS), "steps": ["300"], "shape": ["8x1024"], "out": [str(report.ASSETS / "losses.json")]}
-    _, options = step.read_words(words, options, [], {"arms": ARMS})
-    batch, block = step.shape(",".join(options["shape"]), "shape")
-    steps = step.whole("steps", ",".join(options["steps"]))
-    n_blocks = training_text().blocks(block, shifted=True)
-    if steps * batch > n_blocks:
-        raise ValueError(f"steps={steps}: with {batch} x {block} tokens, pystdlib has enough for {n_blocks // batch}")
-    return options | {"steps": steps, "at": (steps, batch, block), "out": Path(",".join(options["out"]))}
-
-
-def measured(options: dict):
-    for arm in options["arms"]:
-        spec = dict(zip(("arm", "steps", "batch", "block"), (arm, *options["at"]), strict=True))
-        if arm in FLAGS:
-            result = nanocria_losses(**spec)
+def measured(s: SimpleNamespace):
+    for arm in s.arms:
+        spec = dict(zip(("arm", "steps", "batch", "block"), (arm, *s.at), strict=True))
+        if arm in trainers.LOSSES_FLAGS:
+            result = train_losses(**spec)
         else:
-            result, printed = step.run(["-m", "benchmarks.losses", json.dumps(spec)])
-            result = result or step.failure(printed)
+            result, printed = runner.run(["-m", "benchmarks.losses", json.dumps(spec)])
+            result = result or runner.failure(printed)
         yield "runs", spec | result
 
 
-def differences(row: dict, rows: list[dict]) -> list[float] | None:
-    """Of each step's loss from that of the reference; None without it, or for the reference itself."""
-    reference = next((r for r in rows if r["arm"] == REFERENCE and "losses" in r), None)
-    if reference is None or row is reference or "losses" not in row:
-        return None
-    return [loss - other for loss, other in zip(row["losses"], reference["losses"], strict=True)]
-
-
-def last_third(values: list[float]) -> list[float]:
-    return values[-max(len(values) // 3, 1) :]
-
-
-def cells(row: dict, rows: list[dict]) -> list[str]:
-    """The mean loss over the last third of the steps; the mean and the mean size of its differences there."""
-    found = differences(row, rows)
-    last = [f"{statistics.fmean(last_third(row['losses'])):.4f}"]
-    if found is None:
-        return [*last, "-", "-"]
-    found = last_third(found)
-    return [*last, f"{statistics.fmean(found):+.4f}", f"{statistics.fmean(map(abs, found)):.4f}"]
-
-
-def losses_table(record: dict) -> str:
-    rows = [[ARMS[row["arm"]], *cells(row, record["runs"])] for row in record["runs"] if "losses" in row]
-    return report.table(["trainer", "loss", "minus float32's", "distance from float32's"], rows)
-
-
-def line(row: dict, record: dict) -> str:
-    name = f"{ARMS[row['arm']]:<26}"
+def line(row: dict, found: dict) -> str:
+    name = f"{trainers.LOSSES[row['arm']]:<26}"
     if "losses" not in row:
-        return f"{name} {step.trouble(row)}"
-    loss, mean, size = cells(row, record["runs"])
+        return f"{name} {runner.trouble(row)}"
+    loss, mean, size = compare.loss_cells(row, found["runs"])
     return f"{name} first loss {row['losses'][0]:.4f}, last third {loss}, minus float32's {mean}, distance {size}"
 
 
-def main(words: list[str]) -> None:
-    try:
-        options = parse(words)
-    except ValueError as error:
-        sys.exit(str(error))
-    new = step.begin("losses", words, ROWS, PACKAGES)
-    record, failed = step.fill(new, measured(options), options["out"], ROWS, line)
-    print("\n" + losses_table(record))
-    print(json.dumps({"record": str(options["out"]), "failed": failed}))
+def main(argv: list[str]) -> None:
+    s = parse(argv)
+    new = runner.begin("losses", s.command, KEYS, ("transformers",))
+    _, failed = record.fill(new, measured(s), s.out, KEYS, line)
+    print(json.dumps({"record": str(s.out), "failed": failed}))
 
 
 if __name__ == "__main__":

@@ -1,8 +1,9 @@
 """What holds the memory in one step, allocation by allocation: ours beside Hugging Face's.
 
     python bench.py snapshot                                     Llama 3.2 1B, 8 x 2,048 tokens
-    python bench.py snapshot peers=hf,liger checkpointing=full offload=optimizer batch_size=4 block_size=1024
-    python bench.py snapshot out=benchmarks/records/snapshot.json            as the README shows it
+    python bench.py snapshot --peers=hf,liger --checkpointing=full --offload=optimizer --batch_size=4
+    python bench.py snapshot --out=benchmarks/records/snapshot.json            as the README shows it
+    python bench.py snapshot -- --mlp_chunks=4                   what stands behind -- goes to train.py, for ours alone
 
 Each trainer runs in a process of its own for a few steps; the last is noted as PyTorch's snapshot, out/NAME.pickle,
 which https://pytorch.org/memory_viz shows too, and drawn. What an allocation is for is told by the Python code that
@@ -18,19 +19,43 @@ import runpy
 import shlex
 import sys
 from pathlib import Path
-from typing import NamedTuple
+from types import SimpleNamespace
+from typing import Literal, NamedTuple
 
 import torch
 
-from benchmarks import estimate, peers, report, step
-from benchmarks.swept import PEERS, TITLES, refuse_model
+from benchmarks import arms as trainers
+from benchmarks import cli, record, runner
+from benchmarks import peers as trained
+from benchmarks.run_shape import refuse_model, resolve
 
-PARTS = ["weights", "optimizer", "gradients", "saved activations", "loss head", "temporary", "other"]
+# settings
+peers = "hf"  # beside ours: hf, liger, or none
+config = "config/llama32_1b.py"  # the model
+batch_size = 8  # sequences
+block_size = 2048  # tokens of a sequence
+checkpointing: Literal["none", "full"] = "none"  # what backward recomputes
+offload: Literal["none", "optimizer", "all"] = "none"  # what the CPU's memory holds; a peer's: all or nothing
+out = ""  # the record; nothing: out/snapshot.json
+
 STEP = 5  # the one that is noted; everything has been allocated once before
 MAKES_WEIGHTS = {"to_empty", "_apply", "init_weights", "from_config", "build_hf", "fully_shard"}
 OF_BACKWARD = {"backward", "_pre_backward", "post_backward", "foreach_reduce", "_root_post_backward_final_callback"}
 POINTS = 400  # of a timeline that the record keeps
-ROWS = {"arms": ("arm", "batch", "block", "checkpointing", "offload", "flags")}
+KEYS = {"arms": ("arm", "batch", "block", "checkpointing", "offload", "flags")}  # what names a row
+
+
+def parse(argv: list[str]) -> SimpleNamespace:
+    s = cli.read_settings(globals(), argv, for_train_py=True)
+    s.peers = cli.one_of("peers", s.peers, ["hf", "liger", "none"])
+    cli.at_least_one(s, "batch_size", "block_size")
+    cli.refuse_flags(s, ("batch_size", "block_size", "activation_checkpointing", "offload"))
+    refuse_model(s)
+    s.config, s.out = cli.config_path(s.config), record.default_out(s.out, "snapshot", "out")
+    # The file exists, and train.py takes it.
+    named = {"activation_checkpointing": s.checkpointing, "offload": s.offload, "gradient_accumulation_steps": 1}
+    resolve(s.config, 1, named, s.flags)
+    return s
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -69,7 +94,7 @@ def note_train(path: str, words: list[str]) -> None:
 
 def note_peer(path: str, spec: dict) -> dict:
     """Trains a peer of benchmarks/peers.py."""
-    train_step, n_steps = peers.train_step, 0
+    train_step, n_steps = trained.train_step, 0
 
     def noting(*arguments):
         nonlocal n_steps
@@ -81,8 +106,8 @@ def note_peer(path: str, spec: dict) -> dict:
             torch.cuda.memory._dump_snapshot(path)
         return result
 
-    peers.train_step = noting
-    return peers.main(spec | {"warmup": STEP - 1, "steps": 1})
+    trained.train_step = noting
+    return trained.main(spec | {"warmup": STEP - 1, "steps": 1})
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -148,7 +173,7 @@ def part_of(block: Block, backward: tuple[int, int], logits_bytes: int) -> str:
     if any(Path(file).name == "stream_weights.py" for file in files):
         return "weights"
     if block.start < 0:
-        if any(file.endswith(("driver.py", "on_cpu.py")) or "torch/optim/" in file for file in files):
+        if any("optimizers/" in file or "torch/optim/" in file for file in files):
             return "optimizer"
         return "weights" if names & MAKES_WEIGHTS else "other"
     if in_loss_head(block.frames):
@@ -169,7 +194,7 @@ def timeline(snapshot: dict) -> dict[str, list[int]]:
     logits = [
         b.bytes for b in found if b.frames and b.frames[0]["filename"].endswith("linear.py") and in_loss_head(b.frames)
     ]
-    changes = {part: [0] * (n_entries + 2) for part in PARTS}
+    changes = {part: [0] * (n_entries + 2) for part in trainers.SNAPSHOT_PARTS}
     for block in found:
         change = changes[part_of(block, backward, max(logits, default=0))]
         change[block.start + 1] += block.bytes
@@ -200,97 +225,56 @@ def summarized(totals: dict[str, list[int]]) -> dict:
 # The record
 
 
-def parse(words: list[str]) -> dict:
-    """The options; ValueError with a sentence for a slip."""
-    flags = [word for word in words if word.startswith("--")]
-    options = {"peers": ["hf"], "config": [step.CONFIG], "batch_size": ["8"], "block_size": ["2048"]}
-    options |= {"checkpointing": ["none"], "offload": ["none"], "out": [str(report.ROOT / "out/snapshot.json")]}
-    choices = {"peers": ["hf", "liger", "none"], "checkpointing": ["none", "full"], "offload": estimate.OFFLOAD}
-    _, options = step.read_words([word for word in words if word not in flags], options, [], choices)
-    options |= {key: ",".join(values) for key, values in options.items() if key != "peers"}
-    options |= {key: step.whole(key, options[key]) for key in ("batch_size", "block_size")}
-    said = estimate.read_flags(flags)
-    estimate.refuse_words(said, "the record names it;")
-    step.refuse_flags(said)
-    refuse_model(said, options["peers"])
-    options["config"] = estimate.config_path(options["config"])
-    named = {"activation_checkpointing": options["checkpointing"], "offload": options["offload"]}
-    # the file is there, and train.py takes it
-    estimate.situation(options["config"], 1, named | {"gradient_accumulation_steps": 1} | said)
-    return options | {
-        "flags": flags,
-        "out": Path(options["out"]),
-        "peers": [p for p in options["peers"] if p != "none"],
-    }
-
-
-def measured(options: dict):
-    batch, block, checkpointing = options["batch_size"], options["block_size"], options["checkpointing"]
-    at = (options["config"], batch, block, checkpointing)
-    folder = report.ROOT / "out"
-    for arm in ["all", *options["peers"]]:
-        path = folder / f"snapshot_{arm}.pickle"
+def measured(s: SimpleNamespace):
+    for arm in ["all", *(peer for peer in s.peers if peer != "none")]:
+        path = record.ROOT / "out" / f"snapshot_{arm}.pickle"
         path.unlink(missing_ok=True)
-        offload = options["offload"] if arm == "all" or options["offload"] == "none" else "all"
+        ours = arm == "all"
+        offload = s.offload if ours or s.offload == "none" else "all"
+        at = (s.config, s.batch_size, s.block_size, s.checkpointing)
         note = functools.partial(noted_by, path)
-        if arm == "all":
-            flags = shlex.join([f"--offload={offload}", *options["flags"]])
-            result = step.nanocria_point(*at, steps=2, warmup=STEP - 1, flag=flags, launch=note)
+        if ours:
+            flags = [f"--offload={offload}", *s.flags]
+            result = runner.train_point(*at, steps=2, warmup=STEP - 1, flags=flags, launch=note)
         else:
-            result = step.peer_point(PEERS[arm][offload], *at, steps=1, launch=note)
-        row = {"arm": arm, "batch": batch, "block": block, "checkpointing": checkpointing, "offload": offload}
-        row |= {"flags": shlex.join(options["flags"]) if arm == "all" else ""}
-        if path.exists() and not step_trouble(result):
-            row |= summarized(timeline(read(path))) | {"allocator_peak_gib": result.get("peak_gib"), "file": path.name}
+            result = runner.peer_point(trainers.SWEEP_PEERS[arm][offload], *at, steps=1, launch=note)
+        place = (arm, *at[1:], offload, shlex.join(s.flags) if ours else "")
+        row = dict(zip(KEYS["arms"], place, strict=True))
+        trouble = {key: result[key] for key in ("oom", "missing", "failed") if result.get(key)}
+        if path.exists() and not trouble:
+            totals = timeline(pickle.loads(path.read_bytes()))
+            row |= summarized(totals) | {"allocator_peak_gib": result.get("peak_gib"), "file": path.name}
         else:
-            row |= step_trouble(result) or {"failed": "it left no snapshot"}
+            row |= trouble or {"failed": "it left no snapshot"}
         yield "arms", row
 
 
-def step_trouble(result: dict) -> dict:
-    return {key: result[key] for key in ("oom", "missing", "failed") if result.get(key)}
-
-
 def noted_by(path: Path, command: list[str], ranks: int = 1):
-    """step.run of the command, under this file's eyes."""
+    """runner.run of the command, under this file's eyes."""
     words = command if command[0] == "train.py" else command[2:]
-    return step.run(["-m", "benchmarks.snapshot", str(path), *words], ranks)
+    return runner.run(["-m", "benchmarks.snapshot", str(path), *words], ranks)
 
 
-def read(path: Path) -> dict:
-    return pickle.loads(path.read_bytes())
-
-
-def line(row: dict) -> str:
+def line(row: dict, _: dict | None = None) -> str:
+    title = f"{trainers.SWEEP[row['arm']]:<22}"
     if "peak_gib" not in row:
-        return f"{TITLES[row['arm']]:<22} {step.trouble(row)}"
+        return f"{title} {runner.trouble(row)}"
     parts = ", ".join(f"{part} {gib:.2f}" for part, gib in row["at_peak"].items() if gib >= 0.005)
-    return f"{TITLES[row['arm']]:<22} {row['peak_gib']:6.2f} GiB: {parts}"
+    return f"{title} {row['peak_gib']:6.2f} GiB: {parts}"
 
 
-def parts_table(record: dict) -> str:
-    """GiB of each part at the peak, a column for each trainer."""
-    rows = [row for row in record["arms"] if "peak_gib" in row]
-    lines = [[part, *(f"{row['at_peak'][part]:.2f}" for row in rows)] for part in PARTS]
-    lines.append(["together", *(f"{row['peak_gib']:.2f}" for row in rows)])
-    return report.table(["GiB at the peak", *(TITLES[row["arm"]] for row in rows)], lines)
-
-
-def main(words: list[str]) -> None:
-    try:
-        options = parse(words)
-    except ValueError as error:
-        sys.exit(str(error))
-    new = step.begin("snapshot", words, ROWS)
-    options["out"].parent.mkdir(parents=True, exist_ok=True)
-    (report.ROOT / "out").mkdir(exist_ok=True)
-    record, failed = step.fill(new, measured(options), options["out"], ROWS, lambda row, _: line(row))
-    if any("peak_gib" in row for row in record["arms"]):
+def main(argv: list[str]) -> None:
+    s = parse(argv)
+    new = runner.begin("snapshot", s.command, KEYS)
+    for folder in (s.out.parent, record.ROOT / "out"):
+        folder.mkdir(parents=True, exist_ok=True)
+    found, failed = record.fill(new, measured(s), s.out, KEYS, line)
+    peaks = {row["arm"]: row["peak_gib"] for row in found["arms"] if "peak_gib" in row}
+    if peaks:
         from benchmarks import draw
 
-        draw.draw_snapshot(record, options["out"].with_suffix(".png"))
-    peaks = {row["arm"]: row["peak_gib"] for row in record["arms"] if "peak_gib" in row}
-    print(json.dumps({"record": str(options["out"]), "failed": failed, "peak_gib": peaks}))
+        draw.draw_snapshot(found, s.out.with_suffix(".png"))
+    print(json.dumps({"record": str(s.out), "failed": failed, "peak_gib": peaks}))
 
 
 if __name__ == "__main__":

@@ -18,7 +18,7 @@ class AdamW:
 
     def scalars(self, t):
         beta1, beta2 = self.betas
-        return 1 / (1 - beta1**t), 1 / (1 - beta2**t).sqrt()  # the bias corrections
+        return (1 - beta1**t).reciprocal(), (1 - beta2**t).rsqrt()  # the bias corrections
 
     def step_on_gpu(self, parameter, grad, master, states, scalars):
         adamw(parameter, grad, master, *states.values(), scalars, *self._options(parameter))

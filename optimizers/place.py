@@ -18,10 +18,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-
-def local(x: torch.Tensor) -> torch.Tensor:
-    """This rank's part of x."""
-    return x.to_local() if isinstance(x, DTensor) else x
+from runtime.distributed import local
 
 
 def cpu_param(parameter: torch.Tensor) -> torch.Tensor:

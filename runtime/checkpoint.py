@@ -74,7 +74,7 @@ class Saver:
         self.future, self.copied, self.copies, self.seconds = None, None, None, 0.0  # seconds: of the main thread
         self.error: str | None = None  # why the last checkpoint was not written
         self.stream = torch.cuda.Stream() if torch.cuda.is_initialized() else None
-        n_bytes = sum(optimizer.like_tensors(lambda x, dtype=torch.float32: local(x).numel() * dtype.itemsize).values())
+        n_bytes = sum(optimizer.like_tensors(lambda x, dtype: local(x).numel() * dtype.itemsize).values())
         # All ranks agree before any allocates: else the kernel's out-of-memory killer would end the run.
         missing = all_reduce_max([(n_bytes + reserved) * local_world_size - memory_stats.cpu_available()])[0]
         self.needed = f"saving in the background takes {n_bytes / 2**30:.1f} GiB of CPU memory"
@@ -181,7 +181,7 @@ class Saver:
         return final
 
 
-def _pinned_like(x: torch.Tensor, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+def _pinned_like(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """An uninitialised copy on the CPU, pinned if x is on a GPU, sharded like x."""
     like = torch.empty_like(x, dtype=dtype, device="cpu")  # takes no memory until it is written
     if not local(x).is_cuda:

@@ -52,7 +52,7 @@ class RunShape:
     fused_kernels: bool = True
     fused_loss: bool = True
     attention: str = "auto"
-    fp8: bool = False  # takes no more: float8 operands exist only while the MLP's activations do not
+    fp8: bool = False  # takes no more: float8 operands are freed before the peak
     activation_checkpointing: str = "none"
     mlp_chunks: int | None = None
     offload_activations: bool = False
@@ -77,7 +77,7 @@ class RunShape:
 
     @property
     def streamed(self) -> bool:
-        """Whether stream_weights.py copies each block's weights to the GPU when it computes."""
+        """True if stream_weights.py copies each block's weights to the GPU when it computes."""
         return self.offload == "all" and not self.fsdp
 
     @property
@@ -86,7 +86,7 @@ class RunShape:
 
     @property
     def copy_engines_reduce(self) -> bool:
-        """Whether the copy engines also reduce the gradients: FSDP must hand them over unconverted."""
+        """True if the copy engines also reduce the gradients: FSDP must hand them over unconverted."""
         unconverted = self.sync_every_micro_batch and self.sharding != "hybrid" and self.dtype != "float16"
         return self.copy_engines_gather and unconverted
 
@@ -105,10 +105,8 @@ def param_shapes(c: LlamaConfig, dtype: torch.dtype = torch.float32) -> tuple[li
     """One block's parameters, and the root's, embedding first: on the meta device, so without memory."""
     with torch.device("meta"):
         model = Llama(replace(c, n_layer=1)).to(dtype)
-    named = dict(model.named_parameters())
-    return tuple(
-        [p for name, p in named.items() if name.startswith("layers.") == of_block] for of_block in (True, False)
-    )
+    root = [p for name, p in model.named_parameters() if not name.startswith("layers.")]
+    return list(model.layers.parameters()), root
 
 
 def n_params(c: LlamaConfig) -> tuple[int, int]:
@@ -119,9 +117,8 @@ def n_params(c: LlamaConfig) -> tuple[int, int]:
 
 def state_bytes(parameter: torch.Tensor, run: RunShape) -> int:
     """Bytes of the optimizer's states of a parameter, and of what the place keeps of its float32 master."""
-    master = (OnGPU if run.offload == "none" else OnCPU).master_dtype(
-        parameter.dtype, same_device=run.offload != "optimizer"
-    )
+    place = OnGPU if run.offload == "none" else OnCPU
+    master = place.master_dtype(parameter.dtype, same_device=run.offload != "optimizer")
     states = [math.prod(shape) * dtype.itemsize for shape, dtype in AdamW().states(parameter).values()]
     return sum(states) + (master.itemsize * parameter.numel() if master else 0)
 
@@ -189,7 +186,7 @@ def attention_bytes(c: LlamaConfig, run: RunShape) -> int:
     cuDNN's own: dq in float32, dk and dv for each query head, three numbers per head.
     """
     itemsize = run.compute_dtype.itemsize
-    gradients = itemsize * (c.n_embd + 2 * c.n_kv_head * c.head_dim)  # the MLP's residual stream is free by then
+    gradients = itemsize * (c.n_embd + 2 * c.n_kv_head * c.head_dim)  # the MLP's residual stream is free by now
     suits = run.attention == "auto" and triton_suits(c.head_dim, c.block_size, run.compute_dtype)
     if suits or run.attention == "triton" or run.mask_documents:
         return gradients + 4 * c.n_head
@@ -329,6 +326,7 @@ class Step:
         held = self.embedding.gradients * (self.apart and self.run.shard_ranks > 1)
         sums = (group.wide + group.gradients * (self.itemsize < 4)) / self.run.shard_ranks
         n_bytes = group.gradients + held if self.run.copy_engines_reduce else max(group.gradients, held + sums)
+        n_bytes *= not self.unsynced  # they are among the accumulators
         return Part("the reduction", n_bytes, f"{group.n:,} parameters")
 
 
@@ -338,17 +336,14 @@ def phases(config: LlamaConfig, run: RunShape) -> dict[str, list[Part]]:
     apart, buffer, block = step.apart, step.buffer, step.block_in_backward()
     forward, backward = loss_parts(config, run, step.n_tokens)
     whole = layers if zero2 else buffer  # blocks that are gathered in the loss; zero3: the last one's buffer
-    in_loss = (layers * zero2, 1 + buffer) if apart else (layers * zero2 + buffer, 1)  # or by now the head's
+    # the buffer is as large as the larger of the last two gathers
+    in_loss = (layers * zero2, 1 + buffer) if apart and step.last.n > step.block.n else (layers * zero2 + buffer, 1)
     root_stays = int(run.fsdp and not apart)
     reducing = None if step.unsynced else step.block  # the gradients of the block before
-    found = {
-        "the loss, at the end of forward": step.at(forward, layers, in_loss),
-        "backward of the loss": step.at(backward, layers, (whole, 1)),
-    }
+    found = {"the loss, at the end of forward": step.at(forward, layers, in_loss)}
+    found["backward of the loss"] = step.at(backward, layers, (whole, 1))
     if apart:
-        found["reduction of the head"] = step.at(
-            step.reduction(step.last), layers, gathered=(whole, 0), reducing=step.last
-        )
+        found["reduction of the head"] = step.at(step.reduction(step.last), layers, (whole, 0), reducing=step.last)
     for k in (layers, max(layers - 1, 1), 1):
         found[f"backward of block {k}"] = step.at(
             block,
@@ -364,9 +359,8 @@ def phases(config: LlamaConfig, run: RunShape) -> dict[str, list[Part]]:
     found["backward of the embedding"] = step.at(x, 0, (0, root_stays), (layers, 1), copies, reducing)
     if run.fsdp:
         first = step.embedding if apart else step.last
-        found["reduction of the embedding"] = step.at(
-            step.reduction(first), done=(layers, 1), reducing=first, over=True
-        )
+        at_end = {"done": (layers, 1), "reducing": first, "over": True}
+        found["reduction of the embedding"] = step.at(step.reduction(first), **at_end)
     return found
 
 

@@ -4,4 +4,5 @@ import os
 
 import torch
 
-os.environ["TRITON_INTERPRET"] = "0" if torch.cuda.is_available() else "1"
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # small models: several threads only wait for each other
+os.environ.setdefault("TRITON_INTERPRET", "0" if torch.cuda.is_available() else "1")

@@ -103,7 +103,8 @@ def finished(runs, seconds=120):
         time.sleep(0.02)
     for stream in (runs[0].stdout, runs[0].stderr):
         stream.seek(0)
-    code = next((code for code in codes if code), 0)
+    failed = [code for code in codes if code]
+    code = next((code for code in failed if code != -signal.SIGTERM), failed[0]) if failed else 0
     return subprocess.CompletedProcess([], code, runs[0].stdout.read(), runs[0].stderr.read())
 
 
@@ -144,13 +145,13 @@ def machines_of(folder, ranks):
 
 
 def run_alone(text_data, out_dir, **changes):
-    """A run of 30 steps by one process, with a checkpoint every ten; returns its folder."""
+    """A run of 20 steps by one process, with a checkpoint every ten; returns its folder."""
     done = run(LONGER | changes | {"dataset": text_data, "out_dir": out_dir})
     assert done.returncode == 0, done.stderr
     return out_dir
 
 
-LONGER = SMALL | SHORT | dict(gradient_accumulation_steps=4, max_iters=30, eval_interval=10, keep_last=5)
+LONGER = SMALL | SHORT | dict(gradient_accumulation_steps=4, max_iters=20, eval_interval=10, keep_last=5)
 
 
 def wait_until(true, otherwise, seconds=90):

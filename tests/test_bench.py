@@ -13,12 +13,12 @@ import torch
 
 import bench
 from benchmarks import kernels as kernels_bench
-from benchmarks import libraries, losses, report, timing
+from benchmarks import arms, compare, libraries, losses, record, report, runner, timing
 from benchmarks.operations import OPERATIONS, Arm
 
-PAGES = {page: (report.ROOT / page).read_text() for page in report.PAGES}
+PAGES = {page: (record.ROOT / page).read_text() for page in report.PAGES}
 PAGE = "benchmarks/README.md"
-RECORDS = sorted(report.ASSETS.glob("*.json"))
+RECORDS = sorted(record.RECORDS.glob("*.json"))
 FP32 = {"device": "cpu", "dtype": torch.float32}
 TINY = {  # a size of each operation that the interpreter runs in a moment; widths that no block divides
     "rms_norm": (5, 19),
@@ -46,7 +46,7 @@ def test_a_page_holds_what_the_records_say(page):
 
 def test_the_pages_show_all_plots_that_are_there():
     shown = {
-        (report.ROOT / page).parent.joinpath(plot).resolve()
+        (record.ROOT / page).parent.joinpath(plot).resolve()
         for page, text in PAGES.items()
         for plot in re.findall(r"^!\[.+\]\((.+)\)$", text, re.MULTILINE)
     }
@@ -57,7 +57,7 @@ def test_the_pages_show_all_plots_that_are_there():
 @pytest.mark.parametrize("page", PAGES)
 def test_the_links_of_a_page_lead_somewhere(page):
     for target, anchor in re.findall(r"\]\((?!https?:)([^)#]*)#?([^)]*)\)", PAGES[page]):
-        path = (report.ROOT / page).parent / target if target else report.ROOT / page
+        path = (record.ROOT / page).parent / target if target else record.ROOT / page
         assert path.exists(), target
         headings = re.findall(r"^#+ (.+)$", path.read_text(), re.MULTILINE) if anchor else []
         anchors = [re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-") for heading in headings]
@@ -65,8 +65,8 @@ def test_the_links_of_a_page_lead_somewhere(page):
 
 
 def test_the_readme_counts_the_kernels_that_no_peer_beats():
-    rows = report.load("kernels")["rows"]
-    ours = sum((report.lead(row) or 0) >= 0.995 for row in rows)
+    rows = record.load("kernels")["rows"]
+    ours = sum((compare.lead(row) or 0) >= 0.995 for row in rows)
     assert f"In {ours} of {len(rows)} cases they are" in PAGES["README.md"]
 
 
@@ -86,11 +86,11 @@ def test_a_missing_marker_is_named():
 
 
 def test_a_part_is_asked_for_once_its_record_exists_and_refused_before(tmp_path, monkeypatch):
-    monkeypatch.setattr(report, "ASSETS", tmp_path)
+    monkeypatch.setattr(record, "RECORDS", tmp_path)
     assert all(report.render("no record, no part", page) == "no record, no part" for page in PAGES)
     with pytest.raises(ValueError, match="<!-- kernels -->.*benchmarks/records/kernels.json"):
         report.render("<!-- kernels --><!-- /kernels -->", PAGE)
-    (tmp_path / "kernels.json").write_text(json.dumps(record()))
+    (tmp_path / "kernels.json").write_text(json.dumps(kernels_record()))
     with pytest.raises(ValueError, match="must hold <!-- kernels -->"):
         report.render("no record, no part", PAGE)
     assert "rms_norm" in report.render("<!-- kernels --><!-- /kernels -->", PAGE)
@@ -100,11 +100,11 @@ def test_a_part_is_asked_for_once_its_record_exists_and_refused_before(tmp_path,
 def test_a_record_is_kept_by_a_name_alone(tmp_path, name):
     (tmp_path / "summary.json").write_text("{}")
     with pytest.raises(SystemExit, match=re.escape(f"the record's name is {name!r}: letters, digits, _ and -")):
-        report.keep(str(tmp_path), name)
+        record.keep_summary(str(tmp_path), name)
 
 
 def test_the_headline_leaves_out_what_is_not_known(tmp_path, monkeypatch):
-    monkeypatch.setattr(report, "ASSETS", tmp_path)
+    monkeypatch.setattr(record, "RECORDS", tmp_path)
     place = {"batch": 8, "block": 2048, "checkpointing": "none"}
     ours = place | {"arm": "nanocria", "tok_per_s": 9000.0, "peak_gib": 30.0, "mfu": None}
     step = {"device": "GPU", "points": [ours]}
@@ -140,8 +140,8 @@ def test_the_headline_leaves_out_what_is_not_known(tmp_path, monkeypatch):
 )
 def test_a_missing_or_broken_record_is_named(name, content, sentence, tmp_path, monkeypatch):
     pytest.importorskip("benchmarks.draw", exc_type=ImportError)
-    monkeypatch.setattr(report, "ASSETS", tmp_path)
-    for path in report.ROOT.glob("benchmarks/records/*.json"):
+    monkeypatch.setattr(record, "RECORDS", tmp_path)
+    for path in record.ROOT.glob("benchmarks/records/*.json"):
         (tmp_path / path.name).write_text(path.read_text() if path.stem != name else content or "")
     if content is None:
         (tmp_path / f"{name}.json").unlink()
@@ -186,7 +186,7 @@ def test_a_command_with_too_few_or_too_many_words_shows_how_it_is_used(words):
 # The kernels' table
 
 
-def record():
+def kernels_record():
     """Two passes of one norm, the first faster than all peers, the second beaten by one, and a peer that failed."""
 
     def arm(us):
@@ -209,8 +209,8 @@ def record():
 
 
 def test_the_table_shows_time_share_and_where_a_peer_is_faster(tmp_path, monkeypatch):
-    monkeypatch.setattr(report, "ASSETS", tmp_path)
-    (tmp_path / "kernels.json").write_text(json.dumps(record()))
+    monkeypatch.setattr(record, "RECORDS", tmp_path)
+    (tmp_path / "kernels.json").write_text(json.dumps(kernels_record()))
     times = "| forward / backward | 40.0 us / 50.0 us | 75% / 60% | 1.50 x eager / **0.80 x liger** |"
     assert f"| `rms_norm` | N16384 C2048 {times}" in report.kernels_table("kernels")
     assert report.kernels_table("kernels").endswith(
@@ -220,8 +220,8 @@ def test_the_table_shows_time_share_and_where_a_peer_is_faster(tmp_path, monkeyp
 
 
 def test_the_commands_of_a_record_that_was_continued_are_left_to_it(tmp_path, monkeypatch):
-    monkeypatch.setattr(report, "ASSETS", tmp_path)
-    (tmp_path / "step.json").write_text(json.dumps(record() | {"command": "python a && python b"}))
+    monkeypatch.setattr(record, "RECORDS", tmp_path)
+    (tmp_path / "step.json").write_text(json.dumps(kernels_record() | {"command": "python a && python b"}))
     assert report.footer("step").endswith(
         " Commands and commits: [benchmarks/records/step.json](benchmarks/records/step.json)."
     )
@@ -229,19 +229,19 @@ def test_the_commands_of_a_record_that_was_continued_are_left_to_it(tmp_path, mo
 
 def test_a_printed_line_stands_under_its_header_and_dashes_what_failed():
     arms = ["nanocria", "eager", "compile", "liger"]
-    header, line = kernels_bench.table_header(arms), kernels_bench.table_line(record()["rows"][0], arms)
+    header, line = kernels_bench.table_header(arms), kernels_bench.table_line(kernels_record()["rows"][0], arms)
     assert len(header) == len(line) and line.split()[-7:] == ["40.0", "us", "60.0", "us", "-", "-", "75%"]
 
 
 def test_the_summary_names_slower_rows_and_failures(tmp_path):
-    summary = kernels_bench.summary(record(), tmp_path, 1.0)
+    summary = kernels_bench.summary(kernels_record(), tmp_path, 1.0)
     assert summary["slower"] == ["rms_norm N16384 C2048 backward"]
     assert summary["inaccurate"] == []
     assert list(summary["failed"]) == ["rms_norm N16384 C2048 forward liger"]
 
 
 def test_the_summary_names_an_error_that_eager_does_not_have(tmp_path):
-    wrong = record()
+    wrong = kernels_record()
     wrong["rows"][0]["arms"]["nanocria"]["error"] = 6e-3
     assert kernels_bench.summary(wrong, tmp_path, 1.0)["inaccurate"] == ["rms_norm N16384 C2048 forward"]
 
@@ -252,8 +252,8 @@ def test_the_record_keeps_five_digits():
 
 def test_the_plots_are_drawn_from_a_record(tmp_path):
     draw = pytest.importorskip("benchmarks.draw", exc_type=ImportError)
-    draw.draw_kernels_speed(record(), tmp_path / "speed.png")
-    draw.draw_kernels_memory(record(), tmp_path / "memory.png")
+    draw.draw_kernels_speed(kernels_record(), tmp_path / "speed.png")
+    draw.draw_kernels_memory(kernels_record(), tmp_path / "memory.png")
     assert all((tmp_path / name).stat().st_size > 10_000 for name in ("speed.png", "memory.png"))
 
 
@@ -278,8 +278,8 @@ def test_a_slip_in_the_words_is_named(words, sentence):
 
 
 def test_only_a_whole_run_replaces_the_record_of_the_readme():
-    assert kernels_bench.parse([]) == (list(OPERATIONS), report.ROOT / "benchmarks/records/kernels.json")
-    assert kernels_bench.parse(["op=rope,geglu"]) == (["rope", "geglu"], report.ROOT / "out/kernels.json")
+    assert kernels_bench.parse([]) == (list(OPERATIONS), record.ROOT / "benchmarks/records/kernels.json")
+    assert kernels_bench.parse(["op=rope,geglu"]) == (["rope", "geglu"], record.ROOT / "out/kernels.json")
     assert kernels_bench.parse(["op=rope", "out=here.json"]) == (["rope"], Path("here.json"))
 
 
@@ -373,7 +373,7 @@ def test_a_size_that_does_not_fit_takes_no_other_with_it(monkeypatch, tmp_path, 
         if size == operation.sizes[-1]:
             raise torch.OutOfMemoryError("CUDA out of memory")
         written.append(out.exists() and len(json.loads(out.read_text())["rows"]))
-        return [row | {"op": name, "shape": operation.shape(size)} for row in record()["rows"]]
+        return [row | {"op": name, "shape": operation.shape(size)} for row in kernels_record()["rows"]]
 
     out, written, sizes = tmp_path / "kernels.json", [], OPERATIONS["rms_norm"].sizes
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
@@ -381,7 +381,7 @@ def test_a_size_that_does_not_fit_takes_no_other_with_it(monkeypatch, tmp_path, 
     monkeypatch.setattr(timing, "use_side_stream", lambda: None)
     monkeypatch.setattr(timing, "copy_tb_s", lambda: 4.0)
     monkeypatch.setattr(timing, "matmul_tflops", lambda: 700.0)
-    monkeypatch.setattr(report, "origin", lambda command, device, packages: {"command": command, "device": device})
+    monkeypatch.setattr(record, "origin", lambda command, device, packages: {"command": command, "device": device})
     monkeypatch.setattr(kernels_bench, "measure_size", measure_size)
     with kernels_bench.functorch_config.patch("donated_buffer", True):  # and back again, for it changes that
         kernels_bench.main(["op=rms_norm", f"out={out}"])
@@ -445,7 +445,7 @@ def test_train_py_is_hugging_faces_model_under_pytorchs_adamw():
     """Step for step: the same first weights, tokens, losses, gradients' clip, learning rates and updates."""
     pytest.importorskip("transformers")
     at, config = (8, 2, 64), "config/baby_llama.py"
-    ours = losses.nanocria_losses("nanocria", *at, config, ["--n_layer=2", "--device=cpu", "--dtype=float32"])
+    ours = losses.train_losses("nanocria", *at, config, ["--n_layer=2", "--device=cpu", "--dtype=float32"])
     theirs = losses.peer_losses("float32", *at, config, compute_dtype="float32", n_layer=2, vocab_size=257)
     found = [our - their for our, their in zip(ours["losses"], theirs["losses"], strict=True)]
     assert len(found) == 8 and max(map(abs, found)) < 1e-5, f"they differ by {found}"
@@ -453,10 +453,10 @@ def test_train_py_is_hugging_faces_model_under_pytorchs_adamw():
 
 def test_losses_are_compared_with_those_of_float32():
     rows = LOSSES["runs"]
-    assert [losses.cells(row, rows) for row in rows] == [
+    assert [compare.loss_cells(row, rows) for row in rows] == [
         ["1.1250", "+0.1250", "0.1250"], ["1.2500", "+0.2500", "0.2500"], ["1.0000", "-", "-"],
     ]  # fmt: skip
-    assert losses.cells(rows[0], rows[:2]) == ["1.1250", "-", "-"]  # float32 was not measured
+    assert compare.loss_cells(rows[0], rows[:2]) == ["1.1250", "-", "-"]  # float32 was not measured
     assert "Hugging Face, bfloat16" in losses.line(rows[1], LOSSES)
     assert "out of memory" in losses.line({"arm": "hf", "oom": True}, LOSSES)
 
@@ -465,7 +465,7 @@ def test_losses_are_drawn_and_shown(tmp_path, monkeypatch):
     draw = pytest.importorskip("benchmarks.draw", exc_type=ImportError)
     draw.draw_losses(LOSSES, tmp_path / "losses.png")
     assert (tmp_path / "losses.png").stat().st_size > 10_000
-    monkeypatch.setattr(report, "ASSETS", tmp_path)
+    monkeypatch.setattr(record, "RECORDS", tmp_path)
     (tmp_path / "losses.json").write_text(json.dumps(LOSSES))
     assert "6 steps of 8 x 1,024 tokens" in report.losses_part() and "| nanocria | 1.1250 |" in report.losses_part()
     assert "Measured on one GPU with PyTorch 2.11.0, transformers 5.17.0. Command" in report.losses_part()
@@ -474,7 +474,7 @@ def test_losses_are_drawn_and_shown(tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("words", "sentence"),
     [
-        (["arms=nanocra"], f"arms=nanocra: there are {', '.join(losses.ARMS)}. Did you mean nanocria?"),
+        (["arms=nanocra"], f"arms=nanocra: there are {', '.join(arms.LOSSES)}. Did you mean nanocria?"),
         (["shape=8"], "sequences x tokens, as in 8x2048"),
         (["steps=0"], "steps=0: a whole number, at least 1"),
         (["steps=100000"], "steps=100000: with 8 x 1024 tokens, pystdlib has enough for "),

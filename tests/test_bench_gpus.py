@@ -17,7 +17,7 @@ import pytest
 import torch
 
 import bench
-from benchmarks import draw, gpus, peers, report, step
+from benchmarks import compare, draw, gpus, peers, record, report, runner
 
 # ----------------------------------------------------------------------------------------------------------------------
 # Peers on several ranks
@@ -68,7 +68,7 @@ def test_two_ranks_of_the_recipe_train_as_one_on_the_same_sequences(tmp_path, ar
     spec = TINY | {"arm": arm, "checkpointing": checkpointing, "tie_embeddings": tied}
     points = []
     for ranks in (1, 2):
-        point, printed = step.run([str(tmp_path / "peer.py"), json.dumps(spec | {"batch": 8 // ranks})], ranks)
+        point, printed = runner.run([str(tmp_path / "peer.py"), json.dumps(spec | {"batch": 8 // ranks})], ranks)
         assert point is not None and "failed" not in point, printed
         assert point["tok_per_s"] == pytest.approx(8 * 64 * 1000 / point["ms_per_step"]), "of all ranks"
         assert point["peak_gib"] == 1 + ranks, "of the rank that needs most"
@@ -82,7 +82,7 @@ def test_two_ranks_of_the_recipe_train_as_one_on_the_same_sequences(tmp_path, ar
 def test_a_peer_trains_in_two_steps_or_says_that_it_does_not(tmp_path, monkeypatch):
     (tmp_path / "peer.py").write_text(PEER_ON_CPU)
     spec = TINY | {"arm": "recipe", "batch": 1, "warmup": 1, "steps": 1}  # as many as the largest points have
-    point, printed = step.run([str(tmp_path / "peer.py"), json.dumps(spec)], 1)
+    point, printed = runner.run([str(tmp_path / "peer.py"), json.dumps(spec)], 1)
     assert point is not None and point["last_loss"] < point["first_loss"], printed
     for last in (5.0, 5.1, float("nan")):
         monkeypatch.setattr(peers, "measure", lambda last=last: {"first_loss": 5.0, "last_loss": last})
@@ -96,7 +96,7 @@ def test_a_peer_trains_in_two_steps_or_says_that_it_does_not(tmp_path, monkeypat
 def test_a_point_that_takes_too_long_is_ended_with_all_that_it_started(tmp_path):
     child = f"import os, time; open({str(tmp_path / 'pid')!r}, 'w').write(str(os.getpid())); time.sleep(99)"
     parent = f"import subprocess, sys; print('said', flush=True); subprocess.run([sys.executable, '-c', {child!r}])"
-    result, printed = step.run(["-c", parent], timeout=3)
+    result, printed = runner.run(["-c", parent], timeout=3)
     assert result is None and printed.startswith("said") and printed.endswith("took longer than 3 seconds")
     assert ended(int((tmp_path / "pid").read_text()))
 
@@ -109,11 +109,11 @@ def test_torchrun_is_ended_with_its_ranks(tmp_path):
         "    file.write(str(os.getpid()))\n"
         "time.sleep(99)"
     )
-    process = subprocess.Popen([sys.executable, *step.launcher(2), str(script)], start_new_session=True)
+    process = subprocess.Popen([sys.executable, *runner.launcher(2), str(script)], start_new_session=True)
     while not all(pid.exists() and pid.read_text() for pid in pids):
         assert process.poll() is None
         time.sleep(0.1)
-    step.end(process)
+    runner.end(process)
     assert process.poll() is not None and ended(*(int(pid.read_text()) for pid in pids))
 
 
@@ -139,8 +139,8 @@ W1121 13:03:42.252000 4728 torch/distributed/elastic/multiprocessing/api.py:1028
 Traceback (most recent call last):
 torch.distributed.elastic.multiprocessing.errors.ChildFailedError:
 ==="""
-    assert step.failure(printed) == {"failed": "ValueError: this is it"}
-    assert step.failure("[rank1]: torch.OutOfMemoryError: CUDA out of memory." + printed) == {"oom": True}
+    assert runner.failure(printed) == {"failed": "ValueError: this is it"}
+    assert runner.failure("[rank1]: torch.OutOfMemoryError: CUDA out of memory." + printed) == {"oom": True}
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -180,7 +180,7 @@ def test_words_choose_and_ranks_without_gpus_are_left_out(capsys):
     kinds, options = gpus.parse(["8b", "ranks=4,1,2", "shapes=2x4096", "steps=7", "out=a"], n_gpus=2)
     assert (kinds, options["ranks"], options["shapes"], options["steps"]) == (["8b"], [1, 2], [(2, 4096)], 7)
     assert capsys.readouterr().out == "ranks=4: left out, torch sees 2 GPUs\n"
-    assert gpus.parse([], n_gpus=4)[1]["ranks"] == [1, 2, 4] and gpus.parse([], n_gpus=4)[0] == list(gpus.ROWS)
+    assert gpus.parse([], n_gpus=4)[1]["ranks"] == [1, 2, 4] and gpus.parse([], n_gpus=4)[0] == list(gpus.KEYS)
     assert list(gpus.measured(["8b"], gpus.parse(["ranks=4"], n_gpus=2)[1])) == []
 
 
@@ -188,7 +188,7 @@ def commands(monkeypatch, *words, n_gpus=4):
     """What would be run: (ranks, command)."""
     ran = []
     monkeypatch.setattr(
-        step,
+        runner,
         "run",
         lambda command, ranks=1, gpu=None, gpus=1: ran.append((ranks, command, gpu)) or (None, "out of memory"),
     )
@@ -224,20 +224,20 @@ def test_runs_side_by_side_add_up(monkeypatch):
         (Path(out_dir) / "summary.json").write_text(json.dumps(point | {"estimated_gib": 2.0}))
         return None, ""
 
-    monkeypatch.setattr(step, "run", run)
+    monkeypatch.setattr(runner, "run", run)
     row = gpus.point("nanocria-each", gpus.SCALING_CONFIG, 2, 16, 2048, "none", 10)
     assert (row["tok_per_s"], row["ms_per_step"], row["peak_gib"]) == (201.0, 10.0, 3.0)
     assert row["mfu"] == pytest.approx(0.55)
     alone = row | {"arm": "nanocria", "ranks": 1, "tok_per_s": 105.0}
-    assert gpus.efficiency(row, [row, alone]) == pytest.approx(201 / 210)
+    assert compare.efficiency(row, [row, alone]) == pytest.approx(201 / 210)
 
 
 def test_a_run_is_kept_to_one_of_the_gpus_that_are_there(monkeypatch):
     command = ["-c", "import os; print(os.environ['CUDA_VISIBLE_DEVICES'])"]
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    assert step.run(command, gpu=1)[1].strip() == "1"
+    assert runner.run(command, gpu=1)[1].strip() == "1"
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,7")
-    assert step.run(command, gpu=1)[1].strip() == "7"
+    assert runner.run(command, gpu=1)[1].strip() == "7"
 
 
 def test_8b_is_measured_on_all_gpus_and_selective_is_ours_alone(monkeypatch):
@@ -259,7 +259,7 @@ def test_8b_is_measured_on_all_gpus_and_selective_is_ours_alone(monkeypatch):
 
 
 def test_a_peer_that_is_not_there_is_asked_for_once(monkeypatch):
-    monkeypatch.setattr(step, "run", lambda command, ranks=1: ({"missing": "No module named 'torchtitan'"}, ""))
+    monkeypatch.setattr(runner, "run", lambda command, ranks=1: ({"missing": "No module named 'torchtitan'"}, ""))
     rows = list(gpus.measured(*gpus.parse(["8b", "arms=torchtitan"], 4)))
     assert len(rows) == 1 and "pip install 'torchtitan<0.3'" in gpus.line(rows[0][1], RECORD)
 
@@ -289,7 +289,7 @@ def test_saves_are_timed_between_the_log_lines_of_steps_100_and_300(monkeypatch,
             (folder / "__0_0.distcp").write_bytes(bytes(998))
         return {"steps": 10 if len(ran) == 3 else 300, "save_seconds": 3.0, "resume_seconds": 2.0}
 
-    monkeypatch.setattr(step, "train", train)
+    monkeypatch.setattr(runner, "train", train)
     ((kind, row),) = gpus.measured(*gpus.parse(["saves", f"folder={tmp_path}"], 4))
     assert kind == "saves" and row["ranks"] == 4 and row["checkpoint_bytes"] == 1000 and row["resume_seconds"] == 2.0
     assert 0.5 < row["cost"] < 1.5, f"{row['seconds_without']} s without, {row['seconds_with']} s with"
@@ -309,7 +309,7 @@ def test_a_run_that_fails_ends_the_saves_with_its_reason(monkeypatch):
 
 
 def row(arm, ranks, tok_per_s, peak_gib=40.0, at=(16, 2048, "none"), **more):
-    place = dict(zip(gpus.PLACE, (arm, ranks, *at), strict=True))
+    place = dict(zip(compare.GPUS_PLACE, (arm, ranks, *at), strict=True))
     return place | {"oom": False, "tok_per_s": tok_per_s, "ms_per_step": 1.0, "mfu": 0.5, "peak_gib": peak_gib} | more
 
 
@@ -323,7 +323,7 @@ RECORD = {
                 row("recipe", 4, 230_400.0, 70.0)],
     "8b": [row("nanocria", 4, 44_000.0, 30.0, BIG), row("recipe", 4, 40_000.0, 40.0, BIG),
            row("nanocria", 4, 48_000.0, 60.0, (4, 4096, "selective")),
-           dict(zip(gpus.PLACE, ("recipe", 4, 1, 8192, "none"), strict=True)) | {"oom": True}],
+           dict(zip(compare.GPUS_PLACE, ("recipe", 4, 1, 8192, "none"), strict=True)) | {"oom": True}],
     "saves": [{"ranks": 4, "batch": 8, "block": 2048, "every": 100, "oom": False, "seconds_without": 44.0,
                "seconds_with": 44.44, "cost": 0.01, "save_seconds": 3.0, "checkpoint_bytes": 14.8e9,
                "resume_seconds": 8.0}],
@@ -331,19 +331,19 @@ RECORD = {
 
 
 def test_efficiency_is_the_share_of_one_gpu_times_their_number():
-    shares = [gpus.efficiency(row, RECORD["scaling"]) for row in RECORD["scaling"]]
+    shares = [compare.efficiency(row, RECORD["scaling"]) for row in RECORD["scaling"]]
     assert shares == pytest.approx([1.0, 1.0, 0.975, 0.99, 0.96])
-    assert gpus.efficiency(RECORD["8b"][0], RECORD["8b"]) is None
+    assert compare.efficiency(RECORD["8b"][0], RECORD["8b"]) is None
 
 
 def test_ratios_are_ours_over_the_recipes_and_selective_has_its_full_one_to_beat():
     full, recipe, selective, _ = RECORD["8b"]
-    assert gpus.ratios(full, RECORD["8b"]) == {
+    assert compare.gpus_ratios(full, RECORD["8b"]) == {
         "peer": "recipe", "checkpointing": "full", "tok_per_s": 1.1, "peak_gib": 0.75
     }  # fmt: skip
-    assert gpus.ratios(selective, RECORD["8b"])["tok_per_s"] == 1.2
-    assert gpus.ratios(recipe, RECORD["8b"]) is None
-    assert gpus.ratios(RECORD["scaling"][3], RECORD["scaling"]) is None, "no recipe of ZeRO-2"
+    assert compare.gpus_ratios(selective, RECORD["8b"])["tok_per_s"] == 1.2
+    assert compare.gpus_ratios(recipe, RECORD["8b"]) is None
+    assert compare.gpus_ratios(RECORD["scaling"][3], RECORD["scaling"]) is None, "no recipe of ZeRO-2"
 
 
 def test_a_line_says_what_a_row_says():
@@ -359,7 +359,7 @@ def test_the_same_code_on_the_same_gpus_adds_to_its_record(tmp_path, capsys):
     out.write_text(json.dumps(RECORD))
     new = RECORD | {"command": "python bench.py gpus scaling", "scaling": [], "8b": [], "saves": []}
     rows = [("scaling", row("nanocria", 4, 280_000.0)), ("8b", RECORD["8b"][3] | {"failed": "Bang"})]
-    record, failed = step.fill(copy.deepcopy(new), rows, out, gpus.ROWS, gpus.line)
+    record, failed = record.fill(copy.deepcopy(new), rows, out, gpus.KEYS, gpus.line)
     assert json.loads(out.read_text()) == record and [f["failed"] for f in failed] == ["Bang"]
     assert [r["tok_per_s"] for r in record["scaling"]] == [70_000.0, 60_000.0, 280_000.0, 277_200.0, 230_400.0]
     assert record["8b"] == RECORD["8b"] and record["saves"] == RECORD["saves"]
@@ -370,7 +370,7 @@ PAGE = "benchmarks/README.md"
 
 
 def test_the_page_has_tables_of_what_was_measured(monkeypatch, tmp_path):
-    monkeypatch.setattr(report, "ASSETS", tmp_path)
+    monkeypatch.setattr(record, "RECORDS", tmp_path)
     (tmp_path / "gpus.json").write_text(json.dumps(RECORD))
     text = report.render("<!-- gpus --><!-- /gpus -->", PAGE)
     for part in (

@@ -16,13 +16,13 @@ import subprocess
 import pytest
 import torch
 
-from benchmarks import breakdown, draw, peers, report, step
+from benchmarks import arms, breakdown, compare, draw, peers, record, report, runner, step
 from model import Llama, LlamaConfig
 from runtime import run_log
 
 SCALING = {"factor": 32.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 16}
 TINY = LlamaConfig(n_layer=2, n_head=4, n_kv_head=2, n_embd=32, ffn_dim=96, vocab_size=61, block_size=24,
-                   rope_scaling=SCALING, tie_embeddings=True, fused_kernels=False, fused_loss=False)  # fmt: skip
+                   rope_scaling=SCALING, tie_embeddings=True)  # fmt: skip
 CPU = torch.device("cpu")
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -76,6 +76,7 @@ def counterparts(name, names, peer):
 def test_a_peer_has_our_loss_and_our_gradients(build, names, checkpointing):
     torch.manual_seed(1)
     ours = Llama(TINY)
+    ours.set_operations(fused_kernels=False, fused_loss=False)
     ours.init_weights(seed=1)
     peer, loss_of = build(checkpointing)
     pairs = [(name, p, counterparts(name, names, peer)) for name, p in ours.named_parameters()]
@@ -234,7 +235,7 @@ def test_the_floors_count_the_flops_that_the_model_counts():
         ("baby shapes=1x1", "shapes=: not read by baby"),
         (
             "arms=hf-ligr",
-            f"arms=hf-ligr: there are {', '.join(step.ARMS)}. Did you mean hf-liger?",
+            f"arms=hf-ligr: there are {', '.join(arms.STEP)}. Did you mean hf-liger?",
         ),
         ("checkpointing=some", "checkpointing=some: there are none, selective, full"),
         ("shapes=8*2048", "shapes=8*2048: sequences x tokens, as in 8x2048"),
@@ -268,7 +269,7 @@ def test_points_are_the_arms_in_turn_and_what_is_missing_is_asked_for_once(monke
         found = {"missing": "No module named 'torchtitan'"} if arm == "torchtitan" else {"tok_per_s": 1.0}
         return found, "out of memory"
 
-    monkeypatch.setattr(step, "run", run)
+    monkeypatch.setattr(runner, "run", run)
     words = ["arms=nanocria,torchtitan,hf", "shapes=8x2048,2x8192", "checkpointing=none,selective"]
     alone = list(step.points(step.parse(words)[1]))
     assert [(p["arm"], p["batch"], p["checkpointing"], p["oom"]) for p in alone if p["arm"] != "torchtitan"] == [
@@ -321,20 +322,20 @@ RECORD = {
 def test_the_same_code_on_the_same_card_adds_to_its_record():
     new = RECORD | {"command": "python bench.py step arms=recipe", "breakdown": [], "baby": []}
     new["points"] = [point("recipe", tok_per_s=60_000.0), point("recipe", "full")]
-    both = step.merged(RECORD, new)
+    both = record.merged(RECORD, new, step.KEYS)
     assert both["command"] == "python bench.py step && python bench.py step arms=recipe"
     assert [(p["arm"], p["checkpointing"], p.get("tok_per_s")) for p in both["points"]] == [
         ("nanocria", "none", 70_000.0), ("recipe", "none", 60_000.0), ("hf", "none", None), ("recipe", "full", 70_000.0)
     ]  # fmt: skip
     assert both["breakdown"] == RECORD["breakdown"] and both["baby"] == RECORD["baby"]
-    assert step.merged(both, new) == both, "the same again changes nothing"
+    assert record.merged(both, new, step.KEYS) == both, "the same again changes nothing"
 
 
 def test_other_code_or_another_card_begins_a_record_anew():
     for change in ({"device": "other GPU"}, {"versions": {"nanocria": "def"}}):
         new = RECORD | change | {"points": [point("recipe")]}
-        assert step.merged(RECORD, new) == new
-    assert step.merged(None, RECORD) == RECORD
+        assert record.merged(RECORD, new, step.KEYS) == new
+    assert record.merged(None, RECORD, step.KEYS) == RECORD
 
 
 def test_a_record_goes_on_where_only_words_have_changed_since(tmp_path, monkeypatch):
@@ -351,29 +352,29 @@ def test_a_record_goes_on_where_only_words_have_changed_since(tmp_path, monkeypa
         git("commit", "-qm", name)
         return git("describe", "--always").strip()
 
-    monkeypatch.setattr(report, "ROOT", tmp_path)
+    monkeypatch.setattr(record, "ROOT", tmp_path)
     git("init", "-q")
     first = commit("train.py", "1")
     beside = ("README.md", "tests/test_train.py", "benchmarks/draw.py", "benchmarks/records/step.json", "sample.py", "bench.py",
               "benchmarks/README.md", "benchmarks/losses.py")  # fmt: skip
     words = [commit(name, "2") for name in beside]
-    assert all(report.same_code(first, later) and report.same_code(later, first) for later in words)
+    assert all(record.same_code(first, later) and record.same_code(later, first) for later in words)
     for name in ("model.py", "memory.py", "kernels/rope.py", "config/a.py", "benchmarks/swept.py", "train.py"):
         before, after = words[-1], commit(name, "3")
-        assert not report.same_code(before, after), name
+        assert not record.same_code(before, after), name
         words.append(after)
-    monkeypatch.setattr(report.runlog, "git_commit", lambda: git("describe", "--always", "--dirty").strip())
+    monkeypatch.setattr(record.run_log, "git_commit", lambda: git("describe", "--always", "--dirty").strip())
     for name, dirty in {"README.md": "", "benchmarks/records/step.json": "", "train.py": "-dirty"}.items():
         (tmp_path / name).write_text("4")
-        assert report.commit() == words[-1] + dirty, name
-    assert not report.same_code(first, "0123456") and not report.same_code("unknown", first)
+        assert record.commit() == words[-1] + dirty, name
+    assert not record.same_code(first, "0123456") and not record.same_code("unknown", first)
 
 
 @pytest.mark.parametrize("commit", ["abc-dirty", "unknown"])
 def test_edited_code_is_never_the_same_code(commit):
-    assert not report.same_code(commit, commit) and not report.same_code("abc", commit)
+    assert not record.same_code(commit, commit) and not record.same_code("abc", commit)
     new = RECORD | {"versions": {"nanocria": commit}, "points": [point("recipe")]}
-    assert step.merged(new | {"points": RECORD["points"]}, new) == new
+    assert record.merged(new | {"points": RECORD["points"]}, new, step.KEYS) == new
 
 
 def filled(out):
@@ -386,7 +387,7 @@ def filled(out):
             beside.append(sorted(path.name for path in out.parent.iterdir()))
 
     new = RECORD | {"points": [], "breakdown": [], "baby": []}
-    return step.fill(copy.deepcopy(new), rows(), out, step.ROWS, lambda *_: "")[0], beside
+    return record.fill(copy.deepcopy(new), rows(), out, step.KEYS, lambda *_: "")[0], beside
 
 
 def test_a_record_is_written_where_files_cannot_be_locked(tmp_path, monkeypatch, capsys):
@@ -405,7 +406,7 @@ def test_a_record_is_written_after_each_row_by_one_command_at_a_time(tmp_path):
     record, beside = filled(out)
     assert beside == [["step.json", "step.json.lock"]] * 2
     assert json.loads(out.read_text()) == record and list(out.parent.iterdir()) == [out]
-    with step.held(out), pytest.raises(SystemExit, match="another bench.py is writing to .*step.json: wait for it, or"):
+    with record.locked(out), pytest.raises(SystemExit, match="another bench.py is writing to .*step.json: wait for it, or"):
         filled(out)
     assert filled(out)[0] == record, "again, once the other has ended"
 
@@ -417,7 +418,7 @@ def test_a_record_that_cannot_be_written_is_refused_before_a_row_is_measured(tmp
     messages |= dict.fromkeys([tmp_path / "file", tmp_path / "list.json"], "is there and no record of a benchmark")
     for out, message in messages.items():
         with pytest.raises(SystemExit, match=f"out={out} {message}"):
-            step.fill(RECORD, iter(lambda: pytest.fail("measured"), 0), out, step.ROWS, lambda *_: "")
+            record.fill(RECORD, iter(lambda: pytest.fail("measured"), 0), out, step.KEYS, lambda *_: "")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["file", "list.json"]
 
 
@@ -426,8 +427,8 @@ def two_gpus(monkeypatch):
     """Two GPUs that are not alike, and the handlers of signals put back afterwards."""
     card = {"device": "A", "copy_tb_s": 4.0, "matmul_tflops": 700.0, "unlike": ["A of 80 GiB", "B of 24 GiB"]}
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(step, "run", lambda command: (copy.deepcopy(card), ""))
-    monkeypatch.setattr(report, "origin", lambda command, device, packages: {"command": command, "device": device})
+    monkeypatch.setattr(runner, "run", lambda command: (copy.deepcopy(card), ""))
+    monkeypatch.setattr(record, "origin", lambda command, device, packages: {"command": command, "device": device})
     before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGHUP)}
     yield
     for number, handler in before.items():
@@ -436,18 +437,18 @@ def two_gpus(monkeypatch):
 
 def test_unlike_gpus_are_not_measured_at_once(two_gpus):
     with pytest.raises(SystemExit, match="at_once=all: these GPUs are not alike, A of 80 GiB, B of 24 GiB. CUDA_VIS"):
-        step.begin("step", ["at_once=all"], step.ROWS)
-    assert set(step.begin("step", ["at_once=1"], ["points"])) == {
+        runner.begin("step", ["at_once=all"], step.KEYS)
+    assert set(runner.begin("step", ["at_once=1"], ["points"])) == {
         "command", "device", "copy_tb_s", "matmul_tflops", "points"
     }  # fmt: skip
 
 
 def test_a_closed_terminal_ends_it_but_not_under_nohup(two_gpus):
     signal.signal(signal.SIGHUP, signal.SIG_IGN)
-    step.begin("step", [], step.ROWS)
+    runner.begin("step", [], step.KEYS)
     assert signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
     signal.signal(signal.SIGHUP, signal.SIG_DFL)
-    step.begin("step", [], step.ROWS)
+    runner.begin("step", [], step.KEYS)
     for number in (signal.SIGTERM, signal.SIGHUP):
         with pytest.raises(SystemExit) as stop:
             signal.raise_signal(number)
@@ -455,40 +456,40 @@ def test_a_closed_terminal_ends_it_but_not_under_nohup(two_gpus):
 
 
 def test_rows_of_older_code_are_kept_where_that_was_asked_for(monkeypatch):
-    monkeypatch.setattr(report, "same_code", lambda a, b: a[0] == b[0])
-    at = {kind: [] for kind in step.ROWS} | {"device": "GPU", "command": "python bench.py"}
+    monkeypatch.setattr(record, "same_code", lambda a, b: a[0] == b[0])
+    at = {kind: [] for kind in step.KEYS} | {"device": "GPU", "command": "python bench.py"}
 
-    def record(commits, n):
+    def at_commits(commits, n):
         return at | {"versions": {"nanocria": commits, "torch": "2"}, "points": [point("nanocria", batch=n)]}
 
     for old, new, expected in [
         ("a1", "a2", "a2"), ("a1", "b1", None), ("a1", "a1, b1", "a1, b1"), ("a1, b1", "b2", "a1, b2"),
         ("a1, b1", "c1", None), ("a1, b1", "a1, b1, c1", "a1, b1, c1"), ("a2", "a1, b1", None),
     ]:  # fmt: skip
-        merged = step.merged(record(old, 1), record(new, 2))
+        merged = record.merged(at_commits(old, 1), at_commits(new, 2), step.KEYS)
         assert merged["versions"]["nanocria"] == (expected or new), (old, new)
         assert [row["batch"] for row in merged["points"]] == ([1, 2] if expected else [2]), (old, new)
 
 
 def test_ratios_are_ours_over_each_peers():
-    (ratio,) = step.ratios(RECORD["points"])
+    (ratio,) = compare.step_ratios(RECORD["points"])
     assert ratio == {"at": [8, 2048, "none"], "peer": "recipe", "tok_per_s": 1.4, "peak_gib": 0.75}
 
 
 def test_what_ends_without_numbers_says_why():
     assert "out of memory" in step.line(RECORD["points"][2])
-    where = {key: RECORD["points"][2][key] for key in step.PLACE}
+    where = {key: RECORD["points"][2][key] for key in compare.STEP_PLACE}
     assert "pip install 'transformers>=5.17,<6'" in step.line(where | {"missing": "No module named 'transformers'"})
-    assert "failed: Bang" in step.line(where | step.failure("Traceback\nBang"))
-    assert step.failure("torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 3 GiB") == {"oom": True}
+    assert "failed: Bang" in step.line(where | runner.failure("Traceback\nBang"))
+    assert runner.failure("torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 3 GiB") == {"oom": True}
 
 
 def test_a_package_of_another_version_is_named(monkeypatch):
-    monkeypatch.setattr(step.metadata, "version", {"torchtitan": "0.3", "transformers": "5.20"}.__getitem__)
-    said = step.trouble({"arm": "torchtitan", "missing": "No module named 'torchtitan.models.llama3.model'"})
+    monkeypatch.setattr(runner.metadata, "version", {"torchtitan": "0.3", "transformers": "5.20"}.__getitem__)
+    said = runner.trouble({"arm": "torchtitan", "missing": "No module named 'torchtitan.models.llama3.model'"})
     assert said.endswith("model' (torchtitan 0.3 lacks it): pip install 'torchtitan<0.3'")
     monkeypatch.undo()
-    said = step.trouble({"arm": "torchtitan", "missing": "No module named 'numpi'"})
+    said = runner.trouble({"arm": "torchtitan", "missing": "No module named 'numpi'"})
     assert said == "-  No module named 'numpi': pip install 'torchtitan<0.3'"
 
 
@@ -509,13 +510,13 @@ def test_a_card_is_known_by_its_whole_name(name, tflops):
 
 def test_a_process_hands_over_the_last_object_that_it_prints():
     prints = "print('{not json'); print('{\"a\": 1}'); print('bye')"
-    assert step.run(["-c", prints])[0] == {"a": 1}
-    result, printed = step.run(["-c", prints + "; raise SystemExit('Bang')"])
+    assert runner.run(["-c", prints])[0] == {"a": 1}
+    result, printed = runner.run(["-c", prints + "; raise SystemExit('Bang')"])
     assert result is None and "Bang" in printed
 
 
 def test_the_pages_have_the_step_in_short_and_the_small_model(tmp_path, monkeypatch):
-    monkeypatch.setattr(report, "ASSETS", tmp_path)
+    monkeypatch.setattr(record, "RECORDS", tmp_path)
     at = {"batch": 16, "peak_gib": 40.0}
     points = [*RECORD["points"], point("recipe", tok_per_s=60_000.0, **at), point("hf", tok_per_s=63_000.0, **at)]
     points += [point("nanocria", **at), point("nanocria", "full", **at)]
@@ -531,7 +532,7 @@ def test_the_pages_have_the_step_in_short_and_the_small_model(tmp_path, monkeypa
 
 
 def test_the_tables_show_every_row_and_the_plot_is_drawn(tmp_path):
-    assert "| 8 x 2,048 | none | 70,000 · 30.0 | 50,000 · 40.0 | out of memory |" in step.step_table(RECORD)
+    assert "| 8 x 2,048 | none | 70,000 · 30.0 | 50,000 · 40.0 | out of memory |" in steps_table
     assert step.breakdown_table(RECORD).endswith("| whole step | 191.0 | 180.0 |")
     assert "of our step go (8 x 2,048 tokens, checkpointing none), and" in step.breakdown_table(RECORD)
     several = copy.deepcopy(RECORD) | {"points": [*RECORD["points"], point("nanocria", "full"), point("hf", batch=16)]}

@@ -7,14 +7,15 @@ import re
 import shutil
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
 import torch
 from torch.distributed.checkpoint.api import CheckpointException
 
 import model as model_module
-from optimizers.optimizer import sum_of_bits
-from runtime import checkpoint, memory, memory_stats, restore, run_folder
+from runtime import checkpoint, memory_advice, memory_stats, restore, run_folder
+from runtime.checkpoint import sum_of_bits
 from tests.runs import (
     ROOT,
     SHORT,
@@ -42,7 +43,7 @@ def test_resume_repeats_the_run_bit_for_bit(train, tmp_path, dtype):
 def test_a_resumed_run_keeps_its_own_optimizer_settings(train):
     train(max_iters=4)
     run = train(max_iters=6, weight_decay=0.3, beta2=0.9)
-    assert (run["optimizer"].weight_decay, run["optimizer"].betas) == (0.3, (0.9, 0.9))
+    assert (run["optimizer"].rule.weight_decay, run["optimizer"].rule.betas) == (0.3, (0.9, 0.9))
 
 
 def test_a_half_written_checkpoint_is_not_taken_for_a_whole_one(train, tmp_path):
@@ -71,12 +72,12 @@ def test_a_finished_run_says_so_and_a_longer_one_goes_on(train, tmp_path, capsys
 
 @pytest.mark.parametrize("why", ["as asked", "no memory for copies", "beside"])
 def test_a_save_that_the_training_waits_for_is_the_same(train, tmp_path, capsys, monkeypatch, why):
-    n = train(out_dir=tmp_path / "beside")["n_params"]
+    n = train(out_dir=tmp_path / "beside")["model"].n_params()
     # asked for a step, for its tokens, then for the copies of w, m and v, which take 12n
     there = iter([10**12, 10**12, 16 * n + 100])
     monkeypatch.setattr(memory_stats, "cpu_available", lambda: next(there))
     to_come = 4 * n + (101 if why == "no memory for copies" else 100)
-    monkeypatch.setattr(memory, "cpu_bytes_to_come", lambda config, plan: to_come)
+    monkeypatch.setattr(memory_advice, "cpu_bytes_to_come", lambda config, run_shape: to_come)
     copied, copy = [], checkpoint.Saver._copy
     monkeypatch.setattr(checkpoint.Saver, "_copy", lambda self, *more: copied.append(1) or copy(self, *more))
     train(async_save=why != "as asked")
@@ -212,13 +213,13 @@ def test_what_says_nothing_of_its_content_does_not_count_as_damage(train, tmp_pa
 def with_gain(init):
     def changed(self, config):
         init(self, config)
-        self.gain_norm = model_module.RMSNorm(3, config)
+        self.gain_norm = model_module.RMSNorm(config)
 
     return changed
 
 
 def with_more_columns(init):
-    return lambda self, width, config: init(self, width + 1, config)
+    return lambda self, config: init(self, SimpleNamespace(n_embd=config.n_embd + 1, norm_eps=config.norm_eps))
 
 
 @pytest.mark.parametrize(

@@ -13,9 +13,10 @@ from torch.utils.checkpoint import checkpoint
 import kernels
 import kernels.launch
 import kernels.reference
-from kernels import fp8_linear
-from kernels.fp8_linear import FLOAT8, input_gradient, project, quantize, quantize_reference, transpose
+from kernels import FP8Linear, fp8_linear, use_fp8
+from kernels.fp8_linear import FLOAT8, quantize, quantize_reference, transpose
 from model import Llama, LlamaConfig
+from runtime.recompute import recompute
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 ON_GPU = DEVICE == "cuda"
@@ -123,8 +124,8 @@ def test_no_sum_is_cut_off():
     """With products of one sign: float8's own rounding leans by 0.16% here, sums of 14 bits would by 1.7%."""
     x, weight, dy = randn(2048, 1024).abs(), randn(512, 1024).abs(), randn(2048, 512).abs()
     for found, expected in (
-        (project(x, weight, True), x.double() @ weight.double().T),
-        (input_gradient(dy, weight, True), dy.double() @ weight.double()),
+        (FP8Linear.project(x, weight), x.double() @ weight.double().T),
+        (FP8Linear.input_gradient(dy, weight), dy.double() @ weight.double()),
     ):
         lean = ((found.double() - expected) / expected).mean().abs().item()
         assert lean < 4e-3, f"the mean relative error is {lean:.1e}"
@@ -145,8 +146,8 @@ def test_the_reference_is_as_far_from_float64(n_in, n_out):
 def test_the_weight_of_backward_is_that_of_forward():
     """Its scales go into dy: with dy and x of one element a row nothing else is rounded but W, and alike."""
     weight, eye = randn(32, 64), torch.eye(64, device=DEVICE, dtype=BF16)
-    forward = project(eye, weight, True).T  # (O, C): the rounded W
-    backward = input_gradient(torch.eye(32, device=DEVICE, dtype=BF16), weight, True)
+    forward = FP8Linear.project(eye, weight).T  # (O, C): the rounded W
+    backward = FP8Linear.input_gradient(torch.eye(32, device=DEVICE, dtype=BF16), weight)
     assert error(backward, forward) < 2**-8
 
 
@@ -204,37 +205,42 @@ def test_autocast_and_a_second_derivative_are_refused():
 # The fused functions
 
 
-def gradients(function, inputs, weights_of=None):
+def projection(n_in, n_out):
+    layer = FP8Linear(n_in, n_out).to(DEVICE, BF16)
+    torch.nn.init.normal_(layer.weight, std=n_in**-0.5)
+    return layer
+
+
+def gradients(function, inputs, projections):
     inputs = [x.detach().clone().requires_grad_() for x in inputs]
     outputs = function(*inputs)
     torch.manual_seed(7)
-    torch.autograd.backward(outputs, [randn(*y.shape) for y in outputs])
-    return [*outputs, *(x.grad for x in inputs)]
+    leaves = [*inputs, *(layer.weight for layer in projections)]
+    return [*outputs, *torch.autograd.grad(outputs, leaves, [randn(*y.shape) for y in outputs])]
 
 
 def test_rms_norm_linear_is_a_norm_and_a_linear_layer():
-    inputs = randn(2, 20, 64), randn(2, 20, 64), randn(64), randn(48, 64)
+    inputs, layer = (randn(2, 20, 64), randn(2, 20, 64), randn(64)), projection(64, 48)
 
-    def apart(x, residual, norm_weight, weight):
+    def apart(x, residual, norm_weight):
         normed, total = kernels.add_rms_norm(x, residual, norm_weight)
-        return fp8_linear(normed, weight), total
+        return layer(normed), total
 
-    found = gradients(partial(kernels.rms_norm_linear, fp8=True), inputs)
-    for x, expected in zip(found, gradients(apart, inputs), strict=True):
+    found = gradients(lambda *x: kernels.rms_norm_linear(*x, 1e-5, layer), inputs, [layer])
+    for x, expected in zip(found, gradients(apart, inputs, [layer]), strict=True):
         assert torch.equal(x, expected)
 
 
 @pytest.mark.parametrize("options", [{}, {"keep_gate_up": False}, {"keep_gate_up": False, "chunks": 3}])
 def test_swiglu_mlp_is_a_norm_two_linear_layers_and_a_product(options):
-    inputs = randn(40, 64), randn(40, 64), randn(64), randn(96, 64) / 8, randn(32, 48) / 7
+    inputs, layers = (randn(40, 64), randn(40, 64), randn(64)), (projection(64, 96), projection(48, 32))
 
-    def apart(x, residual, norm_weight, gate_up_weight, down_weight):
+    def apart(x, residual, norm_weight):
         normed, total = kernels.add_rms_norm(x, residual, norm_weight)
-        return fp8_linear(kernels.swiglu(fp8_linear(normed, gate_up_weight)), down_weight), total
+        return layers[1](kernels.swiglu(layers[0](normed))), total
 
-    found = gradients(partial(kernels.swiglu_mlp, fp8=True, **options), inputs)
-    expected = gradients(apart, inputs)
-    for i, (x, other) in enumerate(zip(found, expected, strict=True)):
+    found = gradients(lambda *x: kernels.swiglu_mlp(*x, 1e-5, *layers, **options), inputs, layers)
+    for i, (x, other) in enumerate(zip(found, gradients(apart, inputs, layers), strict=True)):
         if "chunks" in options and i >= 5:  # the weights' gradients, summed in float32 over the slices
             assert error(x, other) < 2**-7
         else:
@@ -294,8 +300,12 @@ def test_is_captured_in_a_cuda_graph():
 SMALL = dict(n_layer=2, n_head=2, n_kv_head=1, n_embd=32, ffn_dim=48, vocab_size=64, block_size=16)
 
 
-def loss_and_gradients(dtype=BF16, **changes):
-    model = Llama(LlamaConfig(**SMALL | {"fp8": True} | changes)).to(DEVICE, dtype)
+def loss_and_gradients(dtype=BF16, fp8=True, fused_kernels=True, mode="none", **options):
+    model = Llama(LlamaConfig(**SMALL)).to(DEVICE, dtype)
+    model.set_operations(fused_kernels)
+    if fp8:
+        use_fp8(model, DEVICE)
+    recompute(model, mode, **options)
     model.init_weights(seed=1, device="cpu")
     torch.manual_seed(1)
     tokens, targets = torch.randint(64, (2, 2, 16), device=DEVICE)
@@ -314,9 +324,9 @@ def test_a_model_in_float8_has_nearly_the_loss_and_gradients_of_bfloat16():
 @pytest.mark.parametrize(
     ("settings", "others"),
     [
-        (dict(activation_checkpointing="selective"), {}),
-        (dict(activation_checkpointing="full", offload_activations=True), dict(activation_checkpointing="full")),
-        (dict(activation_checkpointing="full", mlp_chunks=2), dict(activation_checkpointing="full")),
+        (dict(mode="selective"), {}),
+        (dict(mode="full", offload_activations=True), dict(mode="full")),
+        (dict(mode="full", mlp_chunks=2), dict(mode="full")),
     ],
 )
 def test_recomputed_in_float8_a_model_has_the_same_gradients(settings, others):
@@ -326,11 +336,29 @@ def test_recomputed_in_float8_a_model_has_the_same_gradients(settings, others):
         assert error(gradient, plain[name]) < 2**-6, name
 
 
-def test_the_model_of_references_rounds_to_float8_too(monkeypatch):
-    (loss, _), (in_bf16, _) = (loss_and_gradients(torch.float32, fused_kernels=False, fp8=fp8) for fp8 in (True, False))
-    assert 0 < abs(loss - in_bf16) < 0.01
+def test_the_model_of_references_rounds_to_float8_too():
+    (loss, _), (in_float32, _) = (
+        loss_and_gradients(torch.float32, fused_kernels=False, fp8=fp8) for fp8 in (True, False)
+    )
+    assert 0 < abs(loss - in_float32) < 0.01
 
 
-def test_widths_that_float8_does_not_take_are_refused():
-    with pytest.raises(ValueError, match="fp8 needs n_embd, ffn_dim and the 1 key heads to be multiples of 16 wide"):
-        LlamaConfig(**SMALL | dict(fp8=True, ffn_dim=100))
+def test_use_fp8_refuses_widths_that_are_not_multiples_of_16():
+    with pytest.raises(ValueError, match="fp8 needs projections whose sides are multiples of 16, not 200 x 32"):
+        use_fp8(Llama(LlamaConfig(**SMALL | dict(ffn_dim=100))))
+
+
+def test_use_fp8_on_a_gpu_refuses_float32():
+    with torch.device("meta"):
+        model = Llama(LlamaConfig(**SMALL))
+    with pytest.raises(ValueError, match="fp8 needs dtype bfloat16 and a GPU of compute capability 8.9 or more"):
+        use_fp8(model, "cuda")
+
+
+def test_use_fp8_swaps_every_projection_of_the_layers_on_meta_and_leaves_the_names():
+    with torch.device("meta"):
+        model = Llama(LlamaConfig(**SMALL)).to(BF16)
+    names = list(model.state_dict())
+    use_fp8(model)
+    assert sum(isinstance(module, FP8Linear) for module in model.modules()) == 4 * len(model.layers)
+    assert list(model.state_dict()) == names

@@ -13,6 +13,7 @@ import itertools
 import math
 import re
 import runpy
+import sys
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
@@ -30,8 +31,10 @@ import kernels
 import model as model_module
 from convert import hf_names
 from model import KVCache, Llama, LlamaConfig, document_starts, sample
-from runtime import copy_engines, recompute
+from runtime import copy_engines
+from runtime.recompute import chunks_of_mlp, groups_of_sequences, loss_options, recompute, recomputed
 
+recompute_file = sys.modules["runtime.recompute"]
 HAS_GPU = torch.cuda.is_available()
 DEVICE = "cuda" if HAS_GPU else "cpu"
 BF16, FP32, FP64 = torch.bfloat16, torch.float32, torch.float64
@@ -39,6 +42,8 @@ needs_gpu = pytest.mark.skipif(not HAS_GPU, reason="needs a GPU")
 pytestmark = pytest.mark.filterwarnings("ignore:divide by zero:RuntimeWarning")  # the interpreter's, of log(0)
 PLAIN = {"fused_kernels": False, "fused_loss": False}
 MODES = ["none", "selective", "full"]
+OPERATIONS = {"fused_kernels", "fused_loss", "attention"}  # Llama.set_operations
+RECOMPUTE = {"activation_checkpointing": "none", "mlp_chunks": None, "offload_activations": False}  # recompute
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -60,7 +65,11 @@ SMALL = LlamaConfig(
 
 def build(seed=0, dtype=FP64, config=SMALL, **settings):
     """A small model with weights large enough that attention is sharp, norms matter and texts do not repeat."""
+    operations = {name: settings.pop(name) for name in OPERATIONS & settings.keys()}
+    recomputes = [settings.pop(name, default) for name, default in RECOMPUTE.items()]
     model = Llama(replace(config, **settings))
+    model.set_operations(**operations)
+    recompute(model, *recomputes)
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for parameter in model.parameters():
@@ -77,9 +86,9 @@ def batch(n_batch=2, n_time=16, seed=0, vocab_size=SMALL.vocab_size):
     return tokens[:, :-1], targets
 
 
-def loss_and_gradients(model, tokens, targets, starts=None):
+def loss_and_gradients(model, tokens, targets, doc_starts=None):
     model.zero_grad()
-    loss = model(tokens, targets, starts)
+    loss = model(tokens, targets, doc_starts)
     loss.backward()
     return {"loss": loss.detach(), **{name: parameter.grad for name, parameter in model.named_parameters()}}
 
@@ -222,7 +231,7 @@ def test_every_arm_and_checkpointing_mode_trains_the_same(mode, fused_kernels, f
     settings = {"fused_kernels": fused_kernels, "fused_loss": fused_loss, "activation_checkpointing": mode}
     out = arm_result(fused_kernels, fused_loss)
     assert_close(out, arm_result(False, False), 1e-12)
-    # Recomputing changes no bit, nor does 'full', whose blocks are handed a sum instead of its two addends; only the
+    # Recomputing changes no bit, nor does 'full', whose layers are handed the sum of stream and branch; only the
     # compiler of a GPU may contract the one sum and not the other.
     again = loss_and_gradients(build(**settings), *batch(n_time=5))
     if HAS_GPU and mode == "full":
@@ -252,7 +261,7 @@ def test_in_slices_the_mlp_trains_the_same(settings, fused_kernels):
 def test_in_groups_of_sequences_a_block_trains_the_same(monkeypatch, groups, offload_activations, fused_kernels):
     tokens, targets = (torch.cat([x, x.flip(0), x[:1]]) for x in batch(n_time=5))
     plain = loss_and_gradients(build(fused_kernels=fused_kernels), tokens, targets)
-    monkeypatch.setattr(LlamaConfig, "groups_of_sequences", lambda *_: groups)
+    monkeypatch.setattr(recompute_file, "groups_of_sequences", lambda *_: groups)
     full = dict(activation_checkpointing="full", offload_activations=offload_activations)
     model = build(fused_kernels=fused_kernels, **full)
     assert_close(loss_and_gradients(model, tokens, targets), plain, 1e-12)
@@ -262,15 +271,16 @@ def test_in_groups_of_sequences_a_block_trains_the_same(monkeypatch, groups, off
 def test_without_gradients_too_sequences_pass_through_a_block_in_groups(monkeypatch, offload_activations):
     tokens, targets = batch(n_batch=5, n_time=4)
     plain = build()(tokens, targets)
-    monkeypatch.setattr(LlamaConfig, "groups_of_sequences", lambda *_: 3)
+    monkeypatch.setattr(recompute_file, "groups_of_sequences", lambda *_: 3)
     model, sizes = build(activation_checkpointing="full", offload_activations=offload_activations), []
-    for layer in model.layers:
-        addends = layer.addends
-        monkeypatch.setattr(layer, "addends", lambda x, *rest, f=addends: sizes.append(len(x)) or f(x, *rest))
+    compute = recompute_file.compute
+    monkeypatch.setattr(
+        recompute_file, "compute", lambda layer, x, *rest: sizes.append(len(x)) or compute(layer, x, *rest)
+    )
     with torch.no_grad():
         assert abs(model(tokens, targets) - plain) < 1e-12
     assert sum(sizes) == 5 * len(model.layers) and max(sizes) == 2, sizes
-    assert not (offload_activations and model.offloaded.stack), "nothing is kept for a backward"
+    assert not (offload_activations and model.layers[0].forward.args[-1].stack), "nothing is kept for a backward"
 
 
 @pytest.mark.parametrize("fp32_dweight", [True, False])
@@ -285,22 +295,21 @@ def test_what_is_overwritten_is_not_read_again(monkeypatch, mode, fp32_dweight):
         lambda x, *rest: over_x.append(x.data_ptr() == rest[-2].data_ptr()) or fill_chunks(x, *rest),
     )
     options = {"chunk_tokens": 12, "fp32_dweight": fp32_dweight}
-    monkeypatch.setattr(LlamaConfig, "loss_chunking", lambda *_: dict(options))
-    monkeypatch.setattr(LlamaConfig, "groups_of_sequences", lambda *_: 2)
+    monkeypatch.setattr(recompute_file, "loss_options", lambda *_, **__: dict(options))
+    monkeypatch.setattr(recompute_file, "groups_of_sequences", lambda *_: 2)
     data, settings = batch(n_batch=4, n_time=8), dict(dtype=BF16, activation_checkpointing=mode)
     overwriting = loss_and_gradients(build(**settings), *data)
     assert over_x == [True]
-    backward = recompute._Recomputed.backward
-    monkeypatch.setattr(recompute._Recomputed, "backward", staticmethod(lambda ctx, dy: backward(ctx, dy.clone())))
-    for name, flag in (
-        ("linear_cross_entropy", "overwrite_x"),
-        ("rms_norm", "overwrite_dy"),
-        ("add_rms_norm", "overwrite_dy"),
-    ):
-        op = getattr(kernels, name)
-        monkeypatch.setattr(
-            kernels, name, lambda *inputs, op=op, flag=flag, **more: op(*inputs, **more | {flag: False})
-        )
+    backward = recompute_file._Recomputed.backward
+    monkeypatch.setattr(recompute_file._Recomputed, "backward", staticmethod(lambda ctx, dy: backward(ctx, dy.clone())))
+    loss, norm = kernels.linear_cross_entropy, kernels.add_rms_norm
+    monkeypatch.setattr(
+        kernels, "linear_cross_entropy", lambda *inputs, **more: loss(*inputs, **more | {"overwrite_x": False})
+    )
+    monkeypatch.setattr(kernels, "add_rms_norm", lambda *inputs: norm(*inputs[:-1], overwrite_dy=False))
+    monkeypatch.setattr(
+        kernels, "rms_norm", lambda *inputs, alone=kernels.rms_norm: alone(*inputs[:-1], overwrite_dy=False)
+    )
     assert_equal(loss_and_gradients(build(**settings), *data), overwriting)
     assert over_x == [True, False]
 
@@ -309,8 +318,8 @@ def test_what_is_overwritten_is_not_read_again(monkeypatch, mode, fp32_dweight):
 @pytest.mark.parametrize("before", [True, False], ids=["read before the loss", "read after it"])
 def test_a_second_head_may_read_what_the_head_reads(monkeypatch, mode, before):
     """With several chunks of logits and several groups of sequences, where memory is reused most."""
-    monkeypatch.setattr(LlamaConfig, "loss_chunking", lambda *_: {"chunk_tokens": 12})
-    monkeypatch.setattr(LlamaConfig, "groups_of_sequences", lambda *_: 2)
+    monkeypatch.setattr(recompute_file, "loss_options", lambda *_, **__: {"chunk_tokens": 12})
+    monkeypatch.setattr(recompute_file, "groups_of_sequences", lambda *_: 2)
     tokens, targets = batch(n_batch=4, n_time=8)
 
     def two_heads(model):
@@ -331,7 +340,8 @@ def test_a_norm_may_stand_anywhere():
     """Here after the block, where the sum hands its gradient to both of its terms."""
 
     def gradients(model):
-        post, x = model_module.RMSNorm(SMALL.n_embd, model.config).to(DEVICE, FP64), model.tok_embeddings(batch()[0])
+        post, x = model_module.RMSNorm(SMALL).to(DEVICE, FP64), model.tok_embeddings(batch()[0])
+        post.fused_kernels = model.fused_kernels
         cos, sin = model_module.rope_tables(SMALL, 0, x.shape[1], DEVICE, FP64)
         for layer in model.layers:
             x = x + post(sum(layer(x, None, cos, sin)))
@@ -346,32 +356,29 @@ def test_weights_gradients_of_groups_are_added_exactly_and_rounded_once(groups):
     block = build(dtype=BF16, activation_checkpointing="full").layers[0]
     x, dy = (torch.randn(groups, 5, SMALL.n_embd, device=DEVICE, dtype=BF16) for _ in range(2))
     cos, sin = model_module.rope_tables(SMALL, 0, 5, DEVICE)
-    weights = recompute.trainable_parameters(block)
+    weights = recompute_file.trainable_parameters(block)
     rows = (slice(i, i + 1) for i in range(groups))
-    parts = [recompute._gradients(block, x[one], cos, sin, None, weights, dy[one])[1:] for one in rows]
+    parts = [recompute_file._gradients(block, x[one], cos, sin, None, weights, dy[one])[1:] for one in rows]
     leaf = x.clone().requires_grad_()
-    found = torch.autograd.grad(recompute.recomputed(block, groups, leaf, cos, sin), weights, dy.clone())
+    found = torch.autograd.grad(recomputed(block, groups, leaf, cos, sin), weights, dy.clone())
     for gradient, *of_groups in zip(found, *parts, strict=True):
         assert torch.equal(gradient, sum(part.float() for part in of_groups).to(BF16))
 
 
-def test_a_block_s_residual_stream_is_freed_before_the_backward_of_its_attention():
+def test_a_block_s_residual_stream_is_freed_before_the_backward_of_its_attention(monkeypatch):
     model, streams, live = build(activation_checkpointing="full"), [], []
 
-    def watched(block, addends):
-        def run(*inputs):
-            outputs = addends(*inputs)
-            streams.append(StorageWeakRef(outputs[0].untyped_storage()))
-            return outputs
-
-        return run
+    def watched(*inputs, compute=recompute_file.compute):
+        outputs = compute(*inputs)
+        streams.append(StorageWeakRef(outputs[0].untyped_storage()))
+        return outputs
 
     def look(_):
         gc.collect()  # the interpreter's launches are cycles that hold their arguments
         live.append(not streams[-1].expired())
 
+    monkeypatch.setattr(recompute_file, "compute", watched)
     for layer in model.layers:
-        layer.addends = watched(layer, layer.addends)
         layer.attn.o_proj.weight.register_hook(look)
     model(*batch(n_time=5)).backward()
     assert live and not any(live)
@@ -390,22 +397,21 @@ def test_a_frozen_weight_of_a_block_gets_no_gradient_and_changes_none():
 
 
 def test_full_checkpointing_takes_smaller_pieces():
-    config = LlamaConfig(n_layer=1, n_head=2, n_kv_head=1, n_embd=8, ffn_dim=16, vocab_size=128256, block_size=8)
-    full = replace(config, activation_checkpointing="full")
     for n_tokens, chunk_tokens, fp32_dweight in ((2048, 2048, False), (3000, 768, False), (8192, 2048, False),
                                                  (8193, 2048, True)):  # fmt: skip
         expected = {"chunk_tokens": chunk_tokens, "fp32_dweight": fp32_dweight}
-        assert full.loss_chunking(n_tokens, BF16) == expected
-        assert full.loss_chunking(n_tokens, torch.float16)["fp32_dweight"], "float16 cannot hold the sums"
-        assert config.loss_chunking(n_tokens, BF16) == {"chunk_tokens": 4096, "fp32_dweight": True}
-    assert [c.chunks_of_mlp(100_000) for c in (config, full, replace(full, mlp_chunks=3))] == [1, 12, 3]
-    assert [full.chunks_of_mlp(n) for n in (1, 16_383, 16_384)] == [1, 1, 2]
-    wide = replace(full, n_embd=4096)  # sums of the weights' gradients as large as what 4,096 tokens take
-    assert [wide.chunks_of_mlp(n) for n in (32_767, 32_768)] == [1, 2]
-    assert replace(full, fused_kernels=False).chunks_of_mlp(100_000) == 1, "plain PyTorch would pay for it"
+        assert loss_options(n_tokens, BF16, 128256, "full") == expected
+        assert loss_options(n_tokens, torch.float16, 128256, "full")["fp32_dweight"], "float16 cannot hold the sums"
+        assert loss_options(n_tokens, BF16, 128256, "none") == {"chunk_tokens": 4096, "fp32_dweight": True}
+    assert [chunks_of_mlp(100_000, 8, *at) for at in (("none", None), ("full", None), ("full", 3))] == [1, 12, 3]
+    assert [chunks_of_mlp(n, 8, "full", None) for n in (1, 16_383, 16_384)] == [1, 1, 2]
+    # 4,096 wide: sums of the weights' gradients as large as what 4,096 tokens take
+    assert [chunks_of_mlp(n, 4096, "full", None) for n in (32_767, 32_768)] == [1, 2]
+    assert chunks_of_mlp(100_000, 8, "full", None, fused_kernels=False) == 1, "plain PyTorch would pay for it"
+    assert chunks_of_mlp(12, 8, "full", 10**6) == 12, "of a token there are no slices"
     for shape, groups in {(16, 1024): 2, (112, 1024): 14, (4, 131_072): 4, (1, 131_072): 1, (15, 1024): 1}.items():
-        assert full.groups_of_sequences(*shape) == groups and config.groups_of_sequences(*shape) == 1
-    assert replace(full, mlp_chunks=3).groups_of_sequences(16, 1024) == 1, "as it is told"
+        assert groups_of_sequences(*shape, 8, None) == groups
+    assert groups_of_sequences(16, 1024, 8, 3) == 1, "as it is told"
 
 
 def test_inputs_kept_elsewhere_are_for_one_backward():
@@ -443,7 +449,7 @@ def test_attention_in_triton_trains_the_same(mode):
 
 
 def rows_of_documents():
-    """Tokens, targets and starts of two rows of 8 tokens, three documents in one and four in the other."""
+    """Tokens, targets and doc_starts of two rows of 8 tokens, three documents in one and four in the other."""
     end = SMALL.vocab_size - 1
     tokens, targets = batch(n_time=8, vocab_size=end)
     tokens = tokens.clone()
@@ -472,14 +478,14 @@ def documents_alone():
     {"activation_checkpointing": "full", "fused_kernels": False},
 ], ids=str)  # fmt: skip
 def test_a_row_of_documents_trains_as_the_documents_alone(settings):
-    model, (tokens, targets, starts) = build(**settings), rows_of_documents()
-    found = loss_and_gradients(model, tokens, targets, starts)
+    model, (tokens, targets, doc_starts) = build(**settings), rows_of_documents()
+    found = loss_and_gradients(model, tokens, targets, doc_starts)
     assert error(model(tokens, targets), found.pop("loss")) > 1e-3, "the documents made no difference"
     assert_close(found, documents_alone(), 1e-12)
 
 
 def test_in_groups_each_sequence_has_its_own_documents(monkeypatch):
-    monkeypatch.setattr(LlamaConfig, "groups_of_sequences", lambda *_: 2)
+    monkeypatch.setattr(recompute_file, "groups_of_sequences", lambda *_: 2)
     found = loss_and_gradients(build(activation_checkpointing="full"), *rows_of_documents())
     del found["loss"]
     assert_close(found, documents_alone(), 1e-12)
@@ -688,6 +694,7 @@ def test_a_few_steps_learn_a_batch(arm):
         ({"n_embd": 60}, "n_embd 60 must be n_head 4 times an even head size"),
         ({"n_embd": 66}, "n_embd 66 must be n_head 4 times an even head size"),
         ({"n_kv_head": 3}, "n_head 4 must be a multiple of n_kv_head 3"),
+        ({"mlp_chunks": 0, "activation_checkpointing": "full"}, "mlp_chunks 0: at least 1"),
         ({"mlp_chunks": 2}, "mlp_chunks 2: at least 1, and 1 without activation_checkpointing"),
         ({"offload_activations": True}, "offload_activations needs activation_checkpointing 'full'"),
         ({"activation_checkpointing": "some"}, "activation_checkpointing 'some': none, selective or full"),
@@ -699,7 +706,7 @@ def test_a_few_steps_learn_a_batch(arm):
 )
 def test_settings_that_cannot_be_say_so(settings, message):
     with pytest.raises(ValueError, match=message):
-        replace(SMALL, **settings)
+        build(**settings)
 
 
 @pytest.mark.parametrize("change, message", [
@@ -713,10 +720,6 @@ def test_scalings_that_cannot_be_say_so(change, message):
         replace(SMALL, rope_scaling=SCALING | {"factor": 8.0} | change)
 
 
-def test_of_a_token_there_are_no_slices():
-    assert replace(SMALL, activation_checkpointing="full", mlp_chunks=10**6).chunks_of_mlp(12) == 12
-
-
 def test_too_long_a_sequence_says_so():
     with pytest.raises(ValueError, match="65 positions, but block_size is 64"):
         build(**PLAIN)(batch(n_time=65)[0])
@@ -725,8 +728,8 @@ def test_too_long_a_sequence_says_so():
 def test_documents_where_text_is_written_say_so():
     model, tokens = build(**PLAIN), batch()[0]
     caches = [KVCache(SMALL, len(tokens), DEVICE, FP64) for _ in model.layers]
-    with pytest.raises(ValueError, match="starts with caches"):
-        model(tokens, starts=document_starts(tokens, 0), caches=caches)
+    with pytest.raises(ValueError, match="doc_starts with caches"):
+        model(tokens, doc_starts=document_starts(tokens, 0), caches=caches)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -837,10 +840,12 @@ def mesh():
     dist.destroy_process_group()
 
 
-def sharded(mesh, config, **policy):
+def sharded(mesh, config, mode="none", fused=True, **policy):
     """As train.py builds it: on no device, sharded, then given memory and weights."""
     with torch.device("meta"):
         model = Llama(config)
+    model.set_operations(fused, fused)
+    recompute(model, mode)
     copy_engines.shard(model, mesh=mesh, mp_policy=MixedPrecisionPolicy(**policy, cast_forward_inputs=False))
     model.to_empty(device=DEVICE).init_weights(1)
     return model
@@ -852,8 +857,8 @@ def whole(tensors):
 
 @pytest.mark.parametrize("tied, mode", [(True, "none"), (False, "full"), (True, "selective")])
 def test_fsdp_trains_as_the_plain_model(mesh, tied, mode):
-    config = replace(SMALL, tie_embeddings=tied, activation_checkpointing=mode)
-    models = [sharded(mesh, config), Llama(config).to(DEVICE)]
+    config = replace(SMALL, tie_embeddings=tied)
+    models = [sharded(mesh, config, mode), Llama(config).to(DEVICE)]
     models[1].init_weights(1)
     for step in range(2):  # the second step shows what the update did to a tied weight
         out, truth = (whole(loss_and_gradients(model, *batch(n_time=3, seed=step))) for model in models)
@@ -866,8 +871,7 @@ def test_fsdp_trains_as_the_plain_model(mesh, tied, mode):
 
 
 def test_fsdp_computes_in_bf16_and_keeps_fp32(mesh):
-    config = replace(SMALL, **PLAIN)
-    model, truth = sharded(mesh, config, param_dtype=BF16, reduce_dtype=FP32), Llama(config).to(DEVICE, FP64)
+    model, truth = sharded(mesh, SMALL, fused=False, param_dtype=BF16, reduce_dtype=FP32), build(**PLAIN)
     truth.init_weights(1)
     out = whole(loss_and_gradients(model, *batch()))
     assert all(value.dtype == FP32 for value in out.values())
@@ -886,9 +890,9 @@ def test_it_compiles_without_graph_breaks(unit, mode):
         module.compile(fullgraph=True, backend=backend)
     assert_close(loss_and_gradients(model, *batch()), truth, 0.03 if HAS_GPU else 1e-5)
     if HAS_GPU:  # attention that knows documents is a kernel in every arm
-        starts = document_starts(batch()[0], 7)
-        truth = loss_and_gradients(build(dtype=dtype, n_layer=1, **arm), *batch(), starts)
-        assert_close(loss_and_gradients(model, *batch(), starts), truth, 0.03)
+        doc_starts = document_starts(batch()[0], 7)
+        truth = loss_and_gradients(build(dtype=dtype, n_layer=1, **arm), *batch(), doc_starts)
+        assert_close(loss_and_gradients(model, *batch(), doc_starts), truth, 0.03)
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -15,7 +15,7 @@ from optimizers.on_gpu import OnGPU
 from optimizers.optimizer import Optimizer, sum_of_bits
 from runtime import checkpoint
 from runtime.cuda_graph import CUDAGraph
-from tests.runs import SHORT, SMALL, assert_close, run_ranks, step_losses
+from tests.runs import ROOT, SHORT, SMALL, assert_close, run_ranks, step_losses
 
 pytestmark = pytest.mark.usefixtures("plain_pytorch_on_one_core")
 
@@ -198,7 +198,7 @@ def test_states_of_any_shape_are_split_over_the_ranks_by_rows(tmp_path):
     script = tmp_path / "script.py"
     script.write_text(f"import sys\nsys.path.insert(0, {str(ROOT)!r})\n"
                       "from tests.test_optimizers import shard_and_step\nshard_and_step()\n")  # fmt: skip
-    done = subprocess.run(torchrun(2, {}, script), cwd=ROOT, capture_output=True, text=True)
+    done = run_ranks(2, {}, script)
     assert done.stdout.count("same") == 2, done.stderr[-3000:]
 
 

@@ -41,7 +41,7 @@ from tests.runs import (
 pytestmark = pytest.mark.usefixtures("plain_pytorch_on_one_core")
 
 
-def test_ctrl_c_leaves_a_checkpoint_from_which_the_same_run_goes_on(train, text_data, tmp_path):
+def test_ctrl_c_saves_and_resume_repeats_losses_bit_for_bit(train, text_data, tmp_path):
     settings = SMALL | SHORT | dict(max_iters=400, eval_interval=400, dataset=text_data)
     train(**settings, out_dir=tmp_path / "whole")
     process = start(settings | {"out_dir": tmp_path / "out"})
@@ -54,18 +54,18 @@ def test_ctrl_c_leaves_a_checkpoint_from_which_the_same_run_goes_on(train, text_
     assert losses(tmp_path / "out") == losses(tmp_path / "whole")
 
 
-def test_a_ctrl_c_that_a_shell_keeps_from_its_background_does_not_end_the_run(text_data, tmp_path):
+def test_ignored_sigint_stays_ignored(text_data, tmp_path):
     command = [sys.executable, "train.py", *flags(LONGER | {"dataset": text_data, "out_dir": tmp_path / "out"})]
     ignore = functools.partial(signal.signal, signal.SIGINT, signal.SIG_IGN)
     process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True, preexec_fn=ignore)
     for line in process.stdout:
         if line.startswith(("runs on", "step 0000")):
             process.send_signal(signal.SIGINT)
-    assert process.wait() == 0 and len(step_losses(tmp_path / "out")) == 30
+    assert process.wait() == 0 and len(step_losses(tmp_path / "out")) == LONGER["max_iters"]
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="a pipe of one page is Linux's")
-def test_a_signal_in_the_middle_of_a_print_leaves_a_checkpoint_too(text_data, tmp_path):
+def test_signal_during_a_blocked_print_saves_a_checkpoint(text_data, tmp_path):
     """Nobody reads what the run says, so it stands in a print; its handler prints as well."""
     settings = SMALL | SHORT | dict(max_iters=2000, eval_interval=2000, log_interval=1, dataset=text_data)
     command = [sys.executable, "train.py", *flags(settings | {"out_dir": tmp_path / "out"})]
@@ -88,7 +88,7 @@ def test_a_signal_in_the_middle_of_a_print_leaves_a_checkpoint_too(text_data, tm
 @pytest.mark.parametrize(
     "where", ["model.Llama.forward", "model.Llama.init_weights", "optimizers.optimizer.Optimizer.__init__"]
 )
-def test_out_of_memory_names_the_three_settings_that_would_help_most(text_data, tmp_path, where):
+def test_out_of_memory_error_names_the_three_settings_that_save_most(text_data, tmp_path, where):
     script = wrapped(
         tmp_path,
         "import model, optimizers.optimizer\n"
@@ -122,12 +122,13 @@ def test_watchdog_outlives_slow_answers_of_the_store_and_ends_with_it(monkeypatc
         assert len(looked) == looks, f"{outcomes}: {looked}"
 
 
-def test_killed_twenty_times_the_run_is_the_same_bit_for_bit(train, text_data, tmp_path):
+@pytest.mark.parametrize("n_kills", [3, pytest.param(20, marks=pytest.mark.slow)])
+def test_killed_run_repeats_losses_bit_for_bit(train, text_data, tmp_path, n_kills):
     """kill -9 at random moments, of which many lie in the writing of a checkpoint: there is one after every step."""
-    settings = SMALL | SHORT | dict(dataset=text_data, max_iters=200, eval_interval=1, eval_iters=1)
+    settings = SMALL | SHORT | dict(dataset=text_data, max_iters=10 * n_kills, eval_interval=1, eval_iters=1)
     train(**settings, out_dir=tmp_path / "whole")
     rng, kills, partial = random.Random(0), 0, 0
-    while kills < 20:
+    while kills < n_kills:
         process = start(settings | {"out_dir": tmp_path / "out"})
         for _ in range(rng.randrange(6)):
             while "| loss" not in (line := process.stdout.readline()) and line:
@@ -138,7 +139,7 @@ def test_killed_twenty_times_the_run_is_the_same_bit_for_bit(train, text_data, t
         assert "Traceback" not in errors and process.returncode == -signal.SIGKILL, errors
         kills += 1
         partial += bool(list((tmp_path / "out").glob("step_*.partial")))
-    assert partial, "no kill met a checkpoint that was being written: the test tests nothing"
+    assert partial or n_kills < 20, "no kill met a checkpoint that was being written: the test tests nothing"
     train(**settings)
     assert losses(tmp_path / "out") == losses(tmp_path / "whole")
 
@@ -154,14 +155,14 @@ def workers_of(process):
 
 @pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="reads /proc")
 @pytest.mark.parametrize("restarts", [0, 1])
-def test_one_of_two_ranks_killed(text_data, alone, tmp_path, restarts):
+def test_killed_rank_ends_or_restarts_all_ranks(text_data, alone, tmp_path, restarts):
     """Without restarts all ends, nobody is left, and one rank goes on; with a restart torchrun goes on by itself."""
     settings = LONGER | dict(dataset=text_data, out_dir=tmp_path / "out")
     process = subprocess.Popen(
         torchrun(2, settings, options=[f"--max-restarts={restarts}"]),
         cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
     )  # fmt: skip
-    while "step 00015/" not in (line := process.stdout.readline()):
+    while "step 00011/" not in (line := process.stdout.readline()):
         assert line, process.communicate()[1]
     workers = workers_of(process)
     os.kill(workers[1], signal.SIGKILL)
@@ -176,7 +177,7 @@ def test_one_of_two_ranks_killed(text_data, alone, tmp_path, restarts):
 
 @pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="reads /proc")
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGUSR1])  # by default torchrun dies of that one too
-def test_without_torchrun_the_ranks_save_and_end(text_data, tmp_path, number):
+def test_ranks_save_and_end_when_torchrun_dies(text_data, tmp_path, number):
     settings = LONGER | dict(dataset=text_data, out_dir=tmp_path / "out", max_iters=10**6, eval_interval=10**5)
     with open(tmp_path / "log", "w") as log:
         process = subprocess.Popen(torchrun(2, settings), cwd=ROOT, stdout=log, stderr=log)
@@ -193,7 +194,7 @@ def test_without_torchrun_the_ranks_save_and_end(text_data, tmp_path, number):
 @pytest.mark.slow  # torchrun gives a stopped rank 30 seconds
 @pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="reads /proc")
 @pytest.mark.parametrize("how", ["stopped", "asleep"])
-def test_a_rank_that_hangs_is_named_and_the_run_ends(text_data, tmp_path, how):
+def test_hanging_rank_is_named_and_ends_the_run(text_data, tmp_path, how):
     """Stopped as a whole, or asleep in its data while its watch is awake."""
     script = wrapped(
         tmp_path,
@@ -230,7 +231,7 @@ def test_a_rank_that_hangs_is_named_and_the_run_ends(text_data, tmp_path, how):
 
 
 @pytest.mark.parametrize("parts", [1, 2])
-def test_a_token_that_is_none_ends_the_run_before_it_is_learned_with_a_checkpoint(text_data, tmp_path, parts):
+def test_invalid_token_stops_all_ranks_before_the_step_with_a_checkpoint(text_data, tmp_path, parts):
     """On one of two ranks, in step 5; the data mended, the run is the one that never met it."""
     bad = wrapped(
         tmp_path,
@@ -255,7 +256,7 @@ def test_a_token_that_is_none_ends_the_run_before_it_is_learned_with_a_checkpoin
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")
-def test_a_run_whose_words_nobody_takes_trains_on_and_saves(text_data, tmp_path):
+def test_broken_stdout_does_not_stop_training(text_data, tmp_path):
     settings = SMALL | SHORT | dict(dataset=text_data, out_dir=tmp_path / "out")
     with open("/dev/full", "w") as full:
         errors = start(settings, stdout=full).communicate()[1]
@@ -264,7 +265,7 @@ def test_a_run_whose_words_nobody_takes_trains_on_and_saves(text_data, tmp_path)
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP])
-def test_a_signal_during_evaluation_ends_it_and_saves(text_data, tmp_path, number):
+def test_signal_during_evaluation_stops_it_and_saves(text_data, tmp_path, number):
     settings = SMALL | SHORT | dict(dataset=text_data, out_dir=tmp_path / "out", max_iters=4000, eval_interval=20)
     settings |= dict(eval_iters=10**6, batch_size=1, block_size=8)  # seconds of evaluation
     process = start(settings)
@@ -294,7 +295,7 @@ def test_bad_validation_data_ends_a_run_with_a_checkpoint_from_which_it_resumes_
     assert [line["step"] for line in metrics(tmp_path / "out") if "val_loss" in line] == [8]
 
 
-def test_after_a_bad_token_the_first_ctrl_c_does_not_end_the_run_at_once(train, monkeypatch, capsys):
+def test_first_ctrl_c_after_invalid_data_does_not_interrupt_the_save(train, monkeypatch, capsys):
     true_start, handlers = checkpoint.Saver.start, []
 
     def start(self, *args):
@@ -318,7 +319,7 @@ def test_after_a_bad_token_the_first_ctrl_c_does_not_end_the_run_at_once(train, 
     assert stopped.value.code == 1 and handlers == [1] and "step_000003" in said.out, said.out
 
 
-def test_after_a_signal_only_ctrl_c_ends_the_run_at_once(monkeypatch):
+def test_second_ctrl_c_ends_the_run_at_once_other_signals_do_not(monkeypatch):
     shutdown, ended = ShutdownHandler(), []
     monkeypatch.setattr(os, "_exit", ended.append)
     handlers = {number: signal.getsignal(number) for number in (signal.SIGUSR1, signal.SIGTERM, signal.SIGINT)}

@@ -11,7 +11,9 @@ import pytest
 import torch
 
 import model as model_module
+from data.loader import epoch_order
 from optimizers.optimizer import Optimizer
+from runtime import recompute
 from tests.runs import ROOT, assert_close, losses, metrics, numbers, step_losses
 
 pytestmark = pytest.mark.usefixtures("plain_pytorch_on_one_core")
@@ -101,11 +103,11 @@ def test_every_arm_and_checkpointing_mode_has_the_same_losses(train, tmp_path, s
     ids=str,
 )
 def test_in_groups_of_sequences_the_losses_stay(train, tmp_path, monkeypatch, settings):
-    monkeypatch.setattr(model_module, "MLP_SLICE", 1)  # 4C tokens, 128, are the limit then
+    monkeypatch.setattr(recompute, "MLP_SLICE", 1)  # 4C tokens, 128, are the limit then
     shape = {"batch_size": 16} | {name: settings[name] for name in ("n_layer", "dtype") if name in settings}
     train(out_dir=tmp_path / "plain", **shape)
     run = train(out_dir=tmp_path / "other", **{"batch_size": 16} | settings, activation_checkpointing="full")
-    assert run["config"].groups_of_sequences(run["batch_size"], 32) > 1
+    assert recompute.groups_of_sequences(run["batch_size"], 32, run["n_embd"], None) > 1
     tolerance = 5e-4 if "dtype" in settings else 1e-5
     assert_close(step_losses(tmp_path / "plain"), step_losses(tmp_path / "other"), tolerance)
 
@@ -125,7 +127,7 @@ def test_in_groups_of_sequences_the_losses_stay(train, tmp_path, monkeypatch, se
     ids=str,
 )
 def test_a_cuda_graph_has_the_losses_of_its_launches(train, tmp_path, monkeypatch, settings):
-    monkeypatch.setattr(model_module, "MLP_SLICE", 1)
+    monkeypatch.setattr(recompute, "MLP_SLICE", 1)
     for cuda_graph in (False, True):
         train(device="cuda", cuda_graph=cuda_graph, max_iters=12, out_dir=tmp_path / str(cuda_graph), **settings)
     assert losses(tmp_path / "True") == losses(tmp_path / "False")
@@ -134,9 +136,9 @@ def test_a_cuda_graph_has_the_losses_of_its_launches(train, tmp_path, monkeypatc
 @pytest.mark.parametrize("masked", [False, True])
 def test_an_evaluation_is_the_mean_over_blocks_spread_over_all(train, short_documents, masked):
     run = train(dataset=short_documents, n_embd=64, mask_documents=masked)
-    n, n_all = run["n_eval_blocks"], run["n_val_blocks"]
+    n, n_all = run["n_eval_blocks"], run["val_data"].n_blocks
     assert n_all > 4 * n
-    blocks = run["read"](run["val_tokens"], np.arange(n) * n_all // n)
+    blocks = run["val_data"].read(np.arange(n) * n_all // n)
     with torch.no_grad():
         expected = run["model"](*run["to_device"](blocks)).item()
     assert run["evaluate"]() == pytest.approx(expected, rel=1e-6)
@@ -145,7 +147,7 @@ def test_an_evaluation_is_the_mean_over_blocks_spread_over_all(train, short_docu
 def test_the_seed_is_that_of_the_weights_and_of_the_order(train, tmp_path):
     a, b = (train(seed=seed, learning_rate=0, max_iters=1, out_dir=tmp_path / str(seed)) for seed in (1, 2))
     assert not torch.equal(a["model"].tok_embeddings.weight, b["model"].tok_embeddings.weight)
-    assert not np.array_equal(a["epoch_order"](0)[0], b["epoch_order"](0)[0])
+    assert not torch.equal(a["read_step"](0)[0][0], b["read_step"](0)[0][0])
 
 
 def test_documents_that_see_themselves_alone(train, short_documents, tmp_path):
@@ -153,14 +155,14 @@ def test_documents_that_see_themselves_alone(train, short_documents, tmp_path):
     settings = dict(dataset=short_documents, n_embd=64, max_iters=40)
     run = train(mask_documents=True, out_dir=tmp_path / "masked", **settings)
     train(out_dir=tmp_path / "plain", **settings)
-    tokens, _, starts = run["get_batch"](0, 0)
+    tokens, _, starts = run["read_step"](0)[0]
     row = int((starts[:, -1] > 8).nonzero()[0])
     tokens, starts, n = tokens[row : row + 1].clone(), starts[row : row + 1], int(starts[row, -1])
     other = tokens.clone()
     other[:, : n - 1] = (other[:, : n - 1] + 1) % 256  # not where the last document starts
     assert run["end_of_text"] == 256 == tokens[0, n]
     with torch.no_grad():
-        before, after = (run["model"](x, starts=starts) for x in (tokens, other))
+        before, after = (run["model"](x, doc_starts=starts) for x in (tokens, other))
         assert torch.equal(before[:, n:], after[:, n:]) and not torch.equal(before[:, :n], after[:, :n])
         assert not torch.equal(run["model"](tokens)[:, n:], before[:, n:]), "without starts it sees them all"
     masked, plain = (losses(tmp_path / name) for name in ("masked", "plain"))
@@ -215,14 +217,14 @@ def test_evaluation_reads_the_same_blocks_whatever_the_batch_and_touches_no_trai
 
 def test_an_epoch_reads_every_block_once_and_the_next_in_another_order(train):
     run = train(block_size=64, batch_size=1)
-    n_blocks = run["n_train_blocks"]
+    n_blocks = run["train_data"].n_blocks
     epochs = []
     for epoch in (0, 1):
         steps = range(n_blocks * epoch, n_blocks * (epoch + 1))
-        epochs.append([run["get_batch"](step, 0)[0].numpy().tobytes() for step in steps])
-        shift = run["epoch_order"](epoch)[1]
-        every_block = run["train_tokens"].read(np.arange(n_blocks), 64, shift)[:, :-1]
-        assert sorted(epochs[epoch]) == sorted(block.tobytes() for block in every_block)
+        epochs.append([run["read_step"](step)[0][0].numpy().tobytes() for step in steps])
+        _, shift = epoch_order(run["seed"], epoch, n_blocks, 64)
+        every_block = run["train_data"].read(np.arange(n_blocks), shift)[:, :-1]
+        assert sorted(epochs[epoch]) == sorted(block.numpy().tobytes() for block in every_block)
     assert epochs[0] != epochs[1] and sorted(epochs[0]) != sorted(epochs[1]), "same order, or cut at the same places"
 
 

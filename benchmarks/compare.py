@@ -1,0 +1,205 @@
+"""What the rows of a record say beside each other: speeds and memory over those of a peer, scaling, what fits."""
+
+import itertools
+import statistics
+
+from benchmarks import arms
+
+
+def done(rows: list[dict]) -> list[dict]:
+    """Those that were measured: neither out of memory nor failed."""
+    return [row for row in rows if "tok_per_s" in row]
+
+
+def values(row: dict, keys: tuple[str, ...]) -> tuple:
+    return tuple(row[key] for key in keys)
+
+
+def mfu(row: dict) -> str:
+    return "n/a" if row["mfu"] is None else f"{row['mfu']:.1%}"
+
+
+def cell(row: dict | None) -> str:
+    if row is None:
+        return "-"
+    return "out of memory" if row.get("oom") else f"{row['tok_per_s']:,.0f} · {row['peak_gib']:.1f}"
+
+
+def table(header: list[str], rows: list[list[str]]) -> str:
+    lines = [header, ["---"] + ["---:"] * (len(header) - 1), *rows]
+    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
+
+
+def speed_and_memory(row: dict, peer: dict) -> dict:
+    return {key: row[key] / peer[key] for key in ("tok_per_s", "peak_gib")}
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Kernels
+
+
+def shape(row: dict) -> str:
+    return " ".join(f"{letter}{number}" for letter, number in row["shape"].items())
+
+
+def row_name(row: dict) -> str:
+    return f"{row['op']} {shape(row)} {row['pass']}"
+
+
+def median_us(row: dict, arm: str) -> float | None:
+    """None for an arm that failed or was not installed."""
+    result = row["arms"].get(arm, {})
+    return result["us"][1] if "us" in result else None
+
+
+def duration(us: float | None) -> str:
+    if us is None:
+        return "-"
+    return f"{us:.1f} us" if us < 1000 else f"{us / 1000:.2f} ms"
+
+
+def of_limit(row: dict, arm: str = "nanocria") -> float | None:
+    """How much of the limit an arm reaches: the shortest time that the card allows over its own."""
+    us = median_us(row, arm)
+    return row["floor_us"] / us if us else None
+
+
+def percent(value: float | None) -> str:
+    return "-" if value is None else f"{value:.0%}"
+
+
+def best_peer(row: dict) -> str | None:
+    times = {arm: us for arm in row["arms"] if not arm.startswith("nanocria") and (us := median_us(row, arm))}
+    return min(times, key=times.get, default=None)
+
+
+def lead(row: dict) -> float | None:
+    """The best peer's time over ours: below 1 where it is faster."""
+    ours, peer = of_limit(row), best_peer(row)
+    return ours / of_limit(row, peer) if ours and peer else None
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Steps on one GPU
+
+STEP_PLACE = ("arm", "batch", "block", "checkpointing")
+
+
+def step_ratios(points: list[dict]) -> list[dict]:
+    """nanocria's tokens a second and peak memory over those of each peer, at the same shape and checkpointing."""
+    found = {values(point, STEP_PLACE): point for point in done(points)}
+    return [
+        {"at": where, "peer": arm} | speed_and_memory(ours, peer)
+        for (arm, *where), peer in found.items()
+        if arm not in arms.STEP_FLAGS and (ours := found.get(("nanocria", *where)))
+    ]
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Several GPUs
+
+GPUS_PLACE = ("arm", "ranks", "batch", "block", "checkpointing")
+
+
+def efficiency(row: dict, rows: list[dict]) -> float | None:
+    """Tokens a second over those of one GPU times the number of GPUs; None without the same trainer on one GPU."""
+    found = {values(r, GPUS_PLACE): r for r in done(rows)}
+    alone = found.get((row["arm"].partition("-")[0], 1, *values(row, GPUS_PLACE[2:])))
+    return row["tok_per_s"] / row["ranks"] / alone["tok_per_s"] if alone else None
+
+
+def gpus_ratios(row: dict, rows: list[dict]) -> dict | None:
+    """nanocria's speed and memory over those of torchtitan's recipe, sharded alike, at the same place.
+
+    Selective checkpointing is compared with the recipe's full one where its selective was not measured.
+    """
+    found = {values(r, GPUS_PLACE): r for r in done(rows)}
+    arm, *where, checkpointing = values(row, GPUS_PLACE)
+    peer_arm = {"nanocria": "recipe", "nanocria-zero2": "recipe-zero2"}.get(arm)
+    for theirs in (checkpointing, "full" if checkpointing == "selective" else checkpointing):
+        if peer := found.get((peer_arm, *where, theirs)):
+            return {"peer": peer_arm, "checkpointing": theirs} | speed_and_memory(row, peer)
+    return None
+
+
+def saves_sentence(row: dict) -> str:
+    text = (
+        f"a checkpoint of {row['checkpoint_bytes'] / 1e9:.1f} GB every {row['every']} steps costs the training "
+        f"{row['cost']:.1%} ({row['seconds_without'] / 2:.1f} s without, {row['seconds_with'] / 2:.1f} s with)"
+    )
+    seconds = row["resume_seconds"]
+    return text + ("; it was not resumed" if seconds is None else f"; a resume reads it in {seconds:.1f} s")
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Losses
+
+REFERENCE = "float32"
+
+
+def differences(row: dict, rows: list[dict]) -> list[float] | None:
+    """Of each step's loss from that of the reference; None without it, or for the reference itself."""
+    reference = next((r for r in rows if r["arm"] == REFERENCE and "losses" in r), None)
+    if reference is None or row is reference or "losses" not in row:
+        return None
+    return [loss - other for loss, other in zip(row["losses"], reference["losses"], strict=True)]
+
+
+def loss_cells(row: dict, rows: list[dict]) -> list[str]:
+    """The mean loss over the last third of the steps; the mean and the mean size of its differences there."""
+    third = max(len(row["losses"]) // 3, 1)
+    last, found = f"{statistics.fmean(row['losses'][-third:]):.4f}", differences(row, rows)
+    if found is None:
+        return [last, "-", "-"]
+    found = found[-third:]
+    return [last, f"{statistics.fmean(found):+.4f}", f"{statistics.fmean(map(abs, found)):.4f}"]
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Sweeps
+
+SWEEP_PLACE = ("config", "arm", "ranks", "batch", "block", "checkpointing", "offload", "limit_gib", "flags")
+SERIES = tuple(key for key in SWEEP_PLACE if key not in ("batch", "block"))
+KINDS = ("batch", "seq")  # of a sweep: what grows
+VARIES, SIZE = {"batch": "batch", "seq": "block"}, {"batch": "batch", "seq": "context"}
+
+
+def by_series(rows: list[dict], kind: str) -> dict[tuple, list[dict]]:
+    """The rows of each series, as its size grows; the last may be out of memory."""
+    found = {}
+    for row in sorted(rows, key=lambda row: row[VARIES[kind]]):
+        found.setdefault(values(row, SERIES), []).append(row)
+    return dict(sorted(found.items(), key=lambda item: list(arms.SWEEP).index(item[1][0]["arm"])))
+
+
+def largest(rows: list[dict], kind: str, arm: str) -> dict | None:
+    """The largest point of an arm; None where none fits."""
+    return max((r for r in done(rows) if r["arm"] == arm), key=lambda row: row[VARIES[kind]], default=None)
+
+
+def sweep_ratios(rows: list[dict]) -> list[dict]:
+    """Speed and memory of nanocria over those of each peer at the same size; it may offload less than they."""
+    keys, found = ("config", "ranks", "batch", "block", "checkpointing", "limit_gib"), []
+    for row, peer in itertools.product(done(rows), done(rows)):
+        same = values(row, keys) == values(peer, keys) and (row["offload"] == "none") == (peer["offload"] == "none")
+        if row["arm"] in ("all", "long") and peer["arm"] in arms.SWEEP_PEERS and same:
+            at = {key: row[key] for key in ("arm", "batch", "block", "checkpointing", "offload", "flags")}
+            found.append(at | {"peer": peer["arm"]} | speed_and_memory(row, peer))
+    return found
+
+
+def deviations(record: dict) -> list[tuple[dict, float]]:
+    """Each measured row of nanocria with its estimate over its peak, less 1."""
+    rows = {values(r, SWEEP_PLACE): r for kind in KINDS for r in done(record[kind]) if r["arm"] in arms.SWEEP_FLAGS}
+    return [(row, row["estimated_gib"] / row["peak_gib"] - 1) for row in rows.values()]
+
+
+def labels(rows: list[dict]) -> dict[tuple, str]:
+    """What each series is called: the trainer, and what differs between series of ours, or of the peers."""
+    names = {}
+    for row in rows:
+        beside = [other for other in rows if (other["arm"] in arms.SWEEP_FLAGS) == (row["arm"] in arms.SWEEP_FLAGS)]
+        differing = [key for key in ("checkpointing", "offload", "flags") if len({r[key] for r in beside}) > 1]
+        said = [row[key] if key == "flags" else f"{key} {row[key]}" for key in differing if row[key]]
+        names[values(row, SERIES)] = ", ".join([arms.SWEEP[row["arm"]], *said])
+    return names

@@ -1,0 +1,151 @@
+"""Adapters of low rank on a frozen weight: the projection alone, and in the fused functions that are made of it.
+
+Beside plain autograd of y = x Wᵀ + (α/r) (x Aᵀ) Bᵀ, written out for each matrix that is packed in the weight.
+"""
+
+import copy
+import re
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+import kernels
+import kernels.launch
+from kernels import Linear, LoRALinear
+from tests.test_model import Watch
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+FP64 = torch.float64
+SLICES = [{}, {"keep_gate_up": False}, {"keep_gate_up": False, "chunks": 3}]
+
+
+@pytest.fixture(autouse=True)
+def seeded():
+    torch.manual_seed(1)
+
+
+def randn(*shape):
+    return torch.randn(*shape, device=DEVICE, dtype=FP64)
+
+
+def adapted(n_in, *rows, rank=3, alpha=5.0, dtype=FP64):
+    layer = LoRALinear(Linear(n_in, sum(rows)), rows, rank, alpha).to(DEVICE, dtype)
+    torch.nn.init.normal_(layer.lora_b)
+    return layer
+
+
+def written_out(layer, x, rows, rank=3, alpha=5.0):
+    ys = []
+    for w, a, b in zip(layer.weight.split(rows), layer.lora_a.split(rank), layer.lora_b.split(rows), strict=True):
+        ys.append(x @ w.T + alpha / rank * (x @ a.T @ b.T))
+    return torch.cat(ys, dim=-1)
+
+
+def norm(x, weight):
+    return F.rms_norm(x, weight.shape, weight, 1e-5)
+
+
+def gradients(function, inputs, layers):
+    leaves = [*inputs, *(t for layer in layers for t in (layer.lora_a, layer.lora_b))]
+    outputs = function(*inputs)
+    torch.manual_seed(7)
+    return [*outputs, *torch.autograd.grad(outputs, leaves, [randn(*y.shape) for y in outputs])]
+
+
+def assert_close(found, expected):
+    for i, (x, true) in enumerate(zip(found, expected, strict=True)):
+        assert x.shape == true.shape
+        error = ((x - true).norm() / true.norm()).item()
+        assert error < 1e-13, f"tensor {i}: relative error {error:.1e}"
+
+
+def inputs_of(*shape):
+    return [randn(*shape).requires_grad_() for _ in range(2)] + [randn(shape[-1]).requires_grad_()]
+
+
+@pytest.mark.parametrize("triton", [True, False], ids=["kernels", "without Triton"])
+def test_lora_linear_matches_autograd_in_float64(triton, monkeypatch):
+    if not triton and DEVICE == "cpu":
+        monkeypatch.setattr(kernels.launch, "INTERPRETED", False)
+    layer, rows, x = adapted(12, 8, 4, 4), (8, 4, 4), randn(2, 5, 12).requires_grad_()
+    expected = gradients(lambda x: (written_out(layer, x, rows),), [x], [layer])
+    assert_close(gradients(lambda x: (layer(x),), [x], [layer]), expected)
+    assert_close(gradients(lambda x: (layer.reference(x),), [x], [layer]), expected)
+
+
+@pytest.mark.parametrize("ops", [kernels, kernels.reference], ids=["kernels", "reference"])
+def test_lora_in_rms_norm_linear_matches_autograd_in_float64(ops):
+    layer, rows, inputs = adapted(12, 8, 4, 4), (8, 4, 4), inputs_of(2, 5, 12)
+
+    def truth(x, residual, norm_weight):
+        return written_out(layer, norm(x + residual, norm_weight), rows), x + residual
+
+    found = gradients(lambda *x: ops.rms_norm_linear(*x, 1e-5, layer), inputs, [layer])
+    assert_close(found, gradients(truth, inputs, [layer]))
+    assert layer.weight.grad is None
+
+
+@pytest.mark.parametrize("ops", [kernels, kernels.reference], ids=["kernels", "reference"])
+@pytest.mark.parametrize("options", SLICES, ids=str)
+def test_lora_in_swiglu_mlp_matches_autograd_in_float64(options, ops):
+    gate_up, down, inputs = adapted(12, 8, 8), adapted(8, 12), inputs_of(2, 5, 12)
+
+    def truth(x, residual, norm_weight):
+        gate, up = written_out(gate_up, norm(x + residual, norm_weight), (8, 8)).chunk(2, dim=-1)
+        return written_out(down, F.silu(gate) * up, (12,)), x + residual
+
+    found = gradients(lambda *x: ops.swiglu_mlp(*x, 1e-5, gate_up, down, **options), inputs, [gate_up, down])
+    assert_close(found, gradients(truth, inputs, [gate_up, down]))
+
+
+@pytest.mark.parametrize("options", SLICES, ids=str)
+def test_a_frozen_base_costs_no_matmul_for_its_gradient(options):
+    """With the adapters frozen too, backward is left with the products for dx, and those that repeat forward."""
+    gate_up, down, (x, residual, norm_weight) = adapted(12, 8, 8), adapted(8, 12), inputs_of(4, 12)
+    counts = []
+    for layers in ((Linear(12, 16), Linear(8, 12)), (gate_up, down)):
+        layers = [layer.to(DEVICE, FP64).requires_grad_(False) for layer in layers]
+        with Watch(gate_up) as seen:
+            y, _ = kernels.swiglu_mlp(x, residual, norm_weight, 1e-5, *layers, **options)
+            y.sum().backward()
+        counts.append(sum(n for name, n in seen.ops.items() if name in ("mm", "linear", "accumulate")))
+    dense, lora = counts
+    n_slices, again = options.get("chunks", 1), not options.get("keep_gate_up", True)
+    # x Aᵀ of both, in forward and of gate_up where it is repeated; dy B of gate, up and down. Into y and dx they go
+    # by addmm_, which is not counted.
+    assert lora - dense == n_slices * (2 + again + 3), seen.ops
+
+
+def test_at_first_lora_changes_nothing():
+    base, x = Linear(12, 16).to(DEVICE, FP64), randn(5, 12)
+    layer = LoRALinear(base, (8, 8), 3, 5.0)
+    assert torch.equal(layer(x), base(x)) and layer.lora_a.shape == (6, 12)
+    assert 0 < layer.lora_a.abs().max() <= 12**-0.5 and not layer.weight.requires_grad
+    assert list(layer.state_dict()) == ["weight", "lora_a", "lora_b"]
+    assert layer.bytes_held() == 8 * (12 * 16 + 6 * 12 + 16 * 3)
+
+
+def test_a_copy_of_an_adapted_layer_has_its_own_adapters():
+    layer, x = adapted(12, 8, 8), randn(5, 12)
+    other, before = copy.deepcopy(layer), layer(x)
+    torch.nn.init.zeros_(other.lora_b)
+    assert torch.equal(layer(x), before) and not torch.equal(other(x), before)
+
+
+@pytest.mark.parametrize("rows, rank", [((8, 4), 3), ((8, 8), 0)])
+def test_rows_and_ranks_that_do_not_fit_are_refused(rows, rank):
+    with pytest.raises(ValueError, match=re.escape(f"rank {rank} and rows {rows}: expected a rank of at least 1, 16")):
+        LoRALinear(Linear(12, 16), rows, rank, 1.0)
+
+
+@pytest.mark.parametrize("options", SLICES, ids=str)
+def test_lora_compiles_into_one_graph(options, monkeypatch):
+    """On a GPU the kernels; the interpreter cannot be traced, so elsewhere the references."""
+    monkeypatch.setattr(kernels.launch, "INTERPRETED", False)
+    backend = "inductor" if DEVICE == "cuda" else "aot_eager"
+    gate_up, down, inputs = adapted(12, 8, 8), adapted(8, 12), inputs_of(2, 5, 12)
+    function = lambda *x: kernels.swiglu_mlp(*x, 1e-5, gate_up, down, **options)  # noqa: E731
+    torch.compiler.reset()
+    compiled = torch.compile(function, fullgraph=True, backend=backend)
+    assert_close(gradients(compiled, inputs, [gate_up, down]), gradients(function, inputs, [gate_up, down]))
