@@ -40,6 +40,7 @@ from runtime.safetensors_file import (
 
 FILE_BYTES = 5 * 10**9  # of one .safetensors, as Hugging Face cuts them
 DOCUMENT_BYTES = 256 * 2**20  # a JSON file may have: run.json has 76 bytes for 4 MiB of tensors
+FILE_NAME = re.compile(r"[\w.-]{1,80}\.safetensors")  # that an index may name: none in another folder
 SEAL = b',\n  "digest": "'
 
 
@@ -245,12 +246,7 @@ def _find_tensors(path, single, pieces):
     index, where = path / f"{single}.index.json", {}
     if index.exists() or index.name in (pieces or {}):
         where = parse_json(read_document(index, pieces), index).get("weight_map")
-        names = (
-            [re.fullmatch(r"[\w.-]{1,80}\.safetensors", str(file)) for file in where.values()]
-            if isinstance(where, dict)
-            else [None]
-        )
-        if not all(names):
+        if not isinstance(where, dict) or not all(map(FILE_NAME.fullmatch, map(str, where.values()))):
             raise Damaged(f"{index} has no weight_map, from names of tensors to names of files")
     tensors = {}
     for file in sorted(set(where.values())) or [single]:
