@@ -14,13 +14,15 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 
+from runtime import meta_weights
+from runtime.distributed import from_rank_0, group_rank, on_all_ranks
 from runtime.hf_names import Rows
 from runtime.safetensors_file import (
     PIECE_BYTES,
@@ -41,51 +43,8 @@ from runtime.safetensors_file import (
 FILE_BYTES = 5 * 10**9  # of one .safetensors, as Hugging Face cuts them
 DOCUMENT_BYTES = 256 * 2**20  # a JSON file may have: run.json has 76 bytes for 4 MiB of tensors
 FILE_NAME = re.compile(r"[\w.-]{1,80}\.safetensors")  # that an index may name: none in another folder
+WEIGHT_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 SEAL = b',\n  "digest": "'
-
-
-# ----------------------------------------------------------------------------------------------------------------------
-# Ranks
-
-
-def on_all_ranks(function: Callable[[], Any], group: dist.ProcessGroup | None = None) -> Any:
-    """function() on every rank. If it fails on one, all ranks raise the same, so that no rank waits for another.
-
-    That is Damaged, ValueError or, for all else, OSError, with the sentence of the first rank that failed.
-    """
-    value = failure = None
-    try:
-        value = function()
-    except Exception as error:
-        failure = error
-    kind = next((kind for kind in (Damaged, ValueError) if isinstance(failure, kind)), OSError)
-    found = [(kind, _reason(failure)) if failure else None]
-    if dist.is_initialized():
-        found = found * dist.get_world_size(group)
-        dist.all_gather_object(found, found[0], group)
-    for rank, failed in enumerate(found):
-        if failed:
-            raise failed[0](failed[1] if len(found) == 1 else f"rank {rank}: {failed[1]}") from failure
-    return value
-
-
-def from_rank_0(function: Callable[[], Any], group: dist.ProcessGroup | None = None) -> Any:
-    """What function() returns on rank 0, on every rank."""
-    values = [on_all_ranks(lambda: function() if _rank(group) == 0 else None, group)]
-    if dist.is_initialized():
-        dist.broadcast_object_list(values, group=group, group_src=0)
-    return values[0]
-
-
-def _rank(group):
-    return dist.get_rank(group) if dist.is_initialized() else 0
-
-
-def _reason(error):
-    """The error's message in one line."""
-    if isinstance(error, OSError) and error.strerror:
-        return f"{error.strerror}: {error.filename}" if error.filename else error.strerror
-    return next(iter(str(error).strip().splitlines()), type(error).__name__)
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -121,7 +80,7 @@ def write_folder(
     mine = on_all_ranks(lambda: _write_rows(folder, files, rows, headers, agreed), group)
     pieces = [mine]
     if dist.is_initialized():
-        pieces = [None] * dist.get_world_size(group) if _rank(group) == 0 else None
+        pieces = [None] * dist.get_world_size(group) if group_rank(group) == 0 else None
         dist.gather_object(mine, pieces, group=group, group_dst=0)
     return from_rank_0(lambda: _finish(folder, documents, files, run, pieces), group)
 
@@ -232,6 +191,11 @@ def open_folder(path: Path, stems: tuple[str, ...] = ("model",), group: dist.Pro
 
 
 def _open_folder(path, stems):
+    if meta_weights.is_meta(path):
+        return Folder(path, None, *meta_weights.describe(path), None)
+    if (path / ".metadata").exists():
+        found = "in the format of an earlier version, torch.distributed.checkpoint's"
+        raise ValueError(f"{path} is a checkpoint {found}, which is not read any more: resume with that version")
     run = read_run(path)
     pieces = run and _parse_digests(run, path / "run.json")
     config = parse_json(read_document(path / "config.json", pieces), path / "config.json")
@@ -322,12 +286,22 @@ def read_into(folder: Folder, rows: Iterable[Rows], group: dist.ProcessGroup | N
                 found = f"it in shape {tuple(info.shape)}" if info else "none"
                 raise ValueError(f"expected {wanted.name} of shape {tuple(wanted.shape)}: {folder.path} has {found}")
             x = wanted.tensor
+            if folder.pieces is None and info.dtype not in WEIGHT_DTYPES:
+                raise ValueError(
+                    f"{folder.path} has {info.name} in {info.dtype}: expected bfloat16, float16 or float32"
+                )
             if x.dtype != info.dtype and not (x.is_floating_point() and info.dtype.is_floating_point):
                 raise ValueError(f"expected {wanted.name} in {x.dtype}: {folder.path} has it in {info.dtype}")
             direct = x.dtype == info.dtype and x.device.type == "cpu" and x.is_contiguous()
             buffer = x if direct else torch.empty(x.shape, dtype=info.dtype)
-            with open_to_read(folder.path / file) as opened:
-                read_rows(opened, info, wanted.first, buffer, folder.pieces and folder.pieces[file])
+            if file == meta_weights.FILE:
+                buffer.copy_(meta_weights.read_rows(folder.path, info.name, wanted.first, len(x)))
+            else:
+                with open_to_read(folder.path / file) as opened:
+                    read_rows(opened, info, wanted.first, buffer, folder.pieces and folder.pieces[file])
+            # either is NaN where one element is
+            if folder.pieces is None and len(x) and not torch.stack(buffer.aminmax()).isfinite().all():
+                raise ValueError(f"{folder.path} has numbers in {info.name} that are not finite")
             if not direct:
                 x.copy_(buffer)
 

@@ -29,8 +29,8 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import kernels
 import model as model_module
-from convert import hf_names
 from model import KVCache, Llama, LlamaConfig, document_starts, sample
+from runtime.hf_names import hf_names
 from runtime.recompute import chunks_of_mlp, groups_of_sequences, loss_options, recompute, recomputed
 
 recompute_file = sys.modules["runtime.recompute"]
