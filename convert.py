@@ -18,6 +18,7 @@ import torch
 from runtime import run_folder
 from runtime.checkpoint import load_model
 from runtime.checkpoint_folder import open_folder, write_folder
+from runtime.distributed import from_rank_0
 from runtime.hf_config import read_config
 from runtime.hf_names import hf_rows
 from runtime.restore import documents
@@ -35,7 +36,7 @@ def convert(source: Path, folder: Path, dtype: str) -> None:
     tokenizer = read_config(opened)[1]
     shutil.rmtree(partial, ignore_errors=True)
     try:
-        partial.mkdir(parents=True)  # before the weights are read
+        from_rank_0(lambda: partial.mkdir(parents=True))  # before the weights are read
         model = load_model(source, "cpu", getattr(torch, dtype))
         rows = [row for name, p in model.named_parameters() for row in hf_rows(name, p, model.config)]
         others = documents(opened, model.config, tokenizer, dtype)
@@ -43,7 +44,7 @@ def convert(source: Path, folder: Path, dtype: str) -> None:
         run_folder.commit(partial, folder)
     except (OSError, ValueError) as error:
         shutil.rmtree(partial, ignore_errors=True)
-        raise type(error)(f"{folder} is not written: {error}") from error
+        raise ValueError(f"{folder} is not written: {error}") from error
 
 
 def main() -> None:

@@ -219,7 +219,7 @@ def read_weights(
     """Calls put(name, rows) with this rank's float32 rows, on the CPU, of each parameter; fills the states too.
 
     states: those of Optimizer.tensors(). A rank holds its rows of one parameter at a time. Every rank calls it.
-    Raises, on all ranks, what read_into raises, and ValueError if the folder's weights and states are not exactly these.
+    Raises, on all ranks, what read_into raises, and ValueError if the folder holds more than these.
     """
     states = [rows for (name, state), x in (states or {}).items() for rows in hf_rows(name, x, config, state)]
     wanted = {hf_name for name in parameters for hf_name in hf_names(name)} | {rows.name for rows in states}

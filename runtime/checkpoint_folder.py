@@ -121,11 +121,14 @@ def _create(folder, documents, files):
 
 
 def _write_file(path, content, n_bytes=0):
-    with open(path, "xb") as file:
-        file.write(content)
-        file.truncate(max(n_bytes, len(content)))
-        file.flush()
-        os.fsync(file.fileno())
+    try:
+        with open(path, "xb") as file:
+            file.write(content)
+            file.truncate(max(n_bytes, len(content)))
+            file.flush()
+            os.fsync(file.fileno())
+    except OSError as error:  # of these only open() says of which file
+        raise OSError(error.errno, error.strerror, str(path)) from error
 
 
 def _write_rows(folder, files, rows, headers, agreed):

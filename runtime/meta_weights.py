@@ -57,7 +57,9 @@ def describe(folder: Path) -> tuple[dict, dict[str, tuple[str, TensorInfo]]]:
     if config["vocab_size"] != hf_config.LLAMA3_VOCAB:
         raise ValueError(f"{path} says vocab_size {config['vocab_size']}: Llama 3's is {hf_config.LLAMA3_VOCAB}")
     once = [name for name in NAMES if name.startswith(("model.", "lm_head."))]
-    layers = [f"model.layers.{i}.{name}" for i in range(config["num_hidden_layers"]) for name in NAMES.keys() - once]
+    layers = [
+        f"model.layers.{i}.{name}" for i in range(config["num_hidden_layers"]) for name in NAMES if name not in once
+    ]
     names = {name: _name(name) for name in once + layers}
     more = weights.keys() - names.values() - {"rope.freqs"}
     if more:
@@ -95,10 +97,7 @@ def read_rows(folder: Path, hf_name: str, first: int, n: int) -> torch.Tensor:
     weight = _load(folder)[_name(hf_name)]
     if hf_name.endswith(("q_proj.weight", "k_proj.weight")):
         params = parse_json((folder / "params.json").read_bytes(), folder / "params.json")
-        head_dim = params["dim"] // params["n_heads"]
-        if len(weight) % head_dim:
-            raise ValueError(f"{folder}: the {len(weight)} rows of {hf_name} are no heads of {head_dim}")
-        weight = de_interleaved(weight, head_dim)
+        weight = de_interleaved(weight, params["dim"] // params["n_heads"])
     return weight[first : first + n]
 
 
