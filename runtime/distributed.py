@@ -99,14 +99,6 @@ def all_reduce_max(values: list[float], device: str = "cpu") -> list[float]:
     return values.tolist()
 
 
-def broadcast(value: Any) -> Any:
-    """Rank 0's value. Every rank must call it."""
-    values = [value]
-    if world_size > 1:
-        dist.broadcast_object_list(values, src=0, device=torch.device("cpu"))
-    return values[0]
-
-
 def on_all_ranks(function: Callable[[], Any], group: dist.ProcessGroup | None = None) -> Any:
     """function() on every rank. If it fails on one, all ranks raise the same, so that no rank waits for another.
 

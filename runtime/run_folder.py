@@ -13,7 +13,16 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from data.files import lock
-from runtime.distributed import all_reduce_max, broadcast, from_rank_0, print0, rank, require_same_on_all_ranks, stop
+from runtime.distributed import (
+    all_reduce_max,
+    from_rank_0,
+    on_all_ranks,
+    print0,
+    rank,
+    require_same_on_all_ranks,
+    stop,
+    stop_on_error,
+)
 
 
 def claim(out_dir: str) -> TextIO:
@@ -21,15 +30,9 @@ def claim(out_dir: str) -> TextIO:
 
     Returns an open file: rank 0's holds the lock until it is closed. Two runs would delete each other's checkpoints.
     """
-    file = error = mark = None
-    if rank == 0:
-        try:
-            file = _claim(out_dir)
-        except (OSError, ValueError) as failed:
-            error = str(failed)
-    error = broadcast(error)
-    if error:
-        stop(error)
+    mark = None
+    with stop_on_error():
+        file = on_all_ranks(lambda: _claim(out_dir) if rank == 0 else None)
     try:
         file = file or open(Path(out_dir) / ".lock")  # noqa: SIM115
         file.seek(0)
