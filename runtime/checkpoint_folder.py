@@ -44,6 +44,11 @@ FILE_BYTES = 5 * 10**9  # of one .safetensors, as Hugging Face cuts them
 DOCUMENT_BYTES = 256 * 2**20  # a JSON file may have: run.json has 76 bytes for 4 MiB of tensors
 FILE_NAME = re.compile(r"[\w.-]{1,80}\.safetensors")  # that an index may name: none in another folder
 WEIGHT_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+OTHERS = {  # that are published in place of model.safetensors
+    "pytorch_model*.bin": "pickled weights, which are not read: save them with transformers as .safetensors",
+    "*.gguf": "GGUF files, which are not read: take the weights that they were made from",
+    "adapter_model.safetensors": "an adapter alone: merge it into its base model with peft first",
+}
 SEAL = b',\n  "digest": "'
 
 
@@ -211,6 +216,9 @@ def _open_folder(path, stems):
 def _find_tensors(path, single, pieces):
     """The tensors of a file, or of all files that its index names."""
     index, where = path / f"{single}.index.json", {}
+    for pattern, what in OTHERS.items():
+        if any(path.glob(pattern)) and not (index.exists() or (path / single).exists()):
+            raise Damaged(f"{path / single} is missing: {path} holds {what}")
     if index.exists() or index.name in (pieces or {}):
         where = parse_json(read_document(index, pieces), index).get("weight_map")
         if not isinstance(where, dict) or not all(map(FILE_NAME.fullmatch, map(str, where.values()))):

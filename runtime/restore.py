@@ -80,16 +80,14 @@ def restore(
     name, and sentences to print. Ends the run if the checkpoint or the weights are of another model, of another
     tokenizer, or cannot be read. Every rank must call it.
     """
-    first_step, run, sentences, folder = 0, None, [], None
     try:
         if start is not None and _is_checkpoint_of(start, out_dir):
-            folder, sentences = _resume(out_dir, optimizer, config, settings, dtype, dataset)
-            first_step, run = folder.run["step"], folder.run
-        elif start is not None:
-            folder = open_folder(start)
+            return _resume(out_dir, optimizer, config, settings, dtype, dataset)
+        folder = start and open_folder(start)
+        if folder:
             read_weights(folder, optimizer.parameters, config, optimizer.set_weight)
-            sentences = [f"begins    with the weights of {start}"]
-        return first_step, run, documents(folder, config, dataset["tokenizer"], dtype), sentences
+        sentences = [f"begins    with the weights of {start}"] if folder else []
+        return 0, None, documents(folder, config, dataset["tokenizer"], dtype), sentences
     except (OSError, ValueError) as error:
         stop(str(error))
 
@@ -106,15 +104,15 @@ def documents(folder: Folder | None, config: LlamaConfig, tokenizer: str, dtype:
     return from_rank_0(read) | {"config.json": json.dumps(config_json, indent=2).encode()}
 
 
-def _resume(out_dir, optimizer, config, settings, dtype, dataset) -> tuple[Folder, list[str]]:
-    """Read the newest checkpoint that is not damaged; the damaged ones are renamed."""
+def _resume(out_dir, optimizer, config, settings, dtype, dataset):
+    """What restore() returns, from the newest checkpoint that is not damaged; the damaged ones are renamed."""
     began, sentences = time.perf_counter(), []
     while True:
         path = run_folder.newest_for_all_ranks(out_dir)
         try:
             folder = _open_checkpoint(path)
             _require_same_model(folder, True, config, settings, dataset)
-            tensors = optimizer.tensors()
+            others, tensors = documents(folder, config, dataset["tokenizer"], dtype), optimizer.tensors()
             states = {(name, state): x for (name, state), x in tensors.items() if state not in ("", "lower_half")}
             read_weights(folder, optimizer.parameters, config, optimizer.set_weight, states)
             break
@@ -128,7 +126,8 @@ def _resume(out_dir, optimizer, config, settings, dtype, dataset) -> tuple[Folde
     folder.run["resume_seconds"] = time.perf_counter() - began
     changed = _changes(folder.run, settings | {"dtype": dtype}, dataset)
     resumes = f"resumes   {path}" + (f" with {', '.join(changed)} changed" if changed else "")
-    return folder, [*(f"{sentence}. Going back to {path}" for sentence in sentences), resumes]
+    sentences = [*(f"{sentence}. Going back to {path}" for sentence in sentences), resumes]
+    return folder.run["step"], folder.run, others, sentences
 
 
 def _open_checkpoint(path: Path) -> Folder:

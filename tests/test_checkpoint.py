@@ -444,3 +444,24 @@ def test_transformers_reads_a_checkpoint_as_it_stands(train, tmp_path):
         with torch.no_grad():
             ours, theirs = ours.float()(tokens), theirs.float()(tokens).logits
         assert theirs.std() > 0.01 and (ours - theirs).abs().max() < 2e-5 * theirs.abs().max()
+
+
+def test_replicas_that_differ_are_said_and_the_checkpoint_is_whole(train, tmp_path, capsys, monkeypatch):
+    write = checkpoint.write_folder
+    monkeypatch.setattr(checkpoint, "write_folder", lambda *args: write(*args) or ["exp_avg.model.norm.weight"])
+    train()
+    said = "step_000008. WARNING: the copies of the model differ in 1 tensors, exp_avg.model.norm.weight among them"
+    assert said in capsys.readouterr().out
+    assert checkpoint.load_model(tmp_path / "out")
+
+
+def test_a_damaged_tokenizer_file_sends_the_run_back_to_the_checkpoint_before(train, tmp_path, capsys):
+    train(max_iters=1)
+    published = tmp_path / "out/step_000001"
+    (published / "tokenizer.json").write_text('{"model": 1}')
+    train(init_from=published, out_dir=tmp_path / "run")
+    damage(tmp_path / "run/step_000008/tokenizer.json")
+    train(out_dir=tmp_path / "run", max_iters=9)
+    out = capsys.readouterr().out
+    assert "step_000008 is damaged: " in out and "tokenizer.json is damaged" in out
+    assert (tmp_path / "run/step_000009/tokenizer.json").read_text() == '{"model": 1}'

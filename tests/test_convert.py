@@ -475,6 +475,22 @@ SLIPS = {
         "was trained on gpt2 tokens",
     ),
     "no weights": (lambda folder: os.remove(folder / "model.safetensors"), "model.safetensors is missing"),
+    "pickled weights": (
+        lambda folder: (folder / "model.safetensors").rename(folder / "pytorch_model.bin"),
+        "holds pickled weights, which are not read: save them with transformers as .safetensors",
+    ),
+    "GGUF": (
+        lambda folder: (folder / "model.safetensors").rename(folder / "model.gguf"),
+        "holds GGUF files, which are not read",
+    ),
+    "an adapter": (
+        lambda folder: (folder / "model.safetensors").rename(folder / "adapter_model.safetensors"),
+        "holds an adapter alone: merge it",
+    ),
+    "a git-lfs pointer": (
+        lambda folder: (folder / "model.safetensors").write_text("version https://git-lfs.github.com/spec/v1"),
+        "is a git-lfs pointer, not the file: fetch it with git lfs pull",
+    ),
     "weights cut short": (
         lambda folder: (folder / "model.safetensors").write_bytes((folder / "model.safetensors").read_bytes()[:5000]),
         "model.safetensors has 5000 bytes, and its header describes ",
