@@ -16,11 +16,13 @@ from typing import Literal
 
 import torch
 
-import convert
 from configurator import configure
 from data.tokenizer import end_of_text, get_tokenizer
-from runtime import checkpoint, run_folder
+from runtime import run_folder
+from runtime.checkpoint import load_model
+from runtime.checkpoint_folder import open_folder
 from runtime.device import pick_device, pick_dtype
+from runtime.hf_config import LLAMA3_VOCAB, read_config, read_special_tokens
 
 # ----------------------------------------------------------------------------------------------------------------------
 # what to read, what to write
@@ -60,30 +62,20 @@ if 0 < temperature < 1e-6:  # in effect greedy, and dividing by it may overflow
 device = pick_device(device)
 dtype = pick_dtype(dtype, device)
 
-folder = Path(out_dir)
-published = convert.holds_weights(folder)
 try:
-    if published:
-        name = convert.read_config(folder)[1]
-    else:
-        name = run_folder.read_newest(folder, checkpoint.read_meta)["dataset"]["tokenizer"]
+    folder = run_folder.read_newest(Path(out_dir), open_folder)
+    name = read_config(folder)[1]
     if name is None:
-        sys.exit(f"{folder} does not say its tokenizer; only Llama 3's is known by its size, {convert.LLAMA3_VOCAB:,}")
-    beside = folder / "tokenizer.model", folder / "original" / "tokenizer.model"  # Meta's place, Hugging Face's
-    if name == "llama3" and tokenizer_path is None and published and any(path.exists() for path in beside):
-        tokenizer_path = str(folder)
+        sys.exit(f"{out_dir} does not say its tokenizer; only Llama 3's is known by its size, {LLAMA3_VOCAB:,}")
+    beside = "tokenizer.model", "original/tokenizer.model"  # Meta's place, Hugging Face's
+    if name == "llama3" and tokenizer_path is None and any((folder.path / path).exists() for path in beside):
+        tokenizer_path = str(folder.path)
     tokenizer = get_tokenizer(name, tokenizer_path)
     # In our training data each document follows the end-of-text token of the one before.
-    begin = end = end_of_text(tokenizer)
-    ends = {end}
-    if published and name == "llama3":
-        begin, ends = convert.read_special_tokens(folder, end)
+    begin, ends = read_special_tokens(folder, end_of_text(tokenizer))
     tokens = [begin, *tokenizer.encode_ordinary(prompt)]
-    options = device, getattr(torch, dtype)
-    if published:  # only the context needed here: 131,072 tokens would take gigabytes of keys and values
-        model = convert.load_model(folder, len(tokens) + max_new_tokens, *options)
-    else:
-        model = checkpoint.load_model(folder, *options)
+    # Only the context needed here: 131,072 tokens would take gigabytes of keys and values.
+    model = load_model(out_dir, device, getattr(torch, dtype), len(tokens) + max_new_tokens)
 except (OSError, ValueError) as error:
     sys.exit(str(error))
 context = model.config.block_size

@@ -14,7 +14,6 @@ import os
 import shlex
 import sys
 from collections import deque
-from dataclasses import asdict
 from typing import Literal
 
 import numpy as np
@@ -43,7 +42,7 @@ from runtime.memory_advice import cpu_bytes_to_come, out_of_memory_message, requ
 from runtime.memory_stats import card_gib
 from runtime.profile import Profiler
 from runtime.recompute import recompute
-from runtime.restore import find_start, restore
+from runtime.restore import check_start, find_start, restore
 from runtime.run_log import RunLog
 from runtime.shutdown import ShutdownHandler, make_excepthook, stop_not_finite
 from runtime.stream_weights import StreamedWeights
@@ -173,6 +172,7 @@ def read_step(step: int) -> list[tuple[torch.Tensor, ...]]:
 with stop_on_error():
     rule = rule_of(settings)  # what updates the weights: memory.py asks which states it has
     config = LlamaConfig(**{name: globals()[name] for name in LlamaConfig.__dataclass_fields__})
+    check_start(start, out_dir, config, settings, train_data.meta)  # before anything large is built
     run_shape = RunShape(**{name: globals()[name] for name in RunShape.__dataclass_fields__})
     with torch.device("meta"):
         model = Llama(config).to(getattr(torch, dtype))
@@ -231,8 +231,8 @@ def learning_rate_at(step: int) -> float:
 
 # ----------------------------------------------------------------------------------------------------------------------
 # Start: from scratch, from published weights, or from the newest checkpoint
-first_step, resumed, sentences = restore(start, out_dir, optimizer, config, settings, dtype, train_data.meta)
-saver = Saver(out_dir, optimizer, keep_last, async_save, cpu_bytes_to_come(config, run_shape))
+first_step, resumed, documents, sentences = restore(start, out_dir, optimizer, config, settings, dtype, train_data.meta)
+saver = Saver(out_dir, optimizer, config, documents, keep_last, async_save, cpu_bytes_to_come(config, run_shape))
 log = RunLog(out_dir, device, dtype, tokens_per_step, model.flops_per_token(block_size), max_iters, log_interval)
 log.header(config, run_shape, model.n_params(), train_data, warmup_iters)
 for sentence in sentences:
@@ -361,9 +361,9 @@ while step < max_iters and not stopping:
             stopping = stopping or shutdown.requested_anywhere(device)
             result = "interrupted" if val_loss is None else f"val loss {val_loss:.4f} ({n_eval_blocks} blocks)"
             watchdog.pause(f"step {step}: saving")  # a disk may take longer than a step
-            meta = {"val_loss": val_loss, "dtype": dtype, "model": asdict(config), "settings": settings}
-            meta |= {"dataset": train_data.meta, "versions": log.versions}
-            kept = saver.save(step, meta, wait=stopping or step == max_iters)
+            run = {"val_loss": val_loss, "dtype": dtype, "settings": settings}
+            run |= {"dataset": train_data.meta, "versions": log.versions}
+            kept = saver.save(step, run, wait=stopping or step == max_iters)
             print0(f"step {step:05d} | {result} | {kept}")
 
 # ----------------------------------------------------------------------------------------------------------------------

@@ -22,13 +22,13 @@ from types import SimpleNamespace
 import torch
 import torch.distributed as dist
 
-import convert
 from benchmarks import arms as trainers
 from benchmarks import cli, compare, peers, record, runner
 from configurator import SettingError
 from data.loader import open_dataset
 from model import Llama, LlamaConfig, fill
 from runtime import memory_stats
+from runtime.hf_names import hf_names
 
 # settings
 arms = ",".join(trainers.LOSSES)  # the trainers
@@ -69,7 +69,7 @@ def begin_as_train_py(model: torch.nn.Module, config: LlamaConfig, device, compu
     ours.to_empty(device=device).init_weights(SEED, device)
     theirs = dict(model.named_parameters())
     for name, weight in ours.named_parameters():
-        names = convert.hf_names(name)
+        names = hf_names(name)
         parts = weight.float().split([theirs[hf_name].shape[0] for hf_name in names])  # q, k, v; gate, up
         for hf_name, part in zip(names, parts, strict=True):
             fill(theirs[hf_name], part)

@@ -2,8 +2,7 @@
 
 So gradients are computed 2^16 times too large and scaled back in the update. The scale halves when they overflow, and
 doubles after 2,000 updates in a row; train.py ends a run that overflows at a scale of 1. It lives on the device, so
-that nothing waits for it: a step may be queued, or replayed by a CUDA graph, before the CPU knows how the last one
-ended.
+that nothing waits for it: a step may be queued, or replayed by a CUDA graph, before the CPU knows how the last ended.
 """
 
 import torch
@@ -38,9 +37,9 @@ class LossScale:
         self.good_steps.copy_(good * ~doubles)
 
     def state(self, step: int) -> dict:
-        """For a checkpoint's meta, after `step` steps: the scale, and the step that changed it. Waits for the GPU."""
+        """For run.json, after `step` steps: the scale, and the step that changed it. Waits for the GPU."""
         return {"loss_scale": self.scale.item(), "loss_scale_since": step - int(self.good_steps.item())}
 
-    def load(self, meta: dict) -> None:
-        self.scale.fill_(meta["loss_scale"])
-        self.good_steps.fill_(meta["step"] - meta["loss_scale_since"])
+    def load(self, run: dict) -> None:
+        self.scale.fill_(run["loss_scale"])
+        self.good_steps.fill_(run["step"] - run["loss_scale_since"])

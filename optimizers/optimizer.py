@@ -21,19 +21,16 @@ checkpoints and memory.py ask:
         master float32; parameter may be grad's memory, from where it goes to the GPU
 """
 
-from collections.abc import Callable, Iterator
-
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from kernels.adamw import merge_halves, split_halves
+from kernels.adamw import split_halves
 from optimizers.loss_scale import LossScale
 from optimizers.place import Place, cpu_param, local
-from runtime.checkpoint import sum_of_bits
 
-PIECE = 2**24  # elements of a master that are merged at a time
+PIECE = 2**24  # elements of a master that are split at a time
 
 
 class Optimizer:
@@ -66,14 +63,14 @@ class Optimizer:
         self._updates.fill_(value)
 
     def counters(self, step: int) -> dict:
-        """For a checkpoint's meta after `step` steps: numbers that are no tensors of a parameter. Waits for the GPU."""
+        """For run.json after `step` steps: numbers that are no tensors of a parameter. Waits for the GPU."""
         scale = {"loss_scale": 1.0} if self.loss_scale is None else self.loss_scale.state(step)
         return {"updates": self.updates} | scale
 
-    def load_counters(self, meta: dict) -> None:
-        self.updates = meta["updates"]
-        if self.loss_scale is not None and meta["dtype"] == "float16":
-            self.loss_scale.load(meta)
+    def load_counters(self, run: dict) -> None:
+        self.updates = run["updates"]
+        if self.loss_scale is not None and run["dtype"] == "float16":
+            self.loss_scale.load(run)
 
     @property
     def shard_group(self) -> dist.ProcessGroup | None:
@@ -126,70 +123,31 @@ class Optimizer:
         return norm.to(self.lr)  # its device and dtype: OnCPU waits here for the GPU
 
     # ------------------------------------------------------------------------------------------------------------------
-    # What a checkpoint holds: model.<parameter>, the float32 master, and optimizer.<state>.<parameter>
+    # What a checkpoint holds
 
-    def _saved(self) -> dict[str, torch.Tensor]:
-        """The live tensors, by their names in a checkpoint; of a master in halves the lower one."""
-        self.place.finish()
-        found = {f"model.{name}": master for name, master in self.place.masters.items()}
-        for name, states in self.place.states.items():
-            found |= {f"optimizer.{state}.{name}": x for state, x in states.items()}
-        return found
+    def tensors(self) -> dict[tuple[str, str], torch.Tensor]:
+        """The live tensors that a checkpoint holds, by (parameter's name, state's name): to be saved or read into.
 
-    def _in_halves(self) -> dict[str, nn.Parameter]:
-        """The parameters that are the upper half of their master, by its name in a checkpoint."""
-        masters = self.place.masters
-        return {f"model.{name}": p for name, p in self.parameters.items() if masters[name].dtype == torch.int16}
-
-    def like_tensors(self, make: Callable) -> dict:
-        """make(x, dtype) for each of tensors(), by the same names. x has its shape and mesh, and is where it lives."""
-        halves = self._in_halves()
-        return {name: make(x, torch.float32 if name in halves else x.dtype) for name, x in self._saved().items()}
-
-    def tensors(self) -> dict[str, torch.Tensor]:
-        """All that a checkpoint holds, by its names there: to be saved, or to be read into; then call refresh.
-
-        All are the live tensors, except a master in halves: it is merged in new CPU memory, 4 bytes a parameter, since
-        a GPU that just fits the run has no room for it.
+        State "" is the weight: the float32 master, or, of one in halves, the parameter beside the "lower_half".
         """
-        saved = self._saved()
-        merged = {name: torch.empty_like(saved[name], dtype=torch.float32, device="cpu") for name in self._in_halves()}
-        self.copy_tensors(merged)
-        return saved | merged
-
-    @torch.no_grad()
-    def copy_tensors(self, copies: dict[str, torch.Tensor]) -> None:
-        """Copies what tensors() holds into copies on the CPU, by the same names: queued on the current stream."""
-        saved, halves = self._saved(), self._in_halves()
-        for name, copy in copies.items():
-            pinned = local(copy).is_pinned()
-            if name in halves:
-                for part, upper, lower in self._pieces(copy, halves[name], saved[name]):
-                    part.copy_(merge_halves(upper, lower), non_blocking=pinned)
-            else:
-                local(copy).copy_(local(saved[name]), non_blocking=pinned)
-
-    def _pieces(self, *tensors) -> Iterator[tuple[torch.Tensor, ...]]:
-        """This rank's part of each, in pieces of at most PIECE elements."""
-        return zip(*(local(x.detach()).view(-1).split(PIECE) for x in tensors), strict=True)
-
-    def bit_sums(self) -> dict[str, torch.Tensor]:
-        """The sum_of_bits of each of tensors(), by the same names."""
-        sums = {name: sum_of_bits(x) for name, x in self._saved().items()}
-        for name, upper in self._in_halves().items():
-            sums[name] += 65536 * sum_of_bits(upper.detach())
-        return sums
-
-    @torch.no_grad()
-    def refresh(self, tensors: dict[str, torch.Tensor]) -> None:
-        """Sets the model's parameters, and lower halves, from what was read into tensors()."""
         self.place.finish()
-        halves = self._in_halves()
-        for name, parameter in self.parameters.items():
-            master = self.place.masters[name]
-            if f"model.{name}" not in halves:  # the master itself was read into
-                local(cpu_param(parameter)).copy_(local(master))
-                continue
-            for whole, upper, lower in self._pieces(tensors[f"model.{name}"], parameter, master):
-                split_halves(whole.to(upper.device), upper, lower)
-        self.place.weights_changed()
+        found = {}
+        for name, master in self.place.masters.items():
+            halves = master.dtype == torch.int16
+            found |= (
+                {(name, ""): self.parameters[name], (name, "lower_half"): master} if halves else {(name, ""): master}
+            )
+            found |= {(name, state): x for state, x in self.place.states[name].items()}
+        return {key: x.detach() for key, x in found.items()}
+
+    @torch.no_grad()
+    def set_weight(self, name: str, whole: torch.Tensor) -> None:
+        """Sets this rank's rows of a parameter and of its master from float32 ones on the CPU."""
+        parameter, master = local(cpu_param(self.parameters[name])), local(self.place.masters[name])
+        if master.dtype != torch.int16:
+            master.copy_(whole)
+            parameter.copy_(master)
+            return
+        # In pieces: a GPU that just fits the run has no room for a whole one.
+        for piece, upper, lower in zip(*(x.view(-1).split(PIECE) for x in (whole, parameter, master)), strict=True):
+            split_halves(piece.to(upper.device), upper, lower)

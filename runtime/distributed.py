@@ -109,26 +109,46 @@ def all_reduce_max(values: list[float], device: str = "cpu") -> list[float]:
     return values.tolist()
 
 
-def broadcast(value: Any) -> Any:
-    """Rank 0's value. Every rank must call it."""
-    values = [value]
-    if world_size > 1:
-        dist.broadcast_object_list(values, src=0, device=torch.device("cpu"))
+def on_all_ranks(function: Callable[[], Any], group: dist.ProcessGroup | None = None) -> Any:
+    """function() on every rank. If it fails on one, all ranks raise the same, so that no rank waits for another.
+
+    That is a ValueError, of the same class, or for all else OSError, with the sentence of the first rank that failed.
+    """
+    value = failure = None
+    try:
+        value = function()
+    except Exception as error:
+        failure = error
+    kind = ValueError if isinstance(failure, ValueError) else OSError
+    if type(failure).__init__ is ValueError.__init__:  # it is made of one sentence, as UnicodeDecodeError is not
+        kind = type(failure)
+    found = [(kind, _reason(failure)) if failure else None]
+    if dist.is_initialized():
+        found = found * dist.get_world_size(group)
+        dist.all_gather_object(found, found[0], group)
+    for other, failed in enumerate(found):
+        if failed:
+            raise failed[0](failed[1] if len(found) == 1 else f"rank {other}: {failed[1]}") from failure
+    return value
+
+
+def from_rank_0(function: Callable[[], Any], group: dist.ProcessGroup | None = None) -> Any:
+    """What function() returns on rank 0, on every rank."""
+    values = [on_all_ranks(lambda: function() if group_rank(group) == 0 else None, group)]
+    if dist.is_initialized():
+        dist.broadcast_object_list(values, group=group, group_src=0, device=torch.device("cpu"))
     return values[0]
 
 
-def on_rank0(function: Callable[[], Any]) -> Any:
-    """Call function on rank 0 only: all ranks get its result, or raise its OSError or ValueError. All must call it."""
-    value = error = None
-    if rank == 0:
-        try:
-            value = function()
-        except (OSError, ValueError) as failed:
-            error = failed
-    value, error = broadcast((value, error))
-    if error:
-        raise error
-    return value
+def group_rank(group: dist.ProcessGroup | None = None) -> int:
+    return dist.get_rank(group) if dist.is_initialized() else 0
+
+
+def _reason(error) -> str:
+    """The error's message in one line."""
+    if isinstance(error, OSError) and error.strerror:
+        return f"{error.strerror}: {error.filename}" if error.filename else error.strerror
+    return next(iter(str(error).strip().splitlines()), type(error).__name__)
 
 
 def differing(values: dict) -> list[str]:

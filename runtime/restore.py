@@ -1,17 +1,26 @@
 """What a run starts from: its newest checkpoint, published weights, or weights drawn at random (scratch)."""
 
+import json
 import os
 import shlex
 import time
 from pathlib import Path
 
-import convert
 from model import LlamaConfig
-from runtime import checkpoint, run_folder
-from runtime.distributed import print0, restart_count, stop
+from runtime import run_folder
+from runtime.checkpoint import read_weights
+from runtime.checkpoint_folder import Folder, open_folder, read_document
+from runtime.distributed import from_rank_0, print0, restart_count, stop
+from runtime.hf_config import read_config, write_config
+from runtime.safetensors_file import Damaged
 
+REQUIRED = {"step", "updates", "dtype", "loss_scale", "dataset", "settings"}  # in run.json
+KEPT = (  # of the folder that a run began with
+    "generation_config.json", "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json",
+    "tokenizer.model", "chat_template.jinja",
+)  # fmt: skip
 MODEL_SETTINGS = [name for name in LlamaConfig.__dataclass_fields__ if name != "block_size"]
-STATE_SETTINGS = {"optimizer_bits": 32}  # which say what states a checkpoint holds; and what older ones had
+STATE_SETTINGS = ["optimizer_bits"]  # which say what states a checkpoint holds
 HARMLESS_SETTINGS = {  # which do not change what a run computes: a resume does not mention them
     "out_dir", "init_from", "eval_interval", "eval_iters", "log_interval", "keep_last", "async_save", "profile",
     "wandb_log", "wandb_project", "wandb_run_name", "device", "compile", "cuda_graph", "offload", "offload_activations",
@@ -20,7 +29,7 @@ HARMLESS_SETTINGS = {  # which do not change what a run computes: a resume does 
 
 
 def find_start(out_dir: str, init_from: str) -> Path | None:
-    """The checkpoint to resume from, the folder of published weights to start with, or None for scratch.
+    """The checkpoint to resume from, the folder of weights to start with, or None for scratch.
 
     Ends the run if init_from asks for what is not there. Every rank must call it.
     """
@@ -33,83 +42,134 @@ def find_start(out_dir: str, init_from: str) -> Path | None:
         stop(f"{out_dir} holds no checkpoint to resume: --init_from=scratch starts a new run")
     if init_from in ("auto", "scratch"):
         return None
-    if not convert.holds_weights(init_from):
-        lacks = "has no config.json" if os.path.isdir(init_from) else "is no folder"
-        expected = "auto, scratch, resume, or a folder with Hugging Face's or Meta's weights"
-        stop(f"{init_from!r} {lacks}: init_from is {expected}")
-    return Path(init_from)
+    if run_folder.is_model(init_from):
+        return Path(init_from)
+    lacks = "has no config.json" if os.path.isdir(init_from) else "is no folder"
+    if os.path.isdir(init_from) and (newest := run_folder.newest_for_all_ranks(init_from)):
+        return newest  # of another run
+    expected = "auto, scratch, resume, or a folder with Hugging Face's or Meta's weights"
+    stop(f"{init_from!r} {lacks}: init_from is {expected}")
 
 
-def restore(
-    start: Path | None, out_dir: str, optimizer, config: LlamaConfig, settings: dict, dtype: str, dataset: dict
-) -> tuple[int, dict | None, list[str]]:
-    """Fill the optimizer and its model's weights from find_start()'s answer.
+def check_start(start: Path | None, out_dir: str, config: LlamaConfig, settings: dict, dataset: dict) -> None:
+    """End the run if its model or data are not those of find_start()'s answer. Every rank must call it.
 
-    settings: the run's; dataset: the meta.json of its data. Returns the first step, the checkpoint's meta.json (None
-    without one; "resume_seconds" added) and sentences to print. Ends the run if the checkpoint or the published weights
-    are of another model, of another tokenizer, or cannot be read. Every rank must call it.
+    Call it before the model is built. A damaged checkpoint passes: restore() goes back to the one before.
     """
+    if start is None:
+        return
     try:
-        if start is None:
-            return 0, None, []
-        if start.parent != Path(out_dir) or not start.name.startswith("step_"):
-            return 0, None, _load_published(start, optimizer, config, settings, dataset)
-        return _resume(out_dir, optimizer, config, settings, dtype, dataset)
+        _require_same_model(open_folder(start), _is_checkpoint_of(start, out_dir), config, settings, dataset)
+    except Damaged as error:
+        if not _is_checkpoint_of(start, out_dir):
+            stop(str(error))
     except (OSError, ValueError) as error:
         stop(str(error))
 
 
-def _load_published(folder, optimizer, config, settings, dataset) -> list[str]:
-    model, tokenizer = convert.read_config(folder)
-    if tokenizer is None:  # only the user can know
-        tokenizer, known = dataset["tokenizer"], dataset["vocab_size"]
-        sentence = f"{folder} does not say its tokenizer, which must be the data's: {tokenizer}, {known:,} tokens"
-        if config.vocab_size == known != model["vocab_size"]:
-            stop(f"{sentence}. If so, pass --vocab_size={model['vocab_size']}; else prepare the data with it")
-        print0(sentence)
-    _require_same_model(folder, model, tokenizer, config, settings, dataset, "init_from")
-    convert.load(folder, optimizer)
-    return [f"begins    with the weights of {folder}"]
+def _is_checkpoint_of(start, out_dir):
+    return start.parent == Path(out_dir) and start.name.startswith("step_")
+
+
+def restore(
+    start: Path | None, out_dir: str, optimizer, config: LlamaConfig, settings: dict, dtype: str, dataset: dict
+) -> tuple[int, dict | None, dict[str, bytes], list[str]]:
+    """Fill the optimizer and its model's weights from find_start()'s answer.
+
+    settings: the run's; dataset: the meta.json of its data. Returns the first step, the checkpoint's run.json (None
+    without one; "resume_seconds" added), what else is to be saved in a checkpoint, config.json and tokenizer files by
+    name, and sentences to print. Ends the run if the checkpoint or the weights are of another model, of another
+    tokenizer, or cannot be read. Every rank must call it.
+    """
+    try:
+        if start is not None and _is_checkpoint_of(start, out_dir):
+            return _resume(out_dir, optimizer, config, settings, dtype, dataset)
+        folder = start and open_folder(start)
+        if folder:
+            read_weights(folder, optimizer.parameters, config, optimizer.set_weight)
+        sentences = [f"begins    with the weights of {start}"] if folder else []
+        return 0, None, documents(folder, config, dataset["tokenizer"], dtype), sentences
+    except (OSError, ValueError) as error:
+        stop(str(error))
+
+
+def documents(folder: Folder | None, config: LlamaConfig, tokenizer: str, dtype: str) -> dict[str, bytes]:
+    """config.json, and what is kept of the folder that a run began with, by name. Every rank must call it."""
+
+    def read():
+        found = {name: folder.path / name for name in KEPT if folder and (folder.path / name).exists()}
+        pieces = (folder and folder.pieces) or {}
+        return {name: read_document(path, pieces if name in pieces else None) for name, path in found.items()}
+
+    config_json = write_config(config, tokenizer, dtype, folder.config if folder else {})
+    return from_rank_0(read) | {"config.json": json.dumps(config_json, indent=2).encode()}
 
 
 def _resume(out_dir, optimizer, config, settings, dtype, dataset):
-    began = time.perf_counter()
+    """What restore() returns, from the newest checkpoint that is not damaged; the damaged ones are renamed."""
+    began, sentences = time.perf_counter(), []
+    while True:
+        path = run_folder.newest_for_all_ranks(out_dir)
+        try:
+            folder = _open_checkpoint(path)
+            _require_same_model(folder, True, config, settings, dataset)
+            others, tensors = documents(folder, config, dataset["tokenizer"], dtype), optimizer.tensors()
+            states = {(name, state): x for (name, state), x in tensors.items() if state not in ("", "lower_half")}
+            read_weights(folder, optimizer.parameters, config, optimizer.set_weight, states)
+            break
+        except Damaged as error:
+            sentences.append(f"{path} is damaged: {error}")
+            if len(from_rank_0(lambda: run_folder.checkpoints(out_dir))) == 1:
+                # It keeps its name: a new run must not start beside it.
+                stop(". ".join(sentences) + ". There is no older one: move it away to start anew")
+            from_rank_0(lambda path=path: run_folder.mark_damaged(path))  # no rank reads it any more
+    optimizer.load_counters(folder.run)
+    folder.run["resume_seconds"] = time.perf_counter() - began
+    changed = _changes(folder.run, settings | {"dtype": dtype}, dataset)
+    resumes = f"resumes   {path}" + (f" with {', '.join(changed)} changed" if changed else "")
+    sentences = [*(f"{sentence}. Going back to {path}" for sentence in sentences), resumes]
+    return folder.run["step"], folder.run, others, sentences
 
-    def check(path, meta):
-        tokenizer = meta["dataset"]["tokenizer"]
-        _require_same_model(path, meta["model"], tokenizer, config, settings, dataset, "out_dir")
-        now = {name: settings[name] for name in STATE_SETTINGS}
-        _require_same_settings(path, STATE_SETTINGS | meta["settings"], now, "out_dir")
 
-    path, meta, damaged = checkpoint.load_newest(out_dir, optimizer, check)
-    changed = _changes(meta, settings | {"dtype": dtype}, dataset)
-    sentences = [f"{sentence}. Going back to {path}" for sentence in damaged]
-    sentences.append(f"resumes   {path}" + (f" with {', '.join(changed)} changed" if changed else ""))
-    return meta["step"], meta | {"resume_seconds": time.perf_counter() - began}, sentences
-
-
-def _require_same_model(path, model: dict, tokenizer: str, config, settings, dataset, setting: str):
-    """End the run if a folder's model or tokenizer is not this run's. setting: the one that names the folder."""
-    # A setting that is newer than the checkpoint had the effect of its default.
-    model = {name: field.default for name, field in LlamaConfig.__dataclass_fields__.items()} | model
-    _require_same_settings(path, model, {name: getattr(config, name) for name in MODEL_SETTINGS}, setting)
-    if tokenizer != dataset["tokenizer"]:
-        found = f"{path} was trained on {tokenizer} tokens, {settings['dataset']} holds {dataset['tokenizer']} tokens"
-        stop(f"{found}: change dataset or {setting}")
+def _open_checkpoint(path: Path) -> Folder:
+    folder = open_folder(path, ("model", "optimizer"))
+    if folder.run is None:
+        raise Damaged(f"{path / 'run.json'} is missing")
+    missing = REQUIRED - folder.run.keys()
+    if missing:
+        raise ValueError(f"{path} is no checkpoint of this version: its run.json lacks {', '.join(sorted(missing))}")
+    if folder.run["step"] != int(path.name[5:]):
+        raise ValueError(f"{path} holds step {folder.run['step']}: name it step_{folder.run['step']:06d} again")
+    return folder
 
 
-def _require_same_settings(path, was: dict, now: dict, setting: str):
+def _require_same_model(folder: Folder, resumes: bool, config, settings, dataset):
+    """End the run if a folder's model or tokenizer is not this run's."""
+    model, tokenizer = read_config(folder)
+    setting = "out_dir" if resumes else "init_from"
+    if tokenizer is None:  # only the user can know
+        tokenizer, known = dataset["tokenizer"], dataset["vocab_size"]
+        sentence = f"{folder.path} does not say its tokenizer, which must be the data's: {tokenizer}, {known:,} tokens"
+        if config.vocab_size == known != model["vocab_size"]:
+            stop(f"{sentence}. If so, pass --vocab_size={model['vocab_size']}; else prepare the data with it")
+        print0(sentence)
+    was, now = model, {name: getattr(config, name) for name in MODEL_SETTINGS}
+    if resumes:
+        was |= {name: folder.run["settings"].get(name) for name in STATE_SETTINGS}
+        now |= {name: settings[name] for name in STATE_SETTINGS}
     differing = [name for name in now if was[name] != now[name]]
     if differing:
         differences = ", ".join(f"{name} {was[name]} (this run: {now[name]})" for name in differing)
         flags = " ".join(shlex.quote(f"--{name}={was[name]}") for name in differing)
-        stop(f"{path} has {differences}: pass {flags}, or change {setting}")
+        stop(f"{folder.path} has {differences}: pass {flags}, or change {setting}")
+    if tokenizer != dataset["tokenizer"]:
+        found = f"{settings['dataset']} holds {dataset['tokenizer']} tokens"
+        stop(f"{folder.path} was trained on {tokenizer} tokens, {found}: change dataset or {setting}")
 
 
-def _changes(meta: dict, settings: dict, dataset: dict) -> list[str]:
+def _changes(run: dict, settings: dict, dataset: dict) -> list[str]:
     """What differs from when the checkpoint was saved, and changes what the run computes."""
-    older = {"mask_documents": False} | STATE_SETTINGS  # what a checkpoint without them was trained with
-    was = older | meta["settings"] | {"dtype": meta["dtype"]}
+    was = run["settings"] | {"dtype": run["dtype"]}
     changed = [
         f"{name} {was.get(name)} -> {value}"
         for name, value in settings.items()
@@ -119,7 +179,7 @@ def _changes(meta: dict, settings: dict, dataset: dict) -> list[str]:
     if init_from not in ("auto", "scratch", "resume", was["init_from"]):
         changed.append(f"init_from {was['init_from']} -> {init_from} (not read: the run has begun)")
     return changed + [
-        f"the dataset's {name} {meta['dataset'].get(name)} -> {value}"
+        f"the dataset's {name} {run['dataset'].get(name)} -> {value}"
         for name, value in dataset.items()
-        if meta["dataset"].get(name, value) != value and name not in ("files", "script")
+        if run["dataset"].get(name, value) != value and name not in ("files", "script")
     ]

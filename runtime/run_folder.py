@@ -13,7 +13,16 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from data.files import lock
-from runtime.distributed import all_reduce_max, broadcast, on_rank0, print0, rank, require_same_on_all_ranks, stop
+from runtime.distributed import (
+    all_reduce_max,
+    from_rank_0,
+    on_all_ranks,
+    print0,
+    rank,
+    require_same_on_all_ranks,
+    stop,
+    stop_on_error,
+)
 
 
 def claim(out_dir: str) -> TextIO:
@@ -21,15 +30,9 @@ def claim(out_dir: str) -> TextIO:
 
     Returns an open file: rank 0's holds the lock until it is closed. Two runs would delete each other's checkpoints.
     """
-    file = error = mark = None
-    if rank == 0:
-        try:
-            file = _claim(out_dir)
-        except (OSError, ValueError) as failed:
-            error = str(failed)
-    error = broadcast(error)
-    if error:
-        stop(error)
+    mark = None
+    with stop_on_error():
+        file = on_all_ranks(lambda: _claim(out_dir) if rank == 0 else None)
     try:
         file = file or open(Path(out_dir) / ".lock")  # noqa: SIM115
         file.seek(0)
@@ -42,15 +45,15 @@ def claim(out_dir: str) -> TextIO:
 
 
 def _claim(out_dir: str) -> TextIO:
-    if any(os.path.exists(Path(out_dir) / name) for name in ("config.json", "params.json")):
-        raise ValueError(
-            f"{out_dir} holds published weights, which sample.py would read: name a folder for the run alone"
-        )
-    if os.path.exists(Path(out_dir) / "meta.json"):  # os.path's: pathlib's raises for a name that is too long
+    if is_model(out_dir):
         if Path(out_dir).name.startswith("step_"):
             run = Path(out_dir).parent
             raise ValueError(f"{out_dir} is a checkpoint: --out_dir={run} resumes from the newest one there")
-        raise ValueError(f"{out_dir} is a dataset or a checkpoint: name a folder for the run alone")
+        raise ValueError(
+            f"{out_dir} holds published weights, which sample.py would read: name a folder for the run alone"
+        )
+    if os.path.exists(Path(out_dir) / "meta.json"):
+        raise ValueError(f"{out_dir} is a dataset: name a folder for the run alone")
     try:
         Path(out_dir).mkdir(parents=True, exist_ok=True)
         file = open(Path(out_dir) / ".lock", "a+")  # noqa: SIM115
@@ -71,6 +74,12 @@ def _claim(out_dir: str) -> TextIO:
         raise ValueError(f"out_dir is {out_dir!r}: {error}") from error
 
 
+def is_model(folder: str | Path) -> bool:
+    """Whether a folder is a checkpoint, or holds published weights."""
+    # os.path's: pathlib's raises for a name that is too long
+    return any(os.path.exists(os.path.join(folder, name)) for name in ("config.json", "params.json", ".metadata"))
+
+
 def checkpoints(out_dir: str | Path) -> list[Path]:
     """The complete checkpoints of out_dir, oldest first."""
     found = [path for path in Path(out_dir).glob("step_*") if path.name[5:].isdecimal() and path.is_dir()]
@@ -87,20 +96,20 @@ def newest_for_all_ranks(out_dir: str | Path) -> Path | None:
 
     A network file system may list a new folder late on some machines: a rank's own newest() could be an older one.
     """
-    path = on_rank0(lambda: newest(out_dir))
+    path = from_rank_0(lambda: newest(out_dir))
     if all_reduce_max([path is not None and not path.is_dir()])[0]:
         stop(f"some machines do not see {path}: out_dir must be one folder that all machines share, or wait a minute")
     return path
 
 
 def read_newest(run: Path, read: Callable[[Path], Any]) -> Any:
-    """read(path) of the newest checkpoint of a run, or of `run` itself if it is a checkpoint.
+    """read(path) of the newest checkpoint of a run, or of `run` itself if it is a checkpoint or published.
 
     Raises ValueError if there is none, and what read raises. Tries again if a run in progress deletes the checkpoint
     while it is read.
     """
     for _ in range(5):
-        path = newest(run) or (run if os.path.exists(run / "meta.json") else None)
+        path = run if is_model(run) else newest(run)
         if path is None:
             raise ValueError(f"{run} holds no checkpoint: train one first, or name another folder")
         try:

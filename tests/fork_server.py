@@ -106,7 +106,6 @@ if __name__ == "__main__":
     import requests  # noqa: F401
     import tiktoken  # noqa: F401
     import torch._dynamo
-    import torch.distributed.checkpoint
     import torch.distributed.fsdp  # noqa: F401
     import triton.language  # noqa: F401
 

@@ -18,6 +18,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from runtime import checkpoint_folder
+from runtime.checkpoint_folder import read_run
 from tests.fork_server import Run, start_server
 
 ROOT = Path(__file__).parents[1]
@@ -47,6 +49,13 @@ def losses(out_dir):
     """What the run computed, without what the clock and the machine did to it."""
     names = ("step", "loss", "grad_norm", "lr", "val_loss")
     return [{name: line[name] for name in names if name in line} for line in metrics(out_dir)]
+
+
+def edit_run(checkpoint, **changes):
+    """Changes what a checkpoint's run.json says, as if it had been saved so; None: without it."""
+    run = read_run(checkpoint) | changes
+    body = json.dumps({name: value for name, value in run.items() if value is not None}, indent=2).encode()
+    (checkpoint / "run.json").write_bytes(checkpoint_folder._seal(body))
 
 
 def numbers(out_dir, name):

@@ -253,8 +253,8 @@ def test_saves_are_timed_between_the_log_lines_of_steps_100_and_300(monkeypatch,
         if flags["keep_last"] == "1":
             folder = out_dir / "step_000300"
             folder.mkdir()
-            (folder / "meta.json").write_text("{}")
-            (folder / "__0_0.distcp").write_bytes(bytes(998))
+            (folder / "run.json").write_text("{}")
+            (folder / "model.safetensors").write_bytes(bytes(998))
         return {"steps": 10 if len(ran) == 3 else 300, "save_seconds": 3.0, "resume_seconds": 2.0}
 
     monkeypatch.setattr(runner, "train", train)

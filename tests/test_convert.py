@@ -18,7 +18,11 @@ import torch
 
 import convert
 from model import Llama, LlamaConfig
-from runtime import checkpoint, memory_stats, run_folder
+from runtime import checkpoint, checkpoint_folder, hf_config, memory_stats, run_folder
+from runtime.checkpoint import load_model
+from runtime.checkpoint_folder import open_folder
+from runtime.hf_config import read_config, read_special_tokens
+from runtime.hf_names import hf_names
 from tests.runs import PLAIN, ROOT, SHORT, SMALL, flags, machines_of, run, run_ranks, slip
 
 pytestmark = pytest.mark.usefixtures("plain_pytorch_on_one_core")
@@ -99,7 +103,7 @@ def test_every_rank_takes_its_part_of_their_weights(text_data, tmp_path, changes
 @pytest.mark.parametrize("n_files", [1, 4])
 def test_a_checkpoint_becomes_a_folder_that_transformers_reads(train, tmp_path, monkeypatch, capsys, n_files):
     train(**MODELS["tied"])
-    monkeypatch.setattr(convert, "FILE_BYTES", 5e9 if n_files == 1 else 30_000)
+    monkeypatch.setattr(checkpoint_folder, "FILE_BYTES", 5e9 if n_files == 1 else 30_000)
     words = ["convert.py", str(tmp_path / "out"), str(tmp_path / "hf"), "--dtype", "float32"]
     monkeypatch.setattr(sys, "argv", words)
     convert.main()
@@ -171,7 +175,7 @@ def meta_logits(weights: dict, tokens: torch.Tensor, factor: float | None) -> to
 @pytest.fixture
 def meta_folder(tmp_path, monkeypatch):
     """meta_folder(weights, **params) writes what Meta publishes, and returns the folder."""
-    monkeypatch.setattr(convert, "LLAMA3_VOCAB", 257)
+    monkeypatch.setattr(hf_config, "LLAMA3_VOCAB", 257)
 
     def write(weights, **params):
         (tmp_path / "Llama").mkdir()
@@ -191,13 +195,13 @@ def test_metas_own_files_become_a_folder_with_the_same_logits(meta_folder, tmp_p
     words = ["convert.py", str(source), str(tmp_path / "hf"), "--dtype", "float32"]
     monkeypatch.setattr(sys, "argv", words)
     convert.main()
-    settings, tokenizer = convert.read_config(tmp_path / "hf")
+    settings, tokenizer = read_config(open_folder(tmp_path / "hf"))
     assert tokenizer == "llama3" and settings["tie_embeddings"] == tied and settings["ffn_dim"] == 96
     assert (settings["rope_scaling"] or {"factor": None})["factor"] == factor
     tokens = torch.randint(257, (2, 24), generator=torch.Generator().manual_seed(0))
     expected = meta_logits(weights, tokens, factor)
     theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "hf", dtype=torch.float32)
-    ours = convert.load_model(tmp_path / "hf", 24, "cpu", torch.float32)
+    ours = load_model(tmp_path / "hf", block_size=24)
     for model in (theirs, ours):
         assert (logits(model, tokens) - expected).abs().max() < 2e-5 * expected.abs().max()
     assert theirs.config.bos_token_id == 128000 and 128009 in theirs.config.eos_token_id
@@ -214,7 +218,7 @@ def test_a_run_begins_with_metas_own_weights(train, meta_folder, text_data, tmp_
     tokens = torch.randint(257, (2, 24), generator=torch.Generator().manual_seed(0))
     expected = meta_logits(meta_weights(True), tokens, None)
     assert (logits(ours, tokens) - expected).abs().max() < 2e-5 * expected.abs().max()
-    assert convert.read_special_tokens(source, 7) == (128000, {7, 128001, 128008, 128009})
+    assert read_special_tokens(open_folder(source), 7) == (128000, {7, 128001, 128008, 128009})
 
 
 META_SLIPS = {
@@ -223,11 +227,11 @@ META_SLIPS = {
     "no heads": (dict(n_heads=0), {}, "params.json: n_layer, n_head"),
     "more layers": (dict(n_layers=3), {}, "consolidated.00.pth lacks layers.2.attention_norm.weight"),
     "fewer layers": (dict(n_layers=1), {}, "has 9 weights that Llama 3 has not: layers.1.attention.wk.weight, ..."),
-    "other heads": (dict(n_heads=2), {}, "self_attn.k_proj.weight (16, 32), "),
+    "other heads": (dict(n_heads=2), {}, "self_attn.k_proj.weight of shape (32, 32): "),
     "odd rows": (
         {},
         {"layers.1.attention.wk.weight": (12, 32)},
-        "the 12 rows of model.layers.1.self_attn.k_proj.weight",
+        "model.layers.1.self_attn.k_proj.weight of shape (16, 32): ",
     ),
     "a vision model": ({}, {"vision_model.x": (1,)}, "1 weights that Llama 3 has not: vision_model.x, ..."),
 }
@@ -286,9 +290,11 @@ def sample(tmp_path, monkeypatch, capsys):
 
 def test_text_is_drawn_from_a_folder_as_from_the_checkpoint_that_it_was(train, sample, tmp_path):
     train(**MODELS["untied"])
-    convert.save(tmp_path / "out/step_000008", tmp_path / "hf", "float32")
+    shutil.copytree(tmp_path / "out/step_000008", tmp_path / "hf")
     text, said = sample(out_dir=tmp_path / "hf")
     assert text.startswith("def ") and not said and text == sample()[0]
+    (tmp_path / "hf/run.json").unlink()  # as others publish it
+    assert text == sample(out_dir=tmp_path / "hf")[0]
     edit(tmp_path / "hf/config.json", nanocria_tokenizer=None)
     assert "does not say its tokenizer" in sample(out_dir=tmp_path / "hf")[1]
 
@@ -317,7 +323,7 @@ def test_the_lowest_temperatures_take_the_likeliest_and_what_is_cut_or_wrong_is_
 
 @pytest.mark.parametrize("supported, expected", [(True, "cuda:0 torch.bfloat16"), (False, "cuda:0 torch.float16")])
 def test_bfloat16_is_for_gpus_that_compute_it(train, sample, monkeypatch, supported, expected):
-    def load_model(path, device, dtype):
+    def load_model(path, device, dtype, block_size):
         raise ValueError(f"{device} {dtype}")
 
     train()
@@ -356,13 +362,13 @@ def test_a_checkpoint_that_the_run_deletes_meanwhile_gives_way_to_the_newest(
 
 def test_a_folder_read_for_sampling_has_their_logits(folder):
     folder, _ = folder
-    model = convert.load_model(folder, 24, "cpu", torch.float32)
+    model = load_model(folder, block_size=24)
     theirs = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     tokens = torch.randint(257, (2, 24), generator=torch.Generator().manual_seed(0))
     expected = logits(theirs, tokens)
     assert (logits(model, tokens) - expected).abs().max() < 2e-5 * expected.abs().max()
     assert not any(p.is_meta for p in model.parameters()) and model.config.block_size == 24
-    longest = convert.load_model(folder, 10**11, "cpu", torch.float32)
+    longest = load_model(folder, block_size=10**11)
     assert longest.config.block_size == SMALL["block_size"], "no keys and values beyond the context of theirs"
 
 
@@ -375,16 +381,16 @@ def test_a_folder_read_for_sampling_has_their_logits(folder):
     ],
 )
 def test_documents_begin_and_end_as_the_folder_says(tmp_path, said, expected):
-    (tmp_path / "config.json").write_text(json.dumps(said))
-    assert convert.read_special_tokens(tmp_path, 7) == expected
-    edit(tmp_path / "config.json", bos_token_id="128000")
+    folder = SimpleNamespace(path=tmp_path, config=said)
+    assert read_special_tokens(folder, 7) == expected
+    folder.config = {"bos_token_id": "128000"}
     with pytest.raises(ValueError, match="config.json: bos_token_id expects an int or none, got '128000'"):
-        convert.read_special_tokens(tmp_path, 7)
+        read_special_tokens(folder, 7)
 
 
 def test_what_is_written_is_rounded_once_to_the_dtype_asked_for(train, tmp_path):
     train()
-    convert.save(tmp_path / "out/step_000008", tmp_path / "hf", "bfloat16")
+    convert.convert(tmp_path / "out/step_000008", tmp_path / "hf", "bfloat16")
     theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "hf", dtype="auto")
     ours = checkpoint.load_model(tmp_path / "out/step_000008", "cpu", torch.bfloat16)
     assert theirs.dtype == torch.bfloat16 and theirs.config.eos_token_id == theirs.config.bos_token_id == 256
@@ -419,7 +425,7 @@ SLIPS = {
     ),
     "a bias that the config does not say": (
         lambda folder: change_weights(folder, "model.layers.0.self_attn.q_proj.bias", lambda q: q[:, 0], Q),
-        "has 1 weights that the model has no place for: model.layers.0.self_attn.q_proj.bias",
+        "has 1 tensors that the model has no place for: model.layers.0.self_attn.q_proj.bias",
     ),
     "a head of its own": (
         lambda folder: change_weights(folder, "lm_head.weight", lambda embedding: 2 * embedding, EMBEDDING),
@@ -468,18 +474,34 @@ SLIPS = {
         lambda folder: edit(folder / "config.json", nanocria_tokenizer="gpt2"),
         "was trained on gpt2 tokens",
     ),
-    "no weights": (lambda folder: os.remove(folder / "model.safetensors"), "is not there: it should hold model.embed"),
+    "no weights": (lambda folder: os.remove(folder / "model.safetensors"), "model.safetensors is missing"),
+    "pickled weights": (
+        lambda folder: (folder / "model.safetensors").rename(folder / "pytorch_model.bin"),
+        "holds pickled weights, which are not read: save them with transformers as .safetensors",
+    ),
+    "GGUF": (
+        lambda folder: (folder / "model.safetensors").rename(folder / "model.gguf"),
+        "holds GGUF files, which are not read",
+    ),
+    "an adapter": (
+        lambda folder: (folder / "model.safetensors").rename(folder / "adapter_model.safetensors"),
+        "holds an adapter alone: merge it",
+    ),
+    "a git-lfs pointer": (
+        lambda folder: (folder / "model.safetensors").write_text("version https://git-lfs.github.com/spec/v1"),
+        "is a git-lfs pointer, not the file: fetch it with git lfs pull",
+    ),
     "weights cut short": (
         lambda folder: (folder / "model.safetensors").write_bytes((folder / "model.safetensors").read_bytes()[:5000]),
-        "model.safetensors: model.embed_tokens.weight: ",
+        "model.safetensors has 5000 bytes, and its header describes ",
     ),
     "a narrow weight": (
         lambda folder: change_weights(folder, "model.layers.0.self_attn.k_proj.weight", lambda k: k[:, :24]),
-        "model.layers.0.self_attn.k_proj.weight (16, 24), ",
+        "expected model.layers.0.self_attn.k_proj.weight of shape (16, 32): ",
     ),
     "an index of nothing": (
         lambda folder: (folder / "model.safetensors.index.json").write_text("{}"),
-        "model.safetensors.index.json does not say 'weight_map'",
+        "model.safetensors.index.json has no weight_map",
     ),
     "an index cut short": (
         lambda folder: (folder / "model.safetensors.index.json").write_text('{"weight_map": {'),
@@ -505,7 +527,7 @@ def test_a_head_that_is_the_embedding_and_what_old_versions_wrote_are_passed_ove
     theirs.save_pretrained(tmp_path / "theirs")
     change_weights(tmp_path / "theirs", "lm_head.weight", lambda embedding: embedding, EMBEDDING)
     change_weights(tmp_path / "theirs", "model.layers.0.self_attn.rotary_emb.inv_freq", lambda q: q[0], Q)
-    read = convert.load_model(tmp_path / "theirs", 8, "cpu", torch.float32)
+    read = load_model(tmp_path / "theirs", block_size=8)
     assert torch.equal(read.tok_embeddings.weight, theirs.model.embed_tokens.weight)
 
 
@@ -521,14 +543,14 @@ def test_a_folder_that_does_not_say_its_tokenizer_is_said(train, tmp_path, capsy
 
 def test_a_model_that_hugging_face_does_not_know_is_said():
     with pytest.raises(ValueError, match="layers.0.attn.q_norm.weight has no name in Hugging Face's Llama: add it"):
-        convert.hf_names("layers.0.attn.q_norm.weight")
+        hf_names("layers.0.attn.q_norm.weight")
 
 
 def test_another_shape_than_the_config_says_is_refused(train, tmp_path, capsys):
     hugging_face(MODELS["tied"]).save_pretrained(tmp_path / "theirs")
     edit(tmp_path / "theirs/config.json", intermediate_size=96)
     message = slip(train, capsys, **MODELS["tied"], vocab_size=257, ffn_dim=96, init_from=tmp_path / "theirs")
-    assert "up_proj.weight (64, 32), the model layers.0.mlp.gate_up_proj.weight (192, 32)" in message
+    assert "gate_proj.weight of shape (96, 32): " in message and "in shape (64, 32)" in message, message
 
 
 def test_published_configs_are_read(tmp_path):
@@ -537,21 +559,16 @@ def test_published_configs_are_read(tmp_path):
     sizes = {"num_hidden_layers": 16, "num_attention_heads": 32, "num_key_value_heads": 8, "hidden_size": 2048}
     sizes |= {"intermediate_size": 8192, "vocab_size": 128256, "tie_word_embeddings": True, "rms_norm_eps": 1e-5}
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama", "head_dim": 64, **sizes, **rope}))
-    settings, tokenizer = convert.read_config(tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    settings, tokenizer = read_config(SimpleNamespace(path=tmp_path, config=config))
     assert tokenizer == "llama3" and settings["rope_scaling"] == SCALING and settings["rope_theta"] == 500000.0
     assert LlamaConfig(**settings, block_size=8).head_dim == 64
-
-
-def test_without_safetensors_the_pip_line_is_said(monkeypatch, tmp_path):
-    monkeypatch.setitem(sys.modules, "safetensors.torch", None)
-    with pytest.raises(ValueError, match="pip install safetensors"):
-        convert.load(tmp_path, SimpleNamespace(tensors=lambda: {"model": {}}))
 
 
 def test_every_weight_of_ours_has_its_names():
     with torch.device("meta"):
         model = Llama(LlamaConfig(n_layer=2, n_head=4, n_kv_head=2, n_embd=32, ffn_dim=64, vocab_size=9, block_size=8))
-    names = [name for ours in dict(model.named_parameters()) for name in convert.hf_names(ours)]
+    names = [name for ours in dict(model.named_parameters()) for name in hf_names(ours)]
     assert len(set(names)) == len(names) == 3 + 2 * 9
 
 
@@ -561,8 +578,10 @@ def test_the_command_line(train, tmp_path):
     assert done.returncode == 0 and (tmp_path / "hf/config.json").exists(), done.stderr
     done = run([tmp_path / "nowhere", tmp_path / "another"], "convert.py")
     assert done.returncode == 1 and done.stderr.startswith(f"{tmp_path}/nowhere holds no checkpoint"), done.stderr
-    done = run([tmp_path / "hf", tmp_path / "another"], "convert.py")
-    assert done.returncode == 1 and "hf is in Hugging Face's format already" in done.stderr, done.stderr
+    done = run([tmp_path / "hf", tmp_path / "another", "--dtype=float16"], "convert.py")
+    assert done.returncode == 0, done.stderr
+    ours, theirs = load_model(tmp_path / "out"), load_model(tmp_path / "another")
+    assert torch.equal(theirs.norm.weight, ours.norm.weight.bfloat16().half().float())
 
 
 def test_a_full_disk_gets_a_sentence_and_leaves_nothing(train, tmp_path):
@@ -574,14 +593,50 @@ def test_a_full_disk_gets_a_sentence_and_leaves_nothing(train, tmp_path):
     command = [sys.executable, "-c", script, str(tmp_path / "out"), str(tmp_path / "hf")]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, env=os.environ | PLAIN)
     assert done.returncode == 1 and "Traceback" not in done.stderr, done.stderr
-    assert "hf.partial/model.safetensors cannot be written" in done.stderr and "too large" in done.stderr, done.stderr
+    assert "hf is not written: File too large: " in done.stderr and "model.safetensors" in done.stderr, done.stderr
     assert not list(tmp_path.glob("hf*"))
 
 
 def test_a_folder_that_cannot_be_written_is_found_before_the_weights_are_read(train, tmp_path, monkeypatch):
     train()
-    monkeypatch.setattr(checkpoint, "load_model", lambda *_: pytest.fail("the weights were read"))
+    monkeypatch.setattr(convert, "load_model", lambda *_: pytest.fail("the weights were read"))
     (tmp_path / "file").write_text("")
     monkeypatch.setattr(sys, "argv", ["convert.py", str(tmp_path / "out"), str(tmp_path / "file/hf")])
-    with pytest.raises(SystemExit, match=f"{tmp_path}/file/hf cannot be written: Not a directory"):
+    with pytest.raises(SystemExit, match=f"{tmp_path}/file/hf is not written: Not a directory"):
         convert.main()
+
+
+def test_a_run_keeps_what_the_folder_that_it_began_with_says(train, tmp_path, capsys):
+    """Tokenizer files, special tokens, context: in a checkpoint, after a resume, in a run that begins with that."""
+    folder = tmp_path / "theirs"
+    hugging_face(MODELS["tied"]).save_pretrained(folder)
+    edit(folder / "config.json", bos_token_id=3, eos_token_id=[4, 5], max_position_embeddings=1000)
+    for name in ("tokenizer.json", "generation_config.json"):
+        (folder / name).write_text(f'{{"{name}": 1}}')
+    train(**MODELS["tied"], init_from=folder, max_iters=1)
+    train(**MODELS["tied"], max_iters=2)
+    before = load_model(tmp_path / "out")
+    settings = MODELS["tied"] | dict(learning_rate=0, max_iters=1, out_dir=tmp_path / "again")
+    train(**settings, init_from=tmp_path / "out")
+    assert f"begins    with the weights of {tmp_path}/out/step_000002" in capsys.readouterr().out
+    for path in (tmp_path / "out/step_000002", tmp_path / "again/step_000001"):
+        config = json.loads((path / "config.json").read_text())
+        assert config["bos_token_id"] == 3 and config["eos_token_id"] == [4, 5]
+        assert config["max_position_embeddings"] == 1000
+        for name in ("tokenizer.json", "generation_config.json"):
+            assert (path / name).read_text() == (folder / name).read_text()
+    after = load_model(tmp_path / "again")
+    assert all(torch.equal(a, b) for a, b in zip(before.parameters(), after.parameters(), strict=True))
+
+
+def test_the_context_is_never_below_that_which_rope_is_scaled_from(train, tmp_path):
+    train(rope_scaling=SCALING | {"original_max_position_embeddings": 64}, max_iters=1)
+    config = json.loads((tmp_path / "out/step_000001/config.json").read_text())
+    assert config["max_position_embeddings"] == 64 > SMALL["block_size"]
+
+
+def test_weights_of_another_shape_are_refused_before_the_model_is_built(train, tmp_path, capsys, monkeypatch):
+    hugging_face(MODELS["tied"]).save_pretrained(tmp_path / "theirs")
+    monkeypatch.setattr(Llama, "__init__", lambda *_: pytest.fail("the model was built"))
+    message = slip(train, capsys, **MODELS["tied"] | {"n_layer": 3}, vocab_size=257, init_from=tmp_path / "theirs")
+    assert "has n_layer 2 (this run: 3): pass --n_layer=2, or change init_from" in message

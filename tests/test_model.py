@@ -26,8 +26,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
 import model as model_module
-from convert import hf_names
 from model import KVCache, Llama, LlamaConfig, document_starts, sample
+from runtime.hf_names import hf_names
 from runtime.recompute import recompute
 
 recompute_file = sys.modules["runtime.recompute"]

@@ -13,11 +13,12 @@ from optimizers.adamw8bit import AdamW8bit
 from optimizers.loss_scale import LossScale
 from optimizers.on_cpu import OnCPU
 from optimizers.on_gpu import OnGPU
-from optimizers.optimizer import Optimizer, sum_of_bits
-from runtime import checkpoint
+from optimizers.optimizer import Optimizer
+from runtime.checkpoint import rows_to_save
+from runtime.checkpoint_folder import read_run
 from runtime.cuda_graph import CUDAGraph
 from runtime.memory import RunShape, state_bytes
-from tests.runs import ROOT, SHORT, SMALL, assert_close, losses, run_ranks, slip, step_losses
+from tests.runs import ROOT, SHORT, SMALL, assert_close, edit_run, losses, run_ranks, slip, step_losses
 
 pytestmark = pytest.mark.usefixtures("plain_pytorch_on_one_core")
 
@@ -37,8 +38,17 @@ def optimizer_of(dtype, weight_decay=0.0, **options):
     return model, optimizer
 
 
+def whole_states(optimizer):
+    """What a checkpoint holds, with the masters in one piece."""
+    found = optimizer.tensors()
+    for name, state in list(found):
+        if state == "lower_half":
+            found[name, ""] = merge_halves(found[name, ""], found.pop((name, state)))
+    return found
+
+
 def first_exp_avg(optimizer):
-    return optimizer.tensors()["optimizer.exp_avg.weight"][0, 0].item()
+    return optimizer.tensors()["weight", "exp_avg"][0, 0].item()
 
 
 def test_weight_decay_reaches_matrices_only():
@@ -71,9 +81,7 @@ def test_gradients_are_clipped_to_the_norm_and_the_loss_scale_taken_out():
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 def test_small_gradients_add_up_and_small_steps_move_half_precision_weights(dtype):
     model, optimizer = optimizer_of(dtype)
-    tensors = optimizer.tensors()
-    tensors["model.weight"].fill_(1.0)
-    optimizer.refresh(tensors)
+    optimizer.set_weight("weight", torch.ones(4, 8))
     optimizer.accumulate()
     for _ in range(64):
         set_gradients(model, 2**-12)
@@ -91,16 +99,10 @@ def test_of_weights_in_halves_a_checkpoint_holds_the_whole(monkeypatch):
     for _ in range(20):
         set_gradients(model, 1.0)
         optimizer.step(lr=0.1)
-    tensors = optimizer.tensors()
-    weights = [tensors[f"model.{name}"] for name in optimizer.parameters]
-    assert any((w.bfloat16() != w).any() for w in weights), "nothing lies below bfloat16"
-    copies = optimizer.like_tensors(lambda x, dtype: torch.empty_like(x, dtype=dtype))
-    optimizer.copy_tensors(copies)
-    for name, x in tensors.items():
-        assert x.dtype == torch.float32 and torch.equal(x, copies[name])
-    sums = checkpoint.checksums({name: sum_of_bits(x) for name, x in copies.items()})
-    assert checkpoint.checksums(optimizer.bit_sums()) == sums
-    other.refresh(tensors)
+    masters = whole_states(optimizer)
+    assert any((masters[name, ""].bfloat16() != masters[name, ""]).any() for name in optimizer.parameters)
+    for name in optimizer.parameters:
+        other.set_weight(name, masters[name, ""])
     for (name, parameter), like in zip(model.named_parameters(), other_model.parameters(), strict=True):
         assert torch.equal(parameter, like) and torch.equal(optimizer.place.masters[name], other.place.masters[name])
 
@@ -156,15 +158,14 @@ def test_a_new_rule_is_one_class_on_both_places_with_its_checkpoint(dtype):
             assert optimizer.step(lr=0.01).isfinite().item() != bad_step
     on_gpu, on_cpu = both
     assert on_gpu.updates == on_cpu.updates == 2
-    ours, theirs = on_gpu.tensors(), on_cpu.tensors()
-    assert ours["optimizer.codes.layers.0.mlp.down_proj.weight"].dtype == torch.int8
+    ours, theirs = whole_states(on_gpu), whole_states(on_cpu)
+    assert ours["layers.0.mlp.down_proj.weight", "codes"].dtype == torch.int8 and ours.keys() == theirs.keys()
     for name, x in ours.items():
         torch.testing.assert_close(x, theirs[name])
-    sums = checkpoint.checksums({name: sum_of_bits(x) for name, x in ours.items()})
-    assert checkpoint.checksums(on_gpu.bit_sums()) == sums
-    copies = on_cpu.like_tensors(lambda x, dtype: torch.empty_like(x, dtype=dtype))
-    on_cpu.copy_tensors(copies)
-    assert all(torch.equal(x, copies[name]) for name, x in theirs.items())
+    files = [rows_to_save(optimizer.tensors(), optimizer.parameters, CONFIG) for optimizer in both]
+    for stem in ("model", "optimizer"):
+        ours, theirs = ({row.name: (row.dtype, row.shape) for row in of[stem]} for of in files)
+        assert ours == theirs, "what one place has saved, the other resumes"
 
 
 def shard_and_step():
@@ -180,9 +181,9 @@ def shard_and_step():
         optimizer = Optimizer(model, SignedMomentum(), OnCPU() if sharded else OnGPU())
         model(torch.arange(8)[None], torch.arange(8)[None]).backward()
         optimizer.step(lr=0.01)
-        found.append((optimizer.tensors(), checkpoint.checksums(optimizer.bit_sums(), optimizer.shard_group)))
-    (whole, sums), (shards, sums_of_shards) = found
-    assert len(shards["optimizer.scales.tok_embeddings.weight"].to_local()) == 7 - torch.distributed.get_rank()
+        found.append(optimizer.tensors())
+    whole, shards = found
+    assert len(shards["tok_embeddings.weight", "scales"].to_local()) == 7 - torch.distributed.get_rank()
     for name, x in shards.items():
         torch.testing.assert_close(x.full_tensor(), whole[name])
     torch.distributed.barrier()
@@ -241,7 +242,7 @@ def test_frozen_parameters_have_no_state_and_do_not_change(place):
     assert optimizer.step(lr=0.01).isfinite()
     assert model(tokens, tokens) < first
     assert all(torch.equal(p, before[name]) for name, p in frozen.items())
-    assert not [name for name in optimizer.tensors() if ".mlp." in name] and not optimizer.parameters.keys() & frozen
+    assert not [name for name, _ in optimizer.tensors() if ".mlp." in name] and not optimizer.parameters.keys() & frozen
     with pytest.raises(ValueError, match="no parameter of the model requires a gradient"):
         Optimizer(model.requires_grad_(False), AdamW(), place())
 
@@ -326,7 +327,7 @@ def test_offloaded_the_optimizer_sums_clips_and_skips_as_on_the_gpu(dtype):
                 optimizer.accumulate()
         norms = [optimizer.step(0.01).item() for optimizer in both]
         assert norms[0] == pytest.approx(norms[1], rel=1e-5, nan_ok=True) and math.isnan(norms[0]) == (update == 1)
-        ours, theirs = (optimizer.tensors() for optimizer in both)
+        ours, theirs = (whole_states(optimizer) for optimizer in both)
         for name, tensor in ours.items():
             torch.testing.assert_close(tensor, theirs[name], rtol=1e-5, atol=1e-7)
     assert [(optimizer.updates, optimizer.loss_scale.scale.item()) for optimizer in both] == [(2, 2.0**15)] * 2
@@ -385,8 +386,7 @@ def test_the_loss_scale_halves_on_overflow_and_doubles_after_2000_good_steps():
 def test_half_precision_follows_float32(train, tmp_path, dtype):
     train(max_iters=30, eval_interval=30, out_dir=tmp_path / "float32")
     run = train(max_iters=30, eval_interval=30, dtype=dtype, out_dir=tmp_path / "half")
-    tensors = run["optimizer"].tensors()
-    assert all(x.dtype == torch.float32 for x in tensors.values()), "the weights that learn are float32"
+    assert all(x.dtype == torch.float32 for x in whole_states(run["optimizer"]).values()), "the weights that learn"
     assert_close(step_losses(tmp_path / "float32"), step_losses(tmp_path / "half"), 0.05)
 
 
@@ -408,8 +408,7 @@ def test_an_overflowing_float16_scale_is_halved_and_the_step_left_out(train, tmp
 def test_the_float16_scale_doubles_after_2000_steps_without_an_overflow(train, tmp_path):
     train(dtype="float16", max_iters=4, lr_decay_iters=8)
     path = tmp_path / "out/step_000004"
-    meta = {name: value for name, value in checkpoint.read_meta(path).items() if name != "digest"}
-    checkpoint.write_json(path / "meta.json", checkpoint.signed(meta | {"loss_scale_since": 5 - 2000}))
+    edit_run(path, loss_scale_since=5 - 2000)
     run = train(dtype="float16", max_iters=8, lr_decay_iters=8)
     assert run["optimizer"].loss_scale.state(8) == {"loss_scale": 2.0**17, "loss_scale_since": 5}
 
@@ -424,12 +423,10 @@ def test_more_ranks_do_not_overflow_float16_sooner(train, text_data, tmp_path):
     settings = dict(dtype="float16", gradient_accumulation_steps=4, lr_decay_iters=8)
     train(**settings, max_iters=4)
     path = tmp_path / "out/step_000004"
-    meta = {name: value for name, value in checkpoint.read_meta(path).items() if name != "digest"}
 
     def at_scale(scale, out_dir):
         shutil.copytree(path, out_dir / path.name)
-        signed = checkpoint.signed(meta | {"loss_scale": scale, "loss_scale_since": 4})
-        checkpoint.write_json(out_dir / path.name / "meta.json", signed)
+        edit_run(out_dir / path.name, loss_scale=scale, loss_scale_since=4)
         return settings | dict(max_iters=5, out_dir=out_dir)
 
     scale = 2.0**16  # to become the largest at which one process takes its fifth step
@@ -438,4 +435,4 @@ def test_more_ranks_do_not_overflow_float16_sooner(train, text_data, tmp_path):
     many = SMALL | SHORT | dict(dataset=text_data) | at_scale(scale, tmp_path / "many")
     done = run_ranks(4, many)
     assert done.returncode == 0, done.stderr
-    assert checkpoint.read_meta(tmp_path / "many/step_000005")["loss_scale"] == scale, "the step was left out"
+    assert read_run(tmp_path / "many/step_000005")["loss_scale"] == scale, "the step was left out"

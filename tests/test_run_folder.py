@@ -89,7 +89,7 @@ def test_a_home_folder_is_found_and_a_checkpoint_is_no_folder_for_a_run(train, t
 
 def test_a_run_has_its_folder_for_itself(train, tmp_path, capsys, text_data):
     shutil.copytree(text_data, tmp_path / "data")
-    assert "data is a dataset or a checkpoint: name a folder for" in slip(train, capsys, out_dir=tmp_path / "data")
+    assert "data is a dataset: name a folder for" in slip(train, capsys, out_dir=tmp_path / "data")
     (tmp_path / "published").mkdir()
     (tmp_path / "published/config.json").write_text("{}")
     assert "published holds published weights, which" in slip(train, capsys, out_dir=tmp_path / "published")
@@ -130,7 +130,7 @@ def test_where_the_file_system_knows_no_locks_it_says_so_and_goes_on(train, tmp_
 def test_checkpoints_are_ordered_by_number(tmp_path):
     for step in ("step_999999", "step_1000000", "step_2000000.partial"):
         (tmp_path / step).mkdir()
-        (tmp_path / step / "meta.json").touch()
+        (tmp_path / step / "run.json").touch()
     assert run_folder.newest(tmp_path).name == "step_1000000"
 
 

@@ -1,0 +1,319 @@
+"""A checkpoint is a Hugging Face folder: any number of ranks writes it, any other number reads it, and so do others.
+
+    config.json, tokenizer files                 as Hugging Face has them
+    model.safetensors                            the weights in the compute dtype, by Hugging Face's names
+    model.safetensors.index.json                 which file holds which: above 5 GB there are several
+    optimizer.safetensors, and its index         masters' lower halves, moments, whatever the rule names
+    run.json                                     step, settings, ...; digests of all other files, and of itself
+
+Nothing is pickled: reading a folder never executes what is in it. A published folder has no run.json, and is read by
+the same functions; then nothing says what its bytes should be.
+"""
+
+import json
+import os
+import re
+import shutil
+from collections.abc import Iterable
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+
+from runtime import meta_weights
+from runtime.distributed import from_rank_0, group_rank, on_all_ranks
+from runtime.hf_names import Rows
+from runtime.safetensors_file import (
+    PIECE_BYTES,
+    Damaged,
+    Piece,
+    TensorInfo,
+    digest,
+    digest_pieces,
+    make_header,
+    open_to_read,
+    parse_json,
+    read_bytes,
+    read_header,
+    read_rows,
+    write_rows,
+)
+
+FILE_BYTES = 5 * 10**9  # of one .safetensors, as Hugging Face cuts them
+DOCUMENT_BYTES = 256 * 2**20  # a JSON file may have: run.json has 76 bytes for 4 MiB of tensors
+FILE_NAME = re.compile(r"[\w.-]{1,80}\.safetensors")  # that an index may name: none in another folder
+WEIGHT_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+OTHERS = {  # that are published in place of model.safetensors
+    "pytorch_model*.bin": "pickled weights, which are not read: save them with transformers as .safetensors",
+    "*.gguf": "GGUF files, which are not read: take the weights that they were made from",
+    "adapter_model.safetensors": "an adapter alone: merge it into its base model with peft first",
+}
+SEAL = b',\n  "digest": "'
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Write
+
+
+def write_folder(
+    folder: Path,
+    tensors: dict[str, Iterable[Rows]],
+    documents: dict[str, bytes],
+    run: dict,
+    group: dist.ProcessGroup | None = None,
+) -> list[str]:
+    """Write a folder and flush it to disk; every rank calls it, with its own rows. The caller renames it afterwards.
+
+    tensors: by the name of their file, "model" or "optimizer". documents: other files by name; only rank 0's count, as
+    for run, the content of run.json. Returns the names of tensors whose replicas differ: the first replica is written.
+    Raises, on all ranks, OSError if one cannot write, ValueError if the ranks do not have all rows of the same tensors.
+    """
+    files, rows = {}, {}
+    for stem, found in tensors.items():
+        found = {each.name: each for each in found}
+        layout = _layout(stem, found.values())
+        documents = documents | {f"{stem}.safetensors.index.json": _index(layout)}
+        files, rows = files | layout, rows | found
+    headers = {file: header for file, (header, _, _) in files.items()}
+
+    def create():
+        _create(folder, documents, files)
+        return headers
+
+    agreed = from_rank_0(create, group)
+    mine = on_all_ranks(lambda: _write_rows(folder, files, rows, headers, agreed), group)
+    pieces = [mine]
+    if dist.is_initialized():
+        pieces = [None] * dist.get_world_size(group) if group_rank(group) == 0 else None
+        dist.gather_object(mine, pieces, group=group, group_dst=0)
+    return from_rank_0(lambda: _finish(folder, documents, files, run, pieces), group)
+
+
+def _layout(stem, found):
+    """The files for tensors: by name the header, where each tensor lies, and the number of bytes."""
+    groups, n_bytes = [{}], 0
+    for rows in found:
+        size = TensorInfo(*rows[:3], begin=0).end
+        if groups[-1] and n_bytes + size > FILE_BYTES:
+            groups, n_bytes = [*groups, {}], 0
+        groups[-1][rows.name], n_bytes = (rows.dtype, rows.shape), n_bytes + size
+    names = [f"{stem}-{i + 1:05}-of-{len(groups):05}.safetensors" for i in range(len(groups))]
+    names = names if len(groups) > 1 else [f"{stem}.safetensors"]
+    return {name: make_header(group) for name, group in zip(names, groups, strict=True)}
+
+
+def _index(layout):
+    """Hugging Face's index. A single file gets one too: without it vLLM would read optimizer.safetensors as weights."""
+    infos = {info.name: (file, info) for file, (_, infos, _) in layout.items() for info in infos.values()}
+    total = sum(info.end - info.begin for _, info in infos.values())
+    index = {"metadata": {"total_size": total}, "weight_map": {name: file for name, (file, _) in infos.items()}}
+    return json.dumps(index, indent=2).encode()
+
+
+def _create(folder, documents, files):
+    """The documents, and files of the right size with nothing but a header."""
+    shutil.rmtree(folder, ignore_errors=True)  # left by a save that was killed
+    folder.mkdir(parents=True)
+    total, _, free = shutil.disk_usage(folder)
+    needed = sum(n_bytes for _, _, n_bytes in files.values())
+    if total and needed > free:  # a few file systems say 0 of 0
+        raise OSError(f"the disk is full: {folder} needs {needed / 2**30:.1f} GiB, and {free / 2**30:.1f} GiB are free")
+    for name, content in documents.items():
+        _write_file(folder / name, content)
+    for file, (header, _, n_bytes) in files.items():
+        _write_file(folder / file, header, n_bytes)
+
+
+def _write_file(path, content, n_bytes=0):
+    try:
+        with open(path, "xb") as file:
+            file.write(content)
+            file.truncate(max(n_bytes, len(content)))
+            file.flush()
+            os.fsync(file.fileno())
+    except OSError as error:  # of these only open() says of which file
+        raise OSError(error.errno, error.strerror, str(path)) from error
+
+
+def _write_rows(folder, files, rows, headers, agreed):
+    """This rank's rows. Returns (file, piece, tensor's name, whether it was written)."""
+    differing = [file for file in headers | agreed if headers.get(file) != agreed.get(file)]
+    if differing:
+        raise ValueError(f"the ranks have different tensors for {', '.join(differing)}")
+    found = []
+    for file, (_, infos, _) in files.items():
+        with open(folder / file, "r+b", buffering=0) as opened:
+            for name, info in infos.items():
+                _, _, _, first, tensor, writes = rows[name]
+                pieces = write_rows(opened, info, first, tensor() if callable(tensor) else tensor, writes)
+                found += [(file, piece, name, writes) for piece in pieces]
+            os.fsync(opened.fileno())
+    return found
+
+
+def _finish(folder, documents, files, run, found):
+    """Write run.json from all ranks' pieces, and return the names of tensors whose replicas differ."""
+    found = [each for of_rank in found for each in of_rank]
+    pieces = {name: digest_pieces(content) for name, content in documents.items()}
+    for file, (header, _, n_bytes) in files.items():
+        pieces[file] = sorted(
+            [*digest_pieces(header), *(piece for of, piece, _, writes in found if writes and of == file)]
+        )
+        if [piece.begin for piece in pieces[file]] + [n_bytes] != [0, *(piece.end for piece in pieces[file])]:
+            raise ValueError(f"{folder / file}: the rows of all ranks are not its {n_bytes} bytes, each once")
+    written = {(file, piece) for file in files for piece in pieces[file]}
+    digests = {file: [f"{piece.end} {piece.sha256}" for piece in of_file] for file, of_file in pieces.items()}
+    finite = json.loads(json.dumps(run | {"digests": digests}), parse_constant=lambda _: None)  # NaN is no JSON
+    _write_file(folder / "run.json", _seal(json.dumps(finite, indent=2).encode()))
+    return sorted({name for file, piece, name, _ in found if (file, piece) not in written})
+
+
+def _seal(run: bytes) -> bytes:
+    """run.json, with the digest of what stands before it as its last line."""
+    body = run.removesuffix(b"\n}")
+    return body + SEAL + digest(body).encode() + b'"\n}\n'
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Read
+
+
+class Folder(NamedTuple):
+    """What a folder holds, the same on all ranks."""
+
+    path: Path
+    run: dict | None  # run.json; None in a published folder
+    config: dict  # config.json
+    tensors: dict[str, tuple[str, TensorInfo]]  # by name: the file, and where in it
+    pieces: dict[str, list[Piece]] | None  # of each file but run.json; None in a published folder
+
+
+def open_folder(path: Path, stems: tuple[str, ...] = ("model",), group: dist.ProcessGroup | None = None) -> Folder:
+    """Read and check all but the tensors, on rank 0; every rank calls this. To resume: stems ("model", "optimizer").
+
+    Raises, on all ranks, Damaged if a file is missing, cut off, not what was saved or not what its format says; OSError
+    if one cannot be read.
+    """
+    return from_rank_0(lambda: _open_folder(Path(path), stems), group)
+
+
+def _open_folder(path, stems):
+    if meta_weights.is_meta(path):
+        return Folder(path, None, *meta_weights.describe(path), None)
+    if (path / ".metadata").exists():
+        found = "in the format of an earlier version, torch.distributed.checkpoint's"
+        raise ValueError(f"{path} is a checkpoint {found}, which is not read any more: resume with that version")
+    run = read_run(path)
+    pieces = run and _parse_digests(run, path / "run.json")
+    config = parse_json(read_document(path / "config.json", pieces), path / "config.json")
+    tensors = {}
+    for stem in stems:
+        tensors |= _find_tensors(path, f"{stem}.safetensors", pieces)
+    return Folder(path, run, config, tensors, pieces)
+
+
+def _find_tensors(path, single, pieces):
+    """The tensors of a file, or of all files that its index names."""
+    index, where = path / f"{single}.index.json", {}
+    for pattern, what in OTHERS.items():
+        if any(path.glob(pattern)) and not (index.exists() or (path / single).exists()):
+            raise Damaged(f"{path / single} is missing: {path} holds {what}")
+    if index.exists() or index.name in (pieces or {}):
+        where = parse_json(read_document(index, pieces), index).get("weight_map")
+        if not isinstance(where, dict) or not all(map(FILE_NAME.fullmatch, map(str, where.values()))):
+            raise Damaged(f"{index} has no weight_map, from names of tensors to names of files")
+    tensors = {}
+    for file in sorted(set(where.values())) or [single]:
+        with open_to_read(path / file) as opened:
+            infos = read_header(opened, _pieces_of(opened, pieces))
+        tensors |= {name: (file, info) for name, info in infos.items() if where.get(name, file) == file}
+    lost = where.keys() - tensors.keys()
+    if lost:
+        raise Damaged(f"{index} says that {min(lost)!r} is in {where[min(lost)]}, and it is not")
+    return tensors
+
+
+def read_run(path: Path) -> dict | None:
+    """run.json of a folder, on this rank; None if there is none. Damaged if it is not what was saved."""
+    if not (path / "run.json").exists():
+        return None
+    content = read_document(path / "run.json")
+    run = content.rpartition(SEAL)[0] + b"\n}"
+    if content != _seal(run):  # before it is parsed
+        raise Damaged(f"{path / 'run.json'} is not what was saved")
+    return parse_json(run, path / "run.json")
+
+
+def read_document(path: Path, pieces: dict[str, list[Piece]] | None = None) -> bytes:
+    """A small file, on this rank. Damaged if it is missing or not what was saved. pieces: Folder.pieces."""
+    with open_to_read(path) as file:
+        size = os.fstat(file.fileno()).st_size
+        if size > DOCUMENT_BYTES:
+            raise Damaged(f"{path} has {size} bytes: expected at most {DOCUMENT_BYTES}")
+        content = bytearray(size)
+        read_bytes(file, 0, memoryview(content), _pieces_of(file, pieces))
+    return bytes(content)
+
+
+def _pieces_of(file, pieces):
+    """The pieces of an open file; None in a published folder."""
+    if pieces is None:
+        return None
+    of_file, size = pieces.get(Path(file.name).name, []), os.fstat(file.fileno()).st_size
+    saved = of_file[-1].end if of_file else 0
+    if size != saved:
+        raise Damaged(f"{file.name} has {size} bytes, and {saved} were saved")
+    return of_file
+
+
+def _parse_digests(run, path):
+    """The pieces of each file, from lists of "end sha256"."""
+    pieces = {}
+    try:
+        for file, lines in run["digests"].items():
+            ends = [(int(end), sha256) for end, sha256 in map(str.split, lines)]
+            begins = [0, *(end for end, _ in ends)]
+            pieces[file] = [Piece(begin, *end) for begin, end in zip(begins, ends, strict=False)]
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        raise Damaged(f"{path} has no digests, lists of 'end sha256' by names of files") from error
+    if not all(0 < piece.end - piece.begin <= PIECE_BYTES for of_file in pieces.values() for piece in of_file):
+        raise Damaged(f"{path} has digests of pieces that do not have 1 to {PIECE_BYTES} bytes")
+    return pieces
+
+
+@torch.no_grad()
+def read_into(folder: Folder, rows: Iterable[Rows], group: dist.ProcessGroup | None = None) -> None:
+    """Fill this rank's rows, on any device, from a folder, rounding at most once. Every rank calls it.
+
+    Raises, on all ranks, ValueError if the folder lacks a tensor, or has it in another shape, or integers for floating
+    point; Damaged or OSError as open_folder does.
+    """
+
+    def read():
+        for wanted in rows:
+            file, info = folder.tensors.get(wanted.name, (None, None))
+            if not info or info.shape != wanted.shape:
+                found = f"it in shape {tuple(info.shape)}" if info else "none"
+                raise ValueError(f"expected {wanted.name} of shape {tuple(wanted.shape)}: {folder.path} has {found}")
+            x = wanted.tensor
+            if folder.pieces is None and info.dtype not in WEIGHT_DTYPES:
+                raise ValueError(
+                    f"{folder.path} has {info.name} in {info.dtype}: expected bfloat16, float16 or float32"
+                )
+            if x.dtype != info.dtype and not (x.is_floating_point() and info.dtype.is_floating_point):
+                raise ValueError(f"expected {wanted.name} in {x.dtype}: {folder.path} has it in {info.dtype}")
+            direct = x.dtype == info.dtype and x.device.type == "cpu" and x.is_contiguous()
+            buffer = x if direct else torch.empty(x.shape, dtype=info.dtype)
+            if file == meta_weights.FILE:
+                buffer.copy_(meta_weights.read_rows(folder.path, info.name, wanted.first, len(x)))
+            else:
+                with open_to_read(folder.path / file) as opened:
+                    read_rows(opened, info, wanted.first, buffer, folder.pieces and folder.pieces[file])
+            # either is NaN where one element is
+            if folder.pieces is None and len(x) and not torch.stack(buffer.aminmax()).isfinite().all():
+                raise ValueError(f"{folder.path} has numbers in {info.name} that are not finite")
+            if not direct:
+                x.copy_(buffer)
+
+    on_all_ranks(read, group)

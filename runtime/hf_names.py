@@ -1,0 +1,93 @@
+"""Hugging Face's names and matrices for our parameters, and this rank's rows of them.
+
+q, k, v are stacked in one parameter of ours, gate and up in another; published are they one by one. FSDP gives each
+rank some rows of the stack, so some rows of some of the matrices. Optimizer states are split alike where they have as
+many rows as their parameter, and are named exp_avg.model.layers.0.self_attn.q_proj.weight.
+"""
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch.distributed.tensor import DTensor, Replicate, Shard
+
+from model import LlamaConfig
+
+NAMES = {  # our name -> Hugging Face's names of what is stacked in it
+    "tok_embeddings.weight": ["model.embed_tokens.weight"],
+    "attn_norm.weight": ["input_layernorm.weight"],
+    "attn.qkv_proj.weight": ["self_attn.q_proj.weight", "self_attn.k_proj.weight", "self_attn.v_proj.weight"],
+    "attn.o_proj.weight": ["self_attn.o_proj.weight"],
+    "mlp_norm.weight": ["post_attention_layernorm.weight"],
+    "mlp.gate_up_proj.weight": ["mlp.gate_proj.weight", "mlp.up_proj.weight"],
+    "mlp.down_proj.weight": ["mlp.down_proj.weight"],
+    "norm.weight": ["model.norm.weight"],
+    "lm_head.weight": ["lm_head.weight"],
+}
+
+
+class Rows(NamedTuple):
+    """What this rank has of one tensor in a file: the rows from `first` on, or none."""
+
+    name: str
+    dtype: torch.dtype
+    shape: tuple[int, ...]  # of the whole tensor
+    first: int
+    tensor: torch.Tensor | Callable[[], torch.Tensor]  # to write: may be a function that computes the rows
+    writes: bool = True  # False: another rank has the same rows, and writes them
+
+
+def hf_names(name: str) -> list[str]:
+    """Hugging Face's names for one of ours: three for layers.3.attn.qkv_proj.weight."""
+    _, i, rest = name.split(".", 2) if name.startswith("layers.") else ("", "", name)
+    if rest not in NAMES:
+        raise ValueError(f"{name} has no name in Hugging Face's Llama: add it to NAMES in runtime/hf_names.py")
+    return [f"model.layers.{i}.{hf_name}" if i else hf_name for hf_name in NAMES[rest]]
+
+
+def rows_of(x: torch.Tensor) -> tuple[int, torch.Tensor, bool]:
+    """This rank's part of x, as (first row, rows, whether this rank is the one to write them).
+
+    FSDP splits the first dimension as torch.chunk does: into parts of n / ranks rows, rounded up, and the last shorter
+    or empty. Hybrid sharding has a replica of all rows on each machine: the first writes.
+    """
+    if not isinstance(x, DTensor):
+        return 0, x.detach(), not dist.is_initialized() or dist.get_rank() == 0
+    if sum(isinstance(p, Shard) for p in x.placements) > 1 or not all(
+        p in (Shard(0), Replicate()) for p in x.placements
+    ):
+        raise ValueError(f"a tensor is placed as {x.placements}: expected rows that are split once")
+    first, writes = 0, True
+    for placement, size, coordinate in zip(
+        x.placements, x.device_mesh.shape, x.device_mesh.get_coordinate(), strict=True
+    ):
+        if placement == Shard(0):
+            first = min(-(-len(x) // size) * coordinate, len(x))
+        else:
+            writes = writes and coordinate == 0
+    return first, x.to_local().detach(), writes
+
+
+def hf_rows(name: str, x: torch.Tensor, config: LlamaConfig, state: str = "") -> list[Rows]:
+    """This rank's rows of each published matrix in x, a parameter by our name or, by the name `state`, a state of it.
+
+    Their tensors are views of x: write what is in them, or read into them.
+    """
+    names = hf_names(name)
+    kv = config.n_kv_head * config.head_dim
+    sizes = {1: x.shape[:1], 2: [config.ffn_dim] * 2, 3: [config.n_embd, kv, kv]}[len(names)]
+    if sum(sizes) != sum(x.shape[:1]):  # a state with other rows than its parameter's stays whole, under our name
+        names, sizes = [name], x.shape[:1]
+    begin, rows, writes = rows_of(x)
+    if not x.ndim:
+        return [Rows(f"{state}.{names[0]}", x.dtype, (), 0, rows, writes)]
+    found, start = [], 0
+    for hf_name, size in zip(names, sizes, strict=True):
+        first, last = max(begin, start), min(begin + len(rows), start + size)
+        part = rows[first - begin : last - begin] if first < last else rows[:0]
+        first = first - start if first < last else 0
+        full_name = f"{state}.{hf_name}" if state else hf_name
+        found.append(Rows(full_name, x.dtype, (size, *x.shape[1:]), first, part, writes))
+        start += size
+    return found
