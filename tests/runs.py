@@ -141,7 +141,8 @@ def wrapped(folder, before, after=""):
     script = folder / "wrapped.py"
     run = f"runpy.run_path({str(ROOT / 'train.py')!r}, run_name='__main__')"
     script.write_text(
-        f"import os, runpy, sys, torch\nsys.path.insert(0, {str(ROOT)!r})\nleave, os._exit, code = os._exit, sys.exit, 0\n"
+        f"import os, runpy, sys, torch\nsys.path.insert(0, {str(ROOT)!r})\n"
+        "leave, os._exit, code = os._exit, sys.exit, 0\n"
         f"{before}\ntry: {run}\nexcept SystemExit as end: code = end.code\n{after}\n"
         "sys.stdout.flush(), sys.stderr.flush(), leave(code if isinstance(code, int) else bool(code))\n"
     )
