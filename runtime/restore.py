@@ -20,7 +20,7 @@ KEPT = (  # of the folder that a run began with
     "tokenizer.model", "chat_template.jinja",
 )  # fmt: skip
 MODEL_SETTINGS = [name for name in LlamaConfig.__dataclass_fields__ if name != "block_size"]
-STATE_SETTINGS = ["optimizer_bits"]  # which say what states a checkpoint holds
+STATE_SETTINGS = {"optimizer_bits": 32}  # which say what states a checkpoint holds, and what older ones had
 HARMLESS_SETTINGS = {  # which do not change what a run computes: a resume does not mention them
     "out_dir", "init_from", "eval_interval", "eval_iters", "log_interval", "keep_last", "async_save", "profile",
     "wandb_log", "wandb_project", "wandb_run_name", "device", "compile", "cuda_graph", "offload", "offload_activations",
@@ -154,8 +154,8 @@ def _require_same_model(folder: Folder, resumes: bool, config, settings, dataset
             stop(f"{sentence}. If so, pass --vocab_size={model['vocab_size']}; else prepare the data with it")
         print0(sentence)
     was, now = model, {name: getattr(config, name) for name in MODEL_SETTINGS}
-    if resumes:
-        was |= {name: folder.run["settings"].get(name) for name in STATE_SETTINGS}
+    if resumes and folder.run:
+        was |= {name: folder.run["settings"].get(name, before) for name, before in STATE_SETTINGS.items()}
         now |= {name: settings[name] for name in STATE_SETTINGS}
     differing = [name for name in now if was[name] != now[name]]
     if differing:
@@ -169,7 +169,7 @@ def _require_same_model(folder: Folder, resumes: bool, config, settings, dataset
 
 def _changes(run: dict, settings: dict, dataset: dict) -> list[str]:
     """What differs from when the checkpoint was saved, and changes what the run computes."""
-    was = run["settings"] | {"dtype": run["dtype"]}
+    was = STATE_SETTINGS | run["settings"] | {"dtype": run["dtype"]}
     changed = [
         f"{name} {was.get(name)} -> {value}"
         for name, value in settings.items()
