@@ -224,6 +224,8 @@ def draw_8b(axes, rows: list[dict]) -> None:
 def draw_sweep(record: dict, path: Path) -> None:
     """A column for batches and one for contexts; tokens a second above peak memory, both against the size."""
     kinds = [kind for kind in compare.KINDS if compare.done(record[kind])]
+    if not kinds:  # nothing fits
+        return
     figure, grid = plt.subplots(2, len(kinds), figsize=(5 * len(kinds) + 1, 7.5), dpi=150, squeeze=False, sharex="col")
     drawn = [row for kind in kinds for row in record[kind]]
     names, handles = compare.labels(drawn), {}
