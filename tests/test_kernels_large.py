@@ -67,6 +67,7 @@ def test_strides_past_2_to_the_31():
     assert "all compared" in in_another_process(code)
 
 
+@full_size
 @pytest.mark.parametrize("name", [*ROW_OPERATIONS, "cross_entropy"])
 def test_results_past_2_to_the_31_elements(name):
     """One row, expanded to so many that the packed results pass 2³¹ elements: each must be the first."""

@@ -128,8 +128,9 @@ class Live(TorchDispatchMode):
             self.storages[storage._cdata] = weakref.ref(storage)
 
     def now(self):
-        storages = [reference() for reference in self.storages.values()]
-        return sum(storage.nbytes() for storage in storages if storage is not None)
+        storages = [(key, storage) for key, weak in self.storages.items() if (storage := weak()) is not None]
+        self.storages = {key: self.storages[key] for key, _ in storages}  # the others are dead
+        return sum(storage.nbytes() for _, storage in storages)
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         out = function(*args, **(kwargs or {}))
