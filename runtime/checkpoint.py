@@ -65,20 +65,21 @@ class Saver:
         self.future, self.copied, self.copies, self.seconds = None, None, None, 0.0  # seconds: of the main thread
         self.error: str | None = None  # why the last checkpoint was not written
         self.stream = torch.cuda.Stream() if torch.cuda.is_initialized() else None
-        n_bytes = sum(local(x).nbytes for x in optimizer.tensors().values())
+        tensors = optimizer.tensors()  # in this thread: it waits for updates that hooks in forward wait for too
+        n_bytes = sum(local(x).nbytes for x in tensors.values())
         # All ranks agree before any allocates: else the kernel's out-of-memory killer would end the run.
         missing = all_reduce_max([(n_bytes + reserved) * local_world_size - memory_stats.cpu_available()])[0]
         self.needed = f"saving in the background takes {n_bytes / 2**30:.1f} GiB of CPU memory"
         if async_save and keep_last and missing <= 0:
-            self.copies = self.thread.submit(self._copies)  # pinning 15 GB takes seconds: during the first steps
+            self.copies = self.thread.submit(self._copies, tensors)  # pinning 15 GB takes seconds: during the first steps
         elif async_save and missing > 0:
             print0(
                 f"training will pause while a checkpoint is written: {self.needed}, and less is free", file=sys.stderr
             )
 
-    def _copies(self):
+    def _copies(self, tensors):
         try:
-            return {key: _pinned_like(x) for key, x in self.optimizer.tensors().items()}
+            return {key: _pinned_like(x) for key, x in tensors.items()}
         except (OSError, RuntimeError) as error:
             print(f"training will pause while a checkpoint is written: {self.needed} ({error})", file=sys.stderr)
             return None
