@@ -71,7 +71,7 @@ class Saver:
         missing = all_reduce_max([(n_bytes + reserved) * local_world_size - memory_stats.cpu_available()])[0]
         self.needed = f"saving in the background takes {n_bytes / 2**30:.1f} GiB of CPU memory"
         if async_save and keep_last and missing <= 0:
-            self.copies = self.thread.submit(self._copies, tensors)  # pinning 15 GB takes seconds: during the first steps
+            self.copies = self.thread.submit(self._copies, tensors)  # 15 GB take seconds: during the first steps
         elif async_save and missing > 0:
             print0(
                 f"training will pause while a checkpoint is written: {self.needed}, and less is free", file=sys.stderr

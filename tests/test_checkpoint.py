@@ -10,6 +10,7 @@ import re
 import shutil
 import subprocess
 import sys
+import threading
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -17,6 +18,7 @@ import pytest
 import torch
 
 import model as model_module
+from optimizers.on_cpu import OnCPU
 from runtime import checkpoint, checkpoint_folder, memory_advice, memory_stats, restore, run_folder, safetensors_file
 from runtime.checkpoint_folder import read_run
 from tests.runs import (
@@ -133,6 +135,14 @@ def test_a_changed_setting_is_named_at_resume(train, capsys):
     train()
     train(max_iters=9, seed=5)
     assert "with max_iters 8 -> 9, seed 1337 -> 5 changed" in capsys.readouterr().out
+
+
+def test_only_the_training_thread_waits_for_offloaded_updates(train, monkeypatch):
+    """A thread that took an update from the queue would let the forward begin before its weights are there."""
+    finish, threads = OnCPU.finish, set()
+    monkeypatch.setattr(OnCPU, "finish", lambda self: (threads.add(threading.current_thread()), finish(self)))
+    train(offload="optimizer", eval_interval=2)
+    assert threads == {threading.main_thread()}, threads
 
 
 def test_a_checkpoint_older_than_a_setting_resumes_as_with_what_was_then(train, tmp_path, capsys):
