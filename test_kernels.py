@@ -584,7 +584,8 @@ def test_a_frozen_input_gets_no_gradient_and_changes_no_other(name):
     function, inputs, constants, upstream = arguments_of(name)
     full = run(function, inputs, constants, upstream)[len(upstream) :]
     each = range(len(inputs))
-    for needed in [[i] for i in each] + [[i for i in each if i != other] for other in each]:  # one alone, all but one
+    alone, all_but_one = {(i,) for i in each}, {tuple(i for i in each if i != other) for other in each}
+    for needed in alone | all_but_one - {()}:
         leaves = [x.detach().clone().requires_grad_(i in needed) for i, x in enumerate(inputs)]
         outputs = as_tuple(function(*leaves, *constants))
         live = [(y, g) for y, g in zip(outputs, upstream, strict=True) if y.requires_grad]

@@ -202,14 +202,14 @@ FULL = PLAIN | {"fused_kernels": True, "activation_checkpointing": "full"}
 @no_gpu
 def test_step_in_groups_of_sequences_holds_what_the_estimate_says(in_groups):
     in_groups(4)
-    check_step(replace(TINY, n_layer=1, vocab_size=16, block_size=16), RunShape(4, **FULL), update=False)
+    check_step(replace(TINY, n_layer=1, vocab_size=16, block_size=8), RunShape(4, **FULL), update=False)
 
 
 @no_gpu
 def test_evaluation_in_groups_of_sequences_holds_little_more_than_a_blocks_input_and_output(in_groups):
     in_groups(8)
     config = replace(TINY, n_layer=1, n_embd=32, ffn_dim=96, block_size=4, vocab_size=16)
-    model, tokens = build(config, RunShape(32, dtype="float32", **FULL)), torch.zeros(32, 4, dtype=torch.long)
+    model, tokens = build(config, RunShape(16, dtype="float32", **FULL)), torch.zeros(16, 4, dtype=torch.long)
     with torch.no_grad(), Live() as live:
         model(tokens, tokens)
     assert (live.peak - bytes_of_weights(model)) / (tokens.numel() * config.n_embd * 4) < 8
