@@ -2,8 +2,9 @@
 
     out = scale · (own + Σ_r received[r])
 
-Each rank owns a part of every gradient and has pulled the others' shares of it (collectives.py). They are bfloat16, for
-that is what a rank computed; added in pairs they would be rounded again and again, here they are added in fp32.
+Each rank owns a part of every gradient and has pulled the others' shares of it (runtime/copy_engines.py). They are
+bfloat16, for that is what a rank computed. Added in pairs they would be rounded again and again; here they are added in
+fp32, and rounded once.
 
 Bytes for n elements and P ranks in bf16: 2n (P + 1). Any fixed order of addition will do: only one rank computes it.
 """

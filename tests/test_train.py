@@ -78,7 +78,7 @@ def test_accumulating_4_micro_batches_equals_one_of_4_times_the_size(train, tmp_
         dict(offload="optimizer", batch_size=1, gradient_accumulation_steps=4),
         dict(offload="all"),
         dict(offload="all", batch_size=1, gradient_accumulation_steps=4, activation_checkpointing="full"),
-        dict(offload="all", n_layer=5, tie_embeddings=False),  # more blocks than weights.py has slots
+        dict(offload="all", n_layer=5, tie_embeddings=False),  # more blocks than stream_weights.py has slots
         dict(offload="all", n_layer=1, activation_checkpointing="selective"),
         dict(offload="all", n_layer=4, activation_checkpointing="full", offload_activations=True),
     ],
