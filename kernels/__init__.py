@@ -15,6 +15,7 @@ from .layer_norm import layer_norm
 from .linear import Linear, linear
 from .linear_cross_entropy import linear_cross_entropy
 from .lora_linear import LoRALinear
+from .nf4 import NF4, block_absmax, dequantize_nf4, quantize_nf4
 from .rms_norm import add_rms_norm, rms_norm
 from .rms_norm_linear import rms_norm_linear
 from .rope import rope
@@ -22,19 +23,23 @@ from .swiglu_mlp import swiglu_mlp
 
 __all__ = [
     "FP8Linear",
-    "LoRALinear",
     "Linear",
+    "LoRALinear",
+    "NF4",
     "adamw",
     "adamw8bit",
     "add_ranks",
     "add_rms_norm",
+    "block_absmax",
     "cross_entropy",
+    "dequantize_nf4",
     "flash_attention",
     "fp8_linear",
     "geglu",
     "layer_norm",
     "linear",
     "linear_cross_entropy",
+    "quantize_nf4",
     "rms_norm",
     "rms_norm_linear",
     "rope",

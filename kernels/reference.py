@@ -13,6 +13,8 @@ from .glu import swiglu_reference as swiglu
 from .layer_norm import layer_norm_reference as layer_norm
 from .linear import linear_reference as linear
 from .linear_cross_entropy import linear_cross_entropy_reference as linear_cross_entropy
+from .nf4 import dequantize_nf4_reference as dequantize_nf4
+from .nf4 import quantize_nf4_reference as quantize_nf4
 from .rms_norm import add_rms_norm_reference as add_rms_norm
 from .rms_norm import rms_norm_reference as rms_norm
 from .rms_norm_linear import rms_norm_linear_reference as rms_norm_linear
@@ -25,12 +27,14 @@ __all__ = [
     "add_ranks",
     "add_rms_norm",
     "cross_entropy",
+    "dequantize_nf4",
     "flash_attention",
     "fp8_linear",
     "geglu",
     "layer_norm",
     "linear",
     "linear_cross_entropy",
+    "quantize_nf4",
     "rms_norm",
     "rms_norm_linear",
     "rope",
