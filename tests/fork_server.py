@@ -4,6 +4,7 @@ The server is this file, run as a script with a socket for its stdin. For each r
 the run and reports its status, and from that the run itself, which becomes what `python script flags` would be.
 """
 
+import contextlib
 import json
 import os
 import signal
@@ -29,7 +30,7 @@ class Run:
     def __init__(self, server, argv, environment, stdout=None, stderr=None):
         self.stdout, writing = (stdout, stdout) if stdout else map(os.fdopen, os.pipe(), "rw")
         self.stderr, self.returncode = stderr or tempfile.TemporaryFile("w+"), None  # noqa: SIM115
-        self.socket, theirs = socket.socketpair()
+        self.socket, theirs = socket.socketpair(type=socket.SOCK_SEQPACKET)  # one recv for each send
         request = json.dumps([[str(word) for word in argv], environment]).encode() + b"\n"
         socket.send_fds(server, [request], [writing.fileno(), self.stderr.fileno(), theirs.fileno()])
         theirs.close()
@@ -39,7 +40,8 @@ class Run:
 
     def send_signal(self, number):
         if self.poll() is None:
-            os.kill(self.pid, number)
+            with contextlib.suppress(ProcessLookupError):  # it has ended, and its status is on the way
+                os.kill(self.pid, number)
 
     def kill(self):
         self.send_signal(signal.SIGKILL)
