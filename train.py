@@ -86,11 +86,14 @@ fused_kernels = True  # false: RMSNorm, RoPE and SwiGLU in plain PyTorch
 fused_loss = True  # false: all logits in memory at once
 attention: Literal["auto", "sdpa", "triton"] = "auto"  # auto: the faster one; triton: ours; sdpa: PyTorch's
 
-# optimizer: AdamW, cosine schedule
+# optimizer
+optimizer: Literal["adamw", "muon"] = "adamw"  # muon: of the blocks' matrices; embedding, head and norms keep AdamW
 learning_rate = 3e-4  # the peak, after the warm-up
 max_iters = 10000  # steps of the whole run
 warmup_iters = 100  # steps of linear warm-up
+lr_schedule: Literal["cosine", "wsd"] = "cosine"  # wsd: constant, then linear to min_lr in the last cooldown_iters
 lr_decay_iters: int | None = None  # where the cosine ends; none: max_iters
+cooldown_iters = 0  # steps of wsd's decay: a run may be resumed with a later max_iters, and decays then
 min_lr: float | None = None  # the learning rate after the decay; none: learning_rate / 10
 weight_decay = 0.1  # of matrices; norms are not decayed
 beta1 = 0.9
@@ -225,6 +228,8 @@ with stop_on_error():  # memory that cannot be pinned
 def learning_rate_at(step: int) -> float:
     if step < warmup_iters:
         return learning_rate * (step + 1) / (warmup_iters + 1)
+    if lr_schedule == "wsd":
+        return min_lr + (learning_rate - min_lr) * min((max_iters - step) / (cooldown_iters + 1), 1.0)
     progress = min((step - warmup_iters) / max(lr_decay_iters - warmup_iters, 1), 1.0)
     return min_lr + (learning_rate - min_lr) * 0.5 * (1 + math.cos(math.pi * progress))
 

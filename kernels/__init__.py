@@ -19,6 +19,7 @@ from .nf4 import NF4, block_absmax, dequantize_nf4, quantize_nf4
 from .rms_norm import add_rms_norm, rms_norm
 from .rms_norm_linear import rms_norm_linear
 from .rope import rope
+from .sgdw import sgdw
 from .swiglu_mlp import swiglu_mlp
 
 __all__ = [
@@ -43,6 +44,7 @@ __all__ = [
     "rms_norm",
     "rms_norm_linear",
     "rope",
+    "sgdw",
     "swiglu",
     "swiglu_mlp",
     "use_fp8",

@@ -9,7 +9,7 @@ from runtime.distributed import stop
 AT_LEAST = {
     1: ("batch_size", "block_size", "gradient_accumulation_steps", "max_iters", "lr_decay_iters", "eval_interval",
         "eval_iters", "log_interval", "timeout"),
-    0: ("warmup_iters", "learning_rate", "min_lr", "weight_decay", "grad_clip", "keep_last", "seed"),
+    0: ("warmup_iters", "cooldown_iters", "learning_rate", "min_lr", "weight_decay", "grad_clip", "keep_last", "seed"),
 }  # fmt: skip
 
 
@@ -35,6 +35,13 @@ def find_problem(settings: Mapping, world_size: int) -> str | None:
             s.lr_decay_iters is not None and s.lr_decay_iters < min(s.warmup_iters, s.max_iters),
         f"min_lr is {s.min_lr}, above learning_rate, {s.learning_rate}: the cosine decays from learning_rate to min_lr":
             s.min_lr is not None and s.min_lr > s.learning_rate,
+        f"warmup_iters {s.warmup_iters} and cooldown_iters {s.cooldown_iters} are more steps than max_iters, "
+        f"{s.max_iters}: the first warm up, the last cool down":
+            s.lr_schedule == "wsd" and s.cooldown_iters + s.warmup_iters > s.max_iters,
+        f"cooldown_iters is {s.cooldown_iters}, which is of lr_schedule wsd: add --lr_schedule=wsd":
+            s.lr_schedule == "cosine" and s.cooldown_iters > 0,
+        "optimizer=muon works with offload=none: a CPU would take longer to orthogonalise than the step takes":
+            s.optimizer == "muon" and s.offload != "none",
         f"beta1 is {s.beta1} and beta2 {s.beta2}: both must be at least 0 and below 1":
             not (0 <= s.beta1 < 1 and 0 <= s.beta2 < 1),
         "out_dir is empty: name a folder for the checkpoints": not s.out_dir,

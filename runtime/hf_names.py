@@ -46,6 +46,13 @@ def hf_names(name: str) -> list[str]:
     return [f"model.layers.{i}.{hf_name}" if i else hf_name for hf_name in NAMES[rest]]
 
 
+def stacked_rows(name: str, shape: torch.Size) -> list[int]:
+    """How many rows of one of our weights, whole, each published matrix has. q is square."""
+    n_rows, n_columns = shape
+    key_value = (n_rows - n_columns) // 2
+    return {1: [n_rows], 2: [n_rows // 2] * 2, 3: [n_columns, key_value, key_value]}[len(hf_names(name))]
+
+
 def rows_of(x: torch.Tensor) -> tuple[int, torch.Tensor, bool]:
     """This rank's part of x, as (first row, rows, whether this rank is the one to write them).
 

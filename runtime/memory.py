@@ -16,7 +16,7 @@ untied head), L layers, N tokens, P ranks that share one copy of the model:
     offload                 a block's gradients being copied 2B; all: instead of the weights two blocks 4B, the root 2R
 
 These do not all exist at once: activations shrink while gradients grow. So `phases` lists the parts at each point of a
-step that can be its peak, and the largest sum counts. The optimizer's update is never the peak: it allocates nothing,
+step that can be its peak, and the largest sum counts. AdamW's update is never the peak: it allocates nothing,
 and the backward of the embedding just before it holds one more gradient of the embedding's size. An evaluation takes
 less than a step.
 
@@ -35,9 +35,11 @@ from model import Llama, LlamaConfig, triton_suits
 from optimizers.adamw import AdamW
 from optimizers.on_cpu import OnCPU
 from optimizers.on_gpu import OnGPU
+from optimizers.rule import Rule
 from runtime.recompute import chunks_of_mlp, groups_of_sequences, loss_options
 
 GIB = 2**30
+Named = tuple[str, torch.Tensor]  # a parameter's name, and the parameter
 CUBLAS_WORKSPACES = 2**26  # bytes on Hopper: 32 MiB each for forward and backward
 
 
@@ -67,7 +69,7 @@ class RunShape:
     sync_every_micro_batch: bool = True
     copy_engines: bool = False
     # what the optimizer keeps
-    rule: AdamW = AdamW()
+    rule: Rule = AdamW()
 
     @property
     def compute_dtype(self) -> torch.dtype:
@@ -103,25 +105,28 @@ class Part(NamedTuple):
 # What the model, the optimizer and the recomputation say of themselves
 
 
-def param_shapes(c: LlamaConfig, dtype: torch.dtype = torch.float32) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+def param_shapes(c: LlamaConfig, dtype: torch.dtype = torch.float32) -> tuple[list[Named], list[Named]]:
     """One block's parameters, and the root's, embedding first: on the meta device, so without memory."""
     with torch.device("meta"):
         model = Llama(replace(c, n_layer=1)).to(dtype)
-    root = [p for name, p in model.named_parameters() if not name.startswith("layers.")]
-    return list(model.layers.parameters()), root
+    root = [(name, p) for name, p in model.named_parameters() if not name.startswith("layers.")]
+    return list(model.layers.named_parameters("layers")), root
 
 
 def n_params(c: LlamaConfig) -> tuple[int, int]:
     """The number of parameters of one block, and of the root."""
     block, root = param_shapes(c)
-    return sum(p.numel() for p in block), sum(p.numel() for p in root)
+    return sum(p.numel() for _, p in block), sum(p.numel() for _, p in root)
 
 
-def state_bytes(parameter: torch.Tensor, run: RunShape) -> int:
-    """Bytes of the optimizer's states of a parameter, and of what the place keeps of its float32 master."""
+def state_bytes(name: str, parameter: torch.Tensor, run: RunShape) -> int:
+    """Bytes, over the ranks that share a copy, of a parameter's states, and of what the place keeps of its master."""
     place = OnGPU if run.offload == "none" else OnCPU
     master = place.master_dtype(parameter.dtype, same_device=run.offload != "optimizer")
-    states = [math.prod(shape) * dtype.itemsize for shape, dtype in run.rule.states(parameter).values()]
+    states = [
+        math.prod(shape) * dtype.itemsize * (1 if shape[0] == len(parameter) else run.shard_ranks)  # split, or copies
+        for shape, dtype in run.rule.states(name, parameter).values()
+    ]
     return sum(states) + (master.itemsize * parameter.numel() if master else 0)
 
 
@@ -136,10 +141,10 @@ class Group(NamedTuple):
     states: int  # of the optimizer
 
 
-def group_of(name: str, parameters: list[torch.Tensor], run: RunShape) -> Group:
-    trained = [p for p in parameters if p.requires_grad]
-    sizes = [(p.nbytes, 4 * p.numel(), state_bytes(p, run)) for p in trained]
-    n, held = (sum(x) for x in zip(*((p.numel(), p.nbytes) for p in parameters), strict=True))
+def group_of(name: str, parameters: list[Named], run: RunShape) -> Group:
+    trained = [(key, p) for key, p in parameters if p.requires_grad]
+    sizes = [(p.nbytes, 4 * p.numel(), state_bytes(key, p, run)) for key, p in trained]
+    n, held = (sum(x) for x in zip(*((p.numel(), p.nbytes) for _, p in parameters), strict=True))
     return Group(name, n, held, *(sum(x) for x in zip(*sizes, strict=True)))
 
 
@@ -236,6 +241,7 @@ class Step:
         self.c, self.run, self.itemsize = c, run, run.compute_dtype.itemsize
         block, root = param_shapes(c, run.compute_dtype)
         self.block = group_of("of a block", block, run)
+        self.workspace = run.rule.workspace(block * c.n_layer + root, run.shard_ranks)
         self.all = group_of("parameters", block * c.n_layer + root, run)
         self.embedding = group_of("of the embedding", root[:1], run)
         self.apart = run.fsdp and not c.tie_embeddings  # embedding, and norm and head, are two groups; else one
@@ -359,10 +365,16 @@ def phases(config: LlamaConfig, run: RunShape) -> dict[str, list[Part]]:
     # a tied head's gradient, if F.linear made it, is added to the embedding's in a third tensor
     copies = 3 if config.tie_embeddings and not run.fused_loss else 1 + step.head_waits
     found["backward of the embedding"] = step.at(x, 0, (0, root_stays), (layers, 1), copies, reducing)
+    first = step.embedding if apart else step.last
     if run.fsdp:
-        first = step.embedding if apart else step.last
         at_end = {"done": (layers, 1), "reducing": first, "over": True}
         found["reduction of the embedding"] = step.at(step.reduction(first), **at_end)
+    if step.workspace and run.offload == "none":  # else the update allocates nothing, and is never the peak
+        summed = run.micro_steps > 1 and not step.unsynced  # then no gradients are left, but their sums
+        extra = Part("the update", step.workspace, "for whole matrices, or for projected ones")
+        found["the update"] = step.at(extra, 0, (0, root_stays), (0, 0) if summed else (layers, 1), 0, None, True)
+        if not summed:
+            found["the update"] += counted("gradients", "gradients", (1, first), ranks=run.shard_ranks)
     return found
 
 

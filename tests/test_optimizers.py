@@ -14,6 +14,7 @@ from optimizers.loss_scale import LossScale
 from optimizers.on_cpu import OnCPU
 from optimizers.on_gpu import OnGPU
 from optimizers.optimizer import Optimizer
+from optimizers.rule import Rule
 from runtime.checkpoint import rows_to_save
 from runtime.checkpoint_folder import read_run
 from runtime.cuda_graph import CUDAGraph
@@ -111,16 +112,13 @@ def test_of_weights_in_halves_a_checkpoint_holds_the_whole(monkeypatch):
 # A rule is one class
 
 
-class SignedMomentum:
+class SignedMomentum(Rule):
     """A throw-away rule: m = m + g; w = w - lr sign(m). For matrices m is int8 codes with one scale a row."""
 
-    def states(self, parameter):
+    def states(self, name, parameter):
         if parameter.ndim < 2:
             return {"momentum": (parameter.shape, torch.float32)}
         return {"codes": (parameter.shape, torch.int8), "scales": (parameter.shape[:1], torch.float32)}
-
-    def scalars(self, t):
-        return ()
 
     def step_on_gpu(self, parameter, grad, master, states, scalars):
         scale, lr = scalars
@@ -209,7 +207,7 @@ def test_what_is_kept_for_a_parameter_is_what_the_memory_estimate_counts(place, 
     kept = [x for states in place.states.values() for x in states.values()]
     kept += [x for name, x in place.masters.items() if x.data_ptr() != place.parameters[name].data_ptr()]
     run = RunShape(batch_size=1, dtype=str(dtype)[6:], offload="none" if isinstance(place, OnGPU) else "all")
-    estimated = sum(state_bytes(p, run) for p in model.parameters())
+    estimated = sum(state_bytes(name, p, run) for name, p in model.named_parameters())
     assert sum(x.nbytes for x in kept) == estimated == expected * model.n_params()
 
 
@@ -221,12 +219,12 @@ def test_the_memory_estimate_counts_the_states_of_the_run_s_rule(place, rule):
     run = RunShape(1, offload="none" if isinstance(place, OnGPU) else "all", rule=rule)
     for name, parameter in model.named_parameters():
         kept = place.masters[name].nbytes + sum(x.nbytes for x in place.states[name].values())
-        assert kept == state_bytes(parameter, run), name
+        assert kept == state_bytes(name, parameter, run), name
 
 
 def test_float32_parameters_on_a_gpu_have_masters_on_the_cpu():
     run = RunShape(batch_size=1, dtype="float32", offload="optimizer")
-    assert state_bytes(torch.empty(8, 8, device="meta"), run) == 12 * 64
+    assert state_bytes("", torch.empty(8, 8, device="meta"), run) == 12 * 64
 
 
 @pytest.mark.parametrize("place", [OnGPU, OnCPU])
@@ -256,7 +254,7 @@ IN_8_BITS = IN_ROWS | dict(optimizer_bits=8)
 
 def test_8_bit_states_have_a_scale_for_256_elements_within_a_row():
     def states(*shape):
-        found = AdamW8bit().states(torch.empty(shape, device="meta"))
+        found = AdamW8bit().states("", torch.empty(shape, device="meta"))
         return [(str(dtype)[6:], *shape) for shape, dtype in found.values()]
 
     assert states(257, 512) == [("uint8", 257, 512)] * 2 + [("float32", 257, 2)] * 2
