@@ -17,6 +17,7 @@ Liu et al., Muon is Scalable for LLM Training, 2025 (the factor). https://arxiv.
 """
 
 import math
+from collections import Counter
 from dataclasses import dataclass
 
 import torch
@@ -111,12 +112,18 @@ class Muon(Rule):
         return x
 
     def workspace(self, parameters, ranks):
-        """Of the largest round: u, X before and after, X Xᵀ and its polynomial, and those of the rounds beside it."""
-        shapes = [p.shape for name, p in parameters if is_matrix_of_a_block(name, p.shape)]
-        largest = max(
-            owned_at_a_time(shapes.count(shape), shape.numel(), ranks) * shape.numel() for shape in set(shapes)
-        )
-        return largest * (14 if ranks == 1 else 22)
+        """In bfloat16: u of a round and of the next; of a matrix X, the X after it, X Xᵀ and its polynomial.
+
+        With several ranks there are two of each u, to send and received, and of the round that arrives too.
+        """
+        shapes = [(name, p.shape) for name, p in parameters if is_matrix_of_a_block(name, p.shape)]
+        counts, found = Counter(shape for _, shape in shapes), [0]
+        for name, shape in dict.fromkeys(shapes):
+            n = owned_at_a_time(counts[shape], shape.numel(), ranks)
+            rows, columns = max(stacked_rows(name, shape)), shape[1]
+            matrix = 4 * rows * columns + 4 * min(rows, columns) ** 2
+            found.append(n * (shape.numel() * (4 if ranks == 1 else 12) + matrix))
+        return max(found)
 
 
 def is_matrix_of_a_block(name: str, shape: torch.Size) -> bool:

@@ -18,7 +18,9 @@ from torch.utils._pytree import tree_leaves
 
 import kernels.launch
 from model import Llama, LlamaConfig
+from optimizers.adamw import AdamW
 from optimizers.adamw8bit import AdamW8bit
+from optimizers.muon import Muon
 from optimizers.on_gpu import OnGPU
 from optimizers.optimizer import Optimizer
 from optimizers.place import local
@@ -185,6 +187,22 @@ def test_plain_step_holds_what_the_estimate_says(checkpointing):
 def test_step_with_8_bit_states_holds_what_the_estimate_says(four_ranks, ranks):
     config = replace(TINY, n_embd=256, ffn_dim=512, vocab_size=16)
     check_step(config, sharded(ranks, rule=AdamW8bit(), **PLAIN), update=False)  # its reference is not in place
+
+
+@pytest.mark.parametrize("ranks", [1, 4])
+def test_step_with_muon_holds_no_more_than_the_estimate_says(four_ranks, ranks):
+    """Its matrices are in float32 here: twice the workspace of a GPU's."""
+    config, run = replace(TINY, n_embd=256, ffn_dim=512, vocab_size=16, block_size=8), sharded(ranks, 1, **PLAIN)
+    block, root = memory.param_shapes(config)
+    workspace = Muon().workspace(block * config.n_layer + root, ranks)
+    phases = memory.phases(config, replace(run, rule=Muon()))
+    assert by_name(phases["the update"])["the update"] == workspace
+    states = [by_name(memory.phases(config, replace(run, rule=rule))["the loss, at the end of forward"])
+              ["masters and optimizer states"] for rule in (Muon(), AdamW())]  # fmt: skip
+    assert 0.6 < states[0] / states[1] < 0.62, "6 bytes a parameter instead of 10"
+    estimated = sum(part.bytes for part in phases["the update"] if part.name != "cuBLAS workspaces") + workspace
+    measured = peak_of_step(config, replace(run, rule=Muon()), update=True)
+    assert 0.8 * estimated < measured < estimated, f"estimated {estimated:,.0f}, measured {measured:,} bytes"
 
 
 @pytest.fixture

@@ -11,6 +11,7 @@ from model import Llama, LlamaConfig
 from optimizers.adamw import AdamW
 from optimizers.adamw8bit import AdamW8bit
 from optimizers.loss_scale import LossScale
+from optimizers.muon import Muon
 from optimizers.on_cpu import OnCPU
 from optimizers.on_gpu import OnGPU
 from optimizers.optimizer import Optimizer
@@ -24,6 +25,7 @@ from tests.runs import ROOT, SHORT, SMALL, assert_close, edit_run, losses, run_r
 pytestmark = pytest.mark.usefixtures("plain_pytorch_on_one_core")
 
 CONFIG = LlamaConfig(n_layer=2, n_head=2, n_kv_head=1, n_embd=8, ffn_dim=16, vocab_size=11, block_size=8)
+CONFIG_IN_ROWS = LlamaConfig(**CONFIG.__dict__ | {"n_embd": 256, "ffn_dim": 512})  # whole blocks of 8-bit states
 
 
 def set_gradients(model, value):
@@ -334,11 +336,12 @@ def test_offloaded_the_optimizer_sums_clips_and_skips_as_on_the_gpu(dtype):
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
-@pytest.mark.parametrize("rule", [AdamW(), AdamW8bit()], ids=lambda rule: type(rule).__name__)
+@pytest.mark.parametrize("rule", [AdamW(), AdamW8bit(), Muon()], ids=lambda rule: type(rule).__name__)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 def test_a_cuda_graph_replays_the_step_and_nothing_waits_for_the_gpu(dtype, rule):
     """Updates, clipping, an overflow and the loss scale: bit for bit as without a graph."""
-    models = [torch.nn.Linear(256, 48).to("cuda", dtype) for _ in range(2)]
+    models = [Llama(CONFIG_IN_ROWS).to("cuda", dtype) for _ in range(2)]
+    models[0].init_weights(0)
     models[1].load_state_dict(models[0].state_dict())
     plain, replayed = (Optimizer(model, rule, OnGPU(), 1.0, LossScale()) for model in models)
     gradients = [2**10 * torch.randn(6, *p.shape, device="cuda") for p in models[0].parameters()]
