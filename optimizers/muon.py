@@ -25,7 +25,7 @@ import torch.distributed as dist
 
 from kernels.sgdw import sgdw
 from optimizers.adamw import AdamW
-from optimizers.rule import Rule, Shard
+from optimizers.rule import Rule, Shard, is_matrix_of_a_block
 from runtime.hf_names import stacked_rows
 
 POLAR_EXPRESS = (  # a, b, c of each iteration; the first for X / 1.02, which is safely below 1
@@ -124,10 +124,6 @@ class Muon(Rule):
             matrix = 4 * rows * columns + 4 * min(rows, columns) ** 2
             found.append(n * (shape.numel() * (4 if ranks == 1 else 12) + matrix))
         return max(found)
-
-
-def is_matrix_of_a_block(name: str, shape: torch.Size) -> bool:
-    return name.startswith("layers.") and len(shape) == 2
 
 
 def owned_at_a_time(n: int, size: int, ranks: int) -> int:

@@ -53,3 +53,7 @@ class Rule:
     def workspace(self, parameters: list[tuple[str, torch.Tensor]], ranks: int) -> int:
         """Bytes that update allocates for a while. parameters: whole, each with a name; ranks: that share them."""
         return 0
+
+
+def is_matrix_of_a_block(name: str, shape: torch.Size) -> bool:
+    return name.startswith("layers.") and len(shape) == 2

@@ -8,8 +8,9 @@ from runtime.distributed import stop
 
 AT_LEAST = {
     1: ("batch_size", "block_size", "gradient_accumulation_steps", "max_iters", "lr_decay_iters", "eval_interval",
-        "eval_iters", "log_interval", "timeout"),
-    0: ("warmup_iters", "cooldown_iters", "learning_rate", "min_lr", "weight_decay", "grad_clip", "keep_last", "seed"),
+        "eval_iters", "log_interval", "timeout", "galore_rank", "galore_interval"),
+    0: ("warmup_iters", "cooldown_iters", "learning_rate", "min_lr", "weight_decay", "grad_clip", "keep_last", "seed",
+        "galore_scale"),
 }  # fmt: skip
 
 
@@ -28,6 +29,7 @@ def find_problem(settings: Mapping, world_size: int) -> str | None:
                 return f"{name} is {settings[name]}: it must be at least {least}, and finite"
     s = SimpleNamespace(**settings)
     head_dim = s.n_embd / max(s.n_head, 1)
+    smallest = min(s.n_embd, s.ffn_dim, s.n_kv_head * head_dim)  # side of a block's matrix
     micro_batches = s.gradient_accumulation_steps
     problems = {  # sentence -> whether it holds
         f"seed is {s.seed}: it must be below 2**63": s.seed >= 2**63,
@@ -42,6 +44,14 @@ def find_problem(settings: Mapping, world_size: int) -> str | None:
             s.lr_schedule == "cosine" and s.cooldown_iters > 0,
         "optimizer=muon works with offload=none: a CPU would take longer to orthogonalise than the step takes":
             s.optimizer == "muon" and s.offload != "none",
+        "optimizer=galore works with offload=none: its states are small, leave them on the GPU":
+            s.optimizer == "galore" and s.offload != "none",
+        f"galore_rank is {s.galore_rank}, the smallest matrix has a side of {smallest:g}: choose less":
+            s.optimizer == "galore" and s.galore_rank > smallest,
+        "optimizer=galore needs the CPU when it chooses a projection: add --cuda_graph=false":
+            s.optimizer == "galore" and s.cuda_graph,
+        "optimizer=galore works with dtype bfloat16 or float32: an overflow would leave it without a projection":
+            s.optimizer == "galore" and s.dtype == "float16",
         f"beta1 is {s.beta1} and beta2 {s.beta2}: both must be at least 0 and below 1":
             not (0 <= s.beta1 < 1 and 0 <= s.beta2 < 1),
         "out_dir is empty: name a folder for the checkpoints": not s.out_dir,

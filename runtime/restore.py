@@ -21,7 +21,7 @@ KEPT = (  # of the folder that a run began with
 )  # fmt: skip
 MODEL_SETTINGS = [name for name in LlamaConfig.__dataclass_fields__ if name != "block_size"]
 # Which say what states a checkpoint holds, and what older ones had
-STATE_SETTINGS = {"optimizer": "adamw", "optimizer_bits": 32}
+STATE_SETTINGS = {"optimizer": "adamw", "optimizer_bits": 32, "galore_rank": 128}
 HARMLESS_SETTINGS = {  # which do not change what a run computes: a resume does not mention them
     "out_dir", "init_from", "eval_interval", "eval_iters", "log_interval", "keep_last", "async_save", "profile",
     "wandb_log", "wandb_project", "wandb_run_name", "device", "compile", "cuda_graph", "offload", "offload_activations",
