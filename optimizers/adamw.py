@@ -6,6 +6,7 @@ Loshchilov and Hutter, Decoupled Weight Decay Regularization, 2019. https://arxi
 import functools
 import math
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 
@@ -30,6 +31,7 @@ class AdamW:
     betas: tuple[float, float] = (0.9, 0.95)
     weight_decay: float = 0.1
     eps: float = 1e-8
+    by_rows: ClassVar = True
 
     def states(self, parameter):
         return dict.fromkeys(("exp_avg", "exp_avg_sq"), (parameter.shape, torch.float32))

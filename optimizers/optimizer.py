@@ -19,6 +19,8 @@ checkpoints and memory.py ask:
         nothing may change. master: float32, the parameter itself if that is; or a bfloat16 one's lower half, int16
     step_on_cpu(parameter, grad, master, states, scale, lr, t)    the same, with numbers on the CPU; scale is finite,
         master float32; parameter may be grad's memory, from where it goes to the GPU
+    by_rows                                          True if a step may also be made of some rows after others: then
+                                                     on_disk.py needs less memory
 """
 
 import torch

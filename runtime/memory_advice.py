@@ -9,7 +9,8 @@ import math
 from dataclasses import replace
 
 from model import LlamaConfig
-from runtime.memory import GIB, Part, RunShape, Step, counted, param_shapes, parts, peak_gib
+from optimizers.on_disk import BUFFERS, PIECE
+from runtime.memory import GIB, Part, RunShape, Step, counted, param_shapes, parts, peak_gib, state_bytes
 from runtime.memory_stats import require_cpu_memory
 
 
@@ -33,11 +34,30 @@ def largest_batch(config: LlamaConfig, run: RunShape, gib: float) -> int:
 # The CPU's memory
 
 
+def states_part(step: Step) -> list[Part]:
+    """What a rank keeps in CPU memory, or in offload_dir."""
+    return counted("masters and optimizer states", "states", (1, step.all), ranks=step.run.shard_ranks)
+
+
+def disk_bytes(config: LlamaConfig, run: RunShape) -> float:
+    """What a rank keeps in offload_dir."""
+    return sum(part.bytes for part in states_part(Step(config, run))) if run.offload_dir else 0.0
+
+
+def disk_buffers(config: LlamaConfig, run: RunShape) -> list[Part]:
+    """The CPU memory through which what is in offload_dir passes: on_disk.py's pieces."""
+    block, root = param_shapes(config, run.compute_dtype)
+    sizes = [(state_bytes(p, run), PIECE / p.numel() if run.rule.by_rows else 1) for p in block + root]
+    largest = max(n_bytes * min(part, 1) for n_bytes, part in sizes)
+    how = f"{BUFFERS} x {largest:,.0f} bytes"
+    return [Part("buffers of offload_dir", BUFFERS * largest, how)]
+
+
 def cpu_parts(config: LlamaConfig, run: RunShape) -> list[Part]:
     """What a rank keeps in the CPU's memory."""
     step, found = Step(config, run), []
     if run.offload != "none":
-        found += counted("masters and optimizer states", "states", (1, step.all), ranks=run.shard_ranks)
+        found += disk_buffers(config, run) if run.offload_dir else states_part(step)
         if run.micro_steps > 1:
             found += counted("gradient accumulators", "wide", (1, step.all), ranks=run.shard_ranks)
         (gradients,) = counted("gradients", "gradients", (1, step.all), ranks=run.shard_ranks)
