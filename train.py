@@ -27,6 +27,7 @@ from kernels.fp8_linear import use_fp8
 from model import Llama, LlamaConfig, document_starts
 from optimizers.loss_scale import LossScale
 from optimizers.on_cpu import OnCPU
+from optimizers.on_disk import OnDisk
 from optimizers.on_gpu import OnGPU
 from optimizers.optimizer import Optimizer
 from optimizers.rules import rule_of
@@ -38,13 +39,14 @@ from runtime.cuda_graph import CUDAGraph
 from runtime.device import pick_device, pick_dtype, send_to_cpu
 from runtime.distributed import local_world_size, print0, rank, require_same_on_all_ranks, stop_on_error, world_size
 from runtime.memory import RunShape, peak_gib
-from runtime.memory_advice import cpu_bytes_to_come, out_of_memory_message, require_memory
+from runtime.memory_advice import cpu_bytes_to_come, disk_bytes, out_of_memory_message, require_memory
 from runtime.memory_stats import card_gib
 from runtime.profile import Profiler
 from runtime.recompute import recompute
 from runtime.restore import check_start, find_start, restore
 from runtime.run_log import RunLog
 from runtime.shutdown import ShutdownHandler, make_excepthook, stop_not_finite
+from runtime.state_file import open_state_file
 from runtime.stream_weights import StreamedWeights
 from runtime.watchdog import Watchdog
 
@@ -110,6 +112,7 @@ dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"  # of compute;
 fp8 = False  # two of three matmuls of the blocks in float8: faster and coarser (RTX 40, H100 and newer; bfloat16)
 activation_checkpointing: Literal["none", "selective", "full"] = "none"  # recompute nothing; gate and up; whole blocks
 offload: Literal["none", "optimizer", "all"] = "none"  # optimizer: AdamW and gradients in CPU memory; all: weights too
+offload_dir: str | None = None  # a folder on an NVMe drive: AdamW's state is there instead of in CPU memory
 offload_activations = False  # with full checkpointing: keep the blocks' inputs in CPU memory
 mlp_chunks: int | None = None  # slices of a recomputed MLP; none: 1, in full checkpointing tokens / max(8192, 4 n_embd)
 compile = False  # torch.compile the blocks: a minute at the start
@@ -187,6 +190,7 @@ with stop_on_error():
         use_fp8(model, device)
     recompute(model, activation_checkpointing, mlp_chunks, offload_activations)
 require_memory(config, run_shape, device)
+state_file = open_state_file(offload_dir, disk_bytes(config, run_shape))
 sys.excepthook = make_excepthook(watchdog, out_dir, lambda: out_of_memory_message(config, run_shape, card_gib(device)))
 if compile:
     for layer in model.layers:
@@ -222,7 +226,7 @@ with stop_on_error():  # memory that cannot be pinned
     optimizer = Optimizer(
         model,
         rule,
-        place=OnGPU() if offload == "none" else OnCPU(streamed),
+        place=OnGPU() if offload == "none" else OnDisk(state_file, streamed) if state_file else OnCPU(streamed),
         grad_clip=grad_clip,
         loss_scale=LossScale() if dtype == "float16" else None,
     )

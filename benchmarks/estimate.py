@@ -213,12 +213,14 @@ def estimate(s: SimpleNamespace) -> tuple[str, dict]:
         f"{command(s, named)}: {peak:.1f} GiB, it {'fits' if peak <= gib else 'does not fit'}",
         memory.table(config, shape),
     ]  # fmt: skip
-    if parts := memory_advice.cpu_parts(config, shape):
-        lines += ["", "in the CPU's memory, of each rank:"]
-        lines += [f"{part.name:<28} {part.bytes / GIB:6.2f} GiB  {part.how}" for part in parts]
+    for parts, where in ((memory_advice.cpu_parts, "the CPU's memory"), (memory_advice.disk_parts, "offload_dir")):
+        if kept := parts(config, shape):
+            lines += ["", f"in {where}, of each rank:"]
+            lines += [f"{part.name:<28} {part.bytes / GIB:6.2f} GiB  {part.how}" for part in kept]
     result = {
         "config": s.config, "card_gib": s.gib, "usable_gib": gib, "ranks": s.ranks, "block_size": config.block_size,
         "largest_batch": {" ".join(at): n for at, n in found.items()}, "cpu_gib": cpu_gib(config, shape),
+        "disk_gib": s.ranks * memory_advice.disk_bytes(config, shape) / GIB,
         **place(*at), "batch_size": shape.batch_size, "peak_gib": peak, "fits": peak <= gib,
     }  # fmt: skip
     return "\n".join(lines), result

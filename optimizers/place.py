@@ -1,6 +1,6 @@
 """What every place has in common: the masters and states of a model's parameters, and their sizes.
 
-A place says where they live and when gradients and parameters move. on_gpu.py and on_cpu.py are the two so far.
+A place says where they live and when gradients and parameters move: on_gpu.py, on_cpu.py, on_disk.py.
 
     device                    of masters and states; None: each parameter's own
     master_dtype(...)         of what is kept beside a parameter
@@ -9,6 +9,7 @@ A place says where they live and when gradients and parameters move. on_gpu.py a
     norm()                    of this rank's gradients, as a scalar
     update(scale, lr, t)      updates all parameters, unless scale is not finite, and frees the gradients
     finish()                  waits for updates that are still under way
+    async_save                whether there is memory for copies, from which a checkpoint is written beside the training
     weights_changed()         after something else has written parameters
 """
 
@@ -42,6 +43,7 @@ def new_state(parameter: torch.Tensor, shape, dtype: torch.dtype, device) -> tor
 
 class Place:
     device: str | None = None
+    async_save = True
     scalar_dtype = torch.float32  # of the norm and of what is computed from it
     step = 0  # of the run, counted by the CPU: a CUDA graph does not
 
@@ -70,15 +72,17 @@ class Place:
         dtype = self.master_dtype(parameter.dtype, local(parameter).device == device)
         if dtype is None:
             return parameter
-        master = torch.zeros_like(parameter, dtype=dtype, device=device)
+        master = self._new_state(parameter.detach(), parameter.shape, dtype)
         if dtype != torch.int16:  # the lower half of a weight that begins in bfloat16 is zero
             local(master).copy_(local(parameter))
         return master
 
     def _states(self, name, parameter):
-        device = self._device_of(parameter)
         found = self.rule.states(name, parameter)
-        return {state: new_state(parameter.detach(), shape, dtype, device) for state, (shape, dtype) in found.items()}
+        return {state: self._new_state(parameter.detach(), shape, dtype) for state, (shape, dtype) in found.items()}
+
+    def _new_state(self, parameter, shape, dtype):
+        return new_state(parameter, shape, dtype, self._device_of(parameter))
 
     def local_states(self, name: str) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
         """This rank's part of a parameter's master, and of its states."""

@@ -47,7 +47,7 @@ class Rule:
         raise NotImplementedError
 
     def step_on_cpu(self, parameter, grad, master, states, scale: float, lr: float, t: int) -> None:
-        """The same on the CPU. scale is finite, master float32; parameter may be grad's memory."""
+        """The same on the CPU, of any rows. scale is finite, master float32; parameter may be grad's memory."""
         raise NotImplementedError
 
     def workspace(self, parameters: list[tuple[str, torch.Tensor]], ranks: int) -> int:

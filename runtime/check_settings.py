@@ -60,6 +60,8 @@ def find_problem(settings: Mapping, world_size: int) -> str | None:
             micro_batches % world_size != 0,
         "offload_activations does not work with compile or cuda_graph: add --compile=false --cuda_graph=false":
             s.offload_activations and (s.compile or s.cuda_graph),
+        f"offload_dir is {s.offload_dir!r}, and nothing is offloaded: add --offload=optimizer or --offload=all":
+            s.offload_dir is not None and s.offload == "none",
         "mask_documents works with attention auto or triton: PyTorch's does not support it":
             s.mask_documents and s.attention == "sdpa",
         f"mask_documents works with heads of 16, 32, 64 and 128, not of {head_dim:g}":  # kernels/flash_attention.py's

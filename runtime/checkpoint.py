@@ -40,9 +40,9 @@ class Saver:
         saver.finish(step)                     # waits for it and prints
 
     The tensors are copied to pinned CPU memory, 12 bytes per parameter of the rank, during the next step's forward;
-    then a thread writes them to disk. Without memory for the copies, or with async_save false, save() returns when all
-    is written. keep_last 0: nothing is saved. documents: the folder's other files, {name: content}.
-    reserved: bytes of CPU memory that this rank will allocate later.
+    then a thread writes them to disk. Without memory for the copies, or with async_save false, here or in the
+    optimizer's place, save() returns when all is written. keep_last 0: nothing is saved. documents: the folder's other
+    files, {name: content}. reserved: bytes of CPU memory that this rank will allocate later.
     """
 
     def __init__(
@@ -70,6 +70,7 @@ class Saver:
         # All ranks agree before any allocates: else the kernel's out-of-memory killer would end the run.
         missing = all_reduce_max([(n_bytes + reserved) * local_world_size - memory_stats.cpu_available()])[0]
         self.needed = f"saving in the background takes {n_bytes / 2**30:.1f} GiB of CPU memory"
+        async_save = async_save and optimizer.place.async_save
         if async_save and keep_last and missing <= 0:
             self.copies = self.thread.submit(self._copies, tensors)  # 15 GB take seconds: during the first steps
         elif async_save and missing > 0:

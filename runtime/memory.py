@@ -63,6 +63,7 @@ class RunShape:
     mask_documents: bool = False
     # where things are
     offload: str = "none"  # 'optimizer': its state and the gradients in CPU memory; 'all': the weights too
+    offload_dir: str | None = None  # where the optimizer's state is instead of in CPU memory
     world_size: int = 1
     sharding: str = "zero3"
     shard_ranks: int = 1  # ranks that share one copy of the model

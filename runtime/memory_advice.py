@@ -9,7 +9,8 @@ import math
 from dataclasses import replace
 
 from model import LlamaConfig
-from runtime.memory import GIB, Part, RunShape, Step, counted, param_shapes, parts, peak_gib
+from optimizers.on_disk import BUFFERS, PIECE
+from runtime.memory import GIB, Part, RunShape, Step, counted, param_shapes, parts, peak_gib, state_bytes
 from runtime.memory_stats import require_cpu_memory
 
 
@@ -33,11 +34,31 @@ def largest_batch(config: LlamaConfig, run: RunShape, gib: float) -> int:
 # The CPU's memory
 
 
+def states_parts(step: Step) -> list[Part]:
+    return counted("masters and optimizer states", "states", (1, step.all), ranks=step.run.shard_ranks)
+
+
+def disk_parts(config: LlamaConfig, run: RunShape) -> list[Part]:
+    """What a rank keeps in offload_dir."""
+    return states_parts(Step(config, run)) if run.offload_dir else []
+
+
+def disk_bytes(config: LlamaConfig, run: RunShape) -> float:
+    return sum(part.bytes for part in disk_parts(config, run))
+
+
+def disk_buffers(config: LlamaConfig, run: RunShape) -> Part:
+    """The CPU memory through which the pieces of what is in offload_dir pass."""
+    block, root = param_shapes(config, run.compute_dtype)
+    pieces = [min(PIECE / p.numel(), 1) * state_bytes(name, p, run) for name, p in block + root]
+    return Part("buffers of offload_dir", BUFFERS * max(pieces), f"{BUFFERS} x {max(pieces):,.0f} bytes")
+
+
 def cpu_parts(config: LlamaConfig, run: RunShape) -> list[Part]:
     """What a rank keeps in the CPU's memory."""
     step, found = Step(config, run), []
     if run.offload != "none":
-        found += counted("masters and optimizer states", "states", (1, step.all), ranks=run.shard_ranks)
+        found += [disk_buffers(config, run)] if run.offload_dir else states_parts(step)
         if run.micro_steps > 1:
             found += counted("gradient accumulators", "wide", (1, step.all), ranks=run.shard_ranks)
         (gradients,) = counted("gradients", "gradients", (1, step.all), ranks=run.shard_ranks)
@@ -61,7 +82,7 @@ def require_memory(config: LlamaConfig, run: RunShape, device: str) -> None:
         require_cpu_memory(step_bytes, "a step needs", fix)
     else:
         n_bytes = sum(part.bytes for part in cpu_parts(config, run))
-        require_cpu_memory(n_bytes, "what is offloaded needs", "offload less, or shard")
+        require_cpu_memory(n_bytes, "what is offloaded needs", "offload less, shard, or set offload_dir")
     read_bytes = 3 * 16 * run.micro_steps * run.batch_size * (config.block_size + 1)  # three steps, int64, and copies
     require_cpu_memory(read_bytes, "the tokens of a step take", "lower gradient_accumulation_steps")
 

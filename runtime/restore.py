@@ -24,8 +24,9 @@ MODEL_SETTINGS = [name for name in LlamaConfig.__dataclass_fields__ if name != "
 STATE_SETTINGS = {"optimizer": "adamw", "optimizer_bits": 32, "galore_rank": 128}
 HARMLESS_SETTINGS = {  # which do not change what a run computes: a resume does not mention them
     "out_dir", "init_from", "eval_interval", "eval_iters", "log_interval", "keep_last", "async_save", "profile",
-    "wandb_log", "wandb_project", "wandb_run_name", "device", "compile", "cuda_graph", "offload", "offload_activations",
-    "activation_checkpointing", "mlp_chunks", "sharding", "sync_every_micro_batch", "copy_engines", "timeout",
+    "wandb_log", "wandb_project", "wandb_run_name", "device", "compile", "cuda_graph", "offload", "offload_dir",
+    "offload_activations", "activation_checkpointing", "mlp_chunks", "sharding", "sync_every_micro_batch",
+    "copy_engines", "timeout",
 }  # fmt: skip
 
 
