@@ -6,8 +6,9 @@
     optimizer.safetensors, and its index         masters' lower halves, moments, whatever the rule names
     run.json                                     step, settings, ...; digests of all other files, and of itself
 
-A run that trains adapters has adapter_model.safetensors and adapter_config.json, peft's, in place of model.safetensors.
-The weights that they adapt stay where they are: adapter_config.json says where, and config.json their fingerprint.
+A run that trains adapters has adapter_model.safetensors and adapter_config.json, peft's, in place of model.safetensors,
+and base_config.json in place of config.json. The weights that they adapt stay where they are: adapter_config.json says
+where, and base_config.json their fingerprint.
 
 Nothing is pickled: reading a folder never executes what is in it. A published folder has no run.json, and is read by
 the same functions; then nothing says what its bytes should be.
@@ -53,6 +54,7 @@ OTHERS = {  # that are published in place of model.safetensors
     "*.gguf": "GGUF files, which are not read: take the weights that they were made from",
     "adapter_model.safetensors": "an adapter alone: merge it into its base model with peft first",
 }
+ADAPTED = "base_config.json"  # config.json, in a folder of adapters
 SEAL = b',\n  "digest": "'
 
 
@@ -188,7 +190,7 @@ class Folder(NamedTuple):
 
     path: Path
     run: dict | None  # run.json; None in a published folder
-    config: dict  # config.json
+    config: dict  # config.json; of adapters that of the model with them
     tensors: dict[str, tuple[str, TensorInfo]]  # by name: the file, and where in it
     pieces: dict[str, list[Piece]] | None  # of each file but run.json; None in a published folder
     adapter: dict | None = None  # adapter_config.json, where the tensors of "model" are adapters
@@ -212,12 +214,15 @@ def _open_folder(path, stems):
         raise ValueError(f"{path} is a checkpoint {found}, which is not read any more: resume with that version")
     run = read_run(path)
     pieces = run and _parse_digests(run, path / "run.json")
-    config = parse_json(read_document(path / "config.json", pieces), path / "config.json")
-    tensors, adapter, path_of_adapter = {}, None, path / "adapter_config.json"
-    if path_of_adapter.name in (pieces or {}):
-        adapter = parse_json(read_document(path_of_adapter, pieces), path_of_adapter)
+    adapted = ADAPTED in (pieces or {})
+
+    def read(name):
+        return parse_json(read_document(path / name, pieces), path / name)
+
+    config, adapter = read(ADAPTED if adapted else "config.json"), read("adapter_config.json") if adapted else None
+    tensors = {}
     for stem in stems:
-        stem = "adapter_model" if adapter and stem == "model" else stem
+        stem = "adapter_model" if adapted and stem == "model" else stem
         tensors |= _find_tensors(path, f"{stem}.safetensors", pieces)
     return Folder(path, run, config, tensors, pieces, adapter)
 

@@ -42,7 +42,7 @@ def cpu_parts(config: LlamaConfig, run: RunShape) -> list[Part]:
             found += counted("gradient accumulators", "wide", (1, step.all), ranks=run.shard_ranks)
         (gradients,) = counted("gradients", "gradients", (1, step.all), ranks=run.shard_ranks)
         if run.offload == "all" and run.fsdp:  # FSDP pins weights and gradients itself
-            block, root = param_shapes(config, run.compute_dtype)
+            block, root = param_shapes(config, run)
             n_bytes = sum(pinned(p.nbytes / run.shard_ranks) for p in block * config.n_layer + root)
             gradients = Part("gradients", n_bytes, f"{gradients.how}, each tensor rounded up to a power of two")
         found += [gradients, gradients._replace(name="compute weights")][: 1 + (run.offload == "all")]

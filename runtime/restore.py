@@ -9,7 +9,7 @@ from pathlib import Path
 from model import Llama, LlamaConfig
 from runtime import run_folder
 from runtime.checkpoint import open_base, read_base, read_weights
-from runtime.checkpoint_folder import Folder, fingerprint, open_folder, read_document
+from runtime.checkpoint_folder import ADAPTED, Folder, fingerprint, open_folder, read_document
 from runtime.distributed import from_rank_0, print0, restart_count, stop
 from runtime.hf_config import read_config, write_adapter_config, write_config
 from runtime.safetensors_file import Damaged
@@ -129,8 +129,9 @@ def _documents_of(folder, base, config, settings, dtype, dataset):
     if base:
         adapter = write_adapter_config(base.path, settings["lora_rank"], settings["lora_alpha"])
         found["adapter_config.json"] = json.dumps(adapter, indent=2).encode()
-        config_json = json.loads(found["config.json"]) | {"nanocria_base": fingerprint(base)}
-        found["config.json"] = json.dumps(config_json, indent=2).encode()
+        # Beside a config.json transformers would expect a whole model.
+        config_json = json.loads(found.pop("config.json")) | {"nanocria_base": fingerprint(base)}
+        found[ADAPTED] = json.dumps(config_json, indent=2).encode()
     return found
 
 

@@ -17,6 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import kernels.launch
+from lora import add_lora
 from model import Llama, LlamaConfig
 from optimizers.adamw8bit import AdamW8bit
 from optimizers.on_gpu import OnGPU
@@ -145,9 +146,14 @@ def build(config, run, shard=lambda model: None, device="cpu"):
     with torch.device("meta"):
         model = Llama(config).to(run.compute_dtype)
     model.set_operations(run.fused_kernels, run.fused_loss, run.attention)
+    if run.lora_rank:
+        add_lora(model, run.lora_rank, run.lora_alpha, run.base_dtype)
     recompute.recompute(model, run.activation_checkpointing, run.mlp_chunks, run.offload_activations)
     shard(model)
     model.to_empty(device=device)
+    for p in model.parameters():
+        if not p.requires_grad:  # which are read, not initialised
+            local(p.detach()).fill_(0)
     model.init_weights(seed=1)
     return model
 
@@ -185,6 +191,20 @@ def test_plain_step_holds_what_the_estimate_says(checkpointing):
 def test_step_with_8_bit_states_holds_what_the_estimate_says(four_ranks, ranks):
     config = replace(TINY, n_embd=256, ffn_dim=512, vocab_size=16)
     check_step(config, sharded(ranks, rule=AdamW8bit(), **PLAIN), update=False)  # its reference is not in place
+
+
+@pytest.mark.parametrize("base_dtype", ["bfloat16", "nf4"])
+@pytest.mark.parametrize("checkpointing", ["none", "full"])
+def test_step_with_adapters_holds_what_the_estimate_says(monkeypatch, base_dtype, checkpointing):
+    monkeypatch.setattr(kernels.launch, "INTERPRETED", False)
+    run = RunShape(2, activation_checkpointing=checkpointing, lora_rank=2, base_dtype=base_dtype, **PLAIN)
+    check_step(replace(TINY, n_layer=2, n_embd=128, ffn_dim=256, vocab_size=16), run, update=False)
+
+
+@pytest.mark.parametrize("base_dtype", ["bfloat16", "nf4"])
+def test_sharded_step_with_adapters_holds_what_the_estimate_says(four_ranks, base_dtype):
+    run = sharded(4, lora_rank=2, base_dtype=base_dtype, **PLAIN)
+    check_step(MODELS["large blocks"], run, update=False)
 
 
 @pytest.fixture
