@@ -181,7 +181,7 @@ def token_bytes(c: LlamaConfig, run: RunShape, chunks: int) -> tuple[int, int]:
         working = itemsize * (c.n_embd + 4 * c.ffn_dim)  # dy, the gradients of gate, up and their product, the product
         if chunks > 1:  # nothing is kept: dy and the gradient of the norm's output; a slice comes on top
             mlp, working = 0, itemsize * 2 * c.n_embd
-    else:  # a norm keeps x and, for its weight's gradient, x·rstd in float32, and its output; the MLP gate, up, silu(gate)
+    else:  # a norm keeps its output, in float32 x, and x·rstd if its weight learns; the MLP gate, up, silu(gate)
         wide = 4 if run.lora_rank else 8
         norm, mlp = (wide + itemsize) * c.n_embd + 4, (12 + itemsize) * c.ffn_dim // chunks  # and the product
         working = itemsize * c.n_embd + (12 - itemsize) * c.ffn_dim  # in float32; the product is free by then
