@@ -24,6 +24,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, Offlo
 from configurator import configure
 from data.loader import open_dataset
 from kernels.fp8_linear import use_fp8
+from lora import add_lora
 from model import Llama, LlamaConfig, document_starts
 from optimizers.loss_scale import LossScale
 from optimizers.on_cpu import OnCPU
@@ -106,6 +107,11 @@ beta2 = 0.95
 optimizer_bits: Literal[32, 8] = 32  # of AdamW's moments; 8: a quarter of their memory, a little coarser
 grad_clip = 1.0  # gradients are scaled down to this norm; 0: never
 
+# finetuning with LoRA: init_from names the weights, which stay as they are; a checkpoint holds the adapters alone
+lora_rank = 0  # of the adapters on all projections of the blocks; 0: train all weights
+lora_alpha = 32.0  # adapters count lora_alpha / lora_rank times
+base_dtype: Literal["bfloat16", "nf4"] = "bfloat16"  # of the frozen projections; nf4: four bits (QLoRA), else as dtype
+
 # system
 device: Literal["auto", "cuda", "cpu"] = "auto"  # auto: cuda where there is one
 dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"  # of compute; auto: bfloat16, on a CPU float32
@@ -150,6 +156,7 @@ out_dir = os.path.expanduser(out_dir)  # a shell does not expand the ~ of --out_
 lock_file = run_folder.claim(out_dir)
 start = find_start(out_dir, init_from)  # a checkpoint, a folder of published weights, or None
 shard_ranks = local_world_size if sharding == "hybrid" else world_size  # that share one copy of the model
+copy_engines = False if base_dtype == "nf4" else copy_engines  # their buffers have one dtype
 copy_engines = pick_copy_engines(copy_engines, device, shard_ranks, offload)
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -188,6 +195,8 @@ with stop_on_error():
     model.set_operations(fused_kernels, fused_loss, attention)
     if fp8:
         use_fp8(model, device)
+    if lora_rank:
+        add_lora(model, lora_rank, lora_alpha, base_dtype)
     recompute(model, activation_checkpointing, mlp_chunks, offload_activations)
 require_memory(config, run_shape, device)
 state_file = open_state_file(offload_dir, disk_bytes(config, run_shape))
@@ -243,7 +252,7 @@ def learning_rate_at(step: int) -> float:
 
 # ----------------------------------------------------------------------------------------------------------------------
 # Start: from scratch, from published weights, or from the newest checkpoint
-first_step, resumed, documents, sentences = restore(start, out_dir, optimizer, config, settings, dtype, train_data.meta)
+first_step, resumed, documents, sentences = restore(start, out_dir, model, optimizer, settings, dtype, train_data.meta)
 saver = Saver(out_dir, optimizer, config, documents, keep_last, async_save, cpu_bytes_to_come(config, run_shape))
 log = RunLog(out_dir, device, dtype, tokens_per_step, model.flops_per_token(block_size), max_iters, log_interval)
 log.header(config, run_shape, model.n_params(), train_data, warmup_iters)

@@ -27,6 +27,7 @@ from benchmarks import cli, runner
 from benchmarks.arms import SWEEP_FLAGS
 from configurator import SettingError, did_you_mean, preview
 from kernels.fp8_linear import use_fp8
+from lora import add_lora
 from model import Llama, LlamaConfig
 from optimizers.rules import rule_of
 from runtime import memory, memory_advice
@@ -70,7 +71,7 @@ def resolve(path: str, world_size: int, named: dict, flags=()) -> tuple[LlamaCon
         raise SettingError("copy_engines needs a model's GPUs on one host, and no offload=all")
     said |= {
         "dtype": "bfloat16" if said["dtype"] == "auto" else said["dtype"],
-        "copy_engines": said["copy_engines"] is not False,
+        "copy_engines": said["copy_engines"] is not False and said["base_dtype"] != "nf4",
         "world_size": world_size,
         "shard_ranks": shard_ranks,
         "rule": rule_of(said),
@@ -83,6 +84,8 @@ def resolve(path: str, world_size: int, named: dict, flags=()) -> tuple[LlamaCon
         model.set_operations(shape.fused_kernels, shape.fused_loss, shape.attention)
         if shape.fp8:
             use_fp8(model)
+        if shape.lora_rank:
+            add_lora(model, shape.lora_rank, shape.lora_alpha, shape.base_dtype)
         recompute(model, shape.activation_checkpointing, shape.mlp_chunks, shape.offload_activations)
     except ValueError as error:
         raise SettingError(str(error)) from None

@@ -10,7 +10,7 @@ AT_LEAST = {
     1: ("batch_size", "block_size", "gradient_accumulation_steps", "max_iters", "lr_decay_iters", "eval_interval",
         "eval_iters", "log_interval", "timeout", "galore_rank", "galore_interval"),
     0: ("warmup_iters", "cooldown_iters", "learning_rate", "min_lr", "weight_decay", "grad_clip", "keep_last", "seed",
-        "galore_scale"),
+        "galore_scale", "lora_rank"),
 }  # fmt: skip
 
 
@@ -30,7 +30,7 @@ def find_problem(settings: Mapping, world_size: int) -> str | None:
     s = SimpleNamespace(**settings)
     head_dim = s.n_embd / max(s.n_head, 1)
     smallest = min(s.n_embd, s.ffn_dim, s.n_kv_head * head_dim)  # side of a block's matrix
-    micro_batches = s.gradient_accumulation_steps
+    micro_batches, nf4 = s.gradient_accumulation_steps, s.base_dtype == "nf4"
     problems = {  # sentence -> whether it holds
         f"seed is {s.seed}: it must be below 2**63": s.seed >= 2**63,
         f"lr_decay_iters is {s.lr_decay_iters}, within the warm-up of {s.warmup_iters} steps: let the cosine end later":
@@ -68,6 +68,16 @@ def find_problem(settings: Mapping, world_size: int) -> str | None:
             s.mask_documents and head_dim not in (16, 32, 64, 128),
         "optimizer_bits=8 has blocks of 256 within the rows of the weights: n_embd and ffn_dim must be multiples of it":
             s.optimizer_bits == 8 and (s.n_embd % 256 or s.ffn_dim % 256),
+        f"lora_alpha is {s.lora_alpha}: it must be above 0, and finite": not 0 < s.lora_alpha < math.inf,
+        f"lora_rank is {s.lora_rank}, above n_embd or ffn_dim: such adapters are larger than what they adapt":
+            s.lora_rank > min(s.n_embd, s.ffn_dim),
+        "base_dtype=nf4 is for the frozen weights beside adapters: add --lora_rank=16": not s.lora_rank and nf4,
+        "lora_rank works without fp8, whose gain is in gradients that frozen weights do not have: add --fp8=false":
+            s.lora_rank > 0 and s.fp8,
+        "lora_rank works with optimizer=adamw and optimizer_bits=32: adapters have few states":
+            s.lora_rank > 0 and (s.optimizer != "adamw" or s.optimizer_bits != 32),
+        "base_dtype=nf4 stays on the GPU: add --offload=optimizer or --offload=none": nf4 and s.offload == "all",
+        "base_dtype=nf4 is gathered by NCCL: leave copy_engines out": nf4 and s.copy_engines is True,
         "cuda_graph needs one GPU and offload=none: add --cuda_graph=false":
             s.cuda_graph and (world_size > 1 or s.offload != "none"),
     }  # fmt: skip

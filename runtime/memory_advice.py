@@ -49,7 +49,7 @@ def disk_bytes(config: LlamaConfig, run: RunShape) -> float:
 
 def disk_buffers(config: LlamaConfig, run: RunShape) -> Part:
     """The CPU memory through which the pieces of what is in offload_dir pass."""
-    block, root = param_shapes(config, run.compute_dtype)
+    block, root = param_shapes(config, run)
     pieces = [min(PIECE / p.numel(), 1) * state_bytes(name, p, run) for name, p in block + root]
     return Part("buffers of offload_dir", BUFFERS * max(pieces), f"{BUFFERS} x {max(pieces):,.0f} bytes")
 
@@ -61,12 +61,15 @@ def cpu_parts(config: LlamaConfig, run: RunShape) -> list[Part]:
         found += [disk_buffers(config, run)] if run.offload_dir else states_parts(step)
         if run.micro_steps > 1:
             found += counted("gradient accumulators", "wide", (1, step.all), ranks=run.shard_ranks)
-        (gradients,) = counted("gradients", "gradients", (1, step.all), ranks=run.shard_ranks)
-        if run.offload == "all" and run.fsdp:  # FSDP pins weights and gradients itself
-            block, root = param_shapes(config, run.compute_dtype)
-            n_bytes = sum(pinned(p.nbytes / run.shard_ranks) for _, p in block * config.n_layer + root)
-            gradients = Part("gradients", n_bytes, f"{gradients.how}, each tensor rounded up to a power of two")
-        found += [gradients, gradients._replace(name="compute weights")][: 1 + (run.offload == "all")]
+        kinds = {"gradients": "gradients", "compute weights": "weights"}
+        for name, kind in list(kinds.items())[: 1 + (run.offload == "all")]:
+            (part,) = counted(name, kind, (1, step.all), ranks=run.shard_ranks)
+            if run.offload == "all" and run.fsdp:  # FSDP pins them itself
+                block, root = param_shapes(config, run)
+                tensors = [p for _, p in block * config.n_layer + root if p.requires_grad or kind == "weights"]
+                n_bytes = sum(pinned(p.nbytes / run.shard_ranks) for p in tensors)
+                part = Part(name, n_bytes, f"{part.how}, each tensor rounded up to a power of two")
+            found.append(part)
     if run.offload_activations:
         a_layer, layers = step.itemsize * config.n_embd, config.n_layer - 1
         how = f"{a_layer:,} bytes x {layers} layers x {step.n_tokens:,} tokens"

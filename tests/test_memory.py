@@ -17,6 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import kernels.launch
+from lora import add_lora
 from model import Llama, LlamaConfig
 from optimizers.adamw import AdamW
 from optimizers.adamw8bit import AdamW8bit
@@ -147,9 +148,14 @@ def build(config, run, shard=lambda model: None, device="cpu"):
     with torch.device("meta"):
         model = Llama(config).to(run.compute_dtype)
     model.set_operations(run.fused_kernels, run.fused_loss, run.attention)
+    if run.lora_rank:
+        add_lora(model, run.lora_rank, run.lora_alpha, run.base_dtype)
     recompute.recompute(model, run.activation_checkpointing, run.mlp_chunks, run.offload_activations)
     shard(model)
     model.to_empty(device=device)
+    for p in model.parameters():
+        if not p.requires_grad:  # which are read, not initialised
+            local(p.detach()).fill_(0)
     model.init_weights(seed=1)
     return model
 
@@ -203,6 +209,20 @@ def test_step_with_muon_holds_no_more_than_the_estimate_says(four_ranks, ranks):
     estimated = sum(part.bytes for part in phases["the update"] if part.name != "cuBLAS workspaces") + workspace
     measured = peak_of_step(config, replace(run, rule=Muon()), update=True)
     assert 0.8 * estimated < measured < estimated, f"estimated {estimated:,.0f}, measured {measured:,} bytes"
+
+
+@pytest.mark.parametrize("base_dtype", ["bfloat16", "nf4"])
+@pytest.mark.parametrize("checkpointing", ["none", "full"])
+def test_step_with_adapters_holds_what_the_estimate_says(monkeypatch, base_dtype, checkpointing):
+    monkeypatch.setattr(kernels.launch, "INTERPRETED", False)
+    run = RunShape(2, activation_checkpointing=checkpointing, lora_rank=2, base_dtype=base_dtype, **PLAIN)
+    check_step(replace(TINY, n_layer=2, n_embd=128, ffn_dim=256, vocab_size=16), run, update=False)
+
+
+@pytest.mark.parametrize("base_dtype", ["bfloat16", "nf4"])
+def test_sharded_step_with_adapters_holds_what_the_estimate_says(four_ranks, base_dtype):
+    run = sharded(4, lora_rank=2, base_dtype=base_dtype, **PLAIN)
+    check_step(MODELS["large blocks"], run, update=False)
 
 
 @pytest.fixture
