@@ -182,7 +182,7 @@ def json_of_encoding(encoding: tiktoken.Encoding, bos: int | None) -> dict:
         if token[:i] in ranks and token[i:] in ranks
     ]
     # Hugging Face's regular expressions are Oniguruma's: there $ is any line's end, and {1,3}+ repeats.
-    pattern = re.sub(r"([+*?}])\+", r"\1", encoding._pat_str).replace("$", r"\z")
+    pattern = re.sub(r"([+*?]|\d})\+", r"\1", encoding._pat_str).replace("$", r"\z")
     split = {"type": "Split", "pattern": {"Regex": pattern}, "behavior": "Isolated", "invert": False}
     byte_level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}
     pieces = [split, byte_level] if merges else [byte_level]  # bytes that never merge need no pieces
