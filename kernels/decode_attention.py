@@ -128,9 +128,9 @@ def decode_attention(
         return decode_attention_reference(q, k, v, k_cache, v_cache, lengths)
     q, k, v, group = q.contiguous(), k.contiguous(), v.contiguous(), n_head // n_kv_head
     heads, dims = triton.next_power_of_2(group), triton.next_power_of_2(head_dim)
-    block = max(16, min(128, 16384 // (heads * dims)))  # 16,384 products at a time: 128 registers a thread
-    # About two programs a multiprocessor; the interpreter's few still show that splits add up.
-    programs = 2 * torch.cuda.get_device_properties(q.device).multi_processor_count if q.is_cuda else 16
+    block = max(8, min(64, 8192 // (heads * dims)))  # 8,192 products at a time: four programs a multiprocessor
+    # About four programs a multiprocessor; the interpreter's few still show that splits add up.
+    programs = 4 * torch.cuda.get_device_properties(q.device).multi_processor_count if q.is_cuda else 16
     wanted = min(programs // (n_batch * n_kv_head), triton.cdiv(n_positions, block), MOST_SPLITS)
     splits = 1 << max(wanted, 1).bit_length() - 1  # the power of two below
     y = torch.empty_like(q)
