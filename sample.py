@@ -7,8 +7,6 @@ out_dir is a run's folder (its newest checkpoint is read), one checkpoint, out/b
 published weights: Hugging Face's config.json and .safetensors, or Meta's params.json and consolidated.00.pth.
 """
 
-import codecs
-import contextlib
 import os
 import sys
 from pathlib import Path
@@ -17,12 +15,12 @@ from typing import Literal
 import torch
 
 from configurator import configure
-from data.tokenizer import end_of_text, get_tokenizer
+from data.tokenizer import TextStream, get_tokenizer, tokenizer_of
 from runtime import run_folder
 from runtime.checkpoint import load_model
 from runtime.checkpoint_folder import open_folder
 from runtime.device import pick_device, pick_dtype
-from runtime.hf_config import LLAMA3_VOCAB, read_config, read_special_tokens
+from runtime.hf_config import read_config
 
 # ----------------------------------------------------------------------------------------------------------------------
 # what to read, what to write
@@ -64,16 +62,10 @@ dtype = pick_dtype(dtype, device)
 
 try:
     folder = run_folder.read_newest(Path(out_dir), open_folder)
-    name = read_config(folder)[1]
-    if name is None:
-        sys.exit(f"{out_dir} does not say its tokenizer; only Llama 3's is known by its size, {LLAMA3_VOCAB:,}")
-    beside = "tokenizer.model", "original/tokenizer.model"  # Meta's place, Hugging Face's
-    if name == "llama3" and tokenizer_path is None and any((folder.path / path).exists() for path in beside):
-        tokenizer_path = str(folder.path)
-    tokenizer = get_tokenizer(name, tokenizer_path)
-    # In our training data each document follows the end-of-text token of the one before.
-    begin, ends = read_special_tokens(folder, end_of_text(tokenizer))
-    tokens = [begin, *tokenizer.encode_ordinary(prompt)]
+    tokenizer = get_tokenizer(read_config(folder)[1], tokenizer_path) if tokenizer_path else tokenizer_of(folder.path)
+    prompt_tokens = tokenizer.encode(prompt, special=True)
+    begin = [] if tokenizer.bos is None and prompt_tokens else [tokenizer.bos or tokenizer.end_of_text]
+    tokens = begin + prompt_tokens
     # Only the context needed here: 131,072 tokens would take gigabytes of keys and values.
     model = load_model(out_dir, device, getattr(torch, dtype), len(tokens) + max_new_tokens)
 except (OSError, ValueError) as error:
@@ -87,13 +79,12 @@ generator = torch.Generator(device).manual_seed(seed)
 try:
     for _ in range(num_samples):
         print(prompt, end="", flush=True)
-        text = codecs.getincrementaldecoder("utf-8")("replace")  # a character may be spread over several tokens
+        text = TextStream(tokenizer, tokens)
         for token in model.generate(start, max_new_tokens, temperature, top_k, top_p, generator):
-            if token.item() in ends:
+            if token.item() in tokenizer.eos:
                 break
-            with contextlib.suppress(KeyError):  # a token without text: padding of the vocabulary, or a gap in it
-                print(text.decode(tokenizer.decode_single_token_bytes(token.item())), end="", flush=True)
-        print("\n" + "-" * 80)
+            print(text.add(token.item()), end="", flush=True)
+        print(text.end() + "\n" + "-" * 80)
 except KeyboardInterrupt:
     print()
 except OSError as error:

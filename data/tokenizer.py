@@ -1,141 +1,297 @@
-"""A tiktoken `Encoding` by name: bytes, gpt2, cl100k_base, o200k_base or llama3.
+"""Tokenizers: bytes, gpt2, cl100k_base, o200k_base, llama3, or any folder that holds one.
 
-    tokenizer = get_tokenizer("bytes")
-    tokenizer.decode(tokenizer.encode_ordinary("hello")) == "hello"
+    tokenizer = get_tokenizer("bytes")  # by name; bytes needs no files
+    tokenizer = get_tokenizer("Llama-3.2-1B")  # by path: a tokenizer.json, Meta's tokenizer.model, or their folder
+    tokenizer = tokenizer_of(Path("out/step_001000"))  # of a dataset, a checkpoint or published weights
 
-`bytes` needs no files. The GPT vocabularies are downloaded by tiktoken on first use. `llama3` reads the
-`tokenizer.model` that Meta publishes with the weights; its license must be accepted first, so nothing here
-downloads it.
+    tokenizer.encode("a <|eot_id|>")  # of text: a special token that it spells out is text
+    tokenizer.encode("a <|eot_id|>", special=True)  # of prompts and chat templates: it is the token
+
+tiktoken downloads the GPT vocabularies on first use. Meta's tokenizer.model comes with the weights; its license must be
+accepted first, so nothing here downloads it. A tokenizer.json is read by Hugging Face's `tokenizers`; Llama 3's, and
+those that our runs write for others, by tiktoken.
 """
 
-import base64
+import contextlib
 import hashlib
+import json
+import re
+from collections.abc import Callable, Iterable
+from itertools import pairwise
 from pathlib import Path
 
-import requests  # tiktoken depends on it and downloads with it
 import tiktoken
 
 from configurator import did_you_mean
-
-NAMES = ["bytes", "gpt2", "cl100k_base", "o200k_base", "llama3"]
-END_OF_TEXT_NAMES = ["<|endoftext|>", "<|end_of_text|>"]  # OpenAI's spelling, Meta's spelling
-
-# Llama 3 cuts text into words before merging bytes: contractions, words with one leading space or sign,
-# numbers of at most three digits, punctuation, line ends, other blanks.
-LLAMA3_PATTERN = "|".join(
-    [
-        r"(?i:'s|'t|'re|'ve|'m|'ll|'d)",
-        r"[^\r\n\p{L}\p{N}]?\p{L}+",
-        r"\p{N}{1,3}",
-        r" ?[^\s\p{L}\p{N}]+[\r\n]*",
-        r"\s*[\r\n]+",
-        r"\s+(?!\S)",
-        r"\s+",
-    ]
+from data.tiktoken_files import (
+    DOWNLOADS,
+    bytes_encoding,
+    encoding_of_json,
+    is_llama3,
+    json_of_encoding,
+    llama3_encoding,
+    openai_encoding,
 )
-# 256 special tokens follow the 128,000 merged ones, in this order, as in the vocabularies of Llama 3.1 and 3.2.
-# (3.0 still calls the finetune_right_pad and eom ids reserved; Meta's own code calls reserved_2 <|step_id|>.)
-LLAMA3_SPECIAL_TOKENS = [
-    "<|begin_of_text|>",  # 128000
-    "<|end_of_text|>",  # 128001
-    "<|reserved_special_token_0|>",
-    "<|reserved_special_token_1|>",
-    "<|finetune_right_pad_id|>",  # 128004
-    "<|reserved_special_token_2|>",
-    "<|start_header_id|>",  # 128006
-    "<|end_header_id|>",  # 128007
-    "<|eom_id|>",  # 128008, end of message: a tool's answer is expected
-    "<|eot_id|>",  # 128009, end of turn
-    "<|python_tag|>",  # 128010
-    *(f"<|reserved_special_token_{i}|>" for i in range(3, 248)),  # 128011 .. 128255
-]
+
+NAMES = ["bytes", *DOWNLOADS, "llama3"]
+END_OF_TEXT_NAMES = ["<|endoftext|>", "<|end_of_text|>"]  # OpenAI's spelling, Meta's spelling
+LLAMA3_EOS = ["<|end_of_text|>", "<|eom_id|>", "<|eot_id|>"]  # of a document, of a message to a tool, of a turn
+FILES = (  # that belong to a tokenizer, as Hugging Face publishes them
+    "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja",
+    "generation_config.json",
+)  # fmt: skip
+MODEL_FILES = ["tokenizer.model", "original/tokenizer.model"]  # Meta's place, Hugging Face's
+LLAMA3_VOCAB = 128256
+MOST_BLANKS = 25_000  # in a row, of a text that tiktoken cannot take whole
 ROOT = Path(__file__).resolve().parents[1]
-LLAMA3_PLACES = [ROOT / "tokenizer.model", ROOT / "original" / "tokenizer.model"]
 
 
-def get_tokenizer(name: str, path: str | Path | None = None) -> tiktoken.Encoding:
-    """Return the Encoding called `name`; `path` is llama3's tokenizer.model, or the folder that holds it.
+class Tokenizer:
+    """A vocabulary with its special tokens. Pickles, so that worker processes can have it.
 
-    Raises ValueError for an unknown name, a path that the tokenizer does not read or a broken file, FileNotFoundError
-    when a vocabulary file is neither here nor to be had, saying where to get it and where to put it.
+    name           one of NAMES, or made from the vocabulary: equal names mean equal ids
+    n_vocab        the largest id + 1
+    end_of_text    the id that ends every document
+    bos            the id before every document and prompt; None: there is none
+    eos            the ids after which a model stops, end_of_text among them
+    bos_token, eos_token, chat_template    as chat templates know them; "" and None if there is none
+    files          {name: content} from which get_tokenizer() makes it again; {} if its name is enough
+    """
+
+    name: str
+    n_vocab: int
+    bos: int | None
+    files: dict[str, bytes]
+
+    def encode(self, text: str, special: bool = False) -> list[int]:
+        """The ids of a text, without bos. special: special tokens that it spells out are tokens, not text."""
+        raise NotImplementedError
+
+    def decode(self, ids: Iterable[int]) -> str:
+        """The text of ids, special tokens spelled out. Ids that mean nothing are left out."""
+        raise NotImplementedError
+
+    def hf_files(self) -> dict[str, bytes]:
+        """{name: content} of the files that transformers' AutoTokenizer needs."""
+        return self.files
+
+    def set_special_tokens(self, id_of: Callable[[str], int | None], config: dict) -> None:
+        """config: what the files say. Raises ValueError if no token ends a document."""
+        self.bos_token, self.eos_token = (spelling(config.get(name)) for name in ("bos_token", "eos_token"))
+        ends = [id_of(token) for token in (*END_OF_TEXT_NAMES, self.eos_token) if id_of(token) is not None]
+        if not ends:
+            raise ValueError(
+                f"tokenizer {self.name} has no end-of-text token: no eos_token, none of {END_OF_TEXT_NAMES}"
+            )
+        self.end_of_text, eos = ends[0], config.get("eos_token_id")
+        eos = eos if isinstance(eos, list) else [eos]
+        eos = [id_of(self.eos_token), *eos, self.end_of_text]
+        self.eos = list(dict.fromkeys(token for token in eos if isinstance(token, int)))
+        self.eos_token = self.eos_token or self.decode([self.end_of_text])
+        self.bos_token = self.bos_token or ("" if self.bos is None else self.decode([self.bos]))
+        templates = config.get("chat_template")
+        if isinstance(templates, list):  # several, each with a name
+            templates = next((each["template"] for each in templates if each["name"] == "default"), None)
+        self.chat_template = templates
+
+
+class Tiktoken(Tokenizer):
+    """A tiktoken.Encoding."""
+
+    def __init__(self, encoding: tiktoken.Encoding, files: dict[str, bytes] | None = None, config: dict | None = None):
+        self.encoding, self.name, self.n_vocab, self.files = encoding, encoding.name, encoding.n_vocab, files or {}
+        special = {token: encoding.encode_single_token(token) for token in encoding.special_tokens_set}
+        self.bos = special.get("<|begin_of_text|>")
+        config = {"eos_token_id": [special.get(token) for token in LLAMA3_EOS]} if config is None else config
+        self.set_special_tokens(special.get, config)
+
+    def encode(self, text: str, special: bool = False) -> list[int]:
+        options = dict(allowed_special="all" if special else set(), disallowed_special=())
+        try:
+            return self.encoding.encode(text, **options)
+        except ValueError:  # tiktoken's pattern cannot match a million blanks in a row: cut them, as Meta's code does
+            cuts = [0]
+            for blanks in re.finditer(rf"\s{{{MOST_BLANKS + 1},}}", text):
+                cuts += range(blanks.start() + MOST_BLANKS, blanks.end(), MOST_BLANKS)
+            pieces = [text[start:end] for start, end in pairwise([*cuts, len(text)])]
+            return [token for piece in pieces for token in self.encoding.encode(piece, **options)]
+
+    def decode(self, ids: Iterable[int]) -> str:
+        found = []
+        for token in ids:
+            with contextlib.suppress(KeyError):  # padding of the vocabulary, or a gap in it
+                found.append(self.encoding.decode_single_token_bytes(int(token)))
+        return b"".join(found).decode(errors="replace")
+
+    def hf_files(self) -> dict[str, bytes]:
+        config = {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False}
+        config |= {"bos_token": self.bos_token or self.eos_token, "eos_token": self.eos_token}
+        made = {"tokenizer.json": json_of_encoding(self.encoding, self.bos), "tokenizer_config.json": config}
+        return {name: json.dumps(content, ensure_ascii=False).encode() for name, content in made.items()} | self.files
+
+
+class HuggingFace(Tokenizer):
+    """A tokenizer.json, with any normalizer, pre-tokenizer and model that `tokenizers` has."""
+
+    def __init__(self, path: Path, files: dict[str, bytes], config: dict):
+        try:
+            import tokenizers
+        except ImportError as error:
+            raise ImportError(f"{path} is read by Hugging Face's tokenizers: pip install tokenizers") from error
+        try:
+            self.backend = tokenizers.Tokenizer.from_str(files["tokenizer.json"].decode())
+        except Exception as error:  # it has no class of its own
+            raise ValueError(f"{path} is damaged, or no tokenizer.json of Hugging Face's: {error}") from error
+        self.backend.no_truncation()
+        self.backend.no_padding()
+        ids = self.backend.get_vocab(with_added_tokens=True)
+        self.name, self.n_vocab, self.files = vocabulary_name(ids), max(ids.values()) + 1, files
+        example, adds_bos = self.backend.encode("a"), config.get("add_bos_token")
+        adds_bos = example.special_tokens_mask[0] if adds_bos is None else adds_bos
+        self.bos = ids.get(spelling(config.get("bos_token")), example.ids[0]) if adds_bos else None
+        self.set_special_tokens(ids.get, config)
+
+    def encode(self, text: str, special: bool = False) -> list[int]:
+        self.backend.encode_special_tokens = not special
+        return self.backend.encode(text, add_special_tokens=False).ids
+
+    def decode(self, ids: Iterable[int]) -> str:
+        return self.backend.decode([int(token) for token in ids], skip_special_tokens=False)
+
+
+class TextStream:
+    """Text from ids that come one at a time, where a character may be spread over several.
+
+    text = TextStream(tokenizer, prompt); print(text.add(id), end="") for each id; print(text.end())
+    """
+
+    def __init__(self, tokenizer: Tokenizer, before: Iterable[int] = ()):
+        # What ids spell may depend on those before them: `shown` are the last ones whose text is not wanted any more.
+        self.tokenizer, self.shown, self.pending = tokenizer, list(before), []
+
+    def add(self, token: int) -> str:
+        """The text that is complete with this id: often "", or several characters."""
+        self.pending.append(int(token))
+        text = self.text()
+        return "" if text.endswith("\ufffd") else self.end()  # bytes that are not a whole character yet
+
+    def end(self) -> str:
+        """The rest of the text, with U+FFFD for bytes that are no character."""
+        text, self.shown, self.pending = self.text(), self.pending or self.shown, []
+        return text
+
+    def text(self) -> str:
+        return self.tokenizer.decode(self.shown + self.pending)[len(self.tokenizer.decode(self.shown)) :]
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+
+
+def get_tokenizer(name: str | Path, path: str | Path | None = None) -> Tokenizer:
+    """The tokenizer of a name, or in a folder or file; `path` is llama3's tokenizer.model, or the folder that holds it.
+
+    Raises ValueError for an unknown name, a path that the tokenizer does not read or a damaged file, FileNotFoundError
+    when a file is neither here nor to be had, saying where to get it and where to put it, ImportError without the
+    package that reads it.
     """
     if path is not None and name != "llama3":
         raise ValueError(f"tokenizer_path is {path}, but only the tokenizer llama3 is read from a file, not {name}")
     if name == "bytes":
-        return bytes_tokenizer()
+        return Tiktoken(bytes_encoding())
     if name == "llama3":
-        return llama3_tokenizer(path)
-    if name not in NAMES:
-        hint = did_you_mean(name, {known: known for known in NAMES}, cutoff=0.4) or "."
-        raise ValueError(f"Unknown tokenizer {name}{hint} There are: {', '.join(NAMES)}")
-    try:
-        return tiktoken.get_encoding(name)
-    except requests.RequestException as error:
-        if error.request is None:  # broken off on the way
-            raise OSError(f"the download of tokenizer {name} failed: {error}") from error
-        url = error.request.url
-        cached_as = hashlib.sha1(url.encode()).hexdigest()  # tiktoken's own naming
-        raise FileNotFoundError(
-            f"tokenizer {name} needs {url}, which could not be downloaded. On a machine with a network fetch that "
-            f"file, store it here as {cached_as} in a folder of your choice, and set TIKTOKEN_CACHE_DIR to the folder"
-        ) from error
+        return read_tokenizer_model(find_tokenizer_model(Path(path or ROOT)))
+    if name in NAMES:
+        tokenizer = Tiktoken(openai_encoding(name))
+        tokenizer.files = tokenizer.hf_files()  # another machine may not have the download
+        return tokenizer
+    if Path(name).is_dir():
+        return tokenizer_of(Path(name))
+    if Path(name).is_file():
+        is_json = Path(name).read_bytes().lstrip()[:1] == b"{"
+        return read_tokenizer_json(Path(name)) if is_json else read_tokenizer_model(Path(name))
+    hint = did_you_mean(str(name), {known: known for known in NAMES}, cutoff=0.4) or "."
+    raise ValueError(f"Unknown tokenizer {name}{hint} There are: {', '.join(NAMES)}, and files and folders")
 
 
-def end_of_text(tokenizer: tiktoken.Encoding) -> int:
-    """Return the id of the token that ends every document. Raises ValueError if the Encoding has none."""
-    for token in END_OF_TEXT_NAMES:
-        if token in tokenizer.special_tokens_set:
-            return tokenizer.encode_single_token(token)
-    raise ValueError(f"tokenizer {tokenizer.name} has no end-of-text token, neither of {END_OF_TEXT_NAMES}")
+def tokenizer_of(folder: Path) -> Tokenizer:
+    """The tokenizer of a dataset, of a checkpoint of ours or of published weights; its bos is that of their data.
 
-
-def bytes_tokenizer() -> tiktoken.Encoding:
-    """Ids 0..255 are the bytes themselves, 256 is <|endoftext|>."""
-    return tiktoken.Encoding(
-        "bytes",
-        # Nothing ever merges, so where the text is cut does not matter: 64 at a time is 4x faster than one by one.
-        pat_str=r"(?s:.{1,64})",
-        mergeable_ranks={bytes([i]): i for i in range(256)},
-        special_tokens={"<|endoftext|>": 256},
-    )
-
-
-def llama3_tokenizer(path: str | Path | None = None) -> tiktoken.Encoding:
-    """Read Meta's tokenizer.model; its special tokens take the ids after the last rank."""
-    if path is None:
-        places = LLAMA3_PLACES
-    elif Path(path).is_dir():
-        places = [Path(path) / "tokenizer.model", Path(path) / "original" / "tokenizer.model"]
+    Raises what get_tokenizer raises.
+    """
+    meta, config = read_json(folder / "meta.json"), read_json(folder / "config.json", folder / "base_config.json")
+    name = meta.get("tokenizer", config.get("nanocria_tokenizer"))
+    data = meta or read_json(folder / "run.json").get("dataset")
+    if name == "bytes":
+        tokenizer = get_tokenizer(name)
+    elif (folder / "tokenizer.json").exists():
+        tokenizer = read_tokenizer_json(folder / "tokenizer.json", name)
+    elif name in NAMES and name != "llama3":
+        tokenizer = get_tokenizer(name)
     else:
-        places = [Path(path)]
-    file = next((place for place in places if place.is_file()), None)
-    if file is None:
+        is_llama3 = LLAMA3_VOCAB in (read_json(folder / "params.json").get("vocab_size"), config.get("vocab_size"))
+        if not (name or is_llama3 or any((folder / file).exists() for file in MODEL_FILES)):
+            raise FileNotFoundError(
+                f"{folder} does not say its tokenizer, and has none of tokenizer.json, {MODEL_FILES}"
+            )
+        tokenizer = read_tokenizer_model(find_tokenizer_model(folder))
+    if data:
+        tokenizer.bos = data.get("bos", None if meta else data.get("end_of_text"))
+    elif name:  # convert.py wrote it
+        tokenizer.bos = config.get("bos_token_id", tokenizer.bos)
+    return tokenizer
+
+
+def read_tokenizer_json(path: Path, name: str | None = None) -> Tokenizer:
+    """A tokenizer.json and what is beside it; name: of ours, whose run wrote it."""
+    beside = [path.parent / file for file in FILES] if path.name == "tokenizer.json" else []
+    files = {file.name: file.read_bytes() for file in beside if file.exists()} | {"tokenizer.json": path.read_bytes()}
+    config = read_json(path.with_name("special_tokens_map.json")) | read_json(path.with_name("tokenizer_config.json"))
+    says_eos = read_json(path.with_name("config.json")) | read_json(path.with_name("generation_config.json"))
+    config["eos_token_id"] = says_eos.get("eos_token_id")
+    if "chat_template.jinja" in files:
+        config["chat_template"] = files["chat_template.jinja"].decode()
+    content = read_json(path)
+    name = "llama3" if is_llama3(content) else name
+    if name in NAMES:
+        return Tiktoken(encoding_of_json(name, content, path), files, config)
+    return HuggingFace(path, files, config)
+
+
+def find_tokenizer_model(*places: Path) -> Path:
+    """Meta's tokenizer.model: the first that is one of these files, or in one of these folders."""
+    files = [file for place in places for file in (place, *(place / name for name in MODEL_FILES))]
+    found = next((file for file in files if file.is_file()), None)
+    if found is None:
         raise FileNotFoundError(
-            f"tokenizer llama3 needs Meta's tokenizer.model, which is not at {' or '.join(map(str, places))}. Accept "
-            "the license at https://huggingface.co/meta-llama/Llama-3.2-1B, then: "
+            f"tokenizer llama3 needs Meta's tokenizer.model, which is not at {' or in '.join(map(str, places))}. "
+            "Accept the license at https://huggingface.co/meta-llama/Llama-3.2-1B, then: "
             f"hf download meta-llama/Llama-3.2-1B original/tokenizer.model --local-dir {ROOT}"
         )
-    ranks = read_ranks(file)
-    special_tokens = {token: len(ranks) + i for i, token in enumerate(LLAMA3_SPECIAL_TOKENS)}
-    return tiktoken.Encoding("llama3", pat_str=LLAMA3_PATTERN, mergeable_ranks=ranks, special_tokens=special_tokens)
+    return found
 
 
-def read_ranks(file: Path) -> dict[bytes, int]:
-    """Read a tiktoken vocabulary, one `base64(token) rank` a line, ranks 0, 1, 2, ... and every byte among them.
+def read_tokenizer_model(file: Path) -> Tokenizer:
+    return Tiktoken(llama3_encoding(file), {"tokenizer.model": file.read_bytes()})
 
-    tiktoken's own loader would keep a copy by path in its cache, and serve it after the file has changed.
-    """
-    ranks = {}
-    for number, line in enumerate(file.read_bytes().splitlines(), start=1):
-        try:
-            token, rank = line.split()
-            ranks[base64.b64decode(token, validate=True)] = int(rank)
-        except ValueError as error:
-            raise ValueError(
-                f"{file}:{number} is not a line of a tiktoken vocabulary (base64 token, rank): is this the "
-                "tokenizer.model of Llama 3? Llama 2's is another format"
-            ) from error
-    whole = sorted(ranks.values()) == list(range(len(ranks))) and all(bytes([i]) in ranks for i in range(256))
-    if not whole:
-        raise ValueError(f"{file} is incomplete: {len(ranks):,} tokens whose ranks or single bytes have gaps")
-    return ranks
+
+def read_json(*paths: Path) -> dict:
+    """The content of the first of these files that is there, else {}. Raises ValueError for a damaged one."""
+    for path in paths:
+        if path.exists():
+            try:
+                content = json.loads(path.read_bytes())
+            except (ValueError, RecursionError) as error:
+                raise ValueError(f"{path} is damaged: {error}") from error
+            if not isinstance(content, dict):
+                raise ValueError(f"{path} is damaged: it holds no JSON object")
+            return content
+    return {}
+
+
+def spelling(token: str | dict | None) -> str:
+    """A special token as tokenizer_config.json has it: its text, or an object with it, or null."""
+    return token.get("content", "") if isinstance(token, dict) else token or ""
+
+
+def vocabulary_name(ids: dict[str, int]) -> str:
+    return "tokenizer.json-" + hashlib.sha256(json.dumps(sorted(ids.items())).encode()).hexdigest()[:12]

@@ -14,7 +14,6 @@ import json
 import lzma
 import multiprocessing
 import os
-import re
 import runpy
 import signal
 import sys
@@ -24,17 +23,14 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
-from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
-import tiktoken
 
 from data.files import atomic_write, display_path, lock, write_json
-from data.tokenizer import end_of_text
+from data.tokenizer import Tokenizer
 from data.tokens import SPLITS, token_dtype
 
-MOST_BLANKS = 25_000  # in a row, of a text that tiktoken cannot take whole
 BATCH_CHARS = 2**20  # text handed to a worker at a time: enough to hide the hand-over, small enough to hold many
 
 Document = tuple[str, str]  # (split, text)
@@ -67,7 +63,7 @@ def write_lock(folder: Path):
 def write_dataset(
     folder: Path,
     documents: Iterable[Document],
-    tokenizer: tiktoken.Encoding,
+    tokenizer: Tokenizer,
     extra: dict | None = None,
     **options,  # of write_tokens
 ) -> dict:
@@ -80,7 +76,7 @@ def write_dataset(
 def write_tokens(
     folder: Path,
     documents: Iterable[Document],
-    tokenizer: tiktoken.Encoding,
+    tokenizer: Tokenizer,
     shard: str = "",
     workers: int = 1,
     progress: Callable[[dict], None] | None = None,
@@ -123,7 +119,7 @@ def require_both_splits(counts: dict) -> None:
         )
 
 
-def write_meta(folder: Path, tokenizer: tiktoken.Encoding, shards: dict[str, dict], **extra) -> dict:
+def write_meta(folder: Path, tokenizer: Tokenizer, shards: dict[str, dict], **extra) -> dict:
     """Write meta.json for the shards, {suffix: counts}, and return its content."""
     counts = {s: {k: sum(c[s][k] for c in shards.values()) for k in ("documents", "tokens", "bytes")} for s in SPLITS}
     require_both_splits(counts)
@@ -132,7 +128,8 @@ def write_meta(folder: Path, tokenizer: tiktoken.Encoding, shards: dict[str, dic
         tokenizer=tokenizer.name,
         vocab_size=tokenizer.n_vocab,
         dtype=token_dtype(tokenizer.n_vocab).name,
-        end_of_text=end_of_text(tokenizer),
+        end_of_text=tokenizer.end_of_text,
+        **({} if tokenizer.bos is None else {"bos": tokenizer.bos}),
         **{f"{split}_{what}": number for split in SPLITS for what, number in counts[split].items()},
         **{f"{split}_sha256": digest for split, digest in digests.items() if digest},
         **extra,
@@ -150,7 +147,7 @@ def digest_of(digests: list[str | None]) -> str | None:
 
 
 def write_shard(
-    folder: Path, number: int, documents: Iterable[Document], tokenizer: tiktoken.Encoding, source: dict, **options
+    folder: Path, number: int, documents: Iterable[Document], tokenizer: Tokenizer, source: dict, **options
 ) -> dict:
     """Write one shard as write_tokens does, and beside it, last, a record of its `source` and counts."""
     record = folder / f"shard{shard_suffix(number)}.json"
@@ -160,7 +157,7 @@ def write_shard(
     return counts
 
 
-def finished_shard(folder: Path, number: int, tokenizer: tiktoken.Encoding, source: dict) -> dict | None:
+def finished_shard(folder: Path, number: int, tokenizer: Tokenizer, source: dict) -> dict | None:
     """Return the counts of a shard that an earlier run completed from the same `source`, else None."""
     suffix, itemsize = shard_suffix(number), token_dtype(tokenizer.n_vocab).itemsize
     try:
@@ -189,7 +186,7 @@ def compressed_bits_per_byte(text: bytes) -> dict[str, float]:
 # Tokenizing, in one process or many
 
 
-def encode_documents(documents: Iterable[Document], tokenizer: tiktoken.Encoding, workers: int = 1) -> Iterator[dict]:
+def encode_documents(documents: Iterable[Document], tokenizer: Tokenizer, workers: int = 1) -> Iterator[dict]:
     """Yield {split: (tokens uint32 (n,), documents, bytes)}, one batch of documents after another, in their order."""
     if workers < 1:
         raise ValueError(f"workers is {workers}: it must be at least 1")
@@ -224,28 +221,15 @@ def batches(documents: Iterable[Document]) -> Iterator[list[Document]]:
         yield batch
 
 
-def encode_batch(batch: list[Document], tokenizer: tiktoken.Encoding) -> dict:
-    eot = np.array([end_of_text(tokenizer)], dtype=np.uint32)
-    pieces, n_documents, n_bytes = ({split: zero() for split in SPLITS} for zero in (list, int, int))
+def encode_batch(batch: list[Document], tokenizer: Tokenizer) -> dict:
+    bos = [] if tokenizer.bos is None else [tokenizer.bos]
+    tokens, n_documents, n_bytes = ({split: zero() for split in SPLITS} for zero in (list, int, int))
     for split, text in batch:
         utf8 = text.encode("utf-8", "replace")  # JSON can hold a lone surrogate: it becomes a question mark
-        pieces[split] += [*encode(utf8.decode(), tokenizer), eot]
+        tokens[split] += [*bos, *tokenizer.encode(utf8.decode()), tokenizer.end_of_text]
         n_documents[split] += 1
         n_bytes[split] += len(utf8)
-    empty = np.empty(0, dtype=np.uint32)
-    return {split: (np.concatenate([empty, *pieces[split]]), n_documents[split], n_bytes[split]) for split in SPLITS}
-
-
-def encode(text: str, tokenizer: tiktoken.Encoding) -> list[np.ndarray]:
-    """The tokens of a text, in one array or several. Special tokens are read as plain text, <|endoftext|> too."""
-    try:
-        return [tokenizer.encode_to_numpy(text, disallowed_special=())]
-    except ValueError:  # tiktoken's pattern cannot match a million blanks in a row: cut them, as Meta's tokenizer does
-        cuts = [0]
-        for blanks in re.finditer(rf"\s{{{MOST_BLANKS + 1},}}", text):
-            cuts += range(blanks.start() + MOST_BLANKS, blanks.end(), MOST_BLANKS)
-        pieces = [text[start:end] for start, end in pairwise([*cuts, len(text)])]
-        return [tokenizer.encode_to_numpy(piece, disallowed_special=()) for piece in pieces]
+    return {split: (np.array(tokens[split], np.uint32), n_documents[split], n_bytes[split]) for split in SPLITS}
 
 
 def cpu_cores() -> int:
@@ -256,7 +240,7 @@ def cpu_cores() -> int:
 worker = {}  # in a worker process: its tokenizer, which is too large to send with every batch
 
 
-def start_worker(tokenizer: tiktoken.Encoding) -> None:
+def start_worker(tokenizer: Tokenizer) -> None:
     worker["tokenizer"] = tokenizer
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's to handle
     threading.Thread(target=exit_with_parent, daemon=True).start()

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from configurator import SettingError, check
-from data.tokenizer import end_of_text, get_tokenizer
+from data.tokenizer import LLAMA3_VOCAB, get_tokenizer
 from model import ROPE_SCALING_KEYS, LlamaConfig
 
 NAMES = {  # our name -> Hugging Face's
@@ -19,7 +19,6 @@ NAMES = {  # our name -> Hugging Face's
     "tie_embeddings": "tie_word_embeddings",
     "norm_eps": "rms_norm_eps",
 }
-LLAMA3_VOCAB = 128256
 
 
 def kind(name: str) -> type:
@@ -101,7 +100,7 @@ def write_config(config: LlamaConfig, tokenizer: str, dtype: str, begun_with: di
     # In our data a document begins behind the end of another. None: else transformers would take 1 and 2.
     end = 128001 if tokenizer == "llama3" else None
     with contextlib.suppress(OSError, ValueError):  # the tokenizer is not on this machine
-        end = end_of_text(get_tokenizer(tokenizer))
+        end = get_tokenizer(tokenizer).end_of_text
     stretched = (config.rope_scaling or {}).get("original_max_position_embeddings", 0)
     context = max(config.block_size, stretched, begun_with.get("max_position_embeddings") or 0)
     return {
