@@ -4,7 +4,7 @@
                               block_size=2048, tie_embeddings=True))
     model.init_weights(seed=1337)
     loss = model(tokens, targets)     # (B, T) int64 both -> fp32 scalar; on a GPU at most 1 GiB of the logits exists
-    loss = model(tokens, targets, document_starts(tokens, end_of_text))  # attention stays within each document
+    loss = model(tokens, targets, document_starts(tokens, first_token))  # attention stays within each document
     logits = model(tokens)            # (B, T, V)
 
 What differs from GPT-2: positions are rotations of queries and keys (RoPE) instead of a learned table; RMSNorm instead
@@ -98,15 +98,16 @@ def rope_tables(config: LlamaConfig, start: int, end: int, device, dtype=torch.f
     return angles.cos().to(dtype), angles.sin().to(dtype)
 
 
-def document_starts(tokens: torch.Tensor, end_of_text: int) -> torch.Tensor:
+def document_starts(tokens: torch.Tensor, first_token: int) -> torch.Tensor:
     """For each token of tokens (B, T), the position where its document starts: (B, T) int32.
 
-    That is the last end_of_text at or before it, or 0. So as an input an end_of_text opens the next document: the only
-    thing it predicts is that document's first token, and sample.py generates after one. As a target it still counts as
-    the end of its own document, which has to predict it.
+    That is the last first_token at or before it, or 0. In data with a bos that is the bos. In data without one it is
+    end_of_text: as an input it opens the next document, for the only thing it predicts is that document's first token,
+    and sample.py generates after one. As a target it still counts as the end of its own document, which has to predict
+    it.
     """
     positions = torch.arange(tokens.shape[1], device=tokens.device)
-    return torch.where(tokens == end_of_text, positions, 0).cummax(dim=1).values.int()
+    return torch.where(tokens == first_token, positions, 0).cummax(dim=1).values.int()
 
 
 def triton_suits(head_dim: int, n_time: int, dtype: torch.dtype) -> bool:

@@ -42,6 +42,7 @@ FILES = (  # that belong to a tokenizer, as Hugging Face publishes them
 )  # fmt: skip
 MODEL_FILES = ["tokenizer.model", "original/tokenizer.model"]  # Meta's place, Hugging Face's
 LLAMA3_VOCAB = 128256
+DESCRIPTIONS = ("meta.json", "run.json", "params.json", "config.json", "base_config.json")  # of data, of models
 MOST_BLANKS = 25_000  # in a row, of a text that tiktoken cannot take whole
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -199,7 +200,7 @@ def get_tokenizer(name: str | Path, path: str | Path | None = None) -> Tokenizer
     if name == "bytes":
         return Tiktoken(bytes_encoding())
     if name == "llama3":
-        return read_tokenizer_model(find_tokenizer_model(Path(path or ROOT)))
+        return read_model(find_model(Path(path or ROOT)))
     if name in NAMES:
         tokenizer = Tiktoken(openai_encoding(name))
         tokenizer.files = tokenizer.hf_files()  # another machine may not have the download
@@ -207,8 +208,8 @@ def get_tokenizer(name: str | Path, path: str | Path | None = None) -> Tokenizer
     if Path(name).is_dir():
         return tokenizer_of(Path(name))
     if Path(name).is_file():
-        is_json = Path(name).read_bytes().lstrip()[:1] == b"{"
-        return read_tokenizer_json(Path(name)) if is_json else read_tokenizer_model(Path(name))
+        content = Path(name).read_bytes()
+        return read_json(Path(name), {"tokenizer.json": content}) if content[:1] == b"{" else read_model(Path(name))
     hint = did_you_mean(str(name), {known: known for known in NAMES}, cutoff=0.4) or "."
     raise ValueError(f"Unknown tokenizer {name}{hint} There are: {', '.join(NAMES)}, and files and folders")
 
@@ -218,46 +219,69 @@ def tokenizer_of(folder: Path) -> Tokenizer:
 
     Raises what get_tokenizer raises.
     """
-    meta, config = read_json(folder / "meta.json"), read_json(folder / "config.json", folder / "base_config.json")
+    found = read_files(folder, DESCRIPTIONS)
+    meta, run, params, config, adapted = (parse(found.get(name, b"{}"), folder / name) for name in DESCRIPTIONS)
+    config, data = config or adapted, meta or run.get("dataset", {})
+    sizes = (params.get("vocab_size"), config.get("vocab_size"))
     name = meta.get("tokenizer", config.get("nanocria_tokenizer"))
-    data = meta or read_json(folder / "run.json").get("dataset")
+    files = dataset_files(folder, meta) if meta else read_files(folder, FILES)
     if name == "bytes":
         tokenizer = get_tokenizer(name)
-    elif (folder / "tokenizer.json").exists():
-        tokenizer = read_tokenizer_json(folder / "tokenizer.json", name)
-    elif name in NAMES and name != "llama3":
+    elif "tokenizer.json" in files:
+        tokenizer = read_json(folder / "tokenizer.json", files, name, config.get("eos_token_id"))
+    elif name in DOWNLOADS:
         tokenizer = get_tokenizer(name)
+    elif name == "llama3" or LLAMA3_VOCAB in sizes or any((folder / name).exists() for name in MODEL_FILES):
+        tokenizer = read_model(find_model(folder, ROOT))
     else:
-        is_llama3 = LLAMA3_VOCAB in (read_json(folder / "params.json").get("vocab_size"), config.get("vocab_size"))
-        if not (name or is_llama3 or any((folder / file).exists() for file in MODEL_FILES)):
-            raise FileNotFoundError(
-                f"{folder} does not say its tokenizer, and has none of tokenizer.json, {MODEL_FILES}"
-            )
-        tokenizer = read_tokenizer_model(find_tokenizer_model(folder))
+        raise FileNotFoundError(
+            f"{folder} does not say its tokenizer, and has none of tokenizer.json, {', '.join(MODEL_FILES)}; "
+            f"only Llama 3's is known by its size, {LLAMA3_VOCAB:,}"
+        )
     if data:
-        tokenizer.bos = data.get("bos", None if meta else data.get("end_of_text"))
-    elif name:  # convert.py wrote it
+        # A model whose data had no bos has seen every document begin behind the end of another.
+        tokenizer.bos = data.get("bos", None if meta else data["end_of_text"])
+        tokenizer.eos = list(dict.fromkeys([*data.get("eos", []), *tokenizer.eos]))
+    elif name in NAMES:  # a converted checkpoint
         tokenizer.bos = config.get("bos_token_id", tokenizer.bos)
     return tokenizer
 
 
-def read_tokenizer_json(path: Path, name: str | None = None) -> Tokenizer:
-    """A tokenizer.json and what is beside it; name: of ours, whose run wrote it."""
-    beside = [path.parent / file for file in FILES] if path.name == "tokenizer.json" else []
-    files = {file.name: file.read_bytes() for file in beside if file.exists()} | {"tokenizer.json": path.read_bytes()}
-    config = read_json(path.with_name("special_tokens_map.json")) | read_json(path.with_name("tokenizer_config.json"))
-    says_eos = read_json(path.with_name("config.json")) | read_json(path.with_name("generation_config.json"))
-    config["eos_token_id"] = says_eos.get("eos_token_id")
+def read_files(folder: Path, names: Iterable[str]) -> dict[str, bytes]:
+    return {name: (folder / name).read_bytes() for name in names if (folder / name).is_file()}
+
+
+def dataset_files(folder: Path, meta: dict) -> dict[str, bytes]:
+    """The tokenizer's files that a dataset keeps. Raises ValueError if one is not what was written."""
+    digests = meta.get("tokenizer_files", {})
+    files = read_files(folder, digests)
+    for name, sha256 in digests.items():
+        if hashlib.sha256(files.get(name, b"")).hexdigest() != sha256:
+            what = "damaged, or another tokenizer's" if name in files else "missing"
+            raise ValueError(f"{folder / name} is {what}: put back what the data were made with, or prepare them again")
+    return files
+
+
+def read_json(path: Path, files: dict[str, bytes], name: str | None = None, eos: int | list | None = None) -> Tokenizer:
+    """A tokenizer.json, with files that belong to it; name: of ours, whose run wrote it; eos: what config.json says."""
+    config, content = {}, parse(files["tokenizer.json"], path)
+    for file in ("special_tokens_map.json", "tokenizer_config.json"):
+        config |= parse(files.get(file, b"{}"), path.with_name(file))
+    generation = parse(files.get("generation_config.json", b"{}"), path.with_name("generation_config.json"))
+    config["eos_token_id"] = generation.get("eos_token_id", eos)
     if "chat_template.jinja" in files:
         config["chat_template"] = files["chat_template.jinja"].decode()
-    content = read_json(path)
     name = "llama3" if is_llama3(content) else name
     if name in NAMES:
         return Tiktoken(encoding_of_json(name, content, path), files, config)
     return HuggingFace(path, files, config)
 
 
-def find_tokenizer_model(*places: Path) -> Path:
+def read_model(file: Path) -> Tokenizer:
+    return Tiktoken(llama3_encoding(file), {"tokenizer.model": file.read_bytes()})
+
+
+def find_model(*places: Path) -> Path:
     """Meta's tokenizer.model: the first that is one of these files, or in one of these folders."""
     files = [file for place in places for file in (place, *(place / name for name in MODEL_FILES))]
     found = next((file for file in files if file.is_file()), None)
@@ -270,22 +294,27 @@ def find_tokenizer_model(*places: Path) -> Path:
     return found
 
 
-def read_tokenizer_model(file: Path) -> Tokenizer:
-    return Tiktoken(llama3_encoding(file), {"tokenizer.model": file.read_bytes()})
+def parse(content: bytes, path: Path) -> dict:
+    """The JSON object in a file. Raises ValueError for a damaged one."""
+    try:
+        found = json.loads(content)
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{path} is damaged: {error}") from error
+    if not isinstance(found, dict):
+        raise ValueError(f"{path} is damaged: it holds no JSON object")
+    return found
 
 
-def read_json(*paths: Path) -> dict:
-    """The content of the first of these files that is there, else {}. Raises ValueError for a damaged one."""
-    for path in paths:
-        if path.exists():
-            try:
-                content = json.loads(path.read_bytes())
-            except (ValueError, RecursionError) as error:
-                raise ValueError(f"{path} is damaged: {error}") from error
-            if not isinstance(content, dict):
-                raise ValueError(f"{path} is damaged: it holds no JSON object")
-            return content
-    return {}
+def published_name(folder: Path) -> str | None:
+    """The name of the tokenizer whose tokenizer.json a folder holds, without reading it by `tokenizers`; else None."""
+    with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
+        content = parse((folder / "tokenizer.json").read_bytes(), folder)
+        vocabulary = content["model"]["vocab"]
+        if isinstance(vocabulary, list):  # of pairs, token and score
+            vocabulary = {token: i for i, (token, _) in enumerate(vocabulary)}
+        ids = vocabulary | {token["content"]: token["id"] for token in content["added_tokens"]}
+        return "llama3" if is_llama3(content) else vocabulary_name(ids)
+    return None
 
 
 def spelling(token: str | dict | None) -> str:

@@ -4,8 +4,9 @@ A dataset is a folder of
 
     train.bin, val.bin   token ids one after another, little-endian, uint16 where the vocabulary fits, else uint32;
                          a large dataset has shards: train_000000.bin, train_000001.bin, ...
-    meta.json            tokenizer, vocab_size, dtype, end_of_text (its id), the documents, tokens, UTF-8 bytes and
-                         SHA-256 of each split, and how many tokens each file holds
+    meta.json            tokenizer, vocab_size, dtype, end_of_text (its id), bos (its id) if documents begin with one,
+                         the documents, tokens, UTF-8 bytes and SHA-256 of each split, how many tokens each file holds
+    tokenizer.json, ...  the tokenizer's files, where its name is not enough; meta.json has their SHA-256
 
 Every document ends with the end-of-text token. meta.json is written last: a folder without it is not a dataset.
 
@@ -132,7 +133,8 @@ def read_meta(folder: str | Path) -> dict:
         counts = [list(meta["files"][split].values()) for split in SPLITS]
         numbers = [meta["vocab_size"], meta["val_bytes"], *sum(counts, [])]
         sound = all(counts) and all(type(n) is int and n > 0 for n in numbers)  # an empty file is never listed
-        sound = sound and type(meta["end_of_text"]) is int and 0 <= meta["end_of_text"] < meta["vocab_size"]
+        special = [meta["end_of_text"], meta.get("bos", 0)]
+        sound = sound and all(type(i) is int and 0 <= i < meta["vocab_size"] for i in special)
     except (KeyError, TypeError, AttributeError):
         sound = False
     if not sound or meta["dtype"] not in ("uint16", "uint32"):

@@ -28,7 +28,7 @@ from pathlib import Path
 import numpy as np
 
 from data.files import atomic_write, display_path, lock, write_json
-from data.tokenizer import Tokenizer
+from data.tokenizer import NAMES, Tokenizer, get_tokenizer
 from data.tokens import SPLITS, token_dtype
 
 BATCH_CHARS = 2**20  # text handed to a worker at a time: enough to hide the hand-over, small enough to hold many
@@ -50,6 +50,8 @@ def check_val_fraction(val_fraction: float) -> None:
 @contextmanager
 def write_lock(folder: Path):
     """Make the folder and lock it against other writers. Raises BlockingIOError if another process writes to it."""
+    if (folder / "config.json").exists():
+        raise ValueError(f"{folder} holds a model, whose tokenizer's files a dataset would replace: name another --out")
     folder.mkdir(parents=True, exist_ok=True)
     with open(folder / ".lock", "w") as file:
         try:
@@ -124,12 +126,17 @@ def write_meta(folder: Path, tokenizer: Tokenizer, shards: dict[str, dict], **ex
     counts = {s: {k: sum(c[s][k] for c in shards.values()) for k in ("documents", "tokens", "bytes")} for s in SPLITS}
     require_both_splits(counts)
     digests = {split: digest_of([c[split].get("sha256") for c in shards.values()]) for split in SPLITS}
+    for name, content in tokenizer.files.items():
+        with atomic_write(folder / name) as file:
+            file.write(content)
+    kept = {name: hashlib.sha256(content).hexdigest() for name, content in tokenizer.files.items()}
     meta = dict(
         tokenizer=tokenizer.name,
         vocab_size=tokenizer.n_vocab,
         dtype=token_dtype(tokenizer.n_vocab).name,
         end_of_text=tokenizer.end_of_text,
         **({} if tokenizer.bos is None else {"bos": tokenizer.bos}),
+        **({"tokenizer_files": kept} if kept else {}),
         **{f"{split}_{what}": number for split in SPLITS for what, number in counts[split].items()},
         **{f"{split}_sha256": digest for split, digest in digests.items() if digest},
         **extra,
@@ -321,6 +328,24 @@ def run_script(main: Callable[[], None]) -> None:
         sys.exit(f"error: {error}")
     except KeyboardInterrupt:
         sys.exit("\ninterrupted: nothing half-written is left")
+
+
+def add_tokenizer_options(parser: argparse.ArgumentParser, default: str) -> None:
+    said = f"one of {', '.join(NAMES)}, or a folder or file of Hugging Face's or Meta's (default: {default})"
+    parser.add_argument("--tokenizer", default=default, help=said)
+    parser.add_argument("--tokenizer_path", type=path_argument, help="llama3's tokenizer.model, if elsewhere than here")
+    said = "begin each document with the tokenizer's bos (default: where it has one)"
+    parser.add_argument("--bos", action=argparse.BooleanOptionalAction, help=said)
+
+
+def tokenizer_for_data(name: str, path: Path | None = None, bos: bool | None = None) -> Tokenizer:
+    """The tokenizer of a script's options."""
+    tokenizer = get_tokenizer(name if name in NAMES else os.path.expanduser(name), path)
+    if bos is False or tokenizer.bos == tokenizer.end_of_text:  # behind the end of another a document begins anyway
+        tokenizer.bos = None
+    if bos and tokenizer.bos is None:
+        raise ValueError(f"--bos: tokenizer {tokenizer.name} begins no text with a bos")
+    return tokenizer
 
 
 def path_argument(text: str) -> Path:

@@ -296,6 +296,8 @@ def test_text_is_drawn_from_a_folder_as_from_the_checkpoint_that_it_was(train, s
     (tmp_path / "hf/run.json").unlink()  # as others publish it
     assert text == sample(out_dir=tmp_path / "hf")[0]
     edit(tmp_path / "hf/config.json", nanocria_tokenizer=None)
+    assert sample(out_dir=tmp_path / "hf")[0].startswith("def ")  # by its tokenizer.json
+    (tmp_path / "hf/tokenizer.json").unlink()
     assert "does not say its tokenizer" in sample(out_dir=tmp_path / "hf")[1]
 
 
