@@ -55,6 +55,7 @@ class Tokenizer:
     end_of_text    the id that ends every document
     bos            the id before every document and prompt; None: there is none
     eos            the ids after which a model stops, end_of_text among them
+    special_tokens how they are spelled
     bos_token, eos_token, chat_template    as chat templates know them; "" and None if there is none
     files          {name: content} from which get_tokenizer() makes it again; {} if its name is enough
     """
@@ -102,6 +103,7 @@ class Tiktoken(Tokenizer):
     def __init__(self, encoding: tiktoken.Encoding, files: dict[str, bytes] | None = None, config: dict | None = None):
         self.encoding, self.name, self.n_vocab, self.files = encoding, encoding.name, encoding.n_vocab, files or {}
         special = {token: encoding.encode_single_token(token) for token in encoding.special_tokens_set}
+        self.special_tokens = sorted(special)
         self.bos = special.get("<|begin_of_text|>")
         config = {"eos_token_id": [special.get(token) for token in LLAMA3_EOS]} if config is None else config
         self.set_special_tokens(special.get, config)
@@ -146,6 +148,7 @@ class HuggingFace(Tokenizer):
         self.backend.no_truncation()
         self.backend.no_padding()
         ids = self.backend.get_vocab(with_added_tokens=True)
+        self.special_tokens = [t.content for t in self.backend.get_added_tokens_decoder().values() if t.special]
         self.name, self.n_vocab, self.files = vocabulary_name(ids), max(ids.values()) + 1, files
         example, adds_bos = self.backend.encode("a"), config.get("add_bos_token")
         adds_bos = example.special_tokens_mask[0] if adds_bos is None else adds_bos
@@ -244,6 +247,8 @@ def tokenizer_of(folder: Path) -> Tokenizer:
         tokenizer.eos = list(dict.fromkeys([*data.get("eos", []), *tokenizer.eos]))
     elif name in NAMES:  # a converted checkpoint
         tokenizer.bos = config.get("bos_token_id", tokenizer.bos)
+    if "chat_template.jinja" in files:  # of the conversations that it was trained on
+        tokenizer.chat_template = files["chat_template.jinja"].decode()
     return tokenizer
 
 
