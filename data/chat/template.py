@@ -17,8 +17,8 @@ import json
 import re
 from datetime import datetime
 
-from data.tokenizer import Tokenizer
 from data.tokens import IS_TARGET, OPENS
+from data.vocabulary import Tokenizer
 
 # Llama 3's own format, as its model card writes it down: without the date and the tools of 3.1's and 3.2's templates.
 LLAMA3_TEMPLATE = """\
@@ -169,7 +169,7 @@ def broken(value, tokenizer: Tokenizer):
         return value
     if re.search(f"[{BREAK}{ANSWER}{ANSWER_END}]", value):
         raise ValueError("it contains U+FDD0, U+FDD1 or U+FDD2, which are no characters")
-    for token in tokenizer.special_tokens:
+    for token in sorted(tokenizer.special_tokens):
         value = value.replace(token, token[:1] + BREAK + token[1:])
     return value
 
