@@ -13,6 +13,7 @@ from functools import partial
 
 import torch
 
+from data.vocabulary import TextStream, Tokenizer
 from model import KVCache, Llama, rope_tables
 from runtime.cuda_graph import CUDAGraph
 from runtime.device import send_to_cpu
@@ -136,3 +137,53 @@ def sample(
         probabilities[probabilities < min_p * probabilities.amax(-1, keepdim=True)] = 0
     # torch.multinomial's own draw, without the checks for which it waits for the GPU.
     return (probabilities / torch.empty_like(probabilities).exponential_(generator=generator)).argmax(-1)
+
+
+def begin_document(tokenizer: Tokenizer, text: str, special: bool = False) -> list[int]:
+    """The ids of a text as the model saw the beginning of documents: after the bos, if its data had one. Of no text, the
+    bos or the end of a document before it. special: special tokens that the text spells out are tokens.
+    """
+    ids = tokenizer.encode(text, special)
+    if tokenizer.bos is not None:
+        return [tokenizer.bos, *ids]
+    return ids or [tokenizer.end_of_text]
+
+
+class RowText:
+    """The text of one row, from ids: whole characters, up to the first of the stop strings or the row's end."""
+
+    def __init__(self, tokenizer: Tokenizer, prompt: list[int], stop: Collection[str]):
+        self.stream, self.stop, self.held, self.ended = TextStream(tokenizer, prompt), stop, "", False
+
+    def add(self, token: int | None) -> str:
+        """The text that is certain with this id, or with the end of the row: None."""
+        if self.ended:
+            return ""
+        self.ended = token is None
+        held = self.held + (self.stream.end() if token is None else self.stream.add(token))
+        found = [held.find(stop) for stop in self.stop if stop in held]
+        if found:
+            self.ended, certain = True, min(found)
+        else:
+            # The end of the text may be the beginning of a stop string: it waits.
+            begins = [n for stop in self.stop for n in range(1, len(stop)) if held.endswith(stop[:n])]
+            certain = len(held) - max(begins, default=0) * (token is not None)
+        self.held = held[certain:]
+        return held[:certain]
+
+
+def generate_text(
+    model: Llama,
+    tokenizer: Tokenizer,
+    prompts: list[list[int]],
+    max_new_tokens: int,
+    stop: Collection[str] = (),
+    **sampling,
+) -> Iterator[list[str]]:
+    """What each token adds to the text of each row, from generate(); stop: strings before which a row ends, too."""
+    rows = [RowText(tokenizer, prompt, stop) for prompt in prompts]
+    for tokens in generate(model, prompts, max_new_tokens, eos=tokenizer.eos, **sampling):
+        yield [row.add(token) for row, token in zip(rows, tokens, strict=True)]
+        if all(row.ended for row in rows):
+            return
+    yield [row.add(None) for row in rows]
