@@ -349,10 +349,12 @@ def run_script(main: Callable[[], None]) -> None:
         sys.exit("\ninterrupted: nothing half-written is left")
 
 
-def add_tokenizer_options(parser: argparse.ArgumentParser, default: str) -> None:
+def add_tokenizer_options(parser: argparse.ArgumentParser, default: str, bos: bool = True) -> None:
     said = f"one of {', '.join(NAMES)}, or a folder or file of Hugging Face's or Meta's (default: {default})"
     parser.add_argument("--tokenizer", default=default, help=said)
     parser.add_argument("--tokenizer_path", type=path_argument, help="llama3's tokenizer.model, if elsewhere than here")
+    if not bos:  # a chat template writes it
+        return
     said = "begin each document with the tokenizer's bos (default: where it has one)"
     parser.add_argument("--bos", action=argparse.BooleanOptionalAction, help=said)
 
