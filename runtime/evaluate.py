@@ -98,10 +98,15 @@ def evaluate_answers(model: Llama, tokenizer: Tokenizer, path: Path, batch_size:
 
 
 def evaluate_choices(model: Llama, tokenizer: Tokenizer, path: Path, batch_size: int) -> dict[str, str]:
-    items, rows = read_jsonl(path, {"ctx": str, "endings": list, "label": int | str}), []
-    for item in items:
+    items, rows = read_jsonl(path, {"ctx": str, "endings": list}), []
+    for number, item in enumerate(items, start=1):
+        endings, label = item["endings"], str(item.get("label"))  # some of HellaSwag's files have "2"
+        if not all(isinstance(each, str) and each for each in endings) or label not in map(str, range(len(endings))):
+            raise ValueError(
+                f"{path}: item {number} has label {label} of endings {endings}: expected texts, one of them right"
+            )
         n_context = len(begin_document(tokenizer, item["ctx"]))
-        for ending in item["endings"]:
+        for ending in endings:
             ids = begin_document(tokenizer, f"{item['ctx']} {ending}")
             rows.append((ids, [i >= n_context for i in range(len(ids))]))
     totals = (each.sum().item() for each in log_likelihoods(model, rows, batch_size))
@@ -109,7 +114,7 @@ def evaluate_choices(model: Llama, tokenizer: Tokenizer, path: Path, batch_size:
     for item in items:
         log_p = [next(totals) for _ in item["endings"]]
         by_length = [x / len(ending) for x, ending in zip(log_p, item["endings"], strict=True)]
-        right += log_p.index(max(log_p)) == int(item["label"])  # some of HellaSwag's files have "2"
+        right += log_p.index(max(log_p)) == int(item["label"])
         normalised += by_length.index(max(by_length)) == int(item["label"])
     return {
         "accuracy": f"{right / len(items):.4f} ({right:,} of {len(items):,})",

@@ -140,8 +140,8 @@ def sample(
 
 
 def begin_document(tokenizer: Tokenizer, text: str, special: bool = False) -> list[int]:
-    """The ids of a text as the model saw the beginning of documents: after the bos, if its data had one. Of no text, the
-    bos or the end of a document before it. special: special tokens that the text spells out are tokens.
+    """The ids of a text as a document's beginning: after the bos if the model has one; of no text the bos, or the end
+    of a document before it. special: special tokens that the text spells out are tokens.
     """
     ids = tokenizer.encode(text, special)
     if tokenizer.bos is not None:
