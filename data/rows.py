@@ -121,7 +121,7 @@ def kind_of(head: bytes, path: Path) -> str:
     """ "lines" of JSON, an "array", or "text", by the name and the first bytes."""
     if is_jsonl(path):
         return "lines"
-    if ".json" in path.name.lower() and ARRAY.match(head):
+    if ARRAY.match(head) and (".json" in path.name.lower() or not path.is_file()):
         return "array"
     line, end, _ = head.lstrip().partition(b"\n")
     if not OBJECT.match(line):

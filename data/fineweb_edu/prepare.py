@@ -88,8 +88,8 @@ def open_parquet(path: Path):
     try:
         return pyarrow.parquet.ParquetFile(path)
     except (OSError, pyarrow.ArrowException) as error:
-        hint = "" if path.suffix == ".parquet" else f". data/text/prepare.py reads text and JSON: --input {path}"
-        raise ValueError(f"{path} cannot be read as parquet: {error}{hint}") from error
+        hint = "" if path.suffix == ".parquet" else f"data/text/prepare.py reads text and JSON: --input {path}"
+        raise ValueError(f"{path} cannot be read as parquet: {error} {hint}".strip()) from error
 
 
 def read_documents(parquet, path: Path, field: str, val_fraction: float, bad: Bad) -> Iterator[Document]:

@@ -61,7 +61,7 @@ HERE = Path(__file__).resolve().parent
 SMALL = 10**6  # bytes of documents that are split by rank
 
 
-def find_files(inputs: list[Path], out: Path, field: str) -> dict[Path, str | None]:
+def find_files(inputs: list[Path], out: Path, field: str, bad: Bad) -> dict[Path, str | None]:
     """The files named, and in folders all that are not hidden, binary or the dataset's, in a fixed order; and of each
     what it holds, "text", JSON "lines" or an "array". None: a pipe, which is looked at when it is read.
     """
@@ -75,9 +75,10 @@ def find_files(inputs: list[Path], out: Path, field: str) -> dict[Path, str | No
                     continue
                 try:
                     head, kind = look_at(file)
-                except Unreadable:
-                    raise
-                except ValueError:  # binary
+                except Unreadable as error:
+                    bad(str(error))
+                    continue
+                except ValueError:
                     binary.append(file)
                     continue
                 if kind != "text" and not is_jsonl(file) and f'"{field}"'.encode() not in head:
@@ -85,7 +86,12 @@ def find_files(inputs: list[Path], out: Path, field: str) -> dict[Path, str | No
                     json_as_text.append(file)
                 files[file] = kind
         elif path.is_file():
-            files[path] = look_at(path)[1]
+            try:
+                files[path] = look_at(path)[1]
+            except Unreadable as error:
+                bad(str(error))
+            if files.get(path) == "text" and path.suffix.lower() == ".json":
+                raise ValueError(f"{path} is JSON, but neither an array of objects nor one object a line")
         elif path.exists():
             files[path] = None
         else:
@@ -200,7 +206,8 @@ def prepare(
     workers: int = 1,
 ) -> dict:
     """Write the dataset into `folder`; return its meta.json. field: of the lines of .jsonl files; none: "text"."""
-    files = find_files([Path(path) for path in inputs], Path(folder), field or "text")
+    bad, spelled_out = Bad(errors), Counter()
+    files = find_files([Path(path) for path in inputs], Path(folder), field or "text", bad)
     if field is not None and set(files.values()) == {"text"}:
         raise ValueError(f"--field is {field}, but no input holds JSON objects, one a line or in an array")
     replaces = (Path(folder) / "meta.json").exists()
@@ -215,7 +222,6 @@ def prepare(
     least = min(2**14, max(int(n_bytes * val_fraction), 256)) if 0 < n_bytes < SMALL else 2**14
     max_chars = min(max(int(n_bytes * val_fraction / 8), least), 2**20)
     tokenizer = tokenizer_for_data(tokenizer, tokenizer_path, bos)
-    bad, spelled_out = Bad(errors), Counter()
     texts = read_documents(files, field or "text", max_chars, bad)
     texts = count_special(texts, tokenizer.special_tokens | set(END_OF_TEXT_NAMES), spelled_out)
     try:
@@ -229,7 +235,7 @@ def prepare(
     finally:
         bad.report()
     if spelled_out:
-        found = ", ".join(f"{token} {n:,} times" for token, n in spelled_out.most_common(5))
+        found = ", ".join(f"{token} ({n:,})" for token, n in spelled_out.most_common(5))
         say(f"special tokens spelled out, which stay text: {found}. On a line of its own <|endoftext|> ends a document")
     if replaces:
         say(f"{f'replaced the dataset in {display_path(folder)}':<100}")  # as wide as the progress line it covers
