@@ -59,7 +59,7 @@ def read_config(folder) -> tuple[dict, str | None]:
     settings = {ours: setting(path, theirs, name, kind(ours)) for ours, name in NAMES.items()}
     settings |= _read_rope(path, theirs)
     n_embd, n_head, head_dim = settings["n_embd"], settings["n_head"], setting(path, theirs, "head_dim", int, None)
-    if head_dim and head_dim * n_head != n_embd:
+    if n_head and head_dim not in (None, n_embd / n_head):
         raise ValueError(
             f"{path} has head_dim {head_dim}, {n_head} heads and hidden_size {n_embd}: only heads that are together as "
             "wide as the model are supported, as Llama 3's are"
