@@ -105,7 +105,7 @@ def evaluate_choices(model: Llama, tokenizer: Tokenizer, path: Path, batch_size:
             raise ValueError(
                 f"{path}: item {number} has label {label} of endings {endings}: expected texts, one of them right"
             )
-        n_context = len(begin_document(tokenizer, item["ctx"]))
+        n_context = len(begin_document(tokenizer, item["ctx"].rstrip()))  # as there, blanks go with the ending
         for ending in endings:
             ids = begin_document(tokenizer, f"{item['ctx']} {ending}")
             rows.append((ids, [i >= n_context for i in range(len(ids))]))
