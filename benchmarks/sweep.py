@@ -122,7 +122,7 @@ def measured(s: SimpleNamespace, known: dict | None = None):
             for series in [series for series in going if series[0] not in missing]:
                 row = place(*series, batch, block, s)
                 name = tuple(row.values())
-                row = known[name] if name in known else point(row, s)
+                row = known[name] if name in known else point(row, s.steps)
                 known |= {name: row} if "oom" in row else {}
                 missing |= {series[0]} if "missing" in row else set()
                 if "tok_per_s" not in row:
@@ -147,8 +147,8 @@ def place(arm: str, checkpointing: str, offload: str, batch: int, block: int, s:
     return dict(zip(compare.SWEEP_PLACE, (*where, s.memory_limit_gib, flags), strict=True))
 
 
-def point(row: dict, s: SimpleNamespace) -> dict:
-    """The row of this place, with what was measured there or why nothing was."""
+def point(row: dict, steps: int | None = None) -> dict:
+    """The row of this place, with what was measured there or why nothing was. steps: to measure; None: n_steps."""
     arm, offload = row["arm"], row["offload"]
     ours = arm in trainers.SWEEP_FLAGS
     try:
@@ -159,12 +159,13 @@ def point(row: dict, s: SimpleNamespace) -> dict:
     if needed > there:
         sentence = f"offload={offload} needs {needed:.1f} GiB of CPU memory, this machine has {there:.1f}"
         return row | {"failed": sentence}
-    warmup, steps = n_steps(row["batch"] * row["block"])
-    row |= {"steps": s.steps or steps}
+    warmup, usual = n_steps(row["batch"] * row["block"])
+    row |= {"steps": steps or usual}
     at = (row["config"], row["batch"], row["block"], row["checkpointing"], row["steps"])
-    common = {"ranks": s.ranks, "warmup": warmup, "launch": runner.limited(s.memory_limit_gib, TIMEOUT)}
+    common = {"ranks": row["ranks"], "warmup": warmup, "launch": runner.limited(row["limit_gib"], TIMEOUT)}
     if ours:
-        result = runner.train_point(*at, flags=[f"--offload={offload}", *trainers.SWEEP_FLAGS[arm], *s.flags], **common)
+        flags = [f"--offload={offload}", *trainers.SWEEP_FLAGS[arm], *shlex.split(row["flags"])]
+        result = runner.train_point(*at, flags=flags, **common)
     else:
         result = runner.peer_point(trainers.SWEEP_PEERS[arm][offload], *at, **common)
     return row | {"oom": False} | result
