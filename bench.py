@@ -10,6 +10,7 @@
     python bench.py step                        the whole training step, beside other trainers
     python bench.py losses                      is what it learns the same? beside Hugging Face's model
     python bench.py gpus                        several GPUs: scaling, 8B, checkpoints
+    python bench.py disk --offload_dir=FOLDER   an update through a drive, beside plain reads and writes
     python bench.py record FOLDER NAME          keeps the summary.json that a training run left in FOLDER
                                                 as benchmarks/records/NAME.json
     python bench.py readme                      draws the plots and writes the tables of both pages
@@ -23,7 +24,7 @@ import sys
 
 from configurator import SettingError, did_you_mean
 
-MODULES = ["sweep", "estimate", "ladder", "snapshot", "kernels", "step", "losses", "gpus"]  # of benchmarks/
+MODULES = ["sweep", "estimate", "ladder", "snapshot", "kernels", "step", "losses", "gpus", "disk"]  # of benchmarks/
 COMMANDS = [*MODULES, "record", "readme"]
 
 

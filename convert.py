@@ -3,7 +3,11 @@
     python convert.py Llama3.2-1B my-llama                             Meta's format, params.json and a .pth
     python convert.py out/llama32_1b my-llama --dtype float32          a run's newest checkpoint: its master weights
     python convert.py Llama-3.2-1B my-llama --dtype float16
+    python convert.py out/qlora my-llama --merge original              adapters, merged into the weights they began with
 
+Adapters are merged into the base that they were trained on, which for NF4 is what its four bits are read back as, or
+with --merge original into the published weights: without the error of four bits, to which the adapters
+were trained.
 Nothing needs it to use a run: a checkpoint is such a folder, and train.py and sample.py read all of these.
 """
 
@@ -15,6 +19,7 @@ from pathlib import Path
 
 import torch
 
+from lora import merge_lora
 from runtime import run_folder
 from runtime.checkpoint import load_model
 from runtime.checkpoint_folder import open_folder, write_folder
@@ -24,10 +29,11 @@ from runtime.hf_names import hf_rows
 from runtime.restore import documents
 
 DTYPES = ["bfloat16", "float16", "float32"]
+MERGES = ["trained", "original"]
 
 
-def convert(source: Path, folder: Path, dtype: str) -> None:
-    """Writes what load_model(source) is as a folder, which is complete or not there.
+def convert(source: Path, folder: Path, dtype: str, merge: str = "trained") -> None:
+    """Writes what load_model(source) is as a folder, which is complete or not there; merge: see above.
 
     Raises what load_model raises, and OSError if the folder cannot be written.
     """
@@ -37,7 +43,9 @@ def convert(source: Path, folder: Path, dtype: str) -> None:
     shutil.rmtree(partial, ignore_errors=True)
     try:
         from_rank_0(lambda: partial.mkdir(parents=True))  # before the weights are read
-        model = load_model(source, "cpu", getattr(torch, dtype))
+        base_dtype = "bfloat16" if merge == "original" else None
+        model = load_model(source, "cpu", getattr(torch, dtype), base_dtype=base_dtype)
+        merge_lora(model)
         rows = [row for name, p in model.named_parameters() for row in hf_rows(name, p, model.config)]
         others = documents(opened, model.config, tokenizer, dtype)
         write_folder(partial, {"model": rows}, others, {"converted_from": str(source)})
@@ -52,12 +60,13 @@ def main() -> None:
     parser.add_argument("source", type=Path, help="a run (its newest checkpoint), a checkpoint or published weights")
     parser.add_argument("folder", type=Path, help="a new folder")
     parser.add_argument("--dtype", choices=DTYPES, default=DTYPES[0], help="of the weights")
+    parser.add_argument("--merge", choices=MERGES, default=MERGES[0], help="the base that adapters are merged into")
     args = parser.parse_args()
     if os.path.lexists(args.folder):
         sys.exit(f"{args.folder} is there already: name a new folder")
 
     def write(path):
-        convert(path, args.folder, args.dtype)
+        convert(path, args.folder, args.dtype, args.merge)
         print(f'{path} in {args.dtype}: transformers.AutoModelForCausalLM.from_pretrained("{args.folder}")')
 
     try:

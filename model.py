@@ -37,7 +37,7 @@ ROPE_SCALING_KEYS = {"factor", "low_freq_factor", "high_freq_factor", "original_
 @dataclass(frozen=True)
 class LlamaConfig:
     """What a published config.json says. How a model is executed is set from outside: Llama.set_operations, use_fp8 of
-    kernels/fp8_linear.py, recompute of runtime/recompute.py.
+    kernels/fp8_linear.py, add_lora of lora.py, recompute of runtime/recompute.py.
     """
 
     n_layer: int
@@ -374,6 +374,7 @@ class Llama(Part):
     @torch.no_grad()
     def init_weights(self, seed: int, device: str | torch.device | None = None):
         """Norms 1, matrices normal with std 0.02; the two that write into the residual stream 0.02 / sqrt(2·n_layer).
+        Of an adapter A is uniform within ±1/√C and B zero. What is frozen is left as it is: it will be read.
 
         Each parameter draws from its own generator, seeded by its name: so a model sharded over any number of ranks
         starts from the same weights, and no rank ever holds more than one whole parameter. device: where the numbers
@@ -384,8 +385,10 @@ class Llama(Part):
         for name, _ in self.named_buffers():
             raise NotImplementedError(f"init_weights of model.py does not know how the buffer {name} begins")
         for name, parameter in self.named_parameters():
-            if name.endswith("norm.weight"):
-                parameter.fill_(1.0)
+            if not parameter.requires_grad:
+                continue
+            if name.endswith(("norm.weight", "lora_b")):
+                parameter.fill_(float(name.endswith("norm.weight")))
                 continue
             if parameter.ndim == 1:
                 raise NotImplementedError(f"init_weights of model.py does not know how {name} begins")
@@ -396,23 +399,31 @@ class Llama(Part):
             )
             generator = torch.Generator(device or parameter.device).manual_seed(seed + zlib.crc32(name.encode()))
             whole = torch.empty(parameter.shape, device=generator.device, dtype=torch.float32)
-            whole.normal_(0.0, std, generator=generator)
+            if name.endswith("lora_a"):
+                bound = parameter.shape[1] ** -0.5
+                whole.uniform_(-bound, bound, generator=generator)
+            else:
+                whole.normal_(0.0, std, generator=generator)
             fill(parameter, whole)
 
     def n_params(self) -> int:
-        """The number of parameters, a tied head and its embedding counted once."""
-        return sum(parameter.numel() for parameter in self.parameters())
+        """The number of parameters, a tied head and its embedding counted once, NF4 weights as what they stand for."""
+        packed = [m for m in self.layers.modules() if isinstance(m, kernels.NF4LoRALinear)]
+        more = sum(m.in_features * m.out_features - sum(t.numel() for t in m.tensors()[:4]) for m in packed)
+        return sum(parameter.numel() for parameter in self.parameters()) + more
 
     def flops_per_token(self, n_time: int) -> int:
         """FLOPs of forward and backward for one token of a sequence of n_time, without recomputation.
 
-        6 for each weight of a matmul (the embedding is a lookup, the head a matmul), and for attention 2 matmuls of
-        2·C·T, forward once and backward twice, half of it masked away: 6·C·T a layer (PaLM, appendix B, causal).
+        6 for each weight of a matmul, 4 for a frozen one (the embedding is a lookup, the head a matmul), and for
+        attention 2 matmuls of 2·C·T, forward once and backward twice, half of it masked away: 6·C·T a layer (PaLM,
+        appendix B, causal).
         With mask_documents attention computes less; that is not subtracted.
         """
         c = self.config
-        matmuls = c.n_layer * (2 * c.n_embd**2 + 2 * c.n_embd * c.n_kv_head * c.head_dim + 3 * c.n_embd * c.ffn_dim)
-        return 6 * (matmuls + c.n_embd * c.vocab_size) + 6 * c.n_layer * c.n_embd * n_time
+        blocks = sum(module.flops() for module in self.layers.modules() if isinstance(module, kernels.Linear))
+        head = (6 if self.lm_head.weight.requires_grad else 4) * c.n_embd * c.vocab_size
+        return blocks + head + 6 * c.n_layer * c.n_embd * n_time
 
     @torch.no_grad()
     def generate(

@@ -24,9 +24,11 @@ from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, Offlo
 from configurator import configure
 from data.loader import open_dataset
 from kernels.fp8_linear import use_fp8
+from lora import add_lora
 from model import Llama, LlamaConfig, document_starts
 from optimizers.loss_scale import LossScale
 from optimizers.on_cpu import OnCPU
+from optimizers.on_disk import OnDisk
 from optimizers.on_gpu import OnGPU
 from optimizers.optimizer import Optimizer
 from optimizers.rules import rule_of
@@ -38,13 +40,14 @@ from runtime.cuda_graph import CUDAGraph
 from runtime.device import pick_device, pick_dtype, send_to_cpu
 from runtime.distributed import local_world_size, print0, rank, require_same_on_all_ranks, stop_on_error, world_size
 from runtime.memory import RunShape, peak_gib
-from runtime.memory_advice import cpu_bytes_to_come, out_of_memory_message, require_memory
+from runtime.memory_advice import cpu_bytes_to_come, disk_bytes, out_of_memory_message, require_memory
 from runtime.memory_stats import card_gib
 from runtime.profile import Profiler
 from runtime.recompute import recompute
 from runtime.restore import check_start, find_start, restore
 from runtime.run_log import RunLog
 from runtime.shutdown import ShutdownHandler, make_excepthook, stop_not_finite
+from runtime.state_file import open_state_file
 from runtime.stream_weights import StreamedWeights
 from runtime.watchdog import Watchdog
 
@@ -86,11 +89,17 @@ fused_kernels = True  # false: RMSNorm, RoPE and SwiGLU in plain PyTorch
 fused_loss = True  # false: all logits in memory at once
 attention: Literal["auto", "sdpa", "triton"] = "auto"  # auto: the faster one; triton: ours; sdpa: PyTorch's
 
-# optimizer: AdamW, cosine schedule
+# optimizer
+optimizer: Literal["adamw", "muon", "galore"] = "adamw"  # the others: of the blocks' matrices, AdamW of all else
+galore_rank = 128  # columns of the projected gradients
+galore_interval = 200  # steps between two projections
+galore_scale = 0.25  # of the step that is projected back
 learning_rate = 3e-4  # the peak, after the warm-up
 max_iters = 10000  # steps of the whole run
 warmup_iters = 100  # steps of linear warm-up
+lr_schedule: Literal["cosine", "wsd"] = "cosine"  # wsd: constant, then linear to min_lr in the last cooldown_iters
 lr_decay_iters: int | None = None  # where the cosine ends; none: max_iters
+cooldown_iters = 0  # steps of wsd's decay: a run may be resumed with a later max_iters, and decays then
 min_lr: float | None = None  # the learning rate after the decay; none: learning_rate / 10
 weight_decay = 0.1  # of matrices; norms are not decayed
 beta1 = 0.9
@@ -98,12 +107,18 @@ beta2 = 0.95
 optimizer_bits: Literal[32, 8] = 32  # of AdamW's moments; 8: a quarter of their memory, a little coarser
 grad_clip = 1.0  # gradients are scaled down to this norm; 0: never
 
+# finetuning with LoRA: init_from names the weights, which stay as they are; a checkpoint holds the adapters alone
+lora_rank = 0  # of the adapters on all projections of the blocks; 0: train all weights
+lora_alpha = 32.0  # adapters count lora_alpha / lora_rank times
+base_dtype: Literal["bfloat16", "nf4"] = "bfloat16"  # of the frozen projections; nf4: four bits (QLoRA), else as dtype
+
 # system
 device: Literal["auto", "cuda", "cpu"] = "auto"  # auto: cuda where there is one
 dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"  # of compute; auto: bfloat16, on a CPU float32
 fp8 = False  # two of three matmuls of the blocks in float8: faster and coarser (RTX 40, H100 and newer; bfloat16)
 activation_checkpointing: Literal["none", "selective", "full"] = "none"  # recompute nothing; gate and up; whole blocks
 offload: Literal["none", "optimizer", "all"] = "none"  # optimizer: AdamW and gradients in CPU memory; all: weights too
+offload_dir: str | None = None  # a folder on an NVMe drive: AdamW's state is there instead of in CPU memory
 offload_activations = False  # with full checkpointing: keep the blocks' inputs in CPU memory
 mlp_chunks: int | None = None  # slices of a recomputed MLP; none: 1, in full checkpointing tokens / max(8192, 4 n_embd)
 compile = False  # torch.compile the blocks: a minute at the start
@@ -141,6 +156,7 @@ out_dir = os.path.expanduser(out_dir)  # a shell does not expand the ~ of --out_
 lock_file = run_folder.claim(out_dir)
 start = find_start(out_dir, init_from)  # a checkpoint, a folder of published weights, or None
 shard_ranks = local_world_size if sharding == "hybrid" else world_size  # that share one copy of the model
+copy_engines = False if base_dtype == "nf4" else copy_engines  # their buffers have one dtype
 copy_engines = pick_copy_engines(copy_engines, device, shard_ranks, offload)
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -179,8 +195,11 @@ with stop_on_error():
     model.set_operations(fused_kernels, fused_loss, attention)
     if fp8:
         use_fp8(model, device)
+    if lora_rank:
+        add_lora(model, lora_rank, lora_alpha, base_dtype)
     recompute(model, activation_checkpointing, mlp_chunks, offload_activations)
 require_memory(config, run_shape, device)
+state_file = open_state_file(offload_dir, disk_bytes(config, run_shape))
 sys.excepthook = make_excepthook(watchdog, out_dir, lambda: out_of_memory_message(config, run_shape, card_gib(device)))
 if compile:
     for layer in model.layers:
@@ -216,7 +235,7 @@ with stop_on_error():  # memory that cannot be pinned
     optimizer = Optimizer(
         model,
         rule,
-        place=OnGPU() if offload == "none" else OnCPU(streamed),
+        place=OnGPU() if offload == "none" else OnDisk(state_file, streamed) if state_file else OnCPU(streamed),
         grad_clip=grad_clip,
         loss_scale=LossScale() if dtype == "float16" else None,
     )
@@ -225,13 +244,15 @@ with stop_on_error():  # memory that cannot be pinned
 def learning_rate_at(step: int) -> float:
     if step < warmup_iters:
         return learning_rate * (step + 1) / (warmup_iters + 1)
+    if lr_schedule == "wsd":
+        return min_lr + (learning_rate - min_lr) * min((max_iters - step) / (cooldown_iters + 1), 1.0)
     progress = min((step - warmup_iters) / max(lr_decay_iters - warmup_iters, 1), 1.0)
     return min_lr + (learning_rate - min_lr) * 0.5 * (1 + math.cos(math.pi * progress))
 
 
 # ----------------------------------------------------------------------------------------------------------------------
 # Start: from scratch, from published weights, or from the newest checkpoint
-first_step, resumed, documents, sentences = restore(start, out_dir, optimizer, config, settings, dtype, train_data.meta)
+first_step, resumed, documents, sentences = restore(start, out_dir, model, optimizer, settings, dtype, train_data.meta)
 saver = Saver(out_dir, optimizer, config, documents, keep_last, async_save, cpu_bytes_to_come(config, run_shape))
 log = RunLog(out_dir, device, dtype, tokens_per_step, model.flops_per_token(block_size), max_iters, log_interval)
 log.header(config, run_shape, model.n_params(), train_data, warmup_iters)

@@ -19,7 +19,8 @@ GPUS = {  # hybrid and each are of older records
 SWEEP = {
     "all": "nanocria", "long": "nanocria, activations on the CPU", "kernels": "nanocria, unfused loss",
     "torch": "nanocria, plain PyTorch", "hf": "Hugging Face", "liger": "Hugging Face + Liger",
-    "recipe": "torchtitan's recipe",
+    "recipe": "torchtitan's recipe", "lora": "nanocria, LoRA", "qlora": "nanocria, QLoRA",
+    "peft": "Hugging Face + Liger + peft, LoRA", "peft-qlora": "Hugging Face + Liger + peft, QLoRA",
 }  # fmt: skip
 LOSSES = {
     "nanocria": "nanocria", "nanocria-fp8": "nanocria, fp8", "nanocria-plain": "nanocria, plain PyTorch",
@@ -32,17 +33,22 @@ SWEEP_FLAGS = {
     "long": ["--offload_activations=true"],
     "kernels": ["--fused_loss=false"],
     "torch": ["--fused_kernels=false", "--attention=sdpa", "--fused_loss=false"],
+    "lora": ["--lora_rank=16"],
+    "qlora": ["--lora_rank=16", "--base_dtype=nf4"],
 }
 LOSSES_FLAGS = STEP_FLAGS | {"nanocria-plain": SWEEP_FLAGS["torch"]}
 SWEEP_PEERS = {  # offload -> builder
     "hf": {"none": "hf-masters", "all": "hf-offload"},
     "liger": {"none": "hf-liger-masters", "all": "hf-liger-offload"},
     "recipe": {"none": "recipe"},
+    "peft": {"none": "hf-liger-lora"},
+    "peft-qlora": {"none": "hf-liger-qlora"},
 }
 
 PIP = {"torchtitan": "'torchtitan<0.3'", "recipe-fp8": "'torchao>=0.17,<0.18'"}  # the versions that peers.py knows
 PIP |= dict.fromkeys(("hf", "hf-compiled", "float32"), "'transformers>=5.17,<6'")
 PIP |= dict.fromkeys(("hf-liger", "liger"), "liger-kernel==0.8.5 'transformers>=5.17,<6'")
+PIP |= dict.fromkeys(("peft", "peft-qlora"), PIP["liger"] + " 'peft>=0.19,<0.20' 'bitsandbytes>=0.50,<0.51'")
 
 # What snapshot.py tells apart in memory; the order of the table and of the plot.
 SNAPSHOT_PARTS = ["weights", "optimizer", "gradients", "saved activations", "loss head", "temporary", "other"]

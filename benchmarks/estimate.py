@@ -27,6 +27,7 @@ from benchmarks import cli, runner
 from benchmarks.arms import SWEEP_FLAGS
 from configurator import SettingError, did_you_mean, preview
 from kernels.fp8_linear import use_fp8
+from lora import add_lora
 from model import Llama, LlamaConfig
 from optimizers.rules import rule_of
 from runtime import memory, memory_advice
@@ -70,7 +71,7 @@ def resolve(path: str, world_size: int, named: dict, flags=()) -> tuple[LlamaCon
         raise SettingError("copy_engines needs a model's GPUs on one host, and no offload=all")
     said |= {
         "dtype": "bfloat16" if said["dtype"] == "auto" else said["dtype"],
-        "copy_engines": said["copy_engines"] is not False,
+        "copy_engines": said["copy_engines"] is not False and said["base_dtype"] != "nf4",
         "world_size": world_size,
         "shard_ranks": shard_ranks,
         "rule": rule_of(said),
@@ -83,6 +84,8 @@ def resolve(path: str, world_size: int, named: dict, flags=()) -> tuple[LlamaCon
         model.set_operations(shape.fused_kernels, shape.fused_loss, shape.attention)
         if shape.fp8:
             use_fp8(model)
+        if shape.lora_rank:
+            add_lora(model, shape.lora_rank, shape.lora_alpha, shape.base_dtype)
         recompute(model, shape.activation_checkpointing, shape.mlp_chunks, shape.offload_activations)
     except ValueError as error:
         raise SettingError(str(error)) from None
@@ -213,12 +216,14 @@ def estimate(s: SimpleNamespace) -> tuple[str, dict]:
         f"{command(s, named)}: {peak:.1f} GiB, it {'fits' if peak <= gib else 'does not fit'}",
         memory.table(config, shape),
     ]  # fmt: skip
-    if parts := memory_advice.cpu_parts(config, shape):
-        lines += ["", "in the CPU's memory, of each rank:"]
-        lines += [f"{part.name:<28} {part.bytes / GIB:6.2f} GiB  {part.how}" for part in parts]
+    for parts, where in ((memory_advice.cpu_parts, "the CPU's memory"), (memory_advice.disk_parts, "offload_dir")):
+        if kept := parts(config, shape):
+            lines += ["", f"in {where}, of each rank:"]
+            lines += [f"{part.name:<28} {part.bytes / GIB:6.2f} GiB  {part.how}" for part in kept]
     result = {
         "config": s.config, "card_gib": s.gib, "usable_gib": gib, "ranks": s.ranks, "block_size": config.block_size,
         "largest_batch": {" ".join(at): n for at, n in found.items()}, "cpu_gib": cpu_gib(config, shape),
+        "disk_gib": s.ranks * memory_advice.disk_bytes(config, shape) / GIB,
         **place(*at), "batch_size": shape.batch_size, "peak_gib": peak, "fits": peak <= gib,
     }  # fmt: skip
     return "\n".join(lines), result

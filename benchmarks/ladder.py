@@ -7,13 +7,12 @@
 
 A rung has the settings of the rung that it stands on, and its own. Measured are the step of one sequence of 1,024
 tokens, which says what a rung needs at least, and that of the largest batch that fits, which says what it gives at
-best. Adapters need a model to stand on: one with random weights is made for them, which trains as fast as any.
+best. Adapters stand on random weights, which train as fast as any.
 """
 
 import contextlib
 import json
 import shlex
-import tempfile
 from bisect import bisect_right
 from itertools import product
 from types import SimpleNamespace
@@ -22,7 +21,7 @@ from benchmarks import cli, compare, losses, record, report, runner, sweep
 from benchmarks.arms import RUNGS
 from benchmarks.estimate import OUTSIDE_GIB, cpu_gib, resolve
 from configurator import SettingError
-from runtime import memory, memory_advice, run_folder
+from runtime import memory, memory_advice
 
 # settings
 models = "1b,3b,8b"  # one or several
@@ -67,16 +66,15 @@ def words(flags: dict) -> list[str]:
 
 def shape_of(model: str, rung: str, batch: int, s: SimpleNamespace):
     named = flags_of(rung, s) | {"batch_size": batch, "block_size": BLOCK, "gradient_accumulation_steps": 1}
-    return resolve(CONFIGS[model], 1, named | ({"init_from": "."} if "lora_rank" in named else {}))
+    return resolve(CONFIGS[model], 1, named)
 
 
 def estimated(model: str, rung: str, s: SimpleNamespace) -> dict:
     """A rung's memory by arithmetic: of one sequence, and the largest batch that it says."""
     config, shape = shape_of(model, rung, 1, s)
-    return {
-        "model": model, "rung": rung, "estimated_gib": memory.peak_gib(config, shape), "cpu_gib": cpu_gib(config, shape),
-        "largest": memory_advice.largest_batch(config, shape, s.memory_limit_gib - OUTSIDE_GIB),
-    }  # fmt: skip
+    largest = memory_advice.largest_batch(config, shape, s.memory_limit_gib - OUTSIDE_GIB)
+    gib = {"estimated_gib": memory.peak_gib(config, shape), "cpu_gib": cpu_gib(config, shape)}
+    return {"model": model, "rung": rung, **gib, "largest": largest}
 
 
 def fits(model: str, rung: str, s: SimpleNamespace):
@@ -97,8 +95,6 @@ def point(model: str, rung: str, batch: int, s: SimpleNamespace):
     name = compare.values(row, KEYS["points"])
     if name not in s.known:
         flags = flags_of(rung, s)
-        if "lora_rank" in flags:
-            flags["init_from"] = s.bases.setdefault(model, "") or random_base(model, s)
         place = {
             "config": CONFIGS[model], "arm": "all", "ranks": 1, "batch": batch, "block": BLOCK,
             "checkpointing": flags.pop("activation_checkpointing"), "offload": flags.pop("offload", "none"),
@@ -107,15 +103,6 @@ def point(model: str, rung: str, batch: int, s: SimpleNamespace):
         s.known[name] = row | sweep.point(place, s.steps) | estimated(model, rung, s)
     yield "points", s.known[name]
     return s.known[name]
-
-
-def random_base(model: str, s: SimpleNamespace) -> str:
-    """A folder with random weights of the model, as published ones are."""
-    folder = s.stack.enter_context(tempfile.TemporaryDirectory(dir=s.offload_dir or None))
-    flags = [*runner.train_words(CONFIGS[model], 1, BLOCK, "full", folder), "--offload=all", "--async_save=false"]
-    runner.train([*flags, "--max_iters=1", "--warmup_iters=0", "--keep_last=1"], folder)
-    s.bases[model] = str(run_folder.newest(folder) or folder)
-    return s.bases[model]
 
 
 def loss_row(model: str, rung: str, s: SimpleNamespace):
@@ -129,12 +116,11 @@ def loss_row(model: str, rung: str, s: SimpleNamespace):
 
 
 def measured(s: SimpleNamespace):
-    with contextlib.ExitStack() as s.stack:
-        for model, rung in product(s.models, s.rungs if "fits" in s.kinds else []):
-            yield from fits(model, rung, s)
-        for rung in s.rungs if "losses" in s.kinds else []:
-            if "lora_rank" not in flags_of(rung, s):  # adapters of a random model have nothing to learn
-                yield from loss_row(s.models[0], rung, s)
+    for model, rung in product(s.models, s.rungs if "fits" in s.kinds else []):
+        yield from fits(model, rung, s)
+    for rung in s.rungs if "losses" in s.kinds else []:
+        if "lora_rank" not in flags_of(rung, s):  # adapters of a random model have nothing to learn
+            yield from loss_row(s.models[0], rung, s)
 
 
 def line(row: dict, found: dict) -> str:
@@ -163,7 +149,7 @@ def main(argv: list[str]) -> None:
         print(estimate_table(s))
         return
     new, old = runner.begin("ladder", s.command, KEYS), record.read_record(s.out)
-    s.bases, s.known = {}, {}
+    s.known = {}
     for kind in KEYS if record.continues(old, new, s.keep) else []:
         s.known |= {compare.values(row, KEYS[kind]): row for row in old[kind]}
     found, failed = record.fill(new, measured(s), s.out, KEYS, line, s.keep)

@@ -16,9 +16,11 @@ from .linear import Linear, linear
 from .linear_cross_entropy import linear_cross_entropy
 from .lora_linear import LoRALinear
 from .nf4 import NF4, block_absmax, dequantize_nf4, quantize_nf4
+from .nf4_lora_linear import NF4LoRALinear
 from .rms_norm import add_rms_norm, rms_norm
 from .rms_norm_linear import rms_norm_linear
 from .rope import rope
+from .sgdw import sgdw
 from .swiglu_mlp import swiglu_mlp
 
 __all__ = [
@@ -26,6 +28,7 @@ __all__ = [
     "Linear",
     "LoRALinear",
     "NF4",
+    "NF4LoRALinear",
     "adamw",
     "adamw8bit",
     "add_ranks",
@@ -43,6 +46,7 @@ __all__ = [
     "rms_norm",
     "rms_norm_linear",
     "rope",
+    "sgdw",
     "swiglu",
     "swiglu_mlp",
     "use_fp8",

@@ -38,6 +38,10 @@ class Linear(nn.Linear):
     def bytes_held(self) -> int:
         return sum(tensor.nbytes for tensor in self.tensors())
 
+    def flops(self) -> int:
+        """FLOPs for a row of x, forward and backward: a frozen weight has no gradient."""
+        return (6 if self.weight.requires_grad else 4) * self.in_features * self.out_features
+
     @staticmethod
     def project(x, weight, out=None):
         """y in x's dtype; into out, where given, which has rows alone."""

@@ -58,6 +58,22 @@ class LoRALinear(Linear):
     def tensors(self):
         return self.weight, self.lora_a, self.lora_b
 
+    def flops(self):
+        adapters = self.lora_a.numel() + self.lora_b.numel()
+        return 4 * self.in_features * self.out_features + 6 * adapters
+
+    def base_weight(self) -> torch.Tensor:
+        """The frozen weight (O, C), in the adapters' dtype."""
+        return self.weight.detach()
+
+    @torch.no_grad()
+    def merged(self) -> torch.Tensor:
+        """W + s B A of each matrix, (O, C): summed in fp32, rounded once."""
+        merged = self.base_weight().to(torch.promote_types(self.lora_a.dtype, torch.float32), copy=True)
+        for rows, columns in self.parts:
+            merged[rows] += self.scale * self.lora_b[rows].to(merged.dtype) @ self.lora_a[columns].to(merged.dtype)
+        return merged.to(self.lora_a.dtype)
+
     def project(self, x, weight, a, b, out=None):
         y = Linear.project(x, weight, out)
         low, y_rows = F.linear(as_rows(x), a), as_rows(y)

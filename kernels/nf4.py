@@ -52,7 +52,7 @@ def _quantize_codes_reference(weight):
     for chunk in weight.reshape(-1).split(CHUNK):
         blocks = chunk.float().view(-1, BLOCK)
         absmax.append(blocks.abs().amax(dim=1))
-        nearest = torch.bucketize(blocks * (1 / absmax[-1].clamp(min=1e-38))[:, None], bounds(values), out_int32=True)
+        nearest = torch.bucketize(blocks * (1 / absmax[-1].clamp(min=1.2e-38))[:, None], bounds(values), out_int32=True)
         codes.append((nearest[:, 0::2] << 4 | nearest[:, 1::2]).to(torch.uint8))
     return torch.cat(codes).view(*weight.shape[:-1], -1), torch.cat(absmax)
 
@@ -97,7 +97,7 @@ def _quantize_nf4_kernel(weight_ptr, codes_ptr, absmax_ptr, bounds_ptr, n_blocks
     # The largest as integers: their order is that of positive floats, with NaN above all, which tl.max would drop.
     magnitude = x.to(tl.int32, bitcast=True) & 0x7FFFFFFF
     absmax = tl.max(magnitude, axis=1).to(tl.float32, bitcast=True)
-    x *= tl.div_rn(1.0, tl.maximum(absmax, 1e-38))[:, None]
+    x *= tl.div_rn(1.0, tl.maximum(absmax, 1.2e-38))[:, None]
     code = tl.zeros([BLOCKS, 64], dtype=tl.int32)
     for bound in tl.static_range(15):
         code += (x > tl.load(bounds_ptr + bound)).to(tl.int32)

@@ -19,6 +19,7 @@ from .rms_norm import add_rms_norm_reference as add_rms_norm
 from .rms_norm import rms_norm_reference as rms_norm
 from .rms_norm_linear import rms_norm_linear_reference as rms_norm_linear
 from .rope import rope_reference as rope
+from .sgdw import sgdw_reference as sgdw
 from .swiglu_mlp import swiglu_mlp_reference as swiglu_mlp
 
 __all__ = [
@@ -38,6 +39,7 @@ __all__ = [
     "rms_norm",
     "rms_norm_linear",
     "rope",
+    "sgdw",
     "swiglu",
     "swiglu_mlp",
 ]

@@ -11,6 +11,7 @@ import torch
 
 from kernels import adamw
 from kernels.adamw import adamw_on_cpu
+from optimizers.rule import Rule
 
 
 @functools.cache
@@ -26,12 +27,12 @@ def bias_corrections(betas: tuple[float, float], device: torch.device) -> torch.
 
 
 @dataclass(frozen=True)
-class AdamW:
+class AdamW(Rule):
     betas: tuple[float, float] = (0.9, 0.95)
     weight_decay: float = 0.1
     eps: float = 1e-8
 
-    def states(self, parameter):
+    def states(self, name, parameter):
         return dict.fromkeys(("exp_avg", "exp_avg_sq"), (parameter.shape, torch.float32))
 
     def scalars(self, t):

@@ -24,10 +24,10 @@ def flat_scales(states: dict) -> list[torch.Tensor]:
 
 
 class AdamW8bit(AdamW):
-    def states(self, parameter):
+    def states(self, name, parameter):
         shape = parameter.shape
         if len(shape) < 2 or shape[-1] % BLOCK or shape.numel() < SMALL:
-            return super().states(parameter)
+            return super().states(name, parameter)
         codes, absmax = (shape, torch.uint8), ((*shape[:-1], shape[-1] // BLOCK), torch.float32)
         return {"exp_avg": codes, "exp_avg_sq": codes, "exp_avg_absmax": absmax, "exp_avg_sq_absmax": absmax}
 

@@ -212,8 +212,11 @@ class OnCPU(Place):
             parameter = local(cpu_param(self.parameters[name]))
             new = self.pinned_grads[name] if parameter.is_cuda else parameter
             if grad.numel():  # a rank may hold nothing of a small parameter
-                self.rule.step_on_cpu(new, grad, *self.local_states(name), *numbers)
+                self._step(name, new, grad, numbers)
             if parameter.is_cuda:
                 with torch.cuda.stream(self.stream):
                     parameter.copy_(new, non_blocking=True)
         return self.stream.record_event() if self.stream else None
+
+    def _step(self, name: str, new: torch.Tensor, grad: torch.Tensor, numbers):
+        self.rule.step_on_cpu(new, grad, *self.local_states(name), *numbers)

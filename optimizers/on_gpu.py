@@ -7,6 +7,7 @@ The master of a bfloat16 parameter is the parameter, its upper half, and the int
 import torch
 
 from optimizers.place import Place, local
+from optimizers.rule import Shard
 
 
 class OnGPU(Place):
@@ -33,9 +34,13 @@ class OnGPU(Place):
 
     def update(self, scale: torch.Tensor, lr: torch.Tensor, t: torch.Tensor):
         scalars = torch.stack([scale, lr, *self.rule.scalars(t)])
-        for (name, parameter), grad in zip(self.parameters.items(), self.gradients(), strict=True):
-            if grad.numel():  # a rank may hold nothing of a small parameter
-                self.rule.step_on_gpu(local(parameter.detach()), grad, *self.local_states(name), scalars)
+        shards = [
+            Shard(name, parameter.shape, local(parameter.detach()), grad, *self.local_states(name))
+            for (name, parameter), grad in zip(self.parameters.items(), self.gradients(), strict=True)
+        ]
+        self.rule.update(shards, scalars, self.step, self.shard_group)
+        self.step += 1
+        for parameter in self.parameters.values():
             parameter.grad = None
         for total in self.sums.values():
             local(total).zero_()

@@ -7,24 +7,12 @@
 Weights learn as float32 masters, of which a bfloat16 parameter is the upper half. Only parameters that require a
 gradient have one. Under FSDP masters and states are sharded like the parameters.
 
-A new rule is one file with one class, and a kernel; rules.py gives it a setting. What it says is all that places,
-checkpoints and memory.py ask:
-
-    states(parameter) -> {name: (shape, dtype)}      they begin as zeros. Under FSDP parameter and shape are the whole,
-                                                     split over the ranks along the first dimension
-    scalars(t)                                       what changes from update to update: float32 scalars on t's device;
-                                                     t: the number of this update, from 1, an int64 scalar
-    step_on_gpu(parameter, grad, master, states, scalars)    one update, in place, of this rank's part
-        scalars: a float32 tensor of the gradients' scale, the learning rate and scalars(t). Unless the scale is finite,
-        nothing may change. master: float32, the parameter itself if that is; or a bfloat16 one's lower half, int16
-    step_on_cpu(parameter, grad, master, states, scale, lr, t)    the same, with numbers on the CPU; scale is finite,
-        master float32; parameter may be grad's memory, from where it goes to the GPU
+rule.py says what a rule is, place.py what a place is.
 """
 
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.tensor import DTensor
 
 from kernels.adamw import split_halves
 from optimizers.loss_scale import LossScale
@@ -45,10 +33,8 @@ class Optimizer:
         if not self.parameters:
             raise ValueError("no parameter of the model requires a gradient")
         place.attach(model, self.parameters, rule)
-        first = next(iter(self.parameters.values()))
-        self.mesh = first.device_mesh["shard"] if isinstance(first, DTensor) else None
         # Where the place works, so that a CUDA graph can replay the step and no step waits for the one before.
-        device = place.device or local(first).device
+        device = place.device or local(next(iter(self.parameters.values()))).device
         self.lr = torch.zeros((), dtype=place.scalar_dtype, device=device)
         self._updates = torch.zeros((), dtype=torch.int64, device=device)
         self.loss_scale = loss_scale.to(device) if loss_scale else None
@@ -68,14 +54,14 @@ class Optimizer:
         return {"updates": self.updates} | scale
 
     def load_counters(self, run: dict) -> None:
-        self.updates = run["updates"]
+        self.updates, self.place.step = run["updates"], run["step"]
         if self.loss_scale is not None and run["dtype"] == "float16":
             self.loss_scale.load(run)
 
     @property
     def shard_group(self) -> dist.ProcessGroup | None:
         """The ranks that share one copy of the parameters (hybrid sharding has several copies); None without FSDP."""
-        return None if self.mesh is None else self.mesh.get_group()
+        return self.place.shard_group
 
     # ------------------------------------------------------------------------------------------------------------------
     # A step

@@ -1,6 +1,6 @@
 """What every place has in common: the masters and states of a model's parameters, and their sizes.
 
-A place says where they live and when gradients and parameters move. on_gpu.py and on_cpu.py are the two so far.
+A place says where they live and when gradients and parameters move: on_gpu.py, on_cpu.py, on_disk.py.
 
     device                    of masters and states; None: each parameter's own
     master_dtype(...)         of what is kept beside a parameter
@@ -9,12 +9,13 @@ A place says where they live and when gradients and parameters move. on_gpu.py a
     norm()                    of this rank's gradients, as a scalar
     update(scale, lr, t)      updates all parameters, unless scale is not finite, and frees the gradients
     finish()                  waits for updates that are still under way
+    async_save                whether there is memory for copies, from which a checkpoint is written beside the training
     weights_changed()         after something else has written parameters
 """
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Replicate
 
 from runtime.distributed import local
 
@@ -25,16 +26,16 @@ def cpu_param(parameter: torch.Tensor) -> torch.Tensor:
 
 
 def new_state(parameter: torch.Tensor, shape, dtype: torch.dtype, device) -> torch.Tensor:
-    """Zeros on device. Under FSDP the first dimension, which must be the parameter's, is split over the ranks alike."""
+    """Zeros on device. Under FSDP a state with the parameter's rows is split like it; of another each rank has all."""
     if shape == parameter.shape:
         return torch.zeros_like(parameter, dtype=dtype, device=device)
     if not isinstance(parameter, DTensor):
         return torch.zeros(shape, dtype=dtype, device=device)
+    mesh, placements, rows = parameter.device_mesh, parameter.placements, len(local(parameter))
     if shape[0] != parameter.shape[0]:
-        raise ValueError(f"a state of {tuple(shape)} cannot be split like a parameter of {tuple(parameter.shape)}")
-    part = torch.zeros(len(local(parameter)), *shape[1:], dtype=dtype)
+        placements, rows = [Replicate()] * mesh.ndim, shape[0]
+    part = torch.zeros(rows, *shape[1:], dtype=dtype)
     stride = torch.empty(shape, device="meta").stride()
-    mesh, placements = parameter.device_mesh, parameter.placements
     return DTensor.from_local(part, mesh, placements, run_check=False, shape=torch.Size(shape), stride=stride).to(
         device
     )
@@ -42,7 +43,9 @@ def new_state(parameter: torch.Tensor, shape, dtype: torch.dtype, device) -> tor
 
 class Place:
     device: str | None = None
+    async_save = True
     scalar_dtype = torch.float32  # of the norm and of what is computed from it
+    step = 0  # of the run, counted by the CPU: a CUDA graph does not
 
     @staticmethod
     def master_dtype(dtype: torch.dtype, same_device: bool) -> torch.dtype | None:
@@ -55,8 +58,10 @@ class Place:
     def attach(self, model: nn.Module, parameters: dict[str, nn.Parameter], rule) -> None:
         """Allocates masters, as copies of the parameters, and states, as zeros. Call it once the weights are there."""
         self.parameters, self.rule = parameters, rule
+        first = next(iter(parameters.values()))
+        self.shard_group = first.device_mesh["shard"].get_group() if isinstance(first, DTensor) else None
         self.masters = {name: self._master(cpu_param(p)) for name, p in parameters.items()}
-        self.states = {name: self._states(p) for name, p in parameters.items()}
+        self.states = {name: self._states(name, p) for name, p in parameters.items()}
         self.sums = {}  # the float32 sums of gradients, if there are several micro-batches
 
     def _device_of(self, parameter):
@@ -67,15 +72,17 @@ class Place:
         dtype = self.master_dtype(parameter.dtype, local(parameter).device == device)
         if dtype is None:
             return parameter
-        master = torch.zeros_like(parameter, dtype=dtype, device=device)
+        master = self._new_state(parameter.detach(), parameter.shape, dtype)
         if dtype != torch.int16:  # the lower half of a weight that begins in bfloat16 is zero
             local(master).copy_(local(parameter))
         return master
 
-    def _states(self, parameter):
-        device = self._device_of(parameter)
-        found = self.rule.states(parameter)
-        return {state: new_state(parameter.detach(), shape, dtype, device) for state, (shape, dtype) in found.items()}
+    def _states(self, name, parameter):
+        found = self.rule.states(name, parameter)
+        return {state: self._new_state(parameter.detach(), shape, dtype) for state, (shape, dtype) in found.items()}
+
+    def _new_state(self, parameter, shape, dtype):
+        return new_state(parameter, shape, dtype, self._device_of(parameter))
 
     def local_states(self, name: str) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
         """This rank's part of a parameter's master, and of its states."""

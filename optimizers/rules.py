@@ -4,8 +4,13 @@ from collections.abc import Mapping
 
 from optimizers.adamw import AdamW
 from optimizers.adamw8bit import AdamW8bit
+from optimizers.galore import GaLore
+from optimizers.muon import Muon
+from optimizers.rule import Rule
 
 
-def rule_of(settings: Mapping) -> AdamW:
+def rule_of(settings: Mapping) -> Rule:
     kind = {32: AdamW, 8: AdamW8bit}[settings["optimizer_bits"]]
-    return kind(betas=(settings["beta1"], settings["beta2"]), weight_decay=settings["weight_decay"])
+    adamw = kind(betas=(settings["beta1"], settings["beta2"]), weight_decay=settings["weight_decay"])
+    galore = GaLore(adamw, settings["galore_rank"], settings["galore_interval"], settings["galore_scale"])
+    return {"adamw": adamw, "muon": Muon(adamw), "galore": galore}[settings["optimizer"]]

@@ -8,8 +8,9 @@ from runtime.distributed import stop
 
 AT_LEAST = {
     1: ("batch_size", "block_size", "gradient_accumulation_steps", "max_iters", "lr_decay_iters", "eval_interval",
-        "eval_iters", "log_interval", "timeout"),
-    0: ("warmup_iters", "learning_rate", "min_lr", "weight_decay", "grad_clip", "keep_last", "seed"),
+        "eval_iters", "log_interval", "timeout", "galore_rank", "galore_interval"),
+    0: ("warmup_iters", "cooldown_iters", "learning_rate", "min_lr", "weight_decay", "grad_clip", "keep_last", "seed",
+        "galore_scale", "lora_rank"),
 }  # fmt: skip
 
 
@@ -28,13 +29,29 @@ def find_problem(settings: Mapping, world_size: int) -> str | None:
                 return f"{name} is {settings[name]}: it must be at least {least}, and finite"
     s = SimpleNamespace(**settings)
     head_dim = s.n_embd / max(s.n_head, 1)
-    micro_batches = s.gradient_accumulation_steps
+    smallest = min(s.n_embd, s.ffn_dim, s.n_kv_head * head_dim)  # side of a block's matrix
+    micro_batches, nf4 = s.gradient_accumulation_steps, s.base_dtype == "nf4"
     problems = {  # sentence -> whether it holds
         f"seed is {s.seed}: it must be below 2**63": s.seed >= 2**63,
         f"lr_decay_iters is {s.lr_decay_iters}, within the warm-up of {s.warmup_iters} steps: let the cosine end later":
             s.lr_decay_iters is not None and s.lr_decay_iters < min(s.warmup_iters, s.max_iters),
         f"min_lr is {s.min_lr}, above learning_rate, {s.learning_rate}: the cosine decays from learning_rate to min_lr":
             s.min_lr is not None and s.min_lr > s.learning_rate,
+        f"warmup_iters {s.warmup_iters} and cooldown_iters {s.cooldown_iters} are more steps than max_iters, "
+        f"{s.max_iters}: the first warm up, the last cool down":
+            s.lr_schedule == "wsd" and s.cooldown_iters + s.warmup_iters > s.max_iters,
+        f"cooldown_iters is {s.cooldown_iters}, which is of lr_schedule wsd: add --lr_schedule=wsd":
+            s.lr_schedule == "cosine" and s.cooldown_iters > 0,
+        "optimizer=muon works with offload=none: a CPU would take longer to orthogonalise than the step takes":
+            s.optimizer == "muon" and s.offload != "none",
+        "optimizer=galore works with offload=none: its states are small, leave them on the GPU":
+            s.optimizer == "galore" and s.offload != "none",
+        f"galore_rank is {s.galore_rank}, the smallest matrix has a side of {smallest:g}: choose less":
+            s.optimizer == "galore" and s.galore_rank > smallest,
+        "optimizer=galore needs the CPU when it chooses a projection: add --cuda_graph=false":
+            s.optimizer == "galore" and s.cuda_graph,
+        "optimizer=galore works with dtype bfloat16 or float32: an overflow would leave it without a projection":
+            s.optimizer == "galore" and s.dtype == "float16",
         f"beta1 is {s.beta1} and beta2 {s.beta2}: both must be at least 0 and below 1":
             not (0 <= s.beta1 < 1 and 0 <= s.beta2 < 1),
         "out_dir is empty: name a folder for the checkpoints": not s.out_dir,
@@ -43,12 +60,24 @@ def find_problem(settings: Mapping, world_size: int) -> str | None:
             micro_batches % world_size != 0,
         "offload_activations does not work with compile or cuda_graph: add --compile=false --cuda_graph=false":
             s.offload_activations and (s.compile or s.cuda_graph),
+        f"offload_dir is {s.offload_dir!r}, and nothing is offloaded: add --offload=optimizer or --offload=all":
+            s.offload_dir is not None and s.offload == "none",
         "mask_documents works with attention auto or triton: PyTorch's does not support it":
             s.mask_documents and s.attention == "sdpa",
         f"mask_documents works with heads of 16, 32, 64 and 128, not of {head_dim:g}":  # kernels/flash_attention.py's
             s.mask_documents and head_dim not in (16, 32, 64, 128),
         "optimizer_bits=8 has blocks of 256 within the rows of the weights: n_embd and ffn_dim must be multiples of it":
             s.optimizer_bits == 8 and (s.n_embd % 256 or s.ffn_dim % 256),
+        f"lora_alpha is {s.lora_alpha}: it must be above 0, and finite": not 0 < s.lora_alpha < math.inf,
+        f"lora_rank is {s.lora_rank}, above n_embd or ffn_dim: such adapters are larger than what they adapt":
+            s.lora_rank > min(s.n_embd, s.ffn_dim),
+        "base_dtype=nf4 is for the frozen weights beside adapters: add --lora_rank=16": not s.lora_rank and nf4,
+        "lora_rank works without fp8, whose gain is in gradients that frozen weights do not have: add --fp8=false":
+            s.lora_rank > 0 and s.fp8,
+        "lora_rank works with optimizer=adamw and optimizer_bits=32: adapters have few states":
+            s.lora_rank > 0 and (s.optimizer != "adamw" or s.optimizer_bits != 32),
+        "base_dtype=nf4 stays on the GPU: add --offload=optimizer or --offload=none": nf4 and s.offload == "all",
+        "base_dtype=nf4 is gathered by NCCL: leave copy_engines out": nf4 and s.copy_engines is True,
         "cuda_graph needs one GPU and offload=none: add --cuda_graph=false":
             s.cuda_graph and (world_size > 1 or s.offload != "none"),
     }  # fmt: skip

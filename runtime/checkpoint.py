@@ -17,10 +17,13 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from kernels import NF4LoRALinear, quantize_nf4
 from kernels.adamw import merge_halves, split_halves
-from model import Llama, LlamaConfig
+from lora import add_lora
+from model import Llama, LlamaConfig, fill
+from optimizers.place import cpu_param
 from runtime import memory_stats, run_folder
-from runtime.checkpoint_folder import Folder, open_folder, read_into, write_folder
+from runtime.checkpoint_folder import Folder, fingerprint, open_folder, read_into, write_folder
 from runtime.distributed import all_reduce_max, from_rank_0, local, local_world_size, print0, worker_thread
 from runtime.hf_config import read_config, read_context
 from runtime.hf_names import Rows, hf_names, hf_rows
@@ -40,9 +43,9 @@ class Saver:
         saver.finish(step)                     # waits for it and prints
 
     The tensors are copied to pinned CPU memory, 12 bytes per parameter of the rank, during the next step's forward;
-    then a thread writes them to disk. Without memory for the copies, or with async_save false, save() returns when all
-    is written. keep_last 0: nothing is saved. documents: the folder's other files, {name: content}.
-    reserved: bytes of CPU memory that this rank will allocate later.
+    then a thread writes them to disk. Without memory for the copies, or with async_save false, here or in the
+    optimizer's place, save() returns when all is written. keep_last 0: nothing is saved. documents: the folder's other
+    files, {name: content}. reserved: bytes of CPU memory that this rank will allocate later.
     """
 
     def __init__(
@@ -70,6 +73,7 @@ class Saver:
         # All ranks agree before any allocates: else the kernel's out-of-memory killer would end the run.
         missing = all_reduce_max([(n_bytes + reserved) * local_world_size - memory_stats.cpu_available()])[0]
         self.needed = f"saving in the background takes {n_bytes / 2**30:.1f} GiB of CPU memory"
+        async_save = async_save and optimizer.place.async_save
         if async_save and keep_last and missing <= 0:
             self.copies = self.thread.submit(self._copies, tensors)  # 15 GB take seconds: during the first steps
         elif async_save and missing > 0:
@@ -179,14 +183,15 @@ def rows_to_save(tensors: dict, parameters: dict[str, nn.Parameter], config: Lla
     A whole master is saved as the weight in the compute dtype, and beside it what that lacks: so a run may go on where
     masters are in halves, and the other way round.
     """
-    files = {"model": [], "optimizer": []}
+    model = "adapter_model" if any(name.endswith("lora_a") for name in parameters) else "model"
+    files = {model: [], "optimizer": []}
     for (name, state), x in tensors.items():
         dtype = parameters[name].dtype
         for rows in hf_rows(name, x, config, state):
             if state or x.dtype == dtype:
-                files["optimizer" if state else "model"].append(rows)
+                files["optimizer" if state else model].append(rows)
                 continue
-            files["model"].append(rows._replace(dtype=dtype, tensor=partial(_rounded, rows.tensor, dtype)))
+            files[model].append(rows._replace(dtype=dtype, tensor=partial(_rounded, rows.tensor, dtype)))
             if dtype == torch.bfloat16:
                 lower = partial(_lower_half, rows.tensor)
                 rows = rows._replace(name=f"lower_half.{rows.name}", dtype=torch.int16, tensor=lower)
@@ -263,24 +268,72 @@ def _read_weight(folder, name, parameter, config):
     return merge_halves(local(upper), local(lower))
 
 
+def open_base(folder: Folder, path: Path | None = None) -> Folder:
+    """The folder of the weights that a checkpoint of adapters adapts. Every rank calls it.
+
+    path: where it is now; None: where it was. ValueError if it is not there any more, or is another model.
+    """
+    path = path or Path(str(folder.adapter.get("base_model_name_or_path")))
+    if not run_folder.is_model(path):
+        where = "train.py takes its new place as --init_from=FOLDER; others read base_model_name_or_path there"
+        raise ValueError(f"{folder.path} has adapters of the weights in {path}, which are not there: {where}")
+    base = open_folder(path)
+    if base.adapter or fingerprint(base) != folder.config.get("nanocria_base"):
+        raise ValueError(f"{path} is not the base that the adapters in {folder.path} were trained on")
+    return base
+
+
+def read_base(folder: Folder, model: Llama) -> None:
+    """Fills the frozen weights of a model with adapters from a folder; every rank calls it, and raises as read_weights.
+
+    For NF4 each rank quantises one whole projection after another and keeps its rows: so the bits are those of a single
+    rank, and no device holds more of the base than one projection.
+    """
+    packed = {f"{name}.weight": m for name, m in model.named_modules() if isinstance(m, NF4LoRALinear)}
+    frozen = {name: p for name, p in model.named_parameters() if not p.requires_grad and name.endswith(".weight")}
+
+    def put(name, whole):
+        if name not in packed:
+            local(cpu_param(frozen[name])).copy_(whole)
+            return
+        projection = packed[name]
+        parts = quantize_nf4(whole.to(local(projection.weight).device, projection.lora_a.dtype))
+        for parameter, part in zip(projection.tensors()[:4], parts, strict=True):
+            fill(parameter, part.view(parameter.dtype).view(parameter.shape))
+
+    whole = {name: torch.empty(m.out_features, m.in_features, device="meta") for name, m in packed.items()}
+    read_weights(folder, frozen | whole, model.config, put)
+
+
 def load_model(
-    path: str | Path, device: str = "cpu", dtype: torch.dtype = torch.float32, block_size: int | None = None
+    path: str | Path,
+    device: str = "cpu",
+    dtype: torch.dtype = torch.float32,
+    block_size: int | None = None,
+    base_dtype: str | None = None,
 ) -> Llama:
     """The model of a run's newest checkpoint, of one checkpoint or of published weights, whole, on one device.
 
-    In float32 a checkpoint's are the master weights. block_size: how much is wanted of the folder's context.
+    In float32 a checkpoint's are the master weights. block_size: how much is wanted of the folder's context. Of a
+    checkpoint of adapters, the model with them (lora.py has merge_lora); base_dtype: of its frozen weights, 'bfloat16'
+    (the original, in dtype) or 'nf4'; None: as in training.
     Raises ValueError if there is none, if it is damaged or another model's, OSError if it cannot be read now.
     """
-    return run_folder.read_newest(Path(path), lambda newest: _load_model(newest, device, dtype, block_size))
+    return run_folder.read_newest(Path(path), lambda newest: _load_model(newest, device, dtype, block_size, base_dtype))
 
 
-def _load_model(path, device, dtype, block_size):
+def _load_model(path, device, dtype, block_size, base_dtype):
     masters = dtype == torch.float32 and (path / "optimizer.safetensors.index.json").exists()
     folder = open_folder(path, ("model", "optimizer") if masters else ("model",))
     settings, context = read_config(folder)[0], read_context(folder)
     with torch.device("meta"):
         model = Llama(LlamaConfig(**settings, block_size=min(block_size or context, context))).to(dtype)
+        if folder.adapter:
+            run = folder.run["settings"]
+            add_lora(model, run["lora_rank"], run["lora_alpha"], base_dtype or run["base_dtype"])
     model.to_empty(device=device)
-    parameters = dict(model.named_parameters())
+    parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    if folder.adapter:
+        read_base(open_base(folder), model)
     read_weights(folder, parameters, model.config, lambda name, whole: parameters[name].detach().copy_(whole))
     return model

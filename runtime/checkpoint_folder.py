@@ -6,6 +6,10 @@
     optimizer.safetensors, and its index         masters' lower halves, moments, whatever the rule names
     run.json                                     step, settings, ...; digests of all other files, and of itself
 
+A run that trains adapters has adapter_model.safetensors and adapter_config.json, peft's, in place of model.safetensors,
+and base_config.json in place of config.json. The weights that they adapt stay where they are: adapter_config.json says
+where, and base_config.json their fingerprint.
+
 Nothing is pickled: reading a folder never executes what is in it. A published folder has no run.json, and is read by
 the same functions; then nothing says what its bytes should be.
 """
@@ -29,6 +33,7 @@ from runtime.safetensors_file import (
     Damaged,
     Piece,
     TensorInfo,
+    as_bytes,
     digest,
     digest_pieces,
     make_header,
@@ -49,6 +54,7 @@ OTHERS = {  # that are published in place of model.safetensors
     "*.gguf": "GGUF files, which are not read: take the weights that they were made from",
     "adapter_model.safetensors": "an adapter alone: merge it into its base model with peft first",
 }
+ADAPTED = "base_config.json"  # config.json, in a folder of adapters
 SEAL = b',\n  "digest": "'
 
 
@@ -184,13 +190,15 @@ class Folder(NamedTuple):
 
     path: Path
     run: dict | None  # run.json; None in a published folder
-    config: dict  # config.json
+    config: dict  # config.json; of adapters that of the model with them
     tensors: dict[str, tuple[str, TensorInfo]]  # by name: the file, and where in it
     pieces: dict[str, list[Piece]] | None  # of each file but run.json; None in a published folder
+    adapter: dict | None = None  # adapter_config.json, where the tensors of "model" are adapters
 
 
 def open_folder(path: Path, stems: tuple[str, ...] = ("model",), group: dist.ProcessGroup | None = None) -> Folder:
     """Read and check all but the tensors, on rank 0; every rank calls this. To resume: stems ("model", "optimizer").
+    "model" are a checkpoint's adapters if it holds such.
 
     Raises, on all ranks, Damaged if a file is missing, cut off, not what was saved or not what its format says; OSError
     if one cannot be read.
@@ -206,11 +214,17 @@ def _open_folder(path, stems):
         raise ValueError(f"{path} is a checkpoint {found}, which is not read any more: resume with that version")
     run = read_run(path)
     pieces = run and _parse_digests(run, path / "run.json")
-    config = parse_json(read_document(path / "config.json", pieces), path / "config.json")
+    adapted = ADAPTED in (pieces or {})
+
+    def read(name):
+        return parse_json(read_document(path / name, pieces), path / name)
+
+    config, adapter = read(ADAPTED if adapted else "config.json"), read("adapter_config.json") if adapted else None
     tensors = {}
     for stem in stems:
+        stem = "adapter_model" if adapted and stem == "model" else stem
         tensors |= _find_tensors(path, f"{stem}.safetensors", pieces)
-    return Folder(path, run, config, tensors, pieces)
+    return Folder(path, run, config, tensors, pieces, adapter)
 
 
 def _find_tensors(path, single, pieces):
@@ -317,3 +331,14 @@ def read_into(folder: Folder, rows: Iterable[Rows], group: dist.ProcessGroup | N
                 x.copy_(buffer)
 
     on_all_ranks(read, group)
+
+
+def fingerprint(folder: Folder) -> str:
+    """A digest of the first row of each tensor of a folder, and of its shape and dtype: tells one model from another.
+
+    A few megabytes are read. Every rank calls it. Raises what read_into raises.
+    """
+    infos = sorted(info for _, info in folder.tensors.values())
+    first = [Rows(*info[:3], 0, torch.empty(1, *info.shape[1:], dtype=info.dtype)) for info in infos if info.shape]
+    read_into(folder, first)
+    return digest(b"".join(f"{x.name} {x.dtype} {x.shape} ".encode() + as_bytes(x.tensor) for x in first))

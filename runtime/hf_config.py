@@ -112,3 +112,12 @@ def write_config(config: LlamaConfig, tokenizer: str, dtype: str, begun_with: di
         "attention_bias": False, "mlp_bias": False, "torch_dtype": dtype, "nanocria_tokenizer": tokenizer,
         **{name: begun_with.get(name, end) for name in ("bos_token_id", "eos_token_id")},
     }  # fmt: skip
+
+
+def write_adapter_config(base: Path, rank: int, alpha: float) -> dict:
+    """The content of peft's adapter_config.json for adapters on all projections of the model in the folder base."""
+    return {
+        "peft_type": "LORA", "task_type": "CAUSAL_LM", "base_model_name_or_path": os.path.abspath(base),
+        "r": rank, "lora_alpha": alpha, "lora_dropout": 0.0, "bias": "none", "inference_mode": True,
+        "target_modules": ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"],
+    }  # fmt: skip

@@ -2,7 +2,7 @@
 
 q, k, v are stacked in one parameter of ours, gate and up in another; published are they one by one. FSDP gives each
 rank some rows of the stack, so some rows of some of the matrices. Optimizer states are split alike where they have as
-many rows as their parameter, and are named exp_avg.model.layers.0.self_attn.q_proj.weight.
+many rows as their parameter, and are named exp_avg.model.layers.0.self_attn.q_proj.weight. Adapters have peft's names.
 """
 
 from collections.abc import Callable
@@ -25,6 +25,7 @@ NAMES = {  # our name -> Hugging Face's names of what is stacked in it
     "norm.weight": ["model.norm.weight"],
     "lm_head.weight": ["lm_head.weight"],
 }
+ADAPTERS = {"lora_a": "lora_A.weight", "lora_b": "lora_B.weight"}  # our name -> peft's
 
 
 class Rows(NamedTuple):
@@ -39,11 +40,22 @@ class Rows(NamedTuple):
 
 
 def hf_names(name: str) -> list[str]:
-    """Hugging Face's names for one of ours: three for layers.3.attn.qkv_proj.weight."""
+    """Hugging Face's names for one of ours: three for layers.3.attn.qkv_proj.weight, or peft's for its lora_a."""
+    part, adapter = name.rpartition(".")[::2]
+    if adapter in ADAPTERS:
+        weights = hf_names(f"{part}.weight")
+        return [f"base_model.model.{weight.removesuffix('weight')}{ADAPTERS[adapter]}" for weight in weights]
     _, i, rest = name.split(".", 2) if name.startswith("layers.") else ("", "", name)
     if rest not in NAMES:
         raise ValueError(f"{name} has no name in Hugging Face's Llama: add it to NAMES in runtime/hf_names.py")
     return [f"model.layers.{i}.{hf_name}" if i else hf_name for hf_name in NAMES[rest]]
+
+
+def stacked_rows(name: str, shape: torch.Size) -> list[int]:
+    """How many rows of one of our weights, whole, each published matrix has. q is square."""
+    n_rows, n_columns = shape
+    key_value = (n_rows - n_columns) // 2
+    return {1: [n_rows], 2: [n_rows // 2] * 2, 3: [n_columns, key_value, key_value]}[len(hf_names(name))]
 
 
 def rows_of(x: torch.Tensor) -> tuple[int, torch.Tensor, bool]:
@@ -77,6 +89,8 @@ def hf_rows(name: str, x: torch.Tensor, config: LlamaConfig, state: str = "") ->
     names = hf_names(name)
     kv = config.n_kv_head * config.head_dim
     sizes = {1: x.shape[:1], 2: [config.ffn_dim] * 2, 3: [config.n_embd, kv, kv]}[len(names)]
+    if name.endswith("lora_a"):  # as many rows for each matrix
+        sizes = [len(x) // len(names)] * len(names)
     if sum(sizes) != sum(x.shape[:1]):  # a state with other rows than its parameter's stays whole, under our name
         names, sizes = [name], x.shape[:1]
     begin, rows, writes = rows_of(x)

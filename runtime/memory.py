@@ -14,9 +14,10 @@ untied head), L layers, N tokens, P ranks that share one copy of the model:
     FSDP by copy engines    their buffers 2·(5B + 2R), the gathered root 2R and a block 2B
     an untied head          instead of 2R: 4H in the loss, then its gradients being reduced in float32 4H
     offload                 a block's gradients being copied 2B; all: instead of the weights two blocks 4B, the root 2R
+    LoRA                    gradients, masters and moments of the adapters alone; NF4: the largest projection read back
 
 These do not all exist at once: activations shrink while gradients grow. So `phases` lists the parts at each point of a
-step that can be its peak, and the largest sum counts. The optimizer's update is never the peak: it allocates nothing,
+step that can be its peak, and the largest sum counts. AdamW's update is never the peak: it allocates nothing,
 and the backward of the embedding just before it holds one more gradient of the embedding's size. An evaluation takes
 less than a step.
 
@@ -31,13 +32,16 @@ from typing import NamedTuple
 
 import torch
 
+from lora import add_lora
 from model import Llama, LlamaConfig, triton_suits
 from optimizers.adamw import AdamW
 from optimizers.on_cpu import OnCPU
 from optimizers.on_gpu import OnGPU
+from optimizers.rule import Rule
 from runtime.recompute import chunks_of_mlp, groups_of_sequences, loss_options
 
 GIB = 2**30
+Named = tuple[str, torch.Tensor]  # a parameter's name, and the parameter
 CUBLAS_WORKSPACES = 2**26  # bytes on Hopper: 32 MiB each for forward and backward
 
 
@@ -61,13 +65,17 @@ class RunShape:
     mask_documents: bool = False
     # where things are
     offload: str = "none"  # 'optimizer': its state and the gradients in CPU memory; 'all': the weights too
+    offload_dir: str | None = None  # where the optimizer's state is instead of in CPU memory
     world_size: int = 1
     sharding: str = "zero3"
     shard_ranks: int = 1  # ranks that share one copy of the model
     sync_every_micro_batch: bool = True
     copy_engines: bool = False
     # what the optimizer keeps
-    rule: AdamW = AdamW()
+    rule: Rule = AdamW()
+    lora_rank: int = 0
+    lora_alpha: float = 32.0
+    base_dtype: str = "bfloat16"
 
     @property
     def compute_dtype(self) -> torch.dtype:
@@ -103,25 +111,32 @@ class Part(NamedTuple):
 # What the model, the optimizer and the recomputation say of themselves
 
 
-def param_shapes(c: LlamaConfig, dtype: torch.dtype = torch.float32) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-    """One block's parameters, and the root's, embedding first: on the meta device, so without memory."""
+def param_shapes(c: LlamaConfig, run: RunShape | None = None) -> tuple[list[Named], list[Named]]:
+    """One block's parameters, and the root's, embedding first: on the meta device, so without memory. run: None for
+    float32 ones, all trained.
+    """
     with torch.device("meta"):
-        model = Llama(replace(c, n_layer=1)).to(dtype)
-    root = [p for name, p in model.named_parameters() if not name.startswith("layers.")]
-    return list(model.layers.parameters()), root
+        model = Llama(replace(c, n_layer=1)).to(run.compute_dtype if run else torch.float32)
+        if run and run.lora_rank:
+            add_lora(model, run.lora_rank, run.lora_alpha, run.base_dtype)
+    root = [(name, p) for name, p in model.named_parameters() if not name.startswith("layers.")]
+    return list(model.layers.named_parameters("layers")), root
 
 
 def n_params(c: LlamaConfig) -> tuple[int, int]:
     """The number of parameters of one block, and of the root."""
     block, root = param_shapes(c)
-    return sum(p.numel() for p in block), sum(p.numel() for p in root)
+    return sum(p.numel() for _, p in block), sum(p.numel() for _, p in root)
 
 
-def state_bytes(parameter: torch.Tensor, run: RunShape) -> int:
-    """Bytes of the optimizer's states of a parameter, and of what the place keeps of its float32 master."""
+def state_bytes(name: str, parameter: torch.Tensor, run: RunShape) -> int:
+    """Bytes, over the ranks that share a copy, of a parameter's states, and of what the place keeps of its master."""
     place = OnGPU if run.offload == "none" else OnCPU
     master = place.master_dtype(parameter.dtype, same_device=run.offload != "optimizer")
-    states = [math.prod(shape) * dtype.itemsize for shape, dtype in run.rule.states(parameter).values()]
+    states = [
+        math.prod(shape) * dtype.itemsize * (1 if shape[0] == len(parameter) else run.shard_ranks)  # split, or copies
+        for shape, dtype in run.rule.states(name, parameter).values()
+    ]
     return sum(states) + (master.itemsize * parameter.numel() if master else 0)
 
 
@@ -136,10 +151,10 @@ class Group(NamedTuple):
     states: int  # of the optimizer
 
 
-def group_of(name: str, parameters: list[torch.Tensor], run: RunShape) -> Group:
-    trained = [p for p in parameters if p.requires_grad]
-    sizes = [(p.nbytes, 4 * p.numel(), state_bytes(p, run)) for p in trained]
-    n, held = (sum(x) for x in zip(*((p.numel(), p.nbytes) for p in parameters), strict=True))
+def group_of(name: str, parameters: list[Named], run: RunShape) -> Group:
+    trained = [(key, p) for key, p in parameters if p.requires_grad]
+    sizes = [(p.nbytes, 4 * p.numel(), state_bytes(key, p, run)) for key, p in trained] or [(0, 0, 0)]
+    n, held = (sum(x) for x in zip(*((p.numel(), p.nbytes) for _, p in parameters), strict=True))
     return Group(name, n, held, *(sum(x) for x in zip(*sizes, strict=True)))
 
 
@@ -172,8 +187,9 @@ def token_bytes(c: LlamaConfig, run: RunShape, chunks: int) -> tuple[int, int]:
         working = itemsize * (c.n_embd + 4 * c.ffn_dim)  # dy, the gradients of gate, up and their product, the product
         if chunks > 1:  # nothing is kept: dy and the gradient of the norm's output; a slice comes on top
             mlp, working = 0, itemsize * 2 * c.n_embd
-    else:  # a norm keeps x and x·rstd in float32, and its output; the MLP gate, up, silu(gate) and the product
-        norm, mlp = (8 + itemsize) * c.n_embd + 4, (12 + itemsize) * c.ffn_dim // chunks
+    else:  # a norm keeps its output, in float32 x, and x·rstd if its weight learns; the MLP gate, up, silu(gate)
+        wide = 4 if run.lora_rank else 8
+        norm, mlp = (wide + itemsize) * c.n_embd + 4, (12 + itemsize) * c.ffn_dim // chunks  # and the product
         working = itemsize * c.n_embd + (12 - itemsize) * c.ffn_dim  # in float32; the product is free by then
     everything = 2 * norm + attention + mlp
     block_input = itemsize * c.n_embd
@@ -197,7 +213,7 @@ def attention_bytes(c: LlamaConfig, run: RunShape) -> int:
 
 def loss_parts(c: LlamaConfig, run: RunShape, n_tokens: int) -> tuple[Part, Part]:
     """The final norm, the head and the loss: at the end of forward, and the maximum in their backward."""
-    itemsize, head = run.compute_dtype.itemsize, c.vocab_size * c.n_embd
+    itemsize, head = run.compute_dtype.itemsize, c.vocab_size * c.n_embd * (not run.lora_rank)  # whose gradient
     # the final norm's output, and what it keeps
     normed = (2 * itemsize if run.fused_kernels else itemsize + 8) * n_tokens * c.n_embd
     if not run.fused_loss:
@@ -234,8 +250,9 @@ class Step:
 
     def __init__(self, c: LlamaConfig, run: RunShape):
         self.c, self.run, self.itemsize = c, run, run.compute_dtype.itemsize
-        block, root = param_shapes(c, run.compute_dtype)
+        block, root = param_shapes(c, run)
         self.block = group_of("of a block", block, run)
+        self.workspace = run.rule.workspace(block * c.n_layer + root, run.shard_ranks)
         self.all = group_of("parameters", block * c.n_layer + root, run)
         self.embedding = group_of("of the embedding", root[:1], run)
         self.apart = run.fsdp and not c.tie_embeddings  # embedding, and norm and head, are two groups; else one
@@ -262,6 +279,7 @@ class Step:
             found += counted("masters and optimizer states", "states", (1, self.all), ranks=ranks)
         if run.copy_engines_gather:  # copy_engines.py; embedding and head share theirs
             blocks, ends = (5, 2) if run.copy_engines_reduce else (3, 1)
+            ends = ends if self.last.gradients else 1  # what is frozen is not reduced
             found += counted("buffers of the copy engines", "weights", (blocks, self.block), (ends, self.last))
         if run.micro_steps > 1 and run.offload == "none" and not self.unsynced:
             found += counted("gradient accumulators", "wide", (1, self.all), ranks=ranks)
@@ -313,12 +331,18 @@ class Step:
         kept, in_block = token_bytes(c, self.run, self.chunks)
         n_bytes = (in_block - kept) * n_tokens
         if self.chunks > 1 and self.run.fused_kernels:  # a slice and its float32 gradients, or attention's backward
-            a_slice = itemsize * (6 * c.ffn_dim + c.n_embd) * n_tokens // self.chunks + 12 * c.n_embd * c.ffn_dim
+            sums = self.block.wide if self.run.lora_rank else 12 * c.n_embd * c.ffn_dim
+            a_slice = itemsize * (6 * c.ffn_dim + c.n_embd) * n_tokens // self.chunks + sums
             n_bytes += max(a_slice, attention_bytes(c, self.run) * n_tokens + self.block.gradients)
         n_bytes = max(n_bytes, self.block.gradients - kept * n_tokens)  # with few tokens the block's own gradients
         if self.n_groups > 1:  # the gradients of x, of all groups, and sums of the weights'
             sums = self.block.gradients if self.n_groups == 2 else self.block.wide
             n_bytes += itemsize * c.n_embd * (self.n_tokens - n_tokens) + sums
+        if self.run.base_dtype == "nf4":  # gate and up are read back beside four gradients
+            everything = token_bytes(c, replace(self.run, activation_checkpointing="none"), self.chunks)[0]
+            n = 2 if self.run.fused_kernels else 1  # plain PyTorch has freed gate and up by then: down counts
+            beside = everything - kept + itemsize * n * (c.n_embd + c.ffn_dim // self.chunks)
+            n_bytes = max(n_bytes, beside * n_tokens + itemsize * n * c.ffn_dim * c.n_embd)
         return Part("the block in backward", n_bytes, f"{in_block - kept:,} bytes x {n_tokens:,} tokens, beyond saved")
 
     def reduction(self, group: Group) -> Part:
@@ -359,10 +383,16 @@ def phases(config: LlamaConfig, run: RunShape) -> dict[str, list[Part]]:
     # a tied head's gradient, if F.linear made it, is added to the embedding's in a third tensor
     copies = 3 if config.tie_embeddings and not run.fused_loss else 1 + step.head_waits
     found["backward of the embedding"] = step.at(x, 0, (0, root_stays), (layers, 1), copies, reducing)
+    first = step.embedding if apart else step.last
     if run.fsdp:
-        first = step.embedding if apart else step.last
         at_end = {"done": (layers, 1), "reducing": first, "over": True}
         found["reduction of the embedding"] = step.at(step.reduction(first), **at_end)
+    if step.workspace and run.offload == "none":  # else the update allocates nothing, and is never the peak
+        summed = run.micro_steps > 1 and not step.unsynced  # then no gradients are left, but their sums
+        extra = Part("the update", step.workspace, "for whole matrices, or for projected ones")
+        found["the update"] = step.at(extra, 0, (0, root_stays), (0, 0) if summed else (layers, 1), 0, None, True)
+        if not summed:
+            found["the update"] += counted("gradients", "gradients", (1, first), ranks=run.shard_ranks)
     return found
 
 

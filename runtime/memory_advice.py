@@ -9,7 +9,8 @@ import math
 from dataclasses import replace
 
 from model import LlamaConfig
-from runtime.memory import GIB, Part, RunShape, Step, counted, param_shapes, parts, peak_gib
+from optimizers.on_disk import BUFFERS, PIECE
+from runtime.memory import GIB, Part, RunShape, Step, counted, param_shapes, parts, peak_gib, state_bytes
 from runtime.memory_stats import require_cpu_memory
 
 
@@ -33,19 +34,42 @@ def largest_batch(config: LlamaConfig, run: RunShape, gib: float) -> int:
 # The CPU's memory
 
 
+def states_parts(step: Step) -> list[Part]:
+    return counted("masters and optimizer states", "states", (1, step.all), ranks=step.run.shard_ranks)
+
+
+def disk_parts(config: LlamaConfig, run: RunShape) -> list[Part]:
+    """What a rank keeps in offload_dir."""
+    return states_parts(Step(config, run)) if run.offload_dir else []
+
+
+def disk_bytes(config: LlamaConfig, run: RunShape) -> float:
+    return sum(part.bytes for part in disk_parts(config, run))
+
+
+def disk_buffers(config: LlamaConfig, run: RunShape) -> Part:
+    """The CPU memory through which the pieces of what is in offload_dir pass."""
+    block, root = param_shapes(config, run)
+    pieces = [min(PIECE / p.numel(), 1) * state_bytes(name, p, run) for name, p in block + root]
+    return Part("buffers of offload_dir", BUFFERS * max(pieces), f"{BUFFERS} x {max(pieces):,.0f} bytes")
+
+
 def cpu_parts(config: LlamaConfig, run: RunShape) -> list[Part]:
     """What a rank keeps in the CPU's memory."""
     step, found = Step(config, run), []
     if run.offload != "none":
-        found += counted("masters and optimizer states", "states", (1, step.all), ranks=run.shard_ranks)
+        found += [disk_buffers(config, run)] if run.offload_dir else states_parts(step)
         if run.micro_steps > 1:
             found += counted("gradient accumulators", "wide", (1, step.all), ranks=run.shard_ranks)
-        (gradients,) = counted("gradients", "gradients", (1, step.all), ranks=run.shard_ranks)
-        if run.offload == "all" and run.fsdp:  # FSDP pins weights and gradients itself
-            block, root = param_shapes(config, run.compute_dtype)
-            n_bytes = sum(pinned(p.nbytes / run.shard_ranks) for p in block * config.n_layer + root)
-            gradients = Part("gradients", n_bytes, f"{gradients.how}, each tensor rounded up to a power of two")
-        found += [gradients, gradients._replace(name="compute weights")][: 1 + (run.offload == "all")]
+        kinds = {"gradients": "gradients", "compute weights": "weights"}
+        for name, kind in list(kinds.items())[: 1 + (run.offload == "all")]:
+            (part,) = counted(name, kind, (1, step.all), ranks=run.shard_ranks)
+            if run.offload == "all" and run.fsdp:  # FSDP pins them itself
+                block, root = param_shapes(config, run)
+                tensors = [p for _, p in block * config.n_layer + root if p.requires_grad or kind == "weights"]
+                n_bytes = sum(pinned(p.nbytes / run.shard_ranks) for p in tensors)
+                part = Part(name, n_bytes, f"{part.how}, each tensor rounded up to a power of two")
+            found.append(part)
     if run.offload_activations:
         a_layer, layers = step.itemsize * config.n_embd, config.n_layer - 1
         how = f"{a_layer:,} bytes x {layers} layers x {step.n_tokens:,} tokens"
@@ -61,7 +85,7 @@ def require_memory(config: LlamaConfig, run: RunShape, device: str) -> None:
         require_cpu_memory(step_bytes, "a step needs", fix)
     else:
         n_bytes = sum(part.bytes for part in cpu_parts(config, run))
-        require_cpu_memory(n_bytes, "what is offloaded needs", "offload less, or shard")
+        require_cpu_memory(n_bytes, "what is offloaded needs", "offload less, shard, or set offload_dir")
     read_bytes = 3 * 16 * run.micro_steps * run.batch_size * (config.block_size + 1)  # three steps, int64, and copies
     require_cpu_memory(read_bytes, "the tokens of a step take", "lower gradient_accumulation_steps")
 

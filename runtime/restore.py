@@ -6,12 +6,12 @@ import shlex
 import time
 from pathlib import Path
 
-from model import LlamaConfig
+from model import Llama, LlamaConfig
 from runtime import run_folder
-from runtime.checkpoint import read_weights
-from runtime.checkpoint_folder import Folder, open_folder, read_document
+from runtime.checkpoint import open_base, read_base, read_weights
+from runtime.checkpoint_folder import ADAPTED, Folder, fingerprint, open_folder, read_document
 from runtime.distributed import from_rank_0, print0, restart_count, stop
-from runtime.hf_config import read_config, write_config
+from runtime.hf_config import read_config, write_adapter_config, write_config
 from runtime.safetensors_file import Damaged
 
 REQUIRED = {"step", "updates", "dtype", "loss_scale", "dataset", "settings"}  # in run.json
@@ -20,11 +20,15 @@ KEPT = (  # of the folder that a run began with
     "tokenizer.model", "chat_template.jinja",
 )  # fmt: skip
 MODEL_SETTINGS = [name for name in LlamaConfig.__dataclass_fields__ if name != "block_size"]
-STATE_SETTINGS = {"optimizer_bits": 32}  # which say what states a checkpoint holds, and what older ones had
+STATE_SETTINGS = {  # which say what tensors a checkpoint holds and what they mean, and what older ones had
+    "optimizer": "adamw", "optimizer_bits": 32, "galore_rank": 128, "lora_rank": 0, "lora_alpha": 32.0,
+    "base_dtype": "bfloat16",
+}  # fmt: skip
 HARMLESS_SETTINGS = {  # which do not change what a run computes: a resume does not mention them
     "out_dir", "init_from", "eval_interval", "eval_iters", "log_interval", "keep_last", "async_save", "profile",
-    "wandb_log", "wandb_project", "wandb_run_name", "device", "compile", "cuda_graph", "offload", "offload_activations",
-    "activation_checkpointing", "mlp_chunks", "sharding", "sync_every_micro_batch", "copy_engines", "timeout",
+    "wandb_log", "wandb_project", "wandb_run_name", "device", "compile", "cuda_graph", "offload", "offload_dir",
+    "offload_activations", "activation_checkpointing", "mlp_chunks", "sharding", "sync_every_micro_batch",
+    "copy_engines", "timeout",
 }  # fmt: skip
 
 
@@ -57,9 +61,13 @@ def check_start(start: Path | None, out_dir: str, config: LlamaConfig, settings:
     Call it before the model is built. A damaged checkpoint passes: restore() goes back to the one before.
     """
     if start is None:
+        if settings["lora_rank"]:
+            stop("lora_rank has no weights to adapt: name a folder of published ones, --init_from=FOLDER")
         return
     try:
-        _require_same_model(open_folder(start), _is_checkpoint_of(start, out_dir), config, settings, dataset)
+        folder = open_folder(start)
+        _require_same_model(folder, _is_checkpoint_of(start, out_dir), config, settings, dataset)
+        _base_of(folder, settings)
     except Damaged as error:
         if not _is_checkpoint_of(start, out_dir):
             stop(str(error))
@@ -71,8 +79,17 @@ def _is_checkpoint_of(start, out_dir):
     return start.parent == Path(out_dir) and start.name.startswith("step_")
 
 
+def _base_of(folder: Folder, settings) -> Folder | None:
+    """The folder of the frozen weights, where the run trains adapters and starts from this folder."""
+    if not folder.adapter:
+        return folder if settings["lora_rank"] else None
+    named = Path(os.path.expanduser(settings["init_from"]))
+    new_place = named if run_folder.is_model(named) and not (named / "adapter_config.json").exists() else None
+    return open_base(folder, new_place)
+
+
 def restore(
-    start: Path | None, out_dir: str, optimizer, config: LlamaConfig, settings: dict, dtype: str, dataset: dict
+    start: Path | None, out_dir: str, model: Llama, optimizer, settings: dict, dtype: str, dataset: dict
 ) -> tuple[int, dict | None, dict[str, bytes], list[str]]:
     """Fill the optimizer and its model's weights from find_start()'s answer.
 
@@ -83,12 +100,15 @@ def restore(
     """
     try:
         if start is not None and _is_checkpoint_of(start, out_dir):
-            return _resume(out_dir, optimizer, config, settings, dtype, dataset)
+            return _resume(out_dir, model, optimizer, settings, dtype, dataset)
         folder = start and open_folder(start)
-        if folder:
-            read_weights(folder, optimizer.parameters, config, optimizer.set_weight)
+        base = folder and _base_of(folder, settings)
+        if base:
+            read_base(base, model)
+        if folder and folder is not base:
+            read_weights(folder, optimizer.parameters, model.config, optimizer.set_weight)
         sentences = [f"begins    with the weights of {start}"] if folder else []
-        return 0, None, documents(folder, config, dataset["tokenizer"], dtype), sentences
+        return 0, None, _documents_of(folder, base, model.config, settings, dtype, dataset), sentences
     except (OSError, ValueError) as error:
         stop(str(error))
 
@@ -105,17 +125,32 @@ def documents(folder: Folder | None, config: LlamaConfig, tokenizer: str, dtype:
     return from_rank_0(read) | {"config.json": json.dumps(config_json, indent=2).encode()}
 
 
-def _resume(out_dir, optimizer, config, settings, dtype, dataset):
+def _documents_of(folder, base, config, settings, dtype, dataset):
+    """documents(), and of a run that trains adapters what says so, and what base they have."""
+    found = documents(folder, config, dataset["tokenizer"], dtype)
+    if base:
+        adapter = write_adapter_config(base.path, settings["lora_rank"], settings["lora_alpha"])
+        found["adapter_config.json"] = json.dumps(adapter, indent=2).encode()
+        # Beside a config.json transformers would expect a whole model.
+        config_json = json.loads(found.pop("config.json")) | {"nanocria_base": fingerprint(base)}
+        found[ADAPTED] = json.dumps(config_json, indent=2).encode()
+    return found
+
+
+def _resume(out_dir, model, optimizer, settings, dtype, dataset):
     """What restore() returns, from the newest checkpoint that is not damaged; the damaged ones are renamed."""
     began, sentences = time.perf_counter(), []
     while True:
         path = run_folder.newest_for_all_ranks(out_dir)
         try:
             folder = _open_checkpoint(path)
-            _require_same_model(folder, True, config, settings, dataset)
-            others, tensors = documents(folder, config, dataset["tokenizer"], dtype), optimizer.tensors()
+            _require_same_model(folder, True, model.config, settings, dataset)
+            base, tensors = _base_of(folder, settings), optimizer.tensors()
+            others = _documents_of(folder, base, model.config, settings, dtype, dataset)
             states = {(name, state): x for (name, state), x in tensors.items() if state not in ("", "lower_half")}
-            read_weights(folder, optimizer.parameters, config, optimizer.set_weight, states)
+            read_weights(folder, optimizer.parameters, model.config, optimizer.set_weight, states)
+            if base:
+                read_base(base, model)
             break
         except Damaged as error:
             sentences.append(f"{path} is damaged: {error}")
@@ -154,10 +189,10 @@ def _require_same_model(folder: Folder, resumes: bool, config, settings, dataset
             stop(f"{sentence}. If so, pass --vocab_size={model['vocab_size']}; else prepare the data with it")
         print0(sentence)
     was, now = model, {name: getattr(config, name) for name in MODEL_SETTINGS}
-    if resumes and folder.run:
-        was |= {name: folder.run["settings"].get(name, before) for name, before in STATE_SETTINGS.items()}
-        now |= {name: settings[name] for name in STATE_SETTINGS}
-    differing = [name for name in now if was[name] != now[name]]
+    if (resumes and folder.run) or folder.adapter:
+        was |= _state_settings(folder.run["settings"])
+        now |= _state_settings(settings)
+    differing = [name for name in was if name in now and was[name] != now[name]]
     if differing:
         differences = ", ".join(f"{name} {was[name]} (this run: {now[name]})" for name in differing)
         flags = " ".join(shlex.quote(f"--{name}={was[name]}") for name in differing)
@@ -165,6 +200,13 @@ def _require_same_model(folder: Folder, resumes: bool, config, settings, dataset
     if tokenizer != dataset["tokenizer"]:
         found = f"{settings['dataset']} holds {dataset['tokenizer']} tokens"
         stop(f"{folder.path} was trained on {tokenizer} tokens, {found}: change dataset or {setting}")
+
+
+def _state_settings(settings: dict) -> dict:
+    found = {name: settings.get(name, before) for name, before in STATE_SETTINGS.items()}
+    unused = {"galore_rank"} if found["optimizer"] != "galore" else set()
+    unused |= {"lora_alpha", "base_dtype"} if not found["lora_rank"] else set()
+    return {name: value for name, value in found.items() if name not in unused}
 
 
 def _changes(run: dict, settings: dict, dataset: dict) -> list[str]:

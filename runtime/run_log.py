@@ -94,6 +94,9 @@ class RunLog:
         print0(f"runs on   {world_size} x {self.device_name}; {versions}")
         computes = f"{run.dtype} compute" + ", projections in float8" * run.fp8
         print0(f"model     {n_params:,} parameters; float32 weights, {computes}")
+        if run.lora_rank:
+            base = "4 bits a projection's weight" if run.base_dtype == "nf4" else run.dtype
+            print0(f"lora      adapters of rank {run.lora_rank} are trained; frozen: {base}")
         if self.device != "cpu":
             gib = f"about {peak_gib(config, run):.1f} GiB of {memory_stats.card_gib(self.device):.1f} GiB"
             settings = f"activation checkpointing: {run.activation_checkpointing}; offload: {run.offload}"

@@ -127,6 +127,34 @@ def test_adamw_changes_nothing_where_the_scale_is_not_finite(adamw, scale):
     assert_same(tensors, before, f"scale {scale}")
 
 
+@pytest.mark.parametrize("sgdw", [kernels.sgdw, reference.sgdw], ids=["kernel", "reference"])
+@pytest.mark.parametrize("dtype", [FP32, BF16, FP16], ids=str)
+def test_sgdw_moves_the_master_and_skips_what_is_not_finite(sgdw, dtype):
+    w, direction = randn(3001), randn(3001, dtype=BF16)
+    parameter, master = (w, w) if dtype == torch.float32 else (w.to(dtype), w.clone())
+    if dtype == BF16:
+        master = torch.empty_like(w, dtype=torch.int16)
+        adamw_file.split_halves(w, parameter, master)
+    exact = w.double() - 0.1 * (0.2 * w.double() + 3 * direction.double())
+    for scale, expected in ((float("nan"), w.double().clone()), (1.0, exact), (float("inf"), exact)):
+        sgdw(parameter, direction, master, torch.tensor([scale, 0.1], device=DEVICE), 3.0, 0.2)
+        found = adamw_file.merge_halves(parameter, master) if dtype == BF16 else master
+        torch.testing.assert_close(found.double(), expected, rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(parameter.float(), found, rtol=2**-7, atol=1e-6)
+
+
+def test_sgdw_says_what_does_not_fit():
+    w, scalars = torch.zeros(4, 4), torch.ones(2)
+    for arguments, expected in (
+        ((w, w[:2], w, scalars), "direction is"),
+        ((w, w.T[:, :], w, scalars), "contiguous"),
+        ((w.half(), w, w.half(), scalars), "w is torch.float16"),
+        ((w, w, w, scalars[:1]), "step_scalars"),
+    ):
+        with pytest.raises(ValueError, match=expected):
+            kernels.sgdw(*arguments, 1.0, 0.0)
+
+
 @full_size
 def test_adamw_past_2_to_the_31_elements():
     n = 2**31 + 1000

@@ -17,8 +17,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import kernels.launch
+from lora import add_lora
 from model import Llama, LlamaConfig
+from optimizers.adamw import AdamW
 from optimizers.adamw8bit import AdamW8bit
+from optimizers.muon import Muon
 from optimizers.on_gpu import OnGPU
 from optimizers.optimizer import Optimizer
 from optimizers.place import local
@@ -145,9 +148,14 @@ def build(config, run, shard=lambda model: None, device="cpu"):
     with torch.device("meta"):
         model = Llama(config).to(run.compute_dtype)
     model.set_operations(run.fused_kernels, run.fused_loss, run.attention)
+    if run.lora_rank:
+        add_lora(model, run.lora_rank, run.lora_alpha, run.base_dtype)
     recompute.recompute(model, run.activation_checkpointing, run.mlp_chunks, run.offload_activations)
     shard(model)
     model.to_empty(device=device)
+    for p in model.parameters():
+        if not p.requires_grad:  # which are read, not initialised
+            local(p.detach()).fill_(0)
     model.init_weights(seed=1)
     return model
 
@@ -185,6 +193,36 @@ def test_plain_step_holds_what_the_estimate_says(checkpointing):
 def test_step_with_8_bit_states_holds_what_the_estimate_says(four_ranks, ranks):
     config = replace(TINY, n_embd=256, ffn_dim=512, vocab_size=16)
     check_step(config, sharded(ranks, rule=AdamW8bit(), **PLAIN), update=False)  # its reference is not in place
+
+
+@pytest.mark.parametrize("ranks", [1, 4])
+def test_step_with_muon_holds_no_more_than_the_estimate_says(four_ranks, ranks):
+    """Its matrices are in float32 here: twice the workspace of a GPU's."""
+    config, run = replace(TINY, n_embd=256, ffn_dim=512, vocab_size=16, block_size=8), sharded(ranks, 1, **PLAIN)
+    block, root = memory.param_shapes(config)
+    workspace = Muon().workspace(block * config.n_layer + root, ranks)
+    phases = memory.phases(config, replace(run, rule=Muon()))
+    assert by_name(phases["the update"])["the update"] == workspace
+    states = [by_name(memory.phases(config, replace(run, rule=rule))["the loss, at the end of forward"])
+              ["masters and optimizer states"] for rule in (Muon(), AdamW())]  # fmt: skip
+    assert 0.6 < states[0] / states[1] < 0.62, "6 bytes a parameter instead of 10"
+    estimated = sum(part.bytes for part in phases["the update"] if part.name != "cuBLAS workspaces") + workspace
+    measured = peak_of_step(config, replace(run, rule=Muon()), update=True)
+    assert 0.8 * estimated < measured < estimated, f"estimated {estimated:,.0f}, measured {measured:,} bytes"
+
+
+@pytest.mark.parametrize("base_dtype", ["bfloat16", "nf4"])
+@pytest.mark.parametrize("checkpointing", ["none", "full"])
+def test_step_with_adapters_holds_what_the_estimate_says(monkeypatch, base_dtype, checkpointing):
+    monkeypatch.setattr(kernels.launch, "INTERPRETED", False)
+    run = RunShape(2, activation_checkpointing=checkpointing, lora_rank=2, base_dtype=base_dtype, **PLAIN)
+    check_step(replace(TINY, n_layer=2, n_embd=128, ffn_dim=256, vocab_size=16), run, update=False)
+
+
+@pytest.mark.parametrize("base_dtype", ["bfloat16", "nf4"])
+def test_sharded_step_with_adapters_holds_what_the_estimate_says(four_ranks, base_dtype):
+    run = sharded(4, lora_rank=2, base_dtype=base_dtype, **PLAIN)
+    check_step(MODELS["large blocks"], run, update=False)
 
 
 @pytest.fixture
@@ -326,7 +364,7 @@ def test_parameters_are_the_models(config):
     block, root = memory.n_params(config)
     assert root + config.n_layer * block == model.n_params()
     assert block == sum(p.numel() for p in model.layers[0].parameters())
-    assert memory.param_shapes(config)[1][0].shape == (config.vocab_size, config.n_embd)
+    assert memory.param_shapes(config)[1][0][1].shape == (config.vocab_size, config.n_embd)
 
 
 @pytest.mark.parametrize("ranks", [1, 4])

@@ -11,9 +11,11 @@ from model import Llama, LlamaConfig
 from optimizers.adamw import AdamW
 from optimizers.adamw8bit import AdamW8bit
 from optimizers.loss_scale import LossScale
+from optimizers.muon import Muon
 from optimizers.on_cpu import OnCPU
 from optimizers.on_gpu import OnGPU
 from optimizers.optimizer import Optimizer
+from optimizers.rule import Rule
 from runtime.checkpoint import rows_to_save
 from runtime.checkpoint_folder import read_run
 from runtime.cuda_graph import CUDAGraph
@@ -23,6 +25,7 @@ from tests.runs import ROOT, SHORT, SMALL, assert_close, edit_run, losses, run_r
 pytestmark = pytest.mark.usefixtures("plain_pytorch_on_one_core")
 
 CONFIG = LlamaConfig(n_layer=2, n_head=2, n_kv_head=1, n_embd=8, ffn_dim=16, vocab_size=11, block_size=8)
+CONFIG_IN_ROWS = LlamaConfig(**CONFIG.__dict__ | {"n_embd": 256, "ffn_dim": 512})  # whole blocks of 8-bit states
 
 
 def set_gradients(model, value):
@@ -111,16 +114,13 @@ def test_of_weights_in_halves_a_checkpoint_holds_the_whole(monkeypatch):
 # A rule is one class
 
 
-class SignedMomentum:
+class SignedMomentum(Rule):
     """A throw-away rule: m = m + g; w = w - lr sign(m). For matrices m is int8 codes with one scale a row."""
 
-    def states(self, parameter):
+    def states(self, name, parameter):
         if parameter.ndim < 2:
             return {"momentum": (parameter.shape, torch.float32)}
         return {"codes": (parameter.shape, torch.int8), "scales": (parameter.shape[:1], torch.float32)}
-
-    def scalars(self, t):
-        return ()
 
     def step_on_gpu(self, parameter, grad, master, states, scalars):
         scale, lr = scalars
@@ -209,7 +209,7 @@ def test_what_is_kept_for_a_parameter_is_what_the_memory_estimate_counts(place, 
     kept = [x for states in place.states.values() for x in states.values()]
     kept += [x for name, x in place.masters.items() if x.data_ptr() != place.parameters[name].data_ptr()]
     run = RunShape(batch_size=1, dtype=str(dtype)[6:], offload="none" if isinstance(place, OnGPU) else "all")
-    estimated = sum(state_bytes(p, run) for p in model.parameters())
+    estimated = sum(state_bytes(name, p, run) for name, p in model.named_parameters())
     assert sum(x.nbytes for x in kept) == estimated == expected * model.n_params()
 
 
@@ -221,12 +221,12 @@ def test_the_memory_estimate_counts_the_states_of_the_run_s_rule(place, rule):
     run = RunShape(1, offload="none" if isinstance(place, OnGPU) else "all", rule=rule)
     for name, parameter in model.named_parameters():
         kept = place.masters[name].nbytes + sum(x.nbytes for x in place.states[name].values())
-        assert kept == state_bytes(parameter, run), name
+        assert kept == state_bytes(name, parameter, run), name
 
 
 def test_float32_parameters_on_a_gpu_have_masters_on_the_cpu():
     run = RunShape(batch_size=1, dtype="float32", offload="optimizer")
-    assert state_bytes(torch.empty(8, 8, device="meta"), run) == 12 * 64
+    assert state_bytes("", torch.empty(8, 8, device="meta"), run) == 12 * 64
 
 
 @pytest.mark.parametrize("place", [OnGPU, OnCPU])
@@ -256,7 +256,7 @@ IN_8_BITS = IN_ROWS | dict(optimizer_bits=8)
 
 def test_8_bit_states_have_a_scale_for_256_elements_within_a_row():
     def states(*shape):
-        found = AdamW8bit().states(torch.empty(shape, device="meta"))
+        found = AdamW8bit().states("", torch.empty(shape, device="meta"))
         return [(str(dtype)[6:], *shape) for shape, dtype in found.values()]
 
     assert states(257, 512) == [("uint8", 257, 512)] * 2 + [("float32", 257, 2)] * 2
@@ -336,11 +336,12 @@ def test_offloaded_the_optimizer_sums_clips_and_skips_as_on_the_gpu(dtype):
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
-@pytest.mark.parametrize("rule", [AdamW(), AdamW8bit()], ids=lambda rule: type(rule).__name__)
+@pytest.mark.parametrize("rule", [AdamW(), AdamW8bit(), Muon()], ids=lambda rule: type(rule).__name__)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 def test_a_cuda_graph_replays_the_step_and_nothing_waits_for_the_gpu(dtype, rule):
     """Updates, clipping, an overflow and the loss scale: bit for bit as without a graph."""
-    models = [torch.nn.Linear(256, 48).to("cuda", dtype) for _ in range(2)]
+    models = [Llama(CONFIG_IN_ROWS).to("cuda", dtype) for _ in range(2)]
+    models[0].init_weights(0)
     models[1].load_state_dict(models[0].state_dict())
     plain, replayed = (Optimizer(model, rule, OnGPU(), 1.0, LossScale()) for model in models)
     gradients = [2**10 * torch.randn(6, *p.shape, device="cuda") for p in models[0].parameters()]

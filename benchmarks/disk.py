@@ -1,0 +1,117 @@
+"""How fast an update runs through offload_dir, beside plain direct reads and writes of the same sizes.
+
+    python bench.py disk --offload_dir=/mnt/nvme                            the update of Llama 3.2 1B: 15 GB each way
+    python bench.py disk --offload_dir=/mnt/nvme -- --optimizer_bits=8      any setting of train.py, behind --
+
+update      optimizers/on_disk.py on the CPU, with gradients that are there: from its start until all is on the drive
+plain       the same pieces, read and written back by as many threads as are best, with nothing in between
+
+Both in turns, medians. The last line is JSON.
+"""
+
+import fcntl
+import json
+import os
+import statistics
+import tempfile
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
+
+import torch
+
+from benchmarks import cli, estimate
+from configurator import SettingError
+from model import Llama
+from optimizers.on_disk import OnDisk
+from optimizers.optimizer import Optimizer
+from runtime.memory_advice import disk_bytes
+from runtime.safetensors_file import as_bytes
+from runtime.state_file import open_state_file, page_aligned
+
+# settings
+offload_dir = ""  # a folder on the drive
+config = "config/llama32_1b.py"  # the model
+updates = 3  # that are timed; one more goes before
+
+PLAIN_THREADS = (1, 2, 4, 8)
+
+
+def parse(argv: list[str]) -> SimpleNamespace:
+    s = cli.read_settings(globals(), argv, for_train_py=True)
+    cli.at_least_one(s, "updates")
+    cli.refuse_flags(s, ["none"])
+    if not s.offload_dir:
+        raise SettingError("--offload_dir= is empty: name a folder on the drive to measure")
+    named = {"offload": "all", "offload_dir": s.offload_dir, "gradient_accumulation_steps": 1}
+    s.model, s.run = estimate.resolve(cli.config_path(s.config), 1, named, s.flags)
+    return s
+
+
+def update_seconds(place: OnDisk, grads: list[torch.Tensor]) -> float:
+    for parameter, grad in zip(place.parameters.values(), grads, strict=True):
+        parameter.grad = grad
+    began = time.perf_counter()
+    place.update(torch.ones(()), torch.tensor(1e-4), torch.tensor(1))
+    place.finish()
+    return time.perf_counter() - began
+
+
+def plain_seconds(fd: int, pieces: list[list[int]], threads: int) -> float:
+    """Reads and writes back each piece, tensors of so many bytes, one behind the other in the file."""
+    begins, largest, of_thread = [0], max(max(piece) for piece in pieces), threading.local()
+    for piece in pieces:
+        begins.append(begins[-1] + sum(piece))
+
+    def prepare():
+        of_thread.memory = as_bytes(page_aligned(largest).fill_(1))
+
+    def read_and_write(i):
+        for system_call in (os.preadv, os.pwritev):
+            begin = begins[i]
+            for n_bytes in pieces[i]:
+                moved = system_call(fd, [of_thread.memory[:n_bytes]], begin)
+                if moved != n_bytes:
+                    raise OSError(f"the drive moved {moved} of {n_bytes} bytes")
+                begin += n_bytes
+
+    with ThreadPoolExecutor(threads, initializer=prepare) as pool:
+        began = time.perf_counter()
+        list(pool.map(read_and_write, range(len(pieces))))
+        return time.perf_counter() - began
+
+
+def measure(s: SimpleNamespace) -> dict:
+    file = open_state_file(s.offload_dir, disk_bytes(s.model, s.run))
+    model = Llama(s.model).to(s.run.compute_dtype)
+    place = Optimizer(model, s.run.rule, OnDisk(file)).place
+    grads = [torch.full_like(parameter, 1e-3) for parameter in place.parameters.values()]
+    pieces = [[len(memory) for memory in piece.pages.values()] for piece in place.pieces]
+    n_bytes, seconds = 2 * sum(map(sum, pieces)), {"update": [], **{n: [] for n in PLAIN_THREADS}}
+    with tempfile.TemporaryFile(dir=file.folder, buffering=0) as other:
+        os.posix_fallocate(other.fileno(), 0, n_bytes // 2)
+        if file.direct:
+            fcntl.fcntl(other.fileno(), fcntl.F_SETFL, fcntl.fcntl(other.fileno(), fcntl.F_GETFL) | os.O_DIRECT)
+        for i in range(1 + s.updates):
+            for name, times in seconds.items():
+                is_update = name == "update"
+                taken = update_seconds(place, grads) if is_update else plain_seconds(other.fileno(), pieces, name)
+                times += [taken] if i else []  # the first time new pages of both files are written
+    medians = {name: statistics.median(times) for name, times in seconds.items()}
+    threads = min(PLAIN_THREADS, key=medians.get)
+    return {
+        "offload_dir": file.folder, "direct": file.direct, "n_params": sum(p.numel() for p in model.parameters()),
+        "bytes": n_bytes, "pieces": len(pieces), "update_gb_per_s": n_bytes / medians["update"] / 1e9,
+        "plain_gb_per_s": n_bytes / medians[threads] / 1e9, "plain_threads": threads,
+        "ratio": medians[threads] / medians["update"], "seconds": seconds,
+    }  # fmt: skip
+
+
+def main(argv: list[str]) -> None:
+    result = measure(parse(argv))
+    print(f"{result['n_params']:,} parameters: an update reads and writes {result['bytes'] / 1e9:.1f} GB in all")
+    print(f"update    {result['update_gb_per_s']:6.2f} GB/s")
+    print(f"plain     {result['plain_gb_per_s']:6.2f} GB/s, by {result['plain_threads']} threads")
+    print(f"ratio     {result['ratio']:6.2f}")
+    print(json.dumps(result))

@@ -1,0 +1,33 @@
+# A Llama of GPT-2's size on the source of the Linux kernel: 1.3 GB of C and documentation, 550 million tokens.
+#   curl -O https://cdn.kernel.org/pub/linux/kernel/v6.x/linux-6.1.tar.xz && tar -xf linux-6.1.tar.xz
+#   python data/text/prepare.py --input linux-6.1 --tokenizer gpt2 --out data/linux    # whole files go to validation
+#   python train.py config/linux_114m.py                  # one H100 or H200; a smaller card: half batch_size, double
+#   python train.py config/linux_114m.py --optimizer=muon --out_dir=out/linux_114m_muon    # gradient_accumulation_steps
+#   python sample.py --out_dir=out/linux_114m --prompt="static int __init"
+out_dir = "out/linux_114m"
+dataset = "linux"
+
+# Llama 3's shape at the width and depth of GPT-2
+n_layer = 12
+n_head = 12
+n_kv_head = 4
+n_embd = 768
+ffn_dim = 2048
+vocab_size = 50304  # gpt2's 50,257, rounded up to a multiple of 64: matmuls of odd widths are slower
+tie_embeddings = True
+rope_theta = 10000.0  # a context of 1,024 needs no slower rotations
+
+# 0.5M tokens per step: 64 x 1024 x 8
+batch_size = 64
+block_size = 1024
+gradient_accumulation_steps = 8
+max_iters = 1300  # 680M tokens: one and a quarter epochs
+warmup_iters = 100
+learning_rate = 6e-4  # GPT-3's for a model of 125 million parameters
+lr_schedule = "wsd"  # so that the run may be extended from a checkpoint before the cooldown
+cooldown_iters = 300
+min_lr = 0.0
+
+eval_interval = 100
+eval_iters = 40
+keep_last = 5  # reaches back to before the cooldown

@@ -1,0 +1,77 @@
+"""A projection with trained adapters on a frozen weight in NF4 (QLoRA): lora_linear.py on nf4.py's four tensors.
+
+    forward     y = x Wᵀ + s (x Aᵀ) Bᵀ        backward    dx = dy W + s (dy B) A        dA, dB as in lora_linear.py
+
+W is read back from NF4 in x's dtype right before each of its two matmuls and freed after it: all projections share what
+the allocator keeps of the largest. The packed matrices (q, k and v; gate and up) are quantised as one, with one offset.
+
+Bytes for n weights: 0.516n held, and 2.516n moved before each matmul.
+
+Dettmers et al., QLoRA: Efficient Finetuning of Quantized LLMs, 2023. https://arxiv.org/abs/2305.14314
+"""
+
+import torch
+from torch import nn
+
+from .dynamic_map import BLOCK as SCALE_BLOCK
+from .linear import Linear, apply_projection
+from .lora_linear import LoRALinear
+from .nf4 import BLOCK, NF4, dequantize_nf4
+
+
+class NF4LoRALinear(LoRALinear):
+    """LoRALinear whose frozen weight (O, C) is NF4: `weight` are its codes (O, C / 2). ValueError unless O·C is a
+    multiple of 64 and C is even. The NF4 tensors are uninitialised: runtime/checkpoint.py's read_base fills them.
+    """
+
+    codes_dtype = torch.float8_e4m3fn  # bytes, but FSDP wants parameters of floating point (torch 2.11)
+
+    def __init__(self, base: Linear, rows: tuple[int, ...], rank: int, alpha: float):
+        super().__init__(base, rows, rank, alpha)
+        n_out, n_in = base.weight.shape
+        if n_in % 2 or n_out * n_in % BLOCK:
+            found = f"a projection is {n_out} x {n_in}: --base_dtype=bfloat16"
+            raise ValueError(f"base_dtype=nf4 has blocks of {BLOCK} weights, and {found}")
+        n_blocks = n_out * n_in // BLOCK
+        shapes = {
+            "weight": ((n_out, n_in // 2), self.codes_dtype),
+            "scale_codes": ((n_blocks,), self.codes_dtype),
+            "scale_absmax": ((-(-n_blocks // SCALE_BLOCK),), torch.float32),
+            "offset": ((1,), torch.float32),  # FSDP does not shard scalars
+        }
+        for name, (shape, dtype) in shapes.items():
+            part = torch.empty(shape, dtype=dtype, device=base.weight.device)
+            setattr(self, name, nn.Parameter(part, requires_grad=False))
+
+    def check(self, name, n_in, x):
+        if self.in_features != n_in or self.lora_a.dtype != x.dtype:
+            found = f"({self.out_features}, {self.in_features}) in NF4 with adapters in {self.lora_a.dtype}"
+            raise ValueError(f"{name} {found}: expected {x.dtype} (outputs, {n_in})")
+
+    def reference(self, x):
+        return apply_projection(self, x, *self.tensors())  # autograd's own would keep the weight that it read back
+
+    def tensors(self):
+        return self.weight, self.scale_codes, self.scale_absmax, self.offset, self.lora_a, self.lora_b
+
+    def base_weight(self):
+        return _read_back(self.lora_a, *self.tensors()[:4])
+
+    def project(self, x, *tensors, out=None):
+        *base, a, b = tensors
+        return super().project(x, _read_back(x, *base), a, b, out)
+
+    def input_gradient(self, dy, *tensors, out=None):
+        *base, a, b = tensors
+        return super().input_gradient(dy, _read_back(dy, *base), a, b, out)
+
+    def weight_gradients(self, dy, x, *tensors, needed, sums=None, first=True):
+        codes, *_, a, b = tensors
+        found = super().weight_gradients(dy, x, codes, a, b, needed[3:], sums and sums[3:], first)
+        return None, None, None, *found
+
+
+def _read_back(like, codes, scale_codes, scale_absmax, offset):
+    weight = NF4(codes.view(torch.uint8), scale_codes.view(torch.uint8), scale_absmax, offset)
+    n_out, n_bytes = codes.shape
+    return dequantize_nf4(weight, torch.empty(n_out, 2 * n_bytes, dtype=like.dtype, device=like.device))

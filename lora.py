@@ -1,0 +1,65 @@
+"""LoRA and QLoRA: small adapters are trained, all other weights stay as they were published.
+
+    add_lora(model, rank=16, alpha=32)              # on the meta device, before recompute, compile and fully_shard
+    add_lora(model, 16, 32, base_dtype="nf4")       # the frozen projections take 0.52 bytes a weight instead of 2
+    merge_lora(model)                               # a plain model of the sums W + (α/r) B A
+
+    for each matrix     y = x Wᵀ + (α/r) (x Aᵀ) Bᵀ        A (r, C) and B (O, r) are trained, B begins as zeros
+
+All seven matrices of a block have an adapter: q, k, v, o, gate, up, down. The embedding, the norms and the head are
+frozen. A token costs 4 FLOPs a frozen weight instead of 6, and gradients, masters and moments exist for the adapters
+alone: 8B at rank 16 trains 42 million parameters.
+
+kernels/lora_linear.py and kernels/nf4_lora_linear.py are the projections; runtime/checkpoint.py reads the frozen
+weights from the folder of init_from; a checkpoint holds the adapters, by peft's names.
+
+Hu et al., LoRA, 2021. https://arxiv.org/abs/2106.09685    Dettmers et al., QLoRA, 2023. https://arxiv.org/abs/2305.14314
+"""
+
+import torch
+
+from kernels import Linear, LoRALinear, NF4LoRALinear
+from model import Llama, LlamaConfig
+
+KINDS = {"bfloat16": LoRALinear, "nf4": NF4LoRALinear}  # of a projection, by base_dtype
+
+
+def packed_rows(config: LlamaConfig) -> dict[str, tuple[int, ...]]:
+    """How many rows each published matrix has in a projection of ours, by the projection's name."""
+    kv = config.n_kv_head * config.head_dim
+    return {
+        "qkv_proj": (config.n_embd, kv, kv),
+        "o_proj": (config.n_embd,),
+        "gate_up_proj": (config.ffn_dim, config.ffn_dim),
+        "down_proj": (config.n_embd,),
+    }
+
+
+def add_lora(model: Llama, rank: int, alpha: float, base_dtype: str = "bfloat16") -> None:
+    """Gives each projection of the model's layers adapters of this rank, and freezes everything else.
+
+    alpha: adapters count alpha / rank times. base_dtype: of the frozen projections, 'nf4', or 'bfloat16' for the dtype
+    that they have. The adapters have the model's dtype; init_weights initialises them. ValueError for a rank below 1,
+    and for shapes that NF4 cannot hold.
+    """
+    model.requires_grad_(False)
+    rows, kind = packed_rows(model.config), KINDS[base_dtype]
+    for module in list(model.layers.modules()):
+        for name, child in list(module.named_children()):
+            if isinstance(child, Linear):
+                setattr(module, name, kind(child, rows[name], rank, alpha))
+
+
+def merge_lora(model: Llama) -> None:
+    """Makes a model with adapters, whole on one device, a plain one: each weight W + (α/r) B A, rounded once.
+
+    An NF4 weight counts as what it is read back as, which is what the adapters were trained on.
+    """
+    for module in list(model.layers.modules()):
+        for name, child in list(module.named_children()):
+            if isinstance(child, LoRALinear):
+                with torch.device("meta"):
+                    plain = Linear(child.in_features, child.out_features)
+                plain.weight = torch.nn.Parameter(child.merged())
+                setattr(module, name, plain)
+    model.requires_grad_(True)

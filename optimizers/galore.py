@@ -1,0 +1,106 @@
+"""GaLore: AdamW of the blocks' gradients projected to a few columns, so its moments have galore_rank columns each.
+
+    R = G Q      N = Adam's step for R      w = w − lr · (λ w + scale · N Qᵀ)
+
+The columns of Q (columns, rank) are the leading right singular vectors of the gradient G of one published matrix, of q,
+k, v, gate and up each by itself, renewed at galore_interval. They come from subspace iteration, which begins where the
+last Q was (Q ← qr(Gᵀ G Q)) and ends with the eigenvectors of (G Q)ᵀ(G Q): products with G and small factorisations,
+where a full SVD of 8B's matrices would take minutes.
+
+The paper projects the shorter side. Here it is always the columns, for FSDP splits the rows: R, the moments and N then
+belong to the rank of their rows, and only sums of (columns, rank) travel, when Q is renewed. Each rank has all of Q.
+State for a matrix of (O, C): AdamW's of (O, rank), 32- or 8-bit, and 4·C·rank bytes. Embedding, head and norms keep
+AdamW.
+
+Zhao et al., GaLore: Memory-Efficient LLM Training by Gradient Low-Rank Projection, 2024. https://arxiv.org/abs/2403.03507
+Halko et al., Finding Structure with Randomness, 2011 (subspace iteration). https://arxiv.org/abs/0909.4061
+"""
+
+import zlib
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+
+from kernels.sgdw import sgdw
+from optimizers.adamw import AdamW
+from optimizers.rule import Rule, Shard, is_matrix_of_a_block
+from runtime.hf_names import stacked_rows
+
+ITERATIONS = 4  # each multiplies what is left of a smaller singular value by the square of its ratio to a larger one
+
+
+@dataclass(frozen=True)
+class GaLore(Rule):
+    adamw: AdamW = AdamW()
+    rank: int = 128
+    interval: int = 200  # updates between two bases
+    scale: float = 0.25
+
+    def states(self, name, parameter):
+        if not is_matrix_of_a_block(name, parameter.shape):
+            return self.adamw.states(name, parameter)
+        projected = torch.empty(len(parameter), self.rank, device="meta")
+        basis = (len(stacked_rows(name, parameter.shape)), parameter.shape[1], self.rank)
+        return self.adamw.states(name, projected) | {"basis": (basis, torch.float32)}
+
+    def scalars(self, t):
+        return self.adamw.scalars(t)
+
+    def update(self, shards, scalars, step, group):
+        self.adamw.update([x for x in shards if not is_matrix_of_a_block(x.name, x.shape)], scalars, step, group)
+        # AdamW moves a zero by its step, with a learning rate of -1. Zeros do not decay.
+        for_step = torch.cat([scalars[:1], torch.full_like(scalars[:1], -1.0), scalars[2:]])
+        for shard in shards:
+            if not is_matrix_of_a_block(shard.name, shard.shape):
+                continue
+            basis, moments = shard.states["basis"], {k: x for k, x in shard.states.items() if k != "basis"}
+            grad, parts = shard.grad.float(), local_parts(shard, group)
+            if step % self.interval == 0:
+                for g, q in zip(grad.split(parts), basis, strict=True):
+                    renew(q, g, scalars[0].isfinite(), None if step else zlib.crc32(shard.name.encode()), group)
+            if grad.numel():
+                projected = torch.cat([g @ q for g, q in zip(grad.split(parts), basis, strict=True)])
+                n = torch.zeros_like(projected)
+                self.adamw.step_on_gpu(n, projected, n, moments, for_step)
+                direction = torch.cat([x @ q.T for x, q in zip(n.split(parts), basis, strict=True)])
+                sgdw(shard.parameter, direction, shard.master, scalars, self.scale, self.adamw.weight_decay)
+
+    def workspace(self, parameters, ranks):
+        """The gradient and the step in float32, and both projected."""
+        shapes = [p.shape for name, p in parameters if is_matrix_of_a_block(name, p.shape)]
+        return max((8 * shape.numel() + 8 * shape[0] * self.rank) // ranks for shape in shapes)
+
+
+def local_parts(shard: Shard, group: dist.ProcessGroup | None) -> list[int]:
+    """How many of this rank's rows belong to each of the matrices stacked in a weight. FSDP splits as torch.chunk."""
+    held = -(-shard.shape[0] // (dist.get_world_size(group) if group else 1))
+    begin = held * (dist.get_rank(group) if group else 0)
+    found, first = [], 0
+    for rows in stacked_rows(shard.name, shard.shape):
+        found.append(max(0, min(begin + len(shard.grad), first + rows) - max(begin, first)))
+        first += rows
+    return found
+
+
+def renew(basis: torch.Tensor, grad: torch.Tensor, live: torch.Tensor, seed: int | None, group) -> None:
+    """Sets basis (columns, rank) to the leading right singular vectors of a matrix, of which grad is this rank's rows.
+
+    seed: of the first one; None: begins with the basis as it is. Unless live, nothing changes. Waits for the GPU.
+    """
+
+    def summed(x):
+        if group is not None:
+            dist.all_reduce(x, group=group)
+        return x
+
+    grad, q = torch.where(live, grad, 0.0), basis
+    if seed is not None:
+        generator = torch.Generator(basis.device).manual_seed(seed)
+        q = torch.randn(basis.shape, generator=generator, device=basis.device)
+    for _ in range(ITERATIONS):
+        q = torch.linalg.qr(summed(grad.T @ (grad @ q))).Q
+    projected = grad @ q
+    q = (q @ torch.linalg.eigh(summed(projected.T @ projected)).eigenvectors).flip(1)  # the largest first
+    q = q * torch.where((q * basis).sum(0) < 0, -1.0, 1.0)  # so that the moments keep their signs
+    basis.copy_(torch.where(live, q, basis))

@@ -1,0 +1,146 @@
+"""Muon for the blocks' matrices: the momentum, orthogonalised, is the step. Embedding, head and norms keep AdamW.
+
+    m = β m + (1 − β) g      u = (1 − β) g + β m                                                     Nesterov
+    O = U Vᵀ of u = U S Vᵀ, about: five times X = a X + (b X Xᵀ + c (X Xᵀ)²) X from X = u / ‖u‖      Polar Express
+    w = w − lr · (λ w + 0.2 √max(rows, columns) · O)                       so its RMS is about that of an AdamW step
+
+q, k, v, gate and up are matrices of their own. The learning rate and weight decay are AdamW's. State: m in float32, 4
+bytes a parameter. X is bfloat16 on a GPU.
+
+Under FSDP each rank holds some rows of each matrix. In a round every rank becomes the owner of some matrices: one
+all-to-all brings it their rows, it orthogonalises them whole, another takes the rows of O back. While it computes one
+round the rows of the next are on their way. So ranks share the work, and compute what one rank computes.
+
+Jordan et al., Muon, 2024. https://kellerjordan.github.io/posts/muon
+Amsel et al., The Polar Express, 2025. https://arxiv.org/abs/2505.16932
+Liu et al., Muon is Scalable for LLM Training, 2025 (the factor). https://arxiv.org/abs/2502.16982
+"""
+
+import math
+from collections import Counter
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+
+from kernels.sgdw import sgdw
+from optimizers.adamw import AdamW
+from optimizers.rule import Rule, Shard, is_matrix_of_a_block
+from runtime.hf_names import stacked_rows
+
+POLAR_EXPRESS = (  # a, b, c of each iteration; the first for X / 1.02, which is safely below 1
+    (8.1566 / 1.02, -22.4833 / 1.02**3, 15.8788 / 1.02**5),
+    (4.0429, -2.8089, 0.5000),
+    (3.8917, -2.7725, 0.5061),
+    (3.2858, -2.3681, 0.4645),
+    (2.3465, -1.7098, 0.4232),
+)
+OWNED = 2**25  # elements that a rank orthogonalises at a time: ten layers' gate and up of 114M, one layer's of 1B
+
+
+def orthogonalize(x: torch.Tensor, coefficients=POLAR_EXPRESS) -> torch.Tensor:
+    """About U Vᵀ of each of the matrices U S Vᵀ, x (n, rows, columns); in x's dtype."""
+    tall = x.shape[1] > x.shape[2]
+    x = x.mT if tall else x  # X Xᵀ is the smaller of the two products
+    x = x / torch.linalg.vector_norm(x, dim=(1, 2), keepdim=True).clamp(min=1e-7)
+    for a, b, c in coefficients:
+        gram = torch.bmm(x, x.mT)
+        x = torch.baddbmm(x, torch.baddbmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
+    return x.mT if tall else x
+
+
+@dataclass(frozen=True)
+class Muon(Rule):
+    adamw: AdamW = AdamW()  # of all else; its weight decay is of all
+    momentum: float = 0.95
+    coefficients: tuple[tuple[float, float, float], ...] = POLAR_EXPRESS
+
+    def states(self, name, parameter):
+        if not is_matrix_of_a_block(name, parameter.shape):
+            return self.adamw.states(name, parameter)
+        return {"momentum": (parameter.shape, torch.float32)}
+
+    def scalars(self, t):
+        return self.adamw.scalars(t)
+
+    def update(self, shards, scalars, step, group):
+        kinds = {}  # of equal shapes, stacked alike
+        for shard in shards:
+            if is_matrix_of_a_block(shard.name, shard.shape):
+                kinds.setdefault((*stacked_rows(shard.name, shard.shape), shard.shape[1]), []).append(shard)
+        matrices = {shard.name for kind in kinds.values() for shard in kind}
+        self.adamw.update([shard for shard in shards if shard.name not in matrices], scalars, step, group)
+        ranks = dist.get_world_size(group) if group else 1
+        rounds = []
+        for kind in kinds.values():
+            n = ranks * owned_at_a_time(len(kind), kind[0].shape.numel(), ranks)
+            rounds += [self._round(kind[i : i + n], scalars, ranks, group) for i in range(0, len(kind), n)]
+        for i in range(len(rounds) + 2):  # round i sets out, i - 1 is orthogonalised, i - 2 arrives
+            for a_round in rounds[max(i - 2, 0) : i + 1][::-1]:
+                next(a_round, None)
+
+    def _round(self, shards: list[Shard], scalars: torch.Tensor, ranks: int, group):
+        """A generator of three stages, between which rows are on their way."""
+        n_rows, n_columns = shards[0].shape
+        owned, held = -(-len(shards) // ranks), -(-n_rows // ranks)  # matrices of a rank; rows of a rank, as FSDP has
+        x = self._momenta(shards, scalars[0], owned * ranks, held)  # the missing matrices and rows are zeros
+        sent = exchange(x, group)
+        yield
+        x = arrived(sent).view(ranks, owned, held, n_columns).transpose(0, 1).reshape(owned, -1, n_columns)
+        for matrices in x[:, :n_rows].split(stacked_rows(shards[0].name, shards[0].shape), dim=1):
+            matrices.copy_(orthogonalize(matrices, self.coefficients))
+        x = x.view(owned, ranks, held, n_columns).transpose(0, 1).reshape(-1, held, n_columns)
+        sent = exchange(x, group)
+        yield
+        rows = stacked_rows(shards[0].name, shards[0].shape)
+        factor = 0.2 * math.sqrt(max(*rows, n_columns))  # k and v have no more rows than columns
+        for shard, direction in zip(shards, arrived(sent), strict=False):
+            if shard.grad.numel():
+                here = len(shard.grad)
+                sgdw(shard.parameter, direction[:here], shard.master, scalars, factor, self.adamw.weight_decay)
+
+    def _momenta(self, shards, scale, n: int, held: int) -> torch.Tensor:
+        """This rank's rows of u of each matrix, (n, held, columns), after a step of the momenta."""
+        first = shards[0].grad
+        dtype = torch.bfloat16 if first.is_cuda else torch.float32
+        x = torch.zeros(n, held, first.shape[1], dtype=dtype, device=first.device)
+        for shard, u in zip(shards, x, strict=False):
+            m = shard.states["momentum"]
+            g = torch.where(scale.isfinite(), shard.grad.float() * scale, m)  # else m stays exactly what it is
+            m.lerp_(g, 1 - self.momentum)
+            u[: len(g)] = g.lerp_(m, self.momentum)
+        return x
+
+    def workspace(self, parameters, ranks):
+        """In bfloat16: u of a round and of the next; of a matrix X, the X after it, X Xᵀ and its polynomial.
+
+        With several ranks there are two of each u, to send and received, and of the round that arrives too.
+        """
+        shapes = [(name, p.shape) for name, p in parameters if is_matrix_of_a_block(name, p.shape)]
+        counts, found = Counter(shape for _, shape in shapes), [0]
+        for name, shape in dict.fromkeys(shapes):
+            n = owned_at_a_time(counts[shape], shape.numel(), ranks)
+            rows, columns = max(stacked_rows(name, shape)), shape[1]
+            matrix = 4 * rows * columns + 4 * min(rows, columns) ** 2
+            found.append(n * (shape.numel() * (4 if ranks == 1 else 12) + matrix))
+        return max(found)
+
+
+def owned_at_a_time(n: int, size: int, ranks: int) -> int:
+    """How many of n parameters of a size a rank orthogonalises at a time: all of its share, or OWNED elements."""
+    return max(1, min(-(-n // ranks), OWNED // size))
+
+
+def exchange(x: torch.Tensor, group: dist.ProcessGroup | None):
+    """Sends the first of as many equal parts of x as there are ranks to rank 0, and so on: what `arrived` waits for."""
+    if group is None:
+        return x, None
+    received = torch.empty_like(x)
+    return received, dist.all_to_all_single(received, x, group=group, async_op=True)
+
+
+def arrived(sent) -> torch.Tensor:
+    x, work = sent
+    if work is not None:
+        work.wait()  # on a GPU the stream waits, not the CPU
+    return x

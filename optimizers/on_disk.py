@@ -1,0 +1,138 @@
+"""Masters and states in a file on an NVMe drive: of them CPU memory holds only what is being updated.
+
+All else is as in OnCPU, and so are the losses, bit for bit. An update passes through pieces of at most 4 million
+elements, in the order of forward, with a ring of buffers:
+
+    drive     reads pieces i + 1, i + 2, ...                            writes pieces i - 1, i - 2, ...
+    CPU                                          updates piece i
+
+For n parameters a step reads 12n bytes and writes 12n (the float32 master 4, two moments 8); with 8-bit moments 6.03n
+each. The master is whole, although a bfloat16 parameter is its upper half: here that is rounded to even in the middle,
+so parameter and lower half together do not say which of two masters they came from. CPU memory holds the gradients, 2n
+bytes, with offload = 'all' the parameters, 2n, and the buffers. Several micro-batches a step add their sums, 4n. These
+stay in memory too: in the file they would move 8n bytes in each micro-batch, and a larger batch_size needs none.
+
+The file is the run's working state and nothing else: a run that is killed resumes from its checkpoint. Masters and
+states are tensors whose memory is the file (runtime/state_file.py). A checkpoint is written from them, and read into
+them, through the page cache, as if they were in memory; the training waits for it, because a copy would take the memory
+that the file saves. Updates bypass the page cache.
+"""
+
+import math
+from concurrent.futures import Future
+from typing import NamedTuple
+
+import torch
+from torch.distributed.tensor import DTensor
+
+from optimizers.on_cpu import OnCPU
+from optimizers.place import local, new_state
+from runtime.state_file import PAGE, THREADS, StateFile, page_aligned, whole_pages
+
+PIECE = 2**22  # elements: 16 MB of each float32 tensor
+BUFFERS = THREADS + 1  # one is updated while each thread fills or empties another
+
+
+class Piece(NamedTuple):
+    """Some rows of a parameter, and what is kept of them in the file: "" is the master."""
+
+    rows: slice
+    in_file: dict[str, torch.Tensor]
+    in_memory: dict[str, torch.Tensor]  # the same, in one of the buffers
+    pages: dict[str, torch.Tensor]  # their memory in whole pages
+
+
+def rows_at_once(kept: list[torch.Tensor]) -> int:
+    """How many rows a piece has: such that in each tensor's part of the file it begins at a page."""
+    n_rows, n = len(kept[0]), max(x.numel() for x in kept)
+    step = math.lcm(*(PAGE // math.gcd(PAGE, x.nbytes // n_rows) for x in kept))
+    return max(PIECE * n_rows // n // step, 1) * step
+
+
+class OnDisk(OnCPU):
+    """file: of this rank; streamed: as for OnCPU."""
+
+    async_save = False
+
+    def __init__(self, file: StateFile, streamed=None):
+        super().__init__(streamed)
+        self.file = file
+
+    def attach(self, model, parameters, rule):
+        super().attach(model, parameters, rule)
+        names = [name for group in self.groups.values() for name in group]  # in the order of the updates
+        cuts = [(name, rows, kept) for name in names for rows, kept in self._cut(name)]
+        n_bytes = max((sum(whole_pages(x.nbytes) for x in kept.values()) for _, _, kept in cuts), default=0)
+        self.buffers = [page_aligned(n_bytes) for _ in range(min(BUFFERS, len(cuts)))]
+        self.pieces = [self._piece(rows, kept, i % BUFFERS) for i, (_, rows, kept) in enumerate(cuts)]
+        self.pieces_of = {name: [i for i, cut in enumerate(cuts) if cut[0] == name] for name in names}
+        self.moving: dict[int, Future] = {}  # what fills the buffer of piece i; past the last piece, empties it
+        self.used_as_tensors = True  # since the last update: they begin as copies of the parameters
+
+    def _new_state(self, parameter, shape, dtype):
+        like = new_state(parameter, shape, dtype, "meta")
+        x = self.file.zeros(local(like).shape, dtype)
+        # from_local() would move it to the mesh's device
+        return DTensor(x, like._spec, requires_grad=False) if isinstance(like, DTensor) else x
+
+    def _cut(self, name):
+        """Yields the rows of each piece of a parameter, and the parts of the file that hold what is kept of them."""
+        master, states = self.local_states(name)
+        if not master.numel():  # a rank may hold nothing of a small parameter
+            return
+        kept = {state: x for state, x in {"": master, **states}.items() if self.file.holds(x)}
+        n_rows = len(master)
+        n = rows_at_once(list(kept.values())) if kept else n_rows
+        for first in range(0, n_rows, n):
+            rows = slice(first, first + n)
+            yield rows, {state: x[rows] if n < n_rows else x for state, x in kept.items()}
+
+    def _piece(self, rows, kept, buffer):
+        pages, left = {}, self.buffers[buffer]
+        for state, x in kept.items():
+            pages[state], left = left.tensor_split([whole_pages(x.nbytes)])
+        in_memory = {state: pages[state][: x.nbytes].view(x.dtype).view(x.shape) for state, x in kept.items()}
+        return Piece(rows, kept, in_memory, pages)
+
+    # ------------------------------------------------------------------------------------------------------------------
+    # The update
+
+    def finish(self):
+        super().finish()
+        self._finish_moving()
+        self.used_as_tensors = True
+
+    def update(self, scale, lr, t):
+        if self.used_as_tensors:
+            self.file.let_go()
+        self.used_as_tensors = False
+        super().update(scale, lr, t)
+
+    def _step(self, name, new, grad, numbers):
+        for i in self.pieces_of[name]:
+            if i == 0:
+                self._finish_moving()  # the last update may still be writing
+                for ahead in range(len(self.buffers)):
+                    self.moving[ahead] = self.file.threads.submit(self._read, self.pieces[ahead])
+            self.moving.pop(i).result()
+            rows, states = self.pieces[i].rows, dict(self.pieces[i].in_memory)
+            master = states.pop("", None)
+            if master is None:  # the parameter is its own
+                master = local(self.masters[name])[rows]
+            self.rule.step_on_cpu(new[rows], grad[rows], master, states, *numbers)
+            self.moving[i + BUFFERS] = self.file.threads.submit(self._write_and_read_ahead, i)
+
+    def _finish_moving(self):
+        while self.moving:
+            self.moving.popitem()[1].result()
+
+    def _read(self, piece: Piece):
+        for state, x in piece.in_file.items():
+            self.file.read(x, piece.pages[state])
+
+    def _write_and_read_ahead(self, i: int):
+        """Empties the buffer of piece i, and fills it for the next piece that uses it."""
+        for state, x in self.pieces[i].in_file.items():
+            self.file.write(x, self.pieces[i].pages[state])
+        if i + BUFFERS < len(self.pieces):
+            self._read(self.pieces[i + BUFFERS])

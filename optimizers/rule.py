@@ -1,0 +1,59 @@
+"""What an update rule says, all that places, checkpoints and memory.py ask: the default of each method.
+
+A new rule is one class here beside adamw.py, and a kernel; rules.py gives it a setting.
+"""
+
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+
+
+class Shard(NamedTuple):
+    """What this rank has of one parameter in an update: its rows, or none. All but `shape` is this rank's part."""
+
+    name: str
+    shape: torch.Size  # of the whole parameter
+    parameter: torch.Tensor
+    grad: torch.Tensor
+    master: torch.Tensor  # float32, the parameter itself if that is; or a bfloat16 one's lower half, int16
+    states: dict[str, torch.Tensor]
+
+
+class Rule:
+    def states(self, name: str, parameter: torch.Tensor) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+        """{state: (shape, dtype)} of a whole parameter. They begin as zeros.
+
+        Under FSDP those with as many rows as the parameter are split like it; each rank has the others whole.
+        """
+        raise NotImplementedError
+
+    def scalars(self, t: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """What changes from update to update: float32 scalars on t's device. t: the number of this update, from 1."""
+        return ()
+
+    def update(self, shards: list[Shard], scalars: torch.Tensor, step: int, group: dist.ProcessGroup | None) -> None:
+        """One update of all parameters, in place, on the GPU. Override it for rules that need whole matrices.
+
+        scalars: float32: the gradients' scale, the learning rate, scalars(t). Unless the scale is finite, nothing may
+        change. step: how many updates there were before this, in vain or not. group: the ranks that share the rows.
+        """
+        for _, _, parameter, grad, master, states in shards:
+            if grad.numel():  # a rank may hold nothing of a small parameter
+                self.step_on_gpu(parameter, grad, master, states, scalars)
+
+    def step_on_gpu(self, parameter, grad, master, states, scalars) -> None:
+        """One update of one parameter, as above."""
+        raise NotImplementedError
+
+    def step_on_cpu(self, parameter, grad, master, states, scale: float, lr: float, t: int) -> None:
+        """The same on the CPU, of any rows. scale is finite, master float32; parameter may be grad's memory."""
+        raise NotImplementedError
+
+    def workspace(self, parameters: list[tuple[str, torch.Tensor]], ranks: int) -> int:
+        """Bytes that update allocates for a while. parameters: whole, each with a name; ranks: that share them."""
+        return 0
+
+
+def is_matrix_of_a_block(name: str, shape: torch.Size) -> bool:
+    return name.startswith("layers.") and len(shape) == 2

@@ -1,0 +1,137 @@
+"""GaLore: AdamW of projected gradients."""
+
+import math
+import shutil
+
+import pytest
+import torch
+
+from model import Llama, LlamaConfig
+from optimizers.adamw import AdamW
+from optimizers.galore import GaLore, renew
+from optimizers.on_gpu import OnGPU
+from optimizers.optimizer import Optimizer
+from runtime.hf_names import stacked_rows
+from tests.runs import losses, run_alone, slip, step_losses
+from tests.test_distributed import HYBRID, check_ranks
+
+pytestmark = pytest.mark.usefixtures("plain_pytorch_on_one_core")
+
+CONFIG = LlamaConfig(n_layer=2, n_head=4, n_kv_head=2, n_embd=16, ffn_dim=24, vocab_size=11, block_size=8)
+RANK = 4
+GALORE = dict(optimizer="galore", galore_rank=RANK, galore_interval=3)
+
+
+def low_rank(shape):
+    """Random, with singular values, each a quarter of the one before: so the basis is well determined."""
+    u, _, v = torch.linalg.svd(torch.randn(shape, dtype=torch.float64), full_matrices=False)
+    return u @ torch.diag(4.0 ** -torch.arange(min(shape), dtype=torch.float64)) @ v
+
+
+def set_gradients(model):
+    for name, p in model.named_parameters():
+        if p.ndim == 2:
+            p.grad = torch.cat([low_rank((rows, p.shape[1])) for rows in stacked_rows(name, p.shape)]).to(p.dtype)
+        else:
+            p.grad = torch.randn(p.shape).to(p.dtype)
+
+
+@pytest.mark.parametrize("shape", [(24, 16), (8, 32), (16, 16)], ids=str)
+def test_the_basis_holds_the_leading_singular_vectors(shape):
+    g, basis, live = low_rank(shape).float(), torch.zeros(shape[1], RANK), torch.tensor(True)
+    for seed in (0, None):
+        renew(basis, g, live, seed, None)
+        v = torch.linalg.svd(g).Vh[:RANK].T
+        torch.testing.assert_close((basis * v).sum(0).abs(), torch.ones(RANK), rtol=0, atol=1e-3)
+        torch.testing.assert_close(basis.T @ basis, torch.eye(RANK), rtol=0, atol=1e-5)
+    before = basis.clone()
+    renew(basis, low_rank(shape).float(), live, None, None)
+    assert ((basis * before).sum(0) >= 0).all(), "a column has turned round"
+    before = basis.clone()
+    renew(basis, g.fill_(math.inf), torch.tensor(False), None, None)
+    assert torch.equal(basis, before)
+
+
+def test_every_published_matrix_takes_the_step_of_the_formula_in_float64():
+    model = Llama(CONFIG)
+    model.init_weights(0)
+    optimizer = Optimizer(model, GaLore(AdamW(weight_decay=0.1), RANK, 3, 0.25), OnGPU())
+    before = {name: p.detach().clone() for name, p in model.named_parameters()}
+    exact = {}  # (name, i): w, basis, m, v
+    for name, p in model.named_parameters():
+        if name.startswith("layers.") and p.ndim == 2:
+            for i, w in enumerate(p.detach().double().split(stacked_rows(name, p.shape))):
+                exact[name, i] = [w, None, 0.0, 0.0]
+    assert len(exact) == 7 * CONFIG.n_layer
+    for t in range(1, 6):
+        set_gradients(model)
+        for (name, i), state in exact.items():
+            p = model.get_parameter(name)
+            g, (w, q, m, v) = p.grad.double().split(stacked_rows(name, p.shape))[i], state
+            if t in (1, 4):
+                new = torch.linalg.svd(g, full_matrices=False).Vh[:RANK].T
+                q = new if q is None else new * torch.where((new * q).sum(0) < 0, -1.0, 1.0)
+            r = g @ q
+            m, v = 0.9 * m + 0.1 * r, 0.95 * v + 0.05 * r * r
+            n = m / (1 - 0.9**t) / ((v / (1 - 0.95**t)).sqrt() + 1e-8)
+            state[:] = w - 0.01 * (0.1 * w + 0.25 * n @ q.T), q, m, v
+        optimizer.step(lr=0.01)
+    for name, p in model.named_parameters():
+        if (name, 0) in exact:
+            expected = torch.cat([exact[name, i][0] for i in range(len(stacked_rows(name, p.shape)))])
+            off = (p.detach().double() - expected).norm() / (expected - before[name]).norm()
+            assert off < 1e-2, f"{name} is off by {off:.1e} of its way: more than the iteration's error"
+            states = optimizer.place.states[name]
+            assert states["exp_avg"].shape == states["exp_avg_sq"].shape == (len(p), RANK)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_a_step_whose_norm_is_not_finite_changes_nothing(dtype):
+    model = Llama(CONFIG).to(dtype)
+    model.init_weights(0)
+    optimizer = Optimizer(model, GaLore(rank=RANK, interval=1), OnGPU())
+    set_gradients(model)
+    optimizer.step(0.1)
+    before = {key: x.clone() for key, x in optimizer.tensors().items()}
+    set_gradients(model)
+    model.layers[1].attn.o_proj.weight.grad[0, 0] = math.inf
+    assert not optimizer.step(0.1).isfinite()
+    assert all(torch.equal(x, before[key]) for key, x in optimizer.tensors().items())
+
+
+@pytest.mark.parametrize("ranks, settings", [(2, {}), (4, {}), (4, HYBRID)], ids=str)
+def test_losses_do_not_depend_on_the_number_of_ranks(text_data, tmp_path, ranks, settings):
+    settings = GALORE | dict(galore_interval=5) | settings
+    alone = run_alone(text_data, tmp_path / "alone", **{k: v for k, v in settings.items() if k not in HYBRID})
+    check_ranks(text_data, alone, tmp_path, ranks, settings, tolerance=1e-5)
+
+
+@pytest.mark.parametrize(
+    "settings", [{}, dict(dtype="bfloat16", optimizer_bits=8, n_embd=512, ffn_dim=256, galore_rank=256)], ids=str
+)
+def test_a_run_learns_and_resumes_bit_for_bit_and_not_with_another_rank(train, tmp_path, capsys, settings):
+    settings = GALORE | settings
+    run = train(**settings, keep_last=5)
+    states = run["optimizer"].place.states["layers.0.mlp.down_proj.weight"]
+    assert len(states) == (5 if "optimizer_bits" in settings else 3)
+    whole = losses(tmp_path / "out")
+    assert step_losses(tmp_path / "out")[-1] < step_losses(tmp_path / "out")[0]
+    shutil.rmtree(tmp_path / "out/step_000008")
+    assert "has galore_rank" in slip(train, capsys, **settings | {"galore_rank": 2})
+    train(**settings, keep_last=5)
+    assert losses(tmp_path / "out") == whole
+
+
+@pytest.mark.parametrize(
+    "settings, expected",
+    [
+        (dict(galore_rank=17), "galore_rank is 17, the smallest matrix has a side of 16: choose less"),
+        (dict(offload="optimizer"), "optimizer=galore works with offload=none"),
+        (dict(cuda_graph=True), "add --cuda_graph=false"),
+        (dict(dtype="float16"), "optimizer=galore works with dtype bfloat16 or float32"),
+        (dict(galore_interval=0), "galore_interval is 0: it must be at least 1"),
+    ],
+    ids=str,
+)
+def test_what_galore_cannot_do_gets_a_sentence(train, capsys, settings, expected):
+    assert expected in slip(train, capsys, **GALORE | settings)

@@ -1,0 +1,306 @@
+"""LoRA and QLoRA from settings to checkpoints: beside dense weights, beside peft, after a resume, on two ranks."""
+
+import json
+import re
+import shutil
+from dataclasses import replace
+
+import pytest
+import torch
+
+import kernels
+import kernels.launch
+from convert import convert
+from data.tokenizer import get_tokenizer
+from data.write import write_dataset
+from kernels import Linear, LoRALinear, NF4LoRALinear, dequantize_nf4, quantize_nf4
+from lora import add_lora, merge_lora, packed_rows
+from model import Llama, LlamaConfig
+from runtime.checkpoint import load_model
+from tests.runs import SHORT, SMALL, losses, prose, run, run_ranks, slip, step_losses
+
+TINY = LlamaConfig(n_layer=2, n_head=4, n_kv_head=2, n_embd=32, ffn_dim=64, vocab_size=64, block_size=16)
+RUN = SMALL | SHORT | dict(gradient_accumulation_steps=2, lora_rank=4, lora_alpha=8, learning_rate=0.03)
+
+
+def adapted(base_dtype="bfloat16", dtype=torch.float64):
+    """A tiny model whose adapters are not zero, and the dense weights that it stands for, by name."""
+    torch.manual_seed(1)
+    model = Llama(TINY).to(dtype)
+    model.init_weights(1)
+    dense = {name: p.detach().clone() for name, p in model.named_parameters()}
+    add_lora(model, 3, 5.0, base_dtype)
+    model.init_weights(1)
+    for name, module in model.named_modules():
+        if isinstance(module, LoRALinear):
+            torch.nn.init.normal_(module.lora_b, std=0.1)
+        if isinstance(module, NF4LoRALinear):
+            parts = quantize_nf4(dense[f"{name}.weight"].float())
+            for parameter, part in zip(module.tensors(), parts, strict=False):
+                parameter.data.copy_(part.view(parameter.dtype).view(parameter.shape))
+            dense[f"{name}.weight"] = dequantize_nf4(parts, torch.empty_like(dense[f"{name}.weight"]))
+    return model, dense
+
+
+@pytest.fixture(params=["kernels", "plain PyTorch"])
+def fused(request, monkeypatch):
+    if request.param == "plain PyTorch":
+        monkeypatch.setattr(kernels.launch, "INTERPRETED", False)
+    return request.param == "kernels"
+
+
+@pytest.mark.parametrize("base_dtype", ["bfloat16", "nf4"])
+def test_loss_and_gradients_are_those_of_dense_weights_by_autograd_in_float64(base_dtype, fused):
+    model, dense = adapted(base_dtype)
+    model.set_operations(fused, fused, "sdpa")
+    rows, leaves, weights = packed_rows(TINY), {}, dict(dense)
+    for name, p in model.named_parameters():
+        if p.requires_grad:
+            leaves[name] = p.detach().clone().requires_grad_()
+    for name in [name.removesuffix(".lora_a") for name in leaves if name.endswith("lora_a")]:
+        a, b = leaves[f"{name}.lora_a"].split(3), leaves[f"{name}.lora_b"].split(rows[name.rpartition(".")[2]])
+        weights[f"{name}.weight"] = dense[f"{name}.weight"] + 5 / 3 * torch.cat(
+            [b_i @ a_i for a_i, b_i in zip(a, b, strict=True)]
+        )
+    plain = Llama(TINY).double()
+    plain.set_operations(False, False, "sdpa")
+    tokens, targets = torch.randint(0, 64, (2, 2, 8))
+    truth = torch.func.functional_call(plain, weights, (tokens, targets))
+    loss = model(tokens, targets)
+    loss.backward()
+    assert abs(loss.item() - truth.item()) < 1e-12
+    for name, gradient in zip(leaves, torch.autograd.grad(truth, leaves.values()), strict=True):
+        found = model.get_parameter(name).grad
+        assert (found - gradient).norm() < 1e-10 * gradient.norm() + 1e-14, name
+    assert all((p.grad is None) != p.requires_grad for p in model.parameters())
+
+
+@pytest.mark.parametrize("base_dtype", ["bfloat16", "nf4"])
+def test_merged_model_is_plain_and_computes_the_same(base_dtype):
+    model, _ = adapted(base_dtype)
+    tokens = torch.randint(0, 64, (1, 8))
+    before = model(tokens)
+    merge_lora(model)
+    assert not any(isinstance(module, LoRALinear) for module in model.modules())
+    assert list(model.state_dict()) == list(Llama(TINY).state_dict())
+    assert (model(tokens) - before).abs().max() < 1e-12
+
+
+def test_frozen_weights_cost_two_thirds_of_the_flops_and_nf4_counts_whole_weights():
+    with torch.device("meta"):
+        plain, models = Llama(TINY), [Llama(TINY) for _ in range(2)]
+    adapters = 0
+    for model, base_dtype in zip(models, ("bfloat16", "nf4"), strict=True):
+        add_lora(model, 3, 5.0, base_dtype)
+        adapters = sum(p.numel() for p in model.parameters() if p.requires_grad)
+        assert model.flops_per_token(0) == plain.flops_per_token(0) * 2 // 3 + 6 * adapters
+        assert model.n_params() == plain.n_params() + adapters
+
+
+def test_adapters_begin_as_peft_has_them_from_the_seed():
+    def made(rank, seed):
+        model = Llama(TINY)
+        add_lora(model, rank, 8.0)
+        torch.manual_seed(rank)
+        model.init_weights(seed)
+        return {name: p.detach() for name, p in model.named_parameters() if p.requires_grad}
+
+    first, again, other = made(3, 1), made(3, 1), made(3, 2)
+    for name, x in first.items():
+        assert torch.equal(x, again[name])
+        if name.endswith("lora_b"):
+            assert not x.any()
+        else:
+            bound = x.shape[1] ** -0.5
+            assert 0.9 * bound < x.abs().max() <= bound and not torch.equal(x, other[name])
+
+
+def test_shapes_that_nf4_cannot_hold_are_refused():
+    with pytest.raises(ValueError, match="nf4 has blocks of 64 weights, and a projection is 32 x 65"):
+        add_lora(Llama(replace(TINY, ffn_dim=65)), 3, 5.0, "nf4")
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Runs
+
+
+@pytest.fixture(scope="module")
+def capitals(tmp_path_factory):
+    """The same words in capitals, which the published weights have never seen."""
+    folder = tmp_path_factory.mktemp("capitals")
+    documents = [("train", prose(1, 10_000).upper()), ("val", prose(2, 5000).upper())]
+    write_dataset(folder, documents, get_tokenizer("bytes"))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def base(text_data, tmp_path_factory):
+    """A folder of published weights."""
+    folder = tmp_path_factory.mktemp("base")
+    done = run(SMALL | SHORT | {"dataset": text_data, "out_dir": folder / "run", "learning_rate": 0.01})
+    assert done.returncode == 0, done.stderr
+    convert(folder / "run" / "step_000008", folder / "published", "float32")
+    return folder / "published"
+
+
+@pytest.fixture(scope="module")
+def trained(base, capitals, tmp_path_factory):
+    """Runs with a base in float32 and in NF4, 8 steps, a checkpoint after 4: {base_dtype: folder}."""
+    found = {}
+    for base_dtype in ("bfloat16", "nf4"):
+        found[base_dtype] = tmp_path_factory.mktemp(base_dtype)
+        settings = RUN | {"dataset": capitals, "out_dir": found[base_dtype], "base_dtype": base_dtype}
+        done = run(settings | {"init_from": base})
+        assert done.returncode == 0, done.stderr
+    return found
+
+
+def test_only_adapters_are_saved_and_the_loss_falls(trained):
+    for base_dtype, folder in trained.items():
+        saved = sorted(path.name for path in (folder / "step_000008").iterdir())
+        assert saved == [
+            "adapter_config.json", "adapter_model.safetensors", "adapter_model.safetensors.index.json",
+            "base_config.json", "optimizer.safetensors", "optimizer.safetensors.index.json", "run.json",
+        ]  # fmt: skip
+        found = step_losses(folder)
+        assert found[-1] < found[0] - 0.05, (base_dtype, found)
+
+
+@pytest.mark.parametrize("base_dtype", ["bfloat16", "nf4"])
+def test_resume_repeats_losses_bit_for_bit(base_dtype, trained, capitals, tmp_path):
+    shutil.copytree(trained[base_dtype] / "step_000004", tmp_path / "step_000004")
+    done = run(RUN | {"dataset": capitals, "out_dir": tmp_path, "base_dtype": base_dtype})  # it knows its base
+    assert done.returncode == 0, done.stderr
+    assert losses(tmp_path) == [line for line in losses(trained[base_dtype]) if line["step"] > 4]
+
+
+@pytest.mark.parametrize("base_dtype", ["bfloat16", "nf4"])
+def test_two_ranks_go_on_where_one_was_and_give_its_losses(base_dtype, trained, capitals, tmp_path):
+    shutil.copytree(trained[base_dtype] / "step_000004", tmp_path / "step_000004")
+    done = run_ranks(2, RUN | {"dataset": capitals, "out_dir": tmp_path, "base_dtype": base_dtype})
+    assert done.returncode == 0, done.stderr
+    alone = step_losses(trained[base_dtype])[4:]
+    assert abs(step_losses(tmp_path) - alone).max() < 1e-5
+    one, two = (load_model(folder / "step_000008") for folder in (trained[base_dtype], tmp_path))
+    for (name, x), y in zip(one.state_dict().items(), two.state_dict().values(), strict=True):
+        same = torch.equal(x.view(torch.uint8), y.view(torch.uint8))  # a NaN of float8 is a code like any other
+        assert same if "lora" not in name else (x - y).abs().max() < 1e-4, name
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"offload": "optimizer", "base_dtype": "nf4"},
+        {"offload": "all"},
+        {"activation_checkpointing": "full", "base_dtype": "nf4"},
+        {"dtype": "bfloat16"},
+    ],
+    ids=str,
+)
+def test_lora_trains_with(changes, base, trained, capitals, tmp_path):
+    done = run(RUN | {"dataset": capitals, "out_dir": tmp_path, "init_from": base} | changes)
+    assert done.returncode == 0, done.stderr
+    expected = step_losses(trained[changes.get("base_dtype", "bfloat16")])
+    assert abs(step_losses(tmp_path) - expected).max() < (0.05 if "dtype" in changes else 1e-5)
+
+
+def test_peft_and_transformers_load_a_checkpoint_and_give_our_logits(base, trained):
+    peft, transformers = pytest.importorskip("peft"), pytest.importorskip("transformers")
+    folder, tokens = trained["bfloat16"] / "step_000008", torch.randint(0, 256, (2, 16))
+    with torch.no_grad():
+        ours = load_model(folder)(tokens)
+        published = load_model(base)(tokens)
+        theirs = transformers.LlamaForCausalLM.from_pretrained(base, dtype=torch.float32)
+        assert (peft.PeftModel.from_pretrained(theirs, folder)(tokens).logits - ours).abs().max() < 1e-5
+        auto = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+        assert (auto(tokens).logits - ours).abs().max() < 1e-5
+    assert (ours - published).abs().max() > 0.01
+
+
+def test_convert_merges_into_the_base_that_it_names(trained, tmp_path):
+    model, tokens = load_model(trained["nf4"]), torch.randint(0, 256, (1, 16))
+    merged = {}
+    for merge in ("trained", "original"):
+        convert(trained["nf4"] / "step_000008", tmp_path / merge, "float32", merge)
+        assert not list((tmp_path / merge).glob("adapter*"))
+        merged[merge] = load_model(tmp_path / merge)(tokens)
+    original = load_model(trained["nf4"], base_dtype="bfloat16")
+    assert isinstance(model.layers[0].mlp.down_proj, NF4LoRALinear)
+    assert type(load_model(tmp_path / "trained").layers[0].mlp.down_proj) is Linear
+    assert (merged["trained"] - model(tokens)).abs().max() < 1e-5
+    assert (merged["original"] - original(tokens)).abs().max() < 1e-5
+    assert (merged["original"] - merged["trained"]).abs().max() > 1e-3
+
+
+def test_sample_reads_adapters(trained):
+    done = run(["--out_dir=" + str(trained["nf4"]), "--max_new_tokens=4", "--device=cpu"], "sample.py")
+    assert done.returncode == 0 and done.stdout, done.stderr
+
+
+def test_another_runs_adapters_are_a_start(trained, capitals, tmp_path):
+    folder = trained["bfloat16"] / "step_000008"
+    done = run(RUN | {"dataset": capitals, "out_dir": tmp_path, "init_from": folder, "max_iters": 2})
+    assert done.returncode == 0, done.stderr
+    assert step_losses(tmp_path)[0] < step_losses(trained["bfloat16"])[0] - 0.05
+    said = [json.loads((path / "adapter_config.json").read_text()) for path in (folder, tmp_path / "step_000002")]
+    assert said[0] == said[1]
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# What is refused
+
+
+@pytest.mark.parametrize(
+    "changes, sentence",
+    [
+        ({}, "lora_rank has no weights to adapt: name a folder of published ones, --init_from=FOLDER"),
+        ({"lora_rank": -1}, "lora_rank is -1: it must be at least 0"),
+        ({"lora_rank": 33}, "lora_rank is 33, above n_embd or ffn_dim"),
+        ({"lora_alpha": 0}, "lora_alpha is 0.0: it must be above 0"),
+        ({"lora_rank": 0, "base_dtype": "nf4"}, "base_dtype=nf4 is for the frozen weights beside adapters"),
+        ({"fp8": True}, "lora_rank works without fp8"),
+        ({"optimizer_bits": 8, "n_embd": 256, "ffn_dim": 256}, "lora_rank works with optimizer=adamw and optimizer_b"),
+        ({"base_dtype": "nf4", "offload": "all"}, "base_dtype=nf4 stays on the GPU"),
+        ({"base_dtype": "nf4", "copy_engines": True}, "base_dtype=nf4 is gathered by NCCL"),
+    ],
+    ids=lambda x: str(x)[:40],
+)
+def test_settings_that_cannot_be_are_refused_in_a_sentence(changes, sentence, train, capsys, base):
+    start = {"init_from": base} if changes else {}
+    assert sentence in slip(train, capsys, **RUN | start | changes)
+
+
+@pytest.mark.parametrize(
+    "changes, sentence",
+    [
+        ({"lora_rank": 8}, r"step_000008 has lora_rank 4 \(this run: 8\): pass --lora_rank=4"),
+        ({"lora_alpha": 4}, r"step_000008 has lora_alpha 8.0 \(this run: 4.0\): pass --lora_alpha=8.0"),
+        ({"base_dtype": "nf4"}, r"step_000008 has base_dtype bfloat16 \(this run: nf4\)"),
+        ({"lora_rank": 0}, r"step_000008 has lora_rank 4 \(this run: 0\)"),
+        ({"init_from": "other"}, "is not the base that the adapters in .*step_000008 were trained on"),
+    ],
+    ids=lambda x: str(x)[:40],
+)
+def test_adapters_of_another_rank_or_base_are_refused(changes, sentence, train, capsys, base, trained, tmp_path):
+    shutil.copytree(trained["bfloat16"] / "step_000008", tmp_path / "out" / "step_000008")
+    if "init_from" in changes:
+        convert(base, tmp_path / "other", "float16")
+        changes = {"init_from": tmp_path / "other"}
+    assert re.search(sentence, slip(train, capsys, **RUN | changes))
+
+
+def test_a_base_that_has_moved_is_named_by_init_from(base, trained, capitals, tmp_path):
+    folder = tmp_path / "run" / "step_000008"
+    shutil.copytree(trained["bfloat16"] / "step_000004", tmp_path / "run" / "step_000004")
+    shutil.copytree(base, tmp_path / "moved")
+    base.rename(away := base.with_name("away"))
+    try:
+        settings = RUN | {"dataset": capitals, "out_dir": tmp_path / "run"}
+        done = run(settings)
+        assert done.returncode == 1 and f"{base}, which are not there" in done.stderr, done.stderr
+        done = run(settings | {"init_from": tmp_path / "moved"})
+        assert done.returncode == 0, done.stderr
+    finally:
+        away.rename(base)
+    said = json.loads((folder / "adapter_config.json").read_text())
+    assert said["base_model_name_or_path"] == str(tmp_path / "moved")

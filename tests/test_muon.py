@@ -1,0 +1,208 @@
+"""Muon, and the schedules of the learning rate."""
+
+import math
+import shutil
+
+import pytest
+import torch
+
+from model import Llama, LlamaConfig
+from optimizers.adamw import AdamW
+from optimizers.adamw8bit import AdamW8bit
+from optimizers.muon import POLAR_EXPRESS, Muon, orthogonalize
+from optimizers.on_gpu import OnGPU
+from optimizers.optimizer import Optimizer
+from runtime.hf_names import hf_names, stacked_rows
+from tests.runs import assert_close, losses, numbers, run_alone, slip, step_losses
+from tests.test_distributed import HYBRID, check_ranks
+
+pytestmark = pytest.mark.usefixtures("plain_pytorch_on_one_core")
+
+CONFIG = LlamaConfig(n_layer=3, n_head=4, n_kv_head=2, n_embd=16, ffn_dim=24, vocab_size=11, block_size=8)
+MUON = dict(optimizer="muon")
+
+
+def test_orthogonalized_matrices_have_singular_values_near_one():
+    for shape in ((3, 16, 16), (2, 8, 24), (2, 24, 8)):
+        x = torch.randn(shape, dtype=torch.float64)
+        u, _, v = torch.linalg.svd(x, full_matrices=False)
+        found = orthogonalize(x)
+        assert (torch.linalg.svdvals(found) - 1).abs().max() < 0.15, shape
+        # the same singular vectors: what is left beside the diagonal is a rounding
+        inner = u.mT @ found @ v.mT
+        assert (inner - torch.diag_embed(inner.diagonal(dim1=1, dim2=2))).abs().max() < 1e-9
+    assert orthogonalize(torch.zeros(1, 4, 4)).abs().max() == 0
+
+
+def formula(w, m, g, lr, weight_decay, coefficients=POLAR_EXPRESS):
+    """A step of Muon on one matrix by its singular values, in float64."""
+    m = 0.95 * m + 0.05 * g
+    u, s, v = torch.linalg.svd(0.05 * g + 0.95 * m, full_matrices=False)
+    s = s / s.square().sum().sqrt()
+    for a, b, c in coefficients:
+        s = a * s + b * s**3 + c * s**5
+    o = u @ torch.diag(s) @ v
+    return w - lr * (weight_decay * w + 0.2 * math.sqrt(max(w.shape)) * o), m
+
+
+def train_on_random_gradients(model, optimizer, n_steps=3, watch=lambda gradients, lr: None):
+    for step in range(n_steps):
+        gradients = {name: torch.randn(p.shape).to(p.dtype) for name, p in model.named_parameters()}
+        for name, p in model.named_parameters():
+            p.grad = gradients[name].clone()
+        watch(gradients, 0.01 * (step + 1))
+        optimizer.step(lr=0.01 * (step + 1))
+
+
+def test_every_published_matrix_takes_the_step_of_the_formula_and_all_else_adamw_s():
+    models = [Llama(CONFIG), Llama(CONFIG)]
+    for model in models:
+        model.init_weights(0)
+    muon, adamw = (Optimizer(m, rule, OnGPU()) for m, rule in zip(models, (Muon(), AdamW()), strict=True))
+    matrices = {name: p for name, p in models[0].named_parameters() if name.startswith("layers.") and p.ndim == 2}
+    parts = {name: [(w.double(), torch.zeros_like(w).double()) for w in p.detach().split(stacked_rows(name, p.shape))]
+             for name, p in matrices.items()}  # fmt: skip
+    assert sum(map(len, parts.values())) == 7 * CONFIG.n_layer
+
+    def watch(gradients, lr):
+        for name, p in models[1].named_parameters():
+            p.grad = gradients[name].clone()
+        adamw.step(lr)
+        for name in parts:
+            split = gradients[name].double().split(stacked_rows(name, matrices[name].shape))
+            parts[name] = [formula(*of, g, lr, 0.1) for of, g in zip(parts[name], split, strict=True)]
+
+    train_on_random_gradients(models[0], muon, watch=watch)
+    for (name, ours), theirs in zip(models[0].named_parameters(), models[1].parameters(), strict=True):
+        if name in parts:
+            torch.testing.assert_close(ours.double(), torch.cat([w for w, _ in parts[name]]), rtol=1e-4, atol=1e-5)
+            assert muon.place.states[name].keys() == {"momentum"}
+        else:
+            assert torch.equal(ours, theirs), name
+
+
+def test_stacked_rows_are_those_of_the_published_matrices():
+    model = Llama(CONFIG)
+    for name, p in model.named_parameters():
+        if p.ndim == 2:
+            rows = stacked_rows(name, p.shape)
+            assert len(rows) == len(hf_names(name)) and sum(rows) == len(p)
+    assert stacked_rows("layers.0.attn.qkv_proj.weight", model.layers[0].attn.qkv_proj.weight.shape) == [16, 8, 8]
+
+
+def test_with_its_coefficients_it_follows_pytorch_s_muon():
+    torch.manual_seed(1)
+    ours, theirs = Llama(CONFIG), Llama(CONFIG)
+    for model in (ours, theirs):
+        model.init_weights(0)
+    optimizer = Optimizer(ours, Muon(coefficients=((3.4445, -4.7750, 2.0315),) * 5), OnGPU())
+    names = ["attn.o_proj.weight", "mlp.down_proj.weight"]  # PyTorch's knows nothing of packed ones
+    layer = dict(theirs.layers[0].named_parameters())
+    pytorch = torch.optim.Muon([layer[name] for name in names], weight_decay=0.1, adjust_lr_fn="match_rms_adamw")
+
+    def watch(gradients, lr):
+        for name in names:
+            layer[name].grad = gradients[f"layers.0.{name}"].clone()
+        pytorch.param_groups[0]["lr"] = lr
+        pytorch.step()
+
+    before = {name: layer[name].detach().clone() for name in names}
+    train_on_random_gradients(ours, optimizer, watch=watch)
+    for name in names:
+        mine, its = (m.layers[0].get_parameter(name).detach() - before[name] for m in (ours, theirs))
+        assert (mine - its).norm() / its.norm() < 0.02, "PyTorch's orthogonalises in bfloat16"
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_a_step_whose_norm_is_not_finite_changes_nothing(dtype):
+    model = Llama(CONFIG).to(dtype)
+    model.init_weights(0)
+    optimizer = Optimizer(model, Muon(), OnGPU())
+    train_on_random_gradients(model, optimizer, 1)
+    before = {key: x.clone() for key, x in optimizer.tensors().items()}
+    for p in model.parameters():
+        p.grad = torch.randn(p.shape).to(dtype)
+    model.layers[1].attn.o_proj.weight.grad[0, 0] = math.inf
+    assert not optimizer.step(0.1).isfinite() and optimizer.updates == 1
+    assert all(torch.equal(x, before[key]) for key, x in optimizer.tensors().items())
+    train_on_random_gradients(model, optimizer, 1)
+    changed = [name for (name, state), x in optimizer.tensors().items() if not torch.equal(x, before[name, state])]
+    assert len(set(changed)) == len(optimizer.parameters) and all(x.isfinite().all() for x in model.parameters())
+
+
+def test_any_number_of_matrices_at_a_time_takes_the_same_step(monkeypatch):
+    found = []
+    for owned in (2**25, 2 * 16 * 24, 1):
+        monkeypatch.setattr("optimizers.muon.OWNED", owned)
+        torch.manual_seed(0)
+        model = Llama(CONFIG)
+        model.init_weights(0)
+        train_on_random_gradients(model, Optimizer(model, Muon(), OnGPU()))
+        found.append(list(model.parameters()))
+    for other in found[1:]:
+        for x, y in zip(found[0], other, strict=True):
+            torch.testing.assert_close(x, y, rtol=1e-5, atol=1e-6)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# In a run
+
+
+@pytest.mark.parametrize("ranks, settings", [(2, {}), (4, {}), (4, HYBRID)], ids=str)
+def test_losses_do_not_depend_on_the_number_of_ranks(text_data, tmp_path, ranks, settings):
+    """Of 3 layers one rank of two owns two; 4 ranks cut through k and v; of 6 rows of a matrix the last rank has 0."""
+    settings = MUON | dict(n_layer=3, n_embd=24, n_head=4, n_kv_head=1, ffn_dim=40) | settings
+    alone = run_alone(text_data, tmp_path / "alone", **{k: v for k, v in settings.items() if k not in HYBRID})
+    check_ranks(text_data, alone, tmp_path, ranks, settings, tolerance=2e-5)
+
+
+@pytest.mark.parametrize(
+    "settings", [dict(), dict(dtype="bfloat16", optimizer_bits=8, n_embd=256, ffn_dim=256)], ids=str
+)
+def test_a_run_learns_resumes_bit_for_bit_and_not_as_adamw_s(train, tmp_path, capsys, settings):
+    settings = MUON | settings
+    run = train(**settings, keep_last=5)
+    assert isinstance(run["rule"].adamw, AdamW8bit) == ("optimizer_bits" in settings)
+    whole = losses(tmp_path / "out")
+    assert step_losses(tmp_path / "out")[-1] < step_losses(tmp_path / "out")[0]
+    shutil.rmtree(tmp_path / "out/step_000008")
+    message = slip(train, capsys, **settings | {"optimizer": "adamw"})
+    assert "has optimizer muon (this run: adamw): pass --optimizer=muon, or change out_dir" in message
+    train(**settings, keep_last=5)
+    assert losses(tmp_path / "out") == whole
+
+
+def test_muon_with_offload_gets_a_sentence(train, capsys):
+    assert "optimizer=muon works with offload=none" in slip(train, capsys, **MUON, offload="optimizer")
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Schedules
+
+
+def test_wsd_is_constant_then_linear_and_a_checkpoint_before_the_cooldown_may_be_cooled_or_extended(train, tmp_path):
+    settings = dict(lr_schedule="wsd", learning_rate=8e-3, min_lr=0.0, warmup_iters=1, eval_interval=4, keep_last=9)
+    train(**settings, cooldown_iters=3, max_iters=8)
+    rates = numbers(tmp_path / "out", "lr") * 1000
+    assert_close(rates, [4, 8, 8, 8, 8, 6, 4, 2], 1e-9)
+    shutil.rmtree(tmp_path / "out/step_000008")  # in the middle of the run, before the cooldown
+    train(**settings, cooldown_iters=3, max_iters=12)
+    assert_close(numbers(tmp_path / "out", "lr")[4:] * 1000, [8] * 5 + [6, 4, 2], 1e-9)
+    train(**settings, max_iters=14)  # no cooldown: constant
+    assert_close(numbers(tmp_path / "out", "lr")[12:] * 1000, [8, 8], 1e-9)
+
+
+@pytest.mark.parametrize(
+    "settings, expected",
+    [
+        (dict(cooldown_iters=3), "cooldown_iters is 3, which is of lr_schedule wsd: add --lr_schedule=wsd"),
+        (
+            dict(lr_schedule="wsd", cooldown_iters=7),
+            "2 and cooldown_iters 7 are more steps than max_iters",
+        ),
+        (dict(lr_schedule="wsd", cooldown_iters=-1), "cooldown_iters is -1: it must be at least 0"),
+    ],
+    ids=str,
+)
+def test_a_slip_in_the_schedule_gets_a_sentence(train, capsys, settings, expected):
+    assert expected in slip(train, capsys, **settings)

@@ -1,0 +1,324 @@
+"""offload_dir: the optimizer's state in a file on a drive. The same numbers as in CPU memory, whatever happens."""
+
+import errno
+import fcntl
+import json
+import os
+import shutil
+import signal
+import subprocess
+import time
+
+import pytest
+import torch
+
+from benchmarks import disk, estimate
+from model import Llama, LlamaConfig
+from optimizers import on_disk
+from optimizers.adamw import AdamW
+from optimizers.adamw8bit import AdamW8bit
+from optimizers.on_disk import OnDisk
+from optimizers.optimizer import Optimizer
+from runtime import memory_advice, run_folder, state_file
+from runtime.memory import RunShape, state_bytes
+from runtime.state_file import StateFile, file_system, page_aligned
+from tests.runs import SHORT, SMALL, losses, run, run_ranks, slip, wrapped
+
+pytestmark = [
+    pytest.mark.usefixtures("plain_pytorch_on_one_core"),
+    pytest.mark.skipif(not hasattr(os, "O_DIRECT"), reason="needs Linux"),
+]
+IN_8_BITS = dict(n_embd=256, ffn_dim=1536, optimizer_bits=8)
+
+
+@pytest.fixture
+def drive(tmp_path, monkeypatch):
+    """A folder, and pieces so small that each matrix has several."""
+    monkeypatch.setattr(on_disk, "PIECE", 2**10)
+    (tmp_path / "drive").mkdir()
+    return tmp_path / "drive"
+
+
+@pytest.fixture
+def tmpfs(tmp_path):
+    """A disk of 24 MB."""
+    folder = tmp_path / "tmpfs"
+    folder.mkdir()
+    if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=24m", "tmpfs", folder], capture_output=True).returncode:
+        pytest.skip("only root may mount a disk")
+    yield folder
+    subprocess.run(["umount", "-l", folder], check=True)
+
+
+def weights(checkpoint):
+    """The bytes of a checkpoint's tensors."""
+    return {path.name: path.read_bytes() for path in checkpoint.glob("*.safetensors")}
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# The same run
+
+
+@pytest.mark.parametrize("settings", [
+    dict(offload="optimizer"),
+    dict(offload="all", gradient_accumulation_steps=2),
+    dict(offload="optimizer", dtype="bfloat16", tie_embeddings=False),
+    dict(offload="all", dtype="float16"),
+    dict(offload="all", dtype="bfloat16") | IN_8_BITS,
+    dict(offload="optimizer") | IN_8_BITS,
+], ids=str)  # fmt: skip
+def test_losses_and_checkpoints_equal_those_in_cpu_memory_bit_for_bit(train, tmp_path, drive, settings):
+    train(**settings, out_dir=tmp_path / "memory")
+    place = train(**settings, offload_dir=drive)["optimizer"].place
+    assert isinstance(place, OnDisk) and len(place.pieces) > 1.2 * len(place.parameters), "cut by rows"
+    assert losses(tmp_path / "out") == losses(tmp_path / "memory")
+    for step in ("step_000004", "step_000008"):
+        assert weights(tmp_path / "out" / step) == weights(tmp_path / "memory" / step)
+
+
+@pytest.mark.parametrize("settings", [dict(), dict(offload="optimizer", n_embd=24, ffn_dim=19)], ids=str)
+def test_two_ranks_each_have_a_file(text_data, tmp_path, drive, settings):
+    settings = SMALL | SHORT | dict(dataset=text_data, offload="all", gradient_accumulation_steps=2) | settings
+    for name, more in (("memory", {}), ("disk", {"offload_dir": drive})):
+        done = run_ranks(2, settings | more | {"out_dir": tmp_path / name})
+        assert done.returncode == 0, done.stderr
+    assert losses(tmp_path / "disk") == losses(tmp_path / "memory")
+    assert weights(tmp_path / "disk/step_000008") == weights(tmp_path / "memory/step_000008")
+    assert "of each rank's state in" in done.stdout and not list(drive.iterdir())
+
+
+@pytest.mark.parametrize("settings", [dict(dtype="bfloat16"), IN_8_BITS], ids=str)
+def test_resumed_it_repeats_the_run_bit_for_bit_and_may_move_between_memory_and_disk(train, tmp_path, drive, settings):
+    settings = dict(offload="optimizer", max_iters=12, keep_last=5) | settings
+    train(**settings, offload_dir=drive)
+    whole = losses(tmp_path / "out")
+    for more in (dict(offload_dir=drive), {}, dict(offload_dir=drive)):
+        shutil.rmtree(tmp_path / "out/step_000012")
+        shutil.rmtree(tmp_path / "out/step_000008", ignore_errors=not more)
+        train(**settings, **more)
+        assert losses(tmp_path / "out") == whole
+
+
+def test_published_weights_begin_on_the_disk_as_in_memory(train, tmp_path, drive):
+    train(out_dir=tmp_path / "first", dtype="bfloat16")
+    settings = dict(offload="all", dtype="bfloat16", init_from=tmp_path / "first")
+    train(**settings, out_dir=tmp_path / "memory")
+    train(**settings, offload_dir=drive)
+    assert losses(tmp_path / "out") == losses(tmp_path / "memory")
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# What may happen to a run
+
+
+def test_killed_in_the_middle_of_an_update_it_resumes_from_the_checkpoint(train, text_data, tmp_path, drive):
+    settings = SMALL | SHORT | dict(dataset=text_data, offload="optimizer", dtype="bfloat16", offload_dir=drive)
+    train(**settings, out_dir=tmp_path / "whole")
+    script = wrapped(
+        tmp_path,
+        "import signal\n"
+        "from optimizers import on_disk\n"
+        "on_disk.PIECE, true, writes = 2**10, on_disk.StateFile.write, []\n"
+        "def write(self, *args):\n"
+        "    writes.append(1)\n"
+        "    true(self, *args)\n"
+        "    if len(writes) >= int(os.environ['AFTER']): os.kill(os.getpid(), signal.SIGKILL)\n"
+        "on_disk.StateFile.write = write",
+    )
+    n_pieces = len(train(**settings | {"out_dir": tmp_path / "other", "max_iters": 1})["optimizer"].place.pieces)
+    done = run(settings | {"out_dir": tmp_path / "out"}, script, AFTER=str(5 * 3 * n_pieces + 7))  # of step 6
+    assert done.returncode == -signal.SIGKILL and "step 00005/8" in done.stdout, done.stderr
+    assert not list(drive.iterdir()), "the file of a killed run is left over"
+    assert run_folder.newest(tmp_path / "out").name == "step_000004"
+    train(**settings, out_dir=tmp_path / "out")
+    assert losses(tmp_path / "out") == losses(tmp_path / "whole")
+
+
+def test_a_drive_that_fails_ends_the_run_with_a_sentence_and_the_checkpoint_goes_on(text_data, tmp_path, drive):
+    settings = SMALL | SHORT | dict(dataset=text_data, offload="optimizer", dtype="bfloat16", offload_dir=drive)
+    script = wrapped(
+        tmp_path,
+        "true, written = os.pwritev, []\n"
+        "def pwritev(fd, *args):\n"
+        "    written.append(os.readlink(f'/proc/self/fd/{fd}').startswith(os.environ['DRIVE']))\n"
+        "    if sum(written) >= 1 + 5 * 42 + 20: raise OSError(28, 'No space left on device')\n"  # in step 6
+        "    return true(fd, *args)\n"
+        "os.pwritev = pwritev",
+    )
+    done = run(settings | {"out_dir": tmp_path / "out"}, script, DRIVE=str(drive))
+    sentence = f"offload_dir {drive}: No space left on device; the state there is lost, the same command continues"
+    assert done.returncode == 1 and sentence in done.stderr, done.stderr
+    assert run_folder.newest(tmp_path / "out").name == "step_000004", "another was saved after the drive had failed"
+    assert run(settings | {"out_dir": tmp_path / "out"}).returncode == 0
+    assert run(settings | {"out_dir": tmp_path / "whole"}).returncode == 0
+    assert losses(tmp_path / "out") == losses(tmp_path / "whole")
+
+
+def test_a_slow_drive_changes_no_number(train, tmp_path, drive, monkeypatch):
+    """Reads and writes that end in another order than they began."""
+    move, turns = StateFile._move, iter(range(10**9))
+    monkeypatch.setattr(StateFile, "_move", lambda *args: (time.sleep(next(turns) * 7 % 5 / 2000), move(*args)))
+    settings = dict(offload="all", dtype="bfloat16", max_iters=3)
+    train(**settings, out_dir=tmp_path / "memory")
+    train(**settings, offload_dir=drive)
+    assert losses(tmp_path / "out") == losses(tmp_path / "memory")
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# The file
+
+
+def test_without_direct_io_it_says_so_and_computes_the_same(train, tmp_path, drive, monkeypatch, capsys):
+    true = fcntl.fcntl
+
+    def refuse(fd, command, value=0):
+        if command == fcntl.F_SETFL and value & os.O_DIRECT:
+            raise OSError(errno.EINVAL, "Invalid argument")
+        return true(fd, command, value)
+
+    train(offload="optimizer", out_dir=tmp_path / "memory")
+    monkeypatch.setattr(fcntl, "fcntl", refuse)
+    place = train(offload="optimizer", offload_dir=drive)["optimizer"].place
+    assert not place.file.direct and "not directly, which its file system does not support" in capsys.readouterr().out
+    assert losses(tmp_path / "out") == losses(tmp_path / "memory")
+
+
+@pytest.mark.parametrize("direct", [True, False])
+def test_tensors_and_transfers_see_the_same_bytes(drive, direct):
+    file = StateFile(drive, 2**16)
+    if not direct:
+        fcntl.fcntl(file.file, fcntl.F_SETFL, fcntl.fcntl(file.file, fcntl.F_GETFL) & ~os.O_DIRECT)
+        file.direct = False
+    beside, x = file.zeros((3, 5), torch.bfloat16), file.zeros((300, 1000), torch.float32)  # more than is reserved
+    assert file.holds(x) and not file.holds(torch.zeros(3)) and not x.any(), "what the drive was measured with is there"
+    memory = page_aligned(x.nbytes)
+    values = memory[: x.nbytes].view(torch.float32).view(x.shape)
+    for i in range(3):
+        x.copy_(torch.randn(x.shape))
+        expected = x.clone()
+        file.let_go()
+        file.read(x, memory)
+        assert torch.equal(values, expected), "a transfer does not see what a tensor was given"
+        values.mul_(2)
+        file.write(x, memory)
+        assert torch.equal(x, 2 * expected), f"a tensor does not see what was transferred, in round {i}"
+        rows = x[256:]  # 4 bytes x 1000 x 256 is a multiple of 4096
+        file.let_go()
+        file.read(rows, memory)
+        assert torch.equal(memory[: rows.nbytes].view(torch.float32).view(rows.shape), 2 * expected[256:])
+    assert not beside.any() and file.zeros((0, 4), torch.float32).shape == (0, 4)
+
+
+def test_the_file_ends_with_the_last_that_uses_it(drive):
+    def used():
+        return sum(os.path.realpath(f"/proc/self/fd/{fd}").startswith(str(drive)) for fd in os.listdir("/proc/self/fd"))
+
+    x = StateFile(drive, 2**20).zeros((3,), torch.float32)
+    assert used() and not list(drive.iterdir())
+    del x
+    assert not used()
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Before the run
+
+
+def test_what_cannot_be_is_refused_in_a_sentence(train, tmp_path, drive, capsys, monkeypatch, tmpfs):
+    def message(**settings):
+        return slip(train, capsys, offload="all", **settings).strip()
+
+    (tmp_path / "file").touch()
+    for folder in (tmp_path / "nowhere", tmp_path / "file"):
+        assert message(offload_dir=folder) == f"offload_dir {folder} is no folder: make one on an NVMe drive"
+    too_small = message(offload_dir=tmpfs, n_embd=1024, ffn_dim=2048)
+    assert f"offload_dir {tmpfs} is too small: the state takes 0.1 GiB, and 0.0 GiB are free" in too_small
+    monkeypatch.setattr(state_file, "file_system", lambda folder: "nfs4")
+    assert message(offload_dir=drive) == (
+        f"offload_dir {drive} is on a network file system, nfs4: name a folder on an NVMe drive"
+    )
+    assert not (tmp_path / "out/metrics.jsonl").exists()
+
+
+def test_a_drive_that_another_run_fills_meanwhile_is_refused_too(train, capsys, drive, monkeypatch):
+    def full(*args):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, "posix_fallocate", full)
+    message = slip(train, capsys, offload="all", offload_dir=drive)
+    assert message == f"offload_dir {drive} cannot take the state, 0.0 GiB: No space left on device\n"
+
+
+def test_offload_dir_needs_something_that_is_offloaded(train, capsys, drive):
+    message = slip(train, capsys, offload_dir=drive)
+    assert "and nothing is offloaded: add --offload=optimizer or --offload=all" in message
+
+
+def test_a_slow_drive_is_said_with_the_seconds_of_a_step(drive, capsys, monkeypatch):
+    monkeypatch.setattr(StateFile, "_measure", lambda *_: 2e8)
+    state_file.open_state_file(str(drive), 0.25 * 2**30)
+    said = capsys.readouterr()
+    assert f"0.2 GiB of each rank's state in {drive}: written at 0.2 and read at 0.2 GB/s, 2.7 s a step" in said.out
+    assert said.err == f"{drive} is slow for an NVMe drive: expect steps of 3 seconds or more\n"
+
+
+def test_the_file_system_is_that_of_the_innermost_mount(tmp_path):
+    mounts = tmp_path / "mounts"
+    mounts.write_text(
+        "/dev/sda / ext4 rw 0 0\n/dev/nvme0 /mnt xfs rw 0 0\nserver:/x /mnt/a\\040b nfs4 rw 0 0\n"
+        "proc /proc proc rw 0 0\nautofs /data autofs rw 0 0\nlocal /data fuse.sshfs rw 0 0\n"
+    )
+    found = {path: file_system(path, mounts) for path in ("/", "/mnt/x", "/mntx", "/mnt/a b/c", "/data")}
+    assert found == {"/": "ext4", "/mnt/x": "xfs", "/mntx": "ext4", "/mnt/a b/c": "nfs4", "/data": "fuse.sshfs"}
+    kinds = [
+        *found.values(),
+        "fuse.fuse-overlayfs",
+        "overlay",
+        "tmpfs",
+        "cifs",
+        "lustre",
+        "btrfs",
+        "zfs",
+        "nfs",
+        "fuseblk",
+    ]
+    assert [kind for kind in kinds if state_file.NETWORK.fullmatch(kind)] == [
+        "nfs4", "fuse.sshfs", "cifs", "lustre", "nfs"
+    ]  # fmt: skip
+    assert file_system("/", tmp_path / "none") == ""
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Estimates and speed
+
+
+@pytest.mark.parametrize("rule", [AdamW(), AdamW8bit()], ids=lambda rule: type(rule).__name__)
+def test_the_file_and_its_buffers_are_what_the_estimate_counts(tmp_path, rule):
+    config = LlamaConfig(n_layer=2, n_head=2, n_kv_head=1, n_embd=256, ffn_dim=512, vocab_size=40_000, block_size=8)
+    run = RunShape(1, offload="all", rule=rule, offload_dir="there")
+    model = Llama(config).bfloat16()
+    place = Optimizer(model, rule, OnDisk(StateFile(tmp_path, 2**27))).place
+    expected = memory_advice.disk_bytes(config, run)
+    assert expected == sum(state_bytes(name, p, run) for name, p in model.named_parameters())
+    assert expected <= place.file.end <= expected + 4096 * 5 * len(place.parameters)
+    parts = {part.name: part.bytes for part in memory_advice.cpu_parts(config, run)}
+    assert sum(map(len, place.buffers)) == pytest.approx(parts["buffers of offload_dir"], rel=0.02)
+
+
+def test_8b_takes_at_most_40_gib_of_cpu_memory():
+    words = "--config=config/llama31_8b.py --offload=all --batch_size=8 -- --offload_dir=/nvme"
+    text, found = estimate.estimate(estimate.parse([*words.split(), "--gradient_accumulation_steps=1"]))
+    assert found["cpu_gib"] < 32 and found["disk_gib"] == pytest.approx(12 * 8_030_261_248 / 2**30)
+    assert "in offload_dir, of each rank:" in text and "buffers of offload_dir" in text
+    _, eight_bit = estimate.estimate(
+        estimate.parse([*words.split(), "--gradient_accumulation_steps=1", "--optimizer_bits=8"])
+    )
+    assert eight_bit["disk_gib"] == pytest.approx(found["disk_gib"] * 6.03 / 12, rel=0.01)
+
+
+def test_the_benchmark_of_a_drive_counts_what_an_update_moves(drive, capsys):
+    small = {name: value for name, value in SMALL.items() if name.startswith("n_") or name == "ffn_dim"}
+    flags = [f"--{name}={value}" for name, value in (small | {"vocab_size": 257}).items()]
+    disk.main([f"--offload_dir={drive}", "--updates=1", "--", *flags])
+    result = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert 24 * result["n_params"] <= result["bytes"] <= 24 * result["n_params"] + 2 * 4096 * 3 * 20
+    assert result["ratio"] > 0 and result["plain_threads"] in disk.PLAIN_THREADS
