@@ -327,17 +327,13 @@ def quantize_as_bitsandbytes(layers: nn.Module, device: torch.device) -> None:
     for module in list(layers.modules()):
         for name, child in list(module.named_children()):
             if isinstance(child, nn.Linear):
-                options = {"quant_type": "nf4", "compress_statistics": True}
                 packed = bitsandbytes.nn.Linear4bit(
-                    child.in_features,
-                    child.out_features,
-                    bias=False,
-                    compute_dtype=torch.bfloat16,
-                    device="meta",
-                    **options,
+                    child.in_features, child.out_features, bias=False, compute_dtype=torch.bfloat16, device="meta"
                 )
-                weight = child.weight.detach().cpu()  # it is quantised on its way to the GPU
-                packed.weight = bitsandbytes.nn.Params4bit(weight, requires_grad=False, **options)
+                packed.weight = bitsandbytes.nn.Params4bit(
+                    child.weight.detach().cpu(),  # quantised on its way to the GPU
+                    requires_grad=False, quant_type="nf4", compress_statistics=True,
+                )  # fmt: skip
                 setattr(module, name, packed.to(device))
 
 

@@ -113,12 +113,12 @@ def random_base(config: str) -> tempfile.TemporaryDirectory:
     numbers = 0.02 * torch.randn(2**26, generator=torch.Generator().manual_seed(0)).bfloat16()
 
     def weight(shape):
-        n = math.prod(shape)
-        return torch.ones(shape) if len(shape) == 1 else numbers.repeat(-(-n // len(numbers)))[:n].view(shape)
+        if len(shape) == 1:
+            return torch.ones(shape, dtype=torch.bfloat16)
+        return numbers.repeat(-(-math.prod(shape) // len(numbers)))[: math.prod(shape)].view(shape)
 
-    rows = [
-        rows._replace(tensor=functools.partial(weight, rows.shape)) for name, p in named for rows in hf_rows(name, p, c)
-    ]
+    rows = [rows for name, p in named for rows in hf_rows(name, p, c)]
+    rows = [each._replace(tensor=functools.partial(weight, each.shape)) for each in rows]
     folder = tempfile.TemporaryDirectory()
     documents = {"config.json": json.dumps(write_config(c, "bytes", "bfloat16", {})).encode()}
     write_folder(Path(folder.name), {"model": rows}, documents, {})
