@@ -165,7 +165,8 @@ copy_engines = pick_copy_engines(copy_engines, device, shard_ranks, offload)
 with stop_on_error():  # an OSError or ValueError ends the run with its sentence
     train_data, val_data = open_dataset(dataset, block_size, seed, vocab_size)
 require_same_on_all_ranks({f"the dataset's {name}": value for name, value in train_data.meta.items()})
-vocab_size, end_of_text = train_data.vocab_size, train_data.meta["end_of_text"]
+vocab_size = train_data.vocab_size
+first_token = train_data.meta.get("bos", train_data.meta["end_of_text"])  # of a document: what mask_documents goes by
 
 
 def to_device(blocks: torch.Tensor) -> tuple[torch.Tensor, ...]:
@@ -173,7 +174,7 @@ def to_device(blocks: torch.Tensor) -> tuple[torch.Tensor, ...]:
     if device != "cpu":
         blocks = blocks.pin_memory().to(device, non_blocking=True)
     tokens, targets = blocks[:, :-1], blocks[:, 1:]
-    return (tokens, targets, document_starts(tokens, end_of_text)) if mask_documents else (tokens, targets)
+    return (tokens, targets, document_starts(tokens, first_token)) if mask_documents else (tokens, targets)
 
 
 def read_step(step: int) -> list[tuple[torch.Tensor, ...]]:

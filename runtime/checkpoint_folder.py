@@ -25,6 +25,7 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 
+from data.tokenizer import published_name
 from runtime import meta_weights
 from runtime.distributed import from_rank_0, group_rank, on_all_ranks
 from runtime.hf_names import Rows
@@ -220,6 +221,8 @@ def _open_folder(path, stems):
         return parse_json(read_document(path / name, pieces), path / name)
 
     config, adapter = read(ADAPTED if adapted else "config.json"), read("adapter_config.json") if adapted else None
+    if "nanocria_tokenizer" not in config and (name := published_name(path)):
+        config["nanocria_tokenizer"] = name
     tensors = {}
     for stem in stems:
         stem = "adapter_model" if adapted and stem == "model" else stem

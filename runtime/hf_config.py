@@ -1,12 +1,11 @@
 """config.json, read and written: Hugging Face's names for the settings of a model."""
 
-import contextlib
 import os
 from pathlib import Path
 from typing import Any
 
 from configurator import SettingError, check
-from data.tokenizer import end_of_text, get_tokenizer
+from data.tokenizer import LLAMA3_VOCAB
 from model import ROPE_SCALING_KEYS, LlamaConfig
 
 NAMES = {  # our name -> Hugging Face's
@@ -19,7 +18,6 @@ NAMES = {  # our name -> Hugging Face's
     "tie_embeddings": "tie_word_embeddings",
     "norm_eps": "rms_norm_eps",
 }
-LLAMA3_VOCAB = 128256
 
 
 def kind(name: str) -> type:
@@ -93,15 +91,14 @@ def read_special_tokens(folder, end: int) -> tuple[int, set[int]]:
     return end if begin is None else begin, {end, *ends}
 
 
-def write_config(config: LlamaConfig, tokenizer: str, dtype: str, begun_with: dict) -> dict:
+def write_config(config: LlamaConfig, tokenizer: str, dtype: str, begun_with: dict, dataset: dict) -> dict:
     """The content of config.json for a model. transformers ignores the name of the tokenizer.
 
     begun_with: config.json of the weights that it began with, whose special tokens and context are kept, or {}.
+    dataset: meta.json of what it was trained on, or {}.
     """
-    # In our data a document begins behind the end of another. None: else transformers would take 1 and 2.
-    end = 128001 if tokenizer == "llama3" else None
-    with contextlib.suppress(OSError, ValueError):  # the tokenizer is not on this machine
-        end = end_of_text(get_tokenizer(tokenizer))
+    # In data without bos a document begins behind the end of another. None: else transformers would take 1 and 2.
+    bos, eos = (begun_with.get(name, dataset.get("end_of_text")) for name in ("bos_token_id", "eos_token_id"))
     stretched = (config.rope_scaling or {}).get("original_max_position_embeddings", 0)
     context = max(config.block_size, stretched, begun_with.get("max_position_embeddings") or 0)
     return {
@@ -110,7 +107,7 @@ def write_config(config: LlamaConfig, tokenizer: str, dtype: str, begun_with: di
         "max_position_embeddings": int(context), "rope_theta": config.rope_theta,
         "rope_scaling": config.rope_scaling and {"rope_type": "llama3", **config.rope_scaling},
         "attention_bias": False, "mlp_bias": False, "torch_dtype": dtype, "nanocria_tokenizer": tokenizer,
-        **{name: begun_with.get(name, end) for name in ("bos_token_id", "eos_token_id")},
+        "bos_token_id": dataset.get("bos", bos), "eos_token_id": dataset.get("eos", eos),
     }  # fmt: skip
 
 

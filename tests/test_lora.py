@@ -161,6 +161,7 @@ def test_only_adapters_are_saved_and_the_loss_falls(trained):
         assert saved == [
             "adapter_config.json", "adapter_model.safetensors", "adapter_model.safetensors.index.json",
             "base_config.json", "optimizer.safetensors", "optimizer.safetensors.index.json", "run.json",
+            "tokenizer.json", "tokenizer_config.json",
         ]  # fmt: skip
         found = step_losses(folder)
         assert found[-1] < found[0] - 0.05, (base_dtype, found)

@@ -21,10 +21,10 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from data.files import display_path
-from data.tokenizer import NAMES, get_tokenizer
 from data.write import (
     Document,
     Progress,
+    add_tokenizer_options,
     check_val_fraction,
     cpu_cores,
     finished_shard,
@@ -33,6 +33,7 @@ from data.write import (
     run_script,
     shard_suffix,
     split_of,
+    tokenizer_for_data,
     write_lock,
     write_meta,
     write_shard,
@@ -109,6 +110,7 @@ def prepare(
     folder: Path = HERE,
     tokenizer: str = "gpt2",
     tokenizer_path: Path | None = None,
+    bos: bool | None = None,
     sample: str = "10BT",
     max_files: int | None = None,
     field: str = "text",
@@ -119,7 +121,8 @@ def prepare(
     check_val_fraction(val_fraction)
     if max_files is not None and max_files < 1:
         raise ValueError(f"--max_files is {max_files}, expected 1 or more")
-    encoding, folder = get_tokenizer(tokenizer, tokenizer_path), Path(folder)
+    encoding, folder = tokenizer_for_data(tokenizer, tokenizer_path, bos), Path(folder)
+    ids = encoding.name + (" with bos" if encoding.bos is not None else "")
     if input is None:
         names = list_hub(sample)
     elif Path(input).is_file():
@@ -134,7 +137,7 @@ def prepare(
     shards = {}
     with write_lock(folder):
         for number, name in enumerate(names):
-            source = dict(input=origin, name=name, tokenizer=tokenizer, field=field, val_fraction=val_fraction)
+            source = dict(input=origin, name=name, tokenizer=ids, field=field, val_fraction=val_fraction)
             if input is not None:
                 stat = (Path(input) / name).stat()
                 source |= dict(size=stat.st_size, mtime_ns=stat.st_mtime_ns)
@@ -157,8 +160,7 @@ def prepare(
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--input", type=path_argument, help="a .parquet file or a folder of them (default: the hub's)")
-    parser.add_argument("--tokenizer", default="gpt2", help=f"one of {', '.join(NAMES)} (default: gpt2)")
-    parser.add_argument("--tokenizer_path", type=path_argument, help="llama3's tokenizer.model, if elsewhere than here")
+    add_tokenizer_options(parser, default="gpt2")
     parser.add_argument(
         "--out", type=path_argument, default=HERE, help="folder for the dataset (default: the script's)"
     )

@@ -2,7 +2,7 @@
 
     python data/text/prepare.py --input book.txt
     python data/text/prepare.py --input src/ notes/ --tokenizer gpt2 --out data/mine
-    python data/text/prepare.py --input corpus.jsonl --field text --tokenizer llama3 --tokenizer_path tokenizer.model
+    python data/text/prepare.py --input corpus.jsonl --field text --tokenizer Llama-3.2-1B
     python data/text/prepare.py --input <(zcat corpus.txt.gz) --tokenizer gpt2
 
 Makes train.bin, val.bin and meta.json in --out (this folder by default); the input may be larger than the memory, and
@@ -25,16 +25,17 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from data.files import display_path
-from data.tokenizer import NAMES, get_tokenizer
 from data.write import (
     Document,
     Progress,
+    add_tokenizer_options,
     check_val_fraction,
     cpu_cores,
     path_argument,
     print_summary,
     run_script,
     split_of,
+    tokenizer_for_data,
     write_dataset,
 )
 
@@ -156,6 +157,7 @@ def prepare(
     folder: Path = HERE,
     tokenizer: str = "bytes",
     tokenizer_path: Path | None = None,
+    bos: bool | None = None,
     field: str | None = None,
     val_fraction: float | None = None,
     errors: str = "strict",
@@ -179,7 +181,7 @@ def prepare(
     meta = write_dataset(
         Path(folder),
         split(read_documents(files, field or "text", max_chars, errors), val_fraction),
-        get_tokenizer(tokenizer, tokenizer_path),
+        tokenizer_for_data(tokenizer, tokenizer_path, bos),
         workers=workers,
         progress=Progress(n_bytes or None, "bytes"),
     )
@@ -201,8 +203,7 @@ def print_next(folder: Path) -> None:
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--input", type=path_argument, nargs="+", required=True, help="files, folders, .jsonl, pipes")
-    parser.add_argument("--tokenizer", default="bytes", help=f"one of {', '.join(NAMES)} (default: bytes)")
-    parser.add_argument("--tokenizer_path", type=path_argument, help="llama3's tokenizer.model, if elsewhere than here")
+    add_tokenizer_options(parser, default="bytes")
     parser.add_argument(
         "--out", type=path_argument, default=HERE, help="folder for the dataset (default: the script's)"
     )
