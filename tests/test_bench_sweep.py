@@ -6,7 +6,6 @@ import json
 from pathlib import Path
 
 import pytest
-import torch
 
 from benchmarks import arms, compare, estimate, record, report, runner, snapshot, sweep
 from configurator import SettingError
