@@ -120,7 +120,7 @@ def random_base(config: str) -> tempfile.TemporaryDirectory:
     rows = [rows for name, p in named for rows in hf_rows(name, p, c)]
     rows = [each._replace(tensor=functools.partial(weight, each.shape)) for each in rows]
     folder = tempfile.TemporaryDirectory()
-    documents = {"config.json": json.dumps(write_config(c, "bytes", "bfloat16", {})).encode()}
+    documents = {"config.json": json.dumps(write_config(c, "bytes", "bfloat16", {}, {})).encode()}
     write_folder(Path(folder.name), {"model": rows}, documents, {})
     return folder
 
