@@ -24,7 +24,8 @@ TRAINERS = {
     "nanocria-nccl": "#a8a29e", "nanocria-each": "#57534e", "nanocria-plain": "#7c2d12", "recipe": "#0f766e",
     "recipe-fp8": "#84cc16", "recipe-zero2": "#134e4a", "torchtitan": "#5eead4", "hf": "#9ca3af",
     "hf-compiled": "#4b5563", "hf-liger": "#2563eb", "float32": "#000000", "all": "#c2410c", "long": "#db2777",
-    "kernels": "#fb923c", "torch": "#7c2d12", "liger": "#2563eb",
+    "kernels": "#fb923c", "torch": "#7c2d12", "liger": "#2563eb", "lora": "#f59e0b",
+    "qlora": "#c2410c", "peft": "#2563eb", "peft-qlora": "#1e3a8a",
 }  # fmt: skip
 PARTS = ["#1e3a8a", "#2563eb", "#0f766e", "#c2410c", "#9333ea", "#f59e0b", "#9ca3af"]  # of memory
 DASHES = ["-", "--", "-.", ":"]
