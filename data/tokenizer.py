@@ -98,6 +98,8 @@ def tokenizer_of(folder: Path) -> Tokenizer:
         tokenizer.eos = list(dict.fromkeys([*data.get("eos", []), *tokenizer.eos]))
     elif name in NAMES:  # a converted checkpoint
         tokenizer.bos = config.get("bos_token_id", tokenizer.bos)
+    if "chat_template.jinja" in files:  # of the conversations that it was trained on
+        tokenizer.chat_template = files["chat_template.jinja"].decode()
     return tokenizer
 
 

@@ -4,6 +4,7 @@ A dataset is a folder of
 
     train.bin, val.bin   token ids one after another, little-endian, uint16 where the vocabulary fits, else uint32;
                          a large dataset has shards: train_000000.bin, train_000001.bin, ...
+    train.mask, val.mask   of conversations: a byte for each token, IS_TARGET (an answer's) + OPENS (a conversation)
     meta.json            tokenizer, vocab_size, dtype, end_of_text (its id), bos (its id) if documents begin with one,
                          the documents, tokens, UTF-8 bytes and SHA-256 of each split, how many tokens each file holds
     tokenizer.json, ...  the tokenizer's files, where its name is not enough; meta.json has their SHA-256
@@ -25,6 +26,7 @@ import numpy as np
 from data.files import display_path
 
 SPLITS = ("train", "val")
+IS_TARGET, OPENS = 1, 2  # bits of a mask: the token is to be learned; it is a conversation's first
 
 
 def token_dtype(vocab_size: int) -> np.dtype:
@@ -48,10 +50,14 @@ class Tokens:
         self.meta = read_meta(self.folder)
         n_tokens = self.meta["files"][split]  # {file name: tokens}
         self.paths = [self.folder / name for name in n_tokens]
-        self.shards = [self._map(path, n_tokens[path.name]) for path in self.paths]
-
-    def _map(self, path: Path, n_tokens: int) -> np.memmap:
         dtype = np.dtype(self.meta["dtype"]).newbyteorder("<")
+        self.shards = [self._map(path, n_tokens[path.name], dtype) for path in self.paths]
+        self.masks = []  # one a shard, where the dataset holds conversations
+        if f"{split}_targets" in self.meta:
+            self.masks = [self._map(path.with_suffix(".mask"), n_tokens[path.name], np.uint8) for path in self.paths]
+
+    def _map(self, path: Path, n_tokens: int, dtype) -> np.memmap:
+        dtype = np.dtype(dtype)
         if not path.exists():
             raise FileNotFoundError(
                 f"{path} is missing, but meta.json lists it: {how_to_prepare(self.folder, self.meta)}"

@@ -19,21 +19,22 @@ import signal
 import sys
 import threading
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ProcessPoolExecutor
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import numpy as np
 
 from data.files import atomic_write, display_path, lock, say, write_json
 from data.tokenizer import NAMES, Tokenizer, get_tokenizer
-from data.tokens import SPLITS, token_dtype
+from data.tokens import IS_TARGET, SPLITS, token_dtype
 
 BATCH_CHARS = 2**20  # text handed to a worker at a time: enough to hide the hand-over, small enough to hold many
 
 Document = tuple[str, str]  # (split, text)
+Encode = Callable[[str, Tokenizer], tuple[list[int], list[int], int]]  # the ids of a text, their mask, its bytes
 
 
 def split_of(key: str, val_fraction: float) -> str:
@@ -91,32 +92,39 @@ def write_tokens(
     shard: str = "",
     workers: int = 1,
     progress: Callable[[dict], None] | None = None,
+    encode: Encode | None = None,
 ) -> dict:
     """Tokenize documents into train{shard}.bin and val{shard}.bin. Return {split: counts}: documents, tokens, bytes and
-    the SHA-256 of the file.
+    the SHA-256 of what was written.
+
+    encode: how, if other than encode_text; its masks go to train{shard}.mask and val{shard}.mask, and the counts have
+    targets, too.
 
     Streams: memory does not grow with the documents. `progress` is called with the counts so far. Raises ValueError if
     a split of an unsharded dataset would be empty; an older dataset is then left unchanged.
     """
     dtype = token_dtype(tokenizer.n_vocab)
-    counts = {split: dict(documents=0, tokens=0, bytes=0) for split in SPLITS}
+    counts = {split: Counter(documents=0, tokens=0, bytes=0) for split in SPLITS}
     digests = {split: hashlib.sha256() for split in SPLITS}
-    with atomic_write(folder / f"train{shard}.bin") as train, atomic_write(folder / f"val{shard}.bin") as val:
-        for encoded in encode_documents(documents, tokenizer, workers):
-            for file, split in (train, "train"), (val, "val"):
-                tokens, n_documents, n_bytes = encoded[split]
-                tokens = tokens.astype(dtype)
-                file.write(tokens)
-                digests[split].update(tokens)
-                counts[split]["documents"] += n_documents
-                counts[split]["tokens"] += len(tokens)
-                counts[split]["bytes"] += n_bytes
+    with ExitStack() as stack:
+        kinds = (".bin", ".mask") if encode else (".bin",)
+        files = {
+            split: [stack.enter_context(atomic_write(folder / f"{split}{shard}{kind}")) for kind in kinds]
+            for split in SPLITS
+        }
+        for encoded in encode_documents(documents, tokenizer, workers, encode):
+            for split in SPLITS:
+                tokens, mask, found = encoded[split]
+                for file, content in zip(files[split], (tokens.astype(dtype), mask), strict=False):
+                    file.write(content)
+                    digests[split].update(content)
+                counts[split].update(found)
             if progress:
                 progress(counts)
         if not shard:
             require_both_splits(counts)
         (folder / "meta.json").unlink(missing_ok=True)  # it described the files that are being replaced
-    return {split: counts[split] | {"sha256": digests[split].hexdigest()} for split in SPLITS}
+    return {split: dict(counts[split], sha256=digests[split].hexdigest()) for split in SPLITS}
 
 
 def require_both_splits(counts: dict) -> None:
@@ -132,7 +140,8 @@ def require_both_splits(counts: dict) -> None:
 
 def write_meta(folder: Path, tokenizer: Tokenizer, shards: dict[str, dict], **extra) -> dict:
     """Write meta.json for the shards, {suffix: counts}, and return its content."""
-    counts = {s: {k: sum(c[s][k] for c in shards.values()) for k in ("documents", "tokens", "bytes")} for s in SPLITS}
+    names = [name for name in next(iter(shards.values()))["train"] if name != "sha256"]
+    counts = {s: {name: sum(c[s][name] for c in shards.values()) for name in names} for s in SPLITS}
     require_both_splits(counts)
     digests = {split: digest_of([c[split].get("sha256") for c in shards.values()]) for split in SPLITS}
     for name, content in tokenizer.files.items():
@@ -202,17 +211,19 @@ def compressed_bits_per_byte(text: bytes) -> dict[str, float]:
 # Tokenizing, in one process or many
 
 
-def encode_documents(documents: Iterable[Document], tokenizer: Tokenizer, workers: int = 1) -> Iterator[dict]:
-    """Yield {split: (tokens uint32 (n,), documents, bytes)}, one batch of documents after another, in their order."""
+def encode_documents(
+    documents: Iterable[Document], tokenizer: Tokenizer, workers: int = 1, encode: Encode | None = None
+) -> Iterator[dict]:
+    """Yield {split: (tokens uint32 (n,), mask uint8 (n,), counts)}, one batch of documents after another, in order."""
     if workers < 1:
         raise ValueError(f"workers is {workers}: it must be at least 1")
     if workers == 1:
         for batch in batches(documents):
-            yield encode_batch(batch, tokenizer)
+            yield encode_batch(batch, tokenizer, encode)
         return
     # spawn: a fork would copy the threads' locks of whatever library reads the documents
     context = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(workers, context, initializer=start_worker, initargs=(tokenizer,)) as pool:
+    with ProcessPoolExecutor(workers, context, initializer=start_worker, initargs=(tokenizer, encode)) as pool:
         pending = deque()
         try:
             for batch in batches(documents):
@@ -237,15 +248,23 @@ def batches(documents: Iterable[Document]) -> Iterator[list[Document]]:
         yield batch
 
 
-def encode_batch(batch: list[Document], tokenizer: Tokenizer) -> dict:
-    bos = [] if tokenizer.bos is None else [tokenizer.bos]
-    tokens, n_documents, n_bytes = ({split: zero() for split in SPLITS} for zero in (list, int, int))
+def encode_batch(batch: list[Document], tokenizer: Tokenizer, encode: Encode | None = None) -> dict:
+    found = {split: ([], [], Counter(documents=0, tokens=0, bytes=0)) for split in SPLITS}
     for split, text in batch:
-        utf8 = text.encode("utf-8", "replace")  # JSON can hold a lone surrogate: it becomes a question mark
-        tokens[split] += [*bos, *tokenizer.encode(utf8.decode()), tokenizer.end_of_text]
-        n_documents[split] += 1
-        n_bytes[split] += len(utf8)
-    return {split: (np.array(tokens[split], np.uint32), n_documents[split], n_bytes[split]) for split in SPLITS}
+        tokens, mask, counts = found[split]
+        ids, bits, n_bytes = (encode or encode_text)(text, tokenizer)
+        tokens += ids
+        mask += bits
+        counts.update(documents=1, tokens=len(ids), bytes=n_bytes)
+        if encode:
+            counts["targets"] += sum(bit & IS_TARGET for bit in bits)
+    return {s: (np.array(t, np.uint32), np.array(m, np.uint8), counts) for s, (t, m, counts) in found.items()}
+
+
+def encode_text(text: str, tokenizer: Tokenizer) -> tuple[list[int], list[int], int]:
+    bos = [] if tokenizer.bos is None else [tokenizer.bos]
+    utf8 = text.encode("utf-8", "replace")  # JSON can hold a lone surrogate: it becomes a question mark
+    return [*bos, *tokenizer.encode(utf8.decode()), tokenizer.end_of_text], [], len(utf8)
 
 
 def cpu_cores() -> int:
@@ -256,8 +275,8 @@ def cpu_cores() -> int:
 worker = {}  # in a worker process: its tokenizer, which is too large to send with every batch
 
 
-def start_worker(tokenizer: Tokenizer) -> None:
-    worker["tokenizer"] = tokenizer
+def start_worker(tokenizer: Tokenizer, encode: Encode | None) -> None:
+    worker.update(tokenizer=tokenizer, encode=encode)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's to handle
     threading.Thread(target=exit_with_parent, daemon=True).start()
 
@@ -268,7 +287,7 @@ def exit_with_parent() -> None:
 
 
 def encode_in_worker(batch: list[Document]) -> dict:
-    return encode_batch(batch, worker["tokenizer"])
+    return encode_batch(batch, **worker)
 
 
 # ---------------------------------------------------------------------------------------------------------------
@@ -338,10 +357,12 @@ def run_script(main: Callable[[], None]) -> None:
         sys.exit("\ninterrupted: nothing half-written is left")
 
 
-def add_tokenizer_options(parser: argparse.ArgumentParser, default: str) -> None:
+def add_tokenizer_options(parser: argparse.ArgumentParser, default: str, bos: bool = True) -> None:
     said = f"one of {', '.join(NAMES)}, or a folder or file of Hugging Face's or Meta's (default: {default})"
     parser.add_argument("--tokenizer", default=default, help=said)
     parser.add_argument("--tokenizer_path", type=path_argument, help="llama3's tokenizer.model, if elsewhere than here")
+    if not bos:  # a chat template writes it
+        return
     said = "begin each document with the tokenizer's bos (default: where it has one)"
     parser.add_argument("--bos", action=argparse.BooleanOptionalAction, help=said)
 
