@@ -183,7 +183,11 @@ def write_hf_folder(folder, bos=None, **config):
     tokenizer.enable_truncation(8)  # as some published files say, for other uses
     folder.mkdir()
     tokenizer.save(str(folder / "tokenizer.json"))
-    config = {"eos_token": {"content": "<|im_end|>"}, "bos_token": bos, "chat_template": TEMPLATE} | config
+    config = {
+        "eos_token": {"__type": "AddedToken", "content": "<|im_end|>"},
+        "bos_token": bos,
+        "chat_template": TEMPLATE,
+    } | config
     (folder / "tokenizer_config.json").write_text(json.dumps(config))
     return tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
 

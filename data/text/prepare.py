@@ -134,17 +134,23 @@ def read_documents(files: dict[Path, str | None], field: str, max_chars: int, ba
 
 
 def read_text(file, path: Path, max_chars: int, bad: Bad) -> Iterator[str]:
-    """The whole file, or max_chars at a time and up to as many more, to the end of the line; a line that is nothing but
-    an end of text ends a document.
+    """The whole file, or max_chars at a time and up to as many more, to the end of the line; but if lines that are
+    nothing but an end of text separate documents, these.
     """
     try:
         if not bad.strict:
             check_utf8(path)
+        separated, rest = SEPARATOR.search(head_of(file, path).decode(errors="replace")) is not None, ""
         # newline="\n" leaves \r\n alone; utf-8-sig drops the mark that Windows editors put first
         file = io.TextIOWrapper(file, encoding="utf-8-sig", newline="\n")
         while text := read(lambda: file.read(max_chars) + file.readline(max_chars), path):
-            parts = SEPARATOR.split(text)
-            yield from (part for part in parts if part.strip() or len(parts) == 1)
+            *documents, rest = SEPARATOR.split(rest + text)
+            separated = separated or bool(documents)
+            if not separated:
+                documents, rest = [rest], ""
+            yield from (document for document in documents if document.strip() or not separated)
+        if rest.strip():
+            yield rest
     except UnicodeDecodeError as error:
         bad(f"{path} is not UTF-8 text ({error})")
 
