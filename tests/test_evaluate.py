@@ -145,3 +145,22 @@ def test_a_published_folder_without_bos_starts_after_a_document(tmp_path):
     [(score, _)] = log_likelihoods(model, [([tokenizer.end_of_text, *tokenizer.encode("a")], [False, True])], 1)
     found = evaluate_file(model, tokenizer, tmp_path / "a.txt")["bits per byte"]
     assert found == f"{-score.item() / math.log(2):.4f}"
+
+
+def test_lm_evaluation_harness_scores_and_draws_as_we_do(tmp_path):
+    pytest.importorskip("lm_eval")
+    from lm_eval.api.instance import Instance
+
+    from runtime.lm_eval import Nanocria
+
+    hf, _ = publish_chat_model(tmp_path, tie_word_embeddings=False, ascii_only=True)
+    adapter, tokenizer = Nanocria(str(tmp_path), device="cpu"), tokenizer_of(tmp_path)
+    ask = lambda kind, *arguments: [Instance(kind, {}, arguments, 0)]  # noqa: E731
+    context, answer = tokenizer.encode("the of"), tokenizer.encode(" and")
+    [(log_p, greedy)] = adapter.loglikelihood(ask("loglikelihood", "the of", " and"), disable_tqdm=True)
+    assert abs(log_p / theirs(hf, context + answer, len(context)).sum().item() - 1) < 1e-5 and not greedy
+    [text] = adapter.generate_until(ask("generate_until", "the of", {"max_gen_toks": 8, "until": []}))
+    expected = hf.generate(torch.tensor([context]), max_new_tokens=8, do_sample=False, eos_token_id=None)
+    assert text == tokenizer.decode(expected[0, len(context) :].tolist()) and len(text) == 8
+    [(log_p, greedy)] = adapter.loglikelihood(ask("loglikelihood", "the of", text), disable_tqdm=True)
+    assert greedy and adapter.loglikelihood_rolling(ask("loglikelihood_rolling", "the of"))[0] < 0
