@@ -353,15 +353,10 @@ def finetune_rows() -> list[dict]:
 
 
 def finetune_table() -> str:
-    lines = [
-        [
-            f"{row['batch']} x {row['block']:,}",
-            arms.SWEEP[row["arm"]],
-            row["checkpointing"],
-            *compare.cell(row).split(" · "),
-        ]
-        for row in finetune_rows()
-    ]
+    lines = []
+    for row in finetune_rows():
+        at = f"{row['batch']} x {row['block']:,}", arms.SWEEP[row["arm"]], row["checkpointing"]
+        lines.append([*at, *compare.cell(row).split(" · ")])
     return f"{table(['a step', 'trainer', 'checkpointing', 'tok/s', 'peak GiB'], lines)}\n\n{footer('finetune')}"
 
 
