@@ -232,6 +232,28 @@ def test_generation_config_says_where_a_model_stops_and_a_file_holds_the_templat
     assert (tokenizer.eos, tokenizer.chat_template) == ([3, 2, 0], "é")
 
 
+def test_tokenizer_that_is_not_there_is_said():
+    for name in ("nowhere/tokenizer.json", "./nowhere", "tokenizer.json", Path("/nowhere")):
+        with pytest.raises(FileNotFoundError, match=f"{name} does not exist: a tokenizer is bytes, gpt2, "):
+            get_tokenizer(name)
+
+
+def test_text_stream_keeps_the_blank_before_a_first_word(tmp_path):
+    """As Llama 2's tokenizer, whose decoder drops the blank before the first word of a text."""
+    tokenizers = pytest.importorskip("tokenizers")
+    backend = tokenizers.Tokenizer(tokenizers.models.BPE(byte_fallback=True))
+    backend.pre_tokenizer, backend.decoder = tokenizers.pre_tokenizers.Metaspace(), tokenizers.decoders.Metaspace()
+    backend.train_from_iterator([prose(0, 500)], tokenizers.trainers.BpeTrainer(vocab_size=90, special_tokens=["</s>"]))
+    (tmp_path / "tokenizer_config.json").write_text('{"eos_token": "</s>"}')
+    backend.save(str(tmp_path / "tokenizer.json"))
+    tokenizer, text = get_tokenizer(tmp_path), prose(1, 20)
+    words = text.split()
+    prompt, ids = tokenizer.encode(words[0]), tokenizer.encode(text)
+    stream = TextStream(tokenizer, prompt)
+    pieces = [stream.add(token) for token in ids[len(prompt) :]]
+    assert ids[: len(prompt)] == prompt and words[0] + "".join([*pieces, stream.end()]) == text.strip()
+
+
 def test_text_stream_gives_whole_characters_and_all_of_them(tmp_path):
     write_hf_folder(tmp_path / "hf")
     for tokenizer in (get_tokenizer("bytes"), get_tokenizer(tmp_path / "hf")):
