@@ -22,6 +22,7 @@ import importlib
 import os
 import sys
 
+sys.path.insert(0, os.path.dirname(__file__))  # python -I and PYTHONSAFEPATH=1 leave it out
 from configurator import SettingError, did_you_mean
 
 MODULES = ["sweep", "estimate", "ladder", "snapshot", "kernels", "step", "losses", "gpus", "disk"]  # of benchmarks/
