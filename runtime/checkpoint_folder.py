@@ -227,6 +227,10 @@ def _open_folder(path, stems):
     for stem in stems:
         stem = "adapter_model" if adapted and stem == "model" else stem
         tensors |= _find_tensors(path, f"{stem}.safetensors", pieces)
+    embedding, head = "model.embed_tokens.weight", "lm_head.weight"
+    if config.get("tie_word_embeddings") and head in tensors and embedding not in tensors:  # some keep that name
+        file, info = tensors.pop(head)
+        tensors[embedding] = file, info._replace(name=embedding)
     return Folder(path, run, config, tensors, pieces, adapter)
 
 
