@@ -31,6 +31,11 @@ def pick_dtype(dtype: str, device: str) -> str:
     return "bfloat16" if torch.cuda.is_bf16_supported(including_emulation=False) else "float16"
 
 
+def send_to_device(values: torch.Tensor, device: str) -> torch.Tensor:
+    """Values of the CPU, on the device. The CPU does not wait for the copy."""
+    return values if device == "cpu" else values.pin_memory().to(device, non_blocking=True)
+
+
 def send_to_cpu(values: torch.Tensor) -> Callable[[], list[float]]:
     """Starts a copy; returns a function that waits until it has arrived, and returns it as a list."""
     values = values.to("cpu", non_blocking=True)
