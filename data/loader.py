@@ -115,10 +115,9 @@ class Packed(Blocks):
         self.blocks = pack(lengths.tolist(), room)
         self.starts, self.lengths, self.n_blocks = starts, lengths, len(self.blocks)
         self.n_targets = np.array([targets[block].sum() for block in self.blocks])
-        self.packing = (
-            f"{len(starts):,} conversations in {self.n_blocks:,} blocks, {lengths.sum() / self.n_blocks / room:.1%} full; "
-            f"{targets.sum() / lengths.sum():.1%} of their tokens are targets"
-        ) + (f"; {n_cut:,} are longer than block_size and cut" if n_cut else "")
+        full, learned = lengths.sum() / (self.n_blocks * room), targets.sum() / lengths.sum()
+        self.packing = f"{len(starts):,} conversations, {learned:.1%} of their tokens targets; blocks {full:.1%} full"
+        self.packing += f"; {n_cut:,} longer than block_size are cut" if n_cut else ""
 
     def read(self, indices, shift=None) -> torch.Tensor:
         """Blocks (len(indices), T + 1) int64, for unpack(). ValueError as Blocks' for a token beyond the embedding."""
