@@ -127,6 +127,31 @@ def test_sharding_setting_decides_how_parameters_are_sharded(text_data, tmp_path
     assert done.returncode == 0, done.stderr
 
 
+@pytest.mark.parametrize(
+    "settings, on_one_machine",
+    [
+        (
+            {},
+            "from optimizers.on_gpu import OnGPU as P; norm = P.norm; P.norm = lambda self: norm(self) * (1 + 2**-20)",
+        ),
+        (dict(offload="optimizer"), "import kernels.c_library as c; c.build = lambda name: None"),  # it has no compiler
+    ],
+    ids=["another norm", "no C"],
+)
+def test_copies_of_the_model_stay_equal_where_machines_round_differently(text_data, tmp_path, settings, on_one_machine):
+    script = wrapped(
+        tmp_path,
+        "os.environ['LOCAL_WORLD_SIZE'] = '2'\nimport importlib; adamw = importlib.import_module('kernels.adamw')\n"
+        "step = adamw.adamw_in_pieces\n"
+        "adamw.adamw_in_pieces = lambda *tensors: step(*tensors) or tensors[2].mul_(1 + 2**-20)\n"
+        f"if os.environ['RANK'] in '23': {on_one_machine}",
+    )
+    settings = LONGER | HYBRID | settings | dict(dataset=text_data, out_dir=tmp_path / "out", max_iters=4)
+    done = run_ranks(4, settings, script)
+    assert done.returncode == 0, done.stderr
+    assert "saved" in done.stdout and "WARNING" not in done.stdout, done.stdout
+
+
 def test_8_bit_states_do_not_depend_on_the_number_of_ranks(text_data, tmp_path):
     """They have 129 and 128 of the embedding's rows. A rounding may change a code, by a percent of a moment."""
     settings = dict(optimizer_bits=8, n_embd=256, ffn_dim=256)
