@@ -163,7 +163,9 @@ copy_engines = pick_copy_engines(copy_engines, device, shard_ranks, offload)
 # Data: the batch of a step is a function of (seed, step) alone. So it is the same for any number of ranks and
 # micro-batches, and a resumed run needs no loader state.
 with stop_on_error():  # an OSError or ValueError ends the run with its sentence
-    train_data, val_data = open_dataset(dataset, block_size, seed, vocab_size)
+    train_data, val_data = watchdog.on_all_ranks(
+        "opening the dataset", lambda: open_dataset(dataset, block_size, seed, vocab_size)
+    )
 require_same_on_all_ranks({f"the dataset's {name}": value for name, value in train_data.meta.items()})
 vocab_size, end_of_text = train_data.vocab_size, train_data.meta["end_of_text"]
 
@@ -185,6 +187,7 @@ def read_step(step: int) -> list[tuple[torch.Tensor, ...]]:
 # ----------------------------------------------------------------------------------------------------------------------
 # Model: shapes on no device, then what changes how they compute, then shards, then memory, then weights. No rank ever
 # holds the whole model.
+watchdog.progress("building the model")
 with stop_on_error():
     rule = rule_of(settings)  # what updates the weights: memory.py asks which states it has
     config = LlamaConfig(**{name: globals()[name] for name in LlamaConfig.__dataclass_fields__})
@@ -232,13 +235,9 @@ model.init_weights(seed, device)
 # Optimizer: an update rule, and the place where its state and the float32 master weights live
 with stop_on_error():  # memory that cannot be pinned
     streamed = StreamedWeights(model, device) if run_shape.streamed else None  # with several ranks FSDP moves weights
-    optimizer = Optimizer(
-        model,
-        rule,
-        place=OnGPU() if offload == "none" else OnDisk(state_file, streamed) if state_file else OnCPU(streamed),
-        grad_clip=grad_clip,
-        loss_scale=LossScale() if dtype == "float16" else None,
-    )
+    place = OnGPU() if offload == "none" else OnDisk(state_file, streamed) if state_file else OnCPU(streamed)
+    scaling = LossScale() if dtype == "float16" else None
+    optimizer = watchdog.on_all_ranks("allocating", lambda: Optimizer(model, rule, place, grad_clip, scaling))
 
 
 def learning_rate_at(step: int) -> float:
@@ -252,7 +251,9 @@ def learning_rate_at(step: int) -> float:
 
 # ----------------------------------------------------------------------------------------------------------------------
 # Start: from scratch, from published weights, or from the newest checkpoint
-first_step, resumed, documents, sentences = restore(start, out_dir, model, optimizer, settings, dtype, train_data.meta)
+first_step, resumed, documents, sentences = restore(
+    start, out_dir, model, optimizer, settings, dtype, train_data.meta, watchdog.progress
+)
 saver = Saver(out_dir, optimizer, config, documents, keep_last, async_save, cpu_bytes_to_come(config, run_shape))
 log = RunLog(out_dir, device, dtype, tokens_per_step, model.flops_per_token(block_size), max_iters, log_interval)
 log.header(config, run_shape, model.n_params(), train_data, warmup_iters)

@@ -220,11 +220,17 @@ def _halves(master):
 
 
 def read_weights(
-    folder: Folder, parameters: dict[str, nn.Parameter], config: LlamaConfig, put: Callable, states: dict | None = None
+    folder: Folder,
+    parameters: dict[str, nn.Parameter],
+    config: LlamaConfig,
+    put: Callable,
+    states: dict | None = None,
+    progress: Callable[[str], None] = lambda doing: None,
 ) -> None:
     """Calls put(name, rows) with this rank's float32 rows, on the CPU, of each parameter; fills the states too.
 
-    states: those of Optimizer.tensors(). A rank holds its rows of one parameter at a time. Every rank calls it.
+    states: those of Optimizer.tensors(). progress: the watchdog's, called before each tensor. A rank holds its rows of
+    one parameter at a time. Every rank calls it.
     Raises, on all ranks, what read_into raises, and ValueError if the folder holds more than these.
     """
     states = [rows for (name, state), x in (states or {}).items() for rows in hf_rows(name, x, config, state)]
@@ -242,6 +248,7 @@ def read_weights(
 
     def rows() -> Iterator[Rows]:  # read_into reads each before it asks for the next
         for name, parameter in parameters.items():
+            progress(f"reading {name}")
             whole = yield from _read_weight(folder, name, parameter, config)
             if tied_twice and hf_names(name) == [embedding]:
                 again = torch.empty_like(parameter, dtype=torch.float32, device="cpu")
@@ -250,7 +257,9 @@ def read_weights(
                     said = "config.json says tie_word_embeddings: say false there"
                     raise ValueError(f"{folder.path} has an {head} of its own, but {said}")
             put(name, whole)
-        yield from states
+        for state in states:
+            progress(f"reading {state.name}")
+            yield state
 
     read_into(folder, rows())
 
@@ -283,7 +292,7 @@ def open_base(folder: Folder, path: Path | None = None) -> Folder:
     return base
 
 
-def read_base(folder: Folder, model: Llama) -> None:
+def read_base(folder: Folder, model: Llama, progress: Callable[[str], None] = lambda doing: None) -> None:
     """Fills the frozen weights of a model with adapters from a folder; every rank calls it, and raises as read_weights.
 
     For NF4 each rank quantises one whole projection after another and keeps its rows: so the bits are those of a single
@@ -302,7 +311,7 @@ def read_base(folder: Folder, model: Llama) -> None:
             fill(parameter, part.view(parameter.shape))
 
     whole = {name: torch.empty(m.out_features, m.in_features, device="meta") for name, m in packed.items()}
-    read_weights(folder, frozen | whole, model.config, put)
+    read_weights(folder, frozen | whole, model.config, put, progress=progress)
 
 
 def load_model(

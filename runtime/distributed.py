@@ -7,6 +7,7 @@ collectives below return at once.
 import contextlib
 import os
 import sys
+import traceback
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
@@ -56,6 +57,8 @@ def stop_on_error():
     try:
         yield
     except (OSError, ValueError) as error:
+        if isinstance(error.__cause__, torch.OutOfMemoryError):  # as on_all_ranks raises it
+            raise error.__cause__ from None  # make_excepthook() names settings
         stop(str(error))
 
 
@@ -119,6 +122,8 @@ def on_all_ranks(function: Callable[[], Any], group: dist.ProcessGroup | None = 
         value = function()
     except Exception as error:
         failure = error
+        if not isinstance(error, (OSError, ValueError, RuntimeError, MemoryError)):
+            traceback.print_exc()  # a mistake in the code, which a sentence would not show
     kind = ValueError if isinstance(failure, ValueError) else OSError
     if type(failure).__init__ is ValueError.__init__:  # it is made of one sentence, as UnicodeDecodeError is not
         kind = type(failure)

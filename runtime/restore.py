@@ -4,6 +4,7 @@ import json
 import os
 import shlex
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 from model import Llama, LlamaConfig
@@ -89,24 +90,31 @@ def _base_of(folder: Folder, settings) -> Folder | None:
 
 
 def restore(
-    start: Path | None, out_dir: str, model: Llama, optimizer, settings: dict, dtype: str, dataset: dict
+    start: Path | None,
+    out_dir: str,
+    model: Llama,
+    optimizer,
+    settings: dict,
+    dtype: str,
+    dataset: dict,
+    progress: Callable[[str], None],
 ) -> tuple[int, dict | None, dict[str, bytes], list[str]]:
     """Fill the optimizer and its model's weights from find_start()'s answer.
 
-    settings: the run's; dataset: the meta.json of its data. Returns the first step, the checkpoint's run.json (None
-    without one; "resume_seconds" added), what else is to be saved in a checkpoint, config.json and tokenizer files by
-    name, and sentences to print. Ends the run if the checkpoint or the weights are of another model, of another
-    tokenizer, or cannot be read. Every rank must call it.
+    settings: the run's; dataset: the meta.json of its data; progress: the watchdog's. Returns the first step, the
+    checkpoint's run.json (None without one; "resume_seconds" added), what else is to be saved in a checkpoint,
+    config.json and tokenizer files by name, and sentences to print. Ends the run if the checkpoint or the weights are
+    of another model, of another tokenizer, or cannot be read. Every rank must call it.
     """
     try:
         if start is not None and _is_checkpoint_of(start, out_dir):
-            return _resume(out_dir, model, optimizer, settings, dtype, dataset)
+            return _resume(out_dir, model, optimizer, settings, dtype, dataset, progress)
         folder = start and open_folder(start)
         base = folder and _base_of(folder, settings)
         if base:
-            read_base(base, model)
+            read_base(base, model, progress)
         if folder and folder is not base:
-            read_weights(folder, optimizer.parameters, model.config, optimizer.set_weight)
+            read_weights(folder, optimizer.parameters, model.config, optimizer.set_weight, progress=progress)
         sentences = [f"begins    with the weights of {start}"] if folder else []
         return 0, None, _documents_of(folder, base, model.config, settings, dtype, dataset), sentences
     except (OSError, ValueError) as error:
@@ -137,7 +145,7 @@ def _documents_of(folder, base, config, settings, dtype, dataset):
     return found
 
 
-def _resume(out_dir, model, optimizer, settings, dtype, dataset):
+def _resume(out_dir, model, optimizer, settings, dtype, dataset, progress):
     """What restore() returns, from the newest checkpoint that is not damaged; the damaged ones are renamed."""
     began, sentences = time.perf_counter(), []
     while True:
@@ -148,9 +156,9 @@ def _resume(out_dir, model, optimizer, settings, dtype, dataset):
             base, tensors = _base_of(folder, settings), optimizer.tensors()
             others = _documents_of(folder, base, model.config, settings, dtype, dataset)
             states = {(name, state): x for (name, state), x in tensors.items() if state not in ("", "lower_half")}
-            read_weights(folder, optimizer.parameters, model.config, optimizer.set_weight, states)
+            read_weights(folder, optimizer.parameters, model.config, optimizer.set_weight, states, progress)
             if base:
-                read_base(base, model)
+                read_base(base, model, progress)
             break
         except Damaged as error:
             sentences.append(f"{path} is damaged: {error}")

@@ -1,11 +1,13 @@
 """Several ranks are the same run as one."""
 
+import functools
 import shutil
 import signal
 
 import pytest
 import torch
 
+from runtime import distributed
 from tests.runs import (
     LONGER,
     ROOT,
@@ -283,6 +285,54 @@ def test_error_on_all_ranks_is_reported_in_full(text_data, tmp_path):
     done = run_ranks(2, settings, script)
     assert done.returncode == 1 and "lost another rank" in done.stderr, done.stderr
     assert "No space left on device (shm)" in done.stderr, done.stderr
+
+
+BEFORE_THE_FIRST_STEP = {
+    "data": "import data.loader as m; m.Tokens.__init__ = fail",
+    "optimizer": "from optimizers.place import Place; Place.attach = fail",
+    "checkpoint": "import runtime.checkpoint_folder as m; m.read_rows = fail",
+}
+
+
+@pytest.mark.parametrize("where", BEFORE_THE_FIRST_STEP)
+def test_an_error_of_one_rank_before_the_first_step_ends_all_ranks_and_is_said_once(text_data, tmp_path, where):
+    fail = "def fail(*_): raise OSError('no such luck')"
+    script = wrapped(tmp_path, f"{fail}\nif os.environ['RANK'] == '1': {BEFORE_THE_FIRST_STEP[where]}")
+    settings = LONGER | dict(dataset=text_data, out_dir=tmp_path / "out", max_iters=2, timeout=1000)
+    if where == "checkpoint":
+        assert run(settings).returncode == 0
+    done = run_ranks(2, settings | dict(max_iters=3), script)
+    assert done.returncode == 1 and done.stderr == "rank 1: no such luck\n", done.stderr
+
+
+@pytest.mark.parametrize("where", BEFORE_THE_FIRST_STEP)
+def test_a_rank_that_hangs_before_the_first_step_is_named(text_data, tmp_path, where):
+    hang = "import posix, time, runtime.watchdog\nos._exit, runtime.watchdog.BEAT = posix._exit, 0.1\n"
+    hang += "def fail(*_): time.sleep(1000)"
+    script = wrapped(tmp_path, f"{hang}\nif os.environ['RANK'] == '1': {BEFORE_THE_FIRST_STEP[where]}")
+    settings = LONGER | dict(dataset=text_data, out_dir=tmp_path / "out", max_iters=2)
+    if where == "checkpoint":
+        assert run(settings).returncode == 0
+    done = run_ranks(2, settings | dict(max_iters=3, timeout=2), script)
+    doing = {
+        "data": "opening the dataset\n",
+        "optimizer": "allocating\n",
+        "checkpoint": "reading tok_embeddings.weight",
+    }
+    assert done.returncode == 1 and f"rank 1 hangs at {doing[where]}" in done.stderr, done.stderr
+
+
+def test_a_mistake_in_the_code_of_one_rank_has_its_traceback_and_out_of_memory_its_advice(monkeypatch, capsys):
+    with pytest.raises(OSError, match="KeyError"):
+        distributed.on_all_ranks(lambda: {}[KeyError])
+    assert "Traceback" in capsys.readouterr().err
+    with pytest.raises(torch.OutOfMemoryError), distributed.stop_on_error():
+        distributed.on_all_ranks(functools.partial(raising, torch.OutOfMemoryError("CUDA out of memory")))
+    assert capsys.readouterr().err == ""
+
+
+def raising(error):
+    raise error
 
 
 def test_nan_on_one_rank_stops_all_ranks_before_the_update(text_data, tmp_path):
