@@ -153,6 +153,8 @@ def _resume(out_dir, model, optimizer, settings, dtype, dataset, progress):
         try:
             folder = _open_checkpoint(path)
             _require_same_model(folder, True, model.config, settings, dataset)
+            if folder.run["step"] > settings["max_iters"]:
+                stop(f"{path} is beyond max_iters, {settings['max_iters']}: raise that, or name another --out_dir")
             base, tensors = _base_of(folder, settings), optimizer.tensors()
             others = _documents_of(folder, base, model.config, settings, dtype, dataset)
             states = {(name, state): x for (name, state), x in tensors.items() if state not in ("", "lower_half")}
@@ -166,6 +168,9 @@ def _resume(out_dir, model, optimizer, settings, dtype, dataset, progress):
                 # It keeps its name: a new run must not start beside it.
                 stop(". ".join(sentences) + ". There is no older one: move it away to start anew")
             from_rank_0(lambda path=path: run_folder.mark_damaged(path))  # no rank reads it any more
+    was = folder.run["settings"]  # of older checkpoints, which do not count sequences
+    per_step = was["batch_size"] * was["gradient_accumulation_steps"]
+    folder.run.setdefault("sequences", folder.run["step"] * per_step)
     optimizer.load_counters(folder.run)
     folder.run["resume_seconds"] = time.perf_counter() - began
     changed = _changes(folder.run, settings | {"dtype": dtype}, dataset)

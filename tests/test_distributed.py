@@ -102,7 +102,7 @@ def test_hybrid_process_groups_time_out_later_than_the_watchdog(tmp_path):
         f"import sys; sys.path.insert(0, {str(ROOT)!r})\nfrom runtime import distributed\n"
         "distributed.init_distributed('cpu', 3600.0)\nmesh = distributed.device_mesh('cpu', True, 3600.0)\n"
         "group = mesh['replicate'].get_group(), mesh['shard'].get_group()\n"
-        "print('timeouts', *{g._get_backend(__import__('torch').device('cpu')).options._timeout for g in group})\n"
+        "distributed.print0('timeouts', *{g._get_backend(__import__('torch').device('cpu')).options._timeout for g in group})\n"
         "distributed.shutdown(0)"
     )
     done = run_ranks(2, {}, script)
@@ -152,6 +152,16 @@ def test_copies_of_the_model_stay_equal_where_machines_round_differently(text_da
     done = run_ranks(4, settings, script)
     assert done.returncode == 0, done.stderr
     assert "saved" in done.stdout and "WARNING" not in done.stdout, done.stdout
+
+
+def test_the_validation_loss_does_not_depend_on_the_number_of_ranks_to_rounding(text_data, tmp_path):
+    """The same batches, whose losses are summed in float64."""
+    settings = LONGER | dict(dataset=text_data, gradient_accumulation_steps=6, learning_rate=0, max_iters=1)
+    for ranks in (1, 2, 3):
+        done = run_ranks(ranks, settings | dict(out_dir=tmp_path / str(ranks), eval_iters=30))
+        assert done.returncode == 0, done.stderr
+    (one,), (two,), (three,) = (numbers(tmp_path / str(ranks), "val_loss") for ranks in (1, 2, 3))
+    assert two == pytest.approx(one, rel=1e-13) and three == pytest.approx(one, rel=1e-13)
 
 
 def test_8_bit_states_do_not_depend_on_the_number_of_ranks(text_data, tmp_path):
