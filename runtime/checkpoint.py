@@ -240,6 +240,8 @@ def read_weights(
         for name, (file, _) in folder.tensors.items()
         if not name.startswith(("lower_half.", "master.")) and (states or not file.startswith("optimizer"))
     }
+    # A whole master is the weight and what stands beside it: for one of which it is missing read_into raises.
+    kept = next((kind for kind in ("lower_half", "master") if any(f"{kind}.{n}" in folder.tensors for n in wanted)), "")
     embedding, head = "model.embed_tokens.weight", "lm_head.weight"
     tied_twice = config.tie_embeddings and head in found
     more = {name for name in found - wanted - {head} if not name.endswith("rotary_emb.inv_freq")}  # of old versions
@@ -249,7 +251,7 @@ def read_weights(
     def rows() -> Iterator[Rows]:  # read_into reads each before it asks for the next
         for name, parameter in parameters.items():
             progress(f"reading {name}")
-            whole = yield from _read_weight(folder, name, parameter, config)
+            whole = yield from _read_weight(name, parameter, config, kept)
             if tied_twice and hf_names(name) == [embedding]:
                 again = torch.empty_like(parameter, dtype=torch.float32, device="cpu")
                 yield from hf_rows("lm_head.weight", again, config)
@@ -264,16 +266,15 @@ def read_weights(
     read_into(folder, rows())
 
 
-def _read_weight(folder, name, parameter, config):
+def _read_weight(name, parameter, config, kept):
     """Yields the rows to read, and returns this rank's part of the master: whole, merged, or the weight itself."""
-    hf_name = hf_names(name)[0]
-    halves = f"lower_half.{hf_name}" in folder.tensors
+    halves = kept == "lower_half"
     upper = torch.empty_like(parameter, dtype=torch.bfloat16 if halves else torch.float32, device="cpu").detach()
-    yield from hf_rows(name, upper, config, "master" if f"master.{hf_name}" in folder.tensors else "")
+    yield from hf_rows(name, upper, config, "" if halves else kept)
     if not halves:
         return local(upper)
     lower = torch.empty_like(upper, dtype=torch.int16)
-    yield from hf_rows(name, lower, config, "lower_half")
+    yield from hf_rows(name, lower, config, kept)
     return merge_halves(local(upper), local(lower))
 
 
@@ -323,7 +324,7 @@ def load_model(
 ) -> Llama:
     """The model of a run's newest checkpoint, of one checkpoint or of published weights, whole, on one device.
 
-    In float32 a checkpoint's are the master weights. block_size: how much is wanted of the folder's context. Of a
+    In float32 a checkpoint's are the master weights, if it has them still. block_size: how much is wanted of the folder's context. Of a
     checkpoint of adapters, the model with them (lora.py has merge_lora); base_dtype: of its frozen weights, 'bfloat16'
     (the original, in dtype) or 'nf4'; None: as in training.
     Raises ValueError if there is none, if it is damaged or another model's, OSError if it cannot be read now.
@@ -332,7 +333,7 @@ def load_model(
 
 
 def _load_model(path, device, dtype, block_size, base_dtype):
-    masters = dtype == torch.float32 and (path / "optimizer.safetensors.index.json").exists()
+    masters = dtype == torch.float32 and any(path.glob("optimizer*.safetensors"))  # which may be deleted to save room
     folder = open_folder(path, ("model", "optimizer") if masters else ("model",))
     settings, context = read_config(folder)[0], read_context(folder)
     with torch.device("meta"):

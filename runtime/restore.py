@@ -10,7 +10,7 @@ from pathlib import Path
 from model import Llama, LlamaConfig
 from runtime import run_folder
 from runtime.checkpoint import open_base, read_base, read_weights
-from runtime.checkpoint_folder import ADAPTED, Folder, fingerprint, open_folder, read_document
+from runtime.checkpoint_folder import ADAPTED, Folder, fingerprint, open_folder, other_weights, read_document
 from runtime.distributed import from_rank_0, print0, restart_count, stop
 from runtime.hf_config import read_config, write_adapter_config, write_config
 from runtime.safetensors_file import Damaged
@@ -18,7 +18,7 @@ from runtime.safetensors_file import Damaged
 REQUIRED = {"step", "updates", "dtype", "loss_scale", "dataset", "settings"}  # in run.json
 KEPT = (  # of the folder that a run began with
     "generation_config.json", "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json",
-    "tokenizer.model", "chat_template.jinja",
+    "tokenizer.model", "original/tokenizer.model", "chat_template.jinja",
 )  # fmt: skip
 MODEL_SETTINGS = [name for name in LlamaConfig.__dataclass_fields__ if name != "block_size"]
 STATE_SETTINGS = {  # which say what tensors a checkpoint holds and what they mean, and what older ones had
@@ -52,6 +52,8 @@ def find_start(out_dir: str, init_from: str) -> Path | None:
     lacks = "has no config.json" if os.path.isdir(init_from) else "is no folder"
     if os.path.isdir(init_from) and (newest := run_folder.newest_for_all_ranks(init_from)):
         return newest  # of another run
+    if os.path.isdir(init_from) and (others := other_weights(Path(init_from))):
+        stop(f"{init_from} holds {others}")
     expected = "auto, scratch, resume, or a folder with Hugging Face's or Meta's weights"
     stop(f"{init_from!r} {lacks}: init_from is {expected}")
 
@@ -125,9 +127,9 @@ def documents(folder: Folder | None, config: LlamaConfig, tokenizer: str, dtype:
     """config.json, and what is kept of the folder that a run began with, by name. Every rank must call it."""
 
     def read():
-        found = {name: folder.path / name for name in KEPT if folder and (folder.path / name).exists()}
+        found = [name for name in KEPT if folder and (folder.path / name).exists()]
         pieces = (folder and folder.pieces) or {}
-        return {name: read_document(path, pieces if name in pieces else None) for name, path in found.items()}
+        return {name: read_document(folder.path, name, pieces if name in pieces else None) for name in found}
 
     config_json = write_config(config, tokenizer, dtype, folder.config if folder else {})
     return from_rank_0(read) | {"config.json": json.dumps(config_json, indent=2).encode()}

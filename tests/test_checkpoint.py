@@ -508,13 +508,30 @@ def test_replicas_that_differ_are_said_and_the_checkpoint_is_whole(train, tmp_pa
     assert checkpoint.load_model(tmp_path / "out")
 
 
-def test_a_damaged_tokenizer_file_sends_the_run_back_to_the_checkpoint_before(train, tmp_path, capsys):
+@pytest.mark.parametrize("file", ["tokenizer.json", "original/tokenizer.model"])
+def test_a_damaged_tokenizer_file_sends_the_run_back_to_the_checkpoint_before(train, tmp_path, capsys, file):
     train(max_iters=1)
     published = tmp_path / "out/step_000001"
-    (published / "tokenizer.json").write_text('{"model": 1}')
+    (published / "original").mkdir()
+    (published / file).write_text('{"model": 1}')
     train(init_from=published, out_dir=tmp_path / "run")
-    damage(tmp_path / "run/step_000008/tokenizer.json")
+    damage(tmp_path / "run/step_000008" / file)
     train(out_dir=tmp_path / "run", max_iters=9)
     out = capsys.readouterr().out
-    assert "step_000008 is damaged: " in out and "tokenizer.json is damaged" in out
-    assert (tmp_path / "run/step_000009/tokenizer.json").read_text() == '{"model": 1}'
+    assert "step_000008 is damaged: " in out and f"{file} is damaged" in out
+    assert (tmp_path / "run/step_000009" / file).read_text() == '{"model": 1}'
+
+
+def test_lower_halves_of_some_weights_only_are_refused(train, tmp_path):
+    run = train(dtype="bfloat16")
+    folder = checkpoint_folder.open_folder(tmp_path / "out/step_000008", ("model", "optimizer"))
+    del folder.tensors["lower_half.model.layers.1.self_attn.q_proj.weight"]  # the first of a stack
+    with pytest.raises(ValueError, match="expected lower_half.model.layers.1.self_attn.q_proj.weight of shape"):
+        checkpoint.read_weights(folder, run["optimizer"].parameters, run["config"], lambda name, whole: None)
+
+
+def test_a_checkpoint_is_a_model_without_its_optimizer_file(train, tmp_path):
+    train(dtype="bfloat16")
+    (tmp_path / "out/step_000008/optimizer.safetensors").unlink()
+    whole, rounded = (checkpoint.load_model(tmp_path / "out", dtype=dtype) for dtype in (torch.float32, torch.bfloat16))
+    assert all(torch.equal(a, b) for a, b in zip(whole.parameters(), rounded.parameters(), strict=True))

@@ -102,7 +102,8 @@ def test_hybrid_process_groups_time_out_later_than_the_watchdog(tmp_path):
         f"import sys; sys.path.insert(0, {str(ROOT)!r})\nfrom runtime import distributed\n"
         "distributed.init_distributed('cpu', 3600.0)\nmesh = distributed.device_mesh('cpu', True, 3600.0)\n"
         "group = mesh['replicate'].get_group(), mesh['shard'].get_group()\n"
-        "distributed.print0('timeouts', *{g._get_backend(__import__('torch').device('cpu')).options._timeout for g in group})\n"
+        "cpu = __import__('torch').device('cpu')\n"
+        "distributed.print0('timeouts', *{g._get_backend(cpu).options._timeout for g in group})\n"
         "distributed.shutdown(0)"
     )
     done = run_ranks(2, {}, script)
