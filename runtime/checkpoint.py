@@ -324,9 +324,9 @@ def load_model(
 ) -> Llama:
     """The model of a run's newest checkpoint, of one checkpoint or of published weights, whole, on one device.
 
-    In float32 a checkpoint's are the master weights, if it has them still. block_size: how much is wanted of the folder's context. Of a
-    checkpoint of adapters, the model with them (lora.py has merge_lora); base_dtype: of its frozen weights, 'bfloat16'
-    (the original, in dtype) or 'nf4'; None: as in training.
+    In float32 a checkpoint's are the master weights, if it has them still. block_size: how much is wanted of the
+    folder's context. Of a checkpoint of adapters, the model with them (lora.py has merge_lora); base_dtype: of its
+    frozen weights, 'bfloat16' (the original, in dtype) or 'nf4'; None: as in training.
     Raises ValueError if there is none, if it is damaged or another model's, OSError if it cannot be read now.
     """
     return run_folder.read_newest(Path(path), lambda newest: _load_model(newest, device, dtype, block_size, base_dtype))

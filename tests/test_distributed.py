@@ -155,6 +155,37 @@ def test_copies_of_the_model_stay_equal_where_machines_round_differently(text_da
     assert "saved" in done.stdout and "WARNING" not in done.stdout, done.stdout
 
 
+@pytest.mark.parametrize(
+    "ranks, settings",
+    [
+        (3, dict(gradient_accumulation_steps=6)),
+        (2, dict(optimizer="muon")),
+        (2, dict(optimizer="galore", galore_rank=8, galore_interval=3)),
+        (2, dict(optimizer_bits=8, n_embd=256, ffn_dim=256)),
+        (2, dict(lora_rank=4)),
+        (2, dict(offload="all", offload_dir="drive")),
+    ],
+    ids=str,
+)
+def test_a_run_goes_on_with_more_and_with_fewer_ranks_under_every_rule(text_data, alone, tmp_path, ranks, settings):
+    settings = LONGER | dict(dataset=text_data, max_iters=12, eval_interval=4) | settings
+    if "lora_rank" in settings:
+        settings["init_from"] = alone / "step_000010"
+    if "offload_dir" in settings:
+        settings["offload_dir"] = tmp_path
+    one, many, fewer, again = (tmp_path / name for name in ("one", "many", "fewer", "again"))
+    for out_dir, n, start_from in ((one, 1, None), (many, ranks, one), (fewer, 1, many), (again, ranks, many)):
+        if start_from:
+            step = "step_000004" if start_from == one else "step_000008"
+            shutil.copytree(start_from / step, out_dir / step)
+        done = run_ranks(n, settings | dict(out_dir=out_dir))
+        assert done.returncode == 0, done.stderr
+    tolerance = 1e-4 if "optimizer_bits" in settings else 2e-5
+    assert_close(step_losses(many), step_losses(one)[4:], tolerance)
+    assert_close(step_losses(fewer), step_losses(one)[8:], tolerance)
+    assert losses(again) == [line for line in losses(many) if line["step"] > 8]
+
+
 def test_the_validation_loss_does_not_depend_on_the_number_of_ranks_to_rounding(text_data, tmp_path):
     """The same batches, whose losses are summed in float64."""
     settings = LONGER | dict(dataset=text_data, gradient_accumulation_steps=6, learning_rate=0, max_iters=1)
