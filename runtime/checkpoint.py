@@ -15,7 +15,6 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.tensor import DTensor
 
 from kernels import NF4LoRALinear, quantize_nf4
 from kernels.adamw import merge_halves, split_halves
@@ -24,7 +23,15 @@ from model import Llama, LlamaConfig, fill
 from optimizers.place import cpu_param
 from runtime import memory_stats, run_folder
 from runtime.checkpoint_folder import Folder, fingerprint, open_folder, read_into, write_folder
-from runtime.distributed import all_reduce_max, from_rank_0, local, local_world_size, print0, worker_thread
+from runtime.distributed import (
+    all_reduce_max,
+    from_rank_0,
+    local,
+    local_world_size,
+    print0,
+    sharded_like,
+    worker_thread,
+)
 from runtime.hf_config import read_config, read_context
 from runtime.hf_names import Rows, hf_names, hf_rows
 from runtime.pinned_memory import pinned_empty
@@ -169,12 +176,9 @@ class Saver:
 
 def _pinned_like(x: torch.Tensor) -> torch.Tensor:
     """An uninitialised copy on the CPU, pinned if x is on a GPU, sharded like x."""
-    like = torch.empty_like(x, device="cpu")  # takes no memory until it is written
     if not local(x).is_cuda:
-        return like
-    pinned = pinned_empty(local(x).shape, x.dtype)
-    # from_local() would move it to the mesh's device
-    return DTensor(pinned, like._spec, requires_grad=False) if isinstance(like, DTensor) else pinned
+        return torch.empty_like(x, device="cpu")
+    return sharded_like(x, pinned_empty(local(x).shape, x.dtype))
 
 
 def rows_to_save(tensors: dict, parameters: dict[str, nn.Parameter], config: LlamaConfig) -> dict[str, list[Rows]]:

@@ -93,14 +93,26 @@ def device_mesh(device: str, hybrid: bool, timeout: float) -> DeviceMesh:
     if hybrid:
         shape, names = (world_size // local_world_size, local_world_size), ("replicate", "shard")
     mesh = init_device_mesh("cpu" if device == "cpu" else "cuda", shape, mesh_dim_names=names)
-    for name in names:  # PyTorch's default of half an hour would end before a longer watchdog
-        dist.distributed_c10d._set_pg_timeout(collective_timeout(timeout), mesh[name].get_group())
+    with contextlib.suppress(AttributeError):  # private. PyTorch's default would end the run before a longer watchdog
+        for name in names:
+            dist.distributed_c10d._set_pg_timeout(collective_timeout(timeout), mesh[name].get_group())
     return mesh
 
 
 def local(x: torch.Tensor) -> torch.Tensor:
     """This rank's part of x."""
     return x.to_local() if isinstance(x, DTensor) else x
+
+
+def sharded_like(like: torch.Tensor, part: torch.Tensor) -> torch.Tensor:
+    """What is sharded like another tensor, this rank's part being `part`, on whatever device.
+
+    DTensor.from_local() would move it to the mesh's device. RuntimeError if PyTorch has no such constructor.
+    """
+    try:
+        return DTensor(part, like._spec, requires_grad=False) if isinstance(like, DTensor) else part
+    except (AttributeError, TypeError) as error:
+        raise RuntimeError(f"PyTorch {torch.__version__} makes no DTensor of a part elsewhere: {error}") from error
 
 
 def all_reduce_max(values: list[float], device: str = "cpu") -> list[float]:
