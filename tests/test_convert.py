@@ -482,6 +482,26 @@ SLIPS = {
 }
 
 
+@pytest.mark.parametrize(
+    "file, said",
+    [("adapter_model.safetensors", "an adapter alone: "), ("a.gguf", "GGUF files, "), ("pytorch_model.bin", "pickled")],
+)
+def test_a_folder_of_other_weights_without_config_json_gets_a_sentence(train, tmp_path, capsys, file, said):
+    (tmp_path / "theirs").mkdir()
+    (tmp_path / "theirs" / file).write_bytes(b"")
+    assert f"theirs holds {said}" in slip(train, capsys, init_from=tmp_path / "theirs")
+    with pytest.raises(ValueError, match=f"theirs holds {said}"):
+        load_model(tmp_path / "theirs")
+
+
+def test_a_missing_shard_of_published_weights_is_named(tmp_path):
+    hugging_face(MODELS["tied"]).save_pretrained(tmp_path / "theirs", max_shard_size="20KB")
+    shard = min((tmp_path / "theirs").glob("model-*-of-*.safetensors"))
+    shard.unlink()
+    with pytest.raises(ValueError, match=f"^{shard} is missing$"):
+        load_model(tmp_path / "theirs")
+
+
 @pytest.mark.parametrize("kind", SLIPS)
 def test_what_cannot_be_read_gets_a_sentence(train, tmp_path, capsys, kind):
     hugging_face(MODELS["tied"]).save_pretrained(tmp_path / "theirs")
@@ -530,6 +550,7 @@ def test_published_configs_are_read(tmp_path):
     config = json.loads((tmp_path / "config.json").read_text())
     settings, tokenizer = read_config(SimpleNamespace(path=tmp_path, config=config))
     assert tokenizer == "llama3" and settings["rope_scaling"] == SCALING and settings["rope_theta"] == 500000.0
+    assert list(settings["rope_scaling"]) == sorted(SCALING)  # a sentence that suggests it is always the same
     assert LlamaConfig(**settings, block_size=8).head_dim == 64
 
 

@@ -150,8 +150,9 @@ def test_million_consecutive_blanks_are_tokenized(text):
     with pytest.raises(ValueError):
         tokenizer.encode(text)
     tokenizer = Tiktoken(tokenizer)
-    tokens, n_documents, n_bytes = encode_batch([("train", text)], tokenizer)["train"]
-    assert (n_documents, n_bytes) == (1, len(text)) and tokenizer.decode(tokens[:-1]) == text and tokens[-1] == 256
+    tokens, _, counts = encode_batch([("train", text)], tokenizer)["train"]
+    assert (counts["documents"], counts["bytes"]) == (1, len(text))
+    assert tokenizer.decode(tokens[:-1]) == text and tokens[-1] == 256
 
 
 def test_tokenizer_path_is_rejected_for_tokenizers_other_than_llama3(tmp_path):
@@ -229,6 +230,28 @@ def test_generation_config_says_where_a_model_stops_and_a_file_holds_the_templat
     (tmp_path / "hf/chat_template.jinja").write_text("é")
     tokenizer = get_tokenizer(tmp_path / "hf")
     assert (tokenizer.eos, tokenizer.chat_template) == ([3, 2, 0], "é")
+
+
+def test_tokenizer_that_is_not_there_is_said():
+    for name in ("nowhere/tokenizer.json", "./nowhere", "tokenizer.json", Path("/nowhere")):
+        with pytest.raises(FileNotFoundError, match=f"{name} does not exist: a tokenizer is bytes, gpt2, "):
+            get_tokenizer(name)
+
+
+def test_text_stream_keeps_the_blank_before_a_first_word(tmp_path):
+    """As Llama 2's tokenizer, whose decoder drops the blank before the first word of a text."""
+    tokenizers = pytest.importorskip("tokenizers")
+    backend = tokenizers.Tokenizer(tokenizers.models.BPE(byte_fallback=True))
+    backend.pre_tokenizer, backend.decoder = tokenizers.pre_tokenizers.Metaspace(), tokenizers.decoders.Metaspace()
+    backend.train_from_iterator([prose(0, 500)], tokenizers.trainers.BpeTrainer(vocab_size=90, special_tokens=["</s>"]))
+    (tmp_path / "tokenizer_config.json").write_text('{"eos_token": "</s>"}')
+    backend.save(str(tmp_path / "tokenizer.json"))
+    tokenizer, text = get_tokenizer(tmp_path), prose(1, 20)
+    words = text.split()
+    prompt, ids = tokenizer.encode(words[0]), tokenizer.encode(text)
+    stream = TextStream(tokenizer, prompt)
+    pieces = [stream.add(token) for token in ids[len(prompt) :]]
+    assert ids[: len(prompt)] == prompt and words[0] + "".join([*pieces, stream.end()]) == text.strip()
 
 
 def test_text_stream_gives_whole_characters_and_all_of_them(tmp_path):
