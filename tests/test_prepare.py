@@ -188,6 +188,14 @@ def test_text_never_reads_its_own_dataset_as_input(tmp_path, source, out, capsys
     assert "left out" not in capsys.readouterr().out or out == source  # there it is among the input's binary files
 
 
+def test_text_does_not_read_the_tokenizer_that_it_left_in_its_folder(tmp_path):
+    write_notes(tmp_path, 8)
+    (tmp_path / ".model").write_bytes(b"".join(base64.b64encode(bytes([i])) + b" %d\n" % i for i in range(256)))
+    metas = [text.prepare([tmp_path], tmp_path, tokenizer=str(tmp_path / ".model")) for _ in range(2)]
+    assert metas[0] == metas[1] and list(metas[0]["tokenizer_files"]) == ["tokenizer.model"]
+    assert (tmp_path / "tokenizer.model").exists()
+
+
 @pytest.mark.parametrize("name", ["some.jsonl", "some.JSONL", "some.ndjson"])
 def test_text_recognises_jsonl_suffixes_in_any_case(tmp_path, name):
     (tmp_path / name).write_text('{"text": "one"}\n{"text": "two"}\n')
