@@ -41,6 +41,11 @@ def require_compiler(device: str) -> None:
         stop(f"--compile=true needs a C++ compiler on a CPU, and there is no {compiler}: install one, or set CXX")
 
 
+def send_to_device(values: torch.Tensor, device: str) -> torch.Tensor:
+    """Values of the CPU, on the device. The CPU does not wait for the copy."""
+    return values if device == "cpu" else values.pin_memory().to(device, non_blocking=True)
+
+
 def send_to_cpu(values: torch.Tensor) -> Callable[[], list[float]]:
     """Starts a copy; returns a function that waits until it has arrived, and returns it as a list."""
     values = values.to("cpu", non_blocking=True)

@@ -32,8 +32,9 @@ MOST_WINDOW = 4096  # if nobody asks for more: attention over 131,072 tokens tak
 
 
 @torch.no_grad()
-def log_likelihoods(model: Llama, rows: list[Row], batch_size: int) -> Iterator[torch.Tensor]:
-    """For each row the log p of its predicted tokens, each from all before it: float64, on the CPU.
+def log_likelihoods(model: Llama, rows: list[Row], batch_size: int) -> Iterator[tuple[torch.Tensor, bool]]:
+    """For each row the log p of its predicted tokens, each from all before it, float64 on the CPU; and whether each is
+    the likeliest there.
 
     Of a row longer than the context the model sees the end. ValueError if what it has to predict does not fit.
     """
@@ -56,8 +57,10 @@ def log_likelihoods(model: Llama, rows: list[Row], batch_size: int) -> Iterator[
         for x_chunk, targets_chunk in zip(x.split(CHUNK_TOKENS), targets.split(CHUNK_TOKENS), strict=True):
             logits = model.lm_head(x_chunk)
             log_p = logits.to(torch.promote_types(logits.dtype, torch.float32)).log_softmax(-1)
-            found.append(log_p.gather(-1, targets_chunk[:, None])[:, 0].double().cpu())
-        yield from torch.cat(found).split(predicted.sum(1).tolist())
+            of_targets = log_p.gather(-1, targets_chunk[:, None])[:, 0]
+            found.append(torch.stack([of_targets, log_p.amax(-1)], dim=1).double().cpu())
+        for scores in torch.cat(found).split(predicted.sum(1).tolist()):
+            yield scores[:, 0], torch.equal(scores[:, 0], scores[:, 1])
 
 
 def windows(ids: list[int], window: int) -> Iterator[Row]:
@@ -71,25 +74,33 @@ def windows(ids: list[int], window: int) -> Iterator[Row]:
             return
 
 
+def text_log_likelihood(
+    model: Llama, tokenizer: Tokenizer, text: str, window: int, batch_size: int
+) -> tuple[float, int]:
+    """log p of a text, and how many tokens it has."""
+    ids = [*begin_document(tokenizer, ""), *tokenizer.encode(text)]
+    rows = list(windows(ids, min(window, model.config.block_size + 1)))
+    return sum(log_p.sum().item() for log_p, _ in log_likelihoods(model, rows, batch_size)), len(ids) - 1
+
+
 def evaluate_text(
     model: Llama, tokenizer: Tokenizer, path: Path, window: int | None, batch_size: int
 ) -> dict[str, str]:
     text = path.read_text(encoding="utf-8")
-    window = min(window or MOST_WINDOW, model.config.block_size + 1)
-    ids = [*begin_document(tokenizer, ""), *tokenizer.encode(text)]
-    if len(ids) < 2:
+    if not text:
         raise ValueError(f"{path} is empty")
-    log_p = sum(each.sum().item() for each in log_likelihoods(model, list(windows(ids, window)), batch_size))
+    log_p, n_tokens = text_log_likelihood(model, tokenizer, text, window or MOST_WINDOW, batch_size)
+    n_bytes = len(text.encode())
     return {
-        "perplexity": f"{math.exp(-log_p / (len(ids) - 1)):.4f} per token",
-        "bits per byte": f"{-log_p / math.log(2) / len(text.encode()):.4f}",
-        "read": f"{len(ids) - 1:,} tokens of {len(text.encode()):,} bytes, in windows of {window:,}",
+        "perplexity": f"{math.exp(-log_p / n_tokens):.4f} per token",
+        "bits per byte": f"{-log_p / math.log(2) / n_bytes:.4f}",
+        "read": f"{n_tokens:,} tokens, {n_bytes:,} bytes",
     }
 
 
 def evaluate_answers(model: Llama, tokenizer: Tokenizer, path: Path, batch_size: int) -> dict[str, str]:
     rows = [encode_answers(tokenizer, text) for text in read_conversations([path], tokenizer, "strict")]
-    scores = list(log_likelihoods(model, rows, batch_size))
+    scores = [log_p for log_p, _ in log_likelihoods(model, rows, batch_size)]
     n_tokens = sum(map(len, scores))
     return {
         "mean log-likelihood": f"{sum(each.sum().item() for each in scores) / n_tokens:.6f} per token",
@@ -105,11 +116,11 @@ def evaluate_choices(model: Llama, tokenizer: Tokenizer, path: Path, batch_size:
             raise ValueError(
                 f"{path}: item {number} has label {label} of endings {endings}: expected texts, one of them right"
             )
-        n_context = len(begin_document(tokenizer, item["ctx"]))
+        n_context = len(begin_document(tokenizer, item["ctx"].rstrip()))  # as there, blanks go with the ending
         for ending in endings:
             ids = begin_document(tokenizer, f"{item['ctx']} {ending}")
             rows.append((ids, [i >= n_context for i in range(len(ids))]))
-    totals = (each.sum().item() for each in log_likelihoods(model, rows, batch_size))
+    totals = (log_p.sum().item() for log_p, _ in log_likelihoods(model, rows, batch_size))
     right = normalised = 0
     for item in items:
         log_p = [next(totals) for _ in item["endings"]]

@@ -101,8 +101,10 @@ class RunLog:
             gib = f"about {peak_gib(config, run):.1f} GiB of {memory_stats.card_gib(self.device):.1f} GiB"
             settings = f"activation checkpointing: {run.activation_checkpointing}; offload: {run.offload}"
             print0(f"memory    {gib}; {settings}")
-        times = self.tokens_per_step * steps / tokens
+        times = self.tokens_per_step * steps / (data.n_blocks * config.block_size)
         print0(f"data      {data.tokens.folder}: {tokens:,} tokens; {steps:,} steps read them {times:.2f} times")
+        if data.packing:
+            print0(f"          {data.packing}")
         if config.vocab_size > known:
             print0(f"          its vocabulary is {known:,} of the model's {config.vocab_size:,} tokens")
         shape = f"{run.batch_size} sequences x {config.block_size:,} tokens x {run.micro_steps} micro-batches"
@@ -145,10 +147,9 @@ class RunLog:
             import wandb
 
             known.write_text(wandb.init(**options).id)
-        except ImportError as error:
-            stop(f"--wandb_log=true: {error}: pip install wandb, or leave it out")
-        except (wandb.errors.Error, ValueError) as error:
-            stop(f"wandb does not start ({error}). Try wandb login, WANDB_MODE=offline, or no --wandb_log")
+        except Exception as error:  # of many kinds: it is not there, or does not fit another package, or its server
+            fix = "pip install wandb" if isinstance(error, ImportError) else "wandb login, WANDB_MODE=offline"
+            stop(f"wandb does not start ({error}). Try {fix}, or no --wandb_log")
         self.wandb = wandb
 
     def _call_wandb(self, function: Callable, *arguments, **options) -> None:

@@ -1,7 +1,7 @@
 """Conversations for finetuning: only the assistant's answers are learned, each with its end of turn.
 
     python data/chat/prepare.py --input chats.jsonl --tokenizer Llama-3.2-1B
-    python data/chat/prepare.py --input chats.jsonl --tokenizer SmolLM2-135M --template chat_template.jinja --out data/mine
+    python data/chat/prepare.py --input chats.jsonl --tokenizer SmolLM2-135M --template mine.jinja --out data/mine
 
 A line of the input is one conversation, {"messages": [{"role": "user", "content": "..."}, {"role": "assistant", ...}]},
 or {"prompt": "...", "completion": "..."}. Makes train.bin, train.mask, val.bin, val.mask and meta.json in --out (this
@@ -142,7 +142,7 @@ def main():
     )
     parser.add_argument("--val_fraction", type=float, default=0.05, help="validation share (default: 0.05)")
     parser.add_argument(
-        "--errors", choices=["strict", "skip"], default="strict", help="for a line that is not readable"
+        "--errors", choices=["strict", "skip"], default="strict", help="for a line that is no conversation"
     )
     parser.add_argument("--workers", type=int, default=cpu_cores(), help="processes (default: one per CPU core)")
     args = vars(parser.parse_args())
