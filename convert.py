@@ -19,6 +19,7 @@ from pathlib import Path
 
 import torch
 
+sys.path.insert(0, os.path.dirname(__file__))  # python -I and PYTHONSAFEPATH=1 leave it out
 from lora import merge_lora
 from runtime import run_folder
 from runtime.checkpoint import load_model

@@ -341,6 +341,22 @@ def fits_headline() -> str:
     return text + (f" With activations on the CPU too: {' or '.join(sizes)}." if sizes else "")
 
 
+# --- The ladder ---
+
+
+def ladder_table(r: dict) -> str:
+    """A line for each rung of each model, from the lowest to the highest."""
+    lines = []
+    for model in dict.fromkeys(row["model"] for row in r["points"]):
+        of_model = [row for row in r["points"] if row["model"] == model]
+        last = {row["rung"]: compare.last_third(row["losses"]) for row in r["losses"] if row["model"] == model}
+        for rung, (title, _, _) in arms.RUNGS.items():
+            if any(row["rung"] == rung for row in of_model):
+                lines.append([model, title, *compare.rung_cells(rung, of_model, last)])
+    header = ["model", "and this", "GiB of one sequence", "CPU GiB", "largest batch", "its tok/s · GiB"]
+    return table([*header, "loss (difference)"], lines)
+
+
 # --- The pages ---
 
 PAGES = {  # page -> its parts: name -> what makes it

@@ -64,6 +64,10 @@ def get_tokenizer(name: str | Path, path: str | Path | None = None) -> Tokenizer
     if path.is_file():
         content = path.read_bytes()
         return read_json(path, {"tokenizer.json": content}) if content.lstrip()[:1] == b"{" else read_model(path)
+    if path.suffix or path.name != str(name):
+        raise FileNotFoundError(
+            f"{name} does not exist: a tokenizer is {', '.join(NAMES)}, or a folder or file that is"
+        )
     hint = did_you_mean(str(name), {known: known for known in NAMES}, cutoff=0.4) or "."
     raise ValueError(f"Unknown tokenizer {name}{hint} There are: {', '.join(NAMES)}, and files and folders")
 

@@ -27,7 +27,7 @@ from pathlib import Path
 
 import numpy as np
 
-from data.files import atomic_write, display_path, lock, write_json
+from data.files import atomic_write, display_path, lock, say, write_json
 from data.tokenizer import NAMES, Tokenizer, get_tokenizer
 from data.tokens import IS_TARGET, SPLITS, token_dtype
 
@@ -48,13 +48,22 @@ def check_val_fraction(val_fraction: float) -> None:
         raise ValueError(f"--val_fraction is {val_fraction}, expected a share above 0 and below 1")
 
 
+def open_lock(path: Path):
+    """Open a lock file, and make its folder."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        return open(path, "w")  # NFS locks no file that is open for reading only
+    except OSError as error:
+        how = "prepare the data in another folder, with prepare.py --out FOLDER, and train with --dataset=FOLDER"
+        raise OSError(f"{path.parent} cannot be written ({error.strerror}): {how}") from error
+
+
 @contextmanager
 def write_lock(folder: Path):
     """Make the folder and lock it against other writers. Raises BlockingIOError if another process writes to it."""
     if (folder / "config.json").exists():
         raise ValueError(f"{folder} holds a model, whose tokenizer's files a dataset would replace: name another --out")
-    folder.mkdir(parents=True, exist_ok=True)
-    with open(folder / ".lock", "w") as file:
+    with open_lock(folder / ".lock") as file:
         try:
             lock(file)
         except BlockingIOError:
@@ -310,7 +319,7 @@ class Progress:
             minutes = int(seconds * (self.repeats / fraction - 1) / 60)
             share, eta = f"{fraction:6.1%}", f" | eta {minutes // 60}h{minutes % 60:02}m"
         rates = f"{done['documents'] / seconds:,.0f} docs/s | {done['tokens'] / seconds:,.0f} tok/s"
-        print(f"{self.prefix + share + ' | ' + rates + eta:<100}", end=self.end, flush=True)
+        say(f"{self.prefix + share + ' | ' + rates + eta:<100}", end=self.end)
 
 
 def prepare_once(folder: Path) -> None:
@@ -318,8 +327,7 @@ def prepare_once(folder: Path) -> None:
     script = folder / "prepare.py"
     if (folder / "meta.json").exists():
         return
-    # Not .lock, which the script takes. Opened for writing: NFS locks no file that is open for reading only.
-    with open(folder / ".once.lock", "w") as file:
+    with open_lock(folder / ".once.lock") as file:  # not .lock, which the script takes
         lock(file, fcntl.LOCK_EX)
         if not (folder / "meta.json").exists():
             runpy.run_path(str(script))["prepare"](folder)
@@ -328,15 +336,15 @@ def prepare_once(folder: Path) -> None:
 def print_summary(folder: Path, meta: dict) -> None:
     """Print what a finished dataset holds."""
     what = f"tokenizer {meta['tokenizer']}, vocab_size {meta['vocab_size']:,}, {meta['dtype']} tokens"
-    print(f"{f'{display_path(folder)}: {what}':<100}")  # as wide as the progress line it covers
+    say(f"{f'{display_path(folder)}: {what}':<100}")  # as wide as the progress line it covers
     compressed = "gzip_bits_per_byte" in meta
-    print(f"{'split':<6}{'documents':>12}{'bytes':>18}{'tokens':>18}" + "  gzip -9   xz -9, bits per byte" * compressed)
+    say(f"{'split':<6}{'documents':>12}{'bytes':>18}{'tokens':>18}" + "  gzip -9   xz -9, bits per byte" * compressed)
     for split in SPLITS:
         documents, n_bytes, tokens = (meta[f"{split}_{what}"] for what in ("documents", "bytes", "tokens"))
         line = f"{split:<6}{documents:>12,}{n_bytes:>18,}{tokens:>18,}"
         if split == "val" and compressed:
             line += f"{meta['gzip_bits_per_byte']:>9.3f}{meta['xz_bits_per_byte']:>8.3f}"
-        print(line)
+        say(line)
 
 
 def run_script(main: Callable[[], None]) -> None:

@@ -69,7 +69,7 @@ def _read_rope(path: Path, theirs: dict) -> dict:
     rope_type = rope.get("rope_type") or rope.get("type", "default")
     if rope_type not in ("default", "llama3"):
         raise ValueError(f"{path} has RoPE of the type {rope_type}: default and llama3 are known")
-    scaling = {key: rope[key] for key in ROPE_SCALING_KEYS & rope.keys()} if rope_type == "llama3" else None
+    scaling = {key: rope[key] for key in sorted(ROPE_SCALING_KEYS & rope.keys())} if rope_type == "llama3" else None
     return {"rope_theta": setting(path, rope, "rope_theta", float), "rope_scaling": scaling}
 
 

@@ -7,7 +7,6 @@ import json
 import math
 import os
 import re
-import runpy
 import shutil
 import subprocess
 import sys
@@ -18,12 +17,12 @@ import torch
 
 import convert
 from model import Llama, LlamaConfig
-from runtime import checkpoint, checkpoint_folder, hf_config, memory_stats, run_folder
+from runtime import checkpoint, checkpoint_folder, generate, hf_config, memory_stats, run_folder
 from runtime.checkpoint import load_model
 from runtime.checkpoint_folder import open_folder
 from runtime.hf_config import read_config, read_special_tokens
 from runtime.hf_names import hf_names
-from tests.runs import PLAIN, ROOT, SHORT, SMALL, flags, machines_of, run, run_ranks, slip
+from tests.runs import PLAIN, ROOT, SHORT, SMALL, machines_of, run, run_ranks, slip
 
 pytestmark = pytest.mark.usefixtures("plain_pytorch_on_one_core")
 transformers = pytest.importorskip("transformers")
@@ -269,25 +268,6 @@ def test_damaged_or_divided_files_of_metas_get_a_sentence(meta_folder, tmp_path,
         convert.main()
 
 
-@pytest.fixture
-def sample(tmp_path, monkeypatch, capsys):
-    """sample(**settings) runs sample.py in this process: the text, and what it said on stderr or stopped with."""
-
-    def run(**settings):
-        settings = {"out_dir": tmp_path / "out", "prompt": "def ", "max_new_tokens": 12, "device": "cpu"} | settings
-        monkeypatch.setattr(sys, "argv", ["sample.py", *flags(settings)])
-        capsys.readouterr()
-        stopped = ""
-        try:
-            runpy.run_path(str(ROOT / "sample.py"), run_name="__main__")
-        except SystemExit as error:
-            stopped = str(error)
-        out, err = capsys.readouterr()
-        return out, err + stopped
-
-    return run
-
-
 def test_text_is_drawn_from_a_folder_as_from_the_checkpoint_that_it_was(train, sample, tmp_path):
     train(**MODELS["untied"])
     shutil.copytree(tmp_path / "out/step_000008", tmp_path / "hf")
@@ -305,13 +285,14 @@ def test_text_ends_with_its_document_and_is_drawn_as_asked(train, sample, monkey
     train()
     asked = []
 
-    def generate(self, tokens, n, temperature, top_k, top_p, generator):
-        asked.append((n, temperature, top_k, top_p))
-        yield from (torch.tensor([token]) for token in (*b"hi", 256, *b"no"))
+    def generate_ids(model, prompts, n, temperature, top_k, top_p, min_p, eos, generator):
+        asked.append((len(prompts), n, temperature, top_k, top_p, min_p, list(eos)))
+        yield from ([token] * len(prompts) for token in (*b"hi", None))
 
-    monkeypatch.setattr(Llama, "generate", generate)
-    assert sample(num_samples=2, top_k=3, top_p=0.5, temperature=0.7)[0] == 2 * ("def hi\n" + "-" * 80 + "\n")
-    assert asked == [(12, 0.7, 3, 0.5)] * 2
+    monkeypatch.setattr(generate, "generate", generate_ids)
+    asked_for = dict(num_samples=2, top_k=3, top_p=0.5, min_p=0.1, temperature=0.7)
+    assert sample(**asked_for)[0] == 2 * ("def hi\n" + "-" * 80 + "\n")
+    assert asked == [(2, 12, 0.7, 3, 0.5, 0.1, [256])]
 
 
 def test_the_lowest_temperatures_take_the_likeliest_and_what_is_cut_or_wrong_is_said(train, sample, tmp_path):
@@ -325,7 +306,7 @@ def test_the_lowest_temperatures_take_the_likeliest_and_what_is_cut_or_wrong_is_
 
 @pytest.mark.parametrize("supported, expected", [(True, "cuda:0 torch.bfloat16"), (False, "cuda:0 torch.float16")])
 def test_bfloat16_is_for_gpus_that_compute_it(train, sample, monkeypatch, supported, expected):
-    def load_model(path, device, dtype, block_size):
+    def load_model(path, device, dtype):
         raise ValueError(f"{device} {dtype}")
 
     train()
@@ -564,6 +545,7 @@ def test_published_configs_are_read(tmp_path):
     config = json.loads((tmp_path / "config.json").read_text())
     settings, tokenizer = read_config(SimpleNamespace(path=tmp_path, config=config))
     assert tokenizer == "llama3" and settings["rope_scaling"] == SCALING and settings["rope_theta"] == 500000.0
+    assert list(settings["rope_scaling"]) == sorted(SCALING)  # a sentence that suggests it is always the same
     assert LlamaConfig(**settings, block_size=8).head_dim == 64
 
 

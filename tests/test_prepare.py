@@ -1,5 +1,6 @@
 """The prepare.py scripts: pystdlib, shakespeare_char, text, fineweb_edu. No network."""
 
+import base64
 import hashlib
 import json
 import os
@@ -13,14 +14,9 @@ from data.pystdlib import prepare as pystdlib
 from data.shakespeare_char import prepare as shakespeare_char
 from data.text import prepare as text
 from data.tokens import Tokens
-from data.write import split_of, write_lock
-from tests.datasets import contents, documents_of
+from data.write import prepare_once, split_of, write_lock
+from tests.datasets import contents, documents_of, texts_of
 from tests.runs import ROOT
-
-
-def texts_of(folder):
-    """Of both splits, sorted."""
-    return sorted(documents_of(folder, "train") + documents_of(folder, "val"))
 
 
 def write_notes(folder, n):
@@ -172,7 +168,7 @@ def test_text_lists_skipped_binary_files_and_rejects_named_ones(tmp_path, capsys
     text.prepare([tmp_path], tmp_path / "out")
     left_out = f"binary or UTF-16 files left out: 3 ({tmp_path}/0.utf16, {tmp_path}/1.utf16, ...)"
     assert left_out in capsys.readouterr().out.splitlines()
-    with pytest.raises(ValueError, match="--input .*1.utf16 is binary or UTF-16: text is read as UTF-8"):
+    with pytest.raises(ValueError, match="1.utf16 is UTF-16: text is read as UTF-8. iconv "):
         text.prepare([tmp_path / "1.utf16"], tmp_path / "out")
 
 
@@ -183,6 +179,14 @@ def test_text_never_reads_its_own_dataset_as_input(tmp_path, source, out, capsys
     assert first == second
     assert (first["train_documents"], first["val_documents"]) == (7, 1)
     assert "left out" not in capsys.readouterr().out or out == source  # there it is among the input's binary files
+
+
+def test_text_does_not_read_the_tokenizer_that_it_left_in_its_folder(tmp_path):
+    write_notes(tmp_path, 8)
+    (tmp_path / ".model").write_bytes(b"".join(base64.b64encode(bytes([i])) + b" %d\n" % i for i in range(256)))
+    metas = [text.prepare([tmp_path], tmp_path, tokenizer=str(tmp_path / ".model")) for _ in range(2)]
+    assert metas[0] == metas[1] and list(metas[0]["tokenizer_files"]) == ["tokenizer.model"]
+    assert (tmp_path / "tokenizer.model").exists()
 
 
 @pytest.mark.parametrize("name", ["some.jsonl", "some.JSONL", "some.ndjson"])
@@ -304,9 +308,9 @@ def test_text_error_has_the_line_of_bad_jsonl(tmp_path, line, message):
     assert not contents(tmp_path / "out")
 
 
-def test_text_rejects_field_without_jsonl_input(tmp_path):
-    (tmp_path / "a.txt").write_text('{"body": "raw"}')
-    with pytest.raises(ValueError, match="--field is body, but no input is a .jsonl or .ndjson file"):
+def test_text_rejects_field_without_json_input(tmp_path):
+    (tmp_path / "a.txt").write_text("body")
+    with pytest.raises(ValueError, match="--field is body, but no input holds JSON objects, one a line or in an array"):
         text.prepare([tmp_path / "a.txt"], tmp_path / "out", field="body")
 
 
@@ -320,7 +324,7 @@ def test_text_stops_at_or_skips_a_file_that_is_not_utf8(tmp_path, capsys):
     meta = text.prepare([tmp_path], tmp_path / ".out", errors="skip")
     assert meta["train_documents"] + meta["val_documents"] == 50
     assert set(texts_of(tmp_path / ".out")) == {f"text {i}" for i in range(50)}
-    assert "latin1.txt: not UTF-8" in capsys.readouterr().out
+    assert f"left out by --errors skip: 1, the first: {tmp_path}/latin1.txt is not UTF-8" in capsys.readouterr().out
 
 
 def test_text_rejects_errors_skip_for_a_pipe(tmp_path):
@@ -340,7 +344,7 @@ def test_text_prints_file_names_that_are_not_utf8(tmp_path, capsys):
     out = capsys.readouterr().out  # strict, as of a terminal
     for line in (
         "left out: 1 ({}/caf\ufffd.binary)",
-        "skipped {}/caf\ufffd.bad:",
+        "left out by --errors skip: 1, the first: {}/caf\ufffd.bad is not UTF-8",
         "replaced the dataset in {}/.caf\ufffd",
     ):
         assert line.format(tmp_path) in out, out
@@ -355,14 +359,38 @@ def test_text_script_prints_user_errors_in_one_line(tmp_path):
     assert (run.returncode, run.stderr) == (1, "error: no documents: the input holds no text\n")
 
 
+@pytest.mark.parametrize("stdout", ["ascii", "closed", "full"])
+def test_messages_that_cannot_be_printed_end_no_preparation(stdout, tmp_path):
+    write_notes(tmp_path / "é", 8)
+    command = [sys.executable, ROOT / "data/text/prepare.py", "--input", tmp_path / "é", "--out", tmp_path / "é/out"]
+    reading, writing = os.pipe()
+    os.close(reading)
+    with open("/dev/full", "w") as full, open(writing, "w") as closed:
+        where = {"ascii": subprocess.PIPE, "closed": closed, "full": full}[stdout]
+        environment = os.environ | {"PYTHONIOENCODING": "ascii"}
+        done = subprocess.run(command, stdout=where, stderr=subprocess.PIPE, env=environment, timeout=60)
+        closed.close()
+    assert (done.returncode, done.stderr) == (0, b"") and (tmp_path / "é/out/meta.json").exists()
+
+
+def test_a_folder_that_cannot_be_written_is_said_with_what_to_do(tmp_path, monkeypatch):
+    (tmp_path / "file").touch()  # a read-only clone, also for root
+    for prepare in (pystdlib.prepare, shakespeare_char.prepare, prepare_once):
+        with pytest.raises(OSError, match="file/data cannot be written .*: prepare the data in another folder, with"):
+            prepare(tmp_path / "file/data")
+    (tmp_path / "config.json").write_text("{}")
+    with pytest.raises(ValueError, match="holds a model, whose tokenizer's files a dataset would replace"):
+        pystdlib.prepare(tmp_path)
+
+
 @pytest.fixture
 def parquets(tmp_path):
     pyarrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
     folder = tmp_path / "parquets"
     folder.mkdir()
     for number in range(3):
-        rows = [f"Document {number}.{i} " + "says something. " * (i % 50) for i in range(300)] + ["", None]
-        parquet.write_table(pyarrow.table({"id": range(302), "text": rows}), folder / f"{number:03d}.parquet")
+        rows = [f"Document {number}.{i} " + "says something. " * (i % 50) for i in range(300)] + [""]
+        parquet.write_table(pyarrow.table({"id": range(301), "text": rows}), folder / f"{number:03d}.parquet")
     return folder
 
 
@@ -507,3 +535,25 @@ def test_fineweb_without_its_packages_says_the_pip_command(parquets, tmp_path, m
     monkeypatch.setitem(sys.modules, module, None)
     with pytest.raises(ImportError, match="pip install pyarrow huggingface_hub"):
         fineweb_edu.prepare(source and tmp_path / source, tmp_path / "out", **OPTIONS)
+
+
+def test_fineweb_stops_at_a_null_row_or_counts_it(tmp_path, capsys):
+    pyarrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+    rows = [f"text {i}" for i in range(2000)]
+    rows[1500] = None
+    parquet.write_table(pyarrow.table({"text": rows}), tmp_path / "some.parquet")
+    with pytest.raises(ValueError, match=r"some.parquet row 1501 has null for 'text', .*--errors skip leaves such out"):
+        fineweb_edu.prepare(tmp_path / "some.parquet", tmp_path / "out", **OPTIONS)
+    meta = fineweb_edu.prepare(tmp_path / "some.parquet", tmp_path / "out", errors="skip", **OPTIONS)
+    assert meta["train_documents"] + meta["val_documents"] == 1999
+    assert "left out by --errors skip: 1, the first: " in capsys.readouterr().out
+
+
+def test_fineweb_writes_shards_again_that_lack_the_bos(parquets, tmp_path, files_read):
+    model, out = tmp_path / "tokenizer.model", tmp_path / "out"
+    model.write_bytes(b"".join(base64.b64encode(bytes([i])) + b" %d\n" % i for i in range(256)))
+    options = dict(tokenizer=str(model), val_fraction=0.1, max_files=1)
+    without = fineweb_edu.prepare(parquets, out, bos=False, **options)
+    meta = fineweb_edu.prepare(parquets, out, **options)
+    assert files_read == ["000.parquet"] * 2 and meta["bos"] == 256 and "bos" not in without
+    assert meta["train_tokens"] == without["train_tokens"] + meta["train_documents"]

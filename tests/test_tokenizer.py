@@ -1,4 +1,4 @@
-"""The tokenizers: ids, special tokens, splits, errors. No network, no GPU."""
+"""The tokenizers: ids, special tokens, splits, files, errors. No network, no GPU."""
 
 import base64
 
@@ -134,8 +134,9 @@ def test_million_consecutive_blanks_are_tokenized(text):
     with pytest.raises(ValueError):
         tokenizer.encode(text)
     tokenizer = Tiktoken(tokenizer)
-    tokens, n_documents, n_bytes = encode_batch([("train", text)], tokenizer)["train"]
-    assert (n_documents, n_bytes) == (1, len(text)) and tokenizer.decode(tokens[:-1]) == text and tokens[-1] == 256
+    tokens, _, counts = encode_batch([("train", text)], tokenizer)["train"]
+    assert (counts["documents"], counts["bytes"]) == (1, len(text))
+    assert tokenizer.decode(tokens[:-1]) == text and tokens[-1] == 256
 
 
 def test_tokenizer_path_is_rejected_for_tokenizers_other_than_llama3(tmp_path):

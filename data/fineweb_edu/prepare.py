@@ -17,10 +17,12 @@ all on the same side.
 import argparse
 import sys
 from collections.abc import Iterator
+from itertools import chain
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from data.files import display_path
+from data.rows import ERRORS_HELP, Bad
 from data.write import (
     Document,
     Progress,
@@ -86,10 +88,11 @@ def open_parquet(path: Path):
     try:
         return pyarrow.parquet.ParquetFile(path)
     except (OSError, pyarrow.ArrowException) as error:
-        raise ValueError(f"{path} cannot be read as parquet: {error}") from error
+        hint = "" if path.suffix == ".parquet" else f"data/text/prepare.py reads text and JSON: --input {path}"
+        raise ValueError(f"{path} cannot be read as parquet: {error} {hint}".strip()) from error
 
 
-def read_documents(parquet, path: Path, field: str, val_fraction: float) -> Iterator[Document]:
+def read_documents(parquet, path: Path, field: str, val_fraction: float, bad: Bad) -> Iterator[Document]:
     """Yield (split, text) from an open ParquetFile, a thousand rows in memory at a time."""
     if field not in parquet.schema_arrow.names:
         raise ValueError(f"{path} has no column {field!r} but {', '.join(parquet.schema_arrow.names)}: set --field")
@@ -97,11 +100,18 @@ def read_documents(parquet, path: Path, field: str, val_fraction: float) -> Iter
     if str(kind.value_type if pyarrow.types.is_dictionary(kind) else kind) not in STRINGS:
         raise ValueError(f"{path} has {kind} in its column {field!r}, expected strings: set --field")
     try:
-        for batch in parquet.iter_batches(batch_size=1000, columns=[field]):
-            for text in batch.column(0).to_pylist():
-                if text:
-                    yield split_of(text, val_fraction), text
-    except (OSError, ValueError, pyarrow.ArrowException) as error:
+        columns = (batch.column(0) for batch in parquet.iter_batches(batch_size=1000, columns=[field]))
+        for row, value in enumerate(chain.from_iterable(columns), start=1):
+            try:
+                text = value.as_py()
+            except UnicodeDecodeError as error:
+                bad(f"{path} row {row} is not UTF-8 text ({error})")
+                continue
+            if text is None:
+                bad(f"{path} row {row} has null for {field!r}, expected a string")
+            elif text:
+                yield split_of(text, val_fraction), text
+    except (OSError, pyarrow.ArrowException) as error:
         raise ValueError(f"{path} cannot be read as parquet: {error}") from error
 
 
@@ -115,6 +125,7 @@ def prepare(
     max_files: int | None = None,
     field: str = "text",
     val_fraction: float = 0.001,
+    errors: str = "strict",
     workers: int = 1,
 ) -> dict:
     """Write the dataset into `folder` from a .parquet file, a folder of them or the hub; return its meta.json."""
@@ -134,7 +145,7 @@ def prepare(
         if not names:
             raise FileNotFoundError(f"--input {input} holds no .parquet files")
     names, origin = names[:max_files], str(Path(input).resolve()) if input else REPO
-    shards = {}
+    shards, bad = {}, Bad(errors)
     with write_lock(folder):
         for number, name in enumerate(names):
             source = dict(input=origin, name=name, tokenizer=ids, field=field, val_fraction=val_fraction)
@@ -147,12 +158,13 @@ def prepare(
                 with open_parquet(path) as parquet:
                     prefix = f"{number + 1}/{len(names)} {display_path(name)} "
                     progress = Progress(parquet.metadata.num_rows, "documents", prefix, len(names) - number)
-                    documents = read_documents(parquet, path, field, val_fraction)
+                    documents = read_documents(parquet, path, field, val_fraction, bad)
                     counts = write_shard(
                         folder, number, documents, encoding, source, workers=workers, progress=progress
                     )
             shards[shard_suffix(number)] = counts
         meta = write_meta(folder, encoding, shards, script="data/fineweb_edu/prepare.py")
+    bad.report()
     print_summary(folder, meta)
     return meta
 
@@ -168,6 +180,7 @@ def main():
     parser.add_argument("--max_files", type=int, help="only so many of the parquet files")
     parser.add_argument("--field", default="text", help="the column that has the text (default: text)")
     parser.add_argument("--val_fraction", type=float, default=0.001, help="validation share (default: 0.001)")
+    parser.add_argument("--errors", choices=["strict", "skip"], default="strict", help=ERRORS_HELP)
     parser.add_argument("--workers", type=int, default=cpu_cores(), help="processes (default: one per CPU core)")
     args = vars(parser.parse_args())
     prepare(args.pop("input"), args.pop("out"), **args)
