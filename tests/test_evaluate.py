@@ -120,10 +120,10 @@ def test_what_cannot_be_evaluated_gets_a_sentence(sample, tmp_path):
     settings = dict(out_dir=tmp_path / "hf", evaluate=tmp_path / "x.jsonl")
     cases = {
         "": "x.jsonl is empty",
-        '{"text": "a"}': "x.jsonl has lines with text: expected endings, messages or a completion in them",
-        '{"ctx": "a", "endings": ["b", ""], "label": 0}': "item 1 has label 0 of endings ['b', '']",
-        '{"ctx": "a", "endings": ["b", "c"], "label": 2}': "item 1 has label 2 of endings",
-        '{"ctx": "a", "endings": ["b", "c"], "label": "1"}\n{"ctx": 1}': 'x.jsonl:2 is {"ctx": 1}: expected an object',
+        '{"text": "a"}': "x.jsonl:1: found an object with text, expected an object with messages, or with prompt and",
+        '{"ctx": "a", "endings": ["b", ""], "label": 0}': "x.jsonl:1 has ['b', ''] as endings: expected texts",
+        '{"ctx": "a", "endings": ["b", "c"], "label": 2}': "x.jsonl:1 has 2 as label: expected a number below 2",
+        '{"ctx": "a", "endings": ["b", "c"], "label": "1"}\n{"ctx": 1}': "x.jsonl:2 has 1 as ctx: expected a str",
         '{"messages": 3}': "x.jsonl:1: messages is not a list of messages",
         '{"messages": [': "x.jsonl:1 is not JSON: ",
         '{"prompt": "a", "completion": "' + "b" * 500 + '"}': "the model's context has 128",
@@ -133,6 +133,8 @@ def test_what_cannot_be_evaluated_gets_a_sentence(sample, tmp_path):
         out, said = sample(**settings)
         assert expected in said and not out, f"{said}, expected {expected}"
     assert "No such file" in sample(**settings | {"evaluate": tmp_path / "none.txt"})[1]
+    (tmp_path / "latin.txt").write_bytes(b"caf\xe9")
+    assert "latin.txt is not UTF-8 text" in sample(**settings | {"evaluate": tmp_path / "latin.txt"})[1]
     (tmp_path / "empty.txt").write_text("")
     assert "empty.txt is empty" in sample(**settings | {"evaluate": tmp_path / "empty.txt"})[1]
 
