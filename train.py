@@ -23,7 +23,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, Offlo
 
 sys.path.insert(0, os.path.dirname(__file__))  # python -I and PYTHONSAFEPATH=1 leave it out
 from configurator import configure
-from data.loader import open_dataset
+from data.loader import open_dataset, unpack
 from kernels.fp8_linear import use_fp8
 from lora import add_lora
 from model import Llama, LlamaConfig, document_starts
@@ -38,7 +38,7 @@ from runtime.check_settings import check_settings
 from runtime.checkpoint import Saver
 from runtime.copy_engines import pick_copy_engines, use_copy_engines
 from runtime.cuda_graph import CUDAGraph
-from runtime.device import pick_device, pick_dtype, require_compiler, send_to_cpu
+from runtime.device import pick_device, pick_dtype, require_compiler, send_to_cpu, send_to_device
 from runtime.distributed import local_world_size, print0, rank, require_same_on_all_ranks, stop_on_error, world_size
 from runtime.memory import RunShape, peak_gib
 from runtime.memory_advice import cpu_bytes_to_come, disk_bytes, out_of_memory_message, require_memory
@@ -57,6 +57,8 @@ from runtime.watchdog import Watchdog
 out_dir = "out"  # checkpoints, metrics.jsonl and summary.json
 init_from = "auto"  # auto: resume if out_dir has a checkpoint, else scratch; or a folder of published weights
 eval_interval = 1000  # steps between evaluations; each is followed by a checkpoint
+eval_first = False  # evaluate before the first step, too
+eval_only = False  # evaluate what the run would start from, and end
 eval_iters = 100  # batches per evaluation: always the same ones, spread evenly over the validation tokens
 log_interval = 10  # steps between log lines
 keep_last = 2  # checkpoints kept; 0: none are written
@@ -165,7 +167,7 @@ copy_engines = pick_copy_engines(copy_engines, device, shard_ranks, offload)
 # and micro-batches, and a resumed run needs no loader state but the number of sequences read.
 with stop_on_error():  # an OSError or ValueError ends the run with its sentence
     train_data, val_data = watchdog.on_all_ranks(
-        "opening the dataset", lambda: open_dataset(dataset, block_size, seed, vocab_size)
+        "opening the dataset", lambda: open_dataset(dataset, block_size, seed, vocab_size, mask_documents)
     )
 require_same_on_all_ranks({f"the dataset's {name}": value for name, value in train_data.meta.items()})
 vocab_size = train_data.vocab_size
@@ -174,17 +176,22 @@ first_token = train_data.meta.get("bos", train_data.meta["end_of_text"])  # of a
 
 def to_device(blocks: torch.Tensor) -> tuple[torch.Tensor, ...]:
     """Tokens and targets, both (B, T), of blocks (B, T + 1); with mask_documents also where each document starts."""
-    if device != "cpu":
-        blocks = blocks.pin_memory().to(device, non_blocking=True)
+    blocks = send_to_device(blocks, device)
+    if train_data.packing:  # conversations, of which only the answers are targets
+        tokens, targets, opens = unpack(blocks)
+        return tokens, targets, document_starts(opens, True)
     tokens, targets = blocks[:, :-1], blocks[:, 1:]
     return (tokens, targets, document_starts(tokens, first_token)) if mask_documents else (tokens, targets)
 
 
 def read_step(step: int) -> list[tuple[torch.Tensor, ...]]:
-    """This rank's micro-batches of a step, whose sequences follow those of the step before. A few megabytes."""
-    first = earlier_sequences + step * sequences_per_step
-    firsts = [first + (i * world_size + rank) * batch_size for i in range(micro_steps)]
-    return [to_device(train_data.sequences(first, batch_size)) for first in firsts]
+    """This rank's micro-batches of a step, whose sequences follow those of the step before. A few megabytes.
+
+    First in each is the weight of its mean loss: 1, or among conversations its targets over those of the average one.
+    """
+    first, mine = earlier_sequences + step * sequences_per_step, range(rank, gradient_accumulation_steps, world_size)
+    weights = send_to_device(train_data.weights(first, gradient_accumulation_steps, batch_size), device)
+    return [(weights[i], *to_device(train_data.sequences(first + i * batch_size, batch_size))) for i in mine]
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -275,9 +282,9 @@ step = first_step  # how many are queued: all of them done, but perhaps the last
 n_eval_blocks = min(eval_iters * batch_size, val_data.n_blocks)
 
 
-def forward_backward(*batch: torch.Tensor) -> torch.Tensor:
+def forward_backward(weight: torch.Tensor, *batch: torch.Tensor) -> torch.Tensor:
     """One micro-batch: adds to the gradients, returns its share of the step's loss."""
-    loss = model(*batch) / micro_steps
+    loss = model(*batch) * weight / micro_steps
     optimizer.scale(loss).backward()
     if micro_steps > 1 and sync_every_micro_batch:
         optimizer.accumulate()  # in float32. With sync_every_micro_batch=false FSDP does that
@@ -323,6 +330,15 @@ def evaluate() -> float | None:
     return (total[0] / total[1]).item()
 
 
+def report_loss() -> tuple[float | None, str]:
+    """What evaluate() finds, recorded, and its words for the screen."""
+    val_loss = evaluate()
+    if val_loss is None:
+        return None, "interrupted"
+    log.record({"step": step, "val_loss": val_loss})
+    return val_loss, f"val loss {val_loss:.4f} ({n_eval_blocks} blocks)"
+
+
 def read_ahead(step: int) -> None:
     """Appends a step's micro-batches to `batches`. If this rank cannot read them, all ranks stop before that step."""
     if step < max_iters and not shutdown.requested:
@@ -351,6 +367,11 @@ def finish(step: int, numbers) -> bool:
 shutdown.listen()
 stopping, val_loss = False, None
 batches, unfinished = deque(), deque()  # micro-batches of the next two steps; numbers that may still be on their way
+if eval_only or (eval_first and step == 0):
+    with log.paused():
+        print0(f"step {step:05d} | {report_loss()[1]}")
+    if eval_only:
+        sys.exit(shutdown.exit_code)
 loss_scale = optimizer.loss_scale.scale if dtype == "float16" else torch.ones((), device=device)
 read_ahead(step)
 read_ahead(step + 1)
@@ -383,11 +404,8 @@ while step < max_iters and not stopping:
     saver.report(step)
     if evaluates or stopping:
         with log.paused():
-            val_loss = None if stopping else evaluate()
-            if val_loss is not None:
-                log.record({"step": step, "val_loss": val_loss})
+            val_loss, result = (None, "interrupted") if stopping else report_loss()
             stopping = stopping or shutdown.requested_anywhere(device)
-            result = "interrupted" if val_loss is None else f"val loss {val_loss:.4f} ({n_eval_blocks} blocks)"
             watchdog.pause(f"step {step}: saving")  # a disk may take longer than a step
             run = {"val_loss": val_loss, "dtype": dtype, "settings": settings}
             run |= {"sequences": earlier_sequences + step * sequences_per_step}
