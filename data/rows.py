@@ -1,11 +1,13 @@
 """What prepare scripts read: text or JSON, compressed or not, from files or pipes, with broken rows among them.
 
-bad = Bad("skip")  # what --errors says
-with open_input(path) as file:
-    kind = kind_of(head_of(file, path), path)
-    for where, row in read_rows(file, path, kind, bad):  # JSON, one object a line or an array
-        text = field_of(row, "text", where, bad)  # None if it is left out
-bad.report()
+    bad = Bad("skip")  # what --errors says
+    with open_input(path) as file:
+        kind = kind_of(head_of(file, path), path)
+        for where, row in read_rows(file, path, kind, bad):  # JSON, one object a line or an array
+            text = field_of(row, "text", where, bad)  # None if it is left out
+    bad.report()
+
+What a file holds is told by its first bytes, so a pipe is read as the file would be.
 """
 
 import bz2
@@ -118,7 +120,7 @@ def is_jsonl(path: Path) -> bool:
 
 
 def kind_of(head: bytes, path: Path) -> str:
-    """ "lines" of JSON, an "array", or "text", by the name and the first bytes."""
+    """What a file holds, by its name and first bytes: "lines" of JSON, an "array" of it, or "text"."""
     if is_jsonl(path):
         return "lines"
     if ARRAY.match(head) and (".json" in path.name.lower() or not path.is_file()):

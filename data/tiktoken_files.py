@@ -89,6 +89,7 @@ def openai_encoding(name: str) -> tiktoken.Encoding:
         elif hashlib.sha256(found.read_bytes()).hexdigest() != sha256:
             raise ValueError(f"{found} is damaged: delete it, and fetch {OPENAI + path} again")
         elif found == given:
+            folder.mkdir(parents=True, exist_ok=True)
             shutil.copy(given, cached)
     try:
         return tiktoken.get_encoding(name)

@@ -64,7 +64,7 @@ class Tokenizer:
         self.bos_token = self.bos_token or ("" if self.bos is None else self.decode([self.bos]))
         templates = config.get("chat_template")
         if isinstance(templates, list):  # several, each with a name
-            templates = next((each["template"] for each in templates if each["name"] == "default"), None)
+            templates = next((each.get("template") for each in templates if each.get("name") == "default"), None)
         self.chat_template = templates
 
 

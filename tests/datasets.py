@@ -23,5 +23,10 @@ def documents_of(folder, split):
     return [tokenizer.decode(part[part < 256].tolist()) for part in np.split(ids, ends + 1)[:-1]]
 
 
+def texts_of(folder):
+    """Of both splits, sorted."""
+    return sorted(documents_of(folder, "train") + documents_of(folder, "val"))
+
+
 def contents(folder):
     return {path.name: path.read_bytes() for path in sorted(folder.iterdir()) if path.name != ".lock"}

@@ -7,10 +7,10 @@
 
 Makes train.bin, val.bin and meta.json in --out (this folder by default); the input may be larger than the memory, and
 every CPU core tokenizes. Files may be compressed: gzip, zstd, xz, bzip2. A document is a JSON object, one a line or in
-an array, or a file of text; a large file is cut at line ends into several, and at lines that are <|endoftext|>. Folders
-are searched to the bottom, except for --out and for hidden and binary files. A document goes to
-validation if the hash of its text is below a bound, so copies of one document are all on the same side. Of the first
-megabyte, where that could be none or most, those with the smallest hashes go there.
+an array, or a file of text. A text of several documents has lines between them that are nothing but <|endoftext|>; any
+other large file is cut at line ends. Folders are searched to the bottom, except for --out and for hidden and binary
+files. A document goes to validation if the hash of its text is below a bound, so copies of one document are all on the
+same side. Of the first megabyte, where that could be none or most, those with the smallest hashes go there.
 """
 
 import argparse
@@ -29,6 +29,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from data.files import display_path, say
 from data.rows import (
+    ERRORS_HELP,
     Bad,
     Unreadable,
     field_of,
@@ -40,6 +41,7 @@ from data.rows import (
     read,
     read_rows,
 )
+from data.tokenizer import FILES
 from data.vocabulary import END_OF_TEXT_NAMES
 from data.write import (
     Document,
@@ -62,45 +64,50 @@ SMALL = 10**6  # bytes of documents that are split by rank
 
 
 def find_files(inputs: list[Path], out: Path, field: str, bad: Bad) -> dict[Path, str | None]:
-    """The files named, and in folders all that are not hidden, binary or the dataset's, in a fixed order; and of each
-    what it holds, "text", JSON "lines" or an "array". None: a pipe, which is looked at when it is read.
+    """What each file holds: "text", JSON "lines" or an "array"; None: a pipe, which is looked at when it is read.
+
+    Folders are searched for all files that are not hidden, binary or the dataset's, in a fixed order.
     """
     files, binary, json_as_text = {}, [], []
     for path in inputs:
-        if path.is_dir():
-            ours = out.resolve() if path.resolve() in out.resolve().parents else out.resolve() / "meta.json"
-            inside = (p for p in sorted(path.rglob("*")) if p.is_file() and not is_hidden(p.relative_to(path)))
-            for file in inside:
-                if file.resolve().is_relative_to(ours):
-                    continue
-                try:
-                    head, kind = look_at(file)
-                except Unreadable as error:
-                    bad(str(error))
-                    continue
-                except ValueError:
-                    binary.append(file)
-                    continue
-                if kind != "text" and not is_jsonl(file) and f'"{field}"'.encode() not in head:
-                    kind = "text"  # a configuration, say, of a folder of source code
-                    json_as_text.append(file)
-                files[file] = kind
-        elif path.is_file():
+        for file in files_inside(path, out) if path.is_dir() else [path]:
+            if not file.is_file():
+                if not file.exists():
+                    raise FileNotFoundError(f"--input {file} does not exist")
+                files[file] = None
+                continue
             try:
-                files[path] = look_at(path)[1]
+                head, kind = look_at(file)
             except Unreadable as error:
                 bad(str(error))
-            if files.get(path) == "text" and path.suffix.lower() == ".json":
+                continue
+            except ValueError:
+                if file == path:
+                    raise
+                binary.append(file)
+                continue
+            if file != path and kind != "text" and not is_jsonl(file) and f'"{field}"'.encode() not in head:
+                kind = "text"  # a configuration, say, of a folder of source code
+                json_as_text.append(file)
+            if file == path and kind == "text" and path.suffix.lower() == ".json":
                 raise ValueError(f"{path} is JSON, but neither an array of objects nor one object a line")
-        elif path.exists():
-            files[path] = None
-        else:
-            raise FileNotFoundError(f"--input {path} does not exist")
+            files[file] = kind
     say_files("binary or UTF-16 files left out", binary)
     if any(file.suffix == ".parquet" for file in binary):
         say("python data/fineweb_edu/prepare.py reads parquet files")
     say_files(f"JSON without the field {field!r} read as text", json_as_text)
     return files
+
+
+def files_inside(folder: Path, out: Path) -> Iterator[Path]:
+    """The files of a folder and its folders that are neither hidden nor of the dataset in `out`."""
+    ours = [out.resolve() / name for name in ("meta.json", "tokenizer.model", *FILES)]
+    if folder.resolve() in out.resolve().parents:
+        ours = [out.resolve()]
+    for file in sorted(folder.rglob("*")):
+        hidden = any(part.startswith(".") for part in file.relative_to(folder).parts)
+        if file.is_file() and not hidden and not any(file.resolve().is_relative_to(path) for path in ours):
+            yield file
 
 
 def look_at(path: Path) -> tuple[bytes, str]:
@@ -112,10 +119,6 @@ def look_at(path: Path) -> tuple[bytes, str]:
 def say_files(what: str, files: list[Path]) -> None:
     if files:
         say(f"{what}: {len(files):,} ({', '.join(map(display_path, files[:2])) + ', ...' * (len(files) > 2)})")
-
-
-def is_hidden(path: Path) -> bool:
-    return any(part.startswith(".") for part in path.parts)
 
 
 def read_documents(files: dict[Path, str | None], field: str, max_chars: int, bad: Bad) -> Iterator[str]:
@@ -277,9 +280,7 @@ def main():
     )
     parser.add_argument("--field", help="of JSON objects, that has the text (default: text)")
     parser.add_argument("--val_fraction", type=float, help="validation share (default: 0.01, more for small inputs)")
-    parser.add_argument(
-        "--errors", choices=["strict", "skip"], default="strict", help="for broken rows, and files that are not UTF-8"
-    )
+    parser.add_argument("--errors", choices=["strict", "skip"], default="strict", help=ERRORS_HELP)
     parser.add_argument("--workers", type=int, default=cpu_cores(), help="processes (default: one per CPU core)")
     args = vars(parser.parse_args())
     out = args.pop("out")
