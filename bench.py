@@ -4,6 +4,7 @@
     python bench.py --preset=study              in 24 GiB, beside Hugging Face and Liger
     python bench.py sweep --help                its other settings; likewise for each command below
     python bench.py estimate --card=4090        what fits, by arithmetic, without a GPU
+    python bench.py ladder                      every memory technique on top of the last, as if in 24 GiB
     python bench.py snapshot                    what holds the memory in one step
     python bench.py kernels                     every kernel beside eager PyTorch, torch.compile and other libraries
     python bench.py step                        the whole training step, beside other trainers
@@ -21,9 +22,10 @@ import importlib
 import os
 import sys
 
+sys.path.insert(0, os.path.dirname(__file__))  # python -I and PYTHONSAFEPATH=1 leave it out
 from configurator import SettingError, did_you_mean
 
-MODULES = ["sweep", "estimate", "snapshot", "kernels", "step", "losses", "gpus", "disk"]  # of benchmarks/
+MODULES = ["sweep", "estimate", "ladder", "snapshot", "kernels", "step", "losses", "gpus", "disk"]  # of benchmarks/
 COMMANDS = [*MODULES, "record", "readme"]
 
 

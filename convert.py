@@ -19,6 +19,7 @@ from pathlib import Path
 
 import torch
 
+sys.path.insert(0, os.path.dirname(__file__))  # python -I and PYTHONSAFEPATH=1 leave it out
 from lora import merge_lora
 from runtime import run_folder
 from runtime.checkpoint import load_model
@@ -47,8 +48,10 @@ def convert(source: Path, folder: Path, dtype: str, merge: str = "trained") -> N
         model = load_model(source, "cpu", getattr(torch, dtype), base_dtype=base_dtype)
         merge_lora(model)
         rows = [row for name, p in model.named_parameters() for row in hf_rows(name, p, model.config)]
-        others = documents(opened, model.config, tokenizer, dtype)
-        write_folder(partial, {"model": rows}, others, {"converted_from": str(source)})
+        dataset = (opened.run or {}).get("dataset", {})
+        others = documents(opened, model.config, tokenizer, dtype, dataset)
+        run = {"converted_from": str(source)} | ({"dataset": dataset} if dataset else {})
+        write_folder(partial, {"model": rows}, others, run)
         run_folder.commit(partial, folder)
     except (OSError, ValueError) as error:
         shutil.rmtree(partial, ignore_errors=True)

@@ -4,7 +4,7 @@
                               block_size=2048, tie_embeddings=True))
     model.init_weights(seed=1337)
     loss = model(tokens, targets)     # (B, T) int64 both -> fp32 scalar; on a GPU at most 1 GiB of the logits exists
-    loss = model(tokens, targets, document_starts(tokens, end_of_text))  # attention stays within each document
+    loss = model(tokens, targets, document_starts(tokens, first_token))  # attention stays within each document
     logits = model(tokens)            # (B, T, V)
 
 What differs from GPT-2: positions are rotations of queries and keys (RoPE) instead of a learned table; RMSNorm instead
@@ -17,8 +17,8 @@ F ffn_dim, V vocabulary, N = B·T tokens.
 
 import math
 import zlib
-from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 import torch.nn as nn
@@ -98,15 +98,16 @@ def rope_tables(config: LlamaConfig, start: int, end: int, device, dtype=torch.f
     return angles.cos().to(dtype), angles.sin().to(dtype)
 
 
-def document_starts(tokens: torch.Tensor, end_of_text: int) -> torch.Tensor:
+def document_starts(tokens: torch.Tensor, first_token: int) -> torch.Tensor:
     """For each token of tokens (B, T), the position where its document starts: (B, T) int32.
 
-    That is the last end_of_text at or before it, or 0. So as an input an end_of_text opens the next document: the only
-    thing it predicts is that document's first token, and sample.py generates after one. As a target it still counts as
-    the end of its own document, which has to predict it.
+    That is the last first_token at or before it, or 0. In data with a bos that is the bos. In data without one it is
+    end_of_text: as an input it opens the next document, for the only thing it predicts is that document's first token,
+    and sample.py generates after one. As a target it still counts as the end of its own document, which has to predict
+    it.
     """
     positions = torch.arange(tokens.shape[1], device=tokens.device)
-    return torch.where(tokens == end_of_text, positions, 0).cummax(dim=1).values.int()
+    return torch.where(tokens == first_token, positions, 0).cummax(dim=1).values.int()
 
 
 def triton_suits(head_dim: int, n_time: int, dtype: torch.dtype) -> bool:
@@ -124,8 +125,8 @@ def triton_is_faster(q):
     return suits and torch.cuda.get_device_capability(q.device)[0] == 9
 
 
-def attend(q, k, v, is_causal):
-    """softmax(q kᵀ / sqrt(D)) v for q (B, T, H, D), k and v (B, S, K, D), views of any strides; returns (B, T, H·D).
+def attend(q, k, v):
+    """Causal softmax(q kᵀ / sqrt(D)) v for q (B, T, H, D), k and v (B, T, K, D) of any strides; returns (B, T, H·D).
 
     PyTorch tries flash first; on Hopper and later cuDNN is about 1.5 times as fast, forward and backward.
     """
@@ -139,27 +140,22 @@ def attend(q, k, v, is_causal):
             # (T, S) scores, expand after all.
             k, v = (x.repeat_interleave(q.shape[2] // x.shape[2], dim=2) for x in (k, v))
             gqa = False
-    q, k, v = (x.transpose(1, 2) for x in (q, k, v))  # (B, H, T, D) and (B, K, S, D)
+    q, k, v = (x.transpose(1, 2) for x in (q, k, v))  # (B, H, T, D) and (B, K, T, D)
     with sdpa_kernel(backends, set_priority=True):
-        y = F.scaled_dot_product_attention(q, k, v, is_causal=is_causal, enable_gqa=gqa)
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=gqa)
     return y.transpose(1, 2).flatten(2)  # (B, T, H·D), the layout flash and cuDNN write anyway
 
 
-class KVCache:
-    """Keys and values of one layer for the positions seen so far: two (B, block_size, K, D), filled from the left."""
+class KVCache(NamedTuple):
+    """Keys and values of one layer, for generation: of row b those of its first lengths[b] positions. A prompt fills
+    it, then tokens come one by one. runtime/generate.py makes it, and counts.
+    """
 
-    def __init__(self, config: LlamaConfig, n_batch: int, device, dtype):
-        shape = (n_batch, config.block_size, config.n_kv_head, config.head_dim)
-        self.k = torch.empty(shape, device=device, dtype=dtype)
-        self.v = torch.empty(shape, device=device, dtype=dtype)
-        self.length = 0
-
-    def append(self, k, v):
-        """Takes k and v (B, T, K, D) of the next positions; returns those of all positions so far."""
-        start, self.length = self.length, self.length + k.shape[1]
-        self.k[:, start : self.length] = k
-        self.v[:, start : self.length] = v
-        return self.k[:, : self.length], self.v[:, : self.length]
+    k: torch.Tensor  # (B, S, K, D)
+    v: torch.Tensor
+    lengths: torch.Tensor  # (B,) int64, shared by all layers; on the device, so that a CUDA graph finds it there
+    cos: torch.Tensor  # (S, D/2) of rope_tables, shared too: a token's own would be 20 launches
+    sin: torch.Tensor
 
 
 class Part(nn.Module):
@@ -204,14 +200,15 @@ class Attention(Part):
         qkv, x = self.ops.rms_norm_linear(x, branch, norm.weight, norm.eps, self.qkv_proj)
         qkv = qkv.unflatten(-1, (-1, self.head_dim))  # (B, T, H + 2K, D)
         q, k, v = self.ops.rope(qkv, cos, sin, self.n_head)
-        if cache is not None:
-            k, v = cache.append(k, v)
+        if cache is not None and q.shape[1] > 1:  # a prompt: nothing is cached before it
+            cache.k[:, : k.shape[1]], cache.v[:, : v.shape[1]] = k, v
         in_triton = self.attention == "triton" or (self.attention == "auto" and triton_is_faster(q))
-        if cache is None and (in_triton or doc_starts is not None):  # PyTorch's knows no documents
+        if cache is not None and q.shape[1] == 1:
+            y = self.ops.decode_attention(q, k, v, cache.k, cache.v, cache.lengths).flatten(2)  # caches k and v as well
+        elif in_triton or doc_starts is not None:  # PyTorch's knows no documents
             y = kernels.flash_attention(q, k, v, doc_starts).flatten(2)  # (B, T, H·D)
         else:
-            # A prompt fills an empty cache, after that tokens come one by one and see everything: no mask but causal.
-            y = attend(q, k, v, is_causal=q.shape[1] > 1)
+            y = attend(q, k, v)
         return self.ops.linear(y, self.o_proj), x
 
 
@@ -332,19 +329,16 @@ class Llama(Part):
         tokens: torch.Tensor,
         targets: torch.Tensor | None = None,
         doc_starts: torch.Tensor | None = None,
-        caches: list[KVCache] | None = None,
     ) -> torch.Tensor:
         """Logits (B, T, V) in the weights' dtype, or with targets the mean cross-entropy, an fp32 scalar.
 
         tokens and targets (B, T) integers; a target of -100 does not count. doc_starts (B, T) integers: the position
         where each token's document starts (document_starts), before which it sees nothing; None: it sees all before
-        it. caches: one KVCache a layer, from generate; then the logits are those of the last position only, (B, 1, V).
-        ValueError if T plus the cached length exceeds block_size, if T > 1 with a non-empty cache, or if doc_starts
-        is given with caches or an unsupported head size.
+        it. ValueError if T exceeds block_size, or if doc_starts is given with an unsupported head size.
         """
-        x = self.hidden(tokens, doc_starts, caches, overwrite_dy=True)  # only the head reads it
+        x = self.hidden(tokens, doc_starts, overwrite_dy=True)  # only the head reads it
         overwrite_x = self.fused_kernels  # the fused final norm does not read its output again in backward
-        return self.lm_head(x if caches is None else x[:, -1:], targets, overwrite_x)
+        return self.lm_head(x, targets, overwrite_x)
 
     def hidden(self, tokens, doc_starts=None, caches=None, overwrite_dy=False):
         """What the head reads, (B, T, C): the normed sum of all blocks. For a second head, or a loss of another kind:
@@ -353,20 +347,23 @@ class Llama(Part):
             loss = model.lm_head(x, targets) + (value_head(x) - values).square().mean()
 
         overwrite_dy: as for RMSNorm, if only one function reads x. With FSDP call this from forward, which gathers the
-        weights.
+        weights. caches: one KVCache a layer, which T tokens extend: T > 1 only empty ones.
         """
-        start = caches[0].length if caches else 0
-        end = start + tokens.shape[1]
-        if start and tokens.shape[1] > 1:
-            raise ValueError(f"{tokens.shape[1]} tokens after {start} in the caches: only one at a time")
-        if end > self.config.block_size:
-            raise ValueError(f"{end} positions, but block_size is {self.config.block_size}")
-        if doc_starts is not None and caches:
+        n_time = tokens.shape[1]
+        if n_time > self.config.block_size:
+            raise ValueError(f"{n_time} positions, but block_size is {self.config.block_size}")
+        if caches and doc_starts is not None:
             raise ValueError("doc_starts with caches: what is generated is one document")
+        if caches and n_time > 1 and caches[0].lengths.any():
+            raise ValueError(f"{n_time} tokens after those in the caches: only one at a time")
         x, branch = self.tok_embeddings(tokens), None  # (B, T, C)
-        # The kernels turn q and k in fp32, so the tables stay fp32 beside bf16 weights.
-        wide = torch.promote_types(x.dtype, torch.float32)
-        cos, sin = rope_tables(self.config, start, end, tokens.device, wide)
+        if caches:
+            positions = caches[0].lengths[:, None] + torch.arange(n_time, device=tokens.device)  # (B, T)
+            cos, sin = caches[0].cos[positions], caches[0].sin[positions]
+        else:
+            # The kernels turn q and k in fp32, so the tables stay fp32 beside bf16 weights.
+            wide = torch.promote_types(x.dtype, torch.float32)
+            cos, sin = rope_tables(self.config, 0, n_time, tokens.device, wide)
         for layer, cache in zip(self.layers, caches or [None] * len(self.layers), strict=True):
             x, branch = layer(x, branch, cos, sin, doc_starts, cache)
         return self.norm(x, branch, overwrite_dy)
@@ -424,53 +421,3 @@ class Llama(Part):
         blocks = sum(module.flops() for module in self.layers.modules() if isinstance(module, kernels.Linear))
         head = (6 if self.lm_head.weight.requires_grad else 4) * c.n_embd * c.vocab_size
         return blocks + head + 6 * c.n_layer * c.n_embd * n_time
-
-    @torch.no_grad()
-    def generate(
-        self,
-        tokens: torch.Tensor,
-        max_new_tokens: int,
-        temperature: float = 1.0,
-        top_k: int | None = None,
-        top_p: float | None = None,
-        generator: torch.Generator | None = None,
-    ) -> Iterator[torch.Tensor]:
-        """Continues tokens (B, T) by max_new_tokens, yielding each new (B,) as soon as it is drawn.
-
-        temperature 0 takes the likeliest; top_k keeps the k likeliest, top_p the likeliest whose probabilities reach p.
-        Keys and values are cached. Past block_size the older half of the context is dropped and the rest read again.
-        ValueError, from the first next(), for an empty prompt and for numbers out of range.
-        """
-        if not tokens.shape[1]:
-            raise ValueError("generate needs at least one token to continue")
-        if not temperature >= 0 or (top_k is not None and top_k < 1) or (top_p is not None and not 0 < top_p <= 1):
-            raise ValueError(
-                f"temperature {temperature} must be at least 0, top_k {top_k} at least 1, top_p {top_p} in (0, 1]"
-            )
-        n_batch, dtype = tokens.shape[0], self.tok_embeddings.weight.dtype
-        context, caches = tokens[:, -self.config.block_size :], None
-        for _ in range(max_new_tokens):
-            if caches is None or caches[0].length == self.config.block_size:
-                if caches is not None:
-                    context = context[:, -(self.config.block_size // 2 + 1) :]
-                caches = [KVCache(self.config, n_batch, tokens.device, dtype) for _ in self.layers]
-                new = context
-            x = self(new, caches=caches)[:, -1].float()  # (B, V)
-            token = sample(x, temperature, top_k, top_p, generator)
-            yield token
-            new = token[:, None]
-            context = torch.cat([context, new], dim=1)
-
-
-def sample(logits, temperature, top_k, top_p, generator):
-    """One token (B,) from logits (B, V) fp32."""
-    if temperature == 0:
-        return logits.argmax(-1)
-    logits, order = (logits / temperature).sort(-1, descending=True)
-    if top_k is not None:
-        logits[:, top_k:] = -math.inf
-    probabilities = logits.softmax(-1)
-    if top_p is not None:
-        before = probabilities.cumsum(-1) - probabilities  # the sum over the likelier ones
-        probabilities[:, 1:][before[:, 1:] >= top_p] = 0  # never the likeliest, however small top_p
-    return order.gather(-1, torch.multinomial(probabilities, 1, generator=generator)).squeeze(-1)

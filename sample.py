@@ -1,41 +1,64 @@
-"""Writes text with a trained model, token by token.
+"""Talks with a trained model: continues a prompt, chats, or scores a file.
 
     python sample.py --out_dir=out/baby_llama --prompt="def main():"
-    python sample.py --out_dir=Llama-3.2-1B --prompt="A cria is"
+    python sample.py --out_dir=Llama-3.2-1B-Instruct --chat
+    python sample.py --out_dir=Llama-3.2-1B --evaluate=hellaswag_val.jsonl
 
 out_dir is a run's folder (its newest checkpoint is read), one checkpoint, out/baby_llama/step_001000, or a folder of
 published weights: Hugging Face's config.json and .safetensors, or Meta's params.json and consolidated.00.pth.
+runtime/generate.py draws the tokens; runtime/evaluate.py says what is measured.
 """
 
-import codecs
 import contextlib
 import os
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Literal
 
 import torch
 
+sys.path.insert(0, os.path.dirname(__file__))  # python -I and PYTHONSAFEPATH=1 leave it out
 from configurator import configure
-from data.tokenizer import end_of_text, get_tokenizer
+from data.chat.template import encode_prompt
+from data.tokenizer import get_tokenizer, tokenizer_of
 from runtime import run_folder
 from runtime.checkpoint import load_model
 from runtime.checkpoint_folder import open_folder
 from runtime.device import pick_device, pick_dtype
-from runtime.hf_config import LLAMA3_VOCAB, read_config, read_special_tokens
+from runtime.evaluate import evaluate_file, read_jsonl
+from runtime.generate import begin_document, generate_text
+from runtime.hf_config import read_config
+
+with contextlib.suppress(ImportError):
+    import readline  # noqa: F401  arrow keys in --chat
 
 # ----------------------------------------------------------------------------------------------------------------------
 # what to read, what to write
 out_dir = "out"  # a run's folder, one of its checkpoints, or a folder of published weights
-prompt = ""  # empty: the beginning of a document
-num_samples = 1  # how many continuations
-max_new_tokens = 500  # per sample; it stops sooner where the document ends
+prompt = ""  # -: from standard input; empty: the beginning of a document
+prompt_file: str | None = None  # a text file, which is the prompt, or a .jsonl with a {"prompt": ...} a line
+num_samples = 1  # how many continuations of each prompt; they are drawn together
+max_new_tokens = 500  # per sample; it stops sooner where the document or the turn ends
+stop: str | list | None = None  # a string, or a list of strings, before which a text ends too
 tokenizer_path: str | None = None  # llama3's tokenizer.model; none: the one beside the weights, else beside sample.py
+
+# conversation
+chat = False  # answer what is typed, in the folder's chat template; /exit or Ctrl-D ends
+system = ""  # the system message, for example "Answer in one sentence."
+
+# evaluation
+evaluate: str | None = (
+    None  # a text, or a .jsonl of conversations, of prompts and completions, or in HellaSwag's format
+)
+window: int | None = None  # tokens of a text that are read at a time; none: the model's context, at most 4,096
+batch_size = 8  # sequences that are scored at a time
 
 # sampling
 temperature = 0.8  # 0: always the likeliest token
 top_k: int | None = None  # draw from the k likeliest
 top_p: float | None = None  # draw from the likeliest that reach this probability together
+min_p: float | None = None  # draw from those at least this many times as likely as the likeliest
 seed = 1337  # of the draws
 
 # system
@@ -47,6 +70,7 @@ configure(globals(), sys.argv[1:])
 sys.stdout.reconfigure(errors="replace")  # for terminals that lack some characters
 out_dir = os.path.expanduser(out_dir)  # a shell does not expand the ~ of --out_dir=~/runs
 tokenizer_path = tokenizer_path and os.path.expanduser(tokenizer_path)
+stops = stop if isinstance(stop, list) else [] if stop is None else [stop]
 for name, valid, expected in (
     ("seed", 0 <= seed < 2**63, "at least 0 and below 2**63"),
     ("num_samples", num_samples >= 1, "at least 1"),
@@ -54,47 +78,99 @@ for name, valid, expected in (
     ("temperature", temperature >= 0, "at least 0"),
     ("top_k", top_k is None or top_k >= 1, "at least 1, or none"),
     ("top_p", top_p is None or 0 < top_p <= 1, "above 0 and at most 1, or none"),
+    ("min_p", min_p is None or 0 <= min_p <= 1, "from 0 to 1, or none"),
+    ("window", window is None or window >= 2, "at least 2, or none"),
+    ("batch_size", batch_size >= 1, "at least 1"),
+    (
+        "stop",
+        all(isinstance(each, str) and each for each in stops),
+        "a string or a list of strings, none of them empty",
+    ),
 ):
     if not valid:
         sys.exit(f"{name} is {globals()[name]}: it must be {expected}")
+if sum([bool(prompt), bool(prompt_file), chat, bool(evaluate)]) > 1:
+    sys.exit("--prompt, --prompt_file, --chat and --evaluate are four things to do: give one of them")
 if 0 < temperature < 1e-6:  # in effect greedy, and dividing by it may overflow
     temperature = 0.0
 device = pick_device(device)
 dtype = pick_dtype(dtype, device)
 
-try:
-    folder = run_folder.read_newest(Path(out_dir), open_folder)
-    name = read_config(folder)[1]
-    if name is None:
-        sys.exit(f"{out_dir} does not say its tokenizer; only Llama 3's is known by its size, {LLAMA3_VOCAB:,}")
-    beside = "tokenizer.model", "original/tokenizer.model"  # Meta's place, Hugging Face's
-    if name == "llama3" and tokenizer_path is None and any((folder.path / path).exists() for path in beside):
-        tokenizer_path = str(folder.path)
-    tokenizer = get_tokenizer(name, tokenizer_path)
-    # In our training data each document follows the end-of-text token of the one before.
-    begin, ends = read_special_tokens(folder, end_of_text(tokenizer))
-    tokens = [begin, *tokenizer.encode_ordinary(prompt)]
-    # Only the context needed here: 131,072 tokens would take gigabytes of keys and values.
-    model = load_model(out_dir, device, getattr(torch, dtype), len(tokens) + max_new_tokens)
-except (OSError, ValueError) as error:
-    sys.exit(str(error))
-context = model.config.block_size
-if len(tokens) > context:
-    print(f"the prompt is {len(tokens):,} tokens long: the model sees the last {context:,} of them", file=sys.stderr)
-start = torch.tensor([tokens], device=device)  # (1, T)
-generator = torch.Generator(device).manual_seed(seed)
+
+def read_prompts() -> list[str]:
+    """The prompts to continue. A text from a file or a pipe loses its last line end: echo and editors add it."""
+    if not prompt_file:
+        return [sys.stdin.read().removesuffix("\n") if prompt == "-" else prompt]
+    path = Path(prompt_file).expanduser()
+    if path.suffix == ".jsonl":
+        return [row["prompt"] for row in read_jsonl(path, {"prompt": str})]
+    return [path.read_text(encoding="utf-8").removesuffix("\n")]
+
+
+def draw(prompts: list[list[int]]) -> Iterator[list[str]]:
+    """What each token adds to the text behind each prompt."""
+    longest, context = max(map(len, prompts)), model.config.block_size
+    if longest > context:
+        print(f"the prompt is {longest:,} tokens long: the model sees the last {context:,} of them", file=sys.stderr)
+    sampling = dict(temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p, generator=generator)
+    return generate_text(model, tokenizer, prompts, max_new_tokens, stops, **sampling)
+
+
+def write_continuations(prompts: list[str]) -> None:
+    """The first as it comes, the others when all are complete."""
+    texts = [text for text in prompts for _ in range(num_samples)]
+    print(texts[0], end="", flush=True)
+    for new in draw([begin_document(tokenizer, text, special=True) for text in texts]):
+        print(new[0], end="", flush=True)
+        texts = [text + added for text, added in zip(texts, new, strict=True)]
+    print("\n" + "-" * 80)
+    for text in texts[1:]:
+        print(text + "\n" + "-" * 80)
+
+
+def converse(messages: list[dict]) -> None:
+    """Reads a line, writes the answer, and so on. Ctrl-C ends an answer, and outside of one the conversation."""
+    first = len(messages)
+    print("/exit or Ctrl-D ends the conversation", file=sys.stderr)
+    while (line := input("> ")).strip() != "/exit":
+        if not line.strip():
+            continue
+        messages.append({"role": "user", "content": line})
+        room = model.config.block_size - min(max_new_tokens, model.config.block_size // 2)
+        while len(ids := encode_prompt(tokenizer, messages)) > room and len(messages) > first + 1:
+            del messages[first : first + 2]  # the oldest question and its answer
+        answer = ""
+        with contextlib.suppress(KeyboardInterrupt):
+            for (new,) in draw([ids]):
+                print(new, end="", flush=True)
+                answer += new
+        print()
+        messages.append({"role": "assistant", "content": answer})
+
 
 try:
-    for _ in range(num_samples):
-        print(prompt, end="", flush=True)
-        text = codecs.getincrementaldecoder("utf-8")("replace")  # a character may be spread over several tokens
-        for token in model.generate(start, max_new_tokens, temperature, top_k, top_p, generator):
-            if token.item() in ends:
-                break
-            with contextlib.suppress(KeyError):  # a token without text: padding of the vocabulary, or a gap in it
-                print(text.decode(tokenizer.decode_single_token_bytes(token.item())), end="", flush=True)
-        print("\n" + "-" * 80)
+    folder = run_folder.read_newest(Path(out_dir), open_folder)
+    tokenizer = get_tokenizer(read_config(folder)[1], tokenizer_path) if tokenizer_path else tokenizer_of(folder.path)
+    messages = [{"role": "system", "content": system}] if system else []
+    if chat:
+        encode_prompt(tokenizer, [*messages, {"role": "user", "content": "?"}])  # is there a template that takes these?
+    prompts = [] if chat or evaluate else read_prompts()
+    model = load_model(out_dir, device, getattr(torch, dtype))
+    generator = torch.Generator(device).manual_seed(seed)
+    found = evaluate_file(model, tokenizer, Path(evaluate).expanduser(), window, batch_size) if evaluate else {}
+except (ImportError, OSError, ValueError) as error:
+    sys.exit(str(error))
 except KeyboardInterrupt:
+    sys.exit(130)
+
+try:
+    if chat:
+        converse(messages)
+    elif evaluate:
+        print("\n".join(f"{name}: {value}" for name, value in found.items()))
+    else:
+        write_continuations(prompts)
+except (EOFError, KeyboardInterrupt):
     print()
 except OSError as error:
     if error.filename or not error.errno:  # not from printing: from compiling a kernel, for example

@@ -21,6 +21,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
+sys.path.insert(0, os.path.dirname(__file__))  # python -I and PYTHONSAFEPATH=1 leave it out
 from configurator import configure
 from data.loader import open_dataset
 from kernels.fp8_linear import use_fp8
@@ -37,7 +38,7 @@ from runtime.check_settings import check_settings
 from runtime.checkpoint import Saver
 from runtime.copy_engines import pick_copy_engines, use_copy_engines
 from runtime.cuda_graph import CUDAGraph
-from runtime.device import pick_device, pick_dtype, send_to_cpu
+from runtime.device import pick_device, pick_dtype, require_compiler, send_to_cpu
 from runtime.distributed import local_world_size, print0, rank, require_same_on_all_ranks, stop_on_error, world_size
 from runtime.memory import RunShape, peak_gib
 from runtime.memory_advice import cpu_bytes_to_come, disk_bytes, out_of_memory_message, require_memory
@@ -167,7 +168,8 @@ with stop_on_error():  # an OSError or ValueError ends the run with its sentence
         "opening the dataset", lambda: open_dataset(dataset, block_size, seed, vocab_size)
     )
 require_same_on_all_ranks({f"the dataset's {name}": value for name, value in train_data.meta.items()})
-vocab_size, end_of_text = train_data.vocab_size, train_data.meta["end_of_text"]
+vocab_size = train_data.vocab_size
+first_token = train_data.meta.get("bos", train_data.meta["end_of_text"])  # of a document: what mask_documents goes by
 
 
 def to_device(blocks: torch.Tensor) -> tuple[torch.Tensor, ...]:
@@ -175,7 +177,7 @@ def to_device(blocks: torch.Tensor) -> tuple[torch.Tensor, ...]:
     if device != "cpu":
         blocks = blocks.pin_memory().to(device, non_blocking=True)
     tokens, targets = blocks[:, :-1], blocks[:, 1:]
-    return (tokens, targets, document_starts(tokens, end_of_text)) if mask_documents else (tokens, targets)
+    return (tokens, targets, document_starts(tokens, first_token)) if mask_documents else (tokens, targets)
 
 
 def read_step(step: int) -> list[tuple[torch.Tensor, ...]]:
@@ -206,6 +208,7 @@ require_memory(config, run_shape, device)
 state_file = open_state_file(offload_dir, disk_bytes(config, run_shape))
 sys.excepthook = make_excepthook(watchdog, out_dir, lambda: out_of_memory_message(config, run_shape, card_gib(device)))
 if compile:
+    require_compiler(device)
     for layer in model.layers:
         layer.compile()
 if world_size > 1:

@@ -3,6 +3,8 @@
 Those with flags are train.py itself; the others are builders of benchmarks/peers.py.
 """
 
+from typing import NamedTuple
+
 STEP = {
     "nanocria": "nanocria", "nanocria-fp8": "nanocria, fp8", "recipe": "torchtitan's recipe",
     "recipe-fp8": "torchtitan's recipe, fp8", "torchtitan": "torchtitan", "hf": "Hugging Face",
@@ -17,7 +19,8 @@ GPUS = {  # hybrid and each are of older records
 SWEEP = {
     "all": "nanocria", "long": "nanocria, activations on the CPU", "kernels": "nanocria, unfused loss",
     "torch": "nanocria, plain PyTorch", "hf": "Hugging Face", "liger": "Hugging Face + Liger",
-    "recipe": "torchtitan's recipe",
+    "recipe": "torchtitan's recipe", "lora": "nanocria, LoRA", "qlora": "nanocria, QLoRA",
+    "peft": "Hugging Face + Liger + peft, LoRA", "peft-qlora": "Hugging Face + Liger + peft, QLoRA",
 }  # fmt: skip
 LOSSES = {
     "nanocria": "nanocria", "nanocria-fp8": "nanocria, fp8", "nanocria-plain": "nanocria, plain PyTorch",
@@ -30,17 +33,46 @@ SWEEP_FLAGS = {
     "long": ["--offload_activations=true"],
     "kernels": ["--fused_loss=false"],
     "torch": ["--fused_kernels=false", "--attention=sdpa", "--fused_loss=false"],
+    "lora": ["--lora_rank=16"],
+    "qlora": ["--lora_rank=16", "--base_dtype=nf4"],
 }
 LOSSES_FLAGS = STEP_FLAGS | {"nanocria-plain": SWEEP_FLAGS["torch"]}
 SWEEP_PEERS = {  # offload -> builder
     "hf": {"none": "hf-masters", "all": "hf-offload"},
     "liger": {"none": "hf-liger-masters", "all": "hf-liger-offload"},
     "recipe": {"none": "recipe"},
+    "peft": {"none": "hf-liger-lora"},
+    "peft-qlora": {"none": "hf-liger-qlora"},
 }
 
 PIP = {"torchtitan": "'torchtitan<0.3'", "recipe-fp8": "'torchao>=0.17,<0.18'"}  # the versions that peers.py knows
 PIP |= dict.fromkeys(("hf", "hf-compiled", "float32"), "'transformers>=5.17,<6'")
 PIP |= dict.fromkeys(("hf-liger", "liger"), "liger-kernel==0.8.5 'transformers>=5.17,<6'")
+PIP |= dict.fromkeys(("peft", "peft-qlora"), PIP["liger"] + " 'peft>=0.19,<0.20' 'bitsandbytes>=0.50,<0.51'")
 
 # What snapshot.py tells apart in memory; the order of the table and of the plot.
 SNAPSHOT_PARTS = ["weights", "optimizer", "gradients", "saved activations", "loss head", "temporary", "other"]
+
+
+class Rung(NamedTuple):
+    title: str
+    on: str  # the rung whose settings it has too
+    flags: dict
+
+
+RUNGS = {
+    "plain": Rung("plain PyTorch, float32", "", {"dtype": "float32", "fused_kernels": "false", "fused_loss": "false",
+                                                 "attention": "sdpa", "activation_checkpointing": "none"}),
+    "kernels": Rung("fused kernels", "plain", {"fused_kernels": "true", "attention": "auto"}),
+    "loss": Rung("fused loss", "kernels", {"fused_loss": "true"}),
+    "checkpointing": Rung("full checkpointing", "loss", {"activation_checkpointing": "full"}),
+    "bf16": Rung("bfloat16 compute", "checkpointing", {"dtype": "bfloat16"}),
+    "adamw8bit": Rung("8-bit AdamW", "bf16", {"optimizer_bits": "8"}),
+    "galore": Rung("GaLore, rank 128, and 8-bit AdamW", "adamw8bit", {"optimizer": "galore", "galore_rank": "128"}),
+    "offload_optimizer": Rung("optimizer in CPU memory", "adamw8bit", {"offload": "optimizer"}),
+    "offload_all": Rung("weights in CPU memory too", "offload_optimizer", {"offload": "all"}),
+    "offload_activations": Rung("activations in CPU memory too", "offload_all", {"offload_activations": "true"}),
+    "nvme": Rung("optimizer on the NVMe drive", "offload_activations", {}),  # offload_dir
+    "lora": Rung("LoRA of rank 16", "bf16", {"lora_rank": "16", "lora_alpha": "32"}),
+    "qlora": Rung("QLoRA: the base in NF4", "lora", {"base_dtype": "nf4"}),
+}  # fmt: skip

@@ -2,6 +2,7 @@
 
 import itertools
 import statistics
+from collections.abc import Iterable
 
 from benchmarks import arms
 
@@ -147,12 +148,14 @@ def differences(row: dict, rows: list[dict]) -> list[float] | None:
 
 def loss_cells(row: dict, rows: list[dict]) -> list[str]:
     """The mean loss over the last third of the steps; the mean and the mean size of its differences there."""
-    third = max(len(row["losses"]) // 3, 1)
-    last, found = f"{statistics.fmean(row['losses'][-third:]):.4f}", differences(row, rows)
-    if found is None:
-        return [last, "-", "-"]
-    found = found[-third:]
-    return [last, f"{statistics.fmean(found):+.4f}", f"{statistics.fmean(map(abs, found)):.4f}"]
+    last, found = f"{last_third(row['losses']):.4f}", differences(row, rows)
+    return [last, f"{last_third(found):+.4f}", f"{last_third(map(abs, found)):.4f}"] if found else [last, "-", "-"]
+
+
+def last_third(numbers: Iterable[float]) -> float:
+    """The mean of the last third of them."""
+    numbers = list(numbers)
+    return statistics.fmean(numbers[-max(len(numbers) // 3, 1) :])
 
 
 # --- Sweeps ---
@@ -202,3 +205,18 @@ def labels(rows: list[dict]) -> dict[tuple, str]:
         said = [row[key] if key == "flags" else f"{key} {row[key]}" for key in differing if row[key]]
         names[values(row, SERIES)] = ", ".join([arms.SWEEP[row["arm"]], *said])
     return names
+
+
+# --- The ladder ---
+
+
+def rung_cells(rung: str, points: list[dict], losses: dict[str, float]) -> list[str]:
+    """Of a model's rung: memory of one sequence; the largest batch, its speed and memory; the loss, and what is new."""
+    rows = [row for row in points if row["rung"] == rung]
+    one, best = (f(done(rows), key=lambda row: row["batch"], default=None) for f in (min, max))
+    cells = [f"{one['peak_gib']:.1f}", f"{one['cpu_gib']:.0f}"] if one and one["batch"] == 1 else ["out of memory", "-"]
+    cells += [str(best["batch"]), cell(best)] if best else ["-", "-"]
+    if rung not in losses:
+        return [*cells, "-"]
+    below = losses.get(arms.RUNGS[rung].on)
+    return [*cells, f"{losses[rung]:.4f}" + (f" ({losses[rung] - below:+.4f})" if below else "")]

@@ -24,7 +24,8 @@ TRAINERS = {
     "nanocria-nccl": "#a8a29e", "nanocria-each": "#57534e", "nanocria-plain": "#7c2d12", "recipe": "#0f766e",
     "recipe-fp8": "#84cc16", "recipe-zero2": "#134e4a", "torchtitan": "#5eead4", "hf": "#9ca3af",
     "hf-compiled": "#4b5563", "hf-liger": "#2563eb", "float32": "#000000", "all": "#c2410c", "long": "#db2777",
-    "kernels": "#fb923c", "torch": "#7c2d12", "liger": "#2563eb",
+    "kernels": "#fb923c", "torch": "#7c2d12", "liger": "#2563eb", "lora": "#f59e0b",
+    "qlora": "#c2410c", "peft": "#2563eb", "peft-qlora": "#1e3a8a",
 }  # fmt: skip
 PARTS = ["#1e3a8a", "#2563eb", "#0f766e", "#c2410c", "#9333ea", "#f59e0b", "#9ca3af"]  # of memory
 DASHES = ["-", "--", "-.", ":"]
@@ -320,6 +321,28 @@ def draw_snapshot(record: dict, path: Path) -> None:
     axes_of[0].set(ylabel="GiB")
     handles, names = axes_of[0].get_legend_handles_labels()
     finish(figure, path, (handles[::-1], names[::-1]), ncols=1, loc="outside right center")
+
+
+def draw_ladder(record: dict, path: Path) -> None:
+    """A panel for each model: tokens a second at the largest batch over the memory that one sequence needs."""
+    models = list(dict.fromkeys(row["model"] for row in record["points"]))
+    figure, axes_of = panels(len(models), (5 * len(models), 4.5))
+    for axes, model in zip(axes_of, models, strict=True):
+        places = {}
+        for rung in trainers.RUNGS:
+            rows = [r for r in compare.done(record["points"]) if (r["model"], r["rung"]) == (model, rung)]
+            if rows and min(row["batch"] for row in rows) == 1:
+                one, best = (f(rows, key=lambda row: row["batch"]) for f in (min, max))
+                places[rung] = one["peak_gib"], best["tok_per_s"] / 1000
+        for i, (rung, at) in enumerate(places.items(), 1):
+            if below := places.get(trainers.RUNGS[rung].on):
+                axes.plot(*zip(below, at, strict=True), "-", color="#9ca3af", linewidth=1, zorder=1)
+            axes.plot(*at, "o", color=TRAINERS["nanocria"], label=f"{i}  {trainers.RUNGS[rung].title}")
+            axes.annotate(str(i), at, xytext=(4, 4), textcoords="offset points", fontsize=8)
+        axes.set(xlabel="peak GiB of one sequence", ylabel="thousand tokens per second at the largest batch")
+        axes.set(title=f"Llama {model.upper()}", xlim=(0, None), ylim=(0, None))
+        axes.legend(fontsize=6, frameon=False, handlelength=0)
+    finish(figure, path)
 
 
 PLOTS = {  # name -> the record that it is drawn from, and how

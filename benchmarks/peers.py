@@ -18,6 +18,8 @@ hf            transformers' LlamaForCausalLM in pure bf16: weights, gradients an
 hf-compiled   The same under torch.compile, its attention causal without a mask, as transformers itself has it from
               PyTorch 2.14 on.
 hf-liger      The same under Liger-Kernel's patches, its fused linear cross-entropy among them.
+hf-liger-lora hf-liger, frozen in bfloat16, and peft's adapters of rank 16 on its seven projections, in float32 under
+              autocast as peft has them; hf-liger-qlora has bitsandbytes' NF4 with double quantisation instead.
 hf-masters    hf with float32 weights, gradients and optimizer states and bf16 compute, through FSDP2; hf-offload keeps
               them in the CPU's memory, where AdamW works too. hf-liger-masters and hf-liger-offload likewise.
 """
@@ -303,6 +305,38 @@ def build_hf_masters(c: LlamaConfig, checkpointing: str, device: torch.device, l
     return model, loss_of
 
 
+def build_hf_lora(c: LlamaConfig, checkpointing: str, device: torch.device, nf4=False):
+    import peft
+
+    model, _ = build_hf(c, checkpointing, device, liger=True)
+    if nf4:
+        quantize_as_bitsandbytes(model.model.layers, device)
+    adapters = peft.LoraConfig(r=16, lora_alpha=32, target_modules="all-linear", task_type="CAUSAL_LM")
+    model = peft.get_peft_model(model, adapters)
+
+    def loss_of(tokens, targets):
+        with torch.autocast(device.type, torch.bfloat16):
+            return model(input_ids=tokens, labels=targets, shift_labels=targets).loss
+
+    return model, loss_of
+
+
+def quantize_as_bitsandbytes(layers: nn.Module, device: torch.device) -> None:
+    import bitsandbytes
+
+    for module in list(layers.modules()):
+        for name, child in list(module.named_children()):
+            if isinstance(child, nn.Linear):
+                packed = bitsandbytes.nn.Linear4bit(
+                    child.in_features, child.out_features, bias=False, compute_dtype=torch.bfloat16, device="meta"
+                )
+                packed.weight = bitsandbytes.nn.Params4bit(
+                    child.weight.detach().cpu(),  # quantised on its way to the GPU
+                    requires_grad=False, quant_type="nf4", compress_statistics=True,
+                )  # fmt: skip
+                setattr(module, name, packed.to(device))
+
+
 BUILDERS = {
     "recipe": build_recipe,
     "recipe-fp8": functools.partial(build_recipe, fp8="rowwise_with_gw_hp"),
@@ -311,6 +345,8 @@ BUILDERS = {
     "hf": build_hf,
     "hf-compiled": functools.partial(build_hf, compiled=True),
     "hf-liger": functools.partial(build_hf, liger=True),
+    "hf-liger-lora": build_hf_lora,
+    "hf-liger-qlora": functools.partial(build_hf_lora, nf4=True),
     "hf-masters": build_hf_masters,
     "hf-liger-masters": functools.partial(build_hf_masters, liger=True),
     "hf-offload": functools.partial(build_hf_masters, offload=True),
@@ -325,7 +361,7 @@ def train_step(model: nn.Module, loss_of, optimizer, tokens, targets) -> list[fl
     """Forward, backward, clip, update: the loss and the gradient norm, read when all of it has been launched."""
     loss = loss_of(tokens, targets)
     loss.backward()
-    grads = [parameter.grad for parameter in model.parameters()]
+    grads = [parameter.grad for parameter in model.parameters() if parameter.requires_grad]
     norm = torch.nn.utils.get_total_norm(grads, foreach=True)
     norm = norm.full_tensor() if isinstance(norm, DTensor) else norm
     torch.nn.utils.clip_grads_with_norm_(model.parameters(), 1.0, norm, foreach=True)
@@ -374,7 +410,8 @@ def measure(arm: str, config: str, batch: int, block: int, checkpointing="none",
     torch.manual_seed(1337)
     c = llama_config(config, block_size=block, **changes)
     model, loss_of = BUILDERS[arm](c, checkpointing, device)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, betas=(0.9, 0.95), weight_decay=0.1, fused=True)
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    optimizer = torch.optim.AdamW(trained, lr=LEARNING_RATE, betas=(0.9, 0.95), weight_decay=0.1, fused=True)
     times, losses = [], []
     data = batches(warmup + steps, batch, block, device)
     data[-1] = data[0]  # the losses of the first and the last step are of the same tokens, so that they tell

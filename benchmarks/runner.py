@@ -1,7 +1,9 @@
 """Starts train.py, or a peer of benchmarks/peers.py, in a process of its own on a clean card, and reads its result."""
 
 import contextlib
+import functools
 import json
+import math
 import os
 import re
 import signal
@@ -16,11 +18,23 @@ import torch
 from benchmarks import record, timing
 from benchmarks.arms import PIP
 from benchmarks.record import ROOT
+from configurator import preview
+from model import Llama, LlamaConfig
+from runtime.checkpoint_folder import write_folder
+from runtime.hf_config import write_config
+from runtime.hf_names import hf_rows
 
 CONFIG = "config/llama32_1b.py"  # the model that is measured unless another is named
 CHECKPOINTING = ["none", "selective", "full"]  # Hugging Face knows no selective
 OFFLOAD = ["none", "optimizer", "all"]
-PACKAGES = ("transformers", "liger_kernel", "torchtitan", "torchao")  # whose versions a record keeps
+PACKAGES = (
+    "transformers",
+    "liger_kernel",
+    "torchtitan",
+    "torchao",
+    "peft",
+    "bitsandbytes",
+)  # whose versions a record keeps
 TIMEOUT = 400  # seconds a point may take; compiling all of Hugging Face's model is a minute of it
 KEPT = ("ms_per_step", "tok_per_s", "mfu", "peak_gib", "reserved_gib", "estimated_gib", "oom", "failed")  # of a summary
 
@@ -91,6 +105,31 @@ def train_point(config, batch, block, checkpointing, steps, flags=(), ranks=1, w
         words = train_words(config, batch, block, checkpointing, out_dir, ranks)
         summary = train([*words, *flags, f"--max_iters={steps + warmup}"], out_dir, ranks, launch)
         return {key: summary[key] for key in KEPT if key in summary}
+
+
+@functools.cache
+def random_base(config: str) -> tempfile.TemporaryDirectory:
+    """A folder with random weights of the model, as published ones: adapters need a model to stand on.
+
+    The weights are pieces of the same 64 million numbers, and do for measuring speed and memory.
+    """
+    settings = preview(ROOT / "train.py", [str(ROOT / config)])
+    c = LlamaConfig(**{name: settings[name] for name in LlamaConfig.__dataclass_fields__})
+    with torch.device("meta"):
+        named = list(Llama(c).bfloat16().named_parameters())
+    numbers = 0.02 * torch.randn(2**26, generator=torch.Generator().manual_seed(0)).bfloat16()
+
+    def weight(shape):
+        if len(shape) == 1:
+            return torch.ones(shape, dtype=torch.bfloat16)
+        return numbers.repeat(-(-math.prod(shape) // len(numbers)))[: math.prod(shape)].view(shape)
+
+    rows = [rows for name, p in named for rows in hf_rows(name, p, c)]
+    rows = [each._replace(tensor=functools.partial(weight, each.shape)) for each in rows]
+    folder = tempfile.TemporaryDirectory()
+    documents = {"config.json": json.dumps(write_config(c, "bytes", "bfloat16", {}, {})).encode()}
+    write_folder(Path(folder.name), {"model": rows}, documents, {})
+    return folder
 
 
 def peer_point(arm, config, batch, block, checkpointing, steps, ranks=1, launch=None, **changes) -> dict:

@@ -7,6 +7,8 @@
     python bench.py --preset=8b                   Llama 3.1 8B, 512 tokens a sequence, on all GPUs, beside the recipe
     python bench.py -- --mlp_chunks=4             what stands behind -- goes to train.py, for ours alone
 
+    python bench.py --preset=finetune             24 GiB, Llama 3.1 8B with adapters, beside peft and bitsandbytes
+
 arms    all: train.py as it is; kernels: without the fused loss; torch: also without the kernels of norms, RoPE, MLP and
         attention; long: all, with --offload_activations=true; or none
 peers   hf: transformers' LlamaForCausalLM; liger: with Liger-Kernel's patches; recipe: see benchmarks/peers.py; or
@@ -35,7 +37,7 @@ from configurator import SettingError
 from runtime import memory, memory_stats
 
 # settings
-preset: Literal["study", "8b"] | None = None  # settings together, which other flags override
+preset: Literal["study", "8b", "finetune"] | None = None  # settings together, which other flags override
 sweep: Literal["batch", "seq", "both"] = "batch"  # what grows: batches, contexts
 arms = "all"  # ours: all, kernels, torch, long, or none
 peers = "none"  # beside them: hf, liger, recipe
@@ -60,6 +62,11 @@ PRESETS = {
     "8b": ["--config=config/llama31_8b.py", "--block_size=512", "--ranks=all", "--peers=recipe", "--checkpointing=full",
            f"--out={record.RECORDS / 'study_8b.json'}"],
 }  # fmt: skip
+PRESETS["finetune"] = [
+    *("--config=config/llama31_8b.py", "--sweep=both", "--block_size=2048", "--batch_size=1"),
+    *("--arms=lora,qlora", "--peers=peft,peft-qlora", "--memory_limit_gib=24", "--checkpointing=full"),
+    f"--out={record.RECORDS / 'finetune.json'}",
+]
 KEYS = dict.fromkeys(compare.KINDS, compare.SWEEP_PLACE)  # what names a row
 TIMEOUT = 900  # seconds a point may take: half a million tokens a step, attention over 131,072 of them
 HEADER = (
@@ -122,7 +129,7 @@ def measured(s: SimpleNamespace, known: dict | None = None):
             for series in [series for series in going if series[0] not in missing]:
                 row = place(*series, batch, block, s)
                 name = tuple(row.values())
-                row = known[name] if name in known else point(row, s)
+                row = known[name] if name in known else point(row, s.steps)
                 known |= {name: row} if "oom" in row else {}
                 missing |= {series[0]} if "missing" in row else set()
                 if "tok_per_s" not in row:
@@ -147,8 +154,8 @@ def place(arm: str, checkpointing: str, offload: str, batch: int, block: int, s:
     return dict(zip(compare.SWEEP_PLACE, (*where, s.memory_limit_gib, flags), strict=True))
 
 
-def point(row: dict, s: SimpleNamespace) -> dict:
-    """The row of this place, with what was measured there or why nothing was."""
+def point(row: dict, steps: int | None = None) -> dict:
+    """The row of this place, with what was measured there or why nothing was. steps: to measure; None: n_steps."""
     arm, offload = row["arm"], row["offload"]
     ours = arm in trainers.SWEEP_FLAGS
     try:
@@ -159,12 +166,15 @@ def point(row: dict, s: SimpleNamespace) -> dict:
     if needed > there:
         sentence = f"offload={offload} needs {needed:.1f} GiB of CPU memory, this machine has {there:.1f}"
         return row | {"failed": sentence}
-    warmup, steps = n_steps(row["batch"] * row["block"])
-    row |= {"steps": s.steps or steps}
+    warmup, usual = n_steps(row["batch"] * row["block"])
+    row |= {"steps": steps or usual}
     at = (row["config"], row["batch"], row["block"], row["checkpointing"], row["steps"])
-    common = {"ranks": s.ranks, "warmup": warmup, "launch": runner.limited(s.memory_limit_gib, TIMEOUT)}
+    common = {"ranks": row["ranks"], "warmup": warmup, "launch": runner.limited(row["limit_gib"], TIMEOUT)}
     if ours:
-        result = runner.train_point(*at, flags=[f"--offload={offload}", *trainers.SWEEP_FLAGS[arm], *s.flags], **common)
+        flags = [f"--offload={offload}", *trainers.SWEEP_FLAGS[arm], *shlex.split(row["flags"])]
+        if any(flag.startswith("--lora_rank") for flag in flags):
+            flags.append(f"--init_from={runner.random_base(row['config']).name}")
+        result = runner.train_point(*at, flags=flags, **common)
     else:
         result = runner.peer_point(trainers.SWEEP_PEERS[arm][offload], *at, **common)
     return row | {"oom": False} | result

@@ -1,4 +1,4 @@
-"""Atomic writes, locks between processes, and paths for messages."""
+"""Atomic writes, locks between processes, messages and the paths in them."""
 
 import errno
 import fcntl
@@ -40,6 +40,18 @@ def atomic_write(path: Path):
 def write_json(path: Path, content: dict) -> None:
     with atomic_write(path) as file:
         file.write((json.dumps(content, indent=2) + "\n").encode())
+
+
+def say(text: str = "", end: str = "\n") -> None:
+    """Print. A message that cannot be printed ends nothing: an ASCII log, a reader that has gone, a full disk."""
+    try:
+        try:
+            print(text, end=end, flush=True)
+        except UnicodeEncodeError:
+            print(text.encode("ascii", "backslashreplace").decode(), end=end, flush=True)
+    except OSError:
+        # Python's exit flushes sys.stdout: what is left in the old one's buffer would fail again.
+        sys.stdout = open(os.devnull, "w")  # noqa: SIM115
 
 
 def display_path(path: Path) -> str:

@@ -7,19 +7,24 @@
 A run reads one endless row of sequences: all blocks in a shuffled order, then all in another, and so on. Sequence i is
 a function of (seed, i) alone. So a step's batch is the same for any number of ranks and micro-batches, and a resumed
 run needs no loader state.
+
+Blocks of conversations are Packed: a token's number then has two bits more, which unpack() reads.
 """
 
 import functools
 import os
+from bisect import bisect_left, insort
+from collections import defaultdict
 from pathlib import Path
 
 import numpy as np
 import torch
 
-from data.tokens import Tokens
+from data.tokens import IS_TARGET, OPENS, Tokens
 from data.write import prepare_once
 
 FOLDER = Path(__file__).resolve().parent
+MASK_SHIFT = 32  # of a mask's bits, above those of a token's id
 
 
 def dataset_folder(dataset: str) -> Path:
@@ -27,15 +32,19 @@ def dataset_folder(dataset: str) -> Path:
     return FOLDER / os.path.expanduser(dataset).removeprefix("./").removeprefix("data/")
 
 
-def open_dataset(dataset: str, block_size: int, seed: int, vocab_size: int | None = None):
+def open_dataset(dataset: str, block_size: int, seed: int, vocab_size: int | None = None, mask_documents: bool = False):
     """The training and the validation blocks of a dataset. OSError or ValueError if it cannot be read.
 
-    vocab_size: of the model; a token beyond it is an error. None: the dataset's.
+    vocab_size: of the model; a token beyond it is an error. None: the dataset's. mask_documents: whether attention
+    stays within documents, which conversations need.
     """
     folder = dataset_folder(dataset)
     if folder.name == "pystdlib":  # the one dataset that needs nothing but Python
         prepare_once(folder)
-    train, val = (Blocks(Tokens(folder, split), block_size, vocab_size, seed, split) for split in ("train", "val"))
+    splits = [Tokens(folder, split) for split in ("train", "val")]
+    if splits[0].masks and not mask_documents:
+        raise ValueError(f"{folder} holds conversations, several in a block: add --mask_documents=true")
+    train, val = ((Packed if t.masks else Blocks)(t, block_size, vocab_size, seed) for t in splits)
     known = train.meta["vocab_size"]
     if train.vocab_size < known:
         raise ValueError(
@@ -47,10 +56,12 @@ def open_dataset(dataset: str, block_size: int, seed: int, vocab_size: int | Non
 class Blocks:
     """One split of a dataset, cut into blocks of block_size tokens and the one that follows them."""
 
-    def __init__(self, tokens: Tokens, block_size: int, vocab_size: int | None, seed: int, split: str):
+    packing = ""  # what Packed did, in a sentence
+
+    def __init__(self, tokens: Tokens, block_size: int, vocab_size: int | None, seed: int):
         self.tokens, self.block_size, self.seed = tokens, block_size, seed
         self.meta, self.vocab_size = tokens.meta, vocab_size or tokens.meta["vocab_size"]
-        self.n_blocks = tokens.blocks(block_size, shifted=split == "train")
+        self.n_blocks = tokens.blocks(block_size, shifted=tokens.split == "train")
 
     def read(self, indices, shift: int | None = None) -> torch.Tensor:
         """Blocks (len(indices), T + 1) int64. ValueError if one holds a token that the embedding does not have."""
@@ -58,12 +69,108 @@ class Blocks:
 
     def sequences(self, first: int, n: int) -> torch.Tensor:
         """Sequences first .. first + n - 1 of the run, (n, T + 1) int64."""
+        return torch.cat([self.read(indices, shift) for indices, shift in self._blocks_of(first, n)])
+
+    def _blocks_of(self, first: int, n: int):
+        """The blocks of these sequences, and where the first block of the epoch starts: a pair for each epoch."""
         epochs, positions = np.divmod(np.arange(first, first + n), self.n_blocks)
-        blocks = []
         for epoch in np.unique(epochs):
             order, shift = epoch_order(self.seed, int(epoch), self.n_blocks, self.block_size)
-            blocks.append(self.read(order[positions[epochs == epoch]], shift))
-        return torch.cat(blocks)
+            yield order[positions[epochs == epoch]], shift
+
+    def weights(self, first: int, n_micro: int, batch_size: int, dtype=torch.float32) -> torch.Tensor:
+        """The weight (n_micro,) of the mean loss of each micro-batch of the step whose sequences begin with first.
+
+        It is the number of its targets over that of the average micro-batch. So the mean of weight times mean loss is
+        the sum over all targets of the step, divided once by their number, however the step is cut.
+        """
+        return torch.ones(n_micro, dtype=dtype)  # every token is a target
+
+
+class Packed(Blocks):
+    """One split of conversations, packed into blocks of block_size + 1 tokens: none is cut that fits into one.
+
+    Best fit, the longest conversations first. Which ones share a block is the same in all epochs, and does not matter:
+    attention stays within a conversation, and positions need not restart, for RoPE knows only their differences. What a
+    conversation has beyond a block is cut off. Raises ValueError if no answer is left.
+    """
+
+    def __init__(self, tokens: Tokens, block_size: int, vocab_size: int | None, seed: int):
+        self.tokens, self.block_size, self.seed = tokens, block_size, seed
+        self.meta, self.vocab_size = tokens.meta, vocab_size or tokens.meta["vocab_size"]
+        (mask,), room = tokens.masks, block_size + 1
+        starts = np.flatnonzero(mask & OPENS)
+        lengths = np.diff(starts, append=len(mask))
+        n_cut = int((lengths > room).sum())
+        lengths = np.minimum(lengths, room)
+        targets = np.array([int((mask[s : s + n] & IS_TARGET).sum()) for s, n in zip(starts, lengths, strict=True)])
+        starts, lengths, targets = (of_each[targets > 0] for of_each in (starts, lengths, targets))
+        if not len(starts):
+            raise ValueError(
+                f"{tokens.folder}: no {tokens.split} conversation reaches an answer within block_size {block_size:,}"
+            )
+        order = np.random.default_rng(seed).permutation(len(starts))
+        order = order[np.argsort(-lengths[order], kind="stable")]
+        starts, lengths, targets = starts[order], lengths[order], targets[order]
+        self.blocks = pack(lengths.tolist(), room)
+        self.starts, self.lengths, self.n_blocks = starts, lengths, len(self.blocks)
+        self.n_targets = np.array([targets[block].sum() for block in self.blocks])
+        full, learned = lengths.sum() / (self.n_blocks * room), targets.sum() / lengths.sum()
+        self.packing = f"{len(starts):,} conversations, {learned:.1%} of their tokens targets; blocks {full:.1%} full"
+        self.packing += f"; {n_cut:,} longer than block_size are cut" if n_cut else ""
+
+    def read(self, indices, shift=None) -> torch.Tensor:
+        """Blocks (len(indices), T + 1) int64, for unpack(). ValueError as Blocks' for a token beyond the embedding."""
+        found = np.full((len(indices), self.block_size + 1), self.meta["end_of_text"])  # padding is no target
+        (tokens,), (mask,) = self.tokens.shards, self.tokens.masks
+        for row, index in zip(found, indices, strict=True):
+            at = 0
+            for i in self.blocks[index]:
+                here, there = slice(at, at + self.lengths[i]), slice(self.starts[i], self.starts[i] + self.lengths[i])
+                row[here] = tokens[there]
+                if row[here].max() >= self.vocab_size:
+                    raise ValueError(
+                        f"{self.tokens.paths[0]} holds token {row[here].max()}, but vocab_size is {self.vocab_size}: "
+                        "prepare the data again or set vocab_size"
+                    )
+                row[here] |= mask[there].astype(np.int64) << MASK_SHIFT
+                at = here.stop
+            row[at : at + 1] |= OPENS << MASK_SHIFT  # padding sees no conversation
+        return torch.from_numpy(found)
+
+    def weights(self, first: int, n_micro: int, batch_size: int, dtype=torch.float32) -> torch.Tensor:
+        indices = np.concatenate([indices for indices, _ in self._blocks_of(first, n_micro * batch_size)])
+        n_targets = torch.from_numpy(self.n_targets[indices].reshape(n_micro, batch_size).sum(1)).double()
+        return (n_targets / n_targets.mean()).to(dtype)
+
+
+def unpack(blocks: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """Tokens, targets (-100 where the model is to learn nothing), and whether the token is a conversation's first, all
+    (B, T), of Packed blocks (B, T + 1).
+    """
+    tokens, mask = blocks & (2**MASK_SHIFT - 1), blocks >> MASK_SHIFT
+    targets = torch.where((mask[:, 1:] & IS_TARGET) > 0, tokens[:, 1:], -100)
+    return tokens[:, :-1], targets, (mask[:, :-1] & OPENS) > 0
+
+
+def pack(lengths: list[int], room: int) -> list[list[int]]:
+    """Which of these go into which block: each, in their order, into the fullest block that has room for it."""
+    blocks, by_space, spaces = [], defaultdict(list), []  # by_space: the blocks with so much room left; spaces: sorted
+    for i, length in enumerate(lengths):
+        at = bisect_left(spaces, length)
+        if at == len(spaces):
+            block, space = len(blocks), room
+            blocks.append([])
+        else:
+            space = spaces[at]
+            block = by_space[space].pop()
+            if not by_space[space]:
+                del spaces[at]
+        blocks[block].append(i)
+        if not by_space[space - length]:
+            insort(spaces, space - length)
+        by_space[space - length].append(block)
+    return blocks
 
 
 @functools.lru_cache(maxsize=2)

@@ -1,141 +1,177 @@
-"""A tiktoken `Encoding` by name: bytes, gpt2, cl100k_base, o200k_base or llama3.
+"""Tokenizers: bytes, gpt2, cl100k_base, o200k_base, llama3, or any folder that holds one.
 
-    tokenizer = get_tokenizer("bytes")
-    tokenizer.decode(tokenizer.encode_ordinary("hello")) == "hello"
+    tokenizer = get_tokenizer("bytes")  # by name; bytes needs no files
+    tokenizer = get_tokenizer("Llama-3.2-1B")  # by path: a tokenizer.json, Meta's tokenizer.model, or their folder
+    tokenizer = tokenizer_of(Path("out/step_001000"))  # of a dataset, a checkpoint or published weights
 
-`bytes` needs no files. The GPT vocabularies are downloaded by tiktoken on first use. `llama3` reads the
-`tokenizer.model` that Meta publishes with the weights; its license must be accepted first, so nothing here
-downloads it.
+    tokenizer.encode("a <|eot_id|>")  # of text: a special token that it spells out is text
+    tokenizer.encode("a <|eot_id|>", special=True)  # of prompts and chat templates: it is the token
+
+tiktoken downloads the GPT vocabularies on first use. Meta's tokenizer.model comes with the weights; its license must be
+accepted first, so nothing here downloads it. A tokenizer.json is read by Hugging Face's `tokenizers`; Llama 3's, and
+those that our runs write for others, by tiktoken.
 """
 
-import base64
+import contextlib
 import hashlib
+import json
+from collections.abc import Iterable
 from pathlib import Path
 
-import requests  # tiktoken depends on it and downloads with it
-import tiktoken
-
 from configurator import did_you_mean
-
-NAMES = ["bytes", "gpt2", "cl100k_base", "o200k_base", "llama3"]
-END_OF_TEXT_NAMES = ["<|endoftext|>", "<|end_of_text|>"]  # OpenAI's spelling, Meta's spelling
-
-# Llama 3 cuts text into words before merging bytes: contractions, words with one leading space or sign,
-# numbers of at most three digits, punctuation, line ends, other blanks.
-LLAMA3_PATTERN = "|".join(
-    [
-        r"(?i:'s|'t|'re|'ve|'m|'ll|'d)",
-        r"[^\r\n\p{L}\p{N}]?\p{L}+",
-        r"\p{N}{1,3}",
-        r" ?[^\s\p{L}\p{N}]+[\r\n]*",
-        r"\s*[\r\n]+",
-        r"\s+(?!\S)",
-        r"\s+",
-    ]
+from data.tiktoken_files import (
+    DOWNLOADS,
+    bytes_encoding,
+    encoding_of_json,
+    is_llama3,
+    llama3_encoding,
+    openai_encoding,
 )
-# 256 special tokens follow the 128,000 merged ones, in this order, as in the vocabularies of Llama 3.1 and 3.2.
-# (3.0 still calls the finetune_right_pad and eom ids reserved; Meta's own code calls reserved_2 <|step_id|>.)
-LLAMA3_SPECIAL_TOKENS = [
-    "<|begin_of_text|>",  # 128000
-    "<|end_of_text|>",  # 128001
-    "<|reserved_special_token_0|>",
-    "<|reserved_special_token_1|>",
-    "<|finetune_right_pad_id|>",  # 128004
-    "<|reserved_special_token_2|>",
-    "<|start_header_id|>",  # 128006
-    "<|end_header_id|>",  # 128007
-    "<|eom_id|>",  # 128008, end of message: a tool's answer is expected
-    "<|eot_id|>",  # 128009, end of turn
-    "<|python_tag|>",  # 128010
-    *(f"<|reserved_special_token_{i}|>" for i in range(3, 248)),  # 128011 .. 128255
-]
+from data.vocabulary import HuggingFace, Tiktoken, Tokenizer, vocabulary_name
+from data.vocabulary import TextStream as TextStream
+
+NAMES = ["bytes", *DOWNLOADS, "llama3"]
+FILES = (  # that belong to a tokenizer, as Hugging Face publishes them
+    "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja",
+    "generation_config.json",
+)  # fmt: skip
+MODEL_FILES = ["tokenizer.model", "original/tokenizer.model"]  # Meta's place, Hugging Face's
+LLAMA3_VOCAB = 128256
+DESCRIPTIONS = ("meta.json", "run.json", "params.json", "config.json", "base_config.json")  # of data, of models
 ROOT = Path(__file__).resolve().parents[1]
-LLAMA3_PLACES = [ROOT / "tokenizer.model", ROOT / "original" / "tokenizer.model"]
 
 
-def get_tokenizer(name: str, path: str | Path | None = None) -> tiktoken.Encoding:
-    """Return the Encoding called `name`; `path` is llama3's tokenizer.model, or the folder that holds it.
+def get_tokenizer(name: str | Path, path: str | Path | None = None) -> Tokenizer:
+    """The tokenizer of a name, or in a folder or file; `path` is llama3's tokenizer.model, or the folder that holds it.
 
-    Raises ValueError for an unknown name, a path that the tokenizer does not read or a broken file, FileNotFoundError
-    when a vocabulary file is neither here nor to be had, saying where to get it and where to put it.
+    Raises ValueError for an unknown name, a path that the tokenizer does not read or a damaged file, FileNotFoundError
+    when a file is neither here nor to be had, saying where to get it and where to put it, ImportError without the
+    package that reads it.
     """
     if path is not None and name != "llama3":
         raise ValueError(f"tokenizer_path is {path}, but only the tokenizer llama3 is read from a file, not {name}")
     if name == "bytes":
-        return bytes_tokenizer()
+        return Tiktoken(bytes_encoding())
     if name == "llama3":
-        return llama3_tokenizer(path)
-    if name not in NAMES:
-        hint = did_you_mean(name, {known: known for known in NAMES}, cutoff=0.4) or "."
-        raise ValueError(f"Unknown tokenizer {name}{hint} There are: {', '.join(NAMES)}")
-    try:
-        return tiktoken.get_encoding(name)
-    except requests.RequestException as error:
-        if error.request is None:  # broken off on the way
-            raise OSError(f"the download of tokenizer {name} failed: {error}") from error
-        url = error.request.url
-        cached_as = hashlib.sha1(url.encode()).hexdigest()  # tiktoken's own naming
+        return read_model(find_model(Path(path or ROOT)))
+    if name in NAMES:
+        tokenizer = Tiktoken(openai_encoding(name))
+        tokenizer.files = tokenizer.hf_files()  # another machine may not have the download
+        return tokenizer
+    path = Path(name)
+    if path.is_dir() or (path.is_file() and path.name == "tokenizer.json"):
+        return tokenizer_of(path if path.is_dir() else path.parent)
+    if path.is_file():
+        content = path.read_bytes()
+        return read_json(path, {"tokenizer.json": content}) if content.lstrip()[:1] == b"{" else read_model(path)
+    if path.suffix or path.name != str(name):
         raise FileNotFoundError(
-            f"tokenizer {name} needs {url}, which could not be downloaded. On a machine with a network fetch that "
-            f"file, store it here as {cached_as} in a folder of your choice, and set TIKTOKEN_CACHE_DIR to the folder"
-        ) from error
+            f"{name} does not exist: a tokenizer is {', '.join(NAMES)}, or a folder or file that is"
+        )
+    hint = did_you_mean(str(name), {known: known for known in NAMES}, cutoff=0.4) or "."
+    raise ValueError(f"Unknown tokenizer {name}{hint} There are: {', '.join(NAMES)}, and files and folders")
 
 
-def end_of_text(tokenizer: tiktoken.Encoding) -> int:
-    """Return the id of the token that ends every document. Raises ValueError if the Encoding has none."""
-    for token in END_OF_TEXT_NAMES:
-        if token in tokenizer.special_tokens_set:
-            return tokenizer.encode_single_token(token)
-    raise ValueError(f"tokenizer {tokenizer.name} has no end-of-text token, neither of {END_OF_TEXT_NAMES}")
+def tokenizer_of(folder: Path) -> Tokenizer:
+    """The tokenizer of a dataset, of a checkpoint of ours or of published weights; its bos is that of their data.
 
-
-def bytes_tokenizer() -> tiktoken.Encoding:
-    """Ids 0..255 are the bytes themselves, 256 is <|endoftext|>."""
-    return tiktoken.Encoding(
-        "bytes",
-        # Nothing ever merges, so where the text is cut does not matter: 64 at a time is 4x faster than one by one.
-        pat_str=r"(?s:.{1,64})",
-        mergeable_ranks={bytes([i]): i for i in range(256)},
-        special_tokens={"<|endoftext|>": 256},
-    )
-
-
-def llama3_tokenizer(path: str | Path | None = None) -> tiktoken.Encoding:
-    """Read Meta's tokenizer.model; its special tokens take the ids after the last rank."""
-    if path is None:
-        places = LLAMA3_PLACES
-    elif Path(path).is_dir():
-        places = [Path(path) / "tokenizer.model", Path(path) / "original" / "tokenizer.model"]
+    Raises what get_tokenizer raises.
+    """
+    found = read_files(folder, DESCRIPTIONS)
+    meta, run, params, config, adapted = (parse(found.get(name, b"{}"), folder / name) for name in DESCRIPTIONS)
+    config, data = config or adapted, meta or run.get("dataset", {})
+    sizes = (params.get("vocab_size"), config.get("vocab_size"))
+    name = meta.get("tokenizer", config.get("nanocria_tokenizer"))
+    files = dataset_files(folder, meta) if meta else read_files(folder, FILES)
+    if name == "bytes":
+        tokenizer = get_tokenizer(name)
+    elif "tokenizer.json" in files:
+        tokenizer = read_json(folder / "tokenizer.json", files, name, config.get("eos_token_id"))
+    elif name in DOWNLOADS:
+        tokenizer = get_tokenizer(name)
+    elif name == "llama3" or LLAMA3_VOCAB in sizes or any((folder / name).exists() for name in MODEL_FILES):
+        tokenizer = read_model(find_model(folder, ROOT))
     else:
-        places = [Path(path)]
-    file = next((place for place in places if place.is_file()), None)
-    if file is None:
         raise FileNotFoundError(
-            f"tokenizer llama3 needs Meta's tokenizer.model, which is not at {' or '.join(map(str, places))}. Accept "
-            "the license at https://huggingface.co/meta-llama/Llama-3.2-1B, then: "
+            f"{folder} does not say its tokenizer, and has none of tokenizer.json, {', '.join(MODEL_FILES)}; "
+            f"only Llama 3's is known by its size, {LLAMA3_VOCAB:,}"
+        )
+    if data:
+        # A model whose data had no bos has seen every document begin behind the end of another.
+        tokenizer.bos = data.get("bos", None if meta else data["end_of_text"])
+        tokenizer.eos = list(dict.fromkeys([*data.get("eos", []), *tokenizer.eos]))
+    elif name in NAMES:  # a converted checkpoint
+        tokenizer.bos = config.get("bos_token_id", tokenizer.bos)
+    if "chat_template.jinja" in files:  # of the conversations that it was trained on
+        tokenizer.chat_template = files["chat_template.jinja"].decode()
+    return tokenizer
+
+
+def read_files(folder: Path, names: Iterable[str]) -> dict[str, bytes]:
+    return {name: (folder / name).read_bytes() for name in names if (folder / name).is_file()}
+
+
+def dataset_files(folder: Path, meta: dict) -> dict[str, bytes]:
+    """The tokenizer's files that a dataset keeps. Raises ValueError if one is not what was written."""
+    digests = meta.get("tokenizer_files", {})
+    files = read_files(folder, digests)
+    for name, sha256 in digests.items():
+        if hashlib.sha256(files.get(name, b"")).hexdigest() != sha256:
+            what = "damaged, or another tokenizer's" if name in files else "missing"
+            raise ValueError(f"{folder / name} is {what}: put back what the data were made with, or prepare them again")
+    return files
+
+
+def read_json(path: Path, files: dict[str, bytes], name: str | None = None, eos: int | list | None = None) -> Tokenizer:
+    """A tokenizer.json, with files that belong to it; name: of ours, whose run wrote it; eos: what config.json says."""
+    config, content = {}, parse(files["tokenizer.json"], path)
+    for file in ("special_tokens_map.json", "tokenizer_config.json"):
+        config |= parse(files.get(file, b"{}"), path.with_name(file))
+    generation = parse(files.get("generation_config.json", b"{}"), path.with_name("generation_config.json"))
+    config["eos_token_id"] = generation.get("eos_token_id", eos)
+    if "chat_template.jinja" in files:
+        config["chat_template"] = files["chat_template.jinja"].decode()
+    name = "llama3" if is_llama3(content) else name
+    if name in NAMES:
+        return Tiktoken(encoding_of_json(name, content, path), files, config)
+    return HuggingFace(path, files, config)
+
+
+def read_model(file: Path) -> Tokenizer:
+    return Tiktoken(llama3_encoding(file), {"tokenizer.model": file.read_bytes()})
+
+
+def find_model(*places: Path) -> Path:
+    """Meta's tokenizer.model: the first that is one of these files, or in one of these folders."""
+    files = [file for place in places for file in (place, *(place / name for name in MODEL_FILES))]
+    found = next((file for file in files if file.is_file()), None)
+    if found is None:
+        raise FileNotFoundError(
+            f"tokenizer llama3 needs Meta's tokenizer.model, which is not at {' or in '.join(map(str, places))}. "
+            "Accept the license at https://huggingface.co/meta-llama/Llama-3.2-1B, then: "
             f"hf download meta-llama/Llama-3.2-1B original/tokenizer.model --local-dir {ROOT}"
         )
-    ranks = read_ranks(file)
-    special_tokens = {token: len(ranks) + i for i, token in enumerate(LLAMA3_SPECIAL_TOKENS)}
-    return tiktoken.Encoding("llama3", pat_str=LLAMA3_PATTERN, mergeable_ranks=ranks, special_tokens=special_tokens)
+    return found
 
 
-def read_ranks(file: Path) -> dict[bytes, int]:
-    """Read a tiktoken vocabulary, one `base64(token) rank` a line, ranks 0, 1, 2, ... and every byte among them.
+def parse(content: bytes, path: Path) -> dict:
+    """The JSON object in a file. Raises ValueError for a damaged one."""
+    try:
+        found = json.loads(content)
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{path} is damaged: {error}") from error
+    if not isinstance(found, dict):
+        raise ValueError(f"{path} is damaged: it holds no JSON object")
+    return found
 
-    tiktoken's own loader would keep a copy by path in its cache, and serve it after the file has changed.
-    """
-    ranks = {}
-    for number, line in enumerate(file.read_bytes().splitlines(), start=1):
-        try:
-            token, rank = line.split()
-            ranks[base64.b64decode(token, validate=True)] = int(rank)
-        except ValueError as error:
-            raise ValueError(
-                f"{file}:{number} is not a line of a tiktoken vocabulary (base64 token, rank): is this the "
-                "tokenizer.model of Llama 3? Llama 2's is another format"
-            ) from error
-    whole = sorted(ranks.values()) == list(range(len(ranks))) and all(bytes([i]) in ranks for i in range(256))
-    if not whole:
-        raise ValueError(f"{file} is incomplete: {len(ranks):,} tokens whose ranks or single bytes have gaps")
-    return ranks
+
+def published_name(folder: Path) -> str | None:
+    """The name of the tokenizer whose tokenizer.json a folder holds, without reading it by `tokenizers`; else None."""
+    with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
+        content = parse((folder / "tokenizer.json").read_bytes(), folder)
+        vocabulary = content["model"]["vocab"]
+        if isinstance(vocabulary, list):  # of pairs, token and score
+            vocabulary = {token: i for i, (token, _) in enumerate(vocabulary)}
+        ids = vocabulary | {token["content"]: token["id"] for token in content["added_tokens"]}
+        return "llama3" if is_llama3(content) else vocabulary_name(ids)
+    return None

@@ -4,8 +4,10 @@ A dataset is a folder of
 
     train.bin, val.bin   token ids one after another, little-endian, uint16 where the vocabulary fits, else uint32;
                          a large dataset has shards: train_000000.bin, train_000001.bin, ...
-    meta.json            tokenizer, vocab_size, dtype, end_of_text (its id), the documents, tokens, UTF-8 bytes and
-                         SHA-256 of each split, and how many tokens each file holds
+    train.mask, val.mask   of conversations: a byte for each token, IS_TARGET (an answer's) + OPENS (a conversation)
+    meta.json            tokenizer, vocab_size, dtype, end_of_text (its id), bos (its id) if documents begin with one,
+                         the documents, tokens, UTF-8 bytes and SHA-256 of each split, how many tokens each file holds
+    tokenizer.json, ...  the tokenizer's files, where its name is not enough; meta.json has their SHA-256
 
 Every document ends with the end-of-text token. meta.json is written last: a folder without it is not a dataset.
 
@@ -24,6 +26,7 @@ import numpy as np
 from data.files import display_path
 
 SPLITS = ("train", "val")
+IS_TARGET, OPENS = 1, 2  # bits of a mask: the token is to be learned; it is a conversation's first
 
 
 def token_dtype(vocab_size: int) -> np.dtype:
@@ -47,10 +50,14 @@ class Tokens:
         self.meta = read_meta(self.folder)
         n_tokens = self.meta["files"][split]  # {file name: tokens}
         self.paths = [self.folder / name for name in n_tokens]
-        self.shards = [self._map(path, n_tokens[path.name]) for path in self.paths]
-
-    def _map(self, path: Path, n_tokens: int) -> np.memmap:
         dtype = np.dtype(self.meta["dtype"]).newbyteorder("<")
+        self.shards = [self._map(path, n_tokens[path.name], dtype) for path in self.paths]
+        self.masks = []  # one a shard, where the dataset holds conversations
+        if f"{split}_targets" in self.meta:
+            self.masks = [self._map(path.with_suffix(".mask"), n_tokens[path.name], np.uint8) for path in self.paths]
+
+    def _map(self, path: Path, n_tokens: int, dtype) -> np.memmap:
+        dtype = np.dtype(dtype)
         if not path.exists():
             raise FileNotFoundError(
                 f"{path} is missing, but meta.json lists it: {how_to_prepare(self.folder, self.meta)}"
@@ -132,7 +139,8 @@ def read_meta(folder: str | Path) -> dict:
         counts = [list(meta["files"][split].values()) for split in SPLITS]
         numbers = [meta["vocab_size"], meta["val_bytes"], *sum(counts, [])]
         sound = all(counts) and all(type(n) is int and n > 0 for n in numbers)  # an empty file is never listed
-        sound = sound and type(meta["end_of_text"]) is int and 0 <= meta["end_of_text"] < meta["vocab_size"]
+        special = [meta["end_of_text"], meta.get("bos", 0)]
+        sound = sound and all(type(i) is int and 0 <= i < meta["vocab_size"] for i in special)
     except (KeyError, TypeError, AttributeError):
         sound = False
     if not sound or meta["dtype"] not in ("uint16", "uint32"):

@@ -14,30 +14,27 @@ import json
 import lzma
 import multiprocessing
 import os
-import re
 import runpy
 import signal
 import sys
 import threading
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ProcessPoolExecutor
-from contextlib import contextmanager
-from itertools import pairwise
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import numpy as np
-import tiktoken
 
-from data.files import atomic_write, display_path, lock, write_json
-from data.tokenizer import end_of_text
-from data.tokens import SPLITS, token_dtype
+from data.files import atomic_write, display_path, lock, say, write_json
+from data.tokenizer import NAMES, Tokenizer, get_tokenizer
+from data.tokens import IS_TARGET, SPLITS, token_dtype
 
-MOST_BLANKS = 25_000  # in a row, of a text that tiktoken cannot take whole
 BATCH_CHARS = 2**20  # text handed to a worker at a time: enough to hide the hand-over, small enough to hold many
 
 Document = tuple[str, str]  # (split, text)
+Encode = Callable[[str, Tokenizer], tuple[list[int], list[int], int]]  # the ids of a text, their mask, its bytes
 
 
 def split_of(key: str, val_fraction: float) -> str:
@@ -51,11 +48,22 @@ def check_val_fraction(val_fraction: float) -> None:
         raise ValueError(f"--val_fraction is {val_fraction}, expected a share above 0 and below 1")
 
 
+def open_lock(path: Path):
+    """Open a lock file, and make its folder."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        return open(path, "w")  # NFS locks no file that is open for reading only
+    except OSError as error:
+        how = "prepare the data in another folder, with prepare.py --out FOLDER, and train with --dataset=FOLDER"
+        raise OSError(f"{path.parent} cannot be written ({error.strerror}): {how}") from error
+
+
 @contextmanager
 def write_lock(folder: Path):
     """Make the folder and lock it against other writers. Raises BlockingIOError if another process writes to it."""
-    folder.mkdir(parents=True, exist_ok=True)
-    with open(folder / ".lock", "w") as file:
+    if (folder / "config.json").exists():
+        raise ValueError(f"{folder} holds a model, whose tokenizer's files a dataset would replace: name another --out")
+    with open_lock(folder / ".lock") as file:
         try:
             lock(file)
         except BlockingIOError:
@@ -67,7 +75,7 @@ def write_lock(folder: Path):
 def write_dataset(
     folder: Path,
     documents: Iterable[Document],
-    tokenizer: tiktoken.Encoding,
+    tokenizer: Tokenizer,
     extra: dict | None = None,
     **options,  # of write_tokens
 ) -> dict:
@@ -80,36 +88,43 @@ def write_dataset(
 def write_tokens(
     folder: Path,
     documents: Iterable[Document],
-    tokenizer: tiktoken.Encoding,
+    tokenizer: Tokenizer,
     shard: str = "",
     workers: int = 1,
     progress: Callable[[dict], None] | None = None,
+    encode: Encode | None = None,
 ) -> dict:
     """Tokenize documents into train{shard}.bin and val{shard}.bin. Return {split: counts}: documents, tokens, bytes and
-    the SHA-256 of the file.
+    the SHA-256 of what was written.
+
+    encode: how, if other than encode_text; its masks go to train{shard}.mask and val{shard}.mask, and the counts have
+    targets, too.
 
     Streams: memory does not grow with the documents. `progress` is called with the counts so far. Raises ValueError if
     a split of an unsharded dataset would be empty; an older dataset is then left unchanged.
     """
     dtype = token_dtype(tokenizer.n_vocab)
-    counts = {split: dict(documents=0, tokens=0, bytes=0) for split in SPLITS}
+    counts = {split: Counter(documents=0, tokens=0, bytes=0) for split in SPLITS}
     digests = {split: hashlib.sha256() for split in SPLITS}
-    with atomic_write(folder / f"train{shard}.bin") as train, atomic_write(folder / f"val{shard}.bin") as val:
-        for encoded in encode_documents(documents, tokenizer, workers):
-            for file, split in (train, "train"), (val, "val"):
-                tokens, n_documents, n_bytes = encoded[split]
-                tokens = tokens.astype(dtype)
-                file.write(tokens)
-                digests[split].update(tokens)
-                counts[split]["documents"] += n_documents
-                counts[split]["tokens"] += len(tokens)
-                counts[split]["bytes"] += n_bytes
+    with ExitStack() as stack:
+        kinds = (".bin", ".mask") if encode else (".bin",)
+        files = {
+            split: [stack.enter_context(atomic_write(folder / f"{split}{shard}{kind}")) for kind in kinds]
+            for split in SPLITS
+        }
+        for encoded in encode_documents(documents, tokenizer, workers, encode):
+            for split in SPLITS:
+                tokens, mask, found = encoded[split]
+                for file, content in zip(files[split], (tokens.astype(dtype), mask), strict=False):
+                    file.write(content)
+                    digests[split].update(content)
+                counts[split].update(found)
             if progress:
                 progress(counts)
         if not shard:
             require_both_splits(counts)
         (folder / "meta.json").unlink(missing_ok=True)  # it described the files that are being replaced
-    return {split: counts[split] | {"sha256": digests[split].hexdigest()} for split in SPLITS}
+    return {split: dict(counts[split], sha256=digests[split].hexdigest()) for split in SPLITS}
 
 
 def require_both_splits(counts: dict) -> None:
@@ -123,16 +138,23 @@ def require_both_splits(counts: dict) -> None:
         )
 
 
-def write_meta(folder: Path, tokenizer: tiktoken.Encoding, shards: dict[str, dict], **extra) -> dict:
+def write_meta(folder: Path, tokenizer: Tokenizer, shards: dict[str, dict], **extra) -> dict:
     """Write meta.json for the shards, {suffix: counts}, and return its content."""
-    counts = {s: {k: sum(c[s][k] for c in shards.values()) for k in ("documents", "tokens", "bytes")} for s in SPLITS}
+    names = [name for name in next(iter(shards.values()))["train"] if name != "sha256"]
+    counts = {s: {name: sum(c[s][name] for c in shards.values()) for name in names} for s in SPLITS}
     require_both_splits(counts)
     digests = {split: digest_of([c[split].get("sha256") for c in shards.values()]) for split in SPLITS}
+    for name, content in tokenizer.files.items():
+        with atomic_write(folder / name) as file:
+            file.write(content)
+    kept = {name: hashlib.sha256(content).hexdigest() for name, content in tokenizer.files.items()}
     meta = dict(
         tokenizer=tokenizer.name,
         vocab_size=tokenizer.n_vocab,
         dtype=token_dtype(tokenizer.n_vocab).name,
-        end_of_text=end_of_text(tokenizer),
+        end_of_text=tokenizer.end_of_text,
+        **({} if tokenizer.bos is None else {"bos": tokenizer.bos}),
+        **({"tokenizer_files": kept} if kept else {}),
         **{f"{split}_{what}": number for split in SPLITS for what, number in counts[split].items()},
         **{f"{split}_sha256": digest for split, digest in digests.items() if digest},
         **extra,
@@ -150,7 +172,7 @@ def digest_of(digests: list[str | None]) -> str | None:
 
 
 def write_shard(
-    folder: Path, number: int, documents: Iterable[Document], tokenizer: tiktoken.Encoding, source: dict, **options
+    folder: Path, number: int, documents: Iterable[Document], tokenizer: Tokenizer, source: dict, **options
 ) -> dict:
     """Write one shard as write_tokens does, and beside it, last, a record of its `source` and counts."""
     record = folder / f"shard{shard_suffix(number)}.json"
@@ -160,7 +182,7 @@ def write_shard(
     return counts
 
 
-def finished_shard(folder: Path, number: int, tokenizer: tiktoken.Encoding, source: dict) -> dict | None:
+def finished_shard(folder: Path, number: int, tokenizer: Tokenizer, source: dict) -> dict | None:
     """Return the counts of a shard that an earlier run completed from the same `source`, else None."""
     suffix, itemsize = shard_suffix(number), token_dtype(tokenizer.n_vocab).itemsize
     try:
@@ -189,17 +211,19 @@ def compressed_bits_per_byte(text: bytes) -> dict[str, float]:
 # Tokenizing, in one process or many
 
 
-def encode_documents(documents: Iterable[Document], tokenizer: tiktoken.Encoding, workers: int = 1) -> Iterator[dict]:
-    """Yield {split: (tokens uint32 (n,), documents, bytes)}, one batch of documents after another, in their order."""
+def encode_documents(
+    documents: Iterable[Document], tokenizer: Tokenizer, workers: int = 1, encode: Encode | None = None
+) -> Iterator[dict]:
+    """Yield {split: (tokens uint32 (n,), mask uint8 (n,), counts)}, one batch of documents after another, in order."""
     if workers < 1:
         raise ValueError(f"workers is {workers}: it must be at least 1")
     if workers == 1:
         for batch in batches(documents):
-            yield encode_batch(batch, tokenizer)
+            yield encode_batch(batch, tokenizer, encode)
         return
     # spawn: a fork would copy the threads' locks of whatever library reads the documents
     context = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(workers, context, initializer=start_worker, initargs=(tokenizer,)) as pool:
+    with ProcessPoolExecutor(workers, context, initializer=start_worker, initargs=(tokenizer, encode)) as pool:
         pending = deque()
         try:
             for batch in batches(documents):
@@ -224,28 +248,23 @@ def batches(documents: Iterable[Document]) -> Iterator[list[Document]]:
         yield batch
 
 
-def encode_batch(batch: list[Document], tokenizer: tiktoken.Encoding) -> dict:
-    eot = np.array([end_of_text(tokenizer)], dtype=np.uint32)
-    pieces, n_documents, n_bytes = ({split: zero() for split in SPLITS} for zero in (list, int, int))
+def encode_batch(batch: list[Document], tokenizer: Tokenizer, encode: Encode | None = None) -> dict:
+    found = {split: ([], [], Counter(documents=0, tokens=0, bytes=0)) for split in SPLITS}
     for split, text in batch:
-        utf8 = text.encode("utf-8", "replace")  # JSON can hold a lone surrogate: it becomes a question mark
-        pieces[split] += [*encode(utf8.decode(), tokenizer), eot]
-        n_documents[split] += 1
-        n_bytes[split] += len(utf8)
-    empty = np.empty(0, dtype=np.uint32)
-    return {split: (np.concatenate([empty, *pieces[split]]), n_documents[split], n_bytes[split]) for split in SPLITS}
+        tokens, mask, counts = found[split]
+        ids, bits, n_bytes = (encode or encode_text)(text, tokenizer)
+        tokens += ids
+        mask += bits
+        counts.update(documents=1, tokens=len(ids), bytes=n_bytes)
+        if encode:
+            counts["targets"] += sum(bit & IS_TARGET for bit in bits)
+    return {s: (np.array(t, np.uint32), np.array(m, np.uint8), counts) for s, (t, m, counts) in found.items()}
 
 
-def encode(text: str, tokenizer: tiktoken.Encoding) -> list[np.ndarray]:
-    """The tokens of a text, in one array or several. Special tokens are read as plain text, <|endoftext|> too."""
-    try:
-        return [tokenizer.encode_to_numpy(text, disallowed_special=())]
-    except ValueError:  # tiktoken's pattern cannot match a million blanks in a row: cut them, as Meta's tokenizer does
-        cuts = [0]
-        for blanks in re.finditer(rf"\s{{{MOST_BLANKS + 1},}}", text):
-            cuts += range(blanks.start() + MOST_BLANKS, blanks.end(), MOST_BLANKS)
-        pieces = [text[start:end] for start, end in pairwise([*cuts, len(text)])]
-        return [tokenizer.encode_to_numpy(piece, disallowed_special=()) for piece in pieces]
+def encode_text(text: str, tokenizer: Tokenizer) -> tuple[list[int], list[int], int]:
+    bos = [] if tokenizer.bos is None else [tokenizer.bos]
+    utf8 = text.encode("utf-8", "replace")  # JSON can hold a lone surrogate: it becomes a question mark
+    return [*bos, *tokenizer.encode(utf8.decode()), tokenizer.end_of_text], [], len(utf8)
 
 
 def cpu_cores() -> int:
@@ -256,8 +275,8 @@ def cpu_cores() -> int:
 worker = {}  # in a worker process: its tokenizer, which is too large to send with every batch
 
 
-def start_worker(tokenizer: tiktoken.Encoding) -> None:
-    worker["tokenizer"] = tokenizer
+def start_worker(tokenizer: Tokenizer, encode: Encode | None) -> None:
+    worker.update(tokenizer=tokenizer, encode=encode)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's to handle
     threading.Thread(target=exit_with_parent, daemon=True).start()
 
@@ -268,7 +287,7 @@ def exit_with_parent() -> None:
 
 
 def encode_in_worker(batch: list[Document]) -> dict:
-    return encode_batch(batch, worker["tokenizer"])
+    return encode_batch(batch, **worker)
 
 
 # ---------------------------------------------------------------------------------------------------------------
@@ -300,7 +319,7 @@ class Progress:
             minutes = int(seconds * (self.repeats / fraction - 1) / 60)
             share, eta = f"{fraction:6.1%}", f" | eta {minutes // 60}h{minutes % 60:02}m"
         rates = f"{done['documents'] / seconds:,.0f} docs/s | {done['tokens'] / seconds:,.0f} tok/s"
-        print(f"{self.prefix + share + ' | ' + rates + eta:<100}", end=self.end, flush=True)
+        say(f"{self.prefix + share + ' | ' + rates + eta:<100}", end=self.end)
 
 
 def prepare_once(folder: Path) -> None:
@@ -308,8 +327,7 @@ def prepare_once(folder: Path) -> None:
     script = folder / "prepare.py"
     if (folder / "meta.json").exists():
         return
-    # Not .lock, which the script takes. Opened for writing: NFS locks no file that is open for reading only.
-    with open(folder / ".once.lock", "w") as file:
+    with open_lock(folder / ".once.lock") as file:  # not .lock, which the script takes
         lock(file, fcntl.LOCK_EX)
         if not (folder / "meta.json").exists():
             runpy.run_path(str(script))["prepare"](folder)
@@ -318,15 +336,15 @@ def prepare_once(folder: Path) -> None:
 def print_summary(folder: Path, meta: dict) -> None:
     """Print what a finished dataset holds."""
     what = f"tokenizer {meta['tokenizer']}, vocab_size {meta['vocab_size']:,}, {meta['dtype']} tokens"
-    print(f"{f'{display_path(folder)}: {what}':<100}")  # as wide as the progress line it covers
+    say(f"{f'{display_path(folder)}: {what}':<100}")  # as wide as the progress line it covers
     compressed = "gzip_bits_per_byte" in meta
-    print(f"{'split':<6}{'documents':>12}{'bytes':>18}{'tokens':>18}" + "  gzip -9   xz -9, bits per byte" * compressed)
+    say(f"{'split':<6}{'documents':>12}{'bytes':>18}{'tokens':>18}" + "  gzip -9   xz -9, bits per byte" * compressed)
     for split in SPLITS:
         documents, n_bytes, tokens = (meta[f"{split}_{what}"] for what in ("documents", "bytes", "tokens"))
         line = f"{split:<6}{documents:>12,}{n_bytes:>18,}{tokens:>18,}"
         if split == "val" and compressed:
             line += f"{meta['gzip_bits_per_byte']:>9.3f}{meta['xz_bits_per_byte']:>8.3f}"
-        print(line)
+        say(line)
 
 
 def run_script(main: Callable[[], None]) -> None:
@@ -337,6 +355,26 @@ def run_script(main: Callable[[], None]) -> None:
         sys.exit(f"error: {error}")
     except KeyboardInterrupt:
         sys.exit("\ninterrupted: nothing half-written is left")
+
+
+def add_tokenizer_options(parser: argparse.ArgumentParser, default: str, bos: bool = True) -> None:
+    said = f"one of {', '.join(NAMES)}, or a folder or file of Hugging Face's or Meta's (default: {default})"
+    parser.add_argument("--tokenizer", default=default, help=said)
+    parser.add_argument("--tokenizer_path", type=path_argument, help="llama3's tokenizer.model, if elsewhere than here")
+    if not bos:  # a chat template writes it
+        return
+    said = "begin each document with the tokenizer's bos (default: where it has one)"
+    parser.add_argument("--bos", action=argparse.BooleanOptionalAction, help=said)
+
+
+def tokenizer_for_data(name: str, path: Path | None = None, bos: bool | None = None) -> Tokenizer:
+    """The tokenizer of a script's options."""
+    tokenizer = get_tokenizer(name if name in NAMES else os.path.expanduser(name), path)
+    if bos is False or tokenizer.bos == tokenizer.end_of_text:  # behind the end of another a document begins anyway
+        tokenizer.bos = None
+    if bos and tokenizer.bos is None:
+        raise ValueError(f"--bos: tokenizer {tokenizer.name} begins no text with a bos")
+    return tokenizer
 
 
 def path_argument(text: str) -> Path:

@@ -8,6 +8,7 @@ from .adamw import adamw
 from .adamw8bit import adamw8bit
 from .add_ranks import add_ranks
 from .cross_entropy import cross_entropy
+from .decode_attention import decode_attention
 from .flash_attention import flash_attention
 from .fp8_linear import FP8Linear, fp8_linear, use_fp8
 from .glu import geglu, swiglu
@@ -35,6 +36,7 @@ __all__ = [
     "add_rms_norm",
     "block_absmax",
     "cross_entropy",
+    "decode_attention",
     "dequantize_nf4",
     "flash_attention",
     "fp8_linear",

@@ -52,7 +52,7 @@ def _quantize_codes_reference(weight):
     for chunk in weight.reshape(-1).split(CHUNK):
         blocks = chunk.float().view(-1, BLOCK)
         absmax.append(blocks.abs().amax(dim=1))
-        nearest = torch.bucketize(blocks * (1 / absmax[-1].clamp(min=1e-38))[:, None], bounds(values), out_int32=True)
+        nearest = torch.bucketize(blocks * (1 / absmax[-1].clamp(min=1.2e-38))[:, None], bounds(values), out_int32=True)
         codes.append((nearest[:, 0::2] << 4 | nearest[:, 1::2]).to(torch.uint8))
     return torch.cat(codes).view(*weight.shape[:-1], -1), torch.cat(absmax)
 
@@ -82,9 +82,9 @@ def _empty_weight(codes):
 
 @functools.cache
 def _tables(device: torch.device) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """The 16 values, the 15 bounds between them, the map of the scales."""
+    """The two values of each byte (256, 2), the 15 bounds between values, the map of the scales."""
     values = torch.tensor(VALUES)
-    return values.to(device), bounds(values).to(device), dynamic_map(True, device)
+    return torch.cartesian_prod(values, values).to(device), bounds(values).to(device), dynamic_map(True, device)
 
 
 @triton.jit
@@ -97,7 +97,7 @@ def _quantize_nf4_kernel(weight_ptr, codes_ptr, absmax_ptr, bounds_ptr, n_blocks
     # The largest as integers: their order is that of positive floats, with NaN above all, which tl.max would drop.
     magnitude = x.to(tl.int32, bitcast=True) & 0x7FFFFFFF
     absmax = tl.max(magnitude, axis=1).to(tl.float32, bitcast=True)
-    x *= tl.div_rn(1.0, tl.maximum(absmax, 1e-38))[:, None]
+    x *= tl.div_rn(1.0, tl.maximum(absmax, 1.2e-38))[:, None]
     code = tl.zeros([BLOCKS, 64], dtype=tl.int32)
     for bound in tl.static_range(15):
         code += (x > tl.load(bounds_ptr + bound)).to(tl.int32)
@@ -109,19 +109,19 @@ def _quantize_nf4_kernel(weight_ptr, codes_ptr, absmax_ptr, bounds_ptr, n_blocks
 
 @triton.jit
 def _dequantize_nf4_kernel(
-    codes_ptr, scale_codes_ptr, scale_absmax_ptr, offset_ptr, values_ptr, map_ptr, out_ptr, n_blocks,
+    codes_ptr, scale_codes_ptr, scale_absmax_ptr, offset_ptr, pairs_ptr, map_ptr, out_ptr, n_blocks,
     SCALE_BLOCK: tl.constexpr, BLOCKS: tl.constexpr,
 ):  # fmt: skip
     block = tl.program_id(0).to(tl.int64) * BLOCKS + tl.arange(0, BLOCKS)
     mask = block < n_blocks
-    halves = tl.load(codes_ptr + block[:, None] * 32 + tl.arange(0, 32)[None, :], mask=mask[:, None], other=0)
+    byte = tl.load(codes_ptr + block[:, None] * 32 + tl.arange(0, 32)[None, :], mask=mask[:, None], other=0)
     scale_code = tl.load(scale_codes_ptr + block, mask=mask, other=0).to(tl.int32)
     scale_absmax = tl.load(scale_absmax_ptr + block // SCALE_BLOCK, mask=mask, other=0.0)
     scale = (tl.load(map_ptr + scale_code) * scale_absmax + tl.load(offset_ptr))[:, None]  # launched without fusion
-    even = tl.load(values_ptr + (halves >> 4).to(tl.int32)) * scale
-    odd = tl.load(values_ptr + (halves & 15).to(tl.int32)) * scale
+    # Both values of a byte are looked up at once: the lookups, not the memory, would be the limit.
+    pairs = tl.load(pairs_ptr + byte.to(tl.int32)[:, :, None] * 2 + tl.arange(0, 2)[None, None, :])
     out = out_ptr + block[:, None] * 64 + tl.arange(0, 64)[None, :]
-    tl.store(out, tl.interleave(even, odd).to(out_ptr.dtype.element_ty), mask=mask[:, None])
+    tl.store(out, (tl.reshape(pairs, (BLOCKS, 64)) * scale).to(out_ptr.dtype.element_ty), mask=mask[:, None])
 
 
 def _check_weight(weight):
@@ -171,11 +171,11 @@ def _dequantize(
     if not use_triton(codes):
         dequantize_nf4_reference(NF4(codes, scale_codes, scale_absmax, offset), out)
         return
-    values, _, scale_map = _tables(codes.device)
-    blocks = 16  # 4 bytes of codes a thread make 16 bytes of bf16: one store
+    pairs, _, scale_map = _tables(codes.device)
+    blocks = 32  # by one warp: 0.83 of the copy rate on an H200; by four 0.71, and 16 blocks by four 0.61
     _dequantize_nf4_kernel[(triton.cdiv(scale_codes.numel(), blocks),)](
-        codes, scale_codes, scale_absmax, offset, values, scale_map, out, scale_codes.numel(),
-        SCALE_BLOCK=SCALE_BLOCK, BLOCKS=blocks, num_warps=4, enable_fp_fusion=False,
+        codes, scale_codes, scale_absmax, offset, pairs, scale_map, out, scale_codes.numel(),
+        SCALE_BLOCK=SCALE_BLOCK, BLOCKS=blocks, num_warps=1, enable_fp_fusion=False,
     )  # fmt: skip
 
 

@@ -20,9 +20,11 @@ from .nf4 import BLOCK, NF4, dequantize_nf4
 
 
 class NF4LoRALinear(LoRALinear):
-    """LoRALinear whose frozen weight (O, C) is NF4: `weight` are its codes (O, C / 2), uint8. ValueError unless O·C is
-    a multiple of 64 and C is even. The NF4 tensors are uninitialised: runtime/checkpoint.py's read_base fills them.
+    """LoRALinear whose frozen weight (O, C) is NF4: `weight` are its codes (O, C / 2). ValueError unless O·C is a
+    multiple of 64 and C is even. The NF4 tensors are uninitialised: runtime/checkpoint.py's read_base fills them.
     """
+
+    codes_dtype = torch.float8_e4m3fn  # bytes, but FSDP wants parameters of floating point (torch 2.11)
 
     def __init__(self, base: Linear, rows: tuple[int, ...], rank: int, alpha: float):
         super().__init__(base, rows, rank, alpha)
@@ -32,8 +34,8 @@ class NF4LoRALinear(LoRALinear):
             raise ValueError(f"base_dtype=nf4 has blocks of {BLOCK} weights, and {found}")
         n_blocks = n_out * n_in // BLOCK
         shapes = {
-            "weight": ((n_out, n_in // 2), torch.uint8),
-            "scale_codes": ((n_blocks,), torch.uint8),
+            "weight": ((n_out, n_in // 2), self.codes_dtype),
+            "scale_codes": ((n_blocks,), self.codes_dtype),
             "scale_absmax": ((-(-n_blocks // SCALE_BLOCK),), torch.float32),
             "offset": ((1,), torch.float32),  # FSDP does not shard scalars
         }
@@ -69,7 +71,7 @@ class NF4LoRALinear(LoRALinear):
         return None, None, None, *found
 
 
-def _read_back(like, *base):
-    weight = NF4(*base)
-    n_out, n_bytes = weight.codes.shape
+def _read_back(like, codes, scale_codes, scale_absmax, offset):
+    weight = NF4(codes.view(torch.uint8), scale_codes.view(torch.uint8), scale_absmax, offset)
+    n_out, n_bytes = codes.shape
     return dequantize_nf4(weight, torch.empty(n_out, 2 * n_bytes, dtype=like.dtype, device=like.device))

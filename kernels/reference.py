@@ -6,6 +6,7 @@ from .adamw import adamw_reference as adamw
 from .adamw8bit import adamw8bit_reference as adamw8bit
 from .add_ranks import add_ranks_reference as add_ranks
 from .cross_entropy import cross_entropy_reference as cross_entropy
+from .decode_attention import decode_attention_reference as decode_attention
 from .flash_attention import flash_attention_reference as flash_attention
 from .fp8_linear import fp8_linear_reference as fp8_linear
 from .glu import geglu_reference as geglu
@@ -28,6 +29,7 @@ __all__ = [
     "add_ranks",
     "add_rms_norm",
     "cross_entropy",
+    "decode_attention",
     "dequantize_nf4",
     "flash_attention",
     "fp8_linear",

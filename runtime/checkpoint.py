@@ -313,7 +313,7 @@ def read_base(folder: Folder, model: Llama, progress: Callable[[str], None] = la
         projection = packed[name]
         parts = quantize_nf4(whole.to(local(projection.weight).device, projection.lora_a.dtype))
         for parameter, part in zip(projection.tensors()[:4], parts, strict=True):
-            fill(parameter, part.view(parameter.shape))
+            fill(parameter, part.view(parameter.dtype).view(parameter.shape))
 
     whole = {name: torch.empty(m.out_features, m.in_features, device="meta") for name, m in packed.items()}
     read_weights(folder, frozen | whole, model.config, put, progress=progress)

@@ -25,6 +25,7 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 
+from data.tokenizer import published_name
 from runtime import meta_weights
 from runtime.distributed import from_rank_0, group_rank, on_all_ranks
 from runtime.hf_names import Rows
@@ -221,10 +222,16 @@ def _open_folder(path, stems):
         return parse_json(read_document(path, name, pieces), path / name)
 
     config, adapter = read(ADAPTED if adapted else "config.json"), read("adapter_config.json") if adapted else None
+    if "nanocria_tokenizer" not in config and (name := published_name(path)):
+        config["nanocria_tokenizer"] = name
     tensors = {}
     for stem in stems:
         stem = "adapter_model" if adapted and stem == "model" else stem
         tensors |= _find_tensors(path, f"{stem}.safetensors", pieces)
+    embedding, head = "model.embed_tokens.weight", "lm_head.weight"
+    if config.get("tie_word_embeddings") and head in tensors and embedding not in tensors:  # some keep that name
+        file, info = tensors.pop(head)
+        tensors[embedding] = file, info._replace(name=embedding)
     return Folder(path, run, config, tensors, pieces, adapter)
 
 

@@ -2,6 +2,7 @@
 few microseconds each, which the CPU takes longer to launch than the GPU to run.
 """
 
+import weakref
 from collections.abc import Callable
 
 import torch
@@ -14,7 +15,7 @@ class CUDAGraph:
     same kernels on every call and must not wait for the GPU.
     """
 
-    pool = None  # graphs share one memory pool
+    recorded = weakref.WeakSet()  # a new graph shares the memory pool of those that are still there
 
     def __init__(self, function: Callable):
         self.function, self.graph, self.warm = function, None, False
@@ -25,11 +26,12 @@ class CUDAGraph:
             return self.function(*inputs)
         if self.graph is None:
             torch.cuda.empty_cache()  # a graph cannot use memory that PyTorch has cached
-            CUDAGraph.pool = CUDAGraph.pool or torch.cuda.graph_pool_handle()
+            pool = next((other.graph.pool() for other in CUDAGraph.recorded), None)
             self.inputs, self.graph = [x.clone() for x in inputs], torch.cuda.CUDAGraph()
             # thread_local: the thread that saves may call CUDA meanwhile
-            with torch.cuda.graph(self.graph, pool=CUDAGraph.pool, capture_error_mode="thread_local"):
+            with torch.cuda.graph(self.graph, pool=pool, capture_error_mode="thread_local"):
                 self.output = self.function(*self.inputs)
+            CUDAGraph.recorded.add(self)
         for mine, new in zip(self.inputs, inputs, strict=True):
             mine.copy_(new)
         self.graph.replay()

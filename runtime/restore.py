@@ -1,5 +1,6 @@
 """What a run starts from: its newest checkpoint, published weights, or weights drawn at random (scratch)."""
 
+import contextlib
 import json
 import os
 import shlex
@@ -7,6 +8,8 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+from data.loader import dataset_folder
+from data.tokenizer import FILES, MODEL_FILES, dataset_files, tokenizer_of
 from model import Llama, LlamaConfig
 from runtime import run_folder
 from runtime.checkpoint import open_base, read_base, read_weights
@@ -16,10 +19,7 @@ from runtime.hf_config import read_config, write_adapter_config, write_config
 from runtime.safetensors_file import Damaged
 
 REQUIRED = {"step", "updates", "dtype", "loss_scale", "dataset", "settings"}  # in run.json
-KEPT = (  # of the folder that a run began with
-    "generation_config.json", "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json",
-    "tokenizer.model", "original/tokenizer.model", "chat_template.jinja",
-)  # fmt: skip
+KEPT = (*FILES, *MODEL_FILES)  # of the folder that a run began with
 MODEL_SETTINGS = [name for name in LlamaConfig.__dataclass_fields__ if name != "block_size"]
 STATE_SETTINGS = {  # which say what tensors a checkpoint holds and what they mean, and what older ones had
     "optimizer": "adamw", "optimizer_bits": 32, "galore_rank": 128, "lora_rank": 0, "lora_alpha": 32.0,
@@ -123,21 +123,32 @@ def restore(
         stop(str(error))
 
 
-def documents(folder: Folder | None, config: LlamaConfig, tokenizer: str, dtype: str) -> dict[str, bytes]:
-    """config.json, and what is kept of the folder that a run began with, by name. Every rank must call it."""
+def documents(
+    folder: Folder | None, config: LlamaConfig, tokenizer: str, dtype: str, dataset: dict, data: Path | None = None
+) -> dict[str, bytes]:
+    """config.json, generation_config.json and the tokenizer's files, by name. Every rank must call it.
+
+    folder: that the weights come from; dataset: meta.json of what they were or are trained on, or {}; data: its folder.
+    """
 
     def read():
         found = [name for name in KEPT if folder and (folder.path / name).exists()]
         pieces = (folder and folder.pieces) or {}
-        return {name: read_document(folder.path, name, pieces if name in pieces else None) for name in found}
+        found = {name: read_document(folder.path, name, pieces if name in pieces else None) for name in found}
+        found |= dataset_files(data, dataset) if data else {}
+        if "tokenizer.json" not in found:
+            with contextlib.suppress(OSError, ValueError, ImportError):  # it is not on this machine
+                found = tokenizer_of(data or folder.path).hf_files() | found
+        return found
 
-    config_json = write_config(config, tokenizer, dtype, folder.config if folder else {})
+    config_json = write_config(config, tokenizer, dtype, folder.config if folder else {}, dataset)
     return from_rank_0(read) | {"config.json": json.dumps(config_json, indent=2).encode()}
 
 
 def _documents_of(folder, base, config, settings, dtype, dataset):
     """documents(), and of a run that trains adapters what says so, and what base they have."""
-    found = documents(folder, config, dataset["tokenizer"], dtype)
+    data = dataset_folder(settings["dataset"])
+    found = documents(folder, config, dataset["tokenizer"], dtype, dataset, data)
     if base:
         adapter = write_adapter_config(base.path, settings["lora_rank"], settings["lora_alpha"])
         found["adapter_config.json"] = json.dumps(adapter, indent=2).encode()
@@ -203,6 +214,9 @@ def _require_same_model(folder: Folder, resumes: bool, config, settings, dataset
         if config.vocab_size == known != model["vocab_size"]:
             stop(f"{sentence}. If so, pass --vocab_size={model['vocab_size']}; else prepare the data with it")
         print0(sentence)
+    if tokenizer == "llama3" and not folder.run and "bos" not in dataset:
+        known = f"<|begin_of_text|>, as {folder.path} is used to"
+        print0(f"the documents of {settings['dataset']} do not begin with {known}: prepare.py now adds it")
     was, now = model, {name: getattr(config, name) for name in MODEL_SETTINGS}
     if (resumes and folder.run) or folder.adapter:
         was |= _state_settings(folder.run["settings"])
@@ -214,7 +228,8 @@ def _require_same_model(folder: Folder, resumes: bool, config, settings, dataset
         stop(f"{folder.path} has {differences}: pass {flags}, or change {setting}")
     if tokenizer != dataset["tokenizer"]:
         found = f"{settings['dataset']} holds {dataset['tokenizer']} tokens"
-        stop(f"{folder.path} was trained on {tokenizer} tokens, {found}: change dataset or {setting}")
+        prepare = f"prepare the data with --tokenizer {shlex.quote(str(folder.path))}, or change {setting}"
+        stop(f"{folder.path} was trained on {tokenizer} tokens, {found}: {prepare}")
 
 
 def _state_settings(settings: dict) -> dict:

@@ -101,8 +101,10 @@ class RunLog:
             gib = f"about {peak_gib(config, run):.1f} GiB of {memory_stats.card_gib(self.device):.1f} GiB"
             settings = f"activation checkpointing: {run.activation_checkpointing}; offload: {run.offload}"
             print0(f"memory    {gib}; {settings}")
-        times = self.tokens_per_step * steps / tokens
+        times = self.tokens_per_step * steps / (data.n_blocks * config.block_size)
         print0(f"data      {data.tokens.folder}: {tokens:,} tokens; {steps:,} steps read them {times:.2f} times")
+        if data.packing:
+            print0(f"          {data.packing}")
         if config.vocab_size > known:
             print0(f"          its vocabulary is {known:,} of the model's {config.vocab_size:,} tokens")
         shape = f"{run.batch_size} sequences x {config.block_size:,} tokens x {run.micro_steps} micro-batches"

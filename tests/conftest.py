@@ -1,5 +1,6 @@
 """Fixtures that several test files use."""
 
+import io
 import runpy
 import signal
 import sys
@@ -12,7 +13,7 @@ import torch.distributed as dist
 import kernels.launch
 from data.tokenizer import get_tokenizer
 from data.write import write_dataset
-from tests.runs import PLAIN, ROOT, SHORT, SMALL, prose, run_alone
+from tests.runs import PLAIN, ROOT, SHORT, SMALL, flags, prose, run_alone
 
 
 @pytest.fixture(autouse=True)
@@ -85,3 +86,25 @@ def short_documents(tmp_path_factory):
 @pytest.fixture(scope="session")
 def alone(text_data, tmp_path_factory):
     return run_alone(text_data, tmp_path_factory.mktemp("alone"))
+
+
+@pytest.fixture
+def sample(tmp_path, monkeypatch, capsys):
+    """sample(**settings) runs sample.py in this process: the text, and what it said on stderr or stopped with."""
+
+    def run(stdin="", **settings):
+        settings = {"out_dir": tmp_path / "out", "max_new_tokens": 12, "device": "cpu"} | settings
+        if not settings.keys() & {"chat", "evaluate", "prompt_file"}:
+            settings = {"prompt": "def "} | settings
+        monkeypatch.setattr(sys, "argv", ["sample.py", *flags(settings)])
+        monkeypatch.setattr(sys, "stdin", io.StringIO(stdin))
+        capsys.readouterr()
+        stopped = ""
+        try:
+            runpy.run_path(str(ROOT / "sample.py"), run_name="__main__")
+        except SystemExit as error:
+            stopped = str(error)
+        out, err = capsys.readouterr()
+        return out, err + stopped
+
+    return run

@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from data.tokenizer import end_of_text, get_tokenizer
+from data.tokenizer import get_tokenizer, tokenizer_of
 from data.tokens import Tokens
 from data.write import write_dataset
 
@@ -17,8 +17,8 @@ def toy_dataset(folder, train=("first", "second"), val=("third",), **options):
 def documents_of(folder, split):
     """The texts of a dataset, read back."""
     tokens = Tokens(folder, split)
-    tokenizer, ids = get_tokenizer(tokens.meta["tokenizer"]), np.concatenate(tokens.shards)
-    ends = np.flatnonzero(ids == end_of_text(tokenizer))
+    tokenizer, ids = tokenizer_of(folder), np.concatenate(tokens.shards)
+    ends = np.flatnonzero(ids == tokenizer.end_of_text)
     assert ends[-1] == len(ids) - 1, "the last document is not ended by end-of-text"
     return [tokenizer.decode(part[part < 256].tolist()) for part in np.split(ids, ends + 1)[:-1]]
 

@@ -10,6 +10,7 @@ import pytest
 from benchmarks import arms, compare, estimate, record, report, runner, snapshot, sweep
 from configurator import SettingError
 from runtime import memory, memory_stats
+from runtime.checkpoint import load_model
 
 LLAMA_1B = "config/llama32_1b.py"
 
@@ -127,6 +128,22 @@ def test_the_8b_is_on_all_gpus_beside_the_recipe(monkeypatch):
     assert places(rows)[:2] == [("batch", "all", 1, 512, False), ("batch", "recipe", 1, 512, False)]
     assert {command[0] for command in card.ran} == {4} and card.ran[0][1:3] == ("train.py", "config/llama31_8b.py")
     assert "--gradient_accumulation_steps=4" in card.ran[0] and card.ran[1][1:3] == ("-m", "benchmarks.peers")
+
+
+def test_adapters_stand_on_random_weights(monkeypatch, tmp_path):
+    mine = tmp_path / "tiny.py"
+    mine.write_text("n_layer, n_head, n_kv_head, n_embd, ffn_dim, vocab_size = 2, 4, 2, 64, 128, 500\n")
+    base = runner.random_base(str(mine)).name
+    weights = load_model(base).state_dict()
+    assert all(
+        (w.std() if w.ndim > 1 else w.mean() / 50).item() == pytest.approx(0.02, rel=0.1) for w in weights.values()
+    )
+    card = Card(monkeypatch, tokens=10_000)
+    rows = rows_of(["--preset=finetune", f"--config={mine}", "--batches=2", "--contexts=8192,32768"])
+    assert [row["arm"] for kind, row in rows if kind == "batch"] == ["lora", "qlora", "peft", "peft-qlora"]
+    ours = [command for command in card.ran if "train.py" in command]
+    assert len(ours) == 6 and all(f"--init_from={base}" in c and "--lora_rank=16" in c and "24" in c for c in ours)
+    assert json.loads(card.ran[3][-1])["arm"] == "hf-liger-qlora"
 
 
 def test_several_offloads_and_settings_of_ours_are_series_of_their_own(monkeypatch):

@@ -7,7 +7,6 @@ import json
 import math
 import os
 import re
-import runpy
 import shutil
 import subprocess
 import sys
@@ -18,12 +17,12 @@ import torch
 
 import convert
 from model import Llama, LlamaConfig
-from runtime import checkpoint, checkpoint_folder, hf_config, memory_stats, run_folder
+from runtime import checkpoint, checkpoint_folder, generate, hf_config, memory_stats, run_folder
 from runtime.checkpoint import load_model
 from runtime.checkpoint_folder import open_folder
-from runtime.hf_config import read_config, read_special_tokens
+from runtime.hf_config import read_config
 from runtime.hf_names import hf_names
-from tests.runs import PLAIN, ROOT, SHORT, SMALL, flags, machines_of, run, run_ranks, slip
+from tests.runs import PLAIN, ROOT, SHORT, SMALL, machines_of, run, run_ranks, slip
 
 pytestmark = pytest.mark.usefixtures("plain_pytorch_on_one_core")
 transformers = pytest.importorskip("transformers")
@@ -218,7 +217,6 @@ def test_a_run_begins_with_metas_own_weights(train, meta_folder, text_data, tmp_
     tokens = torch.randint(257, (2, 24), generator=torch.Generator().manual_seed(0))
     expected = meta_logits(meta_weights(True), tokens, None)
     assert (logits(ours, tokens) - expected).abs().max() < 2e-5 * expected.abs().max()
-    assert read_special_tokens(open_folder(source), 7) == (128000, {7, 128001, 128008, 128009})
 
 
 META_SLIPS = {
@@ -269,25 +267,6 @@ def test_damaged_or_divided_files_of_metas_get_a_sentence(meta_folder, tmp_path,
         convert.main()
 
 
-@pytest.fixture
-def sample(tmp_path, monkeypatch, capsys):
-    """sample(**settings) runs sample.py in this process: the text, and what it said on stderr or stopped with."""
-
-    def run(**settings):
-        settings = {"out_dir": tmp_path / "out", "prompt": "def ", "max_new_tokens": 12, "device": "cpu"} | settings
-        monkeypatch.setattr(sys, "argv", ["sample.py", *flags(settings)])
-        capsys.readouterr()
-        stopped = ""
-        try:
-            runpy.run_path(str(ROOT / "sample.py"), run_name="__main__")
-        except SystemExit as error:
-            stopped = str(error)
-        out, err = capsys.readouterr()
-        return out, err + stopped
-
-    return run
-
-
 def test_text_is_drawn_from_a_folder_as_from_the_checkpoint_that_it_was(train, sample, tmp_path):
     train(**MODELS["untied"])
     shutil.copytree(tmp_path / "out/step_000008", tmp_path / "hf")
@@ -296,6 +275,8 @@ def test_text_is_drawn_from_a_folder_as_from_the_checkpoint_that_it_was(train, s
     (tmp_path / "hf/run.json").unlink()  # as others publish it
     assert text == sample(out_dir=tmp_path / "hf")[0]
     edit(tmp_path / "hf/config.json", nanocria_tokenizer=None)
+    assert sample(out_dir=tmp_path / "hf")[0].startswith("def ")  # by its tokenizer.json
+    (tmp_path / "hf/tokenizer.json").unlink()
     assert "does not say its tokenizer" in sample(out_dir=tmp_path / "hf")[1]
 
 
@@ -303,13 +284,14 @@ def test_text_ends_with_its_document_and_is_drawn_as_asked(train, sample, monkey
     train()
     asked = []
 
-    def generate(self, tokens, n, temperature, top_k, top_p, generator):
-        asked.append((n, temperature, top_k, top_p))
-        yield from (torch.tensor([token]) for token in (*b"hi", 256, *b"no"))
+    def generate_ids(model, prompts, n, temperature, top_k, top_p, min_p, eos, generator):
+        asked.append((len(prompts), n, temperature, top_k, top_p, min_p, list(eos)))
+        yield from ([token] * len(prompts) for token in (*b"hi", None))
 
-    monkeypatch.setattr(Llama, "generate", generate)
-    assert sample(num_samples=2, top_k=3, top_p=0.5, temperature=0.7)[0] == 2 * ("def hi\n" + "-" * 80 + "\n")
-    assert asked == [(12, 0.7, 3, 0.5)] * 2
+    monkeypatch.setattr(generate, "generate", generate_ids)
+    asked_for = dict(num_samples=2, top_k=3, top_p=0.5, min_p=0.1, temperature=0.7)
+    assert sample(**asked_for)[0] == 2 * ("def hi\n" + "-" * 80 + "\n")
+    assert asked == [(2, 12, 0.7, 3, 0.5, 0.1, [256])]
 
 
 def test_the_lowest_temperatures_take_the_likeliest_and_what_is_cut_or_wrong_is_said(train, sample, tmp_path):
@@ -323,7 +305,7 @@ def test_the_lowest_temperatures_take_the_likeliest_and_what_is_cut_or_wrong_is_
 
 @pytest.mark.parametrize("supported, expected", [(True, "cuda:0 torch.bfloat16"), (False, "cuda:0 torch.float16")])
 def test_bfloat16_is_for_gpus_that_compute_it(train, sample, monkeypatch, supported, expected):
-    def load_model(path, device, dtype, block_size):
+    def load_model(path, device, dtype):
         raise ValueError(f"{device} {dtype}")
 
     train()
@@ -370,22 +352,6 @@ def test_a_folder_read_for_sampling_has_their_logits(folder):
     assert not any(p.is_meta for p in model.parameters()) and model.config.block_size == 24
     longest = load_model(folder, block_size=10**11)
     assert longest.config.block_size == SMALL["block_size"], "no keys and values beyond the context of theirs"
-
-
-@pytest.mark.parametrize(
-    "said, expected",
-    [
-        ({}, (7, {7})),
-        ({"bos_token_id": 128000, "eos_token_id": 128001}, (128000, {7, 128001})),
-        ({"bos_token_id": 128000, "eos_token_id": [128001, 128008, 128009]}, (128000, {7, 128001, 128008, 128009})),
-    ],
-)
-def test_documents_begin_and_end_as_the_folder_says(tmp_path, said, expected):
-    folder = SimpleNamespace(path=tmp_path, config=said)
-    assert read_special_tokens(folder, 7) == expected
-    folder.config = {"bos_token_id": "128000"}
-    with pytest.raises(ValueError, match="config.json: bos_token_id expects an int or none, got '128000'"):
-        read_special_tokens(folder, 7)
 
 
 def test_what_is_written_is_rounded_once_to_the_dtype_asked_for(train, tmp_path):
@@ -436,7 +402,10 @@ SLIPS = {
         "has n_layer 3 (this run: 2): pass --n_layer=3, or change init_from",
     ),
     "another model": (lambda folder: edit(folder / "config.json", model_type="qwen3"), "a qwen3 model, not a Llama"),
-    "biases": (lambda folder: edit(folder / "config.json", attention_bias=True), "has biases"),
+    "biases": (
+        lambda folder: edit(folder / "config.json", attention_bias=True),
+        "has attention_bias, so biases",
+    ),
     "another RoPE": (
         lambda folder: edit(folder / "config.json", rope_parameters={"rope_type": "yarn", "rope_theta": 1e4}),
         "RoPE of the type yarn",
@@ -458,7 +427,6 @@ SLIPS = {
         "config.json: rope_parameters expects a dict or none, got 'llama3'",
     ),
     "another activation": (lambda folder: edit(folder / "config.json", hidden_act="gelu"), "has the activation gelu"),
-    "half a config": (lambda folder: edit(folder / "config.json", rms_norm_eps=None), "does not say 'rms_norm_eps'"),
     "a number in quotes": (
         lambda folder: edit(folder / "config.json", num_attention_heads="4"),
         "config.json: num_attention_heads expects an int, got '4'",
@@ -582,6 +550,7 @@ def test_published_configs_are_read(tmp_path):
     config = json.loads((tmp_path / "config.json").read_text())
     settings, tokenizer = read_config(SimpleNamespace(path=tmp_path, config=config))
     assert tokenizer == "llama3" and settings["rope_scaling"] == SCALING and settings["rope_theta"] == 500000.0
+    assert list(settings["rope_scaling"]) == sorted(SCALING)  # a sentence that suggests it is always the same
     assert LlamaConfig(**settings, block_size=8).head_dim == 64
 
 

@@ -37,7 +37,7 @@ def adapted(base_dtype="bfloat16", dtype=torch.float64):
         if isinstance(module, NF4LoRALinear):
             parts = quantize_nf4(dense[f"{name}.weight"].float())
             for parameter, part in zip(module.tensors(), parts, strict=False):
-                parameter.data.copy_(part.view(parameter.shape))
+                parameter.data.copy_(part.view(parameter.dtype).view(parameter.shape))
             dense[f"{name}.weight"] = dequantize_nf4(parts, torch.empty_like(dense[f"{name}.weight"]))
     return model, dense
 
@@ -161,6 +161,7 @@ def test_only_adapters_are_saved_and_the_loss_falls(trained):
         assert saved == [
             "adapter_config.json", "adapter_model.safetensors", "adapter_model.safetensors.index.json",
             "base_config.json", "optimizer.safetensors", "optimizer.safetensors.index.json", "run.json",
+            "tokenizer.json", "tokenizer_config.json",
         ]  # fmt: skip
         found = step_losses(folder)
         assert found[-1] < found[0] - 0.05, (base_dtype, found)
@@ -183,7 +184,8 @@ def test_two_ranks_go_on_where_one_was_and_give_its_losses(base_dtype, trained, 
     assert abs(step_losses(tmp_path) - alone).max() < 1e-5
     one, two = (load_model(folder / "step_000008") for folder in (trained[base_dtype], tmp_path))
     for (name, x), y in zip(one.state_dict().items(), two.state_dict().values(), strict=True):
-        assert torch.equal(x, y) if "lora" not in name else (x - y).abs().max() < 1e-4, name
+        same = torch.equal(x.view(torch.uint8), y.view(torch.uint8))  # a NaN of float8 is a code like any other
+        assert same if "lora" not in name else (x - y).abs().max() < 1e-4, name
 
 
 @pytest.mark.parametrize(

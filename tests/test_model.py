@@ -26,7 +26,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
 import model as model_module
-from model import KVCache, Llama, LlamaConfig, document_starts, sample
+from model import Llama, LlamaConfig, document_starts
 from runtime.hf_names import hf_names
 from runtime.recompute import recompute
 
@@ -436,110 +436,6 @@ def test_invalid_settings_are_refused(settings, message):
 def test_sequence_longer_than_block_size_is_refused():
     with pytest.raises(ValueError, match="65 positions, but block_size is 64"):
         build(**PLAIN)(batch(n_time=65)[0])
-
-
-def test_documents_with_caches_are_refused():
-    model, tokens = build(**PLAIN), batch()[0]
-    caches = [KVCache(SMALL, len(tokens), DEVICE, FP64) for _ in model.layers]
-    with pytest.raises(ValueError, match="doc_starts with caches"):
-        model(tokens, doc_starts=document_starts(tokens, 0), caches=caches)
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Generation
-
-
-def texts(model, prompt, n=12, seed=0, **settings):
-    generator = torch.Generator(DEVICE).manual_seed(seed)
-    return torch.stack(list(model.generate(prompt, n, generator=generator, **settings)), dim=1)  # (B, n)
-
-
-def greedy_without_cache(model, prompt, n):
-    """Reads the whole context again for each token. Past block_size: without the older half of it."""
-    block_size = model.config.block_size
-    context, out = prompt[:, -block_size:], []
-    for _ in range(n):
-        if context.shape[1] > block_size:  # block_size tokens and the newest: drop half of the former
-            context = context[:, block_size - block_size // 2 :]
-        out.append(model(context)[:, -1].argmax(-1, keepdim=True))
-        context = torch.cat([context, out[-1]], dim=1)
-    return torch.cat(out, dim=1)
-
-
-@pytest.mark.parametrize("n_prompt", [1, 5, 8, 20])  # a token, some, block_size, more than that
-@pytest.mark.parametrize("block_size", [8, 7, 1])
-def test_generation_with_the_cache_equals_generation_without(block_size, n_prompt):
-    model, prompt = build(block_size=block_size, **PLAIN), batch(n_batch=3, n_time=n_prompt)[0]
-    text, expected = texts(model, prompt, n=30, temperature=0), greedy_without_cache(model, prompt, 30)
-    assert torch.equal(text, expected), f"{text.tolist()}\nexpected\n{expected.tolist()}"
-    assert len(text.unique()) > 5, "a text that repeats itself shows nothing"
-
-
-@pytest.mark.parametrize("gradients, settings", [
-    (False, {}), (True, {"activation_checkpointing": "full"}),
-    (False, {"activation_checkpointing": "full", **PLAIN}), (True, {"activation_checkpointing": "full", **PLAIN}),
-])  # fmt: skip
-def test_cache_changes_no_logits(settings, gradients):
-    model, tokens = build(block_size=12, **settings), batch(n_time=9)[0]
-    caches = [KVCache(model.config, 2, DEVICE, FP64) for _ in model.layers]
-    with torch.set_grad_enabled(gradients):
-        parts = [model(part, caches=caches) for part in tokens.split([5, 1, 1, 1, 1], dim=1)]
-        assert error(torch.cat(parts, dim=1), model(tokens)[:, 4:]) < 1e-12  # the last position of each part
-    with pytest.raises(ValueError, match="13 positions, but block_size is 12"):
-        for _ in range(4):
-            model(tokens[:, :1], caches=caches)
-    with pytest.raises(ValueError, match="4 tokens after 12 in the caches: only one at a time"):
-        model(tokens[:, :4], caches=caches)
-
-
-def test_sampling_settings_that_leave_one_token_are_greedy():
-    model, prompt = build(**PLAIN), batch(n_batch=3)[0]
-    greedy = texts(model, prompt, temperature=0)
-    for settings in (
-        {"top_k": 1},
-        {"top_p": 1e-6},
-        {"top_p": 1e-320},
-        {"temperature": 1e-4},
-        {"top_k": 1, "top_p": 1.0},
-    ):
-        assert torch.equal(texts(model, prompt, **settings), greedy), settings
-    assert not torch.equal(texts(model, prompt), greedy)
-
-
-def test_the_same_seed_writes_the_same_text():
-    model, prompt = build(**PLAIN), batch(n_batch=3)[0]
-    assert torch.equal(texts(model, prompt, seed=1), texts(model, prompt, seed=1))
-    assert not torch.equal(texts(model, prompt, seed=1), texts(model, prompt, seed=2))
-    assert torch.equal(texts(model, prompt, top_k=10**6, top_p=1.0), texts(model, prompt))
-
-
-def test_tokens_are_drawn_from_their_probabilities():
-    logits = torch.tensor([1.0, 3.0, -2.0, 2.0, 0.0], device=DEVICE)
-    cases = [  # temperature, top_k, top_p, who remains; their probabilities are 0.64, 0.24, 0.09, 0.03, 0.00
-        ((1.0, None, None), [0, 1, 2, 3, 4]),
-        ((2.0, 2, None), [1, 3]),
-        ((1.0, None, 0.7), [1, 3]),  # the second carries the sum past 0.7
-        ((1.0, 4, 0.95), [0, 1, 3]),
-    ]
-    for (temperature, top_k, top_p), kept in cases:
-        generator = torch.Generator(DEVICE).manual_seed(0)
-        drawn = sample(logits.expand(20000, -1), temperature, top_k, top_p, generator)
-        shares = torch.bincount(drawn, minlength=5) / 20000
-        only = torch.full_like(logits, -math.inf)
-        only[kept] = logits[kept] / temperature
-        worst = (shares - only.softmax(0)).abs().max().item()
-        assert worst < 0.015 and (shares[only.isinf()] == 0).all(), f"{temperature, top_k, top_p}: {shares.tolist()}"
-
-
-@pytest.mark.parametrize("settings", [{"temperature": -1.0}, {"temperature": math.nan}, {"top_k": 0}, {"top_p": 0.0}])
-def test_invalid_sampling_settings_are_refused(settings):
-    with pytest.raises(ValueError, match=r"must be at least 0, top_k .* in \(0, 1\]"):
-        next(build(n_layer=1, **PLAIN).generate(batch()[0], 2, **settings))
-
-
-def test_generate_leaves_autograd_on_for_the_caller():
-    stream = build(n_layer=1, **PLAIN).generate(batch()[0], 2)
-    assert not next(stream).requires_grad and torch.is_grad_enabled()
 
 
 # ---------------------------------------------------------------------------------------------------------------------

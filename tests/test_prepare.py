@@ -1,7 +1,10 @@
 """The prepare.py scripts: pystdlib, shakespeare_char, text, fineweb_edu. No network."""
 
+import base64
+import gzip
 import hashlib
 import json
+import lzma
 import os
 import subprocess
 import sys
@@ -13,7 +16,7 @@ from data.pystdlib import prepare as pystdlib
 from data.shakespeare_char import prepare as shakespeare_char
 from data.text import prepare as text
 from data.tokens import Tokens
-from data.write import split_of, write_lock
+from data.write import prepare_once, split_of, write_lock
 from tests.datasets import contents, documents_of
 from tests.runs import ROOT
 
@@ -172,7 +175,7 @@ def test_text_lists_skipped_binary_files_and_rejects_named_ones(tmp_path, capsys
     text.prepare([tmp_path], tmp_path / "out")
     left_out = f"binary or UTF-16 files left out: 3 ({tmp_path}/0.utf16, {tmp_path}/1.utf16, ...)"
     assert left_out in capsys.readouterr().out.splitlines()
-    with pytest.raises(ValueError, match="--input .*1.utf16 is binary or UTF-16: text is read as UTF-8"):
+    with pytest.raises(ValueError, match="1.utf16 is UTF-16: text is read as UTF-8. iconv "):
         text.prepare([tmp_path / "1.utf16"], tmp_path / "out")
 
 
@@ -304,9 +307,9 @@ def test_text_error_has_the_line_of_bad_jsonl(tmp_path, line, message):
     assert not contents(tmp_path / "out")
 
 
-def test_text_rejects_field_without_jsonl_input(tmp_path):
-    (tmp_path / "a.txt").write_text('{"body": "raw"}')
-    with pytest.raises(ValueError, match="--field is body, but no input is a .jsonl or .ndjson file"):
+def test_text_rejects_field_without_json_input(tmp_path):
+    (tmp_path / "a.txt").write_text("body")
+    with pytest.raises(ValueError, match="--field is body, but no input holds JSON objects, one a line or in an array"):
         text.prepare([tmp_path / "a.txt"], tmp_path / "out", field="body")
 
 
@@ -320,7 +323,7 @@ def test_text_stops_at_or_skips_a_file_that_is_not_utf8(tmp_path, capsys):
     meta = text.prepare([tmp_path], tmp_path / ".out", errors="skip")
     assert meta["train_documents"] + meta["val_documents"] == 50
     assert set(texts_of(tmp_path / ".out")) == {f"text {i}" for i in range(50)}
-    assert "latin1.txt: not UTF-8" in capsys.readouterr().out
+    assert f"left out by --errors skip: 1, the first: {tmp_path}/latin1.txt is not UTF-8" in capsys.readouterr().out
 
 
 def test_text_rejects_errors_skip_for_a_pipe(tmp_path):
@@ -340,7 +343,7 @@ def test_text_prints_file_names_that_are_not_utf8(tmp_path, capsys):
     out = capsys.readouterr().out  # strict, as of a terminal
     for line in (
         "left out: 1 ({}/caf\ufffd.binary)",
-        "skipped {}/caf\ufffd.bad:",
+        "left out by --errors skip: 1, the first: {}/caf\ufffd.bad is not UTF-8",
         "replaced the dataset in {}/.caf\ufffd",
     ):
         assert line.format(tmp_path) in out, out
@@ -355,14 +358,153 @@ def test_text_script_prints_user_errors_in_one_line(tmp_path):
     assert (run.returncode, run.stderr) == (1, "error: no documents: the input holds no text\n")
 
 
+ROWS = [{"text": f"row {i} é"} for i in range(40)]
+LINES = "".join(json.dumps(row) + "\n" for row in ROWS).encode()
+
+
+def zstd(content):
+    return pytest.importorskip("zstandard").compress(content)
+
+
+FORMS = {
+    "a.jsonl": LINES,
+    "a.jsonl.gz": gzip.compress(LINES),
+    "a.jsonl.zst": LINES,  # compressed in the test, where zstandard is installed
+    "a.ndjson.xz": lzma.compress(LINES),
+    "a.json": LINES,
+    "array.json": json.dumps(ROWS, indent=1).encode(),
+    "array.json.gz": gzip.compress(json.dumps(ROWS).encode()),
+    "a.txt": LINES,  # one object a line, whatever its name
+}
+
+
+@pytest.mark.parametrize("pipe", [False, True], ids=["file", "pipe"])
+@pytest.mark.parametrize("name", FORMS)
+def test_json_is_read_compressed_or_not_from_files_and_pipes(name, pipe, tmp_path):
+    content = zstd(LINES) if name.endswith(".zst") else FORMS[name]
+    (tmp_path / name).write_bytes(content)
+    if pipe:
+        script = f"from data.text.prepare import prepare; prepare(['/dev/stdin'], {str(tmp_path / 'out')!r})"
+        subprocess.run([sys.executable, "-c", script], input=content, cwd=ROOT, check=True, timeout=60)
+    else:
+        text.prepare([tmp_path / name], tmp_path / "out")
+    assert texts_of(tmp_path / "out") == sorted(row["text"] for row in ROWS)
+
+
+def test_two_zstd_frames_are_read_and_files_cut_off_are_damaged_not_short(tmp_path, capsys):
+    half = len(LINES.splitlines(keepends=True)[0]) * 10
+    (tmp_path / "a.jsonl.zst").write_bytes(zstd(LINES[:half]) + zstd(LINES[half:]))
+    text.prepare([tmp_path / "a.jsonl.zst"], tmp_path / "out")
+    assert texts_of(tmp_path / "out") == sorted(row["text"] for row in ROWS)
+    for name, content in (
+        ("a.jsonl.zst", zstd(LINES)),
+        ("a.txt.gz", gzip.compress(LINES)),
+        ("a.txt.xz", lzma.compress(LINES)),
+    ):
+        (tmp_path / name).write_bytes(content[:-9])
+        with pytest.raises(ValueError, match=f"{name} is damaged, or cut off: "):
+            text.prepare([tmp_path / name], tmp_path / "out")
+    (tmp_path / "good.jsonl").write_bytes(LINES)
+    text.prepare([tmp_path / "a.txt.gz", tmp_path / "good.jsonl"], tmp_path / "out", errors="skip")
+    assert "left out by --errors skip: 1, the first: " in capsys.readouterr().out
+
+
+def test_json_in_folders_is_data_if_it_has_the_field_else_text(tmp_path, capsys):
+    folder = tmp_path / "folder"
+    folder.mkdir()
+    (folder / "rows.json").write_bytes(LINES)
+    (folder / "other.json").write_text('{"name": "x"}\n{"name": "y"}\n')
+    (folder / "package.json").write_text('{\n "name": "x"\n}\n')
+    text.prepare([folder], tmp_path / "out")
+    others = ['{"name": "x"}\n{"name": "y"}\n', '{\n "name": "x"\n}\n']
+    assert texts_of(tmp_path / "out") == sorted([*(row["text"] for row in ROWS), *others])
+    assert f"JSON without the field 'text' read as text: 1 ({folder}/other.json)" in capsys.readouterr().out
+    with pytest.raises(ValueError, match="other.json:1 is not an object with the field 'text': set --field"):
+        text.prepare([folder / "other.json"], tmp_path / "out")
+    with pytest.raises(ValueError, match="package.json is JSON, but neither an array of objects nor one object a line"):
+        text.prepare([folder / "package.json"], tmp_path / "out")
+
+
+BROKEN = ["null", "{broken", '{"text": null}', '{"title": 1}', '{"text": "\\udcff"}'.replace("\\udcff", "\xff")]
+
+
+@pytest.mark.parametrize("row", BROKEN)
+def test_a_broken_row_ends_the_preparation_or_is_counted(row, tmp_path, capsys):
+    (tmp_path / "a.jsonl").write_bytes(LINES + row.encode("latin-1") + b"\n" + LINES.replace(b"row", b"line"))
+    with pytest.raises(ValueError, match=r"a\.jsonl:41 .*\. --errors skip leaves such out"):
+        text.prepare([tmp_path / "a.jsonl"], tmp_path / "out")
+    meta = text.prepare([tmp_path / "a.jsonl"], tmp_path / "out", errors="skip")
+    assert meta["train_documents"] + meta["val_documents"] == 80
+    assert f"left out by --errors skip: 1, the first: {tmp_path}/a.jsonl:41 " in capsys.readouterr().out
+
+
+def test_lines_of_end_of_text_end_documents_and_other_special_tokens_stay_text_and_are_said(tmp_path, capsys):
+    stories = [f"story {i}\n\nmore\n" for i in range(30)]
+    (tmp_path / "a.txt").write_text("<|endoftext|>\n".join(stories) + "<|endoftext|>")
+    text.prepare([tmp_path / "a.txt"], tmp_path / "out")
+    assert texts_of(tmp_path / "out") == sorted(stories) and "spelled out" not in capsys.readouterr().out
+    (tmp_path / "b.txt").write_text("<|endoftext|> inside\n" * 3 + "<|end_of_text|>\r\n<div>x</s>")
+    text.prepare([tmp_path / "b.txt"], tmp_path / "out")
+    assert texts_of(tmp_path / "out") == sorted(["<|endoftext|> inside\n" * 3, "<div>x</s>"])
+    assert "special tokens spelled out, which stay text: <|endoftext|> (3). " in capsys.readouterr().out
+
+
+def test_what_is_no_text_is_named_with_the_command_for_it(tmp_path, capsys):
+    contents = {
+        "a.parquet": b"PAR1" + bytes(9),
+        "b.txt": b"\xff\xfea\0",
+        "c.bin": b"ab\0",
+        "d.txt": b"text",
+        "e.txt": b"t",
+    }
+    for name, content in contents.items():
+        (tmp_path / name).write_bytes(content)
+    for name, said in (
+        ("a.parquet", "is parquet: python data/fineweb_edu/prepare.py --input"),
+        ("b.txt", "is UTF-16: text is read as UTF-8. iconv -f UTF-16 -t UTF-8"),
+        ("c.bin", "is binary, with zero bytes"),
+    ):
+        with pytest.raises(ValueError, match=f"{name} {said}"):
+            text.prepare([tmp_path / name], tmp_path / "out")
+    text.prepare([tmp_path], tmp_path / "out")
+    out = capsys.readouterr().out
+    assert "left out: 3 (" in out and "python data/fineweb_edu/prepare.py reads parquet files" in out
+    with pytest.raises(ValueError, match="d.txt cannot be read as parquet.* data/text/prepare.py reads text and JSON"):
+        fineweb_edu.prepare(tmp_path / "d.txt", tmp_path / "out", **OPTIONS)
+
+
+@pytest.mark.parametrize("stdout", ["ascii", "closed", "full"])
+def test_messages_that_cannot_be_printed_end_no_preparation(stdout, tmp_path):
+    write_notes(tmp_path / "é", 8)
+    command = [sys.executable, ROOT / "data/text/prepare.py", "--input", tmp_path / "é", "--out", tmp_path / "é/out"]
+    reading, writing = os.pipe()
+    os.close(reading)
+    with open("/dev/full", "w") as full, open(writing, "w") as closed:
+        where = {"ascii": subprocess.PIPE, "closed": closed, "full": full}[stdout]
+        environment = os.environ | {"PYTHONIOENCODING": "ascii"}
+        done = subprocess.run(command, stdout=where, stderr=subprocess.PIPE, env=environment, timeout=60)
+        closed.close()
+    assert (done.returncode, done.stderr) == (0, b"") and (tmp_path / "é/out/meta.json").exists()
+
+
+def test_a_folder_that_cannot_be_written_is_said_with_what_to_do(tmp_path, monkeypatch):
+    (tmp_path / "file").touch()  # a read-only clone, also for root
+    for prepare in (pystdlib.prepare, shakespeare_char.prepare, prepare_once):
+        with pytest.raises(OSError, match="file/data cannot be written .*: prepare the data in another folder, with"):
+            prepare(tmp_path / "file/data")
+    (tmp_path / "config.json").write_text("{}")
+    with pytest.raises(ValueError, match="holds a model, whose tokenizer's files a dataset would replace"):
+        pystdlib.prepare(tmp_path)
+
+
 @pytest.fixture
 def parquets(tmp_path):
     pyarrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
     folder = tmp_path / "parquets"
     folder.mkdir()
     for number in range(3):
-        rows = [f"Document {number}.{i} " + "says something. " * (i % 50) for i in range(300)] + ["", None]
-        parquet.write_table(pyarrow.table({"id": range(302), "text": rows}), folder / f"{number:03d}.parquet")
+        rows = [f"Document {number}.{i} " + "says something. " * (i % 50) for i in range(300)] + [""]
+        parquet.write_table(pyarrow.table({"id": range(301), "text": rows}), folder / f"{number:03d}.parquet")
     return folder
 
 
@@ -507,3 +649,25 @@ def test_fineweb_without_its_packages_says_the_pip_command(parquets, tmp_path, m
     monkeypatch.setitem(sys.modules, module, None)
     with pytest.raises(ImportError, match="pip install pyarrow huggingface_hub"):
         fineweb_edu.prepare(source and tmp_path / source, tmp_path / "out", **OPTIONS)
+
+
+def test_fineweb_stops_at_a_null_row_or_counts_it(tmp_path, capsys):
+    pyarrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+    rows = [f"text {i}" for i in range(2000)]
+    rows[1500] = None
+    parquet.write_table(pyarrow.table({"text": rows}), tmp_path / "some.parquet")
+    with pytest.raises(ValueError, match=r"some.parquet row 1501 has null for 'text', .*--errors skip leaves such out"):
+        fineweb_edu.prepare(tmp_path / "some.parquet", tmp_path / "out", **OPTIONS)
+    meta = fineweb_edu.prepare(tmp_path / "some.parquet", tmp_path / "out", errors="skip", **OPTIONS)
+    assert meta["train_documents"] + meta["val_documents"] == 1999
+    assert "left out by --errors skip: 1, the first: " in capsys.readouterr().out
+
+
+def test_fineweb_writes_shards_again_that_lack_the_bos(parquets, tmp_path, files_read):
+    model, out = tmp_path / "tokenizer.model", tmp_path / "out"
+    model.write_bytes(b"".join(base64.b64encode(bytes([i])) + b" %d\n" % i for i in range(256)))
+    options = dict(tokenizer=str(model), val_fraction=0.1, max_files=1)
+    without = fineweb_edu.prepare(parquets, out, bos=False, **options)
+    meta = fineweb_edu.prepare(parquets, out, **options)
+    assert files_read == ["000.parquet"] * 2 and meta["bos"] == 256 and "bos" not in without
+    assert meta["train_tokens"] == without["train_tokens"] + meta["train_documents"]

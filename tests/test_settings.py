@@ -1,8 +1,13 @@
 """Settings that cannot be: each gets a sentence."""
 
+import os
+import subprocess
+import sys
+
 import pytest
 import torch
 
+from runtime.device import require_compiler
 from tests.runs import ROOT, slip
 
 pytestmark = pytest.mark.usefixtures("plain_pytorch_on_one_core")
@@ -64,3 +69,21 @@ def test_a_warm_up_that_never_ends_is_mentioned(train, capsys):
     assert (
         "warm-up   of 8 steps, as long as the run: the learning rate never reaches its peak" in capsys.readouterr().out
     )
+
+
+def test_compile_without_a_compiler_gets_a_sentence(monkeypatch, capsys):
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    require_compiler("cuda:0")
+    with pytest.raises(SystemExit):
+        require_compiler("cpu")
+    said = "--compile=true needs a C++ compiler on a CPU, and there is no no-such-compiler: install one, or set CXX\n"
+    assert capsys.readouterr().err == said
+    monkeypatch.setenv("CXX", sys.executable)
+    require_compiler("cpu")
+
+
+@pytest.mark.parametrize("script", ["train.py", "sample.py", "convert.py", "bench.py"])
+def test_python_in_isolated_mode_finds_our_modules(script, tmp_path):
+    command = [sys.executable, "-I", ROOT / script, "--help"]
+    done = subprocess.run(command, cwd=tmp_path, env=os.environ, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0 and done.stdout, done.stderr

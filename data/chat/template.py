@@ -1,0 +1,186 @@
+"""A conversation as the text, and the tokens, that a chat model reads.
+
+    messages = [{"role": "user", "content": "What is a cria?"}]
+    ids = encode_prompt(tokenizer, messages)  # what sample.py continues
+    text = render(messages, tokenizer.chat_template, bos="<s>", eos="</s>", add_generation_prompt=True)
+
+    text = render_answers(tokenizer, messages + [{"role": "assistant", "content": "A baby llama."}])
+    ids, is_target = encode_answers(tokenizer, text)  # what train.py learns
+
+A chat template is a Jinja program that the makers of a model publish with its tokenizer. It writes every special token
+itself, the first one too. It comes with downloaded files, so it runs in Jinja's sandbox. What a template may use is
+what transformers gives it: https://huggingface.co/docs/transformers/chat_templating_writing
+"""
+
+import functools
+import json
+import re
+from datetime import datetime
+
+from data.tokens import IS_TARGET, OPENS
+from data.vocabulary import Tokenizer
+
+# Llama 3's own format, as its model card writes it down: without the date and the tools of 3.1's and 3.2's templates.
+LLAMA3_TEMPLATE = """\
+{{- bos_token }}
+{%- for message in messages %}
+    {{- '<|start_header_id|>' + message['role'] + '<|end_header_id|>\\n\\n' }}
+    {{- message['content'] | trim + '<|eot_id|>' }}
+{%- endfor %}
+{%- if add_generation_prompt %}
+    {{- '<|start_header_id|>assistant<|end_header_id|>\\n\\n' }}
+{%- endif %}"""
+
+# Marks in a rendered text, of Unicode's noncharacters: no text may contain them.
+BREAK = "\ufdd0"  # within a special token that a message spells out: it stays text
+ANSWER, ANSWER_END = "\ufdd1", "\ufdd2"  # around what is learned
+
+
+def template_of(tokenizer: Tokenizer) -> str:
+    """The tokenizer's own template, or Llama 3's. ValueError if it has neither that nor Llama 3's special tokens."""
+    if tokenizer.chat_template is None and "<|eot_id|>" not in tokenizer.special_tokens:
+        raise ValueError(
+            f"tokenizer {tokenizer.name} has no chat template, and none of Llama 3's tokens: name a template"
+        )
+    return LLAMA3_TEMPLATE if tokenizer.chat_template is None else tokenizer.chat_template
+
+
+def render(
+    messages: list[dict],
+    template: str | None = None,
+    bos: str = "<|begin_of_text|>",
+    eos: str = "<|eot_id|>",
+    add_generation_prompt: bool = False,
+    **variables,
+) -> str:
+    """The text of messages, each with a role and a content.
+
+    template: Jinja source; None: Llama 3's own format. bos, eos: the special tokens as the tokenizer spells them, ""
+    where it has none. add_generation_prompt: the text ends where the assistant's answer begins. variables: others that
+    the template knows, as tools or date_string. ImportError without jinja2, ValueError if the template is broken or
+    refuses the messages.
+    """
+    # transformers defines tools and documents always: templates compare them with none.
+    variables = {"tools": None, "documents": None, "bos_token": bos, "eos_token": eos} | variables
+    variables |= {"messages": messages, "add_generation_prompt": add_generation_prompt}
+    try:
+        return compile_template(LLAMA3_TEMPLATE if template is None else template).render(variables)
+    except ImportError as error:
+        raise ImportError("chat templates need jinja2: pip install jinja2") from error
+    except Exception as error:  # a program that we did not write: whatever it raises
+        raise ValueError(
+            f"the chat template cannot write this conversation: {error or type(error).__name__}"
+        ) from error
+
+
+@functools.lru_cache(maxsize=8)
+def compile_template(template: str):
+    """The compiled template."""
+    from jinja2 import TemplateError, nodes
+    from jinja2.ext import Extension, loopcontrols
+    from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+    class Generation(Extension):
+        """{% generation %} ... {% endgeneration %} marks answers for transformers. Here what it encloses is plain."""
+
+        tags = {"generation"}
+
+        def parse(self, parser):
+            line = next(parser.stream).lineno
+            return nodes.Scope(parser.parse_statements(["name:endgeneration"], drop_needle=True), lineno=line)
+
+    def raise_exception(message):
+        raise TemplateError(message)
+
+    def to_json(value, ensure_ascii=False, **options):  # Jinja's own escapes for HTML
+        return json.dumps(value, ensure_ascii=ensure_ascii, **options)
+
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[Generation, loopcontrols]
+    )
+    environment.filters["tojson"] = to_json
+    environment.globals |= {
+        "raise_exception": raise_exception,
+        "strftime_now": lambda format: datetime.now().strftime(format),
+    }
+    return environment.from_string(template)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Tokens
+
+
+def encode_prompt(tokenizer: Tokenizer, messages: list[dict], **variables) -> list[int]:
+    """The ids of a conversation up to where the assistant's next answer begins. ValueError, ImportError: as render."""
+    return encode(tokenizer, render_marked(tokenizer, messages, add_generation_prompt=True, **variables))
+
+
+def render_answers(tokenizer: Tokenizer, messages: list[dict], **variables) -> str:
+    """The text of a conversation, for encode_answers: with marks around the assistant's answers and their ends of turn.
+
+    An answer is what the text of the messages up to it has beyond the prompt for it. ValueError if there is none, or if
+    the template writes a message in another way when others follow (as those that drop earlier thoughts).
+    """
+    text, done, marked = render_marked(tokenizer, messages, **variables), 0, []
+    for i, message in enumerate(messages):
+        if message["role"] != "assistant":
+            continue
+        prompt = render_marked(tokenizer, messages[:i], add_generation_prompt=True, **variables)
+        upto = render_marked(tokenizer, messages[: i + 1], **variables).rstrip()  # a line's end follows the end of turn
+        if not (upto.startswith(prompt) and text.startswith(upto) and len(prompt) >= done):
+            raise ValueError(
+                f"the chat template writes message {i + 1} in another way when it is to be answered, or when others "
+                "follow: give the answers one by one, each at the end of a conversation of its own"
+            )
+        marked += [text[done : len(prompt)], ANSWER, upto[len(prompt) :], ANSWER_END]
+        done = len(upto)
+    if not marked:
+        raise ValueError(f"there is no answer: no role is assistant, but {', '.join(m['role'] for m in messages)}")
+    return "".join([*marked, text[done:]])
+
+
+def encode_answers(tokenizer: Tokenizer, text: str) -> tuple[list[int], list[bool]]:
+    """The ids of render_answers' text, and which of them are targets.
+
+    A prompt gets the ids that it has alone: those the model is given when it is to answer.
+    """
+    ids, is_target, done = [], [], ""
+    for i, part in enumerate(re.split(f"[{ANSWER}{ANSWER_END}]", text)):
+        done += part
+        whole = encode(tokenizer, done)  # of all up to here: a tokenizer may look at what is before
+        ids += whole[len(ids) :] if whole[: len(ids)] == ids else encode(tokenizer, part)
+        is_target += [i % 2 == 1] * (len(ids) - len(is_target))
+    return ids, is_target
+
+
+def render_marked(tokenizer: Tokenizer, messages: list[dict], **variables) -> str:
+    """The text of messages in the tokenizer's template, with marks in special tokens that they spell out."""
+    bos, eos = tokenizer.bos_token, tokenizer.eos_token
+    return render([broken(m, tokenizer) for m in messages], template_of(tokenizer), bos, eos, **variables)
+
+
+def broken(value, tokenizer: Tokenizer):
+    """A message, or what it holds, with marks in the special tokens that it spells out."""
+    if isinstance(value, dict):
+        return {name: broken(each, tokenizer) for name, each in value.items()}
+    if isinstance(value, list):
+        return [broken(each, tokenizer) for each in value]
+    if not isinstance(value, str):
+        return value
+    if re.search(f"[{BREAK}{ANSWER}{ANSWER_END}]", value):
+        raise ValueError("it contains U+FDD0, U+FDD1 or U+FDD2, which are no characters")
+    for token in sorted(tokenizer.special_tokens):
+        value = value.replace(token, token[:1] + BREAK + token[1:])
+    return value
+
+
+def encode(tokenizer: Tokenizer, marked: str) -> list[int]:
+    return [token for piece in marked.split(BREAK) for token in tokenizer.encode(piece, special=True)]
+
+
+def encode_conversation(text: str, tokenizer: Tokenizer) -> tuple[list[int], list[int], int]:
+    """What data/write.py stores of render_answers' text: its ids, their mask, and its UTF-8 bytes without the marks."""
+    ids, is_target = encode_answers(tokenizer, text)
+    mask = [IS_TARGET * bool(target) for target in is_target]
+    mask[0] = OPENS  # there is nothing to predict it from
+    return ids, mask, len(re.sub(f"[{BREAK}{ANSWER}{ANSWER_END}]", "", text).encode())

@@ -1,0 +1,181 @@
+"""What prepare scripts read: text or JSON, compressed or not, from files or pipes, with broken rows among them.
+
+bad = Bad("skip")  # what --errors says
+with open_input(path) as file:
+    kind = kind_of(head_of(file, path), path)
+    for where, row in read_rows(file, path, kind, bad):  # JSON, one object a line or an array
+        text = field_of(row, "text", where, bad)  # None if it is left out
+bad.report()
+"""
+
+import bz2
+import gzip
+import io
+import json
+import lzma
+import os
+import re
+import zlib
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from data.files import say
+
+HEAD = 8000  # bytes by which a file is known
+ERRORS_HELP = "broken rows and files: end with the first one, or leave them out and count them (default: strict)"
+JSON_LINES = (".jsonl", ".ndjson")
+OBJECT = re.compile(rb'\s*\{\s*"(?:[^"\\]|\\.)*"\s*:')  # the beginning of a JSON object that is not empty
+ARRAY = re.compile(rb"\s*\[\s*\{")  # of a JSON array of objects
+
+
+class Bad:
+    """What --errors says of rows and files that cannot be read: "strict" raises ValueError, "skip" counts them."""
+
+    def __init__(self, errors: str = "strict"):
+        self.strict, self.n, self.first = errors == "strict", 0, None
+
+    def __call__(self, sentence: str) -> None:
+        if self.strict:
+            raise ValueError(f"{sentence}. --errors skip leaves such out")
+        self.n, self.first = self.n + 1, self.first or sentence
+
+    def report(self) -> None:
+        if self.n:
+            first = os.fsencode(self.first).decode(errors="replace")  # file names may be any bytes
+            say(f"left out by --errors skip: {self.n:,}, the first: {first}")
+
+
+class Unreadable(ValueError):
+    """A file is damaged, or cut off."""
+
+
+class Zstandard(io.RawIOBase):
+    """A file decompressed. zstandard's own reader takes a file that is cut off for a whole one."""
+
+    def __init__(self, file: BinaryIO):
+        try:
+            import zstandard
+        except ImportError as error:
+            raise ImportError(f"{file.name} is compressed by zstd: pip install zstandard") from error
+        self.file, self.error = file, zstandard.ZstdError
+        self.start = lambda: zstandard.ZstdDecompressor().decompressobj()
+        self.frame, self.ready = None, b""
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer) -> int:
+        while not self.ready:
+            compressed = (self.frame and self.frame.unused_data) or self.file.read(2**17)
+            if self.frame is None or self.frame.eof:
+                self.frame = self.start()
+                if not compressed:
+                    return 0
+            elif not compressed:
+                raise EOFError("it ends in the middle of a frame")
+            try:
+                self.ready = self.frame.decompress(compressed)
+            except self.error as error:
+                raise EOFError(str(error)) from error
+        n = min(len(buffer), len(self.ready))
+        buffer[:n], self.ready = self.ready[:n], self.ready[n:]
+        return n
+
+
+COMPRESSED = {b"\x1f\x8b": gzip.open, b"BZh": bz2.open, b"\xfd7zXZ\0": lzma.open, b"\x28\xb5\x2f\xfd": Zstandard}
+
+
+def open_input(path: Path) -> io.BufferedReader:
+    """A file or pipe, decompressed if it is compressed, whose first bytes peek() shows."""
+    file = open(path, "rb")  # noqa: SIM115
+    for magic, opener in COMPRESSED.items():
+        if file.peek(HEAD).startswith(magic):
+            return io.BufferedReader(opener(file), 2**16)
+    return file
+
+
+def is_compressed(path: Path) -> bool:
+    with open(path, "rb") as file:
+        return file.read(6).startswith(tuple(COMPRESSED))
+
+
+def head_of(file: io.BufferedReader, path: Path) -> bytes:
+    """The first bytes of an open input. Raises ValueError if it is no text."""
+    head = read(lambda: file.peek(HEAD), path)[:HEAD]
+    if head.startswith(b"PAR1"):
+        raise ValueError(f"{path} is parquet: python data/fineweb_edu/prepare.py --input {path}")
+    if head.startswith((b"\xff\xfe", b"\xfe\xff")):
+        raise ValueError(f"{path} is UTF-16: text is read as UTF-8. iconv -f UTF-16 -t UTF-8 {path} > FILE makes it")
+    if b"\0" in head:  # git's rule
+        raise ValueError(f"{path} is binary, with zero bytes: text is read as UTF-8")
+    return head.removeprefix(b"\xef\xbb\xbf")
+
+
+def is_jsonl(path: Path) -> bool:
+    """By its name: corpus.jsonl, corpus.jsonl.gz."""
+    return any(suffix.lower() in JSON_LINES for suffix in path.suffixes[-2:])
+
+
+def kind_of(head: bytes, path: Path) -> str:
+    """ "lines" of JSON, an "array", or "text", by the name and the first bytes."""
+    if is_jsonl(path):
+        return "lines"
+    if ARRAY.match(head) and (".json" in path.name.lower() or not path.is_file()):
+        return "array"
+    line, end, _ = head.lstrip().partition(b"\n")
+    if not OBJECT.match(line):
+        return "text"
+    try:
+        return "lines" if not end or json.loads(line) else "text"  # the whole line, or as much of it as head has
+    except ValueError:
+        return "text"
+
+
+def read_rows(file: BinaryIO, path: Path, kind: str, bad: Bad) -> Iterator[tuple[str, Any]]:
+    """(its place, a value) of each line that is not blank, or each element of an array."""
+    if kind == "array":
+        rows = parse(read(file.read, path), str(path), bad)
+        yield from ((f"{path}[{i}]", row) for i, row in enumerate(rows if isinstance(rows, list) else []))
+        return
+    number = 0
+    while line := read(file.readline, path):
+        number += 1
+        where = f"{path}:{number}"
+        if line.strip() and (row := parse(line, where, bad)) is not None:
+            yield where, row
+
+
+def parse(line: bytes, where: str, bad: Bad) -> Any:
+    try:
+        row = json.loads(line.decode("utf-8-sig"))
+    except UnicodeDecodeError as error:
+        bad(f"{where} is not UTF-8 text ({error})")
+    except (ValueError, RecursionError) as error:  # RecursionError: thousands of brackets in brackets
+        bad(f"{where} is not JSON: {error}")
+    else:
+        if row is None:
+            bad(f"{where} is null, not an object")
+        return row
+    return None
+
+
+def field_of(row: Any, field: str, where: str, bad: Bad) -> str | None:
+    """The text of a row, or None for one that is left out."""
+    if not isinstance(row, dict) or field not in row:
+        bad(f"{where} is not an object with the field {field!r}: set --field")
+    elif not isinstance(row[field], str):
+        bad(f"{where} has {field!r} of type {type(row[field]).__name__}, expected a string")
+    else:
+        return row[field]
+    return None
+
+
+def read(call: Callable, path: Path) -> Any:
+    """call(), which reads. Raises Unreadable for what cannot be decompressed."""
+    try:
+        return call()
+    except (EOFError, zlib.error, lzma.LZMAError, OSError) as error:
+        if isinstance(error, OSError) and error.errno:
+            raise
+        raise Unreadable(f"{path} is damaged, or cut off: {error}") from error

@@ -1,0 +1,215 @@
+"""The files of byte-level BPE vocabularies, read for tiktoken and written as Hugging Face's tokenizer.json.
+
+Such a tokenizer cuts a text into pieces by a pattern. A piece that is a token is taken whole. Else it starts as bytes,
+and again and again the two neighbours that together are the token of the lowest rank are joined. tiktoken's files hold
+tokens and ranks, which are the ids. A tokenizer.json lists for each token the pairs that make it, by rank.
+"""
+
+import base64
+import hashlib
+import os
+import re
+import shutil
+import tempfile
+from pathlib import Path
+
+import requests  # tiktoken depends on it and downloads with it
+import tiktoken
+
+ROOT = Path(__file__).resolve().parents[1]
+# Llama 3 cuts text into words before merging bytes: contractions, words with one leading space or sign,
+# numbers of at most three digits, punctuation, line ends, other blanks.
+LLAMA3_PATTERN = "|".join(
+    [
+        r"(?i:'s|'t|'re|'ve|'m|'ll|'d)",
+        r"[^\r\n\p{L}\p{N}]?\p{L}+",
+        r"\p{N}{1,3}",
+        r" ?[^\s\p{L}\p{N}]+[\r\n]*",
+        r"\s*[\r\n]+",
+        r"\s+(?!\S)",
+        r"\s+",
+    ]
+)
+# 256 special tokens follow the 128,000 merged ones, in this order, as in the vocabularies of Llama 3.1 and 3.2.
+# (3.0 still calls the finetune_right_pad and eom ids reserved; Meta's own code calls reserved_2 <|step_id|>.)
+LLAMA3_SPECIAL_TOKENS = [
+    "<|begin_of_text|>",  # 128000
+    "<|end_of_text|>",  # 128001
+    "<|reserved_special_token_0|>",
+    "<|reserved_special_token_1|>",
+    "<|finetune_right_pad_id|>",  # 128004
+    "<|reserved_special_token_2|>",
+    "<|start_header_id|>",  # 128006
+    "<|end_header_id|>",  # 128007
+    "<|eom_id|>",  # 128008, end of message: a tool's answer is expected
+    "<|eot_id|>",  # 128009, end of turn
+    "<|python_tag|>",  # 128010
+    *(f"<|reserved_special_token_{i}|>" for i in range(3, 248)),  # 128011 .. 128255
+]
+OPENAI = "https://openaipublic.blob.core.windows.net/"
+DOWNLOADS = {  # that tiktoken makes: path and SHA-256 of each file
+    "gpt2": {
+        "gpt-2/encodings/main/vocab.bpe": "1ce1664773c50f3e0cc8842619a93edc4624525b728b188a9e0be33b7726adc5",
+        "gpt-2/encodings/main/encoder.json": "196139668be63f3b5d6574427317ae82f612a97c5d1cdaf36ed2256dbf636783",
+    },
+    "cl100k_base": {
+        "encodings/cl100k_base.tiktoken": "223921b76ee99bde995b7ff738513eef100fb51d18c93597a113bcffe865b2a7",
+    },
+    "o200k_base": {
+        "encodings/o200k_base.tiktoken": "446a9538cb6c348e3516120d7c08b09f57c36495e2acfffe59a5bf8b0cfb1a2d",
+    },
+}
+
+
+def bytes_encoding() -> tiktoken.Encoding:
+    """Ids 0..255 are the bytes themselves, 256 is <|endoftext|>."""
+    return tiktoken.Encoding(
+        "bytes",
+        # Nothing ever merges, so where the text is cut does not matter: 64 at a time is 4x faster than one by one.
+        pat_str=r"(?s:.{1,64})",
+        mergeable_ranks={bytes([i]): i for i in range(256)},
+        special_tokens={"<|endoftext|>": 256},
+    )
+
+
+def openai_encoding(name: str) -> tiktoken.Encoding:
+    """One of DOWNLOADS, which tiktoken caches. Files under their own names in its cache, or here, will do.
+
+    Raises ValueError for a damaged file, FileNotFoundError with all that are missing if they cannot be downloaded.
+    """
+    folder = os.environ.get("TIKTOKEN_CACHE_DIR") or os.environ.get("DATA_GYM_CACHE_DIR")
+    folder = Path(folder or Path(tempfile.gettempdir()) / "data-gym-cache")
+    missing = []
+    for path, sha256 in DOWNLOADS[name].items():
+        cached = folder / hashlib.sha1((OPENAI + path).encode()).hexdigest()  # tiktoken's own naming
+        given = next((place / Path(path).name for place in (folder, ROOT) if (place / Path(path).name).exists()), None)
+        found = given if given and not cached.exists() else cached
+        if not found.exists():
+            missing.append(OPENAI + path)
+        elif hashlib.sha256(found.read_bytes()).hexdigest() != sha256:
+            raise ValueError(f"{found} is damaged: delete it, and fetch {OPENAI + path} again")
+        elif found == given:
+            shutil.copy(given, cached)
+    try:
+        return tiktoken.get_encoding(name)
+    except requests.RequestException as error:
+        if error.request is None:  # broken off on the way
+            raise OSError(f"the download of tokenizer {name} failed: {error}") from error
+        raise FileNotFoundError(
+            f"tokenizer {name} needs {' and '.join(missing)}, which could not be downloaded. On a machine with a "
+            f"network fetch {'them' if len(missing) > 1 else 'it'}, and put {'them' if len(missing) > 1 else 'it'} "
+            f"here into {folder} (or another folder, named by TIKTOKEN_CACHE_DIR)"
+        ) from error
+
+
+def llama3_encoding(file: Path) -> tiktoken.Encoding:
+    """Meta's tokenizer.model; its special tokens take the ids after the last rank."""
+    ranks = read_ranks(file)
+    special_tokens = {token: len(ranks) + i for i, token in enumerate(LLAMA3_SPECIAL_TOKENS)}
+    return tiktoken.Encoding("llama3", pat_str=LLAMA3_PATTERN, mergeable_ranks=ranks, special_tokens=special_tokens)
+
+
+def read_ranks(file: Path) -> dict[bytes, int]:
+    """Read a tiktoken vocabulary, one `base64(token) rank` a line, ranks 0, 1, 2, ... and every byte among them.
+
+    tiktoken's own loader would keep a copy by path in its cache, and serve it after the file has changed.
+    """
+    ranks = {}
+    for number, line in enumerate(file.read_bytes().splitlines(), start=1):
+        try:
+            token, rank = line.split()
+            ranks[base64.b64decode(token, validate=True)] = int(rank)
+        except ValueError as error:
+            raise ValueError(
+                f"{file}:{number} is not a line of a tiktoken vocabulary (base64 token, rank): is this the "
+                "tokenizer.model of Llama 3? Llama 2's is another format"
+            ) from error
+    check_ranks(ranks, file)
+    return ranks
+
+
+def check_ranks(ranks: dict[bytes, int], file: Path) -> None:
+    if sorted(ranks.values()) != list(range(len(ranks))) or not all(bytes([i]) in ranks for i in range(256)):
+        raise ValueError(f"{file} is damaged or incomplete: its {len(ranks):,} ranks or single bytes have gaps")
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# tokenizer.json
+
+
+def visible_bytes() -> dict[int, str]:
+    """A character for each byte, as GPT-2's files spell tokens: itself if it prints, else one from U+0100 on."""
+    printing = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
+    others = [byte for byte in range(256) if byte not in printing]
+    return {byte: chr(byte) for byte in printing} | {byte: chr(256 + i) for i, byte in enumerate(others)}
+
+
+def is_llama3(content: dict) -> bool:
+    """Whether a tokenizer.json is Llama 3's."""
+    try:
+        special = {token["content"]: token["id"] for token in content["added_tokens"]}
+        return special.get("<|begin_of_text|>") == 128000 and pattern_of(content) == LLAMA3_PATTERN
+    except (KeyError, TypeError, IndexError):
+        return False
+
+
+def pattern_of(content: dict) -> str:
+    return content["pre_tokenizer"]["pretokenizers"][0]["pattern"]["Regex"]
+
+
+def encoding_of_json(name: str, content: dict, file: Path) -> tiktoken.Encoding:
+    """What write_json_encoding wrote, or Llama 3's tokenizer.json. ValueError if it is not such a file."""
+    byte_of = {char: byte for byte, char in visible_bytes().items()}
+    try:
+        ranks = {bytes(map(byte_of.__getitem__, token)): rank for token, rank in content["model"]["vocab"].items()}
+        special = {token["content"]: token["id"] for token in content["added_tokens"]}
+        ranks = {token: rank for token, rank in ranks.items() if rank not in special.values()}
+        pattern = pattern_of(content)
+    except (KeyError, TypeError, AttributeError, IndexError) as error:
+        raise ValueError(f"{file} is damaged, or not {name}'s: {error!r}") from error
+    check_ranks(ranks, file)
+    return tiktoken.Encoding(name, pat_str=pattern, mergeable_ranks=ranks, special_tokens=special)
+
+
+def json_of_encoding(encoding: tiktoken.Encoding, bos: int | None) -> dict:
+    """The content of a tokenizer.json; transformers then begins each text with bos."""
+    ranks, char_of = encoding._mergeable_ranks, visible_bytes()
+    spelled = {token: "".join(map(char_of.__getitem__, token)) for token in ranks}
+    merges = [
+        [spelled[token[:i]], spelled[token[i:]]]
+        for token in sorted(ranks, key=ranks.get)
+        for i in range(1, len(token))
+        if token[:i] in ranks and token[i:] in ranks
+    ]
+    # Hugging Face's regular expressions are Oniguruma's: there $ is any line's end, and {1,3}+ repeats.
+    pattern = re.sub(r"([+*?]|\d})\+", r"\1", encoding._pat_str).replace("$", r"\z")
+    split = {"type": "Split", "pattern": {"Regex": pattern}, "behavior": "Isolated", "invert": False}
+    byte_level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}
+    pieces = [split, byte_level] if merges else [byte_level]  # bytes that never merge need no pieces
+    special = sorted(encoding._special_tokens.items(), key=lambda item: item[1])
+    return {
+        "version": "1.0", "truncation": None, "padding": None, "normalizer": None,
+        "added_tokens": [
+            {"id": i, "content": token, "single_word": False, "lstrip": False, "rstrip": False, "normalized": False,
+             "special": True} for token, i in special
+        ],
+        "pre_tokenizer": {"type": "Sequence", "pretokenizers": pieces},
+        "post_processor": None if bos is None else begin_with(encoding.decode([bos]), bos),
+        "decoder": {"type": "ByteLevel", "add_prefix_space": True, "trim_offsets": True, "use_regex": True},
+        "model": {
+            "type": "BPE", "dropout": None, "unk_token": None, "continuing_subword_prefix": None,
+            "end_of_word_suffix": None, "fuse_unk": False, "byte_fallback": False, "ignore_merges": True,
+            "vocab": {spelled[token]: rank for token, rank in ranks.items()}, "merges": merges,
+        },
+    }  # fmt: skip
+
+
+def begin_with(token: str, i: int) -> dict:
+    """A post_processor that puts a token first."""
+    first = [{"SpecialToken": {"id": token, "type_id": 0}}]
+    return {
+        "type": "TemplateProcessing",
+        "single": [*first, {"Sequence": {"id": "A", "type_id": 0}}],
+        "pair": [*first, *({"Sequence": {"id": name, "type_id": 0}} for name in "AB")],
+        "special_tokens": {token: {"id": token, "ids": [i], "tokens": [token]}},
+    }

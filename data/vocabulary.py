@@ -1,0 +1,168 @@
+"""Tokenizer classes: a tiktoken.Encoding or a tokenizer.json, with special tokens. data/tokenizer.py finds files."""
+
+import contextlib
+import hashlib
+import json
+import re
+from collections.abc import Callable, Iterable
+from itertools import pairwise
+from pathlib import Path
+
+import tiktoken
+
+from data.tiktoken_files import json_of_encoding
+
+END_OF_TEXT_NAMES = ["<|endoftext|>", "<|end_of_text|>"]  # OpenAI's spelling, Meta's spelling
+LLAMA3_EOS = ["<|end_of_text|>", "<|eom_id|>", "<|eot_id|>"]  # of a document, of a message to a tool, of a turn
+MOST_BLANKS = 25_000  # in a row, of a text that tiktoken cannot take whole
+
+
+class Tokenizer:
+    """A vocabulary with its special tokens. Pickles, so that worker processes can have it.
+
+    name           one of tokenizer.NAMES, or made from the vocabulary: equal names mean equal ids
+    n_vocab        the largest id + 1
+    end_of_text    the id that ends every document
+    bos            the id before every document and prompt; None: there is none
+    eos            the ids after which a model stops, end_of_text among them
+    bos_token, eos_token, chat_template    as chat templates know them; "" and None if there is none
+    special_tokens the spelling of all special tokens
+    files          {name: content} from which it can be made again; {} if its name is enough
+    """
+
+    name: str
+    n_vocab: int
+    bos: int | None
+    special_tokens: set[str]
+    files: dict[str, bytes]
+
+    def encode(self, text: str, special: bool = False) -> list[int]:
+        """The ids of a text, without bos. special: special tokens that it spells out are tokens, not text."""
+        raise NotImplementedError
+
+    def decode(self, ids: Iterable[int]) -> str:
+        """The text of ids, special tokens spelled out. Ids that mean nothing are left out."""
+        raise NotImplementedError
+
+    def hf_files(self) -> dict[str, bytes]:
+        """{name: content} of the files that transformers' AutoTokenizer needs."""
+        return self.files
+
+    def set_special_tokens(self, id_of: Callable[[str], int | None], config: dict) -> None:
+        """config: what the files say. Raises ValueError if no token ends a document."""
+        self.bos_token, self.eos_token = (spelling(config.get(name)) for name in ("bos_token", "eos_token"))
+        ends = [id_of(token) for token in (*END_OF_TEXT_NAMES, self.eos_token) if id_of(token) is not None]
+        if not ends:
+            raise ValueError(
+                f"tokenizer {self.name} has no end-of-text token: no eos_token, none of {END_OF_TEXT_NAMES}"
+            )
+        self.end_of_text, eos = ends[0], config.get("eos_token_id")
+        eos = eos if isinstance(eos, list) else [eos]
+        eos = [id_of(self.eos_token), *eos, self.end_of_text]
+        self.eos = list(dict.fromkeys(token for token in eos if isinstance(token, int)))
+        self.eos_token = self.eos_token or self.decode([self.end_of_text])
+        self.bos_token = self.bos_token or ("" if self.bos is None else self.decode([self.bos]))
+        templates = config.get("chat_template")
+        if isinstance(templates, list):  # several, each with a name
+            templates = next((each["template"] for each in templates if each["name"] == "default"), None)
+        self.chat_template = templates
+
+
+class Tiktoken(Tokenizer):
+    """A tiktoken.Encoding."""
+
+    def __init__(self, encoding: tiktoken.Encoding, files: dict[str, bytes] | None = None, config: dict | None = None):
+        self.encoding, self.name, self.n_vocab, self.files = encoding, encoding.name, encoding.n_vocab, files or {}
+        special = {token: encoding.encode_single_token(token) for token in encoding.special_tokens_set}
+        self.special_tokens, self.bos = set(special), special.get("<|begin_of_text|>")
+        config = {"eos_token_id": [special.get(token) for token in LLAMA3_EOS]} if config is None else config
+        self.set_special_tokens(special.get, config)
+
+    def encode(self, text: str, special: bool = False) -> list[int]:
+        options = dict(allowed_special="all" if special else set(), disallowed_special=())
+        try:
+            return self.encoding.encode(text, **options)
+        except ValueError:  # tiktoken's pattern cannot match a million blanks in a row: cut them, as Meta's code does
+            cuts = [0]
+            for blanks in re.finditer(rf"\s{{{MOST_BLANKS + 1},}}", text):
+                cuts += range(blanks.start() + MOST_BLANKS, blanks.end(), MOST_BLANKS)
+            pieces = [text[start:end] for start, end in pairwise([*cuts, len(text)])]
+            return [token for piece in pieces for token in self.encoding.encode(piece, **options)]
+
+    def decode(self, ids: Iterable[int]) -> str:
+        found = []
+        for token in ids:
+            with contextlib.suppress(KeyError):  # padding of the vocabulary, or a gap in it
+                found.append(self.encoding.decode_single_token_bytes(int(token)))
+        return b"".join(found).decode(errors="replace")
+
+    def hf_files(self) -> dict[str, bytes]:
+        config = {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False}
+        config |= {"bos_token": self.bos_token or self.eos_token, "eos_token": self.eos_token}
+        made = {"tokenizer.json": json_of_encoding(self.encoding, self.bos), "tokenizer_config.json": config}
+        return {name: json.dumps(content, ensure_ascii=False).encode() for name, content in made.items()} | self.files
+
+
+class HuggingFace(Tokenizer):
+    """A tokenizer.json, with any normalizer, pre-tokenizer and model that `tokenizers` has."""
+
+    def __init__(self, path: Path, files: dict[str, bytes], config: dict):
+        try:
+            import tokenizers
+        except ImportError as error:
+            raise ImportError(f"{path} is read by Hugging Face's tokenizers: pip install tokenizers") from error
+        try:
+            self.backend = tokenizers.Tokenizer.from_str(files["tokenizer.json"].decode())
+        except Exception as error:  # it has no class of its own
+            raise ValueError(f"{path} is damaged, or no tokenizer.json of Hugging Face's: {error}") from error
+        self.backend.no_truncation()
+        self.backend.no_padding()
+        ids = self.backend.get_vocab(with_added_tokens=True)
+        self.name, self.n_vocab, self.files = vocabulary_name(ids), max(ids.values()) + 1, files
+        added = self.backend.get_added_tokens_decoder().values()
+        self.special_tokens = {token.content for token in added if token.special}
+        example, adds_bos = self.backend.encode("a"), config.get("add_bos_token")
+        adds_bos = example.special_tokens_mask[0] if adds_bos is None else adds_bos
+        self.bos = ids.get(spelling(config.get("bos_token")), example.ids[0]) if adds_bos else None
+        self.set_special_tokens(ids.get, config)
+
+    def encode(self, text: str, special: bool = False) -> list[int]:
+        self.backend.encode_special_tokens = not special
+        return self.backend.encode(text, add_special_tokens=False).ids
+
+    def decode(self, ids: Iterable[int]) -> str:
+        return self.backend.decode([int(token) for token in ids], skip_special_tokens=False)
+
+
+class TextStream:
+    """Text from ids that come one at a time, where a character may be spread over several.
+
+    text = TextStream(tokenizer, prompt); print(text.add(id), end="") for each id; print(text.end())
+    """
+
+    def __init__(self, tokenizer: Tokenizer, before: Iterable[int] = ()):
+        # What ids spell may depend on those before them: `shown` are the last ones whose text is not wanted any more.
+        self.tokenizer, self.shown, self.pending = tokenizer, list(before), []
+
+    def add(self, token: int) -> str:
+        """The text that is complete with this id: often "", or several characters."""
+        self.pending.append(int(token))
+        text = self.text()
+        return "" if text.endswith("\ufffd") else self.end()  # bytes that are not a whole character yet
+
+    def end(self) -> str:
+        """The rest of the text, with U+FFFD for bytes that are no character."""
+        text, self.shown, self.pending = self.text(), self.pending or self.shown, []
+        return text
+
+    def text(self) -> str:
+        return self.tokenizer.decode(self.shown + self.pending)[len(self.tokenizer.decode(self.shown)) :]
+
+
+def spelling(token: str | dict | None) -> str:
+    """A special token as tokenizer_config.json has it: its text, or an object with it, or null."""
+    return token.get("content", "") if isinstance(token, dict) else token or ""
+
+
+def vocabulary_name(ids: dict[str, int]) -> str:
+    return "tokenizer.json-" + hashlib.sha256(json.dumps(sorted(ids.items())).encode()).hexdigest()[:12]

@@ -1,0 +1,170 @@
+"""How well a model predicts a file: python sample.py --evaluate FILE. The first line of a .jsonl says what it is.
+
+    {"ctx": ..., "endings": [...], "label": 2}   HellaSwag's format: how often the right ending is the likeliest
+    {"messages": [...]}                          mean log p of the answers' tokens, their ends of turn included
+    {"prompt": ..., "completion": ...}           mean log p of the completions' tokens
+    anything else is a text                      perplexity exp(-Σ log p / tokens), bits per byte -Σ log₂ p / bytes
+
+A text is read in windows of `window` tokens, each half a window behind the one before. A window predicts the tokens
+that come after the one before it: so each token is predicted once, and all but the first half window's with at least
+half a window before them. The first token follows the bos, or the end of another document where there is no bos.
+
+Endings are compared by log p (accuracy) and by log p divided by their length in characters (length-normalised): acc and
+acc_norm of lm-evaluation-harness. As there, "ctx ending" is encoded as one text; what is behind ctx's tokens counts.
+"""
+
+import json
+import math
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+
+from data.chat.prepare import read_conversations
+from data.chat.template import encode_answers
+from data.vocabulary import Tokenizer
+from model import Llama
+from runtime.generate import begin_document
+
+Row = tuple[list[int], list[bool]]  # tokens, and which of them are predicted: never the first
+CHUNK_TOKENS = 1024  # whose logits exist at a time: 0.5 GiB with Llama 3's vocabulary
+MOST_WINDOW = 4096  # if nobody asks for more: attention over 131,072 tokens takes a CPU hours
+
+
+@torch.no_grad()
+def log_likelihoods(model: Llama, rows: list[Row], batch_size: int) -> Iterator[tuple[torch.Tensor, bool]]:
+    """For each row the log p of its predicted tokens, each from all before it, float64 on the CPU; and whether each is
+    the likeliest there.
+
+    Of a row longer than the context the model sees the end. ValueError if what it has to predict does not fit.
+    """
+    context, device = model.config.block_size, model.tok_embeddings.weight.device
+    for tokens, predicted in rows:
+        if any(predicted[: max(len(tokens) - context, 1)]):
+            raise ValueError(
+                f"{len(tokens):,} tokens, the {len(tokens) - predicted.index(True):,}th from the end to be predicted: "
+                f"the model's context has {context:,}"
+            )
+    rows = [(tokens[-context - 1 :], predicted[-context - 1 :]) for tokens, predicted in rows]
+    for first in range(0, len(rows), batch_size):
+        batch = rows[first : first + batch_size]
+        longest = max(len(tokens) for tokens, _ in batch)
+        # Padded at the right, where causal attention does not look.
+        padded = torch.tensor([tokens + [0] * (longest - len(tokens)) for tokens, _ in batch], device=device)
+        predicted = torch.tensor([each + [False] * (longest - len(each)) for _, each in batch], device=device)[:, 1:]
+        x, targets = model.hidden(padded[:, :-1])[predicted], padded[:, 1:][predicted]  # (N, C), (N,)
+        found = []
+        for x_chunk, targets_chunk in zip(x.split(CHUNK_TOKENS), targets.split(CHUNK_TOKENS), strict=True):
+            logits = model.lm_head(x_chunk)
+            log_p = logits.to(torch.promote_types(logits.dtype, torch.float32)).log_softmax(-1)
+            of_targets = log_p.gather(-1, targets_chunk[:, None])[:, 0]
+            found.append(torch.stack([of_targets, log_p.amax(-1)], dim=1).double().cpu())
+        for scores in torch.cat(found).split(predicted.sum(1).tolist()):
+            yield scores[:, 0], torch.equal(scores[:, 0], scores[:, 1])
+
+
+def windows(ids: list[int], window: int) -> Iterator[Row]:
+    """The windows of a text, all tokens but the first predicted in one of them."""
+    done = 1
+    for start in range(0, len(ids), window // 2):
+        part = ids[start : start + window]
+        yield part, [start + i >= done for i in range(len(part))]
+        done = start + len(part)
+        if done == len(ids):
+            return
+
+
+def text_log_likelihood(
+    model: Llama, tokenizer: Tokenizer, text: str, window: int, batch_size: int
+) -> tuple[float, int]:
+    """log p of a text, and how many tokens it has."""
+    ids = [*begin_document(tokenizer, ""), *tokenizer.encode(text)]
+    rows = list(windows(ids, min(window, model.config.block_size + 1)))
+    return sum(log_p.sum().item() for log_p, _ in log_likelihoods(model, rows, batch_size)), len(ids) - 1
+
+
+def evaluate_text(
+    model: Llama, tokenizer: Tokenizer, path: Path, window: int | None, batch_size: int
+) -> dict[str, str]:
+    text = path.read_text(encoding="utf-8")
+    if not text:
+        raise ValueError(f"{path} is empty")
+    log_p, n_tokens = text_log_likelihood(model, tokenizer, text, window or MOST_WINDOW, batch_size)
+    n_bytes = len(text.encode())
+    return {
+        "perplexity": f"{math.exp(-log_p / n_tokens):.4f} per token",
+        "bits per byte": f"{-log_p / math.log(2) / n_bytes:.4f}",
+        "read": f"{n_tokens:,} tokens, {n_bytes:,} bytes",
+    }
+
+
+def evaluate_answers(model: Llama, tokenizer: Tokenizer, path: Path, batch_size: int) -> dict[str, str]:
+    rows = [encode_answers(tokenizer, text) for text in read_conversations([path], tokenizer, "strict")]
+    scores = [log_p for log_p, _ in log_likelihoods(model, rows, batch_size)]
+    n_tokens = sum(map(len, scores))
+    return {
+        "mean log-likelihood": f"{sum(each.sum().item() for each in scores) / n_tokens:.6f} per token",
+        "read": f"{len(rows):,} conversations; {n_tokens:,} tokens of answers, ends of turn included",
+    }
+
+
+def evaluate_choices(model: Llama, tokenizer: Tokenizer, path: Path, batch_size: int) -> dict[str, str]:
+    items, rows = read_jsonl(path, {"ctx": str, "endings": list}), []
+    for number, item in enumerate(items, start=1):
+        endings, label = item["endings"], str(item.get("label"))  # some of HellaSwag's files have "2"
+        if not all(isinstance(each, str) and each for each in endings) or label not in map(str, range(len(endings))):
+            raise ValueError(
+                f"{path}: item {number} has label {label} of endings {endings}: expected texts, one of them right"
+            )
+        n_context = len(begin_document(tokenizer, item["ctx"].rstrip()))  # as there, blanks go with the ending
+        for ending in endings:
+            ids = begin_document(tokenizer, f"{item['ctx']} {ending}")
+            rows.append((ids, [i >= n_context for i in range(len(ids))]))
+    totals = (log_p.sum().item() for log_p, _ in log_likelihoods(model, rows, batch_size))
+    right = normalised = 0
+    for item in items:
+        log_p = [next(totals) for _ in item["endings"]]
+        by_length = [x / len(ending) for x, ending in zip(log_p, item["endings"], strict=True)]
+        right += log_p.index(max(log_p)) == int(item["label"])
+        normalised += by_length.index(max(by_length)) == int(item["label"])
+    return {
+        "accuracy": f"{right / len(items):.4f} ({right:,} of {len(items):,})",
+        "accuracy, length-normalised": f"{normalised / len(items):.4f} ({normalised:,} of {len(items):,})",
+    }
+
+
+def read_jsonl(path: Path, kinds: dict[str, type]) -> list[dict]:
+    """The rows of a .jsonl; ValueError where one is no JSON object with these names, of these types."""
+    rows = []
+    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), start=1):
+        if not line.strip():
+            continue
+        try:
+            row = json.loads(line)
+        except (ValueError, RecursionError) as error:
+            raise ValueError(f"{path}:{number} is not JSON: {error}") from error
+        if not isinstance(row, dict) or not all(isinstance(row.get(name), kind) for name, kind in kinds.items()):
+            expected = ", ".join(f"{name}: {kind.__name__}" for name, kind in kinds.items())
+            raise ValueError(f"{path}:{number} is {line:.60}: expected an object with {expected}")
+        rows.append(row)
+    if not rows:
+        raise ValueError(f"{path} is empty")
+    return rows
+
+
+KINDS = {"endings": evaluate_choices, "messages": evaluate_answers, "completion": evaluate_answers}
+
+
+def evaluate_file(
+    model: Llama, tokenizer: Tokenizer, path: Path, window: int | None = None, batch_size: int = 8
+) -> dict[str, str]:
+    """What is measured, by name. Raises OSError or ValueError for a file that cannot be read as one of these."""
+    if path.suffix != ".jsonl":
+        return evaluate_text(model, tokenizer, path, window, batch_size)
+    names = read_jsonl(path, {})[0]
+    evaluate = next((KINDS[name] for name in KINDS if name in names), None)
+    if evaluate is None:
+        raise ValueError(
+            f"{path} has lines with {', '.join(names)}: expected endings, messages or a completion in them"
+        )
+    return evaluate(model, tokenizer, path, batch_size)

@@ -1,0 +1,189 @@
+"""Text from a model, token by token: prompts of any lengths in one batch, on a GPU one CUDA graph a token.
+
+    for tokens in generate(model, [prompt_ids, other_prompt_ids], max_new_tokens=100, eos=tokenizer.eos):
+        ...                                                       # one id a row; None where a row has ended
+
+Rows of different lengths begin at the left of their caches and are padded at the right: causal attention never sees
+the padding, and the next token overwrites it. So a row's text does not depend on its neighbours.
+"""
+
+from collections import deque
+from collections.abc import Collection, Iterator
+from functools import partial
+
+import torch
+
+from data.vocabulary import TextStream, Tokenizer
+from model import KVCache, Llama, rope_tables
+from runtime.cuda_graph import CUDAGraph
+from runtime.device import send_to_cpu
+
+
+def new_caches(model: Llama, n_batch: int, n_positions: int) -> list[KVCache]:
+    """Empty caches, one a layer, of n_positions a row."""
+    c, weight = model.config, model.tok_embeddings.weight
+    shape = n_batch, n_positions, c.n_kv_head, c.head_dim
+    lengths = torch.zeros(n_batch, dtype=torch.int64, device=weight.device)
+    tables = rope_tables(c, 0, n_positions, weight.device, torch.promote_types(weight.dtype, torch.float32))
+    # Zeros: what a masked score is multiplied with must be finite.
+    return [KVCache(*weight.new_zeros(2, *shape), lengths, *tables) for _ in range(c.n_layer)]
+
+
+def read_prompts(model: Llama, caches: list[KVCache], prompts: list[list[int]]) -> torch.Tensor:
+    """Fills the caches with the prompts in place of what they hold. Returns the logits (B, V) after each, in fp32."""
+    device, lengths = caches[0].lengths.device, [len(prompt) for prompt in prompts]
+    tokens = torch.tensor([prompt + [0] * (max(lengths) - len(prompt)) for prompt in prompts], device=device)
+    caches[0].lengths.zero_()
+    x = model.hidden(tokens, caches=caches)  # (B, T, C)
+    caches[0].lengths.copy_(torch.tensor(lengths))
+    return model.lm_head(x[torch.arange(len(x), device=device), caches[0].lengths - 1]).float()
+
+
+def decode_step(model: Llama, caches: list[KVCache], tokens: torch.Tensor) -> torch.Tensor:
+    """Logits (B, V) after tokens (B,), which the caches take in, in fp32. Nothing here waits for the GPU, or is told by
+    the CPU where it is: the same kernels run for each token.
+    """
+    x = model.hidden(tokens[:, None], caches=caches)  # (B, 1, C)
+    caches[0].lengths.add_(1)
+    return model.lm_head(x)[:, 0].float()
+
+
+@torch.no_grad()
+def generate(
+    model: Llama,
+    prompts: list[list[int]],
+    max_new_tokens: int,
+    temperature: float = 1.0,
+    top_k: int | None = None,
+    top_p: float | None = None,
+    min_p: float | None = None,
+    eos: Collection[int] = (),
+    generator: torch.Generator | None = None,
+) -> Iterator[list[int | None]]:
+    """Continues each prompt by at most max_new_tokens, yielding for each token a list with the next of each row.
+
+    A row ends before a token of eos and is None from then on; when all have ended, so does this. temperature, top_k,
+    top_p, min_p: as sample() takes them. Past block_size the older half of a row is dropped and the rest read again.
+    ValueError, from the first next(), for an empty prompt and for numbers out of range.
+    """
+    if not prompts or not all(prompts):
+        raise ValueError("generate needs at least one token to continue")
+    if not temperature >= 0 or not (top_k is None or top_k >= 1):
+        raise ValueError(f"temperature {temperature} and top_k {top_k}: must be at least 0 and at least 1")
+    if not (top_p is None or 0 < top_p <= 1) or not (min_p is None or 0 <= min_p <= 1):
+        raise ValueError(f"top_p {top_p} and min_p {min_p}: must be in (0, 1] and in [0, 1]")
+    block_size, device = model.config.block_size, model.tok_embeddings.weight.device
+    texts = [list(prompt[-block_size:]) for prompt in prompts]
+    n_positions = min(block_size, max(map(len, texts)) + max_new_tokens)
+    caches, running = new_caches(model, len(texts), n_positions), [True] * len(texts)
+    step = partial(decode_step, model, caches)
+    # A step is about 200 launches of a few microseconds, which take a CPU longer than a GPU.
+    step = CUDAGraph(step) if device.type == "cuda" and model.fused_kernels else step
+    # On a GPU the next step is queued before the CPU looks at this one's tokens.
+    on_their_way, ahead = deque(), int(device.type == "cuda")
+
+    def arrived():
+        for i, token in enumerate(on_their_way.popleft()()):
+            running[i] &= token not in eos
+            if running[i]:
+                texts[i].append(token)
+        return [text[-1] if runs else None for text, runs in zip(texts, running, strict=True)]
+
+    tokens, longest = None, n_positions  # longest: of the rows in the caches; here as if full, so that they are read
+    for _ in range(max_new_tokens):
+        if longest == n_positions:
+            while on_their_way:
+                yield arrived()
+            if not any(running):
+                return
+            texts = [text[-(block_size // 2 + 1) :] if len(text) > block_size else text for text in texts]
+            logits, longest = read_prompts(model, caches, texts), max(map(len, texts))
+        else:
+            logits, longest = step(tokens), longest + 1
+        tokens = sample(logits, temperature, top_k, top_p, min_p, generator)  # (B,)
+        on_their_way.append(send_to_cpu(tokens))
+        if len(on_their_way) > ahead:
+            yield arrived()
+        if not any(running):
+            return
+    while on_their_way:
+        yield arrived()
+
+
+def sample(
+    logits: torch.Tensor,
+    temperature: float = 1.0,
+    top_k: int | None = None,
+    top_p: float | None = None,
+    min_p: float | None = None,
+    generator: torch.Generator | None = None,
+) -> torch.Tensor:
+    """One token (B,) from logits (B, V) fp32. temperature 0 takes the likeliest; top_k keeps the k likeliest, top_p the
+    likeliest whose probabilities reach p together, min_p those at least min_p times as likely as the likeliest.
+    """
+    if temperature == 0:
+        return logits.argmax(-1)
+    logits, n_vocab = logits / temperature, logits.shape[-1]
+    if top_k is not None or top_p is not None:
+        likeliest, order = logits.topk(min(top_k or n_vocab, n_vocab))  # the likeliest first
+        probabilities = likeliest.softmax(-1)
+        if top_p is not None:
+            before = probabilities.cumsum(-1) - probabilities  # the sum over the likelier ones
+            probabilities[:, 1:][before[:, 1:] >= top_p] = 0  # never the likeliest, however small top_p
+        probabilities = torch.zeros_like(logits).scatter(-1, order, probabilities)
+    else:
+        probabilities = logits.softmax(-1)
+    if min_p is not None:
+        probabilities[probabilities < min_p * probabilities.amax(-1, keepdim=True)] = 0
+    # torch.multinomial's own draw, without the checks for which it waits for the GPU.
+    return (probabilities / torch.empty_like(probabilities).exponential_(generator=generator)).argmax(-1)
+
+
+def begin_document(tokenizer: Tokenizer, text: str, special: bool = False) -> list[int]:
+    """The ids of a text as a document's beginning: after the bos if the model has one; of no text the bos, or the end
+    of a document before it. special: special tokens that the text spells out are tokens.
+    """
+    ids = tokenizer.encode(text, special)
+    if tokenizer.bos is not None:
+        return [tokenizer.bos, *ids]
+    return ids or [tokenizer.end_of_text]
+
+
+class RowText:
+    """The text of one row, from ids: whole characters, up to the first of the stop strings or the row's end."""
+
+    def __init__(self, tokenizer: Tokenizer, prompt: list[int], stop: Collection[str]):
+        self.stream, self.stop, self.held, self.ended = TextStream(tokenizer, prompt), stop, "", False
+
+    def add(self, token: int | None) -> str:
+        """The text that is certain with this id, or with the end of the row: None."""
+        if self.ended:
+            return ""
+        self.ended = token is None
+        held = self.held + (self.stream.end() if token is None else self.stream.add(token))
+        found = [held.find(stop) for stop in self.stop if stop in held]
+        if found:
+            self.ended, certain = True, min(found)
+        else:
+            # The end of the text may be the beginning of a stop string: it waits.
+            begins = [n for stop in self.stop for n in range(1, len(stop)) if held.endswith(stop[:n])]
+            certain = len(held) - max(begins, default=0) * (token is not None)
+        self.held = held[certain:]
+        return held[:certain]
+
+
+def generate_text(
+    model: Llama,
+    tokenizer: Tokenizer,
+    prompts: list[list[int]],
+    max_new_tokens: int,
+    stop: Collection[str] = (),
+    **sampling,
+) -> Iterator[list[str]]:
+    """What each token adds to the text of each row, from generate(); stop: strings before which a row ends, too."""
+    rows = [RowText(tokenizer, prompt, stop) for prompt in prompts]
+    for tokens in generate(model, prompts, max_new_tokens, eos=tokenizer.eos, **sampling):
+        yield [row.add(token) for row, token in zip(rows, tokens, strict=True)]
+        if all(row.ended for row in rows):
+            return
+    yield [row.add(None) for row in rows]

@@ -1,0 +1,65 @@
+"""Folders as others publish them: small random models that transformers writes."""
+
+import json
+
+import pytest
+
+SCALING = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 32}
+TINY = dict(
+    vocab_size=257, hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4,
+    num_key_value_heads=2, max_position_embeddings=128, rope_theta=10000.0, tie_word_embeddings=True,
+    rope_scaling={"rope_type": "llama3", **SCALING}, bos_token_id=256, eos_token_id=256,
+)  # fmt: skip
+
+
+def publish(folder, says=None, ascii_only=False, **config):
+    """Writes a model of transformers' to a folder; says: what else its config.json says, None: without it. Returns it.
+
+    Its weights are large enough that attention is sharp and texts do not repeat. ascii_only: for the
+    untied head of publish_chat_model, in whose vocabulary the letters come first.
+    """
+    transformers = pytest.importorskip("transformers")
+    torch = pytest.importorskip("torch")
+    model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**{**TINY, **config})).eval()
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            noise = torch.randn(parameter.shape, generator=generator)
+            parameter.copy_(1 + 0.2 * noise if parameter.ndim == 1 else noise * parameter.shape[1] ** -0.5)
+        if ascii_only:
+            model.lm_head.weight[94:256] = 0
+    model.save_pretrained(folder)
+    edit_config(folder, **{"nanocria_tokenizer": "bytes", **(says or {})})
+    return model
+
+
+def edit_config(folder, **changes):
+    """Changes what config.json says; None: without it."""
+    path = folder / "config.json"
+    content = json.loads(path.read_text()) | changes
+    path.write_text(json.dumps({name: value for name, value in content.items() if value is not None}))
+
+
+CHATML = """\
+{%- for message in messages %}
+    {{- '<|im_start|>' + message['role'] + '\\n' + message['content'] + '<|im_end|>\\n' }}
+{%- endfor %}
+{%- if add_generation_prompt %}
+    {{- '<|im_start|>assistant\\n' }}
+{%- endif %}"""
+
+
+def publish_chat_model(folder, **config):
+    """A model whose tokenizer.json knows bytes and ChatML's tokens; returns it, and transformers' tokenizer."""
+    transformers, tokenizers = pytest.importorskip("transformers"), pytest.importorskip("tokenizers")
+    alphabet = sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet())
+    ids = {character: i for i, character in enumerate(alphabet)}
+    tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE(vocab=ids, merges=[]))
+    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = tokenizers.decoders.ByteLevel()
+    tokenizer.add_special_tokens(["<|endoftext|>", "<|im_start|>", "<|im_end|>"])
+    special = dict(eos_token="<|im_end|>", bos_token="<|im_start|>", pad_token="<|endoftext|>")
+    fast = transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer, chat_template=CHATML, **special)
+    fast.save_pretrained(folder)
+    says = {"nanocria_tokenizer": None}
+    return publish(folder, says, vocab_size=259, bos_token_id=257, eos_token_id=258, **config), fast

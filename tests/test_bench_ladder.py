@@ -1,0 +1,77 @@
+"""The ladder of memory techniques: what its rungs run, where their search ends, what its table says. Without a GPU."""
+
+import pytest
+
+from benchmarks import arms, draw, ladder, losses, report, runner
+from configurator import SettingError
+from runtime import memory_stats
+
+
+class Card:
+    """Has room for `largest` sequences of any rung; notes the flags of each run."""
+
+    def __init__(self, monkeypatch, largest):
+        self.largest, self.ran = largest, []
+        monkeypatch.setattr(runner, "train_point", self.train_point)
+        monkeypatch.setattr(memory_stats, "cpu_available", lambda: 2**40)
+
+    def train_point(self, config, batch, block, checkpointing, steps, flags=(), **_):
+        self.ran.append((config, batch, [f"--activation_checkpointing={checkpointing}", *flags]))
+        if batch > self.largest:
+            return {"oom": True}
+        return {"tok_per_s": 100.0 * batch, "peak_gib": 1.0 + batch / 8, "mfu": 0.4}
+
+
+def climb(words):
+    s = ladder.parse(words)
+    s.known = {}
+    return [row for _, row in ladder.measured(s)]
+
+
+@pytest.mark.parametrize("largest", [1, 40, 10_000])
+def test_each_rung_ends_at_the_largest_batch_that_fits(monkeypatch, largest):
+    Card(monkeypatch, largest)
+    rows = climb(["--models=1b", "--rungs=checkpointing", "--measure=fits"])
+    batches = [row["batch"] for row in rows if "tok_per_s" in row]
+    assert batches[0] == 1 and max(batches) == max(b for b in [1, *ladder.BATCHES] if b <= largest)
+    assert len(rows) <= 3 or largest != 40, "the search begins at the estimate"
+    assert largest == 10_000 or any(row.get("oom") for row in rows), "the next size was tried"
+
+
+def test_a_rung_has_the_settings_of_those_below(monkeypatch):
+    card = Card(monkeypatch, 0)
+    climb(["--models=8b", "--rungs=offload_all", "--measure=fits"])
+    ((config, batch, flags),) = card.ran  # not even one sequence: no other is tried
+    assert (config, batch) == ("config/llama31_8b.py", 1)
+    assert {"--offload=all", "--optimizer_bits=8", "--dtype=bfloat16", "--activation_checkpointing=full"} < set(flags)
+    assert "--fused_loss=true" in flags and "--fused_loss=false" not in flags, "the upper rung's, once"
+
+
+def test_each_rung_needs_less_memory_than_the_one_it_stands_on_or_holds_a_larger_batch():
+    s = ladder.parse([])
+    found = {rung: ladder.estimated("1b", rung, s) for rung in s.rungs}
+    for rung, row in found.items():
+        if below := found.get(arms.RUNGS[rung].on):
+            assert row["estimated_gib"] <= below["estimated_gib"] + 0.01, rung
+            assert row["largest"] >= below["largest"], rung
+    assert found["offload_all"]["cpu_gib"] > 0 == found["bf16"]["cpu_gib"]
+
+
+def test_table_and_plot_say_what_a_rung_changes(monkeypatch, tmp_path):
+    Card(monkeypatch, 48)
+    monkeypatch.setattr(losses, "train_losses", lambda *at: {"losses": [3.0, 2.0, 2.5 if "--optimizer_bits=8" in at[-1]
+                                                                        else 2.25]})  # fmt: skip
+    rows = climb(["--models=1b", "--rungs=bf16,adamw8bit"])
+    record = {"points": [row for row in rows if "batch" in row], "losses": [row for row in rows if "losses" in row]}
+    *_, first, second = report.ladder_table(record).splitlines()
+    assert first.startswith("| 1b | bfloat16 compute | 1.1 | 0 | 48 | 4,800 · 7.0 | 2.2500 |"), first
+    assert second.endswith("| 2.5000 (+0.2500) |"), second
+    draw.draw_ladder(record, tmp_path / "ladder.png")
+    assert (tmp_path / "ladder.png").stat().st_size > 10_000
+
+
+def test_what_it_cannot_measure_is_refused_in_a_sentence():
+    with pytest.raises(SettingError, match="offload_dir"):
+        ladder.parse(["--rungs=nvme"])
+    with pytest.raises(SettingError, match="--models=2b: there are 1b, 3b, 8b"):
+        ladder.parse(["--models=2b"])

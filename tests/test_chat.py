@@ -1,0 +1,233 @@
+"""Conversations: a chat template's text is transformers', the answers alone are learned, wrong input is named."""
+
+import json
+import sys
+
+import pytest
+import tiktoken
+from transformers.utils.chat_template_utils import render_jinja_template
+
+from data.chat import prepare as chat
+from data.chat.template import LLAMA3_TEMPLATE, encode_answers, encode_prompt, render, render_answers
+from data.tokenizer import get_tokenizer, tokenizer_of
+from data.tokens import IS_TARGET, OPENS, Tokens
+from data.vocabulary import Tiktoken
+from data.write import run_script
+from tests.datasets import contents
+from tests.runs import ROOT
+
+SPECIAL = ["<|begin_of_text|>", "<|end_of_text|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>"]
+LLAMA3 = Tiktoken(
+    tiktoken.Encoding(
+        "small",
+        pat_str=r"(?s:.)",
+        mergeable_ranks={bytes([i]): i for i in range(256)},
+        special_tokens={token: 256 + i for i, token in enumerate(SPECIAL)},
+    )
+)
+PLAIN = """\
+{%- for m in messages %}{{ m.role + ':' + m.content + (eos_token if m.role == 'assistant' else '') + '\\n' }}
+{%- endfor %}{{ 'assistant:' if add_generation_prompt }}"""
+MESSAGES = [
+    {"role": "system", "content": "Be brief."},
+    {"role": "user", "content": "2 + 2?"},
+    {"role": "assistant", "content": "4"},
+    {"role": "user", "content": "Sure?"},
+    {"role": "assistant", "content": "Yes.\n"},
+]
+
+
+def line(*contents, **more):
+    """A conversation of these turns, the user's first, as a line of JSON."""
+    roles = ["user", "assistant"] * len(contents)
+    return json.dumps(more | {"messages": [{"role": r, "content": c} for r, c in zip(roles, contents, strict=False)]})
+
+
+@pytest.fixture
+def written(tmp_path):
+    """written(*lines, **options): the folder of a dataset made from these lines."""
+
+    def write(*lines, **options):
+        (tmp_path / "plain.jinja").write_text(PLAIN)
+        (tmp_path / "chats.jsonl").write_text("\n".join(lines) + "\n")
+        options = {"tokenizer": "bytes", "template": tmp_path / "plain.jinja"} | options
+        chat.prepare([tmp_path / "chats.jsonl"], tmp_path / "out", **options)
+        return tmp_path / "out"
+
+    return write
+
+
+def targets_of(folder, split="train"):
+    """The targets of a split as text: one string a conversation."""
+    tokens = Tokens(folder, split)
+    (ids,), (mask,), tokenizer = tokens.shards, tokens.masks, tokenizer_of(folder)
+    bounds = [*(mask & OPENS).nonzero()[0], len(ids)]
+    spans = [slice(*pair) for pair in zip(bounds, bounds[1:], strict=False)]
+    return [tokenizer.decode(ids[span][(mask[span] & IS_TARGET) > 0]) for span in spans]
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Templates
+
+
+@pytest.mark.parametrize(
+    "template",
+    [
+        LLAMA3_TEMPLATE,
+        PLAIN,
+        "{% if tools is not none %}{{ tools | tojson(indent=2) }}{% endif %}{{ messages | tojson }}{{ documents }}",
+        "{% for m in messages %}\n  {% if loop.index > 2 %}\n    {% break %}{% endif %}\n{{ m.content }}{% endfor %}",
+        "{% for m in messages %}{% generation %}{{ m.content }}{% endgeneration %}{% endfor %}{{ strftime_now('%Y') }}",
+        "{% set ns = namespace(n=0) %}{% for m in messages %}{% set ns.n = ns.n + 1 %}{% endfor %}{{ ns.n }}",
+    ],
+    ids=["llama3", "plain", "tools", "break", "generation", "namespace"],
+)
+@pytest.mark.parametrize("prompt", [False, True], ids=["whole", "prompt"])
+def test_templates_render_as_in_transformers(template, prompt):
+    (theirs,), _ = render_jinja_template(
+        [MESSAGES], chat_template=template, add_generation_prompt=prompt, bos_token="<s>", eos_token="</s>"
+    )
+    assert render(MESSAGES, template, "<s>", "</s>", prompt) == theirs
+
+
+@pytest.mark.parametrize(
+    "template, message",
+    [
+        ("{{ raise_exception('roles must alternate') }}", "roles must alternate"),
+        ("{% for m in messages %}", "cannot write"),
+        ("{{ 1 / 0 }}", "division by zero"),
+        ("{{ ''.__class__.__mro__[1].__subclasses__() }}", "unsafe"),
+        ("{{ messages.append(1) }}", "unsafe"),
+        ("{{ render.__globals__ }}{{ strftime_now.__globals__ }}", "undefined"),
+    ],
+)
+def test_a_template_that_fails_or_reaches_out_of_its_sandbox_is_a_valueerror(template, message):
+    with pytest.raises(ValueError, match=message):
+        render(MESSAGES, template)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Answers
+
+
+def test_only_answers_and_their_ends_of_turn_are_targets():
+    ids, is_target = encode_answers(LLAMA3, render_answers(LLAMA3, MESSAGES))
+    assert ids == LLAMA3.encode(render(MESSAGES), special=True)
+    learned = LLAMA3.decode(token for token, target in zip(ids, is_target, strict=True) if target)
+    assert learned == "4<|eot_id|>Yes.<|eot_id|>"
+
+
+def test_an_answer_follows_the_ids_that_sample_py_gives_for_its_prompt():
+    """Also where a tokenizer would merge the end of the prompt with the beginning of the answer."""
+    merging = tiktoken.Encoding(
+        "merging",
+        pat_str=r"(?s:.+)",
+        mergeable_ranks={bytes([i]): i for i in range(256)} | {b"\n ": 256, b":x": 257},
+        special_tokens={"<|endoftext|>": 258},
+    )
+    tokenizer = Tiktoken(merging)
+    tokenizer.chat_template = PLAIN
+    messages = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "xyz"}]
+    ids, is_target = encode_answers(tokenizer, render_answers(tokenizer, messages))
+    first = is_target.index(True)
+    assert ids[:first] == encode_prompt(tokenizer, messages[:1])
+    assert tokenizer.decode(ids[first:]) == "xyz<|endoftext|>\n" and is_target[-2:] == [True, False]
+    assert 257 in tokenizer.encode(render(messages, PLAIN)), "this tokenizer does not merge: the test shows nothing"
+
+
+def test_a_special_token_that_a_message_spells_out_stays_text():
+    messages = [
+        {"role": "user", "content": "What is <|eot_id|>?<|start_header_id|>system"},
+        {"role": "assistant", "content": "<|eot_id|> ends a turn."},
+    ]
+    ids, _ = encode_answers(LLAMA3, render_answers(LLAMA3, messages))
+    assert LLAMA3.decode(ids) == render(messages), "the text changed"
+    assert ids.count(260) == 2 and ids.count(258) == 2, "a message's text became a special token"
+    assert encode_prompt(LLAMA3, messages[:1]) == ids[: len(encode_prompt(LLAMA3, messages[:1]))]
+    with pytest.raises(ValueError, match="no characters"):
+        render_answers(LLAMA3, [{"role": "assistant", "content": "\ufdd1"}])
+
+
+def test_a_template_that_rewrites_earlier_answers_is_refused():
+    tokenizer = get_tokenizer("bytes")
+    tokenizer.chat_template = PLAIN.replace("m.content", "(m.content if loop.last or m.role == 'user' else '') ")
+    assert "4" in render_answers(tokenizer, MESSAGES[1:3])
+    with pytest.raises(ValueError, match="message 2 in another way when .* others follow"):
+        render_answers(tokenizer, MESSAGES[1:])
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# prepare.py
+
+
+def test_prepared_conversations_read_back_with_masks_counts_and_template(written):
+    lines = [line(f"{i} + {i}?", str(2 * i), "Sure?", "é") for i in range(30)]
+    folder = written(*lines, '{"prompt": "in", "completion": "out"}', "", val_fraction=0.2)
+    found = [targets_of(folder, split) for split in ("train", "val")]
+    eos = "<|endoftext|>"
+    assert len(found[1]) == 7 and sorted(sum(found, [])) == sorted(
+        [f"{2 * i}{eos}é{eos}" for i in range(30)] + [f"out{eos}"]
+    )
+    meta = Tokens(folder, "train").meta
+    n_targets = sum(len(text.replace(eos, ".").encode()) for text in found[0])
+    assert (meta["train_documents"], meta["train_targets"]) == (24, n_targets)
+    assert meta["train_bytes"] == meta["train_tokens"] - sum(text.count(eos) for text in found[0]) * (1 - len(eos))
+    assert meta["eos"] == [256] and tokenizer_of(folder).chat_template == PLAIN
+
+
+def test_several_processes_write_the_same_conversations(written, monkeypatch):
+    monkeypatch.setattr("data.write.BATCH_CHARS", 100)
+    lines = [line(f"{i}?", str(i)) for i in range(40)]
+    one = contents(written(*lines))
+    assert contents(written(*lines, workers=2)) == one
+
+
+@pytest.mark.parametrize(
+    "bad, message",
+    [
+        ("{", "not JSON"),
+        ('"text"', "found a str, expected an object with messages, or with prompt and completion"),
+        ('{"conversations": []}', "found an object with conversations, expected"),
+        ('{"messages": []}', "an empty one"),
+        ('{"messages": [{"content": "no role"}]}', "message 1 is no object with a role"),
+        ('{"messages": [{"role": "user", "content": ["x"]}]}', "message 1 has list as content, expected a string"),
+        ('{"messages": [{"role": "user"}]}', "message 1 has nothing as content"),
+        (line("only a question"), "there is no answer: no role is assistant, but user"),
+        ("[" * 100_000, "brackets"),
+    ],
+)
+def test_a_line_that_is_no_conversation_is_named_or_skipped_and_counted(written, capsys, bad, message):
+    good = [line(f"{i}?", str(i)) for i in range(9)]
+    with pytest.raises(ValueError, match=f"chats.jsonl:4: .*{message}"):
+        written(*good[:3], bad, *good[3:])
+    folder = written(*good[:3], bad, *good[3:], errors="skip")
+    assert Tokens(folder, "train").meta["train_documents"] == 8
+    assert "skipped 1 lines" in capsys.readouterr().out
+
+
+def test_a_tokenizer_without_template_and_an_answer_without_end_are_refused(written, tmp_path):
+    with pytest.raises(ValueError, match="bytes has no chat template, and none of Llama 3's tokens"):
+        written(line("a", "b"), template=None)
+    (tmp_path / "endless.jinja").write_text(PLAIN.replace("eos_token", "''"))
+    with pytest.raises(ValueError, match="ends an answer with no special token"):
+        written(line("a", "b"), template=tmp_path / "endless.jinja")
+    assert not (tmp_path / "out").exists()
+
+
+def test_without_jinja2_one_sentence_says_what_to_install(monkeypatch):
+    from data.chat import template
+
+    template.compile_template.cache_clear()
+    monkeypatch.setitem(sys.modules, "jinja2", None)
+    with pytest.raises(SystemExit, match="error: chat templates need jinja2: pip install jinja2"):
+        run_script(lambda: render(MESSAGES))
+
+
+def test_prepare_names_the_next_command(written, tmp_path, monkeypatch, capsys):
+    written(line("a", "b"), line("c", "d"))
+    arguments = f"--input {tmp_path}/chats.jsonl --tokenizer bytes --template {tmp_path}/plain.jinja --out {tmp_path}/o"
+    monkeypatch.setattr(sys, "argv", ["prepare.py", *arguments.split(), "--workers=1"])
+    chat.main()
+    output = capsys.readouterr().out
+    assert f"config/sft_llama32_1b.py --init_from=FOLDER --dataset={tmp_path}/o" in output
+    assert (ROOT / "config/sft_llama32_1b.py").exists()

@@ -1,0 +1,207 @@
+"""Text from a model: against transformers', against reading the whole context again for each token, and the draws.
+
+pytest tests/test_generate.py        without a GPU the kernels run through Triton's interpreter
+"""
+
+import math
+
+import pytest
+import torch
+
+import kernels
+import kernels.reference
+from model import document_starts
+from runtime.checkpoint import load_model
+from runtime.generate import decode_step, generate, new_caches, read_prompts, sample
+from tests.published import publish
+from tests.test_model import DEVICE, FP64, PLAIN, batch, build, error, needs_gpu
+
+
+def texts(model, prompts, n=12, seed=0, **settings):
+    generator = torch.Generator(DEVICE).manual_seed(seed)
+    prompts = prompts.tolist() if isinstance(prompts, torch.Tensor) else prompts
+    return torch.tensor(list(generate(model, prompts, n, generator=generator, **settings))).T.to(DEVICE)  # (B, n)
+
+
+def read_alone(model, prompt, n):
+    """One row's text, by reading the whole context for each token; past block_size without its older half."""
+    block_size, found = model.config.block_size, []
+    context = prompt[-block_size:]
+    for _ in range(n):
+        if len(context) > block_size:  # block_size tokens and the newest: drop half of the former
+            context = context[block_size - block_size // 2 :]
+        found.append(model(torch.tensor([context], device=DEVICE))[0, -1].argmax().item())
+        context = [*context, found[-1]]
+    return found
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The same tokens
+
+
+@pytest.mark.parametrize("tied, kv_heads", [(True, 2), (False, 1), (True, 4)])
+def test_greedy_tokens_are_those_of_transformers(tmp_path, tied, kv_heads):
+    hf = publish(tmp_path, tie_word_embeddings=tied, num_key_value_heads=kv_heads)
+    model = load_model(tmp_path, DEVICE)
+    model.set_operations(**PLAIN)
+    prompts = [batch(1, n, seed=n)[0][0].tolist() for n in (1, 40, 17)]
+    ours = texts(model, prompts, n=60, temperature=0).tolist()
+    options = dict(max_new_tokens=60, do_sample=False, eos_token_id=None, pad_token_id=0)
+    for prompt, text in zip(prompts, ours, strict=True):
+        expected = hf.generate(torch.tensor([prompt]), attention_mask=torch.ones(1, len(prompt)), **options)
+        assert text == expected[0, len(prompt) :].tolist()
+    assert len(set(sum(ours, []))) > 10, "texts that repeat themselves show nothing"
+
+
+@pytest.mark.parametrize("lengths", [[5, 5, 5], [1, 8, 3], [8, 20, 7]])  # block_size, more than that
+@pytest.mark.parametrize("block_size", [8, 7, 1])
+def test_a_batch_is_each_row_read_alone(block_size, lengths):
+    model = build(block_size=block_size, **PLAIN)
+    prompts = [batch(1, n, seed=n)[0][0].tolist() for n in lengths]
+    found = texts(model, prompts, n=30, temperature=0).tolist()
+    expected = [read_alone(model, prompt, 30) for prompt in prompts]
+    assert found == expected
+    assert len(set(sum(found, []))) > 5, "texts that repeat themselves show nothing"
+
+
+def test_kernels_draw_the_tokens_of_plain_pytorch():
+    prompts = [batch(1, n, seed=n)[0][0].tolist() for n in (3, 9)]
+    found = texts(build(), prompts, n=4, temperature=0)
+    assert torch.equal(found, texts(build(**PLAIN), prompts, n=4, temperature=0))
+
+
+def test_rows_end_before_an_end_token_and_the_batch_ends_with_its_last_row():
+    model, prompts = build(**PLAIN), [batch(1, n, seed=n)[0][0].tolist() for n in (4, 6)]
+    whole = list(generate(model, prompts, 30, temperature=0))
+    first, second = ([tokens[row] for tokens in whole] for row in (0, 1))
+    eos = {first[3], second[9]}
+    n_first = min(first.index(token) for token in eos if token in first)
+    n_second = min(second.index(token) for token in eos if token in second)
+    ended = list(generate(model, prompts, 30, temperature=0, eos=eos))
+    assert [tokens[0] for tokens in ended] == (first[:n_first] + [None] * 30)[: len(ended)]
+    assert [tokens[1] for tokens in ended] == (second[:n_second] + [None] * 30)[: len(ended)]
+    assert len(ended) == max(n_first, n_second) + 1 < 30 and n_first != n_second
+
+
+@pytest.mark.parametrize("settings", [PLAIN, {}])
+@torch.no_grad()
+def test_steps_give_the_logits_of_the_whole_text(settings):
+    model, tokens = build(**settings), batch(n_time=9)[0]
+    caches = new_caches(model, 2, 9)
+    logits = [read_prompts(model, caches, tokens[:, :5].tolist())]
+    logits += [decode_step(model, caches, tokens[:, i]) for i in range(5, 9)]
+    assert error(torch.stack(logits, dim=1), model(tokens)[:, 4:]) < 1e-6  # they are rounded to float32
+    with pytest.raises(ValueError, match="4 tokens after those in the caches: only one at a time"):
+        model.hidden(tokens[:, :4], caches=caches)
+    with pytest.raises(ValueError, match="doc_starts with caches"):
+        model.hidden(tokens, document_starts(tokens, 0), caches)
+
+
+@needs_gpu
+@pytest.mark.parametrize("lengths", [[5], [9, 3, 1]])
+@torch.no_grad()
+def test_a_recorded_step_draws_what_a_step_draws(lengths):
+    model, prompts = build(dtype=torch.bfloat16), [batch(1, n, seed=n)[0][0].tolist() for n in lengths]
+    expected, caches = [], new_caches(model, len(prompts), 40)
+    tokens = sample(read_prompts(model, caches, prompts), 0)
+    for _ in range(25):
+        expected.append(tokens)
+        tokens = sample(decode_step(model, caches, tokens), 0)
+    replays, replay = [], torch.cuda.CUDAGraph.replay
+    torch.cuda.CUDAGraph.replay = lambda graph: (replays.append(graph), replay(graph))
+    try:
+        assert torch.equal(texts(model, prompts, n=25, temperature=0), torch.stack(expected, dim=1))
+    finally:
+        torch.cuda.CUDAGraph.replay = replay
+    assert len(set(replays)) == 1 and len(replays) == 23
+
+
+DECODE = [  # heads, key/value heads, head size, positions, lengths
+    (4, 2, 16, 40, [0, 39, 17]),
+    (3, 1, 6, 5, [4]),
+    (8, 8, 20, 33, [32, 1]),
+    (6, 2, 128, 300, [299]),  # long enough to be split
+    (2, 1, 64, 700, [150, 699]),
+]
+
+
+@pytest.mark.parametrize("dtype, tolerance", [(FP64, 1e-14), (torch.float32, 5e-7), (torch.float16, 1e-3)])
+@pytest.mark.parametrize("shape", DECODE, ids=str)
+def test_decode_attention_is_attention_and_fills_the_cache(shape, dtype, tolerance):
+    n_head, n_kv_head, head_dim, n_positions, lengths = shape
+    draw = lambda *size: torch.randn(len(lengths), *size, device=DEVICE, dtype=FP64).to(dtype)  # noqa: E731
+    q, k, v = draw(1, n_head, head_dim), draw(1, n_kv_head, head_dim), draw(1, n_kv_head, head_dim)
+    caches = [draw(n_positions, n_kv_head, head_dim) for _ in "kv"]
+    lengths = torch.tensor(lengths, device=DEVICE)
+    for cache, length in ((cache, length) for cache in caches for length in enumerate(lengths)):
+        cache[length[0], length[1] :] = math.nan  # what nobody has written
+    ours, theirs = [cache.clone() for cache in caches], [cache.nan_to_num().double() for cache in caches]
+    y = kernels.decode_attention(q, k, v, *ours, lengths)
+    expected = kernels.reference.decode_attention(q.double(), k.double(), v.double(), *theirs, lengths)
+    assert error(y, expected) < tolerance and y.dtype == dtype
+    for mine, other in zip(ours, theirs, strict=True):
+        assert torch.equal(mine.nan_to_num().double(), other)
+    with pytest.raises(ValueError, match="decode_attention of"):
+        kernels.decode_attention(q, k, v, caches[0][:, ::2], caches[1][:, ::2], lengths)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Draws
+
+
+def test_sampling_settings_that_leave_one_token_are_greedy():
+    model, prompt = build(**PLAIN), batch(n_batch=3)[0]
+    greedy = texts(model, prompt, temperature=0)
+    for settings in (
+        {"top_k": 1},
+        {"top_p": 1e-6},
+        {"top_p": 1e-320},
+        {"temperature": 1e-4},
+        {"top_k": 1, "top_p": 1.0},
+        {"min_p": 1.0},
+    ):
+        assert torch.equal(texts(model, prompt, **settings), greedy), settings
+    assert not torch.equal(texts(model, prompt), greedy)
+
+
+def test_the_same_seed_writes_the_same_text():
+    model, prompt = build(**PLAIN), batch(n_batch=3)[0]
+    assert torch.equal(texts(model, prompt, seed=1), texts(model, prompt, seed=1))
+    assert not torch.equal(texts(model, prompt, seed=1), texts(model, prompt, seed=2))
+    assert torch.equal(texts(model, prompt, top_k=10**6, top_p=1.0, min_p=0.0), texts(model, prompt))
+
+
+def test_tokens_are_drawn_from_their_probabilities():
+    logits = torch.tensor([1.0, 3.0, -2.0, 2.0, 0.0], device=DEVICE)
+    cases = [  # temperature, top_k, top_p, min_p, who remains; their probabilities are 0.64, 0.24, 0.09, 0.03, 0.00
+        ((1.0, None, None, None), [0, 1, 2, 3, 4]),
+        ((2.0, 2, None, None), [1, 3]),
+        ((1.0, None, 0.7, None), [1, 3]),  # the second carries the sum past 0.7
+        ((1.0, 4, 0.95, None), [0, 1, 3]),
+        ((1.0, None, None, 0.1), [0, 1, 3]),  # a tenth of 0.64
+        ((1.0, 2, None, 0.01), [1, 3]),
+    ]
+    for settings, kept in cases:
+        generator = torch.Generator(DEVICE).manual_seed(0)
+        drawn = sample(logits.expand(20000, -1), *settings, generator)
+        shares = torch.bincount(drawn, minlength=5) / 20000
+        only = torch.full_like(logits, -math.inf)
+        only[kept] = logits[kept] / settings[0]
+        worst = (shares - only.softmax(0)).abs().max().item()
+        assert worst < 0.015 and (shares[only.isinf()] == 0).all(), f"{settings}: {shares.tolist()}"
+
+
+SLIPS = [{"temperature": -1.0}, {"temperature": math.nan}, {"top_k": 0}, {"top_p": 0.0}, {"min_p": 1.1}]
+
+
+@pytest.mark.parametrize("settings", SLIPS)
+def test_invalid_sampling_settings_are_refused(settings):
+    with pytest.raises(ValueError, match=rf"{next(iter(settings))} .*: must be"):
+        next(generate(build(n_layer=1, **PLAIN), [[1]], 2, **settings))
+    with pytest.raises(ValueError, match="at least one token to continue"):
+        next(generate(build(n_layer=1, **PLAIN), [[1], []], 2))
+
+
+def test_generate_leaves_autograd_on_for_the_caller():
+    next(generate(build(n_layer=1, **PLAIN), [[1]], 2))
+    assert torch.is_grad_enabled()

@@ -1,0 +1,228 @@
+"""Packed conversations: none is lost, and packing, micro-batches and ranks change neither loss nor gradients."""
+
+import json
+
+import numpy as np
+import pytest
+import torch
+
+from data.loader import Packed, open_dataset, pack, unpack
+from data.tokenizer import get_tokenizer
+from data.tokens import IS_TARGET, OPENS, Tokens
+from data.write import write_dataset
+from model import Llama, LlamaConfig, document_starts
+from tests.runs import SHORT, SMALL, assert_close, losses, run, run_ranks, slip, step_losses
+
+pytestmark = pytest.mark.usefixtures("plain_pytorch_on_one_core")
+CHAT = SMALL | SHORT | dict(n_head=2, n_kv_head=1, mask_documents=True, block_size=48)
+
+
+def encode(text, tokenizer):
+    """A text a>b: b is learned."""
+    prompt, answer = text.split(">")
+    ids = [*f"{prompt}>".encode(), *answer.encode(), tokenizer.end_of_text]
+    mask = [IS_TARGET if i > len(prompt) else 0 for i in range(len(ids))]
+    return ids, [OPENS, *mask[1:]], len(ids) - 1
+
+
+def write(folder, lengths, seed=0):
+    rng = np.random.default_rng(seed)
+
+    def conversations():
+        for i, n in enumerate(lengths):
+            text = bytes(rng.integers(97, 123, n, dtype=np.uint8)).decode()
+            at = rng.integers(1, n)
+            yield "val" if i % 8 == 7 else "train", f"{text[:at]}>{text[at:]}"
+
+    write_dataset(folder, conversations(), get_tokenizer("bytes"), encode=encode)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def chats(tmp_path_factory):
+    """300 of 4 to 34 tokens."""
+    return write(tmp_path_factory.mktemp("chats"), np.random.default_rng(0).integers(2, 33, 300))
+
+
+def conversations_of(folder, split):
+    """The tokens and the mask of each, as a tuple, sorted."""
+    tokens = Tokens(folder, split)
+    cuts = np.flatnonzero(tokens.masks[0] & OPENS)[1:]
+    pairs = zip(np.split(tokens.shards[0], cuts), np.split(tokens.masks[0], cuts), strict=True)
+    return sorted((tuple(map(int, ids)), tuple(map(int, mask))) for ids, mask in pairs)
+
+
+def found_in(blocks, end=256):
+    """The same, of packed blocks: their whole conversations."""
+    found = []
+    for row in blocks.numpy():
+        ids, mask = row & 0xFFFFFFFF, row >> 32
+        cuts = np.flatnonzero(mask & OPENS)[1:]
+        for part, bits in zip(np.split(ids, cuts), np.split(mask, cuts), strict=True):
+            if bits.any() and (bits & IS_TARGET).any():
+                found.append((tuple(map(int, part)), tuple(map(int, bits))))
+    return sorted(found)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Packing
+
+
+@pytest.mark.parametrize("room", [10, 100, 1000])
+def test_pack_places_each_length_once_in_a_block_that_has_room(room):
+    lengths = -np.sort(-np.random.default_rng(room).integers(1, room + 1, 2000))
+    blocks = pack(lengths.tolist(), room)
+    assert sorted(sum(blocks, [])) == list(range(2000))
+    sums = [lengths[block].sum() for block in blocks]
+    assert max(sums) <= room
+    assert lengths.sum() / room <= len(blocks) <= 11 / 9 * lengths.sum() / room + 300, f"{len(blocks)} blocks"
+    assert pack([6, 5, 4, 3, 2], 10) == [[0, 2], [1, 3, 4]]  # 4 to the fuller one, which it fills
+
+
+def test_an_epoch_holds_every_conversation_whole_and_once(chats):
+    train, val = open_dataset(chats, 48, seed=3, mask_documents=True)
+    for epoch in range(2):
+        assert found_in(train.sequences(epoch * train.n_blocks, train.n_blocks)) == conversations_of(chats, "train")
+    assert found_in(val.read(range(val.n_blocks))) == conversations_of(chats, "val")
+    full = sum(len(ids) for ids, _ in conversations_of(chats, "train")) / (49 * train.n_blocks)
+    assert full > 0.95 and f"blocks {full:.1%} full" in train.packing
+
+
+def test_a_sequence_depends_on_seed_and_number_alone(chats):
+    (train, _), (again, _), (other, _) = (open_dataset(chats, 48, seed, mask_documents=True) for seed in (3, 3, 4))
+    many = train.sequences(0, 3 * train.n_blocks)
+    for first, n in ((0, 1), (train.n_blocks - 2, 5), (2 * train.n_blocks + 1, 4)):
+        assert torch.equal(again.sequences(first, n), many[first : first + n])
+    assert not torch.equal(other.sequences(0, 9), many[:9])
+    assert not torch.equal(many[: train.n_blocks], many[train.n_blocks : 2 * train.n_blocks]), "epochs have one order"
+
+
+def test_conversations_longer_than_a_block_are_cut_at_their_end_and_counted(tmp_path):
+    write(tmp_path, [10] * 16 + [60] * 8, seed=1)
+    train, _ = open_dataset(tmp_path, 30, seed=0, mask_documents=True)
+    whole = conversations_of(tmp_path, "train")
+    cut = [(ids[:31], mask[:31]) for ids, mask in whole]
+    assert found_in(train.sequences(0, train.n_blocks)) == sorted(c for c in cut if IS_TARGET in c[1])
+    n_long = sum(len(ids) > 31 for ids, _ in whole)
+    assert f"; {n_long} longer than block_size are cut" in train.packing and n_long == 7
+    with pytest.raises(ValueError, match="no train conversation reaches an answer within block_size 0"):
+        Packed(Tokens(tmp_path, "train"), 0, None, 0)
+
+
+def test_wrong_tokens_and_a_missing_mask_are_named(chats, tmp_path):
+    train, _ = open_dataset(chats, 48, seed=0, mask_documents=True)
+    train.vocab_size = 200
+    with pytest.raises(ValueError, match="train.bin holds token 256, but vocab_size is 200"):
+        train.read([0])
+    write(tmp_path, [10] * 16)
+    (tmp_path / "val.mask").write_bytes(b"")
+    with pytest.raises(ValueError, match=r"val.mask has 0 bytes, but meta.json says 24 uint8 tokens"):
+        Tokens(tmp_path, "val")
+    (tmp_path / "train.mask").unlink()
+    with pytest.raises(FileNotFoundError, match="train.mask is missing"):
+        Tokens(tmp_path, "train")
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The loss
+
+
+@pytest.fixture
+def model():
+    model = Llama(
+        LlamaConfig(n_layer=2, n_head=2, n_kv_head=1, n_embd=32, ffn_dim=64, vocab_size=257, block_size=48)
+    ).double()
+    model.init_weights(seed=0)
+    return model
+
+
+def gradients(model, batches, weights):
+    """Loss and gradients as train.py's step has them: the mean over micro-batches of weight times mean loss."""
+    model.zero_grad()
+    total = 0.0
+    for batch, weight in zip(batches, weights, strict=True):
+        loss = model(*batch) * weight / len(batches)
+        loss.backward()
+        total += loss.item()
+    return total, torch.cat([p.grad.flatten() for p in model.parameters()])
+
+
+def assert_same_step(found, expected):
+    (loss, gradient), (expected_loss, expected_gradient) = found, expected
+    assert abs(loss - expected_loss) < 1e-13, f"loss {loss!r}, expected {expected_loss!r}"
+    error = ((gradient - expected_gradient).norm() / expected_gradient.norm()).item()
+    assert error < 1e-13, f"gradients differ by {error:.1e} of their norm"
+
+
+def batch_of(blocks):
+    tokens, targets, opens = unpack(blocks)
+    return tokens, targets, document_starts(opens, True)
+
+
+def test_packed_and_padded_batches_give_the_same_loss_and_gradients(model, chats):
+    """So attention stays within a conversation, and positions need not restart."""
+    train, _ = open_dataset(chats, 48, seed=0, mask_documents=True)
+    blocks = train.sequences(0, train.n_blocks)
+    padded, targets = (torch.full((len(train.starts), 48), fill) for fill in (0, -100))
+    for row, row_targets, (ids, mask) in zip(padded, targets, conversations_of(chats, "train"), strict=True):
+        row[: len(ids) - 1] = torch.tensor(ids[:-1])
+        row_targets[: len(ids) - 1] = torch.tensor(ids[1:]).where(torch.tensor(mask[1:]) == IS_TARGET, -100)
+    expected = gradients(model, [(padded, targets)], [1.0])
+    assert_same_step(gradients(model, [batch_of(blocks)], [1.0]), expected)
+    assert 2 * len(blocks) < len(padded), f"{len(blocks)} packed blocks, {len(padded)} padded ones"
+
+
+def test_any_split_of_a_step_gives_the_same_loss_and_gradients(model, chats):
+    train, _ = open_dataset(chats, 48, seed=0, mask_documents=True)
+    first = train.n_blocks - 5  # within two epochs
+    whole = gradients(model, [batch_of(train.sequences(first, 12))], [1.0])
+    for n_micro in (1, 2, 3, 12):
+        size = 12 // n_micro
+        batches = [batch_of(train.sequences(first + i * size, size)) for i in range(n_micro)]
+        weights = train.weights(first, n_micro, size, torch.float64)
+        assert weights.mean() == pytest.approx(1, abs=1e-15) and (n_micro == 1 or weights.min() < weights.max())
+        assert_same_step(gradients(model, batches, weights), whole)
+
+
+def test_where_every_token_is_a_target_weights_are_one(text_data):
+    train, _ = open_dataset(text_data, 32, seed=0)
+    assert train.weights(5, 3, 2).tolist() == [1.0, 1.0, 1.0] and not train.packing
+
+
+def test_ranks_micro_batches_and_resuming_do_not_change_the_run(chats, tmp_path):
+    common = CHAT | dict(dataset=chats, eval_iters=5)
+    one = dict(batch_size=8, gradient_accumulation_steps=1, out_dir=tmp_path / "one")
+    done = run(common | one)
+    assert done.returncode == 0, done.stderr
+    assert "of their tokens targets; blocks 9" in done.stdout
+    two = common | dict(batch_size=2, gradient_accumulation_steps=4, out_dir=tmp_path / "two", eval_iters=20)
+    done = run_ranks(2, two)
+    assert done.returncode == 0, done.stderr
+    assert_close(step_losses(tmp_path / "one"), step_losses(tmp_path / "two"), 2e-6)
+    val_losses = [
+        [line["val_loss"] for line in losses(tmp_path / name) if "val_loss" in line] for name in ("one", "two")
+    ]
+    assert_close(*val_losses, 2e-6)
+    stopped = common | one | dict(out_dir=tmp_path / "resumed")
+    for max_iters in (4, 8):
+        assert run(stopped | dict(max_iters=max_iters, lr_decay_iters=8)).returncode == 0
+    assert losses(tmp_path / "resumed")[-5:] == losses(tmp_path / "one")[-5:]
+
+
+def test_conversations_without_mask_documents_are_refused(train, chats, capsys):
+    message = slip(train, capsys, **CHAT | dict(dataset=chats, mask_documents=False))
+    assert "holds conversations, several in a block: add --mask_documents=true" in message
+
+
+def test_eval_first_and_eval_only_report_the_loss_that_training_starts_from(text_data, tmp_path):
+    common = SMALL | SHORT | dict(dataset=text_data, out_dir=tmp_path, eval_first=True)
+    assert run(common).returncode == 0
+    found = {line["step"]: line["val_loss"] for line in losses(tmp_path) if "val_loss" in line}
+    assert list(found) == [0, 4, 8] and found[0] == pytest.approx(np.log(257), abs=0.1)
+    saved = sorted(path.name for path in tmp_path.iterdir())
+    done = run_ranks(2, common | dict(eval_only=True, gradient_accumulation_steps=2, batch_size=2, eval_iters=4))
+    assert done.returncode == 0 and not done.stderr, done.stderr
+    (last,) = (text for text in done.stdout.splitlines() if text.startswith("step 0"))
+    assert last == f"step 00008 | val loss {found[8]:.4f} (8 blocks)", last
+    assert sorted(path.name for path in tmp_path.iterdir()) == saved
+    assert json.loads((tmp_path / "summary.json").read_text())["val_loss"] == found[8]
