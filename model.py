@@ -3,7 +3,7 @@
     model = Llama(LlamaConfig(n_layer=16, n_head=32, n_kv_head=8, n_embd=2048, ffn_dim=8192, vocab_size=128256,
                               block_size=2048, tie_embeddings=True))
     model.init_weights(seed=1337)
-    loss = model(tokens, targets)     # (B, T) int64 both -> fp32 scalar; on a GPU at most 1 GiB of the logits exists
+    loss = model(tokens, targets)     # (B, T) int64 both -> fp32 scalar; at most 1 GiB of the logits exists
     loss = model(tokens, targets, document_starts(tokens, first_token))  # attention stays within each document
     logits = model(tokens)            # (B, T, V)
 

@@ -69,15 +69,15 @@ def tile_of_row(THREADS: tl.constexpr, WIDTH: tl.constexpr):
 
 
 @triton.jit
-def log2_exp(x, shift):
-    """log₂(exp(x)·2^-shift), rounded once, and always alike: so errors of the shift cancel, however large it is."""
-    return tl.fma(x, tl.full((), LOG2_E, x.dtype), -shift)
+def exp_beside(x, maximum):
+    """exp(x − maximum). The difference comes first: log₂e · x of a large x is rounded by more than 1."""
+    return tl.exp2((x - maximum) * LOG2_E)
 
 
 @triton.jit
-def zero_for_minus_inf(shift):
-    """Where all logits so far are -inf there is nothing to shift by."""
-    return tl.where(shift == float("-inf"), 0.0, shift)
+def zero_for_minus_inf(maximum):
+    """Where all logits so far are -inf there is no maximum to subtract."""
+    return tl.where(maximum == float("-inf"), 0.0, maximum)
 
 
 @triton.jit
@@ -85,8 +85,8 @@ def row_sums(
     row_ptr, col_stride, n_cols, n_readable,
     SUM: tl.constexpr, COMPUTE: tl.constexpr, PADDED: tl.constexpr, THREADS: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
-    """The shift, log₂e times the row's maximum; Σ exp(x)·2^-shift; and Σ x where SUM (label smoothing) needs it."""
-    lane_shift = tl.full((THREADS,), float("-inf"), COMPUTE)
+    """The row's maximum; Σ exp(x − maximum); and Σ x where SUM (label smoothing) needs it."""
+    lane_maximum = tl.full((THREADS,), float("-inf"), COMPUTE)
     lane_sum = tl.zeros((THREADS,), COMPUTE)
     lane_x_sum = tl.zeros((THREADS,), COMPUTE)
     tile = tile_of_row(THREADS, WIDTH)
@@ -98,20 +98,20 @@ def row_sums(
         if PADDED:
             x = tl.where(cols < n_cols, x, float("-inf"))
         # tl.max passes over NaN: the sum does not.
-        new_shift = tl.maximum(lane_shift, tl.max(tl.max(x, axis=2), axis=0) * LOG2_E)
-        shift = zero_for_minus_inf(new_shift)
-        exp_x = tl.exp2(log2_exp(x, shift[None, :, None]))
-        lane_sum = lane_sum * tl.exp2(lane_shift - shift) + tl.sum(tl.sum(exp_x, axis=2), axis=0)
-        lane_shift = new_shift
+        new_maximum = tl.maximum(lane_maximum, tl.max(tl.max(x, axis=2), axis=0))
+        maximum = zero_for_minus_inf(new_maximum)
+        exp_x = exp_beside(x, maximum[None, :, None])
+        lane_sum = lane_sum * exp_beside(lane_maximum, maximum) + tl.sum(tl.sum(exp_x, axis=2), axis=0)
+        lane_maximum = new_maximum
         if SUM:
             lane_x_sum += tl.sum(tl.sum(tl.where(cols < n_cols, x, 0.0), axis=2), axis=0)
-    shift = zero_for_minus_inf(tl.max(lane_shift, axis=0))
-    return shift, tl.sum(lane_sum * tl.exp2(lane_shift - shift), axis=0), tl.sum(lane_x_sum, axis=0)
+    maximum = zero_for_minus_inf(tl.max(lane_maximum, axis=0))
+    return maximum, tl.sum(lane_sum * exp_beside(lane_maximum, maximum), axis=0), tl.sum(lane_x_sum, axis=0)
 
 
 @triton.jit
 def store_row_gradient(
-    row_ptr, col_stride, out_ptr, target, x_target, live, shift, exp_sum, scale, n_cols, n_readable,
+    row_ptr, col_stride, out_ptr, target, x_target, live, maximum, exp_sum, scale, n_cols, n_readable,
     SMOOTHING: tl.constexpr, Z_LOSS: tl.constexpr, THREADS: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
     """The gradient of one row's loss, times scale, to out_ptr (contiguous; the row itself is allowed).
@@ -120,21 +120,21 @@ def store_row_gradient(
     """
     tile = tile_of_row(THREADS, WIDTH)
     n_tiles = tl.cdiv(n_cols, 16 * THREADS)
-    lse = (shift + tl.log2(exp_sum)) * LN_2
+    lse = maximum + tl.log2(exp_sum) * LN_2
     slope = scale * (1 + 2 * Z_LOSS * lse) / exp_sum
     offset = scale * (SMOOTHING + tl.zeros_like(lse)) / n_cols  # a bare constant would be divided in fp32
     for i in range(0, tl.where(live, n_tiles, 0)):
         cols = (n_tiles - 1 - i) * 16 * THREADS + tile
         x_ptrs = row_ptr + cols.to(tl.int64) * col_stride
-        x = tl.load(x_ptrs, mask=cols < n_readable, other=0.0, eviction_policy="evict_first").to(shift.dtype)
-        gradient = (tl.exp2(log2_exp(x, shift)) * slope - offset).to(out_ptr.dtype.element_ty)
+        x = tl.load(x_ptrs, mask=cols < n_readable, other=0.0, eviction_policy="evict_first").to(maximum.dtype)
+        gradient = (exp_beside(x, maximum) * slope - offset).to(out_ptr.dtype.element_ty)
         tl.store(out_ptr + cols, gradient, mask=cols < n_readable, eviction_policy="evict_first")
     for i in range(0, tl.where(live, 0, n_tiles)):  # an ignored row: zeros, whatever lies there
         cols = i * 16 * THREADS + tile
         tl.store(out_ptr + cols, tl.zeros_like(cols).to(out_ptr.dtype.element_ty), mask=cols < n_readable)
     # The target's own, once more: after every thread's stores.
     tl.debug_barrier()
-    gradient = tl.exp2(log2_exp(x_target, shift)) * slope - offset - (1 - SMOOTHING) * scale
+    gradient = exp_beside(x_target, maximum) * slope - offset - (1 - SMOOTHING) * scale
     inside = live & (target >= 0) & (target < n_cols)
     tl.store(out_ptr + target, gradient.to(out_ptr.dtype.element_ty), mask=inside)
 
@@ -142,11 +142,11 @@ def store_row_gradient(
 @triton.jit
 def _loss_kernel(
     logits_ptr, logits_row_stride, logits_col_stride, targets_ptr, targets_stride,
-    loss_ptr, shift_ptr, exp_sum_ptr, scale_ptr, gradient_ptr, gradient_row_stride, n_cols, n_readable, ignore_index,
+    loss_ptr, maximum_ptr, exp_sum_ptr, scale_ptr, gradient_ptr, gradient_row_stride, n_cols, n_readable, ignore_index,
     GRADIENT: tl.constexpr, SMOOTHING: tl.constexpr, Z_LOSS: tl.constexpr,
     PADDED: tl.constexpr, THREADS: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
-    """One program, one row: its loss, shift and sum, and where GRADIENT its gradient times *scale_ptr.
+    """One program, one row: its loss, maximum and sum, and where GRADIENT its gradient times *scale_ptr.
 
     n_readable: n_cols, or where rows are padded their padded length, a multiple of 16, so that only whole vectors move.
     The gradient may be written over the logits; their padding is then overwritten too.
@@ -159,31 +159,31 @@ def _loss_kernel(
     inside = live & (target >= 0) & (target < n_cols)
     x_target = tl.load(row_ptr + target * logits_col_stride, mask=inside, other=float("nan")).to(COMPUTE)
     scale = tl.load(scale_ptr)
-    shift, exp_sum, x_sum = row_sums(
+    maximum, exp_sum, x_sum = row_sums(
         row_ptr, logits_col_stride, tl.where(live, n_cols, 0), n_readable,
         SMOOTHING > 0, COMPUTE, PADDED, THREADS, WIDTH,
     )  # fmt: skip
     exp_sum = tl.where(live & ~inside, float("nan"), exp_sum)
-    loss = (tl.log2(exp_sum) - log2_exp(x_target, shift)) * LN_2  # lse − x_target
+    loss = tl.log2(exp_sum) * LN_2 - (x_target - maximum)  # lse − x_target
     if SMOOTHING > 0:
         loss += SMOOTHING * (x_target - x_sum / n_cols)
     if Z_LOSS > 0:
-        lse = (shift + tl.log2(exp_sum)) * LN_2
+        lse = maximum + tl.log2(exp_sum) * LN_2
         loss += Z_LOSS * lse * lse
     tl.store(loss_ptr + row, tl.where(live, loss, 0.0))
-    tl.store(shift_ptr + row, shift)
+    tl.store(maximum_ptr + row, maximum)
     tl.store(exp_sum_ptr + row, exp_sum)
     if GRADIENT:
         store_row_gradient(
             row_ptr, logits_col_stride, gradient_ptr + row * gradient_row_stride, target, x_target, live,
-            shift, exp_sum, scale, n_cols, n_readable, SMOOTHING, Z_LOSS, THREADS, WIDTH,
+            maximum, exp_sum, scale, n_cols, n_readable, SMOOTHING, Z_LOSS, THREADS, WIDTH,
         )  # fmt: skip
 
 
 @triton.jit
 def _gradient_kernel(
     dloss_ptr, dloss_stride, done_ptr, logits_ptr, logits_row_stride, logits_col_stride, targets_ptr, targets_stride,
-    shift_ptr, exp_sum_ptr, dlogits_ptr, n_cols, ignore_index,
+    maximum_ptr, exp_sum_ptr, dlogits_ptr, n_cols, ignore_index,
     SMOOTHING: tl.constexpr, Z_LOSS: tl.constexpr, THREADS: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
     """One program, one row: its gradient times dloss. Forward may have left it, times *done_ptr: if equal, it stays."""
@@ -197,7 +197,7 @@ def _gradient_kernel(
         x_target = tl.load(row_ptr + target * logits_col_stride, mask=inside, other=float("nan"))
         store_row_gradient(
             row_ptr, logits_col_stride, dlogits_ptr + row * n_cols, target, x_target.to(dloss.dtype), live,
-            tl.load(shift_ptr + row), tl.load(exp_sum_ptr + row), dloss, n_cols, n_cols,
+            tl.load(maximum_ptr + row), tl.load(exp_sum_ptr + row), dloss, n_cols, n_cols,
             SMOOTHING, Z_LOSS, THREADS, WIDTH,
         )  # fmt: skip
 
@@ -212,8 +212,8 @@ def launch_constants(logits, n_readable, warps):
 
 
 def losses_of_rows(logits, targets, options, scale=None, out=None, padded=False, losses=None):
-    """Losses (N,) of logits (N, V), and each row's shift and sum, (N,) too. Where out (N, V) is given, which may be the
-    logits themselves, it is filled with the gradient of the losses' sum times scale.
+    """Losses (N,) of logits (N, V), and each row's maximum and sum, (N,) too. Where out (N, V) is given, which may be
+    the logits themselves, it is filled with the gradient of the losses' sum times scale.
 
     options: (ignore_index, label_smoothing, z_loss). scale: a tensor of one number in the losses' dtype.
     padded: the columns from V to the row stride are scratch, free to be read and overwritten.
@@ -224,15 +224,41 @@ def losses_of_rows(logits, targets, options, scale=None, out=None, padded=False,
     n_readable = logits.stride(0) if padded else n_cols
     if losses is None:
         losses = torch.empty(n_rows, dtype=compute_dtype(logits), device=logits.device)
-    shift, exp_sum = torch.empty_like(losses), torch.empty_like(losses)
+    maximum, exp_sum = torch.empty_like(losses), torch.empty_like(losses)
     _loss_kernel[(n_rows,)](
-        logits, logits.stride(0), logits.stride(1), targets, targets.stride(0), losses, shift, exp_sum,
+        logits, logits.stride(0), logits.stride(1), targets, targets.stride(0), losses, maximum, exp_sum,
         losses if scale is None else scale, losses if out is None else out, 0 if out is None else out.stride(0),
         n_cols, n_readable, ignore_index,
         GRADIENT=out is not None, SMOOTHING=label_smoothing, Z_LOSS=z_loss, PADDED=n_readable != n_cols,
         **launch_constants(logits, n_readable, LOSS_WARPS if out is None else GRADIENT_WARPS),
     )  # fmt: skip
-    return losses, shift, exp_sum
+    return losses, maximum, exp_sum
+
+
+def losses_of_rows_reference(logits, targets, options, scale, out, losses):
+    """losses_of_rows where Triton does not run: the logits are scratch, which holds the gradient at the end."""
+    ignore_index, label_smoothing, z_loss = options
+    live, n_vocab = targets != ignore_index, logits.shape[1]
+    inside = live & (targets >= 0) & (targets < n_vocab)
+    x, at = logits.to(losses.dtype), targets.clamp(0, n_vocab - 1)[:, None]
+    x.masked_fill_(~live[:, None], 0.0)  # whatever lies there
+    maximum = x.amax(-1)
+    x.sub_(maximum[:, None])
+    loss = -(1 - label_smoothing) * x.gather(1, at).squeeze(1)
+    if label_smoothing:
+        loss -= label_smoothing * x.mean(-1)
+    exp_sum = x.exp_().sum(-1)
+    lse = maximum + exp_sum.log()
+    losses.copy_(torch.where(live, torch.where(inside, loss + exp_sum.log() + z_loss * lse.square(), torch.nan), 0.0))
+    if out is None:
+        return
+    scale = torch.where(live, torch.where(inside, scale, torch.nan), 0.0)
+    x.mul_((scale * (1 + 2 * z_loss * lse) / exp_sum)[:, None])
+    if label_smoothing:
+        x.sub_((scale * label_smoothing / n_vocab)[:, None])
+    x.scatter_add_(1, at, -(1 - label_smoothing) * scale[:, None])
+    if x.data_ptr() != out.data_ptr():
+        out.copy_(x)
 
 
 class _CrossEntropy(torch.autograd.Function):
@@ -245,15 +271,15 @@ class _CrossEntropy(torch.autograd.Function):
         # follow this.
         ready = reduction != "none" and logits.dtype != torch.float16
         dlogits = logits.new_empty(logits.shape) if ready and not torch.compiler.is_compiling() else None
-        losses, shift, exp_sum = losses_of_rows(logits, targets, options, scale, dlogits)
-        ctx.save_for_backward(logits, targets, shift, exp_sum, scale)
+        losses, maximum, exp_sum = losses_of_rows(logits, targets, options, scale, dlogits)
+        ctx.save_for_backward(logits, targets, maximum, exp_sum, scale)
         ctx.options, ctx.ready = options, [] if dlogits is None else [dlogits]
         return losses if reduction == "none" else losses.sum() * scale
 
     @staticmethod
     def backward(ctx, dloss):
         refuse_double_backward()
-        logits, targets, shift, exp_sum, scale = ctx.saved_tensors
+        logits, targets, maximum, exp_sum, scale = ctx.saved_tensors
         ignore_index, label_smoothing, z_loss = ctx.options
         n_rows, n_cols = logits.shape
         dlosses = (dloss * scale).expand(n_rows)
@@ -263,7 +289,7 @@ class _CrossEntropy(torch.autograd.Function):
         dlogits = ctx.ready.pop() if ctx.ready else logits.new_empty(logits.shape)
         _gradient_kernel[(n_rows,)](
             dlosses, dlosses.stride(0), done, logits, logits.stride(0), logits.stride(1), targets, targets.stride(0),
-            shift, exp_sum, dlogits, n_cols, ignore_index,
+            maximum, exp_sum, dlogits, n_cols, ignore_index,
             SMOOTHING=label_smoothing, Z_LOSS=z_loss, **launch_constants(logits, n_cols, GRADIENT_WARPS),
         )  # fmt: skip
         return dlogits, None, None, None

@@ -1,4 +1,4 @@
-"""How well a model predicts a file: python sample.py --evaluate FILE. The first line of a .jsonl says what it is.
+"""How well a model predicts a file: python sample.py --evaluate FILE. Its first row says what it is:
 
     {"ctx": ..., "endings": [...], "label": 2}   HellaSwag's format: how often the right ending is the likeliest
     {"messages": [...]}                          mean log p of the answers' tokens, their ends of turn included
@@ -13,15 +13,16 @@ Endings are compared by log p (accuracy) and by log p divided by their length in
 acc_norm of lm-evaluation-harness. As there, "ctx ending" is encoded as one text; what is behind ctx's tokens counts.
 """
 
-import json
 import math
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from data.chat.prepare import read_conversations
 from data.chat.template import encode_answers
+from data.rows import head_of, kind_of, open_input, read_rows
 from data.vocabulary import Tokenizer
 from model import Llama
 from runtime.generate import begin_document
@@ -83,12 +84,7 @@ def text_log_likelihood(
     return sum(log_p.sum().item() for log_p, _ in log_likelihoods(model, rows, batch_size)), len(ids) - 1
 
 
-def evaluate_text(
-    model: Llama, tokenizer: Tokenizer, path: Path, window: int | None, batch_size: int
-) -> dict[str, str]:
-    text = path.read_text(encoding="utf-8")
-    if not text:
-        raise ValueError(f"{path} is empty")
+def evaluate_text(model: Llama, tokenizer: Tokenizer, text: str, window: int | None, batch_size: int) -> dict[str, str]:
     log_p, n_tokens = text_log_likelihood(model, tokenizer, text, window or MOST_WINDOW, batch_size)
     n_bytes = len(text.encode())
     return {
@@ -99,7 +95,7 @@ def evaluate_text(
 
 
 def evaluate_answers(model: Llama, tokenizer: Tokenizer, path: Path, batch_size: int) -> dict[str, str]:
-    rows = [encode_answers(tokenizer, text) for text in read_conversations([path], tokenizer, "strict")]
+    rows = [encode_answers(tokenizer, text) for text in read_conversations([path], tokenizer, refuse)]
     scores = [log_p for log_p, _ in log_likelihoods(model, rows, batch_size)]
     n_tokens = sum(map(len, scores))
     return {
@@ -108,63 +104,70 @@ def evaluate_answers(model: Llama, tokenizer: Tokenizer, path: Path, batch_size:
     }
 
 
-def evaluate_choices(model: Llama, tokenizer: Tokenizer, path: Path, batch_size: int) -> dict[str, str]:
-    items, rows = read_jsonl(path, {"ctx": str, "endings": list}), []
-    for number, item in enumerate(items, start=1):
-        endings, label = item["endings"], str(item.get("label"))  # some of HellaSwag's files have "2"
-        if not all(isinstance(each, str) and each for each in endings) or label not in map(str, range(len(endings))):
+def evaluate_choices(
+    model: Llama, tokenizer: Tokenizer, items: list[tuple[str, dict]], batch_size: int
+) -> dict[str, str]:
+    rows, answers = [], []
+    for where, item in items:
+        ctx, endings, label = field(where, item, "ctx", str), field(where, item, "endings", list), item.get("label")
+        if not all(isinstance(ending, str) and ending for ending in endings):
+            raise ValueError(f"{where} has {endings!r:.60} as endings: expected texts")
+        if str(label) not in map(str, range(len(endings))):  # some of HellaSwag's files have "2"
             raise ValueError(
-                f"{path}: item {number} has label {label} of endings {endings}: expected texts, one of them right"
+                f"{where} has {label!r} as label: expected the number of one of its {len(endings)} endings"
             )
-        n_context = len(begin_document(tokenizer, item["ctx"].rstrip()))  # as there, blanks go with the ending
+        n_context = len(begin_document(tokenizer, ctx.rstrip()))  # as there, blanks go with the ending
         for ending in endings:
-            ids = begin_document(tokenizer, f"{item['ctx']} {ending}")
+            ids = begin_document(tokenizer, f"{ctx} {ending}")
             rows.append((ids, [i >= n_context for i in range(len(ids))]))
+        answers.append((endings, int(label)))
     totals = (log_p.sum().item() for log_p, _ in log_likelihoods(model, rows, batch_size))
     right = normalised = 0
-    for item in items:
-        log_p = [next(totals) for _ in item["endings"]]
-        by_length = [x / len(ending) for x, ending in zip(log_p, item["endings"], strict=True)]
-        right += log_p.index(max(log_p)) == int(item["label"])
-        normalised += by_length.index(max(by_length)) == int(item["label"])
+    for endings, label in answers:
+        log_p = [next(totals) for _ in endings]
+        by_length = [x / len(ending) for x, ending in zip(log_p, endings, strict=True)]
+        right += log_p.index(max(log_p)) == label
+        normalised += by_length.index(max(by_length)) == label
     return {
         "accuracy": f"{right / len(items):.4f} ({right:,} of {len(items):,})",
         "accuracy, length-normalised": f"{normalised / len(items):.4f} ({normalised:,} of {len(items):,})",
     }
 
 
-def read_jsonl(path: Path, kinds: dict[str, type]) -> list[dict]:
-    """The rows of a .jsonl; ValueError where one is no JSON object with these names, of these types."""
-    rows = []
-    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), start=1):
-        if not line.strip():
-            continue
+def read_file(path: Path, kind: str | None = None) -> list[tuple[str, dict]] | str:
+    """The rows of a file of JSON, each behind its place, or the text of another. kind: "text", or "lines" of JSON."""
+    with open_input(path) as file:
+        kind = kind or kind_of(head_of(file, path), path)
+        if kind != "text":
+            return list(read_rows(file, path, kind, refuse))
         try:
-            row = json.loads(line)
-        except (ValueError, RecursionError) as error:
-            raise ValueError(f"{path}:{number} is not JSON: {error}") from error
-        if not isinstance(row, dict) or not all(isinstance(row.get(name), kind) for name, kind in kinds.items()):
-            expected = ", ".join(f"{name}: {kind.__name__}" for name, kind in kinds.items())
-            raise ValueError(f"{path}:{number} is {line:.60}: expected an object with {expected}")
-        rows.append(row)
-    if not rows:
-        raise ValueError(f"{path} is empty")
-    return rows
+            return file.read().decode("utf-8-sig")
+        except UnicodeDecodeError as error:
+            raise ValueError(f"{path} is not UTF-8 text: {error}") from error
 
 
-KINDS = {"endings": evaluate_choices, "messages": evaluate_answers, "completion": evaluate_answers}
+def refuse(sentence: str) -> None:
+    raise ValueError(sentence)
+
+
+def field(where: str, row: dict, name: str, kind: type) -> Any:
+    """What a row has under a name. ValueError if it is of another type, or missing."""
+    found = row.get(name) if isinstance(row, dict) else None
+    if not isinstance(found, kind):
+        raise ValueError(f"{where} has {found!r:.40} as {name}: expected a {kind.__name__}")
+    return found
 
 
 def evaluate_file(
     model: Llama, tokenizer: Tokenizer, path: Path, window: int | None = None, batch_size: int = 8
 ) -> dict[str, str]:
     """What is measured, by name. Raises OSError or ValueError for a file that cannot be read as one of these."""
-    if path.suffix != ".jsonl":
-        return evaluate_text(model, tokenizer, path, window, batch_size)
-    names = read_jsonl(path, {})[0]
-    evaluate = next((KINDS[name] for name in KINDS if name in names), None)
-    if evaluate is None:
-        raise ValueError(
-            f"{path} has lines with {', '.join(names)}: expected endings, messages or a completion in them"
-        )
-    return evaluate(model, tokenizer, path, batch_size)
+    content = read_file(path)
+    if not content:
+        raise ValueError(f"{path} is empty")
+    if isinstance(content, str):
+        return evaluate_text(model, tokenizer, content, window, batch_size)
+    first = content[0][1]
+    if isinstance(first, dict) and "endings" in first:
+        return evaluate_choices(model, tokenizer, content, batch_size)
+    return evaluate_answers(model, tokenizer, path, batch_size)

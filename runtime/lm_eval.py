@@ -20,9 +20,9 @@ from runtime.generate import begin_document, generate_text
 
 @register_model("nanocria")
 class Nanocria(TemplateLM):
-    def __init__(self, out_dir: str, batch_size: int = 8, device: str = "auto", dtype: str = "auto", **_):
+    def __init__(self, out_dir: str, batch_size: int = 8, device: str | None = None, dtype: str = "auto", **_):
         super().__init__()
-        device = pick_device(device)
+        device = pick_device("cpu" if device == "cpu" else "auto")  # the harness asks for cuda by itself
         self.lm = load_model(out_dir, device, getattr(torch, pick_dtype(dtype, device)))
         self.tokens, self.batch_size = run_folder.read_newest(Path(out_dir), tokenizer_of), int(batch_size)
 

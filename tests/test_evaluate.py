@@ -120,10 +120,10 @@ def test_what_cannot_be_evaluated_gets_a_sentence(sample, tmp_path):
     settings = dict(out_dir=tmp_path / "hf", evaluate=tmp_path / "x.jsonl")
     cases = {
         "": "x.jsonl is empty",
-        '{"text": "a"}': "x.jsonl has lines with text: expected endings, messages or a completion in them",
-        '{"ctx": "a", "endings": ["b", ""], "label": 0}': "item 1 has label 0 of endings ['b', '']",
-        '{"ctx": "a", "endings": ["b", "c"], "label": 2}': "item 1 has label 2 of endings",
-        '{"ctx": "a", "endings": ["b", "c"], "label": "1"}\n{"ctx": 1}': 'x.jsonl:2 is {"ctx": 1}: expected an object',
+        '{"text": "a"}': "x.jsonl:1: found an object with text, expected an object with messages, or with prompt and",
+        '{"ctx": "a", "endings": ["b", ""], "label": 0}': "x.jsonl:1 has ['b', ''] as endings: expected texts",
+        '{"ctx": "a", "endings": ["b", "c"], "label": 2}': "x.jsonl:1 has 2 as label: expected a number below 2",
+        '{"ctx": "a", "endings": ["b", "c"], "label": "1"}\n{"ctx": 1}': "x.jsonl:2 has 1 as ctx: expected a str",
         '{"messages": 3}': "x.jsonl:1: messages is not a list of messages",
         '{"messages": [': "x.jsonl:1 is not JSON: ",
         '{"prompt": "a", "completion": "' + "b" * 500 + '"}': "the model's context has 128",
@@ -133,6 +133,8 @@ def test_what_cannot_be_evaluated_gets_a_sentence(sample, tmp_path):
         out, said = sample(**settings)
         assert expected in said and not out, f"{said}, expected {expected}"
     assert "No such file" in sample(**settings | {"evaluate": tmp_path / "none.txt"})[1]
+    (tmp_path / "latin.txt").write_bytes(b"caf\xe9")
+    assert "latin.txt is not UTF-8 text" in sample(**settings | {"evaluate": tmp_path / "latin.txt"})[1]
     (tmp_path / "empty.txt").write_text("")
     assert "empty.txt is empty" in sample(**settings | {"evaluate": tmp_path / "empty.txt"})[1]
 
@@ -145,3 +147,22 @@ def test_a_published_folder_without_bos_starts_after_a_document(tmp_path):
     [(score, _)] = log_likelihoods(model, [([tokenizer.end_of_text, *tokenizer.encode("a")], [False, True])], 1)
     found = evaluate_file(model, tokenizer, tmp_path / "a.txt")["bits per byte"]
     assert found == f"{-score.item() / math.log(2):.4f}"
+
+
+def test_lm_evaluation_harness_scores_and_draws_as_we_do(tmp_path):
+    pytest.importorskip("lm_eval")
+    from lm_eval.api.instance import Instance
+
+    from runtime.lm_eval import Nanocria
+
+    hf, _ = publish_chat_model(tmp_path, tie_word_embeddings=False, ascii_only=True)
+    adapter, tokenizer = Nanocria(str(tmp_path), device="cpu"), tokenizer_of(tmp_path)
+    ask = lambda kind, *arguments: [Instance(kind, {}, arguments, 0)]  # noqa: E731
+    context, answer = tokenizer.encode("the of"), tokenizer.encode(" and")
+    [(log_p, greedy)] = adapter.loglikelihood(ask("loglikelihood", "the of", " and"), disable_tqdm=True)
+    assert abs(log_p / theirs(hf, context + answer, len(context)).sum().item() - 1) < 1e-5 and not greedy
+    [text] = adapter.generate_until(ask("generate_until", "the of", {"max_gen_toks": 8, "until": []}))
+    expected = hf.generate(torch.tensor([context]), max_new_tokens=8, do_sample=False, eos_token_id=None)
+    assert text == tokenizer.decode(expected[0, len(context) :].tolist()).split("<|endoftext|>")[0] and len(text) > 2
+    [(log_p, greedy)] = adapter.loglikelihood(ask("loglikelihood", "the of", text), disable_tqdm=True)
+    assert greedy and adapter.loglikelihood_rolling(ask("loglikelihood_rolling", "the of"))[0] < 0

@@ -1,5 +1,6 @@
 """What cross_entropy and linear_cross_entropy promise beside what test_kernels.py asks of every operation."""
 
+import sys
 from functools import partial
 
 import pytest
@@ -158,6 +159,15 @@ def test_logits_of_minus_inf_are_a_mask(masked):
     assert value.isfinite() and gradient.isfinite().all()
 
 
+@pytest.mark.parametrize("size", [1e4, 1e8, 5e9])
+@each_loss
+def test_large_finite_logits_give_the_loss_and_gradient_of_float64(loss, size):
+    logits, targets = loss_inputs()
+    logits *= size
+    logits[0, :2], targets[0] = size, 0  # two maxima
+    assert_matches_float64(operation(loss), (logits,), (targets,))
+
+
 def test_targets_may_have_any_integer_type_and_stride():
     logits, targets = loss_inputs()
     strided = torch.full((11, 3), 10**6, device=DEVICE)
@@ -260,6 +270,29 @@ def test_a_weight_gradient_summed_in_bf16_is_close_and_given_once():
     loss.backward(retain_graph=True)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         loss.backward()
+
+
+@pytest.mark.skipif(HAS_GPU, reason="a GPU runs Triton")
+@pytest.mark.parametrize("label_smoothing", [0.0, 0.1])
+@pytest.mark.parametrize("z_loss", [0.0, 0.1])
+@each_sum
+def test_without_triton_chunks_match_float64_and_never_hold_all_logits(monkeypatch, reduction, z_loss, label_smoothing):
+    monkeypatch.setattr(kernels.launch, "INTERPRETED", False)
+    monkeypatch.setattr(sys.modules["kernels.linear_cross_entropy"], "PLAIN_LOGITS", 300)  # 4 tokens
+    options = dict(reduction=reduction, z_loss=z_loss, label_smoothing=label_smoothing)
+    function = partial(linear_cross_entropy, **options)
+    chunked = Operation(function, partial(linear_cross_entropy_oracle, **options), None, 1)
+    for dtype in (FP16, BF16, FP32, FP64):
+        *inputs, targets = linear_inputs(11, 69, dtype)
+        assert_matches_float64(chunked, inputs, (targets,))
+    x, weight, targets = linear_inputs(64, 500)
+    x.requires_grad_(), weight.requires_grad_()
+    _, largest = profile(lambda: function(x, weight, targets).backward())
+    assert largest < 64 * 500 * 4, f"{largest} bytes at once"
+    with torch.no_grad():
+        assert torch.equal(function(x, weight, targets), function(x.detach(), weight.detach(), targets))
+    targets[5] = 500
+    assert function(x, weight, targets).isnan(), "a target out of range"
 
 
 @pytest.mark.parametrize("options", [{}, {"fp32_dweight": False}], ids=str)

@@ -10,7 +10,6 @@ transformers find it in the checkpoints. Copies of a conversation are all on the
 """
 
 import argparse
-import json
 import shlex
 import sys
 from collections.abc import Iterator
@@ -18,7 +17,8 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from data.chat.template import encode_answers, encode_conversation, render_answers, template_of
-from data.files import display_path
+from data.files import say
+from data.rows import ERRORS_HELP, Bad, Unreadable, head_of, kind_of, open_input, read_rows
 from data.text.prepare import split
 from data.vocabulary import Tokenizer
 from data.write import (
@@ -36,33 +36,23 @@ from data.write import (
 HERE = Path(__file__).resolve().parent
 
 
-def read_conversations(files: list[Path], tokenizer: Tokenizer, errors: str) -> Iterator[str]:
-    """The text of each conversation, with marks around the answers. ValueError names the line, or with errors="skip"
-    those that cannot be read are counted.
-    """
+def read_conversations(files: list[Path], tokenizer: Tokenizer, bad: Bad) -> Iterator[str]:
+    """The text of each conversation, with marks around its answers."""
     for path in files:
-        n_skipped = 0
-        with open(path, "rb") as file:
-            for number, line in enumerate(file, start=1):
-                try:
-                    if line.strip():
-                        yield render_answers(tokenizer, messages_of(line.decode("utf-8-sig")))
-                except ValueError as error:  # a UnicodeDecodeError too
-                    if errors == "strict":
-                        raise ValueError(f"{path}:{number}: {error}") from error
-                    n_skipped, example = n_skipped + 1, error
-        if n_skipped:
-            print(f"{f'skipped {n_skipped:,} lines of {display_path(path)}, the last one as {example}':<100}")
+        try:
+            with open_input(path) as file:
+                kind = "array" if kind_of(head_of(file, path), path) == "array" else "lines"
+                for where, row in read_rows(file, path, kind, bad):
+                    try:
+                        yield render_answers(tokenizer, messages_of(row))
+                    except ValueError as error:
+                        bad(f"{where}: {error}")
+        except Unreadable as error:
+            bad(str(error))
 
 
-def messages_of(line: str) -> list[dict]:
-    """The messages of a line of JSON. ValueError if it holds none, or what is no message."""
-    try:
-        row = json.loads(line)
-    except RecursionError:
-        raise ValueError("not JSON: thousands of brackets in brackets") from None
-    except ValueError as error:
-        raise ValueError(f"not JSON ({error}): a line is one conversation") from error
+def messages_of(row) -> list[dict]:
+    """The messages of a row. ValueError if it holds none, or what is no message."""
     if isinstance(row, dict) and "messages" in row:
         messages = row["messages"]
     elif isinstance(row, dict) and {"prompt", "completion"} <= row.keys():
@@ -116,40 +106,41 @@ def prepare(
         found.chat_template = Path(template).read_text()
     found.chat_template = template_of(found)
     found.files = found.files | {"chat_template.jinja": found.chat_template.encode()}
-    end = end_of_turn(found)
+    end, bad = end_of_turn(found), Bad(errors)
     meta = write_dataset(
         Path(folder),
-        split(read_conversations([Path(path) for path in inputs], found, errors), val_fraction),
+        split(read_conversations([Path(path) for path in inputs], found, bad), val_fraction),
         found,
         {"eos": list(dict.fromkeys([end, *found.eos]))},
         workers=workers,
         progress=Progress(None, "documents"),
         encode=encode_conversation,
     )
+    bad.report()
     print_summary(folder, meta)
     share = meta["train_targets"] / meta["train_tokens"]
-    print(f"{share:.1%} of the training tokens are learned: the answers")
+    say(f"{share:.1%} of the training tokens are learned: the answers")
     return meta
 
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--input", type=path_argument, nargs="+", required=True, help=".jsonl files, or pipes")
+    parser.add_argument(
+        "--input", type=path_argument, nargs="+", required=True, help=".jsonl, .json, compressed or not"
+    )
     add_tokenizer_options(parser, default="llama3", bos=False)
     parser.add_argument("--template", type=path_argument, help="a Jinja file (default: the tokenizer's, or Llama 3's)")
     parser.add_argument(
         "--out", type=path_argument, default=HERE, help="folder for the dataset (default: the script's)"
     )
     parser.add_argument("--val_fraction", type=float, default=0.05, help="validation share (default: 0.05)")
-    parser.add_argument(
-        "--errors", choices=["strict", "skip"], default="strict", help="for a line that is no conversation"
-    )
+    parser.add_argument("--errors", choices=["strict", "skip"], default="strict", help=ERRORS_HELP)
     parser.add_argument("--workers", type=int, default=cpu_cores(), help="processes (default: one per CPU core)")
     args = vars(parser.parse_args())
     out = args.pop("out")
     prepare(args.pop("input"), out, **args)
     train = ["python", "train.py", "config/sft_llama32_1b.py", "--init_from=FOLDER", f"--dataset={out.absolute()}"]
-    print("next:", shlex.join(train), "with the FOLDER of the weights")
+    say(f"next: {shlex.join(train)}, with the FOLDER of the weights")
 
 
 if __name__ == "__main__":
