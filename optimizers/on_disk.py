@@ -26,7 +26,7 @@ import torch
 
 from optimizers.on_cpu import OnCPU
 from optimizers.place import local, new_state
-from runtime.distributed import sharded_like
+from runtime.distributed import shard_like
 from runtime.state_file import PAGE, THREADS, StateFile, page_aligned, whole_pages
 
 PIECE = 2**22  # elements: 16 MB of each float32 tensor
@@ -71,7 +71,7 @@ class OnDisk(OnCPU):
 
     def _new_state(self, parameter, shape, dtype):
         like = new_state(parameter, shape, dtype, "meta")
-        return sharded_like(like, self.file.zeros(local(like).shape, dtype))
+        return shard_like(like, self.file.zeros(local(like).shape, dtype))
 
     def _cut(self, name):
         """Yields the rows of each piece of a parameter, and the parts of the file that hold what is kept of them."""

@@ -23,15 +23,7 @@ from model import Llama, LlamaConfig, fill
 from optimizers.place import cpu_param
 from runtime import memory_stats, run_folder
 from runtime.checkpoint_folder import Folder, fingerprint, open_folder, read_into, write_folder
-from runtime.distributed import (
-    all_reduce_max,
-    from_rank_0,
-    local,
-    local_world_size,
-    print0,
-    sharded_like,
-    worker_thread,
-)
+from runtime.distributed import all_reduce_max, from_rank_0, local, local_world_size, print0, shard_like, worker_thread
 from runtime.hf_config import read_config, read_context
 from runtime.hf_names import Rows, hf_names, hf_rows
 from runtime.pinned_memory import pinned_empty
@@ -178,7 +170,7 @@ def _pinned_like(x: torch.Tensor) -> torch.Tensor:
     """An uninitialised copy on the CPU, pinned if x is on a GPU, sharded like x."""
     if not local(x).is_cuda:
         return torch.empty_like(x, device="cpu")
-    return sharded_like(x, pinned_empty(local(x).shape, x.dtype))
+    return shard_like(x, pinned_empty(local(x).shape, x.dtype))
 
 
 def rows_to_save(tensors: dict, parameters: dict[str, nn.Parameter], config: LlamaConfig) -> dict[str, list[Rows]]:
@@ -224,13 +216,9 @@ def _halves(master):
 
 
 def read_weights(
-    folder: Folder,
-    parameters: dict[str, nn.Parameter],
-    config: LlamaConfig,
-    put: Callable,
-    states: dict | None = None,
-    progress: Callable[[str], None] = lambda doing: None,
-) -> None:
+    folder: Folder, parameters: dict[str, nn.Parameter], config: LlamaConfig, put: Callable,
+    states: dict | None = None, progress: Callable[[str], None] = lambda doing: None,
+) -> None:  # fmt: skip
     """Calls put(name, rows) with this rank's float32 rows, on the CPU, of each parameter; fills the states too.
 
     states: those of Optimizer.tensors(). progress: the watchdog's, called before each tensor. A rank holds its rows of

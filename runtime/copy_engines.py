@@ -71,8 +71,11 @@ def pick_copy_engines(wanted: bool | None, device: str, shard_ranks: int, offloa
     return True
 
 
-def check_transfer(device: str, shard_ranks: int) -> None:
-    """Gather and reduce small numbers, three times through the same buffers. RuntimeError if others arrive."""
+def check_transfer(device: str, shard_ranks: int) -> tuple:
+    """Gather and reduce small numbers, three times through the same buffers. RuntimeError if others arrive.
+
+    Returns what holds the buffers, to be kept until all ranks are here.
+    """
     group, n = dist.new_subgroups(shard_ranks, backend="gloo")[0], 1024
     numel, dtype, me = group.size() * n, torch.bfloat16, group.rank()
     gather, scatter = CopyEngineAllGather(group, 1, numel), CopyEngineReduceScatter(group, 1, numel)
@@ -85,6 +88,7 @@ def check_transfer(device: str, shard_ranks: int) -> None:
         scatter(total, summands, group, dist.ReduceOp.SUM)
         if not (gathered == ranks + turn).all() or not (total == group.size() * (turn + me)).all():
             raise RuntimeError("what arrives is not what was sent")
+    return gather, scatter
 
 
 def use_copy_engines(model: Llama, group: dist.ProcessGroup, reduce: bool) -> None:

@@ -104,7 +104,7 @@ def local(x: torch.Tensor) -> torch.Tensor:
     return x.to_local() if isinstance(x, DTensor) else x
 
 
-def sharded_like(like: torch.Tensor, part: torch.Tensor) -> torch.Tensor:
+def shard_like(like: torch.Tensor, part: torch.Tensor) -> torch.Tensor:
     """What is sharded like another tensor, this rank's part being `part`, on whatever device.
 
     DTensor.from_local() would move it to the mesh's device. RuntimeError if PyTorch has no such constructor.

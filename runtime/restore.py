@@ -92,15 +92,9 @@ def _base_of(folder: Folder, settings) -> Folder | None:
 
 
 def restore(
-    start: Path | None,
-    out_dir: str,
-    model: Llama,
-    optimizer,
-    settings: dict,
-    dtype: str,
-    dataset: dict,
+    start: Path | None, out_dir: str, model: Llama, optimizer, settings: dict, dtype: str, dataset: dict,
     progress: Callable[[str], None],
-) -> tuple[int, dict | None, dict[str, bytes], list[str]]:
+) -> tuple[int, dict | None, dict[str, bytes], list[str]]:  # fmt: skip
     """Fill the optimizer and its model's weights from find_start()'s answer.
 
     settings: the run's; dataset: the meta.json of its data; progress: the watchdog's. Returns the first step, the
