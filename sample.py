@@ -37,7 +37,7 @@ with contextlib.suppress(ImportError):
 # ----------------------------------------------------------------------------------------------------------------------
 # what to read, what to write
 out_dir = "out"  # a run's folder, one of its checkpoints, or a folder of published weights
-prompt = ""  # -: from standard input; empty: the beginning of a document
+prompt = ""  # from standard input if it is -; empty: the beginning of a document
 prompt_file: str | None = None  # a text file, which is the prompt, or a .jsonl with a {"prompt": ...} a line
 num_samples = 1  # how many continuations of each prompt; they are drawn together
 max_new_tokens = 500  # per sample; it stops sooner where the document or the turn ends
@@ -49,9 +49,7 @@ chat = False  # answer what is typed, in the folder's chat template; /exit or Ct
 system = ""  # the system message, for example "Answer in one sentence."
 
 # evaluation
-evaluate: str | None = (
-    None  # a text, or a .jsonl of conversations, of prompts and completions, or in HellaSwag's format
-)
+evaluate: str | None = None  # a text, or rows of JSON: conversations, prompts and completions, or HellaSwag's format
 window: int | None = None  # tokens of a text that are read at a time; none: the model's context, at most 4,096
 batch_size = 8  # sequences that are scored at a time
 

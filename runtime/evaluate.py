@@ -11,6 +11,7 @@ half a window before them. The first token follows the bos, or the end of anothe
 
 Endings are compared by log p (accuracy) and by log p divided by their length in characters (length-normalised): acc and
 acc_norm of lm-evaluation-harness. As there, "ctx ending" is encoded as one text; what is behind ctx's tokens counts.
+(Its task hellaswag cleans and capitalises what it reads first; runtime/lm_eval.py runs that.)
 """
 
 import math
