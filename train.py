@@ -23,7 +23,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, Offlo
 
 sys.path.insert(0, os.path.dirname(__file__))  # python -I and PYTHONSAFEPATH=1 leave it out
 from configurator import configure
-from data.loader import open_dataset, unpack
+from data.loader import open_dataset
 from kernels.fp8_linear import use_fp8
 from lora import add_lora
 from model import Llama, LlamaConfig, document_starts
@@ -171,17 +171,12 @@ with stop_on_error():  # an OSError or ValueError ends the run with its sentence
     )
 require_same_on_all_ranks({f"the dataset's {name}": value for name, value in train_data.meta.items()})
 vocab_size = train_data.vocab_size
-first_token = train_data.meta.get("bos", train_data.meta["end_of_text"])  # of a document: what mask_documents goes by
 
 
 def to_device(blocks: torch.Tensor) -> tuple[torch.Tensor, ...]:
     """Tokens and targets, both (B, T), of blocks (B, T + 1); with mask_documents also where each document starts."""
-    blocks = send_to_device(blocks, device)
-    if train_data.packing:  # conversations, of which only the answers are targets
-        tokens, targets, opens = unpack(blocks)
-        return tokens, targets, document_starts(opens, True)
-    tokens, targets = blocks[:, :-1], blocks[:, 1:]
-    return (tokens, targets, document_starts(tokens, first_token)) if mask_documents else (tokens, targets)
+    tokens, targets, marks = train_data.unpack(send_to_device(blocks, device))
+    return (tokens, targets, document_starts(marks, train_data.first_mark)) if mask_documents else (tokens, targets)
 
 
 def read_step(step: int) -> list[tuple[torch.Tensor, ...]]:

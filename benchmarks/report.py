@@ -399,7 +399,8 @@ PAGES = {  # page -> its parts: name -> what makes it
     },
     "benchmarks/README.md": {
         "small_model": small_model_table, "baby": baby_table, "breakdown": breakdown_table, "gpus": gpus_tables,
-        "snapshot": snapshot_table, "finetune": finetune_table, "losses": losses_part, "steps": partial(steps_table, "step"),
+        "snapshot": snapshot_table, "finetune": finetune_table, "losses": losses_part,
+        "steps": partial(steps_table, "step"),
         **{name: partial(steps_table, name) for name in ("step_h100", "step_fp8")},
         **{name: partial(sweep_part, name) for name in ("study", "sweep", "study_8b")},
         **{name: partial(kernels_table, name) for name in ("kernels", "fp8_linear")},

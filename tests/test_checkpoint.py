@@ -435,7 +435,7 @@ def test_with_another_batch_a_resumed_run_reads_on_where_it_ended(train, tmp_pat
         run = train(batch_size=batch_size, gradient_accumulation_steps=steps, max_iters=max_iters, eval_interval=100)
         path = tmp_path / f"out/step_{max_iters:06d}"
         for step in range(run["first_step"], max_iters):
-            read[step] = torch.cat([tokens for tokens, _ in run["read_step"](step)])
+            read[step] = torch.cat([tokens for _, tokens, *_ in run["read_step"](step)])
         assert read_run(path)["sequences"] == {4: 32, 8: 56, 9: 64}[max_iters]
         if not counted and max_iters == 4:
             edit_run(path, sequences=None)
