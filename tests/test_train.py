@@ -147,7 +147,7 @@ def test_an_evaluation_is_the_mean_over_blocks_spread_over_all(train, short_docu
 def test_the_seed_is_that_of_the_weights_and_of_the_order(train, tmp_path):
     a, b = (train(seed=seed, learning_rate=0, max_iters=1, out_dir=tmp_path / str(seed)) for seed in (1, 2))
     assert not torch.equal(a["model"].tok_embeddings.weight, b["model"].tok_embeddings.weight)
-    assert not torch.equal(a["read_step"](0)[0][0], b["read_step"](0)[0][0])
+    assert not torch.equal(a["read_step"](0)[0][1], b["read_step"](0)[0][1])
 
 
 def test_documents_that_see_themselves_alone(train, short_documents, tmp_path):
@@ -155,7 +155,7 @@ def test_documents_that_see_themselves_alone(train, short_documents, tmp_path):
     settings = dict(dataset=short_documents, n_embd=64, max_iters=40)
     run = train(mask_documents=True, out_dir=tmp_path / "masked", **settings)
     train(out_dir=tmp_path / "plain", **settings)
-    tokens, _, starts = run["read_step"](0)[0]
+    _, tokens, _, starts = run["read_step"](0)[0]
     row = int((starts[:, -1] > 8).nonzero()[0])
     tokens, starts, n = tokens[row : row + 1].clone(), starts[row : row + 1], int(starts[row, -1])
     other = tokens.clone()
@@ -221,7 +221,7 @@ def test_an_epoch_reads_every_block_once_and_the_next_in_another_order(train):
     epochs = []
     for epoch in (0, 1):
         steps = range(n_blocks * epoch, n_blocks * (epoch + 1))
-        epochs.append([run["read_step"](step)[0][0].numpy().tobytes() for step in steps])
+        epochs.append([run["read_step"](step)[0][1].numpy().tobytes() for step in steps])
         _, shift = epoch_order(run["seed"], epoch, n_blocks, 64)
         every_block = run["train_data"].read(np.arange(n_blocks), shift)[:, :-1]
         assert sorted(epochs[epoch]) == sorted(block.numpy().tobytes() for block in every_block)
