@@ -21,12 +21,13 @@ import torch
 sys.path.insert(0, os.path.dirname(__file__))  # python -I and PYTHONSAFEPATH=1 leave it out
 from configurator import configure
 from data.chat.template import encode_prompt
+from data.rows import is_jsonl
 from data.tokenizer import get_tokenizer, tokenizer_of
 from runtime import run_folder
 from runtime.checkpoint import load_model
 from runtime.checkpoint_folder import open_folder
 from runtime.device import pick_device, pick_dtype
-from runtime.evaluate import evaluate_file, read_jsonl
+from runtime.evaluate import evaluate_file, field, read_file
 from runtime.generate import begin_document, generate_text
 from runtime.hf_config import read_config
 
@@ -102,9 +103,9 @@ def read_prompts() -> list[str]:
     if not prompt_file:
         return [sys.stdin.read().removesuffix("\n") if prompt == "-" else prompt]
     path = Path(prompt_file).expanduser()
-    if path.suffix == ".jsonl":
-        return [row["prompt"] for row in read_jsonl(path, {"prompt": str})]
-    return [path.read_text(encoding="utf-8").removesuffix("\n")]
+    if is_jsonl(path):
+        return [field(where, row, "prompt", str) for where, row in read_file(path)] or [""]
+    return [read_file(path, "text").removesuffix("\n")]
 
 
 def draw(prompts: list[list[int]]) -> Iterator[list[str]]:

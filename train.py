@@ -23,7 +23,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, Offlo
 
 sys.path.insert(0, os.path.dirname(__file__))  # python -I and PYTHONSAFEPATH=1 leave it out
 from configurator import configure
-from data.loader import open_dataset, unpack
+from data.loader import open_dataset
 from kernels.fp8_linear import use_fp8
 from lora import add_lora
 from model import Llama, LlamaConfig, document_starts
@@ -163,23 +163,20 @@ copy_engines = False if base_dtype == "nf4" else copy_engines  # their buffers h
 copy_engines = pick_copy_engines(copy_engines, device, shard_ranks, offload)
 
 # ----------------------------------------------------------------------------------------------------------------------
-# Data: the batch of a step is a function of (seed, step) alone. So it is the same for any number of ranks and
-# micro-batches, and a resumed run needs no loader state.
+# Data: sequence i of the run is a function of (seed, i) alone. So a step's batch is the same for any number of ranks
+# and micro-batches, and a resumed run needs no loader state but the number of sequences read.
 with stop_on_error():  # an OSError or ValueError ends the run with its sentence
-    train_data, val_data = open_dataset(dataset, block_size, seed, vocab_size, mask_documents)
+    train_data, val_data = watchdog.on_all_ranks(
+        "opening the dataset", lambda: open_dataset(dataset, block_size, seed, vocab_size, mask_documents)
+    )
 require_same_on_all_ranks({f"the dataset's {name}": value for name, value in train_data.meta.items()})
 vocab_size = train_data.vocab_size
-first_token = train_data.meta.get("bos", train_data.meta["end_of_text"])  # of a document: what mask_documents goes by
 
 
 def to_device(blocks: torch.Tensor) -> tuple[torch.Tensor, ...]:
     """Tokens and targets, both (B, T), of blocks (B, T + 1); with mask_documents also where each document starts."""
-    blocks = send_to_device(blocks, device)
-    if train_data.packing:  # conversations, of which only the answers are targets
-        tokens, targets, opens = unpack(blocks)
-        return tokens, targets, document_starts(opens, True)
-    tokens, targets = blocks[:, :-1], blocks[:, 1:]
-    return (tokens, targets, document_starts(tokens, first_token)) if mask_documents else (tokens, targets)
+    tokens, targets, marks = train_data.unpack(send_to_device(blocks, device))
+    return (tokens, targets, document_starts(marks, train_data.first_mark)) if mask_documents else (tokens, targets)
 
 
 def read_step(step: int) -> list[tuple[torch.Tensor, ...]]:
@@ -187,7 +184,7 @@ def read_step(step: int) -> list[tuple[torch.Tensor, ...]]:
 
     First in each is the weight of its mean loss: 1, or among conversations its targets over those of the average one.
     """
-    first, mine = step * sequences_per_step, range(rank, gradient_accumulation_steps, world_size)
+    first, mine = earlier_sequences + step * sequences_per_step, range(rank, gradient_accumulation_steps, world_size)
     weights = send_to_device(train_data.weights(first, gradient_accumulation_steps, batch_size), device)
     return [(weights[i], *to_device(train_data.sequences(first + i * batch_size, batch_size))) for i in mine]
 
@@ -195,6 +192,7 @@ def read_step(step: int) -> list[tuple[torch.Tensor, ...]]:
 # ----------------------------------------------------------------------------------------------------------------------
 # Model: shapes on no device, then what changes how they compute, then shards, then memory, then weights. No rank ever
 # holds the whole model.
+watchdog.progress("building the model")
 with stop_on_error():
     rule = rule_of(settings)  # what updates the weights: memory.py asks which states it has
     config = LlamaConfig(**{name: globals()[name] for name in LlamaConfig.__dataclass_fields__})
@@ -243,13 +241,9 @@ model.init_weights(seed, device)
 # Optimizer: an update rule, and the place where its state and the float32 master weights live
 with stop_on_error():  # memory that cannot be pinned
     streamed = StreamedWeights(model, device) if run_shape.streamed else None  # with several ranks FSDP moves weights
-    optimizer = Optimizer(
-        model,
-        rule,
-        place=OnGPU() if offload == "none" else OnDisk(state_file, streamed) if state_file else OnCPU(streamed),
-        grad_clip=grad_clip,
-        loss_scale=LossScale() if dtype == "float16" else None,
-    )
+    place = OnGPU() if offload == "none" else OnDisk(state_file, streamed) if state_file else OnCPU(streamed)
+    scaling = LossScale() if dtype == "float16" else None
+    optimizer = watchdog.on_all_ranks("allocating", lambda: Optimizer(model, rule, place, grad_clip, scaling))
 
 
 def learning_rate_at(step: int) -> float:
@@ -263,7 +257,10 @@ def learning_rate_at(step: int) -> float:
 
 # ----------------------------------------------------------------------------------------------------------------------
 # Start: from scratch, from published weights, or from the newest checkpoint
-first_step, resumed, documents, sentences = restore(start, out_dir, model, optimizer, settings, dtype, train_data.meta)
+first_step, resumed, documents, sentences = restore(
+    start, out_dir, model, optimizer, settings, dtype, train_data.meta, watchdog.progress
+)
+earlier_sequences = resumed["sequences"] - first_step * sequences_per_step if resumed else 0  # of another batch_size
 saver = Saver(out_dir, optimizer, config, documents, keep_last, async_save, cpu_bytes_to_come(config, run_shape))
 log = RunLog(out_dir, device, dtype, tokens_per_step, model.flops_per_token(block_size), max_iters, log_interval)
 log.header(config, run_shape, model.n_params(), train_data, warmup_iters)
@@ -308,7 +305,8 @@ def gradients(batches: list[tuple[torch.Tensor, ...]]) -> torch.Tensor:
 @torch.no_grad()
 def evaluate() -> float | None:
     """The mean loss over n_eval_blocks validation blocks, always the same ones. None if it is interrupted."""
-    total = torch.zeros(2, device=device)  # sum of the losses, number of targets
+    # The sum of the losses, the number of targets: in float32 they would depend on the number of ranks.
+    total = torch.zeros(2, dtype=torch.float64, device=device)
     chosen = np.arange(n_eval_blocks) * val_data.n_blocks // n_eval_blocks  # spread evenly
     for first in range(0, n_eval_blocks, batch_size * world_size):
         watchdog.progress(f"step {step}: evaluation")
@@ -321,7 +319,7 @@ def evaluate() -> float | None:
         surplus = torch.from_numpy(rows >= n_eval_blocks).to(device)
         targets = targets.masked_fill(surplus[:, None], -100)
         n_targets = (targets != -100).sum()
-        total += torch.stack([model(tokens, targets, *doc_starts) * n_targets, n_targets])
+        total += torch.stack([model(tokens, targets, *doc_starts).double() * n_targets, n_targets])
     if world_size > 1:
         dist.all_reduce(total)
     return (total[0] / total[1]).item()
@@ -405,6 +403,7 @@ while step < max_iters and not stopping:
             stopping = stopping or shutdown.requested_anywhere(device)
             watchdog.pause(f"step {step}: saving")  # a disk may take longer than a step
             run = {"val_loss": val_loss, "dtype": dtype, "settings": settings}
+            run |= {"sequences": earlier_sequences + step * sequences_per_step}
             run |= {"dataset": train_data.meta, "versions": log.versions}
             kept = saver.save(step, run, wait=stopping or step == max_iters)
             print0(f"step {step:05d} | {result} | {kept}")

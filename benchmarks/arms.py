@@ -48,7 +48,7 @@ SWEEP_PEERS = {  # offload -> builder
 PIP = {"torchtitan": "'torchtitan<0.3'", "recipe-fp8": "'torchao>=0.17,<0.18'"}  # the versions that peers.py knows
 PIP |= dict.fromkeys(("hf", "hf-compiled", "float32"), "'transformers>=5.17,<6'")
 PIP |= dict.fromkeys(("hf-liger", "liger"), "liger-kernel==0.8.5 'transformers>=5.17,<6'")
-PIP |= dict.fromkeys(("peft", "peft-qlora"), PIP["liger"] + " 'peft>=0.19,<0.20' 'bitsandbytes>=0.50,<0.51'")
+PIP |= dict.fromkeys(("peft", "peft-qlora"), PIP["liger"] + " 'peft>=0.21,<0.22' 'bitsandbytes>=0.50,<0.51'")
 
 # What snapshot.py tells apart in memory; the order of the table and of the plot.
 SNAPSHOT_PARTS = ["weights", "optimizer", "gradients", "saved activations", "loss head", "temporary", "other"]

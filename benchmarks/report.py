@@ -341,6 +341,39 @@ def fits_headline() -> str:
     return text + (f" With activations on the CPU too: {' or '.join(sizes)}." if sizes else "")
 
 
+# --- Finetuning ---
+
+
+def finetune_rows() -> list[dict]:
+    """Of 8B with adapters, each size and trainer once, the fastest checkpointing of each."""
+    r, found = load("finetune"), {}
+    for row in sorted(done([*r["batch"], *r["seq"]]), key=lambda row: row["tok_per_s"]):
+        found[row["batch"] * row["block"], row["batch"], row["block"], row["arm"]] = row
+    return [row for _, row in sorted(found.items())]
+
+
+def finetune_table() -> str:
+    lines = []
+    for row in finetune_rows():
+        at = f"{row['batch']} x {row['block']:,}", arms.SWEEP[row["arm"]], row["checkpointing"]
+        lines.append([*at, *compare.cell(row).split(" · ")])
+    return f"{table(['a step', 'trainer', 'checkpointing', 'tok/s', 'peak GiB'], lines)}\n\n{footer('finetune')}"
+
+
+def finetune_sentence() -> str:
+    """QLoRA beside the peer at each size that both have."""
+    found, parts = {(row["batch"], row["block"], row["arm"]): row for row in finetune_rows()}, []
+    for (batch, block, arm), row in found.items():
+        peer = found.get((batch, block, "peft-qlora"))
+        if arm == "qlora" and peer:
+            ratio = compare.speed_and_memory(row, peer)["tok_per_s"]
+            gib = f"{ratio:.2f} times, {row['peak_gib']:.1f} GiB beside {peer['peak_gib']:.1f}"
+            parts.append(f"at {batch} x {block:,} tokens {row['tok_per_s']:,.0f} tokens per second ({gib})")
+    return (
+        f"QLoRA of Llama 3.1 8B within 24 GiB, beside Hugging Face + Liger + peft + bitsandbytes: {', '.join(parts)}."
+    )
+
+
 # --- The ladder ---
 
 
@@ -362,11 +395,12 @@ def ladder_table(r: dict) -> str:
 PAGES = {  # page -> its parts: name -> what makes it
     "README.md": {
         "headline": headline, "fits_headline": fits_headline, "fits": fits_of_both, "steps_short": steps_short,
-        "fp8": fp8_sentence, "losses": losses_part,
+        "fp8": fp8_sentence, "finetune": finetune_sentence,
     },
     "benchmarks/README.md": {
         "small_model": small_model_table, "baby": baby_table, "breakdown": breakdown_table, "gpus": gpus_tables,
-        "snapshot": snapshot_table, "steps": partial(steps_table, "step"),
+        "snapshot": snapshot_table, "finetune": finetune_table, "losses": losses_part,
+        "steps": partial(steps_table, "step"),
         **{name: partial(steps_table, name) for name in ("step_h100", "step_fp8")},
         **{name: partial(sweep_part, name) for name in ("study", "sweep", "study_8b")},
         **{name: partial(kernels_table, name) for name in ("kernels", "fp8_linear")},

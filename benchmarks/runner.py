@@ -27,7 +27,14 @@ from runtime.hf_names import hf_rows
 CONFIG = "config/llama32_1b.py"  # the model that is measured unless another is named
 CHECKPOINTING = ["none", "selective", "full"]  # Hugging Face knows no selective
 OFFLOAD = ["none", "optimizer", "all"]
-PACKAGES = ("transformers", "liger_kernel", "torchtitan", "torchao")  # whose versions a record keeps
+PACKAGES = (
+    "transformers",
+    "liger_kernel",
+    "torchtitan",
+    "torchao",
+    "peft",
+    "bitsandbytes",
+)  # whose versions a record keeps
 TIMEOUT = 400  # seconds a point may take; compiling all of Hugging Face's model is a minute of it
 KEPT = ("ms_per_step", "tok_per_s", "mfu", "peak_gib", "reserved_gib", "estimated_gib", "oom", "failed")  # of a summary
 

@@ -8,7 +8,7 @@ A run reads one endless row of sequences: all blocks in a shuffled order, then a
 a function of (seed, i) alone. So a step's batch is the same for any number of ranks and micro-batches, and a resumed
 run needs no loader state.
 
-Blocks of conversations are Packed: a token's number then has two bits more, which unpack() reads.
+Blocks of conversations are Packed: a token's number then has two bits more, which its unpack() reads.
 """
 
 import functools
@@ -62,6 +62,7 @@ class Blocks:
         self.tokens, self.block_size, self.seed = tokens, block_size, seed
         self.meta, self.vocab_size = tokens.meta, vocab_size or tokens.meta["vocab_size"]
         self.n_blocks = tokens.blocks(block_size, shifted=tokens.split == "train")
+        self.first_mark = self.meta.get("bos", self.meta["end_of_text"])
 
     def read(self, indices, shift: int | None = None) -> torch.Tensor:
         """Blocks (len(indices), T + 1) int64. ValueError if one holds a token that the embedding does not have."""
@@ -77,6 +78,10 @@ class Blocks:
         for epoch in np.unique(epochs):
             order, shift = epoch_order(self.seed, int(epoch), self.n_blocks, self.block_size)
             yield order[positions[epochs == epoch]], shift
+
+    def unpack(self, blocks: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Tokens, targets and marks, all (B, T), of blocks. A document's first token has first_mark for a mark."""
+        return blocks[:, :-1], blocks[:, 1:], blocks[:, :-1]
 
     def weights(self, first: int, n_micro: int, batch_size: int, dtype=torch.float32) -> torch.Tensor:
         """The weight (n_micro,) of the mean loss of each micro-batch of the step whose sequences begin with first.
@@ -116,6 +121,7 @@ class Packed(Blocks):
         self.starts, self.lengths, self.n_blocks = starts, lengths, len(self.blocks)
         self.n_targets = np.array([targets[block].sum() for block in self.blocks])
         full, learned = lengths.sum() / (self.n_blocks * room), targets.sum() / lengths.sum()
+        self.first_mark = OPENS
         self.packing = f"{len(starts):,} conversations, {learned:.1%} of their tokens targets; blocks {full:.1%} full"
         self.packing += f"; {n_cut:,} longer than block_size are cut" if n_cut else ""
 
@@ -138,19 +144,16 @@ class Packed(Blocks):
             row[at : at + 1] |= OPENS << MASK_SHIFT  # padding sees no conversation
         return torch.from_numpy(found)
 
+    def unpack(self, blocks):
+        """As Blocks'; targets are -100 where the model is to learn nothing."""
+        tokens, mask = blocks & (2**MASK_SHIFT - 1), blocks >> MASK_SHIFT
+        targets = torch.where((mask[:, 1:] & IS_TARGET) > 0, tokens[:, 1:], -100)
+        return tokens[:, :-1], targets, mask[:, :-1] & OPENS
+
     def weights(self, first: int, n_micro: int, batch_size: int, dtype=torch.float32) -> torch.Tensor:
         indices = np.concatenate([indices for indices, _ in self._blocks_of(first, n_micro * batch_size)])
         n_targets = torch.from_numpy(self.n_targets[indices].reshape(n_micro, batch_size).sum(1)).double()
         return (n_targets / n_targets.mean()).to(dtype)
-
-
-def unpack(blocks: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """Tokens, targets (-100 where the model is to learn nothing), and whether the token is a conversation's first, all
-    (B, T), of Packed blocks (B, T + 1).
-    """
-    tokens, mask = blocks & (2**MASK_SHIFT - 1), blocks >> MASK_SHIFT
-    targets = torch.where((mask[:, 1:] & IS_TARGET) > 0, tokens[:, 1:], -100)
-    return tokens[:, :-1], targets, (mask[:, :-1] & OPENS) > 0
 
 
 def pack(lengths: list[int], room: int) -> list[list[int]]:

@@ -27,7 +27,6 @@ import ctypes
 import math
 
 import torch
-from torch.optim.adamw import adamw as torch_adamw
 
 from .c_library import c_library
 from .launch import tl, triton, use_triton
@@ -145,6 +144,7 @@ def adamw(
 
 
 CPU_CHUNK = 2**22  # elements at a time: their gradient in float32 stays in the cache; best of 2^16..2^24 on 16 cores
+CPU_PIECE = 2**18  # of these by PyTorch without adamw.c; best of 2^14..2^22 on 2 cores
 C_NAMES = {torch.bfloat16: "bfloat16", torch.float32: "float"}
 
 
@@ -181,12 +181,8 @@ def adamw_on_cpu(
 
 
 def adamw_in_pieces(parameter, grad, w, m, v, scale, lr, t, beta1, beta2, eps, weight_decay):
-    """The same step by PyTorch's vectorised AdamW, which needs gradients in float32: half as fast."""
-    flat = [x.view(-1) for x in (parameter, grad, w, m, v)]
-    buffer, step = torch.empty(min(CPU_CHUNK, w.numel())), torch.zeros(())
-    options = {"lr": lr, "beta1": beta1, "beta2": beta2, "eps": eps, "weight_decay": weight_decay}
-    for parameter, grad, w, m, v in zip(*(x.split(CPU_CHUNK) for x in flat), strict=True):
-        g = buffer[: grad.numel()].copy_(grad).mul_(scale)
-        torch_adamw([w], [g], [m], [v], [], [step.fill_(t - 1)], fused=True, amsgrad=False, maximize=False, **options)
-        if parameter.data_ptr() != w.data_ptr():
-            parameter.copy_(w)
+    """The same step by PyTorch: a fifth as fast, which only a machine without a C compiler waits for."""
+    scalars = torch.tensor((scale, lr, 1 / (1 - beta1**t), 1 / math.sqrt(1 - beta2**t)))
+    pieces = (x.view(-1).split(CPU_PIECE) for x in (parameter, grad, w, m, v))
+    for piece in zip(*pieces, strict=True):
+        adamw_reference(*piece, scalars, beta1, beta2, eps, weight_decay)

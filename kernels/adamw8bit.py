@@ -199,8 +199,7 @@ def adamw8bit_on_cpu(
     _must_fit(*tensors, halves=False)
     scalars = scale, lr, 1 / (1 - beta1**t), 1 / math.sqrt(1 - beta2**t)
     known = parameter.dtype in C_NAMES and grad.dtype in (parameter.dtype, torch.float32)
-    # Not contracted into fused multiply-adds, which PyTorch does not use
-    library = c_library("adamw8bit.c", "-ffp-contract=off") if known else None
+    library = c_library("adamw8bit.c") if known else None
     if library is None:
         chunks = [x.view(-1).split(CPU_CHUNK) for x in tensors[:5]]
         chunks += [x.split(CPU_CHUNK // BLOCK) for x in tensors[5:]]

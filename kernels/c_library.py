@@ -10,13 +10,20 @@ import sys
 import tempfile
 from pathlib import Path
 
+not_used = set()  # files that another rank could not build: all ranks must round alike
+
+
+def c_library(name: str) -> ctypes.CDLL | None:
+    """The file of that name, built by the C compiler that Triton needs too; None, with a message, if that fails."""
+    return None if name in not_used else build(name)
+
 
 @functools.cache
-def c_library(name: str, *flags: str) -> ctypes.CDLL | None:
-    """The file of that name, built by the C compiler that Triton needs too; None, with a message, if that fails."""
+def build(name: str) -> ctypes.CDLL | None:
     found = filter(shutil.which, ("cc", "gcc", "clang"))
     compiler = shlex.split(os.environ.get("CC", "")) or [next(found, "no C compiler")]
-    flags = ["-O3", "-march=native", "-fno-math-errno", "-fopenmp", "-shared", "-fPIC", *flags]
+    # Not contracted into fused multiply-adds, which PyTorch does not use, and of which compilers choose different ones.
+    flags = ["-O3", "-march=native", "-ffp-contract=off", "-fno-math-errno", "-fopenmp", "-shared", "-fPIC"]
     try:
         with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
             built, source = str(Path(folder, "built.so")), str(Path(__file__).with_name(name))

@@ -143,6 +143,8 @@ def use_fp8(model: torch.nn.Module, device: str = "cpu") -> None:
     """
     projections = [module for module in model.layers.modules() if type(module) is Linear]
     on_gpu = torch.device(device).type == "cuda"
+    if on_gpu and not hasattr(torch, "_scaled_mm"):  # which is private
+        raise ValueError(f"PyTorch {torch.__version__} has no torch._scaled_mm, which fp8 needs: --fp8=false")
     if on_gpu and (projections[0].weight.dtype != torch.bfloat16 or torch.cuda.get_device_capability() < (8, 9)):
         gpu = "a GPU of compute capability 8.9 or more, RTX 40, L4, H100 or newer"
         raise ValueError(f"fp8 needs dtype bfloat16 and {gpu}: --fp8=false")

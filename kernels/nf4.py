@@ -172,10 +172,10 @@ def _dequantize(
         dequantize_nf4_reference(NF4(codes, scale_codes, scale_absmax, offset), out)
         return
     pairs, _, scale_map = _tables(codes.device)
-    blocks = 16  # 4 bytes of codes a thread make 16 bytes of bf16: one store
+    blocks = 32  # by one warp: 0.83 of the copy rate on an H200; by four 0.71, and 16 blocks by four 0.61
     _dequantize_nf4_kernel[(triton.cdiv(scale_codes.numel(), blocks),)](
         codes, scale_codes, scale_absmax, offset, pairs, scale_map, out, scale_codes.numel(),
-        SCALE_BLOCK=SCALE_BLOCK, BLOCKS=blocks, num_warps=4, enable_fp_fusion=False,
+        SCALE_BLOCK=SCALE_BLOCK, BLOCKS=blocks, num_warps=1, enable_fp_fusion=False,
     )  # fmt: skip
 
 

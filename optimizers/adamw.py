@@ -28,6 +28,7 @@ def bias_corrections(betas: tuple[float, float], device: torch.device) -> torch.
 
 @dataclass(frozen=True)
 class AdamW(Rule):
+    c_files = ("adamw.c",)
     betas: tuple[float, float] = (0.9, 0.95)
     weight_decay: float = 0.1
     eps: float = 1e-8

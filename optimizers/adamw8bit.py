@@ -24,6 +24,8 @@ def flat_scales(states: dict) -> list[torch.Tensor]:
 
 
 class AdamW8bit(AdamW):
+    c_files = ("adamw.c", "adamw8bit.c")
+
     def states(self, name, parameter):
         shape = parameter.shape
         if len(shape) < 2 or shape[-1] % BLOCK or shape.numel() < SMALL:

@@ -26,8 +26,9 @@ from functools import partial
 import torch
 
 from kernels.adamw import CPU_CHUNK
+from kernels.c_library import c_library, not_used
 from optimizers.place import Place, cpu_param, local
-from runtime.distributed import local_world_size, worker_thread
+from runtime.distributed import all_reduce_max, local_world_size, worker_thread
 from runtime.pinned_memory import pinned_empty
 from runtime.stream_weights import StreamedWeights
 
@@ -60,6 +61,9 @@ class OnCPU(Place):
         return None if same_device and dtype == torch.float32 else torch.float32
 
     def attach(self, model, parameters, rule):
+        for name in rule.c_files:  # replicas of which one used C and one PyTorch would drift apart
+            if all_reduce_max([c_library(name) is None])[0]:
+                not_used.add(name)
         super().attach(model, parameters, rule)
         n_cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
         torch.set_num_threads(max(1, n_cores // local_world_size))  # torchrun gives each rank one

@@ -23,10 +23,10 @@ from concurrent.futures import Future
 from typing import NamedTuple
 
 import torch
-from torch.distributed.tensor import DTensor
 
 from optimizers.on_cpu import OnCPU
 from optimizers.place import local, new_state
+from runtime.distributed import shard_like
 from runtime.state_file import PAGE, THREADS, StateFile, page_aligned, whole_pages
 
 PIECE = 2**22  # elements: 16 MB of each float32 tensor
@@ -71,9 +71,7 @@ class OnDisk(OnCPU):
 
     def _new_state(self, parameter, shape, dtype):
         like = new_state(parameter, shape, dtype, "meta")
-        x = self.file.zeros(local(like).shape, dtype)
-        # from_local() would move it to the mesh's device
-        return DTensor(x, like._spec, requires_grad=False) if isinstance(like, DTensor) else x
+        return shard_like(like, self.file.zeros(local(like).shape, dtype))
 
     def _cut(self, name):
         """Yields the rows of each piece of a parameter, and the parts of the file that hold what is kept of them."""

@@ -28,8 +28,12 @@ class OnGPU(Place):
         return [local(self.sums.get(name, p.grad)) for name, p in self.parameters.items()]
 
     def norm(self) -> torch.Tensor:
-        # One launch for all. PyTorch's public get_total_norm would round bfloat16 gradients' norms to bfloat16.
-        norms = torch._foreach_norm(self.gradients(), 2, dtype=torch.float32)
+        # PyTorch's public get_total_norm would round bfloat16 gradients' norms to bfloat16.
+        grads, float32 = self.gradients(), {"dtype": torch.float32}
+        if hasattr(torch, "_foreach_norm"):  # one launch for all, but private
+            norms = torch._foreach_norm(grads, 2, **float32)
+        else:
+            norms = [torch.linalg.vector_norm(grad, **float32) for grad in grads]
         return torch.linalg.vector_norm(torch.stack(norms))
 
     def update(self, scale: torch.Tensor, lr: torch.Tensor, t: torch.Tensor):

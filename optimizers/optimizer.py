@@ -106,6 +106,8 @@ class Optimizer:
             norm.square_()
             dist.all_reduce(norm, group=self.shard_group)
             norm.sqrt_()
+        if self.place.replica_group is not None:  # sums in another order differ, and then the replicas would
+            dist.broadcast(norm, group=self.place.replica_group, group_src=0)
         return norm.to(self.lr)  # its device and dtype: OnCPU waits here for the GPU
 
     # ------------------------------------------------------------------------------------------------------------------

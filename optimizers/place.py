@@ -59,7 +59,10 @@ class Place:
         """Allocates masters, as copies of the parameters, and states, as zeros. Call it once the weights are there."""
         self.parameters, self.rule = parameters, rule
         first = next(iter(parameters.values()))
-        self.shard_group = first.device_mesh["shard"].get_group() if isinstance(first, DTensor) else None
+        names = first.device_mesh.mesh_dim_names if isinstance(first, DTensor) else ()
+        self.shard_group, self.replica_group = (
+            first.device_mesh.get_group(name) if name in names else None for name in ("shard", "replicate")
+        )
         self.masters = {name: self._master(cpu_param(p)) for name, p in parameters.items()}
         self.states = {name: self._states(name, p) for name, p in parameters.items()}
         self.sums = {}  # the float32 sums of gradients, if there are several micro-batches

@@ -21,6 +21,8 @@ class Shard(NamedTuple):
 
 
 class Rule:
+    c_files = ()  # in kernels/, that step_on_cpu uses
+
     def states(self, name: str, parameter: torch.Tensor) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
         """{state: (shape, dtype)} of a whole parameter. They begin as zeros.
 

@@ -15,7 +15,6 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.tensor import DTensor
 
 from kernels import NF4LoRALinear, quantize_nf4
 from kernels.adamw import merge_halves, split_halves
@@ -24,7 +23,7 @@ from model import Llama, LlamaConfig, fill
 from optimizers.place import cpu_param
 from runtime import memory_stats, run_folder
 from runtime.checkpoint_folder import Folder, fingerprint, open_folder, read_into, write_folder
-from runtime.distributed import all_reduce_max, from_rank_0, local, local_world_size, print0, worker_thread
+from runtime.distributed import all_reduce_max, from_rank_0, local, local_world_size, print0, shard_like, worker_thread
 from runtime.hf_config import read_config, read_context
 from runtime.hf_names import Rows, hf_names, hf_rows
 from runtime.pinned_memory import pinned_empty
@@ -169,12 +168,9 @@ class Saver:
 
 def _pinned_like(x: torch.Tensor) -> torch.Tensor:
     """An uninitialised copy on the CPU, pinned if x is on a GPU, sharded like x."""
-    like = torch.empty_like(x, device="cpu")  # takes no memory until it is written
     if not local(x).is_cuda:
-        return like
-    pinned = pinned_empty(local(x).shape, x.dtype)
-    # from_local() would move it to the mesh's device
-    return DTensor(pinned, like._spec, requires_grad=False) if isinstance(like, DTensor) else pinned
+        return torch.empty_like(x, device="cpu")
+    return shard_like(x, pinned_empty(local(x).shape, x.dtype))
 
 
 def rows_to_save(tensors: dict, parameters: dict[str, nn.Parameter], config: LlamaConfig) -> dict[str, list[Rows]]:
@@ -220,11 +216,13 @@ def _halves(master):
 
 
 def read_weights(
-    folder: Folder, parameters: dict[str, nn.Parameter], config: LlamaConfig, put: Callable, states: dict | None = None
-) -> None:
+    folder: Folder, parameters: dict[str, nn.Parameter], config: LlamaConfig, put: Callable,
+    states: dict | None = None, progress: Callable[[str], None] = lambda doing: None,
+) -> None:  # fmt: skip
     """Calls put(name, rows) with this rank's float32 rows, on the CPU, of each parameter; fills the states too.
 
-    states: those of Optimizer.tensors(). A rank holds its rows of one parameter at a time. Every rank calls it.
+    states: those of Optimizer.tensors(). progress: the watchdog's, called before each tensor. A rank holds its rows of
+    one parameter at a time. Every rank calls it.
     Raises, on all ranks, what read_into raises, and ValueError if the folder holds more than these.
     """
     states = [rows for (name, state), x in (states or {}).items() for rows in hf_rows(name, x, config, state)]
@@ -234,6 +232,8 @@ def read_weights(
         for name, (file, _) in folder.tensors.items()
         if not name.startswith(("lower_half.", "master.")) and (states or not file.startswith("optimizer"))
     }
+    # A whole master is the weight and what stands beside it: for one of which it is missing read_into raises.
+    kept = next((kind for kind in ("lower_half", "master") if any(f"{kind}.{n}" in folder.tensors for n in wanted)), "")
     embedding, head = "model.embed_tokens.weight", "lm_head.weight"
     tied_twice = config.tie_embeddings and head in found
     more = {name for name in found - wanted - {head} if not name.endswith("rotary_emb.inv_freq")}  # of old versions
@@ -242,7 +242,8 @@ def read_weights(
 
     def rows() -> Iterator[Rows]:  # read_into reads each before it asks for the next
         for name, parameter in parameters.items():
-            whole = yield from _read_weight(folder, name, parameter, config)
+            progress(f"reading {name}")
+            whole = yield from _read_weight(name, parameter, config, kept)
             if tied_twice and hf_names(name) == [embedding]:
                 again = torch.empty_like(parameter, dtype=torch.float32, device="cpu")
                 yield from hf_rows("lm_head.weight", again, config)
@@ -250,21 +251,22 @@ def read_weights(
                     said = "config.json says tie_word_embeddings: say false there"
                     raise ValueError(f"{folder.path} has an {head} of its own, but {said}")
             put(name, whole)
-        yield from states
+        for state in states:
+            progress(f"reading {state.name}")
+            yield state
 
     read_into(folder, rows())
 
 
-def _read_weight(folder, name, parameter, config):
+def _read_weight(name, parameter, config, kept):
     """Yields the rows to read, and returns this rank's part of the master: whole, merged, or the weight itself."""
-    hf_name = hf_names(name)[0]
-    halves = f"lower_half.{hf_name}" in folder.tensors
+    halves = kept == "lower_half"
     upper = torch.empty_like(parameter, dtype=torch.bfloat16 if halves else torch.float32, device="cpu").detach()
-    yield from hf_rows(name, upper, config, "master" if f"master.{hf_name}" in folder.tensors else "")
+    yield from hf_rows(name, upper, config, "" if halves else kept)
     if not halves:
         return local(upper)
     lower = torch.empty_like(upper, dtype=torch.int16)
-    yield from hf_rows(name, lower, config, "lower_half")
+    yield from hf_rows(name, lower, config, kept)
     return merge_halves(local(upper), local(lower))
 
 
@@ -283,7 +285,7 @@ def open_base(folder: Folder, path: Path | None = None) -> Folder:
     return base
 
 
-def read_base(folder: Folder, model: Llama) -> None:
+def read_base(folder: Folder, model: Llama, progress: Callable[[str], None] = lambda doing: None) -> None:
     """Fills the frozen weights of a model with adapters from a folder; every rank calls it, and raises as read_weights.
 
     For NF4 each rank quantises one whole projection after another and keeps its rows: so the bits are those of a single
@@ -302,7 +304,7 @@ def read_base(folder: Folder, model: Llama) -> None:
             fill(parameter, part.view(parameter.dtype).view(parameter.shape))
 
     whole = {name: torch.empty(m.out_features, m.in_features, device="meta") for name, m in packed.items()}
-    read_weights(folder, frozen | whole, model.config, put)
+    read_weights(folder, frozen | whole, model.config, put, progress=progress)
 
 
 def load_model(
@@ -314,16 +316,16 @@ def load_model(
 ) -> Llama:
     """The model of a run's newest checkpoint, of one checkpoint or of published weights, whole, on one device.
 
-    In float32 a checkpoint's are the master weights. block_size: how much is wanted of the folder's context. Of a
-    checkpoint of adapters, the model with them (lora.py has merge_lora); base_dtype: of its frozen weights, 'bfloat16'
-    (the original, in dtype) or 'nf4'; None: as in training.
+    In float32 a checkpoint's are the master weights, if it has them still. block_size: how much is wanted of the
+    folder's context. Of a checkpoint of adapters, the model with them (lora.py has merge_lora); base_dtype: of its
+    frozen weights, 'bfloat16' (the original, in dtype) or 'nf4'; None: as in training.
     Raises ValueError if there is none, if it is damaged or another model's, OSError if it cannot be read now.
     """
     return run_folder.read_newest(Path(path), lambda newest: _load_model(newest, device, dtype, block_size, base_dtype))
 
 
 def _load_model(path, device, dtype, block_size, base_dtype):
-    masters = dtype == torch.float32 and (path / "optimizer.safetensors.index.json").exists()
+    masters = dtype == torch.float32 and any(path.glob("optimizer*.safetensors"))  # which may be deleted to save room
     folder = open_folder(path, ("model", "optimizer") if masters else ("model",))
     settings, context = read_config(folder)[0], read_context(folder)
     with torch.device("meta"):

@@ -134,6 +134,7 @@ def _create(folder, documents, files):
 
 def _write_file(path, content, n_bytes=0):
     try:
+        path.parent.mkdir(exist_ok=True)  # original/
         with open(path, "xb") as file:
             file.write(content)
             file.truncate(max(n_bytes, len(content)))
@@ -218,7 +219,7 @@ def _open_folder(path, stems):
     adapted = ADAPTED in (pieces or {})
 
     def read(name):
-        return parse_json(read_document(path / name, pieces), path / name)
+        return parse_json(read_document(path, name, pieces), path / name)
 
     config, adapter = read(ADAPTED if adapted else "config.json"), read("adapter_config.json") if adapted else None
     if "nanocria_tokenizer" not in config and (name := published_name(path)):
@@ -227,23 +228,26 @@ def _open_folder(path, stems):
     for stem in stems:
         stem = "adapter_model" if adapted and stem == "model" else stem
         tensors |= _find_tensors(path, f"{stem}.safetensors", pieces)
+    embedding, head = "model.embed_tokens.weight", "lm_head.weight"
+    if config.get("tie_word_embeddings") and head in tensors and embedding not in tensors:  # some keep that name
+        file, info = tensors.pop(head)
+        tensors[embedding] = file, info._replace(name=embedding)
     return Folder(path, run, config, tensors, pieces, adapter)
 
 
 def _find_tensors(path, single, pieces):
     """The tensors of a file, or of all files that its index names."""
     index, where = path / f"{single}.index.json", {}
-    for pattern, what in OTHERS.items():
-        if any(path.glob(pattern)) and not (index.exists() or (path / single).exists()):
-            raise Damaged(f"{path / single} is missing: {path} holds {what}")
+    if not (index.exists() or (path / single).exists()) and (others := other_weights(path)):
+        raise Damaged(f"{path / single} is missing: {path} holds {others}")
     if index.exists() or index.name in (pieces or {}):
-        where = parse_json(read_document(index, pieces), index).get("weight_map")
+        where = parse_json(read_document(path, index.name, pieces), index).get("weight_map")
         if not isinstance(where, dict) or not all(map(FILE_NAME.fullmatch, map(str, where.values()))):
             raise Damaged(f"{index} has no weight_map, from names of tensors to names of files")
     tensors = {}
     for file in sorted(set(where.values())) or [single]:
         with open_to_read(path / file) as opened:
-            infos = read_header(opened, _pieces_of(opened, pieces))
+            infos = read_header(opened, _pieces_of(opened, file, pieces))
         tensors |= {name: (file, info) for name, info in infos.items() if where.get(name, file) == file}
     lost = where.keys() - tensors.keys()
     if lost:
@@ -255,29 +259,34 @@ def read_run(path: Path) -> dict | None:
     """run.json of a folder, on this rank; None if there is none. Damaged if it is not what was saved."""
     if not (path / "run.json").exists():
         return None
-    content = read_document(path / "run.json")
+    content = read_document(path, "run.json")
     run = content.rpartition(SEAL)[0] + b"\n}"
     if content != _seal(run):  # before it is parsed
         raise Damaged(f"{path / 'run.json'} is not what was saved")
     return parse_json(run, path / "run.json")
 
 
-def read_document(path: Path, pieces: dict[str, list[Piece]] | None = None) -> bytes:
+def other_weights(path: Path) -> str | None:
+    """What a folder holds in place of weights that can be read, and what to do; None if nothing known."""
+    return next((what for pattern, what in OTHERS.items() if any(path.glob(pattern))), None)
+
+
+def read_document(folder: Path, name: str, pieces: dict[str, list[Piece]] | None = None) -> bytes:
     """A small file, on this rank. Damaged if it is missing or not what was saved. pieces: Folder.pieces."""
-    with open_to_read(path) as file:
+    with open_to_read(folder / name) as file:
         size = os.fstat(file.fileno()).st_size
         if size > DOCUMENT_BYTES:
-            raise Damaged(f"{path} has {size} bytes: expected at most {DOCUMENT_BYTES}")
+            raise Damaged(f"{file.name} has {size} bytes: expected at most {DOCUMENT_BYTES}")
         content = bytearray(size)
-        read_bytes(file, 0, memoryview(content), _pieces_of(file, pieces))
+        read_bytes(file, 0, memoryview(content), _pieces_of(file, name, pieces))
     return bytes(content)
 
 
-def _pieces_of(file, pieces):
+def _pieces_of(file, name, pieces):
     """The pieces of an open file; None in a published folder."""
     if pieces is None:
         return None
-    of_file, size = pieces.get(Path(file.name).name, []), os.fstat(file.fileno()).st_size
+    of_file, size = pieces.get(name, []), os.fstat(file.fileno()).st_size
     saved = of_file[-1].end if of_file else 0
     if size != saved:
         raise Damaged(f"{file.name} has {size} bytes, and {saved} were saved")

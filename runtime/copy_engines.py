@@ -15,22 +15,23 @@ This is as exact as a reduction in float32, because a rank's gradient is bfloat1
 either: the stream writes a number to another GPU's memory or waits for one in its own (cuStreamWriteValue32,
 cuStreamWaitValue32). A kernel that polls would occupy a multiprocessor like NCCL's.
 
-A buffer may be overwritten once all other ranks have copied from it. A rank copies in order, so one that signals "my
-buffer k is full" has read all of buffer k - 1. Hence no further signal is needed:
+Each rank also signals when it has read a buffer, and the owner waits for all of these before it fills it again. The
+layers have several buffers, used in turn, so that this wait is over before it begins:
 
     gathers of layers       three buffers: k overwrites k - 3. FSDP has waited for k - 2, which ended when all ranks had
                             signaled that their k - 2 was full: so all had read k - 3
     reductions of layers    two buffers: k overwrites k - 2. FSDP has waited for k - 1, so all had read k - 2
 
-The root has one buffer for gathers and one for reductions (an untied embedding and head share them), which may be
-filled twice in a row: in an evaluation the next embedding follows the head. There each rank also signals when it has
-read a buffer, and the owner waits for all of these before it fills the buffer again.
+The root has one buffer for gathers and one for reductions (an untied embedding and head share them). In an evaluation
+the next embedding follows the head: there it waits.
 
-PyTorch's private symmetric memory is imported when the first buffer is made: runs without copy engines do not need it.
+PyTorch's private symmetric memory is imported when the first buffer is made, which is one of check_transfer: where that
+fails, NCCL communicates.
 """
 
 import ctypes
 import functools
+import sys
 
 import torch
 import torch.distributed as dist
@@ -39,7 +40,7 @@ from torch.distributed.fsdp import FSDPModule
 from kernels import add_ranks
 from model import Llama
 from runtime import memory_stats
-from runtime.distributed import all_reduce_max, local_rank, local_world_size, stop, world_size
+from runtime.distributed import all_reduce_max, local_rank, local_world_size, on_all_ranks, print0, stop, world_size
 
 
 def can_copy(device: str, shard_ranks: int, offload: str) -> bool:
@@ -58,7 +59,36 @@ def pick_copy_engines(wanted: bool | None, device: str, shard_ranks: int, offloa
     possible = can_copy(device, shard_ranks, offload)
     if wanted and world_size > 1 and not possible:
         stop("copy_engines needs a model's GPUs on one host, where they reach each other's memory, and no offload=all")
-    return possible and wanted is not False
+    if not possible or wanted is False:
+        return False
+    try:
+        on_all_ranks(lambda: check_transfer(device, shard_ranks))
+    except (OSError, ValueError) as error:
+        if wanted:
+            stop(f"copy_engines do not work here: {error}")
+        print0(f"NCCL communicates, for copy engines do not work here: {error}", file=sys.stderr)
+        return False
+    return True
+
+
+def check_transfer(device: str, shard_ranks: int) -> tuple:
+    """Gather and reduce small numbers, three times through the same buffers. RuntimeError if others arrive.
+
+    Returns what holds the buffers, to be kept until all ranks are here.
+    """
+    group, n = dist.new_subgroups(shard_ranks, backend="gloo")[0], 1024
+    numel, dtype, me = group.size() * n, torch.bfloat16, group.rank()
+    gather, scatter = CopyEngineAllGather(group, 1, numel), CopyEngineReduceScatter(group, 1, numel)
+    ranks = torch.arange(group.size(), device=device).repeat_interleave(n)
+    for turn in range(3):
+        gathered = gather.allocate((numel,), dtype=dtype, device=device)
+        gather(gathered, gathered.view(-1, n)[me].fill_(turn + me), group)
+        summands = scatter.allocate((numel,), dtype=dtype, device=device).copy_(gathered)
+        total = scatter.allocate((n,), dtype=dtype, device=device)
+        scatter(total, summands, group, dist.ReduceOp.SUM)
+        if not (gathered == ranks + turn).all() or not (total == group.size() * (turn + me)).all():
+            raise RuntimeError("what arrives is not what was sent")
+    return gather, scatter
 
 
 def use_copy_engines(model: Llama, group: dist.ProcessGroup, reduce: bool) -> None:
@@ -113,28 +143,35 @@ class Buffers:
         Every rank must ask in the same order; the first use of a buffer waits for the other ranks.
         """
         if len(self.buffers) < self.count:
-            import torch.distributed._symmetric_memory as symmetric_memory
+            try:
+                import torch.distributed._symmetric_memory as symmetric_memory
 
-            buffer = symmetric_memory.empty(self.largest, dtype=dtype, device=device)
-            torch.cuda.synchronize()  # else its zeroing, signal pad included, could erase another rank's first signal
-            self.handles[buffer.data_ptr()] = symmetric_memory.rendezvous(buffer, self.group.group_name)
+                buffer = symmetric_memory.empty(self.largest, dtype=dtype, device=device)
+                torch.cuda.synchronize()  # else its zeroing, signals included, could erase another rank's first signal
+                self.handles[buffer.data_ptr()] = symmetric_memory.rendezvous(buffer, self.group.group_name)
+            except (ImportError, AttributeError, TypeError) as error:
+                raise RuntimeError(f"PyTorch {torch.__version__} has no such symmetric memory: {error}") from error
             self.times_full[buffer.data_ptr()] = 0
             self.buffers.append(buffer)
             memory_stats.uncounted_bytes += buffer.nbytes
         buffer = self.buffers[self.turn % self.count]
         self.turn += 1
-        if self.count == 1:
-            pads, me, others = self._signals(buffer)
-            for other in others:
-                on_stream("cuStreamWaitValue32", pads[me] + 4 * (len(pads) + other), self.times_full[buffer.data_ptr()])
+        if numel > len(buffer) or dtype != buffer.dtype:
+            self._refuse(f"{numel} elements of {dtype}, more than {len(buffer)} of {buffer.dtype}")
+        pads, me, others = self._signals(buffer)
+        for other in others:  # until it has read what is there
+            on_stream("cuStreamWaitValue32", pads[me] + 4 * (len(pads) + other), self.times_full[buffer.data_ptr()])
         return buffer[:numel]
+
+    def _refuse(self, what: str):
+        raise RuntimeError(f"FSDP of PyTorch {torch.__version__} passes {what}: add --copy_engines=false")
 
     def _signals(self, buffer: torch.Tensor) -> tuple[list[int], int, list[int]]:
         """The signal pads of all ranks, this rank, and the others, each rank starting with a different one.
 
         A pad has two counters for each rank: how often that rank's buffer was full, and how often it has read this one.
         """
-        handle = self.handles[buffer.data_ptr()]
+        handle = self.handles.get(buffer.data_ptr()) or self._refuse("memory of its own")
         n_ranks, me = handle.world_size, handle.rank
         return handle.signal_pad_ptrs, me, [(me + step) % n_ranks for step in range(1, n_ranks)]
 
@@ -150,8 +187,7 @@ class Buffers:
         for row, other in zip(rows, others, strict=True):
             on_stream("cuStreamWaitValue32", pads[me] + 4 * other, times_full)
             row.copy_(handle.get_buffer(other, row.shape, row.dtype, offset_of(other)))
-            if self.count == 1:
-                on_stream("cuStreamWriteValue32", pads[other] + 4 * (len(pads) + me), times_full)
+            on_stream("cuStreamWriteValue32", pads[other] + 4 * (len(pads) + me), times_full)
 
 
 class CopyEngineAllGather:  # torch.distributed.fsdp's AllGather, whose module is private
@@ -170,19 +206,19 @@ class CopyEngineAllGather:  # torch.distributed.fsdp's AllGather, whose module i
 
 class CopyEngineReduceScatter:  # its ReduceScatter
     def __init__(self, group: dist.ProcessGroup, count: int, largest: int):
-        self.buffers, self.wanted = Buffers(group, count, largest), "input"
+        self.buffers, self.filling = Buffers(group, count, largest), False
 
     def allocate(self, size, *, dtype, device):
-        """FSDP allocates the input, then the output."""
-        if self.wanted == "input":
-            self.wanted = "output"
-            return self.buffers.next(size[0], dtype, device)
-        self.wanted = "input"
-        return torch.empty(size, dtype=dtype, device=device)
+        """FSDP allocates the input, then the output, then reduces."""
+        if self.filling:
+            return torch.empty(size, dtype=dtype, device=device)
+        self.filling = True
+        return self.buffers.next(size[0], dtype, device)
 
     def __call__(self, output_tensor, input_tensor, group, op, async_op=False):
         n, rank = output_tensor.numel(), group.rank()
         received = torch.empty(group.size() - 1, n, dtype=input_tensor.dtype, device=input_tensor.device)
         self.buffers.pull(input_tensor, received, lambda other: rank * n)
+        self.filling = False
         scale = 1 / group.size() if op == dist.ReduceOp.AVG else 1.0
         add_ranks(input_tensor.view(-1, n)[rank], received, scale, output_tensor)

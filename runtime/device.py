@@ -34,16 +34,16 @@ def pick_dtype(dtype: str, device: str) -> str:
     return "bfloat16" if torch.cuda.is_bf16_supported(including_emulation=False) else "float16"
 
 
-def send_to_device(values: torch.Tensor, device: str) -> torch.Tensor:
-    """Values of the CPU, on the device. The CPU does not wait for the copy."""
-    return values if device == "cpu" else values.pin_memory().to(device, non_blocking=True)
-
-
 def require_compiler(device: str) -> None:
     """End the run if torch.compile would not find the C++ compiler that it needs on a CPU."""
     compiler = os.environ.get("CXX") or ("clang++" if sys.platform == "darwin" else "g++")
     if device == "cpu" and not shutil.which(compiler):
         stop(f"--compile=true needs a C++ compiler on a CPU, and there is no {compiler}: install one, or set CXX")
+
+
+def send_to_device(values: torch.Tensor, device: str) -> torch.Tensor:
+    """Values of the CPU, on the device. The CPU does not wait for the copy."""
+    return values if device == "cpu" else values.pin_memory().to(device, non_blocking=True)
 
 
 def send_to_cpu(values: torch.Tensor) -> Callable[[], list[float]]:

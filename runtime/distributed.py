@@ -7,6 +7,7 @@ collectives below return at once.
 import contextlib
 import os
 import sys
+import traceback
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
@@ -56,6 +57,8 @@ def stop_on_error():
     try:
         yield
     except (OSError, ValueError) as error:
+        if isinstance(error.__cause__, torch.OutOfMemoryError):  # as on_all_ranks raises it
+            raise error.__cause__ from None  # make_excepthook() names settings
         stop(str(error))
 
 
@@ -90,14 +93,26 @@ def device_mesh(device: str, hybrid: bool, timeout: float) -> DeviceMesh:
     if hybrid:
         shape, names = (world_size // local_world_size, local_world_size), ("replicate", "shard")
     mesh = init_device_mesh("cpu" if device == "cpu" else "cuda", shape, mesh_dim_names=names)
-    for name in names:  # PyTorch's default of half an hour would end before a longer watchdog
-        dist.distributed_c10d._set_pg_timeout(collective_timeout(timeout), mesh[name].get_group())
+    with contextlib.suppress(AttributeError):  # private. PyTorch's default would end the run before a longer watchdog
+        for name in names:
+            dist.distributed_c10d._set_pg_timeout(collective_timeout(timeout), mesh[name].get_group())
     return mesh
 
 
 def local(x: torch.Tensor) -> torch.Tensor:
     """This rank's part of x."""
     return x.to_local() if isinstance(x, DTensor) else x
+
+
+def shard_like(like: torch.Tensor, part: torch.Tensor) -> torch.Tensor:
+    """What is sharded like another tensor, this rank's part being `part`, on whatever device.
+
+    DTensor.from_local() would move it to the mesh's device. RuntimeError if PyTorch has no such constructor.
+    """
+    try:
+        return DTensor(part, like._spec, requires_grad=False) if isinstance(like, DTensor) else part
+    except (AttributeError, TypeError) as error:
+        raise RuntimeError(f"PyTorch {torch.__version__} makes no DTensor of a part elsewhere: {error}") from error
 
 
 def all_reduce_max(values: list[float], device: str = "cpu") -> list[float]:
@@ -119,6 +134,8 @@ def on_all_ranks(function: Callable[[], Any], group: dist.ProcessGroup | None = 
         value = function()
     except Exception as error:
         failure = error
+        if not isinstance(error, (OSError, ValueError, RuntimeError, MemoryError)):
+            traceback.print_exc()  # a mistake in the code, which a sentence would not show
     kind = ValueError if isinstance(failure, ValueError) else OSError
     if type(failure).__init__ is ValueError.__init__:  # it is made of one sentence, as UnicodeDecodeError is not
         kind = type(failure)

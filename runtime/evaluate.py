@@ -1,4 +1,4 @@
-"""How well a model predicts a file: python sample.py --evaluate FILE. The first line of a .jsonl says what it is.
+"""How well a model predicts a file: python sample.py --evaluate FILE. Its first row says what it is:
 
     {"ctx": ..., "endings": [...], "label": 2}   HellaSwag's format: how often the right ending is the likeliest
     {"messages": [...]}                          mean log p of the answers' tokens, their ends of turn included
@@ -13,15 +13,16 @@ Endings are compared by log p (accuracy) and by log p divided by their length in
 acc_norm of lm-evaluation-harness. As there, "ctx ending" is encoded as one text; what is behind ctx's tokens counts.
 """
 
-import json
 import math
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from data.chat.prepare import read_conversations
 from data.chat.template import encode_answers
+from data.rows import head_of, kind_of, open_input, read_rows
 from data.vocabulary import Tokenizer
 from model import Llama
 from runtime.generate import begin_document
@@ -32,8 +33,9 @@ MOST_WINDOW = 4096  # if nobody asks for more: attention over 131,072 tokens tak
 
 
 @torch.no_grad()
-def log_likelihoods(model: Llama, rows: list[Row], batch_size: int) -> Iterator[torch.Tensor]:
-    """For each row the log p of its predicted tokens, each from all before it: float64, on the CPU.
+def log_likelihoods(model: Llama, rows: list[Row], batch_size: int) -> Iterator[tuple[torch.Tensor, bool]]:
+    """For each row the log p of its predicted tokens, each from all before it, float64 on the CPU; and whether each is
+    the likeliest there.
 
     Of a row longer than the context the model sees the end. ValueError if what it has to predict does not fit.
     """
@@ -56,8 +58,10 @@ def log_likelihoods(model: Llama, rows: list[Row], batch_size: int) -> Iterator[
         for x_chunk, targets_chunk in zip(x.split(CHUNK_TOKENS), targets.split(CHUNK_TOKENS), strict=True):
             logits = model.lm_head(x_chunk)
             log_p = logits.to(torch.promote_types(logits.dtype, torch.float32)).log_softmax(-1)
-            found.append(log_p.gather(-1, targets_chunk[:, None])[:, 0].double().cpu())
-        yield from torch.cat(found).split(predicted.sum(1).tolist())
+            of_targets = log_p.gather(-1, targets_chunk[:, None])[:, 0]
+            found.append(torch.stack([of_targets, log_p.amax(-1)], dim=1).double().cpu())
+        for scores in torch.cat(found).split(predicted.sum(1).tolist()):
+            yield scores[:, 0], torch.equal(scores[:, 0], scores[:, 1])
 
 
 def windows(ids: list[int], window: int) -> Iterator[Row]:
@@ -71,25 +75,28 @@ def windows(ids: list[int], window: int) -> Iterator[Row]:
             return
 
 
-def evaluate_text(
-    model: Llama, tokenizer: Tokenizer, path: Path, window: int | None, batch_size: int
-) -> dict[str, str]:
-    text = path.read_text(encoding="utf-8")
-    window = min(window or MOST_WINDOW, model.config.block_size + 1)
+def text_log_likelihood(
+    model: Llama, tokenizer: Tokenizer, text: str, window: int, batch_size: int
+) -> tuple[float, int]:
+    """log p of a text, and how many tokens it has."""
     ids = [*begin_document(tokenizer, ""), *tokenizer.encode(text)]
-    if len(ids) < 2:
-        raise ValueError(f"{path} is empty")
-    log_p = sum(each.sum().item() for each in log_likelihoods(model, list(windows(ids, window)), batch_size))
+    rows = list(windows(ids, min(window, model.config.block_size + 1)))
+    return sum(log_p.sum().item() for log_p, _ in log_likelihoods(model, rows, batch_size)), len(ids) - 1
+
+
+def evaluate_text(model: Llama, tokenizer: Tokenizer, text: str, window: int | None, batch_size: int) -> dict[str, str]:
+    log_p, n_tokens = text_log_likelihood(model, tokenizer, text, window or MOST_WINDOW, batch_size)
+    n_bytes = len(text.encode())
     return {
-        "perplexity": f"{math.exp(-log_p / (len(ids) - 1)):.4f} per token",
-        "bits per byte": f"{-log_p / math.log(2) / len(text.encode()):.4f}",
-        "read": f"{len(ids) - 1:,} tokens of {len(text.encode()):,} bytes, in windows of {window:,}",
+        "perplexity": f"{math.exp(-log_p / n_tokens):.4f} per token",
+        "bits per byte": f"{-log_p / math.log(2) / n_bytes:.4f}",
+        "read": f"{n_tokens:,} tokens, {n_bytes:,} bytes",
     }
 
 
 def evaluate_answers(model: Llama, tokenizer: Tokenizer, path: Path, batch_size: int) -> dict[str, str]:
-    rows = [encode_answers(tokenizer, text) for text in read_conversations([path], tokenizer, "strict")]
-    scores = list(log_likelihoods(model, rows, batch_size))
+    rows = [encode_answers(tokenizer, text) for text in read_conversations([path], tokenizer, refuse)]
+    scores = [log_p for log_p, _ in log_likelihoods(model, rows, batch_size)]
     n_tokens = sum(map(len, scores))
     return {
         "mean log-likelihood": f"{sum(each.sum().item() for each in scores) / n_tokens:.6f} per token",
@@ -97,63 +104,70 @@ def evaluate_answers(model: Llama, tokenizer: Tokenizer, path: Path, batch_size:
     }
 
 
-def evaluate_choices(model: Llama, tokenizer: Tokenizer, path: Path, batch_size: int) -> dict[str, str]:
-    items, rows = read_jsonl(path, {"ctx": str, "endings": list}), []
-    for number, item in enumerate(items, start=1):
-        endings, label = item["endings"], str(item.get("label"))  # some of HellaSwag's files have "2"
-        if not all(isinstance(each, str) and each for each in endings) or label not in map(str, range(len(endings))):
+def evaluate_choices(
+    model: Llama, tokenizer: Tokenizer, items: list[tuple[str, dict]], batch_size: int
+) -> dict[str, str]:
+    rows, answers = [], []
+    for where, item in items:
+        ctx, endings, label = field(where, item, "ctx", str), field(where, item, "endings", list), item.get("label")
+        if not all(isinstance(ending, str) and ending for ending in endings):
+            raise ValueError(f"{where} has {endings!r:.60} as endings: expected texts")
+        if str(label) not in map(str, range(len(endings))):  # some of HellaSwag's files have "2"
             raise ValueError(
-                f"{path}: item {number} has label {label} of endings {endings}: expected texts, one of them right"
+                f"{where} has {label!r} as label: expected the number of one of its {len(endings)} endings"
             )
-        n_context = len(begin_document(tokenizer, item["ctx"]))
+        n_context = len(begin_document(tokenizer, ctx.rstrip()))  # as there, blanks go with the ending
         for ending in endings:
-            ids = begin_document(tokenizer, f"{item['ctx']} {ending}")
+            ids = begin_document(tokenizer, f"{ctx} {ending}")
             rows.append((ids, [i >= n_context for i in range(len(ids))]))
-    totals = (each.sum().item() for each in log_likelihoods(model, rows, batch_size))
+        answers.append((endings, int(label)))
+    totals = (log_p.sum().item() for log_p, _ in log_likelihoods(model, rows, batch_size))
     right = normalised = 0
-    for item in items:
-        log_p = [next(totals) for _ in item["endings"]]
-        by_length = [x / len(ending) for x, ending in zip(log_p, item["endings"], strict=True)]
-        right += log_p.index(max(log_p)) == int(item["label"])
-        normalised += by_length.index(max(by_length)) == int(item["label"])
+    for endings, label in answers:
+        log_p = [next(totals) for _ in endings]
+        by_length = [x / len(ending) for x, ending in zip(log_p, endings, strict=True)]
+        right += log_p.index(max(log_p)) == label
+        normalised += by_length.index(max(by_length)) == label
     return {
         "accuracy": f"{right / len(items):.4f} ({right:,} of {len(items):,})",
         "accuracy, length-normalised": f"{normalised / len(items):.4f} ({normalised:,} of {len(items):,})",
     }
 
 
-def read_jsonl(path: Path, kinds: dict[str, type]) -> list[dict]:
-    """The rows of a .jsonl; ValueError where one is no JSON object with these names, of these types."""
-    rows = []
-    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), start=1):
-        if not line.strip():
-            continue
+def read_file(path: Path, kind: str | None = None) -> list[tuple[str, dict]] | str:
+    """The rows of a file of JSON, each behind its place, or the text of another. kind: "text", or "lines" of JSON."""
+    with open_input(path) as file:
+        kind = kind or kind_of(head_of(file, path), path)
+        if kind != "text":
+            return list(read_rows(file, path, kind, refuse))
         try:
-            row = json.loads(line)
-        except (ValueError, RecursionError) as error:
-            raise ValueError(f"{path}:{number} is not JSON: {error}") from error
-        if not isinstance(row, dict) or not all(isinstance(row.get(name), kind) for name, kind in kinds.items()):
-            expected = ", ".join(f"{name}: {kind.__name__}" for name, kind in kinds.items())
-            raise ValueError(f"{path}:{number} is {line:.60}: expected an object with {expected}")
-        rows.append(row)
-    if not rows:
-        raise ValueError(f"{path} is empty")
-    return rows
+            return file.read().decode("utf-8-sig")
+        except UnicodeDecodeError as error:
+            raise ValueError(f"{path} is not UTF-8 text: {error}") from error
 
 
-KINDS = {"endings": evaluate_choices, "messages": evaluate_answers, "completion": evaluate_answers}
+def refuse(sentence: str) -> None:
+    raise ValueError(sentence)
+
+
+def field(where: str, row: dict, name: str, kind: type) -> Any:
+    """What a row has under a name. ValueError if it is of another type, or missing."""
+    found = row.get(name) if isinstance(row, dict) else None
+    if not isinstance(found, kind):
+        raise ValueError(f"{where} has {found!r:.40} as {name}: expected a {kind.__name__}")
+    return found
 
 
 def evaluate_file(
     model: Llama, tokenizer: Tokenizer, path: Path, window: int | None = None, batch_size: int = 8
 ) -> dict[str, str]:
     """What is measured, by name. Raises OSError or ValueError for a file that cannot be read as one of these."""
-    if path.suffix != ".jsonl":
-        return evaluate_text(model, tokenizer, path, window, batch_size)
-    names = read_jsonl(path, {})[0]
-    evaluate = next((KINDS[name] for name in KINDS if name in names), None)
-    if evaluate is None:
-        raise ValueError(
-            f"{path} has lines with {', '.join(names)}: expected endings, messages or a completion in them"
-        )
-    return evaluate(model, tokenizer, path, batch_size)
+    content = read_file(path)
+    if not content:
+        raise ValueError(f"{path} is empty")
+    if isinstance(content, str):
+        return evaluate_text(model, tokenizer, content, window, batch_size)
+    first = content[0][1]
+    if isinstance(first, dict) and "endings" in first:
+        return evaluate_choices(model, tokenizer, content, batch_size)
+    return evaluate_answers(model, tokenizer, path, batch_size)

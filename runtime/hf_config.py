@@ -18,6 +18,12 @@ NAMES = {  # our name -> Hugging Face's
     "tie_embeddings": "tie_word_embeddings",
     "norm_eps": "rms_norm_eps",
 }
+# What transformers takes where a config.json does not say it.
+DEFAULTS = {
+    "num_hidden_layers": 32, "num_attention_heads": 32, "hidden_size": 4096, "intermediate_size": 11008,
+    "vocab_size": 32000, "tie_word_embeddings": False, "rms_norm_eps": 1e-6,
+    "hidden_act": "silu", "max_position_embeddings": 2048, "rope_theta": 10000.0,
+}  # fmt: skip
 
 
 def kind(name: str) -> type:
@@ -47,25 +53,34 @@ def read_config(folder) -> tuple[dict, str | None]:
         raise ValueError(f"{path} describes a {theirs.get('model_type')} model, not a Llama")
     if theirs.get("quantization_config"):
         raise ValueError(f"{path} describes quantized weights: take them in bfloat16, float16 or float32")
+    theirs = DEFAULTS | theirs
+    if theirs.get("num_key_value_heads") is None:
+        theirs["num_key_value_heads"] = theirs["num_attention_heads"]
     settings = {ours: setting(path, theirs, name, kind(ours)) for ours, name in NAMES.items()}
     settings |= _read_rope(path, theirs)
+    n_embd, n_head, head_dim = settings["n_embd"], settings["n_head"], setting(path, theirs, "head_dim", int, None)
+    if n_head and head_dim not in (None, n_embd / n_head):
+        raise ValueError(
+            f"{path} has head_dim {head_dim}, {n_head} heads and hidden_size {n_embd}: only heads that are together as "
+            "wide as the model are supported, as Llama 3's are"
+        )
+    for name, where in (("attention_bias", "q, k, v and o"), ("mlp_bias", "gate, up and down")):
+        if theirs.get(name):
+            raise ValueError(f"{path} has {name}, so biases of {where}: they are not supported, Llama 3 has none")
+    if theirs["hidden_act"] != "silu":
+        raise ValueError(f"{path} has the activation {theirs['hidden_act']}: Llama 3's is silu")
     try:
-        config = LlamaConfig(**settings, block_size=1)
+        LlamaConfig(**settings, block_size=1)
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from error
-    head_dim = setting(path, theirs, "head_dim", int, None) or config.head_dim
-    if theirs.get("attention_bias") or theirs.get("mlp_bias") or head_dim != config.head_dim:
-        raise ValueError(f"{path} has biases, or a head_dim other than hidden_size / num_attention_heads: not Llama 3")
-    if theirs.get("hidden_act", "silu") != "silu":
-        raise ValueError(f"{path} has the activation {theirs['hidden_act']}: Llama 3's is silu")
     tokenizer = "llama3" if settings["vocab_size"] == LLAMA3_VOCAB else None
     return settings, setting(path, theirs, "nanocria_tokenizer", str, None) or tokenizer
 
 
 def _read_rope(path: Path, theirs: dict) -> dict:
     """Our two settings for RoPE. Old files have them in other places, and the kind under "type"."""
-    old = theirs | (setting(path, theirs, "rope_scaling", dict, None) or {})
-    rope = setting(path, theirs, "rope_parameters", dict, None) or old
+    places = ("rope_parameters", "rope_scaling")
+    rope = theirs | next(filter(None, (setting(path, theirs, place, dict, None) for place in places)), {})
     rope_type = rope.get("rope_type") or rope.get("type", "default")
     if rope_type not in ("default", "llama3"):
         raise ValueError(f"{path} has RoPE of the type {rope_type}: default and llama3 are known")
@@ -76,19 +91,10 @@ def _read_rope(path: Path, theirs: dict) -> dict:
 def read_context(folder) -> int:
     """The longest sequence that a folder's model is for."""
     path = folder.path / "config.json"
-    context = setting(path, folder.config, "max_position_embeddings", int, None) or 2048  # transformers' default
+    context = setting(path, DEFAULTS | folder.config, "max_position_embeddings", int)
     if context < 1:
         raise ValueError(f"{path} says max_position_embeddings {context}")
     return context
-
-
-def read_special_tokens(folder, end: int) -> tuple[int, set[int]]:
-    """The token that begins a document, and those that end it or a turn of a dialogue; by default both are `end`."""
-    path = folder.path / "config.json"
-    begin = setting(path, folder.config, "bos_token_id", int, None)
-    ends = setting(path, folder.config, "eos_token_id", int, list, None)
-    ends = ends if isinstance(ends, list) else [end if ends is None else ends]
-    return end if begin is None else begin, {end, *ends}
 
 
 def write_config(config: LlamaConfig, tokenizer: str, dtype: str, begun_with: dict, dataset: dict) -> dict:

@@ -21,9 +21,9 @@ step that can be its peak, and the largest sum counts. AdamW's update is never t
 and the backward of the embedding just before it holds one more gradient of the embedding's size. An evaluation takes
 less than a step.
 
-Within 1% of every peak that H100s and H200s measured (`python bench.py estimate check`). All numbers are what PyTorch
-allocates (max_memory_allocated): the CUDA context, NCCL's buffers and the allocator's reserve add 1 to 2 GiB.
-compile=true is counted like the fused kernels, though a compiler plans for itself.
+Within 1% of every peak that H100s and H200s measured: tests/test_memory.py holds it to the records. All numbers are
+what PyTorch allocates (max_memory_allocated): the CUDA context, NCCL's buffers and the allocator's reserve add 1 to 2
+GiB. compile=true is counted like the fused kernels, though a compiler plans for itself.
 """
 
 import math

@@ -76,13 +76,18 @@ def used_gib(device: str) -> float:
     return (torch.cuda.max_memory_allocated() + uncounted_bytes) / 2**30
 
 
+# What follows uses private functions of PyTorch. A version without them trains as well, with less room or less known.
+WITHOUT = AttributeError, TypeError, RuntimeError
+
+
 def let_segments_grow() -> None:
     """Use expandable segments in PyTorch's allocator: fixed ones that are too small for the next tensor stay empty.
 
     A user's own PYTORCH_ALLOC_CONF wins.
     """
     if not any(os.environ.get(name) for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")):
-        torch._C._accelerator_setAllocatorSettings("expandable_segments:True")
+        with contextlib.suppress(*WITHOUT):
+            torch._C._accelerator_setAllocatorSettings("expandable_segments:True")
 
 
 def record_history() -> None:
@@ -91,15 +96,18 @@ def record_history() -> None:
     Python frames only, no frees: 2 us each. Keeps the last 100,000, several KB each when written.
     """
     if torch.cuda.is_available():
-        torch.cuda.memory._record_memory_history(context="alloc", stacks="python", max_entries=100_000)
+        with contextlib.suppress(*WITHOUT):
+            torch.cuda.memory._record_memory_history(context="alloc", stacks="python", max_entries=100_000)
 
 
 def stop_history() -> None:
     if torch.cuda.is_available():
-        torch.cuda.memory._record_memory_history(enabled=None)
+        with contextlib.suppress(*WITHOUT):
+            torch.cuda.memory._record_memory_history(enabled=None)
 
 
 def dump(path) -> None:
     """Write what was recorded since record_history, for https://pytorch.org/memory_viz, which uploads nothing."""
     if torch.cuda.is_available():
-        torch.cuda.memory._dump_snapshot(str(path))
+        with contextlib.suppress(AttributeError, TypeError):
+            torch.cuda.memory._dump_snapshot(str(path))

@@ -163,7 +163,8 @@ class _Recomputed(torch.autograd.Function):
             at = x[some], *tables, _of_rows(doc_starts, some)
             dx[some], *dweights = _gradients(ctx.layer, *at, weights, dx[some])
             if sums:
-                torch._foreach_add_(sums, dweights)
+                for total, dweight in zip(sums, dweights, strict=True):
+                    total += dweight
             elif ctx.groups == 2:  # one addition, and one rounding in it
                 sums = dweights
             else:

@@ -5,20 +5,21 @@ import json
 import os
 import shlex
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 from data.loader import dataset_folder
-from data.tokenizer import FILES, dataset_files, tokenizer_of
+from data.tokenizer import FILES, MODEL_FILES, dataset_files, tokenizer_of
 from model import Llama, LlamaConfig
 from runtime import run_folder
 from runtime.checkpoint import open_base, read_base, read_weights
-from runtime.checkpoint_folder import ADAPTED, Folder, fingerprint, open_folder, read_document
+from runtime.checkpoint_folder import ADAPTED, Folder, fingerprint, open_folder, other_weights, read_document
 from runtime.distributed import from_rank_0, print0, restart_count, stop
 from runtime.hf_config import read_config, write_adapter_config, write_config
 from runtime.safetensors_file import Damaged
 
 REQUIRED = {"step", "updates", "dtype", "loss_scale", "dataset", "settings"}  # in run.json
-KEPT = (*FILES, "tokenizer.model")  # of the folder that a run began with
+KEPT = (*FILES, *MODEL_FILES)  # of the folder that a run began with
 MODEL_SETTINGS = [name for name in LlamaConfig.__dataclass_fields__ if name != "block_size"]
 STATE_SETTINGS = {  # which say what tensors a checkpoint holds and what they mean, and what older ones had
     "optimizer": "adamw", "optimizer_bits": 32, "galore_rank": 128, "lora_rank": 0, "lora_alpha": 32.0,
@@ -51,6 +52,8 @@ def find_start(out_dir: str, init_from: str) -> Path | None:
     lacks = "has no config.json" if os.path.isdir(init_from) else "is no folder"
     if os.path.isdir(init_from) and (newest := run_folder.newest_for_all_ranks(init_from)):
         return newest  # of another run
+    if os.path.isdir(init_from) and (others := other_weights(Path(init_from))):
+        stop(f"{init_from} holds {others}")
     expected = "auto, scratch, resume, or a folder with Hugging Face's or Meta's weights"
     stop(f"{init_from!r} {lacks}: init_from is {expected}")
 
@@ -89,24 +92,25 @@ def _base_of(folder: Folder, settings) -> Folder | None:
 
 
 def restore(
-    start: Path | None, out_dir: str, model: Llama, optimizer, settings: dict, dtype: str, dataset: dict
-) -> tuple[int, dict | None, dict[str, bytes], list[str]]:
+    start: Path | None, out_dir: str, model: Llama, optimizer, settings: dict, dtype: str, dataset: dict,
+    progress: Callable[[str], None],
+) -> tuple[int, dict | None, dict[str, bytes], list[str]]:  # fmt: skip
     """Fill the optimizer and its model's weights from find_start()'s answer.
 
-    settings: the run's; dataset: the meta.json of its data. Returns the first step, the checkpoint's run.json (None
-    without one; "resume_seconds" added), what else is to be saved in a checkpoint, config.json and tokenizer files by
-    name, and sentences to print. Ends the run if the checkpoint or the weights are of another model, of another
-    tokenizer, or cannot be read. Every rank must call it.
+    settings: the run's; dataset: the meta.json of its data; progress: the watchdog's. Returns the first step, the
+    checkpoint's run.json (None without one; "resume_seconds" added), what else is to be saved in a checkpoint,
+    config.json and tokenizer files by name, and sentences to print. Ends the run if the checkpoint or the weights are
+    of another model, of another tokenizer, or cannot be read. Every rank must call it.
     """
     try:
         if start is not None and _is_checkpoint_of(start, out_dir):
-            return _resume(out_dir, model, optimizer, settings, dtype, dataset)
+            return _resume(out_dir, model, optimizer, settings, dtype, dataset, progress)
         folder = start and open_folder(start)
         base = folder and _base_of(folder, settings)
         if base:
-            read_base(base, model)
+            read_base(base, model, progress)
         if folder and folder is not base:
-            read_weights(folder, optimizer.parameters, model.config, optimizer.set_weight)
+            read_weights(folder, optimizer.parameters, model.config, optimizer.set_weight, progress=progress)
         sentences = [f"begins    with the weights of {start}"] if folder else []
         return 0, None, _documents_of(folder, base, model.config, settings, dtype, dataset), sentences
     except (OSError, ValueError) as error:
@@ -122,9 +126,9 @@ def documents(
     """
 
     def read():
-        found = {name: folder.path / name for name in KEPT if folder and (folder.path / name).exists()}
+        found = [name for name in KEPT if folder and (folder.path / name).exists()]
         pieces = (folder and folder.pieces) or {}
-        found = {name: read_document(path, pieces if name in pieces else None) for name, path in found.items()}
+        found = {name: read_document(folder.path, name, pieces if name in pieces else None) for name in found}
         found |= dataset_files(data, dataset) if data else {}
         if "tokenizer.json" not in found:
             with contextlib.suppress(OSError, ValueError, ImportError):  # it is not on this machine
@@ -148,7 +152,7 @@ def _documents_of(folder, base, config, settings, dtype, dataset):
     return found
 
 
-def _resume(out_dir, model, optimizer, settings, dtype, dataset):
+def _resume(out_dir, model, optimizer, settings, dtype, dataset, progress):
     """What restore() returns, from the newest checkpoint that is not damaged; the damaged ones are renamed."""
     began, sentences = time.perf_counter(), []
     while True:
@@ -156,12 +160,14 @@ def _resume(out_dir, model, optimizer, settings, dtype, dataset):
         try:
             folder = _open_checkpoint(path)
             _require_same_model(folder, True, model.config, settings, dataset)
+            if folder.run["step"] > settings["max_iters"]:
+                stop(f"{path} is beyond max_iters, {settings['max_iters']}: raise that, or name another --out_dir")
             base, tensors = _base_of(folder, settings), optimizer.tensors()
             others = _documents_of(folder, base, model.config, settings, dtype, dataset)
             states = {(name, state): x for (name, state), x in tensors.items() if state not in ("", "lower_half")}
-            read_weights(folder, optimizer.parameters, model.config, optimizer.set_weight, states)
+            read_weights(folder, optimizer.parameters, model.config, optimizer.set_weight, states, progress)
             if base:
-                read_base(base, model)
+                read_base(base, model, progress)
             break
         except Damaged as error:
             sentences.append(f"{path} is damaged: {error}")
@@ -169,6 +175,9 @@ def _resume(out_dir, model, optimizer, settings, dtype, dataset):
                 # It keeps its name: a new run must not start beside it.
                 stop(". ".join(sentences) + ". There is no older one: move it away to start anew")
             from_rank_0(lambda path=path: run_folder.mark_damaged(path))  # no rank reads it any more
+    was = folder.run["settings"]  # of older checkpoints, which do not count sequences
+    per_step = was["batch_size"] * was["gradient_accumulation_steps"]
+    folder.run.setdefault("sequences", folder.run["step"] * per_step)
     optimizer.load_counters(folder.run)
     folder.run["resume_seconds"] = time.perf_counter() - began
     changed = _changes(folder.run, settings | {"dtype": dtype}, dataset)

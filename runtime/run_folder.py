@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from data.files import lock
+from runtime.checkpoint_folder import other_weights
 from runtime.distributed import (
     all_reduce_max,
     from_rank_0,
@@ -112,7 +113,8 @@ def read_newest(run: Path, read: Callable[[Path], Any]) -> Any:
     for _ in range(5):
         path = run if is_model(run) else newest(run)
         if path is None:
-            raise ValueError(f"{run} holds no checkpoint: train one first, or name another folder")
+            others = other_weights(run) or "no checkpoint: train one first, or name another folder"
+            raise ValueError(f"{run} holds {others}")
         try:
             return read(path)
         except (OSError, ValueError):
@@ -123,7 +125,8 @@ def read_newest(run: Path, read: Callable[[Path], Any]) -> Any:
 
 def commit(partial: Path, final: Path) -> None:
     """Give a complete checkpoint its name, safe against a power failure."""
-    _sync(partial)
+    for folder in (*filter(Path.is_dir, partial.iterdir()), partial):
+        _sync(folder)
     if final.is_symlink() or final.exists():  # a run that resumed further back and came here again
         remove(final, ignore_errors=True)  # it need only lose its name
     partial.rename(final)

@@ -147,10 +147,9 @@ class RunLog:
             import wandb
 
             known.write_text(wandb.init(**options).id)
-        except ImportError as error:
-            stop(f"--wandb_log=true: {error}: pip install wandb, or leave it out")
-        except (wandb.errors.Error, ValueError) as error:
-            stop(f"wandb does not start ({error}). Try wandb login, WANDB_MODE=offline, or no --wandb_log")
+        except Exception as error:  # of many kinds: it is not there, or does not fit another package, or its server
+            fix = "pip install wandb" if isinstance(error, ImportError) else "wandb login, WANDB_MODE=offline"
+            stop(f"wandb does not start ({error}). Try {fix}, or no --wandb_log")
         self.wandb = wandb
 
     def _call_wandb(self, function: Callable, *arguments, **options) -> None:

@@ -11,11 +11,13 @@ import signal
 import sys
 import threading
 import time
+from collections.abc import Callable
 from datetime import timedelta
+from typing import Any
 
 import torch.distributed as dist
 
-from runtime.distributed import attempt_store, print0, rank, world_size
+from runtime.distributed import attempt_store, on_all_ranks, print0, rank, world_size
 
 BEAT = 1.0  # seconds between two messages of a rank
 MISSES = 3  # store errors in a row after which the store is taken to be gone
@@ -23,15 +25,15 @@ GRACE = 5.0  # seconds that a dead rank's peers have to notice it themselves: th
 
 
 class Watchdog:
-    """watchdog = Watchdog(timeout)              # after init_distributed
+    """watchdog = Watchdog(timeout)              # after init_distributed; starts the timeout
     watchdog.progress("step 12: forward")     # restarts the timeout
     watchdog.pause("step 12: saving")         # no timeout until the next progress()
     watchdog.stop()                           # the run is over
     """
 
     def __init__(self, timeout: float):
-        self.timeout, self.deadline = timeout, float("inf")
-        self.beats, self.count, self.doing = 0, 0, "starting"  # count: how often this rank has made progress
+        self.timeout, self.beats, self.count = timeout, 0, 0  # count: how often this rank has made progress
+        self.progress("starting")
         self.lost = {}  # rank -> when its death was noticed
         self.over = threading.Event()
         self.launcher = os.getppid()  # torchrun
@@ -47,6 +49,17 @@ class Watchdog:
 
     def pause(self, doing: str) -> None:
         self.count, self.doing, self.deadline = self.count + 1, doing, float("inf")
+
+    def on_all_ranks(self, doing: str, function: Callable[[], Any]) -> Any:
+        """distributed.on_all_ranks(function), in which a rank that hangs is named, and not one that waits for it."""
+
+        def finish():
+            value = function()
+            self.progress(f"{doing}: waiting for the other ranks")
+            return value
+
+        self.progress(doing)
+        return on_all_ranks(finish)
 
     def stop(self) -> None:
         self.over.set()

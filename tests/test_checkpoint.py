@@ -409,6 +409,40 @@ def test_a_disk_that_stays_full_ends_the_run_with_a_sentence_and_leaves_what_was
     assert losses(tmp_path / "out") == losses(tmp_path / "whole")
 
 
+def test_a_checkpoint_beyond_max_iters_gets_a_sentence(train, tmp_path, capsys):
+    train()
+    message = slip(train, capsys, max_iters=7)
+    assert "step_000008 is beyond max_iters, 7: raise that, or name another --out_dir" in message, message
+
+
+def test_a_field_that_this_version_does_not_know_is_no_obstacle(train, tmp_path):
+    train()
+    path = tmp_path / "out/step_000008"
+    config = json.loads((path / "config.json").read_text()) | {"a_later_field": 3}
+    (path / "config.json").write_text(json.dumps(config))
+    run = read_run(path)
+    digests = run["digests"] | {"config.json": digests_of(path / "config.json")}
+    edit_run(path, digests=digests, settings=run["settings"] | {"a_later_setting": 3}, a_later_entry=[])
+    train(max_iters=9)
+    assert metrics(tmp_path / "out")[-1]["step"] == 9 and checkpoint.load_model(tmp_path / "out")
+
+
+@pytest.mark.parametrize("counted", [True, False], ids=["counted", "of an older version"])
+def test_with_another_batch_a_resumed_run_reads_on_where_it_ended(train, tmp_path, counted):
+    """16 + 24 + 8 sequences, of which each step reads the next ones."""
+    read = {}
+    for batch_size, steps, max_iters in ((4, 2, 4), (2, 3, 8), (8, 1, 9)):
+        run = train(batch_size=batch_size, gradient_accumulation_steps=steps, max_iters=max_iters, eval_interval=100)
+        path = tmp_path / f"out/step_{max_iters:06d}"
+        for step in range(run["first_step"], max_iters):
+            read[step] = torch.cat([tokens for _, tokens, *_ in run["read_step"](step)])
+        assert read_run(path)["sequences"] == {4: 32, 8: 56, 9: 64}[max_iters]
+        if not counted and max_iters == 4:
+            edit_run(path, sequences=None)
+    expected = run["train_data"].sequences(0, 64)[:, :-1]
+    assert torch.equal(torch.cat(list(read.values())), expected)
+
+
 def test_another_model_in_the_same_folder_is_refused_by_name(train, tmp_path, capsys):
     train()
     assert "rope_theta 500000.0 (this run: 100.0): pass --rope_theta=500000.0," in slip(train, capsys, rope_theta=100)
@@ -475,14 +509,31 @@ def test_replicas_that_differ_are_said_and_the_checkpoint_is_whole(train, tmp_pa
     assert checkpoint.load_model(tmp_path / "out")
 
 
-def test_a_damaged_tokenizer_file_sends_the_run_back_to_the_checkpoint_before(train, tmp_path, capsys):
+@pytest.mark.parametrize("file", ["tokenizer.json", "original/tokenizer.model"])
+def test_a_damaged_tokenizer_file_sends_the_run_back_to_the_checkpoint_before(train, tmp_path, capsys, file):
     train(max_iters=1)
     published = tmp_path / "out/step_000001"
-    (published / "tokenizer.json").write_text('{"model": 1}')
+    (published / "original").mkdir()
+    (published / file).write_text('{"model": 1}')
     (published / "run.json").unlink()  # as others publish it
     train(init_from=published, out_dir=tmp_path / "run")
-    damage(tmp_path / "run/step_000008/tokenizer.json")
+    damage(tmp_path / "run/step_000008" / file)
     train(out_dir=tmp_path / "run", max_iters=9)
     out = capsys.readouterr().out
-    assert "step_000008 is damaged: " in out and "tokenizer.json is damaged" in out
-    assert (tmp_path / "run/step_000009/tokenizer.json").read_text() == '{"model": 1}'
+    assert "step_000008 is damaged: " in out and f"{file} is damaged" in out
+    assert (tmp_path / "run/step_000009" / file).read_text() == '{"model": 1}'
+
+
+def test_lower_halves_of_some_weights_only_are_refused(train, tmp_path):
+    run = train(dtype="bfloat16")
+    folder = checkpoint_folder.open_folder(tmp_path / "out/step_000008", ("model", "optimizer"))
+    del folder.tensors["lower_half.model.layers.1.self_attn.q_proj.weight"]  # the first of a stack
+    with pytest.raises(ValueError, match="expected lower_half.model.layers.1.self_attn.q_proj.weight of shape"):
+        checkpoint.read_weights(folder, run["optimizer"].parameters, run["config"], lambda name, whole: None)
+
+
+def test_a_checkpoint_is_a_model_without_its_optimizer_file(train, tmp_path):
+    train(dtype="bfloat16")
+    (tmp_path / "out/step_000008/optimizer.safetensors").unlink()
+    whole, rounded = (checkpoint.load_model(tmp_path / "out", dtype=dtype) for dtype in (torch.float32, torch.bfloat16))
+    assert all(torch.equal(a, b) for a, b in zip(whole.parameters(), rounded.parameters(), strict=True))

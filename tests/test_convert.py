@@ -20,7 +20,7 @@ from model import Llama, LlamaConfig
 from runtime import checkpoint, checkpoint_folder, generate, hf_config, memory_stats, run_folder
 from runtime.checkpoint import load_model
 from runtime.checkpoint_folder import open_folder
-from runtime.hf_config import read_config, read_special_tokens
+from runtime.hf_config import read_config
 from runtime.hf_names import hf_names
 from tests.runs import PLAIN, ROOT, SHORT, SMALL, machines_of, run, run_ranks, slip
 
@@ -217,7 +217,6 @@ def test_a_run_begins_with_metas_own_weights(train, meta_folder, text_data, tmp_
     tokens = torch.randint(257, (2, 24), generator=torch.Generator().manual_seed(0))
     expected = meta_logits(meta_weights(True), tokens, None)
     assert (logits(ours, tokens) - expected).abs().max() < 2e-5 * expected.abs().max()
-    assert read_special_tokens(open_folder(source), 7) == (128000, {7, 128001, 128008, 128009})
 
 
 META_SLIPS = {
@@ -355,22 +354,6 @@ def test_a_folder_read_for_sampling_has_their_logits(folder):
     assert longest.config.block_size == SMALL["block_size"], "no keys and values beyond the context of theirs"
 
 
-@pytest.mark.parametrize(
-    "said, expected",
-    [
-        ({}, (7, {7})),
-        ({"bos_token_id": 128000, "eos_token_id": 128001}, (128000, {7, 128001})),
-        ({"bos_token_id": 128000, "eos_token_id": [128001, 128008, 128009]}, (128000, {7, 128001, 128008, 128009})),
-    ],
-)
-def test_documents_begin_and_end_as_the_folder_says(tmp_path, said, expected):
-    folder = SimpleNamespace(path=tmp_path, config=said)
-    assert read_special_tokens(folder, 7) == expected
-    folder.config = {"bos_token_id": "128000"}
-    with pytest.raises(ValueError, match="config.json: bos_token_id expects an int or none, got '128000'"):
-        read_special_tokens(folder, 7)
-
-
 def test_what_is_written_is_rounded_once_to_the_dtype_asked_for(train, tmp_path):
     train()
     convert.convert(tmp_path / "out/step_000008", tmp_path / "hf", "bfloat16")
@@ -419,7 +402,10 @@ SLIPS = {
         "has n_layer 3 (this run: 2): pass --n_layer=3, or change init_from",
     ),
     "another model": (lambda folder: edit(folder / "config.json", model_type="qwen3"), "a qwen3 model, not a Llama"),
-    "biases": (lambda folder: edit(folder / "config.json", attention_bias=True), "has biases"),
+    "biases": (
+        lambda folder: edit(folder / "config.json", attention_bias=True),
+        "has attention_bias, so biases",
+    ),
     "another RoPE": (
         lambda folder: edit(folder / "config.json", rope_parameters={"rope_type": "yarn", "rope_theta": 1e4}),
         "RoPE of the type yarn",
@@ -441,7 +427,6 @@ SLIPS = {
         "config.json: rope_parameters expects a dict or none, got 'llama3'",
     ),
     "another activation": (lambda folder: edit(folder / "config.json", hidden_act="gelu"), "has the activation gelu"),
-    "half a config": (lambda folder: edit(folder / "config.json", rms_norm_eps=None), "does not say 'rms_norm_eps'"),
     "a number in quotes": (
         lambda folder: edit(folder / "config.json", num_attention_heads="4"),
         "config.json: num_attention_heads expects an int, got '4'",
@@ -495,6 +480,26 @@ SLIPS = {
         "has no config.json: init_from is auto, scratch, resume, or a folder",
     ),
 }
+
+
+@pytest.mark.parametrize(
+    "file, said",
+    [("adapter_model.safetensors", "an adapter alone: "), ("a.gguf", "GGUF files, "), ("pytorch_model.bin", "pickled")],
+)
+def test_a_folder_of_other_weights_without_config_json_gets_a_sentence(train, tmp_path, capsys, file, said):
+    (tmp_path / "theirs").mkdir()
+    (tmp_path / "theirs" / file).write_bytes(b"")
+    assert f"theirs holds {said}" in slip(train, capsys, init_from=tmp_path / "theirs")
+    with pytest.raises(ValueError, match=f"theirs holds {said}"):
+        load_model(tmp_path / "theirs")
+
+
+def test_a_missing_shard_of_published_weights_is_named(tmp_path):
+    hugging_face(MODELS["tied"]).save_pretrained(tmp_path / "theirs", max_shard_size="20KB")
+    shard = min((tmp_path / "theirs").glob("model-*-of-*.safetensors"))
+    shard.unlink()
+    with pytest.raises(ValueError, match=f"^{shard} is missing$"):
+        load_model(tmp_path / "theirs")
 
 
 @pytest.mark.parametrize("kind", SLIPS)

@@ -1,11 +1,13 @@
 """Several ranks are the same run as one."""
 
+import functools
 import shutil
 import signal
 
 import pytest
 import torch
 
+from runtime import distributed
 from tests.runs import (
     LONGER,
     ROOT,
@@ -100,7 +102,8 @@ def test_hybrid_process_groups_time_out_later_than_the_watchdog(tmp_path):
         f"import sys; sys.path.insert(0, {str(ROOT)!r})\nfrom runtime import distributed\n"
         "distributed.init_distributed('cpu', 3600.0)\nmesh = distributed.device_mesh('cpu', True, 3600.0)\n"
         "group = mesh['replicate'].get_group(), mesh['shard'].get_group()\n"
-        "print('timeouts', *{g._get_backend(__import__('torch').device('cpu')).options._timeout for g in group})\n"
+        "cpu = __import__('torch').device('cpu')\n"
+        "distributed.print0('timeouts', *{g._get_backend(cpu).options._timeout for g in group})\n"
         "distributed.shutdown(0)"
     )
     done = run_ranks(2, {}, script)
@@ -125,6 +128,72 @@ def test_sharding_setting_decides_how_parameters_are_sharded(text_data, tmp_path
     settings = SMALL | SHORT | dict(sharding=sharding, gradient_accumulation_steps=4, max_iters=1, dataset=text_data)
     done = run_ranks(ranks, settings | {"out_dir": tmp_path / "out"}, script)
     assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize(
+    "settings, on_one_machine",
+    [
+        (
+            {},
+            "from optimizers.on_gpu import OnGPU as P; norm = P.norm; P.norm = lambda self: norm(self) * (1 + 2**-20)",
+        ),
+        (dict(offload="optimizer"), "import kernels.c_library as c; c.build = lambda name: None"),  # it has no compiler
+    ],
+    ids=["another norm", "no C"],
+)
+def test_copies_of_the_model_stay_equal_where_machines_round_differently(text_data, tmp_path, settings, on_one_machine):
+    script = wrapped(
+        tmp_path,
+        "os.environ['LOCAL_WORLD_SIZE'] = '2'\nimport importlib; adamw = importlib.import_module('kernels.adamw')\n"
+        "step = adamw.adamw_in_pieces\n"
+        "adamw.adamw_in_pieces = lambda *tensors: step(*tensors) or tensors[2].mul_(1 + 2**-20)\n"
+        f"if os.environ['RANK'] in '23': {on_one_machine}",
+    )
+    settings = LONGER | HYBRID | settings | dict(dataset=text_data, out_dir=tmp_path / "out", max_iters=4)
+    done = run_ranks(4, settings, script)
+    assert done.returncode == 0, done.stderr
+    assert "saved" in done.stdout and "WARNING" not in done.stdout, done.stdout
+
+
+@pytest.mark.parametrize(
+    "ranks, settings",
+    [
+        (3, dict(gradient_accumulation_steps=6)),
+        (2, dict(optimizer="muon")),
+        (2, dict(optimizer="galore", galore_rank=8, galore_interval=3)),
+        (2, dict(optimizer_bits=8, n_embd=256, ffn_dim=256)),
+        (2, dict(lora_rank=4)),
+        (2, dict(offload="all", offload_dir="drive")),
+    ],
+    ids=str,
+)
+def test_a_run_goes_on_with_more_and_with_fewer_ranks_under_every_rule(text_data, alone, tmp_path, ranks, settings):
+    settings = LONGER | dict(dataset=text_data, max_iters=12, eval_interval=4) | settings
+    if "lora_rank" in settings:
+        settings["init_from"] = alone / "step_000010"
+    if "offload_dir" in settings:
+        settings["offload_dir"] = tmp_path
+    one, many, fewer, again = (tmp_path / name for name in ("one", "many", "fewer", "again"))
+    for out_dir, n, start_from in ((one, 1, None), (many, ranks, one), (fewer, 1, many), (again, ranks, many)):
+        if start_from:
+            step = "step_000004" if start_from == one else "step_000008"
+            shutil.copytree(start_from / step, out_dir / step)
+        done = run_ranks(n, settings | dict(out_dir=out_dir))
+        assert done.returncode == 0, done.stderr
+    tolerance = 1e-4 if "optimizer_bits" in settings else 2e-5
+    assert_close(step_losses(many), step_losses(one)[4:], tolerance)
+    assert_close(step_losses(fewer), step_losses(one)[8:], tolerance)
+    assert losses(again) == [line for line in losses(many) if line["step"] > 8]
+
+
+def test_the_validation_loss_does_not_depend_on_the_number_of_ranks_to_rounding(text_data, tmp_path):
+    """The same batches, whose losses are summed in float64."""
+    settings = LONGER | dict(dataset=text_data, gradient_accumulation_steps=6, learning_rate=0, max_iters=1)
+    for ranks in (1, 2, 3):
+        done = run_ranks(ranks, settings | dict(out_dir=tmp_path / str(ranks), eval_iters=30))
+        assert done.returncode == 0, done.stderr
+    (one,), (two,), (three,) = (numbers(tmp_path / str(ranks), "val_loss") for ranks in (1, 2, 3))
+    assert two == pytest.approx(one, rel=1e-13) and three == pytest.approx(one, rel=1e-13)
 
 
 def test_8_bit_states_do_not_depend_on_the_number_of_ranks(text_data, tmp_path):
@@ -258,6 +327,54 @@ def test_error_on_all_ranks_is_reported_in_full(text_data, tmp_path):
     done = run_ranks(2, settings, script)
     assert done.returncode == 1 and "lost another rank" in done.stderr, done.stderr
     assert "No space left on device (shm)" in done.stderr, done.stderr
+
+
+BEFORE_THE_FIRST_STEP = {
+    "data": "import data.loader as m; m.Tokens.__init__ = fail",
+    "optimizer": "from optimizers.place import Place; Place.attach = fail",
+    "checkpoint": "import runtime.checkpoint_folder as m; m.read_rows = fail",
+}
+
+
+@pytest.mark.parametrize("where", BEFORE_THE_FIRST_STEP)
+def test_an_error_of_one_rank_before_the_first_step_ends_all_ranks_and_is_said_once(text_data, tmp_path, where):
+    fail = "def fail(*_): raise OSError('no such luck')"
+    script = wrapped(tmp_path, f"{fail}\nif os.environ['RANK'] == '1': {BEFORE_THE_FIRST_STEP[where]}")
+    settings = LONGER | dict(dataset=text_data, out_dir=tmp_path / "out", max_iters=2, timeout=1000)
+    if where == "checkpoint":
+        assert run(settings).returncode == 0
+    done = run_ranks(2, settings | dict(max_iters=3), script)
+    assert done.returncode == 1 and done.stderr == "rank 1: no such luck\n", done.stderr
+
+
+@pytest.mark.parametrize("where", BEFORE_THE_FIRST_STEP)
+def test_a_rank_that_hangs_before_the_first_step_is_named(text_data, tmp_path, where):
+    hang = "import posix, time, runtime.watchdog\nos._exit, runtime.watchdog.BEAT = posix._exit, 0.1\n"
+    hang += "def fail(*_): time.sleep(1000)"
+    script = wrapped(tmp_path, f"{hang}\nif os.environ['RANK'] == '1': {BEFORE_THE_FIRST_STEP[where]}")
+    settings = LONGER | dict(dataset=text_data, out_dir=tmp_path / "out", max_iters=2)
+    if where == "checkpoint":
+        assert run(settings).returncode == 0
+    done = run_ranks(2, settings | dict(max_iters=3, timeout=2), script)
+    doing = {
+        "data": "opening the dataset\n",
+        "optimizer": "allocating\n",
+        "checkpoint": "reading tok_embeddings.weight",
+    }
+    assert done.returncode == 1 and f"rank 1 hangs at {doing[where]}" in done.stderr, done.stderr
+
+
+def test_a_mistake_in_the_code_of_one_rank_has_its_traceback_and_out_of_memory_its_advice(monkeypatch, capsys):
+    with pytest.raises(OSError, match="KeyError"):
+        distributed.on_all_ranks(lambda: {}[KeyError])
+    assert "Traceback" in capsys.readouterr().err
+    with pytest.raises(torch.OutOfMemoryError), distributed.stop_on_error():
+        distributed.on_all_ranks(functools.partial(raising, torch.OutOfMemoryError("CUDA out of memory")))
+    assert capsys.readouterr().err == ""
+
+
+def raising(error):
+    raise error
 
 
 def test_nan_on_one_rank_stops_all_ranks_before_the_update(text_data, tmp_path):

@@ -9,7 +9,7 @@ import torch
 
 import kernels
 from kernels import reference
-from kernels.c_library import c_library
+from kernels.c_library import build, c_library
 from test_kernels import BF16, DEVICE, FP16, FP32, HAS_GPU, assert_same, full_size, randn
 
 adamw_file = sys.modules["kernels.adamw"]  # the package's attribute of that name is the function
@@ -36,7 +36,7 @@ def cpu_adamw(parameter, grad, w, m, v, scalars, *options):
 def cpu_adamw_in_pieces(*arguments):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(adamw_file, "c_library", lambda name: None)  # no C compiler
-        patch.setattr(adamw_file, "CPU_CHUNK", 700)
+        patch.setattr(adamw_file, "CPU_PIECE", 700)
         cpu_adamw(*arguments)
 
 
@@ -114,7 +114,7 @@ def test_adamw_in_c_is_built_by_the_compiler_named(compiler, builds, monkeypatch
     if builds and (found is None or platform.machine() != "x86_64"):
         pytest.skip("no C compiler that knows -m64 here")
     monkeypatch.setenv("CC", compiler.format(found))
-    assert (c_library.__wrapped__("adamw.c") is not None) == builds
+    assert (build.__wrapped__("adamw.c") is not None) == builds
     assert ("kernels/adamw.c was not built" in capsys.readouterr().err) != builds
 
 

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from data.loader import Packed, open_dataset, pack, unpack
+from data.loader import Packed, open_dataset, pack
 from data.tokenizer import get_tokenizer
 from data.tokens import IS_TARGET, OPENS, Tokens
 from data.write import write_dataset
@@ -155,8 +155,8 @@ def assert_same_step(found, expected):
 
 
 def batch_of(blocks):
-    tokens, targets, opens = unpack(blocks)
-    return tokens, targets, document_starts(opens, True)
+    tokens, targets, opens = Packed.unpack(None, blocks)
+    return tokens, targets, document_starts(opens, OPENS)
 
 
 def test_packed_and_padded_batches_give_the_same_loss_and_gradients(model, chats):

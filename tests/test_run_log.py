@@ -130,6 +130,19 @@ def test_the_training_outlives_wandb_and_a_resumed_run_goes_on_in_its_run(tmp_pa
     assert began == [{"project": "p"}, {"project": "p", "id": "a1b2", "resume": "allow"}, {"project": "p"}]
 
 
+@pytest.mark.parametrize("kind", [AttributeError, ImportError, ConnectionError], ids=str)
+def test_a_wandb_that_does_not_start_gets_a_sentence(tmp_path, monkeypatch, capsys, kind):
+    class Broken:
+        def __getattr__(self, name):
+            raise kind("it is broken")
+
+    monkeypatch.setitem(sys.modules, "wandb", Broken())
+    log = run_log.RunLog(tmp_path, "cpu", "float32", tokens_per_step=1, flops_per_token=1)
+    with pytest.raises(SystemExit):
+        log.open(0, project="p")
+    assert "wandb does not start (it is broken). Try " in capsys.readouterr().err
+
+
 def test_a_log_in_ascii_spells_what_it_can():
     code = "from runtime import distributed; distributed.print0('saved out/ünï', 3, end='.')"
     in_ascii = os.environ | {"PYTHONIOENCODING": "ascii"}

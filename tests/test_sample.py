@@ -87,7 +87,7 @@ def test_prompts_come_from_files_and_pipes(train, sample, tmp_path):
     assert together == 2 * alone[0] + 2 * alone[1]
     (tmp_path / "prompts.jsonl").write_text('{"prompt": "the of"}\n{"text": "and"}\n')
     said = sample(prompt_file=tmp_path / "prompts.jsonl")[1]
-    assert said.endswith('prompts.jsonl:2 is {"text": "and"}: expected an object with prompt: str')
+    assert said.endswith("prompts.jsonl:2 has None as prompt: expected a str")
     assert "No such file" in sample(prompt_file=tmp_path / "none.txt")[1]
 
 

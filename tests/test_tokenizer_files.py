@@ -201,6 +201,25 @@ def test_a_dataset_keeps_its_tokenizer_and_says_when_a_file_of_it_is_damaged(tmp
         tokenizer_of(data)
 
 
+def test_metas_file_is_found_where_it_is_published_and_a_dataset_keeps_it(tmp_path):
+    for published in ("hf/original", "meta"):
+        (tmp_path / published).mkdir(parents=True)
+        write_llama3_model(tmp_path / published / "tokenizer.model", ["he"])
+    (tmp_path / "meta/params.json").write_text("{}")
+    (tmp_path / "notes.jsonl").write_text('{"text": "he"}\n{"text": "<|eot_id|>"}\n')
+    for published in ("hf", "meta", "meta/tokenizer.model"):
+        meta = text_prepare([tmp_path / "notes.jsonl"], tmp_path / "data", tokenizer=str(tmp_path / published))
+        assert (meta["tokenizer"], meta["bos"], list(meta["tokenizer_files"])) == ("llama3", 257, ["tokenizer.model"])
+    shutil.rmtree(tmp_path / "meta")
+    tokenizer = tokenizer_of(tmp_path / "data")
+    assert tokenizer.eos == [258, 265, 266] and (tokenizer.bos_token, tokenizer.end_of_text) == (
+        "<|begin_of_text|>",
+        258,
+    )
+    texts = [Tokens(tmp_path / "data", split).shards[0].tolist() for split in ("train", "val")]
+    assert sorted(texts, key=len) == [[257, 256, 258], [257, *b"<|eot_id|>", 258]]
+
+
 def test_no_bos_leaves_it_out_and_bos_needs_one(tmp_path):
     write_hf_folder(tmp_path / "hf", bos="<s>")
     (tmp_path / "in.jsonl").write_text('{"text": "one"}\n{"text": "two"}\n')
@@ -218,7 +237,7 @@ def test_a_run_takes_the_tokenizer_along(train, tmp_path, monkeypatch, plain_pyt
     write_dataset(tmp_path / "data", documents, get_tokenizer(tmp_path / "hf"))
     shutil.rmtree(tmp_path / "hf")
     run = train(dataset=tmp_path / "data", mask_documents=True, n_embd=64, max_iters=2)
-    _, tokens, _, starts = run["read_step"](0)[0]
+    *_, tokens, _, starts = run["read_step"](0)[0]
     first = (tokens == 1).nonzero().tolist()
     assert first and all(starts[row, i] == i and (i == 0 or tokens[row, i - 1] == 0) for row, i in first)
     assert all(starts[row, i - 1] < i for row, i in first if i)  # the end of text belongs to the document that it ends

@@ -160,7 +160,7 @@ def test_documents_that_see_themselves_alone(train, short_documents, tmp_path):
     tokens, starts, n = tokens[row : row + 1].clone(), starts[row : row + 1], int(starts[row, -1])
     other = tokens.clone()
     other[:, : n - 1] = (other[:, : n - 1] + 1) % 256  # not where the last document starts
-    assert run["first_token"] == 256 == tokens[0, n]
+    assert run["train_data"].first_mark == 256 == tokens[0, n]
     with torch.no_grad():
         before, after = (run["model"](x, doc_starts=starts) for x in (tokens, other))
         assert torch.equal(before[:, n:], after[:, n:]) and not torch.equal(before[:, :n], after[:, :n])

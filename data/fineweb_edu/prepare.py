@@ -2,7 +2,7 @@
 
     pip install pyarrow huggingface_hub
     python data/fineweb_edu/prepare.py                         # sample-10BT from the hub, gpt2 tokens
-    python data/fineweb_edu/prepare.py --tokenizer llama3      # after placing Meta's tokenizer.model, see tokenizer.py
+    python data/fineweb_edu/prepare.py --tokenizer Llama-3.2-1B # a published folder, or its tokenizer's file
     python data/fineweb_edu/prepare.py --max_files 1           # one file of 14, enough for a first run
     python data/fineweb_edu/prepare.py --input my_parquets/    # no network; a file or a folder
 

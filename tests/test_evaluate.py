@@ -1,0 +1,168 @@
+"""sample.py --evaluate against transformers on the same files, item by item, without padding."""
+
+import json
+import math
+
+import pytest
+import torch
+
+from data.tokenizer import get_tokenizer, tokenizer_of
+from runtime.checkpoint import load_model
+from runtime.evaluate import evaluate_file, log_likelihoods, windows
+from tests.published import publish, publish_chat_model
+from tests.runs import prose
+
+pytestmark = pytest.mark.usefixtures("plain_pytorch_on_one_core")
+
+
+@torch.no_grad()
+def theirs(hf, ids, n_context):
+    """log p of the tokens behind the first n_context, by transformers: float64."""
+    log_p = hf(torch.tensor([ids])).logits[0, :-1].double().log_softmax(-1)
+    return log_p.gather(-1, torch.tensor(ids[1:])[:, None])[n_context - 1 :, 0]
+
+
+def write_jsonl(path, rows):
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def hellaswag(n):
+    contexts = [prose(i, 3 + i % 5) for i in range(n)]
+    return [
+        {"ctx": ctx, "endings": [prose(100 + 4 * i + j, 1 + (i * j) % 7) for j in range(4)], "label": i % 4}
+        for i, ctx in enumerate(contexts)
+    ]
+
+
+def test_choices_are_those_of_transformers(tmp_path):
+    hf = publish(tmp_path)
+    model, items, encode = load_model(tmp_path), hellaswag(24), get_tokenizer("bytes").encode
+    right = normalised = 0
+    scores, rows = [], []
+    for item in items:
+        context = [256, *encode(item["ctx"])]
+        endings = [encode(f" {ending}") for ending in item["endings"]]
+        log_p = [theirs(hf, context + ending, len(context)).sum().item() for ending in endings]
+        scores += log_p
+        rows += [(context + ending, [False] * len(context) + [True] * len(ending)) for ending in endings]
+        right += max(range(4), key=lambda i: log_p[i]) == item["label"]
+        normalised += max(range(4), key=lambda i: log_p[i] / len(item["endings"][i])) == item["label"]
+    ours = [log_p.sum().item() for log_p, _ in log_likelihoods(model, rows, batch_size=7)]
+    assert max(abs(a - b) / abs(b) for a, b in zip(ours, scores, strict=True)) < 1e-6
+    path = write_jsonl(tmp_path / "val.jsonl", items)
+    tokenizer = get_tokenizer("bytes")
+    tokenizer.bos = 256
+    found = evaluate_file(model, tokenizer, path)
+    assert found == {
+        "accuracy": f"{right / 24:.4f} ({right} of 24)",
+        "accuracy, length-normalised": f"{normalised / 24:.4f} ({normalised} of 24)",
+    }
+    assert right != normalised
+
+
+@pytest.mark.parametrize("window", [None, 50, 2])
+def test_perplexity_and_bits_are_transformers_of_a_sliding_window(tmp_path, window):
+    hf = publish(tmp_path)
+    model, text = load_model(tmp_path), prose(1, 60) + " né 🦙"
+    (tmp_path / "text.txt").write_text(text)
+    ids, size = [256, *text.encode()], window or 129
+    done, total = 1, 0.0
+    for start in range(0, len(ids), size // 2):
+        end = min(start + size, len(ids))
+        total += theirs(hf, ids[start:end], done - start).sum().item()
+        done = end
+        if end == len(ids):
+            break
+    found = evaluate_file(model, get_tokenizer("bytes"), tmp_path / "text.txt", window)
+    n_bytes = len(text.encode())
+    assert found["read"] == f"{n_bytes:,} tokens, {n_bytes:,} bytes"
+    perplexity, bits = math.exp(-total / n_bytes), -total / math.log(2) / n_bytes
+    assert abs(float(found["perplexity"].split()[0]) / perplexity - 1) < 1e-5
+    assert abs(float(found["bits per byte"]) - bits) < 1e-4
+
+
+@pytest.mark.parametrize("n_ids", [2, 3, 9, 10, 11, 40])
+@pytest.mark.parametrize("window", [2, 3, 10])
+def test_windows_predict_every_token_once_and_most_with_half_a_window_before_them(n_ids, window):
+    seen = []
+    for part, predicted in windows(list(range(n_ids)), window):
+        assert len(part) <= window and len(part) == len(predicted) and part == list(range(part[0], part[-1] + 1))
+        seen += [(token, i) for i, (token, wanted) in enumerate(zip(part, predicted, strict=True)) if wanted]
+    assert [token for token, _ in seen] == list(range(1, n_ids))
+    assert all(i >= min(token, window // 2) for token, i in seen)
+
+
+def test_answers_are_scored_as_by_transformers(sample, tmp_path):
+    hf, fast = publish_chat_model(tmp_path / "hf")
+    pairs = [(prose(i, 4), prose(50 + i, 1 + i)) for i in range(10)]
+    totals = []
+    for question, answer in pairs:
+        messages = [{"role": "user", "content": question}]
+        prompt = fast.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
+        n_context = len(fast.encode(prompt))
+        totals.append(theirs(hf, fast.encode(f"{prompt}{answer}<|im_end|>"), n_context))
+    expected = torch.cat(totals).mean().item()
+    turns = [[{"role": "user", "content": q}, {"role": "assistant", "content": a}] for q, a in pairs]
+    files = [
+        write_jsonl(tmp_path / "chats.jsonl", [{"messages": messages} for messages in turns]),
+        write_jsonl(tmp_path / "pairs.jsonl", [{"prompt": q, "completion": a} for q, a in pairs]),
+    ]
+    for path in files:
+        out, said = sample(out_dir=tmp_path / "hf", evaluate=path, batch_size=3)
+        first, second = out.splitlines()
+        assert not said and abs(float(first.removeprefix("mean log-likelihood: ").split()[0]) / expected - 1) < 1e-5
+        assert second.startswith("read: 10 conversations; ")
+
+
+def test_what_cannot_be_evaluated_gets_a_sentence(sample, tmp_path):
+    publish_chat_model(tmp_path / "hf")
+    settings = dict(out_dir=tmp_path / "hf", evaluate=tmp_path / "x.jsonl")
+    cases = {
+        "": "x.jsonl is empty",
+        '{"text": "a"}': "x.jsonl:1: found an object with text, expected an object with messages, or with prompt and",
+        '{"ctx": "a", "endings": ["b", ""], "label": 0}': "x.jsonl:1 has ['b', ''] as endings: expected texts",
+        '{"ctx": "a", "endings": ["b", "c"], "label": 2}': "x.jsonl:1 has 2 as label: expected a number below 2",
+        '{"ctx": "a", "endings": ["b", "c"], "label": "1"}\n{"ctx": 1}': "x.jsonl:2 has 1 as ctx: expected a str",
+        '{"messages": 3}': "x.jsonl:1: messages is not a list of messages",
+        '{"messages": [': "x.jsonl:1 is not JSON: ",
+        '{"prompt": "a", "completion": "' + "b" * 500 + '"}': "the model's context has 128",
+    }
+    for content, expected in cases.items():
+        (tmp_path / "x.jsonl").write_text(content)
+        out, said = sample(**settings)
+        assert expected in said and not out, f"{said}, expected {expected}"
+    assert "No such file" in sample(**settings | {"evaluate": tmp_path / "none.txt"})[1]
+    (tmp_path / "latin.txt").write_bytes(b"caf\xe9")
+    assert "latin.txt is not UTF-8 text" in sample(**settings | {"evaluate": tmp_path / "latin.txt"})[1]
+    (tmp_path / "empty.txt").write_text("")
+    assert "empty.txt is empty" in sample(**settings | {"evaluate": tmp_path / "empty.txt"})[1]
+
+
+def test_a_published_folder_without_bos_starts_after_a_document(tmp_path):
+    publish_chat_model(tmp_path)
+    tokenizer, model = tokenizer_of(tmp_path), load_model(tmp_path)
+    (tmp_path / "a.txt").write_text("a")
+    assert tokenizer.bos is None
+    [(score, _)] = log_likelihoods(model, [([tokenizer.end_of_text, *tokenizer.encode("a")], [False, True])], 1)
+    found = evaluate_file(model, tokenizer, tmp_path / "a.txt")["bits per byte"]
+    assert found == f"{-score.item() / math.log(2):.4f}"
+
+
+def test_lm_evaluation_harness_scores_and_draws_as_we_do(tmp_path):
+    pytest.importorskip("lm_eval")
+    from lm_eval.api.instance import Instance
+
+    from runtime.lm_eval import Nanocria
+
+    hf, _ = publish_chat_model(tmp_path, tie_word_embeddings=False, ascii_only=True)
+    adapter, tokenizer = Nanocria(str(tmp_path), device="cpu"), tokenizer_of(tmp_path)
+    ask = lambda kind, *arguments: [Instance(kind, {}, arguments, 0)]  # noqa: E731
+    context, answer = tokenizer.encode("the of"), tokenizer.encode(" and")
+    [(log_p, greedy)] = adapter.loglikelihood(ask("loglikelihood", "the of", " and"), disable_tqdm=True)
+    assert abs(log_p / theirs(hf, context + answer, len(context)).sum().item() - 1) < 1e-5 and not greedy
+    [text] = adapter.generate_until(ask("generate_until", "the of", {"max_gen_toks": 8, "until": []}))
+    expected = hf.generate(torch.tensor([context]), max_new_tokens=8, do_sample=False, eos_token_id=None)
+    assert text == tokenizer.decode(expected[0, len(context) :].tolist()).split("<|endoftext|>")[0] and len(text) > 2
+    [(log_p, greedy)] = adapter.loglikelihood(ask("loglikelihood", "the of", text), disable_tqdm=True)
+    assert greedy and adapter.loglikelihood_rolling(ask("loglikelihood_rolling", "the of"))[0] < 0

@@ -1,0 +1,72 @@
+"""PyTorch's private names: which are used, and what happens where a version of it has them no more."""
+
+import re
+
+import pytest
+import torch
+
+from kernels.fp8_linear import use_fp8
+from model import Llama, LlamaConfig
+from runtime import memory_stats
+from tests.runs import LONGER, ROOT, losses, run_ranks, wrapped
+
+pytestmark = pytest.mark.usefixtures("plain_pytorch_on_one_core")
+
+USED = {  # by file; test_copy_engines.py does without symmetric memory
+    "kernels/fp8_linear.py": {"_scaled_mm"},
+    "optimizers/on_gpu.py": {"_foreach_norm"},
+    "runtime/copy_engines.py": {"_symmetric_memory"},
+    "runtime/distributed.py": {"_set_pg_timeout", "_spec"},
+    "runtime/memory_stats.py": {"_C", "_dump_snapshot", "_record_memory_history"},
+}
+
+
+def test_these_private_names_of_pytorch_are_used_and_no_others():
+    private, found = re.compile(r"\b(?:torch|dist|like|x|parameter)(?:\.[a-z]\w*)*\.(_[A-Za-z]\w*)"), {}
+    places = ("*.py", "kernels/*.py", "optimizers/*.py", "runtime/*.py", "data/**/*.py")
+    for path in (path for place in places for path in ROOT.glob(place)):
+        names = set(private.findall(path.read_text()))
+        found |= {str(path.relative_to(ROOT)): names} if names else {}
+    assert found == USED
+
+
+@pytest.mark.parametrize("ranks, without", [(1, "torch._foreach_norm"), (2, "dist.distributed_c10d._set_pg_timeout")])
+def test_without_a_private_name_a_run_computes_the_same(text_data, tmp_path, ranks, without):
+    settings = LONGER | dict(dataset=text_data, max_iters=3, keep_last=0)
+    script = wrapped(tmp_path, f"import torch.distributed as dist; del {without}")
+    for out_dir, program in (("with", "train.py"), ("without", script)):
+        done = run_ranks(ranks, settings | dict(out_dir=tmp_path / out_dir), program)
+        assert done.returncode == 0, done.stderr
+    assert losses(tmp_path / "with") == losses(tmp_path / "without")
+
+
+def test_where_a_dtensor_cannot_be_made_of_a_file_the_run_ends_with_a_sentence(text_data, tmp_path):
+    other = (
+        "import runtime.distributed as d; Real = d.DTensor\n"
+        "class Kind(type): __instancecheck__ = lambda self, x: isinstance(x, Real)\n"
+        "d.DTensor = Kind('DTensor', (), {})"
+    )
+    settings = LONGER | dict(dataset=text_data, out_dir=tmp_path / "out", offload="all", offload_dir=tmp_path)
+    done = run_ranks(2, settings, wrapped(tmp_path, other))
+    said = f"rank 0: PyTorch {torch.__version__} makes no DTensor of a part elsewhere: DTensor() takes no arguments\n"
+    assert done.returncode == 1 and done.stderr.endswith(said) and "Traceback" not in done.stderr, done.stderr
+
+
+def test_without_fp8_s_matmul_the_setting_is_refused(monkeypatch):
+    monkeypatch.delattr(torch, "_scaled_mm")
+    with torch.device("meta"):
+        model = Llama(LlamaConfig(n_layer=1, n_head=1, n_kv_head=1, n_embd=16, ffn_dim=16, vocab_size=16, block_size=8))
+    with pytest.raises(ValueError, match=r"has no torch._scaled_mm, which fp8 needs: --fp8=false"):
+        use_fp8(model, "cuda:0")
+
+
+def test_without_the_allocator_s_private_functions_a_run_knows_less_and_goes_on(monkeypatch, tmp_path):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.delattr(torch._C, "_accelerator_setAllocatorSettings")
+    for name in ("_record_memory_history", "_dump_snapshot"):
+        monkeypatch.delattr(torch.cuda.memory, name)
+    memory_stats.let_segments_grow()
+    memory_stats.record_history()
+    memory_stats.stop_history()
+    memory_stats.dump(tmp_path / "snapshot.pickle")
+    assert not list(tmp_path.iterdir())
