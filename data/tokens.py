@@ -9,7 +9,8 @@ A dataset is a folder of
                          the documents, tokens, UTF-8 bytes and SHA-256 of each split, how many tokens each file holds
     tokenizer.json, ...  the tokenizer's files, where its name is not enough; meta.json has their SHA-256
 
-Every document ends with the end-of-text token, a conversation as its template ends it. meta.json is written last: a folder without it is not a dataset.
+Every document ends with the end-of-text token, a conversation as its template ends it. meta.json is written last: a
+folder without it is not a dataset.
 
     from data.tokens import Tokens
     train = Tokens("data/pystdlib", "train")
