@@ -429,10 +429,6 @@ if step == max_iters and val_loss is not None:
         print0(f"next: python sample.py --out_dir={shlex.quote(out_dir)}")
 log.close()
 lock_file.close()
-code = shutdown.exit_code
-if saver.error:
-    before = "the one before" if run_folder.newest(out_dir) else "the start"
-    print0(f"the last checkpoint was not written ({saver.error}). Fix that; the same command continues from {before}")
-    code = 1
+code = saver.exit_code() or shutdown.exit_code
 watchdog.stop()
 distributed.shutdown(code)
