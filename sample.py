@@ -29,7 +29,6 @@ from runtime.checkpoint_folder import open_folder
 from runtime.device import pick_device, pick_dtype
 from runtime.evaluate import evaluate_file, field, read_file
 from runtime.generate import begin_document, generate_text
-from runtime.hf_config import read_config
 
 with contextlib.suppress(ImportError):
     import readline  # noqa: F401  arrow keys in --chat
@@ -42,7 +41,7 @@ prompt_file: str | None = None  # a text file, which is the prompt, or a .jsonl 
 num_samples = 1  # how many continuations of each prompt; they are drawn together
 max_new_tokens = 500  # per sample; it stops sooner where the document or the turn ends
 stop: str | list | None = None  # a string, or a list of strings, before which a text ends too
-tokenizer_path: str | None = None  # llama3's tokenizer.model; none: the one beside the weights, else beside sample.py
+tokenizer: str | None = None  # a tokenizer's folder or file; none: out_dir's own
 
 # conversation
 chat = False  # answer what is typed, in the folder's chat template; /exit or Ctrl-D ends
@@ -68,7 +67,6 @@ configure(globals(), sys.argv[1:])
 
 sys.stdout.reconfigure(errors="replace")  # for terminals that lack some characters
 out_dir = os.path.expanduser(out_dir)  # a shell does not expand the ~ of --out_dir=~/runs
-tokenizer_path = tokenizer_path and os.path.expanduser(tokenizer_path)
 stops = stop if isinstance(stop, list) else [] if stop is None else [stop]
 for name, valid, expected in (
     ("seed", 0 <= seed < 2**63, "at least 0 and below 2**63"),
@@ -149,7 +147,7 @@ def converse(messages: list[dict]) -> None:
 
 try:
     folder = run_folder.read_newest(Path(out_dir), open_folder)
-    tokenizer = get_tokenizer(read_config(folder)[1], tokenizer_path) if tokenizer_path else tokenizer_of(folder.path)
+    tokenizer = get_tokenizer(os.path.expanduser(tokenizer)) if tokenizer else tokenizer_of(folder.path)
     messages = [{"role": "system", "content": system}] if system else []
     if chat:
         encode_prompt(tokenizer, [*messages, {"role": "user", "content": "?"}])  # is there a template that takes these?
