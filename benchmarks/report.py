@@ -127,17 +127,6 @@ def headline() -> str:
     )
 
 
-def steps_short(at=(16, 2048, "none")) -> str:
-    """Each trainer without checkpointing at the README's shape, the fastest first."""
-    points = [p for p in done(load("step")["points"]) if values(p, compare.STEP_PLACE[1:]) == at]
-    ours = next(p["tok_per_s"] for p in points if p["arm"] == "nanocria")
-    rows = [
-        [compare.with_dtype(p["arm"]), f"{p['tok_per_s']:,.0f}", f"{p['peak_gib']:.1f}", f"{p['tok_per_s'] / ours:.2f}"]
-        for p in sorted(points, key=lambda p: -p["tok_per_s"])
-    ]
-    return table(["trainer", "tok/s", "peak GiB", "speed, nanocria = 1"], rows)
-
-
 def fp8_sentence() -> str:
     """What float8 brings, and what torchtitan's recipe does with torchao's."""
     found = {values(p, compare.STEP_PLACE): p["tok_per_s"] for p in done(load("step_fp8")["points"])}
@@ -394,7 +383,7 @@ def ladder_table(r: dict) -> str:
 
 PAGES = {  # page -> its parts: name -> what makes it
     "README.md": {
-        "headline": headline, "fits_headline": fits_headline, "fits": fits_of_both, "steps_short": steps_short,
+        "headline": headline, "fits_headline": fits_headline, "fits": fits_of_both,
         "fp8": fp8_sentence, "finetune": finetune_sentence,
     },
     "benchmarks/README.md": {
