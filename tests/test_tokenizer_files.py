@@ -1,7 +1,6 @@
 """Tokenizers in folders: published ones, datasets, checkpoints; what transformers reads of ours. No network, no GPU."""
 
 import hashlib
-import importlib.util
 import json
 import pickle
 import random
@@ -22,6 +21,7 @@ from data.tokenizer import TextStream, Tiktoken, get_tokenizer, published_name, 
 from data.tokens import Tokens
 from data.write import write_dataset
 from tests.datasets import TEXTS
+from tests.published import package_file
 from tests.runs import prose
 from tests.runs import run as run_script
 from tests.test_tokenizer import write_llama3_model
@@ -336,11 +336,6 @@ def all_blocks():
             yield "".join(char + rng.choice("\n\t 1'sx") for char in rng.sample(chars, len(chars)))
     for _ in range(500):
         yield "".join(rng.choices([*AWKWARD, "'S", "'ll", "  ", "\r\n", "word", "<|endoftext|>"], k=30))
-
-
-def package_file(package, *path):
-    spec = importlib.util.find_spec(package)
-    return pytest.skip(f"pip install {package}") if spec is None else Path(spec.submodule_search_locations[0], *path)
 
 
 @pytest.mark.real
