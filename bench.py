@@ -2,6 +2,7 @@
 
     python bench.py                             what fits in this card: batches of Llama 3.2 1B grow until none does
     python bench.py --preset=study              in 24 GiB, beside Hugging Face and Liger
+    python bench.py --preset=finetune           8B with adapters, beside peft and bitsandbytes
     python bench.py sweep --help                its other settings; likewise for each command below
     python bench.py estimate --card=4090        what fits, by arithmetic, without a GPU
     python bench.py ladder                      every memory technique on top of the last, as if in 24 GiB

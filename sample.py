@@ -29,7 +29,6 @@ from runtime.checkpoint_folder import open_folder
 from runtime.device import pick_device, pick_dtype
 from runtime.evaluate import evaluate_file, field, read_file
 from runtime.generate import begin_document, generate_text
-from runtime.hf_config import read_config
 
 with contextlib.suppress(ImportError):
     import readline  # noqa: F401  arrow keys in --chat
@@ -37,21 +36,19 @@ with contextlib.suppress(ImportError):
 # ----------------------------------------------------------------------------------------------------------------------
 # what to read, what to write
 out_dir = "out"  # a run's folder, one of its checkpoints, or a folder of published weights
-prompt = ""  # -: from standard input; empty: the beginning of a document
+prompt = ""  # from standard input if it is -; empty: the beginning of a document
 prompt_file: str | None = None  # a text file, which is the prompt, or a .jsonl with a {"prompt": ...} a line
 num_samples = 1  # how many continuations of each prompt; they are drawn together
 max_new_tokens = 500  # per sample; it stops sooner where the document or the turn ends
 stop: str | list | None = None  # a string, or a list of strings, before which a text ends too
-tokenizer_path: str | None = None  # llama3's tokenizer.model; none: the one beside the weights, else beside sample.py
+tokenizer: str | None = None  # a tokenizer's folder or file; none: out_dir's own
 
 # conversation
 chat = False  # answer what is typed, in the folder's chat template; /exit or Ctrl-D ends
 system = ""  # the system message, for example "Answer in one sentence."
 
 # evaluation
-evaluate: str | None = (
-    None  # a text, or a .jsonl of conversations, of prompts and completions, or in HellaSwag's format
-)
+evaluate: str | None = None  # a text, or rows of JSON: conversations, prompts and completions, or HellaSwag's format
 window: int | None = None  # tokens of a text that are read at a time; none: the model's context, at most 4,096
 batch_size = 8  # sequences that are scored at a time
 
@@ -70,7 +67,6 @@ configure(globals(), sys.argv[1:])
 
 sys.stdout.reconfigure(errors="replace")  # for terminals that lack some characters
 out_dir = os.path.expanduser(out_dir)  # a shell does not expand the ~ of --out_dir=~/runs
-tokenizer_path = tokenizer_path and os.path.expanduser(tokenizer_path)
 stops = stop if isinstance(stop, list) else [] if stop is None else [stop]
 for name, valid, expected in (
     ("seed", 0 <= seed < 2**63, "at least 0 and below 2**63"),
@@ -151,7 +147,7 @@ def converse(messages: list[dict]) -> None:
 
 try:
     folder = run_folder.read_newest(Path(out_dir), open_folder)
-    tokenizer = get_tokenizer(read_config(folder)[1], tokenizer_path) if tokenizer_path else tokenizer_of(folder.path)
+    tokenizer = get_tokenizer(os.path.expanduser(tokenizer)) if tokenizer else tokenizer_of(folder.path)
     messages = [{"role": "system", "content": system}] if system else []
     if chat:
         encode_prompt(tokenizer, [*messages, {"role": "user", "content": "?"}])  # is there a template that takes these?

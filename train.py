@@ -160,7 +160,8 @@ lock_file = run_folder.claim(out_dir)
 start = find_start(out_dir, init_from)  # a checkpoint, a folder of published weights, or None
 shard_ranks = local_world_size if sharding == "hybrid" else world_size  # that share one copy of the model
 copy_engines = False if base_dtype == "nf4" else copy_engines  # their buffers have one dtype
-copy_engines = pick_copy_engines(copy_engines, device, shard_ranks, offload)
+mesh = distributed.device_mesh(device, sharding == "hybrid", timeout) if world_size > 1 else None
+copy_engines = pick_copy_engines(copy_engines, device, mesh and mesh["shard"].get_group(), offload)
 
 # ----------------------------------------------------------------------------------------------------------------------
 # Data: sequence i of the run is a function of (seed, i) alone. So a step's batch is the same for any number of ranks
@@ -214,7 +215,6 @@ if compile:
     for layer in model.layers:
         layer.compile()
 if world_size > 1:
-    mesh = distributed.device_mesh(device, sharding == "hybrid", timeout)
     shard = functools.partial(
         fully_shard,
         mesh=mesh,
@@ -429,10 +429,6 @@ if step == max_iters and val_loss is not None:
         print0(f"next: python sample.py --out_dir={shlex.quote(out_dir)}")
 log.close()
 lock_file.close()
-code = shutdown.exit_code
-if saver.error:
-    before = "the one before" if run_folder.newest(out_dir) else "the start"
-    print0(f"the last checkpoint was not written ({saver.error}). Fix that; the same command continues from {before}")
-    code = 1
+code = saver.exit_code() or shutdown.exit_code
 watchdog.stop()
 distributed.shutdown(code)

@@ -41,19 +41,16 @@ DESCRIPTIONS = ("meta.json", "run.json", "params.json", "config.json", "base_con
 ROOT = Path(__file__).resolve().parents[1]
 
 
-def get_tokenizer(name: str | Path, path: str | Path | None = None) -> Tokenizer:
-    """The tokenizer of a name, or in a folder or file; `path` is llama3's tokenizer.model, or the folder that holds it.
+def get_tokenizer(name: str | Path) -> Tokenizer:
+    """The tokenizer of a name, or in a folder or file.
 
-    Raises ValueError for an unknown name, a path that the tokenizer does not read or a damaged file, FileNotFoundError
-    when a file is neither here nor to be had, saying where to get it and where to put it, ImportError without the
-    package that reads it.
+    Raises ValueError for an unknown name or a damaged file, FileNotFoundError when a file is neither here nor to be
+    had, saying where to get it and where to put it, ImportError without the package that reads it.
     """
-    if path is not None and name != "llama3":
-        raise ValueError(f"tokenizer_path is {path}, but only the tokenizer llama3 is read from a file, not {name}")
     if name == "bytes":
         return Tiktoken(bytes_encoding())
     if name == "llama3":
-        return read_model(find_model(Path(path or ROOT)))
+        return read_model(find_model(ROOT))
     if name in NAMES:
         tokenizer = Tiktoken(openai_encoding(name))
         tokenizer.files = tokenizer.hf_files()  # another machine may not have the download

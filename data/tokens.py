@@ -4,12 +4,13 @@ A dataset is a folder of
 
     train.bin, val.bin   token ids one after another, little-endian, uint16 where the vocabulary fits, else uint32;
                          a large dataset has shards: train_000000.bin, train_000001.bin, ...
-    train.mask, val.mask   of conversations: a byte for each token, IS_TARGET (an answer's) + OPENS (a conversation)
+    train.mask, val.mask   of conversations: a byte a token, the sum of IS_TARGET and OPENS where they hold
     meta.json            tokenizer, vocab_size, dtype, end_of_text (its id), bos (its id) if documents begin with one,
                          the documents, tokens, UTF-8 bytes and SHA-256 of each split, how many tokens each file holds
     tokenizer.json, ...  the tokenizer's files, where its name is not enough; meta.json has their SHA-256
 
-Every document ends with the end-of-text token. meta.json is written last: a folder without it is not a dataset.
+Every document ends with the end-of-text token, a conversation as its template ends it. meta.json is written last: a
+folder without it is not a dataset.
 
     from data.tokens import Tokens
     train = Tokens("data/pystdlib", "train")
@@ -151,7 +152,8 @@ def read_meta(folder: str | Path) -> dict:
 def how_to_prepare(folder: str | Path, meta: dict | None = None) -> str:
     script = Path(folder) / "prepare.py"
     if script.exists():
-        return f"run python {display_path(script)}" + " --input YOUR_TEXT" * (Path(folder).name == "text")
+        options = {"text": " --input YOUR_TEXT", "chat": " --input YOUR.jsonl --tokenizer FOLDER"}
+        return f"run python {display_path(script)}{options.get(Path(folder).name, '')}"
     if meta and "script" in meta:
         return f"run python {meta['script']} --out {folder}, other options as before"
     return f"run python data/text/prepare.py --input YOUR_TEXT --tokenizer NAME --out {folder}"

@@ -360,16 +360,15 @@ def run_script(main: Callable[[], None]) -> None:
 def add_tokenizer_options(parser: argparse.ArgumentParser, default: str, bos: bool = True) -> None:
     said = f"one of {', '.join(NAMES)}, or a folder or file of Hugging Face's or Meta's (default: {default})"
     parser.add_argument("--tokenizer", default=default, help=said)
-    parser.add_argument("--tokenizer_path", type=path_argument, help="llama3's tokenizer.model, if elsewhere than here")
     if not bos:  # a chat template writes it
         return
     said = "begin each document with the tokenizer's bos (default: where it has one)"
     parser.add_argument("--bos", action=argparse.BooleanOptionalAction, help=said)
 
 
-def tokenizer_for_data(name: str, path: Path | None = None, bos: bool | None = None) -> Tokenizer:
+def tokenizer_for_data(name: str, bos: bool | None = None) -> Tokenizer:
     """The tokenizer of a script's options."""
-    tokenizer = get_tokenizer(name if name in NAMES else os.path.expanduser(name), path)
+    tokenizer = get_tokenizer(name if name in NAMES else os.path.expanduser(name))
     if bos is False or tokenizer.bos == tokenizer.end_of_text:  # behind the end of another a document begins anyway
         tokenizer.bos = None
     if bos and tokenizer.bos is None:

@@ -96,8 +96,7 @@ def _merge_kernel(
     part = (row_head * SPLITS + splits) * GROUP + head
     row_max = tl.load(max_ptr + part)
     weight = tl.exp(row_max - tl.max(row_max, axis=0))
-    mask = (splits < SPLITS)[:, None] & (dims < D)[None, :]
-    parts = tl.load(parts_ptr + part[:, None] * D + dims[None, :], mask=mask, other=0.0)
+    parts = tl.load(parts_ptr + part[:, None] * D + dims[None, :], mask=(dims < D)[None, :], other=0.0)
     y = tl.sum(parts * weight[:, None], axis=0) / tl.sum(tl.load(sum_ptr + part) * weight, axis=0)
     tl.store(y_ptr + (row_head * GROUP + head) * D + dims, y.to(y_ptr.dtype.element_ty), mask=dims < D)
 

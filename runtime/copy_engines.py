@@ -54,15 +54,15 @@ def can_copy(device: str, shard_ranks: int, offload: str) -> bool:
     return all_reduce_max([not possible])[0] == 0
 
 
-def pick_copy_engines(wanted: bool | None, device: str, shard_ranks: int, offload: str) -> bool:
+def pick_copy_engines(wanted: bool | None, device: str, group: dist.ProcessGroup | None, offload: str) -> bool:
     """Whether to use them: wanted None means where the GPUs can. Ends the run if wanted is True and they cannot."""
-    possible = can_copy(device, shard_ranks, offload)
+    possible = can_copy(device, group.size() if group else 1, offload)
     if wanted and world_size > 1 and not possible:
         stop("copy_engines needs a model's GPUs on one host, where they reach each other's memory, and no offload=all")
     if not possible or wanted is False:
         return False
     try:
-        on_all_ranks(lambda: check_transfer(device, shard_ranks))
+        on_all_ranks(lambda: check_transfer(device, group))
     except (OSError, ValueError) as error:
         if wanted:
             stop(f"copy_engines do not work here: {error}")
@@ -71,13 +71,13 @@ def pick_copy_engines(wanted: bool | None, device: str, shard_ranks: int, offloa
     return True
 
 
-def check_transfer(device: str, shard_ranks: int) -> tuple:
+def check_transfer(device: str, group: dist.ProcessGroup) -> tuple:
     """Gather and reduce small numbers, three times through the same buffers. RuntimeError if others arrive.
 
     Returns what holds the buffers, to be kept until all ranks are here.
     """
-    group, n = dist.new_subgroups(shard_ranks, backend="gloo")[0], 1024
-    numel, dtype, me = group.size() * n, torch.bfloat16, group.rank()
+    n, dtype, me = 1024, torch.bfloat16, group.rank()
+    numel = group.size() * n
     gather, scatter = CopyEngineAllGather(group, 1, numel), CopyEngineReduceScatter(group, 1, numel)
     ranks = torch.arange(group.size(), device=device).repeat_interleave(n)
     for turn in range(3):

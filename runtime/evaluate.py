@@ -11,6 +11,7 @@ half a window before them. The first token follows the bos, or the end of anothe
 
 Endings are compared by log p (accuracy) and by log p divided by their length in characters (length-normalised): acc and
 acc_norm of lm-evaluation-harness. As there, "ctx ending" is encoded as one text; what is behind ctx's tokens counts.
+(Its task hellaswag cleans and capitalises what it reads first; runtime/lm_eval.py runs that.)
 """
 
 import math
@@ -113,9 +114,7 @@ def evaluate_choices(
         if not all(isinstance(ending, str) and ending for ending in endings):
             raise ValueError(f"{where} has {endings!r:.60} as endings: expected texts")
         if str(label) not in map(str, range(len(endings))):  # some of HellaSwag's files have "2"
-            raise ValueError(
-                f"{where} has {label!r} as label: expected the number of one of its {len(endings)} endings"
-            )
+            raise ValueError(f"{where} has {label!r} as label: expected a number below {len(endings)}")
         n_context = len(begin_document(tokenizer, ctx.rstrip()))  # as there, blanks go with the ending
         for ending in endings:
             ids = begin_document(tokenizer, f"{ctx} {ending}")

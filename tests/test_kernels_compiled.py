@@ -124,6 +124,10 @@ def compile_for(card):
     for case in product(("flash_attention",), (64, 128), (FP16, FP32), (None, torch.zeros(1, 256, dtype=torch.int32))):
         _, head_dim, dtype, starts = case
         run(kernels.flash_attention, [randn(1, 256, heads, head_dim, dtype=dtype) for heads in (4, 2, 2)], [starts])
+    for case in product(("decode_attention",), (64, 128), (FP16, FP32)):
+        _, head_dim, dtype = case
+        q, k, cache = (randn(1, n, heads, head_dim, dtype=dtype) for n, heads in ((1, 16), (1, 4), (300, 4)))
+        kernels.decode_attention(q, k, k, cache, cache, torch.zeros(1, dtype=torch.int64))
     if capability >= 89:  # before Ada there is no float8
         case = "fp8_linear", 256, torch.bfloat16
         x8, scales = quantize(randn(64, 256, dtype=torch.bfloat16))

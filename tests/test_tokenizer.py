@@ -48,7 +48,7 @@ def test_llama3_special_tokens_have_the_published_ids():
 def test_llama3_reads_tokenizer_model_and_round_trips(tmp_path):
     model = write_llama3_model(tmp_path / "tokenizer.model", ["he", "ll", "hell", "hello"])
     for path in (model, str(model), tmp_path):  # the file, or the folder it is in
-        tokenizer = get_tokenizer("llama3", path)
+        tokenizer = get_tokenizer(path)
     assert tokenizer.n_vocab == 260 + 256
     assert tokenizer.end_of_text == 261
     assert tokenizer.encode("hello") == [259]
@@ -73,26 +73,27 @@ def test_llama3_never_merges_across_the_published_splits(tmp_path, string, piece
     # every substring is a token, so only the split pattern keeps the whole string from being one
     substrings = {string[i:j] for i in range(len(string)) for j in range(i + 1, len(string) + 1)}
     tokens = sorted((s for s in substrings if len(s.encode()) > 1), key=len)
-    tokenizer = get_tokenizer("llama3", write_llama3_model(tmp_path / "tokenizer.model", tokens))
+    tokenizer = get_tokenizer(write_llama3_model(tmp_path / "tokenizer.model", tokens))
     assert [tokenizer.decode([token]) for token in tokenizer.encode(string)] == pieces
 
 
 def test_llama3_reads_tokenizer_model_again_after_it_changed(tmp_path):
     path = tmp_path / "tokenizer.model"
-    assert get_tokenizer("llama3", write_llama3_model(path, ["ab"])).n_vocab == 257 + 256
-    assert get_tokenizer("llama3", write_llama3_model(path, ["ab", "cd"])).n_vocab == 258 + 256
+    assert get_tokenizer(write_llama3_model(path, ["ab"])).n_vocab == 257 + 256
+    assert get_tokenizer(write_llama3_model(path, ["ab", "cd"])).n_vocab == 258 + 256
 
 
-def test_llama3_without_tokenizer_model_says_where_to_get_it(tmp_path):
+def test_llama3_without_tokenizer_model_says_where_to_get_it(monkeypatch, tmp_path):
+    monkeypatch.setattr("data.tokenizer.ROOT", tmp_path)
     with pytest.raises(FileNotFoundError, match=r"huggingface\.co/meta-llama.*hf download"):
-        get_tokenizer("llama3", tmp_path / "tokenizer.model")
+        get_tokenizer("llama3")
 
 
 @pytest.mark.parametrize("content", [b"\x0a\x0b sentencepiece \xff", b"aGVsbG8= 0\n", b"AA== 0\nAQ== 7\n"])
 def test_llama3_rejects_a_file_in_another_format(tmp_path, content):
     (tmp_path / "tokenizer.model").write_bytes(content)
     with pytest.raises(ValueError, match=r"tokenizer\.model(:\d+)? is "):
-        get_tokenizer("llama3", tmp_path)
+        get_tokenizer(tmp_path)
 
 
 @pytest.mark.parametrize("name, nearest", [("lama3", "llama3"), ("gpt-2", "gpt2"), ("cl100k", "cl100k_base")])
@@ -137,8 +138,3 @@ def test_million_consecutive_blanks_are_tokenized(text):
     tokens, _, counts = encode_batch([("train", text)], tokenizer)["train"]
     assert (counts["documents"], counts["bytes"]) == (1, len(text))
     assert tokenizer.decode(tokens[:-1]) == text and tokens[-1] == 256
-
-
-def test_tokenizer_path_is_rejected_for_tokenizers_other_than_llama3(tmp_path):
-    with pytest.raises(ValueError, match="only the tokenizer llama3 is read from a file, not gpt2"):
-        get_tokenizer("gpt2", tmp_path / "tokenizer.model")

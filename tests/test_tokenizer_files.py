@@ -20,8 +20,7 @@ from data.tiktoken_files import DOWNLOADS, LLAMA3_PATTERN, OPENAI
 from data.tokenizer import TextStream, Tiktoken, get_tokenizer, published_name, tokenizer_of
 from data.tokens import Tokens
 from data.write import write_dataset
-from tests.datasets import TEXTS
-from tests.published import package_file
+from tests.datasets import TEXTS, package_file
 from tests.runs import prose
 from tests.runs import run as run_script
 from tests.test_tokenizer import write_llama3_model
@@ -81,7 +80,7 @@ def test_bos_is_what_the_tokenizer_puts_first(tmp_path):
     assert get_tokenizer(tmp_path / "told").bos == 1
     write_hf_folder(tmp_path / "told not to", bos="<s>", add_bos_token=False)
     assert get_tokenizer(tmp_path / "told not to").bos is None
-    assert get_tokenizer("llama3", write_llama3_model(tmp_path / "tokenizer.model", [])).bos == 256
+    assert get_tokenizer(write_llama3_model(tmp_path / "tokenizer.model", [])).bos == 256
 
 
 def test_generation_config_says_where_a_model_stops_and_a_file_holds_the_template(tmp_path):
@@ -343,8 +342,7 @@ def all_blocks():
 def test_published_vocabularies_give_the_same_ids_as_tokenizer_json(name):
     tokenizers = pytest.importorskip("tokenizers")
     try:
-        path = package_file("llama_models", "llama3/tokenizer.model") if name == "llama3" else None
-        ours = get_tokenizer(name, path)
+        ours = get_tokenizer(package_file("llama_models", "llama3/tokenizer.model") if name == "llama3" else name)
     except OSError as error:
         pytest.skip(str(error))
     theirs = tokenizers.Tokenizer.from_str(ours.hf_files()["tokenizer.json"].decode())

@@ -90,7 +90,6 @@ def prepare(
     inputs: list[Path],
     folder: Path = HERE,
     tokenizer: str = "llama3",
-    tokenizer_path: Path | None = None,
     template: Path | None = None,
     val_fraction: float = 0.05,
     errors: str = "strict",
@@ -101,7 +100,7 @@ def prepare(
     OSError or ValueError if the input is missing or wrong, an answer has no end, or there is no template.
     """
     check_val_fraction(val_fraction)
-    found = tokenizer_for_data(tokenizer, tokenizer_path)
+    found = tokenizer_for_data(tokenizer)
     if template:
         found.chat_template = Path(template).read_text()
     found.chat_template = template_of(found)

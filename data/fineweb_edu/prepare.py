@@ -119,7 +119,6 @@ def prepare(
     input: Path | None = None,
     folder: Path = HERE,
     tokenizer: str = "gpt2",
-    tokenizer_path: Path | None = None,
     bos: bool | None = None,
     sample: str = "10BT",
     max_files: int | None = None,
@@ -132,7 +131,7 @@ def prepare(
     check_val_fraction(val_fraction)
     if max_files is not None and max_files < 1:
         raise ValueError(f"--max_files is {max_files}, expected 1 or more")
-    encoding, folder = tokenizer_for_data(tokenizer, tokenizer_path, bos), Path(folder)
+    encoding, folder = tokenizer_for_data(tokenizer, bos), Path(folder)
     ids = encoding.name + (" with bos" if encoding.bos is not None else "")
     if input is None:
         names = list_hub(sample)

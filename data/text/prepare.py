@@ -207,7 +207,6 @@ def prepare(
     inputs: list[Path],
     folder: Path = HERE,
     tokenizer: str = "bytes",
-    tokenizer_path: Path | None = None,
     bos: bool | None = None,
     field: str | None = None,
     val_fraction: float | None = None,
@@ -230,7 +229,7 @@ def prepare(
     # than all that is to validate.
     least = min(2**14, max(int(n_bytes * val_fraction), 256)) if 0 < n_bytes < SMALL else 2**14
     max_chars = min(max(int(n_bytes * val_fraction / 8), least), 2**20)
-    tokenizer = tokenizer_for_data(tokenizer, tokenizer_path, bos)
+    tokenizer = tokenizer_for_data(tokenizer, bos)
     texts = read_documents(files, field or "text", max_chars, bad)
     texts = count_special(texts, tokenizer.special_tokens | set(END_OF_TEXT_NAMES), spelled_out)
     try:
