@@ -223,7 +223,7 @@ def test_metas_file_is_found_where_it_is_published_and_a_dataset_keeps_it(tmp_pa
 def test_a_checkpoint_of_metas_tokenizer_has_tokenizer_json_alone(train, tmp_path):
     """llama.cpp's converter takes a tokenizer.model beside config.json for one of SentencePiece, and fails."""
     model = write_llama3_model(tmp_path / "tokenizer.model", ["he"])
-    write_dataset(tmp_path / "data", [("train", prose(0, 200)), ("val", prose(1, 200))], get_tokenizer("llama3", model))
+    write_dataset(tmp_path / "data", [("train", prose(0, 200)), ("val", prose(1, 200))], get_tokenizer(model))
     train(dataset=tmp_path / "data", max_iters=1)
     checkpoint = tmp_path / "out/step_000001"
     assert (checkpoint / "tokenizer.json").exists() and not (checkpoint / "tokenizer.model").exists()
