@@ -133,6 +133,8 @@ def documents(
         if "tokenizer.json" not in found:
             with contextlib.suppress(OSError, ValueError, ImportError):  # it is not on this machine
                 found = tokenizer_of(data or folder.path).hf_files() | found
+        if tokenizer == "llama3" and "tokenizer.json" in found:
+            found.pop("tokenizer.model", None)  # llama.cpp's converter would take Meta's for one of SentencePiece
         return found
 
     config_json = write_config(config, tokenizer, dtype, folder.config if folder else {}, dataset)

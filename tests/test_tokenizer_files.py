@@ -219,6 +219,18 @@ def test_metas_file_is_found_where_it_is_published_and_a_dataset_keeps_it(tmp_pa
     assert sorted(texts, key=len) == [[257, 256, 258], [257, *b"<|eot_id|>", 258]]
 
 
+@pytest.mark.usefixtures("plain_pytorch_on_one_core")
+def test_a_checkpoint_of_metas_tokenizer_has_tokenizer_json_alone(train, tmp_path):
+    """llama.cpp's converter takes a tokenizer.model beside config.json for one of SentencePiece, and fails."""
+    model = write_llama3_model(tmp_path / "tokenizer.model", ["he"])
+    write_dataset(tmp_path / "data", [("train", prose(0, 200)), ("val", prose(1, 200))], get_tokenizer(model))
+    train(dataset=tmp_path / "data", max_iters=1)
+    checkpoint = tmp_path / "out/step_000001"
+    assert (checkpoint / "tokenizer.json").exists() and not (checkpoint / "tokenizer.model").exists()
+    assert hf_ids(checkpoint, "he said") == [257, *tokenizer_of(tmp_path / "data").encode("he said")]
+    assert tokenizer_of(checkpoint).encode("he said") == tokenizer_of(tmp_path / "data").encode("he said")
+
+
 def test_no_bos_leaves_it_out_and_bos_needs_one(tmp_path):
     write_hf_folder(tmp_path / "hf", bos="<s>")
     (tmp_path / "in.jsonl").write_text('{"text": "one"}\n{"text": "two"}\n')
