@@ -135,7 +135,6 @@ copy_engines: bool | None = None  # communicate by copy engine instead of NCCL; 
 timeout = 600.0  # seconds without progress after which the waiting ranks say which one they wait for and end the run
 # ----------------------------------------------------------------------------------------------------------------------
 settings = configure(globals(), sys.argv[1:])
-check_settings(globals(), world_size)
 
 # ----------------------------------------------------------------------------------------------------------------------
 # Setup: one process for each GPU, rank `rank` of `world_size`. Without torchrun: rank 0 of 1.
@@ -143,6 +142,7 @@ shutdown = ShutdownHandler()  # Ctrl-C ends the run at once, until shutdown.list
 device = pick_device(device)
 dtype = pick_dtype(dtype, device)
 cuda_graph = cuda_graph and device != "cpu"
+check_settings(globals(), world_size)
 torch.set_float32_matmul_precision("high")  # TF32 for what is float32
 
 micro_steps = gradient_accumulation_steps // world_size  # on this rank
@@ -402,8 +402,8 @@ while step < max_iters and not stopping:
             val_loss, result = (None, "interrupted") if stopping else report_loss()
             stopping = stopping or shutdown.requested_anywhere(device)
             watchdog.pause(f"step {step}: saving")  # a disk may take longer than a step
-            run = {"val_loss": val_loss, "dtype": dtype, "settings": settings}
-            run |= {"sequences": earlier_sequences + step * sequences_per_step}
+            sequences = earlier_sequences + step * sequences_per_step
+            run = {"val_loss": val_loss, "sequences": sequences, "dtype": dtype, "settings": settings}
             run |= {"dataset": train_data.meta, "versions": log.versions}
             kept = saver.save(step, run, wait=stopping or step == max_iters)
             print0(f"step {step:05d} | {result} | {kept}")

@@ -7,6 +7,7 @@ collectives below return at once.
 import contextlib
 import os
 import sys
+import time
 import traceback
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -47,7 +48,9 @@ def leave(code: int) -> NoReturn:
 def stop(message: str) -> NoReturn:
     """End the run with a sentence instead of a stack trace. For errors that all ranks find: printed once a machine."""
     if local_rank == 0:
-        print(message, file=sys.stderr)
+        print(message, file=sys.stderr, flush=True)
+    else:
+        time.sleep(1)  # torchrun kills the others when the first one ends: it must have spoken
     leave(1)
 
 

@@ -3,12 +3,17 @@
 python -m runtime.lm_eval run --model nanocria --model_args out_dir=out/mine --tasks hellaswag,arc_easy
 """
 
+import sys
 from pathlib import Path
 
 import torch
-from lm_eval.__main__ import cli_evaluate
-from lm_eval.api.model import TemplateLM
-from lm_eval.api.registry import register_model
+
+try:
+    from lm_eval.__main__ import cli_evaluate
+    from lm_eval.api.model import TemplateLM
+    from lm_eval.api.registry import register_model
+except ImportError as error:
+    sys.exit(f"{error}: pip install lm_eval")
 
 from data.tokenizer import tokenizer_of
 from runtime import run_folder

@@ -138,7 +138,11 @@ def documents(
         return found
 
     config_json = write_config(config, tokenizer, dtype, folder.config if folder else {}, dataset)
-    return from_rank_0(read) | {"config.json": json.dumps(config_json, indent=2).encode()}
+    found = from_rank_0(read)
+    if "generation_config.json" in found and dataset.get("eos"):  # transformers stops by this one, where it is there
+        generation = json.loads(found["generation_config.json"]) | {"eos_token_id": config_json["eos_token_id"]}
+        found["generation_config.json"] = json.dumps(generation, indent=2).encode()
+    return found | {"config.json": json.dumps(config_json, indent=2).encode()}
 
 
 def _documents_of(folder, base, config, settings, dtype, dataset):
@@ -249,5 +253,5 @@ def _changes(run: dict, settings: dict, dataset: dict) -> list[str]:
     return changed + [
         f"the dataset's {name} {run['dataset'].get(name)} -> {value}"
         for name, value in dataset.items()
-        if run["dataset"].get(name, value) != value and name not in ("files", "script")
+        if run["dataset"].get(name, value) != value and name not in ("files", "script", "tokenizer_files")
     ]

@@ -213,6 +213,7 @@ def test_what_the_readme_gives_each_card_fits_it(row):
         (1, {"offload_activations": True, "compile": True}, "offload_activations does not work with compile"),
         (1, {"offload_activations": True, "activation_checkpointing": "none"}, "offload_activations"),
         (2, {"cuda_graph": True}, "cuda_graph needs one GPU and offload=none"),
+        (1, {"cuda_graph": True, "optimizer": "galore"}, "optimizer=galore needs the CPU when it chooses a projection"),
         (2, {"copy_engines": True, "offload": "all"}, "copy_engines needs a model's GPUs on one host, and no offload="),
     ],
 )

@@ -3,6 +3,7 @@
 import gzip
 import json
 import sys
+from types import SimpleNamespace
 
 import pytest
 import tiktoken
@@ -15,6 +16,8 @@ from data.tokenizer import get_tokenizer, tokenizer_of
 from data.tokens import IS_TARGET, OPENS, Tokens
 from data.vocabulary import Tiktoken
 from data.write import run_script
+from model import LlamaConfig
+from runtime.restore import documents
 from tests.datasets import contents, package_file
 from tests.runs import ROOT
 
@@ -262,3 +265,12 @@ def test_prepare_names_the_next_command(written, tmp_path, monkeypatch, capsys):
     output = capsys.readouterr().out
     assert f"config/sft_llama32_1b.py --init_from=FOLDER --dataset={tmp_path}/o" in output
     assert (ROOT / "config/sft_llama32_1b.py").exists()
+
+
+def test_a_checkpoint_says_in_both_files_that_transformers_stops_at_the_end_of_a_turn(tmp_path):
+    (tmp_path / "generation_config.json").write_text('{"eos_token_id": 1, "temperature": 0.6}')
+    base = SimpleNamespace(path=tmp_path, pieces=None, config={"eos_token_id": 1, "bos_token_id": 0})
+    config = LlamaConfig(n_layer=1, n_head=2, n_kv_head=1, n_embd=16, ffn_dim=16, vocab_size=9, block_size=8)
+    found = documents(base, config, "bytes", "bfloat16", {"end_of_text": 1, "eos": [4, 1]})
+    config, generation = (json.loads(found[name]) for name in ("config.json", "generation_config.json"))
+    assert config["eos_token_id"] == generation["eos_token_id"] == [4, 1] and generation["temperature"] == 0.6

@@ -127,7 +127,6 @@ def test_a_run_learns_and_resumes_bit_for_bit_and_not_with_another_rank(train, t
     [
         (dict(galore_rank=17), "galore_rank is 17, the smallest matrix has a side of 16: choose less"),
         (dict(offload="optimizer"), "optimizer=galore works with offload=none"),
-        (dict(cuda_graph=True), "add --cuda_graph=false"),
         (dict(dtype="float16"), "optimizer=galore works with dtype bfloat16 or float32"),
         (dict(galore_interval=0), "galore_interval is 0: it must be at least 1"),
     ],

@@ -71,6 +71,10 @@ def test_a_warm_up_that_never_ends_is_mentioned(train, capsys):
     )
 
 
+def test_a_config_for_a_cuda_graph_trains_on_a_cpu_with_anything(train):
+    train(cuda_graph=True, offload="optimizer", max_iters=1)  # config/baby_llama.py sets it
+
+
 def test_compile_without_a_compiler_gets_a_sentence(monkeypatch, capsys):
     monkeypatch.setenv("CXX", "no-such-compiler")
     require_compiler("cuda:0")
