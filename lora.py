@@ -35,6 +35,12 @@ def packed_rows(config: LlamaConfig) -> dict[str, tuple[int, ...]]:
     }
 
 
+def projections(model: Llama, kind: type[Linear]) -> list[tuple[torch.nn.Module, str, Linear]]:
+    """Those of the layers that are of this kind, each behind the module that holds it and its name there."""
+    held = [(module, *child) for module in model.layers.modules() for child in module.named_children()]
+    return [(module, name, child) for module, name, child in held if isinstance(child, kind)]
+
+
 def add_lora(model: Llama, rank: int, alpha: float, base_dtype: str = "bfloat16") -> None:
     """Gives each projection of the model's layers adapters of this rank, and freezes everything else.
 
@@ -44,10 +50,8 @@ def add_lora(model: Llama, rank: int, alpha: float, base_dtype: str = "bfloat16"
     """
     model.requires_grad_(False)
     rows, kind = packed_rows(model.config), KINDS[base_dtype]
-    for module in list(model.layers.modules()):
-        for name, child in list(module.named_children()):
-            if isinstance(child, Linear):
-                setattr(module, name, kind(child, rows[name], rank, alpha))
+    for module, name, child in projections(model, Linear):
+        setattr(module, name, kind(child, rows[name], rank, alpha))
 
 
 def merge_lora(model: Llama) -> None:
@@ -55,11 +59,9 @@ def merge_lora(model: Llama) -> None:
 
     An NF4 weight counts as what it is read back as, which is what the adapters were trained on.
     """
-    for module in list(model.layers.modules()):
-        for name, child in list(module.named_children()):
-            if isinstance(child, LoRALinear):
-                with torch.device("meta"):
-                    plain = Linear(child.in_features, child.out_features)
-                plain.weight = torch.nn.Parameter(child.merged())
-                setattr(module, name, plain)
+    for module, name, child in projections(model, LoRALinear):
+        with torch.device("meta"):
+            plain = Linear(child.in_features, child.out_features)
+        plain.weight = torch.nn.Parameter(child.merged())
+        setattr(module, name, plain)
     model.requires_grad_(True)

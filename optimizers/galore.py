@@ -24,36 +24,28 @@ import torch.distributed as dist
 
 from kernels.sgdw import sgdw
 from optimizers.adamw import AdamW
-from optimizers.rule import Rule, Shard, is_matrix_of_a_block
+from optimizers.rule import MatrixRule, Shard, is_matrix_of_a_block
 from runtime.hf_names import stacked_rows
 
 ITERATIONS = 4  # each multiplies what is left of a smaller singular value by the square of its ratio to a larger one
 
 
 @dataclass(frozen=True)
-class GaLore(Rule):
+class GaLore(MatrixRule):
     adamw: AdamW = AdamW()
     rank: int = 128
     interval: int = 200  # updates between two bases
     scale: float = 0.25
 
-    def states(self, name, parameter):
-        if not is_matrix_of_a_block(name, parameter.shape):
-            return self.adamw.states(name, parameter)
+    def matrix_states(self, name, parameter):
         projected = torch.empty(len(parameter), self.rank, device="meta")
         basis = (len(stacked_rows(name, parameter.shape)), parameter.shape[1], self.rank)
         return self.adamw.states(name, projected) | {"basis": (basis, torch.float32)}
 
-    def scalars(self, t):
-        return self.adamw.scalars(t)
-
-    def update(self, shards, scalars, step, group):
-        self.adamw.update([x for x in shards if not is_matrix_of_a_block(x.name, x.shape)], scalars, step, group)
+    def update_matrices(self, shards, scalars, step, group):
         # AdamW moves a zero by its step, with a learning rate of -1. Zeros do not decay.
         for_step = torch.cat([scalars[:1], torch.full_like(scalars[:1], -1.0), scalars[2:]])
         for shard in shards:
-            if not is_matrix_of_a_block(shard.name, shard.shape):
-                continue
             basis, moments = shard.states["basis"], {k: x for k, x in shard.states.items() if k != "basis"}
             grad, parts = shard.grad.float(), local_parts(shard, group)
             if step % self.interval == 0:

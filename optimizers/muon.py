@@ -25,7 +25,7 @@ import torch.distributed as dist
 
 from kernels.sgdw import sgdw
 from optimizers.adamw import AdamW
-from optimizers.rule import Rule, Shard, is_matrix_of_a_block
+from optimizers.rule import MatrixRule, Shard, is_matrix_of_a_block
 from runtime.hf_names import stacked_rows
 
 POLAR_EXPRESS = (  # a, b, c of each iteration; the first for X / 1.02, which is safely below 1
@@ -50,26 +50,18 @@ def orthogonalize(x: torch.Tensor, coefficients=POLAR_EXPRESS) -> torch.Tensor:
 
 
 @dataclass(frozen=True)
-class Muon(Rule):
+class Muon(MatrixRule):
     adamw: AdamW = AdamW()  # of all else; its weight decay is of all
     momentum: float = 0.95
     coefficients: tuple[tuple[float, float, float], ...] = POLAR_EXPRESS
 
-    def states(self, name, parameter):
-        if not is_matrix_of_a_block(name, parameter.shape):
-            return self.adamw.states(name, parameter)
+    def matrix_states(self, name, parameter):
         return {"momentum": (parameter.shape, torch.float32)}
 
-    def scalars(self, t):
-        return self.adamw.scalars(t)
-
-    def update(self, shards, scalars, step, group):
+    def update_matrices(self, shards, scalars, step, group):
         kinds = {}  # of equal shapes, stacked alike
         for shard in shards:
-            if is_matrix_of_a_block(shard.name, shard.shape):
-                kinds.setdefault((*stacked_rows(shard.name, shard.shape), shard.shape[1]), []).append(shard)
-        matrices = {shard.name for kind in kinds.values() for shard in kind}
-        self.adamw.update([shard for shard in shards if shard.name not in matrices], scalars, step, group)
+            kinds.setdefault((*stacked_rows(shard.name, shard.shape), shard.shape[1]), []).append(shard)
         ranks = dist.get_world_size(group) if group else 1
         rounds = []
         for kind in kinds.values():
@@ -81,18 +73,17 @@ class Muon(Rule):
 
     def _round(self, shards: list[Shard], scalars: torch.Tensor, ranks: int, group):
         """A generator of three stages, between which rows are on their way."""
-        n_rows, n_columns = shards[0].shape
+        (n_rows, n_columns), rows = shards[0].shape, stacked_rows(shards[0].name, shards[0].shape)
         owned, held = -(-len(shards) // ranks), -(-n_rows // ranks)  # matrices of a rank; rows of a rank, as FSDP has
         x = self._momenta(shards, scalars[0], owned * ranks, held)  # the missing matrices and rows are zeros
         sent = exchange(x, group)
         yield
         x = arrived(sent).view(ranks, owned, held, n_columns).transpose(0, 1).reshape(owned, -1, n_columns)
-        for matrices in x[:, :n_rows].split(stacked_rows(shards[0].name, shards[0].shape), dim=1):
+        for matrices in x[:, :n_rows].split(rows, dim=1):
             matrices.copy_(orthogonalize(matrices, self.coefficients))
         x = x.view(owned, ranks, held, n_columns).transpose(0, 1).reshape(-1, held, n_columns)
         sent = exchange(x, group)
         yield
-        rows = stacked_rows(shards[0].name, shards[0].shape)
         factor = 0.2 * math.sqrt(max(*rows, n_columns))  # k and v have no more rows than columns
         for shard, direction in zip(shards, arrived(sent), strict=False):
             if shard.grad.numel():

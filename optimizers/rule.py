@@ -57,5 +57,26 @@ class Rule:
         return 0
 
 
+class MatrixRule(Rule):
+    """A rule of the blocks' matrices alone. `adamw` is that of all else: embedding, head and norms."""
+
+    def matrix_states(self, name: str, parameter: torch.Tensor) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+        raise NotImplementedError
+
+    def update_matrices(self, shards: list[Shard], scalars, step: int, group: dist.ProcessGroup | None) -> None:
+        raise NotImplementedError
+
+    def states(self, name, parameter):
+        is_matrix = is_matrix_of_a_block(name, parameter.shape)
+        return (self.matrix_states if is_matrix else self.adamw.states)(name, parameter)
+
+    def scalars(self, t):
+        return self.adamw.scalars(t)
+
+    def update(self, shards, scalars, step, group):
+        self.adamw.update([x for x in shards if not is_matrix_of_a_block(x.name, x.shape)], scalars, step, group)
+        self.update_matrices([x for x in shards if is_matrix_of_a_block(x.name, x.shape)], scalars, step, group)
+
+
 def is_matrix_of_a_block(name: str, shape: torch.Size) -> bool:
     return name.startswith("layers.") and len(shape) == 2

@@ -12,5 +12,9 @@ from optimizers.rule import Rule
 def rule_of(settings: Mapping) -> Rule:
     kind = {32: AdamW, 8: AdamW8bit}[settings["optimizer_bits"]]
     adamw = kind(betas=(settings["beta1"], settings["beta2"]), weight_decay=settings["weight_decay"])
-    galore = GaLore(adamw, settings["galore_rank"], settings["galore_interval"], settings["galore_scale"])
-    return {"adamw": adamw, "muon": Muon(adamw), "galore": galore}[settings["optimizer"]]
+    match settings["optimizer"]:
+        case "muon":
+            return Muon(adamw)
+        case "galore":
+            return GaLore(adamw, settings["galore_rank"], settings["galore_interval"], settings["galore_scale"])
+    return adamw
