@@ -13,6 +13,7 @@ from itertools import groupby
 from benchmarks import arms, compare
 from benchmarks.compare import SIZE, VARIES, done, table, values
 from benchmarks.record import ROOT, load
+from data.files import atomic_write
 
 PLOTS = ROOT / "benchmarks" / "plots"
 NAMES = {  # of the packages that a footer names
@@ -418,7 +419,8 @@ def write_pages() -> None:
 
     pages = {page: render((ROOT / page).read_text(), page) for page in PAGES}
     for page, text in pages.items():
-        (ROOT / page).write_text(text)
+        with atomic_write(ROOT / page) as file:  # who reads the page meanwhile finds it whole
+            file.write(text.encode())
     draw.draw_baby(PLOTS / "baby_llama.png")
     for plot, (name, draw_plot) in draw.PLOTS.items():
         draw_plot(load(name), PLOTS / f"{plot}.png")
