@@ -44,24 +44,16 @@ class Optimizer:
         """How many steps have changed the weights. Waits for the GPU."""
         return self._updates.item()
 
-    @updates.setter
-    def updates(self, value: int):
-        self._updates.fill_(value)
-
     def counters(self, step: int) -> dict:
         """For run.json after `step` steps: numbers that are no tensors of a parameter. Waits for the GPU."""
         scale = {"loss_scale": 1.0} if self.loss_scale is None else self.loss_scale.state(step)
         return {"updates": self.updates} | scale
 
     def load_counters(self, run: dict) -> None:
-        self.updates, self.place.step = run["updates"], run["step"]
+        self._updates.fill_(run["updates"])
+        self.place.step = run["step"]
         if self.loss_scale is not None and run["dtype"] == "float16":
             self.loss_scale.load(run)
-
-    @property
-    def shard_group(self) -> dist.ProcessGroup | None:
-        """The ranks that share one copy of the parameters (hybrid sharding has several copies); None without FSDP."""
-        return self.place.shard_group
 
     # ------------------------------------------------------------------------------------------------------------------
     # A step
@@ -102,9 +94,9 @@ class Optimizer:
     def grad_norm(self) -> torch.Tensor:
         """The norm of the gradients of all ranks, the loss scale still in it."""
         norm = self.place.norm()
-        if self.shard_group is not None:
+        if self.place.shard_group is not None:  # None without FSDP
             norm.square_()
-            dist.all_reduce(norm, group=self.shard_group)
+            dist.all_reduce(norm, group=self.place.shard_group)
             norm.sqrt_()
         if self.place.replica_group is not None:  # sums in another order differ, and then the replicas would
             dist.broadcast(norm, group=self.place.replica_group, group_src=0)

@@ -67,12 +67,8 @@ class Place:
         self.states = {name: self._states(name, p) for name, p in parameters.items()}
         self.sums = {}  # the float32 sums of gradients, if there are several micro-batches
 
-    def _device_of(self, parameter):
-        return torch.device(self.device or local(parameter).device)
-
     def _master(self, parameter):
-        device = self._device_of(parameter)
-        dtype = self.master_dtype(parameter.dtype, local(parameter).device == device)
+        dtype = self.master_dtype(parameter.dtype, self.device in (None, local(parameter).device.type))
         if dtype is None:
             return parameter
         master = self._new_state(parameter.detach(), parameter.shape, dtype)
@@ -85,7 +81,7 @@ class Place:
         return {state: self._new_state(parameter.detach(), shape, dtype) for state, (shape, dtype) in found.items()}
 
     def _new_state(self, parameter, shape, dtype):
-        return new_state(parameter, shape, dtype, self._device_of(parameter))
+        return new_state(parameter, shape, dtype, self.device or local(parameter).device)
 
     def local_states(self, name: str) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
         """This rank's part of a parameter's master, and of its states."""

@@ -92,10 +92,6 @@ class Saver:
         if not self.keep_last:
             return "nothing saved"
         self.finish(step)
-        self.start(step, run)
-        return self.outcome() if wait or self.future.done() else "saving"
-
-    def start(self, step: int, run: dict) -> None:
         began = time.perf_counter()
         run = {"step": step, **self.optimizer.counters(step), **run}
         copies = self.copies.result() if self.copies else None
@@ -105,6 +101,7 @@ class Saver:
         if copies is None:
             concurrent.futures.wait([self.future])
         self.seconds += time.perf_counter() - began
+        return self.outcome() if wait or self.future.done() else "saving"
 
     def _copy(self, copies) -> torch.cuda.Event | None:
         """Copies on a stream of its own, at the same time as the training. Returns the event at its end."""
@@ -194,29 +191,26 @@ def rows_to_save(tensors: dict, parameters: dict[str, nn.Parameter], config: Lla
         for rows in hf_rows(name, x, config, state):
             if state or x.dtype == dtype:
                 files["optimizer" if state else model].append(rows)
-                continue
-            files[model].append(rows._replace(dtype=dtype, tensor=partial(_rounded, rows.tensor, dtype)))
-            if dtype == torch.bfloat16:
-                lower = partial(_lower_half, rows.tensor)
-                rows = rows._replace(name=f"lower_half.{rows.name}", dtype=torch.int16, tensor=lower)
             else:
-                rows = rows._replace(name=f"master.{rows.name}")
-            files["optimizer"].append(rows)
+                weight, beside = _split_master(rows, dtype)
+                files[model].append(weight)
+                files["optimizer"].append(beside)
     return files
 
 
-def _rounded(master, dtype):
-    return _halves(master)[0] if dtype == torch.bfloat16 else master.to(dtype)
+def _split_master(rows: Rows, dtype: torch.dtype) -> tuple[Rows, Rows]:
+    if dtype != torch.bfloat16:
+        return rows._replace(dtype=dtype, tensor=partial(rows.tensor.to, dtype)), rows._replace(
+            name=f"master.{rows.name}"
+        )
 
+    def half(i):
+        halves = torch.empty_like(rows.tensor, dtype=dtype), torch.empty_like(rows.tensor, dtype=torch.int16)
+        split_halves(rows.tensor, *halves)
+        return halves[i]
 
-def _lower_half(master):
-    return _halves(master)[1]
-
-
-def _halves(master):
-    halves = torch.empty_like(master, dtype=torch.bfloat16), torch.empty_like(master, dtype=torch.int16)
-    split_halves(master, *halves)
-    return halves
+    lower = rows._replace(name=f"lower_half.{rows.name}", dtype=torch.int16, tensor=partial(half, 1))
+    return rows._replace(dtype=dtype, tensor=partial(half, 0)), lower
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -225,31 +219,39 @@ def _halves(master):
 
 def read_weights(
     folder: Folder, parameters: dict[str, nn.Parameter], config: LlamaConfig, put: Callable,
-    states: dict | None = None, progress: Callable[[str], None] = lambda doing: None,
+    tensors: dict | None = None, progress: Callable[[str], None] = lambda doing: None,
 ) -> None:  # fmt: skip
     """Calls put(name, rows) with this rank's float32 rows, on the CPU, of each parameter; fills the states too.
 
-    states: those of Optimizer.tensors(). progress: the watchdog's, called before each tensor. A rank holds its rows of
-    one parameter at a time. Every rank calls it.
-    Raises, on all ranks, what read_into raises, and ValueError if the folder holds more than these.
+    tensors: Optimizer.tensors(). progress: the watchdog's, called before each tensor. A rank holds its rows of one
+    parameter at a time; where both run and folder have masters in halves, of none: they are read to their places.
+    Every rank calls it. Raises, on all ranks, what read_into raises, and ValueError if the folder holds more.
     """
-    states = [rows for (name, state), x in (states or {}).items() for rows in hf_rows(name, x, config, state)]
-    wanted = {hf_name for name in parameters for hf_name in hf_names(name)} | {rows.name for rows in states}
+    weights = {hf_name for name in parameters for hf_name in hf_names(name)}
+    # A whole master is the weight and what stands beside it: for one of which it is missing read_into raises.
+    kinds = [kind for kind in ("lower_half", "master") if any(f"{kind}.{name}" in folder.tensors for name in weights)]
+    kept = kinds[0] if kinds else ""
+    in_place = kept == "lower_half" and any(state == kept for _, state in tensors or {})
+    states = [
+        rows
+        for (name, state), x in (tensors or {}).items()
+        if in_place or state not in ("", "lower_half")
+        for rows in hf_rows(name, x, config, state)
+    ]
     found = {
         name
         for name, (file, _) in folder.tensors.items()
-        if not name.startswith(("lower_half.", "master.")) and (states or not file.startswith("optimizer"))
+        if not name.startswith(("lower_half.", "master.")) and (tensors or not file.startswith("optimizer"))
     }
-    # A whole master is the weight and what stands beside it: for one of which it is missing read_into raises.
-    kept = next((kind for kind in ("lower_half", "master") if any(f"{kind}.{n}" in folder.tensors for n in wanted)), "")
     embedding, head = "model.embed_tokens.weight", "lm_head.weight"
     tied_twice = config.tie_embeddings and head in found
-    more = {name for name in found - wanted - {head} if not name.endswith("rotary_emb.inv_freq")}  # of old versions
+    more = found - weights - {rows.name for rows in states} - {head}
+    more = {name for name in more if not name.endswith("rotary_emb.inv_freq")}  # of old versions
     if more:
         raise ValueError(f"{folder.path} has {len(more)} tensors that the model has no place for: {min(more)}, ...")
 
     def rows() -> Iterator[Rows]:  # read_into reads each before it asks for the next
-        for name, parameter in parameters.items():
+        for name, parameter in () if in_place else parameters.items():
             progress(f"reading {name}")
             whole = yield from _read_weight(name, parameter, config, kept)
             if tied_twice and hf_names(name) == [embedding]:

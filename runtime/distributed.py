@@ -171,23 +171,18 @@ def _reason(error) -> str:
     return next(iter(str(error).strip().splitlines()), type(error).__name__)
 
 
-def differing(values: dict) -> list[str]:
-    """The names of the values that are not the same on all ranks. Every rank must call it; all get the same list."""
-    found = [{name: repr(value) for name, value in values.items()}] * world_size
-    if world_size > 1:
-        dist.all_gather_object(found, found[0])
-    names = dict.fromkeys(name for of_rank in found for name in of_rank)  # a dict keeps their order
-    return [name for name in names if len({of_rank.get(name) for of_rank in found}) > 1]
-
-
 SAME_COMMAND = "every machine needs the same command line and data, every rank a config that computes the same values"
 
 
 def require_same_on_all_ranks(values: dict, fix: str = SAME_COMMAND) -> None:
     """End the run if these values are not the same on all ranks. Every rank must call it."""
-    names = differing(values)
-    if names:
-        stop(f"the ranks differ in {', '.join(names[:5])}: {fix}")
+    found = [{name: repr(value) for name, value in values.items()}] * world_size
+    if world_size > 1:
+        dist.all_gather_object(found, found[0])
+    names = dict.fromkeys(name for of_rank in found for name in of_rank)  # a dict keeps their order
+    differing = [name for name in names if len({of_rank.get(name) for of_rank in found}) > 1]
+    if differing:
+        stop(f"the ranks differ in {', '.join(differing[:5])}: {fix}")
 
 
 def worker_thread() -> ThreadPoolExecutor:

@@ -170,8 +170,7 @@ def _resume(out_dir, model, optimizer, settings, dtype, dataset, progress):
                 stop(f"{path} is beyond max_iters, {settings['max_iters']}: raise that, or name another --out_dir")
             base, tensors = _base_of(folder, settings), optimizer.tensors()
             others = _documents_of(folder, base, model.config, settings, dtype, dataset)
-            states = {(name, state): x for (name, state), x in tensors.items() if state not in ("", "lower_half")}
-            read_weights(folder, optimizer.parameters, model.config, optimizer.set_weight, states, progress)
+            read_weights(folder, optimizer.parameters, model.config, optimizer.set_weight, tensors, progress)
             if base:
                 read_base(base, model, progress)
             break

@@ -4,9 +4,7 @@ import errno
 import json
 import multiprocessing
 import os
-import pickle
 import shutil
-from pathlib import Path
 
 import pytest
 import safetensors.torch
@@ -371,7 +369,7 @@ CHANGES = {
     "nested": lambda content: b"[" * 10**5,
 }
 IN_DATA = {"rows swapped": swap(480, 240, 96), "bytes moved": swap(100, 99, 50), "bytes compensated": compensate}
-FILES = ["config.json", "run.json", "model.safetensors.index.json", "optimizer.safetensors.index.json"]
+FILES = ["config.json", "run.json", "optimizer.safetensors.index.json"]
 SHARDS = ["model-00002-of-00002.safetensors", "optimizer-00001-of-00006.safetensors"]
 
 
@@ -392,41 +390,27 @@ def test_every_damage_is_found_and_named(saved, tmp_path, file, what):
 
 
 @pytest.mark.parametrize("file", FILES + SHARDS)
-def test_a_missing_file_is_named(saved, tmp_path, file):
-    path, states = shutil.copytree(saved[0], tmp_path / "x"), saved[1]
+def test_a_missing_file_is_named_and_a_pipe_not_waited_for(saved, tmp_path, file):
+    path = shutil.copytree(saved[0], tmp_path / "x")
     (path / file).unlink()
-    if file == "run.json":  # then it is a published folder
-        assert open_folder(path).run is None
-        return
-    with pytest.raises(Damaged, match=rf"{file.replace('.index.json', '')}.* is missing"):
-        read(path, ODD, states)
+    if file == "run.json":
+        assert open_folder(path).run is None, "then it is a published folder"
+    else:
+        with pytest.raises(Damaged, match=rf"{file.replace('.index.json', '')}.* is missing"):
+            read(path, ODD, saved[1])
+    os.mkfifo(path / file)
+    with pytest.raises(Damaged, match=f"{file} is not a file"):
+        read(path, ODD, saved[1])
 
 
 def test_a_shard_under_another_name_is_found(saved, tmp_path):
     path = shutil.copytree(saved[0], tmp_path / "x")
     one, two = (path / f"optimizer-0000{i}-of-00006.safetensors" for i in (3, 4))
-    one.rename(path / "third")
+    content = one.read_bytes()
     two.rename(one)
-    (path / "third").rename(two)
+    two.write_bytes(content)
     with pytest.raises(Damaged):
         read(path, ODD, saved[1])
-
-
-class Hostile:
-    def __reduce__(self):
-        return os.mkdir, ("executed",)
-
-
-@pytest.mark.parametrize("file", FILES + SHARDS)
-def test_no_file_of_a_checkpoint_is_executed_nor_waited_for(saved, tmp_path, monkeypatch, file):
-    monkeypatch.chdir(tmp_path)
-    path = shutil.copytree(saved[0], tmp_path / "x")
-    for content in (pickle.dumps(Hostile()), None):
-        (path / file).unlink()
-        (path / file).write_bytes(content) if content else os.mkfifo(path / file)
-        with pytest.raises(Damaged, match=f"{file} (is|has|, of)|{file}, of"):
-            read(path, ODD, saved[1])
-    assert not Path("executed").exists()
 
 
 def header(entries, data=b"", length=None):
@@ -443,14 +427,11 @@ HOSTILE = {
     "a huge header": (header({}, length=2**63), "its header has 9223372036854775808 bytes"),
     "a header beyond the file": (header({}, length=3), "its header has 3 bytes"),
     "a cut header": (header({"x": entry()}, length=9), "is not JSON"),
-    "no UTF-8": (header(b'{"\xff": 1}'), "is not JSON: 'utf-8'"),
     "UTF-16": (header('{"x": 1}'.encode("utf-16")), "is not JSON"),
     "a list": (header([]), "of type list"),
     "deep nesting": (header(b"[" * 10**6), "is not JSON"),
     "NaN": (header(b'{"x": NaN}'), "NaN is no JSON"),
-    "a huge number": (header(b'{"x": 1' + b"0" * 10**5 + b"}"), "is not JSON"),
     "a name twice": (header(b'{"x": 1, "x": 2}'), "'x' is there twice"),
-    "a key twice": (header(b'{"x": {"dtype": 1, "dtype": 2}}'), "'dtype' is there twice"),
     "no entry": (header({"x": 1}), "'x' needs dtype, shape and data_offsets"),
     "a key more": (header({"x": entry(more=1)}, bytes(8)), "and nothing else"),
     "a dtype of a list": (header({"x": entry(dtype=["F32"])}, bytes(8)), "has dtype ['F32']"),
@@ -459,19 +440,13 @@ HOSTILE = {
     "a negative shape": (header({"x": entry(shape=[-2, -1])}, bytes(8)), "no such numbers"),
     "a shape of floats": (header({"x": entry(shape=[2.0])}, bytes(8)), "no such numbers"),
     "a shape of truths": (header({"x": entry(shape=[True], offsets=[0, 4])}, bytes(4)), "no such numbers"),
-    "a shape of a dict": (header({"x": entry(shape={})}, bytes(8)), "no such numbers"),
     "too many dimensions": (header({"x": entry(shape=[1] * 9)}, bytes(4)), "no such numbers"),
     "three offsets": (header({"x": entry(offsets=[0, 8, 16])}, bytes(8)), "no such numbers"),
     "offsets swapped": (header({"x": entry(offsets=[8, 0])}, bytes(8)), "takes 8 bytes, and data_offsets say -8"),
     "another size": (header({"x": entry(shape=[3])}, bytes(8)), "takes 12 bytes, and data_offsets say 8"),
     "beyond the file": (header({"x": entry()}, bytes(7)), "and its header describes"),
-    "more data": (header({"x": entry()}, bytes(9)), "and its header describes"),
     "a gap": (header({"x": entry(offsets=[8, 16])}, bytes(16)), "'x' leaves a gap before it"),
-    "an overlap": (
-        header({"x": entry(), "y": entry(offsets=[4, 12])}, bytes(12)),
-        "'y' overlaps the tensor before",
-    ),
-    "the same place": (header({"x": entry(), "y": entry()}, bytes(8)), "'y' overlaps the tensor before"),
+    "an overlap": (header({"x": entry(), "y": entry(offsets=[4, 12])}, bytes(12)), "'y' overlaps the tensor"),
     "a git-lfs pointer": (b"version https://git-lfs.github.com/spec/v1\n", "git lfs pull"),
 }
 
@@ -517,26 +492,19 @@ def test_digests_that_are_none_are_no_pieces_of_any_size(saved, tmp_path, digest
 
 
 def test_a_full_disk_is_found_before_writing_and_an_error_is_no_damage(saved, tmp_path, monkeypatch):
-    states = saved[1]
-
     def no_space(*_):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    with monkeypatch.context() as patch:
-        patch.setattr(os, "pwritev", no_space)
-        with pytest.raises(OSError, match=r"No space left on device: .*model-00001-of-00002.safetensors"):
-            write(tmp_path / "x", ODD, states)
-    with monkeypatch.context() as patch:
-        patch.setattr(shutil, "disk_usage", lambda path: (10**9, 10**9 - 1000, 1000))
-        with pytest.raises(OSError, match="the disk is full: .* needs 0.0 GiB"):
-            write(tmp_path / "x", ODD, states)
-    with monkeypatch.context() as patch:
-        patch.setattr(os, "preadv", no_space)
-        with pytest.raises(OSError, match="No space left"):  # an OSError is no Damaged, which is a ValueError
-            read(saved[0], ODD, states)
     (tmp_path / "file").write_text("")
-    with pytest.raises(OSError, match="Not a directory"):
-        write(tmp_path / "file/x", ODD, states)
+    for module, name, replaced, folder, said in (
+        (os, "pwritev", no_space, "x", r"No space left on device: .*model-00001-of-00002.safetensors"),
+        (shutil, "disk_usage", lambda path: (10**9, 10**9 - 1000, 1000), "x", "the disk is full: .* needs 0.0 GiB"),
+        (os, "preadv", no_space, None, "No space left"),  # an OSError is no Damaged, which is a ValueError
+        (os, "fsync", os.fsync, "file/x", "Not a directory"),
+    ):
+        with monkeypatch.context() as patch, pytest.raises(OSError, match=said):
+            patch.setattr(module, name, replaced)
+            write(tmp_path / folder, ODD, saved[1]) if folder else read(saved[0], ODD, saved[1])
 
 
 def test_a_killed_save_does_not_stop_the_next(saved, tmp_path):
@@ -545,10 +513,3 @@ def test_a_killed_save_does_not_stop_the_next(saved, tmp_path):
     write(tmp_path / "x", ODD, saved[1])
     found = read(tmp_path / "x", ODD, saved[1])
     assert all(torch.equal(found[key], x) for key, x in saved[1].items())
-
-
-def test_rows_may_be_computed_when_they_are_written(tmp_path):
-    x = torch.arange(10.0)
-    rows = Rows("x", x.dtype, x.shape, 0, lambda: x + 1)
-    write_folder(tmp_path / "x", {"model": [rows]}, DOCUMENTS, {})
-    assert torch.equal(safetensors.torch.load_file(tmp_path / "x/model.safetensors")["x"], x + 1)
