@@ -28,6 +28,8 @@ from runtime.hf_config import read_config, read_context
 from runtime.hf_names import Rows, hf_names, hf_rows
 from runtime.pinned_memory import pinned_empty
 
+PAUSES = "training will pause while a checkpoint is written"
+
 # ----------------------------------------------------------------------------------------------------------------------
 # Save
 
@@ -72,19 +74,17 @@ class Saver:
         # All ranks agree before any allocates: else the kernel's out-of-memory killer would end the run.
         missing = all_reduce_max([(n_bytes + reserved) * local_world_size - memory_stats.cpu_available()])[0]
         self.needed = f"saving in the background takes {n_bytes / 2**30:.1f} GiB of CPU memory"
-        async_save = async_save and optimizer.place.async_save
-        if async_save and keep_last and missing <= 0:
-            self.copies = self.thread.submit(self._copies, tensors)  # 15 GB take seconds: during the first steps
-        elif async_save and missing > 0:
-            print0(
-                f"training will pause while a checkpoint is written: {self.needed}, and less is free", file=sys.stderr
-            )
+        if async_save and optimizer.place.async_save and keep_last:
+            if missing <= 0:
+                self.copies = self.thread.submit(self._copies, tensors)  # 15 GB take seconds: during the first steps
+            else:
+                print0(f"{PAUSES}: {self.needed}, and less is free", file=sys.stderr)
 
     def _copies(self, tensors):
         try:
             return {key: _pinned_like(x) for key, x in tensors.items()}
         except (OSError, RuntimeError) as error:
-            print(f"training will pause while a checkpoint is written: {self.needed} ({error})", file=sys.stderr)
+            print(f"{PAUSES}: {self.needed} ({error})", file=sys.stderr)
             return None
 
     def save(self, step: int, run: dict, wait: bool) -> str:

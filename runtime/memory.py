@@ -276,7 +276,7 @@ class Step:
         if run.offload != "all":
             found += counted("compute weights", "weights", (1, self.all), ranks=ranks)
         if run.offload == "none":
-            found += counted("masters and optimizer states", "states", (1, self.all), ranks=ranks)
+            found += self.masters_and_states()
         if run.copy_engines_gather:  # copy_engines.py; embedding and head share theirs
             blocks, ends = (5, 2) if run.copy_engines_reduce else (3, 1)
             ends = ends if self.last.gradients else 1  # what is frozen is not reduced
@@ -284,6 +284,9 @@ class Step:
         if run.micro_steps > 1 and run.offload == "none" and not self.unsynced:
             found += counted("gradient accumulators", "wide", (1, self.all), ranks=ranks)
         return found
+
+    def masters_and_states(self) -> list[Part]:
+        return counted("masters and optimizer states", "states", (1, self.all), ranks=self.run.shard_ranks)
 
     def gathered(self, blocks: int, last: int) -> list[Part]:
         """The whole weights of so many blocks, and so many times those of the root, or of norm and head."""

@@ -34,13 +34,9 @@ def largest_batch(config: LlamaConfig, run: RunShape, gib: float) -> int:
 # The CPU's memory
 
 
-def states_parts(step: Step) -> list[Part]:
-    return counted("masters and optimizer states", "states", (1, step.all), ranks=step.run.shard_ranks)
-
-
 def disk_parts(config: LlamaConfig, run: RunShape) -> list[Part]:
     """What a rank keeps in offload_dir."""
-    return states_parts(Step(config, run)) if run.offload_dir else []
+    return Step(config, run).masters_and_states() if run.offload_dir else []
 
 
 def disk_bytes(config: LlamaConfig, run: RunShape) -> float:
@@ -58,11 +54,11 @@ def cpu_parts(config: LlamaConfig, run: RunShape) -> list[Part]:
     """What a rank keeps in the CPU's memory."""
     step, found = Step(config, run), []
     if run.offload != "none":
-        found += [disk_buffers(config, run)] if run.offload_dir else states_parts(step)
+        found += [disk_buffers(config, run)] if run.offload_dir else step.masters_and_states()
         if run.micro_steps > 1:
             found += counted("gradient accumulators", "wide", (1, step.all), ranks=run.shard_ranks)
-        kinds = {"gradients": "gradients", "compute weights": "weights"}
-        for name, kind in list(kinds.items())[: 1 + (run.offload == "all")]:
+        kinds = [("gradients", "gradients"), ("compute weights", "weights")]
+        for name, kind in kinds[: 1 + (run.offload == "all")]:
             (part,) = counted(name, kind, (1, step.all), ranks=run.shard_ranks)
             if run.offload == "all" and run.fsdp:  # FSDP pins them itself
                 block, root = param_shapes(config, run)

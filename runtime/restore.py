@@ -18,7 +18,7 @@ from runtime.distributed import from_rank_0, print0, restart_count, stop
 from runtime.hf_config import read_config, write_adapter_config, write_config
 from runtime.safetensors_file import Damaged
 
-REQUIRED = {"step", "updates", "dtype", "loss_scale", "dataset", "settings"}  # in run.json
+REQUIRED = {"step", "updates", "sequences", "dtype", "loss_scale", "dataset", "settings"}  # in run.json
 KEPT = (*FILES, *MODEL_FILES)  # of the folder that a run began with
 MODEL_SETTINGS = [name for name in LlamaConfig.__dataclass_fields__ if name != "block_size"]
 STATE_SETTINGS = {  # which say what tensors a checkpoint holds and what they mean, and what older ones had
@@ -49,11 +49,13 @@ def find_start(out_dir: str, init_from: str) -> Path | None:
         return None
     if run_folder.is_model(init_from):
         return Path(init_from)
-    lacks = "has no config.json" if os.path.isdir(init_from) else "is no folder"
-    if os.path.isdir(init_from) and (newest := run_folder.newest_for_all_ranks(init_from)):
-        return newest  # of another run
-    if os.path.isdir(init_from) and (others := other_weights(Path(init_from))):
-        stop(f"{init_from} holds {others}")
+    lacks = "is no folder"
+    if os.path.isdir(init_from):
+        if newest := run_folder.newest_for_all_ranks(init_from):
+            return newest  # of another run
+        if others := other_weights(Path(init_from)):
+            stop(f"{init_from} holds {others}")
+        lacks = "has no config.json"
     expected = "auto, scratch, resume, or a folder with Hugging Face's or Meta's weights"
     stop(f"{init_from!r} {lacks}: init_from is {expected}")
 
@@ -180,9 +182,6 @@ def _resume(out_dir, model, optimizer, settings, dtype, dataset, progress):
                 # It keeps its name: a new run must not start beside it.
                 stop(". ".join(sentences) + ". There is no older one: move it away to start anew")
             from_rank_0(lambda path=path: run_folder.mark_damaged(path))  # no rank reads it any more
-    was = folder.run["settings"]  # of older checkpoints, which do not count sequences
-    per_step = was["batch_size"] * was["gradient_accumulation_steps"]
-    folder.run.setdefault("sequences", folder.run["step"] * per_step)
     optimizer.load_counters(folder.run)
     folder.run["resume_seconds"] = time.perf_counter() - began
     changed = _changes(folder.run, settings | {"dtype": dtype}, dataset)

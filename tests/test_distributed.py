@@ -1,6 +1,5 @@
 """Several ranks are the same run as one."""
 
-import functools
 import shutil
 import signal
 
@@ -11,7 +10,6 @@ from runtime import distributed
 from tests.runs import (
     LONGER,
     ROOT,
-    SHORT,
     SMALL,
     assert_close,
     losses,
@@ -30,12 +28,26 @@ from tests.runs import (
 pytestmark = pytest.mark.usefixtures("plain_pytorch_on_one_core")
 
 
-HYBRID, FULL, ONE_SYNC = (
-    dict(sharding="hybrid"),
-    dict(activation_checkpointing="full"),
-    dict(sync_every_micro_batch=False),
-)
+HYBRID, FULL = dict(sharding="hybrid"), dict(activation_checkpointing="full")
+UNTIED, ONE_SYNC = dict(tie_embeddings=False), dict(sync_every_micro_batch=False)  # FSDP then has other groups
 ALL_OFFLOADED = dict(offload="all", offload_activations=True, mlp_chunks=2) | FULL
+
+
+@pytest.fixture
+def train(text_data, tmp_path):
+    """train(ranks, script, code, **settings) runs train.py by several ranks to this exit code: what they printed."""
+
+    def run(ranks, script="train.py", code=0, launch=run_ranks, **settings):
+        done = launch(ranks, LONGER | dict(dataset=text_data, out_dir=tmp_path / "out") | settings, script)
+        assert done.returncode == code, done.stdout + done.stderr
+        return done
+
+    return run
+
+
+@pytest.fixture(scope="session")
+def alone_untied(text_data, tmp_path_factory):
+    return run_alone(text_data, tmp_path_factory.mktemp("alone_untied"), **UNTIED)
 
 
 @pytest.mark.parametrize(
@@ -48,52 +60,45 @@ ALL_OFFLOADED = dict(offload="all", offload_activations=True, mlp_chunks=2) | FU
         (2, HYBRID),  # one machine: no replicas
         (2, ALL_OFFLOADED),
         (4, dict(offload="optimizer") | HYBRID),
+        (2, UNTIED),
+        (4, UNTIED | dict(sharding="zero2") | FULL),
+        (2, UNTIED | ONE_SYNC),
+        (4, UNTIED | HYBRID | ONE_SYNC),
+        (2, UNTIED | ALL_OFFLOADED),
     ],
     ids=str,
 )
-def test_losses_do_not_depend_on_the_number_of_ranks(text_data, alone, tmp_path, ranks, settings):
+def test_losses_do_not_depend_on_the_number_of_ranks(train, request, tmp_path, ranks, settings):
     launch = run_ranks if settings else run_torchrun  # which costs three imports of PyTorch
-    check_ranks(text_data, alone, tmp_path, ranks, settings, launch=launch)
-
-
-@pytest.fixture(scope="session")
-def alone_untied(text_data, tmp_path_factory):
-    return run_alone(text_data, tmp_path_factory.mktemp("alone_untied"), tie_embeddings=False)
+    alone = request.getfixturevalue("alone_untied" if "tie_embeddings" in settings else "alone")
+    check_ranks(train, alone, tmp_path, ranks, settings, launch=launch)
 
 
 @pytest.mark.parametrize(
-    "ranks, settings",
-    [(2, {}), (4, dict(sharding="zero2") | FULL), (2, ONE_SYNC), (4, HYBRID | ONE_SYNC), (2, ALL_OFFLOADED)],
-    ids=str,
+    "data, settings, changes, tolerance",
+    [
+        ("text_data", dict(dtype="bfloat16"), {}, 5e-4),  # each sum of bfloat16 gradients is rounded
+        ("short_documents", dict(mask_documents=True, n_embd=64), FULL, 1e-5),
+        # 129 and 128 of the embedding's rows. A rounding may change a code, by a percent of a moment.
+        ("text_data", dict(optimizer_bits=8, n_embd=256, ffn_dim=256), {}, 1e-4),
+    ],
+    ids=["bfloat16", "masked documents", "8-bit states"],
 )
-def test_losses_do_not_depend_on_the_number_of_ranks_with_an_untied_head(
-    text_data, alone_untied, tmp_path, ranks, settings
-):
-    """Then FSDP has other groups of parameters."""
-    check_ranks(text_data, alone_untied, tmp_path, ranks, dict(tie_embeddings=False) | settings)
-
-
-def test_losses_do_not_depend_on_the_number_of_ranks_in_bfloat16(text_data, tmp_path):
-    """Each sum of bfloat16 gradients is rounded: a few digits less."""
-    alone = run_alone(text_data, tmp_path / "alone", dtype="bfloat16")
-    check_ranks(text_data, alone, tmp_path, 2, dict(dtype="bfloat16"), 5e-4)
-
-
-def test_losses_do_not_depend_on_the_number_of_ranks_with_masked_documents(short_documents, tmp_path):
-    settings = dict(mask_documents=True, n_embd=64)
-    alone = run_alone(short_documents, tmp_path / "alone", **settings)
-    check_ranks(short_documents, alone, tmp_path, 2, settings | FULL)
+def test_losses_hardly_depend_on_the_number_of_ranks(train, request, tmp_path, data, settings, changes, tolerance):
+    data = request.getfixturevalue(data)
+    alone = run_alone(data, tmp_path / "alone", **settings)
+    check_ranks(train, alone, tmp_path, 2, settings | changes | dict(dataset=data), tolerance)
 
 
 @pytest.mark.parametrize("settings", [{}, dict(sharding="zero2"), dict(offload="all")], ids=str)
-def test_losses_do_not_depend_on_the_number_of_ranks_with_groups_of_sequences(text_data, alone, tmp_path, settings):
+def test_losses_do_not_depend_on_the_number_of_ranks_with_groups_of_sequences(train, alone, tmp_path, settings):
     before = (
         "from runtime import recompute\nrecompute.MLP_SLICE, seen, count = 1, set(), recompute.groups_of_sequences\n"
     )
     before += "recompute.groups_of_sequences = lambda *shape: seen.add(count(*shape)) or count(*shape)"
     script = wrapped(tmp_path, before, "assert 2 in seen, seen")
     settings |= dict(batch_size=8, gradient_accumulation_steps=2) | FULL
-    check_ranks(text_data, alone, tmp_path, 2, settings, script=script)
+    check_ranks(train, alone, tmp_path, 2, settings, script=script)
 
 
 def test_hybrid_process_groups_time_out_later_than_the_watchdog(tmp_path):
@@ -114,7 +119,7 @@ def test_hybrid_process_groups_time_out_later_than_the_watchdog(tmp_path):
     "ranks, sharding, shape, reshard",
     [(2, "zero3", (2,), True), (2, "zero2", (2,), False), (4, "hybrid", (2, 2), True)],
 )
-def test_sharding_setting_decides_how_parameters_are_sharded(text_data, tmp_path, ranks, sharding, shape, reshard):
+def test_sharding_setting_decides_how_parameters_are_sharded(train, tmp_path, ranks, sharding, shape, reshard):
     before = (
         "os.environ['LOCAL_WORLD_SIZE'] = '2'  # as on two machines\n"
         "import torch.distributed.fsdp as fsdp\nshard, seen = fsdp.fully_shard, []\n"
@@ -125,9 +130,7 @@ def test_sharding_setting_decides_how_parameters_are_sharded(text_data, tmp_path
     )
     blocks = f"[({shape}, {reshard})] * {SMALL['n_layer']}"
     script = wrapped(tmp_path, before, f"assert seen[:{SMALL['n_layer']}] == {blocks}, seen")
-    settings = SMALL | SHORT | dict(sharding=sharding, gradient_accumulation_steps=4, max_iters=1, dataset=text_data)
-    done = run_ranks(ranks, settings | {"out_dir": tmp_path / "out"}, script)
-    assert done.returncode == 0, done.stderr
+    train(ranks, script, sharding=sharding, max_iters=1)
 
 
 @pytest.mark.parametrize(
@@ -141,7 +144,7 @@ def test_sharding_setting_decides_how_parameters_are_sharded(text_data, tmp_path
     ],
     ids=["another norm", "no C"],
 )
-def test_copies_of_the_model_stay_equal_where_machines_round_differently(text_data, tmp_path, settings, on_one_machine):
+def test_copies_of_the_model_stay_equal_where_machines_round_differently(train, tmp_path, settings, on_one_machine):
     script = wrapped(
         tmp_path,
         "os.environ['LOCAL_WORLD_SIZE'] = '2'\nimport importlib; adamw = importlib.import_module('kernels.adamw')\n"
@@ -149,9 +152,7 @@ def test_copies_of_the_model_stay_equal_where_machines_round_differently(text_da
         "adamw.adamw_in_pieces = lambda *tensors: step(*tensors) or tensors[2].mul_(1 + 2**-20)\n"
         f"if os.environ['RANK'] in '23': {on_one_machine}",
     )
-    settings = LONGER | HYBRID | settings | dict(dataset=text_data, out_dir=tmp_path / "out", max_iters=4)
-    done = run_ranks(4, settings, script)
-    assert done.returncode == 0, done.stderr
+    done = train(4, script, max_iters=4, **HYBRID | settings)
     assert "saved" in done.stdout and "WARNING" not in done.stdout, done.stdout
 
 
@@ -167,8 +168,8 @@ def test_copies_of_the_model_stay_equal_where_machines_round_differently(text_da
     ],
     ids=str,
 )
-def test_a_run_goes_on_with_more_and_with_fewer_ranks_under_every_rule(text_data, alone, tmp_path, ranks, settings):
-    settings = LONGER | dict(dataset=text_data, max_iters=12, eval_interval=4) | settings
+def test_a_run_goes_on_with_more_and_with_fewer_ranks_under_every_rule(train, alone, tmp_path, ranks, settings):
+    settings = dict(max_iters=12, eval_interval=4) | settings
     if "lora_rank" in settings:
         settings["init_from"] = alone / "step_000010"
     if "offload_dir" in settings:
@@ -178,41 +179,30 @@ def test_a_run_goes_on_with_more_and_with_fewer_ranks_under_every_rule(text_data
         if start_from:
             step = "step_000004" if start_from == one else "step_000008"
             shutil.copytree(start_from / step, out_dir / step)
-        done = run_ranks(n, settings | dict(out_dir=out_dir))
-        assert done.returncode == 0, done.stderr
+        train(n, out_dir=out_dir, **settings)
     tolerance = 1e-4 if "optimizer_bits" in settings else 2e-5
     assert_close(step_losses(many), step_losses(one)[4:], tolerance)
     assert_close(step_losses(fewer), step_losses(one)[8:], tolerance)
     assert losses(again) == [line for line in losses(many) if line["step"] > 8]
 
 
-def test_the_validation_loss_does_not_depend_on_the_number_of_ranks_to_rounding(text_data, tmp_path):
+def test_the_validation_loss_does_not_depend_on_the_number_of_ranks_to_rounding(train, tmp_path):
     """The same batches, whose losses are summed in float64."""
-    settings = LONGER | dict(dataset=text_data, gradient_accumulation_steps=6, learning_rate=0, max_iters=1)
+    settings = dict(gradient_accumulation_steps=6, learning_rate=0, max_iters=1, eval_iters=30)
     for ranks in (1, 2, 3):
-        done = run_ranks(ranks, settings | dict(out_dir=tmp_path / str(ranks), eval_iters=30))
-        assert done.returncode == 0, done.stderr
+        train(ranks, out_dir=tmp_path / str(ranks), **settings)
     (one,), (two,), (three,) = (numbers(tmp_path / str(ranks), "val_loss") for ranks in (1, 2, 3))
     assert two == pytest.approx(one, rel=1e-13) and three == pytest.approx(one, rel=1e-13)
 
 
-def test_8_bit_states_do_not_depend_on_the_number_of_ranks(text_data, tmp_path):
-    """They have 129 and 128 of the embedding's rows. A rounding may change a code, by a percent of a moment."""
-    settings = dict(optimizer_bits=8, n_embd=256, ffn_dim=256)
-    alone = run_alone(text_data, tmp_path / "alone", **settings)
-    check_ranks(text_data, alone, tmp_path, 2, settings, tolerance=1e-4)
-
-
-def check_ranks(text_data, alone, tmp_path, ranks, settings, tolerance=1e-5, script="train.py", launch=run_ranks):
+def check_ranks(train, alone, tmp_path, ranks, settings, tolerance=1e-5, script="train.py", launch=run_ranks):
     if settings.get("sharding") == "hybrid":
         script = machines_of(tmp_path, 2)
-    changed = LONGER | dict(dataset=text_data) | settings
     shutil.copytree(alone / "step_000010", tmp_path / "out/step_000010")  # begun by one, ended by several
     shutil.copy(alone / "metrics.jsonl", tmp_path / "out/metrics.jsonl")
     for out_dir, last in (("many", 10), ("out", 20)):
-        changed |= dict(out_dir=tmp_path / out_dir, max_iters=last, lr_decay_iters=20)
-        done = launch(ranks, changed, script)
-        assert done.returncode == 0, done.stderr
+        changes = dict(out_dir=tmp_path / out_dir, max_iters=last, lr_decay_iters=20)
+        done = train(ranks, script, launch=launch, **settings | changes)
         assert done.stdout.count(f"step {last:05d}/{last}") == 1, "more than one rank printed"
         assert len(step_losses(tmp_path / out_dir)) == last
         for name, of_loss in (("loss", 1), ("val_loss", 1), ("grad_norm", 10)):
@@ -236,13 +226,11 @@ def late_train(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("n_ranks", [1, 2])
-def test_logging_one_step_late_repeats_losses_bit_for_bit(late_train, text_data, tmp_path, n_ranks):
-    settings = LONGER | dict(dataset=text_data, max_iters=12, eval_interval=5, keep_last=2)
+def test_logging_one_step_late_repeats_losses_bit_for_bit(train, late_train, tmp_path, n_ranks):
     for script, out_dir in ((ROOT / "train.py", "plain"), (late_train, "late")):
         for max_iters in (8, 12):  # and resumed
-            changes = dict(out_dir=tmp_path / out_dir, max_iters=max_iters, lr_decay_iters=12)
-            done = run_ranks(n_ranks, settings | changes, script)
-            assert done.returncode == 0, done.stderr
+            changes = dict(out_dir=tmp_path / out_dir, max_iters=max_iters, lr_decay_iters=12, eval_interval=5)
+            done = train(n_ranks, script, **changes)
             assert ("late\n" in done.stdout) == (script == late_train)
     assert losses(tmp_path / "plain") == losses(tmp_path / "late")
 
@@ -276,16 +264,14 @@ def test_logging_one_step_late_stops_at_a_signal_and_at_nan(late_train, text_dat
     ],
     ids=str,
 )
-def test_copy_engines_give_the_same_losses_as_nccl(text_data, tmp_path, changes):
-    settings = LONGER | dict(dataset=text_data, device="cuda", keep_last=0, dtype="bfloat16") | changes
+def test_copy_engines_give_the_same_losses_as_nccl(train, tmp_path, changes):
+    settings = dict(device="cuda", keep_last=0, dtype="bfloat16", launch=run_torchrun) | changes
     for copy_engines in (False, True):
-        settings |= dict(copy_engines=copy_engines, out_dir=tmp_path / str(copy_engines))
-        done = run_torchrun(2, settings)
-        assert done.returncode == 0, done.stderr
+        train(2, copy_engines=copy_engines, out_dir=tmp_path / str(copy_engines), **settings)
     assert_close(step_losses(tmp_path / "False"), step_losses(tmp_path / "True"), 1e-4)
 
 
-def test_sync_every_micro_batch_false_reduces_gradients_once_a_step(text_data, tmp_path):
+def test_sync_every_micro_batch_false_reduces_gradients_once_a_step(train, tmp_path):
     """Counted: reduce-scatters of 2 blocks and the root, for 2 micro-batches of each rank in 3 steps."""
     script = wrapped(
         tmp_path,
@@ -293,91 +279,67 @@ def test_sync_every_micro_batch_false_reduces_gradients_once_a_step(text_data, t
         "profile.stop()\ncalls = {event.key: event.count for event in profile.key_averages()}\n"
         "if os.environ['RANK'] == '0': print('reduce-scatters', calls.get('c10d::_reduce_scatter_base_', calls))",
     )
-    settings = LONGER | dict(dataset=text_data, max_iters=3, keep_last=0)
     for sync_every_micro_batch, expected in ((True, 18), (False, 9)):
-        changes = dict(out_dir=tmp_path / str(expected), sync_every_micro_batch=sync_every_micro_batch)
-        done = run_ranks(2, settings | changes, script)
+        done = train(2, script, sync_every_micro_batch=sync_every_micro_batch, max_iters=3, keep_last=0)
         assert f"reduce-scatters {expected}\n" in done.stdout, done.stdout + done.stderr
 
 
-@pytest.mark.parametrize(
-    "there, expected",
-    [
-        ("sys.argv += ['--seed=2', '--dataset=pystdlib']", "dataset, seed"),
-        (
-            "import data.tokens; read = data.tokens.read_meta; "
-            "data.tokens.read_meta = lambda folder: read(folder) | {'val_bytes': 1}",
-            "the dataset's val_bytes",
-        ),
-    ],
-)
-def test_ranks_with_different_settings_or_data_stop_before_training(text_data, tmp_path, there, expected):
-    script = wrapped(tmp_path, f"if os.environ['RANK'] == '1': {there}")
-    settings = LONGER | dict(dataset=text_data, out_dir=tmp_path / "out")
-    done = run_ranks(2, settings, script)
-    assert done.returncode == 1 and f"the ranks differ in {expected}: " in done.stderr, done.stderr
-    assert not (tmp_path / "out/metrics.jsonl").exists()
+def test_ranks_with_different_settings_or_data_stop_before_training(train, tmp_path):
+    other_data = (
+        "import data.tokens as m; read = m.read_meta; m.read_meta = lambda folder: read(folder) | {'val_bytes': 1}"
+    )
+    other_flags = "sys.argv += ['--seed=2', '--dataset=pystdlib']"
+    for there, expected in ((other_flags, "dataset, seed"), (other_data, "the dataset's val_bytes")):
+        script = wrapped(tmp_path, f"if os.environ['RANK'] == '1':\n    {there}")
+        done = train(2, script, code=1)
+        assert f"the ranks differ in {expected}: " in done.stderr, done.stderr
+        assert not (tmp_path / "out/metrics.jsonl").exists()
 
 
-def test_error_on_all_ranks_is_reported_in_full(text_data, tmp_path):
+def test_error_on_all_ranks_is_reported_in_full(train, tmp_path):
     """NCCL's errors look alike, whether another rank has gone or this machine lacks something."""
     fails = "raise torch.distributed.DistBackendError('NCCL error\\nNo space left on device (shm)')"
     script = wrapped(tmp_path, f"import model\ndef fail(*_): {fails}\nmodel.Llama.forward = fail")
-    settings = LONGER | dict(dataset=text_data, out_dir=tmp_path / "out")
-    done = run_ranks(2, settings, script)
-    assert done.returncode == 1 and "lost another rank" in done.stderr, done.stderr
-    assert "No space left on device (shm)" in done.stderr, done.stderr
+    said = train(2, script, code=1).stderr
+    assert "lost another rank" in said and "No space left on device (shm)" in said, said
 
 
 BEFORE_THE_FIRST_STEP = {
-    "data": "import data.loader as m; m.Tokens.__init__ = fail",
-    "optimizer": "from optimizers.place import Place; Place.attach = fail",
-    "checkpoint": "import runtime.checkpoint_folder as m; m.read_rows = fail",
+    "data": ("import data.loader as m; m.Tokens.__init__ = fail", "opening the dataset\n"),
+    "optimizer": ("from optimizers.place import Place; Place.attach = fail", "allocating\n"),
+    "checkpoint": ("import runtime.checkpoint_folder as m; m.read_rows = fail", "reading tok_embeddings.weight"),
 }
 
 
 @pytest.mark.parametrize("where", BEFORE_THE_FIRST_STEP)
-def test_an_error_of_one_rank_before_the_first_step_ends_all_ranks_and_is_said_once(text_data, tmp_path, where):
-    fail = "def fail(*_): raise OSError('no such luck')"
-    script = wrapped(tmp_path, f"{fail}\nif os.environ['RANK'] == '1': {BEFORE_THE_FIRST_STEP[where]}")
-    settings = LONGER | dict(dataset=text_data, out_dir=tmp_path / "out", max_iters=2, timeout=1000)
+@pytest.mark.parametrize("fails", [True, False], ids=["fails", "hangs"])
+def test_a_rank_that_fails_or_hangs_before_the_first_step_ends_all_ranks_and_is_named(train, tmp_path, where, fails):
+    mistake = "raise OSError('no such luck')" if fails else "time.sleep(1000)"
+    before = "import posix, time, runtime.watchdog\nos._exit, runtime.watchdog.BEAT = posix._exit, 0.1\n" * (not fails)
+    before += f"def fail(*_): {mistake}\nif os.environ['RANK'] == '1': {BEFORE_THE_FIRST_STEP[where][0]}"
     if where == "checkpoint":
-        assert run(settings).returncode == 0
-    done = run_ranks(2, settings | dict(max_iters=3), script)
-    assert done.returncode == 1 and done.stderr == "rank 1: no such luck\n", done.stderr
-
-
-@pytest.mark.parametrize("where", BEFORE_THE_FIRST_STEP)
-def test_a_rank_that_hangs_before_the_first_step_is_named(text_data, tmp_path, where):
-    hang = "import posix, time, runtime.watchdog\nos._exit, runtime.watchdog.BEAT = posix._exit, 0.1\n"
-    hang += "def fail(*_): time.sleep(1000)"
-    script = wrapped(tmp_path, f"{hang}\nif os.environ['RANK'] == '1': {BEFORE_THE_FIRST_STEP[where]}")
-    settings = LONGER | dict(dataset=text_data, out_dir=tmp_path / "out", max_iters=2)
-    if where == "checkpoint":
-        assert run(settings).returncode == 0
-    done = run_ranks(2, settings | dict(max_iters=3, timeout=2), script)
-    doing = {
-        "data": "opening the dataset\n",
-        "optimizer": "allocating\n",
-        "checkpoint": "reading tok_embeddings.weight",
-    }
-    assert done.returncode == 1 and f"rank 1 hangs at {doing[where]}" in done.stderr, done.stderr
+        train(1, max_iters=2)
+    said = train(2, wrapped(tmp_path, before), code=1, max_iters=3, timeout=1000 if fails else 2).stderr
+    if fails:
+        assert said == "rank 1: no such luck\n"
+    else:
+        assert f"rank 1 hangs at {BEFORE_THE_FIRST_STEP[where][1]}" in said, said
 
 
 def test_a_mistake_in_the_code_of_one_rank_has_its_traceback_and_out_of_memory_its_advice(monkeypatch, capsys):
     with pytest.raises(OSError, match="KeyError"):
         distributed.on_all_ranks(lambda: {}[KeyError])
     assert "Traceback" in capsys.readouterr().err
+
+    def no_memory():
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
     with pytest.raises(torch.OutOfMemoryError), distributed.stop_on_error():
-        distributed.on_all_ranks(functools.partial(raising, torch.OutOfMemoryError("CUDA out of memory")))
+        distributed.on_all_ranks(no_memory)
     assert capsys.readouterr().err == ""
 
 
-def raising(error):
-    raise error
-
-
-def test_nan_on_one_rank_stops_all_ranks_before_the_update(text_data, tmp_path):
+def test_nan_on_one_rank_stops_all_ranks_before_the_update(train, tmp_path):
     script = wrapped(
         tmp_path,
         "from optimizers.on_gpu import OnGPU\n"
@@ -390,8 +352,6 @@ def test_nan_on_one_rank_stops_all_ranks_before_the_update(text_data, tmp_path):
         "    return found\n"
         "OnGPU.gradients = gradients",
     )
-    settings = LONGER | dict(dataset=text_data, out_dir=tmp_path / "out", eval_interval=2)
-    done = run_ranks(2, settings, script)
-    assert done.returncode == 1 and "step 5: the loss is" in done.stderr, done.stderr
-    assert f"from {tmp_path}/out/step_000004 with --init_from=resume" in done.stderr, done.stderr
+    said = train(2, script, code=1, eval_interval=2).stderr
+    assert "step 5: the loss is" in said and f"from {tmp_path}/out/step_000004 with --init_from=resume" in said, said
     assert [line["step"] for line in metrics(tmp_path / "out") if "loss" in line] == [1, 2, 3, 4]

@@ -182,70 +182,19 @@ def test_a_layer_keeps_what_the_estimate_says(operations, checkpointing):
     assert abs(estimated / (kept[1] - kept[0]) - 1) < 0.02, f"estimated {estimated}, found {kept[1] - kept[0]} bytes"
 
 
-@pytest.mark.parametrize("checkpointing", ["none", "selective", "full"])
-def test_plain_step_holds_what_the_estimate_says(checkpointing):
-    check_step(
-        replace(TINY, vocab_size=16, block_size=128), RunShape(2, activation_checkpointing=checkpointing, **PLAIN)
-    )
-
-
-@pytest.mark.parametrize("ranks", [1, 4])
-def test_step_with_8_bit_states_holds_what_the_estimate_says(four_ranks, ranks):
-    config = replace(TINY, n_embd=256, ffn_dim=512, vocab_size=16)
-    check_step(config, sharded(ranks, rule=AdamW8bit(), **PLAIN), update=False)  # its reference is not in place
-
-
-@pytest.mark.parametrize("ranks", [1, 4])
-def test_step_with_muon_holds_no_more_than_the_estimate_says(four_ranks, ranks):
-    """Its matrices are in float32 here: twice the workspace of a GPU's."""
-    config, run = replace(TINY, n_embd=256, ffn_dim=512, vocab_size=16, block_size=8), sharded(ranks, 1, **PLAIN)
-    block, root = memory.param_shapes(config)
-    workspace = Muon().workspace(block * config.n_layer + root, ranks)
-    phases = memory.phases(config, replace(run, rule=Muon()))
-    assert by_name(phases["the update"])["the update"] == workspace
-    states = [by_name(memory.phases(config, replace(run, rule=rule))["the loss, at the end of forward"])
-              ["masters and optimizer states"] for rule in (Muon(), AdamW())]  # fmt: skip
-    assert 0.6 < states[0] / states[1] < 0.62, "6 bytes a parameter instead of 10"
-    estimated = sum(part.bytes for part in phases["the update"] if part.name != "cuBLAS workspaces") + workspace
-    measured = peak_of_step(config, replace(run, rule=Muon()), update=True)
-    assert 0.8 * estimated < measured < estimated, f"estimated {estimated:,.0f}, measured {measured:,} bytes"
-
-
-@pytest.mark.parametrize("base_dtype", ["bfloat16", "nf4"])
-@pytest.mark.parametrize("checkpointing", ["none", "full"])
-def test_step_with_adapters_holds_what_the_estimate_says(monkeypatch, base_dtype, checkpointing):
-    monkeypatch.setattr(kernels.launch, "INTERPRETED", False)
-    run = RunShape(2, activation_checkpointing=checkpointing, lora_rank=2, base_dtype=base_dtype, **PLAIN)
-    check_step(replace(TINY, n_layer=2, n_embd=128, ffn_dim=256, vocab_size=16), run, update=False)
-
-
-@pytest.mark.parametrize("base_dtype", ["bfloat16", "nf4"])
-def test_sharded_step_with_adapters_holds_what_the_estimate_says(four_ranks, base_dtype):
-    run = sharded(4, lora_rank=2, base_dtype=base_dtype, **PLAIN)
-    check_step(MODELS["large blocks"], run, update=False)
-
-
-@pytest.fixture
-def in_groups(monkeypatch):
-    def of(n_groups):
-        for module in (memory, recompute):
-            monkeypatch.setattr(module, "groups_of_sequences", lambda *_, **__: n_groups)
-
-    return of
-
-
 FULL = PLAIN | {"fused_kernels": True, "activation_checkpointing": "full"}
 
 
 @no_gpu
-def test_step_in_groups_of_sequences_holds_what_the_estimate_says(in_groups):
-    in_groups(4)
+def test_step_in_groups_of_sequences_holds_what_the_estimate_says(monkeypatch):
+    for module in (memory, recompute):
+        monkeypatch.setattr(module, "groups_of_sequences", lambda *_, **__: 4)
     check_step(replace(TINY, n_layer=1, vocab_size=16, block_size=8), RunShape(4, **FULL), update=False)
 
 
 @no_gpu
-def test_evaluation_in_groups_of_sequences_holds_little_more_than_a_blocks_input_and_output(in_groups):
-    in_groups(8)
+def test_evaluation_in_groups_of_sequences_holds_little_more_than_a_blocks_input_and_output(monkeypatch):
+    monkeypatch.setattr(recompute, "groups_of_sequences", lambda *_, **__: 8)
     config = replace(TINY, n_layer=1, n_embd=32, ffn_dim=96, block_size=4, vocab_size=16)
     model, tokens = build(config, RunShape(16, dtype="float32", **FULL)), torch.zeros(16, 4, dtype=torch.long)
     with torch.no_grad(), Live() as live:
@@ -272,6 +221,13 @@ def test_evaluation_holds_less_than_a_step_on_a_gpu(offload_activations):
     assert peaks[False] < peaks[True], peaks
 
 
+SMALL_HEAD = replace(TINY, vocab_size=16)
+MODELS = {
+    "large blocks": replace(SMALL_HEAD, n_embd=128, ffn_dim=1024),
+    "large blocks, many tokens": replace(SMALL_HEAD, n_embd=128, ffn_dim=1024, block_size=256),
+    "large head": replace(TINY, vocab_size=4096, block_size=8),
+    "large tied head": replace(TINY, vocab_size=4096, block_size=8, tie_embeddings=True),
+}
 SHARDED = {
     "zero3": {},
     "zero3, accumulated": {"micro_steps": 3},
@@ -279,12 +235,15 @@ SHARDED = {
     "zero2": {"sharding": "zero2"},
     "hybrid": {"sharding": "hybrid", "shard_ranks": 2},
 }
-MODELS = {
-    "large blocks": replace(TINY, n_embd=128, ffn_dim=1024, vocab_size=16),
-    "large blocks, many tokens": replace(TINY, n_embd=128, ffn_dim=1024, vocab_size=16, block_size=256),
-    "large head": replace(TINY, vocab_size=4096, block_size=8),
-    "large tied head": replace(TINY, vocab_size=4096, block_size=8, tie_embeddings=True),
-}
+FOR_8_BIT, FOR_ADAPTERS = (replace(SMALL_HEAD, n_embd=n, ffn_dim=2 * n) for n in (256, 128))
+STEPS = {f"8-bit states, {ranks} ranks": (FOR_8_BIT, ranks, {"rule": AdamW8bit()}) for ranks in (1, 4)}
+for base in ("bfloat16", "nf4"):
+    adapters = {"lora_rank": 2, "base_dtype": base}
+    for mode in ("none", "full"):
+        changes = adapters | {"activation_checkpointing": mode}
+        STEPS[f"adapters, {base}, {mode}"] = replace(FOR_ADAPTERS, n_layer=2), 1, changes
+    STEPS[f"adapters, {base}, zero3"] = MODELS["large blocks"], 4, adapters
+STEPS |= {f"{model}, {how}": (MODELS[model], 4, SHARDED[how]) for model in MODELS for how in SHARDED}
 
 
 @pytest.fixture
@@ -296,12 +255,34 @@ def four_ranks(monkeypatch):
     dist.destroy_process_group()
 
 
-@pytest.mark.parametrize("how", SHARDED)
-@pytest.mark.parametrize("model", MODELS)
-def test_sharded_step_holds_what_the_estimate_says(four_ranks, model, how):
-    if how == "hybrid" and torch.cuda.is_available():
+@pytest.mark.parametrize("checkpointing", ["none", "selective", "full"])
+def test_plain_step_holds_what_the_estimate_says(checkpointing):
+    run = RunShape(2, activation_checkpointing=checkpointing, **PLAIN)
+    check_step(replace(SMALL_HEAD, block_size=128), run)
+
+
+@pytest.mark.parametrize("case", STEPS)
+def test_a_step_holds_what_the_estimate_says(four_ranks, case):
+    config, ranks, changes = STEPS[case]
+    if "hybrid" in case and torch.cuda.is_available():
         pytest.skip("with a GPU in the machine FSDP's hybrid sharding holds one more gradient on the CPU")
-    check_step(MODELS[model], sharded(4, **PLAIN, **SHARDED[how]), update=False)  # its reference is not in place
+    check_step(config, sharded(ranks, **PLAIN | changes), update=False)  # its reference is not in place
+
+
+@pytest.mark.parametrize("ranks", [1, 4])
+def test_step_with_muon_holds_no_more_than_the_estimate_says(four_ranks, ranks):
+    """Its matrices are in float32 here: twice the workspace of a GPU's."""
+    config, run = replace(FOR_8_BIT, block_size=8), sharded(ranks, 1, **PLAIN)
+    block, root = memory.param_shapes(config)
+    workspace = Muon().workspace(block * config.n_layer + root, ranks)
+    phases = memory.phases(config, replace(run, rule=Muon()))
+    assert by_name(phases["the update"])["the update"] == workspace
+    states = [by_name(memory.phases(config, replace(run, rule=rule))["the loss, at the end of forward"])
+              ["masters and optimizer states"] for rule in (Muon(), AdamW())]  # fmt: skip
+    assert 0.6 < states[0] / states[1] < 0.62, "6 bytes a parameter instead of 10"
+    estimated = sum(part.bytes for part in phases["the update"] if part.name != "cuBLAS workspaces") + workspace
+    measured = peak_of_step(config, replace(run, rule=Muon()), update=True)
+    assert 0.8 * estimated < measured < estimated, f"estimated {estimated:,.0f}, measured {measured:,} bytes"
 
 
 def check_step(config, run, update=True):
@@ -377,12 +358,10 @@ def test_masters_and_moments_take_12_bytes_a_parameter_shared_by_the_ranks(ranks
 
 
 def test_logits_and_gradient_of_the_head_by_hand():
-    tokens = 16_384 * 2_048 * 2  # bytes of a tensor like the residual stream
+    tokens = 2 * 16_384 * 2_048 * 2  # bytes of two tensors like the residual stream
     forward, backward = memory.loss_parts(LLAMA_1B, RunShape(8), 16_384)
-    assert forward.bytes == 4_096 * 128_256 * 2 + 4 * 128_256 * 2_048 + 2 * tokens
-    assert backward.bytes == 6 * 128_256 * 2_048 + 2 * tokens
-    _, plain = memory.loss_parts(LLAMA_1B, RunShape(8, fused_loss=False), 16_384)
-    assert plain.bytes == 12 * 16_384 * 128_256 + 2 * tokens
+    assert forward.bytes == 4_096 * 128_256 * 2 + 4 * 128_256 * 2_048 + tokens
+    assert backward.bytes == 6 * 128_256 * 2_048 + tokens
 
 
 def test_gathered_weights_by_hand():
@@ -396,14 +375,6 @@ def test_gathered_weights_by_hand():
     for engines, times in {False: 2, True: 1}.items():  # with NCCL's buffer, or without
         parts = memory.phases(LLAMA_8B, sharded(8, copy_engines=engines))["the loss, at the end of forward"]
         assert by_name(parts)["gathered weights"] == times * 2 * head
-
-
-def test_unsynced_micro_batches_keep_all_gradients_on_every_rank():
-    synced, unsynced = (
-        by_name(memory.parts(LLAMA_8B, sharded(8, 1, micro_steps=8, sync_every_micro_batch=sync))[1])
-        for sync in (True, False)
-    )
-    assert unsynced["gradient accumulators"] == 8 * synced["gradient accumulators"] == 4 * N_8B
 
 
 def test_offloaded_activations_and_a_sliced_mlp_leave_a_slope_of_one_block():
@@ -449,46 +420,39 @@ def test_offload_moves_bytes_to_the_cpu():
 # Against itself
 
 
-@pytest.mark.parametrize("config", [LLAMA_1B, LLAMA_8B], ids=["1B", "8B"])
-@pytest.mark.parametrize("sharding", ["zero3", "zero2"])
-def test_more_ranks_never_take_more_memory(config, sharding):
-    gibs = [memory.peak_gib(config, sharded(n, 4, sharding=sharding)) for n in (2, 4, 8, 64)]
-    assert gibs == sorted(gibs, reverse=True), gibs
-
-
 @pytest.mark.parametrize("changes", [{}, {"fused_kernels": False}, {"fused_loss": False}], ids=str)
-def test_memory_grows_with_the_batch_and_shrinks_with_checkpointing(changes):
+def test_memory_grows_with_the_batch_and_shrinks_with_checkpointing_and_with_ranks(changes):
     for batch in (1, 4, 16, 64):
         runs = [RunShape(batch, activation_checkpointing=mode, **changes) for mode in ("full", "selective", "none")]
         gibs = [memory.peak_gib(LLAMA_1B, run) for run in (*runs, RunShape(2 * batch, **changes))]
         assert gibs == sorted(gibs) and gibs[3] > gibs[2], (batch, gibs)
-
-
-def test_largest_batch_fits_and_one_more_does_not():
-    for gib in (10, 24, 48, 80, 141):
-        batch = memory_advice.largest_batch(LLAMA_1B, RunShape(1), gib)
-        assert batch == 0 or memory.peak_gib(LLAMA_1B, RunShape(batch)) <= gib
-        assert memory.peak_gib(LLAMA_1B, RunShape(batch + 1)) > gib and (batch > 0) == (gib > 10)
+    for sharding in ("zero3", "zero2"):
+        gibs = [memory.peak_gib(LLAMA_8B, sharded(n, 4, sharding=sharding, **changes)) for n in (64, 8, 4, 2)]
+        assert gibs == sorted(gibs), gibs
 
 
 def test_largest_batch_is_the_largest_though_a_smaller_one_may_not_fit():
+    for gib in (10, 24, 141):
+        batch = memory_advice.largest_batch(LLAMA_1B, RunShape(1), gib)
+        assert batch == 0 or memory.peak_gib(LLAMA_1B, RunShape(batch)) <= gib
+        assert memory.peak_gib(LLAMA_1B, RunShape(batch + 1)) > gib and (batch > 0) == (gib > 10)
     config, run = replace(LLAMA_1B, block_size=3000), RunShape(1, micro_steps=32, activation_checkpointing="full")
     fitting = [n for n in range(1, 40) if memory.peak_gib(config, replace(run, batch_size=n)) <= 22]
     assert memory_advice.largest_batch(config, run, 22) == max(fitting) > len(fitting), fitting
 
 
+PLAIN_OPERATIONS = {"fused_kernels": False, "fused_loss": False}
 ADVISED = {
-    "one GPU": (LLAMA_1B, RunShape(8)),
-    "plain": (LLAMA_1B, RunShape(8, micro_steps=2, fused_kernels=False, fused_loss=False)),
-    "zero2": (LLAMA_8B, sharded(4, micro_steps=4, sharding="zero2")),
-    "hybrid": (LLAMA_8B, sharded(4, shard_ranks=2, sharding="hybrid")),
-    "not synced": (LLAMA_8B, sharded(4, micro_steps=4, sync_every_micro_batch=False)),
+    "one GPU": (LLAMA_1B, RunShape(8), "--batch_size=4 --gradient_accumulation_steps=2"),
+    "plain": (LLAMA_1B, RunShape(8, micro_steps=2, **PLAIN_OPERATIONS), "--fused_kernels=true"),
+    "hybrid": (LLAMA_8B, sharded(4, shard_ranks=2, sharding="hybrid"), "--sharding=zero3"),
+    "not synced": (LLAMA_8B, sharded(4, micro_steps=4, sync_every_micro_batch=False), "--sync_every_micro_batch=true"),
 }
 
 
 @pytest.mark.parametrize("case", ADVISED)
-def test_advice_lowers_the_peak_by_what_it_says(case):
-    config, run = ADVISED[case]
+def test_advice_lowers_the_peak_by_what_it_says_and_names_what_wastes_most(case):
+    config, run, expected = ADVISED[case]
     found = memory_advice.advice(config, run)
     assert 0 < len(found) <= 3 and [gib for _, gib in found] == sorted(gib for _, gib in found)
     for flags, gib in found:
@@ -496,13 +460,7 @@ def test_advice_lowers_the_peak_by_what_it_says(case):
                     for name, value in (flag.removeprefix("--").split("=") for flag in flags.split())}  # fmt: skip
         then = memory_advice.changed(run, settings)
         assert then != run and memory.peak_gib(config, then) == gib < memory.peak_gib(config, run), flags
-
-
-def test_advice_names_the_setting_that_wastes_most():
-    flags = {case: [flags for flags, _ in memory_advice.advice(*at)] for case, at in ADVISED.items()}
-    assert "--sync_every_micro_batch=true" in flags["not synced"][:2], flags
-    assert "--sharding=zero3" in flags["hybrid"] and "--fused_kernels=true" in flags["plain"], flags
-    assert "--batch_size=4 --gradient_accumulation_steps=2" in flags["one GPU"], flags
+    assert expected in [flags for flags, _ in found], found
 
 
 def test_advice_is_only_what_train_py_accepts():
