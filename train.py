@@ -93,10 +93,10 @@ fused_loss = True  # false: all logits in memory at once
 attention: Literal["auto", "sdpa", "triton"] = "auto"  # auto: the faster one; triton: ours; sdpa: PyTorch's
 
 # optimizer
-optimizer: Literal["adamw", "muon", "galore"] = "adamw"  # the others: of the blocks' matrices, AdamW of all else
-galore_rank = 128  # columns of the projected gradients
+optimizer: Literal["adamw", "muon", "galore", "apollo"] = "adamw"  # of the blocks' matrices; all else has AdamW
+galore_rank = 128  # of galore and apollo: columns of the projected gradients
 galore_interval = 200  # steps between two projections
-galore_scale = 0.25  # of the step that is projected back
+galore_scale = 0.25  # of galore's step, which is projected back
 learning_rate = 3e-4  # the peak, after the warm-up
 max_iters = 10000  # steps of the whole run
 warmup_iters = 100  # steps of linear warm-up
