@@ -67,9 +67,10 @@ def test_a_half_written_checkpoint_is_not_taken_for_a_whole_one(train, tmp_path)
     train()
     whole = losses(tmp_path / "out")
     (tmp_path / "out/step_000008").rename(tmp_path / "out/step_000008.partial")  # killed while saving
+    (tmp_path / "out/step_000002.1.old.partial").mkdir()  # and while deleting
     train()
     assert losses(tmp_path / "out") == whole
-    assert not (tmp_path / "out/step_000008.partial").exists()
+    assert not list((tmp_path / "out").glob("*.partial"))
 
 
 def test_the_last_checkpoints_are_kept_and_none_if_none_are_wanted(train, tmp_path):
