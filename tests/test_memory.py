@@ -366,12 +366,17 @@ def test_logits_and_gradient_of_the_head_by_hand():
 
 def test_gathered_weights_by_hand():
     """8B's embedding and head are not there in the blocks' backward; 1B's, which is tied, is."""
-    for config, here in ((LLAMA_8B, 0), (LLAMA_1B, memory.n_params(LLAMA_1B)[1])):
-        block, last_but_one = memory.n_params(config)[0], config.n_layer - 1
-        for sharding, blocks in {"zero3": 2, "zero2": last_but_one}.items():
-            parts = memory.phases(config, sharded(8, sharding=sharding))[f"backward of block {last_but_one}"]
-            assert by_name(parts)["gathered weights"] == 2 * (here + blocks * block)
     head = 128_256 * 4_096 + 4_096  # with the norm
+    for config, in_loss, in_blocks in (
+        (LLAMA_8B, head, 0),
+        (LLAMA_1B, memory.n_params(LLAMA_1B)[1], memory.n_params(LLAMA_1B)[1]),
+    ):
+        block, last_but_one = memory.n_params(config)[0], config.n_layer - 1
+        for sharding, of_loss, of_block in (("zero3", 1, 2), ("zero2", config.n_layer, last_but_one)):
+            phases = memory.phases(config, sharded(8, sharding=sharding))
+            found = by_name(phases[f"backward of block {last_but_one}"])["gathered weights"]
+            assert found == 2 * (in_blocks + of_block * block)
+            assert by_name(phases["backward of the loss"])["gathered weights"] == 2 * (in_loss + of_loss * block)
     for engines, times in {False: 2, True: 1}.items():  # with NCCL's buffer, or without
         parts = memory.phases(LLAMA_8B, sharded(8, copy_engines=engines))["the loss, at the end of forward"]
         assert by_name(parts)["gathered weights"] == times * 2 * head
