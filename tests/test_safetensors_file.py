@@ -445,6 +445,7 @@ HOSTILE = {
     "offsets swapped": (header({"x": entry(offsets=[8, 0])}, bytes(8)), "takes 8 bytes, and data_offsets say -8"),
     "another size": (header({"x": entry(shape=[3])}, bytes(8)), "takes 12 bytes, and data_offsets say 8"),
     "beyond the file": (header({"x": entry()}, bytes(7)), "and its header describes"),
+    "more data": (header({"x": entry()}, bytes(9)), "and its header describes"),
     "a gap": (header({"x": entry(offsets=[8, 16])}, bytes(16)), "'x' leaves a gap before it"),
     "an overlap": (header({"x": entry(), "y": entry(offsets=[4, 12])}, bytes(12)), "'y' overlaps the tensor"),
     "a git-lfs pointer": (b"version https://git-lfs.github.com/spec/v1\n", "git lfs pull"),
