@@ -200,9 +200,8 @@ def rows_to_save(tensors: dict, parameters: dict[str, nn.Parameter], config: Lla
 
 def _split_master(rows: Rows, dtype: torch.dtype) -> tuple[Rows, Rows]:
     if dtype != torch.bfloat16:
-        return rows._replace(dtype=dtype, tensor=partial(rows.tensor.to, dtype)), rows._replace(
-            name=f"master.{rows.name}"
-        )
+        weight = rows._replace(dtype=dtype, tensor=partial(rows.tensor.to, dtype))
+        return weight, rows._replace(name=f"master.{rows.name}")
 
     def half(i):
         halves = torch.empty_like(rows.tensor, dtype=dtype), torch.empty_like(rows.tensor, dtype=torch.int16)
@@ -229,8 +228,7 @@ def read_weights(
     """
     weights = {hf_name for name in parameters for hf_name in hf_names(name)}
     # A whole master is the weight and what stands beside it: for one of which it is missing read_into raises.
-    kinds = [kind for kind in ("lower_half", "master") if any(f"{kind}.{name}" in folder.tensors for name in weights)]
-    kept = kinds[0] if kinds else ""
+    kept = min({name.partition(".")[0] for name in folder.tensors} & {"lower_half", "master"}, default="")
     in_place = kept == "lower_half" and any(state == kept for _, state in tensors or {})
     states = [
         rows
