@@ -126,10 +126,10 @@ def gpus_ratios(row: dict, rows: list[dict]) -> dict | None:
 
 
 def saves_sentence(row: dict) -> str:
-    seconds = row["resume_seconds"]
+    n, seconds = row.get("intervals", 2), row["resume_seconds"]  # older records are of two
     return (
         f"a checkpoint of {row['checkpoint_bytes'] / 1e9:.1f} GB every {row['every']} steps costs the training "
-        f"{row['cost']:.1%} ({row['seconds_without'] / 2:.1f} s without, {row['seconds_with'] / 2:.1f} s with)"
+        f"{row['cost']:.1%} ({row['seconds_without'] / n:.1f} s without, {row['seconds_with'] / n:.1f} s with)"
     ) + ("; it was not resumed" if seconds is None else f"; a resume reads it in {seconds:.1f} s")
 
 
