@@ -26,6 +26,7 @@ LOSSES = {
     "nanocria": "nanocria", "nanocria-fp8": "nanocria, fp8", "nanocria-plain": "nanocria, plain PyTorch",
     "hf": "Hugging Face, bfloat16", "float32": "Hugging Face, float32",
 }  # fmt: skip
+GENERATE = {"nanocria": "nanocria", "hf": "transformers.generate"}
 
 STEP_FLAGS = {"nanocria": [], "nanocria-fp8": ["--fp8=true"]}
 SWEEP_FLAGS = {
