@@ -31,11 +31,6 @@ def table(header: list[str], rows: list[list[str]]) -> str:
     return "\n".join("| " + " | ".join(line) + " |" for line in lines)
 
 
-def with_dtype(arm: str) -> str:
-    """Marks the trainers of `bench.py step` whose weights and moments, too, are bfloat16."""
-    return arms.STEP[arm] + " (bf16)" * arm.startswith("hf")
-
-
 def speed_and_memory(row: dict, peer: dict) -> dict:
     return {key: row[key] / peer[key] for key in ("tok_per_s", "peak_gib")}
 

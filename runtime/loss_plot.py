@@ -25,19 +25,20 @@ class Losses(NamedTuple):
 def read_losses(folder: Path) -> Losses:
     """ValueError if the folder has no losses."""
     path = folder / "metrics.jsonl"
-    train, val, before = [], [], (0, 0, 0.0)
-    for line in path.read_text().splitlines() if path.exists() else []:
+    train, val, before, of_a_step = [], [], (0, 0, 0.0), (0, 0.0)
+    for line in path.read_text(errors="replace").splitlines() if path.exists() else []:
         with contextlib.suppress(ValueError):  # a line that a killed run left unfinished
             row = json.loads(line)
+            if "loss" in row:  # its speed and time are means over the steps since the line before it
+                of_a_step = round(row["tok_per_s"] * row["ms"] / 1000), row["ms"] / 3.6e6
+            steps, tokens, hours = before
+            new, (tokens_each, hours_each) = row["step"] - steps, of_a_step
+            at = row["step"], tokens + new * tokens_each, hours + new * hours_each
             if "loss" in row:
-                steps, tokens, hours = before
-                # A line's speed and time are means over the steps since the line before it.
-                tokens += (row["step"] - steps) * round(row["tok_per_s"] * row["ms"] / 1000)
-                hours += (row["step"] - steps) * row["ms"] / 3.6e6
-                before = row["step"], tokens, hours
-                train.append((*before, row["loss"]))
+                train.append((*at, row["loss"]))
+                before = at
             elif "val_loss" in row:
-                val.append((row["step"], *before[1:], row["val_loss"]))
+                val.append((*at, row["val_loss"]))
     if not train:
         raise ValueError(f"{path} has no losses: name the out_dir of a run of train.py")
     checkpoint, summary = newest(folder), folder / "summary.json"

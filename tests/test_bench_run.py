@@ -44,8 +44,10 @@ def test_the_summary_of_an_earlier_end_says_nothing_of_a_run_that_went_on(tmp_pa
     folder = leave_run(tmp_path / "a", [4.0, 3.0], settings={"n_layer": 2}, bits_per_byte=1.25)
     with open(folder / "metrics.jsonl", "a") as file:
         file.write("\n" + json.dumps({"step": 30, "loss": 2.0, "ms": 1.8e6, "tok_per_s": 1000 / 1800}))
+        file.write("\n" + json.dumps({"step": 35, "val_loss": 2.5}))  # between two lines of the log
     found = loss_plot.read_losses(folder)
     assert found.train[-1] == (30, 30_000, 15.0, 2.0) and found.bits_per_byte is None
+    assert found.val[-1] == (35, 35_000, 17.5, 2.5)
 
 
 def test_a_smoothed_loss_is_the_mean_of_those_before_it():

@@ -208,12 +208,6 @@ def test_what_cannot_be_measured_is_a_row_that_says_why(monkeypatch):
     assert sweep.line(liger).endswith(f"-  No module named 'liger_kernel': pip install {arms.PIP['liger']}")
 
 
-def test_long_steps_are_fewer():
-    assert [sweep.n_steps(batch * block) for batch, block in [(1, 512), (112, 1024), (4, 65536), (4, 131072)]] == [
-        (2, 10), (2, 4), (1, 2), (1, 1)
-    ]  # fmt: skip
-
-
 # --- Records, tables, plots ---
 
 
