@@ -255,7 +255,6 @@ def test_a_line_of_a_sweep_stands_under_its_header():
 def test_the_tables_show_what_fits_what_does_not_and_every_point(monkeypatch, tmp_path):
     monkeypatch.setattr(record, "RECORDS", tmp_path)
     (tmp_path / "study.json").write_text(json.dumps(RECORD))
-    (tmp_path / "study.json").write_text(json.dumps(RECORD))
     text = report.fits_headline() + report.fits_of_both() + report.sweep_part("study")
     for part in (
         "`config/llama32_1b.py` held to 24 GiB, sequences of 1,024 tokens, activation checkpointing full, "
