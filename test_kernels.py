@@ -33,7 +33,6 @@ HAS_GPU = torch.cuda.is_available()
 cross_entropy_file = sys.modules["kernels.cross_entropy"]  # the package's attribute of that name is the function
 if INTERPRETED:
     cross_entropy_file.LOSS_WARPS = cross_entropy_file.GRADIENT_WARPS = 4  # the interpreter takes long over long rows
-    cross_entropy_file.LOSS_WARPS = cross_entropy_file.GRADIENT_WARPS = 4  # the interpreter takes long over long rows
 BLOCK = 512 * cross_entropy_file.GRADIENT_WARPS  # logits that a program of the loss takes at once
 DEVICE = "cuda" if HAS_GPU else "cpu"
 EPS = 1e-5
@@ -42,9 +41,12 @@ FP16, BF16, FP32, FP64 = torch.float16, torch.bfloat16, torch.float32, torch.flo
 needs_gpu = pytest.mark.skipif(not HAS_GPU, reason="needs a GPU")
 
 
+one_at_a_time = pytest.mark.xdist_group("full size")  # what takes many GB: the workers share one GPU
+
+
 def full_size(test):
-    """One at a time: PyTorch's own cross-entropy takes 70 GB there."""
-    return needs_gpu(pytest.mark.xdist_group("full size")(test))
+    """PyTorch's own cross-entropy takes 70 GB there."""
+    return needs_gpu(one_at_a_time(test))
 
 
 @pytest.fixture(autouse=True)

@@ -18,6 +18,7 @@ from kernels import FP8Linear, fp8_linear, use_fp8
 from kernels.fp8_linear import FLOAT8, quantize, quantize_reference, transpose
 from model import Llama, LlamaConfig
 from runtime.recompute import recompute
+from test_kernels import one_at_a_time
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 ON_GPU = DEVICE == "cuda"
@@ -79,6 +80,7 @@ def test_an_outlier_costs_its_own_row_alone():
     assert torch.equal(fp8_linear(x, weight)[:32], alone)
 
 
+@one_at_a_time
 def test_row_offsets_pass_2_to_the_31():
     x = torch.empty(3 * 2**30 + 1024, dtype=BF16, device=DEVICE).as_strided((4, 64), (2**30, 1))
     x.copy_(randn(4, 64))

@@ -205,7 +205,7 @@ def test_without_autograd_a_cross_entropy_computes_no_gradient(monkeypatch):
     with torch.no_grad():
         loss = kernels.cross_entropy(logits, targets)
     assert asked == [()], "the gradient's tensor was given"
-    assert_same((loss,), (expected,), "loss")
+    torch.testing.assert_close(loss, expected, rtol=1e-6, atol=0)  # another compiled kernel on a GPU
 
 
 def test_a_cross_entropy_may_be_differentiated_several_times_and_scaled():

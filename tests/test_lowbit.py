@@ -22,13 +22,13 @@ from kernels.dynamic_map import (
     quantize_blocks,
     quantize_blocks_reference,
 )
+from test_kernels import full_size
 from tests.runs import ROOT
 
 HAS_GPU = torch.cuda.is_available()
 DEVICE = "cuda" if HAS_GPU else "cpu"
 BF16, FP32, UINT8 = torch.bfloat16, torch.float32, torch.uint8
 adamw8bit_file = sys.modules["kernels.adamw8bit"]  # the package's attribute of that name is the function
-needs_gpu = pytest.mark.skipif(not HAS_GPU, reason="needs a GPU")
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # the interpreter's numpy, on inf and NaN
 
 
@@ -333,7 +333,7 @@ def test_adamw8bit_says_that_its_c_file_was_not_built(monkeypatch, capsys):
     assert "kernels/adamw8bit.c was not built" in capsys.readouterr().err
 
 
-@needs_gpu
+@full_size
 def test_adamw8bit_past_2_to_the_31_elements():
     n = 2**31 + 1000
     grad = torch.ones(n, dtype=BF16, device=DEVICE)

@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from kernels import NF4, block_absmax, dequantize_nf4, quantize_nf4, reference
+from test_kernels import full_size
 from tests.runs import ROOT
 
 HAS_GPU = torch.cuda.is_available()
@@ -20,7 +21,6 @@ DEVICE = "cuda" if HAS_GPU else "cpu"
 BF16, FP32, UINT8 = torch.bfloat16, torch.float32, torch.uint8
 adamw8bit_file = sys.modules["kernels.adamw8bit"]  # the package's attribute of that name is the function
 nf4_file = sys.modules["kernels.nf4"]
-needs_gpu = pytest.mark.skipif(not HAS_GPU, reason="needs a GPU")
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # the interpreter's numpy, on inf and NaN
 
 
@@ -181,7 +181,7 @@ def test_nf4_compiles_into_one_graph():
     torch.testing.assert_close(compiled(x, weight), project(x, weight))
 
 
-@needs_gpu
+@full_size
 def test_nf4_needs_no_temporary_as_large_as_the_weight():
     weight = torch.randn(8192, 4096, device=DEVICE, dtype=BF16)
     quantize_nf4(weight[:64])
@@ -195,7 +195,7 @@ def test_nf4_needs_no_temporary_as_large_as_the_weight():
     assert abs(held / weight.numel() - 0.516) < 0.001, f"{held / weight.numel():.4f} bytes an element"
 
 
-@needs_gpu
+@full_size
 def test_nf4_past_2_to_the_31_elements():
     n = 2**31 + 64 * 100
     weight = torch.ones(n, dtype=BF16, device=DEVICE)
