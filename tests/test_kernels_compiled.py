@@ -94,7 +94,7 @@ CARDS = {"RTX 4090": (89, 101376), "RTX 5090": (120, 101376), "A100": (80, 16691
 
 
 def compile_for(card):
-    """Compiles what forward and backward of the operations launch on another GPU, and says what does not fit there.
+    """Compiles what the operations launch on another GPU, and says what does not fit there or rounds once too few.
 
     Triton needs no GPU for it, only a driver that names one. Nothing runs: the results are uninitialised memory.
     """
@@ -105,12 +105,13 @@ def compile_for(card):
             get_current_device=lambda: 0, get_current_stream=lambda device: 0, get_current_target=lambda: target,
         )
     )  # fmt: skip
-    launch, sizes = triton.runtime.jit.JITFunction.run, {}
+    launch, sizes, fused = triton.runtime.jit.JITFunction.run, {}, {}
 
     def compile_only(kernel, *arguments, warmup, **options):
         compiled = launch(kernel, *arguments, warmup=True, **options)
         at = kernel.__name__, case
         sizes[at] = max(sizes.get(at, 0), compiled.metadata.shared)  # it may be launched with other strides too
+        fused[kernel.__name__] = fused.get(kernel.__name__) or "fma.rn.f32" in compiled.asm["ptx"]
 
     triton.runtime.jit.JITFunction.run = compile_only
     for module in [module for name, module in sys.modules.items() if name.startswith("kernels.")]:
@@ -133,7 +134,13 @@ def compile_for(card):
         x8, scales = quantize(randn(64, 256, dtype=torch.bfloat16))
         quantize(randn(64, 64, dtype=torch.bfloat16), scales.view(-1))
         transpose(x8)
-    assert sizes, "nothing was compiled"
+    case = "eight and four bits"
+    bf16, half = torch.ones(700, dtype=torch.bfloat16), torch.ones(700, dtype=torch.int16)
+    codes, absmax = torch.ones(700, dtype=torch.uint8), torch.ones(3)
+    kernels.adamw8bit(bf16, bf16, half, codes, codes, absmax, absmax, torch.ones(4), 0.9, 0.95, 1e-8, 0.1)
+    kernels.dequantize_nf4(kernels.quantize_nf4(torch.ones(32, 512, dtype=torch.bfloat16)))
+    for kernel in ("_adamw8bit_kernel", "_quantize_nf4_kernel", "_dequantize_nf4_kernel"):
+        assert not fused[kernel], f"{kernel} rounds a product and what is added to it once: other bits than elsewhere"
     for (kernel, case), size in sizes.items():
         assert size <= shared, f"{kernel} of {case} takes {size} bytes of shared memory, {card} has {shared}"
     print(len(sizes), "fit")
@@ -142,6 +149,7 @@ def compile_for(card):
 @pytest.mark.parametrize(
     "card", [card if card == "RTX 4090" else pytest.param(card, marks=pytest.mark.slow) for card in CARDS]
 )
-def test_fits_the_shared_memory_of(card):
+def test_kernels_fit_the_shared_memory_and_those_of_few_bits_round_a_product_before_they_add_to_it(card):
+    """The interpreter, which never fuses, could not tell."""
     code = f"import tests.test_kernels_compiled as test; test.compile_for({card!r})"
     assert " fit" in in_another_process(code, TRITON_INTERPRET="0")
