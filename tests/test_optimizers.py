@@ -10,6 +10,7 @@ from kernels.adamw import merge_halves, split_halves
 from model import Llama, LlamaConfig
 from optimizers.adamw import AdamW
 from optimizers.adamw8bit import AdamW8bit
+from optimizers.galore import GaLore
 from optimizers.loss_scale import LossScale
 from optimizers.muon import Muon
 from optimizers.on_cpu import OnCPU
@@ -50,10 +51,6 @@ def whole_states(optimizer):
     return found
 
 
-def first_exp_avg(optimizer):
-    return optimizer.tensors()["weight", "exp_avg"][0, 0].item()
-
-
 def test_weight_decay_reaches_matrices_only():
     changes = []
     for weight_decay in (0.0, 0.5):
@@ -66,19 +63,13 @@ def test_weight_decay_reaches_matrices_only():
     assert torch.equal(changes[1]["bias"], changes[0]["bias"])
 
 
-def test_gradients_below_the_clip_are_let_alone():
-    _, optimizer = optimizer_of(torch.float32, grad_clip=100.0)
-    optimizer.step(lr=0.1)
-    assert first_exp_avg(optimizer) == pytest.approx(0.1)
-
-
-def test_gradients_are_clipped_to_the_norm_and_the_loss_scale_taken_out():
-    for scale in (None, LossScale()):
-        model, optimizer = optimizer_of(torch.float32, grad_clip=1.0, loss_scale=scale)
-        set_gradients(model, 1.0 if scale is None else 2.0**16)
-        assert optimizer.step(lr=0.1).item() == pytest.approx(6)  # of 36 ones
-        assert first_exp_avg(optimizer) == pytest.approx(0.1 / 6, rel=1e-5)
-        assert all(parameter.grad is None for parameter in model.parameters())
+@pytest.mark.parametrize("grad_clip, scale, factor", [(100.0, None, 1), (1.0, None, 1 / 6), (1.0, LossScale(), 1 / 6)])
+def test_gradients_are_clipped_to_the_norm_and_the_loss_scale_taken_out(grad_clip, scale, factor):
+    model, optimizer = optimizer_of(torch.float32, grad_clip=grad_clip, loss_scale=scale)
+    set_gradients(model, 1.0 if scale is None else 2.0**16)
+    assert optimizer.step(lr=0.1).item() == pytest.approx(6)  # of 36 ones
+    assert optimizer.tensors()["weight", "exp_avg"][0, 0].item() == pytest.approx(0.1 * factor, rel=1e-5)
+    assert all(parameter.grad is None for parameter in model.parameters())
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
@@ -199,29 +190,21 @@ def test_states_of_any_shape_are_split_over_the_ranks_by_rows(tmp_path):
     assert done.stdout.count("same") == 2, done.stderr[-3000:]
 
 
-@pytest.mark.parametrize("place, dtype, expected", [
-    (OnGPU, torch.float32, 8), (OnGPU, torch.bfloat16, 10), (OnGPU, torch.float16, 12),
-    (OnCPU, torch.float32, 8), (OnCPU, torch.bfloat16, 12), (OnCPU, torch.float16, 12),
-], ids=str)  # fmt: skip
-def test_what_is_kept_for_a_parameter_is_what_the_memory_estimate_counts(place, dtype, expected):
-    model = Llama(CONFIG).to(dtype)
-    place = Optimizer(model, AdamW(), place()).place
-    kept = [x for states in place.states.values() for x in states.values()]
-    kept += [x for name, x in place.masters.items() if x.data_ptr() != place.parameters[name].data_ptr()]
-    run = RunShape(batch_size=1, dtype=str(dtype)[6:], offload="none" if isinstance(place, OnGPU) else "all")
-    estimated = sum(state_bytes(name, p, run) for name, p in model.named_parameters())
-    assert sum(x.nbytes for x in kept) == estimated == expected * model.n_params()
-
-
-@pytest.mark.parametrize("rule", [AdamW8bit(), SignedMomentum()], ids=lambda rule: type(rule).__name__)
-@pytest.mark.parametrize("place", [OnGPU, OnCPU])
-def test_the_memory_estimate_counts_the_states_of_the_run_s_rule(place, rule):
-    model = Llama(LlamaConfig(**CONFIG.__dict__ | {"n_embd": 256, "ffn_dim": 512})).bfloat16()
-    place = Optimizer(model, rule, place()).place
-    run = RunShape(1, offload="none" if isinstance(place, OnGPU) else "all", rule=rule)
+@pytest.mark.parametrize("place, dtype, rule, expected", [
+    (OnGPU, torch.float32, AdamW(), 8), (OnGPU, torch.bfloat16, AdamW(), 10), (OnGPU, torch.float16, AdamW(), 12),
+    (OnCPU, torch.float32, AdamW(), 8), (OnCPU, torch.bfloat16, AdamW(), 12), (OnCPU, torch.float16, AdamW(), 12),
+    *((place, torch.bfloat16, rule, None) for place in (OnGPU, OnCPU) for rule in (AdamW8bit(), SignedMomentum())),
+], ids=lambda x: getattr(x, "__name__", type(x).__name__ if isinstance(x, Rule) else str(x)))  # fmt: skip
+def test_what_is_kept_for_a_parameter_is_what_the_memory_estimate_counts(place, dtype, rule, expected):
+    model = Llama(CONFIG_IN_ROWS).to(dtype)
+    place, total = Optimizer(model, rule, place()).place, 0
+    run = RunShape(1, dtype=str(dtype)[6:], offload="none" if isinstance(place, OnGPU) else "all", rule=rule)
     for name, parameter in model.named_parameters():
-        kept = place.masters[name].nbytes + sum(x.nbytes for x in place.states[name].values())
+        masters = [place.masters[name]] if place.masters[name].data_ptr() != parameter.data_ptr() else []
+        kept = sum(x.nbytes for x in (*place.states[name].values(), *masters))
         assert kept == state_bytes(name, parameter, run), name
+        total += kept
+    assert expected is None or total == expected * model.n_params()
 
 
 def test_float32_parameters_on_a_gpu_have_masters_on_the_cpu():
@@ -248,10 +231,68 @@ def test_frozen_parameters_have_no_state_and_do_not_change(place):
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# 8-bit AdamW. tests/test_lowbit.py has its kernel, tests/test_distributed.py its shards
+# Every rule. The kernels are in test_kernels_adamw.py; test_muon.py and test_galore.py have the formulas
 
 IN_ROWS = dict(n_embd=256, ffn_dim=256)  # rows of whole blocks
 IN_8_BITS = IN_ROWS | dict(optimizer_bits=8)
+MUON, GALORE = dict(optimizer="muon"), dict(optimizer="galore", galore_rank=4, galore_interval=3)
+
+
+@pytest.mark.parametrize("rule", [AdamW(), AdamW8bit(), Muon(), GaLore(rank=4, interval=1)], ids=type)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_a_step_whose_norm_is_not_finite_changes_nothing(rule, dtype):
+    model = Llama(CONFIG).to(dtype)
+    model.init_weights(0)
+    optimizer = Optimizer(model, rule, OnGPU())
+
+    def step(first):
+        for p in model.parameters():
+            p.grad = torch.randn(p.shape).to(dtype)
+        model.layers[1].attn.o_proj.weight.grad[0, 0] = first
+        return optimizer.step(0.01).isfinite(), {key: x.clone() for key, x in optimizer.tensors().items()}
+
+    _, before = step(1.0)
+    finite, after = step(math.inf)
+    assert not finite and optimizer.updates == 1
+    assert all(torch.equal(x, before[key]) for key, x in after.items())
+    _, after = step(1.0)
+    changed = {name for (name, state), x in after.items() if not torch.equal(x, before[name, state])}
+    assert changed == set(optimizer.parameters) and all(x.isfinite().all() for x in model.parameters())
+
+
+@pytest.mark.parametrize("settings, n_states, other, sentence", [
+    (IN_8_BITS, (4, 4), dict(optimizer_bits=32), "optimizer_bits 8 (this run: 32): pass --optimizer_bits=8, or change"),
+    (IN_8_BITS | dict(offload="optimizer", dtype="bfloat16"), (4, 4), dict(optimizer_bits=32), "has optimizer_bits 8"),
+    (MUON, (2, 1), dict(optimizer="adamw"), "optimizer muon (this run: adamw): pass --optimizer=muon, or change out_d"),
+    (MUON | IN_8_BITS | dict(dtype="bfloat16"), (4, 1), dict(optimizer="adamw"), "has optimizer muon"),
+    (GALORE, (2, 3), dict(galore_rank=2), "has galore_rank"),
+    (GALORE | IN_8_BITS | dict(galore_rank=256, n_embd=512, dtype="bfloat16"), (4, 5), dict(galore_rank=2), "galore_r"),
+], ids=str)  # fmt: skip
+def test_a_run_learns_resumes_bit_for_bit_and_not_as_another_rule_s(
+    train, tmp_path, capsys, settings, n_states, other, sentence
+):
+    states = train(**settings, keep_last=5)["optimizer"].place.states
+    assert n_states == tuple(len(states[name]) for name in ("tok_embeddings.weight", "layers.0.mlp.down_proj.weight"))
+    whole = losses(tmp_path / "out")
+    assert step_losses(tmp_path / "out")[-1] < step_losses(tmp_path / "out")[0]
+    shutil.rmtree(tmp_path / "out/step_000008")
+    assert sentence in slip(train, capsys, **settings | other)
+    train(**settings, keep_last=5)
+    assert losses(tmp_path / "out") == whole
+
+
+@pytest.mark.parametrize("settings, expected", [
+    (MUON | dict(offload="optimizer"), "optimizer=muon works with offload=none"),
+    (GALORE | dict(offload="optimizer"), "optimizer=galore works with offload=none"),
+    (GALORE | dict(dtype="float16"), "optimizer=galore works with dtype bfloat16 or float32"),
+    (GALORE | dict(galore_rank=17), "galore_rank is 17, the smallest matrix has a side of 16: choose less"),
+    (GALORE | dict(galore_interval=0), "galore_interval is 0: it must be at least 1"),
+    (dict(cooldown_iters=3), "cooldown_iters is 3, which is of lr_schedule wsd: add --lr_schedule=wsd"),
+    (dict(lr_schedule="wsd", cooldown_iters=7), "2 and cooldown_iters 7 are more steps than max_iters"),
+    (dict(lr_schedule="wsd", cooldown_iters=-1), "cooldown_iters is -1: it must be at least 0"),
+], ids=str)  # fmt: skip
+def test_what_a_rule_or_a_schedule_cannot_do_gets_a_sentence(train, capsys, settings, expected):
+    assert expected in slip(train, capsys, **settings)
 
 
 def test_8_bit_states_have_a_scale_for_256_elements_within_a_row():
@@ -275,18 +316,6 @@ def test_8_bit_states_follow_float32_ones_on_both_places(train, tmp_path):
     assert exact[-1] < 0.7 * exact[0], "nothing is learned"
     assert_close(exact, ours, 0.005)
     assert_close(ours, on_cpu, 2e-4)  # a rounding may change a code, by a percent of a moment
-
-
-@pytest.mark.parametrize("settings", [dict(), dict(offload="optimizer", dtype="bfloat16")], ids=str)
-def test_8_bit_states_resume_bit_for_bit_and_not_as_float32_ones(train, tmp_path, capsys, settings):
-    settings |= IN_8_BITS
-    train(**settings, keep_last=5)
-    whole = losses(tmp_path / "out")
-    shutil.rmtree(tmp_path / "out/step_000008")
-    message = slip(train, capsys, **settings | {"optimizer_bits": 32})
-    assert "has optimizer_bits 8 (this run: 32): pass --optimizer_bits=8, or change out_dir" in message
-    train(**settings, keep_last=5)
-    assert losses(tmp_path / "out") == whole
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -383,12 +412,13 @@ def test_the_loss_scale_halves_on_overflow_and_doubles_after_2000_good_steps():
     assert other.state(30) == scale.state(30)
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-def test_half_precision_follows_float32(train, tmp_path, dtype):
-    train(max_iters=30, eval_interval=30, out_dir=tmp_path / "float32")
-    run = train(max_iters=30, eval_interval=30, dtype=dtype, out_dir=tmp_path / "half")
-    assert all(x.dtype == torch.float32 for x in whole_states(run["optimizer"]).values()), "the weights that learn"
-    assert_close(step_losses(tmp_path / "float32"), step_losses(tmp_path / "half"), 0.05)
+def test_half_precision_follows_float32(train, tmp_path):
+    settings = dict(max_iters=30, eval_interval=30)
+    train(**settings, out_dir=tmp_path / "float32")
+    for dtype in ("bfloat16", "float16"):
+        run = train(**settings, dtype=dtype, out_dir=tmp_path / dtype)
+        assert all(x.dtype == torch.float32 for x in whole_states(run["optimizer"]).values()), "the weights that learn"
+        assert_close(step_losses(tmp_path / "float32"), step_losses(tmp_path / dtype), 0.05)
 
 
 def test_an_overflowing_float16_scale_is_halved_and_the_step_left_out(train, tmp_path, monkeypatch):
@@ -406,18 +436,14 @@ def test_an_overflowing_float16_scale_is_halved_and_the_step_left_out(train, tmp
     assert train(dtype="float16", max_iters=9)["loss_scale"] == 2.0**14, "resumed"
 
 
-def test_the_float16_scale_doubles_after_2000_steps_without_an_overflow(train, tmp_path):
-    train(dtype="float16", max_iters=4, lr_decay_iters=8)
-    path = tmp_path / "out/step_000004"
-    edit_run(path, loss_scale_since=5 - 2000)
-    run = train(dtype="float16", max_iters=8, lr_decay_iters=8)
-    assert run["optimizer"].loss_scale.state(8) == {"loss_scale": 2.0**17, "loss_scale_since": 5}
-
-
-def test_a_float16_run_that_resumes_a_float32_one_does_not_double_its_scale_at_once(train, tmp_path):
-    train(max_iters=4, lr_decay_iters=8)
-    run = train(max_iters=8, lr_decay_iters=8, dtype="float16")
+def test_the_float16_scale_counts_2000_steps_from_where_float16_began_across_a_resume(train, tmp_path):
+    settings = dict(lr_decay_iters=12)
+    train(**settings, max_iters=4)
+    run = train(**settings, max_iters=8, dtype="float16")
     assert run["optimizer"].loss_scale.state(8) == {"loss_scale": 2.0**16, "loss_scale_since": 4}
+    edit_run(tmp_path / "out/step_000008", loss_scale_since=9 - 2000)
+    run = train(**settings, max_iters=12, dtype="float16")
+    assert run["optimizer"].loss_scale.state(12) == {"loss_scale": 2.0**17, "loss_scale_since": 9}
 
 
 def test_more_ranks_do_not_overflow_float16_sooner(train, text_data, tmp_path):
