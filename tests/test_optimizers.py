@@ -241,7 +241,7 @@ MUON, GALORE = dict(optimizer="muon"), dict(optimizer="galore", galore_rank=4, g
 @pytest.mark.parametrize("rule", [AdamW(), AdamW8bit(), Muon(), GaLore(rank=4, interval=1)], ids=type)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_a_step_whose_norm_is_not_finite_changes_nothing(rule, dtype):
-    model = Llama(CONFIG).to(dtype)
+    model = Llama(CONFIG_IN_ROWS).to(dtype)
     model.init_weights(0)
     optimizer = Optimizer(model, rule, OnGPU())
 
