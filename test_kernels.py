@@ -380,7 +380,7 @@ def in_another_process(code, **environment):
 
 SHAPES = [
     (5, 1, FP32), (7, 3, FP32), (1, 64, FP16), (6, 70, FP16), (6, 70, BF16), (6, 128, FP64),
-    (37, 257, FP32), (37, 257, FP16), (9, WIDE, FP32), (9, WIDE, BF16),
+    (37, 257, FP16), (9, WIDE, FP32), (9, WIDE, BF16),
 ]  # fmt: skip
 
 
@@ -421,10 +421,6 @@ def spread_columns(x):
     return wider[..., 1::3]
 
 
-def transposed(x):
-    return x.transpose(0, -1).contiguous().transpose(0, -1)
-
-
 def reversed_dimensions(x):
     order = tuple(reversed(range(x.ndim)))
     return x.permute(order).contiguous().permute(order)
@@ -436,7 +432,7 @@ def shifted(x):
 
 
 @each_operation
-@pytest.mark.parametrize("restride", [spread_rows, spread_columns, transposed, reversed_dimensions, shifted])
+@pytest.mark.parametrize("restride", [spread_rows, spread_columns, reversed_dimensions, shifted])
 def test_strides_of_inputs_and_gradients_change_nothing(name, restride):
     function, inputs, constants, upstream = arguments_of(name)
     if name == "linear_cross_entropy":  # small integers, so that no order of a matmul's sum rounds

@@ -17,6 +17,7 @@ from kernels import Linear, LoRALinear, NF4LoRALinear, dequantize_nf4, quantize_
 from lora import add_lora, merge_lora, packed_rows
 from model import Llama, LlamaConfig
 from runtime.checkpoint import load_model
+from runtime.recompute import recompute
 from tests.runs import SHORT, SMALL, losses, prose, run, run_ranks, slip, step_losses
 
 TINY = LlamaConfig(n_layer=2, n_head=4, n_kv_head=2, n_embd=32, ffn_dim=64, vocab_size=64, block_size=16)
@@ -61,6 +62,7 @@ def test_loss_and_gradients_are_those_of_dense_weights_by_autograd_in_float64(ba
         request.getfixturevalue("plain_pytorch")
     model, dense = adapted(base_dtype)
     model.set_operations(fused, fused, "sdpa")
+    recompute(model, *(("full", 2) if fused else ("none",)))  # in slices of the MLP too
     rows, leaves, weights = packed_rows(TINY), {}, dict(dense)
     for name, p in model.named_parameters():
         if p.requires_grad:
