@@ -10,6 +10,7 @@ from kernels.adamw import merge_halves
 from model import Llama, LlamaConfig
 from optimizers.adamw import AdamW
 from optimizers.adamw8bit import AdamW8bit
+from optimizers.apollo import Apollo
 from optimizers.galore import GaLore
 from optimizers.loss_scale import LossScale
 from optimizers.muon import Muon
@@ -143,14 +144,17 @@ def test_frozen_parameters_have_no_state_and_do_not_change(place):
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# Every rule. The kernels are in test_kernels_adamw.py; test_muon.py and test_galore.py have the formulas
+# Every rule. The kernels are in test_kernels_adamw.py; test_muon.py, test_galore.py and test_apollo.py the formulas
 
 IN_ROWS = dict(n_embd=256, ffn_dim=256)  # rows of whole blocks
 IN_8_BITS = IN_ROWS | dict(optimizer_bits=8)
 MUON, GALORE = dict(optimizer="muon"), dict(optimizer="galore", galore_rank=4, galore_interval=3)
+APOLLO = GALORE | dict(optimizer="apollo")
 
 
-@pytest.mark.parametrize("rule", [AdamW(), AdamW8bit(), Muon(), GaLore(rank=4, interval=1)], ids=type)
+@pytest.mark.parametrize(
+    "rule", [AdamW(), AdamW8bit(), Muon(), GaLore(rank=4, interval=1), Apollo(rank=4, interval=1)], ids=type
+)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_a_step_whose_norm_is_not_finite_changes_nothing(rule, dtype):
     model = Llama(CONFIG_IN_ROWS).to(dtype)
@@ -179,6 +183,8 @@ def test_a_step_whose_norm_is_not_finite_changes_nothing(rule, dtype):
     (MUON | IN_8_BITS | dict(dtype="bfloat16"), (4, 1), dict(optimizer="adamw"), "has optimizer muon"),
     (GALORE, (2, 3), dict(galore_rank=2), "has galore_rank"),
     (GALORE | IN_8_BITS | dict(galore_rank=256, n_embd=512, dtype="bfloat16"), (4, 5), dict(galore_rank=2), "galore_r"),
+    (APOLLO, (2, 3), dict(galore_rank=2), "has galore_rank"),
+    (APOLLO | IN_8_BITS | dict(galore_rank=256, n_embd=512, dtype="bfloat16"), (4, 5), dict(galore_rank=2), "galore_r"),
 ], ids=str)  # fmt: skip
 def test_a_run_learns_resumes_bit_for_bit_and_not_as_another_rule_s(
     train, tmp_path, capsys, settings, n_states, other, sentence
@@ -196,6 +202,7 @@ def test_a_run_learns_resumes_bit_for_bit_and_not_as_another_rule_s(
 @pytest.mark.parametrize("settings, expected", [
     (MUON | dict(offload="optimizer"), "optimizer=muon works with offload=none"),
     (GALORE | dict(offload="optimizer"), "optimizer=galore works with offload=none"),
+    (APOLLO | dict(offload="all"), "optimizer=apollo works with offload=none"),
     (GALORE | dict(dtype="float16"), "optimizer=galore works with dtype bfloat16 or float32"),
     (GALORE | dict(galore_rank=17), "galore_rank is 17, the smallest matrix has a side of 16: choose less"),
     (GALORE | dict(galore_interval=0), "galore_interval is 0: it must be at least 1"),

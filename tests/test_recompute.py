@@ -34,12 +34,14 @@ from tests.test_model import (
 )
 
 FULL = {"activation_checkpointing": "full"}
-SLICED = [{"activation_checkpointing": "selective"}, FULL, FULL | {"offload_activations": True}]
+SELECTIVE = {"activation_checkpointing": "selective"}
+OFFLOADED = {"offload_activations": True}
+SLICED = [SELECTIVE, FULL, SELECTIVE | OFFLOADED, FULL | OFFLOADED]
 WAYS = [{"fused_kernels": fused_kernels, **way} for fused_kernels in (True, False) for way in (
     *({"fused_loss": True, "activation_checkpointing": mode} for mode in MODES),
     {"fused_loss": False, "activation_checkpointing": "none"},
     *({"mlp_chunks": 3, **way} for way in SLICED),
-    {"groups": 2, "offload_activations": True, **FULL},
+    {"groups": 2, **FULL, **OFFLOADED},
     {"groups": 3, **FULL},
 )]  # fmt: skip
 
@@ -85,7 +87,7 @@ def test_evaluation_runs_blocks_in_groups_of_sequences_and_offloads_nothing(monk
     with torch.no_grad():
         assert abs(model(tokens, targets) - plain) < 1e-12
     assert sum(sizes) == 5 and max(sizes) == 2, sizes
-    assert not (offload_activations and model.layers[0].forward.args[-1].stack), "nothing is kept for a backward"
+    assert not (offload_activations and model.layers[0].forward.func.__self__.kept[0]), "nothing is kept for a backward"
 
 
 @pytest.mark.parametrize("mode, fp32_dweight", [("none", True), ("full", True), ("full", False)])
@@ -199,9 +201,10 @@ def test_sizes_of_chunks_slices_and_groups():
     assert groups_of_sequences(16, 1024, 8, 3) == 1, "as it is told"
 
 
-def test_offloaded_inputs_serve_one_backward():
+@pytest.mark.parametrize("mode", ["selective", "full"])
+def test_offloaded_activations_serve_one_backward(mode):
     """Of a forward before the last they would be the wrong ones."""
-    model = build(activation_checkpointing="full", offload_activations=True, **PLAIN)
+    model = build(activation_checkpointing=mode, offload_activations=True, **PLAIN)
     first, second = (model(*batch(n_time=5)) for _ in range(2))
     with pytest.raises(RuntimeError, match="one backward"):
         first.backward()
@@ -247,8 +250,8 @@ def documents_alone():
 
 
 @pytest.mark.parametrize("settings", [
-    {}, PLAIN, {"activation_checkpointing": "selective"}, FULL | {"fused_kernels": False}, FULL | {"groups": 2},
-    FULL | {"mlp_chunks": 3, "offload_activations": True},
+    {}, PLAIN, SELECTIVE | OFFLOADED, FULL | OFFLOADED | {"mlp_chunks": 3},
+    FULL | {"fused_kernels": False}, FULL | {"groups": 2},
 ], ids=str)  # fmt: skip
 def test_rows_of_documents_train_as_each_document_alone(monkeypatch, settings):
     model, (tokens, targets, doc_starts) = executed(monkeypatch, **settings), rows_of_documents()
