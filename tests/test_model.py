@@ -25,7 +25,6 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
-import model as model_module
 from model import Llama, LlamaConfig, document_starts
 from runtime.hf_names import hf_names
 from runtime.recompute import recompute
@@ -149,21 +148,6 @@ def test_model_is_hugging_faces_llama(n_kv_head, factor, tied, arm, n_time):
     if factor and n_time == c.block_size:
         unscaled = build(n_kv_head=n_kv_head, tie_embeddings=tied, **PLAIN)
         assert error(unscaled(tokens), out.logits) > 1e-3, "the scaling made no difference: the test would miss it"
-
-
-def test_norm_may_stand_after_a_block():
-    """Here after the block, where the sum hands its gradient to both of its terms."""
-
-    def gradients(model):
-        post, x = model_module.RMSNorm(SMALL).to(DEVICE, FP64), model.tok_embeddings(batch(n_time=3)[0])
-        post.fused_kernels = model.fused_kernels
-        cos, sin = model_module.rope_tables(SMALL, 0, x.shape[1], DEVICE, FP64)
-        for layer in model.layers:
-            x = x + post(sum(layer(x, None, cos, sin)))
-        x.square().mean().backward()
-        return {"post": post.weight.grad} | {name: p.grad for name, p in model.named_parameters() if "layers" in name}
-
-    assert_close(gradients(build()), gradients(build(**PLAIN)), 1e-12)
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -171,18 +171,6 @@ def test_residual_stream_is_freed_before_the_backward_of_attention(monkeypatch):
     assert live and not any(live)
 
 
-def test_frozen_weight_of_a_recomputed_block_gets_no_gradient_and_changes_no_other():
-    expected = loss_and_gradients(build(), *batch(n_time=5))
-    model = build(activation_checkpointing="full")
-    frozen = ["layers.0.mlp_norm.weight", "layers.1.attn.qkv_proj.weight"]
-    for name in frozen:
-        model.get_parameter(name).requires_grad_(False)
-    model(*batch(n_time=5)).backward()
-    assert all(model.get_parameter(name).grad is None for name in frozen)
-    for name, parameter in model.named_parameters():
-        assert name in frozen or error(parameter.grad, expected[name]) < 1e-12, name
-
-
 def test_sizes_of_chunks_slices_and_groups():
     for n_tokens, chunk_tokens, fp32_dweight in ((2048, 2048, False), (3000, 768, False), (8192, 2048, False),
                                                  (8193, 2048, True)):  # fmt: skip
