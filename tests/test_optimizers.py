@@ -248,7 +248,7 @@ def test_offloaded_to_the_cpu_the_losses_stay(train, tmp_path, offload, dtype, p
     assert_close(step_losses(tmp_path / "gpu"), step_losses(tmp_path / "cpu"), 1e-5 if dtype == "float32" else 2e-3)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 def test_offloaded_the_optimizer_sums_clips_and_skips_as_on_the_gpu(dtype):
     """Three updates of three micro-batches each, the second one with a NaN."""
     torch.manual_seed(0)
@@ -261,7 +261,7 @@ def test_offloaded_the_optimizer_sums_clips_and_skips_as_on_the_gpu(dtype):
     ]
     for update in range(3):
         for _ in range(3):
-            gradients = [2**16 * torch.randn(p.shape).to(dtype) for p in models[0].parameters()]
+            gradients = [2**10 * torch.randn(p.shape).to(dtype) for p in models[0].parameters()]
             gradients[1].view(-1)[0] = math.nan if update == 1 else 0.0
             for optimizer, model in zip(both, models, strict=True):
                 for parameter, gradient in zip(model.parameters(), gradients, strict=True):
@@ -278,7 +278,7 @@ def test_offloaded_the_optimizer_sums_clips_and_skips_as_on_the_gpu(dtype):
         ours, theirs = ({row.name: (row.dtype, row.shape) for row in of[stem]} for of in files)
         assert ours == theirs, "what one place has saved, the other resumes"
     for a, b in zip(*(model.parameters() for model in models), strict=True):
-        torch.testing.assert_close(a, b, rtol=2**-7 if dtype == torch.bfloat16 else 1e-5, atol=1e-7)
+        torch.testing.assert_close(a, b, rtol=1e-5 if dtype == torch.float32 else 2**-7, atol=1e-7)
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
