@@ -45,7 +45,7 @@ one_at_a_time = pytest.mark.xdist_group("full size")  # what takes many GB: the 
 
 
 def full_size(test):
-    """PyTorch's own cross-entropy takes 70 GB there."""
+    """PyTorch's own functions take up to 45 GB there."""
     return needs_gpu(one_at_a_time(test))
 
 
