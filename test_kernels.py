@@ -39,13 +39,11 @@ EPS = 1e-5
 WIDE = 2 * BLOCK + 4  # a row that no loop over blocks takes in fewer than three steps
 FP16, BF16, FP32, FP64 = torch.float16, torch.bfloat16, torch.float32, torch.float64
 needs_gpu = pytest.mark.skipif(not HAS_GPU, reason="needs a GPU")
-
-
 one_at_a_time = pytest.mark.xdist_group("full size")  # what takes many GB: the workers share one GPU
 
 
 def full_size(test):
-    """PyTorch's own functions take up to 45 GB there."""
+    """As long as real ones: PyTorch's own functions take tens of GB there."""
     return needs_gpu(one_at_a_time(test))
 
 
