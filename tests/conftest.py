@@ -1,5 +1,6 @@
 """Fixtures that several test files use."""
 
+import gc
 import io
 import runpy
 import signal
@@ -21,6 +22,15 @@ def root_and_seed(monkeypatch):
     """Configs are named from the root, wherever pytest was called."""
     monkeypatch.chdir(ROOT)
     torch.manual_seed(0)
+
+
+@pytest.fixture(autouse=True)
+def free_gpu_memory():
+    """The workers share one GPU: none keeps much of its memory from one test to the next."""
+    yield
+    if torch.cuda.memory_reserved() > 2**30:  # 0 where CUDA has not begun
+        gc.collect()
+        torch.cuda.empty_cache()
 
 
 @pytest.fixture(scope="session")

@@ -55,10 +55,7 @@ DOCUMENTS = {"whole": None, "documents": [(5, 6, 32, 33), (17, 48)]}
 each_documents = pytest.mark.parametrize("rows", DOCUMENTS.values(), ids=DOCUMENTS)
 
 
-CASES = [
-    (FP64, (4, 1), 16), (FP32, (2, 1), 128), (FP16, (2, 2), 64), (FP16, (2, 1), 128),
-    (BF16, (4, 1), 16), (BF16, (8, 2), 32), (BF16, (4, 2), 64), (BF16, (2, 1), 128),
-]  # fmt: skip
+CASES = [(FP32, (4, 1), 16), (FP64, (2, 1), 128), (FP16, (2, 2), 64), (BF16, (8, 2), 32), (BF16, (2, 1), 128)]
 
 
 @each_documents
@@ -68,7 +65,7 @@ def test_forward_and_every_gradient_match_float64(dtype, heads, head_dim, rows):
     assert_exact(tensors, upstream, rows and rows[: len(tensors[0])])
 
 
-@pytest.mark.parametrize("n_time", [2, 16, 31, 32, 33, 65])
+@pytest.mark.parametrize("n_time", [0, 1, 2, 16, 31, 32, 33, 65])
 def test_any_number_of_tokens(n_time):
     tensors, upstream = inputs(n_time, (2, 1))
     for rows in (None, [(1,), (n_time // 2,)]):
@@ -81,32 +78,6 @@ def test_any_shape_of_blocks(blocks, rows, monkeypatch):
     monkeypatch.setattr(MODULE, "FALLBACK", (*blocks, 4, 2, None))
     tensors, upstream = inputs(70, (2, 1))
     assert_exact(tensors, upstream, rows)
-
-
-def test_the_first_token_sees_itself_alone():
-    tensors, upstream = inputs(1, (2, 1))
-    y, dq, dk, dv = run(flash_attention, tensors, (), upstream)
-    torch.testing.assert_close(y, tensors[2].expand_as(y))
-    torch.testing.assert_close(dv, upstream[0].sum(2, keepdim=True))
-    assert dq.abs().max() < 1e-5 and dk.abs().max() < 1e-5, "a softmax over one score has no gradient"
-
-
-def test_each_document_is_attention_run_alone_on_it():
-    firsts = (0, 1, 17, 40, 64, 70)
-    tensors, upstream = inputs(70, dtype=FP64, n_batch=1)
-    together = run(flash_attention, tensors, (documents(firsts[1:-1], n_time=70),), upstream)
-    for first, end in zip(firsts, firsts[1:], strict=False):
-        alone = run(flash_attention, [x[:, first:end] for x in tensors], (), [upstream[0][:, first:end]])
-        for name, a, b in zip(("y", "dq", "dk", "dv"), together, alone, strict=True):
-            torch.testing.assert_close(a[:, first:end], b, msg=lambda m, n=name, f=first: f"{n}, document at {f}: {m}")
-
-
-def test_no_token_reads_a_later_one():
-    (q, k, v), _ = inputs(70)
-    before = flash_attention(q, k, v)
-    for x in (q, k, v):
-        x[:, 50:] += 3
-    assert_same([flash_attention(q, k, v)[:, :50]], [before[:, :50]], "tokens before 50")
 
 
 def test_blocks_of_other_documents_are_never_read():
@@ -131,22 +102,15 @@ def test_large_scores_do_not_overflow():
         assert all(g.isfinite().all() for g in (dq, dk, dv)), f"scores of {size**2:.0e}"
 
 
-def test_starts_of_any_integer_type_and_stride():
+def test_starts_of_any_integer_type_and_one_row_for_all():
     tensors, upstream = inputs(40, (2, 1))
     starts = documents((5, 32), (17,), n_time=40)
     expected = run(flash_attention, tensors, (starts,), upstream)
-    for other in (starts.int(), starts.to(torch.int16), starts.T.contiguous().T):
-        assert_same(run(flash_attention, tensors, (other,), upstream), expected, f"{other.dtype} {other.stride()}")
+    for other in (starts.int(), starts.to(torch.int16)):
+        assert_same(run(flash_attention, tensors, (other,), upstream), expected, f"{other.dtype}")
     shared = starts[:1].expand(2, 40)
     copied = run(flash_attention, tensors, (shared.contiguous(),), upstream)
     assert_same(run(flash_attention, tensors, (shared,), upstream), copied, "one row of starts for all")
-
-
-@pytest.mark.parametrize("shape", [(0, 40), (2, 0)], ids=str)
-def test_no_tokens_give_empty_results(shape):
-    (q, k, v), _ = inputs(shape[1], n_batch=shape[0])
-    results = run(flash_attention, (q, k, v), (), [torch.empty_like(q)])
-    assert [x.shape for x in results] == [q.shape, q.shape, k.shape, v.shape]
 
 
 def test_q_alone_needs_no_kernel_for_k_and_v(monkeypatch):
@@ -169,6 +133,15 @@ def test_selective_checkpointing_can_keep_y_and_skip_the_second_forward(monkeypa
     y = checkpoint(flash_attention, *leaves, use_reentrant=False, **context)
     monkeypatch.setattr(MODULE, "_flash_fwd_kernel", None)  # a second forward would fail
     assert_same([y, *torch.autograd.grad(y, leaves, upstream)], plain, "selective checkpointing")
+
+
+@pytest.mark.parametrize("n_time", [32, 38])
+def test_what_backward_needs_may_come_back_in_another_layout(n_time):
+    """As torch.autograd.graph.save_on_cpu and offload wrappers return it."""
+    tensors, upstream = inputs(n_time)
+    expected, dense = run(flash_attention, tensors, (), upstream), torch.contiguous_format
+    with torch.autograd.graph.saved_tensors_hooks(lambda x: x.clone(memory_format=dense), lambda x: x):
+        assert_same(run(flash_attention, tensors, (), upstream), expected, "packed")
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -231,17 +204,3 @@ def test_past_2_to_the_31_elements():
     starts = (torch.arange(tail[0].shape[1], device=DEVICE) // document * document)[None]
     for a, b in zip(results, run(flash_attention, tail, (starts,), [upstream[0][:, last]]), strict=True):
         torch.testing.assert_close(a[:, last], b, rtol=0.02, atol=0.02)
-
-
-@pytest.mark.parametrize("n_time", [32, 38])
-def test_what_backward_needs_may_come_back_in_another_layout(n_time):
-    """As torch.autograd.graph.save_on_cpu and offload wrappers return it."""
-    tensors, gradients = inputs(n_time)
-    expected = run(flash_attention, tensors, (), gradients)
-    dense = torch.autograd.graph.saved_tensors_hooks(
-        lambda x: x.clone(memory_format=torch.contiguous_format), lambda x: x
-    )
-    with dense:
-        found = run(flash_attention, tensors, (), gradients)
-    for a, b in zip(found, expected, strict=True):
-        assert torch.equal(a, b)

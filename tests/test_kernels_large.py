@@ -14,6 +14,7 @@ from test_kernels import (
     draw_upstream,
     full_size,
     in_another_process,
+    one_at_a_time,
     randn,
     rope_inputs,
     rope_of,
@@ -62,6 +63,7 @@ def compare_far_apart():
     print("all compared")
 
 
+@one_at_a_time
 def test_strides_past_2_to_the_31():
     code = "import tests.test_kernels_large as test; test.compare_far_apart()"
     assert "all compared" in in_another_process(code)

@@ -17,10 +17,19 @@ from kernels import Linear, LoRALinear, NF4LoRALinear, dequantize_nf4, quantize_
 from lora import add_lora, merge_lora, packed_rows
 from model import Llama, LlamaConfig
 from runtime.checkpoint import load_model
+from runtime.recompute import recompute
 from tests.runs import SHORT, SMALL, losses, prose, run, run_ranks, slip, step_losses
 
 TINY = LlamaConfig(n_layer=2, n_head=4, n_kv_head=2, n_embd=32, ffn_dim=64, vocab_size=64, block_size=16)
 RUN = SMALL | SHORT | dict(gradient_accumulation_steps=2, lora_rank=4, lora_alpha=8, learning_rate=0.03)
+each_base = pytest.mark.parametrize("base_dtype", ["bfloat16", "nf4"])
+
+
+def finish(settings, ranks=1):
+    """A run by train.py to its end: its folder."""
+    done = run(settings) if ranks == 1 else run_ranks(ranks, settings)
+    assert done.returncode == 0, done.stderr
+    return settings["out_dir"]
 
 
 def adapted(base_dtype="bfloat16", dtype=torch.float64):
@@ -42,17 +51,18 @@ def adapted(base_dtype="bfloat16", dtype=torch.float64):
     return model, dense
 
 
-@pytest.fixture(params=["kernels", "plain PyTorch"])
-def fused(request, monkeypatch):
-    if request.param == "plain PyTorch":
-        monkeypatch.setattr(kernels.launch, "INTERPRETED", False)
-    return request.param == "kernels"
+@pytest.fixture
+def plain_pytorch(monkeypatch):
+    monkeypatch.setattr(kernels.launch, "INTERPRETED", False)
 
 
-@pytest.mark.parametrize("base_dtype", ["bfloat16", "nf4"])
-def test_loss_and_gradients_are_those_of_dense_weights_by_autograd_in_float64(base_dtype, fused):
+@pytest.mark.parametrize("base_dtype, fused", [("bfloat16", False), ("nf4", False), ("nf4", True)])
+def test_loss_and_gradients_are_those_of_dense_weights_by_autograd_in_float64(base_dtype, fused, request):
+    if not fused:
+        request.getfixturevalue("plain_pytorch")
     model, dense = adapted(base_dtype)
     model.set_operations(fused, fused, "sdpa")
+    recompute(model, *(("full", 2) if fused else ("none",)))  # in slices of the MLP too
     rows, leaves, weights = packed_rows(TINY), {}, dict(dense)
     for name, p in model.named_parameters():
         if p.requires_grad:
@@ -64,7 +74,7 @@ def test_loss_and_gradients_are_those_of_dense_weights_by_autograd_in_float64(ba
         )
     plain = Llama(TINY).double()
     plain.set_operations(False, False, "sdpa")
-    tokens, targets = torch.randint(0, 64, (2, 2, 8))
+    tokens, targets = torch.randint(0, 64, (2, 2, 5))
     truth = torch.func.functional_call(plain, weights, (tokens, targets))
     loss = model(tokens, targets)
     loss.backward()
@@ -75,8 +85,8 @@ def test_loss_and_gradients_are_those_of_dense_weights_by_autograd_in_float64(ba
     assert all((p.grad is None) != p.requires_grad for p in model.parameters())
 
 
-@pytest.mark.parametrize("base_dtype", ["bfloat16", "nf4"])
-def test_merged_model_is_plain_and_computes_the_same(base_dtype):
+@each_base
+def test_merged_model_is_plain_and_computes_the_same(base_dtype, plain_pytorch):
     model, _ = adapted(base_dtype)
     tokens = torch.randint(0, 64, (1, 8))
     before = model(tokens)
@@ -89,7 +99,6 @@ def test_merged_model_is_plain_and_computes_the_same(base_dtype):
 def test_frozen_weights_cost_two_thirds_of_the_flops_and_nf4_counts_whole_weights():
     with torch.device("meta"):
         plain, models = Llama(TINY), [Llama(TINY) for _ in range(2)]
-    adapters = 0
     for model, base_dtype in zip(models, ("bfloat16", "nf4"), strict=True):
         add_lora(model, 3, 5.0, base_dtype)
         adapters = sum(p.numel() for p in model.parameters() if p.requires_grad)
@@ -137,8 +146,7 @@ def capitals(tmp_path_factory):
 def base(text_data, tmp_path_factory):
     """A folder of published weights."""
     folder = tmp_path_factory.mktemp("base")
-    done = run(SMALL | SHORT | {"dataset": text_data, "out_dir": folder / "run", "learning_rate": 0.01})
-    assert done.returncode == 0, done.stderr
+    finish(SMALL | SHORT | {"dataset": text_data, "out_dir": folder / "run", "learning_rate": 0.01})
     convert(folder / "run" / "step_000008", folder / "published", "float32")
     return folder / "published"
 
@@ -146,13 +154,9 @@ def base(text_data, tmp_path_factory):
 @pytest.fixture(scope="module")
 def trained(base, capitals, tmp_path_factory):
     """Runs with a base in float32 and in NF4, 8 steps, a checkpoint after 4: {base_dtype: folder}."""
-    found = {}
-    for base_dtype in ("bfloat16", "nf4"):
-        found[base_dtype] = tmp_path_factory.mktemp(base_dtype)
-        settings = RUN | {"dataset": capitals, "out_dir": found[base_dtype], "base_dtype": base_dtype}
-        done = run(settings | {"init_from": base})
-        assert done.returncode == 0, done.stderr
-    return found
+    common = RUN | {"dataset": capitals, "init_from": base}
+    folders = {base_dtype: tmp_path_factory.mktemp(base_dtype) for base_dtype in ("bfloat16", "nf4")}
+    return {name: finish(common | {"out_dir": folder, "base_dtype": name}) for name, folder in folders.items()}
 
 
 def test_only_adapters_are_saved_and_the_loss_falls(trained):
@@ -167,19 +171,17 @@ def test_only_adapters_are_saved_and_the_loss_falls(trained):
         assert found[-1] < found[0] - 0.05, (base_dtype, found)
 
 
-@pytest.mark.parametrize("base_dtype", ["bfloat16", "nf4"])
+@each_base
 def test_resume_repeats_losses_bit_for_bit(base_dtype, trained, capitals, tmp_path):
     shutil.copytree(trained[base_dtype] / "step_000004", tmp_path / "step_000004")
-    done = run(RUN | {"dataset": capitals, "out_dir": tmp_path, "base_dtype": base_dtype})  # it knows its base
-    assert done.returncode == 0, done.stderr
+    finish(RUN | {"dataset": capitals, "out_dir": tmp_path, "base_dtype": base_dtype})  # it knows its base
     assert losses(tmp_path) == [line for line in losses(trained[base_dtype]) if line["step"] > 4]
 
 
-@pytest.mark.parametrize("base_dtype", ["bfloat16", "nf4"])
+@each_base
 def test_two_ranks_go_on_where_one_was_and_give_its_losses(base_dtype, trained, capitals, tmp_path):
     shutil.copytree(trained[base_dtype] / "step_000004", tmp_path / "step_000004")
-    done = run_ranks(2, RUN | {"dataset": capitals, "out_dir": tmp_path, "base_dtype": base_dtype})
-    assert done.returncode == 0, done.stderr
+    finish(RUN | {"dataset": capitals, "out_dir": tmp_path, "base_dtype": base_dtype}, ranks=2)
     alone = step_losses(trained[base_dtype])[4:]
     assert abs(step_losses(tmp_path) - alone).max() < 1e-5
     one, two = (load_model(folder / "step_000008") for folder in (trained[base_dtype], tmp_path))
@@ -188,19 +190,12 @@ def test_two_ranks_go_on_where_one_was_and_give_its_losses(base_dtype, trained, 
         assert same if "lora" not in name else (x - y).abs().max() < 1e-4, name
 
 
-@pytest.mark.parametrize(
-    "changes",
-    [
-        {"offload": "optimizer", "base_dtype": "nf4"},
-        {"offload": "all"},
-        {"activation_checkpointing": "full", "base_dtype": "nf4"},
-        {"dtype": "bfloat16"},
-    ],
-    ids=str,
-)
+@pytest.mark.parametrize("changes", [
+    {"offload": "optimizer", "base_dtype": "nf4", "activation_checkpointing": "full"}, {"offload": "all"},
+    {"dtype": "bfloat16"},
+], ids=str)  # fmt: skip
 def test_lora_trains_with(changes, base, trained, capitals, tmp_path):
-    done = run(RUN | {"dataset": capitals, "out_dir": tmp_path, "init_from": base} | changes)
-    assert done.returncode == 0, done.stderr
+    finish(RUN | {"dataset": capitals, "out_dir": tmp_path, "init_from": base} | changes)
     expected = step_losses(trained[changes.get("base_dtype", "bfloat16")])
     assert abs(step_losses(tmp_path) - expected).max() < (0.05 if "dtype" in changes else 1e-5)
 
@@ -240,8 +235,7 @@ def test_sample_reads_adapters(trained):
 
 def test_another_runs_adapters_are_a_start(trained, capitals, tmp_path):
     folder = trained["bfloat16"] / "step_000008"
-    done = run(RUN | {"dataset": capitals, "out_dir": tmp_path, "init_from": folder, "max_iters": 2})
-    assert done.returncode == 0, done.stderr
+    finish(RUN | {"dataset": capitals, "out_dir": tmp_path, "init_from": folder, "max_iters": 2})
     assert step_losses(tmp_path)[0] < step_losses(trained["bfloat16"])[0] - 0.05
     said = [json.loads((path / "adapter_config.json").read_text()) for path in (folder, tmp_path / "step_000002")]
     assert said[0] == said[1]
@@ -251,37 +245,29 @@ def test_another_runs_adapters_are_a_start(trained, capitals, tmp_path):
 # What is refused
 
 
-@pytest.mark.parametrize(
-    "changes, sentence",
-    [
-        ({}, "lora_rank has no weights to adapt: name a folder of published ones, --init_from=FOLDER"),
-        ({"lora_rank": -1}, "lora_rank is -1: it must be at least 0"),
-        ({"lora_rank": 33}, "lora_rank is 33, above n_embd or ffn_dim"),
-        ({"lora_alpha": 0}, "lora_alpha is 0.0: it must be above 0"),
-        ({"lora_rank": 0, "base_dtype": "nf4"}, "base_dtype=nf4 is for the frozen weights beside adapters"),
-        ({"fp8": True}, "lora_rank works without fp8"),
-        ({"optimizer_bits": 8, "n_embd": 256, "ffn_dim": 256}, "lora_rank works with optimizer=adamw and optimizer_b"),
-        ({"base_dtype": "nf4", "offload": "all"}, "base_dtype=nf4 stays on the GPU"),
-        ({"base_dtype": "nf4", "copy_engines": True}, "base_dtype=nf4 is gathered by NCCL"),
-    ],
-    ids=lambda x: str(x)[:40],
-)
+@pytest.mark.parametrize("changes, sentence", [
+    ({}, "lora_rank has no weights to adapt: name a folder of published ones, --init_from=FOLDER"),
+    ({"lora_rank": -1}, "lora_rank is -1: it must be at least 0"),
+    ({"lora_rank": 33}, "lora_rank is 33, above n_embd or ffn_dim"),
+    ({"lora_alpha": 0}, "lora_alpha is 0.0: it must be above 0"),
+    ({"lora_rank": 0, "base_dtype": "nf4"}, "base_dtype=nf4 is for the frozen weights beside adapters"),
+    ({"fp8": True}, "lora_rank works without fp8"),
+    ({"optimizer_bits": 8, "n_embd": 256, "ffn_dim": 256}, "lora_rank works with optimizer=adamw and optimizer_b"),
+    ({"base_dtype": "nf4", "offload": "all"}, "base_dtype=nf4 stays on the GPU"),
+    ({"base_dtype": "nf4", "copy_engines": True}, "base_dtype=nf4 is gathered by NCCL"),
+], ids=lambda x: str(x)[:40])  # fmt: skip
 def test_settings_that_cannot_be_are_refused_in_a_sentence(changes, sentence, train, capsys, base):
     start = {"init_from": base} if changes else {}
     assert sentence in slip(train, capsys, **RUN | start | changes)
 
 
-@pytest.mark.parametrize(
-    "changes, sentence",
-    [
-        ({"lora_rank": 8}, r"step_000008 has lora_rank 4 \(this run: 8\): pass --lora_rank=4"),
-        ({"lora_alpha": 4}, r"step_000008 has lora_alpha 8.0 \(this run: 4.0\): pass --lora_alpha=8.0"),
-        ({"base_dtype": "nf4"}, r"step_000008 has base_dtype bfloat16 \(this run: nf4\)"),
-        ({"lora_rank": 0}, r"step_000008 has lora_rank 4 \(this run: 0\)"),
-        ({"init_from": "other"}, "is not the base that the adapters in .*step_000008 were trained on"),
-    ],
-    ids=lambda x: str(x)[:40],
-)
+@pytest.mark.parametrize("changes, sentence", [
+    ({"lora_rank": 8}, r"step_000008 has lora_rank 4 \(this run: 8\): pass --lora_rank=4"),
+    ({"lora_alpha": 4}, r"step_000008 has lora_alpha 8.0 \(this run: 4.0\): pass --lora_alpha=8.0"),
+    ({"base_dtype": "nf4"}, r"step_000008 has base_dtype bfloat16 \(this run: nf4\)"),
+    ({"lora_rank": 0}, r"step_000008 has lora_rank 4 \(this run: 0\)"),
+    ({"init_from": "other"}, "is not the base that the adapters in .*step_000008 were trained on"),
+], ids=lambda x: str(x)[:40])  # fmt: skip
 def test_adapters_of_another_rank_or_base_are_refused(changes, sentence, train, capsys, base, trained, tmp_path):
     shutil.copytree(trained["bfloat16"] / "step_000008", tmp_path / "out" / "step_000008")
     if "init_from" in changes:
@@ -299,8 +285,7 @@ def test_a_base_that_has_moved_is_named_by_init_from(base, trained, capitals, tm
         settings = RUN | {"dataset": capitals, "out_dir": tmp_path / "run"}
         done = run(settings)
         assert done.returncode == 1 and f"{base}, which are not there" in done.stderr, done.stderr
-        done = run(settings | {"init_from": tmp_path / "moved"})
-        assert done.returncode == 0, done.stderr
+        finish(settings | {"init_from": tmp_path / "moved"})
     finally:
         away.rename(base)
     said = json.loads((folder / "adapter_config.json").read_text())

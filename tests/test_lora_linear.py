@@ -18,6 +18,7 @@ from tests.test_model import Watch
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 FP64 = torch.float64
 SLICES = [{}, {"keep_gate_up": False}, {"keep_gate_up": False, "chunks": 3}]
+each_ops = pytest.mark.parametrize("ops", [kernels, kernels.reference], ids=["kernels", "reference"])
 
 
 def randn(*shape):
@@ -69,7 +70,7 @@ def test_lora_linear_matches_autograd_in_float64(triton, monkeypatch):
     assert_close(gradients(lambda x: (layer.reference(x),), [x], [layer]), expected)
 
 
-@pytest.mark.parametrize("ops", [kernels, kernels.reference], ids=["kernels", "reference"])
+@each_ops
 def test_lora_in_rms_norm_linear_matches_autograd_in_float64(ops):
     layer, rows, inputs = adapted(12, 8, 4, 4), (8, 4, 4), inputs_of(2, 5, 12)
 
@@ -81,7 +82,7 @@ def test_lora_in_rms_norm_linear_matches_autograd_in_float64(ops):
     assert layer.weight.grad is None
 
 
-@pytest.mark.parametrize("ops", [kernels, kernels.reference], ids=["kernels", "reference"])
+@each_ops
 @pytest.mark.parametrize("options", SLICES, ids=str)
 def test_lora_in_swiglu_mlp_matches_autograd_in_float64(options, ops):
     gate_up, down, inputs = adapted(12, 8, 8), adapted(8, 12), inputs_of(2, 5, 12)

@@ -55,25 +55,34 @@ def weights(checkpoint):
     return {path.name: path.read_bytes() for path in checkpoint.glob("*.safetensors")}
 
 
+@pytest.fixture
+def same_as_in_memory(train, tmp_path, drive):
+    """same_as_in_memory(**settings) trains with the state in memory and on the drive: equal losses and checkpoints."""
+
+    def compare(**settings):
+        train(**settings, out_dir=tmp_path / "memory")
+        place = train(**settings, offload_dir=drive)["optimizer"].place
+        assert isinstance(place, OnDisk) and len(place.pieces) > 1.2 * len(place.parameters), "cut by rows"
+        assert losses(tmp_path / "out") == losses(tmp_path / "memory")
+        for checkpoint in (tmp_path / "memory").glob("step_*"):
+            assert weights(tmp_path / "out" / checkpoint.name) == weights(checkpoint), checkpoint.name
+        return place
+
+    return compare
+
+
 # ----------------------------------------------------------------------------------------------------------------------
 # The same run
 
 
 @pytest.mark.parametrize("settings", [
     dict(offload="optimizer"),
-    dict(offload="all", gradient_accumulation_steps=2),
-    dict(offload="optimizer", dtype="bfloat16", tie_embeddings=False),
+    dict(offload="all", gradient_accumulation_steps=2, dtype="bfloat16", tie_embeddings=False),
     dict(offload="all", dtype="float16"),
     dict(offload="all", dtype="bfloat16") | IN_8_BITS,
-    dict(offload="optimizer") | IN_8_BITS,
 ], ids=str)  # fmt: skip
-def test_losses_and_checkpoints_equal_those_in_cpu_memory_bit_for_bit(train, tmp_path, drive, settings):
-    train(**settings, out_dir=tmp_path / "memory")
-    place = train(**settings, offload_dir=drive)["optimizer"].place
-    assert isinstance(place, OnDisk) and len(place.pieces) > 1.2 * len(place.parameters), "cut by rows"
-    assert losses(tmp_path / "out") == losses(tmp_path / "memory")
-    for step in ("step_000004", "step_000008"):
-        assert weights(tmp_path / "out" / step) == weights(tmp_path / "memory" / step)
+def test_losses_and_checkpoints_equal_those_in_cpu_memory_bit_for_bit(same_as_in_memory, settings):
+    same_as_in_memory(**settings)
 
 
 @pytest.mark.parametrize("settings", [dict(), dict(offload="optimizer", n_embd=24, ffn_dim=19)], ids=str)
@@ -99,12 +108,9 @@ def test_resumed_it_repeats_the_run_bit_for_bit_and_may_move_between_memory_and_
         assert losses(tmp_path / "out") == whole
 
 
-def test_published_weights_begin_on_the_disk_as_in_memory(train, tmp_path, drive):
+def test_published_weights_begin_on_the_disk_as_in_memory(train, same_as_in_memory, tmp_path):
     train(out_dir=tmp_path / "first", dtype="bfloat16")
-    settings = dict(offload="all", dtype="bfloat16", init_from=tmp_path / "first")
-    train(**settings, out_dir=tmp_path / "memory")
-    train(**settings, offload_dir=drive)
-    assert losses(tmp_path / "out") == losses(tmp_path / "memory")
+    same_as_in_memory(offload="all", dtype="bfloat16", init_from=tmp_path / "first")
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -154,21 +160,18 @@ def test_a_drive_that_fails_ends_the_run_with_a_sentence_and_the_checkpoint_goes
     assert losses(tmp_path / "out") == losses(tmp_path / "whole")
 
 
-def test_a_slow_drive_changes_no_number(train, tmp_path, drive, monkeypatch):
+def test_a_slow_drive_changes_no_number(same_as_in_memory, monkeypatch):
     """Reads and writes that end in another order than they began."""
     move, turns = StateFile._move, iter(range(10**9))
     monkeypatch.setattr(StateFile, "_move", lambda *args: (time.sleep(next(turns) * 7 % 5 / 2000), move(*args)))
-    settings = dict(offload="all", dtype="bfloat16", max_iters=3)
-    train(**settings, out_dir=tmp_path / "memory")
-    train(**settings, offload_dir=drive)
-    assert losses(tmp_path / "out") == losses(tmp_path / "memory")
+    same_as_in_memory(offload="all", dtype="bfloat16", max_iters=3)
 
 
 # ----------------------------------------------------------------------------------------------------------------------
 # The file
 
 
-def test_without_direct_io_it_says_so_and_computes_the_same(train, tmp_path, drive, monkeypatch, capsys):
+def test_without_direct_io_it_says_so_and_computes_the_same(same_as_in_memory, monkeypatch, capsys):
     true = fcntl.fcntl
 
     def refuse(fd, command, value=0):
@@ -176,11 +179,9 @@ def test_without_direct_io_it_says_so_and_computes_the_same(train, tmp_path, dri
             raise OSError(errno.EINVAL, "Invalid argument")
         return true(fd, command, value)
 
-    train(offload="optimizer", out_dir=tmp_path / "memory")
     monkeypatch.setattr(fcntl, "fcntl", refuse)
-    place = train(offload="optimizer", offload_dir=drive)["optimizer"].place
-    assert not place.file.direct and "not directly, which its file system does not support" in capsys.readouterr().out
-    assert losses(tmp_path / "out") == losses(tmp_path / "memory")
+    assert not same_as_in_memory(offload="optimizer").file.direct
+    assert "not directly, which its file system does not support" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("direct", [True, False])
@@ -269,21 +270,9 @@ def test_the_file_system_is_that_of_the_innermost_mount(tmp_path):
     )
     found = {path: file_system(path, mounts) for path in ("/", "/mnt/x", "/mntx", "/mnt/a b/c", "/data")}
     assert found == {"/": "ext4", "/mnt/x": "xfs", "/mntx": "ext4", "/mnt/a b/c": "nfs4", "/data": "fuse.sshfs"}
-    kinds = [
-        *found.values(),
-        "fuse.fuse-overlayfs",
-        "overlay",
-        "tmpfs",
-        "cifs",
-        "lustre",
-        "btrfs",
-        "zfs",
-        "nfs",
-        "fuseblk",
-    ]
-    assert [kind for kind in kinds if state_file.NETWORK.fullmatch(kind)] == [
-        "nfs4", "fuse.sshfs", "cifs", "lustre", "nfs"
-    ]  # fmt: skip
+    network = ["nfs4", "nfs", "fuse.sshfs", "cifs", "lustre"]
+    kinds = [*network, "ext4", "xfs", "fuse.fuse-overlayfs", "overlay", "tmpfs", "btrfs", "zfs", "fuseblk"]
+    assert [kind for kind in kinds if state_file.NETWORK.fullmatch(kind)] == network
     assert file_system("/", tmp_path / "none") == ""
 
 
@@ -306,12 +295,11 @@ def test_the_file_and_its_buffers_are_what_the_estimate_counts(tmp_path, rule):
 
 def test_8b_takes_at_most_40_gib_of_cpu_memory():
     words = "--config=config/llama31_8b.py --offload=all --batch_size=8 -- --offload_dir=/nvme"
-    text, found = estimate.estimate(estimate.parse([*words.split(), "--gradient_accumulation_steps=1"]))
+    words = [*words.split(), "--gradient_accumulation_steps=1"]
+    text, found = estimate.estimate(estimate.parse(words))
     assert found["cpu_gib"] < 32 and found["disk_gib"] == pytest.approx(12 * 8_030_261_248 / 2**30)
     assert "in offload_dir, of each rank:" in text and "buffers of offload_dir" in text
-    _, eight_bit = estimate.estimate(
-        estimate.parse([*words.split(), "--gradient_accumulation_steps=1", "--optimizer_bits=8"])
-    )
+    _, eight_bit = estimate.estimate(estimate.parse([*words, "--optimizer_bits=8"]))
     assert eight_bit["disk_gib"] == pytest.approx(found["disk_gib"] * 6.03 / 12, rel=0.01)
 
 
