@@ -199,13 +199,6 @@ def test_prepared_conversations_read_back_with_masks_counts_and_template(written
     assert meta["eos"] == [256] and tokenizer_of(folder).chat_template == PLAIN
 
 
-def test_several_processes_write_the_same_conversations(written, monkeypatch):
-    monkeypatch.setattr("data.write.BATCH_CHARS", 100)
-    lines = [line(f"{i}?", str(i)) for i in range(40)]
-    one = contents(written(*lines))
-    assert contents(written(*lines, workers=2)) == one
-
-
 @pytest.mark.parametrize(
     "bad, message",
     [
@@ -228,24 +221,30 @@ def test_a_line_that_is_no_conversation_is_named_or_skipped_and_counted(written,
     assert "left out by --errors skip: 1, the first:" in capsys.readouterr().out
 
 
-def test_arrays_and_compressed_conversations_are_read(written, tmp_path):
-    lines = [line(f"{i}?", str(i)) for i in range(9)]
+def test_several_processes_arrays_and_compressed_files_give_the_same_dataset(written, tmp_path, monkeypatch):
+    monkeypatch.setattr("data.write.BATCH_CHARS", 100)
+    lines = [line(f"{i}?", str(i)) for i in range(40)]
     expected = contents(written(*lines))
     (tmp_path / "chats.json").write_text(f"[{', '.join(lines)}]")
-    with gzip.open(tmp_path / "chats.jsonl.gz", "wt") as file:
-        file.write("\n".join(lines))
-    for name in ("chats.json", "chats.jsonl.gz"):
-        chat.prepare([tmp_path / name], tmp_path / "out", tokenizer="bytes", template=tmp_path / "plain.jinja")
+    (tmp_path / "chats.jsonl.gz").write_bytes(gzip.compress((tmp_path / "chats.jsonl").read_bytes()))
+    for name, workers in (("chats.jsonl", 2), ("chats.json", 1), ("chats.jsonl.gz", 1)):
+        options = dict(tokenizer="bytes", template=tmp_path / "plain.jinja", workers=workers)
+        chat.prepare([tmp_path / name], tmp_path / "out", **options)
         assert contents(tmp_path / "out") == expected, name
 
 
 def test_a_tokenizer_without_template_and_an_answer_without_end_are_refused(written, tmp_path):
-    with pytest.raises(ValueError, match="bytes has no chat template, and none of Llama 3's tokens"):
-        written(line("a", "b"), template=None)
     (tmp_path / "endless.jinja").write_text(PLAIN.replace("eos_token", "''"))
-    with pytest.raises(ValueError, match="ends an answer with no special token"):
-        written(line("a", "b"), template=tmp_path / "endless.jinja")
+    for template, error, message in (
+        (None, ValueError, "bytes has no chat template, and none of Llama 3's tokens: put .* with --template"),
+        (tmp_path / "endless.jinja", ValueError, "ends an answer with no special token"),
+        (tmp_path / "none.jinja", OSError, "none.jinja cannot be read: No such file or directory"),
+    ):
+        with pytest.raises(error, match=message):
+            written(line("a", "b"), template=template)
     assert not (tmp_path / "out").exists()
+    with pytest.raises(OSError, match="none.jsonl cannot be read: No such file or directory"):
+        chat.prepare([tmp_path / "none.jsonl"], tmp_path / "out", "bytes", tmp_path / "plain.jinja")
 
 
 def test_without_jinja2_one_sentence_says_what_to_install(monkeypatch):
@@ -265,6 +264,14 @@ def test_prepare_names_the_next_command(written, tmp_path, monkeypatch, capsys):
     output = capsys.readouterr().out
     assert f"config/sft_llama32_1b.py --init_from=FOLDER --dataset={tmp_path}/o" in output
     assert (ROOT / "config/sft_llama32_1b.py").exists()
+
+
+@pytest.mark.usefixtures("plain_pytorch_on_one_core")
+def test_a_run_on_conversations_names_the_command_that_talks_with_it(written, train, sample, tmp_path, capsys):
+    train(dataset=written(*[line(f"{i}?", str(i)) for i in range(40)]), mask_documents=True, n_embd=64, max_iters=1)
+    assert f"next: python sample.py --out_dir={tmp_path}/out --chat\n" in capsys.readouterr().out
+    out, said = sample("hi\n", chat=True)
+    assert out.startswith("> ") and said == "/exit or Ctrl-D ends the conversation\n"
 
 
 def test_a_checkpoint_says_in_both_files_that_transformers_stops_at_the_end_of_a_turn(tmp_path):

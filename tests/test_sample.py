@@ -229,7 +229,7 @@ def test_a_conversation_ends_with_its_input_and_drops_its_oldest_turns(sample, t
     assert out.count("> ") >= 7 and out.endswith("> \n") and "the model sees" not in said
     (tmp_path / "hf/tokenizer_config.json").unlink()
     (tmp_path / "hf/chat_template.jinja").unlink(missing_ok=True)
-    assert "and none of Llama 3's tokens: put a chat_template.jinja beside its files" in sample("hello\n", **settings)[1]
+    assert "Llama 3's tokens: put a chat_template.jinja beside its files, or" in sample("hello\n", **settings)[1]
 
 
 @pytest.mark.real
