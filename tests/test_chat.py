@@ -56,8 +56,8 @@ def written(tmp_path):
         (tmp_path / "plain.jinja").write_text(PLAIN)
         (tmp_path / "chats.jsonl").write_text("\n".join(lines) + "\n")
         options = {"tokenizer": "bytes", "template": tmp_path / "plain.jinja"} | options
-        chat.prepare([tmp_path / "chats.jsonl"], tmp_path / "out", **options)
-        return tmp_path / "out"
+        chat.prepare([tmp_path / "chats.jsonl"], tmp_path / "data", **options)
+        return tmp_path / "data"
 
     return write
 
@@ -229,8 +229,8 @@ def test_several_processes_arrays_and_compressed_files_give_the_same_dataset(wri
     (tmp_path / "chats.jsonl.gz").write_bytes(gzip.compress((tmp_path / "chats.jsonl").read_bytes()))
     for name, workers in (("chats.jsonl", 2), ("chats.json", 1), ("chats.jsonl.gz", 1)):
         options = dict(tokenizer="bytes", template=tmp_path / "plain.jinja", workers=workers)
-        chat.prepare([tmp_path / name], tmp_path / "out", **options)
-        assert contents(tmp_path / "out") == expected, name
+        chat.prepare([tmp_path / name], tmp_path / "data", **options)
+        assert contents(tmp_path / "data") == expected, name
 
 
 def test_a_tokenizer_without_template_and_an_answer_without_end_are_refused(written, tmp_path):
@@ -242,9 +242,9 @@ def test_a_tokenizer_without_template_and_an_answer_without_end_are_refused(writ
     ):
         with pytest.raises(error, match=message):
             written(line("a", "b"), template=template)
-    assert not (tmp_path / "out").exists()
+    assert not (tmp_path / "data").exists()
     with pytest.raises(OSError, match="none.jsonl cannot be read: No such file or directory"):
-        chat.prepare([tmp_path / "none.jsonl"], tmp_path / "out", "bytes", tmp_path / "plain.jinja")
+        chat.prepare([tmp_path / "none.jsonl"], tmp_path / "data", "bytes", tmp_path / "plain.jinja")
 
 
 def test_without_jinja2_one_sentence_says_what_to_install(monkeypatch):
