@@ -93,10 +93,10 @@ fused_loss = True  # false: all logits in memory at once
 attention: Literal["auto", "sdpa", "triton"] = "auto"  # auto: the faster one; triton: ours; sdpa: PyTorch's
 
 # optimizer
-optimizer: Literal["adamw", "muon", "galore"] = "adamw"  # the others: of the blocks' matrices, AdamW of all else
-galore_rank = 128  # columns of the projected gradients
+optimizer: Literal["adamw", "muon", "galore", "apollo"] = "adamw"  # of the blocks' matrices; all else has AdamW
+galore_rank = 128  # of galore and apollo: columns of the projected gradients
 galore_interval = 200  # steps between two projections
-galore_scale = 0.25  # of the step that is projected back
+galore_scale = 0.25  # of galore's step, which is projected back
 learning_rate = 3e-4  # the peak, after the warm-up
 max_iters = 10000  # steps of the whole run
 warmup_iters = 100  # steps of linear warm-up
@@ -122,7 +122,7 @@ fp8 = False  # two of three matmuls of the blocks in float8: faster and coarser 
 activation_checkpointing: Literal["none", "selective", "full"] = "none"  # recompute nothing; gate and up; whole blocks
 offload: Literal["none", "optimizer", "all"] = "none"  # optimizer: AdamW and gradients in CPU memory; all: weights too
 offload_dir: str | None = None  # a folder on an NVMe drive: AdamW's state is there instead of in CPU memory
-offload_activations = False  # with full checkpointing: keep the blocks' inputs in CPU memory
+offload_activations = False  # keep in CPU memory what selective or full checkpointing keeps of each block
 mlp_chunks: int | None = None  # slices of a recomputed MLP; none: 1, in full checkpointing tokens / max(8192, 4 n_embd)
 compile = False  # torch.compile the blocks: a minute at the start
 cuda_graph = False  # replay forward-backward and update as CUDA graphs, on one GPU: speeds up launch-bound small models

@@ -76,9 +76,9 @@ class LoRALinear(Linear):
 
     def project(self, x, weight, a, b, out=None):
         y = Linear.project(x, weight, out)
-        low, y_rows = F.linear(as_rows(x), a), as_rows(y)
+        low, y_rows = self._low(x, a), as_rows(y)
         for rows, columns in self.parts:
-            y_rows[:, rows].addmm_(low[:, columns], b[rows].T, alpha=self.scale)
+            y_rows[:, rows].addmm_(low[:, columns], b[rows].T)
         return y
 
     def input_gradient(self, dy, weight, a, b, out=None):
@@ -92,15 +92,27 @@ class LoRALinear(Linear):
         if needed[1]:
             da = product(self._dlow(dy, b), x, sum_a, first)
         if needed[2]:
-            dy, low = as_rows(dy), self.scale * F.linear(as_rows(x), a)
-            parts = [
-                product(dy[:, rows], low[:, columns], None if sum_b is None else sum_b[rows], first)
-                for rows, columns in self.parts
-            ]
-            db = torch.cat(parts) if sum_b is None else sum_b
+            dy, low = as_rows(dy), self._low(x, a)
+            db = torch.empty_like(b) if sum_b is None else sum_b
+            for rows, columns in self.parts:
+                if sum_b is None:
+                    torch.mm(dy[:, rows].T, low[:, columns], out=db[rows])
+                else:
+                    product(dy[:, rows], low[:, columns], sum_b[rows], first)
         return None, da, db
+
+    # Both scale in the matmul, and write where the result belongs: next to the large matmuls of W, each launch that is
+    # saved counts.
+
+    def _low(self, x, a):
+        """s x Aᵀ: (N, len(rows)·rank)."""
+        x = as_rows(x)
+        return x.new_empty(len(x), len(a)).addmm_(x, a.T, beta=0, alpha=self.scale)
 
     def _dlow(self, dy, b):
         """s dy B, the gradient of x Aᵀ: (N, len(rows)·rank)."""
         dy = as_rows(dy)
-        return self.scale * torch.cat([dy[:, rows] @ b[rows] for rows, _ in self.parts], dim=1)
+        dlow = dy.new_empty(len(dy), len(self.parts) * b.shape[1])
+        for rows, columns in self.parts:
+            dlow[:, columns].addmm_(dy[:, rows], b[rows], beta=0, alpha=self.scale)
+        return dlow

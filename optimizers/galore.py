@@ -43,8 +43,6 @@ class GaLore(MatrixRule):
         return self.adamw.states(name, projected) | {"basis": (basis, torch.float32)}
 
     def update_matrices(self, shards, scalars, step, group):
-        # AdamW moves a zero by its step, with a learning rate of -1. Zeros do not decay.
-        for_step = torch.cat([scalars[:1], torch.full_like(scalars[:1], -1.0), scalars[2:]])
         for shard in shards:
             basis, moments = shard.states["basis"], {k: x for k, x in shard.states.items() if k != "basis"}
             grad, parts = shard.grad.float(), local_parts(shard, group)
@@ -53,15 +51,27 @@ class GaLore(MatrixRule):
                     renew(q, g, scalars[0].isfinite(), None if step else zlib.crc32(shard.name.encode()), group)
             if grad.numel():
                 projected = torch.cat([g @ q for g, q in zip(grad.split(parts), basis, strict=True)])
-                n = torch.zeros_like(projected)
-                self.adamw.step_on_gpu(n, projected, n, moments, for_step)
+                n = adam_step(self.adamw, projected, moments, scalars)
                 direction = torch.cat([x @ q.T for x, q in zip(n.split(parts), basis, strict=True)])
                 sgdw(shard.parameter, direction, shard.master, scalars, self.scale, self.adamw.weight_decay)
 
     def workspace(self, parameters, ranks):
-        """The gradient and the step in float32, and both projected."""
-        shapes = [p.shape for name, p in parameters if is_matrix_of_a_block(name, p.shape)]
-        return max((8 * shape.numel() + 8 * shape[0] * self.rank) // ranks for shape in shapes)
+        return bytes_of_a_step(parameters, self.rank, ranks)
+
+
+def adam_step(adamw: AdamW, projected: torch.Tensor, moments: dict, scalars: torch.Tensor) -> torch.Tensor:
+    """Adam's step for a projected gradient, of its shape; without learning rate and decay. Updates the moments."""
+    n = torch.zeros_like(projected)
+    if n.numel():  # AdamW moves a zero by its step, with a learning rate of -1. Zeros do not decay.
+        for_step = torch.cat([scalars[:1], torch.full_like(scalars[:1], -1.0), scalars[2:]])
+        adamw.step_on_gpu(n, projected, n, moments, for_step)
+    return n
+
+
+def bytes_of_a_step(parameters, rank: int, ranks: int) -> int:
+    """The gradient and the step of the largest matrix in float32, and both projected."""
+    shapes = [p.shape for name, p in parameters if is_matrix_of_a_block(name, p.shape)]
+    return max((8 * shape.numel() + 8 * shape[0] * rank) // ranks for shape in shapes)
 
 
 def local_parts(shard: Shard, group: dist.ProcessGroup | None) -> list[int]:

@@ -4,6 +4,7 @@ from collections.abc import Mapping
 
 from optimizers.adamw import AdamW
 from optimizers.adamw8bit import AdamW8bit
+from optimizers.apollo import Apollo
 from optimizers.galore import GaLore
 from optimizers.muon import Muon
 from optimizers.rule import Rule
@@ -15,6 +16,8 @@ def rule_of(settings: Mapping) -> Rule:
     match settings["optimizer"]:
         case "muon":
             return Muon(adamw)
+        case "apollo":
+            return Apollo(adamw, settings["galore_rank"], settings["galore_interval"])
         case "galore":
             return GaLore(adamw, settings["galore_rank"], settings["galore_interval"], settings["galore_scale"])
     return adamw

@@ -30,6 +30,7 @@ def find_problem(settings: Mapping, world_size: int) -> str | None:
     s = SimpleNamespace(**settings)
     head_dim = s.n_embd / max(s.n_head, 1)
     smallest = min(s.n_embd, s.ffn_dim, s.n_kv_head * head_dim)  # side of a block's matrix
+    projects = s.optimizer in ("galore", "apollo")
     micro_batches, nf4 = s.gradient_accumulation_steps, s.base_dtype == "nf4"
     problems = {  # sentence -> whether it holds
         f"seed is {s.seed}: it must be below 2**63": s.seed >= 2**63,
@@ -44,12 +45,12 @@ def find_problem(settings: Mapping, world_size: int) -> str | None:
             s.lr_schedule == "cosine" and s.cooldown_iters > 0,
         "optimizer=muon works with offload=none: a CPU would take longer to orthogonalise than the step takes":
             s.optimizer == "muon" and s.offload != "none",
-        "optimizer=galore works with offload=none: its states are small, leave them on the GPU":
-            s.optimizer == "galore" and s.offload != "none",
+        f"optimizer={s.optimizer} works with offload=none: its states are small, leave them on the GPU":
+            projects and s.offload != "none",
         f"galore_rank is {s.galore_rank}, the smallest matrix has a side of {smallest:g}: choose less":
-            s.optimizer == "galore" and s.galore_rank > smallest,
-        "optimizer=galore needs the CPU when it chooses a projection: add --cuda_graph=false":
-            s.optimizer == "galore" and s.cuda_graph,
+            projects and s.galore_rank > smallest,
+        f"optimizer={s.optimizer} needs the CPU when it chooses a projection: add --cuda_graph=false":
+            projects and s.cuda_graph,
         "optimizer=galore works with dtype bfloat16 or float32: an overflow would leave it without a projection":
             s.optimizer == "galore" and s.dtype == "float16",
         f"beta1 is {s.beta1} and beta2 {s.beta2}: both must be at least 0 and below 1":

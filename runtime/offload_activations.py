@@ -1,82 +1,137 @@
-"""With offload_activations the layers' inputs, all that full checkpointing keeps, go to the CPU's memory.
+"""With offload_activations, what activation checkpointing keeps of each layer goes to the CPU's memory.
 
-    forward     layer i's input is copied to pinned memory, on a stream of its own, while layer i computes; layer i + 1
-                begins when that is done, and the GPU's copy is free
-    backward    while layer i + 1 computes its gradients, layer i's input comes back
+    forward     what layer i keeps is copied to pinned memory, on a stream of its own, while the layer computes; when
+                layer i + 1 keeps its first tensor, that is done, and the GPU's copy is free
+    backward    while layer i + 1 computes its gradients, layer i's tensors come back
 
-So the GPU holds two of these tensors instead of one for each layer. A layer of Llama 3.2 1B computes 120 million FLOPs
-a token in forward, 0.2 us of an H200, which copies the token's 4 KiB in 0.08 us: the copies hide. The last layer's
-input stays on the GPU, since backward needs it first.
+So the GPU holds those of two layers instead of all. The last layer's stay there, since backward needs them first.
 
-A tensor is freed by the stream that computes, after that stream has waited for the copy: PyTorch's allocator can then
+Do the copies hide? 'full' keeps a layer's input: 2·C bytes a token. A layer of Llama 3.2 1B computes 120 million FLOPs
+a token in forward, 0.2 us of an H200, which copies the token's 4 KiB in 0.08 us. 'selective' keeps also q, k and v,
+what attention returned and the input of the MLP: 36 KiB a token of 8B, 0.7 us, beside 0.7 us of matmuls and the
+attention, which grows with the context. So it pays for long sequences, whose attention is then computed once.
+
+PyTorch hands each tensor that is kept for backward to a hook, and asks another for it in backward. Copied are whole
+storages, each once: q, k and v lie in one, and the norm and its projection keep the same input.
+
+A storage is freed by the stream that computes, after that stream has waited for the copy: PyTorch's allocator can then
 reuse the memory at once. (With record_stream it could do so only if the copy was over when the CPU asked, which is far
 ahead of the GPU.)
 """
 
+from functools import partial
+from typing import NamedTuple
+
 import torch
+from torch.autograd.graph import saved_tensors_hooks
 
 from runtime.pinned_memory import pinned_empty
 
 
-class OffloadedInputs:
-    """The inputs of the n_layer layers of one forward pass: put in the order of forward, each taken once in backward.
+class Kept(NamedTuple):
+    """Stands for a tensor that layer i keeps for backward: a view of its k-th storage."""
 
-    place = offloaded.put(i, x) ... x = offloaded.take(place, device)
+    forward: int  # the how-many-th
+    i: int
+    k: int
+    dtype: torch.dtype
+    view: tuple  # offset, size, stride
+
+
+class OffloadedActivations:
+    """What n_layer layers keep, from each forward to its backward, which goes through the layers the other way round.
+
+    wrap(i, layer) for each of them: its forward then keeps here all but its weights and its further inputs.
+    RuntimeError for a second backward, and for that of a forward before the last.
     """
 
     def __init__(self, n_layer: int):
-        self.n_layer = n_layer
-        self.stack = []  # on the CPU, except the last layer's
-        self.pinned = []  # memory for the stack, reused in each pass
-        self.leaving = self.coming = None  # a tensor on the GPU, and the event at the end of its copy
-        self.stream = None
-        self.passes = 0
+        self.last = n_layer - 1
+        self.pinned = [[] for _ in range(n_layer)]  # the CPU's memory, reused in each forward
+        self.kept = [None] * n_layer  # the bytes of each layer's storages: pinned, or the last layer's where they were
+        self.leaving = {}  # address -> number and storage, of the layer that computes: not free before it is copied
+        self.coming = {}  # layer -> the bytes of its storages back on the GPU, and the event at the end of their copy
+        self.stream = self.copied = None
+        self.forwards = 0
 
-    def put(self, i: int, x: torch.Tensor) -> tuple[int, int]:
-        """Keeps x (B, T, C), layer i's, which must not change any more; returns its place. The last stays where it is.
+    def wrap(self, i: int, layer: torch.nn.Module) -> None:
+        layer.forward = partial(self._forward, layer.forward, layer, i)
 
-        Layer 0's begins a pass, and drops what is left of an earlier one whose backward did not finish.
-        """
-        if i == 0:
-            if self.coming is not None and self.coming[1] is not None:
-                torch.cuda.current_stream().wait_event(self.coming[1])
-            self.passes += 1
-            self.stack.clear()
-            self.leaving = self.coming = None
-        if self.leaving is not None:
-            torch.cuda.current_stream().wait_event(self.leaving[1])
-            self.leaving = None
-        if i == self.n_layer - 1 or not x.is_cuda:  # the last is needed first
-            self.stack.append(x)
-            return self.passes, len(self.stack)
+    def _forward(self, forward, layer, i, x, branch, *further):
+        if not torch.is_grad_enabled():
+            return forward(x, branch, *further)
+        if i == 0:  # drops what is left of a forward whose backward did not finish
+            wait_for(*(event for _, event in self.coming.values()))
+            self.coming, self.forwards = {}, self.forwards + 1
+        self.kept[i] = []
+        stays = {t.untyped_storage().data_ptr() for t in (*layer.parameters(), *further) if t is not None}
+        if branch is None:  # then x is kept: now, not when the function that asks for it has returned
+            self._put(i, stays, x)
+        with saved_tensors_hooks(partial(self._put, i, stays), self._take):
+            outputs = forward(x, branch, *further)
+        if i == self.last:
+            self.leaving = {}
+        return outputs
+
+    def _put(self, i: int, stays: set[int], tensor: torch.Tensor) -> Kept | torch.Tensor:
+        storage = tensor.untyped_storage()
+        address = storage.data_ptr()
+        if address in stays or not (tensor.ndim and tensor.is_floating_point()):
+            return tensor  # weights, tables, scalars, which may be the CPU's, and seeds
+        if not self.kept[i]:
+            wait_for(self.copied)
+            self.leaving, self.copied = {}, None  # now the storages of the layer before are free
+        if address not in self.leaving:
+            self.leaving[address] = len(self.kept[i]), storage
+            copies = storage.is_cuda and i < self.last  # the last layer's are needed first
+            self.kept[i].append(self._copy_out(i, as_bytes(storage)) if copies else as_bytes(storage))
+        view = tensor.storage_offset(), tensor.size(), tensor.stride()
+        return Kept(self.forwards, i, self.leaving[address][0], tensor.dtype, view)
+
+    def _copy_out(self, i: int, source: torch.Tensor) -> torch.Tensor:
+        pinned, k = self.pinned[i], len(self.kept[i])
+        if k == len(pinned) or len(pinned[k]) != len(source):
+            pinned[k:] = [pinned_empty(source.shape, source.dtype)]
         self.stream = self.stream or torch.cuda.Stream()
-        if i == len(self.pinned):
-            self.pinned.append(None)
-        if self.pinned[i] is None or self.pinned[i].shape != x.shape or self.pinned[i].dtype != x.dtype:
-            self.pinned[i] = pinned_empty(x.shape, x.dtype)
         self.stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self.stream):
-            self.pinned[i].copy_(x, non_blocking=True)
-        self.leaving = x, self.stream.record_event()
-        self.stack.append(self.pinned[i])
-        return self.passes, len(self.stack)
+            pinned[k].copy_(source, non_blocking=True)
+            self.copied = self.stream.record_event()
+        return pinned[k]
 
-    def take(self, place: tuple[int, int], device: torch.device) -> torch.Tensor:
-        """The input that was put last. Starts to copy back the one before it."""
-        if place != (self.passes, len(self.stack)):
+    def _take(self, kept: Kept | torch.Tensor) -> torch.Tensor:
+        if isinstance(kept, torch.Tensor):
+            return kept
+        i = kept.i
+        if kept.forward != self.forwards or self.kept[i] is None:
             raise RuntimeError("offload_activations: each forward has one backward, before the next forward")
-        x, arrived = self.coming or self._fetch(self.stack[-1], device)
-        self.stack.pop()
-        self.coming = self._fetch(self.stack[-1], device) if self.stack else None
-        if arrived is not None:
-            torch.cuda.current_stream().wait_event(arrived)
-        return x
+        for later in range(i + 1, self.last + 1):
+            self.kept[later] = None
+            self.coming.pop(later, None)
+        for needed in (i, i - 1):  # and the one before comes while this one computes
+            if needed >= 0 and needed not in self.coming:
+                self.coming[needed] = self._copy_back(needed)
+        storages, arrived = self.coming[i]
+        wait_for(arrived)
+        whole = storages[kept.k]
+        return torch.empty(0, dtype=kept.dtype, device=whole.device).set_(whole.untyped_storage(), *kept.view)
 
-    def _fetch(self, kept, device):
-        if kept.device == device:
-            return kept, None
-        x = torch.empty(kept.shape, dtype=kept.dtype, device=device)
-        self.stream.wait_stream(torch.cuda.current_stream())  # the memory of x may have been in use until now
+    def _copy_back(self, i: int) -> tuple[list[torch.Tensor], torch.cuda.Event | None]:
+        if self.stream is None or i == self.last:
+            return self.kept[i], None
+        storages = [torch.empty(pinned.shape, dtype=pinned.dtype, device="cuda") for pinned in self.kept[i]]
+        self.stream.wait_stream(torch.cuda.current_stream())  # that memory may have been in use until now
         with torch.cuda.stream(self.stream):
-            x.copy_(kept, non_blocking=True)
-        return x, self.stream.record_event()
+            for storage, pinned in zip(storages, self.kept[i], strict=True):
+                storage.copy_(pinned, non_blocking=True)
+            return storages, self.stream.record_event()
+
+
+def as_bytes(storage: torch.UntypedStorage) -> torch.Tensor:
+    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
+
+
+def wait_for(*events: torch.cuda.Event | None) -> None:
+    for event in events:
+        if event is not None:
+            torch.cuda.current_stream().wait_event(event)

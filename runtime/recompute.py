@@ -6,7 +6,7 @@
 After Llama.set_operations and use_fp8, before torch.compile and fully_shard. 'full' wraps each layer's forward: the
 layer keeps its input alone. A few sequences pass through it at a time (`recomputed`): its activations exist for one
 group of them only, in forward and in backward, and the gradient of its input overwrites that of its output. So only
-the layers' inputs and one gradient grow with the batch. With offload_activations not even the inputs stay on the GPU:
+the layers' inputs and one gradient grow with the batch. With offload_activations what either mode keeps leaves the GPU:
 offload_activations.py.
 """
 
@@ -20,7 +20,7 @@ from torch.utils.checkpoint import checkpoint
 from kernels.launch import compute_dtype, refuse_double_backward
 from kernels.linear_cross_entropy import default_chunk_tokens
 from kernels.swiglu_mlp import slices
-from runtime.offload_activations import OffloadedInputs
+from runtime.offload_activations import OffloadedActivations
 
 MLP_SLICE = 8192  # tokens: at 112 x 1,024 of Llama 3.2 1B, larger ones are no faster on an H200
 
@@ -29,12 +29,11 @@ def recompute(model, mode: str, mlp_chunks: int | None = None, offload_activatio
     """What the backward of a Llama computes again: 'none', 'selective' (gate and up of each MLP) or 'full' (layers).
 
     mlp_chunks: in how many slices of its tokens a recomputed MLP is computed; None: see chunks_of_mlp.
-    offload_activations: the layers' inputs, all that 'full' keeps, go to the CPU's memory. ValueError for settings that
-    do not go together.
+    offload_activations: what the layers keep goes to the CPU's memory. ValueError for settings that do not go together.
     """
     check_settings(mode, mlp_chunks, offload_activations)
     config, fused_kernels = model.config, model.fused_kernels
-    offloaded = OffloadedInputs(config.n_layer) if offload_activations else None
+    offloaded = OffloadedActivations(config.n_layer) if offload_activations else None
     for i, layer in enumerate(model.layers):
         layer.mlp.keep_gate_up = mode != "selective"
         layer.mlp.chunks = partial(
@@ -42,7 +41,9 @@ def recompute(model, mode: str, mlp_chunks: int | None = None, offload_activatio
         )
         if mode == "full":
             # Inside the layer's call: FSDP gathers its weights in a hook on that, in backward once more.
-            layer.forward = partial(_forward, layer, i, mlp_chunks, offloaded)
+            layer.forward = partial(_forward, layer, mlp_chunks, offload_activations)
+        if offloaded:
+            offloaded.wrap(i, layer)
     model.lm_head.loss_options = partial(loss_options, vocab_size=config.vocab_size, mode=mode)
 
 
@@ -50,8 +51,8 @@ def check_settings(mode: str, mlp_chunks: int | None, offload_activations: bool)
     """ValueError for settings of recompute that do not go together."""
     if mode not in ("none", "selective", "full"):
         raise ValueError(f"activation_checkpointing {mode!r}: none, selective or full")
-    if offload_activations and mode != "full":
-        raise ValueError("offload_activations needs activation_checkpointing 'full'")
+    if offload_activations and mode == "none":
+        raise ValueError("offload_activations needs activation_checkpointing 'selective' or 'full'")
     if mlp_chunks is not None and (mlp_chunks < 1 or (mlp_chunks > 1 and mode == "none")):
         raise ValueError(f"mlp_chunks {mlp_chunks}: at least 1, and 1 without activation_checkpointing")
 
@@ -110,14 +111,14 @@ def compute(layer, *inputs):
     return type(layer).forward(layer, *inputs)
 
 
-def _forward(layer, i, mlp_chunks, offloaded, x, branch, cos, sin, doc_starts=None, cache=None):
-    """Stands for the forward of layer i. Returns its output as the stream and the branch, or as their sum and None."""
+def _forward(layer, mlp_chunks, offloads, x, branch, cos, sin, doc_starts=None, cache=None):
+    """Stands for the forward of a layer. Returns its output as the stream and the branch, or as their sum and None."""
     if cache is not None:
         return compute(layer, x, branch, cos, sin, doc_starts, cache)
     if branch is not None:
         x = x + branch  # one tensor to keep instead of two
     fused_kernels = layer.mlp.fused_kernels
-    if torch.compiler.is_compiling() or (offloaded is None and not fused_kernels):
+    if torch.compiler.is_compiling() or not (fused_kernels or offloads):
         # PyTorch's checkpoint: the compiler drops what backward does not need, and with plain operations the
         # recomputation stops at the last tensor that is needed. Fused functions get neither, hence recomputed().
         if not torch.is_grad_enabled():
@@ -125,12 +126,12 @@ def _forward(layer, i, mlp_chunks, offloaded, x, branch, cos, sin, doc_starts=No
         inputs = layer, x, None, cos, sin, doc_starts
         return checkpoint(compute, *inputs, use_reentrant=False, preserve_rng_state=False)
     groups = groups_of_sequences(*x.shape, mlp_chunks, fused_kernels)
-    return recomputed(layer, groups, x, cos, sin, doc_starts, offloaded, i), None
+    return recomputed(layer, groups, x, cos, sin, doc_starts), None
 
 
-def recomputed(layer, groups: int, x: torch.Tensor, cos, sin, doc_starts=None, offloaded=None, i=0) -> torch.Tensor:
-    """The output (B, T, C) of layer i of model.py for its input x (B, T, C). Only x, cos, sin and doc_starts are kept
-    for backward, x in offloaded if that is not None, and nothing if there is no backward, as in evaluation.
+def recomputed(layer, groups: int, x: torch.Tensor, cos, sin, doc_starts=None) -> torch.Tensor:
+    """The output (B, T, C) of a layer of model.py for its input x (B, T, C). Only x, cos, sin and doc_starts are kept
+    for backward, and nothing if there is no backward, as in evaluation.
 
     The sequences pass through the layer in `groups` groups. With more than one, their gradients of the weights are
     summed in float32 and rounded once, and x's gradient overwrites the output's, which must not be read afterwards.
@@ -138,26 +139,24 @@ def recomputed(layer, groups: int, x: torch.Tensor, cos, sin, doc_starts=None, o
     """
     if not torch.is_grad_enabled():
         return _output(layer, groups, x, cos, sin, doc_starts)
-    return _Recomputed.apply(layer, groups, offloaded, i, x, cos, sin, doc_starts, *trainable_parameters(layer))
+    return _Recomputed.apply(layer, groups, x, cos, sin, doc_starts, *trainable_parameters(layer))
 
 
 class _Recomputed(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, layer, groups, offloaded, i, x, cos, sin, doc_starts, *weights):
-        ctx.layer, ctx.groups, ctx.offloaded, x = layer, groups, offloaded, x.detach()
-        ctx.place = offloaded and offloaded.put(i, x)  # copied out while the layer computes
-        ctx.save_for_backward(None if offloaded else x, cos, sin, doc_starts)
+    def forward(ctx, layer, groups, x, cos, sin, doc_starts, *weights):
+        ctx.layer, ctx.groups = layer, groups
+        ctx.save_for_backward(x, cos, sin, doc_starts)
         return _output(layer, groups, x, cos, sin, doc_starts)
 
     @staticmethod
     def backward(ctx, dy):
         refuse_double_backward()
         x, *tables, doc_starts = ctx.saved_tensors
-        x = ctx.offloaded.take(ctx.place, dy.device) if x is None else x
         weights = trainable_parameters(ctx.layer)
         if ctx.groups == 1:
             dx, *dweights = _gradients(ctx.layer, x, *tables, doc_starts, weights, dy)
-            return *[None] * 4, dx, None, None, None, *dweights
+            return None, None, dx, None, None, None, *dweights
         dx, sums = dy.contiguous(), []  # a group's gradient of x overwrites that of its output
         for some in slices(len(x), ctx.groups):
             at = x[some], *tables, _of_rows(doc_starts, some)
@@ -170,7 +169,7 @@ class _Recomputed(torch.autograd.Function):
             else:
                 sums = [dweight.to(compute_dtype(dweight)) for dweight in dweights]
             del dweights  # before the next group makes its own
-        return *[None] * 4, dx, None, None, None, *(s.to(w.dtype) for s, w in zip(sums, weights, strict=True))
+        return None, None, dx, None, None, None, *(s.to(w.dtype) for s, w in zip(sums, weights, strict=True))
 
 
 def _output(layer, groups, x, cos, sin, doc_starts):

@@ -410,7 +410,7 @@ def test_a_few_steps_learn_a_batch(arm):
         ({"n_kv_head": 3}, "n_head 4 must be a multiple of n_kv_head 3"),
         ({"mlp_chunks": 0, "activation_checkpointing": "full"}, "mlp_chunks 0: at least 1"),
         ({"mlp_chunks": 2}, "mlp_chunks 2: at least 1, and 1 without activation_checkpointing"),
-        ({"offload_activations": True}, "offload_activations needs activation_checkpointing 'full'"),
+        ({"offload_activations": True}, "offload_activations needs activation_checkpointing 'selective' or 'full'"),
         ({"activation_checkpointing": "some"}, "activation_checkpointing 'some': none, selective or full"),
         ({"attention": "flash"}, "attention 'flash': auto, sdpa or triton"),
         ({"attention": "triton", "n_head": 8}, "attention 'triton' knows heads of 16, 32, 64 and 128, not of 8"),

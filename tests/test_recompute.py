@@ -34,7 +34,9 @@ from tests.test_model import (
 )
 
 FULL = {"activation_checkpointing": "full"}
-SLICED = [{"activation_checkpointing": "selective"}, FULL, FULL | {"offload_activations": True}]
+SELECTIVE = {"activation_checkpointing": "selective"}
+OFFLOADED = {"offload_activations": True}
+SLICED = [SELECTIVE, FULL, SELECTIVE | OFFLOADED, FULL | OFFLOADED]
 WAYS = [
     *({"fused_kernels": fused_kernels, "fused_loss": fused_loss, "activation_checkpointing": mode}
       for fused_kernels in (True, False) for fused_loss in (True, False) for mode in MODES),
@@ -89,7 +91,7 @@ def test_evaluation_runs_blocks_in_groups_of_sequences_and_offloads_nothing(monk
     with torch.no_grad():
         assert abs(model(tokens, targets) - plain) < 1e-12
     assert sum(sizes) == 5 and max(sizes) == 2, sizes
-    assert not (offload_activations and model.layers[0].forward.args[-1].stack), "nothing is kept for a backward"
+    assert not (offload_activations and model.layers[0].forward.func.__self__.kept[0]), "nothing is kept for a backward"
 
 
 @pytest.mark.parametrize("mode, fp32_dweight", [*((mode, True) for mode in MODES), ("full", False)])
@@ -203,9 +205,10 @@ def test_sizes_of_chunks_slices_and_groups():
     assert groups_of_sequences(16, 1024, 8, 3) == 1, "as it is told"
 
 
-def test_offloaded_inputs_serve_one_backward():
+@pytest.mark.parametrize("mode", ["selective", "full"])
+def test_offloaded_activations_serve_one_backward(mode):
     """Of a forward before the last they would be the wrong ones."""
-    model = build(activation_checkpointing="full", offload_activations=True, **PLAIN)
+    model = build(activation_checkpointing=mode, offload_activations=True, **PLAIN)
     first, second = (model(*batch(n_time=5)) for _ in range(2))
     with pytest.raises(RuntimeError, match="one backward"):
         first.backward()
@@ -251,7 +254,7 @@ def documents_alone():
 
 
 @pytest.mark.parametrize("settings", [
-    {}, PLAIN, {"activation_checkpointing": "selective"}, {"activation_checkpointing": "full"},
+    {}, PLAIN, SELECTIVE, FULL, SELECTIVE | OFFLOADED,
     {"activation_checkpointing": "full", "mlp_chunks": 3, "offload_activations": True},
     {"activation_checkpointing": "full", "fused_kernels": False}, {"activation_checkpointing": "full", "groups": 2},
 ], ids=str)  # fmt: skip

@@ -73,6 +73,7 @@ def test_accumulating_4_micro_batches_equals_one_of_4_times_the_size(train, tmp_
         dict(fused_kernels=False, activation_checkpointing="full"),
         dict(activation_checkpointing="selective", mlp_chunks=3),
         dict(activation_checkpointing="full", mlp_chunks=3, offload_activations=True),
+        dict(activation_checkpointing="selective", offload_activations=True),
         dict(fused_kernels=False, activation_checkpointing="full", mlp_chunks=2, offload_activations=True),
         dict(offload="optimizer"),
         dict(offload="optimizer", batch_size=1, gradient_accumulation_steps=4),

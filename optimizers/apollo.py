@@ -1,0 +1,67 @@
+"""APOLLO: each row of a gradient is scaled as AdamW would scale it, judged by a random projection to a few columns.
+
+    R = G P      N = Adam's step for R      D = √(C / r) · (‖Nᵢ‖ / ‖Rᵢ‖) Gᵢ for each row i      w = w − lr · (λ w + D)
+
+P (C, r) is drawn from a normal distribution of variance 1 / r, which keeps a row's norm on average: anew at
+galore_interval, from a seed, so nobody has to keep or send it. √(C / r) makes up for Nᵢ having r elements of about 1
+where AdamW's step has C: so learning rate and weight decay are AdamW's. ‖D‖ of a matrix may grow by 1% from one update
+to the next, and no more, which the paper found to prevent spikes early in a run.
+
+The paper scales the rows or the columns, whichever are more. Here it is always the rows, for FSDP splits them: R, N and
+the moments belong to the rank of their rows, and a number for each matrix travels, ‖D‖². State for a matrix of (O, C):
+AdamW's of (O, r), 32- or 8-bit, and that number. Embedding, head and norms keep AdamW.
+
+Zhu et al., APOLLO: SGD-like Memory, AdamW-level Performance, 2024. https://arxiv.org/abs/2412.05270
+"""
+
+import zlib
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+
+from kernels.sgdw import sgdw
+from optimizers.adamw import AdamW
+from optimizers.galore import adam_step, bytes_of_a_step
+from optimizers.rule import MatrixRule, Shard
+
+GROWTH = 1.01  # of the norm of a matrix's step
+
+
+@dataclass(frozen=True)
+class Apollo(MatrixRule):
+    adamw: AdamW = AdamW()
+    rank: int = 128
+    interval: int = 200  # updates between two projections
+
+    def matrix_states(self, name, parameter):
+        projected = torch.empty(len(parameter), self.rank, device="meta")
+        return self.adamw.states(name, projected) | {"norm": ((1,), torch.float32)}
+
+    def update_matrices(self, shards, scalars, step, group):
+        scales = [self.scale_of_rows(shard, scalars, step) for shard in shards]
+        norms = torch.stack(
+            [(x * s.grad.float().norm(dim=1)).square().sum() for x, s in zip(scales, shards, strict=True)]
+        )
+        if group is not None:
+            dist.all_reduce(norms, group=group)
+        for shard, scale, norm in zip(shards, scales, norms.sqrt(), strict=True):
+            before = shard.states["norm"]
+            limited = torch.where(before > 0, norm.minimum(GROWTH * before), norm)
+            before.copy_(torch.where(scalars[0].isfinite(), limited, before))
+            if shard.grad.numel():
+                direction = (scale * limited / norm.clamp(min=1e-30)).unsqueeze(1) * shard.grad
+                sgdw(shard.parameter, direction, shard.master, scalars, 1.0, self.adamw.weight_decay)
+
+    def scale_of_rows(self, shard: Shard, scalars: torch.Tensor, step: int) -> torch.Tensor:
+        """√(C / r) ‖Nᵢ‖ / ‖Rᵢ‖ of this rank's rows. Updates the moments."""
+        n_columns, moments = shard.shape[1], {k: x for k, x in shard.states.items() if k != "norm"}
+        generator = torch.Generator(shard.grad.device)
+        generator.manual_seed(zlib.crc32(f"{shard.name} {step // self.interval}".encode()))
+        projection = torch.randn(n_columns, self.rank, generator=generator, device=shard.grad.device) * self.rank**-0.5
+        projected = shard.grad.float() @ projection
+        n = adam_step(self.adamw, projected, moments, scalars)
+        return (n_columns / self.rank) ** 0.5 * n.norm(dim=1) / projected.norm(dim=1).clamp(min=1e-30)
+
+    def workspace(self, parameters, ranks):
+        return bytes_of_a_step(parameters, self.rank, ranks)

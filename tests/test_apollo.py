@@ -1,0 +1,130 @@
+"""APOLLO: rows of the gradients, scaled as AdamW would scale them."""
+
+import math
+import shutil
+import zlib
+
+import pytest
+import torch
+
+from model import Llama
+from optimizers.adamw import AdamW
+from optimizers.apollo import GROWTH, Apollo
+from optimizers.on_gpu import OnGPU
+from optimizers.optimizer import Optimizer
+from optimizers.rule import is_matrix_of_a_block
+from tests.runs import losses, run_alone, slip, step_losses
+from tests.test_distributed import HYBRID, check_ranks
+from tests.test_galore import CONFIG, RANK
+
+pytestmark = pytest.mark.usefixtures("plain_pytorch_on_one_core")
+
+APOLLO = dict(optimizer="apollo", galore_rank=RANK, galore_interval=3)
+
+
+def set_gradients(model, factor=1.0):
+    for p in model.parameters():
+        p.grad = (factor * torch.randn(p.shape)).to(p.dtype)
+
+
+def test_every_row_takes_the_step_of_the_formula_in_float64():
+    model = Llama(CONFIG)
+    model.init_weights(0)
+    optimizer = Optimizer(model, Apollo(AdamW(weight_decay=0.1), RANK, 3), OnGPU())
+    names = [name for name, p in model.named_parameters() if is_matrix_of_a_block(name, p.shape)]
+    exact = {name: [model.get_parameter(name).detach().double(), 0.0, 0.0, math.inf] for name in names}
+    limited = 0
+    for t in range(1, 6):
+        set_gradients(model, t)  # so that steps grow, and some are limited
+        for name, (w, m, v, before) in exact.items():
+            g = model.get_parameter(name).grad.double()
+            generator = torch.Generator().manual_seed(zlib.crc32(f"{name} {(t - 1) // 3}".encode()))
+            r = g @ torch.randn(g.shape[1], RANK, generator=generator).double() * RANK**-0.5
+            m, v = 0.9 * m + 0.1 * r, 0.95 * v + 0.05 * r * r
+            n = m / (1 - 0.9**t) / ((v / (1 - 0.95**t)).sqrt() + 1e-8)
+            step = (g.shape[1] / RANK) ** 0.5 * (n.norm(dim=1) / r.norm(dim=1))[:, None] * g
+            limited += step.norm().item() > GROWTH * before
+            step *= min(1.0, GROWTH * before / step.norm().item())
+            exact[name] = [w - 0.01 * (0.1 * w + step), m, v, step.norm().item()]
+        optimizer.step(lr=0.01)
+    assert 0 < limited < 4 * len(names)
+    for name, (w, *_, norm) in exact.items():
+        torch.testing.assert_close(model.get_parameter(name).detach().double(), w, rtol=1e-5, atol=1e-6)
+        states = optimizer.place.states[name]
+        assert {key: tuple(x.shape) for key, x in states.items()} == {
+            "exp_avg": (len(w), RANK), "exp_avg_sq": (len(w), RANK), "norm": (1,)
+        }  # fmt: skip
+        assert states["norm"].item() == pytest.approx(norm, rel=1e-5)
+
+
+def test_its_step_is_as_long_as_adamws():
+    """So that AdamW's learning rate and weight decay serve. Of the first step, whose moments are the gradient's own."""
+    lengths = []
+    for rule in (AdamW(weight_decay=0.0), Apollo(AdamW(weight_decay=0.0), 12)):
+        torch.manual_seed(0)
+        model = Llama(CONFIG)
+        model.init_weights(0)
+        before = model.layers[0].mlp.gate_up_proj.weight.detach().clone()
+        set_gradients(model)
+        Optimizer(model, rule, OnGPU()).step(lr=0.01)
+        lengths.append((model.layers[0].mlp.gate_up_proj.weight.detach() - before).norm().item())
+    assert lengths[1] == pytest.approx(lengths[0], rel=0.2), lengths
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_a_step_whose_norm_is_not_finite_changes_nothing(dtype):
+    model = Llama(CONFIG).to(dtype)
+    model.init_weights(0)
+    optimizer = Optimizer(model, Apollo(rank=RANK, interval=1), OnGPU())
+    set_gradients(model)
+    optimizer.step(0.1)
+    before = {key: x.clone() for key, x in optimizer.tensors().items()}
+    set_gradients(model)
+    model.layers[1].attn.o_proj.weight.grad[0, 0] = math.inf
+    assert not optimizer.step(0.1).isfinite()
+    assert all(torch.equal(x, before[key]) for key, x in optimizer.tensors().items())
+
+
+def test_rows_without_a_gradient_stay_finite():
+    model = Llama(CONFIG)
+    model.init_weights(0)
+    optimizer = Optimizer(model, Apollo(AdamW(weight_decay=0.0), RANK), OnGPU())
+    for rows in (0, 3):  # in the second step three rows have moments, and no gradient
+        set_gradients(model)
+        weight = model.layers[0].attn.o_proj.weight
+        weight.grad[:rows] = 0.0
+        before = weight.detach().clone()
+        optimizer.step(0.1)
+    assert torch.equal(weight[:3], before[:3]) and weight.isfinite().all() and not torch.equal(weight, before)
+
+
+@pytest.mark.parametrize("ranks, settings", [(2, {}), (4, HYBRID)], ids=str)
+def test_losses_do_not_depend_on_the_number_of_ranks(text_data, tmp_path, ranks, settings):
+    alone = run_alone(text_data, tmp_path / "alone", **APOLLO)
+    check_ranks(text_data, alone, tmp_path, ranks, APOLLO | settings, tolerance=1e-5)
+
+
+@pytest.mark.parametrize(
+    "settings", [{}, dict(dtype="bfloat16", optimizer_bits=8, n_embd=512, ffn_dim=256, galore_rank=256)], ids=str
+)
+def test_a_run_learns_and_resumes_bit_for_bit_and_not_with_another_rank(train, tmp_path, capsys, settings):
+    settings = APOLLO | settings
+    train(**settings, keep_last=5)
+    whole = losses(tmp_path / "out")
+    assert step_losses(tmp_path / "out")[-1] < step_losses(tmp_path / "out")[0]
+    shutil.rmtree(tmp_path / "out/step_000008")
+    assert "has galore_rank" in slip(train, capsys, **settings | {"galore_rank": 2})
+    train(**settings, keep_last=5)
+    assert losses(tmp_path / "out") == whole
+
+
+@pytest.mark.parametrize(
+    "settings, expected",
+    [
+        (dict(galore_rank=17), "galore_rank is 17, the smallest matrix has a side of 16: choose less"),
+        (dict(offload="all"), "optimizer=apollo works with offload=none"),
+    ],
+    ids=str,
+)
+def test_what_apollo_cannot_do_gets_a_sentence(train, capsys, settings, expected):
+    assert expected in slip(train, capsys, **APOLLO | settings)
