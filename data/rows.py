@@ -25,7 +25,6 @@ from typing import Any, BinaryIO
 from data.files import say
 
 HEAD = 8000  # bytes by which a file is known
-ERRORS_HELP = "broken rows and files: end with the first one, or leave them out and count them (default: strict)"
 JSON_LINES = (".jsonl", ".ndjson")
 OBJECT = re.compile(rb'\s*\{\s*"(?:[^"\\]|\\.)*"\s*:')  # the beginning of a JSON object that is not empty
 ARRAY = re.compile(rb"\s*\[\s*\{")  # of a JSON array of objects

@@ -17,8 +17,9 @@ import transformers
 import convert
 from data.text.prepare import prepare as text_prepare
 from data.tiktoken_files import DOWNLOADS, LLAMA3_PATTERN, OPENAI
-from data.tokenizer import TextStream, Tiktoken, get_tokenizer, published_name, tokenizer_of
+from data.tokenizer import Tiktoken, get_tokenizer, published_name, tokenizer_of
 from data.tokens import Tokens
+from data.vocabulary import TextStream
 from data.write import write_dataset
 from tests.datasets import TEXTS, package_file
 from tests.runs import prose
