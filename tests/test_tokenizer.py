@@ -126,8 +126,8 @@ def test_interrupted_tokenizer_download_is_an_error(monkeypatch):
         get_tokenizer("gpt2")
 
 
-@pytest.mark.parametrize("text", ["a" + " " * 1_500_000 + "b\n c", "\t" * 1_200_000 + "d" * 30_000])
-def test_million_consecutive_blanks_are_tokenized(text):
+def test_million_consecutive_blanks_are_tokenized():
+    text = "\t" * 1_200_000 + "d" * 30_000 + " " * 60_000 + "b\n c"
     ranks = {bytes([i]): i for i in range(256)}
     tokenizer = tiktoken.Encoding(
         "llama3", pat_str=LLAMA3_PATTERN, mergeable_ranks=ranks, special_tokens={"<|end_of_text|>": 256}
