@@ -93,6 +93,8 @@ def test_json_in_folders_is_data_if_it_has_the_field_else_text(tmp_path, read, c
     ):
         with pytest.raises(ValueError, match=message):
             read({}, [name])
+    with pytest.raises(ValueError, match="data.jsonl:1 is not an object with the field 'text'"):
+        read({"data.jsonl": others["other.json"]})
 
 
 BROKEN = {
