@@ -9,6 +9,7 @@ import pytest
 import torch
 
 import convert
+from data.chat import template
 from data.tokenizer import get_tokenizer
 from runtime import checkpoint, generate, memory_stats
 from runtime.generate import RowText
@@ -107,13 +108,13 @@ def test_text_ends_with_its_document_and_is_drawn_as_asked(draw, monkeypatch):
     asked = []
 
     def generate_ids(model, prompts, n, temperature, top_k, top_p, min_p, eos, generator):
-        asked.append((len(prompts), n, temperature, top_k, top_p, min_p, list(eos)))
+        asked.append((prompts, n, temperature, top_k, top_p, min_p, list(eos)))
         yield from ([token] * len(prompts) for token in (*b"hi", None))
 
     monkeypatch.setattr(generate, "generate", generate_ids)
     asked_for = dict(num_samples=2, top_k=3, top_p=0.5, min_p=0.1, temperature=0.7)
-    assert draw(**asked_for)[0] == 2 * f"def hi{LINE}"
-    assert asked == [(2, 12, 0.7, 3, 0.5, 0.1, [256])]
+    assert draw(prompt="a<|endoftext|>", **asked_for)[0] == 2 * f"a<|endoftext|>hi{LINE}"
+    assert asked == [([[256, 97, 256]] * 2, 12, 0.7, 3, 0.5, 0.1, [256])]  # a prompt's special tokens are tokens
 
 
 def test_the_lowest_temperatures_take_the_likeliest_and_a_prompt_that_is_cut_is_said(draw):
@@ -221,11 +222,19 @@ def test_a_conversation_is_the_one_that_transformers_has(sample, tmp_path):
     assert out == f"> {first}\n> > {second}\n> "
 
 
-def test_a_conversation_ends_with_its_input_and_drops_its_oldest_turns(sample, tmp_path):
+def test_a_conversation_ends_with_its_input_and_drops_its_oldest_turns(sample, tmp_path, monkeypatch):
     publish_chat_model(tmp_path / "hf", max_position_embeddings=96)
     settings = dict(out_dir=tmp_path / "hf", chat=True, temperature=0, max_new_tokens=8)
-    out, said = sample("".join(f"question {i}\n" for i in range(6)), **settings)
+    encode_prompt, questions, seen = template.encode_prompt, [f"question {i}" for i in range(6)], []
+
+    def encode(tokenizer, messages):
+        seen.append([message["content"] for message in messages if message["role"] == "user"])
+        return encode_prompt(tokenizer, messages)
+
+    monkeypatch.setattr(template, "encode_prompt", encode)
+    out, said = sample("\n".join(questions) + "\n", **settings)
     assert out.count("> ") >= 7 and out.endswith("> \n") and "the model sees" not in said
+    assert len(seen[-1]) < 6 and seen[-1] == questions[-len(seen[-1]) :]
     (tmp_path / "hf/tokenizer_config.json").unlink()
     (tmp_path / "hf/chat_template.jinja").unlink(missing_ok=True)
     assert "Llama 3's tokens: put a chat_template.jinja beside its files, or" in sample("hello\n", **settings)[1]
