@@ -293,14 +293,19 @@ def test_a_folder_that_cannot_be_written_is_said_with_what_to_do(tmp_path, stdli
 # fineweb_edu
 
 
+def write_parquet(path, **columns):
+    pyarrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+    parquet.write_table(pyarrow.table(columns), path)
+    return path
+
+
 @pytest.fixture
 def parquets(tmp_path):
-    pyarrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
     folder = tmp_path / "parquets"
     folder.mkdir()
     for number in range(3):
         rows = [f"Document {number}.{i} " + "says something. " * (i % 50) for i in range(300)] + [""]
-        parquet.write_table(pyarrow.table({"id": range(301), "text": rows}), folder / f"{number:03d}.parquet")
+        write_parquet(folder / f"{number:03d}.parquet", id=range(301), text=rows)
     return folder
 
 
@@ -419,16 +424,13 @@ def test_fineweb_errors_say_what_is_wrong_with_the_input(parquets, tmp_path):
 
 
 def test_fineweb_reads_all_string_types_and_rejects_other_columns(tmp_path):
-    pyarrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
-    path, strings = tmp_path / "some.parquet", pyarrow.array([f"text {i}" for i in range(100)])
+    path, strings = tmp_path / "some.parquet", pytest.importorskip("pyarrow").array([f"text {i}" for i in range(100)])
     for column in (strings, strings.cast("large_string"), strings.dictionary_encode()):
-        parquet.write_table(pyarrow.table({"text": column}), path)
-        meta = fineweb_edu.prepare(path, tmp_path / "out", **OPTIONS)
+        meta = fineweb_edu.prepare(write_parquet(path, text=column), tmp_path / "out", **OPTIONS)
         assert meta["train_documents"] + meta["val_documents"] == 100
     for column, name in ([1, 2], "int64"), ([b"a", b"b"], "binary"), ([["a"], ["b"]], "list<"):
-        parquet.write_table(pyarrow.table({"text": column}), path)
         with pytest.raises(ValueError, match=rf"some\.parquet has {name}.* in its column 'text', expected strings"):
-            fineweb_edu.prepare(path, tmp_path / "out", **OPTIONS)
+            fineweb_edu.prepare(write_parquet(path, text=column), tmp_path / "out", **OPTIONS)
 
 
 @pytest.mark.parametrize("module, source", [("pyarrow", "parquets"), ("huggingface_hub", None)])
@@ -439,13 +441,12 @@ def test_fineweb_without_its_packages_says_the_pip_command(parquets, tmp_path, m
 
 
 def test_fineweb_stops_at_a_null_row_or_counts_it(tmp_path, capsys):
-    pyarrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
     rows = [f"text {i}" for i in range(2000)]
     rows[1500] = None
-    parquet.write_table(pyarrow.table({"text": rows}), tmp_path / "some.parquet")
+    path = write_parquet(tmp_path / "some.parquet", text=rows)
     with pytest.raises(ValueError, match=r"some.parquet row 1501 has null for 'text', .*--errors skip leaves such out"):
-        fineweb_edu.prepare(tmp_path / "some.parquet", tmp_path / "out", **OPTIONS)
-    meta = fineweb_edu.prepare(tmp_path / "some.parquet", tmp_path / "out", errors="skip", **OPTIONS)
+        fineweb_edu.prepare(path, tmp_path / "out", **OPTIONS)
+    meta = fineweb_edu.prepare(path, tmp_path / "out", errors="skip", **OPTIONS)
     assert meta["train_documents"] + meta["val_documents"] == 1999
     assert "left out by --errors skip: 1, the first: " in capsys.readouterr().out
 
