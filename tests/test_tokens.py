@@ -226,7 +226,9 @@ if __name__ == "__main__":
 """
     (tmp_path / "script.py").write_text(script)
     env = os.environ | {"PYTHONPATH": str(ROOT)}
-    run = subprocess.run([sys.executable, tmp_path / "script.py"], env=env, stdout=subprocess.PIPE, text=True)
+    run = subprocess.run(
+        [sys.executable, tmp_path / "script.py"], env=env, stdout=subprocess.PIPE, text=True, timeout=60
+    )
     assert run.returncode == -signal.SIGKILL
     assert not list(tmp_path.glob("*.bin"))
     with pytest.raises(FileNotFoundError, match="not a finished dataset"):
