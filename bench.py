@@ -12,6 +12,8 @@
     python bench.py losses                      is what it learns the same? beside Hugging Face's model
     python bench.py gpus                        several GPUs: scaling, 8B, checkpoints
     python bench.py disk --offload_dir=FOLDER   an update through a drive, beside plain reads and writes
+    python bench.py generate                    tokens a second of generation, beside transformers.generate
+    python bench.py run FOLDER...               the losses of training runs, drawn and tabled
     python bench.py record FOLDER NAME          keeps the summary.json that a training run left in FOLDER
                                                 as benchmarks/records/NAME.json
     python bench.py readme                      draws the plots and writes the tables of both pages
@@ -26,7 +28,7 @@ import sys
 sys.path.insert(0, os.path.dirname(__file__))  # python -I and PYTHONSAFEPATH=1 leave it out
 from configurator import SettingError, did_you_mean
 
-MODULES = ["sweep", "estimate", "ladder", "snapshot", "kernels", "step", "losses", "gpus", "disk"]  # of benchmarks/
+MODULES = ["sweep", "estimate", "ladder", "snapshot", "kernels", "step", "losses", "gpus", "disk", "generate", "run"]
 COMMANDS = [*MODULES, "record", "readme"]
 
 

@@ -26,6 +26,7 @@ LOSSES = {
     "nanocria": "nanocria", "nanocria-fp8": "nanocria, fp8", "nanocria-plain": "nanocria, plain PyTorch",
     "hf": "Hugging Face, bfloat16", "float32": "Hugging Face, float32",
 }  # fmt: skip
+GENERATE = {"nanocria": "nanocria", "hf": "transformers.generate"}
 
 STEP_FLAGS = {"nanocria": [], "nanocria-fp8": ["--fp8=true"]}
 SWEEP_FLAGS = {
@@ -69,6 +70,7 @@ RUNGS = {
     "bf16": Rung("bfloat16 compute", "checkpointing", {"dtype": "bfloat16"}),
     "adamw8bit": Rung("8-bit AdamW", "bf16", {"optimizer_bits": "8"}),
     "galore": Rung("GaLore, rank 128, and 8-bit AdamW", "adamw8bit", {"optimizer": "galore", "galore_rank": "128"}),
+    "apollo": Rung("APOLLO, rank 128, and 8-bit AdamW", "adamw8bit", {"optimizer": "apollo", "galore_rank": "128"}),
     "offload_optimizer": Rung("optimizer in CPU memory", "adamw8bit", {"offload": "optimizer"}),
     "offload_all": Rung("weights in CPU memory too", "offload_optimizer", {"offload": "all"}),
     "offload_activations": Rung("activations in CPU memory too", "offload_all", {"offload_activations": "true"}),

@@ -21,10 +21,10 @@ from torch.profiler import ProfilerActivity, profile
 
 from benchmarks import timing
 from benchmarks.peers import llama_config
+from benchmarks.record import ROOT
 from model import LlamaConfig
 from runtime import memory
 
-ROOT = Path(__file__).resolve().parent.parent
 WARMUP_STEPS, STEPS = 5, 3
 Span = tuple[float, float, str]  # start and end in ms, the kernel's name or its part
 

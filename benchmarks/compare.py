@@ -31,11 +31,6 @@ def table(header: list[str], rows: list[list[str]]) -> str:
     return "\n".join("| " + " | ".join(line) + " |" for line in lines)
 
 
-def with_dtype(arm: str) -> str:
-    """Marks the trainers of `bench.py step` whose weights and moments, too, are bfloat16."""
-    return arms.STEP[arm] + " (bf16)" * arm.startswith("hf")
-
-
 def speed_and_memory(row: dict, peer: dict) -> dict:
     return {key: row[key] / peer[key] for key in ("tok_per_s", "peak_gib")}
 
@@ -126,10 +121,10 @@ def gpus_ratios(row: dict, rows: list[dict]) -> dict | None:
 
 
 def saves_sentence(row: dict) -> str:
-    seconds = row["resume_seconds"]
+    n, seconds = row.get("intervals", 2), row["resume_seconds"]  # older records are of two
     return (
         f"a checkpoint of {row['checkpoint_bytes'] / 1e9:.1f} GB every {row['every']} steps costs the training "
-        f"{row['cost']:.1%} ({row['seconds_without'] / 2:.1f} s without, {row['seconds_with'] / 2:.1f} s with)"
+        f"{row['cost']:.1%} ({row['seconds_without'] / n:.1f} s without, {row['seconds_with'] / n:.1f} s with)"
     ) + ("; it was not resumed" if seconds is None else f"; a resume reads it in {seconds:.1f} s")
 
 

@@ -145,7 +145,7 @@ def draw_operations(record: dict, draw, title: str, path: Path) -> None:
 
 
 def draw_bars(axes, rows: list[dict], value) -> None:
-    """At each row's place one bar an arm, value(row, arm) high. Arms of one size alone are left to the record."""
+    """At each row's place one bar an arm that has a color, value(row, arm) high."""
     arms = [arm for arm in COLORS if any(arm in row["arms"] for row in rows)]
     width = 0.8 / max(len(arms), 1)
     for index, arm in enumerate(arms):
@@ -179,7 +179,8 @@ def draw_steps(record: dict, path: Path) -> None:
     first = axes_of[0]
     first.set(ylabel="thousand tokens per second", ylim=(0, max(p["tok_per_s"] for p in points) / 940))
     for arm in (arm for arm in trainers.STEP if any(p["arm"] == arm for p in points)):
-        first.plot([], [], color=TRAINERS[arm], label=compare.with_dtype(arm))
+        # (bf16): weights and moments, too, are bfloat16
+        first.plot([], [], color=TRAINERS[arm], label=trainers.STEP[arm] + " (bf16)" * arm.startswith("hf"))
     for checkpointing, mark in MARKS.items():
         first.plot([], [], mark, color="gray", label=f"checkpointing: {checkpointing}")
     finish(figure, path, first.get_legend_handles_labels(), bottom=0.18)

@@ -163,7 +163,7 @@ def chosen(s: SimpleNamespace, found: dict) -> tuple[str, str]:
 
 def grid(found: dict, of_cpu: dict) -> str:
     """Batches by checkpointing (down) and offload (across), and the CPU memory of each offload."""
-    rows = [["largest batch, activation_checkpointing", *(f"offload={offload}" for offload in runner.OFFLOAD)]]
+    rows = [["largest batch, --checkpointing", *(f"offload={offload}" for offload in runner.OFFLOAD)]]
     for at in runner.CHECKPOINTING:
         rows.append([f"  {at}", *(str(found.get((at, offload), "n/a") or "-") for offload in runner.OFFLOAD)])
     cells = (f"{of_cpu[offload]:.1f} GiB" if offload in of_cpu else "n/a" for offload in runner.OFFLOAD)
@@ -190,9 +190,7 @@ def place(checkpointing: str, offload: str) -> dict:
 def estimate(s: SimpleNamespace) -> tuple[str, dict]:
     """What one reads, and the same as numbers."""
     # full and none: no other setting is at odds with them; the table has them all
-    named = place(
-        *("full" if s.checkpointing == "any" else s.checkpointing, "none" if s.offload == "any" else s.offload)
-    )
+    named = place("full" if s.checkpointing == "any" else s.checkpointing, "none" if s.offload == "any" else s.offload)
     named["cuda_graph"] = False  # one that the config has would bar offload from the table
     named |= {"block_size": s.block_size} if s.block_size else {}
     _, shape = resolve(s.config, s.ranks, named, s.flags)

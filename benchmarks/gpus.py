@@ -41,7 +41,7 @@ BIG_CONFIG, BIG_ARMS = "config/llama31_8b.py", ["nanocria", "recipe"]
 BIG_AT = [(2, 4096, "none"), (1, 8192, "none"), (4, 4096, "full"), (2, 8192, "full"),
           (4, 4096, "selective"), (2, 8192, "selective")]  # fmt: skip
 SAVES_AT = (8, 2048, "none")
-SAVE_EVERY, SAVE_STEPS = 100, 300
+SAVE_EVERY, SAVE_STEPS = 100, 200
 FLAGS = {  # of the arms that are train.py on several ranks
     "nanocria": ["--sharding=zero3"],
     "nanocria-zero2": ["--sharding=zero2"],
@@ -94,10 +94,7 @@ def points(config: str, n: int, places: list[tuple], usual_arms: list[str], s: S
         asked_for = s.arms or place[-1] != "selective" or arm == "nanocria"
         if arm in missing or not asked_for or same_as_zero3:
             continue
-        if arm in FLAGS:
-            result = runner.train_point(config, *place, s.steps, flags=FLAGS[arm], ranks=n)
-        else:
-            result = runner.peer_point(arm, config, *place, s.steps, ranks=n)
+        result = runner.arm_point(arm, FLAGS, config, *place, s.steps, ranks=n)
         missing |= {arm} if "missing" in result else set()
         yield dict(zip(compare.GPUS_PLACE, (arm, n, *place), strict=True)) | {"steps": s.steps, "oom": False} | result
 
@@ -105,11 +102,13 @@ def points(config: str, n: int, places: list[tuple], usual_arms: list[str], s: S
 def saves(s: SimpleNamespace):
     """Two runs of SAVE_STEPS, without and with checkpoints, and one that goes on with the last of them.
 
-    What a checkpoint costs is read off the wall: from the log line of step 100 to that of step 300 there are two whole
-    intervals, but neither the start nor the last save. The resume reads what the system may still have in memory.
+    What a checkpoint costs is read off the wall: from the log line of step 100 to that of step 200 there is one whole
+    interval, behind one that warms up, but neither the start nor the last save. The resume reads what the system may
+    still have in memory.
     """
     n = s.ranks[-1]
     row = {"ranks": n, "batch": SAVES_AT[0], "block": SAVES_AT[1], "every": SAVE_EVERY}
+    row["intervals"] = SAVE_STEPS // SAVE_EVERY - 1
     with tempfile.TemporaryDirectory(dir=s.folder or None) as folder:
         without = timed_run(f"{folder}/without", n, "--keep_last=0", SAVE_STEPS)
         beside = timed_run(f"{folder}/with", n, "--keep_last=1", SAVE_STEPS) if "wall_seconds" in without else without
@@ -119,18 +118,15 @@ def saves(s: SimpleNamespace):
             return
         n_bytes = sum(file.stat().st_size for file in path.iterdir())
         resumed = timed_run(f"{folder}/with", n, "--keep_last=0", SAVE_STEPS + 10)
-    seconds = {"seconds_without": without["wall_seconds"], "seconds_with": beside["wall_seconds"]}
-    yield (
-        row
-        | seconds
-        | {
-            "oom": False,
-            "cost": beside["wall_seconds"] / without["wall_seconds"] - 1,
-            "save_seconds": beside.get("save_seconds"),  # of the main thread, the last save's too
-            "checkpoint_bytes": n_bytes,
-            "resume_seconds": resumed.get("resume_seconds") if resumed.get("steps") == 10 else None,
-        }
-    )
+    yield row | {
+        "oom": False,
+        "seconds_without": without["wall_seconds"],
+        "seconds_with": beside["wall_seconds"],
+        "cost": beside["wall_seconds"] / without["wall_seconds"] - 1,
+        "save_seconds": beside.get("save_seconds"),  # of the main thread, the last save's too
+        "checkpoint_bytes": n_bytes,
+        "resume_seconds": resumed.get("resume_seconds") if resumed.get("steps") == 10 else None,
+    }
 
 
 def timed_run(out_dir: str, n: int, flag: str, max_iters: int) -> dict:
@@ -179,7 +175,6 @@ def line(row: dict, found: dict) -> str:
 def main(argv: list[str]) -> None:
     n_gpus = torch.cuda.device_count()
     s = parse(argv, n_gpus)
-    new = runner.begin("gpus", s.command, KEYS, ("torchtitan",))
-    new["device"] = f"{n_gpus} x {new['device']}"
+    new = runner.begin("gpus", s.command, KEYS, ("torchtitan",), n_gpus)
     _, failed = record.fill(new, measured(s), s.out, KEYS, line)
     print(json.dumps({"record": str(s.out), "failed": failed}))

@@ -129,7 +129,7 @@ def compiled(eager: Arm) -> Arm:
 def measure_size(name: str, operation: Operation, size: tuple[int, ...], limits: dict) -> list[dict]:
     """The rows of one operation at one size, one a pass."""
     torch.compiler.reset()  # or the next size would be a recompilation, of which there may be only so many
-    arms, passes = operation.arms_of(size), operation.work(size)
+    arms, passes = operation.arms, operation.work(size)
     truth = true_results(operation, operation.checked(size), BF16_CUDA)
     first = {"nanocria": arms["nanocria"], "eager": arms["eager"], "compile": compiled(arms["eager"])}
     results = {arm: measure_arm(operation, how, size, list(passes), truth) for arm, how in (first | arms).items()}

@@ -148,10 +148,12 @@ def main(argv: list[str]) -> None:
     if s.estimate:
         print(estimate_table(s))
         return
-    new, old = runner.begin("ladder", s.command, KEYS), record.read_record(s.out)
-    s.known = {}
-    for kind in KEYS if record.continues(old, new, s.keep) else []:
-        s.known |= {compare.values(row, KEYS[kind]): row for row in old[kind]}
+    new = runner.begin("ladder", s.command, KEYS)
+    # A row of losses has no batch.
+    s.known = {
+        compare.values(row, KEYS["points" if "batch" in row else "losses"]): row
+        for row in record.kept_rows(new, s.out, KEYS, s.keep)
+    }
     found, failed = record.fill(new, measured(s), s.out, KEYS, line, s.keep)
     print(report.ladder_table(found))
     with contextlib.suppress(ImportError):  # without matplotlib there is no plot

@@ -10,7 +10,7 @@ are in libraries.py, and the bench makes 'compile', torch.compile of 'eager', it
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from typing import NamedTuple
 
@@ -40,11 +40,7 @@ class Operation:
     arms: dict[str, Arm]
     truth: Callable  # what the errors are measured against, run in float64
     floor: Callable | None = None  # size -> calls whose times add up to the limit, where that is measured
-    extra: dict[tuple, dict[str, Arm]] = field(default_factory=dict)  # arms of one size alone
     checked: Callable = staticmethod(lambda size: size)  # the size whose errors are measured, where float64 needs less
-
-    def arms_of(self, size: tuple[int, ...]) -> dict[str, Arm]:
-        return self.arms | self.extra.get(size, {})
 
     def shape(self, size: tuple[int, ...]) -> dict[str, int]:
         return dict(zip(self.dims.split(), size, strict=True))
@@ -228,14 +224,6 @@ LINEAR_CROSS_ENTROPY = Operation(
     arms={"nanocria": Arm(kernels.linear_cross_entropy), "eager": Arm(eager_linear_cross_entropy)},
     truth=reference.linear_cross_entropy,
     floor=matmuls_alone,
-    extra={
-        (16384, 2048, VOCAB): {
-            f"nanocria_{tokens}": Arm(partial(kernels.linear_cross_entropy, chunk_tokens=tokens))
-            for tokens in (512, 1024, 2048, 4096)
-        }
-        # the least memory: dW summed in bf16, as Liger's default does
-        | {"nanocria_512_bf16": Arm(partial(kernels.linear_cross_entropy, chunk_tokens=512, fp32_dweight=False))}
-    },
     checked=first_rows,
 )
 

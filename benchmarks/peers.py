@@ -33,7 +33,6 @@ import sys
 import time
 import traceback
 from collections import Counter
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -46,13 +45,13 @@ from torch.distributed.tensor import DTensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
+from benchmarks.record import ROOT
 from data.loader import open_dataset
 from data.write import cpu_cores
 from model import Llama, LlamaConfig, rope_tables
 from runtime import memory_stats
 from runtime.run_log import peak_flops
 
-ROOT = Path(__file__).resolve().parent.parent
 RANK, RANKS = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))  # as torchrun says
 LEARNING_RATE = 1e-4
 

@@ -110,6 +110,12 @@ def continued(old: dict | None, new: dict, kinds: Iterable[str], keep: bool = Fa
     return new | {"command": " && ".join(commands), "versions": versions} | {kind: old[kind] for kind in kinds}
 
 
+def kept_rows(new: dict, out: Path, keys: dict, keep: bool) -> list[dict]:
+    """The rows that the file has already, where the new record continues it: they need not be measured again."""
+    old = read_record(out)
+    return [row for kind in keys for row in old[kind]] if continues(old, new, keep) else []
+
+
 def fill(new: dict, rows: Iterable[tuple[str, dict]], out: Path, keys: dict, line: Callable, keep=False):
     """Put rows, each with its kind, into the record and its file as they come, and print line(row, record).
 

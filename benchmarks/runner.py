@@ -27,14 +27,8 @@ from runtime.hf_names import hf_rows
 CONFIG = "config/llama32_1b.py"  # the model that is measured unless another is named
 CHECKPOINTING = ["none", "selective", "full"]  # Hugging Face knows no selective
 OFFLOAD = ["none", "optimizer", "all"]
-PACKAGES = (
-    "transformers",
-    "liger_kernel",
-    "torchtitan",
-    "torchao",
-    "peft",
-    "bitsandbytes",
-)  # whose versions a record keeps
+# whose versions a record keeps
+PACKAGES = ("transformers", "liger_kernel", "torchtitan", "torchao", "peft", "bitsandbytes")
 TIMEOUT = 400  # seconds a point may take; compiling all of Hugging Face's model is a minute of it
 KEPT = ("ms_per_step", "tok_per_s", "mfu", "peak_gib", "reserved_gib", "estimated_gib", "oom", "failed")  # of a summary
 
@@ -138,6 +132,13 @@ def peer_point(arm, config, batch, block, checkpointing, steps, ranks=1, launch=
     return point or failure(printed)
 
 
+def arm_point(arm: str, flags_of: dict[str, list[str]], *at, **options) -> dict:
+    """Of train.py with the arm's flags, or of the peer of that name."""
+    if arm in flags_of:
+        return train_point(*at, flags=flags_of[arm], **options)
+    return peer_point(arm, *at, **options)
+
+
 def own_words(printed: str) -> str:
     """Without what torchrun says after its ranks have ended."""
     return re.split(r"\n[WE]\d{4} .*torch/distributed/elastic/", printed)[0].strip()
@@ -154,15 +155,13 @@ def trouble(row: dict) -> str:
     """Why a row has no numbers."""
     if row.get("oom"):
         return "out of memory"
-    return (
-        f"-  {row['missing']}: pip install {PIP.get(row['arm'], 'torch')}"
-        if "missing" in row
-        else f"failed: {row['failed']}"
-    )
+    if "missing" in row:
+        return f"-  {row['missing']}: pip install {PIP.get(row['arm'], 'torch')}"
+    return f"failed: {row['failed']}"
 
 
-def begin(name: str, words: list[str], kinds: Iterable[str], packages=PACKAGES) -> dict:
-    """The record of this command on this card, with no rows of any kind yet."""
+def begin(name: str, words: list[str], kinds: Iterable[str], packages=PACKAGES, n_gpus: int | None = None) -> dict:
+    """The record of this command on this card, or on so many, with no rows of any kind yet."""
     if not torch.cuda.is_available():
         sys.exit(f"python bench.py {name} needs a CUDA GPU, and torch finds none")
     for number in (signal.SIGTERM, signal.SIGHUP):
@@ -172,6 +171,7 @@ def begin(name: str, words: list[str], kinds: Iterable[str], packages=PACKAGES) 
     if facts is None:
         sys.exit(printed)
     print(f"{facts['device']}: copies {facts['copy_tb_s']:.2f} TB/s, matmuls {facts['matmul_tflops']:.0f} TFLOP/s")
+    facts["device"] = f"{n_gpus} x {facts['device']}" if n_gpus else facts["device"]
     return record.origin(name, words, facts["device"], packages) | facts | {kind: [] for kind in kinds}
 
 

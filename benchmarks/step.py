@@ -51,11 +51,7 @@ def points(s: SimpleNamespace):
     for shape, checkpointing, arm in product(s.shapes, s.checkpointing, s.arms):
         if arm in missing or (arm.startswith("hf") and checkpointing == "selective"):
             continue
-        at = (runner.CONFIG, *shape, checkpointing, s.steps)
-        if arm in trainers.STEP_FLAGS:
-            result = runner.train_point(*at, flags=trainers.STEP_FLAGS[arm])
-        else:
-            result = runner.peer_point(arm, *at)
+        result = runner.arm_point(arm, trainers.STEP_FLAGS, runner.CONFIG, *shape, checkpointing, s.steps)
         missing |= {arm} if "missing" in result else set()
         place = dict(zip(compare.STEP_PLACE, (arm, *shape, checkpointing), strict=True))
         yield place | {"steps": s.steps, "oom": False} | result

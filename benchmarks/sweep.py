@@ -164,8 +164,8 @@ def point(row: dict, steps: int | None = None) -> dict:
         return row | {"failed": str(error)}
     needed, there = cpu_gib_of(row), memory_stats.cpu_available() / 2**30
     if needed > there:
-        sentence = f"offload={offload} needs {needed:.1f} GiB of CPU memory, this machine has {there:.1f}"
-        return row | {"failed": sentence}
+        why = f"offload={offload} needs {needed:.1f} GiB of CPU memory, this machine has {there:.1f}"
+        return row | {"failed": why}
     warmup, usual = n_steps(row["batch"] * row["block"])
     row |= {"steps": steps or usual}
     at = (row["config"], row["batch"], row["block"], row["checkpointing"], row["steps"])
@@ -187,8 +187,8 @@ def n_steps(tokens: int) -> tuple[int, int]:
 
 def known_rows(new: dict, s: SimpleNamespace) -> dict:
     """What a record has already that the new one continues, by place: what was measured over as many steps."""
-    old, found = record.read_record(s.out), {}
-    for row in (row for kind in KEYS if record.continues(old, new, s.keep) for row in old[kind]):
+    found = {}
+    for row in record.kept_rows(new, s.out, KEYS, s.keep):
         usual = n_steps(row["batch"] * row["block"])[1]
         if row.get("oom") or row.get("steps", usual) == (s.steps or usual):
             found[compare.values(row, compare.SWEEP_PLACE)] = row
@@ -215,8 +215,7 @@ def main(argv: list[str]) -> None:
             "a sweep needs a CUDA GPU, and torch finds none. Without one:\n"
             "  python bench.py estimate --card=4090      what fits in a card, by arithmetic"
         )
-    new = runner.begin("", s.command, KEYS)
-    new["device"] = f"{s.ranks} x {new['device']}"
+    new = runner.begin("", s.command, KEYS, n_gpus=s.ranks)
     known = known_rows(new, s)
     if known:
         print(f"{s.out} has {len(known)} points already: delete it to measure them again")

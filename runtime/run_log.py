@@ -21,6 +21,7 @@ from data.tokens import Tokens
 from model import LlamaConfig
 from runtime import memory_stats
 from runtime.distributed import all_reduce_max, local_world_size, print0, rank, stop, world_size
+from runtime.loss_plot import draw_losses, read_losses
 from runtime.memory import RunShape, peak_gib
 
 PEAK_FLOPS = {  # dense bf16 with fp32 accumulation, from the makers' datasheets; the first name that fits
@@ -251,6 +252,18 @@ class RunLog:
             path.write_text(json.dumps(found, indent=2) + "\n")
         except OSError as error:
             print0(f"{path}: {error.strerror}")
+        self.draw()
+
+    def draw(self) -> None:
+        """loss.png, where matplotlib is installed and there is a curve to see."""
+        if len(self.curve) < 10:
+            return
+        try:
+            draw_losses({str(self.out_dir): read_losses(self.out_dir)}, self.out_dir / "loss.png")
+        except ImportError:
+            return
+        except Exception as error:  # of another package's many kinds: the run itself went well
+            print0(f"{self.out_dir / 'loss.png'} was not drawn: {error}")
 
     def close(self) -> None:
         if self.file:

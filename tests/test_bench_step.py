@@ -144,15 +144,6 @@ def test_the_offloaded_peer_trains_as_the_one_that_is_not(tmp_path):
     assert plain["losses"][-1][0] < plain["losses"][0][0] - 0.2
 
 
-def test_the_step_of_the_peers_trains():
-    torch.manual_seed(1)
-    model, loss_of = build_recipe("none")
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    tokens = torch.randint(TINY.vocab_size, (3, TINY.block_size))
-    losses = [peers.train_step(model, loss_of, optimizer, tokens, tokens)[0] for _ in range(5)]
-    assert losses == sorted(losses, reverse=True), losses
-
-
 def test_selective_checkpointing_recomputes_every_second_matmul():
     ran = []
 
@@ -173,12 +164,6 @@ def test_selective_checkpointing_recomputes_every_second_matmul():
     assert none == 14, "two gradients for each of wq, wk, wv, wo, w1, w3, w2"
     assert selective - none == 3, "wk, wo, w3"
     assert full - none == 6, "all but w2, whose output nobody needs again"
-
-
-def test_the_shape_is_that_of_the_config_file():
-    c = peers.llama_config("config/llama32_1b.py", block_size=8192)
-    assert (c.n_layer, c.n_embd, c.vocab_size, c.block_size) == (16, 2048, 128256, 8192)
-    assert c.rope_scaling["factor"] == 32.0 and c.tie_embeddings
 
 
 # --- Where the milliseconds go ---
@@ -383,11 +368,6 @@ def test_a_closed_terminal_ends_it_but_not_under_nohup(a_gpu):
         assert stop.value.code == 128 + number
 
 
-def test_ratios_are_ours_over_each_peers():
-    (ratio,) = compare.step_ratios(RECORD["points"])
-    assert ratio == {"at": [8, 2048, "none"], "peer": "recipe", "tok_per_s": 1.4, "peak_gib": 0.75}
-
-
 def test_what_ends_without_numbers_says_why():
     assert "out of memory" in step.line(RECORD["points"][2])
     where = {key: RECORD["points"][2][key] for key in compare.STEP_PLACE}
@@ -418,18 +398,12 @@ def test_a_process_hands_over_the_last_object_that_it_prints():
     assert result is None and "Bang" in printed
 
 
-def test_the_page_has_the_small_model(tmp_path, monkeypatch):
-    monkeypatch.setattr(record, "RECORDS", tmp_path)
-    (tmp_path / "step.json").write_text(json.dumps(RECORD))
-    assert report.small_model_table().splitlines() == [
-        "| trainer | ms per step | tok/s |", "| --- | ---: | ---: |",
-        "| `nanocria --cuda_graph=true` | 2.50 | 6,500,000 |",
-    ]  # fmt: skip
-
-
 def test_the_tables_show_every_row(tmp_path, monkeypatch):
     monkeypatch.setattr(record, "RECORDS", tmp_path)
     (tmp_path / "step.json").write_text(json.dumps(RECORD | {"versions": {"nanocria": "abc", "torch": "2"}}))
+    assert report.small_model_table().endswith("\n| `nanocria --cuda_graph=true` | 2.50 | 6,500,000 |")
+    (ratio,) = compare.step_ratios(RECORD["points"])
+    assert ratio == {"at": [8, 2048, "none"], "peer": "recipe", "tok_per_s": 1.4, "peak_gib": 0.75}
     assert "| 8 x 2,048 | none | 70,000 · 30.0 | 50,000 · 40.0 | out of memory |" in report.steps_table("step")
     assert report.breakdown_table().endswith("| whole step | 191.0 | 180.0 |")
     assert "of our step go (8 x 2,048 tokens, checkpointing none), and" in report.breakdown_table()

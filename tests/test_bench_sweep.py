@@ -208,12 +208,6 @@ def test_what_cannot_be_measured_is_a_row_that_says_why(monkeypatch):
     assert sweep.line(liger).endswith(f"-  No module named 'liger_kernel': pip install {arms.PIP['liger']}")
 
 
-def test_long_steps_are_fewer():
-    assert [sweep.n_steps(batch * block) for batch, block in [(1, 512), (112, 1024), (4, 65536), (4, 131072)]] == [
-        (2, 10), (2, 4), (1, 2), (1, 1)
-    ]  # fmt: skip
-
-
 # --- Records, tables, plots ---
 
 
@@ -258,25 +252,8 @@ def test_a_line_of_a_sweep_stands_under_its_header():
     assert "24.0%" not in sweep.line(found | {"mfu": None, "reserved_gib": None})
 
 
-def test_ratios_are_ours_over_each_peer_at_the_same_size():
-    found = compare.sweep_ratios(RECORD["batch"])
-    assert [(r["batch"], r["peer"], r["tok_per_s"]) for r in found] == [(64, "liger", 1.25), (112, "liger", 1.25)]
-    assert found[1]["peak_gib"] == pytest.approx(RECORD["batch"][1]["peak_gib"] / 18.0)
-    alone = [RECORD["batch"][0] | {"offload": "none"}, RECORD["batch"][4]]
-    assert compare.sweep_ratios(alone) == [], "one offloads, the other does not"
-    long = compare.sweep_ratios([r | {"arm": "long"} if r["arm"] == "all" else r for r in RECORD["batch"]])
-    assert [r | {"arm": "all"} for r in long] == found and {r["arm"] for r in long} == {"long"}
-
-
-def test_the_slope_is_between_the_two_largest_sizes():
-    liger = [r for r in RECORD["batch"] if r["arm"] == "liger"]
-    assert report.slope_kb(liger) == pytest.approx(7.2 * 2**30 / (48 * 1024) / 1000)
-    assert report.slope_kb(RECORD["batch"][2:4]) is None, "one size alone"
-
-
 def test_the_tables_show_what_fits_what_does_not_and_every_point(monkeypatch, tmp_path):
     monkeypatch.setattr(record, "RECORDS", tmp_path)
-    (tmp_path / "study.json").write_text(json.dumps(RECORD))
     (tmp_path / "study.json").write_text(json.dumps(RECORD))
     text = report.fits_headline() + report.fits_of_both() + report.sweep_part("study")
     for part in (
@@ -314,15 +291,3 @@ def test_the_headline_compares_like_with_like_and_then_moves_the_activations_too
     assert "at batches of 112 x 1,024 tokens or contexts of 8,192 at batch 4;" in text, "of ours without those"
     assert text.endswith(" With activations on the CPU too: batch 224 or context 16,384.")
     assert r"| nanocria, activations on the CPU | 224\* |" in report.fits_of_both()
-
-
-def test_series_are_named_by_what_differs():
-    rows = [
-        row("all", 1),
-        row("all", 1, offload="all"),
-        row("all", 1, offload="all", flags="--mlp_chunks=8"),
-        row("hf", 1),
-    ]
-    assert list(compare.labels(rows).values()) == [
-        "nanocria, offload optimizer", "nanocria, offload all", "nanocria, offload all, --mlp_chunks=8", "Hugging Face"
-    ]  # fmt: skip

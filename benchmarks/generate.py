@@ -1,0 +1,145 @@
+"""Tokens a second of generation, beside transformers.generate, and how much of the memory's speed a step uses.
+
+    python bench.py generate                        Llama 3.2 1B with random weights, batches of 1 and of 64
+    python bench.py generate --batches=8 --prompt=1024 --tokens=512
+
+tok_per_s   of runtime/generate.py, or of transformers' generate: greedy, the prompts read too, the median of three
+step_ms     ours alone: one replayed step in the second half of the text. It must read the weights and what the caches
+            hold; of_copy is the rate at which it does over that of a large copy, measured in the same run
+
+Each point is a process of its own.
+"""
+
+import json
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from functools import partial
+from itertools import product
+from types import SimpleNamespace
+
+import torch
+
+from benchmarks import arms as trainers
+from benchmarks import cli, compare, peers, record, runner
+from model import Llama
+from runtime.cuda_graph import CUDAGraph
+from runtime.generate import decode_step, generate, new_caches, read_prompts
+
+# settings
+arms = ",".join(trainers.GENERATE)  # who generates
+config = runner.CONFIG  # the model
+batches = "1,64"  # texts at once
+prompt = 128  # tokens of each prompt
+tokens = 256  # new ones of each text
+keep = False  # whether rows stay although the code has changed since: for changes that cost neither time nor memory
+out = ""  # the record; nothing: benchmarks/records/generate.json
+
+KEYS = {"points": ("config", "arm", "batch", "prompt", "tokens")}  # what names a row
+ROUNDS = 3  # that are timed, behind one that warms up
+
+
+def parse(argv: list[str]) -> SimpleNamespace:
+    s = cli.read_settings(globals(), argv)
+    s.arms, s.batches = cli.one_of("arms", s.arms, trainers.GENERATE), cli.whole_numbers("batches", s.batches)
+    cli.at_least_one(s, "prompt", "tokens")
+    s.config, s.out = cli.config_path(s.config), record.default_out(s.out, "generate")
+    return s
+
+
+def seconds(call: Callable, device: torch.device) -> float:
+    wait = torch.cuda.synchronize if device.type == "cuda" else lambda: None
+    wait()
+    began = time.perf_counter()
+    call()
+    wait()
+    return time.perf_counter() - began
+
+
+@torch.no_grad()
+def measure(arm: str, config: str, batch: int, prompt: int, tokens: int, **changes) -> dict:
+    """On the GPU in bfloat16, or on the CPU in float32."""
+    on_gpu = torch.cuda.is_available()
+    device, dtype = (torch.device("cuda"), torch.bfloat16) if on_gpu else (torch.device("cpu"), torch.float32)
+    c = peers.llama_config(config, block_size=prompt + tokens, **changes)
+    prompts = torch.randint(c.vocab_size, (batch, prompt), generator=torch.Generator().manual_seed(1)).tolist()
+    if arm == "nanocria":
+        with torch.device("meta"):
+            model = Llama(c).to(dtype)
+        model.to_empty(device=device).init_weights(0, device)
+        call = lambda: list(generate(model, prompts, tokens, temperature=0))  # noqa: E731
+    else:
+        model = peers.build_hf(c, "none", device, dtype=dtype)[0].eval()
+        ids = torch.tensor(prompts, device=device)
+        how = {"max_new_tokens": tokens, "do_sample": False, "use_cache": True, "pad_token_id": 0}
+        call = partial(model.generate, ids, attention_mask=torch.ones_like(ids), **how)
+    n_new = len(call()) if arm == "nanocria" else call().shape[1] - prompt
+    if n_new != tokens:
+        return {"failed": f"it generated {n_new} of {tokens} tokens"}
+    taken = statistics.median(seconds(call, device) for _ in range(ROUNDS))
+    found = {"tok_per_s": batch * tokens / taken, "ms_per_token": 1000 * taken / tokens}
+    return found | step_of(model, prompts, tokens, device) if arm == "nanocria" else found
+
+
+def step_of(model: Llama, prompts: list[list[int]], tokens: int, device: torch.device) -> dict:
+    """The milliseconds of one step in the second half of the text, and the bytes that it must read."""
+    c, caches = model.config, new_caches(model, len(prompts), len(prompts[0]) + tokens)
+    newest = read_prompts(model, caches, prompts).argmax(-1)
+    step = partial(decode_step, model, caches)
+    step = CUDAGraph(step) if device.type == "cuda" else step
+    half = max(1, tokens // 2)
+    for _ in range(tokens - half):
+        step(newest)
+    ms = 1000 * seconds(lambda: [step(newest) for _ in range(half)], device) / half
+    weights = sum(p.nbytes for name, p in model.named_parameters() if c.tie_embeddings or "tok_embeddings" not in name)
+    held = len(prompts) * (len(prompts[0]) + tokens - half / 2)  # positions of all rows, in the middle of what is timed
+    cached = 2 * c.n_layer * c.n_kv_head * c.head_dim * held * caches[0].k.element_size()
+    return {"step_ms": ms, "step_bytes": round(weights + cached)}
+
+
+def measured(s: SimpleNamespace, copy_tb_s: float):
+    missing = set()
+    for batch, arm in product(s.batches, s.arms):
+        if arm in missing:
+            continue
+        spec = {"arm": arm, "config": s.config, "batch": batch, "prompt": s.prompt, "tokens": s.tokens}
+        result, printed = runner.run(["-m", "benchmarks.generate", json.dumps(spec)])
+        row = spec | (result or runner.failure(printed))
+        if "step_ms" in row:
+            row["of_copy"] = row["step_bytes"] / row["step_ms"] / 1e9 / copy_tb_s
+        missing |= {arm} if "missing" in row else set()
+        yield "points", row
+
+
+def line(row: dict, _: dict | None = None) -> str:
+    name = f"{trainers.GENERATE[row['arm']]:<24} batch {row['batch']:>3}"
+    if "tok_per_s" not in row:
+        return f"{name}  {runner.trouble(row)}"
+    step = f"; a step {row['step_ms']:.3f} ms, {row['of_copy']:.1%} of a copy's speed" if "step_ms" in row else ""
+    return f"{name} {row['tok_per_s']:9,.0f} tok/s, {row['ms_per_token']:.3f} ms a token{step}"
+
+
+def ratios(points: list[dict]) -> list[dict]:
+    """Our tokens a second over the peer's, at the same batch and lengths."""
+    found = {compare.values(row, KEYS["points"]): row for row in compare.done(points)}
+    return [
+        {"batch": ours["batch"], "tok_per_s": ours["tok_per_s"] / theirs["tok_per_s"]}
+        for (config, arm, *where), theirs in found.items()
+        if arm != "nanocria" and (ours := found.get((config, "nanocria", *where)))
+    ]
+
+
+def main(argv: list[str]) -> None:
+    s = parse(argv)
+    new = runner.begin("generate", s.command, KEYS, ("transformers",))
+    found, failed = record.fill(new, measured(s, new["copy_tb_s"]), s.out, KEYS, line, s.keep)
+    print(json.dumps({"record": str(s.out), "failed": failed, "ratios": ratios(found["points"])}))
+
+
+if __name__ == "__main__":
+    try:
+        found = measure(**json.loads(sys.argv[1]))
+    except ImportError as error:
+        found = {"missing": str(error)}
+    print("\n" + json.dumps(found), flush=True)

@@ -1,0 +1,74 @@
+"""The losses of runs, read from the files that each leaves in its folder, and drawn as loss.png.
+
+Tokens and hours are those of training alone, without evaluations and saves, of all ranks. Needs matplotlib.
+"""
+
+import contextlib
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+from runtime.run_folder import newest
+
+
+class Losses(NamedTuple):
+    """Points are (steps, tokens, hours, loss)."""
+
+    folder: Path
+    train: list[tuple]  # of each line of the log
+    val: list[tuple]  # of each evaluation
+    bits_per_byte: float | None  # of a finished run that has read all of its validation text
+    settings: dict  # {} where the run has saved nothing yet
+
+
+def read_losses(folder: Path) -> Losses:
+    """ValueError if the folder has no losses."""
+    path = folder / "metrics.jsonl"
+    train, val, before, of_a_step = [], [], (0, 0, 0.0), (0, 0.0)
+    for line in path.read_text(errors="replace").splitlines() if path.exists() else []:
+        with contextlib.suppress(ValueError):  # a line that a killed run left unfinished
+            row = json.loads(line)
+            if "loss" in row:  # its speed and time are means over the steps since the line before it
+                of_a_step = round(row["tok_per_s"] * row["ms"] / 1000), row["ms"] / 3.6e6
+            steps, tokens, hours = before
+            new, (tokens_each, hours_each) = row["step"] - steps, of_a_step
+            at = row["step"], tokens + new * tokens_each, hours + new * hours_each
+            if "loss" in row:
+                train.append((*at, row["loss"]))
+                before = at
+            elif "val_loss" in row:
+                val.append((*at, row["val_loss"]))
+    if not train:
+        raise ValueError(f"{path} has no losses: name the out_dir of a run of train.py")
+    checkpoint, summary = newest(folder), folder / "summary.json"
+    found = json.loads(summary.read_text()) if summary.exists() else {}
+    saved = json.loads((checkpoint / "run.json").read_text()) if checkpoint else {}
+    settings = saved.get("settings") or found.get("settings", {})  # a resumed run's summary is of the run before
+    finished = found.get("curve", [[0]])[-1][0] == train[-1][0]
+    return Losses(folder, train, val, found.get("bits_per_byte") if finished else None, settings)
+
+
+def smoothed(points: Sequence[tuple]) -> list[float]:
+    """The loss at each point averaged with those before it, a fiftieth of all."""
+    losses, n = [loss for *_, loss in points], max(1, len(points) // 50)
+    return [sum(losses[max(0, i - n) : i]) / min(n, i) for i in range(1, len(losses) + 1)]
+
+
+def draw_losses(runs: dict[str, Losses], path: Path) -> None:
+    """Training loss as a line, validation as dots, of each run by its label: left over tokens, right over hours."""
+    from matplotlib.figure import Figure  # without pyplot: no display, and nothing that other figures share
+
+    figure = Figure(figsize=(10, 4), dpi=150)
+    left, right = figure.subplots(1, 2, sharey=True)
+    for axes, unit, column, scale in ((left, "million tokens", 1, 1e6), (right, "hours", 2, 1)):
+        for label, run in runs.items():
+            (line,) = axes.plot([point[column] / scale for point in run.train], smoothed(run.train), label=label)
+            at = [point[column] / scale for point in run.val], [loss for *_, loss in run.val]
+            axes.plot(*at, "o", color=line.get_color(), markersize=4)
+        axes.set(xlabel=f"{unit} of training")
+        axes.spines[["top", "right"]].set_visible(False)
+    left.set(ylabel="loss (dots: validation)")
+    right.legend(fontsize=8, frameon=False)
+    figure.tight_layout()
+    figure.savefig(path)

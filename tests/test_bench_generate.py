@@ -1,0 +1,48 @@
+"""The benchmark of generation: what it counts, runs and says. Without a GPU: nothing is timed."""
+
+import json
+
+import pytest
+
+from benchmarks import generate, record, runner
+
+TINY = {"n_layer": 2, "n_head": 4, "n_kv_head": 2, "n_embd": 32, "ffn_dim": 96, "vocab_size": 257}
+AT = {"config": "config/baby_llama.py", "batch": 3, "prompt": 8, "tokens": 6}
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_a_step_must_read_the_weights_and_what_the_caches_hold(tied):
+    found = generate.measure("nanocria", **AT, **TINY, tie_embeddings=tied)
+    block = 32 * (32 + 2 * 16 + 32) + 3 * 32 * 96 + 2 * 32
+    weights = 2 * block + 32 + 257 * 32  # of an untied embedding a step reads a row a text
+    held = 3 * (8 + 4.5)  # 8 of the prompt, 3 of the warm-up, half of the 3 that are timed
+    assert found["step_bytes"] == 4 * (weights + 2 * 2 * 2 * 8 * held)
+    assert found["tok_per_s"] == pytest.approx(3 * 1000 / found["ms_per_token"]) and found["step_ms"] > 0
+
+
+def test_transformers_generates_as_many_tokens():
+    pytest.importorskip("transformers")
+    found = generate.measure("hf", **AT, **TINY)
+    assert found["tok_per_s"] == pytest.approx(3 * 1000 / found["ms_per_token"]) and "step_ms" not in found
+
+
+def test_points_are_the_arms_beside_each_other_and_share_one_record(monkeypatch, tmp_path, capsys):
+    def run(command):
+        spec = json.loads(command[2])
+        if spec["arm"] == "nanocria":
+            return {"tok_per_s": 300.0, "ms_per_token": 3.0, "step_ms": 2.0, "step_bytes": 4_000_000_000}, ""
+        return ({"tok_per_s": 100.0, "ms_per_token": 9.0}, "") if spec["batch"] == 1 else (None, "CUDA out of memory")
+
+    head = {"command": "python bench.py generate", "device": "GPU", "versions": {"nanocria": "abc"}, "copy_tb_s": 4.0}
+    monkeypatch.setattr(runner, "run", run)
+    monkeypatch.setattr(runner, "begin", lambda *_: head | {"points": []})
+    generate.main([f"--out={tmp_path / 'generate.json'}"])
+    *lines, last = capsys.readouterr().out.splitlines()
+    assert json.loads(last)["ratios"] == [{"batch": 1, "tok_per_s": 3.0}]
+    assert "300 tok/s, 3.000 ms a token; a step 2.000 ms, 50.0% of a copy's speed" in lines[0]
+    assert "out of memory" in lines[3]
+    points = json.loads((tmp_path / "generate.json").read_text())["points"]
+    assert [(row["arm"], row["batch"], row.get("of_copy")) for row in points] == [
+        ("nanocria", 1, 0.5), ("hf", 1, None), ("nanocria", 64, 0.5), ("hf", 64, None)
+    ]  # fmt: skip
+    assert {row["prompt"] for row in points} == {128} and generate.parse([]).out == record.RECORDS / "generate.json"

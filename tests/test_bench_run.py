@@ -1,0 +1,95 @@
+"""Losses of training runs, read from the files that a run leaves, tabled and drawn."""
+
+import builtins
+import json
+
+import pytest
+
+import bench
+from runtime import loss_plot
+from runtime.run_log import RunLog
+
+
+def leave_run(folder, losses, every=10, settings=None, **summary):
+    """The files of a run of 1,000 tokens and half an hour a step, validated at its last line."""
+    folder.mkdir()
+    lines = [
+        {"step": every * i, "loss": loss, "ms": 1.8e6, "tok_per_s": 1000 / 1800} for i, loss in enumerate(losses, 1)
+    ]
+    lines.append({"step": lines[-1]["step"], "val_loss": losses[-1] + 0.5})
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines) + '{"step": 9')
+    curve = [[line["step"], 0, 0] for line in lines]
+    if settings:
+        (folder / "summary.json").write_text(json.dumps({"settings": settings, "curve": curve} | summary))
+    return folder
+
+
+def test_runs_are_tabled_by_what_differs_and_drawn(tmp_path, capsys):
+    pytest.importorskip("matplotlib")
+    first = leave_run(tmp_path / "a", [4.0, 3.0], settings={"optimizer": "adamw", "out_dir": "a"}, bits_per_byte=1.25)
+    other = leave_run(tmp_path / "b", [4.0, 2.0, 2.5], settings={"optimizer": "muon", "out_dir": "b"})
+    going = leave_run(tmp_path / "c", [5.0])
+    out = tmp_path / "new" / "both.png"
+    bench.main(["run", str(first), str(other), str(going), f"--out={out}"])
+    _, _, *rows, drawn = capsys.readouterr().out.splitlines()
+    assert rows == [
+        f"| {first}, optimizer=adamw | 20 | 20,000 | 10.00 | 3.0000 | 3.5000 | 3.5000 | 1.250 |",
+        f"| {other}, optimizer=muon | 30 | 30,000 | 15.00 | 2.5000 | 3.0000 | 3.0000 | - |",
+        f"| {going} | 10 | 10,000 | 5.00 | 5.0000 | 5.5000 | 5.5000 | - |",
+    ]
+    assert drawn == f"drawn: {out}" and out.stat().st_size > 10_000
+
+
+def test_the_summary_of_an_earlier_end_says_nothing_of_a_run_that_went_on(tmp_path):
+    folder = leave_run(tmp_path / "a", [4.0, 3.0], settings={"n_layer": 2}, bits_per_byte=1.25)
+    with open(folder / "metrics.jsonl", "a") as file:
+        file.write("\n" + json.dumps({"step": 30, "loss": 2.0, "ms": 1.8e6, "tok_per_s": 1000 / 1800}))
+        file.write("\n" + json.dumps({"step": 35, "val_loss": 2.5}))  # between two lines of the log
+    found = loss_plot.read_losses(folder)
+    assert found.train[-1] == (30, 30_000, 15.0, 2.0) and found.bits_per_byte is None
+    assert found.val[-1] == (35, 35_000, 17.5, 2.5)
+
+
+def test_a_smoothed_loss_is_the_mean_of_those_before_it():
+    assert loss_plot.smoothed([(float(i),) for i in range(3)]) == [0, 1, 2]
+    assert loss_plot.smoothed([(float(i),) for i in range(100)])[:3] == [0, 0.5, 1.5]
+
+
+@pytest.mark.parametrize(
+    "words, sentence",
+    [
+        (["run"], "usage: python bench.py run FOLDER"),
+        (["run", "/no/such"], "/no/such/metrics.jsonl has no losses: name the out_dir of a run of train.py"),
+        (["run", "out", "--ou=x.png"], "Did you mean out?"),
+    ],
+)
+def test_what_cannot_be_drawn_is_said_in_a_sentence(words, sentence):
+    with pytest.raises(SystemExit, match=sentence):
+        bench.main(words)
+
+
+def test_a_run_ends_with_a_plot_or_without_matplotlib_with_none(tmp_path, monkeypatch, capsys):
+    pytest.importorskip("matplotlib")
+    folder = leave_run(tmp_path / "a", [3.0] * 12)
+    log = RunLog(str(folder), "cpu", "float32", 1000, 1.0)
+    log.curve = [(10 * i, 0.0, 3.0) for i in range(1, 13)]
+    log.draw()
+    assert (folder / "loss.png").stat().st_size > 10_000
+    (folder / "loss.png").unlink()
+    real = builtins.__import__
+
+    def without(name, *rest):
+        if name.startswith("matplotlib"):
+            raise ImportError(name)
+        return real(name, *rest)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(builtins, "__import__", without)
+        log.draw()
+    log.curve = log.curve[:9]
+    log.draw()  # too short to see anything
+    assert not (folder / "loss.png").exists() and not capsys.readouterr().out
+    log.curve *= 2
+    (folder / "metrics.jsonl").write_text("")
+    log.draw()
+    assert "loss.png was not drawn: " in capsys.readouterr().out
