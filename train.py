@@ -426,7 +426,7 @@ if step == max_iters and val_loss is not None:
         resume_seconds=resumed and resumed["resume_seconds"],
     )
     if keep_last and not saver.error:
-        print0(f"next: python sample.py --out_dir={shlex.quote(out_dir)}")
+        print0(f"next: python sample.py --out_dir={shlex.quote(out_dir)}" + " --chat" * bool(train_data.tokens.masks))
 log.close()
 lock_file.close()
 code = saver.exit_code() or shutdown.exit_code

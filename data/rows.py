@@ -25,7 +25,6 @@ from typing import Any, BinaryIO
 from data.files import say
 
 HEAD = 8000  # bytes by which a file is known
-ERRORS_HELP = "broken rows and files: end with the first one, or leave them out and count them (default: strict)"
 JSON_LINES = (".jsonl", ".ndjson")
 OBJECT = re.compile(rb'\s*\{\s*"(?:[^"\\]|\\.)*"\s*:')  # the beginning of a JSON object that is not empty
 ARRAY = re.compile(rb"\s*\[\s*\{")  # of a JSON array of objects
@@ -90,11 +89,22 @@ COMPRESSED = {b"\x1f\x8b": gzip.open, b"BZh": bz2.open, b"\xfd7zXZ\0": lzma.open
 
 def open_input(path: Path) -> io.BufferedReader:
     """A file or pipe, decompressed if it is compressed, whose first bytes peek() shows."""
-    file = open(path, "rb")  # noqa: SIM115
+    try:
+        file = open(path, "rb")  # noqa: SIM115
+    except OSError as error:
+        raise OSError(f"{path} cannot be read: {error.strerror}") from error
     for magic, opener in COMPRESSED.items():
         if file.peek(HEAD).startswith(magic):
             return io.BufferedReader(opener(file), 2**16)
     return file
+
+
+def whole_text(file: BinaryIO, path: Path) -> str:
+    """The text of an open input, without the mark that Windows editors put first. Raises ValueError if it is none."""
+    try:
+        return read(file.read, path).decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{path} is not UTF-8 text: {error}") from error
 
 
 def is_compressed(path: Path) -> bool:

@@ -97,9 +97,8 @@ def openai_encoding(name: str) -> tiktoken.Encoding:
         if error.request is None:  # broken off on the way
             raise OSError(f"the download of tokenizer {name} failed: {error}") from error
         raise FileNotFoundError(
-            f"tokenizer {name} needs {' and '.join(missing)}, which could not be downloaded. On a machine with a "
-            f"network fetch {'them' if len(missing) > 1 else 'it'}, and put {'them' if len(missing) > 1 else 'it'} "
-            f"here into {folder} (or another folder, named by TIKTOKEN_CACHE_DIR)"
+            f"tokenizer {name} could not be downloaded: fetch {' and '.join(missing)} on a machine with a network, and "
+            f"put that here into {folder} (or another folder, named by TIKTOKEN_CACHE_DIR)"
         ) from error
 
 

@@ -28,7 +28,6 @@ from data.tiktoken_files import (
     openai_encoding,
 )
 from data.vocabulary import HuggingFace, Tiktoken, Tokenizer, vocabulary_name
-from data.vocabulary import TextStream as TextStream
 
 NAMES = ["bytes", *DOWNLOADS, "llama3"]
 FILES = (  # that belong to a tokenizer, as Hugging Face publishes them

@@ -143,7 +143,7 @@ def write_meta(folder: Path, tokenizer: Tokenizer, shards: dict[str, dict], **ex
     names = [name for name in next(iter(shards.values()))["train"] if name != "sha256"]
     counts = {s: {name: sum(c[s][name] for c in shards.values()) for name in names} for s in SPLITS}
     require_both_splits(counts)
-    digests = {split: digest_of([c[split].get("sha256") for c in shards.values()]) for split in SPLITS}
+    digests = {split: digest_of([c[split]["sha256"] for c in shards.values()]) for split in SPLITS}
     for name, content in tokenizer.files.items():
         with atomic_write(folder / name) as file:
             file.write(content)
@@ -156,7 +156,7 @@ def write_meta(folder: Path, tokenizer: Tokenizer, shards: dict[str, dict], **ex
         **({} if tokenizer.bos is None else {"bos": tokenizer.bos}),
         **({"tokenizer_files": kept} if kept else {}),
         **{f"{split}_{what}": number for split in SPLITS for what, number in counts[split].items()},
-        **{f"{split}_sha256": digest for split, digest in digests.items() if digest},
+        **{f"{split}_sha256": digest for split, digest in digests.items()},
         **extra,
         files={s: {f"{s}{shard}.bin": c[s]["tokens"] for shard, c in shards.items() if c[s]["tokens"]} for s in SPLITS},
     )
@@ -164,10 +164,8 @@ def write_meta(folder: Path, tokenizer: Tokenizer, shards: dict[str, dict], **ex
     return meta
 
 
-def digest_of(digests: list[str | None]) -> str | None:
-    """The digest of one file, or a digest of several digests; None if a record of an older version lacks one."""
-    if None in digests:
-        return None
+def digest_of(digests: list[str]) -> str:
+    """The digest of one file, or a digest of several digests."""
     return digests[0] if len(digests) == 1 else hashlib.sha256("".join(digests).encode()).hexdigest()
 
 
@@ -189,10 +187,9 @@ def finished_shard(folder: Path, number: int, tokenizer: Tokenizer, source: dict
         saved = json.loads((folder / f"shard{suffix}.json").read_text())
         sizes = {split: (folder / f"{split}{suffix}.bin").stat().st_size for split in SPLITS}
         whole = all(sizes[split] == saved["counts"][split]["tokens"] * itemsize for split in SPLITS)
-        same = saved["source"].items() <= source.items()  # a record of an older version may know less
     except (OSError, ValueError, KeyError, TypeError, AttributeError):  # a file is missing, or the record cut short
         return None
-    return saved["counts"] if whole and same else None
+    return saved["counts"] if whole and saved["source"] == source else None
 
 
 def shard_suffix(number: int) -> str:
@@ -357,13 +354,29 @@ def run_script(main: Callable[[], None]) -> None:
         sys.exit("\ninterrupted: nothing half-written is left")
 
 
-def add_tokenizer_options(parser: argparse.ArgumentParser, default: str, bos: bool = True) -> None:
-    said = f"one of {', '.join(NAMES)}, or a folder or file of Hugging Face's or Meta's (default: {default})"
-    parser.add_argument("--tokenizer", default=default, help=said)
-    if not bos:  # a chat template writes it
-        return
-    said = "begin each document with the tokenizer's bos (default: where it has one)"
-    parser.add_argument("--bos", action=argparse.BooleanOptionalAction, help=said)
+def make_parser(doc: str, out: Path) -> argparse.ArgumentParser:
+    """A script's command line: its docstring is the help, --out its one option."""
+    parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=path_argument, default=out, help="folder for the dataset (default: the script's)")
+    return parser
+
+
+def add_text_options(
+    parser: argparse.ArgumentParser, tokenizer: str, val_fraction: str | float, bos: bool = True
+) -> None:
+    """How a text becomes tokens. tokenizer: the default; val_fraction: the default, or a sentence that says it."""
+    said = f"one of {', '.join(NAMES)}, or a folder or file of Hugging Face's or Meta's (default: {tokenizer})"
+    parser.add_argument("--tokenizer", default=tokenizer, help=said)
+    default = None if isinstance(val_fraction, str) else val_fraction
+    parser.add_argument(
+        "--val_fraction", type=float, default=default, help=f"validation share (default: {val_fraction})"
+    )
+    said = "broken rows and files: end with the first one, or leave them out and count them (default: strict)"
+    parser.add_argument("--errors", choices=["strict", "skip"], default="strict", help=said)
+    parser.add_argument("--workers", type=int, default=cpu_cores(), help="processes (default: one per CPU core)")
+    if bos:
+        said = "begin each document with the tokenizer's bos (default: where it has one)"
+        parser.add_argument("--bos", action=argparse.BooleanOptionalAction, help=said)
 
 
 def tokenizer_for_data(name: str, bos: bool | None = None) -> Tokenizer:

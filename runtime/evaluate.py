@@ -11,10 +11,11 @@ half a window before them. The first token follows the bos, or the end of anothe
 
 Endings are compared by log p (accuracy) and by log p divided by their length in characters (length-normalised): acc and
 acc_norm of lm-evaluation-harness. As there, "ctx ending" is encoded as one text; what is behind ctx's tokens counts.
-(Its task hellaswag cleans and capitalises what it reads first; runtime/lm_eval.py runs that.)
+Rows with the activity_label, ctx_a and ctx_b of HellaSwag's own files are read as its task hellaswag reads them.
 """
 
 import math
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -23,7 +24,7 @@ import torch
 
 from data.chat.prepare import read_conversations
 from data.chat.template import encode_answers
-from data.rows import head_of, kind_of, open_input, read_rows
+from data.rows import head_of, kind_of, open_input, read_rows, whole_text
 from data.vocabulary import Tokenizer
 from model import Llama
 from runtime.generate import begin_document
@@ -111,6 +112,10 @@ def evaluate_choices(
     rows, answers = [], []
     for where, item in items:
         ctx, endings, label = field(where, item, "ctx", str), field(where, item, "endings", list), item.get("label")
+        if item.keys() >= {"activity_label", "ctx_a", "ctx_b"}:
+            activity, first, last = (field(where, item, name, str) for name in ("activity_label", "ctx_a", "ctx_b"))
+            ctx = without_headings(f"{activity}: {first} {last.capitalize()}")
+            endings = [without_headings(ending) if isinstance(ending, str) else ending for ending in endings]
         if not all(isinstance(ending, str) and ending for ending in endings):
             raise ValueError(f"{where} has {endings!r:.60} as endings: expected texts")
         if str(label) not in map(str, range(len(endings))):  # some of HellaSwag's files have "2"
@@ -133,16 +138,16 @@ def evaluate_choices(
     }
 
 
+def without_headings(text: str) -> str:
+    """A text of HellaSwag's WikiHow half without its marks, such as [header]; a [title] ends the sentence before it."""
+    return re.sub(r"\[.*?\]", "", text.strip().replace(" [title]", ". ")).replace("  ", " ")
+
+
 def read_file(path: Path, kind: str | None = None) -> list[tuple[str, dict]] | str:
     """The rows of a file of JSON, each behind its place, or the text of another. kind: "text", or "lines" of JSON."""
     with open_input(path) as file:
         kind = kind or kind_of(head_of(file, path), path)
-        if kind != "text":
-            return list(read_rows(file, path, kind, refuse))
-        try:
-            return file.read().decode("utf-8-sig")
-        except UnicodeDecodeError as error:
-            raise ValueError(f"{path} is not UTF-8 text: {error}") from error
+        return whole_text(file, path) if kind == "text" else list(read_rows(file, path, kind, refuse))
 
 
 def refuse(sentence: str) -> None:

@@ -8,6 +8,8 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+import numpy as np
+
 from data.loader import dataset_folder
 from data.tokenizer import FILES, MODEL_FILES, dataset_files, tokenizer_of
 from model import Llama, LlamaConfig
@@ -218,12 +220,18 @@ def _require_same_model(folder: Folder, resumes: bool, config, settings, dataset
     was, now = model, {name: getattr(config, name) for name in MODEL_SETTINGS}
     if (resumes and folder.run) or folder.adapter:
         was |= _state_settings(folder.run["settings"])
-        now |= _state_settings(settings)
-    differing = [name for name in was if name in now and was[name] != now[name]]
+        now |= {name: settings[name] for name in was if name in STATE_SETTINGS}
+
+    def in_float32(value):  # a GGUF file holds 1e-5 as 9.9999997e-06
+        return float(np.float32(value)) if isinstance(value, float) else value
+
+    differing = [name for name in was if name in now and in_float32(was[name]) != in_float32(now[name])]
     if differing:
         differences = ", ".join(f"{name} {was[name]} (this run: {now[name]})" for name in differing)
         flags = " ".join(shlex.quote(f"--{name}={was[name]}") for name in differing)
-        stop(f"{folder.path} has {differences}: pass {flags}, or change {setting}")
+        merge = f". python convert.py {folder.path} FOLDER merges adapters and base into weights to change it to"
+        merge = merge if folder.adapter and "lora_rank" in differing else ""
+        stop(f"{folder.path} has {differences}: pass {flags}, or change {setting}{merge}")
     if tokenizer != dataset["tokenizer"]:
         found = f"{settings['dataset']} holds {dataset['tokenizer']} tokens"
         prepare = f"prepare the data with --tokenizer {shlex.quote(str(folder.path))}, or change {setting}"

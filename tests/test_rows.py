@@ -1,19 +1,19 @@
-"""What data/text reads: JSON in lines and arrays, compressed, through pipes, with broken rows; what it refuses."""
+"""What data/text reads: text and JSON, compressed, from folders and pipes, with broken rows; what it refuses."""
 
 import gzip
 import json
 import lzma
+import os
 import subprocess
-import sys
 
 import pytest
 
 from data.fineweb_edu import prepare as fineweb_edu
 from data.text import prepare as text
-from tests.datasets import texts_of
-from tests.runs import ROOT
+from tests.datasets import contents, texts_of
 
-ROWS = [{"text": f"row {i} é"} for i in range(40)]
+TEXTS = [f"row {i} é" for i in range(40)]
+ROWS = [{"text": row} for row in TEXTS]
 LINES = "".join(json.dumps(row) + "\n" for row in ROWS).encode()
 
 
@@ -21,10 +21,27 @@ def zstd(content):
     return pytest.importorskip("zstandard").compress(content)
 
 
+@pytest.fixture
+def read(tmp_path):
+    """read(files, named, **options) writes files, {name: content}, and returns the texts of a dataset made of the named
+    ones, or of their folder.
+    """
+
+    def read(files, named=(), **options):
+        for name, content in files.items():
+            (tmp_path / name).write_bytes(content if isinstance(content, bytes) else content.encode())
+        inputs = [tmp_path / name for name in named] or [tmp_path]
+        text.prepare(inputs, tmp_path / ".out", **options)
+        return texts_of(tmp_path / ".out")
+
+    return read
+
+
 FORMS = {
     "a.jsonl": LINES,
+    "a.JSONL": LINES,
     "a.jsonl.gz": gzip.compress(LINES),
-    "a.jsonl.zst": LINES,  # compressed in the test, where zstandard is installed
+    "a.jsonl.zst": lambda: zstd(LINES[:100]) + zstd(LINES[100:]),  # two frames
     "a.ndjson.xz": lzma.compress(LINES),
     "a.json": LINES,
     "array.json": json.dumps(ROWS, indent=1).encode(),
@@ -33,96 +50,111 @@ FORMS = {
 }
 
 
-@pytest.mark.parametrize("pipe", [False, True], ids=["file", "pipe"])
 @pytest.mark.parametrize("name", FORMS)
-def test_json_is_read_compressed_or_not_from_files_and_pipes(name, pipe, tmp_path):
-    content = zstd(LINES) if name.endswith(".zst") else FORMS[name]
-    (tmp_path / name).write_bytes(content)
-    if pipe:
-        script = f"from data.text.prepare import prepare; prepare(['/dev/stdin'], {str(tmp_path / 'out')!r})"
-        subprocess.run([sys.executable, "-c", script], input=content, cwd=ROOT, check=True, timeout=60)
-    else:
-        text.prepare([tmp_path / name], tmp_path / "out")
-    assert texts_of(tmp_path / "out") == sorted(row["text"] for row in ROWS)
+def test_json_is_read_compressed_or_not_from_files_and_pipes(name, tmp_path, read):
+    content = FORMS[name]() if callable(FORMS[name]) else FORMS[name]
+    assert read({name: content}) == sorted(TEXTS)
+    with subprocess.Popen(["cat", tmp_path / name], stdout=subprocess.PIPE) as cat:
+        text.prepare([f"/dev/fd/{cat.stdout.fileno()}"], tmp_path / "out")
+    assert texts_of(tmp_path / "out") == sorted(TEXTS)
 
 
-def test_two_zstd_frames_are_read_and_files_cut_off_are_damaged_not_short(tmp_path, capsys):
-    half = len(LINES.splitlines(keepends=True)[0]) * 10
-    (tmp_path / "a.jsonl.zst").write_bytes(zstd(LINES[:half]) + zstd(LINES[half:]))
-    text.prepare([tmp_path / "a.jsonl.zst"], tmp_path / "out")
-    assert texts_of(tmp_path / "out") == sorted(row["text"] for row in ROWS)
-    for name, content in (
-        ("a.jsonl.zst", zstd(LINES)),
-        ("a.txt.gz", gzip.compress(LINES)),
-        ("a.txt.xz", lzma.compress(LINES)),
-    ):
-        (tmp_path / name).write_bytes(content[:-9])
-        with pytest.raises(ValueError, match=f"{name} is damaged, or cut off: "):
-            text.prepare([tmp_path / name], tmp_path / "out")
-    (tmp_path / "good.jsonl").write_bytes(LINES)
-    text.prepare([tmp_path / "a.txt.gz", tmp_path / "good.jsonl"], tmp_path / "out", errors="skip")
+def test_files_folders_and_jsonl_are_read_together(tmp_path, read):
+    deep = tmp_path / "deep"
+    (deep / ".hidden").mkdir(parents=True)
+    (deep / ".hidden" / "secret.txt").write_text("hidden")
+    (deep / "picture.png").write_bytes(b"\x89PNG\0\0")
+    for i in range(30):
+        (deep / f"{i}.md").write_bytes(b"file %d\r\n" % i)
+    rows = [json.dumps({"body": body, "id": i}) for i, body in enumerate(["line 1\r\nof jsonl", "", "\ud83e!"])]
+    files = {"some.jsonl": "\n\n".join(rows), "named.txt": "\ufeffnamed\n"}  # with a byte order mark
+    found = read(files, ["some.jsonl", "named.txt", "deep"], field="body", val_fraction=0.2)
+    assert found == sorted([*(f"file {i}\r\n" for i in range(30)), "line 1\r\nof jsonl", "named\n", "?!"])
+
+
+@pytest.mark.parametrize(
+    "name, compress", [("a.jsonl.zst", zstd), ("a.txt.gz", gzip.compress), ("a.txt.xz", lzma.compress)]
+)
+def test_files_cut_off_are_damaged_not_short(read, capsys, name, compress):
+    content = compress(LINES)[:-9]
+    with pytest.raises(ValueError, match=f"{name} is damaged, or cut off: "):
+        read({name: content})
+    assert read({name: content, "good.jsonl": LINES}, errors="skip")[-40:] == sorted(TEXTS)
     assert "left out by --errors skip: 1, the first: " in capsys.readouterr().out
 
 
-def test_json_in_folders_is_data_if_it_has_the_field_else_text(tmp_path, capsys):
-    folder = tmp_path / "folder"
-    folder.mkdir()
-    (folder / "rows.json").write_bytes(LINES)
-    (folder / "other.json").write_text('{"name": "x"}\n{"name": "y"}\n')
-    (folder / "package.json").write_text('{\n "name": "x"\n}\n')
-    text.prepare([folder], tmp_path / "out")
-    others = ['{"name": "x"}\n{"name": "y"}\n', '{\n "name": "x"\n}\n']
-    assert texts_of(tmp_path / "out") == sorted([*(row["text"] for row in ROWS), *others])
-    assert f"JSON without the field 'text' read as text: 1 ({folder}/other.json)" in capsys.readouterr().out
-    with pytest.raises(ValueError, match="other.json:1 is not an object with the field 'text': set --field"):
-        text.prepare([folder / "other.json"], tmp_path / "out")
-    with pytest.raises(ValueError, match="package.json is JSON, but neither an array of objects nor one object a line"):
-        text.prepare([folder / "package.json"], tmp_path / "out")
+def test_json_in_folders_is_data_if_it_has_the_field_else_text(tmp_path, read, capsys):
+    others = {"other.json": '{"name": "x"}\n{"name": "y"}\n', "package.json": '{\n "name": "x"\n}\n'}
+    assert read({"rows.json": LINES} | others) == sorted([*TEXTS, *others.values()])
+    assert f"JSON without the field 'text' read as text: 1 ({tmp_path}/other.json)" in capsys.readouterr().out
+    for name, message in (
+        ("other.json", "other.json:1 is not an object with the field 'text': set --field"),
+        ("package.json", "package.json is JSON, but neither an array of objects nor one object a line"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            read({}, [name])
+    with pytest.raises(ValueError, match="data.jsonl:1 is not an object with the field 'text'"):
+        read({"data.jsonl": others["other.json"]})
 
 
-BROKEN = ["null", "{broken", '{"text": null}', '{"title": 1}', '{"text": "\\udcff"}'.replace("\\udcff", "\xff")]
+BROKEN = {
+    "null": "is null, not an object",
+    "{broken": "is not JSON: ",
+    "[" * 100_000: "is not JSON: .* a JSON array",
+    "1" * 5000: "is not JSON: Exceeds the limit",
+    '{"text": null}': "has 'text' of type NoneType, expected a string",
+    '{"text": 7}': "has 'text' of type int, expected a string",
+    '{"title": 1}': "is not an object with the field 'text': set --field",
+    "[1, 2]": "is not an object with the field 'text': set --field",
+    '{"text": "\xff"}': "is not UTF-8 text",
+}
 
 
-@pytest.mark.parametrize("row", BROKEN)
-def test_a_broken_row_ends_the_preparation_or_is_counted(row, tmp_path, capsys):
-    (tmp_path / "a.jsonl").write_bytes(LINES + row.encode("latin-1") + b"\n" + LINES.replace(b"row", b"line"))
-    with pytest.raises(ValueError, match=r"a\.jsonl:41 .*\. --errors skip leaves such out"):
-        text.prepare([tmp_path / "a.jsonl"], tmp_path / "out")
-    meta = text.prepare([tmp_path / "a.jsonl"], tmp_path / "out", errors="skip")
-    assert meta["train_documents"] + meta["val_documents"] == 80
+@pytest.mark.parametrize("row", BROKEN, ids=lambda row: row[:20])
+def test_a_broken_row_ends_the_preparation_or_is_counted(row, read, tmp_path, capsys):
+    files = {"a.jsonl": LINES + row.encode("latin-1") + b"\n" + LINES.replace(b"row", b"line")}
+    with pytest.raises(ValueError, match=rf"a\.jsonl:41 {BROKEN[row]}.*\. --errors skip leaves such out"):
+        read(files)
+    assert not contents(tmp_path / ".out")
+    assert len(read(files, errors="skip")) == 80
     assert f"left out by --errors skip: 1, the first: {tmp_path}/a.jsonl:41 " in capsys.readouterr().out
 
 
-def test_lines_of_end_of_text_end_documents_and_other_special_tokens_stay_text_and_are_said(tmp_path, capsys):
+def test_a_file_that_is_not_utf8_ends_the_preparation_or_is_left_out_as_a_whole(tmp_path, read, capsys):
+    files = {f"{i}.txt": f"text {i}" for i in range(50)}
+    files |= {"0.txt": "\ufefftext 0", "latin1.txt": b"kept?\n" * 10_000 + b"caf\xe9"}  # far behind the first chunk
+    with pytest.raises(ValueError, match=r"latin1\.txt is not UTF-8 text.*--errors skip"):
+        read(files)
+    assert read(files, errors="skip") == sorted(f"text {i}" for i in range(50))
+    assert f"left out by --errors skip: 1, the first: {tmp_path}/latin1.txt is not UTF-8" in capsys.readouterr().out
+    reading, writing = os.pipe()
+    os.close(writing)
+    with pytest.raises(ValueError, match=f"--errors skip reads a file twice, but /dev/fd/{reading} is a pipe"):
+        text.prepare([f"/dev/fd/{reading}"], tmp_path / ".out", errors="skip")
+    os.close(reading)
+
+
+def test_lines_of_end_of_text_end_documents_and_other_special_tokens_stay_text_and_are_said(read, capsys):
     stories = [f"story {i}\n\nmore\n" for i in range(30)]
-    (tmp_path / "a.txt").write_text("<|endoftext|>\n".join(stories) + "<|endoftext|>")
-    text.prepare([tmp_path / "a.txt"], tmp_path / "out")
-    assert texts_of(tmp_path / "out") == sorted(stories) and "spelled out" not in capsys.readouterr().out
-    (tmp_path / "b.txt").write_text("<|endoftext|> inside\n" * 3 + "<|end_of_text|>\r\n<div>x</s>")
-    text.prepare([tmp_path / "b.txt"], tmp_path / "out")
-    assert texts_of(tmp_path / "out") == sorted(["<|endoftext|> inside\n" * 3, "<div>x</s>"])
+    assert read({"a.txt": "<|endoftext|>\n".join(stories) + "<|endoftext|>"}) == sorted(stories)
+    assert "spelled out" not in capsys.readouterr().out
+    files = {"b.txt": "<|endoftext|> inside\n" * 3 + "<|end_of_text|>\r\n<div>x</s>"}
+    assert read(files, ["b.txt"]) == sorted(["<|endoftext|> inside\n" * 3, "<div>x</s>"])
     assert "special tokens spelled out, which stay text: <|endoftext|> (3). " in capsys.readouterr().out
 
 
-def test_what_is_no_text_is_named_with_the_command_for_it(tmp_path, capsys):
-    contents = {
-        "a.parquet": b"PAR1" + bytes(9),
-        "b.txt": b"\xff\xfea\0",
-        "c.bin": b"ab\0",
-        "d.txt": b"text",
-        "e.txt": b"t",
-    }
-    for name, content in contents.items():
-        (tmp_path / name).write_bytes(content)
+def test_what_is_no_text_is_named_with_the_command_for_it_and_in_folders_left_out(tmp_path, read, capsys):
+    files = {"a.parquet": b"PAR1" + bytes(9), "b.txt": b"\xff\xfea\0", "c.bin": b"ab\0", "d.txt": "text", "e.txt": "t"}
+    assert read(files) == ["t", "text"]
+    out = capsys.readouterr().out
+    assert f"binary or UTF-16 files left out: 3 ({tmp_path}/a.parquet, {tmp_path}/b.txt, ...)" in out
+    assert "python data/fineweb_edu/prepare.py reads parquet files" in out
     for name, said in (
         ("a.parquet", "is parquet: python data/fineweb_edu/prepare.py --input"),
         ("b.txt", "is UTF-16: text is read as UTF-8. iconv -f UTF-16 -t UTF-8"),
         ("c.bin", "is binary, with zero bytes"),
     ):
         with pytest.raises(ValueError, match=f"{name} {said}"):
-            text.prepare([tmp_path / name], tmp_path / "out")
-    text.prepare([tmp_path], tmp_path / "out")
-    out = capsys.readouterr().out
-    assert "left out: 3 (" in out and "python data/fineweb_edu/prepare.py reads parquet files" in out
+            read({}, [name])
     with pytest.raises(ValueError, match="d.txt cannot be read as parquet.* data/text/prepare.py reads text and JSON"):
-        fineweb_edu.prepare(tmp_path / "d.txt", tmp_path / "out", tokenizer="bytes")
+        fineweb_edu.prepare(tmp_path / "d.txt", tmp_path / ".out", tokenizer="bytes")

@@ -2,12 +2,7 @@
 
 import errno
 import fcntl
-import os
-import runpy
 import shutil
-import socket
-import subprocess
-import sys
 
 import pytest
 import torch
@@ -15,17 +10,7 @@ import torch
 from data.tokenizer import get_tokenizer
 from data.write import write_dataset
 from runtime import checkpoint, run_folder
-from tests.runs import (
-    LONGER,
-    ROOT,
-    SHORT,
-    SMALL,
-    flags,
-    run_ranks,
-    slip,
-    step_losses,
-    wrapped,
-)
+from tests.runs import LONGER, SHORT, SMALL, run, run_ranks, slip, step_losses, wrapped
 
 pytestmark = pytest.mark.usefixtures("plain_pytorch_on_one_core")
 
@@ -33,27 +18,12 @@ pytestmark = pytest.mark.usefixtures("plain_pytorch_on_one_core")
 def test_machines_that_do_not_share_out_dir_are_refused_before_training(text_data, tmp_path):
     """Each would keep its own part of a checkpoint, and say that it is saved."""
     settings = SMALL | SHORT | dict(dataset=text_data, gradient_accumulation_steps=2, out_dir="out")
-    port, processes = free_port(), []
-    for rank in range(2):  # as torchrun would start them on two machines, here in two folders
+    for rank in range(2):
         (tmp_path / f"machine{rank}").mkdir()
-        env = dict(RANK=rank, LOCAL_RANK=0, WORLD_SIZE=2, LOCAL_WORLD_SIZE=1, GROUP_WORLD_SIZE=2)
-        env |= dict(MASTER_ADDR="127.0.0.1", MASTER_PORT=port)
-        processes.append(
-            subprocess.Popen(
-                [sys.executable, ROOT / "train.py", *flags(settings)], cwd=tmp_path / f"machine{rank}", text=True,
-                env=os.environ | {name: str(value) for name, value in env.items()}, stderr=subprocess.PIPE,
-            )
-        )  # fmt: skip
-    for process in processes:
-        errors = process.communicate(timeout=100)[1]
-        assert process.returncode == 1 and "out must be one folder that all machines share" in errors, errors
+    place = f"os.chdir({str(tmp_path)!r} + '/machine' + os.environ['RANK'])"
+    done = run_ranks(2, settings, wrapped(tmp_path, f"os.environ['LOCAL_WORLD_SIZE'] = '1'\n{place}"))
+    assert done.returncode == 1 and "out must be one folder that all machines share" in done.stderr, done.stderr
     assert not list(tmp_path.glob("machine*/out/step_*"))
-
-
-def free_port() -> int:
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        return s.getsockname()[1]
 
 
 @pytest.mark.parametrize("hidden", ["from the list", "altogether"])
@@ -87,17 +57,16 @@ def test_a_home_folder_is_found_and_a_checkpoint_is_no_folder_for_a_run(train, t
     assert f"step_000008 is a checkpoint: --out_dir={tmp_path}/run resumes from the newest one there" in message
 
 
-def test_a_run_has_its_folder_for_itself(train, tmp_path, capsys, text_data):
-    shutil.copytree(text_data, tmp_path / "data")
-    assert "data is a dataset: name a folder for" in slip(train, capsys, out_dir=tmp_path / "data")
-    (tmp_path / "published").mkdir()
-    (tmp_path / "published/config.json").write_text("{}")
-    assert "published holds published weights, which" in slip(train, capsys, out_dir=tmp_path / "published")
-
-
-def test_a_second_run_in_the_same_folder_is_refused(train, tmp_path, capsys):
-    train()
-    with open(tmp_path / "out/.lock") as file:
+def test_a_run_has_its_folder_for_itself(train, tmp_path, capsys):
+    for name, file, said in (
+        ("data", "meta.json", "data is a dataset: name a folder for"),
+        ("published", "config.json", "published holds published weights, which"),
+    ):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / file).write_text("{}")
+        assert said in slip(train, capsys, out_dir=tmp_path / name)
+    (tmp_path / "out").mkdir()
+    with open(tmp_path / "out/.lock", "w") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         assert "another run is writing to" in slip(train, capsys)
 
@@ -134,20 +103,13 @@ def test_checkpoints_are_ordered_by_number(tmp_path):
     assert run_folder.newest(tmp_path).name == "step_1000000"
 
 
-def test_a_name_that_no_file_can_have_is_told(train, text_data, tmp_path, capsys, monkeypatch):
+def test_a_name_that_no_folder_can_have_is_told(train, text_data, tmp_path, capsys):
     assert "File name too long" in slip(train, capsys, out_dir="o" * 300)
     assert "is no folder: init_from is auto, " in slip(train, capsys, init_from="i" * 300)
     config = tmp_path / "surrogate.py"
     config.write_text("out_dir = '\\ud800'")
-    with pytest.raises(SystemExit):
-        monkeypatch.setattr(sys, "argv", ["train.py", str(config), f"--dataset={text_data}", "--device=cpu"])
-        runpy.run_path(str(ROOT / "train.py"), run_name="__main__")
-    assert "out_dir is '\\ud800': " in (message := capsys.readouterr().err) and "surrogates not allowed" in message
-
-
-def test_a_link_to_nowhere_is_no_out_dir(train, tmp_path, capsys):
+    done = run([config, f"--dataset={text_data}", "--device=cpu"])
+    assert done.returncode == 1 and "out_dir is '\\ud800': " in done.stderr and "surrogates not allowed" in done.stderr
     (tmp_path / "link").symlink_to(tmp_path / "disk" / "runs")
-    with pytest.raises(SystemExit):
-        train(out_dir=tmp_path / "link")
     sentence = f"out_dir is {tmp_path}/link, a link to a place that does not exist: name a folder\n"
-    assert capsys.readouterr().err == sentence
+    assert slip(train, capsys, out_dir=tmp_path / "link") == sentence

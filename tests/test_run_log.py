@@ -1,23 +1,24 @@
 """What a run prints and records."""
 
+import io
 import json
 import math
-import os
 import re
-import subprocess
 import sys
 from types import SimpleNamespace
+from unittest import mock
 
 import pytest
 
 from runtime import run_log
-from tests.runs import ROOT, SHORT, SMALL, flags, metrics, numbers
+from runtime.distributed import print0
+from tests.runs import SHORT, SMALL, metrics, run
 
 pytestmark = pytest.mark.usefixtures("plain_pytorch_on_one_core")
 
 
-def test_the_log_line_reads_as_documented(train, capsys):
-    train()
+def test_the_log_line_and_the_metrics_read_as_documented(train, tmp_path, capsys):
+    run = train()
     number = r"[\d,.]+"
     expected = (
         rf"step 00008/8 \| loss {number} \| lr 4\.81e-04 \| norm {number} \| {number} ms \| {number} tok/s "
@@ -26,6 +27,14 @@ def test_the_log_line_reads_as_documented(train, capsys):
     out = capsys.readouterr().out
     assert re.search(expected, out), out
     assert re.search(rf"step 00008 \| val loss {number} \(8 blocks\) \| saved \S+step_000008", out), out
+    lines = metrics(tmp_path / "out")
+    steps = [line for line in lines if "loss" in line]
+    assert [line["step"] for line in steps] == list(range(1, 9)), "max_iters counts updates"
+    names = {"step", "loss", "lr", "grad_norm", "ms", "tok_per_s", "mfu", "mem_gib", "data_ms"}
+    assert all(set(line) == names for line in steps)
+    assert [set(line) for line in lines if "loss" not in line] == [{"step", "val_loss"}] * 2
+    assert run["tokens_per_step"] == 4 * 32
+    assert [line["tok_per_s"] * line["ms"] / 1000 for line in steps] == pytest.approx([4 * 32] * 8, rel=0.01)
 
 
 def test_what_a_run_logs_is_computed_from_its_seconds(tmp_path, monkeypatch, capsys):
@@ -59,13 +68,6 @@ def test_what_a_run_logs_is_computed_from_its_seconds(tmp_path, monkeypatch, cap
     assert "the median step 2000.0 ms, 500 tok/s" in said and "validation: 2.000 bits per byte" in said
 
 
-def test_the_log_counts_the_tokens_of_a_step(train, tmp_path):
-    run = train(log_interval=4)
-    assert run["tokens_per_step"] == 4 * 32 and numbers(tmp_path / "out", "loss").size == 2
-    tokens = numbers(tmp_path / "out", "tok_per_s") * numbers(tmp_path / "out", "ms") / 1000
-    assert tokens == pytest.approx(4 * 32, rel=0.01)
-
-
 def test_a_profile_shows_three_steps(train, tmp_path, capsys):
     train(max_iters=12, profile=True)
     (trace,) = (tmp_path / "out/profile").glob("rank0.*.pt.trace.json")
@@ -76,12 +78,11 @@ def test_a_profile_shows_three_steps(train, tmp_path, capsys):
     assert "the profile is incomplete" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("line", [b'{"step": 9, "lo', b'\0\0\0"ms": 3}\n', b"7\n", b"\xff}\n"])
-def test_a_damaged_line_of_the_metrics_does_not_stop_a_resume(train, tmp_path, line):
-    """Cut off by a kill, or what the machine left of it when it went down."""
+def test_damaged_lines_of_the_metrics_do_not_stop_a_resume(train, tmp_path):
+    """What the machine left of them when it went down, and one that was cut off by a kill."""
     train()
     with open(tmp_path / "out/metrics.jsonl", "ab") as file:
-        file.write(line)
+        file.write(b'\0\0\0"ms": 3}\n' + b"7\n" + b"\xff}\n" + b'{"step": 9, "lo')
     train(max_iters=10)
     assert [line["step"] for line in metrics(tmp_path / "out") if "loss" in line] == list(range(1, 11))
 
@@ -89,10 +90,7 @@ def test_a_damaged_line_of_the_metrics_does_not_stop_a_resume(train, tmp_path, l
 def test_wandb_gets_every_number_offline(text_data, tmp_path):
     pytest.importorskip("wandb")
     settings = SMALL | SHORT | dict(dataset=text_data, out_dir=tmp_path / "out", wandb_log=True)
-    env = os.environ | {"WANDB_MODE": "offline", "WANDB_DIR": str(tmp_path), "WANDB_SILENT": "true"}
-    done = subprocess.run(
-        [sys.executable, "train.py", *flags(settings)], cwd=ROOT, env=env, capture_output=True, text=True
-    )
+    done = run(settings, WANDB_MODE="offline", WANDB_DIR=str(tmp_path), WANDB_SILENT="true")
     assert done.returncode == 0, done.stderr
     (written,) = tmp_path.glob("wandb/offline-run-*/*.wandb")
     content = written.read_bytes()
@@ -132,19 +130,15 @@ def test_the_training_outlives_wandb_and_a_resumed_run_goes_on_in_its_run(tmp_pa
 
 @pytest.mark.parametrize("kind", [AttributeError, ImportError, ConnectionError], ids=str)
 def test_a_wandb_that_does_not_start_gets_a_sentence(tmp_path, monkeypatch, capsys, kind):
-    class Broken:
-        def __getattr__(self, name):
-            raise kind("it is broken")
-
-    monkeypatch.setitem(sys.modules, "wandb", Broken())
+    broken = type("Broken", (), {"__getattr__": mock.Mock(side_effect=kind("it is broken"))})
+    monkeypatch.setitem(sys.modules, "wandb", broken())
     log = run_log.RunLog(tmp_path, "cpu", "float32", tokens_per_step=1, flops_per_token=1)
     with pytest.raises(SystemExit):
         log.open(0, project="p")
     assert "wandb does not start (it is broken). Try " in capsys.readouterr().err
 
 
-def test_a_log_in_ascii_spells_what_it_can():
-    code = "from runtime import distributed; distributed.print0('saved out/ünï', 3, end='.')"
-    in_ascii = os.environ | {"PYTHONIOENCODING": "ascii"}
-    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, env=in_ascii, capture_output=True, text=True)
-    assert (done.stdout, done.returncode) == ("saved out/\\xfcn\\xef 3.", 0), done.stderr
+def test_a_log_in_ascii_spells_what_it_can(monkeypatch):
+    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(io.BytesIO(), "ascii"))
+    print0("saved out/ünï", 3, end=".")
+    assert sys.stdout.detach().getvalue() == b"saved out/\\xfcn\\xef 3."

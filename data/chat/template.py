@@ -40,7 +40,8 @@ def template_of(tokenizer: Tokenizer) -> str:
     """The tokenizer's own template, or Llama 3's. ValueError if it has neither that nor Llama 3's special tokens."""
     if tokenizer.chat_template is None and "<|eot_id|>" not in tokenizer.special_tokens:
         raise ValueError(
-            f"tokenizer {tokenizer.name} has no chat template, and none of Llama 3's tokens: name a template"
+            f"tokenizer {tokenizer.name} has no chat template, and none of Llama 3's tokens: put a chat_template.jinja "
+            "beside its files, or finetune on what data/chat/prepare.py makes of conversations with --template"
         )
     return LLAMA3_TEMPLATE if tokenizer.chat_template is None else tokenizer.chat_template
 

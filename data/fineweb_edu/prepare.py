@@ -14,7 +14,6 @@ Which documents are for validation follows from a hash of their text: copies of 
 all on the same side.
 """
 
-import argparse
 import sys
 from collections.abc import Iterator
 from itertools import chain
@@ -22,14 +21,14 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from data.files import display_path
-from data.rows import ERRORS_HELP, Bad
+from data.rows import Bad
 from data.write import (
     Document,
     Progress,
-    add_tokenizer_options,
+    add_text_options,
     check_val_fraction,
-    cpu_cores,
     finished_shard,
+    make_parser,
     path_argument,
     print_summary,
     run_script,
@@ -169,18 +168,12 @@ def prepare(
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = make_parser(__doc__, HERE)
     parser.add_argument("--input", type=path_argument, help="a .parquet file or a folder of them (default: the hub's)")
-    add_tokenizer_options(parser, default="gpt2")
-    parser.add_argument(
-        "--out", type=path_argument, default=HERE, help="folder for the dataset (default: the script's)"
-    )
+    add_text_options(parser, tokenizer="gpt2", val_fraction=0.001)
     parser.add_argument("--sample", default="10BT", help="which hub sample: 10BT, 100BT or 350BT (default: 10BT)")
     parser.add_argument("--max_files", type=int, help="only so many of the parquet files")
     parser.add_argument("--field", default="text", help="the column that has the text (default: text)")
-    parser.add_argument("--val_fraction", type=float, default=0.001, help="validation share (default: 0.001)")
-    parser.add_argument("--errors", choices=["strict", "skip"], default="strict", help=ERRORS_HELP)
-    parser.add_argument("--workers", type=int, default=cpu_cores(), help="processes (default: one per CPU core)")
     args = vars(parser.parse_args())
     prepare(args.pop("input"), args.pop("out"), **args)
 

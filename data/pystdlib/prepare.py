@@ -10,7 +10,6 @@ generated tables: what remains is 9 to 10 MB in each of Python 3.11, 3.12 and 3.
 so a loss means the same everywhere. (The tests would add 19 MB of much more repetitive text.)
 """
 
-import argparse
 import platform
 import sys
 import sysconfig
@@ -19,7 +18,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from data.files import say
 from data.tokenizer import get_tokenizer
-from data.write import compressed_bits_per_byte, path_argument, print_summary, run_script, split_of, write_dataset
+from data.write import compressed_bits_per_byte, make_parser, print_summary, run_script, split_of, write_dataset
 
 HERE = Path(__file__).resolve().parent
 SKIP = {
@@ -66,11 +65,7 @@ def prepare(folder: Path = HERE, stdlib: Path | None = None) -> dict:
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument(
-        "--out", type=path_argument, default=HERE, help="folder for the dataset (default: the script's)"
-    )
-    prepare(parser.parse_args().out)
+    prepare(make_parser(__doc__, HERE).parse_args().out)
 
 
 if __name__ == "__main__":

@@ -7,7 +7,6 @@ and the last 10% of the text, in about a second. The text is ASCII, so its chara
 tokenizer is a character tokenizer; a loss in nats per token is comparable to nanoGPT's shakespeare_char.
 """
 
-import argparse
 import sys
 import urllib.request
 from pathlib import Path
@@ -17,8 +16,8 @@ from data.files import atomic_write, display_path
 from data.tokenizer import get_tokenizer
 from data.write import (
     compressed_bits_per_byte,
+    make_parser,
     open_lock,
-    path_argument,
     print_summary,
     run_script,
     write_dataset,
@@ -60,11 +59,7 @@ def prepare(folder: Path = HERE) -> dict:
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument(
-        "--out", type=path_argument, default=HERE, help="folder for the dataset (default: the script's)"
-    )
-    prepare(parser.parse_args().out)
+    prepare(make_parser(__doc__, HERE).parse_args().out)
 
 
 if __name__ == "__main__":

@@ -13,7 +13,6 @@ files. A document goes to validation if the hash of its text is below a bound, s
 same side. Of the first megabyte, where that could be none or most, those with the smallest hashes go there.
 """
 
-import argparse
 import hashlib
 import heapq
 import io
@@ -29,7 +28,6 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from data.files import display_path, say
 from data.rows import (
-    ERRORS_HELP,
     Bad,
     Unreadable,
     field_of,
@@ -46,9 +44,9 @@ from data.vocabulary import END_OF_TEXT_NAMES
 from data.write import (
     Document,
     Progress,
-    add_tokenizer_options,
+    add_text_options,
     check_val_fraction,
-    cpu_cores,
+    make_parser,
     path_argument,
     print_summary,
     run_script,
@@ -265,7 +263,7 @@ def print_next(folder: Path) -> None:
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = make_parser(__doc__, HERE)
     parser.add_argument(
         "--input",
         type=path_argument,
@@ -273,14 +271,8 @@ def main():
         required=True,
         help="files, folders, pipes: text or JSON, compressed or not",
     )
-    add_tokenizer_options(parser, default="bytes")
-    parser.add_argument(
-        "--out", type=path_argument, default=HERE, help="folder for the dataset (default: the script's)"
-    )
+    add_text_options(parser, tokenizer="bytes", val_fraction="0.01, more for small inputs")
     parser.add_argument("--field", help="of JSON objects, that has the text (default: text)")
-    parser.add_argument("--val_fraction", type=float, help="validation share (default: 0.01, more for small inputs)")
-    parser.add_argument("--errors", choices=["strict", "skip"], default="strict", help=ERRORS_HELP)
-    parser.add_argument("--workers", type=int, default=cpu_cores(), help="processes (default: one per CPU core)")
     args = vars(parser.parse_args())
     out = args.pop("out")
     prepare(args.pop("input"), out, **args)
