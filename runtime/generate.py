@@ -32,11 +32,17 @@ def new_caches(model: Llama, n_batch: int, n_positions: int) -> list[KVCache]:
 def read_prompts(model: Llama, caches: list[KVCache], prompts: list[list[int]]) -> torch.Tensor:
     """Fills the caches with the prompts in place of what they hold. Returns the logits (B, V) after each, in fp32."""
     device, lengths = caches[0].lengths.device, [len(prompt) for prompt in prompts]
-    tokens = torch.tensor([prompt + [0] * (max(lengths) - len(prompt)) for prompt in prompts], device=device)
+    different = list(dict.fromkeys(map(tuple, prompts)))  # several samples of a prompt: it is read once
+    n, rows = len(different), torch.tensor([different.index(tuple(prompt)) for prompt in prompts], device=device)
+    tokens = torch.tensor([[*prompt, *[0] * (max(lengths) - len(prompt))] for prompt in different], device=device)
     caches[0].lengths.zero_()
-    x = model.hidden(tokens, caches=caches)  # (B, T, C)
+    first_rows = [cache._replace(k=cache.k[:n], v=cache.v[:n], lengths=cache.lengths[:n]) for cache in caches]
+    x = model.hidden(tokens, caches=first_rows)  # (n, T, C)
+    for cache in caches if n < len(prompts) else []:
+        cache.k.copy_(cache.k[rows])
+        cache.v.copy_(cache.v[rows])
     caches[0].lengths.copy_(torch.tensor(lengths))
-    return model.lm_head(x[torch.arange(len(x), device=device), caches[0].lengths - 1]).float()
+    return model.lm_head(x[rows, caches[0].lengths - 1]).float()
 
 
 def decode_step(model: Llama, caches: list[KVCache], tokens: torch.Tensor) -> torch.Tensor:
