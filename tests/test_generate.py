@@ -53,7 +53,7 @@ def test_greedy_tokens_are_those_of_transformers(tmp_path, tied, kv_heads):
     assert len(set(sum(ours, []))) > 10, "texts that repeat themselves show nothing"
 
 
-@pytest.mark.parametrize("lengths", [[5, 5, 5], [1, 8, 1, 3, 8], [8, 20, 7]])  # equal ones are read once; block_size, more
+@pytest.mark.parametrize("lengths", [[5, 5, 5], [1, 8, 1, 3, 8], [8, 20, 7]])  # equal ones, block_size, more
 @pytest.mark.parametrize("block_size", [8, 7, 1])
 def test_a_batch_is_each_row_read_alone(block_size, lengths):
     model = build(block_size=block_size, **PLAIN)
