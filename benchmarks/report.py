@@ -198,16 +198,16 @@ def big_table(big: list[dict]) -> str:
     return table(header, rows)
 
 
-def gpus_tables() -> str:
+def gpus_tables(name: str = "gpus") -> str:
     """1B on one GPU and several, 8B beside the recipe, checkpoints beside the training."""
-    r = load("gpus")
+    r = load(name)
     parts = ["Llama 3.2 1B, 16 x 2,048 tokens per GPU, without checkpointing:", scaling_table(r["scaling"])]
     if r["8b"]:
         parts += [f"Llama 3.1 8B on {r['8b'][0]['ranks']} GPUs:", big_table(r["8b"])]
     for row in r["saves"]:
         at = "Llama 3.2 1B on {ranks} GPUs, {batch} x {block:,} tokens each".format(**row)
         parts.append(f"{at}: {compare.saves_sentence(row)}.")
-    return "\n\n".join([*parts, footer("gpus")])
+    return "\n\n".join([*parts, footer(name)])
 
 
 # --- Sweeps ---
@@ -388,10 +388,11 @@ PAGES = {  # page -> its parts: name -> what makes it
         "fp8": fp8_sentence, "finetune": finetune_sentence,
     },
     "benchmarks/README.md": {
-        "small_model": small_model_table, "baby": baby_table, "breakdown": breakdown_table, "gpus": gpus_tables,
+        "small_model": small_model_table, "baby": baby_table, "breakdown": breakdown_table,
         "snapshot": snapshot_table, "finetune": finetune_table, "losses": losses_part,
         "steps": partial(steps_table, "step"),
         **{name: partial(steps_table, name) for name in ("step_h100", "step_fp8")},
+        **{name: partial(gpus_tables, name) for name in ("gpus", "gpus_h100")},
         **{name: partial(sweep_part, name) for name in ("study", "sweep", "study_8b")},
         **{name: partial(kernels_table, name) for name in ("kernels", "fp8_linear")},
     },
