@@ -144,7 +144,7 @@ def refuse_double_backward() -> None:
 
 @triton.jit
 def to_compute(x):
-    """The dtype kernels compute in: fp64 for fp64 (gradcheck needs it), fp32 for everything else."""
+    """The dtype kernels compute in: fp64 for fp64 (the tests compare in it), fp32 for everything else."""
     if x.dtype == tl.float64:
         return x
     else:
