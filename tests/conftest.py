@@ -14,7 +14,7 @@ import torch.distributed as dist
 import kernels.launch
 from data.tokenizer import get_tokenizer
 from data.write import write_dataset
-from tests.runs import PLAIN, ROOT, SHORT, SMALL, flags, prose, run_alone
+from tests.runs import LONGER, PLAIN, ROOT, SHORT, SMALL, flags, prose, run_alone, run_ranks
 
 
 @pytest.fixture(autouse=True)
@@ -116,5 +116,17 @@ def sample(tmp_path, monkeypatch, capsys):
             stopped = str(error)
         out, err = capsys.readouterr()
         return out, err + stopped
+
+    return run
+
+
+@pytest.fixture
+def train_on_ranks(text_data, tmp_path):
+    """train_on_ranks(ranks, script, code, **settings) runs train.py, which ends with this code: what it printed."""
+
+    def run(ranks, script="train.py", code=0, launch=run_ranks, **settings):
+        done = launch(ranks, LONGER | dict(dataset=text_data, out_dir=tmp_path / "out") | settings, script)
+        assert done.returncode == code, done.stdout + done.stderr
+        return done
 
     return run

@@ -89,5 +89,5 @@ def alone(text_data, tmp_path_factory):
 
 
 @pytest.mark.parametrize("ranks, settings", [(2, {}), (4, HYBRID)], ids=str)
-def test_losses_do_not_depend_on_the_number_of_ranks(text_data, alone, tmp_path, ranks, settings):
-    check_ranks(text_data, alone, tmp_path, ranks, APOLLO | settings, tolerance=1e-5)
+def test_losses_do_not_depend_on_the_number_of_ranks(train_on_ranks, alone, tmp_path, ranks, settings):
+    check_ranks(train_on_ranks, alone, tmp_path, ranks, APOLLO | settings, tolerance=1e-5)

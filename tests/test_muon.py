@@ -135,9 +135,9 @@ def alone(text_data, tmp_path_factory):
 
 
 @pytest.mark.parametrize("ranks, settings", [(2, {}), (4, {}), (4, HYBRID)], ids=str)
-def test_losses_do_not_depend_on_the_number_of_ranks(text_data, alone, tmp_path, ranks, settings):
+def test_losses_do_not_depend_on_the_number_of_ranks(train_on_ranks, alone, tmp_path, ranks, settings):
     """Of 3 layers one rank of two owns two; 4 ranks cut through k and v; of 6 rows of a matrix the last rank has 0."""
-    check_ranks(text_data, alone, tmp_path, ranks, MUON | settings, tolerance=2e-5)
+    check_ranks(train_on_ranks, alone, tmp_path, ranks, MUON | settings, tolerance=2e-5)
 
 
 # ----------------------------------------------------------------------------------------------------------------------

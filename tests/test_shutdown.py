@@ -286,12 +286,12 @@ def test_invalid_validation_data_stops_with_a_checkpoint_to_resume_from(train, t
 
 
 def test_first_ctrl_c_after_invalid_data_does_not_interrupt_the_save(train, monkeypatch, capsys):
-    true_start, handlers = checkpoint.Saver.start, []
+    true_save, handlers = checkpoint.Saver.save, []
 
-    def start(self, *args):
+    def save(self, *args, **options):
         signal.getsignal(signal.SIGINT)(signal.SIGINT, None)  # while the checkpoint is being written
         handlers.append(1)
-        true_start(self, *args)
+        return true_save(self, *args, **options)
 
     true_read, reads = Tokens.read, []
 
@@ -302,7 +302,7 @@ def test_first_ctrl_c_after_invalid_data_does_not_interrupt_the_save(train, monk
         return true_read(self, *args)
 
     monkeypatch.setattr(Tokens, "read", read)
-    monkeypatch.setattr(checkpoint.Saver, "start", start)
+    monkeypatch.setattr(checkpoint.Saver, "save", save)
     with pytest.raises(SystemExit) as stopped:
         train()
     said = capsys.readouterr()
