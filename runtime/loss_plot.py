@@ -59,7 +59,7 @@ def draw_losses(runs: dict[str, Losses], path: Path) -> None:
     """Training loss as a line, validation as dots, of each run by its label: left over tokens, right over hours."""
     from matplotlib.figure import Figure  # without pyplot: no display, and nothing that other figures share
 
-    figure = Figure(figsize=(10, 4), dpi=150)
+    figure = Figure(figsize=(10, 4 + 0.2 * len(runs)), dpi=150, layout="constrained")
     left, right = figure.subplots(1, 2, sharey=True)
     for axes, unit, column, scale in ((left, "million tokens", 1, 1e6), (right, "hours", 2, 1)):
         for label, run in runs.items():
@@ -69,6 +69,5 @@ def draw_losses(runs: dict[str, Losses], path: Path) -> None:
         axes.set(xlabel=f"{unit} of training")
         axes.spines[["top", "right"]].set_visible(False)
     left.set(ylabel="loss (dots: validation)")
-    right.legend(fontsize=8, frameon=False)
-    figure.tight_layout()
+    figure.legend(*left.get_legend_handles_labels(), loc="outside lower center", fontsize=8, frameon=False)
     figure.savefig(path)
