@@ -50,7 +50,9 @@ class OffloadedActivations:
         self.pinned = [[] for _ in range(n_layer)]  # the CPU's memory, reused in each forward
         self.kept = [None] * n_layer  # the bytes of each layer's storages: pinned, or the last layer's where they were
         self.leaving = {}  # address -> number and storage, of the layer that computes: not free before it is copied
-        self.coming = {}  # layer -> the bytes of its storages back on the GPU, and the event at the end of their copy
+        # Layer -> the bytes of its storages back on the GPU, and the event at the end of their copy. A layer's are free
+        # when backward has gone on to the one before it; layer 0's when the next forward begins.
+        self.coming = {}
         self.stream = self.copied = None
         self.forwards = 0
 

@@ -12,13 +12,9 @@ from optimizers.apollo import GROWTH, Apollo
 from optimizers.on_gpu import OnGPU
 from optimizers.optimizer import Optimizer
 from optimizers.rule import is_matrix_of_a_block
-from tests.runs import run_alone
-from tests.test_distributed import HYBRID, check_ranks
 from tests.test_galore import CONFIG, RANK
 
 pytestmark = pytest.mark.usefixtures("plain_pytorch_on_one_core")
-
-APOLLO = dict(optimizer="apollo", galore_rank=RANK, galore_interval=3)
 
 
 def set_gradients(model, factor=1.0):
@@ -81,13 +77,3 @@ def test_rows_without_a_gradient_stay_finite():
         before = weight.detach().clone()
         optimizer.step(0.1)
     assert torch.equal(weight[:3], before[:3]) and weight.isfinite().all() and not torch.equal(weight, before)
-
-
-@pytest.fixture(scope="module")
-def alone(text_data, tmp_path_factory):
-    return run_alone(text_data, tmp_path_factory.mktemp("alone"), **APOLLO)
-
-
-@pytest.mark.parametrize("ranks, settings", [(2, {}), (4, HYBRID)], ids=str)
-def test_losses_do_not_depend_on_the_number_of_ranks(train_on_ranks, alone, tmp_path, ranks, settings):
-    check_ranks(train_on_ranks, alone, tmp_path, ranks, APOLLO | settings, tolerance=1e-5)

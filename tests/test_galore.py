@@ -1,4 +1,4 @@
-"""GaLore: AdamW of projected gradients."""
+"""GaLore: AdamW of projected gradients; and the ranks of both rules that project, of which APOLLO has its own file."""
 
 import math
 
@@ -19,6 +19,7 @@ pytestmark = pytest.mark.usefixtures("plain_pytorch_on_one_core")
 CONFIG = LlamaConfig(n_layer=2, n_head=4, n_kv_head=2, n_embd=16, ffn_dim=24, vocab_size=11, block_size=8)
 RANK = 4
 GALORE = dict(optimizer="galore", galore_rank=RANK, galore_interval=5)
+APOLLO = dict(optimizer="apollo", galore_rank=RANK, galore_interval=3)
 
 
 def low_rank(shape):
@@ -84,11 +85,12 @@ def test_every_published_matrix_takes_the_step_of_the_formula_in_float64():
             assert states["exp_avg"].shape == states["exp_avg_sq"].shape == (len(p), RANK)
 
 
-@pytest.fixture(scope="module")
-def alone(text_data, tmp_path_factory):
-    return run_alone(text_data, tmp_path_factory.mktemp("alone"), **GALORE)
+@pytest.fixture(scope="module", params=[GALORE, APOLLO], ids=lambda rule: rule["optimizer"])
+def rule_and_alone(request, text_data, tmp_path_factory):
+    return request.param, run_alone(text_data, tmp_path_factory.mktemp("alone"), **request.param)
 
 
 @pytest.mark.parametrize("ranks, settings", [(2, {}), (4, HYBRID)], ids=str)
-def test_losses_do_not_depend_on_the_number_of_ranks(train_on_ranks, alone, tmp_path, ranks, settings):
-    check_ranks(train_on_ranks, alone, tmp_path, ranks, GALORE | settings, tolerance=1e-5)
+def test_losses_do_not_depend_on_the_number_of_ranks(train_on_ranks, rule_and_alone, tmp_path, ranks, settings):
+    rule, alone = rule_and_alone
+    check_ranks(train_on_ranks, alone, tmp_path, ranks, rule | settings, tolerance=1e-5)
