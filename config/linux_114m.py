@@ -21,7 +21,7 @@ rope_theta = 10000.0  # a context of 1,024 needs no slower rotations
 batch_size = 64
 block_size = 1024
 gradient_accumulation_steps = 8
-max_iters = 1300  # 680M tokens: one and a quarter epochs
+max_iters = 1100  # 577M tokens: once through the data
 warmup_iters = 100
 learning_rate = 6e-4  # GPT-3's for a model of 125 million parameters
 lr_schedule = "wsd"  # so that the run may be extended from a checkpoint before the cooldown
@@ -29,5 +29,5 @@ cooldown_iters = 300
 min_lr = 0.0
 
 eval_interval = 100
-eval_iters = 40
+eval_iters = 100  # all of the validation files
 keep_last = 5  # reaches back to before the cooldown

@@ -31,6 +31,7 @@ from data.files import atomic_write, display_path, lock, say, write_json
 from data.tokenizer import NAMES, Tokenizer, get_tokenizer
 from data.tokens import IS_TARGET, SPLITS, token_dtype
 
+COMPRESSED_BYTES = 2**26  # of validation text: gzip and xz read no more, for which xz -9 takes half a minute
 BATCH_CHARS = 2**20  # text handed to a worker at a time: enough to hide the hand-over, small enough to hold many
 
 Document = tuple[str, str]  # (split, text)
@@ -80,9 +81,13 @@ def write_dataset(
     **options,  # of write_tokens
 ) -> dict:
     """Write a dataset of one train.bin and one val.bin; return its meta.json, to which `extra` is added."""
+    val_text = []
+    if not options.get("encode"):
+        documents = keep_val_text(documents, val_text)
     with write_lock(folder):
         counts = write_tokens(folder, documents, tokenizer, **options)
-        return write_meta(folder, tokenizer, {"": counts}, **(extra or {}))
+        extra = (extra or {}) | compressed_bits_per_byte(b"".join(val_text))
+        return write_meta(folder, tokenizer, {"": counts}, **extra)
 
 
 def write_tokens(
@@ -196,8 +201,22 @@ def shard_suffix(number: int) -> str:
     return f"_{number:06d}"
 
 
+def keep_val_text(documents: Iterable[Document], val_text: list[bytes]) -> Iterator[Document]:
+    """The documents. The text of those that validate is appended to val_text, but none if it is a long one."""
+    n_bytes = 0
+    for split, text in documents:
+        if split == "val" and n_bytes <= COMPRESSED_BYTES:
+            val_text.append(text.encode("utf-8", "replace"))
+            n_bytes += len(val_text[-1])
+            if n_bytes > COMPRESSED_BYTES:
+                val_text.clear()
+        yield split, text
+
+
 def compressed_bits_per_byte(text: bytes) -> dict[str, float]:
-    """Bits per byte of the text after gzip -9 and xz -9: a language model should need fewer."""
+    """Bits per byte of the text, if there is any, after gzip -9 and xz -9: a language model should need fewer."""
+    if not text:
+        return {}
     return dict(
         gzip_bits_per_byte=8 * len(gzip.compress(text, 9)) / len(text),
         xz_bits_per_byte=8 * len(lzma.compress(text, preset=9)) / len(text),

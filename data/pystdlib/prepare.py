@@ -18,7 +18,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from data.files import say
 from data.tokenizer import get_tokenizer
-from data.write import compressed_bits_per_byte, make_parser, print_summary, run_script, split_of, write_dataset
+from data.write import make_parser, print_summary, run_script, split_of, write_dataset
 
 HERE = Path(__file__).resolve().parent
 SKIP = {
@@ -55,9 +55,7 @@ def prepare(folder: Path = HERE, stdlib: Path | None = None) -> dict:
     sources, skipped = read_sources(stdlib)
     # by a hash of the name: a file that a Python update changes, or adds, moves no other file
     documents = [(split_of(name, VAL_FRACTION), source) for name, source in sources.items()]
-    val_text = "".join(source for split, source in documents if split == "val").encode()
     extra = dict(script="data/pystdlib/prepare.py", python=platform.python_version())
-    extra |= compressed_bits_per_byte(val_text) if val_text else {}
     meta = write_dataset(Path(folder), documents, get_tokenizer("bytes"), extra=extra)
     say(f"{stdlib}: {len(sources):,} files, skipped " + ", ".join(f"{n} {why}" for why, n in skipped.items()))
     print_summary(folder, meta)

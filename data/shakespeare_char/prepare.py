@@ -15,7 +15,6 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from data.files import atomic_write, display_path
 from data.tokenizer import get_tokenizer
 from data.write import (
-    compressed_bits_per_byte,
     make_parser,
     open_lock,
     print_summary,
@@ -52,7 +51,7 @@ def prepare(folder: Path = HERE) -> dict:
     train, val = text[: len(text) * 9 // 10], text[len(text) * 9 // 10 :]
     if not train:
         raise ValueError(f"{display_path(folder / 'input.txt')} holds no text: delete it, and it is downloaded again")
-    extra = dict(script="data/shakespeare_char/prepare.py", **compressed_bits_per_byte(val.encode()))
+    extra = dict(script="data/shakespeare_char/prepare.py")
     meta = write_dataset(folder, [("train", train), ("val", val)], get_tokenizer("bytes"), extra=extra)
     print_summary(folder, meta)
     return meta
