@@ -1,6 +1,6 @@
 # A Llama of GPT-2's size on the source of the Linux kernel: 1.3 GB of C and documentation, 550 million tokens.
-#   curl -O https://cdn.kernel.org/pub/linux/kernel/v6.x/linux-6.1.tar.xz && tar -xf linux-6.1.tar.xz
-#   python data/text/prepare.py --input linux-6.1 --tokenizer gpt2 --out data/linux    # whole files go to validation
+#   curl -O https://cdn.kernel.org/pub/linux/kernel/v6.x/linux-6.1.192.tar.xz && tar -xf linux-6.1.192.tar.xz
+#   python data/text/prepare.py --input linux-6.1.192 --errors skip --tokenizer gpt2 --out data/linux
 #   python train.py config/linux_114m.py                  # one H100 or H200; a smaller card: half batch_size, double
 #   python train.py config/linux_114m.py --optimizer=muon --out_dir=out/linux_114m_muon    # gradient_accumulation_steps
 #   python sample.py --out_dir=out/linux_114m --prompt="static int __init"
