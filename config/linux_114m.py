@@ -1,4 +1,4 @@
-# A Llama of GPT-2's size on the source of the Linux kernel: 1.3 GB of C and documentation, 550 million tokens.
+# A Llama of GPT-2's size on the source of the Linux kernel: 1.3 GB of C and documentation, 702 million tokens.
 #   curl -O https://cdn.kernel.org/pub/linux/kernel/v6.x/linux-6.1.192.tar.xz && tar -xf linux-6.1.192.tar.xz
 #   python data/text/prepare.py --input linux-6.1.192 --errors skip --tokenizer gpt2 --out data/linux
 #   python train.py config/linux_114m.py                  # one H100 or H200; a smaller card: half batch_size, double
@@ -21,7 +21,7 @@ rope_theta = 10000.0  # a context of 1,024 needs no slower rotations
 batch_size = 64
 block_size = 1024
 gradient_accumulation_steps = 8
-max_iters = 1100  # 577M tokens: once through the data
+max_iters = 1100  # 577M tokens of 702M
 warmup_iters = 100
 learning_rate = 6e-4  # GPT-3's for a model of 125 million parameters
 lr_schedule = "wsd"  # so that the run may be extended from a checkpoint before the cooldown

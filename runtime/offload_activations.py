@@ -78,8 +78,8 @@ class OffloadedActivations:
     def _put(self, i: int, stays: set[int], tensor: torch.Tensor) -> Kept | torch.Tensor:
         storage = tensor.untyped_storage()
         address = storage.data_ptr()
-        if address in stays or not (tensor.ndim and tensor.is_floating_point()):
-            return tensor  # weights, tables, scalars, which may be the CPU's, and seeds
+        if address in stays or not (tensor.ndim and tensor.numel() and tensor.is_floating_point()):
+            return tensor  # weights, tables; scalars and nothings, which may be the CPU's; seeds
         if not self.kept[i]:
             wait_for(self.copied)
             self.leaving, self.copied = {}, None  # now the storages of the layer before are free

@@ -41,8 +41,8 @@ def read_alone(model, prompt, n):
 
 @pytest.mark.parametrize("tied, kv_heads", [(True, 2), (False, 1), (True, 4)])
 def test_greedy_tokens_are_those_of_transformers(tmp_path, tied, kv_heads):
-    hf = publish(tmp_path, tie_word_embeddings=tied, num_key_value_heads=kv_heads)
-    model = load_model(tmp_path, DEVICE)
+    hf = publish(tmp_path, tie_word_embeddings=tied, num_key_value_heads=kv_heads).double()
+    model = load_model(tmp_path, DEVICE).double()
     model.set_operations(**PLAIN)
     prompts = [batch(1, n, seed=n)[0][0].tolist() for n in (1, 40, 17)]
     ours = texts(model, prompts, n=60, temperature=0).tolist()
