@@ -21,6 +21,8 @@ SWEEP = {
     "torch": "nanocria, plain PyTorch", "hf": "Hugging Face", "liger": "Hugging Face + Liger",
     "recipe": "torchtitan's recipe", "lora": "nanocria, LoRA", "qlora": "nanocria, QLoRA",
     "peft": "Hugging Face + Liger + peft, LoRA", "peft-qlora": "Hugging Face + Liger + peft, QLoRA",
+    "liger-8bit": "Hugging Face + Liger + bitsandbytes, 8-bit AdamW",
+    "liger-galore": "Hugging Face + Liger + galore-torch, GaLore and 8-bit AdamW",
 }  # fmt: skip
 LOSSES = {
     "nanocria": "nanocria", "nanocria-fp8": "nanocria, fp8", "nanocria-plain": "nanocria, plain PyTorch",
@@ -44,12 +46,16 @@ SWEEP_PEERS = {  # offload -> builder
     "recipe": {"none": "recipe"},
     "peft": {"none": "hf-liger-lora"},
     "peft-qlora": {"none": "hf-liger-qlora"},
+    "liger-8bit": {"none": "hf-liger-8bit"},
+    "liger-galore": {"none": "hf-liger-galore"},
 }
 
 PIP = {"torchtitan": "'torchtitan<0.3'", "recipe-fp8": "'torchao>=0.17,<0.18'"}  # the versions that peers.py knows
 PIP |= dict.fromkeys(("hf", "hf-compiled", "float32"), "'transformers>=5.17,<6'")
 PIP |= dict.fromkeys(("hf-liger", "liger"), "liger-kernel==0.8.5 'transformers>=5.17,<6'")
-PIP |= dict.fromkeys(("peft", "peft-qlora"), PIP["liger"] + " 'peft>=0.21,<0.22' 'bitsandbytes>=0.50,<0.51'")
+PIP["liger-8bit"] = PIP["liger"] + " 'bitsandbytes>=0.50,<0.51'"
+PIP["liger-galore"] = PIP["liger-8bit"] + " galore-torch==1.0"
+PIP |= dict.fromkeys(("peft", "peft-qlora"), PIP["liger-8bit"] + " 'peft>=0.21,<0.22'")
 
 # What snapshot.py tells apart in memory; the order of the table and of the plot.
 SNAPSHOT_PARTS = ["weights", "optimizer", "gradients", "saved activations", "loss head", "temporary", "other"]
@@ -57,8 +63,9 @@ SNAPSHOT_PARTS = ["weights", "optimizer", "gradients", "saved activations", "los
 
 class Rung(NamedTuple):
     title: str
-    on: str  # the rung whose settings it has too
+    on: str  # the rung whose settings it has too; a peer's: the rung that it stands beside
     flags: dict
+    peer: str = ""  # who has it, if not nanocria
 
 
 RUNGS = {
@@ -77,4 +84,6 @@ RUNGS = {
     "nvme": Rung("optimizer on the NVMe drive", "offload_activations", {}),  # offload_dir
     "lora": Rung("LoRA of rank 16", "bf16", {"lora_rank": "16", "lora_alpha": "32"}),
     "qlora": Rung("QLoRA: the base in NF4", "lora", {"base_dtype": "nf4"}),
+    **{f"hf_{on}": Rung(SWEEP[peer], on, {}, peer) for on, peer in {
+        "adamw8bit": "liger-8bit", "galore": "liger-galore", "lora": "peft", "qlora": "peft-qlora"}.items()},
 }  # fmt: skip

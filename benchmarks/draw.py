@@ -25,7 +25,7 @@ TRAINERS = {
     "recipe-fp8": "#84cc16", "recipe-zero2": "#134e4a", "torchtitan": "#5eead4", "hf": "#9ca3af",
     "hf-compiled": "#4b5563", "hf-liger": "#2563eb", "float32": "#000000", "all": "#c2410c", "long": "#db2777",
     "kernels": "#fb923c", "torch": "#7c2d12", "liger": "#2563eb", "lora": "#f59e0b",
-    "qlora": "#c2410c", "peft": "#2563eb", "peft-qlora": "#1e3a8a",
+    "qlora": "#c2410c", "peft": "#2563eb", "peft-qlora": "#1e3a8a", "liger-8bit": "#0f766e", "liger-galore": "#84cc16",
 }  # fmt: skip
 PARTS = ["#1e3a8a", "#2563eb", "#0f766e", "#c2410c", "#9333ea", "#f59e0b", "#9ca3af"]  # of memory
 DASHES = ["-", "--", "-.", ":"]
@@ -72,6 +72,25 @@ def draw_baby(path: Path) -> None:
     axes.xaxis.set_major_formatter("{x:.0f}")
     axes.set_title("A 0.8-million-parameter Llama learns Python (lines: training, dots: validation)", fontsize=10)
     axes.legend(fontsize=8, frameon=False)
+    finish(figure, path)
+
+
+def draw_linux(runs: dict[str, dict], path: Path) -> None:
+    """Validation loss in bits per byte over tokens and over minutes of training, with xz as a line to cross."""
+    figure, (left, right) = panels(2, (10, 3.6), sharey=True)
+    for r in runs.values():
+        s, bits = r["settings"], r["bits_per_byte"] / r["val_loss"]  # of a unit of loss
+        steps, seconds, losses = zip(*r["val_curve"], strict=True)
+        each = s["batch_size"] * s["block_size"] * s["gradient_accumulation_steps"] / 1e6
+        label = f"{s['optimizer']}: {r['bits_per_byte']:.3f}"
+        for axes, x in ((left, [each * step for step in steps]), (right, [second / 60 for second in seconds])):
+            axes.plot(x, [bits * loss for loss in losses], "o-", markersize=4, label=label)
+    for axes, unit in ((left, "million tokens"), (right, "minutes of training")):
+        axes.axhline(r["xz_bits_per_byte"], color="gray", linestyle=":", linewidth=1, label="xz -9")
+        axes.set(xlabel=unit)
+    left.set(ylabel="bits per byte of unseen files")
+    left.legend(fontsize=8, frameon=False)
+    figure.suptitle("114 million parameters learn the Linux kernel's source", fontsize=10)
     finish(figure, path)
 
 
@@ -336,9 +355,15 @@ def draw_ladder(record: dict, path: Path) -> None:
                 one, best = (f(rows, key=lambda row: row["batch"]) for f in (min, max))
                 places[rung] = one["peak_gib"], best["tok_per_s"] / 1000
         for i, (rung, at) in enumerate(places.items(), 1):
-            if below := places.get(trainers.RUNGS[rung].on):
+            if (below := places.get(trainers.RUNGS[rung].on)) and not trainers.RUNGS[rung].peer:
                 axes.plot(*zip(below, at, strict=True), "-", color="#9ca3af", linewidth=1, zorder=1)
-            axes.plot(*at, "o", color=TRAINERS["nanocria"], label=f"{i}  {trainers.RUNGS[rung].title}")
+            peer = trainers.RUNGS[rung].peer
+            axes.plot(
+                *at,
+                "s" if peer else "o",
+                color=TRAINERS[peer or "nanocria"],
+                label=f"{i}  {trainers.RUNGS[rung].title}",
+            )
             axes.annotate(str(i), at, xytext=(4, 4), textcoords="offset points", fontsize=8)
         axes.set(xlabel="peak GiB of one sequence", ylabel="thousand tokens per second at the largest batch")
         axes.set(title=f"Llama {model.upper()}", xlim=(0, None), ylim=(0, None))

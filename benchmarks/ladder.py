@@ -7,7 +7,8 @@
 
 A rung has the settings of the rung that it stands on, and its own. Measured are the step of one sequence of 1,024
 tokens, which says what a rung needs at least, and that of the largest batch that fits, which says what it gives at
-best. Adapters stand on random weights, which train as fast as any.
+best. Adapters stand on random weights, which train as fast as any. The rungs hf_... are those of Hugging Face's model
+with Liger-Kernel, in pure bfloat16 with full checkpointing, where another package has the technique.
 """
 
 import contextlib
@@ -55,7 +56,9 @@ def parse(argv: list[str]) -> SimpleNamespace:
 
 
 def flags_of(rung: str, s: SimpleNamespace) -> dict:
-    """Settings of train.py: those of the rungs below, then its own."""
+    """Settings of train.py: those of the rungs below, then its own. A peer has one."""
+    if RUNGS[rung].peer:
+        return {"activation_checkpointing": "full"}
     below = flags_of(RUNGS[rung].on, s) if RUNGS[rung].on else {}
     return below | RUNGS[rung].flags | ({"offload_dir": s.offload_dir} if rung == "nvme" else {})
 
@@ -70,7 +73,9 @@ def shape_of(model: str, rung: str, batch: int, s: SimpleNamespace):
 
 
 def estimated(model: str, rung: str, s: SimpleNamespace) -> dict:
-    """A rung's memory by arithmetic: of one sequence, and the largest batch that it says."""
+    """A rung's memory by arithmetic: of one sequence, and the largest batch that it says. Of a peer: where to begin."""
+    if RUNGS[rung].peer:
+        return {"model": model, "rung": rung, "cpu_gib": 0.0, "largest": estimated(model, RUNGS[rung].on, s)["largest"]}
     config, shape = shape_of(model, rung, 1, s)
     largest = memory_advice.largest_batch(config, shape, s.memory_limit_gib - OUTSIDE_GIB)
     gib = {"estimated_gib": memory.peak_gib(config, shape), "cpu_gib": cpu_gib(config, shape)}
@@ -96,7 +101,7 @@ def point(model: str, rung: str, batch: int, s: SimpleNamespace):
     if name not in s.known:
         flags = flags_of(rung, s)
         place = {
-            "config": CONFIGS[model], "arm": "all", "ranks": 1, "batch": batch, "block": BLOCK,
+            "config": CONFIGS[model], "arm": RUNGS[rung].peer or "all", "ranks": 1, "batch": batch, "block": BLOCK,
             "checkpointing": flags.pop("activation_checkpointing"), "offload": flags.pop("offload", "none"),
             "limit_gib": s.memory_limit_gib, "flags": shlex.join(words(flags)),
         }  # fmt: skip
@@ -119,7 +124,7 @@ def measured(s: SimpleNamespace):
     for model, rung in product(s.models, s.rungs if "fits" in s.kinds else []):
         yield from fits(model, rung, s)
     for rung in s.rungs if "losses" in s.kinds else []:
-        if "lora_rank" not in flags_of(rung, s):  # adapters of a random model have nothing to learn
+        if not RUNGS[rung].peer and "lora_rank" not in flags_of(rung, s):  # adapters of a random model learn nothing
             yield from loss_row(s.models[0], rung, s)
 
 
@@ -128,14 +133,14 @@ def line(row: dict, found: dict) -> str:
     if "losses" in row:
         return f"{title} loss {compare.last_third(row['losses']):.4f}"
     if "tok_per_s" not in row:
-        return f"{title} {row.get('batch', ''):>5}  {runner.trouble(row | {'arm': 'all'})}"
+        return f"{title} {row.get('batch', ''):>5}  {runner.trouble({'arm': 'all'} | row)}"
     memory_of = f"{row['peak_gib']:6.1f} GiB  {row['cpu_gib']:6.1f} GiB CPU"
     return f"{title} {row['batch']:>5}  {memory_of}  {row['tok_per_s']:9,.0f} tok/s"
 
 
 def estimate_table(s: SimpleNamespace) -> str:
     rows = []
-    for model, rung in product(s.models, s.rungs):
+    for model, rung in product(s.models, [rung for rung in s.rungs if not RUNGS[rung].peer]):
         row = estimated(model, rung, s)
         numbers = [f"{row['estimated_gib']:.1f}", f"{row['cpu_gib']:.1f}", str(row["largest"] or "-")]
         rows.append([model, RUNGS[rung].title, *numbers])

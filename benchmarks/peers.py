@@ -20,6 +20,8 @@ hf-compiled   The same under torch.compile, its attention causal without a mask,
 hf-liger      The same under Liger-Kernel's patches, its fused linear cross-entropy among them.
 hf-liger-lora hf-liger, frozen in bfloat16, and peft's adapters of rank 16 on its seven projections, in float32 under
               autocast as peft has them; hf-liger-qlora has bitsandbytes' NF4 with double quantisation instead.
+hf-liger-8bit hf-liger with bitsandbytes' 8-bit AdamW; hf-liger-galore with galore-torch's GaLore in 8 bits, of rank 128
+              and its own defaults otherwise, on the blocks' matrices.
 hf-masters    hf with float32 weights, gradients and optimizer states and bf16 compute, through FSDP2; hf-offload keeps
               them in the CPU's memory, where AdamW works too. hf-liger-masters and hf-liger-offload likewise.
 """
@@ -344,6 +346,7 @@ BUILDERS = {
     "hf": build_hf,
     "hf-compiled": functools.partial(build_hf, compiled=True),
     "hf-liger": functools.partial(build_hf, liger=True),
+    **dict.fromkeys(("hf-liger-8bit", "hf-liger-galore"), functools.partial(build_hf, liger=True)),
     "hf-liger-lora": build_hf_lora,
     "hf-liger-qlora": functools.partial(build_hf_lora, nf4=True),
     "hf-masters": build_hf_masters,
@@ -351,6 +354,24 @@ BUILDERS = {
     "hf-offload": functools.partial(build_hf_masters, offload=True),
     "hf-liger-offload": functools.partial(build_hf_masters, liger=True, offload=True),
 }
+
+
+def make_optimizer(arm: str, model: nn.Module) -> torch.optim.Optimizer:
+    trained = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
+    options = {"lr": LEARNING_RATE, "betas": (0.9, 0.95), "weight_decay": 0.1}
+    if arm == "hf-liger-8bit":
+        import bitsandbytes
+
+        return bitsandbytes.optim.AdamW8bit(trained.values(), **options)
+    if arm == "hf-liger-galore":
+        from galore_torch import GaLoreAdamW8bit
+
+        projected = {name for name, parameter in trained.items() if ".layers." in name and parameter.ndim == 2}
+        how = {"rank": 128, "update_proj_gap": 200, "scale": 0.25, "proj_type": "std"}
+        groups = [{"params": [p for name, p in trained.items() if name not in projected]},
+                  {"params": [trained[name] for name in projected], **how}]  # fmt: skip
+        return GaLoreAdamW8bit(groups, **options)
+    return torch.optim.AdamW(trained.values(), fused=True, **options)
 
 
 # --- The step, and its measurement ---
@@ -409,8 +430,7 @@ def measure(arm: str, config: str, batch: int, block: int, checkpointing="none",
     torch.manual_seed(1337)
     c = llama_config(config, block_size=block, **changes)
     model, loss_of = BUILDERS[arm](c, checkpointing, device)
-    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    optimizer = torch.optim.AdamW(trained, lr=LEARNING_RATE, betas=(0.9, 0.95), weight_decay=0.1, fused=True)
+    optimizer = make_optimizer(arm, model)
     times, losses = [], []
     data = batches(warmup + steps, batch, block, device)
     data[-1] = data[0]  # the losses of the first and the last step are of the same tokens, so that they tell

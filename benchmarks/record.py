@@ -17,6 +17,7 @@ from pathlib import Path
 
 from data.files import atomic_write
 from runtime import run_log
+from runtime.loss_plot import read_losses
 
 ROOT = Path(__file__).resolve().parent.parent
 RECORDS = ROOT / "benchmarks" / "records"
@@ -32,13 +33,14 @@ def load(name: str) -> dict:
 
 
 def keep_summary(run_folder: str, name: str) -> None:
-    """The summary that a run of train.py left, as the record of that name."""
+    """The summary that a run of train.py left, and its validation losses, as the record of that name."""
     if not re.fullmatch(r"\w[\w-]*", name):
         sys.exit(f"the record's name is {name!r}: letters, digits, _ and -")
     summary = Path(run_folder) / "summary.json"
     if not summary.exists():
         sys.exit(f"{summary} does not exist: a training run leaves it when it reaches max_iters")
-    (RECORDS / f"{name}.json").write_text(summary.read_text())
+    val = [(step, 3600 * hours, loss) for step, _, hours, loss in read_losses(Path(run_folder)).val]
+    write(RECORDS / f"{name}.json", json.loads(summary.read_text()) | {"val_curve": val})
 
 
 def commit() -> str:

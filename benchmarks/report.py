@@ -12,7 +12,7 @@ from itertools import groupby
 
 from benchmarks import arms, compare
 from benchmarks.compare import SIZE, VARIES, done, table, values
-from benchmarks.record import ROOT, load
+from benchmarks.record import RECORDS, ROOT, load
 from data.files import atomic_write
 
 PLOTS = ROOT / "benchmarks" / "plots"
@@ -79,6 +79,55 @@ def baby_table() -> str:
         bits = [f"{r[key]:.2f}" for key in ("bits_per_byte", "gzip_bits_per_byte", "xz_bits_per_byte")]
         rows.append([f"`{r['command']}`", r["device"].removeprefix("1 x "), f"{r['train_seconds'] / 60:.1f}", *bits])
     return table(["command", "device", "minutes", "bits per byte", "gzip -9", "xz -9"], rows)
+
+
+def linux_runs() -> dict[str, dict]:
+    """The records of the model trained on Linux's source. AdamW's, whose loss the others are to reach, is the first."""
+    return {name: load(name) for name in sorted(path.stem for path in RECORDS.glob("linux_114m*.json"))}
+
+
+def tokens_of(r: dict, steps: int) -> int:
+    s = r["settings"]
+    return steps * s["batch_size"] * s["block_size"] * s["gradient_accumulation_steps"]
+
+
+def reached(r: dict, loss: float) -> tuple[int, float] | None:
+    """After how many tokens and minutes of training an evaluation found that loss or a lower one."""
+    return next(((tokens_of(r, step), t / 60) for step, t, found in r["val_curve"] if found <= loss), None)
+
+
+def linux_headline() -> str:
+    """What AdamW learns how fast, and with how many tokens the quickest of the others learns as much."""
+    first, *others = linux_runs().values()
+    tokens, device = tokens_of(first, first["steps"]), first["device"].removeprefix("1 x ")
+    text = (
+        f"- Trained to the end: a Llama of 114 million parameters on {tokens / 1e6:.0f} million tokens of the Linux "
+        f"kernel's source, in {first['train_seconds'] / 60:.0f} minutes of one {device} ({first['tok_per_s']:,.0f} "
+        f"tokens per second, {first['mfu']:.0%} MFU). Files that it has not seen take {first['bits_per_byte']:.3f} "
+        f"bits per byte, with xz -9 {first['xz_bits_per_byte']:.3f}."
+    )
+    there = [(*at, r["settings"]["optimizer"]) for r in others if (at := reached(r, first["val_loss"]))]
+    if not there:
+        return text
+    least, minutes, optimizer = min(there)
+    return f"{text} `--optimizer={optimizer}` is there after {least / tokens:.0%} of the tokens, {minutes:.0f} minutes."
+
+
+def linux_table() -> str:
+    """The leaderboard: who needs the fewest minutes to AdamW's loss, then who does not reach it."""
+    runs, lines = linux_runs(), []
+    first = runs["linux_114m"]
+    for name, r in runs.items():
+        at = reached(r, first["val_loss"])
+        to = [f"{at[0] / 1e6:.0f}M", f"{at[1]:.1f}"] if at else ["-", "-"]
+        end = [f"{r['val_loss']:.4f}", f"{r['bits_per_byte']:.3f}"]
+        link = f"[{r['versions']['nanocria']}](benchmarks/records/{name}.json)"
+        cells = [f"`{r['command']}`", *to, *end, f"{r['tok_per_s']:,.0f}", r["device"].removeprefix("1 x "), link]
+        lines.append((at[1] if at else math.inf, r["val_loss"], cells))
+    header = ["command", f"tokens to {first['val_loss']:.4f}", "minutes", "loss at its end", "bits per byte"]
+    text = table([*header, "tokens/s", "device", "commit"], [cells for *_, cells in sorted(lines)])
+    others = ", ".join(f"{name} -9 {first[f'{name}_bits_per_byte']:.3f}" for name in ("gzip", "xz"))
+    return f"{text}\n\nBits per byte of the same files: {others}."
 
 
 def losses_part() -> str:
@@ -364,6 +413,30 @@ def finetune_sentence() -> str:
     )
 
 
+# --- Generation ---
+
+
+def generate_table() -> str:
+    lines = []
+    for row in done(load("generate")["points"]):
+        step = f"{row['step_ms']:.2f} ms, {row['of_copy']:.0%}" if "step_ms" in row else "-"
+        lines.append([f"{row['batch']}", arms.GENERATE[row["arm"]], f"{row['tok_per_s']:,.0f}", step])
+    header = ["batch", "", "tokens/s", "a step, and its share of a copy's speed"]
+    return f"{table(header, lines)}\n\n{footer('generate')}"
+
+
+def generate_sentence() -> str:
+    r = load("generate")
+    found = {(row["arm"], row["batch"]): row for row in done(r["points"])}
+    parts = [
+        f"{row['tok_per_s']:,.0f} at batch {batch} ({row['tok_per_s'] / found['hf', batch]['tok_per_s']:.1f} times "
+        f"transformers.generate)"
+        for (arm, batch), row in found.items()
+        if arm == "nanocria" and ("hf", batch) in found
+    ]
+    return f"Llama 3.2 1B writes so many tokens per second on one {r['device']}: {', '.join(parts)}."
+
+
 # --- The ladder ---
 
 
@@ -373,7 +446,7 @@ def ladder_table(r: dict) -> str:
     for model in dict.fromkeys(row["model"] for row in r["points"]):
         of_model = [row for row in r["points"] if row["model"] == model]
         last = {row["rung"]: compare.last_third(row["losses"]) for row in r["losses"] if row["model"] == model}
-        for rung, (title, _, _) in arms.RUNGS.items():
+        for rung, (title, *_) in arms.RUNGS.items():
             if any(row["rung"] == rung for row in of_model):
                 lines.append([model, title, *compare.rung_cells(rung, of_model, last)])
     header = ["model", "and this", "GiB of one sequence", "CPU GiB", "largest batch", "its tok/s · GiB"]
@@ -384,12 +457,12 @@ def ladder_table(r: dict) -> str:
 
 PAGES = {  # page -> its parts: name -> what makes it
     "README.md": {
-        "headline": headline, "fits_headline": fits_headline, "fits": fits_of_both,
-        "fp8": fp8_sentence, "finetune": finetune_sentence,
+        "headline": headline, "fits_headline": fits_headline, "linux_headline": linux_headline, "fits": fits_of_both,
+        "fp8": fp8_sentence, "finetune": finetune_sentence, "generate": generate_sentence,
     },
     "benchmarks/README.md": {
-        "small_model": small_model_table, "baby": baby_table, "breakdown": breakdown_table,
-        "snapshot": snapshot_table, "finetune": finetune_table, "losses": losses_part,
+        "small_model": small_model_table, "linux": linux_table, "baby": baby_table, "breakdown": breakdown_table,
+        "snapshot": snapshot_table, "finetune": finetune_table, "generate": generate_table, "losses": losses_part,
         "steps": partial(steps_table, "step"),
         **{name: partial(steps_table, name) for name in ("step_h100", "step_fp8")},
         **{name: partial(gpus_tables, name) for name in ("gpus", "gpus_h100")},
@@ -423,5 +496,6 @@ def write_pages() -> None:
         with atomic_write(ROOT / page) as file:  # who reads the page meanwhile finds it whole
             file.write(text.encode())
     draw.draw_baby(PLOTS / "baby_llama.png")
+    draw.draw_linux(linux_runs(), PLOTS / "linux_114m.png")
     for plot, (name, draw_plot) in draw.PLOTS.items():
         draw_plot(load(name), PLOTS / f"{plot}.png")

@@ -103,8 +103,8 @@ def refuse(s: SimpleNamespace, n_gpus: int) -> None:
     cli.refuse_flags(s, s.peers)
     if "recipe" in s.peers and s.offload != ["none"]:
         raise SettingError("--peers=recipe: it offloads nothing, so it is compared with --offload=none alone")
-    if {"hf", "liger"} & set(s.peers) and "selective" in s.checkpointing:
-        raise SettingError("--checkpointing=selective: Hugging Face knows only none and full, leave out hf and liger")
+    if {*s.peers} - {"recipe", "none"} and "selective" in s.checkpointing:
+        raise SettingError("--checkpointing=selective: of the peers only recipe knows it, leave out the others")
 
 
 def all_series(s: SimpleNamespace) -> list[tuple[str, str, str]]:

@@ -51,7 +51,7 @@ def test_each_rung_needs_less_memory_than_the_one_it_stands_on_or_holds_a_larger
     s = ladder.parse([])
     found = {rung: ladder.estimated("1b", rung, s) for rung in s.rungs}
     for rung, row in found.items():
-        if below := found.get(arms.RUNGS[rung].on):
+        if (below := found.get(arms.RUNGS[rung].on)) and not arms.RUNGS[rung].peer:
             assert row["estimated_gib"] <= below["estimated_gib"] + 0.01, rung
             assert row["largest"] >= below["largest"], rung
     assert found["offload_all"]["cpu_gib"] > 0 == found["bf16"]["cpu_gib"]
