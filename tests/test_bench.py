@@ -74,7 +74,7 @@ def test_every_plot_is_drawn_from_its_record(tmp_path, monkeypatch):
     monkeypatch.setattr(report, "render", lambda text, page: text)
     report.write_pages()
     drawn = {path.stem for path in tmp_path.iterdir() if path.stat().st_size > 10_000}
-    assert drawn == {"baby_llama", *draw.PLOTS}
+    assert drawn == {"baby_llama", "linux_114m", *draw.PLOTS}
 
 
 @pytest.mark.parametrize("content, sentence", [(None, "No such file.*step.json"), ("{", "step.json is not JSON: ")])
@@ -166,7 +166,7 @@ estimate --offload=all -- --cuda_graph=true => cuda_graph needs one GPU and offl
 --steps=0 => --steps=0: it must be at least 1
 --ranks=64 => --ranks=64: torch sees
 --peers=recipe --offload=all => --peers=recipe: it offloads nothing
---peers=hf --checkpointing=selective => Hugging Face knows only none and full
+--peers=peft --checkpointing=selective => of the peers only recipe knows it
 -- --max_iters=4 => -- --max_iters: each measured run has its own, leave it out
 """
 ON_GPU_ALONE = """
