@@ -9,6 +9,7 @@ finds it ready, unless the loss was multiplied by something on the way: then bac
 more.
 
 Bytes for N rows of V 2-byte logits: the loss alone 2NV (one read), with the gradient 4NV (one read, one write).
+On one H200, where a copy of as many bytes is 100%: the loss alone 82-95%, with the gradient 72-76%.
 
 How a row is read: each thread takes 8 neighbouring logits (16 bytes) at a time and keeps a maximum and a sum of its
 own, rescaled whenever its maximum grows (Milakov and Gimelshein, Online normalizer calculation for softmax, 2018).

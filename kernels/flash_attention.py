@@ -16,6 +16,7 @@ FLOPs for the n = T(T+1)/2 pairs of a row and head: forward 4nD, backward 14nD. 
 forward 4N(H+K)D, backward 12N(H+K)D, nothing beside a thousand FLOPs a byte. The exponentials count: a multiprocessor
 computes 16 a clock beside 4,096 FLOPs, which is as long as the matmuls take at D = 64. They are of base 2, one fused
 multiply-add and one instruction each, and run beside another block's matmuls wherever two programs share the hardware.
+On one H200, where a matmul of as many FLOPs is 100%: forward 56-70%, backward 50-57%.
 
 Made for Hopper, whose copy engine (TMA) reads the tiles. Triton emulates it on older cards, slowly.
 Dao, FlashAttention-2, 2023. https://arxiv.org/abs/2307.08691

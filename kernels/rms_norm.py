@@ -10,6 +10,8 @@ the gradient of s to dx on the way out, so the residual stream needs no kernel o
 Bytes for N rows of C 2-byte elements (the weight is small change):
     rms_norm       forward 4NC (read x, write y)                 backward 6NC (read x, dy, write dx)
     add_rms_norm   forward 8NC (read x, residual, write y, s)    backward 8NC (read s, dy, ds, write dx)
+On one H200, where a copy of as many bytes is 100%: rms_norm forward 94-97%, backward 85-94%; add_rms_norm forward
+95-97%, backward 92-97%.
 
 Zhang and Sennrich, Root Mean Square Layer Normalization, 2019. https://arxiv.org/abs/1910.07467
 """

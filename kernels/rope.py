@@ -12,6 +12,7 @@ PyTorch's in between.
 
 Bytes for N tokens in 2-byte elements: 4·N·(H+2K)·D each way, each element read and written once; cos and sin, shared
 by all heads and all sequences, stay in the cache.
+On one H200, where a copy of as many bytes is 100%: forward 93-96%, backward 93-94%.
 
 Su et al., RoFormer: Enhanced Transformer with Rotary Position Embedding, 2021. https://arxiv.org/abs/2104.09864
 """

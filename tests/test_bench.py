@@ -60,6 +60,19 @@ def test_the_page_counts_the_kernels_that_no_peer_beats():
     assert f"In {ours} of {len(rows)} cases they are" in PAGES["benchmarks/README.md"]
 
 
+def test_a_kernel_file_says_how_near_its_record_is_to_the_limit():
+    files, found = {"add_rms_norm": "rms_norm", "swiglu": "glu", "geglu": "glu"}, {}
+    for row in [*record.load("kernels")["rows"], *record.load("fp8_linear")["rows"]]:
+        found.setdefault((row["op"], row["pass"]), []).append(round(100 * compare.of_limit(row)))
+    for (op, name), shares in found.items():
+        text = " ".join((record.ROOT / "kernels" / f"{files.get(op, op)}.py").read_text().split())
+        (said,) = re.findall(r"On one H200, where .+? 100%: (.+?)\.", text)
+        of_op = next(part for part in said.split("; ") if part.startswith(op) or "; " not in said)
+        name = {"inference": "the loss alone", "both": "forward and backward"}.get(name, name)
+        low, high = f"{min(shares)}-" * (min(shares) < max(shares)), max(shares)
+        assert f"{name} {low}{high}%" in of_op.replace("with the gradient", "forward and backward"), (op, of_op)
+
+
 @pytest.mark.parametrize("path", RECORDS, ids=lambda path: path.stem)
 def test_a_record_names_its_command_device_versions_and_commit(path):
     record = json.loads(path.read_text())
