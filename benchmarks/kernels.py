@@ -50,6 +50,8 @@ class Problem:
         return tuple_of(self.function(*(tensor.detach() for tensor in self.tensors), *self.constants))
 
     def backward(self, outputs, retain_graph=False) -> tuple[torch.Tensor, ...]:
+        if not self.tensors:
+            return ()
         self.doutputs = self.doutputs or self.random_gradients(outputs)
         return torch.autograd.grad(outputs, self.tensors, self.doutputs, retain_graph=retain_graph)
 

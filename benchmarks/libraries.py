@@ -1,12 +1,13 @@
 """The libraries beside which the kernels are measured. Each is optional: what is not installed has no arms.
 
-    pip install liger-kernel==0.8.5 cut-cross-entropy==25.1.1
+    pip install liger-kernel==0.8.5 cut-cross-entropy==25.1.1 bitsandbytes==0.50.2
 
 A peer is called by its public functions with their defaults, as its own patches of Hugging Face's models call it. Some
 of Liger-Kernel's write gradients over their inputs, which saves memory and is theirs to choose. Timed again and again
 they then read numbers that mean nothing, at the same speed; their errors are taken from fresh inputs.
 """
 
+import functools
 import sys
 from collections.abc import Callable
 
@@ -51,6 +52,34 @@ def cut_cross_entropy() -> Functions:
     return {"linear_cross_entropy": {"cce": linear_cross_entropy}}
 
 
+def bitsandbytes() -> Functions:
+    """bitsandbytes: Dettmers et al., 2021 and 2023. Its 8-bit AdamW moves a bfloat16 parameter that has no master."""
+    from bitsandbytes import functional as bnb
+
+    @functools.cache
+    def maps(device):
+        signed, unsigned = (bnb.create_dynamic_map(signed=signed).to(device) for signed in (True, False))
+        return signed, unsigned, bnb.get_4bit_type("nf4", device=device)
+
+    def adamw8bit(parameter, grad, low, m, v, m_absmax, v_absmax, scalars):
+        signed, unsigned, _ = maps(parameter.device)
+        how = {"beta1": 0.9, "beta2": 0.95, "beta3": 0.0, "alpha": 0.0, "eps": 1e-8, "step": 1, "lr": 1e-3}
+        absmax = {"absmax1": m_absmax, "absmax2": v_absmax, "weight_decay": 0.1}
+        bnb.optimizer_update_8bit_blockwise(
+            "adam", grad, parameter, m, v, qmap1=signed, qmap2=unsigned, **how, **absmax
+        )
+        return parameter
+
+    def nf4(codes, scale_codes, scale_absmax, offset):
+        signed, _, code = maps(codes.device)
+        scales = bnb.QuantState(scale_absmax, code=signed, blocksize=256, dtype=torch.float32)
+        shape = torch.Size((codes.shape[0], 2 * codes.shape[1]))
+        state = bnb.QuantState(scale_codes, shape, code, 64, "nf4", torch.bfloat16, offset, scales)
+        return bnb.dequantize_4bit(codes.view(-1, 1), state)
+
+    return {"adamw8bit": {"bitsandbytes": adamw8bit}, "nf4": {"bitsandbytes": nf4}}
+
+
 def torch_linear_cross_entropy() -> Functions:
     """PyTorch's own chunked head, since 2.13."""
     if not hasattr(F, "linear_cross_entropy"):
@@ -72,5 +101,5 @@ def installed() -> list[Functions]:
     return found
 
 
-LIBRARIES = (liger, cut_cross_entropy, torch_linear_cross_entropy)
-PACKAGES = ("liger-kernel", "cut-cross-entropy")
+LIBRARIES = (liger, cut_cross_entropy, bitsandbytes, torch_linear_cross_entropy)
+PACKAGES = ("liger-kernel", "cut-cross-entropy", "bitsandbytes")

@@ -307,6 +307,80 @@ FLASH_ATTENTION = Operation(
     checked=lambda size: (1, min(size[1], 1024), *size[2:]),
 )
 
+# --- Updates, in place, and NF4 read back. No gradients. ---
+
+
+UPDATE = {"beta1": 0.9, "beta2": 0.95, "eps": 1e-8, "weight_decay": 0.1}
+SCALARS = 1.0, 1e-3, 10.0, 20.0**0.5  # the first step's: scale, lr, 1 / (1 - beta1), 1 / sqrt(1 - beta2)
+
+
+def adamw_inputs(size, options):
+    """A parameter, its gradient, the lower half of its master or, of float32, itself; moments, step_scalars."""
+    parameter, grad = torch.randn(size, **options), 1e-3 * torch.randn(size, **options)
+    low = torch.zeros(size, dtype=torch.int16, device=options["device"])
+    moments = [torch.zeros(size, device=options["device"]) for _ in range(2)]
+    return [], (parameter, grad, low, *moments, torch.tensor(SCALARS, device=options["device"]))
+
+
+def adamw8bit_inputs(size, options):
+    _, (*first, m, v, scalars) = adamw_inputs(size, options)
+    return [], (*first, m.byte(), v.byte(), *(m.new_zeros(-(-m.numel() // 256)) for _ in range(2)), scalars)
+
+
+def updated(update):
+    """The update of a library as a function: the parameter after it."""
+
+    def step(parameter, grad, low, *state):
+        update(parameter, grad, low if parameter.dtype == torch.bfloat16 else parameter, *state, **UPDATE)
+        return parameter
+
+    return step
+
+
+def eager_adamw(parameter, grad, low, m, v, scalars):
+    """Of a bfloat16 parameter without a master."""
+    scale, lr, m_correction, v_correction = scalars.unbind()
+    g = grad.to(m.dtype) * scale
+    m.lerp_(g, 1 - UPDATE["beta1"])
+    v.lerp_(g * g, 1 - UPDATE["beta2"])
+    step = m * m_correction / (v.sqrt() * v_correction + UPDATE["eps"]) + UPDATE["weight_decay"] * parameter
+    return parameter.sub_((lr * step).to(parameter.dtype))
+
+
+def adamw_from_zero(parameter, grad, low, *state):
+    """What the first step of a float64 parameter does, whose moments are 0."""
+    moments = [torch.zeros_like(parameter) for _ in range(2)]
+    return updated(reference.adamw)(parameter, grad, low, *moments, state[-1])
+
+
+def update_of(name, inputs, n_bytes, eager):
+    return Operation(
+        dims="n",
+        sizes=[(2**24,), (2**27,)],
+        inputs=inputs,
+        work=lambda size: {"forward": {"bytes": n_bytes * size[0]}},
+        arms={"nanocria": Arm(updated(getattr(kernels, name))), "eager": Arm(eager)},
+        truth=adamw_from_zero,
+        checked=lambda size: (min(size[0], 2**20),),
+    )
+
+
+def nf4_inputs(size, options):
+    return [], tuple(kernels.quantize_nf4(0.02 * torch.randn(size, **options)))
+
+
+NF4 = Operation(
+    dims="O C",
+    sizes=[(6144, 4096), (28672, 4096), (4096, 14336)],  # of Llama 3.1 8B: q, k and v; gate and up; down
+    inputs=nf4_inputs,
+    work=lambda size: {"forward": {"bytes": round(math.prod(size) * (2 + 0.5 + 1 / 64))}},
+    arms={"nanocria": Arm(lambda *parts: kernels.dequantize_nf4(kernels.NF4(*parts))),
+          "eager": Arm(lambda *parts: reference.dequantize_nf4(kernels.NF4(*parts)))},
+    truth=lambda codes, scale_codes, scale_absmax, offset: reference.dequantize_nf4(
+        kernels.NF4(codes, scale_codes, scale_absmax.float(), offset.float()),
+        torch.empty(codes.shape[0], 2 * codes.shape[1], dtype=torch.float32, device=codes.device)),
+)  # fmt: skip
+
 # --- All of them ---
 
 OPERATIONS = {
@@ -320,6 +394,9 @@ OPERATIONS = {
     "linear_cross_entropy": LINEAR_CROSS_ENTROPY,
     "fp8_linear": FP8_LINEAR,
     "flash_attention": FLASH_ATTENTION,
+    "adamw": update_of("adamw", adamw_inputs, 26, eager_adamw),
+    "adamw8bit": update_of("adamw8bit", adamw8bit_inputs, 14, updated(reference.adamw8bit)),
+    "nf4": NF4,
 }
 for _functions in libraries.installed():
     for _name, _arms in _functions.items():
