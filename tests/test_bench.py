@@ -128,7 +128,7 @@ estimat => Unknown command estimat. Did you mean estimate?
 xyz => Unknown command xyz: there are sweep, estimate,
 record => usage: python bench.py record FOLDER NAME
 readme now => usage: python bench.py record FOLDER NAME
-kernels --op=rmsnorm => flash_attention. Did you mean rms_norm?
+kernels --op=rmsnorm => adamw8bit, nf4. Did you mean rms_norm?
 kernels --op=rope,attenton => --op=attenton: there are rms_norm,
 kernels op=rope => Unknown argument op=rope. Did you mean --op=rope?
 kernels rope => Unknown word rope: settings are --key=value, --help lists them
