@@ -29,6 +29,11 @@ ARMS_OF = {  # which arms ran a package; every arm ran those that are not here
 }
 
 
+def card(r: dict) -> str:
+    """The one device of a record, without the memory that some GPUs have in their name."""
+    return re.sub(r"^1 x | \d+GB.*", "", r["device"])
+
+
 def footer(name: str) -> str:
     """On what a record was measured, what that card reaches, and where the commands and commits are."""
     r, path = load(name), f"benchmarks/records/{name}.json"
@@ -77,7 +82,7 @@ def baby_table() -> str:
     rows = []
     for r in map(load, ("baby_llama_cpu", "baby_llama_gpu")):
         bits = [f"{r[key]:.2f}" for key in ("bits_per_byte", "gzip_bits_per_byte", "xz_bits_per_byte")]
-        rows.append([f"`{r['command']}`", r["device"].removeprefix("1 x "), f"{r['train_seconds'] / 60:.1f}", *bits])
+        rows.append([f"`{r['command']}`", card(r), f"{r['train_seconds'] / 60:.1f}", *bits])
     return table(["command", "device", "minutes", "bits per byte", "gzip -9", "xz -9"], rows)
 
 
@@ -99,11 +104,11 @@ def reached(r: dict, loss: float) -> tuple[int, float] | None:
 def linux_headline() -> str:
     """What AdamW learns how fast, and with how many tokens the quickest of the others learns as much."""
     first, *others = linux_runs().values()
-    tokens, device = tokens_of(first, first["steps"]), first["device"].removeprefix("1 x ")
+    tokens = tokens_of(first, first["steps"])
     text = (
         f"- Trained to the end: a Llama of 114 million parameters on {tokens / 1e6:.0f} million tokens of the Linux "
-        f"kernel's source, in {first['train_seconds'] / 60:.0f} minutes of one {device} ({first['tok_per_s']:,.0f} "
-        f"tokens per second, {first['mfu']:.0%} MFU). Files that it has not seen take {first['bits_per_byte']:.3f} "
+        f"kernel's source, in {first['train_seconds'] / 60:.0f} minutes of one {card(first)} "
+        f"({first['tok_per_s']:,.0f} tokens per second, {first['mfu']:.0%} MFU). Files that it has not seen take {first['bits_per_byte']:.3f} "
         f"bits per byte, with xz -9 {first['xz_bits_per_byte']:.3f}."
     )
     there = [(*at, r["settings"]["optimizer"]) for r in others if (at := reached(r, first["val_loss"]))]
@@ -122,7 +127,7 @@ def linux_table() -> str:
         to = [f"{at[0] / 1e6:.0f}M", f"{at[1]:.1f}"] if at else ["-", "-"]
         end = [f"{r['val_loss']:.4f}", f"{r['bits_per_byte']:.3f}"]
         link = f"[{r['versions']['nanocria']}](benchmarks/records/{name}.json)"
-        cells = [f"`{r['command']}`", *to, *end, f"{r['tok_per_s']:,.0f}", r["device"].removeprefix("1 x "), link]
+        cells = [f"`{r['command']}`", *to, *end, f"{r['tok_per_s']:,.0f}", card(r), link]
         lines.append((at[1] if at else math.inf, r["val_loss"], cells))
     header = ["command", f"tokens to {first['val_loss']:.4f}", "minutes", "loss at its end", "bits per byte"]
     text = table([*header, "tokens/s", "device", "commit"], [cells for *_, cells in sorted(lines)])
@@ -360,7 +365,7 @@ def fits_headline() -> str:
     """What fits, like for like: nanocria and each peer with the same kept on the CPU; then with the activations too."""
     record = load("study")
     ends = {kind: compare.largest(record[kind], kind, "all") for kind in compare.KINDS}
-    first, device = ends["batch"], record["device"].removeprefix("1 x ")
+    first, device = ends["batch"], card(record)
     text = f"- {ON_CPU[first['offload']]}Llama 3.2 1B trains within {first['limit_gib']:g} GiB of GPU memory "
     text += f"(one {device} limited to that) at batches of {first['batch']:,} x {first['block']:,} tokens or "
     text += "contexts of {block:,} at batch {batch}".format(**ends["seq"])
@@ -429,12 +434,11 @@ def generate_sentence() -> str:
     r = load("generate")
     found = {(row["arm"], row["batch"]): row for row in done(r["points"])}
     parts = [
-        f"{row['tok_per_s']:,.0f} at batch {batch} ({row['tok_per_s'] / found['hf', batch]['tok_per_s']:.1f} times "
-        f"transformers.generate)"
+        f"{row['tok_per_s']:,.0f} at batch {batch} ({row['tok_per_s'] / found['hf', batch]['tok_per_s']:.1f} times)"
         for (arm, batch), row in found.items()
         if arm == "nanocria" and ("hf", batch) in found
     ]
-    return f"Llama 3.2 1B writes so many tokens per second on one {r['device']}: {', '.join(parts)}."
+    return f"Tokens per second of Llama 3.2 1B on one {card(r)}, beside transformers.generate: {', '.join(parts)}."
 
 
 # --- The ladder ---
