@@ -98,9 +98,14 @@ def test_a_save_that_the_training_waits_for_is_the_same(train, tmp_path, capsys,
     monkeypatch.setattr(memory_advice, "cpu_bytes_to_come", lambda config, run_shape: to_come)
     copied, copy = [], checkpoint.Saver._copy
     monkeypatch.setattr(checkpoint.Saver, "_copy", lambda self, *more: copied.append(1) or copy(self, *more))
+    report = checkpoint.Saver.report  # on a disk that is faster than a step
+    wait = lambda self: self.future and self.future.result()  # noqa: E731
+    monkeypatch.setattr(checkpoint.Saver, "report", lambda self, step: (wait(self), report(self, step)))
     train(async_save=why != "as asked")
     assert bool(copied) == (why == "beside")
-    assert ("saving in the background" in capsys.readouterr().err) == (why == "no memory for copies")
+    said = capsys.readouterr()
+    assert ("saving in the background" in said.err) == (why == "no memory for copies")
+    assert ("step 00005 | saved " in said.out) == (why == "beside")
     assert losses(tmp_path / "out") == losses(tmp_path / "beside")
     found = (run_folder.newest(tmp_path / out) for out in ("out", "beside"))
     models = (checkpoint.load_model(path, "cpu", torch.float32).parameters() for path in found)
