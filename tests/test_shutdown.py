@@ -150,6 +150,13 @@ def test_watchdog_names_the_rank_that_died_first_or_is_silent_but_none_while_it_
     ]
 
 
+def test_a_save_may_take_longer_than_the_timeout(train, monkeypatch):
+    paused, pause = [], watchdog.Watchdog.pause
+    monkeypatch.setattr(watchdog.Watchdog, "pause", lambda self, doing: paused.append(doing) or pause(self, doing))
+    train()
+    assert paused == ["step 4: saving", "step 8: saving", "ending"]
+
+
 @pytest.mark.parametrize("n_kills", [3, pytest.param(20, marks=pytest.mark.slow)])
 def test_killed_run_repeats_losses_bit_for_bit(train, text_data, tmp_path, n_kills):
     """kill -9 at random moments, of which many lie in the writing of a checkpoint: there is one after every step."""
@@ -257,9 +264,11 @@ def test_hanging_rank_is_named_and_ends_the_run(text_data, tmp_path, how):
     assert not any(Path(f"/proc/{pid}").exists() for pid in workers.values()), "a rank was left behind"
 
 
-@pytest.mark.parametrize("parts", [1, 2])
-def test_invalid_token_stops_all_ranks_before_the_step_with_a_checkpoint(text_data, tmp_path, parts):
-    """On one of two ranks, in step 5, read two steps ahead; once it is mended, the run equals one without it."""
+@pytest.mark.parametrize("parts, n_reads, step", [(1, 5, 3), (2, 10, 3), (1, 9, 8)])
+def test_invalid_token_stops_all_ranks_before_the_step_with_a_checkpoint(text_data, tmp_path, parts, n_reads, step):
+    """On one of two ranks, in step 5, read two steps ahead, or in the evaluation after step 8; once it is mended, the
+    run equals one without it.
+    """
     bad = wrapped(
         tmp_path,
         "import data.tokens\n"
@@ -267,7 +276,7 @@ def test_invalid_token_stops_all_ranks_before_the_step_with_a_checkpoint(text_da
         "def read(self, *args):\n"
         "    global reads\n"
         "    reads += 1\n"
-        f"    if os.environ['RANK'] == '1' and reads == {5 * parts}: raise ValueError('train.bin holds token 999')\n"
+        f"    if os.environ['RANK'] == '1' and reads == {n_reads}: raise ValueError('train.bin holds token 999')\n"
         "    return true(self, *args)\n"
         "data.tokens.Tokens.read = read",
     )
@@ -276,7 +285,7 @@ def test_invalid_token_stops_all_ranks_before_the_step_with_a_checkpoint(text_da
     done = run_ranks(2, settings, bad)
     assert done.returncode == 1 and done.stderr.count("rank 1: train.bin holds token 999") == 1, done.stderr
     assert 'Traceback (most recent call last):\n  File "' + str(ROOT) not in done.stderr, done.stderr
-    assert "saved" in done.stdout and "step_000003" in done.stdout, done.stdout
+    assert "saved" in done.stdout and f"step_{step:06d}" in done.stdout, done.stdout
     for out_dir in (tmp_path / "out", tmp_path / "whole"):
         assert run_ranks(2, settings | {"out_dir": out_dir}).returncode == 0
     assert_close(step_losses(tmp_path / "out"), step_losses(tmp_path / "whole"), 1e-6)
