@@ -12,6 +12,7 @@ import shutil
 import subprocess
 import sys
 import threading
+import time
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -73,8 +74,11 @@ def test_a_half_written_checkpoint_is_not_taken_for_a_whole_one(train, tmp_path)
     assert not list((tmp_path / "out").glob("*.partial"))
 
 
-def test_the_last_checkpoints_are_kept_and_none_if_none_are_wanted(train, tmp_path):
+def test_the_last_checkpoints_are_kept_and_none_if_none_are_wanted(train, tmp_path, capsys, monkeypatch):
+    write = checkpoint.write_folder
+    monkeypatch.setattr(checkpoint, "write_folder", lambda *args: time.sleep(0.3) or write(*args))
     train(eval_interval=2, keep_last=2)
+    assert capsys.readouterr().out.count("saved /") == 4, "one began before the last one had left its copies"
     assert sorted(path.name for path in (tmp_path / "out").glob("step_*")) == ["step_000006", "step_000008"]
     train(keep_last=0, out_dir=tmp_path / "none")
     assert not list((tmp_path / "none").glob("step_*"))
@@ -126,7 +130,7 @@ def test_a_checkpoint_says_in_plain_json_what_it_is(train, tmp_path):
 
 @pytest.mark.parametrize(
     "name, value",
-    [("grad_clip", 0.5), ("beta2", 0.9), ("batch_size", 2), ("mask_documents", True), ("seed", 5)],
+    [("grad_clip", 0.5), ("beta2", 0.9), ("batch_size", 2), ("mask_documents", True), ("seed", 5), ("galore_rank", 5)],
 )
 def test_every_setting_that_alters_the_run_is_named_at_resume(train, capsys, name, value):
     before = train(n_embd=64)[name]
