@@ -116,7 +116,7 @@ class Watchdog:
             time.sleep(BEAT)
             self._beat()  # the others ask too
         after = [self._status(r) for r in range(world_size)]
-        silent = [r for r in range(world_size) if r != rank and before[r][1] == after[r][1]]
+        silent = [r for r in range(world_size) if before[r][1] == after[r][1]]
         last = silent[0] if silent else min(range(world_size), key=lambda r: after[r][0])
         how = "no longer answers; it was" if silent else "hangs"
         me = f"rank {rank}, {self.doing}, has waited for {self.timeout:g} seconds: " if last != rank else ""

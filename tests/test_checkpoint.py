@@ -12,6 +12,7 @@ import shutil
 import subprocess
 import sys
 import threading
+import time
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -73,8 +74,11 @@ def test_a_half_written_checkpoint_is_not_taken_for_a_whole_one(train, tmp_path)
     assert not list((tmp_path / "out").glob("*.partial"))
 
 
-def test_the_last_checkpoints_are_kept_and_none_if_none_are_wanted(train, tmp_path):
+def test_the_last_checkpoints_are_kept_and_none_if_none_are_wanted(train, tmp_path, capsys, monkeypatch):
+    write = checkpoint.write_folder
+    monkeypatch.setattr(checkpoint, "write_folder", lambda *args: time.sleep(0.3) or write(*args))
     train(eval_interval=2, keep_last=2)
+    assert capsys.readouterr().out.count("saved /") == 4, "one began before the last one had left its copies"
     assert sorted(path.name for path in (tmp_path / "out").glob("step_*")) == ["step_000006", "step_000008"]
     train(keep_last=0, out_dir=tmp_path / "none")
     assert not list((tmp_path / "none").glob("step_*"))
@@ -86,21 +90,29 @@ def test_a_finished_run_says_so_and_a_longer_one_goes_on(train, tmp_path, capsys
     assert "nothing left to do" in capsys.readouterr().out
     train(max_iters=10)
     assert metrics(tmp_path / "out")[-1]["step"] == 10
+    summary = json.loads((tmp_path / "out/summary.json").read_text())
+    assert summary["save_seconds"] > 0 and summary["resume_seconds"] > 0
 
 
 @pytest.mark.parametrize("why", ["as asked", "no memory for copies", "beside"])
 def test_a_save_that_the_training_waits_for_is_the_same(train, tmp_path, capsys, monkeypatch, why):
     n = train(out_dir=tmp_path / "beside")["model"].n_params()
     # asked for a step, for its tokens, then for the copies of w, m and v, which take 12n
-    there = iter([10**12, 10**12, 16 * n + 100])
+    there = iter([10**12, 10**12, 2 * (16 * n + 100)])
+    monkeypatch.setattr(checkpoint, "local_world_size", 2)  # another rank on this machine allocates as much
     monkeypatch.setattr(memory_stats, "cpu_available", lambda: next(there))
     to_come = 4 * n + (101 if why == "no memory for copies" else 100)
     monkeypatch.setattr(memory_advice, "cpu_bytes_to_come", lambda config, run_shape: to_come)
     copied, copy = [], checkpoint.Saver._copy
     monkeypatch.setattr(checkpoint.Saver, "_copy", lambda self, *more: copied.append(1) or copy(self, *more))
+    report = checkpoint.Saver.report  # on a disk that is faster than a step
+    wait = lambda self: self.future and self.future.result()  # noqa: E731
+    monkeypatch.setattr(checkpoint.Saver, "report", lambda self, step: (wait(self), report(self, step)))
     train(async_save=why != "as asked")
     assert bool(copied) == (why == "beside")
-    assert ("saving in the background" in capsys.readouterr().err) == (why == "no memory for copies")
+    said = capsys.readouterr()
+    assert ("saving in the background" in said.err) == (why == "no memory for copies")
+    assert ("step 00005 | saved " in said.out) == (why == "beside")
     assert losses(tmp_path / "out") == losses(tmp_path / "beside")
     found = (run_folder.newest(tmp_path / out) for out in ("out", "beside"))
     models = (checkpoint.load_model(path, "cpu", torch.float32).parameters() for path in found)
@@ -118,7 +130,7 @@ def test_a_checkpoint_says_in_plain_json_what_it_is(train, tmp_path):
 
 @pytest.mark.parametrize(
     "name, value",
-    [("grad_clip", 0.5), ("beta2", 0.9), ("batch_size", 2), ("mask_documents", True), ("seed", 5)],
+    [("grad_clip", 0.5), ("beta2", 0.9), ("batch_size", 2), ("mask_documents", True), ("seed", 5), ("galore_rank", 5)],
 )
 def test_every_setting_that_alters_the_run_is_named_at_resume(train, capsys, name, value):
     before = train(n_embd=64)[name]

@@ -118,6 +118,8 @@ def test_sharding_setting_decides_how_parameters_are_sharded(train, tmp_path, ra
         "import torch.distributed.fsdp as fsdp\nshard, seen = fsdp.fully_shard, []\n"
         "def shard_and_note(modules, **options):\n"
         "    seen.append((tuple(options['mesh'].shape), options['reshard_after_forward']))\n"
+        "    policy = options['mp_policy']  # bfloat16 sums and a rounded RoPE would hardly show in a loss\n"
+        "    assert policy.reduce_dtype == torch.float32 and not policy.cast_forward_inputs, policy\n"
         "    return shard(modules, **options)\n"
         "fsdp.fully_shard = shard_and_note"
     )

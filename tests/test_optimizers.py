@@ -339,6 +339,9 @@ def test_half_precision_follows_float32(train, tmp_path):
         run = train(**settings, dtype=dtype, out_dir=tmp_path / dtype)
         assert all(x.dtype == torch.float32 for x in whole_states(run["optimizer"]).values()), "the weights that learn"
         assert_close(step_losses(tmp_path / "float32"), step_losses(tmp_path / dtype), 0.05)
+    for dtype in ("bfloat16", "float16", "float32"):  # a step of each, from the checkpoint before
+        run = train(max_iters=run["max_iters"] + 1, lr_decay_iters=30, dtype=dtype, out_dir=tmp_path / "float32")
+        assert step_losses(tmp_path / "float32")[-1] < 3.3, f"begins anew in {dtype}"
 
 
 def test_an_overflowing_float16_scale_is_halved_and_the_step_left_out(train, tmp_path, monkeypatch):

@@ -5,19 +5,23 @@ import json
 import math
 import re
 import sys
+import time
 from types import SimpleNamespace
 from unittest import mock
 
 import pytest
 
-from runtime import run_log
+from runtime import checkpoint, run_log
 from runtime.distributed import print0
 from tests.runs import SHORT, SMALL, metrics, run
 
 pytestmark = pytest.mark.usefixtures("plain_pytorch_on_one_core")
 
 
-def test_the_log_line_and_the_metrics_read_as_documented(train, tmp_path, capsys):
+def test_the_log_line_and_the_metrics_read_as_documented(train, tmp_path, capsys, monkeypatch):
+    saves, save = [], checkpoint.Saver.save  # each takes a day, which is not the training's
+    monkeypatch.setattr(checkpoint.Saver, "save", lambda *args, **more: saves.append(1) or save(*args, **more))
+    monkeypatch.setattr(run_log, "perf_counter", lambda: time.perf_counter() + 86400 * len(saves))
     run = train()
     number = r"[\d,.]+"
     expected = (
@@ -27,13 +31,15 @@ def test_the_log_line_and_the_metrics_read_as_documented(train, tmp_path, capsys
     out = capsys.readouterr().out
     assert re.search(expected, out), out
     assert re.search(rf"step 00008 \| val loss {number} \(8 blocks\) \| saved \S+step_000008", out), out
+    assert "bits per byte" not in out, "8 blocks are not all that gzip had"
     lines = metrics(tmp_path / "out")
     steps = [line for line in lines if "loss" in line]
     assert [line["step"] for line in steps] == list(range(1, 9)), "max_iters counts updates"
     names = {"step", "loss", "lr", "grad_norm", "ms", "tok_per_s", "mfu", "mem_gib", "data_ms"}
-    assert all(set(line) == names for line in steps)
+    assert all(set(line) == names for line in steps) and steps[0]["data_ms"] > 0
     assert [set(line) for line in lines if "loss" not in line] == [{"step", "val_loss"}] * 2
-    assert run["tokens_per_step"] == 4 * 32
+    assert run["tokens_per_step"] == 4 * 32 and max(line["ms"] for line in steps) < 86400e3
+    assert run["log"].file.closed
     assert [line["tok_per_s"] * line["ms"] / 1000 for line in steps] == pytest.approx([4 * 32] * 8, rel=0.01)
 
 

@@ -29,6 +29,7 @@ from tests.runs import (
     metrics,
     run,
     run_ranks,
+    slip,
     start,
     step_losses,
     torchrun,
@@ -97,6 +98,14 @@ def test_out_of_memory_error_names_the_three_settings_that_save_most(text_data, 
     assert len(helpful) == 3 and "offload" in helpful, done.stderr
 
 
+def test_a_mistake_that_sounds_like_a_lost_rank_keeps_its_traceback(text_data, tmp_path):
+    script = wrapped(
+        tmp_path, "import model\ndef fail(*_): raise RuntimeError('Timed out')\nmodel.Llama.forward = fail"
+    )
+    done = run(SMALL | SHORT | dict(dataset=text_data, out_dir=tmp_path / "out"), script)
+    assert done.returncode == 1 and "Traceback" in done.stderr and "RuntimeError: Timed out" in done.stderr, done.stderr
+
+
 def test_watchdog_outlives_slow_answers_of_the_store_and_ends_with_it(monkeypatch):
     monkeypatch.setattr(watchdog, "BEAT", 0.001)
     for outcomes, looks in (("slow ok slow slow ok over", 6), ("ok slow slow slow ok", 4)):
@@ -113,6 +122,39 @@ def test_watchdog_outlives_slow_answers_of_the_store_and_ends_with_it(monkeypatc
         monkeypatch.setattr(watch, "_look", look)
         watch._watch()
         assert len(looked) == looks, f"{outcomes}: {looked}"
+
+
+def test_watchdog_names_the_rank_that_died_first_or_is_silent_but_none_while_it_saves(monkeypatch):
+    watch, said, gone = watchdog.Watchdog(timeout=0), [], [subprocess.Popen("true") for _ in range(2)]
+    monkeypatch.setattr(watchdog, "world_size", 4)
+    monkeypatch.setattr(watchdog, "BEAT", 0.001)
+    monkeypatch.setattr(watch, "_end", said.append)
+    watch.store, watch.lost = dist.HashStore(), {3: time.monotonic() - 1}
+    for other in range(1, 4):
+        watch.store.set(f"at_{other}", f"{other} 1 step {other}: update")
+    gone[0].wait()
+    os.waitid(os.P_PID, gone[1].pid, os.WEXITED | os.WNOWAIT)  # it has ended, and is a zombie
+    here, other_machine = watchdog._machine(), [f"elsewhere {gone[0].pid}".split()]
+    processes = [[here, str(os.getpid())], *other_machine, [here, str(gone[1].pid)], [here, str(gone[0].pid)]]
+    watch.pause("saving")
+    watch._look(processes)
+    assert not said and watch.lost.keys() == {2, 3}, "within GRACE they are noted, also a zombie; nobody hangs"
+    monkeypatch.setattr(watchdog, "GRACE", 0)
+    watch._look(processes)
+    watch.lost.clear()
+    watch.progress("step 4: update")
+    watch._look(processes[:2] * 2)
+    assert said == [
+        "rank 3 has ended, last at step 3: update: see its output",
+        "rank 0, step 4: update, has waited for 0 seconds: rank 1 no longer answers; it was at step 1: update",
+    ]
+
+
+def test_a_save_may_take_longer_than_the_timeout(train, monkeypatch):
+    paused, pause = [], watchdog.Watchdog.pause
+    monkeypatch.setattr(watchdog.Watchdog, "pause", lambda self, doing: paused.append(doing) or pause(self, doing))
+    train()
+    assert paused == ["step 4: saving", "step 8: saving", "ending"]
 
 
 @pytest.mark.parametrize("n_kills", [3, pytest.param(20, marks=pytest.mark.slow)])
@@ -222,9 +264,11 @@ def test_hanging_rank_is_named_and_ends_the_run(text_data, tmp_path, how):
     assert not any(Path(f"/proc/{pid}").exists() for pid in workers.values()), "a rank was left behind"
 
 
-@pytest.mark.parametrize("parts", [1, 2])
-def test_invalid_token_stops_all_ranks_before_the_step_with_a_checkpoint(text_data, tmp_path, parts):
-    """On one of two ranks, in step 5, read two steps ahead; once it is mended, the run equals one without it."""
+@pytest.mark.parametrize("parts, n_reads, step", [(1, 5, 3), (2, 10, 3), (1, 9, 8)])
+def test_invalid_token_stops_all_ranks_before_the_step_with_a_checkpoint(text_data, tmp_path, parts, n_reads, step):
+    """On one of two ranks, in step 5, read two steps ahead, or in the evaluation after step 8; once it is mended, the
+    run equals one without it.
+    """
     bad = wrapped(
         tmp_path,
         "import data.tokens\n"
@@ -232,7 +276,7 @@ def test_invalid_token_stops_all_ranks_before_the_step_with_a_checkpoint(text_da
         "def read(self, *args):\n"
         "    global reads\n"
         "    reads += 1\n"
-        f"    if os.environ['RANK'] == '1' and reads == {5 * parts}: raise ValueError('train.bin holds token 999')\n"
+        f"    if os.environ['RANK'] == '1' and reads == {n_reads}: raise ValueError('train.bin holds token 999')\n"
         "    return true(self, *args)\n"
         "data.tokens.Tokens.read = read",
     )
@@ -241,7 +285,7 @@ def test_invalid_token_stops_all_ranks_before_the_step_with_a_checkpoint(text_da
     done = run_ranks(2, settings, bad)
     assert done.returncode == 1 and done.stderr.count("rank 1: train.bin holds token 999") == 1, done.stderr
     assert 'Traceback (most recent call last):\n  File "' + str(ROOT) not in done.stderr, done.stderr
-    assert "saved" in done.stdout and "step_000003" in done.stdout, done.stdout
+    assert "saved" in done.stdout and f"step_{step:06d}" in done.stdout, done.stdout
     for out_dir in (tmp_path / "out", tmp_path / "whole"):
         assert run_ranks(2, settings | {"out_dir": out_dir}).returncode == 0
     assert_close(step_losses(tmp_path / "out"), step_losses(tmp_path / "whole"), 1e-6)
@@ -285,6 +329,12 @@ def test_invalid_validation_data_stops_with_a_checkpoint_to_resume_from(train, t
     assert [line["step"] for line in metrics(tmp_path / "out") if "val_loss" in line] == [8]
 
 
+@pytest.mark.parametrize("eval_only", [True, False])
+def test_invalid_data_before_the_first_step_ends_the_run_with_code_1(train, capsys, monkeypatch, eval_only):
+    monkeypatch.setattr(Tokens, "read", mock.Mock(side_effect=ValueError("val.bin holds token 999")))
+    assert slip(train, capsys, eval_only=eval_only) == "rank 0: val.bin holds token 999: prepare the data again\n"
+
+
 def test_first_ctrl_c_after_invalid_data_does_not_interrupt_the_save(train, monkeypatch, capsys):
     true_save, handlers = checkpoint.Saver.save, []
 
@@ -314,11 +364,18 @@ def test_second_ctrl_c_ends_the_run_at_once_other_signals_do_not(monkeypatch):
     monkeypatch.setattr(os, "_exit", ended.append)
     handlers = {number: signal.getsignal(number) for number in (signal.SIGUSR1, signal.SIGTERM, signal.SIGINT)}
     try:
+        signal.raise_signal(signal.SIGINT)
+        assert ended == [130], "before listen() there is nothing to save"
+        ended.clear()
         shutdown.listen()
         for number in (signal.SIGUSR1, signal.SIGTERM, signal.SIGTERM):
             signal.raise_signal(number)
         assert not ended and shutdown.requested and shutdown.requested_anywhere("cpu")
         assert shutdown.exit_code == 128 + signal.SIGUSR1
+        with monkeypatch.context() as under_torchrun:
+            under_torchrun.setenv("RANK", "0")
+            signal.raise_signal(signal.SIGINT)
+            assert not ended, "torchrun sends it a second time"
         signal.raise_signal(signal.SIGINT)
     finally:
         for number, handler in handlers.items():

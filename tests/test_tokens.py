@@ -9,11 +9,13 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from unittest import mock
 
 import numpy as np
 import pytest
 import tiktoken
 
+from data import write
 from data.tokenizer import Tiktoken, get_tokenizer
 from data.tokens import Tokens, token_dtype
 from data.write import Progress, prepare_once, write_dataset, write_lock, write_meta, write_tokens
@@ -85,6 +87,15 @@ def test_shifted_blocks_cover_all_shards_equally(tmp_path):
     for shift in range(5):
         first = tokens.read(range(n_blocks), 5, shift)[:, 0]
         assert np.bincount(first)[97:107].tolist() == [n_blocks / 10] * 10, shift
+
+
+def test_an_interrupted_shard_has_no_record_that_says_it_is_another(tmp_path, monkeypatch):
+    """Of the same length: only the record could tell."""
+    write.write_shard(tmp_path, 0, [("train", "ab"), ("val", "ab")], get_tokenizer("bytes"), source={"file": 1})
+    monkeypatch.setattr(write, "write_json", mock.Mock(side_effect=KeyboardInterrupt))
+    with pytest.raises(KeyboardInterrupt):
+        write.write_shard(tmp_path, 0, [("train", "ba"), ("val", "ba")], get_tokenizer("bytes"), source={"file": 2})
+    assert write.finished_shard(tmp_path, 0, get_tokenizer("bytes"), source={"file": 1}) is None
 
 
 def test_missing_or_incomplete_dataset_error_has_the_prepare_command(tmp_path):

@@ -14,7 +14,7 @@ import model as model_module
 from data.loader import epoch_order
 from optimizers.optimizer import Optimizer
 from runtime import recompute
-from tests.runs import ROOT, assert_close, losses, numbers, step_losses
+from tests.runs import ROOT, assert_close, losses, numbers, slip, step_losses
 
 pytestmark = pytest.mark.usefixtures("plain_pytorch_on_one_core")
 
@@ -46,22 +46,25 @@ def test_the_learning_rate_warms_up_and_decays_and_a_step_is_taken_at_it_and_cli
     taken, update = [], Optimizer.update
     note = lambda self: taken.append((self.lr.item(), self.grad_clip))  # noqa: E731
     monkeypatch.setattr(Optimizer, "update", lambda self: note(self) or update(self))
-    rate = dict(warmup_iters=4, lr_decay_iters=9, min_lr=1e-4, learning_rate=1e-3)
+    rate = dict(warmup_iters=4, lr_decay_iters=8, min_lr=1e-4, learning_rate=1e-3)
     run = train(max_iters=10, **rate, eval_interval=10, grad_clip=0.25)
     rates = numbers(tmp_path / "out", "lr")
     assert_close(rates[:4], [2e-4, 4e-4, 6e-4, 8e-4], 1e-12)
-    assert_close([rates[4], rates[9]], [1e-3, 1e-4], 1e-12)
-    assert (np.diff(rates[4:]) < 0).all()
+    assert_close([rates[4], *rates[8:]], [1e-3, 1e-4, 1e-4], 1e-12)
+    assert (np.diff(rates[4:9]) < 0).all()
     np.testing.assert_allclose(taken, [(rate, 0.25) for rate in rates], rtol=1e-7)
-    run = train(out_dir=tmp_path / "other")
+    run = train(out_dir=tmp_path / "other", lr_decay_iters=2)  # it ends with the warm-up
     assert_close([run["learning_rate_at"](step) for step in (0, 1, 2, 8)], [1e-3, 2e-3, 3e-3, 3e-4], 1e-12)
 
 
-def test_accumulating_4_micro_batches_equals_one_of_4_times_the_size(train, tmp_path):
+def test_accumulating_4_micro_batches_equals_one_of_4_times_the_size(train, tmp_path, monkeypatch):
+    sums, accumulate = [], Optimizer.accumulate
+    monkeypatch.setattr(Optimizer, "accumulate", lambda self: sums.append(self) or accumulate(self))
     train(batch_size=8, gradient_accumulation_steps=1, out_dir=tmp_path / "whole")
     train(batch_size=2, gradient_accumulation_steps=4, out_dir=tmp_path / "parts")
     for name, tolerance in (("loss", 1e-5), ("grad_norm", 1e-4)):  # losses hardly tell a gradient from twice of it
         assert_close(*(numbers(tmp_path / out, name) for out in ("whole", "parts")), tolerance)
+    assert len(sums) == 4 * 8, "bfloat16 gradients would be summed in bfloat16"
 
 
 @pytest.mark.parametrize(
@@ -200,8 +203,19 @@ def test_a_nan_stops_before_the_update_and_names_the_step(train, tmp_path, monke
     with pytest.raises(SystemExit) as stopped:
         train()
     message = capsys.readouterr().err
-    assert stopped.value.code == 1 and "step 3: the loss is nan" in message and "learning_rate" in message, message
+    assert (
+        stopped.value.code == 1
+        and "step 3: the loss is nan" in message
+        and "or a lower grad_clip, from the start" in message
+    ), message
     assert all(torch.equal(a, b) for a, b in zip(seen["weights"], seen["model"].parameters(), strict=True))
+
+
+def test_float16_that_overflows_at_every_loss_scale_stops(train, monkeypatch, capsys):
+    forward = model_module.Llama.forward
+    monkeypatch.setattr(model_module.Llama, "forward", lambda self, *batch: forward(self, *batch) * 1e30)
+    message = slip(train, capsys, dtype="float16", max_iters=20, eval_interval=20)
+    assert "step 17: the loss is" in message, "2^16 is halved 16 times"
 
 
 def test_evaluation_reads_the_same_blocks_whatever_the_batch_and_touches_no_training_randomness(train):
