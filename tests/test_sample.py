@@ -72,7 +72,7 @@ def test_what_cannot_be_read_or_written_gets_a_sentence(draw, alone, tmp_path, m
     assert draw(prompt="né")[1] == "" and in_ascii.detach().getvalue().startswith(b"n?")
 
 
-def test_a_damaged_checkpoint_names_an_older_one_that_is_whole(sample, alone, tmp_path):
+def test_a_damaged_checkpoint_names_an_older_one_that_is_complete(sample, alone, tmp_path, monkeypatch):
     def damage(step):
         file = tmp_path / f"out/{step}/model.safetensors"
         content = bytearray(file.read_bytes())
