@@ -63,6 +63,7 @@ seed = 1337  # of the draws
 device: Literal["auto", "cuda", "cpu"] = "auto"  # auto: cuda where there is one
 dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"  # auto: bfloat16, on a CPU float32
 # ----------------------------------------------------------------------------------------------------------------------
+DEFAULTS = dict(globals())
 configure(globals(), sys.argv[1:])
 
 sys.stdout.reconfigure(errors="replace")  # for terminals that lack some characters
@@ -88,9 +89,15 @@ for name, valid, expected in (
         sys.exit(f"{name} is {globals()[name]}: it must be {expected}")
 if sum([bool(prompt), bool(prompt_file), chat, bool(evaluate)]) > 1:
     sys.exit("--prompt, --prompt_file, --chat and --evaluate are four things to do: give one of them")
-for name, given, task, used in (("system", system, "chat", chat), ("window", window, "evaluate", evaluate)):
-    if given and not used:
-        sys.exit(f"--{name} is for --{task}: add that, or leave it out")
+for names, task, used in (
+    (["system"], "--chat", chat),
+    (["window", "batch_size"], "--evaluate", evaluate),
+    (["num_samples"], "--prompt", not chat and not evaluate),
+    (["max_new_tokens", "stop", "temperature", "top_k", "top_p", "min_p", "seed"], "--prompt and --chat", not evaluate),
+):
+    for name in names:
+        if globals()[name] != DEFAULTS[name] and not used:
+            sys.exit(f"--{name} is for {task}: add that, or leave it out")
 if 0 < temperature < 1e-6:  # in effect greedy, and dividing by it may overflow
     temperature = 0.0
 device = pick_device(device)
