@@ -170,7 +170,7 @@ def _resume(out_dir, model, optimizer, settings, dtype, dataset, progress):
         try:
             folder = _open_checkpoint(path)
             _require_same_model(folder, True, model.config, settings, dataset)
-            if folder.run["step"] > settings["max_iters"]:
+            if folder.run["step"] > settings["max_iters"] and not settings["eval_only"]:
                 stop(f"{path} is beyond max_iters, {settings['max_iters']}: raise that, or name another --out_dir")
             base, tensors = _base_of(folder, settings), optimizer.tensors()
             others = _documents_of(folder, base, model.config, settings, dtype, dataset)
