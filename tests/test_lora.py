@@ -195,7 +195,10 @@ def test_two_ranks_go_on_where_one_was_and_give_its_losses(base_dtype, trained, 
     {"dtype": "bfloat16"},
 ], ids=str)  # fmt: skip
 def test_lora_trains_with(changes, base, trained, capitals, tmp_path):
-    finish(RUN | {"dataset": capitals, "out_dir": tmp_path, "init_from": base} | changes)
+    done = run(RUN | {"dataset": capitals, "out_dir": tmp_path, "init_from": base} | changes)
+    a = 2 * 4 * (6 * 32 + 64)  # layers, rank, and the inputs of q, k, v, o, gate, up and down
+    b = 2 * 4 * (2 * 32 + 2 * 16 + 2 * 64 + 32)  # and their outputs
+    assert f" parameters, of which {a + b:,} are trained; " in done.stdout, done.stdout + done.stderr
     expected = step_losses(trained[changes.get("base_dtype", "bfloat16")])
     assert abs(step_losses(tmp_path) - expected).max() < (0.05 if "dtype" in changes else 1e-5)
 
