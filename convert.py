@@ -41,6 +41,8 @@ def convert(source: Path, folder: Path, dtype: str, merge: str = "trained") -> N
     partial = folder.with_name(folder.name + ".partial")
     opened = open_folder(source)
     tokenizer = read_config(opened)[1]
+    if merge == "original" and not opened.adapter:
+        raise ValueError(f"--merge is for adapters, and {source} has none: leave it out")
     shutil.rmtree(partial, ignore_errors=True)
     try:
         from_rank_0(lambda: partial.mkdir(parents=True))  # before the weights are read

@@ -125,6 +125,8 @@ def test_a_checkpoint_becomes_a_folder_that_transformers_reads(train, tmp_path, 
     assert_equal_weights(tmp_path / "out", tmp_path / "again")
     with pytest.raises(SystemExit, match="is there already: name a new folder"):
         convert_to_hf(tmp_path / "out")
+    with pytest.raises(SystemExit, match="--merge is for adapters, and .*step_000008 has none: leave it out"):
+        convert_to_hf(tmp_path / "out", "--merge=original", folder="merged")
 
 
 PARAMS = {"dim": 32, "n_layers": 2, "n_heads": 4, "n_kv_heads": 2, "vocab_size": 257, "norm_eps": 1e-5,
