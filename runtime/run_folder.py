@@ -115,7 +115,8 @@ def read_newest(run: Path, read: Callable[[Path], Any]) -> Any:
     for _ in range(5):
         path = run if is_model(run) else newest(run)
         if path is None:
-            others = other_weights(run) or "no checkpoint: train one first, or name another folder"
+            such = next((f", such as {path}" for path in sorted(run.glob("*")) if newest(path)), "")
+            others = other_weights(run) or f"no checkpoint: train one first, or name another folder{such}"
             raise ValueError(f"{run} holds {others}")
         try:
             return read(path)

@@ -65,7 +65,10 @@ def test_what_cannot_be_read_or_written_gets_a_sentence(draw, alone, tmp_path, m
     path = os.path.expanduser("~/none/tokenizer.model")
     assert f"{path} does not exist: a tokenizer is bytes, " in draw(tokenizer="~/none/tokenizer.model")[1]
     assert draw(prompt_file="none.txt") == ("", "none.txt cannot be read: No such file or directory")
-    assert "holds no checkpoint: train one first" in draw(out_dir=tmp_path)[1]
+    none = f"{tmp_path} holds no checkpoint: train one first, or name another folder"
+    assert draw(out_dir=tmp_path)[1] == none
+    (tmp_path / "run").symlink_to(alone)
+    assert draw(out_dir=tmp_path)[1] == f"{none}, such as {tmp_path}/run"
     with open("/dev/full", "w") as full:
         process = start({"out_dir": alone, "device": "cpu"}, "sample.py", stdout=full)
         assert process.communicate()[1] == "the text could not be written: No space left on device\n"
