@@ -41,6 +41,8 @@ def convert(source: Path, folder: Path, dtype: str, merge: str = "trained") -> N
     partial = folder.with_name(folder.name + ".partial")
     opened = open_folder(source)
     tokenizer = read_config(opened)[1]
+    if merge == "original" and not opened.adapter:
+        raise ValueError(f"--merge is for adapters, and {source} has none: leave it out")
     shutil.rmtree(partial, ignore_errors=True)
     try:
         from_rank_0(lambda: partial.mkdir(parents=True))  # before the weights are read
@@ -54,8 +56,9 @@ def convert(source: Path, folder: Path, dtype: str, merge: str = "trained") -> N
         write_folder(partial, {"model": rows}, others, run)
         run_folder.commit(partial, folder)
     except (OSError, ValueError) as error:
-        shutil.rmtree(partial, ignore_errors=True)
         raise ValueError(f"{folder} is not written: {error}") from error
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
 
 
 def main() -> None:
@@ -76,6 +79,8 @@ def main() -> None:
         run_folder.read_newest(args.source, write)
     except (OSError, ValueError) as error:
         sys.exit(str(error))
+    except KeyboardInterrupt:
+        sys.exit(130)
 
 
 if __name__ == "__main__":

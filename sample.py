@@ -11,7 +11,6 @@ runtime/generate.py draws the tokens; runtime/evaluate.py says what is measured.
 
 import contextlib
 import os
-import shlex
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -30,7 +29,6 @@ from runtime.checkpoint_folder import open_folder
 from runtime.device import pick_device, pick_dtype
 from runtime.evaluate import evaluate_file, field, read_file
 from runtime.generate import begin_document, generate_text
-from runtime.safetensors_file import Damaged
 
 with contextlib.suppress(ImportError):
     import readline  # noqa: F401  arrow keys in --chat
@@ -65,6 +63,7 @@ seed = 1337  # of the draws
 device: Literal["auto", "cuda", "cpu"] = "auto"  # auto: cuda where there is one
 dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"  # auto: bfloat16, on a CPU float32
 # ----------------------------------------------------------------------------------------------------------------------
+DEFAULTS = dict(globals())
 configure(globals(), sys.argv[1:])
 
 sys.stdout.reconfigure(errors="replace")  # for terminals that lack some characters
@@ -90,9 +89,15 @@ for name, valid, expected in (
         sys.exit(f"{name} is {globals()[name]}: it must be {expected}")
 if sum([bool(prompt), bool(prompt_file), chat, bool(evaluate)]) > 1:
     sys.exit("--prompt, --prompt_file, --chat and --evaluate are four things to do: give one of them")
-for name, given, task, used in (("system", system, "chat", chat), ("window", window, "evaluate", evaluate)):
-    if given and not used:
-        sys.exit(f"--{name} is for --{task}: add that, or leave it out")
+for names, task, used in (
+    (["system"], "--chat", chat),
+    (["window", "batch_size"], "--evaluate", evaluate),
+    (["num_samples"], "--prompt", not chat and not evaluate),
+    (["max_new_tokens", "stop", "temperature", "top_k", "top_p", "min_p", "seed"], "--prompt and --chat", not evaluate),
+):
+    for name in names:
+        if globals()[name] != DEFAULTS[name] and not used:
+            sys.exit(f"--{name} is for {task}: add that, or leave it out")
 if 0 < temperature < 1e-6:  # in effect greedy, and dividing by it may overflow
     temperature = 0.0
 device = pick_device(device)
@@ -150,19 +155,6 @@ def converse(messages: list[dict]) -> None:
         messages.append({"role": "assistant", "content": answer})
 
 
-def older_checkpoint() -> str:
-    """Where to go from a damaged checkpoint, as the end of a sentence."""
-    damaged = Path(out_dir) if run_folder.is_model(out_dir) else run_folder.newest(out_dir)
-    found = run_folder.checkpoints(damaged.parent)
-    if damaged not in found:  # published weights
-        return ""
-    for path in reversed(found[: found.index(damaged)]):
-        with contextlib.suppress(OSError, ValueError):
-            load_model(path, device, getattr(torch, dtype))
-            return f". An older checkpoint is whole: --out_dir={shlex.quote(str(path))}"
-    return ". No older checkpoint is whole: copy this one again, or train anew"
-
-
 try:
     folder = run_folder.read_newest(Path(out_dir), open_folder)
     tokenizer = get_tokenizer(os.path.expanduser(tokenizer)) if tokenizer else tokenizer_of(folder.path)
@@ -173,8 +165,6 @@ try:
     model = load_model(out_dir, device, getattr(torch, dtype))
     generator = torch.Generator(device).manual_seed(seed)
     found = evaluate_file(model, tokenizer, Path(evaluate).expanduser(), window, batch_size) if evaluate else {}
-except Damaged as error:
-    sys.exit(f"{error}{older_checkpoint()}")
 except (ImportError, OSError, ValueError) as error:
     sys.exit(str(error))
 except KeyboardInterrupt:

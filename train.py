@@ -263,7 +263,7 @@ first_step, resumed, documents, sentences = restore(
 earlier_sequences = resumed["sequences"] - first_step * sequences_per_step if resumed else 0  # of another batch_size
 saver = Saver(out_dir, optimizer, config, documents, keep_last, async_save, cpu_bytes_to_come(config, run_shape))
 log = RunLog(out_dir, device, dtype, tokens_per_step, model.flops_per_token(block_size), max_iters, log_interval)
-log.header(config, run_shape, model.n_params(), train_data, warmup_iters)
+log.header(model, run_shape, train_data, warmup_iters)
 for sentence in sentences:
     print0(sentence)
 wandb_options = {"project": wandb_project, "name": wandb_run_name, "config": settings} if wandb_log else {}

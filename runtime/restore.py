@@ -28,10 +28,10 @@ STATE_SETTINGS = {  # which say what tensors a checkpoint holds and what they me
     "base_dtype": "bfloat16",
 }  # fmt: skip
 HARMLESS_SETTINGS = {  # which do not change what a run computes: a resume does not mention them
-    "out_dir", "init_from", "eval_interval", "eval_iters", "log_interval", "keep_last", "async_save", "profile",
-    "wandb_log", "wandb_project", "wandb_run_name", "device", "compile", "cuda_graph", "offload", "offload_dir",
-    "offload_activations", "activation_checkpointing", "mlp_chunks", "sharding", "sync_every_micro_batch",
-    "copy_engines", "timeout",
+    "out_dir", "init_from", "eval_interval", "eval_first", "eval_only", "eval_iters", "log_interval", "keep_last",
+    "async_save", "profile", "wandb_log", "wandb_project", "wandb_run_name", "device", "compile", "cuda_graph",
+    "offload", "offload_dir", "offload_activations", "activation_checkpointing", "mlp_chunks", "sharding",
+    "sync_every_micro_batch", "copy_engines", "timeout",
 }  # fmt: skip
 
 
@@ -170,7 +170,7 @@ def _resume(out_dir, model, optimizer, settings, dtype, dataset, progress):
         try:
             folder = _open_checkpoint(path)
             _require_same_model(folder, True, model.config, settings, dataset)
-            if folder.run["step"] > settings["max_iters"]:
+            if folder.run["step"] > settings["max_iters"] and not settings["eval_only"]:
                 stop(f"{path} is beyond max_iters, {settings['max_iters']}: raise that, or name another --out_dir")
             base, tensors = _base_of(folder, settings), optimizer.tensors()
             others = _documents_of(folder, base, model.config, settings, dtype, dataset)

@@ -4,6 +4,7 @@ A checkpoint is written as step_000250.partial and renamed when it is complete, 
 complete. One that turns out damaged is renamed to step_000250.damaged.
 """
 
+import contextlib
 import os
 import shutil
 import sys
@@ -13,7 +14,7 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from data.files import lock
-from runtime.checkpoint_folder import other_weights
+from runtime.checkpoint_folder import open_folder, other_weights
 from runtime.distributed import (
     all_reduce_max,
     from_rank_0,
@@ -24,6 +25,7 @@ from runtime.distributed import (
     stop,
     stop_on_error,
 )
+from runtime.safetensors_file import Damaged
 
 
 def claim(out_dir: str) -> TextIO:
@@ -107,20 +109,36 @@ def newest_for_all_ranks(out_dir: str | Path) -> Path | None:
 def read_newest(run: Path, read: Callable[[Path], Any]) -> Any:
     """read(path) of the newest checkpoint of a run, or of `run` itself if it is a checkpoint or published.
 
-    Raises ValueError if there is none, and what read raises. Tries again if a run in progress deletes the checkpoint
-    while it is read.
+    Raises ValueError if there is none, and what read raises: for a damaged checkpoint, Damaged, which names an older
+    one. Tries again if a run in progress deletes the checkpoint while it is read.
     """
     for _ in range(5):
         path = run if is_model(run) else newest(run)
         if path is None:
-            others = other_weights(run) or "no checkpoint: train one first, or name another folder"
+            such = next((f", such as {path}" for path in sorted(run.glob("*")) if newest(path)), "")
+            others = other_weights(run) or f"no checkpoint: train one first, or name another folder{such}"
             raise ValueError(f"{run} holds {others}")
         try:
             return read(path)
+        except Damaged as error:
+            if path.exists():
+                raise Damaged(f"{error}{_older_checkpoint(path)}") from error
         except (OSError, ValueError):
             if path.exists():
                 raise
     raise ValueError(f"{run} deletes its checkpoints before they can be read: raise its --keep_last")
+
+
+def _older_checkpoint(damaged: Path) -> str:
+    """Where to go from a damaged checkpoint, as the end of a sentence."""
+    found = checkpoints(damaged.parent)
+    if damaged not in found:  # published weights
+        return ""
+    for path in reversed(found[: found.index(damaged)]):
+        with contextlib.suppress(OSError, ValueError):
+            open_folder(path)  # all but the numbers: a model beside the damaged one might not fit in memory
+            return f". Try an older one: {path}"
+    return ". No older checkpoint is whole: copy this one again, or train anew"
 
 
 def commit(partial: Path, final: Path) -> None:

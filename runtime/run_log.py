@@ -18,7 +18,7 @@ import torch
 from data.files import atomic_write
 from data.loader import Blocks
 from data.tokens import Tokens
-from model import LlamaConfig
+from model import Llama
 from runtime import memory_stats
 from runtime.distributed import all_reduce_max, local_world_size, print0, rank, stop, world_size
 from runtime.loss_plot import draw_losses, read_losses
@@ -88,13 +88,15 @@ class RunLog:
         """Model FLOPs utilisation: the FLOPs that the model needs over the GPUs' peak; None if that is not known."""
         return self.flops_per_token * tok_per_s / world_size / self.peak_flops if self.peak_flops else None
 
-    def header(self, config: LlamaConfig, run: RunShape, n_params: int, data: Blocks, warmup_iters: int) -> None:
+    def header(self, model: Llama, run: RunShape, data: Blocks, warmup_iters: int) -> None:
         """Print what runs, what will train, and what it will take."""
-        tokens, steps, known = len(data.tokens), self.max_iters, data.meta["vocab_size"]
+        config, tokens, steps, known = model.config, len(data.tokens), self.max_iters, data.meta["vocab_size"]
         versions = ", ".join(f"{name} {version}" for name, version in self.versions.items())
         print0(f"runs on   {world_size} x {self.device_name}; {versions}")
         computes = f"{run.dtype} compute" + ", projections in float8" * run.fp8
-        print0(f"model     {n_params:,} parameters; float32 weights, {computes}")
+        n_trained = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
+        trained = f", of which {n_trained:,} are trained" if run.lora_rank else ""
+        print0(f"model     {model.n_params():,} parameters{trained}; float32 weights, {computes}")
         if run.lora_rank:
             base = "4 bits a projection's weight" if run.base_dtype == "nf4" else run.dtype
             print0(f"lora      adapters of rank {run.lora_rank} are trained; frozen: {base}")

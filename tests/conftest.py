@@ -103,7 +103,9 @@ def sample(tmp_path, monkeypatch, capsys):
     """sample(**settings) runs sample.py in this process: the text, and what it said on stderr or stopped with."""
 
     def run(stdin="", **settings):
-        settings = {"out_dir": tmp_path / "out", "max_new_tokens": 12, "device": "cpu"} | settings
+        settings = {"out_dir": tmp_path / "out", "device": "cpu"} | settings
+        if "evaluate" not in settings:
+            settings = {"max_new_tokens": 12} | settings
         if not settings.keys() & {"chat", "evaluate", "prompt_file"}:
             settings = {"prompt": "def "} | settings
         monkeypatch.setattr(sys, "argv", ["sample.py", *flags(settings)])

@@ -125,6 +125,8 @@ def test_a_checkpoint_becomes_a_folder_that_transformers_reads(train, tmp_path, 
     assert_equal_weights(tmp_path / "out", tmp_path / "again")
     with pytest.raises(SystemExit, match="is there already: name a new folder"):
         convert_to_hf(tmp_path / "out")
+    with pytest.raises(SystemExit, match="--merge is for adapters, and .*step_000008 has none: leave it out"):
+        convert_to_hf(tmp_path / "out", "--merge=original", folder="merged")
 
 
 PARAMS = {"dim": 32, "n_layers": 2, "n_heads": 4, "n_kv_heads": 2, "vocab_size": 257, "norm_eps": 1e-5,
@@ -441,9 +443,16 @@ def test_a_slip_or_a_full_disk_ends_convert_py_with_a_sentence_and_leaves_nothin
     assert not list(tmp_path.glob("hf*"))
 
 
-def test_a_folder_that_cannot_be_written_is_found_before_the_weights_are_read(
+def test_ctrl_c_leaves_nothing_and_a_folder_that_cannot_be_written_is_found_before_the_weights_are_read(
     alone, tmp_path, monkeypatch, convert_to_hf
 ):
+    def interrupt(*_, **__):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(convert, "load_model", interrupt)
+    with pytest.raises(SystemExit, match="130"):
+        convert_to_hf(alone)
+    assert not list(tmp_path.glob("hf*"))
     monkeypatch.setattr(convert, "load_model", lambda *_: pytest.fail("the weights were read"))
     (tmp_path / "file").touch()
     with pytest.raises(SystemExit, match=f"{tmp_path}/file/hf is not written: Not a directory"):

@@ -195,7 +195,10 @@ def test_two_ranks_go_on_where_one_was_and_give_its_losses(base_dtype, trained, 
     {"dtype": "bfloat16"},
 ], ids=str)  # fmt: skip
 def test_lora_trains_with(changes, base, trained, capitals, tmp_path):
-    finish(RUN | {"dataset": capitals, "out_dir": tmp_path, "init_from": base} | changes)
+    done = run(RUN | {"dataset": capitals, "out_dir": tmp_path, "init_from": base} | changes)
+    a = 2 * 4 * (6 * 32 + 64)  # layers, rank, and the inputs of q, k, v, o, gate, up and down
+    b = 2 * 4 * (2 * 32 + 2 * 16 + 2 * 64 + 32)  # and their outputs
+    assert f" parameters, of which {a + b:,} are trained; " in done.stdout, done.stdout + done.stderr
     expected = step_losses(trained[changes.get("base_dtype", "bfloat16")])
     assert abs(step_losses(tmp_path) - expected).max() < (0.05 if "dtype" in changes else 1e-5)
 
@@ -265,7 +268,7 @@ def test_settings_that_cannot_be_are_refused_in_a_sentence(changes, sentence, tr
     ({"lora_rank": 8}, r"step_000008 has lora_rank 4 \(this run: 8\): pass --lora_rank=4"),
     ({"lora_alpha": 4}, r"step_000008 has lora_alpha 8.0 \(this run: 4.0\): pass --lora_alpha=8.0"),
     ({"base_dtype": "nf4"}, r"step_000008 has base_dtype bfloat16 \(this run: nf4\)"),
-    ({"lora_rank": 0}, r"step_000008 has lora_rank 4 \(this run: 0\)"),
+    ({"lora_rank": 0, "lora_alpha": 32}, r"step_000008 has lora_rank 4 \(this run: 0\)"),
     ({"init_from": "other"}, "is not the base that the adapters in .*step_000008 were trained on"),
 ], ids=lambda x: str(x)[:40])  # fmt: skip
 def test_adapters_of_another_rank_or_base_are_refused(changes, sentence, train, capsys, base, trained, tmp_path):

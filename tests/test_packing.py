@@ -222,8 +222,10 @@ def test_eval_first_and_eval_only_report_the_loss_that_training_starts_from(text
     found = {line["step"]: line["val_loss"] for line in losses(tmp_path) if "val_loss" in line}
     assert found[0] == pytest.approx(np.log(257), abs=0.1)
     saved = sorted(path.name for path in tmp_path.iterdir())
-    done = run_ranks(2, common | dict(eval_only=True, gradient_accumulation_steps=2, batch_size=2, eval_iters=4))
+    only = dict(eval_only=True, gradient_accumulation_steps=2, batch_size=2, eval_iters=4, max_iters=7)  # beyond it
+    done = run_ranks(2, common | only)
     assert done.returncode == 0 and not done.stderr, done.stderr
+    assert "resumes " in done.stdout and "eval_only False" not in done.stdout  # nothing of the run changes
     (last,) = (text for text in done.stdout.splitlines() if text.startswith("step 0"))
     assert last == f"step 00008 | val loss {found[8]:.4f} (8 blocks)", last
     assert sorted(path.name for path in tmp_path.iterdir()) == saved

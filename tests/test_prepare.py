@@ -419,6 +419,7 @@ def test_fineweb_errors_say_what_is_wrong_with_the_input(parquets, tmp_path):
         (parquets / "001.parquet", {}, ValueError, r"001\.parquet cannot be read as parquet"),
         (parquets, dict(val_fraction=1), ValueError, "--val_fraction is 1, expected a share above 0 and below 1"),
         (parquets, dict(max_files=-1), ValueError, "--max_files is -1, expected 1 or more"),
+        (parquets, dict(sample="100BT"), ValueError, "--sample is of the hub, and --input reads no hub"),
         (tmp_path / "nowhere", {}, FileNotFoundError, "nowhere does not exist"),
         (tmp_path / "empty", {}, FileNotFoundError, "holds no .parquet files"),
     ):

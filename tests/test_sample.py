@@ -51,6 +51,9 @@ def test_sample_continues_a_prompt_and_repeats_itself_for_a_seed(draw, alone):
         ),
         (dict(system="Be kind."), "--system is for --chat: add that, or leave it out"),
         (dict(window=9), "--window is for --evaluate: add that, or leave it out"),
+        (dict(batch_size=9), "--batch_size is for --evaluate: add that, or leave it out"),
+        (dict(chat=True, num_samples=2), "--num_samples is for --prompt: add that, or leave it out"),
+        (dict(evaluate="a.txt", seed=2), "--seed is for --prompt and --chat: add that, or leave it out"),
     ],
     ids=str,
 )
@@ -62,7 +65,10 @@ def test_what_cannot_be_read_or_written_gets_a_sentence(draw, alone, tmp_path, m
     path = os.path.expanduser("~/none/tokenizer.model")
     assert f"{path} does not exist: a tokenizer is bytes, " in draw(tokenizer="~/none/tokenizer.model")[1]
     assert draw(prompt_file="none.txt") == ("", "none.txt cannot be read: No such file or directory")
-    assert "holds no checkpoint: train one first" in draw(out_dir=tmp_path)[1]
+    none = f"{tmp_path} holds no checkpoint: train one first, or name another folder"
+    assert draw(out_dir=tmp_path)[1] == none
+    (tmp_path / "run").symlink_to(alone)
+    assert draw(out_dir=tmp_path)[1] == f"{none}, such as {tmp_path}/run"
     with open("/dev/full", "w") as full:
         process = start({"out_dir": alone, "device": "cpu"}, "sample.py", stdout=full)
         assert process.communicate()[1] == "the text could not be written: No space left on device\n"
@@ -72,7 +78,7 @@ def test_what_cannot_be_read_or_written_gets_a_sentence(draw, alone, tmp_path, m
     assert draw(prompt="né")[1] == "" and in_ascii.detach().getvalue().startswith(b"n?")
 
 
-def test_a_damaged_checkpoint_names_an_older_one_that_is_whole(sample, alone, tmp_path):
+def test_a_damaged_checkpoint_names_an_older_one_that_is_complete(sample, alone, tmp_path, monkeypatch):
     def damage(step):
         file = tmp_path / f"out/{step}/model.safetensors"
         content = bytearray(file.read_bytes())
@@ -80,12 +86,19 @@ def test_a_damaged_checkpoint_names_an_older_one_that_is_whole(sample, alone, tm
         file.write_bytes(content)
 
     shutil.copytree(alone, tmp_path / "out")
+    older = f". Try an older one: {tmp_path}/out/step_000010"
     damage("step_000020")
     for out_dir in (tmp_path / "out", tmp_path / "out/step_000020"):
         said = sample(out_dir=out_dir)[1]
-        assert said.startswith(f"{tmp_path}/out/step_000020/model.safetensors is damaged: ")
-        assert said.endswith(f". An older checkpoint is whole: --out_dir={tmp_path}/out/step_000010")
-    damage("step_000010")
+        assert said.startswith(f"{tmp_path}/out/step_000020/model.safetensors is damaged: ") and said.endswith(older)
+    (tmp_path / "out/step_000020/config.json").unlink()
+    assert sample()[1] == f"{tmp_path}/out/step_000020/config.json is missing{older}"
+    monkeypatch.setattr(sys, "argv", ["convert.py", str(tmp_path / "out"), str(tmp_path / "hf")])
+    for read in (convert.main, lambda: checkpoint.load_model(tmp_path / "out")):  # the second as runtime/lm_eval.py
+        with pytest.raises((SystemExit, ValueError), match=f"config.json is missing{older}$"):
+            read()
+    shutil.copy(alone / "step_000020/config.json", tmp_path / "out/step_000020")
+    (tmp_path / "out/step_000010/config.json").unlink()
     assert sample()[1].endswith(". No older checkpoint is whole: copy this one again, or train anew")
     (tmp_path / "out/step_000020").rename(tmp_path / "published")
     assert "whole" not in sample(out_dir=tmp_path / "published")[1]

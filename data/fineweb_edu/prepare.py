@@ -128,6 +128,8 @@ def prepare(
 ) -> dict:
     """Write the dataset into `folder` from a .parquet file, a folder of them or the hub; return its meta.json."""
     check_val_fraction(val_fraction)
+    if sample != "10BT" and input is not None:
+        raise ValueError("--sample is of the hub, and --input reads no hub: leave one of them out")
     if max_files is not None and max_files < 1:
         raise ValueError(f"--max_files is {max_files}, expected 1 or more")
     encoding, folder = tokenizer_for_data(tokenizer, bos), Path(folder)
