@@ -34,8 +34,6 @@ def find_problem(settings: Mapping, world_size: int) -> str | None:
     micro_batches, nf4 = s.gradient_accumulation_steps, s.base_dtype == "nf4"
     problems = {  # sentence -> whether it holds
         f"seed is {s.seed}: it must be below 2**63": s.seed >= 2**63,
-        f"lr_decay_iters is {s.lr_decay_iters}, which is of lr_schedule cosine: leave it out, wsd has cooldown_iters":
-            s.lr_schedule == "wsd" and s.lr_decay_iters is not None,
         f"lr_decay_iters is {s.lr_decay_iters}, within the warm-up of {s.warmup_iters} steps: let the cosine end later":
             s.lr_decay_iters is not None and s.lr_decay_iters < min(s.warmup_iters, s.max_iters),
         f"min_lr is {s.min_lr}, above learning_rate, {s.learning_rate}: the cosine decays from learning_rate to min_lr":
@@ -49,10 +47,6 @@ def find_problem(settings: Mapping, world_size: int) -> str | None:
             s.optimizer == "muon" and s.offload != "none",
         f"optimizer={s.optimizer} works with offload=none: its states are small, leave them on the GPU":
             projects and s.offload != "none",
-        f"galore_rank and galore_interval are of optimizer galore and apollo, not of {s.optimizer}: leave them out":
-            not projects and (s.galore_rank, s.galore_interval) != (128, 200),
-        f"galore_scale is of optimizer galore, not of {s.optimizer}: leave it out":
-            s.optimizer != "galore" and s.galore_scale != 0.25,
         f"galore_rank is {s.galore_rank}, the smallest matrix has a side of {smallest:g}: choose less":
             projects and s.galore_rank > smallest,
         f"optimizer={s.optimizer} needs the CPU when it chooses a projection: add --cuda_graph=false":
@@ -79,8 +73,6 @@ def find_problem(settings: Mapping, world_size: int) -> str | None:
         f"lora_rank is {s.lora_rank}, above n_embd or ffn_dim: such adapters are larger than what they adapt":
             s.lora_rank > min(s.n_embd, s.ffn_dim),
         "base_dtype=nf4 is for the frozen weights beside adapters: add --lora_rank=16": not s.lora_rank and nf4,
-        f"lora_alpha is {s.lora_alpha}, and there are no adapters: add --lora_rank=16":
-            not s.lora_rank and s.lora_alpha != 32,
         "lora_rank works without fp8, whose gain is in gradients that frozen weights do not have: add --fp8=false":
             s.lora_rank > 0 and s.fp8,
         "lora_rank works with optimizer=adamw and optimizer_bits=32: adapters have few states":

@@ -22,9 +22,6 @@ PROBLEMS = {  # the beginning of the sentence: what is set
     "warmup_iters 4 and cooldown_iters 5 are more steps than max_iters, 8":
         "--lr_schedule=wsd --warmup_iters=4 --cooldown_iters=5 --max_iters=8",
     "cooldown_iters is 5, which is of lr_schedule wsd": "--cooldown_iters=5",
-    "lr_decay_iters is 9, which is of lr_schedule cosine": "--lr_decay_iters=9 --lr_schedule=wsd",
-    "galore_rank and galore_interval are of optimizer galore and apollo, not of adamw": "--galore_rank=4",
-    "galore_scale is of optimizer galore, not of apollo": "--optimizer=apollo --galore_rank=4 --galore_scale=1",
     "optimizer=muon works with offload=none": "--optimizer=muon --offload=optimizer",
     "optimizer=galore works with offload=none": "--optimizer=galore --offload=all",
     "galore_rank is 128, the smallest matrix has a side of 16": "--optimizer=galore",
@@ -42,7 +39,6 @@ PROBLEMS = {  # the beginning of the sentence: what is set
     "lora_alpha is 0.0: it must be above 0": "--lora_alpha=0",
     "lora_rank is 33, above n_embd or ffn_dim": "--lora_rank=33",
     "base_dtype=nf4 is for the frozen weights beside adapters": "--base_dtype=nf4",
-    "lora_alpha is 4.0, and there are no adapters": "--lora_alpha=4",
     "lora_rank works without fp8": "--lora_rank=4 --fp8",
     "lora_rank works with optimizer=adamw": "--lora_rank=4 --optimizer=muon",
     "base_dtype=nf4 stays on the GPU": "--lora_rank=4 --base_dtype=nf4 --offload=all",
