@@ -215,16 +215,11 @@ if compile:
     for layer in model.layers:
         layer.compile()
 if world_size > 1:
-    shard = functools.partial(
-        fully_shard,
-        mesh=mesh,
-        mp_policy=MixedPrecisionPolicy(
-            # Gradients are summed over the ranks in float32. The copy engines' kernel does that from bfloat16 ones.
-            reduce_dtype=None if run_shape.copy_engines_reduce else torch.float32,
-            cast_forward_inputs=False,  # it would round the float32 cos and sin that the blocks are handed
-        ),
-        offload_policy=CPUOffloadPolicy(pin_memory=device != "cpu") if offload == "all" else OffloadPolicy(),
-    )
+    # Gradients are summed over the ranks in float32. The copy engines' kernel does that from bfloat16 ones.
+    reduce_dtype = None if run_shape.copy_engines_reduce else torch.float32
+    policy = MixedPrecisionPolicy(reduce_dtype=reduce_dtype, cast_forward_inputs=False)  # which would round cos and sin
+    offload_policy = CPUOffloadPolicy(pin_memory=device != "cpu") if offload == "all" else OffloadPolicy()
+    shard = functools.partial(fully_shard, mesh=mesh, mp_policy=policy, offload_policy=offload_policy)
     for layer in model.layers:  # a block is gathered just before it computes; zero2 keeps it until its backward
         shard(layer, reshard_after_forward=sharding != "zero2")
     if not tie_embeddings:
