@@ -252,18 +252,15 @@ def learning_rate_at(step: int) -> float:
 
 # ----------------------------------------------------------------------------------------------------------------------
 # Start: from scratch, from published weights, or from the newest checkpoint
-first_step, resumed, documents, sentences = restore(
-    start, out_dir, model, optimizer, settings, dtype, train_data.meta, watchdog.progress
-)
-earlier_sequences = resumed["sequences"] - first_step * sequences_per_step if resumed else 0  # of another batch_size
-saver = Saver(out_dir, optimizer, config, documents, keep_last, async_save, cpu_bytes_to_come(config, run_shape))
 log = RunLog(out_dir, device, dtype, tokens_per_step, model.flops_per_token(block_size), max_iters, log_interval)
 log.header(config, run_shape, model.n_params(), train_data, warmup_iters)
-for sentence in sentences:
-    print0(sentence)
+facts = {"settings": settings, "dtype": dtype, "dataset": train_data.meta, "versions": log.versions}  # for run.json
+begun, documents = restore(start, out_dir, model, optimizer, facts, watchdog.progress)
+first_step = begun["step"]
+earlier_sequences = begun["sequences"] - first_step * sequences_per_step  # not 0 if they had another batch_size
+saver = Saver(out_dir, optimizer, config, documents, keep_last, async_save, cpu_bytes_to_come(config, run_shape))
 wandb_options = {"project": wandb_project, "name": wandb_run_name, "config": settings} if wandb_log else {}
-with stop_on_error():
-    log.open(first_step, **wandb_options)
+log.open(first_step, **wandb_options)
 profiler = Profiler(out_dir, first_step, enabled=profile)
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -365,10 +362,7 @@ if eval_only or (eval_first and step == 0):
 loss_scale = optimizer.loss_scale.scale if dtype == "float16" else torch.ones((), device=device)
 read_ahead(step)
 read_ahead(step + 1)
-if step == max_iters:
-    print0(f"nothing left to do: {start} is at step {step}, max_iters is {max_iters}. ", end="")
-    print0("A larger --max_iters trains on, another --out_dir starts a run of its own")
-elif not batches:
+if step < max_iters and not batches:
     sys.exit(shutdown.exit_code)
 while step < max_iters and not stopping:
     optimizer.lr.fill_(learning_rate_at(step))
@@ -398,8 +392,7 @@ while step < max_iters and not stopping:
             stopping = stopping or shutdown.requested_anywhere(device)
             watchdog.pause(f"step {step}: saving")  # a disk may take longer than a step
             sequences = earlier_sequences + step * sequences_per_step
-            run = {"val_loss": val_loss, "sequences": sequences, "dtype": dtype, "settings": settings}
-            run |= {"dataset": train_data.meta, "versions": log.versions}
+            run = facts | {"val_loss": val_loss, "sequences": sequences}
             kept = saver.save(step, run, wait=stopping or step == max_iters)
             print0(f"step {step:05d} | {result} | {kept}")
 
@@ -418,7 +411,7 @@ if step == max_iters and val_loss is not None:
         estimated_gib=peak_gib(config, run_shape),
         reserved_gib=None if device == "cpu" else torch.cuda.max_memory_reserved() / 2**30,
         save_seconds=saver.seconds,
-        resume_seconds=resumed and resumed["resume_seconds"],
+        resume_seconds=begun["resume_seconds"],
     )
     if keep_last and not saver.error:
         print0(f"next: python sample.py --out_dir={shlex.quote(out_dir)}" + " --chat" * bool(train_data.tokens.masks))

@@ -20,7 +20,7 @@ from data.loader import Blocks
 from data.tokens import Tokens
 from model import LlamaConfig
 from runtime import memory_stats
-from runtime.distributed import all_reduce_max, local_world_size, print0, rank, stop, world_size
+from runtime.distributed import all_reduce_max, local_world_size, print0, rank, stop, stop_on_error, world_size
 from runtime.loss_plot import draw_losses, read_losses
 from runtime.memory import RunShape, peak_gib
 
@@ -115,6 +115,7 @@ class RunLog:
         if self.device == "cpu" and self.flops_per_token * self.tokens_per_step > 1e14:
             print0("on a CPU  each step will take many minutes: config/baby_llama.py is made for CPUs")
 
+    @stop_on_error()
     def open(self, first_step: int, **wandb_options) -> None:
         """Open metrics.jsonl and keep its lines up to first_step. wandb_options: of wandb.init; none: no wandb.
 
