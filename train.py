@@ -40,7 +40,7 @@ from runtime.copy_engines import pick_copy_engines, use_copy_engines
 from runtime.cuda_graph import CUDAGraph
 from runtime.device import pick_device, pick_dtype, require_compiler, send_to_cpu, send_to_device
 from runtime.distributed import local_world_size, print0, rank, require_same_on_all_ranks, stop_on_error, world_size
-from runtime.memory import RunShape, peak_gib
+from runtime.memory import RunShape
 from runtime.memory_advice import cpu_bytes_to_come, disk_bytes, out_of_memory_message, require_memory
 from runtime.memory_stats import card_gib
 from runtime.profile import Profiler
@@ -403,16 +403,9 @@ profiler.stop()
 if stopping and keep_last and (step < max_iters or val_loss is None):
     print0("run the same command again to resume")
 if step == max_iters and val_loss is not None:
-    log.summary(
-        val_loss,
-        val_data.tokens if n_eval_blocks == val_data.n_blocks else None,
-        settings=settings,
-        n_params=model.n_params(),
-        estimated_gib=peak_gib(config, run_shape),
-        reserved_gib=None if device == "cpu" else torch.cuda.max_memory_reserved() / 2**30,
-        save_seconds=saver.seconds,
-        resume_seconds=begun["resume_seconds"],
-    )
+    all_of_val = val_data.tokens if n_eval_blocks == val_data.n_blocks else None
+    seconds = {"save_seconds": saver.seconds, "resume_seconds": begun["resume_seconds"]}
+    log.summary(val_loss, all_of_val, settings=settings, **seconds)
     if keep_last and not saver.error:
         print0(f"next: python sample.py --out_dir={shlex.quote(out_dir)}" + " --chat" * bool(train_data.tokens.masks))
 log.close()

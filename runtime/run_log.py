@@ -82,7 +82,7 @@ class RunLog:
         self.versions = versions(device)
         self.step_seconds, self.n_logged, self.data_seconds = [], 0, 0.0  # n_logged: steps up to the last line
         self.curve = []  # (step, training seconds so far, loss) of each line
-        self.peak_gib, self.file, self.wandb = None, None, None
+        self.peak_gib, self.file, self.wandb, self.facts = None, None, None, {}  # facts: of header, for the summary
 
     def mfu(self, tok_per_s: float) -> float | None:
         """Model FLOPs utilisation: the FLOPs that the model needs over the GPUs' peak; None if that is not known."""
@@ -91,6 +91,7 @@ class RunLog:
     def header(self, config: LlamaConfig, run: RunShape, n_params: int, data: Blocks, warmup_iters: int) -> None:
         """Print what runs, what will train, and what it will take."""
         tokens, steps, known = len(data.tokens), self.max_iters, data.meta["vocab_size"]
+        self.facts = {"n_params": n_params, "estimated_gib": peak_gib(config, run)}
         versions = ", ".join(f"{name} {version}" for name, version in self.versions.items())
         print0(f"runs on   {world_size} x {self.device_name}; {versions}")
         computes = f"{run.dtype} compute" + ", projections in float8" * run.fp8
@@ -99,7 +100,7 @@ class RunLog:
             base = "4 bits a projection's weight" if run.base_dtype == "nf4" else run.dtype
             print0(f"lora      adapters of rank {run.lora_rank} are trained; frozen: {base}")
         if self.device != "cpu":
-            gib = f"about {peak_gib(config, run):.1f} GiB of {memory_stats.card_gib(self.device):.1f} GiB"
+            gib = f"about {self.facts['estimated_gib']:.1f} GiB of {memory_stats.card_gib(self.device):.1f} GiB"
             settings = f"activation checkpointing: {run.activation_checkpointing}; offload: {run.offload}"
             print0(f"memory    {gib}; {settings}")
         times = self.tokens_per_step * steps / (data.n_blocks * config.block_size)
@@ -233,6 +234,8 @@ class RunLog:
             "peak_gib": self.peak_gib,
             "val_loss": val_loss,
             "curve": self.curve,
+            **self.facts,
+            "reserved_gib": None if self.device == "cpu" else torch.cuda.max_memory_reserved() / 2**30,
             **more,
             "train_seconds": total,
             "ms_per_step": seconds * 1000,
