@@ -317,15 +317,6 @@ def evaluate() -> float | None:
     return (total[0] / total[1]).item()
 
 
-def report_loss() -> tuple[float | None, str]:
-    """What evaluate() finds, recorded, and its words for the screen."""
-    val_loss = evaluate()
-    if val_loss is None:
-        return None, "interrupted"
-    log.record({"step": step, "val_loss": val_loss})
-    return val_loss, f"val loss {val_loss:.4f} ({n_eval_blocks} blocks)"
-
-
 def read_ahead(step: int) -> None:
     """Appends a step's micro-batches to `batches`. If this rank cannot read them, all ranks stop before that step."""
     if step < max_iters and not shutdown.requested:
@@ -356,7 +347,7 @@ stopping, val_loss = False, None
 batches, unfinished = deque(), deque()  # micro-batches of the next two steps; numbers that may still be on their way
 if eval_only or (eval_first and step == 0):
     with log.paused():
-        print0(f"step {step:05d} | {report_loss()[1]}")
+        print0(f"step {step:05d} | {log.evaluation(step, evaluate(), n_eval_blocks)}")
     if eval_only:
         sys.exit(shutdown.exit_code)
 loss_scale = optimizer.loss_scale.scale if dtype == "float16" else torch.ones((), device=device)
@@ -388,7 +379,8 @@ while step < max_iters and not stopping:
     saver.report(step)
     if evaluates or stopping:
         with log.paused():
-            val_loss, result = (None, "interrupted") if stopping else report_loss()
+            val_loss = None if stopping else evaluate()
+            result = log.evaluation(step, val_loss, n_eval_blocks)
             stopping = stopping or shutdown.requested_anywhere(device)
             watchdog.pause(f"step {step}: saving")  # a disk may take longer than a step
             sequences = earlier_sequences + step * sequences_per_step

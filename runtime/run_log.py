@@ -66,7 +66,7 @@ class RunLog:
     log.step(step, loss, lr, grad_norm)         # after each step; a line every log_interval steps. All ranks call it
     with log.reading(): ...                     # the time that reading data takes
     with log.paused(): ...                      # evaluation and saving: not the training's time
-    log.record({"step": step, "val_loss": 3.2})
+    log.evaluation(step, val_loss, n_blocks)    # after each evaluation
     log.summary(...); log.close()
     """
 
@@ -213,6 +213,13 @@ class RunLog:
             {"step": step, "loss": loss, "lr": lr, "grad_norm": grad_norm, "ms": seconds * 1000,
              "tok_per_s": tok_per_s, "mfu": self.mfu(tok_per_s), "mem_gib": self.peak_gib, "data_ms": data_ms, **more}
         )  # fmt: skip
+
+    def evaluation(self, step: int, val_loss: float | None, n_blocks: int) -> str:
+        """Record what an evaluation found, None if it was interrupted. Returns its words for the screen."""
+        if val_loss is None:
+            return "interrupted"
+        self.record({"step": step, "val_loss": val_loss})
+        return f"val loss {val_loss:.4f} ({n_blocks} blocks)"
 
     def summary(self, val_loss: float, all_of_val: Tokens | None, **more) -> None:
         """Print the result of the run and write summary.json. all_of_val: the tokens, if val_loss is of all of them."""
