@@ -283,17 +283,6 @@ if cuda_graph:  # the first call of each runs as it is, the second is recorded, 
     forward_backward, update = CUDAGraph(forward_backward), CUDAGraph(update)
 
 
-def gradients(batches: list[tuple[torch.Tensor, ...]]) -> torch.Tensor:
-    """Forward and backward of a step's micro-batches: returns this rank's share of its loss."""
-    loss = torch.zeros((), device=device)
-    for i, batch in enumerate(batches):
-        if not sync_every_micro_batch:
-            model.set_requires_gradient_sync(i + 1 == micro_steps)
-        watchdog.progress(f"step {step + 1}: forward and backward")
-        loss += forward_backward(*batch)
-    return loss
-
-
 @torch.no_grad()
 def evaluate() -> float | None:
     """The mean loss over n_eval_blocks validation blocks, always the same ones. None if it is interrupted."""
@@ -357,7 +346,12 @@ if step < max_iters and not batches:
     sys.exit(shutdown.exit_code)
 while step < max_iters and not stopping:
     optimizer.lr.fill_(learning_rate_at(step))
-    loss = gradients(batches.popleft())
+    loss = torch.zeros((), device=device)  # this rank's share
+    for i, batch in enumerate(batches.popleft()):
+        if not sync_every_micro_batch:
+            model.set_requires_gradient_sync(i + 1 == micro_steps)
+        watchdog.progress(f"step {step + 1}: forward and backward")
+        loss += forward_backward(*batch)
     read_ahead(step + 2)  # while the GPU computes. Two steps ahead, for ranks learn of an error one step late
     watchdog.progress(f"step {step + 1}: update")
     saver.wait_for_copy()  # of the weights, by a save that runs beside the training
