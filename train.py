@@ -47,7 +47,7 @@ from runtime.profile import Profiler
 from runtime.recompute import recompute
 from runtime.restore import check_start, find_start, restore
 from runtime.run_log import RunLog
-from runtime.shutdown import ShutdownHandler, make_excepthook, stop_not_finite
+from runtime.shutdown import ShutdownHandler, make_excepthook, on_not_finite
 from runtime.state_file import open_state_file
 from runtime.stream_weights import StreamedWeights
 from runtime.watchdog import Watchdog
@@ -318,12 +318,9 @@ def finish(step: int, numbers) -> bool:
     """Waits for a step's numbers and logs them. Returns whether a rank wants to stop."""
     watchdog.progress(f"step {step}: waiting for the GPU")
     loss, stop_wanted, grad_norm, loss_scale = numbers()
-    if dtype == "float16" and math.isfinite(loss) and not math.isfinite(grad_norm) and loss_scale >= 1:
-        print0(f"step {step:05d} | float16 overflowed: weights not updated, loss scale now {loss_scale:g}")
-    elif not math.isfinite(grad_norm):
-        watchdog.pause(f"step {step}: saving")
-        saver.finish(step)
-        stop_not_finite(step, loss, grad_norm, grad_clip, run_folder.newest(out_dir))
+    if not math.isfinite(grad_norm):
+        watchdog.pause(f"step {step}: not finite")
+        on_not_finite(step, loss, grad_norm, loss_scale, saver)  # float16 goes on with a smaller scale
     log.step(step, loss, learning_rate_at(step - 1), grad_norm)
     return stop_wanted > 0
 
@@ -339,7 +336,7 @@ if eval_only or (eval_first and step == 0):
         print0(f"step {step:05d} | {log.evaluation(step, evaluate(), n_eval_blocks)}")
     if eval_only:
         sys.exit(shutdown.exit_code)
-loss_scale = optimizer.loss_scale.scale if dtype == "float16" else torch.ones((), device=device)
+loss_scale = optimizer.loss_scale.scale if dtype == "float16" else torch.zeros((), device=device)
 read_ahead(step)
 read_ahead(step + 1)
 if step < max_iters and not batches:
