@@ -75,10 +75,7 @@ class ShutdownHandler:
 
 
 def on_not_finite(step: int, loss: float, grad_norm: float, loss_scale: float, saver: Saver) -> None:
-    """End a run whose loss or gradient norm is not finite, unless float16 overflowed at a scale that is now at least 1.
-
-    loss_scale: 0 without one.
-    """
+    """End a run whose loss or gradient norm is not finite. float16 goes on while loss_scale (else 0) is at least 1."""
     if math.isfinite(loss) and loss_scale >= 1:
         print0(f"step {step:05d} | float16 overflowed: weights not updated, loss scale now {loss_scale:g}")
         return
