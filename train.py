@@ -38,7 +38,7 @@ from runtime.check_settings import check_settings
 from runtime.checkpoint import Saver
 from runtime.copy_engines import pick_copy_engines, use_copy_engines
 from runtime.cuda_graph import CUDAGraph
-from runtime.device import pick_device, pick_dtype, require_compiler, send_to_cpu, send_to_device
+from runtime.device import pick_device, pick_dtype, send_to_cpu, send_to_device
 from runtime.distributed import local_world_size, print0, rank, require_same_on_all_ranks, stop_on_error, world_size
 from runtime.memory import RunShape
 from runtime.memory_advice import cpu_bytes_to_come, disk_bytes, out_of_memory_message, require_memory
@@ -211,7 +211,6 @@ require_memory(config, run_shape, device)
 state_file = open_state_file(offload_dir, disk_bytes(config, run_shape))
 sys.excepthook = make_excepthook(watchdog, out_dir, lambda: out_of_memory_message(config, run_shape, card_gib(device)))
 if compile:
-    require_compiler(device)
     for layer in model.layers:
         layer.compile()
 if world_size > 1:
