@@ -17,7 +17,6 @@ Liu et al., Muon is Scalable for LLM Training, 2025 (the factor). https://arxiv.
 """
 
 import math
-from collections import Counter
 from dataclasses import dataclass
 
 import torch
@@ -25,7 +24,7 @@ import torch.distributed as dist
 
 from kernels.sgdw import sgdw
 from optimizers.adamw import AdamW
-from optimizers.rule import MatrixRule, Shard, is_matrix_of_a_block
+from optimizers.rule import MatrixRule, Shard
 from runtime.hf_names import stacked_rows
 
 POLAR_EXPRESS = (  # a, b, c of each iteration; the first for X / 1.02, which is safely below 1
@@ -101,20 +100,6 @@ class Muon(MatrixRule):
             m.lerp_(g, 1 - self.momentum)
             u[: len(g)] = g.lerp_(m, self.momentum)
         return x
-
-    def workspace(self, parameters, ranks):
-        """In bfloat16: u of a round and of the next; of a matrix X, the X after it, X Xᵀ and its polynomial.
-
-        With several ranks there are two of each u, to send and received, and of the round that arrives too.
-        """
-        shapes = [(name, p.shape) for name, p in parameters if is_matrix_of_a_block(name, p.shape)]
-        counts, found = Counter(shape for _, shape in shapes), [0]
-        for name, shape in dict.fromkeys(shapes):
-            n = owned_at_a_time(counts[shape], shape.numel(), ranks)
-            rows, columns = max(stacked_rows(name, shape)), shape[1]
-            matrix = 4 * rows * columns + 4 * min(rows, columns) ** 2
-            found.append(n * (shape.numel() * (4 if ranks == 1 else 12) + matrix))
-        return max(found)
 
 
 def owned_at_a_time(n: int, size: int, ranks: int) -> int:

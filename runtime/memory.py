@@ -17,9 +17,9 @@ untied head), L layers, N tokens, P ranks that share one copy of the model:
     LoRA                    gradients, masters and moments of the adapters alone; NF4: the largest projection read back
 
 These do not all exist at once: activations shrink while gradients grow. So `phases` lists the parts at each point of a
-step that can be its peak, and the largest sum counts. AdamW's update is never the peak: it allocates nothing,
-and the backward of the embedding just before it holds one more gradient of the embedding's size. An evaluation takes
-less than a step.
+step that can be its peak, and the largest sum counts. The update is not among them: AdamW's allocates nothing, and what
+those of Muon, GaLore and APOLLO allocate is less than the activations were (of one sequence of 8B it is 1 GiB more). An
+evaluation takes less than a step.
 
 Within 1% of every peak that H100s and H200s measured: tests/test_memory.py holds it to the records. All numbers are
 what PyTorch allocates (max_memory_allocated): the CUDA context, NCCL's buffers and the allocator's reserve add 1 to 2
@@ -252,7 +252,6 @@ class Step:
         self.c, self.run, self.itemsize = c, run, run.compute_dtype.itemsize
         block, root = param_shapes(c, run)
         self.block = group_of("of a block", block, run)
-        self.workspace = run.rule.workspace(block * c.n_layer + root, run.shard_ranks)
         self.all = group_of("parameters", block * c.n_layer + root, run)
         self.embedding = group_of("of the embedding", root[:1], run)
         self.apart = run.fsdp and not c.tie_embeddings  # embedding, and norm and head, are two groups; else one
@@ -390,12 +389,6 @@ def phases(config: LlamaConfig, run: RunShape) -> dict[str, list[Part]]:
     if run.fsdp:
         at_end = {"done": (layers, 1), "reducing": first, "over": True}
         found["reduction of the embedding"] = step.at(step.reduction(first), **at_end)
-    if step.workspace and run.offload == "none":  # else the update allocates nothing, and is never the peak
-        summed = run.micro_steps > 1 and not step.unsynced  # then no gradients are left, but their sums
-        extra = Part("the update", step.workspace, "for whole matrices, or for projected ones")
-        found["the update"] = step.at(extra, 0, (0, root_stays), (0, 0) if summed else (layers, 1), 0, None, True)
-        if not summed:
-            found["the update"] += counted("gradients", "gradients", (1, first), ranks=run.shard_ranks)
     return found
 
 
