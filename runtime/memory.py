@@ -14,7 +14,7 @@ untied head), L layers, N tokens, P ranks that share one copy of the model:
     FSDP by copy engines    their buffers 2·(5B + 2R), the gathered root 2R and a block 2B
     an untied head          instead of 2R: 4H in the loss, then its gradients being reduced in float32 4H
     offload                 a block's gradients being copied 2B; all: instead of the weights two blocks 4B, the root 2R
-    LoRA                    gradients, masters and moments of the adapters alone; NF4: the largest projection read back
+    LoRA                    gradients, masters and moments of the adapters alone
 
 These do not all exist at once: activations shrink while gradients grow. So `phases` lists the parts at each point of a
 step that can be its peak, and the largest sum counts. The update is not among them: AdamW's allocates nothing, and what
@@ -336,15 +336,9 @@ class Step:
             sums = self.block.wide if self.run.lora_rank else 12 * c.n_embd * c.ffn_dim
             a_slice = itemsize * (6 * c.ffn_dim + c.n_embd) * n_tokens // self.chunks + sums
             n_bytes += max(a_slice, attention_bytes(c, self.run) * n_tokens + self.block.gradients)
-        n_bytes = max(n_bytes, self.block.gradients - kept * n_tokens)  # with few tokens the block's own gradients
         if self.n_groups > 1:  # the gradients of x, of all groups, and sums of the weights'
             sums = self.block.gradients if self.n_groups == 2 else self.block.wide
             n_bytes += itemsize * c.n_embd * (self.n_tokens - n_tokens) + sums
-        if self.run.base_dtype == "nf4":  # gate and up are read back beside four gradients
-            everything = token_bytes(c, replace(self.run, activation_checkpointing="none"), self.chunks)[0]
-            n = 2 if self.run.fused_kernels else 1  # plain PyTorch has freed gate and up by then: down counts
-            beside = everything - kept + itemsize * n * (c.n_embd + c.ffn_dim // self.chunks)
-            n_bytes = max(n_bytes, beside * n_tokens + itemsize * n * c.ffn_dim * c.n_embd)
         return Part("the block in backward", n_bytes, f"{in_block - kept:,} bytes x {n_tokens:,} tokens, beyond saved")
 
     def reduction(self, group: Group) -> Part:
