@@ -268,6 +268,7 @@ class Step:
         self.n_groups = groups_of_sequences(run.batch_size, c.block_size, c.n_embd, *how) if in_groups else 1
         self.group_tokens = -(-run.batch_size // self.n_groups) * c.block_size
         self.chunks = chunks_of_mlp(self.group_tokens, c.n_embd, mode, *how)
+        self.kept, self.in_block = token_bytes(c, run, self.chunks)
 
     def always(self) -> list[Part]:
         run, ranks = self.run, self.run.shard_ranks
@@ -315,23 +316,21 @@ class Step:
             found += counted("gradients reduced, until backward ends", "wide", *complete, ranks=run.shard_ranks)
         return found
 
-    def saved(self, blocks: int, backward: bool) -> list[Part]:
+    def saved(self, blocks: int) -> list[Part]:
         """What the forward of so many blocks has kept for backward."""
-        if self.run.offload_activations:  # of the last block; in backward of the one being read, and of the next
-            blocks = min(blocks, 1 + backward)
-        size = token_bytes(self.c, self.run, self.chunks)[0]
-        how = f"{size:,} bytes x {blocks} layers x {self.n_tokens:,} tokens"
-        return [Part("saved activations", size * blocks * self.n_tokens, how)] if blocks else []
+        how = f"{self.kept:,} bytes x {blocks} layers x {self.n_tokens:,} tokens"
+        return [Part("saved activations", self.kept * blocks * self.n_tokens, how)] if blocks else []
 
     def at(self, extra, saved=0, gathered=(0, 0), done=(0, 0), embeddings=0, reducing=None, over=False) -> list[Part]:
         """All parts of one phase; extra exists only then. saved: of how many blocks. done: of gradients."""
         gradients = self.gradients(*done, embeddings, reducing, over)
-        return [*self.always(), *self.gathered(*gathered), *gradients, *self.saved(saved, done[0] > 0), extra]
+        if self.run.offload_activations:  # of the last block; in backward of the one being read, and of the next
+            saved = min(saved, 1 + (done[0] > 0))
+        return [*self.always(), *self.gathered(*gathered), *gradients, *self.saved(saved), extra]
 
     def block_in_backward(self) -> Part:
-        c, itemsize, n_tokens = self.c, self.itemsize, self.group_tokens
-        kept, in_block = token_bytes(c, self.run, self.chunks)
-        n_bytes = (in_block - kept) * n_tokens
+        c, itemsize, n_tokens, beyond = self.c, self.itemsize, self.group_tokens, self.in_block - self.kept
+        n_bytes = beyond * n_tokens
         if self.chunks > 1 and self.run.fused_kernels:  # a slice and its float32 gradients, or attention's backward
             sums = self.block.wide if self.run.lora_rank else 12 * c.n_embd * c.ffn_dim
             a_slice = itemsize * (6 * c.ffn_dim + c.n_embd) * n_tokens // self.chunks + sums
@@ -339,7 +338,7 @@ class Step:
         if self.n_groups > 1:  # the gradients of x, of all groups, and sums of the weights'
             sums = self.block.gradients if self.n_groups == 2 else self.block.wide
             n_bytes += itemsize * c.n_embd * (self.n_tokens - n_tokens) + sums
-        return Part("the block in backward", n_bytes, f"{in_block - kept:,} bytes x {n_tokens:,} tokens, beyond saved")
+        return Part("the block in backward", n_bytes, f"{beyond:,} bytes x {n_tokens:,} tokens, beyond saved")
 
     def reduction(self, group: Group) -> Part:
         """Beside FSDP's float32 buffer: the gradients that are copied into it; or this rank's sums that come out, in
