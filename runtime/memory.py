@@ -111,13 +111,11 @@ class Part(NamedTuple):
 # What the model, the optimizer and the recomputation say of themselves
 
 
-def param_shapes(c: LlamaConfig, run: RunShape | None = None) -> tuple[list[Named], list[Named]]:
-    """One block's parameters, and the root's, embedding first: on the meta device, so without memory. run: None for
-    float32 ones, all trained.
-    """
+def param_shapes(c: LlamaConfig, run: RunShape) -> tuple[list[Named], list[Named]]:
+    """One block's parameters, and the root's, embedding first: on the meta device, so without memory."""
     with torch.device("meta"):
-        model = Llama(replace(c, n_layer=1)).to(run.compute_dtype if run else torch.float32)
-        if run and run.lora_rank:
+        model = Llama(replace(c, n_layer=1)).to(run.compute_dtype)
+        if run.lora_rank:
             add_lora(model, run.lora_rank, run.lora_alpha, run.base_dtype)
     root = [(name, p) for name, p in model.named_parameters() if not name.startswith("layers.")]
     return list(model.layers.named_parameters("layers")), root
@@ -125,7 +123,7 @@ def param_shapes(c: LlamaConfig, run: RunShape | None = None) -> tuple[list[Name
 
 def n_params(c: LlamaConfig) -> tuple[int, int]:
     """The number of parameters of one block, and of the root."""
-    block, root = param_shapes(c)
+    block, root = param_shapes(c, RunShape(1))
     return sum(p.numel() for _, p in block), sum(p.numel() for _, p in root)
 
 
@@ -153,9 +151,9 @@ class Group(NamedTuple):
 
 def group_of(name: str, parameters: list[Named], run: RunShape) -> Group:
     trained = [(key, p) for key, p in parameters if p.requires_grad]
-    sizes = [(p.nbytes, 4 * p.numel(), state_bytes(key, p, run)) for key, p in trained] or [(0, 0, 0)]
-    n, held = (sum(x) for x in zip(*((p.numel(), p.nbytes) for _, p in parameters), strict=True))
-    return Group(name, n, held, *(sum(x) for x in zip(*sizes, strict=True)))
+    n, weights = sum(p.numel() for _, p in parameters), sum(p.nbytes for _, p in parameters)
+    gradients, wide = sum(p.nbytes for _, p in trained), sum(4 * p.numel() for _, p in trained)
+    return Group(name, n, weights, gradients, wide, sum(state_bytes(key, p, run) for key, p in trained))
 
 
 def counted(name: str, kind: str, *terms: tuple[int, Group], ranks: int = 1) -> list[Part]:
@@ -399,7 +397,6 @@ def peak_gib(config: LlamaConfig, run: RunShape) -> float:
 def table(config: LlamaConfig, run: RunShape) -> str:
     """The parts at the peak, a line each: name, GiB, arithmetic."""
     phase, found = parts(config, run)
-    rows = [(part.name, f"{part.bytes / GIB:.2f} GiB", part.how) for part in found]
-    rows.append(("together", f"{sum(part.bytes for part in found) / GIB:.2f} GiB", f"at the peak: {phase}"))
-    widths = [max(len(row[i]) for row in rows) for i in range(2)]
-    return "\n".join(f"{name:<{widths[0]}}  {gib:>{widths[1]}}  {how}" for name, gib, how in rows)
+    rows = [*found, Part("together", sum(part.bytes for part in found), f"at the peak: {phase}")]
+    width = max(len(part.name) for part in rows)
+    return "\n".join(f"{part.name:<{width}} {part.bytes / GIB:7.2f} GiB  {part.how}" for part in rows)
