@@ -108,10 +108,6 @@ class OnCPU(Place):
             self._wait_for(group)
         self._finish_sums()
 
-    def weights_changed(self):
-        if self.streamed is not None:
-            self.streamed.forget()
-
     # ------------------------------------------------------------------------------------------------------------------
     # Gradients
 
@@ -194,7 +190,8 @@ class OnCPU(Place):
         numbers = scale.item(), lr.item(), t.item()
         if math.isfinite(numbers[0]):
             grads = self.gradients()
-            self.weights_changed()
+            if self.streamed is not None:
+                self.streamed.forget()
             for group, names in self.groups.items():
                 self.updating[group] = self.worker.submit(self._update, {name: grads[name] for name in names}, numbers)
         self.sums_are_stale = True  # the next step's first micro-batch overwrites them
