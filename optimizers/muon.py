@@ -64,7 +64,8 @@ class Muon(MatrixRule):
         ranks = dist.get_world_size(group) if group else 1
         rounds = []
         for kind in kinds.values():
-            n = ranks * owned_at_a_time(len(kind), kind[0].shape.numel(), ranks)
+            owned = max(1, min(-(-len(kind) // ranks), OWNED // kind[0].shape.numel()))  # by each rank
+            n = ranks * owned
             rounds += [self._round(kind[i : i + n], scalars, ranks, group) for i in range(0, len(kind), n)]
         for i in range(len(rounds) + 2):  # round i sets out, i - 1 is orthogonalised, i - 2 arrives
             for a_round in rounds[max(i - 2, 0) : i + 1][::-1]:
@@ -100,11 +101,6 @@ class Muon(MatrixRule):
             m.lerp_(g, 1 - self.momentum)
             u[: len(g)] = g.lerp_(m, self.momentum)
         return x
-
-
-def owned_at_a_time(n: int, size: int, ranks: int) -> int:
-    """How many of n parameters of a size a rank orthogonalises at a time: all of its share, or OWNED elements."""
-    return max(1, min(-(-n // ranks), OWNED // size))
 
 
 def exchange(x: torch.Tensor, group: dist.ProcessGroup | None):
