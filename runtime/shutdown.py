@@ -51,16 +51,13 @@ class ShutdownHandler:
             os._exit(128 + number)
         self.signal = self.signal or number
 
-    def data_error(self, error: Exception) -> None:
-        print(f"rank {rank}: {error}: prepare the data again", file=sys.stderr, flush=True)
-        self.has_data_error = True
-
     @contextlib.contextmanager
     def on_data_error(self):
         try:
             yield
         except ValueError as error:
-            self.data_error(error)
+            print(f"rank {rank}: {error}: prepare the data again", file=sys.stderr, flush=True)
+            self.has_data_error = True
 
     @property
     def requested(self) -> bool:
