@@ -333,6 +333,7 @@ class Step:
             sums = self.block.wide if self.run.lora_rank else 12 * c.n_embd * c.ffn_dim
             a_slice = itemsize * (6 * c.ffn_dim + c.n_embd) * n_tokens // self.chunks + sums
             n_bytes += max(a_slice, attention_bytes(c, self.run) * n_tokens + self.block.gradients)
+        n_bytes = max(n_bytes, self.block.gradients - self.kept * n_tokens)  # with few tokens the block's own gradients
         if self.n_groups > 1:  # the gradients of x, of all groups, and sums of the weights'
             sums = self.block.gradients if self.n_groups == 2 else self.block.wide
             n_bytes += itemsize * c.n_embd * (self.n_tokens - n_tokens) + sums
