@@ -38,16 +38,16 @@ from runtime.check_settings import check_settings
 from runtime.checkpoint import Saver
 from runtime.copy_engines import pick_copy_engines, use_copy_engines
 from runtime.cuda_graph import CUDAGraph
-from runtime.device import pick_device, pick_dtype, require_compiler, send_to_cpu, send_to_device
+from runtime.device import pick_device, pick_dtype, send_to_cpu, send_to_device
 from runtime.distributed import local_world_size, print0, rank, require_same_on_all_ranks, stop_on_error, world_size
-from runtime.memory import RunShape, peak_gib
+from runtime.memory import RunShape
 from runtime.memory_advice import cpu_bytes_to_come, disk_bytes, out_of_memory_message, require_memory
 from runtime.memory_stats import card_gib
 from runtime.profile import Profiler
 from runtime.recompute import recompute
 from runtime.restore import check_start, find_start, restore
 from runtime.run_log import RunLog
-from runtime.shutdown import ShutdownHandler, make_excepthook, stop_not_finite
+from runtime.shutdown import ShutdownHandler, make_excepthook, on_not_finite
 from runtime.state_file import open_state_file
 from runtime.stream_weights import StreamedWeights
 from runtime.watchdog import Watchdog
@@ -211,20 +211,14 @@ require_memory(config, run_shape, device)
 state_file = open_state_file(offload_dir, disk_bytes(config, run_shape))
 sys.excepthook = make_excepthook(watchdog, out_dir, lambda: out_of_memory_message(config, run_shape, card_gib(device)))
 if compile:
-    require_compiler(device)
     for layer in model.layers:
         layer.compile()
 if world_size > 1:
-    shard = functools.partial(
-        fully_shard,
-        mesh=mesh,
-        mp_policy=MixedPrecisionPolicy(
-            # Gradients are summed over the ranks in float32. The copy engines' kernel does that from bfloat16 ones.
-            reduce_dtype=None if run_shape.copy_engines_reduce else torch.float32,
-            cast_forward_inputs=False,  # it would round the float32 cos and sin that the blocks are handed
-        ),
-        offload_policy=CPUOffloadPolicy(pin_memory=device != "cpu") if offload == "all" else OffloadPolicy(),
-    )
+    # Gradients are summed over the ranks in float32. The copy engines' kernel does that from bfloat16 ones.
+    reduce_dtype = None if run_shape.copy_engines_reduce else torch.float32
+    policy = MixedPrecisionPolicy(reduce_dtype=reduce_dtype, cast_forward_inputs=False)  # which would round cos and sin
+    offload_policy = CPUOffloadPolicy(pin_memory=device != "cpu") if offload == "all" else OffloadPolicy()
+    shard = functools.partial(fully_shard, mesh=mesh, mp_policy=policy, offload_policy=offload_policy)
     for layer in model.layers:  # a block is gathered just before it computes; zero2 keeps it until its backward
         shard(layer, reshard_after_forward=sharding != "zero2")
     if not tie_embeddings:
@@ -257,18 +251,15 @@ def learning_rate_at(step: int) -> float:
 
 # ----------------------------------------------------------------------------------------------------------------------
 # Start: from scratch, from published weights, or from the newest checkpoint
-first_step, resumed, documents, sentences = restore(
-    start, out_dir, model, optimizer, settings, dtype, train_data.meta, watchdog.progress
-)
-earlier_sequences = resumed["sequences"] - first_step * sequences_per_step if resumed else 0  # of another batch_size
-saver = Saver(out_dir, optimizer, config, documents, keep_last, async_save, cpu_bytes_to_come(config, run_shape))
 log = RunLog(out_dir, device, dtype, tokens_per_step, model.flops_per_token(block_size), max_iters, log_interval)
 log.header(model, run_shape, train_data, warmup_iters)
-for sentence in sentences:
-    print0(sentence)
+facts = {"settings": settings, "dtype": dtype, "dataset": train_data.meta, "versions": log.versions}  # for run.json
+begun, documents = restore(start, out_dir, model, optimizer, facts, watchdog.progress)
+first_step = begun["step"]
+earlier_sequences = begun["sequences"] - first_step * sequences_per_step  # not 0 if they had another batch_size
+saver = Saver(out_dir, optimizer, config, documents, keep_last, async_save, cpu_bytes_to_come(config, run_shape))
 wandb_options = {"project": wandb_project, "name": wandb_run_name, "config": settings} if wandb_log else {}
-with stop_on_error():
-    log.open(first_step, **wandb_options)
+log.open(first_step, **wandb_options)
 profiler = Profiler(out_dir, first_step, enabled=profile)
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -289,17 +280,6 @@ def forward_backward(weight: torch.Tensor, *batch: torch.Tensor) -> torch.Tensor
 update = optimizer.update  # clips, changes the weights and frees the gradients; returns their norm
 if cuda_graph:  # the first call of each runs as it is, the second is recorded, the later ones are replayed
     forward_backward, update = CUDAGraph(forward_backward), CUDAGraph(update)
-
-
-def gradients(batches: list[tuple[torch.Tensor, ...]]) -> torch.Tensor:
-    """Forward and backward of a step's micro-batches: returns this rank's share of its loss."""
-    loss = torch.zeros((), device=device)
-    for i, batch in enumerate(batches):
-        if not sync_every_micro_batch:
-            model.set_requires_gradient_sync(i + 1 == micro_steps)
-        watchdog.progress(f"step {step + 1}: forward and backward")
-        loss += forward_backward(*batch)
-    return loss
 
 
 @torch.no_grad()
@@ -325,15 +305,6 @@ def evaluate() -> float | None:
     return (total[0] / total[1]).item()
 
 
-def report_loss() -> tuple[float | None, str]:
-    """What evaluate() finds, recorded, and its words for the screen."""
-    val_loss = evaluate()
-    if val_loss is None:
-        return None, "interrupted"
-    log.record({"step": step, "val_loss": val_loss})
-    return val_loss, f"val loss {val_loss:.4f} ({n_eval_blocks} blocks)"
-
-
 def read_ahead(step: int) -> None:
     """Appends a step's micro-batches to `batches`. If this rank cannot read them, all ranks stop before that step."""
     if step < max_iters and not shutdown.requested:
@@ -346,12 +317,9 @@ def finish(step: int, numbers) -> bool:
     """Waits for a step's numbers and logs them. Returns whether a rank wants to stop."""
     watchdog.progress(f"step {step}: waiting for the GPU")
     loss, stop_wanted, grad_norm, loss_scale = numbers()
-    if dtype == "float16" and math.isfinite(loss) and not math.isfinite(grad_norm) and loss_scale >= 1:
-        print0(f"step {step:05d} | float16 overflowed: weights not updated, loss scale now {loss_scale:g}")
-    elif not math.isfinite(grad_norm):
-        watchdog.pause(f"step {step}: saving")
-        saver.finish(step)
-        stop_not_finite(step, loss, grad_norm, grad_clip, run_folder.newest(out_dir))
+    if not math.isfinite(grad_norm):
+        watchdog.pause(f"step {step}: not finite")
+        on_not_finite(step, loss, grad_norm, loss_scale, saver)  # float16 goes on with a smaller scale
     log.step(step, loss, learning_rate_at(step - 1), grad_norm)
     return stop_wanted > 0
 
@@ -364,20 +332,22 @@ stopping, val_loss = False, None
 batches, unfinished = deque(), deque()  # micro-batches of the next two steps; numbers that may still be on their way
 if eval_only or (eval_first and step == 0):
     with log.paused():
-        print0(f"step {step:05d} | {report_loss()[1]}")
+        print0(f"step {step:05d} | {log.evaluation(step, evaluate(), n_eval_blocks)}")
     if eval_only:
         sys.exit(shutdown.exit_code)
-loss_scale = optimizer.loss_scale.scale if dtype == "float16" else torch.ones((), device=device)
+loss_scale = optimizer.loss_scale.scale if dtype == "float16" else torch.zeros((), device=device)
 read_ahead(step)
 read_ahead(step + 1)
-if step == max_iters:
-    print0(f"nothing left to do: {start} is at step {step}, max_iters is {max_iters}. ", end="")
-    print0("A larger --max_iters trains on, another --out_dir starts a run of its own")
-elif not batches:
+if step < max_iters and not batches:
     sys.exit(shutdown.exit_code)
 while step < max_iters and not stopping:
     optimizer.lr.fill_(learning_rate_at(step))
-    loss = gradients(batches.popleft())
+    loss = torch.zeros((), device=device)  # this rank's share
+    for i, batch in enumerate(batches.popleft()):
+        if not sync_every_micro_batch:
+            model.set_requires_gradient_sync(i + 1 == micro_steps)
+        watchdog.progress(f"step {step + 1}: forward and backward")
+        loss += forward_backward(*batch)
     read_ahead(step + 2)  # while the GPU computes. Two steps ahead, for ranks learn of an error one step late
     watchdog.progress(f"step {step + 1}: update")
     saver.wait_for_copy()  # of the weights, by a save that runs beside the training
@@ -399,12 +369,12 @@ while step < max_iters and not stopping:
     saver.report(step)
     if evaluates or stopping:
         with log.paused():
-            val_loss, result = (None, "interrupted") if stopping else report_loss()
+            val_loss = None if stopping else evaluate()
+            result = log.evaluation(step, val_loss, n_eval_blocks)
             stopping = stopping or shutdown.requested_anywhere(device)
             watchdog.pause(f"step {step}: saving")  # a disk may take longer than a step
             sequences = earlier_sequences + step * sequences_per_step
-            run = {"val_loss": val_loss, "sequences": sequences, "dtype": dtype, "settings": settings}
-            run |= {"dataset": train_data.meta, "versions": log.versions}
+            run = facts | {"val_loss": val_loss, "sequences": sequences}
             kept = saver.save(step, run, wait=stopping or step == max_iters)
             print0(f"step {step:05d} | {result} | {kept}")
 
@@ -415,16 +385,9 @@ profiler.stop()
 if stopping and keep_last and (step < max_iters or val_loss is None):
     print0("run the same command again to resume")
 if step == max_iters and val_loss is not None:
-    log.summary(
-        val_loss,
-        val_data.tokens if n_eval_blocks == val_data.n_blocks else None,
-        settings=settings,
-        n_params=model.n_params(),
-        estimated_gib=peak_gib(config, run_shape),
-        reserved_gib=None if device == "cpu" else torch.cuda.max_memory_reserved() / 2**30,
-        save_seconds=saver.seconds,
-        resume_seconds=resumed and resumed["resume_seconds"],
-    )
+    all_of_val = val_data.tokens if n_eval_blocks == val_data.n_blocks else None
+    seconds = {"save_seconds": saver.seconds, "resume_seconds": begun["resume_seconds"]}
+    log.summary(val_loss, all_of_val, settings=settings, **seconds)
     if keep_last and not saver.error:
         print0(f"next: python sample.py --out_dir={shlex.quote(out_dir)}" + " --chat" * bool(train_data.tokens.masks))
 log.close()

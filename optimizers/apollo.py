@@ -22,7 +22,7 @@ import torch.distributed as dist
 
 from kernels.sgdw import sgdw
 from optimizers.adamw import AdamW
-from optimizers.galore import adam_step, bytes_of_a_step
+from optimizers.galore import adam_step
 from optimizers.rule import MatrixRule, Shard
 
 GROWTH = 1.01  # of the norm of a matrix's step
@@ -62,6 +62,3 @@ class Apollo(MatrixRule):
         projected = shard.grad.float() @ projection
         n = adam_step(self.adamw, projected, moments, scalars)
         return (n_columns / self.rank) ** 0.5 * n.norm(dim=1) / projected.norm(dim=1).clamp(min=1e-30)
-
-    def workspace(self, parameters, ranks):
-        return bytes_of_a_step(parameters, self.rank, ranks)

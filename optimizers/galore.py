@@ -24,7 +24,7 @@ import torch.distributed as dist
 
 from kernels.sgdw import sgdw
 from optimizers.adamw import AdamW
-from optimizers.rule import MatrixRule, Shard, is_matrix_of_a_block
+from optimizers.rule import MatrixRule, Shard
 from runtime.hf_names import stacked_rows
 
 ITERATIONS = 4  # each multiplies what is left of a smaller singular value by the square of its ratio to a larger one
@@ -55,9 +55,6 @@ class GaLore(MatrixRule):
                 direction = torch.cat([x @ q.T for x, q in zip(n.split(parts), basis, strict=True)])
                 sgdw(shard.parameter, direction, shard.master, scalars, self.scale, self.adamw.weight_decay)
 
-    def workspace(self, parameters, ranks):
-        return bytes_of_a_step(parameters, self.rank, ranks)
-
 
 def adam_step(adamw: AdamW, projected: torch.Tensor, moments: dict, scalars: torch.Tensor) -> torch.Tensor:
     """Adam's step for a projected gradient, of its shape; without learning rate and decay. Updates the moments."""
@@ -66,12 +63,6 @@ def adam_step(adamw: AdamW, projected: torch.Tensor, moments: dict, scalars: tor
         for_step = torch.cat([scalars[:1], torch.full_like(scalars[:1], -1.0), scalars[2:]])
         adamw.step_on_gpu(n, projected, n, moments, for_step)
     return n
-
-
-def bytes_of_a_step(parameters, rank: int, ranks: int) -> int:
-    """The gradient and the step of the largest matrix in float32, and both projected."""
-    shapes = [p.shape for name, p in parameters if is_matrix_of_a_block(name, p.shape)]
-    return max((8 * shape.numel() + 8 * shape[0] * rank) // ranks for shape in shapes)
 
 
 def local_parts(shard: Shard, group: dist.ProcessGroup | None) -> list[int]:

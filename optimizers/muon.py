@@ -17,7 +17,6 @@ Liu et al., Muon is Scalable for LLM Training, 2025 (the factor). https://arxiv.
 """
 
 import math
-from collections import Counter
 from dataclasses import dataclass
 
 import torch
@@ -25,7 +24,7 @@ import torch.distributed as dist
 
 from kernels.sgdw import sgdw
 from optimizers.adamw import AdamW
-from optimizers.rule import MatrixRule, Shard, is_matrix_of_a_block
+from optimizers.rule import MatrixRule, Shard
 from runtime.hf_names import stacked_rows
 
 POLAR_EXPRESS = (  # a, b, c of each iteration; the first for X / 1.02, which is safely below 1
@@ -65,7 +64,8 @@ class Muon(MatrixRule):
         ranks = dist.get_world_size(group) if group else 1
         rounds = []
         for kind in kinds.values():
-            n = ranks * owned_at_a_time(len(kind), kind[0].shape.numel(), ranks)
+            owned = max(1, min(-(-len(kind) // ranks), OWNED // kind[0].shape.numel()))  # by each rank
+            n = ranks * owned
             rounds += [self._round(kind[i : i + n], scalars, ranks, group) for i in range(0, len(kind), n)]
         for i in range(len(rounds) + 2):  # round i sets out, i - 1 is orthogonalised, i - 2 arrives
             for a_round in rounds[max(i - 2, 0) : i + 1][::-1]:
@@ -101,25 +101,6 @@ class Muon(MatrixRule):
             m.lerp_(g, 1 - self.momentum)
             u[: len(g)] = g.lerp_(m, self.momentum)
         return x
-
-    def workspace(self, parameters, ranks):
-        """In bfloat16: u of a round and of the next; of a matrix X, the X after it, X Xᵀ and its polynomial.
-
-        With several ranks there are two of each u, to send and received, and of the round that arrives too.
-        """
-        shapes = [(name, p.shape) for name, p in parameters if is_matrix_of_a_block(name, p.shape)]
-        counts, found = Counter(shape for _, shape in shapes), [0]
-        for name, shape in dict.fromkeys(shapes):
-            n = owned_at_a_time(counts[shape], shape.numel(), ranks)
-            rows, columns = max(stacked_rows(name, shape)), shape[1]
-            matrix = 4 * rows * columns + 4 * min(rows, columns) ** 2
-            found.append(n * (shape.numel() * (4 if ranks == 1 else 12) + matrix))
-        return max(found)
-
-
-def owned_at_a_time(n: int, size: int, ranks: int) -> int:
-    """How many of n parameters of a size a rank orthogonalises at a time: all of its share, or OWNED elements."""
-    return max(1, min(-(-n // ranks), OWNED // size))
 
 
 def exchange(x: torch.Tensor, group: dist.ProcessGroup | None):

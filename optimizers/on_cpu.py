@@ -19,7 +19,6 @@ gradients back too.
 
 import math
 import os
-from collections.abc import Callable
 from concurrent.futures import Future
 from functools import partial
 
@@ -80,7 +79,7 @@ class OnCPU(Place):
             prefix: [name for name in parameters if name.startswith(prefix)] for prefix in layers
         }
         for group, module in ({"": model} | layers).items():
-            module.register_forward_pre_hook(self._waiter(group), prepend=True)
+            module.register_forward_pre_hook(partial(torch.compiler.disable(self._wait_for), group), prepend=True)
             for name in self.groups[group] if on_gpu else []:
                 shard = local(parameters[name])
                 self.pinned_grads[name] = pinned_empty(shard.shape, shard.dtype)
@@ -92,14 +91,7 @@ class OnCPU(Place):
     # ------------------------------------------------------------------------------------------------------------------
     # Waiting
 
-    def _waiter(self, group: str) -> Callable:
-        @torch.compiler.disable
-        def wait(module, inputs):
-            self._wait_for(group)
-
-        return wait
-
-    def _wait_for(self, group: str):
+    def _wait_for(self, group: str, *hook_arguments):
         """Waits until a group's updated parameters have reached the GPU."""
         if group in self.updating:
             copied = self.updating.pop(group).result()
@@ -115,10 +107,6 @@ class OnCPU(Place):
         for group in self.groups:
             self._wait_for(group)
         self._finish_sums()
-
-    def weights_changed(self):
-        if self.streamed is not None:
-            self.streamed.forget()
 
     # ------------------------------------------------------------------------------------------------------------------
     # Gradients
@@ -202,7 +190,8 @@ class OnCPU(Place):
         numbers = scale.item(), lr.item(), t.item()
         if math.isfinite(numbers[0]):
             grads = self.gradients()
-            self.weights_changed()
+            if self.streamed is not None:
+                self.streamed.forget()
             for group, names in self.groups.items():
                 self.updating[group] = self.worker.submit(self._update, {name: grads[name] for name in names}, numbers)
         self.sums_are_stale = True  # the next step's first micro-batch overwrites them

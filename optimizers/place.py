@@ -10,7 +10,6 @@ A place says where they live and when gradients and parameters move: on_gpu.py, 
     update(scale, lr, t)      updates all parameters, unless scale is not finite, and frees the gradients
     finish()                  waits for updates that are still under way
     async_save                whether there is memory for copies, from which a checkpoint is written beside the training
-    weights_changed()         after something else has written parameters
 """
 
 import torch
@@ -64,7 +63,10 @@ class Place:
             first.device_mesh.get_group(name) if name in names else None for name in ("shard", "replicate")
         )
         self.masters = {name: self._master(cpu_param(p)) for name, p in parameters.items()}
-        self.states = {name: self._states(name, p) for name, p in parameters.items()}
+        self.states = {
+            name: {key: self._new_state(p.detach(), *state) for key, state in rule.states(name, p).items()}
+            for name, p in parameters.items()
+        }
         self.sums = {}  # the float32 sums of gradients, if there are several micro-batches
 
     def _master(self, parameter):
@@ -76,10 +78,6 @@ class Place:
             local(master).copy_(local(parameter))
         return master
 
-    def _states(self, name, parameter):
-        found = self.rule.states(name, parameter)
-        return {state: self._new_state(parameter.detach(), shape, dtype) for state, (shape, dtype) in found.items()}
-
     def _new_state(self, parameter, shape, dtype):
         return new_state(parameter, shape, dtype, self.device or local(parameter).device)
 
@@ -88,7 +86,4 @@ class Place:
         return local(self.masters[name]), {state: local(x) for state, x in self.states[name].items()}
 
     def finish(self) -> None:
-        pass
-
-    def weights_changed(self) -> None:
         pass

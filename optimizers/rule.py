@@ -52,10 +52,6 @@ class Rule:
         """The same on the CPU, of any rows. scale is finite, master float32; parameter may be grad's memory."""
         raise NotImplementedError
 
-    def workspace(self, parameters: list[tuple[str, torch.Tensor]], ranks: int) -> int:
-        """Bytes that update allocates for a while. parameters: whole, each with a name; ranks: that share them."""
-        return 0
-
 
 class MatrixRule(Rule):
     """A rule of the blocks' matrices alone. `adamw` is that of all else: embedding, head and norms."""

@@ -1,6 +1,9 @@
 """Validate train.py's settings before anything is allocated."""
 
 import math
+import os
+import shutil
+import sys
 from collections.abc import Mapping
 from types import SimpleNamespace
 
@@ -31,6 +34,7 @@ def find_problem(settings: Mapping, world_size: int) -> str | None:
     head_dim = s.n_embd / max(s.n_head, 1)
     smallest = min(s.n_embd, s.ffn_dim, s.n_kv_head * head_dim)  # side of a block's matrix
     projects = s.optimizer in ("galore", "apollo")
+    compiler = os.environ.get("CXX") or ("clang++" if sys.platform == "darwin" else "g++")  # torch.compile's
     micro_batches, nf4 = s.gradient_accumulation_steps, s.base_dtype == "nf4"
     problems = {  # sentence -> whether it holds
         f"seed is {s.seed}: it must be below 2**63": s.seed >= 2**63,
@@ -79,6 +83,8 @@ def find_problem(settings: Mapping, world_size: int) -> str | None:
             s.lora_rank > 0 and (s.optimizer != "adamw" or s.optimizer_bits != 32),
         "base_dtype=nf4 stays on the GPU: add --offload=optimizer or --offload=none": nf4 and s.offload == "all",
         "base_dtype=nf4 is gathered by NCCL: leave copy_engines out": nf4 and s.copy_engines is True,
+        f"--compile=true needs a C++ compiler on a CPU, and there is no {compiler}: install one, or set CXX":
+            s.compile and s.device == "cpu" and not shutil.which(compiler),
         "cuda_graph needs one GPU and offload=none: add --cuda_graph=false":
             s.cuda_graph and (world_size > 1 or s.offload != "none"),
     }  # fmt: skip

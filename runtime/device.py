@@ -1,8 +1,5 @@
 """The device and dtype of a command: --device=auto and --dtype=auto resolved, what the machine lacks refused."""
 
-import os
-import shutil
-import sys
 from collections.abc import Callable
 
 import torch
@@ -32,13 +29,6 @@ def pick_dtype(dtype: str, device: str) -> str:
     if device == "cpu":
         return "float32"
     return "bfloat16" if torch.cuda.is_bf16_supported(including_emulation=False) else "float16"
-
-
-def require_compiler(device: str) -> None:
-    """End the run if torch.compile would not find the C++ compiler that it needs on a CPU."""
-    compiler = os.environ.get("CXX") or ("clang++" if sys.platform == "darwin" else "g++")
-    if device == "cpu" and not shutil.which(compiler):
-        stop(f"--compile=true needs a C++ compiler on a CPU, and there is no {compiler}: install one, or set CXX")
 
 
 def send_to_device(values: torch.Tensor, device: str) -> torch.Tensor:

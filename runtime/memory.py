@@ -14,12 +14,12 @@ untied head), L layers, N tokens, P ranks that share one copy of the model:
     FSDP by copy engines    their buffers 2·(5B + 2R), the gathered root 2R and a block 2B
     an untied head          instead of 2R: 4H in the loss, then its gradients being reduced in float32 4H
     offload                 a block's gradients being copied 2B; all: instead of the weights two blocks 4B, the root 2R
-    LoRA                    gradients, masters and moments of the adapters alone; NF4: the largest projection read back
+    LoRA                    gradients, masters and moments of the adapters alone
 
 These do not all exist at once: activations shrink while gradients grow. So `phases` lists the parts at each point of a
-step that can be its peak, and the largest sum counts. AdamW's update is never the peak: it allocates nothing,
-and the backward of the embedding just before it holds one more gradient of the embedding's size. An evaluation takes
-less than a step.
+step that can be its peak, and the largest sum counts. The update is not among them: AdamW's allocates nothing, and what
+those of Muon, GaLore and APOLLO allocate is less than the activations were (of one sequence of 8B it is 1 GiB more). An
+evaluation takes less than a step.
 
 Within 1% of every peak that H100s and H200s measured: tests/test_memory.py holds it to the records. All numbers are
 what PyTorch allocates (max_memory_allocated): the CUDA context, NCCL's buffers and the allocator's reserve add 1 to 2
@@ -111,13 +111,11 @@ class Part(NamedTuple):
 # What the model, the optimizer and the recomputation say of themselves
 
 
-def param_shapes(c: LlamaConfig, run: RunShape | None = None) -> tuple[list[Named], list[Named]]:
-    """One block's parameters, and the root's, embedding first: on the meta device, so without memory. run: None for
-    float32 ones, all trained.
-    """
+def param_shapes(c: LlamaConfig, run: RunShape) -> tuple[list[Named], list[Named]]:
+    """One block's parameters, and the root's, embedding first: on the meta device, so without memory."""
     with torch.device("meta"):
-        model = Llama(replace(c, n_layer=1)).to(run.compute_dtype if run else torch.float32)
-        if run and run.lora_rank:
+        model = Llama(replace(c, n_layer=1)).to(run.compute_dtype)
+        if run.lora_rank:
             add_lora(model, run.lora_rank, run.lora_alpha, run.base_dtype)
     root = [(name, p) for name, p in model.named_parameters() if not name.startswith("layers.")]
     return list(model.layers.named_parameters("layers")), root
@@ -125,7 +123,7 @@ def param_shapes(c: LlamaConfig, run: RunShape | None = None) -> tuple[list[Name
 
 def n_params(c: LlamaConfig) -> tuple[int, int]:
     """The number of parameters of one block, and of the root."""
-    block, root = param_shapes(c)
+    block, root = param_shapes(c, RunShape(1))
     return sum(p.numel() for _, p in block), sum(p.numel() for _, p in root)
 
 
@@ -153,9 +151,9 @@ class Group(NamedTuple):
 
 def group_of(name: str, parameters: list[Named], run: RunShape) -> Group:
     trained = [(key, p) for key, p in parameters if p.requires_grad]
-    sizes = [(p.nbytes, 4 * p.numel(), state_bytes(key, p, run)) for key, p in trained] or [(0, 0, 0)]
-    n, held = (sum(x) for x in zip(*((p.numel(), p.nbytes) for _, p in parameters), strict=True))
-    return Group(name, n, held, *(sum(x) for x in zip(*sizes, strict=True)))
+    n, weights = sum(p.numel() for _, p in parameters), sum(p.nbytes for _, p in parameters)
+    gradients, wide = sum(p.nbytes for _, p in trained), sum(4 * p.numel() for _, p in trained)
+    return Group(name, n, weights, gradients, wide, sum(state_bytes(key, p, run) for key, p in trained))
 
 
 def counted(name: str, kind: str, *terms: tuple[int, Group], ranks: int = 1) -> list[Part]:
@@ -252,7 +250,6 @@ class Step:
         self.c, self.run, self.itemsize = c, run, run.compute_dtype.itemsize
         block, root = param_shapes(c, run)
         self.block = group_of("of a block", block, run)
-        self.workspace = run.rule.workspace(block * c.n_layer + root, run.shard_ranks)
         self.all = group_of("parameters", block * c.n_layer + root, run)
         self.embedding = group_of("of the embedding", root[:1], run)
         self.apart = run.fsdp and not c.tie_embeddings  # embedding, and norm and head, are two groups; else one
@@ -269,6 +266,7 @@ class Step:
         self.n_groups = groups_of_sequences(run.batch_size, c.block_size, c.n_embd, *how) if in_groups else 1
         self.group_tokens = -(-run.batch_size // self.n_groups) * c.block_size
         self.chunks = chunks_of_mlp(self.group_tokens, c.n_embd, mode, *how)
+        self.kept, self.in_block = token_bytes(c, run, self.chunks)
 
     def always(self) -> list[Part]:
         run, ranks = self.run, self.run.shard_ranks
@@ -316,37 +314,30 @@ class Step:
             found += counted("gradients reduced, until backward ends", "wide", *complete, ranks=run.shard_ranks)
         return found
 
-    def saved(self, blocks: int, backward: bool) -> list[Part]:
+    def saved(self, blocks: int) -> list[Part]:
         """What the forward of so many blocks has kept for backward."""
-        if self.run.offload_activations:  # of the last block; in backward of the one being read, and of the next
-            blocks = min(blocks, 1 + backward)
-        size = token_bytes(self.c, self.run, self.chunks)[0]
-        how = f"{size:,} bytes x {blocks} layers x {self.n_tokens:,} tokens"
-        return [Part("saved activations", size * blocks * self.n_tokens, how)] if blocks else []
+        how = f"{self.kept:,} bytes x {blocks} layers x {self.n_tokens:,} tokens"
+        return [Part("saved activations", self.kept * blocks * self.n_tokens, how)] if blocks else []
 
     def at(self, extra, saved=0, gathered=(0, 0), done=(0, 0), embeddings=0, reducing=None, over=False) -> list[Part]:
         """All parts of one phase; extra exists only then. saved: of how many blocks. done: of gradients."""
         gradients = self.gradients(*done, embeddings, reducing, over)
-        return [*self.always(), *self.gathered(*gathered), *gradients, *self.saved(saved, done[0] > 0), extra]
+        if self.run.offload_activations:  # of the last block; in backward of the one being read, and of the next
+            saved = min(saved, 1 + (done[0] > 0))
+        return [*self.always(), *self.gathered(*gathered), *gradients, *self.saved(saved), extra]
 
     def block_in_backward(self) -> Part:
-        c, itemsize, n_tokens = self.c, self.itemsize, self.group_tokens
-        kept, in_block = token_bytes(c, self.run, self.chunks)
-        n_bytes = (in_block - kept) * n_tokens
+        c, itemsize, n_tokens, beyond = self.c, self.itemsize, self.group_tokens, self.in_block - self.kept
+        n_bytes = beyond * n_tokens
         if self.chunks > 1 and self.run.fused_kernels:  # a slice and its float32 gradients, or attention's backward
             sums = self.block.wide if self.run.lora_rank else 12 * c.n_embd * c.ffn_dim
             a_slice = itemsize * (6 * c.ffn_dim + c.n_embd) * n_tokens // self.chunks + sums
             n_bytes += max(a_slice, attention_bytes(c, self.run) * n_tokens + self.block.gradients)
-        n_bytes = max(n_bytes, self.block.gradients - kept * n_tokens)  # with few tokens the block's own gradients
+        n_bytes = max(n_bytes, self.block.gradients - self.kept * n_tokens)  # with few tokens the block's own gradients
         if self.n_groups > 1:  # the gradients of x, of all groups, and sums of the weights'
             sums = self.block.gradients if self.n_groups == 2 else self.block.wide
             n_bytes += itemsize * c.n_embd * (self.n_tokens - n_tokens) + sums
-        if self.run.base_dtype == "nf4":  # gate and up are read back beside four gradients
-            everything = token_bytes(c, replace(self.run, activation_checkpointing="none"), self.chunks)[0]
-            n = 2 if self.run.fused_kernels else 1  # plain PyTorch has freed gate and up by then: down counts
-            beside = everything - kept + itemsize * n * (c.n_embd + c.ffn_dim // self.chunks)
-            n_bytes = max(n_bytes, beside * n_tokens + itemsize * n * c.ffn_dim * c.n_embd)
-        return Part("the block in backward", n_bytes, f"{in_block - kept:,} bytes x {n_tokens:,} tokens, beyond saved")
+        return Part("the block in backward", n_bytes, f"{beyond:,} bytes x {n_tokens:,} tokens, beyond saved")
 
     def reduction(self, group: Group) -> Part:
         """Beside FSDP's float32 buffer: the gradients that are copied into it; or this rank's sums that come out, in
@@ -390,12 +381,6 @@ def phases(config: LlamaConfig, run: RunShape) -> dict[str, list[Part]]:
     if run.fsdp:
         at_end = {"done": (layers, 1), "reducing": first, "over": True}
         found["reduction of the embedding"] = step.at(step.reduction(first), **at_end)
-    if step.workspace and run.offload == "none":  # else the update allocates nothing, and is never the peak
-        summed = run.micro_steps > 1 and not step.unsynced  # then no gradients are left, but their sums
-        extra = Part("the update", step.workspace, "for whole matrices, or for projected ones")
-        found["the update"] = step.at(extra, 0, (0, root_stays), (0, 0) if summed else (layers, 1), 0, None, True)
-        if not summed:
-            found["the update"] += counted("gradients", "gradients", (1, first), ranks=run.shard_ranks)
     return found
 
 
@@ -413,7 +398,6 @@ def peak_gib(config: LlamaConfig, run: RunShape) -> float:
 def table(config: LlamaConfig, run: RunShape) -> str:
     """The parts at the peak, a line each: name, GiB, arithmetic."""
     phase, found = parts(config, run)
-    rows = [(part.name, f"{part.bytes / GIB:.2f} GiB", part.how) for part in found]
-    rows.append(("together", f"{sum(part.bytes for part in found) / GIB:.2f} GiB", f"at the peak: {phase}"))
-    widths = [max(len(row[i]) for row in rows) for i in range(2)]
-    return "\n".join(f"{name:<{widths[0]}}  {gib:>{widths[1]}}  {how}" for name, gib, how in rows)
+    rows = [*found, Part("together", sum(part.bytes for part in found), f"at the peak: {phase}")]
+    width = max(len(part.name) for part in rows)
+    return "\n".join(f"{part.name:<{width}} {part.bytes / GIB:7.2f} GiB  {part.how}" for part in rows)

@@ -10,7 +10,7 @@ from dataclasses import replace
 
 from model import LlamaConfig
 from optimizers.on_disk import BUFFERS, PIECE
-from runtime.memory import GIB, Part, RunShape, Step, counted, param_shapes, parts, peak_gib, state_bytes, token_bytes
+from runtime.memory import GIB, Part, RunShape, Step, counted, param_shapes, parts, peak_gib, state_bytes
 from runtime.memory_stats import require_cpu_memory
 
 
@@ -67,9 +67,7 @@ def cpu_parts(config: LlamaConfig, run: RunShape) -> list[Part]:
                 part = Part(name, n_bytes, f"{part.how}, each tensor rounded up to a power of two")
             found.append(part)
     if run.offload_activations:
-        a_layer, layers = token_bytes(config, run, step.chunks)[0], config.n_layer - 1
-        how = f"{a_layer:,} bytes x {layers} layers x {step.n_tokens:,} tokens"
-        found.append(Part("saved activations", layers * a_layer * step.n_tokens, how))
+        found += step.saved(config.n_layer - 1)
     return found
 
 

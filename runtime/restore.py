@@ -96,27 +96,27 @@ def _base_of(folder: Folder, settings) -> Folder | None:
 
 
 def restore(
-    start: Path | None, out_dir: str, model: Llama, optimizer, settings: dict, dtype: str, dataset: dict,
-    progress: Callable[[str], None],
-) -> tuple[int, dict | None, dict[str, bytes], list[str]]:  # fmt: skip
-    """Fill the optimizer and its model's weights from find_start()'s answer.
+    start: Path | None, out_dir: str, model: Llama, optimizer, facts: dict, progress: Callable[[str], None]
+) -> tuple[dict, dict[str, bytes]]:
+    """Fill the optimizer and its model's weights from find_start()'s answer, and print what that is.
 
-    settings: the run's; dataset: the meta.json of its data; progress: the watchdog's. Returns the first step, the
-    checkpoint's run.json (None without one; "resume_seconds" added), what else is to be saved in a checkpoint,
-    config.json and tokenizer files by name, and sentences to print. Ends the run if the checkpoint or the weights are
-    of another model, of another tokenizer, or cannot be read. Every rank must call it.
+    facts: what the run.json of this run will say of its settings, dtype and dataset (its meta.json); progress: the
+    watchdog's. Returns the checkpoint's run.json, with "resume_seconds", or the same of step 0, and what else is to be
+    saved in a checkpoint: config.json and tokenizer files by name. Ends the run if the checkpoint or the weights are of
+    another model, of another tokenizer, or cannot be read. Every rank must call it.
     """
     try:
         if start is not None and _is_checkpoint_of(start, out_dir):
-            return _resume(out_dir, model, optimizer, settings, dtype, dataset, progress)
+            return _resume(out_dir, model, optimizer, facts, progress)
         folder = start and open_folder(start)
-        base = folder and _base_of(folder, settings)
+        base = folder and _base_of(folder, facts["settings"])
         if base:
             read_base(base, model, progress)
         if folder and folder is not base:
             read_weights(folder, optimizer.parameters, model.config, optimizer.set_weight, progress=progress)
-        sentences = [f"begins    with the weights of {start}"] if folder else []
-        return 0, None, _documents_of(folder, base, model.config, settings, dtype, dataset), sentences
+        if folder:
+            print0(f"begins    with the weights of {start}")
+        return {"step": 0, "sequences": 0, "resume_seconds": None}, _documents_of(folder, base, model.config, facts)
     except (OSError, ValueError) as error:
         stop(str(error))
 
@@ -149,10 +149,11 @@ def documents(
     return found | {"config.json": json.dumps(config_json, indent=2).encode()}
 
 
-def _documents_of(folder, base, config, settings, dtype, dataset):
+def _documents_of(folder, base, config, facts):
     """documents(), and of a run that trains adapters what says so, and what base they have."""
+    settings, dataset = facts["settings"], facts["dataset"]
     data = dataset_folder(settings["dataset"])
-    found = documents(folder, config, dataset["tokenizer"], dtype, dataset, data)
+    found = documents(folder, config, dataset["tokenizer"], facts["dtype"], dataset, data)
     if base:
         adapter = write_adapter_config(base.path, settings["lora_rank"], settings["lora_alpha"])
         found["adapter_config.json"] = json.dumps(adapter, indent=2).encode()
@@ -162,18 +163,18 @@ def _documents_of(folder, base, config, settings, dtype, dataset):
     return found
 
 
-def _resume(out_dir, model, optimizer, settings, dtype, dataset, progress):
+def _resume(out_dir, model, optimizer, facts, progress):
     """What restore() returns, from the newest checkpoint that is not damaged; the damaged ones are renamed."""
-    began, sentences = time.perf_counter(), []
+    began, settings, sentences = time.perf_counter(), facts["settings"], []
     while True:
         path = run_folder.newest_for_all_ranks(out_dir)
         try:
             folder = _open_checkpoint(path)
-            _require_same_model(folder, True, model.config, settings, dataset)
+            _require_same_model(folder, True, model.config, settings, facts["dataset"])
             if folder.run["step"] > settings["max_iters"] and not settings["eval_only"]:
                 stop(f"{path} is beyond max_iters, {settings['max_iters']}: raise that, or name another --out_dir")
             base, tensors = _base_of(folder, settings), optimizer.tensors()
-            others = _documents_of(folder, base, model.config, settings, dtype, dataset)
+            others = _documents_of(folder, base, model.config, facts)
             read_weights(folder, optimizer.parameters, model.config, optimizer.set_weight, tensors, progress)
             if base:
                 read_base(base, model, progress)
@@ -185,11 +186,13 @@ def _resume(out_dir, model, optimizer, settings, dtype, dataset, progress):
                 stop(". ".join(sentences) + ". There is no older one: move it away to start anew")
             from_rank_0(lambda path=path: run_folder.mark_damaged(path))  # no rank reads it any more
     optimizer.load_counters(folder.run)
-    folder.run["resume_seconds"] = time.perf_counter() - began
-    changed = _changes(folder.run, settings | {"dtype": dtype}, dataset)
-    resumes = f"resumes   {path}" + (f" with {', '.join(changed)} changed" if changed else "")
-    sentences = [*(f"{sentence}. Going back to {path}" for sentence in sentences), resumes]
-    return folder.run["step"], folder.run, others, sentences
+    for sentence in sentences:
+        print0(f"{sentence}. Going back to {path}")
+    changed = _changes(folder.run, facts)
+    print0(f"resumes   {path}" + (f" with {', '.join(changed)} changed" if changed else ""))
+    if folder.run["step"] == settings["max_iters"] and not settings["eval_only"]:
+        print0("nothing left to train: a larger --max_iters trains on, another --out_dir starts a run of its own")
+    return folder.run | {"resume_seconds": time.perf_counter() - began}, others
 
 
 def _open_checkpoint(path: Path) -> Folder:
@@ -245,9 +248,9 @@ def _state_settings(settings: dict) -> dict:
     return {name: value for name, value in found.items() if name not in unused}
 
 
-def _changes(run: dict, settings: dict, dataset: dict) -> list[str]:
+def _changes(run: dict, facts: dict) -> list[str]:
     """What differs from when the checkpoint was saved, and changes what the run computes."""
-    was = STATE_SETTINGS | run["settings"] | {"dtype": run["dtype"]}
+    was, settings = (STATE_SETTINGS | x["settings"] | {"dtype": x["dtype"]} for x in (run, facts))
     changed = [
         f"{name} {was.get(name)} -> {value}"
         for name, value in settings.items()
@@ -258,6 +261,6 @@ def _changes(run: dict, settings: dict, dataset: dict) -> list[str]:
         changed.append(f"init_from {was['init_from']} -> {init_from} (not read: the run has begun)")
     return changed + [
         f"the dataset's {name} {run['dataset'].get(name)} -> {value}"
-        for name, value in dataset.items()
+        for name, value in facts["dataset"].items()
         if run["dataset"].get(name, value) != value and name not in ("files", "script", "tokenizer_files")
     ]

@@ -20,7 +20,7 @@ from data.loader import Blocks
 from data.tokens import Tokens
 from model import Llama
 from runtime import memory_stats
-from runtime.distributed import all_reduce_max, local_world_size, print0, rank, stop, world_size
+from runtime.distributed import all_reduce_max, local_world_size, print0, rank, stop, stop_on_error, world_size
 from runtime.loss_plot import draw_losses, read_losses
 from runtime.memory import RunShape, peak_gib
 
@@ -66,7 +66,7 @@ class RunLog:
     log.step(step, loss, lr, grad_norm)         # after each step; a line every log_interval steps. All ranks call it
     with log.reading(): ...                     # the time that reading data takes
     with log.paused(): ...                      # evaluation and saving: not the training's time
-    log.record({"step": step, "val_loss": 3.2})
+    log.evaluation(step, val_loss, n_blocks)    # after each evaluation
     log.summary(...); log.close()
     """
 
@@ -82,7 +82,7 @@ class RunLog:
         self.versions = versions(device)
         self.step_seconds, self.n_logged, self.data_seconds = [], 0, 0.0  # n_logged: steps up to the last line
         self.curve = []  # (step, training seconds so far, loss) of each line
-        self.peak_gib, self.file, self.wandb = None, None, None
+        self.peak_gib, self.file, self.wandb, self.facts = None, None, None, {}  # facts: of header, for the summary
 
     def mfu(self, tok_per_s: float) -> float | None:
         """Model FLOPs utilisation: the FLOPs that the model needs over the GPUs' peak; None if that is not known."""
@@ -91,6 +91,7 @@ class RunLog:
     def header(self, model: Llama, run: RunShape, data: Blocks, warmup_iters: int) -> None:
         """Print what runs, what will train, and what it will take."""
         config, tokens, steps, known = model.config, len(data.tokens), self.max_iters, data.meta["vocab_size"]
+        self.facts = {"n_params": model.n_params(), "estimated_gib": peak_gib(config, run)}
         versions = ", ".join(f"{name} {version}" for name, version in self.versions.items())
         print0(f"runs on   {world_size} x {self.device_name}; {versions}")
         computes = f"{run.dtype} compute" + ", projections in float8" * run.fp8
@@ -101,7 +102,7 @@ class RunLog:
             base = "4 bits a projection's weight" if run.base_dtype == "nf4" else run.dtype
             print0(f"lora      adapters of rank {run.lora_rank} are trained; frozen: {base}")
         if self.device != "cpu":
-            gib = f"about {peak_gib(config, run):.1f} GiB of {memory_stats.card_gib(self.device):.1f} GiB"
+            gib = f"about {self.facts['estimated_gib']:.1f} GiB of {memory_stats.card_gib(self.device):.1f} GiB"
             settings = f"activation checkpointing: {run.activation_checkpointing}; offload: {run.offload}"
             print0(f"memory    {gib}; {settings}")
         times = self.tokens_per_step * steps / (data.n_blocks * config.block_size)
@@ -117,6 +118,7 @@ class RunLog:
         if self.device == "cpu" and self.flops_per_token * self.tokens_per_step > 1e14:
             print0("on a CPU  each step will take many minutes: config/baby_llama.py is made for CPUs")
 
+    @stop_on_error()
     def open(self, first_step: int, **wandb_options) -> None:
         """Open metrics.jsonl and keep its lines up to first_step. wandb_options: of wandb.init; none: no wandb.
 
@@ -214,6 +216,13 @@ class RunLog:
              "tok_per_s": tok_per_s, "mfu": self.mfu(tok_per_s), "mem_gib": self.peak_gib, "data_ms": data_ms, **more}
         )  # fmt: skip
 
+    def evaluation(self, step: int, val_loss: float | None, n_blocks: int) -> str:
+        """Record what an evaluation found, None if it was interrupted. Returns its words for the screen."""
+        if val_loss is None:
+            return "interrupted"
+        self.record({"step": step, "val_loss": val_loss})
+        return f"val loss {val_loss:.4f} ({n_blocks} blocks)"
+
     def summary(self, val_loss: float, all_of_val: Tokens | None, **more) -> None:
         """Print the result of the run and write summary.json. all_of_val: the tokens, if val_loss is of all of them."""
         if rank:
@@ -234,6 +243,8 @@ class RunLog:
             "peak_gib": self.peak_gib,
             "val_loss": val_loss,
             "curve": self.curve,
+            **self.facts,
+            "reserved_gib": None if self.device == "cpu" else torch.cuda.max_memory_reserved() / 2**30,
             **more,
             "train_seconds": total,
             "ms_per_step": seconds * 1000,

@@ -2,18 +2,18 @@
 
 import contextlib
 import functools
+import math
 import os
 import re
 import signal
 import sys
 from collections.abc import Callable
-from pathlib import Path
-from typing import NoReturn
 
 import torch
 import torch.distributed as dist
 
-from runtime import memory_stats
+from runtime import memory_stats, run_folder
+from runtime.checkpoint import Saver
 from runtime.distributed import all_reduce_max, print0, rank, stop, world_size
 from runtime.watchdog import Watchdog
 
@@ -51,16 +51,13 @@ class ShutdownHandler:
             os._exit(128 + number)
         self.signal = self.signal or number
 
-    def data_error(self, error: Exception) -> None:
-        print(f"rank {rank}: {error}: prepare the data again", file=sys.stderr, flush=True)
-        self.has_data_error = True
-
     @contextlib.contextmanager
     def on_data_error(self):
         try:
             yield
         except ValueError as error:
-            self.data_error(error)
+            print(f"rank {rank}: {error}: prepare the data again", file=sys.stderr, flush=True)
+            self.has_data_error = True
 
     @property
     def requested(self) -> bool:
@@ -74,11 +71,16 @@ class ShutdownHandler:
         return 1 if self.has_data_error else 128 + self.signal if self.signal else 0
 
 
-def stop_not_finite(step: int, loss: float, grad_norm: float, grad_clip: float, newest: Path | None) -> NoReturn:
-    """End a run whose loss or gradient norm is not finite. newest: its newest checkpoint."""
+def on_not_finite(step: int, loss: float, grad_norm: float, loss_scale: float, saver: Saver) -> None:
+    """End a run whose loss or gradient norm is not finite. float16 goes on while loss_scale (else 0) is at least 1."""
+    if math.isfinite(loss) and loss_scale >= 1:
+        print0(f"step {step:05d} | float16 overflowed: weights not updated, loss scale now {loss_scale:g}")
+        return
+    saver.finish(step)
+    newest = run_folder.newest(saver.out_dir)
     if torch.cuda.is_initialized():
         torch.cuda.synchronize()  # other ranks wait in collectives that this one has queued
-    clip = "a lower grad_clip" if grad_clip else "--grad_clip=1"
+    clip = "a lower grad_clip" if saver.optimizer.grad_clip else "--grad_clip=1"
     stop(
         f"step {step}: the loss is {loss} and the gradient norm {grad_norm}, so the weights were not updated. "
         f"Try a lower learning_rate, a longer warmup_iters or {clip}, "

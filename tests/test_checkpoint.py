@@ -87,7 +87,7 @@ def test_the_last_checkpoints_are_kept_and_none_if_none_are_wanted(train, tmp_pa
 def test_a_finished_run_says_so_and_a_longer_one_goes_on(train, tmp_path, capsys):
     train()
     train()
-    assert "nothing left to do" in capsys.readouterr().out
+    assert "nothing left to train" in capsys.readouterr().out
     train(max_iters=10)
     assert metrics(tmp_path / "out")[-1]["step"] == 10
     summary = json.loads((tmp_path / "out/summary.json").read_text())
