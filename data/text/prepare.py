@@ -55,7 +55,10 @@ from data.write import (
     write_dataset,
 )
 
-SEPARATOR = re.compile("^(?:" + "|".join(map(re.escape, END_OF_TEXT_NAMES)) + r")[ \t\r]*(?:\n|\Z)", re.MULTILINE)
+# A line of its own. re looks for "<" at 1.3 GB/s, and there whether it is a line's first; for "^" at 0.13.
+SEPARATOR = re.compile(
+    "<(?<=^<)(?:" + "|".join(re.escape(name[1:]) for name in END_OF_TEXT_NAMES) + r")[ \t\r]*(?:\n|\Z)", re.MULTILINE
+)
 SPECIAL = re.compile(r"<\|\w+\|>|</?s>")  # as models of today spell them
 HERE = Path(__file__).resolve().parent
 SMALL = 10**6  # bytes of documents that are split by rank
