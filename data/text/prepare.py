@@ -102,12 +102,12 @@ def find_files(inputs: list[Path], out: Path, field: str, bad: Bad) -> dict[Path
 
 def files_inside(folder: Path, out: Path) -> Iterator[Path]:
     """The files of a folder and its folders that are neither hidden nor of the dataset in `out`."""
-    ours = [out.resolve() / name for name in ("meta.json", "tokenizer.model", *FILES)]
-    if folder.resolve() in out.resolve().parents:
-        ours = [out.resolve()]
+    root, out = folder.resolve(), out.resolve()
+    ours = {out} if root in out.parents else {out / name for name in ("meta.json", "tokenizer.model", *FILES)}
     for file in sorted(folder.rglob("*")):
+        place = root / file.relative_to(folder)
         hidden = any(part.startswith(".") for part in file.relative_to(folder).parts)
-        if file.is_file() and not hidden and not any(file.resolve().is_relative_to(path) for path in ours):
+        if file.is_file() and not hidden and ours.isdisjoint([place, *place.parents]):
             yield file
 
 
