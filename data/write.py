@@ -108,7 +108,6 @@ def write_tokens(
     Streams: memory does not grow with the documents. `progress` is called with the counts so far. Raises ValueError if
     a split of an unsharded dataset would be empty; an older dataset is then left unchanged.
     """
-    dtype = token_dtype(tokenizer.n_vocab)
     counts = {split: Counter(documents=0, tokens=0, bytes=0) for split in SPLITS}
     digests = {split: hashlib.sha256() for split in SPLITS}
     with ExitStack() as stack:
@@ -120,7 +119,7 @@ def write_tokens(
         for encoded in encode_documents(documents, tokenizer, workers, encode):
             for split in SPLITS:
                 tokens, mask, found = encoded[split]
-                for file, content in zip(files[split], (tokens.astype(dtype), mask), strict=False):
+                for file, content in zip(files[split], (tokens, mask), strict=False):
                     file.write(content)
                     digests[split].update(content)
                 counts[split].update(found)
@@ -230,7 +229,7 @@ def compressed_bits_per_byte(text: bytes) -> dict[str, float]:
 def encode_documents(
     documents: Iterable[Document], tokenizer: Tokenizer, workers: int = 1, encode: Encode | None = None
 ) -> Iterator[dict]:
-    """Yield {split: (tokens uint32 (n,), mask uint8 (n,), counts)}, one batch of documents after another, in order."""
+    """Yield {split: (tokens (n,), mask uint8 (n,), counts)}, one batch of documents after another, in order."""
     if workers < 1:
         raise ValueError(f"workers is {workers}: it must be at least 1")
     if workers == 1:
@@ -274,7 +273,8 @@ def encode_batch(batch: list[Document], tokenizer: Tokenizer, encode: Encode | N
         counts.update(documents=1, tokens=len(ids), bytes=n_bytes)
         if encode:
             counts["targets"] += sum(bit & IS_TARGET for bit in bits)
-    return {s: (np.array(t, np.uint32), np.array(m, np.uint8), counts) for s, (t, m, counts) in found.items()}
+    dtype = token_dtype(tokenizer.n_vocab)
+    return {s: (np.array(t, dtype), np.array(m, np.uint8), counts) for s, (t, m, counts) in found.items()}
 
 
 def encode_text(text: str, tokenizer: Tokenizer) -> tuple[list[int], list[int], int]:
