@@ -40,8 +40,11 @@ Encode = Callable[[str, Tokenizer], tuple[list[int], list[int], int]]  # the ids
 
 def split_of(key: str, val_fraction: float) -> str:
     """'val' for about val_fraction of all keys. It depends on the key alone, not on the order or the run."""
-    digest = hashlib.sha256(key.encode("utf-8", "replace")).digest()
-    return "val" if int.from_bytes(digest[:8], "big") < val_fraction * 2**64 else "train"
+    return "val" if int.from_bytes(hash_of(key)[:8], "big") < val_fraction * 2**64 else "train"
+
+
+def hash_of(text: str) -> bytes:
+    return hashlib.sha256(text.encode("utf-8", "replace")).digest()
 
 
 def check_val_fraction(val_fraction: float) -> None:

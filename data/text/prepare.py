@@ -13,7 +13,6 @@ files. A document goes to validation if the hash of its text is below a bound, s
 same side. Of the first megabyte, where that could be none or most, those with the smallest hashes go there.
 """
 
-import hashlib
 import heapq
 import io
 import math
@@ -46,6 +45,7 @@ from data.write import (
     Progress,
     add_text_options,
     check_val_fraction,
+    hash_of,
     make_parser,
     path_argument,
     print_summary,
@@ -198,10 +198,6 @@ def split(texts: Iterable[str], val_fraction: float) -> Iterator[Document]:
     known = {text: "val" if text in val else "train" for text in sizes} if may else {}
     for text in chain(first, texts):
         yield known.get(text) or split_of(text, val_fraction), text
-
-
-def hash_of(text: str) -> bytes:
-    return hashlib.sha256(text.encode("utf-8", "replace")).digest()
 
 
 def prepare(
