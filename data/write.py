@@ -150,7 +150,9 @@ def write_meta(folder: Path, tokenizer: Tokenizer, shards: dict[str, dict], **ex
     names = [name for name in next(iter(shards.values()))["train"] if name != "sha256"]
     counts = {s: {name: sum(c[s][name] for c in shards.values()) for name in names} for s in SPLITS}
     require_both_splits(counts)
-    digests = {split: digest_of([c[split]["sha256"] for c in shards.values()]) for split in SPLITS}
+    digests = {split: "".join(c[split]["sha256"] for c in shards.values()) for split in SPLITS}
+    if len(shards) > 1:  # of several files a digest of their digests
+        digests = {split: hashlib.sha256(each.encode()).hexdigest() for split, each in digests.items()}
     for name, content in tokenizer.files.items():
         with atomic_write(folder / name) as file:
             file.write(content)
@@ -169,11 +171,6 @@ def write_meta(folder: Path, tokenizer: Tokenizer, shards: dict[str, dict], **ex
     )
     write_json(folder / "meta.json", meta)
     return meta
-
-
-def digest_of(digests: list[str]) -> str:
-    """The digest of one file, or a digest of several digests."""
-    return digests[0] if len(digests) == 1 else hashlib.sha256("".join(digests).encode()).hexdigest()
 
 
 def write_shard(
