@@ -59,22 +59,22 @@ class Zstandard(io.RawIOBase):
             import zstandard
         except ImportError as error:
             raise ImportError(f"{file.name} is compressed by zstd: pip install zstandard") from error
-        self.file, self.error = file, zstandard.ZstdError
-        self.start = lambda: zstandard.ZstdDecompressor().decompressobj()
-        self.frame, self.ready = None, b""
+        self.file, self.error, self.ready = file, zstandard.ZstdError, b""
+        self.new_frame = zstandard.ZstdDecompressor().decompressobj
+        self.frame = self.new_frame()
 
     def readable(self) -> bool:
         return True
 
     def readinto(self, buffer) -> int:
         while not self.ready:
-            compressed = (self.frame and self.frame.unused_data) or self.file.read(2**17)
-            if self.frame is None or self.frame.eof:
-                self.frame = self.start()
-                if not compressed:
-                    return 0
-            elif not compressed:
+            compressed = self.frame.unused_data or self.file.read(2**17)
+            if not compressed and not self.frame.eof:
                 raise EOFError("it ends in the middle of a frame")
+            if not compressed:
+                return 0
+            if self.frame.eof:
+                self.frame = self.new_frame()
             try:
                 self.ready = self.frame.decompress(compressed)
             except self.error as error:
