@@ -147,29 +147,26 @@ def kind_of(head: bytes, path: Path) -> str:
 def read_rows(file: BinaryIO, path: Path, kind: str, bad: Bad) -> Iterator[tuple[str, Any]]:
     """(its place, a value) of each line that is not blank, or each element of an array."""
     if kind == "array":
-        rows = parse(read(file.read, path), str(path), bad)
-        yield from ((f"{path}[{i}]", row) for i, row in enumerate(rows if isinstance(rows, list) else []))
+        for rows in parse(read(file.read, path), str(path), bad):
+            yield from ((f"{path}[{i}]", row) for i, row in enumerate(rows))
         return
     number = 0
     while line := read(file.readline, path):
         number += 1
         where = f"{path}:{number}"
-        if line.strip() and (row := parse(line, where, bad)) is not None:
-            yield where, row
+        if line.strip():
+            yield from ((where, row) for row in parse(line, where, bad))
 
 
-def parse(line: bytes, where: str, bad: Bad) -> Any:
+def parse(line: bytes, where: str, bad: Bad) -> list:
+    """[the value], or nothing if there is none."""
     try:
-        row = json.loads(line.decode("utf-8-sig"))
+        return [json.loads(line.decode("utf-8-sig"))]
     except UnicodeDecodeError as error:
         bad(f"{where} is not UTF-8 text ({error})")
     except (ValueError, RecursionError) as error:  # RecursionError: thousands of brackets in brackets
         bad(f"{where} is not JSON: {error}")
-    else:
-        if row is None:
-            bad(f"{where} is null, not an object")
-        return row
-    return None
+    return []
 
 
 def field_of(row: Any, field: str, where: str, bad: Bad) -> str | None:

@@ -98,7 +98,7 @@ def test_json_in_folders_is_data_if_it_has_the_field_else_text(tmp_path, read, c
 
 
 BROKEN = {
-    "null": "is null, not an object",
+    "null": "is not an object with the field 'text': set --field",
     "{broken": "is not JSON: ",
     "[" * 100_000: "is not JSON: .* a JSON array",
     "1" * 5000: "is not JSON: Exceeds the limit",
