@@ -107,9 +107,12 @@ def whole_text(file: BinaryIO, path: Path) -> str:
         raise ValueError(f"{path} is not UTF-8 text: {error}") from error
 
 
-def is_compressed(path: Path) -> bool:
+def text_size(path: Path) -> int | None:
+    """The bytes of a file that is not compressed; None: unknown, as of a pipe."""
+    if not path.is_file():
+        return None
     with open(path, "rb") as file:
-        return file.read(6).startswith(tuple(COMPRESSED))
+        return None if file.read(6).startswith(tuple(COMPRESSED)) else path.stat().st_size
 
 
 def head_of(file: io.BufferedReader, path: Path) -> bytes:

@@ -31,12 +31,12 @@ from data.rows import (
     Unreadable,
     field_of,
     head_of,
-    is_compressed,
     is_jsonl,
     kind_of,
     open_input,
     read,
     read_rows,
+    text_size,
 )
 from data.tokenizer import FILES
 from data.vocabulary import END_OF_TEXT_NAMES
@@ -78,7 +78,8 @@ def find_files(inputs: list[Path], out: Path, field: str, bad: Bad) -> dict[Path
                 files[file] = None
                 continue
             try:
-                head, kind = look_at(file)
+                with open_input(file) as opened:
+                    head = head_of(opened, file)
             except Unreadable as error:
                 bad(str(error))
                 continue
@@ -87,6 +88,7 @@ def find_files(inputs: list[Path], out: Path, field: str, bad: Bad) -> dict[Path
                     raise
                 binary.append(file)
                 continue
+            kind = kind_of(head, file)
             if file != path and kind != "text" and not is_jsonl(file) and f'"{field}"'.encode() not in head:
                 kind = "text"  # a configuration, say, of a folder of source code
                 json_as_text.append(file)
@@ -109,12 +111,6 @@ def files_inside(folder: Path, out: Path) -> Iterator[Path]:
         hidden = any(part.startswith(".") for part in file.relative_to(folder).parts)
         if file.is_file() and not hidden and ours.isdisjoint([place, *place.parents]):
             yield file
-
-
-def look_at(path: Path) -> tuple[bytes, str]:
-    with open_input(path) as file:
-        head = head_of(file, path)
-    return head, kind_of(head, path)
 
 
 def say_files(what: str, files: list[Path]) -> None:
@@ -216,8 +212,8 @@ def prepare(
     if field is not None and set(files.values()) == {"text"}:
         raise ValueError(f"--field is {field}, but no input holds JSON objects, one a line or in an array")
     replaces = (Path(folder) / "meta.json").exists()
-    # 0: unknown, as of a pipe
-    n_bytes = sum(path.stat().st_size for path in files) if all(map(is_plain, files)) else 0
+    sizes = [text_size(path) for path in files]
+    n_bytes = 0 if None in sizes else sum(sizes)  # 0: unknown
     if val_fraction is None:
         val_fraction = min(max(0.01, 1e5 / n_bytes), 0.1) if n_bytes else 0.01  # 1%, but 100 KB or 10% of a small input
     check_val_fraction(val_fraction)
@@ -246,10 +242,6 @@ def prepare(
         say(f"{f'replaced the dataset in {display_path(folder)}':<100}")  # as wide as the progress line it covers
     print_summary(folder, meta)
     return meta
-
-
-def is_plain(path: Path) -> bool:
-    return path.is_file() and not is_compressed(path)
 
 
 def print_next(folder: Path) -> None:
