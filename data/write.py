@@ -374,24 +374,23 @@ def run_script(main: Callable[[], None]) -> None:
 
 
 def make_parser(doc: str, out: Path) -> argparse.ArgumentParser:
-    """A script's command line: its docstring is the help, --out its one option."""
-    parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
+    """A script's command line: its docstring is the help, --out its one option. What is not given has no value: the
+    defaults are those of the script's prepare().
+    """
+    parser = argparse.ArgumentParser(
+        description=doc, formatter_class=argparse.RawDescriptionHelpFormatter, argument_default=argparse.SUPPRESS
+    )
     parser.add_argument("--out", type=path_argument, default=out, help="folder for the dataset (default: the script's)")
     return parser
 
 
-def add_text_options(
-    parser: argparse.ArgumentParser, tokenizer: str, val_fraction: str | float, bos: bool = True
-) -> None:
-    """How a text becomes tokens. tokenizer: the default; val_fraction: the default, or a sentence that says it."""
+def add_text_options(parser: argparse.ArgumentParser, tokenizer: str, val_fraction: str, bos: bool = True) -> None:
+    """How a text becomes tokens. tokenizer, val_fraction: what --help says of their defaults."""
     said = f"one of {', '.join(NAMES)}, or a folder or file of Hugging Face's or Meta's (default: {tokenizer})"
-    parser.add_argument("--tokenizer", default=tokenizer, help=said)
-    default = None if isinstance(val_fraction, str) else val_fraction
-    parser.add_argument(
-        "--val_fraction", type=float, default=default, help=f"validation share (default: {val_fraction})"
-    )
+    parser.add_argument("--tokenizer", help=said)
+    parser.add_argument("--val_fraction", type=float, help=f"validation share (default: {val_fraction})")
     said = "broken rows and files: end with the first one, or leave them out and count them (default: strict)"
-    parser.add_argument("--errors", choices=["strict", "skip"], default="strict", help=said)
+    parser.add_argument("--errors", choices=["strict", "skip"], help=said)
     parser.add_argument("--workers", type=int, default=cpu_cores(), help="processes (default: one per CPU core)")
     if bos:
         said = "begin each document with the tokenizer's bos (default: where it has one)"

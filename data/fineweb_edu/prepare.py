@@ -172,12 +172,12 @@ def prepare(
 def main():
     parser = make_parser(__doc__, HERE)
     parser.add_argument("--input", type=path_argument, help="a .parquet file or a folder of them (default: the hub's)")
-    add_text_options(parser, tokenizer="gpt2", val_fraction=0.001)
-    parser.add_argument("--sample", default="10BT", help="which hub sample: 10BT, 100BT or 350BT (default: 10BT)")
+    add_text_options(parser, tokenizer="gpt2", val_fraction="0.001")
+    parser.add_argument("--sample", help="which hub sample: 10BT, 100BT or 350BT (default: 10BT)")
     parser.add_argument("--max_files", type=int, help="only so many of the parquet files")
-    parser.add_argument("--field", default="text", help="the column that has the text (default: text)")
+    parser.add_argument("--field", help="the column that has the text (default: text)")
     args = vars(parser.parse_args())
-    prepare(args.pop("input"), args.pop("out"), **args)
+    prepare(folder=args.pop("out"), **args)
 
 
 if __name__ == "__main__":
