@@ -81,9 +81,7 @@ def hub_error(error: Exception) -> OSError:
 
 
 def open_parquet(path: Path):
-    require("pyarrow")
-    import pyarrow.parquet
-
+    pyarrow = require("pyarrow.parquet")
     try:
         return pyarrow.parquet.ParquetFile(path)
     except (OSError, pyarrow.ArrowException) as error:
