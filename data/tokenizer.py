@@ -19,14 +19,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from configurator import did_you_mean
-from data.tiktoken_files import (
-    DOWNLOADS,
-    bytes_encoding,
-    encoding_of_json,
-    is_llama3,
-    llama3_encoding,
-    openai_encoding,
-)
+from data.tiktoken_files import DOWNLOADS, bytes_encoding, encoding_of_json, is_llama3, llama3_encoding, openai_encoding
 from data.vocabulary import HuggingFace, Tiktoken, Tokenizer, vocabulary_name
 
 NAMES = ["bytes", *DOWNLOADS, "llama3"]
