@@ -227,7 +227,7 @@ def compressed_bits_per_byte(text: bytes) -> dict[str, float]:
 
 
 def encode_documents(
-    documents: Iterable[Document], tokenizer: Tokenizer, workers: int = 1, encode: Encode | None = None
+    documents: Iterable[Document], tokenizer: Tokenizer, workers: int, encode: Encode | None
 ) -> Iterator[dict]:
     """Yield {split: (tokens (n,), mask uint8 (n,), counts)}, one batch of documents after another, in order."""
     if workers < 1:
@@ -264,7 +264,7 @@ def batches(documents: Iterable[Document]) -> Iterator[list[Document]]:
 
 
 def encode_batch(batch: list[Document], tokenizer: Tokenizer, encode: Encode | None = None) -> dict:
-    found = {split: ([], [], Counter(documents=0, tokens=0, bytes=0)) for split in SPLITS}
+    found = {split: ([], [], Counter()) for split in SPLITS}
     for split, text in batch:
         tokens, mask, counts = found[split]
         ids, bits, n_bytes = (encode or encode_text)(text, tokenizer)
