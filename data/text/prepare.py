@@ -188,7 +188,6 @@ def prepare(
     files = find_files([Path(path) for path in inputs], Path(folder), field or "text", bad)
     if field is not None and set(files.values()) == {"text"}:
         raise ValueError(f"--field is {field}, but no input holds JSON objects, one a line or in an array")
-    replaces = (Path(folder) / "meta.json").exists()
     sizes = [text_size(path) for path in files]
     n_bytes = 0 if None in sizes else sum(sizes)  # 0: unknown
     if val_fraction is None:
@@ -215,8 +214,6 @@ def prepare(
     if spelled_out:
         found = ", ".join(f"{token} ({n:,})" for token, n in spelled_out.most_common(5))
         say(f"special tokens spelled out, which stay text: {found}. On a line of its own <|endoftext|> ends a document")
-    if replaces:
-        say(f"{f'replaced the dataset in {display_path(folder)}':<100}")  # as wide as the progress line it covers
     print_summary(folder, meta)
     return meta
 
