@@ -179,6 +179,6 @@ def encode(tokenizer: Tokenizer, marked: str) -> list[int]:
 def encode_conversation(text: str, tokenizer: Tokenizer) -> tuple[list[int], list[int], int]:
     """What data/write.py stores of render_answers' text: its ids, their mask, and its UTF-8 bytes without the marks."""
     ids, is_target = encode_answers(tokenizer, text)
-    mask = [IS_TARGET * bool(target) for target in is_target]
+    mask = [IS_TARGET * target for target in is_target]
     mask[0] = OPENS  # there is nothing to predict it from
     return ids, mask, len(re.sub(f"[{BREAK}{ANSWER}{ANSWER_END}]", "", text).encode())
