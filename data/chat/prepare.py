@@ -107,8 +107,8 @@ def prepare(
     found.files = found.files | {"chat_template.jinja": found.chat_template.encode()}
     end, bad = end_of_turn(found), Bad(errors)
     meta = write_dataset(
-        Path(folder),
-        split(read_conversations([Path(path) for path in inputs], found, bad), val_fraction),
+        folder,
+        split(read_conversations(inputs, found, bad), val_fraction),
         found,
         {"eos": list(dict.fromkeys([end, *found.eos]))},
         workers=workers,

@@ -130,29 +130,29 @@ def prepare(
         raise ValueError("--sample is of the hub, and --input reads no hub: leave one of them out")
     if max_files is not None and max_files < 1:
         raise ValueError(f"--max_files is {max_files}, expected 1 or more")
-    encoding, folder = tokenizer_for_data(tokenizer, bos), Path(folder)
+    encoding = tokenizer_for_data(tokenizer, bos)
     ids = encoding.name + (" with bos" if encoding.bos is not None else "")
     if input is None:
         names = list_hub(sample)
-    elif Path(input).is_file():
-        input, names = Path(input).parent, [Path(input).name]
-    elif not Path(input).exists():
+    elif input.is_file():
+        input, names = input.parent, [input.name]
+    elif not input.exists():
         raise FileNotFoundError(f"--input {input} does not exist")
     else:
-        names = sorted(str(path.relative_to(input)) for path in Path(input).rglob("*.parquet"))
+        names = sorted(str(path.relative_to(input)) for path in input.rglob("*.parquet"))
         if not names:
             raise FileNotFoundError(f"--input {input} holds no .parquet files")
-    names, origin = names[:max_files], str(Path(input).resolve()) if input else REPO
+    names, origin = names[:max_files], str(input.resolve()) if input else REPO
     shards, bad = {}, Bad(errors)
     with write_lock(folder):
         for number, name in enumerate(names):
             source = dict(input=origin, name=name, tokenizer=ids, field=field, val_fraction=val_fraction)
             if input is not None:
-                stat = (Path(input) / name).stat()
+                stat = (input / name).stat()
                 source |= dict(size=stat.st_size, mtime_ns=stat.st_mtime_ns)
             counts = finished_shard(folder, number, encoding, source)
             if counts is None:
-                path = download(name) if input is None else Path(input) / name
+                path = download(name) if input is None else input / name
                 with open_parquet(path) as parquet:
                     prefix = f"{number + 1}/{len(names)} {display_path(name)} "
                     progress = Progress(parquet.metadata.num_rows, "documents", prefix, len(names) - number)

@@ -34,7 +34,6 @@ def download(file: Path) -> None:
 
 def prepare(folder: Path = HERE) -> dict:
     """Write the dataset into `folder`, from its input.txt, which is downloaded where missing; return its meta.json."""
-    folder = Path(folder)
     open_lock(folder / ".lock").close()  # before the download: can it be written?
     if not (folder / "input.txt").exists():
         download(folder / "input.txt")

@@ -185,7 +185,7 @@ def prepare(
 ) -> dict:
     """Write the dataset into `folder`; return its meta.json. field: of the lines of .jsonl files; none: "text"."""
     bad, spelled_out = Bad(errors), Counter()
-    files = find_files([Path(path) for path in inputs], Path(folder), field or "text", bad)
+    files = find_files([Path(path) for path in inputs], folder, field or "text", bad)
     if field is not None and set(files.values()) == {"text"}:
         raise ValueError(f"--field is {field}, but no input holds JSON objects, one a line or in an array")
     sizes = [text_size(path) for path in files]
@@ -202,13 +202,8 @@ def prepare(
     texts = read_documents(files, field or "text", max_chars, bad)
     texts = count_special(texts, tokenizer.special_tokens | set(END_OF_TEXT_NAMES), spelled_out)
     try:
-        meta = write_dataset(
-            Path(folder),
-            split(texts, val_fraction),
-            tokenizer,
-            workers=workers,
-            progress=Progress(n_bytes or None, "bytes"),
-        )
+        progress = Progress(n_bytes or None, "bytes")
+        meta = write_dataset(folder, split(texts, val_fraction), tokenizer, workers=workers, progress=progress)
     finally:
         bad.report()
     if spelled_out:
