@@ -42,8 +42,6 @@ def prepare(folder: Path = HERE) -> dict:
     except UnicodeDecodeError as error:
         raise ValueError(f"{display_path(folder / 'input.txt')} is not UTF-8 text ({error})") from error
     train, val = text[: len(text) * 9 // 10], text[len(text) * 9 // 10 :]
-    if not train:
-        raise ValueError(f"{display_path(folder / 'input.txt')} holds no text: delete it, and it is downloaded again")
     extra = dict(script="data/shakespeare_char/prepare.py")
     meta = write_dataset(folder, [("train", train), ("val", val)], get_tokenizer("bytes"), extra=extra)
     print_summary(folder, meta)
