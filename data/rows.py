@@ -59,22 +59,22 @@ class Zstandard(io.RawIOBase):
             import zstandard
         except ImportError as error:
             raise ImportError(f"{file.name} is compressed by zstd: pip install zstandard") from error
-        self.file, self.error = file, zstandard.ZstdError
-        self.start = lambda: zstandard.ZstdDecompressor().decompressobj()
-        self.frame, self.ready = None, b""
+        self.file, self.error, self.ready = file, zstandard.ZstdError, b""
+        self.new_frame = zstandard.ZstdDecompressor().decompressobj
+        self.frame = self.new_frame()
 
     def readable(self) -> bool:
         return True
 
     def readinto(self, buffer) -> int:
         while not self.ready:
-            compressed = (self.frame and self.frame.unused_data) or self.file.read(2**17)
-            if self.frame is None or self.frame.eof:
-                self.frame = self.start()
-                if not compressed:
-                    return 0
-            elif not compressed:
+            compressed = self.frame.unused_data or self.file.read(2**17)
+            if not compressed and not self.frame.eof:
                 raise EOFError("it ends in the middle of a frame")
+            if not compressed:
+                return 0
+            if self.frame.eof:
+                self.frame = self.new_frame()
             try:
                 self.ready = self.frame.decompress(compressed)
             except self.error as error:
@@ -107,9 +107,12 @@ def whole_text(file: BinaryIO, path: Path) -> str:
         raise ValueError(f"{path} is not UTF-8 text: {error}") from error
 
 
-def is_compressed(path: Path) -> bool:
+def text_size(path: Path) -> int | None:
+    """The bytes of a file that is not compressed; None: unknown, as of a pipe."""
+    if not path.is_file():
+        return None
     with open(path, "rb") as file:
-        return file.read(6).startswith(tuple(COMPRESSED))
+        return None if file.read(6).startswith(tuple(COMPRESSED)) else path.stat().st_size
 
 
 def head_of(file: io.BufferedReader, path: Path) -> bytes:
@@ -147,29 +150,26 @@ def kind_of(head: bytes, path: Path) -> str:
 def read_rows(file: BinaryIO, path: Path, kind: str, bad: Bad) -> Iterator[tuple[str, Any]]:
     """(its place, a value) of each line that is not blank, or each element of an array."""
     if kind == "array":
-        rows = parse(read(file.read, path), str(path), bad)
-        yield from ((f"{path}[{i}]", row) for i, row in enumerate(rows if isinstance(rows, list) else []))
+        for rows in parse(read(file.read, path), str(path), bad):
+            yield from ((f"{path}[{i}]", row) for i, row in enumerate(rows))
         return
     number = 0
     while line := read(file.readline, path):
         number += 1
         where = f"{path}:{number}"
-        if line.strip() and (row := parse(line, where, bad)) is not None:
-            yield where, row
+        if line.strip():
+            yield from ((where, row) for row in parse(line, where, bad))
 
 
-def parse(line: bytes, where: str, bad: Bad) -> Any:
+def parse(line: bytes, where: str, bad: Bad) -> list:
+    """[the value], or nothing if there is none."""
     try:
-        row = json.loads(line.decode("utf-8-sig"))
+        return [json.loads(line.decode("utf-8-sig"))]
     except UnicodeDecodeError as error:
         bad(f"{where} is not UTF-8 text ({error})")
     except (ValueError, RecursionError) as error:  # RecursionError: thousands of brackets in brackets
         bad(f"{where} is not JSON: {error}")
-    else:
-        if row is None:
-            bad(f"{where} is null, not an object")
-        return row
-    return None
+    return []
 
 
 def field_of(row: Any, field: str, where: str, bad: Bad) -> str | None:

@@ -19,14 +19,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from configurator import did_you_mean
-from data.tiktoken_files import (
-    DOWNLOADS,
-    bytes_encoding,
-    encoding_of_json,
-    is_llama3,
-    llama3_encoding,
-    openai_encoding,
-)
+from data.tiktoken_files import DOWNLOADS, bytes_encoding, encoding_of_json, is_llama3, llama3_encoding, openai_encoding
 from data.vocabulary import HuggingFace, Tiktoken, Tokenizer, vocabulary_name
 
 NAMES = ["bytes", *DOWNLOADS, "llama3"]
@@ -98,7 +91,7 @@ def tokenizer_of(folder: Path) -> Tokenizer:
         tokenizer.eos = list(dict.fromkeys([*data.get("eos", []), *tokenizer.eos]))
     elif name in NAMES:  # a converted checkpoint
         tokenizer.bos = config.get("bos_token_id", tokenizer.bos)
-    if "chat_template.jinja" in files:  # of the conversations that it was trained on
+    if "chat_template.jinja" in files:
         tokenizer.chat_template = files["chat_template.jinja"].decode()
     return tokenizer
 
@@ -125,8 +118,6 @@ def read_json(path: Path, files: dict[str, bytes], name: str | None = None, eos:
         config |= parse(files.get(file, b"{}"), path.with_name(file))
     generation = parse(files.get("generation_config.json", b"{}"), path.with_name("generation_config.json"))
     config["eos_token_id"] = generation.get("eos_token_id", eos)
-    if "chat_template.jinja" in files:
-        config["chat_template"] = files["chat_template.jinja"].decode()
     name = "llama3" if is_llama3(content) else name
     if name in NAMES:
         return Tiktoken(encoding_of_json(name, content, path), files, config)

@@ -30,12 +30,6 @@ class Tokenizer:
     files          {name: content} from which it can be made again; {} if its name is enough
     """
 
-    name: str
-    n_vocab: int
-    bos: int | None
-    special_tokens: set[str]
-    files: dict[str, bytes]
-
     def encode(self, text: str, special: bool = False) -> list[int]:
         """The ids of a text, without bos. special: special tokens that it spells out are tokens, not text."""
         raise NotImplementedError

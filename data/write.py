@@ -40,8 +40,11 @@ Encode = Callable[[str, Tokenizer], tuple[list[int], list[int], int]]  # the ids
 
 def split_of(key: str, val_fraction: float) -> str:
     """'val' for about val_fraction of all keys. It depends on the key alone, not on the order or the run."""
-    digest = hashlib.sha256(key.encode("utf-8", "replace")).digest()
-    return "val" if int.from_bytes(digest[:8], "big") < val_fraction * 2**64 else "train"
+    return "val" if int.from_bytes(hash_of(key)[:8], "big") < val_fraction * 2**64 else "train"
+
+
+def hash_of(text: str) -> bytes:
+    return hashlib.sha256(text.encode("utf-8", "replace")).digest()
 
 
 def check_val_fraction(val_fraction: float) -> None:
@@ -108,7 +111,6 @@ def write_tokens(
     Streams: memory does not grow with the documents. `progress` is called with the counts so far. Raises ValueError if
     a split of an unsharded dataset would be empty; an older dataset is then left unchanged.
     """
-    dtype = token_dtype(tokenizer.n_vocab)
     counts = {split: Counter(documents=0, tokens=0, bytes=0) for split in SPLITS}
     digests = {split: hashlib.sha256() for split in SPLITS}
     with ExitStack() as stack:
@@ -120,7 +122,7 @@ def write_tokens(
         for encoded in encode_documents(documents, tokenizer, workers, encode):
             for split in SPLITS:
                 tokens, mask, found = encoded[split]
-                for file, content in zip(files[split], (tokens.astype(dtype), mask), strict=False):
+                for file, content in zip(files[split], (tokens, mask), strict=False):
                     file.write(content)
                     digests[split].update(content)
                 counts[split].update(found)
@@ -148,7 +150,9 @@ def write_meta(folder: Path, tokenizer: Tokenizer, shards: dict[str, dict], **ex
     names = [name for name in next(iter(shards.values()))["train"] if name != "sha256"]
     counts = {s: {name: sum(c[s][name] for c in shards.values()) for name in names} for s in SPLITS}
     require_both_splits(counts)
-    digests = {split: digest_of([c[split]["sha256"] for c in shards.values()]) for split in SPLITS}
+    digests = {split: "".join(c[split]["sha256"] for c in shards.values()) for split in SPLITS}
+    if len(shards) > 1:  # of several files a digest of their digests
+        digests = {split: hashlib.sha256(each.encode()).hexdigest() for split, each in digests.items()}
     for name, content in tokenizer.files.items():
         with atomic_write(folder / name) as file:
             file.write(content)
@@ -167,11 +171,6 @@ def write_meta(folder: Path, tokenizer: Tokenizer, shards: dict[str, dict], **ex
     )
     write_json(folder / "meta.json", meta)
     return meta
-
-
-def digest_of(digests: list[str]) -> str:
-    """The digest of one file, or a digest of several digests."""
-    return digests[0] if len(digests) == 1 else hashlib.sha256("".join(digests).encode()).hexdigest()
 
 
 def write_shard(
@@ -228,9 +227,9 @@ def compressed_bits_per_byte(text: bytes) -> dict[str, float]:
 
 
 def encode_documents(
-    documents: Iterable[Document], tokenizer: Tokenizer, workers: int = 1, encode: Encode | None = None
+    documents: Iterable[Document], tokenizer: Tokenizer, workers: int, encode: Encode | None
 ) -> Iterator[dict]:
-    """Yield {split: (tokens uint32 (n,), mask uint8 (n,), counts)}, one batch of documents after another, in order."""
+    """Yield {split: (tokens (n,), mask uint8 (n,), counts)}, one batch of documents after another, in order."""
     if workers < 1:
         raise ValueError(f"workers is {workers}: it must be at least 1")
     if workers == 1:
@@ -265,7 +264,7 @@ def batches(documents: Iterable[Document]) -> Iterator[list[Document]]:
 
 
 def encode_batch(batch: list[Document], tokenizer: Tokenizer, encode: Encode | None = None) -> dict:
-    found = {split: ([], [], Counter(documents=0, tokens=0, bytes=0)) for split in SPLITS}
+    found = {split: ([], [], Counter()) for split in SPLITS}
     for split, text in batch:
         tokens, mask, counts = found[split]
         ids, bits, n_bytes = (encode or encode_text)(text, tokenizer)
@@ -274,7 +273,8 @@ def encode_batch(batch: list[Document], tokenizer: Tokenizer, encode: Encode | N
         counts.update(documents=1, tokens=len(ids), bytes=n_bytes)
         if encode:
             counts["targets"] += sum(bit & IS_TARGET for bit in bits)
-    return {s: (np.array(t, np.uint32), np.array(m, np.uint8), counts) for s, (t, m, counts) in found.items()}
+    dtype = token_dtype(tokenizer.n_vocab)
+    return {s: (np.array(t, dtype), np.array(m, np.uint8), counts) for s, (t, m, counts) in found.items()}
 
 
 def encode_text(text: str, tokenizer: Tokenizer) -> tuple[list[int], list[int], int]:
@@ -374,24 +374,23 @@ def run_script(main: Callable[[], None]) -> None:
 
 
 def make_parser(doc: str, out: Path) -> argparse.ArgumentParser:
-    """A script's command line: its docstring is the help, --out its one option."""
-    parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
+    """A script's command line: its docstring is the help, --out its one option. What is not given has no value: the
+    defaults are those of the script's prepare().
+    """
+    parser = argparse.ArgumentParser(
+        description=doc, formatter_class=argparse.RawDescriptionHelpFormatter, argument_default=argparse.SUPPRESS
+    )
     parser.add_argument("--out", type=path_argument, default=out, help="folder for the dataset (default: the script's)")
     return parser
 
 
-def add_text_options(
-    parser: argparse.ArgumentParser, tokenizer: str, val_fraction: str | float, bos: bool = True
-) -> None:
-    """How a text becomes tokens. tokenizer: the default; val_fraction: the default, or a sentence that says it."""
+def add_text_options(parser: argparse.ArgumentParser, tokenizer: str, val_fraction: str, bos: bool = True) -> None:
+    """How a text becomes tokens. tokenizer, val_fraction: what --help says of their defaults."""
     said = f"one of {', '.join(NAMES)}, or a folder or file of Hugging Face's or Meta's (default: {tokenizer})"
-    parser.add_argument("--tokenizer", default=tokenizer, help=said)
-    default = None if isinstance(val_fraction, str) else val_fraction
-    parser.add_argument(
-        "--val_fraction", type=float, default=default, help=f"validation share (default: {val_fraction})"
-    )
+    parser.add_argument("--tokenizer", help=said)
+    parser.add_argument("--val_fraction", type=float, help=f"validation share (default: {val_fraction})")
     said = "broken rows and files: end with the first one, or leave them out and count them (default: strict)"
-    parser.add_argument("--errors", choices=["strict", "skip"], default="strict", help=said)
+    parser.add_argument("--errors", choices=["strict", "skip"], help=said)
     parser.add_argument("--workers", type=int, default=cpu_cores(), help="processes (default: one per CPU core)")
     if bos:
         said = "begin each document with the tokenizer's bos (default: where it has one)"

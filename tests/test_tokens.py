@@ -115,29 +115,6 @@ def test_missing_or_incomplete_dataset_error_has_the_prepare_command(tmp_path):
         Tokens(tmp_path, "val")
 
 
-@pytest.mark.parametrize(
-    "damage",
-    [
-        {"files": [{"train.bin": 13}]},
-        {"files": {"train": {"train.bin": 13}}},
-        {"files": {"train": {"train.bin": 13}, "val": {}}},
-        {"files": {"train": 13, "val": 6}},
-        *({"files": {"train": {"train.bin": n}, "val": {"val.bin": 6}}} for n in (0, 1.5, None, True)),
-        {"vocab_size": "257"},
-        {"val_bytes": -1},
-        {"dtype": ["uint16"]},
-        *({"end_of_text": token} for token in (None, -1, 257)),
-    ],
-    ids=str,
-)
-def test_meta_json_with_invalid_values_is_an_error(tmp_path, damage):
-    meta = toy_dataset(tmp_path)
-    (tmp_path / "train.bin").write_bytes(b"")
-    (tmp_path / "meta.json").write_text(json.dumps(meta | damage))
-    with pytest.raises(ValueError, match=r"meta\.json is damaged: run python"):
-        Tokens(tmp_path, "train")
-
-
 @pytest.mark.parametrize("content", ["", "[]", '{"tokenizer": "bytes"}'])
 def test_unreadable_meta_json_is_an_error(tmp_path, content):
     (tmp_path / "meta.json").write_text(content)

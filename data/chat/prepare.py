@@ -107,8 +107,8 @@ def prepare(
     found.files = found.files | {"chat_template.jinja": found.chat_template.encode()}
     end, bad = end_of_turn(found), Bad(errors)
     meta = write_dataset(
-        Path(folder),
-        split(read_conversations([Path(path) for path in inputs], found, bad), val_fraction),
+        folder,
+        split(read_conversations(inputs, found, bad), val_fraction),
         found,
         {"eos": list(dict.fromkeys([end, *found.eos]))},
         workers=workers,
@@ -127,7 +127,7 @@ def main():
     parser.add_argument(
         "--input", type=path_argument, nargs="+", required=True, help=".jsonl, .json, compressed or not"
     )
-    add_text_options(parser, tokenizer="llama3", val_fraction=0.05, bos=False)  # a chat template writes it
+    add_text_options(parser, tokenizer="llama3", val_fraction="0.05", bos=False)  # a chat template writes it
     parser.add_argument("--template", type=path_argument, help="a Jinja file (default: the tokenizer's, or Llama 3's)")
     args = vars(parser.parse_args())
     out = args.pop("out")

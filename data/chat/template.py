@@ -48,24 +48,22 @@ def template_of(tokenizer: Tokenizer) -> str:
 
 def render(
     messages: list[dict],
-    template: str | None = None,
+    template: str = LLAMA3_TEMPLATE,
     bos: str = "<|begin_of_text|>",
     eos: str = "<|eot_id|>",
     add_generation_prompt: bool = False,
-    **variables,
 ) -> str:
     """The text of messages, each with a role and a content.
 
-    template: Jinja source; None: Llama 3's own format. bos, eos: the special tokens as the tokenizer spells them, ""
-    where it has none. add_generation_prompt: the text ends where the assistant's answer begins. variables: others that
-    the template knows, as tools or date_string. ImportError without jinja2, ValueError if the template is broken or
-    refuses the messages.
+    template: Jinja source. bos, eos: the special tokens as the tokenizer spells them, "" where it has none.
+    add_generation_prompt: the text ends where the assistant's answer begins. ImportError without jinja2, ValueError if
+    the template is broken or refuses the messages.
     """
+    variables = {"messages": messages, "bos_token": bos, "eos_token": eos}
     # transformers defines tools and documents always: templates compare them with none.
-    variables = {"tools": None, "documents": None, "bos_token": bos, "eos_token": eos} | variables
-    variables |= {"messages": messages, "add_generation_prompt": add_generation_prompt}
+    variables |= {"add_generation_prompt": add_generation_prompt, "tools": None, "documents": None}
     try:
-        return compile_template(LLAMA3_TEMPLATE if template is None else template).render(variables)
+        return compile_template(template).render(variables)
     except ImportError as error:
         raise ImportError("chat templates need jinja2: pip install jinja2") from error
     except Exception as error:  # a program that we did not write: whatever it raises
@@ -76,7 +74,6 @@ def render(
 
 @functools.lru_cache(maxsize=8)
 def compile_template(template: str):
-    """The compiled template."""
     from jinja2 import TemplateError, nodes
     from jinja2.ext import Extension, loopcontrols
     from jinja2.sandbox import ImmutableSandboxedEnvironment
@@ -111,23 +108,23 @@ def compile_template(template: str):
 # Tokens
 
 
-def encode_prompt(tokenizer: Tokenizer, messages: list[dict], **variables) -> list[int]:
+def encode_prompt(tokenizer: Tokenizer, messages: list[dict]) -> list[int]:
     """The ids of a conversation up to where the assistant's next answer begins. ValueError, ImportError: as render."""
-    return encode(tokenizer, render_marked(tokenizer, messages, add_generation_prompt=True, **variables))
+    return encode(tokenizer, render_marked(tokenizer, messages, add_generation_prompt=True))
 
 
-def render_answers(tokenizer: Tokenizer, messages: list[dict], **variables) -> str:
+def render_answers(tokenizer: Tokenizer, messages: list[dict]) -> str:
     """The text of a conversation, for encode_answers: with marks around the assistant's answers and their ends of turn.
 
     An answer is what the text of the messages up to it has beyond the prompt for it. ValueError if there is none, or if
     the template writes a message in another way when others follow (as those that drop earlier thoughts).
     """
-    text, done, marked = render_marked(tokenizer, messages, **variables), 0, []
+    text, done, marked = render_marked(tokenizer, messages), 0, []
     for i, message in enumerate(messages):
         if message["role"] != "assistant":
             continue
-        prompt = render_marked(tokenizer, messages[:i], add_generation_prompt=True, **variables)
-        upto = render_marked(tokenizer, messages[: i + 1], **variables).rstrip()  # a line's end follows the end of turn
+        prompt = render_marked(tokenizer, messages[:i], add_generation_prompt=True)
+        upto = render_marked(tokenizer, messages[: i + 1]).rstrip()  # a line's end follows the end of turn
         if not (upto.startswith(prompt) and text.startswith(upto) and len(prompt) >= done):
             raise ValueError(
                 f"the chat template writes message {i + 1} in another way when it is to be answered, or when others "
@@ -154,10 +151,10 @@ def encode_answers(tokenizer: Tokenizer, text: str) -> tuple[list[int], list[boo
     return ids, is_target
 
 
-def render_marked(tokenizer: Tokenizer, messages: list[dict], **variables) -> str:
+def render_marked(tokenizer: Tokenizer, messages: list[dict], add_generation_prompt: bool = False) -> str:
     """The text of messages in the tokenizer's template, with marks in special tokens that they spell out."""
     bos, eos = tokenizer.bos_token, tokenizer.eos_token
-    return render([broken(m, tokenizer) for m in messages], template_of(tokenizer), bos, eos, **variables)
+    return render([broken(m, tokenizer) for m in messages], template_of(tokenizer), bos, eos, add_generation_prompt)
 
 
 def broken(value, tokenizer: Tokenizer):
@@ -182,6 +179,6 @@ def encode(tokenizer: Tokenizer, marked: str) -> list[int]:
 def encode_conversation(text: str, tokenizer: Tokenizer) -> tuple[list[int], list[int], int]:
     """What data/write.py stores of render_answers' text: its ids, their mask, and its UTF-8 bytes without the marks."""
     ids, is_target = encode_answers(tokenizer, text)
-    mask = [IS_TARGET * bool(target) for target in is_target]
+    mask = [IS_TARGET * target for target in is_target]
     mask[0] = OPENS  # there is nothing to predict it from
     return ids, mask, len(re.sub(f"[{BREAK}{ANSWER}{ANSWER_END}]", "", text).encode())

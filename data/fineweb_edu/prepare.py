@@ -81,9 +81,7 @@ def hub_error(error: Exception) -> OSError:
 
 
 def open_parquet(path: Path):
-    require("pyarrow")
-    import pyarrow.parquet
-
+    pyarrow = require("pyarrow.parquet")
     try:
         return pyarrow.parquet.ParquetFile(path)
     except (OSError, pyarrow.ArrowException) as error:
@@ -132,29 +130,29 @@ def prepare(
         raise ValueError("--sample is of the hub, and --input reads no hub: leave one of them out")
     if max_files is not None and max_files < 1:
         raise ValueError(f"--max_files is {max_files}, expected 1 or more")
-    encoding, folder = tokenizer_for_data(tokenizer, bos), Path(folder)
+    encoding = tokenizer_for_data(tokenizer, bos)
     ids = encoding.name + (" with bos" if encoding.bos is not None else "")
     if input is None:
         names = list_hub(sample)
-    elif Path(input).is_file():
-        input, names = Path(input).parent, [Path(input).name]
-    elif not Path(input).exists():
+    elif input.is_file():
+        input, names = input.parent, [input.name]
+    elif not input.exists():
         raise FileNotFoundError(f"--input {input} does not exist")
     else:
-        names = sorted(str(path.relative_to(input)) for path in Path(input).rglob("*.parquet"))
+        names = sorted(str(path.relative_to(input)) for path in input.rglob("*.parquet"))
         if not names:
             raise FileNotFoundError(f"--input {input} holds no .parquet files")
-    names, origin = names[:max_files], str(Path(input).resolve()) if input else REPO
+    names, origin = names[:max_files], str(input.resolve()) if input else REPO
     shards, bad = {}, Bad(errors)
     with write_lock(folder):
         for number, name in enumerate(names):
             source = dict(input=origin, name=name, tokenizer=ids, field=field, val_fraction=val_fraction)
             if input is not None:
-                stat = (Path(input) / name).stat()
+                stat = (input / name).stat()
                 source |= dict(size=stat.st_size, mtime_ns=stat.st_mtime_ns)
             counts = finished_shard(folder, number, encoding, source)
             if counts is None:
-                path = download(name) if input is None else Path(input) / name
+                path = download(name) if input is None else input / name
                 with open_parquet(path) as parquet:
                     prefix = f"{number + 1}/{len(names)} {display_path(name)} "
                     progress = Progress(parquet.metadata.num_rows, "documents", prefix, len(names) - number)
@@ -172,12 +170,12 @@ def prepare(
 def main():
     parser = make_parser(__doc__, HERE)
     parser.add_argument("--input", type=path_argument, help="a .parquet file or a folder of them (default: the hub's)")
-    add_text_options(parser, tokenizer="gpt2", val_fraction=0.001)
-    parser.add_argument("--sample", default="10BT", help="which hub sample: 10BT, 100BT or 350BT (default: 10BT)")
+    add_text_options(parser, tokenizer="gpt2", val_fraction="0.001")
+    parser.add_argument("--sample", help="which hub sample: 10BT, 100BT or 350BT (default: 10BT)")
     parser.add_argument("--max_files", type=int, help="only so many of the parquet files")
-    parser.add_argument("--field", default="text", help="the column that has the text (default: text)")
+    parser.add_argument("--field", help="the column that has the text (default: text)")
     args = vars(parser.parse_args())
-    prepare(args.pop("input"), args.pop("out"), **args)
+    prepare(folder=args.pop("out"), **args)
 
 
 if __name__ == "__main__":

@@ -56,7 +56,7 @@ def prepare(folder: Path = HERE, stdlib: Path | None = None) -> dict:
     # by a hash of the name: a file that a Python update changes, or adds, moves no other file
     documents = [(split_of(name, VAL_FRACTION), source) for name, source in sources.items()]
     extra = dict(script="data/pystdlib/prepare.py", python=platform.python_version())
-    meta = write_dataset(Path(folder), documents, get_tokenizer("bytes"), extra=extra)
+    meta = write_dataset(folder, documents, get_tokenizer("bytes"), extra=extra)
     say(f"{stdlib}: {len(sources):,} files, skipped " + ", ".join(f"{n} {why}" for why, n in skipped.items()))
     print_summary(folder, meta)
     return meta

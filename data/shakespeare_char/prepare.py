@@ -14,13 +14,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from data.files import atomic_write, display_path
 from data.tokenizer import get_tokenizer
-from data.write import (
-    make_parser,
-    open_lock,
-    print_summary,
-    run_script,
-    write_dataset,
-)
+from data.write import make_parser, open_lock, print_summary, run_script, write_dataset
 
 HERE = Path(__file__).resolve().parent
 URL = "https://raw.githubusercontent.com/karpathy/char-rnn/master/data/tinyshakespeare/input.txt"
@@ -40,7 +34,6 @@ def download(file: Path) -> None:
 
 def prepare(folder: Path = HERE) -> dict:
     """Write the dataset into `folder`, from its input.txt, which is downloaded where missing; return its meta.json."""
-    folder = Path(folder)
     open_lock(folder / ".lock").close()  # before the download: can it be written?
     if not (folder / "input.txt").exists():
         download(folder / "input.txt")
@@ -49,8 +42,6 @@ def prepare(folder: Path = HERE) -> dict:
     except UnicodeDecodeError as error:
         raise ValueError(f"{display_path(folder / 'input.txt')} is not UTF-8 text ({error})") from error
     train, val = text[: len(text) * 9 // 10], text[len(text) * 9 // 10 :]
-    if not train:
-        raise ValueError(f"{display_path(folder / 'input.txt')} holds no text: delete it, and it is downloaded again")
     extra = dict(script="data/shakespeare_char/prepare.py")
     meta = write_dataset(folder, [("train", train), ("val", val)], get_tokenizer("bytes"), extra=extra)
     print_summary(folder, meta)
