@@ -161,6 +161,8 @@ def read_file(path: str, settings: dict, script: str) -> dict:
         folders = [os.path.dirname(path) or ".", os.path.relpath(Path(script).resolve().parent / "config")]
         files = {file.stem: str(file) for folder in folders for file in Path(folder).glob("*.py")}
         problem = "is not a config file" if os.path.exists(path) else "does not exist"
+        if os.path.isdir(path) and "out_dir" in settings:
+            raise SettingError(f"{path} is a folder. Did you mean --out_dir={path}?")
         raise SettingError(f"{path} {problem}{did_you_mean(Path(path).stem, files)}")
     if not path.endswith(".py"):
         raise SettingError(f"{path} is no config file: it must be a .py of assignments, such as batch_size = 4")
@@ -221,6 +223,8 @@ def check(label: str, options: list, *readings):
 
 def unknown(name: str, settings: dict, where: str = "") -> SettingError:
     hint = did_you_mean(name, {name: name for name in settings}) or ". --help lists them all"
+    if name == "config":
+        hint = ": a config file is named without it, as in python train.py config/baby_llama.py"
     return SettingError(f"{where}Unknown setting {name}{hint}")
 
 

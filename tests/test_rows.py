@@ -3,6 +3,7 @@
 import gzip
 import json
 import lzma
+import os
 import subprocess
 
 import pytest
@@ -119,13 +120,18 @@ def test_a_broken_row_ends_the_preparation_or_is_counted(row, read, tmp_path, ca
     assert f"left out by --errors skip: 1, the first: {tmp_path}/a.jsonl:41 " in capsys.readouterr().out
 
 
-def test_a_file_that_is_not_utf8_ends_the_preparation_or_is_left_out(tmp_path, read, capsys):
+def test_a_file_that_is_not_utf8_ends_the_preparation_or_is_left_out_as_a_whole(tmp_path, read, capsys):
     files = {f"{i}.txt": f"text {i}" for i in range(50)}
-    files |= {"0.txt": "\ufefftext 0", "latin1.txt": b"caf\xe9"}
+    files |= {"0.txt": "\ufefftext 0", "latin1.txt": b"kept?\n" * 10_000 + b"caf\xe9"}  # far behind the first chunk
     with pytest.raises(ValueError, match=r"latin1\.txt is not UTF-8 text.*--errors skip"):
         read(files)
     assert read(files, errors="skip") == sorted(f"text {i}" for i in range(50))
     assert f"left out by --errors skip: 1, the first: {tmp_path}/latin1.txt is not UTF-8" in capsys.readouterr().out
+    reading, writing = os.pipe()
+    os.close(writing)
+    with pytest.raises(ValueError, match=f"--errors skip reads a file twice, but /dev/fd/{reading} is a pipe"):
+        text.prepare([f"/dev/fd/{reading}"], tmp_path / ".out", errors="skip")
+    os.close(reading)
 
 
 def test_lines_of_end_of_text_end_documents_and_other_special_tokens_stay_text_and_are_said(read, capsys):

@@ -124,9 +124,11 @@ def read_documents(files: dict[Path, str | None], field: str, max_chars: int, ba
 
 def read_text(file, path: Path, max_chars: int, bad: Bad) -> Iterator[str]:
     """The whole file, or max_chars at a time and up to as many more, to the end of the line; but if lines that are
-    nothing but an end of text separate documents, these. Up to the first bytes that are not UTF-8, with --errors skip.
+    nothing but an end of text separate documents, these.
     """
     try:
+        if not bad.strict:
+            check_utf8(path)
         separated, rest = SEPARATOR.search(head_of(file, path).decode(errors="replace")) is not None, ""
         # newline="\n" leaves \r\n alone; utf-8-sig drops the mark that Windows editors put first
         file = io.TextIOWrapper(file, encoding="utf-8-sig", newline="\n")
@@ -140,6 +142,16 @@ def read_text(file, path: Path, max_chars: int, bad: Bad) -> Iterator[str]:
             yield rest
     except UnicodeDecodeError as error:
         bad(f"{path} is not UTF-8 text ({error})")
+
+
+def check_utf8(path: Path) -> None:
+    """Read all of a file, before any of it is used. Raises UnicodeDecodeError."""
+    if not path.is_file():
+        raise ValueError(f"--errors skip reads a file twice, but {path} is a pipe: use --errors strict")
+    with open_input(path) as file:
+        file = io.TextIOWrapper(file, encoding="utf-8")
+        while read(lambda: file.read(2**20), path):
+            pass
 
 
 def count_special(texts: Iterable[str], special_tokens: set[str], found: Counter) -> Iterator[str]:
