@@ -101,10 +101,6 @@ def refuse(s: SimpleNamespace, n_gpus: int) -> None:
     if s.memory_limit_gib is not None and not 0 < s.memory_limit_gib < 1e4:
         raise SettingError(f"--memory_limit_gib={s.memory_limit_gib:g}: a number of GiB, as in --memory_limit_gib=24")
     cli.refuse_flags(s, s.peers)
-    for kind, names in {"batch": ("batches", "block_size"), "seq": ("contexts", "batch_size")}.items():
-        for name in {word.removeprefix("--").partition("=")[0] for word in s.command} & set(names):
-            if s.sweep not in (kind, "both"):
-                raise SettingError(f"--{name} is for --sweep={kind}: add that, or leave it out")
     if "recipe" in s.peers and s.offload != ["none"]:
         raise SettingError("--peers=recipe: it offloads nothing, so it is compared with --offload=none alone")
     if {*s.peers} - {"recipe", "none"} and "selective" in s.checkpointing:

@@ -179,8 +179,6 @@ estimate --offload=all -- --cuda_graph=true => cuda_graph needs one GPU and offl
 --steps=0 => --steps=0: it must be at least 1
 --ranks=64 => --ranks=64: torch sees
 --peers=recipe --offload=all => --peers=recipe: it offloads nothing
---contexts=512 => --contexts is for --sweep=seq: add that, or leave it out
---sweep=seq --block_size 512 => --block_size is for --sweep=batch: add that
 --peers=peft --checkpointing=selective => of the peers only recipe knows it
 -- --max_iters=4 => -- --max_iters: each measured run has its own, leave it out
 """
