@@ -86,7 +86,7 @@ def parse(argv: list[str], n_gpus: int) -> SimpleNamespace:
         setattr(s, name, cli.one_of(name, getattr(s, name), known))
     s.batches, s.contexts = (sorted(cli.whole_numbers(n, getattr(s, n))) for n in ("batches", "contexts"))
     s.ranks = max(n_gpus, 1) if s.ranks == "all" else s.ranks
-    cli.at_least_one(s, "block_size", "batch_size", "steps", "ranks")
+    cli.at_least_one(s, "block_size", "batch_size", "steps", "ranks", "memory_limit_gib")
     s.out, s.config = record.default_out(s.out, "sweep", "out"), cli.config_path(s.config)
     refuse(s, n_gpus)
     # The file exists, and train.py takes it. full: no other setting is at odds with it.
@@ -98,8 +98,6 @@ def refuse(s: SimpleNamespace, n_gpus: int) -> None:
     """What contradicts itself, or what a peer cannot do."""
     if s.ranks > max(n_gpus, 1):
         raise SettingError(f"--ranks={s.ranks}: torch sees {n_gpus} GPU{'s' * (n_gpus != 1)}")
-    if s.memory_limit_gib is not None and not 0 < s.memory_limit_gib < 1e4:
-        raise SettingError(f"--memory_limit_gib={s.memory_limit_gib:g}: a number of GiB, as in --memory_limit_gib=24")
     cli.refuse_flags(s, s.peers)
     if "recipe" in s.peers and s.offload != ["none"]:
         raise SettingError("--peers=recipe: it offloads nothing, so it is compared with --offload=none alone")

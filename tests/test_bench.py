@@ -173,7 +173,7 @@ estimate --offload=all -- --cuda_graph=true => cuda_graph needs one GPU and offl
 --sweep=bath => --sweep expects 'batch', 'seq' or 'both', got 'bath'. Did you mean 'batch'?
 --arms=al => --arms=al: there are all, long, kernels, torch, lora, qlora, none. Did you mean all?
 --memory_limit=24 => Unknown setting memory_limit. Did you mean memory_limit_gib?
---memory_limit_gib=0 => --memory_limit_gib=0: a number of GiB, as in --memory_limit_gib=24
+--memory_limit_gib=0 => --memory_limit_gib=0.0: it must be at least 1
 --peers=hf -- --n_layer=4 => --n_layer: the peers would train another model; write it in a config, or say
 --config=config/none.py => config/none.py does not exist
 --steps=0 => --steps=0: it must be at least 1
