@@ -162,7 +162,6 @@ estimate --compile => --compile is a setting of train.py: put it behind --, as i
 estimate -- --fusedloss=false => Unknown setting fusedloss. Did you mean fused_loss?
 estimate -- --mlp_chunks=x => --mlp_chunks expects an int or none, got 'x'
 estimate -- --batch_size=32 => -- --batch_size: say --batch_size=... before the --
-estimate --activation_checkpointing=full => --activation_checkpointing is --checkpointing here
 estimate -- --activation_checkpointing=full => say --checkpointing=... before the --
 estimate --checkpointing=none -- --mlp_chunks=4 => mlp_chunks
 estimate --card=h100 24 => Unknown word 24
