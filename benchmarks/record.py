@@ -68,9 +68,6 @@ def read_record(out: Path) -> dict | None:
     """None if there is none yet; sys.exit with a sentence if the file is something else or cannot be written."""
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
-        with atomic_write(out.with_name(out.name + ".new")):
-            pass
-        out.with_name(out.name + ".new").unlink()
     except OSError as error:
         sys.exit(f"--out={out} cannot be written: {error}")
     try:
