@@ -36,7 +36,7 @@ tokens = 256  # new ones of each text
 keep = False  # whether rows stay although the code has changed since: for changes that cost neither time nor memory
 out = ""  # the record; nothing: benchmarks/records/generate.json
 
-KEYS = {"points": ("config", "arm", "batch", "prompt", "tokens")}  # what names a row
+KEYS = {"points": ("arm", "config", "batch", "prompt", "tokens")}  # what names a row
 ROUNDS = 3  # that are timed, behind one that warms up
 
 
@@ -120,21 +120,12 @@ def line(row: dict, _: dict | None = None) -> str:
     return f"{name} {row['tok_per_s']:9,.0f} tok/s, {row['ms_per_token']:.3f} ms a token{step}"
 
 
-def ratios(points: list[dict]) -> list[dict]:
-    """Our tokens a second over the peer's, at the same batch and lengths."""
-    found = {compare.values(row, KEYS["points"]): row for row in compare.done(points)}
-    return [
-        {"batch": ours["batch"], "tok_per_s": ours["tok_per_s"] / theirs["tok_per_s"]}
-        for (config, arm, *where), theirs in found.items()
-        if arm != "nanocria" and (ours := found.get((config, "nanocria", *where)))
-    ]
-
-
 def main(argv: list[str]) -> None:
     s = parse(argv)
     new = runner.begin("generate", s.command, KEYS, ("transformers",))
     found, failed = record.fill(new, measured(s, new["copy_tb_s"]), s.out, KEYS, line, s.keep)
-    print(json.dumps({"record": str(s.out), "failed": failed, "ratios": ratios(found["points"])}))
+    ratios = compare.ratios(found["points"], *KEYS.values())
+    print(json.dumps({"record": str(s.out), "failed": failed, "ratios": ratios}))
 
 
 if __name__ == "__main__":

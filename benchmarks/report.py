@@ -174,7 +174,8 @@ def headline() -> str:
     best = max((p for p in done(r["points"]) if p["arm"] == "nanocria"), key=lambda p: p["tok_per_s"])
     share = f" ({best['mfu']:.0%} MFU)" if best["mfu"] else ""  # of some cards the peak is not known
     where = list(values(best, compare.STEP_PLACE[1:]))
-    ratio = next(x for x in compare.step_ratios(r["points"]) if x["peer"] == "recipe" and x["at"] == where)
+    found = compare.ratios(r["points"], compare.STEP_PLACE)
+    ratio = next(x for x in found if x["peer"] == "recipe" and x["at"] == where)
     return (
         f"- Llama 3.2 1B trains at {best['tok_per_s']:,.0f} tokens per second{share} on one {r['device']}: "
         f"{ratio['tok_per_s']:.2f} times the speed of torchtitan's recipe, in {ratio['peak_gib']:.0%} of its memory "
@@ -376,9 +377,9 @@ def fits_headline() -> str:
         ended += [(arms.SWEEP[peer], " and ".join(sizes))] if found else []
     for i, (peer, at) in enumerate(ended):
         text += f"{', ' if i else '; '}{peer} {'' if i else 'ends '}at {at}"
-    same = [ratio for ratio in compare.sweep_ratios(record["batch"]) if ratio["arm"] == "all"]
-    both = max(same, key=lambda ratio: (ratio["batch"], -ratio["peak_gib"]))
-    text += f". At batch {both['batch']:,} nanocria is {both['tok_per_s']:.2f} times as fast as "
+    rows = [row for row in record["batch"] if row["arm"] in ("all", *arms.SWEEP_PEERS)]
+    both = max(compare.ratios(rows, ("arm", "batch"), "all"), key=lambda x: (x["at"], -x["peak_gib"]))
+    text += f". At batch {both['at'][0]:,} nanocria is {both['tok_per_s']:.2f} times as fast as "
     text += f"{arms.SWEEP[both['peer']]}, in {both['peak_gib']:.0%} of the GPU memory."
     longest = {kind: compare.largest(record[kind], kind, "long") for kind in ends}
     sizes = [f"{SIZE[kind]} {end[VARIES[kind]]:,}" for kind, end in longest.items() if end]
@@ -432,12 +433,9 @@ def generate_table() -> str:
 
 def generate_sentence() -> str:
     r = load("generate")
-    found = {(row["arm"], row["batch"]): row for row in done(r["points"])}
-    parts = [
-        f"{row['tok_per_s']:,.0f} at batch {batch} ({row['tok_per_s'] / found['hf', batch]['tok_per_s']:.1f} times)"
-        for (arm, batch), row in found.items()
-        if arm == "nanocria" and ("hf", batch) in found
-    ]
+    ours = {row["batch"]: row["tok_per_s"] for row in done(r["points"]) if row["arm"] == "nanocria"}
+    ratios = {x["at"][0]: x["tok_per_s"] for x in compare.ratios(r["points"], ("arm", "batch"))}
+    parts = [f"{ours[batch]:,.0f} at batch {batch} ({ratio:.1f} times)" for batch, ratio in ratios.items()]
     return f"Tokens per second of Llama 3.2 1B on one {card(r)}, beside transformers.generate: {', '.join(parts)}."
 
 

@@ -94,4 +94,5 @@ def main(argv: list[str]) -> None:
     s = parse(argv)
     rows = ((s.measure, row) for row in {"points": points, "breakdown": breakdown, "baby": baby}[s.measure](s))
     found, failed = record.fill(runner.begin("step", s.command, KEYS), rows, s.out, KEYS, line, s.keep)
-    print(json.dumps({"record": str(s.out), "failed": failed, "ratios": compare.step_ratios(found["points"])}))
+    ratios = compare.ratios(found["points"], compare.STEP_PLACE)
+    print(json.dumps({"record": str(s.out), "failed": failed, "ratios": ratios}))
