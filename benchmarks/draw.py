@@ -331,6 +331,8 @@ def draw_until_out_of_memory(axes, rows: list[dict], key: str, arm: str) -> None
 def draw_snapshot(record: dict, path: Path) -> None:
     """What holds the memory during one step, stacked: a panel for each trainer."""
     rows = [row for row in record["arms"] if "peak_gib" in row]
+    if not rows:  # each failed
+        return
     figure, axes_of = panels(len(rows), (4.5 * len(rows) + 1.5, 4.5), sharey=True, layout="constrained")
     for axes, row in zip(axes_of, rows, strict=True):
         axes.stackplot(row["at"], *row["gib"].values(), labels=row["gib"], colors=PARTS)

@@ -22,7 +22,7 @@ from types import SimpleNamespace
 import torch
 
 from benchmarks import arms as trainers
-from benchmarks import cli, compare, peers, record, runner
+from benchmarks import cli, peers, record, runner
 from model import Llama
 from runtime.cuda_graph import CUDAGraph
 from runtime.generate import decode_step, generate, new_caches, read_prompts
@@ -122,10 +122,8 @@ def line(row: dict, _: dict | None = None) -> str:
 
 def main(argv: list[str]) -> None:
     s = parse(argv)
-    new = runner.begin("generate", s.command, KEYS, ("transformers",))
-    found, failed = record.fill(new, measured(s, new["copy_tb_s"]), s.out, KEYS, line, s.keep)
-    ratios = compare.ratios(found["points"], *KEYS.values())
-    print(json.dumps({"record": str(s.out), "failed": failed, "ratios": ratios}))
+    new = runner.begin("generate", s.command, KEYS)
+    runner.measure(s, new, measured(s, new["copy_tb_s"]), KEYS, line, place=KEYS["points"])
 
 
 if __name__ == "__main__":

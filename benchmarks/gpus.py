@@ -175,6 +175,4 @@ def line(row: dict, found: dict) -> str:
 def main(argv: list[str]) -> None:
     n_gpus = torch.cuda.device_count()
     s = parse(argv, n_gpus)
-    new = runner.begin("gpus", s.command, KEYS, ("torchtitan",), n_gpus)
-    _, failed = record.fill(new, measured(s), s.out, KEYS, line)
-    print(json.dumps({"record": str(s.out), "failed": failed}))
+    runner.measure(s, runner.begin("gpus", s.command, KEYS, n_gpus), measured(s), KEYS, line)

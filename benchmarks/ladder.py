@@ -11,8 +11,6 @@ best. Adapters stand on random weights, which train as fast as any. The rungs hf
 with Liger-Kernel, in pure bfloat16 with full checkpointing, where another package has the technique.
 """
 
-import contextlib
-import json
 import shlex
 from bisect import bisect_right
 from itertools import product
@@ -159,10 +157,4 @@ def main(argv: list[str]) -> None:
         compare.values(row, KEYS["points" if "batch" in row else "losses"]): row
         for row in record.kept_rows(new, s.out, KEYS, s.keep)
     }
-    found, failed = record.fill(new, measured(s), s.out, KEYS, line, s.keep)
-    print(report.ladder_table(found))
-    with contextlib.suppress(ImportError):  # without matplotlib there is no plot
-        from benchmarks import draw
-
-        draw.draw_ladder(found, s.out.with_suffix(".png"))
-    print(json.dumps({"record": str(s.out), "failed": failed}))
+    print(report.ladder_table(runner.measure(s, new, measured(s), KEYS, line, "draw_ladder")))

@@ -123,9 +123,7 @@ def line(row: dict, found: dict) -> str:
 
 def main(argv: list[str]) -> None:
     s = parse(argv)
-    new = runner.begin("losses", s.command, KEYS, ("transformers",))
-    _, failed = record.fill(new, measured(s), s.out, KEYS, line)
-    print(json.dumps({"record": str(s.out), "failed": failed}))
+    runner.measure(s, runner.begin("losses", s.command, KEYS), measured(s), KEYS, line)
 
 
 if __name__ == "__main__":

@@ -238,13 +238,7 @@ def line(row: dict, _: dict | None = None) -> str:
 
 def main(argv: list[str]) -> None:
     s = parse(argv)
-    found, failed = record.fill(runner.begin("snapshot", s.command, KEYS), measured(s), s.out, KEYS, line)
-    peaks = {row["arm"]: row["peak_gib"] for row in found["arms"] if "peak_gib" in row}
-    if peaks:
-        from benchmarks import draw
-
-        draw.draw_snapshot(found, s.out.with_suffix(".png"))
-    print(json.dumps({"record": str(s.out), "failed": failed, "peak_gib": peaks}))
+    runner.measure(s, runner.begin("snapshot", s.command, KEYS), measured(s), KEYS, line, "draw_snapshot")
 
 
 if __name__ == "__main__":

@@ -20,9 +20,7 @@ is not tried with more. A plot is drawn beside the record. A sweep that was stop
 same code, card and --steps ends; delete that to measure it again.
 """
 
-import contextlib
 import itertools
-import json
 import shlex
 import sys
 from types import SimpleNamespace
@@ -218,9 +216,4 @@ def main(argv: list[str]) -> None:
     if known:
         print(f"{s.out} has {len(known)} points already: delete it to measure them again")
     print(HEADER)
-    found, failed = record.fill(new, measured(s, known), s.out, KEYS, line, s.keep)
-    with contextlib.suppress(ImportError):  # without matplotlib there is no plot
-        from benchmarks import draw
-
-        draw.draw_sweep(found, s.out.with_suffix(".png"))
-    print(json.dumps({"record": str(s.out), "failed": failed}))
+    runner.measure(s, new, measured(s, known), KEYS, line, "draw_sweep")
