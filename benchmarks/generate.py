@@ -127,8 +127,4 @@ def main(argv: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    try:
-        found = measure(**json.loads(sys.argv[1]))
-    except ImportError as error:
-        found = {"missing": str(error)}
-    print("\n" + json.dumps(found), flush=True)
+    print("\n" + json.dumps(measure(**json.loads(sys.argv[1]))), flush=True)

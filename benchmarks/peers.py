@@ -454,10 +454,7 @@ def measure(arm: str, config: str, batch: int, block: int, checkpointing="none",
 
 
 def main(spec: dict) -> dict:
-    try:
-        point = measure(**spec)
-    except ImportError as error:
-        return {"missing": str(error)}
+    point = measure(**spec)
     first, last = point["first_loss"], point["last_loss"]
     return point if last < first else {"failed": f"it does not train: its loss went from {first} to {last}"}
 

@@ -148,8 +148,11 @@ def own_words(printed: str) -> str:
 def failure(printed: str) -> dict:
     if "out of memory" in printed.lower():
         return {"oom": True}
+    last = (own_words(printed).splitlines() or ["it said nothing"])[-1][:300]
+    if missing := re.search(r"\b(?:ModuleNotFound|Import)Error: (.*)", last):
+        return {"missing": missing[1]}
     print(printed[-4000:], file=sys.stderr)
-    return {"failed": (own_words(printed).splitlines() or ["it said nothing"])[-1][:300]}
+    return {"failed": last}
 
 
 def trouble(row: dict) -> str:

@@ -373,6 +373,7 @@ def test_what_ends_without_numbers_says_why():
     where = {key: RECORD["points"][2][key] for key in compare.STEP_PLACE}
     assert "pip install 'transformers>=5.17,<6'" in step.line(where | {"missing": "No module named 'transformers'"})
     assert "failed: Bang" in step.line(where | runner.failure("Traceback\nBang"))
+    assert runner.failure("Traceback\n[rank1]: ModuleNotFoundError: No x") == {"missing": "No x"}
     assert runner.failure("torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 3 GiB") == {"oom": True}
 
 
