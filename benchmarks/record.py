@@ -22,6 +22,9 @@ from runtime.loss_plot import read_losses
 ROOT = Path(__file__).resolve().parent.parent
 RECORDS = ROOT / "benchmarks" / "records"
 PAGES = ["*.md", "benchmarks/records", "benchmarks/plots"]  # written by bench.py itself
+PACKAGES = (  # whose versions a record keeps, beside PyTorch's and Triton's, where they are installed
+    "transformers", "liger_kernel", "torchtitan", "torchao", "peft", "bitsandbytes", "cut-cross-entropy"
+)  # fmt: skip
 
 
 def load(name: str) -> dict:
@@ -50,10 +53,10 @@ def commit() -> str:
     return name.removesuffix("-dirty") if clean else name
 
 
-def origin(name: str, words: list[str], device: str, packages: Iterable[str]) -> dict:
-    """The head of a command's record; packages: those beside PyTorch and Triton that it ran, if they are installed."""
+def origin(name: str, words: list[str], device: str) -> dict:
+    """The head of a command's record."""
     versions = run_log.versions("cuda") | {"nanocria": commit()}
-    for package in packages:
+    for package in PACKAGES:
         with contextlib.suppress(metadata.PackageNotFoundError):
             versions[package] = metadata.version(package)
     command = shlex.join(["python", "bench.py", *name.split(), *words])

@@ -37,7 +37,8 @@ def card(r: dict) -> str:
 def footer(name: str) -> str:
     """On what a record was measured, what that card reaches, and where the commands and commits are."""
     r, path = load(name), f"benchmarks/records/{name}.json"
-    ran = {row.get("arm") for rows in r.values() if isinstance(rows, list) for row in rows}
+    rows = [row for kind in r.values() if isinstance(kind, list) for row in kind]
+    ran = {arm for row in rows for arm in row.get("arms", [row.get("arm")])}
     packages = [
         f"{title} {r['versions'][package].partition('+')[0]}"
         for package, title in NAMES.items()

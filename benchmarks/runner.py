@@ -28,8 +28,6 @@ from runtime.hf_names import hf_rows
 CONFIG = "config/llama32_1b.py"  # the model that is measured unless another is named
 CHECKPOINTING = ["none", "selective", "full"]  # Hugging Face knows no selective
 OFFLOAD = ["none", "optimizer", "all"]
-# whose versions a record keeps
-PACKAGES = ("transformers", "liger_kernel", "torchtitan", "torchao", "peft", "bitsandbytes")
 TIMEOUT = 400  # seconds a point may take; compiling all of Hugging Face's model is a minute of it
 KEPT = ("ms_per_step", "tok_per_s", "mfu", "peak_gib", "reserved_gib", "estimated_gib", "oom", "failed")  # of a summary
 
@@ -176,7 +174,7 @@ def begin(name: str, words: list[str], kinds: Iterable[str], n_gpus: int | None 
         sys.exit(printed)
     print(f"{facts['device']}: copies {facts['copy_tb_s']:.2f} TB/s, matmuls {facts['matmul_tflops']:.0f} TFLOP/s")
     facts["device"] = f"{n_gpus} x {facts['device']}" if n_gpus else facts["device"]
-    return record.origin(name, words, facts["device"], PACKAGES) | facts | {kind: [] for kind in kinds}
+    return record.origin(name, words, facts["device"]) | facts | {kind: [] for kind in kinds}
 
 
 def measure(s: SimpleNamespace, new: dict, rows: Iterable, keys: dict, line: Callable, plot="", place=()) -> dict:
