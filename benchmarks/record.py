@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterable
 from importlib import metadata
 from pathlib import Path
 
+from benchmarks.compare import values
 from data.files import atomic_write
 from runtime import run_log
 from runtime.loss_plot import read_losses
@@ -112,10 +113,10 @@ def continued(old: dict | None, new: dict, kinds: Iterable[str], keep: bool = Fa
     return new | {"command": " && ".join(commands), "versions": versions} | {kind: old[kind] for kind in kinds}
 
 
-def kept_rows(new: dict, out: Path, keys: dict, keep: bool) -> list[dict]:
-    """The rows that the file has already, where the new record continues it: they need not be measured again."""
+def kept_rows(new: dict, out: Path, keys: dict, keep: bool) -> dict[tuple, dict]:
+    """By name the rows that the file has already, where the new record continues it: they are not measured again."""
     old = read_record(out)
-    return [row for kind in keys for row in old[kind]] if continues(old, new, keep) else []
+    return {values(row, keys[kind]): row for kind in keys for row in old[kind]} if continues(old, new, keep) else {}
 
 
 def fill(new: dict, rows: Iterable[tuple[str, dict]], out: Path, keys: dict, line: Callable, keep=False):
@@ -132,7 +133,7 @@ def fill(new: dict, rows: Iterable[tuple[str, dict]], out: Path, keys: dict, lin
         if "missing" in row or "failed" in row:
             failed.append(row)
         else:
-            record[kind] = list({tuple(r[key] for key in keys[kind]): r for r in [*record[kind], row]}.values())
+            record[kind] = list({values(r, keys[kind]): r for r in [*record[kind], row]}.values())
             write(out, record)  # now: a later point may crash
         print(line(row, record), flush=True)
     return record, failed

@@ -184,10 +184,10 @@ def n_steps(tokens: int) -> tuple[int, int]:
 def known_rows(new: dict, s: SimpleNamespace) -> dict:
     """What a record has already that the new one continues, by place: what was measured over as many steps."""
     found = {}
-    for row in record.kept_rows(new, s.out, KEYS, s.keep):
+    for name, row in record.kept_rows(new, s.out, KEYS, s.keep).items():
         usual = n_steps(row["batch"] * row["block"])[1]
         if row.get("oom") or row.get("steps", usual) == (s.steps or usual):
-            found[compare.values(row, compare.SWEEP_PLACE)] = row
+            found[name] = row
     return found
 
 
