@@ -16,6 +16,7 @@ from importlib import metadata
 from pathlib import Path
 
 from benchmarks.compare import values
+from configurator import SettingError
 from data.files import atomic_write
 from runtime import run_log
 from runtime.loss_plot import read_losses
@@ -32,8 +33,8 @@ def load(name: str) -> dict:
     path = RECORDS / f"{name}.json"
     try:
         return json.loads(path.read_text())
-    except json.JSONDecodeError as error:
-        raise ValueError(f"{path} is not JSON: {error}") from error
+    except (OSError, ValueError) as error:
+        raise SettingError(f"{path}: {error}") from None
 
 
 def keep_summary(run_folder: str, name: str) -> None:

@@ -13,6 +13,7 @@ from itertools import groupby
 from benchmarks import arms, compare
 from benchmarks.compare import SIZE, VARIES, done, table, values
 from benchmarks.record import RECORDS, ROOT, load
+from configurator import SettingError
 from data.files import atomic_write
 
 PLOTS = ROOT / "benchmarks" / "plots"
@@ -72,10 +73,8 @@ def kernels_table(name: str) -> str:
 
 def lead_cell(row: dict) -> str:
     ratio = compare.lead(row)
-    if ratio is None:
-        return "-"
-    bold = "" if ratio >= 0.995 else "**"
-    return f"{bold}{ratio:.2f} x {compare.best_peer(row)}{bold}"
+    cell = "-" if ratio is None else f"{ratio:.2f} x {compare.best_peer(row)}"
+    return f"**{cell}**" if ratio and ratio < 0.995 else cell
 
 
 def baby_table() -> str:
@@ -477,17 +476,16 @@ PAGES = {  # page -> its parts: name -> what makes it
 
 def render(text: str, page: str) -> str:
     """The page with each of its parts made anew."""
-    for name in re.findall(r"<!-- (\w+) -->", text):
-        if name not in PAGES[page]:
-            raise ValueError(f"{page} shows <!-- {name} -->, which is no part of it")
-    for name, part in PAGES[page].items():
-        begin, end = f"<!-- {name} -->", f"<!-- /{name} -->"
-        if text.count(begin) != 1 or text.count(end) != 1:
-            raise ValueError(f"{page} must hold {begin} and {end} once each")
-        before, _, rest = text.partition(begin)
-        made = part().replace("benchmarks/records/", "records/") if "/" in page else part()  # links from its folder
-        text = f"{before}{begin}\n{made}\n{end}{rest.partition(end)[2]}"
-    return text
+    marked = re.compile(r"<!-- (\w+) -->\n.*?<!-- /\1 -->", re.DOTALL)
+    if wrong := set(marked.findall(text)) ^ set(PAGES[page]):
+        raise SettingError(f"{page} must hold each part between <!-- PART --> and <!-- /PART -->, look at {wrong}")
+
+    def made(match):
+        part = PAGES[page][match[1]]()
+        part = part.replace("benchmarks/records/", "records/") if "/" in page else part  # links from its folder
+        return f"<!-- {match[1]} -->\n{part}\n<!-- /{match[1]} -->"
+
+    return marked.sub(made, text)
 
 
 def write_pages() -> None:
