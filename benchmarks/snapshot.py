@@ -215,13 +215,10 @@ def measured(s: SimpleNamespace):
         else:
             result = runner.peer_point(trainers.SWEEP_PEERS[arm][offload], *at, steps=1, launch=note)
         place = (arm, *at[1:], offload, shlex.join(s.flags) if arm == "all" else "")
-        row = dict(zip(KEYS["arms"], place, strict=True))
-        if "peak_gib" in result and path.exists():
+        if "peak_gib" in result:
             totals = timeline(pickle.loads(path.read_bytes()))
-            row |= summarized(totals) | {"allocator_peak_gib": result["peak_gib"], "file": path.name}
-        else:
-            row |= {"failed": "it left no snapshot"} if "peak_gib" in result else result
-        yield "arms", row
+            result = summarized(totals) | {"allocator_peak_gib": result["peak_gib"], "file": path.name}
+        yield "arms", dict(zip(KEYS["arms"], place, strict=True)) | result
 
 
 def line(row: dict, _: dict | None = None) -> str:
