@@ -169,12 +169,6 @@ def largest(rows: list[dict], kind: str, arm: str) -> dict | None:
     return max((r for r in done(rows) if r["arm"] == arm), key=lambda row: row[VARIES[kind]], default=None)
 
 
-def deviations(record: dict) -> list[tuple[dict, float]]:
-    """Each measured row of nanocria with its estimate over its peak, less 1."""
-    rows = {values(r, SWEEP_PLACE): r for kind in KINDS for r in done(record[kind]) if r["arm"] in arms.SWEEP_FLAGS}
-    return [(row, row["estimated_gib"] / row["peak_gib"] - 1) for row in rows.values()]
-
-
 def labels(rows: list[dict]) -> dict[tuple, str]:
     """What each series is called: the trainer, and what differs between series of ours, or of the peers."""
     names = {}
