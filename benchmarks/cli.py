@@ -94,9 +94,8 @@ def refuse_flags(s: SimpleNamespace, peers: list[str]) -> None:
         if name in ("batch_size", "block_size", "activation_checkpointing", "offload"):
             raise SettingError(f"-- --{name}: say --{name.removeprefix('activation_')}=... before the --")
         if name in MODEL and peers != ["none"]:
-            raise SettingError(
-                f"-- --{name}: the peers would train another model; write it in a config, or say --peers=none"
-            )
+            hint = "write it in a config, or say --peers=none"
+            raise SettingError(f"-- --{name}: the peers would train another model; {hint}")
 
 
 def config_path(path: str) -> str:

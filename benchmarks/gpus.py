@@ -68,7 +68,6 @@ def parse(argv: list[str], n_gpus: int) -> SimpleNamespace:
 
 
 def measured(s: SimpleNamespace):
-    """Kind and row after row."""
     for kind in s.kinds if s.ranks else []:
         yield from ((kind, row) for row in {"scaling": scaling, "8b": big, "saves": saves}[kind](s))
 

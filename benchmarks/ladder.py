@@ -104,14 +104,12 @@ def point(model: str, rung: str, batch: int, s: SimpleNamespace):
     return s.known[name]
 
 
-def loss_row(model: str, rung: str, s: SimpleNamespace):
+def loss_row(model: str, rung: str, s: SimpleNamespace) -> dict:
     """The loss of each step, of a whole card: the limit does not change it."""
-    name = (model, rung)
-    if name not in s.known:
-        at, flags = (s.loss_steps, 8, BLOCK), words(flags_of(rung, s))
-        found = losses.train_losses("nanocria", *at, CONFIGS[model], flags)
-        s.known[name] = {"model": model, "rung": rung} | found
-    yield "losses", s.known[name]
+    if (model, rung) in s.known:
+        return s.known[model, rung]
+    found = losses.train_losses("nanocria", s.loss_steps, 8, BLOCK, CONFIGS[model], words(flags_of(rung, s)))
+    return {"model": model, "rung": rung} | found
 
 
 def measured(s: SimpleNamespace):
@@ -119,7 +117,7 @@ def measured(s: SimpleNamespace):
         yield from fits(model, rung, s)
     for rung in s.rungs if "losses" in s.kinds else []:
         if not RUNGS[rung].peer and "lora_rank" not in flags_of(rung, s):  # adapters of a random model learn nothing
-            yield from loss_row(s.models[0], rung, s)
+            yield "losses", loss_row(s.models[0], rung, s)
 
 
 def line(row: dict, found: dict) -> str:

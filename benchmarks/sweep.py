@@ -144,7 +144,6 @@ def sizes(kind: str, s: SimpleNamespace):
 
 
 def place(arm: str, checkpointing: str, offload: str, batch: int, block: int, s: SimpleNamespace) -> dict:
-    """What names a row."""
     flags = shlex.join(s.flags) if arm in trainers.SWEEP_FLAGS else ""
     where = (s.config, arm, s.ranks, batch, block, checkpointing, offload)
     return dict(zip(compare.SWEEP_PLACE, (*where, s.memory_limit_gib, flags), strict=True))
@@ -160,8 +159,7 @@ def point(row: dict, steps: int | None = None) -> dict:
         return row | {"failed": str(error)}
     needed, there = cpu_gib_of(row), memory_stats.cpu_available() / 2**30
     if needed > there:
-        why = f"offload={offload} needs {needed:.1f} GiB of CPU memory, this machine has {there:.1f}"
-        return row | {"failed": why}
+        return row | {"failed": f"offload={offload} needs {needed:.1f} GiB of CPU memory, this machine has {there:.1f}"}
     warmup, usual = n_steps(row["batch"] * row["block"])
     row |= {"steps": steps or usual}
     at = (row["config"], row["batch"], row["block"], row["checkpointing"], row["steps"])
