@@ -244,8 +244,6 @@ def draw_8b(axes, rows: list[dict]) -> None:
 def draw_sweep(record: dict, path: Path) -> None:
     """A column for batches and one for contexts; tokens a second above peak memory, both against the size."""
     kinds = [kind for kind in compare.KINDS if compare.done(record[kind])]
-    if not kinds:  # nothing fits
-        return
     figure, grid = plt.subplots(2, len(kinds), figsize=(5 * len(kinds) + 1, 7.5), dpi=150, squeeze=False, sharex="col")
     drawn = [row for kind in kinds for row in record[kind]]
     names, handles = compare.labels(drawn), {}
@@ -330,8 +328,6 @@ def draw_until_out_of_memory(axes, rows: list[dict], key: str, arm: str) -> None
 def draw_snapshot(record: dict, path: Path) -> None:
     """What holds the memory during one step, stacked: a panel for each trainer."""
     rows = [row for row in record["arms"] if "peak_gib" in row]
-    if not rows:  # each failed
-        return
     figure, axes_of = panels(len(rows), (4.5 * len(rows) + 1.5, 4.5), sharey=True, layout="constrained")
     for axes, row in zip(axes_of, rows, strict=True):
         axes.stackplot(row["at"], *row["gib"].values(), labels=row["gib"], colors=PARTS)

@@ -183,7 +183,7 @@ def measure(s: SimpleNamespace, new: dict, rows: Iterable, keys: dict, line: Cal
     place: of points, whose ratios to the peers' at the same place are in that line.
     """
     found, failed = record.fill(new, rows, s.out, keys, line, getattr(s, "keep", False))
-    if plot:
+    if plot and any("peak_gib" in row for kind in keys for row in found[kind]):
         with contextlib.suppress(ImportError):  # without matplotlib there is no plot
             from benchmarks import draw
 
