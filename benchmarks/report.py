@@ -375,9 +375,8 @@ def fits_headline() -> str:
     for peer in reversed(arms.SWEEP_PEERS):
         found = [(kind, compare.largest(record[kind], kind, peer)) for kind in ends if ran_out(record, kind, peer)]
         sizes = [f"{SIZE[kind]} {end[VARIES[kind]] if end else 0:,}" for kind, end in found]
-        ended += [(arms.SWEEP[peer], " and ".join(sizes))] if found else []
-    for i, (peer, at) in enumerate(ended):
-        text += f"{', ' if i else '; '}{peer} {'' if i else 'ends '}at {at}"
+        ended += [f"{arms.SWEEP[peer]} {'' if ended else 'ends '}at {' and '.join(sizes)}"] if found else []
+    text += f"; {', '.join(ended)}" if ended else ""
     rows = [row for row in record["batch"] if row["arm"] in ("all", *arms.SWEEP_PEERS)]
     both = max(compare.ratios(rows, ("arm", "batch"), "all"), key=lambda x: (x["at"], -x["peak_gib"]))
     text += f". At batch {both['at'][0]:,} nanocria is {both['tok_per_s']:.2f} times as fast as "
