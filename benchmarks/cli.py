@@ -46,8 +46,6 @@ def refuse_unknown(words: list[str], declared: dict, for_train_py: bool) -> None
         if not word.startswith("-") and "=" not in word and not re.fullmatch(r"--\w+", before):
             hint = f". Did you mean --config={word}?" if word.endswith(".py") else ""
             raise SettingError(f"Unknown word {word}{hint or ': settings are --key=value, --help lists them'}")
-        if word.startswith("-") and name == "activation_checkpointing" and "checkpointing" in declared:
-            raise SettingError(f"--{name} is --checkpointing here")
         if for_train_py and word.startswith("-") and name not in declared and name in preview(TRAIN, []):
             raise SettingError(f"--{name} is a setting of train.py: put it behind --, as in -- --{name}=...")
 
@@ -96,9 +94,8 @@ def refuse_flags(s: SimpleNamespace, peers: list[str]) -> None:
         if name in ("batch_size", "block_size", "activation_checkpointing", "offload"):
             raise SettingError(f"-- --{name}: say --{name.removeprefix('activation_')}=... before the --")
         if name in MODEL and peers != ["none"]:
-            raise SettingError(
-                f"-- --{name}: the peers would train another model; write it in a config, or say --peers=none"
-            )
+            hint = "write it in a config, or say --peers=none"
+            raise SettingError(f"-- --{name}: the peers would train another model; {hint}")
 
 
 def config_path(path: str) -> str:

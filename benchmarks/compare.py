@@ -1,6 +1,5 @@
 """What the rows of a record say beside each other: speeds and memory over those of a peer, scaling, what fits."""
 
-import itertools
 import statistics
 from collections.abc import Iterable
 
@@ -32,7 +31,17 @@ def table(header: list[str], rows: list[list[str]]) -> str:
 
 
 def speed_and_memory(row: dict, peer: dict) -> dict:
-    return {key: row[key] / peer[key] for key in ("tok_per_s", "peak_gib")}
+    return {key: row[key] / peer[key] for key in ("tok_per_s", "peak_gib") if key in row}
+
+
+def ratios(rows: list[dict], place: tuple[str, ...], ours: str = "nanocria") -> list[dict]:
+    """Speed and memory of our arm over those of each peer at the same place, whose first key is the arm."""
+    found = {values(row, place): row for row in done(rows)}
+    return [
+        {"at": where, "peer": arm} | speed_and_memory(found[ours, *where], peer)
+        for (arm, *where), peer in found.items()
+        if not arm.startswith(ours) and (ours, *where) in found
+    ]
 
 
 # --- Kernels ---
@@ -79,23 +88,9 @@ def lead(row: dict) -> float | None:
     return ours / of_limit(row, peer) if ours and peer else None
 
 
-# --- Steps on one GPU ---
+# --- Steps, on one GPU and on several ---
 
 STEP_PLACE = ("arm", "batch", "block", "checkpointing")
-
-
-def step_ratios(points: list[dict]) -> list[dict]:
-    """nanocria's tokens a second and peak memory over those of each peer, at the same shape and checkpointing."""
-    found = {values(point, STEP_PLACE): point for point in done(points)}
-    return [
-        {"at": where, "peer": arm} | speed_and_memory(ours, peer)
-        for (arm, *where), peer in found.items()
-        if arm not in arms.STEP_FLAGS and (ours := found.get(("nanocria", *where)))
-    ]
-
-
-# --- Several GPUs ---
-
 GPUS_PLACE = ("arm", "ranks", "batch", "block", "checkpointing")
 
 
@@ -172,23 +167,6 @@ def by_series(rows: list[dict], kind: str) -> dict[tuple, list[dict]]:
 def largest(rows: list[dict], kind: str, arm: str) -> dict | None:
     """The largest point of an arm; None where none fits."""
     return max((r for r in done(rows) if r["arm"] == arm), key=lambda row: row[VARIES[kind]], default=None)
-
-
-def sweep_ratios(rows: list[dict]) -> list[dict]:
-    """Speed and memory of nanocria over those of each peer at the same size; it may offload less than they."""
-    keys, found = ("config", "ranks", "batch", "block", "checkpointing", "limit_gib"), []
-    for row, peer in itertools.product(done(rows), done(rows)):
-        same = values(row, keys) == values(peer, keys) and (row["offload"] == "none") == (peer["offload"] == "none")
-        if row["arm"] in ("all", "long") and peer["arm"] in arms.SWEEP_PEERS and same:
-            at = {key: row[key] for key in ("arm", "batch", "block", "checkpointing", "offload", "flags")}
-            found.append(at | {"peer": peer["arm"]} | speed_and_memory(row, peer))
-    return found
-
-
-def deviations(record: dict) -> list[tuple[dict, float]]:
-    """Each measured row of nanocria with its estimate over its peak, less 1."""
-    rows = {values(r, SWEEP_PLACE): r for kind in KINDS for r in done(record[kind]) if r["arm"] in arms.SWEEP_FLAGS}
-    return [(row, row["estimated_gib"] / row["peak_gib"] - 1) for row in rows.values()]
 
 
 def labels(rows: list[dict]) -> dict[tuple, str]:

@@ -168,9 +168,8 @@ def draw_bars(axes, rows: list[dict], value) -> None:
     arms = [arm for arm in COLORS if any(arm in row["arms"] for row in rows)]
     width = 0.8 / max(len(arms), 1)
     for index, arm in enumerate(arms):
-        bars = [(place, value(row, arm)) for place, row in enumerate(rows) if value(row, arm) is not None]
-        places = [place + (index - (len(arms) - 1) / 2) * width for place, _ in bars]
-        axes.bar(places, [height for _, height in bars], width, color=COLORS[arm], label=arm)
+        places = [place + (index - (len(arms) - 1) / 2) * width for place in range(len(rows))]
+        axes.bar(places, [value(row, arm) or math.nan for row in rows], width, color=COLORS[arm], label=arm)
 
 
 def wrapped_shape(row: dict) -> str:
@@ -245,8 +244,6 @@ def draw_8b(axes, rows: list[dict]) -> None:
 def draw_sweep(record: dict, path: Path) -> None:
     """A column for batches and one for contexts; tokens a second above peak memory, both against the size."""
     kinds = [kind for kind in compare.KINDS if compare.done(record[kind])]
-    if not kinds:  # nothing fits
-        return
     figure, grid = plt.subplots(2, len(kinds), figsize=(5 * len(kinds) + 1, 7.5), dpi=150, squeeze=False, sharex="col")
     drawn = [row for kind in kinds for row in record[kind]]
     names, handles = compare.labels(drawn), {}
@@ -355,15 +352,10 @@ def draw_ladder(record: dict, path: Path) -> None:
                 one, best = (f(rows, key=lambda row: row["batch"]) for f in (min, max))
                 places[rung] = one["peak_gib"], best["tok_per_s"] / 1000
         for i, (rung, at) in enumerate(places.items(), 1):
-            if (below := places.get(trainers.RUNGS[rung].on)) and not trainers.RUNGS[rung].peer:
-                axes.plot(*zip(below, at, strict=True), "-", color="#9ca3af", linewidth=1, zorder=1)
-            peer = trainers.RUNGS[rung].peer
-            axes.plot(
-                *at,
-                "s" if peer else "o",
-                color=TRAINERS[peer or "nanocria"],
-                label=f"{i}  {trainers.RUNGS[rung].title}",
-            )
+            title, on, _, peer = trainers.RUNGS[rung]
+            if on in places and not peer:
+                axes.plot(*zip(places[on], at, strict=True), "-", color="#9ca3af", linewidth=1, zorder=1)
+            axes.plot(*at, "s" if peer else "o", color=TRAINERS[peer or "nanocria"], label=f"{i}  {title}")
             axes.annotate(str(i), at, xytext=(4, 4), textcoords="offset points", fontsize=8)
         axes.set(xlabel="peak GiB of one sequence", ylabel="thousand tokens per second at the largest batch")
         axes.set(title=f"Llama {model.upper()}", xlim=(0, None), ylim=(0, None))

@@ -14,7 +14,6 @@ import functools
 import itertools
 import json
 import math
-import os
 import re
 import shlex
 from dataclasses import replace
@@ -58,8 +57,7 @@ def resolve(path: str, world_size: int, named: dict, flags=()) -> tuple[LlamaCon
     named: by name; flags: as on a command line, which win. SettingError if train.py would not take them.
     """
     there = cli.ROOT / path if (cli.ROOT / path).is_file() else path
-    words = str(there), *(f"--{name}={value}" for name, value in named.items()), *flags
-    said = dict(_preview(words, os.path.getmtime(there) if os.path.exists(there) else 0))
+    said = dict(_preview(str(there), *(f"--{name}={value}" for name, value in named.items()), *flags))
     if said["vocab_size"] is None:
         raise SettingError(f"{path} leaves vocab_size to its dataset: say -- --vocab_size=...")
     problem = find_problem(said, world_size)
@@ -93,7 +91,7 @@ def resolve(path: str, world_size: int, named: dict, flags=()) -> tuple[LlamaCon
 
 
 @functools.cache
-def _preview(words: tuple[str, ...], changed: float) -> dict:
+def _preview(*words: str) -> dict:
     """train.py's settings; read once, for a table asks for the same ones again and again."""
     return preview(cli.TRAIN, list(words))
 

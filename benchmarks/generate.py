@@ -22,7 +22,7 @@ from types import SimpleNamespace
 import torch
 
 from benchmarks import arms as trainers
-from benchmarks import cli, compare, peers, record, runner
+from benchmarks import cli, peers, record, runner
 from model import Llama
 from runtime.cuda_graph import CUDAGraph
 from runtime.generate import decode_step, generate, new_caches, read_prompts
@@ -36,7 +36,7 @@ tokens = 256  # new ones of each text
 keep = False  # whether rows stay although the code has changed since: for changes that cost neither time nor memory
 out = ""  # the record; nothing: benchmarks/records/generate.json
 
-KEYS = {"points": ("config", "arm", "batch", "prompt", "tokens")}  # what names a row
+KEYS = {"points": ("arm", "config", "batch", "prompt", "tokens")}  # what names a row
 ROUNDS = 3  # that are timed, behind one that warms up
 
 
@@ -120,26 +120,11 @@ def line(row: dict, _: dict | None = None) -> str:
     return f"{name} {row['tok_per_s']:9,.0f} tok/s, {row['ms_per_token']:.3f} ms a token{step}"
 
 
-def ratios(points: list[dict]) -> list[dict]:
-    """Our tokens a second over the peer's, at the same batch and lengths."""
-    found = {compare.values(row, KEYS["points"]): row for row in compare.done(points)}
-    return [
-        {"batch": ours["batch"], "tok_per_s": ours["tok_per_s"] / theirs["tok_per_s"]}
-        for (config, arm, *where), theirs in found.items()
-        if arm != "nanocria" and (ours := found.get((config, "nanocria", *where)))
-    ]
-
-
 def main(argv: list[str]) -> None:
     s = parse(argv)
-    new = runner.begin("generate", s.command, KEYS, ("transformers",))
-    found, failed = record.fill(new, measured(s, new["copy_tb_s"]), s.out, KEYS, line, s.keep)
-    print(json.dumps({"record": str(s.out), "failed": failed, "ratios": ratios(found["points"])}))
+    new = runner.begin("generate", s.command, KEYS)
+    runner.measure(s, new, measured(s, new["copy_tb_s"]), KEYS, line, place=KEYS["points"])
 
 
 if __name__ == "__main__":
-    try:
-        found = measure(**json.loads(sys.argv[1]))
-    except ImportError as error:
-        found = {"missing": str(error)}
-    print("\n" + json.dumps(found), flush=True)
+    print("\n" + json.dumps(measure(**json.loads(sys.argv[1]))), flush=True)

@@ -68,7 +68,6 @@ def parse(argv: list[str], n_gpus: int) -> SimpleNamespace:
 
 
 def measured(s: SimpleNamespace):
-    """Kind and row after row."""
     for kind in s.kinds if s.ranks else []:
         yield from ((kind, row) for row in {"scaling": scaling, "8b": big, "saves": saves}[kind](s))
 
@@ -175,6 +174,4 @@ def line(row: dict, found: dict) -> str:
 def main(argv: list[str]) -> None:
     n_gpus = torch.cuda.device_count()
     s = parse(argv, n_gpus)
-    new = runner.begin("gpus", s.command, KEYS, ("torchtitan",), n_gpus)
-    _, failed = record.fill(new, measured(s), s.out, KEYS, line)
-    print(json.dumps({"record": str(s.out), "failed": failed}))
+    runner.measure(s, runner.begin("gpus", s.command, KEYS, n_gpus), measured(s), KEYS, line)

@@ -10,14 +10,13 @@ the same run. timing.py says how a call is timed, operations.py what is compared
 
 import json
 import math
-import sys
 from collections.abc import Callable
 from types import SimpleNamespace
 
 import torch
 from torch._functorch import config as functorch_config
 
-from benchmarks import cli, compare, libraries, record, timing
+from benchmarks import cli, compare, record, runner, timing
 from benchmarks.operations import OPERATIONS, Arm, Operation, tuple_of
 
 # settings
@@ -180,22 +179,14 @@ def parse(argv: list[str]) -> SimpleNamespace:
 
 def main(argv: list[str]) -> None:
     s = parse(argv)
-    if not torch.cuda.is_available():
-        sys.exit(
-            "python bench.py kernels times kernels on a CUDA GPU, and PyTorch sees none. Without one, "
-            "pytest test_kernels.py checks that they are right, and python bench.py readme shows the kept records."
-        )
+    found = runner.begin("kernels", s.command, ["rows"], n_gpus=1)
     record.read_record(s.out)
     timing.use_side_stream()
     functorch_config.donated_buffer = False  # compiled backward passes are run more than once
-    limits = {"copy_tb_s": timing.copy_tb_s(), "matmul_tflops": timing.matmul_tflops()}
-    device = f"1 x {torch.cuda.get_device_name()}"
-    found = record.origin("kernels", s.command, device, libraries.PACKAGES) | limits | {"rows": []}
-    print(f"{device}: copy {limits['copy_tb_s']:.2f} TB/s, matmul {limits['matmul_tflops']:.0f} TFLOP/s")
     for name in s.op:
         for size in OPERATIONS[name].sizes:
             try:
-                rows = measure_size(name, OPERATIONS[name], size, limits)
+                rows = measure_size(name, OPERATIONS[name], size, found)
             except torch.OutOfMemoryError:  # of what all arms are compared with; an arm's own is in its row
                 shape = OPERATIONS[name].shape(size)
                 print(f"{name} {compare.shape({'shape': shape})}: out of memory", flush=True)

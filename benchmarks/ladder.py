@@ -11,8 +11,6 @@ best. Adapters stand on random weights, which train as fast as any. The rungs hf
 with Liger-Kernel, in pure bfloat16 with full checkpointing, where another package has the technique.
 """
 
-import contextlib
-import json
 import shlex
 from bisect import bisect_right
 from itertools import product
@@ -67,19 +65,16 @@ def words(flags: dict) -> list[str]:
     return [f"--{name}={value}" for name, value in flags.items()]
 
 
-def shape_of(model: str, rung: str, batch: int, s: SimpleNamespace):
-    named = flags_of(rung, s) | {"batch_size": batch, "block_size": BLOCK, "gradient_accumulation_steps": 1}
-    return resolve(CONFIGS[model], 1, named)
-
-
 def estimated(model: str, rung: str, s: SimpleNamespace) -> dict:
     """A rung's memory by arithmetic: of one sequence, and the largest batch that it says. Of a peer: where to begin."""
+    row = {"model": model, "rung": rung}
     if RUNGS[rung].peer:
-        return {"model": model, "rung": rung, "cpu_gib": 0.0, "largest": estimated(model, RUNGS[rung].on, s)["largest"]}
-    config, shape = shape_of(model, rung, 1, s)
+        return row | {"cpu_gib": 0.0, "largest": estimated(model, RUNGS[rung].on, s)["largest"]}
+    named = flags_of(rung, s) | {"batch_size": 1, "block_size": BLOCK, "gradient_accumulation_steps": 1}
+    config, shape = resolve(CONFIGS[model], 1, named)
     largest = memory_advice.largest_batch(config, shape, s.memory_limit_gib - OUTSIDE_GIB)
     gib = {"estimated_gib": memory.peak_gib(config, shape), "cpu_gib": cpu_gib(config, shape)}
-    return {"model": model, "rung": rung, **gib, "largest": largest}
+    return row | gib | {"largest": largest}
 
 
 def fits(model: str, rung: str, s: SimpleNamespace):
@@ -96,8 +91,7 @@ def fits(model: str, rung: str, s: SimpleNamespace):
 
 def point(model: str, rung: str, batch: int, s: SimpleNamespace):
     """Yields the row of one batch, and returns it."""
-    row = {"model": model, "rung": rung, "batch": batch}
-    name = compare.values(row, KEYS["points"])
+    name = (model, rung, batch)
     if name not in s.known:
         flags = flags_of(rung, s)
         place = {
@@ -105,19 +99,17 @@ def point(model: str, rung: str, batch: int, s: SimpleNamespace):
             "checkpointing": flags.pop("activation_checkpointing"), "offload": flags.pop("offload", "none"),
             "limit_gib": s.memory_limit_gib, "flags": shlex.join(words(flags)),
         }  # fmt: skip
-        s.known[name] = row | sweep.point(place, s.steps) | estimated(model, rung, s)
+        s.known[name] = sweep.point(place, s.steps) | estimated(model, rung, s)
     yield "points", s.known[name]
     return s.known[name]
 
 
-def loss_row(model: str, rung: str, s: SimpleNamespace):
+def loss_row(model: str, rung: str, s: SimpleNamespace) -> dict:
     """The loss of each step, of a whole card: the limit does not change it."""
-    row = {"model": model, "rung": rung}
-    name = compare.values(row, KEYS["losses"])
-    if name not in s.known:
-        at, flags = (s.loss_steps, 8, BLOCK), words(flags_of(rung, s))
-        s.known[name] = row | losses.train_losses("nanocria", *at, CONFIGS[model], flags)
-    yield "losses", s.known[name]
+    if (model, rung) in s.known:
+        return s.known[model, rung]
+    found = losses.train_losses("nanocria", s.loss_steps, 8, BLOCK, CONFIGS[model], words(flags_of(rung, s)))
+    return {"model": model, "rung": rung} | found
 
 
 def measured(s: SimpleNamespace):
@@ -125,7 +117,7 @@ def measured(s: SimpleNamespace):
         yield from fits(model, rung, s)
     for rung in s.rungs if "losses" in s.kinds else []:
         if not RUNGS[rung].peer and "lora_rank" not in flags_of(rung, s):  # adapters of a random model learn nothing
-            yield from loss_row(s.models[0], rung, s)
+            yield "losses", loss_row(s.models[0], rung, s)
 
 
 def line(row: dict, found: dict) -> str:
@@ -154,15 +146,5 @@ def main(argv: list[str]) -> None:
         print(estimate_table(s))
         return
     new = runner.begin("ladder", s.command, KEYS)
-    # A row of losses has no batch.
-    s.known = {
-        compare.values(row, KEYS["points" if "batch" in row else "losses"]): row
-        for row in record.kept_rows(new, s.out, KEYS, s.keep)
-    }
-    found, failed = record.fill(new, measured(s), s.out, KEYS, line, s.keep)
-    print(report.ladder_table(found))
-    with contextlib.suppress(ImportError):  # without matplotlib there is no plot
-        from benchmarks import draw
-
-        draw.draw_ladder(found, s.out.with_suffix(".png"))
-    print(json.dumps({"record": str(s.out), "failed": failed}))
+    s.known = record.kept_rows(new, s.out, KEYS, s.keep)
+    print(report.ladder_table(runner.measure(s, new, measured(s), KEYS, line, "draw_ladder")))

@@ -102,4 +102,3 @@ def installed() -> list[Functions]:
 
 
 LIBRARIES = (liger, cut_cross_entropy, bitsandbytes, torch_linear_cross_entropy)
-PACKAGES = ("liger-kernel", "cut-cross-entropy", "bitsandbytes")

@@ -123,16 +123,10 @@ def line(row: dict, found: dict) -> str:
 
 def main(argv: list[str]) -> None:
     s = parse(argv)
-    new = runner.begin("losses", s.command, KEYS, ("transformers",))
-    _, failed = record.fill(new, measured(s), s.out, KEYS, line)
-    print(json.dumps({"record": str(s.out), "failed": failed}))
+    runner.measure(s, runner.begin("losses", s.command, KEYS), measured(s), KEYS, line)
 
 
 if __name__ == "__main__":
-    try:
-        found = peer_losses(**json.loads(sys.argv[1]))
-    except ImportError as error:
-        found = {"missing": str(error)}
-    print("\n" + json.dumps(found), flush=True)
+    print("\n" + json.dumps(peer_losses(**json.loads(sys.argv[1]))), flush=True)
     if dist.is_initialized():
         dist.destroy_process_group()

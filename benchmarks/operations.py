@@ -56,8 +56,6 @@ def tuple_of(outputs) -> tuple[torch.Tensor, ...]:
 
 # --- RMSNorm, with and without the addition before it, and LayerNorm ---
 
-NORM_SIZES = [(16384, 2048), (16384, 3072), (16384, 4096), (8192, 8192), (4096, 16384)]
-
 
 def widen(x):
     return x.to(torch.promote_types(x.dtype, torch.float32))
@@ -95,7 +93,7 @@ def norm(name, eager, native, rows, vectors, forward, backward):
 
     return Operation(
         dims="N C",
-        sizes=NORM_SIZES,
+        sizes=[(16384, 2048), (16384, 3072), (16384, 4096), (8192, 8192), (4096, 16384)],
         inputs=inputs,
         work=lambda size: passes(2 * math.prod(size), forward=forward, backward=backward),
         arms={"nanocria": Arm(partial(getattr(kernels, name), eps=EPS)), "eager": Arm(eager), "torch": Arm(native)},
@@ -187,13 +185,6 @@ CROSS_ENTROPY = Operation(
 # --- The head and its loss: one pass forward and backward, whose limit is its three matmuls, measured ---
 
 
-LOSS_SIZES = [(4096, 2048), (16384, 2048), (32768, 2048), (16384, 3072), (16384, 4096)]
-
-
-def eager_linear_cross_entropy(x, weight, targets):
-    return eager_cross_entropy(x @ weight.T, targets)
-
-
 def loss_inputs(size, options):
     """Logits of deviation 0.9, as an initialised Llama 3.2 1B has them: cut-cross-entropy, which skips what is
     improbable, takes 1.7 times the matmuls at 0.9, 2.5 times at 1.0, 3.9 times at 1.3 on an H200."""
@@ -218,14 +209,15 @@ def matmuls_alone(size):
 
 LINEAR_CROSS_ENTROPY = Operation(
     dims="N C V",
-    sizes=[(rows, width, VOCAB) for rows, width in LOSS_SIZES],
+    sizes=[(4096, 2048, VOCAB), (16384, 2048, VOCAB), (32768, 2048, VOCAB), (16384, 3072, VOCAB), (16384, 4096, VOCAB)],
     inputs=loss_inputs,
     work=lambda size: {"both": {"flops": 3 * 2 * math.prod(size)}},
-    arms={"nanocria": Arm(kernels.linear_cross_entropy), "eager": Arm(eager_linear_cross_entropy)},
+    arms={"nanocria": Arm(kernels.linear_cross_entropy),
+          "eager": Arm(lambda x, weight, targets: eager_cross_entropy(x @ weight.T, targets))},
     truth=reference.linear_cross_entropy,
     floor=matmuls_alone,
     checked=first_rows,
-)
+)  # fmt: skip
 
 # --- A linear layer in float8, beside bfloat16's: the MLP's of Llama 3.2 1B and 3.1 8B, gate and up, and down ---
 
@@ -365,14 +357,10 @@ def update_of(name, inputs, n_bytes, eager):
     )
 
 
-def nf4_inputs(size, options):
-    return [], tuple(kernels.quantize_nf4(0.02 * torch.randn(size, **options)))
-
-
 NF4 = Operation(
     dims="O C",
     sizes=[(6144, 4096), (28672, 4096), (4096, 14336)],  # of Llama 3.1 8B: q, k and v; gate and up; down
-    inputs=nf4_inputs,
+    inputs=lambda size, options: ([], tuple(kernels.quantize_nf4(0.02 * torch.randn(size, **options)))),
     work=lambda size: {"forward": {"bytes": round(math.prod(size) * (2 + 0.5 + 1 / 64))}},
     arms={"nanocria": Arm(lambda *parts: kernels.dequantize_nf4(kernels.NF4(*parts))),
           "eager": Arm(lambda *parts: reference.dequantize_nf4(kernels.NF4(*parts)))},

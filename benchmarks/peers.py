@@ -345,8 +345,7 @@ BUILDERS = {
     "torchtitan": build_torchtitan,
     "hf": build_hf,
     "hf-compiled": functools.partial(build_hf, compiled=True),
-    "hf-liger": functools.partial(build_hf, liger=True),
-    **dict.fromkeys(("hf-liger-8bit", "hf-liger-galore"), functools.partial(build_hf, liger=True)),
+    **dict.fromkeys(("hf-liger", "hf-liger-8bit", "hf-liger-galore"), functools.partial(build_hf, liger=True)),
     "hf-liger-lora": build_hf_lora,
     "hf-liger-qlora": functools.partial(build_hf_lora, nf4=True),
     "hf-masters": build_hf_masters,
@@ -454,10 +453,7 @@ def measure(arm: str, config: str, batch: int, block: int, checkpointing="none",
 
 
 def main(spec: dict) -> dict:
-    try:
-        point = measure(**spec)
-    except ImportError as error:
-        return {"missing": str(error)}
+    point = measure(**spec)
     first, last = point["first_loss"], point["last_loss"]
     return point if last < first else {"failed": f"it does not train: its loss went from {first} to {last}"}
 

@@ -15,6 +15,8 @@ from collections.abc import Callable, Iterable
 from importlib import metadata
 from pathlib import Path
 
+from benchmarks.compare import values
+from configurator import SettingError
 from data.files import atomic_write
 from runtime import run_log
 from runtime.loss_plot import read_losses
@@ -22,14 +24,17 @@ from runtime.loss_plot import read_losses
 ROOT = Path(__file__).resolve().parent.parent
 RECORDS = ROOT / "benchmarks" / "records"
 PAGES = ["*.md", "benchmarks/records", "benchmarks/plots"]  # written by bench.py itself
+PACKAGES = (  # whose versions a record keeps, beside PyTorch's and Triton's, where they are installed
+    "transformers", "liger_kernel", "torchtitan", "torchao", "peft", "bitsandbytes", "cut-cross-entropy"
+)  # fmt: skip
 
 
 def load(name: str) -> dict:
     path = RECORDS / f"{name}.json"
     try:
         return json.loads(path.read_text())
-    except json.JSONDecodeError as error:
-        raise ValueError(f"{path} is not JSON: {error}") from error
+    except (OSError, ValueError) as error:
+        raise SettingError(f"{path}: {error}") from None
 
 
 def keep_summary(run_folder: str, name: str) -> None:
@@ -50,10 +55,10 @@ def commit() -> str:
     return name.removesuffix("-dirty") if clean else name
 
 
-def origin(name: str, words: list[str], device: str, packages: Iterable[str]) -> dict:
-    """The head of a command's record; packages: those beside PyTorch and Triton that it ran, if they are installed."""
+def origin(name: str, words: list[str], device: str) -> dict:
+    """The head of a command's record."""
     versions = run_log.versions("cuda") | {"nanocria": commit()}
-    for package in packages:
+    for package in PACKAGES:
         with contextlib.suppress(metadata.PackageNotFoundError):
             versions[package] = metadata.version(package)
     command = shlex.join(["python", "bench.py", *name.split(), *words])
@@ -68,9 +73,6 @@ def read_record(out: Path) -> dict | None:
     """None if there is none yet; sys.exit with a sentence if the file is something else or cannot be written."""
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
-        with atomic_write(out.with_name(out.name + ".new")):
-            pass
-        out.with_name(out.name + ".new").unlink()
     except OSError as error:
         sys.exit(f"--out={out} cannot be written: {error}")
     try:
@@ -112,10 +114,10 @@ def continued(old: dict | None, new: dict, kinds: Iterable[str], keep: bool = Fa
     return new | {"command": " && ".join(commands), "versions": versions} | {kind: old[kind] for kind in kinds}
 
 
-def kept_rows(new: dict, out: Path, keys: dict, keep: bool) -> list[dict]:
-    """The rows that the file has already, where the new record continues it: they need not be measured again."""
+def kept_rows(new: dict, out: Path, keys: dict, keep: bool) -> dict[tuple, dict]:
+    """By name the rows that the file has already, where the new record continues it: they are not measured again."""
     old = read_record(out)
-    return [row for kind in keys for row in old[kind]] if continues(old, new, keep) else []
+    return {values(row, keys[kind]): row for kind in keys for row in old[kind]} if continues(old, new, keep) else {}
 
 
 def fill(new: dict, rows: Iterable[tuple[str, dict]], out: Path, keys: dict, line: Callable, keep=False):
@@ -132,7 +134,7 @@ def fill(new: dict, rows: Iterable[tuple[str, dict]], out: Path, keys: dict, lin
         if "missing" in row or "failed" in row:
             failed.append(row)
         else:
-            record[kind] = list({tuple(r[key] for key in keys[kind]): r for r in [*record[kind], row]}.values())
+            record[kind] = list({values(r, keys[kind]): r for r in [*record[kind], row]}.values())
             write(out, record)  # now: a later point may crash
         print(line(row, record), flush=True)
     return record, failed

@@ -13,6 +13,7 @@ from itertools import groupby
 from benchmarks import arms, compare
 from benchmarks.compare import SIZE, VARIES, done, table, values
 from benchmarks.record import RECORDS, ROOT, load
+from configurator import SettingError
 from data.files import atomic_write
 
 PLOTS = ROOT / "benchmarks" / "plots"
@@ -37,7 +38,8 @@ def card(r: dict) -> str:
 def footer(name: str) -> str:
     """On what a record was measured, what that card reaches, and where the commands and commits are."""
     r, path = load(name), f"benchmarks/records/{name}.json"
-    ran = {row.get("arm") for rows in r.values() if isinstance(rows, list) for row in rows}
+    rows = [row for kind in r.values() if isinstance(kind, list) for row in kind]
+    ran = {arm for row in rows for arm in row.get("arms", [row.get("arm")])}
     packages = [
         f"{title} {r['versions'][package].partition('+')[0]}"
         for package, title in NAMES.items()
@@ -71,10 +73,8 @@ def kernels_table(name: str) -> str:
 
 def lead_cell(row: dict) -> str:
     ratio = compare.lead(row)
-    if ratio is None:
-        return "-"
-    bold = "" if ratio >= 0.995 else "**"
-    return f"{bold}{ratio:.2f} x {compare.best_peer(row)}{bold}"
+    cell = "-" if ratio is None else f"{ratio:.2f} x {compare.best_peer(row)}"
+    return f"**{cell}**" if ratio and ratio < 0.995 else cell
 
 
 def baby_table() -> str:
@@ -174,7 +174,8 @@ def headline() -> str:
     best = max((p for p in done(r["points"]) if p["arm"] == "nanocria"), key=lambda p: p["tok_per_s"])
     share = f" ({best['mfu']:.0%} MFU)" if best["mfu"] else ""  # of some cards the peak is not known
     where = list(values(best, compare.STEP_PLACE[1:]))
-    ratio = next(x for x in compare.step_ratios(r["points"]) if x["peer"] == "recipe" and x["at"] == where)
+    found = compare.ratios(r["points"], compare.STEP_PLACE)
+    ratio = next(x for x in found if x["peer"] == "recipe" and x["at"] == where)
     return (
         f"- Llama 3.2 1B trains at {best['tok_per_s']:,.0f} tokens per second{share} on one {r['device']}: "
         f"{ratio['tok_per_s']:.2f} times the speed of torchtitan's recipe, in {ratio['peak_gib']:.0%} of its memory "
@@ -356,7 +357,8 @@ def arithmetic(record: dict) -> str:
         config = runpy.run_path(str(ROOT / full[0]["config"]))
         kb = 2 * config["n_embd"] * config["n_layer"] / 1000  # in bfloat16
         text = f"Full checkpointing keeps {kb:.0f} KB per token: each block's input. "
-    off = [abs(deviation) for _, deviation in compare.deviations(record)]
+    rows = {values(row, compare.SWEEP_PLACE): row for kind in compare.KINDS for row in done(record[kind])}
+    off = [abs(row["estimated_gib"] / row["peak_gib"] - 1) for row in rows.values() if row["arm"] in arms.SWEEP_FLAGS]
     most = math.ceil(1000 * max(off)) / 1000  # not rounded down
     return text + f"memory.py's estimate was within {most:.1%} of each of nanocria's {len(off)} peaks."
 
@@ -373,12 +375,11 @@ def fits_headline() -> str:
     for peer in reversed(arms.SWEEP_PEERS):
         found = [(kind, compare.largest(record[kind], kind, peer)) for kind in ends if ran_out(record, kind, peer)]
         sizes = [f"{SIZE[kind]} {end[VARIES[kind]] if end else 0:,}" for kind, end in found]
-        ended += [(arms.SWEEP[peer], " and ".join(sizes))] if found else []
-    for i, (peer, at) in enumerate(ended):
-        text += f"{', ' if i else '; '}{peer} {'' if i else 'ends '}at {at}"
-    same = [ratio for ratio in compare.sweep_ratios(record["batch"]) if ratio["arm"] == "all"]
-    both = max(same, key=lambda ratio: (ratio["batch"], -ratio["peak_gib"]))
-    text += f". At batch {both['batch']:,} nanocria is {both['tok_per_s']:.2f} times as fast as "
+        ended += [f"{arms.SWEEP[peer]} {'' if ended else 'ends '}at {' and '.join(sizes)}"] if found else []
+    text += f"; {', '.join(ended)}" if ended else ""
+    rows = [row for row in record["batch"] if row["arm"] in ("all", *arms.SWEEP_PEERS)]
+    both = max(compare.ratios(rows, ("arm", "batch"), "all"), key=lambda x: (x["at"], -x["peak_gib"]))
+    text += f". At batch {both['at'][0]:,} nanocria is {both['tok_per_s']:.2f} times as fast as "
     text += f"{arms.SWEEP[both['peer']]}, in {both['peak_gib']:.0%} of the GPU memory."
     longest = {kind: compare.largest(record[kind], kind, "long") for kind in ends}
     sizes = [f"{SIZE[kind]} {end[VARIES[kind]]:,}" for kind, end in longest.items() if end]
@@ -432,12 +433,9 @@ def generate_table() -> str:
 
 def generate_sentence() -> str:
     r = load("generate")
-    found = {(row["arm"], row["batch"]): row for row in done(r["points"])}
-    parts = [
-        f"{row['tok_per_s']:,.0f} at batch {batch} ({row['tok_per_s'] / found['hf', batch]['tok_per_s']:.1f} times)"
-        for (arm, batch), row in found.items()
-        if arm == "nanocria" and ("hf", batch) in found
-    ]
+    ours = {row["batch"]: row["tok_per_s"] for row in done(r["points"]) if row["arm"] == "nanocria"}
+    ratios = {x["at"][0]: x["tok_per_s"] for x in compare.ratios(r["points"], ("arm", "batch"))}
+    parts = [f"{ours[batch]:,.0f} at batch {batch} ({ratio:.1f} times)" for batch, ratio in ratios.items()]
     return f"Tokens per second of Llama 3.2 1B on one {card(r)}, beside transformers.generate: {', '.join(parts)}."
 
 
@@ -478,17 +476,16 @@ PAGES = {  # page -> its parts: name -> what makes it
 
 def render(text: str, page: str) -> str:
     """The page with each of its parts made anew."""
-    for name in re.findall(r"<!-- (\w+) -->", text):
-        if name not in PAGES[page]:
-            raise ValueError(f"{page} shows <!-- {name} -->, which is no part of it")
-    for name, part in PAGES[page].items():
-        begin, end = f"<!-- {name} -->", f"<!-- /{name} -->"
-        if text.count(begin) != 1 or text.count(end) != 1:
-            raise ValueError(f"{page} must hold {begin} and {end} once each")
-        before, _, rest = text.partition(begin)
-        made = part().replace("benchmarks/records/", "records/") if "/" in page else part()  # links from its folder
-        text = f"{before}{begin}\n{made}\n{end}{rest.partition(end)[2]}"
-    return text
+    marked = re.compile(r"<!-- (\w+) -->\n.*?<!-- /\1 -->", re.DOTALL)
+    if wrong := set(marked.findall(text)) ^ set(PAGES[page]):
+        raise SettingError(f"{page} must hold each part between <!-- PART --> and <!-- /PART -->, look at {wrong}")
+
+    def made(match):
+        part = PAGES[page][match[1]]()
+        part = part.replace("benchmarks/records/", "records/") if "/" in page else part  # links from its folder
+        return f"<!-- {match[1]} -->\n{part}\n<!-- /{match[1]} -->"
+
+    return marked.sub(made, text)
 
 
 def write_pages() -> None:

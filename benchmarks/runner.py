@@ -12,10 +12,11 @@ import sys
 import tempfile
 from collections.abc import Callable, Iterable
 from pathlib import Path
+from types import SimpleNamespace
 
 import torch
 
-from benchmarks import record, timing
+from benchmarks import compare, record, timing
 from benchmarks.arms import PIP
 from benchmarks.record import ROOT
 from configurator import preview
@@ -27,8 +28,6 @@ from runtime.hf_names import hf_rows
 CONFIG = "config/llama32_1b.py"  # the model that is measured unless another is named
 CHECKPOINTING = ["none", "selective", "full"]  # Hugging Face knows no selective
 OFFLOAD = ["none", "optimizer", "all"]
-# whose versions a record keeps
-PACKAGES = ("transformers", "liger_kernel", "torchtitan", "torchao", "peft", "bitsandbytes")
 TIMEOUT = 400  # seconds a point may take; compiling all of Hugging Face's model is a minute of it
 KEPT = ("ms_per_step", "tok_per_s", "mfu", "peak_gib", "reserved_gib", "estimated_gib", "oom", "failed")  # of a summary
 
@@ -147,8 +146,11 @@ def own_words(printed: str) -> str:
 def failure(printed: str) -> dict:
     if "out of memory" in printed.lower():
         return {"oom": True}
+    last = (own_words(printed).splitlines() or ["it said nothing"])[-1][:300]
+    if missing := re.search(r"\b(?:ModuleNotFound|Import)Error: (.*)", last):
+        return {"missing": missing[1]}
     print(printed[-4000:], file=sys.stderr)
-    return {"failed": (own_words(printed).splitlines() or ["it said nothing"])[-1][:300]}
+    return {"failed": last}
 
 
 def trouble(row: dict) -> str:
@@ -160,7 +162,7 @@ def trouble(row: dict) -> str:
     return f"failed: {row['failed']}"
 
 
-def begin(name: str, words: list[str], kinds: Iterable[str], packages=PACKAGES, n_gpus: int | None = None) -> dict:
+def begin(name: str, words: list[str], kinds: Iterable[str], n_gpus: int | None = None) -> dict:
     """The record of this command on this card, or on so many, with no rows of any kind yet."""
     if not torch.cuda.is_available():
         sys.exit(f"python bench.py {name} needs a CUDA GPU, and torch finds none")
@@ -172,7 +174,23 @@ def begin(name: str, words: list[str], kinds: Iterable[str], packages=PACKAGES, 
         sys.exit(printed)
     print(f"{facts['device']}: copies {facts['copy_tb_s']:.2f} TB/s, matmuls {facts['matmul_tflops']:.0f} TFLOP/s")
     facts["device"] = f"{n_gpus} x {facts['device']}" if n_gpus else facts["device"]
-    return record.origin(name, words, facts["device"], packages) | facts | {kind: [] for kind in kinds}
+    return record.origin(name, words, facts["device"]) | facts | {kind: [] for kind in kinds}
+
+
+def measure(s: SimpleNamespace, new: dict, rows: Iterable, keys: dict, line: Callable, plot="", place=()) -> dict:
+    """The record of a command, filled; beside it the plot that this function of draw.py makes; a last line of JSON.
+
+    place: of points, whose ratios to the peers' at the same place are in that line.
+    """
+    found, failed = record.fill(new, rows, s.out, keys, line, getattr(s, "keep", False))
+    if plot and any("peak_gib" in row for kind in keys for row in found[kind]):
+        with contextlib.suppress(ImportError):  # without matplotlib there is no plot
+            from benchmarks import draw
+
+            getattr(draw, plot)(found, s.out.with_suffix(".png"))
+    ratios = {"ratios": compare.ratios(found["points"], place)} if place else {}
+    print(json.dumps({"record": str(s.out), "failed": failed} | ratios))
+    return found
 
 
 if __name__ == "__main__":

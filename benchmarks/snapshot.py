@@ -87,15 +87,11 @@ def note_peer(path: str, spec: dict) -> dict:
     train_step, steps = trained.train_step, itertools.count(1)
 
     def noting(*arguments):
-        step = next(steps)
-        at_step(step, path)
-        result = train_step(*arguments)
-        if step == STEP:
-            at_step(step + 1, path)
-        return result
+        at_step(next(steps), path)
+        return train_step(*arguments)
 
     trained.train_step = noting
-    return trained.main(spec | {"warmup": STEP - 1, "steps": 1})
+    return trained.main(spec | {"warmup": STEP - 1, "steps": 2})
 
 
 class Block(NamedTuple):
@@ -219,13 +215,10 @@ def measured(s: SimpleNamespace):
         else:
             result = runner.peer_point(trainers.SWEEP_PEERS[arm][offload], *at, steps=1, launch=note)
         place = (arm, *at[1:], offload, shlex.join(s.flags) if arm == "all" else "")
-        row = dict(zip(KEYS["arms"], place, strict=True))
-        if "peak_gib" in result and path.exists():
+        if "peak_gib" in result:
             totals = timeline(pickle.loads(path.read_bytes()))
-            row |= summarized(totals) | {"allocator_peak_gib": result["peak_gib"], "file": path.name}
-        else:
-            row |= {"failed": "it left no snapshot"} if "peak_gib" in result else result
-        yield "arms", row
+            result = summarized(totals) | {"allocator_peak_gib": result["peak_gib"], "file": path.name}
+        yield "arms", dict(zip(KEYS["arms"], place, strict=True)) | result
 
 
 def line(row: dict, _: dict | None = None) -> str:
@@ -238,13 +231,7 @@ def line(row: dict, _: dict | None = None) -> str:
 
 def main(argv: list[str]) -> None:
     s = parse(argv)
-    found, failed = record.fill(runner.begin("snapshot", s.command, KEYS), measured(s), s.out, KEYS, line)
-    peaks = {row["arm"]: row["peak_gib"] for row in found["arms"] if "peak_gib" in row}
-    if peaks:
-        from benchmarks import draw
-
-        draw.draw_snapshot(found, s.out.with_suffix(".png"))
-    print(json.dumps({"record": str(s.out), "failed": failed, "peak_gib": peaks}))
+    runner.measure(s, runner.begin("snapshot", s.command, KEYS), measured(s), KEYS, line, "draw_snapshot")
 
 
 if __name__ == "__main__":

@@ -11,7 +11,6 @@ clip to norm 1 and an AdamW update, of which the median is taken (nanocria's of 
 an hour.
 """
 
-import json
 import tempfile
 from itertools import product
 from types import SimpleNamespace
@@ -93,5 +92,4 @@ def line(row: dict, _: dict | None = None) -> str:
 def main(argv: list[str]) -> None:
     s = parse(argv)
     rows = ((s.measure, row) for row in {"points": points, "breakdown": breakdown, "baby": baby}[s.measure](s))
-    found, failed = record.fill(runner.begin("step", s.command, KEYS), rows, s.out, KEYS, line, s.keep)
-    print(json.dumps({"record": str(s.out), "failed": failed, "ratios": compare.step_ratios(found["points"])}))
+    runner.measure(s, runner.begin("step", s.command, KEYS), rows, KEYS, line, place=compare.STEP_PLACE)

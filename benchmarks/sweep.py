@@ -20,9 +20,7 @@ is not tried with more. A plot is drawn beside the record. A sweep that was stop
 same code, card and --steps ends; delete that to measure it again.
 """
 
-import contextlib
 import itertools
-import json
 import shlex
 import sys
 from types import SimpleNamespace
@@ -86,7 +84,7 @@ def parse(argv: list[str], n_gpus: int) -> SimpleNamespace:
         setattr(s, name, cli.one_of(name, getattr(s, name), known))
     s.batches, s.contexts = (sorted(cli.whole_numbers(n, getattr(s, n))) for n in ("batches", "contexts"))
     s.ranks = max(n_gpus, 1) if s.ranks == "all" else s.ranks
-    cli.at_least_one(s, "block_size", "batch_size", "steps", "ranks")
+    cli.at_least_one(s, "block_size", "batch_size", "steps", "ranks", "memory_limit_gib")
     s.out, s.config = record.default_out(s.out, "sweep", "out"), cli.config_path(s.config)
     refuse(s, n_gpus)
     # The file exists, and train.py takes it. full: no other setting is at odds with it.
@@ -98,13 +96,7 @@ def refuse(s: SimpleNamespace, n_gpus: int) -> None:
     """What contradicts itself, or what a peer cannot do."""
     if s.ranks > max(n_gpus, 1):
         raise SettingError(f"--ranks={s.ranks}: torch sees {n_gpus} GPU{'s' * (n_gpus != 1)}")
-    if s.memory_limit_gib is not None and not 0 < s.memory_limit_gib < 1e4:
-        raise SettingError(f"--memory_limit_gib={s.memory_limit_gib:g}: a number of GiB, as in --memory_limit_gib=24")
     cli.refuse_flags(s, s.peers)
-    for kind, names in {"batch": ("batches", "block_size"), "seq": ("contexts", "batch_size")}.items():
-        for name in {word.removeprefix("--").partition("=")[0] for word in s.command} & set(names):
-            if s.sweep not in (kind, "both"):
-                raise SettingError(f"--{name} is for --sweep={kind}: add that, or leave it out")
     if "recipe" in s.peers and s.offload != ["none"]:
         raise SettingError("--peers=recipe: it offloads nothing, so it is compared with --offload=none alone")
     if {*s.peers} - {"recipe", "none"} and "selective" in s.checkpointing:
@@ -152,7 +144,6 @@ def sizes(kind: str, s: SimpleNamespace):
 
 
 def place(arm: str, checkpointing: str, offload: str, batch: int, block: int, s: SimpleNamespace) -> dict:
-    """What names a row."""
     flags = shlex.join(s.flags) if arm in trainers.SWEEP_FLAGS else ""
     where = (s.config, arm, s.ranks, batch, block, checkpointing, offload)
     return dict(zip(compare.SWEEP_PLACE, (*where, s.memory_limit_gib, flags), strict=True))
@@ -168,8 +159,7 @@ def point(row: dict, steps: int | None = None) -> dict:
         return row | {"failed": str(error)}
     needed, there = cpu_gib_of(row), memory_stats.cpu_available() / 2**30
     if needed > there:
-        why = f"offload={offload} needs {needed:.1f} GiB of CPU memory, this machine has {there:.1f}"
-        return row | {"failed": why}
+        return row | {"failed": f"offload={offload} needs {needed:.1f} GiB of CPU memory, this machine has {there:.1f}"}
     warmup, usual = n_steps(row["batch"] * row["block"])
     row |= {"steps": steps or usual}
     at = (row["config"], row["batch"], row["block"], row["checkpointing"], row["steps"])
@@ -192,10 +182,10 @@ def n_steps(tokens: int) -> tuple[int, int]:
 def known_rows(new: dict, s: SimpleNamespace) -> dict:
     """What a record has already that the new one continues, by place: what was measured over as many steps."""
     found = {}
-    for row in record.kept_rows(new, s.out, KEYS, s.keep):
+    for name, row in record.kept_rows(new, s.out, KEYS, s.keep).items():
         usual = n_steps(row["batch"] * row["block"])[1]
         if row.get("oom") or row.get("steps", usual) == (s.steps or usual):
-            found[compare.values(row, compare.SWEEP_PLACE)] = row
+            found[name] = row
     return found
 
 
@@ -224,9 +214,4 @@ def main(argv: list[str]) -> None:
     if known:
         print(f"{s.out} has {len(known)} points already: delete it to measure them again")
     print(HEADER)
-    found, failed = record.fill(new, measured(s, known), s.out, KEYS, line, s.keep)
-    with contextlib.suppress(ImportError):  # without matplotlib there is no plot
-        from benchmarks import draw
-
-        draw.draw_sweep(found, s.out.with_suffix(".png"))
-    print(json.dumps({"record": str(s.out), "failed": failed}))
+    runner.measure(s, new, measured(s, known), KEYS, line, "draw_sweep")

@@ -1,5 +1,7 @@
 """The ladder of memory techniques: what its rungs run, where their search ends, what its table says. Without a GPU."""
 
+from types import SimpleNamespace
+
 import pytest
 
 from benchmarks import arms, draw, ladder, losses, report, runner
@@ -68,6 +70,14 @@ def test_table_and_plot_say_what_a_rung_changes(monkeypatch, tmp_path):
     assert second.endswith("| 2.5000 (+0.2500) |"), second
     draw.draw_ladder(record, tmp_path / "ladder.png")
     assert (tmp_path / "ladder.png").stat().st_size > 10_000
+
+
+def test_a_record_of_losses_alone_has_no_plot(tmp_path):
+    head = {"command": "python bench.py ladder", "device": "GPU", "versions": {"nanocria": "abc"}}
+    rows = [("losses", {"model": "1b", "rung": "bf16", "losses": [3.0, 2.0]})]
+    s, empty = SimpleNamespace(out=tmp_path / "ladder.json"), {kind: [] for kind in ladder.KEYS}
+    runner.measure(s, head | empty, rows, ladder.KEYS, lambda *_: "", "draw_ladder")
+    assert [path.name for path in tmp_path.iterdir()] == ["ladder.json"]
 
 
 def test_what_it_cannot_measure_is_refused_in_a_sentence():

@@ -373,6 +373,7 @@ def test_what_ends_without_numbers_says_why():
     where = {key: RECORD["points"][2][key] for key in compare.STEP_PLACE}
     assert "pip install 'transformers>=5.17,<6'" in step.line(where | {"missing": "No module named 'transformers'"})
     assert "failed: Bang" in step.line(where | runner.failure("Traceback\nBang"))
+    assert runner.failure("Traceback\n[rank1]: ModuleNotFoundError: No x") == {"missing": "No x"}
     assert runner.failure("torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 3 GiB") == {"oom": True}
 
 
@@ -402,7 +403,7 @@ def test_the_tables_show_every_row(tmp_path, monkeypatch):
     monkeypatch.setattr(record, "RECORDS", tmp_path)
     (tmp_path / "step.json").write_text(json.dumps(RECORD | {"versions": {"nanocria": "abc", "torch": "2"}}))
     assert report.small_model_table().endswith("\n| `nanocria --cuda_graph=true` | 2.50 | 6,500,000 |")
-    (ratio,) = compare.step_ratios(RECORD["points"])
+    (ratio,) = compare.ratios(RECORD["points"], compare.STEP_PLACE)
     assert ratio == {"at": [8, 2048, "none"], "peer": "recipe", "tok_per_s": 1.4, "peak_gib": 0.75}
     assert "| 8 x 2,048 | none | 70,000 · 30.0 | 50,000 · 40.0 | out of memory |" in report.steps_table("step")
     assert report.breakdown_table().endswith("| whole step | 191.0 | 180.0 |")
