@@ -231,11 +231,11 @@ META_SLIPS = {  # the sentence: what params.json says, and tensors of other shap
     "params.json says vocab_size -1: Llama 3's is 257": (dict(vocab_size=-1), {}),
     "params.json: rope_theta expects a float, got None": (dict(rope_theta=None), {}),
     "params.json: n_layer, n_head": (dict(n_heads=0), {}),
-    "consolidated.00.pth lacks layers.2.attention_norm.weight": (dict(n_layers=3), {}),
-    "has 9 weights that Llama 3 has not: layers.1.attention.wk.weight, ...": (dict(n_layers=1), {}),
+    "expected model.layers.2.input_layernorm.weight of shape (32,): ": (dict(n_layers=3), {}),
+    "has 9 tensors that the model has no place for: model.layers.1.input_layernorm.weight, ...": (dict(n_layers=1), {}),
     "self_attn.k_proj.weight of shape (32, 32): ": (dict(n_heads=2), {}),
     "layers.1.self_attn.k_proj.weight of shape (16, 32): ": ({}, {"layers.1.attention.wk.weight": (12, 32)}),
-    "1 weights that Llama 3 has not: vision_model.x, ...": ({}, {"vision_model.x": (1,)}),
+    "the model has no place for: consolidated.00.pth: vision_model.x, ...": ({}, {"vision_model.x": (1,)}),
 }
 
 
