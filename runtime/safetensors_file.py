@@ -209,19 +209,15 @@ def read_bytes(file: FileIO, begin: int, target: memoryview, pieces: list[Piece]
     end = begin + len(target)
 
     def read(piece):
-        inside = begin <= piece.begin and piece.end <= end
-        whole = (
-            target[piece.begin - begin : piece.end - begin]
-            if inside
-            else memoryview(bytearray(piece.end - piece.begin))
-        )
+        first, last = max(begin, piece.begin), min(end, piece.end)
+        part = target[first - begin : last - begin]
+        whole = part if len(part) == piece.end - piece.begin else memoryview(bytearray(piece.end - piece.begin))
         _transfer(os.preadv, file, whole, piece.begin)
         if piece.sha256 and digest(whole) != piece.sha256:
             found = f"its bytes {piece.begin} to {piece.end}{what and f' ({what})'} are not what was saved"
             raise Damaged(f"{file.name} is damaged: {found}")
-        if not inside:
-            first, last = max(begin, piece.begin), min(end, piece.end)
-            target[first - begin : last - begin] = whole[first - piece.begin : last - piece.begin]
+        if whole is not part:
+            part[:] = whole[first - piece.begin : last - piece.begin]
 
     if pieces is None:
         overlapping = [Piece(*ends, "") for ends in cut(begin, end, begin)]
