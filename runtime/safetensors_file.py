@@ -184,7 +184,7 @@ def open_to_read(path: Path) -> FileIO:
     return file
 
 
-def _transfer(system_call: Callable, file: FileIO, buffer: memoryview, offset: int) -> None:
+def transfer(system_call: Callable, file: FileIO, buffer: memoryview, offset: int) -> None:
     """os.preadv or os.pwritev, until all of buffer is read or written."""
     while buffer:
         try:
@@ -212,7 +212,7 @@ def read_bytes(file: FileIO, begin: int, target: memoryview, pieces: list[Piece]
         first, last = max(begin, piece.begin), min(end, piece.end)
         part = target[first - begin : last - begin]
         whole = part if len(part) == piece.end - piece.begin else memoryview(bytearray(piece.end - piece.begin))
-        _transfer(os.preadv, file, whole, piece.begin)
+        transfer(os.preadv, file, whole, piece.begin)
         if piece.sha256 and digest(whole) != piece.sha256:
             found = f"its bytes {piece.begin} to {piece.end}{what and f' ({what})'} are not what was saved"
             raise Damaged(f"{file.name} is damaged: {found}")
@@ -255,7 +255,7 @@ def write_rows(file: FileIO, info: TensorInfo, first: int, rows: torch.Tensor, w
     def piece(ends):
         part = content[ends[0] - begin : ends[1] - begin]
         if write:
-            _transfer(os.pwritev, file, part, ends[0])
+            transfer(os.pwritev, file, part, ends[0])
         return Piece(*ends, digest(part))
 
     return _in_parallel(piece, cut(begin, begin + len(content), info.begin))
