@@ -4,6 +4,7 @@ checkpoint_folder.py says what is in a folder, run_folder.py how it gets its nam
 """
 
 import concurrent.futures
+import math
 import shutil
 import sys
 import time
@@ -24,7 +25,7 @@ from optimizers.place import cpu_param
 from runtime import memory_stats, run_folder
 from runtime.checkpoint_folder import Folder, fingerprint, open_folder, read_into, write_folder
 from runtime.distributed import all_reduce_max, from_rank_0, local, local_world_size, print0, shard_like, worker_thread
-from runtime.hf_config import read_config, read_context
+from runtime.hf_config import read_config
 from runtime.hf_names import Rows, hf_names, hf_rows
 from runtime.pinned_memory import pinned_empty
 
@@ -335,9 +336,10 @@ def load_model(
 def _load_model(path, device, dtype, block_size, base_dtype):
     masters = dtype == torch.float32 and any(path.glob("optimizer*.safetensors"))  # which may be deleted to save room
     folder = open_folder(path, ("model", "optimizer") if masters else ("model",))
-    settings, context = read_config(folder)[0], read_context(folder)
+    settings, _ = read_config(folder)
+    settings["block_size"] = min(settings["block_size"], block_size or math.inf)
     with torch.device("meta"):
-        model = Llama(LlamaConfig(**settings, block_size=min(block_size or context, context))).to(dtype)
+        model = Llama(LlamaConfig(**settings)).to(dtype)
         if folder.adapter:
             run = folder.run["settings"]
             add_lora(model, run["lora_rank"], run["lora_alpha"], base_dtype or run["base_dtype"])

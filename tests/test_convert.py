@@ -426,7 +426,7 @@ def test_published_configs_are_read(tmp_path):
     settings, tokenizer = read_config(SimpleNamespace(path=tmp_path, config=config))
     assert tokenizer == "llama3" and settings["rope_scaling"] == SCALING and settings["rope_theta"] == 500000.0
     assert list(settings["rope_scaling"]) == sorted(SCALING)  # a sentence that suggests it is always the same
-    assert LlamaConfig(**settings, block_size=8).head_dim == 64
+    assert LlamaConfig(**settings).head_dim == 64
 
 
 def test_a_slip_or_a_full_disk_ends_convert_py_with_a_sentence_and_leaves_nothing(alone, tmp_path):
