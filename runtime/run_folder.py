@@ -4,7 +4,6 @@ A checkpoint is written as step_000250.partial and renamed when it is complete, 
 complete. One that turns out damaged is renamed to step_000250.damaged.
 """
 
-import contextlib
 import os
 import shutil
 import sys
@@ -14,7 +13,7 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from data.files import lock
-from runtime.checkpoint_folder import open_folder, other_weights
+from runtime.checkpoint_folder import other_weights
 from runtime.distributed import (
     all_reduce_max,
     from_rank_0,
@@ -132,13 +131,8 @@ def read_newest(run: Path, read: Callable[[Path], Any]) -> Any:
 def _older_checkpoint(damaged: Path) -> str:
     """Where to go from a damaged checkpoint, as the end of a sentence."""
     found = checkpoints(damaged.parent)
-    if damaged not in found:  # published weights
-        return ""
-    for path in reversed(found[: found.index(damaged)]):
-        with contextlib.suppress(OSError, ValueError):
-            open_folder(path)  # all but the numbers: a model beside the damaged one might not fit in memory
-            return f". Try an older one: {path}"
-    return ". No older checkpoint is whole: copy this one again, or train anew"
+    older = found[: found.index(damaged)] if damaged in found else []  # not: published weights
+    return f". Try an older one: {older[-1]}" if older else ""
 
 
 def commit(partial: Path, final: Path) -> None:
