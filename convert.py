@@ -43,9 +43,8 @@ def convert(source: Path, folder: Path, dtype: str, merge: str = "trained") -> N
     tokenizer = read_config(opened)[1]
     if merge == "original" and not opened.adapter:
         raise ValueError(f"--merge is for adapters, and {source} has none: leave it out")
-    shutil.rmtree(partial, ignore_errors=True)
     try:
-        from_rank_0(lambda: partial.mkdir(parents=True))  # before the weights are read
+        from_rank_0(lambda: partial.mkdir(parents=True, exist_ok=True))  # before the weights are read
         base_dtype = "bfloat16" if merge == "original" else None
         model = load_model(source, "cpu", getattr(torch, dtype), base_dtype=base_dtype)
         merge_lora(model)
