@@ -4,6 +4,7 @@ A checkpoint is written as step_000250.partial and renamed when it is complete, 
 complete. One that turns out damaged is renamed to step_000250.damaged.
 """
 
+import contextlib
 import os
 import shutil
 import sys
@@ -35,12 +36,10 @@ def claim(out_dir: str) -> TextIO:
     mark = None
     with stop_on_error():
         file = on_all_ranks(lambda: _claim(out_dir) if rank == 0 else None)
-    try:
+    with contextlib.suppress(OSError):
         file = file or open(Path(out_dir) / ".lock")  # noqa: SIM115
         file.seek(0)
         mark = file.read()
-    except OSError:
-        pass
     # Ranks with folders of their own would each keep only their part of the checkpoints.
     require_same_on_all_ranks({"out_dir": mark}, f"{out_dir} must be one folder that all machines share")
     return file
@@ -72,8 +71,6 @@ def _claim(out_dir: str) -> TextIO:
         raise ValueError(f"out_dir is {out_dir}, {what}: name a folder") from error
     except OSError as error:
         raise OSError(f"cannot write to out_dir {out_dir}: {error.strerror}") from error
-    except ValueError as error:
-        raise ValueError(f"out_dir is {out_dir!r}: {error}") from error
 
 
 def is_model(folder: str | Path) -> bool:
