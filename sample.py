@@ -79,11 +79,7 @@ for name, valid, expected in (
     ("min_p", min_p is None or 0 <= min_p <= 1, "from 0 to 1, or none"),
     ("window", window is None or window >= 2, "at least 2, or none"),
     ("batch_size", batch_size >= 1, "at least 1"),
-    (
-        "stop",
-        all(isinstance(each, str) and each for each in stops),
-        "a string or a list of strings, none of them empty",
-    ),
+    ("stop", all(isinstance(each, str) and each for each in stops), "a string or a list of them, none empty"),
 ):
     if not valid:
         sys.exit(f"{name} is {globals()[name]}: it must be {expected}")
