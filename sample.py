@@ -94,8 +94,6 @@ for names, task, used in (
     for name in names:
         if globals()[name] != DEFAULTS[name] and not used:
             sys.exit(f"--{name} is for {task}: add that, or leave it out")
-if 0 < temperature < 1e-6:  # in effect greedy, and dividing by it may overflow
-    temperature = 0.0
 device = pick_device(device)
 dtype = pick_dtype(dtype, device)
 
