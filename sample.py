@@ -173,9 +173,5 @@ try:
         write_continuations(prompts)
 except (EOFError, KeyboardInterrupt):
     print()
-except OSError as error:
-    if error.filename or not error.errno:  # not from printing: from compiling a kernel, for example
-        raise
+except BrokenPipeError:  # the reader has stopped, as `head` does
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-    if not isinstance(error, BrokenPipeError):  # the reader has stopped, as `head` does
-        sys.exit(f"the text could not be written: {error.strerror}")
