@@ -75,11 +75,9 @@ def check_start(start: Path | None, out_dir: str, config: LlamaConfig, settings:
         folder = open_folder(start)
         _require_same_model(folder, _is_checkpoint_of(start, out_dir), config, settings, dataset)
         _base_of(folder, settings)
-    except Damaged as error:
-        if not _is_checkpoint_of(start, out_dir):
-            stop(str(error))
     except (OSError, ValueError) as error:
-        stop(str(error))
+        if not (isinstance(error, Damaged) and _is_checkpoint_of(start, out_dir)):
+            stop(str(error))
 
 
 def _is_checkpoint_of(start, out_dir):
