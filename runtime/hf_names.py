@@ -66,14 +66,10 @@ def rows_of(x: torch.Tensor) -> tuple[int, torch.Tensor, bool]:
     """
     if not isinstance(x, DTensor):
         return 0, x.detach(), not dist.is_initialized() or dist.get_rank() == 0
-    if sum(isinstance(p, Shard) for p in x.placements) > 1 or not all(
-        p in (Shard(0), Replicate()) for p in x.placements
-    ):
+    if set(x.placements) - {Shard(0), Replicate()} or x.placements.count(Shard(0)) > 1:
         raise ValueError(f"a tensor is placed as {x.placements}: expected rows that are split once")
-    first, writes = 0, True
-    for placement, size, coordinate in zip(
-        x.placements, x.device_mesh.shape, x.device_mesh.get_coordinate(), strict=True
-    ):
+    first, writes, mesh = 0, True, x.device_mesh
+    for placement, size, coordinate in zip(x.placements, mesh.shape, mesh.get_coordinate(), strict=True):
         if placement == Shard(0):
             first = min(-(-len(x) // size) * coordinate, len(x))
         else:
