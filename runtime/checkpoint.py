@@ -63,9 +63,7 @@ class Saver:
         self.out_dir, self.optimizer, self.keep_last = Path(out_dir), optimizer, keep_last
         self.config, self.documents = config, documents
         # A group of its own: the writing thread's collectives must not mix with the main thread's.
-        self.group = (
-            dist.new_group(backend="gloo", timeout=timedelta(days=1)) if dist.is_initialized() and keep_last else None
-        )
+        self.group = dist.new_group(backend="gloo", timeout=timedelta(days=1)) if dist.is_initialized() else None
         self.thread = worker_thread()
         self.future, self.copied, self.copies, self.seconds = None, None, None, 0.0  # seconds: of the main thread
         self.error: str | None = None  # why the last checkpoint was not written
@@ -142,8 +140,8 @@ class Saver:
         """1 if the last checkpoint was not written, which is said; else 0."""
         if self.error:
             before = "the one before" if run_folder.newest(self.out_dir) else "the start"
-            print0(f"the last checkpoint was not written ({self.error}). ", end="")
-            print0(f"Fix that; the same command continues from {before}")
+            fix = f"Fix that; the same command continues from {before}"
+            print0(f"the last checkpoint was not written ({self.error}). {fix}")
         return int(self.error is not None)
 
     def _write(self, tensors, copied, step, run) -> str:
