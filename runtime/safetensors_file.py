@@ -22,7 +22,6 @@ import hashlib
 import json
 import math
 import os
-import stat
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -174,14 +173,9 @@ def _tensor_info(name, entry, start, path):
 def open_to_read(path: Path) -> FileIO:
     """A file without a buffer. Damaged if there is none; OSError if it cannot be opened."""
     try:
-        # O_NONBLOCK: opening a pipe would wait for a writer; for a file it means nothing
-        file = open(path, "rb", buffering=0, opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK))  # noqa: SIM115
+        return open(path, "rb", buffering=0)
     except FileNotFoundError:
         raise Damaged(f"{path} is missing") from None
-    if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
-        file.close()
-        raise Damaged(f"{path} is not a file")
-    return file
 
 
 def transfer(system_call: Callable, file: FileIO, buffer: memoryview, offset: int) -> None:
