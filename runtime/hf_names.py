@@ -84,14 +84,12 @@ def hf_rows(name: str, x: torch.Tensor, config: LlamaConfig, state: str = "") ->
     """
     names = hf_names(name)
     kv = config.n_kv_head * config.head_dim
-    sizes = {1: x.shape[:1], 2: [config.ffn_dim] * 2, 3: [config.n_embd, kv, kv]}[len(names)]
+    sizes = {1: [len(x)], 2: [config.ffn_dim] * 2, 3: [config.n_embd, kv, kv]}[len(names)]
     if name.endswith("lora_a"):  # as many rows for each matrix
         sizes = [len(x) // len(names)] * len(names)
-    if sum(sizes) != sum(x.shape[:1]):  # a state with other rows than its parameter's stays whole, under our name
-        names, sizes = [name], x.shape[:1]
+    if sum(sizes) != len(x):  # a state with other rows than its parameter's stays whole, under our name
+        names, sizes = [name], [len(x)]
     begin, rows, writes = rows_of(x)
-    if not x.ndim:
-        return [Rows(f"{state}.{names[0]}", x.dtype, (), 0, rows, writes)]
     found, start = [], 0
     for hf_name, size in zip(names, sizes, strict=True):
         first, last = max(begin, start), min(begin + len(rows), start + size)
