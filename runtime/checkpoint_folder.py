@@ -319,9 +319,7 @@ def read_into(folder: Folder, rows: Iterable[Rows], group: dist.ProcessGroup | N
                 raise ValueError(f"expected {wanted.name} of shape {tuple(wanted.shape)}: {folder.path} has {found}")
             x = wanted.tensor
             if folder.pieces is None and info.dtype not in WEIGHT_DTYPES:
-                raise ValueError(
-                    f"{folder.path} has {info.name} in {info.dtype}: expected bfloat16, float16 or float32"
-                )
+                raise ValueError(f"{folder.path} has {info.name} in {info.dtype}: expected one of {WEIGHT_DTYPES}")
             if x.dtype != info.dtype and not (x.is_floating_point() and info.dtype.is_floating_point):
                 raise ValueError(f"expected {wanted.name} in {x.dtype}: {folder.path} has it in {info.dtype}")
             direct = x.dtype == info.dtype and x.device.type == "cpu" and x.is_contiguous()

@@ -307,7 +307,7 @@ def holds(name, change, source=None):
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 SLIPS = {  # the sentence: what was done to a folder
     "config.json describes quantized weights": says(quantization_config={"quant_method": "fp8"}),
-    "q_proj.weight in torch.float8_e4m3fn: expected bfloat16": holds(Q, lambda q: q.to(torch.float8_e4m3fn)),
+    "in torch.float8_e4m3fn: expected one of (torch.bfloat16, ": holds(Q, lambda q: q.to(torch.float8_e4m3fn)),
     f"has numbers in {Q} that are not finite": holds(Q, lambda q: q / (q != q[0, 0])),
     "has 1 tensors that the model has no place for: model.layers.0.self_attn.q_proj.bias": holds(
         Q.replace("weight", "bias"), lambda q: q[:, 0], Q
