@@ -95,9 +95,7 @@ def _load(folder: Path) -> dict[str, torch.Tensor]:
     try:
         weights = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
     except (RuntimeError, ValueError, EOFError, pickle.UnpicklingError) as error:
-        said = "no file of torch.save's zip format, or a damaged one"
-        said = said if "mmap" in str(error) or not str(error) else str(error).splitlines()[0]
-        raise ValueError(f"{path} cannot be read: {said}") from error
+        raise ValueError(f"{path} is damaged, or not a file of tensors alone in torch.save's zip format") from error
     if not (isinstance(weights, dict) and all(isinstance(x, torch.Tensor) for x in weights.values())):
         raise ValueError(f"{path} does not hold tensors by name")
     return {_hf_name(name): x for name, x in weights.items() if name != "rope.freqs"}

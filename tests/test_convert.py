@@ -253,8 +253,8 @@ def test_damaged_or_divided_files_of_metas_get_a_sentence(meta_folder, convert_t
     file, part = source / "consolidated.00.pth", source / "consolidated.01.pth"
     whole = file.read_bytes()
     for damage, sentence in (
-        (lambda: file.write_bytes(whole[:-100]), "consolidated.00.pth cannot be read: "),
-        (lambda: file.write_bytes(b""), "cannot be read: no file of torch.save's zip format, or a damaged one"),
+        (lambda: file.write_bytes(whole[:-100]), "consolidated.00.pth is damaged, or not "),
+        (lambda: file.write_bytes(b""), "in torch.save's zip format"),
         (lambda: torch.save([torch.zeros(2)], file), "consolidated.00.pth does not hold tensors by name"),
         (part.touch, "holds a model in 2 parts"),
         (lambda: (file.unlink(), part.unlink()), "consolidated.00.pth"),
