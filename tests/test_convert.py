@@ -235,7 +235,7 @@ META_SLIPS = {  # the sentence: what params.json says, and tensors of other shap
     "has 9 tensors that the model has no place for: model.layers.1.input_layernorm.weight, ...": (dict(n_layers=1), {}),
     "self_attn.k_proj.weight of shape (32, 32): ": (dict(n_heads=2), {}),
     "layers.1.self_attn.k_proj.weight of shape (16, 32): ": ({}, {"layers.1.attention.wk.weight": (12, 32)}),
-    "the model has no place for: consolidated.00.pth: vision_model.x, ...": ({}, {"vision_model.x": (1,)}),
+    "the model has no place for: consolidated.00.pth: model.norm.weight, ...": ({}, {"model.norm.weight": (32,)}),
 }
 
 
