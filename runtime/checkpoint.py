@@ -4,7 +4,6 @@ checkpoint_folder.py says what is in a folder, run_folder.py how it gets its nam
 """
 
 import concurrent.futures
-import math
 import shutil
 import sys
 import time
@@ -335,9 +334,9 @@ def _load_model(path, device, dtype, block_size, base_dtype):
     masters = dtype == torch.float32 and any(path.glob("optimizer*.safetensors"))  # which may be deleted to save room
     folder = open_folder(path, ("model", "optimizer") if masters else ("model",))
     settings, _ = read_config(folder)
-    settings["block_size"] = min(settings["block_size"], block_size or math.inf)
+    context = settings.pop("block_size")
     with torch.device("meta"):
-        model = Llama(LlamaConfig(**settings)).to(dtype)
+        model = Llama(LlamaConfig(**settings, block_size=min(block_size or context, context))).to(dtype)
         if folder.adapter:
             run = folder.run["settings"]
             add_lora(model, run["lora_rank"], run["lora_alpha"], base_dtype or run["base_dtype"])
