@@ -29,9 +29,6 @@ from runtime.hf_config import read_config
 from runtime.hf_names import hf_rows
 from runtime.restore import documents
 
-DTYPES = ["bfloat16", "float16", "float32"]
-MERGES = ["trained", "original"]
-
 
 def convert(source: Path, folder: Path, dtype: str, merge: str = "trained") -> None:
     """Writes what load_model(source) is as a folder, which is complete or not there; merge: see above.
@@ -43,9 +40,8 @@ def convert(source: Path, folder: Path, dtype: str, merge: str = "trained") -> N
     tokenizer = read_config(opened)[1]
     if merge == "original" and not opened.adapter:
         raise ValueError(f"--merge is for adapters, and {source} has none: leave it out")
-    shutil.rmtree(partial, ignore_errors=True)
     try:
-        from_rank_0(lambda: partial.mkdir(parents=True))  # before the weights are read
+        from_rank_0(lambda: partial.mkdir(parents=True, exist_ok=True))  # before the weights are read
         base_dtype = "bfloat16" if merge == "original" else None
         model = load_model(source, "cpu", getattr(torch, dtype), base_dtype=base_dtype)
         merge_lora(model)
@@ -65,8 +61,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("source", type=Path, help="a run (its newest checkpoint), a checkpoint or published weights")
     parser.add_argument("folder", type=Path, help="a new folder")
-    parser.add_argument("--dtype", choices=DTYPES, default=DTYPES[0], help="of the weights")
-    parser.add_argument("--merge", choices=MERGES, default=MERGES[0], help="the base that adapters are merged into")
+    parser.add_argument("--dtype", choices=["bfloat16", "float16", "float32"], default="bfloat16", help="of weights")
+    parser.add_argument("--merge", choices=["trained", "original"], default="trained", help="the base for adapters")
     args = parser.parse_args()
     if os.path.lexists(args.folder):
         sys.exit(f"{args.folder} is there already: name a new folder")

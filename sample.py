@@ -79,11 +79,7 @@ for name, valid, expected in (
     ("min_p", min_p is None or 0 <= min_p <= 1, "from 0 to 1, or none"),
     ("window", window is None or window >= 2, "at least 2, or none"),
     ("batch_size", batch_size >= 1, "at least 1"),
-    (
-        "stop",
-        all(isinstance(each, str) and each for each in stops),
-        "a string or a list of strings, none of them empty",
-    ),
+    ("stop", all(isinstance(each, str) and each for each in stops), "a string or a list of them, none empty"),
 ):
     if not valid:
         sys.exit(f"{name} is {globals()[name]}: it must be {expected}")
@@ -98,8 +94,6 @@ for names, task, used in (
     for name in names:
         if globals()[name] != DEFAULTS[name] and not used:
             sys.exit(f"--{name} is for {task}: add that, or leave it out")
-if 0 < temperature < 1e-6:  # in effect greedy, and dividing by it may overflow
-    temperature = 0.0
 device = pick_device(device)
 dtype = pick_dtype(dtype, device)
 
@@ -179,9 +173,5 @@ try:
         write_continuations(prompts)
 except (EOFError, KeyboardInterrupt):
     print()
-except OSError as error:
-    if error.filename or not error.errno:  # not from printing: from compiling a kernel, for example
-        raise
+except BrokenPipeError:  # the reader has stopped, as `head` does
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-    if not isinstance(error, BrokenPipeError):  # the reader has stopped, as `head` does
-        sys.exit(f"the text could not be written: {error.strerror}")

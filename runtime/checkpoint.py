@@ -24,7 +24,7 @@ from optimizers.place import cpu_param
 from runtime import memory_stats, run_folder
 from runtime.checkpoint_folder import Folder, fingerprint, open_folder, read_into, write_folder
 from runtime.distributed import all_reduce_max, from_rank_0, local, local_world_size, print0, shard_like, worker_thread
-from runtime.hf_config import read_config, read_context
+from runtime.hf_config import read_config
 from runtime.hf_names import Rows, hf_names, hf_rows
 from runtime.pinned_memory import pinned_empty
 
@@ -62,9 +62,7 @@ class Saver:
         self.out_dir, self.optimizer, self.keep_last = Path(out_dir), optimizer, keep_last
         self.config, self.documents = config, documents
         # A group of its own: the writing thread's collectives must not mix with the main thread's.
-        self.group = (
-            dist.new_group(backend="gloo", timeout=timedelta(days=1)) if dist.is_initialized() and keep_last else None
-        )
+        self.group = dist.new_group(backend="gloo", timeout=timedelta(days=1)) if dist.is_initialized() else None
         self.thread = worker_thread()
         self.future, self.copied, self.copies, self.seconds = None, None, None, 0.0  # seconds: of the main thread
         self.error: str | None = None  # why the last checkpoint was not written
@@ -141,8 +139,8 @@ class Saver:
         """1 if the last checkpoint was not written, which is said; else 0."""
         if self.error:
             before = "the one before" if run_folder.newest(self.out_dir) else "the start"
-            print0(f"the last checkpoint was not written ({self.error}). ", end="")
-            print0(f"Fix that; the same command continues from {before}")
+            fix = f"Fix that; the same command continues from {before}"
+            print0(f"the last checkpoint was not written ({self.error}). {fix}")
         return int(self.error is not None)
 
     def _write(self, tensors, copied, step, run) -> str:
@@ -335,7 +333,8 @@ def load_model(
 def _load_model(path, device, dtype, block_size, base_dtype):
     masters = dtype == torch.float32 and any(path.glob("optimizer*.safetensors"))  # which may be deleted to save room
     folder = open_folder(path, ("model", "optimizer") if masters else ("model",))
-    settings, context = read_config(folder)[0], read_context(folder)
+    settings, _ = read_config(folder)
+    context = settings.pop("block_size")
     with torch.device("meta"):
         model = Llama(LlamaConfig(**settings, block_size=min(block_size or context, context))).to(dtype)
         if folder.adapter:

@@ -82,14 +82,8 @@ def write_folder(
         layout = _layout(stem, found.values())
         documents = documents | {f"{stem}.safetensors.index.json": _index(layout)}
         files, rows = files | layout, rows | found
-    headers = {file: header for file, (header, _, _) in files.items()}
-
-    def create():
-        _create(folder, documents, files)
-        return headers
-
-    agreed = from_rank_0(create, group)
-    mine = on_all_ranks(lambda: _write_rows(folder, files, rows, headers, agreed), group)
+    agreed = from_rank_0(lambda: _create(folder, documents, files), group)
+    mine = on_all_ranks(lambda: _write_rows(folder, files, rows, agreed), group)
     pieces = [mine]
     if dist.is_initialized():
         pieces = [None] * dist.get_world_size(group) if group_rank(group) == 0 else None
@@ -119,7 +113,7 @@ def _index(layout):
 
 
 def _create(folder, documents, files):
-    """The documents, and files of the right size with nothing but a header."""
+    """The documents, and files of the right size with nothing but a header. Returns `files`."""
     shutil.rmtree(folder, ignore_errors=True)  # left by a save that was killed
     folder.mkdir(parents=True)
     total, _, free = shutil.disk_usage(folder)
@@ -130,6 +124,7 @@ def _create(folder, documents, files):
         _write_file(folder / name, content)
     for file, (header, _, n_bytes) in files.items():
         _write_file(folder / file, header, n_bytes)
+    return files
 
 
 def _write_file(path, content, n_bytes=0):
@@ -144,9 +139,9 @@ def _write_file(path, content, n_bytes=0):
         raise OSError(error.errno, error.strerror, str(path)) from error
 
 
-def _write_rows(folder, files, rows, headers, agreed):
-    """This rank's rows. Returns (file, piece, tensor's name, whether it was written)."""
-    differing = [file for file in headers | agreed if headers.get(file) != agreed.get(file)]
+def _write_rows(folder, files, rows, agreed):
+    """This rank's rows. Returns (file, piece, tensor's name, whether it was written). agreed: rank 0's `files`."""
+    differing = [file for file in files | agreed if files.get(file) != agreed.get(file)]
     if differing:
         raise ValueError(f"the ranks have different tensors for {', '.join(differing)}")
     found = []
@@ -324,9 +319,7 @@ def read_into(folder: Folder, rows: Iterable[Rows], group: dist.ProcessGroup | N
                 raise ValueError(f"expected {wanted.name} of shape {tuple(wanted.shape)}: {folder.path} has {found}")
             x = wanted.tensor
             if folder.pieces is None and info.dtype not in WEIGHT_DTYPES:
-                raise ValueError(
-                    f"{folder.path} has {info.name} in {info.dtype}: expected bfloat16, float16 or float32"
-                )
+                raise ValueError(f"{folder.path} has {info.name} in {info.dtype}: expected one of {WEIGHT_DTYPES}")
             if x.dtype != info.dtype and not (x.is_floating_point() and info.dtype.is_floating_point):
                 raise ValueError(f"expected {wanted.name} in {x.dtype}: {folder.path} has it in {info.dtype}")
             direct = x.dtype == info.dtype and x.device.type == "cpu" and x.is_contiguous()

@@ -56,28 +56,16 @@ def decode_step(model: Llama, caches: list[KVCache], tokens: torch.Tensor) -> to
 
 @torch.no_grad()
 def generate(
-    model: Llama,
-    prompts: list[list[int]],
-    max_new_tokens: int,
-    temperature: float = 1.0,
-    top_k: int | None = None,
-    top_p: float | None = None,
-    min_p: float | None = None,
-    eos: Collection[int] = (),
-    generator: torch.Generator | None = None,
+    model: Llama, prompts: list[list[int]], max_new_tokens: int, eos: Collection[int] = (), **sampling
 ) -> Iterator[list[int | None]]:
     """Continues each prompt by at most max_new_tokens, yielding for each token a list with the next of each row.
 
-    A row ends before a token of eos and is None from then on; when all have ended, so does this. temperature, top_k,
-    top_p, min_p: as sample() takes them. Past block_size the older half of a row is dropped and the rest read again.
-    ValueError, from the first next(), for an empty prompt and for numbers out of range.
+    A row ends before a token of eos and is None from then on; when all have ended, so does this. sampling: temperature,
+    top_k, top_p, min_p and generator, as sample() takes them. Past block_size the older half of a row is dropped and
+    the rest read again. ValueError, from the first next(), for an empty prompt and for numbers out of range.
     """
     if not prompts or not all(prompts):
         raise ValueError("generate needs at least one token to continue")
-    if not temperature >= 0 or not (top_k is None or top_k >= 1):
-        raise ValueError(f"temperature {temperature} and top_k {top_k}: must be at least 0 and at least 1")
-    if not (top_p is None or 0 < top_p <= 1) or not (min_p is None or 0 <= min_p <= 1):
-        raise ValueError(f"top_p {top_p} and min_p {min_p}: must be in (0, 1] and in [0, 1]")
     block_size, device = model.config.block_size, model.tok_embeddings.weight.device
     texts = [list(prompt[-block_size:]) for prompt in prompts]
     n_positions = min(block_size, max(map(len, texts)) + max_new_tokens)
@@ -106,7 +94,7 @@ def generate(
             logits, longest = read_prompts(model, caches, texts), max(map(len, texts))
         else:
             logits, longest = step(tokens), longest + 1
-        tokens = sample(logits, temperature, top_k, top_p, min_p, generator)  # (B,)
+        tokens = sample(logits, **sampling)  # (B,)
         on_their_way.append(send_to_cpu(tokens))
         if len(on_their_way) > ahead:
             yield arrived()
@@ -126,7 +114,12 @@ def sample(
 ) -> torch.Tensor:
     """One token (B,) from logits (B, V) fp32. temperature 0 takes the likeliest; top_k keeps the k likeliest, top_p the
     likeliest whose probabilities reach p together, min_p those at least min_p times as likely as the likeliest.
+    ValueError for numbers out of range.
     """
+    if not temperature >= 0 or not (top_k is None or top_k >= 1):
+        raise ValueError(f"temperature {temperature} and top_k {top_k}: must be at least 0 and at least 1")
+    if not (top_p is None or 0 < top_p <= 1) or not (min_p is None or 0 <= min_p <= 1):
+        raise ValueError(f"top_p {top_p} and min_p {min_p}: must be in (0, 1] and in [0, 1]")
     if temperature == 0:
         return logits.argmax(-1)
     logits, n_vocab = logits / temperature, logits.shape[-1]

@@ -17,6 +17,7 @@ NAMES = {  # our name -> Hugging Face's
     "vocab_size": "vocab_size",
     "tie_embeddings": "tie_word_embeddings",
     "norm_eps": "rms_norm_eps",
+    "block_size": "max_position_embeddings",
 }
 # What transformers takes where a config.json does not say it.
 DEFAULTS = {
@@ -44,7 +45,7 @@ def setting(path: Path, theirs: dict, name: str, *options) -> Any:
 def read_config(folder) -> tuple[dict, str | None]:
     """The settings of the model in an open folder, by train.py's names, and its tokenizer's name, or None if unknown.
 
-    Raises ValueError for a model that model.py cannot be.
+    block_size is the longest sequence that it is for. Raises ValueError for a model that model.py cannot be.
     """
     path, theirs = folder.path / "config.json", folder.config
     if not os.path.exists(path):
@@ -70,7 +71,7 @@ def read_config(folder) -> tuple[dict, str | None]:
     if theirs["hidden_act"] != "silu":
         raise ValueError(f"{path} has the activation {theirs['hidden_act']}: Llama 3's is silu")
     try:
-        LlamaConfig(**settings, block_size=1)
+        LlamaConfig(**settings)
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from error
     tokenizer = "llama3" if settings["vocab_size"] == LLAMA3_VOCAB else None
@@ -88,15 +89,6 @@ def _read_rope(path: Path, theirs: dict) -> dict:
     return {"rope_theta": setting(path, rope, "rope_theta", float), "rope_scaling": scaling}
 
 
-def read_context(folder) -> int:
-    """The longest sequence that a folder's model is for."""
-    path = folder.path / "config.json"
-    context = setting(path, DEFAULTS | folder.config, "max_position_embeddings", int)
-    if context < 1:
-        raise ValueError(f"{path} says max_position_embeddings {context}")
-    return context
-
-
 def write_config(config: LlamaConfig, tokenizer: str, dtype: str, begun_with: dict, dataset: dict) -> dict:
     """The content of config.json for a model. transformers ignores the name of the tokenizer.
 
@@ -110,7 +102,7 @@ def write_config(config: LlamaConfig, tokenizer: str, dtype: str, begun_with: di
     return {
         "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_act": "silu",
         **{theirs: getattr(config, ours) for ours, theirs in NAMES.items()},
-        "max_position_embeddings": int(context), "rope_theta": config.rope_theta,
+        NAMES["block_size"]: int(context), "rope_theta": config.rope_theta,
         "rope_scaling": config.rope_scaling and {"rope_type": "llama3", **config.rope_scaling},
         "attention_bias": False, "mlp_bias": False, "torch_dtype": dtype, "nanocria_tokenizer": tokenizer,
         "bos_token_id": dataset.get("bos", bos), "eos_token_id": dataset.get("eos", eos),

@@ -66,14 +66,10 @@ def rows_of(x: torch.Tensor) -> tuple[int, torch.Tensor, bool]:
     """
     if not isinstance(x, DTensor):
         return 0, x.detach(), not dist.is_initialized() or dist.get_rank() == 0
-    if sum(isinstance(p, Shard) for p in x.placements) > 1 or not all(
-        p in (Shard(0), Replicate()) for p in x.placements
-    ):
+    if set(x.placements) - {Shard(0), Replicate()} or x.placements.count(Shard(0)) > 1:
         raise ValueError(f"a tensor is placed as {x.placements}: expected rows that are split once")
-    first, writes = 0, True
-    for placement, size, coordinate in zip(
-        x.placements, x.device_mesh.shape, x.device_mesh.get_coordinate(), strict=True
-    ):
+    first, writes, mesh = 0, True, x.device_mesh
+    for placement, size, coordinate in zip(x.placements, mesh.shape, mesh.get_coordinate(), strict=True):
         if placement == Shard(0):
             first = min(-(-len(x) // size) * coordinate, len(x))
         else:
@@ -88,14 +84,12 @@ def hf_rows(name: str, x: torch.Tensor, config: LlamaConfig, state: str = "") ->
     """
     names = hf_names(name)
     kv = config.n_kv_head * config.head_dim
-    sizes = {1: x.shape[:1], 2: [config.ffn_dim] * 2, 3: [config.n_embd, kv, kv]}[len(names)]
+    sizes = {1: [len(x)], 2: [config.ffn_dim] * 2, 3: [config.n_embd, kv, kv]}[len(names)]
     if name.endswith("lora_a"):  # as many rows for each matrix
         sizes = [len(x) // len(names)] * len(names)
-    if sum(sizes) != sum(x.shape[:1]):  # a state with other rows than its parameter's stays whole, under our name
-        names, sizes = [name], x.shape[:1]
+    if sum(sizes) != len(x):  # a state with other rows than its parameter's stays whole, under our name
+        names, sizes = [name], [len(x)]
     begin, rows, writes = rows_of(x)
-    if not x.ndim:
-        return [Rows(f"{state}.{names[0]}", x.dtype, (), 0, rows, writes)]
     found, start = [], 0
     for hf_name, size in zip(names, sizes, strict=True):
         first, last = max(begin, start), min(begin + len(rows), start + size)

@@ -6,6 +6,7 @@ reordered. The .pth is read with weights_only: no code in it is executed.
 
 import os
 import pickle
+import re
 from pathlib import Path
 
 import torch
@@ -14,19 +15,19 @@ from runtime import hf_config
 from runtime.safetensors_file import TensorInfo, parse_json
 
 FILE = "consolidated.00.pth"
-NAMES = {  # Hugging Face's name -> Meta's
-    "model.embed_tokens.weight": "tok_embeddings.weight",
-    "input_layernorm.weight": "attention_norm.weight",
-    "self_attn.q_proj.weight": "attention.wq.weight",
-    "self_attn.k_proj.weight": "attention.wk.weight",
-    "self_attn.v_proj.weight": "attention.wv.weight",
-    "self_attn.o_proj.weight": "attention.wo.weight",
-    "post_attention_layernorm.weight": "ffn_norm.weight",
-    "mlp.gate_proj.weight": "feed_forward.w1.weight",
-    "mlp.up_proj.weight": "feed_forward.w3.weight",
-    "mlp.down_proj.weight": "feed_forward.w2.weight",
-    "model.norm.weight": "norm.weight",
-    "lm_head.weight": "output.weight",
+NAMES = {  # Meta's name -> Hugging Face's
+    "tok_embeddings.weight": "model.embed_tokens.weight",
+    "attention_norm.weight": "input_layernorm.weight",
+    "attention.wq.weight": "self_attn.q_proj.weight",
+    "attention.wk.weight": "self_attn.k_proj.weight",
+    "attention.wv.weight": "self_attn.v_proj.weight",
+    "attention.wo.weight": "self_attn.o_proj.weight",
+    "ffn_norm.weight": "post_attention_layernorm.weight",
+    "feed_forward.w1.weight": "mlp.gate_proj.weight",
+    "feed_forward.w3.weight": "mlp.up_proj.weight",
+    "feed_forward.w2.weight": "mlp.down_proj.weight",
+    "norm.weight": "model.norm.weight",
+    "output.weight": "lm_head.weight",
 }
 CONFIG = {  # name in config.json -> name in params.json
     "num_hidden_layers": "n_layers",
@@ -56,45 +57,25 @@ def describe(folder: Path) -> tuple[dict, dict[str, tuple[str, TensorInfo]]]:
     config = {name: hf_config.setting(path, theirs, ours, kinds[name]) for name, ours in CONFIG.items()}
     if config["vocab_size"] != hf_config.LLAMA3_VOCAB:
         raise ValueError(f"{path} says vocab_size {config['vocab_size']}: Llama 3's is {hf_config.LLAMA3_VOCAB}")
-    once = [name for name in NAMES if name.startswith(("model.", "lm_head."))]
-    layers = [
-        f"model.layers.{i}.{name}" for i in range(config["num_hidden_layers"]) for name in NAMES if name not in once
-    ]
-    names = {name: _name(name) for name in once + layers}
-    more = weights.keys() - names.values() - {"rope.freqs"}
-    if more:
-        raise ValueError(f"{folder} has {len(more)} weights that Llama 3 has not: {min(more)}, ...")
-    for name in names.values():
-        if name not in weights and name != NAMES["lm_head.weight"]:
-            raise ValueError(f"{folder / FILE} lacks {name}")
-    embedding = weights["tok_embeddings.weight"]
-    tied = torch.equal(weights.get("output.weight", embedding), embedding)
+    head, embedding = (weights.get(name) for name in ("lm_head.weight", "model.embed_tokens.weight"))
+    tied = head is None or (embedding is not None and torch.equal(head, embedding))
     if tied:
-        del names["lm_head.weight"]
-    found = {name: weights[meta_name] for name, meta_name in names.items()}
+        weights.pop("lm_head.weight", None)
     stretched = hf_config.setting(path, theirs, "use_scaled_rope", bool, None)
     # The file does not say the factor: 32 for 3.2's small models, which are the tied ones, 8 for the others.
     scaling = {"rope_type": "llama3", "factor": 32.0 if tied else 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
                "original_max_position_embeddings": 8192}  # fmt: skip
     config |= SPECIAL_TOKENS | {
         "model_type": "llama", "tie_word_embeddings": tied,
-        "intermediate_size": len(found.get("model.layers.0.mlp.gate_proj.weight", ())),
+        "intermediate_size": len(weights.get("model.layers.0.mlp.gate_proj.weight", ())),
         "rope_scaling": scaling if stretched else None, "max_position_embeddings": 131072 if stretched else 8192,
     }  # fmt: skip
-    return config, {name: (FILE, TensorInfo(name, x.dtype, tuple(x.shape), 0)) for name, x in found.items()}
-
-
-def _name(hf_name: str) -> str:
-    """model.layers.3.mlp.up_proj.weight is layers.3.feed_forward.w3.weight."""
-    if not hf_name.startswith("model.layers."):
-        return NAMES[hf_name]
-    _, layers, i, rest = hf_name.split(".", 3)
-    return f"{layers}.{i}.{NAMES[rest]}"
+    return config, {name: (FILE, TensorInfo(name, x.dtype, tuple(x.shape), 0)) for name, x in weights.items()}
 
 
 def read_rows(folder: Path, hf_name: str, first: int, n: int) -> torch.Tensor:
     """Rows of a tensor in Hugging Face's order."""
-    weight = _load(folder)[_name(hf_name)]
+    weight = _load(folder)[hf_name]
     if hf_name.endswith(("q_proj.weight", "k_proj.weight")):
         params = parse_json((folder / "params.json").read_bytes(), folder / "params.json")
         weight = de_interleaved(weight, params["dim"] // params["n_heads"])
@@ -107,16 +88,20 @@ def de_interleaved(weight: torch.Tensor, head_dim: int) -> torch.Tensor:
 
 
 def _load(folder: Path) -> dict[str, torch.Tensor]:
-    """The weights by Meta's names, mapped from the file: read only when they are used."""
+    """The weights by Hugging Face's names, mapped from the file: read only when they are used."""
     path, n_files = folder / FILE, len(list(folder.glob("consolidated.*.pth")))
     if n_files > 1:
         raise ValueError(f"{folder} holds a model in {n_files} parts: only one {FILE} can be read")
     try:
         weights = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
     except (RuntimeError, ValueError, EOFError, pickle.UnpicklingError) as error:
-        said = "no file of torch.save's zip format, or a damaged one"
-        said = said if "mmap" in str(error) or not str(error) else str(error).splitlines()[0]
-        raise ValueError(f"{path} cannot be read: {said}") from error
+        raise ValueError(f"{path} is damaged, or not a file of tensors alone in torch.save's zip format") from error
     if not (isinstance(weights, dict) and all(isinstance(x, torch.Tensor) for x in weights.values())):
         raise ValueError(f"{path} does not hold tensors by name")
-    return weights
+    return {_hf_name(name): x for name, x in weights.items() if name != "rope.freqs"}
+
+
+def _hf_name(name: str) -> str:
+    """layers.3.feed_forward.w3.weight is model.layers.3.mlp.up_proj.weight; what Llama 3 has not gets no such name."""
+    block, rest = re.match(r"(layers\.\d+\.)?(.*)", name).groups("")
+    return f"{'model.' if block else ''}{block}{NAMES[rest]}" if rest in NAMES else f"{FILE}: {name}"

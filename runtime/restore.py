@@ -75,11 +75,9 @@ def check_start(start: Path | None, out_dir: str, config: LlamaConfig, settings:
         folder = open_folder(start)
         _require_same_model(folder, _is_checkpoint_of(start, out_dir), config, settings, dataset)
         _base_of(folder, settings)
-    except Damaged as error:
-        if not _is_checkpoint_of(start, out_dir):
-            stop(str(error))
     except (OSError, ValueError) as error:
-        stop(str(error))
+        if not (isinstance(error, Damaged) and _is_checkpoint_of(start, out_dir)):
+            stop(str(error))
 
 
 def _is_checkpoint_of(start, out_dir):
@@ -165,7 +163,7 @@ def _documents_of(folder, base, config, facts):
 
 def _resume(out_dir, model, optimizer, facts, progress):
     """What restore() returns, from the newest checkpoint that is not damaged; the damaged ones are renamed."""
-    began, settings, sentences = time.perf_counter(), facts["settings"], []
+    began, settings = time.perf_counter(), facts["settings"]
     while True:
         path = run_folder.newest_for_all_ranks(out_dir)
         try:
@@ -180,14 +178,12 @@ def _resume(out_dir, model, optimizer, facts, progress):
                 read_base(base, model, progress)
             break
         except Damaged as error:
-            sentences.append(f"{path} is damaged: {error}")
             if len(from_rank_0(lambda: run_folder.checkpoints(out_dir))) == 1:
                 # It keeps its name: a new run must not start beside it.
-                stop(". ".join(sentences) + ". There is no older one: move it away to start anew")
+                stop(f"{path} is damaged: {error}. There is no older one: move it away to start anew")
+            print0(f"{path} is damaged: {error}. Going back to the one before")
             from_rank_0(lambda path=path: run_folder.mark_damaged(path))  # no rank reads it any more
     optimizer.load_counters(folder.run)
-    for sentence in sentences:
-        print0(f"{sentence}. Going back to {path}")
     changed = _changes(folder.run, facts)
     print0(f"resumes   {path}" + (f" with {', '.join(changed)} changed" if changed else ""))
     if folder.run["step"] == settings["max_iters"] and not settings["eval_only"]:

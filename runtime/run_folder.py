@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from data.files import lock
-from runtime.checkpoint_folder import open_folder, other_weights
+from runtime.checkpoint_folder import other_weights
 from runtime.distributed import (
     all_reduce_max,
     from_rank_0,
@@ -36,12 +36,10 @@ def claim(out_dir: str) -> TextIO:
     mark = None
     with stop_on_error():
         file = on_all_ranks(lambda: _claim(out_dir) if rank == 0 else None)
-    try:
+    with contextlib.suppress(OSError):
         file = file or open(Path(out_dir) / ".lock")  # noqa: SIM115
         file.seek(0)
         mark = file.read()
-    except OSError:
-        pass
     # Ranks with folders of their own would each keep only their part of the checkpoints.
     require_same_on_all_ranks({"out_dir": mark}, f"{out_dir} must be one folder that all machines share")
     return file
@@ -73,8 +71,6 @@ def _claim(out_dir: str) -> TextIO:
         raise ValueError(f"out_dir is {out_dir}, {what}: name a folder") from error
     except OSError as error:
         raise OSError(f"cannot write to out_dir {out_dir}: {error.strerror}") from error
-    except ValueError as error:
-        raise ValueError(f"out_dir is {out_dir!r}: {error}") from error
 
 
 def is_model(folder: str | Path) -> bool:
@@ -132,13 +128,8 @@ def read_newest(run: Path, read: Callable[[Path], Any]) -> Any:
 def _older_checkpoint(damaged: Path) -> str:
     """Where to go from a damaged checkpoint, as the end of a sentence."""
     found = checkpoints(damaged.parent)
-    if damaged not in found:  # published weights
-        return ""
-    for path in reversed(found[: found.index(damaged)]):
-        with contextlib.suppress(OSError, ValueError):
-            open_folder(path)  # all but the numbers: a model beside the damaged one might not fit in memory
-            return f". Try an older one: {path}"
-    return ". No older checkpoint is whole: copy this one again, or train anew"
+    older = found[: found.index(damaged)] if damaged in found else []  # not: published weights
+    return f". Try an older one: {older[-1]}" if older else ""
 
 
 def commit(partial: Path, final: Path) -> None:

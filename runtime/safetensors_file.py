@@ -22,7 +22,6 @@ import hashlib
 import json
 import math
 import os
-import stat
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -114,19 +113,9 @@ def make_header(tensors: dict[str, tuple[torch.dtype, tuple[int, ...]]]) -> tupl
 
 
 def parse_json(text: bytes, path: Path | str) -> dict[str, Any]:
-    """A JSON object; Damaged for anything else, for NaN and Infinity, and for a name that is there twice."""
-
-    def once(pairs):
-        if len(dict(pairs)) < len(pairs):
-            names = [name for name, _ in pairs]
-            raise ValueError(f"{next(name for name in names if names.count(name) > 1)!r} is there twice")
-        return dict(pairs)
-
-    def refuse(constant):
-        raise ValueError(f"{constant} is no JSON")
-
+    """A JSON object; Damaged for anything else."""
     try:
-        content = json.loads(text.decode(), object_pairs_hook=once, parse_constant=refuse)
+        content = json.loads(text.decode())
     except (ValueError, RecursionError) as error:
         raise Damaged(f"{path} is not JSON: {error}") from error
     if not isinstance(content, dict):
@@ -174,17 +163,12 @@ def _tensor_info(name, entry, start, path):
 def open_to_read(path: Path) -> FileIO:
     """A file without a buffer. Damaged if there is none; OSError if it cannot be opened."""
     try:
-        # O_NONBLOCK: opening a pipe would wait for a writer; for a file it means nothing
-        file = open(path, "rb", buffering=0, opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK))  # noqa: SIM115
+        return open(path, "rb", buffering=0)
     except FileNotFoundError:
         raise Damaged(f"{path} is missing") from None
-    if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
-        file.close()
-        raise Damaged(f"{path} is not a file")
-    return file
 
 
-def _transfer(system_call: Callable, file: FileIO, buffer: memoryview, offset: int) -> None:
+def transfer(system_call: Callable, file: FileIO, buffer: memoryview, offset: int) -> None:
     """os.preadv or os.pwritev, until all of buffer is read or written."""
     while buffer:
         try:
@@ -209,19 +193,15 @@ def read_bytes(file: FileIO, begin: int, target: memoryview, pieces: list[Piece]
     end = begin + len(target)
 
     def read(piece):
-        inside = begin <= piece.begin and piece.end <= end
-        whole = (
-            target[piece.begin - begin : piece.end - begin]
-            if inside
-            else memoryview(bytearray(piece.end - piece.begin))
-        )
-        _transfer(os.preadv, file, whole, piece.begin)
+        first, last = max(begin, piece.begin), min(end, piece.end)
+        part = target[first - begin : last - begin]
+        whole = part if len(part) == piece.end - piece.begin else memoryview(bytearray(piece.end - piece.begin))
+        transfer(os.preadv, file, whole, piece.begin)
         if piece.sha256 and digest(whole) != piece.sha256:
             found = f"its bytes {piece.begin} to {piece.end}{what and f' ({what})'} are not what was saved"
             raise Damaged(f"{file.name} is damaged: {found}")
-        if not inside:
-            first, last = max(begin, piece.begin), min(end, piece.end)
-            target[first - begin : last - begin] = whole[first - piece.begin : last - piece.begin]
+        if whole is not part:
+            part[:] = whole[first - piece.begin : last - piece.begin]
 
     if pieces is None:
         overlapping = [Piece(*ends, "") for ends in cut(begin, end, begin)]
@@ -259,7 +239,7 @@ def write_rows(file: FileIO, info: TensorInfo, first: int, rows: torch.Tensor, w
     def piece(ends):
         part = content[ends[0] - begin : ends[1] - begin]
         if write:
-            _transfer(os.pwritev, file, part, ends[0])
+            transfer(os.pwritev, file, part, ends[0])
         return Piece(*ends, digest(part))
 
     return _in_parallel(piece, cut(begin, begin + len(content), info.begin))

@@ -34,7 +34,7 @@ from pathlib import Path
 import torch
 
 from runtime.distributed import all_reduce_max, local_world_size, on_all_ranks, print0, stop_on_error
-from runtime.safetensors_file import as_bytes
+from runtime.safetensors_file import as_bytes, transfer
 
 PAGE = 4096  # bytes that direct I/O reads and writes multiples of
 THREADS = 4  # that read and write
@@ -115,10 +115,7 @@ class StateFile:
 
     def _transfer(self, system_call: Callable, begin: int, memory: torch.Tensor) -> None:
         """os.preadv or os.pwritev of all of memory. Both let other threads of Python run."""
-        left, at = as_bytes(memory), begin
-        while left:
-            n = system_call(self.file.fileno(), [left], at)
-            left, at = left[n:], at + n
+        transfer(system_call, self.file, as_bytes(memory), begin)
         if not self.direct:
             os.posix_fadvise(self.file.fileno(), begin, len(memory), os.POSIX_FADV_DONTNEED)
 
