@@ -28,8 +28,11 @@ def print0(*args, **kwargs) -> None:
     """Print on rank 0 only. A message that cannot be printed does not end the run."""
     if rank == 0:
         # OSError: a full disk, a closed terminal. RuntimeError: a signal handler prints in the middle of another print.
-        with contextlib.suppress(OSError, RuntimeError, UnicodeEncodeError):
-            print(*args, flush=True, **kwargs)
+        with contextlib.suppress(OSError, RuntimeError):
+            try:
+                print(*args, flush=True, **kwargs)
+            except UnicodeEncodeError:  # an ASCII log and a folder with another name
+                print(*(str(arg).encode("ascii", "backslashreplace").decode() for arg in args), flush=True, **kwargs)
 
 
 def leave(code: int) -> NoReturn:
