@@ -25,7 +25,7 @@ ROOT = Path(__file__).resolve().parent.parent
 RECORDS = ROOT / "benchmarks" / "records"
 PAGES = ["*.md", "benchmarks/records", "benchmarks/plots"]  # written by bench.py itself
 PACKAGES = (  # whose versions a record keeps, beside PyTorch's and Triton's, where they are installed
-    "transformers", "liger_kernel", "torchtitan", "torchao", "peft", "bitsandbytes", "cut-cross-entropy"
+    "transformers", "liger_kernel", "torchtitan", "torchao", "peft", "bitsandbytes", "galore-torch", "cut-cross-entropy"
 )  # fmt: skip
 
 
@@ -108,8 +108,8 @@ def continued(old: dict | None, new: dict, kinds: Iterable[str], keep: bool = Fa
     """The new record with the rows, commands and commits of the old one, where it continues that."""
     if not continues(old, new, keep):
         return new
-    commands = dict.fromkeys([*old["command"].split(" && "), new["command"]])
-    names = dict.fromkeys([*commits(old), new["versions"]["nanocria"]])
+    commands = dict.fromkeys(command for record in (old, new) for command in record["command"].split(" && "))
+    names = dict.fromkeys([*commits(old), *commits(new)])
     versions = new["versions"] | {"nanocria": ", ".join(names)}
     return new | {"command": " && ".join(commands), "versions": versions} | {kind: old[kind] for kind in kinds}
 
@@ -133,7 +133,8 @@ def fill(new: dict, rows: Iterable[tuple[str, dict]], out: Path, keys: dict, lin
     for kind, row in rows:
         if "missing" in row or "failed" in row:
             failed.append(row)
-        else:
+        else:  # read each time: on another card another process may add to the same file
+            record = continued(read_record(out), record, keys, keep)
             record[kind] = list({values(r, keys[kind]): r for r in [*record[kind], row]}.values())
             write(out, record)  # now: a later point may crash
         print(line(row, record), flush=True)

@@ -20,11 +20,15 @@ PLOTS = ROOT / "benchmarks" / "plots"
 NAMES = {  # of the packages that a footer names
     "torch": "PyTorch", "triton": "Triton", "transformers": "transformers", "liger_kernel": "Liger-Kernel",
     "liger-kernel": "Liger-Kernel", "cut-cross-entropy": "cut-cross-entropy", "torchtitan": "torchtitan",
-    "torchao": "torchao",
+    "torchao": "torchao", "peft": "peft", "bitsandbytes": "bitsandbytes", "galore-torch": "galore-torch",
 }  # fmt: skip
+LIGER = {"hf-liger", "liger", "liger-8bit", "liger-galore", "peft", "peft-qlora"}
 ARMS_OF = {  # which arms ran a package; every arm ran those that are not here
-    "transformers": {"hf", "hf-compiled", "hf-liger", "liger", "float32"},
-    "liger_kernel": {"hf-liger", "liger"},
+    "transformers": LIGER | {"hf", "hf-compiled", "float32"},
+    "liger_kernel": LIGER,
+    "peft": {"peft", "peft-qlora"},
+    "bitsandbytes": {"bitsandbytes", "liger-8bit", "liger-galore", "peft-qlora"},
+    "galore-torch": {"liger-galore"},
     "torchtitan": {"torchtitan"},  # the recipe is written out in peers.py
     "torchao": {"recipe-fp8"},
 }
@@ -390,23 +394,23 @@ def fits_headline() -> str:
 
 
 def finetune_rows() -> list[dict]:
-    """Of 8B with adapters, each size and trainer once, the fastest checkpointing of each."""
-    r, found = load("finetune"), {}
-    for row in sorted(done([*r["batch"], *r["seq"]]), key=lambda row: row["tok_per_s"]):
-        found[row["batch"] * row["block"], row["batch"], row["block"], row["arm"]] = row
-    return [row for _, row in sorted(found.items())]
+    """Of 8B with adapters: by the size of a step, of each trainer the slower settings first."""
+    r = load("finetune")
+    size = ("batch", "block", "arm", "tok_per_s")
+    return sorted(done([*r["batch"], *r["seq"]]), key=lambda row: (row["batch"] * row["block"], *values(row, size)))
 
 
 def finetune_table() -> str:
     lines = []
     for row in finetune_rows():
-        at = f"{row['batch']} x {row['block']:,}", arms.SWEEP[row["arm"]], row["checkpointing"]
+        settings = " ".join([row["checkpointing"], *(f"`{flag}`" for flag in row["flags"].split())])
+        at = f"{row['batch']} x {row['block']:,}", arms.SWEEP[row["arm"]], settings
         lines.append([*at, *compare.cell(row).split(" · ")])
     return f"{table(['a step', 'trainer', 'checkpointing', 'tok/s', 'peak GiB'], lines)}\n\n{footer('finetune')}"
 
 
 def finetune_sentence() -> str:
-    """QLoRA beside the peer at each size that both have."""
+    """QLoRA beside the peer at each size that both have, at the fastest settings of each."""
     found, parts = {(row["batch"], row["block"], row["arm"]): row for row in finetune_rows()}, []
     for (batch, block, arm), row in found.items():
         peer = found.get((batch, block, "peft-qlora"))

@@ -304,6 +304,25 @@ def test_a_record_goes_on_with_the_same_commit_on_the_same_card_or_with_keep(tmp
         assert anew == new | change | {"points": rows[:2], "breakdown": [], "baby": []}, change
 
 
+def test_two_processes_on_two_cards_fill_one_record(tmp_path):
+    empty = RECORD | {"command": "python bench.py step"} | {kind: [] for kind in step.KEYS}
+
+    def fill(rows, **new):
+        return record.fill(empty | new, rows, tmp_path / "step.json", step.KEYS, lambda *_: "", keep=True)[0]
+
+    def rows():
+        yield "points", point("recipe")
+        fill([("points", point("hf"))], command="python bench.py step --arms=hf", versions={"nanocria": "def"})
+        yield "points", point("recipe", "full")
+
+    both = fill(rows())
+    assert [(p["arm"], p["checkpointing"]) for p in both["points"]] == [
+        ("recipe", "none"), ("hf", "none"), ("recipe", "full")
+    ]  # fmt: skip
+    assert both["command"] == "python bench.py step && python bench.py step --arms=hf"
+    assert both["versions"] == {"nanocria": "abc, def"} and json.loads((tmp_path / "step.json").read_text()) == both
+
+
 def test_edited_code_is_never_the_same_code():
     for commit in ("abc-dirty", "unknown"):
         same = RECORD | {"versions": {"nanocria": commit}}
