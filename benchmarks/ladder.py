@@ -80,7 +80,7 @@ def estimated(model: str, rung: str, s: SimpleNamespace) -> dict:
 def fits(model: str, rung: str, s: SimpleNamespace):
     """A row for one sequence, and one for each batch that is tried until the largest that fits is known."""
     row = yield from point(model, rung, 1, s)
-    at, goes_up = bisect_right(BATCHES, row["largest"]) - 1, None
+    at, goes_up = max(bisect_right(BATCHES, row["largest"]) - 1, 0), None
     while "tok_per_s" in row and 0 <= at < len(BATCHES):
         tried = yield from point(model, rung, BATCHES[at], s)
         if "failed" in tried or goes_up not in (None, "tok_per_s" in tried):

@@ -22,6 +22,7 @@ def root_and_seed(monkeypatch):
     """Configs are named from the root, wherever pytest was called."""
     monkeypatch.chdir(ROOT)
     torch.manual_seed(0)
+    torch.set_float32_matmul_precision("highest")  # train.py, run in this process by the test before, set TF32
 
 
 @pytest.fixture(autouse=True)
@@ -53,12 +54,11 @@ def plain_pytorch_on_one_core(monkeypatch):
     monkeypatch.setattr(kernels.launch, "INTERPRETED", False)
     for name, value in PLAIN.items():
         monkeypatch.setenv(name, value)
-    before, precision = torch.get_num_threads(), torch.get_float32_matmul_precision()
+    before = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
     signal.signal(signal.SIGINT, ctrl_c)
     torch.set_num_threads(before)
-    torch.set_float32_matmul_precision(precision)  # which train.py has set
 
 
 @pytest.fixture

@@ -40,6 +40,12 @@ def test_each_rung_ends_at_the_largest_batch_that_fits(monkeypatch, largest):
     assert largest == 10_000 or any(row.get("oom") for row in rows), "the next size was tried"
 
 
+def test_two_sequences_are_tried_where_one_is_estimated_to_be_the_most(monkeypatch):
+    Card(monkeypatch, 2)
+    rows = climb(["--models=1b", "--rungs=plain", "--measure=fits"])
+    assert rows[0]["largest"] == 1 and [row["batch"] for row in rows] == [1, 2, 3]
+
+
 def test_a_rung_has_the_settings_of_those_below(monkeypatch):
     card = Card(monkeypatch, 0)
     climb(["--models=8b", "--rungs=offload_all", "--measure=fits"])
