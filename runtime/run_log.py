@@ -7,6 +7,7 @@ import os
 import platform
 import re
 import shlex
+import statistics
 import subprocess
 import sys
 from collections.abc import Callable
@@ -228,8 +229,9 @@ class RunLog:
         if rank:
             return
         launcher = f"torchrun --nproc_per_node={local_world_size}" if "RANK" in os.environ else "python"
-        after_first = sorted(self.step_seconds[1:] or self.step_seconds)  # the first step compiles
-        seconds = after_first[len(after_first) // 2]  # the median
+        # The first step compiles. The last two may arrive together, the one late and the other with it: with two steps
+        # to count, the median is the mean of both.
+        seconds = statistics.median(self.step_seconds[1:] or self.step_seconds)
         tok_per_s, total = self.tokens_per_step / seconds, sum(self.step_seconds)
         print0(
             f"{len(self.step_seconds):,} steps in {total / 60:.1f} minutes; the median step {seconds * 1000:.1f} ms, "
