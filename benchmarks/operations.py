@@ -329,29 +329,19 @@ def updated(update):
     return step
 
 
-def eager_adamw(parameter, grad, low, m, v, scalars):
-    """Of a bfloat16 parameter without a master."""
-    scale, lr, m_correction, v_correction = scalars.unbind()
-    g = grad.to(m.dtype) * scale
-    m.lerp_(g, 1 - UPDATE["beta1"])
-    v.lerp_(g * g, 1 - UPDATE["beta2"])
-    step = m * m_correction / (v.sqrt() * v_correction + UPDATE["eps"]) + UPDATE["weight_decay"] * parameter
-    return parameter.sub_((lr * step).to(parameter.dtype))
-
-
 def adamw_from_zero(parameter, grad, low, *state):
     """What the first step of a float64 parameter does, whose moments are 0."""
     moments = [torch.zeros_like(parameter) for _ in range(2)]
     return updated(reference.adamw)(parameter, grad, low, *moments, state[-1])
 
 
-def update_of(name, inputs, n_bytes, eager):
+def update_of(name, inputs, n_bytes):
     return Operation(
         dims="n",
         sizes=[(2**24,), (2**27,)],
         inputs=inputs,
         work=lambda size: {"forward": {"bytes": n_bytes * size[0]}},
-        arms={"nanocria": Arm(updated(getattr(kernels, name))), "eager": Arm(eager)},
+        arms={"nanocria": Arm(updated(getattr(kernels, name))), "eager": Arm(updated(getattr(reference, name)))},
         truth=adamw_from_zero,
         checked=lambda size: (min(size[0], 2**20),),
     )
@@ -382,8 +372,8 @@ OPERATIONS = {
     "linear_cross_entropy": LINEAR_CROSS_ENTROPY,
     "fp8_linear": FP8_LINEAR,
     "flash_attention": FLASH_ATTENTION,
-    "adamw": update_of("adamw", adamw_inputs, 26, eager_adamw),
-    "adamw8bit": update_of("adamw8bit", adamw8bit_inputs, 14, updated(reference.adamw8bit)),
+    "adamw": update_of("adamw", adamw_inputs, 26),
+    "adamw8bit": update_of("adamw8bit", adamw8bit_inputs, 14),
     "nf4": NF4,
 }
 for _functions in libraries.installed():

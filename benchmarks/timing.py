@@ -76,29 +76,33 @@ def kernels_us(calls: list[Callable]) -> float:
     return sum(event.time_range.elapsed_us() for event in on_gpu) / len(calls)
 
 
-def capture(calls: list[Callable], launches: int) -> torch.cuda.CUDAGraph:
-    """A graph of launches calls. Results live until as many more have come: outputs, too, go to cold memory."""
+def capture(calls: list[Callable], launches: int) -> torch.cuda.CUDAGraph | None:
+    """A graph of launches calls. Results live until as many more have come: outputs, too, go to cold memory.
+
+    None if the calls work on a stream of their own, as bitsandbytes' optimizers do: then the graph is empty.
+    """
     graph, results, stream = torch.cuda.CUDAGraph(), deque(maxlen=len(calls)), torch.cuda.current_stream()
-    with torch.cuda.graph(graph, stream=None if stream == torch.cuda.default_stream() else stream):
+    stream = None if stream == torch.cuda.default_stream() else stream
+    with warnings.catch_warnings(record=True) as said, torch.cuda.graph(graph, stream=stream):
         for launch in range(launches):
             results.append(calls[launch % len(calls)]())
-    return graph
+    return None if any("Graph is empty" in str(warning.message) for warning in said) else graph
 
 
 def gpu_time(calls: list[Callable]) -> dict:
     """{'us': [20%, 50%, 80%] of the time of one call, 'graph': whether it was captured or else profiled}. Warms up.
 
     Many calls are captured in one CUDA graph, which is replayed: launches cost nothing, so that two events see the GPU
-    alone. Calls that wait for the GPU cannot be captured: of those the profiler adds up what their kernels take.
+    alone. Where nothing can be captured the profiler adds up what the kernels of a call take.
     """
     for call in calls:
         call()
     torch.cuda.synchronize()
-    if waits_for_gpu(calls[0]):
-        return {"us": quantiles([kernels_us(calls) for _ in range(PROFILES)]), "graph": False}
     estimate = max(statistics.median(events_ms(calls, rounds=2)), 1e-3)
     launches = math.ceil(min(max(GRAPH_MS / estimate, 1), MAX_LAUNCHES) / len(calls)) * len(calls)
-    graph = capture(calls, launches)
+    graph = None if waits_for_gpu(calls[0]) else capture(calls, launches)
+    if graph is None:
+        return {"us": quantiles([kernels_us(calls) for _ in range(PROFILES)]), "graph": False}
     graph.replay()  # the first replay uploads the graph
     fewest, most = REPLAYS
     replays = round(min(max(ROW_MS / (estimate * launches), fewest), most))
