@@ -28,6 +28,7 @@ import torch.distributed as dist
 from data.tokenizer import published_name
 from runtime import meta_weights
 from runtime.distributed import from_rank_0, group_rank, on_all_ranks
+from runtime.hf_config import ADAPTED
 from runtime.hf_names import Rows
 from runtime.safetensors_file import (
     PIECE_BYTES,
@@ -55,7 +56,6 @@ OTHERS = {  # that are published in place of model.safetensors
     "*.gguf": "GGUF files, which are not read: take the weights that they were made from",
     "adapter_model.safetensors": "an adapter alone: merge it into its base model with peft first",
 }
-ADAPTED = "base_config.json"  # config.json, in a folder of adapters
 SEAL = b',\n  "digest": "'
 
 

@@ -15,9 +15,9 @@ from data.tokenizer import FILES, MODEL_FILES, dataset_files, tokenizer_of
 from model import Llama, LlamaConfig
 from runtime import run_folder
 from runtime.checkpoint import open_base, read_base, read_weights
-from runtime.checkpoint_folder import ADAPTED, Folder, fingerprint, open_folder, other_weights, read_document
+from runtime.checkpoint_folder import Folder, fingerprint, open_folder, other_weights, read_document
 from runtime.distributed import from_rank_0, print0, restart_count, stop
-from runtime.hf_config import read_config, write_adapter_config, write_config
+from runtime.hf_config import ADAPTED, read_config, write_adapter_config, write_config
 from runtime.safetensors_file import Damaged
 
 REQUIRED = {"step", "updates", "sequences", "dtype", "loss_scale", "dataset", "settings"}  # in run.json
