@@ -4,6 +4,7 @@ checkpoint_folder.py says what is in a folder, run_folder.py how it gets its nam
 """
 
 import concurrent.futures
+import contextlib
 import shutil
 import sys
 import time
@@ -27,6 +28,7 @@ from runtime.distributed import all_reduce_max, from_rank_0, local, local_world_
 from runtime.hf_config import read_config
 from runtime.hf_names import Rows, hf_names, hf_rows
 from runtime.pinned_memory import pinned_empty
+from runtime.safetensors_file import Damaged
 
 PAUSES = "training will pause while a checkpoint is written"
 
@@ -276,10 +278,20 @@ def _read_weight(name, parameter, config, kept):
     return merge_halves(local(upper), local(lower))
 
 
+@contextlib.contextmanager
+def _base_is_no_checkpoint():
+    """Damaged becomes ValueError: who goes back to the checkpoint before would find the same base."""
+    try:
+        yield
+    except Damaged as error:
+        raise ValueError(str(error)) from error
+
+
+@_base_is_no_checkpoint()
 def open_base(folder: Folder, path: Path | None = None) -> Folder:
     """The folder of the weights that a checkpoint of adapters adapts. Every rank calls it.
 
-    path: where it is now; None: where it was. ValueError if it is not there any more, or is another model.
+    path: where it is now; None: where it was. ValueError if it is not there any more, damaged, or another model.
     """
     path = path or Path(str(folder.adapter.get("base_model_name_or_path")))
     if not run_folder.is_model(path):
@@ -291,8 +303,9 @@ def open_base(folder: Folder, path: Path | None = None) -> Folder:
     return base
 
 
+@_base_is_no_checkpoint()
 def read_base(folder: Folder, model: Llama, progress: Callable[[str], None] = lambda doing: None) -> None:
-    """Fills the frozen weights of a model with adapters from a folder; every rank calls it, and raises as read_weights.
+    """Fills the frozen weights of a model with adapters from a folder; every rank calls it. Raises ValueError, OSError.
 
     For NF4 each rank quantises one whole projection after another and keeps its rows: so the bits are those of a single
     rank, and no device holds more of the base than one projection.
