@@ -222,12 +222,12 @@ def read_weights(
 ) -> None:  # fmt: skip
     """Calls put(name, rows) with this rank's float32 rows, on the CPU, of each parameter; fills the states too.
 
-    tensors: Optimizer.tensors(). progress: the watchdog's, called before each tensor. A rank holds its rows of one
-    parameter at a time; where both run and folder have masters in halves, of none: they are read to their places.
-    Every rank calls it. Raises, on all ranks, what read_into raises, and ValueError if the folder holds more.
+    tensors: Optimizer.tensors(). progress: the watchdog's, called before each tensor. Every rank calls it, and needs
+    room for its rows of one parameter at a time; for none where both run and folder have masters in halves, which are
+    read in place. Raises, on all ranks, what read_into raises, and ValueError if the folder holds more.
     """
     weights = {hf_name for name in parameters for hf_name in hf_names(name)}
-    # A whole master is the weight and what stands beside it: for one of which it is missing read_into raises.
+    # What the folder holds beside the weights, all of them: read_into raises for one that lacks it.
     kept = min({name.partition(".")[0] for name in folder.tensors} & {"lower_half", "master"}, default="")
     in_place = kept == "lower_half" and any(state == kept for _, state in tensors or {})
     states = [
@@ -335,9 +335,9 @@ def load_model(
 ) -> Llama:
     """The model of a run's newest checkpoint, of one checkpoint or of published weights, whole, on one device.
 
-    In float32 a checkpoint's are the master weights, if it has them still. block_size: how much is wanted of the
-    folder's context. Of a checkpoint of adapters, the model with them (lora.py has merge_lora); base_dtype: of its
-    frozen weights, 'bfloat16' (the original, in dtype) or 'nf4'; None: as in training.
+    In float32 these are the master weights, unless the checkpoint's optimizer files were deleted. block_size: limits
+    the folder's context. A checkpoint of adapters gives the model with them (lora.py has merge_lora); base_dtype: of
+    its frozen weights, 'bfloat16' (the original, in dtype) or 'nf4'; None: as in training.
     Raises ValueError if there is none, if it is damaged or another model's, OSError if it cannot be read now.
     """
     return run_folder.read_newest(Path(path), lambda newest: _load_model(newest, device, dtype, block_size, base_dtype))

@@ -325,11 +325,11 @@ def read_into(folder: Folder, rows: Iterable[Rows], group: dist.ProcessGroup | N
             direct = x.dtype == info.dtype and x.device.type == "cpu" and x.is_contiguous()
             buffer = x if direct else torch.empty(x.shape, dtype=info.dtype)
             if file == meta_weights.FILE:
-                buffer.copy_(meta_weights.read_rows(folder.path, info.name, wanted.first, len(x)))
+                buffer.copy_(meta_weights.read_rows(folder.path, folder.config, info.name, wanted.first, len(x)))
             else:
                 with open_to_read(folder.path / file) as opened:
                     read_rows(opened, info, wanted.first, buffer, folder.pieces and folder.pieces[file])
-            # either is NaN where one element is
+            # aminmax gives NaN if any element is NaN
             if folder.pieces is None and len(x) and not torch.stack(buffer.aminmax()).isfinite().all():
                 raise ValueError(f"{folder.path} has numbers in {info.name} that are not finite")
             if not direct:

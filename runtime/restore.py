@@ -23,7 +23,7 @@ from runtime.safetensors_file import Damaged
 REQUIRED = {"step", "updates", "sequences", "dtype", "loss_scale", "dataset", "settings"}  # in run.json
 KEPT = (*FILES, *MODEL_FILES)  # of the folder that a run began with
 MODEL_SETTINGS = [name for name in LlamaConfig.__dataclass_fields__ if name != "block_size"]
-STATE_SETTINGS = {  # which say what tensors a checkpoint holds and what they mean, and what older ones had
+STATE_SETTINGS = {  # say what a checkpoint's tensors are; the value counts for a checkpoint that does not say it
     "optimizer": "adamw", "optimizer_bits": 32, "galore_rank": 128, "lora_rank": 0, "lora_alpha": 32.0,
     "base_dtype": "bfloat16",
 }  # fmt: skip
