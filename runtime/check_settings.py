@@ -4,7 +4,7 @@ import math
 import os
 import shutil
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from types import SimpleNamespace
 
 from runtime.distributed import stop
@@ -19,13 +19,16 @@ AT_LEAST = {
 
 def check_settings(settings: Mapping, world_size: int) -> None:
     """End the run if train.py cannot run these settings on so many ranks."""
-    problem = find_problem(settings, world_size)
+    problem = find_problem(settings, world_size, sys.argv)
     if problem:
         stop(problem)
 
 
-def find_problem(settings: Mapping, world_size: int) -> str | None:
-    """Why train.py cannot run these settings on so many ranks, as a sentence; None if it can."""
+def find_problem(settings: Mapping, world_size: int, argv: Sequence[str] = ()) -> str | None:
+    """Why train.py cannot run these settings on so many ranks, as a sentence; None if it can.
+
+    argv: where a flag without the setting that gives it a meaning is a user error; a config file may leave it unused.
+    """
     for least, names in AT_LEAST.items():
         for name in names:
             if settings[name] is not None and not least <= settings[name] < math.inf:
@@ -88,4 +91,14 @@ def find_problem(settings: Mapping, world_size: int) -> str | None:
         "cuda_graph needs one GPU and offload=none: add --cuda_graph=false":
             s.cuda_graph and (world_size > 1 or s.offload != "none"),
     }  # fmt: skip
+    flags = {word.partition("=")[0] for word in argv}
+    for setting, value, unused, names in (
+        ("lora_rank", 16, not s.lora_rank, ["lora_alpha"]),
+        ("optimizer", "galore", not projects, ["galore_rank", "galore_interval"]),
+        ("optimizer", "galore", s.optimizer != "galore", ["galore_scale"]),
+        ("lr_schedule", "cosine", s.lr_schedule != "cosine", ["lr_decay_iters"]),
+        ("wandb_log", "true", not s.wandb_log, ["wandb_project", "wandb_run_name"]),
+    ):
+        for name in names if unused and f"--{setting}" not in flags else []:  # a sweep says --lora_rank=0, too
+            problems[f"--{name} changes nothing without --{setting}={value}: add that"] = f"--{name}" in flags
     return next((sentence for sentence, holds in problems.items() if holds), None)

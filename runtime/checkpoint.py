@@ -4,6 +4,7 @@ checkpoint_folder.py says what is in a folder, run_folder.py how it gets its nam
 """
 
 import concurrent.futures
+import contextlib
 import shutil
 import sys
 import time
@@ -27,6 +28,7 @@ from runtime.distributed import all_reduce_max, from_rank_0, local, local_world_
 from runtime.hf_config import read_config
 from runtime.hf_names import Rows, hf_names, hf_rows
 from runtime.pinned_memory import pinned_empty
+from runtime.safetensors_file import Damaged
 
 PAUSES = "training will pause while a checkpoint is written"
 
@@ -220,12 +222,12 @@ def read_weights(
 ) -> None:  # fmt: skip
     """Calls put(name, rows) with this rank's float32 rows, on the CPU, of each parameter; fills the states too.
 
-    tensors: Optimizer.tensors(). progress: the watchdog's, called before each tensor. A rank holds its rows of one
-    parameter at a time; where both run and folder have masters in halves, of none: they are read to their places.
-    Every rank calls it. Raises, on all ranks, what read_into raises, and ValueError if the folder holds more.
+    tensors: Optimizer.tensors(). progress: the watchdog's, called before each tensor. Every rank calls it, and needs
+    room for its rows of one parameter at a time; for none where both run and folder have masters in halves, which are
+    read in place. Raises, on all ranks, what read_into raises, and ValueError if the folder holds more.
     """
     weights = {hf_name for name in parameters for hf_name in hf_names(name)}
-    # A whole master is the weight and what stands beside it: for one of which it is missing read_into raises.
+    # What the folder holds beside the weights, all of them: read_into raises for one that lacks it.
     kept = min({name.partition(".")[0] for name in folder.tensors} & {"lower_half", "master"}, default="")
     in_place = kept == "lower_half" and any(state == kept for _, state in tensors or {})
     states = [
@@ -276,10 +278,20 @@ def _read_weight(name, parameter, config, kept):
     return merge_halves(local(upper), local(lower))
 
 
+@contextlib.contextmanager
+def _base_is_no_checkpoint():
+    """Damaged becomes ValueError: who goes back to the checkpoint before would find the same base."""
+    try:
+        yield
+    except Damaged as error:
+        raise ValueError(str(error)) from error
+
+
+@_base_is_no_checkpoint()
 def open_base(folder: Folder, path: Path | None = None) -> Folder:
     """The folder of the weights that a checkpoint of adapters adapts. Every rank calls it.
 
-    path: where it is now; None: where it was. ValueError if it is not there any more, or is another model.
+    path: where it is now; None: where it was. ValueError if it is not there any more, damaged, or another model.
     """
     path = path or Path(str(folder.adapter.get("base_model_name_or_path")))
     if not run_folder.is_model(path):
@@ -291,8 +303,9 @@ def open_base(folder: Folder, path: Path | None = None) -> Folder:
     return base
 
 
+@_base_is_no_checkpoint()
 def read_base(folder: Folder, model: Llama, progress: Callable[[str], None] = lambda doing: None) -> None:
-    """Fills the frozen weights of a model with adapters from a folder; every rank calls it, and raises as read_weights.
+    """Fills the frozen weights of a model with adapters from a folder; every rank calls it. Raises ValueError, OSError.
 
     For NF4 each rank quantises one whole projection after another and keeps its rows: so the bits are those of a single
     rank, and no device holds more of the base than one projection.
@@ -322,9 +335,9 @@ def load_model(
 ) -> Llama:
     """The model of a run's newest checkpoint, of one checkpoint or of published weights, whole, on one device.
 
-    In float32 a checkpoint's are the master weights, if it has them still. block_size: how much is wanted of the
-    folder's context. Of a checkpoint of adapters, the model with them (lora.py has merge_lora); base_dtype: of its
-    frozen weights, 'bfloat16' (the original, in dtype) or 'nf4'; None: as in training.
+    In float32 these are the master weights, unless the checkpoint's optimizer files were deleted. block_size: limits
+    the folder's context. A checkpoint of adapters gives the model with them (lora.py has merge_lora); base_dtype: of
+    its frozen weights, 'bfloat16' (the original, in dtype) or 'nf4'; None: as in training.
     Raises ValueError if there is none, if it is damaged or another model's, OSError if it cannot be read now.
     """
     return run_folder.read_newest(Path(path), lambda newest: _load_model(newest, device, dtype, block_size, base_dtype))

@@ -28,6 +28,7 @@ import torch.distributed as dist
 from data.tokenizer import published_name
 from runtime import meta_weights
 from runtime.distributed import from_rank_0, group_rank, on_all_ranks
+from runtime.hf_config import ADAPTED
 from runtime.hf_names import Rows
 from runtime.safetensors_file import (
     PIECE_BYTES,
@@ -55,7 +56,6 @@ OTHERS = {  # that are published in place of model.safetensors
     "*.gguf": "GGUF files, which are not read: take the weights that they were made from",
     "adapter_model.safetensors": "an adapter alone: merge it into its base model with peft first",
 }
-ADAPTED = "base_config.json"  # config.json, in a folder of adapters
 SEAL = b',\n  "digest": "'
 
 
@@ -325,11 +325,11 @@ def read_into(folder: Folder, rows: Iterable[Rows], group: dist.ProcessGroup | N
             direct = x.dtype == info.dtype and x.device.type == "cpu" and x.is_contiguous()
             buffer = x if direct else torch.empty(x.shape, dtype=info.dtype)
             if file == meta_weights.FILE:
-                buffer.copy_(meta_weights.read_rows(folder.path, info.name, wanted.first, len(x)))
+                buffer.copy_(meta_weights.read_rows(folder.path, folder.config, info.name, wanted.first, len(x)))
             else:
                 with open_to_read(folder.path / file) as opened:
                     read_rows(opened, info, wanted.first, buffer, folder.pieces and folder.pieces[file])
-            # either is NaN where one element is
+            # aminmax gives NaN if any element is NaN
             if folder.pieces is None and len(x) and not torch.stack(buffer.aminmax()).isfinite().all():
                 raise ValueError(f"{folder.path} has numbers in {info.name} that are not finite")
             if not direct:

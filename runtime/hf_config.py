@@ -8,6 +8,7 @@ from configurator import SettingError, check
 from data.tokenizer import LLAMA3_VOCAB
 from model import ROPE_SCALING_KEYS, LlamaConfig
 
+ADAPTED = "base_config.json"  # config.json, in a folder of adapters
 NAMES = {  # our name -> Hugging Face's
     "n_layer": "num_hidden_layers",
     "n_head": "num_attention_heads",
@@ -47,7 +48,7 @@ def read_config(folder) -> tuple[dict, str | None]:
 
     block_size is the longest sequence that it is for. Raises ValueError for a model that model.py cannot be.
     """
-    path, theirs = folder.path / "config.json", folder.config
+    path, theirs = folder.path / (ADAPTED if folder.adapter else "config.json"), folder.config
     if not os.path.exists(path):
         path = folder.path / "params.json"
     if theirs.get("model_type") != "llama":

@@ -73,12 +73,11 @@ def describe(folder: Path) -> tuple[dict, dict[str, tuple[str, TensorInfo]]]:
     return config, {name: (FILE, TensorInfo(name, x.dtype, tuple(x.shape), 0)) for name, x in weights.items()}
 
 
-def read_rows(folder: Path, hf_name: str, first: int, n: int) -> torch.Tensor:
-    """Rows of a tensor in Hugging Face's order."""
+def read_rows(folder: Path, config: dict, hf_name: str, first: int, n: int) -> torch.Tensor:
+    """Rows of a tensor in Hugging Face's order. config: as describe() gives it."""
     weight = _load(folder)[hf_name]
     if hf_name.endswith(("q_proj.weight", "k_proj.weight")):
-        params = parse_json((folder / "params.json").read_bytes(), folder / "params.json")
-        weight = de_interleaved(weight, params["dim"] // params["n_heads"])
+        weight = de_interleaved(weight, config["hidden_size"] // config["num_attention_heads"])
     return weight[first : first + n]
 
 
@@ -102,6 +101,6 @@ def _load(folder: Path) -> dict[str, torch.Tensor]:
 
 
 def _hf_name(name: str) -> str:
-    """layers.3.feed_forward.w3.weight is model.layers.3.mlp.up_proj.weight; what Llama 3 has not gets no such name."""
+    """layers.3.feed_forward.w3.weight is model.layers.3.mlp.up_proj.weight; what is not Llama 3's gets no such name."""
     block, rest = re.match(r"(layers\.\d+\.)?(.*)", name).groups("")
     return f"{'model.' if block else ''}{block}{NAMES[rest]}" if rest in NAMES else f"{FILE}: {name}"

@@ -8,12 +8,11 @@ Rows of a tensor are one range of bytes. Every rank computes the same header, so
 
 Digests. A file is cut into pieces of at most PIECE_BYTES: at each tensor's first byte, at multiples of PIECE_BYTES from
 there, and where the rows of one rank end. Each piece has its SHA-256, and the list of pieces covers the file from its
-first byte to its last. Places and bytes together make the file, so rows that changed places are seen, as is damage that
-would cancel out in a sum. Why pieces end where a rank's rows end: each has one writer, which hashes it in memory, so
-that no bytes are exchanged or read back (another machine may see them late on a network file system). Any reader can
-check them: it reads the pieces that overlap its rows as a whole. With the ranks of the save that is no byte more, with
-others at most two pieces for each tensor. SHA-256 takes 0.6 s of one core for 1 GB where the core has instructions for
-it, BLAKE2b twice as long.
+first byte to its last. A digest belongs to a place, so swapped rows are found, as is damage that would cancel out in a
+sum. Why pieces end where a rank's rows end: each has one writer, which hashes it in memory, so that no bytes are
+exchanged or read back (another machine may see them late on a network file system). Any reader can check them: it reads
+the pieces that overlap its rows as a whole. As many ranks as saved read no byte more, others at most two pieces more a
+tensor. SHA-256 takes 0.6 s of one core for 1 GB where the core has instructions for it, BLAKE2b twice as long.
 
 https://huggingface.co/docs/safetensors
 """

@@ -133,8 +133,9 @@ def test_a_checkpoint_says_in_plain_json_what_it_is(train, tmp_path):
     [("grad_clip", 0.5), ("beta2", 0.9), ("batch_size", 2), ("mask_documents", True), ("seed", 5), ("galore_rank", 5)],
 )
 def test_every_setting_that_alters_the_run_is_named_at_resume(train, capsys, name, value):
-    before = train(n_embd=64)[name]
-    run = train(n_embd=64, max_iters=9, **{name: value})
+    common = dict(n_embd=64, optimizer="adamw")
+    before = train(**common)[name]
+    run = train(**common, max_iters=9, **{name: value})
     changes = re.search(" with (.*) changed", capsys.readouterr().out)[1].split(", ")
     assert sorted(changes) == sorted(["max_iters 8 -> 9", f"{name} {before} -> {value}"])
     assert run["optimizer"].rule.betas[1] == run["beta2"], "its own, not the checkpoint's"

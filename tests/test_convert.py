@@ -423,7 +423,7 @@ def test_published_configs_are_read(tmp_path):
     sizes = {"num_hidden_layers": 16, "num_attention_heads": 32, "num_key_value_heads": 8, "hidden_size": 2048}
     sizes |= {"intermediate_size": 8192, "vocab_size": 128256, "tie_word_embeddings": True, "rms_norm_eps": 1e-5}
     config = {"model_type": "llama", "head_dim": 64, **sizes, **rope}
-    settings, tokenizer = read_config(SimpleNamespace(path=tmp_path, config=config))
+    settings, tokenizer = read_config(SimpleNamespace(path=tmp_path, config=config, adapter=None))
     assert tokenizer == "llama3" and settings["rope_scaling"] == SCALING and settings["rope_theta"] == 500000.0
     assert list(settings["rope_scaling"]) == sorted(SCALING)  # a sentence that suggests it is always the same
     assert LlamaConfig(**settings).head_dim == 64

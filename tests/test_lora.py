@@ -16,7 +16,9 @@ from data.write import write_dataset
 from kernels import Linear, LoRALinear, NF4LoRALinear, dequantize_nf4, quantize_nf4
 from lora import add_lora, merge_lora, packed_rows
 from model import Llama, LlamaConfig
-from runtime.checkpoint import load_model
+from runtime.checkpoint import load_model, read_base
+from runtime.checkpoint_folder import open_folder
+from runtime.hf_config import read_config
 from runtime.recompute import recompute
 from tests.runs import SHORT, SMALL, losses, prose, run, run_ranks, slip, step_losses
 
@@ -277,6 +279,30 @@ def test_adapters_of_another_rank_or_base_are_refused(changes, sentence, train, 
         convert(base, tmp_path / "other", "float16")
         changes = {"init_from": tmp_path / "other"}
     assert re.search(sentence, slip(train, capsys, **RUN | changes))
+
+
+def test_a_model_that_a_folder_of_adapters_may_not_have_is_said_with_the_name_of_its_config(trained):
+    folder = open_folder(trained["bfloat16"] / "step_000008")
+    folder.config["model_type"] = "gpt2"
+    with pytest.raises(ValueError, match="step_000008/base_config.json describes a gpt2 model"):
+        read_config(folder)
+
+
+def test_a_damaged_base_does_not_make_its_checkpoints_damaged(base, trained, capitals, tmp_path):
+    shutil.copytree(trained["bfloat16"], tmp_path / "out")
+    shutil.copytree(base, tmp_path / "base")
+    folder, file = open_folder(tmp_path / "base"), tmp_path / "base/model.safetensors"
+    content = bytearray(file.read_bytes())
+    content[folder.tensors["model.embed_tokens.weight"][1].begin] ^= 1
+    file.write_bytes(content)
+    done = run(RUN | {"dataset": capitals, "out_dir": tmp_path / "out", "init_from": tmp_path / "base"})
+    assert done.returncode == 1 and done.stderr.startswith(f"{file} is damaged: its bytes"), done.stderr
+    assert (tmp_path / "out/step_000008").exists(), done.stdout
+    model = Llama(LlamaConfig(**read_config(folder)[0]))
+    add_lora(model, 4, 8.0)
+    with pytest.raises(ValueError, match="is damaged") as raised:  # where only training reads the bytes
+        read_base(folder, model)
+    assert raised.type is ValueError
 
 
 def test_a_base_that_has_moved_is_named_by_init_from(base, trained, capitals, tmp_path):

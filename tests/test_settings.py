@@ -43,13 +43,23 @@ PROBLEMS = {  # the beginning of the sentence: what is set
     "base_dtype=nf4 stays on the GPU": "--lora_rank=4 --base_dtype=nf4 --offload=all",
     "base_dtype=nf4 is gathered by NCCL": "--lora_rank=4 --base_dtype=nf4 --copy_engines=true",
     "cuda_graph needs one GPU and offload=none": "--cuda_graph --offload=all",
+    "--lora_alpha changes nothing without --lora_rank=16: add that": "--lora_alpha=16",
+    "--galore_interval changes nothing without --optimizer=galore": "--galore_interval 9",
+    "--wandb_project changes nothing without --wandb_log=true": "--wandb_project=runs",
 }  # fmt: skip
 
 
 @pytest.mark.parametrize("sentence", PROBLEMS)
 def test_settings_that_do_not_go_together_get_a_sentence(sentence):
-    settings = preview(ROOT / "train.py", [*flags(SMALL), *PROBLEMS[sentence].split()])
-    assert find_problem(settings, 3 if "ranks" in sentence else 1).startswith(sentence)
+    argv = [*flags(SMALL), *PROBLEMS[sentence].split()]
+    assert find_problem(preview(ROOT / "train.py", argv), 3 if "ranks" in sentence else 1, argv).startswith(sentence)
+
+
+def test_what_a_config_file_sets_for_later_or_a_flag_beside_what_makes_it_unused_is_no_problem(tmp_path):
+    (tmp_path / "later.py").write_text("lora_alpha, galore_rank, lr_decay_iters, wandb_project = 16, 4, 500, 'runs'")
+    for words in (["--lr_schedule=wsd"], ["--lora_rank=0", "--lora_alpha=16"], ["--optimizer=muon", "--galore_rank=4"]):
+        argv = [str(tmp_path / "later.py"), *words]
+        assert find_problem(preview(ROOT / "train.py", argv), 1, argv) is None
 
 
 @pytest.mark.parametrize(
