@@ -113,6 +113,7 @@ class Given:
     def __init__(self, weight):
         self.weight = weight
 
+    float8_input = False
     check, reference, tensors = kernels.Linear.check, kernels.Linear.reference, kernels.Linear.tensors
     project, input_gradient = staticmethod(kernels.Linear.project), staticmethod(kernels.Linear.input_gradient)
     weight_gradients = staticmethod(kernels.Linear.weight_gradients)

@@ -13,6 +13,9 @@ On an H200 these matmuls run at 1.6 times the rate of bf16. Against that stands 
 2 bytes an element and writes 1, for x, dy, and W twice. In backward W8 is written a second time, transposed, since
 float8 operands must lie along the summed dimension. `python bench.py kernels op=fp8_linear` times both.
 
+A norm or a gated product whose result is only projected (rms_norm_linear.py, swiglu_mlp.py) rounds it itself: it writes
+x8 and s in place of x, 1 byte an element instead of 2, and nothing reads x or is launched to round it.
+
 FP8Linear is the projection (linear.py) that rms_norm_linear.py and swiglu_mlp.py multiply with; use_fp8 gives it to a
 model.
 
@@ -50,9 +53,23 @@ def fp8_linear_reference(x, weight):
 
 
 @triton.jit
+def store_float8(x, out_ptr, scale_ptr, cols, mask, LARGEST: tl.constexpr = LARGEST):
+    """Rounds a row x (fp32, 0 where masked) to float8 and stores it from out_ptr on, and its scale."""
+    # tl.max passes over NaN. The bits without the sign, as integers, are in the order of the numbers, NaN last.
+    largest = tl.max(x.to(tl.int32, bitcast=True) & 0x7FFFFFFF, axis=0).to(tl.float32, bitcast=True)
+    # A row with a NaN or an infinity becomes NaN, as in bf16.
+    scale = tl.maximum(largest, 1e-12) / LARGEST + 0.0 * largest
+    # 8 elements a thread, as they are loaded in bf16. For the 16 of the widest store the compiler would deal out the
+    # whole row otherwise, the norm would add its squares in another order, and y would have other bits.
+    out_ptrs = tl.max_contiguous(out_ptr + cols, 8)
+    tl.store(out_ptrs, (x / scale).to(out_ptr.dtype.element_ty), mask=mask)
+    tl.store(scale_ptr, scale)
+
+
+@triton.jit
 def _quantize_kernel(
     x_ptr, x_row_stride, x_col_stride, factors_ptr, out_ptr, scales_ptr, n_cols,
-    FACTORS: tl.constexpr, LARGEST: tl.constexpr, BLOCK: tl.constexpr,
+    FACTORS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """One program, one row."""
     row = tl.program_id(0).to(tl.int64)
@@ -61,22 +78,24 @@ def _quantize_kernel(
     x = tl.load(x_ptr + row * x_row_stride + cols.to(tl.int64) * x_col_stride, mask=mask, other=0.0).to(tl.float32)
     if FACTORS:
         x *= tl.load(factors_ptr + cols, mask=mask, other=0.0)
-    largest = tl.max(tl.abs(x), axis=0)
-    # tl.max passes over NaN, the sum does not: a row with a NaN or an infinity becomes NaN, as in bf16.
-    scale = tl.maximum(largest, 1e-12) / LARGEST + 0.0 * tl.sum(x, axis=0)
-    tl.store(out_ptr + row * n_cols + cols, (x / scale).to(out_ptr.dtype.element_ty), mask=mask)
-    tl.store(scales_ptr + row, scale)
+    store_float8(x, out_ptr + row * n_cols, scales_ptr + row, cols, mask)
+
+
+def empty_rows(shape, like: torch.Tensor, float8: bool) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Memory for (..., C): float8 and fp32 scales (N, 1) of its N rows, or in the dtype of `like` and no scales."""
+    out = torch.empty(shape, dtype=FLOAT8 if float8 else like.dtype, device=like.device)
+    scales = torch.empty(as_rows(out).shape[0], 1, dtype=torch.float32, device=like.device) if float8 else None
+    return out, scales
 
 
 def quantize(x: torch.Tensor, factors: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:
-    """x (N, C) of any strides, times factors (C,) fp32 where given, as float8 (N, C) and fp32 scales (N, 1)."""
-    n_rows, n_cols = x.shape
-    out = torch.empty(n_rows, n_cols, dtype=FLOAT8, device=x.device)
-    scales = torch.empty(n_rows, 1, dtype=torch.float32, device=x.device)
+    """x (..., C) of any strides, times factors (C,) fp32 where given, as float8 (..., C) and fp32 scales (N, 1)."""
+    rows, (out, scales) = as_rows(x), empty_rows(x.shape, x, float8=True)
+    n_rows, n_cols = rows.shape
     if n_rows:
         _quantize_kernel[(n_rows,)](
-            x, x.stride(0), x.stride(1), x if factors is None else factors, out, scales, n_cols,
-            FACTORS=factors is not None, LARGEST=LARGEST, **whole_row(n_cols),
+            rows, *rows.stride(), rows if factors is None else factors, out, scales, n_cols,
+            FACTORS=factors is not None, **whole_row(n_cols),
         )  # fmt: skip
     return out, scales
 
@@ -113,6 +132,8 @@ def scaled_mm(a8, b8, scale_a, scale_b, dtype, out):
 class FP8Linear(Linear):
     """A projection whose matmuls are in float8, but for the gradient of its weight: fp8_linear as a module."""
 
+    float8_input = True
+
     def forward(self, x):
         return fp8_linear(x, self.weight)
 
@@ -125,8 +146,9 @@ class FP8Linear(Linear):
 
     @staticmethod
     def project(x, weight, out=None):
-        (x8, s), (w8, t) = quantize(as_rows(x)), quantize(weight)
-        return scaled_mm(x8, w8, s, t.T, x.dtype, out).unflatten(0, x.shape[:-1])
+        x8, s = x if isinstance(x, tuple) else quantize(x)
+        w8, t = quantize(weight)
+        return scaled_mm(as_rows(x8), w8, s, t.T, weight.dtype, out).unflatten(0, x8.shape[:-1])
 
     @staticmethod
     def input_gradient(dy, weight, out=None):

@@ -20,6 +20,8 @@ from .launch import accumulate, as_rows, refuse_double_backward
 class Linear(nn.Linear):
     """y = x Wᵀ, bias-free: nn.Linear beside its parts. Shapes: x (..., C), y (..., O), weight (O, C)."""
 
+    float8_input = False  # whether project takes x as quantize of fp8_linear.py returns it, too
+
     def __init__(self, n_in: int, n_out: int):
         super().__init__(n_in, n_out, bias=False)
 

@@ -27,7 +27,7 @@ def rms_norm_linear_reference(x, residual, norm_weight, eps, projection):
 class _RMSNormLinear(torch.autograd.Function):
     @staticmethod
     def forward(ctx, projection, x, residual, norm_weight, eps, *tensors):
-        normed, total, rstd = rms_norm_forward(x, residual, norm_weight, eps)
+        normed, total, rstd = rms_norm_forward(x, residual, norm_weight, eps, float8=projection.float8_input)
         ctx.save_for_backward(total, norm_weight, rstd, *tensors)
         ctx.projection = projection
         y = projection.project(normed, *tensors)

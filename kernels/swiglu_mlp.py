@@ -57,19 +57,23 @@ class _SwiGLUMLP(torch.autograd.Function):
         gate_up_proj, down_proj = projections
         n = len(gate_up_proj.tensors())
         of_gate_up, of_down = tensors[:n], tensors[n:]
-        normed, total, rstd = rms_norm_forward(x, residual, norm_weight, eps, need_y=keep_gate_up or need_y)
+        normed, total, rstd = rms_norm_forward(
+            x, residual, norm_weight, eps, need_y=keep_gate_up or need_y, float8=gate_up_proj.float8_input
+        )
         shape, gate_up = (*x.shape[:-1], of_down[0].shape[0]), None
         if keep_gate_up:
             gate_up = gate_up_proj.project(normed, *of_gate_up)
         if not need_y:
             y = x.new_empty(()).expand(shape)
         elif keep_gate_up:
-            y = down_proj.project(glu_forward(gate_up, "silu"), *of_down)
+            y = down_proj.project(glu_forward(gate_up, "silu", down_proj.float8_input), *of_down)
         else:
-            y, normed = x.new_empty(shape), as_rows(normed)
+            y = x.new_empty(shape)
             y_rows = as_rows(y)
             for rows in slices(len(y_rows), chunks):
-                hidden = glu_forward(gate_up_proj.project(normed[rows], *of_gate_up), "silu")
+                hidden = glu_forward(
+                    gate_up_proj.project(_take(normed, rows), *of_gate_up), "silu", down_proj.float8_input
+                )
                 down_proj.project(hidden, *of_down, out=y_rows[rows])
         ctx.save_for_backward(total, norm_weight, rstd, gate_up, *tensors)
         ctx.projections, ctx.n, ctx.eps, ctx.chunks = projections, n, eps, chunks
@@ -85,7 +89,9 @@ class _SwiGLUMLP(torch.autograd.Function):
         _, need_dx, need_dresidual, need_dnorm, *_ = ctx.needs_input_grad
         needed = ctx.needs_input_grad[-len(tensors) :]
         if gate_up is None:
-            gate_up = gate_up_proj.project(rms_norm_forward(total, None, norm_weight, ctx.eps)[0], *of_gate_up)
+            gate_up = gate_up_proj.project(
+                rms_norm_forward(total, None, norm_weight, ctx.eps, float8=gate_up_proj.float8_input)[0], *of_gate_up
+            )
         dhidden = down_proj.input_gradient(dy, *of_down)
         dgate_up, hidden = glu_backward(dhidden, gate_up, "silu", need_y=any(needed[n:]))
         del dhidden
@@ -104,6 +110,11 @@ def slices(n_rows: int, chunks: int) -> list[slice]:
     """The rows in `chunks` slices, as equal as can be; some may be empty, since the compiler unrolls a fixed number."""
     bounds = [n_rows * i // chunks for i in range(chunks + 1)]
     return [slice(*pair) for pair in pairwise(bounds)]
+
+
+def _take(x, rows: slice):
+    """Rows of x (..., C), or of both parts of what quantize returns."""
+    return tuple(as_rows(part)[rows] for part in x) if isinstance(x, tuple) else as_rows(x)[rows]
 
 
 def _backward_in_chunks(ctx, dy, dtotal):

@@ -17,6 +17,8 @@ import kernels.launch
 import test_kernels
 from kernels import FP8Linear, fp8_linear, reference, use_fp8
 from kernels.fp8_linear import FLOAT8, quantize, quantize_reference, transpose
+from kernels.glu import glu_forward
+from kernels.rms_norm import rms_norm_forward
 from model import Llama, LlamaConfig
 from runtime.recompute import recompute
 from test_kernels import BF16, DEVICE, HAS_GPU, assert_same, needs_gpu, one_at_a_time, relative_error, run, widened
@@ -66,6 +68,34 @@ def test_row_offsets_pass_2_to_the_31():
     x = torch.empty(3 * 2**30 + 1024, dtype=BF16, device=DEVICE).as_strided((4, 64), (2**30, 1))
     x.copy_(randn(4, 64))
     assert torch.equal(quantize(x)[1], quantize_reference(x)[1])
+
+
+def norm(x, float8):
+    return rms_norm_forward(x, None, x[0].exp(), 1e-5, float8=float8)[0]
+
+
+def norm_of_a_sum(x, float8):
+    return rms_norm_forward(x, x.flip(0), x[0].exp(), 1e-5, float8=float8)[0]
+
+
+def product(x, float8):
+    return glu_forward(x, "silu", float8)
+
+
+@pytest.mark.parametrize("function", [norm, norm_of_a_sum, product])
+@pytest.mark.parametrize("width", [6, 96, 2048, 5000])
+@pytest.mark.parametrize("restride", ["contiguous", "transposed"])
+def test_norm_and_product_write_the_float8_that_quantize_makes_of_them_bit_for_bit(function, width, restride):
+    x = 3 * randn(11, width)
+    x[2:5] = 0
+    x[3, 1], x[4, width - 1], x[6, 2], x[7, 3] = math.nan, math.inf, -math.inf, 1e4
+    if restride == "transposed":
+        x = x.T.contiguous().T
+    y, (found8, found_scales) = function(x, False), function(x, True)
+    expected8, expected_scales = quantize(y)
+    assert torch.equal(found8.view(torch.uint8), expected8.view(torch.uint8))
+    assert torch.equal(found_scales.view(torch.int32), expected_scales.view(torch.int32))
+    assert torch.equal(found_scales[:, 0].isnan(), ~y.isfinite().all(1))
 
 
 @pytest.mark.parametrize("shape", [(16, 16), (48, 160), (80, 64), (1, 5)])
@@ -220,6 +250,19 @@ def test_fused_functions_are_their_parts_bit_for_bit(function, apart, sizes):
             assert relative_error(ours, other.double()) < 2**-7
         found, expected = found[:5], expected[:5]
     assert_same(found, expected, "fused")
+
+
+def test_fused_functions_hand_float8_to_their_projections(monkeypatch):
+    handed, project = [], FP8Linear.project
+    spy = lambda x, weight, out=None: handed.append(isinstance(x, tuple)) or project(x, weight, out)  # noqa: E731
+    monkeypatch.setattr(FP8Linear, "project", staticmethod(spy))
+    inputs, gate_up, down = (randn(6, 64), None, randn(64), 1e-5), projection(64, 96), projection(48, 32)
+    kernels.rms_norm_linear(*inputs, gate_up)
+    kernels.swiglu_mlp(*inputs, gate_up, down)
+    kernels.swiglu_mlp(*inputs, gate_up, down, keep_gate_up=False, chunks=3)
+    assert handed == [True] * (1 + 2 + 6)
+    kernels.swiglu_mlp(*inputs, gate_up, down, keep_gate_up=False)[0].sum().backward()
+    assert handed[9:] == [True] * 3  # gate_up once more in backward
 
 
 # ----------------------------------------------------------------------------------------------------------------------

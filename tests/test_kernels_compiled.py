@@ -11,6 +11,8 @@ from torch._dynamo.testing import CompileCounterWithBackend
 
 import kernels
 from kernels.fp8_linear import quantize, transpose
+from kernels.glu import glu_forward
+from kernels.rms_norm import rms_norm_forward
 from test_kernels import (
     FP16,
     FP32,
@@ -127,6 +129,9 @@ def compile_for(card):
         x8, scales = quantize(randn(64, 256, dtype=torch.bfloat16))
         quantize(randn(64, 64, dtype=torch.bfloat16), scales.view(-1))
         transpose(x8)
+        x = torch.ones(64, 256, dtype=torch.bfloat16)
+        rms_norm_forward(x, x, x[0], 1e-5, float8=True)
+        glu_forward(x, "silu", float8=True)
     case = "eight and four bits"
     bf16, half = torch.ones(700, dtype=torch.bfloat16), torch.ones(700, dtype=torch.int16)
     codes, absmax = torch.ones(700, dtype=torch.uint8), torch.ones(3)
