@@ -372,4 +372,5 @@ PLOTS = {  # name -> the record that it is drawn from, and how
     "fits": ("study", draw_fits),
     **{name: (name, draw_sweep) for name in ("study", "sweep", "study_8b")},
     "snapshot": ("snapshot", draw_snapshot),
+    "ladder": ("ladder", draw_ladder),
 }

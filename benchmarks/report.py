@@ -459,16 +459,34 @@ def ladder_table(r: dict) -> str:
     return table([*header, "loss (difference)"], lines)
 
 
+def ladder_part() -> str:
+    return f"{ladder_table(load('ladder'))}\n\n{footer('ladder')}"
+
+
+def ladder_sentence() -> str:
+    """The largest batch on each of our own rungs, of the smallest model."""
+    r, largest = load("ladder"), {}
+    for row in done(r["points"]):
+        if row["model"] == "1b" and not arms.RUNGS[row["rung"]].peer:
+            largest[row["rung"]] = max(row["batch"], largest.get(row["rung"], 0))
+    parts = [f"{arms.RUNGS[rung].title} {largest[rung]:,}" for rung in arms.RUNGS if rung in largest]
+    return (
+        f"The largest batch of 1,024 tokens of Llama 3.2 1B within 24 GiB of one {card(r)}, each on top of the one "
+        f"that it extends: {'; '.join(parts)}."
+    )
+
+
 # --- The pages ---
 
 PAGES = {  # page -> its parts: name -> what makes it
     "README.md": {
         "headline": headline, "fits_headline": fits_headline, "linux_headline": linux_headline, "fits": fits_of_both,
-        "fp8": fp8_sentence, "finetune": finetune_sentence, "generate": generate_sentence,
+        "ladder": ladder_sentence, "fp8": fp8_sentence, "finetune": finetune_sentence, "generate": generate_sentence,
     },
     "benchmarks/README.md": {
         "small_model": small_model_table, "linux": linux_table, "baby": baby_table, "breakdown": breakdown_table,
         "snapshot": snapshot_table, "finetune": finetune_table, "generate": generate_table, "losses": losses_part,
+        "ladder": ladder_part,
         "steps": partial(steps_table, "step"),
         **{name: partial(steps_table, name) for name in ("step_h100", "step_fp8")},
         **{name: partial(gpus_tables, name) for name in ("gpus", "gpus_h100")},
