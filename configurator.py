@@ -4,7 +4,7 @@
     dataset = 'pystdlib'  # a folder under data/
     min_lr: float | None = None  # the learning rate after the decay; none: learning_rate / 10
     dtype: Literal['float32', 'bfloat16'] = 'bfloat16'  # of the compute
-    settings = configure(globals(), sys.argv[1:])
+    settings, named = configure(globals(), sys.argv[1:])
 
     python train.py config/baby_llama.py --batch_size=32 --learning_rate 1e-3 --compile
     python train.py config/baby_llama.py --help
@@ -47,23 +47,27 @@ class Setting:
     comment: str
 
 
-def configure(namespace: dict, argv: list[str]) -> dict:
-    """Update the settings in a script's `globals()` from its command line, and return them all by name, in order.
+def configure(namespace: dict, argv: list[str]) -> tuple[dict, set[str]]:
+    """Update the settings in a script's `globals()` from its command line.
+
+    Returns them all by name, in order, and the names of those that a config file or a flag names.
 
     A user error prints one line on stderr and exits with status 2, `--help` exits with 0. Only rank 0 prints.
     """
     print0 = print if os.environ.get("RANK", "0") == "0" else lambda *args, **kwargs: None
     try:
         settings, values = read_script(namespace)
-        wants_help = read_command_line(argv, settings, values, namespace["__file__"])
+        named = {}
+        wants_help = read_command_line(argv, settings, named, namespace["__file__"])
     except SettingError as error:
         print0(error, file=sys.stderr)
         sys.exit(2)
+    values |= named
     if wants_help:
         print0(help_text(namespace, settings, values))
         sys.exit(0)
     namespace.update(values)
-    return values
+    return values, set(named)
 
 
 def preview(script: str | Path, argv: list[str]) -> dict:

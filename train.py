@@ -45,7 +45,7 @@ from runtime.memory_advice import cpu_bytes_to_come, disk_bytes, out_of_memory_m
 from runtime.memory_stats import card_gib
 from runtime.profile import Profiler
 from runtime.recompute import recompute
-from runtime.restore import check_start, find_start, restore
+from runtime.restore import check_start, find_start, model_settings, restore
 from runtime.run_log import RunLog
 from runtime.shutdown import ShutdownHandler, make_excepthook, on_not_finite
 from runtime.state_file import open_state_file
@@ -77,7 +77,7 @@ block_size = 1024  # tokens per sequence
 gradient_accumulation_steps = 1  # micro-batches per step, over all ranks: a multiple of the number of ranks
 mask_documents = False  # tokens attend only within their own document
 
-# model (Llama 3.2 1B)
+# model (Llama 3.2 1B; with init_from what neither a config file nor a flag names is as in that folder)
 n_layer = 16
 n_head = 32  # query heads
 n_kv_head = 8  # key/value heads: each serves n_head / n_kv_head query heads
@@ -134,7 +134,7 @@ sync_every_micro_batch = True  # false: reduce gradients once per step, with all
 copy_engines: bool | None = None  # communicate by copy engine instead of NCCL; none: where the GPUs can
 timeout = 600.0  # seconds without progress after which the waiting ranks say which one they wait for and end the run
 # ----------------------------------------------------------------------------------------------------------------------
-settings = configure(globals(), sys.argv[1:])
+settings, named = configure(globals(), sys.argv[1:])
 
 # ----------------------------------------------------------------------------------------------------------------------
 # Setup: one process for each GPU, rank `rank` of `world_size`. Without torchrun: rank 0 of 1.
@@ -158,6 +158,10 @@ require_same_on_all_ranks({name: value for name, value in settings.items() if no
 out_dir = os.path.expanduser(out_dir)  # a shell does not expand the ~ of --out_dir=~/runs
 lock_file = run_folder.claim(out_dir)
 start = find_start(out_dir, init_from)  # a checkpoint, a folder of published weights, or None
+from_weights = model_settings(start, out_dir, named)  # what the user leaves to them of the model
+globals().update(from_weights)
+settings |= from_weights
+check_settings(globals(), world_size)
 shard_ranks = local_world_size if sharding == "hybrid" else world_size  # that share one copy of the model
 copy_engines = False if base_dtype == "nf4" else copy_engines  # their buffers have one dtype
 mesh = distributed.device_mesh(device, sharding == "hybrid", timeout) if world_size > 1 else None

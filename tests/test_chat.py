@@ -259,8 +259,8 @@ def test_prepare_names_the_next_command(written, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", ["prepare.py", *arguments.split(), "--workers=1"])
     chat.main()
     output = capsys.readouterr().out
-    assert f"config/sft_llama32_1b.py --init_from=FOLDER --dataset={tmp_path}/o" in output
-    assert (ROOT / "config/sft_llama32_1b.py").exists()
+    assert f"config/sft.py --init_from=FOLDER --dataset={tmp_path}/o" in output
+    assert (ROOT / "config/sft.py").exists()
 
 
 @pytest.mark.usefixtures("plain_pytorch_on_one_core")

@@ -45,7 +45,7 @@ betas = [0.9, 0.95]
 prompt: str | None = ''
 device = 'cuda' if VERSION > 3 else 'cpu'
 top_k = -1
-settings = configure(globals(), sys.argv[1:])
+settings, named = configure(globals(), sys.argv[1:])
 
 batch_size = batch_size  # below the call: neither a new setting nor a new comment
 below = 1
@@ -85,10 +85,11 @@ def changes(run):
 
     def changes(*argv):
         ended = run(*argv)
-        settings = ended["settings"]
+        settings, named = ended["settings"], ended["named"]
         assert list(settings) == list(DEFAULTS)
         assert {name: ended[name] for name in settings} == settings
         changed = {name: value for name, value in settings.items() if value != DEFAULTS[name]}
+        assert set(changed) <= named <= set(DEFAULTS)
         for name, value in settings.items():
             assert value is None or DEFAULTS[name] is None or type(value) is type(DEFAULTS[name]), (name, value)
         return changed
@@ -116,6 +117,10 @@ def error(printed):
 
 
 # What a setting is
+
+
+def test_a_setting_is_named_with_its_default_too(run):
+    assert run("config/baby_llama.py", "--top_k=-1")["named"] == {"batch_size", "compile", "top_k"}
 
 
 def test_without_arguments_settings_are_the_defaults(run):

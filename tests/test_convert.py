@@ -389,6 +389,24 @@ def test_a_folder_that_does_not_say_its_tokenizer_is_said(train, tmp_path, capsy
     assert f"{said}. If so, pass --vocab_size=300; else prepare" in message
 
 
+def test_a_config_without_a_model_takes_that_of_the_folder_and_resumes_it(train, tmp_path, capsys, theirs):
+    """A flag counts, and is compared. Beside a damaged checkpoint the model is that of the one before."""
+    model = {name: SMALL[name] for name in ("n_layer", "n_head", "n_kv_head", "n_embd", "ffn_dim")} | TIED
+    others = SMALL | SHORT | {"eval_interval": 1}
+    settings = [f"{name} = {value!r}\n" for name, value in others.items() if name not in model]
+    sft = tmp_path / "sft.py"
+    sft.write_text("".join(settings))
+    found = train(str(sft), init_from=theirs, max_iters=2)
+    assert vars(found["model"].config) == {**vars(found["model"].config), **model}
+    assert {name: found["settings"][name] for name in model} == model | {"vocab_size": None}
+    (tmp_path / "out/step_000002/config.json").write_text("{")
+    train(str(sft), init_from=theirs, max_iters=3)
+    said = capsys.readouterr().out
+    assert "step_000002 is damaged" in said and f"resumes   {tmp_path / 'out/step_000001'} " in said, said
+    message = slip(train, capsys, str(sft), n_head=8, init_from=theirs, out_dir=tmp_path / "other")
+    assert "has n_head 4 (this run: 8): pass --n_head=4" in message
+
+
 def test_weights_of_another_shape_are_refused_before_the_model_is_built(train, capsys, monkeypatch, theirs):
     monkeypatch.setattr(Llama, "__init__", lambda *_: pytest.fail("the model was built"))
     message = slip(train, capsys, **TIED, n_layer=3, init_from=theirs)

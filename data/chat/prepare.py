@@ -132,7 +132,7 @@ def main():
     args = vars(parser.parse_args())
     out = args.pop("out")
     prepare(args.pop("input"), out, **args)
-    train = ["python", "train.py", "config/sft_llama32_1b.py", "--init_from=FOLDER", f"--dataset={out.absolute()}"]
+    train = ["python", "train.py", "config/sft.py", "--init_from=FOLDER", f"--dataset={out.absolute()}"]
     say(f"next: {shlex.join(train)}, with the FOLDER of the weights")
 
 

@@ -1,26 +1,11 @@
-# Llama 3.2 1B finetuned on conversations: only the assistant's answers are learned.
-#   python data/chat/prepare.py --input chats.jsonl --tokenizer Llama-3.2-1B
-#   python train.py config/sft_llama32_1b.py --init_from=Llama-3.2-1B
+# Finetuning on conversations: only the assistant's answers are learned. The model is what FOLDER says, any Llama; of
+# Llama 3.2 1B a step takes 25 GiB.
+#   python data/chat/prepare.py --input chats.jsonl --tokenizer FOLDER
+#   python train.py config/sft.py --init_from=FOLDER
 # Adapters instead of all weights: --lora_rank=16 --learning_rate=2e-4. Only the validation loss: --eval_only=true.
-out_dir = "out/sft_llama32_1b"
+out_dir = "out/sft"
 dataset = "chat"
 mask_documents = True  # a block holds several conversations, each of which sees only itself
-
-# the published sizes
-n_layer = 16
-n_head = 32
-n_kv_head = 8
-n_embd = 2048
-ffn_dim = 8192
-vocab_size = 128256
-tie_embeddings = True
-rope_theta = 500000.0
-rope_scaling = {
-    "factor": 32.0,
-    "low_freq_factor": 1.0,
-    "high_freq_factor": 4.0,
-    "original_max_position_embeddings": 8192,
-}
 
 # 65,536 tokens a step, of which the log's header says how many are targets. What a conversation has beyond block_size
 # is cut off: the header counts such ones.
