@@ -158,7 +158,7 @@ require_same_on_all_ranks({name: value for name, value in settings.items() if no
 out_dir = os.path.expanduser(out_dir)  # a shell does not expand the ~ of --out_dir=~/runs
 lock_file = run_folder.claim(out_dir)
 start = find_start(out_dir, init_from)  # a checkpoint, a folder of published weights, or None
-from_weights = model_settings(start, out_dir, named)  # what the user leaves to them of the model
+from_weights = model_settings(start, init_from, named)  # what the user leaves to them of the model
 globals().update(from_weights)
 settings |= from_weights
 check_settings(globals(), world_size)

@@ -62,13 +62,13 @@ def find_start(out_dir: str, init_from: str) -> Path | None:
     stop(f"{init_from!r} {lacks}: init_from is {expected}")
 
 
-def model_settings(start: Path | None, out_dir: str, named: set[str]) -> dict:
-    """What find_start()'s answer says of its model, but for settings that are named: check_start() compares those.
+def model_settings(start: Path | None, init_from: str, named: set[str]) -> dict:
+    """Where init_from is a folder: what find_start()'s answer says of its model, but for settings that are named, which
+    check_start() compares. So a config for finetuning fits any Llama. vocab_size is the dataset's.
 
-    So a config for finetuning fits any Llama. vocab_size is the dataset's. Every rank must call it.
+    Every rank must call it.
     """
-    resumes = start is not None and _is_checkpoint_of(start, out_dir)
-    for path in reversed(from_rank_0(lambda: run_folder.checkpoints(out_dir))) if resumes else filter(None, [start]):
+    for path in (start, Path(os.path.expanduser(init_from))) if init_from not in ("auto", "scratch", "resume") else ():
         with contextlib.suppress(OSError, ValueError):  # check_start() or restore() say what is wrong
             model, _ = read_config(open_folder(path))
             return {name: model[name] for name in MODEL_SETTINGS if name not in named | {"vocab_size"}}

@@ -390,7 +390,7 @@ def test_a_folder_that_does_not_say_its_tokenizer_is_said(train, tmp_path, capsy
 
 
 def test_a_config_without_a_model_takes_that_of_the_folder_and_resumes_it(train, tmp_path, capsys, theirs):
-    """A flag counts, and is compared. Beside a damaged checkpoint the model is that of the one before."""
+    """A flag counts, and is compared. A damaged checkpoint does not say the model, the folder does."""
     model = {name: SMALL[name] for name in ("n_layer", "n_head", "n_kv_head", "n_embd", "ffn_dim")} | TIED
     others = SMALL | SHORT | {"eval_interval": 1}
     settings = [f"{name} = {value!r}\n" for name, value in others.items() if name not in model]
@@ -405,6 +405,8 @@ def test_a_config_without_a_model_takes_that_of_the_folder_and_resumes_it(train,
     assert "step_000002 is damaged" in said and f"resumes   {tmp_path / 'out/step_000001'} " in said, said
     message = slip(train, capsys, str(sft), n_head=8, init_from=theirs, out_dir=tmp_path / "other")
     assert "has n_head 4 (this run: 8): pass --n_head=4" in message
+    message = slip(train, capsys, str(sft), max_iters=3)  # without the folder
+    assert "has n_layer 2 (this run: 16), n_head 4" in message
 
 
 def test_weights_of_another_shape_are_refused_before_the_model_is_built(train, capsys, monkeypatch, theirs):
