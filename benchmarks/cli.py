@@ -25,8 +25,7 @@ def read_settings(namespace: dict, argv: list[str], for_train_py: bool = False) 
 
     SettingError with a sentence for a user error. --help prints the file's docstring and settings, and exits.
     """
-    words = argv[: argv.index("--")] if "--" in argv else argv
-    flags = argv[len(words) + 1 :]
+    words, flags = at_dashes(argv)
     declared, values = read_script(namespace)
     if not {"--help", "-h"} & set(words):
         refuse_unknown(words, declared, for_train_py)
@@ -37,6 +36,12 @@ def read_settings(namespace: dict, argv: list[str], for_train_py: bool = False) 
         print(f"{namespace['__doc__'].strip()}\n{settings}")
         sys.exit(0)
     return SimpleNamespace(**values, flags=flags, command=[word for word in argv if not word.startswith("--out=")])
+
+
+def at_dashes(words: list[str]) -> tuple[list[str], list[str]]:
+    """What stands before the first --, and behind it."""
+    i = words.index("--") if "--" in words else len(words)
+    return words[:i], words[i + 1 :]
 
 
 def refuse_unknown(words: list[str], declared: dict, for_train_py: bool) -> None:

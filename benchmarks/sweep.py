@@ -7,7 +7,8 @@
     python bench.py --preset=8b                   Llama 3.1 8B, 512 tokens a sequence, on all GPUs, beside the recipe
     python bench.py -- --mlp_chunks=4             what stands behind -- goes to train.py, for ours alone
 
-    python bench.py --preset=finetune             24 GiB, Llama 3.1 8B with adapters, beside peft and bitsandbytes
+    python bench.py --preset=finetune             24 GiB, Llama 3.1 8B with adapters, beside peft and bitsandbytes: of
+                                                  each size the fastest settings
 
 arms    all: train.py as it is; kernels: without the fused loss; torch: also without the kernels of norms, RoPE, MLP and
         attention; long: all, with --offload_activations=true; or none
@@ -23,6 +24,7 @@ same code, card and --steps ends; delete that to measure it again.
 import itertools
 import shlex
 import sys
+from collections.abc import Iterable
 from types import SimpleNamespace
 from typing import Literal
 
@@ -61,9 +63,20 @@ PRESETS = {
            f"--out={record.RECORDS / 'study_8b.json'}"],
 }  # fmt: skip
 PRESETS["finetune"] = [
-    *("--config=config/llama31_8b.py", "--sweep=both", "--block_size=2048", "--batch_size=1"),
-    *("--arms=lora,qlora", "--peers=peft,peft-qlora", "--memory_limit_gib=24", "--checkpointing=full"),
-    f"--out={record.RECORDS / 'finetune.json'}",
+    *("--config=config/llama31_8b.py", "--sweep=batch", "--block_size=2048", "--batches=2", "--arms=qlora"),
+    *("--peers=none", "--memory_limit_gib=24", "--checkpointing=full", f"--out={record.RECORDS / 'finetune.json'}"),
+]
+TO_CPU, THEIRS = ["--", "--offload_activations=true"], ["--arms=none", "--peers=peft-qlora"]
+FINETUNE = [  # of each size what is fastest there, ours and then theirs; of the smallest the leanest too
+    ["--checkpointing=none", "--", "--cuda_graph=true"],
+    ["--arms=lora", "--peers=peft,peft-qlora", "--", "--cuda_graph=true"],
+    TO_CPU,
+    ["--block_size=8192", "--batches=1,4", "--checkpointing=selective", *TO_CPU],
+    ["--block_size=8192", "--batches=1,4", *THEIRS],
+    ["--block_size=32768", "--batches=1", "--checkpointing=selective", *TO_CPU],
+    ["--block_size=32768", "--batches=1", *THEIRS],
+    ["--block_size=65536", "--batches=1", *THEIRS],
+    ["--block_size=131072", "--batches=1", *TO_CPU],
 ]
 KEYS = dict.fromkeys(compare.KINDS, compare.SWEEP_PLACE)  # what names a row
 TIMEOUT = 900  # seconds a point may take: half a million tokens a step, attention over 131,072 of them
@@ -73,9 +86,16 @@ HEADER = (
 )
 
 
-def parse(argv: list[str], n_gpus: int) -> SimpleNamespace:
+def all_sweeps(argv: list[str], n_gpus: int) -> list[SimpleNamespace]:
+    """The settings of one sweep, or of those that --preset=finetune runs one after another."""
+    s = parse(argv, n_gpus)
+    return [parse(argv, n_gpus, part) for part in FINETUNE] if s.preset == "finetune" else [s]
+
+
+def parse(argv: list[str], n_gpus: int, part: Iterable[str] = ()) -> SimpleNamespace:
     preset = cli.read_settings(globals(), argv, for_train_py=True).preset
-    s = cli.read_settings(globals(), [*PRESETS.get(preset, []), *argv], for_train_py=True)
+    (words, flags), (asked, more) = cli.at_dashes([*PRESETS.get(preset, []), *part]), cli.at_dashes(argv)
+    s = cli.read_settings(globals(), [*words, *asked, "--", *flags, *more], for_train_py=True)
     s.command = [word for word in argv if not word.startswith("--out=")]
     for name, known in {
         "arms": [*trainers.SWEEP_FLAGS, "none"], "peers": [*trainers.SWEEP_PEERS, "none"],
@@ -203,7 +223,8 @@ def line(row: dict, _: dict | None = None) -> str:
 
 def main(argv: list[str]) -> None:
     n_gpus = torch.cuda.device_count()
-    s = parse(argv, n_gpus)
+    sweeps = all_sweeps(argv, n_gpus)
+    s = sweeps[0]
     if not n_gpus:
         sys.exit(
             "a sweep needs a CUDA GPU, and torch finds none. Without one:\n"
@@ -214,4 +235,5 @@ def main(argv: list[str]) -> None:
     if known:
         print(f"{s.out} has {len(known)} points already: delete it to measure them again")
     print(HEADER)
-    runner.measure(s, new, measured(s, known), KEYS, line, "draw_sweep")
+    rows = itertools.chain.from_iterable(measured(each, known) for each in sweeps)
+    runner.measure(s, new, rows, KEYS, line, "draw_sweep")

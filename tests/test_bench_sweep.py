@@ -4,6 +4,7 @@ import copy
 import itertools
 import json
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -139,11 +140,29 @@ def test_adapters_stand_on_random_weights(monkeypatch, tmp_path):
         (w.std() if w.ndim > 1 else w.mean() / 50).item() == pytest.approx(0.02, rel=0.1) for w in weights.values()
     )
     card = Card(monkeypatch, tokens=10_000)
-    rows = rows_of(["--preset=finetune", f"--config={mine}", "--batches=2", "--contexts=8192,32768"])
-    assert [row["arm"] for kind, row in rows if kind == "batch"] == ["lora", "qlora", "peft", "peft-qlora"]
+    rows = rows_of(["--arms=lora,qlora", "--peers=peft,peft-qlora", f"--config={mine}", "--batches=2"])
+    assert [row["arm"] for _, row in rows] == ["lora", "qlora", "peft", "peft-qlora"]
     ours = [command for command in card.ran if "train.py" in command]
-    assert len(ours) == 6 and all(f"--init_from={base}" in c and "--lora_rank=16" in c and "24" in c for c in ours)
+    assert len(ours) == 2 and all(f"--init_from={base}" in c and "--lora_rank=16" in c for c in ours)
     assert json.loads(card.ran[3][-1])["arm"] == "hf-liger-qlora"
+
+
+def test_finetuning_runs_each_size_at_its_fastest_settings_ours_and_theirs(monkeypatch):
+    monkeypatch.setattr(memory_stats, "cpu_available", lambda: 2**40)
+    monkeypatch.setattr(runner, "random_base", lambda config: SimpleNamespace(name="base"))
+    card = Card(monkeypatch, tokens=40_000)
+    sweeps = sweep.all_sweeps(["--preset=finetune", "--steps=3", "--out=a", "--", "--seed=2"], 1)
+    rows = [row for s in sweeps for _, row in sweep.measured(s)]
+    found = {(row["arm"], row["batch"], row["block"], row["checkpointing"], row["flags"]) for row in rows}
+    offloaded = "--offload_activations=true --seed=2"
+    assert found >= {
+        ("qlora", 2, 2048, "none", "--cuda_graph=true --seed=2"), ("peft-qlora", 2, 2048, "full", ""),
+        ("qlora", 1, 32768, "selective", offloaded), ("peft-qlora", 1, 32768, "full", ""),
+        ("qlora", 1, 131072, "full", offloaded), ("peft", 2, 2048, "full", ""),
+    }  # fmt: skip
+    assert not any("failed" in row for row in rows) and {row.get("steps") for row in rows} == {3}
+    assert {str(s.out) for s in sweeps} == {"a"} and {command[1] for command in card.ran} == {"24"}
+    assert sweep.all_sweeps(["--preset=study"], 1)[0].command == ["--preset=study"]
 
 
 def test_several_offloads_and_settings_of_ours_are_series_of_their_own(monkeypatch):
