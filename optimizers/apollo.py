@@ -26,6 +26,7 @@ from optimizers.galore import adam_step
 from optimizers.rule import MatrixRule, Shard
 
 GROWTH = 1.01  # of the norm of a matrix's step
+TINY = 1e-18  # a row's norm below it loses its squares in float32: such a row takes a smaller step, or none
 
 
 @dataclass(frozen=True)
@@ -61,4 +62,4 @@ class Apollo(MatrixRule):
         projection = torch.randn(n_columns, self.rank, generator=generator, device=shard.grad.device) * self.rank**-0.5
         projected = shard.grad.float() @ projection
         n = adam_step(self.adamw, projected, moments, scalars)
-        return (n_columns / self.rank) ** 0.5 * n.norm(dim=1) / projected.norm(dim=1).clamp(min=1e-30)
+        return (n_columns / self.rank) ** 0.5 * n.norm(dim=1) / projected.norm(dim=1).clamp(min=TINY)
