@@ -4,8 +4,9 @@
 
 P (C, r) is drawn from a normal distribution of variance 1 / r, which keeps a row's norm on average: anew at
 galore_interval, from a seed, so nobody has to keep or send it. √(C / r) makes up for Nᵢ having r elements of about 1
-where AdamW's step has C: so learning rate and weight decay are AdamW's. ‖D‖ of a matrix may grow by 1% from one update
-to the next, and no more, which the paper found to prevent spikes early in a run.
+where AdamW's step has C: so learning rate and weight decay are AdamW's. (The authors' runs leave it out, at a learning
+rate of 0.01.) ‖D‖ of a weight, q, k and v together, may grow by 1% from one update to the next, and no more, which the
+paper found to prevent spikes early in a run.
 
 The paper scales the rows or the columns, whichever are more. Here it is always the rows, for FSDP splits them: R, N and
 the moments belong to the rank of their rows, and a number for each matrix travels, ‖D‖². State for a matrix of (O, C):
@@ -25,7 +26,7 @@ from optimizers.adamw import AdamW
 from optimizers.galore import adam_step
 from optimizers.rule import MatrixRule, Shard
 
-GROWTH = 1.01  # of the norm of a matrix's step
+GROWTH = 1.01  # of the norm of a weight's step
 TINY = 1e-18  # a row's norm below it loses its squares in float32: such a row takes a smaller step, or none
 
 

@@ -5,7 +5,7 @@
 The columns of Q (columns, rank) are the leading right singular vectors of the gradient G of one published matrix, of q,
 k, v, gate and up each by itself, renewed at galore_interval. They come from subspace iteration, which begins where the
 last Q was (Q ← qr(Gᵀ G Q)) and ends with the eigenvectors of (G Q)ᵀ(G Q): products with G and small factorisations,
-where a full SVD of 8B's matrices would take minutes.
+where a full SVD of 8B's matrices would take minutes. With the scale of 0.25 the paper's learning rate is 0.01.
 
 The paper projects the shorter side. Here it is always the columns, for FSDP splits the rows: R, the moments and N then
 belong to the rank of their rows, and only sums of (columns, rank) travel, when Q is renewed. Each rank has all of Q.
