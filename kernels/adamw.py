@@ -62,6 +62,31 @@ def adamw_reference(parameter, grad, w, m, v, step_scalars, beta1, beta2, eps, w
 
 
 @triton.jit
+def load_master(parameter_ptr, w_ptr, i, mask, HALVES: tl.constexpr):
+    """w in fp32: from its halves, both int16, or as it lies there."""
+    if HALVES:
+        high = tl.load(parameter_ptr + i, mask=mask, other=0).to(tl.int32)
+        low = tl.load(w_ptr + i, mask=mask, other=0).to(tl.int32)
+        return ((high << 16) + low).to(tl.float32, bitcast=True)
+    else:
+        return tl.load(w_ptr + i, mask=mask, other=0.0)
+
+
+@triton.jit
+def store_master(w, parameter_ptr, w_ptr, i, mask, HALVES: tl.constexpr, APART: tl.constexpr):
+    """Stores w as load_master reads it; where w lies APART from the parameter, that too, rounded."""
+    if HALVES:
+        bits = w.to(tl.int32, bitcast=True)
+        high = tl.where(w == w, (bits + 0x8000) >> 16, 0x7FFF)
+        tl.store(parameter_ptr + i, high.to(tl.int16), mask=mask)
+        tl.store(w_ptr + i, (bits - (high << 16)).to(tl.int16), mask=mask)
+    else:
+        tl.store(w_ptr + i, w, mask=mask)
+    if APART:
+        tl.store(parameter_ptr + i, w.to(parameter_ptr.dtype.element_ty), mask=mask)
+
+
+@triton.jit
 def _adamw_kernel(
     parameter_ptr, grad_ptr, w_ptr, m_ptr, v_ptr, step_scalars_ptr, n,
     BETA1: tl.constexpr, BETA2: tl.constexpr, EPS: tl.constexpr, WEIGHT_DECAY: tl.constexpr,
@@ -76,26 +101,13 @@ def _adamw_kernel(
     g = tl.load(grad_ptr + i, mask=mask, other=0.0).to(tl.float32) * scale
     m = tl.load(m_ptr + i, mask=mask, other=0.0)
     v = tl.load(v_ptr + i, mask=mask, other=0.0)
-    if HALVES:  # both int16
-        high = tl.load(parameter_ptr + i, mask=mask, other=0).to(tl.int32)
-        low = tl.load(w_ptr + i, mask=mask, other=0).to(tl.int32)
-        w = ((high << 16) + low).to(tl.float32, bitcast=True)
-    else:
-        w = tl.load(w_ptr + i, mask=mask, other=0.0)
+    w = load_master(parameter_ptr, w_ptr, i, mask, HALVES)
     m += (g - m) * (1 - BETA1)
     v += (g * g - v) * (1 - BETA2)
     w -= lr * (m * m_correction / (tl.sqrt(v) * sqrt_v_correction + EPS) + WEIGHT_DECAY * w)
     tl.store(m_ptr + i, m, mask=mask)
     tl.store(v_ptr + i, v, mask=mask)
-    if HALVES:
-        bits = w.to(tl.int32, bitcast=True)
-        high = tl.where(w == w, (bits + 0x8000) >> 16, 0x7FFF)
-        tl.store(parameter_ptr + i, high.to(tl.int16), mask=mask)
-        tl.store(w_ptr + i, (bits - (high << 16)).to(tl.int16), mask=mask)
-    else:
-        tl.store(w_ptr + i, w, mask=mask)
-    if APART:
-        tl.store(parameter_ptr + i, w.to(parameter_ptr.dtype.element_ty), mask=mask)
+    store_master(w, parameter_ptr, w_ptr, i, mask, HALVES, APART)
 
 
 def _must_fit(parameter, grad, w, m, v, halves: bool):

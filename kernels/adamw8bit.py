@@ -28,7 +28,7 @@ import math
 
 import torch
 
-from .adamw import C_NAMES, merge_halves, split_halves
+from .adamw import C_NAMES, load_master, merge_halves, split_halves, store_master
 from .c_library import c_library
 from .dynamic_map import (
     BLOCK,
@@ -87,12 +87,7 @@ def _adamw8bit_kernel(
     v_codes = tl.load(v_ptr + i, mask=mask, other=0)
     m = dequantize_blocks(m_codes, tl.load(m_absmax_ptr + block, mask=block_mask, other=0.0), m_map_ptr)
     v = dequantize_blocks(v_codes, tl.load(v_absmax_ptr + block, mask=block_mask, other=0.0), v_map_ptr)
-    if HALVES:  # both int16
-        high = tl.load(parameter_ptr + i, mask=mask, other=0).to(tl.int32)
-        low = tl.load(w_ptr + i, mask=mask, other=0).to(tl.int32)
-        w = ((high << 16) + low).to(tl.float32, bitcast=True)
-    else:
-        w = tl.load(w_ptr + i, mask=mask, other=0.0)
+    w = load_master(parameter_ptr, w_ptr, i, mask, HALVES)
     m += (g - m) * (1 - BETA1)
     v += (g * g - v) * (1 - BETA2)
     w -= lr * (m * m_correction / (tl.sqrt(v) * sqrt_v_correction + EPS) + WEIGHT_DECAY * w)
@@ -103,15 +98,7 @@ def _adamw8bit_kernel(
     tl.store(v_ptr + i, v_codes.to(tl.uint8), mask=mask)
     tl.store(m_absmax_ptr + block, m_absmax, mask=block_mask)
     tl.store(v_absmax_ptr + block, v_absmax, mask=block_mask)
-    if HALVES:
-        bits = w.to(tl.int32, bitcast=True)
-        high = tl.where(w == w, (bits + 0x8000) >> 16, 0x7FFF)
-        tl.store(parameter_ptr + i, high.to(tl.int16), mask=mask)
-        tl.store(w_ptr + i, (bits - (high << 16)).to(tl.int16), mask=mask)
-    else:
-        tl.store(w_ptr + i, w, mask=mask)
-    if APART:
-        tl.store(parameter_ptr + i, w.to(parameter_ptr.dtype.element_ty), mask=mask)
+    store_master(w, parameter_ptr, w_ptr, i, mask, HALVES, APART)
 
 
 def _must_fit(parameter, grad, w, m, v, m_absmax, v_absmax, halves: bool):

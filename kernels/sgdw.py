@@ -10,7 +10,7 @@ Loshchilov and Hutter, Decoupled Weight Decay Regularization, 2019. https://arxi
 
 import torch
 
-from .adamw import merge_halves, split_halves
+from .adamw import load_master, merge_halves, split_halves, store_master
 from .launch import tl, triton, use_triton
 
 
@@ -36,22 +36,9 @@ def _sgdw_kernel(
     i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     mask = i < tl.where(tl.abs(scale) < float("inf"), n, 0)  # not less: NaN too
     direction = tl.load(direction_ptr + i, mask=mask, other=0.0).to(tl.float32)
-    if HALVES:  # both int16
-        high = tl.load(parameter_ptr + i, mask=mask, other=0).to(tl.int32)
-        low = tl.load(w_ptr + i, mask=mask, other=0).to(tl.int32)
-        w = ((high << 16) + low).to(tl.float32, bitcast=True)
-    else:
-        w = tl.load(w_ptr + i, mask=mask, other=0.0)
+    w = load_master(parameter_ptr, w_ptr, i, mask, HALVES)
     w -= lr * (weight_decay * w + factor * direction)
-    if HALVES:
-        bits = w.to(tl.int32, bitcast=True)
-        high = tl.where(w == w, (bits + 0x8000) >> 16, 0x7FFF)
-        tl.store(parameter_ptr + i, high.to(tl.int16), mask=mask)
-        tl.store(w_ptr + i, (bits - (high << 16)).to(tl.int16), mask=mask)
-    else:
-        tl.store(w_ptr + i, w, mask=mask)
-    if APART:
-        tl.store(parameter_ptr + i, w.to(parameter_ptr.dtype.element_ty), mask=mask)
+    store_master(w, parameter_ptr, w_ptr, i, mask, HALVES, APART)
 
 
 @torch.no_grad()
