@@ -9,8 +9,8 @@ rate of 0.01.) ‖D‖ of a weight, q, k and v together, may grow by 1% from one
 paper found to prevent spikes early in a run.
 
 The paper scales the rows or the columns, whichever are more. Here it is always the rows, for FSDP splits them: R, N and
-the moments belong to the rank of their rows, and a number for each matrix travels, ‖D‖². State for a matrix of (O, C):
-AdamW's of (O, r), 32- or 8-bit, and that number. Embedding, head and norms keep AdamW.
+the moments belong to the rank of their rows, and a number for each weight travels, ‖D‖². State for a matrix of (O, C):
+AdamW's of (O, r), in 8 bits only if r is a multiple of 256, and that number. Embedding, head and norms keep AdamW.
 
 Zhu et al., APOLLO: SGD-like Memory, AdamW-level Performance, 2024. https://arxiv.org/abs/2412.05270
 """

@@ -9,8 +9,8 @@ where a full SVD of 8B's matrices would take minutes. With the scale of 0.25 the
 
 The paper projects the shorter side. Here it is always the columns, for FSDP splits the rows: R, the moments and N then
 belong to the rank of their rows, and only sums of (columns, rank) travel, when Q is renewed. Each rank has all of Q.
-State for a matrix of (O, C): AdamW's of (O, rank), 32- or 8-bit, and 4·C·rank bytes. Embedding, head and norms keep
-AdamW.
+State for a matrix of (O, C): AdamW's of (O, rank), in 8 bits only if rank is a multiple of 256, and 4·C·rank bytes.
+Embedding, head and norms keep AdamW.
 
 Zhao et al., GaLore: Memory-Efficient LLM Training by Gradient Low-Rank Projection, 2024. https://arxiv.org/abs/2403.03507
 Halko et al., Finding Structure with Randomness, 2011 (subspace iteration). https://arxiv.org/abs/0909.4061
