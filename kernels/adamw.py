@@ -110,14 +110,18 @@ def _adamw_kernel(
     store_master(w, parameter_ptr, w_ptr, i, mask, HALVES, APART)
 
 
+def must_fit(**expected):
+    """name=(tensor, shape, dtype), ...: ValueError for a tensor of another shape or dtype, or one not contiguous."""
+    for name, (x, shape, dtype) in expected.items():
+        if x.shape != shape or x.dtype != dtype or not x.is_contiguous():
+            found = f"{name} is {x.dtype} {tuple(x.shape)} with strides {x.stride()}"
+            raise ValueError(f"{found}, expected {dtype} {tuple(shape)}, contiguous")
+
+
 def _must_fit(parameter, grad, w, m, v, halves: bool):
-    for name, x in (("parameter", parameter), ("grad", grad), ("w", w), ("m", m), ("v", v)):
-        must_be_fp32 = name in ("w", "m", "v") and not (name == "w" and halves)
-        if x.shape != parameter.shape or not x.is_contiguous() or (must_be_fp32 and x.dtype != torch.float32):
-            raise ValueError(
-                f"{name} is {x.dtype} {tuple(x.shape)} with strides {x.stride()}, expected {tuple(parameter.shape)}, "
-                "contiguous" + (", float32" if must_be_fp32 else "")
-            )
+    shape, float32 = parameter.shape, torch.float32
+    must_fit(parameter=(parameter, shape, parameter.dtype), grad=(grad, shape, grad.dtype))
+    must_fit(w=(w, shape, torch.int16 if halves else float32), m=(m, shape, float32), v=(v, shape, float32))
 
 
 @torch.no_grad()
@@ -141,9 +145,7 @@ def adamw(
     """
     halves = w.dtype == torch.int16 and parameter.dtype == torch.bfloat16
     _must_fit(parameter, grad, w, m, v, halves)
-    if step_scalars.shape != (4,) or not step_scalars.is_contiguous() or step_scalars.dtype != torch.float32:
-        found = f"{step_scalars.dtype} {tuple(step_scalars.shape)} with strides {step_scalars.stride()}"
-        raise ValueError(f"step_scalars is {found}: expected float32 (4,), contiguous")
+    must_fit(step_scalars=(step_scalars, (4,), torch.float32))
     if not use_triton(parameter):
         return adamw_reference(parameter, grad, w, m, v, step_scalars, beta1, beta2, eps, weight_decay)
     n, block = parameter.numel(), 1024  # best of 512..4096 x 4..8 warps on H200, by 2%

@@ -28,7 +28,7 @@ import math
 
 import torch
 
-from .adamw import C_NAMES, load_master, merge_halves, split_halves, store_master
+from .adamw import C_NAMES, load_master, merge_halves, must_fit, split_halves, store_master
 from .c_library import c_library
 from .dynamic_map import (
     BLOCK,
@@ -103,18 +103,11 @@ def _adamw8bit_kernel(
 
 def _must_fit(parameter, grad, w, m, v, m_absmax, v_absmax, halves: bool):
     shape, blocks = parameter.shape, (-(-parameter.numel() // BLOCK),)
-    for name, x, expected, dtype in (
-        ("parameter", parameter, shape, parameter.dtype),
-        ("grad", grad, shape, grad.dtype),
-        ("w", w, shape, torch.int16 if halves else torch.float32),
-        ("m", m, shape, torch.uint8),
-        ("v", v, shape, torch.uint8),
-        ("m_absmax", m_absmax, blocks, torch.float32),
-        ("v_absmax", v_absmax, blocks, torch.float32),
-    ):
-        if x.shape != expected or x.dtype != dtype or not x.is_contiguous():
-            found = f"{name} is {x.dtype} {tuple(x.shape)} with strides {x.stride()}"
-            raise ValueError(f"{found}, expected {dtype} {tuple(expected)}, contiguous")
+    must_fit(
+        parameter=(parameter, shape, parameter.dtype), grad=(grad, shape, grad.dtype),
+        w=(w, shape, torch.int16 if halves else torch.float32), m=(m, shape, torch.uint8), v=(v, shape, torch.uint8),
+        m_absmax=(m_absmax, blocks, torch.float32), v_absmax=(v_absmax, blocks, torch.float32),
+    )  # fmt: skip
 
 
 @torch.no_grad()
@@ -142,9 +135,7 @@ def adamw8bit(
     halves = w.dtype == torch.int16 and parameter.dtype == torch.bfloat16
     tensors = parameter, grad, w, m, v, m_absmax, v_absmax
     _must_fit(*tensors, halves)
-    if step_scalars.shape != (4,) or not step_scalars.is_contiguous() or step_scalars.dtype != torch.float32:
-        found = f"{step_scalars.dtype} {tuple(step_scalars.shape)} with strides {step_scalars.stride()}"
-        raise ValueError(f"step_scalars is {found}: expected float32 (4,), contiguous")
+    must_fit(step_scalars=(step_scalars, (4,), torch.float32))
     if not use_triton(parameter):
         return adamw8bit_reference(*tensors, step_scalars, beta1, beta2, eps, weight_decay)
     blocks = 4  # a warp for each: 8 elements a thread, 16 bytes at a time

@@ -10,7 +10,7 @@ Loshchilov and Hutter, Decoupled Weight Decay Regularization, 2019. https://arxi
 
 import torch
 
-from .adamw import load_master, merge_halves, split_halves, store_master
+from .adamw import load_master, merge_halves, must_fit, split_halves, store_master
 from .launch import tl, triton, use_triton
 
 
@@ -57,12 +57,9 @@ def sgdw(
     gradients, where that is not finite nothing changes, then the learning rate. ValueError where a tensor does not fit.
     """
     halves = w.dtype == torch.int16 and parameter.dtype == torch.bfloat16
-    for name, x in (("parameter", parameter), ("direction", direction), ("w", w)):
-        if x.shape != parameter.shape or not x.is_contiguous():
-            found = f"{name} is {tuple(x.shape)} with strides {x.stride()}"
-            raise ValueError(f"{found}, expected {tuple(parameter.shape)}, contiguous")
-    if not halves and w.dtype != torch.float32:
-        raise ValueError(f"w is {w.dtype} beside a parameter of {parameter.dtype}, expected float32")
+    shape = parameter.shape
+    must_fit(parameter=(parameter, shape, parameter.dtype), direction=(direction, shape, direction.dtype))
+    must_fit(w=(w, shape, torch.int16 if halves else torch.float32))
     if step_scalars.ndim != 1 or len(step_scalars) < 2 or step_scalars.dtype != torch.float32:
         found = f"{step_scalars.dtype} {tuple(step_scalars.shape)}"
         raise ValueError(f"step_scalars is {found}: expected float32, the scale and the learning rate first")
