@@ -23,7 +23,7 @@ import torch.distributed as dist
 
 from kernels.sgdw import sgdw
 from optimizers.adamw import AdamW
-from optimizers.galore import adam_step
+from optimizers.galore import adam_step, at_unit_rate
 from optimizers.rule import MatrixRule, Shard
 
 GROWTH = 1.01  # of the norm of a weight's step
@@ -41,7 +41,8 @@ class Apollo(MatrixRule):
         return self.adamw.states(name, projected) | {"norm": ((1,), torch.float32)}
 
     def update_matrices(self, shards, scalars, step, group):
-        scales = [self.scale_of_rows(shard, scalars, step) for shard in shards]
+        live, adam_scalars = scalars[0].isfinite(), at_unit_rate(scalars)
+        scales = [self.scale_of_rows(shard, adam_scalars, step) for shard in shards]
         norms = torch.stack(
             [(x * s.grad.float().norm(dim=1)).square().sum() for x, s in zip(scales, shards, strict=True)]
         )
@@ -50,17 +51,17 @@ class Apollo(MatrixRule):
         for shard, scale, norm in zip(shards, scales, norms.sqrt(), strict=True):
             before = shard.states["norm"]
             limited = torch.where(before > 0, norm.minimum(GROWTH * before), norm)
-            before.copy_(torch.where(scalars[0].isfinite(), limited, before))
+            before.copy_(torch.where(live, limited, before))
             if shard.grad.numel():
                 direction = (scale * limited / norm.clamp(min=1e-30)).unsqueeze(1) * shard.grad
                 sgdw(shard.parameter, direction, shard.master, scalars, 1.0, self.adamw.weight_decay)
 
-    def scale_of_rows(self, shard: Shard, scalars: torch.Tensor, step: int) -> torch.Tensor:
+    def scale_of_rows(self, shard: Shard, adam_scalars: torch.Tensor, step: int) -> torch.Tensor:
         """√(C / r) ‖Nᵢ‖ / ‖Rᵢ‖ of this rank's rows. Updates the moments."""
         n_columns, moments = shard.shape[1], {k: x for k, x in shard.states.items() if k != "norm"}
         generator = torch.Generator(shard.grad.device)
         generator.manual_seed(zlib.crc32(f"{shard.name} {step // self.interval}".encode()))
         projection = torch.randn(n_columns, self.rank, generator=generator, device=shard.grad.device) * self.rank**-0.5
         projected = shard.grad.float() @ projection
-        n = adam_step(self.adamw, projected, moments, scalars)
+        n = adam_step(self.adamw, projected, moments, adam_scalars)
         return (n_columns / self.rank) ** 0.5 * n.norm(dim=1) / projected.norm(dim=1).clamp(min=TINY)

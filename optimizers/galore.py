@@ -43,6 +43,7 @@ class GaLore(MatrixRule):
         return self.adamw.states(name, projected) | {"basis": (basis, torch.float32)}
 
     def update_matrices(self, shards, scalars, step, group):
+        adam_scalars = at_unit_rate(scalars)
         for shard in shards:
             basis, moments = shard.states["basis"], {k: x for k, x in shard.states.items() if k != "basis"}
             grad, parts = shard.grad.float(), local_parts(shard, group)
@@ -51,17 +52,24 @@ class GaLore(MatrixRule):
                     renew(q, g, scalars[0].isfinite(), None if step else zlib.crc32(shard.name.encode()), group)
             if grad.numel():
                 projected = torch.cat([g @ q for g, q in zip(grad.split(parts), basis, strict=True)])
-                n = adam_step(self.adamw, projected, moments, scalars)
+                n = adam_step(self.adamw, projected, moments, adam_scalars)
                 direction = torch.cat([x @ q.T for x, q in zip(n.split(parts), basis, strict=True)])
                 sgdw(shard.parameter, direction, shard.master, scalars, self.scale, self.adamw.weight_decay)
 
 
-def adam_step(adamw: AdamW, projected: torch.Tensor, moments: dict, scalars: torch.Tensor) -> torch.Tensor:
-    """Adam's step for a projected gradient, of its shape; without learning rate and decay. Updates the moments."""
+def at_unit_rate(scalars: torch.Tensor) -> torch.Tensor:
+    """The scalars of an update with a learning rate of -1: by it AdamW moves a zero to its step. Zeros do not decay."""
+    return torch.cat([scalars[:1], torch.full_like(scalars[:1], -1.0), scalars[2:]])
+
+
+def adam_step(adamw: AdamW, projected: torch.Tensor, moments: dict, adam_scalars: torch.Tensor) -> torch.Tensor:
+    """Adam's step for a projected gradient, of its shape; without learning rate and decay. Updates the moments.
+
+    adam_scalars: at_unit_rate(scalars), once for all matrices.
+    """
     n = torch.zeros_like(projected)
-    if n.numel():  # AdamW moves a zero by its step, with a learning rate of -1. Zeros do not decay.
-        for_step = torch.cat([scalars[:1], torch.full_like(scalars[:1], -1.0), scalars[2:]])
-        adamw.step_on_gpu(n, projected, n, moments, for_step)
+    if n.numel():
+        adamw.step_on_gpu(n, projected, n, moments, adam_scalars)
     return n
 
 

@@ -96,10 +96,10 @@ class Muon(MatrixRule):
         """This rank's rows of u of each matrix, (n, held, columns), after a step of the momenta."""
         first = shards[0].grad
         dtype = torch.bfloat16 if first.is_cuda else torch.float32
-        x = torch.zeros(n, held, first.shape[1], dtype=dtype, device=first.device)
+        x, live = torch.zeros(n, held, first.shape[1], dtype=dtype, device=first.device), scale.isfinite()
         for shard, u in zip(shards, x, strict=False):
             m = shard.states["momentum"]
-            g = torch.where(scale.isfinite(), shard.grad.float() * scale, m)  # else m stays exactly what it is
+            g = torch.where(live, shard.grad.float() * scale, m)  # else m stays exactly what it is
             m.lerp_(g, 1 - self.momentum)
             u[: len(g)] = g.lerp_(m, self.momentum)
         return x
