@@ -244,8 +244,8 @@ class Block(nn.Module):
         self.mlp = MLP(config)
 
     def forward(self, x, branch, cos, sin, doc_starts=None, cache=None, need_y=True):
-        """The residual stream x (B, T, C), and the branch (B, T, C) that is still to be added to it, or None: from the
-        layer before, and for the next one, whose norm reads the sum and so makes it, too.
+        """Takes and returns the residual stream x and the branch that is still to be added to it, both (B, T, C); the
+        first layer's branch is None. The next norm adds them: it reads the sum anyway.
 
         need_y=False: for backward alone, the branch has no content.
         """

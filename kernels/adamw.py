@@ -62,6 +62,31 @@ def adamw_reference(parameter, grad, w, m, v, step_scalars, beta1, beta2, eps, w
 
 
 @triton.jit
+def load_master(parameter_ptr, w_ptr, i, mask, HALVES: tl.constexpr):
+    """w in fp32: from its halves, both int16, or as it lies there."""
+    if HALVES:
+        high = tl.load(parameter_ptr + i, mask=mask, other=0).to(tl.int32)
+        low = tl.load(w_ptr + i, mask=mask, other=0).to(tl.int32)
+        return ((high << 16) + low).to(tl.float32, bitcast=True)
+    else:
+        return tl.load(w_ptr + i, mask=mask, other=0.0)
+
+
+@triton.jit
+def store_master(w, parameter_ptr, w_ptr, i, mask, HALVES: tl.constexpr, APART: tl.constexpr):
+    """Stores w as load_master reads it; where w lies APART from the parameter, that too, rounded."""
+    if HALVES:
+        bits = w.to(tl.int32, bitcast=True)
+        high = tl.where(w == w, (bits + 0x8000) >> 16, 0x7FFF)
+        tl.store(parameter_ptr + i, high.to(tl.int16), mask=mask)
+        tl.store(w_ptr + i, (bits - (high << 16)).to(tl.int16), mask=mask)
+    else:
+        tl.store(w_ptr + i, w, mask=mask)
+    if APART:
+        tl.store(parameter_ptr + i, w.to(parameter_ptr.dtype.element_ty), mask=mask)
+
+
+@triton.jit
 def _adamw_kernel(
     parameter_ptr, grad_ptr, w_ptr, m_ptr, v_ptr, step_scalars_ptr, n,
     BETA1: tl.constexpr, BETA2: tl.constexpr, EPS: tl.constexpr, WEIGHT_DECAY: tl.constexpr,
@@ -76,36 +101,27 @@ def _adamw_kernel(
     g = tl.load(grad_ptr + i, mask=mask, other=0.0).to(tl.float32) * scale
     m = tl.load(m_ptr + i, mask=mask, other=0.0)
     v = tl.load(v_ptr + i, mask=mask, other=0.0)
-    if HALVES:  # both int16
-        high = tl.load(parameter_ptr + i, mask=mask, other=0).to(tl.int32)
-        low = tl.load(w_ptr + i, mask=mask, other=0).to(tl.int32)
-        w = ((high << 16) + low).to(tl.float32, bitcast=True)
-    else:
-        w = tl.load(w_ptr + i, mask=mask, other=0.0)
+    w = load_master(parameter_ptr, w_ptr, i, mask, HALVES)
     m += (g - m) * (1 - BETA1)
     v += (g * g - v) * (1 - BETA2)
     w -= lr * (m * m_correction / (tl.sqrt(v) * sqrt_v_correction + EPS) + WEIGHT_DECAY * w)
     tl.store(m_ptr + i, m, mask=mask)
     tl.store(v_ptr + i, v, mask=mask)
-    if HALVES:
-        bits = w.to(tl.int32, bitcast=True)
-        high = tl.where(w == w, (bits + 0x8000) >> 16, 0x7FFF)
-        tl.store(parameter_ptr + i, high.to(tl.int16), mask=mask)
-        tl.store(w_ptr + i, (bits - (high << 16)).to(tl.int16), mask=mask)
-    else:
-        tl.store(w_ptr + i, w, mask=mask)
-    if APART:
-        tl.store(parameter_ptr + i, w.to(parameter_ptr.dtype.element_ty), mask=mask)
+    store_master(w, parameter_ptr, w_ptr, i, mask, HALVES, APART)
+
+
+def must_fit(**expected):
+    """name=(tensor, shape, dtype), ...: ValueError for a tensor of another shape or dtype, or one not contiguous."""
+    for name, (x, shape, dtype) in expected.items():
+        if x.shape != shape or x.dtype != dtype or not x.is_contiguous():
+            found = f"{name} is {x.dtype} {tuple(x.shape)} with strides {x.stride()}"
+            raise ValueError(f"{found}, expected {dtype} {tuple(shape)}, contiguous")
 
 
 def _must_fit(parameter, grad, w, m, v, halves: bool):
-    for name, x in (("parameter", parameter), ("grad", grad), ("w", w), ("m", m), ("v", v)):
-        must_be_fp32 = name in ("w", "m", "v") and not (name == "w" and halves)
-        if x.shape != parameter.shape or not x.is_contiguous() or (must_be_fp32 and x.dtype != torch.float32):
-            raise ValueError(
-                f"{name} is {x.dtype} {tuple(x.shape)} with strides {x.stride()}, expected {tuple(parameter.shape)}, "
-                "contiguous" + (", float32" if must_be_fp32 else "")
-            )
+    shape, float32 = parameter.shape, torch.float32
+    must_fit(parameter=(parameter, shape, parameter.dtype), grad=(grad, shape, grad.dtype))
+    must_fit(w=(w, shape, torch.int16 if halves else float32), m=(m, shape, float32), v=(v, shape, float32))
 
 
 @torch.no_grad()
@@ -129,9 +145,7 @@ def adamw(
     """
     halves = w.dtype == torch.int16 and parameter.dtype == torch.bfloat16
     _must_fit(parameter, grad, w, m, v, halves)
-    if step_scalars.shape != (4,) or not step_scalars.is_contiguous() or step_scalars.dtype != torch.float32:
-        found = f"{step_scalars.dtype} {tuple(step_scalars.shape)} with strides {step_scalars.stride()}"
-        raise ValueError(f"step_scalars is {found}: expected float32 (4,), contiguous")
+    must_fit(step_scalars=(step_scalars, (4,), torch.float32))
     if not use_triton(parameter):
         return adamw_reference(parameter, grad, w, m, v, step_scalars, beta1, beta2, eps, weight_decay)
     n, block = parameter.numel(), 1024  # best of 512..4096 x 4..8 warps on H200, by 2%

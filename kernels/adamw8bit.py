@@ -28,7 +28,7 @@ import math
 
 import torch
 
-from .adamw import C_NAMES, merge_halves, split_halves
+from .adamw import C_NAMES, load_master, merge_halves, must_fit, split_halves, store_master
 from .c_library import c_library
 from .dynamic_map import (
     BLOCK,
@@ -87,12 +87,7 @@ def _adamw8bit_kernel(
     v_codes = tl.load(v_ptr + i, mask=mask, other=0)
     m = dequantize_blocks(m_codes, tl.load(m_absmax_ptr + block, mask=block_mask, other=0.0), m_map_ptr)
     v = dequantize_blocks(v_codes, tl.load(v_absmax_ptr + block, mask=block_mask, other=0.0), v_map_ptr)
-    if HALVES:  # both int16
-        high = tl.load(parameter_ptr + i, mask=mask, other=0).to(tl.int32)
-        low = tl.load(w_ptr + i, mask=mask, other=0).to(tl.int32)
-        w = ((high << 16) + low).to(tl.float32, bitcast=True)
-    else:
-        w = tl.load(w_ptr + i, mask=mask, other=0.0)
+    w = load_master(parameter_ptr, w_ptr, i, mask, HALVES)
     m += (g - m) * (1 - BETA1)
     v += (g * g - v) * (1 - BETA2)
     w -= lr * (m * m_correction / (tl.sqrt(v) * sqrt_v_correction + EPS) + WEIGHT_DECAY * w)
@@ -103,31 +98,16 @@ def _adamw8bit_kernel(
     tl.store(v_ptr + i, v_codes.to(tl.uint8), mask=mask)
     tl.store(m_absmax_ptr + block, m_absmax, mask=block_mask)
     tl.store(v_absmax_ptr + block, v_absmax, mask=block_mask)
-    if HALVES:
-        bits = w.to(tl.int32, bitcast=True)
-        high = tl.where(w == w, (bits + 0x8000) >> 16, 0x7FFF)
-        tl.store(parameter_ptr + i, high.to(tl.int16), mask=mask)
-        tl.store(w_ptr + i, (bits - (high << 16)).to(tl.int16), mask=mask)
-    else:
-        tl.store(w_ptr + i, w, mask=mask)
-    if APART:
-        tl.store(parameter_ptr + i, w.to(parameter_ptr.dtype.element_ty), mask=mask)
+    store_master(w, parameter_ptr, w_ptr, i, mask, HALVES, APART)
 
 
 def _must_fit(parameter, grad, w, m, v, m_absmax, v_absmax, halves: bool):
     shape, blocks = parameter.shape, (-(-parameter.numel() // BLOCK),)
-    for name, x, expected, dtype in (
-        ("parameter", parameter, shape, parameter.dtype),
-        ("grad", grad, shape, grad.dtype),
-        ("w", w, shape, torch.int16 if halves else torch.float32),
-        ("m", m, shape, torch.uint8),
-        ("v", v, shape, torch.uint8),
-        ("m_absmax", m_absmax, blocks, torch.float32),
-        ("v_absmax", v_absmax, blocks, torch.float32),
-    ):
-        if x.shape != expected or x.dtype != dtype or not x.is_contiguous():
-            found = f"{name} is {x.dtype} {tuple(x.shape)} with strides {x.stride()}"
-            raise ValueError(f"{found}, expected {dtype} {tuple(expected)}, contiguous")
+    must_fit(
+        parameter=(parameter, shape, parameter.dtype), grad=(grad, shape, grad.dtype),
+        w=(w, shape, torch.int16 if halves else torch.float32), m=(m, shape, torch.uint8), v=(v, shape, torch.uint8),
+        m_absmax=(m_absmax, blocks, torch.float32), v_absmax=(v_absmax, blocks, torch.float32),
+    )  # fmt: skip
 
 
 @torch.no_grad()
@@ -155,9 +135,7 @@ def adamw8bit(
     halves = w.dtype == torch.int16 and parameter.dtype == torch.bfloat16
     tensors = parameter, grad, w, m, v, m_absmax, v_absmax
     _must_fit(*tensors, halves)
-    if step_scalars.shape != (4,) or not step_scalars.is_contiguous() or step_scalars.dtype != torch.float32:
-        found = f"{step_scalars.dtype} {tuple(step_scalars.shape)} with strides {step_scalars.stride()}"
-        raise ValueError(f"step_scalars is {found}: expected float32 (4,), contiguous")
+    must_fit(step_scalars=(step_scalars, (4,), torch.float32))
     if not use_triton(parameter):
         return adamw8bit_reference(*tensors, step_scalars, beta1, beta2, eps, weight_decay)
     blocks = 4  # a warp for each: 8 elements a thread, 16 bytes at a time

@@ -10,7 +10,7 @@ Loshchilov and Hutter, Decoupled Weight Decay Regularization, 2019. https://arxi
 
 import torch
 
-from .adamw import merge_halves, split_halves
+from .adamw import load_master, merge_halves, must_fit, split_halves, store_master
 from .launch import tl, triton, use_triton
 
 
@@ -36,22 +36,9 @@ def _sgdw_kernel(
     i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     mask = i < tl.where(tl.abs(scale) < float("inf"), n, 0)  # not less: NaN too
     direction = tl.load(direction_ptr + i, mask=mask, other=0.0).to(tl.float32)
-    if HALVES:  # both int16
-        high = tl.load(parameter_ptr + i, mask=mask, other=0).to(tl.int32)
-        low = tl.load(w_ptr + i, mask=mask, other=0).to(tl.int32)
-        w = ((high << 16) + low).to(tl.float32, bitcast=True)
-    else:
-        w = tl.load(w_ptr + i, mask=mask, other=0.0)
+    w = load_master(parameter_ptr, w_ptr, i, mask, HALVES)
     w -= lr * (weight_decay * w + factor * direction)
-    if HALVES:
-        bits = w.to(tl.int32, bitcast=True)
-        high = tl.where(w == w, (bits + 0x8000) >> 16, 0x7FFF)
-        tl.store(parameter_ptr + i, high.to(tl.int16), mask=mask)
-        tl.store(w_ptr + i, (bits - (high << 16)).to(tl.int16), mask=mask)
-    else:
-        tl.store(w_ptr + i, w, mask=mask)
-    if APART:
-        tl.store(parameter_ptr + i, w.to(parameter_ptr.dtype.element_ty), mask=mask)
+    store_master(w, parameter_ptr, w_ptr, i, mask, HALVES, APART)
 
 
 @torch.no_grad()
@@ -70,12 +57,9 @@ def sgdw(
     gradients, where that is not finite nothing changes, then the learning rate. ValueError where a tensor does not fit.
     """
     halves = w.dtype == torch.int16 and parameter.dtype == torch.bfloat16
-    for name, x in (("parameter", parameter), ("direction", direction), ("w", w)):
-        if x.shape != parameter.shape or not x.is_contiguous():
-            found = f"{name} is {tuple(x.shape)} with strides {x.stride()}"
-            raise ValueError(f"{found}, expected {tuple(parameter.shape)}, contiguous")
-    if not halves and w.dtype != torch.float32:
-        raise ValueError(f"w is {w.dtype} beside a parameter of {parameter.dtype}, expected float32")
+    shape = parameter.shape
+    must_fit(parameter=(parameter, shape, parameter.dtype), direction=(direction, shape, direction.dtype))
+    must_fit(w=(w, shape, torch.int16 if halves else torch.float32))
     if step_scalars.ndim != 1 or len(step_scalars) < 2 or step_scalars.dtype != torch.float32:
         found = f"{step_scalars.dtype} {tuple(step_scalars.shape)}"
         raise ValueError(f"step_scalars is {found}: expected float32, the scale and the learning rate first")

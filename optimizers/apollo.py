@@ -4,12 +4,13 @@
 
 P (C, r) is drawn from a normal distribution of variance 1 / r, which keeps a row's norm on average: anew at
 galore_interval, from a seed, so nobody has to keep or send it. √(C / r) makes up for Nᵢ having r elements of about 1
-where AdamW's step has C: so learning rate and weight decay are AdamW's. ‖D‖ of a matrix may grow by 1% from one update
-to the next, and no more, which the paper found to prevent spikes early in a run.
+where AdamW's step has C: so learning rate and weight decay are AdamW's. (The authors' runs leave it out, at a learning
+rate of 0.01.) ‖D‖ of a weight, q, k and v together, may grow by 1% from one update to the next, and no more, which the
+paper found to prevent spikes early in a run.
 
 The paper scales the rows or the columns, whichever are more. Here it is always the rows, for FSDP splits them: R, N and
-the moments belong to the rank of their rows, and a number for each matrix travels, ‖D‖². State for a matrix of (O, C):
-AdamW's of (O, r), 32- or 8-bit, and that number. Embedding, head and norms keep AdamW.
+the moments belong to the rank of their rows, and a number for each weight travels, ‖D‖². State for a matrix of (O, C):
+AdamW's of (O, r), in 8 bits only if r is a multiple of 256, and that number. Embedding, head and norms keep AdamW.
 
 Zhu et al., APOLLO: SGD-like Memory, AdamW-level Performance, 2024. https://arxiv.org/abs/2412.05270
 """
@@ -22,10 +23,11 @@ import torch.distributed as dist
 
 from kernels.sgdw import sgdw
 from optimizers.adamw import AdamW
-from optimizers.galore import adam_step
+from optimizers.galore import adam_step, at_unit_rate
 from optimizers.rule import MatrixRule, Shard
 
-GROWTH = 1.01  # of the norm of a matrix's step
+GROWTH = 1.01  # of the norm of a weight's step
+TINY = 1e-18  # a row's norm below it loses its squares in float32: such a row takes a smaller step, or none
 
 
 @dataclass(frozen=True)
@@ -39,7 +41,8 @@ class Apollo(MatrixRule):
         return self.adamw.states(name, projected) | {"norm": ((1,), torch.float32)}
 
     def update_matrices(self, shards, scalars, step, group):
-        scales = [self.scale_of_rows(shard, scalars, step) for shard in shards]
+        live, adam_scalars = scalars[0].isfinite(), at_unit_rate(scalars)
+        scales = [self.scale_of_rows(shard, adam_scalars, step) for shard in shards]
         norms = torch.stack(
             [(x * s.grad.float().norm(dim=1)).square().sum() for x, s in zip(scales, shards, strict=True)]
         )
@@ -48,17 +51,17 @@ class Apollo(MatrixRule):
         for shard, scale, norm in zip(shards, scales, norms.sqrt(), strict=True):
             before = shard.states["norm"]
             limited = torch.where(before > 0, norm.minimum(GROWTH * before), norm)
-            before.copy_(torch.where(scalars[0].isfinite(), limited, before))
+            before.copy_(torch.where(live, limited, before))
             if shard.grad.numel():
                 direction = (scale * limited / norm.clamp(min=1e-30)).unsqueeze(1) * shard.grad
                 sgdw(shard.parameter, direction, shard.master, scalars, 1.0, self.adamw.weight_decay)
 
-    def scale_of_rows(self, shard: Shard, scalars: torch.Tensor, step: int) -> torch.Tensor:
+    def scale_of_rows(self, shard: Shard, adam_scalars: torch.Tensor, step: int) -> torch.Tensor:
         """√(C / r) ‖Nᵢ‖ / ‖Rᵢ‖ of this rank's rows. Updates the moments."""
         n_columns, moments = shard.shape[1], {k: x for k, x in shard.states.items() if k != "norm"}
         generator = torch.Generator(shard.grad.device)
         generator.manual_seed(zlib.crc32(f"{shard.name} {step // self.interval}".encode()))
         projection = torch.randn(n_columns, self.rank, generator=generator, device=shard.grad.device) * self.rank**-0.5
         projected = shard.grad.float() @ projection
-        n = adam_step(self.adamw, projected, moments, scalars)
-        return (n_columns / self.rank) ** 0.5 * n.norm(dim=1) / projected.norm(dim=1).clamp(min=1e-30)
+        n = adam_step(self.adamw, projected, moments, adam_scalars)
+        return (n_columns / self.rank) ** 0.5 * n.norm(dim=1) / projected.norm(dim=1).clamp(min=TINY)

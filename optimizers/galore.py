@@ -5,12 +5,12 @@
 The columns of Q (columns, rank) are the leading right singular vectors of the gradient G of one published matrix, of q,
 k, v, gate and up each by itself, renewed at galore_interval. They come from subspace iteration, which begins where the
 last Q was (Q ← qr(Gᵀ G Q)) and ends with the eigenvectors of (G Q)ᵀ(G Q): products with G and small factorisations,
-where a full SVD of 8B's matrices would take minutes.
+where a full SVD of 8B's matrices would take minutes. With the scale of 0.25 the paper's learning rate is 0.01.
 
 The paper projects the shorter side. Here it is always the columns, for FSDP splits the rows: R, the moments and N then
 belong to the rank of their rows, and only sums of (columns, rank) travel, when Q is renewed. Each rank has all of Q.
-State for a matrix of (O, C): AdamW's of (O, rank), 32- or 8-bit, and 4·C·rank bytes. Embedding, head and norms keep
-AdamW.
+State for a matrix of (O, C): AdamW's of (O, rank), in 8 bits only if rank is a multiple of 256, and 4·C·rank bytes.
+Embedding, head and norms keep AdamW.
 
 Zhao et al., GaLore: Memory-Efficient LLM Training by Gradient Low-Rank Projection, 2024. https://arxiv.org/abs/2403.03507
 Halko et al., Finding Structure with Randomness, 2011 (subspace iteration). https://arxiv.org/abs/0909.4061
@@ -43,6 +43,7 @@ class GaLore(MatrixRule):
         return self.adamw.states(name, projected) | {"basis": (basis, torch.float32)}
 
     def update_matrices(self, shards, scalars, step, group):
+        adam_scalars = at_unit_rate(scalars)
         for shard in shards:
             basis, moments = shard.states["basis"], {k: x for k, x in shard.states.items() if k != "basis"}
             grad, parts = shard.grad.float(), local_parts(shard, group)
@@ -51,17 +52,24 @@ class GaLore(MatrixRule):
                     renew(q, g, scalars[0].isfinite(), None if step else zlib.crc32(shard.name.encode()), group)
             if grad.numel():
                 projected = torch.cat([g @ q for g, q in zip(grad.split(parts), basis, strict=True)])
-                n = adam_step(self.adamw, projected, moments, scalars)
+                n = adam_step(self.adamw, projected, moments, adam_scalars)
                 direction = torch.cat([x @ q.T for x, q in zip(n.split(parts), basis, strict=True)])
                 sgdw(shard.parameter, direction, shard.master, scalars, self.scale, self.adamw.weight_decay)
 
 
-def adam_step(adamw: AdamW, projected: torch.Tensor, moments: dict, scalars: torch.Tensor) -> torch.Tensor:
-    """Adam's step for a projected gradient, of its shape; without learning rate and decay. Updates the moments."""
+def at_unit_rate(scalars: torch.Tensor) -> torch.Tensor:
+    """The scalars of an update with a learning rate of -1: by it AdamW moves a zero to its step. Zeros do not decay."""
+    return torch.cat([scalars[:1], torch.full_like(scalars[:1], -1.0), scalars[2:]])
+
+
+def adam_step(adamw: AdamW, projected: torch.Tensor, moments: dict, adam_scalars: torch.Tensor) -> torch.Tensor:
+    """Adam's step for a projected gradient, of its shape; without learning rate and decay. Updates the moments.
+
+    adam_scalars: at_unit_rate(scalars), once for all matrices.
+    """
     n = torch.zeros_like(projected)
-    if n.numel():  # AdamW moves a zero by its step, with a learning rate of -1. Zeros do not decay.
-        for_step = torch.cat([scalars[:1], torch.full_like(scalars[:1], -1.0), scalars[2:]])
-        adamw.step_on_gpu(n, projected, n, moments, for_step)
+    if n.numel():
+        adamw.step_on_gpu(n, projected, n, moments, adam_scalars)
     return n
 
 

@@ -21,10 +21,10 @@ class LossScale:
         return self
 
     def inverse(self) -> torch.Tensor:
-        """What gradients are multiplied by to be a rank's own.
+        """What unscales the gradients: the loss is multiplied by scale / world_size.
 
-        They are world_size times its share of the step's until FSDP averages them, and float16 must hold them: so each
-        rank computes them with scale / world_size.
+        A rank's gradients are world_size times its share of the step's until FSDP averages them, and float16 must hold
+        them.
         """
         return world_size / self.scale
 

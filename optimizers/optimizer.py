@@ -113,10 +113,10 @@ class Optimizer:
         self.place.finish()
         found = {}
         for name, master in self.place.masters.items():
-            halves = master.dtype == torch.int16
-            found |= (
-                {(name, ""): self.parameters[name], (name, "lower_half"): master} if halves else {(name, ""): master}
-            )
+            if master.dtype == torch.int16:
+                found |= {(name, ""): self.parameters[name], (name, "lower_half"): master}
+            else:
+                found[name, ""] = master
             found |= {(name, state): x for state, x in self.place.states[name].items()}
         return {key: x.detach() for key, x in found.items()}
 

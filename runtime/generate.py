@@ -90,7 +90,9 @@ def generate(
                 yield arrived()
             if not any(running):
                 return
-            texts = [text[-(block_size // 2 + 1) :] if len(text) > block_size else text for text in texts]
+            keep = [block_size // 2 + 1 if len(text) > block_size else block_size for text in texts]
+            # One token of a row that has ended: if it stayed full, all rows would be read again before every token.
+            texts = [text[-n if runs else -1 :] for text, n, runs in zip(texts, keep, running, strict=True)]
             logits, longest = read_prompts(model, caches, texts), max(map(len, texts))
         else:
             logits, longest = step(tokens), longest + 1

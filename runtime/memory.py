@@ -3,7 +3,8 @@
     run = RunShape(batch_size=8)               # train.py's settings of the same names, for one rank
     peak_gib(config, run)                      # 28.5 for Llama 3.2 1B at 8 x 2,048 tokens
     print(table(config, run))                  # the parts at the peak, with the arithmetic
-    largest_batch(config, run, gib=24)         # what fits; memory_advice.py: which settings would lower the peak
+
+memory_advice.py says which batch fits in a card, and which settings would lower the peak.
 
 Where each byte goes, in bfloat16: n parameters, of which B a block and R the root (embedding, final norm, head; H: an
 untied head), L layers, N tokens, P ranks that share one copy of the model:

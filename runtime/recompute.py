@@ -133,8 +133,8 @@ def recomputed(layer, groups: int, x: torch.Tensor, cos, sin, doc_starts=None) -
     """The output (B, T, C) of a layer of model.py for its input x (B, T, C). Only x, cos, sin and doc_starts are kept
     for backward, and nothing if there is no backward, as in evaluation.
 
-    The sequences pass through the layer in `groups` groups. With more than one, their gradients of the weights are
-    summed in float32 and rounded once, and x's gradient overwrites the output's, which must not be read afterwards.
+    The sequences pass through the layer in `groups` groups. With more than one, the groups' gradients of the weights,
+    rounded to their dtype, are summed in float32, and x's gradient overwrites the output's, which is lost.
     A hook on a weight sees the gradient of each group, and then the sum (autograd.grad calls it too).
     """
     if not torch.is_grad_enabled():

@@ -77,3 +77,19 @@ def test_rows_without_a_gradient_stay_finite():
         before = weight.detach().clone()
         optimizer.step(0.1)
     assert torch.equal(weight[:3], before[:3]) and weight.isfinite().all() and not torch.equal(weight, before)
+
+
+@pytest.mark.parametrize("tiny", [1e-10, 1e-22, 1e-25, 1e-37])
+def test_a_row_whose_gradient_has_almost_vanished_takes_no_giant_step(tiny):
+    """Its squares are 0 in float32, its moments are not: of the step before."""
+    model = Llama(CONFIG)
+    model.init_weights(0)
+    optimizer = Optimizer(model, Apollo(AdamW(weight_decay=0.0), RANK), OnGPU())
+    weight = model.layers[0].attn.o_proj.weight
+    for factor in (1.0, tiny):
+        set_gradients(model)
+        weight.grad[0] *= factor
+        before = weight.detach().clone()
+        optimizer.step(0.1)
+    steps = (weight.detach() - before).norm(dim=1)
+    assert steps[0] <= 2 * steps[1:].max(), steps

@@ -77,6 +77,18 @@ def test_rows_end_before_an_end_token_and_the_batch_ends_with_its_last_row():
     assert len(ended) == max(n_first, n_second) + 1 < 30 and n_first != n_second
 
 
+def test_a_row_that_ended_with_a_full_context_does_not_have_the_others_read_again(monkeypatch):
+    model, prompts, reads = build(block_size=16, **PLAIN), [batch(1, n, seed=n)[0][0].tolist() for n in (16, 2)], []
+    eos = {texts(model, prompts[:1], n=1, temperature=0).item()}  # the full one ends at once
+    alone = [read_alone(model, prompts[1], 10)]
+    assert eos.isdisjoint(alone[0])
+    read = lambda *inputs: (reads.append(inputs), read_prompts(*inputs))[1]  # noqa: E731
+    monkeypatch.setattr("runtime.generate.read_prompts", read)
+    found = list(generate(model, prompts, 10, temperature=0, eos=eos))
+    assert [[tokens[1] for tokens in found]] == alone and {tokens[0] for tokens in found} == {None}
+    assert len(reads) == 2, f"{len(reads)} reads for 10 tokens"
+
+
 @pytest.mark.parametrize("settings", [PLAIN, {}])
 @torch.no_grad()
 def test_steps_give_the_logits_of_the_whole_text(settings):
