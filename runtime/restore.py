@@ -59,7 +59,7 @@ def find_start(out_dir: str, init_from: str) -> Path | None:
             stop(f"{init_from} holds {others}")
         lacks = "has no config.json"
     expected = "auto, scratch, resume, or a folder with Hugging Face's or Meta's weights"
-    stop(f"{init_from!r} {lacks}: init_from is {expected}")
+    stop(f"{init_from!r} {lacks}: init_from is {expected}. hf download NAME --local-dir FOLDER fetches such")
 
 
 def check_start(start: Path | None, out_dir: str, config: LlamaConfig, settings: dict, dataset: dict) -> None:
@@ -216,6 +216,10 @@ def _require_same_model(folder: Folder, resumes: bool, config, settings, dataset
     if tokenizer == "llama3" and not folder.run and "bos" not in dataset:
         known = f"<|begin_of_text|>, as {folder.path} is used to"
         print0(f"the documents of {settings['dataset']} do not begin with {known}: prepare.py now adds it")
+    if tokenizer != dataset["tokenizer"]:  # before vocab_size, which is the dataset's
+        found = f"{settings['dataset']} holds {dataset['tokenizer']} tokens"
+        prepare = f"prepare the data with --tokenizer {shlex.quote(str(folder.path))}, or change {setting}"
+        stop(f"{folder.path} was trained on {tokenizer} tokens, {found}: {prepare}")
     was, now = model, {name: getattr(config, name) for name in MODEL_SETTINGS}
     if (resumes and folder.run) or folder.adapter:
         was |= _state_settings(folder.run["settings"])
@@ -231,10 +235,6 @@ def _require_same_model(folder: Folder, resumes: bool, config, settings, dataset
         merge = f". python convert.py {folder.path} FOLDER merges adapters and base into weights to change it to"
         merge = merge if folder.adapter and "lora_rank" in differing else ""
         stop(f"{folder.path} has {differences}: pass {flags}, or change {setting}{merge}")
-    if tokenizer != dataset["tokenizer"]:
-        found = f"{settings['dataset']} holds {dataset['tokenizer']} tokens"
-        prepare = f"prepare the data with --tokenizer {shlex.quote(str(folder.path))}, or change {setting}"
-        stop(f"{folder.path} was trained on {tokenizer} tokens, {found}: {prepare}")
 
 
 def _state_settings(settings: dict) -> dict:

@@ -331,7 +331,7 @@ SLIPS = {  # the sentence: what was done to a folder
     "config.json: n_layer, n_head, ": says(num_attention_heads=0),
     "config.json is not JSON": writes("config.json", "{"),
     "config.json holds JSON of type list": writes("config.json", "[]"),
-    "was trained on gpt2 tokens": says(nanocria_tokenizer="gpt2"),
+    "was trained on gpt2 tokens": says(nanocria_tokenizer="gpt2", vocab_size=300),
     "model.safetensors is missing": renames(WEIGHTS, "weights"),
     "holds pickled weights, which are not read: save them with transformers as .safetensors": renames(
         WEIGHTS, "pytorch_model.bin"
