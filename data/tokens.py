@@ -128,9 +128,8 @@ def read_meta(folder: str | Path) -> dict:
     """Return the content of a dataset's meta.json. Raises FileNotFoundError or ValueError, saying how to make it."""
     path = Path(folder) / "meta.json"
     if not path.exists():
-        made = [
-            file.parent.name for name in ("meta.json", "prepare.py") for file in Path(folder).parent.glob(f"*/{name}")
-        ]
+        beside = Path(folder).parent
+        made = [file.parent.name for file in (*beside.glob("*/meta.json"), *beside.glob("*/prepare.py"))]
         near = did_you_mean(path.parent.name, {name: name for name in made})
         what = f"does not exist{near + ' Else' if near else ':'}"
         what = "has no meta.json, so it is not a finished dataset:" if path.parent.is_dir() else what

@@ -27,6 +27,7 @@ STATE_SETTINGS = {  # say what a checkpoint's tensors are; the value counts for 
     "optimizer": "adamw", "optimizer_bits": 32, "galore_rank": 128, "lora_rank": 0, "lora_alpha": 32.0,
     "base_dtype": "bfloat16",
 }  # fmt: skip
+FOLLOWING = ("files", "script", "_documents", "_bytes", "_per_byte")  # of meta.json: digests say whether data changed
 HARMLESS_SETTINGS = {  # which do not change what a run computes: a resume does not mention them
     "out_dir", "init_from", "eval_interval", "eval_first", "eval_only", "eval_iters", "log_interval", "keep_last",
     "async_save", "profile", "wandb_log", "wandb_project", "wandb_run_name", "device", "compile", "cuda_graph",
@@ -256,7 +257,7 @@ def _changes(run: dict, facts: dict) -> list[str]:
     if init_from not in ("auto", "scratch", "resume", was["init_from"]):
         changed.append(f"init_from {was['init_from']} -> {init_from} (not read: the run has begun)")
     return changed + [
-        f"the dataset's {name} {run['dataset'].get(name)} -> {value}"
+        f"the dataset's {name} {run['dataset'].get(name)!s:.12} -> {value!s:.12}"  # of a digest the beginning
         for name, value in facts["dataset"].items()
-        if run["dataset"].get(name, value) != value and name not in ("files", "script", "tokenizer_files")
+        if run["dataset"].get(name, value) != value and not name.endswith(FOLLOWING)
     ]
