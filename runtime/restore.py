@@ -233,7 +233,7 @@ def _require_same_model(folder: Folder, resumes: bool, config, settings, dataset
     if differing:
         differences = ", ".join(f"{name} {was[name]} (this run: {now[name]})" for name in differing)
         flags = " ".join(shlex.quote(f"--{name}={was[name]}") for name in differing)
-        merge = f". python convert.py {folder.path} FOLDER merges adapters and base into weights to change it to"
+        merge = f". To begin with adapters and base merged: python convert.py {folder.path} FOLDER, --init_from=FOLDER"
         merge = merge if folder.adapter and "lora_rank" in differing else ""
         stop(f"{folder.path} has {differences}: pass {flags}, or change {setting}{merge}")
 

@@ -400,7 +400,7 @@ def test_adapters_without_lora_rank_are_refused_with_both_ways_to_go_on(train, t
     message = slip(train, capsys, **TIED, init_from=tmp_path / "out", out_dir=tmp_path / "other")
     adapters = tmp_path / "out/step_000001"
     assert "pass --lora_rank=2 --lora_alpha=4.0, or change init_from. " in message
-    assert f"python convert.py {adapters} FOLDER merges adapters and base into weights to change it to" in message
+    assert f"To begin with adapters and base merged: python convert.py {adapters} FOLDER, --init_from=FOLDER" in message
     convert.convert(adapters, tmp_path / "merged", "float32")
     train(**TIED, init_from=tmp_path / "merged", out_dir=tmp_path / "other", max_iters=1)
 
