@@ -360,7 +360,7 @@ while step < max_iters and not stopping:
     if world_size > 1:
         dist.all_reduce(totals)
         totals /= world_size
-    # To log another number of the GPU's, add it to this stack, and pass it to log.step as name=number.
+    # To log another number of the GPU's, add it to this stack, and in finish() pass it to log.step as name=number.
     unfinished.append(send_to_cpu(torch.stack([*totals, grad_norm.to(device), loss_scale.to(device)])))
     step += 1
 

@@ -175,7 +175,9 @@ def parse(line: bytes, where: str, bad: Bad) -> list:
 def field_of(row: Any, field: str, where: str, bad: Bad) -> str | None:
     """The text of a row, or None for one that is left out."""
     if not isinstance(row, dict) or field not in row:
-        bad(f"{where} is not an object with the field {field!r}: set --field")
+        found = f"one with {', '.join(row) or 'none'}" if isinstance(row, dict) else type(row).__name__
+        said = "set --field. Conversations are data/chat/prepare.py's"
+        bad(f"{where} is not an object with the field {field!r} but {found}: {said}")
     elif not isinstance(row[field], str):
         bad(f"{where} has {field!r} of type {type(row[field]).__name__}, expected a string")
     else:

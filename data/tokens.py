@@ -24,6 +24,7 @@ from pathlib import Path
 
 import numpy as np
 
+from configurator import did_you_mean
 from data.files import display_path
 
 SPLITS = ("train", "val")
@@ -127,8 +128,12 @@ def read_meta(folder: str | Path) -> dict:
     """Return the content of a dataset's meta.json. Raises FileNotFoundError or ValueError, saying how to make it."""
     path = Path(folder) / "meta.json"
     if not path.exists():
-        what = "has no meta.json, so it is not a finished dataset" if path.parent.is_dir() else "does not exist"
-        raise FileNotFoundError(f"{folder} {what}: {how_to_prepare(folder)}")
+        beside = Path(folder).parent
+        made = [file.parent.name for file in (*beside.glob("*/meta.json"), *beside.glob("*/prepare.py"))]
+        near = did_you_mean(path.parent.name, {name: name for name in made})
+        what = f"does not exist{near + ' Else' if near else ':'}"
+        what = "has no meta.json, so it is not a finished dataset:" if path.parent.is_dir() else what
+        raise FileNotFoundError(f"{folder} {what} {how_to_prepare(folder)}")
     try:
         meta = json.loads(path.read_text())
         missing = {"tokenizer", "vocab_size", "dtype", "end_of_text", "val_bytes", "files"} - meta.keys()

@@ -48,7 +48,8 @@ class Tokenizer:
         ends = [id_of(token) for token in (*END_OF_TEXT_NAMES, self.eos_token) if id_of(token) is not None]
         if not ends:
             raise ValueError(
-                f"tokenizer {self.name} has no end-of-text token: no eos_token, none of {END_OF_TEXT_NAMES}"
+                f"tokenizer {self.name} has no end-of-text token: no eos_token, none of {END_OF_TEXT_NAMES}. If it has "
+                'another, name that in a tokenizer_config.json beside it, as in {"eos_token": "</s>"}'
             )
         self.end_of_text, eos = ends[0], config.get("eos_token_id")
         eos = eos if isinstance(eos, list) else [eos]

@@ -1,6 +1,7 @@
 """What an update rule says, all that places, checkpoints and memory.py ask: the default of each method.
 
-A new rule is one class here beside adamw.py, and a kernel; rules.py gives it a setting.
+A new rule is one class here beside adamw.py, a kernel or kernels/sgdw.py's, its name in train.py's setting `optimizer`
+and its case in rules.py. --offload calls its step_on_cpu, too.
 """
 
 from typing import NamedTuple

@@ -27,6 +27,7 @@ STATE_SETTINGS = {  # say what a checkpoint's tensors are; the value counts for 
     "optimizer": "adamw", "optimizer_bits": 32, "galore_rank": 128, "lora_rank": 0, "lora_alpha": 32.0,
     "base_dtype": "bfloat16",
 }  # fmt: skip
+FOLLOWING = ("files", "script", "_documents", "_bytes", "_per_byte")  # of meta.json: digests say whether data changed
 HARMLESS_SETTINGS = {  # which do not change what a run computes: a resume does not mention them
     "out_dir", "init_from", "eval_interval", "eval_first", "eval_only", "eval_iters", "log_interval", "keep_last",
     "async_save", "profile", "wandb_log", "wandb_project", "wandb_run_name", "device", "compile", "cuda_graph",
@@ -59,7 +60,7 @@ def find_start(out_dir: str, init_from: str) -> Path | None:
             stop(f"{init_from} holds {others}")
         lacks = "has no config.json"
     expected = "auto, scratch, resume, or a folder with Hugging Face's or Meta's weights"
-    stop(f"{init_from!r} {lacks}: init_from is {expected}")
+    stop(f"{init_from!r} {lacks}: init_from is {expected}. hf download NAME --local-dir FOLDER fetches such")
 
 
 def model_settings(start: Path | None, init_from: str, named: set[str]) -> dict:
@@ -229,6 +230,10 @@ def _require_same_model(folder: Folder, resumes: bool, config, settings, dataset
     if tokenizer == "llama3" and not folder.run and "bos" not in dataset:
         known = f"<|begin_of_text|>, as {folder.path} is used to"
         print0(f"the documents of {settings['dataset']} do not begin with {known}: prepare.py now adds it")
+    if tokenizer != dataset["tokenizer"]:  # before vocab_size, which is the dataset's
+        found = f"{settings['dataset']} holds {dataset['tokenizer']} tokens"
+        prepare = f"prepare the data with --tokenizer {shlex.quote(str(folder.path))}, or change {setting}"
+        stop(f"{folder.path} was trained on {tokenizer} tokens, {found}: {prepare}")
     was, now = model, {name: getattr(config, name) for name in MODEL_SETTINGS}
     if (resumes and folder.run) or folder.adapter:
         was |= _state_settings(folder.run["settings"])
@@ -241,13 +246,9 @@ def _require_same_model(folder: Folder, resumes: bool, config, settings, dataset
     if differing:
         differences = ", ".join(f"{name} {was[name]} (this run: {now[name]})" for name in differing)
         flags = " ".join(shlex.quote(f"--{name}={was[name]}") for name in differing)
-        merge = f". python convert.py {folder.path} FOLDER merges adapters and base into weights to change it to"
+        merge = f". To begin with adapters and base merged: python convert.py {folder.path} FOLDER, --init_from=FOLDER"
         merge = merge if folder.adapter and "lora_rank" in differing else ""
         stop(f"{folder.path} has {differences}: pass {flags}, or change {setting}{merge}")
-    if tokenizer != dataset["tokenizer"]:
-        found = f"{settings['dataset']} holds {dataset['tokenizer']} tokens"
-        prepare = f"prepare the data with --tokenizer {shlex.quote(str(folder.path))}, or change {setting}"
-        stop(f"{folder.path} was trained on {tokenizer} tokens, {found}: {prepare}")
 
 
 def _state_settings(settings: dict) -> dict:
@@ -269,7 +270,7 @@ def _changes(run: dict, facts: dict) -> list[str]:
     if init_from not in ("auto", "scratch", "resume", was["init_from"]):
         changed.append(f"init_from {was['init_from']} -> {init_from} (not read: the run has begun)")
     return changed + [
-        f"the dataset's {name} {run['dataset'].get(name)} -> {value}"
+        f"the dataset's {name} {run['dataset'].get(name)!s:.12} -> {value!s:.12}"  # of a digest the beginning
         for name, value in facts["dataset"].items()
-        if run["dataset"].get(name, value) != value and name not in ("files", "script", "tokenizer_files")
+        if run["dataset"].get(name, value) != value and not name.endswith(FOLLOWING)
     ]

@@ -115,7 +115,7 @@ class RunLog:
         shape = f"{run.batch_size} sequences x {config.block_size:,} tokens x {run.micro_steps} micro-batches"
         print0(f"step      {self.tokens_per_step:,} tokens = {shape} x {world_size} ranks")
         if warmup_iters >= steps:
-            print0(f"warm-up   of {warmup_iters:,} steps, as long as the run: the learning rate never reaches its peak")
+            print0(f"warm-up   of {warmup_iters:,} steps, in a run of {steps:,}: the learning rate never peaks")
         if self.device == "cpu" and self.flops_per_token * self.tokens_per_step > 1e14:
             print0("on a CPU  each step will take many minutes: config/baby_llama.py is made for CPUs")
 

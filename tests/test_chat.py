@@ -233,7 +233,7 @@ def test_several_processes_arrays_and_compressed_files_give_the_same_dataset(wri
 def test_a_tokenizer_without_template_and_an_answer_without_end_are_refused(written, tmp_path):
     (tmp_path / "endless.jinja").write_text(PLAIN.replace("eos_token", "''"))
     for template, error, message in (
-        (None, ValueError, "bytes has no chat template, and none of Llama 3's tokens: put .* with --template"),
+        (None, ValueError, "bytes has no chat template, and none of Llama 3's tokens: put .* with --template FILE"),
         (tmp_path / "endless.jinja", ValueError, "ends an answer with no special token"),
         (tmp_path / "none.jinja", OSError, "none.jinja cannot be read: No such file or directory"),
     ):

@@ -153,9 +153,10 @@ def test_data_that_was_prepared_anew_is_named_at_resume_even_where_the_counts_ag
     shutil.copytree(text_data, tmp_path / "data")
     train(dataset=tmp_path / "data")
     meta = json.loads((tmp_path / "data/meta.json").read_text())
-    (tmp_path / "data/meta.json").write_text(json.dumps(meta | {"train_sha256": "1234"}))
+    (tmp_path / "data/meta.json").write_text(json.dumps(meta | {"train_sha256": "1234", "train_bytes": 1}))
     train(dataset=tmp_path / "data", max_iters=9)
-    assert f"the dataset's train_sha256 {meta['train_sha256']} -> 1234 changed" in capsys.readouterr().out
+    said = f"with max_iters 8 -> 9, the dataset's train_sha256 {meta['train_sha256'][:12]} -> 1234 changed\n"
+    assert said in capsys.readouterr().out, "what says it, and not what follows from it"
     before = {name: value for name, value in meta.items() if name not in ("train_sha256", "val_sha256")}
     (tmp_path / "data/meta.json").write_text(json.dumps(before))
     train(dataset=tmp_path / "data", max_iters=10)

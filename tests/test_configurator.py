@@ -191,10 +191,10 @@ REFUSED = [
     (["--world=true"], "--world expects 0, 1, 2 or none, got 'true'"),
     *(([f"--rope_scaling={text}"], f"--rope_scaling expects a dict or none, got {text!r}")
       for text in ["{'a': }", "{[]: 1}", "[1]", "{" * 1000]),
-    (["config/llama_1b.py"], "config/llama_1b.py does not exist. Did you mean config/llama32_1b.py?"),
-    (["baby_lama"], "baby_lama does not exist. Did you mean config/baby_llama.py?"),
-    (["no/such.py"], "no/such.py does not exist"),
-    (["config"], "config is not a config file"),
+    (["config/llama_1b.py"], "config file config/llama_1b.py does not exist. Did you mean config/llama32_1b.py?"),
+    (["baby_lama"], "config file baby_lama does not exist. Did you mean config/baby_llama.py?"),
+    (["no/such.py"], "config file no/such.py does not exist"),
+    (["config"], "config file config is no file"),
     (["x.json"], "x.json is no config file: it must be a .py of assignments, such as batch_size = 4"),
 ]  # fmt: skip
 

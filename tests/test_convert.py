@@ -331,7 +331,7 @@ SLIPS = {  # the sentence: what was done to a folder
     "config.json: n_layer, n_head, ": says(num_attention_heads=0),
     "config.json is not JSON": writes("config.json", "{"),
     "config.json holds JSON of type list": writes("config.json", "[]"),
-    "was trained on gpt2 tokens": says(nanocria_tokenizer="gpt2"),
+    "was trained on gpt2 tokens": says(nanocria_tokenizer="gpt2", vocab_size=300),
     "model.safetensors is missing": renames(WEIGHTS, "weights"),
     "holds pickled weights, which are not read: save them with transformers as .safetensors": renames(
         WEIGHTS, "pytorch_model.bin"
@@ -420,7 +420,7 @@ def test_adapters_without_lora_rank_are_refused_with_both_ways_to_go_on(train, t
     message = slip(train, capsys, **TIED, init_from=tmp_path / "out", out_dir=tmp_path / "other")
     adapters = tmp_path / "out/step_000001"
     assert "pass --lora_rank=2 --lora_alpha=4.0, or change init_from. " in message
-    assert f"python convert.py {adapters} FOLDER merges adapters and base into weights to change it to" in message
+    assert f"To begin with adapters and base merged: python convert.py {adapters} FOLDER, --init_from=FOLDER" in message
     convert.convert(adapters, tmp_path / "merged", "float32")
     train(**TIED, init_from=tmp_path / "merged", out_dir=tmp_path / "other", max_iters=1)
 

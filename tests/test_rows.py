@@ -88,7 +88,7 @@ def test_json_in_folders_is_data_if_it_has_the_field_else_text(tmp_path, read, c
     assert read({"rows.json": LINES} | others) == sorted([*TEXTS, *others.values()])
     assert f"JSON without the field 'text' read as text: 1 ({tmp_path}/other.json)" in capsys.readouterr().out
     for name, message in (
-        ("other.json", "other.json:1 is not an object with the field 'text': set --field"),
+        ("other.json", "other.json:1 is not an object with the field 'text' but one with name: set --field"),
         ("package.json", "package.json is JSON, but neither an array of objects nor one object a line"),
     ):
         with pytest.raises(ValueError, match=message):
@@ -98,14 +98,14 @@ def test_json_in_folders_is_data_if_it_has_the_field_else_text(tmp_path, read, c
 
 
 BROKEN = {
-    "null": "is not an object with the field 'text': set --field",
+    "null": "is not an object with the field 'text' but NoneType: set --field",
     "{broken": "is not JSON: ",
     "[" * 100_000: "is not JSON: .* a JSON array",
     "1" * 5000: "is not JSON: Exceeds the limit",
     '{"text": null}': "has 'text' of type NoneType, expected a string",
     '{"text": 7}': "has 'text' of type int, expected a string",
-    '{"title": 1}': "is not an object with the field 'text': set --field",
-    "[1, 2]": "is not an object with the field 'text': set --field",
+    '{"title": 1, "messages": []}': "is not .* 'text' but one with title, messages: set --field.* data/chat/prepare.py",
+    "[1, 2]": "is not an object with the field 'text' but list: set --field",
     '{"text": "\xff"}': "is not UTF-8 text",
 }
 

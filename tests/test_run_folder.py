@@ -105,7 +105,8 @@ def test_checkpoints_are_ordered_by_number(tmp_path):
 
 def test_a_name_that_no_folder_can_have_is_told(train, tmp_path, capsys):
     assert "File name too long" in slip(train, capsys, out_dir="o" * 300)
-    assert "is no folder: init_from is auto, " in slip(train, capsys, init_from="i" * 300)
+    message = slip(train, capsys, init_from="meta-llama/" + "i" * 300)  # a name on Hugging Face's hub, and long
+    assert "is no folder: init_from is auto, " in message and "hf download NAME --local-dir FOLDER" in message
     (tmp_path / "link").symlink_to(tmp_path / "disk" / "runs")
     sentence = f"out_dir is {tmp_path}/link, a link to a place that does not exist: name a folder\n"
     assert slip(train, capsys, out_dir=tmp_path / "link") == sentence

@@ -101,7 +101,7 @@ def test_a_config_without_its_dataset_names_the_command_that_makes_it(train, cap
 
 def test_a_warm_up_that_never_ends_is_mentioned_and_a_config_for_a_cuda_graph_trains_on_a_cpu(train, capsys):
     train(warmup_iters=2, max_iters=2, lr_decay_iters=2, cuda_graph=True, offload="optimizer")
-    said = "warm-up   of 2 steps, as long as the run: the learning rate never reaches its peak"
+    said = "warm-up   of 2 steps, in a run of 2: the learning rate never peaks"
     assert said in capsys.readouterr().out
 
 

@@ -101,6 +101,8 @@ def test_an_interrupted_shard_has_no_record_that_says_it_is_another(tmp_path, mo
 def test_missing_or_incomplete_dataset_error_has_the_prepare_command(tmp_path):
     with pytest.raises(FileNotFoundError, match="does not exist: run python data/text/prepare.py --input .* --out"):
         Tokens(tmp_path / "mine", "train")
+    with pytest.raises(FileNotFoundError, match=r"does not exist\. Did you mean fineweb_edu\? Else run python "):
+        Tokens(Path(write.__file__).parent / "fineweb", "train")
     (tmp_path / "prepare.py").touch()
     with pytest.raises(FileNotFoundError, match=f"not a finished dataset: run python {tmp_path}/prepare.py"):
         Tokens(tmp_path, "train")

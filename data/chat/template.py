@@ -41,7 +41,7 @@ def template_of(tokenizer: Tokenizer) -> str:
     if tokenizer.chat_template is None and "<|eot_id|>" not in tokenizer.special_tokens:
         raise ValueError(
             f"tokenizer {tokenizer.name} has no chat template, and none of Llama 3's tokens: put a chat_template.jinja "
-            "beside its files, or finetune on what data/chat/prepare.py makes of conversations with --template"
+            "beside its files, or prepare conversations with --template FILE and finetune on them"
         )
     return LLAMA3_TEMPLATE if tokenizer.chat_template is None else tokenizer.chat_template
 
