@@ -15,6 +15,18 @@ TINY = dict(
 )  # fmt: skip
 
 
+def hf_llama(c):
+    """transformers' model with a config of ours, and its own first weights."""
+    transformers = pytest.importorskip("transformers")
+    config = transformers.LlamaConfig(
+        num_hidden_layers=c.n_layer, num_attention_heads=c.n_head, num_key_value_heads=c.n_kv_head,
+        hidden_size=c.n_embd, intermediate_size=c.ffn_dim, vocab_size=c.vocab_size, rms_norm_eps=c.norm_eps,
+        max_position_embeddings=c.block_size, tie_word_embeddings=c.tie_embeddings, rope_theta=c.rope_theta,
+        rope_scaling=c.rope_scaling and {"rope_type": "llama3", **c.rope_scaling}, attn_implementation="sdpa",
+    )  # fmt: skip
+    return transformers.LlamaForCausalLM(config)
+
+
 def publish(folder, says=None, ascii_only=False, **config):
     """Writes a model of transformers' to a folder; says: what else its config.json says, None: without it. Returns it.
 

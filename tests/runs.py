@@ -58,6 +58,13 @@ def edit_run(checkpoint, **changes):
     (checkpoint / "run.json").write_bytes(checkpoint_folder._seal(body))
 
 
+def damage(path, place=0.9):
+    """One bit of a file, at a place between its start, 0, and its end, 1."""
+    content = bytearray(path.read_bytes())
+    content[int(len(content) * place)] ^= 0x10
+    path.write_bytes(content)
+
+
 def numbers(out_dir, name):
     return np.array([line[name] for line in metrics(out_dir) if name in line])
 

@@ -29,6 +29,7 @@ from tests.runs import (
     SHORT,
     SMALL,
     assert_close,
+    damage,
     edit_run,
     flags,
     losses,
@@ -176,13 +177,6 @@ def test_a_trained_model_is_read_in_one_line_without_its_optimizer_file_too_but_
         checkpoint.load_model(path)
     with pytest.raises(ValueError, match="holds no checkpoint"):
         checkpoint.load_model(str(tmp_path))
-
-
-def damage(path, place=0.9):
-    """One bit of a file, at a place between its start, 0, and its end, 1."""
-    content = bytearray(path.read_bytes())
-    content[int(len(content) * place)] ^= 0x10
-    path.write_bytes(content)
 
 
 def edit_bytes(file, change):

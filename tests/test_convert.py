@@ -19,7 +19,7 @@ from runtime.checkpoint import load_model
 from runtime.checkpoint_folder import open_folder
 from runtime.hf_config import read_config
 from runtime.hf_names import hf_names
-from tests.published import edit_config
+from tests.published import edit_config, hf_llama
 from tests.runs import ROOT, SHORT, SMALL, machines_of, run, run_ranks, slip
 
 pytestmark = pytest.mark.usefixtures("plain_pytorch_on_one_core")
@@ -34,16 +34,8 @@ UNTIED = {"tie_embeddings": False, "n_kv_head": 4, "rope_theta": 10000.0, "norm_
 def publish(folder, settings, **options):
     """Random weights of a model with these settings, as transformers saves them; returns its model."""
     shape = {name: value for name, value in SMALL.items() if name in LlamaConfig.__dataclass_fields__}
-    c = LlamaConfig(**shape | settings)
     torch.manual_seed(3)
-    theirs = transformers.LlamaForCausalLM(
-        transformers.LlamaConfig(
-            num_hidden_layers=c.n_layer, num_attention_heads=c.n_head, num_key_value_heads=c.n_kv_head,
-            hidden_size=c.n_embd, intermediate_size=c.ffn_dim, vocab_size=c.vocab_size, rms_norm_eps=c.norm_eps,
-            max_position_embeddings=c.block_size, tie_word_embeddings=c.tie_embeddings, rope_theta=c.rope_theta,
-            rope_scaling=c.rope_scaling and {"rope_type": "llama3", **c.rope_scaling},
-        )
-    )  # fmt: skip
+    theirs = hf_llama(LlamaConfig(**shape | settings))
     theirs.save_pretrained(folder, **options)
     return theirs
 
