@@ -97,7 +97,7 @@ def short_documents(tmp_path_factory):
 
 @pytest.fixture(scope="session")
 def alone(text_data, tmp_path_factory):
-    return run_alone(text_data, tmp_path_factory.mktemp("alone"))
+    return run_alone(text_data, tmp_path_factory.mktemp("alone"), max_iters=20)
 
 
 @pytest.fixture

@@ -161,9 +161,10 @@ def machines_of(folder, ranks):
     return wrapped(folder, f"os.environ['LOCAL_WORLD_SIZE'] = '{ranks}'")
 
 
-def run_alone(text_data, out_dir, **changes):
-    """A run of 20 steps by one process, with a checkpoint every ten; returns its folder."""
-    done = run(LONGER | changes | {"dataset": text_data, "out_dir": out_dir})
+def run_alone(text_data, out_dir, max_iters=10, **changes):
+    """A run by one process, of ten steps and with a checkpoint in their middle; returns its folder."""
+    settings = LONGER | dict(dataset=text_data, out_dir=out_dir, max_iters=max_iters, eval_interval=max_iters // 2)
+    done = run(settings | changes)
     assert done.returncode == 0, done.stderr
     return out_dir
 
