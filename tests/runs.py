@@ -156,6 +156,10 @@ def wrapped(folder, before, after=""):
     return script
 
 
+# A line for a script, in which no file may then grow beyond these bytes.
+FULL_DISK = "import resource; resource.setrlimit(resource.RLIMIT_FSIZE, (50_000, 50_000))"
+
+
 def machines_of(folder, ranks):
     """A script that runs train.py as if every so many ranks had a machine of their own."""
     return wrapped(folder, f"os.environ['LOCAL_WORLD_SIZE'] = '{ranks}'")

@@ -20,7 +20,7 @@ from runtime.checkpoint_folder import open_folder
 from runtime.hf_config import read_config
 from runtime.hf_names import hf_names
 from tests.published import edit_config, hf_llama
-from tests.runs import ROOT, SHORT, SMALL, machines_of, run, run_ranks, slip
+from tests.runs import FULL_DISK, ROOT, SHORT, SMALL, machines_of, run, run_ranks, slip
 
 pytestmark = pytest.mark.usefixtures("plain_pytorch_on_one_core")
 transformers = pytest.importorskip("transformers")
@@ -425,8 +425,7 @@ def test_a_slip_or_a_full_disk_ends_convert_py_with_a_sentence_and_leaves_nothin
     done = run([tmp_path / "nowhere", tmp_path / "hf"], "convert.py")
     assert done.returncode == 1 and done.stderr.startswith(f"{tmp_path}/nowhere holds no checkpoint"), done.stderr
     (tmp_path / "limited.py").write_text(
-        f"import resource, runpy, sys; sys.path.insert(0, {str(ROOT)!r})\n"
-        "resource.setrlimit(resource.RLIMIT_FSIZE, (50_000, 50_000))\n"
+        f"import runpy, sys; sys.path.insert(0, {str(ROOT)!r})\n{FULL_DISK}\n"
         f"runpy.run_path({str(ROOT / 'convert.py')!r}, run_name='__main__')\n"
     )
     done = run([alone, tmp_path / "hf"], tmp_path / "limited.py")
