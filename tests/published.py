@@ -4,6 +4,7 @@ import json
 
 import pytest
 
+from runtime.checkpoint import load_model
 from tests.datasets import package_file
 
 SMOLLM2 = "SmolLM2-135M-Instruct.Q4_1.gguf"
@@ -25,6 +26,17 @@ def hf_llama(c):
         rope_scaling=c.rope_scaling and {"rope_type": "llama3", **c.rope_scaling}, attn_implementation="sdpa",
     )  # fmt: skip
     return transformers.LlamaForCausalLM(config)
+
+
+def assert_same_model(path, theirs):
+    """A folder that we read, and transformers' model, or the folder that it reads: they have the same logits."""
+    transformers, torch = pytest.importorskip("transformers"), pytest.importorskip("torch")
+    if not isinstance(theirs, torch.nn.Module):
+        theirs = transformers.AutoModelForCausalLM.from_pretrained(theirs, dtype=torch.float32)
+    tokens = torch.randint(257, (2, 24), generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        expected, found = theirs(tokens).logits, load_model(path)(tokens)
+    assert expected.std() > 0.01 and (found - expected).abs().max() < 2e-5 * expected.abs().max()
 
 
 def publish(folder, says=None, ascii_only=False, **config):

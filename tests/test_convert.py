@@ -19,7 +19,7 @@ from runtime.checkpoint import load_model
 from runtime.checkpoint_folder import open_folder
 from runtime.hf_config import read_config
 from runtime.hf_names import hf_names
-from tests.published import edit_config, hf_llama
+from tests.published import assert_same_model, edit_config, hf_llama
 from tests.runs import FULL_DISK, ROOT, SHORT, SMALL, machines_of, run, run_ranks, slip
 
 pytestmark = pytest.mark.usefixtures("plain_pytorch_on_one_core")
@@ -57,15 +57,6 @@ def convert_to_hf(tmp_path, monkeypatch):
         return tmp_path / folder
 
     return convert_to_hf
-
-
-@torch.no_grad()
-def assert_same_model(path, folder):
-    """A checkpoint of ours and a folder of theirs, read by transformers."""
-    theirs = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-    tokens = torch.randint(257, (2, 24), generator=torch.Generator().manual_seed(0))
-    expected = theirs(tokens).logits
-    assert expected.std() > 0.01 and (load_model(path)(tokens) - expected).abs().max() < 2e-5 * expected.abs().max()
 
 
 def assert_equal_weights(path, other):
