@@ -1,6 +1,7 @@
 """Without a GPU the tests run the kernels through Triton's interpreter: asked for before anything imports Triton."""
 
 import contextlib
+import gc
 import os
 from types import SimpleNamespace
 
@@ -17,6 +18,7 @@ def keep_patches(interpreter):
     patch, patched = interpreter._patch_lang, set()
 
     def patch_once(fn):
+        gc.collect(1)  # a launch is a cycle that holds its arguments; the patches made so many objects that it went
         if fn.__module__ not in patched:
             patched.add(fn.__module__)
             patch(fn)
