@@ -379,7 +379,7 @@ def in_another_process(code, **environment):
 
 SHAPES = [
     (5, 1, FP32), (7, 3, FP32), (1, 64, FP16), (6, 70, FP16), (6, 70, BF16), (6, 128, FP64),
-    (37, 257, FP16), (9, WIDE, FP32), (9, WIDE, BF16),
+    (37, 257, FP16), (6, WIDE, FP32), (2, WIDE, BF16),
 ]  # fmt: skip
 
 
@@ -536,7 +536,7 @@ def test_nothing_is_written_outside_the_results(name, monkeypatch):
 
 @each_operation
 def test_runs_repeat_bit_for_bit_and_so_does_activation_checkpointing(name):
-    function, *arguments = arguments_of(name, *((3000, 1000) if HAS_GPU else (16, 70)))
+    function, *arguments = arguments_of(name, *((3000, 1000) if HAS_GPU else ()))
     first = run(function, *arguments)
     for _ in range(4 if HAS_GPU else 1):
         assert_same(run(function, *arguments), first, name)

@@ -14,6 +14,7 @@ import torch.distributed as dist
 import kernels.launch
 from data.tokenizer import get_tokenizer
 from data.write import write_dataset
+from runtime.run_log import RunLog
 from tests.runs import LONGER, PLAIN, ROOT, SHORT, SMALL, flags, prose, run_alone, run_ranks
 
 
@@ -64,6 +65,7 @@ def plain_pytorch_on_one_core(monkeypatch):
 @pytest.fixture
 def train(text_data, tmp_path, monkeypatch):
     """train(**settings) runs train.py in this process and returns its globals; files go to tmp_path/out."""
+    monkeypatch.setattr(RunLog, "draw", lambda log: (log.out_dir / "loss.png").touch())  # longer than the training
     numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
     handlers = {number: signal.getsignal(number) for number in numbers}
 
@@ -95,7 +97,7 @@ def short_documents(tmp_path_factory):
 
 @pytest.fixture(scope="session")
 def alone(text_data, tmp_path_factory):
-    return run_alone(text_data, tmp_path_factory.mktemp("alone"))
+    return run_alone(text_data, tmp_path_factory.mktemp("alone"), max_iters=20)
 
 
 @pytest.fixture

@@ -102,8 +102,10 @@ def next_run(requests):
 
 
 if __name__ == "__main__":
-    # Not our own modules: runtime/distributed.py reads the environment when it is imported.
+    # Of our own modules the kernels alone: runtime/distributed.py reads the environment when it is imported.
     import runpy
+
+    sys.path[0] = str(Path(__file__).parents[1])
 
     import requests  # noqa: F401
     import tiktoken  # noqa: F401
@@ -111,4 +113,7 @@ if __name__ == "__main__":
     import torch.distributed.fsdp  # noqa: F401
     import triton.language  # noqa: F401
 
+    import kernels  # noqa: F401
+
+    sys.modules["matplotlib"] = None  # to draw the losses takes longer than to train
     runpy.run_path(next_run(socket.socket(fileno=os.dup(0))), run_name="__main__")

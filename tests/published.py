@@ -4,6 +4,7 @@ import json
 
 import pytest
 
+from runtime.checkpoint import load_model
 from tests.datasets import package_file
 
 SMOLLM2 = "SmolLM2-135M-Instruct.Q4_1.gguf"
@@ -13,6 +14,29 @@ TINY = dict(
     num_key_value_heads=2, max_position_embeddings=128, rope_theta=10000.0, tie_word_embeddings=True,
     rope_scaling={"rope_type": "llama3", **SCALING}, bos_token_id=256, eos_token_id=256,
 )  # fmt: skip
+
+
+def hf_llama(c):
+    """transformers' model with a config of ours, and its own first weights."""
+    transformers = pytest.importorskip("transformers")
+    config = transformers.LlamaConfig(
+        num_hidden_layers=c.n_layer, num_attention_heads=c.n_head, num_key_value_heads=c.n_kv_head,
+        hidden_size=c.n_embd, intermediate_size=c.ffn_dim, vocab_size=c.vocab_size, rms_norm_eps=c.norm_eps,
+        max_position_embeddings=c.block_size, tie_word_embeddings=c.tie_embeddings, rope_theta=c.rope_theta,
+        rope_scaling=c.rope_scaling and {"rope_type": "llama3", **c.rope_scaling}, attn_implementation="sdpa",
+    )  # fmt: skip
+    return transformers.LlamaForCausalLM(config)
+
+
+def assert_same_model(path, theirs):
+    """A folder that we read, and transformers' model, or the folder that it reads: they have the same logits."""
+    transformers, torch = pytest.importorskip("transformers"), pytest.importorskip("torch")
+    if not isinstance(theirs, torch.nn.Module):
+        theirs = transformers.AutoModelForCausalLM.from_pretrained(theirs, dtype=torch.float32)
+    tokens = torch.randint(257, (2, 24), generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        expected, found = theirs(tokens).logits, load_model(path)(tokens)
+    assert expected.std() > 0.01 and (found - expected).abs().max() < 2e-5 * expected.abs().max()
 
 
 def publish(folder, says=None, ascii_only=False, **config):

@@ -58,6 +58,13 @@ def edit_run(checkpoint, **changes):
     (checkpoint / "run.json").write_bytes(checkpoint_folder._seal(body))
 
 
+def damage(path, place=0.9):
+    """One bit of a file, at a place between its start, 0, and its end, 1."""
+    content = bytearray(path.read_bytes())
+    content[int(len(content) * place)] ^= 0x10
+    path.write_bytes(content)
+
+
 def numbers(out_dir, name):
     return np.array([line[name] for line in metrics(out_dir) if name in line])
 
@@ -149,14 +156,19 @@ def wrapped(folder, before, after=""):
     return script
 
 
+# A line for a script, in which no file may then grow beyond these bytes.
+FULL_DISK = "import resource; resource.setrlimit(resource.RLIMIT_FSIZE, (50_000, 50_000))"
+
+
 def machines_of(folder, ranks):
     """A script that runs train.py as if every so many ranks had a machine of their own."""
     return wrapped(folder, f"os.environ['LOCAL_WORLD_SIZE'] = '{ranks}'")
 
 
-def run_alone(text_data, out_dir, **changes):
-    """A run of 20 steps by one process, with a checkpoint every ten; returns its folder."""
-    done = run(LONGER | changes | {"dataset": text_data, "out_dir": out_dir})
+def run_alone(text_data, out_dir, max_iters=10, **changes):
+    """A run by one process, of ten steps and with a checkpoint in their middle; returns its folder."""
+    settings = LONGER | dict(dataset=text_data, out_dir=out_dir, max_iters=max_iters, eval_interval=max_iters // 2)
+    done = run(settings | changes)
     assert done.returncode == 0, done.stderr
     return out_dir
 

@@ -6,6 +6,7 @@ import pytest
 
 from benchmarks import generate, record, runner
 
+pytestmark = pytest.mark.usefixtures("plain_pytorch_on_one_core")
 TINY = {"n_layer": 2, "n_head": 4, "n_kv_head": 2, "n_embd": 32, "ffn_dim": 96, "vocab_size": 257}
 AT = {"config": "config/baby_llama.py", "batch": 3, "prompt": 8, "tokens": 6}
 

@@ -4,8 +4,6 @@ import json
 import os
 import re
 import shlex
-import subprocess
-import sys
 
 import pytest
 
@@ -13,6 +11,7 @@ from benchmarks import estimate, record, report, runner, snapshot
 from benchmarks.peers import llama_config
 from configurator import SettingError
 from runtime import memory, memory_advice
+from tests.runs import run, start
 
 LLAMA_1B = "config/llama32_1b.py"
 
@@ -312,19 +311,16 @@ def test_the_estimate_shows_the_first_that_fits_and_settings_choose_another():
     assert not found["fits"] and "it does not fit" in text and found["batch_size"] == 1
 
 
-def test_a_reader_that_has_read_enough_is_no_error(tmp_path):
+def test_a_reader_that_has_read_enough_is_no_error():
     reader, writer = os.pipe()
     os.close(reader)
-    command = [sys.executable, str(record.ROOT / "bench.py"), "estimate", "--help"]
-    done = subprocess.run(command, stdout=writer, stderr=subprocess.PIPE, text=True, cwd=tmp_path)
-    os.close(writer)
-    assert (done.returncode, done.stderr) == (0, "")
+    with os.fdopen(writer, "w") as closed:
+        process = start(["estimate", "--help"], "bench.py", stdout=closed)
+        assert process.communicate() == ("", "") and process.returncode == 0
 
 
 def test_the_estimate_needs_no_gpu_and_ends_with_a_line_of_json():
-    environment = os.environ | {"CUDA_VISIBLE_DEVICES": ""}
-    command = [sys.executable, "bench.py", "estimate", "--card=24"]
-    done = subprocess.run(command, capture_output=True, text=True, cwd=record.ROOT, env=environment)
+    done = run(["estimate", "--card=24"], "bench.py", CUDA_VISIBLE_DEVICES="")
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout.splitlines()[-1])["usable_gib"] == 22.5
     assert "24.0 GiB - 1.5 for the CUDA context and the allocator's reserve = 22.5 GiB" in done.stdout

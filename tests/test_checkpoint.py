@@ -9,8 +9,6 @@ import os
 import pickle
 import re
 import shutil
-import subprocess
-import sys
 import threading
 import time
 from pathlib import Path
@@ -24,19 +22,21 @@ from optimizers.on_cpu import OnCPU
 from runtime import checkpoint, checkpoint_folder, memory_advice, memory_stats, restore, run_folder, safetensors_file
 from runtime.checkpoint_folder import read_run
 from tests.runs import (
+    FULL_DISK,
     LONGER,
-    ROOT,
     SHORT,
     SMALL,
     assert_close,
+    damage,
     edit_run,
-    flags,
     losses,
     machines_of,
     metrics,
+    run,
     run_ranks,
     slip,
     step_losses,
+    wrapped,
 )
 
 pytestmark = pytest.mark.usefixtures("plain_pytorch_on_one_core")
@@ -177,13 +177,6 @@ def test_a_trained_model_is_read_in_one_line_without_its_optimizer_file_too_but_
         checkpoint.load_model(path)
     with pytest.raises(ValueError, match="holds no checkpoint"):
         checkpoint.load_model(str(tmp_path))
-
-
-def damage(path, place=0.9):
-    """One bit of a file, at a place between its start, 0, and its end, 1."""
-    content = bytearray(path.read_bytes())
-    content[int(len(content) * place)] ^= 0x10
-    path.write_bytes(content)
 
 
 def edit_bytes(file, change):
@@ -376,20 +369,10 @@ def test_what_cannot_be_deleted_stops_no_save(train, tmp_path, capsys, monkeypat
     assert [path.name for path in run_folder.checkpoints(tmp_path / "out")] == ["step_000006", "step_000008"]
 
 
-def limited(settings, max_bytes):
-    """train.py where no file may grow beyond max_bytes, as on a full disk."""
-    script = (
-        f"import resource, runpy, sys; sys.argv[0] = 'train.py'; "
-        f"resource.setrlimit(resource.RLIMIT_FSIZE, ({max_bytes}, {max_bytes})); "
-        f"runpy.run_path('train.py', run_name='__main__')"
-    )
-    return subprocess.run([sys.executable, "-c", script, *flags(settings)], cwd=ROOT, capture_output=True, text=True)
-
-
 def test_a_disk_that_stays_full_ends_the_run_with_a_sentence_and_leaves_what_was_there(train, text_data, tmp_path):
     settings = SMALL | SHORT | dict(dataset=text_data, out_dir=tmp_path / "out")
     train(**settings | {"max_iters": 4, "lr_decay_iters": 8})
-    done = limited(settings | {"lr_decay_iters": 8}, max_bytes=50_000)
+    done = run(settings | {"lr_decay_iters": 8}, wrapped(tmp_path, FULL_DISK))
     assert done.returncode == 1 and "Traceback" not in done.stderr, done.stderr
     assert "NOT SAVED: " in done.stdout and f"The newest checkpoint is {tmp_path}/out/step_000004" in done.stdout
     assert "the last checkpoint was not written (" in done.stdout, done.stdout

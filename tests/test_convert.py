@@ -19,8 +19,8 @@ from runtime.checkpoint import load_model
 from runtime.checkpoint_folder import open_folder
 from runtime.hf_config import read_config
 from runtime.hf_names import hf_names
-from tests.published import edit_config
-from tests.runs import ROOT, SHORT, SMALL, machines_of, run, run_ranks, slip
+from tests.published import assert_same_model, edit_config, hf_llama
+from tests.runs import FULL_DISK, ROOT, SHORT, SMALL, machines_of, run, run_ranks, slip
 
 pytestmark = pytest.mark.usefixtures("plain_pytorch_on_one_core")
 transformers = pytest.importorskip("transformers")
@@ -34,16 +34,8 @@ UNTIED = {"tie_embeddings": False, "n_kv_head": 4, "rope_theta": 10000.0, "norm_
 def publish(folder, settings, **options):
     """Random weights of a model with these settings, as transformers saves them; returns its model."""
     shape = {name: value for name, value in SMALL.items() if name in LlamaConfig.__dataclass_fields__}
-    c = LlamaConfig(**shape | settings)
     torch.manual_seed(3)
-    theirs = transformers.LlamaForCausalLM(
-        transformers.LlamaConfig(
-            num_hidden_layers=c.n_layer, num_attention_heads=c.n_head, num_key_value_heads=c.n_kv_head,
-            hidden_size=c.n_embd, intermediate_size=c.ffn_dim, vocab_size=c.vocab_size, rms_norm_eps=c.norm_eps,
-            max_position_embeddings=c.block_size, tie_word_embeddings=c.tie_embeddings, rope_theta=c.rope_theta,
-            rope_scaling=c.rope_scaling and {"rope_type": "llama3", **c.rope_scaling},
-        )
-    )  # fmt: skip
+    theirs = hf_llama(LlamaConfig(**shape | settings))
     theirs.save_pretrained(folder, **options)
     return theirs
 
@@ -65,15 +57,6 @@ def convert_to_hf(tmp_path, monkeypatch):
         return tmp_path / folder
 
     return convert_to_hf
-
-
-@torch.no_grad()
-def assert_same_model(path, folder):
-    """A checkpoint of ours and a folder of theirs, read by transformers."""
-    theirs = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-    tokens = torch.randint(257, (2, 24), generator=torch.Generator().manual_seed(0))
-    expected = theirs(tokens).logits
-    assert expected.std() > 0.01 and (load_model(path)(tokens) - expected).abs().max() < 2e-5 * expected.abs().max()
 
 
 def assert_equal_weights(path, other):
@@ -453,8 +436,7 @@ def test_a_slip_or_a_full_disk_ends_convert_py_with_a_sentence_and_leaves_nothin
     done = run([tmp_path / "nowhere", tmp_path / "hf"], "convert.py")
     assert done.returncode == 1 and done.stderr.startswith(f"{tmp_path}/nowhere holds no checkpoint"), done.stderr
     (tmp_path / "limited.py").write_text(
-        f"import resource, runpy, sys; sys.path.insert(0, {str(ROOT)!r})\n"
-        "resource.setrlimit(resource.RLIMIT_FSIZE, (50_000, 50_000))\n"
+        f"import runpy, sys; sys.path.insert(0, {str(ROOT)!r})\n{FULL_DISK}\n"
         f"runpy.run_path({str(ROOT / 'convert.py')!r}, run_name='__main__')\n"
     )
     done = run([alone, tmp_path / "hf"], tmp_path / "limited.py")

@@ -38,7 +38,12 @@ def train(train_on_ranks):
     return train_on_ranks
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
+def alone(text_data, tmp_path_factory):
+    return run_alone(text_data, tmp_path_factory.mktemp("alone"))
+
+
+@pytest.fixture(scope="module")
 def alone_untied(text_data, tmp_path_factory):
     return run_alone(text_data, tmp_path_factory.mktemp("alone_untied"), **UNTIED)
 
@@ -62,9 +67,8 @@ def alone_untied(text_data, tmp_path_factory):
     ids=str,
 )
 def test_losses_do_not_depend_on_the_number_of_ranks(train, request, tmp_path, ranks, settings):
-    launch = run_ranks if settings else run_torchrun  # which costs three imports of PyTorch
     alone = request.getfixturevalue("alone_untied" if "tie_embeddings" in settings else "alone")
-    check_ranks(train, alone, tmp_path, ranks, settings, launch=launch)
+    check_ranks(train, alone, tmp_path, ranks, settings)
 
 
 @pytest.mark.parametrize(
@@ -164,21 +168,21 @@ def test_copies_of_the_model_stay_equal_where_machines_round_differently(train, 
     ids=str,
 )
 def test_a_run_goes_on_with_more_and_with_fewer_ranks_under_every_rule(train, alone, tmp_path, ranks, settings):
-    settings = dict(max_iters=12, eval_interval=4) | settings
+    settings = dict(max_iters=6, eval_interval=2) | settings
     if "lora_rank" in settings:
-        settings["init_from"] = alone / "step_000010"
+        settings["init_from"] = alone / "step_000005"
     if "offload_dir" in settings:
         settings["offload_dir"] = tmp_path
     one, many, fewer, again = (tmp_path / name for name in ("one", "many", "fewer", "again"))
     for out_dir, n, start_from in ((one, 1, None), (many, ranks, one), (fewer, 1, many), (again, ranks, many)):
         if start_from:
-            step = "step_000004" if start_from == one else "step_000008"
+            step = "step_000002" if start_from == one else "step_000004"
             shutil.copytree(start_from / step, out_dir / step)
         train(n, out_dir=out_dir, **settings)
     tolerance = 1e-4 if "optimizer_bits" in settings else 2e-5
-    assert_close(step_losses(many), step_losses(one)[4:], tolerance)
-    assert_close(step_losses(fewer), step_losses(one)[8:], tolerance)
-    assert losses(again) == [line for line in losses(many) if line["step"] > 8]
+    assert_close(step_losses(many), step_losses(one)[2:], tolerance)
+    assert_close(step_losses(fewer), step_losses(one)[4:], tolerance)
+    assert losses(again) == [line for line in losses(many) if line["step"] > 4]
 
 
 def test_the_validation_loss_does_not_depend_on_the_number_of_ranks_to_rounding(train, tmp_path):
@@ -190,14 +194,14 @@ def test_the_validation_loss_does_not_depend_on_the_number_of_ranks_to_rounding(
     assert two == pytest.approx(one, rel=1e-13) and three == pytest.approx(one, rel=1e-13)
 
 
-def check_ranks(train, alone, tmp_path, ranks, settings, tolerance=1e-5, script="train.py", launch=run_ranks):
+def check_ranks(train, alone, tmp_path, ranks, settings, tolerance=1e-5, script="train.py"):
     if settings.get("sharding") == "hybrid":
         script = machines_of(tmp_path, 2)
-    shutil.copytree(alone / "step_000010", tmp_path / "out/step_000010")  # begun by one, ended by several
+    shutil.copytree(alone / "step_000005", tmp_path / "out/step_000005")  # begun by one, ended by several
     shutil.copy(alone / "metrics.jsonl", tmp_path / "out/metrics.jsonl")
-    for out_dir, last in (("many", 10), ("out", 20)):
-        changes = dict(out_dir=tmp_path / out_dir, max_iters=last, lr_decay_iters=20)
-        done = train(ranks, script, launch=launch, **settings | changes)
+    for out_dir, last in (("many", 5), ("out", 10)):
+        changes = dict(out_dir=tmp_path / out_dir, max_iters=last, lr_decay_iters=10, eval_interval=5)
+        done = train(ranks, script, **settings | changes)
         assert done.stdout.count(f"step {last:05d}/{last}") == 1, "more than one rank printed"
         assert len(step_losses(tmp_path / out_dir)) == last
         for name, of_loss in (("loss", 1), ("val_loss", 1), ("grad_norm", 10)):

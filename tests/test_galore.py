@@ -18,8 +18,8 @@ pytestmark = pytest.mark.usefixtures("plain_pytorch_on_one_core")
 
 CONFIG = LlamaConfig(n_layer=2, n_head=4, n_kv_head=2, n_embd=16, ffn_dim=24, vocab_size=11, block_size=8)
 RANK = 4
-GALORE = dict(optimizer="galore", galore_rank=RANK, galore_interval=5)
-APOLLO = dict(optimizer="apollo", galore_rank=RANK, galore_interval=3)
+GALORE = dict(optimizer="galore", galore_rank=RANK, galore_interval=3)
+APOLLO = GALORE | dict(optimizer="apollo")
 
 
 def low_rank(shape):

@@ -250,20 +250,9 @@ def test_another_runs_adapters_are_a_start(trained, capitals, tmp_path):
 # What is refused
 
 
-@pytest.mark.parametrize("changes, sentence", [
-    ({}, "lora_rank has no weights to adapt: name a folder of published ones, --init_from=FOLDER"),
-    ({"lora_rank": -1}, "lora_rank is -1: it must be at least 0"),
-    ({"lora_rank": 33}, "lora_rank is 33, above n_embd or ffn_dim"),
-    ({"lora_alpha": 0}, "lora_alpha is 0.0: it must be above 0"),
-    ({"lora_rank": 0, "base_dtype": "nf4"}, "base_dtype=nf4 is for the frozen weights beside adapters"),
-    ({"fp8": True}, "lora_rank works without fp8"),
-    ({"optimizer_bits": 8, "n_embd": 256, "ffn_dim": 256}, "lora_rank works with optimizer=adamw and optimizer_b"),
-    ({"base_dtype": "nf4", "offload": "all"}, "base_dtype=nf4 stays on the GPU"),
-    ({"base_dtype": "nf4", "copy_engines": True}, "base_dtype=nf4 is gathered by NCCL"),
-], ids=lambda x: str(x)[:40])  # fmt: skip
-def test_settings_that_cannot_be_are_refused_in_a_sentence(changes, sentence, train, capsys, base):
-    start = {"init_from": base} if changes else {}
-    assert sentence in slip(train, capsys, **RUN | start | changes)
+def test_without_weights_to_adapt_the_run_ends_with_a_sentence(train, capsys):
+    said = "lora_rank has no weights to adapt: name a folder of published ones, --init_from=FOLDER"
+    assert said in slip(train, capsys, **RUN)
 
 
 @pytest.mark.parametrize("changes, sentence", [

@@ -28,6 +28,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from model import Llama, LlamaConfig, document_starts
 from runtime.hf_names import hf_names
 from runtime.recompute import recompute
+from tests.published import hf_llama
 
 recompute_file = sys.modules["runtime.recompute"]
 HAS_GPU = torch.cuda.is_available()
@@ -117,18 +118,9 @@ VARIANTS = [(4, None, True), (2, 8.0, False), (1, 32.0, True), (4, None, False),
     *((*variant, {}, 40 if HAS_GPU else 5) for variant in VARIANTS[: 6 if HAS_GPU else 3]),
 ])  # fmt: skip
 def test_model_is_hugging_faces_llama(n_kv_head, factor, tied, arm, n_time):
-    transformers = pytest.importorskip("transformers")
     scaling = factor and {"factor": factor, **SCALING}
     model = build(n_kv_head=n_kv_head, rope_scaling=scaling, tie_embeddings=tied, **arm)
-    c = model.config
-    hf = transformers.LlamaForCausalLM(
-        transformers.LlamaConfig(
-            num_hidden_layers=c.n_layer, num_attention_heads=c.n_head, num_key_value_heads=c.n_kv_head,
-            hidden_size=c.n_embd, intermediate_size=c.ffn_dim, vocab_size=c.vocab_size, rms_norm_eps=c.norm_eps,
-            max_position_embeddings=c.block_size, tie_word_embeddings=tied, rope_theta=c.rope_theta,
-            rope_scaling=scaling and {"rope_type": "llama3", **scaling}, attn_implementation="sdpa",
-        )
-    ).to(DEVICE, FP64)  # fmt: skip
+    hf = hf_llama(model.config).to(DEVICE, FP64)
     theirs = dict(hf.named_parameters())
     with torch.no_grad():
         for name, parameter in model.named_parameters():
@@ -145,7 +137,7 @@ def test_model_is_hugging_faces_llama(n_kv_head, factor, tied, arm, n_time):
     truth = {name: torch.cat([theirs[n] for n in hf_names(name)]) for name, _ in model.named_parameters()}
     assert error(model(tokens), out.logits) < 3e-6
     assert_close(loss_and_gradients(model, tokens, targets), {"loss": loss.detach()} | truth, 3e-6)
-    if factor and n_time == c.block_size:
+    if factor and n_time == SMALL.block_size:
         unscaled = build(n_kv_head=n_kv_head, tie_embeddings=tied, **PLAIN)
         assert error(unscaled(tokens), out.logits) > 1e-3, "the scaling made no difference: the test would miss it"
 
@@ -294,6 +286,8 @@ INVALID = [
     ({"n_embd": 60}, "n_embd 60 must be n_head 4 times an even head size"),
     ({"n_embd": 66}, "n_embd 66 must be n_head 4 times an even head size"),
     ({"n_kv_head": 3}, "n_head 4 must be a multiple of n_kv_head 3"),
+    ({"norm_eps": -1.0}, "norm_eps -1.0 and rope_theta 10000.0 must be above 0, and finite"),
+    ({"rope_theta": math.inf}, "norm_eps 0.001 and rope_theta inf must be above 0, and finite"),
     ({"mlp_chunks": 0, "activation_checkpointing": "full"}, "mlp_chunks 0: at least 1"),
     ({"mlp_chunks": 2}, "mlp_chunks 2: at least 1, and 1 without activation_checkpointing"),
     ({"offload_activations": True}, "offload_activations needs activation_checkpointing 'selective' or 'full'"),

@@ -250,11 +250,6 @@ def test_a_drive_that_another_run_fills_meanwhile_is_refused_too(train, capsys, 
     assert message == f"offload_dir {drive} cannot take the state, 0.0 GiB: No space left on device\n"
 
 
-def test_offload_dir_needs_something_that_is_offloaded(train, capsys, drive):
-    message = slip(train, capsys, offload_dir=drive)
-    assert "and nothing is offloaded: add --offload=optimizer or --offload=all" in message
-
-
 def test_a_slow_drive_is_said_with_the_seconds_of_a_step(drive, capsys, monkeypatch):
     monkeypatch.setattr(StateFile, "_measure", lambda *_: 2e8)
     state_file.open_state_file(str(drive), 0.25 * 2**30)

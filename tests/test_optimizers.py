@@ -199,21 +199,6 @@ def test_a_run_learns_resumes_bit_for_bit_and_not_as_another_rule_s(
     assert losses(tmp_path / "out") == whole
 
 
-@pytest.mark.parametrize("settings, expected", [
-    (MUON | dict(offload="optimizer"), "optimizer=muon works with offload=none"),
-    (GALORE | dict(offload="optimizer"), "optimizer=galore works with offload=none"),
-    (APOLLO | dict(offload="all"), "optimizer=apollo works with offload=none"),
-    (GALORE | dict(dtype="float16"), "optimizer=galore works with dtype bfloat16 or float32"),
-    (GALORE | dict(galore_rank=17), "galore_rank is 17, the smallest matrix has a side of 16: choose less"),
-    (GALORE | dict(galore_interval=0), "galore_interval is 0: it must be at least 1"),
-    (dict(cooldown_iters=3), "cooldown_iters is 3, which is of lr_schedule wsd: add --lr_schedule=wsd"),
-    (dict(lr_schedule="wsd", cooldown_iters=7), "2 and cooldown_iters 7 are more steps than max_iters"),
-    (dict(lr_schedule="wsd", cooldown_iters=-1), "cooldown_iters is -1: it must be at least 0"),
-], ids=str)  # fmt: skip
-def test_what_a_rule_or_a_schedule_cannot_do_gets_a_sentence(train, capsys, settings, expected):
-    assert expected in slip(train, capsys, **settings)
-
-
 def test_8_bit_states_have_a_scale_for_256_elements_within_a_row():
     def states(*shape):
         found = AdamW8bit().states("", torch.empty(shape, device="meta"))

@@ -14,7 +14,7 @@ from data.tokenizer import get_tokenizer
 from runtime import checkpoint, generate, memory_stats
 from runtime.generate import RowText
 from tests.published import edit_config, publish_chat_model, smollm2
-from tests.runs import run
+from tests.runs import damage, run
 
 pytestmark = pytest.mark.usefixtures("plain_pytorch_on_one_core")
 LINE = "\n" + "-" * 80 + "\n"
@@ -75,15 +75,9 @@ def test_what_cannot_be_read_or_written_gets_a_sentence(draw, alone, tmp_path, m
 
 
 def test_a_damaged_checkpoint_names_an_older_one(sample, alone, tmp_path, monkeypatch):
-    def damage(step):
-        file = tmp_path / f"out/{step}/model.safetensors"
-        content = bytearray(file.read_bytes())
-        content[-1] ^= 1
-        file.write_bytes(content)
-
     shutil.copytree(alone, tmp_path / "out")
     older = f". Try an older one: {tmp_path}/out/step_000010"
-    damage("step_000020")
+    damage(tmp_path / "out/step_000020/model.safetensors")
     for out_dir in (tmp_path / "out", tmp_path / "out/step_000020"):
         said = sample(out_dir=out_dir)[1]
         assert said.startswith(f"{tmp_path}/out/step_000020/model.safetensors is damaged: ") and said.endswith(older)

@@ -33,11 +33,12 @@ def plain_losses(train, tmp_path):
     return plain_losses
 
 
-def test_the_loss_falls_well_below_that_of_a_guess(train, tmp_path):
+def test_the_loss_falls_well_below_that_of_a_guess_and_is_drawn(train, tmp_path):
     train(max_iters=100, eval_interval=100)
     first, last = step_losses(tmp_path / "out")[0], step_losses(tmp_path / "out")[-5:].mean()
     assert abs(first - math.log(257)) < 0.1, f"untrained loss {first:.3f}, a uniform guess {math.log(257):.3f}"
     assert last < first - 2, f"from {first:.3f} to {last:.3f} in 100 steps"
+    assert (tmp_path / "out/loss.png").exists(), "no curve was drawn"
 
 
 def test_the_learning_rate_warms_up_and_decays_and_a_step_is_taken_at_it_and_clipped_as_asked(
