@@ -28,13 +28,16 @@ hf-masters    hf with float32 weights, gradients and optimizer states and bf16 c
 
 import functools
 import gc
+import itertools
 import json
 import os
 import runpy
+import statistics
 import sys
 import time
 import traceback
-from collections import Counter
+from collections import Counter, deque
+from collections.abc import Callable
 
 import torch
 import torch.distributed as dist
@@ -52,6 +55,7 @@ from data.loader import open_dataset
 from data.write import cpu_cores
 from model import Llama, LlamaConfig, rope_tables
 from runtime import memory_stats
+from runtime.device import send_to_cpu
 from runtime.run_log import peak_flops
 
 RANK, RANKS = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))  # as torchrun says
@@ -376,8 +380,8 @@ def make_optimizer(arm: str, model: nn.Module) -> torch.optim.Optimizer:
 # --- The step, and its measurement ---
 
 
-def train_step(model: nn.Module, loss_of, optimizer, tokens, targets) -> list[float]:
-    """Forward, backward, clip, update: the loss and the gradient norm, read when all of it has been launched."""
+def train_step(model: nn.Module, loss_of, optimizer, tokens, targets) -> Callable[[], list[float]]:
+    """Launches forward, backward, clip and update; returns a function that waits for the loss and the gradient norm."""
     loss = loss_of(tokens, targets)
     loss.backward()
     grads = [parameter.grad for parameter in model.parameters() if parameter.requires_grad]
@@ -387,8 +391,8 @@ def train_step(model: nn.Module, loss_of, optimizer, tokens, targets) -> list[fl
     optimizer.step()
     del grads
     optimizer.zero_grad()
-    # the one synchronisation; an offloaded model's norm is on the CPU
-    return torch.stack([loss.detach().float(), norm.float().to(loss.device)]).tolist()
+    # an offloaded model's norm is on the CPU
+    return send_to_cpu(torch.stack([loss.detach().float(), norm.float().to(loss.device)]))
 
 
 def batches(n_batches: int, batch: int, block: int, device) -> torch.Tensor:
@@ -408,11 +412,15 @@ def over_ranks(values: list[float], op, device) -> list[float]:
     return values.tolist()
 
 
-def mfu(config: LlamaConfig, tok_per_s: float) -> float | None:
-    """Model FLOPs utilisation of one GPU, by the same count as train.py's; None where the card's peak is not known."""
+def mfu(config: LlamaConfig, tok_per_s: float, frozen: bool) -> float | None:
+    """Model FLOPs utilisation of one GPU, by the same count as train.py's; None where the card's peak is not known.
+
+    frozen: the weights, under adapters.
+    """
     peak = peak_flops(torch.cuda.get_device_name())
     with torch.device("meta"):
-        return Llama(config).flops_per_token(config.block_size) * tok_per_s / peak if peak else None
+        model = Llama(config).requires_grad_(not frozen)
+    return model.flops_per_token(config.block_size) * tok_per_s / peak if peak else None
 
 
 def own_device() -> torch.device:
@@ -430,7 +438,7 @@ def measure(arm: str, config: str, batch: int, block: int, checkpointing="none",
     c = llama_config(config, block_size=block, **changes)
     model, loss_of = BUILDERS[arm](c, checkpointing, device)
     optimizer = make_optimizer(arm, model)
-    times, losses = [], []
+    losses, ends, unread = [], [], deque()
     data = batches(warmup + steps, batch, block, device)
     data[-1] = data[0]  # the losses of the first and the last step are of the same tokens, so that they tell
     for step, blocks in enumerate(data):
@@ -440,16 +448,19 @@ def measure(arm: str, config: str, batch: int, block: int, checkpointing="none",
             gc.collect()
             gc.disable()  # as torchtitan: no collection in the middle of a step
             torch.cuda.reset_peak_memory_stats()
-        started = time.perf_counter()
-        losses.append(train_step(model, loss_of, optimizer, blocks[:, :-1].contiguous(), blocks[:, 1:].contiguous())[0])
-        times.append(time.perf_counter() - started)
-    seconds = sorted(times[warmup:])[steps // 2]
+            ends = [time.perf_counter()]
+        unread.append(train_step(model, loss_of, optimizer, blocks[:, :-1].contiguous(), blocks[:, 1:].contiguous()))
+        # As train.py: the loss is read when the next step has been launched, so that the GPU waits for none.
+        while len(unread) > (step + 1 not in (warmup, len(data))):
+            losses.append(unread.popleft()()[0])
+            ends.append(time.perf_counter())
+    seconds = statistics.median(end - began for began, end in itertools.pairwise(ends))
     tok_per_s = RANKS * batch * block / seconds
     first, last = over_ranks([losses[0] / RANKS, losses[-1] / RANKS], dist.ReduceOp.SUM, device)
     peaks = [torch.cuda.max_memory_allocated() / 2**30, torch.cuda.max_memory_reserved() / 2**30]
     peak_gib, reserved_gib = over_ranks(peaks, dist.ReduceOp.MAX, device)
     point = {"ms_per_step": seconds * 1000, "tok_per_s": tok_per_s, "peak_gib": peak_gib, "reserved_gib": reserved_gib}
-    return point | {"mfu": mfu(c, tok_per_s / RANKS), "first_loss": first, "last_loss": last}
+    return point | {"mfu": mfu(c, tok_per_s / RANKS, "lora" in arm), "first_loss": first, "last_loss": last}
 
 
 def main(spec: dict) -> dict:

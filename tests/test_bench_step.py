@@ -119,7 +119,7 @@ for arm in ("hf", "hf-masters", "hf-offload"):
     peers.fill(model, device)
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3, fused=True)
     tokens = torch.randint(c.vocab_size, (3, c.block_size), generator=torch.Generator().manual_seed(1))
-    losses = [peers.train_step(model, loss_of, optimizer, tokens, tokens) for _ in range(5)]
+    losses = [peers.train_step(model, loss_of, optimizer, tokens, tokens)() for _ in range(5)]
     full = {n: getattr(p, "full_tensor", lambda p=p: p)() for n, p in model.named_parameters()}
     result[arm] = {"losses": losses, "dtypes": sorted({str(p.dtype) for p in full.values()}), "n": len(full),
                    "norm": sum(p.double().square().sum().item() for p in full.values()) ** 0.5}
