@@ -28,7 +28,9 @@ LOSSES = {
     "nanocria": "nanocria", "nanocria-fp8": "nanocria, fp8", "nanocria-plain": "nanocria, plain PyTorch",
     "hf": "Hugging Face, bfloat16", "float32": "Hugging Face, float32",
 }  # fmt: skip
-GENERATE = {"nanocria": "nanocria", "hf": "transformers.generate"}
+GENERATE = {
+    "nanocria": "nanocria", "hf": "transformers.generate", "hf-static": "transformers.generate, static cache, compiled",
+}  # fmt: skip
 
 STEP_FLAGS = {"nanocria": [], "nanocria-fp8": ["--fp8=true"]}
 SWEEP_FLAGS = {
@@ -51,7 +53,7 @@ SWEEP_PEERS = {  # offload -> builder
 }
 
 PIP = {"torchtitan": "'torchtitan<0.3'", "recipe-fp8": "'torchao>=0.17,<0.18'"}  # the versions that peers.py knows
-PIP |= dict.fromkeys(("hf", "hf-compiled", "float32"), "'transformers>=5.17,<6'")
+PIP |= dict.fromkeys(("hf", "hf-compiled", "hf-static", "float32"), "'transformers>=5.17,<6'")
 PIP |= dict.fromkeys(("hf-liger", "liger"), "liger-kernel==0.8.5 'transformers>=5.17,<6'")
 PIP["liger-8bit"] = PIP["liger"] + " 'bitsandbytes>=0.50,<0.51'"
 PIP["liger-galore"] = PIP["liger-8bit"] + " galore-torch==1.0"

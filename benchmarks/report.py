@@ -24,7 +24,7 @@ NAMES = {  # of the packages that a footer names
 }  # fmt: skip
 LIGER = {"hf-liger", "liger", "liger-8bit", "liger-galore", "peft", "peft-qlora"}
 ARMS_OF = {  # which arms ran a package; every arm ran those that are not here
-    "transformers": LIGER | {"hf", "hf-compiled", "float32"},
+    "transformers": LIGER | {"hf", "hf-compiled", "hf-static", "float32"},
     "liger_kernel": LIGER,
     "peft": {"peft", "peft-qlora"},
     "bitsandbytes": {"bitsandbytes", "liger-8bit", "liger-galore", "peft-qlora"},
@@ -438,9 +438,11 @@ def generate_table() -> str:
 def generate_sentence() -> str:
     r = load("generate")
     ours = {row["batch"]: row["tok_per_s"] for row in done(r["points"]) if row["arm"] == "nanocria"}
-    ratios = {x["at"][0]: x["tok_per_s"] for x in compare.ratios(r["points"], ("arm", "batch"))}
-    parts = [f"{ours[batch]:,.0f} at batch {batch} ({ratio:.1f} times)" for batch, ratio in ratios.items()]
-    return f"Tokens per second of Llama 3.2 1B on one {card(r)}, beside transformers.generate: {', '.join(parts)}."
+    ratios, parts = compare.ratios(r["points"], ("arm", "batch")), []
+    for batch, tok_per_s in ours.items():
+        beside = [f"{x['tok_per_s']:.1f} times {arms.GENERATE[x['peer']]}" for x in ratios if x["at"] == [batch]]
+        parts.append(f"{tok_per_s:,.0f} at batch {batch} ({', '.join(beside)})")
+    return f"Tokens per second of Llama 3.2 1B on one {card(r)}: {'; '.join(parts)}."
 
 
 # --- The ladder ---
