@@ -318,6 +318,8 @@ def build_hf_lora(c: LlamaConfig, checkpointing: str, device: torch.device, nf4=
         quantize_as_bitsandbytes(model.model.layers, device)
     adapters = peft.LoraConfig(r=16, lora_alpha=32, target_modules="all-linear", task_type="CAUSAL_LM")
     model = peft.get_peft_model(model, adapters)
+    for module in model.modules():  # autocast rounds the inputs: peft's float32 copies of them, which its 4-bit layers
+        module.cast_input_dtype_enabled = False  # make none of under autocast, would only cost time and memory
 
     def loss_of(tokens, targets):
         with torch.autocast(device.type, torch.bfloat16):

@@ -82,6 +82,21 @@ def test_a_peer_has_our_loss_and_our_gradients(build, names, checkpointing):
         assert error < 1e-5, f"{name}: the gradients differ by {error:.1e}"
 
 
+def test_the_adapters_of_the_peer_are_float32_and_read_bfloat16(monkeypatch):
+    pytest.importorskip("peft")
+    build_hf = peers.build_hf
+    monkeypatch.setattr(peers, "build_hf", lambda *args, liger: build_hf(*args))  # Liger-Kernel needs a GPU
+    model, loss_of = peers.build_hf_lora(TINY, "full", CPU)
+    adapters = [module for name, module in model.named_modules() if name.endswith(("lora_A.default", "lora_B.default"))]
+    read = []
+    for module in adapters:
+        module.register_forward_hook(lambda module, inputs, y: read.append(inputs[0].dtype))
+    loss_of(*torch.randint(TINY.vocab_size, (2, 3, TINY.block_size))).backward()
+    assert len(adapters) == 2 * 7 * TINY.n_layer and {module.weight.dtype for module in adapters} == {torch.float32}
+    assert set(read) == {torch.bfloat16} and len(read) > len(adapters), "backward recomputes too"
+    assert all(module.weight.grad.isfinite().all() for module in adapters)
+
+
 def test_a_compiled_peer_of_hugging_face_reads_no_mask(monkeypatch):
     modeling_llama = pytest.importorskip("transformers").models.llama.modeling_llama
     monkeypatch.setattr(modeling_llama, "create_causal_mask", modeling_llama.create_causal_mask)  # and back again
