@@ -16,7 +16,7 @@ recipe-zero2  The same, but the blocks' weights stay whole from forward to backw
 torchtitan    The package itself: its model, checkpointing, compilation and sharding. It cannot tie the embedding.
 hf            transformers' LlamaForCausalLM in pure bf16: weights, gradients and optimizer states.
 hf-compiled   The same under torch.compile, its attention causal without a mask, as transformers itself has it from
-              PyTorch 2.14 on.
+              PyTorch 2.14 on. hf-graphs: by mode="reduce-overhead", which replays CUDA graphs.
 hf-liger      The same under Liger-Kernel's patches, its fused linear cross-entropy among them.
 hf-liger-lora hf-liger, frozen in bfloat16, and peft's adapters of rank 16 on its seven projections, in float32 under
               autocast as peft has them; hf-liger-qlora has bitsandbytes' NF4 with double quantisation instead.
@@ -261,7 +261,7 @@ def build_torchtitan(c: LlamaConfig, checkpointing: str, device: torch.device):
     return model, lambda tokens, targets: loss(model(tokens), targets)
 
 
-def build_hf(c: LlamaConfig, checkpointing: str, device, compiled=False, liger=False, dtype=torch.bfloat16):
+def build_hf(c: LlamaConfig, checkpointing: str, device, compile_mode="", liger=False, dtype=torch.bfloat16):
     import transformers
 
     if liger:
@@ -280,11 +280,11 @@ def build_hf(c: LlamaConfig, checkpointing: str, device, compiled=False, liger=F
         model = transformers.AutoModelForCausalLM.from_config(hf_config, **options).train()
     if checkpointing == "full":
         model.gradient_checkpointing_enable({"use_reentrant": False})
-    if compiled and torch.__version__ < "2.14":
+    if compile_mode and torch.__version__ < "2.14":
         from transformers.models.llama import modeling_llama
 
         modeling_llama.create_causal_mask = lambda *args, **kwargs: None  # compiled, it would make one of (T, T)
-    run = torch.compile(model) if compiled else model
+    run = torch.compile(model, mode=compile_mode) if compile_mode else model
     # shift_labels: the targets are shifted already
     return model, lambda tokens, targets: run(input_ids=tokens, labels=targets, shift_labels=targets).loss
 
@@ -350,7 +350,8 @@ BUILDERS = {
     "recipe-zero2": functools.partial(build_recipe, sharding="zero2"),
     "torchtitan": build_torchtitan,
     "hf": build_hf,
-    "hf-compiled": functools.partial(build_hf, compiled=True),
+    "hf-compiled": functools.partial(build_hf, compile_mode="default"),
+    "hf-graphs": functools.partial(build_hf, compile_mode="reduce-overhead"),
     **dict.fromkeys(("hf-liger", "hf-liger-8bit", "hf-liger-galore"), functools.partial(build_hf, liger=True)),
     "hf-liger-lora": build_hf_lora,
     "hf-liger-qlora": functools.partial(build_hf_lora, nf4=True),

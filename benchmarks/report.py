@@ -24,7 +24,7 @@ NAMES = {  # of the packages that a footer names
 }  # fmt: skip
 LIGER = {"hf-liger", "liger", "liger-8bit", "liger-galore", "peft", "peft-qlora"}
 ARMS_OF = {  # which arms ran a package; every arm ran those that are not here
-    "transformers": LIGER | {"hf", "hf-compiled", "hf-static", "float32"},
+    "transformers": LIGER | {"hf", "hf-compiled", "hf-graphs", "hf-static", "float32"},
     "liger_kernel": LIGER,
     "peft": {"peft", "peft-qlora"},
     "bitsandbytes": {"bitsandbytes", "liger-8bit", "liger-galore", "peft-qlora"},
@@ -195,7 +195,7 @@ def fp8_sentence() -> str:
         if arm == "nanocria-fp8" and {("nanocria", *at), ("recipe-fp8", *at)} <= found.keys():
             fp8, bf16, peer = (found[other, *at] for other in ("nanocria-fp8", "nanocria", "recipe-fp8"))
             where = f"{'at' if parts else 'At'} {at[0]} x {at[1]:,}{'' if parts else ' tokens'}"
-            beside = f"{fp8 / peer:.2f} times those of torchtitan's recipe with torchao's float8"
+            beside = f"{fp8 / peer:.2f} times those of torchtitan's recipe with torchao's rowwise float8"
             parts.append(f"{where} {fp8:,.0f} tokens per second ({fp8 / bf16:.2f} times bfloat16's, {beside})")
     return "; ".join(parts) + "."
 
@@ -473,8 +473,8 @@ def ladder_sentence() -> str:
             largest[row["rung"]] = max(row["batch"], largest.get(row["rung"], 0))
     parts = [f"{arms.RUNGS[rung].title} {largest[rung]:,}" for rung in arms.RUNGS if rung in largest]
     return (
-        f"The largest batch of 1,024 tokens of Llama 3.2 1B within 24 GiB of one {card(r)}, each on top of the one "
-        f"that it extends: {'; '.join(parts)}."
+        f"The largest batch, of 1, 2, 3, 4, 6, 8, 12, ... sequences of 1,024 tokens, of Llama 3.2 1B within 24 GiB of "
+        f"one {card(r)}, each on top of the one that it extends: {'; '.join(parts)}."
     )
 
 
