@@ -8,7 +8,8 @@ from typing import NamedTuple
 STEP = {
     "nanocria": "nanocria", "nanocria-fp8": "nanocria, fp8", "recipe": "torchtitan's recipe",
     "recipe-fp8": "torchtitan's recipe, fp8", "torchtitan": "torchtitan", "hf": "Hugging Face",
-    "hf-compiled": "Hugging Face compiled", "hf-liger": "Hugging Face + Liger",
+    "hf-compiled": "Hugging Face compiled", "hf-graphs": "Hugging Face compiled, CUDA graphs",
+    "hf-liger": "Hugging Face + Liger",
 }  # fmt: skip
 GPUS = {  # hybrid and each are of older records
     "nanocria": "nanocria, ZeRO-3", "nanocria-zero2": "nanocria, ZeRO-2", "nanocria-hybrid": "nanocria, hybrid",
@@ -28,7 +29,10 @@ LOSSES = {
     "nanocria": "nanocria", "nanocria-fp8": "nanocria, fp8", "nanocria-plain": "nanocria, plain PyTorch",
     "hf": "Hugging Face, bfloat16", "float32": "Hugging Face, float32",
 }  # fmt: skip
-GENERATE = {"nanocria": "nanocria", "hf": "transformers.generate"}
+GENERATE = {
+    "nanocria": "nanocria", "hf": "transformers.generate, default cache",
+    "hf-static": "transformers.generate, static cache, compiled",
+}  # fmt: skip
 
 STEP_FLAGS = {"nanocria": [], "nanocria-fp8": ["--fp8=true"]}
 SWEEP_FLAGS = {
@@ -51,7 +55,7 @@ SWEEP_PEERS = {  # offload -> builder
 }
 
 PIP = {"torchtitan": "'torchtitan<0.3'", "recipe-fp8": "'torchao>=0.17,<0.18'"}  # the versions that peers.py knows
-PIP |= dict.fromkeys(("hf", "hf-compiled", "float32"), "'transformers>=5.17,<6'")
+PIP |= dict.fromkeys(("hf", "hf-compiled", "hf-graphs", "hf-static", "float32"), "'transformers>=5.17,<6'")
 PIP |= dict.fromkeys(("hf-liger", "liger"), "liger-kernel==0.8.5 'transformers>=5.17,<6'")
 PIP["liger-8bit"] = PIP["liger"] + " 'bitsandbytes>=0.50,<0.51'"
 PIP["liger-galore"] = PIP["liger-8bit"] + " galore-torch==1.0"

@@ -3,7 +3,9 @@
     python bench.py generate                        Llama 3.2 1B with random weights, batches of 1 and of 64
     python bench.py generate --batches=8 --prompt=1024 --tokens=512
 
-tok_per_s   of runtime/generate.py, or of transformers' generate: greedy, the prompts read too, the median of three
+tok_per_s   of runtime/generate.py, or of transformers' generate, by itself (hf) and with the static cache that its
+            documentation recommends, whose steps it compiles (hf-static): greedy, the prompts read too, the median of
+            three
 step_ms     ours alone: one replayed step in the second half of the text. It must read the weights and what the caches
             hold; of_copy is the rate at which it does over that of a large copy, measured in the same run
 
@@ -73,6 +75,7 @@ def measure(arm: str, config: str, batch: int, prompt: int, tokens: int, **chang
         model = peers.build_hf(c, "none", device, dtype=dtype)[0].eval()
         ids = torch.tensor(prompts, device=device)
         how = {"max_new_tokens": tokens, "do_sample": False, "use_cache": True, "pad_token_id": 0}
+        how |= {"cache_implementation": "static"} if arm == "hf-static" else {}
         call = partial(model.generate, ids, attention_mask=torch.ones_like(ids), **how)
     n_new = len(call()) if arm == "nanocria" else call().shape[1] - prompt
     if n_new != tokens:

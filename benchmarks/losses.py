@@ -98,7 +98,7 @@ def peer_losses(
         for group in optimizer.param_groups:
             group["lr"] = LEARNING_RATE * min(1, (i + 1) / (WARMUP + 1))
         tokens, targets = blocks[:, :-1].contiguous(), blocks[:, 1:].contiguous()
-        losses.append(peers.train_step(model, loss_of, optimizer, tokens, targets)[0])
+        losses.append(peers.train_step(model, loss_of, optimizer, tokens, targets)()[0])
     return {"losses": losses}
 
 

@@ -266,7 +266,7 @@ def eager_attention(q, k, v):
 
 
 def sdpa(backend, q, k, v):
-    """PyTorch's fused attention by one backend: left to itself on Hopper it takes flash, the slower one."""
+    """PyTorch's fused attention by one backend."""
     with torch.nn.attention.sdpa_kernel(backend):
         q, k, v = (x.transpose(1, 2) for x in (q, k, v))
         return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True).transpose(1, 2)

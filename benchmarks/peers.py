@@ -16,7 +16,7 @@ recipe-zero2  The same, but the blocks' weights stay whole from forward to backw
 torchtitan    The package itself: its model, checkpointing, compilation and sharding. It cannot tie the embedding.
 hf            transformers' LlamaForCausalLM in pure bf16: weights, gradients and optimizer states.
 hf-compiled   The same under torch.compile, its attention causal without a mask, as transformers itself has it from
-              PyTorch 2.14 on.
+              PyTorch 2.14 on. hf-graphs: by mode="reduce-overhead", which replays CUDA graphs.
 hf-liger      The same under Liger-Kernel's patches, its fused linear cross-entropy among them.
 hf-liger-lora hf-liger, frozen in bfloat16, and peft's adapters of rank 16 on its seven projections, in float32 under
               autocast as peft has them; hf-liger-qlora has bitsandbytes' NF4 with double quantisation instead.
@@ -28,13 +28,16 @@ hf-masters    hf with float32 weights, gradients and optimizer states and bf16 c
 
 import functools
 import gc
+import itertools
 import json
 import os
 import runpy
+import statistics
 import sys
 import time
 import traceback
-from collections import Counter
+from collections import Counter, deque
+from collections.abc import Callable
 
 import torch
 import torch.distributed as dist
@@ -52,6 +55,7 @@ from data.loader import open_dataset
 from data.write import cpu_cores
 from model import Llama, LlamaConfig, rope_tables
 from runtime import memory_stats
+from runtime.device import send_to_cpu
 from runtime.run_log import peak_flops
 
 RANK, RANKS = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))  # as torchrun says
@@ -257,7 +261,7 @@ def build_torchtitan(c: LlamaConfig, checkpointing: str, device: torch.device):
     return model, lambda tokens, targets: loss(model(tokens), targets)
 
 
-def build_hf(c: LlamaConfig, checkpointing: str, device, compiled=False, liger=False, dtype=torch.bfloat16):
+def build_hf(c: LlamaConfig, checkpointing: str, device, compile_mode="", liger=False, dtype=torch.bfloat16):
     import transformers
 
     if liger:
@@ -276,11 +280,11 @@ def build_hf(c: LlamaConfig, checkpointing: str, device, compiled=False, liger=F
         model = transformers.AutoModelForCausalLM.from_config(hf_config, **options).train()
     if checkpointing == "full":
         model.gradient_checkpointing_enable({"use_reentrant": False})
-    if compiled and torch.__version__ < "2.14":
+    if compile_mode and torch.__version__ < "2.14":
         from transformers.models.llama import modeling_llama
 
         modeling_llama.create_causal_mask = lambda *args, **kwargs: None  # compiled, it would make one of (T, T)
-    run = torch.compile(model) if compiled else model
+    run = torch.compile(model, mode=compile_mode) if compile_mode else model
     # shift_labels: the targets are shifted already
     return model, lambda tokens, targets: run(input_ids=tokens, labels=targets, shift_labels=targets).loss
 
@@ -314,6 +318,8 @@ def build_hf_lora(c: LlamaConfig, checkpointing: str, device: torch.device, nf4=
         quantize_as_bitsandbytes(model.model.layers, device)
     adapters = peft.LoraConfig(r=16, lora_alpha=32, target_modules="all-linear", task_type="CAUSAL_LM")
     model = peft.get_peft_model(model, adapters)
+    for module in model.modules():  # autocast rounds the inputs: peft's float32 copies of them, which its 4-bit layers
+        module.cast_input_dtype_enabled = False  # make none of under autocast, would only cost time and memory
 
     def loss_of(tokens, targets):
         with torch.autocast(device.type, torch.bfloat16):
@@ -344,7 +350,8 @@ BUILDERS = {
     "recipe-zero2": functools.partial(build_recipe, sharding="zero2"),
     "torchtitan": build_torchtitan,
     "hf": build_hf,
-    "hf-compiled": functools.partial(build_hf, compiled=True),
+    "hf-compiled": functools.partial(build_hf, compile_mode="default"),
+    "hf-graphs": functools.partial(build_hf, compile_mode="reduce-overhead"),
     **dict.fromkeys(("hf-liger", "hf-liger-8bit", "hf-liger-galore"), functools.partial(build_hf, liger=True)),
     "hf-liger-lora": build_hf_lora,
     "hf-liger-qlora": functools.partial(build_hf_lora, nf4=True),
@@ -376,8 +383,8 @@ def make_optimizer(arm: str, model: nn.Module) -> torch.optim.Optimizer:
 # --- The step, and its measurement ---
 
 
-def train_step(model: nn.Module, loss_of, optimizer, tokens, targets) -> list[float]:
-    """Forward, backward, clip, update: the loss and the gradient norm, read when all of it has been launched."""
+def train_step(model: nn.Module, loss_of, optimizer, tokens, targets) -> Callable[[], list[float]]:
+    """Launches forward, backward, clip and update; returns a function that waits for the loss and the gradient norm."""
     loss = loss_of(tokens, targets)
     loss.backward()
     grads = [parameter.grad for parameter in model.parameters() if parameter.requires_grad]
@@ -387,8 +394,8 @@ def train_step(model: nn.Module, loss_of, optimizer, tokens, targets) -> list[fl
     optimizer.step()
     del grads
     optimizer.zero_grad()
-    # the one synchronisation; an offloaded model's norm is on the CPU
-    return torch.stack([loss.detach().float(), norm.float().to(loss.device)]).tolist()
+    # an offloaded model's norm is on the CPU
+    return send_to_cpu(torch.stack([loss.detach().float(), norm.float().to(loss.device)]))
 
 
 def batches(n_batches: int, batch: int, block: int, device) -> torch.Tensor:
@@ -408,11 +415,15 @@ def over_ranks(values: list[float], op, device) -> list[float]:
     return values.tolist()
 
 
-def mfu(config: LlamaConfig, tok_per_s: float) -> float | None:
-    """Model FLOPs utilisation of one GPU, by the same count as train.py's; None where the card's peak is not known."""
+def mfu(config: LlamaConfig, tok_per_s: float, frozen: bool) -> float | None:
+    """Model FLOPs utilisation of one GPU, by the same count as train.py's; None where the card's peak is not known.
+
+    frozen: the weights, under adapters.
+    """
     peak = peak_flops(torch.cuda.get_device_name())
     with torch.device("meta"):
-        return Llama(config).flops_per_token(config.block_size) * tok_per_s / peak if peak else None
+        model = Llama(config).requires_grad_(not frozen)
+    return model.flops_per_token(config.block_size) * tok_per_s / peak if peak else None
 
 
 def own_device() -> torch.device:
@@ -430,7 +441,7 @@ def measure(arm: str, config: str, batch: int, block: int, checkpointing="none",
     c = llama_config(config, block_size=block, **changes)
     model, loss_of = BUILDERS[arm](c, checkpointing, device)
     optimizer = make_optimizer(arm, model)
-    times, losses = [], []
+    losses, ends, unread = [], [], deque()
     data = batches(warmup + steps, batch, block, device)
     data[-1] = data[0]  # the losses of the first and the last step are of the same tokens, so that they tell
     for step, blocks in enumerate(data):
@@ -440,16 +451,19 @@ def measure(arm: str, config: str, batch: int, block: int, checkpointing="none",
             gc.collect()
             gc.disable()  # as torchtitan: no collection in the middle of a step
             torch.cuda.reset_peak_memory_stats()
-        started = time.perf_counter()
-        losses.append(train_step(model, loss_of, optimizer, blocks[:, :-1].contiguous(), blocks[:, 1:].contiguous())[0])
-        times.append(time.perf_counter() - started)
-    seconds = sorted(times[warmup:])[steps // 2]
+            ends = [time.perf_counter()]
+        unread.append(train_step(model, loss_of, optimizer, blocks[:, :-1].contiguous(), blocks[:, 1:].contiguous()))
+        # As train.py: the loss is read when the next step has been launched, so that the GPU waits for none.
+        while len(unread) > (step + 1 not in (warmup, len(data))):
+            losses.append(unread.popleft()()[0])
+            ends.append(time.perf_counter())
+    seconds = statistics.median(end - began for began, end in itertools.pairwise(ends))
     tok_per_s = RANKS * batch * block / seconds
     first, last = over_ranks([losses[0] / RANKS, losses[-1] / RANKS], dist.ReduceOp.SUM, device)
     peaks = [torch.cuda.max_memory_allocated() / 2**30, torch.cuda.max_memory_reserved() / 2**30]
     peak_gib, reserved_gib = over_ranks(peaks, dist.ReduceOp.MAX, device)
     point = {"ms_per_step": seconds * 1000, "tok_per_s": tok_per_s, "peak_gib": peak_gib, "reserved_gib": reserved_gib}
-    return point | {"mfu": mfu(c, tok_per_s / RANKS), "first_loss": first, "last_loss": last}
+    return point | {"mfu": mfu(c, tok_per_s / RANKS, "lora" in arm), "first_loss": first, "last_loss": last}
 
 
 def main(spec: dict) -> dict:

@@ -24,7 +24,7 @@ NAMES = {  # of the packages that a footer names
 }  # fmt: skip
 LIGER = {"hf-liger", "liger", "liger-8bit", "liger-galore", "peft", "peft-qlora"}
 ARMS_OF = {  # which arms ran a package; every arm ran those that are not here
-    "transformers": LIGER | {"hf", "hf-compiled", "float32"},
+    "transformers": LIGER | {"hf", "hf-compiled", "hf-graphs", "hf-static", "float32"},
     "liger_kernel": LIGER,
     "peft": {"peft", "peft-qlora"},
     "bitsandbytes": {"bitsandbytes", "liger-8bit", "liger-galore", "peft-qlora"},
@@ -53,6 +53,7 @@ def footer(name: str) -> str:
     many = number not in ("", "1")
     measured = f"Measured on {number if many else 'one'} {device}{'s' * many} with {', '.join(packages)}"
     limits = f"; copies {r['copy_tb_s']:.2f} TB/s, matmuls {r['matmul_tflops']:.0f} TFLOP/s" if "copy_tb_s" in r else ""
+    limits += f", {r['cpu_cores']} CPU cores" if "cpu_cores" in r else ""  # older records do not say
     link = f"[{path}]({path})"
     origin = f"Commands and commits: {link}" if " && " in r["command"] else f"Command: `{r['command']}`; commit: {link}"
     return f"{measured}{limits}. {origin}."
@@ -195,7 +196,7 @@ def fp8_sentence() -> str:
         if arm == "nanocria-fp8" and {("nanocria", *at), ("recipe-fp8", *at)} <= found.keys():
             fp8, bf16, peer = (found[other, *at] for other in ("nanocria-fp8", "nanocria", "recipe-fp8"))
             where = f"{'at' if parts else 'At'} {at[0]} x {at[1]:,}{'' if parts else ' tokens'}"
-            beside = f"{fp8 / peer:.2f} times those of torchtitan's recipe with torchao's float8"
+            beside = f"{fp8 / peer:.2f} times those of torchtitan's recipe with torchao's rowwise float8"
             parts.append(f"{where} {fp8:,.0f} tokens per second ({fp8 / bf16:.2f} times bfloat16's, {beside})")
     return "; ".join(parts) + "."
 
@@ -438,9 +439,11 @@ def generate_table() -> str:
 def generate_sentence() -> str:
     r = load("generate")
     ours = {row["batch"]: row["tok_per_s"] for row in done(r["points"]) if row["arm"] == "nanocria"}
-    ratios = {x["at"][0]: x["tok_per_s"] for x in compare.ratios(r["points"], ("arm", "batch"))}
-    parts = [f"{ours[batch]:,.0f} at batch {batch} ({ratio:.1f} times)" for batch, ratio in ratios.items()]
-    return f"Tokens per second of Llama 3.2 1B on one {card(r)}, beside transformers.generate: {', '.join(parts)}."
+    ratios, parts = compare.ratios(r["points"], ("arm", "batch")), []
+    for batch, tok_per_s in ours.items():
+        beside = [f"{x['tok_per_s']:.1f} times {arms.GENERATE[x['peer']]}" for x in ratios if x["at"] == [batch]]
+        parts.append(f"{tok_per_s:,.0f} at batch {batch} ({', '.join(beside)})")
+    return f"Tokens per second of Llama 3.2 1B on one {card(r)}: {'; '.join(parts)}."
 
 
 # --- The ladder ---
@@ -471,8 +474,8 @@ def ladder_sentence() -> str:
             largest[row["rung"]] = max(row["batch"], largest.get(row["rung"], 0))
     parts = [f"{arms.RUNGS[rung].title} {largest[rung]:,}" for rung in arms.RUNGS if rung in largest]
     return (
-        f"The largest batch of 1,024 tokens of Llama 3.2 1B within 24 GiB of one {card(r)}, each on top of the one "
-        f"that it extends: {'; '.join(parts)}."
+        f"The largest batch, of 1, 2, 3, 4, 6, 8, 12, ... sequences of 1,024 tokens, of Llama 3.2 1B within 24 GiB of "
+        f"one {card(r)}, each on top of the one that it extends: {'; '.join(parts)}."
     )
 
 

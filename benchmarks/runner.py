@@ -20,6 +20,7 @@ from benchmarks import compare, record, timing
 from benchmarks.arms import PIP
 from benchmarks.record import ROOT
 from configurator import preview
+from data.write import cpu_cores
 from model import Llama, LlamaConfig
 from runtime.checkpoint_folder import write_folder
 from runtime.hf_config import write_config
@@ -196,4 +197,4 @@ def measure(s: SimpleNamespace, new: dict, rows: Iterable, keys: dict, line: Cal
 if __name__ == "__main__":
     timing.use_side_stream()
     limits = {"copy_tb_s": timing.copy_tb_s(), "matmul_tflops": timing.matmul_tflops()}
-    print(json.dumps({"device": torch.cuda.get_device_name()} | limits))
+    print(json.dumps({"device": torch.cuda.get_device_name()} | limits | {"cpu_cores": cpu_cores()}))

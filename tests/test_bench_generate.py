@@ -21,9 +21,18 @@ def test_a_step_must_read_the_weights_and_what_the_caches_hold(tied):
     assert found["tok_per_s"] == pytest.approx(3 * 1000 / found["ms_per_token"]) and found["step_ms"] > 0
 
 
-def test_transformers_generates_as_many_tokens():
-    pytest.importorskip("transformers")
-    found = generate.measure("hf", **AT, **TINY)
+@pytest.mark.parametrize("arm, cache", [("hf", "DynamicCache"), ("hf-static", "StaticCache")])
+def test_transformers_generates_as_many_tokens_with_the_cache_of_the_arm(arm, cache, monkeypatch):
+    llama, used = pytest.importorskip("transformers").LlamaForCausalLM, set()
+    forward = llama.forward
+
+    def noting(self, *args, **kwargs):
+        used.update(name for value in kwargs.values() if (name := type(value).__name__).endswith("Cache"))
+        return forward(self, *args, **kwargs)
+
+    monkeypatch.setattr(llama, "forward", noting)
+    found = generate.measure(arm, **AT, **TINY)
+    assert used == {cache}
     assert found["tok_per_s"] == pytest.approx(3 * 1000 / found["ms_per_token"]) and "step_ms" not in found
 
 
@@ -41,9 +50,10 @@ def test_points_are_the_arms_beside_each_other_and_share_one_record(monkeypatch,
     *lines, last = capsys.readouterr().out.splitlines()
     assert json.loads(last)["ratios"][0]["tok_per_s"] == 3.0
     assert "300 tok/s, 3.000 ms a token; a step 2.000 ms, 50.0% of a copy's speed" in lines[0]
-    assert "out of memory" in lines[3]
+    assert "out of memory" in lines[4]
     points = json.loads((tmp_path / "generate.json").read_text())["points"]
     assert [(row["arm"], row["batch"], row.get("of_copy")) for row in points] == [
-        ("nanocria", 1, 0.5), ("hf", 1, None), ("nanocria", 64, 0.5), ("hf", 64, None)
+        ("nanocria", 1, 0.5), ("hf", 1, None), ("hf-static", 1, None),
+        ("nanocria", 64, 0.5), ("hf", 64, None), ("hf-static", 64, None),
     ]  # fmt: skip
     assert {row["prompt"] for row in points} == {128} and generate.parse([]).out == record.RECORDS / "generate.json"

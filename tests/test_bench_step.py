@@ -82,6 +82,21 @@ def test_a_peer_has_our_loss_and_our_gradients(build, names, checkpointing):
         assert error < 1e-5, f"{name}: the gradients differ by {error:.1e}"
 
 
+def test_the_adapters_of_the_peer_are_float32_and_read_bfloat16(monkeypatch):
+    pytest.importorskip("peft")
+    build_hf = peers.build_hf
+    monkeypatch.setattr(peers, "build_hf", lambda *args, liger: build_hf(*args))  # Liger-Kernel needs a GPU
+    model, loss_of = peers.build_hf_lora(TINY, "full", CPU)
+    adapters = [module for name, module in model.named_modules() if name.endswith(("lora_A.default", "lora_B.default"))]
+    read = []
+    for module in adapters:
+        module.register_forward_hook(lambda module, inputs, y: read.append(inputs[0].dtype))
+    loss_of(*torch.randint(TINY.vocab_size, (2, 3, TINY.block_size))).backward()
+    assert len(adapters) == 2 * 7 * TINY.n_layer and {module.weight.dtype for module in adapters} == {torch.float32}
+    assert set(read) == {torch.bfloat16} and len(read) > len(adapters), "backward recomputes too"
+    assert all(module.weight.grad.isfinite().all() for module in adapters)
+
+
 def test_a_compiled_peer_of_hugging_face_reads_no_mask(monkeypatch):
     modeling_llama = pytest.importorskip("transformers").models.llama.modeling_llama
     monkeypatch.setattr(modeling_llama, "create_causal_mask", modeling_llama.create_causal_mask)  # and back again
@@ -92,11 +107,45 @@ def test_a_compiled_peer_of_hugging_face_reads_no_mask(monkeypatch):
         attention.extend((node.kwargs["attn_mask"], node.kwargs["is_causal"]) for node in calls)
         return graph.forward
 
-    monkeypatch.setattr(torch, "compile", lambda model: compile(model, backend=note_attention))
-    _, loss_of = peers.build_hf(TINY, "none", CPU, compiled=True, dtype=torch.float32)
+    monkeypatch.setattr(torch, "compile", lambda model, mode: compile(model, backend=note_attention))
+    _, loss_of = peers.build_hf(TINY, "none", CPU, compile_mode="default", dtype=torch.float32)
     tokens = torch.randint(TINY.vocab_size, (2, TINY.block_size))
     assert math.isfinite(loss_of(tokens, tokens).detach())
     assert attention == [(None, True)] * TINY.n_layer
+
+
+def test_a_peers_steps_are_timed_as_train_py_times_its_own(monkeypatch):
+    """Steps of 10, 10, 1, 2, 6 and 9 s, launched in no time, read in turn: each when the next has been launched."""
+    events, seconds, now = [], iter([10, 10, 1, 2, 6, 9]), [0.0]
+
+    def train_step(*_):
+        step, takes = sum(what == "launch" for what, _ in events), next(seconds)
+        events.append(("launch", step))
+
+        def wait():
+            events.append(("read", step))
+            now[0] += takes
+            return [9.0 - step, 1.0]
+
+        return wait
+
+    parameter = torch.nn.Parameter(torch.ones(1))
+    monkeypatch.setitem(peers.BUILDERS, "fake", lambda *_: (torch.nn.ParameterList([parameter]), None))
+    for name, value in {"train_step": train_step, "own_device": lambda: CPU, "mfu": lambda *_: None}.items():
+        monkeypatch.setattr(peers, name, value)
+    monkeypatch.setattr(peers.time, "perf_counter", lambda: now[0])
+    monkeypatch.setattr(peers.memory_stats, "let_segments_grow", lambda: None)
+    for name in ("set_device", "reset_peak_memory_stats"):
+        monkeypatch.setattr(torch.cuda, name, lambda *_: None)
+    for name in ("max_memory_allocated", "max_memory_reserved"):
+        monkeypatch.setattr(torch.cuda, name, lambda: 0)
+    monkeypatch.setattr(peers.gc, "disable", lambda: None)
+    point = peers.measure("fake", "config/baby_llama.py", 1, 8, steps=4, warmup=2, vocab_size=257)
+    assert point["ms_per_step"] == 4000, "the median of 1, 2, 6 and 9 s, not the upper one"
+    assert (point["first_loss"], point["last_loss"]) == (9.0, 4.0)
+    launches, reads = ([i for i, (what, _) in enumerate(events) if what == kind] for kind in ("launch", "read"))
+    assert all(reads[step] > launches[step + 1] for step in (0, 2, 3, 4)), "the next step has been launched"
+    assert reads[1] < launches[2], "the warm-up has ended when the clock starts"
 
 
 # Trains transformers' tiny Llama three times from the same weights on the CPU: plainly in float32, under FSDP2 with
@@ -119,7 +168,7 @@ for arm in ("hf", "hf-masters", "hf-offload"):
     peers.fill(model, device)
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3, fused=True)
     tokens = torch.randint(c.vocab_size, (3, c.block_size), generator=torch.Generator().manual_seed(1))
-    losses = [peers.train_step(model, loss_of, optimizer, tokens, tokens) for _ in range(5)]
+    losses = [peers.train_step(model, loss_of, optimizer, tokens, tokens)() for _ in range(5)]
     full = {n: getattr(p, "full_tensor", lambda p=p: p)() for n, p in model.named_parameters()}
     result[arm] = {"losses": losses, "dtypes": sorted({str(p.dtype) for p in full.values()}), "n": len(full),
                    "norm": sum(p.double().square().sum().item() for p in full.values()) ** 0.5}
@@ -246,7 +295,7 @@ def test_points_are_the_arms_in_turn_and_what_is_missing_is_asked_for_once(monke
         return found, "out of memory"
 
     monkeypatch.setattr(runner, "run", run)
-    words = ["--arms=nanocria,torchtitan,hf", "--shapes=8x2048,2x8192", "--checkpointing=none,selective"]
+    words = ["--arms=nanocria,torchtitan,hf,hf-graphs", "--shapes=8x2048,2x8192", "--checkpointing=none,selective"]
     alone = list(step.points(step.parse(words)))
     assert [(p["arm"], p["batch"], p["checkpointing"], p["oom"]) for p in alone if p["arm"] != "torchtitan"] == [
         ("nanocria", 8, "none", True), ("hf", 8, "none", False), ("nanocria", 8, "selective", True),
