@@ -379,7 +379,7 @@ def in_another_process(code, **environment):
 
 SHAPES = [
     (5, 1, FP32), (7, 3, FP32), (1, 64, FP16), (6, 70, FP16), (6, 70, BF16), (6, 128, FP64),
-    (37, 257, FP16), (6, WIDE, FP32), (2, WIDE, BF16),
+    (37, 257, FP16), (6, WIDE, FP32), (9, WIDE, BF16),
 ]  # fmt: skip
 
 
