@@ -161,7 +161,7 @@ start = find_start(out_dir, init_from)  # a checkpoint, a folder of published we
 from_weights = model_settings(start, init_from, named)  # what the user leaves to them of the model
 globals().update(from_weights)
 settings |= from_weights
-check_settings(globals(), world_size)
+check_settings(globals(), world_size)  # again, with that model
 shard_ranks = local_world_size if sharding == "hybrid" else world_size  # that share one copy of the model
 copy_engines = False if base_dtype == "nf4" else copy_engines  # their buffers have one dtype
 mesh = distributed.device_mesh(device, sharding == "hybrid", timeout) if world_size > 1 else None
