@@ -28,7 +28,7 @@ from runtime.checkpoint import load_model
 from runtime.checkpoint_folder import open_folder
 from runtime.device import pick_device, pick_dtype
 from runtime.evaluate import evaluate_file, field, read_file
-from runtime.generate import begin_document, generate_text
+from runtime.generate import PrefixCache, begin_document, generate_text
 
 with contextlib.suppress(ImportError):
     import readline  # noqa: F401  arrow keys in --chat
@@ -108,13 +108,13 @@ def read_prompts() -> list[str]:
     return [read_file(path, "text").removesuffix("\n")]
 
 
-def draw(prompts: list[list[int]]) -> Iterator[list[str]]:
+def draw(prompts: list[list[int]], prefix: PrefixCache | None = None) -> Iterator[list[str]]:
     """What each token adds to the text behind each prompt."""
     longest, context = max(map(len, prompts)), model.config.block_size
     if longest > context:
         print(f"the prompt is {longest:,} tokens long: the model sees the last {context:,} of them", file=sys.stderr)
     sampling = dict(temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p, generator=generator)
-    return generate_text(model, tokenizer, prompts, max_new_tokens, stops, **sampling)
+    return generate_text(model, tokenizer, prompts, max_new_tokens, stops, prefix=prefix, **sampling)
 
 
 def write_continuations(prompts: list[str]) -> None:
@@ -131,7 +131,7 @@ def write_continuations(prompts: list[str]) -> None:
 
 def converse(messages: list[dict]) -> None:
     """Reads a line, writes the answer, and so on. Ctrl-C ends an answer, and outside of one the conversation."""
-    first = len(messages)
+    first, prefix = len(messages), PrefixCache()
     print("/exit or Ctrl-D ends the conversation", file=sys.stderr)
     while (line := input("> ")).strip() != "/exit":
         if not line.strip():
@@ -142,7 +142,7 @@ def converse(messages: list[dict]) -> None:
             del messages[first : first + 2]  # the oldest question and its answer
         answer = ""
         with contextlib.suppress(KeyboardInterrupt):
-            for (new,) in draw([ids]):
+            for (new,) in draw([ids], prefix):
                 print(new, end="", flush=True)
                 answer += new
         print()
