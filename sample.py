@@ -23,12 +23,14 @@ from configurator import configure
 from data.chat.template import encode_prompt
 from data.rows import is_jsonl
 from data.tokenizer import get_tokenizer, tokenizer_of
+from data.vocabulary import Tokenizer
 from runtime import run_folder
 from runtime.checkpoint import load_model
-from runtime.checkpoint_folder import open_folder
+from runtime.checkpoint_folder import Folder, open_folder
 from runtime.device import pick_device, pick_dtype
 from runtime.evaluate import evaluate_file, field, read_file
 from runtime.generate import PrefixCache, begin_document, generate_text
+from runtime.hf_config import read_config
 
 with contextlib.suppress(ImportError):
     import readline  # noqa: F401  arrow keys in --chat
@@ -98,6 +100,18 @@ device = pick_device(device)
 dtype = pick_dtype(dtype, device)
 
 
+def named_tokenizer(folder: Folder) -> Tokenizer:
+    """--tokenizer's. ValueError if it is not the model's and has more tokens; if it has not, a line says so."""
+    found, (settings, known) = get_tokenizer(os.path.expanduser(tokenizer)), read_config(folder)
+    if found.name != known and found.n_vocab > settings["vocab_size"]:
+        said = f"tokenizer {found.name} has {found.n_vocab:,} tokens, {folder.path} only {settings['vocab_size']:,}"
+        raise ValueError(f"{said}: leave out --tokenizer, or name the model's own")
+    if known not in (None, found.name):  # equal names mean equal ids, but other names not always others
+        said = f"{folder.path} was trained on {known} tokens, not on {found.name}"
+        print(f"{said}: unless their ids are the same, leave out --tokenizer", file=sys.stderr)
+    return found
+
+
 def read_prompts() -> list[str]:
     """The prompts to continue. A text from a file or a pipe loses its last line end: echo and editors add it."""
     if not prompt_file:
@@ -151,7 +165,7 @@ def converse(messages: list[dict]) -> None:
 
 try:
     folder = run_folder.read_newest(Path(out_dir), open_folder)
-    tokenizer = get_tokenizer(os.path.expanduser(tokenizer)) if tokenizer else tokenizer_of(folder.path)
+    tokenizer = named_tokenizer(folder) if tokenizer else tokenizer_of(folder.path)
     messages = [{"role": "system", "content": system}] if system else []
     if chat:
         encode_prompt(tokenizer, [*messages, {"role": "user", "content": "?"}])  # is there a template that takes these?

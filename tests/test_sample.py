@@ -118,6 +118,15 @@ def test_text_ends_with_its_document_and_is_drawn_as_asked(draw, monkeypatch):
     assert asked == [([[256, 97, 256]] * 2, 12, 0.7, 3, 0.5, 0.1, [256])]  # a prompt's special tokens are tokens
 
 
+def test_another_tokenizer_than_the_models_is_said_or_refused(draw, sample, alone, tmp_path):
+    publish_chat_model(tmp_path / "hf")
+    larger = f"has 259 tokens, {alone}/step_000020 only 257: leave out --tokenizer, or name the model's own"
+    assert larger in draw(tokenizer=tmp_path / "hf")[1]
+    text, said = sample(out_dir=tmp_path / "hf", tokenizer="bytes")
+    assert f"{tmp_path}/hf was trained on tokenizer.json-" in said and "tokens, not on bytes: unless" in said
+    assert text.startswith("def ") and not draw(tokenizer="bytes")[1]
+
+
 def test_temperature_0_takes_the_likeliest_and_a_prompt_that_is_cut_is_said(draw):
     assert draw(temperature=1e-6) == draw(temperature=0) != draw(temperature=1)
     said = "the prompt is 81 tokens long: the model sees the last 32 of them\n"
