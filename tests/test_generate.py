@@ -90,7 +90,7 @@ def test_a_row_that_ended_with_a_full_context_does_not_have_the_others_read_agai
     assert len(reads) == 2, f"{len(reads)} reads for 10 tokens"
 
 
-@pytest.mark.parametrize("settings", [PLAIN, {}])
+@pytest.mark.parametrize("settings", [PLAIN, {}, {"attention": "triton"}])
 @torch.no_grad()
 def test_steps_give_the_logits_of_the_whole_text(settings):
     model, tokens = build(**settings), batch(n_time=9)[0]
