@@ -70,5 +70,7 @@ if __name__ == "__main__":
             main(sys.argv[1:])
         finally:
             sys.stdout.flush()  # here, and not when the interpreter ends
+    except KeyboardInterrupt:
+        sys.exit(130)
     except BrokenPipeError:  # whoever reads has read enough, as head does
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

@@ -25,6 +25,7 @@ import torch.nn as nn
 import torch.nn.functional as F
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.attention.bias import causal_lower_right
 
 import kernels
 import kernels.reference
@@ -126,7 +127,8 @@ def triton_is_faster(q):
 
 
 def attend(q, k, v):
-    """Causal softmax(q kᵀ / sqrt(D)) v for q (B, T, H, D), k and v (B, T, K, D) of any strides; returns (B, T, H·D).
+    """Causal softmax(q kᵀ / sqrt(D)) v for q (B, T, H, D), k and v (B, S, K, D) of any strides; returns (B, T, H·D).
+    The T queries are those of the last of S positions.
 
     PyTorch tries flash first; on Hopper and later cuDNN is about 1.5 times as fast, forward and backward.
     """
@@ -140,14 +142,15 @@ def attend(q, k, v):
             # (T, S) scores, expand after all.
             k, v = (x.repeat_interleave(q.shape[2] // x.shape[2], dim=2) for x in (k, v))
             gqa = False
-    q, k, v = (x.transpose(1, 2) for x in (q, k, v))  # (B, H, T, D) and (B, K, T, D)
+    mask = causal_lower_right(q.shape[1], k.shape[1]) if q.shape[1] < k.shape[1] else None
+    q, k, v = (x.transpose(1, 2) for x in (q, k, v))  # (B, H, T, D) and (B, K, S, D)
     with sdpa_kernel(backends, set_priority=True):
-        y = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=gqa)
+        y = F.scaled_dot_product_attention(q, k, v, mask, is_causal=mask is None, enable_gqa=gqa)
     return y.transpose(1, 2).flatten(2)  # (B, T, H·D), the layout flash and cuDNN write anyway
 
 
 class KVCache(NamedTuple):
-    """Keys and values of one layer, for generation: of row b those of its first lengths[b] positions. A prompt fills
+    """Keys and values of one layer, for generation: of row b those of its first lengths[b] positions. Prompts fill
     it, then tokens come one by one. runtime/generate.py makes it, and counts.
     """
 
@@ -200,12 +203,14 @@ class Attention(Part):
         qkv, x = self.ops.rms_norm_linear(x, branch, norm.weight, norm.eps, self.qkv_proj)
         qkv = qkv.unflatten(-1, (-1, self.head_dim))  # (B, T, H + 2K, D)
         q, k, v = self.ops.rope(qkv, cos, sin, self.n_head)
-        if cache is not None and q.shape[1] > 1:  # a prompt: nothing is cached before it
-            cache.k[:, : k.shape[1]], cache.v[:, : v.shape[1]] = k, v
+        n_time = q.shape[1]
+        if cache is not None and n_time > 1:  # a prompt, or its new end, with which the cache ends: see hidden()
+            cache.k[:, -n_time:], cache.v[:, -n_time:] = k, v
+            k, v = cache.k, cache.v
         in_triton = self.attention == "triton" or (self.attention == "auto" and triton_is_faster(q))
-        if cache is not None and q.shape[1] == 1:
+        if cache is not None and n_time == 1:
             y = self.ops.decode_attention(q, k, v, cache.k, cache.v, cache.lengths).flatten(2)  # caches k and v as well
-        elif in_triton or doc_starts is not None:  # PyTorch's knows no documents
+        elif (in_triton and n_time == k.shape[1]) or doc_starts is not None:  # PyTorch's knows no documents
             y = kernels.flash_attention(q, k, v, doc_starts).flatten(2)  # (B, T, H·D)
         else:
             y = attend(q, k, v)
@@ -325,10 +330,7 @@ class Llama(Part):
         return self
 
     def forward(
-        self,
-        tokens: torch.Tensor,
-        targets: torch.Tensor | None = None,
-        doc_starts: torch.Tensor | None = None,
+        self, tokens: torch.Tensor, targets: torch.Tensor | None = None, doc_starts: torch.Tensor | None = None
     ) -> torch.Tensor:
         """Logits (B, T, V) in the weights' dtype, or with targets the mean cross-entropy, an fp32 scalar.
 
@@ -347,15 +349,19 @@ class Llama(Part):
             loss = model.lm_head(x, targets) + (value_head(x) - values).square().mean()
 
         overwrite_dy: as for RMSNorm, if only one function reads x. With FSDP call this from forward, which gathers the
-        weights. caches: one KVCache a layer, which T tokens extend: T > 1 only empty ones.
+        weights. caches: one KVCache a layer, which T tokens extend: T > 1 where all rows hold equally many.
         """
         n_time = tokens.shape[1]
         if n_time > self.config.block_size:
             raise ValueError(f"{n_time} positions, but block_size is {self.config.block_size}")
         if caches and doc_starts is not None:
             raise ValueError("doc_starts with caches: what is generated is one document")
-        if caches and n_time > 1 and caches[0].lengths.any():
-            raise ValueError(f"{n_time} tokens after those in the caches: only one at a time")
+        if caches and n_time > 1:
+            held, n_positions = caches[0].lengths.tolist(), caches[0].k.shape[1]
+            end = held[0] + n_time
+            if len(set(held)) > 1 or end > n_positions:
+                raise ValueError(f"{n_time} tokens a row do not fit behind {held} in caches of {n_positions}")
+            caches = [cache._replace(k=cache.k[:, :end], v=cache.v[:, :end]) for cache in caches]
         x, branch = self.tok_embeddings(tokens), None  # (B, T, C)
         if caches:
             positions = caches[0].lengths[:, None] + torch.arange(n_time, device=tokens.device)  # (B, T)
@@ -389,11 +395,8 @@ class Llama(Part):
                 continue
             if parameter.ndim == 1:
                 raise NotImplementedError(f"init_weights of model.py does not know how {name} begins")
-            std = (
-                0.02 / math.sqrt(2 * self.config.n_layer)
-                if name.endswith(("o_proj.weight", "down_proj.weight"))
-                else 0.02
-            )
+            writes_residual = name.endswith(("o_proj.weight", "down_proj.weight"))
+            std = 0.02 / math.sqrt(2 * self.config.n_layer) if writes_residual else 0.02
             generator = torch.Generator(device or parameter.device).manual_seed(seed + zlib.crc32(name.encode()))
             whole = torch.empty(parameter.shape, device=generator.device, dtype=torch.float32)
             if name.endswith("lora_a"):
@@ -414,8 +417,7 @@ class Llama(Part):
 
         6 for each weight of a matmul, 4 for a frozen one (the embedding is a lookup, the head a matmul), and for
         attention 2 matmuls of 2·C·T, forward once and backward twice, half of it masked away: 6·C·T a layer (PaLM,
-        appendix B, causal).
-        With mask_documents attention computes less; that is not subtracted.
+        appendix B, causal). With mask_documents attention computes less; that is not subtracted.
         """
         c = self.config
         blocks = sum(module.flops() for module in self.layers.modules() if isinstance(module, kernels.Linear))

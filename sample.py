@@ -23,12 +23,14 @@ from configurator import configure
 from data.chat.template import encode_prompt
 from data.rows import is_jsonl
 from data.tokenizer import get_tokenizer, tokenizer_of
+from data.vocabulary import Tokenizer
 from runtime import run_folder
 from runtime.checkpoint import load_model
-from runtime.checkpoint_folder import open_folder
+from runtime.checkpoint_folder import Folder, open_folder
 from runtime.device import pick_device, pick_dtype
 from runtime.evaluate import evaluate_file, field, read_file
-from runtime.generate import begin_document, generate_text
+from runtime.generate import PrefixCache, begin_document, generate_text
+from runtime.hf_config import read_config
 
 with contextlib.suppress(ImportError):
     import readline  # noqa: F401  arrow keys in --chat
@@ -98,6 +100,18 @@ device = pick_device(device)
 dtype = pick_dtype(dtype, device)
 
 
+def named_tokenizer(folder: Folder) -> Tokenizer:
+    """--tokenizer's. ValueError if it is not the model's and has more tokens; if it has not, a line says so."""
+    found, (settings, known) = get_tokenizer(os.path.expanduser(tokenizer)), read_config(folder)
+    if found.name != known and found.n_vocab > settings["vocab_size"]:
+        said = f"tokenizer {found.name} has {found.n_vocab:,} tokens, {folder.path} only {settings['vocab_size']:,}"
+        raise ValueError(f"{said}: leave out --tokenizer, or name the model's own")
+    if known not in (None, found.name):  # equal names mean equal ids, but other names not always others
+        said = f"{folder.path} was trained on {known} tokens, not on {found.name}"
+        print(f"{said}: unless their ids are the same, leave out --tokenizer", file=sys.stderr)
+    return found
+
+
 def read_prompts() -> list[str]:
     """The prompts to continue. A text from a file or a pipe loses its last line end: echo and editors add it."""
     if not prompt_file:
@@ -108,13 +122,13 @@ def read_prompts() -> list[str]:
     return [read_file(path, "text").removesuffix("\n")]
 
 
-def draw(prompts: list[list[int]]) -> Iterator[list[str]]:
+def draw(prompts: list[list[int]], prefix: PrefixCache | None = None) -> Iterator[list[str]]:
     """What each token adds to the text behind each prompt."""
     longest, context = max(map(len, prompts)), model.config.block_size
     if longest > context:
         print(f"the prompt is {longest:,} tokens long: the model sees the last {context:,} of them", file=sys.stderr)
     sampling = dict(temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p, generator=generator)
-    return generate_text(model, tokenizer, prompts, max_new_tokens, stops, **sampling)
+    return generate_text(model, tokenizer, prompts, max_new_tokens, stops, prefix=prefix, **sampling)
 
 
 def write_continuations(prompts: list[str]) -> None:
@@ -131,7 +145,7 @@ def write_continuations(prompts: list[str]) -> None:
 
 def converse(messages: list[dict]) -> None:
     """Reads a line, writes the answer, and so on. Ctrl-C ends an answer, and outside of one the conversation."""
-    first = len(messages)
+    first, prefix = len(messages), PrefixCache()
     print("/exit or Ctrl-D ends the conversation", file=sys.stderr)
     while (line := input("> ")).strip() != "/exit":
         if not line.strip():
@@ -142,7 +156,7 @@ def converse(messages: list[dict]) -> None:
             del messages[first : first + 2]  # the oldest question and its answer
         answer = ""
         with contextlib.suppress(KeyboardInterrupt):
-            for (new,) in draw([ids]):
+            for (new,) in draw([ids], prefix):
                 print(new, end="", flush=True)
                 answer += new
         print()
@@ -151,7 +165,7 @@ def converse(messages: list[dict]) -> None:
 
 try:
     folder = run_folder.read_newest(Path(out_dir), open_folder)
-    tokenizer = get_tokenizer(os.path.expanduser(tokenizer)) if tokenizer else tokenizer_of(folder.path)
+    tokenizer = named_tokenizer(folder) if tokenizer else tokenizer_of(folder.path)
     messages = [{"role": "system", "content": system}] if system else []
     if chat:
         encode_prompt(tokenizer, [*messages, {"role": "user", "content": "?"}])  # is there a template that takes these?

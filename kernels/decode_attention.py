@@ -120,9 +120,8 @@ def decode_attention(
     right &= q.shape == (n_batch, 1, n_head, head_dim) and n_head % n_kv_head == 0 and lengths.shape == (n_batch,)
     if not right or not k.shape == v.shape == (n_batch, 1, n_kv_head, head_dim):
         shapes = ", ".join(str(tuple(x.shape)) for x in (q, k, v, k_cache, v_cache, lengths))
-        raise ValueError(
-            f"decode_attention of {shapes}: expected (B, 1, H, D), 2 x (B, 1, K, D), 2 x (B, S, K, D), (B)"
-        )
+        expected = "(B, 1, H, D), 2 x (B, 1, K, D), 2 x (B, S, K, D), (B)"
+        raise ValueError(f"decode_attention of {shapes}: expected {expected}")
     if not use_triton(q):
         return decode_attention_reference(q, k, v, k_cache, v_cache, lengths)
     q, k, v, group = q.contiguous(), k.contiguous(), v.contiguous(), n_head // n_kv_head

@@ -19,30 +19,53 @@ from runtime.cuda_graph import CUDAGraph
 from runtime.device import send_to_cpu
 
 
-def new_caches(model: Llama, n_batch: int, n_positions: int) -> list[KVCache]:
-    """Empty caches, one a layer, of n_positions a row."""
+def new_caches(model: Llama, n_batch: int, n_positions: int, old: list = (), n_kept: int = 0) -> list[KVCache]:
+    """Caches, one a layer, of n_positions a row: empty, or with the first n_kept of old ones, which are used up."""
     c, weight = model.config, model.tok_embeddings.weight
     shape = n_batch, n_positions, c.n_kv_head, c.head_dim
     lengths = torch.zeros(n_batch, dtype=torch.int64, device=weight.device)
     tables = rope_tables(c, 0, n_positions, weight.device, torch.promote_types(weight.dtype, torch.float32))
-    # Zeros: what a masked score is multiplied with must be finite.
-    return [KVCache(*weight.new_zeros(2, *shape), lengths, *tables) for _ in range(c.n_layer)]
+    caches = []
+    for _ in range(c.n_layer):
+        # Zeros: what a masked score is multiplied with must be finite.
+        caches.append(KVCache(*weight.new_zeros(2, *shape), lengths, *tables))
+        if n_kept:  # a layer at a time: there may be no room for all caches twice
+            for new, before in zip(caches[-1][:2], old.pop(0)[:2], strict=True):
+                new[:, :n_kept] = before[:, :n_kept]
+    return caches
 
 
-def read_prompts(model: Llama, caches: list[KVCache], prompts: list[list[int]]) -> torch.Tensor:
-    """Fills the caches with the prompts in place of what they hold. Returns the logits (B, V) after each, in fp32."""
+class PrefixCache:
+    """The caches of one text, for the next call of generate(): it reads only what is behind their common prefix."""
+
+    caches, text = (), ()  # the caches hold as many tokens of the text as their lengths say
+
+    def take(self, model: Llama, texts: list[list[int]], n_positions: int) -> tuple[list[KVCache], int]:
+        """Caches of n_positions for texts, and how many tokens of the first they hold: not its last, which is read."""
+        n_held = int(self.caches[0].lengths[0]) if self.caches else 0
+        same = [old == new for old, new in zip(self.text[:n_held], texts[0][:-1], strict=False)]
+        n_kept = [*same, False].index(False)
+        old, self.caches = self.caches if n_kept else (), ()  # freed now, or layer by layer
+        self.caches, self.text = new_caches(model, len(texts), n_positions, old, n_kept), texts[0]
+        return self.caches, n_kept
+
+
+def read_prompts(model: Llama, caches: list[KVCache], prompts: list[list[int]], start: int = 0) -> torch.Tensor:
+    """Fills the caches with the prompts in place of what they hold; start: how many of a single prompt they hold.
+    Returns the logits (B, V) after each, in fp32.
+    """
     device, lengths = caches[0].lengths.device, [len(prompt) for prompt in prompts]
     different = list(dict.fromkeys(map(tuple, prompts)))  # several samples of a prompt: it is read once
     n, rows = len(different), torch.tensor([different.index(tuple(prompt)) for prompt in prompts], device=device)
     tokens = torch.tensor([[*prompt, *[0] * (max(lengths) - len(prompt))] for prompt in different], device=device)
-    caches[0].lengths.zero_()
+    caches[0].lengths.fill_(start)
     first_rows = [cache._replace(k=cache.k[:n], v=cache.v[:n], lengths=cache.lengths[:n]) for cache in caches]
-    x = model.hidden(tokens, caches=first_rows)  # (n, T, C)
+    x = model.hidden(tokens[:, start:], caches=first_rows)  # (n, T, C)
     for cache in caches if n < len(prompts) else []:
         cache.k.copy_(cache.k[rows])
         cache.v.copy_(cache.v[rows])
     caches[0].lengths.copy_(torch.tensor(lengths))
-    return model.lm_head(x[rows, caches[0].lengths - 1]).float()
+    return model.lm_head(x[rows, caches[0].lengths - 1 - start]).float()
 
 
 def decode_step(model: Llama, caches: list[KVCache], tokens: torch.Tensor) -> torch.Tensor:
@@ -56,20 +79,26 @@ def decode_step(model: Llama, caches: list[KVCache], tokens: torch.Tensor) -> to
 
 @torch.no_grad()
 def generate(
-    model: Llama, prompts: list[list[int]], max_new_tokens: int, eos: Collection[int] = (), **sampling
+    model: Llama,
+    prompts: list[list[int]],
+    max_new_tokens: int,
+    eos: Collection[int] = (),
+    prefix: PrefixCache | None = None,
+    **sampling,
 ) -> Iterator[list[int | None]]:
     """Continues each prompt by at most max_new_tokens, yielding for each token a list with the next of each row.
 
-    A row ends before a token of eos and is None from then on; when all have ended, so does this. sampling: temperature,
-    top_k, top_p, min_p and generator, as sample() takes them. Past block_size the older half of a row is dropped and
-    the rest read again. ValueError, from the first next(), for an empty prompt and for numbers out of range.
+    A row ends before a token of eos and is None from then on; when all have ended, so does this. prefix: of a single
+    prompt; what it shares with the text before it is not read again. sampling: temperature, top_k, top_p, min_p and
+    generator, as sample() takes them. Past block_size the older half of a row is dropped and the rest read again.
+    ValueError, from the first next(), for an empty prompt and for numbers out of range.
     """
     if not prompts or not all(prompts):
         raise ValueError("generate needs at least one token to continue")
     block_size, device = model.config.block_size, model.tok_embeddings.weight.device
-    texts = [list(prompt[-block_size:]) for prompt in prompts]
+    texts, running = [list(prompt[-block_size:]) for prompt in prompts], [True] * len(prompts)
     n_positions = min(block_size, max(map(len, texts)) + max_new_tokens)
-    caches, running = new_caches(model, len(texts), n_positions), [True] * len(texts)
+    caches, start = (prefix or PrefixCache()).take(model, texts, n_positions)
     step = partial(decode_step, model, caches)
     # A step is about 200 launches of a few microseconds, which take a CPU longer than a GPU.
     step = CUDAGraph(step) if device.type == "cuda" and model.fused_kernels else step
@@ -86,19 +115,17 @@ def generate(
     tokens, longest = None, n_positions  # longest: of the rows in the caches; here as if full, so that they are read
     for _ in range(max_new_tokens):
         if longest == n_positions:
-            while on_their_way:
-                yield arrived()
-            if not any(running):
-                return
-            keep = [block_size // 2 + 1 if len(text) > block_size else block_size for text in texts]
-            # One token of a row that has ended: if it stayed full, all rows would be read again before every token.
-            texts = [text[-n if runs else -1 :] for text, n, runs in zip(texts, keep, running, strict=True)]
-            logits, longest = read_prompts(model, caches, texts), max(map(len, texts))
+            caches[0].lengths.zero_()  # first: Ctrl-C must not leave a prefix with caches of another text
+            for text, runs in zip(texts, running, strict=True):
+                if len(text) > block_size or not runs:
+                    # One token of a row that has ended: were it full, all would be read again before every token.
+                    del text[: -(block_size // 2 + 1) if runs else -1]
+            logits, longest, start = read_prompts(model, caches, texts, start), max(map(len, texts)), 0
         else:
             logits, longest = step(tokens), longest + 1
         tokens = sample(logits, **sampling)  # (B,)
         on_their_way.append(send_to_cpu(tokens))
-        if len(on_their_way) > ahead:
+        while len(on_their_way) > (ahead if longest < n_positions else 0):  # full: the texts will be read again
             yield arrived()
         if not any(running):
             return
@@ -144,10 +171,8 @@ def begin_document(tokenizer: Tokenizer, text: str, special: bool = False) -> li
     """The ids of a text as a document's beginning: after the bos if the model has one; of no text the bos, or the end
     of a document before it. special: special tokens that the text spells out are tokens.
     """
-    ids = tokenizer.encode(text, special)
-    if tokenizer.bos is not None:
-        return [tokenizer.bos, *ids]
-    return ids or [tokenizer.end_of_text]
+    bos = [] if tokenizer.bos is None else [tokenizer.bos]
+    return bos + tokenizer.encode(text, special) or [tokenizer.end_of_text]
 
 
 class RowText:

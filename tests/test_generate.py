@@ -3,6 +3,7 @@
 pytest tests/test_generate.py        without a GPU the kernels run through Triton's interpreter
 """
 
+import itertools
 import math
 
 import pytest
@@ -12,7 +13,7 @@ import kernels
 import kernels.reference
 from model import document_starts
 from runtime.checkpoint import load_model
-from runtime.generate import decode_step, generate, new_caches, read_prompts, sample
+from runtime.generate import PrefixCache, decode_step, generate, new_caches, read_prompts, sample
 from tests.published import publish
 from tests.test_model import DEVICE, FP64, PLAIN, batch, build, error, needs_gpu
 
@@ -89,7 +90,7 @@ def test_a_row_that_ended_with_a_full_context_does_not_have_the_others_read_agai
     assert len(reads) == 2, f"{len(reads)} reads for 10 tokens"
 
 
-@pytest.mark.parametrize("settings", [PLAIN, {}])
+@pytest.mark.parametrize("settings", [PLAIN, {}, {"attention": "triton"}])
 @torch.no_grad()
 def test_steps_give_the_logits_of_the_whole_text(settings):
     model, tokens = build(**settings), batch(n_time=9)[0]
@@ -97,10 +98,48 @@ def test_steps_give_the_logits_of_the_whole_text(settings):
     logits = [read_prompts(model, caches, tokens[:, :5].tolist())]
     logits += [decode_step(model, caches, tokens[:, i]) for i in range(5, 9)]
     assert error(torch.stack(logits, dim=1), model(tokens)[:, 4:]) < 1e-6  # they are rounded to float32
-    with pytest.raises(ValueError, match="4 tokens after those in the caches: only one at a time"):
-        model.hidden(tokens[:, :4], caches=caches)
+    for held in ([9, 9], [6, 6], [3, 2]):
+        caches[0].lengths.copy_(torch.tensor(held))
+        with pytest.raises(
+            ValueError, match=rf"4 tokens a row do not fit behind \[{held[0]}, {held[1]}\] in caches of 9"
+        ):
+            model.hidden(tokens[:, :4], caches=caches)
     with pytest.raises(ValueError, match="doc_starts with caches"):
         model.hidden(tokens, document_starts(tokens, 0), caches)
+
+
+@pytest.mark.parametrize("settings", [PLAIN, {"attention": "triton"}])
+@pytest.mark.parametrize("start", [1, 4])  # the latter leaves one token to read
+@torch.no_grad()
+def test_a_prompt_behind_a_prefix_has_the_logits_of_the_whole_text(settings, start):
+    model, tokens = build(**settings), batch(n_batch=1, n_time=6)[0]
+    caches = new_caches(model, 1, 9)
+    read_prompts(model, caches, tokens[:, :start].tolist())
+    logits = [read_prompts(model, caches, tokens[:, :5].tolist(), start), decode_step(model, caches, tokens[:, 5])]
+    assert error(torch.stack(logits, dim=1), model(tokens)[:, 4:]) < 1e-6
+
+
+@pytest.mark.parametrize("settings", [PLAIN, pytest.param({}, marks=needs_gpu)])
+def test_a_turn_of_a_conversation_reads_what_is_new_and_is_the_prompt_read_alone(settings, monkeypatch):
+    model, prefix, history, reads = build(block_size=32, **settings), PrefixCache(), [], []
+    read = lambda *inputs: (reads.append(len(inputs[2][0]) - inputs[3]), read_prompts(*inputs))[1]  # noqa: E731
+    monkeypatch.setattr("runtime.generate.read_prompts", read)
+    turns = [  # tokens of the history in the prompt, new ones behind them, answered ones, which of them are taken
+        (0, 4, 5, 5, [4]),
+        (9, 3, 4, 4, [4]),  # the last token of an answer was drawn, and not read
+        (6, 5, 3, 3, [5]),  # the template writes the first answer in another way
+        (11, 0, 6, 2, [1]),  # the same prompt again: its last token is read, for its logits. Ctrl-C ends the answer
+        (12, 10, 25, 25, [10, 17]),  # the context fills up: its older half is dropped
+        (47, 3, 4, 4, [32, 17]),  # a prompt that is longer than the context
+        (4, 2, 3, 3, [6]),
+    ]
+    for seed, (n_kept, n_new, n, n_taken, expected) in enumerate(turns):
+        prompt, reads[:] = history[:n_kept] + batch(1, n_new + 1, seed=seed)[0][0, :n_new].tolist(), []
+        drawn = generate(model, [prompt], n, prefix=prefix, temperature=0)
+        answer = [token for (token,) in itertools.islice(drawn, n_taken)]
+        drawn.close()
+        assert (answer, reads) == (read_alone(model, prompt, n_taken), expected), f"turn {seed + 1}"
+        history = prompt + answer
 
 
 @needs_gpu

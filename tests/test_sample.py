@@ -12,8 +12,8 @@ import convert
 from data.chat import template
 from data.tokenizer import get_tokenizer
 from runtime import checkpoint, generate, memory_stats
-from runtime.generate import RowText
-from tests.published import edit_config, publish_chat_model, smollm2
+from runtime.generate import PrefixCache, RowText, generate_text
+from tests.published import CHATML, edit_config, publish_chat_model, smollm2
 from tests.runs import damage, run
 
 pytestmark = pytest.mark.usefixtures("plain_pytorch_on_one_core")
@@ -108,7 +108,7 @@ def test_text_is_drawn_from_a_folder_as_from_the_checkpoint_that_it_was(draw, al
 def test_text_ends_with_its_document_and_is_drawn_as_asked(draw, monkeypatch):
     asked = []
 
-    def generate_ids(model, prompts, n, temperature, top_k, top_p, min_p, eos, generator):
+    def generate_ids(model, prompts, n, temperature, top_k, top_p, min_p, eos, generator, prefix):
         asked.append((prompts, n, temperature, top_k, top_p, min_p, list(eos)))
         yield from ([token] * len(prompts) for token in (*b"hi", None))
 
@@ -116,6 +116,15 @@ def test_text_ends_with_its_document_and_is_drawn_as_asked(draw, monkeypatch):
     asked_for = dict(num_samples=2, top_k=3, top_p=0.5, min_p=0.1, temperature=0.7)
     assert draw(prompt="a<|endoftext|>", **asked_for)[0] == 2 * f"a<|endoftext|>hi{LINE}"
     assert asked == [([[256, 97, 256]] * 2, 12, 0.7, 3, 0.5, 0.1, [256])]  # a prompt's special tokens are tokens
+
+
+def test_another_tokenizer_than_the_models_is_said_or_refused(draw, sample, alone, tmp_path):
+    publish_chat_model(tmp_path / "hf")
+    larger = f"has 259 tokens, {alone}/step_000020 only 257: leave out --tokenizer, or name the model's own"
+    assert larger in draw(tokenizer=tmp_path / "hf")[1]
+    text, said = sample(out_dir=tmp_path / "hf", tokenizer="bytes")
+    assert f"{tmp_path}/hf was trained on tokenizer.json-" in said and "tokens, not on bytes: unless" in said
+    assert text.startswith("def ") and not draw(tokenizer="bytes")[1]
 
 
 def test_temperature_0_takes_the_likeliest_and_a_prompt_that_is_cut_is_said(draw):
@@ -199,6 +208,36 @@ def test_streamed_text_is_whole_characters_and_nothing_of_a_stop_string(stop):
     assert len(shown) > ends - 4 and max(map(len, pieces)) < 5, "nothing is held back for longer than needed"
     cut_off = RowText(tokenizer, [0], stop)
     assert [cut_off.add(token) for token in "é".encode()[:1]] == [""] and cut_off.add(None) == "\ufffd"
+
+
+def test_no_token_is_drawn_after_the_last_row_has_ended_by_a_stop_string_or_an_end_token(monkeypatch):
+    rows, drawn = ["a; b; c; d", "abc; d", "ab"], []
+
+    def generate_ids(*_, **__):
+        for i in range(10):
+            drawn.append(i)
+            yield [ord(row[i]) if i < len(row) else None for row in rows]
+
+    monkeypatch.setattr(generate, "generate", generate_ids)
+    pieces = list(generate_text(None, get_tokenizer("bytes"), [[0]] * 3, 10, ["; "]))
+    assert ["".join(row) for row in zip(*pieces, strict=True)] == ["a", "abc", "ab"] and len(drawn) == len("abc; ")
+
+
+@pytest.mark.parametrize("context", [512, 96])  # all turns fit, or the oldest are dropped
+def test_a_conversation_whose_history_is_cached_has_the_answers_of_reading_it_all(
+    sample, tmp_path, monkeypatch, context
+):
+    publish_chat_model(tmp_path / "hf", max_position_embeddings=context, tie_word_embeddings=False, ascii_only=True)
+    template = CHATML.replace("message['content']", "message['content'] | trim | replace('L', 'l')")
+    (tmp_path / "hf/chat_template.jinja").write_text(template)  # the history is not what was drawn
+    questions = "".join(f"question {i}\n" for i in range(6))
+    settings = dict(out_dir=tmp_path / "hf", chat=True, temperature=0, max_new_tokens=20)
+    take, kept = PrefixCache.take, []
+    monkeypatch.setattr(PrefixCache, "take", lambda *inputs: (found := take(*inputs), kept.append(found[1]))[0])
+    cached = sample(questions, **settings)
+    monkeypatch.setattr(PrefixCache, "take", lambda *inputs: take(PrefixCache(), *inputs[1:]))
+    assert cached == sample(questions, **settings) and "L" in cached[0].splitlines()[0]
+    assert kept[0] == 0 < min(kept[1:]) and (context == 96 or kept == sorted(kept)), kept
 
 
 def test_a_conversation_is_the_one_that_transformers_has(sample, tmp_path):

@@ -67,9 +67,8 @@ def render(
     except ImportError as error:
         raise ImportError("chat templates need jinja2: pip install jinja2") from error
     except Exception as error:  # a program that we did not write: whatever it raises
-        raise ValueError(
-            f"the chat template cannot write this conversation: {error or type(error).__name__}"
-        ) from error
+        said = str(error) or type(error).__name__
+        raise ValueError(f"the chat template cannot write this conversation: {said}") from error
 
 
 @functools.lru_cache(maxsize=8)
@@ -90,17 +89,12 @@ def compile_template(template: str):
     def raise_exception(message):
         raise TemplateError(message)
 
-    def to_json(value, ensure_ascii=False, **options):  # Jinja's own escapes for HTML
-        return json.dumps(value, ensure_ascii=ensure_ascii, **options)
-
     environment = ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=[Generation, loopcontrols]
     )
-    environment.filters["tojson"] = to_json
-    environment.globals |= {
-        "raise_exception": raise_exception,
-        "strftime_now": lambda format: datetime.now().strftime(format),
-    }
+    environment.filters["tojson"] = functools.partial(json.dumps, ensure_ascii=False)  # Jinja's own escapes for HTML
+    environment.globals["raise_exception"] = raise_exception
+    environment.globals["strftime_now"] = lambda format: datetime.now().strftime(format)
     return environment.from_string(template)
 
 
