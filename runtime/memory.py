@@ -19,7 +19,7 @@ untied head), L layers, N tokens, P ranks that share one copy of the model:
 
 These do not all exist at once: activations shrink while gradients grow. So `phases` lists the parts at each point of a
 step that can be its peak, and the largest sum counts. The update is not among them: AdamW's allocates nothing, and what
-those of Muon, GaLore and APOLLO allocate is less than the activations were (of one sequence of 8B it is 1 GiB more). An
+those of Muon, GaLore and APOLLO allocate is less than the activations were (but 1 GiB more for one sequence of 8B). An
 evaluation takes less than a step.
 
 Within 1% of every peak that H100s and H200s measured: tests/test_memory.py holds it to the records. All numbers are
