@@ -361,6 +361,7 @@ def phases(config: LlamaConfig, run: RunShape) -> dict[str, list[Part]]:
     in_loss = (layers * zero2, 1 + buffer) if apart and step.last.n > step.block.n else (layers * zero2 + buffer, 1)
     root_stays = int(run.fsdp and not apart)
     reducing = None if step.unsynced else step.block  # the gradients of the block before
+    reducing_at_first = step.last if reducing and apart else None  # before the first block's backward: the head's
     found = {"the loss, at the end of forward": step.at(forward, layers, in_loss)}
     found["backward of the loss"] = step.at(backward, layers, (whole, 1))
     if apart:
@@ -372,7 +373,7 @@ def phases(config: LlamaConfig, run: RunShape) -> dict[str, list[Part]]:
             gathered=(k if zero2 else 1 + (k > 1) * buffer, root_stays),
             done=(layers - k, 1),
             embeddings=int(step.head_waits or (k == layers and not apart)),
-            reducing=reducing if k < layers else reducing and (step.last if apart else None),
+            reducing=reducing if k < layers else reducing_at_first,
         )
     x = Part("the embedding's input", step.itemsize * step.n_tokens * config.n_embd, f"{step.n_tokens:,} tokens")
     # a tied head's gradient, if F.linear made it, is added to the embedding's in a third tensor
