@@ -102,10 +102,9 @@ def rope_tables(config: LlamaConfig, start: int, end: int, device, dtype=torch.f
 def document_starts(tokens: torch.Tensor, first_token: int) -> torch.Tensor:
     """For each token of tokens (B, T), the position where its document starts: (B, T) int32.
 
-    That is the last first_token at or before it, or 0. In data with a bos that is the bos. In data without one it is
-    end_of_text: as an input it opens the next document, for the only thing it predicts is that document's first token,
-    and sample.py generates after one. As a target it still counts as the end of its own document, which has to predict
-    it.
+    That is the last first_token at or before it, or 0. first_token is the data's bos. In data without one it is
+    end_of_text: as an input that belongs to the next document, whose first token it predicts (sample.py generates after
+    one); as a target it ends its own document.
     """
     positions = torch.arange(tokens.shape[1], device=tokens.device)
     return torch.where(tokens == first_token, positions, 0).cummax(dim=1).values.int()
@@ -150,14 +149,14 @@ def attend(q, k, v):
 
 
 class KVCache(NamedTuple):
-    """Keys and values of one layer, for generation: of row b those of its first lengths[b] positions. Prompts fill
+    """Keys and values of one layer, for generation: row b holds those of its first lengths[b] positions. Prompts fill
     it, then tokens come one by one. runtime/generate.py makes it, and counts.
     """
 
     k: torch.Tensor  # (B, S, K, D)
     v: torch.Tensor
     lengths: torch.Tensor  # (B,) int64, shared by all layers; on the device, so that a CUDA graph finds it there
-    cos: torch.Tensor  # (S, D/2) of rope_tables, shared too: a token's own would be 20 launches
+    cos: torch.Tensor  # (S, D/2) of rope_tables, shared too: computing a token's own would be 20 launches
     sin: torch.Tensor
 
 
@@ -252,7 +251,7 @@ class Block(nn.Module):
         """Takes and returns the residual stream x and the branch that is still to be added to it, both (B, T, C); the
         first layer's branch is None. The next norm adds them: it reads the sum anyway.
 
-        need_y=False: for backward alone, the branch has no content.
+        need_y=False: forward is repeated for backward, which does not read the branch: it is returned without content.
         """
         # x = x + branch
         # x = x + attn(attn_norm(x))
@@ -271,7 +270,11 @@ class Head(nn.Linear):
         super().__init__(config.n_embd, config.vocab_size, bias=False)
 
     def loss_options(self, n_tokens: int, dtype: torch.dtype) -> dict:
-        """Options of linear_cross_entropy beside its defaults: runtime/recompute.py."""
+        """Options of linear_cross_entropy beside its defaults: runtime/recompute.py sets how it is computed.
+
+        What changes the loss itself (z_loss, label_smoothing) goes into forward, for both calls, and only where
+        torch.is_grad_enabled(): evaluate() of train.py calls it too.
+        """
         return {}
 
     def forward(self, x, targets=None, overwrite_x=False):
@@ -336,7 +339,8 @@ class Llama(Part):
 
         tokens and targets (B, T) integers; a target of -100 does not count. doc_starts (B, T) integers: the position
         where each token's document starts (document_starts), before which it sees nothing; None: it sees all before
-        it. ValueError if T exceeds block_size, or if doc_starts is given with an unsupported head size.
+        it. Any that never fall along T will do: max(start, t - W + 1) makes a sliding window, which generation does not
+        know. ValueError if T exceeds block_size, or if doc_starts is given with an unsupported head size.
         """
         x = self.hidden(tokens, doc_starts, overwrite_dy=True)  # only the head reads it
         overwrite_x = self.fused_kernels  # the fused final norm does not read its output again in backward

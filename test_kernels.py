@@ -165,7 +165,7 @@ def loss_targets(rows, n_vocab):
 
 
 class Operation(NamedTuple):
-    function: Callable
+    function: partial  # even of no options: tests read its func, for the reference of that name, and its keywords
     oracle: Callable
     inputs: Callable | None = None  # (rows, width, dtype) -> differentiable tensors, constants
     # The chunked loss rounds dlogits, their product with the head, and that times the scale; dW only once. Roundings of

@@ -77,7 +77,7 @@ block_size = 1024  # tokens per sequence
 gradient_accumulation_steps = 1  # micro-batches per step, over all ranks: a multiple of the number of ranks
 mask_documents = False  # tokens attend only within their own document
 
-# model (Llama 3.2 1B; with init_from what neither a config file nor a flag names is as in that folder)
+# model (Llama 3.2 1B; with init_from, what neither a config file nor a flag names comes from that folder)
 n_layer = 16
 n_head = 32  # query heads
 n_kv_head = 8  # key/value heads: each serves n_head / n_kv_head query heads
@@ -102,7 +102,7 @@ max_iters = 10000  # steps of the whole run
 warmup_iters = 100  # steps of linear warm-up
 lr_schedule: Literal["cosine", "wsd"] = "cosine"  # wsd: constant, then linear to min_lr in the last cooldown_iters
 lr_decay_iters: int | None = None  # where the cosine ends; none: max_iters
-cooldown_iters = 0  # steps of wsd's decay: a run may be resumed with a later max_iters, and decays then
+cooldown_iters = 0  # steps of wsd's decay, the last before max_iters: resume with a larger one, and it moves along
 min_lr: float | None = None  # the learning rate after the decay; none: learning_rate / 10
 weight_decay = 0.1  # of matrices; norms are not decayed
 beta1 = 0.9
@@ -113,7 +113,7 @@ grad_clip = 1.0  # gradients are scaled down to this norm; 0: never
 # finetuning with LoRA: init_from names the weights, which stay as they are; a checkpoint holds the adapters alone
 lora_rank = 0  # of the adapters on all projections of the blocks; 0: train all weights
 lora_alpha = 32.0  # adapters count lora_alpha / lora_rank times
-base_dtype: Literal["bfloat16", "nf4"] = "bfloat16"  # of the frozen projections; nf4: four bits (QLoRA), else as dtype
+base_dtype: Literal["bfloat16", "nf4"] = "bfloat16"  # of the frozen projections: as dtype; nf4: four bits (QLoRA)
 
 # system
 device: Literal["auto", "cuda", "cpu"] = "auto"  # auto: cuda where there is one
@@ -158,7 +158,7 @@ require_same_on_all_ranks({name: value for name, value in settings.items() if no
 out_dir = os.path.expanduser(out_dir)  # a shell does not expand the ~ of --out_dir=~/runs
 lock_file = run_folder.claim(out_dir)
 start = find_start(out_dir, init_from)  # a checkpoint, a folder of published weights, or None
-from_weights = model_settings(start, init_from, named)  # what the user leaves to them of the model
+from_weights = model_settings(start, init_from, named)  # settings of the model that the user has not named
 globals().update(from_weights)
 settings |= from_weights
 check_settings(globals(), world_size)  # again, with that model
@@ -187,9 +187,10 @@ def to_device(blocks: torch.Tensor) -> tuple[torch.Tensor, ...]:
 def read_step(step: int) -> list[tuple[torch.Tensor, ...]]:
     """This rank's micro-batches of a step, whose sequences follow those of the step before. A few megabytes.
 
-    First in each is the weight of its mean loss: 1, or among conversations its targets over those of the average one.
+    Each begins with the weight of its mean loss: 1, or with conversations its number of targets over the average one's.
     """
-    first, mine = earlier_sequences + step * sequences_per_step, range(rank, gradient_accumulation_steps, world_size)
+    first = earlier_sequences + step * sequences_per_step  # earlier_sequences: 0, unless a resume changed batch_size
+    mine = range(rank, gradient_accumulation_steps, world_size)  # micro-batches
     weights = send_to_device(train_data.weights(first, gradient_accumulation_steps, batch_size), device)
     return [(weights[i], *to_device(train_data.sequences(first + i * batch_size, batch_size))) for i in mine]
 
@@ -260,7 +261,7 @@ log.header(model, run_shape, train_data, warmup_iters)
 facts = {"settings": settings, "dtype": dtype, "dataset": train_data.meta, "versions": log.versions}  # for run.json
 begun, documents = restore(start, out_dir, model, optimizer, facts, watchdog.progress)
 first_step = begun["step"]
-earlier_sequences = begun["sequences"] - first_step * sequences_per_step  # not 0 if they had another batch_size
+earlier_sequences = begun["sequences"] - first_step * sequences_per_step  # not 0 if some had another batch_size
 saver = Saver(out_dir, optimizer, config, documents, keep_last, async_save, cpu_bytes_to_come(config, run_shape))
 wandb_options = {"project": wandb_project, "name": wandb_run_name, "config": settings} if wandb_log else {}
 log.open(first_step, **wandb_options)
@@ -268,7 +269,7 @@ profiler = Profiler(out_dir, first_step, enabled=profile)
 
 # ----------------------------------------------------------------------------------------------------------------------
 # The step, and the evaluation
-step = first_step  # how many are queued: all of them done, but perhaps the last
+step = first_step  # steps queued so far: all are done, except perhaps the last
 n_eval_blocks = min(eval_iters * batch_size, val_data.n_blocks)
 
 
@@ -342,7 +343,7 @@ if eval_only or (eval_first and step == 0):
 loss_scale = optimizer.loss_scale.scale if dtype == "float16" else torch.zeros((), device=device)
 read_ahead(step)
 read_ahead(step + 1)
-if step < max_iters and not batches:
+if step < max_iters and not batches:  # the data cannot be read, or a signal has come
     sys.exit(shutdown.exit_code)
 while step < max_iters and not stopping:
     optimizer.lr.fill_(learning_rate_at(step))
@@ -365,7 +366,7 @@ while step < max_iters and not stopping:
     step += 1
 
     evaluates = step % eval_interval == 0 or step == max_iters
-    # The first step compiles: were the second queued, its time would count to that.
+    # Wait for this step before queueing the next? Also for the first: its time, with compiling, is not the second's.
     in_turn = evaluates or device == "cpu" or step == first_step + 1 or profiler.at_edge(step)
     while unfinished and (len(unfinished) > 1 or in_turn or stopping):
         stopping |= finish(step + 1 - len(unfinished), unfinished.popleft())

@@ -8,7 +8,7 @@ A run reads one endless row of sequences: all blocks in a shuffled order, then a
 a function of (seed, i) alone. So a step's batch is the same for any number of ranks and micro-batches, and a resumed
 run needs no loader state.
 
-Blocks of conversations are Packed: a token's number then has two bits more, which its unpack() reads.
+Conversations are in Packed blocks: each number is a token's id with two bits of mask above it; unpack() splits them.
 """
 
 import functools

@@ -2,8 +2,9 @@
 
 Files are written under another name, flushed and renamed, meta.json last. The writer holds .lock.
 
-    from data.write import write_dataset
-    write_dataset(Path("data/mine"), [("train", "some text"), ("val", "more text")], get_tokenizer("bytes"), workers=8)
+    documents = [("train", "some text"), ("val", "more text")]  # or an iterator
+    if __name__ == "__main__":  # more than one worker: they import the script
+        write_dataset(Path("data/mine"), documents, get_tokenizer("bytes"), workers=8)
 """
 
 import argparse

@@ -10,6 +10,12 @@ from optimizers.place import Place, local
 from optimizers.rule import Shard
 
 
+def gradient_of(name: str, parameter: torch.nn.Parameter) -> torch.Tensor:
+    if parameter.grad is None:
+        raise RuntimeError(f"{name} has no gradient: let the loss depend on it, or call requires_grad_(False)")
+    return parameter.grad
+
+
 class OnGPU(Place):
     @staticmethod
     def master_dtype(dtype, same_device):
@@ -20,12 +26,13 @@ class OnGPU(Place):
         for name, parameter in self.parameters.items():
             if name not in self.sums:
                 self.sums[name] = torch.zeros_like(parameter, dtype=torch.float32)
-            self.sums[name].add_(parameter.grad)
+            self.sums[name].add_(gradient_of(name, parameter))
             parameter.grad = None
 
     def gradients(self) -> list[torch.Tensor]:
         """This rank's part of each gradient, in the order of the parameters."""
-        return [local(self.sums.get(name, p.grad)) for name, p in self.parameters.items()]
+        return [local(self.sums[name] if name in self.sums else gradient_of(name, p))
+                for name, p in self.parameters.items()]  # fmt: skip
 
     def norm(self) -> torch.Tensor:
         # PyTorch's public get_total_norm would round bfloat16 gradients' norms to bfloat16.

@@ -1,4 +1,4 @@
-"""Which update rule train.py's settings name."""
+"""Which update rule train.py's settings name. One that changes its states: to STATE_SETTINGS of runtime/restore.py."""
 
 from collections.abc import Mapping
 
@@ -14,10 +14,12 @@ def rule_of(settings: Mapping) -> Rule:
     kind = {32: AdamW, 8: AdamW8bit}[settings["optimizer_bits"]]
     adamw = kind(betas=(settings["beta1"], settings["beta2"]), weight_decay=settings["weight_decay"])
     match settings["optimizer"]:
+        case "adamw":
+            return adamw
         case "muon":
             return Muon(adamw)
         case "apollo":
             return Apollo(adamw, settings["galore_rank"], settings["galore_interval"])
         case "galore":
             return GaLore(adamw, settings["galore_rank"], settings["galore_interval"], settings["galore_scale"])
-    return adamw
+    raise NotImplementedError(f"optimizer {settings['optimizer']}: give it a case in optimizers/rules.py")

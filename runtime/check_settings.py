@@ -1,4 +1,4 @@
-"""Validate train.py's settings before anything is allocated."""
+"""Validate train.py's settings before anything is allocated: the limits of each, and what does not go together."""
 
 import math
 import os
@@ -49,7 +49,7 @@ def find_problem(settings: Mapping, world_size: int, argv: Sequence[str] = ()) -
         f"{s.max_iters}: the first warm up, the last cool down":
             s.lr_schedule == "wsd" and s.cooldown_iters + s.warmup_iters > s.max_iters,
         f"cooldown_iters is {s.cooldown_iters}, which is of lr_schedule wsd: add --lr_schedule=wsd":
-            s.lr_schedule == "cosine" and s.cooldown_iters > 0,
+            s.lr_schedule != "wsd" and s.cooldown_iters > 0,
         "optimizer=muon works with offload=none: a CPU would take longer to orthogonalise than the step takes":
             s.optimizer == "muon" and s.offload != "none",
         f"optimizer={s.optimizer} works with offload=none: its states are small, leave them on the GPU":

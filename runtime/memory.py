@@ -19,7 +19,7 @@ untied head), L layers, N tokens, P ranks that share one copy of the model:
 
 These do not all exist at once: activations shrink while gradients grow. So `phases` lists the parts at each point of a
 step that can be its peak, and the largest sum counts. The update is not among them: AdamW's allocates nothing, and what
-those of Muon, GaLore and APOLLO allocate is less than the activations were (of one sequence of 8B it is 1 GiB more). An
+those of Muon, GaLore and APOLLO allocate is less than the activations were (but 1 GiB more for one sequence of 8B). An
 evaluation takes less than a step.
 
 Within 1% of every peak that H100s and H200s measured: tests/test_memory.py holds it to the records. All numbers are
@@ -361,6 +361,7 @@ def phases(config: LlamaConfig, run: RunShape) -> dict[str, list[Part]]:
     in_loss = (layers * zero2, 1 + buffer) if apart and step.last.n > step.block.n else (layers * zero2 + buffer, 1)
     root_stays = int(run.fsdp and not apart)
     reducing = None if step.unsynced else step.block  # the gradients of the block before
+    reducing_at_first = step.last if reducing and apart else None  # before the first block's backward: the head's
     found = {"the loss, at the end of forward": step.at(forward, layers, in_loss)}
     found["backward of the loss"] = step.at(backward, layers, (whole, 1))
     if apart:
@@ -372,7 +373,7 @@ def phases(config: LlamaConfig, run: RunShape) -> dict[str, list[Part]]:
             gathered=(k if zero2 else 1 + (k > 1) * buffer, root_stays),
             done=(layers - k, 1),
             embeddings=int(step.head_waits or (k == layers and not apart)),
-            reducing=reducing if k < layers else reducing and (step.last if apart else None),
+            reducing=reducing if k < layers else reducing_at_first,
         )
     x = Part("the embedding's input", step.itemsize * step.n_tokens * config.n_embd, f"{step.n_tokens:,} tokens")
     # a tied head's gradient, if F.linear made it, is added to the embedding's in a third tensor

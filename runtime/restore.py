@@ -18,12 +18,13 @@ from runtime.checkpoint import open_base, read_base, read_weights
 from runtime.checkpoint_folder import Folder, fingerprint, open_folder, other_weights, read_document
 from runtime.distributed import from_rank_0, print0, restart_count, stop
 from runtime.hf_config import ADAPTED, read_config, write_adapter_config, write_config
+from runtime.hf_names import hf_names
 from runtime.safetensors_file import Damaged
 
 REQUIRED = {"step", "updates", "sequences", "dtype", "loss_scale", "dataset", "settings"}  # in run.json
 KEPT = (*FILES, *MODEL_FILES)  # of the folder that a run began with
 MODEL_SETTINGS = [name for name in LlamaConfig.__dataclass_fields__ if name != "block_size"]
-STATE_SETTINGS = {  # say what a checkpoint's tensors are; the value counts for a checkpoint that does not say it
+STATE_SETTINGS = {  # what a checkpoint's tensors depend on; the value counts for a checkpoint that does not say it
     "optimizer": "adamw", "optimizer_bits": 32, "galore_rank": 128, "lora_rank": 0, "lora_alpha": 32.0,
     "base_dtype": "bfloat16",
 }  # fmt: skip
@@ -128,6 +129,8 @@ def restore(
             read_weights(folder, optimizer.parameters, model.config, optimizer.set_weight, progress=progress)
         if folder:
             print0(f"begins    with the weights of {start}")
+        for name in optimizer.parameters if facts["settings"]["keep_last"] else ():
+            hf_names(name)  # ValueError for a new parameter without one: now, not at the first checkpoint
         return {"step": 0, "sequences": 0, "resume_seconds": None}, _documents_of(folder, base, model.config, facts)
     except (OSError, ValueError) as error:
         stop(str(error))

@@ -264,6 +264,12 @@ def test_a_checkpoint_of_another_model_py_is_refused_and_keeps_its_name(
     assert (tmp_path / "out/step_000008").exists()
 
 
+def test_a_parameter_without_a_published_name_ends_a_run_before_it_trains(train, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(model_module.MLP, "__init__", with_gain(model_module.MLP.__init__))
+    assert "add it to NAMES in runtime/hf_names.py" in slip(train, capsys)
+    assert not (tmp_path / "out/metrics.jsonl").exists()
+
+
 def test_what_a_checkpoint_holds_beside_the_model_is_not_left_out(train, tmp_path, capsys):
     train(tie_embeddings=False)
     path = tmp_path / "out/step_000008"

@@ -6,6 +6,7 @@ import shutil
 import pytest
 import torch
 
+from configurator import preview
 from kernels.adamw import merge_halves
 from model import Llama, LlamaConfig
 from optimizers.adamw import AdamW
@@ -18,11 +19,12 @@ from optimizers.on_cpu import OnCPU
 from optimizers.on_gpu import OnGPU
 from optimizers.optimizer import Optimizer
 from optimizers.rule import Rule
+from optimizers.rules import rule_of
 from runtime.checkpoint import rows_to_save
 from runtime.checkpoint_folder import read_run
 from runtime.cuda_graph import CUDAGraph
 from runtime.memory import RunShape, state_bytes
-from tests.runs import SHORT, SMALL, assert_close, edit_run, losses, run_ranks, slip, step_losses
+from tests.runs import ROOT, SHORT, SMALL, assert_close, edit_run, losses, run_ranks, slip, step_losses
 
 pytestmark = pytest.mark.usefixtures("plain_pytorch_on_one_core")
 
@@ -50,6 +52,19 @@ def whole_states(optimizer):
         if state == "lower_half":
             found[name, ""] = merge_halves(found[name, ""], found.pop((name, state)))
     return found
+
+
+def test_an_optimizer_without_its_case_is_not_taken_for_adamw():
+    with pytest.raises(NotImplementedError, match="optimizer lion: give it a case in optimizers/rules.py"):
+        rule_of(preview(ROOT / "train.py", []) | {"optimizer": "lion"})
+
+
+@pytest.mark.parametrize("call", [Optimizer.accumulate, Optimizer.update])
+def test_a_parameter_that_the_loss_does_not_depend_on_is_named(call):
+    model, optimizer = optimizer_of(torch.float32)
+    model.bias.grad = None
+    with pytest.raises(RuntimeError, match="bias has no gradient: let the loss depend on it"):
+        call(optimizer)
 
 
 def test_weight_decay_reaches_matrices_only():
