@@ -165,9 +165,9 @@ def _loss_kernel(
         SMOOTHING > 0, COMPUTE, PADDED, THREADS, WIDTH,
     )  # fmt: skip
     exp_sum = tl.where(live & ~inside, float("nan"), exp_sum)
-    loss = tl.log2(exp_sum) * LN_2 - (x_target - maximum)  # lse − x_target
+    loss = tl.log2(exp_sum) * LN_2 - (1 - SMOOTHING) * (x_target - maximum)  # lse − x_target
     if SMOOTHING > 0:
-        loss += SMOOTHING * (x_target - x_sum / n_cols)
+        loss -= SMOOTHING * (x_sum / n_cols - maximum)
     if Z_LOSS > 0:
         lse = maximum + tl.log2(exp_sum) * LN_2
         loss += Z_LOSS * lse * lse

@@ -37,9 +37,6 @@ class Linear(nn.Linear):
         """What the functions below take, as autograd and FSDP see it: the weight comes first."""
         return (self.weight,)
 
-    def bytes_held(self) -> int:
-        return sum(tensor.nbytes for tensor in self.tensors())
-
     def flops(self) -> int:
         """FLOPs for a row of x, forward and backward: a frozen weight has no gradient."""
         return (6 if self.weight.requires_grad else 4) * self.in_features * self.out_features

@@ -99,9 +99,8 @@ class OnCPU(Place):
                 copied.synchronize()
 
     def _finish_sums(self):
-        for future in self.busy:
-            future.result()
-        self.busy.clear()
+        while self.busy:
+            self.busy.pop().result()
 
     def finish(self):
         for group in self.groups:

@@ -25,7 +25,6 @@ class CUDAGraph:
             self.warm = True
             return self.function(*inputs)
         if self.graph is None:
-            torch.cuda.empty_cache()  # a graph cannot use memory that PyTorch has cached
             pool = next((other.graph.pool() for other in CUDAGraph.recorded), None)
             self.inputs, self.graph = [x.clone() for x in inputs], torch.cuda.CUDAGraph()
             # thread_local: the thread that saves may call CUDA meanwhile

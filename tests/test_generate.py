@@ -11,7 +11,7 @@ import torch
 
 import kernels
 import kernels.reference
-from model import document_starts
+from model import attend, document_starts
 from runtime.checkpoint import load_model
 from runtime.generate import PrefixCache, decode_step, generate, new_caches, read_prompts, sample
 from tests.published import publish
@@ -117,6 +117,15 @@ def test_a_prompt_behind_a_prefix_has_the_logits_of_the_whole_text(settings, sta
     read_prompts(model, caches, tokens[:, :start].tolist())
     logits = [read_prompts(model, caches, tokens[:, :5].tolist(), start), decode_step(model, caches, tokens[:, 5])]
     assert error(torch.stack(logits, dim=1), model(tokens)[:, 4:]) < 1e-6
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("n_time", [2, 8])
+def test_attention_of_the_last_queries_is_theirs_among_all(n_time, dtype):
+    """On a GPU by other kernels than the float64 of the other tests."""
+    cache = torch.randn(2, 2, 12, 2, 32, device=DEVICE, dtype=dtype)[:, :, :9]
+    q = torch.randn(2, 9, 4, 32, device=DEVICE, dtype=dtype)
+    assert error(attend(q[:, -n_time:], *cache), attend(q, *cache)[:, -n_time:]) < 0.02
 
 
 @pytest.mark.parametrize("settings", [PLAIN, pytest.param({}, marks=needs_gpu)])

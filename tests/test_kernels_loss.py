@@ -157,6 +157,16 @@ def test_logits_of_minus_inf_are_a_mask(masked):
     assert value.isfinite() and gradient.isfinite().all()
 
 
+@pytest.mark.parametrize("label_smoothing", [0.0, 0.1])
+def test_a_target_of_minus_inf_makes_the_loss_infinite_as_in_pytorch(label_smoothing):
+    logits, targets = loss_inputs()
+    logits[0, targets[0]] = float("-inf")
+    losses = (partial(loss, label_smoothing=label_smoothing) for loss in (kernels.cross_entropy, cross_entropy_oracle))
+    ours, theirs = (run(loss, (logits,), (targets,), ONE) for loss in losses)
+    assert ours[0] == float("inf")
+    torch.testing.assert_close(ours, theirs)
+
+
 @pytest.mark.parametrize("size", [1e4, 1e8, 5e9])
 @each_loss
 def test_large_finite_logits_give_the_loss_and_gradient_of_float64(loss, size):
