@@ -71,7 +71,7 @@ wandb_project = "nanocria"
 wandb_run_name = "llama"
 
 # data
-dataset = "pystdlib"  # a folder under data/, made by its prepare.py
+dataset = "pystdlib"  # a folder under data/, or the path of another, made by a prepare.py
 batch_size = 8  # sequences per micro-batch, on each rank
 block_size = 1024  # tokens per sequence
 gradient_accumulation_steps = 1  # micro-batches per step, over all ranks: a multiple of the number of ranks

@@ -28,8 +28,10 @@ MASK_SHIFT = 32  # of a mask's bits, above those of a token's id
 
 
 def dataset_folder(dataset: str) -> Path:
-    """The folder of a dataset given by its name under data/, as data/NAME, or by any absolute path."""
-    return FOLDER / os.path.expanduser(dataset).removeprefix("./").removeprefix("data/")
+    """The folder of a dataset given by its name under data/, as data/NAME, or by any path."""
+    path = Path(os.path.expanduser(dataset))
+    named = FOLDER / str(path).removeprefix("data/")
+    return path if path.exists() and not named.exists() else named
 
 
 def open_dataset(dataset: str, block_size: int, seed: int, vocab_size: int | None = None, mask_documents: bool = False):

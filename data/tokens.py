@@ -131,7 +131,7 @@ def read_meta(folder: str | Path) -> dict:
         beside = Path(folder).parent
         made = [file.parent.name for file in (*beside.glob("*/meta.json"), *beside.glob("*/prepare.py"))]
         near = did_you_mean(path.parent.name, {name: name for name in made})
-        what = f"does not exist{near + ' Else' if near else ':'}"
+        what = f"is no folder{near + ' Else' if near else ':'}"
         what = "has no meta.json, so it is not a finished dataset:" if path.parent.is_dir() else what
         raise FileNotFoundError(f"{folder} {what} {how_to_prepare(folder)}")
     try:

@@ -13,15 +13,14 @@ Dettmers et al., QLoRA: Efficient Finetuning of Quantized LLMs, 2023. https://ar
 import torch
 from torch import nn
 
-from .dynamic_map import BLOCK as SCALE_BLOCK
 from .linear import Linear, apply_projection
 from .lora_linear import LoRALinear
-from .nf4 import BLOCK, NF4, dequantize_nf4
+from .nf4 import BLOCK, NF4, dequantize_nf4, quantize_nf4
 
 
 class NF4LoRALinear(LoRALinear):
     """LoRALinear whose frozen weight (O, C) is NF4: `weight` are its codes (O, C / 2). ValueError unless O·C is a
-    multiple of 64 and C is even. The NF4 tensors are uninitialised: runtime/checkpoint.py's read_base fills them.
+    multiple of 64 and C is even. On the meta device they are shapes, which runtime/checkpoint.py's read_base fills.
     """
 
     codes_dtype = torch.float8_e4m3fn  # bytes, but FSDP wants parameters of floating point (torch 2.11)
@@ -32,15 +31,9 @@ class NF4LoRALinear(LoRALinear):
         if n_in % 2 or n_out * n_in % BLOCK:
             found = f"a projection is {n_out} x {n_in}: --base_dtype=bfloat16"
             raise ValueError(f"base_dtype=nf4 has blocks of {BLOCK} weights, and {found}")
-        n_blocks = n_out * n_in // BLOCK
-        shapes = {
-            "weight": ((n_out, n_in // 2), self.codes_dtype),
-            "scale_codes": ((n_blocks,), self.codes_dtype),
-            "scale_absmax": ((-(-n_blocks // SCALE_BLOCK),), torch.float32),
-            "offset": ((1,), torch.float32),  # FSDP does not shard scalars
-        }
-        for name, (shape, dtype) in shapes.items():
-            part = torch.empty(shape, dtype=dtype, device=base.weight.device)
+        names = ("weight", "scale_codes", "scale_absmax", "offset")
+        for name, part in zip(names, quantize_nf4(base.weight.detach().float()), strict=True):
+            part = part.view(self.codes_dtype) if part.dtype == torch.uint8 else part.view(-1)  # FSDP shards no scalars
             setattr(self, name, nn.Parameter(part, requires_grad=False))
 
     def check(self, name, n_in, x):

@@ -133,7 +133,7 @@ class Saver:
             return said
         except (OSError, ValueError) as error:
             self.error = str(error)
-            return f"NOT SAVED: {error}. The newest checkpoint is {run_folder.newest(self.out_dir)}"
+            return f"NOT SAVED: {error}. The newest checkpoint: {run_folder.newest(self.out_dir) or 'none'}"
         finally:
             self.seconds += time.perf_counter() - began
 

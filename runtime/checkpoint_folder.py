@@ -119,7 +119,7 @@ def _create(folder, documents, files):
     total, _, free = shutil.disk_usage(folder)
     needed = sum(n_bytes for _, _, n_bytes in files.values())
     if total and needed > free:  # a few file systems say 0 of 0
-        raise OSError(f"the disk is full: {folder} needs {needed / 2**30:.1f} GiB, and {free / 2**30:.1f} GiB are free")
+        raise OSError(f"the disk is full: {folder} needs {needed / 2**30:.3f} GiB, and {free / 2**30:.3f} GiB are free")
     for name, content in documents.items():
         _write_file(folder / name, content)
     for file, (header, _, n_bytes) in files.items():

@@ -355,7 +355,7 @@ def test_a_save_that_fails_is_said_and_the_training_goes_on(train, tmp_path, cap
     monkeypatch.setattr(checkpoint_folder, "_create", full_at_first)
     train()
     out = capsys.readouterr().out
-    assert "step 00004 | val loss" in out and "NOT SAVED: No space left on device. The newest checkpoint is None" in out
+    assert "step 00004 | val loss" in out and "NOT SAVED: No space left on device. The newest checkpoint: none" in out
     assert [path.name for path in (tmp_path / "out").glob("step_*")] == ["step_000008"]
 
 
@@ -380,7 +380,7 @@ def test_a_disk_that_stays_full_ends_the_run_with_a_sentence_and_leaves_what_was
     train(**settings | {"max_iters": 4, "lr_decay_iters": 8})
     done = run(settings | {"lr_decay_iters": 8}, wrapped(tmp_path, FULL_DISK))
     assert done.returncode == 1 and "Traceback" not in done.stderr, done.stderr
-    assert "NOT SAVED: " in done.stdout and f"The newest checkpoint is {tmp_path}/out/step_000004" in done.stdout
+    assert "NOT SAVED: " in done.stdout and f"The newest checkpoint: {tmp_path}/out/step_000004" in done.stdout
     assert "the last checkpoint was not written (" in done.stdout, done.stdout
     assert [path.name for path in (tmp_path / "out").glob("step_*")] == ["step_000004"]
     train(**settings | {"lr_decay_iters": 8})

@@ -47,8 +47,6 @@ def adapted(base_dtype="bfloat16", dtype=torch.float64):
             torch.nn.init.normal_(module.lora_b, std=0.1)
         if isinstance(module, NF4LoRALinear):
             parts = quantize_nf4(dense[f"{name}.weight"].float())
-            for parameter, part in zip(module.tensors(), parts, strict=False):
-                parameter.data.copy_(part.view(parameter.dtype).view(parameter.shape))
             dense[f"{name}.weight"] = dequantize_nf4(parts, torch.empty_like(dense[f"{name}.weight"]))
     return model, dense
 

@@ -204,13 +204,12 @@ def test_text_script_expands_tildes_and_prints_the_training_command(tmp_path, mo
     expected = {
         "data/text": "next: python train.py config/baby_llama.py --dataset=text --out_dir=out/text",
         "data/my notes": "next: python train.py config/baby_llama.py '--dataset=my notes' '--out_dir=out/my notes'",
-        "~/elsewhere": None,  # train.py has no name for it
+        "~/far": f"next: python train.py config/baby_llama.py --dataset={tmp_path}/far --out_dir=out/far",
     }
     for out, line in expected.items():
         monkeypatch.setattr(sys, "argv", ["prepare.py", "--input", "~/0.txt", "1.txt", f"--out={out}", "--workers=1"])
         text.main()
-        last = capsys.readouterr().out.splitlines()[-1]
-        assert last == line if line else not last.startswith("next:"), last
+        assert capsys.readouterr().out.splitlines()[-1] == line
         assert (tmp_path / out.removeprefix("~/") / "meta.json").exists()
 
 
@@ -246,6 +245,20 @@ def test_text_script_prints_user_errors_in_one_line(tmp_path, monkeypatch):
         with pytest.raises(SystemExit) as stopped:
             run_script(text.main)
         assert stopped.value.code == f"error: {message}"
+
+
+def test_text_reads_standard_input_and_names_links_to_folders_that_it_leaves_out(tmp_path):
+    write_notes(tmp_path / "notes", 8)
+    (tmp_path / "folder").mkdir()
+    for name in ("notes", "loop", "dangling"):
+        (tmp_path / "folder" / name).symlink_to({"loop": "."}.get(name, f"../{name}"))
+    command = [sys.executable, ROOT / "data/text/prepare.py", "--out", tmp_path / "out", "--input", tmp_path / "folder"]
+    done = subprocess.run(
+        [*command, "-"], input="one\n<|endoftext|>\ntwo\n", capture_output=True, text=True, timeout=60
+    )
+    assert done.returncode == 0, done.stderr
+    assert f"links to folders left out: 2 ({tmp_path}/folder/loop, {tmp_path}/folder/notes)" in done.stdout, done.stdout
+    assert texts_of(tmp_path / "out") == ["one\n", "two\n"]
 
 
 def test_text_prints_file_names_that_are_not_utf8(tmp_path, capsys):

@@ -499,7 +499,7 @@ def test_a_full_disk_is_found_before_writing_and_an_error_is_no_damage(saved, tm
     (tmp_path / "file").write_text("")
     for module, name, replaced, folder, said in (
         (os, "pwritev", no_space, "x", r"No space left on device: .*model-00001-of-00002.safetensors"),
-        (shutil, "disk_usage", lambda path: (10**9, 10**9 - 1000, 1000), "x", "the disk is full: .* needs 0.0 GiB"),
+        (shutil, "disk_usage", lambda path: (10**9, 10**9 - 1000, 1000), "x", "the disk is full: .* needs 0.000 GiB"),
         (os, "preadv", no_space, None, "No space left"),  # an OSError is no Damaged, which is a ValueError
         (os, "fsync", os.fsync, "file/x", "Not a directory"),
     ):

@@ -16,6 +16,7 @@ import pytest
 import tiktoken
 
 from data import write
+from data.loader import FOLDER, dataset_folder
 from data.tokenizer import Tiktoken, get_tokenizer
 from data.tokens import Tokens, token_dtype
 from data.write import Progress, prepare_once, write_dataset, write_lock, write_meta, write_tokens
@@ -98,10 +99,21 @@ def test_an_interrupted_shard_has_no_record_that_says_it_is_another(tmp_path, mo
     assert write.finished_shard(tmp_path, 0, get_tokenizer("bytes"), source={"file": 1}) is None
 
 
+def test_a_dataset_is_found_by_its_name_under_data_and_by_any_path(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for folder in ("mine", "text"):
+        (tmp_path / folder).mkdir()
+    for given, expected in {"mine": "mine", "./mine": "mine", str(tmp_path / "mine"): tmp_path / "mine"}.items():
+        assert dataset_folder(given) == Path(expected)
+    for given in ("text", "./data/text", "data/text"):  # names come first
+        assert dataset_folder(given) == FOLDER / "text"
+    assert dataset_folder("nowhere") == FOLDER / "nowhere"
+
+
 def test_missing_or_incomplete_dataset_error_has_the_prepare_command(tmp_path):
-    with pytest.raises(FileNotFoundError, match="does not exist: run python data/text/prepare.py --input .* --out"):
+    with pytest.raises(FileNotFoundError, match="is no folder: run python data/text/prepare.py --input .* --out"):
         Tokens(tmp_path / "mine", "train")
-    with pytest.raises(FileNotFoundError, match=r"does not exist\. Did you mean fineweb_edu\? Else run python "):
+    with pytest.raises(FileNotFoundError, match=r"is no folder\. Did you mean fineweb_edu\? Else run python "):
         Tokens(Path(write.__file__).parent / "fineweb", "train")
     (tmp_path / "prepare.py").touch()
     with pytest.raises(FileNotFoundError, match=f"not a finished dataset: run python {tmp_path}/prepare.py"):

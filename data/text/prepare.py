@@ -8,9 +8,9 @@
 Makes train.bin, val.bin and meta.json in --out (this folder by default); the input may be larger than the memory, and
 every CPU core tokenizes. Files may be compressed: gzip, zstd, xz, bzip2. A document is a JSON object, one a line or in
 an array, or a file of text. A text of several documents has lines between them that are nothing but <|endoftext|>; any
-other large file is cut at line ends. Folders are searched to the bottom, except for --out and for hidden and binary
-files. A document goes to validation if the hash of its text is below a bound, so copies of one document are all on the
-same side. Of the first megabyte, where that could be none or most, those with the smallest hashes go there.
+other large file is cut at line ends. Folders are searched to the bottom, except for --out, links to folders, hidden and
+binary files. A document goes to validation if the hash of its text is below a bound, so copies of one document are all
+on the same side. Of the first megabyte, where that could be none or most, those with the smallest hashes go there.
 """
 
 import heapq
@@ -58,9 +58,12 @@ def find_files(inputs: list[Path], out: Path, field: str, bad: Bad) -> dict[Path
 
     Folders are searched for all files that are not hidden, binary or the dataset's, in a fixed order.
     """
-    files, binary, json_as_text = {}, [], []
+    files, binary, json_as_text, links = {}, [], [], []
     for path in inputs:
         for file in files_inside(path, out) if path.is_dir() else [path]:
+            if file.is_dir():
+                links.append(file)
+                continue
             if not file.is_file():
                 if not file.exists():
                     raise FileNotFoundError(f"--input {file} does not exist")
@@ -85,6 +88,7 @@ def find_files(inputs: list[Path], out: Path, field: str, bad: Bad) -> dict[Path
                 raise ValueError(f"{path} is JSON, but neither an array of objects nor one object a line")
             files[file] = kind
     say_files("binary or UTF-16 files left out", binary)
+    say_files("links to folders left out", links)
     if any(file.suffix == ".parquet" for file in binary):
         say("python data/fineweb_edu/prepare.py reads parquet files")
     say_files(f"JSON without the field {field!r} read as text", json_as_text)
@@ -92,13 +96,14 @@ def find_files(inputs: list[Path], out: Path, field: str, bad: Bad) -> dict[Path
 
 
 def files_inside(folder: Path, out: Path) -> Iterator[Path]:
-    """The files of a folder and its folders that are neither hidden nor of the dataset in `out`."""
+    """The files of a folder and its folders, and links to folders, neither hidden nor of the dataset in `out`."""
     root, out = folder.resolve(), out.resolve()
     ours = {out} if root in out.parents else {out / name for name in ("meta.json", "tokenizer.model", *FILES)}
     for file in sorted(folder.rglob("*")):
         place = root / file.relative_to(folder)
         hidden = any(part.startswith(".") for part in file.relative_to(folder).parts)
-        if file.is_file() and not hidden and ours.isdisjoint([place, *place.parents]):
+        taken = file.is_file() or (file.is_symlink() and file.is_dir())
+        if taken and not hidden and ours.isdisjoint([place, *place.parents]):
             yield file
 
 
@@ -226,12 +231,12 @@ def prepare(
 
 
 def print_next(folder: Path) -> None:
-    """Print the command that trains on the dataset, where train.py finds it by name."""
-    data, name = HERE.parent, folder.resolve().name
-    if folder.resolve().parent == data:
-        script, config = (display_path(data.parent / path) for path in ("train.py", "config/baby_llama.py"))
-        # no vocab_size: the config has none either, so the model takes the dataset's
-        say("next: " + shlex.join(["python", script, config, f"--dataset={name}", f"--out_dir=out/{name}"]))
+    """Print the command that trains on the dataset."""
+    data, folder = HERE.parent, folder.resolve()
+    script, config = (display_path(data.parent / path) for path in ("train.py", "config/baby_llama.py"))
+    dataset = folder.name if folder.parent == data else folder
+    # no vocab_size: the config has none either, so the model takes the dataset's
+    say("next: " + shlex.join(["python", script, config, f"--dataset={dataset}", f"--out_dir=out/{folder.name}"]))
 
 
 def main():
