@@ -54,15 +54,26 @@ SWEEP_PEERS = {  # offload -> builder
     "liger-galore": {"none": "hf-liger-galore"},
 }
 
-PIP = {"torchtitan": "'torchtitan<0.3'", "recipe-fp8": "'torchao>=0.17,<0.18'"}  # the versions that peers.py knows
-PIP |= dict.fromkeys(("hf", "hf-compiled", "hf-graphs", "hf-static", "float32"), "'transformers>=5.17,<6'")
-PIP |= dict.fromkeys(("hf-liger", "liger"), "liger-kernel==0.8.5 'transformers>=5.17,<6'")
-PIP["liger-8bit"] = PIP["liger"] + " 'bitsandbytes>=0.50,<0.51'"
-PIP["liger-galore"] = PIP["liger-8bit"] + " galore-torch==1.0"
-PIP |= dict.fromkeys(("peft", "peft-qlora"), PIP["liger-8bit"] + " 'peft>=0.21,<0.22'")
+LIGER = {"hf-liger", "liger", "liger-8bit", "liger-galore", "peft", "peft-qlora"}
+PACKAGES = {  # -> the versions that peers.py knows, and the arms that run it: the recipe is written out there
+    "transformers": (">=5.17,<6", LIGER | {"hf", "hf-compiled", "hf-graphs", "hf-static", "float32"}),
+    "liger_kernel": ("==0.8.5", LIGER),
+    "cut-cross-entropy": ("==25.1.1", {"cce"}),
+    "torchtitan": ("<0.3", {"torchtitan"}),
+    "torchao": (">=0.17,<0.18", {"recipe-fp8"}),
+    "peft": (">=0.21,<0.22", {"peft", "peft-qlora"}),
+    "bitsandbytes": (">=0.50,<0.51", {"bitsandbytes", "liger-8bit", "liger-galore", "peft-qlora"}),
+    "galore-torch": ("==1.0", {"liger-galore"}),
+}
 
+SHOWN = ("all", "long", "liger", "hf")  # of a sweep, in the README
 # What snapshot.py tells apart in memory; the order of the table and of the plot.
 SNAPSHOT_PARTS = ["weights", "optimizer", "gradients", "saved activations", "loss head", "temporary", "other"]
+
+
+def packages_of(ran: set[str]) -> dict[str, str]:
+    """The packages that these arms run, and their versions."""
+    return {package: versions for package, (versions, arms) in PACKAGES.items() if arms & ran}
 
 
 class Rung(NamedTuple):
