@@ -54,15 +54,26 @@ SWEEP_PEERS = {  # offload -> builder
     "liger-galore": {"none": "hf-liger-galore"},
 }
 
-PIP = {"torchtitan": "'torchtitan<0.3'", "recipe-fp8": "'torchao>=0.17,<0.18'"}  # the versions that peers.py knows
-PIP |= dict.fromkeys(("hf", "hf-compiled", "hf-graphs", "hf-static", "float32"), "'transformers>=5.17,<6'")
-PIP |= dict.fromkeys(("hf-liger", "liger"), "liger-kernel==0.8.5 'transformers>=5.17,<6'")
-PIP["liger-8bit"] = PIP["liger"] + " 'bitsandbytes>=0.50,<0.51'"
-PIP["liger-galore"] = PIP["liger-8bit"] + " galore-torch==1.0"
-PIP |= dict.fromkeys(("peft", "peft-qlora"), PIP["liger-8bit"] + " 'peft>=0.21,<0.22'")
+LIGER = {"hf-liger", "liger", "liger-8bit", "liger-galore", "peft", "peft-qlora"}
+PACKAGES = {  # -> the versions that peers.py knows, and the arms that run it: the recipe is written out there
+    "transformers": (">=5.17,<6", LIGER | {"hf", "hf-compiled", "hf-graphs", "hf-static", "float32"}),
+    "liger_kernel": ("==0.8.5", LIGER),
+    "cut-cross-entropy": ("==25.1.1", {"cce"}),
+    "torchtitan": ("<0.3", {"torchtitan"}),
+    "torchao": (">=0.17,<0.18", {"recipe-fp8"}),
+    "peft": (">=0.21,<0.22", {"peft", "peft-qlora"}),
+    "bitsandbytes": (">=0.50,<0.51", {"bitsandbytes", "liger-8bit", "liger-galore", "peft-qlora"}),
+    "galore-torch": ("==1.0", {"liger-galore"}),
+}
 
+SHOWN = ("all", "long", "liger", "hf")  # of a sweep, in the README
 # What snapshot.py tells apart in memory; the order of the table and of the plot.
 SNAPSHOT_PARTS = ["weights", "optimizer", "gradients", "saved activations", "loss head", "temporary", "other"]
+
+
+def packages_of(ran: set[str]) -> dict[str, str]:
+    """The packages that these arms run, and their versions."""
+    return {package: versions for package, (versions, arms) in PACKAGES.items() if arms & ran}
 
 
 class Rung(NamedTuple):
@@ -80,8 +91,10 @@ RUNGS = {
     "checkpointing": Rung("full checkpointing", "loss", {"activation_checkpointing": "full"}),
     "bf16": Rung("bfloat16 compute", "checkpointing", {"dtype": "bfloat16"}),
     "adamw8bit": Rung("8-bit AdamW", "bf16", {"optimizer_bits": "8"}),
-    "galore": Rung("GaLore, rank 128, and 8-bit AdamW", "adamw8bit", {"optimizer": "galore", "galore_rank": "128"}),
-    "apollo": Rung("APOLLO, rank 128, and 8-bit AdamW", "adamw8bit", {"optimizer": "apollo", "galore_rank": "128"}),
+    "galore": Rung("GaLore, rank 128, its moments in float32", "adamw8bit",  # 8 bits need a multiple of 256
+                   {"optimizer": "galore", "galore_rank": "128"}),
+    "apollo": Rung("APOLLO, rank 128, its moments in float32", "adamw8bit",
+                   {"optimizer": "apollo", "galore_rank": "128"}),
     "offload_optimizer": Rung("optimizer in CPU memory", "adamw8bit", {"offload": "optimizer"}),
     "offload_all": Rung("weights in CPU memory too", "offload_optimizer", {"offload": "all"}),
     "offload_activations": Rung("activations in CPU memory too", "offload_all", {"offload_activations": "true"}),

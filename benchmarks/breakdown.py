@@ -1,8 +1,6 @@
 """Where the milliseconds of nanocria's real step go, beside the least that each part could take.
 
-    python -m benchmarks.breakdown config/llama32_1b.py --batch_size=8 --block_size=2048 ...
-
-runs train.py with these words in this process, records what the GPU does, and prints a line of JSON about three steps.
+breakdown() runs train.py in this process, records what the GPU does, and tells of three steps.
 
 A part's floor is its FLOPs over the rate of a large matmul, or its bytes over the rate of a large copy, both measured
 right after the run. The bytes are those that move where each operation is one kernel that reads and writes once.
@@ -137,7 +135,8 @@ def fastest_matmul_tflops(n: int = 8192) -> float:
     return 2 * n**3 / min(timing.events_ms([lambda: torch.mm(a, b)], rounds=10)) / 1e9
 
 
-def breakdown(words: list[str]) -> list[dict]:
+def breakdown(words: list[str]) -> dict:
+    """words: train.py's, as in config/llama32_1b.py --batch_size=8 --block_size=2048."""
     flags = dict(word.removeprefix("--").split("=", 1) for word in words if word.startswith("--"))
     config = llama_config(words[0], block_size=int(flags["block_size"]))
     spans = name_head_matmuls(spans_of_a_run(words))
@@ -149,8 +148,4 @@ def breakdown(words: list[str]) -> list[dict]:
     copy_tb_s, matmul_tflops = timing.copy_tb_s(), fastest_matmul_tflops()
     floors = floors_ms(config, int(flags["batch_size"]), copy_tb_s, matmul_tflops)
     rows = [{"part": part, "ms": time / STEPS, "floor_ms": floors.get(part)} for part, time in busy.items()]
-    return [*rows, {"part": "idle", "ms": (ms - sum(busy.values())) / STEPS, "floor_ms": 0.0}]
-
-
-if __name__ == "__main__":
-    print("\n" + json.dumps({"rows": breakdown(sys.argv[1:])}), flush=True)
+    return {"rows": [*rows, {"part": "idle", "ms": (ms - sum(busy.values())) / STEPS, "floor_ms": 0.0}]}

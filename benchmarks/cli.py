@@ -19,11 +19,12 @@ TRAIN = ROOT / "train.py"
 MODEL = ("n_layer", "n_head", "n_kv_head", "n_embd", "ffn_dim", "vocab_size", "tie_embeddings")
 
 
-def read_settings(namespace: dict, argv: list[str], for_train_py: bool = False) -> SimpleNamespace:
+def read_settings(namespace: dict, argv: list[str], lists=None, out="", for_train_py=False) -> SimpleNamespace:
     """The settings of a benchmark's `globals()`, changed by argv, and two more: `flags`, the words behind --;
     `command`, argv without --out=.
 
-    SettingError with a sentence for a user error. --help prints the file's docstring and settings, and exits.
+    lists: setting -> what its one,two,... may name; such a setting becomes a list. out: the record unless --out names
+    another. SettingError with a sentence for a user error. --help prints the file's docstring and settings, and exits.
     """
     words, flags = at_dashes(argv)
     declared, values = read_script(namespace)
@@ -35,6 +36,13 @@ def read_settings(namespace: dict, argv: list[str], for_train_py: bool = False) 
         settings = help_text(namespace, declared, values).partition("[--key=value]")[2]
         print(f"{namespace['__doc__'].strip()}\n{settings}")
         sys.exit(0)
+    for name, value in values.items():
+        if isinstance(value, int | float) and not isinstance(value, bool) and value < 1:
+            raise SettingError(f"--{name}={value}: it must be at least 1")
+    for name, known in (lists or {}).items():
+        values[name] = one_of(name, values[name], known) if values[name] or namespace[name] else []
+    if "out" in values:
+        values["out"] = Path(values["out"] or ROOT / out)
     return SimpleNamespace(**values, flags=flags, command=[word for word in argv if not word.startswith("--out=")])
 
 
@@ -68,26 +76,18 @@ def one_of(name: str, text: str, known) -> list[str]:
 
 
 def whole_numbers(name: str, text: str) -> list[int]:
-    return [n for (n,) in numbers(name, text, r"[1-9]\d*", "whole numbers, at least 1")]
+    return [n for (n,) in shapes(name, text, r"[1-9]\d*", "whole numbers, at least 1")]
 
 
-def shapes(name: str, text: str) -> list[tuple[int, int]]:
-    """Sequences x tokens: '8x2048,2x8192' is [(8, 2048), (2, 8192)]."""
-    return numbers(name, text, r"[1-9]\d*x[1-9]\d*", "sequences x tokens, as in 8x2048")
-
-
-def numbers(name: str, text: str, pattern: str, expected: str) -> list[tuple[int, ...]]:
+def shapes(
+    name: str, text: str, pattern=r"[1-9]\d*x[1-9]\d*", expected="sequences x tokens, as in 8x2048"
+) -> list[tuple]:
+    """'8x2048,2x8192' is [(8, 2048), (2, 8192)]."""
     parts = [part for part in text.split(",") if part]
     for part in parts:
         if not re.fullmatch(pattern, part):
             raise SettingError(f"--{name}={part}: {expected}")
     return [tuple(map(int, part.split("x"))) for part in parts]
-
-
-def at_least_one(s: SimpleNamespace, *names: str) -> None:
-    for name in names:
-        if getattr(s, name) is not None and getattr(s, name) < 1:
-            raise SettingError(f"--{name}={getattr(s, name)}: it must be at least 1")
 
 
 def refuse_flags(s: SimpleNamespace, peers: list[str]) -> None:

@@ -1,4 +1,4 @@
-"""What the rows of a record say beside each other: speeds and memory over those of a peer, scaling, what fits."""
+"""What the rows of a record say beside each other: speeds and memory over those of a peer, what fits; and tables."""
 
 import statistics
 from collections.abc import Iterable
@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from benchmarks import arms
 
 
-def done(rows: list[dict]) -> list[dict]:
+def done(rows: Iterable[dict]) -> list[dict]:
     """Those that were measured: neither out of memory nor failed."""
     return [row for row in rows if "tok_per_s" in row]
 
@@ -15,22 +15,7 @@ def values(row: dict, keys: tuple[str, ...]) -> tuple:
     return tuple(row[key] for key in keys)
 
 
-def mfu(row: dict) -> str:
-    return "n/a" if row["mfu"] is None else f"{row['mfu']:.1%}"
-
-
-def cell(row: dict | None) -> str:
-    if row is None:
-        return "-"
-    return "out of memory" if row.get("oom") else f"{row['tok_per_s']:,.0f} · {row['peak_gib']:.1f}"
-
-
-def table(header: list[str], rows: list[list[str]]) -> str:
-    lines = [header, ["---"] + ["---:"] * (len(header) - 1), *rows]
-    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
-
-
-def speed_and_memory(row: dict, peer: dict) -> dict:
+def ratio(row: dict, peer: dict) -> dict:
     return {key: row[key] / peer[key] for key in ("tok_per_s", "peak_gib") if key in row}
 
 
@@ -38,10 +23,55 @@ def ratios(rows: list[dict], place: tuple[str, ...], ours: str = "nanocria") -> 
     """Speed and memory of our arm over those of each peer at the same place, whose first key is the arm."""
     found = {values(row, place): row for row in done(rows)}
     return [
-        {"at": where, "peer": arm} | speed_and_memory(found[ours, *where], peer)
+        {"at": where, "peer": arm} | ratio(found[ours, *where], peer)
         for (arm, *where), peer in found.items()
         if not arm.startswith(ours) and (ours, *where) in found
     ]
+
+
+# --- Tables ---
+
+
+def table(header: str, line: str, rows: Iterable[dict]) -> str:
+    """In markdown, a line for each row: of the form `line`, whose cells name keys of the row, as in {ms:.1f} | {part}.
+
+    A cell is - where the row has no such key, n/a where it is None.
+    """
+    return markdown(header.split(" | "), [[cell(form, row) for form in line.split(" | ")] for row in rows])
+
+
+def cell(form: str, row: dict) -> str:
+    try:
+        return form.format(**row)
+    except KeyError:
+        return "-"
+    except TypeError:
+        return "n/a"
+
+
+def markdown(header: list[str], lines: Iterable[list[str]]) -> str:
+    lines = [header, ["---"] + ["---:"] * (len(header) - 1), *lines]
+    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
+
+
+def named(rows: Iterable[dict], titles: dict[str, str]) -> list[dict]:
+    """The rows, each with its trainer's title."""
+    return [row | {"trainer": titles.get(row["arm"], f"`{row['arm']}`")} for row in rows]
+
+
+def side_by_side(rows: list[dict], header: str, line: str, trainers: Iterable[str]) -> str:
+    """A line for each place, made as by table(), and a column for each trainer: its speed and memory."""
+    lines = {}
+    for row in rows:
+        lines.setdefault(tuple(line.format(**row).split(" | ")), {})[row["trainer"]] = row
+    cells = [[*place, *(speed_and_memory(there.get(name)) for name in trainers)] for place, there in lines.items()]
+    return markdown([*header.split(" | "), *trainers], cells)
+
+
+def speed_and_memory(row: dict | None) -> str:
+    if row is None:
+        return "-"
+    return "out of memory" if row.get("oom") else f"{row['tok_per_s']:,.0f} · {row['peak_gib']:.1f}"
 
 
 # --- Kernels ---
@@ -88,58 +118,31 @@ def lead(row: dict) -> float | None:
     return ours / of_limit(row, peer) if ours and peer else None
 
 
-# --- Steps, on one GPU and on several ---
+def is_inaccurate(arms: dict[str, dict]) -> bool:
+    """Ours is further from float64 than 1.2 times eager and one rounding to bfloat16: more than test_kernels allows."""
+    ours, eager = (arms[name].get("error") for name in ("nanocria", "eager"))
+    return ours is not None and eager is not None and ours > 1.2 * eager + 2**-8
+
+
+# --- Steps, runs and losses ---
 
 STEP_PLACE = ("arm", "batch", "block", "checkpointing")
 GPUS_PLACE = ("arm", "ranks", "batch", "block", "checkpointing")
-
-
-def efficiency(row: dict, rows: list[dict]) -> float | None:
-    """Tokens a second over those of one GPU times the number of GPUs; None without the same trainer on one GPU."""
-    found = {values(r, GPUS_PLACE): r for r in done(rows)}
-    alone = found.get((row["arm"].partition("-")[0], 1, *values(row, GPUS_PLACE[2:])))
-    return row["tok_per_s"] / row["ranks"] / alone["tok_per_s"] if alone else None
-
-
-def gpus_ratios(row: dict, rows: list[dict]) -> dict | None:
-    """nanocria's speed and memory over those of torchtitan's recipe, sharded alike, at the same place.
-
-    Selective checkpointing is compared with the recipe's full one where its selective was not measured.
-    """
-    found = {values(r, GPUS_PLACE): r for r in done(rows)}
-    arm, *where, checkpointing = values(row, GPUS_PLACE)
-    peer_arm = {"nanocria": "recipe", "nanocria-zero2": "recipe-zero2"}.get(arm)
-    for theirs in (checkpointing, "full" if checkpointing == "selective" else checkpointing):
-        if peer := found.get((peer_arm, *where, theirs)):
-            return {"peer": peer_arm, "checkpointing": theirs} | speed_and_memory(row, peer)
-    return None
-
-
-def saves_sentence(row: dict) -> str:
-    n, seconds = row.get("intervals", 2), row["resume_seconds"]  # older records are of two
-    return (
-        f"a checkpoint of {row['checkpoint_bytes'] / 1e9:.1f} GB every {row['every']} steps costs the training "
-        f"{row['cost']:.1%} ({row['seconds_without'] / n:.1f} s without, {row['seconds_with'] / n:.1f} s with)"
-    ) + ("; it was not resumed" if seconds is None else f"; a resume reads it in {seconds:.1f} s")
-
-
-# --- Losses ---
-
 REFERENCE = "float32"
+
+
+def tokens_of(r: dict, steps: int) -> int:
+    """How many a run of train.py has read after so many steps."""
+    s = r["settings"]
+    return steps * s["batch_size"] * s["block_size"] * s["gradient_accumulation_steps"]
 
 
 def differences(row: dict, rows: list[dict]) -> list[float] | None:
     """Of each step's loss from that of the reference; None without it, or for the reference itself."""
     reference = next((r for r in rows if r["arm"] == REFERENCE and "losses" in r), None)
-    if reference is None or row is reference or "losses" not in row:
+    if reference is None or row["arm"] == REFERENCE or "losses" not in row:
         return None
     return [loss - other for loss, other in zip(row["losses"], reference["losses"], strict=True)]
-
-
-def loss_cells(row: dict, rows: list[dict]) -> list[str]:
-    """The mean loss over the last third of the steps; the mean and the mean size of its differences there."""
-    last, found = f"{last_third(row['losses']):.4f}", differences(row, rows)
-    return [last, f"{last_third(found):+.4f}", f"{last_third(map(abs, found)):.4f}"] if found else [last, "-", "-"]
 
 
 def last_third(numbers: Iterable[float]) -> float:
@@ -148,20 +151,33 @@ def last_third(numbers: Iterable[float]) -> float:
     return statistics.fmean(numbers[-max(len(numbers) // 3, 1) :])
 
 
-# --- Sweeps ---
+# --- Sweeps and the ladder ---
 
 SWEEP_PLACE = ("config", "arm", "ranks", "batch", "block", "checkpointing", "offload", "limit_gib", "flags")
-SERIES = tuple(key for key in SWEEP_PLACE if key not in ("batch", "block"))
 KINDS = ("batch", "seq")  # of a sweep: what grows
-VARIES, SIZE = {"batch": "batch", "seq": "block"}, {"batch": "batch", "seq": "context"}
+VARIES, FIXED = {"batch": "batch", "seq": "block"}, {"batch": "block", "seq": "batch"}
+SIZE = {"batch": "batch", "seq": "context"}
 
 
-def by_series(rows: list[dict], kind: str) -> dict[tuple, list[dict]]:
-    """The rows of each series, as its size grows; the last may be out of memory."""
-    found = {}
-    for row in sorted(rows, key=lambda row: row[VARIES[kind]]):
-        found.setdefault(values(row, SERIES), []).append(row)
-    return dict(sorted(found.items(), key=lambda item: list(arms.SWEEP).index(item[1][0]["arm"])))
+def by_series(rows: list[dict], kind: str, among: list[dict] | None = None) -> dict[str, list[dict]]:
+    """The rows of each series by its title, as the size grows; the last may be out of memory.
+
+    among: the rows of which those with the same title are one series; none: these.
+    """
+    found, fixed = {}, FIXED[kind]
+    for row in sorted(rows, key=lambda row: (list(arms.SWEEP).index(row["arm"]), row[VARIES[kind]])):
+        several = len({other[fixed] for other in rows}) > 1
+        trainer = title(row, among or rows) + (f", {fixed} {row[fixed]:,}" if several else "")
+        found.setdefault(trainer, []).append(row | {"trainer": trainer})
+    return found
+
+
+def title(row: dict, rows: list[dict]) -> str:
+    """The trainer, and what differs between the rows of ours, or of the peers."""
+    beside = [other for other in rows if (other["arm"] in arms.SWEEP_FLAGS) == (row["arm"] in arms.SWEEP_FLAGS)]
+    settings = [key for key in SWEEP_PLACE if key not in ("arm", "batch", "block")]
+    differing = [key for key in settings if len({other[key] for other in beside}) > 1 and row[key]]
+    return ", ".join([arms.SWEEP[row["arm"]], *(row[k] if k == "flags" else f"{k} {row[k]}" for k in differing)])
 
 
 def largest(rows: list[dict], kind: str, arm: str) -> dict | None:
@@ -169,27 +185,8 @@ def largest(rows: list[dict], kind: str, arm: str) -> dict | None:
     return max((r for r in done(rows) if r["arm"] == arm), key=lambda row: row[VARIES[kind]], default=None)
 
 
-def labels(rows: list[dict]) -> dict[tuple, str]:
-    """What each series is called: the trainer, and what differs between series of ours, or of the peers."""
-    names = {}
-    for row in rows:
-        beside = [other for other in rows if (other["arm"] in arms.SWEEP_FLAGS) == (row["arm"] in arms.SWEEP_FLAGS)]
-        differing = [key for key in ("checkpointing", "offload", "flags") if len({r[key] for r in beside}) > 1]
-        said = [row[key] if key == "flags" else f"{key} {row[key]}" for key in differing if row[key]]
-        names[values(row, SERIES)] = ", ".join([arms.SWEEP[row["arm"]], *said])
-    return names
-
-
-# --- The ladder ---
-
-
-def rung_cells(rung: str, points: list[dict], losses: dict[str, float]) -> list[str]:
-    """Of a model's rung: memory of one sequence; the largest batch, its speed and memory; the loss, and what is new."""
-    rows = [row for row in points if row["rung"] == rung]
-    one, best = (f(done(rows), key=lambda row: row["batch"], default=None) for f in (min, max))
-    cells = [f"{one['peak_gib']:.1f}", f"{one['cpu_gib']:.0f}"] if one and one["batch"] == 1 else ["out of memory", "-"]
-    cells += [str(best["batch"]), cell(best)] if best else ["-", "-"]
-    if rung not in losses:
-        return [*cells, "-"]
-    below = losses.get(arms.RUNGS[rung].on)
-    return [*cells, f"{losses[rung]:.4f}" + (f" ({losses[rung] - below:+.4f})" if below else "")]
+def of_rungs(points: list[dict], model: str) -> dict[str, list[dict]]:
+    """What fits on each rung that was measured, from the smallest batch to the largest."""
+    rows = sorted((row for row in points if row["model"] == model), key=lambda row: row["batch"])
+    there = {row["rung"] for row in rows}
+    return {rung: done(row for row in rows if row["rung"] == rung) for rung in arms.RUNGS if rung in there}

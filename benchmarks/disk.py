@@ -40,7 +40,6 @@ PLAIN_THREADS = (1, 2, 4, 8)
 
 def parse(argv: list[str]) -> SimpleNamespace:
     s = cli.read_settings(globals(), argv, for_train_py=True)
-    cli.at_least_one(s, "updates")
     cli.refuse_flags(s, ["none"])
     if not s.offload_dir:
         raise SettingError("--offload_dir= is empty: name a folder on the drive to measure")

@@ -3,6 +3,8 @@
 import math
 import textwrap
 from collections import Counter
+from collections.abc import Callable
+from functools import partial
 from itertools import groupby, pairwise
 from pathlib import Path
 
@@ -52,6 +54,17 @@ def finish(figure, path: Path, legend=None, bottom: float = 0, **options) -> Non
     plt.close(figure)
 
 
+def speed(row: dict) -> float:
+    """Thousand tokens per second."""
+    return row["tok_per_s"] / 1000
+
+
+def draw_line(axes, rows: list[dict], x: str, y: Callable | str, *style, **options):
+    """A line through rows: x is a key of theirs, y a key or a function of a row."""
+    heights = [y(row) if callable(y) else row[y] for row in rows]
+    return axes.plot([row[x] for row in rows], heights, *style, **options)[0]
+
+
 # --- Training runs ---
 
 
@@ -79,12 +92,12 @@ def draw_linux(runs: dict[str, dict], path: Path) -> None:
     """Validation loss in bits per byte over tokens and over minutes of training, with xz as a line to cross."""
     figure, (left, right) = panels(2, (10, 3.6), sharey=True)
     for r in runs.values():
-        s, bits = r["settings"], r["bits_per_byte"] / r["val_loss"]  # of a unit of loss
-        steps, seconds, losses = zip(*r["val_curve"], strict=True)
-        each = s["batch_size"] * s["block_size"] * s["gradient_accumulation_steps"] / 1e6
-        label = f"{s['optimizer']}: {r['bits_per_byte']:.3f}"
-        for axes, x in ((left, [each * step for step in steps]), (right, [second / 60 for second in seconds])):
-            axes.plot(x, [bits * loss for loss in losses], "o-", markersize=4, label=label)
+        bits = r["bits_per_byte"] / r["val_loss"]  # of a unit of loss
+        points = [(compare.tokens_of(r, step) / 1e6, s / 60, bits * loss) for step, s, loss in r["val_curve"]]
+        tokens, minutes, heights = zip(*points, strict=True)
+        label = f"{r['settings']['optimizer']}: {r['bits_per_byte']:.3f}"
+        for axes, x in ((left, tokens), (right, minutes)):
+            axes.plot(x, heights, "o-", markersize=4, label=label)
     for axes, unit in ((left, "million tokens"), (right, "minutes of training")):
         axes.axhline(r["xz_bits_per_byte"], color="gray", linestyle=":", linewidth=1, label="xz -9")
         axes.set(xlabel=unit)
@@ -105,8 +118,8 @@ def draw_losses(record: dict, path: Path) -> None:
         tens = [found[i : i + 10] for i in range(0, len(found), 10)]
         right.plot([10 * i + 5 for i in range(len(tens))], [sum(ten) / len(ten) for ten in tens], **style)
     right.axhline(0, **style | {"color": TRAINERS[compare.REFERENCE]})
-    where = "{batch} x {block:,} tokens".format(**rows[0])
-    left.set(xlabel="step", ylabel="training loss", title=f"Llama 3.2 1B, {where} a step")
+    title = "Llama 3.2 1B, {batch} x {block:,} tokens a step".format(**rows[0])
+    left.set(xlabel="step", ylabel="training loss", title=title)
     right.set(xlabel="step", ylabel="loss minus that of float32", title="mean of ten steps")
     left.legend(fontsize=8, frameon=False)
     finish(figure, path)
@@ -115,52 +128,39 @@ def draw_losses(record: dict, path: Path) -> None:
 # --- Kernels ---
 
 
-def draw_kernels_speed(record: dict, path: Path) -> None:
-    """A panel an operation: TB/s or TFLOP/s of each arm at each size and pass, and the limit as a line."""
-
-    def draw(axes, rows):
-        work, unit = ("bytes", "TB/s") if "bytes" in rows[0] else ("flops", "TFLOP/s")
-
-        def speed(row, arm):
-            us = compare.median_us(row, arm)
-            return row[work] / us / 1e6 if us else None
-
-        draw_bars(axes, rows, speed)
-        for place, row in enumerate(rows):
-            limit = row[work] / row["floor_us"] / 1e6
-            axes.hlines(limit, place - 0.5, place + 0.5, color="black", linewidth=1, label="limit of the card")
-        ticks = [f"{wrapped_shape(row)}\n{PASSES[row['pass']]}" for row in rows]
-        axes.set(ylabel=unit, xlabel="shape and pass", xticks=range(len(rows)), xticklabels=ticks)
-
+def draw_kernels(record: dict, path: Path, memory=False) -> None:
+    """A panel an operation. TB/s or TFLOP/s of each arm at each size and pass, and the limit as a line; or the MiB that
+    forward and backward peak at above the inputs."""
     title = "Speed of forward and backward: higher is better; the line is what a copy, or the matmuls alone, reach"
-    draw_operations(record, draw, title, path)
-
-
-def draw_kernels_memory(record: dict, path: Path) -> None:
-    """A panel an operation: MiB that forward and backward of each arm peak at above the inputs."""
-
-    def draw(axes, rows):
-        rows = [list(same)[-1] for _, same in groupby(rows, key=compare.shape)]  # all passes of a size share one peak
-        draw_bars(axes, rows, lambda row, arm: row["arms"].get(arm, {}).get("peak_mib"))
-        axes.set(ylabel="MiB", xlabel="shape", xticks=range(len(rows)), xticklabels=map(wrapped_shape, rows))
-
-    draw_operations(record, draw, "Peak memory of forward and backward above their inputs: lower is better", path)
-
-
-def draw_operations(record: dict, draw, title: str, path: Path) -> None:
-    """draw(axes, rows) of each operation, two panels wide, under the title and one legend for all."""
+    title = "Peak memory of forward and backward above their inputs: lower is better" if memory else title
     operations, handles = [(op, list(rows)) for op, rows in groupby(record["rows"], key=lambda row: row["op"])], {}
     height = math.ceil(len(operations) / 2)
     figure, grid = plt.subplots(height, 2, figsize=(12, 2.7 * height + 1), dpi=120, squeeze=False, layout="constrained")
     for axes in grid.flat[len(operations) :]:
         axes.set_visible(False)
     for axes, (op, rows) in zip(grid.flat, operations, strict=False):
-        draw(axes, rows)
+        (draw_peaks if memory else draw_speeds)(axes, rows)
         axes.set(title=op)
         axes.tick_params(axis="x", labelsize=8 if len(axes.get_xticks()) <= 10 else 6)
         handles |= dict(zip(*reversed(axes.get_legend_handles_labels()), strict=True))
     options = {"loc": "outside upper center", "ncols": len(handles), "fontsize": 9}
     finish(figure, path, (handles.values(), handles.keys()), title=title, title_fontsize=12, **options)
+
+
+def draw_speeds(axes, rows: list[dict]) -> None:
+    work, unit = ("bytes", "TB/s") if "bytes" in rows[0] else ("flops", "TFLOP/s")
+    draw_bars(axes, rows, lambda row, arm: (us := compare.median_us(row, arm)) and row[work] / us / 1e6)
+    for place, row in enumerate(rows):
+        limit = row[work] / row["floor_us"] / 1e6
+        axes.hlines(limit, place - 0.5, place + 0.5, color="black", linewidth=1, label="limit of the card")
+    ticks = [f"{wrapped_shape(row)}\n{PASSES[row['pass']]}" for row in rows]
+    axes.set(ylabel=unit, xlabel="shape and pass", xticks=range(len(rows)), xticklabels=ticks)
+
+
+def draw_peaks(axes, rows: list[dict]) -> None:
+    rows = [list(same)[-1] for _, same in groupby(rows, key=compare.shape)]  # all passes of a size share one peak
+    draw_bars(axes, rows, lambda row, arm: row["arms"].get(arm, {}).get("peak_mib"))
+    axes.set(ylabel="MiB", xlabel="shape", xticks=range(len(rows)), xticklabels=map(wrapped_shape, rows))
 
 
 def draw_bars(axes, rows: list[dict], value) -> None:
@@ -188,10 +188,9 @@ def draw_steps(record: dict, path: Path) -> None:
     for axes, shape in zip(axes_of, shapes, strict=True):
         for arm, color in TRAINERS.items():
             here = [p for p in points if p["arm"] == arm and (p["batch"], p["block"]) == shape]
-            x, y = [p["peak_gib"] for p in here], [p["tok_per_s"] / 1000 for p in here]
-            axes.plot(x, y, color=color, linewidth=0.8)
-            for p, *at in zip(here, x, y, strict=True):
-                axes.plot(*at, MARKS[p["checkpointing"]], color=color)
+            draw_line(axes, here, "peak_gib", speed, color=color, linewidth=0.8)
+            for p in here:
+                axes.plot(p["peak_gib"], speed(p), MARKS[p["checkpointing"]], color=color)
         axes.set_title(f"{shape[0]} x {shape[1]:,} tokens", fontsize=10)
         axes.set(xlabel="peak memory, GiB", xlim=(0, None))
     first = axes_of[0]
@@ -212,29 +211,33 @@ def draw_gpus(record: dict, path: Path) -> None:
         of_arm = [row for row in rows if row["arm"] == arm and row["ranks"] > 1]
         alone = [row for row in rows if of_arm and row["arm"] == arm.partition("-")[0] and row["ranks"] == 1]
         line = sorted([*alone, *of_arm], key=lambda row: row["ranks"])
-        at = [row["ranks"] for row in line], [row["tok_per_s"] / row["ranks"] / 1000 for row in line]
-        left.plot(*at, "o-", markersize=4, color=TRAINERS[arm], label=trainers.GPUS[arm])
+        style = {"markersize": 4, "color": TRAINERS[arm], "label": trainers.GPUS[arm]}
+        draw_line(left, line, "ranks", speed_of_each, "o-", **style)
     left.set(xlabel="GPUs", ylabel="thousand tokens per second per GPU", xticks=sorted({row["ranks"] for row in rows}))
-    left.set_ylim(0, 1.1 * max(row["tok_per_s"] / row["ranks"] / 1000 for row in rows))
+    left.set_ylim(0, 1.1 * max(map(speed_of_each, rows)))
     left.set_title("Llama 3.2 1B, 16 x 2,048 tokens per GPU", fontsize=10)
     for right in rest:
         draw_8b(right, big)
     finish(figure, path, left.get_legend_handles_labels(), bottom=0.1)
 
 
+def speed_of_each(row: dict) -> float:
+    return row["tok_per_s"] / row["ranks"] / 1000
+
+
 def draw_8b(axes, rows: list[dict]) -> None:
     """For each shape and checkpointing a bar an arm, tokens a second of a GPU high, its peak written on it."""
-    places = list(dict.fromkeys((row["batch"], row["block"], row["checkpointing"]) for row in rows))
+    places = {}
+    for row in rows:
+        places.setdefault("{batch} x {block:,}\n{checkpointing}".format(**row), []).append(row)
     width = 0.8 / len({row["arm"] for row in rows})
-    for place, setting in enumerate(places):
-        here = [row for row in rows if (row["batch"], row["block"], row["checkpointing"]) == setting]
+    for place, here in enumerate(places.values()):
         for index, row in enumerate(here):
             at = place + width * (index - (len(here) - 1) / 2)
-            bars = axes.bar(at, row["tok_per_s"] / row["ranks"] / 1000, width, color=TRAINERS[row["arm"]])
+            bars = axes.bar(at, speed_of_each(row), width, color=TRAINERS[row["arm"]])
             axes.bar_label(bars, [f"{row['peak_gib']:.0f} GiB"], fontsize=6, padding=1)
-    ticks = [f"{batch} x {block:,}\n{checkpointing}" for batch, block, checkpointing in places]
     axes.set(ylabel="thousand tokens per second per GPU", xlabel="sequences x tokens per GPU, checkpointing")
-    axes.set_xticks(range(len(places)), ticks, fontsize=7)
+    axes.set_xticks(range(len(places)), places, fontsize=7)
     axes.set_title(f"Llama 3.1 8B on {rows[0]['ranks']} GPUs, and the peak memory of each", fontsize=10)
 
 
@@ -245,24 +248,23 @@ def draw_sweep(record: dict, path: Path) -> None:
     """A column for batches and one for contexts; tokens a second above peak memory, both against the size."""
     kinds = [kind for kind in compare.KINDS if compare.done(record[kind])]
     figure, grid = plt.subplots(2, len(kinds), figsize=(5 * len(kinds) + 1, 7.5), dpi=150, squeeze=False, sharex="col")
-    drawn = [row for kind in kinds for row in record[kind]]
-    names, handles = compare.labels(drawn), {}
-    for kind, (speed, memory) in zip(kinds, grid.T, strict=True):
-        rows, used = record[kind], Counter()
-        for series, of_series in compare.by_series(rows, kind).items():
-            arm = of_series[0]["arm"]
+    drawn, handles = [row for kind in kinds for row in record[kind]], {}
+    for kind, axes in zip(kinds, grid.T, strict=True):
+        rows, first, used, (above, below) = record[kind], record[kind][0], Counter(), axes
+        for title, series in compare.by_series(rows, kind, among=drawn).items():
+            arm = series[0]["arm"]
             style = {"color": TRAINERS[arm], "linestyle": DASHES[used[arm] % len(DASHES)]}
             used[arm] += 1
-            handles |= {names[series]: draw_series(speed, memory, of_series, kind, style)}
-        if limit := rows[0]["limit_gib"]:
-            memory.axhline(limit, color="black", linewidth=1)
-            memory.annotate(f"limit: {limit:g} GiB", (0.02, limit), xycoords=("axes fraction", "data"), fontsize=8,
-                            xytext=(0, 3), textcoords="offset points")  # fmt: skip
-        elsewhere = f"sequences of {rows[0]['block']:,} tokens" if kind == "batch" else f"batch {rows[0]['batch']}"
-        speed.set(ylabel="thousand tokens per second", ylim=(0, None), title=f"{compare.SIZE[kind]} grows, {elsewhere}")
+            handles |= {title: draw_series(above, below, series, kind, style)}
+        if limit := first["limit_gib"]:
+            below.axhline(limit, color="black", linewidth=1)
+            below.annotate(f"limit: {limit:g} GiB", (0.02, limit), xycoords=("axes fraction", "data"), fontsize=8,
+                           xytext=(0, 3), textcoords="offset points")  # fmt: skip
+        elsewhere = f"sequences of {first['block']:,} tokens" if kind == "batch" else f"batch {first['batch']}"
+        above.set(ylabel="thousand tokens per second", ylim=(0, None), title=f"{compare.SIZE[kind]} grows, {elsewhere}")
         unit = "batch, sequences" if kind == "batch" else "context, tokens"
-        memory.set(xlabel=unit, ylabel="peak memory, GiB", ylim=(0, None), xscale="log")
-        tick_sizes(memory, sorted({row[compare.VARIES[kind]] for row in rows}), 7)
+        below.set(xlabel=unit, ylabel="peak memory, GiB", ylim=(0, None), xscale="log")
+        tick_sizes(below, sorted({row[compare.VARIES[kind]] for row in rows}), 7)
     marks = {"out of memory": ("oom", "x"), "memory.py's estimate": ("estimated_gib", ".")}
     for name, (key, mark) in marks.items():
         if any(row.get(key) for row in drawn):
@@ -276,19 +278,17 @@ def tick_sizes(axes, sizes: list[int], fontsize: int) -> None:
     axes.minorticks_off()
 
 
-def draw_series(speed, memory, rows: list[dict], kind: str, style: dict):
+def draw_series(above, below, rows: list[dict], kind: str, style: dict):
     """Its two lines; where it ran out of memory, crosses; its estimates as black points."""
     key, fits = compare.VARIES[kind], compare.done(rows)
-    sizes = [row[key] for row in fits]
-    (handle,) = speed.plot(sizes, [row["tok_per_s"] / 1000 for row in fits], marker="o", markersize=3.5, **style)
-    memory.plot(sizes, [row["peak_gib"] for row in fits], marker="o", markersize=3.5, **style)
-    for row in rows:
-        if row.get("oom"):
-            top = row["limit_gib"] or max((r["peak_gib"] for r in fits), default=0)
-            memory.plot(row[key], top, "x", color=style["color"])
-            speed.plot(row[key], 0, "x", color=style["color"], clip_on=False)
-    estimated = [(row[key], row["estimated_gib"]) for row in fits if "estimated_gib" in row]
-    memory.plot(*zip(*estimated, strict=True) if estimated else ((), ()), ".", color="black", markersize=2.5, zorder=3)
+    handle = draw_line(above, fits, key, speed, marker="o", markersize=3.5, **style)
+    draw_line(below, fits, key, "peak_gib", marker="o", markersize=3.5, **style)
+    for row in (row for row in rows if row.get("oom")):
+        top = row["limit_gib"] or max((r["peak_gib"] for r in fits), default=0)
+        below.plot(row[key], top, "x", color=style["color"])
+        above.plot(row[key], 0, "x", color=style["color"], clip_on=False)
+    estimated = [row for row in fits if "estimated_gib" in row]
+    draw_line(below, estimated, key, "estimated_gib", ".", color="black", markersize=2.5, zorder=3)
     return handle
 
 
@@ -297,7 +297,7 @@ def draw_fits(record: dict, path: Path) -> None:
     figure, axes_of = panels(2, (10, 4.2), sharey=True)
     for axes, kind in zip(axes_of, compare.KINDS, strict=True):
         key, first = compare.VARIES[kind], record[kind][0]
-        for arm in ("all", "long", "liger", "hf"):
+        for arm in trainers.SHOWN:
             draw_until_out_of_memory(axes, [row for row in record[kind] if row["arm"] == arm], key, arm)
         unit = f"sequences of {first['block']:,} tokens" if kind == "batch" else f"tokens, at batch {first['batch']}"
         axes.set(xlabel=f"{compare.SIZE[kind]}, {unit}", xscale="log", ylim=(0, None))
@@ -315,14 +315,12 @@ def draw_fits(record: dict, path: Path) -> None:
 def draw_until_out_of_memory(axes, rows: list[dict], key: str, arm: str) -> None:
     """Tokens a second over the size, then dots down to a cross; ours in front of ours with activations on the CPU."""
     fits = sorted(compare.done(rows), key=lambda row: row[key])
-    x, y = [row[key] for row in fits], [row["tok_per_s"] / 1000 for row in fits]
     style = {"color": TRAINERS[arm], "zorder": 3 if arm == "all" else 2}
     line = {"linestyle": "--" if arm == "long" else "-", "label": trainers.SWEEP[arm]}
-    axes.plot(x, y, marker="o", markersize=4, **line, **style)
-    for row in rows:
-        if row.get("oom") and fits:
-            axes.plot([x[-1], row[key]], [y[-1], 0], ":", linewidth=1, **style)
-            axes.plot(row[key], 0, "x", markersize=8, markeredgewidth=2, clip_on=False, **style)
+    draw_line(axes, fits, key, speed, marker="o", markersize=4, **line, **style)
+    for row in (row for row in rows if row.get("oom") and fits):
+        axes.plot([fits[-1][key], row[key]], [speed(fits[-1]), 0], ":", linewidth=1, **style)
+        axes.plot(row[key], 0, "x", markersize=8, markeredgewidth=2, clip_on=False, **style)
 
 
 def draw_snapshot(record: dict, path: Path) -> None:
@@ -345,18 +343,20 @@ def draw_ladder(record: dict, path: Path) -> None:
     models = list(dict.fromkeys(row["model"] for row in record["points"]))
     figure, axes_of = panels(len(models), (5 * len(models), 4.5))
     for axes, model in zip(axes_of, models, strict=True):
-        places = {}
-        for rung in trainers.RUNGS:
-            rows = [r for r in compare.done(record["points"]) if (r["model"], r["rung"]) == (model, rung)]
-            if rows and min(row["batch"] for row in rows) == 1:
-                one, best = (f(rows, key=lambda row: row["batch"]) for f in (min, max))
-                places[rung] = one["peak_gib"], best["tok_per_s"] / 1000
+        rungs = compare.of_rungs(record["points"], model).items()
+        places = {
+            rung: (fits[0]["peak_gib"], speed(fits[-1])) for rung, fits in rungs if fits and fits[0]["batch"] == 1
+        }
+        most = [max(numbers) for numbers in zip(*places.values(), strict=True)]
         for i, (rung, at) in enumerate(places.items(), 1):
             title, on, _, peer = trainers.RUNGS[rung]
             if on in places and not peer:
                 axes.plot(*zip(places[on], at, strict=True), "-", color="#9ca3af", linewidth=1, zorder=1)
             axes.plot(*at, "s" if peer else "o", color=TRAINERS[peer or "nanocria"], label=f"{i}  {title}")
-            axes.annotate(str(i), at, xytext=(4, 4), textcoords="offset points", fontsize=8)
+            apart = [[abs(x - y) / z for x, y, z in zip(at, other, most, strict=True)] for other in places.values()]
+            below = any(max(gap) < 0.03 for gap in apart[: i - 1])  # the number of a point that is nearly there
+            offset, sides = (-4, {"ha": "right", "va": "top"}) if below else (4, {})
+            axes.annotate(str(i), at, (offset, offset), textcoords="offset points", fontsize=8, **sides)
         axes.set(xlabel="peak GiB of one sequence", ylabel="thousand tokens per second at the largest batch")
         axes.set(title=f"Llama {model.upper()}", xlim=(0, None), ylim=(0, None))
         axes.legend(fontsize=6, frameon=False, handlelength=0)
@@ -364,8 +364,8 @@ def draw_ladder(record: dict, path: Path) -> None:
 
 
 PLOTS = {  # name -> the record that it is drawn from, and how
-    "kernels_speed": ("kernels", draw_kernels_speed),
-    "kernels_memory": ("kernels", draw_kernels_memory),
+    "kernels_speed": ("kernels", draw_kernels),
+    "kernels_memory": ("kernels", partial(draw_kernels, memory=True)),
     "step": ("step", draw_steps),
     "losses": ("losses", draw_losses),
     "gpus": ("gpus", draw_gpus),

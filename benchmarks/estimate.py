@@ -125,7 +125,6 @@ def cpu_gib_of(row: dict) -> float:
 
 def parse(argv: list[str]) -> SimpleNamespace:
     s = cli.read_settings(globals(), argv, for_train_py=True)
-    cli.at_least_one(s, "ranks", "block_size", "batch_size")
     cli.refuse_flags(s, ["none"])
     s.gib, s.config = card_gib(s.card), cli.config_path(s.config)
     return s

@@ -12,9 +12,7 @@ step_ms     ours alone: one replayed step in the second half of the text. It mus
 Each point is a process of its own.
 """
 
-import json
 import statistics
-import sys
 import time
 from collections.abc import Callable
 from functools import partial
@@ -24,7 +22,7 @@ from types import SimpleNamespace
 import torch
 
 from benchmarks import arms as trainers
-from benchmarks import cli, peers, record, runner
+from benchmarks import cli, peers, runner
 from model import Llama
 from runtime.cuda_graph import CUDAGraph
 from runtime.generate import decode_step, generate, new_caches, read_prompts
@@ -43,10 +41,8 @@ ROUNDS = 3  # that are timed, behind one that warms up
 
 
 def parse(argv: list[str]) -> SimpleNamespace:
-    s = cli.read_settings(globals(), argv)
-    s.arms, s.batches = cli.one_of("arms", s.arms, trainers.GENERATE), cli.whole_numbers("batches", s.batches)
-    cli.at_least_one(s, "prompt", "tokens")
-    s.config, s.out = cli.config_path(s.config), record.default_out(s.out, "generate")
+    s = cli.read_settings(globals(), argv, {"arms": trainers.GENERATE}, "benchmarks/records/generate.json")
+    s.batches, s.config = cli.whole_numbers("batches", s.batches), cli.config_path(s.config)
     return s
 
 
@@ -101,33 +97,16 @@ def step_of(model: Llama, prompts: list[list[int]], tokens: int, device: torch.d
     return {"step_ms": ms, "step_bytes": round(weights + cached)}
 
 
-def measured(s: SimpleNamespace, copy_tb_s: float):
-    missing = set()
-    for batch, arm in product(s.batches, s.arms):
-        if arm in missing:
-            continue
-        spec = {"arm": arm, "config": s.config, "batch": batch, "prompt": s.prompt, "tokens": s.tokens}
-        result, printed = runner.run(["-m", "benchmarks.generate", json.dumps(spec)])
-        row = spec | (result or runner.failure(printed))
-        if "step_ms" in row:
-            row["of_copy"] = row["step_bytes"] / row["step_ms"] / 1e9 / copy_tb_s
-        missing |= {arm} if "missing" in row else set()
-        yield "points", row
+def measured(s: SimpleNamespace):
+    def measure_at(*place):
+        found = runner.call("generate.measure", **dict(zip(KEYS["points"], place, strict=True)))
+        if "step_ms" in found:
+            found["of_copy"] = found["step_bytes"] / found["step_ms"] / 1e9 / s.new["copy_tb_s"]
+        return found
 
-
-def line(row: dict, _: dict | None = None) -> str:
-    name = f"{trainers.GENERATE[row['arm']]:<24} batch {row['batch']:>3}"
-    if "tok_per_s" not in row:
-        return f"{name}  {runner.trouble(row)}"
-    step = f"; a step {row['step_ms']:.3f} ms, {row['of_copy']:.1%} of a copy's speed" if "step_ms" in row else ""
-    return f"{name} {row['tok_per_s']:9,.0f} tok/s, {row['ms_per_token']:.3f} ms a token{step}"
+    places = [(arm, s.config, batch, s.prompt, s.tokens) for batch, arm in product(s.batches, s.arms)]
+    return (("points", row) for row in runner.in_turn(KEYS["points"], places, measure_at))
 
 
 def main(argv: list[str]) -> None:
-    s = parse(argv)
-    new = runner.begin("generate", s.command, KEYS)
-    runner.measure(s, new, measured(s, new["copy_tb_s"]), KEYS, line, place=KEYS["points"])
-
-
-if __name__ == "__main__":
-    print("\n" + json.dumps(measure(**json.loads(sys.argv[1]))), flush=True)
+    runner.measure("generate", parse(argv), KEYS, measured, trainers.GENERATE, place=KEYS["points"])

@@ -4,6 +4,7 @@
     python bench.py gpus --measure=scaling      Llama 3.2 1B, 16 x 2048 tokens a GPU
     python bench.py gpus --measure=8b           Llama 3.1 8B, with and without checkpointing
     python bench.py gpus --measure=saves        1B, 8 x 2048 tokens a GPU: a checkpoint every 100 steps, then a resume
+                                                ($TMPDIR holds 30 GB for a while)
     python bench.py gpus --measure=8b --arms=nanocria-zero2,recipe-zero2 --shapes=2x4096 --checkpointing=none,full
 
 Arms: nanocria, which is train.py itself, and recipe and torchtitan of benchmarks/peers.py; -zero2 says how they are
@@ -22,8 +23,7 @@ from types import SimpleNamespace
 import torch
 
 from benchmarks import arms as trainers
-from benchmarks import cli, compare, record, runner
-from configurator import SettingError
+from benchmarks import cli, compare, runner
 from runtime import run_folder
 
 # settings
@@ -33,10 +33,9 @@ arms = ""  # scaling, 8b: the trainers; nothing: those of the table
 shapes = ""  # 8b: sequences x tokens; nothing: those of the table
 checkpointing = ""  # 8b: none, selective, full; nothing: those of the table
 steps = 20  # scaling, 8b: to measure
-folder = ""  # saves: where the checkpoints go, 30 GB of them for a while
 out = ""  # the record; nothing: benchmarks/records/gpus.json
 
-SCALING_CONFIG, SCALING_AT = runner.CONFIG, [(16, 2048, "none")]  # sequences x tokens, checkpointing
+SCALING_CONFIG, SCALING_AT = runner.CONFIG, (16, 2048, "none")  # sequences x tokens, checkpointing
 BIG_CONFIG, BIG_ARMS = "config/llama31_8b.py", ["nanocria", "recipe"]
 BIG_AT = [(2, 4096, "none"), (1, 8192, "none"), (4, 4096, "full"), (2, 8192, "full"),
           (4, 4096, "selective"), (2, 8192, "selective")]  # fmt: skip
@@ -53,17 +52,11 @@ KEYS = {"scaling": compare.GPUS_PLACE, "8b": compare.GPUS_PLACE, "saves": ("rank
 
 
 def parse(argv: list[str], n_gpus: int) -> SimpleNamespace:
-    s = cli.read_settings(globals(), argv)
-    kinds = cli.one_of("measure", s.measure, KEYS)
-    s.kinds = [kind for kind in KEYS if kind in kinds]
-    cli.at_least_one(s, "steps")
+    lists = {"measure": KEYS, "arms": ARMS, "checkpointing": runner.CHECKPOINTING}
+    s = cli.read_settings(globals(), argv, lists, "benchmarks/records/gpus.json")
+    s.kinds = [kind for kind in KEYS if kind in s.measure]
     s.ranks = sorted(n for n in set(cli.whole_numbers("ranks", s.ranks)) if n <= n_gpus)
-    s.arms = cli.one_of("arms", s.arms, ARMS) if s.arms else []
     s.shapes = cli.shapes("shapes", s.shapes)
-    s.checkpointing = cli.one_of("checkpointing", s.checkpointing, runner.CHECKPOINTING) if s.checkpointing else []
-    if s.folder and not Path(s.folder).is_dir():
-        raise SettingError(f"--folder={s.folder} does not exist")
-    s.out = record.default_out(s.out, "gpus")
     return s
 
 
@@ -75,27 +68,25 @@ def measured(s: SimpleNamespace):
 def scaling(s: SimpleNamespace):
     """Many GPUs first, so that one alone is as warm as they were: a cool card clocks higher than it can for long."""
     for n in reversed(s.ranks):
-        yield from points(SCALING_CONFIG, n, SCALING_AT, SCALING_ARMS, s)
+        yield from points(SCALING_CONFIG, [(arm, n, *SCALING_AT) for arm in s.arms or SCALING_ARMS], s)
 
 
 def big(s: SimpleNamespace):
+    """Selective checkpointing of ours alone unless arms are named."""
     places = [at for at in BIG_AT if at[:2] in (s.shapes or [at[:2]]) and at[2] in (s.checkpointing or [at[2]])]
     if s.shapes and s.checkpointing:  # asked for together, also where they are not in the table
         places = [(*shape, how) for how in s.checkpointing for shape in s.shapes]
-    yield from points(BIG_CONFIG, s.ranks[-1], places, BIG_ARMS, s)
+    at = [(arm, s.ranks[-1], *place) for place, arm in product(places, s.arms or BIG_ARMS)]
+    at = [p for p in at if s.arms or p[-1] != "selective" or p[0] == "nanocria"]
+    return points(BIG_CONFIG, at, s)
 
 
-def points(config: str, n: int, places: list[tuple], usual_arms: list[str], s: SimpleNamespace):
-    """The arms in turn at each place."""
-    missing = set()
-    for place, arm in product(places, s.arms or usual_arms):
-        same_as_zero3 = n == 1 and "-" in arm
-        asked_for = s.arms or place[-1] != "selective" or arm == "nanocria"
-        if arm in missing or not asked_for or same_as_zero3:
-            continue
-        result = runner.arm_point(arm, FLAGS, config, *place, s.steps, ranks=n)
-        missing |= {arm} if "missing" in result else set()
-        yield dict(zip(compare.GPUS_PLACE, (arm, n, *place), strict=True)) | {"steps": s.steps, "oom": False} | result
+def points(config: str, places: list[tuple], s: SimpleNamespace):
+    def measure_at(arm, n, *at):
+        return {"steps": s.steps, "oom": False} | runner.arm_point(arm, FLAGS, config, *at, s.steps, ranks=n)
+
+    places = [(arm, n, *at) for arm, n, *at in places if n > 1 or "-" not in arm]  # one GPU is not sharded
+    return runner.in_turn(compare.GPUS_PLACE, places, measure_at)
 
 
 def saves(s: SimpleNamespace):
@@ -108,7 +99,7 @@ def saves(s: SimpleNamespace):
     n = s.ranks[-1]
     row = {"ranks": n, "batch": SAVES_AT[0], "block": SAVES_AT[1], "every": SAVE_EVERY}
     row["intervals"] = SAVE_STEPS // SAVE_EVERY - 1
-    with tempfile.TemporaryDirectory(dir=s.folder or None) as folder:
+    with tempfile.TemporaryDirectory() as folder:
         without = timed_run(f"{folder}/without", n, "--keep_last=0", SAVE_STEPS)
         beside = timed_run(f"{folder}/with", n, "--keep_last=1", SAVE_STEPS) if "wall_seconds" in without else without
         path = run_folder.newest(f"{folder}/with")
@@ -153,25 +144,6 @@ def note_arrivals(path: Path, arrived: dict[int, float], over: threading.Event) 
                 arrived.setdefault(json.loads(line)["step"], time.perf_counter())
 
 
-def line(row: dict, found: dict) -> str:
-    """A row of the record as one reads it while the run goes on."""
-    gpus = f"{row['ranks']} GPU{'s' if row['ranks'] > 1 else ' '} {row['batch']:>2} x {row['block']}"
-    if "every" in row:
-        return f"{gpus}  {compare.saves_sentence(row) if 'cost' in row else runner.trouble(row)}"
-    name = f"{trainers.GPUS[row['arm']]:<28} {gpus} {row['checkpointing']:<9}"
-    if "tok_per_s" not in row:
-        return f"{name}  {runner.trouble(row)}"
-    rows = [*found["scaling"], *found["8b"]]
-    text = f"{name} {row['tok_per_s']:9,.0f} tok/s  {row['tok_per_s'] / row['ranks']:8,.0f} a GPU  "
-    text += f"mfu {compare.mfu(row):>5}  {row['peak_gib']:6.1f} GiB"
-    if row["ranks"] > 1 and (share := compare.efficiency(row, rows)):
-        text += f"  {share:.3f} of {row['ranks']} x one GPU"
-    if ratios := compare.gpus_ratios(row, rows):
-        text += "  {tok_per_s:.3f} x the speed, {peak_gib:.2f} x the memory of {peer}, {checkpointing}".format(**ratios)
-    return text
-
-
 def main(argv: list[str]) -> None:
     n_gpus = torch.cuda.device_count()
-    s = parse(argv, n_gpus)
-    runner.measure(s, runner.begin("gpus", s.command, KEYS, n_gpus), measured(s), KEYS, line)
+    runner.measure("gpus", parse(argv, n_gpus), KEYS, measured, trainers.GPUS, n_gpus=n_gpus)

@@ -16,13 +16,14 @@ from types import SimpleNamespace
 import torch
 from torch._functorch import config as functorch_config
 
-from benchmarks import cli, compare, record, runner, timing
+from benchmarks import cli, runner, timing
 from benchmarks.operations import OPERATIONS, Arm, Operation, tuple_of
 
 # settings
 op = ""  # operations, one,two; nothing: all of them
 out = ""  # the record; nothing: benchmarks/records/kernels.json if all operations are measured, else out/kernels.json
 
+KEYS = {"rows": ("op", "shape", "pass")}  # what names a row
 BF16_CUDA = {"device": "cuda", "dtype": torch.bfloat16}
 
 
@@ -150,55 +151,28 @@ def floor_us(operation: Operation, size: tuple[int, ...], work: dict, limits: di
     return work["flops"] / limits["matmul_tflops"] / 1e6
 
 
-def table_line(row: dict, arms: list[str]) -> str:
-    times = [compare.duration(compare.median_us(row, arm)) for arm in arms]
-    return aligned(row["op"], compare.shape(row), row["pass"], times, compare.percent(compare.of_limit(row)))
-
-
-def aligned(op: str, shape: str, pass_name: str, cells: list[str], share: str) -> str:
-    return "".join([f"{op:21}{shape:22}{pass_name:9}", *(f"{cell:>14}" for cell in cells), f"{share:>10}"])
-
-
 def rounded(found: dict) -> dict:
     """Its numbers to five digits: the sixth is noise."""
     return json.loads(json.dumps(found), parse_float=lambda number: float(f"{float(number):.5g}"))
 
 
-def is_inaccurate(arms: dict[str, dict]) -> bool:
-    """Ours is further from float64 than 1.2 times eager and one rounding to bfloat16: more than test_kernels allows."""
-    ours, eager = (arms[name].get("error") for name in ("nanocria", "eager"))
-    return ours is not None and eager is not None and ours > 1.2 * eager + 2**-8
-
-
 def parse(argv: list[str]) -> SimpleNamespace:
-    s = cli.read_settings(globals(), argv)
-    s.out = record.default_out(s.out, "kernels", "out" if s.op else "benchmarks/records")  # README: whole runs alone
-    s.op = cli.one_of("op", s.op or ",".join(OPERATIONS), OPERATIONS)
+    some = cli.read_settings(globals(), argv).op
+    out = "out/kernels.json" if some else "benchmarks/records/kernels.json"  # the README's is of whole runs alone
+    s = cli.read_settings(globals(), argv, {"op": OPERATIONS}, out)
+    s.op = s.op or list(OPERATIONS)
     return s
 
 
-def main(argv: list[str]) -> None:
-    s = parse(argv)
-    found = runner.begin("kernels", s.command, ["rows"], n_gpus=1)
-    record.read_record(s.out)
+def measured(s: SimpleNamespace):
     timing.use_side_stream()
     functorch_config.donated_buffer = False  # compiled backward passes are run more than once
-    for name in s.op:
-        for size in OPERATIONS[name].sizes:
-            try:
-                rows = measure_size(name, OPERATIONS[name], size, found)
-            except torch.OutOfMemoryError:  # of what all arms are compared with; an arm's own is in its row
-                shape = OPERATIONS[name].shape(size)
-                print(f"{name} {compare.shape({'shape': shape})}: out of memory", flush=True)
-                continue
-            arms = list(dict.fromkeys(arm for row in rows for arm in row["arms"]))  # in the order of the first row
-            if all(row["op"] != name for row in found["rows"]):
-                print("\n" + aligned("op", "shape", "pass", arms, "of limit"))
-            print("\n".join(table_line(row, arms) for row in rows), flush=True)
-            found["rows"] += rows
-            record.write(s.out, rounded(found))  # now: a later size may crash
-    names = {
-        "slower": [compare.row_name(row) for row in found["rows"] if (compare.lead(row) or 1) < 1],
-        "inaccurate": [compare.row_name(row) for row in found["rows"] if is_inaccurate(row["arms"])],
-    }
-    print(json.dumps({"record": str(s.out), **names}))
+    for name, size in [(op, size) for op in s.op for size in OPERATIONS[op].sizes]:
+        try:
+            yield from (("rows", rounded(row)) for row in measure_size(name, OPERATIONS[name], size, s.new))
+        except torch.OutOfMemoryError:  # of what all arms are compared with; an arm's own is in its row
+            print(f"{name} {size}: out of memory", flush=True)
+
+
+def main(argv: list[str]) -> None:
+    runner.measure("kernels", parse(argv), KEYS, measured, n_gpus=1)

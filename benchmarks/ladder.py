@@ -16,7 +16,7 @@ from bisect import bisect_right
 from itertools import product
 from types import SimpleNamespace
 
-from benchmarks import cli, compare, losses, record, report, runner, sweep
+from benchmarks import cli, compare, losses, record, runner, sweep
 from benchmarks.arms import RUNGS
 from benchmarks.estimate import OUTSIDE_GIB, cpu_gib, resolve
 from configurator import SettingError
@@ -34,7 +34,6 @@ estimate = False  # by arithmetic: nothing is run
 keep = False  # whether rows stay although the code has changed since: for changes that cost neither time nor memory
 out = ""  # the record; nothing: benchmarks/records/ladder.json
 
-
 CONFIGS = {"1b": "config/llama32_1b.py", "3b": "config/llama32_3b.py", "8b": "config/llama31_8b.py"}
 BLOCK = 1024  # tokens of a sequence
 BATCHES = sorted(m * 2**k for m in (2, 3) for k in range(11))  # between which the largest that fits is looked for
@@ -42,14 +41,11 @@ KEYS = {"points": ("model", "rung", "batch"), "losses": ("model", "rung")}  # wh
 
 
 def parse(argv: list[str]) -> SimpleNamespace:
-    s = cli.read_settings(globals(), argv)
-    s.models = cli.one_of("models", s.models, CONFIGS)
-    s.kinds = cli.one_of("measure", s.measure, ("fits", "losses"))
-    s.rungs = cli.one_of("rungs", s.rungs, RUNGS) if s.rungs else [r for r in RUNGS if r != "nvme" or s.offload_dir]
+    lists = {"models": CONFIGS, "measure": ("fits", "losses"), "rungs": RUNGS}
+    s = cli.read_settings(globals(), argv, lists, "benchmarks/records/ladder.json")
+    s.rungs = s.rungs or [rung for rung in RUNGS if rung != "nvme" or s.offload_dir]
     if "nvme" in s.rungs and not s.offload_dir:
         raise SettingError("--rungs=nvme needs a folder on an NVMe drive, as in --offload_dir=/mnt/nvme")
-    cli.at_least_one(s, "steps", "loss_steps", "memory_limit_gib")
-    s.out = record.default_out(s.out, "ladder")
     return s
 
 
@@ -113,31 +109,19 @@ def loss_row(model: str, rung: str, s: SimpleNamespace) -> dict:
 
 
 def measured(s: SimpleNamespace):
-    for model, rung in product(s.models, s.rungs if "fits" in s.kinds else []):
+    s.known = record.kept_rows(s.new, s.out, KEYS, s.keep)
+    for model, rung in product(s.models, s.rungs if "fits" in s.measure else []):
         yield from fits(model, rung, s)
-    for rung in s.rungs if "losses" in s.kinds else []:
+    for rung in s.rungs if "losses" in s.measure else []:
         if not RUNGS[rung].peer and "lora_rank" not in flags_of(rung, s):  # adapters of a random model learn nothing
             yield "losses", loss_row(s.models[0], rung, s)
 
 
-def line(row: dict, found: dict) -> str:
-    title = f"{row['model']:<3} {RUNGS[row['rung']].title:<34}"
-    if "losses" in row:
-        return f"{title} loss {compare.last_third(row['losses']):.4f}"
-    if "tok_per_s" not in row:
-        return f"{title} {row.get('batch', ''):>5}  {runner.trouble({'arm': 'all'} | row)}"
-    memory_of = f"{row['peak_gib']:6.1f} GiB  {row['cpu_gib']:6.1f} GiB CPU"
-    return f"{title} {row['batch']:>5}  {memory_of}  {row['tok_per_s']:9,.0f} tok/s"
-
-
 def estimate_table(s: SimpleNamespace) -> str:
-    rows = []
-    for model, rung in product(s.models, [rung for rung in s.rungs if not RUNGS[rung].peer]):
-        row = estimated(model, rung, s)
-        numbers = [f"{row['estimated_gib']:.1f}", f"{row['cpu_gib']:.1f}", str(row["largest"] or "-")]
-        rows.append([model, RUNGS[rung].title, *numbers])
-    header = ["model", "rung", "GPU GiB at 1 x 1,024", "CPU GiB", f"largest batch in {s.memory_limit_gib:g} GiB"]
-    return compare.table(header, rows)
+    ours = [rung for rung in s.rungs if not RUNGS[rung].peer]
+    rows = [estimated(model, rung, s) | {"title": RUNGS[rung].title} for model, rung in product(s.models, ours)]
+    header = f"model | rung | GPU GiB at 1 x 1,024 | CPU GiB | largest batch in {s.memory_limit_gib:g} GiB"
+    return compare.table(header, "{model} | {title} | {estimated_gib:.1f} | {cpu_gib:.1f} | {largest}", rows)
 
 
 def main(argv: list[str]) -> None:
@@ -145,6 +129,6 @@ def main(argv: list[str]) -> None:
     if s.estimate:
         print(estimate_table(s))
         return
-    new = runner.begin("ladder", s.command, KEYS)
-    s.known = record.kept_rows(new, s.out, KEYS, s.keep)
-    print(report.ladder_table(runner.measure(s, new, measured(s), KEYS, line, "draw_ladder")))
+    titles = {name: rung.title for name, rung in RUNGS.items()}
+    without_gpu = "ladder --estimate=true      the memory alone, by arithmetic"
+    runner.measure("ladder", s, KEYS, measured, titles, plot="draw_ladder", without_gpu=without_gpu)

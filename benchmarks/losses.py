@@ -14,18 +14,14 @@ runs drift apart, so no arm equals float32. What counts is that ours is no farth
 no side of it.
 """
 
-import json
-import sys
 import tempfile
 from types import SimpleNamespace
 
 import torch
-import torch.distributed as dist
 
 from benchmarks import arms as trainers
-from benchmarks import cli, compare, peers, record, runner
+from benchmarks import cli, peers, runner
 from configurator import SettingError
-from data.loader import open_dataset
 from model import Llama, LlamaConfig, fill
 from runtime import memory_stats
 from runtime.hf_names import hf_names
@@ -37,17 +33,16 @@ shape = "8x1024"  # sequences x tokens of a step
 out = ""  # the record; nothing: benchmarks/records/losses.json
 
 KEYS = {"runs": ("arm",)}
-SEED, LEARNING_RATE, WARMUP = 1337, 4e-4, 50  # config/llama32_1b.py's rate
+SEED, LEARNING_RATE, WARMUP = peers.SEED, 4e-4, 50  # config/llama32_1b.py's rate
 BETAS, WEIGHT_DECAY = (0.9, 0.95), 0.1
 
 
 def parse(argv: list[str]) -> SimpleNamespace:
-    s = cli.read_settings(globals(), argv)
-    cli.at_least_one(s, "steps")
-    s.arms, shapes = cli.one_of("arms", s.arms, trainers.LOSSES), cli.shapes("shape", s.shape)
+    s = cli.read_settings(globals(), argv, {"arms": trainers.LOSSES}, "benchmarks/records/losses.json")
+    shapes = cli.shapes("shape", s.shape)
     if len(shapes) != 1:
         raise SettingError(f"--shape={s.shape}: sequences x tokens, as in 8x2048")
-    s.at, s.out = (s.steps, *shapes[0]), record.default_out(s.out, "losses")
+    s.at = (s.steps, *shapes[0])
     return s
 
 
@@ -92,9 +87,8 @@ def peer_losses(
     matrices, vectors = ([p for p in model.parameters() if (p.ndim > 1) == many] for many in (True, False))
     groups = [{"params": matrices, "weight_decay": WEIGHT_DECAY}, {"params": vectors, "weight_decay": 0.0}]
     optimizer = torch.optim.AdamW(groups, lr=LEARNING_RATE, betas=BETAS)
-    text, _ = open_dataset("pystdlib", block, SEED)
     losses = []
-    for i, blocks in enumerate(text.sequences(0, steps * batch).unflatten(0, (steps, batch)).to(device)):
+    for i, blocks in enumerate(peers.batches(steps, batch, block, device)):
         for group in optimizer.param_groups:
             group["lr"] = LEARNING_RATE * min(1, (i + 1) / (WARMUP + 1))
         tokens, targets = blocks[:, :-1].contiguous(), blocks[:, 1:].contiguous()
@@ -105,28 +99,9 @@ def peer_losses(
 def measured(s: SimpleNamespace):
     for arm in s.arms:
         spec = dict(zip(("arm", "steps", "batch", "block"), (arm, *s.at), strict=True))
-        if arm in trainers.LOSSES_FLAGS:
-            result = train_losses(**spec)
-        else:
-            result, printed = runner.run(["-m", "benchmarks.losses", json.dumps(spec)])
-            result = result or runner.failure(printed)
-        yield "runs", spec | result
-
-
-def line(row: dict, found: dict) -> str:
-    name = f"{trainers.LOSSES[row['arm']]:<26}"
-    if "losses" not in row:
-        return f"{name} {runner.trouble(row)}"
-    loss, mean, size = compare.loss_cells(row, found["runs"])
-    return f"{name} first loss {row['losses'][0]:.4f}, last third {loss}, minus float32's {mean}, distance {size}"
+        ours = arm in trainers.LOSSES_FLAGS
+        yield "runs", spec | (train_losses(**spec) if ours else runner.call("losses.peer_losses", **spec))
 
 
 def main(argv: list[str]) -> None:
-    s = parse(argv)
-    runner.measure(s, runner.begin("losses", s.command, KEYS), measured(s), KEYS, line)
-
-
-if __name__ == "__main__":
-    print("\n" + json.dumps(peer_losses(**json.loads(sys.argv[1]))), flush=True)
-    if dist.is_initialized():
-        dist.destroy_process_group()
+    runner.measure("losses", parse(argv), KEYS, measured, trainers.LOSSES)

@@ -1,9 +1,7 @@
 """The trainers that nanocria is measured against, each in its own words and at its best.
 
-    python -m benchmarks.peers '{"arm": "recipe", "config": "config/llama32_1b.py", "batch": 8, "block": 2048}'
-
-trains one of them for some steps on the text that nanocria is measured on, and prints a line of JSON. Under torchrun
-recipe and torchtitan are sharded over its ranks. PyTorch's allocator has segments that grow, as in train.py.
+main() trains one of them for some steps on the text that nanocria is measured on. Under torchrun recipe and torchtitan
+are sharded over its ranks. PyTorch's allocator has segments that grow, as in train.py.
 
 recipe        What torchtitan 0.2 does with a Llama 3, written out in plain PyTorch: blocks compiled one by one, FSDP2
               with fp32 masters and bf16 compute, a compiled loss over whole logits, fused AdamW. It is kinder than the
@@ -29,13 +27,10 @@ hf-masters    hf with float32 weights, gradients and optimizer states and bf16 c
 import functools
 import gc
 import itertools
-import json
 import os
 import runpy
 import statistics
-import sys
 import time
-import traceback
 from collections import Counter, deque
 from collections.abc import Callable
 
@@ -59,7 +54,7 @@ from runtime.device import send_to_cpu
 from runtime.run_log import peak_flops
 
 RANK, RANKS = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))  # as torchrun says
-LEARNING_RATE = 1e-4
+SEED, LEARNING_RATE = 1337, 1e-4
 
 
 def llama_config(path: str, **changes) -> LlamaConfig:
@@ -403,7 +398,7 @@ def batches(n_batches: int, batch: int, block: int, device) -> torch.Tensor:
 
     A matmul's speed depends on its numbers: for random tokens the gradient of the logits would be another one.
     """
-    text, _ = open_dataset("pystdlib", block, seed=1337)
+    text, _ = open_dataset("pystdlib", block, SEED)
     tokens = text.sequences(0, n_batches * RANKS * batch).unflatten(0, (n_batches, RANKS, batch))
     return tokens[:, RANK].to(device)
 
@@ -416,10 +411,7 @@ def over_ranks(values: list[float], op, device) -> list[float]:
 
 
 def mfu(config: LlamaConfig, tok_per_s: float, frozen: bool) -> float | None:
-    """Model FLOPs utilisation of one GPU, by the same count as train.py's; None where the card's peak is not known.
-
-    frozen: the weights, under adapters.
-    """
+    """Of one GPU, by train.py's count of FLOPs; None where the card's peak is not known. frozen: under adapters."""
     peak = peak_flops(torch.cuda.get_device_name())
     with torch.device("meta"):
         model = Llama(config).requires_grad_(not frozen)
@@ -437,7 +429,7 @@ def measure(arm: str, config: str, batch: int, block: int, checkpointing="none",
     torch.cuda.set_device(device)
     memory_stats.let_segments_grow()
     torch.set_float32_matmul_precision("high")
-    torch.manual_seed(1337)
+    torch.manual_seed(SEED)
     c = llama_config(config, block_size=block, **changes)
     model, loss_of = BUILDERS[arm](c, checkpointing, device)
     optimizer = make_optimizer(arm, model)
@@ -466,20 +458,7 @@ def measure(arm: str, config: str, batch: int, block: int, checkpointing="none",
     return point | {"mfu": mfu(c, tok_per_s / RANKS, "lora" in arm), "first_loss": first, "last_loss": last}
 
 
-def main(spec: dict) -> dict:
+def main(**spec) -> dict:
     point = measure(**spec)
     first, last = point["first_loss"], point["last_loss"]
     return point if last < first else {"failed": f"it does not train: its loss went from {first} to {last}"}
-
-
-if __name__ == "__main__":
-    try:
-        result = main(json.loads(sys.argv[1]))
-    except Exception:
-        traceback.print_exc()
-        os._exit(1)  # at once, for torchrun to end the others: an orderly exit might wait for them
-    if RANK == 0:
-        print("\n" + json.dumps(result), flush=True)
-    if dist.is_initialized():
-        dist.barrier()
-        dist.destroy_process_group()

@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterable
 from importlib import metadata
 from pathlib import Path
 
+from benchmarks.arms import PACKAGES
 from benchmarks.compare import values
 from configurator import SettingError
 from data.files import atomic_write
@@ -24,9 +25,6 @@ from runtime.loss_plot import read_losses
 ROOT = Path(__file__).resolve().parent.parent
 RECORDS = ROOT / "benchmarks" / "records"
 PAGES = ["*.md", "benchmarks/records", "benchmarks/plots"]  # written by bench.py itself
-PACKAGES = (  # whose versions a record keeps, beside PyTorch's and Triton's, where they are installed
-    "transformers", "liger_kernel", "torchtitan", "torchao", "peft", "bitsandbytes", "galore-torch", "cut-cross-entropy"
-)  # fmt: skip
 
 
 def load(name: str) -> dict:
@@ -58,15 +56,11 @@ def commit() -> str:
 def origin(name: str, words: list[str], device: str) -> dict:
     """The head of a command's record."""
     versions = run_log.versions("cuda") | {"nanocria": commit()}
-    for package in PACKAGES:
+    for package in PACKAGES:  # where they are installed
         with contextlib.suppress(metadata.PackageNotFoundError):
             versions[package] = metadata.version(package)
     command = shlex.join(["python", "bench.py", *name.split(), *words])
     return {"command": command, "device": device, "versions": versions}
-
-
-def default_out(out: str, name: str, folder: str = "benchmarks/records") -> Path:
-    return Path(out) if out else ROOT / folder / f"{name}.json"
 
 
 def read_record(out: Path) -> dict | None:
@@ -96,22 +90,21 @@ def continues(old: dict | None, new: dict, keep: bool = False) -> bool:
     if old is None or old["device"] != new["device"] or packages[0] != packages[1]:
         return False
     now = new["versions"]["nanocria"]  # edited code has no name, so it is never the same
-    return keep or (commits(old)[-1] == now and now != "unknown" and not now.endswith("-dirty"))
-
-
-def commits(record: dict) -> list[str]:
-    """One, or with --keep several."""
-    return record["versions"]["nanocria"].split(", ")
+    before = old["versions"]["nanocria"].split(", ")[-1]  # with --keep there are several
+    return keep or (before == now and now != "unknown" and not now.endswith("-dirty"))
 
 
 def continued(old: dict | None, new: dict, kinds: Iterable[str], keep: bool = False) -> dict:
     """The new record with the rows, commands and commits of the old one, where it continues that."""
     if not continues(old, new, keep):
         return new
-    commands = dict.fromkeys(command for record in (old, new) for command in record["command"].split(" && "))
-    names = dict.fromkeys([*commits(old), *commits(new)])
-    versions = new["versions"] | {"nanocria": ", ".join(names)}
-    return new | {"command": " && ".join(commands), "versions": versions} | {kind: old[kind] for kind in kinds}
+    commits = each_once(", ", *(record["versions"]["nanocria"] for record in (old, new)))
+    command = each_once(" && ", old["command"], new["command"])
+    return new | {"command": command, "versions": new["versions"] | {"nanocria": commits}} | {k: old[k] for k in kinds}
+
+
+def each_once(separator: str, *texts: str) -> str:
+    return separator.join(dict.fromkeys(separator.join(texts).split(separator)))
 
 
 def kept_rows(new: dict, out: Path, keys: dict, keep: bool) -> dict[tuple, dict]:
@@ -135,7 +128,7 @@ def fill(new: dict, rows: Iterable[tuple[str, dict]], out: Path, keys: dict, lin
             failed.append(row)
         else:  # read each time: on another card another process may add to the same file
             record = continued(read_record(out), record, keys, keep)
-            record[kind] = list({values(r, keys[kind]): r for r in [*record[kind], row]}.values())
+            record[kind] = list({str(values(r, keys[kind])): r for r in [*record[kind], row]}.values())
             write(out, record)  # now: a later point may crash
         print(line(row, record), flush=True)
     return record, failed

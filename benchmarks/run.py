@@ -22,12 +22,12 @@ NOT_TOLD = ("out_dir", "wandb_run_name")  # of each run its own
 
 
 def parse(argv: list[str]) -> SimpleNamespace:
-    folders = [word for word in argv if not word.startswith("-")]
-    s = cli.read_settings(globals(), [word for word in argv if word.startswith("-")])
+    folders = [Path(word) for word in argv if not word.startswith("-")]
+    folder = folders[0].absolute() if len(folders) == 1 else "out"
+    s = cli.read_settings(globals(), [word for word in argv if word.startswith("-")], out=f"{folder}/loss.png")
     if not folders:
         raise SettingError("usage: python bench.py run FOLDER... [--out=PLOT.png]")
-    s.folders = [Path(folder) for folder in folders]
-    s.out = Path(s.out or (s.folders[0] if len(folders) == 1 else cli.ROOT / "out") / "loss.png")
+    s.folders = folders
     return s
 
 
@@ -43,16 +43,16 @@ def labelled(runs: list[Losses]) -> dict[str, Losses]:
 
 
 def loss_table(runs: dict[str, Losses]) -> str:
-    lines = []
+    rows = []
     for label, run in runs.items():
         steps, tokens, hours, _ = run.train[-1]
+        row = {"run": label, "steps": steps, "tokens": tokens, "hours": hours, "loss": smoothed(run.train)[-1]}
         found = [loss for *_, loss in run.val]
-        val = [f"{found[-1]:.4f}", f"{min(found):.4f}"] if found else ["-", "-"]
-        bits = "-" if run.bits_per_byte is None else f"{run.bits_per_byte:.3f}"
-        numbers = [f"{steps:,}", f"{tokens:,}", f"{hours:.2f}", f"{smoothed(run.train)[-1]:.4f}"]
-        lines.append([label, *numbers, *val, bits])
-    header = ["run", "steps", "tokens", "hours", "training loss", "validation loss", "its best", "bits per byte"]
-    return compare.table(header, lines)
+        row |= {"val": found[-1], "best": min(found)} if found else {}
+        rows.append(row | ({} if run.bits_per_byte is None else {"bits": run.bits_per_byte}))
+    header = "run | steps | tokens | hours | training loss | validation loss | its best | bits per byte"
+    line = "{run} | {steps:,} | {tokens:,} | {hours:.2f} | {loss:.4f} | {val:.4f} | {best:.4f} | {bits:.3f}"
+    return compare.table(header, line, rows)
 
 
 def main(argv: list[str]) -> None:

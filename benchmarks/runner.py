@@ -6,6 +6,7 @@ import json
 import math
 import os
 import re
+import shlex
 import signal
 import subprocess
 import sys
@@ -16,11 +17,10 @@ from types import SimpleNamespace
 
 import torch
 
-from benchmarks import compare, record, timing
-from benchmarks.arms import PIP
+from benchmarks import compare, record, report
+from benchmarks.arms import SWEEP_FLAGS, SWEEP_PEERS, packages_of
 from benchmarks.record import ROOT
 from configurator import preview
-from data.write import cpu_cores
 from model import Llama, LlamaConfig
 from runtime.checkpoint_folder import write_folder
 from runtime.hf_config import write_config
@@ -31,6 +31,13 @@ CHECKPOINTING = ["none", "selective", "full"]  # Hugging Face knows no selective
 OFFLOAD = ["none", "optimizer", "all"]
 TIMEOUT = 400  # seconds a point may take; compiling all of Hugging Face's model is a minute of it
 KEPT = ("ms_per_step", "tok_per_s", "mfu", "peak_gib", "reserved_gib", "estimated_gib", "oom", "failed")  # of a summary
+LINE = {  # what a line says of a row
+    "model": "{}", "ranks": "{} GPU", "batch": "batch {:>4}", "block": "{:>7,} tokens", "checkpointing": "{:<9}",
+    "offload": "offload {:<9}", "flags": "{}", "ms": "{:9.2f} ms", "floor_ms": "at least {:9.2f}",
+    "ms_per_step": "{:9.2f} ms", "tok_per_s": "{:11,.0f} tok/s", "mfu": "mfu {:5.1%}", "peak_gib": "{:6.1f} GiB",
+    "reserved_gib": "reserved {:6.1f}", "estimated_gib": "estimated {:6.1f}", "cpu_gib": "CPU {:6.1f}",
+    "step_ms": "a step {:.3f} ms", "of_copy": "{:.1%} of a copy's speed", "cost": "a checkpoint costs {:.1%}",
+}  # fmt: skip
 
 
 def run(command: list[str], ranks: int = 1, timeout: float = TIMEOUT) -> tuple[dict | None, str]:
@@ -126,10 +133,20 @@ def random_base(config: str) -> tempfile.TemporaryDirectory:
     return folder
 
 
-def peer_point(arm, config, batch, block, checkpointing, steps, ranks=1, launch=None, **changes) -> dict:
+def calling(function: str, **arguments) -> list[str]:
+    """The command of a process that calls a function of benchmarks/."""
+    return ["-m", "benchmarks.call", function, json.dumps(arguments)]
+
+
+def call(function: str, ranks: int = 1, launch: Callable | None = None, **arguments) -> dict:
+    """What that function returns there, or why it did not."""
+    result, printed = (launch or run)(calling(function, **arguments), ranks)
+    return result or failure(printed)
+
+
+def peer_point(arm, config, batch, block, checkpointing, steps, **options) -> dict:
     spec = {"arm": arm, "config": config, "batch": batch, "block": block, "checkpointing": checkpointing}
-    point, printed = (launch or run)(["-m", "benchmarks.peers", json.dumps(spec | {"steps": steps} | changes)], ranks)
-    return point or failure(printed)
+    return call("peers.main", **spec, steps=steps, **options)
 
 
 def arm_point(arm: str, flags_of: dict[str, list[str]], *at, **options) -> dict:
@@ -137,6 +154,27 @@ def arm_point(arm: str, flags_of: dict[str, list[str]], *at, **options) -> dict:
     if arm in flags_of:
         return train_point(*at, flags=flags_of[arm], **options)
     return peer_point(arm, *at, **options)
+
+
+def sweep_point(arm: str, offload: str, flags: list[str], *at, **options) -> dict:
+    """Of an arm of the sweeps: of train.py with its flags and more, or of the peer that offloads as much."""
+    if arm in SWEEP_FLAGS:
+        return train_point(*at, flags=[f"--offload={offload}", *SWEEP_FLAGS[arm], *flags], **options)
+    return peer_point(SWEEP_PEERS[arm][offload], *at, **options)
+
+
+def in_turn(keys: tuple[str, ...], places: Iterable[tuple], measure_at: Callable):
+    """A row for each place, of those keys: arm after arm, so that a card that warms up is no arm's luck.
+
+    measure_at(*place) measures it. A trainer that is not installed is tried once.
+    """
+    missing = set()
+    for place in places:
+        row = dict(zip(keys, place, strict=True))
+        if row["arm"] not in missing:
+            row |= measure_at(*place)
+            missing |= {row["arm"]} if "missing" in row else set()
+            yield row
 
 
 def own_words(printed: str) -> str:
@@ -159,42 +197,64 @@ def trouble(row: dict) -> str:
     if row.get("oom"):
         return "out of memory"
     if "missing" in row:
-        return f"-  {row['missing']}: pip install {PIP.get(row['arm'], 'torch')}"
+        packages = [package + versions for package, versions in packages_of({row.get("arm")}).items()]
+        return f"{row['missing']}: pip install {shlex.join(packages or ['torch'])}"
     return f"failed: {row['failed']}"
 
 
-def begin(name: str, words: list[str], kinds: Iterable[str], n_gpus: int | None = None) -> dict:
-    """The record of this command on this card, or on so many, with no rows of any kind yet."""
+def begin(name: str, words: list[str], kinds: Iterable[str], n_gpus: int | None = None, without_gpu="") -> dict:
+    """The record of this command on this card, or on so many, with no rows of any kind yet.
+
+    without_gpu: a command that needs none, and what it does.
+    """
     if not torch.cuda.is_available():
-        sys.exit(f"python bench.py {name} needs a CUDA GPU, and torch finds none")
+        instead = f". Without one:\n  python bench.py {without_gpu}" if without_gpu else ""
+        sys.exit(f"python bench.py {name or 'sweep'} needs a CUDA GPU, and torch finds none{instead}")
     for number in (signal.SIGTERM, signal.SIGHUP):
         if signal.getsignal(number) != signal.SIG_IGN:  # as nohup has it
             signal.signal(number, lambda number, _: sys.exit(128 + number))  # as Ctrl-C: a point at work is ended first
-    facts, printed = run(["-m", "benchmarks.runner"])  # elsewhere, so that this process takes none of the card
-    if facts is None:
-        sys.exit(printed)
+    facts = call("timing.card")  # elsewhere, so that this process takes none of the card
+    if "device" not in facts:
+        sys.exit(trouble(facts))
     print(f"{facts['device']}: copies {facts['copy_tb_s']:.2f} TB/s, matmuls {facts['matmul_tflops']:.0f} TFLOP/s")
     facts["device"] = f"{n_gpus} x {facts['device']}" if n_gpus else facts["device"]
     return record.origin(name, words, facts["device"]) | facts | {kind: [] for kind in kinds}
 
 
-def measure(s: SimpleNamespace, new: dict, rows: Iterable, keys: dict, line: Callable, plot="", place=()) -> dict:
-    """The record of a command, filled; beside it the plot that this function of draw.py makes; a last line of JSON.
+def line(titles: dict[str, str], row: dict, _: dict | None = None) -> str:
+    """A row as one reads it while the run goes on: what was measured, and the numbers or why there are none."""
+    if "op" in row:
+        times = [f"{arm} {compare.duration(us)}" for arm in row["arms"] if (us := compare.median_us(row, arm))]
+        warning = "  INACCURATE" * compare.is_inaccurate(row["arms"])
+        return f"{compare.row_name(row):<44}{compare.percent(compare.of_limit(row)):>5}  {', '.join(times)}{warning}"
+    name = next((titles.get(row[key], row[key]) for key in ("rung", "arm", "part") if key in row), "")
+    cells = [form.format(row[key]) for key, form in LINE.items() if row.get(key) is not None]
+    if row.get("oom") or {"missing", "failed"} & row.keys():
+        cells.append(trouble(row))
+    elif "losses" in row:
+        cells.append(f"loss {compare.last_third(row['losses']):.4f} over the last third")
+    return "  ".join([f"{name:<33}", *cells])
 
-    place: of points, whose ratios to the peers' at the same place are in that line.
+
+def measure(
+    name: str, s: SimpleNamespace, keys: dict, rows: Callable, titles=(), tables="", plot="", place=(), **options
+):
+    """Runs a command: fills its record with rows(s), prints the tables of each kind of row, and a last line of JSON.
+
+    s.new is the record without rows. titles: of arms. tables: of report.TABLES, if not those of that name. plot: the
+    function of draw.py that draws it, beside the record. place: of points, whose ratios to the peers' at the same place
+    are in the last line. options: begin's.
     """
-    found, failed = record.fill(new, rows, s.out, keys, line, getattr(s, "keep", False))
+    s.new = begin(name, s.command, keys, **options)
+    print_line = functools.partial(line, dict(titles))
+    found, failed = record.fill(s.new, rows(s), s.out, keys, print_line, getattr(s, "keep", False))
     if plot and any("peak_gib" in row for kind in keys for row in found[kind]):
         with contextlib.suppress(ImportError):  # without matplotlib there is no plot
             from benchmarks import draw
 
             getattr(draw, plot)(found, s.out.with_suffix(".png"))
+    for kind, table in report.TABLES[tables or name].items():
+        if any(not row.get("oom") for row in found[kind]):
+            print(f"\n{table(found)}")
     ratios = {"ratios": compare.ratios(found["points"], place)} if place else {}
     print(json.dumps({"record": str(s.out), "failed": failed} | ratios))
-    return found
-
-
-if __name__ == "__main__":
-    timing.use_side_stream()
-    limits = {"copy_tb_s": timing.copy_tb_s(), "matmul_tflops": timing.matmul_tflops()}
-    print(json.dumps({"device": torch.cuda.get_device_name()} | limits | {"cpu_cores": cpu_cores()}))

@@ -46,11 +46,9 @@ KEYS = {"arms": ("arm", "batch", "block", "checkpointing", "offload", "flags")} 
 
 
 def parse(argv: list[str]) -> SimpleNamespace:
-    s = cli.read_settings(globals(), argv, for_train_py=True)
-    s.peers = cli.one_of("peers", s.peers, ["hf", "liger", "none"])
-    cli.at_least_one(s, "batch_size", "block_size")
+    s = cli.read_settings(globals(), argv, {"peers": ["hf", "liger", "none"]}, "out/snapshot.json", for_train_py=True)
     cli.refuse_flags(s, s.peers)
-    s.config, s.out = cli.config_path(s.config), record.default_out(s.out, "snapshot", "out")
+    s.config = cli.config_path(s.config)
     # The file exists, and train.py takes it.
     named = {"activation_checkpointing": s.checkpointing, "offload": s.offload, "gradient_accumulation_steps": 1}
     resolve(s.config, 1, named, s.flags)
@@ -66,8 +64,15 @@ def at_step(step: int, path: str) -> None:
         torch.cuda.memory._dump_snapshot(path)
 
 
+def note(path: str, command: list[str]) -> dict | None:
+    """Runs the command of train.py or of a peer in this process, and leaves the list at that path."""
+    # From here on each allocation knows the Python code that asked for it.
+    torch.cuda.memory._record_memory_history(enabled="state", context="state", stacks="python")
+    return note_train(path, command) if command[0] == "train.py" else note_peer(path, json.loads(command[-1]))
+
+
 def note_train(path: str, words: list[str]) -> None:
-    """Runs train.py, whose watchdog is told when a step begins."""
+    """train.py's watchdog is told when a step begins."""
     from runtime.watchdog import Watchdog
 
     progress = Watchdog.progress
@@ -83,7 +88,6 @@ def note_train(path: str, words: list[str]) -> None:
 
 
 def note_peer(path: str, spec: dict) -> dict:
-    """Trains a peer of benchmarks/peers.py."""
     train_step, steps = trained.train_step, itertools.count(1)
 
     def noting(*arguments):
@@ -91,7 +95,7 @@ def note_peer(path: str, spec: dict) -> dict:
         return train_step(*arguments)
 
     trained.train_step = noting
-    return trained.main(spec | {"warmup": STEP - 1, "steps": 2})
+    return trained.main(**spec)
 
 
 class Block(NamedTuple):
@@ -203,41 +207,18 @@ def measured(s: SimpleNamespace):
         path.parent.mkdir(exist_ok=True)
         path.unlink(missing_ok=True)
         offload = s.offload if arm == "all" or s.offload == "none" else "all"
-        at = (s.config, s.batch_size, s.block_size, s.checkpointing)
+        at, flags = (s.batch_size, s.block_size, s.checkpointing), s.flags if arm == "all" else []
 
-        def note(command, ranks, path=path):  # by the end of this file
-            words = command if command[0] == "train.py" else command[2:]
-            return runner.run(["-m", "benchmarks.snapshot", str(path), *words], ranks)
+        def noted(command, ranks, path=path):
+            return runner.run(runner.calling("snapshot.note", path=str(path), command=command), ranks)
 
-        if arm == "all":
-            flags = [f"--offload={offload}", *s.flags]
-            result = runner.train_point(*at, steps=2, warmup=STEP - 1, flags=flags, launch=note)
-        else:
-            result = runner.peer_point(trainers.SWEEP_PEERS[arm][offload], *at, steps=1, launch=note)
-        place = (arm, *at[1:], offload, shlex.join(s.flags) if arm == "all" else "")
+        options = {"steps": 2, "warmup": STEP - 1, "launch": noted}
+        result = runner.sweep_point(arm, offload, flags, s.config, *at, **options)
         if "peak_gib" in result:
             totals = timeline(pickle.loads(path.read_bytes()))
             result = summarized(totals) | {"allocator_peak_gib": result["peak_gib"], "file": path.name}
-        yield "arms", dict(zip(KEYS["arms"], place, strict=True)) | result
-
-
-def line(row: dict, _: dict | None = None) -> str:
-    title = f"{trainers.SWEEP[row['arm']]:<22}"
-    if "peak_gib" not in row:
-        return f"{title} {runner.trouble(row)}"
-    parts = ", ".join(f"{part} {gib:.2f}" for part, gib in row["at_peak"].items() if gib >= 0.005)
-    return f"{title} {row['peak_gib']:6.2f} GiB: {parts}"
+        yield "arms", dict(zip(KEYS["arms"], (arm, *at, offload, shlex.join(flags)), strict=True)) | result
 
 
 def main(argv: list[str]) -> None:
-    s = parse(argv)
-    runner.measure(s, runner.begin("snapshot", s.command, KEYS), measured(s), KEYS, line, "draw_snapshot")
-
-
-if __name__ == "__main__":
-    # From here on each allocation knows the Python code that asked for it.
-    torch.cuda.memory._record_memory_history(enabled="state", context="state", stacks="python")
-    if sys.argv[2] == "train.py":
-        note_train(sys.argv[1], sys.argv[2:])
-    else:
-        print("\n" + json.dumps(note_peer(sys.argv[1], json.loads(sys.argv[2]))), flush=True)
+    runner.measure("snapshot", parse(argv), KEYS, measured, trainers.SWEEP, plot="draw_snapshot")

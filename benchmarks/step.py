@@ -17,7 +17,7 @@ from types import SimpleNamespace
 from typing import Literal
 
 from benchmarks import arms as trainers
-from benchmarks import cli, compare, record, runner
+from benchmarks import cli, compare, runner
 
 # settings
 measure: Literal["points", "breakdown", "baby"] = "points"  # they add to the same record
@@ -35,26 +35,25 @@ BABY_FLAGS = ["--cuda_graph=false", "--cuda_graph=false --compile=true", "--cuda
 
 
 def parse(argv: list[str]) -> SimpleNamespace:
-    s = cli.read_settings(globals(), argv)
-    cli.at_least_one(s, "steps")
-    s.arms, s.shapes = cli.one_of("arms", s.arms, trainers.STEP), cli.shapes("shapes", s.shapes)
-    s.checkpointing = cli.one_of("checkpointing", s.checkpointing, runner.CHECKPOINTING)
+    lists = {"arms": trainers.STEP, "checkpointing": runner.CHECKPOINTING}
+    s = cli.read_settings(globals(), argv, lists, "benchmarks/records/step.json")
+    s.shapes = cli.shapes("shapes", s.shapes)
     s.steps = s.steps or (200 if s.measure == "baby" else 20)
-    s.out = record.default_out(s.out, "step")
     return s
 
 
 def points(s: SimpleNamespace):
-    """Point after point: the arms in turn, so that a card that warms up is no arm's luck."""
-    missing = set()
-    for shape, checkpointing, arm in product(s.shapes, s.checkpointing, s.arms):
-        unsupported = checkpointing == "selective" and arm.startswith("hf")
-        if arm in missing or unsupported or arm == "hf-graphs":  # which is for the baby: here launches cost nothing
-            continue
-        result = runner.arm_point(arm, trainers.STEP_FLAGS, runner.CONFIG, *shape, checkpointing, s.steps)
-        missing |= {arm} if "missing" in result else set()
-        place = dict(zip(compare.STEP_PLACE, (arm, *shape, checkpointing), strict=True))
-        yield place | {"steps": s.steps, "oom": False} | result
+    def measure_at(arm, *at):
+        return {"steps": s.steps, "oom": False} | runner.arm_point(
+            arm, trainers.STEP_FLAGS, runner.CONFIG, *at, s.steps
+        )
+
+    places = [
+        (arm, *shape, how)
+        for shape, how, arm in product(s.shapes, s.checkpointing, s.arms)
+        if not (how == "selective" and arm.startswith("hf")) and arm != "hf-graphs"  # for the baby: launches cost none
+    ]
+    return runner.in_turn(compare.STEP_PLACE, places, measure_at)
 
 
 def breakdown(s: SimpleNamespace):
@@ -62,35 +61,24 @@ def breakdown(s: SimpleNamespace):
     at = dict(zip(("batch", "block", "checkpointing"), (*s.shapes[0], s.checkpointing[0]), strict=True))
     with tempfile.TemporaryDirectory() as out_dir:
         words = runner.train_words(runner.CONFIG, *at.values(), out_dir)
-        result, printed = runner.run(["-m", "benchmarks.breakdown", *words])
-    yield from (at | row for row in (result["rows"] if result else [{"part": "the step", **runner.failure(printed)}]))
+        found = runner.call("breakdown.breakdown", words=words)
+    yield from (at | row for row in found.get("rows", [{"part": "the step", **found}]))
 
 
 def baby(s: SimpleNamespace):
-    for flags in BABY_FLAGS if "nanocria" in s.arms else []:
-        result = runner.train_point(*BABY, s.steps, flags=flags.split())
-        yield {"arm": f"nanocria {flags}", "steps": s.steps} | result
-    for arm in s.arms:
-        if arm not in trainers.STEP_FLAGS:
-            result = runner.peer_point(arm, *BABY, s.steps, vocab_size=BABY_VOCAB)
-            yield {"arm": arm, "steps": s.steps} | result
+    ours = {f"nanocria {flags}": flags.split() for flags in BABY_FLAGS}
+
+    def measure_at(arm):
+        options = {} if arm in ours else {"vocab_size": BABY_VOCAB}
+        return {"steps": s.steps} | runner.arm_point(arm, ours, *BABY, s.steps, **options)
+
+    peers = [arm for arm in s.arms if arm not in trainers.STEP_FLAGS]
+    return runner.in_turn(("arm",), [(arm,) for arm in [*(ours if "nanocria" in s.arms else ()), *peers]], measure_at)
 
 
-def line(row: dict, _: dict | None = None) -> str:
-    """A row of the record as one reads it while the run goes on."""
-    if "part" in row and "ms" in row:
-        floor = "" if row["floor_ms"] is None else f"floor {row['floor_ms']:7.2f} ms"
-        return f"{row['part']:<26} {row['ms']:9.2f} ms  {floor}"
-    where = f"{row['batch']:>3} x {row['block']:<5} {row['checkpointing']:<9}" if "batch" in row else ""
-    name = row.get("arm") or row["part"]
-    name = f"{trainers.STEP.get(name, name):<26} {where}"
-    if "ms_per_step" not in row:
-        return f"{name}  {runner.trouble(row)}"
-    speed = f"{row['ms_per_step']:9.2f} ms {row['tok_per_s']:11,.0f} tok/s"
-    return f"{name} {speed}  mfu {compare.mfu(row):>5}  {row['peak_gib']:6.1f} GiB"
+def measured(s: SimpleNamespace):
+    return ((s.measure, row) for row in {"points": points, "breakdown": breakdown, "baby": baby}[s.measure](s))
 
 
 def main(argv: list[str]) -> None:
-    s = parse(argv)
-    rows = ((s.measure, row) for row in {"points": points, "breakdown": breakdown, "baby": baby}[s.measure](s))
-    runner.measure(s, runner.begin("step", s.command, KEYS), rows, KEYS, line, place=compare.STEP_PLACE)
+    runner.measure("step", parse(argv), KEYS, measured, trainers.STEP, place=compare.STEP_PLACE)

@@ -23,7 +23,6 @@ same code, card and --steps ends; delete that to measure it again.
 
 import itertools
 import shlex
-import sys
 from collections.abc import Iterable
 from types import SimpleNamespace
 from typing import Literal
@@ -78,12 +77,12 @@ FINETUNE = [  # of each size what is fastest there, ours and then theirs; of the
     ["--block_size=65536", "--batches=1", *THEIRS],
     ["--block_size=131072", "--batches=1", *TO_CPU],
 ]
+LISTS = {
+    "arms": [*trainers.SWEEP_FLAGS, "none"], "peers": [*trainers.SWEEP_PEERS, "none"],
+    "checkpointing": runner.CHECKPOINTING, "offload": runner.OFFLOAD,
+}  # fmt: skip
 KEYS = dict.fromkeys(compare.KINDS, compare.SWEEP_PLACE)  # what names a row
 TIMEOUT = 900  # seconds a point may take: half a million tokens a step, attention over 131,072 of them
-HEADER = (
-    f"{'trainer':<33}{'checkpoints':<13}{'offload':<11}{'batch':>6}{'tokens':>8}"
-    f"{'GiB':>7}{'reserved':>10}{'estimate':>10}{'tok/s':>9}{'MFU':>7}"
-)
 
 
 def all_sweeps(argv: list[str], n_gpus: int) -> list[SimpleNamespace]:
@@ -95,17 +94,12 @@ def all_sweeps(argv: list[str], n_gpus: int) -> list[SimpleNamespace]:
 def parse(argv: list[str], n_gpus: int, part: Iterable[str] = ()) -> SimpleNamespace:
     preset = cli.read_settings(globals(), argv, for_train_py=True).preset
     (words, flags), (asked, more) = cli.at_dashes([*PRESETS.get(preset, []), *part]), cli.at_dashes(argv)
-    s = cli.read_settings(globals(), [*words, *asked, "--", *flags, *more], for_train_py=True)
+    words = [*words, *asked, "--", *flags, *more]
+    s = cli.read_settings(globals(), words, LISTS, "out/sweep.json", for_train_py=True)
     s.command = [word for word in argv if not word.startswith("--out=")]
-    for name, known in {
-        "arms": [*trainers.SWEEP_FLAGS, "none"], "peers": [*trainers.SWEEP_PEERS, "none"],
-        "checkpointing": runner.CHECKPOINTING, "offload": runner.OFFLOAD,
-    }.items():  # fmt: skip
-        setattr(s, name, cli.one_of(name, getattr(s, name), known))
     s.batches, s.contexts = (sorted(cli.whole_numbers(n, getattr(s, n))) for n in ("batches", "contexts"))
     s.ranks = max(n_gpus, 1) if s.ranks == "all" else s.ranks
-    cli.at_least_one(s, "block_size", "batch_size", "steps", "ranks", "memory_limit_gib")
-    s.out, s.config = record.default_out(s.out, "sweep", "out"), cli.config_path(s.config)
+    s.config = cli.config_path(s.config)
     refuse(s, n_gpus)
     # The file exists, and train.py takes it. full: no other setting is at odds with it.
     resolve(s.config, s.ranks, {"activation_checkpointing": "full", "gradient_accumulation_steps": s.ranks}, s.flags)
@@ -184,14 +178,10 @@ def point(row: dict, steps: int | None = None) -> dict:
     row |= {"steps": steps or usual}
     at = (row["config"], row["batch"], row["block"], row["checkpointing"], row["steps"])
     common = {"ranks": row["ranks"], "warmup": warmup, "launch": runner.limited(row["limit_gib"], TIMEOUT)}
-    if ours:
-        flags = [f"--offload={offload}", *trainers.SWEEP_FLAGS[arm], *shlex.split(row["flags"])]
-        if any(flag.startswith("--lora_rank") for flag in flags):
-            flags.append(f"--init_from={runner.random_base(row['config']).name}")
-        result = runner.train_point(*at, flags=flags, **common)
-    else:
-        result = runner.peer_point(trainers.SWEEP_PEERS[arm][offload], *at, **common)
-    return row | {"oom": False} | result
+    flags = shlex.split(row["flags"])
+    if any(flag.startswith("--lora_rank") for flag in [*trainers.SWEEP_FLAGS.get(arm, []), *flags]):
+        flags.append(f"--init_from={runner.random_base(row['config']).name}")
+    return row | {"oom": False} | runner.sweep_point(arm, offload, flags, *at, **common)
 
 
 def n_steps(tokens: int) -> tuple[int, int]:
@@ -209,31 +199,15 @@ def known_rows(new: dict, s: SimpleNamespace) -> dict:
     return found
 
 
-def line(row: dict, _: dict | None = None) -> str:
-    """A row as one reads it while the sweep goes on: GiB is the peak of what PyTorch allocated."""
-    title = trainers.SWEEP[row["arm"]]
-    where = f"{title:<33}{row['checkpointing']:<13}{row['offload']:<11}{row['batch']:>6}{row['block']:>8}"
-    peak, reserved, estimated = (
-        "-" if row.get(key) is None else f"{row[key]:.1f}" for key in ("peak_gib", "reserved_gib", "estimated_gib")
-    )
-    if "tok_per_s" not in row:
-        return f"{where}{'-':>7}{'-':>10}{estimated:>10}  {runner.trouble(row)}"
-    return f"{where}{peak:>7}{reserved:>10}{estimated:>10}{row['tok_per_s']:9,.0f}{compare.mfu(row):>7}"
-
-
 def main(argv: list[str]) -> None:
-    n_gpus = torch.cuda.device_count()
-    sweeps = all_sweeps(argv, n_gpus)
-    s = sweeps[0]
-    if not n_gpus:
-        sys.exit(
-            "a sweep needs a CUDA GPU, and torch finds none. Without one:\n"
-            "  python bench.py estimate --card=4090      what fits in a card, by arithmetic"
-        )
-    new = runner.begin("", s.command, KEYS, n_gpus=s.ranks)
-    known = known_rows(new, s)
-    if known:
-        print(f"{s.out} has {len(known)} points already: delete it to measure them again")
-    print(HEADER)
-    rows = itertools.chain.from_iterable(measured(each, known) for each in sweeps)
-    runner.measure(s, new, rows, KEYS, line, "draw_sweep")
+    first, *others = all_sweeps(argv, torch.cuda.device_count())
+
+    def rows(s):
+        known = known_rows(s.new, s)
+        if known:
+            print(f"{s.out} has {len(known)} points already: delete it to measure them again")
+        return itertools.chain.from_iterable(measured(each, known) for each in [s, *others])
+
+    without_gpu = "estimate --card=4090      what fits in a card, by arithmetic"
+    tables, options = "finetune" if others else "sweep", {"n_gpus": first.ranks, "without_gpu": without_gpu}
+    runner.measure("", first, KEYS, rows, trainers.SWEEP, tables, "draw_sweep", **options)

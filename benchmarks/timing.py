@@ -17,6 +17,8 @@ import torch
 from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 
+from data.write import cpu_cores
+
 GRAPH_MS = 10  # about what one replay takes: long beside the resolution of an event, half a microsecond
 ROW_MS = 150  # about what all replays of a measurement take
 MAX_LAUNCHES = 200  # in a graph: issuing them once costs as much host time as they would outside
@@ -147,3 +149,10 @@ def matmul_tflops(n: int = 8192) -> float:
     a, b = (torch.randn(n, n, device="cuda", dtype=torch.bfloat16) for _ in range(2))
     out = torch.empty_like(a)
     return 2 * n**3 / gpu_time([lambda: torch.mm(a, b, out=out)])["us"][1] / 1e6
+
+
+def card() -> dict:
+    """What a record says of its card, and what that reaches."""
+    use_side_stream()
+    limits = {"copy_tb_s": copy_tb_s(), "matmul_tflops": matmul_tflops()}
+    return {"device": torch.cuda.get_device_name(), **limits, "cpu_cores": cpu_cores()}

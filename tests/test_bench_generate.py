@@ -37,19 +37,20 @@ def test_transformers_generates_as_many_tokens_with_the_cache_of_the_arm(arm, ca
 
 
 def test_points_are_the_arms_beside_each_other_and_share_one_record(monkeypatch, tmp_path, capsys):
-    def run(command):
-        spec = json.loads(command[2])
+    def run(command, ranks):
+        assert command[1:3] == ["benchmarks.call", "generate.measure"]
+        spec = json.loads(command[3])
         if spec["arm"] == "nanocria":
             return {"tok_per_s": 300.0, "ms_per_token": 3.0, "step_ms": 2.0, "step_bytes": 4_000_000_000}, ""
         return ({"tok_per_s": 100.0, "ms_per_token": 9.0}, "") if spec["batch"] == 1 else (None, "CUDA out of memory")
 
     head = {"command": "python bench.py generate", "device": "GPU", "versions": {"nanocria": "abc"}, "copy_tb_s": 4.0}
     monkeypatch.setattr(runner, "run", run)
-    monkeypatch.setattr(runner, "begin", lambda *_: head | {"points": []})
+    monkeypatch.setattr(runner, "begin", lambda *_, **options: head | {"points": []})
     generate.main([f"--out={tmp_path / 'generate.json'}"])
-    *lines, last = capsys.readouterr().out.splitlines()
+    *lines, last = [line for line in capsys.readouterr().out.splitlines() if line and line[0] != "|"]
     assert json.loads(last)["ratios"][0]["tok_per_s"] == 3.0
-    assert "300 tok/s, 3.000 ms a token; a step 2.000 ms, 50.0% of a copy's speed" in lines[0]
+    assert lines[0].endswith("300 tok/s  a step 2.000 ms  50.0% of a copy's speed")
     assert "out of memory" in lines[4]
     points = json.loads((tmp_path / "generate.json").read_text())["points"]
     assert [(row["arm"], row["batch"], row.get("of_copy")) for row in points] == [

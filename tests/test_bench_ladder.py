@@ -4,7 +4,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from benchmarks import arms, draw, ladder, losses, report, runner
+from benchmarks import arms, draw, ladder, losses, record, report, runner
 from configurator import SettingError
 from runtime import memory_stats
 
@@ -16,6 +16,7 @@ class Card:
         self.largest, self.ran = largest, []
         monkeypatch.setattr(runner, "train_point", self.train_point)
         monkeypatch.setattr(memory_stats, "cpu_available", lambda: 2**40)
+        monkeypatch.setattr(record, "kept_rows", lambda *_: {})
 
     def train_point(self, config, batch, block, checkpointing, steps, flags=(), **_):
         self.ran.append((config, batch, [f"--activation_checkpointing={checkpointing}", *flags]))
@@ -26,7 +27,7 @@ class Card:
 
 def climb(words):
     s = ladder.parse(words)
-    s.known = {}
+    s.new = {}
     return [row for _, row in ladder.measured(s)]
 
 
@@ -70,19 +71,20 @@ def test_table_and_plot_say_what_a_rung_changes(monkeypatch, tmp_path):
     monkeypatch.setattr(losses, "train_losses", lambda *at: {"losses": [3.0, 2.0, 2.5 if "--optimizer_bits=8" in at[-1]
                                                                         else 2.25]})  # fmt: skip
     rows = climb(["--models=1b", "--rungs=bf16,adamw8bit"])
-    record = {"points": [row for row in rows if "batch" in row], "losses": [row for row in rows if "losses" in row]}
-    *_, first, second = report.ladder_table(record).splitlines()
+    found = {"points": [row for row in rows if "batch" in row], "losses": [row for row in rows if "losses" in row]}
+    *_, first, second = report.ladder_table(found).splitlines()
     assert first.startswith("| 1b | bfloat16 compute | 1.1 | 0 | 48 | 4,800 · 7.0 | 2.2500 |"), first
     assert second.endswith("| 2.5000 (+0.2500) |"), second
-    draw.draw_ladder(record, tmp_path / "ladder.png")
+    draw.draw_ladder(found, tmp_path / "ladder.png")
     assert (tmp_path / "ladder.png").stat().st_size > 10_000
 
 
-def test_a_record_of_losses_alone_has_no_plot(tmp_path):
+def test_a_record_of_losses_alone_has_no_plot(tmp_path, monkeypatch):
     head = {"command": "python bench.py ladder", "device": "GPU", "versions": {"nanocria": "abc"}}
     rows = [("losses", {"model": "1b", "rung": "bf16", "losses": [3.0, 2.0]})]
-    s, empty = SimpleNamespace(out=tmp_path / "ladder.json"), {kind: [] for kind in ladder.KEYS}
-    runner.measure(s, head | empty, rows, ladder.KEYS, lambda *_: "", "draw_ladder")
+    monkeypatch.setattr(runner, "begin", lambda *_, **options: head | {kind: [] for kind in ladder.KEYS})
+    s = SimpleNamespace(out=tmp_path / "ladder.json", command=[])
+    runner.measure("ladder", s, ladder.KEYS, lambda s: rows, plot="draw_ladder")
     assert [path.name for path in tmp_path.iterdir()] == ["ladder.json"]
 
 

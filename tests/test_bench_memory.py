@@ -7,7 +7,7 @@ import shlex
 
 import pytest
 
-from benchmarks import estimate, record, report, runner, snapshot
+from benchmarks import estimate, record, runner, snapshot
 from benchmarks.peers import llama_config
 from configurator import SettingError
 from runtime import memory, memory_advice
@@ -107,23 +107,6 @@ def test_the_head_of_transformers_and_the_gradients_of_its_logits_are_the_loss_h
     }  # fmt: skip
 
 
-SNAPSHOT_RECORD = {
-    "command": "python bench.py snapshot", "device": "GPU", "versions": {"nanocria": "abc"}, "copy_tb_s": 4.2,
-    "matmul_tflops": 700.0,
-    "arms": [{"arm": arm, "batch": 8, "block": 2048, "checkpointing": "none", "offload": "none", "flags": ""}
-             | snapshot.summarized(snapshot.timeline(SNAPSHOT)) for arm in ("all", "hf")],
-}  # fmt: skip
-
-
-def test_a_snapshot_is_tabled(monkeypatch, tmp_path):
-    monkeypatch.setattr(record, "RECORDS", tmp_path)
-    (tmp_path / "snapshot.json").write_text(json.dumps(SNAPSHOT_RECORD))
-    text = report.snapshot_table()
-    assert "| GiB at the peak | nanocria | Hugging Face |" in text and "| optimizer | 0.12 | 0.12 |" in text
-    assert "0.29 GiB: weights 0.02, optimizer 0.12" in snapshot.line(SNAPSHOT_RECORD["arms"][0])
-    assert snapshot.line(SNAPSHOT_RECORD["arms"][0] | {"peak_gib": 1.0}).startswith("nanocria")
-
-
 # train.py and a peer in processes of their own, as the snapshot runs them, on the CPU, where nothing is recorded.
 NOTED_ON_CPU = """
 import json, os, sys
@@ -132,11 +115,9 @@ import torch
 from benchmarks import peers, snapshot
 
 said = []
-torch.cuda.memory._record_memory_history = lambda **options: said.append(options["clear_history"])
+torch.cuda.memory._record_memory_history = lambda **options: said.append(options.get("clear_history", "first"))
 torch.cuda.memory._dump_snapshot = lambda path: said.append(path)
-if sys.argv[2] == "train.py":
-    snapshot.note_train(sys.argv[1], sys.argv[2:])
-else:
+if sys.argv[2] != "train.py":
     def measure(warmup, steps, **spec):
         weight = torch.nn.Parameter(torch.ones(3))
         optimizer = torch.optim.AdamW([weight])
@@ -145,7 +126,7 @@ else:
                   for _ in range(warmup + steps)]
         return {"first_loss": losses[0], "last_loss": losses[-1], "n": len(losses)}
     peers.measure = measure
-    snapshot.note_peer(sys.argv[1], json.loads(sys.argv[2]))
+snapshot.note(sys.argv[1], sys.argv[2:])
 print(json.dumps({"said": said}))
 """
 TRAIN = ["train.py", "config/baby_llama.py", "--device=cpu", "--n_layer=1", "--n_embd=32", "--n_head=2",
@@ -157,9 +138,9 @@ def test_one_step_is_noted_of_ours_and_of_a_peer(tmp_path, monkeypatch):
     monkeypatch.setenv("TRITON_INTERPRET", "0")  # or the interpreter would run the whole step
     (tmp_path / "noted.py").write_text(NOTED_ON_CPU)
     ours = [*TRAIN, f"--out_dir={tmp_path}", f"--max_iters={snapshot.STEP + 1}"]
-    for words in (ours, ["{}"]):
+    for words in (ours, ['{"warmup": 4, "steps": 2}']):
         result, printed = runner.run([str(tmp_path / "noted.py"), "there.pickle", *words])
-        assert result == {"said": [True, "there.pickle"]}, printed
+        assert result == {"said": ["first", True, "there.pickle"]}, printed
 
 
 def test_a_snapshot_that_was_not_left_is_said(monkeypatch):

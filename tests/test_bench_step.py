@@ -10,7 +10,7 @@ import subprocess
 import pytest
 import torch
 
-from benchmarks import breakdown, compare, peers, record, report, runner, step
+from benchmarks import arms, breakdown, compare, peers, record, report, runner, step
 from model import Llama, LlamaConfig
 from runtime import run_log
 
@@ -289,7 +289,7 @@ def test_points_are_the_arms_in_turn_and_what_is_missing_is_asked_for_once(monke
     ran = []
 
     def run(command, ranks=1):
-        arm = "nanocria" if command[0] == "train.py" else json.loads(command[2])["arm"]
+        arm = "nanocria" if command[0] == "train.py" else json.loads(command[3])["arm"]
         ran.append(arm)
         found = {"missing": "No module named 'torchtitan'"} if arm == "torchtitan" else {"tok_per_s": 1.0}
         return found, "out of memory"
@@ -416,7 +416,7 @@ def a_gpu(monkeypatch):
     """A GPU, and the handlers of signals put back afterwards."""
     card = {"device": "A", "copy_tb_s": 4.0, "matmul_tflops": 700.0}
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(runner, "run", lambda command: (copy.deepcopy(card), ""))
+    monkeypatch.setattr(runner, "run", lambda command, ranks: (copy.deepcopy(card), ""))
     monkeypatch.setattr(record, "origin", lambda *_: {"device": "A"})
     before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGHUP)}
     yield
@@ -437,12 +437,16 @@ def test_a_closed_terminal_ends_it_but_not_under_nohup(a_gpu):
 
 
 def test_what_ends_without_numbers_says_why():
-    assert "out of memory" in step.line(RECORD["points"][2])
+    def line(row):
+        return runner.line(arms.STEP, row)
+
     where = {key: RECORD["points"][2][key] for key in compare.STEP_PLACE}
-    assert "pip install 'transformers>=5.17,<6'" in step.line(where | {"missing": "No module named 'transformers'"})
-    assert "failed: Bang" in step.line(where | runner.failure("Traceback\nBang"))
+    assert line(RECORD["points"][2]).endswith("out of memory") and line(where | {"oom": True}).startswith(
+        "Hugging Face"
+    )
+    assert "pip install 'transformers>=5.17,<6'" in line(where | {"missing": "No module named 'transformers'"})
+    assert "failed: Bang" in line(where | runner.failure("Traceback\nBang"))
     assert runner.failure("Traceback\n[rank1]: ModuleNotFoundError: No x") == {"missing": "No x"}
-    assert runner.failure("torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 3 GiB") == {"oom": True}
 
 
 @pytest.mark.parametrize(
@@ -467,12 +471,10 @@ def test_a_process_hands_over_the_last_object_that_it_prints():
     assert result is None and "Bang" in printed
 
 
-def test_the_tables_show_every_row(tmp_path, monkeypatch):
-    monkeypatch.setattr(record, "RECORDS", tmp_path)
-    (tmp_path / "step.json").write_text(json.dumps(RECORD | {"versions": {"nanocria": "abc", "torch": "2"}}))
-    assert report.small_model_table().endswith("\n| `nanocria --cuda_graph=true` | 2.50 | 6,500,000 |")
+def test_the_tables_show_every_row():
+    assert report.small_model_table(RECORD).endswith("\n| `nanocria --cuda_graph=true` | 2.50 | 6,500,000 |")
     (ratio,) = compare.ratios(RECORD["points"], compare.STEP_PLACE)
     assert ratio == {"at": [8, 2048, "none"], "peer": "recipe", "tok_per_s": 1.4, "peak_gib": 0.75}
-    assert "| 8 x 2,048 | none | 70,000 · 30.0 | 50,000 · 40.0 | out of memory |" in report.steps_table("step")
-    assert report.breakdown_table().endswith("| whole step | 191.0 | 180.0 |")
-    assert "of our step go (8 x 2,048 tokens, checkpointing none), and" in report.breakdown_table()
+    assert "| 8 x 2,048 | none | 70,000 · 30.0 | 50,000 · 40.0 | out of memory |" in report.steps_table(RECORD)
+    assert report.breakdown_table(RECORD).endswith("| other | 1.0 |  |\n| whole step | 191.0 | 180.0 |")
+    assert "of our step go (8 x 2,048 tokens, checkpointing none), and" in report.breakdown_table(RECORD)

@@ -54,7 +54,7 @@ class Card:
             flags = dict(word[2:].split("=") for word in command if word.startswith("--"))
             size, folder = int(flags["batch_size"]) * int(flags["block_size"]), Path(flags["out_dir"])
         else:
-            spec = json.loads(command[2])
+            spec = json.loads(command[3])
             size, folder = spec["batch"] * spec["block"], None
         if self.answer:
             return self.answer, ""
@@ -128,7 +128,11 @@ def test_the_8b_is_on_all_gpus_beside_the_recipe(monkeypatch):
     rows = rows_of(["--preset=8b"], n_gpus=4)
     assert places(rows)[:2] == [("batch", "all", 1, 512, False), ("batch", "recipe", 1, 512, False)]
     assert {command[0] for command in card.ran} == {4} and card.ran[0][1:3] == ("train.py", "config/llama31_8b.py")
-    assert "--gradient_accumulation_steps=4" in card.ran[0] and card.ran[1][1:3] == ("-m", "benchmarks.peers")
+    assert "--gradient_accumulation_steps=4" in card.ran[0] and card.ran[1][1:4] == (
+        "-m",
+        "benchmarks.call",
+        "peers.main",
+    )
 
 
 def test_adapters_stand_on_random_weights(monkeypatch, tmp_path):
@@ -225,7 +229,8 @@ def test_what_cannot_be_measured_is_a_row_that_says_why(monkeypatch):
     Card(monkeypatch, answer={"missing": "No module named 'liger_kernel'"})
     rows = rows_of(["--sweep=both", "--arms=all", "--peers=liger", "--batches=1", "--contexts=512"])
     (liger,) = (row for _, row in rows if row["arm"] == "liger")  # asked for once
-    assert sweep.line(liger).endswith(f"-  No module named 'liger_kernel': pip install {arms.PIP['liger']}")
+    said = runner.line(arms.SWEEP, liger)
+    assert said.endswith("No module named 'liger_kernel': pip install 'transformers>=5.17,<6' liger_kernel==0.8.5")
 
 
 # --- Records, tables, plots ---
@@ -261,21 +266,22 @@ RECORD = {
 }  # fmt: skip
 
 
-def test_a_line_of_a_sweep_stands_under_its_header():
+def test_a_line_names_the_trainer_the_place_and_the_numbers():
     found = RECORD["batch"][1]
-    for shown in (found, found | {"arm": "long"}):
-        printed = sweep.line(shown)
-        assert len(printed) == len(sweep.HEADER) and printed.startswith(f"{arms.SWEEP[shown['arm']]} ")
-        for title, cell in [("batch", "112"), ("tok/s", "50,000"), ("MFU", "40.0%")]:
-            assert printed[: sweep.HEADER.index(title) + len(title)].endswith(f" {cell}"), printed
-    assert sweep.line(out_of_memory(found)).endswith("out of memory")
-    assert "24.0%" not in sweep.line(found | {"mfu": None, "reserved_gib": None})
+    said = " ".join(runner.line(arms.SWEEP, found).split())
+    assert said.startswith(
+        "nanocria 1 GPU batch 112 1,024 tokens full offload optimizer 1.00 ms 50,000 tok/s mfu 40.0%"
+    ), said
+    out = runner.line(arms.SWEEP, out_of_memory(found) | {"arm": "long"})
+    assert out.startswith("nanocria, activations on the CPU ") and out.endswith("  out of memory")
+    assert "mfu" not in runner.line(arms.SWEEP, found | {"mfu": None})
 
 
 def test_the_tables_show_what_fits_what_does_not_and_every_point(monkeypatch, tmp_path):
     monkeypatch.setattr(record, "RECORDS", tmp_path)
     (tmp_path / "study.json").write_text(json.dumps(RECORD))
-    text = report.fits_headline() + report.fits_of_both() + report.sweep_part("study")
+    tables = report.measured("study", report.sweep_tables)
+    text = report.fits_headline() + report.fits_of_both() + tables
     for part in (
         "`config/llama32_1b.py` held to 24 GiB, sequences of 1,024 tokens, activation checkpointing full, "
         "offload optimizer (the others all):",
@@ -290,9 +296,9 @@ def test_the_tables_show_what_fits_what_does_not_and_every_point(monkeypatch, tm
         "Measured on one GPU with PyTorch 2.11.0, transformers 5.17.0; copies 4.20 TB/s, matmuls 700 TFLOP/s, 16 CPU "
         "cores. Command: `python bench.py --preset=study`; commit: "
         "[benchmarks/records/study.json](benchmarks/records/study.json). ",
-        "- With the optimizer in CPU memory, Llama 3.2 1B trains within 24 GiB of GPU memory (one GPU limited to that) "
-        "at batches of 112 x 1,024 tokens or contexts of 8,192 at batch 4; Hugging Face ends at batch 8. At batch 112 "
-        "nanocria is 1.25 times as fast as Hugging Face + Liger, in ",
+        "- With weights and optimizer in CPU memory, Llama 3.2 1B trains within 24 GiB of GPU memory (one GPU limited "
+        "to that) at batches of 112 x 1,024 tokens or contexts of 8,192 at batch 4; Hugging Face ends at batch 8. At "
+        "batch 112 nanocria is 1.25 times as fast as Hugging Face + Liger, in ",
         "| trainer | largest batch of 1,024 tokens | tok/s · GiB | largest context at batch 4 | tok/s · GiB |",
         r"| Hugging Face + Liger | 112\* | 40,000 · 18.0 | - | - |",
         "| Hugging Face | 8 | 20,000 · 10.0 | - | - |",
@@ -300,6 +306,12 @@ def test_the_tables_show_what_fits_what_does_not_and_every_point(monkeypatch, tm
         "estimate was within 0.0% of each of nanocria's 3 peaks",
     ):
         assert part in text, f"{part}\nis not in\n{text}"
+
+
+def test_series_of_two_lengths_are_not_one():
+    text = report.fits_table({"batch": [row("all", 8), row("all", 4, 2048), row("all", 16)]}, "batch")
+    assert "sequences of 1,024 or 2,048 tokens" in text
+    assert "| nanocria, block 1,024 | 16 |" in text and "| nanocria, block 2,048 | 4 |" in text
 
 
 def test_the_headline_compares_like_with_like_and_then_moves_the_activations_too(monkeypatch, tmp_path):
