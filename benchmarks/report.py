@@ -44,7 +44,8 @@ def footer(name: str) -> str:
     limits = f"; copies {r['copy_tb_s']:.2f} TB/s, matmuls {r['matmul_tflops']:.0f} TFLOP/s" if "copy_tb_s" in r else ""
     limits += f", {r['cpu_cores']} CPU cores" if "cpu_cores" in r else ""  # older records do not say
     link = f"[{path}]({path})"
-    origin = f"Commands and commits: {link}" if " && " in r["command"] else f"Command: `{r['command']}`; commit: {link}"
+    command = re.sub(" (?=[a-z_]+=)", " --", r["command"])  # older records have settings without dashes
+    origin = f"Commands and commits: {link}" if " && " in command else f"Command: `{command}`; commit: {link}"
     return f"{measured}{limits}. {origin}."
 
 
