@@ -376,7 +376,7 @@ while step < max_iters and not stopping:
         with log.paused():
             val_loss = None if stopping else evaluate()
             result = log.evaluation(step, val_loss, n_eval_blocks)
-            stopping = stopping or shutdown.requested_anywhere(device)
+            stopping = shutdown.requested_anywhere(device) or stopping  # it says why
             watchdog.pause(f"step {step}: saving")  # a disk may take longer than a step
             sequences = earlier_sequences + step * sequences_per_step
             run = facts | {"val_loss": val_loss, "sequences": sequences}

@@ -124,6 +124,17 @@ def test_watchdog_outlives_slow_answers_of_the_store_and_ends_with_it(monkeypatc
         assert len(looked) == looks, f"{outcomes}: {looked}"
 
 
+@pytest.mark.parametrize("local_rank, ends, signals", [(0, [0], 1), (1, [0, 1], 0), (1, [0, 0], 1)])
+def test_local_rank_0_is_the_first_to_end_a_run_without_its_torchrun(monkeypatch, local_rank, ends, signals):
+    """The others only if the run has not ended a while after."""
+    monkeypatch.setattr(watchdog, "local_rank", local_rank)
+    monkeypatch.setattr(os, "kill", kill := mock.Mock())
+    watch = watchdog.Watchdog(timeout=10)
+    watch.launcher, watch.over = 0, mock.Mock(**{"wait.side_effect": ends})
+    watch._watch()
+    assert kill.mock_calls == [mock.call(os.getpid(), signal.SIGTERM)] * signals
+
+
 def test_watchdog_names_the_rank_that_died_first_or_is_silent_but_none_while_it_saves(monkeypatch):
     watch, said, gone = watchdog.Watchdog(timeout=0), [], [subprocess.Popen("true") for _ in range(2)]
     monkeypatch.setattr(watchdog, "world_size", 4)
@@ -212,17 +223,39 @@ def test_killed_rank_ends_or_restarts_all_ranks(text_data, alone, tmp_path, rest
 
 @pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="reads /proc")
 def test_ranks_save_and_end_when_torchrun_dies(text_data, tmp_path):
+    """Rank 1 sees it, and says so: the other has not looked yet."""
+    before = "import runtime.watchdog as m\nm.GRACE, m.BEAT = 0.1, 0.1 if os.environ['RANK'] == '1' else 1000"
     settings = LONGER | dict(dataset=text_data, out_dir=tmp_path / "out", max_iters=10**6, eval_interval=10**5)
     with open(tmp_path / "log", "w") as log:
-        process = subprocess.Popen(torchrun(2, settings), cwd=ROOT, stdout=log, stderr=log)
+        process = subprocess.Popen(torchrun(2, settings, wrapped(tmp_path, before)), cwd=ROOT, stdout=log, stderr=log)
     wait_until(lambda: "step 00015/" in (tmp_path / "log").read_text(), "it does not begin")
     workers = workers_of(process)
     process.kill()
     process.wait(timeout=30)
     wait_until(lambda: not any(Path(f"/proc/{pid}").exists() for pid in workers.values()), "a rank was left behind")
     said = (tmp_path / "log").read_text()
-    assert "torchrun has gone" in said and "SIGTERM: stopping after this step" in said, said
+    assert said.count("rank 1: torchrun has gone\n") == said.count("torchrun has gone") == 1, said
+    assert said.count("rank 1: SIGTERM: stopping after this step\n") == said.count("SIGTERM") == 1, said
     assert run_folder.newest(tmp_path / "out") is not None, said
+
+
+@pytest.mark.parametrize("ranks, told", [("1", "rank 1: SIGTERM"), ("012", " SIGTERM"), ("12", "rank 1: SIGTERM")])
+def test_the_lowest_rank_that_gets_a_signal_says_so_once(train_on_ranks, tmp_path, ranks, told):
+    script = wrapped(
+        tmp_path,
+        "import data.tokens, signal\n"
+        "true, reads = data.tokens.Tokens.read, 0\n"
+        "def read(self, *args):\n"
+        "    global reads\n"
+        "    reads += 1\n"
+        f"    if os.environ['RANK'] in '{ranks}' and reads == 5: signal.raise_signal(signal.SIGTERM)\n"
+        "    return true(self, *args)\n"
+        "data.tokens.Tokens.read = read",
+    )
+    done = train_on_ranks(3, script, code=128 + signal.SIGTERM, gradient_accumulation_steps=3)
+    until_saved = done.stdout.partition("run the same command again")[0]
+    assert until_saved.count("SIGTERM") == 1 and f"{told}: stopping after this step\n" in until_saved, done.stdout
+    assert "step 00003 | interrupted | saved" in until_saved, done.stdout
 
 
 @pytest.mark.slow  # torchrun gives a stopped rank 30 seconds
