@@ -6,6 +6,7 @@ collectives below return at once.
 
 import contextlib
 import os
+import signal
 import sys
 import time
 import traceback
@@ -55,7 +56,8 @@ def stop(message: str) -> NoReturn:
     if local_rank == 0:
         print(message, file=sys.stderr, flush=True)
     else:
-        time.sleep(1)  # torchrun kills the others when the first one ends: it must have spoken
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        time.sleep(10)  # torchrun ends the others when the first one has ended: that must have spoken
     leave(1)
 
 

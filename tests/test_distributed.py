@@ -1,5 +1,6 @@
 """Several ranks are the same run as one."""
 
+import re
 import shutil
 import signal
 
@@ -242,7 +243,7 @@ def test_logging_one_step_late_stops_at_a_signal_and_at_nan(late_train, text_dat
     process = start(cut, late_train)
     assert any("step 00010/" in line for line in process.stdout)
     process.send_signal(signal.SIGTERM)
-    rest = process.communicate(timeout=60)[0]
+    rest = process.communicate()[0]
     assert process.returncode == 128 + signal.SIGTERM and "interrupted | saved" in rest, rest
     assert run(cut, late_train).returncode == 0
     assert losses(tmp_path / "whole") == losses(tmp_path / "cut")
@@ -314,7 +315,10 @@ BEFORE_THE_FIRST_STEP = {
 @pytest.mark.parametrize("fails", [True, False], ids=["fails", "hangs"])
 def test_a_rank_that_fails_or_hangs_before_the_first_step_ends_all_ranks_and_is_named(train, tmp_path, where, fails):
     mistake = "raise OSError('no such luck')" if fails else "time.sleep(1000)"
-    before = "import posix, time, runtime.watchdog\nos._exit, runtime.watchdog.BEAT = posix._exit, 0.1\n" * (not fails)
+    before = "import runtime.watchdog; runtime.watchdog.BEAT = 0.1\n"
+    if fails:  # rank 0, which says it, is late
+        before = "import builtins; say = print\n"
+        before += "builtins.print = lambda *args, **to: 'file' in to and time.sleep(2) or say(*args, **to)\n"
     before += f"def fail(*_): {mistake}\nif os.environ['RANK'] == '1': {BEFORE_THE_FIRST_STEP[where][0]}"
     if where == "checkpoint":
         train(1, max_iters=2)
@@ -322,7 +326,8 @@ def test_a_rank_that_fails_or_hangs_before_the_first_step_ends_all_ranks_and_is_
     if fails:
         assert said == "rank 1: no such luck\n"
     else:
-        assert f"rank 1 hangs at {BEFORE_THE_FIRST_STEP[where][1]}" in said, said
+        how = "(hangs|no longer answers; it was)"  # the latter where its thread has to wait for the machine
+        assert re.search(f"rank 1 {how} at {BEFORE_THE_FIRST_STEP[where][1]}", said), said
 
 
 def test_a_mistake_in_the_code_of_one_rank_has_its_traceback_and_out_of_memory_its_advice(monkeypatch, capsys):
