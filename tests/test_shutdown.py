@@ -18,7 +18,7 @@ import pytest
 import torch.distributed as dist
 
 from data.tokens import Tokens
-from runtime import checkpoint, run_folder, watchdog
+from runtime import run_folder, watchdog
 from runtime.shutdown import ShutdownHandler
 from runtime.watchdog import _alive as alive
 from tests.runs import (
@@ -307,30 +307,6 @@ def test_invalid_data_before_the_first_step_ends_the_run_with_code_1(train, caps
     assert slip(train, capsys, eval_only=eval_only) == "rank 0: val.bin holds token 999: prepare the data again\n"
 
 
-def test_first_ctrl_c_after_invalid_data_does_not_interrupt_the_save(train, monkeypatch, capsys):
-    true_save, handlers = checkpoint.Saver.save, []
-
-    def save(self, *args, **options):
-        signal.getsignal(signal.SIGINT)(signal.SIGINT, None)  # while the checkpoint is being written
-        handlers.append(1)
-        return true_save(self, *args, **options)
-
-    true_read, reads = Tokens.read, []
-
-    def read(self, *args):
-        reads.append(1)
-        if len(reads) == 4:
-            raise ValueError("train.bin holds token 999")
-        return true_read(self, *args)
-
-    monkeypatch.setattr(Tokens, "read", read)
-    monkeypatch.setattr(checkpoint.Saver, "save", save)
-    with pytest.raises(SystemExit) as stopped:
-        train()
-    said = capsys.readouterr()
-    assert stopped.value.code == 1 and handlers == [1] and "step_000002" in said.out, said.out
-
-
 def test_second_ctrl_c_ends_the_run_at_once_other_signals_do_not(monkeypatch):
     shutdown, ended = ShutdownHandler(), []
     monkeypatch.setattr(os, "_exit", ended.append)
@@ -349,7 +325,13 @@ def test_second_ctrl_c_ends_the_run_at_once_other_signals_do_not(monkeypatch):
             signal.raise_signal(signal.SIGINT)
             assert not ended, "torchrun sends it a second time"
         signal.raise_signal(signal.SIGINT)
+        assert ended == [130]
+        after_data_error = ShutdownHandler()
+        after_data_error.listen()
+        with after_data_error.on_data_error():
+            raise ValueError("train.bin holds token 999")
+        signal.raise_signal(signal.SIGINT)
+        assert ended == [130] and after_data_error.exit_code == 1, "the first one does not interrupt its save"
     finally:
         for number, handler in handlers.items():
             signal.signal(number, handler)
-    assert ended == [130]
