@@ -161,6 +161,16 @@ def at_read(number, act, ranks="0"):
     )
 
 
+def hang(folder, how="time.sleep(1000)"):
+    """Lines for wrapped(): hang() makes its rank hang. The watchdogs time nobody before: a busy machine is slow."""
+    return (
+        "import runtime.watchdog as m\n"
+        f"m.BEAT, look, hangs = 0.1, m.Watchdog._look, {str(folder / 'hangs')!r}\n"
+        "m.Watchdog._look = lambda self, processes: look(self, processes) if os.path.exists(hangs) else self._beat()\n"
+        f"def hang(*_): open(hangs, 'w').close(), {how}\n"
+    )
+
+
 # A line for a script, in which no file may then grow beyond these bytes.
 FULL_DISK = "import resource; resource.setrlimit(resource.RLIMIT_FSIZE, (50_000, 50_000))"
 

@@ -13,6 +13,7 @@ from tests.runs import (
     ROOT,
     SMALL,
     assert_close,
+    hang,
     losses,
     machines_of,
     metrics,
@@ -314,12 +315,12 @@ BEFORE_THE_FIRST_STEP = {
 @pytest.mark.parametrize("where", BEFORE_THE_FIRST_STEP)
 @pytest.mark.parametrize("fails", [True, False], ids=["fails", "hangs"])
 def test_a_rank_that_fails_or_hangs_before_the_first_step_ends_all_ranks_and_is_named(train, tmp_path, where, fails):
-    mistake = "raise OSError('no such luck')" if fails else "time.sleep(1000)"
-    before = "import runtime.watchdog; runtime.watchdog.BEAT = 0.1\n"
+    before = hang(tmp_path) + "fail = hang\n"
     if fails:  # rank 0, which says it, is late
         before = "import builtins; say = print\n"
         before += "builtins.print = lambda *args, **to: 'file' in to and time.sleep(2) or say(*args, **to)\n"
-    before += f"def fail(*_): {mistake}\nif os.environ['RANK'] == '1': {BEFORE_THE_FIRST_STEP[where][0]}"
+        before += "def fail(*_): raise OSError('no such luck')\n"
+    before += f"if os.environ['RANK'] == '1': {BEFORE_THE_FIRST_STEP[where][0]}"
     if where == "checkpoint":
         train(1, max_iters=2)
     said = train(2, wrapped(tmp_path, before), code=1, max_iters=3, timeout=1000 if fails else 2).stderr
