@@ -339,12 +339,14 @@ if eval_only or (eval_first and step == 0):
     with log.paused():
         print0(f"step {step:05d} | {log.evaluation(step, evaluate(), n_eval_blocks)}")
     if eval_only:
-        sys.exit(shutdown.exit_code)
+        log.close()
+        distributed.shutdown(shutdown.exit_code)
+        sys.exit()
 loss_scale = optimizer.loss_scale.scale if dtype == "float16" else torch.zeros((), device=device)
 read_ahead(step)
 read_ahead(step + 1)
 if step < max_iters and not batches:  # the data cannot be read, or a signal has come
-    sys.exit(shutdown.exit_code)
+    distributed.leave(shutdown.exit_code)
 while step < max_iters and not stopping:
     optimizer.lr.fill_(learning_rate_at(step))
     loss = torch.zeros((), device=device)  # this rank's share
