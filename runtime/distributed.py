@@ -56,7 +56,7 @@ def stop(message: str) -> NoReturn:
     if local_rank == 0:
         print(message, file=sys.stderr, flush=True)
     else:
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)  # the handler of ShutdownHandler would let it sleep on
         time.sleep(10)  # torchrun ends the others when the first one has ended: that must have spoken
     leave(1)
 

@@ -25,7 +25,7 @@ class ShutdownHandler:
     shutdown.listen()                     # SIGINT, SIGTERM, SIGUSR1 and SIGHUP now set `requested`
     with shutdown.on_data_error(): ...    # a ValueError inside sets it too: this rank cannot read its data
     shutdown.requested                    # true after either, on this rank alone
-    shutdown.requested_anywhere(device)   # on any rank; every rank must call it
+    shutdown.requested_anywhere(device)   # on any rank, which then says why; every rank must call it
     shutdown.exit_code                    # of this rank: 1 after a data error, else 128 + signal, else 0
     """
 
@@ -49,7 +49,7 @@ class ShutdownHandler:
             again = "" if "RANK" in os.environ else " (Ctrl-C now stops at once, without a checkpoint)"
             reason = f"{signal.Signals(number).name}: stopping after this step{again}"
             print0(f" {reason}")
-            self.untold = f"rank {rank}: {reason}" if rank else ""  # for torchrun sends it to all
+            self.untold = f"rank {rank}: {reason}" if rank else ""  # not at once: torchrun sends it to all
         elif number == signal.SIGINT and "RANK" not in os.environ:
             os._exit(128 + number)
         self.signal = self.signal or number
