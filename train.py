@@ -339,12 +339,14 @@ if eval_only or (eval_first and step == 0):
     with log.paused():
         print0(f"step {step:05d} | {log.evaluation(step, evaluate(), n_eval_blocks)}")
     if eval_only:
-        sys.exit(shutdown.exit_code)
+        log.close()
+        distributed.shutdown(shutdown.exit_code)
+        sys.exit()
 loss_scale = optimizer.loss_scale.scale if dtype == "float16" else torch.zeros((), device=device)
 read_ahead(step)
 read_ahead(step + 1)
 if step < max_iters and not batches:  # the data cannot be read, or a signal has come
-    sys.exit(shutdown.exit_code)
+    distributed.leave(shutdown.exit_code)
 while step < max_iters and not stopping:
     optimizer.lr.fill_(learning_rate_at(step))
     loss = torch.zeros((), device=device)  # this rank's share
@@ -376,7 +378,7 @@ while step < max_iters and not stopping:
         with log.paused():
             val_loss = None if stopping else evaluate()
             result = log.evaluation(step, val_loss, n_eval_blocks)
-            stopping = stopping or shutdown.requested_anywhere(device)
+            stopping = shutdown.requested_anywhere(device) or stopping  # it says why
             watchdog.pause(f"step {step}: saving")  # a disk may take longer than a step
             sequences = earlier_sequences + step * sequences_per_step
             run = facts | {"val_loss": val_loss, "sequences": sequences}

@@ -66,14 +66,25 @@ def launcher(ranks: int) -> list[str]:
 
 
 def end(process: subprocess.Popen) -> None:
-    """End a process and what it started. Ask first: torchrun's ranks are in groups of their own, and it alone ends
-    them, after 30 seconds by force."""
+    """End a process and what it started. By force: torchrun, asked to end, forgets the ranks that it is starting."""
     if process.poll() is None:
-        process.terminate()
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            process.wait(45)
+        process.send_signal(signal.SIGSTOP)  # it starts no more
+        for pid in children(process.pid):  # torchrun's ranks are in groups of their own
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
     with contextlib.suppress(ProcessLookupError):  # nobody is left
         os.killpg(process.pid, signal.SIGKILL)
+    with contextlib.suppress(subprocess.TimeoutExpired):
+        process.wait(10)
+
+
+def children(pid: int) -> list[int]:
+    """Of a process, and theirs."""
+    found = []
+    with contextlib.suppress(OSError):  # it has just ended
+        for file in Path(f"/proc/{pid}/task").glob("*/children"):
+            found += map(int, file.read_text().split())
+    return [*found, *(each for child in found for each in children(child))]
 
 
 def limited(gib: float | None, timeout: float = TIMEOUT) -> Callable:

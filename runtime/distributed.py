@@ -6,6 +6,7 @@ collectives below return at once.
 
 import contextlib
 import os
+import signal
 import sys
 import time
 import traceback
@@ -24,15 +25,20 @@ world_size, local_world_size = int(os.environ.get("WORLD_SIZE", 1)), int(os.envi
 restart_count = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0))  # of torchrun --max-restarts
 
 
+def say(*args, **kwargs) -> None:
+    """Print. A message that cannot be printed does not end the run."""
+    # OSError: a full disk, a closed terminal. RuntimeError: a signal handler prints in the middle of another print.
+    with contextlib.suppress(OSError, RuntimeError):
+        try:
+            print(*args, flush=True, **kwargs)
+        except UnicodeEncodeError:  # an ASCII log and a folder with another name
+            print(*(str(arg).encode("ascii", "backslashreplace").decode() for arg in args), flush=True, **kwargs)
+
+
 def print0(*args, **kwargs) -> None:
-    """Print on rank 0 only. A message that cannot be printed does not end the run."""
+    """Print on rank 0 only."""
     if rank == 0:
-        # OSError: a full disk, a closed terminal. RuntimeError: a signal handler prints in the middle of another print.
-        with contextlib.suppress(OSError, RuntimeError):
-            try:
-                print(*args, flush=True, **kwargs)
-            except UnicodeEncodeError:  # an ASCII log and a folder with another name
-                print(*(str(arg).encode("ascii", "backslashreplace").decode() for arg in args), flush=True, **kwargs)
+        say(*args, **kwargs)
 
 
 def leave(code: int) -> NoReturn:
@@ -50,7 +56,8 @@ def stop(message: str) -> NoReturn:
     if local_rank == 0:
         print(message, file=sys.stderr, flush=True)
     else:
-        time.sleep(1)  # torchrun kills the others when the first one ends: it must have spoken
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)  # the handler of ShutdownHandler would let it sleep on
+        time.sleep(10)  # torchrun ends the others when the first one has ended: that must have spoken
     leave(1)
 
 

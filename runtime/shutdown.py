@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from runtime import memory_stats, run_folder
 from runtime.checkpoint import Saver
-from runtime.distributed import all_reduce_max, print0, rank, stop, world_size
+from runtime.distributed import all_reduce_max, print0, rank, say, stop, world_size
 from runtime.watchdog import Watchdog
 
 
@@ -25,12 +25,13 @@ class ShutdownHandler:
     shutdown.listen()                     # SIGINT, SIGTERM, SIGUSR1 and SIGHUP now set `requested`
     with shutdown.on_data_error(): ...    # a ValueError inside sets it too: this rank cannot read its data
     shutdown.requested                    # true after either, on this rank alone
-    shutdown.requested_anywhere(device)   # on any rank; every rank must call it
+    shutdown.requested_anywhere(device)   # on any rank, which then says why; every rank must call it
     shutdown.exit_code                    # of this rank: 1 after a data error, else 128 + signal, else 0
     """
 
     def __init__(self):
         self.signal, self.has_data_error = 0, False
+        self.untold = ""  # why, where rank 0 may not know
         self._handle(signal.SIGINT, lambda *_: os._exit(128 + signal.SIGINT))
 
     def _handle(self, number: int, handler: Callable):
@@ -46,7 +47,9 @@ class ShutdownHandler:
         # SIGTERM). Under torchrun Ctrl-C does not either: ranks get it from the terminal and again from torchrun.
         if not self.signal:
             again = "" if "RANK" in os.environ else " (Ctrl-C now stops at once, without a checkpoint)"
-            print0(f" {signal.Signals(number).name}: stopping after this step{again}")
+            reason = f"{signal.Signals(number).name}: stopping after this step{again}"
+            print0(f" {reason}")
+            self.untold = f"rank {rank}: {reason}" if rank else ""  # not at once: torchrun sends it to all
         elif number == signal.SIGINT and "RANK" not in os.environ:
             os._exit(128 + number)
         self.signal = self.signal or number
@@ -64,7 +67,12 @@ class ShutdownHandler:
         return self.has_data_error or self.signal > 0
 
     def requested_anywhere(self, device: str) -> bool:
-        return bool(all_reduce_max([float(self.requested)], device)[0])
+        mine = float(world_size - rank) if self.requested else 0.0
+        (largest,) = all_reduce_max([mine], device)  # of the lowest rank that knows why
+        if self.untold and mine == largest:
+            say(self.untold)
+            self.untold = ""
+        return largest > 0
 
     @property
     def exit_code(self) -> int:

@@ -17,11 +17,11 @@ from typing import Any
 
 import torch.distributed as dist
 
-from runtime.distributed import attempt_store, on_all_ranks, print0, rank, world_size
+from runtime.distributed import attempt_store, local_rank, on_all_ranks, rank, say, world_size
 
 BEAT = 1.0  # seconds between two messages of a rank
 MISSES = 3  # store errors in a row after which the store is taken to be gone
-GRACE = 5.0  # seconds that a dead rank's peers have to notice it themselves: their error says more
+GRACE = 5.0  # seconds for others to speak first: a dead rank's peers, whose error says more; for all, local rank 0
 
 
 class Watchdog:
@@ -68,8 +68,9 @@ class Watchdog:
         processes, misses = None, 0
         while not self.over.wait(BEAT):
             if os.getppid() != self.launcher:  # nobody is left to stop the ranks or to restart them
-                print0("torchrun has gone")
-                os.kill(os.getpid(), signal.SIGTERM)
+                if local_rank == 0 or not self.over.wait(GRACE):  # one is enough to stop all
+                    say(f"rank {rank}: torchrun has gone")
+                    os.kill(os.getpid(), signal.SIGTERM)
                 return
             try:
                 processes = processes or [self.store.get(f"process_{r}").decode().split() for r in range(world_size)]

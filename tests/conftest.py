@@ -27,6 +27,16 @@ def root_and_seed(monkeypatch):
 
 
 @pytest.fixture(autouse=True)
+def signal_handlers():
+    """Those that a test leaves do not outlive it."""
+    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
+    handlers = {number: signal.getsignal(number) for number in numbers}
+    yield
+    for number, handler in handlers.items():
+        signal.signal(number, handler)
+
+
+@pytest.fixture(autouse=True)
 def free_gpu_memory():
     """The workers share one GPU: none keeps much of its memory from one test to the next."""
     yield
@@ -51,14 +61,13 @@ def plain_pytorch_on_one_core(monkeypatch):
     The models are so small that on a machine of many cores the threads would only wait for each other. And Ctrl-C is
     heard, also where a shell has the tests in its background, which a run that they start would inherit.
     """
-    ctrl_c = signal.signal(signal.SIGINT, signal.default_int_handler)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     monkeypatch.setattr(kernels.launch, "INTERPRETED", False)
     for name, value in PLAIN.items():
         monkeypatch.setenv(name, value)
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
-    signal.signal(signal.SIGINT, ctrl_c)
     torch.set_num_threads(before)
 
 
@@ -66,8 +75,6 @@ def plain_pytorch_on_one_core(monkeypatch):
 def train(text_data, tmp_path, monkeypatch):
     """train(**settings) runs train.py in this process and returns its globals; files go to tmp_path/out."""
     monkeypatch.setattr(RunLog, "draw", lambda log: (log.out_dir / "loss.png").touch())  # longer than the training
-    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
-    handlers = {number: signal.getsignal(number) for number in numbers}
 
     def run(*files, **settings):
         settings = {"dataset": text_data, "out_dir": tmp_path / "out", **({} if files else SMALL | SHORT), **settings}
@@ -77,8 +84,6 @@ def train(text_data, tmp_path, monkeypatch):
             return runpy.run_path(str(ROOT / "train.py"), run_name="__main__")
         finally:
             sys.excepthook = sys.__excepthook__  # the run's own would keep the run alive, and its lock
-            for number, handler in handlers.items():
-                signal.signal(number, handler)
             if dist.is_initialized():
                 dist.destroy_process_group()
 

@@ -5,6 +5,7 @@ the run and reports its status, and from that the run itself, which becomes what
 """
 
 import contextlib
+import fcntl
 import json
 import os
 import signal
@@ -25,12 +26,17 @@ def start_server(environment):
 
 
 class Run:
-    """What subprocess.Popen is, for a script that the server starts; without a file, stdout is a pipe."""
+    """What subprocess.Popen is, for a script that the server starts; without a file, stdout is a pipe.
+
+    The pipe holds a page, some thirty lines: no run is much further than what the test has read.
+    """
 
     def __init__(self, server, argv, environment, stdout=None, stderr=None):
         self.stdout, writing = (stdout, stdout) if stdout else map(os.fdopen, os.pipe(), "rw")
         self.stderr, self.returncode = stderr or tempfile.TemporaryFile("w+"), None  # noqa: SIM115
         self.socket, theirs = socket.socketpair(type=socket.SOCK_SEQPACKET)  # one recv for each send
+        if writing is not stdout:
+            fcntl.fcntl(writing, fcntl.F_SETPIPE_SZ, 4096)
         request = json.dumps([[str(word) for word in argv], environment]).encode() + b"\n"
         socket.send_fds(server, [request], [writing.fileno(), self.stderr.fileno(), theirs.fileno()])
         theirs.close()
@@ -60,7 +66,7 @@ class Run:
             self.socket.close()
         return self.returncode
 
-    def communicate(self, timeout=60):
+    def communicate(self, timeout=300):
         """What it has said since, and all that stands in its stderr."""
         said = self.stdout.read() if self.stdout.readable() else ""
         assert self.wait(timeout) is not None, f"{self.pid} is still running after {timeout} s"

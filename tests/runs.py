@@ -1,9 +1,7 @@
 """Runs of train.py, and what they left: shared by the tests that train."""
 
-import contextlib
 import functools
 import gc
-import itertools
 import json
 import os
 import random
@@ -98,16 +96,18 @@ def run(settings, script="train.py", **environment):
 
 def run_ranks(ranks, settings, script="train.py"):
     """The script by several ranks, as torchrun runs them: the first that fails ends the others."""
-    common = dict(WORLD_SIZE=ranks, LOCAL_WORLD_SIZE=ranks, GROUP_WORLD_SIZE=1)
-    common |= dict(MASTER_ADDR="127.0.0.1", MASTER_PORT=free_port())
-    with tempfile.TemporaryFile("w+") as stdout, tempfile.TemporaryFile("w+") as stderr:
+    common = dict(WORLD_SIZE=ranks, LOCAL_WORLD_SIZE=ranks, GROUP_WORLD_SIZE=1, MASTER_ADDR="127.0.0.1")
+    with tempfile.TemporaryFile("w+") as stdout, tempfile.TemporaryFile("w+") as stderr, socket.socket() as reserved:
+        reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # rank 0 binds it too: nobody else may
+        reserved.bind(("127.0.0.1", 0))
+        common["MASTER_PORT"] = reserved.getsockname()[1]
         environments = [common | dict(RANK=rank, LOCAL_RANK=rank) for rank in range(ranks)]
         environments = [{name: str(value) for name, value in each.items()} for each in environments]
         streams = dict(stdout=stdout, stderr=stderr)
         return finished([start(settings, script, environment=each, **streams) for each in environments])
 
 
-def finished(runs, seconds=120):
+def finished(runs, seconds=600):
     """Waits for all; one that fails ends the others."""
     end = time.monotonic() + seconds
     while None in (codes := [run.poll() for run in runs]):
@@ -123,16 +123,6 @@ def finished(runs, seconds=120):
     return subprocess.CompletedProcess([], code, runs[0].stdout.read(), runs[0].stderr.read())
 
 
-PORTS = itertools.count(20_000 + os.getpid() % 100 * 100)  # below those that the system hands out
-
-
-def free_port():
-    for port in PORTS:
-        with socket.socket() as s, contextlib.suppress(OSError):
-            s.bind(("127.0.0.1", port))
-            return port
-
-
 def run_torchrun(ranks, settings, script="train.py", options=()):
     command = torchrun(ranks, settings, script, options)
     return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, env=os.environ | PLAIN)
@@ -144,16 +134,41 @@ def torchrun(ranks, settings, script="train.py", options=()):
 
 
 def wrapped(folder, before, after=""):
-    """A script that runs train.py between these lines; train.py's last act does not end it."""
+    """A script that runs train.py after these lines; with lines after it, train.py's last act does not end it."""
     script = folder / "wrapped.py"
+    before = f"import os, runpy, signal, sys, time, torch\nsys.path.insert(0, {str(ROOT)!r})\n{before}\n"
     run = f"runpy.run_path({str(ROOT / 'train.py')!r}, run_name='__main__')"
-    script.write_text(
-        f"import os, runpy, sys, torch\nsys.path.insert(0, {str(ROOT)!r})\n"
-        "leave, os._exit, code = os._exit, sys.exit, 0\n"
-        f"{before}\ntry: {run}\nexcept SystemExit as end: code = end.code\n{after}\n"
-        "sys.stdout.flush(), sys.stderr.flush(), leave(code if isinstance(code, int) else bool(code))\n"
-    )
+    if after:
+        before += "leave, os._exit, code = os._exit, sys.exit, 0\ntry: "
+        run += (
+            f"\nexcept SystemExit as end: code = end.code\n{after}\n"
+            "sys.stdout.flush(), sys.stderr.flush(), leave(code if isinstance(code, int) else bool(code))\n"
+        )
+    script.write_text(before + run)
     return script
+
+
+def at_read(number, act, ranks="0"):
+    """Lines for wrapped(): what these ranks do before they read data for the number-th time."""
+    return (
+        "import data.tokens\n"
+        "read, reads = data.tokens.Tokens.read, []\n"
+        "def act_and_read(self, *args):\n"
+        "    reads.append(1)\n"
+        f"    if len(reads) == {number} and os.environ.get('RANK', '0') in '{ranks}': {act}\n"
+        "    return read(self, *args)\n"
+        "data.tokens.Tokens.read = act_and_read"
+    )
+
+
+def hang(folder, how="time.sleep(1000)"):
+    """Lines for wrapped(): hang() makes its rank hang. The watchdogs time nobody before: a busy machine is slow."""
+    return (
+        "import runtime.watchdog as m\n"
+        f"m.BEAT, look, hangs = 0.1, m.Watchdog._look, {str(folder / 'hangs')!r}\n"
+        "m.Watchdog._look = lambda self, processes: look(self, processes) if os.path.exists(hangs) else self._beat()\n"
+        f"def hang(*_): open(hangs, 'w').close(), {how}\n"
+    )
 
 
 # A line for a script, in which no file may then grow beyond these bytes.
@@ -176,11 +191,11 @@ def run_alone(text_data, out_dir, max_iters=10, **changes):
 LONGER = SMALL | SHORT | dict(gradient_accumulation_steps=4, max_iters=20, eval_interval=10, keep_last=5)
 
 
-def wait_until(true, otherwise, seconds=90):
+def wait_until(true, otherwise="it waits for ever", seconds=300):
     end = time.monotonic() + seconds
     while not true():
         assert time.monotonic() < end, otherwise
-        time.sleep(0.2)
+        time.sleep(0.05)
 
 
 def slip(train, capsys, *files, **settings):

@@ -413,15 +413,10 @@ def test_a_record_that_cannot_be_written_is_refused_before_a_row_is_measured(tmp
 
 @pytest.fixture
 def a_gpu(monkeypatch):
-    """A GPU, and the handlers of signals put back afterwards."""
     card = {"device": "A", "copy_tb_s": 4.0, "matmul_tflops": 700.0}
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(runner, "run", lambda command, ranks: (copy.deepcopy(card), ""))
     monkeypatch.setattr(record, "origin", lambda *_: {"device": "A"})
-    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGHUP)}
-    yield
-    for number, handler in before.items():
-        signal.signal(number, handler)
 
 
 def test_a_closed_terminal_ends_it_but_not_under_nohup(a_gpu):

@@ -23,19 +23,14 @@ from runtime import checkpoint, checkpoint_folder, memory_advice, memory_stats, 
 from runtime.checkpoint_folder import read_run
 from tests.runs import (
     FULL_DISK,
-    LONGER,
     SHORT,
     SMALL,
-    assert_close,
     damage,
     edit_run,
     losses,
-    machines_of,
     metrics,
     run,
-    run_ranks,
     slip,
-    step_losses,
     wrapped,
 )
 
@@ -439,24 +434,6 @@ def test_a_run_goes_on_without_the_weights_that_it_began_with(train, tmp_path, c
     train()
     train(init_from=tmp_path / "gone", max_iters=10)
     assert "gone (not read: the run has begun)" in capsys.readouterr().out
-
-
-def test_any_ranks_resume_what_any_ranks_saved(text_data, tmp_path):
-    """Saved by one, two (hybrid: on two machines), four ranks; resumed by others; the losses are those of one run."""
-    settings = LONGER | dict(
-        dataset=text_data, max_iters=6, eval_interval=2, tie_embeddings=False, n_embd=24, ffn_dim=19
-    )
-    whole, parts = tmp_path / "whole", tmp_path / "parts"
-    assert run_ranks(1, settings | {"out_dir": whole}).returncode == 0
-    two_machines = machines_of(tmp_path, 1)
-    for ranks, n, script, changes in (
-        (1, 2, "train.py", {}),
-        (4, 4, "train.py", {}),
-        (2, 6, two_machines, {"sharding": "hybrid"}),
-    ):
-        done = run_ranks(ranks, settings | changes | dict(out_dir=parts, max_iters=n, lr_decay_iters=6), script)
-        assert done.returncode == 0 and "WARNING" not in done.stdout, done.stdout + done.stderr
-    assert_close(step_losses(parts), step_losses(whole), 1e-5)
 
 
 def test_transformers_reads_a_checkpoint_as_it_stands(train, tmp_path):

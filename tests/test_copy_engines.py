@@ -22,7 +22,7 @@ RANKS = 3
 @pytest.fixture
 def gpus(monkeypatch):
     """Buffers and signals in CPU memory; a stream is a thread. Reading a buffer takes a while."""
-    together, barrier = [None] * RANKS, threading.Barrier(RANKS, timeout=10)
+    together, barrier = [None] * RANKS, threading.Barrier(RANKS, timeout=100)
     state = SimpleNamespace(misplaced=0)
 
     def rendezvous(buffer, rank):
@@ -40,7 +40,7 @@ def gpus(monkeypatch):
         return handle
 
     def on_stream(operation, address, value):
-        signal, end = ctypes.c_int32.from_address(address), time.monotonic() + 5
+        signal, end = ctypes.c_int32.from_address(address), time.monotonic() + 100
         if operation == "cuStreamWriteValue32":
             signal.value = value
         while signal.value < value:

@@ -1,5 +1,6 @@
 """Several ranks are the same run as one."""
 
+import re
 import shutil
 import signal
 
@@ -12,6 +13,7 @@ from tests.runs import (
     ROOT,
     SMALL,
     assert_close,
+    hang,
     losses,
     machines_of,
     metrics,
@@ -158,7 +160,8 @@ def test_copies_of_the_model_stay_equal_where_machines_round_differently(train, 
 @pytest.mark.parametrize(
     "ranks, settings",
     [
-        (3, dict(gradient_accumulation_steps=6)),
+        (3, UNTIED | dict(gradient_accumulation_steps=6, n_embd=24, ffn_dim=19)),  # rows that 3 does not divide
+        (4, HYBRID),
         (2, dict(optimizer="muon")),
         (2, dict(optimizer="galore", galore_rank=8, galore_interval=3)),
         (2, dict(optimizer_bits=8, n_embd=256, ffn_dim=256)),
@@ -178,7 +181,8 @@ def test_a_run_goes_on_with_more_and_with_fewer_ranks_under_every_rule(train, al
         if start_from:
             step = "step_000002" if start_from == one else "step_000004"
             shutil.copytree(start_from / step, out_dir / step)
-        train(n, out_dir=out_dir, **settings)
+        script = machines_of(tmp_path, 2) if n == 4 else "train.py"
+        assert "WARNING" not in train(n, script, out_dir=out_dir, **settings).stdout, "the copies of the model differ"
     tolerance = 1e-4 if "optimizer_bits" in settings else 2e-5
     assert_close(step_losses(many), step_losses(one)[2:], tolerance)
     assert_close(step_losses(fewer), step_losses(one)[4:], tolerance)
@@ -242,7 +246,7 @@ def test_logging_one_step_late_stops_at_a_signal_and_at_nan(late_train, text_dat
     process = start(cut, late_train)
     assert any("step 00010/" in line for line in process.stdout)
     process.send_signal(signal.SIGTERM)
-    rest = process.communicate(timeout=60)[0]
+    rest = process.communicate()[0]
     assert process.returncode == 128 + signal.SIGTERM and "interrupted | saved" in rest, rest
     assert run(cut, late_train).returncode == 0
     assert losses(tmp_path / "whole") == losses(tmp_path / "cut")
@@ -313,16 +317,20 @@ BEFORE_THE_FIRST_STEP = {
 @pytest.mark.parametrize("where", BEFORE_THE_FIRST_STEP)
 @pytest.mark.parametrize("fails", [True, False], ids=["fails", "hangs"])
 def test_a_rank_that_fails_or_hangs_before_the_first_step_ends_all_ranks_and_is_named(train, tmp_path, where, fails):
-    mistake = "raise OSError('no such luck')" if fails else "time.sleep(1000)"
-    before = "import posix, time, runtime.watchdog\nos._exit, runtime.watchdog.BEAT = posix._exit, 0.1\n" * (not fails)
-    before += f"def fail(*_): {mistake}\nif os.environ['RANK'] == '1': {BEFORE_THE_FIRST_STEP[where][0]}"
+    before = hang(tmp_path) + "fail = hang\n"
+    if fails:  # rank 0, which says it, is late
+        before = "import builtins; say = print\n"
+        before += "builtins.print = lambda *args, **to: 'file' in to and time.sleep(2) or say(*args, **to)\n"
+        before += "def fail(*_): raise OSError('no such luck')\n"
+    before += f"if os.environ['RANK'] == '1': {BEFORE_THE_FIRST_STEP[where][0]}"
     if where == "checkpoint":
         train(1, max_iters=2)
     said = train(2, wrapped(tmp_path, before), code=1, max_iters=3, timeout=1000 if fails else 2).stderr
     if fails:
         assert said == "rank 1: no such luck\n"
     else:
-        assert f"rank 1 hangs at {BEFORE_THE_FIRST_STEP[where][1]}" in said, said
+        how = "(hangs|no longer answers; it was)"  # the latter where its thread has to wait for the machine
+        assert re.search(f"rank 1 {how} at {BEFORE_THE_FIRST_STEP[where][1]}", said), said
 
 
 def test_a_mistake_in_the_code_of_one_rank_has_its_traceback_and_out_of_memory_its_advice(monkeypatch, capsys):

@@ -4,7 +4,6 @@ import math
 import shutil
 import subprocess
 import sys
-import time
 
 import numpy as np
 import pytest
@@ -261,10 +260,9 @@ def test_the_first_command_of_the_readme_needs_no_data(tmp_path):
     command = [sys.executable, "train.py", "config/baby_llama.py", "--dataset=data/pystdlib/"]
     command += ["--max_iters=3", "--device=cpu", "--n_layer=1", "--n_embd=32", "--ffn_dim=32", "--batch_size=64"]
     options = {"cwd": tmp_path, "stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
-    started = time.time()
     other = subprocess.Popen([*command, "--eval_iters=1", "--out_dir=other"], **options)
     done = subprocess.run(command, **options)
     assert done.returncode == 0, done.stdout
-    assert "bits per byte; gzip -9 needs" in done.stdout, f"{done.stdout} after {time.time() - started:.0f} s"
-    said, _ = other.communicate(timeout=60)
+    assert "bits per byte; gzip -9 needs" in done.stdout, done.stdout
+    said, _ = other.communicate()
     assert other.returncode == 0, said
