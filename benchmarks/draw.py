@@ -69,14 +69,14 @@ def draw_line(axes, rows: list[dict], x: str, y: Callable | str, *style, **optio
 
 
 def draw_baby(path: Path) -> None:
-    """Training loss in bits per byte over seconds, CPU and GPU, with gzip and xz as lines to cross."""
+    """Training loss in bits per byte over seconds, on a CPU and a GPU, with gzip and xz as lines to cross."""
     figure, (axes,) = panels(1, (7.5, 3.6))
-    for name, color in (("baby_llama_cpu", "tab:blue"), ("baby_llama_gpu", "tab:green")):
-        r = load(name)
+    for r in map(load, trainers.BABY_RUNS):
         _, seconds, losses = zip(*r["curve"], strict=True)
-        label = f"{r['device'].removeprefix('1 x ')}: {r['bits_per_byte']:.2f} on validation"
-        axes.plot(seconds, [loss / math.log(2) for loss in losses], color=color, label=label)
-        axes.plot(seconds[-1], r["bits_per_byte"], "o", color=color)
+        trainer = f"{r['device'].removeprefix('1 x ')}, {r['settings'].get('optimizer', 'adamw')}"
+        label = f"{trainer}: {r['bits_per_byte']:.2f} on validation"
+        (line,) = axes.plot(seconds, [loss / math.log(2) for loss in losses], label=label)
+        axes.plot(seconds[-1], r["bits_per_byte"], "o", color=line.get_color())
     for name, style in (("gzip", "--"), ("xz", ":")):
         level, at = load("baby_llama_cpu")[f"{name}_bits_per_byte"], ("axes fraction", "data")
         axes.axhline(level, color="gray", linestyle=style, linewidth=1)

@@ -78,7 +78,7 @@ def baby_table() -> str:
     line = (
         "`{command}` | {card} | {minutes:.1f} | {bits_per_byte:.2f} | {gzip_bits_per_byte:.2f} | {xz_bits_per_byte:.2f}"
     )
-    runs = map(load, ("baby_llama_cpu", "baby_llama_gpu"))
+    runs = map(load, arms.BABY_RUNS)
     return table(header, line, [r | {"card": card(r), "minutes": r["train_seconds"] / 60} for r in runs])
 
 
