@@ -84,7 +84,7 @@ def draw_baby(path: Path) -> None:
     axes.set(xlabel="seconds of training", ylabel="bits per byte", xscale="log", ylim=(1, 3.5))
     axes.xaxis.set_major_formatter("{x:.0f}")
     axes.set_title("A 0.8-million-parameter Llama learns Python (lines: training, dots: validation)", fontsize=10)
-    axes.legend(loc="lower center", fontsize=8, frameon=False)
+    axes.legend(loc="lower left", bbox_to_anchor=(0.34, 0), fontsize=8, frameon=False)
     finish(figure, path)
 
 
