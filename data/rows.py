@@ -20,6 +20,7 @@ import re
 import zlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from shlex import quote
 from typing import Any, BinaryIO
 
 from data.files import say
@@ -119,9 +120,10 @@ def head_of(file: io.BufferedReader, path: Path) -> bytes:
     """The first bytes of an open input. Raises ValueError if it is no text."""
     head = read(lambda: file.peek(HEAD), path)[:HEAD]
     if head.startswith(b"PAR1"):
-        raise ValueError(f"{path} is parquet: python data/fineweb_edu/prepare.py --input {path}")
+        raise ValueError(f"{path} is parquet: python data/fineweb_edu/prepare.py --input {quote(str(path))}")
     if head.startswith((b"\xff\xfe", b"\xfe\xff")):
-        raise ValueError(f"{path} is UTF-16: text is read as UTF-8. iconv -f UTF-16 -t UTF-8 {path} > FILE makes it")
+        convert = f"iconv -f UTF-16 -t UTF-8 {quote(str(path))} > FILE"
+        raise ValueError(f"{path} is UTF-16: text is read as UTF-8. {convert} makes it")
     if b"\0" in head:  # git's rule
         raise ValueError(f"{path} is binary, with zero bytes: text is read as UTF-8")
     return head.removeprefix(b"\xef\xbb\xbf")

@@ -21,6 +21,7 @@ folder without it is not a dataset.
 import json
 from collections.abc import Sequence
 from pathlib import Path
+from shlex import quote
 
 import numpy as np
 
@@ -148,7 +149,7 @@ def how_to_prepare(folder: str | Path, meta: dict | None = None) -> str:
     script = Path(folder) / "prepare.py"
     if script.exists():
         options = {"text": " --input YOUR_TEXT", "chat": " --input YOUR.jsonl --tokenizer FOLDER"}
-        return f"run python {display_path(script)}{options.get(Path(folder).name, '')}"
+        return f"run python {quote(display_path(script))}{options.get(Path(folder).name, '')}"
     if meta and "script" in meta:
-        return f"run python {meta['script']} --out {folder}, other options as before"
-    return f"run python data/text/prepare.py --input YOUR_TEXT --tokenizer NAME --out {folder}"
+        return f"run python {meta['script']} --out {quote(str(folder))}, other options as before"
+    return f"run python data/text/prepare.py --input YOUR_TEXT --tokenizer NAME --out {quote(str(folder))}"

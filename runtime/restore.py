@@ -249,7 +249,8 @@ def _require_same_model(folder: Folder, resumes: bool, config, settings, dataset
     if differing:
         differences = ", ".join(f"{name} {was[name]} (this run: {now[name]})" for name in differing)
         flags = " ".join(shlex.quote(f"--{name}={was[name]}") for name in differing)
-        merge = f". To begin with adapters and base merged: python convert.py {folder.path} FOLDER, --init_from=FOLDER"
+        command = f"python convert.py {shlex.quote(str(folder.path))} FOLDER, --init_from=FOLDER"
+        merge = f". To begin with adapters and base merged: {command}"
         merge = merge if folder.adapter and "lora_rank" in differing else ""
         stop(f"{folder.path} has {differences}: pass {flags}, or change {setting}{merge}")
 

@@ -90,7 +90,7 @@ def on_not_finite(step: int, loss: float, grad_norm: float, loss_scale: float, s
         torch.cuda.synchronize()  # other ranks wait in collectives that this one has queued
     clip = "a lower grad_clip" if saver.optimizer.grad_clip else "--grad_clip=1"
     stop(
-        f"step {step}: the loss is {loss} and the gradient norm {grad_norm}, so the weights were not updated. "
+        f"step {step}: the loss is {loss:.4f} and the gradient norm {grad_norm:.2f}, so the weights were not updated. "
         f"Try a lower learning_rate, a longer warmup_iters or {clip}, "
         + (f"from {newest} with --init_from=resume" if newest else "from the start: no checkpoint was saved yet")
     )
