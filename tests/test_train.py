@@ -125,6 +125,7 @@ def test_in_groups_of_sequences_the_losses_stay(train, plain_losses, tmp_path, m
         dict(eval_interval=3),  # a checkpoint is written meanwhile
         dict(activation_checkpointing="full", batch_size=16),  # in groups of sequences
         dict(mask_documents=True, n_embd=64),
+        dict(optimizer="muon"),  # as config/baby_llama.py has it
     ],
     ids=str,
 )
