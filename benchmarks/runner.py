@@ -94,11 +94,11 @@ def limited(gib: float | None, timeout: float = TIMEOUT) -> Callable:
 
 
 def train_words(config: str, batch: int, block: int, checkpointing: str, out_dir: str, ranks: int = 1) -> list[str]:
-    """train.py's command line, without evaluations and checkpoints; batch is a rank's."""
+    """train.py's command line, without evaluations and checkpoints; batch is a rank's. The optimizer is the peers'."""
     flags = {
         "dataset": "pystdlib", "gradient_accumulation_steps": ranks, "batch_size": batch, "block_size": block,
         "activation_checkpointing": checkpointing, "warmup_iters": 5, "log_interval": 10, "eval_interval": 100000,
-        "eval_iters": 1, "keep_last": 0, "timeout": 200, "out_dir": out_dir,
+        "eval_iters": 1, "keep_last": 0, "timeout": 200, "optimizer": "adamw", "out_dir": out_dir,
     }  # fmt: skip
     return [config, *(f"--{name}={value}" for name, value in flags.items())]
 

@@ -66,7 +66,7 @@ def breakdown(s: SimpleNamespace):
 
 
 def baby(s: SimpleNamespace):
-    ours = {f"nanocria {flags}": [*flags.split(), "--optimizer=adamw"] for flags in BABY_FLAGS}  # as the peers have it
+    ours = {f"nanocria {flags}": flags.split() for flags in BABY_FLAGS}
 
     def measure_at(arm):
         options = {} if arm in ours else {"vocab_size": BABY_VOCAB}

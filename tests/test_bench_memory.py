@@ -257,7 +257,7 @@ def test_the_estimate_ends_in_a_command_for_a_shell_that_train_py_takes(tmp_path
     baby = "--config=config/baby_llama.py --card=1.6 --batch_size=8 "
     for more, says in [
         ("-- --vocab_size=257", False),
-        ("--offload=all -- --vocab_size=257", True),
+        ("--offload=all -- --vocab_size=257 --optimizer=adamw", True),
         ("--ranks=2 -- --vocab_size=257 --gradient_accumulation_steps=2", True),
     ]:
         (command,) = (line for line in estimated(baby + more)[0].splitlines() if "train.py" in line)
