@@ -77,7 +77,7 @@ def test_what_a_config_file_sets_for_later_or_a_flag_beside_what_makes_it_unused
         (dict(vocab_size=100), "was prepared with 257: set it to that"),
         (dict(offload="all", n_layer=2, n_embd=2**19, n_head=2**12), "GiB of CPU memory, and"),
         (dict(block_size=10**6), "that block_size 1,000,000 needs here"),
-        (dict(dataset="nowhere"), "does not exist"),
+        (dict(dataset="nowhere"), "is no folder"),
         (dict(init_from="resume"), "holds no checkpoint to resume"),
         (dict(n_layer=2, n_embd=2**19, n_head=2**12), "a step needs"),
         (dict(out_dir="README.md"), "out_dir is README.md, a file: name a folder"),
