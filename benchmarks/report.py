@@ -357,26 +357,23 @@ def arithmetic(record: dict) -> str:
 
 
 def fits_headline() -> str:
-    """What fits, like for like: nanocria and each peer with the same kept on the CPU; then with the activations too."""
+    """What fits, like for like: nanocria and each peer with the same kept on the CPU; and with the activations too."""
     record = load("study")
-    ends = {kind: compare.largest(record[kind], kind, "all") for kind in compare.KINDS}
-    first, device = ends["batch"], card(record)
-    text = f"- With weights and optimizer in CPU memory, Llama 3.2 1B trains within {first['limit_gib']:g} GiB of GPU "
-    text += f"memory (one {device} limited to that) at batches of {first['batch']:,} x {first['block']:,} tokens or "
-    text += "contexts of {block:,} at batch {batch}".format(**ends["seq"])
-    ended = []
-    for peer in reversed(arms.SWEEP_PEERS):
-        found = [(kind, compare.largest(record[kind], kind, peer)) for kind in ends if ran_out(record, kind, peer)]
-        sizes = [f"{SIZE[kind]} {end[VARIES[kind]] if end else 0:,}" for kind, end in found]
-        ended += [f"{arms.SWEEP[peer]} {'' if ended else 'ends '}at {' and '.join(sizes)}"] if found else []
+    rows, largest = record["batch"], {arm: compare.largest(record["batch"], "batch", arm) for arm in arms.SHOWN}
+    ours, long = largest["all"], largest["long"]
+    text = f"- Within {ours['limit_gib']:g} GiB of GPU memory (one {card(record)} limited to that), with weights and "
+    text += f"optimizer in CPU memory, Llama 3.2 1B trains at batches of {ours['batch']:,} x {ours['block']:,} tokens"
+    text += f", with activations there too at {long['batch']:,}" if long else ""
+    ended = [
+        f"{arms.SWEEP[peer]} ends at {largest[peer]['batch'] if largest[peer] else 0:,}"
+        for peer in ("liger", "hf")
+        if ran_out(record, "batch", peer)
+    ]
     text += f"; {', '.join(ended)}" if ended else ""
-    rows = [row for row in record["batch"] if row["arm"] in ("all", *arms.SWEEP_PEERS)]
-    both = max(compare.ratios(rows, ("arm", "batch"), "all"), key=lambda x: (x["at"], -x["peak_gib"]))
+    peers = [row for row in rows if row["arm"] in ("all", *arms.SWEEP_PEERS)]
+    both = max(compare.ratios(peers, ("arm", "batch"), "all"), key=lambda x: (x["at"], -x["peak_gib"]))
     text += f". At batch {both['at'][0]:,} nanocria is {both['tok_per_s']:.2f} times as fast as "
-    text += f"{arms.SWEEP[both['peer']]}, in {both['peak_gib']:.0%} of the GPU memory."
-    longest = {kind: compare.largest(record[kind], kind, "long") for kind in ends}
-    sizes = [f"{SIZE[kind]} {end[VARIES[kind]]:,}" for kind, end in longest.items() if end]
-    return text + (f" With activations on the CPU too: {' or '.join(sizes)}." if sizes else "")
+    return f"{text}{arms.SWEEP[both['peer']]}, in {both['peak_gib']:.0%} of the GPU memory."
 
 
 # --- Finetuning, generation, the ladder ---
