@@ -76,13 +76,15 @@ def one_of(name: str, text: str, known) -> list[str]:
 
 
 def whole_numbers(name: str, text: str) -> list[int]:
-    return [n for (n,) in shapes(name, text, r"[1-9]\d*", "whole numbers, at least 1")]
+    return [n for (n,) in numbers(name, text, r"[1-9]\d*", "whole numbers, at least 1")]
 
 
-def shapes(
-    name: str, text: str, pattern=r"[1-9]\d*x[1-9]\d*", expected="sequences x tokens, as in 8x2048"
-) -> list[tuple]:
-    """'8x2048,2x8192' is [(8, 2048), (2, 8192)]."""
+def shapes(name: str, text: str) -> list[tuple[int, int]]:
+    """Sequences x tokens: '8x2048,2x8192' is [(8, 2048), (2, 8192)]."""
+    return numbers(name, text, r"[1-9]\d*x[1-9]\d*", "sequences x tokens, as in 8x2048")
+
+
+def numbers(name: str, text: str, pattern: str, expected: str) -> list[tuple[int, ...]]:
     parts = [part for part in text.split(",") if part]
     for part in parts:
         if not re.fullmatch(pattern, part):

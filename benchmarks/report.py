@@ -364,11 +364,11 @@ def fits_headline() -> str:
     text = f"- Within {ours['limit_gib']:g} GiB of GPU memory (one {card(record)} limited to that), with weights and "
     text += f"optimizer in CPU memory, Llama 3.2 1B trains at batches of {ours['batch']:,} x {ours['block']:,} tokens"
     text += f", with activations there too at {long['batch']:,}" if long else ""
-    ended = [
-        f"{arms.SWEEP[peer]} ends at {largest[peer]['batch'] if largest[peer] else 0:,}"
-        for peer in ("liger", "hf")
-        if ran_out(record, "batch", peer)
-    ]
+    ended = []
+    for peer in ("liger", "hf"):
+        if ran_out(record, "batch", peer):
+            size = largest[peer]["batch"] if largest[peer] else 0
+            ended.append(f"{arms.SWEEP[peer]} {'' if ended else 'ends '}at {size:,}")
     text += f"; {', '.join(ended)}" if ended else ""
     peers = [row for row in rows if row["arm"] in ("all", *arms.SWEEP_PEERS)]
     both = max(compare.ratios(peers, ("arm", "batch"), "all"), key=lambda x: (x["at"], -x["peak_gib"]))
@@ -484,13 +484,13 @@ PAGES = {  # page -> its parts: name -> what makes it
         "linux": linux_table, "baby": baby_table, "steps": partial(measured, "step", steps_table),
         "small_model": lambda: small_model_table(load("step")), "breakdown": lambda: breakdown_table(load("step")),
         **{
-            name: partial(measured, name, make)  # what is called as its record
-            for make, names in {
-                steps_table: "step_h100 step_fp8", gpus_tables: "gpus gpus_h100", sweep_tables: "study sweep study_8b",
-                kernels_table: "kernels fp8_linear", snapshot_table: "snapshot", losses_table: "losses",
-                finetune_table: "finetune", ladder_table: "ladder", generate_table: "generate",
+            name: partial(measured, name, make)  # parts that are called as their record
+            for name, make in {
+                "step_h100": steps_table, "step_fp8": steps_table, "gpus": gpus_tables, "gpus_h100": gpus_tables,
+                "study": sweep_tables, "sweep": sweep_tables, "study_8b": sweep_tables, "kernels": kernels_table,
+                "fp8_linear": kernels_table, "snapshot": snapshot_table, "losses": losses_table,
+                "finetune": finetune_table, "ladder": ladder_table, "generate": generate_table,
             }.items()
-            for name in names.split()
         },
     },
 }  # fmt: skip

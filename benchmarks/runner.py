@@ -79,7 +79,7 @@ def end(process: subprocess.Popen) -> None:
 
 
 def children(pid: int) -> list[int]:
-    """Of a process, and theirs."""
+    """The processes that a process has started, and those that they have."""
     found = []
     with contextlib.suppress(OSError):  # it has just ended
         for file in Path(f"/proc/{pid}/task").glob("*/children"):

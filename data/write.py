@@ -409,7 +409,12 @@ def tokenizer_for_data(name: str, bos: bool | None = None) -> Tokenizer:
 
 
 def path_argument(text: str) -> Path:
-    """An argparse type. An empty path would mean the current folder; a shell does not expand --out=~/x."""
+    """An argparse type: an empty path would mean the current folder, and a shell does not expand --out=~/x."""
     if not text:
         raise argparse.ArgumentTypeError("it is empty: name a file or folder")
-    return Path("/dev/stdin" if text == "-" else text).expanduser()
+    return Path(text).expanduser()
+
+
+def input_argument(text: str) -> Path:
+    """An argparse type: a file, a folder, or - for standard input."""
+    return Path("/dev/stdin") if text == "-" else path_argument(text)

@@ -320,6 +320,6 @@ def test_the_headline_compares_like_with_like_and_then_moves_the_activations_too
     monkeypatch.setattr(record, "RECORDS", tmp_path)
     (tmp_path / "study.json").write_text(json.dumps(both))
     text = report.fits_headline()
-    assert "; Hugging Face + Liger ends at 112, Hugging Face ends at 8. At batch 112 nanocria is 1.25 " in text
+    assert "; Hugging Face + Liger ends at 112, Hugging Face at 8. At batch 112 nanocria is 1.25 " in text
     assert "at batches of 112 x 1,024 tokens, with activations there too at 224;" in text, "of ours without those first"
     assert r"| nanocria, activations on the CPU | 224\* |" in report.fits_of_both()

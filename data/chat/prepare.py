@@ -24,6 +24,7 @@ from data.write import (
     Progress,
     add_text_options,
     check_val_fraction,
+    input_argument,
     make_parser,
     path_argument,
     print_summary,
@@ -125,7 +126,7 @@ def prepare(
 def main():
     parser = make_parser(__doc__, HERE)
     parser.add_argument(
-        "--input", type=path_argument, nargs="+", required=True, help=".jsonl, .json, compressed or not"
+        "--input", type=input_argument, nargs="+", required=True, help=".jsonl, .json, compressed or not"
     )
     add_text_options(parser, tokenizer="llama3", val_fraction="0.05", bos=False)  # a chat template writes it
     parser.add_argument("--template", type=path_argument, help="a Jinja file (default: the tokenizer's, or Llama 3's)")

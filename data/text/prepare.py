@@ -35,8 +35,8 @@ from data.write import (
     add_text_options,
     check_val_fraction,
     hash_of,
+    input_argument,
     make_parser,
-    path_argument,
     print_summary,
     run_script,
     split_of,
@@ -243,7 +243,7 @@ def main():
     parser = make_parser(__doc__, HERE)
     parser.add_argument(
         "--input",
-        type=path_argument,
+        type=input_argument,
         nargs="+",
         required=True,
         help="files, folders, pipes: text or JSON, compressed or not",
