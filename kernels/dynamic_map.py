@@ -92,7 +92,8 @@ def dequantize_blocks(codes, absmax, map_ptr):
 
 @triton.jit
 def quantize_blocks(
-    x, table_ptr, SMALLEST: tl.constexpr = SMALLEST, FIRST: tl.constexpr = FIRST_CELL, LAST: tl.constexpr = LAST_CELL
+    x, table_ptr,
+    SMALLEST: tl.constexpr = 2.0**-126, FIRST: tl.constexpr = (127 - 23) << 7, LAST: tl.constexpr = 23 << 7,
 ):  # fmt: skip
     """The codes of x (BLOCKS, 256), int32, and absmax (BLOCKS,)."""
     # The largest as integers: their order is that of positive floats, with NaN above all, which tl.max would drop.

@@ -53,7 +53,7 @@ def fp8_linear_reference(x, weight):
 
 
 @triton.jit
-def store_float8(x, out_ptr, scale_ptr, cols, mask, LARGEST: tl.constexpr = LARGEST):
+def store_float8(x, out_ptr, scale_ptr, cols, mask, LARGEST: tl.constexpr = 448.0):
     """Rounds a row x (fp32, 0 where masked) to float8 and stores it from out_ptr on, and its scale."""
     # tl.max passes over NaN. The bits without the sign, as integers, are in the order of the numbers, NaN last.
     largest = tl.max(x.to(tl.int32, bitcast=True) & 0x7FFFFFFF, axis=0).to(tl.float32, bitcast=True)

@@ -32,6 +32,8 @@ from .launch import as_rows, compute_dtype, refuse_autocast, use_triton
 from .linear import Linear, new_sums
 from .rms_norm import check_norm, rms_norm_backward, rms_norm_forward, rms_norm_reference
 
+ALIGNED = 4  # rows: cuBLAS wants a float8 matrix's scales, one fp32 a row, to begin at a multiple of 16 bytes
+
 
 def swiglu_mlp_reference(
     x, residual, norm_weight, eps, gate_up, down, keep_gate_up=True, need_y=True, chunks=1
@@ -70,7 +72,7 @@ class _SwiGLUMLP(torch.autograd.Function):
         else:
             y = x.new_empty(shape)
             y_rows = as_rows(y)
-            for rows in slices(len(y_rows), chunks):
+            for rows in slices(len(y_rows), chunks, ALIGNED):
                 hidden = glu_forward(
                     gate_up_proj.project(_take(normed, rows), *of_gate_up), "silu", down_proj.float8_input
                 )
@@ -106,10 +108,13 @@ class _SwiGLUMLP(torch.autograd.Function):
         return None, dx if need_dx else None, dx if need_dresidual else None, dnorm, *[None] * 4, *dgate_up, *ddown
 
 
-def slices(n_rows: int, chunks: int) -> list[slice]:
-    """The rows in `chunks` slices, as equal as can be; some may be empty, since the compiler unrolls a fixed number."""
-    bounds = [n_rows * i // chunks for i in range(chunks + 1)]
-    return [slice(*pair) for pair in pairwise(bounds)]
+def slices(n_rows: int, chunks: int, multiple: int = 1) -> list[slice]:
+    """The rows in `chunks` slices, as equal as can be where each begins at a multiple of so many rows.
+
+    Some may be empty, since the compiler unrolls a fixed number.
+    """
+    bounds = [n_rows * i // chunks // multiple * multiple for i in range(chunks)]
+    return [slice(*pair) for pair in pairwise([*bounds, n_rows])]
 
 
 def _take(x, rows: slice):
@@ -126,7 +131,7 @@ def _backward_in_chunks(ctx, dy, dtotal):
     total_rows, dy_rows = as_rows(total), as_rows(dy)
     sums = new_sums(tensors, needed, compute_dtype(total))
     dnormed = torch.empty_like(total)
-    for rows in slices(len(total_rows), ctx.chunks):
+    for rows in slices(len(total_rows), ctx.chunks, ALIGNED):
         first = rows.start == 0
         normed = rms_norm_forward(total_rows[rows], None, norm_weight, ctx.eps)[0]
         gate_up = gate_up_proj.project(normed, *of_gate_up)

@@ -1,7 +1,9 @@
 """The kernels in torch.compile, and in the shared memory of other GPUs."""
 
+import ast
 import sys
 from itertools import product
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -46,6 +48,16 @@ def compile_for_new_rows(name, sizes):
         for a, b in zip(results, run(function, inputs, constants, upstream), strict=True):
             assert relative_error(a, b.double()) < 1e-5, f"{name} of {rows} rows"
     assert counter.frame_count == 1, f"{name} compiled {counter.frame_count} times"
+
+
+def test_defaults_of_triton_functions_name_nothing():
+    """torch.compile copies a kernel and what it calls, but no constants that their defaults name."""
+    trees = [ast.parse(path.read_text()) for path in Path(kernels.__file__).parent.glob("*.py")]
+    functions = [f for tree in trees for f in ast.walk(tree) if isinstance(f, ast.FunctionDef) and f.decorator_list]
+    functions = [f for f in functions if "triton.jit" in map(ast.unparse, f.decorator_list)]
+    assert len(functions) > 40
+    defaults = [(f.name, default) for f in functions for default in f.args.defaults]
+    assert not [name for name, default in defaults if any(isinstance(x, ast.Name) for x in ast.walk(default))]
 
 
 @needs_gpu
