@@ -330,11 +330,11 @@ def finish(step: int, numbers) -> bool:
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# Loop: the CPU queues step t on the GPU, then waits for the numbers of step t - 1 and logs them. So the GPU never waits
-# for the CPU. A step that is not finite changes nothing, so it does no harm to learn of it one step late.
+# Loop: the CPU queues the first micro-batch of step t on the GPU, then waits for the numbers of step t - 1 and logs
+# them. So the GPU never waits for the CPU. A step that is not finite changes nothing, so it does no harm to learn of it one step late.
 shutdown.listen()
 stopping, val_loss = False, None
-batches, unfinished = deque(), deque()  # micro-batches of the next two steps; numbers that may still be on their way
+batches, unfinished = deque(), []  # micro-batches of the next two steps; a step's numbers, perhaps still on their way
 if eval_only or (eval_first and step == 0):
     with log.paused():
         print0(f"step {step:05d} | {log.evaluation(step, evaluate(), n_eval_blocks)}")
@@ -355,6 +355,8 @@ while step < max_iters and not stopping:
             model.set_requires_gradient_sync(i + 1 == micro_steps)
         watchdog.progress(f"step {step + 1}: forward and backward")
         loss += forward_backward(*batch)
+        if unfinished:  # the step before. Not later: what fills the GPU's queue has to wait for it
+            stopping |= finish(step, unfinished.pop())
     read_ahead(step + 2)  # while the GPU computes. Two steps ahead, for ranks learn of an error one step late
     watchdog.progress(f"step {step + 1}: update")
     saver.wait_for_copy()  # of the weights, by a save that runs beside the training
@@ -370,8 +372,8 @@ while step < max_iters and not stopping:
     evaluates = step % eval_interval == 0 or step == max_iters
     # Wait for this step before queueing the next? Also for the first: its time, with compiling, is not the second's.
     in_turn = evaluates or device == "cpu" or step == first_step + 1 or profiler.at_edge(step)
-    while unfinished and (len(unfinished) > 1 or in_turn or stopping):
-        stopping |= finish(step + 1 - len(unfinished), unfinished.popleft())
+    if in_turn or stopping:
+        stopping |= finish(step, unfinished.pop())
     profiler.step(step)
     saver.report(step)
     if evaluates or stopping:

@@ -257,9 +257,10 @@ def saves_sentences(r: dict) -> str:
         n, seconds = row.get("intervals", 2), row["resume_seconds"]  # older records are of two
         at = "Llama 3.2 1B on {ranks} GPUs, {batch} x {block:,} tokens each".format(**row)
         size, walls = row["checkpoint_bytes"] / 1e9, [row[key] / n for key in ("seconds_without", "seconds_with")]
-        cost = "{:.1%} ({:.1f} s without, {:.1f} s with)".format(row["cost"], *walls)
+        cost = "less than can be measured" if row["cost"] < 0 else f"{row['cost']:.1%}"
         resume = "it was not resumed" if seconds is None else f"a resume reads it in {seconds:.1f} s"
         every = f"a checkpoint of {size:.1f} GB every {row['every']} steps costs the training {cost}"
+        every += " ({:.1f} s without, {:.1f} s with)".format(*walls)
         sentences.append(f"{at}: {every}; {resume}.")
     return "\n\n".join(sentences)
 
@@ -487,9 +488,9 @@ PAGES = {  # page -> its parts: name -> what makes it
             name: partial(measured, name, make)  # parts that are called as their record
             for name, make in {
                 "step_h100": steps_table, "step_fp8": steps_table, "gpus": gpus_tables, "gpus_h100": gpus_tables,
-                "study": sweep_tables, "sweep": sweep_tables, "study_8b": sweep_tables, "kernels": kernels_table,
-                "fp8_linear": kernels_table, "snapshot": snapshot_table, "losses": losses_table,
-                "finetune": finetune_table, "ladder": ladder_table, "generate": generate_table,
+                "gpus_saves": gpus_tables, "study": sweep_tables, "sweep": sweep_tables, "study_8b": sweep_tables,
+                "kernels": kernels_table, "fp8_linear": kernels_table, "snapshot": snapshot_table,
+                "losses": losses_table, "finetune": finetune_table, "ladder": ladder_table, "generate": generate_table,
             }.items()
         },
     },
