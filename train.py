@@ -331,7 +331,8 @@ def finish(step: int, numbers) -> bool:
 
 # ----------------------------------------------------------------------------------------------------------------------
 # Loop: the CPU queues the first micro-batch of step t on the GPU, then waits for the numbers of step t - 1 and logs
-# them. So the GPU never waits for the CPU. A step that is not finite changes nothing, so it does no harm to learn of it one step late.
+# them. So the GPU never waits for the CPU. A step that is not finite changes nothing, so it does no harm to learn of it
+# one step late.
 shutdown.listen()
 stopping, val_loss = False, None
 batches, unfinished = deque(), []  # micro-batches of the next two steps; a step's numbers, perhaps still on their way

@@ -219,10 +219,10 @@ def check_ranks(train, alone, tmp_path, ranks, settings, tolerance=1e-5, script=
 def late_train(tmp_path, monkeypatch):
     """train.py as it runs on a GPU: it logs a step after the next one is queued."""
     source = (ROOT / "train.py").read_text()
-    on_cpu, loop = 'evaluates or device == "cpu" or', "    while unfinished and ("
-    assert source.count(on_cpu) == source.count(loop) == 1, "train.py says this in another way now"
+    on_cpu, late = 'evaluates or device == "cpu" or', "        if unfinished:"
+    assert source.count(on_cpu) == source.count(late) == 1, "train.py says this in another way now"
     script = tmp_path / "train.py"
-    source = source.replace(loop, f"    print0('late' * (len(unfinished) > 1))\n{loop}")
+    source = source.replace(late, f"        print0('late' * len(unfinished))\n{late}")
     script.write_text(source.replace(on_cpu, "evaluates or"))
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
     return script
