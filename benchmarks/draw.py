@@ -95,13 +95,15 @@ def draw_linux(runs: dict[str, dict], path: Path) -> None:
         bits = r["bits_per_byte"] / r["val_loss"]  # of a unit of loss
         points = [(compare.tokens_of(r, step) / 1e6, s / 60, bits * loss) for step, s, loss in r["val_curve"]]
         tokens, minutes, heights = zip(*points, strict=True)
-        label = f"{r['settings']['optimizer']}: {r['bits_per_byte']:.3f}"
+        label = "{optimizer}, {learning_rate:g}: {bits:.3f}".format(**r["settings"], bits=r["bits_per_byte"])
         for axes, x in ((left, tokens), (right, minutes)):
             axes.plot(x, heights, "o-", markersize=4, label=label)
     for axes, unit in ((left, "million tokens"), (right, "minutes of training")):
         axes.axhline(r["xz_bits_per_byte"], color="gray", linestyle=":", linewidth=1, label="xz -9")
         axes.set(xlabel=unit)
-    left.set(ylabel="bits per byte of unseen files")
+    ticks = [0.6, 0.8, 1.0, 1.5, 2.0]
+    left.set(ylabel="bits per byte of unseen files", yscale="log", yticks=ticks, yticklabels=ticks)
+    left.minorticks_off()
     left.legend(fontsize=8, frameon=False)
     figure.suptitle("114 million parameters learn the Linux kernel's source", fontsize=10)
     finish(figure, path)

@@ -15,7 +15,8 @@ gathered. A rank's own mean (offset=None) needs no communication and quantises a
 number of ranks, and each rank can only read back its own rows.
 
 Bytes for n bf16 weights: 0.516n held (4 bits; 8 for each 64; 32 for each 16,384). Quantised 2.6n (read weight, write
-codes and fp32 absmax; the 8-bit scales are small change). Read back 2.516n (read codes, scales, write w).
+codes and fp32 absmax; the 8-bit scales are small change). Read back 2.516n (read codes, scales, write w). On one H200,
+where a copy of as many bytes is 100%: forward 69-82%, the least of the smallest weight.
 
 Dettmers et al., QLoRA: Efficient Finetuning of Quantized LLMs, 2023. https://arxiv.org/abs/2305.14314
 """

@@ -98,7 +98,13 @@ def test_a_run_ends_with_a_plot_or_without_matplotlib_with_none(tmp_path, monkey
 
 def linux_run(name, val_curve, **more):
     """A record of a run on Linux's source: 1,000 tokens a step, a second each."""
-    settings = {"optimizer": name, "batch_size": 2, "block_size": 100, "gradient_accumulation_steps": 5}
+    settings = {
+        "optimizer": name,
+        "learning_rate": 0.001,
+        "batch_size": 2,
+        "block_size": 100,
+        "gradient_accumulation_steps": 5,
+    }
     step, seconds, loss = val_curve[-1]
     versions = {"nanocria": "abc"}
     return {
