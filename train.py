@@ -14,6 +14,7 @@ import os
 import shlex
 import sys
 from collections import deque
+from collections.abc import Callable
 from typing import Literal
 
 import numpy as np
@@ -184,17 +185,6 @@ def to_device(blocks: torch.Tensor) -> tuple[torch.Tensor, ...]:
     return (tokens, targets, document_starts(marks, train_data.first_mark)) if mask_documents else (tokens, targets)
 
 
-def read_step(step: int) -> list[tuple[torch.Tensor, ...]]:
-    """This rank's micro-batches of a step, whose sequences follow those of the step before. A few megabytes.
-
-    Each begins with the weight of its mean loss: 1, or with conversations its number of targets over the average one's.
-    """
-    first = earlier_sequences + step * sequences_per_step  # earlier_sequences: 0, unless a resume changed batch_size
-    mine = range(rank, gradient_accumulation_steps, world_size)  # micro-batches
-    weights = send_to_device(train_data.weights(first, gradient_accumulation_steps, batch_size), device)
-    return [(weights[i], *to_device(train_data.sequences(first + i * batch_size, batch_size))) for i in mine]
-
-
 # ----------------------------------------------------------------------------------------------------------------------
 # Model: shapes on no device, then what changes how they compute, then shards, then memory, then weights. No rank ever
 # holds the whole model.
@@ -264,13 +254,25 @@ first_step = begun["step"]
 earlier_sequences = begun["sequences"] - first_step * sequences_per_step  # not 0 if some had another batch_size
 saver = Saver(out_dir, optimizer, config, documents, keep_last, async_save, cpu_bytes_to_come(config, run_shape))
 wandb_options = {"project": wandb_project, "name": wandb_run_name, "config": settings} if wandb_log else {}
-log.open(first_step, **wandb_options)
+if not eval_only:
+    log.open(first_step, **wandb_options)
 profiler = Profiler(out_dir, first_step, enabled=profile)
 
 # ----------------------------------------------------------------------------------------------------------------------
 # The step, and the evaluation
 step = first_step  # steps queued so far: all are done, except perhaps the last
 n_eval_blocks = min(eval_iters * batch_size, val_data.n_blocks)
+
+
+def read_step(step: int) -> list[tuple[torch.Tensor, ...]]:
+    """This rank's micro-batches of a step, whose sequences follow those of the step before. A few megabytes.
+
+    Each begins with the weight of its mean loss: 1, or with conversations its number of targets over the average one's.
+    """
+    first = earlier_sequences + step * sequences_per_step
+    mine = range(rank, gradient_accumulation_steps, world_size)  # micro-batches
+    weights = send_to_device(train_data.weights(first, gradient_accumulation_steps, batch_size), device)
+    return [(weights[i], *to_device(train_data.sequences(first + i * batch_size, batch_size))) for i in mine]
 
 
 def forward_backward(weight: torch.Tensor, *batch: torch.Tensor) -> torch.Tensor:
@@ -318,7 +320,7 @@ def read_ahead(step: int) -> None:
             batches.append(read_step(step))
 
 
-def finish(step: int, numbers) -> bool:
+def finish(step: int, numbers: Callable) -> bool:
     """Waits for a step's numbers and logs them. Returns whether a rank wants to stop."""
     watchdog.progress(f"step {step}: waiting for the GPU")
     loss, stop_wanted, grad_norm, loss_scale = numbers()
@@ -356,7 +358,7 @@ while step < max_iters and not stopping:
             model.set_requires_gradient_sync(i + 1 == micro_steps)
         watchdog.progress(f"step {step + 1}: forward and backward")
         loss += forward_backward(*batch)
-        if unfinished:  # the step before. Not later: what fills the GPU's queue has to wait for it
+        if unfinished:  # the step before this one, counted already. Not later: a full queue of the GPU's makes us wait
             stopping |= finish(step, unfinished.pop())
     read_ahead(step + 2)  # while the GPU computes. Two steps ahead, for ranks learn of an error one step late
     watchdog.progress(f"step {step + 1}: update")

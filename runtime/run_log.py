@@ -84,6 +84,7 @@ class RunLog:
         self.step_seconds, self.n_logged, self.data_seconds = [], 0, 0.0  # n_logged: steps up to the last line
         self.curve = []  # (step, training seconds so far, loss) of each line
         self.peak_gib, self.file, self.wandb, self.facts = None, None, None, {}  # facts: of header, for the summary
+        self.began = perf_counter()
 
     def mfu(self, tok_per_s: float) -> float | None:
         """Model FLOPs utilisation: the FLOPs that the model needs over the GPUs' peak; None if that is not known."""
@@ -168,7 +169,7 @@ class RunLog:
 
     def record(self, metrics: dict) -> None:
         """Write one line to metrics.jsonl and to wandb."""
-        if rank:
+        if rank or not self.file:  # eval_only writes nothing
             return
         try:
             self.file.write(json.dumps(metrics) + "\n")
@@ -229,9 +230,7 @@ class RunLog:
         if rank:
             return
         launcher = f"torchrun --nproc_per_node={local_world_size}" if "RANK" in os.environ else "python"
-        # The first step compiles. The last two may arrive together, the one late and the other with it: with two steps
-        # to count, the median is the mean of both.
-        seconds = statistics.median(self.step_seconds[1:] or self.step_seconds)
+        seconds = statistics.median(self.step_seconds[1:] or self.step_seconds)  # the first one compiles
         tok_per_s, total = self.tokens_per_step / seconds, sum(self.step_seconds)
         print0(
             f"{len(self.step_seconds):,} steps in {total / 60:.1f} minutes; the median step {seconds * 1000:.1f} ms, "
@@ -271,10 +270,10 @@ class RunLog:
 
     def draw(self) -> None:
         """loss.png, where matplotlib is installed and there is a curve to see."""
-        if len(self.curve) < 10:
-            return
         try:
-            draw_losses({str(self.out_dir): read_losses(self.out_dir)}, self.out_dir / "loss.png")
+            losses = read_losses(self.out_dir)
+            if len(losses.train) >= 10:
+                draw_losses({str(self.out_dir): losses}, self.out_dir / "loss.png")
         except ImportError:
             return
         except Exception as error:  # of another package's many kinds: the run itself went well

@@ -221,7 +221,7 @@ def test_eval_first_and_eval_only_report_the_loss_that_training_starts_from(text
     assert [line["step"] for line in losses(tmp_path) if "val_loss" in line] == [0, 4, 8]
     found = {line["step"]: line["val_loss"] for line in losses(tmp_path) if "val_loss" in line}
     assert found[0] == pytest.approx(np.log(257), abs=0.1)
-    saved = sorted(path.name for path in tmp_path.iterdir())
+    saved, log = sorted(path.name for path in tmp_path.iterdir()), (tmp_path / "metrics.jsonl").read_text()
     only = dict(eval_only=True, gradient_accumulation_steps=2, batch_size=2, eval_iters=4, max_iters=7)  # beyond it
     done = run_ranks(2, common | only)
     assert done.returncode == 0 and not done.stderr, done.stderr
@@ -229,4 +229,5 @@ def test_eval_first_and_eval_only_report_the_loss_that_training_starts_from(text
     (last,) = (text for text in done.stdout.splitlines() if text.startswith("step 0"))
     assert last == f"step 00008 | val loss {found[8]:.4f} (8 blocks)", last
     assert sorted(path.name for path in tmp_path.iterdir()) == saved
+    assert (tmp_path / "metrics.jsonl").read_text() == log
     assert json.loads((tmp_path / "summary.json").read_text())["val_loss"] == found[8]
