@@ -253,9 +253,8 @@ class Block(nn.Module):
 
         need_y=False: forward is repeated for backward, which does not read the branch: it is returned without content.
         """
-        # x = x + branch
-        # x = x + attn(attn_norm(x))
-        # branch = mlp(mlp_norm(x))
+        # x = x + branch; branch = attn(attn_norm(x))
+        # x = x + branch; branch = mlp(mlp_norm(x))
         branch, x = self.attn(x, branch, self.attn_norm, cos, sin, doc_starts, cache)
         branch, x = self.mlp(x, branch, self.mlp_norm, need_y)
         return x, branch
