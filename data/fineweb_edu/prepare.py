@@ -21,7 +21,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from data.files import display_path
-from data.rows import Bad
+from data.rows import Bad, field_of
 from data.write import (
     Document,
     Progress,
@@ -42,21 +42,13 @@ from data.write import (
 
 HERE = Path(__file__).resolve().parent
 REPO = "HuggingFaceFW/fineweb-edu"
-STRINGS = ("string", "large_string", "string_view")  # pyarrow's names
-
-
-def require(package: str):
-    """Import a package that only this script needs."""
-    try:
-        return __import__(package)
-    except ImportError as error:
-        raise ImportError(f"this needs {package}: pip install pyarrow huggingface_hub") from error
 
 
 def list_hub(sample: str) -> list[str]:
-    hub = require("huggingface_hub")
+    import huggingface_hub
+
     try:
-        files = hub.list_repo_files(REPO, repo_type="dataset")
+        files = huggingface_hub.list_repo_files(REPO, repo_type="dataset")
     except Exception as error:  # whatever its HTTP client of the day raises
         raise hub_error(error) from error
     names = sorted(name for name in files if name.startswith(f"sample/{sample}/") and name.endswith(".parquet"))
@@ -67,8 +59,10 @@ def list_hub(sample: str) -> list[str]:
 
 
 def download(name: str) -> Path:
+    import huggingface_hub
+
     try:
-        return Path(require("huggingface_hub").hf_hub_download(REPO, name, repo_type="dataset"))
+        return Path(huggingface_hub.hf_hub_download(REPO, name, repo_type="dataset"))
     except Exception as error:
         raise hub_error(error) from error
 
@@ -81,7 +75,8 @@ def hub_error(error: Exception) -> OSError:
 
 
 def open_parquet(path: Path):
-    pyarrow = require("pyarrow.parquet")
+    import pyarrow.parquet
+
     try:
         return pyarrow.parquet.ParquetFile(path)
     except (OSError, pyarrow.ArrowException) as error:
@@ -91,22 +86,19 @@ def open_parquet(path: Path):
 
 def read_documents(parquet, path: Path, field: str, val_fraction: float, bad: Bad) -> Iterator[Document]:
     """Yield (split, text) from an open ParquetFile, a thousand rows in memory at a time."""
+    import pyarrow
+
     if field not in parquet.schema_arrow.names:
         raise ValueError(f"{path} has no column {field!r} but {', '.join(parquet.schema_arrow.names)}: set --field")
-    pyarrow, kind = require("pyarrow"), parquet.schema_arrow.field(field).type
-    if str(kind.value_type if pyarrow.types.is_dictionary(kind) else kind) not in STRINGS:
-        raise ValueError(f"{path} has {kind} in its column {field!r}, expected strings: set --field")
     try:
         columns = (batch.column(0) for batch in parquet.iter_batches(batch_size=1000, columns=[field]))
         for row, value in enumerate(chain.from_iterable(columns), start=1):
+            where, text = f"{path} row {row}", None
             try:
-                text = value.as_py()
+                text = field_of({field: value.as_py()}, field, where, bad)
             except UnicodeDecodeError as error:
-                bad(f"{path} row {row} is not UTF-8 text ({error})")
-                continue
-            if text is None:
-                bad(f"{path} row {row} has null for {field!r}, expected a string")
-            elif text:
+                bad(f"{where} is not UTF-8 text ({error})")
+            if text:
                 yield split_of(text, val_fraction), text
     except (OSError, pyarrow.ArrowException) as error:
         raise ValueError(f"{path} cannot be read as parquet: {error}") from error
@@ -126,10 +118,6 @@ def prepare(
 ) -> dict:
     """Write the dataset into `folder` from a .parquet file, a folder of them or the hub; return its meta.json."""
     check_val_fraction(val_fraction)
-    if sample != "10BT" and input is not None:
-        raise ValueError("--sample is of the hub, and --input reads no hub: leave one of them out")
-    if max_files is not None and max_files < 1:
-        raise ValueError(f"--max_files is {max_files}, expected 1 or more")
     encoding = tokenizer_for_data(tokenizer, bos)
     ids = encoding.name + (" with bos" if encoding.bos is not None else "")
     if input is None:
