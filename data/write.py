@@ -48,11 +48,6 @@ def hash_of(text: str) -> bytes:
     return hashlib.sha256(text.encode("utf-8", "replace")).digest()
 
 
-def check_val_fraction(val_fraction: float) -> None:
-    if not 0 < val_fraction < 1:
-        raise ValueError(f"--val_fraction is {val_fraction}, expected a share above 0 and below 1")
-
-
 def open_lock(path: Path):
     """Open a lock file, and make its folder."""
     try:
@@ -231,8 +226,6 @@ def encode_documents(
     documents: Iterable[Document], tokenizer: Tokenizer, workers: int, encode: Encode | None
 ) -> Iterator[dict]:
     """Yield {split: (tokens (n,), mask uint8 (n,), counts)}, one batch of documents after another, in order."""
-    if workers < 1:
-        raise ValueError(f"workers is {workers}: it must be at least 1")
     if workers == 1:
         for batch in batches(documents):
             yield encode_batch(batch, tokenizer, encode)
@@ -389,7 +382,7 @@ def add_text_options(parser: argparse.ArgumentParser, tokenizer: str, val_fracti
     """How a text becomes tokens. tokenizer, val_fraction: what --help says of their defaults."""
     said = f"one of {', '.join(NAMES)}, or a folder or file of Hugging Face's or Meta's (default: {tokenizer})"
     parser.add_argument("--tokenizer", help=said)
-    parser.add_argument("--val_fraction", type=float, help=f"validation share (default: {val_fraction})")
+    parser.add_argument("--val_fraction", type=share_argument, help=f"validation share (default: {val_fraction})")
     said = "broken rows and files: end with the first one, or leave them out and count them (default: strict)"
     parser.add_argument("--errors", choices=["strict", "skip"], help=said)
     parser.add_argument("--workers", type=int, default=cpu_cores(), help="processes (default: one per CPU core)")
@@ -413,6 +406,13 @@ def path_argument(text: str) -> Path:
     if not text:
         raise argparse.ArgumentTypeError("it is empty: name a file or folder")
     return Path(text).expanduser()
+
+
+def share_argument(text: str) -> float:
+    """An argparse type."""
+    if not 0 < float(text) < 1:
+        raise argparse.ArgumentTypeError(f"it is {text}, expected a share above 0 and below 1")
+    return float(text)
 
 
 def input_argument(text: str) -> Path:

@@ -23,7 +23,6 @@ from data.vocabulary import Tokenizer
 from data.write import (
     Progress,
     add_text_options,
-    check_val_fraction,
     input_argument,
     make_parser,
     path_argument,
@@ -99,7 +98,6 @@ def prepare(
 
     OSError or ValueError if the input is missing or wrong, an answer has no end, or there is no template.
     """
-    check_val_fraction(val_fraction)
     found = tokenizer_for_data(tokenizer)
     if template:
         with open_input(template) as file:

@@ -26,7 +26,6 @@ from data.write import (
     Document,
     Progress,
     add_text_options,
-    check_val_fraction,
     finished_shard,
     make_parser,
     path_argument,
@@ -117,7 +116,6 @@ def prepare(
     workers: int = 1,
 ) -> dict:
     """Write the dataset into `folder` from a .parquet file, a folder of them or the hub; return its meta.json."""
-    check_val_fraction(val_fraction)
     encoding = tokenizer_for_data(tokenizer, bos)
     ids = encoding.name + (" with bos" if encoding.bos is not None else "")
     if input is None:

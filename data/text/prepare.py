@@ -33,7 +33,6 @@ from data.write import (
     Document,
     Progress,
     add_text_options,
-    check_val_fraction,
     hash_of,
     input_argument,
     make_parser,
@@ -209,7 +208,6 @@ def prepare(
     n_bytes = 0 if None in sizes else sum(sizes)  # 0: unknown
     if val_fraction is None:
         val_fraction = min(max(0.01, 1e5 / n_bytes), 0.1) if n_bytes else 0.01  # 1%, but 100 KB or 10% of a small input
-    check_val_fraction(val_fraction)
     # A single file should still be enough documents for the hash to find some for validation: about eight chunks of
     # ASCII, but none so small that its end-of-text tokens would teach the model to stop early, unless that were more
     # than all that is to validate.
