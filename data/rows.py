@@ -56,10 +56,8 @@ class Zstandard(io.RawIOBase):
     """A file decompressed. zstandard's own reader takes a file that is cut off for a whole one."""
 
     def __init__(self, file: BinaryIO):
-        try:
-            import zstandard
-        except ImportError as error:
-            raise ImportError(f"{file.name} is compressed by zstd: pip install zstandard") from error
+        import zstandard
+
         self.file, self.error, self.ready = file, zstandard.ZstdError, b""
         self.new_frame = zstandard.ZstdDecompressor().decompressobj
         self.frame = self.new_frame()
@@ -121,11 +119,8 @@ def head_of(file: io.BufferedReader, path: Path) -> bytes:
     head = read(lambda: file.peek(HEAD), path)[:HEAD]
     if head.startswith(b"PAR1"):
         raise ValueError(f"{path} is parquet: python data/fineweb_edu/prepare.py --input {quote(str(path))}")
-    if head.startswith((b"\xff\xfe", b"\xfe\xff")):
-        convert = f"iconv -f UTF-16 -t UTF-8 {quote(str(path))} > FILE"
-        raise ValueError(f"{path} is UTF-16: text is read as UTF-8. {convert} makes it")
     if b"\0" in head:  # git's rule
-        raise ValueError(f"{path} is binary, with zero bytes: text is read as UTF-8")
+        raise ValueError(f"{path} is binary or UTF-16, with zero bytes: text is read as UTF-8")
     return head.removeprefix(b"\xef\xbb\xbf")
 
 

@@ -102,10 +102,8 @@ class HuggingFace(Tokenizer):
     """A tokenizer.json, with any normalizer, pre-tokenizer and model that `tokenizers` has."""
 
     def __init__(self, path: Path, files: dict[str, bytes], config: dict):
-        try:
-            import tokenizers
-        except ImportError as error:
-            raise ImportError(f"{path} is read by Hugging Face's tokenizers: pip install tokenizers") from error
+        import tokenizers
+
         try:
             self.backend = tokenizers.Tokenizer.from_str(files["tokenizer.json"].decode())
         except Exception as error:  # it has no class of its own

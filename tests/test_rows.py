@@ -151,8 +151,7 @@ def test_what_is_no_text_is_named_with_the_command_for_it_and_in_folders_left_ou
     assert "python data/fineweb_edu/prepare.py reads parquet files" in out
     for name, said in (
         ("a.parquet", "is parquet: python data/fineweb_edu/prepare.py --input"),
-        ("b .txt", "is UTF-16: text is read as UTF-8. iconv -f UTF-16 -t UTF-8 '.*b .txt' > FILE makes it"),
-        ("c.bin", "is binary, with zero bytes"),
+        ("b .txt", "is binary or UTF-16, with zero bytes: text is read as UTF-8"),
     ):
         with pytest.raises(ValueError, match=f"{name} {said}"):
             read({}, [name])
