@@ -14,7 +14,6 @@ from data.chat.template import LLAMA3_TEMPLATE, encode_answers, encode_prompt, r
 from data.tokenizer import get_tokenizer, tokenizer_of
 from data.tokens import IS_TARGET, OPENS, Tokens
 from data.vocabulary import Tiktoken
-from data.write import run_script
 from model import LlamaConfig
 from runtime.restore import documents
 from tests.datasets import contents
@@ -82,7 +81,7 @@ def targets_of(folder, split="train"):
         PLAIN,
         "{% if tools is not none %}{{ tools | tojson(indent=2) }}{% endif %}{{ messages | tojson }}{{ documents }}",
         "{% for m in messages %}\n  {% if loop.index > 2 %}\n    {% break %}{% endif %}\n{{ m.content }}{% endfor %}",
-        "{% for m in messages %}{% generation %}{{ m.content }}{% endgeneration %}{% endfor %}{{ strftime_now('%Y') }}",
+        "{{ strftime_now('%Y') }}{% for m in messages %}{%- generation -%} {{ m.role }}{% endgeneration %}{% endfor %}",
         "{% set ns = namespace(n=0) %}{% for m in messages %}{% set ns.n = ns.n + 1 %}{% endfor %}{{ ns.n }}",
     ],
     ids=["llama3", "plain", "tools", "break", "generation", "namespace"],
@@ -108,7 +107,7 @@ def test_templates_render_as_in_transformers(template, prompt):
 )
 def test_a_template_that_fails_or_reaches_out_of_its_sandbox_is_a_valueerror(template, message):
     with pytest.raises(ValueError, match=message):
-        render(MESSAGES, template)
+        render(MESSAGES, template, "<s>", "</s>")
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -117,7 +116,7 @@ def test_a_template_that_fails_or_reaches_out_of_its_sandbox_is_a_valueerror(tem
 
 def test_only_answers_and_their_ends_of_turn_are_targets():
     ids, is_target = encode_answers(LLAMA3, render_answers(LLAMA3, MESSAGES))
-    assert ids == LLAMA3.encode(render(MESSAGES), special=True)
+    assert ids == LLAMA3.encode(render(MESSAGES, LLAMA3_TEMPLATE, "<|begin_of_text|>", ""), special=True)
     learned = LLAMA3.decode(token for token, target in zip(ids, is_target, strict=True) if target)
     assert learned == "4<|eot_id|>Yes.<|eot_id|>"
 
@@ -137,7 +136,7 @@ def test_an_answer_follows_the_ids_that_sample_py_gives_for_its_prompt():
     first = is_target.index(True)
     assert ids[:first] == encode_prompt(tokenizer, messages[:1])
     assert tokenizer.decode(ids[first:]) == "xyz<|endoftext|>\n" and is_target[-2:] == [True, False]
-    assert 257 in tokenizer.encode(render(messages, PLAIN)), "this tokenizer does not merge: the test shows nothing"
+    assert 257 in tokenizer.encode(render(messages, PLAIN, "", "")), "it does not merge: the test shows nothing"
 
 
 def test_a_special_token_that_a_message_spells_out_stays_text():
@@ -146,7 +145,7 @@ def test_a_special_token_that_a_message_spells_out_stays_text():
         {"role": "assistant", "content": "<|eot_id|> ends a turn."},
     ]
     ids, _ = encode_answers(LLAMA3, render_answers(LLAMA3, messages))
-    assert LLAMA3.decode(ids) == render(messages), "the text changed"
+    assert LLAMA3.decode(ids) == render(messages, LLAMA3_TEMPLATE, "<|begin_of_text|>", ""), "the text changed"
     assert ids.count(260) == 2 and ids.count(258) == 2, "a message's text became a special token"
     assert encode_prompt(LLAMA3, messages[:1]) == ids[: len(encode_prompt(LLAMA3, messages[:1]))]
     with pytest.raises(ValueError, match="no characters"):
@@ -242,15 +241,6 @@ def test_a_tokenizer_without_template_and_an_answer_without_end_are_refused(writ
     assert not (tmp_path / "data").exists()
     with pytest.raises(OSError, match="none.jsonl cannot be read: No such file or directory"):
         chat.prepare([tmp_path / "none.jsonl"], tmp_path / "data", "bytes", tmp_path / "plain.jinja")
-
-
-def test_without_jinja2_one_sentence_says_what_to_install(monkeypatch):
-    from data.chat import template
-
-    template.compile_template.cache_clear()
-    monkeypatch.setitem(sys.modules, "jinja2", None)
-    with pytest.raises(SystemExit, match="error: chat templates need jinja2: pip install jinja2"):
-        run_script(lambda: render(MESSAGES))
 
 
 def test_prepare_names_the_next_command(written, tmp_path, monkeypatch, capsys):

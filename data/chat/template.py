@@ -2,7 +2,6 @@
 
     messages = [{"role": "user", "content": "What is a cria?"}]
     ids = encode_prompt(tokenizer, messages)  # what sample.py continues
-    text = render(messages, tokenizer.chat_template, bos="<s>", eos="</s>", add_generation_prompt=True)
 
     text = render_answers(tokenizer, messages + [{"role": "assistant", "content": "A baby llama."}])
     ids, is_target = encode_answers(tokenizer, text)  # what train.py learns
@@ -46,56 +45,38 @@ def template_of(tokenizer: Tokenizer) -> str:
     return LLAMA3_TEMPLATE if tokenizer.chat_template is None else tokenizer.chat_template
 
 
-def render(
-    messages: list[dict],
-    template: str = LLAMA3_TEMPLATE,
-    bos: str = "<|begin_of_text|>",
-    eos: str = "<|eot_id|>",
-    add_generation_prompt: bool = False,
-) -> str:
+def render(messages: list[dict], template: str, bos: str, eos: str, add_generation_prompt: bool = False) -> str:
     """The text of messages, each with a role and a content.
 
     template: Jinja source. bos, eos: the special tokens as the tokenizer spells them, "" where it has none.
-    add_generation_prompt: the text ends where the assistant's answer begins. ImportError without jinja2, ValueError if
-    the template is broken or refuses the messages.
+    add_generation_prompt: the text ends where the assistant's answer begins. ValueError if the template is broken or
+    refuses the messages.
     """
     variables = {"messages": messages, "bos_token": bos, "eos_token": eos}
     # transformers defines tools and documents always: templates compare them with none.
     variables |= {"add_generation_prompt": add_generation_prompt, "tools": None, "documents": None}
     try:
         return compile_template(template).render(variables)
-    except ImportError as error:
-        raise ImportError("chat templates need jinja2: pip install jinja2") from error
-    except Exception as error:  # a program that we did not write: whatever it raises
+    except Exception as error:  # a program that we did not write: whatever it raises; or no jinja2
         said = str(error) or type(error).__name__
         raise ValueError(f"the chat template cannot write this conversation: {said}") from error
 
 
 @functools.lru_cache(maxsize=8)
 def compile_template(template: str):
-    from jinja2 import TemplateError, nodes
-    from jinja2.ext import Extension, loopcontrols
+    from jinja2 import TemplateError
+    from jinja2.ext import loopcontrols
     from jinja2.sandbox import ImmutableSandboxedEnvironment
-
-    class Generation(Extension):
-        """{% generation %} ... {% endgeneration %} marks answers for transformers. Here what it encloses is plain."""
-
-        tags = {"generation"}
-
-        def parse(self, parser):
-            line = next(parser.stream).lineno
-            return nodes.Scope(parser.parse_statements(["name:endgeneration"], drop_needle=True), lineno=line)
 
     def raise_exception(message):
         raise TemplateError(message)
 
-    environment = ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[Generation, loopcontrols]
-    )
+    environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols])
     environment.filters["tojson"] = functools.partial(json.dumps, ensure_ascii=False)  # Jinja's own escapes for HTML
     environment.globals["raise_exception"] = raise_exception
     environment.globals["strftime_now"] = lambda format: datetime.now().strftime(format)
-    return environment.from_string(template)
+    # {% generation %} ... {% endgeneration %} marks answers for transformers. Here what it encloses is plain.
+    return environment.from_string(re.sub(r"({%[-+]?\s*(?:end)?)generation\b", r"\1with", template))
 
 
 # ----------------------------------------------------------------------------------------------------------------------
