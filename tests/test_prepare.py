@@ -53,7 +53,7 @@ def stdlib(tmp_path):
     return root
 
 
-def test_pystdlib_splits_by_file_and_skips_copies_tests_and_generated_tables(stdlib, tmp_path, capsys):
+def test_pystdlib_splits_by_file_and_skips_copies_tests_and_generated_tables(stdlib, tmp_path):
     meta = pystdlib.prepare(tmp_path / "out", stdlib)
     val = documents_of(tmp_path / "out", "val")
     assert texts_of(tmp_path / "out") == sorted({f"def function_{i}():\n    return {i}\n" for i in range(200)})
@@ -61,7 +61,6 @@ def test_pystdlib_splits_by_file_and_skips_copies_tests_and_generated_tables(std
     assert meta["val_bytes"] == sum(map(len, val))
     assert meta["script"] == "data/pystdlib/prepare.py"
     assert meta["gzip_bits_per_byte"] > 0 and meta["xz_bits_per_byte"] > 0
-    assert "200 files, skipped 2 unreadable, 2 empty or a copy" in capsys.readouterr().out
     pystdlib.prepare(tmp_path / "again", stdlib)
     assert contents(tmp_path / "out") == contents(tmp_path / "again")
     (stdlib / "aaa_new.py").write_text("new = True\n")
@@ -81,15 +80,12 @@ def test_pystdlib_script_runs_from_any_folder(tmp_path):
     assert 1.5 < meta["xz_bits_per_byte"] < meta["gzip_bits_per_byte"] < 2.5
 
 
-def test_shakespeare_download_error_has_url_and_path_and_bad_input_is_an_error(tmp_path, monkeypatch):
+def test_shakespeare_download_error_has_url_and_path(tmp_path, monkeypatch):
     monkeypatch.setattr(shakespeare_char, "URL", "http://localhost:9/input.txt")  # nobody listens on the discard port
     place = tmp_path / "input.txt"
     with pytest.raises(OSError, match=f"could not download http://localhost:9/input.txt .* put it at {place}"):
         shakespeare_char.prepare(tmp_path)
     assert not place.exists()
-    place.write_bytes("Enter Citoyen Hébert".encode("latin-1"))
-    with pytest.raises(ValueError, match=f"{place} is not UTF-8 text .*0xe9"):
-        shakespeare_char.prepare(tmp_path)
     place.write_text("To be, or not to be. " * 100)
     meta = shakespeare_char.prepare(tmp_path)
     assert meta["script"] == "data/shakespeare_char/prepare.py"

@@ -10,6 +10,7 @@ generated tables: what remains is 9 to 10 MB in each of Python 3.11, 3.12 and 3.
 so a loss means the same everywhere. (The tests would add 19 MB of much more repetitive text.)
 """
 
+import contextlib
 import platform
 import sys
 import sysconfig
@@ -29,35 +30,27 @@ SKIP = {
 VAL_FRACTION = 0.07  # of the files; in bytes 5-7%, half a megabyte
 
 
-def read_sources(stdlib: Path) -> tuple[dict[str, str], dict[str, int]]:
-    """Return {relative path: source}, sorted by path, and how many files were left out and why."""
-    sources, seen, skipped = {}, set(), {"unreadable": 0, "empty or a copy": 0}
+def read_sources(stdlib: Path) -> dict[str, str]:
+    """Return {source: relative path}, sorted by path; of copies the first, for one could train and one validate."""
+    names = {}
     for path in sorted(stdlib.rglob("*.py")):
         name = path.relative_to(stdlib)
-        if SKIP.intersection(name.parts):
-            continue
-        try:
-            source = path.read_bytes().decode()
-        except (OSError, UnicodeDecodeError):  # a dangling link, another encoding
-            skipped["unreadable"] += 1
-            continue
-        if not source or source in seen:  # a copy could be in training and in validation
-            skipped["empty or a copy"] += 1
-            continue
-        seen.add(source)
-        sources[name.as_posix()] = source
-    return sources, skipped
+        if SKIP.isdisjoint(name.parts):
+            with contextlib.suppress(OSError, UnicodeDecodeError):  # a dangling link, another encoding
+                names.setdefault(path.read_bytes().decode(), name.as_posix())
+    names.pop("", None)
+    return names
 
 
 def prepare(folder: Path = HERE, stdlib: Path | None = None) -> dict:
     """Write the dataset into `folder` from `stdlib` (default: the running Python's); return its meta.json."""
     stdlib = Path(stdlib or sysconfig.get_path("stdlib"))
-    sources, skipped = read_sources(stdlib)
+    names = read_sources(stdlib)
     # by a hash of the name: a file that a Python update changes, or adds, moves no other file
-    documents = [(split_of(name, VAL_FRACTION), source) for name, source in sources.items()]
+    documents = [(split_of(name, VAL_FRACTION), source) for source, name in names.items()]
     extra = dict(script="data/pystdlib/prepare.py", python=platform.python_version())
     meta = write_dataset(folder, documents, get_tokenizer("bytes"), extra=extra)
-    say(f"{stdlib}: {len(sources):,} files, skipped " + ", ".join(f"{n} {why}" for why, n in skipped.items()))
+    say(f"{stdlib}: {len(names):,} files")
     print_summary(folder, meta)
     return meta
 

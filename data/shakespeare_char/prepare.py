@@ -37,10 +37,7 @@ def prepare(folder: Path = HERE) -> dict:
     open_lock(folder / ".lock").close()  # before the download: can it be written?
     if not (folder / "input.txt").exists():
         download(folder / "input.txt")
-    try:
-        text = (folder / "input.txt").read_bytes().decode()
-    except UnicodeDecodeError as error:
-        raise ValueError(f"{display_path(folder / 'input.txt')} is not UTF-8 text ({error})") from error
+    text = (folder / "input.txt").read_bytes().decode()
     train, val = text[: len(text) * 9 // 10], text[len(text) * 9 // 10 :]
     extra = dict(script="data/shakespeare_char/prepare.py")
     meta = write_dataset(folder, [("train", train), ("val", val)], get_tokenizer("bytes"), extra=extra)
