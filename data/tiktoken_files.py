@@ -94,11 +94,9 @@ def openai_encoding(name: str) -> tiktoken.Encoding:
     try:
         return tiktoken.get_encoding(name)
     except requests.RequestException as error:
-        if error.request is None:  # broken off on the way
-            raise OSError(f"the download of tokenizer {name} failed: {error}") from error
         raise FileNotFoundError(
-            f"tokenizer {name} could not be downloaded: fetch {' and '.join(missing)} on a machine with a network, and "
-            f"put that here into {folder} (or another folder, named by TIKTOKEN_CACHE_DIR)"
+            f"tokenizer {name} could not be downloaded ({error}): fetch {' and '.join(missing)} on a machine with a "
+            f"network, and put that here into {folder} (or another folder, named by TIKTOKEN_CACHE_DIR)"
         ) from error
 
 
