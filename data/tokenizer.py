@@ -156,9 +156,6 @@ def published_name(folder: Path) -> str | None:
     """The name of the tokenizer whose tokenizer.json a folder holds, without reading it by `tokenizers`; else None."""
     with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
         content = parse((folder / "tokenizer.json").read_bytes(), folder)
-        vocabulary = content["model"]["vocab"]
-        if isinstance(vocabulary, list):  # of pairs, token and score
-            vocabulary = {token: i for i, (token, _) in enumerate(vocabulary)}
-        ids = vocabulary | {token["content"]: token["id"] for token in content["added_tokens"]}
+        ids = content["model"]["vocab"] | {token["content"]: token["id"] for token in content["added_tokens"]}
         return "llama3" if is_llama3(content) else vocabulary_name(ids)
     return None

@@ -3,9 +3,7 @@
 import contextlib
 import hashlib
 import json
-import re
 from collections.abc import Callable, Iterable
-from itertools import pairwise
 from pathlib import Path
 
 import tiktoken
@@ -14,7 +12,7 @@ from data.tiktoken_files import json_of_encoding
 
 END_OF_TEXT_NAMES = ["<|endoftext|>", "<|end_of_text|>"]  # OpenAI's spelling, Meta's spelling
 LLAMA3_EOS = ["<|end_of_text|>", "<|eom_id|>", "<|eot_id|>"]  # of a document, of a message to a tool, of a turn
-MOST_BLANKS = 25_000  # in a row, of a text that tiktoken cannot take whole
+MOST_CHARS = 25_000  # in a piece of a text that tiktoken cannot take whole
 
 
 class Tokenizer:
@@ -77,11 +75,8 @@ class Tiktoken(Tokenizer):
         options = dict(allowed_special="all" if special else set(), disallowed_special=())
         try:
             return self.encoding.encode(text, **options)
-        except ValueError:  # tiktoken's pattern cannot match a million blanks in a row: cut them, as Meta's code does
-            cuts = [0]
-            for blanks in re.finditer(rf"\s{{{MOST_BLANKS + 1},}}", text):
-                cuts += range(blanks.start() + MOST_BLANKS, blanks.end(), MOST_BLANKS)
-            pieces = [text[start:end] for start, end in pairwise([*cuts, len(text)])]
+        except ValueError:  # tiktoken's pattern cannot match a million blanks in a row
+            pieces = [text[i : i + MOST_CHARS] for i in range(0, len(text), MOST_CHARS)]
             return [token for piece in pieces for token in self.encoding.encode(piece, **options)]
 
     def decode(self, ids: Iterable[int]) -> str:
