@@ -20,7 +20,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from data.tokens import IS_TARGET, OPENS, Tokens
+from data.tokens import IS_TARGET, OPENS, Tokens, check_tokens
 from data.write import prepare_once
 
 FOLDER = Path(__file__).resolve().parent
@@ -136,11 +136,7 @@ class Packed(Blocks):
             for i in self.blocks[index]:
                 here, there = slice(at, at + self.lengths[i]), slice(self.starts[i], self.starts[i] + self.lengths[i])
                 row[here] = tokens[there]
-                if row[here].max() >= self.vocab_size:
-                    raise ValueError(
-                        f"{self.tokens.paths[0]} holds token {row[here].max()}, but vocab_size is {self.vocab_size}: "
-                        "prepare the data again or set vocab_size"
-                    )
+                check_tokens(row[here], self.vocab_size, self.tokens.paths[0])
                 row[here] |= mask[there].astype(np.int64) << MASK_SHIFT
                 at = here.stop
             row[at : at + 1] |= OPENS << MASK_SHIFT  # padding sees no conversation

@@ -100,29 +100,25 @@ class Tokens:
         """Return blocks `indices`, 0 <= index < blocks(block_size), as int64 (len(indices), block_size + 1).
 
         shift: where the first block of each shard starts, 0 <= shift < block_size; then the indices must be below
-        blocks(block_size, shifted=True). Raises IndexError for a block that does not exist, ValueError for a token
-        >= `vocab_size` (default: the dataset's), which would index outside the embedding.
+        blocks(block_size, shifted=True). Raises ValueError for a token >= `vocab_size` (default: the dataset's), which
+        would index outside the embedding.
         """
-        indices = np.asarray(indices)
-        per_shard = self._blocks_per_shard(block_size, shift is not None)
-        ends = np.cumsum(per_shard)  # (shards,), the first block after each shard
-        wrong = indices[(indices < 0) | (indices >= ends[-1])]
-        if wrong.size:
-            raise IndexError(f"{self.folder} has {ends[-1]} {self.split} blocks of {block_size}, asked for {wrong[0]}")
+        ends = np.cumsum(self._blocks_per_shard(block_size, shift is not None))  # the first block after each shard
         shards = np.searchsorted(ends, indices, side="right")
         tokens = np.empty((len(indices), block_size + 1), dtype=np.int64)
-        for row, (index, shard) in enumerate(zip(indices, shards, strict=True)):
+        for row, index, shard in zip(tokens, indices, shards, strict=True):
             first = ends[shard - 1] if shard else 0
             start = int(index - first) * block_size + (shift or 0)
-            tokens[row] = self.shards[shard][start : start + block_size + 1]
-        vocab_size = vocab_size or self.meta["vocab_size"]
-        if tokens.size and tokens.max() >= vocab_size:
-            path = self.paths[shards[tokens.max(axis=1).argmax()]]
-            raise ValueError(
-                f"{path} holds token {tokens.max()}, but vocab_size is {vocab_size}: "
-                "prepare the data again or set vocab_size"
-            )
+            row[:] = self.shards[shard][start : start + block_size + 1]
+            check_tokens(row, vocab_size or self.meta["vocab_size"], self.paths[shard])
         return tokens
+
+
+def check_tokens(tokens: np.ndarray, vocab_size: int, path: Path) -> None:
+    """Raises ValueError for a token that the embedding does not have."""
+    if tokens.max() >= vocab_size:
+        said = f"{path} holds token {tokens.max()}, but vocab_size is {vocab_size}"
+        raise ValueError(f"{said}: prepare the data again or set vocab_size")
 
 
 def read_meta(folder: str | Path) -> dict:
