@@ -165,8 +165,6 @@ def read_file(path: str, settings: dict, script: str) -> dict:
         folders = [os.path.dirname(path) or ".", os.path.relpath(Path(script).resolve().parent / "config")]
         files = {file.stem: str(file) for folder in folders for file in Path(folder).glob("*.py")}
         problem = "is no file" if os.path.exists(path) else "does not exist"
-        if os.path.isdir(path) and "out_dir" in settings:
-            raise SettingError(f"{path} is a folder. Did you mean --out_dir={path}?")
         raise SettingError(f"config file {path} {problem}{did_you_mean(Path(path).stem, files)}")
     if not path.endswith(".py"):
         raise SettingError(f"{path} is no config file: it must be a .py of assignments, such as batch_size = 4")
