@@ -55,7 +55,6 @@ def say(text: str = "", end: str = "\n") -> None:
 
 
 def display_path(path: Path) -> str:
-    """The path as one would type it in the current folder; bytes that are not UTF-8 are replaced."""
-    path = Path(path).absolute()
-    path = path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path
-    return os.fsencode(path).decode(errors="replace")
+    """The path as one would type it in the current folder."""
+    path = path.absolute()
+    return str(path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path)

@@ -15,7 +15,6 @@ import gzip
 import io
 import json
 import lzma
-import os
 import re
 import zlib
 from collections.abc import Callable, Iterator
@@ -44,8 +43,7 @@ class Bad:
 
     def report(self) -> None:
         if self.n:
-            first = os.fsencode(self.first).decode(errors="replace")  # file names may be any bytes
-            say(f"left out by --errors skip: {self.n:,}, the first: {first}")
+            say(f"left out by --errors skip: {self.n:,}, the first: {self.first}")
 
 
 class Unreadable(ValueError):

@@ -255,20 +255,6 @@ def test_text_reads_standard_input_and_names_links_to_folders_that_it_leaves_out
     assert texts_of(tmp_path / "out") == ["one\n", "two\n"]
 
 
-def test_text_prints_file_names_that_are_not_utf8(tmp_path, capsys):
-    name, content = os.fsdecode(b"caf\xe9"), {"a": b"one", "b": b"two", "bad": b"\xe9", "binary": b"\0"}
-    for suffix in content:
-        (tmp_path / f"{name}.{suffix}").write_bytes(content[suffix])
-    text.prepare([tmp_path], tmp_path / f".{name}", errors="skip")
-    out = capsys.readouterr().out  # strict, as of a terminal
-    for line in (
-        "left out: 1 ({}/caf\ufffd.binary)",
-        "left out by --errors skip: 1, the first: {}/caf\ufffd.bad is not UTF-8",
-        "{}/.caf\ufffd: tokenizer bytes",
-    ):
-        assert line.format(tmp_path) in out, out
-
-
 def test_messages_that_cannot_be_printed_end_no_preparation(tmp_path, monkeypatch):
     write_notes(tmp_path / "é", 8)
     reading, writing = os.pipe()

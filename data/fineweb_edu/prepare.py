@@ -20,7 +20,6 @@ from itertools import chain
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
-from data.files import display_path
 from data.rows import Bad, field_of
 from data.write import (
     Document,
@@ -140,7 +139,7 @@ def prepare(
             if counts is None:
                 path = download(name) if input is None else input / name
                 with open_parquet(path) as parquet:
-                    prefix = f"{number + 1}/{len(names)} {display_path(name)} "
+                    prefix = f"{number + 1}/{len(names)} {name} "
                     progress = Progress(parquet.metadata.num_rows, "documents", prefix, len(names) - number)
                     documents = read_documents(parquet, path, field, val_fraction, bad)
                     counts = write_shard(
