@@ -88,8 +88,6 @@ def find_files(inputs: list[Path], out: Path, field: str, bad: Bad) -> dict[Path
             files[file] = kind
     say_files("binary or UTF-16 files left out", binary)
     say_files("links to folders left out", links)
-    if any(file.suffix == ".parquet" for file in binary):
-        say("python data/fineweb_edu/prepare.py reads parquet files")
     say_files(f"JSON without the field {field!r} read as text", json_as_text)
     return files
 
