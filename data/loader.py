@@ -85,13 +85,13 @@ class Blocks:
         """Tokens, targets and marks, all (B, T), of blocks. A document's first token has first_mark for a mark."""
         return blocks[:, :-1], blocks[:, 1:], blocks[:, :-1]
 
-    def weights(self, first: int, n_micro: int, batch_size: int, dtype=torch.float32) -> torch.Tensor:
+    def weights(self, first: int, n_micro: int, batch_size: int) -> torch.Tensor:
         """The weight (n_micro,) of the mean loss of each micro-batch of the step whose sequences begin with first.
 
         It is the number of its targets over that of the average micro-batch. So the mean of weight times mean loss is
         the sum over all targets of the step, divided once by their number, however the step is cut.
         """
-        return torch.ones(n_micro, dtype=dtype)  # every token is a target
+        return torch.ones(n_micro)  # every token is a target
 
 
 class Packed(Blocks):
@@ -148,10 +148,10 @@ class Packed(Blocks):
         targets = torch.where((mask[:, 1:] & IS_TARGET) > 0, tokens[:, 1:], -100)
         return tokens[:, :-1], targets, mask[:, :-1] & OPENS
 
-    def weights(self, first: int, n_micro: int, batch_size: int, dtype=torch.float32) -> torch.Tensor:
+    def weights(self, first: int, n_micro: int, batch_size: int) -> torch.Tensor:
         indices = np.concatenate([indices for indices, _ in self._blocks_of(first, n_micro * batch_size)])
         n_targets = torch.from_numpy(self.n_targets[indices].reshape(n_micro, batch_size).sum(1)).double()
-        return (n_targets / n_targets.mean()).to(dtype)
+        return (n_targets / n_targets.mean()).float()
 
 
 def pack(lengths: list[int], room: int) -> list[list[int]]:
