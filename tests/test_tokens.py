@@ -116,6 +116,9 @@ def test_missing_or_incomplete_dataset_error_has_the_prepare_command(tmp_path):
     (tmp_path / "prepare.py").touch()
     with pytest.raises(FileNotFoundError, match=f"not a finished dataset: run python {tmp_path}/prepare.py"):
         Tokens(tmp_path, "train")
+    (tmp_path / "meta.json").touch()
+    with pytest.raises(ValueError, match=f"meta.json is not JSON .*: run python {tmp_path}/prepare.py"):
+        Tokens(tmp_path, "train")
     (tmp_path / "prepare.py").unlink()
     toy_dataset(tmp_path, train=["0123456789"], extra={"script": "data/fineweb_edu/prepare.py"})
     os.truncate(tmp_path / "train.bin", 8)
@@ -125,13 +128,6 @@ def test_missing_or_incomplete_dataset_error_has_the_prepare_command(tmp_path):
     command = f"run python data/fineweb_edu/prepare.py --out {tmp_path}, other opt"
     with pytest.raises(FileNotFoundError, match=rf"val\.bin is missing.*{command}"):
         Tokens(tmp_path, "val")
-
-
-@pytest.mark.parametrize("content", ["", "[]", '{"tokenizer": "bytes"}'])
-def test_unreadable_meta_json_is_an_error(tmp_path, content):
-    (tmp_path / "meta.json").write_text(content)
-    with pytest.raises(ValueError, match=r"meta\.json (lacks|is not).*: run python"):
-        Tokens(tmp_path, "train")
 
 
 def test_token_id_beyond_the_vocabulary_is_an_error(tmp_path):
