@@ -80,12 +80,12 @@ def write_dataset(
     **options,  # of write_tokens
 ) -> dict:
     """Write a dataset of one train.bin and one val.bin; return its meta.json, to which `extra` is added."""
-    val_text = []
+    val_text = bytearray()
     if not options.get("encode"):
         documents = keep_val_text(documents, val_text)
     with write_lock(folder):
         counts = write_tokens(folder, documents, tokenizer, **options)
-        extra = (extra or {}) | compressed_bits_per_byte(b"".join(val_text))
+        extra = (extra or {}) | compressed_bits_per_byte(val_text)
         return write_meta(folder, tokenizer, {"": counts}, **extra)
 
 
@@ -196,21 +196,17 @@ def shard_suffix(number: int) -> str:
     return f"_{number:06d}"
 
 
-def keep_val_text(documents: Iterable[Document], val_text: list[bytes]) -> Iterator[Document]:
-    """The documents. The text of those that validate is appended to val_text, but none if it is a long one."""
-    n_bytes = 0
+def keep_val_text(documents: Iterable[Document], val_text: bytearray) -> Iterator[Document]:
+    """The documents. The text of those that validate is appended to val_text, until it is too long to compress."""
     for split, text in documents:
-        if split == "val" and n_bytes <= COMPRESSED_BYTES:
-            val_text.append(text.encode("utf-8", "replace"))
-            n_bytes += len(val_text[-1])
-            if n_bytes > COMPRESSED_BYTES:
-                val_text.clear()
+        if split == "val" and len(val_text) <= COMPRESSED_BYTES:
+            val_text += text.encode("utf-8", "replace")
         yield split, text
 
 
-def compressed_bits_per_byte(text: bytes) -> dict[str, float]:
-    """Bits per byte of the text, if there is any, after gzip -9 and xz -9: a language model should need fewer."""
-    if not text:
+def compressed_bits_per_byte(text: bytearray) -> dict[str, float]:
+    """Bits per byte of a text after gzip -9 and xz -9: a language model should need fewer. None if it is too long."""
+    if not 0 < len(text) <= COMPRESSED_BYTES:
         return {}
     return dict(
         gzip_bits_per_byte=8 * len(gzip.compress(text, 9)) / len(text),
