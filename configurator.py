@@ -230,9 +230,9 @@ def unknown(name: str, settings: dict, where: str = "") -> SettingError:
     return SettingError(f"{where}Unknown setting {name}{hint}")
 
 
-def did_you_mean(word, candidates: dict[str, str], cutoff: float = 0.6) -> str:
+def did_you_mean(word, candidates: dict[str, str]) -> str:
     """A question with the value of the key that is most like word; empty if none is."""
-    near = difflib.get_close_matches(str(word), candidates, n=1, cutoff=cutoff)
+    near = difflib.get_close_matches(str(word), candidates, n=1)
     return f". Did you mean {candidates[near[0]]}?" if near else ""
 
 

@@ -24,7 +24,6 @@ from lora import merge_lora
 from runtime import run_folder
 from runtime.checkpoint import load_model
 from runtime.checkpoint_folder import open_folder, write_folder
-from runtime.distributed import from_rank_0
 from runtime.hf_config import read_config
 from runtime.hf_names import hf_rows
 from runtime.restore import documents
@@ -41,7 +40,7 @@ def convert(source: Path, folder: Path, dtype: str, merge: str = "trained") -> N
     if merge == "original" and not opened.adapter:
         raise ValueError(f"--merge is for adapters, and {source} has none: leave it out")
     try:
-        from_rank_0(lambda: partial.mkdir(parents=True, exist_ok=True))  # before the weights are read
+        partial.mkdir(parents=True, exist_ok=True)  # before the weights are read
         base_dtype = "bfloat16" if merge == "original" else None
         model = load_model(source, "cpu", getattr(torch, dtype), base_dtype=base_dtype)
         merge_lora(model)

@@ -65,8 +65,7 @@ seed = 1337  # of the draws
 device: Literal["auto", "cuda", "cpu"] = "auto"  # auto: cuda where there is one
 dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"  # auto: bfloat16, on a CPU float32
 # ----------------------------------------------------------------------------------------------------------------------
-DEFAULTS = dict(globals())
-configure(globals(), sys.argv[1:])
+_, named = configure(globals(), sys.argv[1:])
 
 sys.stdout.reconfigure(errors="replace")  # for terminals that lack some characters
 out_dir = os.path.expanduser(out_dir)  # a shell does not expand the ~ of --out_dir=~/runs
@@ -94,7 +93,7 @@ for names, task, used in (
     (["max_new_tokens", "stop", "temperature", "top_k", "top_p", "min_p", "seed"], "--prompt and --chat", not evaluate),
 ):
     for name in names:
-        if globals()[name] != DEFAULTS[name] and not used:
+        if name in named and not used:
             sys.exit(f"--{name} is for {task}: add that, or leave it out")
 device = pick_device(device)
 dtype = pick_dtype(dtype, device)

@@ -57,7 +57,7 @@ def get_tokenizer(name: str | Path) -> Tokenizer:
         raise FileNotFoundError(
             f"{name} does not exist: a tokenizer is {', '.join(NAMES)}, or a folder or file that is"
         )
-    hint = did_you_mean(str(name), {known: known for known in NAMES}, cutoff=0.4) or "."
+    hint = did_you_mean(str(name), {known: known for known in NAMES}) or "."
     raise ValueError(f"Unknown tokenizer {name}{hint} There are: {', '.join(NAMES)}, and files and folders")
 
 
