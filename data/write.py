@@ -187,7 +187,7 @@ def finished_shard(folder: Path, number: int, tokenizer: Tokenizer, source: dict
         saved = json.loads((folder / f"shard{suffix}.json").read_text())
         sizes = {split: (folder / f"{split}{suffix}.bin").stat().st_size for split in SPLITS}
         whole = all(sizes[split] == saved["counts"][split]["tokens"] * itemsize for split in SPLITS)
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):  # a file is missing, or the record cut short
+    except (OSError, ValueError):  # a file is missing, or the record cut short
         return None
     return saved["counts"] if whole and saved["source"] == source else None
 

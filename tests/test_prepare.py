@@ -343,8 +343,6 @@ DAMAGE = {
     "nothing": lambda parquets, out: None,
     "tokens cut short": lambda parquets, out: os.truncate(out / "val_000001.bin", 2),
     "a record cut short": lambda parquets, out: os.truncate(out / "shard_000001.json", 30),
-    "an empty record": lambda parquets, out: os.truncate(out / "shard_000001.json", 0),
-    "another input": lambda parquets, out: os.replace(parquets / "002.parquet", parquets / "001.parquet"),
     "a newer input": lambda parquets, out: os.utime(parquets / "001.parquet", (0, 0)),
 }
 
