@@ -69,8 +69,7 @@ def checked(message, i: int) -> dict:
     if not isinstance(message, dict) or not isinstance(message.get("role"), str):
         raise ValueError(f"message {i} is no object with a role, as in {{'role': 'user', 'content': 'hello'}}")
     if not isinstance(message.get("content"), str):
-        found = type(message["content"]).__name__ if "content" in message else "nothing"
-        raise ValueError(f"message {i} has {found} as content, expected a string")
+        raise ValueError(f"message {i} has {message.get('content')!r:.40} as content, expected a string")
     # JSON can hold a lone surrogate: it becomes a question mark
     return message | {"content": message["content"].encode("utf-8", "replace").decode()}
 
