@@ -165,8 +165,6 @@ ACCEPTED = {
     "the last of two flags": (["--batch_size=4", "--batch_size", "3"], BATCH_3),
     "later files over earlier ones": (
         ["config/llama32_1b.py", "config/baby_llama.py"], {"batch_size": 32, "compile": False}),
-    "later files over earlier ones, the other way": (
-        ["config/baby_llama.py", "config/llama32_1b.py"], {"batch_size": 8, "compile": False}),
 }  # fmt: skip
 
 

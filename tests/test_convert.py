@@ -337,14 +337,10 @@ def test_what_cannot_be_read_gets_a_sentence(train, capsys, theirs, sentence):
     assert sentence in slip(train, capsys, **TIED, init_from=theirs)
 
 
-@pytest.mark.parametrize(
-    "file, said",
-    [("adapter_model.safetensors", "an adapter alone: "), ("a.gguf", "GGUF files, "), ("pytorch_model.bin", "pickled")],
-)
-def test_a_folder_of_other_weights_without_config_json_gets_a_sentence(train, tmp_path, capsys, file, said):
-    (tmp_path / file).write_bytes(b"")
-    assert f"{tmp_path} holds {said}" in slip(train, capsys, init_from=tmp_path)
-    with pytest.raises(ValueError, match=f"{tmp_path} holds {said}"):
+def test_a_folder_of_other_weights_without_config_json_gets_a_sentence(train, tmp_path, capsys):
+    (tmp_path / "a.gguf").touch()
+    assert f"{tmp_path} holds GGUF files, " in slip(train, capsys, init_from=tmp_path)
+    with pytest.raises(ValueError, match=f"{tmp_path} holds GGUF files, "):
         load_model(tmp_path)
 
 

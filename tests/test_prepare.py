@@ -1,6 +1,5 @@
 """The prepare.py scripts: pystdlib, shakespeare_char, text, fineweb_edu. No network."""
 
-import base64
 import gzip
 import hashlib
 import io
@@ -17,22 +16,18 @@ from data.fineweb_edu import prepare as fineweb_edu
 from data.pystdlib import prepare as pystdlib
 from data.shakespeare_char import prepare as shakespeare_char
 from data.text import prepare as text
+from data.tokenizer import tokenizer_of
 from data.tokens import Tokens
 from data.write import prepare_once, run_script, split_of, write_lock
 from tests.datasets import contents, documents_of, texts_of
 from tests.runs import ROOT, start
+from tests.test_tokenizer import write_llama3_model
 
 
 def write_notes(folder, n):
     folder.mkdir(exist_ok=True)
     for i in range(n):
         (folder / f"{i}.txt").write_text(f"note {i}")
-
-
-def write_bytes_model(path):
-    """Meta's file of a tokenizer that knows single bytes alone."""
-    path.write_bytes(b"".join(base64.b64encode(bytes([i])) + b" %d\n" % i for i in range(256)))
-    return str(path)
 
 
 @pytest.fixture
@@ -124,15 +119,6 @@ def test_a_file_is_cut_at_line_ends_without_loss_and_a_small_one_gives_a_tenth_f
     assert "".join(documents) == book  # in order, as they begin with their numbers
 
 
-def test_large_text_is_split_by_the_hash_of_each_document(tmp_path, monkeypatch):
-    monkeypatch.setattr(text, "SMALL", 100)
-    (tmp_path / "large.jsonl").write_text("".join(json.dumps({"text": f"line {i}"}) + "\n" for i in range(300)))
-    text.prepare([tmp_path / "large.jsonl"], tmp_path / "out", val_fraction=0.1)
-    first = [f"line {i}" for i in range(15)]  # the first 100 bytes, split by rank
-    expected = [f"line {i}" for i in range(15, 300) if split_of(f"line {i}", 0.1) == "val"]
-    assert [line for line in documents_of(tmp_path / "out", "val") if line not in first] == expected
-
-
 def test_text_reads_a_pipe_with_one_percent_for_validation(tmp_path, monkeypatch):
     monkeypatch.setattr(text, "SMALL", 400_000)
     book = "".join(f"{i:06}\n" for i in range(500_000))
@@ -181,7 +167,7 @@ def test_copies_of_a_document_are_in_the_same_split(monkeypatch):
 @pytest.mark.parametrize("source, out", [(".", "data/mine"), (".", "."), ("notes", ".")])
 def test_text_never_reads_its_own_dataset_and_tokenizer_as_input(tmp_path, source, out, capsys):
     write_notes(tmp_path / "notes", 8)
-    tokenizer = write_bytes_model(tmp_path / ".model")
+    tokenizer = write_llama3_model(tmp_path / ".model", [])
     first, second = (text.prepare([tmp_path / source], tmp_path / out, tokenizer) for _ in range(2))
     assert first == second and (tmp_path / out / "tokenizer.model").exists()
     assert (first["train_documents"], first["val_documents"]) == (7, 1)
@@ -432,8 +418,9 @@ def test_fineweb_stops_at_a_row_without_text_or_counts_it(tmp_path, capsys):
 
 def test_fineweb_writes_shards_again_that_lack_the_bos(parquets, tmp_path, files_read):
     out = tmp_path / "out"
-    options = dict(tokenizer=write_bytes_model(tmp_path / "tokenizer.model"), val_fraction=0.1, max_files=1)
+    options = dict(tokenizer=write_llama3_model(tmp_path / "tokenizer.model", []), val_fraction=0.1, max_files=1)
     without = fineweb_edu.prepare(parquets, out, bos=False, **options)
+    assert tokenizer_of(out).bos is None
     meta = fineweb_edu.prepare(parquets, out, **options)
     assert files_read == ["000.parquet"] * 2 and meta["bos"] == 256 and "bos" not in without
     assert meta["train_tokens"] == without["train_tokens"] + meta["train_documents"]

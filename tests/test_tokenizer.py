@@ -85,10 +85,9 @@ def test_llama3_rejects_a_file_in_another_format(tmp_path, content):
         get_tokenizer(tmp_path)
 
 
-@pytest.mark.parametrize("name, nearest", [("lama3", "llama3"), ("gpt-2", "gpt2"), ("cl100k", "cl100k_base")])
-def test_unknown_tokenizer_error_suggests_the_nearest_name(name, nearest):
-    with pytest.raises(ValueError, match=f"Unknown tokenizer {name}. Did you mean {nearest}?"):
-        get_tokenizer(name)
+def test_unknown_tokenizer_error_suggests_the_nearest_name():
+    with pytest.raises(ValueError, match=r"Unknown tokenizer cl100k\. Did you mean cl100k_base\?"):
+        get_tokenizer("cl100k")
 
 
 @pytest.mark.parametrize("name", [name for name in NAMES if name not in ("bytes", "llama3")])

@@ -171,12 +171,6 @@ def test_transformers_and_tiktoken_read_what_we_write_with_the_same_ids(name, tm
         assert hf_ids(folder, text) == [301, *ours.encode(text)] == [301, *again.encode(text)], text
 
 
-def test_bytes_are_read_by_transformers(tmp_path):
-    folder = write_hf_files(get_tokenizer("bytes"), tmp_path / "hf")
-    for text in (*TEXTS, AWKWARD):
-        assert hf_ids(folder, text) == list(text.encode())
-
-
 def test_a_dataset_keeps_its_tokenizer_and_says_when_a_file_of_it_is_damaged(tmp_path):
     write_hf_folder(tmp_path / "hf", bos="<s>")
     texts, data = [f"text {i} é" for i in range(30)], tmp_path / "data"
@@ -231,14 +225,6 @@ def test_a_checkpoint_of_metas_tokenizer_has_tokenizer_json_alone(train, tmp_pat
     assert tokenizer_of(checkpoint).encode("he said") == tokenizer_of(tmp_path / "data").encode("he said")
 
 
-def test_no_bos_leaves_it_out(tmp_path):
-    write_hf_folder(tmp_path / "hf", bos="<s>")
-    (tmp_path / "in.jsonl").write_text('{"text": "one"}\n{"text": "two"}\n')
-    meta = text_prepare([tmp_path / "in.jsonl"], tmp_path / "data", tokenizer=str(tmp_path / "hf"), bos=False)
-    assert "bos" not in meta and tokenizer_of(tmp_path / "data").bos is None
-    assert 1 not in Tokens(tmp_path / "data", "train").shards[0]
-
-
 def test_a_run_takes_the_tokenizer_along(train, sample, tmp_path, monkeypatch, plain_pytorch_on_one_core):
     """mask_documents goes by its bos; sample.py and transformers find it in the checkpoint; so does convert.py."""
     write_hf_folder(tmp_path / "hf", bos="<s>")
@@ -264,7 +250,8 @@ def test_a_run_takes_the_tokenizer_along(train, sample, tmp_path, monkeypatch, p
 
 
 def test_a_run_of_our_own_tokenizer_is_read_by_transformers(alone):
-    assert hf_ids(alone / "step_000020", AWKWARD) == list(AWKWARD.encode())
+    for text in (*TEXTS, AWKWARD):
+        assert hf_ids(alone / "step_000020", text) == list(text.encode())
     assert tokenizer_of(alone / "step_000020").bos == 256  # its documents begin behind the end of another
     assert get_tokenizer(alone / "step_000020").name == "bytes"
 
