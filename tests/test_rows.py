@@ -5,6 +5,7 @@ import json
 import lzma
 import os
 import subprocess
+from pathlib import Path
 
 import pytest
 
@@ -55,7 +56,7 @@ def test_json_is_read_compressed_or_not_from_files_and_pipes(name, tmp_path, rea
     content = FORMS[name]() if callable(FORMS[name]) else FORMS[name]
     assert read({name: content}) == sorted(TEXTS)
     with subprocess.Popen(["cat", tmp_path / name], stdout=subprocess.PIPE) as cat:
-        text.prepare([f"/dev/fd/{cat.stdout.fileno()}"], tmp_path / "out")
+        text.prepare([Path(f"/dev/fd/{cat.stdout.fileno()}")], tmp_path / "out")
     assert texts_of(tmp_path / "out") == sorted(TEXTS)
 
 
@@ -127,7 +128,7 @@ def test_a_file_that_is_not_utf8_ends_the_preparation_or_is_left_out_as_a_whole(
     reading, writing = os.pipe()
     os.close(writing)
     with pytest.raises(ValueError, match=f"--errors skip reads a file twice, but /dev/fd/{reading} is a pipe"):
-        text.prepare([f"/dev/fd/{reading}"], tmp_path / ".out", errors="skip")
+        text.prepare([Path(f"/dev/fd/{reading}")], tmp_path / ".out", errors="skip")
     os.close(reading)
 
 

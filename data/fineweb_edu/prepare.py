@@ -121,8 +121,6 @@ def prepare(
         names = list_hub(sample)
     elif input.is_file():
         input, names = input.parent, [input.name]
-    elif not input.exists():
-        raise FileNotFoundError(f"--input {input} does not exist")
     else:
         names = sorted(str(path.relative_to(input)) for path in input.rglob("*.parquet"))
         if not names:

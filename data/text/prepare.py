@@ -63,9 +63,7 @@ def find_files(inputs: list[Path], out: Path, field: str, bad: Bad) -> dict[Path
             if file.is_dir():
                 links.append(file)
                 continue
-            if not file.is_file():
-                if not file.exists():
-                    raise FileNotFoundError(f"--input {file} does not exist")
+            if file.exists() and not file.is_file():
                 files[file] = None
                 continue
             try:
@@ -199,7 +197,7 @@ def prepare(
 ) -> dict:
     """Write the dataset into `folder`; return its meta.json. field: of the lines of .jsonl files; none: "text"."""
     bad, spelled_out = Bad(errors), Counter()
-    files = find_files([Path(path) for path in inputs], folder, field or "text", bad)
+    files = find_files(inputs, folder, field or "text", bad)
     if field is not None and set(files.values()) == {"text"}:
         raise ValueError(f"--field is {field}, but no input holds JSON objects, one a line or in an array")
     sizes = [text_size(path) for path in files]
