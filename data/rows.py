@@ -148,9 +148,7 @@ def read_rows(file: BinaryIO, path: Path, kind: str, bad: Bad) -> Iterator[tuple
         for rows in parse(read(file.read, path), str(path), bad):
             yield from ((f"{path}[{i}]", row) for i, row in enumerate(rows))
         return
-    number = 0
-    while line := read(file.readline, path):
-        number += 1
+    for number, line in enumerate(iter(lambda: read(file.readline, path), b""), start=1):
         where = f"{path}:{number}"
         if line.strip():
             yield from ((where, row) for row in parse(line, where, bad))

@@ -330,13 +330,12 @@ class Progress:
 
 def prepare_once(folder: Path) -> None:
     """Run a folder's prepare.py unless its dataset exists. If another process is running it, wait for that."""
-    script = folder / "prepare.py"
     if (folder / "meta.json").exists():
         return
     with open_lock(folder / ".once.lock") as file:  # not .lock, which the script takes
         lock(file, fcntl.LOCK_EX)
         if not (folder / "meta.json").exists():
-            runpy.run_path(str(script))["prepare"](folder)
+            runpy.run_path(str(folder / "prepare.py"))["prepare"](folder)
 
 
 def print_summary(folder: Path, meta: dict) -> None:
