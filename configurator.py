@@ -10,9 +10,9 @@
     python train.py config/baby_llama.py --help
 
 Every lowercase name assigned above the call is a setting: its annotation or default gives its type, the comment behind
-it its help. A comment line above it is the heading of a group if a blank line precedes it or the setting has its own
-comment; else it is the setting's help. Flags win over files, later flags and files over earlier ones. A config file is
-Python: it may compute and import, but each name that it assigns must be a setting or begin with an underscore.
+it its help. Comment lines above it are the heading of a group. Flags win over files, later flags and files over earlier
+ones. A config file is Python: it may compute and import, but each name that it assigns must be a setting or begin with
+an underscore.
 """
 
 import ast
@@ -113,11 +113,8 @@ def read_script(namespace: dict) -> tuple[dict[str, Setting], dict]:
         first = node.lineno
         while first - 1 in comments and lines[first - 1].startswith("#"):
             first -= 1
-        above = " ".join(comments[row] for row in range(first, node.lineno)).strip()
-        behind = comments.get(node.end_lineno, "")
-        is_heading = behind or not lines[first - 1].strip()
-        group = above if above and is_heading else group
-        settings[name] = Setting(options, group, behind if is_heading else above)
+        group = " ".join(comments[row] for row in range(first, node.lineno)).strip() or group
+        settings[name] = Setting(options, group, comments.get(node.end_lineno, ""))
     return settings, values
 
 

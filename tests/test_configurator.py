@@ -23,7 +23,8 @@ VERSION = 3
 _hidden = 1
 
 # -----------------------------------------------------------------------------
-# data
+# data,
+# and how much of it
 dataset = 'pystdlib'  # a folder under data/
 batch_size = 12  # sequences a micro-batch holds
 tokens_per_step = 4 * 1024
@@ -31,8 +32,6 @@ tokens_per_step = 4 * 1024
 learning_rate = 3e-4  # the peak, after the warm-up
 min_lr: float | None = None  # where the cosine ends; none: learning_rate / 10
 grad_clip: float = 1  # none if 0
-# steps before
-# the first decay
 warmup_iters = 100
 
 # system
@@ -129,17 +128,17 @@ def test_without_arguments_settings_are_the_defaults(run):
 
 def test_a_default_of_none_must_say_its_type(folder, error):
     (folder / "train.py").write_text(SCRIPT.replace("min_lr: float | None", "min_lr"))
-    assert re.match(r"train\.py:22: min_lr = None does not say its type: write min_lr: float \| None", error())
+    assert re.match(r"train\.py:23: min_lr = None does not say its type: write min_lr: float \| None", error())
 
 
 def test_a_default_must_fit_its_own_annotation(folder, error):
     (folder / "train.py").write_text(SCRIPT.replace("= 'scratch'", "= 'scrath'"))
     expected = "init_from expects 'scratch' or 'resume', got 'scrath'. Did you mean 'scratch'?"
-    assert error() == f"train.py:31: {expected}"
+    assert error() == f"train.py:30: {expected}"
 
 
 def test_a_string_that_looks_like_a_comment_is_none(folder, run):
-    (folder / "train.py").write_text(SCRIPT.replace("# steps before\n", '"""\n# no comment"""\n'))
+    (folder / "train.py").write_text(SCRIPT.replace("warmup", '"""\n# no comment"""\nwarmup'))
     assert run()["settings"] == DEFAULTS
 
 
@@ -291,12 +290,11 @@ def test_help_shows_the_settings_in_their_groups_with_type_value_and_comment(pri
     assert text == printed(0, "-h")
     assert text.startswith("Train a toy\nin two lines.\n\nusage: python train.py [config/<name>.py] [--key=value]\n")
     assert "paragraph" not in text
-    assert re.findall(r"^\w.*$", text, re.M)[3:] == ["data", "optimizer", "system"]
+    assert re.findall(r"^\w.*$", text, re.M)[3:] == ["data, and how much of it", "optimizer", "system"]
     assert re.findall(r"^  --(\w+)", text, re.M) == list(DEFAULTS)
     rows = [re.split(r" {2,}", line.strip()) for line in text.splitlines()]
     assert ["--batch_size", "int", "12", "sequences a micro-batch holds"] in rows
     assert ["--min_lr", "float|none", "none", "where the cosine ends; none: learning_rate / 10"] in rows
-    assert ["--warmup_iters", "int", "100", "steps before the first decay"] in rows
     assert ["--init_from", "str", "scratch", "scratch|resume: where the weights come from"] in rows
     assert ["--world", "int|none", "none", "0|1|2"] in rows
     assert ["--wandb_log", "bool", "false"] in rows
