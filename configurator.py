@@ -18,7 +18,6 @@ an underscore.
 import ast
 import difflib
 import io
-import math
 import os
 import re
 import runpy
@@ -32,7 +31,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 PLAIN = (bool, int, float, str, dict, list, types.NoneType)  # the types of settings: all can be written as JSON
-WORDS = {"true": True, "false": False, "none": None, "inf": math.inf, "-inf": -math.inf}
+WORDS = {"true": True, "false": False, "none": None}
 PHRASES = {bool: "true or false", int: "an int", float: "a float", str: "a string", dict: "a dict", list: "a list"}
 
 
@@ -208,8 +207,8 @@ def check(label: str, options: list, *readings):
                 return bool(value)
             if option is int and number and abs(value) < 2**100 and value % 1 == 0:  # 1e3 is; 1.5, inf and nan are not
                 return int(value)
-            if option is float and number and (value in (math.inf, -math.inf) or abs(value) <= sys.float_info.max):
-                return float(value)  # nan compares false
+            if option is float and number and abs(value) <= sys.float_info.max:  # inf and nan are not
+                return float(value)
             if option in (str, dict, list) and isinstance(value, option):
                 return value
             if not isinstance(option, type) and type(value) is type(option) and value == option:

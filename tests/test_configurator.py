@@ -1,6 +1,5 @@
 """Settings from defaults, files and flags, of a small script in a temporary folder."""
 
-import math
 import re
 import runpy
 import sys
@@ -204,7 +203,7 @@ def test_mistake_on_the_command_line_ends_with_one_line(folder, error, argv, mes
 
 SPELLINGS = {
     "batch_size": [("1e3", 1000), ("10_000", 10000), ("-4", -4), ("64.0", 64), ("+7", 7)],
-    "learning_rate": [("6e-4", 6e-4), (".5", 0.5), ("-2", -2.0), ("1_0.5", 10.5), ("inf", math.inf)],
+    "learning_rate": [("6e-4", 6e-4), (".5", 0.5), ("-2", -2.0), ("1_0.5", 10.5)],
     "compile": [("TRUE", True), ("1", True), ("False", False), ("0", False)],
     "prompt": [("none", None)],
     "min_lr": [("None", None), ("1", 1.0)],
@@ -225,7 +224,7 @@ def test_spellings_of_a_value(run, recwarn, name, text, value):
 
 REJECTED = {
     ("batch_size", "an int"): ["abc", "1.5", "", "true", "none", "inf", "nan", "1e400", "[1]", "1 2", "4*8", '"4"'],
-    ("learning_rate", "a float"): ["nan", "-nan", "abc", "", "none", "true", "1" + "0" * 400, "3j"],
+    ("learning_rate", "a float"): ["nan", "inf", "1e400", "abc", "", "none", "true", "1" + "0" * 400, "3j"],
     ("compile", "true or false"): ["yes", "2", "", "none", "1.0"],
 }
 

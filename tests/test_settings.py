@@ -17,7 +17,6 @@ PROBLEMS = {  # the beginning of the sentence: what is set
     "cooldown_iters is -1: it must be at least 0": "--cooldown_iters=-1",
     "galore_interval is 0: it must be at least 1": "--galore_interval=0",
     "lora_rank is -1: it must be at least 0": "--lora_rank=-1",
-    "learning_rate is inf: it must be at least 0, and finite": "--learning_rate=inf",
     "seed is 9223372036854775808: it must be below 2**63": f"--seed={2**63}",
     "lr_decay_iters is 2, within the warm-up of 3 steps": "--lr_decay_iters=2 --warmup_iters=3",
     "min_lr is 0.01, above learning_rate, 0.001": "--min_lr=1e-2 --learning_rate=1e-3",
