@@ -41,10 +41,10 @@ MESSAGES = [
 ]
 
 
-def line(*contents, **more):
+def line(*contents):
     """A conversation of these turns, the user's first, as a line of JSON."""
     roles = ["user", "assistant"] * len(contents)
-    return json.dumps(more | {"messages": [{"role": r, "content": c} for r, c in zip(roles, contents, strict=False)]})
+    return json.dumps({"messages": [{"role": r, "content": c} for r, c in zip(roles, contents, strict=False)]})
 
 
 @pytest.fixture

@@ -1,6 +1,5 @@
 """sample.py --evaluate against transformers on the same files, item by item, without padding."""
 
-import itertools
 import json
 import math
 
@@ -10,7 +9,7 @@ import torch
 from data.tokenizer import get_tokenizer, tokenizer_of
 from runtime import evaluate
 from runtime.checkpoint import load_model
-from runtime.evaluate import evaluate_file, log_likelihoods, windows
+from runtime.evaluate import evaluate_file, log_likelihoods
 from tests.published import publish, publish_chat_model
 from tests.runs import prose
 
@@ -94,16 +93,6 @@ def test_perplexity_and_bits_are_transformers_of_a_sliding_window(tmp_path, wind
     perplexity, bits = math.exp(-total / n_bytes), -total / math.log(2) / n_bytes
     assert abs(float(found["perplexity"].split()[0]) / perplexity - 1) < 1e-5
     assert abs(float(found["bits per byte"]) - bits) < 1e-4
-
-
-def test_windows_predict_every_token_once_and_most_with_half_a_window_before_them():
-    for n_ids, window in itertools.product([2, 3, 9, 10, 11, 40], [2, 3, 10]):
-        seen = []
-        for part, predicted in windows(list(range(n_ids)), window):
-            assert len(part) <= window and part == list(range(part[0], part[-1] + 1))
-            seen += [(token, i) for i, (token, wanted) in enumerate(zip(part, predicted, strict=True)) if wanted]
-        assert [token for token, _ in seen] == list(range(1, n_ids))
-        assert all(i >= min(token, window // 2) for token, i in seen)
 
 
 def test_answers_are_scored_as_by_transformers(sample, tmp_path):

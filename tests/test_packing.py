@@ -52,7 +52,7 @@ def conversations_of(folder, split):
     return sorted((tuple(map(int, ids)), tuple(map(int, mask))) for ids, mask in pairs)
 
 
-def found_in(blocks, end=256):
+def found_in(blocks):
     """The same, of packed blocks: their whole conversations."""
     found = []
     for row in blocks.numpy():
@@ -86,15 +86,6 @@ def test_an_epoch_holds_every_conversation_whole_and_once(chats):
     assert found_in(val.read(range(val.n_blocks))) == conversations_of(chats, "val")
     full = sum(len(ids) for ids, _ in conversations_of(chats, "train")) / (49 * train.n_blocks)
     assert full > 0.95 and f"blocks {full:.1%} full" in train.packing
-
-
-def test_a_sequence_depends_on_seed_and_number_alone(chats):
-    (train, _), (again, _), (other, _) = (open_dataset(chats, 48, seed, mask_documents=True) for seed in (3, 3, 4))
-    many = train.sequences(0, 3 * train.n_blocks)
-    for first, n in ((0, 1), (train.n_blocks - 2, 5), (2 * train.n_blocks + 1, 4)):
-        assert torch.equal(again.sequences(first, n), many[first : first + n])
-    assert not torch.equal(other.sequences(0, 9), many[:9])
-    assert not torch.equal(many[: train.n_blocks], many[train.n_blocks : 2 * train.n_blocks]), "epochs have one order"
 
 
 def test_conversations_longer_than_a_block_are_cut_at_their_end_and_counted(tmp_path):

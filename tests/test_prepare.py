@@ -25,9 +25,9 @@ from tests.runs import ROOT, start
 from tests.test_tokenizer import write_llama3_model
 
 
-def write_notes(folder, n):
+def write_eight_notes(folder):
     folder.mkdir(exist_ok=True)
-    for i in range(n):
+    for i in range(8):
         (folder / f"{i}.txt").write_text(f"note {i}")
 
 
@@ -167,7 +167,7 @@ def test_copies_of_a_document_are_in_the_same_split(monkeypatch):
 
 @pytest.mark.parametrize("source, out", [(".", "data/mine"), (".", "."), ("notes", ".")])
 def test_text_never_reads_its_own_dataset_and_tokenizer_as_input(tmp_path, source, out, capsys):
-    write_notes(tmp_path / "notes", 8)
+    write_eight_notes(tmp_path / "notes")
     tokenizer = write_llama3_model(tmp_path / ".model", [])
     first, second = (text.prepare([tmp_path / source], tmp_path / out, tokenizer) for _ in range(2))
     assert first == second and (tmp_path / out / "tokenizer.model").exists()
@@ -180,7 +180,7 @@ def test_text_never_reads_its_own_dataset_and_tokenizer_as_input(tmp_path, sourc
 
 
 def test_text_script_expands_tildes_and_prints_the_training_command(tmp_path, monkeypatch, capsys):
-    write_notes(tmp_path, 8)
+    write_eight_notes(tmp_path)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.setattr(text, "HERE", tmp_path / "data" / "text")
@@ -229,7 +229,7 @@ def test_text_script_prints_user_errors_in_one_line(tmp_path, monkeypatch):
 
 
 def test_text_reads_standard_input_and_names_links_to_folders_that_it_leaves_out(tmp_path):
-    write_notes(tmp_path / "notes", 8)
+    write_eight_notes(tmp_path / "notes")
     (tmp_path / "folder").mkdir()
     for name in ("notes", "loop", "dangling"):
         (tmp_path / "folder" / name).symlink_to({"loop": "."}.get(name, f"../{name}"))
@@ -243,7 +243,7 @@ def test_text_reads_standard_input_and_names_links_to_folders_that_it_leaves_out
 
 
 def test_messages_that_cannot_be_printed_end_no_preparation(tmp_path, monkeypatch):
-    write_notes(tmp_path / "é", 8)
+    write_eight_notes(tmp_path / "é")
     reading, writing = os.pipe()
     os.close(reading)
     with open("/dev/full", "w") as full, open(writing, "w") as closed:

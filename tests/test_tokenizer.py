@@ -25,7 +25,7 @@ def test_bytes_are_their_own_ids_and_any_bytes_round_trip():
     for string in TEXTS:
         assert tokenizer.encode(string) == list(string.encode())
         assert tokenizer.decode(list(string.encode())) == string
-    assert tokenizer.decode([104, 105, 256]) == "hi<|endoftext|>"
+    assert tokenizer.decode([104, 105, 256, 999]) == "hi<|endoftext|>", "what means nothing is passed over"
 
 
 def test_llama3_special_tokens_have_the_published_ids():

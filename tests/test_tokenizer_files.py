@@ -136,14 +136,6 @@ def hf_ids(folder, text):
     return theirs(text, split_special_tokens=True).input_ids
 
 
-def write_hf_files(tokenizer, folder):
-    folder.mkdir()
-    for name, content in tokenizer.hf_files().items():
-        (folder / name).write_bytes(content)
-    (folder / "config.json").write_text(json.dumps({"model_type": "llama", "nanocria_tokenizer": tokenizer.name}))
-    return folder
-
-
 PATTERNS = {  # tiktoken's, with possessive quantifiers and $, which mean other things to Hugging Face
     "gpt2": r"'(?:[sdmt]|ll|ve|re)| ?\p{L}++| ?\p{N}++| ?[^\s\p{L}\p{N}]++|\s++$|\s+(?!\S)|\s",
     "cl100k_base": r"'(?i:[sdmt]|ll|ve|re)|[^\r\n\p{L}\p{N}]?+\p{L}++|\p{N}{1,3}+| ?[^\s\p{L}\p{N}]++[\r\n]*+|"
@@ -162,13 +154,15 @@ def test_transformers_and_tiktoken_read_what_we_write_with_the_same_ids(name, tm
     ranks = {bytes([i]): i for i in range(256)} | {word.encode(): 256 + i for i, word in enumerate(words)}
     special = {"<|endoftext|>": 300, "<|begin_of_text|>": 301}
     ours = Tiktoken(tiktoken.Encoding(name, pat_str=PATTERNS[name], mergeable_ranks=ranks, special_tokens=special))
-    folder = write_hf_files(ours, tmp_path / "hf")
-    again = tokenizer_of(folder)
+    for file, content in ours.hf_files().items():
+        (tmp_path / file).write_bytes(content)
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama", "nanocria_tokenizer": name}))
+    again = tokenizer_of(tmp_path)
     assert type(again) is Tiktoken and again.special_tokens == ours.special_tokens
     rng = random.Random(0)
     shuffled = ["".join(rng.choices(AWKWARD, k=60)) for _ in range(50)]
     for text in (*TEXTS, AWKWARD, *shuffled):
-        assert hf_ids(folder, text) == [301, *ours.encode(text)] == [301, *again.encode(text)], text
+        assert hf_ids(tmp_path, text) == [301, *ours.encode(text)] == [301, *again.encode(text)], text
 
 
 def test_a_dataset_keeps_its_tokenizer_and_says_when_a_file_of_it_is_damaged(tmp_path):
