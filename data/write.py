@@ -362,14 +362,15 @@ def run_script(main: Callable[[], None]) -> None:
         sys.exit("\ninterrupted: nothing half-written is left")
 
 
-def make_parser(doc: str, out: Path) -> argparse.ArgumentParser:
+def make_parser(doc: str, folder: Path) -> argparse.ArgumentParser:
     """A script's command line: its docstring is the help, --out its one option. What is not given has no value: the
     defaults are those of the script's prepare().
     """
     parser = argparse.ArgumentParser(
         description=doc, formatter_class=argparse.RawDescriptionHelpFormatter, argument_default=argparse.SUPPRESS
     )
-    parser.add_argument("--out", type=path_argument, default=out, help="folder for the dataset (default: the script's)")
+    said = "folder for the dataset (default: the script's)"
+    parser.add_argument("--out", dest="folder", type=path_argument, default=folder, help=said)
     return parser
 
 

@@ -122,15 +122,13 @@ def prepare(
 
 def main():
     parser = make_parser(__doc__, HERE)
-    parser.add_argument(
-        "--input", type=input_argument, nargs="+", required=True, help=".jsonl, .json, compressed or not"
-    )
+    said = ".jsonl, .json, compressed or not"
+    parser.add_argument("--input", dest="inputs", type=input_argument, nargs="+", required=True, help=said)
     add_text_options(parser, tokenizer="llama3", val_fraction="0.05", bos=False)  # a chat template writes it
     parser.add_argument("--template", type=path_argument, help="a Jinja file (default: the tokenizer's, or Llama 3's)")
-    args = vars(parser.parse_args())
-    out = args.pop("out")
-    prepare(args.pop("input"), out, **args)
-    train = ["python", "train.py", "config/sft.py", "--init_from=FOLDER", f"--dataset={out.absolute()}"]
+    args = parser.parse_args()
+    prepare(**vars(args))
+    train = ["python", "train.py", "config/sft.py", "--init_from=FOLDER", f"--dataset={args.folder.absolute()}"]
     say(f"next: {shlex.join(train)}, with the FOLDER of the weights")
 
 

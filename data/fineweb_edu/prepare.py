@@ -157,8 +157,7 @@ def main():
     parser.add_argument("--sample", help="which hub sample: 10BT, 100BT or 350BT (default: 10BT)")
     parser.add_argument("--max_files", type=int, help="only so many of the parquet files")
     parser.add_argument("--field", help="the column that has the text (default: text)")
-    args = vars(parser.parse_args())
-    prepare(folder=args.pop("out"), **args)
+    prepare(**vars(parser.parse_args()))
 
 
 if __name__ == "__main__":

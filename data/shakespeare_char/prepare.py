@@ -46,7 +46,7 @@ def prepare(folder: Path = HERE) -> dict:
 
 
 def main():
-    prepare(make_parser(__doc__, HERE).parse_args().out)
+    prepare(make_parser(__doc__, HERE).parse_args().folder)
 
 
 if __name__ == "__main__":

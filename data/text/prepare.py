@@ -212,11 +212,9 @@ def prepare(
     tokenizer = tokenizer_for_data(tokenizer, bos)
     texts = read_documents(files, field or "text", max_chars, bad)
     texts = count_special(texts, tokenizer.special_tokens | set(END_OF_TEXT_NAMES), spelled_out)
-    try:
-        progress = Progress(n_bytes or None, "bytes")
-        meta = write_dataset(folder, split(texts, val_fraction), tokenizer, workers=workers, progress=progress)
-    finally:
-        bad.report()
+    progress = Progress(n_bytes or None, "bytes")
+    meta = write_dataset(folder, split(texts, val_fraction), tokenizer, workers=workers, progress=progress)
+    bad.report()
     if spelled_out:
         found = ", ".join(f"{token} ({n:,})" for token, n in spelled_out.most_common(5))
         say(f"special tokens spelled out, which stay text: {found}. On a line of its own <|endoftext|> ends a document")
@@ -235,19 +233,13 @@ def print_next(folder: Path) -> None:
 
 def main():
     parser = make_parser(__doc__, HERE)
-    parser.add_argument(
-        "--input",
-        type=input_argument,
-        nargs="+",
-        required=True,
-        help="files, folders, pipes: text or JSON, compressed or not",
-    )
+    said = "files, folders, pipes: text or JSON, compressed or not"
+    parser.add_argument("--input", dest="inputs", type=input_argument, nargs="+", required=True, help=said)
     add_text_options(parser, tokenizer="bytes", val_fraction="0.01, more for small inputs")
     parser.add_argument("--field", help="of JSON objects, that has the text (default: text)")
-    args = vars(parser.parse_args())
-    out = args.pop("out")
-    prepare(args.pop("input"), out, **args)
-    print_next(out)
+    args = parser.parse_args()
+    prepare(**vars(args))
+    print_next(args.folder)
 
 
 if __name__ == "__main__":
