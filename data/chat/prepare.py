@@ -17,7 +17,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from data.chat.template import encode_answers, encode_conversation, render_answers, template_of
 from data.files import say
-from data.rows import Bad, Unreadable, head_of, kind_of, open_input, read_rows, whole_text
+from data.rows import Bad, Unreadable, head_of, kind_of, open_input, read_rows
 from data.text.prepare import split
 from data.vocabulary import Tokenizer
 from data.write import (
@@ -99,8 +99,7 @@ def prepare(
     """
     found = tokenizer_for_data(tokenizer)
     if template:
-        with open_input(template) as file:
-            found.chat_template = whole_text(file, template)
+        found.chat_template = template.read_text(encoding="utf-8")
     found.chat_template = template_of(found)
     found.files = found.files | {"chat_template.jinja": found.chat_template.encode()}
     end, bad = end_of_turn(found), Bad(errors)
