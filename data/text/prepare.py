@@ -222,15 +222,6 @@ def prepare(
     return meta
 
 
-def print_next(folder: Path) -> None:
-    """Print the command that trains on the dataset."""
-    data, folder = HERE.parent, folder.resolve()
-    script, config = (display_path(data.parent / path) for path in ("train.py", "config/baby_llama.py"))
-    dataset = folder.name if folder.parent == data else folder
-    # no vocab_size: the config has none either, so the model takes the dataset's
-    say("next: " + shlex.join(["python", script, config, f"--dataset={dataset}", f"--out_dir=out/{folder.name}"]))
-
-
 def main():
     parser = make_parser(__doc__, HERE)
     said = "files, folders, pipes: text or JSON, compressed or not"
@@ -239,7 +230,11 @@ def main():
     parser.add_argument("--field", help="of JSON objects, that has the text (default: text)")
     args = parser.parse_args()
     prepare(**vars(args))
-    print_next(args.folder)
+    data, folder = HERE.parent, args.folder.resolve()
+    script, config = (display_path(data.parent / path) for path in ("train.py", "config/baby_llama.py"))
+    dataset = folder.name if folder.parent == data else folder
+    # no vocab_size: the config has none either, so the model takes the dataset's
+    say("next: " + shlex.join(["python", script, config, f"--dataset={dataset}", f"--out_dir=out/{folder.name}"]))
 
 
 if __name__ == "__main__":
