@@ -36,8 +36,8 @@ ROOT = Path(__file__).resolve().parents[1]
 def get_tokenizer(name: str | Path) -> Tokenizer:
     """The tokenizer of a name, or in a folder or file.
 
-    Raises ValueError for an unknown name or a damaged file, FileNotFoundError when a file is neither here nor to be
-    had, saying where to get it and where to put it, ImportError without the package that reads it.
+    Raises ValueError for an unknown name or a damaged file, FileNotFoundError when the files of a known one are neither
+    here nor to be had, saying where to get them and where to put them, ImportError without the package that reads it.
     """
     if name == "bytes":
         return Tiktoken(bytes_encoding())
@@ -53,12 +53,8 @@ def get_tokenizer(name: str | Path) -> Tokenizer:
     if path.is_file():
         content = path.read_bytes()
         return read_json(path, {"tokenizer.json": content}) if content.lstrip()[:1] == b"{" else read_model(path)
-    if path.suffix or path.name != str(name):
-        raise FileNotFoundError(
-            f"{name} does not exist: a tokenizer is {', '.join(NAMES)}, or a folder or file that is"
-        )
-    hint = did_you_mean(str(name), {known: known for known in NAMES}) or "."
-    raise ValueError(f"Unknown tokenizer {name}{hint} There are: {', '.join(NAMES)}, and files and folders")
+    hint = did_you_mean(str(name), {known: known for known in NAMES})
+    raise ValueError(f"Unknown tokenizer {name}: it is none of {', '.join(NAMES)}, and no file or folder{hint}")
 
 
 def tokenizer_of(folder: Path) -> Tokenizer:

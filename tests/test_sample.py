@@ -61,7 +61,7 @@ def test_sample_refuses_settings_before_it_reads_a_model(sample, settings, sente
 
 def test_what_cannot_be_read_or_written_gets_a_sentence(draw, alone, tmp_path, monkeypatch):
     path = os.path.expanduser("~/none/tokenizer.model")
-    assert f"{path} does not exist: a tokenizer is bytes, " in draw(tokenizer="~/none/tokenizer.model")[1]
+    assert f"Unknown tokenizer {path}: it is none of bytes, " in draw(tokenizer="~/none/tokenizer.model")[1]
     assert draw(prompt_file="none.txt") == ("", "none.txt cannot be read: No such file or directory")
     none = f"{tmp_path} holds no checkpoint: train one first, or name another folder"
     assert draw(out_dir=tmp_path)[1] == none

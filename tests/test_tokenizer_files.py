@@ -94,12 +94,6 @@ def test_generation_config_says_where_a_model_stops_and_a_file_holds_the_templat
     assert (tokenizer.eos, tokenizer.chat_template) == ([3, 2, 0], "é")
 
 
-def test_tokenizer_that_is_not_there_is_said():
-    for name in ("nowhere/tokenizer.json", "./nowhere", "tokenizer.json", Path("/nowhere")):
-        with pytest.raises(FileNotFoundError, match=f"{name} does not exist: a tokenizer is bytes, gpt2, "):
-            get_tokenizer(name)
-
-
 def test_text_stream_keeps_the_blank_before_a_first_word(tmp_path):
     """As Llama 2's tokenizer, whose decoder drops the blank before the first word of a text."""
     tokenizers = pytest.importorskip("tokenizers")
