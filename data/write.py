@@ -205,7 +205,7 @@ def keep_val_text(documents: Iterable[Document], val_text: bytearray) -> Iterato
 
 
 def compressed_bits_per_byte(text: bytearray) -> dict[str, float]:
-    """Bits per byte of a text after gzip -9 and xz -9: a language model should need fewer. None if it is too long."""
+    """Bits per byte of a text, unless it is empty or too long, after gzip -9 and xz -9: a model should need fewer."""
     if not 0 < len(text) <= COMPRESSED_BYTES:
         return {}
     return dict(
