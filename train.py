@@ -401,7 +401,8 @@ if step == max_iters and val_loss is not None:
     seconds = {"save_seconds": saver.seconds, "resume_seconds": begun["resume_seconds"]}
     log.summary(val_loss, all_of_val, settings=settings, **seconds)
     if keep_last and not saver.error:
-        print0(f"next: python sample.py --out_dir={shlex.quote(out_dir)}" + " --chat" * bool(train_data.tokens.masks))
+        script = os.path.join(os.path.dirname(sys.argv[0]), "sample.py")
+        print0(f"next: python {script} --out_dir={shlex.quote(out_dir)}" + " --chat" * bool(train_data.tokens.masks))
 log.close()
 lock_file.close()
 code = saver.exit_code() or shutdown.exit_code

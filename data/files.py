@@ -33,6 +33,9 @@ def atomic_write(path: Path):
             file.flush()
             os.fsync(file.fileno())
         os.replace(partial, path)
+    except OSError as error:
+        error.filename = error.filename or str(path)  # a full disk's error names none
+        raise
     finally:
         partial.unlink(missing_ok=True)  # only still there after an error
 

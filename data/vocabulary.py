@@ -116,6 +116,7 @@ class HuggingFace(Tokenizer):
 
     def encode(self, text: str, special: bool = False) -> list[int]:
         self.backend.encode_special_tokens = not special
+        text = text.encode("utf-8", "replace").decode()  # what was typed or piped may have been no UTF-8
         return self.backend.encode(text, add_special_tokens=False).ids
 
     def decode(self, ids: Iterable[int]) -> str:

@@ -1,5 +1,6 @@
 """The prepare.py scripts: pystdlib, shakespeare_char, text, fineweb_edu. No network."""
 
+import errno
 import gzip
 import hashlib
 import io
@@ -9,6 +10,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from unittest import mock
 
 import pytest
 
@@ -343,6 +345,13 @@ def test_fineweb_rewrites_only_damaged_or_outdated_shards(parquets, tmp_path, fi
     assert files_read == ([] if damage is DAMAGE["nothing"] else ["001.parquet"])
     fineweb_edu.prepare(parquets, tmp_path / "new", max_files=2, **OPTIONS)
     assert contents(tmp_path / "out") == contents(tmp_path / "new")
+
+
+def test_a_full_disk_s_error_names_the_file(tmp_path, monkeypatch):
+    monkeypatch.setattr(os, "fsync", mock.Mock(side_effect=OSError(errno.ENOSPC, "No space left on device")))
+    with pytest.raises(OSError, match=r"No space left on device: '.*/out/\w+\.bin'"):
+        text.prepare([ROOT / "README.md"], tmp_path / "out")
+    assert not list((tmp_path / "out").glob("*.bin*"))
 
 
 def test_fineweb_rejects_a_folder_with_another_writer(parquets, tmp_path):

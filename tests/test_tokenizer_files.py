@@ -70,6 +70,7 @@ def test_hf_folder_gives_the_ids_of_tokenizers_and_spelled_special_tokens_are_te
         assert tokenizer.decode(ids) == unicodedata.normalize("NFC", text)
         assert tokenizer.encode(text, special=True) == theirs.encode(text, add_special_tokens=False).ids
     assert tokenizer.encode("<|im_start|>a", special=True)[0] == 2 and tokenizer.decode([2, 99999]) == "<|im_start|>"
+    assert tokenizer.encode("h\udcffi") == tokenizer.encode("h?i"), "typed in another encoding"
 
 
 def test_bos_is_what_the_tokenizer_puts_first(tmp_path):
