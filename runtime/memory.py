@@ -4,8 +4,6 @@
     peak_gib(config, run)                      # 28.5 for Llama 3.2 1B at 8 x 2,048 tokens
     print(table(config, run))                  # the parts at the peak, with the arithmetic
 
-memory_advice.py says which batch fits in a card, and which settings would lower the peak.
-
 Where each byte goes, in bfloat16: n parameters, of which B a block and R the root (embedding, final norm, head; H: an
 untied head), L layers, N tokens, P ranks that share one copy of the model:
 
@@ -17,10 +15,9 @@ untied head), L layers, N tokens, P ranks that share one copy of the model:
     offload                 a block's gradients being copied 2B; all: instead of the weights two blocks 4B, the root 2R
     LoRA                    gradients, masters and moments of the adapters alone
 
-These do not all exist at once: activations shrink while gradients grow. So `phases` lists the parts at each point of a
-step that can be its peak, and the largest sum counts. The update is not among them: AdamW's allocates nothing, and what
-those of Muon, GaLore and APOLLO allocate is less than the activations were (but 1 GiB more for one sequence of 8B). An
-evaluation takes less than a step.
+Activations shrink while gradients grow. So `phases` lists the parts at each point of a step that can be its peak, and
+the largest sum counts. The update is not among them: AdamW's allocates nothing, and what those of Muon, GaLore and
+APOLLO allocate is less than the activations were (but 1 GiB more for one sequence of 8B).
 
 Within 1% of every peak that H100s and H200s measured: tests/test_memory.py holds it to the records. All numbers are
 what PyTorch allocates (max_memory_allocated): the CUDA context, NCCL's buffers and the allocator's reserve add 1 to 2
@@ -43,7 +40,6 @@ from runtime.recompute import chunks_of_mlp, groups_of_sequences, loss_options
 
 GIB = 2**30
 Named = tuple[str, torch.Tensor]  # a parameter's name, and the parameter
-CUBLAS_WORKSPACES = 2**26  # bytes on Hopper: 32 MiB each for forward and backward
 
 
 @dataclass(frozen=True)
@@ -255,11 +251,10 @@ class Step:
         self.embedding = group_of("of the embedding", root[:1], run)
         self.apart = run.fsdp and not c.tie_embeddings  # embedding, and norm and head, are two groups; else one
         self.last = group_of("of norm and head", root[1:], run) if self.apart else group_of("of the root", root, run)
-        self.buffer = int(run.shard_ranks > 1 and not run.copy_engines_gather)  # of NCCL, for what is gathered
         self.unsynced = run.fsdp and run.micro_steps > 1 and not run.sync_every_micro_batch
         self.gradients_leave = run.offload == "optimizer" or run.streamed  # while those of the next group are computed
         # a tied head's gradient waits on the GPU for the embedding's; an untied one's may have gone to the CPU
-        self.head_waits = not self.apart and not (self.gradients_leave and not c.tie_embeddings)
+        self.head_waits = c.tie_embeddings or not (run.fsdp or self.gradients_leave)
         # full checkpointing: a few sequences at a time pass through a block, their tokens through the MLP in slices
         mode, how = run.activation_checkpointing, (run.mlp_chunks, run.fused_kernels)
         in_groups = mode == "full" and not run.compile
@@ -271,14 +266,14 @@ class Step:
 
     def always(self) -> list[Part]:
         run, ranks = self.run, self.run.shard_ranks
-        found = [Part("cuBLAS workspaces", CUBLAS_WORKSPACES, "32 MiB each for forward and backward")]
+        found = [Part("cuBLAS workspaces", 2**26, "32 MiB each for forward and backward")]  # on Hopper
         if run.offload != "all":
             found += counted("compute weights", "weights", (1, self.all), ranks=ranks)
         if run.offload == "none":
             found += self.masters_and_states()
         if run.copy_engines_gather:  # copy_engines.py; embedding and head share theirs
-            blocks, ends = (5, 2) if run.copy_engines_reduce else (3, 1)
-            ends = ends if self.last.gradients else 1  # what is frozen is not reduced
+            blocks = 5 if run.copy_engines_reduce else 3
+            ends = 2 if run.copy_engines_reduce and self.last.gradients else 1  # what is frozen is not reduced
             found += counted("buffers of the copy engines", "weights", (blocks, self.block), (ends, self.last))
         if run.micro_steps > 1 and run.offload == "none" and not self.unsynced:
             found += counted("gradient accumulators", "wide", (1, self.all), ranks=ranks)
@@ -287,18 +282,8 @@ class Step:
     def masters_and_states(self) -> list[Part]:
         return counted("masters and optimizer states", "states", (1, self.all), ranks=self.run.shard_ranks)
 
-    def gathered(self, blocks: int, last: int) -> list[Part]:
-        """The whole weights of so many blocks, and so many times those of the root, or of norm and head."""
-        if self.run.streamed:
-            return counted("streamed weights", "weights", (2, self.block), (last, self.last))
-        return counted("gathered weights", "weights", (blocks, self.block), (last, self.last)) if self.run.fsdp else []
-
     def gradients(self, blocks: int, last: int, embeddings: int, reducing: Group | None, over: bool) -> list[Part]:
-        """blocks, last: how many blocks have ended their backward, and whether norm and head have.
-
-        embeddings: gradients as large as the embedding, not sharded. reducing: the group in FSDP's float32 buffer.
-        over: backward has ended, and with it the accumulation of unsharded gradients.
-        """
+        """blocks: how many have ended their backward. The rest is as in at()."""
         run, complete = self.run, [(last * self.apart, self.last), (blocks, self.block)]
         found = counted("gradients", "gradients", (embeddings, self.embedding))
         if reducing and run.fsdp and not run.copy_engines_reduce:
@@ -320,12 +305,23 @@ class Step:
         how = f"{self.kept:,} bytes x {blocks} layers x {self.n_tokens:,} tokens"
         return [Part("saved activations", self.kept * blocks * self.n_tokens, how)] if blocks else []
 
-    def at(self, extra, saved=0, gathered=(0, 0), done=(0, 0), embeddings=0, reducing=None, over=False) -> list[Part]:
-        """All parts of one phase; extra exists only then. saved: of how many blocks. done: of gradients."""
-        gradients = self.gradients(*done, embeddings, reducing, over)
-        if self.run.offload_activations:  # of the last block; in backward of the one being read, and of the next
-            saved = min(saved, 1 + (done[0] > 0))
-        return [*self.always(), *self.gathered(*gathered), *gradients, *self.saved(saved), extra]
+    def at(self, extra, saved, gathered=(0, 0), last=1, embeddings=0, reducing=None, over=False) -> list[Part]:
+        """All parts of one phase; extra exists only then.
+
+        saved: how many blocks have not ended their backward; last: whether norm and head have. gathered: the whole
+        weights of so many blocks, and so many times those of the root, or of norm and head. embeddings: gradients as
+        large as the embedding, not sharded. reducing: the group in FSDP's float32 buffer. over: backward has ended, and
+        with it the accumulation of unsharded gradients.
+        """
+        run, done, (blocks, roots), found = self.run, self.c.n_layer - saved, gathered, self.always()
+        if run.fsdp or run.streamed:
+            blocks = 2 if run.streamed else blocks
+            name = "streamed weights" if run.streamed else "gathered weights"
+            found += counted(name, "weights", (blocks, self.block), (roots, self.last))
+        found += self.gradients(done, last, embeddings, reducing, over)
+        if run.offload_activations:  # of the last block; in backward of the one being read, and of the next
+            saved = min(saved, 1 + (done > 0))
+        return [*found, *self.saved(saved), extra]
 
     def block_in_backward(self) -> Part:
         c, itemsize, n_tokens, beyond = self.c, self.itemsize, self.group_tokens, self.in_block - self.kept
@@ -354,35 +350,32 @@ class Step:
 def phases(config: LlamaConfig, run: RunShape) -> dict[str, list[Part]]:
     """What a rank holds at each phase of a step that can be its peak, in their order."""
     step, layers, zero2 = Step(config, run), config.n_layer, run.sharding == "zero2"
-    apart, buffer, block = step.apart, step.buffer, step.block_in_backward()
+    apart, root_stays = step.apart, int(run.fsdp and not step.apart)
+    buffer = int(run.shard_ranks > 1 and not run.copy_engines_gather)  # NCCL's, for what is gathered
     forward, backward = loss_parts(config, run, step.n_tokens)
     whole = layers if zero2 else buffer  # blocks that are gathered in the loss; zero3: the last one's buffer
     # the buffer is as large as the larger of the last two gathers
     in_loss = (layers * zero2, 1 + buffer) if apart and step.last.n > step.block.n else (layers * zero2 + buffer, 1)
-    root_stays = int(run.fsdp and not apart)
     reducing = None if step.unsynced else step.block  # the gradients of the block before
-    reducing_at_first = step.last if reducing and apart else None  # before the first block's backward: the head's
-    found = {"the loss, at the end of forward": step.at(forward, layers, in_loss)}
-    found["backward of the loss"] = step.at(backward, layers, (whole, 1))
+    found = {"the loss, at the end of forward": step.at(forward, layers, in_loss, last=0)}
+    found["backward of the loss"] = step.at(backward, layers, (whole, 1), last=0)
     if apart:
-        found["reduction of the head"] = step.at(step.reduction(step.last), layers, (whole, 0), reducing=step.last)
+        head = step.reduction(step.last)
+        found["reduction of the head"] = step.at(head, layers, (whole, 0), last=0, reducing=step.last)
     for k in (layers, max(layers - 1, 1), 1):
+        gathered = k if zero2 else 1 + (k > 1) * buffer, root_stays
+        embeddings = int(step.head_waits or (k == layers and not apart))
+        before = reducing if k < layers else reducing and apart and step.last  # the last block's: the head
         found[f"backward of block {k}"] = step.at(
-            block,
-            saved=k,
-            gathered=(k if zero2 else 1 + (k > 1) * buffer, root_stays),
-            done=(layers - k, 1),
-            embeddings=int(step.head_waits or (k == layers and not apart)),
-            reducing=reducing if k < layers else reducing_at_first,
+            step.block_in_backward(), k, gathered, embeddings=embeddings, reducing=before
         )
     x = Part("the embedding's input", step.itemsize * step.n_tokens * config.n_embd, f"{step.n_tokens:,} tokens")
     # a tied head's gradient, if F.linear made it, is added to the embedding's in a third tensor
     copies = 3 if config.tie_embeddings and not run.fused_loss else 1 + step.head_waits
-    found["backward of the embedding"] = step.at(x, 0, (0, root_stays), (layers, 1), copies, reducing)
-    first = step.embedding if apart else step.last
+    found["backward of the embedding"] = step.at(x, 0, (0, root_stays), embeddings=copies, reducing=reducing)
     if run.fsdp:
-        at_end = {"done": (layers, 1), "reducing": first, "over": True}
-        found["reduction of the embedding"] = step.at(step.reduction(first), **at_end)
+        first = step.embedding if apart else step.last
+        found["reduction of the embedding"] = step.at(step.reduction(first), 0, reducing=first, over=True)
     return found
 
 
