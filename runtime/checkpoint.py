@@ -330,26 +330,24 @@ def load_model(
     path: str | Path,
     device: str = "cpu",
     dtype: torch.dtype = torch.float32,
-    block_size: int | None = None,
     base_dtype: str | None = None,
 ) -> Llama:
     """The model of a run's newest checkpoint, of one checkpoint or of published weights, whole, on one device.
 
-    In float32 these are the master weights, unless the checkpoint's optimizer files were deleted. block_size: limits
-    the folder's context. A checkpoint of adapters gives the model with them (lora.py has merge_lora); base_dtype: of
-    its frozen weights, 'bfloat16' (the original, in dtype) or 'nf4'; None: as in training.
+    In float32 these are the master weights, unless the checkpoint's optimizer files were deleted. A checkpoint of
+    adapters gives the model with them (lora.py has merge_lora); base_dtype: of its frozen weights, 'bfloat16' (the
+    original, in dtype) or 'nf4'; None: as in training.
     Raises ValueError if there is none, if it is damaged or another model's, OSError if it cannot be read now.
     """
-    return run_folder.read_newest(Path(path), lambda newest: _load_model(newest, device, dtype, block_size, base_dtype))
+    return run_folder.read_newest(Path(path), lambda newest: _load_model(newest, device, dtype, base_dtype))
 
 
-def _load_model(path, device, dtype, block_size, base_dtype):
+def _load_model(path, device, dtype, base_dtype):
     masters = dtype == torch.float32 and any(path.glob("optimizer*.safetensors"))  # which may be deleted to save room
     folder = open_folder(path, ("model", "optimizer") if masters else ("model",))
     settings, _ = read_config(folder)
-    context = settings.pop("block_size")
     with torch.device("meta"):
-        model = Llama(LlamaConfig(**settings, block_size=min(block_size or context, context))).to(dtype)
+        model = Llama(LlamaConfig(**settings)).to(dtype)
         if folder.adapter:
             run = folder.run["settings"]
             add_lora(model, run["lora_rank"], run["lora_alpha"], base_dtype or run["base_dtype"])
