@@ -327,10 +327,7 @@ def read_base(folder: Folder, model: Llama, progress: Callable[[str], None] = la
 
 
 def load_model(
-    path: str | Path,
-    device: str = "cpu",
-    dtype: torch.dtype = torch.float32,
-    base_dtype: str | None = None,
+    path: str | Path, device: str = "cpu", dtype: torch.dtype = torch.float32, base_dtype: str | None = None
 ) -> Llama:
     """The model of a run's newest checkpoint, of one checkpoint or of published weights, whole, on one device.
 

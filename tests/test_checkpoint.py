@@ -21,18 +21,7 @@ import model as model_module
 from optimizers.on_cpu import OnCPU
 from runtime import checkpoint, checkpoint_folder, memory_advice, memory_stats, restore, run_folder, safetensors_file
 from runtime.checkpoint_folder import read_run
-from tests.runs import (
-    FULL_DISK,
-    SHORT,
-    SMALL,
-    damage,
-    edit_run,
-    losses,
-    metrics,
-    run,
-    slip,
-    wrapped,
-)
+from tests.runs import FULL_DISK, SHORT, SMALL, damage, edit_run, losses, metrics, run, slip, wrapped
 
 pytestmark = pytest.mark.usefixtures("plain_pytorch_on_one_core")
 
