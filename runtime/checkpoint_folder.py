@@ -206,9 +206,6 @@ def open_folder(path: Path, stems: tuple[str, ...] = ("model",), group: dist.Pro
 def _open_folder(path, stems):
     if meta_weights.is_meta(path):
         return Folder(path, None, *meta_weights.describe(path), None)
-    if (path / ".metadata").exists():
-        found = "in the format of an earlier version, torch.distributed.checkpoint's"
-        raise ValueError(f"{path} is a checkpoint {found}, which is not read any more: resume with that version")
     run = read_run(path)
     pieces = run and _parse_digests(run, path / "run.json")
     adapted = ADAPTED in (pieces or {})

@@ -76,7 +76,7 @@ def _claim(out_dir: str) -> TextIO:
 def is_model(folder: str | Path) -> bool:
     """Whether a folder is a checkpoint, or holds published weights."""
     # os.path's: pathlib's raises for a name that is too long
-    names = "config.json", "params.json", "base_config.json", ".metadata"
+    names = "config.json", "params.json", "base_config.json"
     return any(os.path.exists(os.path.join(folder, name)) for name in names)
 
 
