@@ -53,8 +53,6 @@ def _claim(out_dir: str) -> TextIO:
         raise ValueError(
             f"{out_dir} holds published weights, which sample.py would read: name a folder for the run alone"
         )
-    if os.path.exists(Path(out_dir) / "meta.json"):
-        raise ValueError(f"{out_dir} is a dataset: name a folder for the run alone")
     try:
         Path(out_dir).mkdir(parents=True, exist_ok=True)
         file = open(Path(out_dir) / ".lock", "a+")  # noqa: SIM115
@@ -66,9 +64,6 @@ def _claim(out_dir: str) -> TextIO:
         return file
     except BlockingIOError as error:
         raise OSError(f"another run is writing to {out_dir}: wait for it, or change out_dir") from error
-    except FileExistsError as error:
-        what = "a link to a place that does not exist" if os.path.islink(out_dir) else "a file"
-        raise ValueError(f"out_dir is {out_dir}, {what}: name a folder") from error
     except OSError as error:
         raise OSError(f"cannot write to out_dir {out_dir}: {error.strerror}") from error
 
