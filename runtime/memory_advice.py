@@ -80,8 +80,6 @@ def require_memory(config: LlamaConfig, run: RunShape, device: str) -> None:
     else:
         n_bytes = sum(part.bytes for part in cpu_parts(config, run))
         require_cpu_memory(n_bytes, "what is offloaded needs", "offload less, shard, or set offload_dir")
-    read_bytes = 3 * 16 * run.micro_steps * run.batch_size * (config.block_size + 1)  # three steps, int64, and copies
-    require_cpu_memory(read_bytes, "the tokens of a step take", "lower gradient_accumulation_steps")
 
 
 def cpu_bytes_to_come(config: LlamaConfig, run: RunShape) -> float:
