@@ -230,9 +230,6 @@ def _require_same_model(folder: Folder, resumes: bool, config, settings, dataset
         if config.vocab_size == known != model["vocab_size"]:
             stop(f"{sentence}. If so, pass --vocab_size={model['vocab_size']}; else prepare the data with it")
         print0(sentence)
-    if tokenizer == "llama3" and not folder.run and "bos" not in dataset:
-        known = f"<|begin_of_text|>, as {folder.path} is used to"
-        print0(f"the documents of {settings['dataset']} do not begin with {known}: prepare.py now adds it")
     if tokenizer != dataset["tokenizer"]:  # before vocab_size, which is the dataset's
         found = f"{settings['dataset']} holds {dataset['tokenizer']} tokens"
         prepare = f"prepare the data with --tokenizer {shlex.quote(str(folder.path))}, or change {setting}"
