@@ -39,12 +39,12 @@ POLAR_EXPRESS = (
 OWNED = 2**25  # elements that a rank orthogonalises at a time: ten layers' gate and up of 114M, one layer's of 1B
 
 
-def orthogonalize(x: torch.Tensor, coefficients=POLAR_EXPRESS) -> torch.Tensor:
+def orthogonalize(x: torch.Tensor) -> torch.Tensor:
     """About U Vᵀ of each of the matrices U S Vᵀ, x (n, rows, columns); in x's dtype."""
     tall = x.shape[1] > x.shape[2]
     x = x.mT if tall else x  # X Xᵀ is the smaller of the two products
     x = x / torch.linalg.vector_norm(x, dim=(1, 2), keepdim=True).clamp(min=1e-7)
-    for a, b, c in coefficients:
+    for a, b, c in POLAR_EXPRESS:
         gram = torch.bmm(x, x.mT)
         x = torch.baddbmm(x, torch.baddbmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
     return x.mT if tall else x
@@ -54,7 +54,6 @@ def orthogonalize(x: torch.Tensor, coefficients=POLAR_EXPRESS) -> torch.Tensor:
 class Muon(MatrixRule):
     adamw: AdamW = AdamW()  # of all else; its weight decay is of all
     momentum: float = 0.95
-    coefficients: tuple[tuple[float, float, float], ...] = POLAR_EXPRESS
 
     def matrix_states(self, name, parameter):
         return {"momentum": (parameter.shape, torch.float32)}
@@ -82,7 +81,7 @@ class Muon(MatrixRule):
         yield
         x = arrived(sent).view(ranks, owned, held, n_columns).transpose(0, 1).reshape(owned, -1, n_columns)
         for matrices in x[:, :n_rows].split(rows, dim=1):
-            matrices.copy_(orthogonalize(matrices, self.coefficients))
+            matrices.copy_(orthogonalize(matrices))
         x = x.view(owned, ranks, held, n_columns).transpose(0, 1).reshape(-1, held, n_columns)
         sent = exchange(x, group)
         yield

@@ -33,12 +33,12 @@ def test_orthogonalized_matrices_have_singular_values_near_one():
     assert orthogonalize(torch.zeros(1, 4, 4)).abs().max() == 0
 
 
-def formula(w, m, g, lr, weight_decay, coefficients=POLAR_EXPRESS):
+def formula(w, m, g, lr, weight_decay):
     """A step of Muon on one matrix by its singular values, in float64."""
     m = 0.95 * m + 0.05 * g
     u, s, v = torch.linalg.svd(0.05 * g + 0.95 * m, full_matrices=False)
     s = s / s.square().sum().sqrt()
-    for a, b, c in coefficients:
+    for a, b, c in POLAR_EXPRESS:
         s = a * s + b * s**3 + c * s**5
     o = u @ torch.diag(s) @ v
     return w - lr * (weight_decay * w + 0.2 * math.sqrt(max(w.shape)) * o), m
@@ -89,11 +89,12 @@ def test_stacked_rows_are_those_of_the_published_matrices():
     assert stacked_rows("layers.0.attn.qkv_proj.weight", model.layers[0].attn.qkv_proj.weight.shape) == [16, 8, 8]
 
 
-def test_with_its_coefficients_it_follows_pytorch_s_muon():
+def test_with_its_coefficients_it_follows_pytorch_s_muon(monkeypatch):
+    monkeypatch.setattr("optimizers.muon.POLAR_EXPRESS", ((3.4445, -4.7750, 2.0315),) * 5)
     ours, theirs = models = [Llama(CONFIG), Llama(CONFIG)]
     for model in models:
         model.init_weights(0)
-    optimizer = Optimizer(ours, Muon(coefficients=((3.4445, -4.7750, 2.0315),) * 5), OnGPU())
+    optimizer = Optimizer(ours, Muon(), OnGPU())
     names = ["attn.o_proj.weight", "mlp.down_proj.weight"]  # PyTorch's knows nothing of packed ones
     layer = dict(theirs.layers[0].named_parameters())
     pytorch = torch.optim.Muon([layer[name] for name in names], weight_decay=0.1, adjust_lr_fn="match_rms_adamw")
