@@ -25,7 +25,6 @@ from runtime.distributed import (
     stop,
     stop_on_error,
 )
-from runtime.safetensors_file import Damaged
 
 
 def claim(out_dir: str) -> TextIO:
@@ -100,8 +99,8 @@ def newest_for_all_ranks(out_dir: str | Path) -> Path | None:
 def read_newest(run: Path, read: Callable[[Path], Any]) -> Any:
     """read(path) of the newest checkpoint of a run, or of `run` itself if it is a checkpoint or published.
 
-    Raises ValueError if there is none, and what read raises: for a damaged checkpoint, Damaged, which names an older
-    one. Tries again if a run in progress deletes the checkpoint while it is read.
+    Raises ValueError if there is none, and what read raises. Tries again if a run in progress deletes the checkpoint
+    while it is read.
     """
     for _ in range(5):
         path = run if is_model(run) else newest(run)
@@ -111,20 +110,10 @@ def read_newest(run: Path, read: Callable[[Path], Any]) -> Any:
             raise ValueError(f"{run} holds {others}")
         try:
             return read(path)
-        except Damaged as error:
-            if path.exists():
-                raise Damaged(f"{error}{_older_checkpoint(path)}") from error
         except (OSError, ValueError):
             if path.exists():
                 raise
     raise ValueError(f"{run} deletes its checkpoints before they can be read: raise its --keep_last")
-
-
-def _older_checkpoint(damaged: Path) -> str:
-    """Where to go from a damaged checkpoint, as the end of a sentence."""
-    found = checkpoints(damaged.parent)
-    older = found[: found.index(damaged)] if damaged in found else []  # not: published weights
-    return f". Try an older one: {older[-1]}" if older else ""
 
 
 def commit(partial: Path, final: Path) -> None:
