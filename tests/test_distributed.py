@@ -165,15 +165,12 @@ def test_copies_of_the_model_stay_equal_where_machines_round_differently(train, 
         (2, dict(optimizer="muon")),
         (2, dict(optimizer="galore", galore_rank=8, galore_interval=3)),
         (2, dict(optimizer_bits=8, n_embd=256, ffn_dim=256)),
-        (2, dict(lora_rank=4)),
         (2, dict(offload="all", offload_dir="drive")),
     ],
     ids=str,
 )
-def test_a_run_goes_on_with_more_and_with_fewer_ranks_under_every_rule(train, alone, tmp_path, ranks, settings):
+def test_a_run_goes_on_with_more_and_with_fewer_ranks_under_every_rule(train, tmp_path, ranks, settings):
     settings = dict(max_iters=6, eval_interval=2) | settings
-    if "lora_rank" in settings:
-        settings["init_from"] = alone / "step_000005"
     if "offload_dir" in settings:
         settings["offload_dir"] = tmp_path
     one, many, fewer, again = (tmp_path / name for name in ("one", "many", "fewer", "again"))
