@@ -52,34 +52,7 @@ def test_every_row_takes_the_step_of_the_formula_in_float64():
         assert states["norm"].item() == pytest.approx(norm, rel=1e-5)
 
 
-def test_its_step_is_as_long_as_adamws():
-    """So that AdamW's learning rate and weight decay serve. Of the first step, whose moments are the gradient's own."""
-    lengths = []
-    for rule in (AdamW(weight_decay=0.0), Apollo(AdamW(weight_decay=0.0), 12)):
-        torch.manual_seed(0)
-        model = Llama(CONFIG)
-        model.init_weights(0)
-        before = model.layers[0].mlp.gate_up_proj.weight.detach().clone()
-        set_gradients(model)
-        Optimizer(model, rule, OnGPU()).step(lr=0.01)
-        lengths.append((model.layers[0].mlp.gate_up_proj.weight.detach() - before).norm().item())
-    assert lengths[1] == pytest.approx(lengths[0], rel=0.2), lengths
-
-
-def test_rows_without_a_gradient_stay_finite():
-    model = Llama(CONFIG)
-    model.init_weights(0)
-    optimizer = Optimizer(model, Apollo(AdamW(weight_decay=0.0), RANK), OnGPU())
-    for rows in (0, 3):  # in the second step three rows have moments, and no gradient
-        set_gradients(model)
-        weight = model.layers[0].attn.o_proj.weight
-        weight.grad[:rows] = 0.0
-        before = weight.detach().clone()
-        optimizer.step(0.1)
-    assert torch.equal(weight[:3], before[:3]) and weight.isfinite().all() and not torch.equal(weight, before)
-
-
-@pytest.mark.parametrize("tiny", [1e-10, 1e-22, 1e-25, 1e-37])
+@pytest.mark.parametrize("tiny", [1e-10, 1e-22, 1e-25, 1e-37, 0.0])
 def test_a_row_whose_gradient_has_almost_vanished_takes_no_giant_step(tiny):
     """Its squares are 0 in float32, its moments are not: of the step before."""
     model = Llama(CONFIG)
