@@ -320,6 +320,11 @@ def peak_of_step(config, run, update):
 N_1B = 1_235_814_400
 
 
+def test_parameters_are_those_of_a_block_and_of_the_root():
+    block, root = memory.n_params(LLAMA_1B)
+    assert root + LLAMA_1B.n_layer * block == N_1B and root == 128_256 * 2_048 + 2_048
+
+
 def test_logits_and_gradient_of_the_head_by_hand():
     tokens = 2 * 16_384 * 2_048 * 2  # bytes of two tensors like the residual stream
     forward, backward = memory.loss_parts(LLAMA_1B, RunShape(8), 16_384)
