@@ -162,21 +162,11 @@ def test_a_trained_model_is_read_in_one_line_without_its_optimizer_file_too_but_
         checkpoint.load_model(str(tmp_path))
 
 
-def edit_bytes(file, change):
-    return lambda path: (path / file).write_bytes(change((path / file).read_bytes()))
-
-
-DAMAGE = {  # of each kind one: tests/test_safetensors_file.py damages every file in every way
+DAMAGE = {  # where a resume finds it; tests/test_safetensors_file.py damages every file in every way
     "a bit in model.safetensors": (lambda path: damage(path / "model.safetensors"), "not what was saved"),
     "a bit in optimizer.safetensors": (lambda path: damage(path / "optimizer.safetensors"), "not what was saved"),
     "a bit in config.json": (lambda path: damage(path / "config.json"), "not what was saved"),
-    "no index": (lambda path: (path / "model.safetensors.index.json").unlink(), "is missing"),
     "no run.json": (lambda path: (path / "run.json").unlink(), "is missing"),
-    "a shard cut short": (edit_bytes("model.safetensors", lambda content: content[:-1]), "were saved"),
-    "a digit of run.json": (
-        edit_bytes("run.json", lambda content: content.replace(b": 8,", b": 9,", 1)),
-        "run.json is not what was saved",
-    ),
 }
 
 
