@@ -112,7 +112,6 @@ class OnCPU(Place):
 
     @torch.no_grad()
     def _offload_grad(self, name: str, group: str, parameter: torch.Tensor):
-        """Sends a gradient to the CPU as soon as backward has computed it."""
         self._finish_sums()  # those of the micro-batch before may still read this memory
         if group != self.copying_group:
             self._free_copied()

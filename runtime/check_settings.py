@@ -18,7 +18,6 @@ AT_LEAST = {
 
 
 def check_settings(settings: Mapping, world_size: int) -> None:
-    """End the run if train.py cannot run these settings on so many ranks."""
     problem = find_problem(settings, world_size, sys.argv)
     if problem:
         stop(problem)

@@ -286,7 +286,6 @@ def _pieces_of(file, name, pieces):
 
 
 def _parse_digests(run, path):
-    """The pieces of each file, from lists of "end sha256"."""
     pieces = {}
     try:
         for file, lines in run["digests"].items():

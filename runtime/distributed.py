@@ -36,7 +36,6 @@ def say(*args, **kwargs) -> None:
 
 
 def print0(*args, **kwargs) -> None:
-    """Print on rank 0 only."""
     if rank == 0:
         say(*args, **kwargs)
 
@@ -172,7 +171,6 @@ def group_rank(group: dist.ProcessGroup | None = None) -> int:
 
 
 def _reason(error) -> str:
-    """The error's message in one line."""
     if isinstance(error, OSError) and error.strerror:
         return f"{error.strerror}: {error.filename}" if error.filename else error.strerror
     return next(iter(str(error).strip().splitlines()), type(error).__name__)

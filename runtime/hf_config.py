@@ -29,7 +29,6 @@ DEFAULTS = {
 
 
 def kind(name: str) -> type:
-    """The type of one of our settings."""
     return LlamaConfig.__dataclass_fields__[name].type
 
 

@@ -301,7 +301,6 @@ class Step:
         return found
 
     def saved(self, blocks: int) -> list[Part]:
-        """What the forward of so many blocks has kept for backward."""
         how = f"{self.kept:,} bytes x {blocks} layers x {self.n_tokens:,} tokens"
         return [Part("saved activations", self.kept * blocks * self.n_tokens, how)] if blocks else []
 

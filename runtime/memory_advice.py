@@ -127,7 +127,6 @@ def choices(run: RunShape, chunks: int) -> list[list[dict]]:
 
 
 def changed(run: RunShape, settings: dict) -> RunShape:
-    """run with these of train.py's settings changed."""
     settings = dict(settings)
     if "gradient_accumulation_steps" in settings:
         settings["micro_steps"] = settings.pop("gradient_accumulation_steps") // run.world_size

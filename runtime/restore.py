@@ -221,7 +221,6 @@ def _open_checkpoint(path: Path) -> Folder:
 
 
 def _require_same_model(folder: Folder, resumes: bool, config, settings, dataset):
-    """End the run if a folder's model or tokenizer is not this run's."""
     model, tokenizer = read_config(folder)
     setting = "out_dir" if resumes else "init_from"
     if tokenizer is None:  # only the user can know

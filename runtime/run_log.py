@@ -91,7 +91,6 @@ class RunLog:
         return self.flops_per_token * tok_per_s / world_size / self.peak_flops if self.peak_flops else None
 
     def header(self, model: Llama, run: RunShape, data: Blocks, warmup_iters: int) -> None:
-        """Print what runs, what will train, and what it will take."""
         config, tokens, steps, known = model.config, len(data.tokens), self.max_iters, data.meta["vocab_size"]
         self.facts = {"n_params": model.n_params(), "estimated_gib": peak_gib(config, run)}
         versions = ", ".join(f"{name} {version}" for name, version in self.versions.items())
@@ -168,7 +167,6 @@ class RunLog:
             self.wandb = None
 
     def record(self, metrics: dict) -> None:
-        """Write one line to metrics.jsonl and to wandb."""
         if rank or not self.file:  # eval_only writes nothing
             return
         try:

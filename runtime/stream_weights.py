@@ -33,7 +33,6 @@ def layout(parameters: list[nn.Parameter]) -> tuple[list[int], int]:
 
 
 def view_in(flat: torch.Tensor, offset: int, parameter: nn.Parameter) -> torch.Tensor:
-    """A view of flat at offset, in the parameter's shape."""
     return flat[offset : offset + parameter.numel()].view(parameter.shape)
 
 
