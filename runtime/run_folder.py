@@ -149,7 +149,4 @@ def remove_all_but(out_dir: Path, keep_last: int) -> None:
 
 
 def mark_damaged(path: Path) -> None:
-    damaged = path.with_name(path.name + ".damaged")
-    if damaged.is_symlink() or damaged.exists():  # the same step, damaged before
-        remove(damaged)
-    path.rename(damaged)
+    path.rename(path.with_name(path.name + ".damaged"))
