@@ -169,8 +169,6 @@ def open_state_file(offload_dir: str | None, n_bytes: float) -> StateFile | None
 
 def _require_drive(folder: str, n_bytes: int) -> None:
     """Raise ValueError if the folder is none, or is on a network or too full for n_bytes."""
-    if not hasattr(os, "O_DIRECT"):
-        raise ValueError("offload_dir needs Linux: add --offload_dir=none")
     if not os.path.isdir(folder):
         raise ValueError(f"offload_dir {folder} is no folder: make one on an NVMe drive")
     kind = file_system(folder)

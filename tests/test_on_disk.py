@@ -24,10 +24,7 @@ from runtime.memory import RunShape, state_bytes
 from runtime.state_file import StateFile, file_system, page_aligned
 from tests.runs import SHORT, SMALL, losses, run, run_ranks, slip, wrapped
 
-pytestmark = [
-    pytest.mark.usefixtures("plain_pytorch_on_one_core"),
-    pytest.mark.skipif(not hasattr(os, "O_DIRECT"), reason="needs Linux"),
-]
+pytestmark = pytest.mark.usefixtures("plain_pytorch_on_one_core")
 IN_8_BITS = dict(n_embd=256, ffn_dim=1536, optimizer_bits=8)
 
 
