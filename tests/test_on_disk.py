@@ -105,11 +105,6 @@ def test_resumed_it_repeats_the_run_bit_for_bit_and_may_move_between_memory_and_
         assert losses(tmp_path / "out") == whole
 
 
-def test_published_weights_begin_on_the_disk_as_in_memory(train, same_as_in_memory, tmp_path):
-    train(out_dir=tmp_path / "first", dtype="bfloat16")
-    same_as_in_memory(offload="all", dtype="bfloat16", init_from=tmp_path / "first")
-
-
 # ----------------------------------------------------------------------------------------------------------------------
 # What may happen to a run
 
