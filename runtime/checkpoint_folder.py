@@ -193,14 +193,14 @@ class Folder(NamedTuple):
     adapter: dict | None = None  # adapter_config.json, where the tensors of "model" are adapters
 
 
-def open_folder(path: Path, stems: tuple[str, ...] = ("model",), group: dist.ProcessGroup | None = None) -> Folder:
+def open_folder(path: Path, stems: tuple[str, ...] = ("model",)) -> Folder:
     """Read and check all but the tensors, on rank 0; every rank calls this. To resume: stems ("model", "optimizer").
     "model" are a checkpoint's adapters if it holds such.
 
     Raises, on all ranks, Damaged if a file is missing, cut off, not what was saved or not what its format says; OSError
     if one cannot be read.
     """
-    return from_rank_0(lambda: _open_folder(Path(path), stems), group)
+    return from_rank_0(lambda: _open_folder(Path(path), stems))
 
 
 def _open_folder(path, stems):
@@ -300,7 +300,7 @@ def _parse_digests(run, path):
 
 
 @torch.no_grad()
-def read_into(folder: Folder, rows: Iterable[Rows], group: dist.ProcessGroup | None = None) -> None:
+def read_into(folder: Folder, rows: Iterable[Rows]) -> None:
     """Fill this rank's rows, on any device, from a folder, rounding at most once. Every rank calls it.
 
     Raises, on all ranks, ValueError if the folder lacks a tensor, or has it in another shape, or integers for floating
@@ -331,7 +331,7 @@ def read_into(folder: Folder, rows: Iterable[Rows], group: dist.ProcessGroup | N
             if not direct:
                 x.copy_(buffer)
 
-    on_all_ranks(read, group)
+    on_all_ranks(read)
 
 
 def fingerprint(folder: Folder) -> str:
