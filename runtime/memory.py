@@ -246,8 +246,8 @@ class Step:
     def __init__(self, c: LlamaConfig, run: RunShape):
         self.c, self.run, self.itemsize = c, run, run.compute_dtype.itemsize
         block, root = param_shapes(c, run)
-        self.block = group_of("of a block", block, run)
-        self.all = group_of("parameters", block * c.n_layer + root, run)
+        self.parameters = block * c.n_layer + root
+        self.block, self.all = group_of("of a block", block, run), group_of("parameters", self.parameters, run)
         self.embedding = group_of("of the embedding", root[:1], run)
         self.apart = run.fsdp and not c.tie_embeddings  # embedding, and norm and head, are two groups; else one
         self.last = group_of("of norm and head", root[1:], run) if self.apart else group_of("of the root", root, run)

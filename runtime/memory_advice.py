@@ -10,7 +10,7 @@ from dataclasses import replace
 
 from model import LlamaConfig
 from optimizers.on_disk import BUFFERS, PIECE
-from runtime.memory import GIB, Part, RunShape, Step, counted, param_shapes, parts, peak_gib, state_bytes
+from runtime.memory import GIB, Part, RunShape, Step, counted, parts, peak_gib, state_bytes
 from runtime.memory_stats import require_cpu_memory
 
 
@@ -43,10 +43,9 @@ def disk_bytes(config: LlamaConfig, run: RunShape) -> float:
     return sum(part.bytes for part in disk_parts(config, run))
 
 
-def disk_buffers(config: LlamaConfig, run: RunShape) -> Part:
+def disk_buffers(step: Step) -> Part:
     """The CPU memory through which the pieces of what is in offload_dir pass."""
-    block, root = param_shapes(config, run)
-    pieces = [min(PIECE / p.numel(), 1) * state_bytes(name, p, run) for name, p in block + root]
+    pieces = [min(PIECE / p.numel(), 1) * state_bytes(name, p, step.run) for name, p in step.parameters]
     return Part("buffers of offload_dir", BUFFERS * max(pieces), f"{BUFFERS} x {max(pieces):,.0f} bytes")
 
 
@@ -54,15 +53,14 @@ def cpu_parts(config: LlamaConfig, run: RunShape) -> list[Part]:
     """What a rank keeps in the CPU's memory."""
     step, found = Step(config, run), []
     if run.offload != "none":
-        found += [disk_buffers(config, run)] if run.offload_dir else step.masters_and_states()
+        found += [disk_buffers(step)] if run.offload_dir else step.masters_and_states()
         if run.micro_steps > 1:
             found += counted("gradient accumulators", "wide", (1, step.all), ranks=run.shard_ranks)
         kinds = [("gradients", "gradients"), ("compute weights", "weights")]
         for name, kind in kinds[: 1 + (run.offload == "all")]:
             (part,) = counted(name, kind, (1, step.all), ranks=run.shard_ranks)
             if run.offload == "all" and run.fsdp:  # FSDP pins them itself
-                block, root = param_shapes(config, run)
-                tensors = [p for _, p in block * config.n_layer + root if p.requires_grad or kind == "weights"]
+                tensors = [p for _, p in step.parameters if p.requires_grad or kind == "weights"]
                 n_bytes = sum(pinned(p.nbytes / run.shard_ranks) for p in tensors)
                 part = Part(name, n_bytes, f"{part.how}, each tensor rounded up to a power of two")
             found.append(part)
