@@ -405,6 +405,6 @@ if step == max_iters and val_loss is not None:
         print0(f"next: python {script} --out_dir={shlex.quote(out_dir)}" + " --chat" * bool(train_data.tokens.masks))
 log.close()
 lock_file.close()
-code = saver.exit_code() or shutdown.exit_code
+code = 1 if saver.error else shutdown.exit_code  # the last checkpoint was not written
 watchdog.stop()
 distributed.shutdown(code)

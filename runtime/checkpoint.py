@@ -137,14 +137,6 @@ class Saver:
         finally:
             self.seconds += time.perf_counter() - began
 
-    def exit_code(self) -> int:
-        """1 if the last checkpoint was not written, which is said; else 0."""
-        if self.error:
-            before = "the one before" if run_folder.newest(self.out_dir) else "the start"
-            fix = f"Fix that; the same command continues from {before}"
-            print0(f"the last checkpoint was not written ({self.error}). {fix}")
-        return int(self.error is not None)
-
     def _write(self, tensors, copied, step, run) -> str:
         """Write out_dir/step_<step>, each rank its part, and delete all but the keep_last newest."""
         final = self.out_dir / f"step_{step:06d}"

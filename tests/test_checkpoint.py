@@ -345,7 +345,6 @@ def test_a_disk_that_stays_full_ends_the_run_with_a_sentence_and_leaves_what_was
     done = run(settings | {"lr_decay_iters": 8}, wrapped(tmp_path, FULL_DISK))
     assert done.returncode == 1 and "Traceback" not in done.stderr, done.stderr
     assert "NOT SAVED: " in done.stdout and f"The newest checkpoint: {tmp_path}/out/step_000004" in done.stdout
-    assert "the last checkpoint was not written (" in done.stdout, done.stdout
     assert [path.name for path in (tmp_path / "out").glob("step_*")] == ["step_000004"]
     train(**settings | {"lr_decay_iters": 8})
     train(**settings | {"lr_decay_iters": 8, "out_dir": tmp_path / "whole"})
