@@ -24,7 +24,6 @@ import mmap
 import os
 import re
 import shutil
-import sys
 import tempfile
 import time
 from collections.abc import Callable
@@ -40,7 +39,6 @@ PAGE = 4096  # bytes that direct I/O reads and writes multiples of
 THREADS = 4  # that read and write
 MEASURED_BYTES = 2**28  # of a drive before the run,
 REQUEST_BYTES = 2**24  # so many at a time
-SLOW = 1e9  # bytes a second: an NVMe drive has several times as many
 NETWORK = re.compile(  # types of file systems, as /proc/mounts names them
     r"nfs\d?|cifs|smb\d?|smbfs|9p|afs|ceph|lustre|gpfs|beegfs|ocfs2|gfs2|davfs|fuse\.(?!fuse-overlayfs).*"
 )
@@ -157,13 +155,10 @@ def open_state_file(offload_dir: str | None, n_bytes: float) -> StateFile | None
     slowness = all_reduce_max([1 / speed for speed in file.speeds])
     writes, reads = (1 / seconds / 1e9 for seconds in slowness)
     how = "" if file.direct else ", not directly, which its file system does not support"
-    seconds = n_bytes * sum(slowness)
     print0(
         f"offload   {n_bytes / 2**30:.1f} GiB of each rank's state in {folder}: written at {writes:.1f} and read at "
-        f"{reads:.1f} GB/s{how}, {seconds:.1f} s a step beside the GPU's work"
+        f"{reads:.1f} GB/s{how}, {n_bytes * sum(slowness):.1f} s a step beside the GPU's work"
     )
-    if min(writes, reads) * 1e9 < SLOW and seconds > 1:
-        print0(f"{folder} is slow for an NVMe drive: expect steps of {seconds:.0f} seconds or more", file=sys.stderr)
     return file
 
 

@@ -235,9 +235,8 @@ def test_a_drive_that_another_run_fills_meanwhile_is_refused_too(train, capsys, 
 def test_a_slow_drive_is_said_with_the_seconds_of_a_step(drive, capsys, monkeypatch):
     monkeypatch.setattr(StateFile, "_measure", lambda *_: 2e8)
     state_file.open_state_file(str(drive), 0.25 * 2**30)
-    said = capsys.readouterr()
-    assert f"0.2 GiB of each rank's state in {drive}: written at 0.2 and read at 0.2 GB/s, 2.7 s a step" in said.out
-    assert said.err == f"{drive} is slow for an NVMe drive: expect steps of 3 seconds or more\n"
+    said = capsys.readouterr().out
+    assert f"0.2 GiB of each rank's state in {drive}: written at 0.2 and read at 0.2 GB/s, 2.7 s a step" in said
 
 
 def test_the_file_system_is_that_of_the_innermost_mount(tmp_path):
