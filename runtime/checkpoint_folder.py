@@ -48,7 +48,6 @@ from runtime.safetensors_file import (
 )
 
 FILE_BYTES = 5 * 10**9  # of one .safetensors, as Hugging Face cuts them
-DOCUMENT_BYTES = 256 * 2**20  # a JSON file may have: run.json has 76 bytes for 4 MiB of tensors
 FILE_NAME = re.compile(r"[\w.-]{1,80}\.safetensors")  # that an index may name: none in another folder
 WEIGHT_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 OTHERS = {  # that are published in place of model.safetensors
@@ -266,10 +265,7 @@ def other_weights(path: Path) -> str | None:
 def read_document(folder: Path, name: str, pieces: dict[str, list[Piece]] | None = None) -> bytes:
     """A small file, on this rank. Damaged if it is missing or not what was saved. pieces: Folder.pieces."""
     with open_to_read(folder / name) as file:
-        size = os.fstat(file.fileno()).st_size
-        if size > DOCUMENT_BYTES:
-            raise Damaged(f"{file.name} has {size} bytes: expected at most {DOCUMENT_BYTES}")
-        content = bytearray(size)
+        content = bytearray(os.fstat(file.fileno()).st_size)
         read_bytes(file, 0, memoryview(content), _pieces_of(file, name, pieces))
     return bytes(content)
 
