@@ -18,6 +18,7 @@ Halko et al., Finding Structure with Randomness, 2011 (subspace iteration). http
 
 import zlib
 from dataclasses import dataclass
+from itertools import accumulate, pairwise
 
 import torch
 import torch.distributed as dist
@@ -77,11 +78,10 @@ def local_parts(shard: Shard, group: dist.ProcessGroup | None) -> list[int]:
     """How many of this rank's rows belong to each of the matrices stacked in a weight. FSDP splits as torch.chunk."""
     held = -(-shard.shape[0] // (dist.get_world_size(group) if group else 1))
     begin = held * (dist.get_rank(group) if group else 0)
-    found, first = [], 0
-    for rows in stacked_rows(shard.name, shard.shape):
-        found.append(max(0, min(begin + len(shard.grad), first + rows) - max(begin, first)))
-        first += rows
-    return found
+    edges = accumulate(
+        stacked_rows(shard.name, shard.shape), initial=-begin
+    )  # of the matrices, seen from its first row
+    return [end - start for start, end in pairwise(min(max(edge, 0), len(shard.grad)) for edge in edges)]
 
 
 def renew(basis: torch.Tensor, grad: torch.Tensor, live: torch.Tensor, seed: int | None, group) -> None:
