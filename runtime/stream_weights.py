@@ -14,6 +14,7 @@ weights to each parameter's `cpu_param`: its part of the pinned memory.
 
 from collections.abc import Callable
 from functools import partial
+from itertools import accumulate
 
 import torch
 from torch import nn
@@ -25,10 +26,8 @@ ALIGNMENT = 256  # bytes between which a parameter may begin: the kernels load v
 
 def layout(parameters: list[nn.Parameter]) -> tuple[list[int], int]:
     """The offset of each parameter in one flat tensor for all, and the length of that, in elements."""
-    step, offsets, end = ALIGNMENT // parameters[0].element_size(), [], 0
-    for parameter in parameters:
-        offsets.append(end)
-        end += -(-parameter.numel() // step) * step
+    step = ALIGNMENT // parameters[0].element_size()
+    *offsets, end = accumulate((-(-parameter.numel() // step) * step for parameter in parameters), initial=0)
     return offsets, end
 
 
