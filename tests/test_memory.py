@@ -382,10 +382,9 @@ def test_largest_batch_is_the_largest_though_a_smaller_one_may_not_fit():
     assert memory_advice.largest_batch(config, run, 22) == max(fitting) > len(fitting), fitting
 
 
-PLAIN_OPERATIONS = {"fused_kernels": False, "fused_loss": False}
 ADVISED = {
     "one GPU": (LLAMA_1B, RunShape(8), "--batch_size=4 --gradient_accumulation_steps=2"),
-    "plain": (LLAMA_1B, RunShape(8, micro_steps=2, **PLAIN_OPERATIONS), "--fused_kernels=true"),
+    "plain": (LLAMA_1B, RunShape(8, micro_steps=2, **PLAIN), "--fused_kernels=true"),
     "hybrid": (LLAMA_8B, sharded(4, shard_ranks=2, sharding="hybrid"), "--sharding=zero3"),
     "not synced": (LLAMA_8B, sharded(4, micro_steps=4, sync_every_micro_batch=False), "--sync_every_micro_batch=true"),
 }
