@@ -286,7 +286,7 @@ class Step:
         """blocks: how many have ended their backward. The rest is as in at()."""
         run, complete = self.run, [(last * self.apart, self.last), (blocks, self.block)]
         found = counted("gradients", "gradients", (embeddings, self.embedding))
-        if reducing and run.fsdp and not run.copy_engines_reduce:
+        if reducing and not run.copy_engines_reduce:
             found += counted("gradients being reduced", "wide", (1, reducing))
         if self.unsynced and not over:
             whole = self.all._replace(name="parameters, on every rank")
@@ -312,13 +312,13 @@ class Step:
         large as the embedding, not sharded. reducing: the group in FSDP's float32 buffer. over: backward has ended, and
         with it the accumulation of unsharded gradients.
         """
-        run, done, (blocks, roots), found = self.run, self.c.n_layer - saved, gathered, self.always()
-        if run.fsdp or run.streamed:
-            blocks = 2 if run.streamed else blocks
-            name = "streamed weights" if run.streamed else "gathered weights"
-            found += counted(name, "weights", (blocks, self.block), (roots, self.last))
+        done, (blocks, roots), found = self.c.n_layer - saved, gathered, self.always()
+        if self.run.fsdp:
+            found += counted("gathered weights", "weights", (blocks, self.block), (roots, self.last))
+        if self.run.streamed:
+            found += counted("streamed weights", "weights", (2, self.block), (roots, self.last))
         found += self.gradients(done, last, embeddings, reducing, over)
-        if run.offload_activations:  # of the last block; in backward of the one being read, and of the next
+        if self.run.offload_activations:  # of the last block; in backward of the one being read, and of the next
             saved = min(saved, 1 + (done > 0))
         return [*found, *self.saved(saved), extra]
 
@@ -355,7 +355,7 @@ def phases(config: LlamaConfig, run: RunShape) -> dict[str, list[Part]]:
     whole = layers if zero2 else buffer  # blocks that are gathered in the loss; zero3: the last one's buffer
     # the buffer is as large as the larger of the last two gathers
     in_loss = (layers * zero2, 1 + buffer) if apart and step.last.n > step.block.n else (layers * zero2 + buffer, 1)
-    reducing = None if step.unsynced else step.block  # the gradients of the block before
+    reducing = step.block if run.fsdp and not step.unsynced else None  # the gradients of the block before
     found = {"the loss, at the end of forward": step.at(forward, layers, in_loss, last=0)}
     found["backward of the loss"] = step.at(backward, layers, (whole, 1), last=0)
     if apart:
