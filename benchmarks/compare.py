@@ -180,9 +180,9 @@ def title(row: dict, rows: list[dict]) -> str:
     return ", ".join([arms.SWEEP[row["arm"]], *(row[k] if k == "flags" else f"{k} {row[k]}" for k in differing)])
 
 
-def largest(rows: list[dict], kind: str, arm: str) -> dict | None:
-    """The largest point of an arm; None where none fits."""
-    return max((r for r in done(rows) if r["arm"] == arm), key=lambda row: row[VARIES[kind]], default=None)
+def largest(rows: list[dict], kind: str, arm: str) -> dict:
+    """The largest point of an arm."""
+    return max((r for r in done(rows) if r["arm"] == arm), key=lambda row: row[VARIES[kind]])
 
 
 def of_rungs(points: list[dict], model: str) -> dict[str, list[dict]]:

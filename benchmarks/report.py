@@ -94,21 +94,15 @@ def reached(r: dict, loss: float) -> dict:
 
 
 def linux_headline() -> str:
-    """What AdamW learns how fast, and with how many tokens the quickest of the others learns as much."""
-    first, *others = linux_runs().values()
-    tokens = compare.tokens_of(first, first["steps"])
-    text = (
-        f"- Trained to the end: a Llama of 114 million parameters on {tokens / 1e6:.0f} million tokens of the Linux "
+    """What AdamW learns how fast."""
+    first = load("linux_114m")
+    return (
+        f"- Trained to the end: a Llama of 114 million parameters on "
+        f"{compare.tokens_of(first, first['steps']) / 1e6:.0f} million tokens of the Linux "
         f"kernel's source, in {first['train_seconds'] / 60:.0f} minutes of one {card(first)} "
         f"({first['tok_per_s']:,.0f} tokens per second, {first['mfu']:.0%} MFU). Files that it has not seen take "
         f"{first['bits_per_byte']:.3f} bits per byte, with xz -9 {first['xz_bits_per_byte']:.3f}."
     )
-    there = [r["settings"] | at for r in others if (at := reached(r, first["val_loss"]))]
-    if not there:
-        return text
-    best = min(there, key=lambda at: at["millions"])
-    after = f"{1e6 * best['millions'] / tokens:.0%} of the tokens, {best['minutes']:.0f} minutes"
-    return f"{text} `--optimizer={best['optimizer']}` is there after {after}."
 
 
 def linux_table() -> str:
@@ -161,13 +155,12 @@ def headline() -> str:
     """The largest number of tokens a second, and what torchtitan's recipe does on the same."""
     r = load("step")
     best = max((p for p in done(r["points"]) if p["arm"] == "nanocria"), key=lambda p: p["tok_per_s"])
-    share = f" ({best['mfu']:.0%} MFU)" if best["mfu"] else ""  # of some cards the peak is not known
     where, found = list(values(best, STEP_PLACE[1:])), compare.ratios(r["points"], STEP_PLACE)
     ratio = next(x for x in found if x["peer"] == "recipe" and x["at"] == where)
     return (
-        f"- Llama 3.2 1B trains at {best['tok_per_s']:,.0f} tokens per second{share} on one {r['device']}: "
-        f"{ratio['tok_per_s']:.2f} times the speed of torchtitan's recipe, in {ratio['peak_gib']:.0%} of its memory "
-        f"({best['peak_gib']:.0f} GiB)."
+        f"- Llama 3.2 1B trains at {best['tok_per_s']:,.0f} tokens per second ({best['mfu']:.0%} MFU) on one "
+        f"{r['device']}: {ratio['tok_per_s']:.2f} times the speed of torchtitan's recipe, in "
+        f"{ratio['peak_gib']:.0%} of its memory ({best['peak_gib']:.0f} GiB)."
     )
 
 
@@ -306,25 +299,21 @@ def slope_kb(rows: list[dict]) -> dict:
     return {"slope_kb": (more_gib - gib) * 2**30 / (more_tokens - tokens) / 1000}
 
 
-def ran_out(record: dict, kind: str, arm: str) -> bool:
-    return any(row["arm"] == arm and row.get("oom") for row in record[kind])
-
-
 def fits_of_both() -> str:
     """The README's table: the largest batch and the largest context of each trainer, and how it was there."""
     record, lines = load("study"), []
     for arm in arms.SHOWN:
         cells = [arms.SWEEP[arm]]
         for kind in compare.KINDS:
-            end, star = compare.largest(record[kind], kind, arm), "" if ran_out(record, kind, arm) else r"\*"
-            cells += [f"{end[VARIES[kind]]:,}{star}" if end else "-", speed_and_memory(end)]
+            end, ran_out = compare.largest(record[kind], kind, arm), {r["arm"] for r in record[kind] if r.get("oom")}
+            cells += [f"{end[VARIES[kind]]:,}" + r"\*" * (arm not in ran_out), speed_and_memory(end)]
         lines.append(cells)
     what = {"batch": "batch of {block:,} tokens", "seq": "context at batch {batch}"}
     sizes = [f"largest {what[kind].format(**record[kind][0])}" for kind in compare.KINDS]
     text = compare.markdown(["trainer", *(title for size in sizes for title in (size, "tok/s · GiB"))], lines)
     tried = [", ".join(f"{n:,}" for n in sorted({r[VARIES[kind]] for r in record[kind]})) for kind in compare.KINDS]
-    note = "Tried: batches of {}; contexts of {}. The next size was out of memory".format(*tried)
-    return f"{text}\n\n{note}" + (r", except at \*, the largest tried." if r"\*" in text else ".")
+    note = "Tried: batches of {}; contexts of {}. The next size was out of memory, except at \\*, the largest tried."
+    return f"{text}\n\n{note.format(*tried)}"
 
 
 def what_was_swept(rows: list[dict], kind: str) -> str:
@@ -358,23 +347,18 @@ def arithmetic(record: dict) -> str:
 
 
 def fits_headline() -> str:
-    """What fits, like for like: nanocria and each peer with the same kept on the CPU; and with the activations too."""
+    """What fits: nanocria and each peer with the same kept on the CPU, and nanocria with the activations too."""
     record = load("study")
-    rows, largest = record["batch"], {arm: compare.largest(record["batch"], "batch", arm) for arm in arms.SHOWN}
-    ours, long = largest["all"], largest["long"]
-    text = f"- Within {ours['limit_gib']:g} GiB of GPU memory (one {card(record)} limited to that), with weights and "
-    text += f"optimizer in CPU memory, Llama 3.2 1B trains at batches of {ours['batch']:,} x {ours['block']:,} tokens"
-    text += f", with activations there too at {long['batch']:,}" if long else ""
-    ended = []
-    for peer in ("liger", "hf"):
-        if ran_out(record, "batch", peer):
-            size = largest[peer]["batch"] if largest[peer] else 0
-            ended.append(f"{arms.SWEEP[peer]} {'' if ended else 'ends '}at {size:,}")
-    text += f"; {', '.join(ended)}" if ended else ""
-    peers = [row for row in rows if row["arm"] in ("all", *arms.SWEEP_PEERS)]
-    both = max(compare.ratios(peers, ("arm", "batch"), "all"), key=lambda x: (x["at"], -x["peak_gib"]))
-    text += f". At batch {both['at'][0]:,} nanocria is {both['tok_per_s']:.2f} times as fast as "
-    return f"{text}{arms.SWEEP[both['peer']]}, in {both['peak_gib']:.0%} of the GPU memory."
+    ours, long, liger, hf = (compare.largest(record["batch"], "batch", arm) for arm in arms.SHOWN)
+    (alike,) = (row for row in record["batch"] if row["arm"] == "all" and row["batch"] == liger["batch"])
+    ratio = compare.ratio(alike, liger)
+    return (
+        f"- Within {ours['limit_gib']:g} GiB of GPU memory (one {card(record)} limited to that), with weights and "
+        f"optimizer in CPU memory, Llama 3.2 1B trains at batches of {ours['batch']:,} x {ours['block']:,} tokens, "
+        f"with activations there too at {long['batch']:,}; Hugging Face + Liger ends at {liger['batch']:,}, Hugging "
+        f"Face at {hf['batch']:,}. At batch {liger['batch']:,} nanocria is {ratio['tok_per_s']:.2f} times as fast as "
+        f"Hugging Face + Liger, in {ratio['peak_gib']:.0%} of the GPU memory."
+    )
 
 
 # --- Finetuning, generation, the ladder ---

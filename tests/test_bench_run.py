@@ -129,11 +129,8 @@ def test_the_leaderboard_counts_to_the_first_evaluation_that_is_as_good_as_adamw
         ["`python train.py adamw`", "1M", "20.0", "2.0000", "0.500"],
         ["`python train.py apollo`", "-", "-", "2.1000", "0.525"],
     ]
-    assert report.linux_headline().endswith("`--optimizer=muon` is there after 60% of the tokens, 12 minutes.")
     draw.draw_linux(runs, tmp_path / "linux.png")
     assert (tmp_path / "linux.png").stat().st_size > 10_000
-    del runs["linux_114m_muon"]
-    assert report.linux_headline().endswith("0.500 bits per byte, with xz -9 1.200.")
 
 
 def test_a_record_of_a_run_has_its_validation_losses(tmp_path, monkeypatch):
