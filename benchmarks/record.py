@@ -7,7 +7,6 @@ memory.
 
 import contextlib
 import json
-import re
 import shlex
 import subprocess
 import sys
@@ -17,7 +16,6 @@ from pathlib import Path
 
 from benchmarks.arms import PACKAGES
 from benchmarks.compare import values
-from configurator import SettingError
 from data.files import atomic_write
 from runtime import run_log
 from runtime.loss_plot import read_losses
@@ -28,17 +26,11 @@ PAGES = ["*.md", "benchmarks/records", "benchmarks/plots"]  # written by bench.p
 
 
 def load(name: str) -> dict:
-    path = RECORDS / f"{name}.json"
-    try:
-        return json.loads(path.read_text())
-    except (OSError, ValueError) as error:
-        raise SettingError(f"{path}: {error}") from None
+    return json.loads((RECORDS / f"{name}.json").read_text())
 
 
 def keep_summary(run_folder: str, name: str) -> None:
     """The summary that a run of train.py left, and its validation losses, as the record of that name."""
-    if not re.fullmatch(r"\w[\w-]*", name):
-        sys.exit(f"the record's name is {name!r}: letters, digits, _ and -")
     summary = Path(run_folder) / "summary.json"
     if not summary.exists():
         sys.exit(f"{summary} does not exist: a training run leaves it when it reaches max_iters")
@@ -64,18 +56,15 @@ def origin(name: str, words: list[str], device: str) -> dict:
 
 
 def read_record(out: Path) -> dict | None:
-    """None if there is none yet; sys.exit with a sentence if the file is something else or cannot be written."""
-    try:
-        out.parent.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        sys.exit(f"--out={out} cannot be written: {error}")
-    try:
-        record = json.loads(out.read_text()) if out.exists() else None
-    except (OSError, ValueError):
-        record = {}
-    if record is not None and not {"device", "versions", "command"} <= set(record):
-        sys.exit(f"--out={out} exists and is no record of a benchmark: name another file")
-    return record
+    """None if there is none yet; sys.exit with a sentence if the file is something else."""
+    out.parent.mkdir(parents=True, exist_ok=True)
+    if not out.exists():
+        return None
+    with contextlib.suppress(ValueError):
+        record = json.loads(out.read_text())
+        if {"device", "versions", "command"} <= set(record):
+            return record
+    sys.exit(f"--out={out} exists and is no record of a benchmark: name another file")
 
 
 def write(out: Path, record: dict) -> None:

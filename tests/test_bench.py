@@ -91,27 +91,11 @@ def test_every_plot_is_drawn_from_its_record(tmp_path, monkeypatch):
     assert drawn == {"baby_llama", "linux_114m", *draw.PLOTS}
 
 
-@pytest.mark.parametrize("content, sentence", [(None, "No such file.*step.json"), ("{", "step.json: Expecting")])
-def test_a_missing_or_broken_record_is_named(content, sentence, tmp_path, monkeypatch):
-    monkeypatch.setattr(record, "RECORDS", tmp_path)
-    if content:
-        (tmp_path / "step.json").write_text(content)
-    with pytest.raises(SystemExit, match=sentence):
-        bench.main(["readme"])
-
-
 def test_a_missing_marker_is_named():
     with pytest.raises(SettingError, match="README.md must hold each part .*'headline'"):
         report.render("no part", "README.md")
     with pytest.raises(SettingError, match="'sweep'"):
         report.render("<!-- sweep -->\n<!-- /sweep -->", "README.md")
-
-
-@pytest.mark.parametrize("name", ["x/y", "../zz", "", "..", "-x"])
-def test_a_record_is_kept_by_a_name_alone(tmp_path, name):
-    (tmp_path / "summary.json").write_text("{}")
-    with pytest.raises(SystemExit, match=re.escape(f"the record's name is {name!r}: letters, digits, _ and -")):
-        record.keep_summary(str(tmp_path), name)
 
 
 def test_imports_within_benchmarks_have_no_circle():
