@@ -26,10 +26,9 @@ import os
 import sys
 
 sys.path.insert(0, os.path.dirname(__file__))  # python -I and PYTHONSAFEPATH=1 leave it out
-from configurator import SettingError, did_you_mean
+from configurator import SettingError
 
 MODULES = ["sweep", "estimate", "ladder", "snapshot", "kernels", "step", "losses", "gpus", "disk", "generate", "run"]
-COMMANDS = [*MODULES, "record", "readme"]
 
 
 def main(argv: list[str]) -> None:
@@ -58,8 +57,7 @@ def run(argv: list[str]) -> None:
                 sys.exit("usage: python bench.py record FOLDER NAME\n       python bench.py readme")
             print(__doc__.strip())
         case [word, *_] if not word.startswith("-"):
-            near = did_you_mean(word, {command: command for command in COMMANDS})
-            sys.exit(f"Unknown command {word}{near or ': there are ' + ', '.join(COMMANDS)}")
+            sys.exit(f"Unknown command {word}: there are {', '.join(MODULES)}, record, readme")
         case words:
             run(["sweep", *words])
 

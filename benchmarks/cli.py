@@ -13,7 +13,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 from benchmarks.record import ROOT
-from configurator import SettingError, did_you_mean, help_text, preview, read_command_line, read_script
+from configurator import SettingError, help_text, preview, read_command_line, read_script
 
 TRAIN = ROOT / "train.py"
 MODEL = ("n_layer", "n_head", "n_kv_head", "n_embd", "ffn_dim", "vocab_size", "tie_embeddings")
@@ -57,8 +57,7 @@ def refuse_unknown(words: list[str], declared: dict, for_train_py: bool) -> None
     for before, word in pairwise(["", *words]):
         name = word.lstrip("-").partition("=")[0]
         if not word.startswith("-") and "=" not in word and not re.fullmatch(r"--\w+", before):
-            hint = f". Did you mean --config={word}?" if word.endswith(".py") else ""
-            raise SettingError(f"Unknown word {word}{hint or ': settings are --key=value, --help lists them'}")
+            raise SettingError(f"Unknown word {word}: settings are --key=value, --help lists them")
         if for_train_py and word.startswith("-") and name not in declared and name in preview(TRAIN, []):
             raise SettingError(f"--{name} is a setting of train.py: put it behind --, as in -- --{name}=...")
 
@@ -66,12 +65,9 @@ def refuse_unknown(words: list[str], declared: dict, for_train_py: bool) -> None
 def one_of(name: str, text: str, known) -> list[str]:
     """The parts of one,two,... ; SettingError for one that is not known."""
     parts = [part for part in text.split(",") if part]
-    for part in parts:
+    for part in parts or [""]:
         if part not in known:
-            hint = did_you_mean(part, {option: option for option in known})
-            raise SettingError(f"--{name}={part}: there are {', '.join(known)}{hint}")
-    if not parts:
-        raise SettingError(f"--{name}= is empty: there are {', '.join(known)}")
+            raise SettingError(f"--{name}={part}: there are {', '.join(known)}")
     return parts
 
 
@@ -103,9 +99,3 @@ def refuse_flags(s: SimpleNamespace, peers: list[str]) -> None:
         if name in MODEL and peers != ["none"]:
             hint = "write it in a config, or say --peers=none"
             raise SettingError(f"-- --{name}: the peers would train another model; {hint}")
-
-
-def config_path(path: str) -> str:
-    """A config that only the user's folder has is made absolute: what reads it runs in the repository."""
-    elsewhere = Path(path).is_file() and not (ROOT / path).is_file()
-    return str(Path(path).absolute()) if elsewhere else path

@@ -44,7 +44,7 @@ def parse(argv: list[str]) -> SimpleNamespace:
     if not s.offload_dir:
         raise SettingError("--offload_dir= is empty: name a folder on the drive to measure")
     named = {"offload": "all", "offload_dir": s.offload_dir, "gradient_accumulation_steps": 1}
-    s.model, s.run = estimate.resolve(cli.config_path(s.config), 1, named, s.flags)
+    s.model, s.run = estimate.resolve(s.config, 1, named, s.flags)
     return s
 
 

@@ -24,7 +24,7 @@ import torch
 
 from benchmarks import cli, runner
 from benchmarks.arms import SWEEP_FLAGS
-from configurator import SettingError, did_you_mean, preview
+from configurator import SettingError, preview
 from kernels.fp8_linear import use_fp8
 from lora import add_lora
 from model import Llama, LlamaConfig
@@ -56,8 +56,7 @@ def resolve(path: str, world_size: int, named: dict, flags=()) -> tuple[LlamaCon
 
     named: by name; flags: as on a command line, which win. SettingError if train.py would not take them.
     """
-    there = cli.ROOT / path if (cli.ROOT / path).is_file() else path
-    said = dict(_preview(str(there), *(f"--{name}={value}" for name, value in named.items()), *flags))
+    said = dict(_preview(str(cli.ROOT / path), *(f"--{name}={value}" for name, value in named.items()), *flags))
     if said["vocab_size"] is None:
         raise SettingError(f"{path} leaves vocab_size to its dataset: say -- --vocab_size=...")
     problem = find_problem(said, world_size)
@@ -126,20 +125,17 @@ def cpu_gib_of(row: dict) -> float:
 def parse(argv: list[str]) -> SimpleNamespace:
     s = cli.read_settings(globals(), argv, for_train_py=True)
     cli.refuse_flags(s, ["none"])
-    s.gib, s.config = card_gib(s.card), cli.config_path(s.config)
+    s.gib = card_gib(s.card)
     return s
 
 
 def card_gib(card: str) -> float:
-    card_name = card.lower()
-    if card_name in CARDS:
-        return CARDS[card_name]
-    number = re.fullmatch(r"(\d+(\.\d+)?) ?(gi?b)?", card_name)
+    if card.lower() in CARDS:
+        return CARDS[card.lower()]
+    number = re.fullmatch(r"(\d+(\.\d+)?) ?(gi?b)?", card.lower())
     if number and 0 < float(number[1]) < 1000:
         return float(number[1])
-    sizes = [name for name in CARDS if name.startswith(f"{card_name}-")]
-    near = f". Did you mean {' or '.join(sizes)}?" if sizes else did_you_mean(card_name, {name: name for name in CARDS})
-    raise SettingError(f"--card={card}: there are {', '.join(CARDS)}, or a number of GiB, as in --card=24{near}")
+    raise SettingError(f"--card={card}: there are {', '.join(CARDS)}, or a number of GiB, as in --card=24")
 
 
 def of_each(s: SimpleNamespace, named: dict, choices: dict, function) -> dict:

@@ -42,7 +42,7 @@ ROUNDS = 3  # that are timed, behind one that warms up
 
 def parse(argv: list[str]) -> SimpleNamespace:
     s = cli.read_settings(globals(), argv, {"arms": trainers.GENERATE}, "benchmarks/records/generate.json")
-    s.batches, s.config = cli.whole_numbers("batches", s.batches), cli.config_path(s.config)
+    s.batches = cli.whole_numbers("batches", s.batches)
     return s
 
 

@@ -21,7 +21,6 @@ import torch
 
 from benchmarks import arms as trainers
 from benchmarks import cli, peers, runner
-from configurator import SettingError
 from model import Llama, LlamaConfig, fill
 from runtime import memory_stats
 from runtime.hf_names import hf_names
@@ -39,10 +38,7 @@ BETAS, WEIGHT_DECAY = (0.9, 0.95), 0.1
 
 def parse(argv: list[str]) -> SimpleNamespace:
     s = cli.read_settings(globals(), argv, {"arms": trainers.LOSSES}, "benchmarks/records/losses.json")
-    shapes = cli.shapes("shape", s.shape)
-    if len(shapes) != 1:
-        raise SettingError(f"--shape={s.shape}: sequences x tokens, as in 8x2048")
-    s.at = (s.steps, *shapes[0])
+    s.at = (s.steps, *cli.shapes("shape", s.shape)[0])
     return s
 
 

@@ -99,7 +99,6 @@ def parse(argv: list[str], n_gpus: int, part: Iterable[str] = ()) -> SimpleNames
     s.command = [word for word in argv if not word.startswith("--out=")]
     s.batches, s.contexts = (sorted(cli.whole_numbers(n, getattr(s, n))) for n in ("batches", "contexts"))
     s.ranks = max(n_gpus, 1) if s.ranks == "all" else s.ranks
-    s.config = cli.config_path(s.config)
     refuse(s, n_gpus)
     # The file exists, and train.py takes it. full: no other setting is at odds with it.
     resolve(s.config, s.ranks, {"activation_checkpointing": "full", "gradient_accumulation_steps": s.ranks}, s.flags)

@@ -29,15 +29,6 @@ def test_settings_of_train_py_say_what_a_config_leaves_open(monkeypatch):
         snapshot.parse([BABY[0], "--peers=hf", *VOCAB])
 
 
-def test_a_config_of_the_users_own_folder_is_found(monkeypatch, tmp_path):
-    mine = tmp_path / "my.py"
-    mine.write_text((record.ROOT / LLAMA_1B).read_text())
-    monkeypatch.chdir(tmp_path)
-    for s in (sweep.parse(["--config=my.py"], 1), snapshot.parse(["--config=my.py"])):
-        assert s.config == str(mine)
-    assert sweep.parse([], 1).config == LLAMA_1B, "the repository's"
-
-
 class Card:
     """Points as a card of so many tokens a step would have them; notes what was run, and under what limit."""
 
