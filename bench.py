@@ -33,33 +33,27 @@ MODULES = ["sweep", "estimate", "ladder", "snapshot", "kernels", "step", "losses
 
 def main(argv: list[str]) -> None:
     try:
-        run(argv)
+        match argv:
+            case ["help" | "--help" | "-h", *_]:
+                print(__doc__.strip())
+            case [command, *words] if command in MODULES:
+                importlib.import_module(f"benchmarks.{command}").main(words)
+            case ["record", folder, name]:
+                from benchmarks import record
+
+                record.keep_summary(folder, name)
+            case ["readme"]:
+                from benchmarks import report
+
+                report.write_pages()
+            case ["record" | "readme", *_]:
+                sys.exit("usage: python bench.py record FOLDER NAME\n       python bench.py readme")
+            case [word, *_] if not word.startswith("-"):
+                sys.exit(f"Unknown command {word}: there are {', '.join(MODULES)}, record, readme")
+            case words:
+                main(["sweep", *words])
     except SettingError as error:  # one sentence
         sys.exit(str(error))
-
-
-def run(argv: list[str]) -> None:
-    match argv:
-        case ["help" | "--help" | "-h", *_]:
-            print(__doc__.strip())
-        case [command, *words] if command in MODULES:
-            importlib.import_module(f"benchmarks.{command}").main(words)
-        case ["record", folder, name]:
-            from benchmarks import record
-
-            record.keep_summary(folder, name)
-        case ["readme"]:
-            from benchmarks import report
-
-            report.write_pages()
-        case ["record" | "readme", *words]:
-            if not {"--help", "-h"} & set(words):
-                sys.exit("usage: python bench.py record FOLDER NAME\n       python bench.py readme")
-            print(__doc__.strip())
-        case [word, *_] if not word.startswith("-"):
-            sys.exit(f"Unknown command {word}: there are {', '.join(MODULES)}, record, readme")
-        case words:
-            run(["sweep", *words])
 
 
 if __name__ == "__main__":

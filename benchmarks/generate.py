@@ -109,4 +109,4 @@ def measured(s: SimpleNamespace):
 
 
 def main(argv: list[str]) -> None:
-    runner.measure("generate", parse(argv), KEYS, measured, trainers.GENERATE, place=KEYS["points"])
+    runner.measure("generate", parse(argv), KEYS, measured, trainers.GENERATE)

@@ -105,19 +105,19 @@ def kept_rows(new: dict, out: Path, keys: dict, keep: bool) -> dict[tuple, dict]
 def fill(new: dict, rows: Iterable[tuple[str, dict]], out: Path, keys: dict, line: Callable, keep=False):
     """Put rows, each with its kind, into the record and its file as they come, and print line(row, record).
 
-    keys: kind -> the keys that name a row; a later row of the same name replaces the earlier one. Returns the record,
-    and the rows that are not in it: what failed or was missing.
+    keys: kind -> the keys that name a row; a later row of the same name replaces the earlier one. Returns the record;
+    what failed or was missing is not in it.
     """
-    old, failed = read_record(out), []
+    old = read_record(out)
     record = continued(old, new, keys, keep)
     if old and record is new:
         print(f"{out} was measured with other code or on another device: it begins anew")
     for kind, row in rows:
-        if "missing" in row or "failed" in row:
-            failed.append(row)
-        else:  # read each time: on another card another process may add to the same file
+        if (
+            not {"missing", "failed"} & row.keys()
+        ):  # read each time: on another card another process may add to the same file
             record = continued(read_record(out), record, keys, keep)
             record[kind] = list({str(values(r, keys[kind])): r for r in [*record[kind], row]}.values())
             write(out, record)  # now: a later point may crash
         print(line(row, record), flush=True)
-    return record, failed
+    return record

@@ -247,18 +247,15 @@ def line(titles: dict[str, str], row: dict, _: dict | None = None) -> str:
     return "  ".join([f"{name:<33}", *cells])
 
 
-def measure(
-    name: str, s: SimpleNamespace, keys: dict, rows: Callable, titles=(), tables="", plot="", place=(), **options
-):
-    """Runs a command: fills its record with rows(s), prints the tables of each kind of row, and a last line of JSON.
+def measure(name: str, s: SimpleNamespace, keys: dict, rows: Callable, titles=(), tables="", plot="", **options):
+    """Runs a command: fills its record with rows(s) and prints the tables of each kind of row.
 
     s.new is the record without rows. titles: of arms. tables: of report.TABLES, if not those of that name. plot: the
-    function of draw.py that draws it, beside the record. place: of points, whose ratios to the peers' at the same place
-    are in the last line. options: begin's.
+    function of draw.py that draws it, beside the record. options: begin's.
     """
     s.new = begin(name, s.command, keys, **options)
     print_line = functools.partial(line, dict(titles))
-    found, failed = record.fill(s.new, rows(s), s.out, keys, print_line, getattr(s, "keep", False))
+    found = record.fill(s.new, rows(s), s.out, keys, print_line, getattr(s, "keep", False))
     if plot and any("peak_gib" in row for kind in keys for row in found[kind]):
         with contextlib.suppress(ImportError):  # without matplotlib there is no plot
             from benchmarks import draw
@@ -267,5 +264,4 @@ def measure(
     for kind, table in report.TABLES[tables or name].items():
         if any(not row.get("oom") for row in found[kind]):
             print(f"\n{table(found)}")
-    ratios = {"ratios": compare.ratios(found["points"], place)} if place else {}
-    print(json.dumps({"record": str(s.out), "failed": failed} | ratios))
+    print(f"\nrecord: {s.out}")

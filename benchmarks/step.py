@@ -81,4 +81,4 @@ def measured(s: SimpleNamespace):
 
 
 def main(argv: list[str]) -> None:
-    runner.measure("step", parse(argv), KEYS, measured, trainers.STEP, place=compare.STEP_PLACE)
+    runner.measure("step", parse(argv), KEYS, measured, trainers.STEP)

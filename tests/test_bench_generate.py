@@ -49,8 +49,7 @@ def test_points_are_the_arms_beside_each_other_and_share_one_record(monkeypatch,
     monkeypatch.setattr(runner, "run", run)
     monkeypatch.setattr(runner, "begin", lambda *_, **options: head | {"points": []})
     generate.main([f"--out={tmp_path / 'generate.json'}"])
-    *lines, last = [line for line in capsys.readouterr().out.splitlines() if line and line[0] != "|"]
-    assert json.loads(last)["ratios"][0]["tok_per_s"] == 3.0
+    lines = capsys.readouterr().out.splitlines()
     assert lines[0].endswith("300 tok/s  a step 2.000 ms  50.0% of a copy's speed")
     assert "out of memory" in lines[4]
     points = json.loads((tmp_path / "generate.json").read_text())["points"]

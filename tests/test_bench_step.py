@@ -333,15 +333,15 @@ def test_a_record_goes_on_with_the_same_commit_on_the_same_card_or_with_keep(tmp
         empty = new | {kind: [] for kind in step.KEYS}
         return record.fill(empty, (("points", row) for row in rows), out, step.KEYS, lambda *_: "", keep)
 
-    both, failed = fill(new)
-    assert json.loads(out.read_text()) == both and [row["failed"] for row in failed] == ["Bang"]
+    both = fill(new)
+    assert json.loads(out.read_text()) == both
     assert both["command"] == "python bench.py step && python bench.py step --arms=recipe"
     assert [(p["arm"], p["checkpointing"], p.get("tok_per_s")) for p in both["points"]] == [
         ("nanocria", "none", 70_000.0), ("recipe", "none", 60_000.0), ("hf", "none", None), ("recipe", "full", 70_000.0)
     ]  # fmt: skip
     assert both["breakdown"] == RECORD["breakdown"] and both["baby"] == RECORD["baby"]
-    assert fill(new)[0] == both, "the same again changes nothing"
-    kept, _ = fill(new | {"versions": {"nanocria": "def"}}, keep=True)
+    assert fill(new) == both, "the same again changes nothing"
+    kept = fill(new | {"versions": {"nanocria": "def"}}, keep=True)
     assert kept == both | {"versions": {"nanocria": "abc, def"}}
     assert [path.name for path in out.parent.iterdir()] == ["step.json"]
     for change in (
@@ -349,7 +349,7 @@ def test_a_record_goes_on_with_the_same_commit_on_the_same_card_or_with_keep(tmp
         {"versions": {"nanocria": "def", "torch": "3"}},
     ):  # fmt: skip
         out.write_text(json.dumps(kept))
-        anew, _ = fill(new | change, keep="torch" in str(change))
+        anew = fill(new | change, keep="torch" in str(change))
         assert anew == new | change | {"points": rows[:2], "breakdown": [], "baby": []}, change
 
 
@@ -357,7 +357,7 @@ def test_two_processes_on_two_cards_fill_one_record(tmp_path):
     empty = RECORD | {"command": "python bench.py step"} | {kind: [] for kind in step.KEYS}
 
     def fill(rows, **new):
-        return record.fill(empty | new, rows, tmp_path / "step.json", step.KEYS, lambda *_: "", keep=True)[0]
+        return record.fill(empty | new, rows, tmp_path / "step.json", step.KEYS, lambda *_: "", keep=True)
 
     def rows():
         yield "points", point("recipe")

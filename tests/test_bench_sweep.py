@@ -180,7 +180,7 @@ def test_what_a_record_has_is_not_measured_again(monkeypatch, tmp_path):
     first = Card(monkeypatch, tokens=5000)
     empty = RECORD | {"batch": [], "seq": []}
     rows = sweep.measured(sweep.parse(words, 1))
-    stopped, _ = record.fill(copy.deepcopy(empty), itertools.islice(rows, 5), out, sweep.KEYS, lambda *_: "")
+    stopped = record.fill(copy.deepcopy(empty), itertools.islice(rows, 5), out, sweep.KEYS, lambda *_: "")
 
     def known_of(*more, **versions):
         new = empty | {"versions": empty["versions"] | versions}
