@@ -62,15 +62,12 @@ def resolve(path: str, world_size: int, named: dict, flags=()) -> tuple[LlamaCon
     problem = find_problem(said, world_size)
     if problem:
         raise SettingError(problem)
-    one_host = world_size if world_size <= 8 else math.gcd(world_size, 8)  # of 8 GPUs
-    shard_ranks = one_host if said["sharding"] == "hybrid" else world_size
-    if said["copy_engines"] and world_size > 1 and (shard_ranks == 1 or said["offload"] == "all"):
-        raise SettingError("copy_engines needs a model's GPUs on one host, and no offload=all")
+    several_hosts = said["sharding"] == "hybrid" and world_size > 8  # of 8 GPUs
     said |= {
         "dtype": "bfloat16" if said["dtype"] == "auto" else said["dtype"],
         "copy_engines": said["copy_engines"] is not False and said["base_dtype"] != "nf4",
         "world_size": world_size,
-        "shard_ranks": shard_ranks,
+        "shard_ranks": math.gcd(world_size, 8) if several_hosts else world_size,
         "rule": rule_of(said),
         "micro_steps": said["gradient_accumulation_steps"] // world_size,
     }
@@ -166,13 +163,8 @@ def grid(found: dict, of_cpu: dict) -> str:
 
 def command(s: SimpleNamespace, named: dict) -> str:
     """What one types to train so."""
-    named = {name: named[name] for name in (*place("", ""), "batch_size", "block_size") if name in named}
-    try:
-        resolve(s.config, s.ranks, named, s.flags)
-    except SettingError:  # the config has the one setting that was counted as off
-        named["cuda_graph"] = "false"
     start = "python" if s.ranks == 1 else f"torchrun --standalone --nproc_per_node={s.ranks}"
-    flags = (f"--{name}={value}" for name, value in named.items())
+    flags = (f"--{name}={value}" for name, value in named.items() if name != "copy_engines")
     return shlex.join([*start.split(), "train.py", s.config, *flags, *s.flags])
 
 
@@ -184,7 +176,6 @@ def estimate(s: SimpleNamespace) -> tuple[str, dict]:
     """What one reads, and the same as numbers."""
     # full and none: no other setting is at odds with them; the table has them all
     named = place("full" if s.checkpointing == "any" else s.checkpointing, "none" if s.offload == "any" else s.offload)
-    named["cuda_graph"] = False  # one that the config has would bar offload from the table
     named |= {"block_size": s.block_size} if s.block_size else {}
     _, shape = resolve(s.config, s.ranks, named, s.flags)
     if s.card.lower() in APART or shape.shard_ranks > 8:  # a host has 8

@@ -191,7 +191,6 @@ def test_what_the_readme_gives_each_card_fits_it(row):
         (3, {"gradient_accumulation_steps": 8}, "make it a multiple of the 3 ranks, as in --gradient_accumulation_ste"),
         (1, {"offload_activations": True, "compile": True}, "offload_activations does not work with compile"),
         (1, {"cuda_graph": True, "optimizer": "galore"}, "optimizer=galore needs the CPU when it chooses a projection"),
-        (2, {"copy_engines": True, "offload": "all"}, "copy_engines needs a model's GPUs on one host, and no offload="),
     ],
 )
 def test_what_train_py_would_refuse_is_not_estimated(ranks, settings, message):
@@ -255,14 +254,10 @@ def test_the_estimate_counts_the_sums_of_the_micro_batches_that_the_config_asks_
 
 def test_the_estimate_ends_in_a_command_for_a_shell_that_train_py_takes(tmp_path, no_table):
     baby = "--config=config/baby_llama.py --card=1.6 --batch_size=8 "
-    for more, says in [
-        ("-- --vocab_size=257", False),
-        ("--offload=all -- --vocab_size=257 --optimizer=adamw", True),
-        ("--ranks=2 -- --vocab_size=257 --gradient_accumulation_steps=2", True),
-    ]:
+    for more in ("-- --vocab_size=257", "--ranks=2 -- --vocab_size=257 --gradient_accumulation_steps=2 --cuda_graph=0"):
         (command,) = (line for line in estimated(baby + more)[0].splitlines() if "train.py" in line)
-        assert ("--cuda_graph=false" in command) == says and "--vocab_size=257" in command, command
         assert command.startswith("torchrun" if "ranks=2" in more else "python train.py config/baby_llama.py"), command
+        assert "--vocab_size=257" in command, command
     config = tmp_path / "my config.py"
     config.write_text((record.ROOT / LLAMA_1B).read_text())
     text, _ = estimate.estimate(estimate.parse([f"--config={config}", "--", "--wandb_run_name=my runs"]))
