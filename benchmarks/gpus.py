@@ -83,7 +83,7 @@ def big(s: SimpleNamespace):
 
 def points(config: str, places: list[tuple], s: SimpleNamespace):
     def measure_at(arm, n, *at):
-        return {"steps": s.steps, "oom": False} | runner.arm_point(arm, FLAGS, config, *at, s.steps, ranks=n)
+        return {"steps": s.steps, "oom": False} | runner.arm_point(arm, FLAGS.get(arm), config, *at, s.steps, ranks=n)
 
     places = [(arm, n, *at) for arm, n, *at in places if n > 1 or "-" not in arm]  # one GPU is not sharded
     return runner.in_turn(compare.GPUS_PLACE, places, measure_at)

@@ -103,7 +103,7 @@ def kept_rows(new: dict, out: Path, keys: dict, keep: bool) -> dict[tuple, dict]
 
 
 def fill(new: dict, rows: Iterable[tuple[str, dict]], out: Path, keys: dict, line: Callable, keep=False):
-    """Put rows, each with its kind, into the record and its file as they come, and print line(row, record).
+    """Put rows, each with its kind, into the record and its file as they come, and print line(row).
 
     keys: kind -> the keys that name a row; a later row of the same name replaces the earlier one. Returns the record;
     what failed or was missing is not in it.
@@ -119,5 +119,5 @@ def fill(new: dict, rows: Iterable[tuple[str, dict]], out: Path, keys: dict, lin
             record = continued(read_record(out), record, keys, keep)
             record[kind] = list({str(values(r, keys[kind])): r for r in [*record[kind], row]}.values())
             write(out, record)  # now: a later point may crash
-        print(line(row, record), flush=True)
+        print(line(row), flush=True)
     return record

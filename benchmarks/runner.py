@@ -155,23 +155,19 @@ def call(function: str, ranks: int = 1, launch: Callable | None = None, **argume
     return result or failure(printed)
 
 
-def peer_point(arm, config, batch, block, checkpointing, steps, **options) -> dict:
-    spec = {"arm": arm, "config": config, "batch": batch, "block": block, "checkpointing": checkpointing}
-    return call("peers.main", **spec, steps=steps, **options)
-
-
-def arm_point(arm: str, flags_of: dict[str, list[str]], *at, **options) -> dict:
-    """Of train.py with the arm's flags, or of the peer of that name."""
-    if arm in flags_of:
-        return train_point(*at, flags=flags_of[arm], **options)
-    return peer_point(arm, *at, **options)
+def arm_point(arm: str, flags: list[str] | None, config, batch, block, checkpointing, steps, **options) -> dict:
+    """Of train.py with these flags; None: of the peer of that name."""
+    if flags is not None:
+        return train_point(config, batch, block, checkpointing, steps, flags=flags, **options)
+    at = {"config": config, "batch": batch, "block": block, "checkpointing": checkpointing, "steps": steps}
+    return call("peers.main", arm=arm, **at, **options)
 
 
 def sweep_point(arm: str, offload: str, flags: list[str], *at, **options) -> dict:
     """Of an arm of the sweeps: of train.py with its flags and more, or of the peer that offloads as much."""
     if arm in SWEEP_FLAGS:
-        return train_point(*at, flags=[f"--offload={offload}", *SWEEP_FLAGS[arm], *flags], **options)
-    return peer_point(SWEEP_PEERS[arm][offload], *at, **options)
+        return arm_point(arm, [f"--offload={offload}", *SWEEP_FLAGS[arm], *flags], *at, **options)
+    return arm_point(SWEEP_PEERS[arm][offload], None, *at, **options)
 
 
 def in_turn(keys: tuple[str, ...], places: Iterable[tuple], measure_at: Callable):
@@ -232,7 +228,7 @@ def begin(name: str, words: list[str], kinds: Iterable[str], n_gpus: int | None 
     return record.origin(name, words, facts["device"]) | facts | {kind: [] for kind in kinds}
 
 
-def line(titles: dict[str, str], row: dict, _: dict | None = None) -> str:
+def line(titles: dict[str, str], row: dict) -> str:
     """A row as one reads it while the run goes on: what was measured, and the numbers or why there are none."""
     if "op" in row:
         times = [f"{arm} {compare.duration(us)}" for arm in row["arms"] if (us := compare.median_us(row, arm))]
@@ -254,8 +250,7 @@ def measure(name: str, s: SimpleNamespace, keys: dict, rows: Callable, titles=()
     function of draw.py that draws it, beside the record. options: begin's.
     """
     s.new = begin(name, s.command, keys, **options)
-    print_line = functools.partial(line, dict(titles))
-    found = record.fill(s.new, rows(s), s.out, keys, print_line, getattr(s, "keep", False))
+    found = record.fill(s.new, rows(s), s.out, keys, functools.partial(line, dict(titles)), getattr(s, "keep", False))
     if plot and any("peak_gib" in row for kind in keys for row in found[kind]):
         with contextlib.suppress(ImportError):  # without matplotlib there is no plot
             from benchmarks import draw

@@ -44,9 +44,8 @@ def parse(argv: list[str]) -> SimpleNamespace:
 
 def points(s: SimpleNamespace):
     def measure_at(arm, *at):
-        return {"steps": s.steps, "oom": False} | runner.arm_point(
-            arm, trainers.STEP_FLAGS, runner.CONFIG, *at, s.steps
-        )
+        point = runner.arm_point(arm, trainers.STEP_FLAGS.get(arm), runner.CONFIG, *at, s.steps)
+        return {"steps": s.steps, "oom": False} | point
 
     places = [
         (arm, *shape, how)
@@ -70,7 +69,7 @@ def baby(s: SimpleNamespace):
 
     def measure_at(arm):
         options = {} if arm in ours else {"vocab_size": BABY_VOCAB}
-        return {"steps": s.steps} | runner.arm_point(arm, ours, *BABY, s.steps, **options)
+        return {"steps": s.steps} | runner.arm_point(arm, ours.get(arm), *BABY, s.steps, **options)
 
     peers = [arm for arm in s.arms if arm not in trainers.STEP_FLAGS]
     return runner.in_turn(("arm",), [(arm,) for arm in [*(ours if "nanocria" in s.arms else ()), *peers]], measure_at)
