@@ -110,17 +110,12 @@ def test_imports_within_benchmarks_have_no_circle():
 
 USER_ERRORS = """
 xyz => Unknown command xyz: there are sweep, estimate,
-record => usage: python bench.py record FOLDER NAME
 readme now => usage: python bench.py record FOLDER NAME
 kernels --op=rmsnorm => --op=rmsnorm: there are rms_norm,
-kernels op=rope => Unknown argument op=rope. Did you mean --op=rope?
-kernels --out => --out needs a value
 kernels -- --compile => -- --compile: no settings of train.py are passed on here
 losses --shape=8 => --shape=8: sequences x tokens, as in 8x2048
 losses --arms= => --arms=: there are nanocria
-gpus --shapes=2*4096 => --shapes=2*4096: sequences x tokens, as in 8x2048
 gpus --ranks=two => --ranks=two: whole numbers, at least 1
-step --measure=breakdwn => Did you mean 'breakdown'?
 snapshot -- --offload=all => -- --offload: say --offload=... before the --
 estimate --card=4080 => 4080: there are 3090, 4090, 5090, a10g, l4, l40s, a100-40, a100-80, h100, h200, b200, or
 estimate --card=24MB => --card=24MB: there are
@@ -128,17 +123,13 @@ estimate --config=llama32_1 => llama32_1 does not exist. Did you mean
 estimate config/llama31_8b.py => Unknown word config/llama31_8b.py: settings are --key=value
 estimate --config=config/baby_llama.py => leaves vocab_size to its dataset: say -- --vocab_size=
 estimate --compile => --compile is a setting of train.py: put it behind --, as in -- --compile=...
-estimate -- --fusedloss=false => Unknown setting fusedloss. Did you mean fused_loss?
 estimate -- --activation_checkpointing=full => say --checkpointing=... before the --
 estimate --checkpointing=none -- --mlp_chunks=4 => mlp_chunks
 estimate --card=h100 --config=config/llama31_8b.py --ranks=7 => 64: make it a multiple of the 7 ranks, as in --grad
-estimate --ranks=4 -- --gradient_accumulation_steps=2 => as in --gradient_accumulation_steps=4
-estimate -- --gradient_accumulation_steps=0 => gradient_accumulation_steps is 0: it must be at least 1
 estimate --offload=all -- --cuda_graph=true => cuda_graph needs one GPU and offload=none: add --cuda_graph=false
 --arms=al => --arms=al: there are all, long, kernels, torch, lora, qlora, none
 --memory_limit_gib=0 => --memory_limit_gib=0.0: it must be at least 1
 --peers=hf -- --n_layer=4 => --n_layer: the peers would train another model; write it in a config, or say
---config=config/none.py => config/none.py does not exist
 --ranks=64 => --ranks=64: torch sees
 --peers=recipe --offload=all => --peers=recipe: it offloads nothing
 --peers=peft --checkpointing=selective => of the peers only recipe knows it
@@ -146,12 +137,8 @@ estimate --offload=all -- --cuda_graph=true => cuda_graph needs one GPU and offl
 """
 ON_GPU_ALONE = """
 kernels => python bench.py kernels needs a CUDA GPU
-gpus => python bench.py gpus needs a CUDA GPU
 ladder => needs a CUDA GPU, and torch finds none. Without one:\n  python bench.py ladder --estimate=true
-step => python bench.py step needs a CUDA GPU
-snapshot => python bench.py snapshot needs a CUDA GPU
 --sweep=both => needs a CUDA GPU, and torch finds none. Without one:\n  python bench.py estimate --card=4090
-sweep --preset=8b => needs a CUDA GPU
 """
 
 

@@ -1,7 +1,6 @@
 """The benchmark of several GPUs: its peers train on several ranks, what hangs is ended, its rows add up. No GPU."""
 
 import json
-import signal
 import subprocess
 import sys
 import tempfile
@@ -128,13 +127,10 @@ def pid_in(file: Path) -> int:
     return int((file.exists() and file.read_text()) or 0)
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_an_interrupted_point_ends(tmp_path, number):
+def test_an_interrupted_point_ends(tmp_path):
     point = f"import os, time; open({str(tmp_path / 'pid')!r}, 'w').write(str(os.getpid())); time.sleep(600)"
-    # default_int_handler: where the tests run in the background, a shell has SIGINT ignored, and what they start too
     script = (
         "import signal, subprocess, sys; signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))\n"
-        "signal.signal(signal.SIGINT, signal.default_int_handler)\n"
         "communicate = subprocess.Popen.communicate\n"
         "subprocess.Popen.communicate = lambda *args, **options: print('waits') or communicate(*args, **options)\n"
         f"from benchmarks import runner; runner.run(['-c', {point!r}])"
@@ -143,7 +139,7 @@ def test_an_interrupted_point_ends(tmp_path, number):
     process = subprocess.Popen([sys.executable, "-u", "-c", script], **options)
     assert process.stdout.readline() == b"waits\n"
     wait_until(lambda: pid_in(tmp_path / "pid"))
-    process.send_signal(number)
+    process.terminate()
     assert process.wait() != 0
     wait_until(lambda: not alive(pid_in(tmp_path / "pid")))
 
@@ -165,10 +161,9 @@ def test_a_program_is_held_to_its_part_of_the_card(tmp_path, monkeypatch, capsys
     assert printed.startswith("__main__ ['config/x.py', '--batch_size=8']") and "Beautiful is better" in printed
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
-def test_a_function_is_called_in_a_process_of_its_own(ranks, capsys):
-    assert runner.call("record.load", ranks, name="step") == record.load("step")
-    failed = runner.call("record.load", ranks, name="no_such")
+def test_a_function_is_called_in_processes_of_its_own(capsys):
+    assert runner.call("record.load", ranks=2, name="step") == record.load("step")
+    failed = runner.call("record.load", ranks=2, name="no_such")
     assert "no_such.json" in failed["failed"] and "Traceback" in capsys.readouterr().err
 
 

@@ -98,13 +98,7 @@ def test_a_run_ends_with_a_plot_or_without_matplotlib_with_none(tmp_path, monkey
 
 def linux_run(name, val_curve, **more):
     """A record of a run on Linux's source: 1,000 tokens a step, a second each."""
-    settings = {
-        "optimizer": name,
-        "learning_rate": 0.001,
-        "batch_size": 2,
-        "block_size": 100,
-        "gradient_accumulation_steps": 5,
-    }
+    settings = {"batch_size": 2, "block_size": 100, "gradient_accumulation_steps": 5}
     step, seconds, loss = val_curve[-1]
     versions = {"nanocria": "abc"}
     return {
@@ -114,8 +108,7 @@ def linux_run(name, val_curve, **more):
     } | more  # fmt: skip
 
 
-def test_the_leaderboard_counts_to_the_first_evaluation_that_is_as_good_as_adamw(monkeypatch, tmp_path):
-    draw = pytest.importorskip("benchmarks.draw", exc_type=ImportError)
+def test_the_leaderboard_counts_to_the_first_evaluation_that_is_as_good_as_adamw(monkeypatch):
     runs = {
         "linux_114m": linux_run("adamw", [(500, 600, 2.5), (1000, 1200, 2.0)]),
         "linux_114m_apollo": linux_run("apollo", [(500, 660, 2.6), (1000, 1320, 2.1)]),
@@ -129,8 +122,6 @@ def test_the_leaderboard_counts_to_the_first_evaluation_that_is_as_good_as_adamw
         ["`python train.py adamw`", "1M", "20.0", "2.0000", "0.500"],
         ["`python train.py apollo`", "-", "-", "2.1000", "0.525"],
     ]
-    draw.draw_linux(runs, tmp_path / "linux.png")
-    assert (tmp_path / "linux.png").stat().st_size > 10_000
 
 
 def test_a_record_of_a_run_has_its_validation_losses(tmp_path, monkeypatch):
