@@ -99,30 +99,26 @@ def parse(argv: list[str], n_gpus: int, part: Iterable[str] = ()) -> SimpleNames
     s.command = [word for word in argv if not word.startswith("--out=")]
     s.batches, s.contexts = (sorted(cli.whole_numbers(n, getattr(s, n))) for n in ("batches", "contexts"))
     s.ranks = max(n_gpus, 1) if s.ranks == "all" else s.ranks
-    refuse(s, n_gpus)
+    if s.ranks > max(n_gpus, 1):
+        raise SettingError(f"--ranks={s.ranks}: torch sees {n_gpus} GPU{'s' * (n_gpus != 1)}")
+    cli.refuse_flags(s, s.peers)
     # The file exists, and train.py takes it. full: no other setting is at odds with it.
     resolve(s.config, s.ranks, {"activation_checkpointing": "full", "gradient_accumulation_steps": s.ranks}, s.flags)
     return s
 
 
-def refuse(s: SimpleNamespace, n_gpus: int) -> None:
-    """What contradicts itself, or what a peer cannot do."""
-    if s.ranks > max(n_gpus, 1):
-        raise SettingError(f"--ranks={s.ranks}: torch sees {n_gpus} GPU{'s' * (n_gpus != 1)}")
-    cli.refuse_flags(s, s.peers)
-    if "recipe" in s.peers and s.offload != ["none"]:
-        raise SettingError("--peers=recipe: it offloads nothing, so it is compared with --offload=none alone")
-    if {*s.peers} - {"recipe", "none"} and "selective" in s.checkpointing:
-        raise SettingError("--checkpointing=selective: of the peers only recipe knows it, leave out the others")
-
-
 def all_series(s: SimpleNamespace) -> list[tuple[str, str, str]]:
-    """Arm, checkpointing and offload of each, ours before the peers; what a peer offloads is all or nothing."""
+    """Arm, checkpointing and offload of each, ours before the peers, without what a peer cannot do.
+
+    What a peer offloads is all or nothing; of the peers only the recipe knows selective checkpointing.
+    """
     found = []
     for checkpointing, offload in itertools.product(s.checkpointing, s.offload):
         found += [(arm, checkpointing, offload) for arm in s.arms if arm != "none"]
         offload = "none" if offload == "none" else "all"
-        found += [(peer, checkpointing, offload) for peer in s.peers if peer != "none"]
+        peers = [peer for peer in s.peers if offload in trainers.SWEEP_PEERS.get(peer, ())]
+        peers = [peer for peer in peers if peer == "recipe" or checkpointing != "selective"]
+        found += [(peer, checkpointing, offload) for peer in peers]
     return list(dict.fromkeys(found))
 
 

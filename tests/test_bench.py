@@ -131,8 +131,6 @@ estimate --offload=all -- --cuda_graph=true => cuda_graph needs one GPU and offl
 --memory_limit_gib=0 => --memory_limit_gib=0.0: it must be at least 1
 --peers=hf -- --n_layer=4 => --n_layer: the peers would train another model; write it in a config, or say
 --ranks=64 => --ranks=64: torch sees
---peers=recipe --offload=all => --peers=recipe: it offloads nothing
---peers=peft --checkpointing=selective => of the peers only recipe knows it
 -- --max_iters=4 => -- --max_iters: each measured run has its own, leave it out
 """
 ON_GPU_ALONE = """

@@ -172,6 +172,8 @@ def test_several_offloads_and_settings_of_ours_are_series_of_their_own(monkeypat
         for arm, offload in [("all", "none"), ("hf", "none"), ("all", "optimizer"), ("hf", "all"), ("all", "all")]
     ]
     assert "--compile=true" in card.ran[0] and "--compile=true" not in str(card.ran[1])
+    rows = rows_of(["--offload=none,all", "--checkpointing=selective", "--peers=hf,recipe", "--batches=1"])
+    assert [(row["arm"], row["offload"]) for _, row in rows] == [("all", "none"), ("recipe", "none"), ("all", "all")]
 
 
 def test_what_a_record_has_is_not_measured_again(monkeypatch, tmp_path):
