@@ -59,14 +59,9 @@ def main(argv: list[str]) -> None:
     s = parse(argv)
     try:
         runs = labelled([read_losses(folder) for folder in s.folders])
-    except (ValueError, OSError) as error:
+    except ValueError as error:
         raise SettingError(str(error)) from None
     print(loss_table(runs))
-    try:
-        s.out.parent.mkdir(parents=True, exist_ok=True)
-        draw_losses(runs, s.out)
-    except ImportError:
-        raise SettingError("the plot needs matplotlib: pip install matplotlib") from None
-    except (OSError, ValueError) as error:  # no such folder, or no format of that name
-        raise SettingError(f"--out={s.out} cannot be written: {error}") from None
+    s.out.parent.mkdir(parents=True, exist_ok=True)
+    draw_losses(runs, s.out)
     print(f"drawn: {s.out}")
