@@ -19,16 +19,6 @@ def ratio(row: dict, peer: dict) -> dict:
     return {key: row[key] / peer[key] for key in ("tok_per_s", "peak_gib") if key in row}
 
 
-def ratios(rows: list[dict], place: tuple[str, ...], ours: str = "nanocria") -> list[dict]:
-    """Speed and memory of our arm over those of each peer at the same place, whose first key is the arm."""
-    found = {values(row, place): row for row in done(rows)}
-    return [
-        {"at": where, "peer": arm} | ratio(found[ours, *where], peer)
-        for (arm, *where), peer in found.items()
-        if not arm.startswith(ours) and (ours, *where) in found
-    ]
-
-
 # --- Tables ---
 
 
@@ -79,10 +69,6 @@ def speed_and_memory(row: dict | None) -> str:
 
 def shape(row: dict) -> str:
     return " ".join(f"{letter}{number}" for letter, number in row["shape"].items())
-
-
-def row_name(row: dict) -> str:
-    return f"{row['op']} {shape(row)} {row['pass']}"
 
 
 def median_us(row: dict, arm: str) -> float | None:

@@ -155,8 +155,8 @@ def headline() -> str:
     """The largest number of tokens a second, and what torchtitan's recipe does on the same."""
     r = load("step")
     best = max((p for p in done(r["points"]) if p["arm"] == "nanocria"), key=lambda p: p["tok_per_s"])
-    where, found = list(values(best, STEP_PLACE[1:])), compare.ratios(r["points"], STEP_PLACE)
-    ratio = next(x for x in found if x["peer"] == "recipe" and x["at"] == where)
+    found = {values(p, STEP_PLACE): p for p in done(r["points"])}
+    ratio = compare.ratio(best, found["recipe", *values(best, STEP_PLACE[1:])])
     return (
         f"- Llama 3.2 1B trains at {best['tok_per_s']:,.0f} tokens per second ({best['mfu']:.0%} MFU) on one "
         f"{r['device']}: {ratio['tok_per_s']:.2f} times the speed of torchtitan's recipe, in "
@@ -399,11 +399,11 @@ def generate_table(r: dict) -> str:
 
 
 def generate_sentence() -> str:
-    r = load("generate")
-    ours = [row for row in done(r["points"]) if row["arm"] == "nanocria"]
-    ratios, parts = compare.ratios(r["points"], ("arm", "batch")), []
-    for row in ours:
-        beside = [f"{x['tok_per_s']:.1f} times {arms.GENERATE[x['peer']]}" for x in ratios if x["at"] == [row["batch"]]]
+    r, parts = load("generate"), []
+    for row in (row for row in r["points"] if row["arm"] == "nanocria"):
+        peers = [peer for peer in done(r["points"]) if peer["batch"] == row["batch"] and peer is not row]
+        ratios = [(compare.ratio(row, peer)["tok_per_s"], arms.GENERATE[peer["arm"]]) for peer in peers]
+        beside = [f"{times:.1f} times {peer}" for times, peer in ratios]
         parts.append(f"{row['tok_per_s']:,.0f} at batch {row['batch']} ({', '.join(beside)})")
     return f"Tokens per second of Llama 3.2 1B on one {card(r)}: {'; '.join(parts)}."
 

@@ -233,7 +233,8 @@ def line(titles: dict[str, str], row: dict) -> str:
     if "op" in row:
         times = [f"{arm} {compare.duration(us)}" for arm in row["arms"] if (us := compare.median_us(row, arm))]
         warning = "  INACCURATE" * compare.is_inaccurate(row["arms"])
-        return f"{compare.row_name(row):<44}{compare.percent(compare.of_limit(row)):>5}  {', '.join(times)}{warning}"
+        name, share = f"{row['op']} {compare.shape(row)} {row['pass']}", compare.percent(compare.of_limit(row))
+        return f"{name:<44}{share:>5}  {', '.join(times)}{warning}"
     name = next((titles.get(row[key], row[key]) for key in ("rung", "arm", "part") if key in row), "")
     cells = [form.format(row[key]) for key, form in LINE.items() if row.get(key) is not None]
     if row.get("oom") or {"missing", "failed"} & row.keys():

@@ -127,8 +127,6 @@ def blocks(snapshot: dict) -> tuple[list[Block], int]:
 def backward_span(found: list[Block]) -> tuple[int, int]:
     """The entries between which backward runs: from its first allocation to the first of what comes after it."""
     of_backward = [block.start for block in found if block.start >= 0 and in_backward(block.frames)]
-    if not of_backward:
-        return sys.maxsize, sys.maxsize
     later = [block.start for block in found if block.start > max(of_backward)]
     return min(of_backward), min(later, default=max(block.end for block in found))
 
@@ -139,12 +137,9 @@ def in_backward(frames: list) -> bool:
 
 
 def in_loss_head(frames: list) -> bool:
-    files, names = [frame["filename"] for frame in frames], [frame["name"] for frame in frames]
-    if any("cross_entropy" in file or file.endswith("loss_utils.py") for file in files):
-        return True
     # the head of transformers' model is the linear layer that no layer of its file has called
-    head = is_linear(frames) and sum(file.endswith("modeling_llama.py") for file in files) == 1
-    return head or any("cross_entropy" in name for name in names)
+    head = is_linear(frames) and sum(frame["filename"].endswith("modeling_llama.py") for frame in frames) == 1
+    return head or any(re.search(r"cross_entropy|loss_utils\.py", f["filename"] + f["name"]) for f in frames)
 
 
 def is_linear(frames: list) -> bool:

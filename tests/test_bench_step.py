@@ -446,8 +446,6 @@ def test_a_process_hands_over_the_last_object_that_it_prints():
 
 def test_the_tables_show_every_row():
     assert report.small_model_table(RECORD).endswith("\n| `nanocria --cuda_graph=true` | 2.50 | 6,500,000 |")
-    (ratio,) = compare.ratios(RECORD["points"], compare.STEP_PLACE)
-    assert ratio == {"at": [8, 2048, "none"], "peer": "recipe", "tok_per_s": 1.4, "peak_gib": 0.75}
     assert "| 8 x 2,048 | none | 70,000 · 30.0 | 50,000 · 40.0 | out of memory |" in report.steps_table(RECORD)
     assert report.breakdown_table(RECORD).endswith("| other | 1.0 |  |\n| whole step | 191.0 | 180.0 |")
     assert "of our step go (8 x 2,048 tokens, checkpointing none), and" in report.breakdown_table(RECORD)
