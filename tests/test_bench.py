@@ -127,6 +127,9 @@ estimate -- --activation_checkpointing=full => say --checkpointing=... before th
 estimate --checkpointing=none -- --mlp_chunks=4 => mlp_chunks
 estimate --card=h100 --config=config/llama31_8b.py --ranks=7 => 64: make it a multiple of the 7 ranks, as in --grad
 estimate --offload=all -- --cuda_graph=true => cuda_graph needs one GPU and offload=none: add --cuda_graph=false
+ladder --rungs=nvme => --rungs=nvme needs a folder on an NVMe drive
+run => usage: python bench.py run FOLDER
+run /no/such => /no/such/metrics.jsonl has no losses: name the out_dir of a run of train.py
 --arms=al => --arms=al: there are all, long, kernels, torch, lora, qlora, none
 --memory_limit_gib=0 => --memory_limit_gib=0.0: it must be at least 1
 --peers=hf -- --n_layer=4 => --n_layer: the peers would train another model; write it in a config, or say

@@ -5,7 +5,6 @@ from types import SimpleNamespace
 import pytest
 
 from benchmarks import arms, ladder, losses, record, report, runner
-from configurator import SettingError
 from runtime import memory_stats
 
 
@@ -31,20 +30,14 @@ def climb(words):
     return [row for _, row in ladder.measured(s)]
 
 
-@pytest.mark.parametrize("largest", [1, 40, 10_000])
-def test_each_rung_ends_at_the_largest_batch_that_fits(monkeypatch, largest):
+@pytest.mark.parametrize("rung, largest", [*(("checkpointing", n) for n in (1, 40, 10_000)), ("plain", 2)])
+def test_each_rung_ends_at_the_largest_batch_that_fits(monkeypatch, rung, largest):
     Card(monkeypatch, largest)
-    rows = climb(["--models=1b", "--rungs=checkpointing", "--measure=fits"])
+    rows = climb(["--models=1b", f"--rungs={rung}", "--measure=fits"])
     batches = [row["batch"] for row in rows if "tok_per_s" in row]
     assert batches[0] == 1 and max(batches) == max(b for b in [1, *ladder.BATCHES] if b <= largest)
     assert len(rows) <= 3 or largest != 40, "the search begins at the estimate"
     assert largest == 10_000 or any(row.get("oom") for row in rows), "the next size was tried"
-
-
-def test_two_sequences_are_tried_where_one_is_estimated_to_be_the_most(monkeypatch):
-    Card(monkeypatch, 2)
-    rows = climb(["--models=1b", "--rungs=plain", "--measure=fits"])
-    assert rows[0]["largest"] == 1 and [row["batch"] for row in rows] == [1, 2, 3]
 
 
 def test_a_rung_has_the_settings_of_those_below(monkeypatch):
@@ -84,10 +77,3 @@ def test_a_record_of_losses_alone_has_no_plot(tmp_path, monkeypatch):
     s = SimpleNamespace(out=tmp_path / "ladder.json", command=[])
     runner.measure("ladder", s, ladder.KEYS, lambda s: rows, plot="draw_ladder")
     assert [path.name for path in tmp_path.iterdir()] == ["ladder.json"]
-
-
-def test_what_it_cannot_measure_is_refused_in_a_sentence():
-    with pytest.raises(SettingError, match="offload_dir"):
-        ladder.parse(["--rungs=nvme"])
-    with pytest.raises(SettingError, match="--models=2b: there are 1b, 3b, 8b"):
-        ladder.parse(["--models=2b"])

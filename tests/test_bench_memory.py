@@ -9,7 +9,6 @@ import pytest
 
 from benchmarks import estimate, record, runner, snapshot
 from benchmarks.peers import llama_config
-from configurator import SettingError
 from runtime import memory, memory_advice
 from tests.runs import run, start
 
@@ -182,20 +181,6 @@ def test_what_the_readme_gives_each_card_fits_it(row):
     _, recipe = estimate.resolve(config, int(ranks or 1), {})
     tokens = [shape.batch_size * shape.micro_steps for shape in (at[1], recipe)]
     assert tokens[0] == tokens[1], "a step has as many as in the recipe"
-
-
-@pytest.mark.parametrize(
-    "ranks, settings, message",
-    [
-        (1, {"block_size": -1}, "block_size is -1: it must be at least 1"),
-        (3, {"gradient_accumulation_steps": 8}, "make it a multiple of the 3 ranks, as in --gradient_accumulation_ste"),
-        (1, {"offload_activations": True, "compile": True}, "offload_activations does not work with compile"),
-        (1, {"cuda_graph": True, "optimizer": "galore"}, "optimizer=galore needs the CPU when it chooses a projection"),
-    ],
-)
-def test_what_train_py_would_refuse_is_not_estimated(ranks, settings, message):
-    with pytest.raises(SettingError, match=re.escape(message)):
-        estimate.resolve(LLAMA_1B, ranks, {"activation_checkpointing": "full"} | settings)
 
 
 @pytest.mark.parametrize(

@@ -56,19 +56,6 @@ def test_a_smoothed_loss_is_the_mean_of_those_before_it():
     assert loss_plot.smoothed([(float(i),) for i in range(100)])[:3] == [0, 0.5, 1.5]
 
 
-@pytest.mark.parametrize(
-    "words, sentence",
-    [
-        (["run"], "usage: python bench.py run FOLDER"),
-        (["run", "/no/such"], "/no/such/metrics.jsonl has no losses: name the out_dir of a run of train.py"),
-        (["run", "out", "--ou=x.png"], "Did you mean out?"),
-    ],
-)
-def test_what_cannot_be_drawn_is_said_in_a_sentence(words, sentence):
-    with pytest.raises(SystemExit, match=sentence):
-        bench.main(words)
-
-
 def test_a_run_ends_with_a_plot_or_without_matplotlib_with_none(tmp_path, monkeypatch, capsys):
     pytest.importorskip("matplotlib")
     folder = leave_run(tmp_path / "a", [3.0] * 12)
