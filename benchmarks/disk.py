@@ -10,6 +10,7 @@ Both in turns, medians. The last line is JSON.
 """
 
 import fcntl
+import itertools
 import json
 import os
 import statistics
@@ -59,9 +60,8 @@ def update_seconds(place: OnDisk, grads: list[torch.Tensor]) -> float:
 
 def plain_seconds(fd: int, pieces: list[list[int]], threads: int) -> float:
     """Reads and writes back each piece, tensors of so many bytes, one behind the other in the file."""
-    begins, largest, of_thread = [0], max(max(piece) for piece in pieces), threading.local()
-    for piece in pieces:
-        begins.append(begins[-1] + sum(piece))
+    begins = list(itertools.accumulate(map(sum, pieces), initial=0))
+    largest, of_thread = max(map(max, pieces)), threading.local()
 
     def prepare():
         of_thread.memory = as_bytes(page_aligned(largest).fill_(1))
@@ -96,7 +96,7 @@ def measure(s: SimpleNamespace) -> dict:
             for name, times in seconds.items():
                 is_update = name == "update"
                 taken = update_seconds(place, grads) if is_update else plain_seconds(other.fileno(), pieces, name)
-                times += [taken] if i else []  # the first time new pages of both files are written
+                times += [taken] * (i > 0)  # the first time new pages of both files are written
     medians = {name: statistics.median(times) for name, times in seconds.items()}
     threads = min(PLAIN_THREADS, key=medians.get)
     return {

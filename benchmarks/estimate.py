@@ -16,23 +16,18 @@ import json
 import math
 import re
 import shlex
-from dataclasses import replace
 from types import SimpleNamespace
 from typing import Literal
-
-import torch
 
 from benchmarks import cli, runner
 from benchmarks.arms import SWEEP_FLAGS
 from configurator import SettingError, preview
-from kernels.fp8_linear import use_fp8
-from lora import add_lora
-from model import Llama, LlamaConfig
+from model import LlamaConfig
 from optimizers.rules import rule_of
 from runtime import memory, memory_advice
 from runtime.check_settings import find_problem
 from runtime.memory import GIB, RunShape
-from runtime.recompute import recompute
+from runtime.recompute import check_settings
 
 # settings
 card = "4090"  # its name, or GiB
@@ -54,7 +49,7 @@ OUTSIDE_GIB = 1.5  # for the CUDA context, NCCL and what the allocator holds in 
 def resolve(path: str, world_size: int, named: dict, flags=()) -> tuple[LlamaConfig, RunShape]:
     """The model of a config file and what a rank of one host does with it, under settings of train.py.
 
-    named: by name; flags: as on a command line, which win. SettingError if train.py would not take them.
+    named: by name; flags: as on a command line, which win. SettingError if train.py would not take them together.
     """
     said = dict(_preview(str(cli.ROOT / path), *(f"--{name}={value}" for name, value in named.items()), *flags))
     if said["vocab_size"] is None:
@@ -73,14 +68,7 @@ def resolve(path: str, world_size: int, named: dict, flags=()) -> tuple[LlamaCon
     }
     try:
         config, shape = (kind(**{n: said[n] for n in kind.__dataclass_fields__}) for kind in (LlamaConfig, RunShape))
-        with torch.device("meta"):
-            model = Llama(replace(config, n_layer=1))
-        model.set_operations(shape.fused_kernels, shape.fused_loss, shape.attention)
-        if shape.fp8:
-            use_fp8(model)
-        if shape.lora_rank:
-            add_lora(model, shape.lora_rank, shape.lora_alpha, shape.base_dtype)
-        recompute(model, shape.activation_checkpointing, shape.mlp_chunks, shape.offload_activations)
+        check_settings(shape.activation_checkpointing, shape.mlp_chunks, shape.offload_activations)
     except ValueError as error:
         raise SettingError(str(error)) from None
     return config, shape
