@@ -51,7 +51,7 @@ def resolve(path: str, world_size: int, named: dict, flags=()) -> tuple[LlamaCon
 
     named: by name; flags: as on a command line, which win. SettingError if train.py would not take them together.
     """
-    said = dict(_preview(str(cli.ROOT / path), *(f"--{name}={value}" for name, value in named.items()), *flags))
+    said = dict(preview_once(str(cli.ROOT / path), *(f"--{name}={value}" for name, value in named.items()), *flags))
     if said["vocab_size"] is None:
         raise SettingError(f"{path} leaves vocab_size to its dataset: say -- --vocab_size=...")
     problem = find_problem(said, world_size)
@@ -74,9 +74,8 @@ def resolve(path: str, world_size: int, named: dict, flags=()) -> tuple[LlamaCon
     return config, shape
 
 
-@functools.cache
-def _preview(*words: str) -> dict:
-    """train.py's settings; read once, for a table asks for the same ones again and again."""
+@functools.cache  # a table asks for the same ones again and again
+def preview_once(*words: str) -> dict:
     return preview(cli.TRAIN, list(words))
 
 

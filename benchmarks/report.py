@@ -323,13 +323,8 @@ def what_was_swept(rows: list[dict], kind: str) -> str:
     at = f"sequences of {fixed} tokens" if kind == "batch" else f"batch {fixed}"
     limit = f" held to {first['limit_gib']:g} GiB" if first["limit_gib"] else ""
     ranks = f" on {first['ranks']} GPUs (batch and peak memory of each, tok/s of all)" if first["ranks"] > 1 else ""
-    checkpointing = " or ".join(dict.fromkeys(row["checkpointing"] for row in rows))
-    ours, theirs = (
-        " or ".join(dict.fromkeys(row["offload"] for row in rows if (row["arm"] in arms.SWEEP_FLAGS) == own))
-        for own in (True, False)
-    )
-    offload = f"offload {ours}" + (f" (the others {theirs})" if theirs not in ("", ours) else "")
-    return f"`{first['config']}`{ranks}{limit}, {at}, activation checkpointing {checkpointing}, {offload}"
+    checkpointing, offload = (" or ".join(dict.fromkeys(r[key] for r in rows)) for key in ("checkpointing", "offload"))
+    return f"`{first['config']}`{ranks}{limit}, {at}, activation checkpointing {checkpointing}, offload {offload}"
 
 
 def arithmetic(record: dict) -> str:

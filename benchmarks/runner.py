@@ -136,8 +136,8 @@ def random_base(config: str) -> tempfile.TemporaryDirectory:
             return torch.ones(shape, dtype=torch.bfloat16)
         return numbers.repeat(-(-math.prod(shape) // len(numbers)))[: math.prod(shape)].view(shape)
 
-    rows = [rows for name, p in named for rows in hf_rows(name, p, c)]
-    rows = [each._replace(tensor=functools.partial(weight, each.shape)) for each in rows]
+    rows = [row for name, p in named for row in hf_rows(name, p, c)]
+    rows = [row._replace(tensor=functools.partial(weight, row.shape)) for row in rows]
     folder = tempfile.TemporaryDirectory()
     documents = {"config.json": json.dumps(write_config(c, "bytes", "bfloat16", {}, {})).encode()}
     write_folder(Path(folder.name), {"model": rows}, documents, {})

@@ -189,7 +189,6 @@ def summarized(totals: dict[str, list[int]]) -> dict:
     return {
         "peak_gib": together[peak] / 2**30,
         "at_peak": {part: values[peak] / 2**30 for part, values in totals.items()},
-        "n_entries": len(together) - 1,
         "at": kept,
         "gib": {part: [round(values[i] / 2**30, 3) for i in kept] for part, values in totals.items()},
     }
@@ -210,7 +209,7 @@ def measured(s: SimpleNamespace):
         result = runner.sweep_point(arm, offload, flags, s.config, *at, **options)
         if "peak_gib" in result:
             totals = timeline(pickle.loads(path.read_bytes()))
-            result = summarized(totals) | {"allocator_peak_gib": result["peak_gib"], "file": path.name}
+            result = summarized(totals) | {"allocator_peak_gib": result["peak_gib"]}
         yield "arms", dict(zip(KEYS["arms"], (arm, *at, offload, shlex.join(flags)), strict=True)) | result
 
 

@@ -280,7 +280,7 @@ def test_the_tables_show_what_fits_what_does_not_and_every_point(monkeypatch, tm
     text = report.fits_headline() + report.fits_of_both() + tables
     for part in (
         "`config/llama32_1b.py` held to 24 GiB, sequences of 1,024 tokens, activation checkpointing full, "
-        "offload optimizer (the others all):",
+        "offload optimizer or all:",
         "| trainer | largest batch | out of memory at | its tok/s | its peak GiB | KB per extra token |",
         "Full checkpointing keeps 66 KB per token",
         "| Hugging Face | 8 | 16 | 20,000 | 10.0 | - |",
