@@ -277,9 +277,8 @@ def test_an_arm_that_fails_is_recorded_and_the_others_go_on(monkeypatch):
         monkeypatch.setattr(timing, name, lambda argument: 2)
     monkeypatch.setattr(kernels_bench, "BF16_CUDA", FP32)
     monkeypatch.setattr(kernels_bench, "compiled", lambda eager: Arm(out_of_memory))
-    rows = kernels_bench.measure_size(
-        "rope", OPERATIONS["rope"], TINY["rope"], {"copy_tb_s": 4.0, "matmul_tflops": 700.0}
-    )
+    limits = {"copy_tb_s": 4.0, "matmul_tflops": 700.0}
+    rows = kernels_bench.measure_size("rope", OPERATIONS["rope"], TINY["rope"], limits)
     assert [row["pass"] for row in rows] == ["forward", "backward"]
     for row in rows:
         assert row["arms"]["compile"] == {"failed": "RuntimeError: CUDA out of memory."}

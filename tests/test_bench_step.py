@@ -416,9 +416,8 @@ def test_what_ends_without_numbers_says_why():
         return runner.line(arms.STEP, row)
 
     where = {key: RECORD["points"][2][key] for key in compare.STEP_PLACE}
-    assert line(RECORD["points"][2]).endswith("out of memory") and line(where | {"oom": True}).startswith(
-        "Hugging Face"
-    )
+    said = line(RECORD["points"][2])
+    assert said.startswith("Hugging Face") and said.endswith("out of memory")
     assert "pip install 'transformers>=5.17,<6'" in line(where | {"missing": "No module named 'transformers'"})
     assert "failed: Bang" in line(where | runner.failure("Traceback\nBang"))
     assert runner.failure("Traceback\n[rank1]: ModuleNotFoundError: No x") == {"missing": "No x"}
