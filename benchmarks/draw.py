@@ -73,7 +73,7 @@ def draw_baby(path: Path) -> None:
     figure, (axes,) = panels(1, (7.5, 3.6))
     for r in map(load, trainers.BABY_RUNS):
         _, seconds, losses = zip(*r["curve"], strict=True)
-        trainer = f"{r['device'].removeprefix('1 x ')}, {r['settings'].get('optimizer', 'adamw')}"
+        trainer = f"{r['device'].removeprefix('1 x ')}, {r['settings']['optimizer']}"
         label = f"{trainer}: {r['bits_per_byte']:.2f} on validation"
         (line,) = axes.plot(seconds, [loss / math.log(2) for loss in losses], label=label)
         axes.plot(seconds[-1], r["bits_per_byte"], "o", color=line.get_color())

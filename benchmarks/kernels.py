@@ -17,14 +17,13 @@ import torch
 from torch._functorch import config as functorch_config
 
 from benchmarks import cli, runner, timing
-from benchmarks.operations import OPERATIONS, Arm, Operation, tuple_of
+from benchmarks.operations import BF16_CUDA, OPERATIONS, Arm, Operation, tuple_of
 
 # settings
 op = ""  # operations, one,two; nothing: all of them
 out = ""  # the record; nothing: benchmarks/records/kernels.json if all operations are measured, else out/kernels.json
 
 KEYS = {"rows": ("op", "shape", "pass")}  # what names a row
-BF16_CUDA = {"device": "cuda", "dtype": torch.bfloat16}
 
 
 class Problem:
@@ -71,9 +70,6 @@ class Problem:
         outputs = self.forward()
         return lambda: self.backward(outputs, retain_graph=True)
 
-    def nbytes(self) -> int:
-        return sum(x.nbytes for x in (*self.tensors, *self.constants) if isinstance(x, torch.Tensor))
-
 
 def to_double(x):
     return x.double() if isinstance(x, torch.Tensor) and x.is_floating_point() else x
@@ -101,7 +97,8 @@ def largest_error(operation: Operation, arm: Arm, size: tuple[int, ...], options
 def time_arm(operation: Operation, arm: Arm, size: tuple[int, ...], passes: list[str]) -> dict[str, dict]:
     """{pass: {'us', 'graph', 'host_us', 'peak_mib'}} of an arm; the peak is that of forward and backward together."""
     problems = [Problem(operation, arm, size, BF16_CUDA)]
-    n_sets = timing.sets_to_miss_l2(problems[0].nbytes())
+    inputs = [*problems[0].tensors, *problems[0].constants]
+    n_sets = timing.sets_to_miss_l2(sum(x.nbytes for x in inputs if isinstance(x, torch.Tensor)))
     problems += [Problem(operation, arm, size, BF16_CUDA, seed) for seed in range(1, n_sets)]
     problems[0].both()  # compiles, and allocates what stays
     peak = timing.peak_mib(problems[0].both)

@@ -130,5 +130,4 @@ def main(argv: list[str]) -> None:
         print(estimate_table(s))
         return
     titles = {name: rung.title for name, rung in RUNGS.items()}
-    without_gpu = "ladder --estimate=true      the memory alone, by arithmetic"
-    runner.measure("ladder", s, KEYS, measured, titles, plot="draw_ladder", without_gpu=without_gpu)
+    runner.measure("ladder", s, KEYS, measured, titles, plot="draw_ladder")

@@ -24,6 +24,7 @@ from kernels.fp8_linear import quantize, scaled_mm
 
 EPS = 1e-5
 VOCAB = 128256  # Llama 3's
+BF16_CUDA = {"device": "cuda", "dtype": torch.bfloat16}
 
 
 class Arm(NamedTuple):
@@ -196,9 +197,8 @@ def loss_inputs(size, options):
 def matmuls_alone(size):
     """The three matmuls of the loss head, whole: the logits, dx and dW."""
     n_tokens, n_embd, n_vocab = size
-    options = {"device": "cuda", "dtype": torch.bfloat16}
-    (x, weight), _ = loss_inputs(size, options)
-    logits = torch.empty(n_tokens, n_vocab, **options)
+    (x, weight), _ = loss_inputs(size, BF16_CUDA)
+    logits = torch.empty(n_tokens, n_vocab, **BF16_CUDA)
     dx, dweight = torch.empty_like(x), torch.empty_like(weight)
     return [
         partial(torch.mm, x, weight.T, out=logits),
@@ -230,9 +230,8 @@ def linear_inputs(size, options):
 def fp8_matmuls_alone(size):
     """Of operands that are float8 already: y and dx; and dW in bfloat16."""
     n_tokens, n_in, n_out = size
-    options = {"device": "cuda", "dtype": torch.bfloat16}
-    (x, weight), _ = linear_inputs(size, options)
-    dy = torch.randn(n_tokens, n_out, **options)
+    (x, weight), _ = linear_inputs(size, BF16_CUDA)
+    dy = torch.randn(n_tokens, n_out, **BF16_CUDA)
     (x8, s), (w8, t), (wt8, one), (dy8, u) = map(quantize, (x, weight, weight.T, dy))
     return [
         partial(scaled_mm, x8, w8, s, t.T, torch.bfloat16, None),

@@ -199,7 +199,7 @@ def fsdp_options(device: torch.device) -> dict:
     return {"mesh": mesh_of_all_ranks(device), "mp_policy": policy}
 
 
-def build_recipe(c: LlamaConfig, checkpointing: str, device: torch.device, sharding="zero3", fp8: str | None = None):
+def build_recipe(c: LlamaConfig, checkpointing: str, device: torch.device, reshard=True, fp8: str | None = None):
     with torch.device("meta"):
         model = PlainLlama(c)
     if fp8:
@@ -207,7 +207,7 @@ def build_recipe(c: LlamaConfig, checkpointing: str, device: torch.device, shard
 
         recipe, in_blocks = Float8LinearConfig.from_recipe_name(fp8), lambda _, name: name != "output"
         convert_to_float8_training(model, config=recipe, module_filter_fn=in_blocks)
-    options, reshard = fsdp_options(device), sharding == "zero3"
+    options = fsdp_options(device)
     for i, block in enumerate(model.layers):
         # compile wraps the block, so that FSDP's hooks, which it cannot trace, stay outside of the graph
         model.layers[i] = torch.compile(checkpointed(block, checkpointing), fullgraph=True)
@@ -342,7 +342,7 @@ def quantize_as_bitsandbytes(layers: nn.Module, device: torch.device) -> None:
 BUILDERS = {
     "recipe": build_recipe,
     "recipe-fp8": functools.partial(build_recipe, fp8="rowwise_with_gw_hp"),
-    "recipe-zero2": functools.partial(build_recipe, sharding="zero2"),
+    "recipe-zero2": functools.partial(build_recipe, reshard=False),
     "torchtitan": build_torchtitan,
     "hf": build_hf,
     "hf-compiled": functools.partial(build_hf, compile_mode="default"),

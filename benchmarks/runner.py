@@ -209,14 +209,11 @@ def trouble(row: dict) -> str:
     return f"failed: {row['failed']}"
 
 
-def begin(name: str, words: list[str], kinds: Iterable[str], n_gpus: int | None = None, without_gpu="") -> dict:
-    """The record of this command on this card, or on so many, with no rows of any kind yet.
-
-    without_gpu: a command that needs none, and what it does.
-    """
+def begin(name: str, words: list[str], kinds: Iterable[str], n_gpus: int | None = None) -> dict:
+    """The record of this command on this card, or on so many, with no rows of any kind yet."""
     if not torch.cuda.is_available():
-        instead = f". Without one:\n  python bench.py {without_gpu}" if without_gpu else ""
-        sys.exit(f"python bench.py {name or 'sweep'} needs a CUDA GPU, and torch finds none{instead}")
+        instead = "python bench.py estimate, or ladder --estimate=true, computes what fits"
+        sys.exit(f"python bench.py {name or 'sweep'} needs a CUDA GPU, and torch finds none: {instead}")
     for number in (signal.SIGTERM, signal.SIGHUP):
         if signal.getsignal(number) != signal.SIG_IGN:  # as nohup has it
             signal.signal(number, lambda number, _: sys.exit(128 + number))  # as Ctrl-C: a point at work is ended first
@@ -244,13 +241,13 @@ def line(titles: dict[str, str], row: dict) -> str:
     return "  ".join([f"{name:<33}", *cells])
 
 
-def measure(name: str, s: SimpleNamespace, keys: dict, rows: Callable, titles=(), tables="", plot="", **options):
+def measure(name: str, s: SimpleNamespace, keys: dict, rows: Callable, titles=(), tables="", plot="", n_gpus=None):
     """Runs a command: fills its record with rows(s) and prints the tables of each kind of row.
 
     s.new is the record without rows. titles: of arms. tables: of report.TABLES, if not those of that name. plot: the
-    function of draw.py that draws it, beside the record. options: begin's.
+    function of draw.py that draws it, beside the record. n_gpus: that the record names.
     """
-    s.new = begin(name, s.command, keys, **options)
+    s.new = begin(name, s.command, keys, n_gpus)
     found = record.fill(s.new, rows(s), s.out, keys, functools.partial(line, dict(titles)), getattr(s, "keep", False))
     if plot and any("peak_gib" in row for kind in keys for row in found[kind]):
         with contextlib.suppress(ImportError):  # without matplotlib there is no plot

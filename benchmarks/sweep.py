@@ -60,11 +60,10 @@ PRESETS = {
               "--checkpointing=full", "--offload=all", f"--out={record.RECORDS / 'study.json'}"],
     "8b": ["--config=config/llama31_8b.py", "--block_size=512", "--ranks=all", "--peers=recipe", "--checkpointing=full",
            f"--out={record.RECORDS / 'study_8b.json'}"],
+    "finetune": ["--config=config/llama31_8b.py", "--sweep=batch", "--block_size=2048", "--batches=2", "--arms=qlora",
+                 "--peers=none", "--memory_limit_gib=24", "--checkpointing=full",
+                 f"--out={record.RECORDS / 'finetune.json'}"],
 }  # fmt: skip
-PRESETS["finetune"] = [
-    *("--config=config/llama31_8b.py", "--sweep=batch", "--block_size=2048", "--batches=2", "--arms=qlora"),
-    *("--peers=none", "--memory_limit_gib=24", "--checkpointing=full", f"--out={record.RECORDS / 'finetune.json'}"),
-]
 TO_CPU, THEIRS = ["--", "--offload_activations=true"], ["--arms=none", "--peers=peft-qlora"]
 FINETUNE = [  # of each size what is fastest there, ours and then theirs; of the smallest the leanest too
     ["--checkpointing=none", "--peers=peft-qlora", "--", "--cuda_graph=true"],  # theirs does not fit
@@ -203,6 +202,5 @@ def main(argv: list[str]) -> None:
             print(f"{s.out} has {len(known)} points already: delete it to measure them again")
         return itertools.chain.from_iterable(measured(each, known) for each in [s, *others])
 
-    without_gpu = "estimate --card=4090      what fits in a card, by arithmetic"
-    tables, options = "finetune" if others else "sweep", {"n_gpus": first.ranks, "without_gpu": without_gpu}
-    runner.measure("", first, KEYS, rows, trainers.SWEEP, tables, "draw_sweep", **options)
+    tables = "finetune" if others else "sweep"
+    runner.measure("", first, KEYS, rows, trainers.SWEEP, tables, "draw_sweep", n_gpus=first.ranks)

@@ -138,19 +138,18 @@ run /no/such => /no/such/metrics.jsonl has no losses: name the out_dir of a run 
 """
 ON_GPU_ALONE = """
 kernels => python bench.py kernels needs a CUDA GPU
-ladder => needs a CUDA GPU, and torch finds none. Without one:\n  python bench.py ladder --estimate=true
---sweep=both => needs a CUDA GPU, and torch finds none. Without one:\n  python bench.py estimate --card=4090
+--sweep=both => python bench.py sweep needs a CUDA GPU, and torch finds none: python bench.py estimate,
 """
 
 
 @pytest.mark.parametrize(
-    "case", (USER_ERRORS + ON_GPU_ALONE * (not torch.cuda.is_available())).replace("\n  ", "@").strip().splitlines()
+    "case", [*filter(None, (USER_ERRORS + ON_GPU_ALONE * (not torch.cuda.is_available())).splitlines())]
 )
 def test_a_user_error_gets_a_sentence_and_a_suggestion(case):
     words, _, sentence = case.partition("=> ")
     with pytest.raises(SystemExit) as stop:
         bench.main(words.split())
-    assert sentence.replace("@", "\n  ") in str(stop.value.code)
+    assert sentence in str(stop.value.code)
 
 
 def test_help_is_printed_and_is_no_failure(capsys):
