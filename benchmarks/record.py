@@ -113,9 +113,8 @@ def fill(new: dict, rows: Iterable[tuple[str, dict]], out: Path, keys: dict, lin
     if old and record is new:
         print(f"{out} was measured with other code or on another device: it begins anew")
     for kind, row in rows:
-        if (
-            not {"missing", "failed"} & row.keys()
-        ):  # read each time: on another card another process may add to the same file
+        if not {"missing", "failed"} & row.keys():
+            # read each time: on another card another process may add to the same file
             record = continued(read_record(out), record, keys, keep)
             record[kind] = list({str(values(r, keys[kind])): r for r in [*record[kind], row]}.values())
             write(out, record)  # now: a later point may crash
