@@ -1,6 +1,5 @@
 """The whole-step benchmark: its peers train the very model that nanocria trains, and its records add up. No GPU."""
 
-import copy
 import json
 import math
 import re
@@ -391,15 +390,10 @@ def test_a_file_that_is_no_record_is_not_written_over(tmp_path):
         assert out.read_text() == text
 
 
-@pytest.fixture
-def a_gpu(monkeypatch):
-    card = {"device": "A", "copy_tb_s": 4.0, "matmul_tflops": 700.0}
+def test_a_closed_terminal_ends_it_but_not_under_nohup(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(runner, "run", lambda command, ranks: (copy.deepcopy(card), ""))
+    monkeypatch.setattr(runner, "call", lambda _: {"device": "A", "copy_tb_s": 4.0, "matmul_tflops": 700.0})
     monkeypatch.setattr(record, "origin", lambda *_: {"device": "A"})
-
-
-def test_a_closed_terminal_ends_it_but_not_under_nohup(a_gpu):
     signal.signal(signal.SIGHUP, signal.SIG_IGN)
     runner.begin("step", [], step.KEYS)
     assert signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
