@@ -34,8 +34,14 @@ def keep_summary(run_folder: str, name: str) -> None:
     summary = Path(run_folder) / "summary.json"
     if not summary.exists():
         sys.exit(f"{summary} does not exist: a training run leaves it when it reaches max_iters")
+    found = json.loads(summary.read_text())
+    if found["steps"] != found["settings"]["max_iters"]:
+        sys.exit(f"{summary} is of the last {found['steps']:,} steps alone: a run that was resumed makes no record")
+    if "bits_per_byte" not in found:
+        sys.exit(f"{summary} has no bits per byte, for not all of the validation data was read: raise eval_iters")
     val = [(step, 3600 * hours, loss) for step, _, hours, loss in read_losses(Path(run_folder)).val]
-    write(RECORDS / f"{name}.json", json.loads(summary.read_text()) | {"val_curve": val})
+    write(RECORDS / f"{name}.json", found | {"val_curve": val})
+    print(f"record: {RECORDS / name}.json")
 
 
 def commit() -> str:

@@ -63,5 +63,8 @@ def main(argv: list[str]) -> None:
         raise SettingError(str(error)) from None
     print(loss_table(runs))
     s.out.parent.mkdir(parents=True, exist_ok=True)
-    draw_losses(runs, s.out)
+    try:
+        draw_losses(runs, s.out)
+    except ImportError:
+        raise SettingError("the plot needs matplotlib: pip install matplotlib") from None
     print(f"drawn: {s.out}")

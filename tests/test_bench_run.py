@@ -102,7 +102,12 @@ def test_the_leaderboard_counts_to_the_first_evaluation_that_is_as_good_as_adamw
 
 
 def test_a_record_of_a_run_has_its_validation_losses(tmp_path, monkeypatch):
-    folder = leave_run(tmp_path / "a", [4.0, 3.0], settings={"n_layer": 2}, val_loss=3.5)
+    whole = dict(settings={"max_iters": 20}, steps=20, val_loss=3.5, bits_per_byte=2.0)
+    folder = leave_run(tmp_path / "a", [4.0, 3.0], **whole)
+    resumed, in_part = whole | {"steps": 8}, {key: whole[key] for key in whole if key != "bits_per_byte"}
+    for name, summary, said in (("b", resumed, "the last 8 steps alone"), ("c", in_part, "no bits per byte")):
+        with pytest.raises(SystemExit, match=said):
+            bench.main(["record", str(leave_run(tmp_path / name, [4.0, 3.0], **summary)), "mine"])
     monkeypatch.setattr(record, "RECORDS", tmp_path)
     bench.main(["record", str(folder), "mine"])
     kept = json.loads((tmp_path / "mine.json").read_text())
