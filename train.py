@@ -78,7 +78,7 @@ block_size = 1024  # tokens per sequence
 gradient_accumulation_steps = 1  # micro-batches per step, over all ranks: a multiple of the number of ranks
 mask_documents = False  # tokens attend only within their own document
 
-# model (Llama 3.2 1B; with init_from, what neither a config file nor a flag names comes from that folder)
+# model (Llama 3.2 1B; where weights are read, what neither a config file nor a flag names is theirs)
 n_layer = 16
 n_head = 32  # query heads
 n_kv_head = 8  # key/value heads: each serves n_head / n_kv_head query heads

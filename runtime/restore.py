@@ -65,14 +65,15 @@ def find_start(out_dir: str, init_from: str) -> Path | None:
 
 
 def model_settings(start: Path | None, init_from: str, named: set[str]) -> dict:
-    """Where init_from is a folder: what find_start()'s answer says of its model, but for settings that are named, which
-    check_start() compares. So a config for finetuning fits any Llama. vocab_size is the dataset's.
+    """What find_start()'s answer says of its model, but for settings that are named, which check_start() compares. So a
+    config for finetuning fits any Llama, and a resume needs no init_from. vocab_size is the dataset's.
 
     Every rank must call it.
     """
-    for path in (start, Path(os.path.expanduser(init_from))) if init_from not in ("auto", "scratch", "resume") else ():
+    folder = init_from if init_from not in ("auto", "scratch", "resume") else None
+    for path in filter(None, (start, folder)):  # the folder, if the checkpoint is damaged
         with contextlib.suppress(OSError, ValueError):  # check_start() or restore() say what is wrong
-            model, _ = read_config(open_folder(path))
+            model, _ = read_config(open_folder(Path(path).expanduser()))
             return {name: model[name] for name in MODEL_SETTINGS if name not in named | {"vocab_size"}}
     return {}
 
