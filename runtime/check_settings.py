@@ -1,6 +1,5 @@
 """Validate train.py's settings before anything is allocated: the limits of each, and what does not go together."""
 
-import math
 import os
 import shutil
 import sys
@@ -30,8 +29,8 @@ def find_problem(settings: Mapping, world_size: int, argv: Sequence[str] = ()) -
     """
     for least, names in AT_LEAST.items():
         for name in names:
-            if settings[name] is not None and not least <= settings[name] < math.inf:
-                return f"{name} is {settings[name]}: it must be at least {least}, and finite"
+            if settings[name] is not None and settings[name] < least:
+                return f"{name} is {settings[name]}: it must be at least {least}"
     s = SimpleNamespace(**settings)
     head_dim = s.n_embd / max(s.n_head, 1)
     smallest = min(s.n_embd, s.ffn_dim, s.n_kv_head * head_dim)  # side of a block's matrix
@@ -75,7 +74,7 @@ def find_problem(settings: Mapping, world_size: int, argv: Sequence[str] = ()) -
             s.mask_documents and head_dim not in (16, 32, 64, 128),
         "optimizer_bits=8 has blocks of 256 within the rows of the weights: n_embd and ffn_dim must be multiples of it":
             s.optimizer_bits == 8 and (s.n_embd % 256 or s.ffn_dim % 256),
-        f"lora_alpha is {s.lora_alpha}: it must be above 0, and finite": not 0 < s.lora_alpha < math.inf,
+        f"lora_alpha is {s.lora_alpha}: it must be above 0": s.lora_alpha <= 0,
         f"lora_rank is {s.lora_rank}, above n_embd or ffn_dim: such adapters are larger than what they adapt":
             s.lora_rank > min(s.n_embd, s.ffn_dim),
         "base_dtype=nf4 is for the frozen weights beside adapters: add --lora_rank=16": not s.lora_rank and nf4,
