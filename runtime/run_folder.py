@@ -149,4 +149,7 @@ def remove_all_but(out_dir: Path, keep_last: int) -> None:
 
 
 def mark_damaged(path: Path) -> None:
-    path.rename(path.with_name(path.name + ".damaged"))
+    damaged = path.with_name(path.name + ".damaged")
+    if damaged.is_symlink() or damaged.exists():  # the same step, damaged before
+        remove(damaged)
+    path.rename(damaged)

@@ -175,13 +175,14 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_it_used(train, tmp_pat
     train()
     whole = losses(tmp_path / "out")
     change, expected = DAMAGE[kind]
-    change(tmp_path / "out/step_000008")
-    capsys.readouterr()
-    train()
-    out = capsys.readouterr().out
-    assert "step_000008 is damaged" in out and expected in out and "step_000004" in out, out
-    assert losses(tmp_path / "out") == whole
-    assert (tmp_path / "out/step_000008.damaged").exists() and (tmp_path / "out/step_000008").exists()
+    for _ in range(1 + (kind == "no run.json")):  # the second time the one set aside is in the way
+        change(tmp_path / "out/step_000008")
+        capsys.readouterr()
+        train()
+        out = capsys.readouterr().out
+        assert "step_000008 is damaged" in out and expected in out and "step_000004" in out, out
+        assert losses(tmp_path / "out") == whole
+        assert (tmp_path / "out/step_000008.damaged").exists() and (tmp_path / "out/step_000008").exists()
 
 
 @pytest.mark.parametrize(
