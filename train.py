@@ -15,6 +15,7 @@ import shlex
 import sys
 from collections import deque
 from collections.abc import Callable
+from pathlib import Path
 from typing import Literal
 
 import numpy as np
@@ -24,6 +25,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, Offlo
 
 sys.path.insert(0, os.path.dirname(__file__))  # python -I and PYTHONSAFEPATH=1 leave it out
 from configurator import configure
+from data.files import display_path
 from data.loader import open_dataset
 from kernels.fp8_linear import use_fp8
 from lora import add_lora
@@ -401,7 +403,7 @@ if step == max_iters and val_loss is not None:
     seconds = {"save_seconds": saver.seconds, "resume_seconds": begun["resume_seconds"]}
     log.summary(val_loss, all_of_val, settings=settings, **seconds)
     if keep_last and not saver.error:
-        script = os.path.join(os.path.dirname(sys.argv[0]), "sample.py")
+        script = display_path(Path(__file__).with_name("sample.py"))
         print0(f"next: python {script} --out_dir={shlex.quote(out_dir)}" + " --chat" * bool(train_data.tokens.masks))
 log.close()
 lock_file.close()

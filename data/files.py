@@ -34,7 +34,8 @@ def atomic_write(path: Path):
             os.fsync(file.fileno())
         os.replace(partial, path)
     except OSError as error:
-        error.filename = error.filename or str(path)  # a full disk's error names none
+        if error.errno and not error.filename:  # a full disk's
+            error.filename = str(path)
         raise
     finally:
         partial.unlink(missing_ok=True)  # only still there after an error
