@@ -71,7 +71,9 @@ sys.stdout.reconfigure(errors="replace")  # for terminals that lack some charact
 out_dir = os.path.expanduser(out_dir)  # a shell does not expand the ~ of --out_dir=~/runs
 stops = stop if isinstance(stop, list) else [] if stop is None else [stop]
 for name, valid, expected in (
+    ("seed", 0 <= seed < 2**63, "at least 0 and below 2**63"),
     ("num_samples", num_samples >= 1, "at least 1"),
+    ("max_new_tokens", max_new_tokens >= 1, "at least 1"),
     ("temperature", temperature >= 0, "at least 0"),
     ("top_k", top_k is None or top_k >= 1, "at least 1, or none"),
     ("top_p", top_p is None or 0 < top_p <= 1, "above 0 and at most 1, or none"),

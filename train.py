@@ -403,8 +403,8 @@ if step == max_iters and val_loss is not None:
     seconds = {"save_seconds": saver.seconds, "resume_seconds": begun["resume_seconds"]}
     log.summary(val_loss, all_of_val, settings=settings, **seconds)
     if keep_last and not saver.error:
-        script = display_path(Path(__file__).with_name("sample.py"))
-        print0(f"next: python {script} --out_dir={shlex.quote(out_dir)}" + " --chat" * bool(train_data.tokens.masks))
+        command = ["python", display_path(Path(__file__).with_name("sample.py")), f"--out_dir={out_dir}"]
+        print0(f"next: {shlex.join(command)}" + " --chat" * bool(train_data.tokens.masks))
 log.close()
 lock_file.close()
 code = 1 if saver.error else shutdown.exit_code  # the last checkpoint was not written

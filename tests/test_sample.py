@@ -43,6 +43,8 @@ def test_sample_continues_a_prompt_and_repeats_itself_for_a_seed(draw, alone):
         (dict(top_p=1.1), "top_p is 1.1: it must be above 0 and at most 1, or none"),
         (dict(min_p=2), "min_p is 2.0: it must be from 0 to 1, or none"),
         (dict(num_samples=0), "num_samples is 0: it must be at least 1"),
+        (dict(seed=-(10**20)), f"seed is {-(10**20)}: it must be at least 0 and below 2**63"),
+        (dict(max_new_tokens=-5), "max_new_tokens is -5: it must be at least 1"),
         (dict(stop=[""]), "stop is ['']: it must be a string or a list of them, none empty"),
         (
             dict(evaluate="a.txt", chat=True),
