@@ -85,7 +85,9 @@ def new_sums(tensors, needed, dtype):
 
 class _Projection(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, projection, x, *tensors):
+    def forward(ctx, *inputs):
+        # If they had names, torch.compile (to 2.13) would leave out ctx for two tensors without gradients.
+        projection, x, *tensors = inputs
         ctx.projection = projection
         ctx.save_for_backward(x, *tensors)
         return projection.project(x, *tensors)

@@ -26,7 +26,8 @@ def rms_norm_linear_reference(x, residual, norm_weight, eps, projection):
 
 class _RMSNormLinear(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, projection, x, residual, norm_weight, eps, *tensors):
+    def forward(ctx, *inputs):  # as in linear.py
+        projection, x, residual, norm_weight, eps, *tensors = inputs
         normed, total, rstd = rms_norm_forward(x, residual, norm_weight, eps, float8=projection.float8_input)
         ctx.save_for_backward(total, norm_weight, rstd, *tensors)
         ctx.projection = projection

@@ -55,7 +55,8 @@ def swiglu_mlp_reference(
 
 class _SwiGLUMLP(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, projections, x, residual, norm_weight, eps, keep_gate_up, need_y, chunks, *tensors):
+    def forward(ctx, *inputs):  # as in linear.py
+        projections, x, residual, norm_weight, eps, keep_gate_up, need_y, chunks, *tensors = inputs
         gate_up_proj, down_proj = projections
         n = len(gate_up_proj.tensors())
         of_gate_up, of_down = tensors[:n], tensors[n:]
