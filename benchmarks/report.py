@@ -462,13 +462,11 @@ PAGES = {  # page -> its parts: name -> what makes it
     },
     "benchmarks/README.md": {
         "linux": linux_table, "baby": baby_table, "steps": partial(measured, "step", steps_table),
-        "small_model": lambda: small_model_table(load("step_older")),
-        "breakdown": lambda: breakdown_table(load("step")),
+        "small_model": lambda: small_model_table(load("step")), "breakdown": lambda: breakdown_table(load("step")),
         **{
             name: partial(measured, name, make)  # parts that are called as their record
             for name, make in {
-                "step_older": steps_table, "step_h100": steps_table, "gpus": gpus_tables, "gpus_two": gpus_tables,
-                "gpus_saves": gpus_tables, "study": sweep_tables, "sweep": sweep_tables,
+                "step_h100": steps_table, "gpus": gpus_tables, "gpus_two": gpus_tables, "gpus_saves": gpus_tables, "study": sweep_tables, "sweep": sweep_tables,
                 "study_8b": sweep_tables, "kernels": kernels_table, "fp8_linear": kernels_table,
                 "adamw_nf4": kernels_table, "snapshot": snapshot_table, "losses": losses_table,
                 "finetune": finetune_table, "ladder": ladder_table, "generate": generate_table,

@@ -63,7 +63,7 @@ ARMS = {
 
 def recorded():
     """(what, GiB, config, run) of every peak of ours in the records that the code of today measured."""
-    for record in ("step", "step_older", "step_h100", "sweep", "study", "study_8b"):
+    for record in ("step", "step_h100", "sweep", "study", "study_8b"):
         found = json.loads((ROOT / "benchmarks" / "records" / f"{record}.json").read_text())
         for row in (row for kind in ("points", "batch", "seq") for row in found.get(kind, [])):
             if row["arm"] not in ARMS or "peak_gib" not in row:
