@@ -3,6 +3,7 @@
 #   python data/chat/prepare.py --input chats.jsonl --tokenizer FOLDER
 #   python train.py config/sft.py --init_from=FOLDER
 # Adapters instead of all weights: --lora_rank=16 --learning_rate=2e-4. Only the validation loss: --eval_only=true.
+# A model of some hundred million parameters takes the GPU less time than its CPU needs to launch it: --cuda_graph=true.
 out_dir = "out/sft"
 dataset = "chat"
 mask_documents = True  # a block holds several conversations, each of which sees only itself
