@@ -171,6 +171,8 @@ def encoding_of_json(name: str, content: dict, file: Path) -> tiktoken.Encoding:
 
 def json_of_encoding(encoding: tiktoken.Encoding, bos: int | None) -> dict:
     """The content of a tokenizer.json; transformers then begins each text with bos."""
+    if encoding.name == "bytes":
+        return json_of_bytes(encoding)
     ranks, char_of = encoding._mergeable_ranks, visible_bytes()
     spelled = {token: "".join(map(char_of.__getitem__, token)) for token in ranks}
     merges = [
@@ -183,15 +185,10 @@ def json_of_encoding(encoding: tiktoken.Encoding, bos: int | None) -> dict:
     pattern = re.sub(r"([+*?]|\d})\+", r"\1", encoding._pat_str).replace("$", r"\z")
     split = {"type": "Split", "pattern": {"Regex": pattern}, "behavior": "Isolated", "invert": False}
     byte_level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}
-    pieces = [split, byte_level] if merges else [byte_level]  # bytes that never merge need no pieces
-    special = sorted(encoding._special_tokens.items(), key=lambda item: item[1])
     return {
         "version": "1.0", "truncation": None, "padding": None, "normalizer": None,
-        "added_tokens": [
-            {"id": i, "content": token, "single_word": False, "lstrip": False, "rstrip": False, "normalized": False,
-             "special": True} for token, i in special
-        ],
-        "pre_tokenizer": {"type": "Sequence", "pretokenizers": pieces},
+        "added_tokens": special_tokens(encoding),
+        "pre_tokenizer": {"type": "Sequence", "pretokenizers": [split, byte_level]},
         "post_processor": None if bos is None else begin_with(encoding.decode([bos]), bos),
         "decoder": {"type": "ByteLevel", "add_prefix_space": True, "trim_offsets": True, "use_regex": True},
         "model": {
@@ -200,6 +197,30 @@ def json_of_encoding(encoding: tiktoken.Encoding, bos: int | None) -> dict:
             "vocab": {spelled[token]: rank for token, rank in ranks.items()}, "merges": merges,
         },
     }  # fmt: skip
+
+
+def json_of_bytes(encoding: tiktoken.Encoding) -> dict:
+    """The same as SentencePiece has it, for llama.cpp's converter knows byte-level BPE by published vocabularies alone.
+
+    There U+2581 stands for a blank, so it is read as one.
+    """
+    blank = {"type": "Replace", "pattern": {"String": " "}, "content": "\u2581"}
+    to_blank = {"type": "Replace", "pattern": {"String": "\u2581"}, "content": " "}
+    return {
+        "version": "1.0", "truncation": None, "padding": None, "normalizer": blank,
+        "added_tokens": special_tokens(encoding), "pre_tokenizer": None, "post_processor": None,
+        "decoder": {"type": "Sequence", "decoders": [to_blank, {"type": "ByteFallback"}, {"type": "Fuse"}]},
+        "model": {
+            "type": "BPE", "byte_fallback": True, "merges": [],
+            "vocab": {"\u2581" if i == ord(" ") else f"<0x{i:02X}>": i for i in range(256)},
+        },
+    }  # fmt: skip
+
+
+def special_tokens(encoding: tiktoken.Encoding) -> list[dict]:
+    options = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False, "special": True}
+    special = sorted(encoding._special_tokens.items(), key=lambda item: item[1])
+    return [{"id": i, "content": token, **options} for token, i in special]
 
 
 def begin_with(token: str, i: int) -> dict:

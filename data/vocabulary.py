@@ -88,6 +88,7 @@ class Tiktoken(Tokenizer):
 
     def hf_files(self) -> dict[str, bytes]:
         config = {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False}
+        config |= {"add_prefix_space": False}  # which llama.cpp would add to bytes
         config |= {"bos_token": self.bos_token or self.eos_token, "eos_token": self.eos_token}
         made = {"tokenizer.json": json_of_encoding(self.encoding, self.bos), "tokenizer_config.json": config}
         return {name: json.dumps(content, ensure_ascii=False).encode() for name, content in made.items()} | self.files

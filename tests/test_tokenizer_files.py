@@ -245,6 +245,13 @@ def test_a_run_of_our_own_tokenizer_is_read_by_transformers(alone):
     assert get_tokenizer(alone / "step_000020").name == "bytes"
 
 
+def test_bytes_are_tokens_to_llama_cpp_s_converter_and_a_blank_is_that_of_sentencepiece(alone):
+    gguf = pytest.importorskip("gguf")
+    tokens = [(text.decode(), kind.name) for text, _, kind in gguf.LlamaHfVocab(alone / "step_000020").all_tokens()]
+    assert tokens.pop(256) == ("<|endoftext|>", "CONTROL") and tokens.pop(32) == ("\u2581", "NORMAL")
+    assert tokens == [(f"<0x{i:02X}>", "BYTE") for i in range(256) if i != 32]
+
+
 def test_folders_without_a_tokenizer_and_damaged_files_get_a_sentence(tmp_path):
     (tmp_path / "config.json").write_text('{"vocab_size": 300}')
     with pytest.raises(FileNotFoundError, match="does not say its tokenizer, and has none of tokenizer.json"):
