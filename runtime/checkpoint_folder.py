@@ -25,7 +25,7 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 
-from data.tokenizer import published_name
+from data.tokenizer import FILES, MODEL_FILES, published_name
 from runtime import meta_weights
 from runtime.distributed import from_rank_0, group_rank, on_all_ranks
 from runtime.hf_config import ADAPTED
@@ -49,6 +49,7 @@ from runtime.safetensors_file import (
 
 FILE_BYTES = 5 * 10**9  # of one .safetensors, as Hugging Face cuts them
 FILE_NAME = re.compile(r"[\w.-]{1,80}\.safetensors")  # that an index may name: none in another folder
+KEPT = (*FILES, *MODEL_FILES)  # of the folder that a run began with
 WEIGHT_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 OTHERS = {  # that are published in place of model.safetensors
     "pytorch_model*.bin": "pickled weights, which are not read: save them with transformers as .safetensors",
@@ -207,6 +208,8 @@ def _open_folder(path, stems):
         return Folder(path, None, *meta_weights.describe(path), None)
     run = read_run(path)
     pieces = run and _parse_digests(run, path / "run.json")
+    for name in (pieces or {}).keys() & KEPT:  # before sample.py reads them
+        read_document(path, name, pieces)
     adapted = ADAPTED in (pieces or {})
 
     def read(name):

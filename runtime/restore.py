@@ -11,18 +11,17 @@ from pathlib import Path
 import numpy as np
 
 from data.loader import dataset_folder
-from data.tokenizer import FILES, MODEL_FILES, dataset_files, tokenizer_of
+from data.tokenizer import dataset_files, tokenizer_of
 from model import Llama, LlamaConfig
 from runtime import run_folder
 from runtime.checkpoint import open_base, read_base, read_weights
-from runtime.checkpoint_folder import Folder, fingerprint, open_folder, other_weights, read_document
+from runtime.checkpoint_folder import KEPT, Folder, fingerprint, open_folder, other_weights, read_document
 from runtime.distributed import from_rank_0, print0, restart_count, stop
 from runtime.hf_config import ADAPTED, read_config, write_adapter_config, write_config
 from runtime.hf_names import hf_names
 from runtime.safetensors_file import Damaged
 
 REQUIRED = {"step", "updates", "sequences", "dtype", "loss_scale", "dataset", "settings"}  # in run.json
-KEPT = (*FILES, *MODEL_FILES)  # of the folder that a run began with
 MODEL_SETTINGS = [name for name in LlamaConfig.__dataclass_fields__ if name != "block_size"]
 STATE_SETTINGS = {  # what a checkpoint's tensors depend on; the value counts for a checkpoint that does not say it
     "optimizer": "adamw", "optimizer_bits": 32, "galore_rank": 128, "lora_rank": 0, "lora_alpha": 32.0,

@@ -134,7 +134,7 @@ def parse_header(text: bytes, file_bytes: int, path: Path | str) -> dict[str, Te
             raise Damaged(f"{path}: {info.name!r} {what}: it begins at byte {info.begin}, expected {position}")
         position = info.end
     if position != file_bytes:
-        raise Damaged(f"{path} has {file_bytes} bytes, and its header describes {position}")
+        raise Damaged(f"{path} has {file_bytes} bytes, and its header describes {position}: copy or fetch it again")
     return {info.name: info for info in infos}
 
 
@@ -164,7 +164,7 @@ def open_to_read(path: Path) -> FileIO:
     try:
         return open(path, "rb", buffering=0)
     except FileNotFoundError:
-        raise Damaged(f"{path} is missing") from None
+        raise Damaged(f"{path} is missing: copy or fetch the whole folder") from None
 
 
 def transfer(system_call: Callable, file: FileIO, buffer: memoryview, offset: int) -> None:

@@ -313,7 +313,7 @@ SLIPS = {  # the sentence: what was done to a folder
     "config.json is not JSON": writes("config.json", "{"),
     "config.json holds JSON of type list": writes("config.json", "[]"),
     "was trained on gpt2 tokens": says(nanocria_tokenizer="gpt2", vocab_size=300),
-    "model.safetensors is missing": renames(WEIGHTS, "weights"),
+    "model.safetensors is missing: copy or fetch the whole folder": renames(WEIGHTS, "weights"),
     "holds pickled weights, which are not read: save them with transformers as .safetensors": renames(
         WEIGHTS, "pytorch_model.bin"
     ),
@@ -346,7 +346,7 @@ def test_a_missing_shard_of_published_weights_is_named(tmp_path):
     publish(tmp_path, TIED, max_shard_size="20KB")
     shard = min(tmp_path.glob("model-*-of-*.safetensors"))
     shard.unlink()
-    with pytest.raises(ValueError, match=f"^{shard} is missing$"):
+    with pytest.raises(ValueError, match=f"^{shard} is missing: copy or fetch the whole folder$"):
         load_model(tmp_path)
 
 

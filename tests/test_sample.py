@@ -81,7 +81,7 @@ def test_a_damaged_checkpoint_is_named(sample, alone, tmp_path, monkeypatch):
         assert sample(out_dir=out_dir)[1].startswith(f"{tmp_path}/out/step_000020/model.safetensors is damaged: ")
     (tmp_path / "out/step_000020/config.json").unlink()
     monkeypatch.setattr(sys, "argv", ["convert.py", str(tmp_path / "out"), str(tmp_path / "hf")])
-    with pytest.raises(SystemExit, match=f"{tmp_path}/out/step_000020/config.json is missing$"):
+    with pytest.raises(SystemExit, match=f"{tmp_path}/out/step_000020/config.json is missing: copy or fetch"):
         convert.main()
 
 
