@@ -55,6 +55,7 @@ OTHERS = {  # that are published in place of model.safetensors
     "pytorch_model*.bin": "pickled weights, which are not read: save them with transformers as .safetensors",
     "*.gguf": "GGUF files, which are not read: take the weights that they were made from",
     "adapter_model.safetensors": "an adapter alone: merge it into its base model with peft first",
+    "*.safetensors": "a part of a model, without its config.json or its index: copy or fetch the whole folder",
 }
 SEAL = b',\n  "digest": "'
 

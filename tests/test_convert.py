@@ -325,7 +325,9 @@ SLIPS = {  # the sentence: what was done to a folder
     "model.safetensors has 5000 bytes, and its header describes ": lambda folder: os.truncate(folder / WEIGHTS, 5000),
     "model.safetensors.index.json has no weight_map": writes(INDEX, "{}"),
     "model.safetensors.index.json is not JSON": writes(INDEX, '{"weight_map": {'),
-    "has no config.json: init_from is auto, scratch, resume, or a folder": renames("config.json", "config"),
+    "holds a part of a model, without its config.json": renames("config.json", "config"),
+    "without its config.json or its index: copy or": renames(WEIGHTS, "model-00001-of-00002.safetensors"),
+    "has no config.json: init_from is auto, ": lambda folder: [file.unlink() for file in folder.iterdir()],
 }
 
 
