@@ -351,6 +351,7 @@ CHANGES = {
     "empty": lambda content: content.clear(),
     "zeroed": lambda content: bytes(len(content)),
     "two bytes swapped": lambda content: content[:-2] + content[:-3:-1],  # their sum stays
+    "rows swapped": lambda content: content[:-16] + content[-8:] + content[-16:-8],
 }
 FILES = ["config.json", "run.json", "optimizer.safetensors.index.json"]
 SHARDS = ["model-00002-of-00002.safetensors", "optimizer-00001-of-00006.safetensors"]
