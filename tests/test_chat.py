@@ -242,13 +242,22 @@ def test_a_tokenizer_without_template_and_an_answer_without_end_are_refused(writ
         chat.prepare([tmp_path / "none.jsonl"], tmp_path / "data", "bytes", tmp_path / "plain.jinja")
 
 
-def test_prepare_names_the_next_command(written, tmp_path, monkeypatch, capsys):
+def test_prepare_names_the_next_command_from_any_folder_with_the_weights_of_the_tokenizer(
+    written, tmp_path, monkeypatch, capsys
+):
     written(line("a", "b"), line("c", "d"))
-    arguments = f"--input {tmp_path}/chats.jsonl --tokenizer bytes --template {tmp_path}/plain.jinja --out {tmp_path}/o"
-    monkeypatch.setattr(sys, "argv", ["prepare.py", *arguments.split(), "--workers=1"])
-    chat.main()
-    output = capsys.readouterr().out
-    assert f"config/sft.py --init_from=FOLDER --dataset={tmp_path}/o" in output
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model/config.json").write_text('{"nanocria_tokenizer": "bytes"}')
+    monkeypatch.chdir(tmp_path)
+    data = f"--dataset={tmp_path}/o"
+    for tokenizer, said in {
+        "bytes": f"--init_from=FOLDER {data}, with the FOLDER of the weights",
+        "model": f"--init_from={tmp_path}/model {data}",
+    }.items():
+        arguments = f"--input chats.jsonl --tokenizer {tokenizer} --template plain.jinja --out o --workers=1"
+        monkeypatch.setattr(sys, "argv", ["prepare.py", *arguments.split()])
+        chat.main()
+        assert capsys.readouterr().out.endswith(f"\nnext: python {ROOT}/train.py {ROOT}/config/sft.py {said}\n")
     assert (ROOT / "config/sft.py").exists()
 
 

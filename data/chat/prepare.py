@@ -16,7 +16,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from data.chat.template import encode_answers, encode_conversation, render_answers, template_of
-from data.files import say
+from data.files import display_path, say
 from data.rows import Bad, Unreadable, head_of, kind_of, open_input, read_rows
 from data.text.prepare import split
 from data.vocabulary import Tokenizer
@@ -127,8 +127,11 @@ def main():
     parser.add_argument("--template", type=path_argument, help="a Jinja file (default: the tokenizer's, or Llama 3's)")
     args = parser.parse_args()
     prepare(**vars(args))
-    train = ["python", "train.py", "config/sft.py", "--init_from=FOLDER", f"--dataset={args.folder.absolute()}"]
-    say(f"next: {shlex.join(train)}, with the FOLDER of the weights")
+    named = Path(getattr(args, "tokenizer", "llama3")).expanduser().absolute()
+    weights = named if any((named / name).exists() for name in ("config.json", "params.json")) else "FOLDER"
+    script, config = (display_path(HERE.parents[1] / path) for path in ("train.py", "config/sft.py"))
+    train = ["python", script, config, f"--init_from={weights}", f"--dataset={args.folder.absolute()}"]
+    say(f"next: {shlex.join(train)}" + ", with the FOLDER of the weights" * (weights == "FOLDER"))
 
 
 if __name__ == "__main__":
