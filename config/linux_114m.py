@@ -1,8 +1,8 @@
 # A Llama of GPT-2's size on the source of the Linux kernel: 1.3 GB of C and documentation, 702 million tokens.
 #   curl -O https://cdn.kernel.org/pub/linux/kernel/v6.x/linux-6.1.192.tar.xz && tar -xf linux-6.1.192.tar.xz
 #   python data/text/prepare.py --input linux-6.1.192 --errors skip --tokenizer gpt2 --out data/linux
-#   python train.py config/linux_114m.py                  # one H100 or H200; a smaller card: half batch_size, double
-#   python train.py config/linux_114m.py --optimizer=muon --out_dir=out/linux_114m_muon    # gradient_accumulation_steps
+#   python train.py config/linux_114m.py                                        # one H100 or H200
+#   python train.py config/linux_114m.py --optimizer=muon --learning_rate=2.4e-3 --out_dir=out/linux_114m_muon
 #   python sample.py --out_dir=out/linux_114m --prompt="static int __init"
 out_dir = "out/linux_114m"
 dataset = "linux"
@@ -17,7 +17,7 @@ vocab_size = 50304  # gpt2's 50,257, rounded up to a multiple of 64: matmuls of 
 tie_embeddings = True
 rope_theta = 10000.0  # a context of 1,024 needs no slower rotations
 
-# 0.5M tokens per step: 64 x 1024 x 8
+# 0.5M tokens per step: 64 x 1024 x 8. A smaller card: half batch_size, double gradient_accumulation_steps
 batch_size = 64
 block_size = 1024
 gradient_accumulation_steps = 8

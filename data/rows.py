@@ -116,7 +116,8 @@ def head_of(file: io.BufferedReader, path: Path) -> bytes:
     """The first bytes of an open input. Raises ValueError if it is no text."""
     head = read(lambda: file.peek(HEAD), path)[:HEAD]
     if head.startswith(b"PAR1"):
-        raise ValueError(f"{path} is parquet: python data/fineweb_edu/prepare.py --input {quote(str(path))}")
+        texts = f"python data/fineweb_edu/prepare.py --input {quote(str(path))} reads texts from it"
+        raise ValueError(f"{path} is parquet: {texts}; write conversations as .jsonl")
     if b"\0" in head:  # git's rule
         raise ValueError(f"{path} is binary or UTF-16, with zero bytes: text is read as UTF-8")
     return head.removeprefix(b"\xef\xbb\xbf")
