@@ -10,6 +10,7 @@
     python bench.py kernels                     every kernel beside eager PyTorch, torch.compile and other libraries
     python bench.py step                        the whole training step, beside other trainers
     python bench.py losses                      is what it learns the same? beside Hugging Face's model
+    python bench.py finetune --init_from=FOLDER is what a finetune learns the same? and packing
     python bench.py gpus                        several GPUs: scaling, 8B, checkpoints
     python bench.py disk --offload_dir=FOLDER   an update through a drive, beside plain reads and writes
     python bench.py generate                    tokens a second of generation, beside transformers.generate
@@ -28,7 +29,8 @@ import sys
 sys.path.insert(0, os.path.dirname(__file__))  # python -I and PYTHONSAFEPATH=1 leave it out
 from configurator import SettingError
 
-MODULES = ["sweep", "estimate", "ladder", "snapshot", "kernels", "step", "losses", "gpus", "disk", "generate", "run"]
+MODULES = ["sweep", "estimate", "ladder", "snapshot", "kernels", "step", "losses", "finetune", "gpus", "disk",
+           "generate", "run"]  # fmt: skip
 
 
 def main(argv: list[str]) -> None:

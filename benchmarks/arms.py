@@ -27,7 +27,14 @@ SWEEP = {
 }  # fmt: skip
 LOSSES = {
     "nanocria": "nanocria", "nanocria-fp8": "nanocria, fp8", "nanocria-plain": "nanocria, plain PyTorch",
-    "hf": "Hugging Face, bfloat16", "float32": "Hugging Face, float32",
+    "hf": "Hugging Face, bfloat16", "float32": "Hugging Face, float32", "nanocria-galore": "nanocria, GaLore",
+    "hf-galore": "Hugging Face, float32 + galore-torch, GaLore",
+}  # fmt: skip
+FINETUNE = {
+    "nanocria": "nanocria, bfloat16", "hf": "transformers, bfloat16", "hf-again": "transformers, bfloat16, again",
+    "nanocria-float32": "nanocria, float32", "hf-float32": "transformers, float32",
+    "nanocria-lora": "nanocria, LoRA", "hf-lora": "transformers + peft, LoRA",
+    "hf-lora-again": "transformers + peft, LoRA, again",
 }  # fmt: skip
 GENERATE = {
     "nanocria": "nanocria", "hf": "transformers.generate, default cache",
@@ -43,7 +50,7 @@ SWEEP_FLAGS = {
     "lora": ["--lora_rank=16"],
     "qlora": ["--lora_rank=16", "--base_dtype=nf4"],
 }
-LOSSES_FLAGS = STEP_FLAGS | {"nanocria-plain": SWEEP_FLAGS["torch"]}
+LOSSES_FLAGS = STEP_FLAGS | {"nanocria-plain": SWEEP_FLAGS["torch"], "nanocria-galore": ["--optimizer=galore"]}
 SWEEP_PEERS = {  # offload -> builder
     "hf": {"none": "hf-masters", "all": "hf-offload"},
     "liger": {"none": "hf-liger-masters", "all": "hf-liger-offload"},
@@ -55,15 +62,17 @@ SWEEP_PEERS = {  # offload -> builder
 }
 
 LIGER = {"hf-liger", "liger", "liger-8bit", "liger-galore", "peft", "peft-qlora"}
+HF = {"hf", "hf-again", "hf-float32", "hf-compiled", "hf-graphs", "hf-static", "hf-galore", "float32"}
+HF_LORA = {"hf-lora", "hf-lora-again"}
 PACKAGES = {  # -> the versions that peers.py knows, and the arms that run it: the recipe is written out there
-    "transformers": (">=5.17,<6", LIGER | {"hf", "hf-compiled", "hf-graphs", "hf-static", "float32"}),
+    "transformers": (">=5.17,<6", HF | HF_LORA | LIGER),
     "liger_kernel": ("==0.8.5", LIGER),
     "cut-cross-entropy": ("==25.1.1", {"cce"}),
     "torchtitan": ("<0.3", {"torchtitan"}),
     "torchao": (">=0.17,<0.18", {"recipe-fp8"}),
-    "peft": (">=0.21,<0.22", {"peft", "peft-qlora"}),
+    "peft": (">=0.21,<0.22", HF_LORA | {"peft", "peft-qlora"}),
     "bitsandbytes": (">=0.50,<0.51", {"bitsandbytes", "liger-8bit", "liger-galore", "peft-qlora"}),
-    "galore-torch": ("==1.0", {"liger-galore"}),
+    "galore-torch": ("==1.0", {"liger-galore", "hf-galore"}),
 }
 
 BABY_RUNS = ("baby_llama_cpu", "baby_llama_cpu_adamw", "baby_llama_gpu")  # records of runs to the end

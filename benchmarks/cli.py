@@ -37,8 +37,8 @@ def read_settings(namespace: dict, argv: list[str], lists=None, out="", for_trai
         print(f"{namespace['__doc__'].strip()}\n{settings}")
         sys.exit(0)
     for name, value in values.items():
-        if isinstance(value, int | float) and not isinstance(value, bool) and value < 1:
-            raise SettingError(f"--{name}={value}: it must be at least 1")
+        if isinstance(value, int | float) and not isinstance(value, bool) and value <= 0:
+            raise SettingError(f"--{name}={value}: it must be above 0")
     for name, known in (lists or {}).items():
         values[name] = one_of(name, values[name], known) if values[name] or namespace[name] else []
     if "out" in values:

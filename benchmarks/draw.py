@@ -112,7 +112,7 @@ def draw_linux(runs: dict[str, dict], path: Path) -> None:
 
 def draw_losses(record: dict, path: Path) -> None:
     """Left the loss of each trainer; right how far it is from the float32 run's, averaged over ten steps."""
-    rows = [row for row in record["runs"] if "losses" in row]
+    rows = [row for row in record["runs"] if "losses" in row and row["arm"] in TRAINERS]  # without GaLore's
     figure, (left, right) = panels(2, (10, 3.6))
     for row in rows:
         style = {"color": TRAINERS[row["arm"]], "linewidth": 1.2}

@@ -8,6 +8,8 @@ nanocria-fp8     the same with --fp8=true, two thirds of its blocks' matmuls in 
 nanocria-plain   the same without its kernels: PyTorch's norms, RoPE, MLP, attention and loss
 hf               transformers' LlamaForCausalLM with float32 weights and bfloat16 compute, by FSDP2
 float32          the same model with everything in float32 (matmuls in TF32): what the others round
+nanocria-galore  train.py with --optimizer=galore, of rank 128
+hf-galore        float32 with galore-torch's optimizer, which projects the same side here
 
 All arms start from the same weights, read the same tokens and follow the same learning rates. bfloat16 alone makes two
 runs drift apart, so no arm equals float32. What counts is that ours is no farther from it than Hugging Face's, and on
@@ -26,7 +28,7 @@ from runtime import memory_stats
 from runtime.hf_names import hf_names
 
 # settings
-arms = ",".join(trainers.LOSSES)  # the trainers
+arms = ",".join(arm for arm in trainers.LOSSES if "galore" not in arm)  # the trainers
 steps = 300  # of training
 shape = "8x1024"  # sequences x tokens of a step
 out = ""  # the record; nothing: benchmarks/records/losses.json
@@ -34,6 +36,7 @@ out = ""  # the record; nothing: benchmarks/records/losses.json
 KEYS = {"runs": ("arm",)}
 SEED, LEARNING_RATE, WARMUP = peers.SEED, 4e-4, 50  # config/llama32_1b.py's rate
 BETAS, WEIGHT_DECAY = (0.9, 0.95), 0.1
+TIMEOUT = 1200  # seconds a peer may take: galore-torch's SVDs of 1B are minutes
 
 
 def parse(argv: list[str]) -> SimpleNamespace:
@@ -67,7 +70,7 @@ def begin_as_train_py(model: torch.nn.Module, config: LlamaConfig, device, compu
 
 
 def peer_losses(
-    arm: str, steps: int, batch: int, block: int, config=runner.CONFIG, compute_dtype="bfloat16", **changes
+    arm: str, steps: int, batch: int, block: int, config=runner.CONFIG, compute_dtype="bfloat16", rank=128, **changes
 ):
     """Of Hugging Face's model on what train.py would read; on the CPU where there is no GPU."""
     device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
@@ -80,9 +83,7 @@ def peer_losses(
     else:
         model, loss_of = peers.build_hf(c, "full", device, dtype=torch.float32)  # recomputed: or it would not fit
     begin_as_train_py(model, c, device, getattr(torch, compute_dtype))
-    matrices, vectors = ([p for p in model.parameters() if (p.ndim > 1) == many] for many in (True, False))
-    groups = [{"params": matrices, "weight_decay": WEIGHT_DECAY}, {"params": vectors, "weight_decay": 0.0}]
-    optimizer = torch.optim.AdamW(groups, lr=LEARNING_RATE, betas=BETAS)
+    optimizer = make_optimizer(arm, model, rank)
     losses = []
     for i, blocks in enumerate(peers.batches(steps, batch, block, device)):
         for group in optimizer.param_groups:
@@ -92,11 +93,27 @@ def peer_losses(
     return {"losses": losses}
 
 
+def make_optimizer(arm: str, model: torch.nn.Module, rank: int) -> torch.optim.Optimizer:
+    """AdamW with train.py's settings, on the layers' matrices behind GaLore's projection if the arm has it."""
+    parts = {"layers": [], "others": [], "vectors": []}
+    for name, p in model.named_parameters():
+        parts["vectors" if p.ndim == 1 else "layers" if ".layers." in name else "others"].append(p)
+    groups = [{"params": part, "weight_decay": WEIGHT_DECAY * (n != "vectors")} for n, part in parts.items()]
+    if arm != "hf-galore":
+        return torch.optim.AdamW(groups, lr=LEARNING_RATE, betas=BETAS)
+    from galore_torch import GaLoreAdamW
+
+    groups[0] |= {"rank": rank, "update_proj_gap": 200, "scale": 0.25, "proj_type": "right"}
+    return GaLoreAdamW(groups, lr=LEARNING_RATE, betas=BETAS, eps=1e-8, no_deprecation_warning=True)
+
+
 def measured(s: SimpleNamespace):
     for arm in s.arms:
         spec = dict(zip(("arm", "steps", "batch", "block"), (arm, *s.at), strict=True))
         ours = arm in trainers.LOSSES_FLAGS
-        yield "runs", spec | (train_losses(**spec) if ours else runner.call("losses.peer_losses", **spec))
+        launch = runner.limited(None, TIMEOUT)
+        found = train_losses(**spec) if ours else runner.call("losses.peer_losses", launch=launch, **spec)
+        yield "runs", spec | found
 
 
 def main(argv: list[str]) -> None:

@@ -132,6 +132,32 @@ def losses_table(r: dict) -> str:
     return f"{at}; {means}:\n\n{table(header, '{trainer} | {loss:.4f} | {mean:+.4f} | {size:.4f}', rows)}"
 
 
+def finetune_losses_table(r: dict) -> str:
+    """A table for runs of the same length: those of all weights are shorter than those of adapters."""
+    tables, lengths = [], sorted({row["steps"] for row in r["runs"]})
+    for rows in ([row for row in compare.named(r["runs"], arms.FINETUNE) if row["steps"] == n] for n in lengths):
+        evaluations = [f"at_{step}" for step, _ in rows[0]["val"]]
+        header = " | ".join(["trainer | training", *(at.replace("at_", "validation, ") for at in evaluations)])
+        line = " | ".join(["{trainer} | {loss:.4f}", *(f"{{{at}:.4f}}" for at in evaluations)])
+        rows = [row | {f"at_{step}": loss for step, loss in row["val"]} for row in rows]
+        rows = [row | {"loss": compare.last_third(row["losses"])} for row in rows]
+        title = "{steps} steps of {batch} x {block:,} packed tokens, learning rate {rate:g}".format(**rows[0])
+        tables.append(f"{title}; training: the mean over the last third:\n\n{table(header, line, rows)}")
+    return "\n\n".join(tables)
+
+
+def packing_sentence(r: dict) -> str:
+    rate = {row["arm"]: row["targets_per_s"] for row in r["packing"]}
+    return (
+        f"Packed, {rate['packed']:,.0f} targets a second; padded to the longest, in micro-batches of as many tokens, "
+        f"{rate['padded']:,.0f}: {rate['packed'] / rate['padded']:.1f} times."
+    )
+
+
+def finetune_losses(r: dict) -> str:
+    return f"{finetune_losses_table(r)}\n\n{packing_sentence(r)}"
+
+
 def snapshot_table(r: dict) -> str:
     """GiB of each part at the peak, a column for each trainer."""
     rows = [row for row in r["arms"] if "peak_gib" in row]
@@ -442,6 +468,7 @@ TABLES = {  # command -> kind of its rows -> what a command prints of them, and 
     "gpus": {"scaling": scaling_table, "8b": big_table, "saves": saves_sentences},
     "sweep": {kind: partial(fits_table, kind=kind) for kind in compare.KINDS},
     "finetune": {"batch": finetune_table},
+    "finetune_losses": {"runs": finetune_losses_table, "packing": packing_sentence},
     "ladder": {"points": ladder_table},
     "losses": {"runs": losses_table},
     "snapshot": {"arms": snapshot_table},

@@ -115,6 +115,8 @@ kernels --op=rmsnorm => --op=rmsnorm: there are rms_norm,
 kernels -- --compile => -- --compile: no settings of train.py are passed on here
 losses --shape=8 => --shape=8: sequences x tokens, as in 8x2048
 losses --arms= => --arms=: there are nanocria
+finetune => --init_from=: name a folder of published weights
+finetune --init_from=config --dataset=/no/such => --dataset=/no/such: /no/such
 gpus --ranks=two => --ranks=two: whole numbers, at least 1
 snapshot -- --offload=all => -- --offload: say --offload=... before the --
 estimate --card=4080 => 4080: there are 3090, 4090, 5090, a10g, l4, l40s, a100-40, a100-80, h100, h200, b200, or
@@ -131,7 +133,7 @@ ladder --rungs=nvme => --rungs=nvme needs a folder on an NVMe drive
 run => usage: python bench.py run FOLDER
 run /no/such => /no/such/metrics.jsonl has no losses: name the out_dir of a run of train.py
 --arms=al => --arms=al: there are all, long, kernels, torch, lora, qlora, none
---memory_limit_gib=0 => --memory_limit_gib=0.0: it must be at least 1
+--memory_limit_gib=0 => --memory_limit_gib=0.0: it must be above 0
 --peers=hf -- --n_layer=4 => --n_layer: the peers would train another model; write it in a config, or say
 --ranks=64 => --ranks=64: torch sees
 -- --max_iters=4 => -- --max_iters: each measured run has its own, leave it out
@@ -335,6 +337,42 @@ def test_train_py_is_hugging_faces_model_under_pytorchs_adamw(monkeypatch):
     theirs = losses.peer_losses("float32", *at, config, compute_dtype="float32", n_layer=2, vocab_size=257)
     found = [our - their for our, their in zip(ours["losses"], theirs["losses"], strict=True)]
     assert len(found) == 8 and max(map(abs, found)) < 1e-5, f"they differ by {found}"
+
+
+def test_galore_is_galore_torchs(monkeypatch):
+    """It takes the leading singular vectors from an SVD, which ours are within some steps of subspace iteration."""
+    pytest.importorskip("galore_torch")
+    monkeypatch.setenv("TRITON_INTERPRET", "0")
+    at, config = (8, 2, 64), "config/baby_llama.py"
+    flags = ["--n_layer=2", "--device=cpu", "--dtype=float32"]
+    ours = losses.train_losses("nanocria-galore", *at, config, [*flags, "--galore_rank=32"])
+    theirs = losses.peer_losses("hf-galore", *at, config, compute_dtype="float32", rank=32, n_layer=2, vocab_size=257)
+    adamw = losses.train_losses("nanocria", *at, config, flags)
+    found = [abs(our - their) for our, their in zip(ours["losses"], theirs["losses"], strict=True)]
+    other = [abs(our - their) for our, their in zip(ours["losses"], adamw["losses"], strict=True)]
+    assert len(found) == 8 and max(found) < 1e-4 < 1e-2 < max(other), (found, other)
+
+
+def test_finetunes_of_one_length_are_one_table_and_packing_a_sentence():
+    def run(arm, steps, *last):
+        at = {"arm": arm, "steps": steps, "batch": 4, "block": 1024, "rate": 2e-5}
+        return at | {"losses": [9.0] * 4 + [*last], "val": [(0, 3.0), (steps, last[-1])]}
+
+    found = {
+        "runs": [run("hf-lora", 300, 2.0, 1.0), run("nanocria", 200, 2.0, 1.5)],
+        "packing": [{"arm": "packed", "targets_per_s": 3000}, {"arm": "padded", "targets_per_s": 1000}],
+    }
+    text = report.finetune_losses(found).splitlines()
+    assert text[0].startswith("200 steps of 4 x 1,024 packed tokens, learning rate 2e-05; ")
+    assert text[2] == "| trainer | training | validation, 0 | validation, 200 |"
+    assert text[4] == "| nanocria, bfloat16 | 1.7500 | 3.0000 | 1.5000 |"
+    assert text[8:] == [
+        "| trainer | training | validation, 0 | validation, 300 |",
+        text[3],
+        "| transformers + peft, LoRA | 1.5000 | 3.0000 | 1.0000 |",
+        "",
+        "Packed, 3,000 targets a second; padded to the longest, in micro-batches of as many tokens, 1,000: 3.0 times.",
+    ]
 
 
 def test_losses_are_compared_with_those_of_float32(tmp_path, monkeypatch):

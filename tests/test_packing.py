@@ -6,11 +6,13 @@ import numpy as np
 import pytest
 import torch
 
+from benchmarks import finetune
 from data.loader import Packed, open_dataset, pack
 from data.tokenizer import get_tokenizer
 from data.tokens import IS_TARGET, OPENS, Tokens
 from data.write import write_dataset
 from model import Llama, LlamaConfig, document_starts
+from tests.published import publish
 from tests.runs import SHORT, SMALL, assert_close, losses, run, run_ranks, slip, step_losses
 
 pytestmark = pytest.mark.usefixtures("plain_pytorch_on_one_core")
@@ -223,3 +225,28 @@ def test_eval_first_and_eval_only_report_the_loss_that_training_starts_from(text
     assert sorted(path.name for path in tmp_path.iterdir()) == saved
     assert (tmp_path / "metrics.jsonl").read_text() == log
     assert json.loads((tmp_path / "summary.json").read_text())["val_loss"] == found[8]
+
+
+@pytest.mark.parametrize("arm, peer, more", [
+    ("nanocria-float32", "hf-float32", []), ("nanocria-lora", "hf-lora-float32", ["--dtype=float32"]),
+])  # fmt: skip
+def test_a_finetune_is_transformers_on_the_same_conversations_unpacked(arm, peer, more, chats, tmp_path):
+    """Step for step: the losses of packed blocks, and of all validation conversations; with adapters peft's."""
+    if "lora" in arm:
+        pytest.importorskip("peft")
+    publish(tmp_path / "hf")
+    at = dict(folder=str(tmp_path / "hf"), dataset=str(chats), batch=4, block=48, steps=8, rate=1e-3)
+    ours = finetune.train_losses(arm, **at, flags=["--device=cpu", *more])
+    theirs = finetune.peer_losses(peer, **at)
+    assert len(ours["losses"]) == 8 and [step for step, _ in ours["val"]] == [0, 2, 4, 6, 8], ours
+    assert_close(ours["losses"], theirs["losses"], 1e-5)
+    assert_close(*([loss for _, loss in found["val"]] for found in (ours, theirs)), 1e-5)
+    assert ours["val"][-1][1] < ours["val"][0][1] - 1e-3
+
+
+def test_padded_batches_hold_every_conversation_and_no_more_tokens_than_asked(chats):
+    train, _ = open_dataset(chats, 48, seed=3, mask_documents=True)
+    found = finetune.conversations(train, train.read(range(train.n_blocks)))
+    batches = [finetune.padded(part, "cpu") for part in finetune.full_batches(found, 1024)]
+    assert {tokens.shape[1] for tokens, _ in batches} == {64} and max(len(tokens) for tokens, _ in batches) == 16
+    assert sum(int((targets >= 0).sum()) for _, targets in batches) == train.n_targets.sum()

@@ -1,0 +1,238 @@
+"""Does a finetune learn the same as others'? Published weights on conversations, beside transformers and peft.
+
+    python bench.py finetune --init_from=FOLDER --dataset=data/chat                 200 steps of 4 x 1,024 tokens
+    python bench.py finetune --init_from=FOLDER --arms=nanocria-lora,hf-lora,hf-lora-again --steps=300 --rate=2e-4
+
+nanocria         train.py config/sft.py: conversations packed into blocks; bfloat16 with float32 masters, or float32
+nanocria-lora    the same with adapters of rank 16
+hf               transformers' model with the same weights, on the same conversations, unpacked and padded; its
+                 bfloat16 has float32 masters too. hf-again is the same once more: how far two runs of one are apart
+hf-lora          peft's adapters on it, in float32 under autocast, from the same first values
+
+All follow the same learning rates and begin with the same weights. A loss is the mean over the step's answers, of the
+validation conversations over all of theirs. --measure=packing: how many targets a second our model learns from packed
+blocks, and from micro-batches of as many tokens in which every conversation is padded to the longest.
+"""
+
+import math
+import random
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+
+import torch
+import torch.nn.functional as F
+from torch.nn.utils.rnn import pad_sequence
+
+from benchmarks import arms as trainers
+from benchmarks import cli, peers, runner
+from configurator import SettingError
+from data.loader import Packed, open_dataset
+from lora import add_lora
+from model import document_starts
+from runtime.checkpoint import load_model
+from runtime.hf_names import hf_rows
+from runtime.loss_plot import read_losses
+
+# settings
+init_from = ""  # a folder of published weights
+dataset = "chat"  # conversations, made by data/chat/prepare.py with that folder's tokenizer
+measure = "losses,packing"  # what to measure
+arms = ",".join(arm for arm in trainers.FINETUNE if "lora" not in arm)  # the trainers
+steps = 200  # of training
+shape = "4x1024"  # packed sequences x tokens of a step
+rate = 2e-5  # the learning rate after a warm-up of 20 steps; then it falls to zero along a cosine
+keep = False  # whether rows stay although the code has changed since: for changes that cost neither time nor memory
+out = ""  # the record; nothing: benchmarks/records/finetune_losses.json
+
+KEYS = {"runs": ("arm",), "packing": ("arm",)}
+CONFIG, WARMUP, EVALUATIONS, ROWS = "config/sft.py", 20, 4, 16  # ROWS: of a padded micro-batch
+BF16, LORA = "--dtype=bfloat16", ["--lora_rank=16", "--lora_alpha=32"]
+FLAGS = {"nanocria": [BF16], "nanocria-float32": ["--dtype=float32"], "nanocria-lora": [BF16, *LORA]}
+Conversations = list[tuple[torch.Tensor, torch.Tensor]]  # tokens (n,) and targets (n,), of which each is at its token
+
+
+def parse(argv: list[str]) -> SimpleNamespace:
+    lists = {"arms": trainers.FINETUNE, "measure": ("losses", "packing")}
+    s = cli.read_settings(globals(), argv, lists, "benchmarks/records/finetune_losses.json")
+    if not s.init_from or not Path(s.init_from).is_dir():
+        raise SettingError(f"--init_from={s.init_from}: name a folder of published weights")
+    batch, block = cli.shapes("shape", s.shape)[0]
+    try:
+        open_dataset(s.dataset, block, peers.SEED, None, True)
+    except (OSError, ValueError) as error:
+        raise SettingError(f"--dataset={s.dataset}: {error}") from None
+    s.at = {"folder": s.init_from, "dataset": s.dataset, "batch": batch, "block": block}
+    return s
+
+
+def train_losses(arm: str, folder: str, dataset: str, batch: int, block: int, steps: int, rate: float, flags=()):
+    """Of train.py: the loss of each step, and (step, loss) of each evaluation."""
+    n_blocks = open_dataset(dataset, block, peers.SEED, None, True)[1].n_blocks
+    with tempfile.TemporaryDirectory() as out_dir:
+        settings = {
+            "init_from": folder, "dataset": dataset, "batch_size": batch, "block_size": block, "max_iters": steps,
+            "learning_rate": rate, "warmup_iters": WARMUP, "seed": peers.SEED, "gradient_accumulation_steps": 1,
+            "activation_checkpointing": "none", "eval_interval": max(steps // EVALUATIONS, 1), "log_interval": 1,
+            "eval_iters": -(-n_blocks // batch), "keep_last": 0, "out_dir": out_dir,
+        }  # fmt: skip
+        words = [CONFIG, *(f"--{name}={value}" for name, value in settings.items()), *FLAGS[arm], *flags]
+        if "curve" not in (result := runner.train(words, out_dir)):
+            return result
+        found = read_losses(Path(out_dir))
+        return {"losses": [row[-1] for row in found.train], "val": [(step, loss) for step, *_, loss in found.val]}
+
+
+# --- The peers ---
+
+
+def conversations(data: Packed, blocks: torch.Tensor) -> Conversations:
+    """Those in packed blocks (B, T + 1), each up to its last target."""
+    found = []
+    for tokens, targets, opens in zip(*data.unpack(blocks), strict=True):
+        cuts = opens.nonzero().flatten().tolist()[1:]  # the first opens the block
+        for part in zip(tokens.tensor_split(cuts), targets.tensor_split(cuts), strict=True):
+            is_target = (part[1] >= 0).nonzero()
+            found += [tuple(x[: is_target[-1] + 1] for x in part)] if len(is_target) else []  # else it is padding
+    return found
+
+
+def padded(part: Conversations, device) -> tuple[torch.Tensor, torch.Tensor]:
+    """Tokens and targets (B, T) of conversations, T the longest one's length, rounded up to a multiple of 64.
+
+    Padding is behind, so no token sees it."""
+    fills = zip(zip(*part, strict=True), (0, -100), strict=True)
+    both = [pad_sequence(list(rows), batch_first=True, padding_value=value) for rows, value in fills]
+    more = -both[0].shape[1] % 64
+    return tuple(F.pad(x, (0, more), value=value).to(device) for x, value in zip(both, (0, -100), strict=True))
+
+
+def build_peer(arm: str, folder: str, device: torch.device) -> torch.nn.Module:
+    import transformers
+
+    dtype = torch.float32 if "float32" in arm else torch.bfloat16
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).to(device).train()
+    return with_adapters(model, folder, device) if "lora" in arm else model
+
+
+@torch.no_grad()
+def with_adapters(model: torch.nn.Module, folder: str, device: torch.device) -> torch.nn.Module:
+    """peft's adapters, with the first values that train.py gives its own."""
+    import peft
+
+    adapters = peft.LoraConfig(r=16, lora_alpha=32, target_modules="all-linear", task_type="CAUSAL_LM")
+    model = peft.get_peft_model(model, adapters)
+    ours = load_model(folder, device, model.dtype)
+    add_lora(ours, 16, 32)
+    ours.to_empty(device=device).init_weights(peers.SEED, device)
+    theirs = {name.replace(".default", ""): p for name, p in model.named_parameters() if p.requires_grad}
+    rows = [row for name, p in ours.named_parameters() if p.requires_grad for row in hf_rows(name, p, ours.config)]
+    for row in rows:
+        theirs.pop(row.name).copy_(row.tensor)
+    assert rows and not theirs, f"peft has adapters that train.py has not: {list(theirs)}"
+    return model
+
+
+def learning_rate(step: int, steps: int, rate: float) -> float:
+    """train.py's, of config/sft.py."""
+    if step < WARMUP:
+        return rate * (step + 1) / (WARMUP + 1)
+    return rate * 0.5 * (1 + math.cos(math.pi * (step - WARMUP) / max(steps - WARMUP, 1)))
+
+
+def peer_losses(arm: str, folder: str, dataset: str, batch: int, block: int, steps: int, rate: float) -> dict:
+    """train_losses of a peer, on the CPU where there is no GPU."""
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    torch.set_float32_matmul_precision("high")
+    train, val = open_dataset(dataset, block, peers.SEED, None, True)
+    model = build_peer(arm, folder, device)
+    masters = {p: p.detach().float() for p in model.parameters() if p.requires_grad}  # of a float32 one: itself
+    optimizer = torch.optim.AdamW(masters.values(), betas=(0.9, 0.95), weight_decay=0.0)
+
+    def losses(found: Conversations):
+        """The sum of each micro-batch's losses over the number of all targets."""
+        n = sum(int((targets >= 0).sum()) for _, targets in found)
+        for i in range(0, len(found), ROWS):
+            tokens, targets = padded(found[i : i + ROWS], device)
+            with torch.autocast(device.type, torch.bfloat16, enabled="lora" in arm and "float32" not in arm):
+                logits = model(input_ids=tokens).logits
+            yield F.cross_entropy(logits.float().flatten(0, 1), targets.flatten(), reduction="sum") / n
+
+    def evaluate() -> float:
+        with torch.no_grad():
+            return sum(loss.double() for loss in losses(conversations(val, val.read(range(val.n_blocks))))).item()
+
+    found, evaluations = [], [(0, evaluate())]
+    for step in range(steps):
+        total = 0.0
+        for loss in losses(conversations(train, train.sequences(step * batch, batch))):
+            loss.backward()
+            total += loss.detach()
+            for p, master in masters.items():
+                master.grad = p.grad.float() + (0 if master.grad is None else master.grad)
+                p.grad = None
+        torch.nn.utils.clip_grad_norm_(masters.values(), 1.0)
+        optimizer.param_groups[0]["lr"] = learning_rate(step, steps, rate)
+        optimizer.step()
+        optimizer.zero_grad()
+        with torch.no_grad():
+            for p, master in masters.items():
+                p.copy_(master)
+        found.append(float(total))
+        if (step + 1) % max(steps // EVALUATIONS, 1) == 0:
+            evaluations.append((step + 1, evaluate()))
+    return {"losses": found, "val": evaluations}
+
+
+# --- Packing ---
+
+
+def full_batches(found: Conversations, n_tokens: int) -> Iterator[Conversations]:
+    """As many conversations as n_tokens hold when each is padded to the longest, in a random order."""
+    part, longest = [], 0
+    for conversation in random.Random(0).sample(found, len(found)):
+        length = max(longest, -(-len(conversation[0]) // 64) * 64)
+        if part and (len(part) + 1) * length > n_tokens:
+            yield part
+            part, length = [], -(-len(conversation[0]) // 64) * 64
+        part, longest = [*part, conversation], length
+    yield part
+
+
+def learn(arm: str, folder: str, dataset: str, batch: int, block: int) -> dict:
+    """Targets and tokens a second of our model's forward and backward over the training data, packed or padded."""
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    model = load_model(folder, device, torch.bfloat16 if device.type == "cuda" else torch.float32)
+    data, _ = open_dataset(dataset, block, peers.SEED, None, True)
+    if arm == "packed":
+        found = [data.unpack(data.read(range(i, i + batch))) for i in range(0, data.n_blocks - batch + 1, batch)]
+        found = [(x, y, document_starts(marks, data.first_mark)) for x, y, marks in found]
+    else:
+        all_of_them = conversations(data, data.read(range(data.n_blocks)))
+        found = [padded(part, "cpu") for part in full_batches(all_of_them, batch * block)]
+    n_tokens, n_targets = sum(x[0].numel() for x in found), sum(int((x[1] >= 0).sum()) for x in found)
+    found = [[x.to(device).contiguous() for x in each] for each in found]
+    for _ in range(2):  # the first time kernels are compiled for each shape
+        began = time.perf_counter()
+        for each in found:
+            model(*each).backward()
+            model.zero_grad()
+        if device.type == "cuda":
+            torch.cuda.synchronize()
+        seconds = time.perf_counter() - began
+    return {"targets_per_s": n_targets / seconds, "tok_per_s": n_tokens / seconds, "n_batches": len(found)}
+
+
+def measured(s: SimpleNamespace):
+    for arm in s.arms if "losses" in s.measure else []:
+        at = s.at | {"steps": s.steps, "rate": s.rate}
+        found = train_losses(arm, **at) if arm in FLAGS else runner.call("finetune.peer_losses", arm=arm, **at)
+        yield "runs", {"arm": arm, **at} | found
+    for arm in ("packed", "padded") if "packing" in s.measure else []:
+        yield "packing", {"arm": arm, **s.at} | runner.call("finetune.learn", arm=arm, **s.at)
+
+
+def main(argv: list[str]) -> None:
+    runner.measure("finetune", parse(argv), KEYS, measured, trainers.FINETUNE, "finetune_losses")
