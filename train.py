@@ -380,8 +380,7 @@ while step < max_iters and not stopping:
             result = log.evaluation(step, val_loss, n_eval_blocks)
             stopping = shutdown.requested_anywhere(device) or stopping  # it says why
             watchdog.pause(f"step {step}: saving")  # a disk may take longer than a step
-            sequences = earlier_sequences + step * sequences_per_step
-            run = facts | {"val_loss": val_loss, "sequences": sequences}
+            run = facts | {"val_loss": val_loss, "sequences": earlier_sequences + step * sequences_per_step}
             kept = saver.save(step, run, wait=stopping or step == max_iters)
             print0(f"step {step:05d} | {result} | {kept}")
 
