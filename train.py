@@ -398,6 +398,5 @@ if step == max_iters and val_loss is not None:
         log.next_command(chat=bool(train_data.tokens.masks))
 log.close()
 lock_file.close()
-code = 1 if saver.error else shutdown.exit_code  # the last checkpoint was not written
 watchdog.stop()
-distributed.shutdown(code)
+distributed.shutdown(1 if saver.error else shutdown.exit_code)  # 1: the last checkpoint was not written
