@@ -38,7 +38,7 @@ def keep_summary(run_folder: str, name: str) -> None:
         sys.exit(f"{name!r} is no name of a record: it becomes benchmarks/records/NAME.json")
     try:
         found, losses = read_json(summary), read_losses(Path(run_folder))
-    except ValueError as error:
+    except (OSError, ValueError) as error:
         sys.exit(str(error))
     if found["steps"] != found["settings"]["max_iters"]:
         sys.exit(f"{summary} is of the last {found['steps']:,} steps alone: a run that was resumed makes no record")
