@@ -56,6 +56,10 @@ def main(argv: list[str]) -> None:
                 main(["sweep", *words])
     except SettingError as error:  # one sentence
         sys.exit(str(error))
+    except ModuleNotFoundError as error:
+        if not (error.name or "").startswith("matplotlib"):
+            raise
+        sys.exit("the plot needs matplotlib: pip install matplotlib")
 
 
 if __name__ == "__main__":

@@ -46,11 +46,13 @@ def add_lora(model: Llama, rank: int, alpha: float, base_dtype: str = "bfloat16"
 
     alpha: adapters count alpha / rank times. base_dtype: of the frozen projections, 'nf4', or 'bfloat16' for the dtype
     that they have. The adapters have the model's dtype; init_weights initialises them. ValueError for a rank below 1,
-    and for shapes that NF4 cannot hold.
+    for shapes that NF4 cannot hold, and for projections of another number format.
     """
     model.requires_grad_(False)
     rows, kind = packed_rows(model.config), KINDS[base_dtype]
     for module, name, child in projections(model, Linear):
+        if type(child) is not Linear:
+            raise ValueError(f"adapters stand on plain projections, and {name} is another: {type(child).__name__}")
         setattr(module, name, kind(child, rows[name], rank, alpha))
 
 

@@ -341,7 +341,7 @@ class Llama(Part):
         it. Any that never fall along T will do: max(start, t - W + 1) makes a sliding window, which generation does not
         know. ValueError if T exceeds block_size, or if doc_starts is given with an unsupported head size.
         """
-        x = self.hidden(tokens, doc_starts, overwrite_dy=True)  # only the head reads it
+        x = self.hidden(tokens, doc_starts, overwrite_dy=True)  # one head reads it: for two, leave out both overwrites
         overwrite_x = self.fused_kernels  # the fused final norm does not read its output again in backward
         return self.lm_head(x, targets, overwrite_x)
 

@@ -11,11 +11,8 @@ Run the same command again to resume from the newest checkpoint in out_dir. Any 
 import functools
 import math
 import os
-import shlex
 import sys
 from collections import deque
-from collections.abc import Callable
-from pathlib import Path
 from typing import Literal
 
 import numpy as np
@@ -25,7 +22,6 @@ from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, Offlo
 
 sys.path.insert(0, os.path.dirname(__file__))  # python -I and PYTHONSAFEPATH=1 leave it out
 from configurator import configure
-from data.files import display_path
 from data.loader import open_dataset
 from kernels.fp8_linear import use_fp8
 from lora import add_lora
@@ -105,7 +101,7 @@ max_iters = 10000  # steps of the whole run
 warmup_iters = 100  # steps of linear warm-up
 lr_schedule: Literal["cosine", "wsd"] = "cosine"  # wsd: constant, then linear to min_lr in the last cooldown_iters
 lr_decay_iters: int | None = None  # where the cosine ends; none: max_iters
-cooldown_iters = 0  # steps of wsd's decay, the last before max_iters: resume with a larger one, and it moves along
+cooldown_iters = 0  # steps of wsd's decay, the last of max_iters
 min_lr: float | None = None  # the learning rate after the decay; none: learning_rate / 10
 weight_decay = 0.1  # of matrices; norms are not decayed
 beta1 = 0.9
@@ -322,8 +318,8 @@ def read_ahead(step: int) -> None:
             batches.append(read_step(step))
 
 
-def finish(step: int, numbers: Callable) -> bool:
-    """Waits for a step's numbers and logs them. Returns whether a rank wants to stop."""
+def finish(step: int, numbers) -> bool:
+    """Waits for a step's numbers, of send_to_cpu, and logs them. Returns whether a rank wants to stop."""
     watchdog.progress(f"step {step}: waiting for the GPU")
     loss, stop_wanted, grad_norm, loss_scale = numbers()
     if not math.isfinite(grad_norm):
@@ -343,10 +339,7 @@ batches, unfinished = deque(), []  # micro-batches of the next two steps; a step
 if eval_only or (eval_first and step == 0):
     with log.paused():
         print0(f"step {step:05d} | {log.evaluation(step, evaluate(), n_eval_blocks)}")
-    if eval_only:
-        log.close()
-        distributed.shutdown(shutdown.exit_code)
-        sys.exit()
+max_iters = step if eval_only else max_iters
 loss_scale = optimizer.loss_scale.scale if dtype == "float16" else torch.zeros((), device=device)
 read_ahead(step)
 read_ahead(step + 1)
@@ -387,8 +380,7 @@ while step < max_iters and not stopping:
             result = log.evaluation(step, val_loss, n_eval_blocks)
             stopping = shutdown.requested_anywhere(device) or stopping  # it says why
             watchdog.pause(f"step {step}: saving")  # a disk may take longer than a step
-            sequences = earlier_sequences + step * sequences_per_step
-            run = facts | {"val_loss": val_loss, "sequences": sequences}
+            run = facts | {"val_loss": val_loss, "sequences": earlier_sequences + step * sequences_per_step}
             kept = saver.save(step, run, wait=stopping or step == max_iters)
             print0(f"step {step:05d} | {result} | {kept}")
 
@@ -403,10 +395,8 @@ if step == max_iters and val_loss is not None:
     seconds = {"save_seconds": saver.seconds, "resume_seconds": begun["resume_seconds"]}
     log.summary(val_loss, all_of_val, settings=settings, **seconds)
     if keep_last and not saver.error:
-        command = ["python", display_path(Path(__file__).with_name("sample.py")), f"--out_dir={out_dir}"]
-        print0(f"next: {shlex.join(command)}" + " --chat" * bool(train_data.tokens.masks))
+        log.next_command(chat=bool(train_data.tokens.masks))
 log.close()
 lock_file.close()
-code = 1 if saver.error else shutdown.exit_code  # the last checkpoint was not written
 watchdog.stop()
-distributed.shutdown(code)
+distributed.shutdown(1 if saver.error else shutdown.exit_code)  # 1: the last checkpoint was not written

@@ -102,8 +102,6 @@ def floors_ms(c: LlamaConfig, batch: int, copy_tb_s: float, matmul_tflops: float
     """The least ms of each part in one step."""
     n, layers, kv = batch * c.block_size, c.n_layer, c.n_kv_head * c.head_dim
     in_blocks = layers * (2 * c.n_embd**2 + 2 * c.n_embd * kv + 3 * c.n_embd * c.ffn_dim)  # weights of matmuls
-    block, root = memory.n_params(c)
-    n_params = root + layers * block
     flops = {
         "matmuls": 6 * n * in_blocks,
         "loss matmuls": 6 * n * c.n_embd * c.vocab_size,
@@ -117,7 +115,7 @@ def floors_ms(c: LlamaConfig, batch: int, copy_tb_s: float, matmul_tflops: float
         "SwiGLU": bf16 * n * c.ffn_dim * 8 * layers,  # gate, up -> product; its gradient, gate, up -> two gradients
         "RoPE": bf16 * n * (c.n_embd + kv) * 4 * layers,  # q and k read and written, forward and backward
         # gradients for their norm and for the update; both halves of w, m and v read and written
-        "optimizer": (bf16 * 6 + fp32 * 4) * n_params,
+        "optimizer": (bf16 * 6 + fp32 * 4) * memory.n_params(c),
     }
     floors = {part: 1000 * f / (matmul_tflops * 1e12) for part, f in flops.items()} | {COPIES: 0.0}
     return floors | {part: 1000 * b / (copy_tb_s * 1e12) for part, b in moved.items()}

@@ -343,7 +343,8 @@ def draw_snapshot(record: dict, path: Path) -> None:
 
 def draw_ladder(record: dict, path: Path) -> None:
     """A panel for each model: tokens a second at the largest batch over the memory that one sequence needs."""
-    models = list(dict.fromkeys(row["model"] for row in record["points"]))
+    models = {row["model"]: compare.of_rungs(record["points"], row["model"]) for row in record["points"]}
+    models = [model for model, rungs in models.items() if len(rungs) > 1]  # one rung is no ladder
     figure, axes_of = panels(len(models), (5 * len(models), 4.5))
     for axes, model in zip(axes_of, models, strict=True):
         rungs = compare.of_rungs(record["points"], model).items()

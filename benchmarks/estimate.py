@@ -88,11 +88,6 @@ def run_of(row: dict) -> tuple[LlamaConfig, RunShape]:
     return resolve(row["config"], row["ranks"], named, [*SWEEP_FLAGS[row["arm"]], *shlex.split(row["flags"])])
 
 
-def n_params(config: LlamaConfig) -> int:
-    block, root = memory.n_params(config)
-    return root + config.n_layer * block
-
-
 def cpu_gib(config: LlamaConfig, shape: RunShape) -> float:
     """Pinned CPU memory of all ranks."""
     return shape.world_size * sum(part.bytes for part in memory_advice.cpu_parts(config, shape)) / GIB
@@ -103,7 +98,7 @@ def cpu_gib_of(row: dict) -> float:
     config, shape = run_of(row)
     if row["arm"] in SWEEP_FLAGS:
         return cpu_gib(config, shape)
-    return 16 * n_params(config) / GIB if row["offload"] == "all" else 0.0
+    return 16 * memory.n_params(config) / GIB if row["offload"] == "all" else 0.0
 
 
 def parse(argv: list[str]) -> SimpleNamespace:
@@ -177,8 +172,8 @@ def estimate(s: SimpleNamespace) -> tuple[str, dict]:
     each = f"{s.ranks} ranks, each with " if s.ranks > 1 else ""
     micro_batches = f", {shape.micro_steps} micro-batches a step" if shape.micro_steps > 1 else ""
     lines = [
-        f"{s.config}: {n_params(config):,} parameters, sequences of {config.block_size:,} tokens{micro_batches}, "
-        f"{shape.dtype}",
+        f"{s.config}: {memory.n_params(config):,} parameters, "
+        f"sequences of {config.block_size:,} tokens{micro_batches}, {shape.dtype}",
         f"{each}card={s.card}: {s.gib:.1f} GiB - {OUTSIDE_GIB} for the CUDA context and the allocator's reserve = "
         f"{gib:.1f} GiB",
         "", grid(found, of_cpu), "",

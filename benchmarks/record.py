@@ -18,7 +18,7 @@ from benchmarks.arms import PACKAGES
 from benchmarks.compare import values
 from data.files import atomic_write
 from runtime import run_log
-from runtime.loss_plot import read_losses
+from runtime.loss_plot import read_json, read_losses
 
 ROOT = Path(__file__).resolve().parent.parent
 RECORDS = ROOT / "benchmarks" / "records"
@@ -34,12 +34,17 @@ def keep_summary(run_folder: str, name: str) -> None:
     summary = Path(run_folder) / "summary.json"
     if not summary.exists():
         sys.exit(f"{summary} does not exist: a training run leaves it when it reaches max_iters")
-    found = json.loads(summary.read_text())
+    if name != Path(name).name:
+        sys.exit(f"{name!r} is no name of a record: it becomes benchmarks/records/NAME.json")
+    try:
+        found, losses = read_json(summary), read_losses(Path(run_folder))
+    except (OSError, ValueError) as error:
+        sys.exit(str(error))
     if found["steps"] != found["settings"]["max_iters"]:
         sys.exit(f"{summary} is of the last {found['steps']:,} steps alone: a run that was resumed makes no record")
     if "bits_per_byte" not in found:
         sys.exit(f"{summary} has no bits per byte, for not all of the validation data was read: raise eval_iters")
-    val = [(step, 3600 * hours, loss) for step, _, hours, loss in read_losses(Path(run_folder)).val]
+    val = [(step, 3600 * hours, loss) for step, _, hours, loss in losses.val]
     write(RECORDS / f"{name}.json", found | {"val_curve": val})
     print(f"record: {RECORDS / name}.json")
 

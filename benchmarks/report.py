@@ -449,17 +449,6 @@ def ladder_table(r: dict) -> str:
     return table(header, "{model} | {title} | {one} | {cpu_gib:.0f} | {batch} | {best} | {loss}", rows)
 
 
-def ladder_sentence() -> str:
-    """The largest batch on each of our own rungs, of the smallest model."""
-    r = load("ladder")
-    rungs = [(arms.RUNGS[rung], fits) for rung, fits in compare.of_rungs(r["points"], "1b").items() if fits]
-    parts = [f"{rung.title} {fits[-1]['batch']:,}" for rung, fits in rungs if not rung.peer]
-    return (
-        f"The largest batch, of 1, 2, 3, 4, 6, 8, 12, ... sequences of 1,024 tokens, of Llama 3.2 1B within 24 GiB of "
-        f"one {card(r)}, each on top of the one that it extends: {'; '.join(parts)}."
-    )
-
-
 # --- The pages ---
 
 TABLES = {  # command -> kind of its rows -> what a command prints of them, and a page shows
@@ -485,7 +474,7 @@ def measured(name: str, make: Callable[[dict], str]) -> str:
 PAGES = {  # page -> its parts: name -> what makes it
     "README.md": {
         "headline": headline, "fits_headline": fits_headline, "linux_headline": linux_headline, "fits": fits_of_both,
-        "ladder": ladder_sentence, "fp8": fp8_sentence, "finetune": finetune_sentence, "generate": generate_sentence,
+        "fp8": fp8_sentence, "finetune": finetune_sentence, "generate": generate_sentence,
     },
     "benchmarks/README.md": {
         "linux": linux_table, "baby": baby_table, "steps": partial(measured, "step", steps_table),

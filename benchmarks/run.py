@@ -59,12 +59,9 @@ def main(argv: list[str]) -> None:
     s = parse(argv)
     try:
         runs = labelled([read_losses(folder) for folder in s.folders])
-    except ValueError as error:
-        raise SettingError(str(error)) from None
-    print(loss_table(runs))
-    s.out.parent.mkdir(parents=True, exist_ok=True)
-    try:
+        print(loss_table(runs))
+        s.out.parent.mkdir(parents=True, exist_ok=True)
         draw_losses(runs, s.out)
-    except ImportError:
-        raise SettingError("the plot needs matplotlib: pip install matplotlib") from None
+    except (OSError, ValueError) as error:  # ValueError: matplotlib's too, of an --out that ends in none of its formats
+        raise SettingError(str(error)) from None
     print(f"drawn: {s.out}")

@@ -2,6 +2,7 @@
 
 Files are written under another name, flushed and renamed, meta.json last. The writer holds .lock.
 
+    sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # of data/mine/prepare.py: imports begin at the root
     documents = [("train", "some text"), ("val", "more text")]  # or an iterator
     if __name__ == "__main__":  # more than one worker: they import the script
         write_dataset(Path("data/mine"), documents, get_tokenizer("bytes"), workers=8)

@@ -23,33 +23,3 @@ from .rms_norm_linear import rms_norm_linear
 from .rope import rope
 from .sgdw import sgdw
 from .swiglu_mlp import swiglu_mlp
-
-__all__ = [
-    "FP8Linear",
-    "Linear",
-    "LoRALinear",
-    "NF4",
-    "NF4LoRALinear",
-    "adamw",
-    "adamw8bit",
-    "add_ranks",
-    "add_rms_norm",
-    "block_absmax",
-    "cross_entropy",
-    "decode_attention",
-    "dequantize_nf4",
-    "flash_attention",
-    "fp8_linear",
-    "geglu",
-    "layer_norm",
-    "linear",
-    "linear_cross_entropy",
-    "quantize_nf4",
-    "rms_norm",
-    "rms_norm_linear",
-    "rope",
-    "sgdw",
-    "swiglu",
-    "swiglu_mlp",
-    "use_fp8",
-]

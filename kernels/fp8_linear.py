@@ -11,7 +11,7 @@ gradient is summed over all tokens, where an outlier would cost all others of it
 
 On an H200 these matmuls run at 1.6 times the rate of bf16. Against that stands the rounding, bound by memory: it reads
 2 bytes an element and writes 1, for x, dy, and W twice. In backward W8 is written a second time, transposed, since
-float8 operands must lie along the summed dimension. `python bench.py kernels op=fp8_linear` times both.
+float8 operands must lie along the summed dimension. `python bench.py kernels --op=fp8_linear` times both.
 
 A norm or a gated product whose result is only projected (rms_norm_linear.py, swiglu_mlp.py) rounds it itself: it writes
 x8 and s in place of x, 1 byte an element instead of 2, and nothing reads x or is launched to round it.

@@ -22,26 +22,3 @@ from .rms_norm_linear import rms_norm_linear_reference as rms_norm_linear
 from .rope import rope_reference as rope
 from .sgdw import sgdw_reference as sgdw
 from .swiglu_mlp import swiglu_mlp_reference as swiglu_mlp
-
-__all__ = [
-    "adamw",
-    "adamw8bit",
-    "add_ranks",
-    "add_rms_norm",
-    "cross_entropy",
-    "decode_attention",
-    "dequantize_nf4",
-    "flash_attention",
-    "fp8_linear",
-    "geglu",
-    "layer_norm",
-    "linear",
-    "linear_cross_entropy",
-    "quantize_nf4",
-    "rms_norm",
-    "rms_norm_linear",
-    "rope",
-    "sgdw",
-    "swiglu",
-    "swiglu_mlp",
-]

@@ -78,9 +78,7 @@ def local_parts(shard: Shard, group: dist.ProcessGroup | None) -> list[int]:
     """How many of this rank's rows belong to each of the matrices stacked in a weight. FSDP splits as torch.chunk."""
     held = -(-shard.shape[0] // (dist.get_world_size(group) if group else 1))
     begin = held * (dist.get_rank(group) if group else 0)
-    edges = accumulate(
-        stacked_rows(shard.name, shard.shape), initial=-begin
-    )  # of the matrices, seen from its first row
+    edges = accumulate(stacked_rows(shard.name, shard.shape), initial=-begin)  # of the matrices, from its first row on
     return [end - start for start, end in pairwise(min(max(edge, 0), len(shard.grad)) for edge in edges)]
 
 

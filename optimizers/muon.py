@@ -52,6 +52,7 @@ def orthogonalize(x: torch.Tensor) -> torch.Tensor:
 
 @dataclass(frozen=True)
 class Muon(MatrixRule):
+    not_on_cpu = "a CPU would take longer to orthogonalise than the step takes"
     adamw: AdamW = AdamW()  # of all else; its weight decay is of all
     momentum: float = 0.95
 

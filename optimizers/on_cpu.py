@@ -26,8 +26,8 @@ import torch
 
 from kernels.adamw import CPU_CHUNK
 from kernels.c_library import c_library, not_used
-from optimizers.place import Place, cpu_param, local
-from runtime.distributed import all_reduce_max, local_world_size, worker_thread
+from optimizers.place import Place, cpu_param
+from runtime.distributed import all_reduce_max, local, local_world_size, worker_thread
 from runtime.pinned_memory import pinned_empty
 from runtime.stream_weights import StreamedWeights
 

@@ -25,8 +25,8 @@ from typing import NamedTuple
 import torch
 
 from optimizers.on_cpu import OnCPU
-from optimizers.place import local, new_state
-from runtime.distributed import shard_like
+from optimizers.place import new_state
+from runtime.distributed import local, shard_like
 from runtime.state_file import PAGE, THREADS, StateFile, page_aligned, whole_pages
 
 PIECE = 2**22  # elements: 16 MB of each float32 tensor

@@ -6,8 +6,9 @@ The master of a bfloat16 parameter is the parameter, its upper half, and the int
 
 import torch
 
-from optimizers.place import Place, local
+from optimizers.place import Place
 from optimizers.rule import Shard
+from runtime.distributed import local
 
 
 def gradient_of(name: str, parameter: torch.nn.Parameter) -> torch.Tensor:

@@ -16,7 +16,8 @@ from torch import nn
 
 from kernels.adamw import split_halves
 from optimizers.loss_scale import LossScale
-from optimizers.place import Place, cpu_param, local
+from optimizers.place import Place, cpu_param
+from runtime.distributed import local
 
 PIECE = 2**24  # elements of a master that are split at a time
 

@@ -1,7 +1,7 @@
 """What an update rule says, all that places, checkpoints and memory.py ask: the default of each method.
 
 A new rule is one class here beside adamw.py, a kernel or kernels/sgdw.py's, its name in train.py's setting `optimizer`
-and its case in rules.py. --offload calls its step_on_cpu, too.
+and its case in rules.py. With step_on_cpu it works with --offload, too.
 """
 
 from typing import NamedTuple
@@ -23,6 +23,11 @@ class Shard(NamedTuple):
 
 class Rule:
     c_files = ()  # in kernels/, that step_on_cpu uses
+
+    @property
+    def not_on_cpu(self) -> str | None:
+        """Why --offload is refused; None if it is not."""
+        return "its rule has no step_on_cpu" if type(self).step_on_cpu is Rule.step_on_cpu else None
 
     def states(self, name: str, parameter: torch.Tensor) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
         """{state: (shape, dtype)} of a whole parameter. They begin as zeros.
@@ -56,6 +61,8 @@ class Rule:
 
 class MatrixRule(Rule):
     """A rule of the blocks' matrices alone. `adamw` is that of all else: embedding, head and norms."""
+
+    not_on_cpu = "its states are small, leave them on the GPU"
 
     def matrix_states(self, name: str, parameter: torch.Tensor) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
         raise NotImplementedError

@@ -6,6 +6,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from types import SimpleNamespace
 
+from optimizers.rules import rule_of
 from runtime.distributed import stop
 
 AT_LEAST = {
@@ -34,24 +35,21 @@ def find_problem(settings: Mapping, world_size: int, argv: Sequence[str] = ()) -
     s = SimpleNamespace(**settings)
     head_dim = s.n_embd / max(s.n_head, 1)
     smallest = min(s.n_embd, s.ffn_dim, s.n_kv_head * head_dim)  # side of a block's matrix
-    projects = s.optimizer in ("galore", "apollo")
+    projects, not_on_cpu = s.optimizer in ("galore", "apollo"), rule_of(settings).not_on_cpu
     compiler = os.environ.get("CXX") or ("clang++" if sys.platform == "darwin" else "g++")  # torch.compile's
     micro_batches, nf4 = s.gradient_accumulation_steps, s.base_dtype == "nf4"
     problems = {  # sentence -> whether it holds
         f"seed is {s.seed}: it must be below 2**63": s.seed >= 2**63,
         f"lr_decay_iters is {s.lr_decay_iters}, within the warm-up of {s.warmup_iters} steps: let the cosine end later":
             s.lr_decay_iters is not None and s.lr_decay_iters < min(s.warmup_iters, s.max_iters),
-        f"min_lr is {s.min_lr}, above learning_rate, {s.learning_rate}: the cosine decays from learning_rate to min_lr":
+        f"min_lr is {s.min_lr}, above learning_rate, {s.learning_rate}: the decay is from learning_rate to min_lr":
             s.min_lr is not None and s.min_lr > s.learning_rate,
         f"warmup_iters {s.warmup_iters} and cooldown_iters {s.cooldown_iters} are more steps than max_iters, "
         f"{s.max_iters}: the first warm up, the last cool down":
             s.lr_schedule == "wsd" and s.cooldown_iters + s.warmup_iters > s.max_iters,
         f"cooldown_iters is {s.cooldown_iters}, which is of lr_schedule wsd: add --lr_schedule=wsd":
             s.lr_schedule != "wsd" and s.cooldown_iters > 0,
-        "optimizer=muon works with offload=none: a CPU would take longer to orthogonalise than the step takes":
-            s.optimizer == "muon" and s.offload != "none",
-        f"optimizer={s.optimizer} works with offload=none: its states are small, leave them on the GPU":
-            projects and s.offload != "none",
+        f"optimizer={s.optimizer} works with offload=none: {not_on_cpu}": s.offload != "none" and not_on_cpu,
         f"galore_rank is {s.galore_rank}, the smallest matrix has a side of {smallest:g}: choose less":
             projects and s.galore_rank > smallest,
         f"optimizer={s.optimizer} needs the CPU when it chooses a projection: add --cuda_graph=false":

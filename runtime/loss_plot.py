@@ -22,12 +22,20 @@ class Losses(NamedTuple):
     settings: dict  # {} where the run has saved nothing yet
 
 
+def read_json(path: Path) -> dict:
+    """{} if there is no such file; ValueError, with its name, if it cannot be read."""
+    try:
+        return json.loads(path.read_text()) if path.exists() else {}
+    except (OSError, ValueError) as error:
+        raise ValueError(f"{path} cannot be read: {error}") from None
+
+
 def read_losses(folder: Path) -> Losses:
-    """ValueError if the folder has no losses."""
+    """ValueError if the folder has no losses, or a file in it cannot be read."""
     path = folder / "metrics.jsonl"
     train, val, before, of_a_step = [], [], (0, 0, 0.0), (0, 0.0)
     for line in path.read_text(errors="replace").splitlines() if path.exists() else []:
-        with contextlib.suppress(ValueError):  # a line that a killed run left unfinished
+        with contextlib.suppress(ValueError, TypeError, KeyError):  # a killed run's last line, or another program's
             row = json.loads(line)
             if "loss" in row:  # its speed and time are means over the steps since the line before it
                 of_a_step = round(row["tok_per_s"] * row["ms"] / 1000), row["ms"] / 3.6e6
@@ -41,9 +49,8 @@ def read_losses(folder: Path) -> Losses:
                 val.append((*at, row["val_loss"]))
     if not train:
         raise ValueError(f"{path} has no losses: name the out_dir of a run of train.py")
-    checkpoint, summary = newest(folder), folder / "summary.json"
-    found = json.loads(summary.read_text()) if summary.exists() else {}
-    saved = json.loads((checkpoint / "run.json").read_text()) if checkpoint else {}
+    checkpoint, found = newest(folder), read_json(folder / "summary.json")
+    saved = read_json(checkpoint / "run.json") if checkpoint else {}
     settings = saved.get("settings") or found.get("settings", {})  # a resumed run's summary is of the run before
     finished = found.get("curve", [[0]])[-1][0] == train[-1][0]
     return Losses(folder, train, val, found.get("bits_per_byte") if finished else None, settings)

@@ -118,10 +118,8 @@ def param_shapes(c: LlamaConfig, run: RunShape) -> tuple[list[Named], list[Named
     return list(model.layers.named_parameters("layers")), root
 
 
-def n_params(c: LlamaConfig) -> tuple[int, int]:
-    """The number of parameters of one block, and of the root."""
-    block, root = param_shapes(c, RunShape(1))
-    return sum(p.numel() for _, p in block), sum(p.numel() for _, p in root)
+def n_params(c: LlamaConfig) -> int:
+    return Step(c, RunShape(1)).all.n
 
 
 def state_bytes(name: str, parameter: torch.Tensor, run: RunShape) -> int:

@@ -16,7 +16,7 @@ from time import perf_counter
 
 import torch
 
-from data.files import atomic_write
+from data.files import atomic_write, display_path
 from data.loader import Blocks
 from data.tokens import Tokens
 from model import Llama
@@ -68,7 +68,7 @@ class RunLog:
     with log.reading(): ...                     # the time that reading data takes
     with log.paused(): ...                      # evaluation and saving: not the training's time
     log.evaluation(step, val_loss, n_blocks)    # after each evaluation
-    log.summary(...); log.close()
+    log.summary(...); log.next_command(chat=False); log.close()
     """
 
     def __init__(
@@ -265,6 +265,10 @@ class RunLog:
         except OSError as error:
             print0(f"{path}: {error.strerror}")
         self.draw()
+
+    def next_command(self, chat: bool) -> None:
+        sample = display_path(Path(__file__).parents[1] / "sample.py")
+        print0(f"next: {shlex.join(['python', sample, f'--out_dir={self.out_dir}'])}" + " --chat" * chat)
 
     def draw(self) -> None:
         """loss.png, where matplotlib is installed and there is a curve to see."""

@@ -41,6 +41,33 @@ def test_runs_are_tabled_by_what_differs_and_drawn(tmp_path, capsys):
     assert drawn == f"drawn: {out}" and out.stat().st_size > 10_000
 
 
+def test_what_cannot_be_read_or_drawn_gets_a_sentence(tmp_path, monkeypatch, capsys):
+    pytest.importorskip("matplotlib")
+
+    def said(*argv):
+        with pytest.raises(SystemExit) as caught:
+            bench.main(list(argv))
+        return caught.value.code
+
+    whole = dict(settings={"max_iters": 20}, steps=20, val_loss=3.5, bits_per_byte=2.0)
+    good, bad, none = (leave_run(tmp_path / name, [4.0, 3.0], **whole) for name in "abc")
+    with open(good / "metrics.jsonl", "a") as file:
+        file.write('\nnull\n{"step": 30, "loss": 1.0}')  # another program's
+    bench.main(["run", str(good)])
+    assert "| 20 | 20,000 |" in capsys.readouterr().out
+    assert "is not supported" in said("run", str(good), f"--out={tmp_path}/plot.txt2")
+    assert "File exists" in said("run", str(good), f"--out={good}/metrics.jsonl/plot.png")
+    assert said("record", str(good), "no/such").startswith("'no/such' is no name of a record")
+    (bad / "summary.json").write_text('{"steps": 20')
+    (none / "metrics.jsonl").unlink()
+    for argv in (["run", str(bad)], ["record", str(bad), "mine"]):
+        assert said(*argv).startswith(f"{bad}/summary.json cannot be read")
+    for argv in (["run", str(none)], ["record", str(none), "mine"]):
+        assert said(*argv).startswith(f"{none}/metrics.jsonl has no losses")
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    assert said("run", str(good)) == "the plot needs matplotlib: pip install matplotlib"
+
+
 def test_the_summary_of_an_earlier_end_says_nothing_of_a_run_that_went_on(tmp_path):
     folder = leave_run(tmp_path / "a", [4.0, 3.0], settings={"n_layer": 2}, bits_per_byte=1.25)
     with open(folder / "metrics.jsonl", "a") as file:

@@ -14,7 +14,8 @@ from convert import convert
 from data.tokenizer import get_tokenizer
 from data.write import write_dataset
 from kernels import Linear, LoRALinear, NF4LoRALinear, dequantize_nf4, quantize_nf4
-from lora import add_lora, merge_lora, packed_rows
+from kernels.fp8_linear import FP8Linear
+from lora import add_lora, merge_lora, packed_rows, projections
 from model import Llama, LlamaConfig
 from runtime.checkpoint import load_model, read_base
 from runtime.checkpoint_folder import open_folder
@@ -127,6 +128,14 @@ def test_adapters_begin_as_peft_has_them_from_the_seed():
 def test_shapes_that_nf4_cannot_hold_are_refused():
     with pytest.raises(ValueError, match="nf4 has blocks of 64 weights, and a projection is 32 x 65"):
         add_lora(Llama(replace(TINY, ffn_dim=65)), 3, 5.0, "nf4")
+
+
+def test_another_number_format_is_not_dropped_for_adapters_without_a_word():
+    model = Llama(TINY)
+    for _, _, projection in projections(model, Linear):
+        projection.__class__ = FP8Linear
+    with pytest.raises(ValueError, match="adapters stand on plain projections, and qkv_proj .*: FP8Linear"):
+        add_lora(model, 3, 5.0)
 
 
 # ----------------------------------------------------------------------------------------------------------------------

@@ -20,6 +20,7 @@ from optimizers.on_gpu import OnGPU
 from optimizers.optimizer import Optimizer
 from optimizers.rule import Rule
 from optimizers.rules import rule_of
+from runtime.check_settings import find_problem
 from runtime.checkpoint import rows_to_save
 from runtime.checkpoint_folder import read_run
 from runtime.cuda_graph import CUDAGraph
@@ -57,6 +58,17 @@ def whole_states(optimizer):
 def test_an_optimizer_without_its_case_is_not_taken_for_adamw():
     with pytest.raises(NotImplementedError, match="optimizer lion: give it a case in optimizers/rules.py"):
         rule_of(preview(ROOT / "train.py", []) | {"optimizer": "lion"})
+
+
+def test_a_rule_without_a_step_on_the_cpu_is_refused_with_offload(monkeypatch):
+    class OnGPUOnly(Rule):
+        pass
+
+    monkeypatch.setattr("runtime.check_settings.rule_of", lambda settings: OnGPUOnly())
+    settings = preview(ROOT / "train.py", [])
+    assert find_problem(settings, 1) is None
+    said = "optimizer=adamw works with offload=none: its rule has no step_on_cpu"
+    assert find_problem(settings | {"offload": "all"}, 1) == said
 
 
 @pytest.mark.parametrize("call", [Optimizer.accumulate, Optimizer.update])

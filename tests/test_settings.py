@@ -22,6 +22,7 @@ PROBLEMS = {  # the beginning of the sentence: what is set
     "min_lr is 0.01, above learning_rate, 0.001": "--min_lr=1e-2 --learning_rate=1e-3",
     "warmup_iters 4 and cooldown_iters 5 are more steps than max_iters, 8":
         "--lr_schedule=wsd --warmup_iters=4 --cooldown_iters=5 --max_iters=8",
+    "min_lr is 1.0, above learning_rate, 0.003: the decay is from": "--lr_schedule=wsd --min_lr=1 --learning_rate=3e-3",
     "cooldown_iters is 5, which is of lr_schedule wsd": "--cooldown_iters=5",
     "optimizer=muon works with offload=none": "--optimizer=muon --offload=optimizer",
     "optimizer=galore works with offload=none": "--optimizer=galore --offload=optimizer",
