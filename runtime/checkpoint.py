@@ -285,9 +285,9 @@ def open_base(folder: Folder, path: Path | None = None) -> Folder:
 
     path: where it is now; None: where it was. ValueError if it is not there any more, damaged, or another model.
     """
-    path = path or Path(str(folder.adapter.get("base_model_name_or_path")))
+    path = path or Path(str(folder.adapter.get("base_model_name_or_path"))).expanduser()
     if not run_folder.is_model(path):
-        where = "train.py takes its new place as --init_from=FOLDER; others read base_model_name_or_path there"
+        where = "say their new place in base_model_name_or_path of adapter_config.json, to train.py as --init_from"
         raise ValueError(f"{folder.path} has adapters of the weights in {path}, which are not there: {where}")
     base = open_folder(path)
     if base.adapter or fingerprint(base) != folder.config.get("nanocria_base"):

@@ -310,7 +310,13 @@ def test_a_base_that_has_moved_is_named_by_init_from(base, trained, capitals, tm
         settings = RUN | {"dataset": capitals, "out_dir": tmp_path / "run"}
         done = run(settings)
         assert done.returncode == 1 and f"{base}, which are not there" in done.stderr, done.stderr
-        finish(settings | {"init_from": tmp_path / "moved"})
+        shutil.copytree(tmp_path / "run", tmp_path / "edited")
+        config = tmp_path / "edited" / "step_000004" / "adapter_config.json"
+        config.write_text(config.read_text().replace(str(base), str(tmp_path / "moved")))
+        read, moved = load_model(tmp_path / "edited"), load_model(tmp_path / "moved")
+        assert torch.equal(read.tok_embeddings.weight, moved.tok_embeddings.weight)
+        done = run(settings | {"init_from": tmp_path / "moved"})
+        assert done.returncode == 0 and "not read" not in done.stdout, done.stdout + done.stderr
     finally:
         away.rename(base)
     said = json.loads((folder / "adapter_config.json").read_text())
