@@ -225,11 +225,12 @@ def test_peft_and_transformers_load_a_checkpoint_and_give_our_logits(base, train
     assert (ours - published).abs().max() > 0.01
 
 
-def test_convert_merges_into_the_base_that_it_names(trained, tmp_path):
+def test_convert_merges_into_the_base_that_it_names(base, trained, tmp_path):
     model, tokens = load_model(trained["nf4"]), torch.randint(0, 256, (1, 16))
     merged = {}
     for merge in ("trained", "original"):
-        convert(trained["nf4"] / "step_000008", tmp_path / merge, "float32", merge)
+        named = convert(trained["nf4"] / "step_000008", tmp_path / merge, "float32", merge)
+        assert named == str(base)
         assert not list((tmp_path / merge).glob("adapter*"))
         merged[merge] = load_model(tmp_path / merge)(tokens)
     original = load_model(trained["nf4"], base_dtype="bfloat16")
