@@ -29,10 +29,11 @@ from runtime.hf_names import hf_rows
 from runtime.restore import documents
 
 
-def convert(source: Path, folder: Path, dtype: str, merge: str = "trained") -> None:
+def convert(source: Path, folder: Path, dtype: str, merge: str = "trained") -> str | None:
     """Writes what load_model(source) is as a folder, which is complete or not there; merge: see above.
 
-    Raises what load_model raises, and OSError if the folder cannot be written.
+    Returns the folder of the base that adapters were merged into. Raises what load_model raises, and OSError if the
+    folder cannot be written.
     """
     partial = folder.with_name(folder.name + ".partial")
     opened = open_folder(source)
@@ -50,6 +51,7 @@ def convert(source: Path, folder: Path, dtype: str, merge: str = "trained") -> N
         run = {"converted_from": str(source)} | ({"dataset": dataset} if dataset else {})
         write_folder(partial, {"model": rows}, others, run)
         run_folder.commit(partial, folder)
+        return opened.adapter and opened.adapter["base_model_name_or_path"]
     except (OSError, ValueError) as error:
         raise ValueError(f"{folder} is not written: {error}") from error
     finally:
@@ -67,8 +69,9 @@ def main() -> None:
         sys.exit(f"{args.folder} is there already: name a new folder")
 
     def write(path):
-        convert(path, args.folder, args.dtype, args.merge)
-        print(f'{path} in {args.dtype}: transformers.AutoModelForCausalLM.from_pretrained("{args.folder}")')
+        base = convert(path, args.folder, args.dtype, args.merge)
+        merged = f", merged into {base}," if base else ""
+        print(f'{path}{merged} in {args.dtype}: transformers.AutoModelForCausalLM.from_pretrained("{args.folder}")')
 
     try:
         run_folder.read_newest(args.source, write)

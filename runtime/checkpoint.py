@@ -285,9 +285,9 @@ def open_base(folder: Folder, path: Path | None = None) -> Folder:
 
     path: where it is now; None: where it was. ValueError if it is not there any more, damaged, or another model.
     """
-    path = path or Path(str(folder.adapter.get("base_model_name_or_path")))
+    path = path or Path(str(folder.adapter.get("base_model_name_or_path"))).expanduser()
     if not run_folder.is_model(path):
-        where = "train.py takes its new place as --init_from=FOLDER; others read base_model_name_or_path there"
+        where = "say their new place in base_model_name_or_path of adapter_config.json, to train.py as --init_from"
         raise ValueError(f"{folder.path} has adapters of the weights in {path}, which are not there: {where}")
     base = open_folder(path)
     if base.adapter or fingerprint(base) != folder.config.get("nanocria_base"):
@@ -296,9 +296,12 @@ def open_base(folder: Folder, path: Path | None = None) -> Folder:
 
 
 @_base_is_no_checkpoint()
-def read_base(folder: Folder, model: Llama, progress: Callable[[str], None] = lambda doing: None) -> None:
+def read_base(
+    folder: Folder, model: Llama, progress: Callable[[str], None] = lambda doing: None, dtype: torch.dtype | None = None
+) -> None:
     """Fills the frozen weights of a model with adapters from a folder; every rank calls it. Raises ValueError, OSError.
 
+    dtype: what NF4 quantises weights from, the one that the adapters were trained in; None: the model's.
     For NF4 each rank quantises one whole projection after another and keeps its rows: so the bits are those of a single
     rank, and no device holds more of the base than one projection.
     """
@@ -310,7 +313,7 @@ def read_base(folder: Folder, model: Llama, progress: Callable[[str], None] = la
             local(cpu_param(frozen[name])).copy_(whole)
             return
         projection = packed[name]
-        parts = quantize_nf4(whole.to(local(projection.weight).device, projection.lora_a.dtype))
+        parts = quantize_nf4(whole.to(local(projection.weight).device, dtype or projection.lora_a.dtype))
         for parameter, part in zip(projection.tensors()[:4], parts, strict=True):
             fill(parameter, part.view(parameter.dtype).view(parameter.shape))
 
@@ -343,6 +346,6 @@ def _load_model(path, device, dtype, base_dtype):
     model.to_empty(device=device)
     parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
     if folder.adapter:
-        read_base(open_base(folder), model)
+        read_base(open_base(folder), model, dtype=getattr(torch, folder.run["dtype"]))
     read_weights(folder, parameters, model.config, lambda name, whole: parameters[name].detach().copy_(whole))
     return model

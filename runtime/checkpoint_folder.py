@@ -213,10 +213,11 @@ def _open_folder(path, stems):
         read_document(path, name, pieces)
     adapted = ADAPTED in (pieces or {})
 
-    def read(name):
+    def read(name, pieces=pieces):
         return parse_json(read_document(path, name, pieces), path / name)
 
-    config, adapter = read(ADAPTED if adapted else "config.json"), read("adapter_config.json") if adapted else None
+    config = read(ADAPTED if adapted else "config.json")
+    adapter = read("adapter_config.json", None) if adapted else None  # the user may change the base's place there
     if "nanocria_tokenizer" not in config and (name := published_name(path)):
         config["nanocria_tokenizer"] = name
     tensors = {}

@@ -10,6 +10,7 @@ from dataclasses import replace
 
 from model import LlamaConfig
 from optimizers.on_disk import BUFFERS, PIECE
+from optimizers.rule import MatrixRule
 from runtime.memory import GIB, Part, RunShape, Step, counted, parts, peak_gib, state_bytes
 from runtime.memory_stats import require_cpu_memory
 
@@ -100,9 +101,14 @@ def choices(run: RunShape, chunks: int) -> list[list[dict]]:
 
     chunks: the slices of the MLP as it is.
     """
+    offload = ["none", "optimizer", "all"]
+    if run.cuda_graph or isinstance(run.rule, MatrixRule):  # as check_settings has it
+        offload = [run.offload]
+    elif run.base_dtype == "nf4":
+        offload.remove("all")
     stronger = {
         "activation_checkpointing": ["none", "selective", "full"],
-        "offload": ["none", "optimizer", "all"] if not run.cuda_graph else [run.offload],
+        "offload": offload,
         "fused_loss": [False, True],
         "fused_kernels": [False, True],
         "sync_every_micro_batch": [False, True],

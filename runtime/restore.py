@@ -201,7 +201,7 @@ def _resume(out_dir, model, optimizer, facts, progress):
             print0(f"{path} is damaged: {error}. Going back to the one before")
             from_rank_0(lambda path=path: run_folder.mark_damaged(path))  # no rank reads it any more
     optimizer.load_counters(folder.run)
-    changed = _changes(folder.run, facts)
+    changed = _changes(folder.run, facts, base)
     print0(f"resumes   {path}" + (f" with {', '.join(changed)} changed" if changed else ""))
     if folder.run["step"] == settings["max_iters"] and not settings["eval_only"]:
         print0("nothing left to train: a larger --max_iters trains on, another --out_dir starts a run of its own")
@@ -258,7 +258,7 @@ def _state_settings(settings: dict) -> dict:
     return {name: value for name, value in found.items() if name not in unused}
 
 
-def _changes(run: dict, facts: dict) -> list[str]:
+def _changes(run: dict, facts: dict, base: Folder | None) -> list[str]:
     """What differs from when the checkpoint was saved, and changes what the run computes."""
     was, settings = (STATE_SETTINGS | x["settings"] | {"dtype": x["dtype"]} for x in (run, facts))
     changed = [
@@ -267,7 +267,8 @@ def _changes(run: dict, facts: dict) -> list[str]:
         if was.get(name) != value and name not in HARMLESS_SETTINGS
     ]
     init_from = settings["init_from"]
-    if init_from not in ("auto", "scratch", "resume", was["init_from"]):
+    read = base and base.path == Path(init_from).expanduser()  # the adapters' base, in its new place
+    if init_from not in ("auto", "scratch", "resume", was["init_from"]) and not read:
         changed.append(f"init_from {was['init_from']} -> {init_from} (not read: the run has begun)")
     return changed + [
         f"the dataset's {name} {run['dataset'].get(name)!s:.12} -> {value!s:.12}"  # of a digest the beginning

@@ -155,9 +155,10 @@ def open_state_file(offload_dir: str | None, n_bytes: float) -> StateFile | None
     slowness = all_reduce_max([1 / speed for speed in file.speeds])
     writes, reads = (1 / seconds / 1e9 for seconds in slowness)
     how = "" if file.direct else ", not directly, which its file system does not support"
+    what = ", which is CPU memory" if file_system(folder) in ("tmpfs", "ramfs") else ""
     print0(
-        f"offload   {n_bytes / 2**30:.1f} GiB of each rank's state in {folder}: written at {writes:.1f} and read at "
-        f"{reads:.1f} GB/s{how}, {n_bytes * sum(slowness):.1f} s a step beside the GPU's work"
+        f"offload   {n_bytes / 2**30:.1f} GiB of each rank's state in {folder}{what}: written at {writes:.1f} and "
+        f"read at {reads:.1f} GB/s{how}, {n_bytes * sum(slowness):.1f} s a step beside the GPU's work"
     )
     return file
 

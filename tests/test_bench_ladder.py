@@ -6,6 +6,7 @@ import pytest
 
 from benchmarks import arms, ladder, losses, record, report, runner
 from runtime import memory_stats
+from tests.runs import step_losses
 
 
 class Card:
@@ -77,3 +78,13 @@ def test_a_record_of_losses_alone_has_no_plot(tmp_path, monkeypatch):
     s = SimpleNamespace(out=tmp_path / "ladder.json", command=[])
     runner.measure("ladder", s, ladder.KEYS, lambda s: rows, plot="draw_ladder")
     assert [path.name for path in tmp_path.iterdir()] == ["ladder.json"]
+
+
+@pytest.mark.parametrize("rung", [rung for rung in arms.RUNGS if not arms.RUNGS[rung].peer])
+def test_every_rung_trains_on_a_cpu(rung, train, tmp_path, plain_pytorch_on_one_core):
+    sizes = dict(n_embd=256, ffn_dim=256, n_kv_head=4, max_iters=2, eval_interval=2)
+    train(**sizes, out_dir=tmp_path / "base")  # what adapters adapt
+    flags = ladder.flags_of(rung, SimpleNamespace(offload_dir=tmp_path)) | {"init_from": tmp_path / "base"}
+    train(**sizes | flags)
+    first, second = step_losses(tmp_path / "out")
+    assert second < first

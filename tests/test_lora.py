@@ -225,11 +225,12 @@ def test_peft_and_transformers_load_a_checkpoint_and_give_our_logits(base, train
     assert (ours - published).abs().max() > 0.01
 
 
-def test_convert_merges_into_the_base_that_it_names(trained, tmp_path):
+def test_convert_merges_into_the_base_that_it_names(base, trained, tmp_path):
     model, tokens = load_model(trained["nf4"]), torch.randint(0, 256, (1, 16))
     merged = {}
     for merge in ("trained", "original"):
-        convert(trained["nf4"] / "step_000008", tmp_path / merge, "float32", merge)
+        named = convert(trained["nf4"] / "step_000008", tmp_path / merge, "float32", merge)
+        assert named == str(base)
         assert not list((tmp_path / merge).glob("adapter*"))
         merged[merge] = load_model(tmp_path / merge)(tokens)
     original = load_model(trained["nf4"], base_dtype="bfloat16")
@@ -238,6 +239,13 @@ def test_convert_merges_into_the_base_that_it_names(trained, tmp_path):
     assert (merged["trained"] - model(tokens)).abs().max() < 1e-5
     assert (merged["original"] - original(tokens)).abs().max() < 1e-5
     assert (merged["original"] - merged["trained"]).abs().max() > 1e-3
+
+
+def test_in_another_dtype_the_four_bits_are_those_that_the_adapters_were_trained_on(trained):
+    exact, rounded = (load_model(trained["nf4"], dtype=dtype) for dtype in (torch.float32, torch.bfloat16))
+    for layer in (0, 1):
+        parts = zip(*(model.layers[layer].attn.o_proj.tensors()[:4] for model in (exact, rounded)), strict=True)
+        assert all(torch.equal(x.view(torch.uint8), y.view(torch.uint8)) for x, y in parts)
 
 
 def test_sample_reads_adapters(trained):
@@ -310,7 +318,13 @@ def test_a_base_that_has_moved_is_named_by_init_from(base, trained, capitals, tm
         settings = RUN | {"dataset": capitals, "out_dir": tmp_path / "run"}
         done = run(settings)
         assert done.returncode == 1 and f"{base}, which are not there" in done.stderr, done.stderr
-        finish(settings | {"init_from": tmp_path / "moved"})
+        shutil.copytree(tmp_path / "run", tmp_path / "edited")
+        config = tmp_path / "edited" / "step_000004" / "adapter_config.json"
+        config.write_text(config.read_text().replace(str(base), str(tmp_path / "moved")))
+        read, moved = load_model(tmp_path / "edited"), load_model(tmp_path / "moved")
+        assert torch.equal(read.tok_embeddings.weight, moved.tok_embeddings.weight)
+        done = run(settings | {"init_from": tmp_path / "moved"})
+        assert done.returncode == 0 and "not read" not in done.stdout, done.stdout + done.stderr
     finally:
         away.rename(base)
     said = json.loads((folder / "adapter_config.json").read_text())

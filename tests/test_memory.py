@@ -20,6 +20,7 @@ import kernels.launch
 from lora import add_lora
 from model import Llama, LlamaConfig
 from optimizers.adamw8bit import AdamW8bit
+from optimizers.apollo import Apollo
 from optimizers.on_gpu import OnGPU
 from optimizers.optimizer import Optimizer
 from optimizers.place import local
@@ -404,13 +405,19 @@ def test_advice_lowers_the_peak_by_what_it_says_and_names_what_wastes_most(case)
 
 
 def test_advice_is_only_what_train_py_accepts():
-    def names(**changes):
+    def choices(**changes):
         run = RunShape(**{"batch_size": 64, "activation_checkpointing": "full"} | changes)
-        return {name for values in memory_advice.choices(run, chunks=1) for settings in values for name in settings}
+        return [settings for values in memory_advice.choices(run, chunks=1) for settings in values]
+
+    def names(**changes):
+        return {name for settings in choices(**changes) for name in settings}
 
     assert names() >= {"offload", "offload_activations", "batch_size"}
     assert "offload_activations" not in names(compile=True) and "batch_size" not in names(batch_size=3)
     assert not names(cuda_graph=True) & {"offload_activations", "offload"}
+    assert "offload" not in names(rule=Apollo())
+    four_bits = choices(lora_rank=16, base_dtype="nf4")
+    assert {"offload": "optimizer"} in four_bits and {"offload": "all"} not in four_bits
     assert "offload_activations" not in names(activation_checkpointing="none")
 
 

@@ -239,6 +239,12 @@ def test_a_slow_drive_is_said_with_the_seconds_of_a_step(drive, capsys, monkeypa
     assert f"0.2 GiB of each rank's state in {drive}: written at 0.2 and read at 0.2 GB/s, 2.7 s a step" in said
 
 
+def test_a_folder_that_is_no_drive_but_memory_is_said(drive, capsys, monkeypatch):
+    monkeypatch.setattr(state_file, "file_system", lambda folder: "tmpfs")
+    state_file.open_state_file(str(drive), 1000)
+    assert f"of each rank's state in {drive}, which is CPU memory: written at" in capsys.readouterr().out
+
+
 def test_the_file_system_is_that_of_the_innermost_mount(tmp_path):
     mounts = tmp_path / "mounts"
     mounts.write_text(
