@@ -218,6 +218,8 @@ def _open_folder(path, stems):
 
     config = read(ADAPTED if adapted else "config.json")
     adapter = read("adapter_config.json", None) if adapted else None  # the user may change the base's place there
+    if adapted and "base_model_name_or_path" not in adapter:
+        raise ValueError(f"{path / 'adapter_config.json'} does not say where the base is: base_model_name_or_path")
     if "nanocria_tokenizer" not in config and (name := published_name(path)):
         config["nanocria_tokenizer"] = name
     tensors = {}

@@ -323,6 +323,9 @@ def test_a_base_that_has_moved_is_named_by_init_from(base, trained, capitals, tm
         config.write_text(config.read_text().replace(str(base), str(tmp_path / "moved")))
         read, moved = load_model(tmp_path / "edited"), load_model(tmp_path / "moved")
         assert torch.equal(read.tok_embeddings.weight, moved.tok_embeddings.weight)
+        config.write_text("{}")
+        with pytest.raises(ValueError, match="adapter_config.json does not say where the base is"):
+            load_model(config.parent)
         done = run(settings | {"init_from": tmp_path / "moved"})
         assert done.returncode == 0 and "not read" not in done.stdout, done.stdout + done.stderr
     finally:
