@@ -20,11 +20,15 @@ MOST_SPLITS = 32
 
 
 def decode_attention_reference(q, k, v, k_cache, v_cache, lengths):
-    rows, longest = torch.arange(len(q), device=q.device), int(lengths.max())
-    k_cache[rows, lengths], v_cache[rows, lengths] = k[:, 0], v[:, 0]
-    seen = torch.arange(longest + 1, device=q.device) <= lengths[:, None]  # (B, longest + 1)
-    seen = None if seen.all() else seen[:, None, None]
-    k, v = (cache[:, : longest + 1].transpose(1, 2) for cache in (k_cache, v_cache))  # (B, K, longest + 1, D)
+    held, seen = lengths.tolist(), None
+    end = max(held) + 1
+    if min(held) + 1 == end:
+        k_cache[:, end - 1 : end], v_cache[:, end - 1 : end] = k, v
+    else:
+        rows = torch.arange(len(q), device=q.device)
+        k_cache[rows, lengths], v_cache[rows, lengths] = k[:, 0], v[:, 0]
+        seen = (torch.arange(end, device=q.device) <= lengths[:, None])[:, None, None]  # (B, 1, 1, end)
+    k, v = (cache[:, :end].transpose(1, 2) for cache in (k_cache, v_cache))  # (B, K, end, D)
     return F.scaled_dot_product_attention(q.transpose(1, 2), k, v, seen, enable_gqa=True).transpose(1, 2)
 
 

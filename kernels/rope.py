@@ -24,14 +24,11 @@ from .launch import refuse_double_backward, tl, to_compute, triton, use_triton
 
 def rope_reference(qkv, cos, sin, n_head):
     cos, sin = cos[..., None, :], sin[..., None, :]  # (T, 1, D/2) or (B, T, 1, D/2): one angle for all heads
-
-    def rotate(x):
-        x1, x2 = x.to(torch.promote_types(x.dtype, cos.dtype)).chunk(2, dim=-1)
-        return torch.cat([x1 * cos - x2 * sin, x2 * cos + x1 * sin], dim=-1).to(x.dtype)
-
     n_kv_head = (qkv.shape[2] - n_head) // 2
-    q, k, v = qkv.split((n_head, n_kv_head, n_kv_head), dim=2)
-    return rotate(q), rotate(k), v.clone(memory_format=torch.contiguous_format)
+    qk, v = qkv.split((n_head + n_kv_head, n_kv_head), dim=2)
+    x1, x2 = qk.to(torch.promote_types(qk.dtype, cos.dtype)).chunk(2, dim=-1)
+    rotated = torch.cat([x1 * cos - x2 * sin, x2 * cos + x1 * sin], dim=-1).to(qk.dtype)
+    return *rotated.split((n_head, n_kv_head), dim=2), v.clone(memory_format=torch.contiguous_format)
 
 
 @triton.jit
