@@ -96,7 +96,7 @@ def draw_linux(runs: dict[str, dict], path: Path) -> None:
         points = [(compare.tokens_of(r, step) / 1e6, s / 60, bits * loss) for step, s, loss in r["val_curve"]]
         tokens, minutes, heights = zip(*points, strict=True)
         label = "{optimizer}, {learning_rate:g}, warm-up {warmup_iters}: {bits:.3f}"
-        label = label.format(**r["settings"], bits=r["bits_per_byte"])
+        label = "float8, " * r["settings"]["fp8"] + label.format(**r["settings"], bits=r["bits_per_byte"])
         for axes, x in ((left, tokens), (right, minutes)):
             axes.plot(x, heights, "o-", markersize=4, label=label)
     for axes, unit in ((left, "million tokens"), (right, "minutes of training")):
