@@ -9,7 +9,7 @@ nanocria-plain   the same without its kernels: PyTorch's norms, RoPE, MLP, atten
 hf               transformers' LlamaForCausalLM with float32 weights and bfloat16 compute, by FSDP2
 float32          the same model with everything in float32 (matmuls in TF32): what the others round
 nanocria-galore  train.py with --optimizer=galore, of rank 128
-hf-galore        float32 with galore-torch's optimizer, which projects the same side here
+hf-galore        float32 with galore-torch's optimizer, which here projects the same side and takes steps as long
 
 All arms start from the same weights, read the same tokens and follow the same learning rates. bfloat16 alone makes two
 runs drift apart, so no arm equals float32. What counts is that ours is no farther from it than Hugging Face's, and on
@@ -95,15 +95,18 @@ def peer_losses(
 
 def make_optimizer(arm: str, model: torch.nn.Module, rank: int) -> torch.optim.Optimizer:
     """AdamW with train.py's settings, on the layers' matrices behind GaLore's projection if the arm has it."""
-    parts = {"layers": [], "others": [], "vectors": []}
+    parts, galore = {}, arm == "hf-galore"
     for name, p in model.named_parameters():
-        parts["vectors" if p.ndim == 1 else "layers" if ".layers." in name else "others"].append(p)
-    groups = [{"params": part, "weight_decay": WEIGHT_DECAY * (n != "vectors")} for n, part in parts.items()]
-    if arm != "hf-galore":
+        columns = p.shape[1] if galore and p.ndim > 1 and ".layers." in name else 0
+        parts.setdefault((columns, p.ndim > 1), []).append(p)
+    groups = []
+    for (columns, decays), part in parts.items():
+        how = {"rank": rank, "update_proj_gap": 200, "scale": (columns / rank) ** 0.5, "proj_type": "right"}
+        groups.append({"params": part, "weight_decay": WEIGHT_DECAY * decays} | (how if columns else {}))
+    if not galore:
         return torch.optim.AdamW(groups, lr=LEARNING_RATE, betas=BETAS)
     from galore_torch import GaLoreAdamW
 
-    groups[0] |= {"rank": rank, "update_proj_gap": 200, "scale": 0.25, "proj_type": "right"}
     return GaLoreAdamW(groups, lr=LEARNING_RATE, betas=BETAS, eps=1e-8, no_deprecation_warning=True)
 
 

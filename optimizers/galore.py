@@ -1,15 +1,18 @@
 """GaLore: AdamW of the blocks' gradients projected to a few columns, so its moments have galore_rank columns each.
 
-    R = G Q      N = Adam's step for R      w = w − lr · (λ w + scale · N Qᵀ)
+    R = G Q      N = Adam's step for R      w = w − lr · (λ w + scale · √(C / r) · N Qᵀ)
 
-The columns of Q (columns, rank) are the leading right singular vectors of the gradient G of one published matrix, of q,
+The columns of Q (C, r) are the leading right singular vectors of the gradient G (O, C) of one published matrix, of q,
 k, v, gate and up each by itself, renewed at galore_interval. They come from subspace iteration, which begins where the
 last Q was (Q ← qr(Gᵀ G Q)) and ends with the eigenvectors of (G Q)ᵀ(G Q): products with G and small factorisations,
-where a full SVD of 8B's matrices would take minutes. With the scale of 0.25 the paper's learning rate is 0.01.
+where a full SVD of 8B's matrices would take minutes.
+
+√(C / r) makes N Qᵀ, r numbers of about 1 in C directions, as long as AdamW's step: so learning rate and weight decay
+are AdamW's. (The paper leaves it out, with a scale of 0.25 and a learning rate of 0.01.)
 
 The paper projects the shorter side. Here it is always the columns, for FSDP splits the rows: R, the moments and N then
 belong to the rank of their rows, and only sums of (columns, rank) travel, when Q is renewed. Each rank has all of Q.
-State for a matrix of (O, C): AdamW's of (O, rank), in 8 bits only if rank is a multiple of 256, and 4·C·rank bytes.
+State for a matrix of (O, C): AdamW's of (O, r), in 8 bits only if r is a multiple of 256, and 4·C·r bytes.
 Embedding, head and norms keep AdamW.
 
 Zhao et al., GaLore: Memory-Efficient LLM Training by Gradient Low-Rank Projection, 2024. https://arxiv.org/abs/2403.03507
@@ -36,7 +39,7 @@ class GaLore(MatrixRule):
     adamw: AdamW = AdamW()
     rank: int = 128
     interval: int = 200  # updates between two bases
-    scale: float = 0.25
+    scale: float = 1.0
 
     def matrix_states(self, name, parameter):
         projected = torch.empty(len(parameter), self.rank, device="meta")
@@ -55,7 +58,8 @@ class GaLore(MatrixRule):
                 projected = torch.cat([g @ q for g, q in zip(grad.split(parts), basis, strict=True)])
                 n = adam_step(self.adamw, projected, moments, adam_scalars)
                 direction = torch.cat([x @ q.T for x, q in zip(n.split(parts), basis, strict=True)])
-                sgdw(shard.parameter, direction, shard.master, scalars, self.scale, self.adamw.weight_decay)
+                scale = self.scale * (shard.shape[1] / self.rank) ** 0.5
+                sgdw(shard.parameter, direction, shard.master, scalars, scale, self.adamw.weight_decay)
 
 
 def at_unit_rate(scalars: torch.Tensor) -> torch.Tensor:

@@ -350,7 +350,7 @@ def test_galore_is_galore_torchs(monkeypatch):
     adamw = losses.train_losses("nanocria", *at, config, flags)
     found = [abs(our - their) for our, their in zip(ours["losses"], theirs["losses"], strict=True)]
     other = [abs(our - their) for our, their in zip(ours["losses"], adamw["losses"], strict=True)]
-    assert len(found) == 8 and max(found) < 1e-4 < 1e-2 < max(other), (found, other)
+    assert len(found) == 8 and max(found) < 1e-3 < 1e-2 < max(other), (found, other)
 
 
 def test_finetunes_of_one_length_are_one_table_and_packing_a_sentence():
