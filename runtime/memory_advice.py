@@ -9,6 +9,8 @@ import math
 from dataclasses import replace
 
 from model import LlamaConfig
+from optimizers.adamw import AdamW
+from optimizers.adamw8bit import AdamW8bit
 from optimizers.on_disk import BUFFERS, PIECE
 from optimizers.rule import MatrixRule
 from runtime.memory import GIB, Part, RunShape, Step, counted, parts, peak_gib, state_bytes
@@ -118,6 +120,8 @@ def choices(run: RunShape, chunks: int) -> list[list[dict]]:
     found = [
         [{name: value} for value in values[values.index(getattr(run, name)) + 1 :]] for name, values in stronger.items()
     ]
+    if type(run.rule) is AdamW:
+        found.append([{"optimizer_bits": 8}])
     if run.activation_checkpointing != "none" and chunks == 1:
         found.append([{"mlp_chunks": 16}])
     if run.copy_engines_gather:
@@ -132,6 +136,8 @@ def choices(run: RunShape, chunks: int) -> list[list[dict]]:
 
 def changed(run: RunShape, settings: dict) -> RunShape:
     settings = dict(settings)
+    if settings.pop("optimizer_bits", 32) == 8:
+        settings["rule"] = AdamW8bit(**vars(run.rule))
     if "gradient_accumulation_steps" in settings:
         settings["micro_steps"] = settings.pop("gradient_accumulation_steps") // run.world_size
     if "sharding" in settings:

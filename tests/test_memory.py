@@ -384,7 +384,8 @@ def test_largest_batch_is_the_largest_though_a_smaller_one_may_not_fit():
 
 
 ADVISED = {
-    "one GPU": (LLAMA_1B, RunShape(8), "--batch_size=4 --gradient_accumulation_steps=2"),
+    "one GPU": (LLAMA_1B, RunShape(8), "--optimizer_bits=8"),
+    "8 bits": (LLAMA_1B, RunShape(8, rule=AdamW8bit()), "--batch_size=4 --gradient_accumulation_steps=2"),
     "plain": (LLAMA_1B, RunShape(8, micro_steps=2, **PLAIN), "--fused_kernels=true"),
     "hybrid": (LLAMA_8B, sharded(4, shard_ranks=2, sharding="hybrid"), "--sharding=zero3"),
     "not synced": (LLAMA_8B, sharded(4, micro_steps=4, sync_every_micro_batch=False), "--sync_every_micro_batch=true"),
@@ -424,7 +425,7 @@ def test_advice_is_only_what_train_py_accepts():
 def test_out_of_memory_message_names_what_is_large_and_what_lowers_it():
     said = memory_advice.out_of_memory_message(LLAMA_1B, RunShape(8), gib=24)
     assert "about 28.5 GiB, the card has 24.0" in said and "saved activations 12.5" in said
-    assert "--activation_checkpointing=selective            about 20.5 GiB instead of 28.5" in said
+    assert "--activation_checkpointing=selective  about 20.5 GiB instead of 28.5" in said
     least = RunShape(1, offload="all", activation_checkpointing="full", offload_activations=True)
     assert "no setting would lower it" in memory_advice.out_of_memory_message(LLAMA_1B, least)
 
