@@ -461,6 +461,17 @@ def ladder_table(r: dict) -> str:
     return table(header, "{model} | {title} | {one} | {cpu_gib:.0f} | {batch} | {best} | {loss}", rows)
 
 
+def whole_8b_sentence() -> str:
+    """Training all of 8B in one small card."""
+    r = load("ladder")
+    best = compare.of_rungs(r["points"], "8b")["offload_all"][-1]
+    return (
+        f"All of Llama 3.1 8B trains within 24 GiB of one {card(r)} and about {best['cpu_gib']:.0f} GiB of CPU memory, "
+        f"at {best['tok_per_s']:,.0f} tokens per second ({best['batch']} x 1,024 tokens a step): "
+        "`--offload=all --optimizer_bits=8 --activation_checkpointing=full --gradient_accumulation_steps=1`."
+    )
+
+
 # --- The pages ---
 
 TABLES = {  # command -> kind of its rows -> what a command prints of them, and a page shows
@@ -486,7 +497,8 @@ def measured(name: str, make: Callable[[dict], str]) -> str:
 PAGES = {  # page -> its parts: name -> what makes it
     "README.md": {
         "headline": headline, "fits_headline": fits_headline, "linux_headline": linux_headline, "fits": fits_of_both,
-        "fp8": fp8_sentence, "sft": sft_sentence, "finetune": finetune_sentence, "generate": generate_sentence,
+        "whole_8b": whole_8b_sentence, "fp8": fp8_sentence, "sft": sft_sentence, "finetune": finetune_sentence,
+        "generate": generate_sentence,
     },
     "benchmarks/README.md": {
         "linux": linux_table, "baby": baby_table, "steps": partial(measured, "step", steps_table),
