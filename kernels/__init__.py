@@ -16,7 +16,7 @@ from .layer_norm import layer_norm
 from .linear import Linear, linear
 from .linear_cross_entropy import linear_cross_entropy
 from .lora_linear import LoRALinear
-from .nf4 import NF4, block_absmax, dequantize_nf4, quantize_nf4
+from .nf4 import NF4, dequantize_nf4, quantize_nf4
 from .nf4_lora_linear import NF4LoRALinear
 from .rms_norm import add_rms_norm, rms_norm
 from .rms_norm_linear import rms_norm_linear

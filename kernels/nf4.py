@@ -8,12 +8,6 @@ The 16 values lie at the quantiles of a normal distribution, closer together whe
 elements of the flat weight are in the high half of a byte. The scale is rounded twice, after the product and after the
 sum. A block of zeros stays zero. A NaN in a weight makes all of it NaN, through the mean.
 
-Under FSDP each rank quantises its own rows. This gives the bits of the whole weight, and the gathered parts can be read
-back as one, if two things hold. Each rank but the last has a multiple of 16,384 elements (64 · 256: 8 rows of 2,048, 4
-of 4,096), so that no block crosses ranks. And all ranks use one offset, the mean of all their block_absmax(rows),
-gathered. A rank's own mean (offset=None) needs no communication and quantises as well, but then the base depends on the
-number of ranks, and each rank can only read back its own rows.
-
 Bytes for n bf16 weights: 0.516n held (4 bits; 8 for each 64; 32 for each 16,384). Quantised 2.6n (read weight, write
 codes and fp32 absmax; the 8-bit scales are small change). Read back 2.516n (read codes, scales, write w). On one H200,
 where a copy of as many bytes is 100%: forward 69-82%, the least of the smallest weight.
@@ -58,9 +52,8 @@ def _quantize_codes_reference(weight):
     return torch.cat(codes).view(*weight.shape[:-1], -1), torch.cat(absmax)
 
 
-def quantize_nf4_reference(weight, offset=None):
-    codes, absmax = _quantize_codes_reference(weight)
-    return _with_scales(codes, absmax, offset)
+def quantize_nf4_reference(weight):
+    return _with_scales(*_quantize_codes_reference(weight))
 
 
 def dequantize_nf4_reference(weight, out=None):
@@ -72,8 +65,8 @@ def dequantize_nf4_reference(weight, out=None):
     return out
 
 
-def _with_scales(codes, absmax, offset):
-    offset = absmax.mean() if offset is None else offset
+def _with_scales(codes, absmax):
+    offset = absmax.mean()
     return NF4(codes, *quantize_blocks_reference(absmax - offset, signed=True), offset)
 
 
@@ -147,21 +140,14 @@ def _quantize_codes(weight):
     return codes, absmax
 
 
-def block_absmax(weight: torch.Tensor) -> torch.Tensor:
-    """The largest magnitude of each 64 elements of weight, contiguous, fp32 (n / 64,): ValueError as quantize_nf4."""
-    _check_weight(weight)
-    return torch.linalg.vector_norm(weight.view(-1, BLOCK), float("inf"), dim=1, dtype=torch.float32)
-
-
 @torch.no_grad()
-def quantize_nf4(weight: torch.Tensor, offset: torch.Tensor | None = None) -> NF4:
+def quantize_nf4(weight: torch.Tensor) -> NF4:
     """weight in NF4 with 8-bit scales (Dettmers et al., 2023): 0.516 bytes an element.
 
-    weight (..., C): bf16 or fp32, contiguous, a multiple of 64 elements, C even. offset: fp32 (), the mean of all
-    absmax, where weight is only a rank's rows of a larger one; None: of this weight. ValueError for other shapes.
+    weight (..., C): bf16 or fp32, contiguous, a multiple of 64 elements, C even. ValueError for other shapes.
     """
     _check_weight(weight)
-    return _with_scales(*_quantize_codes(weight), offset)
+    return _with_scales(*_quantize_codes(weight))
 
 
 # Opaque: torch.compile does not know enable_fp_fusion. A product in fp64 would not do: LLVM narrows it, then fuses.

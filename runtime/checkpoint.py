@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from kernels import NF4LoRALinear, quantize_nf4
+from kernels import NF4LoRALinear
 from kernels.adamw import merge_halves, split_halves
 from lora import add_lora
 from model import Llama, LlamaConfig, fill
@@ -313,7 +313,7 @@ def read_base(
             local(cpu_param(frozen[name])).copy_(whole)
             return
         projection = packed[name]
-        parts = quantize_nf4(whole.to(local(projection.weight).device, dtype or projection.lora_a.dtype))
+        parts = projection.quantize(whole.to(local(projection.weight).device, dtype or projection.lora_a.dtype))
         for parameter, part in zip(projection.tensors()[:4], parts, strict=True):
             fill(parameter, part.view(parameter.dtype).view(parameter.shape))
 

@@ -46,9 +46,10 @@ def adapted(base_dtype="bfloat16", dtype=torch.float64):
     for name, module in model.named_modules():
         if isinstance(module, LoRALinear):
             torch.nn.init.normal_(module.lora_b, std=0.1)
-        if isinstance(module, NF4LoRALinear):
-            parts = quantize_nf4(dense[f"{name}.weight"].float())
-            dense[f"{name}.weight"] = dequantize_nf4(parts, torch.empty_like(dense[f"{name}.weight"]))
+        if isinstance(module, NF4LoRALinear):  # each published matrix by itself, as bitsandbytes has them
+            matrices = dense[f"{name}.weight"].split(packed_rows(TINY)[name.rpartition(".")[2]])
+            back = [dequantize_nf4(quantize_nf4(w.float()), torch.empty_like(w)) for w in matrices]
+            dense[f"{name}.weight"] = torch.cat(back)
     return model, dense
 
 
@@ -126,7 +127,7 @@ def test_adapters_begin_as_peft_has_them_from_the_seed():
 
 
 def test_shapes_that_nf4_cannot_hold_are_refused():
-    with pytest.raises(ValueError, match="nf4 has blocks of 64 weights, and a projection is 32 x 65"):
+    with pytest.raises(ValueError, match="nf4 has blocks of 64 weights, and a projection is 65 x 32"):
         add_lora(Llama(replace(TINY, ffn_dim=65)), 3, 5.0, "nf4")
 
 

@@ -11,7 +11,7 @@ import torch
 import triton
 import triton.language as tl
 
-from kernels import NF4, block_absmax, dequantize_nf4, quantize_nf4, reference
+from kernels import NF4, dequantize_nf4, quantize_nf4, reference
 from kernels.dynamic_map import (
     BLOCK,
     bounds,
@@ -194,19 +194,6 @@ def test_nf4_keeps_zeros_and_shows_a_nan(quantize, dequantize):
     assert dequantize(quantize(weight)).isnan().all()
 
 
-def test_nf4_of_each_ranks_rows_is_that_of_the_whole_weight():
-    weight = 0.02 * torch.randn(24, 2048, device=DEVICE)
-    whole = quantize_nf4(weight)
-    offset = torch.cat([block_absmax(rows) for rows in weight.chunk(3)]).mean()
-    shards = [quantize_nf4(rows, offset) for rows in weight.chunk(3)]  # 8 rows: 16,384 elements
-    assert_same([*(torch.cat(parts) for parts in list(zip(*shards, strict=True))[:3]), offset], whole, "of shards")
-    # Other rows than these begin blocks of scales of their own: the codes are the same, and each reads back its rows
-    uneven = [quantize_nf4(rows, offset) for rows in weight.split([5, 19])]
-    assert torch.equal(torch.cat([part.codes for part in uneven]), whole.codes)
-    back = torch.cat([dequantize_nf4(part) for part in uneven]).float()
-    assert (back - dequantize_nf4(whole).float()).norm() / weight.norm() < 0.01
-
-
 def test_nf4_parts_may_be_viewed_by_rows():
     whole = quantize_nf4(0.02 * torch.randn(8, 4096, device=DEVICE))
     by_rows = NF4(whole.codes, whole.scale_codes.view(8, -1), whole.scale_absmax, whole.offset.view(1))
@@ -215,9 +202,8 @@ def test_nf4_parts_may_be_viewed_by_rows():
 
 def test_nf4_refuses_what_has_no_whole_blocks():
     for shape, message in (((3, 32), "96 elements"), ((64, 3), "an even last dimension"), ((0, 64), "0 elements")):
-        for function in (quantize_nf4, block_absmax):
-            with pytest.raises(ValueError, match=message):
-                function(torch.ones(shape, device=DEVICE))
+        with pytest.raises(ValueError, match=message):
+            quantize_nf4(torch.ones(shape, device=DEVICE))
     with pytest.raises(ValueError, match="strides"):
         quantize_nf4(torch.ones(64, 4, device=DEVICE).T)
     whole = quantize_nf4(torch.ones(4, 64, device=DEVICE))

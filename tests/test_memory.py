@@ -108,7 +108,7 @@ def test_estimate_is_within_2_percent_of_every_measured_peak():
     found = [*recorded(), *measured()]
     deviations = {what: memory.peak_gib(config, run) / gib - 1 for what, gib, config, run in found}
     assert {what: f"{off:+.1%}" for what, off in deviations.items() if abs(off) > 0.02} == {}
-    assert len(found) > 90 and all(
+    assert len(found) > 80 and all(
         any(f" {mode}" in what for what in deviations) for mode in ("none", "selective", "full")
     )
 
