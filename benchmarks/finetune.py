@@ -24,7 +24,6 @@ from types import SimpleNamespace
 
 import torch
 import torch.nn.functional as F
-from torch.nn.utils.rnn import pad_sequence
 
 from benchmarks import arms as trainers
 from benchmarks import cli, peers, runner
@@ -102,11 +101,13 @@ def conversations(data: Packed, blocks: torch.Tensor) -> Conversations:
 def padded(part: Conversations, device) -> tuple[torch.Tensor, torch.Tensor]:
     """Tokens and targets (B, T) of conversations, T the longest one's length, rounded up to a multiple of 64.
 
-    Padding is behind, so no token sees it."""
-    fills = zip(zip(*part, strict=True), (0, -100), strict=True)
-    both = [pad_sequence(list(rows), batch_first=True, padding_value=value) for rows, value in fills]
-    more = -both[0].shape[1] % 64
-    return tuple(F.pad(x, (0, more), value=value).to(device) for x, value in zip(both, (0, -100), strict=True))
+    Padding is behind, so no token sees it.
+    """
+    length = -(-max(len(tokens) for tokens, _ in part) // 64) * 64
+    return tuple(
+        torch.stack([F.pad(x, (0, length - len(x)), value=fill) for x in rows]).to(device)
+        for rows, fill in zip(zip(*part, strict=True), (0, -100), strict=True)
+    )
 
 
 def build_peer(arm: str, folder: str, device: torch.device) -> torch.nn.Module:
