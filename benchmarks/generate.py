@@ -2,6 +2,7 @@
 
     python bench.py generate                        Llama 3.2 1B with random weights, batches of 1 and of 64
     python bench.py generate --batches=8 --prompt=1024 --tokens=512
+    python bench.py generate --config=config/llama_114m.py --arms=nanocria,hf --batches=1,8      also on a CPU
 
 tok_per_s   of runtime/generate.py, or of transformers' generate, by itself (hf) and with the static cache that its
             documentation recommends, whose steps it compiles (hf-static): greedy, the prompts read too, the median of
@@ -109,4 +110,4 @@ def measured(s: SimpleNamespace):
 
 
 def main(argv: list[str]) -> None:
-    runner.measure("generate", parse(argv), KEYS, measured, trainers.GENERATE)
+    runner.measure("generate", parse(argv), KEYS, measured, trainers.GENERATE, on_cpu=True)

@@ -41,12 +41,17 @@ def footer(name: str) -> str:
     number, _, device = r["device"].rpartition(" x ")
     many = number not in ("", "1")
     measured = f"Measured on {number if many else 'one'} {device}{'s' * many} with {', '.join(packages)}"
-    limits = f"; copies {r['copy_tb_s']:.2f} TB/s, matmuls {r['matmul_tflops']:.0f} TFLOP/s" if "copy_tb_s" in r else ""
-    limits += f", {r['cpu_cores']} CPU cores" if "cpu_cores" in r else ""  # older records do not say
     link = f"[{path}]({path})"
     command = re.sub(" (?=[a-z_]+=)", " --", r["command"])  # older records have settings without dashes
     origin = f"Commands and commits: {link}" if " && " in command else f"Command: `{command}`; commit: {link}"
-    return f"{measured}{limits}. {origin}."
+    return f"{measured}{limits(r)}. {origin}."
+
+
+def limits(r: dict) -> str:
+    """What a record's device reaches; older records do not say all of it."""
+    forms = {"copy_tb_s": "copies {:.2f} TB/s", "matmul_tflops": "matmuls {:.0f} TFLOP/s", "cpu_cores": "{} CPU cores"}
+    found = ", ".join(form.format(r[name]) for name, form in forms.items() if name in r)
+    return f"; {found}" if found else ""
 
 
 # --- Kernels and training runs ---
@@ -511,6 +516,7 @@ PAGES = {  # page -> its parts: name -> what makes it
                 "kernels": kernels_table, "fp8_linear": kernels_table, "adamw_nf4": kernels_table,
                 "snapshot": snapshot_table, "losses": losses_table, "finetune_losses": finetune_losses,
                 "finetune": finetune_table, "ladder": ladder_table, "generate": generate_table,
+                "generate_cpu": generate_table,
             }.items()
         },
     },

@@ -209,9 +209,9 @@ def trouble(row: dict) -> str:
     return f"failed: {row['failed']}"
 
 
-def begin(name: str, words: list[str], kinds: Iterable[str], n_gpus: int | None = None) -> dict:
-    """The record of this command on this card, or on so many, with no rows of any kind yet."""
-    if not torch.cuda.is_available():
+def begin(name: str, words: list[str], kinds: Iterable[str], n_gpus: int | None = None, on_cpu: bool = False) -> dict:
+    """The record of this command on this card, or on so many, with no rows of any kind yet. on_cpu: a CPU will do."""
+    if not torch.cuda.is_available() and not on_cpu:
         instead = "python bench.py estimate, or ladder --estimate=true, computes what fits"
         sys.exit(f"python bench.py {name or 'sweep'} needs a CUDA GPU, and torch finds none: {instead}")
     for number in (signal.SIGTERM, signal.SIGHUP):
@@ -220,7 +220,7 @@ def begin(name: str, words: list[str], kinds: Iterable[str], n_gpus: int | None 
     facts = call("timing.card")  # elsewhere, so that this process takes none of the card
     if "device" not in facts:
         sys.exit(trouble(facts))
-    print(f"{facts['device']}: copies {facts['copy_tb_s']:.2f} TB/s, matmuls {facts['matmul_tflops']:.0f} TFLOP/s")
+    print(f"{facts['device']}{report.limits(facts)}")
     facts["device"] = f"{n_gpus} x {facts['device']}" if n_gpus else facts["device"]
     return record.origin(name, words, facts["device"]) | facts | {kind: [] for kind in kinds}
 
@@ -241,13 +241,15 @@ def line(titles: dict[str, str], row: dict) -> str:
     return "  ".join([f"{name:<33}", *cells])
 
 
-def measure(name: str, s: SimpleNamespace, keys: dict, rows: Callable, titles=(), tables="", plot="", n_gpus=None):
+def measure(
+    name: str, s: SimpleNamespace, keys: dict, rows: Callable, titles=(), tables="", plot="", n_gpus=None, on_cpu=False
+):
     """Runs a command: fills its record with rows(s) and prints the tables of each kind of row.
 
     s.new is the record without rows. titles: of arms. tables: of report.TABLES, if not those of that name. plot: the
-    function of draw.py that draws it, beside the record. n_gpus: that the record names.
+    function of draw.py that draws it, beside the record. n_gpus: that the record names. on_cpu: as for begin.
     """
-    s.new = begin(name, s.command, keys, n_gpus)
+    s.new = begin(name, s.command, keys, n_gpus, on_cpu)
     found = record.fill(s.new, rows(s), s.out, keys, functools.partial(line, dict(titles)), getattr(s, "keep", False))
     if plot and any("peak_gib" in row for kind in keys for row in found[kind]):
         with contextlib.suppress(ImportError):  # without matplotlib there is no plot

@@ -58,3 +58,16 @@ def test_points_are_the_arms_beside_each_other_and_share_one_record(monkeypatch,
         ("nanocria", 64, 0.5), ("hf", 64, None), ("hf-static", 64, None),
     ]  # fmt: skip
     assert {row["prompt"] for row in points} == {128} and generate.parse([]).out == record.RECORDS / "generate.json"
+
+
+@pytest.mark.skipif(HAS_GPU, reason="measures the GPU where there is one")
+def test_a_cpu_will_do(monkeypatch, tmp_path):
+    really = runner.run
+    found = {"tok_per_s": 20.0, "ms_per_token": 50.0, "step_ms": 40.0, "step_bytes": 400_000_000}
+    monkeypatch.setattr(runner, "run", lambda command, ranks: (
+        really(command, ranks) if "timing.card" in command else (found, "")
+    ))  # fmt: skip
+    generate.main(["--arms=nanocria", "--batches=1", f"--out={tmp_path / 'cpu.json'}"])
+    saved = json.loads((tmp_path / "cpu.json").read_text())
+    assert saved["device"].startswith("CPU, ") and 0.001 < saved["copy_tb_s"] < 2
+    assert saved["points"][0]["of_copy"] == pytest.approx(0.01 / saved["copy_tb_s"])
