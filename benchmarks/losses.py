@@ -8,7 +8,7 @@ nanocria-fp8     the same with --fp8=true, two thirds of its blocks' matmuls in 
 nanocria-plain   the same without its kernels: PyTorch's norms, RoPE, MLP, attention and loss
 hf               transformers' LlamaForCausalLM with float32 weights and bfloat16 compute, by FSDP2
 float32          the same model with everything in float32 (matmuls in TF32): what the others round
-nanocria-galore  train.py with --optimizer=galore, of rank 128
+nanocria-galore  train.py with --optimizer=galore, of rank 128; it and the next are measured if they are named
 hf-galore        float32 with galore-torch's optimizer, which here projects the same side and takes steps as long
 
 All arms start from the same weights, read the same tokens and follow the same learning rates. bfloat16 alone makes two
