@@ -5,6 +5,7 @@
     python bench.py gpus --measure=8b           Llama 3.1 8B, with and without checkpointing
     python bench.py gpus --measure=saves        1B, 8 x 2048 tokens a GPU: a checkpoint every 100 steps, then a resume
                                                 ($TMPDIR holds 30 GB for a while)
+    python bench.py gpus --measure=memory       8B, --offload=all: the CPU memory of a save and of a resume (100 GB)
     python bench.py gpus --measure=8b --arms=nanocria-zero2,recipe-zero2 --shapes=2x4096 --checkpointing=none,full
 
 Arms: nanocria, which is train.py itself, and recipe and torchtitan of benchmarks/peers.py; -zero2 says how they are
@@ -16,6 +17,7 @@ import json
 import tempfile
 import threading
 import time
+from collections.abc import Callable
 from itertools import product
 from pathlib import Path
 from types import SimpleNamespace
@@ -27,8 +29,8 @@ from benchmarks import cli, compare, runner
 from runtime import run_folder
 
 # settings
-measure = "scaling,8b,saves"  # what to measure
-ranks = "1,2,4,8"  # numbers of GPUs: scaling takes each that is there, 8b and saves the largest
+measure = "scaling,8b,saves"  # what to measure: memory, too
+ranks = "1,2,4,8"  # numbers of GPUs: scaling takes each that is there, the others the largest
 arms = ""  # scaling, 8b: the trainers; nothing: those of the table
 shapes = ""  # 8b: sequences x tokens; nothing: those of the table
 checkpointing = ""  # 8b: none, selective, full; nothing: those of the table
@@ -41,6 +43,7 @@ BIG_AT = [(2, 4096, "none"), (1, 8192, "none"), (4, 4096, "full"), (2, 8192, "fu
           (4, 4096, "selective"), (2, 8192, "selective")]  # fmt: skip
 SAVES_AT = (8, 2048, "none")
 SAVE_EVERY, SAVE_STEPS = 100, 200
+MEMORY_AT, MEMORY_STEPS = (1, 1024, "full"), 3
 FLAGS = {  # of the arms that are train.py on several ranks
     "nanocria": ["--sharding=zero3"],
     "nanocria-zero2": ["--sharding=zero2"],
@@ -48,7 +51,9 @@ FLAGS = {  # of the arms that are train.py on several ranks
 }
 ARMS = [*FLAGS, "recipe", "recipe-zero2", "torchtitan"]
 SCALING_ARMS = [arm for arm in ARMS if arm != "recipe-zero2"]
-KEYS = {"scaling": compare.GPUS_PLACE, "8b": compare.GPUS_PLACE, "saves": ("ranks",)}  # what names a row
+KEYS = {  # what names a row
+    "scaling": compare.GPUS_PLACE, "8b": compare.GPUS_PLACE, "saves": ("ranks",), "memory": ("ranks",)
+}  # fmt: skip
 
 
 def parse(argv: list[str], n_gpus: int) -> SimpleNamespace:
@@ -62,7 +67,7 @@ def parse(argv: list[str], n_gpus: int) -> SimpleNamespace:
 
 def measured(s: SimpleNamespace):
     for kind in s.kinds if s.ranks else []:
-        yield from ((kind, row) for row in {"scaling": scaling, "8b": big, "saves": saves}[kind](s))
+        yield from ((kind, row) for row in RUN[kind](s))
 
 
 def scaling(s: SimpleNamespace):
@@ -90,25 +95,23 @@ def points(config: str, places: list[tuple], s: SimpleNamespace):
 
 
 def saves(s: SimpleNamespace):
-    """Two runs of SAVE_STEPS, without and with checkpoints, and one that goes on with the last of them.
+    """Runs of SAVE_STEPS without and with checkpoints, and one that goes on with the last of them.
 
     What a checkpoint costs is read off the wall: from the log line of step 100 to that of step 200 there is one whole
     interval, behind one that warms up, but neither the start nor the last save. The resume reads what the system may
     still have in memory.
     """
-    n = s.ranks[-1]
-    row = {"ranks": n, "batch": SAVES_AT[0], "block": SAVES_AT[1], "every": SAVE_EVERY}
-    row["intervals"] = SAVE_STEPS // SAVE_EVERY - 1
-    with tempfile.TemporaryDirectory() as folder:
-        without = timed_run(f"{folder}/without", n, "--keep_last=0", SAVE_STEPS)
-        beside = timed_run(f"{folder}/with", n, "--keep_last=1", SAVE_STEPS) if "wall_seconds" in without else without
-        path = run_folder.newest(f"{folder}/with")
-        if "wall_seconds" not in beside or path is None:
-            yield row | ({"oom": True} if beside.get("oom") else {"failed": beside.get("failed", "no checkpoint")})
-            return
-        n_bytes = sum(file.stat().st_size for file in path.iterdir())
-        resumed = timed_run(f"{folder}/with", n, "--keep_last=0", SAVE_STEPS + 10)
+    row = {"ranks": s.ranks[-1], "batch": SAVES_AT[0], "block": SAVES_AT[1], "every": SAVE_EVERY}
+
+    def train(out_dir, keep_last, more=0):
+        return timed_run(out_dir, s.ranks[-1], f"--keep_last={keep_last}", SAVE_STEPS + more)
+
+    without, beside, resumed, n_bytes = around_a_checkpoint(train)
+    if n_bytes is None:
+        yield row | beside
+        return
     yield row | {
+        "intervals": SAVE_STEPS // SAVE_EVERY - 1,
         "oom": False,
         "seconds_without": without["wall_seconds"],
         "seconds_with": beside["wall_seconds"],
@@ -117,6 +120,47 @@ def saves(s: SimpleNamespace):
         "checkpoint_bytes": n_bytes,
         "resume_seconds": resumed.get("resume_seconds") if resumed.get("steps") == 10 else None,
     }
+
+
+def save_memory(s: SimpleNamespace):
+    """The most CPU memory that rank 0 takes: training without a checkpoint, waiting while one is written, resumed."""
+    row = {"ranks": s.ranks[-1], "batch": MEMORY_AT[0], "block": MEMORY_AT[1]}
+
+    def train(out_dir, keep_last, more=0):
+        words = runner.train_words(BIG_CONFIG, *MEMORY_AT, out_dir, s.ranks[-1])
+        words += ["--offload=all", "--async_save=false", "--warmup_iters=1"]
+        words += [f"--max_iters={MEMORY_STEPS + more}", f"--keep_last={keep_last}"]
+        return runner.train(words, out_dir, s.ranks[-1], runner.limited(None, timeout=900))
+
+    without, beside, resumed, n_bytes = around_a_checkpoint(train)
+    if n_bytes is None:
+        yield row | beside
+        return
+    yield row | {
+        "oom": False,
+        "cpu_gib": without["cpu_gib"],
+        "saved_cpu_gib": beside["cpu_gib"],
+        "resumed_cpu_gib": resumed.get("cpu_gib"),
+        "save_seconds": beside["save_seconds"],
+        "checkpoint_bytes": n_bytes,
+        "resume_seconds": resumed.get("resume_seconds"),
+    }
+
+
+def around_a_checkpoint(train: Callable) -> tuple[dict, dict, dict, int | None]:
+    """The summaries of train(out_dir, keep_last, more=0) without checkpoints, with them, and 10 steps on from the last.
+
+    And the bytes of that: None if there is none, and then the second says why.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        without = train(f"{folder}/without", 0)
+        beside = train(f"{folder}/with", 1) if "steps" in without else without
+        path = run_folder.newest(f"{folder}/with")
+        if "steps" not in beside or path is None:
+            why = {"oom": True} if beside.get("oom") else {"failed": beside.get("failed", "no checkpoint")}
+            return without, why, {}, None
+        n_bytes = sum(file.stat().st_size for file in path.iterdir())
+        return without, beside, train(f"{folder}/with", 0, more=10), n_bytes
 
 
 def timed_run(out_dir: str, n: int, flag: str, max_iters: int) -> dict:
@@ -142,6 +186,9 @@ def note_arrivals(path: Path, arrived: dict[int, float], over: threading.Event) 
         for line in path.read_text().splitlines() if path.exists() else []:
             if '"loss"' in line and line.endswith("}"):
                 arrived.setdefault(json.loads(line)["step"], time.perf_counter())
+
+
+RUN = {"scaling": scaling, "8b": big, "saves": saves, "memory": save_memory}
 
 
 def main(argv: list[str]) -> None:

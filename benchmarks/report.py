@@ -301,9 +301,18 @@ def saves_sentences(r: dict) -> str:
     return "\n\n".join(sentences)
 
 
+def save_memory_sentence(r: dict) -> str:
+    """What writing and reading a checkpoint takes beyond what training holds."""
+    (row,) = r["memory"]
+    sizes = "{cpu_gib:.1f} GiB of CPU memory, while a checkpoint of {size:.0f} GB is written {saved_cpu_gib:.1f}"
+    sizes = sizes.format(**row, size=row["checkpoint_bytes"] / 1e9)
+    seconds = "the checkpoint takes {save_seconds:.0f} s to write, {resume_seconds:.0f} s to read".format(**row)
+    return f"Llama 3.1 8B with `--offload=all` takes {sizes}, resumed {row['resumed_cpu_gib']:.1f}; {seconds}."
+
+
 def gpus_tables(r: dict) -> str:
     """1B on one GPU and several, 8B beside the recipe, checkpoints beside the training."""
-    return "\n\n".join(make(r) for kind, make in TABLES["gpus"].items() if r[kind])
+    return "\n\n".join(make(r) for kind, make in TABLES["gpus"].items() if r.get(kind))
 
 
 # --- Sweeps ---
@@ -482,7 +491,12 @@ def whole_8b_sentence() -> str:
 TABLES = {  # command -> kind of its rows -> what a command prints of them, and a page shows
     "kernels": {"rows": kernels_table},
     "step": {"points": steps_table, "breakdown": breakdown_table, "baby": small_model_table},
-    "gpus": {"scaling": scaling_table, "8b": big_table, "saves": saves_sentences},
+    "gpus": {
+        "scaling": scaling_table,
+        "8b": big_table,
+        "saves": saves_sentences,
+        "memory": save_memory_sentence,
+    },
     "sweep": {kind: partial(fits_table, kind=kind) for kind in compare.KINDS},
     "finetune": {"batch": finetune_table},
     "finetune_losses": {"runs": finetune_losses_table, "packing": packing_sentence},

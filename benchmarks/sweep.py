@@ -67,7 +67,8 @@ PRESETS = {
 TO_CPU, THEIRS = ["--", "--offload_activations=true"], ["--arms=none", "--peers=peft-qlora"]
 FINETUNE = [  # of each size what is fastest there, ours and then theirs; of the smallest the leanest too
     ["--checkpointing=none", "--peers=peft-qlora", "--", "--cuda_graph=true"],  # theirs does not fit
-    ["--arms=lora", "--peers=peft,peft-qlora", "--", "--cuda_graph=true"],
+    ["--arms=lora", "--checkpointing=selective", "--", "--cuda_graph=true"],
+    ["--arms=none", "--peers=peft,peft-qlora"],
     TO_CPU,
     ["--block_size=8192", "--batches=1,4", "--checkpointing=selective", *TO_CPU],
     ["--block_size=8192", "--batches=1,4", *THEIRS],

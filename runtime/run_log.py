@@ -243,6 +243,7 @@ class RunLog:
             "val_loss": val_loss,
             "curve": self.curve,
             **self.facts,
+            "cpu_gib": memory_stats.used_gib("cpu"),
             "reserved_gib": None if self.device == "cpu" else torch.cuda.max_memory_reserved() / 2**30,
             **more,
             "train_seconds": total,

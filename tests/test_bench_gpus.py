@@ -175,7 +175,7 @@ torch.distributed.elastic.multiprocessing.errors.ChildFailedError:
 def test_ranks_without_gpus_are_left_out():
     assert gpus.parse(["--ranks=4,1,2"], n_gpus=2).ranks == [1, 2]
     s = gpus.parse([], n_gpus=4)
-    assert (s.ranks, s.kinds) == ([1, 2, 4], list(gpus.KEYS))
+    assert (s.ranks, s.kinds) == ([1, 2, 4], ["scaling", "8b", "saves"])
     assert list(gpus.measured(gpus.parse(["--measure=8b", "--ranks=4"], n_gpus=2))) == []
 
 
@@ -257,10 +257,36 @@ def test_saves_are_timed_between_the_log_lines_of_steps_100_and_200(monkeypatch,
     assert not list(tmp_path.iterdir()), "nothing is left"
 
 
-def test_a_run_that_fails_ends_the_saves_with_its_reason(monkeypatch):
-    ran, ((_, row),) = commands(monkeypatch, "--measure=saves")
+def test_the_cpu_memory_of_a_save_is_that_of_a_run_which_waits_for_it(monkeypatch, tmp_path):
+    ran, used = [], iter([100.0, 105.0, 99.0])
+
+    def train(words, out_dir, ranks, launch):
+        ran.append(words)
+        if "--keep_last=1" in words:
+            folder = Path(out_dir) / "step_000003"
+            folder.mkdir(parents=True)
+            (folder / "run.json").write_text("{}" + 998 * " ")
+        return {"steps": 3, "cpu_gib": next(used), "save_seconds": 3.0, "resume_seconds": 2.0}
+
+    monkeypatch.setattr(runner, "train", train)
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    ((kind, row),) = gpus.measured(gpus.parse(["--measure=memory", "--ranks=1"], 4))
+    assert kind == "memory" and row["checkpoint_bytes"] == 1000
+    assert "100.0 GiB of CPU memory, while" in (text := report.save_memory_sentence({"memory": [row]}))
+    assert "written 105.0, resumed 99.0; the checkpoint takes 3 s to write, 2 s to read." in text
+    assert all({"--offload=all", "--async_save=false"} < set(words) for words in ran)
+    assert [words[-2:] for words in ran] == [
+        ["--max_iters=3", "--keep_last=0"], ["--max_iters=3", "--keep_last=1"], ["--max_iters=13", "--keep_last=0"]
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", ["saves", "memory"])
+def test_a_run_that_fails_ends_the_saves_with_its_reason(monkeypatch, kind):
+    ran = []
+    monkeypatch.setattr(runner, "train", lambda words, *_: ran.append(words) or {"oom": True})
+    ((_, row),) = gpus.measured(gpus.parse([f"--measure={kind}"], 4))
     assert len(ran) == 1 and row["oom"]
-    assert " ".join(runner.line({}, row).split()) == "4 GPU batch 8 2,048 tokens out of memory"
+    assert runner.line({}, row).split()[:2] == ["4", "GPU"] and runner.line({}, row).endswith("out of memory")
 
 
 # --- Rows, records, tables ---

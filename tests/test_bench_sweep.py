@@ -150,6 +150,7 @@ def test_finetuning_runs_each_size_at_its_fastest_settings_ours_and_theirs(monke
         ("peft-qlora", 2, 2048, "none", ""),
         ("qlora", 1, 32768, "selective", offloaded), ("peft-qlora", 1, 32768, "full", ""),
         ("qlora", 1, 131072, "full", offloaded), ("peft", 2, 2048, "full", ""),
+        ("lora", 2, 2048, "selective", "--cuda_graph=true --seed=2"),
     }  # fmt: skip
     assert not any("failed" in row for row in rows) and {row.get("steps") for row in rows} == {3}
     assert {str(s.out) for s in sweeps} == {"a"} and {command[1] for command in card.ran} == {"24"}
