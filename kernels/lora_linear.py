@@ -74,16 +74,19 @@ class LoRALinear(Linear):
             merged[rows] += self.scale * self.lora_b[rows].to(merged.dtype) @ self.lora_a[columns].to(merged.dtype)
         return merged.to(self.lora_a.dtype)
 
+    # The adapters' part comes first, since the large matmul adds to it on its way: a pass over y less than after it.
+
     def project(self, x, weight, a, b, out=None):
-        y = Linear.project(x, weight, out)
+        y = x.new_empty(*x.shape[:-1], len(weight)) if out is None else out
         low, y_rows = self._low(x, a), as_rows(y)
         for rows, columns in self.parts:
-            y_rows[:, rows].addmm_(low[:, columns], b[rows].T)
+            y_rows[:, rows].addmm_(low[:, columns], b[rows].T, beta=0)
+        y_rows.addmm_(as_rows(x), weight.T)
         return y
 
     def input_gradient(self, dy, weight, a, b, out=None):
-        dx = Linear.input_gradient(dy, weight, out)
-        as_rows(dx).addmm_(self._dlow(dy, b), a)
+        dx = dy.new_empty(*dy.shape[:-1], weight.shape[1]) if out is None else out
+        as_rows(dx).addmm_(self._dlow(dy, b), a, beta=0).addmm_(as_rows(dy), weight)
         return dx
 
     def weight_gradients(self, dy, x, weight, a, b, needed, sums=None, first=True):
