@@ -86,11 +86,15 @@ class Muon(MatrixRule):
         x = x.view(owned, ranks, held, n_columns).transpose(0, 1).reshape(-1, held, n_columns)
         sent = exchange(x, group)
         yield
-        factor = 0.2 * math.sqrt(max(*rows, n_columns))  # k and v have no more rows than columns
-        for shard, direction in zip(shards, arrived(sent), strict=False):
+        side = max(*rows, n_columns)  # k and v have no more rows than columns
+        for shard, o in zip(shards, arrived(sent), strict=False):
             if shard.grad.numel():
-                here = len(shard.grad)
-                sgdw(shard.parameter, direction[:here], shard.master, scalars, factor, self.adamw.weight_decay)
+                direction, factor = self.scaled(o[: len(shard.grad)], shard.states, side, scalars)
+                sgdw(shard.parameter, direction, shard.master, scalars, factor, self.adamw.weight_decay)
+
+    def scaled(self, o: torch.Tensor, states: dict, side: int, scalars: torch.Tensor) -> tuple[torch.Tensor, float]:
+        """The direction and length of the step at a learning rate of 1, of some rows of O. side: its longer one."""
+        return o, 0.2 * math.sqrt(side)
 
     def _momenta(self, shards, scale, n: int, held: int) -> torch.Tensor:
         """This rank's rows of u of each matrix, (n, held, columns), after a step of the momenta."""

@@ -7,6 +7,7 @@ from optimizers.adamw8bit import AdamW8bit
 from optimizers.apollo import Apollo
 from optimizers.galore import GaLore
 from optimizers.muon import Muon
+from optimizers.normuon import NorMuon
 from optimizers.rule import Rule
 
 
@@ -18,6 +19,8 @@ def rule_of(settings: Mapping) -> Rule:
             return adamw
         case "muon":
             return Muon(adamw)
+        case "normuon":
+            return NorMuon(adamw)
         case "apollo":
             return Apollo(adamw, settings["galore_rank"], settings["galore_interval"])
         case "galore":

@@ -1,0 +1,27 @@
+"""NorMuon: Muon whose step is equally long for each row, that is for each output of the matrix.
+
+    r = β₂ r + (1 − β₂) · mean(O²) of each row        w = w − lr · (λ w + 0.2 · O / √r̂)
+
+The rows of a wide O have equal norms as they are; those of a tall one, gate or up, have not: of all possible directions
+in its outputs O takes no more than it has columns, and some rows get several times the step of others. β₂ and the bias
+correction r̂ are AdamW's. State: Muon's, and a number a row, which is with the rank of its row.
+
+The paper also scales each step to one norm, which after the division it nearly has.
+
+Li et al., NorMuon, 2025. https://arxiv.org/abs/2510.05491
+"""
+
+import torch
+
+from optimizers.muon import Muon
+
+
+class NorMuon(Muon):
+    def matrix_states(self, name, parameter):
+        return super().matrix_states(name, parameter) | {"row_avg_sq": ((len(parameter), 1), torch.float32)}
+
+    def scaled(self, o, states, side, scalars):
+        o, r = o.float(), states["row_avg_sq"]
+        square = o.square().mean(dim=1, keepdim=True)
+        r.lerp_(torch.where(scalars[0].isfinite(), square, r), 1 - self.adamw.betas[1])
+        return o / (r.sqrt() * scalars[3] + 1e-8), 0.2
