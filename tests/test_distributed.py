@@ -162,7 +162,7 @@ def test_copies_of_the_model_stay_equal_where_machines_round_differently(train, 
     [
         (3, UNTIED | dict(gradient_accumulation_steps=6, n_embd=24, ffn_dim=19)),  # rows that 3 does not divide
         (4, HYBRID),
-        (2, dict(optimizer="muon")),
+        (2, dict(optimizer="normuon")),  # and so muon
         (2, dict(optimizer="galore", galore_rank=8, galore_interval=3)),
         (2, dict(optimizer_bits=8, n_embd=256, ffn_dim=256)),
         (2, dict(offload="all", offload_dir="drive")),

@@ -9,6 +9,7 @@ import torch
 from model import Llama, LlamaConfig
 from optimizers.adamw import AdamW
 from optimizers.muon import POLAR_EXPRESS, Muon, orthogonalize
+from optimizers.normuon import NorMuon
 from optimizers.on_gpu import OnGPU
 from optimizers.optimizer import Optimizer
 from runtime.hf_names import hf_names, stacked_rows
@@ -33,15 +34,17 @@ def test_orthogonalized_matrices_have_singular_values_near_one():
     assert orthogonalize(torch.zeros(1, 4, 4)).abs().max() == 0
 
 
-def formula(w, m, g, lr, weight_decay):
-    """A step of Muon on one matrix by its singular values, in float64."""
+def formula(w, m, r, g, lr, t, rule):
+    """Step t of Muon or NorMuon on one matrix by its singular values, in float64."""
     m = 0.95 * m + 0.05 * g
     u, s, v = torch.linalg.svd(0.05 * g + 0.95 * m, full_matrices=False)
     s = s / s.square().sum().sqrt()
     for a, b, c in POLAR_EXPRESS:
         s = a * s + b * s**3 + c * s**5
     o = u @ torch.diag(s) @ v
-    return w - lr * (weight_decay * w + 0.2 * math.sqrt(max(w.shape)) * o), m
+    r = 0.95 * r + 0.05 * o.square().mean(1, keepdim=True)
+    step = math.sqrt(max(w.shape)) * o if type(rule) is Muon else o / (r / (1 - 0.95**t)).sqrt()
+    return w - lr * (0.1 * w + 0.2 * step), m, r
 
 
 def train_on_random_gradients(model, optimizer, n_steps=3, watch=lambda gradients, lr: None):
@@ -53,13 +56,14 @@ def train_on_random_gradients(model, optimizer, n_steps=3, watch=lambda gradient
         optimizer.step(lr=0.01 * (step + 1))
 
 
-def test_every_published_matrix_takes_the_step_of_the_formula_and_all_else_adamw_s():
+@pytest.mark.parametrize("rule", [Muon(), NorMuon()], ids=type)
+def test_every_published_matrix_takes_the_step_of_the_formula_and_all_else_adamw_s(rule):
     models = [Llama(CONFIG), Llama(CONFIG)]
     for model in models:
         model.init_weights(0)
-    muon, adamw = (Optimizer(m, rule, OnGPU()) for m, rule in zip(models, (Muon(), AdamW()), strict=True))
+    muon, adamw = (Optimizer(m, rule, OnGPU()) for m, rule in zip(models, (rule, AdamW()), strict=True))
     matrices = {name: p for name, p in models[0].named_parameters() if name.startswith("layers.") and p.ndim == 2}
-    parts = {name: [(w.double(), torch.zeros_like(w).double()) for w in p.detach().split(stacked_rows(name, p.shape))]
+    parts = {name: [(w.double(), 0.0, 0.0) for w in p.detach().split(stacked_rows(name, p.shape))]
              for name, p in matrices.items()}  # fmt: skip
     assert sum(map(len, parts.values())) == 7 * CONFIG.n_layer
 
@@ -69,13 +73,13 @@ def test_every_published_matrix_takes_the_step_of_the_formula_and_all_else_adamw
         adamw.step(lr)
         for name in parts:
             split = gradients[name].double().split(stacked_rows(name, matrices[name].shape))
-            parts[name] = [formula(*of, g, lr, 0.1) for of, g in zip(parts[name], split, strict=True)]
+            parts[name] = [formula(*of, g, lr, 100 * lr, rule) for of, g in zip(parts[name], split, strict=True)]
 
     train_on_random_gradients(models[0], muon, watch=watch)
     for (name, ours), theirs in zip(models[0].named_parameters(), models[1].parameters(), strict=True):
         if name in parts:
-            torch.testing.assert_close(ours.double(), torch.cat([w for w, _ in parts[name]]), rtol=1e-4, atol=1e-5)
-            assert muon.place.states[name].keys() == {"momentum"}
+            torch.testing.assert_close(ours.double(), torch.cat([w for w, *_ in parts[name]]), rtol=1e-4, atol=1e-5)
+            assert muon.place.states[name].keys() == rule.matrix_states(name, ours).keys()
         else:
             assert torch.equal(ours, theirs), name
 

@@ -15,6 +15,7 @@ from optimizers.apollo import Apollo
 from optimizers.galore import GaLore
 from optimizers.loss_scale import LossScale
 from optimizers.muon import Muon
+from optimizers.normuon import NorMuon
 from optimizers.on_cpu import OnCPU
 from optimizers.on_gpu import OnGPU
 from optimizers.optimizer import Optimizer
@@ -180,7 +181,9 @@ APOLLO = GALORE | dict(optimizer="apollo")
 
 
 @pytest.mark.parametrize(
-    "rule", [AdamW(), AdamW8bit(), Muon(), GaLore(rank=4, interval=1), Apollo(rank=4, interval=1)], ids=type
+    "rule",
+    [AdamW(), AdamW8bit(), Muon(), NorMuon(), GaLore(rank=4, interval=1), Apollo(rank=4, interval=1)],
+    ids=type,
 )
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_a_step_whose_norm_is_not_finite_changes_nothing(rule, dtype):
@@ -208,6 +211,7 @@ def test_a_step_whose_norm_is_not_finite_changes_nothing(rule, dtype):
     (IN_8_BITS | dict(offload="optimizer", dtype="bfloat16"), (4, 4), dict(optimizer_bits=32), "has optimizer_bits 8"),
     (MUON, (2, 1), dict(optimizer="adamw"), "optimizer muon (this run: adamw): pass --optimizer=muon, or change out_d"),
     (MUON | IN_8_BITS | dict(dtype="bfloat16"), (4, 1), dict(optimizer="adamw"), "has optimizer muon"),
+    (dict(optimizer="normuon"), (2, 2), MUON, "has optimizer normuon"),
     (GALORE, (2, 3), dict(galore_rank=2), "has galore_rank"),
     (GALORE | IN_8_BITS | dict(galore_rank=256, n_embd=512, dtype="bfloat16"), (4, 5), dict(galore_rank=2), "galore_r"),
     (APOLLO, (2, 3), dict(galore_rank=2), "has galore_rank"),
@@ -297,7 +301,7 @@ def test_offloaded_the_optimizer_sums_clips_and_skips_as_on_the_gpu(dtype):
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
-@pytest.mark.parametrize("rule", [AdamW(), AdamW8bit(), Muon()], ids=lambda rule: type(rule).__name__)
+@pytest.mark.parametrize("rule", [AdamW(), AdamW8bit(), Muon(), NorMuon()], ids=lambda rule: type(rule).__name__)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 def test_a_cuda_graph_replays_the_step_and_nothing_waits_for_the_gpu(dtype, rule):
     """Updates, clipping, an overflow and the loss scale: bit for bit as without a graph."""
