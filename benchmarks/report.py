@@ -526,6 +526,7 @@ PAGES = {  # page -> its parts: name -> what makes it
             name: partial(measured, name, make)  # parts that are called as their record
             for name, make in {
                 "step_h100": steps_table, "gpus": gpus_tables, "gpus_two": gpus_tables, "gpus_saves": gpus_tables,
+                "gpus_memory": gpus_tables,
                 "study": sweep_tables, "sweep": sweep_tables, "study_8b": sweep_tables,
                 "kernels": kernels_table, "fp8_linear": kernels_table, "adamw_nf4": kernels_table,
                 "snapshot": snapshot_table, "losses": losses_table, "finetune_losses": finetune_losses,
