@@ -95,7 +95,7 @@ def point(model: str, rung: str, batch: int, s: SimpleNamespace):
             "checkpointing": flags.pop("activation_checkpointing"), "offload": flags.pop("offload", "none"),
             "limit_gib": s.memory_limit_gib, "flags": shlex.join(words(flags)),
         }  # fmt: skip
-        s.known[name] = sweep.point(place, s.steps) | estimated(model, rung, s)
+        s.known[name] = estimated(model, rung, s) | sweep.point(place, s.steps)  # which estimates this batch's peak
     yield "points", s.known[name]
     return s.known[name]
 

@@ -264,7 +264,8 @@ class Step:
 
     def always(self) -> list[Part]:
         run, ranks = self.run, self.run.shard_ranks
-        found = [Part("cuBLAS workspaces", 2**26, "32 MiB each for forward and backward")]  # on Hopper
+        times = 1 + run.cuda_graph  # which records on a stream of its own
+        found = [Part("cuBLAS workspaces", times * 2**26, "32 MiB each for forward and backward")]  # on Hopper
         if run.offload != "all":
             found += counted("compute weights", "weights", (1, self.all), ranks=ranks)
         if run.offload == "none":

@@ -54,6 +54,7 @@ class StreamedWeights:
         self.root = torch.empty(layout(root)[1], dtype=root[0].dtype, device=self.device)
         self.root_bytes = self.root.untyped_storage().nbytes()
         self.cpu_root = self._move(root, self.root)
+        self.root.untyped_storage().resize_(0)  # else the first forward would hold it twice: resize_ copies it
         self.cpu_layers = [
             self._move(list(layer.parameters()), self.slots[i % 2]) for i, layer in enumerate(self.layers)
         ]
