@@ -26,6 +26,7 @@ from runtime.checkpoint import rows_to_save
 from runtime.checkpoint_folder import read_run
 from runtime.cuda_graph import CUDAGraph
 from runtime.memory import RunShape, state_bytes
+from runtime.stream_weights import StreamedWeights
 from tests.runs import ROOT, SHORT, SMALL, assert_close, edit_run, losses, run_ranks, slip, step_losses
 
 pytestmark = pytest.mark.usefixtures("plain_pytorch_on_one_core")
@@ -265,6 +266,19 @@ def test_offloaded_to_the_cpu_the_losses_stay(train, tmp_path, offload, dtype, p
     assert not any(x.is_cuda for x in run["optimizer"].tensors().values())
     # One rounding of a bfloat16 weight that falls otherwise shows in the fifth digit.
     assert_close(step_losses(tmp_path / "gpu"), step_losses(tmp_path / "cpu"), 1e-5 if dtype == "float32" else 2e-3)
+
+
+def test_streamed_weights_hold_the_root_from_the_beginning_of_forward_until_backward_reaches_the_blocks():
+    models = [Llama(CONFIG), Llama(CONFIG)]
+    for model in models:
+        model.init_weights(0)
+    root = StreamedWeights(models[0], "cpu").root.untyped_storage()
+    tokens = torch.randint(CONFIG.vocab_size, (2, CONFIG.block_size))
+    held = [root.nbytes()]
+    loss, expected = (model(tokens, tokens) for model in models)
+    held.append(root.nbytes())
+    loss.backward()
+    assert loss == expected and [*held, root.nbytes()] == [0, held[1], 0] and held[1] > 0
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
