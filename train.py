@@ -92,7 +92,7 @@ fused_loss = True  # false: all logits in memory at once
 attention: Literal["auto", "sdpa", "triton"] = "auto"  # auto: the faster one; triton: ours; sdpa: PyTorch's
 
 # optimizer
-optimizer: Literal["adamw", "muon", "normuon", "galore", "apollo"] = "adamw"  # of the blocks' matrices alone
+optimizer: Literal["adamw", "muon", "normuon", "galore", "apollo"] = "adamw"  # of blocks' matrices; all else: AdamW
 galore_rank = 128  # of galore and apollo: columns of the projected gradients
 galore_interval = 200  # steps between two projections
 galore_scale = 1.0  # of galore's step, which is then as long as AdamW's
