@@ -31,6 +31,7 @@ from runtime.hf_names import hf_names
 arms = ",".join(arm for arm in trainers.LOSSES if "galore" not in arm)  # the trainers
 steps = 300  # of training
 shape = "8x1024"  # sequences x tokens of a step
+keep = False  # whether rows stay although the code has changed since: for changes that round nothing differently
 out = ""  # the record; nothing: benchmarks/records/losses.json
 
 KEYS = {"runs": ("arm",)}
