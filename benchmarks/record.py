@@ -100,11 +100,8 @@ def continued(old: dict | None, new: dict, kinds: Iterable[str], keep: bool = Fa
         return new
     commits = each_once(", ", *(record["versions"]["nanocria"] for record in (old, new)))
     command = each_once(" && ", old["command"], new["command"])
-    return (
-        new
-        | {"command": command, "versions": new["versions"] | {"nanocria": commits}}
-        | {k: old.get(k, []) for k in kinds}
-    )
+    rows = {kind: old.get(kind, []) for kind in kinds}  # an older record has not all kinds
+    return new | {"command": command, "versions": new["versions"] | {"nanocria": commits}} | rows
 
 
 def each_once(separator: str, *texts: str) -> str:
@@ -114,11 +111,8 @@ def each_once(separator: str, *texts: str) -> str:
 def kept_rows(new: dict, out: Path, keys: dict, keep: bool) -> dict[tuple, dict]:
     """By name the rows that the file has already, where the new record continues it: they are not measured again."""
     old = read_record(out)
-    return (
-        {values(row, keys[kind]): row for kind in keys for row in old.get(kind, [])}
-        if continues(old, new, keep)
-        else {}
-    )
+    rows = ((kind, row) for kind in keys for row in old.get(kind, [])) if continues(old, new, keep) else ()
+    return {values(row, keys[kind]): row for kind, row in rows}
 
 
 def fill(new: dict, rows: Iterable[tuple[str, dict]], out: Path, keys: dict, line: Callable, keep=False):

@@ -491,12 +491,7 @@ def whole_8b_sentence() -> str:
 TABLES = {  # command -> kind of its rows -> what a command prints of them, and a page shows
     "kernels": {"rows": kernels_table},
     "step": {"points": steps_table, "breakdown": breakdown_table, "baby": small_model_table},
-    "gpus": {
-        "scaling": scaling_table,
-        "8b": big_table,
-        "saves": saves_sentences,
-        "memory": save_memory_sentence,
-    },
+    "gpus": {"scaling": scaling_table, "8b": big_table, "saves": saves_sentences, "memory": save_memory_sentence},
     "sweep": {kind: partial(fits_table, kind=kind) for kind in compare.KINDS},
     "finetune": {"batch": finetune_table},
     "finetune_losses": {"runs": finetune_losses_table, "packing": packing_sentence},
