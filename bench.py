@@ -48,8 +48,9 @@ def main(argv: list[str]) -> None:
                 from benchmarks import report
 
                 report.write_pages()
-            case ["record" | "readme", *_]:
-                sys.exit("usage: python bench.py record FOLDER NAME\n       python bench.py readme")
+            case ["record" | "readme", *words]:
+                usage = "usage: python bench.py record FOLDER NAME\n       python bench.py readme"
+                sys.exit(print(usage) if "--help" in words else usage)
             case [word, *_] if not word.startswith("-"):
                 sys.exit(f"Unknown command {word}: there are {', '.join(MODULES)}, record, readme")
             case words:

@@ -63,7 +63,10 @@ def configure(namespace: dict, argv: list[str]) -> tuple[dict, set[str]]:
         sys.exit(2)
     values |= named
     if wants_help:
-        print0(help_text(namespace, settings, values))
+        try:
+            print0(help_text(namespace, settings, values), flush=True)
+        except BrokenPipeError:  # whoever reads has read enough, as head does
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(0)
     namespace.update(values)
     return values, set(named)
@@ -160,6 +163,8 @@ def read_file(path: str, settings: dict, script: str) -> dict:
         # Compared without folder and .py, which would make all names similar.
         folders = [os.path.dirname(path) or ".", os.path.relpath(Path(script).resolve().parent / "config")]
         files = {file.stem: str(file) for folder in folders for file in Path(folder).glob("*.py")}
+        if os.path.isdir(path) and "out_dir" in settings:
+            raise SettingError(f"{path} is a folder, no config file. Did you mean --out_dir={path}?")
         problem = "is no file" if os.path.exists(path) else "does not exist"
         raise SettingError(f"config file {path} {problem}{did_you_mean(Path(path).stem, files)}")
     if not path.endswith(".py"):

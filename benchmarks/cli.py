@@ -57,7 +57,8 @@ def refuse_unknown(words: list[str], declared: dict, for_train_py: bool) -> None
     for before, word in pairwise(["", *words]):
         name = word.lstrip("-").partition("=")[0]
         if not word.startswith("-") and "=" not in word and not re.fullmatch(r"--\w+", before):
-            raise SettingError(f"Unknown word {word}: settings are --key=value, --help lists them")
+            hint = f": say --config={word}" if word.endswith(".py") and "config" in declared else ""
+            raise SettingError(f"Unknown word {word}{hint or ': settings are --key=value, --help lists them'}")
         if for_train_py and word.startswith("-") and name not in declared and name in preview(TRAIN, []):
             raise SettingError(f"--{name} is a setting of train.py: put it behind --, as in -- --{name}=...")
 

@@ -35,14 +35,15 @@ batches = "1,64"  # texts at once
 prompt = 128  # tokens of each prompt
 tokens = 256  # new ones of each text
 keep = False  # whether rows stay although the code has changed since: for changes that cost neither time nor memory
-out = ""  # the record; nothing: benchmarks/records/generate.json
+out = ""  # the record; nothing: benchmarks/records/generate.json, of a CPU out/generate.json
 
 KEYS = {"points": ("arm", "config", "batch", "prompt", "tokens")}  # what names a row
 ROUNDS = 3  # that are timed, behind one that warms up
 
 
 def parse(argv: list[str]) -> SimpleNamespace:
-    s = cli.read_settings(globals(), argv, {"arms": trainers.GENERATE}, "benchmarks/records/generate.json")
+    to = "benchmarks/records/generate.json" if torch.cuda.is_available() else "out/generate.json"
+    s = cli.read_settings(globals(), argv, {"arms": trainers.GENERATE}, to)
     s.batches = cli.whole_numbers("batches", s.batches)
     return s
 

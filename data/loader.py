@@ -41,7 +41,7 @@ def open_dataset(dataset: str, block_size: int, seed: int, vocab_size: int | Non
     stays within documents, which conversations need.
     """
     folder = dataset_folder(dataset)
-    if folder.name == "pystdlib":  # the one dataset that needs nothing but Python
+    if folder.name == "pystdlib" and (folder / "prepare.py").exists():  # the one that needs nothing but Python
         prepare_once(folder)
     splits = [Tokens(folder, split) for split in ("train", "val")]
     if splits[0].masks and not mask_documents:

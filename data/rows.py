@@ -161,7 +161,9 @@ def parse(line: bytes, where: str, bad: Bad) -> list:
         return [json.loads(line.decode("utf-8-sig"))]
     except UnicodeDecodeError as error:
         bad(f"{where} is not UTF-8 text ({error})")
-    except (ValueError, RecursionError) as error:  # RecursionError: thousands of brackets in brackets
+    except json.JSONDecodeError as error:
+        bad(f"{where} is not JSON: {error.msg}, at character {error.pos + 1}")
+    except (ValueError, RecursionError) as error:  # numbers of thousands of digits, brackets in brackets
         bad(f"{where} is not JSON: {error}")
     return []
 

@@ -98,8 +98,10 @@ class HuggingFace(Tokenizer):
     """A tokenizer.json, with any normalizer, pre-tokenizer and model that `tokenizers` has."""
 
     def __init__(self, path: Path, files: dict[str, bytes], config: dict):
-        import tokenizers
-
+        try:
+            import tokenizers
+        except ImportError as error:
+            raise ImportError(f"{path} needs a package ({error}): pip install tokenizers") from error
         try:
             self.backend = tokenizers.Tokenizer.from_str(files["tokenizer.json"].decode())
         except Exception as error:  # it has no class of its own

@@ -11,7 +11,8 @@ from runtime.distributed import stop
 
 AT_LEAST = {
     1: ("batch_size", "block_size", "gradient_accumulation_steps", "max_iters", "lr_decay_iters", "eval_interval",
-        "eval_iters", "log_interval", "timeout", "galore_rank", "galore_interval"),
+        "eval_iters", "log_interval", "timeout", "galore_rank", "galore_interval", "n_layer", "n_head", "n_kv_head",
+        "n_embd", "ffn_dim", "vocab_size"),
     0: ("warmup_iters", "cooldown_iters", "learning_rate", "min_lr", "weight_decay", "grad_clip", "keep_last", "seed",
         "galore_scale", "lora_rank"),
 }  # fmt: skip
@@ -59,6 +60,7 @@ def find_problem(settings: Mapping, world_size: int, argv: Sequence[str] = ()) -
         f"beta1 is {s.beta1} and beta2 {s.beta2}: both must be at least 0 and below 1":
             not (0 <= s.beta1 < 1 and 0 <= s.beta2 < 1),
         "out_dir is empty: name a folder for the checkpoints": not s.out_dir,
+        "dataset is empty: name a folder under data/, or the path of another": not s.dataset,
         f"gradient_accumulation_steps is {micro_batches}: make it a multiple of the {world_size} ranks, as in "
         f"--gradient_accumulation_steps={max(micro_batches // world_size, 1) * world_size}":
             micro_batches % world_size != 0,

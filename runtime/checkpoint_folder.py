@@ -266,7 +266,8 @@ def read_run(path: Path) -> dict | None:
 
 def other_weights(path: Path) -> str | None:
     """What a folder holds in place of weights that can be read, and what to do; None if nothing known."""
-    return next((what for pattern, what in OTHERS.items() if any(path.glob(pattern))), None)
+    found = (what for pattern, what in OTHERS.items() if any(file.exists() for file in path.glob(pattern)))
+    return next(found, None)
 
 
 def read_document(folder: Path, name: str, pieces: dict[str, list[Piece]] | None = None) -> bytes:

@@ -45,8 +45,8 @@ def log_likelihoods(model: Llama, rows: list[Row], batch_size: int) -> Iterator[
     for tokens, predicted in rows:
         if any(predicted[: max(len(tokens) - context, 1)]):
             raise ValueError(
-                f"{len(tokens):,} tokens, the {len(tokens) - predicted.index(True):,}th from the end to be predicted: "
-                f"the model's context has {context:,}"
+                f"what is to be predicted of {len(tokens):,} tokens begins {len(tokens) - predicted.index(True):,} "
+                f"before their end: the model's context has {context:,}"
             )
     rows = [(tokens[-context - 1 :], predicted[-context - 1 :]) for tokens, predicted in rows]
     for first in range(0, len(rows), batch_size):
@@ -116,7 +116,7 @@ def evaluate_choices(
             activity, first, last = (field(where, item, name, str) for name in ("activity_label", "ctx_a", "ctx_b"))
             ctx = without_headings(f"{activity}: {first} {last.capitalize()}")
             endings = [without_headings(ending) if isinstance(ending, str) else ending for ending in endings]
-        if not all(isinstance(ending, str) and ending for ending in endings):
+        if not endings or not all(isinstance(ending, str) and ending for ending in endings):
             raise ValueError(f"{where} has {endings!r:.60} as endings: expected texts")
         if str(label) not in map(str, range(len(endings))):  # some of HellaSwag's files have "2"
             raise ValueError(f"{where} has {label!r} as label: expected a number below {len(endings)}")

@@ -105,6 +105,8 @@ def read_newest(run: Path, read: Callable[[Path], Any]) -> Any:
     for _ in range(5):
         path = run if is_model(run) else newest(run)
         if path is None:
+            if not run.is_dir():
+                raise ValueError(f"{run} is no folder: train a model first, or name another")
             such = next((f", such as {path}" for path in sorted(run.glob("*")) if newest(path)), "")
             others = other_weights(run) or f"no checkpoint: train one first, or name another folder{such}"
             raise ValueError(f"{run} holds {others}")

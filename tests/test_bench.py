@@ -122,7 +122,8 @@ snapshot -- --offload=all => -- --offload: say --offload=... before the --
 estimate --card=4080 => 4080: there are 3090, 4090, 5090, a10g, l4, l40s, a100-40, a100-80, h100, h200, b200, or
 estimate --card=24MB => --card=24MB: there are
 estimate --config=llama32_1 => llama32_1 does not exist. Did you mean
-estimate config/llama31_8b.py => Unknown word config/llama31_8b.py: settings are --key=value
+estimate config/llama31_8b.py => Unknown word config/llama31_8b.py: say --config=config/llama31_8b.py
+estimate llama31_8b => Unknown word llama31_8b: settings are --key=value
 estimate --config=config/baby_llama.py => leaves vocab_size to its dataset: say -- --vocab_size=
 estimate --compile => --compile is a setting of train.py: put it behind --, as in -- --compile=...
 estimate -- --activation_checkpointing=full => say --checkpointing=... before the --

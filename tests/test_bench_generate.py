@@ -3,6 +3,7 @@
 import json
 
 import pytest
+import torch
 
 from benchmarks import generate, record, runner
 from test_kernels import HAS_GPU
@@ -57,7 +58,10 @@ def test_points_are_the_arms_beside_each_other_and_share_one_record(monkeypatch,
         ("nanocria", 1, 0.5), ("hf", 1, None), ("hf-static", 1, None),
         ("nanocria", 64, 0.5), ("hf", 64, None), ("hf-static", 64, None),
     ]  # fmt: skip
-    assert {row["prompt"] for row in points} == {128} and generate.parse([]).out == record.RECORDS / "generate.json"
+    assert {row["prompt"] for row in points} == {128}
+    for on_gpu, out in ((True, record.RECORDS / "generate.json"), (False, record.ROOT / "out/generate.json")):
+        monkeypatch.setattr(torch.cuda, "is_available", lambda on_gpu=on_gpu: on_gpu)
+        assert generate.parse([]).out == out
 
 
 @pytest.mark.skipif(HAS_GPU, reason="measures the GPU where there is one")

@@ -13,7 +13,7 @@ from data.chat import prepare as chat
 from data.chat.template import LLAMA3_TEMPLATE, encode_answers, encode_prompt, render, render_answers
 from data.tokenizer import get_tokenizer, tokenizer_of
 from data.tokens import IS_TARGET, OPENS, Tokens
-from data.vocabulary import Tiktoken
+from data.vocabulary import HuggingFace, Tiktoken
 from model import LlamaConfig
 from runtime.restore import documents
 from tests.datasets import contents
@@ -158,6 +158,18 @@ def test_a_template_that_rewrites_earlier_answers_is_refused():
     assert "4" in render_answers(tokenizer, MESSAGES[1:3])
     with pytest.raises(ValueError, match="message 2 in another way when .* others follow"):
         render_answers(tokenizer, MESSAGES[1:])
+    tokenizer.chat_template = "{% if messages %}as a system: {% endif %}" + PLAIN  # where nobody has said anything yet
+    with pytest.raises(ValueError, match="the conversation begins with an answer: put a user"):
+        render_answers(tokenizer, MESSAGES[2:])
+
+
+@pytest.mark.parametrize("package", ["jinja2", "tokenizers"])
+def test_a_package_that_is_missing_is_named_with_its_command(package, monkeypatch, tmp_path):
+    tokenizer = get_tokenizer("bytes")
+    tokenizer.chat_template = PLAIN + package  # not compiled yet
+    monkeypatch.setitem(sys.modules, package, None)
+    with pytest.raises(ImportError, match=f"pip install {package}"):
+        render_answers(tokenizer, MESSAGES[1:3]) if package == "jinja2" else HuggingFace(tmp_path, {}, {})
 
 
 @pytest.mark.real

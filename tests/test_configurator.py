@@ -190,7 +190,7 @@ REFUSED = [
     (["config/llama_1b.py"], "config file config/llama_1b.py does not exist. Did you mean config/llama32_1b.py?"),
     (["baby_lama"], "config file baby_lama does not exist. Did you mean config/baby_llama.py?"),
     (["no/such.py"], "config file no/such.py does not exist"),
-    (["config"], "config file config is no file"),
+    (["config"], "config file config is no file"),  # sample.py says more: tests/test_sample.py
     (["x.json"], "x.json is no config file: it must be a .py of assignments, such as batch_size = 4"),
 ]  # fmt: skip
 

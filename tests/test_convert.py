@@ -274,6 +274,12 @@ def renames(file, to):
     return lambda folder: (folder / file).rename(folder / to)
 
 
+def prunes(folder):
+    """As a cache that keeps links to files which it has deleted."""
+    (folder / WEIGHTS).unlink()
+    (folder / WEIGHTS).symlink_to("deleted")
+
+
 def holds(name, change, source=None):
     """Another tensor under a name: what change makes of the tensor there, or of that of another name."""
 
@@ -314,6 +320,7 @@ SLIPS = {  # the sentence: what was done to a folder
     "config.json holds JSON of type list": writes("config.json", "[]"),
     "was trained on gpt2 tokens": says(nanocria_tokenizer="gpt2", vocab_size=300),
     "model.safetensors is missing: copy or fetch the whole folder": renames(WEIGHTS, "weights"),
+    "is missing: copy or fetch the whole folder": prunes,
     "holds pickled weights, which are not read: save them with transformers as .safetensors": renames(
         WEIGHTS, "pytorch_model.bin"
     ),
@@ -432,7 +439,7 @@ def test_published_configs_are_read(tmp_path):
 
 def test_a_slip_or_a_full_disk_ends_convert_py_with_a_sentence_and_leaves_nothing(alone, tmp_path):
     done = run([tmp_path / "nowhere", tmp_path / "hf"], "convert.py")
-    assert done.returncode == 1 and done.stderr.startswith(f"{tmp_path}/nowhere holds no checkpoint"), done.stderr
+    assert done.returncode == 1 and done.stderr.startswith(f"{tmp_path}/nowhere is no folder: train"), done.stderr
     (tmp_path / "limited.py").write_text(
         f"import runpy, sys; sys.path.insert(0, {str(ROOT)!r})\n{FULL_DISK}\n"
         f"runpy.run_path({str(ROOT / 'convert.py')!r}, run_name='__main__')\n"

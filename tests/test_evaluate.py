@@ -124,6 +124,7 @@ def test_what_cannot_be_evaluated_gets_a_sentence(sample, tmp_path):
         "": "x.jsonl is empty",
         '{"text": "a"}': "x.jsonl:1: found an object with text, expected an object with messages, or with prompt and",
         '{"ctx": "a", "endings": ["b", ""], "label": 0}': "x.jsonl:1 has ['b', ''] as endings: expected texts",
+        '{"ctx": "a", "endings": [], "label": 0}': "x.jsonl:1 has [] as endings: expected texts",
         '{"ctx": "a", "endings": ["b", "c"], "label": 2}': "x.jsonl:1 has 2 as label: expected a number below 2",
         '{"ctx": "a", "endings": ["b", "c"], "label": "1"}\n{"ctx": 1}': "x.jsonl:2 has 1 as ctx: expected a str",
         '{"messages": 3}': "x.jsonl:1: messages is not a list of messages",

@@ -270,6 +270,13 @@ def test_sample_reads_adapters(trained):
     assert done.returncode == 0 and done.stdout, done.stderr
 
 
+def test_whose_base_is_of_a_run_says_that_the_run_may_delete_it(base, capitals, tmp_path):
+    common = RUN | {"dataset": capitals, "max_iters": 2}
+    finish(common | {"init_from": base, "lora_rank": 0, "out_dir": tmp_path / "whole"})
+    done = run(common | {"init_from": tmp_path / "whole", "out_dir": tmp_path / "adapters"})
+    assert f"keep {tmp_path}/whole/step_000002, which its run may delete" in done.stdout, done.stderr
+
+
 def test_another_runs_adapters_are_a_start(trained, capitals, tmp_path):
     folder = trained["bfloat16"] / "step_000008"
     finish(RUN | {"dataset": capitals, "out_dir": tmp_path, "init_from": folder, "max_iters": 2})

@@ -100,7 +100,7 @@ def test_json_in_folders_is_data_if_it_has_the_field_else_text(tmp_path, read, c
 
 BROKEN = {
     "null": "is not an object with the field 'text' but NoneType: set --field",
-    "{broken": "is not JSON: ",
+    "{broken": "is not JSON: Expecting property name enclosed in double quotes, at character 2",
     "[" * 100_000: "is not JSON: .* a JSON array",
     '{"text": null}': "has 'text' of type NoneType, expected a string",
     '{"title": 1, "messages": []}': "is not .* 'text' but one with title, messages: set --field.* data/chat/prepare.py",

@@ -13,6 +13,9 @@ pytestmark = pytest.mark.usefixtures("plain_pytorch_on_one_core")
 
 PROBLEMS = {  # the beginning of the sentence: what is set
     "batch_size is 0: it must be at least 1": "--batch_size=0",
+    "vocab_size is 0: it must be at least 1": "--vocab_size=0",
+    "n_layer is 0: it must be at least 1": "--n_layer=0",
+    "dataset is empty: name a folder under data/": "--dataset=",
     "warmup_iters is -1: it must be at least 0": "--warmup_iters=-1",
     "cooldown_iters is -1: it must be at least 0": "--cooldown_iters=-1",
     "galore_interval is 0: it must be at least 1": "--galore_interval=0",

@@ -57,7 +57,9 @@ def render(messages: list[dict], template: str, bos: str, eos: str, add_generati
     variables |= {"add_generation_prompt": add_generation_prompt, "tools": None, "documents": None}
     try:
         return compile_template(template).render(variables)
-    except Exception as error:  # a program that we did not write: whatever it raises; or no jinja2
+    except ImportError as error:
+        raise ImportError(f"a chat template needs Jinja ({error}): pip install jinja2") from error
+    except Exception as error:  # a program that we did not write: whatever it raises
         said = str(error) or type(error).__name__
         raise ValueError(f"the chat template cannot write this conversation: {said}") from error
 
@@ -101,6 +103,8 @@ def render_answers(tokenizer: Tokenizer, messages: list[dict]) -> str:
         prompt = render_marked(tokenizer, messages[:i], add_generation_prompt=True)
         upto = render_marked(tokenizer, messages[: i + 1]).rstrip()  # a line's end follows the end of turn
         if not (upto.startswith(prompt) and text.startswith(upto) and len(prompt) >= done):
+            if i == 0:
+                raise ValueError("the conversation begins with an answer: put a user or a system message before it")
             raise ValueError(
                 f"the chat template writes message {i + 1} in another way when it is to be answered, or when others "
                 "follow: give the answers one by one, each at the end of a conversation of its own"
