@@ -358,7 +358,8 @@ def run_script(main: Callable[[], None]) -> None:
     try:
         main()
     except (ValueError, OSError, ImportError) as error:
-        sys.exit(f"error: {error}")
+        of_a_file = isinstance(error, OSError) and error.filename and error.strerror
+        sys.exit(f"error: {error.filename}: {error.strerror}" if of_a_file else f"error: {error}")
     except KeyboardInterrupt:
         sys.exit("\ninterrupted: nothing half-written is left")
 

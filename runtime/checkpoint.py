@@ -291,7 +291,8 @@ def open_base(folder: Folder, path: Path | None = None) -> Folder:
         raise ValueError(f"{folder.path} has adapters of the weights in {path}, which are not there: {where}")
     base = open_folder(path)
     if base.adapter or fingerprint(base) != folder.config.get("nanocria_base"):
-        raise ValueError(f"{path} is not the base that the adapters in {folder.path} were trained on")
+        where = "put that back, or name its folder as base_model_name_or_path of adapter_config.json"
+        raise ValueError(f"{path} is not the base that the adapters in {folder.path} were trained on: {where}")
     return base
 
 

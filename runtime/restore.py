@@ -131,6 +131,8 @@ def restore(
             print0(f"begins    with the weights of {start}")
         if base and base.run and run_folder.newest(base.path.parent):
             print0(f"          keep {base.path}, which its run may delete: the adapters are nothing without it")
+        if not folder and "train_targets" in facts["dataset"]:  # conversations
+            print0("begins    with random weights: --init_from=FOLDER takes published ones")
         for name in optimizer.parameters if facts["settings"]["keep_last"] else ():
             hf_names(name)  # ValueError for a new parameter without one: now, not at the first checkpoint
         return {"step": 0, "sequences": 0, "resume_seconds": None}, _documents_of(folder, base, model.config, facts)

@@ -189,6 +189,7 @@ def test_ranks_micro_batches_and_resuming_do_not_change_the_run(chats, tmp_path)
     done = run(common | one)
     assert done.returncode == 0, done.stderr
     assert "of their tokens targets; blocks 9" in done.stdout
+    assert "begins    with random weights: --init_from=FOLDER takes published ones" in done.stdout
     two = common | dict(batch_size=2, gradient_accumulation_steps=4, out_dir=tmp_path / "two", eval_iters=20)
     done = run_ranks(2, two)
     assert done.returncode == 0, done.stderr

@@ -218,7 +218,7 @@ def test_text_script_prints_user_errors_in_one_line(tmp_path, monkeypatch):
     for words, message in (
         (["nowhere"], f"{tmp_path}/nowhere cannot be read: No such file or directory"),
         (["empty.txt"], "no documents: the input holds no text"),
-        (both, "one document, but training and validation need one each: give more text, or another file"),
+        (both, "one distinct document, and training and validation need one each: give more text, or another file"),
         ([*both, "--field=x"], "--field is x, but no input holds JSON objects, one a line or in an array"),
         ([*both, "--bos"], "--bos: tokenizer bytes begins no text with a bos"),
         ([*both, "--workers=0"], "max_workers must be greater than 0"),
@@ -443,3 +443,12 @@ def test_gzip_and_xz_read_the_validation_text_of_any_dataset_unless_it_is_long(t
     assert meta["xz_bits_per_byte"] == 8 * len(lzma.compress(val, preset=9)) / len(val)
     monkeypatch.setattr(write, "COMPRESSED_BYTES", len(val) - 1)
     assert "xz_bits_per_byte" not in text.prepare([tmp_path / "notes.jsonl"], tmp_path / "out", val_fraction=0.1)
+
+
+def test_an_error_of_the_system_is_said_as_a_sentence():
+    def main():
+        raise OSError(errno.EFBIG, "File too large", "/data/val.bin")
+
+    with pytest.raises(SystemExit) as stopped:
+        run_script(main)
+    assert stopped.value.code == "error: /data/val.bin: File too large"

@@ -176,7 +176,9 @@ def split(texts: Iterable[str], val_fraction: float) -> Iterator[Document]:
             break
     else:
         if len(sizes) == 1:
-            raise ValueError("one document, but training and validation need one each: give more text, or another file")
+            raise ValueError(
+                "one distinct document, and training and validation need one each: give more text, or another file"
+            )
     n = len(sizes)
     may = [text for text in sizes if n_bytes < SMALL or 10 * sizes[text] < n_bytes]
     val = set(heapq.nsmallest(min(math.ceil(val_fraction * n), n - 1), may, key=hash_of))
