@@ -231,9 +231,15 @@ def unknown(name: str, settings: dict, where: str = "") -> SettingError:
     return SettingError(f"{where}Unknown setting {name}{hint}")
 
 
+OTHER_WORDS = {  # of other trainers
+    "gpu": "cuda", "lr": "learning_rate", "wd": "weight_decay", "bs": "batch_size", "epochs": "max_iters",
+    "steps": "max_iters", "max_steps": "max_iters", "seq_len": "block_size", "context_length": "block_size",
+}  # fmt: skip
+
+
 def did_you_mean(word, candidates: dict[str, str]) -> str:
     """A question with the value of the key that is most like word; empty if none is."""
-    near = difflib.get_close_matches(str(word), candidates, n=1)
+    near = difflib.get_close_matches(OTHER_WORDS.get(str(word), str(word)), candidates, n=1)
     return f". Did you mean {candidates[near[0]]}?" if near else ""
 
 

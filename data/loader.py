@@ -50,7 +50,8 @@ def open_dataset(dataset: str, block_size: int, seed: int, vocab_size: int | Non
     known = train.meta["vocab_size"]
     if train.vocab_size < known:
         raise ValueError(
-            f"vocab_size is {vocab_size}, but {folder} was prepared with {known}: set it to that, or leave it out"
+            f"vocab_size is {vocab_size}, but {folder} was prepared with {known}: set it to that, or leave it out. "
+            "Published weights need data of their own tokenizer"
         )
     return train, val
 

@@ -183,6 +183,7 @@ REFUSED = [
     (["batch_size=3"], "Unknown argument batch_size=3. Did you mean --batch_size=3?"),
     (["-batch_size", "3"], "Unknown argument -batch_size. Did you mean --batch_size?"),
     (["--init_from=resum"], "--init_from expects 'scratch' or 'resume', got 'resum'. Did you mean 'resume'?"),
+    (["--bs=4"], "Unknown setting bs. Did you mean batch_size?"),
     (["--world=3"], "--world expects 0, 1, 2 or none, got '3'"),
     (["--world=true"], "--world expects 0, 1, 2 or none, got 'true'"),
     *(([f"--rope_scaling={text}"], f"--rope_scaling expects a dict or none, got {text!r}")
