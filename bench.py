@@ -31,6 +31,7 @@ from configurator import SettingError
 
 MODULES = ["sweep", "estimate", "ladder", "snapshot", "kernels", "step", "losses", "finetune", "gpus", "disk",
            "generate", "run"]  # fmt: skip
+USAGE = "usage: python bench.py record FOLDER NAME\n       python bench.py readme"
 
 
 def main(argv: list[str]) -> None:
@@ -48,9 +49,10 @@ def main(argv: list[str]) -> None:
                 from benchmarks import report
 
                 report.write_pages()
-            case ["record" | "readme", *words]:
-                usage = "usage: python bench.py record FOLDER NAME\n       python bench.py readme"
-                sys.exit(print(usage) if "--help" in words else usage)
+            case ["record" | "readme", "--help"]:
+                print(USAGE)
+            case ["record" | "readme", *_]:
+                sys.exit(USAGE)
             case [word, *_] if not word.startswith("-"):
                 sys.exit(f"Unknown command {word}: there are {', '.join(MODULES)}, record, readme")
             case words:

@@ -109,8 +109,7 @@ RUNGS = {
     "offload_all": Rung("weights in CPU memory too", "offload_optimizer", {"offload": "all"}),
     "offload_activations": Rung("activations in CPU memory too", "offload_all", {"offload_activations": "true"}),
     "nvme": Rung("optimizer on the NVMe drive", "offload_activations", {}),  # offload_dir
-    "lora": Rung("LoRA of rank 16", "bf16",
-                 {"lora_rank": "16", "lora_alpha": "32", "cuda_graph": "true"}),
+    "lora": Rung("LoRA of rank 16", "bf16", {"lora_rank": "16", "lora_alpha": "32", "cuda_graph": "true"}),
     "qlora": Rung("QLoRA: the base in NF4", "lora", {"base_dtype": "nf4"}),
     **{f"hf_{on}": Rung(SWEEP[peer], on, {}, peer) for on, peer in {
         "adamw8bit": "liger-8bit", "galore": "liger-galore", "lora": "peft", "qlora": "peft-qlora"}.items()},

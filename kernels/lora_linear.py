@@ -74,7 +74,7 @@ class LoRALinear(Linear):
             merged[rows] += self.scale * self.lora_b[rows].to(merged.dtype) @ self.lora_a[columns].to(merged.dtype)
         return merged.to(self.lora_a.dtype)
 
-    # The adapters' part comes first, since the large matmul adds to it on its way: a pass over y less than after it.
+    # The adapters' part is written first and the large matmul adds to it, whose FLOPs hide the second pass over y.
 
     def project(self, x, weight, a, b, out=None):
         y = x.new_empty(*x.shape[:-1], len(weight)) if out is None else out

@@ -2,9 +2,9 @@
 
     r = β₂ r + (1 − β₂) · mean(O²) of each row        w = w − lr · (λ w + 0.2 · O / √r̂)
 
-The rows of a wide O have equal norms as they are; those of a tall one, gate or up, have not: of all possible directions
-in its outputs O takes no more than it has columns, and some rows get several times the step of others. β₂ and the bias
-correction r̂ are AdamW's. State: Muon's, and a number a row, which is with the rank of its row.
+The rows of a square or wide O are orthonormal, so equally long as they are. Of a tall one, gate or up, the columns are,
+and some rows get several times the step of others. β₂ and the bias correction r̂ are AdamW's. State: Muon's, and one
+float32 a row, on the rank that has the row.
 
 The paper also scales each step to one norm, which after the division it nearly has.
 
