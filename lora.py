@@ -2,6 +2,7 @@
 
     add_lora(model, rank=16, alpha=32)              # on the meta device, before recompute, compile and fully_shard
     add_lora(model, 16, 32, base_dtype="nf4")       # the frozen projections take 0.52 bytes a weight instead of 2
+    use_fp8(model, device); add_lora(model, 16, 32)     # 1 byte, multiplied in float8
     merge_lora(model)                               # a plain model of the sums W + (α/r) B A
 
     for each matrix     y = x Wᵀ + (α/r) (x Aᵀ) Bᵀ        A (r, C) and B (O, r) are trained, B begins as zeros
@@ -10,18 +11,21 @@ All seven matrices of a block have an adapter: q, k, v, o, gate, up, down. The e
 frozen. A token costs 4 FLOPs a frozen weight instead of 6, and gradients, masters and moments exist for the adapters
 alone: 8B at rank 16 trains 42 million parameters.
 
-kernels/lora_linear.py and kernels/nf4_lora_linear.py are the projections; runtime/checkpoint.py reads the frozen
-weights from the folder of init_from; a checkpoint holds the adapters, by peft's names.
+kernels/lora_linear.py, nf4_lora_linear.py and fp8_lora_linear.py are the projections; runtime/checkpoint.py reads the
+frozen weights from the folder of init_from; a checkpoint holds the adapters, by peft's names.
 
 Hu et al., LoRA, 2021. https://arxiv.org/abs/2106.09685    Dettmers et al., QLoRA, 2023. https://arxiv.org/abs/2305.14314
 """
 
 import torch
 
-from kernels import Linear, LoRALinear, NF4LoRALinear
+from kernels import FP8Linear, FP8LoRALinear, FP8NF4LoRALinear, Linear, LoRALinear, NF4LoRALinear
 from model import Llama, LlamaConfig
 
-KINDS = {"bfloat16": LoRALinear, "nf4": NF4LoRALinear}  # of a projection, by base_dtype
+KINDS = {  # of a projection, by base_dtype and what it was
+    ("bfloat16", Linear): LoRALinear, ("bfloat16", FP8Linear): FP8LoRALinear,
+    ("nf4", Linear): NF4LoRALinear, ("nf4", FP8Linear): FP8NF4LoRALinear,
+}  # fmt: skip
 
 
 def packed_rows(config: LlamaConfig) -> dict[str, tuple[int, ...]]:
@@ -45,14 +49,16 @@ def add_lora(model: Llama, rank: int, alpha: float, base_dtype: str = "bfloat16"
     """Gives each projection of the model's layers adapters of this rank, and freezes everything else.
 
     alpha: adapters count alpha / rank times. base_dtype: of the frozen projections, 'nf4', or 'bfloat16' for the dtype
-    that they have. The adapters have the model's dtype; init_weights initialises them. ValueError for a rank below 1,
-    for shapes that NF4 cannot hold, and for projections of another number format.
+    that they have; after use_fp8 they are multiplied in float8, and held in that or in NF4. The adapters have the
+    model's dtype; init_weights initialises them. ValueError for a rank below 1, for shapes that NF4 cannot hold, and
+    for projections of another kind.
     """
     model.requires_grad_(False)
-    rows, kind = packed_rows(model.config), KINDS[base_dtype]
+    rows = packed_rows(model.config)
     for module, name, child in projections(model, Linear):
-        if type(child) is not Linear:
-            raise ValueError(f"adapters stand on plain projections, and {name} is another: {type(child).__name__}")
+        kind = KINDS.get((base_dtype, type(child)))
+        if kind is None:
+            raise ValueError(f"adapters do not stand on {name}, which is of kind {type(child).__name__}")
         setattr(module, name, kind(child, rows[name], rank, alpha))
 
 

@@ -411,8 +411,8 @@ class Llama(Part):
 
     def n_params(self) -> int:
         """The number of parameters, a tied head and its embedding counted once, NF4 weights as what they stand for."""
-        packed = [m for m in self.layers.modules() if isinstance(m, kernels.NF4LoRALinear)]
-        more = sum(m.in_features * m.out_features - sum(t.numel() for t in m.tensors()[:4]) for m in packed)
+        frozen = [m for m in self.layers.modules() if isinstance(m, kernels.LoRALinear)]
+        more = sum(m.in_features * m.out_features - sum(t.numel() for t in m.tensors()[:-2]) for m in frozen)
         return sum(parameter.numel() for parameter in self.parameters()) + more
 
     def flops_per_token(self, n_time: int) -> int:

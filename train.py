@@ -112,12 +112,12 @@ grad_clip = 1.0  # gradients are scaled down to this norm; 0: never
 # finetuning with LoRA: init_from names the weights, which stay as they are; a checkpoint holds the adapters alone
 lora_rank = 0  # of the adapters on all projections of the blocks; 0: train all weights
 lora_alpha = 32.0  # adapters count lora_alpha / lora_rank times
-base_dtype: Literal["bfloat16", "nf4"] = "bfloat16"  # of the frozen projections: as dtype; nf4: four bits (QLoRA)
+base_dtype: Literal["bfloat16", "nf4"] = "bfloat16"  # of frozen projections: as dtype, fp8 as float8; nf4: QLoRA
 
 # system
 device: Literal["auto", "cuda", "cpu"] = "auto"  # auto: cuda where there is one
 dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"  # of compute; auto: bfloat16, on a CPU float32
-fp8 = False  # two of three matmuls of the blocks in float8: faster and coarser (RTX 40, H100 and newer; bfloat16)
+fp8 = False  # the blocks' matmuls in float8, but weight gradients: faster, coarser (RTX 40, H100 and newer; bfloat16)
 activation_checkpointing: Literal["none", "selective", "full"] = "none"  # recompute nothing; gate and up; whole blocks
 offload: Literal["none", "optimizer", "all"] = "none"  # optimizer: AdamW and gradients in CPU memory; all: weights too
 offload_dir: str | None = None  # a folder on an NVMe drive: AdamW's state is there instead of in CPU memory
@@ -162,7 +162,7 @@ globals().update(from_weights)
 settings |= from_weights
 check_settings(globals(), world_size)  # again, with that model
 shard_ranks = local_world_size if sharding == "hybrid" else world_size  # that share one copy of the model
-copy_engines = False if base_dtype == "nf4" else copy_engines  # their buffers have one dtype
+copy_engines = False if lora_rank and (fp8 or base_dtype == "nf4") else copy_engines  # their buffers have one dtype
 mesh = distributed.device_mesh(device, sharding == "hybrid", timeout) if world_size > 1 else None
 copy_engines = pick_copy_engines(copy_engines, device, mesh and mesh["shard"].get_group(), offload)
 

@@ -15,12 +15,14 @@ GPUS = {  # hybrid and each are of older records
     "nanocria": "nanocria, ZeRO-3", "nanocria-zero2": "nanocria, ZeRO-2", "nanocria-hybrid": "nanocria, hybrid",
     "nanocria-nccl": "nanocria, ZeRO-3, NCCL alone", "nanocria-each": "nanocria, an independent run on each GPU",
     "recipe": "torchtitan's recipe, ZeRO-3", "recipe-zero2": "torchtitan's recipe, ZeRO-2",
-    "torchtitan": "torchtitan, ZeRO-3",
+    "torchtitan": "torchtitan, ZeRO-3", "nanocria-adamw": "nanocria, AdamW", "nanocria-muon": "nanocria, Muon",
+    "nanocria-normuon": "nanocria, NorMuon",
 }  # fmt: skip
 SWEEP = {
     "all": "nanocria", "long": "nanocria, activations on the CPU", "kernels": "nanocria, unfused loss",
     "torch": "nanocria, plain PyTorch", "hf": "Hugging Face", "liger": "Hugging Face + Liger",
-    "recipe": "torchtitan's recipe", "lora": "nanocria, LoRA", "qlora": "nanocria, QLoRA",
+    "recipe": "torchtitan's recipe", "lora": "nanocria, LoRA", "lora-fp8": "nanocria, LoRA, float8",
+    "qlora": "nanocria, QLoRA", "qlora-fp8": "nanocria, QLoRA, float8",
     "peft": "Hugging Face + Liger + peft, LoRA", "peft-qlora": "Hugging Face + Liger + peft, QLoRA",
     "liger-8bit": "Hugging Face + Liger + bitsandbytes, 8-bit AdamW",
     "liger-galore": "Hugging Face + Liger + galore-torch, GaLore and 8-bit AdamW",
@@ -33,8 +35,9 @@ LOSSES = {
 FINETUNE = {
     "nanocria": "nanocria, bfloat16", "hf": "transformers, bfloat16", "hf-again": "transformers, bfloat16, again",
     "nanocria-float32": "nanocria, float32", "hf-float32": "transformers, float32",
-    "nanocria-lora": "nanocria, LoRA", "hf-lora": "transformers + peft, LoRA",
-    "hf-lora-again": "transformers + peft, LoRA, again",
+    "nanocria-lora": "nanocria, LoRA", "nanocria-lora-fp8": "nanocria, LoRA, float8",
+    "nanocria-qlora": "nanocria, QLoRA", "nanocria-qlora-fp8": "nanocria, QLoRA, float8",
+    "hf-lora": "transformers + peft, LoRA", "hf-lora-again": "transformers + peft, LoRA, again",
 }  # fmt: skip
 GENERATE = {
     "nanocria": "nanocria", "hf": "transformers.generate, default cache",
@@ -48,7 +51,9 @@ SWEEP_FLAGS = {
     "kernels": ["--fused_loss=false"],
     "torch": ["--fused_kernels=false", "--attention=sdpa", "--fused_loss=false"],
     "lora": ["--lora_rank=16"],
+    "lora-fp8": ["--lora_rank=16", "--fp8=true"],
     "qlora": ["--lora_rank=16", "--base_dtype=nf4"],
+    "qlora-fp8": ["--lora_rank=16", "--base_dtype=nf4", "--fp8=true"],
 }
 LOSSES_FLAGS = STEP_FLAGS | {"nanocria-plain": SWEEP_FLAGS["torch"], "nanocria-galore": ["--optimizer=galore"]}
 SWEEP_PEERS = {  # offload -> builder
@@ -110,7 +115,9 @@ RUNGS = {
     "offload_activations": Rung("activations in CPU memory too", "offload_all", {"offload_activations": "true"}),
     "nvme": Rung("optimizer on the NVMe drive", "offload_activations", {}),  # offload_dir
     "lora": Rung("LoRA of rank 16", "bf16", {"lora_rank": "16", "lora_alpha": "32", "cuda_graph": "true"}),
+    "lora_fp8": Rung("LoRA with the base in float8", "lora", {"fp8": "true"}),
     "qlora": Rung("QLoRA: the base in NF4", "lora", {"base_dtype": "nf4"}),
+    "qlora_fp8": Rung("QLoRA, multiplied in float8", "qlora", {"fp8": "true"}),
     **{f"hf_{on}": Rung(SWEEP[peer], on, {}, peer) for on, peer in {
         "adamw8bit": "liger-8bit", "galore": "liger-galore", "lora": "peft", "qlora": "peft-qlora"}.items()},
 }  # fmt: skip

@@ -27,7 +27,8 @@ TRAINERS = {
     "recipe-fp8": "#84cc16", "recipe-zero2": "#134e4a", "torchtitan": "#5eead4", "hf": "#9ca3af",
     "hf-compiled": "#4b5563", "hf-liger": "#2563eb", "float32": "#000000", "all": "#c2410c", "long": "#db2777",
     "kernels": "#fb923c", "torch": "#7c2d12", "liger": "#2563eb", "lora": "#f59e0b",
-    "qlora": "#c2410c", "peft": "#2563eb", "peft-qlora": "#1e3a8a", "liger-8bit": "#0f766e", "liger-galore": "#84cc16",
+    "lora-fp8": "#a16207", "qlora": "#c2410c", "qlora-fp8": "#7c2d12",
+    "peft": "#2563eb", "peft-qlora": "#1e3a8a", "liger-8bit": "#0f766e", "liger-galore": "#84cc16",
 }  # fmt: skip
 PARTS = ["#1e3a8a", "#2563eb", "#0f766e", "#c2410c", "#9333ea", "#f59e0b", "#9ca3af"]  # of memory
 DASHES = ["-", "--", "-.", ":"]

@@ -4,7 +4,7 @@
     python bench.py finetune --init_from=FOLDER --arms=nanocria-lora,hf-lora,hf-lora-again --steps=300 --rate=2e-4
 
 nanocria         train.py config/sft.py: conversations packed into blocks; bfloat16 with float32 masters, or float32
-nanocria-lora    the same with adapters of rank 16
+nanocria-lora    the same with adapters of rank 16; nanocria-qlora: on a base in NF4; -fp8: with --fp8=true
 hf               transformers' model with the same weights, on the same conversations, unpacked and padded; its
                  bfloat16 has float32 masters too. hf-again is the same once more: how far two runs of one are apart
 hf-lora          peft's adapters on it, in float32 under autocast, from the same first values
@@ -48,8 +48,12 @@ out = ""  # the record; nothing: benchmarks/records/finetune_losses.json
 
 KEYS = {"runs": ("arm",), "packing": ("arm",)}
 CONFIG, WARMUP, EVALUATIONS, ROWS = "config/sft.py", 20, 4, 16  # ROWS: of a padded micro-batch
-BF16, LORA = "--dtype=bfloat16", ["--lora_rank=16", "--lora_alpha=32"]
-FLAGS = {"nanocria": [BF16], "nanocria-float32": ["--dtype=float32"], "nanocria-lora": [BF16, *LORA]}
+BF16, LORA, NF4 = "--dtype=bfloat16", ["--lora_rank=16", "--lora_alpha=32"], "--base_dtype=nf4"
+FLAGS = {
+    "nanocria": [BF16], "nanocria-float32": ["--dtype=float32"],
+    "nanocria-lora": [BF16, *LORA], "nanocria-lora-fp8": [BF16, *LORA, "--fp8=true"],
+    "nanocria-qlora": [BF16, *LORA, NF4], "nanocria-qlora-fp8": [BF16, *LORA, NF4, "--fp8=true"],
+}  # fmt: skip
 Conversations = list[tuple[torch.Tensor, torch.Tensor]]  # tokens (n,) and targets (n,), of which each is at its token
 
 

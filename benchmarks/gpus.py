@@ -5,6 +5,7 @@
     python bench.py gpus --measure=8b           Llama 3.1 8B, with and without checkpointing
     python bench.py gpus --measure=saves        1B, 8 x 2048 tokens a GPU: a checkpoint every 100 steps, then a resume
                                                 ($TMPDIR holds 30 GB for a while)
+    python bench.py gpus --measure=optimizers   config/linux_114m.py's step with AdamW, Muon and NorMuon
     python bench.py gpus --measure=memory       8B, --offload=all: the CPU memory of a save and of a resume (100 GB)
     python bench.py gpus --measure=8b --arms=nanocria-zero2,recipe-zero2 --shapes=2x4096 --checkpointing=none,full
 
@@ -29,18 +30,19 @@ from benchmarks import cli, compare, runner
 from runtime import run_folder
 
 # settings
-measure = "scaling,8b,saves"  # what to measure: memory, too
-ranks = "1,2,4,8"  # numbers of GPUs: scaling takes each that is there, the others the largest
-arms = ""  # scaling, 8b: the trainers; nothing: those of the table
+measure = "scaling,8b,saves"  # what to measure: memory, optimizers, too
+ranks = "1,2,4,8"  # numbers of GPUs: scaling and optimizers take each that is there, the others the largest
+arms = ""  # scaling, 8b, optimizers: the trainers; nothing: those of the table
 shapes = ""  # 8b: sequences x tokens; nothing: those of the table
 checkpointing = ""  # 8b: none, selective, full; nothing: those of the table
-steps = 20  # scaling, 8b: to measure
+steps = 20  # scaling, 8b, optimizers: to measure
 out = ""  # the record; nothing: benchmarks/records/gpus.json
 
 SCALING_CONFIG, SCALING_AT = runner.CONFIG, (16, 2048, "none")  # sequences x tokens, checkpointing
 BIG_CONFIG, BIG_ARMS = "config/llama31_8b.py", ["nanocria", "recipe"]
 BIG_AT = [(2, 4096, "none"), (1, 8192, "none"), (4, 4096, "full"), (2, 8192, "full"),
           (4, 4096, "selective"), (2, 8192, "selective")]  # fmt: skip
+OPTIMIZERS_CONFIG, OPTIMIZERS_AT = "config/linux_114m.py", (64, 1024, "none")  # 8 micro-batches a step
 SAVES_AT = (8, 2048, "none")
 SAVE_EVERY, SAVE_STEPS = 100, 200
 MEMORY_AT, MEMORY_STEPS = (1, 1024, "full"), 3
@@ -49,10 +51,15 @@ FLAGS = {  # of the arms that are train.py on several ranks
     "nanocria-zero2": ["--sharding=zero2"],
     "nanocria-nccl": ["--copy_engines=false"],
 }
-ARMS = [*FLAGS, "recipe", "recipe-zero2", "torchtitan"]
-SCALING_ARMS = [arm for arm in ARMS if arm != "recipe-zero2"]
+OPTIMIZERS = {  # of the arms that are train.py on any number of GPUs
+    f"nanocria-{name}": [f"--optimizer={name}", "--gradient_accumulation_steps=8"]
+    for name in ("adamw", "muon", "normuon")
+}
+PEERS = ["recipe", "recipe-zero2", "torchtitan"]
+ARMS, SCALING_ARMS = [*FLAGS, *OPTIMIZERS, *PEERS], [*FLAGS, "recipe", "torchtitan"]
 KEYS = {  # what names a row
-    "scaling": compare.GPUS_PLACE, "8b": compare.GPUS_PLACE, "saves": ("ranks",), "memory": ("ranks",)
+    "scaling": compare.GPUS_PLACE, "8b": compare.GPUS_PLACE, "optimizers": compare.GPUS_PLACE, "saves": ("ranks",),
+    "memory": ("ranks",),
 }  # fmt: skip
 
 
@@ -86,11 +93,18 @@ def big(s: SimpleNamespace):
     return points(BIG_CONFIG, at, s)
 
 
+def optimizers(s: SimpleNamespace):
+    for n in reversed(s.ranks):
+        yield from points(OPTIMIZERS_CONFIG, [(arm, n, *OPTIMIZERS_AT) for arm in s.arms or OPTIMIZERS], s)
+
+
 def points(config: str, places: list[tuple], s: SimpleNamespace):
     def measure_at(arm, n, *at):
-        return {"steps": s.steps, "oom": False} | runner.arm_point(arm, FLAGS.get(arm), config, *at, s.steps, ranks=n)
+        flags = (FLAGS | OPTIMIZERS).get(arm)
+        return {"steps": s.steps, "oom": False} | runner.arm_point(arm, flags, config, *at, s.steps, ranks=n)
 
-    places = [(arm, n, *at) for arm, n, *at in places if n > 1 or "-" not in arm]  # one GPU is not sharded
+    one = {"nanocria", *OPTIMIZERS, *PEERS}  # what a GPU alone does too, which is not sharded
+    places = [(arm, n, *at) for arm, n, *at in places if n > 1 or arm in one and arm != "recipe-zero2"]
     return runner.in_turn(compare.GPUS_PLACE, places, measure_at)
 
 
@@ -188,7 +202,7 @@ def note_arrivals(path: Path, arrived: dict[int, float], over: threading.Event) 
                 arrived.setdefault(json.loads(line)["step"], time.perf_counter())
 
 
-RUN = {"scaling": scaling, "8b": big, "saves": saves, "memory": save_memory}
+RUN = {"scaling": scaling, "8b": big, "optimizers": optimizers, "saves": saves, "memory": save_memory}
 
 
 def main(argv: list[str]) -> None:

@@ -286,6 +286,17 @@ def big_table(r: dict) -> str:
     return f"Llama 3.1 8B on {rows[0]['ranks']} GPUs:\n\n{text}"
 
 
+def optimizers_table(r: dict) -> str:
+    """A step's time, and over AdamW's on as many GPUs."""
+    rows = compare.named(done(r["optimizers"]), arms.GPUS)
+    adamw = {row["ranks"]: row["ms_per_step"] for row in rows if row["arm"] == "nanocria-adamw"}
+    for row in rows:
+        row["times"] = row["ms_per_step"] / adamw[row["ranks"]]
+    line = "{trainer} | {ranks} | {ms_per_step:,.0f} | {times:.3f} | {peak_gib:.1f}"
+    found = table("optimizer | GPUs | ms per step | over AdamW's | peak GiB", line, rows)
+    return f"`config/linux_114m.py`, steps of 8 x {AT} tokens:\n\n{found}".format(**rows[0])
+
+
 def saves_sentences(r: dict) -> str:
     """What checkpoints cost the training, beside it."""
     sentences = []
@@ -426,14 +437,17 @@ def finetune_table(r: dict) -> str:
 
 
 def finetune_sentence() -> str:
-    """QLoRA beside the peer at each size that both have, at the fastest settings of each."""
+    """QLoRA beside the peer at each size that both have, at the fastest settings of each; and with float8."""
     found, parts = {values(row, ("arm", "batch", "block")): row for row in finetune_rows(load("finetune"))}, []
     for (arm, *at), row in found.items():
         peer = found.get(("peft-qlora", *at))
-        if arm == "qlora" and peer:
-            times = compare.ratio(row, peer)["tok_per_s"]
-            beside = f"{times:.2f} times, {row['peak_gib']:.1f} GiB beside {peer['peak_gib']:.1f}"
-            parts.append(f"at {AT} tokens {{tok_per_s:,.0f}} tokens per second ({beside})".format(**row))
+        if arm != "qlora" or not peer:
+            continue
+        for ours in filter(None, (row, found.get(("qlora-fp8", *at)))):
+            where = "with float8" if "fp8" in ours["arm"] else f"at {AT} tokens".format(**row)
+            beside = f"{compare.ratio(ours, peer)['tok_per_s']:.2f} times, {ours['peak_gib']:.1f} GiB"
+            beside += f" beside {peer['peak_gib']:.1f}" * (ours is row)
+            parts.append(f"{where} {ours['tok_per_s']:,.0f} tokens per second ({beside})")
     return (
         f"QLoRA of Llama 3.1 8B within 24 GiB, beside Hugging Face + Liger + peft + bitsandbytes: {', '.join(parts)}."
     )
@@ -491,7 +505,13 @@ def whole_8b_sentence() -> str:
 TABLES = {  # command -> kind of its rows -> what a command prints of them, and a page shows
     "kernels": {"rows": kernels_table},
     "step": {"points": steps_table, "breakdown": breakdown_table, "baby": small_model_table},
-    "gpus": {"scaling": scaling_table, "8b": big_table, "saves": saves_sentences, "memory": save_memory_sentence},
+    "gpus": {
+        "scaling": scaling_table,
+        "8b": big_table,
+        "optimizers": optimizers_table,
+        "saves": saves_sentences,
+        "memory": save_memory_sentence,
+    },
     "sweep": {kind: partial(fits_table, kind=kind) for kind in compare.KINDS},
     "finetune": {"batch": finetune_table},
     "finetune_losses": {"runs": finetune_losses_table, "packing": packing_sentence},

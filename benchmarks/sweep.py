@@ -65,14 +65,18 @@ PRESETS = {
                  f"--out={record.RECORDS / 'finetune.json'}"],
 }  # fmt: skip
 TO_CPU, THEIRS = ["--", "--offload_activations=true"], ["--arms=none", "--peers=peft-qlora"]
+FLOAT8 = ["--arms=lora-fp8,qlora-fp8"]
 FINETUNE = [  # of each size what is fastest there, ours and then theirs; of the smallest the leanest too
     ["--checkpointing=none", "--peers=peft-qlora", "--", "--cuda_graph=true"],  # theirs does not fit
+    [*FLOAT8, "--checkpointing=none", "--", "--cuda_graph=true"],
     ["--arms=lora", "--checkpointing=selective", "--", "--cuda_graph=true"],
     ["--arms=none", "--peers=peft,peft-qlora"],
     TO_CPU,
     ["--block_size=8192", "--batches=1,4", "--checkpointing=selective", *TO_CPU],
+    ["--block_size=8192", "--batches=1,4", *FLOAT8, "--checkpointing=selective", *TO_CPU],
     ["--block_size=8192", "--batches=1,4", *THEIRS],
     ["--block_size=32768", "--batches=1", "--checkpointing=selective", *TO_CPU],
+    ["--block_size=32768", "--batches=1", *FLOAT8, "--checkpointing=selective", *TO_CPU],
     ["--block_size=32768", "--batches=1", *THEIRS],
     ["--block_size=65536", "--batches=1", *THEIRS],
     ["--block_size=131072", "--batches=1", *TO_CPU],

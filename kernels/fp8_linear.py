@@ -42,14 +42,15 @@ def quantize_reference(x, factors=None):
     return (x / scales).to(FLOAT8), scales
 
 
+def rounded_reference(x):
+    """x as float8 has it, in fp32. Its gradient is that of x."""
+    x8, scales = quantize_reference(as_rows(x.detach()))
+    return x.float() + ((scales * x8.float()).view(x.shape) - x.float()).detach()
+
+
 def fp8_linear_reference(x, weight):
     """Its gradients are those of x Wᵀ at the rounded x and W: only the gradient of y is not rounded."""
-
-    def rounded(x):
-        x8, scales = quantize_reference(as_rows(x.detach()))
-        return x.float() + ((scales * x8.float()).view(x.shape) - x.float()).detach()
-
-    return F.linear(rounded(x), rounded(weight)).to(x.dtype)
+    return F.linear(rounded_reference(x), rounded_reference(weight)).to(x.dtype)
 
 
 @triton.jit
@@ -129,6 +130,18 @@ def scaled_mm(a8, b8, scale_a, scale_b, dtype, out):
     return y if out is None else out.copy_(y)
 
 
+def project_float8(x, w8, t, dtype, out=None):
+    """y of x, or of what quantize makes of it, and of the weight diag(t) w8."""
+    x8, s = x if isinstance(x, tuple) else quantize(x)
+    return scaled_mm(as_rows(x8), w8, s, t.T, dtype, out).unflatten(0, x8.shape[:-1])
+
+
+def input_gradient_float8(dy, w8, t, out=None):
+    g8, u = quantize(as_rows(dy), t.view(-1))
+    one = torch.ones(1, w8.shape[1], device=dy.device)
+    return scaled_mm(g8, transpose(w8), u, one, dy.dtype, out).unflatten(0, dy.shape[:-1])
+
+
 class FP8Linear(Linear):
     """A projection whose matmuls are in float8, but for the gradient of its weight: fp8_linear as a module."""
 
@@ -142,20 +155,15 @@ class FP8Linear(Linear):
 
     def check(self, name, n_in, x):
         super().check(name, n_in, x)
-        check_fp8(x, self.weight)
+        check_fp8(x, self.weight.shape)
 
     @staticmethod
     def project(x, weight, out=None):
-        x8, s = x if isinstance(x, tuple) else quantize(x)
-        w8, t = quantize(weight)
-        return scaled_mm(as_rows(x8), w8, s, t.T, weight.dtype, out).unflatten(0, x8.shape[:-1])
+        return project_float8(x, *quantize(weight), weight.dtype, out)
 
     @staticmethod
     def input_gradient(dy, weight, out=None):
-        w8, t = quantize(weight)
-        g8, u = quantize(as_rows(dy), t.view(-1))
-        one = torch.ones(1, weight.shape[1], device=dy.device)
-        return scaled_mm(g8, transpose(w8), u, one, dy.dtype, out).unflatten(0, dy.shape[:-1])
+        return input_gradient_float8(dy, *quantize(weight), out)
 
 
 def use_fp8(model: torch.nn.Module, device: str = "cpu") -> None:
@@ -178,16 +186,16 @@ def use_fp8(model: torch.nn.Module, device: str = "cpu") -> None:
         projection.__class__ = FP8Linear  # the same parameter, multiplied by other functions
 
 
-def check_fp8(x: torch.Tensor, weight: torch.Tensor) -> None:
-    """ValueError where float8 matmuls do not run; their reference runs everywhere."""
+def check_fp8(x: torch.Tensor, shape: tuple[int, ...]) -> None:
+    """For a weight of this shape. ValueError where float8 matmuls do not run; their reference runs everywhere."""
     if not use_triton(x):
         return
     if x.is_cuda and torch.cuda.get_device_capability(x.device) < (8, 9):
         raise ValueError("float8 needs a GPU of compute capability 8.9 or more: RTX 40, L4, L40S, H100 or newer")
     if x.dtype != torch.bfloat16:
         raise ValueError(f"x is {x.dtype}: float8 matmuls read and write bfloat16")
-    if weight.shape[0] % 16 or weight.shape[1] % 16:
-        raise ValueError(f"weight {tuple(weight.shape)}: float8 matmuls want multiples of 16")
+    if shape[0] % 16 or shape[1] % 16:
+        raise ValueError(f"weight {tuple(shape)}: float8 matmuls want multiples of 16")
 
 
 def fp8_linear(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
@@ -200,5 +208,5 @@ def fp8_linear(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     """
     refuse_autocast(x)
     check_weight("weight", weight, x.shape[-1], x.dtype)
-    check_fp8(x, weight)
+    check_fp8(x, weight.shape)
     return apply_projection(FP8Linear, x, weight) if use_triton(x) else fp8_linear_reference(x, weight)

@@ -6,6 +6,9 @@
 q, k and v are packed in one W, gate and up in another, but published adapters have an A and a B for each of them. So A
 stacks the matrices' (r, C), and B their (Oᵢ, r): the columns i·r..(i+1)·r of x Aᵀ belong to the rows of matrix i.
 
+How the frozen W is held is for subclasses to say: `held` names its tensors, quantize makes them, read_weight reads them
+back. nf4_lora_linear.py holds it in four bits; fp8_lora_linear.py multiplies it in float8.
+
 FLOPs for m matrices: 2·N·C·O forward and backward, for a frozen W has no gradient, and 2·N·r·(m·C + O) forward, about
 three times that backward. Saved: x (unless the fused function computes it again), W, A and B.
 
@@ -30,13 +33,16 @@ class LoRALinear(Linear):
     peft's, uniform within ±1/√C, lora_b (O, rank) as zeros: y is that of the base at first.
     """
 
+    held = ("weight",)  # the tensors of the frozen weight: `weight` comes first, and has O rows
+
     def __init__(self, base: Linear, rows: tuple[int, ...], rank: int, alpha: float):
         nn.Module.__init__(self)
         self.out_features, self.in_features = base.weight.shape
         if rank < 1 or sum(rows) != self.out_features:
             raise ValueError(f"rank {rank} and rows {rows}: expected a rank of at least 1, {self.out_features} rows")
-        self.weight = nn.Parameter(base.weight.detach(), requires_grad=False)
-        self.bias = None
+        self.rows, self.bias = tuple(rows), None
+        for name, part in zip(self.held, self.quantize(base.weight.detach()), strict=True):
+            setattr(self, name, nn.Parameter(part, requires_grad=False))
         self.lora_a = nn.Parameter(base.weight.new_empty(len(rows) * rank, self.in_features))
         self.lora_b = nn.Parameter(base.weight.new_zeros(self.out_features, rank))
         nn.init.uniform_(self.lora_a, -(self.in_features**-0.5), self.in_features**-0.5)
@@ -51,50 +57,68 @@ class LoRALinear(Linear):
         return apply_projection(self, x, *self.tensors()) if use_triton(x) else self.reference(x)
 
     def reference(self, x):
+        return F.linear(x, self.weight) + self.adapted(x)
+
+    def adapted(self, x):
+        """The adapters' part of y in plain PyTorch, for autograd."""
         low = F.linear(x, self.lora_a)
-        adapted = [F.linear(low[..., columns], self.lora_b[rows]) for rows, columns in self.parts]
-        return F.linear(x, self.weight) + self.scale * torch.cat(adapted, dim=-1)
+        parts = [F.linear(low[..., columns], self.lora_b[rows]) for rows, columns in self.parts]
+        return self.scale * torch.cat(parts, dim=-1)
+
+    def check(self, name, n_in, x):
+        if self.in_features != n_in or self.lora_a.dtype != x.dtype:
+            found = f"({self.out_features}, {self.in_features}) with adapters in {self.lora_a.dtype}"
+            raise ValueError(f"{name} {found}: expected {x.dtype} (outputs, {n_in})")
 
     def tensors(self):
-        return self.weight, self.lora_a, self.lora_b
+        return *(getattr(self, name) for name in self.held), self.lora_a, self.lora_b
 
     def flops(self):
         adapters = self.lora_a.numel() + self.lora_b.numel()
         return 4 * self.in_features * self.out_features + 6 * adapters
 
-    def base_weight(self) -> torch.Tensor:
-        """The frozen weight (O, C), in the adapters' dtype."""
-        return self.weight.detach()
+    def quantize(self, weight: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """The held tensors of a weight (O, C)."""
+        return (weight,)
+
+    @staticmethod
+    def read_weight(like: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        """The weight (O, C) that the held tensors stand for, in the dtype of `like`."""
+        return weight
 
     @torch.no_grad()
     def merged(self) -> torch.Tensor:
         """W + s B A of each matrix, (O, C): summed in fp32, rounded once."""
-        merged = self.base_weight().to(torch.promote_types(self.lora_a.dtype, torch.float32), copy=True)
+        weight = self.read_weight(self.lora_a, *self.tensors()[:-2])
+        merged = weight.to(torch.promote_types(self.lora_a.dtype, torch.float32), copy=True)
         for rows, columns in self.parts:
             merged[rows] += self.scale * self.lora_b[rows].to(merged.dtype) @ self.lora_a[columns].to(merged.dtype)
         return merged.to(self.lora_a.dtype)
 
     # The adapters' part is written first and the large matmul adds to it, whose FLOPs hide the second pass over y.
 
-    def project(self, x, weight, a, b, out=None):
-        y = x.new_empty(*x.shape[:-1], len(weight)) if out is None else out
+    def project(self, x, *tensors, out=None):
+        *held, a, b = tensors
+        y = x.new_empty(*x.shape[:-1], self.out_features) if out is None else out
         low, y_rows = self._low(x, a), as_rows(y)
         for rows, columns in self.parts:
             y_rows[:, rows].addmm_(low[:, columns], b[rows].T, beta=0)
-        y_rows.addmm_(as_rows(x), weight.T)
+        y_rows.addmm_(as_rows(x), self.read_weight(x, *held).T)
         return y
 
-    def input_gradient(self, dy, weight, a, b, out=None):
-        dx = dy.new_empty(*dy.shape[:-1], weight.shape[1]) if out is None else out
-        as_rows(dx).addmm_(self._dlow(dy, b), a, beta=0).addmm_(as_rows(dy), weight)
+    def input_gradient(self, dy, *tensors, out=None):
+        *held, a, b = tensors
+        dx = dy.new_empty(*dy.shape[:-1], self.in_features) if out is None else out
+        as_rows(dx).addmm_(self._dlow(dy, b), a, beta=0).addmm_(as_rows(dy), self.read_weight(dy, *held))
         return dx
 
-    def weight_gradients(self, dy, x, weight, a, b, needed, sums=None, first=True):
+    def weight_gradients(self, dy, x, *tensors, needed, sums=None, first=True):
+        *held, a, b = tensors
         da = db = None
-        _, sum_a, sum_b = sums or (None, None, None)
-        if needed[1]:
+        sum_a, sum_b = sums[-2:] if sums else (None, None)
+        if needed[-2]:
             da = product(self._dlow(dy, b), x, sum_a, first)
-        if needed[2]:
+        if needed[-1]:
             dy, low = as_rows(dy), self._low(x, a)
             db = torch.empty_like(b) if sum_b is None else sum_b
             for rows, columns in self.parts:
@@ -102,7 +126,7 @@ class LoRALinear(Linear):
                     torch.mm(dy[:, rows].T, low[:, columns], out=db[rows])
                 else:
                     product(dy[:, rows], low[:, columns], sum_b[rows], first)
-        return None, da, db
+        return *(None for _ in held), da, db
 
     # Both scale in the matmul, and write where the result belongs: next to the large matmuls of W, each launch that is
     # saved counts.

@@ -39,6 +39,7 @@ def find_problem(settings: Mapping, world_size: int, argv: Sequence[str] = ()) -
     projects, not_on_cpu = s.optimizer in ("galore", "apollo"), rule_of(settings).not_on_cpu
     compiler = os.environ.get("CXX") or ("clang++" if sys.platform == "darwin" else "g++")  # torch.compile's
     micro_batches, nf4 = s.gradient_accumulation_steps, s.base_dtype == "nf4"
+    held = "base_dtype=nf4" if nf4 else "a frozen base in float8 (fp8)" if s.fp8 and s.lora_rank else None
     problems = {  # sentence -> whether it holds
         f"seed is {s.seed}: it must be below 2**63": s.seed >= 2**63,
         f"lr_decay_iters is {s.lr_decay_iters}, within the warm-up of {s.warmup_iters} steps: let the cosine end later":
@@ -78,12 +79,10 @@ def find_problem(settings: Mapping, world_size: int, argv: Sequence[str] = ()) -
         f"lora_rank is {s.lora_rank}, above n_embd or ffn_dim: such adapters are larger than what they adapt":
             s.lora_rank > min(s.n_embd, s.ffn_dim),
         "base_dtype=nf4 is for the frozen weights beside adapters: add --lora_rank=16": not s.lora_rank and nf4,
-        "lora_rank works without fp8, whose gain is in gradients that frozen weights do not have: add --fp8=false":
-            s.lora_rank > 0 and s.fp8,
         "lora_rank works with optimizer=adamw and optimizer_bits=32: adapters have few states":
             s.lora_rank > 0 and (s.optimizer != "adamw" or s.optimizer_bits != 32),
-        "base_dtype=nf4 stays on the GPU: add --offload=optimizer or --offload=none": nf4 and s.offload == "all",
-        "base_dtype=nf4 is gathered by NCCL: leave copy_engines out": nf4 and s.copy_engines is True,
+        f"{held} stays on the GPU: add --offload=optimizer or --offload=none": held and s.offload == "all",
+        f"{held} is gathered by NCCL: leave copy_engines out": held and s.copy_engines is True,
         f"--compile=true needs a C++ compiler on a CPU, and there is no {compiler}: install one, or set CXX":
             s.compile and s.device == "cpu" and not shutil.which(compiler),
         "cuda_graph needs one GPU and offload=none: add --cuda_graph=false":

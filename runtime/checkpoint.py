@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from kernels import NF4LoRALinear
+from kernels import LoRALinear
 from kernels.adamw import merge_halves, split_halves
 from lora import add_lora
 from model import Llama, LlamaConfig, fill
@@ -303,10 +303,11 @@ def read_base(
     """Fills the frozen weights of a model with adapters from a folder; every rank calls it. Raises ValueError, OSError.
 
     dtype: what NF4 quantises weights from, the one that the adapters were trained in; None: the model's.
-    For NF4 each rank quantises one whole projection after another and keeps its rows: so the bits are those of a single
-    rank, and no device holds more of the base than one projection.
+    For NF4 and float8 each rank quantises one whole projection after another and keeps its rows: so the bits are those
+    of a single rank, and no device holds more of the base than one projection.
     """
-    packed = {f"{name}.weight": m for name, m in model.named_modules() if isinstance(m, NF4LoRALinear)}
+    adapted = {f"{name}.weight": m for name, m in model.named_modules() if isinstance(m, LoRALinear)}
+    packed = {name: m for name, m in adapted.items() if len(m.held) > 1}
     frozen = {name: p for name, p in model.named_parameters() if not p.requires_grad and name.endswith(".weight")}
 
     def put(name, whole):
@@ -315,8 +316,8 @@ def read_base(
             return
         projection = packed[name]
         parts = projection.quantize(whole.to(local(projection.weight).device, dtype or projection.lora_a.dtype))
-        for parameter, part in zip(projection.tensors()[:4], parts, strict=True):
-            fill(parameter, part.view(parameter.dtype).view(parameter.shape))
+        for parameter, part in zip(projection.tensors()[:-2], parts, strict=True):
+            fill(parameter, part.view(parameter.shape))
 
     whole = {name: torch.empty(m.out_features, m.in_features, device="meta") for name, m in packed.items()}
     read_weights(folder, frozen | whole, model.config, put, progress=progress)

@@ -30,6 +30,7 @@ from typing import NamedTuple
 
 import torch
 
+from kernels import use_fp8
 from lora import add_lora
 from model import Llama, LlamaConfig, triton_suits
 from optimizers.adamw import AdamW
@@ -53,7 +54,7 @@ class RunShape:
     fused_kernels: bool = True
     fused_loss: bool = True
     attention: str = "auto"
-    fp8: bool = False  # takes no more: float8 operands are freed before the peak
+    fp8: bool = False  # takes no more: float8 operands are freed before the peak. With adapters the base is held so
     activation_checkpointing: str = "none"
     mlp_chunks: int | None = None
     offload_activations: bool = False
@@ -113,6 +114,8 @@ def param_shapes(c: LlamaConfig, run: RunShape) -> tuple[list[Named], list[Named
     with torch.device("meta"):
         model = Llama(replace(c, n_layer=1)).to(run.compute_dtype)
         if run.lora_rank:
+            if run.fp8:
+                use_fp8(model)
             add_lora(model, run.lora_rank, run.lora_alpha, run.base_dtype)
     root = [(name, p) for name, p in model.named_parameters() if not name.startswith("layers.")]
     return list(model.layers.named_parameters("layers")), root

@@ -106,7 +106,7 @@ def choices(run: RunShape, chunks: int) -> list[list[dict]]:
     offload = ["none", "optimizer", "all"]
     if run.cuda_graph or isinstance(run.rule, MatrixRule):  # as check_settings has it
         offload = [run.offload]
-    elif run.base_dtype == "nf4":
+    elif run.base_dtype == "nf4" or (run.lora_rank and run.fp8):
         offload.remove("all")
     stronger = {
         "activation_checkpointing": ["none", "selective", "full"],

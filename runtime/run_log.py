@@ -100,7 +100,8 @@ class RunLog:
         trained = f", of which {n_trained:,} are trained" if run.lora_rank else ""
         print0(f"model     {model.n_params():,} parameters{trained}; float32 weights, {computes}")
         if run.lora_rank:
-            base = "4 bits a projection's weight" if run.base_dtype == "nf4" else run.dtype
+            bits = 4 if run.base_dtype == "nf4" else 8 * run.fp8
+            base = f"{bits} bits a projection's weight" if bits else run.dtype
             print0(f"lora      adapters of rank {run.lora_rank} are trained; frozen: {base}")
         if self.device != "cpu":
             gib = f"about {self.facts['estimated_gib']:.1f} GiB of {memory_stats.card_gib(self.device):.1f} GiB"

@@ -133,7 +133,7 @@ estimate --offload=all -- --cuda_graph=true => cuda_graph needs one GPU and offl
 ladder --rungs=nvme => --rungs=nvme needs a folder on an NVMe drive
 run => usage: python bench.py run FOLDER
 run /no/such => /no/such/metrics.jsonl has no losses: name the out_dir of a run of train.py
---arms=al => --arms=al: there are all, long, kernels, torch, lora, qlora, none
+--arms=al => --arms=al: there are all, long, kernels, torch, lora, lora-fp8, qlora, qlora-fp8, none
 --memory_limit_gib=0 => --memory_limit_gib=0.0: it must be above 0
 --peers=hf -- --n_layer=4 => --n_layer: the peers would train another model; write it in a config, or say
 --ranks=64 => --ranks=64: torch sees

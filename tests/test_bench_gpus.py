@@ -218,6 +218,15 @@ def test_8b_is_measured_on_all_gpus_and_selective_is_ours_alone(monkeypatch):
     assert found == [(2, 4096, "none"), (4, 4096, "none"), (2, 4096, "full"), (4, 4096, "full")], "all asked for"
 
 
+def test_an_optimizer_s_step_is_measured_on_one_gpu_too_with_the_same_tokens(monkeypatch):
+    ran, rows = commands(monkeypatch, "--measure=optimizers", n_gpus=2)
+    assert [(row["ranks"], row["arm"]) for _, row in rows] == [
+        (n, f"nanocria-{name}") for n in (2, 1) for name in ("adamw", "muon", "normuon")
+    ]
+    flags = {"--optimizer=muon", "--gradient_accumulation_steps=8", "--batch_size=64", "--block_size=1024"}
+    assert ran[1][0] == 2 and flags < set(ran[1][1]) and ran[1][1][1] == "config/linux_114m.py"
+
+
 # --- Checkpoints ---
 
 
@@ -319,4 +328,10 @@ def test_the_tables_compare_with_one_gpu_and_with_the_recipe_sharded_alike():
         "| 4 x 4,096 | selective | nanocria, ZeRO-3 | 48,000 | 12,000 | 1.200 · 1.50 (vs. full) | 50.0% | 60.0 | - |",
         "| 1 x 8,192 | none | torchtitan's recipe, ZeRO-3 | out of memory | - | - | - | - | - |",
     ]
+    rows = [row("nanocria-adamw", 2, 1e6, at=(64, 1024, "none")), row("nanocria-muon", 2, 1e6, ms_per_step=1.25)]
+    assert report.gpus_tables({"optimizers": rows}).splitlines()[0::4] == [
+        "`config/linux_114m.py`, steps of 8 x 64 x 1,024 tokens:",
+        "| nanocria, AdamW | 2 | 1 | 1.000 | 40.0 |",
+    ]
+    assert "| nanocria, Muon | 2 | 1 | 1.250 | 40.0 |" in report.gpus_tables({"optimizers": rows})
     assert "n/a" in report.scaling_table({"scaling": [row("nanocria", 1, 70_000.0, mfu=None)]})

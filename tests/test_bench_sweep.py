@@ -149,6 +149,7 @@ def test_finetuning_runs_each_size_at_its_fastest_settings_ours_and_theirs(monke
         ("qlora", 2, 2048, "none", "--cuda_graph=true --seed=2"), ("peft-qlora", 2, 2048, "full", ""),
         ("peft-qlora", 2, 2048, "none", ""),
         ("qlora", 1, 32768, "selective", offloaded), ("peft-qlora", 1, 32768, "full", ""),
+        ("lora-fp8", 2, 2048, "none", "--cuda_graph=true --seed=2"), ("qlora-fp8", 4, 8192, "selective", offloaded),
         ("qlora", 1, 131072, "full", offloaded), ("peft", 2, 2048, "full", ""),
         ("lora", 2, 2048, "selective", "--cuda_graph=true --seed=2"),
     }  # fmt: skip

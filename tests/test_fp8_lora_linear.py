@@ -1,0 +1,159 @@
+"""Adapters on a frozen weight that is multiplied in float8, held as float8 or as NF4.
+
+Beside fp8_linear of the same weight, bit for bit where the adapters are zero, and beside float64.
+"""
+
+import pytest
+import torch
+
+import kernels
+import kernels.launch
+from kernels import FP8Linear, FP8LoRALinear, FP8NF4LoRALinear, Linear, fp8_linear, use_fp8
+from kernels.fp8_linear import FLOAT8
+from lora import add_lora, merge_lora, projections
+from model import Llama, LlamaConfig
+from test_kernels import BF16, DEVICE, HAS_GPU, assert_same, randn, relative_error
+
+ROWS, N_IN, RANK = (32, 16, 16), 64, 3
+ERROR = 0.045 if HAS_GPU else 0.1  # as in test_fp8_linear.py
+KINDS = {"float8": FP8LoRALinear, "nf4": FP8NF4LoRALinear}
+each_kind = pytest.mark.parametrize("kind", KINDS.values(), ids=KINDS)
+pytestmark = pytest.mark.skipif(
+    HAS_GPU and torch.cuda.get_device_capability() < (8, 9), reason="this GPU has no float8 matmuls"
+)
+
+
+def layer_of(kind, n_in=N_IN, rows=ROWS, adapters=True):
+    base = Linear(n_in, sum(rows)).to(DEVICE, BF16)
+    torch.nn.init.normal_(base.weight, std=n_in**-0.5)
+    layer = kind(base, rows, RANK, 5.0)
+    if adapters:
+        torch.nn.init.normal_(layer.lora_b, std=0.5)
+    return layer, base.weight.detach()
+
+
+def held_weight(layer):
+    """What the held tensors stand for, before its matmuls round it."""
+    return layer.read_weight(layer.lora_a, *layer.tensors()[:-2])
+
+
+def truth(layer, x):
+    """The formula with the held weight, in the dtype of x."""
+    w, a, b = (t.detach().to(x.dtype) for t in (held_weight(layer), layer.lora_a, layer.lora_b))
+    a, b = (t.requires_grad_() for t in (a, b))
+    parts = [x @ a_i.T @ b_i.T for a_i, b_i in zip(a.split(RANK), b.split(layer.rows), strict=True)]
+    return x @ w.T + 5 / RANK * torch.cat(parts, dim=-1), a, b
+
+
+def gradients(y, leaves):
+    torch.manual_seed(7)
+    return torch.autograd.grad(y, leaves, torch.randn(y.shape, dtype=torch.float64).to(y))
+
+
+@each_kind
+def test_without_adapters_it_is_fp8_linear_of_the_held_weight_bit_for_bit(kind):
+    layer, original = layer_of(kind, adapters=False)
+    x = randn(2, 5, N_IN, dtype=BF16).requires_grad_()
+    weight = original if kind is FP8LoRALinear else held_weight(layer)  # rounded once or before each matmul: the same
+    y, expected = layer(x), fp8_linear(x, weight)
+    assert_same([y, *gradients(y, [x])], [expected, *gradients(expected, [x])], "float8")
+
+
+@each_kind
+def test_forward_and_gradients_match_float64_within_float8(kind):
+    layer, _ = layer_of(kind)
+    x = randn(2, 5, N_IN, dtype=BF16).requires_grad_()
+    wide = x.detach().double().requires_grad_()
+    y, (expected, a, b) = layer(x), truth(layer, wide)
+    found, true = gradients(y, [x, layer.lora_a, layer.lora_b]), gradients(expected, [wide, a, b])
+    errors = [relative_error(ours, other) for ours, other in zip([y, *found], [expected, *true], strict=True)]
+    assert max(errors[:2]) < ERROR and max(errors[2:]) < 0.01, errors  # the adapters' gradients are in bfloat16
+
+
+@each_kind
+@pytest.mark.parametrize("options", [{}, {"keep_gate_up": False}, {"keep_gate_up": False, "chunks": 3}], ids=str)
+def test_in_swiglu_mlp_it_is_its_parts(kind, options):
+    (gate_up, _), (down, _) = layer_of(kind, 64, (48, 48)), layer_of(kind, 48, (64,))
+    inputs = [randn(2, 20, 64, dtype=BF16), randn(2, 20, 64, dtype=BF16), randn(64, dtype=BF16)]
+    inputs = [x.requires_grad_() for x in inputs]
+    leaves = [*inputs, *(t for layer in (gate_up, down) for t in (layer.lora_a, layer.lora_b))]
+    fused, _ = kernels.swiglu_mlp(*inputs, 1e-5, gate_up, down, **options)
+    normed, _ = kernels.add_rms_norm(*inputs, 1e-5)
+    apart = down(kernels.swiglu(gate_up(normed)))
+    found, expected = ([y, *gradients(y, leaves)] for y in (fused, apart))
+    n = 4 if "chunks" in options else len(found)  # slices add the adapters' gradients up in float32
+    assert_same(found[:n], expected[:n], "fused")
+    for ours, other in zip(found[n:], expected[n:], strict=True):
+        assert relative_error(ours, other.double()) < 2**-7
+
+
+@each_kind
+def test_in_rms_norm_linear_it_is_its_parts_bit_for_bit(kind):
+    layer, _ = layer_of(kind)
+    x, weight = randn(20, N_IN, dtype=BF16).requires_grad_(), randn(N_IN, dtype=BF16).requires_grad_()
+    leaves = [x, weight, layer.lora_a, layer.lora_b]
+    fused, apart = kernels.rms_norm_linear(x, None, weight, 1e-5, layer)[0], layer(kernels.rms_norm(x, weight, 1e-5))
+    assert_same(*([y, *gradients(y, leaves)] for y in (fused, apart)), "fused")
+
+
+@each_kind
+def test_without_triton_the_reference_runs(kind, monkeypatch):
+    layer, _ = layer_of(kind)
+    layer, x = layer.to("cpu"), randn(2, 5, N_IN, dtype=BF16).cpu().requires_grad_()
+    monkeypatch.setattr(kernels.launch, "INTERPRETED", False)
+    leaves = [x, layer.lora_a, layer.lora_b]
+    y, (expected, a, b) = layer(x), truth(layer, x.detach().double())
+    assert 0.01 < relative_error(y, expected) < 0.045  # rounded to float8 as well
+    errors = [relative_error(*pair) for pair in zip(gradients(y, leaves)[1:], gradients(expected, [a, b]), strict=True)]
+    assert max(errors) < 0.01, errors
+
+
+def test_the_base_is_held_in_a_byte_a_weight_and_read_back_within_float8():
+    layer, original = layer_of(FP8LoRALinear)
+    assert layer.weight.dtype == FLOAT8 and layer.weight.shape == original.shape and layer.scales.shape == (64, 1)
+    assert 0.01 < relative_error(held_weight(layer), original.double()) < ERROR
+    assert not layer.weight.requires_grad and not layer.scales.requires_grad
+
+
+def test_a_weight_that_float8_cannot_multiply_is_refused():
+    layer, _ = layer_of(FP8LoRALinear, 24, (16,))
+    with pytest.raises(ValueError, match=r"weight \(16, 24\): float8 matmuls want multiples of 16"):
+        kernels.rms_norm_linear(randn(4, 24, dtype=BF16), None, randn(24, dtype=BF16), 1e-5, layer)
+
+
+@pytest.mark.parametrize("base_dtype, kind", [("bfloat16", FP8LoRALinear), ("nf4", FP8NF4LoRALinear)])
+def test_adapters_on_a_model_in_float8_are_of_its_kind_and_merge_into_plain_weights(base_dtype, kind):
+    config = LlamaConfig(n_layer=2, n_head=2, n_kv_head=1, n_embd=32, ffn_dim=48, vocab_size=64, block_size=16)
+    model = Llama(config)
+    model.init_weights(1)
+    plain = {name: p.detach().clone() for name, p in model.named_parameters()}
+    use_fp8(model)
+    add_lora(model, RANK, 5.0, base_dtype)
+    assert {type(child) for _, _, child in projections(model, Linear)} == {kind}
+    assert model.n_params() == sum(p.numel() for p in plain.values()) + sum(
+        p.numel() for p in model.parameters() if p.requires_grad
+    )
+    merge_lora(model)
+    for name, p in model.named_parameters():
+        assert type(p) is torch.nn.Parameter and relative_error(p, plain[name].double()) < 0.15, name
+    assert not any(isinstance(m, (FP8Linear, kernels.LoRALinear)) for m in model.modules())
+
+
+@pytest.mark.skipif(not HAS_GPU, reason="torch.compile of kernels and CUDA graphs need a GPU")
+@each_kind
+def test_it_compiles_into_one_graph_and_is_captured_in_a_cuda_graph(kind):
+    layer, _ = layer_of(kind)
+    x = randn(64, N_IN, dtype=BF16)
+    expected = layer(x)
+    torch.compiler.reset()
+    assert relative_error(torch.compile(layer, fullgraph=True)(x), expected.double()) < 0.01
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        layer(x)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        y = layer(x)
+    x.copy_(randn(64, N_IN, dtype=BF16))
+    graph.replay()
+    assert torch.equal(y, layer(x))
