@@ -52,7 +52,7 @@ FLAGS = {  # of the arms that are train.py on several ranks
     "nanocria-nccl": ["--copy_engines=false"],
 }
 OPTIMIZERS = {  # of the arms that are train.py on any number of GPUs
-    f"nanocria-{name}": [f"--optimizer={name}", "--gradient_accumulation_steps=8"]
+    f"nanocria-{name}": [f"--optimizer={name}", "--gradient_accumulation_steps=8", "--cooldown_iters=0"]
     for name in ("adamw", "muon", "normuon")
 }
 PEERS = ["recipe", "recipe-zero2", "torchtitan"]
