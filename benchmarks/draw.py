@@ -346,7 +346,7 @@ def draw_ladder(record: dict, path: Path) -> None:
     """A panel for each model: tokens a second at the largest batch over the memory that one sequence needs."""
     models = {row["model"]: compare.of_rungs(record["points"], row["model"]) for row in record["points"]}
     models = [model for model, rungs in models.items() if len(rungs) > 1]  # one rung is no ladder
-    figure, axes_of = panels(len(models), (5 * len(models), 4.5))
+    figure, axes_of = panels(len(models), (5 * len(models), 5))
     for axes, model in zip(axes_of, models, strict=True):
         rungs = compare.of_rungs(record["points"], model).items()
         places = {
@@ -364,7 +364,7 @@ def draw_ladder(record: dict, path: Path) -> None:
             axes.annotate(str(i), at, (offset, offset), textcoords="offset points", fontsize=8, **sides)
         axes.set(xlabel="peak GiB of one sequence", ylabel="thousand tokens per second at the largest batch")
         axes.set(title=f"Llama {model.upper()}", xlim=(0, None), ylim=(0, None))
-        axes.legend(fontsize=6, frameon=False, handlelength=0)
+        axes.legend(fontsize=6, frameon=False, handlelength=0, loc="lower center", labelspacing=0.3)
     finish(figure, path)
 
 

@@ -85,9 +85,13 @@ def write(out: Path, record: dict) -> None:
 
 
 def continues(old: dict | None, new: dict, keep: bool = False) -> bool:
-    """Whether new rows may stand beside old ones: the same device and packages, and the same commit or --keep."""
-    packages = [record and record["versions"] | {"nanocria": ""} for record in (old, new)]
-    if old is None or old["device"] != new["device"] or packages[0] != packages[1]:
+    """Whether new rows may stand beside old ones: the same device, no package in two versions, and the same commit or
+    --keep.
+    """
+    if old is None or old["device"] != new["device"]:
+        return False
+    before, now = old["versions"], new["versions"]
+    if any(before[package] != now[package] for package in (before.keys() & now.keys()) - {"nanocria"}):
         return False
     now = new["versions"]["nanocria"]  # edited code has no name, so it is never the same
     before = old["versions"]["nanocria"].split(", ")[-1]  # with --keep there are several
@@ -101,7 +105,7 @@ def continued(old: dict | None, new: dict, kinds: Iterable[str], keep: bool = Fa
     commits = each_once(", ", *(record["versions"]["nanocria"] for record in (old, new)))
     command = each_once(" && ", old["command"], new["command"])
     rows = {kind: old.get(kind, []) for kind in kinds}  # an older record has not all kinds
-    return new | {"command": command, "versions": new["versions"] | {"nanocria": commits}} | rows
+    return new | {"command": command, "versions": old["versions"] | new["versions"] | {"nanocria": commits}} | rows
 
 
 def each_once(separator: str, *texts: str) -> str:

@@ -437,20 +437,17 @@ def finetune_table(r: dict) -> str:
 
 
 def finetune_sentence() -> str:
-    """QLoRA beside the peer at each size that both have, at the fastest settings of each; and with float8."""
+    """QLoRA in float8 and in bfloat16, beside the peer at each size, at the fastest settings of each."""
     found, parts = {values(row, ("arm", "batch", "block")): row for row in finetune_rows(load("finetune"))}, []
     for (arm, *at), row in found.items():
-        peer = found.get(("peft-qlora", *at))
-        if arm != "qlora" or not peer:
-            continue
-        for ours in filter(None, (row, found.get(("qlora-fp8", *at)))):
-            where = "with float8" if "fp8" in ours["arm"] else f"at {AT} tokens".format(**row)
-            beside = f"{compare.ratio(ours, peer)['tok_per_s']:.2f} times, {ours['peak_gib']:.1f} GiB"
-            beside += f" beside {peer['peak_gib']:.1f}" * (ours is row)
-            parts.append(f"{where} {ours['tok_per_s']:,.0f} tokens per second ({beside})")
-    return (
-        f"QLoRA of Llama 3.1 8B within 24 GiB, beside Hugging Face + Liger + peft + bitsandbytes: {', '.join(parts)}."
-    )
+        if arm == "qlora-fp8":
+            whole, peer = (found[other, *at] for other in ("qlora", "peft-qlora"))
+            fp8, bf16 = (compare.ratio(ours, peer)["tok_per_s"] for ours in (row, whole))
+            gib = f"{row['peak_gib']:.1f} GiB beside {peer['peak_gib']:.1f}"
+            times = f"{fp8:.2f} times, without float8 {bf16:.2f}; {gib}"
+            parts.append(f"at {AT} tokens {{tok_per_s:,.0f}} tokens per second ({times})".format(**row))
+    beside = "beside Hugging Face + Liger + peft + bitsandbytes"
+    return f"QLoRA of Llama 3.1 8B within 24 GiB, with `--fp8=true`, {beside}: {', '.join(parts)}."
 
 
 def generate_table(r: dict) -> str:
@@ -541,7 +538,7 @@ PAGES = {  # page -> its parts: name -> what makes it
             name: partial(measured, name, make)  # parts that are called as their record
             for name, make in {
                 "step_h100": steps_table, "gpus": gpus_tables, "gpus_two": gpus_tables, "gpus_saves": gpus_tables,
-                "gpus_memory": gpus_tables,
+                "gpus_memory": gpus_tables, "gpus_optimizers": gpus_tables,
                 "study": sweep_tables, "sweep": sweep_tables, "study_8b": sweep_tables,
                 "kernels": kernels_table, "fp8_linear": kernels_table, "adamw_nf4": kernels_table,
                 "snapshot": snapshot_table, "losses": losses_table, "finetune_losses": finetune_losses,

@@ -361,6 +361,13 @@ def test_edited_code_is_never_the_same_code():
     assert record.continues(RECORD, RECORD) and not record.continues(None, RECORD)
 
 
+def test_a_package_in_another_version_begins_a_record_anew_and_one_that_is_missing_does_not():
+    with_peft, newer = ({"versions": RECORD["versions"] | {"peft": version}} for version in ("1", "2"))
+    assert not record.continues(RECORD | with_peft, RECORD | newer)
+    for old, new in ((RECORD | with_peft, RECORD), (RECORD, RECORD | with_peft)):
+        assert record.continued(old, new, step.KEYS)["versions"] == with_peft["versions"]
+
+
 def test_pages_and_records_do_not_make_the_code_dirty(tmp_path, monkeypatch):
     def git(*words):
         words = ["git", "-c", "user.name=a", "-c", "user.email=a@b", *words]
