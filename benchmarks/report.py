@@ -362,23 +362,6 @@ def slope_kb(rows: list[dict]) -> dict:
     return {"slope_kb": (more_gib - gib) * 2**30 / (more_tokens - tokens) / 1000}
 
 
-def fits_of_both() -> str:
-    """The README's table: the largest batch and the largest context of each trainer, and how it was there."""
-    record, lines = load("study"), []
-    for arm in arms.SHOWN:
-        cells = [arms.SWEEP[arm]]
-        for kind in compare.KINDS:
-            end, ran_out = compare.largest(record[kind], kind, arm), {r["arm"] for r in record[kind] if r.get("oom")}
-            cells += [f"{end[VARIES[kind]]:,}" + r"\*" * (arm not in ran_out), speed_and_memory(end)]
-        lines.append(cells)
-    what = {"batch": "batch of {block:,} tokens", "seq": "context at batch {batch}"}
-    sizes = [f"largest {what[kind].format(**record[kind][0])}" for kind in compare.KINDS]
-    text = compare.markdown(["trainer", *(title for size in sizes for title in (size, "tok/s · GiB"))], lines)
-    tried = [", ".join(f"{n:,}" for n in sorted({r[VARIES[kind]] for r in record[kind]})) for kind in compare.KINDS]
-    note = "Tried: batches of {}; contexts of {}. The next size was out of memory, except at \\*, the largest tried."
-    return f"{text}\n\n{note.format(*tried)}"
-
-
 def what_was_swept(rows: list[dict], kind: str) -> str:
     """The sentence above a table."""
     first = rows[0]
@@ -527,7 +510,7 @@ def measured(name: str, make: Callable[[dict], str]) -> str:
 
 PAGES = {  # page -> its parts: name -> what makes it
     "README.md": {
-        "headline": headline, "fits_headline": fits_headline, "linux_headline": linux_headline, "fits": fits_of_both,
+        "headline": headline, "fits_headline": fits_headline, "linux_headline": linux_headline,
         "whole_8b": whole_8b_sentence, "fp8": fp8_sentence, "sft": sft_sentence, "finetune": finetune_sentence,
         "generate": generate_sentence,
     },
