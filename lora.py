@@ -12,7 +12,8 @@ frozen. A token costs 4 FLOPs a frozen weight instead of 6, and gradients, maste
 alone: 8B at rank 16 trains 42 million parameters.
 
 kernels/lora_linear.py, nf4_lora_linear.py and fp8_lora_linear.py are the projections; runtime/checkpoint.py reads the
-frozen weights from the folder of init_from; a checkpoint holds the adapters, by peft's names.
+frozen weights from the folder of init_from; a checkpoint holds the adapters, by peft's names. float8 is how a run
+computes: whoever reads its checkpoint has the published weights below the adapters, unrounded.
 
 Hu et al., LoRA, 2021. https://arxiv.org/abs/2106.09685    Dettmers et al., QLoRA, 2023. https://arxiv.org/abs/2305.14314
 """
