@@ -227,7 +227,7 @@ model.init_weights(seed, device)
 # ----------------------------------------------------------------------------------------------------------------------
 # Optimizer: an update rule, and the place where its state and the float32 master weights live
 with stop_on_error():  # memory that cannot be pinned
-    streamed = StreamedWeights(model, device) if run_shape.streamed else None  # with several ranks FSDP moves weights
+    streamed = StreamedWeights(model, device) if offload == "all" and world_size == 1 else None  # FSDP moves its own
     place = OnGPU() if offload == "none" else OnDisk(state_file, streamed) if state_file else OnCPU(streamed)
     scaling = LossScale() if dtype == "float16" else None
     optimizer = watchdog.on_all_ranks("allocating", lambda: Optimizer(model, rule, place, grad_clip, scaling))

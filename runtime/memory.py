@@ -15,13 +15,14 @@ untied head), L layers, N tokens, P ranks that share one copy of the model:
     offload                 a block's gradients being copied 2B; all: instead of the weights two blocks 4B, the root 2R
     LoRA                    gradients, masters and moments of the adapters alone
 
-Activations shrink while gradients grow. So `phases` lists the parts at each point of a step that can be its peak, and
-the largest sum counts. The update is not among them: AdamW's allocates nothing, and what those of Muon, GaLore and
-APOLLO allocate is less than the activations were (but 1 GiB more for one sequence of 8B).
+Activations shrink while gradients grow: `phases` has the parts at each point that can be the peak, and the largest sum
+counts. The update is none: AdamW's allocates nothing; that of Muon, GaLore and APOLLO allocates less than the
+activations were (but 1 GiB more for one sequence of 8B).
 
-Within 1% of every peak that H100s and H200s measured: tests/test_memory.py holds it to the records. All numbers are
-what PyTorch allocates (max_memory_allocated): the CUDA context, NCCL's buffers and the allocator's reserve add 1 to 2
-GiB. compile=true is counted like the fused kernels, though a compiler plans for itself.
+Within 1% of every peak that H100s and H200s measured: tests/test_memory.py holds it to the records. What is smaller
+than that is left out: the norms' statistics, the embedding's input. All numbers are what PyTorch allocates
+(max_memory_allocated): the CUDA context, NCCL's buffers and the allocator's reserve add 1 to 2 GiB. compile=true is
+counted like the fused kernels, though a compiler plans for itself.
 """
 
 import math
@@ -72,7 +73,6 @@ class RunShape:
     # what the optimizer keeps
     rule: Rule = AdamW()
     lora_rank: int = 0
-    lora_alpha: float = 32.0
     base_dtype: str = "bfloat16"
 
     @property
@@ -82,11 +82,6 @@ class RunShape:
     @property
     def fsdp(self) -> bool:
         return self.world_size > 1
-
-    @property
-    def streamed(self) -> bool:
-        """True if stream_weights.py copies each block's weights to the GPU when it computes."""
-        return self.offload == "all" and not self.fsdp
 
     @property
     def copy_engines_gather(self) -> bool:
@@ -116,7 +111,7 @@ def param_shapes(c: LlamaConfig, run: RunShape) -> tuple[list[Named], list[Named
         if run.lora_rank:
             if run.fp8:
                 use_fp8(model)
-            add_lora(model, run.lora_rank, run.lora_alpha, run.base_dtype)
+            add_lora(model, run.lora_rank, 1.0, run.base_dtype)
     root = [(name, p) for name, p in model.named_parameters() if not name.startswith("layers.")]
     return list(model.layers.named_parameters("layers")), root
 
@@ -136,36 +131,36 @@ def state_bytes(name: str, parameter: torch.Tensor, run: RunShape) -> int:
     return sum(states) + (master.itemsize * parameter.numel() if master else 0)
 
 
-class Group(NamedTuple):
+class Group:
     """Parameters that are gathered, computed and reduced together: their number, and bytes of each kind."""
 
-    name: str
-    n: int
-    weights: int  # as their projections hold them
-    gradients: int
-    wide: int  # gradients in float32
-    states: int  # of the optimizer
-
-
-def group_of(name: str, parameters: list[Named], run: RunShape) -> Group:
-    trained = [(key, p) for key, p in parameters if p.requires_grad]
-    n, weights = sum(p.numel() for _, p in parameters), sum(p.nbytes for _, p in parameters)
-    gradients, wide = sum(p.nbytes for _, p in trained), sum(4 * p.numel() for _, p in trained)
-    return Group(name, n, weights, gradients, wide, sum(state_bytes(key, p, run) for key, p in trained))
+    def __init__(self, name: str, parameters: list[Named], run: RunShape):
+        trained = [(key, p) for key, p in parameters if p.requires_grad]
+        self.name, self.n = name, sum(p.numel() for _, p in parameters)
+        self.weights = sum(p.nbytes for _, p in parameters)  # as their projections hold them
+        self.gradients = sum(p.nbytes for _, p in trained)
+        self.wide = sum(4 * p.numel() for _, p in trained)  # gradients in float32
+        self.states = sum(state_bytes(key, p, run) for key, p in trained)  # of the optimizer, with the masters
 
 
 def counted(name: str, kind: str, *terms: tuple[int, Group], ranks: int = 1) -> list[Part]:
     """[Part] of the bytes of this kind in (times, group), ..., divided by ranks; [] if there are none."""
     terms = [(times, group) for times, group in terms if times * getattr(group, kind)]
-    words = [f"{f'{times} x ' * (times > 1)}{getattr(group, kind) / group.n:g} bytes x {group.n:,} {group.name}"
+    shared = f" / {ranks} ranks" * (ranks > 1)
+    words = [f"{f'{times} x ' * (times > 1)}{getattr(group, kind) / group.n:g} bytes x {group.n:,} {group.name}{shared}"
              for times, group in terms]  # fmt: skip
-    how = f"({' + '.join(words)})" if len(words) > 1 and ranks > 1 else " + ".join(words)
     n_bytes = sum(times * getattr(group, kind) for times, group in terms) / ranks
-    return [Part(name, n_bytes, how + f" / {ranks} ranks" * (ranks > 1))] if terms else []
+    return [Part(name, n_bytes, " + ".join(words))] if terms else []
 
 
 # ----------------------------------------------------------------------------------------------------------------------
 # Bytes of activations
+
+
+def runs_triton(c: LlamaConfig, run: RunShape) -> bool:
+    """True if attention is ours, False if it is PyTorch's."""
+    suits = run.attention == "auto" and triton_suits(c.head_dim, c.block_size, run.compute_dtype)
+    return suits or run.attention == "triton" or run.mask_documents
 
 
 def token_bytes(c: LlamaConfig, run: RunShape, chunks: int) -> tuple[int, int]:
@@ -174,60 +169,49 @@ def token_bytes(c: LlamaConfig, run: RunShape, chunks: int) -> tuple[int, int]:
     chunks: slices of the MLP.
     """
     itemsize = run.compute_dtype.itemsize
-    # Attention keeps q, k, v, its output and one fp32 per head; PyTorch's expands k and v in float32.
-    expanded = itemsize == 4 and run.attention != "triton" and not run.mask_documents
-    kv = c.n_embd if expanded else c.n_kv_head * c.head_dim
-    attention = itemsize * (2 * c.n_embd + 2 * kv) + 4 * c.n_head
-    if run.fused_kernels:  # a norm keeps the sum it reads and rstd; the MLP gate and up (swiglu_mlp.py)
-        norm, mlp = itemsize * c.n_embd + 4, itemsize * 2 * c.ffn_dim
-        working = itemsize * (c.n_embd + 4 * c.ffn_dim)  # dy, the gradients of gate, up and their product, the product
-        if chunks > 1:  # nothing is kept: dy and the gradient of the norm's output; a slice comes on top
-            mlp, working = 0, itemsize * 2 * c.n_embd
-    else:  # a norm keeps its output, in float32 x, and x·rstd if its weight learns; the MLP gate, up, silu(gate)
-        wide = 4 if run.lora_rank else 8
-        norm, mlp = (wide + itemsize) * c.n_embd + 4, (12 + itemsize) * c.ffn_dim // chunks  # and the product
-        working = itemsize * c.n_embd + (12 - itemsize) * c.ffn_dim  # in float32; the product is free by then
-    everything = 2 * norm + attention + mlp
-    block_input = itemsize * c.n_embd
-    selective = norm + attention + block_input
-    kept = {"none": everything, "selective": selective, "full": block_input}[run.activation_checkpointing]
+    x, gate = itemsize * c.n_embd, itemsize * c.ffn_dim  # a token of the residual stream, and of the MLP's gate
+    kv = itemsize * c.n_kv_head * c.head_dim
+    if itemsize == 4 and not runs_triton(c, run):
+        kv = x  # in float32 PyTorch's attention expands k and v to all query heads
+    attention = 2 * x + 2 * kv  # q and the output, k and v
+    if not run.fused_kernels:  # in float32: x, and x·rstd if the weight learns; silu(gate) and what makes it
+        norm, mlp = x + (4 if run.lora_rank else 8) * c.n_embd, gate + 12 * c.ffn_dim
+        working = x - gate + 12 * c.ffn_dim  # the product is free by then
+    elif chunks > 1:  # of the MLP nothing: dy and the gradient of the norm's output; a slice comes on top
+        norm, mlp, working = x, 0, 2 * x
+    else:  # the sum that a norm reads; gate and up
+        norm, mlp = x, 2 * gate
+        working = x + 4 * gate  # dy, the gradients of gate, up and their product, the product
+    everything, selective = 2 * norm + attention + mlp, norm + attention + x
+    kept = {"none": everything, "selective": selective, "full": x}[run.activation_checkpointing]
     return kept, everything + working
 
 
 def attention_bytes(c: LlamaConfig, run: RunShape) -> int:
-    """Bytes per token that attention's backward adds: the gradients of its output, q, k and v, the kernel's own.
-
-    cuDNN's own: dq in float32, dk and dv for each query head, three numbers per head.
-    """
+    """Bytes per token that attention's backward adds: the gradients of its output, q, k and v, the kernel's own."""
     itemsize = run.compute_dtype.itemsize
     gradients = itemsize * (c.n_embd + 2 * c.n_kv_head * c.head_dim)  # the MLP's residual stream is free by now
-    suits = run.attention == "auto" and triton_suits(c.head_dim, c.block_size, run.compute_dtype)
-    if suits or run.attention == "triton" or run.mask_documents:
-        return gradients + 4 * c.n_head
-    return gradients + 4 * c.n_embd + 2 * itemsize * c.n_embd * (c.n_kv_head < c.n_head) + 12 * c.n_head
+    in_cudnn = (4 + 2 * itemsize) * c.n_embd  # dq in float32, dk and dv for each query head
+    return gradients + in_cudnn * (not runs_triton(c, run))
 
 
 def loss_parts(c: LlamaConfig, run: RunShape, n_tokens: int) -> tuple[Part, Part]:
     """The final norm, the head and the loss: at the end of forward, and the maximum in their backward."""
-    itemsize, head = run.compute_dtype.itemsize, c.vocab_size * c.n_embd * (not run.lora_rank)  # whose gradient
+    itemsize = run.compute_dtype.itemsize
+    options = loss_options(n_tokens, run.compute_dtype, c.vocab_size, run.activation_checkpointing)
+    chunk = min(options["chunk_tokens"], n_tokens) if run.fused_loss else n_tokens
+    logits, head = chunk * c.vocab_size, c.vocab_size * c.n_embd * (not run.lora_rank)  # with LoRA it has no gradient
+    if not run.fused_loss:  # the logits, in float32, with ignored rows masked; then log p, its gradient, the logits'
+        sizes = 10 * logits, 12 * logits
+    elif chunk == n_tokens and run.dtype != "float16":  # the head's gradient is made in backward, from the logits
+        sizes = itemsize * logits, itemsize * (logits + head)
+    elif options["fp32_dweight"]:  # summed over the chunks, then rounded
+        sizes = itemsize * logits + 4 * head, (4 + itemsize) * head
+    else:
+        sizes = itemsize * (logits + head), itemsize * head
     # the final norm's output, and what it keeps
     normed = (2 * itemsize if run.fused_kernels else itemsize + 8) * n_tokens * c.n_embd
-    if not run.fused_loss:
-        # forward: the logits, in float32, and with ignored rows masked; backward: log p, its gradient, the logits'
-        sizes = 8 + itemsize * (itemsize < 4), 12
-        how = f"bytes x {n_tokens:,} tokens x {c.vocab_size:,} logits"
-        return tuple(Part("loss head", size * n_tokens * c.vocab_size + normed, f"{size} {how}") for size in sizes)
-    options = loss_options(n_tokens, run.compute_dtype, c.vocab_size, run.activation_checkpointing)
-    chunk = min(options["chunk_tokens"], n_tokens)
-    logits = itemsize * -(-c.vocab_size // 16) * 16 * chunk
-    if chunk == n_tokens and run.dtype != "float16":  # the head's gradient is made in backward, from the logits
-        sizes = logits, logits + itemsize * head
-    elif options["fp32_dweight"]:  # summed over the chunks, then rounded
-        sizes = logits + 4 * head, (4 + itemsize) * head
-    else:
-        sizes = logits + itemsize * head, itemsize * head
-    how = f"logits of {chunk:,} tokens, head's gradient"
-    return tuple(Part("loss head", size + normed, how) for size in sizes)
+    return tuple(Part("loss head", size + normed, f"logits of {chunk:,} tokens, head's gradient") for size in sizes)
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -235,148 +219,140 @@ def loss_parts(c: LlamaConfig, run: RunShape, n_tokens: int) -> tuple[Part, Part
 
 
 class Step:
-    """What a rank holds, as a function of how far the step is.
-
-    FSDP gathers a group of parameters into a buffer and, with NCCL, copies it out of there. It gathers the next block
-    before this one computes, so two blocks exist at once; zero2 gathers once. A tied root stays gathered until
-    backward ends. If the head is untied, norm and head are gathered for the loss alone and reduced before the
-    blocks' backward, and the embedding's gradient comes last. A group's gradients stay in a float32 buffer until those
-    of the next group are in theirs. Hybrid keeps each reduced shard in float32 until backward ends.
-    """
+    """What a rank holds, as a function of how far the step is."""
 
     def __init__(self, c: LlamaConfig, run: RunShape):
         self.c, self.run, self.itemsize = c, run, run.compute_dtype.itemsize
         block, root = param_shapes(c, run)
         self.parameters = block * c.n_layer + root
-        self.block, self.all = group_of("of a block", block, run), group_of("parameters", self.parameters, run)
-        self.embedding = group_of("of the embedding", root[:1], run)
-        self.apart = run.fsdp and not c.tie_embeddings  # embedding, and norm and head, are two groups; else one
-        self.last = group_of("of norm and head", root[1:], run) if self.apart else group_of("of the root", root, run)
+        self.all, self.block = Group("parameters", self.parameters, run), Group("of a block", block, run)
+        self.root, self.embedding = Group("of the root", root, run), Group("of the embedding", root[:1], run)
+        # with a tied head that is all of the root
+        self.for_loss = self.root if c.tie_embeddings else Group("of norm and head", root[1:], run)
         self.unsynced = run.fsdp and run.micro_steps > 1 and not run.sync_every_micro_batch
-        self.gradients_leave = run.offload == "optimizer" or run.streamed  # while those of the next group are computed
-        # a tied head's gradient waits on the GPU for the embedding's; an untied one's may have gone to the CPU
-        self.head_waits = c.tie_embeddings or not (run.fsdp or self.gradients_leave)
+        self.reduces = run.fsdp and not self.unsynced
         # full checkpointing: a few sequences at a time pass through a block, their tokens through the MLP in slices
         mode, how = run.activation_checkpointing, (run.mlp_chunks, run.fused_kernels)
         in_groups = mode == "full" and not run.compile
         self.n_tokens = run.batch_size * c.block_size
         self.n_groups = groups_of_sequences(run.batch_size, c.block_size, c.n_embd, *how) if in_groups else 1
         self.group_tokens = -(-run.batch_size // self.n_groups) * c.block_size
-        self.chunks = chunks_of_mlp(self.group_tokens, c.n_embd, mode, *how)
+        self.chunks = chunks_of_mlp(self.group_tokens, c.n_embd, mode, *how) if run.fused_kernels else 1
         self.kept, self.in_block = token_bytes(c, run, self.chunks)
 
     def always(self) -> list[Part]:
         run, ranks = self.run, self.run.shard_ranks
-        times = 1 + run.cuda_graph  # which records on a stream of its own
-        found = [Part("cuBLAS workspaces", times * 2**26, "32 MiB each for forward and backward")]  # on Hopper
+        workspaces = 2**26 * (1 + run.cuda_graph)  # on Hopper; a graph is recorded on a stream of its own
+        found = [Part("cuBLAS workspaces", workspaces, "32 MiB each for forward and backward")]
         if run.offload != "all":
             found += counted("compute weights", "weights", (1, self.all), ranks=ranks)
         if run.offload == "none":
             found += self.masters_and_states()
         if run.copy_engines_gather:  # copy_engines.py; embedding and head share theirs
+            ends = 1 + bool(run.copy_engines_reduce and self.for_loss.gradients)  # what is frozen is not reduced
             blocks = 5 if run.copy_engines_reduce else 3
-            ends = 2 if run.copy_engines_reduce and self.last.gradients else 1  # what is frozen is not reduced
-            found += counted("buffers of the copy engines", "weights", (blocks, self.block), (ends, self.last))
-        if run.micro_steps > 1 and run.offload == "none" and not self.unsynced:
-            found += counted("gradient accumulators", "wide", (1, self.all), ranks=ranks)
+            found += counted("buffers of the copy engines", "weights", (blocks, self.block), (ends, self.for_loss))
+        if self.unsynced or (run.micro_steps > 1 and run.offload == "none"):  # unsynced: whole on every rank
+            found += counted("gradient accumulators", "wide", (1, self.all), ranks=1 if self.unsynced else ranks)
         return found
 
     def masters_and_states(self) -> list[Part]:
         return counted("masters and optimizer states", "states", (1, self.all), ranks=self.run.shard_ranks)
 
-    def gradients(self, blocks: int, last: int, embeddings: int, reducing: Group | None, over: bool) -> list[Part]:
-        """blocks: how many have ended their backward. The rest is as in at()."""
-        run, complete = self.run, [(last * self.apart, self.last), (blocks, self.block)]
-        found = counted("gradients", "gradients", (embeddings, self.embedding))
-        if reducing and not run.copy_engines_reduce:
-            found += counted("gradients being reduced", "wide", (1, reducing))
-        if self.unsynced and not over:
-            whole = self.all._replace(name="parameters, on every rank")
-            return found + counted("gradient accumulators", "wide", (1, whole))
-        if run.offload == "none":
-            found += counted("gradients", "gradients", *complete, ranks=run.shard_ranks)
-        if self.gradients_leave:
-            latest = (1, self.block) if blocks else complete[0]
-            found += counted("gradients being offloaded", "gradients", latest, ranks=run.shard_ranks)
-        if run.fsdp and run.sharding == "hybrid" and self.itemsize < 4:  # FSDP's _all_reduce_state
-            found += counted("gradients reduced, until backward ends", "wide", *complete, ranks=run.shard_ranks)
-        return found
-
     def saved(self, blocks: int) -> list[Part]:
         how = f"{self.kept:,} bytes x {blocks} layers x {self.n_tokens:,} tokens"
         return [Part("saved activations", self.kept * blocks * self.n_tokens, how)] if blocks else []
 
-    def at(self, extra, saved, gathered=(0, 0), last=1, embeddings=0, reducing=None, over=False) -> list[Part]:
-        """All parts of one phase; extra exists only then.
+    def at(self, ahead: int, gathered: tuple[int, int], more: list[Part]) -> list[Part]:
+        """All parts of one phase, `more` among them.
 
-        saved: how many blocks have not ended their backward; last: whether norm and head have. gathered: the whole
-        weights of so many blocks, and so many times those of the root, or of norm and head. embeddings: gradients as
-        large as the embedding, not sharded. reducing: the group in FSDP's float32 buffer. over: backward has ended, and
-        with it the accumulation of unsharded gradients.
+        ahead: blocks that have not ended their backward. gathered: the whole weights of so many blocks, and so many
+        times those that the loss needs.
         """
-        done, (blocks, roots), found = self.c.n_layer - saved, gathered, self.always()
+        found, (blocks, times) = self.always(), gathered
         if self.run.fsdp:
-            found += counted("gathered weights", "weights", (blocks, self.block), (roots, self.last))
-        if self.run.streamed:
-            found += counted("streamed weights", "weights", (2, self.block), (roots, self.last))
-        found += self.gradients(done, last, embeddings, reducing, over)
+            found += counted("gathered weights", "weights", (blocks, self.block), (times, self.for_loss))
+        elif self.run.offload == "all":
+            found += counted("streamed weights", "weights", (2, self.block), (times, self.root))
         if self.run.offload_activations:  # of the last block; in backward of the one being read, and of the next
-            saved = min(saved, 1 + (done > 0))
-        return [*found, *self.saved(saved), extra]
+            ahead = min(ahead, 1 + (ahead < self.c.n_layer))
+        return found + self.saved(ahead) + more
 
-    def block_in_backward(self) -> Part:
-        c, itemsize, n_tokens, beyond = self.c, self.itemsize, self.group_tokens, self.in_block - self.kept
-        n_bytes = beyond * n_tokens
-        if self.chunks > 1 and self.run.fused_kernels:  # a slice and its float32 gradients, or attention's backward
-            sums = self.block.wide if self.run.lora_rank else 12 * c.n_embd * c.ffn_dim
-            a_slice = itemsize * (6 * c.ffn_dim + c.n_embd) * n_tokens // self.chunks + sums
-            n_bytes += max(a_slice, attention_bytes(c, self.run) * n_tokens + self.block.gradients)
-        n_bytes = max(n_bytes, self.block.gradients - self.kept * n_tokens)  # with few tokens the block's own gradients
-        if self.n_groups > 1:  # the gradients of x, of all groups, and sums of the weights'
-            sums = self.block.gradients if self.n_groups == 2 else self.block.wide
-            n_bytes += itemsize * c.n_embd * (self.n_tokens - n_tokens) + sums
-        return Part("the block in backward", n_bytes, f"{beyond:,} bytes x {n_tokens:,} tokens, beyond saved")
-
-    def reduction(self, group: Group) -> Part:
-        """Beside FSDP's float32 buffer: the gradients that are copied into it; or this rank's sums that come out, in
-        both dtypes, while FSDP still holds the group's last gradient.
+    def gradients(self, blocks: int, embeddings: int) -> list[Part]:
+        """Of so many blocks, and of an untied head: they have ended their backward. embeddings: so many gradients as
+        large as the embedding, not sharded.
         """
-        held = self.embedding.gradients * (self.apart and self.run.shard_ranks > 1)
+        run, ranks = self.run, self.run.shard_ranks
+        head, ended = (not self.c.tie_embeddings, self.for_loss), (blocks, self.block)
+        found = counted("gradients", "gradients", (embeddings, self.embedding))
+        if self.unsynced:  # they are among the accumulators
+            return found
+        if run.offload == "none":
+            found += counted("gradients", "gradients", head, ended, ranks=ranks)
+        elif run.offload == "optimizer" or not run.fsdp:  # they leave while those of the next group are computed
+            latest = (1, self.block) if blocks else head
+            found += counted("gradients being offloaded", "gradients", latest, ranks=ranks)
+        if run.fsdp and run.sharding == "hybrid" and self.itemsize < 4:  # FSDP's _all_reduce_state
+            found += counted("gradients reduced, until backward ends", "wide", head, ended, ranks=ranks)
+        return found
+
+    def being_reduced(self, group: Group | None) -> list[Part]:
+        """FSDP's float32 buffer of a group's gradients: it stays until those of the next group are in theirs."""
+        if not group or not self.reduces or self.run.copy_engines_reduce:
+            return []
+        return counted("gradients being reduced", "wide", (1, group))
+
+    def reduction(self, group: Group | None) -> list[Part]:
+        """That buffer, and the gradients that are copied into it; or this rank's sums that come out, in both dtypes."""
+        if not group or not self.reduces:
+            return []
+        held = 0 if self.c.tie_embeddings else group.gradients  # until the sums are out
         sums = (group.wide + group.gradients * (self.itemsize < 4)) / self.run.shard_ranks
-        n_bytes = group.gradients + held if self.run.copy_engines_reduce else max(group.gradients, held + sums)
-        n_bytes *= not self.unsynced  # they are among the accumulators
-        return Part("the reduction", n_bytes, f"{group.n:,} parameters")
+        n_bytes = max(group.gradients, held + sums)
+        return [*self.being_reduced(group), Part("the reduction", n_bytes, f"{group.n:,} parameters")]
+
+    def block_in_backward(self) -> list[Part]:
+        """Beyond what is saved."""
+        c, tokens, beyond, block = self.c, self.group_tokens, self.in_block - self.kept, self.block
+        # with few tokens, the block's own gradients are more
+        n_bytes = max(beyond * tokens, block.gradients - self.kept * tokens)
+        found = [Part("the block in backward", n_bytes, f"{beyond:,} bytes x {tokens:,} tokens, beyond saved")]
+        if self.chunks > 1:
+            a_slice = self.itemsize * (6 * c.ffn_dim + c.n_embd) * tokens // self.chunks
+            mlp = Part("a slice of its MLP", a_slice + block.wide, "and its gradients' sums in float32")
+            of_attention = attention_bytes(c, self.run) * tokens
+            attention = Part("its attention", of_attention + block.gradients, "beside the block's gradients")
+            found.append(max(mlp, attention, key=lambda part: part.bytes))
+        if self.n_groups > 1:
+            sums = block.gradients if self.n_groups == 2 else block.wide
+            n_bytes = self.itemsize * c.n_embd * (self.n_tokens - tokens) + sums
+            found.append(Part("the other groups", n_bytes, "the gradients of their x, and sums of the weights'"))
+        return found
 
 
 def phases(config: LlamaConfig, run: RunShape) -> dict[str, list[Part]]:
     """What a rank holds at each phase of a step that can be its peak, in their order."""
-    step, layers, zero2 = Step(config, run), config.n_layer, run.sharding == "zero2"
-    apart, root_stays = step.apart, int(run.fsdp and not step.apart)
-    buffer = int(run.shard_ranks > 1 and not run.copy_engines_gather)  # NCCL's, for what is gathered
+    step, layers, tied = Step(config, run), config.n_layer, config.tie_embeddings
+    stay = layers if run.sharding == "zero2" else 0  # blocks that stay gathered until their backward
+    root_stays = int(run.fsdp and tied)  # until backward ends: it is the embedding, too
+    buffer = int(run.shard_ranks > 1 and not run.copy_engines_gather)  # NCCL's: the larger of the last two gathers
+    in_loss = (stay, 1 + buffer) if not tied and step.for_loss.n > step.block.n else (stay + buffer, 1)
     forward, backward = loss_parts(config, run, step.n_tokens)
-    whole = layers if zero2 else buffer  # blocks that are gathered in the loss; zero3: the last one's buffer
-    # the buffer is as large as the larger of the last two gathers
-    in_loss = (layers * zero2, 1 + buffer) if apart and step.last.n > step.block.n else (layers * zero2 + buffer, 1)
-    reducing = step.block if run.fsdp and not step.unsynced else None  # the gradients of the block before
-    found = {"the loss, at the end of forward": step.at(forward, layers, in_loss, last=0)}
-    found["backward of the loss"] = step.at(backward, layers, (whole, 1), last=0)
-    if apart:
-        head = step.reduction(step.last)
-        found["reduction of the head"] = step.at(head, layers, (whole, 0), last=0, reducing=step.last)
-    for k in (layers, max(layers - 1, 1), 1):
-        gathered = k if zero2 else 1 + (k > 1) * buffer, root_stays
-        embeddings = int(step.head_waits or (k == layers and not apart))
-        before = reducing if k < layers else reducing and apart and step.last  # the last block's: the head
-        found[f"backward of block {k}"] = step.at(
-            step.block_in_backward(), k, gathered, embeddings=embeddings, reducing=before
-        )
-    x = Part("the embedding's input", step.itemsize * step.n_tokens * config.n_embd, f"{step.n_tokens:,} tokens")
-    # a tied head's gradient, if F.linear made it, is added to the embedding's in a third tensor
-    copies = 3 if config.tie_embeddings and not run.fused_loss else 1 + step.head_waits
-    found["backward of the embedding"] = step.at(x, 0, (0, root_stays), embeddings=copies, reducing=reducing)
-    if run.fsdp:
-        first = step.embedding if apart else step.last
-        found["reduction of the embedding"] = step.at(step.reduction(first), 0, reducing=first, over=True)
+    # An untied head is reduced before the blocks. A tied one's gradient waits for the embedding's; if F.linear made it,
+    # a third tensor takes their sum.
+    head, first, copies = (None, step.root, 2 if run.fused_loss else 3) if tied else (step.for_loss, step.embedding, 1)
+    found = {
+        "the loss, at the end of forward": step.at(layers, in_loss, [forward]),
+        "backward of the loss": step.at(layers, (stay or buffer, 1), [backward]),
+        "reduction of the head": step.at(layers, (stay or buffer, 0), step.reduction(head)),
+    }
+    for k in range(layers, 0, -1):
+        gathered = k if stay else 1 + buffer, root_stays  # the next block is gathered before this one computes
+        more = step.being_reduced(step.block if k < layers else head) + step.block_in_backward()
+        found[f"backward of block {k}"] = step.at(k, gathered, step.gradients(layers - k, int(tied)) + more)
+    more = step.gradients(layers, copies) + step.being_reduced(step.block)
+    found["backward of the embedding"] = step.at(0, (0, root_stays), more)
+    found["reduction of the embedding"] = step.at(0, (0, 0), step.gradients(layers, 0) + step.reduction(first))
     return found
 
 
