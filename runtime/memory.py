@@ -124,11 +124,11 @@ def state_bytes(name: str, parameter: torch.Tensor, run: RunShape) -> int:
     """Bytes, over the ranks that share a copy, of a parameter's states, and of what the place keeps of its master."""
     place = OnGPU if run.offload == "none" else OnCPU
     master = place.master_dtype(parameter.dtype, same_device=run.offload != "optimizer")
-    states = [
-        math.prod(shape) * dtype.itemsize * (1 if shape[0] == len(parameter) else run.shard_ranks)  # split, or copies
-        for shape, dtype in run.rule.states(name, parameter).values()
-    ]
-    return sum(states) + (master.itemsize * parameter.numel() if master else 0)
+    n_bytes = master.itemsize * parameter.numel() if master else 0
+    for shape, dtype in run.rule.states(name, parameter).values():
+        copies = 1 if shape[0] == len(parameter) else run.shard_ranks  # its rows are split; else each rank has all
+        n_bytes += math.prod(shape) * dtype.itemsize * copies
+    return n_bytes
 
 
 class Group:
@@ -187,14 +187,6 @@ def token_bytes(c: LlamaConfig, run: RunShape, chunks: int) -> tuple[int, int]:
     return kept, everything + working
 
 
-def attention_bytes(c: LlamaConfig, run: RunShape) -> int:
-    """Bytes per token that attention's backward adds: the gradients of its output, q, k and v, the kernel's own."""
-    itemsize = run.compute_dtype.itemsize
-    gradients = itemsize * (c.n_embd + 2 * c.n_kv_head * c.head_dim)  # the MLP's residual stream is free by now
-    in_cudnn = (4 + 2 * itemsize) * c.n_embd  # dq in float32, dk and dv for each query head
-    return gradients + in_cudnn * (not runs_triton(c, run))
-
-
 def loss_parts(c: LlamaConfig, run: RunShape, n_tokens: int) -> tuple[Part, Part]:
     """The final norm, the head and the loss: at the end of forward, and the maximum in their backward."""
     itemsize = run.compute_dtype.itemsize
@@ -211,7 +203,8 @@ def loss_parts(c: LlamaConfig, run: RunShape, n_tokens: int) -> tuple[Part, Part
         sizes = itemsize * (logits + head), itemsize * head
     # the final norm's output, and what it keeps
     normed = (2 * itemsize if run.fused_kernels else itemsize + 8) * n_tokens * c.n_embd
-    return tuple(Part("loss head", size + normed, f"logits of {chunk:,} tokens, head's gradient") for size in sizes)
+    how = f"logits of {chunk:,} tokens" + ", head's gradient" * run.fused_loss
+    return tuple(Part("loss head", size + normed, how) for size in sizes)
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -227,7 +220,7 @@ class Step:
         self.parameters = block * c.n_layer + root
         self.all, self.block = Group("parameters", self.parameters, run), Group("of a block", block, run)
         self.root, self.embedding = Group("of the root", root, run), Group("of the embedding", root[:1], run)
-        # with a tied head that is all of the root
+        # what the loss needs: if the head is tied, all of the root
         self.for_loss = self.root if c.tie_embeddings else Group("of norm and head", root[1:], run)
         self.unsynced = run.fsdp and run.micro_steps > 1 and not run.sync_every_micro_batch
         self.reduces = run.fsdp and not self.unsynced
@@ -308,8 +301,8 @@ class Step:
             return []
         held = 0 if self.c.tie_embeddings else group.gradients  # until the sums are out
         sums = (group.wide + group.gradients * (self.itemsize < 4)) / self.run.shard_ranks
-        n_bytes = max(group.gradients, held + sums)
-        return [*self.being_reduced(group), Part("the reduction", n_bytes, f"{group.n:,} parameters")]
+        more = Part("the reduction", max(group.gradients, held + sums), f"{group.n:,} parameters")
+        return [*self.being_reduced(group), more]
 
     def block_in_backward(self) -> list[Part]:
         """Beyond what is saved."""
@@ -320,8 +313,10 @@ class Step:
         if self.chunks > 1:
             a_slice = self.itemsize * (6 * c.ffn_dim + c.n_embd) * tokens // self.chunks
             mlp = Part("a slice of its MLP", a_slice + block.wide, "and its gradients' sums in float32")
-            of_attention = attention_bytes(c, self.run) * tokens
-            attention = Part("its attention", of_attention + block.gradients, "beside the block's gradients")
+            # the gradients of its output, q, k and v; PyTorch's: dq in float32, and dk, dv for each query head
+            per_token = self.itemsize * (c.n_embd + 2 * c.n_kv_head * c.head_dim)
+            per_token += 0 if runs_triton(c, self.run) else (4 + 2 * self.itemsize) * c.n_embd
+            attention = Part("its attention", per_token * tokens + block.gradients, "beside the block's gradients")
             found.append(max(mlp, attention, key=lambda part: part.bytes))
         if self.n_groups > 1:
             sums = block.gradients if self.n_groups == 2 else block.wide
@@ -335,7 +330,8 @@ def phases(config: LlamaConfig, run: RunShape) -> dict[str, list[Part]]:
     step, layers, tied = Step(config, run), config.n_layer, config.tie_embeddings
     stay = layers if run.sharding == "zero2" else 0  # blocks that stay gathered until their backward
     root_stays = int(run.fsdp and tied)  # until backward ends: it is the embedding, too
-    buffer = int(run.shard_ranks > 1 and not run.copy_engines_gather)  # NCCL's: the larger of the last two gathers
+    # NCCL gathers into a buffer, out of which FSDP copies: it is as large as the larger of the last two gathers
+    buffer = int(run.shard_ranks > 1 and not run.copy_engines_gather)
     in_loss = (stay, 1 + buffer) if not tied and step.for_loss.n > step.block.n else (stay + buffer, 1)
     forward, backward = loss_parts(config, run, step.n_tokens)
     # An untied head is reduced before the blocks. A tied one's gradient waits for the embedding's; if F.linear made it,

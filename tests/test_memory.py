@@ -348,9 +348,11 @@ def test_copy_engines_need_no_buffer_of_nccl_for_what_is_gathered():
     [("bfloat16", 2048, "triton"), ("float16", 4096, "triton"), ("bfloat16", 8192, "sdpa"), ("float32", 2048, "sdpa")],
 )
 def test_attention_is_counted_as_the_one_that_auto_runs(dtype, block_size, runs):
-    config = replace(LLAMA_1B, block_size=block_size)
-    each = {name: memory.attention_bytes(config, RunShape(8, dtype=dtype, attention=name))
-            for name in ("auto", "triton", "sdpa")}  # fmt: skip
+    config, run = replace(LLAMA_1B, block_size=block_size), RunShape(64, dtype=dtype, mlp_chunks=64)
+    each = {}
+    for name in ("auto", "triton", "sdpa"):
+        in_backward = memory.Step(config, replace(run, attention=name)).block_in_backward()
+        each[name] = by_name(in_backward)["its attention"]
     assert each["auto"] == each[runs] and each["triton"] < each["sdpa"], each
 
 
