@@ -70,6 +70,7 @@ def resolve(path: str, world_size: int, named: dict, flags=()) -> tuple[LlamaCon
     try:
         config, shape = (kind(**{n: said[n] for n in kind.__dataclass_fields__}) for kind in (LlamaConfig, RunShape))
         check_settings(shape.activation_checkpointing, shape.mlp_chunks, shape.offload_activations)
+        memory.param_shapes(config, shape)  # fp8 and NF4 do not hold every shape
     except ValueError as error:
         raise SettingError(str(error)) from None
     return config, shape

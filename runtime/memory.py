@@ -105,12 +105,15 @@ class Part(NamedTuple):
 
 
 def param_shapes(c: LlamaConfig, run: RunShape) -> tuple[list[Named], list[Named]]:
-    """One block's parameters, and the root's, embedding first: on the meta device, so without memory."""
+    """One block's parameters, and the root's, embedding first: on the meta device, so without memory.
+
+    ValueError for sides that fp8 or NF4 cannot hold.
+    """
     with torch.device("meta"):
         model = Llama(replace(c, n_layer=1)).to(run.compute_dtype)
+        if run.fp8:
+            use_fp8(model)
         if run.lora_rank:
-            if run.fp8:
-                use_fp8(model)
             add_lora(model, run.lora_rank, 1.0, run.base_dtype)
     root = [(name, p) for name, p in model.named_parameters() if not name.startswith("layers.")]
     return list(model.layers.named_parameters("layers")), root
