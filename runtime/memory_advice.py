@@ -120,7 +120,7 @@ def choices(run: RunShape, chunks: int) -> list[list[dict]]:
     found = [
         [{name: value} for value in values[values.index(getattr(run, name)) + 1 :]] for name, values in stronger.items()
     ]
-    if type(run.rule) is AdamW:
+    if type(run.rule) is AdamW and not run.lora_rank:
         found.append([{"optimizer_bits": 8}])
     if run.activation_checkpointing != "none" and chunks == 1:
         found.append([{"mlp_chunks": 16}])
