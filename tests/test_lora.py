@@ -224,9 +224,10 @@ def test_lora_trains_with(changes, base, trained, capitals, tmp_path):
     assert apart.mean() < 0.05 if {"dtype", "fp8"} & set(changes) else apart.max() < 1e-5
 
 
-def test_peft_and_transformers_load_a_checkpoint_and_give_our_logits(base, trained):
+@pytest.mark.parametrize("name", ["bfloat16", "float8"])
+def test_peft_and_transformers_load_a_checkpoint_and_give_our_logits(name, base, trained):
     peft, transformers = pytest.importorskip("peft"), pytest.importorskip("transformers")
-    folder, tokens = trained["bfloat16"] / "step_000008", torch.randint(0, 256, (2, 16))
+    folder, tokens = trained[name] / "step_000008", torch.randint(0, 256, (2, 16))
     with torch.no_grad():
         ours = load_model(folder)(tokens)
         published = load_model(base)(tokens)
