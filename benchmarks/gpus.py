@@ -1,6 +1,6 @@
 """Several GPUs of one host: what each adds, how fast 8B trains on them, what checkpoints cost.
 
-    python bench.py gpus                        all of it, on 1, 2, 4, ... of the GPUs that are there
+    python bench.py gpus                        scaling, 8b and saves, on 1, 2, 4, ... of the GPUs that are there
     python bench.py gpus --measure=scaling      Llama 3.2 1B, 16 x 2048 tokens a GPU
     python bench.py gpus --measure=8b           Llama 3.1 8B, with and without checkpointing
     python bench.py gpus --measure=saves        1B, 8 x 2048 tokens a GPU: a checkpoint every 100 steps, then a resume
@@ -10,8 +10,9 @@
     python bench.py gpus --measure=8b --arms=nanocria-zero2,recipe-zero2 --shapes=2x4096 --checkpointing=none,full
 
 Arms: nanocria, which is train.py itself, and recipe and torchtitan of benchmarks/peers.py; -zero2 says how they are
-sharded where it is not ZeRO-3, -nccl that copy_engines.py is left out. On one GPU nanocria is not sharded at all, and
-its peers are on a mesh of one rank. Each point is a torchrun of its own, measured as by bench.py step.
+sharded where it is not ZeRO-3, -nccl that copy_engines.py is left out, -adamw, -muon and -normuon the optimizer. On one
+GPU nanocria is not sharded at all, and its peers are on a mesh of one rank. Each point is a torchrun of its own,
+measured as by bench.py step.
 """
 
 import json
@@ -55,8 +56,8 @@ OPTIMIZERS = {  # of the arms that are train.py on any number of GPUs
     f"nanocria-{name}": [f"--optimizer={name}", "--gradient_accumulation_steps=8", "--cooldown_iters=0"]
     for name in ("adamw", "muon", "normuon")
 }
-PEERS = ["recipe", "recipe-zero2", "torchtitan"]
-ARMS, SCALING_ARMS = [*FLAGS, *OPTIMIZERS, *PEERS], [*FLAGS, "recipe", "torchtitan"]
+PEERS = ["recipe", "torchtitan"]
+ARMS, SCALING_ARMS = [*FLAGS, *OPTIMIZERS, *PEERS, "recipe-zero2"], [*FLAGS, *PEERS]
 KEYS = {  # what names a row
     "scaling": compare.GPUS_PLACE, "8b": compare.GPUS_PLACE, "optimizers": compare.GPUS_PLACE, "saves": ("ranks",),
     "memory": ("ranks",),
@@ -103,8 +104,8 @@ def points(config: str, places: list[tuple], s: SimpleNamespace):
         flags = (FLAGS | OPTIMIZERS).get(arm)
         return {"steps": s.steps, "oom": False} | runner.arm_point(arm, flags, config, *at, s.steps, ranks=n)
 
-    one = {"nanocria", *OPTIMIZERS, *PEERS}  # what a GPU alone does too, which is not sharded
-    places = [(arm, n, *at) for arm, n, *at in places if n > 1 or arm in one and arm != "recipe-zero2"]
+    alone = {"nanocria", *OPTIMIZERS, *PEERS}  # what one GPU does too, without shards
+    places = [(arm, n, *at) for arm, n, *at in places if n > 1 or arm in alone]
     return runner.in_turn(compare.GPUS_PLACE, places, measure_at)
 
 
