@@ -5,9 +5,8 @@
     python convert.py Llama-3.2-1B my-llama --dtype float16
     python convert.py out/qlora my-llama --merge original              adapters, merged into the weights they began with
 
-Adapters are merged into the base that they were trained on, which for NF4 is what its four bits are read back as, or
-with --merge original into the published weights: without the error of four bits, to which the adapters
-were trained.
+Adapters are merged into the published weights, also those trained with --fp8. A base in NF4 is what its four bits are
+read back as, on which they were trained, or with --merge original the published weights, without the four bits' error.
 Nothing needs it to use a run: a checkpoint is such a folder, and train.py and sample.py read all of these.
 """
 

@@ -66,7 +66,7 @@ def add_lora(model: Llama, rank: int, alpha: float, base_dtype: str = "bfloat16"
 def merge_lora(model: Llama) -> None:
     """Makes a model with adapters, whole on one device, a plain one: each weight W + (α/r) B A, rounded once.
 
-    An NF4 weight counts as what it is read back as, which is what the adapters were trained on.
+    A weight in NF4 or float8 counts as what it is read back as, which is what the adapters were trained on.
     """
     for module, name, child in projections(model, LoRALinear):
         with torch.device("meta"):

@@ -410,7 +410,7 @@ class Llama(Part):
             fill(parameter, whole)
 
     def n_params(self) -> int:
-        """The number of parameters, a tied head and its embedding counted once, NF4 weights as what they stand for."""
+        """The number of parameters: a tied head and its embedding once, frozen weights as what they stand for."""
         frozen = [m for m in self.layers.modules() if isinstance(m, kernels.LoRALinear)]
         more = sum(m.in_features * m.out_features - sum(t.numel() for t in m.tensors()[:-2]) for m in frozen)
         return sum(parameter.numel() for parameter in self.parameters()) + more

@@ -112,7 +112,7 @@ grad_clip = 1.0  # gradients are scaled down to this norm; 0: never
 # finetuning with LoRA: init_from names the weights, which stay as they are; a checkpoint holds the adapters alone
 lora_rank = 0  # of the adapters on all projections of the blocks; 0: train all weights
 lora_alpha = 32.0  # adapters count lora_alpha / lora_rank times
-base_dtype: Literal["bfloat16", "nf4"] = "bfloat16"  # of frozen projections: as dtype, fp8 as float8; nf4: QLoRA
+base_dtype: Literal["bfloat16", "nf4"] = "bfloat16"  # frozen projections: in dtype, under fp8 in float8; nf4: QLoRA
 
 # system
 device: Literal["auto", "cuda", "cpu"] = "auto"  # auto: cuda where there is one

@@ -11,10 +11,12 @@
                                                   each size the fastest settings
 
 arms    all: train.py as it is; kernels: without the fused loss; torch: also without the kernels of norms, RoPE, MLP and
-        attention; long: all, with --offload_activations=true; or none
+        attention; long: all, with --offload_activations=true; lora, qlora: adapters on a base in bfloat16, in NF4, and
+        with -fp8 behind it multiplied in float8; or none
 peers   hf: transformers' LlamaForCausalLM; liger: with Liger-Kernel's patches; recipe: see benchmarks/peers.py; or
         none. Like ours they keep float32 weights and compute in bfloat16. hf and liger offload all or nothing, through
-        FSDP2: where ours has the optimizer on the CPU, they have weights and gradients there too.
+        FSDP2: where ours has the optimizer on the CPU, they have weights and gradients there too. peft, peft-qlora,
+        liger-8bit, liger-galore: liger in pure bfloat16, with what another package has.
 
 Each point is a process of its own, measured on the real step: forward, backward, clip, update. What runs out of memory
 is not tried with more. A plot is drawn beside the record. A sweep that was stopped continues where the record of the
@@ -38,8 +40,8 @@ from runtime import memory, memory_stats
 # settings
 preset: Literal["study", "8b", "finetune"] | None = None  # settings together, which other flags override
 sweep: Literal["batch", "seq", "both"] = "batch"  # what grows: batches, contexts
-arms = "all"  # ours: all, kernels, torch, long, or none
-peers = "none"  # beside them: hf, liger, recipe
+arms = "all"  # ours: see above
+peers = "none"  # beside them: see above
 config = "config/llama32_1b.py"  # the model
 memory_limit_gib: float | None = None  # as if the card had only so many GiB
 checkpointing = "none"  # one or several of none, selective, full

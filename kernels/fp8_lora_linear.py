@@ -8,7 +8,8 @@ large matmuls are in float8, and what is left in bf16 has the adapters' rank as 
 so it is rounded once and held as float8: the numbers are those of a bf16 one rounded before each matmul. Or it is held
 as NF4, read back and rounded each time.
 
-Bytes for n weights: 1n held (NF4: 0.516n), and 2n moved in backward, to transpose it (NF4: 5.5n before each matmul).
+Bytes for n weights: 1n held, and 2n moved in backward, to transpose it. NF4: 0.516n held, and 5.5n more moved before
+each matmul.
 y and dx are written by the large matmul, then read and written once more where the adapters' part is added.
 """
 

@@ -302,7 +302,7 @@ def read_base(
 ) -> None:
     """Fills the frozen weights of a model with adapters from a folder; every rank calls it. Raises ValueError, OSError.
 
-    dtype: what NF4 quantises weights from, the one that the adapters were trained in; None: the model's.
+    dtype: what weights are quantised from, the one that the adapters were trained in; None: the model's.
     For NF4 and float8 each rank quantises one whole projection after another and keeps its rows: so the bits are those
     of a single rank, and no device holds more of the base than one projection.
     """
@@ -330,7 +330,7 @@ def load_model(
 
     In float32 these are the master weights, unless the checkpoint's optimizer files were deleted. A checkpoint of
     adapters gives the model with them (lora.py has merge_lora); base_dtype: of its frozen weights, 'bfloat16' (the
-    original, in dtype) or 'nf4'; None: as in training.
+    original, in dtype, also after training with fp8) or 'nf4'; None: the run's.
     Raises ValueError if there is none, if it is damaged or another model's, OSError if it cannot be read now.
     """
     return run_folder.read_newest(Path(path), lambda newest: _load_model(newest, device, dtype, base_dtype))
