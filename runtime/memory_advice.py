@@ -117,6 +117,8 @@ def choices(run: RunShape, chunks: int) -> list[list[dict]]:
     }
     if run.activation_checkpointing != "none" and not (run.compile or run.cuda_graph):
         stronger["offload_activations"] = [False, True]
+    if run.lora_rank and run.offload != "all":
+        stronger["base_dtype"] = ["bfloat16", "nf4"]
     found = [
         [{name: value} for value in values[values.index(getattr(run, name)) + 1 :]] for name, values in stronger.items()
     ]

@@ -425,6 +425,7 @@ def test_advice_is_only_what_train_py_accepts():
     four_bits = choices(lora_rank=16, base_dtype="nf4")
     assert {"offload": "optimizer"} in four_bits and {"offload": "all"} not in four_bits
     assert {"offload": "all"} not in choices(lora_rank=16, fp8=True)
+    assert "base_dtype" not in names() | names(lora_rank=16, offload="all") and "base_dtype" in names(lora_rank=16)
     assert "optimizer_bits" in names() and "optimizer_bits" not in names(lora_rank=16)
     assert "offload_activations" not in names(activation_checkpointing="none")
 
