@@ -39,13 +39,7 @@ checkpointing = ""  # 8b: none, selective, full; nothing: those of the table
 steps = 20  # scaling, 8b, optimizers: to measure
 out = ""  # the record; nothing: benchmarks/records/gpus.json
 
-SCALING_CONFIG, SCALING_AT = runner.CONFIG, (16, 2048, "none")  # sequences x tokens, checkpointing
-BIG_CONFIG, BIG_ARMS = "config/llama31_8b.py", ["nanocria", "recipe"]
-BIG_AT = [(2, 4096, "none"), (1, 8192, "none"), (4, 4096, "full"), (2, 8192, "full"),
-          (4, 4096, "selective"), (2, 8192, "selective")]  # fmt: skip
-OPTIMIZERS_CONFIG, OPTIMIZERS_AT = "config/linux_114m.py", (64, 1024, "none")  # 8 micro-batches a step
-SAVES_AT = (8, 2048, "none")
-SAVE_EVERY, SAVE_STEPS = 100, 200
+SAVES_AT, SAVE_EVERY, SAVE_STEPS = (8, 2048, "none"), 100, 200  # sequences x tokens, checkpointing
 MEMORY_AT, MEMORY_STEPS = (1, 1024, "full"), 3
 FLAGS = {  # of the arms that are train.py on several ranks
     "nanocria": ["--sharding=zero3"],
@@ -57,15 +51,18 @@ OPTIMIZERS = {  # of the arms that are train.py on any number of GPUs
     for name in ("adamw", "muon", "normuon")
 }
 PEERS = ["recipe", "torchtitan"]
-ARMS, SCALING_ARMS = [*FLAGS, *OPTIMIZERS, *PEERS, "recipe-zero2"], [*FLAGS, *PEERS]
-KEYS = {  # what names a row
-    "scaling": compare.GPUS_PLACE, "8b": compare.GPUS_PLACE, "optimizers": compare.GPUS_PLACE, "saves": ("ranks",),
-    "memory": ("ranks",),
+POINTS = {  # kind of points -> the config, where they are, the arms
+    "scaling": (runner.CONFIG, [(16, 2048, "none")], [*FLAGS, *PEERS]),
+    "8b": ("config/llama31_8b.py", [(2, 4096, "none"), (1, 8192, "none"), (4, 4096, "full"), (2, 8192, "full"),
+                                    (4, 4096, "selective"), (2, 8192, "selective")], ["nanocria", "recipe"]),
+    "optimizers": ("config/linux_114m.py", [(64, 1024, "none")], list(OPTIMIZERS)),  # 8 micro-batches a step
 }  # fmt: skip
+KEYS = dict.fromkeys(POINTS, compare.GPUS_PLACE) | {"saves": ("ranks",), "memory": ("ranks",)}  # what names a row
 
 
 def parse(argv: list[str], n_gpus: int) -> SimpleNamespace:
-    lists = {"measure": KEYS, "arms": ARMS, "checkpointing": runner.CHECKPOINTING}
+    known = [*FLAGS, *OPTIMIZERS, *PEERS, "recipe-zero2"]
+    lists = {"measure": KEYS, "arms": known, "checkpointing": runner.CHECKPOINTING}
     s = cli.read_settings(globals(), argv, lists, "benchmarks/records/gpus.json")
     s.kinds = [kind for kind in KEYS if kind in s.measure]
     s.ranks = sorted(n for n in set(cli.whole_numbers("ranks", s.ranks)) if n <= n_gpus)
@@ -75,112 +72,95 @@ def parse(argv: list[str], n_gpus: int) -> SimpleNamespace:
 
 def measured(s: SimpleNamespace):
     for kind in s.kinds if s.ranks else []:
-        yield from ((kind, row) for row in RUN[kind](s))
+        rows = points(kind, s) if kind in POINTS else [{"saves": saves, "memory": save_memory}[kind](s)]
+        yield from ((kind, row) for row in rows)
 
 
-def scaling(s: SimpleNamespace):
+def points(kind: str, s: SimpleNamespace):
     """Many GPUs first, so that one alone is as warm as they were: a cool card clocks higher than it can for long."""
-    for n in reversed(s.ranks):
-        yield from points(SCALING_CONFIG, [(arm, n, *SCALING_AT) for arm in s.arms or SCALING_ARMS], s)
+    config, at, usual = POINTS[kind]
+    at, ranks = (places_of_8b(at, s), s.ranks[-1:]) if kind == "8b" else (at, reversed(s.ranks))
 
+    def is_measured(arm, n, batch, block, checkpointing):
+        alone = {"nanocria", *OPTIMIZERS, *PEERS}  # what one GPU does too, without shards
+        return (n > 1 or arm in alone) and (s.arms or checkpointing != "selective" or arm == "nanocria")
 
-def big(s: SimpleNamespace):
-    """Selective checkpointing of ours alone unless arms are named."""
-    places = [at for at in BIG_AT if at[:2] in (s.shapes or [at[:2]]) and at[2] in (s.checkpointing or [at[2]])]
-    if s.shapes and s.checkpointing:  # asked for together, also where they are not in the table
-        places = [(*shape, how) for how in s.checkpointing for shape in s.shapes]
-    at = [(arm, s.ranks[-1], *place) for place, arm in product(places, s.arms or BIG_ARMS)]
-    at = [p for p in at if s.arms or p[-1] != "selective" or p[0] == "nanocria"]
-    return points(BIG_CONFIG, at, s)
-
-
-def optimizers(s: SimpleNamespace):
-    for n in reversed(s.ranks):
-        yield from points(OPTIMIZERS_CONFIG, [(arm, n, *OPTIMIZERS_AT) for arm in s.arms or OPTIMIZERS], s)
-
-
-def points(config: str, places: list[tuple], s: SimpleNamespace):
     def measure_at(arm, n, *at):
         flags = (FLAGS | OPTIMIZERS).get(arm)
         return {"steps": s.steps, "oom": False} | runner.arm_point(arm, flags, config, *at, s.steps, ranks=n)
 
-    alone = {"nanocria", *OPTIMIZERS, *PEERS}  # what one GPU does too, without shards
-    places = [(arm, n, *at) for arm, n, *at in places if n > 1 or arm in alone]
-    return runner.in_turn(compare.GPUS_PLACE, places, measure_at)
+    places = [(arm, n, *where) for n, where, arm in product(ranks, at, s.arms or usual)]
+    return runner.in_turn(compare.GPUS_PLACE, [place for place in places if is_measured(*place)], measure_at)
 
 
-def saves(s: SimpleNamespace):
+def places_of_8b(at: list[tuple], s: SimpleNamespace) -> list[tuple]:
+    """Those of the table that are asked for; what is asked for together also where it is not in the table."""
+    if s.shapes and s.checkpointing:
+        return [(*shape, how) for how in s.checkpointing for shape in s.shapes]
+    return [p for p in at if p[:2] in (s.shapes or [p[:2]]) and p[2] in (s.checkpointing or [p[2]])]
+
+
+def saves(s: SimpleNamespace) -> dict:
     """Runs of SAVE_STEPS without and with checkpoints, and one that goes on with the last of them.
 
     What a checkpoint costs is read off the wall: from the log line of step 100 to that of step 200 there is one whole
     interval, behind one that warms up, but neither the start nor the last save. The resume reads what the system may
-    still have in memory.
+    still have in memory. save_seconds are of the main thread, the last save's too.
     """
-    row = {"ranks": s.ranks[-1], "batch": SAVES_AT[0], "block": SAVES_AT[1], "every": SAVE_EVERY}
 
     def train(out_dir, keep_last, more=0):
         return timed_run(out_dir, s.ranks[-1], f"--keep_last={keep_last}", SAVE_STEPS + more)
 
-    without, beside, resumed, n_bytes = around_a_checkpoint(train)
-    if n_bytes is None:
-        yield row | beside
-        return
-    yield row | {
-        "intervals": SAVE_STEPS // SAVE_EVERY - 1,
-        "oom": False,
-        "seconds_without": without["wall_seconds"],
-        "seconds_with": beside["wall_seconds"],
-        "cost": beside["wall_seconds"] / without["wall_seconds"] - 1,
-        "save_seconds": beside.get("save_seconds"),  # of the main thread, the last save's too
-        "checkpoint_bytes": n_bytes,
-        "resume_seconds": resumed.get("resume_seconds") if resumed.get("steps") == 10 else None,
-    }
+    def numbers(without, beside, resumed):
+        walls = without["wall_seconds"], beside["wall_seconds"]
+        row = {"intervals": SAVE_STEPS // SAVE_EVERY - 1, "seconds_without": walls[0], "seconds_with": walls[1]}
+        return row | {"cost": walls[1] / walls[0] - 1}
+
+    batch, block, _ = SAVES_AT
+    place = {"ranks": s.ranks[-1], "batch": batch, "block": block, "every": SAVE_EVERY}
+    return place | around_a_checkpoint(train, numbers)
 
 
-def save_memory(s: SimpleNamespace):
+def save_memory(s: SimpleNamespace) -> dict:
     """The most CPU memory that rank 0 takes: training without a checkpoint, waiting while one is written, resumed."""
-    row = {"ranks": s.ranks[-1], "batch": MEMORY_AT[0], "block": MEMORY_AT[1]}
 
     def train(out_dir, keep_last, more=0):
-        words = runner.train_words(BIG_CONFIG, *MEMORY_AT, out_dir, s.ranks[-1])
+        words = runner.train_words(POINTS["8b"][0], *MEMORY_AT, out_dir, s.ranks[-1])
         words += ["--offload=all", "--async_save=false", "--warmup_iters=1"]
         words += [f"--max_iters={MEMORY_STEPS + more}", f"--keep_last={keep_last}"]
         return runner.train(words, out_dir, s.ranks[-1], runner.limited(None, timeout=900))
 
-    without, beside, resumed, n_bytes = around_a_checkpoint(train)
-    if n_bytes is None:
-        yield row | beside
-        return
-    yield row | {
-        "oom": False,
-        "cpu_gib": without["cpu_gib"],
-        "saved_cpu_gib": beside["cpu_gib"],
-        "resumed_cpu_gib": resumed.get("cpu_gib"),
-        "save_seconds": beside["save_seconds"],
-        "checkpoint_bytes": n_bytes,
-        "resume_seconds": resumed.get("resume_seconds"),
-    }
+    def numbers(*summaries):
+        names = ("cpu_gib", "saved_cpu_gib", "resumed_cpu_gib")
+        return {name: summary.get("cpu_gib") for name, summary in zip(names, summaries, strict=True)}
+
+    batch, block, _ = MEMORY_AT
+    return {"ranks": s.ranks[-1], "batch": batch, "block": block} | around_a_checkpoint(train, numbers)
 
 
-def around_a_checkpoint(train: Callable) -> tuple[dict, dict, dict, int | None]:
-    """The summaries of train(out_dir, keep_last, more=0) without checkpoints, with them, and 10 steps on from the last.
-
-    And the bytes of that: None if there is none, and then the second says why.
-    """
+def around_a_checkpoint(train: Callable, numbers: Callable) -> dict:
+    """What a checkpoint and a resume take, or why there was none, and numbers(without, beside, resumed): of summaries
+    that train(out_dir, keep_last, more=0) leaves without checkpoints, with them, and 10 steps on from the last."""
     with tempfile.TemporaryDirectory() as folder:
         without = train(f"{folder}/without", 0)
         beside = train(f"{folder}/with", 1) if "steps" in without else without
         path = run_folder.newest(f"{folder}/with")
         if "steps" not in beside or path is None:
-            why = {"oom": True} if beside.get("oom") else {"failed": beside.get("failed", "no checkpoint")}
-            return without, why, {}, None
+            return {"oom": True} if beside.get("oom") else {"failed": beside.get("failed", "no checkpoint")}
         n_bytes = sum(file.stat().st_size for file in path.iterdir())
-        return without, beside, train(f"{folder}/with", 0, more=10), n_bytes
+        resumed = train(f"{folder}/with", 0, more=10)
+    return {
+        "oom": False,
+        **numbers(without, beside, resumed),
+        "save_seconds": beside.get("save_seconds"),
+        "checkpoint_bytes": n_bytes,
+        "resume_seconds": resumed.get("resume_seconds") if resumed.get("steps") == 10 else None,
+    }
 
 
 def timed_run(out_dir: str, n: int, flag: str, max_iters: int) -> dict:
     """The summary of a run of train.py, with the wall_seconds between its log lines of SAVE_EVERY and SAVE_STEPS."""
-    words = runner.train_words(SCALING_CONFIG, *SAVES_AT, out_dir, n)
+    words = runner.train_words(runner.CONFIG, *SAVES_AT, out_dir, n)
     words += [f"--eval_interval={SAVE_EVERY}", f"--max_iters={max_iters}", flag]
     arrived, over = {}, threading.Event()
     clock = threading.Thread(target=note_arrivals, args=(Path(out_dir) / "metrics.jsonl", arrived, over))
@@ -201,9 +181,6 @@ def note_arrivals(path: Path, arrived: dict[int, float], over: threading.Event) 
         for line in path.read_text().splitlines() if path.exists() else []:
             if '"loss"' in line and line.endswith("}"):
                 arrived.setdefault(json.loads(line)["step"], time.perf_counter())
-
-
-RUN = {"scaling": scaling, "8b": big, "optimizers": optimizers, "saves": saves, "memory": save_memory}
 
 
 def main(argv: list[str]) -> None:

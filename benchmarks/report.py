@@ -171,10 +171,6 @@ def sft_sentence() -> str:
     )
 
 
-def finetune_losses(r: dict) -> str:
-    return f"{finetune_losses_table(r)}\n\n{packing_sentence(r)}"
-
-
 def snapshot_table(r: dict) -> str:
     """GiB of each part at the peak, a column for each trainer."""
     rows = [row for row in r["arms"] if "peak_gib" in row]
@@ -319,11 +315,6 @@ def save_memory_sentence(r: dict) -> str:
     sizes = sizes.format(**row, size=row["checkpoint_bytes"] / 1e9)
     seconds = "the checkpoint takes {save_seconds:.0f} s to write, {resume_seconds:.0f} s to read".format(**row)
     return f"Llama 3.1 8B with `--offload=all` takes {sizes}, resumed {row['resumed_cpu_gib']:.1f}; {seconds}."
-
-
-def gpus_tables(r: dict) -> str:
-    """1B on one GPU and several, 8B beside the recipe, checkpoints beside the training."""
-    return "\n\n".join(make(r) for kind, make in TABLES["gpus"].items() if r.get(kind))
 
 
 # --- Sweeps ---
@@ -482,7 +473,7 @@ def whole_8b_sentence() -> str:
 
 # --- The pages ---
 
-TABLES = {  # command -> kind of its rows -> what a command prints of them, and a page shows
+TABLES = {  # command -> kind of its rows -> what tables() makes of them
     "kernels": {"rows": kernels_table},
     "step": {"points": steps_table, "breakdown": breakdown_table, "baby": small_model_table},
     "gpus": {
@@ -502,6 +493,12 @@ TABLES = {  # command -> kind of its rows -> what a command prints of them, and 
 }
 
 
+def tables(command: str, r: dict) -> str:
+    """What a command prints, and a page shows, of each kind of rows that its record has."""
+    makes = TABLES[command].items()
+    return "\n\n".join(make(r) for kind, make in makes if any(not row.get("oom") for row in r.get(kind, [])))
+
+
 def measured(name: str, make: Callable[[dict], str]) -> str:
     """A part of a page: what is made of a record, and where that is from."""
     r = load(name)
@@ -517,17 +514,16 @@ PAGES = {  # page -> its parts: name -> what makes it
     "benchmarks/README.md": {
         "linux": linux_table, "baby": baby_table, "steps": partial(measured, "step", steps_table),
         "small_model": lambda: small_model_table(load("step")), "breakdown": lambda: breakdown_table(load("step")),
+        **{name: partial(measured, name, sweep_tables) for name in ("study", "sweep", "study_8b")},
         **{
-            name: partial(measured, name, make)  # parts that are called as their record
-            for name, make in {
-                "step_h100": steps_table, "gpus": gpus_tables, "gpus_two": gpus_tables, "gpus_saves": gpus_tables,
-                "gpus_memory": gpus_tables, "gpus_optimizers": gpus_tables,
-                "study": sweep_tables, "sweep": sweep_tables, "study_8b": sweep_tables,
-                "kernels": kernels_table, "fp8_linear": kernels_table, "adamw_nf4": kernels_table,
-                "snapshot": snapshot_table, "losses": losses_table, "finetune_losses": finetune_losses,
-                "finetune": finetune_table, "ladder": ladder_table, "generate": generate_table,
-                "generate_cpu": generate_table,
+            name: partial(measured, name, partial(tables, command))  # parts that are called as their record
+            for command, names in {
+                "step": ["step_h100"], "snapshot": ["snapshot"], "losses": ["losses"], "ladder": ["ladder"],
+                "gpus": ["gpus", "gpus_two", "gpus_saves", "gpus_memory", "gpus_optimizers"],
+                "kernels": ["kernels", "fp8_linear", "adamw_nf4"], "generate": ["generate", "generate_cpu"],
+                "finetune": ["finetune"], "finetune_losses": ["finetune_losses"],
             }.items()
+            for name in names
         },
     },
 }  # fmt: skip

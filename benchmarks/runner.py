@@ -256,7 +256,6 @@ def measure(
             from benchmarks import draw
 
             getattr(draw, plot)(found, s.out.with_suffix(".png"))
-    for kind, table in report.TABLES[tables or name].items():
-        if any(not row.get("oom") for row in found[kind]):
-            print(f"\n{table(found)}")
+    if shown := report.tables(tables or name, found):
+        print(f"\n{shown}")
     print(f"\nrecord: {s.out}")
