@@ -34,23 +34,22 @@ PARTS = ["#1e3a8a", "#2563eb", "#0f766e", "#c2410c", "#9333ea", "#f59e0b", "#9ca
 DASHES = ["-", "--", "-.", ":"]
 MARKS = dict(zip(("none", "selective", "full"), "osv", strict=True))
 PASSES = {"forward": "fwd", "backward": "bwd", "inference": "loss alone", "both": "both"}
+plt.rcParams |= {"figure.dpi": 150, "legend.fontsize": 8, "legend.frameon": False}
+plt.rcParams |= {"axes.spines.top": False, "axes.spines.right": False}
 
 
 def panels(n: int, size: tuple[float, float], **options):
     """A figure and its n axes, beside each other."""
-    figure, axes = plt.subplots(1, n, figsize=size, dpi=150, squeeze=False, **options)
+    figure, axes = plt.subplots(1, n, figsize=size, squeeze=False, **options)
     return figure, axes[0]
 
 
 def finish(figure, path: Path, legend=None, bottom: float = 0, **options) -> None:
-    """Below all panels one legend, handles and labels, in a strip of that height; no frame above and on the right."""
+    """Below all panels one legend, handles and labels, in a strip of that height."""
     if legend:
-        options = {"fontsize": 8, "frameon": False, "ncols": 3, "loc": "lower center"} | options
-        figure.legend(*legend, **options)
+        figure.legend(*legend, **{"ncols": 3, "loc": "lower center"} | options)
     if figure.get_layout_engine() is None:
         figure.tight_layout(rect=(0, bottom, 1, 1))
-    for axes in figure.axes:
-        axes.spines[["top", "right"]].set_visible(False)
     figure.savefig(path)
     plt.close(figure)
 
@@ -85,7 +84,7 @@ def draw_baby(path: Path) -> None:
     axes.set(xlabel="seconds of training", ylabel="bits per byte", xscale="log", ylim=(1, 3.5))
     axes.xaxis.set_major_formatter("{x:.0f}")
     axes.set_title("A 0.8-million-parameter Llama learns Python (lines: training, dots: validation)", fontsize=10)
-    axes.legend(loc="lower left", bbox_to_anchor=(0.34, 0), fontsize=8, frameon=False)
+    axes.legend(loc="lower left", bbox_to_anchor=(0.34, 0))
     finish(figure, path)
 
 
@@ -106,7 +105,7 @@ def draw_linux(runs: dict[str, dict], path: Path) -> None:
     ticks = [0.6, 0.8, 1.0, 1.5, 2.0]
     left.set(ylabel="bits per byte of unseen files", yscale="log", yticks=ticks, yticklabels=ticks)
     left.minorticks_off()
-    left.legend(fontsize=8, frameon=False)
+    left.legend()
     figure.suptitle("114 million parameters learn the Linux kernel's source", fontsize=10)
     finish(figure, path)
 
@@ -125,7 +124,7 @@ def draw_losses(record: dict, path: Path) -> None:
     title = "Llama 3.2 1B, {batch} x {block:,} tokens a step".format(**rows[0])
     left.set(xlabel="step", ylabel="training loss", title=title)
     right.set(xlabel="step", ylabel="loss minus that of float32", title="mean of ten steps")
-    left.legend(fontsize=8, frameon=False)
+    left.legend()
     finish(figure, path)
 
 
@@ -217,8 +216,8 @@ def draw_gpus(record: dict, path: Path) -> None:
         line = sorted([*alone, *of_arm], key=lambda row: row["ranks"])
         style = {"markersize": 4, "color": TRAINERS[arm], "label": trainers.GPUS[arm]}
         draw_line(left, line, "ranks", speed_of_each, "o-", **style)
-    left.set(xlabel="GPUs", ylabel="thousand tokens per second per GPU", xticks=sorted({row["ranks"] for row in rows}))
-    left.set_ylim(0, 1.1 * max(map(speed_of_each, rows)))
+    left.set(xlabel="GPUs", xticks=sorted({row["ranks"] for row in rows}))
+    left.set(ylabel="thousand tokens per second per GPU", ylim=(0, 1.1 * max(map(speed_of_each, rows))))
     left.set_title("Llama 3.2 1B, 16 x 2,048 tokens per GPU", fontsize=10)
     for right in rest:
         draw_8b(right, big)
@@ -251,7 +250,7 @@ def draw_8b(axes, rows: list[dict]) -> None:
 def draw_sweep(record: dict, path: Path) -> None:
     """A column for batches and one for contexts; tokens a second above peak memory, both against the size."""
     kinds = [kind for kind in compare.KINDS if compare.done(record[kind])]
-    figure, grid = plt.subplots(2, len(kinds), figsize=(5 * len(kinds) + 1, 7.5), dpi=150, squeeze=False, sharex="col")
+    figure, grid = plt.subplots(2, len(kinds), figsize=(5 * len(kinds) + 1, 7.5), squeeze=False, sharex="col")
     drawn, handles = [row for kind in kinds for row in record[kind]], {}
     for kind, axes in zip(kinds, grid.T, strict=True):
         rows, first, used, (above, below) = record[kind], record[kind][0], Counter(), axes
@@ -364,7 +363,7 @@ def draw_ladder(record: dict, path: Path) -> None:
             axes.annotate(str(i), at, (offset, offset), textcoords="offset points", fontsize=8, **sides)
         axes.set(xlabel="peak GiB of one sequence", ylabel="thousand tokens per second at the largest batch")
         axes.set(title=f"Llama {model.upper()}", xlim=(0, None), ylim=(0, None))
-        axes.legend(fontsize=6, frameon=False, handlelength=0, loc="lower center", labelspacing=0.3)
+        axes.legend(fontsize=6, handlelength=0, loc="lower center", labelspacing=0.3)
     finish(figure, path)
 
 
