@@ -133,10 +133,9 @@ def fastest_matmul_tflops(n: int = 8192) -> float:
     return 2 * n**3 / min(timing.events_ms([lambda: torch.mm(a, b)], rounds=10)) / 1e9
 
 
-def breakdown(words: list[str]) -> dict:
-    """words: train.py's, as in config/llama32_1b.py --batch_size=8 --block_size=2048."""
-    flags = dict(word.removeprefix("--").split("=", 1) for word in words if word.startswith("--"))
-    config = llama_config(words[0], block_size=int(flags["block_size"]))
+def breakdown(words: list[str], batch: int, block: int) -> dict:
+    """words: train.py's, as in config/llama32_1b.py --batch_size=8 --block_size=2048, which are batch and block."""
+    config = llama_config(words[0], block_size=block)
     spans = name_head_matmuls(spans_of_a_run(words))
     starts = step_starts(spans)
     first, last = starts[WARMUP_STEPS], starts[WARMUP_STEPS + STEPS]
@@ -144,6 +143,6 @@ def breakdown(words: list[str]) -> dict:
     torch.cuda.empty_cache()
     timing.use_side_stream()
     copy_tb_s, matmul_tflops = timing.copy_tb_s(), fastest_matmul_tflops()
-    floors = floors_ms(config, int(flags["batch_size"]), copy_tb_s, matmul_tflops)
+    floors = floors_ms(config, batch, copy_tb_s, matmul_tflops)
     rows = [{"part": part, "ms": time / STEPS, "floor_ms": floors.get(part)} for part, time in busy.items()]
     return {"rows": [*rows, {"part": "idle", "ms": (ms - sum(busy.values())) / STEPS, "floor_ms": 0.0}]}

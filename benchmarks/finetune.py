@@ -125,10 +125,7 @@ def build_peer(arm: str, folder: str, device: torch.device) -> torch.nn.Module:
 @torch.no_grad()
 def with_adapters(model: torch.nn.Module, folder: str, device: torch.device) -> torch.nn.Module:
     """peft's adapters, with the first values that train.py gives its own."""
-    import peft
-
-    adapters = peft.LoraConfig(r=16, lora_alpha=32, target_modules="all-linear", task_type="CAUSAL_LM")
-    model = peft.get_peft_model(model, adapters)
+    model = peers.with_peft(model)
     ours = load_model(folder, device, model.dtype)
     add_lora(ours, 16, 32)
     ours.to_empty(device=device).init_weights(peers.SEED, device)

@@ -107,7 +107,7 @@ def measured(s: SimpleNamespace):
         return found
 
     places = [(arm, s.config, batch, s.prompt, s.tokens) for batch, arm in product(s.batches, s.arms)]
-    return (("points", row) for row in runner.in_turn(KEYS["points"], places, measure_at))
+    return runner.in_turn("points", KEYS["points"], places, measure_at)
 
 
 def main(argv: list[str]) -> None:

@@ -41,18 +41,17 @@ out = ""  # the record; nothing: benchmarks/records/gpus.json
 
 SAVES_AT, SAVE_EVERY, SAVE_STEPS = (8, 2048, "none"), 100, 200  # sequences x tokens, checkpointing
 MEMORY_AT, MEMORY_STEPS = (1, 1024, "full"), 3
-FLAGS = {  # of the arms that are train.py on several ranks
-    "nanocria": ["--sharding=zero3"],
-    "nanocria-zero2": ["--sharding=zero2"],
-    "nanocria-nccl": ["--copy_engines=false"],
-}
-OPTIMIZERS = {  # of the arms that are train.py on any number of GPUs
+OPTIMIZERS = {
     f"nanocria-{name}": [f"--optimizer={name}", "--gradient_accumulation_steps=8", "--cooldown_iters=0"]
     for name in ("adamw", "muon", "normuon")
 }
-PEERS = ["recipe", "torchtitan"]
+FLAGS = {  # of the arms that are train.py
+    "nanocria": ["--sharding=zero3"], "nanocria-zero2": ["--sharding=zero2"], "nanocria-nccl": ["--copy_engines=false"],
+    **OPTIMIZERS,
+}  # fmt: skip
 POINTS = {  # kind of points -> the config, where they are, the arms
-    "scaling": (runner.CONFIG, [(16, 2048, "none")], [*FLAGS, *PEERS]),
+    "scaling": (runner.CONFIG, [(16, 2048, "none")],
+                ["nanocria", "nanocria-zero2", "nanocria-nccl", "recipe", "torchtitan"]),
     "8b": ("config/llama31_8b.py", [(2, 4096, "none"), (1, 8192, "none"), (4, 4096, "full"), (2, 8192, "full"),
                                     (4, 4096, "selective"), (2, 8192, "selective")], ["nanocria", "recipe"]),
     "optimizers": ("config/linux_114m.py", [(64, 1024, "none")], list(OPTIMIZERS)),  # 8 micro-batches a step
@@ -61,7 +60,7 @@ KEYS = dict.fromkeys(POINTS, compare.GPUS_PLACE) | {"saves": ("ranks",), "memory
 
 
 def parse(argv: list[str], n_gpus: int) -> SimpleNamespace:
-    known = [*FLAGS, *OPTIMIZERS, *PEERS, "recipe-zero2"]
+    known = [*FLAGS, "recipe", "torchtitan", "recipe-zero2"]
     lists = {"measure": KEYS, "arms": known, "checkpointing": runner.CHECKPOINTING}
     s = cli.read_settings(globals(), argv, lists, "benchmarks/records/gpus.json")
     s.kinds = [kind for kind in KEYS if kind in s.measure]
@@ -72,8 +71,7 @@ def parse(argv: list[str], n_gpus: int) -> SimpleNamespace:
 
 def measured(s: SimpleNamespace):
     for kind in s.kinds if s.ranks else []:
-        rows = points(kind, s) if kind in POINTS else [{"saves": saves, "memory": save_memory}[kind](s)]
-        yield from ((kind, row) for row in rows)
+        yield from points(kind, s) if kind in POINTS else [(kind, {"saves": saves, "memory": save_memory}[kind](s))]
 
 
 def points(kind: str, s: SimpleNamespace):
@@ -81,16 +79,16 @@ def points(kind: str, s: SimpleNamespace):
     config, at, usual = POINTS[kind]
     at, ranks = (places_of_8b(at, s), s.ranks[-1:]) if kind == "8b" else (at, reversed(s.ranks))
 
-    def is_measured(arm, n, batch, block, checkpointing):
-        alone = {"nanocria", *OPTIMIZERS, *PEERS}  # what one GPU does too, without shards
-        return (n > 1 or arm in alone) and (s.arms or checkpointing != "selective" or arm == "nanocria")
-
     def measure_at(arm, n, *at):
-        flags = (FLAGS | OPTIMIZERS).get(arm)
-        return {"steps": s.steps, "oom": False} | runner.arm_point(arm, flags, config, *at, s.steps, ranks=n)
+        return runner.arm_point(arm, FLAGS.get(arm), config, *at, s.steps, ranks=n)
 
-    places = [(arm, n, *where) for n, where, arm in product(ranks, at, s.arms or usual)]
-    return runner.in_turn(compare.GPUS_PLACE, [place for place in places if is_measured(*place)], measure_at)
+    places = [
+        (arm, n, *where)
+        for n, where, arm in product(ranks, at, s.arms or usual)
+        if n > 1 or not arm.endswith(("-zero2", "-nccl"))  # one GPU has no shards
+        if s.arms or "selective" not in where or arm == "nanocria"
+    ]
+    return runner.in_turn(kind, compare.GPUS_PLACE, places, measure_at)
 
 
 def places_of_8b(at: list[tuple], s: SimpleNamespace) -> list[tuple]:

@@ -306,13 +306,10 @@ def build_hf_masters(c: LlamaConfig, checkpointing: str, device: torch.device, l
 
 
 def build_hf_lora(c: LlamaConfig, checkpointing: str, device: torch.device, nf4=False):
-    import peft
-
     model, _ = build_hf(c, checkpointing, device, liger=True)
     if nf4:
         quantize_as_bitsandbytes(model.model.layers, device)
-    adapters = peft.LoraConfig(r=16, lora_alpha=32, target_modules="all-linear", task_type="CAUSAL_LM")
-    model = peft.get_peft_model(model, adapters)
+    model = with_peft(model)
     for module in model.modules():  # autocast rounds the inputs: peft's float32 copies of them, which its 4-bit layers
         module.cast_input_dtype_enabled = False  # make none of under autocast, would only cost time and memory
 
@@ -321,6 +318,13 @@ def build_hf_lora(c: LlamaConfig, checkpointing: str, device: torch.device, nf4=
             return model(input_ids=tokens, labels=targets, shift_labels=targets).loss
 
     return model, loss_of
+
+
+def with_peft(model: nn.Module) -> nn.Module:
+    import peft
+
+    adapters = peft.LoraConfig(r=16, lora_alpha=32, target_modules="all-linear", task_type="CAUSAL_LM")
+    return peft.get_peft_model(model, adapters)
 
 
 def quantize_as_bitsandbytes(layers: nn.Module, device: torch.device) -> None:

@@ -157,10 +157,11 @@ def call(function: str, ranks: int = 1, launch: Callable | None = None, **argume
 
 def arm_point(arm: str, flags: list[str] | None, config, batch, block, checkpointing, steps, **options) -> dict:
     """Of train.py with these flags; None: of the peer of that name."""
+    row = {"steps": steps, "oom": False}
     if flags is not None:
-        return train_point(config, batch, block, checkpointing, steps, flags=flags, **options)
+        return row | train_point(config, batch, block, checkpointing, steps, flags=flags, **options)
     at = {"config": config, "batch": batch, "block": block, "checkpointing": checkpointing, "steps": steps}
-    return call("peers.main", arm=arm, **at, **options)
+    return row | call("peers.main", arm=arm, **at, **options)
 
 
 def sweep_point(arm: str, offload: str, flags: list[str], *at, **options) -> dict:
@@ -170,8 +171,8 @@ def sweep_point(arm: str, offload: str, flags: list[str], *at, **options) -> dic
     return arm_point(SWEEP_PEERS[arm][offload], None, *at, **options)
 
 
-def in_turn(keys: tuple[str, ...], places: Iterable[tuple], measure_at: Callable):
-    """A row for each place, of those keys: arm after arm, so that a card that warms up is no arm's luck.
+def in_turn(kind: str, keys: tuple[str, ...], places: Iterable[tuple], measure_at: Callable):
+    """The kind and a row for each place, of those keys: arm after arm, so that a card that warms up is no arm's luck.
 
     measure_at(*place) measures it. A trainer that is not installed is tried once.
     """
@@ -181,7 +182,7 @@ def in_turn(keys: tuple[str, ...], places: Iterable[tuple], measure_at: Callable
         if row["arm"] not in missing:
             row |= measure_at(*place)
             missing |= {row["arm"]} if "missing" in row else set()
-            yield row
+            yield kind, row
 
 
 def own_words(printed: str) -> str:

@@ -44,15 +44,14 @@ def parse(argv: list[str]) -> SimpleNamespace:
 
 def points(s: SimpleNamespace):
     def measure_at(arm, *at):
-        point = runner.arm_point(arm, trainers.STEP_FLAGS.get(arm), runner.CONFIG, *at, s.steps)
-        return {"steps": s.steps, "oom": False} | point
+        return runner.arm_point(arm, trainers.STEP_FLAGS.get(arm), runner.CONFIG, *at, s.steps)
 
     places = [
         (arm, *shape, how)
         for shape, how, arm in product(s.shapes, s.checkpointing, s.arms)
         if not (how == "selective" and arm.startswith("hf")) and arm != "hf-graphs"  # for the baby: launches cost none
     ]
-    return runner.in_turn(compare.STEP_PLACE, places, measure_at)
+    return runner.in_turn("points", compare.STEP_PLACE, places, measure_at)
 
 
 def breakdown(s: SimpleNamespace):
@@ -60,8 +59,8 @@ def breakdown(s: SimpleNamespace):
     at = dict(zip(("batch", "block", "checkpointing"), (*s.shapes[0], s.checkpointing[0]), strict=True))
     with tempfile.TemporaryDirectory() as out_dir:
         words = runner.train_words(runner.CONFIG, *at.values(), out_dir)
-        found = runner.call("breakdown.breakdown", words=words)
-    yield from (at | row for row in found.get("rows", [{"part": "the step", **found}]))
+        found = runner.call("breakdown.breakdown", words=words, batch=at["batch"], block=at["block"])
+    yield from (("breakdown", at | row) for row in found.get("rows", [{"part": "the step", **found}]))
 
 
 def baby(s: SimpleNamespace):
@@ -69,14 +68,14 @@ def baby(s: SimpleNamespace):
 
     def measure_at(arm):
         options = {} if arm in ours else {"vocab_size": BABY_VOCAB}
-        return {"steps": s.steps} | runner.arm_point(arm, ours.get(arm), *BABY, s.steps, **options)
+        return runner.arm_point(arm, ours.get(arm), *BABY, s.steps, **options)
 
-    peers = [arm for arm in s.arms if arm not in trainers.STEP_FLAGS]
-    return runner.in_turn(("arm",), [(arm,) for arm in [*(ours if "nanocria" in s.arms else ()), *peers]], measure_at)
+    arms = [*(ours if "nanocria" in s.arms else ()), *(arm for arm in s.arms if arm not in trainers.STEP_FLAGS)]
+    return runner.in_turn("baby", ("arm",), [(arm,) for arm in arms], measure_at)
 
 
 def measured(s: SimpleNamespace):
-    return ((s.measure, row) for row in {"points": points, "breakdown": breakdown, "baby": baby}[s.measure](s))
+    return {"points": points, "breakdown": breakdown, "baby": baby}[s.measure](s)
 
 
 def main(argv: list[str]) -> None:

@@ -278,7 +278,7 @@ def test_points_are_the_arms_in_turn_and_what_is_missing_is_asked_for_once(monke
 
     monkeypatch.setattr(runner, "run", run)
     words = ["--arms=nanocria,torchtitan,hf,hf-graphs", "--shapes=8x2048,2x8192", "--checkpointing=none,selective"]
-    alone = list(step.points(step.parse(words)))
+    alone = [row for _, row in step.points(step.parse(words))]
     assert [(p["arm"], p["batch"], p["checkpointing"], p["oom"]) for p in alone if p["arm"] != "torchtitan"] == [
         ("nanocria", 8, "none", True), ("hf", 8, "none", False), ("nanocria", 8, "selective", True),
         ("nanocria", 2, "none", True), ("hf", 2, "none", False), ("nanocria", 2, "selective", True),
