@@ -34,8 +34,8 @@ from runtime.state_file import open_state_file, page_aligned
 # settings
 offload_dir = ""  # a folder on the drive
 config = "config/llama32_1b.py"  # the model
-updates = 3  # that are timed; one more goes before
 
+UPDATES = 3  # that are timed; one more goes before
 PLAIN_THREADS = (1, 2, 4, 8)
 
 
@@ -92,7 +92,7 @@ def measure(s: SimpleNamespace) -> dict:
         os.posix_fallocate(other.fileno(), 0, n_bytes // 2)
         if file.direct:
             fcntl.fcntl(other.fileno(), fcntl.F_SETFL, fcntl.fcntl(other.fileno(), fcntl.F_GETFL) | os.O_DIRECT)
-        for i in range(1 + s.updates):
+        for i in range(1 + UPDATES):
             for name, times in seconds.items():
                 is_update = name == "update"
                 taken = update_seconds(place, grads) if is_update else plain_seconds(other.fileno(), pieces, name)

@@ -41,13 +41,13 @@ dataset = "chat"  # conversations, made by data/chat/prepare.py with that folder
 measure = "losses,packing"  # what to measure
 arms = ",".join(arm for arm in trainers.FINETUNE if "lora" not in arm)  # the trainers
 steps = 200  # of training
-shape = "4x1024"  # packed sequences x tokens of a step
 rate = 2e-5  # the learning rate after a warm-up of 20 steps; then it falls to zero along a cosine
 keep = False  # whether rows stay although the code has changed since: for changes that cost neither time nor memory
 out = ""  # the record; nothing: benchmarks/records/finetune_losses.json
 
 KEYS = {"runs": ("arm",), "packing": ("arm",)}
 CONFIG, WARMUP, EVALUATIONS, ROWS = "config/sft.py", 20, 4, 16  # ROWS: of a padded micro-batch
+BATCH, BLOCK = 4, 1024  # packed sequences x tokens of a step
 BF16, LORA, NF4 = "--dtype=bfloat16", ["--lora_rank=16", "--lora_alpha=32"], "--base_dtype=nf4"
 FLAGS = {
     "nanocria": [BF16], "nanocria-float32": ["--dtype=float32"],
@@ -62,12 +62,11 @@ def parse(argv: list[str]) -> SimpleNamespace:
     s = cli.read_settings(globals(), argv, lists, "benchmarks/records/finetune_losses.json")
     if not s.init_from or not Path(s.init_from).is_dir():
         raise SettingError(f"--init_from={s.init_from}: name a folder of published weights")
-    batch, block = cli.shapes("shape", s.shape)[0]
     try:
-        open_dataset(s.dataset, block, peers.SEED, None, True)
+        open_dataset(s.dataset, BLOCK, peers.SEED, None, True)
     except (OSError, ValueError) as error:
         raise SettingError(f"--dataset={s.dataset}: {error}") from None
-    s.at = {"folder": s.init_from, "dataset": s.dataset, "batch": batch, "block": block}
+    s.at = {"folder": s.init_from, "dataset": s.dataset, "batch": BATCH, "block": BLOCK}
     return s
 
 

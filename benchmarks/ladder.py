@@ -29,13 +29,12 @@ measure = "fits,losses"  # what to measure: losses are of the first model alone
 memory_limit_gib = 24.0  # as if the card had only so many GiB
 offload_dir = ""  # a folder on an NVMe drive, for the rung that needs one; nothing: that rung is left out
 steps: int | None = None  # to measure; none: 10, fewer of the long ones
-loss_steps = 300  # of training, for the losses
 estimate = False  # by arithmetic: nothing is run
 keep = False  # whether rows stay although the code has changed since: for changes that cost neither time nor memory
 out = ""  # the record; nothing: benchmarks/records/ladder.json
 
 CONFIGS = {"1b": "config/llama32_1b.py", "3b": "config/llama32_3b.py", "8b": "config/llama31_8b.py"}
-BLOCK = 1024  # tokens of a sequence
+BLOCK, LOSS_STEPS = 1024, 300  # tokens of a sequence; steps of training, for the losses
 BATCHES = sorted(m * 2**k for m in (2, 3) for k in range(11))  # between which the largest that fits is looked for
 KEYS = {"points": ("model", "rung", "batch"), "losses": ("model", "rung")}  # what names a row
 
@@ -104,7 +103,7 @@ def loss_row(model: str, rung: str, s: SimpleNamespace) -> dict:
     """The loss of each step, of a whole card: the limit does not change it."""
     if (model, rung) in s.known:
         return s.known[model, rung]
-    found = losses.train_losses("nanocria", s.loss_steps, 8, BLOCK, CONFIGS[model], words(flags_of(rung, s)))
+    found = losses.train_losses("nanocria", LOSS_STEPS, 8, BLOCK, CONFIGS[model], words(flags_of(rung, s)))
     return {"model": model, "rung": rung} | found
 
 
