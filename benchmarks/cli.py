@@ -8,6 +8,7 @@ What stands behind `--` goes to train.py:
 import re
 import shlex
 import sys
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
@@ -23,8 +24,9 @@ def read_settings(namespace: dict, argv: list[str], lists=None, out="", for_trai
     """The settings of a benchmark's `globals()`, changed by argv, and two more: `flags`, the words behind --;
     `command`, argv without --out=.
 
-    lists: setting -> what its one,two,... may name; such a setting becomes a list. out: the record unless --out names
-    another. SettingError with a sentence for a user error. --help prints the file's docstring and settings, and exits.
+    lists: setting -> what its one,two,... may name, or what reads it, as shapes does; such a setting becomes a list.
+    out: the record unless --out names another. SettingError with a sentence for a user error. --help prints the file's
+    docstring and settings, and exits.
     """
     words, flags = at_dashes(argv)
     declared, values = read_script(namespace)
@@ -40,7 +42,8 @@ def read_settings(namespace: dict, argv: list[str], lists=None, out="", for_trai
         if isinstance(value, int | float) and not isinstance(value, bool) and value <= 0:
             raise SettingError(f"--{name}={value}: it must be above 0")
     for name, known in (lists or {}).items():
-        values[name] = one_of(name, values[name], known) if values[name] or namespace[name] else []
+        read = known if callable(known) else partial(one_of, known=known)
+        values[name] = read(name, values[name]) if values[name] or namespace[name] else []
     if "out" in values:
         values["out"] = Path(values["out"] or ROOT / out)
     return SimpleNamespace(**values, flags=flags, command=[word for word in argv if not word.startswith("--out=")])
@@ -83,7 +86,7 @@ def shapes(name: str, text: str) -> list[tuple[int, int]]:
 
 def numbers(name: str, text: str, pattern: str, expected: str) -> list[tuple[int, ...]]:
     parts = [part for part in text.split(",") if part]
-    for part in parts:
+    for part in parts or [""]:
         if not re.fullmatch(pattern, part):
             raise SettingError(f"--{name}={part}: {expected}")
     return [tuple(map(int, part.split("x"))) for part in parts]

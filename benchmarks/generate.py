@@ -43,9 +43,7 @@ ROUNDS = 3  # that are timed, behind one that warms up
 
 def parse(argv: list[str]) -> SimpleNamespace:
     to = "benchmarks/records/generate.json" if torch.cuda.is_available() else "out/generate.json"
-    s = cli.read_settings(globals(), argv, {"arms": trainers.GENERATE}, to)
-    s.batches = cli.whole_numbers("batches", s.batches)
-    return s
+    return cli.read_settings(globals(), argv, {"arms": trainers.GENERATE, "batches": cli.whole_numbers}, to)
 
 
 def seconds(call: Callable, device: torch.device) -> float:

@@ -61,11 +61,11 @@ KEYS = dict.fromkeys(POINTS, compare.GPUS_PLACE) | {"saves": ("ranks",), "memory
 
 def parse(argv: list[str], n_gpus: int) -> SimpleNamespace:
     known = [*FLAGS, "recipe", "torchtitan", "recipe-zero2"]
-    lists = {"measure": KEYS, "arms": known, "checkpointing": runner.CHECKPOINTING}
+    lists = {"measure": KEYS, "ranks": cli.whole_numbers, "arms": known}
+    lists |= {"shapes": cli.shapes, "checkpointing": runner.CHECKPOINTING}
     s = cli.read_settings(globals(), argv, lists, "benchmarks/records/gpus.json")
     s.kinds = [kind for kind in KEYS if kind in s.measure]
-    s.ranks = sorted(n for n in set(cli.whole_numbers("ranks", s.ranks)) if n <= n_gpus)
-    s.shapes = cli.shapes("shapes", s.shapes)
+    s.ranks = sorted(n for n in set(s.ranks) if n <= n_gpus)
     return s
 
 

@@ -41,8 +41,9 @@ TIMEOUT = 1200  # seconds a peer may take: galore-torch's SVDs of 1B are minutes
 
 
 def parse(argv: list[str]) -> SimpleNamespace:
-    s = cli.read_settings(globals(), argv, {"arms": trainers.LOSSES}, "benchmarks/records/losses.json")
-    s.at = (s.steps, *cli.shapes("shape", s.shape)[0])
+    lists = {"arms": trainers.LOSSES, "shape": cli.shapes}
+    s = cli.read_settings(globals(), argv, lists, "benchmarks/records/losses.json")
+    s.at = (s.steps, *s.shape[0])
     return s
 
 

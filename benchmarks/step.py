@@ -35,9 +35,8 @@ BABY_FLAGS = ["--cuda_graph=false", "--cuda_graph=false --compile=true", "--cuda
 
 
 def parse(argv: list[str]) -> SimpleNamespace:
-    lists = {"arms": trainers.STEP, "checkpointing": runner.CHECKPOINTING}
+    lists = {"arms": trainers.STEP, "shapes": cli.shapes, "checkpointing": runner.CHECKPOINTING}
     s = cli.read_settings(globals(), argv, lists, "benchmarks/records/step.json")
-    s.shapes = cli.shapes("shapes", s.shapes)
     s.steps = s.steps or (200 if s.measure == "baby" else 20)
     return s
 

@@ -86,6 +86,7 @@ FINETUNE = [  # of each size what is fastest there, ours and then theirs; of the
 LISTS = {
     "arms": [*trainers.SWEEP_FLAGS, "none"], "peers": [*trainers.SWEEP_PEERS, "none"],
     "checkpointing": runner.CHECKPOINTING, "offload": runner.OFFLOAD,
+    "batches": cli.whole_numbers, "contexts": cli.whole_numbers,
 }  # fmt: skip
 KEYS = dict.fromkeys(compare.KINDS, compare.SWEEP_PLACE)  # what names a row
 TIMEOUT = 900  # seconds a point may take: half a million tokens a step, attention over 131,072 of them
@@ -103,7 +104,7 @@ def parse(argv: list[str], n_gpus: int, part: Iterable[str] = ()) -> SimpleNames
     words = [*words, *asked, "--", *flags, *more]
     s = cli.read_settings(globals(), words, LISTS, "out/sweep.json", for_train_py=True)
     s.command = [word for word in argv if not word.startswith("--out=")]
-    s.batches, s.contexts = (sorted(cli.whole_numbers(n, getattr(s, n))) for n in ("batches", "contexts"))
+    s.batches, s.contexts = sorted(s.batches), sorted(s.contexts)
     s.ranks = max(n_gpus, 1) if s.ranks == "all" else s.ranks
     if s.ranks > max(n_gpus, 1):
         raise SettingError(f"--ranks={s.ranks}: torch sees {n_gpus} GPU{'s' * (n_gpus != 1)}")

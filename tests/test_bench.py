@@ -114,6 +114,7 @@ readme now => usage: python bench.py record FOLDER NAME
 kernels --op=rmsnorm => --op=rmsnorm: there are rms_norm,
 kernels -- --compile => -- --compile: no settings of train.py are passed on here
 losses --shape=8 => --shape=8: sequences x tokens, as in 8x2048
+losses --shape= => --shape=: sequences x tokens, as in 8x2048
 losses --arms= => --arms=: there are nanocria
 finetune => --init_from=: name a folder of published weights
 finetune --init_from=config --dataset=/no/such => --dataset=/no/such: /no/such
