@@ -26,8 +26,7 @@ from tests.runs import ROOT, wait_until
 
 def test_written_dataset_reads_back_with_counts_and_digests(tmp_path):
     meta = toy_dataset(tmp_path, train=TEXTS[1:], val=["val é"])
-    assert documents_of(tmp_path, "train") == TEXTS[1:]
-    assert documents_of(tmp_path, "val") == ["val é"]
+    assert [documents_of(tmp_path, split) for split in ("train", "val")] == [TEXTS[1:], ["val é"]]
     n_bytes = sum(len(string.encode()) for string in TEXTS[1:])
     expected = dict(
         tokenizer="bytes", vocab_size=257, dtype="uint16", end_of_text=256,
@@ -47,13 +46,9 @@ def test_dtype_is_uint16_only_if_the_vocabulary_fits():
 
 def test_token_ids_above_65535_round_trip(tmp_path):
     words = {f"w{i}".encode(): 256 + i for i in range(70_000)}
-    tokenizer = tiktoken.Encoding(
-        "words",
-        pat_str=r"w\d+|(?s:.)",
-        mergeable_ranks={bytes([i]): i for i in range(256)} | words,
-        special_tokens={"<|endoftext|>": 70_256},
-    )
-    meta = write_dataset(tmp_path, [("train", "w0w65280w69999"), ("val", "w1")], Tiktoken(tokenizer))
+    ranks, special = {bytes([i]): i for i in range(256)} | words, {"<|endoftext|>": 70_256}
+    words = tiktoken.Encoding("words", pat_str=r"w\d+|(?s:.)", mergeable_ranks=ranks, special_tokens=special)
+    meta = write_dataset(tmp_path, [("train", "w0w65280w69999"), ("val", "w1")], Tiktoken(words))
     assert meta["dtype"] == "uint32"
     assert Tokens(tmp_path, "train").read([0], 3).tolist() == [[256, 65_536, 70_255, 70_256]]
 
@@ -61,11 +56,9 @@ def test_token_ids_above_65535_round_trip(tmp_path):
 def test_blocks_overlap_by_one_token_and_stay_in_bounds(tmp_path):
     toy_dataset(tmp_path, train=["abcdefghi"])  # 10 tokens with the end of text
     tokens = Tokens(tmp_path, "train")
-    assert len(tokens) == 10
     assert [tokens.blocks(3), tokens.blocks(3, shifted=True), tokens.blocks(9)] == [3, 2, 1]
     blocks = tokens.read([2, 0], 3)
-    assert blocks.dtype == np.int64
-    assert blocks.tolist() == [[*b"ghi", 256], [*b"abcd"]]
+    assert blocks.dtype == np.int64 and blocks.tolist() == [[*b"ghi", 256], [*b"abcd"]]
     assert tokens.read(np.array([1]), 3, shift=1).tolist() == [[*b"efgh"]]
     for block_size, shifted, n in ((10, False, 11), (6, True, 12)):
         with pytest.raises(ValueError, match=f"10 train tokens, fewer than the {n} that block_size {block_size} needs"):
