@@ -8,6 +8,7 @@ import shutil
 import signal
 import subprocess
 import time
+from unittest import mock
 
 import pytest
 import torch
@@ -109,46 +110,35 @@ def test_resumed_it_repeats_the_run_bit_for_bit_and_may_move_between_memory_and_
 # What may happen to a run
 
 
-def test_killed_in_the_middle_of_an_update_it_resumes_from_the_checkpoint(train, text_data, tmp_path, drive):
-    settings = SMALL | SHORT | dict(dataset=text_data, offload="optimizer", dtype="bfloat16", offload_dir=drive)
-    train(**settings, out_dir=tmp_path / "whole")
-    script = wrapped(
-        tmp_path,
-        "import signal\n"
-        "from optimizers import on_disk\n"
-        "on_disk.PIECE, true, writes = 2**10, on_disk.StateFile.write, []\n"
-        "def write(self, *args):\n"
-        "    writes.append(1)\n"
-        "    true(self, *args)\n"
-        "    if len(writes) >= int(os.environ['AFTER']): os.kill(os.getpid(), signal.SIGKILL)\n"
-        "on_disk.StateFile.write = write",
-    )
-    n_pieces = len(train(**settings | {"out_dir": tmp_path / "other", "max_iters": 1})["optimizer"].place.pieces)
-    done = run(settings | {"out_dir": tmp_path / "out"}, script, AFTER=str(5 * 3 * n_pieces + 7))  # of step 6
-    assert done.returncode == -signal.SIGKILL and "step 00005/8" in done.stdout, done.stderr
-    assert not list(drive.iterdir()), "the file of a killed run is left over"
-    assert run_folder.newest(tmp_path / "out").name == "step_000004"
-    train(**settings, out_dir=tmp_path / "out")
-    assert losses(tmp_path / "out") == losses(tmp_path / "whole")
+FAULTS = {
+    "killed": ("os.kill(os.getpid(), 9)", -signal.SIGKILL, "step 00005/8"),
+    "full": (
+        "raise OSError(28, 'No space left on device')", 1,
+        "drive: No space left on device; the state there is lost, the same command continues",
+    ),
+}  # fmt: skip
 
 
-def test_a_drive_that_fails_ends_the_run_with_a_sentence_and_the_checkpoint_goes_on(text_data, tmp_path, drive):
+@pytest.mark.parametrize("fault, code, said", FAULTS.values(), ids=FAULTS)
+def test_after_a_fault_in_the_middle_of_an_update_a_run_resumes_from_the_checkpoint(
+    train, text_data, tmp_path, drive, fault, code, said
+):
     settings = SMALL | SHORT | dict(dataset=text_data, offload="optimizer", dtype="bfloat16", offload_dir=drive)
     script = wrapped(
         tmp_path,
         "true, written = os.pwritev, []\n"
         "def pwritev(fd, *args):\n"
         "    written.append(os.readlink(f'/proc/self/fd/{fd}').startswith(os.environ['DRIVE']))\n"
-        "    if sum(written) >= 1 + 5 * 42 + 20: raise OSError(28, 'No space left on device')\n"  # in step 6
+        f"    if sum(written) >= 1 + 5 * 42 + 20: {fault}\n"  # in step 6
         "    return true(fd, *args)\n"
         "os.pwritev = pwritev",
     )
     done = run(settings | {"out_dir": tmp_path / "out"}, script, DRIVE=str(drive))
-    sentence = f"offload_dir {drive}: No space left on device; the state there is lost, the same command continues"
-    assert done.returncode == 1 and sentence in done.stderr, done.stderr
+    assert done.returncode == code and said in done.stdout + done.stderr, done.stderr
+    assert not list(drive.iterdir()), "the file of a run that ended is left over"
     assert run_folder.newest(tmp_path / "out").name == "step_000004", "another was saved after the drive had failed"
-    assert run(settings | {"out_dir": tmp_path / "out"}).returncode == 0
-    assert run(settings | {"out_dir": tmp_path / "whole"}).returncode == 0
+    for name in ("out", "whole"):
+        train(**settings | {"out_dir": tmp_path / name})
     assert losses(tmp_path / "out") == losses(tmp_path / "whole")
 
 
@@ -217,32 +207,21 @@ def test_what_cannot_be_is_refused_in_a_sentence(train, tmp_path, drive, capsys,
     too_small = message(offload_dir=tmpfs, n_embd=1024, ffn_dim=2048)
     assert f"offload_dir {tmpfs} is too small: the state takes 0.1 GiB, and 0.0 GiB are free" in too_small
     monkeypatch.setattr(state_file, "file_system", lambda folder: "nfs4")
-    assert message(offload_dir=drive) == (
-        f"offload_dir {drive} is on a network file system, nfs4: name a folder on an NVMe drive"
-    )
+    assert f"offload_dir {drive} is on a network file system, nfs4: name a folder on an" in message(offload_dir=drive)
+    monkeypatch.setattr(state_file, "file_system", lambda folder: "ext4")
+    full = OSError(errno.ENOSPC, "No space left on device")  # another run fills it meanwhile
+    monkeypatch.setattr(os, "posix_fallocate", mock.Mock(side_effect=full))
+    assert message(offload_dir=drive) == f"offload_dir {drive} cannot take the state, 0.0 GiB: No space left on device"
     assert not (tmp_path / "out/metrics.jsonl").exists()
 
 
-def test_a_drive_that_another_run_fills_meanwhile_is_refused_too(train, capsys, drive, monkeypatch):
-    def full(*args):
-        raise OSError(errno.ENOSPC, "No space left on device")
-
-    monkeypatch.setattr(os, "posix_fallocate", full)
-    message = slip(train, capsys, offload="all", offload_dir=drive)
-    assert message == f"offload_dir {drive} cannot take the state, 0.0 GiB: No space left on device\n"
-
-
-def test_a_slow_drive_is_said_with_the_seconds_of_a_step(drive, capsys, monkeypatch):
+@pytest.mark.parametrize("kind, what", [("ext4", ""), ("tmpfs", ", which is CPU memory")])
+def test_what_a_drive_can_do_is_said_with_the_seconds_of_a_step(drive, capsys, monkeypatch, kind, what):
     monkeypatch.setattr(StateFile, "_measure", lambda *_: 2e8)
+    monkeypatch.setattr(state_file, "file_system", lambda folder: kind)
     state_file.open_state_file(str(drive), 0.25 * 2**30)
-    said = capsys.readouterr().out
-    assert f"0.2 GiB of each rank's state in {drive}: written at 0.2 and read at 0.2 GB/s, 2.7 s a step" in said
-
-
-def test_a_folder_that_is_no_drive_but_memory_is_said(drive, capsys, monkeypatch):
-    monkeypatch.setattr(state_file, "file_system", lambda folder: "tmpfs")
-    state_file.open_state_file(str(drive), 1000)
-    assert f"of each rank's state in {drive}, which is CPU memory: written at" in capsys.readouterr().out
+    said = f"0.2 GiB of each rank's state in {drive}{what}: written at 0.2 and read at 0.2 GB/s, 2.7 s a step"
+    assert said in capsys.readouterr().out
 
 
 def test_the_file_system_is_that_of_the_innermost_mount(tmp_path):
