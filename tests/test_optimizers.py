@@ -35,6 +35,13 @@ CONFIG = LlamaConfig(n_layer=2, n_head=2, n_kv_head=1, n_embd=8, ffn_dim=16, voc
 CONFIG_IN_ROWS = LlamaConfig(**CONFIG.__dict__ | {"n_embd": 256, "ffn_dim": 512})  # whole blocks of 8-bit states
 
 
+def llama(config=CONFIG, dtype=torch.float32):
+    """One model, however often it is asked for."""
+    model = Llama(config).to(dtype)
+    model.init_weights(0)
+    return model
+
+
 def set_gradients(model, value):
     for parameter in model.parameters():
         parameter.grad = torch.full_like(parameter, value)
@@ -125,9 +132,8 @@ def test_of_weights_in_halves_a_checkpoint_holds_the_whole(monkeypatch):
         optimizer.step(lr=0.1)
     masters = whole_states(optimizer)
     assert any((masters[name, ""].bfloat16() != masters[name, ""]).any() for name in optimizer.parameters)
-    for name in optimizer.parameters:
-        other.set_weight(name, masters[name, ""])
     for (name, parameter), like in zip(model.named_parameters(), other_model.parameters(), strict=True):
+        other.set_weight(name, masters[name, ""])
         assert torch.equal(parameter, like) and torch.equal(optimizer.place.masters[name], other.place.masters[name])
 
 
@@ -139,8 +145,8 @@ def test_of_weights_in_halves_a_checkpoint_holds_the_whole(monkeypatch):
 ], ids=lambda x: getattr(x, "__name__", type(x).__name__ if isinstance(x, Rule) else str(x)))  # fmt: skip
 def test_what_is_kept_for_a_parameter_is_what_the_memory_estimate_counts(place, dtype, rule, expected):
     model = Llama(CONFIG_IN_ROWS).to(dtype)
+    run = RunShape(1, dtype=str(dtype)[6:], offload="none" if place is OnGPU else "all", rule=rule)
     place, total = Optimizer(model, rule, place()).place, 0
-    run = RunShape(1, dtype=str(dtype)[6:], offload="none" if isinstance(place, OnGPU) else "all", rule=rule)
     for name, parameter in model.named_parameters():
         masters = [place.masters[name]] if place.masters[name].data_ptr() != parameter.data_ptr() else []
         kept = sum(x.nbytes for x in (*place.states[name].values(), *masters))
@@ -156,8 +162,7 @@ def test_float32_parameters_on_a_gpu_have_masters_on_the_cpu():
 
 @pytest.mark.parametrize("place", [OnGPU, OnCPU])
 def test_frozen_parameters_have_no_state_and_do_not_change(place):
-    model = Llama(CONFIG)
-    model.init_weights(0)
+    model = llama()
     frozen = {name: p for name, p in model.named_parameters() if "mlp" in name}
     before = {name: p.requires_grad_(False).clone() for name, p in frozen.items()}
     optimizer = Optimizer(model, AdamW(), place(), grad_clip=1.0)
@@ -181,15 +186,13 @@ MUON, GALORE = dict(optimizer="muon"), dict(optimizer="galore", galore_rank=4, g
 APOLLO = GALORE | dict(optimizer="apollo")
 
 
-@pytest.mark.parametrize(
-    "rule",
-    [AdamW(), AdamW8bit(), Muon(), NorMuon(), GaLore(rank=4, interval=1), Apollo(rank=4, interval=1)],
-    ids=type,
-)
+RULES = [AdamW(), AdamW8bit(), Muon(), NorMuon(), GaLore(rank=4, interval=1), Apollo(rank=4, interval=1)]
+
+
+@pytest.mark.parametrize("rule", RULES, ids=type)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_a_step_whose_norm_is_not_finite_changes_nothing(rule, dtype):
-    model = Llama(CONFIG_IN_ROWS).to(dtype)
-    model.init_weights(0)
+    model = llama(CONFIG_IN_ROWS, dtype)
     optimizer = Optimizer(model, rule, OnGPU())
 
     def step(first):
@@ -269,9 +272,7 @@ def test_offloaded_to_the_cpu_the_losses_stay(train, tmp_path, offload, dtype, p
 
 
 def test_streamed_weights_hold_the_root_from_the_beginning_of_forward_until_backward_reaches_the_blocks():
-    models = [Llama(CONFIG), Llama(CONFIG)]
-    for model in models:
-        model.init_weights(0)
+    models = [llama(), llama()]
     root = StreamedWeights(models[0], "cpu").root.untyped_storage()
     tokens = torch.randint(CONFIG.vocab_size, (2, CONFIG.block_size))
     held = [root.nbytes()]
@@ -284,14 +285,9 @@ def test_streamed_weights_hold_the_root_from_the_beginning_of_forward_until_back
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 def test_offloaded_the_optimizer_sums_clips_and_skips_as_on_the_gpu(dtype):
     """Three updates of three micro-batches each, the second one with a NaN."""
-    torch.manual_seed(0)
-    models = [Llama(CONFIG).to(dtype) for _ in range(2)]
-    for model in models:
-        model.init_weights(0)
-    both = [
-        Optimizer(model, AdamW(), place, grad_clip=1.0, loss_scale=LossScale())
-        for place, model in zip((OnGPU(), OnCPU()), models, strict=True)
-    ]
+    models = [llama(dtype=dtype), llama(dtype=dtype)]
+    places = zip(models, (OnGPU(), OnCPU()), strict=True)
+    both = [Optimizer(model, AdamW(), place, grad_clip=1.0, loss_scale=LossScale()) for model, place in places]
     for update in range(3):
         for _ in range(3):
             gradients = [2**10 * torch.randn(p.shape).to(dtype) for p in models[0].parameters()]
@@ -390,12 +386,11 @@ def test_an_overflowing_float16_scale_is_halved_and_the_step_left_out(train, tmp
 
 
 def test_the_float16_scale_counts_2000_steps_from_where_float16_began_across_a_resume(train, tmp_path):
-    settings = dict(lr_decay_iters=12)
-    train(**settings, max_iters=4)
-    run = train(**settings, max_iters=8, dtype="float16")
+    train(lr_decay_iters=12, max_iters=4)
+    run = train(lr_decay_iters=12, max_iters=8, dtype="float16")
     assert run["optimizer"].loss_scale.state(8) == {"loss_scale": 2.0**16, "loss_scale_since": 4}
     edit_run(tmp_path / "out/step_000008", loss_scale_since=9 - 2000)
-    run = train(**settings, max_iters=12, dtype="float16")
+    run = train(lr_decay_iters=12, max_iters=12, dtype="float16")
     assert run["optimizer"].loss_scale.state(12) == {"loss_scale": 2.0**17, "loss_scale_since": 9}
 
 
