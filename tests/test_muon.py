@@ -6,7 +6,7 @@ import shutil
 import pytest
 import torch
 
-from model import Llama, LlamaConfig
+from model import LlamaConfig
 from optimizers.adamw import AdamW
 from optimizers.muon import POLAR_EXPRESS, Muon, orthogonalize
 from optimizers.normuon import NorMuon
@@ -15,6 +15,7 @@ from optimizers.optimizer import Optimizer
 from runtime.hf_names import hf_names, stacked_rows
 from tests.runs import assert_close, numbers, run_alone
 from tests.test_distributed import HYBRID, check_ranks
+from tests.test_optimizers import llama
 
 pytestmark = pytest.mark.usefixtures("plain_pytorch_on_one_core")
 
@@ -58,9 +59,7 @@ def train_on_random_gradients(model, optimizer, n_steps=3, watch=lambda gradient
 
 @pytest.mark.parametrize("rule", [Muon(), NorMuon()], ids=type)
 def test_every_published_matrix_takes_the_step_of_the_formula_and_all_else_adamw_s(rule):
-    models = [Llama(CONFIG), Llama(CONFIG)]
-    for model in models:
-        model.init_weights(0)
+    models = [llama(CONFIG), llama(CONFIG)]
     muon, adamw = (Optimizer(m, rule, OnGPU()) for m, rule in zip(models, (rule, AdamW()), strict=True))
     matrices = {name: p for name, p in models[0].named_parameters() if name.startswith("layers.") and p.ndim == 2}
     parts = {name: [(w.double(), 0.0, 0.0) for w in p.detach().split(stacked_rows(name, p.shape))]
@@ -85,35 +84,11 @@ def test_every_published_matrix_takes_the_step_of_the_formula_and_all_else_adamw
 
 
 def test_stacked_rows_are_those_of_the_published_matrices():
-    model = Llama(CONFIG)
-    for name, p in model.named_parameters():
+    for name, p in llama(CONFIG).named_parameters():
         if p.ndim == 2:
             rows = stacked_rows(name, p.shape)
             assert len(rows) == len(hf_names(name)) and sum(rows) == len(p)
-    assert stacked_rows("layers.0.attn.qkv_proj.weight", model.layers[0].attn.qkv_proj.weight.shape) == [16, 8, 8]
-
-
-def test_with_its_coefficients_it_follows_pytorch_s_muon(monkeypatch):
-    monkeypatch.setattr("optimizers.muon.POLAR_EXPRESS", ((3.4445, -4.7750, 2.0315),) * 5)
-    ours, theirs = models = [Llama(CONFIG), Llama(CONFIG)]
-    for model in models:
-        model.init_weights(0)
-    optimizer = Optimizer(ours, Muon(), OnGPU())
-    names = ["attn.o_proj.weight", "mlp.down_proj.weight"]  # PyTorch's knows nothing of packed ones
-    layer = dict(theirs.layers[0].named_parameters())
-    pytorch = torch.optim.Muon([layer[name] for name in names], weight_decay=0.1, adjust_lr_fn="match_rms_adamw")
-
-    def watch(gradients, lr):
-        for name in names:
-            layer[name].grad = gradients[f"layers.0.{name}"].clone()
-        pytorch.param_groups[0]["lr"] = lr
-        pytorch.step()
-
-    before = {name: layer[name].detach().clone() for name in names}
-    train_on_random_gradients(ours, optimizer, watch=watch)
-    for name in names:
-        mine, its = (m.layers[0].get_parameter(name).detach() - before[name] for m in models)
-        assert (mine - its).norm() / its.norm() < 0.02, "PyTorch's orthogonalises in bfloat16"
+    assert stacked_rows("layers.0.attn.qkv_proj.weight", torch.Size((32, 16))) == [16, 8, 8]
 
 
 def test_any_number_of_matrices_at_a_time_takes_the_same_step(monkeypatch):
@@ -121,8 +96,7 @@ def test_any_number_of_matrices_at_a_time_takes_the_same_step(monkeypatch):
     for owned in (2**25, 2 * 16 * 24, 1):
         monkeypatch.setattr("optimizers.muon.OWNED", owned)
         torch.manual_seed(0)
-        model = Llama(CONFIG)
-        model.init_weights(0)
+        model = llama(CONFIG)
         train_on_random_gradients(model, Optimizer(model, Muon(), OnGPU()))
         found.append(list(model.parameters()))
     for other in found[1:]:
