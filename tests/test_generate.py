@@ -5,6 +5,7 @@ pytest tests/test_generate.py        without a GPU the kernels run through Trito
 
 import itertools
 import math
+import re
 
 import pytest
 import torch
@@ -16,6 +17,19 @@ from runtime.checkpoint import load_model
 from runtime.generate import PrefixCache, decode_step, generate, new_caches, read_prompts, sample
 from tests.published import publish
 from tests.test_model import DEVICE, FP64, PLAIN, batch, build, error, needs_gpu
+
+
+def prompts_of(*lengths):
+    return [batch(1, n, seed=n)[0][0].tolist() for n in lengths]
+
+
+@pytest.fixture
+def reads(monkeypatch):
+    """How many tokens of its first prompt each call of read_prompts has read."""
+    found = []
+    read = lambda *inputs: (found.append(len(inputs[2][0]) - sum(inputs[3:])), read_prompts(*inputs))[1]  # noqa: E731
+    monkeypatch.setattr("runtime.generate.read_prompts", read)
+    return found
 
 
 def texts(model, prompts, n=12, seed=0, **settings):
@@ -45,7 +59,7 @@ def test_greedy_tokens_are_those_of_transformers(tmp_path, tied, kv_heads):
     hf = publish(tmp_path, tie_word_embeddings=tied, num_key_value_heads=kv_heads).double()
     model = load_model(tmp_path, DEVICE).double()
     model.set_operations(**PLAIN)
-    prompts = [batch(1, n, seed=n)[0][0].tolist() for n in (1, 40, 17)]
+    prompts = prompts_of(1, 40, 17)
     ours = texts(model, prompts, n=60, temperature=0).tolist()
     options = dict(max_new_tokens=60, do_sample=False, eos_token_id=None, pad_token_id=0)
     for prompt, text in zip(prompts, ours, strict=True):
@@ -57,34 +71,30 @@ def test_greedy_tokens_are_those_of_transformers(tmp_path, tied, kv_heads):
 @pytest.mark.parametrize("lengths", [[5, 5, 5], [1, 8, 1, 3, 8], [8, 20, 7]])  # equal ones, block_size, more
 @pytest.mark.parametrize("block_size", [8, 7, 1])
 def test_a_batch_is_each_row_read_alone(block_size, lengths):
-    model = build(block_size=block_size, **PLAIN)
-    prompts = [batch(1, n, seed=n)[0][0].tolist() for n in lengths]
+    model, prompts = build(block_size=block_size, **PLAIN), prompts_of(*lengths)
     found = texts(model, prompts, n=30, temperature=0).tolist()
-    expected = [read_alone(model, prompt, 30) for prompt in prompts]
-    assert found == expected
+    assert found == [read_alone(model, prompt, 30) for prompt in prompts]
     assert len(set(sum(found, []))) > 5, "texts that repeat themselves show nothing"
 
 
 def test_rows_end_before_an_end_token_and_the_batch_ends_with_its_last_row():
-    model, prompts = build(**PLAIN), [batch(1, n, seed=n)[0][0].tolist() for n in (4, 6)]
+    model, prompts = build(**PLAIN), prompts_of(4, 6)
     whole = list(generate(model, prompts, 30, temperature=0))
-    first, second = ([tokens[row] for tokens in whole] for row in (0, 1))
-    eos = {first[3], second[9]}
-    n_first = min(first.index(token) for token in eos if token in first)
-    n_second = min(second.index(token) for token in eos if token in second)
+    eos = {whole[3][0], whole[9][1]}
     ended = list(generate(model, prompts, 30, temperature=0, eos=eos))
-    assert [tokens[0] for tokens in ended] == (first[:n_first] + [None] * 30)[: len(ended)]
-    assert [tokens[1] for tokens in ended] == (second[:n_second] + [None] * 30)[: len(ended)]
-    assert len(ended) == max(n_first, n_second) + 1 < 30 and n_first != n_second
+    ends = [next(i for i, tokens in enumerate(whole) if tokens[row] in eos) for row in (0, 1)]
+    for row, end in enumerate(ends):
+        text = [tokens[row] for tokens in whole[:end]]
+        assert [tokens[row] for tokens in ended] == (text + [None] * 30)[: len(ended)]
+    assert len(ended) == max(ends) + 1 < 30 and ends[0] != ends[1]
 
 
-def test_a_row_that_ended_with_a_full_context_does_not_have_the_others_read_again(monkeypatch):
-    model, prompts, reads = build(block_size=16, **PLAIN), [batch(1, n, seed=n)[0][0].tolist() for n in (16, 2)], []
+def test_a_row_that_ended_with_a_full_context_does_not_have_the_others_read_again(reads):
+    model, prompts = build(block_size=16, **PLAIN), prompts_of(16, 2)
     eos = {texts(model, prompts[:1], n=1, temperature=0).item()}  # the full one ends at once
     alone = [read_alone(model, prompts[1], 10)]
     assert eos.isdisjoint(alone[0])
-    read = lambda *inputs: (reads.append(inputs), read_prompts(*inputs))[1]  # noqa: E731
-    monkeypatch.setattr("runtime.generate.read_prompts", read)
+    reads.clear()
     found = list(generate(model, prompts, 10, temperature=0, eos=eos))
     assert [[tokens[1] for tokens in found]] == alone and {tokens[0] for tokens in found} == {None}
     assert len(reads) == 2, f"{len(reads)} reads for 10 tokens"
@@ -92,31 +102,20 @@ def test_a_row_that_ended_with_a_full_context_does_not_have_the_others_read_agai
 
 @pytest.mark.parametrize("settings", [PLAIN, {}, {"attention": "triton"}])
 @torch.no_grad()
-def test_steps_give_the_logits_of_the_whole_text(settings):
+def test_steps_behind_a_prompt_and_its_prefix_give_the_logits_of_the_whole_text(settings):
     model, tokens = build(**settings), batch(n_time=9)[0]
-    caches = new_caches(model, 2, 9)
-    logits = [read_prompts(model, caches, tokens[:, :5].tolist())]
-    logits += [decode_step(model, caches, tokens[:, i]) for i in range(5, 9)]
-    assert error(torch.stack(logits, dim=1), model(tokens)[:, 4:]) < 1e-6  # they are rounded to float32
+    for rows, start, end in ((1, 1, 6), (1, 4, 6), (2, 0, 9)):  # a prefix, one that leaves one token to read, none
+        caches, text = new_caches(model, rows, 9), tokens[:rows, :end]
+        read_prompts(model, caches, text[:, : start or 1].tolist())
+        logits = [read_prompts(model, caches, text[:, :5].tolist(), start)]
+        logits += [decode_step(model, caches, text[:, i]) for i in range(5, end)]
+        assert error(torch.stack(logits, dim=1), model(text)[:, 4:]) < 1e-6  # they are rounded to float32
     for held in ([9, 9], [6, 6], [3, 2]):
         caches[0].lengths.copy_(torch.tensor(held))
-        with pytest.raises(
-            ValueError, match=rf"4 tokens a row do not fit behind \[{held[0]}, {held[1]}\] in caches of 9"
-        ):
+        with pytest.raises(ValueError, match=re.escape(f"4 tokens a row do not fit behind {held} in caches of 9")):
             model.hidden(tokens[:, :4], caches=caches)
     with pytest.raises(ValueError, match="doc_starts with caches"):
         model.hidden(tokens, document_starts(tokens, 0), caches)
-
-
-@pytest.mark.parametrize("settings", [PLAIN, {"attention": "triton"}])
-@pytest.mark.parametrize("start", [1, 4])  # the latter leaves one token to read
-@torch.no_grad()
-def test_a_prompt_behind_a_prefix_has_the_logits_of_the_whole_text(settings, start):
-    model, tokens = build(**settings), batch(n_batch=1, n_time=6)[0]
-    caches = new_caches(model, 1, 9)
-    read_prompts(model, caches, tokens[:, :start].tolist())
-    logits = [read_prompts(model, caches, tokens[:, :5].tolist(), start), decode_step(model, caches, tokens[:, 5])]
-    assert error(torch.stack(logits, dim=1), model(tokens)[:, 4:]) < 1e-6
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
@@ -129,10 +128,8 @@ def test_attention_of_the_last_queries_is_theirs_among_all(n_time, dtype):
 
 
 @pytest.mark.parametrize("settings", [PLAIN, pytest.param({}, marks=needs_gpu)])
-def test_a_turn_of_a_conversation_reads_what_is_new_and_is_the_prompt_read_alone(settings, monkeypatch):
-    model, prefix, history, reads = build(block_size=32, **settings), PrefixCache(), [], []
-    read = lambda *inputs: (reads.append(len(inputs[2][0]) - inputs[3]), read_prompts(*inputs))[1]  # noqa: E731
-    monkeypatch.setattr("runtime.generate.read_prompts", read)
+def test_a_turn_of_a_conversation_reads_what_is_new_and_is_the_prompt_read_alone(settings, reads):
+    model, prefix, history = build(block_size=32, **settings), PrefixCache(), []
     turns = [  # tokens of the history in the prompt, new ones behind them, answered ones, which of them are taken
         (0, 4, 5, 5, [4]),
         (9, 3, 4, 4, [4]),  # the last token of an answer was drawn, and not read
@@ -154,19 +151,16 @@ def test_a_turn_of_a_conversation_reads_what_is_new_and_is_the_prompt_read_alone
 @needs_gpu
 @pytest.mark.parametrize("lengths", [[5], [9, 3, 1]])
 @torch.no_grad()
-def test_a_recorded_step_draws_what_a_step_draws(lengths):
-    model, prompts = build(dtype=torch.bfloat16), [batch(1, n, seed=n)[0][0].tolist() for n in lengths]
+def test_a_recorded_step_draws_what_a_step_draws(lengths, monkeypatch):
+    model, prompts = build(dtype=torch.bfloat16), prompts_of(*lengths)
     expected, caches = [], new_caches(model, len(prompts), 40)
     tokens = sample(read_prompts(model, caches, prompts), 0)
     for _ in range(25):
         expected.append(tokens)
         tokens = sample(decode_step(model, caches, tokens), 0)
     replays, replay = [], torch.cuda.CUDAGraph.replay
-    torch.cuda.CUDAGraph.replay = lambda graph: (replays.append(graph), replay(graph))
-    try:
-        assert torch.equal(texts(model, prompts, n=25, temperature=0), torch.stack(expected, dim=1))
-    finally:
-        torch.cuda.CUDAGraph.replay = replay
+    monkeypatch.setattr(torch.cuda.CUDAGraph, "replay", lambda graph: (replays.append(graph), replay(graph)))
+    assert torch.equal(texts(model, prompts, n=25, temperature=0), torch.stack(expected, dim=1))
     assert len(set(replays)) == 1 and len(replays) == 23
 
 
@@ -187,8 +181,8 @@ def test_decode_attention_is_attention_and_fills_the_cache(shape, dtype, toleran
     q, k, v = draw(1, n_head, head_dim), draw(1, n_kv_head, head_dim), draw(1, n_kv_head, head_dim)
     caches = [draw(n_positions, n_kv_head, head_dim) for _ in "kv"]
     lengths = torch.tensor(lengths, device=DEVICE)
-    for cache, length in ((cache, length) for cache in caches for length in enumerate(lengths)):
-        cache[length[0], length[1] :] = math.nan  # what nobody has written
+    for row, length in enumerate(lengths):
+        caches[0][row, length:] = caches[1][row, length:] = math.nan  # what nobody has written
     ours, theirs = [cache.clone() for cache in caches], [cache.nan_to_num().double() for cache in caches]
     y = kernels.decode_attention(q, k, v, *ours, lengths)
     expected = kernels.reference.decode_attention(q.double(), k.double(), v.double(), *theirs, lengths)
@@ -238,15 +232,13 @@ def test_tokens_are_drawn_from_their_probabilities():
         assert worst < 0.015 and (shares[only.isinf()] == 0).all(), f"{settings}: {shares.tolist()}"
 
 
-SLIPS = [{"temperature": -1.0}, {"temperature": math.nan}, {"top_k": 0}, {"top_p": 0.0}, {"min_p": 1.1}]
-
-
-@pytest.mark.parametrize("settings", SLIPS)
-def test_invalid_sampling_settings_are_refused(settings):
-    with pytest.raises(ValueError, match=rf"{next(iter(settings))} .*: must be"):
-        next(generate(build(n_layer=1, **PLAIN), [[1]], 2, **settings))
+def test_invalid_sampling_settings_and_an_empty_prompt_are_refused():
+    model, nan = build(n_layer=1, **PLAIN), math.nan
+    for name, value in (("temperature", -1.0), ("temperature", nan), ("top_k", 0), ("top_p", 0.0), ("min_p", 1.1)):
+        with pytest.raises(ValueError, match=f"{name} .*: must be"):
+            next(generate(model, [[1]], 2, **{name: value}))
     with pytest.raises(ValueError, match="at least one token to continue"):
-        next(generate(build(n_layer=1, **PLAIN), [[1], []], 2))
+        next(generate(model, [[1], []], 2))
 
 
 def test_generate_leaves_autograd_on_for_the_caller():
