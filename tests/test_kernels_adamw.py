@@ -217,7 +217,7 @@ def test_adamw8bit_steps_by_the_exact_moments_then_rounds_them():
         assert (error <= 0.0072 * absmax[:, None]).all()
 
 
-def quadratic(adamw, steps, decades=2, kept=1.0, lr=0.01):
+def quadratic(adamw, steps, decades, kept, lr=0.01):
     """Minimises Σ h (w − target)² / 2 with noise, curvatures h of some decades in a block.
 
     Returns the mean of h (w − target)² over that of h, and the longest step / lr.
@@ -235,21 +235,18 @@ def quadratic(adamw, steps, decades=2, kept=1.0, lr=0.01):
     return (h * (w - target).square()).mean().item() / h.mean().item(), longest
 
 
-@pytest.mark.parametrize("adamw", IN_8_BITS, ids=["kernel", "reference"])
-def test_adamw8bit_follows_float32_adamw_for_200_steps(adamw):
-    (exact, _), (ours, _) = (quadratic(each, 200, lr=0.03) for each in (reference.adamw, adamw))
-    start, _ = quadratic(lambda *_: None, 1)
-    assert exact < 0.1 * start, "the problem is not solved"
-    assert abs(ours / exact - 1) < 0.1, f"{ours:.5f} in 8 bits, {exact:.5f} in float32, {start:.5f} at the start"
+CURVATURES = {"of two decades": (2, 1.0, 0.03, 0.1), "wide": (4, 1.0, 0.01, 0.1), "sparse": (3, 0.1, 0.01, 0.6)}
 
 
-@pytest.mark.parametrize("decades, kept", [(4, 1.0), (3, 0.1)], ids=["wide", "sparse"])
-def test_adamw8bit_never_divides_by_a_v_rounded_to_zero(decades, kept):
+@pytest.mark.parametrize("decades, kept, lr, left", CURVATURES.values(), ids=CURVATURES)
+def test_adamw8bit_follows_float32_adamw_and_never_divides_by_a_v_rounded_to_zero(decades, kept, lr, left):
     """With codes to the nearest, v of small gradients becomes 0 and w jumps by 10,000 lr."""
-    exact, _ = quadratic(reference.adamw, 400, decades, kept)
-    ours, longest = quadratic(reference.adamw8bit, 400, decades, kept)
+    start, _ = quadratic(lambda *_: None, 1, decades, kept)
+    exact, _ = quadratic(reference.adamw, 400, decades, kept, lr)
+    ours, longest = quadratic(reference.adamw8bit, 400, decades, kept, lr)
     assert longest < 5, f"a step of {longest:.0f} lr"
-    assert ours < 1.15 * exact, f"{ours:.4f} in 8 bits, {exact:.4f} in float32"
+    assert exact < left * start, "the problem is not solved"
+    assert abs(ours / exact - 1) < 0.1, f"{ours:.4f} in 8 bits, {exact:.4f} in float32"
 
 
 @pytest.mark.parametrize("adamw", [*IN_8_BITS, on_cpu, in_pieces], ids=["kernel", "reference", "C", "pieces"])

@@ -27,10 +27,6 @@ UINT8 = torch.uint8
 each_sign = pytest.mark.parametrize("signed", [True, False], ids=["signed", "unsigned"])
 
 
-def bitsandbytes_functional():
-    return pytest.importorskip("bitsandbytes.functional")
-
-
 # ----------------------------------------------------------------------------------------------------------------------
 # Eight bits: the dynamic map
 
@@ -42,15 +38,13 @@ def test_dynamic_map_has_256_values_in_seven_decades(signed):
     first = 1 if signed else 2  # values in the lowest decade, twice as many in each above it
     expected = [10.0 ** (i - 6) * (0.1 + 0.9 * (k + 0.5) / (first << i)) for i in range(7) for k in range(first << i)]
     torch.testing.assert_close(values[values > 0][:-1].double(), torch.tensor(expected).double(), rtol=1e-6, atol=0)
-    if signed:
-        assert torch.equal(values[:127], -values[128:255].flip(0)) and values[127] == 0
-    else:
-        assert values[0] == 0
+    assert values[127 if signed else 0] == 0 and (not signed or torch.equal(values[:127], -values[128:255].flip(0)))
 
 
 @each_sign
 def test_dynamic_map_is_that_of_bitsandbytes(signed):
-    assert torch.equal(dynamic_map(signed), bitsandbytes_functional().create_dynamic_map(signed=signed))
+    functional = pytest.importorskip("bitsandbytes.functional")
+    assert torch.equal(dynamic_map(signed), functional.create_dynamic_map(signed=signed))
 
 
 @triton.jit
@@ -157,7 +151,7 @@ def test_nf4_has_the_bits_of_bitsandbytes(quantize, dequantize):
 
 @pytest.mark.parametrize("dtype", [BF16, FP32], ids=str)
 def test_nf4_is_that_of_bitsandbytes(dtype):
-    functional = bitsandbytes_functional()
+    functional = pytest.importorskip("bitsandbytes.functional")
     weight = (0.02 * torch.randn(300, 192)).to(dtype)
     weight[3], weight[5, :64] = 0, 1e-30
     ours = reference.quantize_nf4(weight)
