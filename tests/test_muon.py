@@ -91,6 +91,27 @@ def test_stacked_rows_are_those_of_the_published_matrices():
     assert stacked_rows("layers.0.attn.qkv_proj.weight", torch.Size((32, 16))) == [16, 8, 8]
 
 
+def test_with_its_coefficients_it_follows_pytorch_s_muon(monkeypatch):
+    monkeypatch.setattr("optimizers.muon.POLAR_EXPRESS", ((3.4445, -4.7750, 2.0315),) * 5)
+    ours, theirs = models = [llama(CONFIG), llama(CONFIG)]
+    optimizer = Optimizer(ours, Muon(), OnGPU())
+    names = ["attn.o_proj.weight", "mlp.down_proj.weight"]  # PyTorch's knows nothing of packed ones
+    layer = dict(theirs.layers[0].named_parameters())
+    pytorch = torch.optim.Muon([layer[name] for name in names], weight_decay=0.1, adjust_lr_fn="match_rms_adamw")
+
+    def watch(gradients, lr):
+        for name in names:
+            layer[name].grad = gradients[f"layers.0.{name}"].clone()
+        pytorch.param_groups[0]["lr"] = lr
+        pytorch.step()
+
+    before = {name: layer[name].detach().clone() for name in names}
+    train_on_random_gradients(ours, optimizer, watch=watch)
+    for name in names:
+        mine, its = (m.layers[0].get_parameter(name).detach() - before[name] for m in models)
+        assert (mine - its).norm() / its.norm() < 0.02, "PyTorch's orthogonalises in bfloat16"
+
+
 def test_any_number_of_matrices_at_a_time_takes_the_same_step(monkeypatch):
     found = []
     for owned in (2**25, 2 * 16 * 24, 1):
