@@ -22,7 +22,7 @@ from optimizers.on_disk import OnDisk
 from optimizers.optimizer import Optimizer
 from runtime import memory_advice, run_folder, state_file
 from runtime.memory import RunShape, state_bytes
-from runtime.state_file import StateFile, file_system
+from runtime.state_file import StateFile, file_system, page_aligned
 from tests.runs import SHORT, SMALL, losses, run, run_ranks, slip, wrapped
 
 pytestmark = pytest.mark.usefixtures("plain_pytorch_on_one_core")
@@ -167,10 +167,30 @@ def test_without_direct_io_it_says_so_and_computes_the_same(same_as_in_memory, m
     assert "not directly, which its file system does not support" in capsys.readouterr().out
 
 
-def test_a_tensor_of_no_elements_takes_no_page_of_the_file(drive):
-    """As that of a rank without rows of a matrix."""
+@pytest.mark.parametrize("direct", [True, False])
+def test_tensors_and_transfers_see_the_same_bytes(drive, direct):
     file = StateFile(drive, 2**16)
-    assert file.zeros((0, 4), torch.bfloat16).shape == (0, 4) and file.end == 0
+    if not direct:
+        fcntl.fcntl(file.file, fcntl.F_SETFL, fcntl.fcntl(file.file, fcntl.F_GETFL) & ~os.O_DIRECT)
+        file.direct = False
+    beside, x = file.zeros((3, 5), torch.bfloat16), file.zeros((300, 1000), torch.float32)  # more than is reserved
+    assert file.holds(x) and not file.holds(torch.zeros(3)) and not x.any(), "what the drive was measured with is there"
+    memory = page_aligned(x.nbytes)
+    values = memory[: x.nbytes].view(torch.float32).view(x.shape)
+    for i in range(3):
+        x.copy_(torch.randn(x.shape))
+        expected = x.clone()
+        file.let_go()
+        file.read(x, memory)
+        assert torch.equal(values, expected), "a transfer does not see what a tensor was given"
+        values.mul_(2)
+        file.write(x, memory)
+        assert torch.equal(x, 2 * expected), f"a tensor does not see what was transferred, in round {i}"
+        rows = x[256:]  # 4 bytes x 1000 x 256 is a multiple of 4096
+        file.let_go()
+        file.read(rows, memory)
+        assert torch.equal(memory[: rows.nbytes].view(torch.float32).view(rows.shape), 2 * expected[256:])
+    assert not beside.any() and file.zeros((0, 4), torch.float32).shape == (0, 4)
 
 
 # ----------------------------------------------------------------------------------------------------------------------
