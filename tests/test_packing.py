@@ -13,7 +13,7 @@ from data.tokens import IS_TARGET, OPENS, Tokens
 from data.write import write_dataset
 from model import Llama, LlamaConfig, document_starts
 from tests.published import publish
-from tests.runs import SHORT, SMALL, assert_close, losses, run, run_ranks, slip, step_losses
+from tests.runs import SHORT, SMALL, assert_close, losses, numbers, run, run_ranks, slip, step_losses
 
 pytestmark = pytest.mark.usefixtures("plain_pytorch_on_one_core")
 CHAT = SMALL | SHORT | dict(n_head=2, n_kv_head=1, mask_documents=True, block_size=48)
@@ -183,7 +183,7 @@ def test_where_every_token_is_a_target_weights_are_one(text_data):
     assert train.weights(5, 3, 2).tolist() == [1.0, 1.0, 1.0] and not train.packing
 
 
-def test_ranks_micro_batches_and_resuming_do_not_change_the_run(chats, tmp_path):
+def test_ranks_micro_batches_and_resuming_do_not_change_the_run(train_on_ranks, chats, tmp_path):
     common = CHAT | dict(dataset=chats, eval_iters=5)
     one = dict(batch_size=8, gradient_accumulation_steps=1, out_dir=tmp_path / "one")
     done = run(common | one)
@@ -191,13 +191,9 @@ def test_ranks_micro_batches_and_resuming_do_not_change_the_run(chats, tmp_path)
     assert "of their tokens targets; blocks 9" in done.stdout
     assert "begins    with random weights: --init_from=FOLDER takes published ones" in done.stdout
     two = common | dict(batch_size=2, gradient_accumulation_steps=4, out_dir=tmp_path / "two", eval_iters=20)
-    done = run_ranks(2, two)
-    assert done.returncode == 0, done.stderr
+    train_on_ranks(2, **two)
     assert_close(step_losses(tmp_path / "one"), step_losses(tmp_path / "two"), 2e-6)
-    val_losses = [
-        [line["val_loss"] for line in losses(tmp_path / name) if "val_loss" in line] for name in ("one", "two")
-    ]
-    assert_close(*val_losses, 2e-6)
+    assert_close(*(numbers(tmp_path / name, "val_loss") for name in ("one", "two")), 2e-6)
     stopped = common | one | dict(out_dir=tmp_path / "resumed")
     for max_iters in (4, 8):
         assert run(stopped | dict(max_iters=max_iters, lr_decay_iters=8)).returncode == 0

@@ -132,14 +132,6 @@ def test_the_safetensors_package_reads_what_we_write(saved):
         assert found.keys() == expected.keys() and all(torch.equal(found[name], expected[name]) for name in found)
 
 
-def test_a_model_of_one_file_has_an_index_too(tmp_path, monkeypatch):
-    monkeypatch.setattr(checkpoint_folder, "FILE_BYTES", 10**9)
-    write(tmp_path / "x", TINY, whole_states(TINY))
-    assert set(DOCUMENTS) | {"run.json"} | {
-        f"{stem}.safetensors{end}" for stem in ("model", "optimizer") for end in ("", ".index.json")
-    } == {file.name for file in (tmp_path / "x").iterdir()}
-
-
 def test_every_dtype_and_shape_goes_both_ways(tmp_path):
     shapes = [(5, 3, 2), (3,), (), (0, 4), (4, 0), (1, 1)]
     tensors = {
@@ -175,20 +167,20 @@ def test_any_rows_of_a_published_folder_are_read_and_rounded_once(tmp_path):
         strided = torch.zeros(last - first, 10)[:, ::2]
         read_into(folder, [Rows("x", out.dtype, x.shape, first, out), Rows("x", x.dtype, x.shape, first, strided)])
         assert torch.equal(out, x[first:last].bfloat16()) and torch.equal(strided, x[first:last])
-    with pytest.raises(ValueError, match=r"expected x of shape \(9, 4\): .* has it in shape \(9, 5\)"):
-        read_into(folder, [Rows("x", x.dtype, (9, 4), 0, torch.zeros(9, 4))])
-    with pytest.raises(ValueError, match=r"expected y of shape \(9, 4\): .* has none"):
-        read_into(folder, [Rows("y", x.dtype, (9, 4), 0, torch.zeros(9, 4))])
-    with pytest.raises(ValueError, match="expected x in torch.int32: .* has it in torch.float32"):
-        read_into(folder, [Rows("x", torch.int32, x.shape, 0, torch.zeros(9, 5, dtype=torch.int32))])
+    for name, other, expected in (
+        ("x", torch.zeros(9, 4), r"expected x of shape \(9, 4\): .* has it in shape \(9, 5\)"),
+        ("y", torch.zeros(9, 4), r"expected y of shape \(9, 4\): .* has none"),
+        ("x", torch.zeros(9, 5, dtype=torch.int32), "expected x in torch.int32: .* has it in torch.float32"),
+    ):
+        with pytest.raises(ValueError, match=expected) as caught:
+            read_into(folder, [Rows(name, other.dtype, other.shape, 0, other)])
+        assert caught.type is ValueError, "not Damaged: another checkpoint would be no better"
 
 
 def test_a_state_with_other_rows_than_its_parameter_is_saved_whole_under_our_name():
     x = torch.zeros(3, 24)
     (rows,) = hf_rows("layers.1.attn.qkv_proj.weight", x, ODD, "projection")
     assert rows.name == "projection.layers.1.attn.qkv_proj.weight" and rows.shape == (3, 24)
-    with pytest.raises(ValueError, match="layers.0.attn.bias has no name"):
-        hf_rows("layers.0.attn.bias", x, ODD)
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -370,15 +362,12 @@ def test_every_damage_is_found_and_named(saved, tmp_path, file, what):
     assert str(path / file) in str(caught.value), str(caught.value)
 
 
-@pytest.mark.parametrize("file", FILES + SHARDS)
+@pytest.mark.parametrize("file", ["config.json", "optimizer.safetensors.index.json", *SHARDS])
 def test_a_missing_file_is_named(saved, tmp_path, file):
     path = shutil.copytree(saved[0], tmp_path / "x")
     (path / file).unlink()
-    if file == "run.json":
-        assert open_folder(path).run is None, "then it is a published folder"
-    else:
-        with pytest.raises(Damaged, match=rf"{file.replace('.index.json', '')}.* is missing"):
-            read(path, ODD, saved[1])
+    with pytest.raises(Damaged, match=rf"{file.replace('.index.json', '')}.* is missing"):
+        read(path, ODD, saved[1])
 
 
 def header(entries, data=b"", length=None):

@@ -14,7 +14,7 @@ from data.tokenizer import get_tokenizer
 from runtime import checkpoint, generate, memory_stats
 from runtime.generate import PrefixCache, RowText, generate_text
 from tests.published import CHATML, edit_config, publish_chat_model, smollm2
-from tests.runs import damage, run
+from tests.runs import run
 
 pytestmark = pytest.mark.usefixtures("plain_pytorch_on_one_core")
 LINE = "\n" + "-" * 80 + "\n"
@@ -73,17 +73,6 @@ def test_what_cannot_be_read_or_written_gets_a_sentence(draw, alone, tmp_path, m
     in_ascii = io.TextIOWrapper(io.BytesIO(), "ascii")
     monkeypatch.setattr(sys, "stdout", in_ascii)
     assert draw(prompt="né")[1] == "" and in_ascii.detach().getvalue().startswith(b"n?")
-
-
-def test_a_damaged_checkpoint_is_named(sample, alone, tmp_path, monkeypatch):
-    shutil.copytree(alone, tmp_path / "out")
-    damage(tmp_path / "out/step_000020/model.safetensors")
-    for out_dir in (tmp_path / "out", tmp_path / "out/step_000020"):
-        assert sample(out_dir=out_dir)[1].startswith(f"{tmp_path}/out/step_000020/model.safetensors is damaged: ")
-    (tmp_path / "out/step_000020/config.json").unlink()
-    monkeypatch.setattr(sys, "argv", ["convert.py", str(tmp_path / "out"), str(tmp_path / "hf")])
-    with pytest.raises(SystemExit, match=f"{tmp_path}/out/step_000020/config.json is missing: copy or fetch"):
-        convert.main()
 
 
 def test_text_is_drawn_from_a_folder_as_from_the_checkpoint_that_it_was(draw, alone, tmp_path):
