@@ -254,22 +254,20 @@ def test_a_file_is_converted_like_flags(folder, changes):
     assert changes("config/x.py") == {"batch_size": 1000, "learning_rate": 1.0, "compile": False}
 
 
-@pytest.mark.parametrize(
-    "line, message",
-    [
-        ("batch_szie = 4", "Unknown setting batch_szie. Did you mean batch_size?"),
-        ("batch_size = '4'", "batch_size expects an int, got '4'"),
-        ("batch_size = True", "batch_size expects an int, got True"),
-        ("batch_size = None", "batch_size expects an int, got None"),
-        ("dataset = 3", "dataset expects a string, got 3"),
-        ("compile = 'false'", "compile expects true or false, got 'false'"),
-        ("batch_size = 4 / 0", "ZeroDivisionError: division by zero"),
-        ("batch_size = = 4", "SyntaxError: invalid syntax"),
-        ("batch_size: 4", "batch_size gets no value. Write batch_size = 4"),
-        ("import no_such_module", "ModuleNotFoundError: No module named 'no_such_module'"),
-        ("for step in range(3):\n    pass", "Unknown setting step. --help lists them all"),
-    ],
-)
+@pytest.mark.parametrize("line, message", [
+    ("batch_szie = 4", "Unknown setting batch_szie. Did you mean batch_size?"),
+    ("batch_size = '4'", "batch_size expects an int, got '4'"),
+    ("batch_size = True", "batch_size expects an int, got True"),
+    ("batch_size = None", "batch_size expects an int, got None"),
+    ("learning_rate = float('nan')", "learning_rate expects a float, got nan"),
+    ("dataset = 3", "dataset expects a string, got 3"),
+    ("compile = 'false'", "compile expects true or false, got 'false'"),
+    ("batch_size = 4 / 0", "ZeroDivisionError: division by zero"),
+    ("batch_size = = 4", "SyntaxError: invalid syntax"),
+    ("batch_size: 4", "batch_size gets no value. Write batch_size = 4"),
+    ("import no_such_module", "ModuleNotFoundError: No module named 'no_such_module'"),
+    ("for step in range(3):\n    pass", "Unknown setting step. --help lists them all"),
+])  # fmt: skip
 def test_an_error_in_a_file_names_file_and_line(folder, error, line, message):
     (folder / "config/x.py").write_text(f"# why\n\n{line}\n")
     assert error("config/x.py", "--batch_size=4") == f"config/x.py:3: {message}"

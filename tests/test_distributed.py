@@ -47,31 +47,25 @@ def alone(tmp_path_factory):
     return functools.cache(lambda data, **settings: run_alone(data, tmp_path_factory.mktemp("alone"), **settings))
 
 
-@pytest.mark.parametrize(
-    "ranks, settings, changes, tolerance",
-    [
-        (2, {}, {}, 1e-5),
-        (2, {}, dict(sharding="zero2") | FULL, 1e-5),
-        (2, {}, ONE_SYNC, 1e-5),
-        (4, {}, HYBRID, 1e-5),
-        (2, {}, HYBRID, 1e-5),  # one machine: no replicas
-        (2, {}, ALL_OFFLOADED, 1e-5),
-        (4, {}, dict(offload="optimizer") | HYBRID, 1e-5),
-        (2, UNTIED, {}, 1e-5),
-        (4, UNTIED, dict(sharding="zero2") | FULL, 1e-5),
-        (2, UNTIED, ONE_SYNC, 1e-5),
-        (4, UNTIED, HYBRID | ONE_SYNC, 1e-5),
-        (2, UNTIED, ALL_OFFLOADED, 1e-5),
-        (2, dict(mask_documents=True, n_embd=64), FULL, 1e-5),
-        (2, dict(dtype="bfloat16"), {}, 5e-4),  # each sum of bfloat16 gradients is rounded
-        # 129 and 128 of the embedding's rows. A rounding may change a code, by a percent of a moment.
-        (2, dict(optimizer_bits=8, n_embd=256, ffn_dim=256), {}, 1e-4),
-    ],
-    ids=str,
-)
-def test_losses_do_not_depend_on_the_number_of_ranks(
-    train, alone, request, tmp_path, ranks, settings, changes, tolerance
-):
+@pytest.mark.parametrize("ranks, settings, changes, tolerance", [
+    (2, {}, {}, 1e-5),
+    (2, {}, dict(sharding="zero2") | FULL, 1e-5),
+    (2, {}, ONE_SYNC, 1e-5),
+    (4, {}, HYBRID, 1e-5),
+    (2, {}, HYBRID, 1e-5),  # one machine: no replicas
+    (2, {}, ALL_OFFLOADED, 1e-5),
+    (4, {}, dict(offload="optimizer") | HYBRID, 1e-5),
+    (2, UNTIED, {}, 1e-5),
+    (4, UNTIED, dict(sharding="zero2") | FULL, 1e-5),
+    (2, UNTIED, ONE_SYNC, 1e-5),
+    (4, UNTIED, HYBRID | ONE_SYNC, 1e-5),
+    (2, UNTIED, ALL_OFFLOADED, 1e-5),
+    (2, dict(mask_documents=True, n_embd=64), FULL, 1e-5),
+    (2, dict(dtype="bfloat16"), {}, 5e-4),  # each sum of bfloat16 gradients is rounded
+    # 129 and 128 of the embedding's rows. A rounding may change a code, by a percent of a moment.
+    (2, dict(optimizer_bits=8, n_embd=256, ffn_dim=256), {}, 1e-4),
+], ids=str)  # fmt: skip
+def test_ranks_have_the_losses_of_one_process(train, alone, request, tmp_path, ranks, settings, changes, tolerance):
     data = request.getfixturevalue("short_documents" if "mask_documents" in settings else "text_data")
     check_ranks(train, alone(data, **settings), tmp_path, ranks, settings | changes | dict(dataset=data), tolerance)
 
@@ -121,17 +115,10 @@ def test_sharding_setting_decides_how_parameters_are_sharded(train, tmp_path, ra
     train(ranks, script, sharding=sharding, max_iters=1)
 
 
-@pytest.mark.parametrize(
-    "settings, on_one_machine",
-    [
-        (
-            {},
-            "from optimizers.on_gpu import OnGPU as P; norm = P.norm; P.norm = lambda self: norm(self) * (1 + 2**-20)",
-        ),
-        (dict(offload="optimizer"), "import kernels.c_library as c; c.build = lambda name: None"),  # it has no compiler
-    ],
-    ids=["another norm", "no C"],
-)
+@pytest.mark.parametrize("settings, on_one_machine", [
+    ({}, "from optimizers.on_gpu import OnGPU as P; norm = P.norm; P.norm = lambda self: norm(self) * (1 + 2**-20)"),
+    (dict(offload="optimizer"), "import kernels.c_library as c; c.build = lambda name: None"),  # it has no compiler
+], ids=["another norm", "no C"])  # fmt: skip
 def test_copies_of_the_model_stay_equal_where_machines_round_differently(train, tmp_path, settings, on_one_machine):
     script = wrapped(
         tmp_path,
@@ -144,18 +131,14 @@ def test_copies_of_the_model_stay_equal_where_machines_round_differently(train, 
     assert "saved" in done.stdout and "WARNING" not in done.stdout, done.stdout
 
 
-@pytest.mark.parametrize(
-    "ranks, settings",
-    [
-        (3, UNTIED | dict(gradient_accumulation_steps=6, n_embd=24, ffn_dim=19)),  # rows that 3 does not divide
-        (4, HYBRID),
-        (2, dict(optimizer="normuon")),  # and so muon
-        (2, dict(optimizer="galore", galore_rank=8, galore_interval=3)),
-        (2, dict(optimizer_bits=8, n_embd=256, ffn_dim=256)),
-        (2, dict(offload="all", offload_dir="drive")),
-    ],
-    ids=str,
-)
+@pytest.mark.parametrize("ranks, settings", [
+    (3, UNTIED | dict(gradient_accumulation_steps=6, n_embd=24, ffn_dim=19)),  # rows that 3 does not divide
+    (4, HYBRID),
+    (2, dict(optimizer="normuon")),  # and so muon
+    (2, dict(optimizer="galore", galore_rank=8, galore_interval=3)),
+    (2, dict(optimizer_bits=8, n_embd=256, ffn_dim=256)),
+    (2, dict(offload="all", offload_dir="drive")),
+], ids=str)  # fmt: skip
 def test_a_run_goes_on_with_more_and_with_fewer_ranks_under_every_rule(train, tmp_path, ranks, settings):
     settings = dict(max_iters=6, eval_interval=2) | settings
     if "offload_dir" in settings:
@@ -241,16 +224,12 @@ def test_logging_one_step_late_stops_at_a_signal_and_at_nan(late_train, text_dat
 
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
-@pytest.mark.parametrize(
-    "changes",
-    [
-        *(dict(sharding=sharding) for sharding in ("zero3", "zero2", "hybrid")),
-        *(dict(tie_embeddings=False, sharding=sharding) for sharding in ("zero3", "zero2", "hybrid")),
-        dict(tie_embeddings=False, n_layer=1),
-        dict(tie_embeddings=False, sharding="zero2", n_layer=1) | ONE_SYNC,
-    ],
-    ids=str,
-)
+@pytest.mark.parametrize("changes", [
+    *(dict(sharding=sharding) for sharding in ("zero3", "zero2", "hybrid")),
+    *(dict(tie_embeddings=False, sharding=sharding) for sharding in ("zero3", "zero2", "hybrid")),
+    dict(tie_embeddings=False, n_layer=1),
+    dict(tie_embeddings=False, sharding="zero2", n_layer=1) | ONE_SYNC,
+], ids=str)  # fmt: skip
 def test_copy_engines_give_the_same_losses_as_nccl(train, tmp_path, changes):
     settings = dict(device="cuda", keep_last=0, dtype="bfloat16", launch=run_torchrun) | changes
     for copy_engines in (False, True):

@@ -46,24 +46,22 @@ def chats(tmp_path_factory):
     return write(tmp_path_factory.mktemp("chats"), np.random.default_rng(0).integers(2, 33, 300))
 
 
+def conversations(ids, mask):
+    """The tokens and the mask of each, as a tuple."""
+    cuts = np.flatnonzero(mask & OPENS)[1:]
+    pairs = zip(np.split(ids, cuts), np.split(mask, cuts), strict=True)
+    return [(tuple(map(int, part)), tuple(map(int, bits))) for part, bits in pairs]
+
+
 def conversations_of(folder, split):
-    """The tokens and the mask of each, as a tuple, sorted."""
     tokens = Tokens(folder, split)
-    cuts = np.flatnonzero(tokens.masks[0] & OPENS)[1:]
-    pairs = zip(np.split(tokens.shards[0], cuts), np.split(tokens.masks[0], cuts), strict=True)
-    return sorted((tuple(map(int, ids)), tuple(map(int, mask))) for ids, mask in pairs)
+    return sorted(conversations(tokens.shards[0], tokens.masks[0]))
 
 
 def found_in(blocks):
-    """The same, of packed blocks: their whole conversations."""
-    found = []
-    for row in blocks.numpy():
-        ids, mask = row & 0xFFFFFFFF, row >> 32
-        cuts = np.flatnonzero(mask & OPENS)[1:]
-        for part, bits in zip(np.split(ids, cuts), np.split(mask, cuts), strict=True):
-            if bits.any() and (bits & IS_TARGET).any():
-                found.append((tuple(map(int, part)), tuple(map(int, bits))))
-    return sorted(found)
+    """Those of packed blocks, without the padding."""
+    found = sum((conversations(row & 0xFFFFFFFF, row >> 32) for row in blocks.numpy()), [])
+    return sorted((ids, mask) for ids, mask in found if any(bits & IS_TARGET for bits in mask))
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -122,9 +120,8 @@ def test_wrong_tokens_and_a_missing_mask_are_named(chats, tmp_path):
 
 @pytest.fixture
 def model():
-    model = Llama(
-        LlamaConfig(n_layer=2, n_head=2, n_kv_head=1, n_embd=32, ffn_dim=64, vocab_size=257, block_size=48)
-    ).double()
+    config = LlamaConfig(n_layer=2, n_head=2, n_kv_head=1, n_embd=32, ffn_dim=64, vocab_size=257, block_size=48)
+    model = Llama(config).double()
     model.init_weights(seed=0)
     return model
 

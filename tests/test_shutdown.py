@@ -220,22 +220,18 @@ def test_the_lowest_rank_that_gets_a_signal_says_so_once(train_on_ranks, tmp_pat
     assert "step 00003 | interrupted | saved" in until_saved, done.stdout
 
 
-@pytest.mark.parametrize(
-    "how, told",
-    [
-        pytest.param(
-            "os.kill(os.getpid(), signal.SIGSTOP)",
-            "rank 0, step .*, has waited for 2 seconds: rank 1 no longer answers; it was at step ",
-            marks=pytest.mark.slow,  # it has 30 seconds to end
-        ),
-        # Its watch is awake: it knows itself, and may be the first to say so.
-        (
-            "signal.signal(signal.SIGTERM, signal.SIG_DFL), time.sleep(1000)",
-            r"rank 1 (hangs|no longer answers; it was) at step \d+: reading data",
-        ),
-    ],
-    ids=["stopped", "asleep"],
-)
+@pytest.mark.parametrize("how, told", [
+    pytest.param(
+        "os.kill(os.getpid(), signal.SIGSTOP)",
+        "rank 0, step .*, has waited for 2 seconds: rank 1 no longer answers; it was at step ",
+        marks=pytest.mark.slow,  # it has 30 seconds to end
+    ),
+    # Its watch is awake: it knows itself, and may be the first to say so.
+    (
+        "signal.signal(signal.SIGTERM, signal.SIG_DFL), time.sleep(1000)",
+        r"rank 1 (hangs|no longer answers; it was) at step \d+: reading data",
+    ),
+], ids=["stopped", "asleep"])  # fmt: skip
 def test_hanging_rank_is_named_and_ends_the_run(train_on_ranks, tmp_path, how, told):
     script = wrapped(tmp_path, hang(tmp_path, how) + at_read(100, "hang()", "1"))
     said = train_on_ranks(2, script, code=1, max_iters=1000, eval_interval=1000, timeout=2).stderr
