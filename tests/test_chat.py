@@ -21,14 +21,6 @@ from tests.published import smollm2
 from tests.runs import ROOT
 
 SPECIAL = ["<|begin_of_text|>", "<|end_of_text|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>"]
-LLAMA3 = Tiktoken(
-    tiktoken.Encoding(
-        "small",
-        pat_str=r"(?s:.)",
-        mergeable_ranks={bytes([i]): i for i in range(256)},
-        special_tokens={token: 256 + i for i, token in enumerate(SPECIAL)},
-    )
-)
 PLAIN = """\
 {%- for m in messages %}{{ m.role + ':' + m.content + (eos_token if m.role == 'assistant' else '') + '\\n' }}
 {%- endfor %}{{ 'assistant:' if add_generation_prompt }}"""
@@ -39,6 +31,16 @@ MESSAGES = [
     {"role": "user", "content": "Sure?"},
     {"role": "assistant", "content": "Yes.\n"},
 ]
+
+
+def byte_tokenizer(pattern, special_tokens, merges=()):
+    """A token for each byte, each merge, each special token."""
+    ranks = {bytes([i]): i for i in range(256)} | {merge: 256 + i for i, merge in enumerate(merges)}
+    special = {token: len(ranks) + i for i, token in enumerate(special_tokens)}
+    return Tiktoken(tiktoken.Encoding("small", pat_str=pattern, mergeable_ranks=ranks, special_tokens=special))
+
+
+LLAMA3 = byte_tokenizer(r"(?s:.)", SPECIAL)
 
 
 def line(*contents):
@@ -74,18 +76,14 @@ def targets_of(folder, split="train"):
 # Templates
 
 
-@pytest.mark.parametrize(
-    "template",
-    [
-        LLAMA3_TEMPLATE,
-        PLAIN,
-        "{% if tools is not none %}{{ tools | tojson(indent=2) }}{% endif %}{{ messages | tojson }}{{ documents }}",
-        "{% for m in messages %}\n  {% if loop.index > 2 %}\n    {% break %}{% endif %}\n{{ m.content }}{% endfor %}",
-        "{{ strftime_now('%Y') }}{% for m in messages %}{%- generation -%} {{ m.role }}{% endgeneration %}{% endfor %}",
-        "{% set ns = namespace(n=0) %}{% for m in messages %}{% set ns.n = ns.n + 1 %}{% endfor %}{{ ns.n }}",
-    ],
-    ids=["llama3", "plain", "tools", "break", "generation", "namespace"],
-)
+@pytest.mark.parametrize("template", [
+    LLAMA3_TEMPLATE,
+    PLAIN,
+    "{% if tools is not none %}{{ tools | tojson(indent=2) }}{% endif %}{{ messages | tojson }}{{ documents }}",
+    "{% for m in messages %}\n  {% if loop.index > 2 %}\n    {% break %}{% endif %}\n{{ m.content }}{% endfor %}",
+    "{{ strftime_now('%Y') }}{% for m in messages %}{%- generation -%} {{ m.role }}{% endgeneration %}{% endfor %}",
+    "{% set ns = namespace(n=0) %}{% for m in messages %}{% set ns.n = ns.n + 1 %}{% endfor %}{{ ns.n }}",
+], ids=["llama3", "plain", "tools", "break", "generation", "namespace"])  # fmt: skip
 @pytest.mark.parametrize("prompt", [False, True], ids=["whole", "prompt"])
 def test_templates_render_as_in_transformers(template, prompt):
     (theirs,), _ = render_jinja_template(
@@ -94,17 +92,14 @@ def test_templates_render_as_in_transformers(template, prompt):
     assert render(MESSAGES, template, "<s>", "</s>", prompt) == theirs
 
 
-@pytest.mark.parametrize(
-    "template, message",
-    [
-        ("{{ raise_exception('roles must alternate') }}", "roles must alternate"),
-        ("{% for m in messages %}", "cannot write"),
-        ("{{ 1 / 0 }}", "division by zero"),
-        ("{{ ''.__class__.__mro__[1].__subclasses__() }}", "unsafe"),
-        ("{{ messages.append(1) }}", "unsafe"),
-        ("{{ render.__globals__ }}{{ strftime_now.__globals__ }}", "undefined"),
-    ],
-)
+@pytest.mark.parametrize("template, message", [
+    ("{{ raise_exception('roles must alternate') }}", "roles must alternate"),
+    ("{% for m in messages %}", "cannot write"),
+    ("{{ 1 / 0 }}", "division by zero"),
+    ("{{ ''.__class__.__mro__[1].__subclasses__() }}", "unsafe"),
+    ("{{ messages.append(1) }}", "unsafe"),
+    ("{{ render.__globals__ }}{{ strftime_now.__globals__ }}", "undefined"),
+])  # fmt: skip
 def test_a_template_that_fails_or_reaches_out_of_its_sandbox_is_a_valueerror(template, message):
     with pytest.raises(ValueError, match=message):
         render(MESSAGES, template, "<s>", "</s>")
@@ -123,13 +118,7 @@ def test_only_answers_and_their_ends_of_turn_are_targets():
 
 def test_an_answer_follows_the_ids_that_sample_py_gives_for_its_prompt():
     """Also where a tokenizer would merge the end of the prompt with the beginning of the answer."""
-    merging = tiktoken.Encoding(
-        "merging",
-        pat_str=r"(?s:.+)",
-        mergeable_ranks={bytes([i]): i for i in range(256)} | {b"\n ": 256, b":x": 257},
-        special_tokens={"<|endoftext|>": 258},
-    )
-    tokenizer = Tiktoken(merging)
+    tokenizer = byte_tokenizer(r"(?s:.+)", ["<|endoftext|>"], merges=[b"\n ", b":x"])
     tokenizer.chat_template = PLAIN
     messages = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "xyz"}]
     ids, is_target = encode_answers(tokenizer, render_answers(tokenizer, messages))
@@ -179,10 +168,8 @@ def test_smollm2_conversations_have_the_ids_that_transformers_gives_them(tmp_pat
     for messages in (MESSAGES, MESSAGES[1:3], [{"role": "user", "content": "漢字 🦙?"}, *MESSAGES[2:3]]):
         ids, is_target = encode_answers(ours, render_answers(ours, messages))
         assert ids == theirs.apply_chat_template(messages)["input_ids"]
-        assert (
-            encode_prompt(ours, messages[:-1])
-            == (theirs.apply_chat_template(messages[:-1], add_generation_prompt=True)["input_ids"])
-        )
+        prompt = theirs.apply_chat_template(messages[:-1], add_generation_prompt=True)["input_ids"]
+        assert encode_prompt(ours, messages[:-1]) == prompt
         answers = [message["content"] for message in messages if message["role"] == "assistant"]
         learned = ours.decode(token for token, target in zip(ids, is_target, strict=True) if target)
         assert learned == "".join(f"{answer}<|im_end|>" for answer in answers)
@@ -195,11 +182,9 @@ def test_smollm2_conversations_have_the_ids_that_transformers_gives_them(tmp_pat
 def test_prepared_conversations_read_back_with_masks_counts_and_template(written):
     lines = [line(f"{i} + {i}?", str(2 * i), "Sure?", "é") for i in range(30)]
     folder = written(*lines, '{"prompt": "in", "completion": "out"}', "", val_fraction=0.2)
-    found = [targets_of(folder, split) for split in ("train", "val")]
-    eos = "<|endoftext|>"
-    assert len(found[1]) == 7 and sorted(sum(found, [])) == sorted(
-        [f"{2 * i}{eos}é{eos}" for i in range(30)] + [f"out{eos}"]
-    )
+    found, eos = [targets_of(folder, split) for split in ("train", "val")], "<|endoftext|>"
+    expected = [f"{2 * i}{eos}é{eos}" for i in range(30)] + [f"out{eos}"]
+    assert len(found[1]) == 7 and sorted(sum(found, [])) == sorted(expected)
     meta = Tokens(folder, "train").meta
     n_targets = sum(len(text.replace(eos, ".").encode()) for text in found[0])
     assert (meta["train_documents"], meta["train_targets"]) == (24, n_targets)
@@ -207,18 +192,15 @@ def test_prepared_conversations_read_back_with_masks_counts_and_template(written
     assert meta["eos"] == [256] and tokenizer_of(folder).chat_template == PLAIN
 
 
-@pytest.mark.parametrize(
-    "bad, message",
-    [
-        ("{", "not JSON"),
-        ('"text"', "found a str, expected an object with messages, or with prompt and completion"),
-        ('{"conversations": []}', "found an object with conversations, expected"),
-        ('{"messages": []}', "an empty one"),
-        ('{"messages": [{"content": "no role"}]}', "message 1 is no object with a role"),
-        ('{"messages": [{"role": "user", "content": ["x"]}]}', r"message 1 has \['x'\] as content, expected a string"),
-        (line("only a question"), "there is no answer: no role is assistant, but user"),
-    ],
-)
+@pytest.mark.parametrize("bad, message", [
+    ("{", "not JSON"),
+    ('"text"', "found a str, expected an object with messages, or with prompt and completion"),
+    ('{"conversations": []}', "found an object with conversations, expected"),
+    ('{"messages": []}', "an empty one"),
+    ('{"messages": [{"content": "no role"}]}', "message 1 is no object with a role"),
+    ('{"messages": [{"role": "user", "content": ["x"]}]}', r"message 1 has \['x'\] as content, expected a string"),
+    (line("only a question"), "there is no answer: no role is assistant, but user"),
+])  # fmt: skip
 def test_a_line_that_is_no_conversation_is_named_or_skipped_and_counted(written, capsys, bad, message):
     good = [line(f"{i}?", str(i)) for i in range(9)]
     with pytest.raises(ValueError, match=f"chats.jsonl:4:? .*{message}"):
@@ -254,9 +236,7 @@ def test_a_tokenizer_without_template_and_an_answer_without_end_are_refused(writ
         chat.prepare([tmp_path / "none.jsonl"], tmp_path / "data", "bytes", tmp_path / "plain.jinja")
 
 
-def test_prepare_names_the_next_command_from_any_folder_with_the_weights_of_the_tokenizer(
-    written, tmp_path, monkeypatch, capsys
-):
+def test_prepare_names_the_next_command_from_any_folder(written, tmp_path, monkeypatch, capsys):
     written(line("a", "b"), line("c", "d"))
     (tmp_path / "model").mkdir()
     (tmp_path / "model/config.json").write_text('{"nanocria_tokenizer": "bytes"}')

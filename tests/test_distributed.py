@@ -1,5 +1,6 @@
 """Several ranks are the same run as one."""
 
+import functools
 import re
 import shutil
 import signal
@@ -41,63 +42,43 @@ def train(train_on_ranks):
 
 
 @pytest.fixture(scope="module")
-def alone(text_data, tmp_path_factory):
-    return run_alone(text_data, tmp_path_factory.mktemp("alone"))
+def alone(tmp_path_factory):
+    """alone(data, **settings): the folder of a run by one process, one run for all tests that ask for the same."""
+    return functools.cache(lambda data, **settings: run_alone(data, tmp_path_factory.mktemp("alone"), **settings))
 
 
-@pytest.fixture(scope="module")
-def alone_untied(text_data, tmp_path_factory):
-    return run_alone(text_data, tmp_path_factory.mktemp("alone_untied"), **UNTIED)
-
-
-@pytest.mark.parametrize(
-    "ranks, settings",
-    [
-        (2, {}),
-        (2, dict(sharding="zero2") | FULL),
-        (2, ONE_SYNC),
-        (4, HYBRID),
-        (2, HYBRID),  # one machine: no replicas
-        (2, ALL_OFFLOADED),
-        (4, dict(offload="optimizer") | HYBRID),
-        (2, UNTIED),
-        (4, UNTIED | dict(sharding="zero2") | FULL),
-        (2, UNTIED | ONE_SYNC),
-        (4, UNTIED | HYBRID | ONE_SYNC),
-        (2, UNTIED | ALL_OFFLOADED),
-    ],
-    ids=str,
-)
-def test_losses_do_not_depend_on_the_number_of_ranks(train, request, tmp_path, ranks, settings):
-    alone = request.getfixturevalue("alone_untied" if "tie_embeddings" in settings else "alone")
-    check_ranks(train, alone, tmp_path, ranks, settings)
-
-
-@pytest.mark.parametrize(
-    "data, settings, changes, tolerance",
-    [
-        ("text_data", dict(dtype="bfloat16"), {}, 5e-4),  # each sum of bfloat16 gradients is rounded
-        ("short_documents", dict(mask_documents=True, n_embd=64), FULL, 1e-5),
-        # 129 and 128 of the embedding's rows. A rounding may change a code, by a percent of a moment.
-        ("text_data", dict(optimizer_bits=8, n_embd=256, ffn_dim=256), {}, 1e-4),
-    ],
-    ids=["bfloat16", "masked documents", "8-bit states"],
-)
-def test_losses_hardly_depend_on_the_number_of_ranks(train, request, tmp_path, data, settings, changes, tolerance):
-    data = request.getfixturevalue(data)
-    alone = run_alone(data, tmp_path / "alone", **settings)
-    check_ranks(train, alone, tmp_path, 2, settings | changes | dict(dataset=data), tolerance)
+@pytest.mark.parametrize("ranks, settings, changes, tolerance", [
+    (2, {}, {}, 1e-5),
+    (2, {}, dict(sharding="zero2") | FULL, 1e-5),
+    (2, {}, ONE_SYNC, 1e-5),
+    (4, {}, HYBRID, 1e-5),
+    (2, {}, HYBRID, 1e-5),  # one machine: no replicas
+    (2, {}, ALL_OFFLOADED, 1e-5),
+    (4, {}, dict(offload="optimizer") | HYBRID, 1e-5),
+    (2, UNTIED, {}, 1e-5),
+    (4, UNTIED, dict(sharding="zero2") | FULL, 1e-5),
+    (2, UNTIED, ONE_SYNC, 1e-5),
+    (4, UNTIED, HYBRID | ONE_SYNC, 1e-5),
+    (2, UNTIED, ALL_OFFLOADED, 1e-5),
+    (2, dict(mask_documents=True, n_embd=64), FULL, 1e-5),
+    (2, dict(dtype="bfloat16"), {}, 5e-4),  # each sum of bfloat16 gradients is rounded
+    # 129 and 128 of the embedding's rows. A rounding may change a code, by a percent of a moment.
+    (2, dict(optimizer_bits=8, n_embd=256, ffn_dim=256), {}, 1e-4),
+], ids=str)  # fmt: skip
+def test_ranks_have_the_losses_of_one_process(train, alone, request, tmp_path, ranks, settings, changes, tolerance):
+    data = request.getfixturevalue("short_documents" if "mask_documents" in settings else "text_data")
+    check_ranks(train, alone(data, **settings), tmp_path, ranks, settings | changes | dict(dataset=data), tolerance)
 
 
 @pytest.mark.parametrize("settings", [{}, dict(sharding="zero2"), dict(offload="all")], ids=str)
-def test_losses_do_not_depend_on_the_number_of_ranks_with_groups_of_sequences(train, alone, tmp_path, settings):
+def test_groups_of_sequences_have_the_same_losses_on_two_ranks(train, alone, text_data, tmp_path, settings):
     before = (
         "from runtime import recompute\nrecompute.MLP_SLICE, seen, count = 1, set(), recompute.groups_of_sequences\n"
     )
     before += "recompute.groups_of_sequences = lambda *shape: seen.add(count(*shape)) or count(*shape)"
     script = wrapped(tmp_path, before, "assert 2 in seen, seen")
     settings |= dict(batch_size=8, gradient_accumulation_steps=2) | FULL
-    check_ranks(train, alone, tmp_path, 2, settings, script=script)
+    check_ranks(train, alone(text_data), tmp_path, 2, settings, script=script)
 
 
 def test_hybrid_process_groups_time_out_later_than_the_watchdog(tmp_path):
@@ -134,17 +115,10 @@ def test_sharding_setting_decides_how_parameters_are_sharded(train, tmp_path, ra
     train(ranks, script, sharding=sharding, max_iters=1)
 
 
-@pytest.mark.parametrize(
-    "settings, on_one_machine",
-    [
-        (
-            {},
-            "from optimizers.on_gpu import OnGPU as P; norm = P.norm; P.norm = lambda self: norm(self) * (1 + 2**-20)",
-        ),
-        (dict(offload="optimizer"), "import kernels.c_library as c; c.build = lambda name: None"),  # it has no compiler
-    ],
-    ids=["another norm", "no C"],
-)
+@pytest.mark.parametrize("settings, on_one_machine", [
+    ({}, "from optimizers.on_gpu import OnGPU as P; norm = P.norm; P.norm = lambda self: norm(self) * (1 + 2**-20)"),
+    (dict(offload="optimizer"), "import kernels.c_library as c; c.build = lambda name: None"),  # it has no compiler
+], ids=["another norm", "no C"])  # fmt: skip
 def test_copies_of_the_model_stay_equal_where_machines_round_differently(train, tmp_path, settings, on_one_machine):
     script = wrapped(
         tmp_path,
@@ -157,18 +131,14 @@ def test_copies_of_the_model_stay_equal_where_machines_round_differently(train, 
     assert "saved" in done.stdout and "WARNING" not in done.stdout, done.stdout
 
 
-@pytest.mark.parametrize(
-    "ranks, settings",
-    [
-        (3, UNTIED | dict(gradient_accumulation_steps=6, n_embd=24, ffn_dim=19)),  # rows that 3 does not divide
-        (4, HYBRID),
-        (2, dict(optimizer="normuon")),  # and so muon
-        (2, dict(optimizer="galore", galore_rank=8, galore_interval=3)),
-        (2, dict(optimizer_bits=8, n_embd=256, ffn_dim=256)),
-        (2, dict(offload="all", offload_dir="drive")),
-    ],
-    ids=str,
-)
+@pytest.mark.parametrize("ranks, settings", [
+    (3, UNTIED | dict(gradient_accumulation_steps=6, n_embd=24, ffn_dim=19)),  # rows that 3 does not divide
+    (4, HYBRID),
+    (2, dict(optimizer="normuon")),  # and so muon
+    (2, dict(optimizer="galore", galore_rank=8, galore_interval=3)),
+    (2, dict(optimizer_bits=8, n_embd=256, ffn_dim=256)),
+    (2, dict(offload="all", offload_dir="drive")),
+], ids=str)  # fmt: skip
 def test_a_run_goes_on_with_more_and_with_fewer_ranks_under_every_rule(train, tmp_path, ranks, settings):
     settings = dict(max_iters=6, eval_interval=2) | settings
     if "offload_dir" in settings:
@@ -254,16 +224,12 @@ def test_logging_one_step_late_stops_at_a_signal_and_at_nan(late_train, text_dat
 
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
-@pytest.mark.parametrize(
-    "changes",
-    [
-        *(dict(sharding=sharding) for sharding in ("zero3", "zero2", "hybrid")),
-        *(dict(tie_embeddings=False, sharding=sharding) for sharding in ("zero3", "zero2", "hybrid")),
-        dict(tie_embeddings=False, n_layer=1),
-        dict(tie_embeddings=False, sharding="zero2", n_layer=1) | ONE_SYNC,
-    ],
-    ids=str,
-)
+@pytest.mark.parametrize("changes", [
+    *(dict(sharding=sharding) for sharding in ("zero3", "zero2", "hybrid")),
+    *(dict(tie_embeddings=False, sharding=sharding) for sharding in ("zero3", "zero2", "hybrid")),
+    dict(tie_embeddings=False, n_layer=1),
+    dict(tie_embeddings=False, sharding="zero2", n_layer=1) | ONE_SYNC,
+], ids=str)  # fmt: skip
 def test_copy_engines_give_the_same_losses_as_nccl(train, tmp_path, changes):
     settings = dict(device="cuda", keep_last=0, dtype="bfloat16", launch=run_torchrun) | changes
     for copy_engines in (False, True):

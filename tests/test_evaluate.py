@@ -33,11 +33,10 @@ def test_choices_are_those_of_transformers(tmp_path):
     model, tokenizer.bos, right, normalised, scores, rows = load_model(tmp_path), 256, 0, 0, [], []
     for i in range(24):
         ctx, label = prose(i, 3 + i % 5), i % 4
-        items.append(
-            {"ctx": ctx, "endings": [prose(100 + 4 * i + j, 1 + (i * j) % 7) for j in range(4)], "label": label}
-        )
+        texts = [prose(100 + 4 * i + j, 1 + (i * j) % 7) for j in range(4)]
+        items.append({"ctx": ctx, "endings": texts, "label": label})
         context = [256, *tokenizer.encode(ctx)]
-        endings = [tokenizer.encode(f" {ending}") for ending in items[-1]["endings"]]
+        endings = [tokenizer.encode(f" {text}") for text in texts]
         log_p = [theirs(hf, context + ending, len(context)).sum().item() for ending in endings]
         scores += log_p
         rows += [(context + ending, [False] * len(context) + [True] * len(ending)) for ending in endings]

@@ -13,7 +13,7 @@ from data.tokens import IS_TARGET, OPENS, Tokens
 from data.write import write_dataset
 from model import Llama, LlamaConfig, document_starts
 from tests.published import publish
-from tests.runs import SHORT, SMALL, assert_close, losses, run, run_ranks, slip, step_losses
+from tests.runs import SHORT, SMALL, assert_close, losses, numbers, run, run_ranks, slip, step_losses
 
 pytestmark = pytest.mark.usefixtures("plain_pytorch_on_one_core")
 CHAT = SMALL | SHORT | dict(n_head=2, n_kv_head=1, mask_documents=True, block_size=48)
@@ -46,24 +46,22 @@ def chats(tmp_path_factory):
     return write(tmp_path_factory.mktemp("chats"), np.random.default_rng(0).integers(2, 33, 300))
 
 
+def conversations(ids, mask):
+    """The tokens and the mask of each, as a tuple."""
+    cuts = np.flatnonzero(mask & OPENS)[1:]
+    pairs = zip(np.split(ids, cuts), np.split(mask, cuts), strict=True)
+    return [(tuple(map(int, part)), tuple(map(int, bits))) for part, bits in pairs]
+
+
 def conversations_of(folder, split):
-    """The tokens and the mask of each, as a tuple, sorted."""
     tokens = Tokens(folder, split)
-    cuts = np.flatnonzero(tokens.masks[0] & OPENS)[1:]
-    pairs = zip(np.split(tokens.shards[0], cuts), np.split(tokens.masks[0], cuts), strict=True)
-    return sorted((tuple(map(int, ids)), tuple(map(int, mask))) for ids, mask in pairs)
+    return sorted(conversations(tokens.shards[0], tokens.masks[0]))
 
 
 def found_in(blocks):
-    """The same, of packed blocks: their whole conversations."""
-    found = []
-    for row in blocks.numpy():
-        ids, mask = row & 0xFFFFFFFF, row >> 32
-        cuts = np.flatnonzero(mask & OPENS)[1:]
-        for part, bits in zip(np.split(ids, cuts), np.split(mask, cuts), strict=True):
-            if bits.any() and (bits & IS_TARGET).any():
-                found.append((tuple(map(int, part)), tuple(map(int, bits))))
-    return sorted(found)
+    """Those of packed blocks, without the padding."""
+    found = sum((conversations(row & 0xFFFFFFFF, row >> 32) for row in blocks.numpy()), [])
+    return sorted((ids, mask) for ids, mask in found if any(bits & IS_TARGET for bits in mask))
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -122,9 +120,8 @@ def test_wrong_tokens_and_a_missing_mask_are_named(chats, tmp_path):
 
 @pytest.fixture
 def model():
-    model = Llama(
-        LlamaConfig(n_layer=2, n_head=2, n_kv_head=1, n_embd=32, ffn_dim=64, vocab_size=257, block_size=48)
-    ).double()
+    config = LlamaConfig(n_layer=2, n_head=2, n_kv_head=1, n_embd=32, ffn_dim=64, vocab_size=257, block_size=48)
+    model = Llama(config).double()
     model.init_weights(seed=0)
     return model
 
@@ -183,7 +180,7 @@ def test_where_every_token_is_a_target_weights_are_one(text_data):
     assert train.weights(5, 3, 2).tolist() == [1.0, 1.0, 1.0] and not train.packing
 
 
-def test_ranks_micro_batches_and_resuming_do_not_change_the_run(chats, tmp_path):
+def test_ranks_micro_batches_and_resuming_do_not_change_the_run(train_on_ranks, chats, tmp_path):
     common = CHAT | dict(dataset=chats, eval_iters=5)
     one = dict(batch_size=8, gradient_accumulation_steps=1, out_dir=tmp_path / "one")
     done = run(common | one)
@@ -191,13 +188,9 @@ def test_ranks_micro_batches_and_resuming_do_not_change_the_run(chats, tmp_path)
     assert "of their tokens targets; blocks 9" in done.stdout
     assert "begins    with random weights: --init_from=FOLDER takes published ones" in done.stdout
     two = common | dict(batch_size=2, gradient_accumulation_steps=4, out_dir=tmp_path / "two", eval_iters=20)
-    done = run_ranks(2, two)
-    assert done.returncode == 0, done.stderr
+    train_on_ranks(2, **two)
     assert_close(step_losses(tmp_path / "one"), step_losses(tmp_path / "two"), 2e-6)
-    val_losses = [
-        [line["val_loss"] for line in losses(tmp_path / name) if "val_loss" in line] for name in ("one", "two")
-    ]
-    assert_close(*val_losses, 2e-6)
+    assert_close(*(numbers(tmp_path / name, "val_loss") for name in ("one", "two")), 2e-6)
     stopped = common | one | dict(out_dir=tmp_path / "resumed")
     for max_iters in (4, 8):
         assert run(stopped | dict(max_iters=max_iters, lr_decay_iters=8)).returncode == 0

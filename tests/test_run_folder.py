@@ -3,6 +3,7 @@
 import errno
 import fcntl
 import shutil
+from unittest import mock
 
 import pytest
 import torch
@@ -10,24 +11,24 @@ import torch
 from data.tokenizer import get_tokenizer
 from data.write import write_dataset
 from runtime import checkpoint, run_folder
-from tests.runs import LONGER, SHORT, SMALL, run_ranks, slip, step_losses, wrapped
+from tests.runs import slip, step_losses, wrapped
 
 pytestmark = pytest.mark.usefixtures("plain_pytorch_on_one_core")
 
 
-def test_machines_that_do_not_share_out_dir_are_refused_before_training(text_data, tmp_path):
+def test_machines_that_do_not_share_out_dir_are_refused_before_training(train_on_ranks, tmp_path):
     """Each would keep its own part of a checkpoint, and say that it is saved."""
-    settings = SMALL | SHORT | dict(dataset=text_data, gradient_accumulation_steps=2, out_dir="out")
     for rank in range(2):
         (tmp_path / f"machine{rank}").mkdir()
     place = f"os.chdir({str(tmp_path)!r} + '/machine' + os.environ['RANK'])"
-    done = run_ranks(2, settings, wrapped(tmp_path, f"os.environ['LOCAL_WORLD_SIZE'] = '1'\n{place}"))
-    assert done.returncode == 1 and "out must be one folder that all machines share" in done.stderr, done.stderr
+    script = wrapped(tmp_path, f"os.environ['LOCAL_WORLD_SIZE'] = '1'\n{place}")
+    said = train_on_ranks(2, script, code=1, out_dir="out").stderr
+    assert "out must be one folder that all machines share" in said, said
     assert not list(tmp_path.glob("machine*/out/step_*"))
 
 
 @pytest.mark.parametrize("hidden", ["from the list", "altogether"])
-def test_all_ranks_resume_from_the_checkpoint_that_rank_0_sees_or_refuse(text_data, alone, tmp_path, hidden):
+def test_all_ranks_resume_from_the_checkpoint_that_rank_0_sees_or_refuse(train_on_ranks, alone, tmp_path, hidden):
     """As if a network file system showed rank 1 a new folder late: nobody may take the newest one for damaged."""
     shutil.copytree(alone, tmp_path / "out")
     script = wrapped(
@@ -38,15 +39,12 @@ def test_all_ranks_resume_from_the_checkpoint_that_rank_0_sees_or_refuse(text_da
         + "pathlib.Path.is_dir = lambda self: is_dir(self) and not late(self)\n"
         * (hidden == "altogether"),
     )
-    settings = LONGER | dict(dataset=text_data, out_dir=tmp_path / "out", max_iters=21, lr_decay_iters=20)
-    done = run_ranks(2, settings, script)
+    done = train_on_ranks(2, script, code=int(hidden == "altogether"), max_iters=21, lr_decay_iters=20)
     names = {path.name for path in (tmp_path / "out").glob("step_*")}
     if hidden == "altogether":
-        assert done.returncode == 1 and "some machines do not see" in done.stderr, done.stderr
-        assert names == {"step_000010", "step_000020"}
+        assert "some machines do not see" in done.stderr and names == {"step_000010", "step_000020"}, done.stderr
     else:
-        assert done.returncode == 0 and "resumes   " in done.stdout and "step_000020" in done.stdout, done.stderr
-        assert "step_000021" in names
+        assert f"resumes   {tmp_path}/out/step_000020" in done.stdout and "step_000021" in names, done.stdout
 
 
 def test_a_home_folder_is_found_and_a_checkpoint_is_no_folder_for_a_run(train, tmp_path, capsys, monkeypatch):
@@ -80,10 +78,8 @@ def test_a_checkpoint_that_was_put_elsewhere_is_let_alone(train, tmp_path, capsy
 
 @pytest.mark.parametrize("file", ["out_dir", "dataset"])
 def test_where_the_file_system_knows_no_locks_it_says_so_and_goes_on(train, tmp_path, capsys, monkeypatch, file):
-    def flock(*_):
-        raise OSError(errno.ENOSYS, "Function not implemented")
-
-    monkeypatch.setattr(fcntl, "flock", flock)
+    no_locks = mock.Mock(side_effect=OSError(errno.ENOSYS, "Function not implemented"))
+    monkeypatch.setattr(fcntl, "flock", no_locks)
     if file == "out_dir":
         train()
         assert len(step_losses(tmp_path / "out")) == 8
@@ -95,7 +91,6 @@ def test_where_the_file_system_knows_no_locks_it_says_so_and_goes_on(train, tmp_
 def test_checkpoints_are_ordered_by_number(tmp_path):
     for step in ("step_999999", "step_1000000", "step_2000000.partial"):
         (tmp_path / step).mkdir()
-        (tmp_path / step / "run.json").touch()
     assert run_folder.newest(tmp_path).name == "step_1000000"
 
 

@@ -107,34 +107,23 @@ def test_wandb_gets_every_number_offline(text_data, tmp_path):
 
 
 def test_the_training_outlives_wandb_and_a_resumed_run_goes_on_in_its_run(tmp_path, monkeypatch, capsys):
-    class Error(Exception):
-        pass
-
-    told, began = [], []
-
-    def tell(*arguments, **options):
-        told.append(arguments)
-        if len(told) == 2:
-            raise ConnectionResetError("Connection lost")
-
-    def init(**options):
-        began.append(options)
-        return SimpleNamespace(id="a1b2")
-
-    errors = SimpleNamespace(Error=Error)
-    monkeypatch.setitem(sys.modules, "wandb", SimpleNamespace(init=init, log=tell, finish=tell, errors=errors))
+    wandb = mock.Mock(errors=SimpleNamespace(Error=KeyError))
+    wandb.init.return_value.id = "a1b2"
+    wandb.log.side_effect = [None, ConnectionResetError("Connection lost")]
+    monkeypatch.setitem(sys.modules, "wandb", wandb)
     log = run_log.RunLog(tmp_path, "cpu", "float32", tokens_per_step=1, flops_per_token=1)
     log.open(0, project="p")
     for step in (1, 2, 3):
         log.record({"step": step})
     log.close()
-    assert len(told) == 2 and "wandb has ended (Connection lost)" in capsys.readouterr().out
+    assert wandb.log.call_count == 2 and not wandb.finish.called
+    assert "wandb has ended (Connection lost)" in capsys.readouterr().out
     assert [line["step"] for line in metrics(tmp_path)] == [1, 2, 3]
-    log.open(3, project="p")
-    log.close()
-    log.open(0, project="p")
-    log.close()
-    assert began == [{"project": "p"}, {"project": "p", "id": "a1b2", "resume": "allow"}, {"project": "p"}]
+    for step in (3, 0):
+        log.open(step, project="p")
+        log.close()
+    resumed = dict(project="p", id="a1b2", resume="allow")
+    assert [call.kwargs for call in wandb.init.call_args_list] == [{"project": "p"}, resumed, {"project": "p"}]
 
 
 @pytest.mark.parametrize("kind", [AttributeError, ImportError, ConnectionError], ids=str)

@@ -5,6 +5,7 @@ import json
 import multiprocessing
 import os
 import shutil
+from functools import partial
 
 import pytest
 import safetensors.torch
@@ -132,22 +133,13 @@ def test_the_safetensors_package_reads_what_we_write(saved):
         assert found.keys() == expected.keys() and all(torch.equal(found[name], expected[name]) for name in found)
 
 
-def test_a_model_of_one_file_has_an_index_too(tmp_path, monkeypatch):
-    monkeypatch.setattr(checkpoint_folder, "FILE_BYTES", 10**9)
-    write(tmp_path / "x", TINY, whole_states(TINY))
-    assert set(DOCUMENTS) | {"run.json"} | {
-        f"{stem}.safetensors{end}" for stem in ("model", "optimizer") for end in ("", ".index.json")
-    } == {file.name for file in (tmp_path / "x").iterdir()}
-
-
 def test_every_dtype_and_shape_goes_both_ways(tmp_path):
     shapes = [(5, 3, 2), (3,), (), (0, 4), (4, 0), (1, 1)]
     tensors = {
         f"{name}{shape}": random_bits(shape, dtype, 0) for name, dtype in DTYPES.items() for shape in shapes
     }  # odd sizes: each dtype must be aligned all the same
-    write_folder(
-        tmp_path / "x", {"model": [Rows(n, x.dtype, x.shape, 0, x) for n, x in tensors.items()]}, DOCUMENTS, {}
-    )
+    rows = [Rows(name, x.dtype, x.shape, 0, x) for name, x in tensors.items()]
+    write_folder(tmp_path / "x", {"model": rows}, DOCUMENTS, {})
     found = {}
     for file in (tmp_path / "x").glob("*.safetensors"):
         found |= safetensors.torch.load_file(file)
@@ -175,20 +167,20 @@ def test_any_rows_of_a_published_folder_are_read_and_rounded_once(tmp_path):
         strided = torch.zeros(last - first, 10)[:, ::2]
         read_into(folder, [Rows("x", out.dtype, x.shape, first, out), Rows("x", x.dtype, x.shape, first, strided)])
         assert torch.equal(out, x[first:last].bfloat16()) and torch.equal(strided, x[first:last])
-    with pytest.raises(ValueError, match=r"expected x of shape \(9, 4\): .* has it in shape \(9, 5\)"):
-        read_into(folder, [Rows("x", x.dtype, (9, 4), 0, torch.zeros(9, 4))])
-    with pytest.raises(ValueError, match=r"expected y of shape \(9, 4\): .* has none"):
-        read_into(folder, [Rows("y", x.dtype, (9, 4), 0, torch.zeros(9, 4))])
-    with pytest.raises(ValueError, match="expected x in torch.int32: .* has it in torch.float32"):
-        read_into(folder, [Rows("x", torch.int32, x.shape, 0, torch.zeros(9, 5, dtype=torch.int32))])
+    for name, other, expected in (
+        ("x", torch.zeros(9, 4), r"expected x of shape \(9, 4\): .* has it in shape \(9, 5\)"),
+        ("y", torch.zeros(9, 4), r"expected y of shape \(9, 4\): .* has none"),
+        ("x", torch.zeros(9, 5, dtype=torch.int32), "expected x in torch.int32: .* has it in torch.float32"),
+    ):
+        with pytest.raises(ValueError, match=expected) as caught:
+            read_into(folder, [Rows(name, other.dtype, other.shape, 0, other)])
+        assert caught.type is ValueError, "not Damaged: another checkpoint would be no better"
 
 
 def test_a_state_with_other_rows_than_its_parameter_is_saved_whole_under_our_name():
     x = torch.zeros(3, 24)
     (rows,) = hf_rows("layers.1.attn.qkv_proj.weight", x, ODD, "projection")
     assert rows.name == "projection.layers.1.attn.qkv_proj.weight" and rows.shape == (3, 24)
-    with pytest.raises(ValueError, match="layers.0.attn.bias has no name"):
-        hf_rows("layers.0.attn.bias", x, ODD)
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -277,7 +269,7 @@ def check_failures(rank, folder, states, mesh, hybrid):
     write(path, ODD, mine)
     if rank == 0:  # all rows of one rank
         row = next(row for row in files["model"] if row.name == "model.layers.1.mlp.down_proj.weight")
-        damage_tensor(path, row.name, 0)
+        damage_tensor(path, row.name)
     dist.barrier()
     said = raised(Damaged, lambda: read(path, ODD, mine))
     assert said.startswith("rank 0: ") and "model.layers.1.mlp.down_proj.weight) are not what was saved" in said
@@ -320,35 +312,30 @@ def test_the_ranks_of_a_save_read_their_own_bytes_and_others_at_most_two_pieces_
 
 
 def damage(path, change):
-    content = bytearray(path.read_bytes())
-    path.write_bytes(change(content) or content)
+    path.write_bytes(change(path.read_bytes()))
 
 
-def flip(at):
-    """Flips a bit of the byte there, or at that share of the file."""
-
-    def change(content):
-        content[int(at * len(content)) if isinstance(at, float) else at] ^= 1
-
-    return change
+def flip(content, at):
+    """The content with a bit of the byte there flipped."""
+    return content[:at] + bytes([content[at] ^ 1]) + content[at + 1 :]
 
 
-def damage_tensor(path, name, offset):
-    """Flips a bit of a tensor."""
+def damage_tensor(path, name):
+    """Flips a bit of its first byte."""
     for file in path.glob("*.safetensors"):
         with open_to_read(file) as opened:
             infos = read_header(opened)
         if name in infos:
-            return damage(file, flip(infos[name].begin + offset))
+            return damage(file, partial(flip, at=infos[name].begin))
     raise KeyError(name)
 
 
 CHANGES = {
-    "its last byte flipped": flip(-1),
-    "a byte in its middle flipped": flip(0.5),
+    "its last byte flipped": lambda content: flip(content, len(content) - 1),
+    "a byte in its middle flipped": lambda content: flip(content, len(content) // 2),
     "cut": lambda content: content[:-1],
     "longer": lambda content: content + b" ",
-    "empty": lambda content: content.clear(),
+    "empty": lambda content: b"",
     "zeroed": lambda content: bytes(len(content)),
     "two bytes swapped": lambda content: content[:-2] + content[:-3:-1],  # their sum stays
     "rows swapped": lambda content: content[:-16] + content[-8:] + content[-16:-8],
@@ -370,15 +357,12 @@ def test_every_damage_is_found_and_named(saved, tmp_path, file, what):
     assert str(path / file) in str(caught.value), str(caught.value)
 
 
-@pytest.mark.parametrize("file", FILES + SHARDS)
+@pytest.mark.parametrize("file", ["config.json", "optimizer.safetensors.index.json", *SHARDS])
 def test_a_missing_file_is_named(saved, tmp_path, file):
     path = shutil.copytree(saved[0], tmp_path / "x")
     (path / file).unlink()
-    if file == "run.json":
-        assert open_folder(path).run is None, "then it is a published folder"
-    else:
-        with pytest.raises(Damaged, match=rf"{file.replace('.index.json', '')}.* is missing"):
-            read(path, ODD, saved[1])
+    with pytest.raises(Damaged, match=rf"{file.replace('.index.json', '')}.* is missing"):
+        read(path, ODD, saved[1])
 
 
 def header(entries, data=b"", length=None):
@@ -433,17 +417,13 @@ def test_a_hostile_header_is_a_sentence(tmp_path, what):
     assert "\n" not in str(caught.value) and len(str(caught.value)) < 500
 
 
-@pytest.mark.parametrize(
-    "index, said",
-    [
-        ({}, "has no weight_map"),
-        ({"weight_map": {"x": 1}}, "has no weight_map"),
-        ({"weight_map": {"x": "../model.safetensors"}}, "has no weight_map"),
-        ({"weight_map": {"x": "model.safetensors", "y": "model.safetensors"}}, "says that 'y' is in model.safetensors"),
-        ({"weight_map": {"x": "other.safetensors"}}, "other.safetensors is missing"),
-    ],
-    ids=str,
-)
+@pytest.mark.parametrize("index, said", [
+    ({}, "has no weight_map"),
+    ({"weight_map": {"x": 1}}, "has no weight_map"),
+    ({"weight_map": {"x": "../model.safetensors"}}, "has no weight_map"),
+    ({"weight_map": {"x": "model.safetensors", "y": "model.safetensors"}}, "says that 'y' is in model.safetensors"),
+    ({"weight_map": {"x": "other.safetensors"}}, "other.safetensors is missing"),
+], ids=str)  # fmt: skip
 def test_an_index_is_checked(tmp_path, index, said):
     safetensors.torch.save_file({"x": torch.ones(2)}, tmp_path / "model.safetensors")
     (tmp_path / "config.json").write_text("{}")

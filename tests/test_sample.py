@@ -14,7 +14,7 @@ from data.tokenizer import get_tokenizer
 from runtime import checkpoint, generate, memory_stats
 from runtime.generate import PrefixCache, RowText, generate_text
 from tests.published import CHATML, edit_config, publish_chat_model, smollm2
-from tests.runs import damage, run
+from tests.runs import run
 
 pytestmark = pytest.mark.usefixtures("plain_pytorch_on_one_core")
 LINE = "\n" + "-" * 80 + "\n"
@@ -34,31 +34,25 @@ def test_sample_continues_a_prompt_and_repeats_itself_for_a_seed(draw, alone):
     assert (done.returncode, done.stdout, done.stderr) == (0, first[0], "")
 
 
-@pytest.mark.parametrize(
-    "settings, sentence",
-    [
-        (dict(temperature=-1), "temperature is -1.0: it must be at least 0"),
-        (dict(top_k=0), "top_k is 0: it must be at least 1, or none"),
-        (dict(top_p=0), "top_p is 0.0: it must be above 0 and at most 1, or none"),
-        (dict(top_p=1.1), "top_p is 1.1: it must be above 0 and at most 1, or none"),
-        (dict(min_p=2), "min_p is 2.0: it must be from 0 to 1, or none"),
-        (dict(num_samples=0), "num_samples is 0: it must be at least 1"),
-        (dict(seed=-(10**20)), f"seed is {-(10**20)}: it must be at least 0 and below 2**63"),
-        (dict(max_new_tokens=-5), "max_new_tokens is -5: it must be at least 1"),
-        (dict(stop=[""]), "stop is ['']: it must be a string or a list of them, none empty"),
-        (
-            dict(evaluate="a.txt", chat=True),
-            "--prompt, --prompt_file, --chat and --evaluate are four things to do: give one of them",
-        ),
-        (dict(system="Be kind."), "--system is for --chat: add that, or leave it out"),
-        (dict(window=9), "--window is for --evaluate: add that, or leave it out"),
-        (dict(chat=True, num_samples=2), "--num_samples is for --prompt: add that, or leave it out"),
-        (dict(evaluate="a.txt", seed=2), "--seed is for --prompt and --chat: add that, or leave it out"),
-    ],
-    ids=str,
-)
+@pytest.mark.parametrize("settings, sentence", [
+    (dict(temperature=-1), "temperature is -1.0: it must be at least 0"),
+    (dict(top_k=0), "top_k is 0: it must be at least 1, or none"),
+    (dict(top_p=0), "top_p is 0.0: it must be above 0 and at most 1, or none"),
+    (dict(top_p=1.1), "top_p is 1.1: it must be above 0 and at most 1, or none"),
+    (dict(min_p=2), "min_p is 2.0: it must be from 0 to 1, or none"),
+    (dict(num_samples=0), "num_samples is 0: it must be at least 1"),
+    (dict(seed=-(10**20)), f"seed is {-(10**20)}: it must be at least 0 and below 2**63"),
+    (dict(max_new_tokens=-5), "max_new_tokens is -5: it must be at least 1"),
+    (dict(stop=[""]), "stop is ['']: it must be a string or a list of them, none empty"),
+    (dict(evaluate="a.txt", chat=True), "--prompt, --prompt_file, --chat and --evaluate are four things to do"),
+    (dict(system="Be kind."), "--system is for --chat: add that, or leave it out"),
+    (dict(window=9), "--window is for --evaluate: add that, or leave it out"),
+    (dict(chat=True, num_samples=2), "--num_samples is for --prompt: add that, or leave it out"),
+    (dict(evaluate="a.txt", seed=2), "--seed is for --prompt and --chat: add that, or leave it out"),
+], ids=str)  # fmt: skip
 def test_sample_refuses_settings_before_it_reads_a_model(sample, settings, sentence):
-    assert sample(out_dir="none", **settings) == ("", sentence)
+    out, said = sample(out_dir="none", **settings)
+    assert not out and said.startswith(sentence)
 
 
 def test_what_cannot_be_read_or_written_gets_a_sentence(draw, alone, tmp_path, monkeypatch):
@@ -73,17 +67,6 @@ def test_what_cannot_be_read_or_written_gets_a_sentence(draw, alone, tmp_path, m
     in_ascii = io.TextIOWrapper(io.BytesIO(), "ascii")
     monkeypatch.setattr(sys, "stdout", in_ascii)
     assert draw(prompt="né")[1] == "" and in_ascii.detach().getvalue().startswith(b"n?")
-
-
-def test_a_damaged_checkpoint_is_named(sample, alone, tmp_path, monkeypatch):
-    shutil.copytree(alone, tmp_path / "out")
-    damage(tmp_path / "out/step_000020/model.safetensors")
-    for out_dir in (tmp_path / "out", tmp_path / "out/step_000020"):
-        assert sample(out_dir=out_dir)[1].startswith(f"{tmp_path}/out/step_000020/model.safetensors is damaged: ")
-    (tmp_path / "out/step_000020/config.json").unlink()
-    monkeypatch.setattr(sys, "argv", ["convert.py", str(tmp_path / "out"), str(tmp_path / "hf")])
-    with pytest.raises(SystemExit, match=f"{tmp_path}/out/step_000020/config.json is missing: copy or fetch"):
-        convert.main()
 
 
 def test_text_is_drawn_from_a_folder_as_from_the_checkpoint_that_it_was(draw, alone, tmp_path):
@@ -136,15 +119,12 @@ def test_bfloat16_is_for_gpus_that_compute_it(draw, monkeypatch, supported, expe
     monkeypatch.setattr(memory_stats, "let_segments_grow", lambda: None)
     for name, answer in {"is_available": True, "device_count": 1, "set_device": None}.items():
         monkeypatch.setattr(torch.cuda, name, lambda *_, answer=answer: answer)
-    monkeypatch.setattr(
-        torch.cuda, "is_bf16_supported", lambda including_emulation=True: supported or including_emulation
-    )
+    is_supported = lambda including_emulation=True: supported or including_emulation  # noqa: E731
+    monkeypatch.setattr(torch.cuda, "is_bf16_supported", is_supported)
     assert draw(device="auto")[1] == expected
 
 
-def test_a_checkpoint_that_the_run_deletes_meanwhile_gives_way_to_the_newest(
-    sample, alone, tmp_path, monkeypatch, capsys
-):
+def test_a_checkpoint_deleted_meanwhile_gives_way_to_the_newest(sample, alone, tmp_path, monkeypatch, capsys):
     shutil.copytree(alone / "step_000010", tmp_path / "out/step_000010")
     true_load_model = checkpoint._load_model
 
@@ -212,9 +192,7 @@ def test_no_token_is_drawn_after_the_last_row_has_ended_by_a_stop_string_or_an_e
 
 
 @pytest.mark.parametrize("context", [512, 96])  # all turns fit, or the oldest are dropped
-def test_a_conversation_whose_history_is_cached_has_the_answers_of_reading_it_all(
-    sample, tmp_path, monkeypatch, context
-):
+def test_a_conversation_has_the_same_answers_without_the_cache(sample, tmp_path, monkeypatch, context):
     publish_chat_model(tmp_path / "hf", max_position_embeddings=context, tie_word_embeddings=False, ascii_only=True)
     template = CHATML.replace("message['content']", "message['content'] | trim | replace('L', 'l')")
     (tmp_path / "hf/chat_template.jinja").write_text(template)  # the history is not what was drawn

@@ -5,7 +5,6 @@ import fcntl
 import os
 import random
 import re
-import shutil
 import signal
 import subprocess
 import termios
@@ -13,7 +12,6 @@ import time
 from pathlib import Path
 from unittest import mock
 
-import numpy as np
 import pytest
 import torch.distributed as dist
 
@@ -32,7 +30,6 @@ from tests.runs import (
     losses,
     metrics,
     run,
-    run_ranks,
     run_torchrun,
     slip,
     start,
@@ -223,22 +220,18 @@ def test_the_lowest_rank_that_gets_a_signal_says_so_once(train_on_ranks, tmp_pat
     assert "step 00003 | interrupted | saved" in until_saved, done.stdout
 
 
-@pytest.mark.parametrize(
-    "how, told",
-    [
-        pytest.param(
-            "os.kill(os.getpid(), signal.SIGSTOP)",
-            "rank 0, step .*, has waited for 2 seconds: rank 1 no longer answers; it was at step ",
-            marks=pytest.mark.slow,  # it has 30 seconds to end
-        ),
-        # Its watch is awake: it knows itself, and may be the first to say so.
-        (
-            "signal.signal(signal.SIGTERM, signal.SIG_DFL), time.sleep(1000)",
-            r"rank 1 (hangs|no longer answers; it was) at step \d+: reading data",
-        ),
-    ],
-    ids=["stopped", "asleep"],
-)
+@pytest.mark.parametrize("how, told", [
+    pytest.param(
+        "os.kill(os.getpid(), signal.SIGSTOP)",
+        "rank 0, step .*, has waited for 2 seconds: rank 1 no longer answers; it was at step ",
+        marks=pytest.mark.slow,  # it has 30 seconds to end
+    ),
+    # Its watch is awake: it knows itself, and may be the first to say so.
+    (
+        "signal.signal(signal.SIGTERM, signal.SIG_DFL), time.sleep(1000)",
+        r"rank 1 (hangs|no longer answers; it was) at step \d+: reading data",
+    ),
+], ids=["stopped", "asleep"])  # fmt: skip
 def test_hanging_rank_is_named_and_ends_the_run(train_on_ranks, tmp_path, how, told):
     script = wrapped(tmp_path, hang(tmp_path, how) + at_read(100, "hang()", "1"))
     said = train_on_ranks(2, script, code=1, max_iters=1000, eval_interval=1000, timeout=2).stderr
@@ -246,19 +239,18 @@ def test_hanging_rank_is_named_and_ends_the_run(train_on_ranks, tmp_path, how, t
 
 
 @pytest.mark.parametrize("parts, n_reads, step", [(1, 5, 3), (2, 10, 3), (1, 9, 8)])
-def test_invalid_token_stops_all_ranks_before_the_step_with_a_checkpoint(text_data, tmp_path, parts, n_reads, step):
+def test_invalid_token_stops_all_ranks_with_a_checkpoint(train_on_ranks, tmp_path, parts, n_reads, step):
     """On one of two ranks, in step 5, read two steps ahead, or in the evaluation after step 8; once it is mended, the
     run equals one without it.
     """
     bad = wrapped(tmp_path, at_read(n_reads, "raise ValueError('train.bin holds token 999')", "1"))
-    settings = LONGER | dict(dataset=text_data, out_dir=tmp_path / "out", max_iters=8, eval_interval=100)
-    settings |= dict(gradient_accumulation_steps=2 * parts)
-    done = run_ranks(2, settings, bad)
-    assert done.returncode == 1 and done.stderr.count("rank 1: train.bin holds token 999") == 1, done.stderr
+    settings = dict(max_iters=8, eval_interval=100, gradient_accumulation_steps=2 * parts)
+    done = train_on_ranks(2, bad, code=1, **settings)
+    assert done.stderr.count("rank 1: train.bin holds token 999") == 1, done.stderr
     assert 'Traceback (most recent call last):\n  File "' + str(ROOT) not in done.stderr, done.stderr
     assert "saved" in done.stdout and f"step_{step:06d}" in done.stdout, done.stdout
     for out_dir in (tmp_path / "out", tmp_path / "whole"):
-        assert run_ranks(2, settings | {"out_dir": out_dir}).returncode == 0
+        train_on_ranks(2, out_dir=out_dir, **settings)
     assert_close(step_losses(tmp_path / "out"), step_losses(tmp_path / "whole"), 1e-6)
 
 
@@ -278,21 +270,6 @@ def test_signal_during_evaluation_stops_it_and_saves(text_data, tmp_path, number
     done = run(settings, script)
     assert done.returncode == 128 + number and "step 00004 | interrupted | saved" in done.stdout, done.stdout
     assert not any("val_loss" in line for line in metrics(tmp_path / "out"))
-
-
-def test_invalid_validation_data_stops_with_a_checkpoint_to_resume_from(train, text_data, tmp_path, capsys):
-    shutil.copytree(text_data, tmp_path / "data")
-    good = np.fromfile(tmp_path / "data/val.bin", dtype="<u2")
-    bad = good.copy()
-    bad[:] = 60000  # wherever evaluation reads
-    bad.tofile(tmp_path / "data/val.bin")
-    with pytest.raises(SystemExit) as stopped:
-        train(dataset=tmp_path / "data", eval_interval=4)
-    assert stopped.value.code == 1 and "val.bin holds token 60000" in capsys.readouterr().err
-    assert [path.name for path in (tmp_path / "out").glob("step_*")] == ["step_000004"]
-    good.tofile(tmp_path / "data/val.bin")
-    train(dataset=tmp_path / "data", eval_interval=4)
-    assert [line["step"] for line in metrics(tmp_path / "out") if "val_loss" in line] == [8]
 
 
 @pytest.mark.parametrize("eval_only", [True, False])
