@@ -221,7 +221,10 @@ def test_lora_trains_with(changes, base, trained, capitals, tmp_path):
     assert f" parameters, of which {a + b:,} are trained; " in done.stdout, done.stdout + done.stderr
     expected = step_losses(trained[changes.get("base_dtype", "bfloat16")])
     apart = abs(step_losses(tmp_path) - expected)
-    assert apart.mean() < 0.05 if {"dtype", "fp8"} & set(changes) else apart.max() < 1e-5
+    if "fp8" in changes:  # a learning rate as large as this one magnifies a rounding for a step
+        assert apart.mean() < 0.05
+    else:
+        assert apart.max() < (0.05 if "dtype" in changes else 1e-5)
 
 
 @pytest.mark.parametrize("name", ["bfloat16", "float8"])
