@@ -14,7 +14,8 @@ On an H200 these matmuls run at 1.6 times the rate of bf16. Against that stands 
 float8 operands must lie along the summed dimension. `python bench.py kernels --op=fp8_linear` times both.
 
 A norm or a gated product whose result is only projected (rms_norm_linear.py, swiglu_mlp.py) rounds it itself: it writes
-x8 and s in place of x, 1 byte an element instead of 2, and nothing reads x or is launched to round it.
+x8 and s in place of x, 1 byte an element instead of 2, and nothing reads x or is launched to round it. In backward the
+gated product writes g8 and u of its own gradient beside dy, which dW needs: nothing reads dy again to round it.
 
 FP8Linear is the projection (linear.py) that rms_norm_linear.py and swiglu_mlp.py multiply with; use_fp8 gives it to a
 model.
@@ -54,12 +55,22 @@ def fp8_linear_reference(x, weight):
 
 
 @triton.jit
-def store_float8(x, out_ptr, scale_ptr, cols, mask, LARGEST: tl.constexpr = 448.0):
+def magnitude(x):
+    """|x| of fp32 as integers in the order of the numbers, NaN last: tl.max of floats would pass over NaN."""
+    return x.to(tl.int32, bitcast=True) & 0x7FFFFFFF
+
+
+@triton.jit
+def float8_scale(magnitudes, LARGEST: tl.constexpr = 448.0):
+    """The scale of a row of these. One with a NaN or an infinity becomes NaN, as in bf16."""
+    largest = tl.max(magnitudes, axis=0).to(tl.float32, bitcast=True)
+    return tl.maximum(largest, 1e-12) / LARGEST + 0.0 * largest
+
+
+@triton.jit
+def store_float8(x, out_ptr, scale_ptr, cols, mask):
     """Rounds a row x (fp32, 0 where masked) to float8 and stores it from out_ptr on, and its scale."""
-    # tl.max passes over NaN. The bits without the sign, as integers, are in the order of the numbers, NaN last.
-    largest = tl.max(x.to(tl.int32, bitcast=True) & 0x7FFFFFFF, axis=0).to(tl.float32, bitcast=True)
-    # A row with a NaN or an infinity becomes NaN, as in bf16.
-    scale = tl.maximum(largest, 1e-12) / LARGEST + 0.0 * largest
+    scale = float8_scale(magnitude(x))
     # 8 elements a thread, as they are loaded in bf16. For the 16 of the widest store the compiler would deal out the
     # whole row otherwise, the norm would add its squares in another order, and y would have other bits.
     out_ptrs = tl.max_contiguous(out_ptr + cols, 8)
@@ -136,10 +147,10 @@ def project_float8(x, w8, t, dtype, out=None):
     return scaled_mm(as_rows(x8), w8, s, t.T, dtype, out).unflatten(0, x8.shape[:-1])
 
 
-def input_gradient_float8(dy, w8, t, out=None):
-    g8, u = quantize(as_rows(dy), t.view(-1))
-    one = torch.ones(1, w8.shape[1], device=dy.device)
-    return scaled_mm(g8, transpose(w8), u, one, dy.dtype, out).unflatten(0, dy.shape[:-1])
+def input_gradient_float8(g8, u, w8, dtype, out=None):
+    """dx of diag(u) g8 = dy diag(t) and of the weight diag(t) w8."""
+    one = torch.ones(1, w8.shape[1], device=g8.device)
+    return scaled_mm(as_rows(g8), transpose(w8), u, one, dtype, out).unflatten(0, g8.shape[:-1])
 
 
 class FP8Linear(Linear):
@@ -162,8 +173,16 @@ class FP8Linear(Linear):
         return project_float8(x, *quantize(weight), weight.dtype, out)
 
     @staticmethod
+    def round_weight(weight):
+        w8, t = quantize(weight)
+        return w8, t.view(-1)
+
+    @staticmethod
     def input_gradient(dy, weight, out=None):
-        return input_gradient_float8(dy, *quantize(weight), out)
+        if isinstance(dy, tuple):  # rounded where it was made, with the factors of the same w8
+            return input_gradient_float8(*dy, weight.dtype, out)
+        w8, t = FP8Linear.round_weight(weight)
+        return input_gradient_float8(*quantize(dy, t), w8, dy.dtype, out)
 
 
 def use_fp8(model: torch.nn.Module, device: str = "cpu") -> None:

@@ -53,7 +53,8 @@ class Float8Products:
 
     def input_gradient(self, dy, *tensors, out=None):
         *held, a, b = tensors
-        dx = input_gradient_float8(dy, *self.read_float8(dy, *held), out)
+        w8, t = self.read_float8(dy, *held)
+        dx = input_gradient_float8(*quantize(dy, t.view(-1)), w8, dy.dtype, out)
         as_rows(dx).addmm_(self._dlow(dy, b), a)
         return dx
 

@@ -8,7 +8,8 @@
 Backward needs gate_up alone; act(gate) is recomputed, so the product is never saved for its own sake.
 Bytes for N rows of F 2-byte elements: forward 6NF (read gate, up, write y), backward 10NF (read gate, up, dy,
 write both gradients). Gate and up stay where one packed projection wrote them: no chunk, no copy, no cat backward.
-Before a float8 projection y is written as float8, for 1NF less, and fp8_linear.py has none of its 3NF to do.
+Before a float8 projection y is written as float8, for 1NF less, and fp8_linear.py has none of its 3NF to do. Behind
+one backward also writes its result as float8, for 2NF more, and fp8_linear.py has none of its 6NF to do.
 On one H200, where a copy of as many bytes is 100%: swiglu forward 101-102%, backward 100-101%; geglu forward 101-103%,
 backward 101%.
 
@@ -18,7 +19,7 @@ Shazeer, GLU Variants Improve Transformer, 2020. https://arxiv.org/abs/2002.0520
 import torch
 import torch.nn.functional as F
 
-from .fp8_linear import empty_rows, store_float8
+from .fp8_linear import empty_rows, float8_scale, magnitude, store_float8
 from .launch import as_rows, refuse_double_backward, tl, to_compute, triton, use_triton, whole_row
 
 BLOCK = 1024  # elements of F a program handles; with 4 warps within 1% of the best of 512..4096 x 2..8 on H200
@@ -52,11 +53,12 @@ def _activate(gate, ACTIVATION: tl.constexpr):
 
 
 @triton.jit
-def _place(n_cols, BLOCK: tl.constexpr):
-    """Which row and columns this program handles: programs that run together share rows, 3% faster than columns."""
-    row = tl.program_id(0) // tl.cdiv(n_cols, BLOCK)
-    cols = tl.program_id(0) % tl.cdiv(n_cols, BLOCK) * BLOCK + tl.arange(0, BLOCK)
-    return row.to(tl.int64), cols.to(tl.int64)
+def _place(n_cols, SPAN: tl.constexpr):
+    """Which row, and which of its columns on, this program handles: programs that run together share rows, 3% faster
+    than columns.
+    """
+    programs = tl.cdiv(n_cols, SPAN)
+    return (tl.program_id(0) // programs).to(tl.int64), (tl.program_id(0) % programs * SPAN).to(tl.int64)
 
 
 @triton.jit
@@ -64,7 +66,8 @@ def _glu_fwd_kernel(
     x_ptr, x_row_stride, x_col_stride, y_ptr, scales_ptr, n_cols,
     ACTIVATION: tl.constexpr, FLOAT8: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    row, cols = _place(n_cols, BLOCK)
+    row, first = _place(n_cols, BLOCK)
+    cols = first + tl.arange(0, BLOCK)
     mask = cols < n_cols
     gate = to_compute(tl.load(x_ptr + row * x_row_stride + cols * x_col_stride, mask=mask, other=0.0))
     up = to_compute(tl.load(x_ptr + row * x_row_stride + (cols + n_cols) * x_col_stride, mask=mask, other=0.0))
@@ -78,26 +81,44 @@ def _glu_fwd_kernel(
 
 @triton.jit
 def _glu_bwd_kernel(
-    dy_ptr, dy_row_stride, dy_col_stride, x_ptr, x_row_stride, x_col_stride, dx_ptr, y_ptr, n_cols,
-    ACTIVATION: tl.constexpr, NEED_Y: tl.constexpr, BLOCK: tl.constexpr,
+    dy_ptr, dy_row_stride, dy_col_stride, x_ptr, x_row_stride, x_col_stride, dx_ptr, y_ptr,
+    factors_ptr, dx8_ptr, scales_ptr, n_cols,
+    ACTIVATION: tl.constexpr, NEED_Y: tl.constexpr, FLOAT8: tl.constexpr, BLOCK: tl.constexpr, SPAN: tl.constexpr,
 ):  # fmt: skip
-    row, cols = _place(n_cols, BLOCK)
-    mask = cols < n_cols
-    gate = to_compute(tl.load(x_ptr + row * x_row_stride + cols * x_col_stride, mask=mask, other=0.0))
-    up = to_compute(tl.load(x_ptr + row * x_row_stride + (cols + n_cols) * x_col_stride, mask=mask, other=0.0))
-    dy = to_compute(tl.load(dy_ptr + row * dy_row_stride + cols * dy_col_stride, mask=mask, other=0.0))
-    activated, slope = _activate(gate, ACTIVATION)
-    dx_ptrs = dx_ptr + row * (2 * n_cols) + cols
-    tl.store(dx_ptrs, (dy * up * slope).to(dx_ptr.dtype.element_ty), mask=mask)
-    tl.store(dx_ptrs + n_cols, (dy * activated).to(dx_ptr.dtype.element_ty), mask=mask)
-    if NEED_Y:
-        tl.store(y_ptr + row * n_cols + cols, (activated * up).to(y_ptr.dtype.element_ty), mask=mask)
+    """A program handles SPAN columns, BLOCK at a time: one block, and for float8, whose scale is a row's, the row."""
+    row, first = _place(n_cols, SPAN)
+    largest = tl.zeros((BLOCK,), tl.int32)
+    for i in range(0, SPAN, BLOCK):
+        cols = first + i + tl.arange(0, BLOCK)
+        mask = cols < n_cols
+        gate = to_compute(tl.load(x_ptr + row * x_row_stride + cols * x_col_stride, mask=mask, other=0.0))
+        up = to_compute(tl.load(x_ptr + row * x_row_stride + (cols + n_cols) * x_col_stride, mask=mask, other=0.0))
+        dy = to_compute(tl.load(dy_ptr + row * dy_row_stride + cols * dy_col_stride, mask=mask, other=0.0))
+        activated, slope = _activate(gate, ACTIVATION)
+        dgate, dup = (dy * up * slope).to(dx_ptr.dtype.element_ty), (dy * activated).to(dx_ptr.dtype.element_ty)
+        at = row * (2 * n_cols) + cols
+        tl.store(dx_ptr + at, dgate, mask=mask)
+        tl.store(dx_ptr + at + n_cols, dup, mask=mask)
+        if NEED_Y:
+            tl.store(y_ptr + row * n_cols + cols, (activated * up).to(y_ptr.dtype.element_ty), mask=mask)
+        if FLOAT8:
+            dgate = dgate.to(tl.float32) * tl.load(factors_ptr + cols, mask=mask, other=0.0)
+            dup = dup.to(tl.float32) * tl.load(factors_ptr + n_cols + cols, mask=mask, other=0.0)
+            largest = tl.maximum(largest, tl.maximum(magnitude(dgate), magnitude(dup)))
+    if FLOAT8:  # dx is read again, from the cache: a row of it in registers would leave room for few rows at once
+        scale = float8_scale(largest)
+        tl.store(scales_ptr + row, scale)
+        tl.debug_barrier()
+        for i in range(0, 2 * SPAN, BLOCK):
+            cols = i + tl.arange(0, BLOCK)
+            mask, at = cols < 2 * n_cols, row * (2 * n_cols) + cols
+            dx = tl.load(dx_ptr + at, mask=mask).to(tl.float32) * tl.load(factors_ptr + cols, mask=mask)
+            tl.store(dx8_ptr + at, (dx / scale).to(dx8_ptr.dtype.element_ty), mask=mask)
 
 
-def _launch(kernel, rows, arguments, n_cols, whole=False, **constants):
-    block = min(BLOCK, triton.next_power_of_2(n_cols))
-    size = whole_row(n_cols) if whole else {"BLOCK": block, "num_warps": max(block // 256, 1)}
-    kernel[(rows * triton.cdiv(n_cols, size["BLOCK"]),)](*arguments, n_cols, **constants, **size)
+def _sizes(n_cols, largest=BLOCK):
+    block = min(largest, triton.next_power_of_2(n_cols))
+    return {"BLOCK": block, "num_warps": max(block // 256, 1)}
 
 
 def glu_forward(gate_up, activation, float8=False):
@@ -105,20 +126,31 @@ def glu_forward(gate_up, activation, float8=False):
     n_cols = gate_up.shape[-1] // 2
     y, scales = empty_rows((*gate_up.shape[:-1], n_cols), gate_up, float8)
     rows = as_rows(gate_up)
-    arguments = rows, *rows.stride(), y, scales if float8 else y
-    _launch(_glu_fwd_kernel, rows.shape[0], arguments, n_cols, whole=float8, ACTIVATION=activation, FLOAT8=float8)
+    sizes = whole_row(n_cols) if float8 else _sizes(n_cols)
+    _glu_fwd_kernel[(rows.shape[0] * triton.cdiv(n_cols, sizes["BLOCK"]),)](
+        rows, *rows.stride(), y, scales if float8 else y, n_cols, ACTIVATION=activation, FLOAT8=float8, **sizes
+    )
     return (y, scales) if float8 else y
 
 
-def glu_backward(dy, gate_up, activation, need_y=False):
-    """Returns the gradient of gate_up, and y again where it is asked for: the kernel has it in registers anyway."""
+def glu_backward(dy, gate_up, activation, need_y=False, factors=None, overwrite=False):
+    """Returns the gradient of gate_up, and y again where it is asked for: the kernel has it in registers anyway, and
+    writes it over dy, which is contiguous then. overwrite: the gradient is written over gate_up, likewise.
+
+    Last what quantize of fp8_linear.py would make of the gradient with these factors (2F,), where they are given.
+    """
     refuse_double_backward()
-    dx = torch.empty(gate_up.shape, dtype=gate_up.dtype, device=gate_up.device)
-    y = torch.empty(dy.shape, dtype=dy.dtype, device=dy.device) if need_y else None
+    n_cols, float8 = dy.shape[-1], factors is not None
     rows, dy_rows = as_rows(gate_up), as_rows(dy)
-    arguments = dy_rows, *dy_rows.stride(), rows, *rows.stride(), dx, y if need_y else dx
-    _launch(_glu_bwd_kernel, rows.shape[0], arguments, dy.shape[-1], ACTIVATION=activation, NEED_Y=need_y)
-    return dx, y
+    dx = gate_up if overwrite else torch.empty(gate_up.shape, dtype=gate_up.dtype, device=gate_up.device)
+    dx8 = empty_rows(gate_up.shape, gate_up, float8) if float8 else None
+    sizes = _sizes(n_cols, 2 * BLOCK if float8 else BLOCK)
+    span = sizes["BLOCK"] * (triton.cdiv(n_cols, sizes["BLOCK"]) if float8 else 1)
+    _glu_bwd_kernel[(rows.shape[0] * triton.cdiv(n_cols, span),)](
+        dy_rows, *dy_rows.stride(), rows, *rows.stride(), dx, dy_rows, *((factors, *dx8) if float8 else (dx, dx, dx)),
+        n_cols, ACTIVATION=activation, NEED_Y=need_y, FLOAT8=float8, SPAN=span, **sizes,
+    )  # fmt: skip
+    return dx, dy if need_y else None, dx8
 
 
 class _GLU(torch.autograd.Function):

@@ -142,6 +142,15 @@ def refuse_double_backward() -> None:
         raise RuntimeError("the kernels have no second derivative (create_graph=True): import kernels.reference")
 
 
+def saved_is_ours() -> bool:
+    """In a backward: whether it may write over what its forward saved, since nobody goes through the graph again.
+
+    The compiler plans memory by itself. Without PyTorch's private name nothing is overwritten.
+    """
+    keeps_graph = getattr(torch._C._autograd, "_get_current_graph_task_keep_graph", None)
+    return keeps_graph is not None and not torch.compiler.is_compiling() and not keeps_graph()
+
+
 @triton.jit
 def to_compute(x):
     """The dtype kernels compute in: fp64 for fp64 (the tests compare in it), fp32 for everything else."""

@@ -20,7 +20,7 @@ from .launch import accumulate, as_rows, refuse_double_backward
 class Linear(nn.Linear):
     """y = x Wᵀ, bias-free: nn.Linear beside its parts. Shapes: x (..., C), y (..., O), weight (O, C)."""
 
-    float8_input = False  # whether project takes x as quantize of fp8_linear.py returns it, too
+    float8_input = False  # whether project takes x, and input_gradient dy, rounded as in fp8_linear.py, too
 
     def __init__(self, n_in: int, n_out: int):
         super().__init__(n_in, n_out, bias=False)
@@ -40,6 +40,11 @@ class Linear(nn.Linear):
     def flops(self) -> int:
         """FLOPs for a row of x, forward and backward: a frozen weight has no gradient."""
         return (6 if self.weight.requires_grad else 4) * self.in_features * self.out_features
+
+    @staticmethod
+    def round_weight(*tensors):
+        """w8 and t (O,), if input_gradient takes dy as (g8, u, w8) with t in g8; else (None, None)."""
+        return None, None
 
     @staticmethod
     def project(x, weight, out=None):

@@ -14,9 +14,9 @@ of what is left, and with keep_gate_up=False it is computed again from s, for tw
 
 Saved besides: the weights and one fp32 rstd a row. Shapes: s, n (N, C), W (2F, C) with gate before up, V (C, F).
 
-Recomputing makes less survive forward, but backward is as wide as before: it holds g, dg, dh and h, 6F elements a
-token. With chunks > 1 the rows pass through the MLP in that many slices, forward and backward, and all of these exist
-for one slice at a time. The slices' dW and dV are added up in fp32 and rounded once.
+Backward writes dg over g and h over dh, element by element: it holds 3F elements a token, not 6F. With chunks > 1 the
+rows pass through the MLP in that many slices, forward and backward, and all of these exist for one slice at a time. The
+slices' dW and dV are added up in fp32 and rounded once.
 
 g = n Wᵀ and y = h Vᵀ stand for any two projections (linear.py): float8, LoRA.
 """
@@ -28,7 +28,7 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 from .glu import glu_backward, glu_forward, swiglu_reference
-from .launch import as_rows, compute_dtype, refuse_autocast, use_triton
+from .launch import as_rows, compute_dtype, refuse_autocast, saved_is_ours, use_triton
 from .linear import Linear, new_sums
 from .rms_norm import check_norm, rms_norm_backward, rms_norm_forward, rms_norm_reference
 
@@ -91,20 +91,23 @@ class _SwiGLUMLP(torch.autograd.Function):
         of_gate_up, of_down = tensors[:n], tensors[n:]
         _, need_dx, need_dresidual, need_dnorm, *_ = ctx.needs_input_grad
         needed = ctx.needs_input_grad[-len(tensors) :]
+        ours = gate_up is None or saved_is_ours()
         if gate_up is None:
             gate_up = gate_up_proj.project(
                 rms_norm_forward(total, None, norm_weight, ctx.eps, float8=gate_up_proj.float8_input)[0], *of_gate_up
             )
         dhidden = down_proj.input_gradient(dy, *of_down)
-        dgate_up, hidden = glu_backward(dhidden, gate_up, "silu", need_y=any(needed[n:]))
-        del dhidden
-        del gate_up  # where it was computed again: a kept one lives until backward returns
+        w8, t = gate_up_proj.round_weight(*of_gate_up)
+        dgate_up, hidden, dgate_up8 = glu_backward(dhidden, gate_up, "silu", any(needed[n:]), t, overwrite=ours)
+        del dhidden, gate_up
         ddown = down_proj.weight_gradients(dy, hidden, *of_down, needed=needed[n:])
         del hidden
+        dgate_up8 = (*dgate_up8, w8) if dgate_up8 else dgate_up
         dx, dnorm, normed = rms_norm_backward(
-            gate_up_proj.input_gradient(dgate_up, *of_gate_up), dtotal, total, norm_weight, rstd,
+            gate_up_proj.input_gradient(dgate_up8, *of_gate_up), dtotal, total, norm_weight, rstd,
             need_dx or need_dresidual, need_dnorm, need_y=any(needed[:n]), overwrite_dy=True,
         )  # fmt: skip
+        del dgate_up8
         dgate_up = gate_up_proj.weight_gradients(dgate_up, normed, *of_gate_up, needed=needed[:n])
         return None, dx if need_dx else None, dx if need_dresidual else None, dnorm, *[None] * 4, *dgate_up, *ddown
 
@@ -132,18 +135,20 @@ def _backward_in_chunks(ctx, dy, dtotal):
     total_rows, dy_rows = as_rows(total), as_rows(dy)
     sums = new_sums(tensors, needed, compute_dtype(total))
     dnormed = torch.empty_like(total)
+    w8, t = gate_up_proj.round_weight(*of_gate_up)
     for rows in slices(len(total_rows), ctx.chunks, ALIGNED):
         first = rows.start == 0
         normed = rms_norm_forward(total_rows[rows], None, norm_weight, ctx.eps)[0]
         gate_up = gate_up_proj.project(normed, *of_gate_up)
         dhidden = down_proj.input_gradient(dy_rows[rows], *of_down)
-        dgate_up, hidden = glu_backward(dhidden, gate_up, "silu", need_y=any(needed[n:]))
+        dgate_up, hidden, dgate_up8 = glu_backward(dhidden, gate_up, "silu", any(needed[n:]), t, overwrite=True)
         del gate_up, dhidden
         down_proj.weight_gradients(dy_rows[rows], hidden, *of_down, needed=needed[n:], sums=sums[n:], first=first)
         del hidden
         gate_up_proj.weight_gradients(dgate_up, normed, *of_gate_up, needed=needed[:n], sums=sums[:n], first=first)
-        gate_up_proj.input_gradient(dgate_up, *of_gate_up, out=as_rows(dnormed)[rows])
-        del dgate_up, normed
+        dgate_up8 = (*dgate_up8, w8) if dgate_up8 else dgate_up
+        gate_up_proj.input_gradient(dgate_up8, *of_gate_up, out=as_rows(dnormed)[rows])
+        del dgate_up, dgate_up8, normed
     dx, dnorm, _ = rms_norm_backward(
         dnormed, dtotal, total, norm_weight, rstd, need_dx or need_dresidual, need_dnorm, overwrite_dy=True
     )

@@ -55,7 +55,7 @@ class RunShape:
     fused_kernels: bool = True
     fused_loss: bool = True
     attention: str = "auto"
-    fp8: bool = False  # takes no more: float8 operands are freed before the peak. With adapters the base is held so
+    fp8: bool = False  # with adapters the base is held so
     activation_checkpointing: str = "none"
     mlp_chunks: int | None = None
     offload_activations: bool = False
@@ -184,7 +184,8 @@ def token_bytes(c: LlamaConfig, run: RunShape, chunks: int) -> tuple[int, int]:
         norm, mlp, working = x, 0, 2 * x
     else:  # the sum that a norm reads; gate and up
         norm, mlp = x, 2 * gate
-        working = x + 4 * gate  # dy, the gradients of gate, up and their product, the product
+        working = x + gate  # dy; the product, where its gradient was; the gradients of gate and up, where these were
+        working += 2 * c.ffn_dim * (run.fp8 and not run.lora_rank)  # and rounded
     everything, selective = 2 * norm + attention + mlp, norm + attention + x
     kept = {"none": everything, "selective": selective, "full": x}[run.activation_checkpointing]
     return kept, everything + working
@@ -314,7 +315,7 @@ class Step:
         n_bytes = max(beyond * tokens, block.gradients - self.kept * tokens)
         found = [Part("the block in backward", n_bytes, f"{beyond:,} bytes x {tokens:,} tokens, beyond saved")]
         if self.chunks > 1:
-            a_slice = self.itemsize * (6 * c.ffn_dim + c.n_embd) * tokens // self.chunks
+            a_slice = self.itemsize * (3 * c.ffn_dim + c.n_embd) * tokens // self.chunks
             mlp = Part("a slice of its MLP", a_slice + block.wide, "and its gradients' sums in float32")
             # the gradients of its output, q, k and v; PyTorch's: dq in float32, and dk, dv for each query head
             per_token = self.itemsize * (c.n_embd + 2 * c.n_kv_head * c.head_dim)

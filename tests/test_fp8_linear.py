@@ -17,7 +17,7 @@ import kernels.launch
 import test_kernels
 from kernels import FP8Linear, fp8_linear, reference, use_fp8
 from kernels.fp8_linear import FLOAT8, quantize, quantize_reference, transpose
-from kernels.glu import glu_forward
+from kernels.glu import glu_backward, glu_forward
 from kernels.rms_norm import rms_norm_forward
 from model import Llama, LlamaConfig
 from runtime.recompute import recompute
@@ -96,6 +96,23 @@ def test_norm_and_product_write_the_float8_that_quantize_makes_of_them_bit_for_b
     assert torch.equal(found8.view(torch.uint8), expected8.view(torch.uint8))
     assert torch.equal(found_scales.view(torch.int32), expected_scales.view(torch.int32))
     assert torch.equal(found_scales[:, 0].isnan(), ~y.isfinite().all(1))
+
+
+@pytest.mark.parametrize("width", [3, 64, 2048, 5000])
+@pytest.mark.parametrize("overwrite", [False, True])
+@torch.no_grad()
+def test_product_writes_its_gradient_as_quantize_rounds_it_bit_for_bit(width, overwrite):
+    dy, gate_up, factors = randn(11, width), 3 * randn(11, 2 * width), torch.rand(2 * width, device=DEVICE)
+    dy[2:5] = 0
+    dy[3, 1], dy[4, width - 1], dy[6, 2] = math.nan, math.inf, 1e4
+    expected, expected_y, _ = glu_backward(dy.clone(), gate_up.clone(), "silu", need_y=True)
+    found, y, (found8, found_scales) = glu_backward(dy, gate_up, "silu", True, factors, overwrite)
+    expected8, expected_scales = quantize(expected, factors)
+    assert torch.equal(found8.view(torch.uint8), expected8.view(torch.uint8))
+    torch.testing.assert_close(found_scales, expected_scales, rtol=0, atol=0, equal_nan=True)
+    assert torch.equal(found.view(torch.int16), expected.view(torch.int16))
+    assert torch.equal(y.view(torch.int16), expected_y.view(torch.int16))
+    assert (found.data_ptr() == gate_up.data_ptr()) == overwrite
 
 
 @pytest.mark.parametrize("shape", [(16, 16), (48, 160), (80, 64), (1, 5)])

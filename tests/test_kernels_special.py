@@ -1,5 +1,6 @@
 """What single operations promise beside what test_kernels.py asks of all."""
 
+import sys
 from functools import partial
 
 import pytest
@@ -26,6 +27,7 @@ from test_kernels import (
     rope_inputs,
     rope_of,
     run,
+    swiglu_mlp,
 )
 
 
@@ -123,3 +125,23 @@ def test_layer_norm_keeps_the_variance_of_rows_far_from_zero():
     (x, *weights), _ = OPERATIONS["layer_norm"].inputs(4, 257, FP32)
     found, expected = kernels.layer_norm(x + 1000, *weights), F.layer_norm(x + 1000, (257,), *weights)
     torch.testing.assert_close(found, expected, rtol=1e-3, atol=1e-3)
+
+
+@pytest.mark.parametrize("keep_gate_up", [True, False])
+@pytest.mark.parametrize("keep_graph", [True, False])
+def test_the_gradient_of_gate_and_up_takes_their_place_if_nobody_needs_them_again(
+    keep_gate_up, keep_graph, monkeypatch
+):
+    module, overwritten = sys.modules["kernels.swiglu_mlp"], []
+    glu_backward = module.glu_backward
+
+    def spy(dy, gate_up, *args, **options):
+        found = glu_backward(dy, gate_up, *args, **options)
+        overwritten.append(found[0].data_ptr() == gate_up.data_ptr())
+        return found
+
+    monkeypatch.setattr(module, "glu_backward", spy)
+    inputs = [x.requires_grad_() for x in OPERATIONS["swiglu_mlp"].inputs(33, 16, FP32)[0]]
+    y, _ = swiglu_mlp(*inputs, keep_gate_up=keep_gate_up)
+    y.sum().backward(retain_graph=keep_graph)
+    assert overwritten == [not (keep_gate_up and keep_graph)]

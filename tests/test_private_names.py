@@ -14,6 +14,7 @@ pytestmark = pytest.mark.usefixtures("plain_pytorch_on_one_core")
 
 USED = {  # by file; test_copy_engines.py does without symmetric memory
     "kernels/fp8_linear.py": {"_scaled_mm"},
+    "kernels/launch.py": {"_C"},
     "optimizers/on_gpu.py": {"_foreach_norm"},
     "runtime/copy_engines.py": {"_symmetric_memory"},
     "runtime/distributed.py": {"_set_pg_timeout", "_spec"},
