@@ -37,7 +37,7 @@ block_size = 4096
 gradient_accumulation_steps = 1
 activation_checkpointing = "full"
 # A batch of 1 with longer contexts, what the layers keep in 35 GiB of CPU memory:
-#   --block_size=32768 --activation_checkpointing=selective --offload_activations=true      13.7 GiB on the GPU
+#   --block_size=32768 --activation_checkpointing=selective --offload_activations=true      11.2 GiB on the GPU
 #   --block_size=131072 --offload_activations=true                                          19.0 GiB
 # --fp8=true (RTX 40, H100 or newer) multiplies in float8 what is read back: a quarter more tokens a second.
 # A few thousand tokens a step take the GPU less time than its CPU needs to launch them: add --cuda_graph=true.

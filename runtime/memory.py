@@ -185,7 +185,7 @@ def token_bytes(c: LlamaConfig, run: RunShape, chunks: int) -> tuple[int, int]:
     else:  # the sum that a norm reads; gate and up
         norm, mlp = x, 2 * gate
         working = x + gate  # dy; the product, where its gradient was; the gradients of gate and up, where these were
-        working += 2 * c.ffn_dim * (run.fp8 and not run.lora_rank)  # and rounded
+        working += run.fp8 * (x if run.lora_rank else 2 * c.ffn_dim)  # rounded: with adapters in the product's place
     everything, selective = 2 * norm + attention + mlp, norm + attention + x
     kept = {"none": everything, "selective": selective, "full": x}[run.activation_checkpointing]
     return kept, everything + working
@@ -313,6 +313,8 @@ class Step:
         c, tokens, beyond, block = self.c, self.group_tokens, self.in_block - self.kept, self.block
         # with few tokens, the block's own gradients are more
         n_bytes = max(beyond * tokens, block.gradients - self.kept * tokens)
+        if self.run.lora_rank and self.run.fused_kernels:  # frozen weights read back from NF4, transposed in float8
+            n_bytes += 2 * c.ffn_dim * c.n_embd * ((self.run.base_dtype == "nf4") + self.run.fp8)
         found = [Part("the block in backward", n_bytes, f"{beyond:,} bytes x {tokens:,} tokens, beyond saved")]
         if self.chunks > 1:
             a_slice = self.itemsize * (3 * c.ffn_dim + c.n_embd) * tokens // self.chunks

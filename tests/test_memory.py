@@ -64,8 +64,8 @@ def recorded():
         for row in (row for kind in ("points", "batch", "seq") for row in found.get(kind, []) if "peak_gib" in row):
             if row["arm"] in STEP_FLAGS:
                 row |= of_step | {"arm": "all", "flags": " ".join(STEP_FLAGS[row["arm"]])}
-            # when it was measured, the first forward held the root twice
-            if row["arm"] in SWEEP_FLAGS and (record, row["batch"], row.get("model")) != ("ladder", 1, "8b"):
+            # when it was measured, the backward of an MLP held more
+            if row["arm"] in SWEEP_FLAGS and (record, row["arm"], row["block"]) != ("study", "long", 32768):
                 yield (
                     f"{record}: {[row[key] for key in SWEEP_PLACE[1:7]]} {row['flags']}",
                     row["peak_gib"],
