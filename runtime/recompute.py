@@ -65,8 +65,8 @@ def chunks_of_mlp(n_tokens: int, n_embd: int, mode: str, mlp_chunks: int | None,
     """How many slices of its tokens the MLP works through, one after another, in forward and in backward.
 
     That is mlp_chunks if set. Otherwise 1, except with full checkpointing and fused kernels: then slices have at least
-    MLP_SLICE and 4C tokens. Why 4C: the float32 sums of the weights' gradients take 12·C·F bytes, as much as C tokens
-    of a slice, so at most a quarter of the slice.
+    MLP_SLICE and 4C tokens. Why 4C: the float32 sums of the weights' gradients take 12·C·F bytes, as much as 2C tokens
+    of a slice, so at most half of the slice.
     """
     if mlp_chunks:
         return min(mlp_chunks, max(n_tokens, 1))
