@@ -30,25 +30,21 @@ def card(r: dict) -> str:
 def footer(name: str) -> str:
     """On what a record was measured, what that card reaches, and where the commands and commits are."""
     r, path = load(name), f"benchmarks/records/{name}.json"
-    versions = {package.replace("liger-kernel", "liger_kernel"): version for package, version in r["versions"].items()}
     rows = [row for kind in r.values() if isinstance(kind, list) for row in kind]
     ran = arms.packages_of({arm for row in rows for arm in row.get("arms", [row.get("arm")])})
     packages = [
-        f"{TITLES.get(package, package)} {versions[package].partition('+')[0]}"
+        f"{TITLES.get(package, package)} {r['versions'][package].partition('+')[0]}"
         for package in ("torch", "triton", *ran)
-        if package in versions
+        if package in r["versions"]
     ]
     number, _, device = r["device"].rpartition(" x ")
-    many = number not in ("", "1")
-    measured = f"Measured on {number if many else 'one'} {device}{'s' * many} with {', '.join(packages)}"
-    link = f"[{path}]({path})"
-    command = re.sub(" (?=[a-z_]+=)", " --", r["command"])  # older records have settings without dashes
-    origin = f"Commands and commits: {link}" if " && " in command else f"Command: `{command}`; commit: {link}"
-    return f"{measured}{limits(r)}. {origin}."
+    device = f"one {device}" if number in ("", "1") else f"{number} {device}s"
+    commands = "Commands and commits" if " && " in r["command"] else f"Command: `{r['command']}`; commit"
+    return f"Measured on {device} with {', '.join(packages)}{limits(r)}. {commands}: [{path}]({path})."
 
 
 def limits(r: dict) -> str:
-    """What a record's device reaches; older records do not say all of it."""
+    """What a record's device reaches, as far as it says."""
     forms = {"copy_tb_s": "copies {:.2f} TB/s", "matmul_tflops": "matmuls {:.0f} TFLOP/s", "cpu_cores": "{} CPU cores"}
     found = ", ".join(form.format(r[name]) for name, form in forms.items() if name in r)
     return f"; {found}" if found else ""
@@ -297,7 +293,7 @@ def saves_sentences(r: dict) -> str:
     """What checkpoints cost the training, beside it."""
     sentences = []
     for row in (row for row in r["saves"] if "cost" in row):
-        n, seconds = row.get("intervals", 2), row["resume_seconds"]  # older records are of two
+        n, seconds = row["intervals"], row["resume_seconds"]
         at = "Llama 3.2 1B on {ranks} GPUs, {batch} x {block:,} tokens each".format(**row)
         size, walls = row["checkpoint_bytes"] / 1e9, [row[key] / n for key in ("seconds_without", "seconds_with")]
         cost = "less than can be measured" if row["cost"] < 0 else f"{row['cost']:.1%}"

@@ -210,7 +210,7 @@ def trouble(row: dict) -> str:
     return f"failed: {row['failed']}"
 
 
-def begin(name: str, words: list[str], kinds: Iterable[str], n_gpus: int | None = None, on_cpu: bool = False) -> dict:
+def begin(name: str, words: list[str], kinds: Iterable[str], n_gpus=None, on_cpu=False) -> dict:
     """The record of this command on this card, or on so many, with no rows of any kind yet. on_cpu: a CPU will do."""
     if not torch.cuda.is_available() and not on_cpu:
         instead = "python bench.py estimate, or ladder --estimate=true, computes what fits"
@@ -242,9 +242,7 @@ def line(titles: dict[str, str], row: dict) -> str:
     return "  ".join([f"{name:<33}", *cells])
 
 
-def measure(
-    name: str, s: SimpleNamespace, keys: dict, rows: Callable, titles=(), tables="", plot="", n_gpus=None, on_cpu=False
-):
+def measure(name: str, s: SimpleNamespace, keys: dict, rows: Callable, titles=(), plot="", n_gpus=None, on_cpu=False):
     """Runs a command: fills its record with rows(s) and prints the tables of each kind of row.
 
     s.new is the record without rows. titles: of arms. tables: of report.TABLES, if not those of that name. plot: the
