@@ -66,29 +66,26 @@ def refuse_unknown(words: list[str], declared: dict, for_train_py: bool) -> None
             raise SettingError(f"--{name} is a setting of train.py: put it behind --, as in -- --{name}=...")
 
 
-def one_of(name: str, text: str, known) -> list[str]:
-    """The parts of one,two,... ; SettingError for one that is not known."""
-    parts = [part for part in text.split(",") if part]
-    for part in parts or [""]:
-        if part not in known:
-            raise SettingError(f"--{name}={part}: there are {', '.join(known)}")
-    return parts
-
-
-def whole_numbers(name: str, text: str) -> list[int]:
-    return [n for (n,) in numbers(name, text, r"[1-9]\d*", "whole numbers, at least 1")]
-
-
-def shapes(name: str, text: str) -> list[tuple[int, int]]:
-    """Sequences x tokens: '8x2048,2x8192' is [(8, 2048), (2, 8192)]."""
-    return numbers(name, text, r"[1-9]\d*x[1-9]\d*", "sequences x tokens, as in 8x2048")
-
-
-def numbers(name: str, text: str, pattern: str, expected: str) -> list[tuple[int, ...]]:
+def parts_of(name: str, text: str, pattern: str, expected: str) -> list[str]:
+    """Of one,two,...; SettingError for one that is not of that pattern."""
     parts = [part for part in text.split(",") if part]
     for part in parts or [""]:
         if not re.fullmatch(pattern, part):
             raise SettingError(f"--{name}={part}: {expected}")
+    return parts
+
+
+def one_of(name: str, text: str, known) -> list[str]:
+    return parts_of(name, text, "|".join(map(re.escape, known)), f"there are {', '.join(known)}")
+
+
+def whole_numbers(name: str, text: str) -> list[int]:
+    return [int(part) for part in parts_of(name, text, r"[1-9]\d*", "whole numbers, at least 1")]
+
+
+def shapes(name: str, text: str) -> list[tuple[int, ...]]:
+    """Sequences x tokens: '8x2048,2x8192' is [(8, 2048), (2, 8192)]."""
+    parts = parts_of(name, text, r"[1-9]\d*x[1-9]\d*", "sequences x tokens, as in 8x2048")
     return [tuple(map(int, part.split("x"))) for part in parts]
 
 

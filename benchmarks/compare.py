@@ -145,15 +145,13 @@ VARIES, FIXED = {"batch": "batch", "seq": "block"}, {"batch": "block", "seq": "b
 SIZE = {"batch": "batch", "seq": "context"}
 
 
-def by_series(rows: list[dict], kind: str, among: list[dict] | None = None) -> dict[str, list[dict]]:
-    """The rows of each series by its title, as the size grows; the last may be out of memory.
-
-    among: the rows of which those with the same title are one series; none: these.
-    """
+def by_series(record: dict, kind: str) -> dict[str, list[dict]]:
+    """The rows of each series by its title, as the size grows; the last may be out of memory."""
     found, fixed = {}, FIXED[kind]
-    for row in sorted(rows, key=lambda row: (list(arms.SWEEP).index(row["arm"]), row[VARIES[kind]])):
-        several = len({other[fixed] for other in rows}) > 1
-        trainer = title(row, among or rows) + (f", {fixed} {row[fixed]:,}" if several else "")
+    for row in sorted(record[kind], key=lambda row: (list(arms.SWEEP).index(row["arm"]), row[VARIES[kind]])):
+        several = len({other[fixed] for other in record[kind]}) > 1
+        of_all = [row for kind in KINDS for row in record.get(kind, [])]
+        trainer = title(row, of_all) + (f", {fixed} {row[fixed]:,}" if several else "")
         found.setdefault(trainer, []).append(row | {"trainer": trainer})
     return found
 

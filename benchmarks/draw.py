@@ -5,7 +5,7 @@ import textwrap
 from collections import Counter
 from collections.abc import Callable
 from functools import partial
-from itertools import groupby, pairwise
+from itertools import groupby
 from pathlib import Path
 
 import matplotlib
@@ -247,83 +247,56 @@ def draw_8b(axes, rows: list[dict]) -> None:
 # --- Memory ---
 
 
-def draw_sweep(record: dict, path: Path) -> None:
-    """A column for batches and one for contexts; tokens a second above peak memory, both against the size."""
+def draw_sweep(record: dict, path: Path, only: tuple[str, ...] = ()) -> None:
+    """A column for batches and one for contexts: tokens a second against the size, and below them the peak memory.
+
+    only: trainers whose speed alone is drawn, for the README; nothing: all.
+    """
     kinds = [kind for kind in compare.KINDS if compare.done(record[kind])]
-    figure, grid = plt.subplots(2, len(kinds), figsize=(5 * len(kinds) + 1, 7.5), squeeze=False, sharex="col")
-    drawn, handles = [row for kind in kinds for row in record[kind]], {}
-    for kind, axes in zip(kinds, grid.T, strict=True):
-        rows, first, used, (above, below) = record[kind], record[kind][0], Counter(), axes
-        for title, series in compare.by_series(rows, kind, among=drawn).items():
-            arm = series[0]["arm"]
-            style = {"color": TRAINERS[arm], "linestyle": DASHES[used[arm] % len(DASHES)]}
-            used[arm] += 1
-            handles |= {title: draw_series(above, below, series, kind, style)}
-        if limit := first["limit_gib"]:
-            below.axhline(limit, color="black", linewidth=1)
-            below.annotate(f"limit: {limit:g} GiB", (0.02, limit), xycoords=("axes fraction", "data"), fontsize=8,
-                           xytext=(0, 3), textcoords="offset points")  # fmt: skip
-        elsewhere = f"sequences of {first['block']:,} tokens" if kind == "batch" else f"batch {first['batch']}"
-        above.set(ylabel="thousand tokens per second", ylim=(0, None), title=f"{compare.SIZE[kind]} grows, {elsewhere}")
-        unit = "batch, sequences" if kind == "batch" else "context, tokens"
-        below.set(xlabel=unit, ylabel="peak memory, GiB", ylim=(0, None), xscale="log")
-        tick_sizes(below, sorted({row[compare.VARIES[kind]] for row in rows}), 7)
-    marks = {"out of memory": ("oom", "x"), "memory.py's estimate": ("estimated_gib", ".")}
-    for name, (key, mark) in marks.items():
-        if any(row.get(key) for row in drawn):
-            handles[name] = grid[0, 0].plot([], [], mark, color="black")[0]
-    bottom = 0.03 + 0.022 * math.ceil(len(handles) / 3)
-    finish(figure, path, (handles.values(), handles.keys()), bottom)
+    height, handles, first = 1 if only else 2, {}, record[kinds[0]][0]
+    options = {"figsize": (5 * len(kinds) + 1, 2.8 * height + 1.8), "sharex": "col", "sharey": "row"}
+    figure, grid = plt.subplots(height, len(kinds), squeeze=False, layout="constrained", **options)
+    for kind, column in zip(kinds, grid.T, strict=True):
+        used = Counter(long=1)  # dashed: it lies over nanocria's
+        for title, series in compare.by_series(record, kind).items():
+            if (arm := series[0]["arm"]) in (only or trainers.SWEEP):
+                style = {"color": TRAINERS[arm], "linestyle": DASHES[used[arm] % len(DASHES)]}
+                used[arm] += 1
+                handles |= {title: draw_series(column, series, compare.VARIES[kind], style)}
+        unit = "sequences of {block:,} tokens" if kind == "batch" else "tokens, at batch {batch}"
+        column[0].set(ylabel="thousand tokens per second", ylim=(0, None))
+        column[-1].set(xlabel=f"{compare.SIZE[kind]}, {unit.format(**record[kind][0])}", xscale="log")
+        sizes = sorted({row[compare.VARIES[kind]] for row in record[kind]})
+        column[-1].set_xticks(sizes, [f"{size:,}" for size in sizes], rotation=60, fontsize=7)
+        column[-1].minorticks_off()
+        for below in column[1:]:
+            below.set(ylabel="peak memory, GiB", ylim=(0, None))
+            if first["limit_gib"]:
+                below.axhline(first["limit_gib"], color="black", linewidth=1)
+    if any(row.get("oom") for kind in kinds for row in record[kind]):
+        handles["out of memory"] = grid[0, 0].plot([], [], "x", color="black")[0]
+    if not only:
+        handles["memory.py's estimate"] = grid[0, 0].plot([], [], ".", color="black")[0]
+    held = f"held to {first['limit_gib']:g} GiB of" if first["limit_gib"] else "on"
+    figure.suptitle(f"{first['config']} {held} {record['device']}", fontsize=11)
+    finish(figure, path, (handles.values(), handles.keys()), loc="outside lower center")
 
 
-def tick_sizes(axes, sizes: list[int], fontsize: int) -> None:
-    axes.set_xticks(sizes, [f"{size:,}" for size in sizes], rotation=60, fontsize=fontsize)
-    axes.minorticks_off()
-
-
-def draw_series(above, below, rows: list[dict], kind: str, style: dict):
-    """Its two lines; where it ran out of memory, crosses; its estimates as black points."""
-    key, fits = compare.VARIES[kind], compare.done(rows)
-    handle = draw_line(above, fits, key, speed, marker="o", markersize=3.5, **style)
-    draw_line(below, fits, key, "peak_gib", marker="o", markersize=3.5, **style)
-    for row in (row for row in rows if row.get("oom")):
-        top = row["limit_gib"] or max((r["peak_gib"] for r in fits), default=0)
-        below.plot(row[key], top, "x", color=style["color"])
-        above.plot(row[key], 0, "x", color=style["color"], clip_on=False)
-    estimated = [row for row in fits if "estimated_gib" in row]
-    draw_line(below, estimated, key, "estimated_gib", ".", color="black", markersize=2.5, zorder=3)
+def draw_series(column, rows: list[dict], size: str, style: dict):
+    """Its lines; where it ran out of memory, crosses; its estimates as black points."""
+    fits, ends = compare.done(rows), [row for row in rows if row.get("oom")]
+    style = {"marker": "o", "markersize": 3.5} | style
+    cross = {"marker": "x", "color": style["color"], "linestyle": ":", "linewidth": 1, "markevery": [-1]}
+    handle, top = draw_line(column[0], fits, size, speed, **style), fits[-1]["peak_gib"] if fits else 0
+    for row in ends:
+        draw_line(column[0], [*fits[-1:], row | {"tok_per_s": 0}], size, speed, clip_on=False, **cross)
+    for below in column[1:]:
+        draw_line(below, fits, size, "peak_gib", **style)
+        for row in ends:
+            below.plot(row[size], row["limit_gib"] or top, **cross)
+        estimated = [row for row in fits if "estimated_gib" in row]
+        draw_line(below, estimated, size, "estimated_gib", ".", color="black", markersize=2.5, zorder=3)
     return handle
-
-
-def draw_fits(record: dict, path: Path) -> None:
-    """The README's: tokens a second as the batch grows, left, and as the context does; a cross is out of memory."""
-    figure, axes_of = panels(2, (10, 4.2), sharey=True)
-    for axes, kind in zip(axes_of, compare.KINDS, strict=True):
-        key, first = compare.VARIES[kind], record[kind][0]
-        for arm in trainers.SHOWN:
-            draw_until_out_of_memory(axes, [row for row in record[kind] if row["arm"] == arm], key, arm)
-        unit = f"sequences of {first['block']:,} tokens" if kind == "batch" else f"tokens, at batch {first['batch']}"
-        axes.set(xlabel=f"{compare.SIZE[kind]}, {unit}", xscale="log", ylim=(0, None))
-        sizes = sorted({row[key] for row in record[kind]})
-        apart = [size for size, after in pairwise([*sizes, math.inf]) if after > 1.2 * size]  # or they would touch
-        tick_sizes(axes, apart, 8)
-    axes_of[0].set(ylabel="thousand tokens per second")
-    axes_of[0].plot([], [], "x", color="black", markeredgewidth=2, label="out of memory")
-    limit, device = first["limit_gib"], record["device"].removeprefix("1 x ").removeprefix("NVIDIA ")
-    figure.suptitle(f"Llama 3.2 1B within {limit:g} GiB of GPU memory (one {device} limited to that)", fontsize=12)
-    figure.align_xlabels()
-    finish(figure, path, axes_of[0].get_legend_handles_labels(), bottom=0.06, fontsize=9, ncols=5)
-
-
-def draw_until_out_of_memory(axes, rows: list[dict], key: str, arm: str) -> None:
-    """Tokens a second over the size, then dots down to a cross; ours in front of ours with activations on the CPU."""
-    fits = sorted(compare.done(rows), key=lambda row: row[key])
-    style = {"color": TRAINERS[arm], "zorder": 3 if arm == "all" else 2}
-    line = {"linestyle": "--" if arm == "long" else "-", "label": trainers.SWEEP[arm]}
-    draw_line(axes, fits, key, speed, marker="o", markersize=4, **line, **style)
-    for row in (row for row in rows if row.get("oom") and fits):
-        axes.plot([fits[-1][key], row[key]], [speed(fits[-1]), 0], ":", linewidth=1, **style)
-        axes.plot(row[key], 0, "x", markersize=8, markeredgewidth=2, clip_on=False, **style)
 
 
 def draw_snapshot(record: dict, path: Path) -> None:
@@ -373,7 +346,7 @@ PLOTS = {  # name -> the record that it is drawn from, and how
     "step": ("step", draw_steps),
     "losses": ("losses", draw_losses),
     "gpus": ("gpus", draw_gpus),
-    "fits": ("study", draw_fits),
+    "fits": ("study", partial(draw_sweep, only=trainers.SHOWN)),
     **{name: (name, draw_sweep) for name in ("study", "sweep", "study_8b")},
     "snapshot": ("snapshot", draw_snapshot),
     "ladder": ("ladder", draw_ladder),

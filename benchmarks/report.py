@@ -320,7 +320,7 @@ def sweep_tables(r: dict) -> str:
     """For each sweep of a record what fits, then all points, which GitHub shows to whoever clicks on the title."""
     parts = []
     for kind in filter(r.get, compare.KINDS):
-        series = compare.by_series(r[kind], kind)
+        series = compare.by_series(r, kind)
         rows = sorted((row for rows in series.values() for row in rows), key=lambda row: row[VARIES[kind]])
         points = compare.side_by_side(rows, SIZE[kind], f"{{{VARIES[kind]}:,}}", series)
         summary = "<summary>All measurements: tokens per second · peak GiB</summary>"
@@ -331,7 +331,7 @@ def sweep_tables(r: dict) -> str:
 def fits_table(r: dict, kind: str) -> str:
     """The largest size of each series, what did not fit, how it was there, and what a token more takes."""
     rows, size = [], VARIES[kind]
-    for series in compare.by_series(r[kind], kind).values():
+    for series in compare.by_series(r, kind).values():
         fits, too_large = done(series), [row[size] for row in series if row.get("oom")]
         row = {"largest": f"{fits[-1][size]:,}"} | fits[-1] if fits else {"largest": "none", **series[0]}
         row |= {"too_large": min(too_large)} if too_large else {}

@@ -323,7 +323,7 @@ def test_a_size_that_does_not_fit_takes_no_other_with_it(monkeypatch, tmp_path, 
 # --- Losses ---
 
 LOSSES = {
-    "command": "python bench.py losses", "device": "GPU",
+    "command": "python bench.py losses", "device": "1 x GPU",
     "versions": {"nanocria": "abc1234", "torch": "2.11.0", "transformers": "5.17.0", "torchtitan": "0.2.0"},
     "runs": [{"arm": arm, "steps": 6, "batch": 8, "block": 1024, "losses": [3.0, 2.5, 2.0, 1.5, *last]}
              for arm, last in {"nanocria": [1.25, 1.0], "hf": [1.0, 1.5], "float32": [1.0, 1.0]}.items()],
