@@ -34,8 +34,8 @@ PARTS = ["#1e3a8a", "#2563eb", "#0f766e", "#c2410c", "#9333ea", "#f59e0b", "#9ca
 DASHES = ["-", "--", "-.", ":"]
 MARKS = dict(zip(("none", "selective", "full"), "osv", strict=True))
 PASSES = {"forward": "fwd", "backward": "bwd", "inference": "loss alone", "both": "both"}
-plt.rcParams |= {"figure.dpi": 150, "legend.fontsize": 8, "legend.frameon": False}
-plt.rcParams |= {"axes.spines.top": False, "axes.spines.right": False}
+plt.rcParams |= {"figure.dpi": 150, "figure.constrained_layout.use": True, "legend.fontsize": 8}
+plt.rcParams |= {"legend.frameon": False, "axes.spines.top": False, "axes.spines.right": False}
 
 
 def panels(n: int, size: tuple[float, float], **options):
@@ -44,12 +44,10 @@ def panels(n: int, size: tuple[float, float], **options):
     return figure, axes[0]
 
 
-def finish(figure, path: Path, legend=None, bottom: float = 0, **options) -> None:
-    """Below all panels one legend, handles and labels, in a strip of that height."""
+def finish(figure, path: Path, legend=None, **options) -> None:
+    """Below all panels, or where loc says, one legend: handles and labels."""
     if legend:
-        figure.legend(*legend, **{"ncols": 3, "loc": "lower center"} | options)
-    if figure.get_layout_engine() is None:
-        figure.tight_layout(rect=(0, bottom, 1, 1))
+        figure.legend(*legend, **{"ncols": 3, "loc": "outside lower center"} | options)
     figure.savefig(path)
     plt.close(figure)
 
@@ -138,7 +136,7 @@ def draw_kernels(record: dict, path: Path, memory=False) -> None:
     title = "Peak memory of forward and backward above their inputs: lower is better" if memory else title
     operations, handles = [(op, list(rows)) for op, rows in groupby(record["rows"], key=lambda row: row["op"])], {}
     height = math.ceil(len(operations) / 2)
-    figure, grid = plt.subplots(height, 2, figsize=(12, 2.7 * height + 1), dpi=120, squeeze=False, layout="constrained")
+    figure, grid = plt.subplots(height, 2, figsize=(12, 2.7 * height + 1), dpi=120, squeeze=False)
     for axes in grid.flat[len(operations) :]:
         axes.set_visible(False)
     for axes, (op, rows) in zip(grid.flat, operations, strict=False):
@@ -203,7 +201,7 @@ def draw_steps(record: dict, path: Path) -> None:
         first.plot([], [], color=TRAINERS[arm], label=trainers.STEP[arm] + " (bf16)" * arm.startswith("hf"))
     for checkpointing, mark in MARKS.items():
         first.plot([], [], mark, color="gray", label=f"checkpointing: {checkpointing}")
-    finish(figure, path, first.get_legend_handles_labels(), bottom=0.18)
+    finish(figure, path, first.get_legend_handles_labels())
 
 
 def draw_gpus(record: dict, path: Path) -> None:
@@ -221,7 +219,7 @@ def draw_gpus(record: dict, path: Path) -> None:
     left.set_title("Llama 3.2 1B, 16 x 2,048 tokens per GPU", fontsize=10)
     for right in rest:
         draw_8b(right, big)
-    finish(figure, path, left.get_legend_handles_labels(), bottom=0.1)
+    finish(figure, path, left.get_legend_handles_labels())
 
 
 def speed_of_each(row: dict) -> float:
@@ -255,7 +253,7 @@ def draw_sweep(record: dict, path: Path, only: tuple[str, ...] = ()) -> None:
     kinds = [kind for kind in compare.KINDS if compare.done(record[kind])]
     height, handles, first = 1 if only else 2, {}, record[kinds[0]][0]
     options = {"figsize": (5 * len(kinds) + 1, 2.8 * height + 1.8), "sharex": "col", "sharey": "row"}
-    figure, grid = plt.subplots(height, len(kinds), squeeze=False, layout="constrained", **options)
+    figure, grid = plt.subplots(height, len(kinds), squeeze=False, **options)
     for kind, column in zip(kinds, grid.T, strict=True):
         used = Counter(long=1)  # dashed: it lies over nanocria's
         for title, series in compare.by_series(record, kind).items():
@@ -279,7 +277,7 @@ def draw_sweep(record: dict, path: Path, only: tuple[str, ...] = ()) -> None:
         handles["memory.py's estimate"] = grid[0, 0].plot([], [], ".", color="black")[0]
     held = f"held to {first['limit_gib']:g} GiB of" if first["limit_gib"] else "on"
     figure.suptitle(f"{first['config']} {held} {record['device']}", fontsize=11)
-    finish(figure, path, (handles.values(), handles.keys()), loc="outside lower center")
+    finish(figure, path, (handles.values(), handles.keys()))
 
 
 def draw_series(column, rows: list[dict], size: str, style: dict):
@@ -302,7 +300,7 @@ def draw_series(column, rows: list[dict], size: str, style: dict):
 def draw_snapshot(record: dict, path: Path) -> None:
     """What holds the memory during one step, stacked: a panel for each trainer."""
     rows = [row for row in record["arms"] if "peak_gib" in row]
-    figure, axes_of = panels(len(rows), (4.5 * len(rows) + 1.5, 4.5), sharey=True, layout="constrained")
+    figure, axes_of = panels(len(rows), (4.5 * len(rows) + 1.5, 4.5), sharey=True)
     for axes, row in zip(axes_of, rows, strict=True):
         axes.stackplot(row["at"], *row["gib"].values(), labels=row["gib"], colors=PARTS)
         axes.axhline(row["peak_gib"], color="black", linewidth=0.8, linestyle="--")

@@ -236,4 +236,4 @@ def measured(s: SimpleNamespace):
 
 
 def main(argv: list[str]) -> None:
-    runner.measure("finetune", parse(argv), KEYS, measured, trainers.FINETUNE, "finetune_losses")
+    runner.measure("finetune", parse(argv), KEYS, measured, trainers.FINETUNE)

@@ -114,9 +114,8 @@ def each_once(separator: str, *texts: str) -> str:
 
 def kept_rows(new: dict, out: Path, keys: dict, keep: bool) -> dict[tuple, dict]:
     """By name the rows that the file has already, where the new record continues it: they are not measured again."""
-    old = read_record(out)
-    rows = ((kind, row) for kind in keys for row in old.get(kind, [])) if continues(old, new, keep) else ()
-    return {values(row, keys[kind]): row for kind, row in rows}
+    found = continued(read_record(out), new, keys, keep)
+    return {values(row, keys[kind]): row for kind in keys for row in found[kind]}
 
 
 def fill(new: dict, rows: Iterable[tuple[str, dict]], out: Path, keys: dict, line: Callable, keep=False):

@@ -469,7 +469,7 @@ def whole_8b_sentence() -> str:
 
 # --- The pages ---
 
-TABLES = {  # command -> kind of its rows -> what tables() makes of them
+TABLES = {  # a word of the command -> kind of rows -> what is made of them
     "kernels": {"rows": kernels_table},
     "step": {"points": steps_table, "breakdown": breakdown_table, "baby": small_model_table},
     "gpus": {
@@ -480,8 +480,8 @@ TABLES = {  # command -> kind of its rows -> what tables() makes of them
         "memory": save_memory_sentence,
     },
     "sweep": {kind: partial(fits_table, kind=kind) for kind in compare.KINDS},
-    "finetune": {"batch": finetune_table},
-    "finetune_losses": {"runs": finetune_losses_table, "packing": packing_sentence},
+    "--preset=finetune": {"batch": finetune_table},
+    "finetune": {"runs": finetune_losses_table, "packing": packing_sentence},
     "ladder": {"points": ladder_table},
     "losses": {"runs": losses_table},
     "snapshot": {"arms": snapshot_table},
@@ -489,13 +489,13 @@ TABLES = {  # command -> kind of its rows -> what tables() makes of them
 }
 
 
-def tables(command: str, r: dict) -> str:
-    """What a command prints, and a page shows, of each kind of rows that its record has."""
-    makes = TABLES[command].items()
+def tables(r: dict) -> str:
+    """What the command of a record prints, and a page shows, of each kind of rows."""
+    makes = TABLES[next((word for word in r["command"].split() if word in TABLES), "sweep")].items()
     return "\n\n".join(make(r) for kind, make in makes if any(not row.get("oom") for row in r.get(kind, [])))
 
 
-def measured(name: str, make: Callable[[dict], str]) -> str:
+def measured(name: str, make: Callable[[dict], str] = tables) -> str:
     """A part of a page: what is made of a record, and where that is from."""
     r = load(name)
     return f"{make(r)}\n\n{footer(name)}{arithmetic(r) if make is sweep_tables else ''}"
@@ -511,16 +511,11 @@ PAGES = {  # page -> its parts: name -> what makes it
         "linux": linux_table, "baby": baby_table, "steps": partial(measured, "step", steps_table),
         "small_model": lambda: small_model_table(load("step")), "breakdown": lambda: breakdown_table(load("step")),
         **{name: partial(measured, name, sweep_tables) for name in ("study", "sweep", "study_8b")},
-        **{
-            name: partial(measured, name, partial(tables, command))  # parts that are called as their record
-            for command, names in {
-                "step": ["step_h100"], "snapshot": ["snapshot"], "losses": ["losses"], "ladder": ["ladder"],
-                "gpus": ["gpus", "gpus_two", "gpus_saves", "gpus_memory", "gpus_optimizers"],
-                "kernels": ["kernels", "fp8_linear", "adamw_nf4"], "generate": ["generate", "generate_cpu"],
-                "finetune": ["finetune"], "finetune_losses": ["finetune_losses"],
-            }.items()
-            for name in names
-        },
+        **{name: partial(measured, name) for name in (
+            "step_h100", "snapshot", "losses", "ladder", "gpus", "gpus_two", "gpus_saves", "gpus_memory",
+            "gpus_optimizers", "kernels", "fp8_linear", "adamw_nf4", "generate", "generate_cpu", "finetune",
+            "finetune_losses",
+        )},
     },
 }  # fmt: skip
 

@@ -46,7 +46,8 @@ def run(command: list[str], ranks: int = 1, timeout: float = TIMEOUT) -> tuple[d
     ranks > 1: under torchrun.
     """
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True, "start_new_session": True}
-    process = subprocess.Popen([sys.executable, *launcher(ranks), *command], cwd=ROOT, **pipes)
+    launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}"] if ranks > 1 else []
+    process = subprocess.Popen([sys.executable, *launcher, *command], cwd=ROOT, **pipes)
     try:
         stdout, stderr = process.communicate(timeout=timeout)
     except subprocess.TimeoutExpired:
@@ -59,10 +60,6 @@ def run(command: list[str], ranks: int = 1, timeout: float = TIMEOUT) -> tuple[d
         end(process)
     lines = [line for line in stdout.splitlines() if line.startswith("{")]
     return json.loads(lines[-1]) if lines and not process.returncode else None, stdout + stderr
-
-
-def launcher(ranks: int) -> list[str]:
-    return ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}"] if ranks > 1 else []
 
 
 def end(process: subprocess.Popen) -> None:
@@ -245,8 +242,8 @@ def line(titles: dict[str, str], row: dict) -> str:
 def measure(name: str, s: SimpleNamespace, keys: dict, rows: Callable, titles=(), plot="", n_gpus=None, on_cpu=False):
     """Runs a command: fills its record with rows(s) and prints the tables of each kind of row.
 
-    s.new is the record without rows. titles: of arms. tables: of report.TABLES, if not those of that name. plot: the
-    function of draw.py that draws it, beside the record. n_gpus: that the record names. on_cpu: as for begin.
+    s.new is the record without rows. titles: of arms. plot: the function of draw.py that draws it, beside the record.
+    n_gpus: that the record names. on_cpu: as for begin.
     """
     s.new = begin(name, s.command, keys, n_gpus, on_cpu)
     found = record.fill(s.new, rows(s), s.out, keys, functools.partial(line, dict(titles)), getattr(s, "keep", False))
@@ -255,6 +252,6 @@ def measure(name: str, s: SimpleNamespace, keys: dict, rows: Callable, titles=()
             from benchmarks import draw
 
             getattr(draw, plot)(found, s.out.with_suffix(".png"))
-    if shown := report.tables(tables or name, found):
+    if shown := report.tables(found):
         print(f"\n{shown}")
     print(f"\nrecord: {s.out}")

@@ -134,20 +134,18 @@ def measured(s: SimpleNamespace, known: dict | None = None):
 
     known: rows that need not be measured, by place. What one sweep has measured, the next one knows.
     """
-    missing, known = set(), dict(known or {})
+    known = dict(known or {})
     for kind in compare.KINDS if s.sweep == "both" else [s.sweep]:
         going = all_series(s)
         for batch, block in sizes(kind, s):
-            for series in [series for series in going if series[0] not in missing]:
+            for series in list(going):
                 row = place(*series, batch, block, s)
                 name = tuple(row.values())
-                row = known[name] if name in known else point(row, s.steps)
-                known |= {name: row} if "oom" in row else {}
-                missing |= {series[0]} if "missing" in row else set()
-                if "tok_per_s" not in row:
+                known[name] = known[name] if name in known else point(row, s.steps)
+                if "tok_per_s" not in known[name]:
                     going.remove(series)
-                yield kind, row
-            if not {arm for arm, *_ in going} - missing:
+                yield kind, known[name]
+            if not going:
                 break
 
 
@@ -210,5 +208,4 @@ def main(argv: list[str]) -> None:
             print(f"{s.out} has {len(known)} points already: delete it to measure them again")
         return itertools.chain.from_iterable(measured(each, known) for each in [s, *others])
 
-    tables = "finetune" if others else "sweep"
-    runner.measure("", first, KEYS, rows, trainers.SWEEP, tables, "draw_sweep", n_gpus=first.ranks)
+    runner.measure("", first, KEYS, rows, trainers.SWEEP, "draw_sweep", n_gpus=first.ranks)

@@ -364,7 +364,7 @@ def test_finetunes_of_one_length_are_one_table_and_packing_a_sentence():
         "runs": [run("hf-lora", 300, 2.0, 1.0), run("nanocria", 200, 2.0, 1.5)],
         "packing": [{"arm": "packed", "targets_per_s": 3000}, {"arm": "padded", "targets_per_s": 1000}],
     }
-    text = report.tables("finetune_losses", found).splitlines()
+    text = report.tables({"command": "python bench.py finetune"} | found).splitlines()
     assert text[0].startswith("200 steps of 4 x 1,024 packed tokens, learning rate 2e-05; ")
     assert text[2] == "| trainer | training | validation, 0 | validation, 200 |"
     assert text[4] == "| nanocria, bfloat16 | 1.7500 | 3.0000 | 1.5000 |"

@@ -313,7 +313,8 @@ def test_the_tables_compare_with_one_gpu_and_with_the_recipe_sharded_alike():
     big = [row("nanocria", 4, 44_000.0, 30.0, at), row("recipe", 4, 40_000.0, 40.0, at)]
     big.append(row("nanocria", 4, 48_000.0, 60.0, selective))
     big.append(dict(zip(compare.GPUS_PLACE, ("recipe", 4, 1, 8192, "none"), strict=True)) | {"oom": True})
-    assert report.tables("gpus", {"scaling": scaling, "8b": big, "saves": []}).splitlines()[4:] == [
+    command = {"command": "python bench.py gpus"}
+    assert report.tables(command | {"scaling": scaling, "8b": big, "saves": []}).splitlines()[4:] == [
         "| nanocria | 1 | 70,000 | 70,000 | 1.000 | 50.0% | 40.0 | - |",
         "| nanocria, ZeRO-3 | 4 | 273,000 | 68,250 | 0.975 | 50.0% | 35.0 | 1.05 |",
         "| torchtitan's recipe, ZeRO-3 | 4 | 230,400 | 57,600 | - | 50.0% | 70.0 | - |",
@@ -329,9 +330,9 @@ def test_the_tables_compare_with_one_gpu_and_with_the_recipe_sharded_alike():
         "| 1 x 8,192 | none | torchtitan's recipe, ZeRO-3 | out of memory | - | - | - | - | - |",
     ]
     rows = [row("nanocria-adamw", 2, 1e6, at=(64, 1024, "none")), row("nanocria-muon", 2, 1e6, ms_per_step=1.25)]
-    assert report.tables("gpus", {"optimizers": rows}).splitlines()[0::4] == [
+    assert report.tables(command | {"optimizers": rows}).splitlines()[0::4] == [
         "`config/linux_114m.py`, steps of 8 x 64 x 1,024 tokens:",
         "| nanocria, AdamW | 2 | 1 | 1.000 | 40.0 |",
     ]
-    assert "| nanocria, Muon | 2 | 1 | 1.250 | 40.0 |" in report.tables("gpus", {"optimizers": rows})
+    assert "| nanocria, Muon | 2 | 1 | 1.250 | 40.0 |" in report.tables(command | {"optimizers": rows})
     assert "n/a" in report.scaling_table({"scaling": [row("nanocria", 1, 70_000.0, mfu=None)]})

@@ -214,7 +214,7 @@ def test_what_cannot_be_measured_is_a_row_that_says_why(monkeypatch):
     assert not card.ran and not any("failed" in row for _, row in rows_of(["--batches=1"]))
     Card(monkeypatch, answer={"missing": "No module named 'liger_kernel'"})
     rows = rows_of(["--sweep=both", "--arms=all", "--peers=liger", "--batches=1", "--contexts=512"])
-    (liger,) = (row for _, row in rows if row["arm"] == "liger")  # asked for once
+    liger = next(row for _, row in rows if row["arm"] == "liger")
     said = runner.line(arms.SWEEP, liger)
     assert said.endswith("No module named 'liger_kernel': pip install 'transformers>=5.17,<6' liger_kernel==0.8.5")
 
