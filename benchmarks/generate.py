@@ -98,8 +98,8 @@ def step_of(model: Llama, prompts: list[list[int]], tokens: int, device: torch.d
 
 
 def measured(s: SimpleNamespace):
-    def measure_at(*place):
-        found = runner.call("generate.measure", **dict(zip(KEYS["points"], place, strict=True)))
+    def measure_at(**at):
+        found = runner.call("generate.measure", **at)
         if "step_ms" in found:
             found["of_copy"] = found["step_bytes"] / found["step_ms"] / 1e9 / s.new["copy_tb_s"]
         return found

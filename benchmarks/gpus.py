@@ -79,8 +79,8 @@ def points(kind: str, s: SimpleNamespace):
     config, at, usual = POINTS[kind]
     at, ranks = (places_of_8b(at, s), s.ranks[-1:]) if kind == "8b" else (at, reversed(s.ranks))
 
-    def measure_at(arm, n, *at):
-        return runner.arm_point(arm, FLAGS.get(arm), config, *at, s.steps, ranks=n)
+    def measure_at(arm, **at):
+        return runner.arm_point(arm, FLAGS.get(arm), s.steps, config=config, **at)
 
     places = [
         (arm, n, *where)

@@ -108,14 +108,6 @@ def train(words: list[str], out_dir: str, ranks: int = 1, launch: Callable | Non
     return json.loads(summary.read_text()) if summary.exists() else failure(printed)
 
 
-def train_point(config, batch, block, checkpointing, steps, flags=(), ranks=1, warmup=5, launch=None) -> dict:
-    """A short run of train.py: the numbers of its summary that a row keeps."""
-    with tempfile.TemporaryDirectory() as out_dir:
-        words = train_words(config, batch, block, checkpointing, out_dir, ranks)
-        summary = train([*words, *flags, f"--max_iters={steps + warmup}"], out_dir, ranks, launch)
-        return {key: summary[key] for key in KEPT if key in summary}
-
-
 @functools.cache
 def random_base(config: str) -> tempfile.TemporaryDirectory:
     """A folder with random weights of the model, as published ones: adapters need a model to stand on.
@@ -152,32 +144,34 @@ def call(function: str, ranks: int = 1, launch: Callable | None = None, **argume
     return result or failure(printed)
 
 
-def arm_point(arm: str, flags: list[str] | None, config, batch, block, checkpointing, steps, **options) -> dict:
-    """Of train.py with these flags; None: of the peer of that name."""
+def arm_point(arm: str, flags: list[str] | None, steps: int, ranks=1, warmup=5, launch=None, **at) -> dict:
+    """A short run of train.py with these flags, or, None, of the peer of that name. at: see train_words."""
     row = {"steps": steps, "oom": False}
-    if flags is not None:
-        return row | train_point(config, batch, block, checkpointing, steps, flags=flags, **options)
-    at = {"config": config, "batch": batch, "block": block, "checkpointing": checkpointing, "steps": steps}
-    return row | call("peers.main", arm=arm, **at, **options)
+    if flags is None:
+        return row | call("peers.main", ranks, launch, arm=arm, steps=steps, warmup=warmup, **at)
+    with tempfile.TemporaryDirectory() as out_dir:
+        words = [*train_words(**at, out_dir=out_dir, ranks=ranks), *flags, f"--max_iters={steps + warmup}"]
+        summary = train(words, out_dir, ranks, launch)
+        return row | {key: summary[key] for key in KEPT if key in summary}
 
 
-def sweep_point(arm: str, offload: str, flags: list[str], *at, **options) -> dict:
+def sweep_point(arm: str, offload: str, flags: list[str], **at) -> dict:
     """Of an arm of the sweeps: of train.py with its flags and more, or of the peer that offloads as much."""
     if arm in SWEEP_FLAGS:
-        return arm_point(arm, [f"--offload={offload}", *SWEEP_FLAGS[arm], *flags], *at, **options)
-    return arm_point(SWEEP_PEERS[arm][offload], None, *at, **options)
+        return arm_point(arm, [f"--offload={offload}", *SWEEP_FLAGS[arm], *flags], **at)
+    return arm_point(SWEEP_PEERS[arm][offload], None, **at)
 
 
 def in_turn(kind: str, keys: tuple[str, ...], places: Iterable[tuple], measure_at: Callable):
     """The kind and a row for each place, of those keys: arm after arm, so that a card that warms up is no arm's luck.
 
-    measure_at(*place) measures it. A trainer that is not installed is tried once.
+    measure_at(**row) measures it. A trainer that is not installed is tried once.
     """
     missing = set()
     for place in places:
         row = dict(zip(keys, place, strict=True))
         if row["arm"] not in missing:
-            row |= measure_at(*place)
+            row |= measure_at(**row)
             missing |= {row["arm"]} if "missing" in row else set()
             yield kind, row
 

@@ -200,17 +200,18 @@ def measured(s: SimpleNamespace):
         path.parent.mkdir(exist_ok=True)
         path.unlink(missing_ok=True)
         offload = s.offload if arm == "all" or s.offload == "none" else "all"
-        at, flags = (s.batch_size, s.block_size, s.checkpointing), s.flags if arm == "all" else []
+        at = {"batch": s.batch_size, "block": s.block_size, "checkpointing": s.checkpointing}
+        flags = s.flags if arm == "all" else []
 
         def noted(command, ranks, path=path):
             return runner.run(runner.calling("snapshot.note", path=str(path), command=command), ranks)
 
-        options = {"steps": 2, "warmup": STEP - 1, "launch": noted}
-        result = runner.sweep_point(arm, offload, flags, s.config, *at, **options)
+        options = {"config": s.config, "steps": 2, "warmup": STEP - 1, "launch": noted}
+        result = runner.sweep_point(arm, offload, flags, **at, **options)
         if "peak_gib" in result:
             totals = timeline(pickle.loads(path.read_bytes()))
             result = summarized(totals) | {"allocator_peak_gib": result["peak_gib"]}
-        yield "arms", dict(zip(KEYS["arms"], (arm, *at, offload, shlex.join(flags)), strict=True)) | result
+        yield "arms", {"arm": arm, **at, "offload": offload, "flags": shlex.join(flags), **result}
 
 
 def main(argv: list[str]) -> None:

@@ -29,7 +29,7 @@ keep = False  # whether rows stay although the code has changed since: for chang
 out = ""  # the record; nothing: benchmarks/records/step.json
 
 KEYS = {"points": compare.STEP_PLACE, "breakdown": ("part",), "baby": ("arm",)}  # what names a row
-BABY = ("config/baby_llama.py", 64, 256, "none")
+BABY = {"config": "config/baby_llama.py", "batch": 64, "block": 256, "checkpointing": "none"}
 BABY_VOCAB = 257  # pystdlib's: bytes, and one token between files
 BABY_FLAGS = ["--cuda_graph=false", "--cuda_graph=false --compile=true", "--cuda_graph=true"]
 
@@ -42,8 +42,8 @@ def parse(argv: list[str]) -> SimpleNamespace:
 
 
 def points(s: SimpleNamespace):
-    def measure_at(arm, *at):
-        return runner.arm_point(arm, trainers.STEP_FLAGS.get(arm), runner.CONFIG, *at, s.steps)
+    def measure_at(arm, **at):
+        return runner.arm_point(arm, trainers.STEP_FLAGS.get(arm), s.steps, config=runner.CONFIG, **at)
 
     places = [
         (arm, *shape, how)
@@ -67,7 +67,7 @@ def baby(s: SimpleNamespace):
 
     def measure_at(arm):
         options = {} if arm in ours else {"vocab_size": BABY_VOCAB}
-        return runner.arm_point(arm, ours.get(arm), *BABY, s.steps, **options)
+        return runner.arm_point(arm, ours.get(arm), s.steps, **BABY, **options)
 
     arms = [*(ours if "nanocria" in s.arms else ()), *(arm for arm in s.arms if arm not in trainers.STEP_FLAGS)]
     return runner.in_turn("baby", ("arm",), [(arm,) for arm in arms], measure_at)

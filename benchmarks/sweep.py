@@ -176,12 +176,12 @@ def point(row: dict, steps: int | None = None) -> dict:
         return row | {"failed": f"offload={offload} needs {needed:.1f} GiB of CPU memory, this machine has {there:.1f}"}
     warmup, usual = n_steps(row["batch"] * row["block"])
     warmup += "--cuda_graph=true" in row["flags"]  # a step that is recorded takes longer
-    at = (row["config"], row["batch"], row["block"], row["checkpointing"], steps or usual)
-    common = {"ranks": row["ranks"], "warmup": warmup, "launch": runner.limited(row["limit_gib"], TIMEOUT)}
+    at = {key: row[key] for key in ("config", "batch", "block", "checkpointing", "ranks")}
+    at |= {"steps": steps or usual, "warmup": warmup, "launch": runner.limited(row["limit_gib"], TIMEOUT)}
     flags = shlex.split(row["flags"])
     if any(flag.startswith("--lora_rank") for flag in [*trainers.SWEEP_FLAGS.get(arm, []), *flags]):
         flags.append(f"--init_from={runner.random_base(row['config']).name}")
-    return row | runner.sweep_point(arm, offload, flags, *at, **common)
+    return row | runner.sweep_point(arm, offload, flags, **at)
 
 
 def n_steps(tokens: int) -> tuple[int, int]:

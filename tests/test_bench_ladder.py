@@ -14,11 +14,11 @@ class Card:
 
     def __init__(self, monkeypatch, largest):
         self.largest, self.ran = largest, []
-        monkeypatch.setattr(runner, "train_point", self.train_point)
+        monkeypatch.setattr(runner, "arm_point", self.arm_point)
         monkeypatch.setattr(memory_stats, "cpu_available", lambda: 2**40)
         monkeypatch.setattr(record, "kept_rows", lambda *_: {})
 
-    def train_point(self, config, batch, block, checkpointing, steps, flags=(), **_):
+    def arm_point(self, arm, flags, config, batch, checkpointing, **_):
         self.ran.append((config, batch, [f"--activation_checkpointing={checkpointing}", *flags]))
         if batch > self.largest:
             return {"oom": True}

@@ -79,8 +79,8 @@ def test_without_settings_the_batch_grows_until_nothing_fits(monkeypatch):
 
 def test_an_arm_that_ran_out_of_memory_is_not_tried_with_more_and_the_others_go_on(monkeypatch):
     card = Card(monkeypatch, tokens=5000)
-    answers = lambda *at, flags, **_: {"oom": True} if "fused" in str(flags) else {"tok_per_s": 1.0}  # noqa: E731
-    monkeypatch.setattr(runner, "train_point", answers)
+    answers = lambda words, *_: {"oom": True} if "fused" in str(words) else {"tok_per_s": 1.0}  # noqa: E731
+    monkeypatch.setattr(runner, "train", answers)
     rows = rows_of(["--arms=torch,all", "--peers=liger", "--batches=1,4,8"])
     assert places(rows) == [
         ("batch", "torch", 1, 1024, True), ("batch", "all", 1, 1024, False), ("batch", "liger", 1, 1024, False),
