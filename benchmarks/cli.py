@@ -41,6 +41,7 @@ def read_settings(namespace: dict, argv: list[str], lists=None, out="", for_trai
     for name, value in values.items():
         if isinstance(value, int | float) and not isinstance(value, bool) and value <= 0:
             raise SettingError(f"--{name}={value}: it must be above 0")
+    refuse_flags(flags, has_peers=values.get("peers", "none") != "none")
     for name, known in (lists or {}).items():
         read = known if callable(known) else partial(one_of, known=known)
         values[name] = read(name, values[name]) if values[name] or namespace[name] else []
@@ -89,14 +90,14 @@ def shapes(name: str, text: str) -> list[tuple[int, ...]]:
     return [tuple(map(int, part.split("x"))) for part in parts]
 
 
-def refuse_flags(s: SimpleNamespace, peers: list[str]) -> None:
+def refuse_flags(flags: list[str], has_peers: bool) -> None:
     """SettingError for settings of train.py that each run has its own of, that are settings here, or that the peers,
     whose model is the config's, would not follow."""
-    for name in (flag.removeprefix("--").partition("=")[0] for flag in s.flags):
+    for name in (flag.removeprefix("--").partition("=")[0] for flag in flags):
         if name in ("max_iters", "out_dir"):
             raise SettingError(f"-- --{name}: each measured run has its own, leave it out")
         if name in ("batch_size", "block_size", "activation_checkpointing", "offload"):
             raise SettingError(f"-- --{name}: say --{name.removeprefix('activation_')}=... before the --")
-        if name in MODEL and peers != ["none"]:
+        if name in MODEL and has_peers:
             hint = "write it in a config, or say --peers=none"
             raise SettingError(f"-- --{name}: the peers would train another model; {hint}")

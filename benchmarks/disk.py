@@ -41,7 +41,6 @@ PLAIN_THREADS = (1, 2, 4, 8)
 
 def parse(argv: list[str]) -> SimpleNamespace:
     s = cli.read_settings(globals(), argv, for_train_py=True)
-    cli.refuse_flags(s, ["none"])
     if not s.offload_dir:
         raise SettingError("--offload_dir= is empty: name a folder on the drive to measure")
     named = {"offload": "all", "offload_dir": s.offload_dir, "gradient_accumulation_steps": 1}

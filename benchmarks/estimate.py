@@ -105,7 +105,6 @@ def cpu_gib_of(row: dict) -> float:
 
 def parse(argv: list[str]) -> SimpleNamespace:
     s = cli.read_settings(globals(), argv, for_train_py=True)
-    cli.refuse_flags(s, ["none"])
     s.gib = card_gib(s.card)
     return s
 

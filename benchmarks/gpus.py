@@ -41,20 +41,18 @@ out = ""  # the record; nothing: benchmarks/records/gpus.json
 
 SAVES_AT, SAVE_EVERY, SAVE_STEPS = (8, 2048, "none"), 100, 200  # sequences x tokens, checkpointing
 MEMORY_AT, MEMORY_STEPS = (1, 1024, "full"), 3
-OPTIMIZERS = {
-    f"nanocria-{name}": [f"--optimizer={name}", "--gradient_accumulation_steps=8", "--cooldown_iters=0"]
-    for name in ("adamw", "muon", "normuon")
-}
+OPTIMIZERS = ["nanocria-adamw", "nanocria-muon", "nanocria-normuon"]
+STEP_OF_8 = ["--gradient_accumulation_steps=8", "--cooldown_iters=0"]
 FLAGS = {  # of the arms that are train.py
     "nanocria": ["--sharding=zero3"], "nanocria-zero2": ["--sharding=zero2"], "nanocria-nccl": ["--copy_engines=false"],
-    **OPTIMIZERS,
+    **{arm: [f"--optimizer={arm.partition('-')[2]}", *STEP_OF_8] for arm in OPTIMIZERS},
 }  # fmt: skip
 POINTS = {  # kind of points -> the config, where they are, the arms
     "scaling": (runner.CONFIG, [(16, 2048, "none")],
                 ["nanocria", "nanocria-zero2", "nanocria-nccl", "recipe", "torchtitan"]),
     "8b": ("config/llama31_8b.py", [(2, 4096, "none"), (1, 8192, "none"), (4, 4096, "full"), (2, 8192, "full"),
                                     (4, 4096, "selective"), (2, 8192, "selective")], ["nanocria", "recipe"]),
-    "optimizers": ("config/linux_114m.py", [(64, 1024, "none")], list(OPTIMIZERS)),  # 8 micro-batches a step
+    "optimizers": ("config/linux_114m.py", [(64, 1024, "none")], OPTIMIZERS),  # 8 micro-batches a step
 }  # fmt: skip
 KEYS = dict.fromkeys(POINTS, compare.GPUS_PLACE) | {"saves": ("ranks",), "memory": ("ranks",)}  # what names a row
 

@@ -8,7 +8,6 @@ move over the rate of a copy, or FLOPs over the rate of a matmul, or the loss he
 the same run. timing.py says how a call is timed, operations.py what is compared.
 """
 
-import json
 import math
 from collections.abc import Callable
 from types import SimpleNamespace
@@ -148,11 +147,6 @@ def floor_us(operation: Operation, size: tuple[int, ...], work: dict, limits: di
     return work["flops"] / limits["matmul_tflops"] / 1e6
 
 
-def rounded(found: dict) -> dict:
-    """Its numbers to five digits: the sixth is noise."""
-    return json.loads(json.dumps(found), parse_float=lambda number: float(f"{float(number):.5g}"))
-
-
 def parse(argv: list[str]) -> SimpleNamespace:
     some = cli.read_settings(globals(), argv).op
     out = "out/kernels.json" if some else "benchmarks/records/kernels.json"  # the README's is of whole runs alone
@@ -166,7 +160,7 @@ def measured(s: SimpleNamespace):
     functorch_config.donated_buffer = False  # compiled backward passes are run more than once
     for name, size in [(op, size) for op in s.op for size in OPERATIONS[op].sizes]:
         try:
-            yield from (("rows", rounded(row)) for row in measure_size(name, OPERATIONS[name], size, s.new))
+            yield from (("rows", row) for row in measure_size(name, OPERATIONS[name], size, s.new))
         except torch.OutOfMemoryError:  # of what all arms are compared with; an arm's own is in its row
             print(f"{name} {size}: out of memory", flush=True)
 

@@ -99,21 +99,16 @@ def point(model: str, rung: str, batch: int, s: SimpleNamespace):
     return s.known[name]
 
 
-def loss_row(model: str, rung: str, s: SimpleNamespace) -> dict:
-    """The loss of each step, of a whole card: the limit does not change it."""
-    if (model, rung) in s.known:
-        return s.known[model, rung]
-    found = losses.train_losses("nanocria", LOSS_STEPS, 8, BLOCK, CONFIGS[model], words(flags_of(rung, s)))
-    return {"model": model, "rung": rung} | found
-
-
 def measured(s: SimpleNamespace):
     s.known = record.kept_rows(s.new, s.out, KEYS, s.keep)
     for model, rung in product(s.models, s.rungs if "fits" in s.measure else []):
         yield from fits(model, rung, s)
+    model = s.models[0]
     for rung in s.rungs if "losses" in s.measure else []:
-        if not RUNGS[rung].peer and "lora_rank" not in flags_of(rung, s):  # adapters of a random model learn nothing
-            yield "losses", loss_row(s.models[0], rung, s)
+        flags = flags_of(rung, s)
+        if not RUNGS[rung].peer and "lora_rank" not in flags:  # adapters of a random model learn nothing
+            at = ("nanocria", LOSS_STEPS, 8, BLOCK, CONFIGS[model], words(flags))  # of a whole card: the loss is the same
+            yield "losses", s.known.get((model, rung)) or {"model": model, "rung": rung} | losses.train_losses(*at)
 
 
 def estimate_table(s: SimpleNamespace) -> str:

@@ -47,7 +47,6 @@ KEYS = {"arms": ("arm", "batch", "block", "checkpointing", "offload", "flags")} 
 
 def parse(argv: list[str]) -> SimpleNamespace:
     s = cli.read_settings(globals(), argv, {"peers": ["hf", "liger", "none"]}, "out/snapshot.json", for_train_py=True)
-    cli.refuse_flags(s, s.peers)
     # The file exists, and train.py takes it.
     named = {"activation_checkpointing": s.checkpointing, "offload": s.offload, "gradient_accumulation_steps": 1}
     resolve(s.config, 1, named, s.flags)

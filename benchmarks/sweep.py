@@ -108,7 +108,6 @@ def parse(argv: list[str], n_gpus: int, part: Iterable[str] = ()) -> SimpleNames
     s.ranks = max(n_gpus, 1) if s.ranks == "all" else s.ranks
     if s.ranks > max(n_gpus, 1):
         raise SettingError(f"--ranks={s.ranks}: torch sees {n_gpus} GPU{'s' * (n_gpus != 1)}")
-    cli.refuse_flags(s, s.peers)
     # The file exists, and train.py takes it. full: no other setting is at odds with it.
     resolve(s.config, s.ranks, {"activation_checkpointing": "full", "gradient_accumulation_steps": s.ranks}, s.flags)
     return s
@@ -191,12 +190,11 @@ def n_steps(tokens: int) -> tuple[int, int]:
 
 def known_rows(new: dict, s: SimpleNamespace) -> dict:
     """What a record has already that the new one continues, by place: what was measured over as many steps."""
-    found = {}
-    for name, row in record.kept_rows(new, s.out, KEYS, s.keep).items():
-        usual = n_steps(row["batch"] * row["block"])[1]
-        if row.get("oom") or row.get("steps", usual) == (s.steps or usual):
-            found[name] = row
-    return found
+    return {
+        name: row
+        for name, row in record.kept_rows(new, s.out, KEYS, s.keep).items()
+        if row.get("oom") or row.get("steps") == (s.steps or n_steps(row["batch"] * row["block"])[1])
+    }
 
 
 def main(argv: list[str]) -> None:

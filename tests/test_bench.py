@@ -214,7 +214,6 @@ def test_an_error_that_eager_does_not_have_is_named():
     assert not runner.line({}, row).endswith("INACCURATE")
     row["arms"]["nanocria"]["error"] = 6e-3
     assert runner.line({}, row).endswith("INACCURATE")
-    assert kernels_bench.rounded({"us": [1.23456789, 2], "graph": True}) == {"us": [1.2346, 2], "graph": True}
 
 
 def test_only_a_whole_run_replaces_the_record_of_the_readme():
