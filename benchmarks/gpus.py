@@ -20,6 +20,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable
+from functools import partial
 from itertools import product
 from pathlib import Path
 from types import SimpleNamespace
@@ -104,17 +105,14 @@ def saves(s: SimpleNamespace) -> dict:
     still have in memory. save_seconds are of the main thread, the last save's too.
     """
 
-    def train(out_dir, keep_last, more=0):
-        return timed_run(out_dir, s.ranks[-1], f"--keep_last={keep_last}", SAVE_STEPS + more)
-
-    def numbers(without, beside, resumed):
-        walls = without["wall_seconds"], beside["wall_seconds"]
-        row = {"intervals": SAVE_STEPS // SAVE_EVERY - 1, "seconds_without": walls[0], "seconds_with": walls[1]}
-        return row | {"cost": walls[1] / walls[0] - 1}
-
     batch, block, _ = SAVES_AT
-    place = {"ranks": s.ranks[-1], "batch": batch, "block": block, "every": SAVE_EVERY}
-    return place | around_a_checkpoint(train, numbers)
+    row = {"ranks": s.ranks[-1], "batch": batch, "block": block, "every": SAVE_EVERY}
+    found, runs = around_a_checkpoint(partial(timed_run, s.ranks[-1]))
+    if runs:
+        without, beside = (run["wall_seconds"] for run in runs[:2])
+        row |= {"intervals": SAVE_STEPS // SAVE_EVERY - 1, "seconds_without": without, "seconds_with": beside}
+        row["cost"] = beside / without - 1
+    return row | found
 
 
 def save_memory(s: SimpleNamespace) -> dict:
@@ -126,38 +124,32 @@ def save_memory(s: SimpleNamespace) -> dict:
         words += [f"--max_iters={MEMORY_STEPS + more}", f"--keep_last={keep_last}"]
         return runner.train(words, out_dir, s.ranks[-1], runner.limited(None, timeout=900))
 
-    def numbers(*summaries):
-        names = ("cpu_gib", "saved_cpu_gib", "resumed_cpu_gib")
-        return {name: summary.get("cpu_gib") for name, summary in zip(names, summaries, strict=True)}
-
     batch, block, _ = MEMORY_AT
-    return {"ranks": s.ranks[-1], "batch": batch, "block": block} | around_a_checkpoint(train, numbers)
+    found, runs = around_a_checkpoint(train)
+    gib = {f"{when}cpu_gib": run.get("cpu_gib") for when, run in zip(("", "saved_", "resumed_"), runs, strict=False)}
+    return {"ranks": s.ranks[-1], "batch": batch, "block": block} | gib | found
 
 
-def around_a_checkpoint(train: Callable, numbers: Callable) -> dict:
-    """What a checkpoint and a resume take, or why there was none, and numbers(without, beside, resumed): of summaries
-    that train(out_dir, keep_last, more=0) leaves without checkpoints, with them, and 10 steps on from the last."""
+def around_a_checkpoint(train: Callable) -> tuple[dict, list[dict]]:
+    """What a checkpoint and a resume take, or why there was none; and the summaries that train(out_dir, keep_last,
+    more=0) leaves without checkpoints, with them, and 10 steps on from the last."""
     with tempfile.TemporaryDirectory() as folder:
         without = train(f"{folder}/without", 0)
         beside = train(f"{folder}/with", 1) if "steps" in without else without
         path = run_folder.newest(f"{folder}/with")
         if "steps" not in beside or path is None:
-            return {"oom": True} if beside.get("oom") else {"failed": beside.get("failed", "no checkpoint")}
+            return ({"oom": True} if beside.get("oom") else {"failed": beside.get("failed", "no checkpoint")}), []
         n_bytes = sum(file.stat().st_size for file in path.iterdir())
         resumed = train(f"{folder}/with", 0, more=10)
-    return {
-        "oom": False,
-        **numbers(without, beside, resumed),
-        "save_seconds": beside.get("save_seconds"),
-        "checkpoint_bytes": n_bytes,
-        "resume_seconds": resumed.get("resume_seconds") if resumed.get("steps") == 10 else None,
-    }
+    seconds = resumed.get("resume_seconds") if resumed.get("steps") == 10 else None
+    row = {"oom": False, "save_seconds": beside.get("save_seconds"), "checkpoint_bytes": n_bytes}
+    return row | {"resume_seconds": seconds}, [without, beside, resumed]
 
 
-def timed_run(out_dir: str, n: int, flag: str, max_iters: int) -> dict:
+def timed_run(n: int, out_dir: str, keep_last: int, more: int = 0) -> dict:
     """The summary of a run of train.py, with the wall_seconds between its log lines of SAVE_EVERY and SAVE_STEPS."""
     words = runner.train_words(runner.CONFIG, *SAVES_AT, out_dir, n)
-    words += [f"--eval_interval={SAVE_EVERY}", f"--max_iters={max_iters}", flag]
+    words += [f"--eval_interval={SAVE_EVERY}", f"--max_iters={SAVE_STEPS + more}", f"--keep_last={keep_last}"]
     arrived, over = {}, threading.Event()
     clock = threading.Thread(target=note_arrivals, args=(Path(out_dir) / "metrics.jsonl", arrived, over))
     clock.start()

@@ -107,7 +107,7 @@ def measured(s: SimpleNamespace):
     for rung in s.rungs if "losses" in s.measure else []:
         flags = flags_of(rung, s)
         if not RUNGS[rung].peer and "lora_rank" not in flags:  # adapters of a random model learn nothing
-            at = ("nanocria", LOSS_STEPS, 8, BLOCK, CONFIGS[model], words(flags))  # of a whole card: the loss is the same
+            at = ("nanocria", LOSS_STEPS, 8, BLOCK, CONFIGS[model], words(flags))  # of a whole card
             yield "losses", s.known.get((model, rung)) or {"model": model, "rung": rung} | losses.train_losses(*at)
 
 

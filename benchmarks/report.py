@@ -135,30 +135,29 @@ def losses_table(r: dict) -> str:
 
 def finetune_losses_table(r: dict) -> str:
     """A table for runs of the same length: those of all weights are shorter than those of adapters."""
-    tables, lengths = [], sorted({row["steps"] for row in r["runs"]})
-    for rows in ([row for row in compare.named(r["runs"], arms.FINETUNE) if row["steps"] == n] for n in lengths):
-        evaluations = [f"at_{step}" for step, _ in rows[0]["val"]]
-        header = " | ".join(["trainer | training", *(at.replace("at_", "validation, ") for at in evaluations)])
-        line = " | ".join(["{trainer} | {loss:.4f}", *(f"{{{at}:.4f}}" for at in evaluations)])
-        rows = [row | {f"at_{step}": loss for step, loss in row["val"]} for row in rows]
-        rows = [row | {"loss": compare.last_third(row["losses"])} for row in rows]
+    tables, runs = [], compare.named(r["runs"], arms.FINETUNE)
+    for n in sorted({row["steps"] for row in runs}):
+        rows = [row for row in runs if row["steps"] == n]
+        header = ["trainer", "training", *(f"validation, {step}" for step, _ in rows[0]["val"])]
+        losses = ([compare.last_third(row["losses"]), *(loss for _, loss in row["val"])] for row in rows)
+        lines = [[row["trainer"], *map("{:.4f}".format, found)] for row, found in zip(rows, losses, strict=True)]
         title = "{steps} steps of {batch} x {block:,} packed tokens, learning rate {rate:g}".format(**rows[0])
-        tables.append(f"{title}; training: the mean over the last third:\n\n{table(header, line, rows)}")
+        tables.append(f"{title}; training: the mean over the last third:\n\n{compare.markdown(header, lines)}")
     return "\n\n".join(tables)
 
 
 def packing_sentence(r: dict) -> str:
-    rate = {row["arm"]: row["targets_per_s"] for row in r["packing"]}
+    packed, padded = (row["targets_per_s"] for row in r["packing"])
     return (
-        f"Packed, {rate['packed']:,.0f} targets a second; padded to the longest, in micro-batches of as many tokens, "
-        f"{rate['padded']:,.0f}: {rate['packed'] / rate['padded']:.1f} times."
+        f"Packed, {packed:,.0f} targets a second; padded to the longest, in micro-batches of as many tokens, "
+        f"{padded:,.0f}: {packed / padded:.1f} times."
     )
 
 
 def sft_sentence() -> str:
     r = load("finetune_losses")
     loss = {row["arm"]: row["val"][-1][1] for row in r["runs"]}
-    packed, padded = ({row["arm"]: row["targets_per_s"] for row in r["packing"]}[arm] for arm in ("packed", "padded"))
+    packed, padded = (row["targets_per_s"] for row in r["packing"])
     return (
         f"SmolLM2-135M-Instruct after {r['runs'][0]['steps']} steps, beside transformers on the same conversations: "
         f"validation loss {loss['nanocria-float32']:.4f} and {loss['hf-float32']:.4f} in float32, "
