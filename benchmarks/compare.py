@@ -71,10 +71,9 @@ def shape(row: dict) -> str:
     return " ".join(f"{letter}{number}" for letter, number in row["shape"].items())
 
 
-def median_us(row: dict, arm: str) -> float | None:
-    """None for an arm that failed or was not installed."""
-    result = row["arms"].get(arm, {})
-    return result["us"][1] if "us" in result else None
+def times(row: dict) -> dict[str, float]:
+    """The microseconds of each arm that was measured."""
+    return {arm: result["us"][1] for arm, result in row["arms"].items() if "us" in result}
 
 
 def duration(us: float | None) -> str:
@@ -83,9 +82,9 @@ def duration(us: float | None) -> str:
     return f"{us:.1f} us" if us < 1000 else f"{us / 1000:.2f} ms"
 
 
-def of_limit(row: dict, arm: str = "nanocria") -> float | None:
-    """How much of the limit an arm reaches: the shortest time that the card allows over its own."""
-    us = median_us(row, arm)
+def of_limit(row: dict) -> float | None:
+    """How much of the limit ours reaches: the shortest time that the card allows over its own."""
+    us = times(row).get("nanocria")
     return row["floor_us"] / us if us else None
 
 
@@ -93,15 +92,11 @@ def percent(value: float | None) -> str:
     return "-" if value is None else f"{value:.0%}"
 
 
-def best_peer(row: dict) -> str | None:
-    times = {arm: us for arm in row["arms"] if not arm.startswith("nanocria") and (us := median_us(row, arm))}
-    return min(times, key=times.get, default=None)
-
-
-def lead(row: dict) -> float | None:
-    """The best peer's time over ours: below 1 where it is faster."""
-    ours, peer = of_limit(row), best_peer(row)
-    return ours / of_limit(row, peer) if ours and peer else None
+def lead(row: dict) -> tuple[float, str] | None:
+    """The best peer's time over ours, below 1 where it is faster, and its name."""
+    found = times(row)
+    peer = min((arm for arm in found if not arm.startswith("nanocria")), key=found.get, default=None)
+    return (found[peer] / found["nanocria"], peer) if peer and "nanocria" in found else None
 
 
 def is_inaccurate(arms: dict[str, dict]) -> bool:

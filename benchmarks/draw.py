@@ -150,7 +150,7 @@ def draw_kernels(record: dict, path: Path, memory=False) -> None:
 
 def draw_speeds(axes, rows: list[dict]) -> None:
     work, unit = ("bytes", "TB/s") if "bytes" in rows[0] else ("flops", "TFLOP/s")
-    draw_bars(axes, rows, lambda row, arm: (us := compare.median_us(row, arm)) and row[work] / us / 1e6)
+    draw_bars(axes, rows, lambda row, arm: (us := compare.times(row).get(arm)) and row[work] / us / 1e6)
     for place, row in enumerate(rows):
         limit = row[work] / row["floor_us"] / 1e6
         axes.hlines(limit, place - 0.5, place + 0.5, color="black", linewidth=1, label="limit of the card")
@@ -314,14 +314,12 @@ def draw_snapshot(record: dict, path: Path) -> None:
 
 def draw_ladder(record: dict, path: Path) -> None:
     """A panel for each model: tokens a second at the largest batch over the memory that one sequence needs."""
-    models = {row["model"]: compare.of_rungs(record["points"], row["model"]) for row in record["points"]}
-    models = [model for model, rungs in models.items() if len(rungs) > 1]  # one rung is no ladder
-    figure, axes_of = panels(len(models), (5 * len(models), 5))
-    for axes, model in zip(axes_of, models, strict=True):
-        rungs = compare.of_rungs(record["points"], model).items()
-        places = {
-            rung: (fits[0]["peak_gib"], speed(fits[-1])) for rung, fits in rungs if fits and fits[0]["batch"] == 1
-        }
+    ladders = {row["model"]: compare.of_rungs(record["points"], row["model"]) for row in record["points"]}
+    ladders = {model: rungs for model, rungs in ladders.items() if len(rungs) > 1}  # one rung is no ladder
+    figure, axes_of = panels(len(ladders), (5 * len(ladders), 5))
+    for axes, (model, rungs) in zip(axes_of, ladders.items(), strict=True):
+        alone = {rung: fits for rung, fits in rungs.items() if fits and fits[0]["batch"] == 1}
+        places = {rung: (fits[0]["peak_gib"], speed(fits[-1])) for rung, fits in alone.items()}
         most = [max(numbers) for numbers in zip(*places.values(), strict=True)]
         for i, (rung, at) in enumerate(places.items(), 1):
             title, on, _, peer = trainers.RUNGS[rung]

@@ -43,6 +43,7 @@ CARDS = {  # GiB, as PyTorch reports them (total_memory): less than the makers' 
     "h100": 79.1, "h200": 139.8, "b200": 178.3,
 }  # fmt: skip
 APART = ("3090", "4090", "5090", "a10g", "l4", "l40s")  # do not reach each other's memory: no copy engines
+preview_once = functools.cache(lambda *words: preview(cli.TRAIN, words))  # a table asks for the same again and again
 OUTSIDE_GIB = 1.5  # for the CUDA context, NCCL and what the allocator holds in reserve: see memory.py
 
 
@@ -74,11 +75,6 @@ def resolve(path: str, world_size: int, named: dict, flags=()) -> tuple[LlamaCon
     except ValueError as error:
         raise SettingError(str(error)) from None
     return config, shape
-
-
-@functools.cache  # a table asks for the same ones again and again
-def preview_once(*words: str) -> dict:
-    return preview(cli.TRAIN, list(words))
 
 
 def run_of(row: dict) -> tuple[LlamaConfig, RunShape]:

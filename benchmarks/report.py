@@ -58,7 +58,7 @@ def kernels_table(r: dict) -> str:
     lines = []
     for (op, size), rows in groupby(r["rows"], key=lambda row: (row["op"], compare.shape(row))):
         cells = [
-            (row["pass"], compare.duration(compare.median_us(row, "nanocria")), compare.percent(compare.of_limit(row)),
+            (row["pass"], compare.duration(compare.times(row).get("nanocria")), compare.percent(compare.of_limit(row)),
              lead_cell(row), compare.cell("{arms[nanocria][host_us]:.0f} us", row))
             for row in rows
         ]  # fmt: skip
@@ -68,9 +68,9 @@ def kernels_table(r: dict) -> str:
 
 
 def lead_cell(row: dict) -> str:
-    ratio = compare.lead(row)
-    cell = "-" if ratio is None else f"{ratio:.2f} x {compare.best_peer(row)}"
-    return f"**{cell}**" if ratio and ratio < 0.995 else cell
+    if (lead := compare.lead(row)) is None:
+        return "-"
+    return "**{:.2f} x {}**".format(*lead) if lead[0] < 0.995 else "{:.2f} x {}".format(*lead)
 
 
 def baby_table() -> str:

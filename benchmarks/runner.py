@@ -220,7 +220,7 @@ def begin(name: str, words: list[str], kinds: Iterable[str], n_gpus=None, on_cpu
 def line(titles: dict[str, str], row: dict) -> str:
     """A row as one reads it while the run goes on: what was measured, and the numbers or why there are none."""
     if "op" in row:
-        times = [f"{arm} {compare.duration(us)}" for arm in row["arms"] if (us := compare.median_us(row, arm))]
+        times = [f"{arm} {compare.duration(us)}" for arm, us in compare.times(row).items()]
         warning = "  INACCURATE" * compare.is_inaccurate(row["arms"])
         name, share = f"{row['op']} {compare.shape(row)} {row['pass']}", compare.percent(compare.of_limit(row))
         return f"{name:<44}{share:>5}  {', '.join(times)}{warning}"
