@@ -122,7 +122,7 @@ def save_memory(s: SimpleNamespace) -> dict:
         words = runner.train_words(POINTS["8b"][0], *MEMORY_AT, out_dir, s.ranks[-1])
         words += ["--offload=all", "--async_save=false", "--warmup_iters=1"]
         words += [f"--max_iters={MEMORY_STEPS + more}", f"--keep_last={keep_last}"]
-        return runner.train(words, out_dir, s.ranks[-1], runner.limited(None, timeout=900))
+        return runner.train(words, out_dir, s.ranks[-1])
 
     batch, block, _ = MEMORY_AT
     found, runs = around_a_checkpoint(train)

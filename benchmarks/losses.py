@@ -37,7 +37,6 @@ out = ""  # the record; nothing: benchmarks/records/losses.json
 KEYS = {"runs": ("arm",)}
 SEED, LEARNING_RATE, WARMUP = peers.SEED, 4e-4, 50  # config/llama32_1b.py's rate
 BETAS, WEIGHT_DECAY = (0.9, 0.95), 0.1
-TIMEOUT = 1200  # seconds a peer may take: galore-torch's SVDs of 1B are minutes
 
 
 def parse(argv: list[str]) -> SimpleNamespace:
@@ -116,8 +115,7 @@ def measured(s: SimpleNamespace):
     for arm in s.arms:
         spec = dict(zip(("arm", "steps", "batch", "block"), (arm, *s.at), strict=True))
         ours = arm in trainers.LOSSES_FLAGS
-        launch = runner.limited(None, TIMEOUT)
-        found = train_losses(**spec) if ours else runner.call("losses.peer_losses", launch=launch, **spec)
+        found = train_losses(**spec) if ours else runner.call("losses.peer_losses", **spec)
         yield "runs", spec | found
 
 

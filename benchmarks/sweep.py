@@ -89,7 +89,6 @@ LISTS = {
     "batches": cli.whole_numbers, "contexts": cli.whole_numbers,
 }  # fmt: skip
 KEYS = dict.fromkeys(compare.KINDS, compare.SWEEP_PLACE)  # what names a row
-TIMEOUT = 900  # seconds a point may take: half a million tokens a step, attention over 131,072 of them
 
 
 def all_sweeps(argv: list[str], n_gpus: int) -> list[SimpleNamespace]:
@@ -176,7 +175,7 @@ def point(row: dict, steps: int | None = None) -> dict:
     warmup, usual = n_steps(row["batch"] * row["block"])
     warmup += "--cuda_graph=true" in row["flags"]  # a step that is recorded takes longer
     at = {key: row[key] for key in ("config", "batch", "block", "checkpointing", "ranks")}
-    at |= {"steps": steps or usual, "warmup": warmup, "launch": runner.limited(row["limit_gib"], TIMEOUT)}
+    at |= {"steps": steps or usual, "warmup": warmup, "launch": runner.limited(row["limit_gib"])}
     flags = shlex.split(row["flags"])
     if any(flag.startswith("--lora_rank") for flag in [*trainers.SWEEP_FLAGS.get(arm, []), *flags]):
         flags.append(f"--init_from={runner.random_base(row['config']).name}")

@@ -107,7 +107,8 @@ def test_a_point_that_takes_too_long_is_ended_with_its_ranks(tmp_path, monkeypat
         return communicate(process, timeout=timeout if timeout > 3 else 0)
 
     monkeypatch.setattr(subprocess.Popen, "communicate", late)
-    result, printed = runner.run([str(script)], ranks=2, timeout=3)
+    monkeypatch.setattr(runner, "TIMEOUT", 3)
+    result, printed = runner.run([str(script)], ranks=2)
     assert result is None and printed.startswith("said") and printed.endswith("took longer than 3 seconds")
     assert processes[0].poll() is not None, "torchrun"
     wait_until(lambda: not any(alive(pid_in(file)) for file in pids))
@@ -269,7 +270,7 @@ def test_saves_are_timed_between_the_log_lines_of_steps_100_and_200(monkeypatch,
 def test_the_cpu_memory_of_a_save_is_that_of_a_run_which_waits_for_it(monkeypatch, tmp_path):
     ran, used = [], iter([100.0, 105.0, 99.0])
 
-    def train(words, out_dir, ranks, launch):
+    def train(words, out_dir, ranks):
         ran.append(words)
         if "--keep_last=1" in words:
             folder = Path(out_dir) / "step_000003"

@@ -36,7 +36,7 @@ class Card:
         self.tokens, self.answer, self.ran = tokens, answer, []
         monkeypatch.setattr(runner, "run", self.run)
 
-    def run(self, command, ranks=1, timeout=None):
+    def run(self, command, ranks=1):
         limit = []
         if command[:2] == ["-m", "benchmarks.limited"]:
             limit, command = command[2:3], command[3:]
