@@ -271,9 +271,10 @@ def draw_sweep(record: dict, path: Path, only: tuple[str, ...] = ()) -> None:
             below.set(ylabel="peak memory, GiB", ylim=(0, None))
             if first["limit_gib"]:
                 below.axhline(first["limit_gib"], color="black", linewidth=1)
-    if any(row.get("oom") for kind in kinds for row in record[kind]):
+    drawn = [row for kind in kinds for row in record[kind]]
+    if any(row.get("oom") for row in drawn):
         handles["out of memory"] = grid[0, 0].plot([], [], "x", color="black")[0]
-    if not only:
+    if not only and any("estimated_gib" in row for row in drawn):
         handles["memory.py's estimate"] = grid[0, 0].plot([], [], ".", color="black")[0]
     held = f"held to {first['limit_gib']:g} GiB of" if first["limit_gib"] else "on"
     figure.suptitle(f"{first['config']} {held} {record['device']}", fontsize=11)
