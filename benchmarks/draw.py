@@ -32,6 +32,7 @@ TRAINERS = {
 }  # fmt: skip
 PARTS = ["#1e3a8a", "#2563eb", "#0f766e", "#c2410c", "#9333ea", "#f59e0b", "#9ca3af"]  # of memory
 DASHES = ["-", "--", "-.", ":"]
+MODELS = {"config/llama32_1b.py": "Llama 3.2 1B", "config/llama31_8b.py": "Llama 3.1 8B"}
 MARKS = dict(zip(("none", "selective", "full"), "osv", strict=True))
 PASSES = {"forward": "fwd", "backward": "bwd", "inference": "loss alone", "both": "both"}
 plt.rcParams |= {"figure.dpi": 150, "figure.constrained_layout.use": True, "legend.fontsize": 8}
@@ -276,8 +277,9 @@ def draw_sweep(record: dict, path: Path, only: tuple[str, ...] = ()) -> None:
         handles["out of memory"] = grid[0, 0].plot([], [], "x", color="black")[0]
     if not only and any("estimated_gib" in row for row in drawn):
         handles["memory.py's estimate"] = grid[0, 0].plot([], [], ".", color="black")[0]
-    held = f"held to {first['limit_gib']:g} GiB of" if first["limit_gib"] else "on"
-    figure.suptitle(f"{first['config']} {held} {record['device']}", fontsize=11)
+    within = f" within {first['limit_gib']:g} GiB" if first["limit_gib"] else ""
+    device = record["device"].replace("1 x", "one")
+    figure.suptitle(f"{MODELS.get(first['config'], first['config'])}{within} on {device}", fontsize=11)
     finish(figure, path, (handles.values(), handles.keys()))
 
 
@@ -332,7 +334,7 @@ def draw_ladder(record: dict, path: Path) -> None:
             offset, sides = (-4, {"ha": "right", "va": "top"}) if below else (4, {})
             axes.annotate(str(i), at, (offset, offset), textcoords="offset points", fontsize=8, **sides)
         axes.set(xlabel="peak GiB of one sequence", ylabel="thousand tokens per second at the largest batch")
-        axes.set(title=f"Llama {model.upper()}", xlim=(0, None), ylim=(0, None))
+        axes.set(title=f"Llama {model.upper()}", xlim=(0, 1.08 * most[0]), ylim=(0, 1.08 * most[1]))
         axes.legend(fontsize=6, handlelength=0, loc="lower center", labelspacing=0.3)
     finish(figure, path)
 

@@ -13,12 +13,13 @@ with Liger-Kernel, in pure bfloat16 with full checkpointing, where another packa
 
 import shlex
 from bisect import bisect_right
+from dataclasses import replace
 from itertools import product
 from types import SimpleNamespace
 
 from benchmarks import cli, compare, losses, record, runner, sweep
 from benchmarks.arms import RUNGS
-from benchmarks.estimate import OUTSIDE_GIB, cpu_gib, resolve
+from benchmarks.estimate import OUTSIDE_GIB, cpu_gib, cpu_gib_of, resolve
 from configurator import SettingError
 from runtime import memory, memory_advice
 
@@ -61,15 +62,15 @@ def words(flags: dict) -> list[str]:
 
 
 def estimated(model: str, rung: str, s: SimpleNamespace) -> dict:
-    """A rung's memory by arithmetic: of one sequence, and the largest batch that it says. Of a peer: where to begin."""
+    """A rung by arithmetic: memory of one sequence, largest batch, its CPU memory. A peer's: where to begin."""
     row = {"model": model, "rung": rung}
     if RUNGS[rung].peer:
         return row | {"cpu_gib": 0.0, "largest": estimated(model, RUNGS[rung].on, s)["largest"]}
     named = flags_of(rung, s) | {"batch_size": 1, "block_size": BLOCK, "gradient_accumulation_steps": 1}
     config, shape = resolve(CONFIGS[model], 1, named)
     largest = memory_advice.largest_batch(config, shape, s.memory_limit_gib - OUTSIDE_GIB)
-    gib = {"estimated_gib": memory.peak_gib(config, shape), "cpu_gib": cpu_gib(config, shape)}
-    return row | gib | {"largest": largest}
+    of_cpu = cpu_gib(config, replace(shape, batch_size=max(largest, 1)))
+    return row | {"estimated_gib": memory.peak_gib(config, shape), "cpu_gib": of_cpu, "largest": largest}
 
 
 def fits(model: str, rung: str, s: SimpleNamespace):
@@ -94,7 +95,8 @@ def point(model: str, rung: str, batch: int, s: SimpleNamespace):
             "checkpointing": flags.pop("activation_checkpointing"), "offload": flags.pop("offload", "none"),
             "limit_gib": s.memory_limit_gib, "flags": shlex.join(words(flags)),
         }  # fmt: skip
-        s.known[name] = estimated(model, rung, s) | sweep.point(place, s.steps)  # which estimates this batch's peak
+        # which estimates this batch's peak
+        s.known[name] = estimated(model, rung, s) | {"cpu_gib": cpu_gib_of(place)} | sweep.point(place, s.steps)
     yield "points", s.known[name]
     return s.known[name]
 
@@ -114,8 +116,8 @@ def measured(s: SimpleNamespace):
 def estimate_table(s: SimpleNamespace) -> str:
     ours = [rung for rung in s.rungs if not RUNGS[rung].peer]
     rows = [estimated(model, rung, s) | {"title": RUNGS[rung].title} for model, rung in product(s.models, ours)]
-    header = f"model | rung | GPU GiB at 1 x 1,024 | CPU GiB | largest batch in {s.memory_limit_gib:g} GiB"
-    return compare.table(header, "{model} | {title} | {estimated_gib:.1f} | {cpu_gib:.1f} | {largest}", rows)
+    header = f"model | rung | GPU GiB at 1 x 1,024 | largest batch in {s.memory_limit_gib:g} GiB | its CPU GiB"
+    return compare.table(header, "{model} | {title} | {estimated_gib:.1f} | {largest} | {cpu_gib:.1f}", rows)
 
 
 def main(argv: list[str]) -> None:

@@ -445,14 +445,14 @@ def ladder_table(r: dict) -> str:
             title, on, *_ = arms.RUNGS[rung]
             row = {"model": model, "title": title, "one": "out of memory"}
             if fits:
-                row |= {"batch": fits[-1]["batch"], "best": speed_and_memory(fits[-1])}
+                row |= fits[-1] | {"best": speed_and_memory(fits[-1])}
             if fits and fits[0]["batch"] == 1:
-                row |= {"one": f"{fits[0]['peak_gib']:.1f}", "cpu_gib": fits[0]["cpu_gib"]}
+                row["one"] = f"{fits[0]['peak_gib']:.1f}"
             if rung in losses:
                 row["loss"] = f"{losses[rung]:.4f}" + (f" ({losses[rung] - losses[on]:+.4f})" if on in losses else "")
             rows.append(row)
-    header = "model | and this | GiB of one sequence | CPU GiB | largest batch | its tok/s · GiB | loss (difference)"
-    return table(header, "{model} | {title} | {one} | {cpu_gib:.0f} | {batch} | {best} | {loss}", rows)
+    header = "model | and this | GiB of one sequence | largest batch | its tok/s · GiB | CPU GiB | loss (difference)"
+    return table(header, "{model} | {title} | {one} | {batch} | {best} | {cpu_gib:.0f} | {loss}", rows)
 
 
 def whole_8b_sentence() -> str:

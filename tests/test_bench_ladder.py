@@ -67,7 +67,7 @@ def test_the_table_says_what_a_rung_changes(monkeypatch):
     rows = climb(["--models=1b", "--rungs=bf16,adamw8bit"])
     found = {"points": [row for row in rows if "batch" in row], "losses": [row for row in rows if "losses" in row]}
     *_, first, second = report.ladder_table(found).splitlines()
-    assert first.startswith("| 1b | bfloat16 compute | 1.1 | 0 | 48 | 4,800 · 7.0 | 2.2500 |"), first
+    assert first.startswith("| 1b | bfloat16 compute | 1.1 | 48 | 4,800 · 7.0 | 0 | 2.2500 |"), first
     assert second.endswith("| 2.5000 (+0.2500) |"), second
 
 
