@@ -121,15 +121,13 @@ def test_a_setting_is_named_with_its_default_too(run):
     assert run("config/baby_llama.py", "--top_k=-1")["named"] == {"batch_size", "compile", "top_k"}
 
 
-def test_a_default_of_none_must_say_its_type(folder, error):
-    (folder / "train.py").write_text(SCRIPT.replace("min_lr: float | None", "min_lr"))
-    assert re.match(r"train\.py:23: min_lr = None does not say its type: write min_lr: float \| None", error())
-
-
-def test_a_default_must_fit_its_own_annotation(folder, error):
-    (folder / "train.py").write_text(SCRIPT.replace("= 'scratch'", "= 'scrath'"))
-    expected = "init_from expects 'scratch' or 'resume', got 'scrath'. Did you mean 'scratch'?"
-    assert error() == f"train.py:30: {expected}"
+@pytest.mark.parametrize("declared, instead, message", [
+    ("min_lr: float | None", "min_lr", "23: min_lr = None does not say its type: write min_lr: float | None = None, "),
+    ("= 'scratch'", "= 'scrath'", "30: init_from expects 'scratch' or 'resume', got 'scrath'. Did you mean 'scratch'?"),
+])  # fmt: skip
+def test_a_default_must_say_its_type_and_fit_it(folder, error, declared, instead, message):
+    (folder / "train.py").write_text(SCRIPT.replace(declared, instead))
+    assert error().startswith(f"train.py:{message}")
 
 
 def test_a_string_that_looks_like_a_comment_is_none(folder, run):
@@ -167,6 +165,12 @@ def test_command_line_changes_settings(changes, argv, expected):
     assert changes(*argv) == expected
 
 
+OF_ANOTHER_TYPE = {
+    ("batch_size", "an int"): ["abc", "1.5", "", "true", "none", "inf", "nan", "1e400", "[1]", "1 2", "4*8", '"4"'],
+    ("learning_rate", "a float"): ["nan", "inf", "1e400", "abc", "", "none", "true", "1" + "0" * 400, "3j"],
+    ("compile", "true or false"): ["yes", "2", "", "none", "1.0"],
+    ("rope_scaling", "a dict or none"): ["{'a': }", "{[]: 1}", "[1]", "{" * 1000],
+}
 REFUSED = [
     (["--batch_size"], "--batch_size needs a value: --batch_size=..."),
     (["--batch_size", "--compile"], "--batch_size needs a value: --batch_size=..."),
@@ -182,8 +186,8 @@ REFUSED = [
     (["--bs=4"], "Unknown setting bs. Did you mean batch_size?"),
     (["--world=3"], "--world expects 0, 1, 2 or none, got '3'"),
     (["--world=true"], "--world expects 0, 1, 2 or none, got 'true'"),
-    *(([f"--rope_scaling={text}"], f"--rope_scaling expects a dict or none, got {text!r}")
-      for text in ["{'a': }", "{[]: 1}", "[1]", "{" * 1000]),
+    *(([f"--{name}={text}"], f"--{name} expects {kind}, got {text!r}")
+      for (name, kind), texts in OF_ANOTHER_TYPE.items() for text in texts),
     (["config/llama_1b.py"], "config file config/llama_1b.py does not exist. Did you mean config/llama32_1b.py?"),
     (["baby_lama"], "config file baby_lama does not exist. Did you mean config/baby_llama.py?"),
     (["no/such.py"], "config file no/such.py does not exist"),
@@ -219,39 +223,19 @@ def test_spellings_of_a_value(run, recwarn, name, text, value):
         assert (type(found), found) == (type(value), value) and not recwarn.list
 
 
-REJECTED = {
-    ("batch_size", "an int"): ["abc", "1.5", "", "true", "none", "inf", "nan", "1e400", "[1]", "1 2", "4*8", '"4"'],
-    ("learning_rate", "a float"): ["nan", "inf", "1e400", "abc", "", "none", "true", "1" + "0" * 400, "3j"],
-    ("compile", "true or false"): ["yes", "2", "", "none", "1.0"],
-}
-
-
-@pytest.mark.parametrize("name, kind, text", [(*at, text) for at, texts in REJECTED.items() for text in texts])
-def test_value_of_another_type_is_refused(error, name, kind, text):
-    assert error(f"--{name}={text}") == f"--{name} expects {kind}, got {text!r}"
-
-
 # Config files
 
 
-def test_a_file_may_compute_import_and_keep_private_names(folder, changes):
-    (folder / "config/x.py").write_text(
-        "import math\nfrom math import pi\n_n = 4\n"
-        "def double(x):\n    y = 2 * x\n    return y\n"
-        "batch_size = double(_n)\nlearning_rate: float = pi\n"
-    )
-    assert changes("config/x.py") == {"batch_size": 8, "learning_rate": 3.141592653589793}
-
-
-def test_a_file_may_build_on_another(folder, changes, monkeypatch):
+def test_a_file_may_compute_build_on_another_keep_private_names_and_is_converted(folder, changes, monkeypatch):
     monkeypatch.syspath_prepend(folder / "config")
-    (folder / "config/x.py").write_text("from baby_llama import *\nwarmup_iters = 5\n")
-    assert changes("config/x.py") == {"batch_size": 32, "compile": False, "warmup_iters": 5}
-
-
-def test_a_file_is_converted_like_flags(folder, changes):
-    (folder / "config/x.py").write_text("batch_size = 1e3\nlearning_rate = 1\ncompile = 0\nmin_lr = None\n")
-    assert changes("config/x.py") == {"batch_size": 1000, "learning_rate": 1.0, "compile": False}
+    (folder / "config/x.py").write_text(
+        "import math\nfrom math import pi\nfrom baby_llama import *\n_n = 4\n"
+        "def double(x):\n    y = 2 * x\n    return y\n"
+        "warmup_iters = double(_n)\nlearning_rate: float = pi\n"
+        "top_k = 1e3\ngrad_clip = 2\nwandb_log = 1\nmin_lr = None\n"
+    )
+    expected = dict(batch_size=32, compile=False, warmup_iters=8, learning_rate=3.141592653589793)
+    assert changes("config/x.py") == expected | dict(top_k=1000, grad_clip=2.0, wandb_log=True)
 
 
 @pytest.mark.parametrize("line, message", [
