@@ -197,36 +197,29 @@ def test_text_script_expands_tildes_and_prints_the_training_command(tmp_path, mo
         assert (tmp_path / out.removeprefix("~/") / "meta.json").exists()
 
 
-def test_empty_paths_and_validation_shares_of_none_or_all_are_rejected(tmp_path, monkeypatch, capsys):
+def test_text_script_prints_user_errors_in_one_line(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
-    shares = [f"--val_fraction={x}" for x in ("10", "1", "0.0", "-1", "nan")]
-    for words in (["--out", ""], ["--out="], ["--input", ""], *([share] for share in shares)):
-        monkeypatch.setattr(sys, "argv", ["prepare.py", "--input", "x.txt", *words])
-        with pytest.raises(SystemExit):
-            text.main()
-        said = "expected a share above 0 and below 1" if words[0] in shares else "it is empty: name a file or folder"
-        assert said in capsys.readouterr().err
-    assert not list(tmp_path.iterdir())
-
-
-def test_text_script_prints_user_errors_in_one_line(tmp_path, monkeypatch):
-    (tmp_path / "empty.txt").touch()
-    both = ["a.txt", "b.txt"]
-    for name in both:
-        (tmp_path / name).write_text("the only one")
+    for name in ("a.txt", "b.txt", "empty.txt"):
+        (tmp_path / name).write_text("the only one" if name != "empty.txt" else "")
+    empty, share = "it is empty: name a file or folder", "expected a share above 0 and below 1"
+    one = "one distinct document, and training and validation need one each: give more text, or another file"
     for words, message in (
-        (["nowhere"], f"{tmp_path}/nowhere cannot be read: No such file or directory"),
-        (["empty.txt"], "no documents: the input holds no text"),
-        (both, "one distinct document, and training and validation need one each: give more text, or another file"),
-        ([*both, "--field=x"], "--field is x, but no input holds JSON objects, one a line or in an array"),
-        ([*both, "--bos"], "--bos: tokenizer bytes begins no text with a bos"),
-        ([*both, "--workers=0"], "max_workers must be greater than 0"),
+        *((words, empty) for words in (["--out", ""], ["--out="], ["--input", ""])),
+        *(([f"--val_fraction={x}"], share) for x in ("10", "1", "0.0", "-1", "nan")),
+        (["--input", "nowhere"], "error: nowhere cannot be read: No such file or directory"),
+        (["--input", "empty.txt"], "error: no documents: the input holds no text"),
+        ([], f"error: {one}"),
+        (["--field=x"], "error: --field is x, but no input holds JSON objects, one a line or in an array"),
+        (["--bos"], "error: --bos: tokenizer bytes begins no text with a bos"),
+        (["--workers=0"], "error: max_workers must be greater than 0"),
     ):
-        words = [word if word.startswith("--") else str(tmp_path / word) for word in words]
-        monkeypatch.setattr(sys, "argv", ["prepare.py", f"--out={tmp_path}/out", "--workers=1", "--input", *words])
+        argv = ["prepare.py", "--out=out", "--workers=1", "--input", "a.txt", "b.txt", *words]
+        monkeypatch.setattr(sys, "argv", argv)
         with pytest.raises(SystemExit) as stopped:
             run_script(text.main)
-        assert stopped.value.code == f"error: {message}"
+        said, of_argparse = f"{stopped.value.code}{capsys.readouterr().err}", message in (empty, share)
+        assert message in said if of_argparse else said == message
+        assert not (of_argparse and Path("out").exists())
 
 
 def test_text_reads_standard_input_and_names_links_to_folders_that_it_leaves_out(tmp_path):
@@ -321,23 +314,21 @@ def files_read(monkeypatch):
     return names
 
 
-DAMAGE = {
-    "nothing": lambda parquets, out: None,
-    "tokens cut short": lambda parquets, out: os.truncate(out / "val_000001.bin", 2),
-    "a record cut short": lambda parquets, out: os.truncate(out / "shard_000001.json", 30),
-    "a newer input": lambda parquets, out: os.utime(parquets / "001.parquet", (0, 0)),
-}
-
-
-@pytest.mark.parametrize("damage", DAMAGE.values(), ids=DAMAGE)
-def test_fineweb_rewrites_only_damaged_or_outdated_shards(parquets, tmp_path, files_read, damage):
-    fineweb_edu.prepare(parquets, tmp_path / "out", max_files=2, **OPTIONS)
-    files_read.clear()
-    damage(parquets, tmp_path / "out")
-    fineweb_edu.prepare(parquets, tmp_path / "out", max_files=2, **OPTIONS)
-    assert files_read == ([] if damage is DAMAGE["nothing"] else ["001.parquet"])
-    fineweb_edu.prepare(parquets, tmp_path / "new", max_files=2, **OPTIONS)
-    assert contents(tmp_path / "out") == contents(tmp_path / "new")
+def test_fineweb_rewrites_only_damaged_or_outdated_shards(parquets, tmp_path, files_read):
+    out = tmp_path / "out"
+    for damage, rewritten in (
+        (lambda: None, ["000.parquet", "001.parquet"]),
+        (lambda: None, []),
+        (lambda: os.truncate(out / "val_000001.bin", 2), ["001.parquet"]),
+        (lambda: os.truncate(out / "shard_000001.json", 30), ["001.parquet"]),
+        (lambda: os.utime(parquets / "001.parquet", (0, 0)), ["001.parquet"]),
+    ):
+        damage()
+        files_read.clear()
+        fineweb_edu.prepare(parquets, out, max_files=2, **OPTIONS)
+        assert files_read == rewritten
+        fineweb_edu.prepare(parquets, tmp_path / "new", max_files=2, **OPTIONS)
+        assert contents(out) == contents(tmp_path / "new")
 
 
 def test_a_full_disk_is_said_in_a_sentence_that_names_the_file(tmp_path, monkeypatch):
@@ -386,6 +377,7 @@ def test_fineweb_errors_say_what_is_wrong_with_the_input(parquets, tmp_path):
     (tmp_path / "empty").mkdir()
     for source, options, error, message in (
         (parquets / "002.parquet", dict(field="body"), ValueError, "has no column 'body' but id, text: set --field"),
+        (parquets / "002.parquet", dict(field="id"), ValueError, "002.parquet row 1 has 'id' of type int, expected a"),
         (parquets / "000.parquet", {}, ValueError, r"000\.parquet cannot be read as parquet"),
         (parquets / "001.parquet", {}, ValueError, r"001\.parquet cannot be read as parquet"),
         (tmp_path / "empty", {}, FileNotFoundError, "holds no .parquet files"),
@@ -396,23 +388,17 @@ def test_fineweb_errors_say_what_is_wrong_with_the_input(parquets, tmp_path):
         fineweb_edu.prepare(parquets, tmp_path / "out", **OPTIONS)
 
 
-def test_fineweb_reads_all_string_types(tmp_path):
-    path, strings = tmp_path / "some.parquet", pytest.importorskip("pyarrow").array([f"text {i}" for i in range(100)])
-    for column in (strings, strings.cast("large_string"), strings.dictionary_encode()):
-        meta = fineweb_edu.prepare(write_parquet(path, text=column), tmp_path / "out", **OPTIONS)
-        assert meta["train_documents"] + meta["val_documents"] == 100
-
-
-def test_fineweb_stops_at_a_row_without_text_or_counts_it(tmp_path, capsys):
+def test_fineweb_reads_all_string_types_and_stops_at_a_row_without_text_or_counts_it(tmp_path, capsys):
     rows = [f"text {i}" for i in range(2000)]
     rows[1500] = None
-    path = write_parquet(tmp_path / "some.parquet", text=rows, id=range(2000))
-    for field, place, found in (("text", 1501, "NoneType"), ("id", 1, "int")):
-        with pytest.raises(ValueError, match=f"some.parquet row {place} has '{field}' of type {found}, expected a str"):
-            fineweb_edu.prepare(path, tmp_path / "out", field=field, **OPTIONS)
-    meta = fineweb_edu.prepare(path, tmp_path / "out", errors="skip", **OPTIONS)
-    assert meta["train_documents"] + meta["val_documents"] == 1999
-    assert "left out by --errors skip: 1, the first: " in capsys.readouterr().out
+    strings = pytest.importorskip("pyarrow").array(rows)
+    for column in (strings, strings.cast("large_string"), strings.dictionary_encode()):
+        path = write_parquet(tmp_path / "some.parquet", text=column)
+        with pytest.raises(ValueError, match="some.parquet row 1501 has 'text' of type NoneType, expected a string"):
+            fineweb_edu.prepare(path, tmp_path / "out", **OPTIONS)
+        meta = fineweb_edu.prepare(path, tmp_path / "out", errors="skip", **OPTIONS)
+        assert meta["train_documents"] + meta["val_documents"] == 1999
+        assert "left out by --errors skip: 1, the first: " in capsys.readouterr().out
 
 
 def test_fineweb_writes_shards_again_that_lack_the_bos(parquets, tmp_path, files_read):
