@@ -133,19 +133,18 @@ def torchrun(ranks, settings, script="train.py", options=()):
     return [*command, str(script), *flags(settings)]
 
 
-def wrapped(folder, before, after=""):
+def wrapped(folder, before, after="", script="train.py"):
     """A script that runs train.py after these lines; with lines after it, train.py's last act does not end it."""
-    script = folder / "wrapped.py"
     before = f"import os, runpy, signal, sys, time, torch\nsys.path.insert(0, {str(ROOT)!r})\n{before}\n"
-    run = f"runpy.run_path({str(ROOT / 'train.py')!r}, run_name='__main__')"
+    run = f"runpy.run_path({str(ROOT / script)!r}, run_name='__main__')"
     if after:
         before += "leave, os._exit, code = os._exit, sys.exit, 0\ntry: "
         run += (
             f"\nexcept SystemExit as end: code = end.code\n{after}\n"
             "sys.stdout.flush(), sys.stderr.flush(), leave(code if isinstance(code, int) else bool(code))\n"
         )
-    script.write_text(before + run)
-    return script
+    (folder / "wrapped.py").write_text(before + run)
+    return folder / "wrapped.py"
 
 
 def at_read(number, act, ranks="0"):

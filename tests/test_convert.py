@@ -5,7 +5,6 @@ import math
 import re
 import shutil
 import sys
-from types import SimpleNamespace
 from unittest import mock
 
 import numpy as np
@@ -19,7 +18,7 @@ from runtime.checkpoint import load_model
 from runtime.checkpoint_folder import open_folder
 from runtime.hf_config import read_config
 from tests.published import assert_same_model, edit_config, hf_llama
-from tests.runs import FULL_DISK, ROOT, SHORT, SMALL, machines_of, run, slip
+from tests.runs import FULL_DISK, SHORT, SMALL, machines_of, run, slip, wrapped
 
 pytestmark = pytest.mark.usefixtures("plain_pytorch_on_one_core")
 transformers = pytest.importorskip("transformers")
@@ -188,6 +187,7 @@ def test_metas_own_files_become_a_folder_with_the_same_logits(meta_folder, conve
     settings, tokenizer = read_config(open_folder(folder))
     assert tokenizer == "llama3" and settings["tie_embeddings"] == tied and settings["ffn_dim"] == 96
     assert (settings["rope_scaling"] or {"factor": None})["factor"] == factor
+    assert not factor or list(settings["rope_scaling"]) == sorted(SCALING)  # a sentence that suggests it stays the same
     theirs = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     for model in (theirs, load_model(folder)):
         assert_metas_logits(model, weights, factor)
@@ -392,26 +392,10 @@ def test_adapters_without_lora_rank_are_refused_with_both_ways_to_go_on(train, t
 # ----------------------------------------------------------------------------------------------------------------------
 
 
-def test_published_configs_are_read(tmp_path):
-    """As meta-llama/Llama-3.2-1B and an old transformers write them."""
-    rope = {"rope_theta": 500000.0, "rope_scaling": {"rope_type": "llama3", **SCALING}}
-    sizes = {"num_hidden_layers": 16, "num_attention_heads": 32, "num_key_value_heads": 8, "hidden_size": 2048}
-    sizes |= {"intermediate_size": 8192, "vocab_size": 128256, "tie_word_embeddings": True, "rms_norm_eps": 1e-5}
-    config = {"model_type": "llama", "head_dim": 64, **sizes, **rope}
-    settings, tokenizer = read_config(SimpleNamespace(path=tmp_path, config=config, adapter=None))
-    assert tokenizer == "llama3" and settings["rope_scaling"] == SCALING and settings["rope_theta"] == 500000.0
-    assert list(settings["rope_scaling"]) == sorted(SCALING)  # a sentence that suggests it is always the same
-    assert LlamaConfig(**settings).head_dim == 64
-
-
 def test_a_slip_or_a_full_disk_ends_convert_py_with_a_sentence_and_leaves_nothing(alone, tmp_path):
     done = run([tmp_path / "nowhere", tmp_path / "hf"], "convert.py")
     assert done.returncode == 1 and done.stderr.startswith(f"{tmp_path}/nowhere is no folder: train"), done.stderr
-    (tmp_path / "limited.py").write_text(
-        f"import runpy, sys; sys.path.insert(0, {str(ROOT)!r})\n{FULL_DISK}\n"
-        f"runpy.run_path({str(ROOT / 'convert.py')!r}, run_name='__main__')\n"
-    )
-    done = run([alone, tmp_path / "hf"], tmp_path / "limited.py")
+    done = run([alone, tmp_path / "hf"], wrapped(tmp_path, FULL_DISK, script="convert.py"))
     assert done.returncode == 1 and "Traceback" not in done.stderr, done.stderr
     assert "hf is not written: File too large: " in done.stderr and "model.safetensors" in done.stderr, done.stderr
     assert not list(tmp_path.glob("hf*"))
