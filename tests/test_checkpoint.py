@@ -17,7 +17,7 @@ import torch
 
 import model as model_module
 from optimizers.on_cpu import OnCPU
-from runtime import checkpoint, checkpoint_folder, memory_advice, memory_stats, restore, run_folder, safetensors_file
+from runtime import checkpoint, checkpoint_folder, memory_advice, memory_stats, run_folder, safetensors_file
 from runtime.checkpoint_folder import read_run
 from tests.published import assert_same_model
 from tests.runs import FULL_DISK, SHORT, SMALL, damage, edit_run, losses, metrics, run, slip, wrapped
@@ -337,14 +337,6 @@ def test_another_run_or_version_in_the_same_folder_is_refused_with_a_sentence(tr
     said = "is no checkpoint of this version: its run.json lacks updates"
     assert said in slip(train, capsys, max_iters=900)
     assert (tmp_path / "out/step_000900").exists(), "it is not damaged"
-
-
-def test_torchrun_restarts_a_run_that_began_from_scratch(train, tmp_path, capsys, monkeypatch):
-    train(init_from="scratch", max_iters=4, lr_decay_iters=8)
-    monkeypatch.setattr(restore, "restart_count", 1)
-    capsys.readouterr()
-    train(init_from="scratch", lr_decay_iters=8)
-    assert "step_000004" in capsys.readouterr().out.split("resumes")[1]
 
 
 def test_transformers_reads_a_checkpoint_as_it_stands(train, tmp_path):

@@ -183,7 +183,7 @@ def ranks_in(folder):
 @pytest.mark.parametrize("restarts", [0, 1])
 def test_killed_rank_ends_or_restarts_all_ranks(text_data, alone, tmp_path, restarts):
     """Without restarts all ends, nobody is left, and one rank goes on; with a restart torchrun goes on by itself."""
-    settings = LONGER | dict(dataset=text_data, out_dir=tmp_path / "out")
+    settings = LONGER | dict(dataset=text_data, out_dir=tmp_path / "out", init_from=["auto", "scratch"][restarts])
     kill = at_read(30, "os.environ['TORCHELASTIC_RESTART_COUNT'] == '0' and os.kill(os.getpid(), signal.SIGKILL)", "1")
     done = run_torchrun(2, settings, noting_its_pid(tmp_path, kill), [f"--max-restarts={restarts}"])
     pids = ranks_in(tmp_path)
