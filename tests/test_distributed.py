@@ -270,30 +270,27 @@ def test_error_on_all_ranks_is_reported_in_full(train, tmp_path):
     assert "lost another rank" in said and "No space left on device (shm)" in said, said
 
 
-BEFORE_THE_FIRST_STEP = {
-    "data": ("import data.loader as m; m.Tokens.__init__ = fail", "opening the dataset\n"),
-    "optimizer": ("from optimizers.place import Place; Place.attach = fail", "allocating\n"),
-    "checkpoint": ("import runtime.checkpoint_folder as m; m.read_rows = fail", "reading tok_embeddings.weight"),
-}
-
-
-@pytest.mark.parametrize("where", BEFORE_THE_FIRST_STEP)
+@pytest.mark.parametrize("place, doing", [
+    ("import data.loader as m; m.Tokens.__init__", "opening the dataset\n"),
+    ("from optimizers.place import Place; Place.attach", "allocating\n"),
+    ("import runtime.checkpoint_folder as m; m.read_rows", "reading tok_embeddings.weight"),
+], ids=["data", "optimizer", "checkpoint"])  # fmt: skip
 @pytest.mark.parametrize("fails", [True, False], ids=["fails", "hangs"])
-def test_a_rank_that_fails_or_hangs_before_the_first_step_ends_all_ranks_and_is_named(train, tmp_path, where, fails):
+def test_a_rank_that_fails_or_hangs_before_the_first_step_ends_all_and_is_named(train, tmp_path, place, doing, fails):
     before = hang(tmp_path) + "fail = hang\n"
     if fails:  # rank 0, which says it, is late
         before = "import builtins; say = print\n"
         before += "builtins.print = lambda *args, **to: 'file' in to and time.sleep(2) or say(*args, **to)\n"
         before += "def fail(*_): raise OSError('no such luck')\n"
-    before += f"if os.environ['RANK'] == '1': {BEFORE_THE_FIRST_STEP[where][0]}"
-    if where == "checkpoint":
+    before += f"if os.environ['RANK'] == '1': {place} = fail"
+    if doing.startswith("reading"):  # of a checkpoint
         train(1, max_iters=2)
     said = train(2, wrapped(tmp_path, before), code=1, max_iters=3, timeout=1000 if fails else 2).stderr
     if fails:
         assert said == "rank 1: no such luck\n"
     else:
         how = "(hangs|no longer answers; it was)"  # the latter where its thread has to wait for the machine
-        assert re.search(f"rank 1 {how} at {BEFORE_THE_FIRST_STEP[where][1]}", said), said
+        assert re.search(f"rank 1 {how} at {doing}", said), said
 
 
 def test_a_mistake_in_the_code_of_one_rank_has_its_traceback_and_out_of_memory_its_advice(monkeypatch, capsys):

@@ -395,9 +395,8 @@ HOSTILE = {
 }
 
 
-@pytest.mark.parametrize("what", HOSTILE)
-def test_a_hostile_header_is_a_sentence(tmp_path, what):
-    content, said = HOSTILE[what]
+@pytest.mark.parametrize("content, said", HOSTILE.values(), ids=HOSTILE)
+def test_a_hostile_header_is_a_sentence(tmp_path, content, said):
     (tmp_path / "x").write_bytes(content)
     with open_to_read(tmp_path / "x") as file, pytest.raises(Damaged) as caught:
         read_header(file)
