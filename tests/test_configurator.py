@@ -140,8 +140,6 @@ def test_a_string_that_looks_like_a_comment_is_none(folder, run):
 BATCH_3, WANDB = {"batch_size": 3}, {"wandb_log": True}
 ACCEPTED = {
     "key and value as two words": (["--batch_size", "32", "--dataset", "x"], {"batch_size": 32, "dataset": "x"}),
-    "an int where a float is meant": (["--learning_rate=1"], {"learning_rate": 1.0}),
-    "lowercase true and false": (["--compile=false", "--wandb_log=true"], {"compile": False, "wandb_log": True}),
     "a flag before a file": (["--batch_size=3", "config/llama32_1b.py"], BATCH_3),
     "a value with an equals sign": (["--dataset=a=b"], {"dataset": "a=b"}),
     "a value with an equals sign as a word": (["--dataset", "a=b"], {"dataset": "a=b"}),
@@ -175,7 +173,6 @@ REFUSED = [
     (["--batch_size"], "--batch_size needs a value: --batch_size=..."),
     (["--batch_size", "--compile"], "--batch_size needs a value: --batch_size=..."),
     (["--batch-size=3"], "Unknown setting batch-size. Did you mean batch_size?"),
-    (["--xyzzy"], "Unknown setting xyzzy. --help lists them all"),
     (["--"], "Unknown setting --. --help lists them all"),
     (["--VERSION=4"], "Unknown setting VERSION. --help lists them all"),  # capitals are none
     (["--_hidden=4"], "Unknown setting _hidden. --help lists them all"),
@@ -204,8 +201,8 @@ def test_mistake_on_the_command_line_ends_with_one_line(folder, error, argv, mes
 
 SPELLINGS = {
     "batch_size": [("1e3", 1000), ("10_000", 10000), ("-4", -4), ("64.0", 64), ("+7", 7)],
-    "learning_rate": [("6e-4", 6e-4), (".5", 0.5), ("-2", -2.0), ("1_0.5", 10.5)],
-    "compile": [("TRUE", True), ("1", True), ("False", False), ("0", False)],
+    "learning_rate": [("6e-4", 6e-4), (".5", 0.5), ("-2", -2.0), ("1_0.5", 10.5), ("1", 1.0)],
+    "compile": [("true", True), ("TRUE", True), ("1", True), ("false", False), ("False", False), ("0", False)],
     "prompt": [("none", None)],
     "min_lr": [("None", None), ("1", 1.0)],
     "rope_scaling": [("none", None)],

@@ -370,7 +370,6 @@ HOSTILE = {
     "UTF-16": (header('{"x": 1}'.encode("utf-16")), "is not JSON"),
     "a list": (header([]), "of type list"),
     "deep nesting": (header(b"[" * 10**6), "is not JSON"),
-    "NaN": (header(b'{"x": NaN}'), "'x' needs dtype, shape and data_offsets"),
     "a name twice": (
         header(f'{{"x": {json.dumps(entry())}, "x": {json.dumps(entry(offsets=[8, 16]))}}}'.encode(), bytes(16)),
         "'x' leaves a gap before it",
