@@ -61,29 +61,17 @@ def whole_states(config):
     return states
 
 
-def published(config, states):
-    """{published name: tensor}, split by hand."""
-    kv, found = config.n_kv_head * config.head_dim, {}
-    for (state, name), x in states.items():
-        name = name.replace("layers.", "model.layers.").replace("attn.", "self_attn.")
-        name = name.replace("attn_norm", "input_layernorm").replace("mlp_norm", "post_attention_layernorm")
-        name = "model.embed_tokens.weight" if name == "tok_embeddings.weight" else name
-        name = "model.norm.weight" if name == "norm.weight" else name
-        parts = {name: x}
-        if "qkv_proj" in name:
-            parts = {name.replace("qkv", k): y for k, y in zip("qkv", x.split([config.n_embd, kv, kv]), strict=True)}
-        if "gate_up" in name:
-            parts = {name.replace("gate_up", k): y for k, y in zip(("gate", "up"), x.chunk(2), strict=True)}
-        found |= {f"{state}.{name}" if state else name: y for name, y in parts.items()}
-    return found
-
-
 def rows_of(config, states):
     """What a wiring hands to write_folder and read_into."""
     files = {"model": [], "optimizer": []}
     for (state, name), x in states.items():
         files["optimizer" if state else "model"] += hf_rows(name, x, config, state)
     return files
+
+
+def published(config, states):
+    """{published name: tensor} of whole states; in tests/test_convert.py transformers says that they are so."""
+    return {row.name: row.tensor for rows in rows_of(config, states).values() for row in rows}
 
 
 DOCUMENTS = {"config.json": b'{"model_type": "llama"}', "tokenizer.json": b"{}" * 100}
@@ -128,7 +116,7 @@ def test_the_safetensors_package_reads_what_we_write(saved):
             found |= tensors
             with safetensors.safe_open(path / file, "pt") as opened:
                 assert opened.metadata() == {"format": "pt"}
-        expected = {name: x for name, x in published(ODD, states).items() if any(name == row.name for row in rows)}
+        expected = {row.name: row.tensor for row in rows}
         assert len(expected) == len(rows) and index["metadata"]["total_size"] == sum(x.nbytes for x in found.values())
         assert found.keys() == expected.keys() and all(torch.equal(found[name], expected[name]) for name in found)
 
