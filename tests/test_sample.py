@@ -95,13 +95,19 @@ def test_text_is_drawn_as_asked_and_ends_before_a_stop_string(draw, monkeypatch)
     assert asked == [([[256, 97, 256]] * 2, 12, 0.7, 3, 0.5, 0.1, [256])]  # a prompt's special tokens are tokens
 
 
-def test_another_tokenizer_than_the_models_is_said_or_refused(draw, sample, alone, tmp_path):
+def test_another_tokenizer_than_the_models_is_said_or_refused_and_so_is_none_for_conversations(
+    draw, sample, alone, tmp_path
+):
     publish_chat_model(tmp_path / "hf")
     larger = f"has 259 tokens, {alone}/step_000020 only 257: leave out --tokenizer, or name the model's own"
     assert larger in draw(tokenizer=tmp_path / "hf")[1]
     text, said = sample(out_dir=tmp_path / "hf", tokenizer="bytes")
     assert f"{tmp_path}/hf was trained on tokenizer.json-" in said and "tokens, not on bytes: unless" in said
     assert text.startswith("def ") and not draw(tokenizer="bytes")[1]
+    (tmp_path / "hf/tokenizer_config.json").unlink()
+    (tmp_path / "hf/chat_template.jinja").unlink(missing_ok=True)
+    said = sample("hello\n", out_dir=tmp_path / "hf", chat=True)[1]
+    assert "Llama 3's tokens: put a chat_template.jinja beside its files, or" in said
 
 
 def test_temperature_0_takes_the_likeliest_and_a_prompt_that_is_cut_is_said(draw):
@@ -185,18 +191,24 @@ def test_no_token_is_drawn_after_the_last_row_has_ended_by_a_stop_string_or_an_e
 
 
 @pytest.mark.parametrize("context", [512, 96])  # all turns fit, or the oldest are dropped
-def test_a_conversation_has_the_same_answers_without_the_cache(sample, tmp_path, monkeypatch, context):
+def test_a_conversation_drops_its_oldest_turns_and_has_the_same_answers_without_the_cache(
+    sample, tmp_path, monkeypatch, context
+):
     publish_chat_model(tmp_path / "hf", max_position_embeddings=context, tie_word_embeddings=False, ascii_only=True)
-    template = CHATML.replace("message['content']", "message['content'] | trim | replace('L', 'l')")
-    (tmp_path / "hf/chat_template.jinja").write_text(template)  # the history is not what was drawn
-    questions = "".join(f"question {i}\n" for i in range(6))
-    settings = dict(out_dir=tmp_path / "hf", chat=True, temperature=0, max_new_tokens=20)
-    take, kept = PrefixCache.take, []
+    changed = CHATML.replace("message['content']", "message['content'] | trim | replace('L', 'l')")
+    (tmp_path / "hf/chat_template.jinja").write_text(changed)  # the history is not what was drawn
+    questions = [f"question {i}" for i in range(6)]
+    settings = dict(stdin="\n".join(questions) + "\n", out_dir=tmp_path / "hf", chat=True, temperature=0)
+    take, kept, encode, asked = PrefixCache.take, [], template.encode_prompt, []
     monkeypatch.setattr(PrefixCache, "take", lambda *inputs: (found := take(*inputs), kept.append(found[1]))[0])
-    cached = sample(questions, **settings)
-    monkeypatch.setattr(PrefixCache, "take", lambda *inputs: take(PrefixCache(), *inputs[1:]))
-    assert cached == sample(questions, **settings) and "L" in cached[0].splitlines()[0]
+    monkeypatch.setattr(template, "encode_prompt", lambda *inputs: asked.append(inputs[1]) or encode(*inputs))
+    out, said = sample(**settings, max_new_tokens=20)
+    assert out.count("> ") >= 7 and out.endswith("> \n") and "the model sees" not in said
+    seen = [message["content"] for message in asked[-1] if message["role"] == "user"]
+    assert seen == questions[-len(seen) :] and (len(seen) < 6) == (context == 96)
     assert kept[0] == 0 < min(kept[1:]) and (context == 96 or kept == sorted(kept)), kept
+    monkeypatch.setattr(PrefixCache, "take", lambda *inputs: take(PrefixCache(), *inputs[1:]))
+    assert (out, said) == sample(**settings, max_new_tokens=20) and "L" in out.splitlines()[0]
 
 
 def test_a_conversation_is_the_one_that_transformers_has(sample, tmp_path):
@@ -219,24 +231,6 @@ def test_a_conversation_is_the_one_that_transformers_has(sample, tmp_path):
     ids = [token for role, words in turns for token in [begin, *text(f"{role}\n{words}"), end, *text("\n")]]
     second = answer(torch.tensor([[*ids, begin, *text("assistant\n")]]))
     assert out == f"> {first}\n> > {second}\n> "
-
-
-def test_a_conversation_ends_with_its_input_and_drops_its_oldest_turns(sample, tmp_path, monkeypatch):
-    publish_chat_model(tmp_path / "hf", max_position_embeddings=96)
-    settings = dict(out_dir=tmp_path / "hf", chat=True, temperature=0, max_new_tokens=8)
-    encode_prompt, questions, seen = template.encode_prompt, [f"question {i}" for i in range(6)], []
-
-    def encode(tokenizer, messages):
-        seen.append([message["content"] for message in messages if message["role"] == "user"])
-        return encode_prompt(tokenizer, messages)
-
-    monkeypatch.setattr(template, "encode_prompt", encode)
-    out, said = sample("\n".join(questions) + "\n", **settings)
-    assert out.count("> ") >= 7 and out.endswith("> \n") and "the model sees" not in said
-    assert len(seen[-1]) < 6 and seen[-1] == questions[-len(seen[-1]) :]
-    (tmp_path / "hf/tokenizer_config.json").unlink()
-    (tmp_path / "hf/chat_template.jinja").unlink(missing_ok=True)
-    assert "Llama 3's tokens: put a chat_template.jinja beside its files, or" in sample("hello\n", **settings)[1]
 
 
 @pytest.mark.real
