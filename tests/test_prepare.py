@@ -1,11 +1,8 @@
 """The prepare.py scripts: pystdlib, shakespeare_char, text, fineweb_edu. No network."""
 
 import errno
-import gzip
 import hashlib
 import io
-import json
-import lzma
 import os
 import subprocess
 import sys
@@ -14,7 +11,6 @@ from unittest import mock
 
 import pytest
 
-from data import write
 from data.fineweb_edu import prepare as fineweb_edu
 from data.pystdlib import prepare as pystdlib
 from data.shakespeare_char import prepare as shakespeare_char
@@ -409,13 +405,3 @@ def test_fineweb_writes_shards_again_that_lack_the_bos(parquets, tmp_path, files
     meta = fineweb_edu.prepare(parquets, out, **options)
     assert files_read == ["000.parquet"] * 2 and meta["bos"] == 256 and "bos" not in without
     assert meta["train_tokens"] == without["train_tokens"] + meta["train_documents"]
-
-
-def test_gzip_and_xz_read_the_validation_text_of_any_dataset_unless_it_is_long(tmp_path, monkeypatch):
-    (tmp_path / "notes.jsonl").write_text("".join(json.dumps({"text": f"line {i} " * 9}) + "\n" for i in range(300)))
-    meta = text.prepare([tmp_path / "notes.jsonl"], tmp_path / "out", val_fraction=0.1)
-    val = "".join(documents_of(tmp_path / "out", "val")).encode()
-    assert meta["gzip_bits_per_byte"] == 8 * len(gzip.compress(val, 9)) / len(val)
-    assert meta["xz_bits_per_byte"] == 8 * len(lzma.compress(val, preset=9)) / len(val)
-    monkeypatch.setattr(write, "COMPRESSED_BYTES", len(val) - 1)
-    assert "xz_bits_per_byte" not in text.prepare([tmp_path / "notes.jsonl"], tmp_path / "out", val_fraction=0.1)

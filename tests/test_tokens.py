@@ -1,7 +1,9 @@
 """Token files: what is written is what is read; damage is reported; writers do not disturb each other."""
 
+import gzip
 import hashlib
 import json
+import lzma
 import os
 import signal
 import subprocess
@@ -21,23 +23,28 @@ from data.tokens import Tokens, token_dtype
 from data.write import Progress, prepare_once, write_dataset, write_lock, write_meta, write_tokens
 from runtime.watchdog import _alive as alive
 from tests.datasets import TEXTS, contents, documents_of, toy_dataset
-from tests.runs import ROOT, wait_until
+from tests.runs import ROOT, prose, wait_until
 
 
-def test_written_dataset_reads_back_with_counts_and_digests(tmp_path):
-    meta = toy_dataset(tmp_path, train=TEXTS[1:], val=["val é"])
-    assert [documents_of(tmp_path, split) for split in ("train", "val")] == [TEXTS[1:], ["val é"]]
-    n_bytes = sum(len(string.encode()) for string in TEXTS[1:])
+def test_written_dataset_reads_back_with_counts_digests_and_compressed_sizes(tmp_path, monkeypatch):
+    texts = {"train": TEXTS[1:], "val": ["val é", prose(0, 4000)]}
+    meta = toy_dataset(tmp_path, **texts)
+    assert {split: documents_of(tmp_path, split) for split in texts} == texts
+    train, val = ("".join(each).encode() for each in texts.values())
     expected = dict(
         tokenizer="bytes", vocab_size=257, dtype="uint16", end_of_text=256,
-        train_documents=4, train_bytes=n_bytes, train_tokens=n_bytes + 4,
-        val_documents=1, val_bytes=6, val_tokens=7,
+        train_documents=4, train_bytes=len(train), train_tokens=len(train) + 4,
+        val_documents=2, val_bytes=len(val), val_tokens=len(val) + 2,
+        gzip_bits_per_byte=8 * len(gzip.compress(val, 9)) / len(val),
+        xz_bits_per_byte=8 * len(lzma.compress(val, preset=9)) / len(val),
     )  # fmt: skip
     assert json.loads((tmp_path / "meta.json").read_text()) == meta
-    for split in ("train", "val"):
+    for split in texts:
         expected[f"{split}_sha256"] = hashlib.sha256((tmp_path / f"{split}.bin").read_bytes()).hexdigest()
     assert meta.items() >= expected.items()
-    assert (tmp_path / "val.bin").read_bytes() == np.array([*b"val \xc3\xa9", 256], dtype="<u2").tobytes()
+    assert (tmp_path / "val.bin").read_bytes() == np.array([*val[:6], 256, *val[6:], 256], dtype="<u2").tobytes()
+    monkeypatch.setattr(write, "COMPRESSED_BYTES", len(val) - 1)
+    assert "xz_bits_per_byte" not in toy_dataset(tmp_path, **texts), "it is too long for that"
 
 
 def test_token_ids_above_65535_round_trip_and_those_below_take_uint16(tmp_path):
