@@ -206,6 +206,7 @@ def test_a_conversation_drops_its_oldest_turns_and_has_the_same_answers_without_
     assert out.count("> ") >= 7 and out.endswith("> \n") and "the model sees" not in said
     seen = [message["content"] for message in asked[-1] if message["role"] == "user"]
     assert seen == questions[-len(seen) :] and (len(seen) < 6) == (context == 96)
+    assert [message["role"] for message in asked[-1]] == ["user", "assistant"] * len(seen)
     assert kept[0] == 0 < min(kept[1:]) and (context == 96 or kept == sorted(kept)), kept
     monkeypatch.setattr(PrefixCache, "take", lambda *inputs: take(PrefixCache(), *inputs[1:]))
     assert (out, said) == sample(**settings, max_new_tokens=20) and "L" in out.splitlines()[0]
