@@ -14,7 +14,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 
 import kernels
 from kernels.fp8_linear import quantize, transpose
-from kernels.glu import glu_forward
+from kernels.glu import glu_backward, glu_forward
 from kernels.rms_norm import rms_norm_forward
 from test_kernels import (
     BF16,
@@ -162,6 +162,8 @@ def compile_for(card):
         transpose(x8)
         rms_norm_forward(x, x, x[0], 1e-5, float8=True)
         glu_forward(x, "silu", float8=True)
+        with torch.no_grad():
+            glu_backward(x, torch.cat([x, x], 1), "silu", True, torch.ones(512))
     case = "eight and four bits"
     bf16, half = torch.ones(700, dtype=BF16), torch.ones(700, dtype=torch.int16)
     codes, absmax = torch.ones(700, dtype=torch.uint8), torch.ones(3)
