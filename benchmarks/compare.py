@@ -142,11 +142,11 @@ SIZE = {"batch": "batch", "seq": "context"}
 
 def by_series(record: dict, kind: str) -> dict[str, list[dict]]:
     """The rows of each series by its title, as the size grows; the last may be out of memory."""
-    found, fixed = {}, FIXED[kind]
-    for row in sorted(record[kind], key=lambda row: (list(arms.SWEEP).index(row["arm"]), row[VARIES[kind]])):
-        several = len({other[fixed] for other in record[kind]}) > 1
-        of_all = [row for kind in KINDS for row in record.get(kind, [])]
-        trainer = title(row, of_all) + (f", {fixed} {row[fixed]:,}" if several else "")
+    rows, fixed, found = record[kind], FIXED[kind], {}
+    of_both = [row for each in KINDS for row in record.get(each, [])]
+    several = len({row[fixed] for row in rows}) > 1
+    for row in sorted(rows, key=lambda row: (list(arms.SWEEP).index(row["arm"]), row[VARIES[kind]])):
+        trainer = title(row, of_both) + f", {fixed} {row[fixed]:,}" * several
         found.setdefault(trainer, []).append(row | {"trainer": trainer})
     return found
 

@@ -10,9 +10,9 @@ the sum: t is one for dx. It goes into dy before that is rounded, and so one W8 
 gradient is summed over all tokens, where an outlier would cost all others of its column their bits: it stays in bf16.
 
 On an H200 these matmuls run at 1.6 times the rate of bf16. Against that stands the rounding, bound by memory: it reads
-2 bytes an element and writes 1, for x, dy, and W twice; to keep W8 until backward would take a byte a weight, and save
-0.2% of a step of 32,768 tokens. In backward W8 is written a second time, transposed, since float8 operands must lie
-along the summed dimension. `python bench.py kernels --op=fp8_linear` times both.
+2 bytes an element and writes 1, for x, dy, and W twice; to keep W8 until backward would take a byte a weight, and by
+its bytes save 0.2% of a step of 32,768 tokens. In backward W8 is written a second time, transposed, since float8
+operands must lie along the summed dimension. `python bench.py kernels --op=fp8_linear` times both.
 
 A norm or a gated product whose result is only projected (rms_norm_linear.py, swiglu_mlp.py) rounds it itself: it writes
 x8 and s in place of x, 1 byte an element instead of 2, and nothing reads x or is launched to round it. In backward the
