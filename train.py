@@ -162,7 +162,6 @@ globals().update(from_weights)
 settings |= from_weights
 check_settings(globals(), world_size)  # again, with that model
 shard_ranks = local_world_size if sharding == "hybrid" else world_size  # that share one copy of the model
-copy_engines = False if lora_rank and (fp8 or base_dtype == "nf4") else copy_engines  # their buffers have one dtype
 mesh = distributed.device_mesh(device, sharding == "hybrid", timeout) if world_size > 1 else None
 copy_engines = pick_copy_engines(copy_engines, device, mesh and mesh["shard"].get_group(), offload)
 
@@ -219,7 +218,7 @@ if world_size > 1:
         model.tok_embeddings.set_unshard_in_backward(False)  # backward does not read it
         shard([model.norm, model.lm_head], reshard_after_forward=False)  # reduced during the blocks' backward
     shard(model, reshard_after_forward=False)  # what is left. A tied head is the embedding: needed first and last
-    if copy_engines:
+    if run_shape.copy_engines_gather:
         use_copy_engines(model, mesh["shard"].get_group(), reduce=run_shape.copy_engines_reduce)
 model.to_empty(device="cpu" if offload == "all" else device)
 model.init_weights(seed, device)

@@ -58,11 +58,10 @@ def resolve(path: str, world_size: int, named: dict, flags=()) -> tuple[LlamaCon
     problem = find_problem(said, world_size)
     if problem:
         raise SettingError(problem)
-    packed = said["lora_rank"] and (said["fp8"] or said["base_dtype"] == "nf4")  # as train.py has it
     several_hosts = said["sharding"] == "hybrid" and world_size > 8  # of 8 GPUs
     said |= {
         "dtype": "bfloat16" if said["dtype"] == "auto" else said["dtype"],
-        "copy_engines": said["copy_engines"] is not False and not packed,
+        "copy_engines": said["copy_engines"] is not False,
         "world_size": world_size,
         "shard_ranks": math.gcd(world_size, 8) if several_hosts else world_size,
         "rule": rule_of(said),

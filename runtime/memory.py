@@ -85,7 +85,8 @@ class RunShape:
 
     @property
     def copy_engines_gather(self) -> bool:
-        return self.copy_engines and self.shard_ranks > 1 and self.offload != "all"
+        packed = self.lora_rank and (self.fp8 or self.base_dtype == "nf4")  # the engines' buffers have one dtype
+        return self.copy_engines and self.shard_ranks > 1 and self.offload != "all" and not packed
 
     @property
     def copy_engines_reduce(self) -> bool:
