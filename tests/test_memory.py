@@ -384,8 +384,8 @@ def test_largest_batch_is_the_largest_though_a_smaller_one_may_not_fit():
         assert batch == 0 or memory.peak_gib(LLAMA_1B, RunShape(batch)) <= gib
         assert memory.peak_gib(LLAMA_1B, RunShape(batch + 1)) > gib and (batch > 0) == (gib > 10)
     config, run = replace(LLAMA_1B, block_size=3000), RunShape(1, micro_steps=32, activation_checkpointing="full")
-    fitting = [n for n in range(1, 40) if memory.peak_gib(config, replace(run, batch_size=n)) <= 21.6]
-    assert memory_advice.largest_batch(config, run, 21.6) == max(fitting) > len(fitting), fitting
+    fitting = [n for n in range(1, 40) if memory.peak_gib(config, replace(run, batch_size=n)) <= 22.5]
+    assert memory_advice.largest_batch(config, run, 22.5) == max(fitting) > len(fitting), fitting
 
 
 ADVISED = {

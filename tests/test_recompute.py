@@ -175,13 +175,13 @@ def test_sizes_of_chunks_slices_and_groups():
         assert loss_options(n_tokens, BF16, 128256, "full") == expected
         assert loss_options(n_tokens, torch.float16, 128256, "full")["fp32_dweight"], "float16 cannot hold the sums"
         assert loss_options(n_tokens, BF16, 128256, "none") == {"chunk_tokens": 4096, "fp32_dweight": True}
-    assert [chunks_of_mlp(100_000, 8, *at) for at in (("none", None), ("full", None), ("full", 3))] == [1, 12, 3]
-    assert [chunks_of_mlp(n, 8, "full", None) for n in (1, 16_383, 16_384)] == [1, 1, 2]
-    # 4,096 wide: sums of the weights' gradients as large as what 4,096 tokens take
-    assert [chunks_of_mlp(n, 4096, "full", None) for n in (32_767, 32_768)] == [1, 2]
+    assert [chunks_of_mlp(100_000, 8, *at) for at in (("none", None), ("full", None), ("full", 3))] == [1, 6, 3]
+    assert [chunks_of_mlp(n, 8, "full", None) for n in (1, 32_767, 32_768)] == [1, 1, 2]
+    # 8,192 wide: sums of the weights' gradients as large as what 16,384 tokens take
+    assert [chunks_of_mlp(n, 8192, "full", None) for n in (65_535, 65_536)] == [1, 2]
     assert chunks_of_mlp(100_000, 8, "full", None, fused_kernels=False) == 1, "plain PyTorch would pay for it"
     assert chunks_of_mlp(12, 8, "full", 10**6) == 12, "of a token there are no slices"
-    for shape, groups in {(16, 1024): 2, (112, 1024): 14, (4, 131_072): 4, (1, 131_072): 1, (15, 1024): 1}.items():
+    for shape, groups in {(32, 1024): 2, (112, 1024): 7, (4, 131_072): 4, (1, 131_072): 1, (31, 1024): 1}.items():
         assert groups_of_sequences(*shape, 8, None) == groups
     assert groups_of_sequences(16, 1024, 8, 3) == 1, "as it is told"
 
