@@ -203,7 +203,7 @@ def fp8_sentence() -> str:
     found = {values(p, STEP_PLACE): p["tok_per_s"] for p in done(load("step")["points"])}
     parts = []
     for arm, *at in found:
-        if arm == "nanocria-fp8" and {("nanocria", *at), ("recipe-fp8", *at)} <= found.keys():
+        if arm == "nanocria-fp8" and "none" in at and {("nanocria", *at), ("recipe-fp8", *at)} <= found.keys():
             fp8, bf16, peer = (found[other, *at] for other in ("nanocria-fp8", "nanocria", "recipe-fp8"))
             where = f"{'at' if parts else 'At'} {at[0]} x {at[1]:,}{'' if parts else ' tokens'}"
             beside = f"{fp8 / peer:.2f} times those of torchtitan's recipe with torchao's rowwise float8"

@@ -10,13 +10,14 @@ the sum: t is one for dx. It goes into dy before that is rounded, and so one W8 
 gradient is summed over all tokens, where an outlier would cost all others of its column their bits: it stays in bf16.
 
 On an H200 these matmuls run at 1.6 times the rate of bf16. Against that stands the rounding, bound by memory: it reads
-2 bytes an element and writes 1, for x, dy, and W twice; to keep W8 until backward would take a byte a weight, and by
-its bytes save 0.2% of a step of 32,768 tokens. In backward W8 is written a second time, transposed, since float8
-operands must lie along the summed dimension. `python bench.py kernels --op=fp8_linear` times both.
+2 bytes an element and writes 1, for x, dy, and W twice: to keep W8 until backward takes a byte a weight, and made a step
+of 32,768 tokens of Llama 3.2 1B 0.1% faster. In backward W8 is written a second time, transposed, since float8 operands
+must lie along the summed dimension. `python bench.py kernels --op=fp8_linear` times both.
 
 A norm or a gated product whose result is only projected (rms_norm_linear.py, swiglu_mlp.py) rounds it itself: it writes
 x8 and s in place of x, 1 byte an element instead of 2, and nothing reads x or is launched to round it. In backward the
-gated product writes g8 and u of its own gradient beside dy, which dW needs: nothing reads dy again to round it.
+gated product writes g8 and u of its own gradient beside dy, which dW needs: nothing reads dy again to round it. The
+other gradients come from kernels that know nothing of t, the next weight's scales; rounding them takes 0.7% of a step.
 
 FP8Linear is the projection (linear.py) that rms_norm_linear.py and swiglu_mlp.py multiply with; use_fp8 gives it to a
 model.
