@@ -10,7 +10,7 @@ the sum: t is one for dx. It goes into dy before that is rounded, and so one W8 
 gradient is summed over all tokens, where an outlier would cost all others of its column their bits: it stays in bf16.
 
 On an H200 these matmuls run at 1.6 times the rate of bf16. Against that stands the rounding, bound by memory: it reads
-2 bytes an element and writes 1, for x, dy, and W twice: to keep W8 until backward takes a byte a weight, and made a step
+2 bytes an element and writes 1, for x, dy, and W twice: W8 kept until backward takes a byte a weight, and made a step
 of 32,768 tokens of Llama 3.2 1B 0.1% faster. In backward W8 is written a second time, transposed, since float8 operands
 must lie along the summed dimension. `python bench.py kernels --op=fp8_linear` times both.
 
