@@ -102,8 +102,7 @@ def linux_headline() -> str:
         f"{compare.tokens_of(first, first['steps']) / 1e6:.0f} million tokens of the Linux "
         f"kernel's source, in {first['train_seconds'] / 60:.0f} minutes of one {card(first)} "
         f"({first['tok_per_s']:,.0f} tokens per second, {first['mfu']:.0%} MFU). Files that it has not seen take "
-        f"{first['bits_per_byte']:.3f} bits per byte, with xz -9 {first['xz_bits_per_byte']:.3f} "
-        "([plot](benchmarks/plots/linux_114m.png))."
+        f"{first['bits_per_byte']:.3f} bits per byte, with xz -9 {first['xz_bits_per_byte']:.3f}."
     )
 
 

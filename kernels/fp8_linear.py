@@ -17,7 +17,7 @@ must lie along the summed dimension. `python bench.py kernels --op=fp8_linear` t
 A norm or a gated product whose result is only projected (rms_norm_linear.py, swiglu_mlp.py) rounds it itself: it writes
 x8 and s in place of x, 1 byte an element instead of 2, and nothing reads x or is launched to round it. In backward the
 gated product writes g8 and u of its own gradient beside dy, which dW needs: nothing reads dy again to round it. The
-other gradients come from kernels that know nothing of t, the next weight's scales; rounding them takes 0.7% of a step.
+other dy come from kernels that do not know t: a kernel of its own rounds them, in 0.7% of such a step.
 
 FP8Linear is the projection (linear.py) that rms_norm_linear.py and swiglu_mlp.py multiply with; use_fp8 gives it to a
 model.
