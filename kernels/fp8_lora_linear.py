@@ -6,26 +6,67 @@
 A weight that is trained has a third matmul, its gradient, which has to stay in bf16. A frozen one has none: here all
 large matmuls are in float8, and what is left in bf16 has the adapters' rank as a side. A frozen weight never changes,
 so it is rounded once and held as float8: the numbers are those of a bf16 one rounded before each matmul. Or it is held
-as NF4, read back and rounded each time.
+as NF4, and a kernel reads rows of that and writes them as float8, by way of bf16 as for all that trains in NF4.
 
-Bytes for n weights: 1n held, and 2n moved in backward, to transpose it. NF4: 0.516n held, and 5.5n more moved before
+Bytes for n weights: 1n held, and 2n moved in backward, to transpose it. NF4: 0.516n held, and 1.516n more moved before
 each matmul.
 y and dx are written by the large matmul, then read and written once more where the adapters' part is added.
 """
 
+import torch
 import torch.nn.functional as F
 
 from .fp8_linear import (
     check_fp8,
+    empty_rows,
+    float8_scale,
     input_gradient_float8,
+    magnitude,
     project_float8,
     quantize,
     quantize_reference,
     rounded_reference,
 )
-from .launch import as_rows, use_triton
+from .launch import as_rows, tl, triton, use_triton, whole_row
 from .lora_linear import LoRALinear
+from .nf4 import BLOCK, SCALE_BLOCK, read_nf4, tables
 from .nf4_lora_linear import NF4LoRALinear
+
+
+@triton.jit
+def _nf4_to_float8_kernel(
+    codes_ptr, scale_codes_ptr, scale_absmax_ptr, offset_ptr, pairs_ptr, map_ptr, out_ptr, scales_ptr, n_blocks,
+    SCALE_BLOCK: tl.constexpr, BLOCKS: tl.constexpr,
+):  # fmt: skip
+    """One program, one row of n_blocks blocks."""
+    row, i = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCKS)
+    block, mask = row * n_blocks + i, i < n_blocks
+    w = read_nf4(
+        codes_ptr, scale_codes_ptr, scale_absmax_ptr, offset_ptr, pairs_ptr, map_ptr, block, mask, SCALE_BLOCK, BLOCKS
+    )
+    w = tl.where(mask[:, None], w, 0.0).to(tl.bfloat16).to(tl.float32)
+    scale = float8_scale(tl.max(magnitude(w), axis=1))
+    out = out_ptr + block[:, None] * 64 + tl.arange(0, 64)[None, :]
+    tl.store(out, (w / scale).to(out_ptr.dtype.element_ty), mask=mask[:, None])
+    tl.store(scales_ptr + row, scale)
+
+
+# Opaque as nf4.py's: torch.compile does not know enable_fp_fusion.
+@torch.library.custom_op("nanocria::nf4_to_float8", mutates_args=("out", "scales"))
+def nf4_to_float8(
+    codes: torch.Tensor, scale_codes: torch.Tensor, scale_absmax: torch.Tensor, offset: torch.Tensor,
+    out: torch.Tensor, scales: torch.Tensor,
+) -> None:  # fmt: skip
+    """Writes what quantize makes of a bf16 weight that is read back from NF4, without that weight.
+
+    out (O, C), C a multiple of 64, and scales (O, 1), both contiguous; the others are NF4's parts.
+    """
+    pairs, _, scale_map = tables(codes.device)
+    row = whole_row(out.shape[1])
+    _nf4_to_float8_kernel[(out.shape[0],)](
+        codes, scale_codes, scale_absmax, offset, pairs, scale_map, out, scales, out.shape[1] // BLOCK,
+        SCALE_BLOCK=SCALE_BLOCK, BLOCKS=row["BLOCK"] // BLOCK, num_warps=row["num_warps"], enable_fp_fusion=False,
+    )  # fmt: skip
 
 
 class Float8Products:
@@ -75,4 +116,12 @@ class FP8LoRALinear(Float8Products, LoRALinear):
 
 
 class FP8NF4LoRALinear(Float8Products, NF4LoRALinear):
-    """NF4LoRALinear whose weight is rounded to float8 when it has been read back."""
+    """NF4LoRALinear whose weight is read back as float8."""
+
+    def read_float8(self, like, *held):
+        if self.in_features % BLOCK or not use_triton(like):  # a block may lie in two rows, of two scales
+            return super().read_float8(like, *held)
+        w8, t = empty_rows((self.out_features, self.in_features), like, float8=True)
+        for matrix, *out in zip(self.matrices(*held), w8.split(self.rows), t.split(self.rows), strict=True):
+            nf4_to_float8(*matrix, *out)
+        return w8, t

@@ -43,12 +43,15 @@ class NF4LoRALinear(LoRALinear):
         codes, scale_codes = torch.cat(codes).view(self.codes_dtype), torch.cat(scale_codes).view(self.codes_dtype)
         return codes, scale_codes, torch.cat(scale_absmax), torch.stack(offset)
 
-    def read_weight(self, like, codes, scale_codes, scale_absmax, offset):
-        weight = torch.empty(self.out_features, self.in_features, dtype=like.dtype, device=like.device)
+    def matrices(self, codes, scale_codes, scale_absmax, offset):
+        """The packed matrices, each with its own scales."""
         n_blocks = [n_out * self.in_features // BLOCK for n_out in self.rows]
         n_scales = [-(-n // SCALE_BLOCK) for n in n_blocks]
         codes, scale_codes = (x.view(torch.uint8).split(n) for x, n in ((codes, self.rows), (scale_codes, n_blocks)))
-        packed = zip(codes, scale_codes, scale_absmax.split(n_scales), offset, strict=True)
-        for part, out in zip(packed, weight.split(self.rows), strict=True):
-            dequantize_nf4(NF4(*part), out)
+        return map(NF4, codes, scale_codes, scale_absmax.split(n_scales), offset)
+
+    def read_weight(self, like, *held):
+        weight = torch.empty(self.out_features, self.in_features, dtype=like.dtype, device=like.device)
+        for matrix, out in zip(self.matrices(*held), weight.split(self.rows), strict=True):
+            dequantize_nf4(matrix, out)
         return weight
