@@ -21,8 +21,8 @@ activations were (but 1 GiB more for one sequence of 8B).
 
 Within about 1% of every peak that H100s and H200s measured: tests/test_memory.py holds it to the records. What is
 smaller than that is left out: the norms' statistics, the embedding's input. All numbers are what PyTorch allocates
-(max_memory_allocated): the CUDA context, NCCL's buffers and the allocator's reserve add 1 to 2 GiB. compile=true is
-counted like the fused kernels, though a compiler plans for itself.
+(max_memory_allocated): the CUDA context, NCCL's buffers and the allocator's reserve add 1 to 2 GiB, with cuda_graph up
+to 4. compile=true is counted like the fused kernels, though a compiler plans for itself.
 """
 
 import math
