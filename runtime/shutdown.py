@@ -1,7 +1,6 @@
 """How a run ends early: after a signal or a data error with a checkpoint, after an exception with a sentence."""
 
 import contextlib
-import functools
 import math
 import os
 import re
@@ -101,22 +100,21 @@ def make_excepthook(watchdog: Watchdog, out_dir: str, out_of_memory: Callable[[]
     was in memory. Another rank lost: no traceback, because only that rank knows why it ended. (NCCL words some errors
     of its own rank the same way, so the error itself is printed.)
     """
-    say = functools.partial(print, file=sys.stderr, flush=True)
 
     def hook(kind, error, trace):
         if isinstance(error, torch.OutOfMemoryError):
-            say(f"rank {rank}, {watchdog.doing}: {out_of_memory()}")
+            say(f"rank {rank}, {watchdog.doing}: {out_of_memory()}", file=sys.stderr)
             path = f"{out_dir}/out_of_memory_rank{rank}.pickle"
             try:
                 memory_stats.dump(path)
-                say(f"what was in memory: {path}, for https://pytorch.org/memory_viz")
+                say(f"what was in memory: {path}, for https://pytorch.org/memory_viz", file=sys.stderr)
             except (OSError, RuntimeError) as failed:
-                say(f"what was in memory could not be written to {path}: {failed}")
+                say(f"what was in memory could not be written to {path}: {failed}", file=sys.stderr)
             os._exit(1)
         lost = re.search(r"Connection (closed|reset) by peer|Broken pipe|remote process exited|Timed out", str(error))
         if world_size > 1 and (lost or isinstance(error, dist.DistBackendError)):
-            say(f"rank {rank}, {watchdog.doing}, lost another rank or its connection: see that rank's output. ", end="")
-            say(f"Error: {error}")
+            lost_one = f"rank {rank}, {watchdog.doing}, lost another rank or its connection: see that rank's output."
+            say(f"{lost_one} Error: {error}", file=sys.stderr)
             os._exit(1)
         sys.__excepthook__(kind, error, trace)
 
