@@ -12,7 +12,6 @@ import functools
 import math
 import os
 import sys
-from collections import deque
 from typing import Literal
 
 import numpy as np
@@ -334,7 +333,7 @@ def finish(step: int, numbers) -> bool:
 # one step late.
 shutdown.listen()
 stopping, val_loss = False, None
-batches, unfinished = deque(), []  # micro-batches of the next two steps; a step's numbers, perhaps still on their way
+batches, unfinished = [], []  # micro-batches of the next two steps; a step's numbers, perhaps still on their way
 if eval_only or (eval_first and step == 0):
     with log.paused():
         print0(f"step {step:05d} | {log.evaluation(step, evaluate(), n_eval_blocks)}")
@@ -347,7 +346,7 @@ if step < max_iters and not batches:  # the data cannot be read, or a signal has
 while step < max_iters and not stopping:
     optimizer.lr.fill_(learning_rate_at(step))
     loss = torch.zeros((), device=device)  # this rank's share
-    for i, batch in enumerate(batches.popleft()):
+    for i, batch in enumerate(batches.pop(0)):
         if not sync_every_micro_batch:
             model.set_requires_gradient_sync(i + 1 == micro_steps)
         watchdog.progress(f"step {step + 1}: forward and backward")
