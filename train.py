@@ -14,7 +14,6 @@ import os
 import sys
 from typing import Literal
 
-import numpy as np
 import torch
 import torch.distributed as dist
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
@@ -290,16 +289,16 @@ def evaluate() -> float | None:
     """The mean loss over n_eval_blocks validation blocks, always the same ones. None if it is interrupted."""
     # The sum of the losses, the number of targets: in float32 they would depend on the number of ranks.
     total = torch.zeros(2, dtype=torch.float64, device=device)
-    chosen = np.arange(n_eval_blocks) * val_data.n_blocks // n_eval_blocks  # spread evenly
     for first in range(0, n_eval_blocks, batch_size * world_size):
         watchdog.progress(f"step {step}: evaluation")
-        rows = first + rank * batch_size + np.arange(batch_size)
+        rows = range(first + rank * batch_size, first + (rank + 1) * batch_size)
+        chosen = [row % n_eval_blocks * val_data.n_blocks // n_eval_blocks for row in rows]  # spread evenly
         with shutdown.on_data_error():
-            tokens, targets, *doc_starts = to_device(val_data.read(chosen[rows % n_eval_blocks]))
+            tokens, targets, *doc_starts = to_device(val_data.read(chosen))
         if shutdown.requested_anywhere(device):
             return None
         # FSDP needs equally many forwards on all ranks: rows past the end are computed, but do not count.
-        surplus = torch.from_numpy(rows >= n_eval_blocks).to(device)
+        surplus = torch.tensor([row >= n_eval_blocks for row in rows], device=device)
         targets = targets.masked_fill(surplus[:, None], -100)
         n_targets = (targets != -100).sum()
         total += torch.stack([model(tokens, targets, *doc_starts).double() * n_targets, n_targets])
