@@ -225,8 +225,8 @@ class Step:
         self.parameters = block * c.n_layer + root
         self.all, self.block = Group("parameters", self.parameters, run), Group("of a block", block, run)
         self.root, self.embedding = Group("of the root", root, run), Group("of the embedding", root[:1], run)
-        # what the loss needs: if the head is tied, all of the root
-        self.for_loss = self.root if c.tie_embeddings else Group("of norm and head", root[1:], run)
+        self.head = Group("of norm and head", [] if c.tie_embeddings else root[1:], run)  # an untied one
+        self.for_loss = self.root if c.tie_embeddings else self.head  # whose weights the loss needs
         self.unsynced = run.fsdp and run.micro_steps > 1 and not run.sync_every_micro_batch
         self.reduces = run.fsdp and not self.unsynced
         # full checkpointing: a few sequences at a time pass through a block, their tokens through the MLP in slices
@@ -281,7 +281,7 @@ class Step:
         large as the embedding, not sharded.
         """
         run, ranks = self.run, self.run.shard_ranks
-        head, ended = (not self.c.tie_embeddings, self.for_loss), (blocks, self.block)
+        head, ended = (1, self.head), (blocks, self.block)
         found = counted("gradients", "gradients", (embeddings, self.embedding))
         if self.unsynced:  # they are among the accumulators
             return found
@@ -294,15 +294,14 @@ class Step:
             found += counted("gradients reduced, until backward ends", "wide", head, ended, ranks=ranks)
         return found
 
-    def being_reduced(self, group: Group | None) -> list[Part]:
+    def being_reduced(self, group: Group) -> list[Part]:
         """FSDP's float32 buffer of a group's gradients: it stays until those of the next group are in theirs."""
-        if not group or not self.reduces or self.run.copy_engines_reduce:
-            return []
-        return counted("gradients being reduced", "wide", (1, group))
+        in_float32 = self.reduces and not self.run.copy_engines_reduce
+        return counted("gradients being reduced", "wide", (in_float32, group))
 
-    def reduction(self, group: Group | None) -> list[Part]:
+    def reduction(self, group: Group) -> list[Part]:
         """That buffer, and the gradients that are copied into it; or this rank's sums that come out, in both dtypes."""
-        if not group or not self.reduces:
+        if not self.reduces:
             return []
         held = 0 if self.c.tie_embeddings else group.gradients  # until the sums are out
         sums = (group.wide + group.gradients * (self.itemsize < 4)) / self.run.shard_ranks
@@ -339,19 +338,19 @@ def phases(config: LlamaConfig, run: RunShape) -> dict[str, list[Part]]:
     root_stays = int(run.fsdp and tied)  # until backward ends: it is the embedding, too
     # NCCL gathers into a buffer, out of which FSDP copies: it is as large as the larger of the last two gathers
     buffer = int(run.shard_ranks > 1 and not run.copy_engines_gather)
-    in_loss = (stay, 1 + buffer) if not tied and step.for_loss.n > step.block.n else (stay + buffer, 1)
+    in_loss = (stay, 1 + buffer) if step.head.n > step.block.n else (stay + buffer, 1)
     forward, backward = loss_parts(config, run, step.n_tokens)
     # An untied head is reduced before the blocks. A tied one's gradient waits for the embedding's; if F.linear made it,
     # a third tensor takes their sum.
-    head, first, copies = (None, step.root, 2 if run.fused_loss else 3) if tied else (step.for_loss, step.embedding, 1)
+    first, copies = (step.root, 2 if run.fused_loss else 3) if tied else (step.embedding, 1)
     found = {
         "the loss, at the end of forward": step.at(layers, in_loss, [forward]),
         "backward of the loss": step.at(layers, (stay or buffer, 1), [backward]),
-        "reduction of the head": step.at(layers, (stay or buffer, 0), step.reduction(head)),
+        "reduction of the head": step.at(layers, (stay or buffer, 0), step.reduction(step.head)),
     }
     for k in range(layers, 0, -1):
         gathered = k if stay else 1 + buffer, root_stays  # the next block is gathered before this one computes
-        more = step.being_reduced(step.block if k < layers else head) + step.block_in_backward()
+        more = step.being_reduced(step.block if k < layers else step.head) + step.block_in_backward()
         found[f"backward of block {k}"] = step.at(k, gathered, step.gradients(layers - k, int(tied)) + more)
     more = step.gradients(layers, copies) + step.being_reduced(step.block)
     found["backward of the embedding"] = step.at(0, (0, root_stays), more)
