@@ -46,17 +46,15 @@ def disk_bytes(config: LlamaConfig, run: RunShape) -> float:
     return sum(part.bytes for part in disk_parts(config, run))
 
 
-def disk_buffers(step: Step) -> Part:
-    """The CPU memory through which the pieces of what is in offload_dir pass."""
-    pieces = [min(PIECE / p.numel(), 1) * state_bytes(name, p, step.run) for name, p in step.parameters]
-    return Part("buffers of offload_dir", BUFFERS * max(pieces), f"{BUFFERS} x {max(pieces):,.0f} bytes")
-
-
 def cpu_parts(config: LlamaConfig, run: RunShape) -> list[Part]:
     """What a rank keeps in the CPU's memory."""
     step, found = Step(config, run), []
     if run.offload != "none":
-        found += [disk_buffers(step)] if run.offload_dir else step.masters_and_states()
+        if run.offload_dir:  # buffers through which the pieces of what is there pass
+            piece = max(min(PIECE / p.numel(), 1) * state_bytes(name, p, run) for name, p in step.parameters)
+            found.append(Part("buffers of offload_dir", BUFFERS * piece, f"{BUFFERS} x {piece:,.0f} bytes"))
+        else:
+            found += step.masters_and_states()
         if run.micro_steps > 1:
             found += counted("gradient accumulators", "wide", (1, step.all), ranks=run.shard_ranks)
         kinds = [("gradients", "gradients"), ("compute weights", "weights")]
