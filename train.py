@@ -24,7 +24,6 @@ from data.loader import open_dataset
 from kernels.fp8_linear import use_fp8
 from lora import add_lora
 from model import Llama, LlamaConfig, document_starts
-from optimizers.loss_scale import LossScale
 from optimizers.on_cpu import OnCPU
 from optimizers.on_disk import OnDisk
 from optimizers.on_gpu import OnGPU
@@ -226,7 +225,7 @@ model.init_weights(seed, device)
 with stop_on_error():  # memory that cannot be pinned
     streamed = StreamedWeights(model, device) if offload == "all" and world_size == 1 else None  # FSDP moves its own
     place = OnGPU() if offload == "none" else OnDisk(state_file, streamed) if state_file else OnCPU(streamed)
-    scaling = LossScale() if dtype == "float16" else None
+    scaling = dtype == "float16"
     optimizer = watchdog.on_all_ranks("allocating", lambda: Optimizer(model, rule, place, grad_clip, scaling))
 
 
@@ -337,7 +336,7 @@ if eval_only or (eval_first and step == 0):
     with log.paused():
         print0(f"step {step:05d} | {log.evaluation(step, evaluate(), n_eval_blocks)}")
 max_iters = step if eval_only else max_iters
-loss_scale = optimizer.loss_scale.scale if dtype == "float16" else torch.zeros((), device=device)
+loss_scale = optimizer.loss_scale.scale if scaling else torch.zeros((), device=device)
 read_ahead(step)
 read_ahead(step + 1)
 if step < max_iters and not batches:  # the data cannot be read, or a signal has come

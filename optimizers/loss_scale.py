@@ -13,12 +13,8 @@ GOOD_STEPS = 2000  # until the scale doubles
 
 
 class LossScale:
-    def __init__(self):
-        self.scale, self.good_steps = torch.tensor(2.0**16), torch.tensor(0.0)
-
-    def to(self, device) -> "LossScale":
-        self.scale, self.good_steps = self.scale.to(device), self.good_steps.to(device)
-        return self
+    def __init__(self, device: str | torch.device):
+        self.scale, self.good_steps = torch.tensor(2.0**16, device=device), torch.tensor(0.0, device=device)
 
     def inverse(self) -> torch.Tensor:
         """What unscales the gradients: the loss is multiplied by scale / world_size.

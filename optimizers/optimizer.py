@@ -25,10 +25,8 @@ PIECE = 2**24  # elements of a master that are split at a time
 class Optimizer:
     """Create it after the weights are initialised: the masters start as copies of them."""
 
-    def __init__(
-        self, model: nn.Module, rule, place: Place, grad_clip: float = 0.0, loss_scale: LossScale | None = None
-    ):
-        """grad_clip: gradients are scaled down to this norm; 0: never. loss_scale: for float16."""
+    def __init__(self, model: nn.Module, rule, place: Place, grad_clip: float = 0.0, scales_loss: bool = False):
+        """grad_clip: gradients are scaled down to this norm; 0: never. scales_loss: for float16."""
         self.rule, self.place, self.grad_clip = rule, place, grad_clip
         self.parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
         if not self.parameters:
@@ -38,7 +36,7 @@ class Optimizer:
         device = place.device or local(next(iter(self.parameters.values()))).device
         self.lr = torch.zeros((), dtype=place.scalar_dtype, device=device)
         self._updates = torch.zeros((), dtype=torch.int64, device=device)
-        self.loss_scale = loss_scale.to(device) if loss_scale else None
+        self.loss_scale = LossScale(device) if scales_loss else None
 
     @property
     def updates(self) -> int:

@@ -100,10 +100,10 @@ def test_weight_decay_reaches_matrices_only():
     assert torch.equal(changes[1]["bias"], changes[0]["bias"])
 
 
-@pytest.mark.parametrize("grad_clip, scale, factor", [(100.0, None, 1), (1.0, None, 1 / 6), (1.0, LossScale(), 1 / 6)])
-def test_gradients_are_clipped_to_the_norm_and_the_loss_scale_taken_out(grad_clip, scale, factor):
-    model, optimizer = optimizer_of(torch.float32, grad_clip=grad_clip, loss_scale=scale)
-    set_gradients(model, 1.0 if scale is None else 2.0**16)
+@pytest.mark.parametrize("grad_clip, scales, factor", [(100.0, False, 1), (1.0, False, 1 / 6), (1.0, True, 1 / 6)])
+def test_gradients_are_clipped_to_the_norm_and_the_loss_scale_taken_out(grad_clip, scales, factor):
+    model, optimizer = optimizer_of(torch.float32, grad_clip=grad_clip, scales_loss=scales)
+    set_gradients(model, 2.0**16 if scales else 1.0)
     assert optimizer.step(lr=0.1).item() == pytest.approx(6)  # of 36 ones
     assert optimizer.tensors()["weight", "exp_avg"][0, 0].item() == pytest.approx(0.1 * factor, rel=1e-5)
     assert all(parameter.grad is None for parameter in model.parameters())
@@ -287,7 +287,7 @@ def test_offloaded_the_optimizer_sums_clips_and_skips_as_on_the_gpu(dtype):
     """Three updates of three micro-batches each, the second one with a NaN."""
     models = [llama(dtype=dtype), llama(dtype=dtype)]
     places = zip(models, (OnGPU(), OnCPU()), strict=True)
-    both = [Optimizer(model, AdamW(), place, grad_clip=1.0, loss_scale=LossScale()) for model, place in places]
+    both = [Optimizer(model, AdamW(), place, grad_clip=1.0, scales_loss=True) for model, place in places]
     for update in range(3):
         for _ in range(3):
             gradients = [2**10 * torch.randn(p.shape).to(dtype) for p in models[0].parameters()]
@@ -318,7 +318,7 @@ def test_a_cuda_graph_replays_the_step_and_nothing_waits_for_the_gpu(dtype, rule
     models = [Llama(CONFIG_IN_ROWS).to("cuda", dtype) for _ in range(2)]
     models[0].init_weights(0)
     models[1].load_state_dict(models[0].state_dict())
-    plain, replayed = (Optimizer(model, rule, OnGPU(), 1.0, LossScale()) for model in models)
+    plain, replayed = (Optimizer(model, rule, OnGPU(), 1.0, scales_loss=True) for model in models)
     gradients = [2**10 * torch.randn(6, *p.shape, device="cuda") for p in models[0].parameters()]
     gradients[0][3] = math.inf
     static = [torch.empty_like(p) for p in models[0].parameters()]
@@ -345,7 +345,7 @@ def test_a_cuda_graph_replays_the_step_and_nothing_waits_for_the_gpu(dtype, rule
 
 
 def test_the_loss_scale_halves_on_overflow_and_doubles_after_2000_good_steps():
-    scale, good, bad = LossScale(), torch.tensor(True), torch.tensor(False)
+    scale, good, bad = LossScale("cpu"), torch.tensor(True), torch.tensor(False)
     for _ in range(1999):
         scale.update(good)
     assert scale.state(1999) == {"loss_scale": 2.0**16, "loss_scale_since": 0}
@@ -353,7 +353,7 @@ def test_the_loss_scale_halves_on_overflow_and_doubles_after_2000_good_steps():
     assert scale.state(2000) == {"loss_scale": 2.0**17, "loss_scale_since": 2000}
     scale.update(good), scale.update(bad)
     assert scale.state(2002) == {"loss_scale": 2.0**16, "loss_scale_since": 2002}
-    other = LossScale()
+    other = LossScale("cpu")
     other.load({"step": 30} | scale.state(30))
     assert other.state(30) == scale.state(30)
 
