@@ -9,6 +9,7 @@ import re
 import shutil
 import threading
 import time
+from itertools import pairwise
 from pathlib import Path
 from unittest import mock
 
@@ -17,6 +18,7 @@ import torch
 
 import model as model_module
 from optimizers.on_cpu import OnCPU
+from optimizers.optimizer import Optimizer
 from runtime import checkpoint, checkpoint_folder, memory_advice, memory_stats, run_folder, safetensors_file
 from runtime.checkpoint_folder import read_run
 from tests.published import assert_same_model
@@ -92,7 +94,11 @@ def test_a_save_that_the_training_waits_for_is_the_same(train, tmp_path, capsys,
     report = checkpoint.Saver.report  # on a disk that is faster than a step
     wait = lambda self: self.future and self.future.result()  # noqa: E731
     monkeypatch.setattr(checkpoint.Saver, "report", lambda self, step: (wait(self), report(self, step)))
+    calls, update, wait_for_copy = [], Optimizer.update, checkpoint.Saver.wait_for_copy
+    monkeypatch.setattr(Optimizer, "update", lambda self: calls.append("update") or update(self))
+    monkeypatch.setattr(checkpoint.Saver, "wait_for_copy", lambda self: calls.append("wait") or wait_for_copy(self))
     train(async_save=why != "as asked")
+    assert calls.count("update") == 8 and ("update", "update") not in pairwise(calls), "a copy of changing weights"
     assert bool(copied) == (why == "beside")
     said = capsys.readouterr()
     assert ("saving in the background" in said.err) == (why == "no memory for copies")
@@ -102,10 +108,10 @@ def test_a_save_that_the_training_waits_for_is_the_same(train, tmp_path, capsys,
     assert found[0] == found[1]
 
 
-@pytest.mark.parametrize(
-    "name, value",
-    [("grad_clip", 0.5), ("beta2", 0.9), ("batch_size", 2), ("mask_documents", True), ("seed", 5), ("galore_rank", 5)],
-)
+@pytest.mark.parametrize("name, value", [
+    ("grad_clip", 0.5), ("beta2", 0.9), ("batch_size", 2), ("mask_documents", True), ("seed", 5), ("galore_rank", 5),
+    ("learning_rate", 1e-3), ("weight_decay", 0.2),
+])  # fmt: skip
 def test_every_setting_that_alters_the_run_is_named_at_resume(train, capsys, name, value):
     common = dict(n_embd=64, optimizer="adamw")
     before = train(**common)[name]

@@ -8,7 +8,7 @@ import torch
 
 import kernels
 import kernels.launch
-from kernels import FP8Linear, FP8LoRALinear, FP8NF4LoRALinear, Linear, fp8_linear, use_fp8
+from kernels import FP8Linear, FP8LoRALinear, FP8NF4LoRALinear, Linear, LoRALinear, fp8_linear, use_fp8
 from kernels.fp8_linear import FLOAT8
 from lora import add_lora, merge_lora, projections
 from model import Llama, LlamaConfig
@@ -50,10 +50,11 @@ def gradients(y, leaves):
     return torch.autograd.grad(y, leaves, torch.randn(y.shape, dtype=torch.float64).to(y))
 
 
+@pytest.mark.parametrize("n_in", [N_IN, 192])  # one block of NF4 a row, and three
 @each_kind
-def test_without_adapters_it_is_fp8_linear_of_the_held_weight_bit_for_bit(kind):
-    layer, original = layer_of(kind, adapters=False)
-    x = randn(2, 5, N_IN, dtype=BF16).requires_grad_()
+def test_without_adapters_it_is_fp8_linear_of_the_held_weight_bit_for_bit(kind, n_in):
+    layer, original = layer_of(kind, n_in, adapters=False)
+    x = randn(2, 5, n_in, dtype=BF16).requires_grad_()
     weight = original if kind is FP8LoRALinear else held_weight(layer)  # rounded once or before each matmul: the same
     y, expected = layer(x), fp8_linear(x, weight)
     assert_same([y, *gradients(y, [x])], [expected, *gradients(expected, [x])], "float8")
@@ -68,6 +69,16 @@ def test_forward_and_gradients_match_float64_within_float8(kind):
     found, true = gradients(y, [x, layer.lora_a, layer.lora_b]), gradients(expected, [wide, a, b])
     errors = [relative_error(ours, other) for ours, other in zip([y, *found], [expected, *true], strict=True)]
     assert max(errors[:2]) < ERROR and max(errors[2:]) < 0.01, errors  # the adapters' gradients are in bfloat16
+
+
+@pytest.mark.parametrize("kind", [LoRALinear, *KINDS.values()])
+def test_merged_is_rounded_once(kind):
+    layer, weight = layer_of(kind)
+    w = layer.scales * layer.weight.float() if kind is FP8LoRALinear else held_weight(layer).float()
+    parts = zip(layer.lora_b.float().split(ROWS), layer.lora_a.float().split(RANK), strict=True)
+    expected = (w + torch.cat([layer.scale * b @ a for b, a in parts])).to(BF16)
+    assert_same([layer.merged(), layer.merged()], [expected, expected], "merged twice")
+    assert kind is not LoRALinear or torch.equal(layer.weight, weight)
 
 
 @each_kind

@@ -109,8 +109,11 @@ def test_mistake_is_a_value_error_that_says_what_was_found(name, arguments, opti
         FUNCTIONS[name](*arguments, **options)
 
 
-@pytest.mark.parametrize("name", ["rms_norm_linear", "swiglu_mlp", "linear_cross_entropy"])
+@pytest.mark.parametrize("name", ["rms_norm_linear", "swiglu_mlp", "linear_cross_entropy", "lora"])
 def test_matmuls_under_autocast_are_refused(name):
-    inputs, constants = OPERATIONS[name].inputs(3, 8, FP32)
+    if name == "lora":
+        function, inputs, constants = kernels.LoRALinear(kernels.Linear(4, 2).to(DEVICE), (2,), 1, 1.0), (X,), ()
+    else:
+        function, (inputs, constants) = OPERATIONS[name].function, OPERATIONS[name].inputs(3, 8, FP32)
     with torch.autocast(DEVICE, BF16), pytest.raises(ValueError, match="not run under torch.autocast: cast"):
-        OPERATIONS[name].function(*inputs, *constants)
+        function(*inputs, *constants)

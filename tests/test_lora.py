@@ -97,6 +97,7 @@ def test_merged_model_is_plain_and_computes_the_same(base_dtype, plain_pytorch):
     assert not any(isinstance(module, LoRALinear) for module in model.modules())
     assert list(model.state_dict()) == list(Llama(TINY).state_dict())
     assert (model(tokens) - before).abs().max() < 1e-12
+    assert all(p.requires_grad for p in model.parameters())
 
 
 def test_frozen_weights_cost_two_thirds_of_the_flops_and_nf4_counts_whole_weights():

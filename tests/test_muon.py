@@ -2,6 +2,7 @@
 
 import math
 import shutil
+from dataclasses import replace
 
 import pytest
 import torch
@@ -57,14 +58,16 @@ def train_on_random_gradients(model, optimizer, n_steps=3, watch=lambda gradient
         optimizer.step(lr=0.01 * (step + 1))
 
 
+# with a ffn_dim of 16, qkv and gate_up are of one shape
+@pytest.mark.parametrize("config", [CONFIG, replace(CONFIG, ffn_dim=16)], ids=["", "one shape"])
 @pytest.mark.parametrize("rule", [Muon(), NorMuon()], ids=type)
-def test_every_published_matrix_takes_the_step_of_the_formula_and_all_else_adamw_s(rule):
-    models = [llama(CONFIG), llama(CONFIG)]
+def test_every_published_matrix_takes_the_step_of_the_formula_and_all_else_adamw_s(rule, config):
+    models = [llama(config), llama(config)]
     muon, adamw = (Optimizer(m, rule, OnGPU()) for m, rule in zip(models, (rule, AdamW()), strict=True))
     matrices = {name: p for name, p in models[0].named_parameters() if name.startswith("layers.") and p.ndim == 2}
     parts = {name: [(w.double(), 0.0, 0.0) for w in p.detach().split(stacked_rows(name, p.shape))]
              for name, p in matrices.items()}  # fmt: skip
-    assert sum(map(len, parts.values())) == 7 * CONFIG.n_layer
+    assert sum(map(len, parts.values())) == 7 * config.n_layer
 
     def watch(gradients, lr):
         for name, p in models[1].named_parameters():

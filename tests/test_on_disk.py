@@ -141,8 +141,12 @@ def test_a_slow_drive_changes_no_number(same_as_in_memory, monkeypatch):
     """Reads and writes that end in another order than they began."""
     move, turns = StateFile._move, iter(range(10**9))
     monkeypatch.setattr(StateFile, "_move", lambda *args: (time.sleep(next(turns) * 7 % 5 / 2000), move(*args)))
-    place = same_as_in_memory(offload="all", dtype="bfloat16", max_iters=3)
+    write, let_go, emptied = StateFile.write, StateFile.let_go, []
+    monkeypatch.setattr(StateFile, "write", lambda *args: (time.sleep(0.03), write(*args)))  # longer than a forward
+    monkeypatch.setattr(StateFile, "let_go", lambda self: emptied.append(1) or let_go(self))
+    place = same_as_in_memory(offload="all", dtype="bfloat16", max_iters=3, eval_interval=2)
     assert not place.moving, "the last checkpoint was written before the file was"
+    assert len(emptied) == 2, "before the first update, and after the checkpoint in the middle"
 
 
 # ----------------------------------------------------------------------------------------------------------------------

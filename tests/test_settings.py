@@ -34,10 +34,13 @@ PROBLEMS = {  # the beginning of the sentence: what is set
     "optimizer=galore needs the CPU": "--optimizer=galore --galore_rank=4 --cuda_graph",
     "optimizer=galore works with dtype bfloat16 or float32": "--optimizer=galore --galore_rank=4 --dtype=float16",
     "beta1 is 1.5 and beta2 0.95: both must be at least 0 and below 1": "--beta1=1.5",
+    "beta1 is 0.9 and beta2 1.0: both": "--beta2=1",
+    "grad_clip is -1.0: it must be at least 0": "--grad_clip=-1",
     "out_dir is empty": "--out_dir=",
     "gradient_accumulation_steps is 4: make it a multiple of the 3 ranks, as in --gradient_accumulation_steps=3":
-        "--gradient_accumulation_steps=4",
+        "3 ranks: --gradient_accumulation_steps=4",
     "offload_activations does not work with compile": "--offload_activations --compile",
+    "offload_activations does not work with compile or cuda_graph": "--offload_activations --cuda_graph",
     "offload_dir is '/x', and nothing is offloaded": "--offload_dir=/x",
     "mask_documents works with attention auto or triton": "--mask_documents --attention=sdpa",
     "mask_documents works with heads of 16, 32, 64 and 128, not of 8": "--mask_documents",
@@ -53,6 +56,8 @@ PROBLEMS = {  # the beginning of the sentence: what is set
     "a frozen base in float8 (fp8) stays on the GPU": "--lora_rank=4 --fp8 --offload=all",
     "a frozen base in float8 (fp8) is gathered by NCCL": "--lora_rank=4 --fp8 --copy_engines=true",
     "cuda_graph needs one GPU and offload=none": "--cuda_graph --offload=all",
+    "cuda_graph needs one GPU and offload=none: add --cuda_graph=false":
+        "3 ranks: --cuda_graph --gradient_accumulation_steps=3",
     "--lora_alpha changes nothing without --lora_rank=16: add that": "--lora_alpha=16",
     "--galore_interval changes nothing without --optimizer=galore": "--galore_interval 9",
     "--wandb_project changes nothing without --wandb_log=true": "--wandb_project=runs",
@@ -61,8 +66,9 @@ PROBLEMS = {  # the beginning of the sentence: what is set
 
 @pytest.mark.parametrize("sentence", PROBLEMS)
 def test_settings_that_do_not_go_together_get_a_sentence(sentence):
-    argv = [*flags(SMALL), *PROBLEMS[sentence].split()]
-    assert find_problem(preview(ROOT / "train.py", argv), 3 if "ranks" in sentence else 1, argv).startswith(sentence)
+    ranks, _, words = PROBLEMS[sentence].rpartition(" ranks: ")
+    argv = [*flags(SMALL), *words.split()]
+    assert find_problem(preview(ROOT / "train.py", argv), int(ranks or 1), argv).startswith(sentence)
 
 
 def test_what_a_config_file_sets_for_later_or_a_flag_beside_what_makes_it_unused_is_no_problem(tmp_path):

@@ -17,10 +17,11 @@ import pytest
 import tiktoken
 
 from data import write
-from data.loader import FOLDER, dataset_folder
+from data.loader import FOLDER, dataset_folder, open_dataset
 from data.tokenizer import Tiktoken, get_tokenizer
 from data.tokens import Tokens, token_dtype
 from data.write import Progress, prepare_once, write_dataset, write_lock, write_meta, write_tokens
+from model import document_starts
 from runtime.watchdog import _alive as alive
 from tests.datasets import TEXTS, contents, documents_of, toy_dataset
 from tests.runs import ROOT, prose, wait_until
@@ -67,6 +68,17 @@ def test_blocks_overlap_by_one_token_and_stay_in_bounds(tmp_path):
     for block_size, shifted, n in ((10, False, 11), (6, True, 12)):
         with pytest.raises(ValueError, match=f"10 train tokens, fewer than the {n} that block_size {block_size} needs"):
             tokens.blocks(block_size, shifted)
+
+
+def test_training_blocks_leave_room_for_the_shift_and_documents_begin_with_their_bos(tmp_path):
+    toy_dataset(tmp_path, train=["a" + 7 * "b", "a" + 2 * "b"], val=["a" + 11 * "b"], extra={"bos": ord("a")})
+    train, val = open_dataset(str(tmp_path), 4, 0, None, True)
+    assert [train.n_blocks, val.n_blocks] == [2, 3], "of 13 tokens each"
+    assert train.read([1], shift=3).tolist() == [[*b"b", 256, *b"abb"]]
+    _, _, marks = val.unpack(val.read([0, 1]))
+    assert document_starts(marks, val.first_mark).tolist() == [[0] * 4] * 2
+    _, _, marks = train.unpack(train.read([1], shift=3))
+    assert document_starts(marks, train.first_mark).tolist() == [[0, 0, 2, 2]]
 
 
 def test_shifted_blocks_cover_all_shards_equally(tmp_path):
