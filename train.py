@@ -51,7 +51,7 @@ from runtime.watchdog import Watchdog
 # ----------------------------------------------------------------------------------------------------------------------
 # output
 out_dir = "out"  # checkpoints, metrics.jsonl and summary.json
-init_from = "auto"  # auto: resume if out_dir has a checkpoint, else scratch; or a folder of published weights
+init_from = "auto"  # auto: resume if out_dir has a checkpoint, else scratch; resume; scratch; or published weights
 eval_interval = 1000  # steps between evaluations; each is followed by a checkpoint
 eval_first = False  # evaluate before the first step, too
 eval_only = False  # evaluate what the run would start from, and end
@@ -387,7 +387,7 @@ profiler.stop()
 if stopping and keep_last and (step < max_iters or val_loss is None):
     print0("run the same command again to resume")
 if step == max_iters and val_loss is not None:
-    all_of_val = val_data.tokens if n_eval_blocks == val_data.n_blocks else None
+    all_of_val = val_data.tokens if n_eval_blocks * block_size > 0.99 * len(val_data.tokens) else None
     seconds = {"save_seconds": saver.seconds, "resume_seconds": begun["resume_seconds"]}
     log.summary(val_loss, all_of_val, settings=settings, **seconds)
     if keep_last and not saver.error:

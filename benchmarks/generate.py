@@ -24,6 +24,7 @@ import torch
 
 from benchmarks import arms as trainers
 from benchmarks import cli, peers, runner
+from benchmarks.estimate import resolve
 from model import Llama
 from runtime.cuda_graph import CUDAGraph
 from runtime.generate import decode_step, generate, new_caches, read_prompts
@@ -43,7 +44,9 @@ ROUNDS = 3  # that are timed, behind one that warms up
 
 def parse(argv: list[str]) -> SimpleNamespace:
     to = "benchmarks/records/generate.json" if torch.cuda.is_available() else "out/generate.json"
-    return cli.read_settings(globals(), argv, {"arms": trainers.GENERATE, "batches": cli.whole_numbers}, to)
+    s = cli.read_settings(globals(), argv, {"arms": trainers.GENERATE, "batches": cli.whole_numbers}, to)
+    resolve(s.config, 1, {"gradient_accumulation_steps": 1})  # it describes a model
+    return s
 
 
 def seconds(call: Callable, device: torch.device) -> float:

@@ -8,6 +8,7 @@ they then read numbers that mean nothing, at the same speed; their errors are ta
 """
 
 import functools
+import logging
 import sys
 from collections.abc import Callable
 
@@ -54,6 +55,7 @@ def cut_cross_entropy() -> Functions:
 
 def bitsandbytes() -> Functions:
     """bitsandbytes: Dettmers et al., 2021 and 2023. Its 8-bit AdamW moves a bfloat16 parameter that has no master."""
+    logging.getLogger("bitsandbytes").setLevel(logging.ERROR)  # on a CPU it takes our kernels for a package's
     from bitsandbytes import functional as bnb
 
     @functools.cache

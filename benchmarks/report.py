@@ -462,7 +462,8 @@ def whole_8b_sentence() -> str:
     return (
         f"All of Llama 3.1 8B trains within 24 GiB of one {card(r)} and about {best['cpu_gib']:.0f} GiB of CPU memory, "
         f"at {best['tok_per_s']:,.0f} tokens per second ({best['batch']} x 1,024 tokens a step): "
-        "`--offload=all --optimizer_bits=8 --activation_checkpointing=full --gradient_accumulation_steps=1`."
+        f"`--offload=all --optimizer_bits=8 --batch_size={best['batch']} --block_size=1024 "
+        "--activation_checkpointing=full --gradient_accumulation_steps=1`."
     )
 
 

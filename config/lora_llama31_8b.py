@@ -28,8 +28,8 @@ weight_decay = 0.0  # the adapters decay to the published model, which holds the
 max_iters = 1000
 warmup_iters = 30
 
-# 32,768 tokens a step. Full checkpointing keeps one input a layer: two sequences fit. --fp8=true (RTX 40, H100 or
-# newer) holds the frozen projections in 6.5 GiB instead of 13, and multiplies them in float8.
+# 32,768 tokens a step. Full checkpointing keeps one input a layer: four sequences would fit. --fp8=true (RTX 40, H100
+# or newer) holds the frozen projections in 6.5 GiB instead of 13, and multiplies them in float8.
 batch_size = 2
 block_size = 4096
 gradient_accumulation_steps = 4

@@ -36,9 +36,9 @@ batch_size = 8
 block_size = 4096
 gradient_accumulation_steps = 1
 activation_checkpointing = "full"
-# A batch of 1 with longer contexts, what the layers keep in 35 GiB of CPU memory:
-#   --block_size=32768 --activation_checkpointing=selective --offload_activations=true      11.2 GiB on the GPU
-#   --block_size=131072 --offload_activations=true                                          19.0 GiB
+# Longer contexts, with what the layers keep in 31 to 35 GiB of CPU memory:
+#   --batch_size=1 --block_size=32768 --activation_checkpointing=selective --offload_activations=true     11.2 GiB
+#   --batch_size=1 --block_size=131072 --offload_activations=true                                         19.0 GiB
 # --fp8=true (RTX 40, H100 or newer) multiplies in float8 what is read back: a quarter more tokens a second.
 # A few thousand tokens a step take the GPU less time than its CPU needs to launch them: add --cuda_graph=true.
 

@@ -88,9 +88,10 @@ class Tokens:
         if n_blocks == 0:
             where = f" in the longest of its {len(self.shards)} shards" if len(self.shards) > 1 else ""
             needed = 2 * block_size if shifted else block_size + 1
+            more = ", or prepare it with a larger --val_fraction" if self.split == "val" else ""
             raise ValueError(
                 f"{self.folder} has {max(map(len, self.shards)):,} {self.split} tokens{where}, fewer than the "
-                f"{needed:,} that block_size {block_size:,} needs here: use more text or a smaller block_size"
+                f"{needed:,} that block_size {block_size:,} needs here: use more text or a smaller block_size{more}"
             )
         return n_blocks
 

@@ -15,6 +15,7 @@ from optimizers.on_disk import BUFFERS, PIECE
 from optimizers.rule import MatrixRule
 from runtime.memory import GIB, Part, RunShape, Step, counted, parts, peak_gib, state_bytes
 from runtime.memory_stats import require_cpu_memory
+from runtime.recompute import MLP_SLICE
 
 
 def largest_batch(config: LlamaConfig, run: RunShape, gib: float) -> int:
@@ -30,7 +31,8 @@ def largest_batch(config: LlamaConfig, run: RunShape, gib: float) -> int:
         middle = (low + high) // 2
         low, high = (middle, high) if fits(middle) else (low, middle)
     # A larger batch may be computed in smaller groups: 3,000 tokens of 1B fit 3 and 6 times into 22 GiB, not 4 times.
-    return next(n for n in range(low + low // 4 + 8, -1, -1) if n <= low or fits(n))
+    most = low + min(low // 4, MLP_SLICE // config.block_size) + 8
+    return next(n for n in range(most, -1, -1) if n <= low or fits(n))
 
 
 # ----------------------------------------------------------------------------------------------------------------------

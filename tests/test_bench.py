@@ -126,6 +126,7 @@ estimate --config=llama32_1 => llama32_1 does not exist. Did you mean
 estimate config/llama31_8b.py => Unknown word config/llama31_8b.py: say --config=config/llama31_8b.py
 estimate llama31_8b => Unknown word llama31_8b: settings are --key=value
 estimate --config=config/baby_llama.py => leaves vocab_size to its dataset: say -- --vocab_size=
+generate --config=config/baby_llama.py => leaves vocab_size to its dataset
 estimate --compile => --compile is a setting of train.py: put it behind --, as in -- --compile=...
 estimate -- --activation_checkpointing=full => say --checkpointing=... before the --
 estimate --checkpointing=none -- --mlp_chunks=4 => mlp_chunks

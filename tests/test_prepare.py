@@ -163,6 +163,11 @@ def test_copies_of_a_document_are_in_the_same_split(monkeypatch):
         assert {side for side, _ in text.split(["a", "a", "b"], val_fraction)} == {"train", "val"}
 
 
+def test_a_tenth_of_a_small_input_validates_also_where_its_size_is_known_only_when_it_is_read():
+    sides = [side for side, _ in text.split(map(str, range(50)), None)]
+    assert sides.count("val") == 5 and len(sides) == 50
+
+
 @pytest.mark.parametrize("source, out", [(".", "data/mine"), (".", "."), ("notes", ".")])
 def test_text_never_reads_its_own_dataset_and_tokenizer_as_input(tmp_path, source, out, capsys):
     write_eight_notes(tmp_path / "notes")

@@ -13,7 +13,8 @@ import pytest
 
 from runtime import checkpoint, run_log
 from runtime.distributed import print0
-from tests.runs import SHORT, SMALL, metrics, run
+from tests.datasets import toy_dataset
+from tests.runs import SHORT, SMALL, metrics, prose, run
 
 pytestmark = pytest.mark.usefixtures("plain_pytorch_on_one_core")
 
@@ -41,6 +42,15 @@ def test_the_log_line_and_the_metrics_read_as_documented(train, tmp_path, capsys
     assert run["tokens_per_step"] == 4 * 32 and max(line["ms"] for line in steps) < 86400e3
     assert run["log"].file.closed
     assert [line["tok_per_s"] * line["ms"] / 1000 for line in steps] == pytest.approx([4 * 32] * 8, rel=0.01)
+
+
+@pytest.mark.parametrize("n_tokens, said", [(1025, True), (121, False)])
+def test_bits_per_byte_are_said_where_99_percent_of_the_validation_tokens_were_read(
+    train, tmp_path, capsys, n_tokens, said
+):
+    toy_dataset(tmp_path / "data", train=[prose(0, 4000)], val=[prose(0, 1000)[: n_tokens - 1]])
+    train(dataset=tmp_path / "data", eval_iters=50, max_iters=1)
+    assert ("bits per byte" in capsys.readouterr().out) == said
 
 
 def test_what_a_run_logs_is_computed_from_its_seconds(tmp_path, monkeypatch, capsys):

@@ -161,10 +161,15 @@ def count_special(texts: Iterable[str], special_tokens: set[str], found: Counter
         yield text
 
 
-def split(texts: Iterable[str], val_fraction: float) -> Iterator[Document]:
+def default_fraction(n_bytes: int) -> float:
+    """1%, but 100 KB or 10% of a small input; 0 bytes: unknown."""
+    return min(max(0.01, 1e5 / n_bytes), 0.1) if n_bytes else 0.01
+
+
+def split(texts: Iterable[str], val_fraction: float | None) -> Iterator[Document]:
     """The first SMALL bytes are split by rank: of n distinct texts the ceil(val_fraction n) with the smallest hashes
     validate, but not all; of a larger input none that takes a tenth of them. Copies go where the first one is, what
-    else comes where split_of says.
+    else comes where split_of says. val_fraction: None for the default of an input whose size is not known.
     """
     texts, first, sizes, n_bytes = iter(texts), [], {}, 0
     for text in texts:
@@ -179,6 +184,8 @@ def split(texts: Iterable[str], val_fraction: float) -> Iterator[Document]:
             raise ValueError(
                 "one distinct document, and training and validation need one each: give more text, or another file"
             )
+    if val_fraction is None:
+        val_fraction = default_fraction(n_bytes if n_bytes < SMALL else 0)
     n = len(sizes)
     may = [text for text in sizes if n_bytes < SMALL or 10 * sizes[text] < n_bytes]
     val = set(heapq.nsmallest(min(math.ceil(val_fraction * n), n - 1), may, key=hash_of))
@@ -204,13 +211,13 @@ def prepare(
         raise ValueError(f"--field is {field}, but no input holds JSON objects, one a line or in an array")
     sizes = [text_size(path) for path in files]
     n_bytes = 0 if None in sizes else sum(sizes)  # 0: unknown
-    if val_fraction is None:
-        val_fraction = min(max(0.01, 1e5 / n_bytes), 0.1) if n_bytes else 0.01  # 1%, but 100 KB or 10% of a small input
+    if val_fraction is None and n_bytes:
+        val_fraction = default_fraction(n_bytes)
     # A single file should still be enough documents for the hash to find some for validation: about eight chunks of
     # ASCII, but none so small that its end-of-text tokens would teach the model to stop early, unless that were more
     # than all that is to validate.
     least = min(2**14, max(int(n_bytes * val_fraction), 256)) if 0 < n_bytes < SMALL else 2**14
-    max_chars = min(max(int(n_bytes * val_fraction / 8), least), 2**20)
+    max_chars = min(max(int(n_bytes * (val_fraction or 0) / 8), least), 2**20)
     tokenizer = tokenizer_for_data(tokenizer, bos)
     texts = read_documents(files, field or "text", max_chars, bad)
     texts = count_special(texts, tokenizer.special_tokens | set(END_OF_TEXT_NAMES), spelled_out)
