@@ -1,6 +1,7 @@
 """Conversations: a chat template's text is transformers', the answers alone are learned, wrong input is named."""
 
 import gzip
+import hashlib
 import json
 import sys
 from types import SimpleNamespace
@@ -179,7 +180,7 @@ def test_smollm2_conversations_have_the_ids_that_transformers_gives_them(tmp_pat
 # prepare.py
 
 
-def test_prepared_conversations_read_back_with_masks_counts_and_template(written):
+def test_prepared_conversations_read_back_with_masks_counts_and_template(written, capsys):
     lines = [line(f"{i} + {i}?", str(2 * i), "Sure?", "é") for i in range(30)]
     folder = written(*lines, '{"prompt": "in", "completion": "out"}', "", val_fraction=0.2)
     found, eos = [targets_of(folder, split) for split in ("train", "val")], "<|endoftext|>"
@@ -189,6 +190,10 @@ def test_prepared_conversations_read_back_with_masks_counts_and_template(written
     n_targets = sum(len(text.replace(eos, ".").encode()) for text in found[0])
     assert (meta["train_documents"], meta["train_targets"]) == (24, n_targets)
     assert meta["train_bytes"] == meta["train_tokens"] - sum(text.count(eos) for text in found[0]) * (1 - len(eos))
+    said = f"{meta['train_targets'] / meta['train_tokens']:.1%} of the training tokens are learned"
+    assert said in capsys.readouterr().out
+    content = [(folder / f"train.{kind}").read_bytes() for kind in ("bin", "mask")]
+    assert meta["train_sha256"] == hashlib.sha256(b"".join(content)).hexdigest()
     assert meta["eos"] == [256] and tokenizer_of(folder).chat_template == PLAIN
 
 

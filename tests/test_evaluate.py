@@ -65,11 +65,11 @@ def test_rows_of_hellaswags_own_files_are_read_as_lm_evaluation_harness_reads_th
         return ((torch.tensor([-8.0]), False) for _ in rows)
 
     monkeypatch.setattr(evaluate, "log_likelihoods", score)
-    row = {"activity_label": "Roofing", "ctx_a": "[header] How to nail [title] Take one. [step] Do", "ctx_b": "a MAN"}
-    row |= {"ctx": "another", "endings": ["[substeps] nails. ", "longer than that"], "label": "1"}
+    row = {"activity_label": "Roofing", "ctx_a": "[header] How to nail [title] Take one. [step] Do", "ctx": "another"}
+    row |= {"ctx_b": "a MAN [step]", "endings": ["[substeps] 釘釘釘釘釘. ", "longer than that"], "label": "1"}
     found = evaluate_file(None, tokenizer, write_jsonl(tmp_path / "val.jsonl", [row]))
     ctx = "Roofing: How to nail. Take one. Do A man"
-    assert texts == [(ctx, "  nails."), (ctx, " longer than that")]
+    assert texts == [(ctx, "   釘釘釘釘釘."), (ctx, "  longer than that")]
     assert found["accuracy, length-normalised"] == "1.0000 (1 of 1)"
 
 

@@ -15,7 +15,7 @@ from kernels.dynamic_map import BLOCK, dequantize_blocks_reference, quantize_blo
 from test_kernels import BF16, DEVICE, FP16, FP32, HAS_GPU, assert_same, full_size, randn
 
 adamw_file, adamw8bit_file = (sys.modules[f"kernels.{name}"] for name in ("adamw", "adamw8bit"))
-OPTIONS = 0.9, 0.95, 1e-8, 0.1  # betas, eps, weight decay
+OPTIONS = 0.9, 0.95, 1e-3, 0.1  # betas, eps, weight decay: none is a default
 IN_8_BITS = kernels.adamw8bit, reference.adamw8bit
 each_adamw = pytest.mark.parametrize(
     "adamw", [kernels.adamw, reference.adamw, *IN_8_BITS], ids=["kernel", "reference", "kernel8", "reference8"]
@@ -78,7 +78,7 @@ def test_adamw_matches_pytorch(adamw, dtype, of_grad):
     parameter = w if dtype == FP32 else w.to(dtype)
     theirs = torch.nn.Parameter(w.double())
     theirs.grad = 0.25 * grad.double()
-    torch_adamw = torch.optim.AdamW([theirs], lr=0.1, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1)
+    torch_adamw = torch.optim.AdamW([theirs], lr=0.1, betas=(0.9, 0.95), eps=OPTIONS[2], weight_decay=0.1)
     torch_adamw.state[theirs] = {"step": torch.tensor(2.0), "exp_avg": m.double(), "exp_avg_sq": v.double()}
     torch_adamw.step()
     adamw(parameter, grad, w, m, v, step_scalars(0.25), *OPTIONS)
@@ -209,7 +209,7 @@ def test_adamw8bit_steps_by_the_exact_moments_then_rounds_them():
     exact_v = dequantize_blocks_reference(v, v_absmax, False).double().lerp(grad.double().square(), 0.05)
     kernels.adamw8bit(w, grad, w, m, v, m_absmax, v_absmax, step_scalars(1.0), *OPTIONS)
     _, lr, m_correction, sqrt_v_correction = step_scalars(1.0).double()
-    step = exact_m * m_correction / (exact_v.sqrt() * sqrt_v_correction + 1e-8) + 0.1 * before
+    step = exact_m * m_correction / (exact_v.sqrt() * sqrt_v_correction + OPTIONS[2]) + 0.1 * before
     torch.testing.assert_close(w.double(), before - lr * step, rtol=2e-6, atol=1e-6)
     for codes, absmax, exact, signed in ((m, m_absmax, exact_m, True), (v, v_absmax, exact_v, False)):
         torch.testing.assert_close(absmax.double(), exact.view(-1, BLOCK).abs().amax(1), rtol=1e-6, atol=0)

@@ -270,18 +270,30 @@ def test_a_weight_gradient_summed_in_bf16_is_close_and_given_once():
         loss.backward()
 
 
+@each_sum
+def test_in_one_chunk_and_without_autograd_every_option_counts(reduction):
+    x, weight, targets = linear_inputs(11, 70)
+    targets, x = targets.where(targets != -100, 3), x.T.contiguous().T
+    options = dict(ignore_index=3, reduction=reduction, **loss_options)
+    functions = (partial(f, **options) for f in (linear_cross_entropy, linear_cross_entropy_oracle))
+    loss, *_ = assert_matches_float64(Operation(*functions, bias_of_dx=1), (x, weight), (targets,))
+    torch.testing.assert_close(linear_cross_entropy(x, weight, targets, **options), loss)
+    torch.testing.assert_close(kernels.cross_entropy(x @ weight.T, targets, **options), loss)
+
+
 @pytest.mark.skipif(HAS_GPU, reason="a GPU runs Triton")
-@pytest.mark.parametrize("options", [dict(reduction="sum"), loss_options], ids=str)
+@pytest.mark.parametrize("options", [dict(reduction="sum"), loss_options, dict(ignore_index=3)], ids=str)
 def test_without_triton_chunks_match_float64_and_never_hold_all_logits(monkeypatch, options):
     monkeypatch.setattr(kernels.launch, "INTERPRETED", False)
     monkeypatch.setattr(sys.modules["kernels.linear_cross_entropy"], "PLAIN_LOGITS", 300)  # 4 tokens
-    function = partial(linear_cross_entropy, **options)
+    function, ignored = partial(linear_cross_entropy, **options), options.get("ignore_index", -100)
     chunked = Operation(function, partial(linear_cross_entropy_oracle, **options), None, 1)
     for dtype in (FP16, BF16, FP32, FP64):
         *inputs, targets = linear_inputs(11, 69, dtype)
-        assert_matches_float64(chunked, inputs, (targets,))
+        assert_matches_float64(chunked, inputs, (targets.where(targets != -100, ignored),))
     assert_never_holds_all_logits(function)
     x, weight, targets = linear_inputs(64, 500)
+    targets = targets.where(targets != -100, ignored)
     expected = function(x.requires_grad_(), weight.requires_grad_(), targets)
     with torch.no_grad():
         assert torch.equal(function(x, weight, targets), expected)

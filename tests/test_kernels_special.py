@@ -106,7 +106,8 @@ def test_rope_takes_positions_of_each_batch_and_any_number_of_heads():
     inputs, (cos, sin) = rope_inputs(3, 5, FP32)
     angles = torch.rand(2, 3, 5, device=DEVICE) * 100
     strided = [torch.rand(5, 3, 2, device=DEVICE).permute(2, 1, 0) for _ in range(2)]
-    for positions in ((angles.cos(), angles.sin()), strided, [x[:, :1].expand(3, 5) for x in (cos, sin)]):
+    columns = [x[:, :1].expand(3, 5) for x in (cos, sin)]
+    for positions in ((angles.cos(), angles.sin()), strided, columns, (cos, sin.T.contiguous().T)):
         assert_matches_float64(OPERATIONS["rope"], inputs, positions)
     for heads, kv_heads in ((1, 1), (3, 3), (5, 1)):
         assert_matches_float64(rope_of(heads), *rope_inputs(3, 3, FP32, heads, kv_heads))

@@ -23,7 +23,7 @@ from runtime.recompute import recompute
 from tests.runs import SHORT, SMALL, losses, prose, run, run_ranks, slip, step_losses
 
 TINY = LlamaConfig(n_layer=2, n_head=4, n_kv_head=2, n_embd=32, ffn_dim=64, vocab_size=64, block_size=16)
-RUN = SMALL | SHORT | dict(gradient_accumulation_steps=2, lora_rank=4, lora_alpha=8, learning_rate=0.03)
+RUN = SMALL | SHORT | dict(gradient_accumulation_steps=2, lora_rank=4, lora_alpha=10, learning_rate=0.03)
 BASES = {name: {"base_dtype": name} for name in ("bfloat16", "nf4")} | {"float8": {"fp8": True}}
 each_base = pytest.mark.parametrize("base_dtype", ["bfloat16", "nf4"])
 each_run = pytest.mark.parametrize("name", BASES)
@@ -312,7 +312,7 @@ def test_without_weights_to_adapt_the_run_ends_with_a_sentence(train, capsys):
 
 @pytest.mark.parametrize("changes, sentence", [
     ({"lora_rank": 8}, r"step_000008 has lora_rank 4 \(this run: 8\): pass --lora_rank=4"),
-    ({"lora_alpha": 4}, r"step_000008 has lora_alpha 8.0 \(this run: 4.0\): pass --lora_alpha=8.0"),
+    ({"lora_alpha": 4}, r"step_000008 has lora_alpha 10.0 \(this run: 4.0\): pass --lora_alpha=10.0"),
     ({"base_dtype": "nf4"}, r"step_000008 has base_dtype bfloat16 \(this run: nf4\)"),
     ({"lora_rank": 0}, r"step_000008 has lora_rank 4 \(this run: 0\)"),
     ({"init_from": "other"}, "is not the base that the adapters in .*step_000008 were trained on"),
@@ -320,7 +320,7 @@ def test_without_weights_to_adapt_the_run_ends_with_a_sentence(train, capsys):
 def test_adapters_of_another_rank_or_base_are_refused(changes, sentence, train, capsys, base, trained, tmp_path):
     shutil.copytree(trained["bfloat16"] / "step_000008", tmp_path / "out" / "step_000008")
     if "init_from" in changes:
-        convert(base, tmp_path / "other", "float16")
+        convert(base.parent / "run" / "step_000004", tmp_path / "other", "float32")
         changes = {"init_from": tmp_path / "other"}
     assert re.search(sentence, slip(train, capsys, **RUN | changes))
 

@@ -422,6 +422,13 @@ def test_advice_is_only_what_train_py_accepts():
     assert "offload_activations" not in names(compile=True) and "batch_size" not in names(batch_size=3)
     assert not names(cuda_graph=True) & {"offload_activations", "offload"}
     assert "offload" not in names(rule=Apollo())
+    smaller = {"batch_size": 32, "gradient_accumulation_steps": 24}
+    run = RunShape(64, 3, world_size=4, shard_ranks=4)
+    assert smaller in memory_advice.choices(run, chunks=1)[-1] and memory_advice.changed(run, smaller).micro_steps == 6
+    run = RunShape(4, 2, offload="all", activation_checkpointing="full", offload_activations=True)
+    parts = {part.name: part.bytes for part in memory_advice.cpu_parts(LLAMA_1B, run)}
+    later = [parts[name] for name in parts if "activations" in name or "accumulators" in name]
+    assert len(later) == 2 and memory_advice.cpu_bytes_to_come(LLAMA_1B, run) == sum(later)
     four_bits = choices(lora_rank=16, base_dtype="nf4")
     assert {"offload": "optimizer"} in four_bits and {"offload": "all"} not in four_bits
     assert {"offload": "all"} not in choices(lora_rank=16, fp8=True)

@@ -217,10 +217,14 @@ def test_what_cannot_be_is_refused_in_a_sentence(train, tmp_path, drive, capsys,
 @pytest.mark.parametrize("kind, what", [("ext4", ""), ("tmpfs", ", which is CPU memory")])
 def test_what_a_drive_can_do_is_said_with_the_seconds_of_a_step(drive, capsys, monkeypatch, kind, what):
     monkeypatch.setattr(StateFile, "_measure", lambda *_: 2e8)
+    asked = mock.Mock()
+    monkeypatch.setattr(state_file, "_require_drive", asked)
+    monkeypatch.setattr(state_file, "local_world_size", 2)
     monkeypatch.setattr(state_file, "file_system", lambda folder: kind)
     state_file.open_state_file(str(drive), 0.25 * 2**30)
     said = f"0.2 GiB of each rank's state in {drive}{what}: written at 0.2 and read at 0.2 GB/s, 2.7 s a step"
     assert said in capsys.readouterr().out
+    asked.assert_called_once_with(str(drive), 2**29)  # of both ranks
 
 
 def test_the_file_system_is_that_of_the_innermost_mount(tmp_path):

@@ -344,6 +344,15 @@ def test_a_cuda_graph_replays_the_step_and_nothing_waits_for_the_gpu(dtype, rule
 # float16
 
 
+def test_the_step_that_doubles_the_loss_scale_takes_out_the_old_one():
+    model, optimizer = optimizer_of(torch.float32, scales_loss=True)
+    set_gradients(model, 2.0**16)
+    optimizer.loss_scale.good_steps.fill_(1999)
+    optimizer.step(lr=0.1)
+    assert optimizer.loss_scale.scale == 2.0**17
+    assert optimizer.tensors()["weight", "exp_avg"][0, 0].item() == pytest.approx(0.1)
+
+
 def test_the_loss_scale_halves_on_overflow_and_doubles_after_2000_good_steps():
     scale, good, bad = LossScale("cpu"), torch.tensor(True), torch.tensor(False)
     for _ in range(1999):

@@ -85,11 +85,13 @@ def test_an_epoch_holds_every_conversation_whole_and_once(chats):
         assert found_in(train.sequences(epoch * train.n_blocks, train.n_blocks)) == conversations_of(chats, "train")
     assert found_in(val.read(range(val.n_blocks))) == conversations_of(chats, "val")
     full = sum(len(ids) for ids, _ in conversations_of(chats, "train")) / (49 * train.n_blocks)
+    masks = [bits & IS_TARGET for _, mask in conversations_of(chats, "train") for bits in mask]
+    assert train.packing.startswith(f"263 conversations, {np.mean(masks):.1%} of their tokens targets")
     assert full > 0.95 and f"blocks {full:.1%} full" in train.packing
 
 
 def test_conversations_longer_than_a_block_are_cut_at_their_end_and_counted(tmp_path):
-    write(tmp_path, [10] * 16 + [60] * 8, seed=1)
+    write(tmp_path, [10] * 16 + [60] * 8 + [29], seed=1)  # the last one fills a block
     train, _ = open_dataset(tmp_path, 30, seed=0, mask_documents=True)
     whole = conversations_of(tmp_path, "train")
     cut = [(ids[:31], mask[:31]) for ids, mask in whole]

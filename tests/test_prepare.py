@@ -98,6 +98,7 @@ def test_small_text_gets_its_share_of_validation_documents(tmp_path, n, n_val):
     for out in ("a", "b"):
         meta = text.prepare([tmp_path / "notes"], tmp_path / out)
     assert (meta["train_documents"], meta["val_documents"]) == (2 * (n - n_val), 2 * n_val)
+    assert {split for split, _ in text.split(["a", "b"], 0.9)} == {"train", "val"}
     train, val = (documents_of(tmp_path / "a", split) for split in ("train", "val"))
     assert not set(train) & set(val)
     for split in train, val:

@@ -74,6 +74,10 @@ def test_a_checkpoint_that_was_put_elsewhere_is_let_alone(train, tmp_path, capsy
     assert "NOT SAVED" not in said.out and not said.err, said
     assert {path.name for path in (tmp_path / "out").glob("step_*")} == {"step_000012", "step_000016"}
     assert checkpoint.load_model(tmp_path / "kept", "cpu", torch.float32)
+    (tmp_path / "out/step_000016").rename(tmp_path / "gone")
+    (tmp_path / "out/step_000016").symlink_to(tmp_path / "unmounted")
+    train(max_iters=16, lr_decay_iters=8)
+    assert "NOT SAVED" not in capsys.readouterr().out and not (tmp_path / "out/step_000016").is_symlink()
 
 
 @pytest.mark.parametrize("file", ["out_dir", "dataset"])

@@ -56,9 +56,11 @@ def test_bits_per_byte_are_said_where_99_percent_of_the_validation_tokens_were_r
 def test_what_a_run_logs_is_computed_from_its_seconds(tmp_path, monkeypatch, capsys):
     """Two ranks, steps of a thousand tokens and 5 FLOPs each, at a peak of 1e5 a second."""
     monkeypatch.setattr(run_log, "world_size", 2)
+    monkeypatch.setattr(run_log, "peak_flops", lambda name: 1e5)
     now = [0.0]
     monkeypatch.setattr(run_log, "perf_counter", lambda: now[0])
     log = run_log.RunLog(tmp_path, "cpu", "float32", 1000, flops_per_token=5, max_iters=14, log_interval=2)
+    assert log.peak_flops is None, "the peak is bfloat16's"
     log.peak_flops = 1e5
     log.open(0)
     for step, seconds in enumerate((9.0, 3.0, 2.0, 2.0), start=1):
@@ -81,6 +83,7 @@ def test_what_a_run_logs_is_computed_from_its_seconds(tmp_path, monkeypatch, cap
     log.summary(math.log(2), Val())
     said = capsys.readouterr().out
     assert "the median step 2000.0 ms, 500 tok/s" in said and "validation: 2.000 bits per byte" in said
+    assert json.loads((tmp_path / "summary.json").read_text())["curve"] == [[2, 12.0, 2.0], [4, 16.0, 2.0]]
     log.step_seconds = [9.0, 3.9, 0.1]  # numbers of the last two that came together
     log.summary(math.log(2), None)
     log.close()

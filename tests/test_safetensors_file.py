@@ -6,6 +6,7 @@ import multiprocessing
 import os
 import re
 import shutil
+from pathlib import Path
 
 import pytest
 import safetensors.torch
@@ -16,7 +17,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DeviceMesh, Replicate, Shard, distribute_tensor
 
 from model import Llama, LlamaConfig
-from runtime import checkpoint_folder, safetensors_file
+from runtime import checkpoint_folder, run_folder, safetensors_file
 from runtime.checkpoint_folder import open_folder, read_into, write_folder
 from runtime.hf_names import Rows, hf_rows
 from runtime.safetensors_file import DTYPES, Damaged, open_to_read, read_header, read_rows, write_rows
@@ -431,3 +432,27 @@ def test_a_full_disk_is_found_before_writing_and_an_error_is_no_damage(saved, tm
         with monkeypatch.context() as patch, pytest.raises(OSError, match=said):
             patch.setattr(module, name, replaced)
             write(tmp_path / folder, ODD, saved[1]) if folder else read(saved[0], ODD, saved[1])
+
+
+def test_a_checkpoint_is_on_disk_before_it_has_its_name_and_then_its_name_is(saved, tmp_path, monkeypatch):
+    fsync, pwritev, rename, synced, unsynced, found = os.fsync, os.pwritev, Path.rename, [], set(), []
+    name = lambda file: os.readlink(f"/proc/self/fd/{file}")  # noqa: E731
+    monkeypatch.setattr(os, "pwritev", lambda file, *more: unsynced.add(name(file)) or pwritev(file, *more))
+    note = lambda file: (synced.append(name(file)), unsynced.discard(name(file)))  # noqa: E731
+    monkeypatch.setattr(os, "fsync", lambda file: (note(file), fsync(file)))
+    monkeypatch.setattr(Path, "rename", lambda *paths: (found.extend(synced), synced.clear(), rename(*paths)))
+    partial = tmp_path / "step_000007.partial"
+    write(partial, ODD, saved[1])
+    files = {str(path) for path in partial.iterdir()}
+    run_folder.commit(partial, tmp_path / "step_000007")
+    assert found[-1] == str(partial) and files < set(found) and not unsynced
+    assert synced == [str(tmp_path)]
+
+
+def test_a_system_call_that_moves_less_than_it_was_asked_is_followed_by_others(tmp_path, monkeypatch):
+    states = whole_states(ODD)
+    for name in ("pwritev", "preadv"):
+        whole = getattr(os, name)
+        monkeypatch.setattr(os, name, lambda file, x, offset, call=whole: call(file, [x[0][:40]], offset))
+    write(tmp_path / "x", ODD, states)
+    assert all(torch.equal(x, states[key]) for key, x in read(tmp_path / "x", ODD, states).items())

@@ -6,7 +6,8 @@ import pytest
 import requests
 import tiktoken
 
-from data.tiktoken_files import DOWNLOADS, LLAMA3_PATTERN, LLAMA3_SPECIAL_TOKENS, OPENAI
+import data.tokenizer
+from data.tiktoken_files import DOWNLOADS, LLAMA3_PATTERN, LLAMA3_SPECIAL_TOKENS, OPENAI, bytes_encoding
 from data.tokenizer import NAMES, Tiktoken, get_tokenizer
 from data.write import encode_batch
 from tests.datasets import TEXTS
@@ -115,3 +116,8 @@ def test_million_consecutive_blanks_are_tokenized():
     tokens, _, counts = encode_batch([("train", text)], tokenizer)["train"]
     assert (counts["documents"], counts["bytes"]) == (1, len(text))
     assert tokenizer.decode(tokens[:-1]) == text and tokens[-1] == 256
+
+
+def test_a_dataset_keeps_the_files_of_a_download(monkeypatch):
+    monkeypatch.setattr(data.tokenizer, "openai_encoding", lambda name: bytes_encoding())
+    assert get_tokenizer("gpt2").files.keys() >= {"tokenizer.json"}

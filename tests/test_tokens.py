@@ -132,6 +132,9 @@ def test_missing_or_incomplete_dataset_error_has_the_prepare_command(tmp_path):
     os.truncate(tmp_path / "train.bin", 8)
     with pytest.raises(ValueError, match=r"train\.bin has 8 bytes, but .* 11 uint16 tokens, which are 22 bytes: run "):
         Tokens(tmp_path, "train")
+    os.truncate(tmp_path / "train.bin", 24)
+    with pytest.raises(ValueError, match=r"train\.bin has 24 bytes, but "):
+        Tokens(tmp_path, "train")
     (tmp_path / "val.bin").unlink()
     command = f"run python data/fineweb_edu/prepare.py --out {tmp_path}, other opt"
     with pytest.raises(FileNotFoundError, match=rf"val\.bin is missing.*{command}"):
@@ -187,10 +190,10 @@ def test_prepare_once_runs_once(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "total, line", [(40, " 50.0% | 2 docs/s | 5 tok/s | eta 0h00m"), (None, "20 bytes | 2 docs/s | 5 tok/s")]
+    "total, line", [(40, " 50.0% | 2 docs/s | 5 tok/s | eta 0h04m"), (None, "20 bytes | 2 docs/s | 5 tok/s")]
 )
 def test_progress_with_unknown_total_shows_no_share_and_no_eta(total, line, monkeypatch, capsys):
-    progress, start = Progress(total, "bytes"), time.time()
+    progress, start = Progress(total, "bytes", repeats=61), time.time()
     progress.start, progress.every = start - 2, 0
     monkeypatch.setattr(time, "time", lambda: start)
     progress({split: dict(documents=2, tokens=5, bytes=10) for split in ("train", "val")})

@@ -4,6 +4,7 @@ import math
 import shutil
 import subprocess
 import sys
+import time
 
 import numpy as np
 import pytest
@@ -12,7 +13,7 @@ import torch
 import model as model_module
 from data.loader import epoch_order
 from optimizers.optimizer import Optimizer
-from runtime import recompute
+from runtime import checkpoint, recompute
 from tests.runs import ROOT, assert_close, losses, numbers, slip, step_losses
 
 pytestmark = pytest.mark.usefixtures("plain_pytorch_on_one_core")
@@ -239,3 +240,12 @@ def test_the_first_command_of_the_readme_needs_no_data(tmp_path):
     assert "bits per byte; gzip -9 needs" in done.stdout, done.stdout
     said, _ = other.communicate()
     assert other.returncode == 0, said
+
+
+def test_a_nan_while_a_checkpoint_is_written_waits_for_that_and_names_it(train, tmp_path, monkeypatch, capsys):
+    forward, calls, write = model_module.Llama.forward, [], checkpoint.write_folder
+    factor = lambda: math.nan if calls.append(1) or len(calls) == 7 else 1  # noqa: E731  four steps, two of evaluation
+    monkeypatch.setattr(model_module.Llama, "forward", lambda self, *batch: forward(self, *batch) * factor())
+    monkeypatch.setattr(checkpoint, "write_folder", lambda *args: time.sleep(1) or write(*args))
+    message = slip(train, capsys)
+    assert "step 5: the loss is nan" in message and f"from {tmp_path}/out/step_000004 with" in message, message
