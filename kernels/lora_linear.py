@@ -83,7 +83,7 @@ class LoRALinear(Linear):
 
     @staticmethod
     def read_weight(like: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-        """The weight (O, C) that the held tensors stand for, in the dtype of `like`."""
+        """The weight (O, C) that the held tensors stand for, in the dtype of `like`; of float8 in fp32."""
         return weight
 
     @torch.no_grad()
