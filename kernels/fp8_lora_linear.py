@@ -62,10 +62,10 @@ def nf4_to_float8(
     out (O, C), C a multiple of 64, and scales (O, 1), both contiguous; the others are NF4's parts.
     """
     pairs, _, scale_map = tables(codes.device)
-    row = whole_row(out.shape[1])
+    blocks = whole_row(out.shape[1])["BLOCK"] // BLOCK
     _nf4_to_float8_kernel[(out.shape[0],)](
         codes, scale_codes, scale_absmax, offset, pairs, scale_map, out, scales, out.shape[1] // BLOCK,
-        SCALE_BLOCK=SCALE_BLOCK, BLOCKS=row["BLOCK"] // BLOCK, num_warps=row["num_warps"], enable_fp_fusion=False,
+        SCALE_BLOCK=SCALE_BLOCK, BLOCKS=blocks, num_warps=max(4, blocks // 32), enable_fp_fusion=False,
     )  # fmt: skip
 
 
