@@ -6,13 +6,13 @@
 update      optimizers/on_disk.py on the CPU, with gradients that are there: from its start until all is on the drive
 plain       the same pieces, read and written back by as many threads as are best, with nothing in between
 
-Both in turns, medians. The last line is JSON.
+Both in turns, medians.
 """
 
 import fcntl
 import itertools
-import json
 import os
+import shlex
 import statistics
 import tempfile
 import threading
@@ -22,7 +22,7 @@ from types import SimpleNamespace
 
 import torch
 
-from benchmarks import cli, estimate
+from benchmarks import cli, estimate, runner
 from configurator import SettingError
 from model import Llama
 from optimizers.on_disk import OnDisk
@@ -34,13 +34,16 @@ from runtime.state_file import open_state_file, page_aligned
 # settings
 offload_dir = ""  # a folder on the drive
 config = "config/llama32_1b.py"  # the model
+keep = False  # whether rows stay although the code has changed since: for changes that cost neither time nor memory
+out = ""  # the record; nothing: out/disk.json
 
+KEYS = {"drives": ("offload_dir", "config", "flags")}  # what names a row
 UPDATES = 3  # that are timed; one more goes before
 PLAIN_THREADS = (1, 2, 4, 8)
 
 
 def parse(argv: list[str]) -> SimpleNamespace:
-    s = cli.read_settings(globals(), argv, for_train_py=True)
+    s = cli.read_settings(globals(), argv, out="out/disk.json", for_train_py=True)
     if not s.offload_dir:
         raise SettingError("--offload_dir= is empty: name a folder on the drive to measure")
     named = {"offload": "all", "offload_dir": s.offload_dir, "gradient_accumulation_steps": 1}
@@ -99,17 +102,13 @@ def measure(s: SimpleNamespace) -> dict:
     medians = {name: statistics.median(times) for name, times in seconds.items()}
     threads = min(PLAIN_THREADS, key=medians.get)
     return {
-        "offload_dir": file.folder, "direct": file.direct, "n_params": sum(p.numel() for p in model.parameters()),
-        "bytes": n_bytes, "pieces": len(pieces), "update_gb_per_s": n_bytes / medians["update"] / 1e9,
-        "plain_gb_per_s": n_bytes / medians[threads] / 1e9, "plain_threads": threads,
-        "ratio": medians[threads] / medians["update"], "seconds": seconds,
+        "offload_dir": s.offload_dir, "config": s.config, "flags": shlex.join(s.flags), "direct": file.direct,
+        "n_params": sum(p.numel() for p in model.parameters()), "bytes": n_bytes,
+        "update_gb_per_s": n_bytes / medians["update"] / 1e9, "plain_gb_per_s": n_bytes / medians[threads] / 1e9,
+        "plain_threads": threads, "ratio": medians[threads] / medians["update"], "seconds": seconds,
     }  # fmt: skip
 
 
 def main(argv: list[str]) -> None:
-    result = measure(parse(argv))
-    print(f"{result['n_params']:,} parameters: an update reads and writes {result['bytes'] / 1e9:.1f} GB in all")
-    print(f"update    {result['update_gb_per_s']:6.2f} GB/s")
-    print(f"plain     {result['plain_gb_per_s']:6.2f} GB/s, by {result['plain_threads']} threads")
-    print(f"ratio     {result['ratio']:6.2f}")
-    print(json.dumps(result))
+    s = parse(argv)
+    runner.measure("disk", s, KEYS, lambda s: [("drives", measure(s))], on_cpu=True)

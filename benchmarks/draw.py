@@ -319,6 +319,8 @@ def draw_ladder(record: dict, path: Path) -> None:
     """A panel for each model: tokens a second at the largest batch over the memory that one sequence needs."""
     ladders = {row["model"]: compare.of_rungs(record["points"], row["model"]) for row in record["points"]}
     ladders = {model: rungs for model, rungs in ladders.items() if len(rungs) > 1}  # one rung is no ladder
+    if not ladders:
+        return
     figure, axes_of = panels(len(ladders), (5 * len(ladders), 5))
     for axes, (model, rungs) in zip(axes_of, ladders.items(), strict=True):
         alone = {rung: fits for rung, fits in rungs.items() if fits and fits[0]["batch"] == 1}

@@ -467,6 +467,13 @@ def whole_8b_sentence() -> str:
     )
 
 
+def disk_table(r: dict) -> str:
+    """An update through a drive beside plain reads and writes; bytes of both ways."""
+    rows = [row | {"of": f"{row['config']} {row['flags']}".strip(), "gb": row["bytes"] / 1e9} for row in r["drives"]]
+    line = "`{of}` | {gb:.1f} | {update_gb_per_s:.2f} | {plain_gb_per_s:.2f} | {plain_threads} | {ratio:.2f}"
+    return table("an update of | GB | GB/s | plain GB/s | its threads | ratio", line, rows)
+
+
 # --- The pages ---
 
 TABLES = {  # a word of the command -> kind of rows -> what is made of them
@@ -486,6 +493,7 @@ TABLES = {  # a word of the command -> kind of rows -> what is made of them
     "losses": {"runs": losses_table},
     "snapshot": {"arms": snapshot_table},
     "generate": {"points": generate_table},
+    "disk": {"drives": disk_table},
 }
 
 
@@ -513,7 +521,7 @@ PAGES = {  # page -> its parts: name -> what makes it
         **{name: partial(measured, name, sweep_tables) for name in ("study", "sweep", "study_8b")},
         **{name: partial(measured, name) for name in (
             "step_h100", "snapshot", "losses", "ladder", "gpus", "gpus_two", "gpus_saves", "gpus_memory",
-            "gpus_optimizers", "kernels", "fp8_linear", "adamw_nf4", "generate", "generate_cpu", "finetune",
+            "gpus_optimizers", "disk", "kernels", "fp8_linear", "adamw_nf4", "generate", "generate_cpu", "finetune",
             "finetune_losses",
         )},
     },

@@ -71,12 +71,18 @@ def test_the_table_says_what_a_rung_changes(monkeypatch):
     assert second.endswith("| 2.5000 (+0.2500) |"), second
 
 
-def test_a_record_of_losses_alone_has_no_plot(tmp_path, monkeypatch):
+@pytest.mark.parametrize(
+    "row",
+    [
+        ("losses", {"model": "1b", "rung": "bf16", "losses": [3.0, 2.0]}),
+        ("points", {"model": "8b", "rung": "qlora", "batch": 1, "peak_gib": 6.5, "tok_per_s": 9.0, "cpu_gib": 0.0}),
+    ],
+)
+def test_losses_or_one_rung_alone_have_no_plot(row, tmp_path, monkeypatch):
     head = {"command": "python bench.py ladder", "device": "GPU", "versions": {"nanocria": "abc"}}
-    rows = [("losses", {"model": "1b", "rung": "bf16", "losses": [3.0, 2.0]})]
     monkeypatch.setattr(runner, "begin", lambda *_, **options: head | {kind: [] for kind in ladder.KEYS})
     s = SimpleNamespace(out=tmp_path / "ladder.json", command=[])
-    runner.measure("ladder", s, ladder.KEYS, lambda s: rows, plot="draw_ladder")
+    runner.measure("ladder", s, ladder.KEYS, lambda s: [row], plot="draw_ladder")
     assert [path.name for path in tmp_path.iterdir()] == ["ladder.json"]
 
 

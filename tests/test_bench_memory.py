@@ -136,6 +136,7 @@ TRAIN = ["train.py", "config/baby_llama.py", "--device=cpu", "--n_layer=1", "--n
 
 def test_one_step_is_noted_of_ours_and_of_a_peer(tmp_path, monkeypatch):
     monkeypatch.setenv("TRITON_INTERPRET", "0")  # or the interpreter would run the whole step
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")  # beside a GPU train.py records allocations of its own
     (tmp_path / "noted.py").write_text(NOTED_ON_CPU)
     ours = [*TRAIN, f"--out_dir={tmp_path}", f"--max_iters={snapshot.STEP + 1}"]
     for words in (ours, ['{"warmup": 4, "steps": 2}']):

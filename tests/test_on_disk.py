@@ -268,10 +268,11 @@ def test_8b_takes_at_most_40_gib_of_cpu_memory():
     assert eight_bit["disk_gib"] == pytest.approx(found["disk_gib"] * 6.03 / 12, rel=0.01)
 
 
-def test_the_benchmark_of_a_drive_counts_what_an_update_moves(drive, capsys):
+def test_the_benchmark_of_a_drive_counts_what_an_update_moves(drive, tmp_path, capsys):
     small = {name: value for name, value in SMALL.items() if name.startswith("n_") or name == "ffn_dim"}
     flags = [f"--{name}={value}" for name, value in (small | {"vocab_size": 257}).items()]
-    disk.main([f"--offload_dir={drive}", "--", *flags])
-    result = json.loads(capsys.readouterr().out.splitlines()[-1])
+    disk.main([f"--offload_dir={drive}", f"--out={tmp_path / 'disk.json'}", "--", *flags])
+    (result,) = json.loads((tmp_path / "disk.json").read_text())["drives"]
+    assert f"{result['ratio']:.2f} |" in capsys.readouterr().out
     assert 24 * result["n_params"] <= result["bytes"] <= 24 * result["n_params"] + 2 * 4096 * 3 * 20
     assert result["ratio"] > 0 and result["plain_threads"] in disk.PLAIN_THREADS
