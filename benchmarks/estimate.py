@@ -44,7 +44,11 @@ CARDS = {  # GiB, as PyTorch reports them (total_memory): less than the makers' 
 }  # fmt: skip
 APART = ("3090", "4090", "5090", "a10g", "l4", "l40s")  # do not reach each other's memory: no copy engines
 preview_once = functools.cache(lambda *words: preview(cli.TRAIN, words))  # a table asks for the same again and again
-OUTSIDE_GIB = 1.5  # for the CUDA context, NCCL and what the allocator holds in reserve: see memory.py
+
+
+def outside_gib(run: RunShape) -> float:
+    """For the CUDA context, NCCL and what the allocator holds in reserve: see memory.py."""
+    return 4.0 if run.cuda_graph else 1.5
 
 
 def resolve(path: str, world_size: int, named: dict, flags=()) -> tuple[LlamaConfig, RunShape]:
@@ -158,7 +162,8 @@ def estimate(s: SimpleNamespace) -> tuple[str, dict]:
     _, shape = resolve(s.config, s.ranks, named, s.flags)
     if s.card.lower() in APART or shape.shard_ranks > 8:  # a host has 8
         named["copy_engines"] = False
-    gib, table = s.gib - OUTSIDE_GIB, {at: place(*at) for at in itertools.product(runner.CHECKPOINTING, runner.OFFLOAD)}
+    outside = outside_gib(shape)
+    gib, table = s.gib - outside, {at: place(*at) for at in itertools.product(runner.CHECKPOINTING, runner.OFFLOAD)}
     found = of_each(s, named, table, functools.partial(memory_advice.largest_batch, gib=gib))
     at = chosen(s, found)
     named |= place(*at) | {"batch_size": s.batch_size or max(found[at], 1)}
@@ -170,7 +175,7 @@ def estimate(s: SimpleNamespace) -> tuple[str, dict]:
     lines = [
         f"{s.config}: {memory.n_params(config):,} parameters, "
         f"sequences of {config.block_size:,} tokens{micro_batches}, {shape.dtype}",
-        f"{each}card={s.card}: {s.gib:.1f} GiB - {OUTSIDE_GIB} for the CUDA context and the allocator's reserve = "
+        f"{each}card={s.card}: {s.gib:.1f} GiB - {outside} for the CUDA context and the allocator's reserve = "
         f"{gib:.1f} GiB",
         "", grid(found, of_cpu), "",
         f"{command(s, named)}: {peak:.1f} GiB, it {'fits' if peak <= gib else 'does not fit'}",

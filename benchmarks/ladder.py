@@ -19,7 +19,7 @@ from types import SimpleNamespace
 
 from benchmarks import cli, compare, losses, record, runner, sweep
 from benchmarks.arms import RUNGS
-from benchmarks.estimate import OUTSIDE_GIB, cpu_gib, cpu_gib_of, resolve
+from benchmarks.estimate import cpu_gib, cpu_gib_of, outside_gib, resolve
 from configurator import SettingError
 from runtime import memory, memory_advice
 
@@ -68,7 +68,7 @@ def estimated(model: str, rung: str, s: SimpleNamespace) -> dict:
         return row | {"cpu_gib": 0.0, "largest": estimated(model, RUNGS[rung].on, s)["largest"]}
     named = flags_of(rung, s) | {"batch_size": 1, "block_size": BLOCK, "gradient_accumulation_steps": 1}
     config, shape = resolve(CONFIGS[model], 1, named)
-    largest = memory_advice.largest_batch(config, shape, s.memory_limit_gib - OUTSIDE_GIB)
+    largest = memory_advice.largest_batch(config, shape, s.memory_limit_gib - outside_gib(shape))
     of_cpu = cpu_gib(config, replace(shape, batch_size=max(largest, 1)))
     return row | {"estimated_gib": memory.peak_gib(config, shape), "cpu_gib": of_cpu, "largest": largest}
 

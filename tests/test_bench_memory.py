@@ -179,10 +179,18 @@ def test_what_the_readme_gives_each_card_fits_it(row):
     assert f"{memory.peak_gib(*at):.1f}" == gib and f"{estimate.cpu_gib(*at):.0f}" == of_cpu
     cards = {"0": 0, "8": 7.6, "12": 12, "24": estimate.CARDS["4090"], "80": estimate.CARDS["h100"]}
     smaller = list(cards)[list(cards).index(card) - 1]
-    assert cards[smaller] < float(gib) + estimate.OUTSIDE_GIB < cards[card]
+    assert cards[smaller] < float(gib) + estimate.outside_gib(at[1]) < cards[card]
     _, recipe = estimate.resolve(config, int(ranks or 1), {})
     tokens = [shape.batch_size * shape.micro_steps for shape in (at[1], recipe)]
     assert tokens[0] == tokens[1], "a step has as many as in the recipe"
+
+
+@pytest.mark.parametrize("name", ["ladder", "finetune", "study", "sweep"])
+def test_what_the_allocator_held_in_reserve_is_in_the_estimate(name):
+    found = record.load(name)
+    ours = [row for kind in ("points", "batch", "seq") for row in found.get(kind, []) if row.get("estimated_gib")]
+    for row in (row for row in ours if row.get("reserved_gib")):
+        assert row["reserved_gib"] - row["peak_gib"] < estimate.outside_gib(estimate.run_of(row)[1]), row
 
 
 @pytest.mark.parametrize(

@@ -64,8 +64,7 @@ def recorded():
         for row in (row for kind in ("points", "batch", "seq") for row in found.get(kind, []) if "peak_gib" in row):
             if row["arm"] in STEP_FLAGS:
                 row |= of_step | {"arm": "all", "flags": " ".join(STEP_FLAGS[row["arm"]])}
-            # when it was measured, the backward of an MLP held more
-            if row["arm"] in SWEEP_FLAGS and (record, row["arm"], row["block"]) != ("study", "long", 32768):
+            if row["arm"] in SWEEP_FLAGS:
                 yield (
                     f"{record}: {[row[key] for key in SWEEP_PLACE[1:7]]} {row['flags']}",
                     row["peak_gib"],
