@@ -2,7 +2,7 @@
 
     tokenizer = get_tokenizer("bytes")  # by name; bytes needs no files
     tokenizer = get_tokenizer("Llama-3.2-1B")  # by path: a tokenizer.json, Meta's tokenizer.model, or their folder
-    tokenizer = tokenizer_of(Path("out/step_001000"))  # of a dataset, a checkpoint or published weights
+    tokenizer = tokenizer_of(Path("out/step_001000"))  # of a dataset, a run, a checkpoint or published weights
 
     tokenizer.encode("a <|eot_id|>")  # of text: a special token that it spells out is text
     tokenizer.encode("a <|eot_id|>", special=True)  # of prompts and chat templates: it is the token
@@ -58,10 +58,11 @@ def get_tokenizer(name: str | Path) -> Tokenizer:
 
 
 def tokenizer_of(folder: Path) -> Tokenizer:
-    """The tokenizer of a dataset, of a checkpoint of ours or of published weights; its bos is that of their data.
+    """The tokenizer of a dataset, a run or checkpoint of ours or published weights; its bos is that of their data.
 
     Raises what get_tokenizer raises.
     """
+    folder = max(folder.glob("step_*[0-9]"), default=folder)  # a run's checkpoints have it, each
     found = read_files(folder, DESCRIPTIONS)
     meta, run, params, config, adapted = (parse(found.get(name, b"{}"), folder / name) for name in DESCRIPTIONS)
     config, data = config or adapted, meta or run.get("dataset", {})

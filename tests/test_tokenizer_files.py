@@ -201,7 +201,8 @@ def test_a_checkpoint_of_metas_tokenizer_has_tokenizer_json_alone(train, tmp_pat
     checkpoint = tmp_path / "out/step_000001"
     assert (checkpoint / "tokenizer.json").exists() and not (checkpoint / "tokenizer.model").exists()
     assert hf_ids(checkpoint, "he said") == [257, *tokenizer_of(tmp_path / "data").encode("he said")]
-    assert tokenizer_of(checkpoint).encode("he said") == tokenizer_of(tmp_path / "data").encode("he said")
+    for folder in (checkpoint, tmp_path / "out"):
+        assert get_tokenizer(folder).encode("he said") == tokenizer_of(tmp_path / "data").encode("he said")
 
 
 def test_a_run_takes_the_tokenizer_along(train, sample, tmp_path, monkeypatch, plain_pytorch_on_one_core):
