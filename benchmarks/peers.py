@@ -1,7 +1,7 @@
 """The trainers that nanocria is measured against, each in its own words and at its best.
 
-main() trains one of them for some steps on the text that nanocria is measured on. Under torchrun recipe and torchtitan
-are sharded over its ranks. PyTorch's allocator has segments that grow, as in train.py.
+measure() trains one of them for some steps on the text that nanocria is measured on. Under torchrun recipe and
+torchtitan are sharded over its ranks. PyTorch's allocator has segments that grow, as in train.py.
 
 recipe        What torchtitan 0.2 does with a Llama 3, written out in plain PyTorch: blocks compiled one by one, FSDP2
               with fp32 masters and bf16 compute, a compiled loss over whole logits, fused AdamW. It is kinder than the
@@ -456,13 +456,9 @@ def measure(arm: str, config: str, batch: int, block: int, checkpointing="none",
     seconds = statistics.median(end - began for began, end in itertools.pairwise(ends))
     tok_per_s = RANKS * batch * block / seconds
     first, last = over_ranks([losses[0] / RANKS, losses[-1] / RANKS], dist.ReduceOp.SUM, device)
+    if not last < first:  # or NaN
+        return {"failed": f"it does not train: its loss went from {first} to {last}"}
     peaks = [torch.cuda.max_memory_allocated() / 2**30, torch.cuda.max_memory_reserved() / 2**30]
     peak_gib, reserved_gib = over_ranks(peaks, dist.ReduceOp.MAX, device)
     point = {"ms_per_step": seconds * 1000, "tok_per_s": tok_per_s, "peak_gib": peak_gib, "reserved_gib": reserved_gib}
     return point | {"mfu": mfu(c, tok_per_s / RANKS, "lora" in arm), "first_loss": first, "last_loss": last}
-
-
-def main(**spec) -> dict:
-    point = measure(**spec)
-    first, last = point["first_loss"], point["last_loss"]
-    return point if last < first else {"failed": f"it does not train: its loss went from {first} to {last}"}

@@ -148,7 +148,7 @@ def arm_point(arm: str, flags: list[str] | None, steps: int, ranks=1, warmup=5, 
     """A short run of train.py with these flags, or, None, of the peer of that name. at: see train_words."""
     row = {"steps": steps, "oom": False}
     if flags is None:
-        return row | call("peers.main", ranks, launch, arm=arm, steps=steps, warmup=warmup, **at)
+        return row | call("peers.measure", ranks, launch, arm=arm, steps=steps, warmup=warmup, **at)
     with tempfile.TemporaryDirectory() as out_dir:
         words = [*train_words(**at, out_dir=out_dir, ranks=ranks), *flags, f"--max_iters={steps + warmup}"]
         summary = train(words, out_dir, ranks, launch)

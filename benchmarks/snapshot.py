@@ -93,7 +93,7 @@ def note_peer(path: str, spec: dict) -> dict:
         return train_step(*arguments)
 
     trained.train_step = noting
-    return trained.main(**spec)
+    return trained.measure(**spec)
 
 
 class Block(NamedTuple):

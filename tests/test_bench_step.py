@@ -1,10 +1,12 @@
 """The whole-step benchmark: its peers train the very model that nanocria trains, and its records add up. No GPU."""
 
+import itertools
 import json
 import math
 import re
 import signal
 import subprocess
+from functools import partial
 
 import pytest
 import torch
@@ -105,7 +107,7 @@ def test_a_compiled_peer_of_hugging_face_reads_no_mask(monkeypatch):
 
 def test_a_peers_steps_are_timed_as_train_py_times_its_own(monkeypatch):
     """Steps of 10, 10, 1, 2, 6 and 9 s, launched in no time, read in turn: each when the next has been launched."""
-    events, seconds, now = [], iter([10, 10, 1, 2, 6, 9]), [0.0]
+    events, seconds, now, slope = [], itertools.cycle([10, 10, 1, 2, 6, 9]), [0.0], -1.0
 
     def train_step(*_):
         step, takes = sum(what == "launch" for what, _ in events), next(seconds)
@@ -114,7 +116,7 @@ def test_a_peers_steps_are_timed_as_train_py_times_its_own(monkeypatch):
         def wait():
             events.append(("read", step))
             now[0] += takes
-            return [9.0 - step, 1.0]
+            return [9.0 + slope * step, 1.0]
 
         return wait
 
@@ -129,12 +131,16 @@ def test_a_peers_steps_are_timed_as_train_py_times_its_own(monkeypatch):
     for name in ("max_memory_allocated", "max_memory_reserved"):
         monkeypatch.setattr(torch.cuda, name, lambda: 0)
     monkeypatch.setattr(peers.gc, "disable", lambda: None)
-    point = peers.measure("fake", "config/baby_llama.py", 1, 8, steps=4, warmup=2, vocab_size=257)
+    measure = partial(peers.measure, "fake", "config/baby_llama.py", 1, 8, steps=4, warmup=2, vocab_size=257)
+    point = measure()
     assert point["ms_per_step"] == 4000, "the median of 1, 2, 6 and 9 s, not the upper one"
     assert (point["first_loss"], point["last_loss"]) == (9.0, 4.0)
     launches, reads = ([i for i, (what, _) in enumerate(events) if what == kind] for kind in ("launch", "read"))
     assert all(reads[step] > launches[step + 1] for step in (0, 2, 3, 4)), "the next step has been launched"
     assert reads[1] < launches[2], "the warm-up has ended when the clock starts"
+    for slope in (0.0, 0.1, math.nan):
+        events.clear()
+        assert measure()["failed"].startswith("it does not train: its loss went from "), slope
 
 
 # Trains transformers' tiny Llama three times from the same weights on the CPU: plainly in float32, under FSDP2 with

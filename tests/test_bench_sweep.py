@@ -119,7 +119,7 @@ def test_the_8b_is_on_all_gpus_beside_the_recipe(monkeypatch):
     rows = rows_of(["--preset=8b"], n_gpus=4)
     assert places(rows)[:2] == [("batch", "all", 1, 512, False), ("batch", "recipe", 1, 512, False)]
     assert {command[0] for command in card.ran} == {4} and card.ran[0][1:3] == ("train.py", "config/llama31_8b.py")
-    assert "--gradient_accumulation_steps=4" in card.ran[0] and "peers.main" in card.ran[1]
+    assert "--gradient_accumulation_steps=4" in card.ran[0] and "peers.measure" in card.ran[1]
 
 
 def test_adapters_stand_on_random_weights(monkeypatch, tmp_path):
