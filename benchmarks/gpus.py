@@ -77,17 +77,13 @@ def points(kind: str, s: SimpleNamespace):
     """Many GPUs first, so that one alone is as warm as they were: a cool card clocks higher than it can for long."""
     config, at, usual = POINTS[kind]
     at, ranks = (places_of_8b(at, s), s.ranks[-1:]) if kind == "8b" else (at, reversed(s.ranks))
-
-    def measure_at(arm, **at):
-        return runner.arm_point(arm, FLAGS.get(arm), s.steps, config=config, **at)
-
     places = [
         (arm, n, *where)
         for n, where, arm in product(ranks, at, s.arms or usual)
         if n > 1 or not arm.endswith(("-zero2", "-nccl"))  # one GPU has no shards
         if s.arms or "selective" not in where or arm == "nanocria"
     ]
-    return runner.in_turn(kind, compare.GPUS_PLACE, places, measure_at)
+    return runner.arm_points(kind, compare.GPUS_PLACE, places, FLAGS, steps=s.steps, config=config)
 
 
 def places_of_8b(at: list[tuple], s: SimpleNamespace) -> list[tuple]:

@@ -176,6 +176,11 @@ def in_turn(kind: str, keys: tuple[str, ...], places: Iterable[tuple], measure_a
             yield kind, row
 
 
+def arm_points(kind: str, keys: tuple[str, ...], places: Iterable[tuple], flags: dict[str, list[str]], **options):
+    """An arm_point for each place, in turn, with these options; flags: of the arms that are train.py."""
+    return in_turn(kind, keys, places, lambda arm, **at: arm_point(arm, flags.get(arm), **options, **at))
+
+
 def own_words(printed: str) -> str:
     """Without what torchrun says after its ranks have ended."""
     return re.split(r"\n[WE]\d{4} .*torch/distributed/elastic/", printed)[0].strip()

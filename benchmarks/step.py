@@ -30,7 +30,6 @@ out = ""  # the record; nothing: benchmarks/records/step.json
 
 KEYS = {"points": compare.STEP_PLACE, "breakdown": ("part",), "baby": ("arm",)}  # what names a row
 BABY = {"config": "config/baby_llama.py", "batch": 64, "block": 256, "checkpointing": "none"}
-BABY_VOCAB = 257  # pystdlib's: bytes, and one token between files
 BABY_FLAGS = ["--cuda_graph=false", "--cuda_graph=false --compile=true", "--cuda_graph=true"]
 
 
@@ -42,15 +41,13 @@ def parse(argv: list[str]) -> SimpleNamespace:
 
 
 def points(s: SimpleNamespace):
-    def measure_at(arm, **at):
-        return runner.arm_point(arm, trainers.STEP_FLAGS.get(arm), s.steps, config=runner.CONFIG, **at)
-
     places = [
         (arm, *shape, how)
         for shape, how, arm in product(s.shapes, s.checkpointing, s.arms)
         if not (how == "selective" and arm.startswith("hf")) and arm != "hf-graphs"  # for the baby: launches cost none
     ]
-    return runner.in_turn("points", compare.STEP_PLACE, places, measure_at)
+    how = {"steps": s.steps, "config": runner.CONFIG}
+    return runner.arm_points("points", compare.STEP_PLACE, places, trainers.STEP_FLAGS, **how)
 
 
 def breakdown(s: SimpleNamespace):
@@ -64,13 +61,8 @@ def breakdown(s: SimpleNamespace):
 
 def baby(s: SimpleNamespace):
     ours = {f"nanocria {flags}": flags.split() for flags in BABY_FLAGS}
-
-    def measure_at(arm):
-        options = {} if arm in ours else {"vocab_size": BABY_VOCAB}
-        return runner.arm_point(arm, ours.get(arm), s.steps, **BABY, **options)
-
     arms = [*(ours if "nanocria" in s.arms else ()), *(arm for arm in s.arms if arm not in trainers.STEP_FLAGS)]
-    return runner.in_turn("baby", ("arm",), [(arm,) for arm in arms], measure_at)
+    return runner.arm_points("baby", ("arm",), [(arm,) for arm in arms], ours, steps=s.steps, **BABY)
 
 
 def measured(s: SimpleNamespace):
