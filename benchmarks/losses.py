@@ -25,7 +25,7 @@ from benchmarks import arms as trainers
 from benchmarks import cli, peers, runner
 from model import Llama, LlamaConfig, fill
 from runtime import memory_stats
-from runtime.hf_names import hf_names
+from runtime.hf_names import hf_rows
 
 # settings
 arms = ",".join(arm for arm in trainers.LOSSES if "galore" not in arm)  # the trainers
@@ -63,11 +63,8 @@ def begin_as_train_py(model: torch.nn.Module, config: LlamaConfig, device, compu
         ours = Llama(config).to(compute_dtype)
     ours.to_empty(device=device).init_weights(SEED, device)
     theirs = dict(model.named_parameters())
-    for name, weight in ours.named_parameters():
-        names = hf_names(name)
-        parts = weight.float().split([theirs[hf_name].shape[0] for hf_name in names])  # q, k, v; gate, up
-        for hf_name, part in zip(names, parts, strict=True):
-            fill(theirs[hf_name], part)
+    for row in [row for name, p in ours.named_parameters() for row in hf_rows(name, p, config)]:
+        fill(theirs[row.name], row.tensor)
 
 
 def peer_losses(
