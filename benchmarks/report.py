@@ -235,13 +235,12 @@ EACH_GPU = "MFU | peak GiB | estimated / peak", "{mfu:.1%} | {peak_gib:.1f} | {a
 
 def of_each_gpu(rows: list[dict]) -> list[dict]:
     """The rows, named, with what a table says of them beside what was measured."""
-    found = []
-    for row in compare.named(rows, arms.GPUS):
+    rows = compare.named(rows, arms.GPUS)
+    for row in rows:
         row["speed"] = f"{row['tok_per_s']:,.0f}" if "tok_per_s" in row else "out of memory"
         row |= {"each": row["tok_per_s"] / row["ranks"]} if "tok_per_s" in row else {}
         row |= {"accuracy": row["estimated_gib"] / row["peak_gib"]} if row.get("estimated_gib") else {}
-        found.append(row)
-    return found
+    return rows
 
 
 def scaling_table(r: dict) -> str:
@@ -334,18 +333,13 @@ def fits_table(r: dict, kind: str) -> str:
         fits, too_large = done(series), [row[size] for row in series if row.get("oom")]
         row = {"largest": f"{fits[-1][size]:,}"} | fits[-1] if fits else {"largest": "none", **series[0]}
         row |= {"too_large": min(too_large)} if too_large else {}
-        rows.append(row | slope_kb(fits))
+        if len(fits) > 1:  # between the two largest
+            (tokens, gib), (more_tokens, more_gib) = ((r["batch"] * r["block"], r["peak_gib"]) for r in fits[-2:])
+            row["slope_kb"] = (more_gib - gib) * 2**30 / (more_tokens - tokens) / 1000
+        rows.append(row)
     header = f"trainer | largest {SIZE[kind]} | out of memory at | its tok/s | its peak GiB | KB per extra token"
     line = "{trainer} | {largest} | {too_large:,} | {tok_per_s:,.0f} | {peak_gib:.1f} | {slope_kb:,.0f}"
     return f"{what_was_swept(r[kind], kind)}:\n\n{table(header, line, rows)}"
-
-
-def slope_kb(rows: list[dict]) -> dict:
-    """KB by which the peak grows with a token, between the two largest sizes; {} of one."""
-    if len(rows) < 2:
-        return {}
-    (tokens, gib), (more_tokens, more_gib) = ((r["batch"] * r["block"], r["peak_gib"]) for r in rows[-2:])
-    return {"slope_kb": (more_gib - gib) * 2**30 / (more_tokens - tokens) / 1000}
 
 
 def what_was_swept(rows: list[dict], kind: str) -> str:
