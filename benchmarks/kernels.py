@@ -16,7 +16,7 @@ import torch
 from torch._functorch import config as functorch_config
 
 from benchmarks import cli, runner, timing
-from benchmarks.operations import BF16_CUDA, OPERATIONS, Arm, Operation, tuple_of
+from benchmarks.operations import BF16_CUDA, OPERATIONS, Operation, tuple_of
 
 # settings
 op = ""  # operations, one,two; nothing: all of them
@@ -28,14 +28,13 @@ KEYS = {"rows": ("op", "shape", "pass")}  # what names a row
 class Problem:
     """Random inputs of an operation as an arm takes them; the same seed makes the same numbers for every arm."""
 
-    def __init__(self, operation: Operation, arm: Arm, size: tuple, options: dict, seed: int = 0, wide: bool = False):
+    def __init__(self, operation: Operation, arm: Callable, size: tuple, options: dict, seed=0, wide=False):
         """wide: the same numbers, rounded to the options' dtype as ever, in float64."""
-        self.function, self.options, self.seed = arm.function, options, seed
+        self.function, self.options, self.seed = arm, options, seed
         self.convert = to_double if wide else lambda x: x
         torch.manual_seed(seed)
         tensors, constants = operation.inputs(size, options)
-        tensors = arm.unpack(*tensors) if arm.unpack else tensors
-        self.tensors = [self.convert(tensor).requires_grad_() for tensor in tensors]
+        self.tensors = [self.convert(tensor).requires_grad_() for tensor in operation.tensors_of(arm, tensors)]
         self.constants = [self.convert(constant) for constant in constants]
         self.doutputs = None
 
@@ -76,24 +75,23 @@ def to_double(x):
 
 def true_results(operation: Operation, size: tuple[int, ...], options: dict) -> tuple[list, tuple]:
     """Outputs and gradients in float64 of the numbers that every arm gets."""
-    problem = Problem(operation, Arm(operation.truth), size, options, wide=True)
+    problem = Problem(operation, operation.truth, size, options, wide=True)
     outputs = problem.forward()
     return [y.detach() for y in outputs], problem.backward(outputs)
 
 
-def largest_error(operation: Operation, arm: Arm, size: tuple[int, ...], options: dict, truth: tuple) -> float:
+def largest_error(operation: Operation, arm: Callable, size: tuple[int, ...], options: dict, truth: tuple) -> float:
     """The largest relative error ‖result − truth‖ / ‖truth‖ over the outputs and gradients of an arm."""
     outputs, gradients = truth
-    gradients = arm.unpack(*gradients) if arm.unpack else gradients
     results = Problem(operation, arm, size, options).both()
-    pairs = zip(results, (*outputs, *gradients), strict=True)
+    pairs = zip(results, (*outputs, *operation.tensors_of(arm, gradients)), strict=True)
     errors = [float((result.detach().double() - true).norm() / true.norm()) for result, true in pairs]
     if not all(map(math.isfinite, errors)):
         raise ValueError("its result is not finite")
     return max(errors)
 
 
-def time_arm(operation: Operation, arm: Arm, size: tuple[int, ...], passes: list[str]) -> dict[str, dict]:
+def time_arm(operation: Operation, arm: Callable, size: tuple[int, ...], passes: list[str]) -> dict[str, dict]:
     """{pass: {'us', 'graph', 'host_us', 'peak_mib'}} of an arm; the peak is that of forward and backward together."""
     problems = [Problem(operation, arm, size, BF16_CUDA)]
     inputs = [*problems[0].tensors, *problems[0].constants]
@@ -108,7 +106,7 @@ def time_arm(operation: Operation, arm: Arm, size: tuple[int, ...], passes: list
     return times
 
 
-def measure_arm(operation: Operation, arm: Arm, size: tuple[int, ...], passes: list[str], truth: tuple) -> dict:
+def measure_arm(operation: Operation, arm: Callable, size: tuple[int, ...], passes: list[str], truth: tuple) -> dict:
     """time_arm's and the error, or for each pass what failed: the first line of the exception. The run goes on."""
     try:
         error = largest_error(operation, arm, operation.checked(size), BF16_CUDA, truth)
@@ -120,17 +118,14 @@ def measure_arm(operation: Operation, arm: Arm, size: tuple[int, ...], passes: l
         torch.cuda.empty_cache()
 
 
-def compiled(eager: Arm) -> Arm:
-    return Arm(torch.compile(eager.function, dynamic=False, fullgraph=True), eager.unpack)
-
-
 def measure_size(name: str, operation: Operation, size: tuple[int, ...], limits: dict) -> list[dict]:
     """The rows of one operation at one size, one a pass."""
     torch.compiler.reset()  # or the next size would be a recompilation, of which there may be only so many
     arms, passes = operation.arms, operation.work(size)
     truth = true_results(operation, operation.checked(size), BF16_CUDA)
-    first = {"nanocria": arms["nanocria"], "eager": arms["eager"], "compile": compiled(arms["eager"])}
-    results = {arm: measure_arm(operation, how, size, list(passes), truth) for arm, how in (first | arms).items()}
+    compiled = torch.compile(arms["eager"], dynamic=False, fullgraph=True)
+    arms = {"nanocria": arms["nanocria"], "eager": arms["eager"], "compile": compiled} | arms
+    results = {arm: measure_arm(operation, how, size, list(passes), truth) for arm, how in arms.items()}
     rows = []
     for pass_name, work in passes.items():
         row = {"op": name, "shape": operation.shape(size), "pass": pass_name, **work}

@@ -12,7 +12,6 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -27,24 +26,24 @@ VOCAB = 128256  # Llama 3's
 BF16_CUDA = {"device": "cuda", "dtype": torch.bfloat16}
 
 
-class Arm(NamedTuple):
-    function: Callable
-    unpack: Callable | None = None  # the differentiable tensors as users of this arm have them, where not packed
-
-
 @dataclass(frozen=True)
 class Operation:
     dims: str  # the names of a size's numbers, model.py's letters
     sizes: list[tuple[int, ...]]
     inputs: Callable  # (size, options of torch.empty) -> differentiable tensors, constants
     work: Callable  # size -> {pass: {"bytes": ...} or {"flops": ...}}; its keys are the passes that are measured
-    arms: dict[str, Arm]
+    arms: dict[str, Callable]
     truth: Callable  # what the errors are measured against, run in float64
     floor: Callable | None = None  # size -> calls whose times add up to the limit, where that is measured
+    unpack: Callable | None = None  # the differentiable tensors as all arms but ours have them, where ours are packed
     checked: Callable = staticmethod(lambda size: size)  # the size whose errors are measured, where float64 needs less
 
     def shape(self, size: tuple[int, ...]) -> dict[str, int]:
         return dict(zip(self.dims.split(), size, strict=True))
+
+    def tensors_of(self, arm: Callable, tensors: list) -> list:
+        """The differentiable tensors, or their gradients, as this arm has them."""
+        return self.unpack(*tensors) if self.unpack and arm not in (self.arms["nanocria"], self.truth) else tensors
 
 
 def first_rows(size):
@@ -97,7 +96,7 @@ def norm(name, eager, native, rows, vectors, forward, backward):
         sizes=[(16384, 2048), (16384, 3072), (16384, 4096), (8192, 8192), (4096, 16384)],
         inputs=inputs,
         work=lambda size: passes(2 * math.prod(size), forward=forward, backward=backward),
-        arms={"nanocria": Arm(partial(getattr(kernels, name), eps=EPS)), "eager": Arm(eager), "torch": Arm(native)},
+        arms={"nanocria": partial(getattr(kernels, name), eps=EPS), "eager": eager, "torch": native},
         truth=partial(getattr(reference, name), eps=EPS),
     )
 
@@ -137,18 +136,11 @@ ROPE = Operation(
     sizes=[(8, 2048, 32, 8, 64), (4, 4096, 24, 8, 128), (4, 4096, 32, 8, 128)],
     inputs=rope_inputs,
     work=lambda size: passes(2 * size[0] * size[1] * (size[2] + 2 * size[3]) * size[4], forward=2, backward=2),
-    arms={
-        "nanocria": Arm(lambda qkv, cos, sin, n_head, *_: kernels.rope(qkv, cos, sin, n_head)),
-        "eager": Arm(eager_rope),
-    },
+    arms={"nanocria": lambda qkv, cos, sin, n_head, *_: kernels.rope(qkv, cos, sin, n_head), "eager": eager_rope},
     truth=lambda qkv, cos, sin, n_head, *_: reference.rope(qkv, cos, sin, n_head),
 )
 
 # --- SwiGLU and GeGLU. Ours reads one packed tensor; Hugging Face's models have two, and so their arms get two. ---
-
-
-def halves(gate_up):
-    return [half.contiguous() for half in gate_up.chunk(2, dim=-1)]
 
 
 def glu(name, eager):
@@ -157,8 +149,9 @@ def glu(name, eager):
         sizes=[(16384, 8192), (16384, 14336), (4096, 16384)],
         inputs=lambda size, options: ([torch.randn(size[0], 2 * size[1], **options)], ()),
         work=lambda size: passes(2 * math.prod(size), forward=3, backward=5),
-        arms={"nanocria": Arm(getattr(kernels, name)), "eager": Arm(eager, halves)},
+        arms={"nanocria": getattr(kernels, name), "eager": eager},
         truth=getattr(reference, name),
+        unpack=lambda gate_up: [half.contiguous() for half in gate_up.chunk(2, dim=-1)],
     )
 
 
@@ -178,7 +171,7 @@ CROSS_ENTROPY = Operation(
     sizes=[(4096, 40960), (4096, 81920), (4096, VOCAB), (4096, 163840)],
     inputs=lambda size, options: ([torch.randn(size, **options)], random_targets(*size, options)),
     work=lambda size: passes(2 * math.prod(size), inference=1, both=2),
-    arms={"nanocria": Arm(kernels.cross_entropy), "eager": Arm(eager_cross_entropy), "torch": Arm(F.cross_entropy)},
+    arms={"nanocria": kernels.cross_entropy, "eager": eager_cross_entropy, "torch": F.cross_entropy},
     truth=reference.cross_entropy,
     checked=first_rows,
 )
@@ -212,8 +205,8 @@ LINEAR_CROSS_ENTROPY = Operation(
     sizes=[(4096, 2048, VOCAB), (16384, 2048, VOCAB), (32768, 2048, VOCAB), (16384, 3072, VOCAB), (16384, 4096, VOCAB)],
     inputs=loss_inputs,
     work=lambda size: {"both": {"flops": 3 * 2 * math.prod(size)}},
-    arms={"nanocria": Arm(kernels.linear_cross_entropy),
-          "eager": Arm(lambda x, weight, targets: eager_cross_entropy(x @ weight.T, targets))},
+    arms={"nanocria": kernels.linear_cross_entropy,
+          "eager": lambda x, weight, targets: eager_cross_entropy(x @ weight.T, targets)},
     truth=reference.linear_cross_entropy,
     floor=matmuls_alone,
     checked=first_rows,
@@ -245,7 +238,7 @@ FP8_LINEAR = Operation(
     sizes=[(16384, 2048, 16384), (16384, 8192, 2048), (16384, 4096, 28672), (16384, 14336, 4096)],
     inputs=linear_inputs,
     work=lambda size: {"both": {"flops": 3 * 2 * math.prod(size)}},
-    arms={"nanocria": Arm(kernels.fp8_linear), "eager": Arm(F.linear)},
+    arms={"nanocria": kernels.fp8_linear, "eager": F.linear},
     truth=F.linear,
     floor=fp8_matmuls_alone,
     checked=first_rows,
@@ -289,10 +282,10 @@ FLASH_ATTENTION = Operation(
     inputs=attention_inputs,
     work=attention_work,
     arms={
-        "nanocria": Arm(kernels.flash_attention),
-        "eager": Arm(eager_attention),
-        "sdpa_flash": Arm(partial(sdpa, torch.nn.attention.SDPBackend.FLASH_ATTENTION)),
-        "sdpa_cudnn": Arm(partial(sdpa, torch.nn.attention.SDPBackend.CUDNN_ATTENTION)),
+        "nanocria": kernels.flash_attention,
+        "eager": eager_attention,
+        "sdpa_flash": partial(sdpa, torch.nn.attention.SDPBackend.FLASH_ATTENTION),
+        "sdpa_cudnn": partial(sdpa, torch.nn.attention.SDPBackend.CUDNN_ATTENTION),
     },
     truth=reference.flash_attention,
     checked=lambda size: (1, min(size[1], 1024), *size[2:]),
@@ -340,7 +333,7 @@ def update_of(name, inputs, n_bytes):
         sizes=[(2**24,), (2**27,)],
         inputs=inputs,
         work=lambda size: {"forward": {"bytes": n_bytes * size[0]}},
-        arms={"nanocria": Arm(updated(getattr(kernels, name))), "eager": Arm(updated(getattr(reference, name)))},
+        arms={"nanocria": updated(getattr(kernels, name)), "eager": updated(getattr(reference, name))},
         truth=adamw_from_zero,
         checked=lambda size: (min(size[0], 2**20),),
     )
@@ -351,8 +344,8 @@ NF4 = Operation(
     sizes=[(6144, 4096), (28672, 4096), (4096, 14336)],  # of Llama 3.1 8B: q, k and v; gate and up; down
     inputs=lambda size, options: ([], tuple(kernels.quantize_nf4(0.02 * torch.randn(size, **options)))),
     work=lambda size: {"forward": {"bytes": round(math.prod(size) * (2 + 0.5 + 1 / 64))}},
-    arms={"nanocria": Arm(lambda *parts: kernels.dequantize_nf4(kernels.NF4(*parts))),
-          "eager": Arm(lambda *parts: reference.dequantize_nf4(kernels.NF4(*parts)))},
+    arms={"nanocria": lambda *parts: kernels.dequantize_nf4(kernels.NF4(*parts)),
+          "eager": lambda *parts: reference.dequantize_nf4(kernels.NF4(*parts))},
     truth=lambda codes, scale_codes, scale_absmax, offset: reference.dequantize_nf4(
         kernels.NF4(codes, scale_codes, scale_absmax.float(), offset.float()),
         torch.empty(codes.shape[0], 2 * codes.shape[1], dtype=torch.float32, device=codes.device)),
@@ -377,5 +370,4 @@ OPERATIONS = {
 }
 for _functions in libraries.installed():
     for _name, _arms in _functions.items():
-        _unpack = halves if _name in ("swiglu", "geglu") else None
-        OPERATIONS[_name].arms.update({arm: Arm(function, _unpack) for arm, function in _arms.items()})
+        OPERATIONS[_name].arms.update(_arms)
