@@ -101,12 +101,14 @@ def conversations(data: Packed, blocks: torch.Tensor) -> Conversations:
     return found
 
 
-def padded(part: Conversations, device) -> tuple[torch.Tensor, torch.Tensor]:
-    """Tokens and targets (B, T) of conversations, T the longest one's length, rounded up to a multiple of 64.
+def padded_length(part: Conversations) -> int:
+    """That of the longest, rounded up to a multiple of 64."""
+    return -(-max(len(tokens) for tokens, _ in part) // 64) * 64
 
-    Padding is behind, so no token sees it.
-    """
-    length = -(-max(len(tokens) for tokens, _ in part) // 64) * 64
+
+def padded(part: Conversations, device) -> tuple[torch.Tensor, torch.Tensor]:
+    """Tokens and targets (B, padded_length) of conversations. Padding is behind, so no token sees it."""
+    length = padded_length(part)
     return tuple(
         torch.stack([F.pad(x, (0, length - len(x)), value=fill) for x in rows]).to(device)
         for rows, fill in zip(zip(*part, strict=True), (0, -100), strict=True)
@@ -192,13 +194,12 @@ def peer_losses(arm: str, folder: str, dataset: str, batch: int, block: int, ste
 
 def full_batches(found: Conversations, n_tokens: int) -> Iterator[Conversations]:
     """As many conversations as n_tokens hold when each is padded to the longest, in a random order."""
-    part, longest = [], 0
+    part = []
     for conversation in random.Random(0).sample(found, len(found)):
-        length = max(longest, -(-len(conversation[0]) // 64) * 64)
-        if part and (len(part) + 1) * length > n_tokens:
+        if part and (len(part) + 1) * padded_length([*part, conversation]) > n_tokens:
             yield part
-            part, length = [], -(-len(conversation[0]) // 64) * 64
-        part, longest = [*part, conversation], length
+            part = []
+        part.append(conversation)
     yield part
 
 

@@ -93,14 +93,12 @@ def peer_losses(
 
 def make_optimizer(arm: str, model: torch.nn.Module, rank: int) -> torch.optim.Optimizer:
     """AdamW with train.py's settings, on the layers' matrices behind GaLore's projection if the arm has it."""
-    parts, galore = {}, arm == "hf-galore"
+    groups, galore = [], arm == "hf-galore"
     for name, p in model.named_parameters():
-        columns = p.shape[1] if galore and p.ndim > 1 and ".layers." in name else 0
-        parts.setdefault((columns, p.ndim > 1), []).append(p)
-    groups = []
-    for (columns, decays), part in parts.items():
-        how = {"rank": rank, "update_proj_gap": 200, "scale": (columns / rank) ** 0.5, "proj_type": "right"}
-        groups.append({"params": part, "weight_decay": WEIGHT_DECAY * decays} | (how if columns else {}))
+        groups.append({"params": [p], "weight_decay": WEIGHT_DECAY * (p.ndim > 1)})
+        if galore and p.ndim > 1 and ".layers." in name:
+            scale = (p.shape[1] / rank) ** 0.5
+            groups[-1] |= {"rank": rank, "update_proj_gap": 200, "scale": scale, "proj_type": "right"}
     if not galore:
         return torch.optim.AdamW(groups, lr=LEARNING_RATE, betas=BETAS)
     from galore_torch import GaLoreAdamW

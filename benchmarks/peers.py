@@ -362,21 +362,20 @@ BUILDERS = {
 
 
 def make_optimizer(arm: str, model: nn.Module) -> torch.optim.Optimizer:
-    trained = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     options = {"lr": LEARNING_RATE, "betas": (0.9, 0.95), "weight_decay": 0.1}
     if arm == "hf-liger-8bit":
         import bitsandbytes
 
-        return bitsandbytes.optim.AdamW8bit(trained.values(), **options)
+        return bitsandbytes.optim.AdamW8bit(trained, **options)
     if arm == "hf-liger-galore":
         from galore_torch import GaLoreAdamW8bit
 
-        projected = {name for name, parameter in trained.items() if ".layers." in name and parameter.ndim == 2}
         how = {"rank": 128, "update_proj_gap": 200, "scale": 0.25, "proj_type": "std"}
-        groups = [{"params": [p for name, p in trained.items() if name not in projected]},
-                  {"params": [trained[name] for name in projected], **how}]  # fmt: skip
-        return GaLoreAdamW8bit(groups, **options)
-    return torch.optim.AdamW(trained.values(), fused=True, **options)
+        projected = [parameter for parameter in model.model.layers.parameters() if parameter.ndim == 2]
+        others = [*set(trained).difference(projected)]
+        return GaLoreAdamW8bit([{"params": others}, {"params": projected, **how}], **options)
+    return torch.optim.AdamW(trained, fused=True, **options)
 
 
 # --- The step, and its measurement ---
