@@ -84,28 +84,20 @@ def write(out: Path, record: dict) -> None:
         file.write((json.dumps(record, indent=1, allow_nan=False) + "\n").encode())
 
 
-def continues(old: dict | None, new: dict, keep: bool = False) -> bool:
-    """Whether new rows may stand beside old ones: the same device, no package in two versions, and the same commit or
-    --keep.
+def continued(old: dict | None, new: dict, kinds: Iterable[str], keep: bool = False) -> dict:
+    """The new record, with the rows, commands and commits of the old one where they may stand beside each other: on the
+    same device, no package in two versions, and the same commit or --keep.
     """
     if old is None or old["device"] != new["device"]:
-        return False
-    before, now = old["versions"], new["versions"]
-    if any(before[package] != now[package] for package in (before.keys() & now.keys()) - {"nanocria"}):
-        return False
-    now = new["versions"]["nanocria"]  # edited code has no name, so it is never the same
-    before = old["versions"]["nanocria"].split(", ")[-1]  # with --keep there are several
-    return keep or (before == now and now != "unknown" and not now.endswith("-dirty"))
-
-
-def continued(old: dict | None, new: dict, kinds: Iterable[str], keep: bool = False) -> dict:
-    """The new record with the rows, commands and commits of the old one, where it continues that."""
-    if not continues(old, new, keep):
         return new
-    commits = each_once(", ", *(record["versions"]["nanocria"] for record in (old, new)))
-    command = each_once(" && ", old["command"], new["command"])
+    before, now = (dict(record["versions"]) for record in (old, new))
+    commits, commit = before.pop("nanocria"), now.pop("nanocria")
+    same = commit == commits.split(", ")[-1] and commit != "unknown" and not commit.endswith("-dirty")  # edited: never
+    if not (keep or same) or any(before[package] != now[package] for package in before.keys() & now.keys()):
+        return new
+    versions = old["versions"] | new["versions"] | {"nanocria": each_once(", ", commits, commit)}
     rows = {kind: old.get(kind, []) for kind in kinds}  # an older record has not all kinds
-    return new | {"command": command, "versions": old["versions"] | new["versions"] | {"nanocria": commits}} | rows
+    return new | {"command": each_once(" && ", old["command"], new["command"]), "versions": versions} | rows
 
 
 def each_once(separator: str, *texts: str) -> str:

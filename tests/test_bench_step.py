@@ -362,13 +362,15 @@ def test_two_processes_on_two_cards_fill_one_record(tmp_path):
 def test_edited_code_is_never_the_same_code():
     for commit in ("abc-dirty", "unknown"):
         same = RECORD | {"versions": {"nanocria": commit}}
-        assert not record.continues(same, same) and record.continues(same, same, keep=True)
-    assert record.continues(RECORD, RECORD) and not record.continues(None, RECORD)
+        new = same | {kind: [] for kind in step.KEYS}
+        assert record.continued(same, new, step.KEYS) is new
+        assert record.continued(same, new, step.KEYS, keep=True) == same
 
 
 def test_a_package_in_another_version_begins_a_record_anew_and_one_that_is_missing_does_not():
     with_peft, newer = ({"versions": RECORD["versions"] | {"peft": version}} for version in ("1", "2"))
-    assert not record.continues(RECORD | with_peft, RECORD | newer, keep=True)
+    new = RECORD | newer
+    assert record.continued(RECORD | with_peft, new, step.KEYS, keep=True) is new
     for old, new in ((RECORD | with_peft, RECORD), (RECORD, RECORD | with_peft)):
         assert record.continued(old, new, step.KEYS)["versions"] == with_peft["versions"]
 
