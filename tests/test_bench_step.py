@@ -332,9 +332,8 @@ def test_a_record_goes_on_with_the_same_commit_on_the_same_card_or_with_keep(tmp
     kept = fill(new | {"versions": {"nanocria": "def"}}, keep=True)
     assert kept == both | {"versions": {"nanocria": "abc, def"}}
     assert [path.name for path in out.parent.iterdir()] == ["step.json"]
-    for change in (
-        {"device": "other GPU"}, {"versions": {"nanocria": "abc"}}, {"versions": {"nanocria": "def-dirty"}},
-    ):  # fmt: skip
+    for commit, device in (("def", "other GPU"), ("abc", "GPU"), ("def-dirty", "GPU")):
+        change = {"device": device, "versions": {"nanocria": commit}}
         out.write_text(json.dumps(kept))
         anew = fill(new | change)
         assert anew == new | change | {"points": rows[:2], "breakdown": [], "baby": []}, change
