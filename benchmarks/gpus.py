@@ -100,7 +100,6 @@ def saves(s: SimpleNamespace) -> dict:
     interval, behind one that warms up, but neither the start nor the last save. The resume reads what the system may
     still have in memory. save_seconds are of the main thread, the last save's too.
     """
-
     batch, block, _ = SAVES_AT
     row = {"ranks": s.ranks[-1], "batch": batch, "block": block, "every": SAVE_EVERY}
     found, runs = around_a_checkpoint(partial(timed_run, s.ranks[-1]))

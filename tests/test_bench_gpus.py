@@ -225,14 +225,37 @@ def test_an_optimizer_s_step_is_measured_on_one_gpu_too_with_the_same_tokens(mon
 # --- Checkpoints ---
 
 
-def test_saves_are_timed_between_the_log_lines_of_steps_100_and_200(monkeypatch, tmp_path):
-    ran, now, reads = [], [0.0], []
-    monkeypatch.setattr(gpus, "time", SimpleNamespace(perf_counter=lambda: reads.append(1) or now[0]))
+def around_a_checkpoint(monkeypatch, tmp_path, kind, steps, run):
+    """The row of --measure=kind. Its second run leaves a checkpoint of 1,000 bytes, with which the third goes on; what
+    else they do and leave is that of run(words, out_dir)."""
+    ran = []
 
     def train(words, out_dir, ranks):
-        """Two runs as long as their flags say, which log as train.py does, and a third that goes on."""
-        ran.append(words)
-        out_dir, flags = Path(out_dir), dict(word[2:].split("=") for word in words if word.startswith("--"))
+        ran.append([words[-2:], ranks])
+        found = run(words, Path(out_dir))
+        if "--keep_last=1" in words:
+            folder = Path(out_dir) / "step_000200"
+            folder.mkdir(parents=True)
+            (folder / "run.json").write_text("{}")
+            (folder / "model.safetensors").write_bytes(bytes(998))
+        return {"steps": 10 if len(ran) == 3 else steps, "save_seconds": 3.0, "resume_seconds": 2.0} | found
+
+    monkeypatch.setattr(runner, "train", train)
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))  # as $TMPDIR
+    ((found, row),) = gpus.measured(gpus.parse([f"--measure={kind}"], 4))
+    assert found == kind and row["ranks"] == 4 and row["checkpoint_bytes"] == 1000 and row["resume_seconds"] == 2.0
+    runs = ((steps, 0), (steps, 1), (steps + 10, 0))
+    assert ran == [[[f"--max_iters={n}", f"--keep_last={last}"], 4] for n, last in runs]
+    assert not list(tmp_path.iterdir()), "nothing is left"
+    return row
+
+
+def test_saves_are_timed_between_the_log_lines_of_steps_100_and_200(monkeypatch, tmp_path):
+    now, reads = [0.0], []
+    monkeypatch.setattr(gpus, "time", SimpleNamespace(perf_counter=lambda: reads.append(1) or now[0]))
+
+    def run(words, out_dir):
+        """Logs as train.py does."""
         out_dir.mkdir(exist_ok=True)
         with open(out_dir / "metrics.jsonl", "a") as file:
             for number in (100, 200):
@@ -241,47 +264,24 @@ def test_saves_are_timed_between_the_log_lines_of_steps_100_and_200(monkeypatch,
                 file.flush()
                 reads.clear()
                 wait_until(lambda: len(reads) > 4)  # one for each line at every look
-                now[0] += 44.0 if flags["keep_last"] == "0" else 66.0
-        if flags["keep_last"] == "1":
-            folder = out_dir / "step_000200"
-            folder.mkdir()
-            (folder / "run.json").write_text("{}")
-            (folder / "model.safetensors").write_bytes(bytes(998))
-        return {"steps": 10 if len(ran) == 3 else 200, "save_seconds": 3.0, "resume_seconds": 2.0}
+                now[0] += 66.0 if "--keep_last=1" in words else 44.0
+        return {}
 
-    monkeypatch.setattr(runner, "train", train)
-    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))  # as $TMPDIR
-    ((kind, row),) = gpus.measured(gpus.parse(["--measure=saves"], 4))
-    assert kind == "saves" and row["ranks"] == 4 and row["checkpoint_bytes"] == 1000 and row["resume_seconds"] == 2.0
+    row = around_a_checkpoint(monkeypatch, tmp_path, "saves", 200, run)
     assert row["intervals"] == 1 and "every 100 steps" in report.saves_sentences({"saves": [row]})
     assert row["cost"] == 0.5, f"{row['seconds_without']} s without, {row['seconds_with']} s with"
-    assert [words[-2:] for words in ran] == [
-        ["--max_iters=200", "--keep_last=0"], ["--max_iters=200", "--keep_last=1"], ["--max_iters=210", "--keep_last=0"]
-    ]  # fmt: skip
-    assert not list(tmp_path.iterdir()), "nothing is left"
 
 
 def test_the_cpu_memory_of_a_save_is_that_of_a_run_which_waits_for_it(monkeypatch, tmp_path):
-    ran, used = [], iter([100.0, 105.0, 99.0])
+    used = iter([100.0, 105.0, 99.0])
 
-    def train(words, out_dir, ranks):
-        ran.append(words)
-        if "--keep_last=1" in words:
-            folder = Path(out_dir) / "step_000003"
-            folder.mkdir(parents=True)
-            (folder / "run.json").write_text("{}" + 998 * " ")
-        return {"steps": 10 if len(ran) == 3 else 3, "cpu_gib": next(used), "save_seconds": 3.0, "resume_seconds": 2.0}
+    def run(words, out_dir):
+        assert {"--offload=all", "--async_save=false"} < set(words)
+        return {"cpu_gib": next(used)}
 
-    monkeypatch.setattr(runner, "train", train)
-    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    ((kind, row),) = gpus.measured(gpus.parse(["--measure=memory", "--ranks=1"], 4))
-    assert kind == "memory" and row["checkpoint_bytes"] == 1000
+    row = around_a_checkpoint(monkeypatch, tmp_path, "memory", 3, run)
     assert "100.0 GiB of CPU memory, while" in (text := report.save_memory_sentence({"memory": [row]}))
     assert "written 105.0, resumed 99.0; the checkpoint takes 3 s to write, 2 s to read." in text
-    assert all({"--offload=all", "--async_save=false"} < set(words) for words in ran)
-    assert [words[-2:] for words in ran] == [
-        ["--max_iters=3", "--keep_last=0"], ["--max_iters=3", "--keep_last=1"], ["--max_iters=13", "--keep_last=0"]
-    ]  # fmt: skip
 
 
 @pytest.mark.parametrize("kind", ["saves", "memory"])
