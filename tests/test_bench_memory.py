@@ -109,8 +109,7 @@ def test_the_head_of_transformers_and_the_gradients_of_its_logits_are_the_loss_h
 
 # train.py and a peer in processes of their own, as the snapshot runs them, on the CPU, where nothing is recorded.
 NOTED_ON_CPU = """
-import json, os, sys
-sys.path.insert(0, os.getcwd())
+import json, sys
 import torch
 from benchmarks import peers, snapshot
 
@@ -137,10 +136,9 @@ TRAIN = ["train.py", "config/baby_llama.py", "--device=cpu", "--n_layer=1", "--n
 def test_one_step_is_noted_of_ours_and_of_a_peer(tmp_path, monkeypatch):
     monkeypatch.setenv("TRITON_INTERPRET", "0")  # or the interpreter would run the whole step
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")  # beside a GPU train.py records allocations of its own
-    (tmp_path / "noted.py").write_text(NOTED_ON_CPU)
     ours = [*TRAIN, f"--out_dir={tmp_path}", f"--max_iters={snapshot.STEP + 1}"]
     for words in (ours, ['{"warmup": 4, "steps": 2}']):
-        result, printed = runner.run([str(tmp_path / "noted.py"), "there.pickle", *words])
+        result, printed = runner.run(["-c", NOTED_ON_CPU, "there.pickle", *words])
         assert result == {"said": ["first", True, "there.pickle"]}, printed
 
 

@@ -146,8 +146,7 @@ def test_a_peers_steps_are_timed_as_train_py_times_its_own(monkeypatch):
 # Trains transformers' tiny Llama three times from the same weights on the CPU: plainly in float32, under FSDP2 with
 # float32 weights and bf16 compute, and offloaded. Prints the losses and how far the final weights are apart.
 PEERS_ON_CPU = """
-import json, os, sys
-sys.path.insert(0, os.getcwd())
+import json, os
 import torch
 from benchmarks import peers
 from model import LlamaConfig
@@ -174,10 +173,9 @@ os._exit(0)  # gloo's threads now and then abort the interpreter that tidies up 
 """
 
 
-def test_the_offloaded_peer_trains_as_the_one_that_is_not(tmp_path):
+def test_the_offloaded_peer_trains_as_the_one_that_is_not():
     pytest.importorskip("transformers")
-    (tmp_path / "peers.py").write_text(PEERS_ON_CPU)
-    result, printed = runner.run([str(tmp_path / "peers.py")])
+    result, printed = runner.run(["-c", PEERS_ON_CPU])
     assert result is not None, printed
     plain, masters, offload = (result[arm] for arm in ("hf", "hf-masters", "hf-offload"))
     assert offload == masters, "the same numbers, wherever the weights are"
