@@ -6,7 +6,7 @@ import sys
 import pytest
 
 import bench
-from benchmarks import record, report
+from benchmarks import record
 from runtime import loss_plot
 from runtime.run_log import RunLog
 
@@ -98,34 +98,6 @@ def test_a_run_ends_with_a_plot_or_without_matplotlib_with_none(tmp_path, monkey
     (folder / "metrics.jsonl").write_text("")
     log.draw()
     assert "loss.png was not drawn: " in capsys.readouterr().out
-
-
-def linux_run(name, val_curve, **more):
-    """A record of a run on Linux's source: 1,000 tokens a step, a second each."""
-    settings = {"batch_size": 2, "block_size": 100, "gradient_accumulation_steps": 5}
-    step, seconds, loss = val_curve[-1]
-    versions = {"nanocria": "abc"}
-    return {
-        "command": f"python train.py {name}", "device": "1 x NVIDIA H200", "versions": versions, "settings": settings,
-        "steps": step, "train_seconds": seconds, "tok_per_s": 1000.0, "mfu": 0.5, "val_loss": loss,
-        "bits_per_byte": loss / 4, "gzip_bits_per_byte": 1.5, "xz_bits_per_byte": 1.2, "val_curve": val_curve,
-    } | more  # fmt: skip
-
-
-def test_the_leaderboard_counts_to_the_first_evaluation_that_is_as_good_as_adamw(monkeypatch):
-    runs = {
-        "linux_114m": linux_run("adamw", [(500, 600, 2.5), (1000, 1200, 2.0)]),
-        "linux_114m_apollo": linux_run("apollo", [(500, 660, 2.6), (1000, 1320, 2.1)]),
-        "linux_114m_muon": linux_run("muon", [(300, 360, 2.5), (600, 720, 2.0), (700, 840, 1.9)]),
-    }
-    monkeypatch.setattr(report, "linux_runs", lambda: runs)
-    rows = [line for line in report.linux_table().splitlines() if line.startswith("| `")]
-    cells = [row.strip("| ").split(" | ")[:5] for row in rows]
-    assert cells == [
-        ["`python train.py muon`", "1M", "12.0", "1.9000", "0.475"],
-        ["`python train.py adamw`", "1M", "20.0", "2.0000", "0.500"],
-        ["`python train.py apollo`", "-", "-", "2.1000", "0.525"],
-    ]
 
 
 def test_a_record_of_a_run_has_its_validation_losses(tmp_path, monkeypatch):

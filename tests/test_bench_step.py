@@ -11,7 +11,7 @@ from functools import partial
 import pytest
 import torch
 
-from benchmarks import arms, breakdown, compare, peers, record, report, runner, step
+from benchmarks import arms, breakdown, compare, peers, record, runner, step
 from model import Llama, LlamaConfig
 from runtime import meta_weights, run_log
 from runtime.hf_names import hf_names
@@ -290,22 +290,17 @@ def test_points_are_the_arms_in_turn_and_what_is_missing_is_asked_for_once(monke
     assert ran.count("torchtitan") == 1 and alone[0]["steps"] == 20
 
 
-def point(arm, checkpointing="none", tok_per_s=70_000.0, peak_gib=30.0, batch=8):
-    measured = {"ms_per_step": 1000 * batch * 2048 / tok_per_s, "mfu": 0.5, "peak_gib": peak_gib}
-    where = {"arm": arm, "batch": batch, "block": 2048, "checkpointing": checkpointing}
-    return where | {"oom": False, "tok_per_s": tok_per_s} | measured
+def point(arm, checkpointing="none", tok_per_s=70_000.0):
+    where = {"arm": arm, "batch": 8, "block": 2048, "checkpointing": checkpointing}
+    return where | {"oom": False, "tok_per_s": tok_per_s, "peak_gib": 30.0}
 
 
 RECORD = {
     "command": "python bench.py step", "device": "GPU", "versions": {"nanocria": "abc"},
     "copy_tb_s": 4.2, "matmul_tflops": 700.0,
-    "points": [point("nanocria"), point("recipe", tok_per_s=50_000.0, peak_gib=40.0),
+    "points": [point("nanocria"), point("recipe", tok_per_s=50_000.0),
                {"arm": "hf", "batch": 8, "block": 2048, "checkpointing": "none", "oom": True}],
-    "breakdown": [
-        {"batch": 8, "block": 2048, "checkpointing": "none", "part": part, "ms": ms, "floor_ms": floor}
-        for part, ms, floor in [("matmuls", 190.0, 180.0), ("other", 1.0, None)]
-    ],
-    "baby": [{"arm": "nanocria --cuda_graph=true", "ms_per_step": 2.5, "tok_per_s": 6.5e6, "mfu": 0.1, "peak_gib": 1}],
+    "breakdown": [{"part": "matmuls", "ms": 190.0, "floor_ms": 180.0}], "baby": [{"arm": "hf", "tok_per_s": 6.5e6}],
 }  # fmt: skip
 
 
@@ -446,10 +441,3 @@ def test_a_process_hands_over_the_last_object_that_it_prints():
     assert runner.run(["-c", prints])[0] == {"a": 1}
     result, printed = runner.run(["-c", prints + "; raise SystemExit('Bang')"])
     assert result is None and "Bang" in printed
-
-
-def test_the_tables_show_every_row():
-    assert report.small_model_table(RECORD).endswith("\n| `nanocria --cuda_graph=true` | 2.50 | 6,500,000 |")
-    assert "| 8 x 2,048 | none | 70,000 · 30.0 | 50,000 · 40.0 | out of memory |" in report.steps_table(RECORD)
-    assert report.breakdown_table(RECORD).endswith("| other | 1.0 |  |\n| whole step | 191.0 | 180.0 |")
-    assert "of our step go (8 x 2,048 tokens, checkpointing none), and" in report.breakdown_table(RECORD)

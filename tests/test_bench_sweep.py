@@ -8,9 +8,9 @@ from types import SimpleNamespace
 
 import pytest
 
-from benchmarks import arms, compare, estimate, record, report, runner, snapshot, sweep
+from benchmarks import arms, compare, record, report, runner, snapshot, sweep
 from configurator import SettingError
-from runtime import memory, memory_stats
+from runtime import memory_stats
 from runtime.checkpoint import load_model
 
 LLAMA_1B = "config/llama32_1b.py"
@@ -176,7 +176,7 @@ def test_several_offloads_and_settings_of_ours_are_series_of_their_own(monkeypat
 def test_what_a_record_has_is_not_measured_again(monkeypatch, tmp_path):
     out, words = tmp_path / "sweep.json", ["--arms=all,torch", "--sweep=both", "--batches=1,4,8", "--contexts=512,1024"]
     first = Card(monkeypatch, tokens=5000)
-    empty = RECORD | {"batch": [], "seq": []}
+    empty = {"command": "", "device": "GPU", "versions": {"nanocria": "abc", "torch": "2"}, "batch": [], "seq": []}
     rows = sweep.measured(sweep.parse(words, 1))
     stopped = record.fill(copy.deepcopy(empty), itertools.islice(rows, 5), out, sweep.KEYS, lambda *_: "")
 
@@ -219,78 +219,37 @@ def test_what_cannot_be_measured_is_a_row_that_says_why(monkeypatch):
     assert said.endswith("No module named 'liger_kernel': pip install 'transformers>=5.17,<6' liger_kernel==0.8.5")
 
 
-# --- Records, tables, plots ---
+# --- Lines and tables ---
 
 
-def row(arm, batch, block=1024, tok_per_s=20_000.0, peak_gib=10.0, offload="optimizer", limit_gib=24.0, **more):
-    where = (LLAMA_1B, arm, 1, batch, block, "full", offload, limit_gib, "")
-    place = dict(zip(compare.SWEEP_PLACE, where, strict=True))
-    numbers = {"oom": False, "tok_per_s": tok_per_s, "ms_per_step": 1.0, "mfu": 0.4, "peak_gib": peak_gib}
-    estimated = {"estimated_gib": peak_gib} if arm in arms.SWEEP_FLAGS else {}
-    return place | numbers | {"reserved_gib": peak_gib + 1} | estimated | more
+def row(arm, batch, block=1024, offload="optimizer"):
+    place = (LLAMA_1B, arm, 1, batch, block, "full", offload, 24.0, "")
+    numbers = {"oom": False, "tok_per_s": 20_000.0, "ms_per_step": 1.0, "mfu": 0.4, "peak_gib": 10.0}
+    return dict(zip(compare.SWEEP_PLACE, place, strict=True)) | numbers
 
 
 def out_of_memory(row):
     return {key: row[key] for key in compare.SWEEP_PLACE} | {"oom": True}
 
 
-def exact(row):
-    """With a peak as estimated."""
-    gib = memory.peak_gib(*estimate.run_of(row))
-    return row | {"peak_gib": gib, "estimated_gib": gib}
-
-
-RECORD = {
-    "command": "python bench.py --preset=study", "device": "1 x GPU",
-    "versions": {"nanocria": "abc", "torch": "2.11.0+cu130", "transformers": "5.17.0", "torchtitan": "0.2.0"},
-    "copy_tb_s": 4.2, "matmul_tflops": 700.0, "cpu_cores": 16,
-    "batch": [exact(row("all", 64, tok_per_s=40_000.0)), exact(row("all", 112, tok_per_s=50_000.0)),
-              exact(row("long", 224, tok_per_s=90_000.0)),
-              row("hf", 8, offload="all"), out_of_memory(row("hf", 16, offload="all")),
-              row("liger", 64, tok_per_s=32_000.0, peak_gib=10.8, offload="all"),
-              row("liger", 112, tok_per_s=40_000.0, peak_gib=18.0, offload="all"),
-              out_of_memory(row("liger", 224, offload="all"))],
-    "seq": [out_of_memory(row("torch", 4, 2048)), exact(row("all", 4, 8192)), exact(row("long", 4, 16384)),
-            row("hf", 4, offload="all"), row("liger", 4, offload="all")],
-}  # fmt: skip
-
-
 def test_a_line_names_the_trainer_the_place_and_the_numbers():
-    found = RECORD["batch"][1]
+    found = row("all", 112)
     said = " ".join(runner.line(arms.SWEEP, found).split())
     assert said.startswith(
-        "nanocria 1 GPU batch 112 1,024 tokens full offload optimizer 1.00 ms 50,000 tok/s mfu 40.0%"
+        "nanocria 1 GPU batch 112 1,024 tokens full offload optimizer 1.00 ms 20,000 tok/s mfu 40.0%"
     ), said
-    out = runner.line(arms.SWEEP, out_of_memory(found) | {"arm": "long"})
+    out = runner.line(arms.SWEEP, out_of_memory(row("long", 112)))
     assert out.startswith("nanocria, activations on the CPU ") and out.endswith("  out of memory")
     assert "mfu" not in runner.line(arms.SWEEP, found | {"mfu": None})
 
 
-def test_the_tables_show_what_fits_what_does_not_and_every_point(monkeypatch, tmp_path):
-    monkeypatch.setattr(record, "RECORDS", tmp_path)
-    (tmp_path / "study.json").write_text(json.dumps(RECORD))
-    tables = report.measured("study", report.sweep_tables)
-    text = report.fits_headline() + tables
-    for part in (
-        "`config/llama32_1b.py` held to 24 GiB, sequences of 1,024 tokens, activation checkpointing full, "
-        "offload optimizer or all:",
-        "| trainer | largest batch | out of memory at | its tok/s | its peak GiB | KB per extra token |",
-        "Full checkpointing keeps 66 KB per token",
-        "| Hugging Face | 8 | 16 | 20,000 | 10.0 | - |",
-        "| Hugging Face + Liger | 112 | 224 | 40,000 | 18.0 | 157 |",
-        "| nanocria, plain PyTorch | none | 2,048 | - | - | - |",
-        "| batch | nanocria | nanocria, activations on the CPU | Hugging Face | Hugging Face + Liger |",
-        "| 16 | - | - | out of memory | - |",
-        "32,000 · 10.8 |",
-        "Measured on one GPU with PyTorch 2.11.0, transformers 5.17.0; copies 4.20 TB/s, matmuls 700 TFLOP/s, 16 CPU "
-        "cores. Command: `python bench.py --preset=study`; commit: "
-        "[benchmarks/records/study.json](benchmarks/records/study.json). ",
-        "- Within 24 GiB of GPU memory (one GPU limited to that), with weights and optimizer in CPU memory, Llama 3.2 "
-        "1B trains at batches of 112 x 1,024 tokens, with activations there too at 224; Hugging Face + Liger ends at "
-        "112, Hugging Face at 8. At batch 112 nanocria is 1.25 times as fast as Hugging Face + Liger, in ",
-        "estimate was within 0.0% of each of nanocria's 5 peaks",
-    ):
-        assert part in text, f"{part}\nis not in\n{text}"
+def test_a_series_of_which_one_size_or_none_fits_is_tabled():
+    rows = [out_of_memory(row("torch", 16)), row("hf", 8, offload="all")]
+    text = report.fits_table({"batch": rows}, "batch")
+    at = "`config/llama32_1b.py` held to 24 GiB, sequences of 1,024 tokens"
+    assert text.startswith(f"{at}, activation checkpointing full, offload optimizer or all:")
+    assert "| nanocria, plain PyTorch | none | 16 | - | - | - |" in text
+    assert "| Hugging Face | 8 | - | 20,000 | 10.0 | - |" in text
 
 
 def test_series_of_two_lengths_are_not_one():
