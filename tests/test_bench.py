@@ -115,7 +115,6 @@ kernels --op=rmsnorm => --op=rmsnorm: there are rms_norm,
 kernels -- --compile => -- --compile: no settings of train.py are passed on here
 losses --shape=8 => --shape=8: sequences x tokens, as in 8x2048
 losses --shape= => --shape=: sequences x tokens, as in 8x2048
-losses --arms= => --arms=: there are nanocria
 finetune => --init_from=: name a folder of published weights
 finetune --init_from=config --dataset=/no/such => --dataset=/no/such: /no/such
 gpus --ranks=two => --ranks=two: whole numbers, at least 1
@@ -132,6 +131,9 @@ estimate -- --activation_checkpointing=full => say --checkpointing=... before th
 estimate --checkpointing=none -- --mlp_chunks=4 => mlp_chunks
 estimate --card=h100 --config=config/llama31_8b.py --ranks=7 => 64: make it a multiple of the 7 ranks, as in --grad
 estimate --offload=all -- --cuda_graph=true => cuda_graph needs one GPU and offload=none: add --cuda_graph=false
+estimate -- --fp8=true --ffn_dim=8200 => fp8 needs projections whose sides are multiples of 16, not 2048 x 8200
+estimate -- --fp8=true --lora_rank=16 --ffn_dim=8200 => fp8 needs projections whose sides are multiples of 16
+estimate -- --base_dtype=nf4 --lora_rank=16 --n_embd=2060 --n_head=10 --n_kv_head=5 => nf4 has blocks of 64 weights
 ladder --rungs=nvme => --rungs=nvme needs a folder on an NVMe drive
 run => usage: python bench.py run FOLDER
 run /no/such => /no/such/metrics.jsonl has no losses: name the out_dir of a run of train.py

@@ -9,7 +9,6 @@ import pytest
 
 from benchmarks import estimate, record, runner, snapshot
 from benchmarks.peers import llama_config
-from configurator import SettingError
 from runtime import memory, memory_advice
 from tests.runs import run, start
 
@@ -197,16 +196,6 @@ def test_what_the_allocator_held_in_reserve_is_in_the_estimate(name):
 def test_hybrid_sharding_is_within_a_host(ranks, sharding, shared):
     settings = {"sharding": sharding, "gradient_accumulation_steps": ranks}
     assert estimate.resolve("config/llama31_8b.py", ranks, settings)[1].shard_ranks == shared
-
-
-@pytest.mark.parametrize("flags, why", [
-    ("--fp8=true", "fp8 needs projections whose sides are multiples of 16, not 2048 x 8200"),
-    ("--fp8=true --lora_rank=16", "fp8 needs projections whose sides are multiples of 16"),
-    ("--base_dtype=nf4 --lora_rank=16 --n_embd=2060 --n_head=10 --n_kv_head=5", "nf4 has blocks of 64 weights"),
-])  # fmt: skip
-def test_a_shape_that_fp8_or_nf4_cannot_hold_is_said(flags, why):
-    with pytest.raises(SettingError, match=why):
-        estimate.resolve("config/llama32_1b.py", 1, {"ffn_dim": 8200}, flags.split())
 
 
 def test_the_table_leaves_out_what_train_py_would_refuse():

@@ -10,6 +10,8 @@ from benchmarks import record
 from runtime import loss_plot
 from runtime.run_log import RunLog
 
+WHOLE = dict(settings={"max_iters": 20}, steps=20, val_loss=3.5, bits_per_byte=2.0)
+
 
 def leave_run(folder, losses, every=10, settings=None, **summary):
     """The files of a run of 1,000 tokens and half an hour a step, validated at its last line."""
@@ -49,8 +51,7 @@ def test_what_cannot_be_read_or_drawn_gets_a_sentence(tmp_path, monkeypatch, cap
             bench.main(list(argv))
         return caught.value.code
 
-    whole = dict(settings={"max_iters": 20}, steps=20, val_loss=3.5, bits_per_byte=2.0)
-    good, bad, none = (leave_run(tmp_path / name, [4.0, 3.0], **whole) for name in "abc")
+    good, bad, none = (leave_run(tmp_path / name, [4.0, 3.0], **WHOLE) for name in "abc")
     with open(good / "metrics.jsonl", "a") as file:
         file.write('\nnull\n{"step": 30, "loss": 1.0}')  # another program's
     bench.main(["run", str(good)])
@@ -101,9 +102,8 @@ def test_a_run_ends_with_a_plot_or_without_matplotlib_with_none(tmp_path, monkey
 
 
 def test_a_record_of_a_run_has_its_validation_losses(tmp_path, monkeypatch):
-    whole = dict(settings={"max_iters": 20}, steps=20, val_loss=3.5, bits_per_byte=2.0)
-    folder = leave_run(tmp_path / "a", [4.0, 3.0], **whole)
-    resumed, in_part = whole | {"steps": 8}, {key: whole[key] for key in whole if key != "bits_per_byte"}
+    folder = leave_run(tmp_path / "a", [4.0, 3.0], **WHOLE)
+    resumed, in_part = WHOLE | {"steps": 8}, {key: WHOLE[key] for key in WHOLE if key != "bits_per_byte"}
     for name, summary, said in (("b", resumed, "the last 8 steps alone"), ("c", in_part, "no bits per byte")):
         with pytest.raises(SystemExit, match=said):
             bench.main(["record", str(leave_run(tmp_path / name, [4.0, 3.0], **summary)), "mine"])
