@@ -344,6 +344,7 @@ def assert_same(ours, expected, what):
 
 def test_these_tests_run_the_triton_kernels_and_not_the_references():
     assert use_triton(torch.empty(1, device=DEVICE)), "kernels were imported before TRITON_INTERPRET was set"
+    assert not use_triton(torch.empty(1, device="meta"))
 
 
 def test_without_triton_the_references_train_with_every_way_to_checkpoint():

@@ -52,7 +52,7 @@ def assert_exact(rows, n_time, heads=(2, 1), head_dim=16, dtype=FP32):
 # Right numbers
 
 
-DOCUMENTS = {"whole": None, "documents": [(5, 6, 32, 33), (17, 48)]}
+DOCUMENTS = {"whole": None, "documents": [(5, 6, 32, 33), (17, 48, 66)]}
 each_documents = pytest.mark.parametrize("rows", DOCUMENTS.values(), ids=DOCUMENTS)
 
 

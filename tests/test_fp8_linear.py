@@ -5,6 +5,7 @@ On a GPU its tensor cores (Ada, Hopper or newer); without one the interpreter.
 
 import functools
 import math
+import re
 from functools import partial
 
 import pytest
@@ -49,9 +50,10 @@ def test_rows_are_rounded_to_float8_beside_a_scale_each(shape, restride, with_fa
     assert alike > 0.75 if not HAS_GPU else alike == 1, f"{alike:.1%} are rounded to the nearest float8"
 
 
-def test_largest_element_of_a_row_becomes_the_largest_float8_and_zeros_stay_zeros():
-    x8, scales = quantize(torch.cat([randn(20, 50), torch.zeros(2, 50, device=DEVICE, dtype=BF16)]))
-    assert (x8[:20].float().abs().amax(1) == 448).all() and not (x8[20:].float() * scales[20:]).any()
+@pytest.mark.parametrize("function", [quantize, quantize_reference])
+def test_largest_element_of_a_row_becomes_the_largest_float8_and_zeros_stay_zeros(function):
+    x8, scales = function(torch.cat([randn(20, 50), torch.zeros(2, 50, device=DEVICE, dtype=BF16)]))
+    assert (x8[:20].float().abs().amax(1) == 448).all() and not x8[20:].float().any() and (scales > 0).all()
 
 
 @pytest.mark.parametrize("poison", [math.nan, math.inf, -math.inf, 1e4], ids=str)
@@ -282,6 +284,16 @@ def test_fused_functions_hand_float8_to_their_projections(monkeypatch):
     assert handed[9:] == [True] * 3  # gate_up once more in backward
 
 
+@pytest.mark.parametrize("columns, message", [
+    (24, "weight (16, 24): float8 matmuls want multiples of 16"),
+    (32, "weight torch.bfloat16 (16, 24): expected torch.bfloat16 (outputs, 32)"),
+])  # fmt: skip
+def test_fused_functions_refuse_what_their_projection_cannot_multiply(columns, message):
+    x = randn(4, columns)
+    with pytest.raises(ValueError, match=re.escape(message)):
+        kernels.rms_norm_linear(x, None, x[0], 1e-5, projection(24, 16))
+
+
 # ----------------------------------------------------------------------------------------------------------------------
 # The model
 
@@ -334,6 +346,7 @@ def test_model_without_fused_kernels_rounds_to_float8_too():
 
 @pytest.mark.parametrize("device, changes, message", [
     ("cpu", dict(ffn_dim=100), "fp8 needs projections whose sides are multiples of 16, not 200 x 32"),
+    ("cpu", dict(ffn_dim=24), "fp8 needs projections whose sides are multiples of 16, not 32 x 24"),
     ("cuda", {}, "fp8 needs dtype bfloat16 and a GPU of compute capability 8.9 or more"),  # float32 is refused
 ])  # fmt: skip
 def test_use_fp8_refuses_what_float8_cannot_multiply(device, changes, message):

@@ -109,14 +109,15 @@ def test_in_rms_norm_linear_it_is_its_parts_bit_for_bit(kind):
 
 @each_kind
 def test_without_triton_the_reference_runs(kind, monkeypatch):
-    layer, _ = layer_of(kind)
-    layer, x = layer.to("cpu"), randn(2, 5, N_IN, dtype=BF16).cpu().requires_grad_()
+    layer, bare = (layer_of(kind, adapters=adapters)[0].to("cpu") for adapters in (True, False))
+    x = randn(2, 5, N_IN, dtype=BF16).cpu().requires_grad_()
     monkeypatch.setattr(kernels.launch, "INTERPRETED", False)
     leaves = [x, layer.lora_a, layer.lora_b]
     y, (expected, a, b) = layer(x), truth(layer, x.detach().double())
     assert 0.01 < relative_error(y, expected) < 0.045  # rounded to float8 as well
     errors = [relative_error(*pair) for pair in zip(gradients(y, leaves)[1:], gradients(expected, [a, b]), strict=True)]
     assert max(errors) < 0.01, errors
+    assert torch.equal(bare(x), kernels.reference.fp8_linear(x, held_weight(bare)))
 
 
 def test_the_base_is_held_in_a_byte_a_weight_and_read_back_within_float8():
@@ -130,6 +131,8 @@ def test_a_weight_that_float8_cannot_multiply_is_refused():
     layer, _ = layer_of(FP8LoRALinear, 24, (16,))
     with pytest.raises(ValueError, match=r"weight \(16, 24\): float8 matmuls want multiples of 16"):
         kernels.rms_norm_linear(randn(4, 24, dtype=BF16), None, randn(24, dtype=BF16), 1e-5, layer)
+    with pytest.raises(ValueError, match=r"weight \(16, 24\) with adapters in torch.bfloat16: expected"):
+        layer(randn(4, 32, dtype=BF16))
 
 
 @pytest.mark.parametrize("base_dtype, kind", [("bfloat16", FP8LoRALinear), ("nf4", FP8NF4LoRALinear)])

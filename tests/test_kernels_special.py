@@ -10,6 +10,7 @@ import torch.nn.functional as F
 import kernels
 import test_kernels
 from kernels import rms_norm
+from kernels.launch import sum_rows
 from test_kernels import (
     BF16,
     DEVICE,
@@ -92,14 +93,21 @@ def test_overwrite_dy_gives_the_gradient_of_x_the_memory_of_that_of_y(name):
     assert torch.equal(strided[0], before), "what is not contiguous stays"
 
 
+@pytest.mark.parametrize("ops", [kernels, kernels.reference], ids=["kernels", "reference"])
 @pytest.mark.parametrize("name", ["rms_norm_linear", "swiglu_mlp", "swiglu_mlp_in_chunks"])
-def test_without_a_residual_x_is_the_sum(name):
+def test_without_a_residual_x_is_the_sum(name, ops):
     function, (x, _, *weights), _, upstream = arguments_of(name, 5, 8, FP64)
     truth = run(OPERATIONS[name].oracle, (x, torch.zeros_like(x), *weights), upstream=upstream)
     del truth[3]  # the gradient of the zeros
-    found = run(lambda x, *weights: function(x, None, *weights), (x, *weights), upstream=upstream)
+    found = run(lambda x, *weights: function(x, None, *weights, ops=ops), (x, *weights), upstream=upstream)
     for ours, true in zip(found, truth, strict=True):
         assert (ours - true).abs().max() < 1e-12 * true.abs().max()
+
+
+def test_rows_are_summed_past_the_first_128():
+    """A GPU of as many multiprocessors leaves so many; the interpreter's four programs never do."""
+    x = randn(300, 70, dtype=FP64)
+    torch.testing.assert_close(sum_rows(x, FP64), x.sum(0))
 
 
 def test_rope_takes_positions_of_each_batch_and_any_number_of_heads():

@@ -103,11 +103,13 @@ def test_merged_model_is_plain_and_computes_the_same(base_dtype, plain_pytorch):
 def test_frozen_weights_cost_two_thirds_of_the_flops_and_nf4_counts_whole_weights():
     with torch.device("meta"):
         plain, models = Llama(TINY), [Llama(TINY) for _ in range(2)]
+    two_thirds = plain.flops_per_token(0) * 2 // 3
     for model, base_dtype in zip(models, ("bfloat16", "nf4"), strict=True):
         add_lora(model, 3, 5.0, base_dtype)
         adapters = sum(p.numel() for p in model.parameters() if p.requires_grad)
-        assert model.flops_per_token(0) == plain.flops_per_token(0) * 2 // 3 + 6 * adapters
+        assert model.flops_per_token(0) == two_thirds + 6 * adapters
         assert model.n_params() == plain.n_params() + adapters
+    assert plain.requires_grad_(False).flops_per_token(0) == two_thirds
 
 
 def test_adapters_begin_as_peft_has_them_from_the_seed():

@@ -112,6 +112,15 @@ def test_a_frozen_base_costs_no_matmul_for_its_gradient(options):
     assert lora - dense == n_slices * (2 + 3 + 3 * again + 3 + 2), seen.ops
 
 
+def test_either_adapter_may_be_frozen():
+    layer, x = adapted(12, 8, 8), randn(5, 12)
+    adapters = (layer.lora_a, layer.lora_b)
+    expected = torch.autograd.grad(layer(x).square().sum(), adapters)
+    for trained, other, gradient in zip(adapters, adapters[::-1], expected, strict=True):
+        trained.requires_grad_(True), other.requires_grad_(False)
+        assert_close(torch.autograd.grad(layer(x).square().sum(), trained), [gradient])
+
+
 def test_at_first_lora_changes_nothing():
     base, x = Linear(12, 16).to(DEVICE, FP64), randn(5, 12)
     layer = LoRALinear(base, (8, 8), 3, 5.0)
@@ -125,6 +134,19 @@ def test_a_copy_of_an_adapted_layer_has_its_own_adapters():
     other, before = copy.deepcopy(layer), layer(x)
     torch.nn.init.zeros_(other.lora_b)
     assert torch.equal(layer(x), before) and not torch.equal(other(x), before)
+
+
+def test_merging_leaves_the_base_as_it_is():
+    layer = adapted(12, 8, 8)
+    before = layer.weight.clone()
+    assert not torch.equal(layer.merged(), before) and torch.equal(layer.weight, before)
+
+
+@pytest.mark.parametrize("columns, dtype", [(11, FP64), (12, torch.float32)])
+def test_inputs_that_do_not_fit_are_refused(columns, dtype):
+    message = f"weight (16, 12) with adapters in torch.float64: expected {dtype} (outputs, {columns})"
+    with pytest.raises(ValueError, match=re.escape(message)):
+        adapted(12, 8, 8)(randn(5, columns).to(dtype))
 
 
 @pytest.mark.parametrize("rows, rank", [((8, 4), 3), ((8, 8), 0)])

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from kernels.fp8_linear import use_fp8
+from kernels.launch import saved_is_ours
 from model import Llama, LlamaConfig
 from runtime import memory_stats
 from tests.runs import LONGER, ROOT, losses, run_ranks, wrapped
@@ -51,6 +52,11 @@ def test_where_a_dtensor_cannot_be_made_of_a_file_the_run_ends_with_a_sentence(t
     done = run_ranks(2, settings, wrapped(tmp_path, other))
     said = f"rank 0: PyTorch {torch.__version__} makes no DTensor of a part elsewhere: DTensor() takes no arguments\n"
     assert done.returncode == 1 and done.stderr.endswith(said) and "Traceback" not in done.stderr, done.stderr
+
+
+def test_without_knowing_whether_the_graph_is_kept_a_backward_overwrites_nothing(monkeypatch):
+    monkeypatch.delattr(torch._C._autograd, "_get_current_graph_task_keep_graph")
+    assert not saved_is_ours()
 
 
 def test_without_fp8_s_matmul_the_setting_is_refused(monkeypatch):
