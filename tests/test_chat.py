@@ -115,6 +115,10 @@ def test_only_answers_and_their_ends_of_turn_are_targets():
     assert ids == LLAMA3.encode(render(MESSAGES, LLAMA3_TEMPLATE, "<|begin_of_text|>", ""), special=True)
     learned = LLAMA3.decode(token for token, target in zip(ids, is_target, strict=True) if target)
     assert learned == "4<|eot_id|>Yes.<|eot_id|>"
+    said = "".join(
+        f"<|start_header_id|>{m['role']}<|end_header_id|>\n\n{m['content'].strip()}<|eot_id|>" for m in MESSAGES
+    )
+    assert LLAMA3.decode(ids) == f"<|begin_of_text|>{said}", "not as Llama 3's model card has it"
 
 
 def test_an_answer_follows_the_ids_that_sample_py_gives_for_its_prompt():
@@ -182,9 +186,9 @@ def test_smollm2_conversations_have_the_ids_that_transformers_gives_them(tmp_pat
 
 def test_prepared_conversations_read_back_with_masks_counts_and_template(written, capsys):
     lines = [line(f"{i} + {i}?", str(2 * i), "Sure?", "é") for i in range(30)]
-    folder = written(*lines, '{"prompt": "in", "completion": "out"}', "", val_fraction=0.2)
+    folder = written(*lines, '{"prompt": "in", "completion": "out\\ud83e"}', "", val_fraction=0.2)
     found, eos = [targets_of(folder, split) for split in ("train", "val")], "<|endoftext|>"
-    expected = [f"{2 * i}{eos}é{eos}" for i in range(30)] + [f"out{eos}"]
+    expected = [f"{2 * i}{eos}é{eos}" for i in range(30)] + [f"out?{eos}"]
     assert len(found[1]) == 7 and sorted(sum(found, [])) == sorted(expected)
     meta = Tokens(folder, "train").meta
     n_targets = sum(len(text.replace(eos, ".").encode()) for text in found[0])
@@ -195,6 +199,14 @@ def test_prepared_conversations_read_back_with_masks_counts_and_template(written
     content = [(folder / f"train.{kind}").read_bytes() for kind in ("bin", "mask")]
     assert meta["train_sha256"] == hashlib.sha256(b"".join(content)).hexdigest()
     assert meta["eos"] == [256] and tokenizer_of(folder).chat_template == PLAIN
+
+
+def test_generation_ends_at_the_end_of_a_turn_also_where_the_tokenizer_does_not_say_it(written, tmp_path, monkeypatch):
+    tokenizer = byte_tokenizer(r"(?s:.)", ["<|endoftext|>", "<|im_end|>"])
+    monkeypatch.setattr(chat, "tokenizer_for_data", lambda _: tokenizer)
+    (tmp_path / "turns.jinja").write_text(PLAIN.replace("eos_token", "'<|im_end|>'"))
+    folder = written(*[line(f"{i}?", str(i)) for i in range(9)], template=tmp_path / "turns.jinja")
+    assert Tokens(folder, "train").meta["eos"] == [257, 256]
 
 
 @pytest.mark.parametrize("bad, message", [
@@ -270,6 +282,7 @@ def test_a_checkpoint_says_in_both_files_that_transformers_stops_at_the_end_of_a
     (tmp_path / "generation_config.json").write_text('{"eos_token_id": 1, "temperature": 0.6}')
     base = SimpleNamespace(path=tmp_path, pieces=None, config={"eos_token_id": 1, "bos_token_id": 0})
     config = LlamaConfig(n_layer=1, n_head=2, n_kv_head=1, n_embd=16, ffn_dim=16, vocab_size=9, block_size=8)
-    found = documents(base, config, "bytes", "bfloat16", {"end_of_text": 1, "eos": [4, 1]})
+    found = documents(base, config, "bytes", "bfloat16", {"end_of_text": 1, "eos": [4, 1], "bos": 3})
     config, generation = (json.loads(found[name]) for name in ("config.json", "generation_config.json"))
     assert config["eos_token_id"] == generation["eos_token_id"] == [4, 1] and generation["temperature"] == 0.6
+    assert config["bos_token_id"] == 3, "the data's, not that of the weights it began with"

@@ -15,7 +15,7 @@ import convert
 from model import Llama, LlamaConfig
 from runtime import checkpoint_folder, hf_config
 from runtime.checkpoint import load_model
-from runtime.checkpoint_folder import open_folder
+from runtime.checkpoint_folder import open_folder, read_run
 from runtime.hf_config import read_config
 from tests.published import assert_same_model, edit_config, hf_llama
 from tests.runs import FULL_DISK, SHORT, SMALL, machines_of, run, slip, wrapped
@@ -98,6 +98,9 @@ def test_a_checkpoint_becomes_a_folder_that_transformers_reads(train, tmp_path, 
         assert "step_000008 in float32: transformers.AutoModelForCausalLM" in capsys.readouterr().out
         assert len(list(folder.glob("*.safetensors"))) == n_files
         assert_same_model(tmp_path / "out/step_000008", folder)
+        for name in ("tokenizer.json", "tokenizer_config.json"):
+            assert (folder / name).read_bytes() == (tmp_path / "out/step_000008" / name).read_bytes()
+        assert read_run(folder)["dataset"] == read_run(tmp_path / "out/step_000008")["dataset"]  # sample.py's bos
     train(**TIED, init_from=folder, out_dir=tmp_path / "again", learning_rate=0, max_iters=1)
     assert_equal_weights(tmp_path / "out", tmp_path / "again")
     with pytest.raises(SystemExit, match="is there already: name a new folder"):
@@ -249,8 +252,9 @@ def test_what_is_written_is_rounded_once_to_the_dtype_asked_for(alone, convert_t
     assert theirs.dtype == torch.bfloat16 and theirs.config.eos_token_id == theirs.config.bos_token_id == 256
     assert torch.equal(theirs.model.embed_tokens.weight, ours.tok_embeddings.weight)
     shutil.move(folder, folder.with_name("theirs"))
-    again = load_model(convert_to_hf(folder.with_name("theirs"), "--dtype=float16"))
-    assert torch.equal(again.norm.weight, ours.norm.weight.half().float())
+    again = convert_to_hf(folder.with_name("theirs"), "--dtype=float16")
+    assert json.loads((again / "config.json").read_text())["torch_dtype"] == "float16"
+    assert torch.equal(load_model(again).norm.weight, ours.norm.weight.half().float())
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -432,7 +436,10 @@ def test_a_run_keeps_what_the_folder_that_it_began_with_says(train, tmp_path, ca
     assert_equal_weights(tmp_path / "out", tmp_path / "again")
 
 
-def test_the_context_is_never_below_that_which_rope_is_scaled_from(train, tmp_path):
+def test_the_context_is_never_below_that_of_the_run_or_which_rope_is_scaled_from(train, tmp_path, theirs):
+    train(**TIED, init_from=theirs, block_size=40, max_iters=1, out_dir=tmp_path / "longer")
+    config = json.loads((tmp_path / "longer/step_000001/config.json").read_text())
+    assert config["max_position_embeddings"] == 40 > SMALL["block_size"]
     train(rope_scaling=SCALING | {"original_max_position_embeddings": 64}, max_iters=1)
     config = json.loads((tmp_path / "out/step_000001/config.json").read_text())
     assert config["max_position_embeddings"] == 64 > SMALL["block_size"]

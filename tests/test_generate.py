@@ -100,7 +100,7 @@ def test_a_row_that_ended_with_a_full_context_does_not_have_the_others_read_agai
     assert len(reads) == 2, f"{len(reads)} reads for 10 tokens"
 
 
-@pytest.mark.parametrize("settings", [PLAIN, {}, {"attention": "triton"}])
+@pytest.mark.parametrize("settings", [PLAIN, {}, {"attention": "triton"}, {"activation_checkpointing": "full"} | PLAIN])
 @torch.no_grad()
 def test_steps_behind_a_prompt_and_its_prefix_give_the_logits_of_the_whole_text(settings):
     model, tokens = build(**settings), batch(n_time=9)[0]
@@ -116,6 +116,14 @@ def test_steps_behind_a_prompt_and_its_prefix_give_the_logits_of_the_whole_text(
             model.hidden(tokens[:, :4], caches=caches)
     with pytest.raises(ValueError, match="doc_starts with caches"):
         model.hidden(tokens, document_starts(tokens, 0), caches)
+
+
+@torch.no_grad()
+def test_angles_and_logits_are_fp32_beside_bf16_weights():
+    model = build(dtype=torch.bfloat16, **PLAIN)
+    caches = new_caches(model, 1, 9)
+    logits = read_prompts(model, caches, [[1]]), decode_step(model, caches, torch.tensor([2], device=DEVICE))
+    assert {x.dtype for x in (caches[0].cos, caches[0].sin, *logits)} == {torch.float32}
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
@@ -219,6 +227,9 @@ def test_tokens_are_drawn_from_their_probabilities():
         ((2.0, 2, None, None), [1, 3]),
         ((1.0, None, 0.7, None), [1, 3]),  # the second carries the sum past 0.7
         ((1.0, 4, 0.95, None), [0, 1, 3]),
+        ((1.0, 2, 0.72, None), [1]),  # of the two the first has 0.73
+        ((2.0, None, 0.75, None), [0, 1, 3]),  # 0.44, 0.27, 0.16, 0.10, 0.04
+        ((2.0, None, None, 0.1), [0, 1, 3, 4]),
         ((1.0, None, None, 0.1), [0, 1, 3]),  # a tenth of 0.64
         ((1.0, 2, None, 0.01), [1, 3]),
     ]

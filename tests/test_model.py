@@ -230,6 +230,8 @@ def test_bf16_weights_keep_fp32_angles_and_give_an_fp32_loss():
     assert error(model(tokens)[:, 256:], truth(tokens)[:, 256:]) < 0.02
     for table, exact in zip(tables[:2], tables[2:], strict=True):
         assert table.dtype == FP32 and torch.equal(table, exact.float())
+    angles = torch.outer(torch.arange(320.0, dtype=FP64), 10000.0 ** -(torch.arange(0, 16, 2, dtype=FP64) / 16))
+    assert error(tables[2].cpu(), angles.cos()) < 1e-12
     assert model(tokens, targets).dtype == FP32 and model(tokens).dtype == BF16
 
 

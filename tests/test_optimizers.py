@@ -272,14 +272,23 @@ def test_offloaded_to_the_cpu_the_losses_stay(train, tmp_path, offload, dtype, p
 
 
 def test_streamed_weights_hold_the_root_from_the_beginning_of_forward_until_backward_reaches_the_blocks():
-    models = [llama(), llama()]
-    root = StreamedWeights(models[0], "cpu").root.untyped_storage()
-    tokens = torch.randint(CONFIG.vocab_size, (2, CONFIG.block_size))
-    held = [root.nbytes()]
-    loss, expected = (model(tokens, tokens) for model in models)
-    held.append(root.nbytes())
-    loss.backward()
-    assert loss == expected and [*held, root.nbytes()] == [0, held[1], 0] and held[1] > 0
+    config = LlamaConfig(**CONFIG.__dict__ | {"n_layer": 5})  # two of them are there at a time
+    models = [llama(config), llama(config)]
+    streamed = StreamedWeights(models[0], "cpu")
+    root, tokens = streamed.root.untyped_storage(), torch.randint(CONFIG.vocab_size, (2, CONFIG.block_size))
+    for evaluates in (True, False):
+        held = [root.nbytes()]
+        if evaluates:  # after it the first blocks are gone
+            with torch.no_grad():
+                models[0](tokens)
+        loss, expected = (model(tokens, tokens) for model in models)
+        held.append(root.nbytes())
+        (loss.backward(), expected.backward())
+        assert loss == expected and [*held, root.nbytes()] == [0, held[1], 0] and held[1] > 0
+        for ours, theirs in zip(*(model.parameters() for model in models), strict=True):
+            assert torch.equal(ours.grad, theirs.grad)
+            (ours.cpu_param.add_(0.01), theirs.data.add_(0.01))
+        streamed.forget()
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)

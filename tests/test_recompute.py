@@ -69,11 +69,13 @@ def test_every_way_to_execute_a_model_trains_the_same(monkeypatch, way):
         assert_equal(found, not_recomputed(way["fused_kernels"], way["fused_loss"]))
 
 
-def test_attention_in_triton_trains_the_same():
-    dtype = FP32 if HAS_GPU else FP64
+def test_attention_in_triton_trains_the_same(monkeypatch):
+    dtype, calls, attention = FP32 if HAS_GPU else FP64, [], kernels.flash_attention
+    monkeypatch.setattr(kernels, "flash_attention", lambda *inputs: calls.append(1) or attention(*inputs))
     ours, plain = build(attention="triton", dtype=dtype, **FULL), build(dtype=dtype, **PLAIN)
     found, truth = (loss_and_gradients(model, *batch(n_time=5)) for model in (ours, plain))
     assert_close(found, truth, 3e-6 if HAS_GPU else 1e-12)
+    assert len(calls) == 2 * SMALL.n_layer, "in forward and for backward, of the one model alone"
 
 
 @pytest.mark.parametrize("offload_activations", [False, True])
@@ -250,6 +252,8 @@ def documents_alone():
 def test_rows_of_documents_train_as_each_document_alone(monkeypatch, settings):
     model, (tokens, targets, doc_starts) = executed(monkeypatch, **settings), rows_of_documents()
     found = loss_and_gradients(model, tokens, targets, doc_starts)
+    with torch.no_grad():
+        assert error(model(tokens, targets, doc_starts), found["loss"]) < 1e-12, "evaluation has the same documents"
     assert error(model(tokens, targets), found.pop("loss")) > 1e-3, "the documents made no difference"
     assert_close(found, documents_alone(), 1e-12)
 

@@ -161,6 +161,8 @@ def test_prompts_come_from_files_and_pipes(draw, tmp_path):
     assert together == 2 * alone[0] + 2 * alone[1]
     (tmp_path / "prompts.jsonl").write_text('{"prompt": "the of"}\n{"text": "and"}\n')
     said = draw(prompt_file=tmp_path / "prompts.jsonl")[1]
+    (tmp_path / "empty.jsonl").touch()
+    assert draw(prompt_file=tmp_path / "empty.jsonl") == draw(prompt="")
     assert said.endswith("prompts.jsonl:2 has None as prompt: expected a str")
 
 
@@ -198,7 +200,7 @@ def test_a_conversation_drops_its_oldest_turns_and_has_the_same_answers_without_
     changed = CHATML.replace("message['content']", "message['content'] | trim | replace('L', 'l')")
     (tmp_path / "hf/chat_template.jinja").write_text(changed)  # the history is not what was drawn
     questions = [f"question {i}" for i in range(6)]
-    settings = dict(stdin="\n".join(questions) + "\n", out_dir=tmp_path / "hf", chat=True, temperature=0)
+    settings = dict(stdin="\n".join(questions) + "\n", out_dir=tmp_path / "hf", chat=True, temperature=0, system="Hi")
     take, kept, encode, asked = PrefixCache.take, [], template.encode_prompt, []
     monkeypatch.setattr(PrefixCache, "take", lambda *inputs: (found := take(*inputs), kept.append(found[1]))[0])
     monkeypatch.setattr(template, "encode_prompt", lambda *inputs: asked.append(inputs[1]) or encode(*inputs))
@@ -206,10 +208,21 @@ def test_a_conversation_drops_its_oldest_turns_and_has_the_same_answers_without_
     assert out.count("> ") >= 7 and out.endswith("> \n") and "the model sees" not in said
     seen = [message["content"] for message in asked[-1] if message["role"] == "user"]
     assert seen == questions[-len(seen) :] and (len(seen) < 6) == (context == 96)
-    assert [message["role"] for message in asked[-1]] == ["user", "assistant"] * len(seen)
+    assert [message["role"] for message in asked[-1]] == ["system"] + ["user", "assistant"] * len(seen)
     assert kept[0] == 0 < min(kept[1:]) and (context == 96 or kept == sorted(kept)), kept
     monkeypatch.setattr(PrefixCache, "take", lambda *inputs: take(PrefixCache(), *inputs[1:]))
     assert (out, said) == sample(**settings, max_new_tokens=20) and "L" in out.splitlines()[0]
+
+
+def test_ctrl_c_ends_an_answer_and_not_the_conversation(sample, tmp_path, monkeypatch):
+    _, fast = publish_chat_model(tmp_path / "hf")
+
+    def generate_ids(*_, **__):
+        yield from ([token] for token in fast.encode("hi"))
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(generate, "generate", generate_ids)
+    assert sample("hello\nagain\n", out_dir=tmp_path / "hf", chat=True)[0] == "> hi\n> hi\n> \n"
 
 
 def test_a_conversation_is_the_one_that_transformers_has(sample, tmp_path):

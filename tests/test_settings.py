@@ -15,6 +15,9 @@ PROBLEMS = {  # the beginning of the sentence: what is set
     "batch_size is 0: it must be at least 1": "--batch_size=0",
     "vocab_size is 0: it must be at least 1": "--vocab_size=0",
     "n_layer is 0: it must be at least 1": "--n_layer=0",
+    "eval_interval is 0: it must be at least 1": "--eval_interval=0",
+    "log_interval is 0: it must be at least 1": "--log_interval=0",
+    "gradient_accumulation_steps is 0: it must be at least 1": "--gradient_accumulation_steps=0",
     "dataset is empty: name a folder under data/": "--dataset=",
     "warmup_iters is -1: it must be at least 0": "--warmup_iters=-1",
     "cooldown_iters is -1: it must be at least 0": "--cooldown_iters=-1",
@@ -34,6 +37,7 @@ PROBLEMS = {  # the beginning of the sentence: what is set
     "optimizer=galore needs the CPU": "--optimizer=galore --galore_rank=4 --cuda_graph",
     "optimizer=galore works with dtype bfloat16 or float32": "--optimizer=galore --galore_rank=4 --dtype=float16",
     "beta1 is 1.5 and beta2 0.95: both must be at least 0 and below 1": "--beta1=1.5",
+    "beta1 is -0.1 and beta2 0.95: both": "--beta1=-0.1",
     "beta1 is 0.9 and beta2 1.0: both": "--beta2=1",
     "grad_clip is -1.0: it must be at least 0": "--grad_clip=-1",
     "out_dir is empty": "--out_dir=",
@@ -44,7 +48,8 @@ PROBLEMS = {  # the beginning of the sentence: what is set
     "offload_dir is '/x', and nothing is offloaded": "--offload_dir=/x",
     "mask_documents works with attention auto or triton": "--mask_documents --attention=sdpa",
     "mask_documents works with heads of 16, 32, 64 and 128, not of 8": "--mask_documents",
-    "optimizer_bits=8 has blocks of 256": "--optimizer_bits=8",
+    "optimizer_bits=8 has blocks of 256": "--optimizer_bits=8 --n_embd=256",
+    "optimizer_bits=8 has blocks of 256 within the rows": "--optimizer_bits=8 --ffn_dim=256",
     "lora_alpha is 0.0: it must be above 0": "--lora_alpha=0",
     "lora_rank is 33, above n_embd or ffn_dim": "--lora_rank=33",
     "base_dtype=nf4 is for the frozen weights beside adapters": "--base_dtype=nf4",
@@ -60,7 +65,11 @@ PROBLEMS = {  # the beginning of the sentence: what is set
         "3 ranks: --cuda_graph --gradient_accumulation_steps=3",
     "--lora_alpha changes nothing without --lora_rank=16: add that": "--lora_alpha=16",
     "--galore_interval changes nothing without --optimizer=galore": "--galore_interval 9",
+    "--galore_rank changes nothing without --optimizer=galore": "--galore_rank=9",
+    "--galore_scale changes nothing without --optimizer=galore": "--galore_scale=1",
+    "--lr_decay_iters changes nothing without --lr_schedule=cosine": "config/linux_114m.py --lr_decay_iters=500",
     "--wandb_project changes nothing without --wandb_log=true": "--wandb_project=runs",
+    "--wandb_run_name changes nothing without --wandb_log=true": "--wandb_run_name=first",
 }  # fmt: skip
 
 
@@ -73,8 +82,11 @@ def test_settings_that_do_not_go_together_get_a_sentence(sentence):
 
 def test_what_a_config_file_sets_for_later_or_a_flag_beside_what_makes_it_unused_is_no_problem(tmp_path):
     (tmp_path / "later.py").write_text("lora_alpha, galore_rank, lr_decay_iters, wandb_project = 16, 4, 500, 'runs'")
-    for words in (["--lr_schedule=wsd"], ["--lora_rank=0", "--lora_alpha=16"], ["--optimizer=muon", "--galore_rank=4"]):
-        argv = [str(tmp_path / "later.py"), *words]
+    for words in (
+        "--lr_schedule=wsd --warmup_iters=4 --cooldown_iters=4 --max_iters=8", "--lora_rank=0 --lora_alpha=16",
+        "--optimizer=muon --galore_rank=4", "--fp8 --offload=all",
+    ):  # fmt: skip
+        argv = [str(tmp_path / "later.py"), *words.split()]
         assert find_problem(preview(ROOT / "train.py", argv), 1, argv) is None
 
 
@@ -111,8 +123,8 @@ def test_a_config_without_its_dataset_names_the_command_that_makes_it(train, cap
 
 
 def test_a_warm_up_that_never_ends_is_mentioned_and_a_config_for_a_cuda_graph_trains_on_a_cpu(train, capsys):
-    train(warmup_iters=2, max_iters=2, lr_decay_iters=2, cuda_graph=True, offload="optimizer")
-    said = "warm-up   of 2 steps, in a run of 2: the learning rate never peaks"
+    train(warmup_iters=3, max_iters=2, lr_decay_iters=2, cuda_graph=True, offload="optimizer")
+    said = "warm-up   of 3 steps, in a run of 2: the learning rate never peaks"
     assert said in capsys.readouterr().out
 
 
