@@ -233,6 +233,8 @@ def test_tokens_are_drawn_from_their_probabilities():
         ((1.0, None, None, 0.1), [0, 1, 3]),  # a tenth of 0.64
         ((1.0, 2, None, 0.01), [1, 3]),
     ]
+    halves = torch.zeros(1000, 2, device=DEVICE)
+    assert sample(halves, top_p=0.5).unique().numel() == 1, "the first alone reaches 0.5"
     for settings, kept in cases:
         generator = torch.Generator(DEVICE).manual_seed(0)
         drawn = sample(logits.expand(20000, -1), *settings, generator)

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from data.fineweb_edu import prepare as fineweb_edu
+from data.rows import text_size
 from data.text import prepare as text
 from tests.datasets import contents, texts_of
 
@@ -48,6 +49,8 @@ FORMS = {
     "array.json": json.dumps(ROWS, indent=1).encode(),
     "array.json.gz": gzip.compress(json.dumps(ROWS).encode()),
     "a.txt": LINES,  # one object a line, whatever its name
+    "marked.json": b"\xef\xbb\xbf" + LINES,  # with a byte order mark
+    "spaced.json": b" \n" + LINES,
 }
 
 
@@ -71,6 +74,18 @@ def test_files_folders_and_jsonl_are_read_together(tmp_path, read):
     files = {"some.jsonl": "\n\n".join(rows), "named.txt": "\ufeffnamed\n"}  # with a byte order mark
     found = read(files, ["some.jsonl", "named.txt", "deep"], field="body", val_fraction=0.2)
     assert found == sorted([*(f"file {i}\r\n" for i in range(30)), "line 1\r\nof jsonl", "named\n", "?!"])
+
+
+def test_text_that_begins_like_json_stays_text(read):
+    files = {"a.txt": '[{"text": "in brackets"}]', "b.js": '{"a": 1,\n "b": 2}'}
+    assert read(files, files) == sorted(files.values())
+
+
+def test_the_size_of_a_text_is_known_unless_it_is_compressed_or_no_file(tmp_path):
+    for name, content, size in (("a.txt", LINES, len(LINES)), ("a.gz", gzip.compress(LINES), None)):
+        (tmp_path / name).write_bytes(content)
+        assert text_size(tmp_path / name) == size
+    assert text_size(tmp_path) is None
 
 
 @pytest.mark.parametrize(
@@ -110,12 +125,15 @@ BROKEN = {
 
 @pytest.mark.parametrize("row", BROKEN, ids=lambda row: row[:20])
 def test_a_broken_row_ends_the_preparation_or_is_counted(row, read, tmp_path, capsys):
-    files = {"a.jsonl": LINES + row.encode("latin-1") + b"\n" + LINES.replace(b"row", b"line")}
+    broken = row.encode("latin-1") + b"\n"
+    files = {"a.jsonl": LINES + broken + LINES.replace(b"row", b"line") + broken}
     with pytest.raises(ValueError, match=rf"a\.jsonl:41 {BROKEN[row]}.*\. --errors skip leaves such out"):
         read(files)
     assert not contents(tmp_path / ".out")
     assert len(read(files, errors="skip")) == 80
-    assert f"left out by --errors skip: 1, the first: {tmp_path}/a.jsonl:41 " in capsys.readouterr().out
+    assert f"left out by --errors skip: 2, the first: {tmp_path}/a.jsonl:41 " in capsys.readouterr().out
+    with pytest.raises(ValueError, match=rf"b\.jsonl\.gz:1 {BROKEN[row]}"):  # known by its name
+        read({"b.jsonl.gz": gzip.compress(broken + LINES)}, ["b.jsonl.gz"])
 
 
 def test_a_file_that_is_not_utf8_ends_the_preparation_or_is_left_out_as_a_whole(tmp_path, read, capsys):

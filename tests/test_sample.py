@@ -175,6 +175,8 @@ def test_streamed_text_is_whole_characters_and_nothing_of_a_stop_string(stop):
     assert "".join(pieces) == text[:ends] and row.ended and row.add(65) == ""
     shown = "".join(pieces[:-1])
     assert len(shown) > ends - 4 and max(map(len, pieces)) < 5, "nothing is held back for longer than needed"
+    begun, almost = RowText(tokenizer, [0], stop), stop[-1][:-1] if stop else ""
+    assert "".join(begun.add(token) for token in [*almost.encode(), None]) == almost
     cut_off = RowText(tokenizer, [0], stop)
     assert [cut_off.add(token) for token in "é".encode()[:1]] == [""] and cut_off.add(None) == "\ufffd"
 
