@@ -10,8 +10,8 @@ as NF4, and a kernel reads rows of that and writes them as float8, by way of bf1
 
 Bytes for n weights: 1n held, and 2n moved in backward, to transpose it. NF4: 0.516n held, and 1.516n more moved before
 each matmul, for the MLP of 8B on one H200 in 0.60 and 0.75 of the time of reading back and then rounding. The limit is
-looking up values.
-y and dx are written by the large matmul, then read and written once more where the adapters' part is added.
+looking up values. y and dx are written by the large matmul, then read and written once more where the adapters' part is
+added.
 """
 
 import torch
