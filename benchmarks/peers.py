@@ -372,9 +372,10 @@ def make_optimizer(arm: str, model: nn.Module) -> torch.optim.Optimizer:
         from galore_torch import GaLoreAdamW8bit
 
         how = {"rank": 128, "update_proj_gap": 200, "scale": 0.25, "proj_type": "std"}
-        projected = [parameter for parameter in model.model.layers.parameters() if parameter.ndim == 2]
-        others = [*set(trained).difference(projected)]
-        return GaLoreAdamW8bit([{"params": others}, {"params": projected, **how}], **options)
+        blocks = set(model.model.layers.parameters())
+        groups = [{"params": [p for p in trained if p not in blocks or p.ndim != 2]},
+                  {"params": [p for p in trained if p in blocks and p.ndim == 2], **how}]  # fmt: skip
+        return GaLoreAdamW8bit(groups, **options)
     return torch.optim.AdamW(trained, fused=True, **options)
 
 
