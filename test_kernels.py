@@ -115,7 +115,8 @@ class Given:
 
     float8_input = False
     check, reference, tensors = kernels.Linear.check, kernels.Linear.reference, kernels.Linear.tensors
-    project, input_gradient = staticmethod(kernels.Linear.project), staticmethod(kernels.Linear.input_gradient)
+    project, with_shared = staticmethod(kernels.Linear.project), staticmethod(kernels.Linear.with_shared)
+    input_gradient = staticmethod(kernels.Linear.input_gradient)
     round_weight = staticmethod(kernels.Linear.round_weight)
     weight_gradients = staticmethod(kernels.Linear.weight_gradients)
 

@@ -114,7 +114,7 @@ RUNGS = {
     "offload_all": Rung("weights in CPU memory too", "offload_optimizer", {"offload": "all"}),
     "offload_activations": Rung("activations in CPU memory too", "offload_all", {"offload_activations": "true"}),
     "nvme": Rung("optimizer on the NVMe drive", "offload_activations", {}),  # offload_dir
-    "lora": Rung("LoRA of rank 16", "bf16", {"lora_rank": "16", "lora_alpha": "32", "cuda_graph": "true"}),
+    "lora": Rung("LoRA of rank 16", "bf16", {"lora_rank": "16", "lora_alpha": "32"}),
     "lora_fp8": Rung("LoRA with the base in float8", "lora", {"fp8": "true"}),
     "qlora": Rung("QLoRA: the base in NF4", "lora", {"base_dtype": "nf4"}),
     "qlora_fp8": Rung("QLoRA, multiplied in float8", "qlora", {"fp8": "true"}),

@@ -77,7 +77,7 @@ def true_results(operation: Operation, size: tuple[int, ...], options: dict) -> 
     """Outputs and gradients in float64 of the numbers that every arm gets."""
     problem = Problem(operation, operation.truth, size, options, wide=True)
     outputs = problem.forward()
-    return [y.detach() for y in outputs], problem.backward(outputs)
+    return [y.detach().double() for y in outputs], problem.backward(outputs)
 
 
 def largest_error(operation: Operation, arm: Callable, size: tuple[int, ...], options: dict, truth: tuple) -> float:

@@ -19,7 +19,7 @@ import torch.nn.functional as F
 import kernels
 from benchmarks import libraries
 from kernels import reference
-from kernels.fp8_linear import quantize, scaled_mm
+from kernels.fp8_linear import quantize, quantize_reference, scaled_mm, transpose
 
 EPS = 1e-5
 VOCAB = 128256  # Llama 3's
@@ -244,6 +244,27 @@ FP8_LINEAR = Operation(
     checked=first_rows,
 )
 
+# --- All that a micro-batch does to a weight in float8: rounded in forward, in backward again, and there transposed ---
+
+
+def rounded_twice(quantize, transpose, weight):
+    (w8, t), (again, _) = quantize(weight), quantize(weight)
+    return w8, t, transpose(again)
+
+
+def eager_rounded_twice(weight):
+    return rounded_twice(quantize_reference, lambda x8: x8.T.contiguous(), weight)
+
+
+FP8_WEIGHT = Operation(
+    dims="O C",
+    sizes=[(3072, 2048), (2048, 2048), (16384, 2048), (2048, 8192)],  # of Llama 3.2 1B: q, k, v; o; gate, up; down
+    inputs=lambda size, options: ([], (torch.randn(size, **options),)),
+    work=lambda size: {"forward": {"bytes": 8 * math.prod(size)}},
+    arms={"nanocria": partial(rounded_twice, quantize, transpose), "eager": eager_rounded_twice},
+    truth=eager_rounded_twice,
+)
+
 # --- Causal attention with grouped keys and values. q (B, T, H, D), k and v (B, T, K, D) ---
 
 
@@ -363,6 +384,7 @@ OPERATIONS = {
     "cross_entropy": CROSS_ENTROPY,
     "linear_cross_entropy": LINEAR_CROSS_ENTROPY,
     "fp8_linear": FP8_LINEAR,
+    "fp8_weight": FP8_WEIGHT,
     "flash_attention": FLASH_ATTENTION,
     "adamw": update_of("adamw", adamw_inputs, 26),
     "adamw8bit": update_of("adamw8bit", adamw8bit_inputs, 14),

@@ -36,14 +36,14 @@ from .nf4_lora_linear import NF4LoRALinear
 
 @triton.jit
 def _nf4_to_float8_kernel(
-    codes_ptr, scale_codes_ptr, scale_absmax_ptr, offset_ptr, pairs_ptr, map_ptr, out_ptr, scales_ptr, n_blocks,
+    codes_ptr, scale_codes_ptr, scale_absmax_ptr, offset_ptr, values_ptr, map_ptr, out_ptr, scales_ptr, n_blocks,
     SCALE_BLOCK: tl.constexpr, BLOCKS: tl.constexpr,
 ):  # fmt: skip
     """One program, one row of n_blocks blocks."""
     row, i = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCKS)
     block, mask = row * n_blocks + i, i < n_blocks
     w = read_nf4(
-        codes_ptr, scale_codes_ptr, scale_absmax_ptr, offset_ptr, pairs_ptr, map_ptr, block, mask, SCALE_BLOCK, BLOCKS
+        codes_ptr, scale_codes_ptr, scale_absmax_ptr, offset_ptr, values_ptr, map_ptr, block, mask, SCALE_BLOCK, BLOCKS
     )
     w = tl.where(mask[:, None], w, 0.0).to(tl.bfloat16).to(tl.float32)
     scale = float8_scale(tl.max(magnitude(w), axis=1))
@@ -62,11 +62,11 @@ def nf4_to_float8(
 
     out (O, C), C a multiple of 64, and scales (O, 1), both contiguous; the others are NF4's parts.
     """
-    pairs, _, scale_map = tables(codes.device)
+    values, _, scale_map = tables(codes.device)
     blocks = whole_row(out.shape[1])["BLOCK"] // BLOCK
     _nf4_to_float8_kernel[(out.shape[0],)](
-        codes, scale_codes, scale_absmax, offset, pairs, scale_map, out, scales, out.shape[1] // BLOCK,
-        SCALE_BLOCK=SCALE_BLOCK, BLOCKS=blocks, num_warps=max(4, blocks // 32), enable_fp_fusion=False,
+        codes, scale_codes, scale_absmax, offset, values, scale_map, out, scales, out.shape[1] // BLOCK,
+        SCALE_BLOCK=SCALE_BLOCK, BLOCKS=blocks, num_warps=4, enable_fp_fusion=False,
     )  # fmt: skip
 
 
@@ -94,10 +94,10 @@ class Float8Products:
         return y
 
     def input_gradient(self, dy, *tensors, out=None):
-        *held, a, b = tensors
+        (dy, dlow), (*held, a, _) = dy, tensors
         w8, t = self.read_float8(dy, *held)
         dx = input_gradient_float8(*quantize(dy, t.view(-1)), w8, dy.dtype, out)
-        as_rows(dx).addmm_(self._dlow(dy, b), a)
+        as_rows(dx).addmm_(dlow, a)
         return dx
 
 
@@ -120,7 +120,7 @@ class FP8NF4LoRALinear(Float8Products, NF4LoRALinear):
     """NF4LoRALinear whose weight is read back as float8."""
 
     def read_float8(self, like, *held):
-        if self.in_features % BLOCK or not use_triton(like):  # a block may lie in two rows, of two scales
+        if self.in_features % BLOCK:  # a block may lie in two rows, of two scales
             return super().read_float8(like, *held)
         w8, t = empty_rows((self.out_features, self.in_features), like, float8=True)
         for matrix, *out in zip(self.matrices(*held), w8.split(self.rows), t.split(self.rows), strict=True):

@@ -52,6 +52,11 @@ class Linear(nn.Linear):
         return F.linear(x, weight) if out is None else torch.mm(x, weight.T, out=out)
 
     @staticmethod
+    def with_shared(dy, *tensors):
+        """dy as the two functions below take it: beside what both compute from it."""
+        return dy
+
+    @staticmethod
     def input_gradient(dy, weight, out=None):
         """dx in dy's dtype; into out, where given, which has rows alone."""
         return dy @ weight if out is None else torch.mm(dy, weight, out=out)
@@ -102,6 +107,7 @@ class _Projection(torch.autograd.Function):
         refuse_double_backward()
         x, *tensors = ctx.saved_tensors
         _, need_dx, *needed = ctx.needs_input_grad
+        dy = ctx.projection.with_shared(dy, *tensors)
         dx = ctx.projection.input_gradient(dy, *tensors) if need_dx else None
         return None, dx, *ctx.projection.weight_gradients(dy, x, *tensors, needed=needed)
 

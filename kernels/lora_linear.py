@@ -106,18 +106,21 @@ class LoRALinear(Linear):
         y_rows.addmm_(as_rows(x), self.read_weight(x, *held).T)
         return y
 
+    def with_shared(self, dy, *tensors):
+        return dy, self._dlow(dy, tensors[-1])
+
     def input_gradient(self, dy, *tensors, out=None):
-        *held, a, b = tensors
+        (dy, dlow), (*held, a, _) = dy, tensors
         dx = dy.new_empty(*dy.shape[:-1], self.in_features) if out is None else out
-        as_rows(dx).addmm_(self._dlow(dy, b), a, beta=0).addmm_(as_rows(dy), self.read_weight(dy, *held))
+        as_rows(dx).addmm_(dlow, a, beta=0).addmm_(as_rows(dy), self.read_weight(dy, *held))
         return dx
 
     def weight_gradients(self, dy, x, *tensors, needed, sums=None, first=True):
-        *held, a, b = tensors
+        (dy, dlow), (*held, a, b) = dy, tensors
         da = db = None
         sum_a, sum_b = sums[-2:] if sums else (None, None)
         if needed[-2]:
-            da = product(self._dlow(dy, b), x, sum_a, first)
+            da = product(dlow, x, sum_a, first)
         if needed[-1]:
             dy, low = as_rows(dy), self._low(x, a)
             db = torch.empty_like(b) if sum_b is None else sum_b

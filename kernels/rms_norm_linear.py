@@ -38,6 +38,7 @@ class _RMSNormLinear(torch.autograd.Function):
     def backward(ctx, dy, dtotal=None):
         total, norm_weight, rstd, *tensors = ctx.saved_tensors
         _, need_dx, need_dresidual, need_dnorm, _, *needed = ctx.needs_input_grad
+        dy = ctx.projection.with_shared(dy, *tensors)
         dx, dnorm, normed = rms_norm_backward(
             ctx.projection.input_gradient(dy, *tensors), dtotal, total, norm_weight, rstd,
             need_dx or need_dresidual, need_dnorm, need_y=any(needed), overwrite_dy=True,

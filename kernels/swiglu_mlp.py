@@ -96,12 +96,14 @@ class _SwiGLUMLP(torch.autograd.Function):
             gate_up = gate_up_proj.project(
                 rms_norm_forward(total, None, norm_weight, ctx.eps, float8=gate_up_proj.float8_input)[0], *of_gate_up
             )
+        dy = down_proj.with_shared(dy, *of_down)
         dhidden = down_proj.input_gradient(dy, *of_down)
         w8, t = gate_up_proj.round_weight(*of_gate_up)
         dgate_up, hidden, dgate_up8 = glu_backward(dhidden, gate_up, "silu", any(needed[n:]), t, overwrite=ours)
         del dhidden, gate_up
         ddown = down_proj.weight_gradients(dy, hidden, *of_down, needed=needed[n:])
         del hidden
+        dgate_up = gate_up_proj.with_shared(dgate_up, *of_gate_up)
         dgate_up8 = (*dgate_up8, w8) if dgate_up8 else dgate_up
         dx, dnorm, normed = rms_norm_backward(
             gate_up_proj.input_gradient(dgate_up8, *of_gate_up), dtotal, total, norm_weight, rstd,
@@ -140,11 +142,13 @@ def _backward_in_chunks(ctx, dy, dtotal):
         first = rows.start == 0
         normed = rms_norm_forward(total_rows[rows], None, norm_weight, ctx.eps)[0]
         gate_up = gate_up_proj.project(normed, *of_gate_up)
-        dhidden = down_proj.input_gradient(dy_rows[rows], *of_down)
+        dy = down_proj.with_shared(dy_rows[rows], *of_down)
+        dhidden = down_proj.input_gradient(dy, *of_down)
         dgate_up, hidden, dgate_up8 = glu_backward(dhidden, gate_up, "silu", any(needed[n:]), t, overwrite=True)
         del gate_up, dhidden
-        down_proj.weight_gradients(dy_rows[rows], hidden, *of_down, needed=needed[n:], sums=sums[n:], first=first)
+        down_proj.weight_gradients(dy, hidden, *of_down, needed=needed[n:], sums=sums[n:], first=first)
         del hidden
+        dgate_up = gate_up_proj.with_shared(dgate_up, *of_gate_up)
         gate_up_proj.weight_gradients(dgate_up, normed, *of_gate_up, needed=needed[:n], sums=sums[:n], first=first)
         dgate_up8 = (*dgate_up8, w8) if dgate_up8 else dgate_up
         gate_up_proj.input_gradient(dgate_up8, *of_gate_up, out=as_rows(dnormed)[rows])

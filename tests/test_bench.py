@@ -22,7 +22,7 @@ RECORDS = sorted(record.RECORDS.glob("*.json"))
 FP32 = {"device": "cpu", "dtype": torch.float32}
 # A size of each operation that the interpreter runs in a moment; widths that no block divides.
 TINY = dict.fromkeys(("rms_norm", "add_rms_norm", "layer_norm", "swiglu", "geglu", "cross_entropy"), (5, 19))
-TINY |= {"rope": (2, 3, 4, 2, 8), "linear_cross_entropy": (5, 8, 19), "fp8_linear": (5, 16, 32)}
+TINY |= {"rope": (2, 3, 4, 2, 8), "linear_cross_entropy": (5, 8, 19), "fp8_linear": (5, 16, 32), "fp8_weight": (5, 19)}
 TINY |= {"flash_attention": (2, 19, 4, 2, 16), "adamw": (300,), "adamw8bit": (300,), "nf4": (5, 128)}
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # the interpreter's numpy, on inf
 
@@ -209,7 +209,7 @@ def test_only_a_whole_run_replaces_the_record_of_the_readme():
 @pytest.mark.parametrize("name", OPERATIONS)
 def test_the_arms_compute_one_function(name):
     operation, size = OPERATIONS[name], TINY[name]
-    options, most = (FP32 | {"dtype": torch.bfloat16}, 0.1) if name == "fp8_linear" else (FP32, 1e-6)
+    options, most = (FP32 | {"dtype": torch.bfloat16}, 0.1) if name.startswith("fp8") else (FP32, 1e-6)
     most = 4e-3 if name == "nf4" else most  # its result is bfloat16, which the interpreter cuts off
     truth = kernels_bench.true_results(operation, size, options)
     for arm in ("nanocria", "eager", "torch", "bitsandbytes"):
