@@ -6,6 +6,7 @@ in plain PyTorch.
 
 from .adamw import adamw
 from .adamw8bit import adamw8bit
+from .add_low_rank import add_low_rank
 from .add_ranks import add_ranks
 from .cross_entropy import cross_entropy
 from .decode_attention import decode_attention

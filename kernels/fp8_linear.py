@@ -66,16 +66,16 @@ def magnitude(x):
 
 
 @triton.jit
-def float8_scale(magnitudes, LARGEST: tl.constexpr = 448.0):
-    """The scale of a row of these. One with a NaN or an infinity becomes NaN, as in bf16."""
-    largest = tl.max(magnitudes, axis=0).to(tl.float32, bitcast=True)
+def float8_scale(largest, LARGEST: tl.constexpr = 448.0):
+    """The scale of a row, of its largest magnitude. One with a NaN or an infinity becomes NaN, as in bf16."""
+    largest = largest.to(tl.float32, bitcast=True)
     return tl.maximum(largest, 1e-12) / LARGEST + 0.0 * largest
 
 
 @triton.jit
 def store_float8(x, out_ptr, scale_ptr, cols, mask):
     """Rounds a row x (fp32, 0 where masked) to float8 and stores it from out_ptr on, and its scale."""
-    scale = float8_scale(magnitude(x))
+    scale = float8_scale(tl.max(magnitude(x), axis=0))
     # 8 elements a thread, as they are loaded in bf16. For the 16 of the widest store the compiler would deal out the
     # whole row otherwise, the norm would add its squares in another order, and y would have other bits.
     out_ptrs = tl.max_contiguous(out_ptr + cols, 8)
@@ -152,10 +152,10 @@ def project_float8(x, w8, t, dtype, out=None):
     return scaled_mm(as_rows(x8), w8, s, t.T, dtype, out).unflatten(0, x8.shape[:-1])
 
 
-def input_gradient_float8(g8, u, w8, dtype, out=None):
-    """dx of diag(u) g8 = dy diag(t) and of the weight diag(t) w8."""
-    one = torch.ones(1, w8.shape[1], device=g8.device)
-    return scaled_mm(as_rows(g8), transpose(w8), u, one, dtype, out).unflatten(0, g8.shape[:-1])
+def input_gradient_float8(g8, u, wt8, dtype, out=None):
+    """dx of diag(u) g8 = dy diag(t) and of wt8, the weight diag(t) w8 transposed, (C, O)."""
+    one = torch.ones(1, len(wt8), device=g8.device)
+    return scaled_mm(as_rows(g8), wt8, u, one, dtype, out).unflatten(0, g8.shape[:-1])
 
 
 class FP8Linear(Linear):
@@ -185,9 +185,10 @@ class FP8Linear(Linear):
     @staticmethod
     def input_gradient(dy, weight, out=None):
         if isinstance(dy, tuple):  # rounded where it was made, with the factors of the same w8
-            return input_gradient_float8(*dy, weight.dtype, out)
+            g8, u, w8 = dy
+            return input_gradient_float8(g8, u, transpose(w8), weight.dtype, out)
         w8, t = FP8Linear.round_weight(weight)
-        return input_gradient_float8(*quantize(dy, t), w8, dy.dtype, out)
+        return input_gradient_float8(*quantize(dy, t), transpose(w8), dy.dtype, out)
 
 
 def use_fp8(model: torch.nn.Module, device: str = "cpu") -> None:

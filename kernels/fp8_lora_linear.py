@@ -17,9 +17,10 @@ added.
 import torch
 import torch.nn.functional as F
 
+from .add_low_rank import add_low_rank
 from .fp8_linear import (
+    FLOAT8,
     check_fp8,
-    empty_rows,
     float8_scale,
     input_gradient_float8,
     magnitude,
@@ -27,29 +28,43 @@ from .fp8_linear import (
     quantize,
     quantize_reference,
     rounded_reference,
+    transpose,
 )
-from .launch import as_rows, tl, triton, use_triton, whole_row
+from .launch import as_rows, tl, triton, use_triton
 from .lora_linear import LoRALinear
-from .nf4 import BLOCK, SCALE_BLOCK, read_nf4, tables
+from .nf4 import BLOCK, SCALE_BLOCK, read_nf4, read_scales, tables
 from .nf4_lora_linear import NF4LoRALinear
 
 
 @triton.jit
 def _nf4_to_float8_kernel(
-    codes_ptr, scale_codes_ptr, scale_absmax_ptr, offset_ptr, values_ptr, map_ptr, out_ptr, scales_ptr, n_blocks,
-    SCALE_BLOCK: tl.constexpr, BLOCKS: tl.constexpr,
+    codes_ptr, scale_codes_ptr, scale_absmax_ptr, offset_ptr, values_ptr, map_ptr,
+    out_ptr, out_row_stride, out_col_stride, scales_ptr, n_rows, n_blocks,
+    SCALE_BLOCK: tl.constexpr, ALL: tl.constexpr, ROWS: tl.constexpr, SPAN: tl.constexpr, BLOCKS: tl.constexpr,
 ):  # fmt: skip
-    """One program, one row of n_blocks blocks."""
-    row, i = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCKS)
-    block, mask = row * n_blocks + i, i < n_blocks
-    w = read_nf4(
-        codes_ptr, scale_codes_ptr, scale_absmax_ptr, offset_ptr, values_ptr, map_ptr, block, mask, SCALE_BLOCK, BLOCKS
-    )
-    w = tl.where(mask[:, None], w, 0.0).to(tl.bfloat16).to(tl.float32)
-    scale = float8_scale(tl.max(magnitude(w), axis=1))
-    out = out_ptr + block[:, None] * 64 + tl.arange(0, 64)[None, :]
-    tl.store(out, (w / scale).to(out_ptr.dtype.element_ty), mask=mask[:, None])
-    tl.store(scales_ptr + row, scale)
+    """A program handles SPAN blocks of ROWS rows, BLOCKS at a time.
+
+    A block's largest weight is 1 or -1 times its scale: so the rows' float8 scales follow from those of their blocks.
+    """
+    row, i = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS), tl.arange(0, ALL)
+    block, mask = row[:, None] * n_blocks + i[None, :], (row < n_rows)[:, None] & (i < n_blocks)[None, :]
+    largest = read_scales(scale_codes_ptr, scale_absmax_ptr, offset_ptr, map_ptr, block, mask, SCALE_BLOCK)
+    largest = tl.where(mask, largest, 0.0).to(tl.bfloat16).to(tl.float32)
+    scale = float8_scale(tl.max(magnitude(largest), axis=1))
+    first = tl.program_id(1) * SPAN
+    if first == 0:
+        tl.store(scales_ptr + row, scale, mask=row < n_rows)
+    for start in range(first, first + SPAN, BLOCKS):
+        i, col = start + tl.arange(0, BLOCKS), start * 64 + tl.arange(0, BLOCKS * 64)
+        block, mask = row[:, None] * n_blocks + i[None, :], (row < n_rows)[:, None] & (i < n_blocks)[None, :]
+        w = read_nf4(
+            codes_ptr, scale_codes_ptr, scale_absmax_ptr, offset_ptr, values_ptr, map_ptr,
+            tl.reshape(block, (ROWS * BLOCKS,)), tl.reshape(mask, (ROWS * BLOCKS,)), SCALE_BLOCK, ROWS * BLOCKS,
+        )  # fmt: skip
+        w = tl.reshape(w, (ROWS, BLOCKS * 64)).to(tl.bfloat16).to(tl.float32)
+        out = out_ptr + row[:, None] * out_row_stride + col.to(tl.int64)[None, :] * out_col_stride
+        mask = (row < n_rows)[:, None] & (col < n_blocks * 64)[None, :]
+        tl.store(out, (w / scale[:, None]).to(out_ptr.dtype.element_ty), mask=mask)
 
 
 # Opaque as nf4.py's: torch.compile does not know enable_fp_fusion.
@@ -60,13 +75,17 @@ def nf4_to_float8(
 ) -> None:  # fmt: skip
     """Writes what quantize makes of a bf16 weight that is read back from NF4, without that weight.
 
-    out (O, C), C a multiple of 64, and scales (O, 1), both contiguous; the others are NF4's parts.
+    out (O, C) of any strides, C a multiple of 64, and scales (O, 1), contiguous; the others are NF4's parts.
     """
     values, _, scale_map = tables(codes.device)
-    blocks = whole_row(out.shape[1])["BLOCK"] // BLOCK
-    _nf4_to_float8_kernel[(out.shape[0],)](
-        codes, scale_codes, scale_absmax, offset, values, scale_map, out, scales, out.shape[1] // BLOCK,
-        SCALE_BLOCK=SCALE_BLOCK, BLOCKS=blocks, num_warps=4, enable_fp_fusion=False,
+    n_rows, n_blocks = out.shape[0], out.shape[1] // BLOCK
+    span = triton.next_power_of_2(n_blocks)
+    sizes = {"ALL": span, "ROWS": 1, "SPAN": span, "BLOCKS": min(span, 32), "num_warps": 1}
+    if out.stride(1) != 1:  # it is transposed: a tile of 32 rows and 128 columns at a time
+        sizes |= {"ROWS": 32, "SPAN": min(span, 16), "BLOCKS": min(span, 2), "num_warps": 4}
+    _nf4_to_float8_kernel[(triton.cdiv(n_rows, sizes["ROWS"]), triton.cdiv(n_blocks, sizes["SPAN"]))](
+        codes, scale_codes, scale_absmax, offset, values, scale_map, out, *out.stride(), scales, n_rows, n_blocks,
+        SCALE_BLOCK=SCALE_BLOCK, **sizes, enable_fp_fusion=False,
     )  # fmt: skip
 
 
@@ -81,23 +100,24 @@ class Float8Products:
         weight = rounded_reference(self.read_weight(self.lora_a, *self.tensors()[:-2]))
         return F.linear(rounded_reference(x), weight).to(x.dtype) + self.adapted(x)
 
-    def read_float8(self, like, *held):
-        """float8 (O, C) and scales (O, 1) of the frozen weight."""
-        return quantize(self.read_weight(like, *held))
+    def read_float8(self, like, *held, transposed=False):
+        """float8 (O, C), or (C, O), and scales (O, 1) of the frozen weight."""
+        w8, t = quantize(self.read_weight(like, *held))
+        return transpose(w8) if transposed else w8, t
 
     def project(self, x, *tensors, out=None):
         *held, a, b = tensors
         y = project_float8(x, *self.read_float8(x, *held), x.dtype, out)
         y_rows, low = as_rows(y), self._low(x, a)
         for rows, columns in self.parts:
-            y_rows[:, rows].addmm_(low[:, columns], b[rows].T)
+            add_low_rank(y_rows[:, rows], low[:, columns], b[rows])
         return y
 
     def input_gradient(self, dy, *tensors, out=None):
         (dy, dlow), (*held, a, _) = dy, tensors
-        w8, t = self.read_float8(dy, *held)
-        dx = input_gradient_float8(*quantize(dy, t.view(-1)), w8, dy.dtype, out)
-        as_rows(dx).addmm_(dlow, a)
+        wt8, t = self.read_float8(dy, *held, transposed=True)
+        dx = input_gradient_float8(*quantize(dy, t.view(-1)), wt8, dy.dtype, out)
+        add_low_rank(as_rows(dx), dlow, a.T)
         return dx
 
 
@@ -112,17 +132,20 @@ class FP8LoRALinear(Float8Products, LoRALinear):
     def read_weight(self, like, weight, scales):
         return scales * weight.float()  # in fp32: like's bf16 would round once more
 
-    def read_float8(self, like, weight, scales):
-        return weight, scales
+    def read_float8(self, like, weight, scales, transposed=False):
+        return transpose(weight) if transposed else weight, scales
 
 
 class FP8NF4LoRALinear(Float8Products, NF4LoRALinear):
     """NF4LoRALinear whose weight is read back as float8."""
 
-    def read_float8(self, like, *held):
+    def read_float8(self, like, *held, transposed=False):
         if self.in_features % BLOCK:  # a block may lie in two rows, of two scales
-            return super().read_float8(like, *held)
-        w8, t = empty_rows((self.out_features, self.in_features), like, float8=True)
-        for matrix, *out in zip(self.matrices(*held), w8.split(self.rows), t.split(self.rows), strict=True):
+            return super().read_float8(like, *held, transposed=transposed)
+        shape = self.out_features, self.in_features
+        w8 = torch.empty(shape[::-1] if transposed else shape, dtype=FLOAT8, device=like.device)
+        t = torch.empty(shape[0], 1, dtype=torch.float32, device=like.device)
+        rows_of = (w8.T if transposed else w8).split(self.rows)
+        for matrix, *out in zip(self.matrices(*held), rows_of, t.split(self.rows), strict=True):
             nf4_to_float8(*matrix, *out)
         return w8, t

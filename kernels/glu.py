@@ -106,7 +106,7 @@ def _glu_bwd_kernel(
             dup = dup.to(tl.float32) * tl.load(factors_ptr + n_cols + cols, mask=mask, other=0.0)
             largest = tl.maximum(largest, tl.maximum(magnitude(dgate), magnitude(dup)))
     if FLOAT8:  # dx is read again, from the cache: a row of it in registers would leave room for few rows at once
-        scale = float8_scale(largest)
+        scale = float8_scale(tl.max(largest, axis=0))
         tl.store(scales_ptr + row, scale)
         tl.debug_barrier()
         for i in range(0, 2 * SPAN, BLOCK):

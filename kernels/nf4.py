@@ -102,19 +102,27 @@ def _quantize_nf4_kernel(weight_ptr, codes_ptr, absmax_ptr, bounds_ptr, n_blocks
 
 
 @triton.jit
+def read_scales(
+    scale_codes_ptr, scale_absmax_ptr, offset_ptr, map_ptr, block, mask, SCALE_BLOCK: tl.constexpr
+):  # fmt: skip
+    """The scales of these blocks in fp32. To be launched without fusion."""
+    code = tl.load(scale_codes_ptr + block, mask=mask, other=0).to(tl.int32)
+    absmax = tl.load(scale_absmax_ptr + block // SCALE_BLOCK, mask=mask, other=0.0)
+    return tl.load(map_ptr + code) * absmax + tl.load(offset_ptr)
+
+
+@triton.jit
 def read_nf4(
     codes_ptr, scale_codes_ptr, scale_absmax_ptr, offset_ptr, values_ptr, map_ptr, block, mask,
     SCALE_BLOCK: tl.constexpr, BLOCKS: tl.constexpr,
 ):  # fmt: skip
     """The weights (BLOCKS, 64) of these blocks in fp32. To be launched without fusion."""
     byte = tl.load(codes_ptr + block[:, None] * 32 + tl.arange(0, 32)[None, :], mask=mask[:, None], other=0)
-    scale_code = tl.load(scale_codes_ptr + block, mask=mask, other=0).to(tl.int32)
-    scale_absmax = tl.load(scale_absmax_ptr + block // SCALE_BLOCK, mask=mask, other=0.0)
-    scale = (tl.load(map_ptr + scale_code) * scale_absmax + tl.load(offset_ptr))[:, None]
+    scale = read_scales(scale_codes_ptr, scale_absmax_ptr, offset_ptr, map_ptr, block, mask, SCALE_BLOCK)
     # Looked up by shuffles between the threads of a warp, of which each holds one of the 16 values.
     values, code = tl.load(values_ptr + tl.arange(0, 16)), tl.reshape(byte, (BLOCKS * 32,)).to(tl.int32)
     pairs = tl.join(tl.gather(values, code >> 4, axis=0), tl.gather(values, code & 15, axis=0))
-    return tl.reshape(pairs, (BLOCKS, 64)) * scale
+    return tl.reshape(pairs, (BLOCKS, 64)) * scale[:, None]
 
 
 @triton.jit

@@ -4,6 +4,7 @@ RoPE and MLP from here.
 
 from .adamw import adamw_reference as adamw
 from .adamw8bit import adamw8bit_reference as adamw8bit
+from .add_low_rank import add_low_rank_reference as add_low_rank
 from .add_ranks import add_ranks_reference as add_ranks
 from .cross_entropy import cross_entropy_reference as cross_entropy
 from .decode_attention import decode_attention_reference as decode_attention

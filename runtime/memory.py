@@ -313,8 +313,8 @@ class Step:
         c, tokens, beyond, block = self.c, self.group_tokens, self.in_block - self.kept, self.block
         # with few tokens, the block's own gradients are more
         n_bytes = max(beyond * tokens, block.gradients - self.kept * tokens)
-        if self.run.lora_rank and self.run.fused_kernels:  # frozen weights read back from NF4, transposed in float8
-            n_bytes += 2 * c.ffn_dim * c.n_embd * ((self.run.base_dtype == "nf4") + self.run.fp8)
+        if self.run.lora_rank and self.run.fused_kernels:  # a frozen weight read back from NF4, or transposed in float8
+            n_bytes += 2 * c.ffn_dim * c.n_embd * (self.run.base_dtype == "nf4" or self.run.fp8)
         found = [Part("the block in backward", n_bytes, f"{beyond:,} bytes x {tokens:,} tokens, beyond saved")]
         if self.chunks > 1:
             a_slice = self.itemsize * (3 * c.ffn_dim + c.n_embd) * tokens // self.chunks

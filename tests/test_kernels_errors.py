@@ -100,6 +100,8 @@ ERRORS = [
     ("fp8_linear", (zeros(4, 24).bfloat16(), zeros(16, 24).bfloat16()), {}, "weight (16, 24): float8 matmuls want"),
     ("fp8_linear", (zeros(4, 32).bfloat16(), zeros(24, 32).bfloat16()), {}, "weight (24, 32): float8 matmuls want"),
     ("fp8_linear", (zeros(4, 32).bfloat16(), zeros(16, 48).bfloat16()), {}, "weight torch.bfloat16 (16, 48): expected"),
+    ("add_low_rank", (zeros(4, 8), zeros(4, 2), zeros(8, 3)), {}, "b torch.float32 (8, 3): expected (N, O), (N, R)"),
+    ("add_low_rank", (zeros(4, 8), zeros(4, 2).half(), zeros(8, 2)), {}, "of one dtype"),
     ("add_ranks", (zeros(8), zeros(3, 4), 1.0, zeros(8)), {}, "out (8,): expected (n,), (ranks - 1, n) and (n,)"),
     ("add_ranks", (zeros(8), zeros(8, 3).T, 1.0, zeros(8)), {}, "contiguous"),
     ("add_ranks", (zeros(8), zeros(3, 8), 1.0, zeros(16)[::2]), {}, "contiguous"),
