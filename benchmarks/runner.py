@@ -152,7 +152,8 @@ def arm_point(arm: str, flags: list[str] | None, steps: int, ranks=1, warmup=5, 
     with tempfile.TemporaryDirectory() as out_dir:
         words = [*train_words(**at, out_dir=out_dir, ranks=ranks), *flags, f"--max_iters={steps + warmup}"]
         summary = train(words, out_dir, ranks, launch)
-        return row | {key: summary[key] for key in KEPT if key in summary}
+        used = {"used_cpu_gib": summary["cpu_gib"]} if "cpu_gib" in summary else {}  # by the process, at its peak
+        return row | used | {key: summary[key] for key in KEPT if key in summary}
 
 
 def sweep_point(arm: str, offload: str, flags: list[str], **at) -> dict:

@@ -1,6 +1,6 @@
 """A product of low rank added in place: what adapters add to y and dx that float8 matmuls wrote (fp8_lora_linear.py).
 
-    y ← y + a bᵀ
+    y ← y + a bᵀ        of all columns of y, or of some of them
 
 torch.addmm does the same, but cuBLAS's kernels are made for long sums: for those of 16 elements they take 1.8 times as
 long as y takes to be copied. A program here is one small tile of y, and many of them are on their way at once.
@@ -15,25 +15,26 @@ import torch
 from .launch import INTERPRETED, tl, triton, use_triton
 
 
-def add_low_rank_reference(y, a, b):
-    return y.addmm_(a, b.T)
+def add_low_rank_reference(y, a, b, first=0):
+    y[:, first : first + len(b)].addmm_(a, b.T)
+    return y
 
 
 @triton.jit
 def _add_low_rank_kernel(
     y_ptr, y_row_stride, y_col_stride, a_ptr, a_row_stride, a_col_stride, b_ptr, b_row_stride, b_col_stride,
-    n_rows, n_cols, RANK: tl.constexpr, STEP: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr,
+    n_rows, n_cols, first, RANK: tl.constexpr, STEP: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr,
 ):  # fmt: skip
     """One program, one tile."""
     programs = tl.cdiv(n_cols, COLS)
     row = (tl.program_id(0) // programs).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     col = (tl.program_id(0) % programs).to(tl.int64) * COLS + tl.arange(0, COLS)
     mask = (row < n_rows)[:, None] & (col < n_cols)[None, :]
-    y_ptrs = y_ptr + row[:, None] * y_row_stride + col[None, :] * y_col_stride
+    y_ptrs = y_ptr + row[:, None] * y_row_stride + (first + col)[None, :] * y_col_stride
     y = tl.load(y_ptrs, mask=mask, other=0.0)
     total = y.to(tl.float32)
-    for first in tl.static_range(0, RANK, STEP):
-        k = first + tl.arange(0, STEP)
+    for start in tl.static_range(0, RANK, STEP):
+        k = start + tl.arange(0, STEP)
         a_ptrs = a_ptr + row[:, None] * a_row_stride + k[None, :] * a_col_stride
         b_ptrs = b_ptr + col[None, :] * b_row_stride + k[:, None] * b_col_stride
         a = tl.load(a_ptrs, mask=(row < n_rows)[:, None] & (k < RANK)[None, :], other=0.0)
@@ -42,23 +43,25 @@ def _add_low_rank_kernel(
     tl.store(y_ptrs, total.to(y.dtype), mask=mask)
 
 
-def add_low_rank(y: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-    """y (N, O) += a (N, R) b (O, R)ᵀ, in place; summed in fp32, rounded once. Returns y.
+def add_low_rank(y: torch.Tensor, a: torch.Tensor, b: torch.Tensor, first: int = 0) -> torch.Tensor:
+    """y (N, C) += a (N, R) b (O, R)ᵀ in its columns first .. first + O, in place; summed in fp32, rounded once.
 
-    All of one dtype, bf16, fp16 or fp32, and of any strides. ValueError where shapes or dtypes do not fit.
+    All of one dtype, bf16, fp16 or fp32, and of any strides. Not the columns as a view: the compiler would copy that.
+    Returns y. ValueError where shapes or dtypes do not fit.
     """
-    if y.shape != (len(a), len(b)) or a.shape[1:] != b.shape[1:] or not y.dtype == a.dtype == b.dtype:
+    fits = len(y) == len(a) and first + len(b) <= y.shape[1] and a.shape[1] == b.shape[1]
+    if not fits or not y.dtype == a.dtype == b.dtype:
         found = ", ".join(f"{name} {x.dtype} {tuple(x.shape)}" for name, x in (("y", y), ("a", a), ("b", b)))
-        raise ValueError(f"{found}: expected (N, O), (N, R) and (O, R) of one dtype")
+        raise ValueError(f"{found}, first {first}: expected (N, first + O or more), (N, R) and (O, R) of one dtype")
     if not use_triton(y):
-        return add_low_rank_reference(y, a, b)
+        return add_low_rank_reference(y, a, b, first)
     if INTERPRETED and y.dtype == torch.bfloat16:
         a, b = a.float(), b.float()  # the interpreter's tl.dot misreads bf16
     rank, (rows, cols) = b.shape[1], (32, 128)
     programs = triton.cdiv(len(a), rows) * triton.cdiv(len(b), cols)
     if programs:
         _add_low_rank_kernel[(programs,)](
-            y, *y.stride(), a, *a.stride(), b, *b.stride(), *y.shape,
+            y, *y.stride(), a, *a.stride(), b, *b.stride(), len(a), len(b), first,
             RANK=rank, STEP=min(max(triton.next_power_of_2(rank), 16), 64), ROWS=rows, COLS=cols, num_warps=4,
         )  # fmt: skip
     return y

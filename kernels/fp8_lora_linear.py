@@ -47,24 +47,24 @@ def _nf4_to_float8_kernel(
     A block's largest weight is 1 or -1 times its scale: so the rows' float8 scales follow from those of their blocks.
     """
     row, i = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS), tl.arange(0, ALL)
-    block, mask = row[:, None] * n_blocks + i[None, :], (row < n_rows)[:, None] & (i < n_blocks)[None, :]
-    largest = read_scales(scale_codes_ptr, scale_absmax_ptr, offset_ptr, map_ptr, block, mask, SCALE_BLOCK)
-    largest = tl.where(mask, largest, 0.0).to(tl.bfloat16).to(tl.float32)
+    all_blocks, in_rows = row[:, None] * n_blocks + i[None, :], (row < n_rows)[:, None] & (i < n_blocks)[None, :]
+    largest = read_scales(scale_codes_ptr, scale_absmax_ptr, offset_ptr, map_ptr, all_blocks, in_rows, SCALE_BLOCK)
+    largest = tl.where(in_rows, largest, 0.0).to(tl.bfloat16).to(tl.float32)
     scale = float8_scale(tl.max(magnitude(largest), axis=1))
     first = tl.program_id(1) * SPAN
     if first == 0:
         tl.store(scales_ptr + row, scale, mask=row < n_rows)
     for start in range(first, first + SPAN, BLOCKS):
-        i, col = start + tl.arange(0, BLOCKS), start * 64 + tl.arange(0, BLOCKS * 64)
-        block, mask = row[:, None] * n_blocks + i[None, :], (row < n_rows)[:, None] & (i < n_blocks)[None, :]
+        j, col = start + tl.arange(0, BLOCKS), start * 64 + tl.arange(0, BLOCKS * 64)
+        block, inside = row[:, None] * n_blocks + j[None, :], (row < n_rows)[:, None] & (j < n_blocks)[None, :]
         w = read_nf4(
             codes_ptr, scale_codes_ptr, scale_absmax_ptr, offset_ptr, values_ptr, map_ptr,
-            tl.reshape(block, (ROWS * BLOCKS,)), tl.reshape(mask, (ROWS * BLOCKS,)), SCALE_BLOCK, ROWS * BLOCKS,
+            tl.reshape(block, (ROWS * BLOCKS,)), tl.reshape(inside, (ROWS * BLOCKS,)), SCALE_BLOCK, ROWS * BLOCKS,
         )  # fmt: skip
         w = tl.reshape(w, (ROWS, BLOCKS * 64)).to(tl.bfloat16).to(tl.float32)
         out = out_ptr + row[:, None] * out_row_stride + col.to(tl.int64)[None, :] * out_col_stride
-        mask = (row < n_rows)[:, None] & (col < n_blocks * 64)[None, :]
-        tl.store(out, (w / scale[:, None]).to(out_ptr.dtype.element_ty), mask=mask)
+        stored = (row < n_rows)[:, None] & (col < n_blocks * 64)[None, :]
+        tl.store(out, (w / scale[:, None]).to(out_ptr.dtype.element_ty), mask=stored)
 
 
 # Opaque as nf4.py's: torch.compile does not know enable_fp_fusion.
@@ -110,7 +110,7 @@ class Float8Products:
         y = project_float8(x, *self.read_float8(x, *held), x.dtype, out)
         y_rows, low = as_rows(y), self._low(x, a)
         for rows, columns in self.parts:
-            add_low_rank(y_rows[:, rows], low[:, columns], b[rows])
+            add_low_rank(y_rows, low[:, columns], b[rows], rows.start)
         return y
 
     def input_gradient(self, dy, *tensors, out=None):

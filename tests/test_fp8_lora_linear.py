@@ -97,7 +97,7 @@ def test_a_product_of_low_rank_is_added_in_place_within_one_rounding(rank, dtype
     y, a, b = randn(70, 400, dtype=dtype), randn(70, 2 * rank, dtype=dtype), randn(rank, 200, dtype=dtype)
     before = y.clone()
     expected = y[:, 100:300].double() + a[:, rank:].double() @ b.double()
-    assert kernels.add_low_rank(y[:, 100:300], a[:, rank:], b.T).data_ptr() == y[:, 100:300].data_ptr()
+    assert kernels.add_low_rank(y, a[:, rank:], b.T, 100) is y
     step = {torch.float32: 2**-20, torch.float16: 2**-11, BF16: 2**-8 if HAS_GPU else 2**-7}[dtype]
     assert ((y[:, 100:300].double() - expected).abs() <= step * expected.abs() + 1e-5).all()
     y[:, 100:300] = before[:, 100:300]
