@@ -69,6 +69,11 @@ class OnDisk(OnCPU):
         self.moving: dict[int, Future] = {}  # what fills the buffer of piece i; past the last piece, empties it
         self.used_as_tensors = True  # since the last update: they begin as copies of the parameters
 
+    def _master(self, parameter):
+        master = super()._master(parameter)
+        self.file.let_go()  # else the page cache would hold all masters at once
+        return master
+
     def _new_state(self, parameter, shape, dtype):
         like = new_state(parameter, shape, dtype, "meta")
         return shard_like(like, self.file.zeros(local(like).shape, dtype))

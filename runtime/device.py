@@ -38,12 +38,12 @@ def send_to_device(values: torch.Tensor, device: str) -> torch.Tensor:
 
 def send_to_cpu(values: torch.Tensor) -> Callable[[], list[float]]:
     """Starts a copy; returns a function that waits until it has arrived, and returns it as a list."""
-    values = values.to("cpu", non_blocking=True)
-    arrived = torch.cuda.current_stream().record_event() if torch.cuda.is_initialized() else None
+    there = values.to("cpu", non_blocking=True)
+    arrived = torch.cuda.current_stream().record_event() if values.is_cuda else None
 
     def wait():
         if arrived is not None:
             arrived.synchronize()
-        return values.tolist()
+        return there.tolist()
 
     return wait

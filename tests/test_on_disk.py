@@ -4,10 +4,12 @@ import errno
 import fcntl
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
 import time
+from pathlib import Path
 from unittest import mock
 
 import pytest
@@ -146,7 +148,8 @@ def test_a_slow_drive_changes_no_number(same_as_in_memory, monkeypatch):
     monkeypatch.setattr(StateFile, "let_go", lambda self: emptied.append(1) or let_go(self))
     place = same_as_in_memory(offload="all", dtype="bfloat16", max_iters=3, eval_interval=2)
     assert not place.moving, "the last checkpoint was written before the file was"
-    assert len(emptied) == 2, "before the first update, and after the checkpoint in the middle"
+    once_for_each_master = len(place.masters)
+    assert len(emptied) == once_for_each_master + 2, "before the first update, and after the checkpoint in the middle"
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -164,6 +167,26 @@ def test_without_direct_io_it_says_so_and_computes_the_same(same_as_in_memory, m
     monkeypatch.setattr(fcntl, "fcntl", refuse)
     assert not same_as_in_memory(offload="optimizer").file.direct
     assert "not directly, which its file system does not support" in capsys.readouterr().out
+
+
+def test_new_masters_do_not_stay_in_memory(drive):
+    model = Llama(LlamaConfig(n_layer=2, n_head=2, n_kv_head=1, n_embd=256, ffn_dim=512, vocab_size=512, block_size=8))
+    model.init_weights(1)
+    file = StateFile(drive, 2**24)
+    place = Optimizer(model.bfloat16(), AdamW(), OnDisk(file)).place
+    assert resident_bytes(file) == 0
+    assert all(torch.equal(place.masters[name], p.float()) for name, p in model.named_parameters())
+    assert resident_bytes(file) >= sum(4 * p.numel() for p in model.parameters())
+
+
+def resident_bytes(file):
+    """Of its mapping in memory, by Linux."""
+    found = False
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        if re.match(r"[0-9a-f]+-[0-9a-f]+ ", line):
+            found = int(line.split("-")[0], 16) <= file.bytes.data_ptr() < int(line.split()[0].split("-")[1], 16)
+        elif found and line.startswith("Rss:"):
+            return int(line.split()[1]) * 1024
 
 
 @pytest.mark.parametrize("direct", [True, False])
