@@ -461,6 +461,18 @@ def whole_8b_sentence() -> str:
     )
 
 
+def drive_sentence() -> str:
+    """All of 8B with its optimizer on a drive."""
+    rows = [row for row in load("ladder")["points"] if (row["model"], row["rung"]) == ("8b", "nvme")]
+    one, *_, best = [row for row in rows if "tok_per_s" in row]
+    return (
+        f"Llama 3.1 8B, its optimizer on the drive in 8 bits: {best['tok_per_s']:,.0f} tokens per second at "
+        f"{best['batch']} x 1,024 tokens a step, in {best['peak_gib']:.1f} GiB of the GPU's memory. A step of one "
+        f"sequence takes {one['ms_per_step'] / 1000:.0f} s and pins {one['cpu_gib']:.0f} GiB of CPU memory (by "
+        f"memory.py); at its peak the process had {one['used_cpu_gib']:.0f}."
+    )
+
+
 def disk_table(r: dict) -> str:
     """An update through a drive beside plain reads and writes; bytes of both ways."""
     rows = [row | {"of": f"{row['config']} {row['flags']}".strip(), "gb": row["bytes"] / 1e9} for row in r["drives"]]
@@ -512,6 +524,7 @@ PAGES = {  # page -> its parts: name -> what makes it
     "benchmarks/README.md": {
         "linux": linux_table, "baby": baby_table, "steps": partial(measured, "step", steps_table),
         "small_model": lambda: small_model_table(load("step")), "breakdown": lambda: breakdown_table(load("step")),
+        "drive_8b": drive_sentence,
         **{name: partial(measured, name, sweep_tables) for name in ("study", "sweep", "study_8b")},
         **{name: partial(measured, name) for name in (
             "step_h100", "snapshot", "losses", "ladder", "gpus", "gpus_two", "gpus_saves", "gpus_memory",

@@ -2,8 +2,8 @@
 
     y ← y + a bᵀ        of all columns of y, or of some of them
 
-torch.addmm does the same, but cuBLAS's kernels are made for long sums: for those of 16 elements they take 1.8 times as
-long as y takes to be copied. A program here is one small tile of y, and many of them are on their way at once.
+torch.addmm does the same, but cuBLAS's kernels are made for long sums, and sums of 16 elements keep no large tile busy.
+A program here is one small tile of y, and many of them are on their way at once.
 
 Bytes for y (N, O) of 2-byte elements: 4NO (read and write y).
 

@@ -6,12 +6,11 @@
 A weight that is trained has a third matmul, its gradient, which has to stay in bf16. A frozen one has none: here all
 large matmuls are in float8, and what is left in bf16 has the adapters' rank as a side. A frozen weight never changes,
 so it is rounded once and held as float8: the numbers are those of a bf16 one rounded before each matmul. Or it is held
-as NF4, and a kernel reads rows of that and writes them as float8, by way of bf16 as for all that trains in NF4.
+as NF4, and a kernel reads that and writes float8, for backward transposed, by way of bf16 as for all that is in NF4.
 
-Bytes for n weights: 1n held, and 2n moved in backward, to transpose it. NF4: 0.516n held, and 1.516n more moved before
-each matmul, for the MLP of 8B on one H200 in 0.60 and 0.75 of the time of reading back and then rounding. The limit is
-looking up values. y and dx are written by the large matmul, then read and written once more where the adapters' part is
-added.
+Bytes for n weights: 1n held, and 2n moved in backward, to transpose it. NF4: 0.516n held, and 1.516n moved before each
+matmul. The limit is looking up values. y and dx are written by the large matmul, then read and written once more where
+the adapters' part is added (add_low_rank.py).
 """
 
 import torch
