@@ -102,6 +102,7 @@ def test_a_product_of_low_rank_is_added_in_place_within_one_rounding(rank, dtype
     assert ((y[:, 100:300].double() - expected).abs() <= step * expected.abs() + 1e-5).all()
     y[:, 100:300] = before[:, 100:300]
     assert torch.equal(y, before)
+    assert kernels.add_low_rank(y[:0], a[:0, rank:], b.T).shape == (0, 400)
 
 
 @pytest.mark.parametrize("kind", [LoRALinear, *KINDS.values()])
