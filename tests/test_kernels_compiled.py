@@ -164,9 +164,11 @@ def compile_for(card):
         glu_forward(x, "silu", float8=True)
         with torch.no_grad():
             glu_backward(x, torch.cat([x, x], 1), "silu", True, torch.ones(512))
-        kernels.fp8_lora_linear.nf4_to_float8(
-            *kernels.quantize_nf4(torch.ones(2, 14336, dtype=BF16)), *empty_rows((2, 14336), x, float8=True)
-        )
+        w8, t = empty_rows((64, 14336), x, float8=True)
+        for out in (w8, w8.view(14336, 64).T):
+            kernels.fp8_lora_linear.nf4_to_float8(*kernels.quantize_nf4(torch.ones(w8.shape, dtype=BF16)), out, t)
+        for rank in (3, 80):
+            kernels.add_low_rank(x, x[:, :rank], torch.ones(rank, 200, dtype=BF16).T, 8)
     case = "eight and four bits"
     bf16, half = torch.ones(700, dtype=BF16), torch.ones(700, dtype=torch.int16)
     codes, absmax = torch.ones(700, dtype=torch.uint8), torch.ones(3)
