@@ -85,6 +85,11 @@ def test_nf4_becomes_the_float8_that_its_bfloat16_would(transposed):
     layer.offset.data[0] = float("nan")  # of the first matrix alone
     _, t = layer.read_float8(layer.lora_a, *layer.tensors()[:-2], transposed=transposed)
     assert t[:38].isnan().all() and torch.equal(t[38:], scales[38:])
+    weight[69] = 0.0
+    for parameter, part in zip(layer.tensors(), layer.quantize(weight), strict=False):
+        parameter.data.copy_(part)
+    w8, t = layer.read_float8(layer.lora_a, *layer.tensors()[:-2], transposed=transposed)
+    assert not (w8.T if transposed else w8)[69].float().any() and t.isfinite().all()
 
 
 def as_bytes(x):
