@@ -4,9 +4,9 @@
     python bench.py disk --offload_dir=/mnt/nvme -- --optimizer_bits=8      any setting of train.py, behind --
 
 update      optimizers/on_disk.py on the CPU, with gradients that are there: from its start until all is on the drive
-plain       the same pieces, read and written back by as many threads as are best, with nothing in between
+plain       the same pieces, read and written back by one thread or four, whichever are faster, with nothing in between
 
-Both in turns, medians.
+Both in turns, medians. The best of more numbers of threads would be better by luck alone.
 """
 
 import fcntl
@@ -39,7 +39,7 @@ out = ""  # the record; nothing: out/disk.json
 
 KEYS = {"drives": ("offload_dir", "config", "flags")}  # what names a row
 UPDATES = 5  # that are timed; one more goes before
-PLAIN_THREADS = (1, 4)  # more counts to choose from would be more luck for the best of them
+PLAIN_THREADS = (1, 4)
 
 
 def parse(argv: list[str]) -> SimpleNamespace:
