@@ -81,7 +81,8 @@ def test_bos_is_what_the_tokenizer_puts_first(tmp_path):
 
 
 def test_generation_config_says_where_a_model_stops_and_a_file_holds_the_template(tmp_path):
-    write_hf_folder(tmp_path / "hf", chat_template=[{"name": "default", "template": "one"}])
+    templates = [{"name": "tool_use", "template": "two"}, {"name": "default", "template": "one"}]
+    write_hf_folder(tmp_path / "hf", chat_template=templates)
     (tmp_path / "hf/config.json").write_text('{"eos_token_id": 7}')
     tokenizer = get_tokenizer(tmp_path / "hf")
     assert (tokenizer.eos, tokenizer.chat_template) == ([3, 7, 0], "one")
@@ -145,6 +146,8 @@ def test_transformers_and_tiktoken_read_what_we_write_with_the_same_ids(name, tm
     ours = Tiktoken(tiktoken.Encoding(name, pat_str=PATTERNS[name], mergeable_ranks=ranks, special_tokens=special))
     for file, content in ours.hf_files().items():
         (tmp_path / file).write_bytes(content)
+    told = json.loads((tmp_path / "tokenizer_config.json").read_bytes())  # older transformers and llama.cpp
+    assert told["clean_up_tokenization_spaces"] is told["add_prefix_space"] is False
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama", "nanocria_tokenizer": name}))
     again = tokenizer_of(tmp_path)
     assert type(again) is Tiktoken and again.special_tokens == ours.special_tokens
