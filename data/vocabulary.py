@@ -144,7 +144,7 @@ class TextStream:
 
     def end(self) -> str:
         """The rest of the text, with U+FFFD for bytes that are no character."""
-        text, self.shown, self.pending = self.text(), self.pending or self.shown, []
+        text, self.shown, self.pending = self.text(), self.pending, []
         return text
 
     def text(self) -> str:
