@@ -9,17 +9,14 @@ right after the run. The bytes are those that move where each operation is one k
 import bisect
 import json
 import re
-import runpy
-import sys
 import tempfile
 from pathlib import Path
 
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from benchmarks import timing
+from benchmarks import limited, timing
 from benchmarks.peers import llama_config
-from benchmarks.record import ROOT
 from model import LlamaConfig
 from runtime import memory
 
@@ -49,9 +46,8 @@ def part_of(kernel: str) -> str:
 
 def spans_of_a_run(words: list[str]) -> list[Span]:
     """Runs train.py; returns all that the GPU did, each named by its part."""
-    sys.argv = ["train.py", *words, f"--max_iters={WARMUP_STEPS + STEPS + 1}"]
     with profile(activities=[ProfilerActivity.CUDA]) as profiler:  # of the CPU nothing: the step should not feel it
-        runpy.run_path(str(ROOT / "train.py"), run_name="__main__")
+        limited.run_here("train.py", *words, f"--max_iters={WARMUP_STEPS + STEPS + 1}")
     with tempfile.NamedTemporaryFile(suffix=".json") as file:
         profiler.export_chrome_trace(file.name)
         trace = json.loads(Path(file.name).read_text())["traceEvents"]

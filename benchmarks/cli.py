@@ -15,9 +15,9 @@ from types import SimpleNamespace
 
 from benchmarks.record import ROOT
 from configurator import SettingError, help_text, preview, read_command_line, read_script
+from model import LlamaConfig
 
 TRAIN = ROOT / "train.py"
-MODEL = ("n_layer", "n_head", "n_kv_head", "n_embd", "ffn_dim", "vocab_size", "tie_embeddings")
 
 
 def read_settings(namespace: dict, argv: list[str], lists=None, out="", for_train_py=False) -> SimpleNamespace:
@@ -47,7 +47,9 @@ def read_settings(namespace: dict, argv: list[str], lists=None, out="", for_trai
         values[name] = read(name, values[name]) if values[name] or namespace[name] else []
     if "out" in values:
         values["out"] = Path(values["out"] or ROOT / out)
-    return SimpleNamespace(**values, flags=flags, command=[word for word in argv if not word.startswith("--out=")])
+    pairs = pairwise(["", *argv])  # --out=FILE, or --out FILE
+    command = [word for before, word in pairs if not word.startswith("--out=") and "--out" not in (before, word)]
+    return SimpleNamespace(**values, flags=flags, command=command)
 
 
 def at_dashes(words: list[str]) -> tuple[list[str], list[str]]:
@@ -98,6 +100,6 @@ def refuse_flags(flags: list[str], has_peers: bool) -> None:
             raise SettingError(f"-- --{name}: each measured run has its own, leave it out")
         if name in ("batch_size", "block_size", "activation_checkpointing", "offload"):
             raise SettingError(f"-- --{name}: say --{name.removeprefix('activation_')}=... before the --")
-        if name in MODEL and has_peers:
+        if name in LlamaConfig.__dataclass_fields__ and has_peers:
             hint = "write it in a config, or say --peers=none"
             raise SettingError(f"-- --{name}: the peers would train another model; {hint}")

@@ -119,9 +119,9 @@ def tokens_of(r: dict, steps: int) -> int:
 
 
 def differences(row: dict, rows: list[dict]) -> list[float] | None:
-    """Of each step's loss from that of the reference; None without it, or for the reference itself."""
+    """Of each step's loss from that of the reference; None without one as long, or for the reference itself."""
     reference = next((r for r in rows if r["arm"] == REFERENCE and "losses" in r), None)
-    if reference is None or row["arm"] == REFERENCE or "losses" not in row:
+    if reference is None or row["arm"] == REFERENCE or len(row.get("losses", [])) != len(reference["losses"]):
         return None
     return [loss - other for loss, other in zip(row["losses"], reference["losses"], strict=True)]
 
@@ -157,11 +157,6 @@ def title(row: dict, rows: list[dict]) -> str:
     settings = [key for key in SWEEP_PLACE if key not in ("arm", "batch", "block")]
     differing = [key for key in settings if len({other[key] for other in beside}) > 1 and row[key]]
     return ", ".join([arms.SWEEP[row["arm"]], *(row[k] if k == "flags" else f"{k} {row[k]}" for k in differing)])
-
-
-def largest(rows: list[dict], kind: str, arm: str) -> dict:
-    """The largest point of an arm."""
-    return max((r for r in done(rows) if r["arm"] == arm), key=lambda row: row[VARIES[kind]])
 
 
 def of_rungs(points: list[dict], model: str) -> dict[str, list[dict]]:

@@ -208,7 +208,7 @@ def draw_steps(record: dict, path: Path) -> None:
 def draw_gpus(record: dict, path: Path) -> None:
     """Tokens a second of a GPU: left over the number of GPUs, from one by itself; right, of 8B, with its peak GiB."""
     rows, big = compare.done(record["scaling"]), compare.done(record["8b"])
-    figure, (left, *rest) = panels(1 + bool(big), (10, 4.2))
+    figure, (left, right) = panels(2, (10, 4.2))
     for arm in (arm for arm in trainers.GPUS if any(row["arm"] == arm for row in [*rows, *big])):
         of_arm = [row for row in rows if row["arm"] == arm and row["ranks"] > 1]
         alone = [row for row in rows if of_arm and row["arm"] == arm.partition("-")[0] and row["ranks"] == 1]
@@ -218,8 +218,7 @@ def draw_gpus(record: dict, path: Path) -> None:
     left.set(xlabel="GPUs", xticks=sorted({row["ranks"] for row in rows}))
     left.set(ylabel="thousand tokens per second per GPU", ylim=(0, 1.1 * max(map(speed_of_each, rows))))
     left.set_title("Llama 3.2 1B, 16 x 2,048 tokens per GPU", fontsize=10)
-    for right in rest:
-        draw_8b(right, big)
+    draw_8b(right, big)
     finish(figure, path, left.get_legend_handles_labels())
 
 

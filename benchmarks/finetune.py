@@ -17,7 +17,6 @@ blocks, and from micro-batches of as many tokens in which every conversation is 
 import math
 import random
 import tempfile
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -26,13 +25,12 @@ import torch
 import torch.nn.functional as F
 
 from benchmarks import arms as trainers
-from benchmarks import cli, peers, runner
+from benchmarks import cli, losses, peers, runner, timing
 from configurator import SettingError
 from data.loader import Packed, open_dataset
 from lora import add_lora
 from model import document_starts
 from runtime.checkpoint import load_model
-from runtime.hf_names import hf_rows
 from runtime.loss_plot import read_losses
 
 # settings
@@ -48,12 +46,9 @@ out = ""  # the record; nothing: benchmarks/records/finetune_losses.json
 KEYS = {"runs": ("arm",), "packing": ("arm",)}
 CONFIG, WARMUP, EVALUATIONS, ROWS = "config/sft.py", 20, 4, 16  # ROWS: of a padded micro-batch
 BATCH, BLOCK = 4, 1024  # packed sequences x tokens of a step
-BF16, LORA, NF4 = "--dtype=bfloat16", ["--lora_rank=16", "--lora_alpha=32"], "--base_dtype=nf4"
-FLAGS = {
-    "nanocria": [BF16], "nanocria-float32": ["--dtype=float32"],
-    "nanocria-lora": [BF16, *LORA], "nanocria-lora-fp8": [BF16, *LORA, "--fp8=true"],
-    "nanocria-qlora": [BF16, *LORA, NF4], "nanocria-qlora-fp8": [BF16, *LORA, NF4, "--fp8=true"],
-}  # fmt: skip
+BF16 = "--dtype=bfloat16"
+FLAGS = {"nanocria": [BF16], "nanocria-float32": ["--dtype=float32"]}
+FLAGS |= {f"nanocria-{arm}": [BF16, *flags] for arm, flags in trainers.SWEEP_FLAGS.items() if "lora" in arm}
 Conversations = list[tuple[torch.Tensor, torch.Tensor]]  # tokens (n,) and targets (n,), of which each is at its token
 
 
@@ -75,12 +70,12 @@ def train_losses(arm: str, folder: str, dataset: str, batch: int, block: int, st
     n_blocks = open_dataset(dataset, block, peers.SEED, None, True)[1].n_blocks
     with tempfile.TemporaryDirectory() as out_dir:
         settings = {
-            "init_from": folder, "dataset": dataset, "batch_size": batch, "block_size": block, "max_iters": steps,
-            "learning_rate": rate, "warmup_iters": WARMUP, "seed": peers.SEED, "gradient_accumulation_steps": 1,
-            "activation_checkpointing": "none", "eval_interval": max(steps // EVALUATIONS, 1), "log_interval": 1,
-            "eval_iters": -(-n_blocks // batch), "keep_last": 0, "out_dir": out_dir,
+            "init_from": folder, "dataset": dataset, "max_iters": steps, "learning_rate": rate, "warmup_iters": WARMUP,
+            "seed": peers.SEED, "eval_interval": max(steps // EVALUATIONS, 1), "log_interval": 1,
+            "eval_iters": -(-n_blocks // batch),
         }  # fmt: skip
-        words = [CONFIG, *(f"--{name}={value}" for name, value in settings.items()), *FLAGS[arm], *flags]
+        words = runner.train_words(CONFIG, batch, block, "none", out_dir)
+        words += [*(f"--{name}={value}" for name, value in settings.items()), *FLAGS[arm], *flags]
         if "curve" not in (result := runner.train(words, out_dir)):
             return result
         found = read_losses(Path(out_dir))
@@ -120,21 +115,11 @@ def build_peer(arm: str, folder: str, device: torch.device) -> torch.nn.Module:
 
     dtype = torch.float32 if "float32" in arm else torch.bfloat16
     model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).to(device).train()
-    return with_adapters(model, folder, device) if "lora" in arm else model
-
-
-@torch.no_grad()
-def with_adapters(model: torch.nn.Module, folder: str, device: torch.device) -> torch.nn.Module:
-    """peft's adapters, with the first values that train.py gives its own."""
-    model = peers.with_peft(model)
-    ours = load_model(folder, device, model.dtype)
-    add_lora(ours, 16, 32)
-    ours.to_empty(device=device).init_weights(peers.SEED, device)
-    theirs = {name.replace(".default", ""): p for name, p in model.named_parameters() if p.requires_grad}
-    rows = [row for name, p in ours.named_parameters() if p.requires_grad for row in hf_rows(name, p, ours.config)]
-    for row in rows:
-        theirs.pop(row.name).copy_(row.tensor)
-    assert rows and not theirs, f"peft has adapters that train.py has not: {list(theirs)}"
+    if "lora" in arm:  # peft's adapters, with the first values that train.py gives its own
+        model, ours = peers.with_peft(model), load_model(folder, device, dtype)
+        add_lora(ours, 16, 32)
+        theirs = {name.replace(".default", ""): p for name, p in model.named_parameters()}
+        losses.begin_as_train_py(ours, theirs, device)
     return model
 
 
@@ -154,7 +139,7 @@ def peer_losses(arm: str, folder: str, dataset: str, batch: int, block: int, ste
     masters = {p: p.detach().float() for p in model.parameters() if p.requires_grad}  # of a float32 one: itself
     optimizer = torch.optim.AdamW(masters.values(), betas=(0.9, 0.95), weight_decay=0.0)
 
-    def losses(found: Conversations):
+    def losses_of(found: Conversations):
         """The sum of each micro-batch's losses over the number of all targets."""
         n = sum(int((targets >= 0).sum()) for _, targets in found)
         for i in range(0, len(found), ROWS):
@@ -165,12 +150,12 @@ def peer_losses(arm: str, folder: str, dataset: str, batch: int, block: int, ste
 
     def evaluate() -> float:
         with torch.no_grad():
-            return sum(loss.double() for loss in losses(conversations(val, val.read(range(val.n_blocks))))).item()
+            return sum(loss.double() for loss in losses_of(conversations(val, val.read(range(val.n_blocks))))).item()
 
     found, evaluations = [], [(0, evaluate())]
     for step in range(steps):
         total = 0.0
-        for loss in losses(conversations(train, train.sequences(step * batch, batch))):
+        for loss in losses_of(conversations(train, train.sequences(step * batch, batch))):
             loss.backward()
             total += loss.detach()
             for p, master in masters.items():
@@ -216,14 +201,13 @@ def learn(arm: str, folder: str, dataset: str, batch: int, block: int) -> dict:
         found = [padded(part, "cpu") for part in full_batches(all_of_them, batch * block)]
     n_tokens, n_targets = sum(x[0].numel() for x in found), sum(int((x[1] >= 0).sum()) for x in found)
     found = [[x.to(device).contiguous() for x in each] for each in found]
-    for _ in range(2):  # the first time kernels are compiled for each shape
-        began = time.perf_counter()
+
+    def read_all():
         for each in found:
             model(*each).backward()
             model.zero_grad()
-        if device.type == "cuda":
-            torch.cuda.synchronize()
-        seconds = time.perf_counter() - began
+
+    _, seconds = (timing.wall_seconds(read_all, device) for _ in range(2))  # first kernels are compiled for each shape
     return {"targets_per_s": n_targets / seconds, "tok_per_s": n_tokens / seconds, "n_batches": len(found)}
 
 

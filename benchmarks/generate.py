@@ -14,8 +14,6 @@ Each point is a process of its own.
 """
 
 import statistics
-import time
-from collections.abc import Callable
 from functools import partial
 from itertools import product
 from types import SimpleNamespace
@@ -23,7 +21,7 @@ from types import SimpleNamespace
 import torch
 
 from benchmarks import arms as trainers
-from benchmarks import cli, peers, runner
+from benchmarks import cli, peers, runner, timing
 from benchmarks.estimate import resolve
 from model import Llama
 from runtime.cuda_graph import CUDAGraph
@@ -49,15 +47,6 @@ def parse(argv: list[str]) -> SimpleNamespace:
     return s
 
 
-def seconds(call: Callable, device: torch.device) -> float:
-    wait = torch.cuda.synchronize if device.type == "cuda" else lambda: None
-    wait()
-    began = time.perf_counter()
-    call()
-    wait()
-    return time.perf_counter() - began
-
-
 @torch.no_grad()
 def measure(arm: str, config: str, batch: int, prompt: int, tokens: int, **changes) -> dict:
     """On the GPU in bfloat16, or on the CPU in float32."""
@@ -79,7 +68,7 @@ def measure(arm: str, config: str, batch: int, prompt: int, tokens: int, **chang
     n_new = len(call()) if arm == "nanocria" else call().shape[1] - prompt
     if n_new != tokens:
         return {"failed": f"it generated {n_new} of {tokens} tokens"}
-    taken = statistics.median(seconds(call, device) for _ in range(ROUNDS))
+    taken = statistics.median(timing.wall_seconds(call, device) for _ in range(ROUNDS))
     found = {"tok_per_s": batch * tokens / taken, "ms_per_token": 1000 * taken / tokens}
     return found | step_of(model, prompts, tokens, device) if arm == "nanocria" else found
 
@@ -93,7 +82,7 @@ def step_of(model: Llama, prompts: list[list[int]], tokens: int, device: torch.d
     half = max(1, tokens // 2)
     for _ in range(tokens - half):
         step(newest)
-    ms = 1000 * seconds(lambda: [step(newest) for _ in range(half)], device) / half
+    ms = 1000 * timing.wall_seconds(lambda: [step(newest) for _ in range(half)], device) / half
     weights = sum(p.nbytes for name, p in model.named_parameters() if c.tie_embeddings or "tok_embeddings" not in name)
     held = len(prompts) * (len(prompts[0]) + tokens - half / 2)  # positions of all rows, in the middle of what is timed
     cached = 2 * c.n_layer * c.n_kv_head * c.head_dim * held * caches[0].k.element_size()

@@ -17,10 +17,6 @@ measured as by bench.py step.
 
 import json
 import tempfile
-import threading
-import time
-from collections.abc import Callable
-from functools import partial
 from itertools import product
 from pathlib import Path
 from types import SimpleNamespace
@@ -40,8 +36,12 @@ checkpointing = ""  # 8b: none, selective, full; nothing: those of the table
 steps = 20  # scaling, 8b, optimizers: to measure
 out = ""  # the record; nothing: benchmarks/records/gpus.json
 
-SAVES_AT, SAVE_EVERY, SAVE_STEPS = (8, 2048, "none"), 100, 200  # sequences x tokens, checkpointing
-MEMORY_AT, MEMORY_STEPS = (1, 1024, "full"), 3
+SAVE_EVERY = 100  # steps
+CHECKPOINTS = {  # kind -> the config, where, steps, settings
+    "saves": (runner.CONFIG, (8, 2048, "none"), 2 * SAVE_EVERY, [f"--eval_interval={SAVE_EVERY}"]),
+    "memory": ("config/llama31_8b.py", (1, 1024, "full"), 3,
+               ["--offload=all", "--async_save=false", "--warmup_iters=1"]),
+}  # fmt: skip
 OPTIMIZERS = ["nanocria-adamw", "nanocria-muon", "nanocria-normuon"]
 STEP_OF_8 = ["--gradient_accumulation_steps=8", "--cooldown_iters=0"]
 FLAGS = {  # of the arms that are train.py
@@ -55,7 +55,7 @@ POINTS = {  # kind of points -> the config, where they are, the arms
                                     (4, 4096, "selective"), (2, 8192, "selective")], ["nanocria", "recipe"]),
     "optimizers": ("config/linux_114m.py", [(64, 1024, "none")], OPTIMIZERS),  # 8 micro-batches a step
 }  # fmt: skip
-KEYS = dict.fromkeys(POINTS, compare.GPUS_PLACE) | {"saves": ("ranks",), "memory": ("ranks",)}  # what names a row
+KEYS = dict.fromkeys(POINTS, compare.GPUS_PLACE) | dict.fromkeys(CHECKPOINTS, ("ranks",))  # what names a row
 
 
 def parse(argv: list[str], n_gpus: int) -> SimpleNamespace:
@@ -70,7 +70,7 @@ def parse(argv: list[str], n_gpus: int) -> SimpleNamespace:
 
 def measured(s: SimpleNamespace):
     for kind in s.kinds if s.ranks else []:
-        yield from points(kind, s) if kind in POINTS else [(kind, {"saves": saves, "memory": save_memory}[kind](s))]
+        yield from points(kind, s) if kind in POINTS else [(kind, checkpoint(kind, s))]
 
 
 def points(kind: str, s: SimpleNamespace):
@@ -93,77 +93,45 @@ def places_of_8b(at: list[tuple], s: SimpleNamespace) -> list[tuple]:
     return [p for p in at if p[:2] in (s.shapes or [p[:2]]) and p[2] in (s.checkpointing or [p[2]])]
 
 
-def saves(s: SimpleNamespace) -> dict:
-    """Runs of SAVE_STEPS without and with checkpoints, and one that goes on with the last of them.
+def checkpoint(kind: str, s: SimpleNamespace) -> dict:
+    """Runs of so many steps without and with checkpoints, and one that goes on 10 steps from the last of them.
 
-    What a checkpoint costs is read off the wall: from the log line of step 100 to that of step 200 there is one whole
-    interval, behind one that warms up, but neither the start nor the last save. The resume reads what the system may
-    still have in memory. save_seconds are of the main thread, the last save's too.
+    saves: what a checkpoint costs is read off the wall: from the log line of step 100 to that of step 200 there is one
+    whole interval, behind one that warms up, but neither the start nor the last save. The resume reads what the system
+    may still have in memory. save_seconds are of the main thread, the last save's too.
+    memory: the most CPU memory that rank 0 takes: without a checkpoint, waiting while one is written, resumed.
     """
-    batch, block, _ = SAVES_AT
-    row = {"ranks": s.ranks[-1], "batch": batch, "block": block, "every": SAVE_EVERY}
-    found, runs = around_a_checkpoint(partial(timed_run, s.ranks[-1]))
-    if runs:
-        without, beside = (run["wall_seconds"] for run in runs[:2])
-        row |= {"intervals": SAVE_STEPS // SAVE_EVERY - 1, "seconds_without": without, "seconds_with": beside}
-        row["cost"] = beside / without - 1
-    return row | found
-
-
-def save_memory(s: SimpleNamespace) -> dict:
-    """The most CPU memory that rank 0 takes: training without a checkpoint, waiting while one is written, resumed."""
-
-    def train(out_dir, keep_last, more=0):
-        words = runner.train_words(POINTS["8b"][0], *MEMORY_AT, out_dir, s.ranks[-1])
-        words += ["--offload=all", "--async_save=false", "--warmup_iters=1"]
-        words += [f"--max_iters={MEMORY_STEPS + more}", f"--keep_last={keep_last}"]
-        return runner.train(words, out_dir, s.ranks[-1])
-
-    batch, block, _ = MEMORY_AT
-    found, runs = around_a_checkpoint(train)
-    gib = {f"{when}cpu_gib": run.get("cpu_gib") for when, run in zip(("", "saved_", "resumed_"), runs, strict=False)}
-    return {"ranks": s.ranks[-1], "batch": batch, "block": block} | gib | found
-
-
-def around_a_checkpoint(train: Callable) -> tuple[dict, list[dict]]:
-    """What a checkpoint and a resume take, or why there was none; and the summaries that train(out_dir, keep_last,
-    more=0) leaves without checkpoints, with them, and 10 steps on from the last."""
+    (config, at, steps, flags), n = CHECKPOINTS[kind], s.ranks[-1]
+    row = {"ranks": n, "batch": at[0], "block": at[1]}
     with tempfile.TemporaryDirectory() as folder:
-        without = train(f"{folder}/without", 0)
-        beside = train(f"{folder}/with", 1) if "steps" in without else without
+
+        def train(name, keep_last, more=0):
+            words = runner.train_words(config, *at, f"{folder}/{name}", n)
+            words += [*flags, f"--max_iters={steps + more}", f"--keep_last={keep_last}"]
+            return runner.train(words, f"{folder}/{name}", n)
+
+        without = train("without", 0)
+        beside = train("with", 1) if "steps" in without else without
         path = run_folder.newest(f"{folder}/with")
         if "steps" not in beside or path is None:
-            return ({"oom": True} if beside.get("oom") else {"failed": beside.get("failed", "no checkpoint")}), []
-        n_bytes = sum(file.stat().st_size for file in path.iterdir())
-        resumed = train(f"{folder}/with", 0, more=10)
-    seconds = resumed.get("resume_seconds") if resumed.get("steps") == 10 else None
-    row = {"oom": False, "save_seconds": beside.get("save_seconds"), "checkpoint_bytes": n_bytes}
-    return row | {"resume_seconds": seconds}, [without, beside, resumed]
+            return row | ({"oom": True} if beside.get("oom") else {"failed": beside.get("failed", "no checkpoint")})
+        row |= {"oom": False, "save_seconds": beside.get("save_seconds")}
+        row["checkpoint_bytes"] = sum(file.stat().st_size for file in path.iterdir())
+        walls = [wall_seconds(Path(folder, name)) for name in ("without", "with")] if kind == "saves" else []
+        resumed = train("with", 0, more=10)
+    row["resume_seconds"] = resumed.get("resume_seconds") if resumed.get("steps") == 10 else None
+    if kind == "memory":
+        runs = {"": without, "saved_": beside, "resumed_": resumed}
+        return row | {f"{when}cpu_gib": run.get("cpu_gib") for when, run in runs.items()}
+    row |= dict(zip(("seconds_without", "seconds_with"), walls, strict=True))
+    return row | {"every": SAVE_EVERY, "intervals": steps // SAVE_EVERY - 1, "cost": walls[1] / walls[0] - 1}
 
 
-def timed_run(n: int, out_dir: str, keep_last: int, more: int = 0) -> dict:
-    """The summary of a run of train.py, with the wall_seconds between its log lines of SAVE_EVERY and SAVE_STEPS."""
-    words = runner.train_words(runner.CONFIG, *SAVES_AT, out_dir, n)
-    words += [f"--eval_interval={SAVE_EVERY}", f"--max_iters={SAVE_STEPS + more}", f"--keep_last={keep_last}"]
-    arrived, over = {}, threading.Event()
-    clock = threading.Thread(target=note_arrivals, args=(Path(out_dir) / "metrics.jsonl", arrived, over))
-    clock.start()
-    try:
-        summary = runner.train(words, out_dir, n)
-    finally:
-        over.set()
-        clock.join()
-    if SAVE_EVERY in arrived and SAVE_STEPS in arrived:
-        summary["wall_seconds"] = arrived[SAVE_STEPS] - arrived[SAVE_EVERY]
-    return summary
-
-
-def note_arrivals(path: Path, arrived: dict[int, float], over: threading.Event) -> None:
-    """When the log line of each step came to the file, to 20 ms."""
-    while not over.wait(0.02):
-        for line in path.read_text().splitlines() if path.exists() else []:
-            if '"loss"' in line and line.endswith("}"):
-                arrived.setdefault(json.loads(line)["step"], time.perf_counter())
+def wall_seconds(out_dir: Path) -> float:
+    """Between a run's log line of step SAVE_EVERY and its last one."""
+    rows = map(json.loads, (out_dir / "metrics.jsonl").read_text().splitlines())
+    at = {row["step"]: row["time"] for row in rows if "loss" in row}
+    return max(at.values()) - at[SAVE_EVERY]
 
 
 def main(argv: list[str]) -> None:

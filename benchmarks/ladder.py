@@ -75,18 +75,17 @@ def estimated(model: str, rung: str, s: SimpleNamespace) -> dict:
 
 def fits(model: str, rung: str, s: SimpleNamespace):
     """A row for one sequence, and one for each batch that is tried until the largest that fits is known."""
-    row = yield from point(model, rung, 1, s)
+    yield (row := point(model, rung, 1, s))
     at, goes_up = max(bisect_right(BATCHES, row["largest"]) - 1, 0), None
     while "tok_per_s" in row and 0 <= at < len(BATCHES):
-        tried = yield from point(model, rung, BATCHES[at], s)
+        yield (tried := point(model, rung, BATCHES[at], s))
         if "failed" in tried or goes_up not in (None, "tok_per_s" in tried):
             return
         goes_up = "tok_per_s" in tried
         at += 1 if goes_up else -1
 
 
-def point(model: str, rung: str, batch: int, s: SimpleNamespace):
-    """Yields the row of one batch, and returns it."""
+def point(model: str, rung: str, batch: int, s: SimpleNamespace) -> dict:
     name = (model, rung, batch)
     if name not in s.known:
         flags = flags_of(rung, s)
@@ -97,14 +96,13 @@ def point(model: str, rung: str, batch: int, s: SimpleNamespace):
         }  # fmt: skip
         # which estimates this batch's peak
         s.known[name] = estimated(model, rung, s) | {"cpu_gib": cpu_gib_of(place)} | sweep.point(place, s.steps)
-    yield "points", s.known[name]
     return s.known[name]
 
 
 def measured(s: SimpleNamespace):
     s.known = record.kept_rows(s.new, s.out, KEYS, s.keep)
     for model, rung in product(s.models, s.rungs if "fits" in s.measure else []):
-        yield from fits(model, rung, s)
+        yield from (("points", row) for row in fits(model, rung, s))
     model = s.models[0]
     for rung in s.rungs if "losses" in s.measure else []:
         flags = flags_of(rung, s)

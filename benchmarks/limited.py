@@ -21,6 +21,11 @@ def main(gib: float, *words: str) -> None:
     if gib > total:
         sys.exit(f"--memory_limit_gib={gib:g}: the card has {total:.1f} GiB, name less")
     torch.cuda.set_per_process_memory_fraction(gib / total, device)
+    run_here(*words)
+
+
+def run_here(*words: str) -> None:
+    """What python WORDS does, a script or -m and a module, in this process."""
     is_module = words[0] == "-m"
     sys.argv = list(words[is_module:])
     if is_module:

@@ -23,7 +23,7 @@ import torch
 
 from benchmarks import arms as trainers
 from benchmarks import cli, peers, runner
-from model import Llama, LlamaConfig, fill
+from model import Llama, fill
 from runtime import memory_stats
 from runtime.hf_names import hf_rows
 
@@ -57,14 +57,12 @@ def train_losses(arm: str, steps: int, batch: int, block: int, config=runner.CON
 
 
 @torch.no_grad()
-def begin_as_train_py(model: torch.nn.Module, config: LlamaConfig, device, compute_dtype: torch.dtype) -> None:
-    """Give Hugging Face's model the weights that train.py begins with, rounded as there to the compute dtype."""
-    with torch.device("meta"):
-        ours = Llama(config).to(compute_dtype)
+def begin_as_train_py(ours: Llama, theirs: dict[str, torch.Tensor], device) -> None:
+    """Give Hugging Face's parameters, by name, the values with which train.py begins to train those of ours."""
     ours.to_empty(device=device).init_weights(SEED, device)
-    theirs = dict(model.named_parameters())
-    for row in [row for name, p in ours.named_parameters() for row in hf_rows(name, p, config)]:
-        fill(theirs[row.name], row.tensor)
+    for name, parameter in ours.named_parameters():
+        for row in hf_rows(name, parameter, ours.config) if parameter.requires_grad else []:
+            fill(theirs[row.name], row.tensor)
 
 
 def peer_losses(
@@ -80,7 +78,9 @@ def peer_losses(
         model, loss_of = peers.build_hf_masters(c, "none", device)
     else:
         model, loss_of = peers.build_hf(c, "full", device, dtype=torch.float32)  # recomputed: or it would not fit
-    begin_as_train_py(model, c, device, getattr(torch, compute_dtype))
+    with torch.device("meta"):
+        ours = Llama(c).to(getattr(torch, compute_dtype))  # rounded as there to the compute dtype
+    begin_as_train_py(ours, dict(model.named_parameters()), device)
     optimizer = make_optimizer(arm, model, rank)
     losses = []
     for i, blocks in enumerate(peers.batches(steps, batch, block, device)):

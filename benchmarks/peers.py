@@ -28,7 +28,6 @@ import functools
 import gc
 import itertools
 import os
-import runpy
 import statistics
 import time
 from collections import Counter, deque
@@ -46,11 +45,13 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
 from benchmarks.record import ROOT
+from configurator import preview
 from data.loader import open_dataset
 from data.write import cpu_cores
 from model import Llama, LlamaConfig, rope_tables
 from runtime import memory_stats
 from runtime.device import send_to_cpu
+from runtime.hf_config import write_config
 from runtime.run_log import peak_flops
 
 RANK, RANKS = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))  # as torchrun says
@@ -59,8 +60,9 @@ SEED, LEARNING_RATE = 1337, 1e-4
 
 def llama_config(path: str, **changes) -> LlamaConfig:
     """The model that a config file of train.py describes, with pystdlib's vocabulary where it leaves that open."""
-    settings = {"vocab_size": 257} | runpy.run_path(str(ROOT / path)) | changes
-    return LlamaConfig(**{name: settings[name] for name in LlamaConfig.__dataclass_fields__ if name in settings})
+    settings = preview(ROOT / "train.py", [str(ROOT / path)]) | changes
+    settings["vocab_size"] = settings["vocab_size"] or 257
+    return LlamaConfig(**{name: settings[name] for name in LlamaConfig.__dataclass_fields__})
 
 
 # --- torchtitan's recipe: the model. The weights have torchtitan's names, which are Meta's. ---
@@ -263,13 +265,7 @@ def build_hf(c: LlamaConfig, checkpointing: str, device, compile_mode="", liger=
         from liger_kernel.transformers import apply_liger_kernel_to_llama
 
         apply_liger_kernel_to_llama()
-    scaling = {"rope_type": "llama3", **c.rope_scaling} if c.rope_scaling else {"rope_type": "default"}
-    hf_config = transformers.LlamaConfig(
-        num_hidden_layers=c.n_layer, num_attention_heads=c.n_head, num_key_value_heads=c.n_kv_head,
-        hidden_size=c.n_embd, intermediate_size=c.ffn_dim, vocab_size=c.vocab_size, rms_norm_eps=c.norm_eps,
-        max_position_embeddings=c.block_size, tie_word_embeddings=c.tie_embeddings, use_cache=False,
-        rope_parameters={"rope_theta": c.rope_theta, **scaling}, bos_token_id=None, eos_token_id=None,
-    )  # fmt: skip
+    hf_config = transformers.LlamaConfig(**write_config(c, "bytes", "bfloat16", {}, {}), use_cache=False)
     with torch.device(device):  # from_config, unlike .to(dtype), leaves RoPE's frequencies in fp32
         options = {"dtype": dtype, "attn_implementation": "sdpa"}
         model = transformers.AutoModelForCausalLM.from_config(hf_config, **options).train()

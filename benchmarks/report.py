@@ -135,7 +135,7 @@ def losses_table(r: dict) -> str:
 
 def finetune_losses_table(r: dict) -> str:
     """A table for runs of the same length: those of all weights are shorter than those of adapters."""
-    tables, runs = [], compare.named(r["runs"], arms.FINETUNE)
+    tables, runs = [], compare.named((row for row in r["runs"] if "losses" in row), arms.FINETUNE)
     for n in sorted({row["steps"] for row in runs}):
         rows = [row for row in runs if row["steps"] == n]
         header = ["trainer", "training", *(f"validation, {step}" for step, _ in rows[0]["val"])]
@@ -147,7 +147,10 @@ def finetune_losses_table(r: dict) -> str:
 
 
 def packing_sentence(r: dict) -> str:
-    packed, padded = (row["targets_per_s"] for row in r["packing"])
+    speeds = [row["targets_per_s"] for row in r["packing"] if "targets_per_s" in row]
+    if len(speeds) < 2:
+        return ""
+    packed, padded = speeds
     return (
         f"Packed, {packed:,.0f} targets a second; padded to the longest, in micro-batches of as many tokens, "
         f"{padded:,.0f}: {packed / padded:.1f} times."
@@ -193,7 +196,7 @@ def headline() -> str:
     ratio = compare.ratio(best, found["recipe", *values(best, STEP_PLACE[1:])])
     return (
         f"- Llama 3.2 1B trains at {best['tok_per_s']:,.0f} tokens per second ({best['mfu']:.0%} MFU) on one "
-        f"{r['device']}: {ratio['tok_per_s']:.2f} times the speed of torchtitan's recipe, in "
+        f"{card(r)}: {ratio['tok_per_s']:.2f} times the speed of torchtitan's recipe, in "
         f"{ratio['peak_gib']:.0%} of its memory ({best['peak_gib']:.0f} GiB)."
     )
 
@@ -281,7 +284,7 @@ def optimizers_table(r: dict) -> str:
     rows = compare.named(done(r["optimizers"]), arms.GPUS)
     adamw = {row["ranks"]: row["ms_per_step"] for row in rows if row["arm"] == "nanocria-adamw"}
     for row in rows:
-        row["times"] = row["ms_per_step"] / adamw[row["ranks"]]
+        row |= {"times": row["ms_per_step"] / adamw[row["ranks"]]} if row["ranks"] in adamw else {}
     line = "{trainer} | {ranks} | {ms_per_step:,.0f} | {times:.3f} | {peak_gib:.1f}"
     found = table("optimizer | GPUs | ms per step | over AdamW's | peak GiB", line, rows)
     return f"`config/linux_114m.py`, steps of 8 x {AT} tokens:\n\n{found}".format(**rows[0])
@@ -302,13 +305,13 @@ def saves_sentences(r: dict) -> str:
     return "\n\n".join(sentences)
 
 
-def save_memory_sentence(r: dict) -> str:
+def save_memory_sentences(r: dict) -> str:
     """What writing and reading a checkpoint takes beyond what training holds."""
-    (row,) = r["memory"]
     sizes = "{cpu_gib:.1f} GiB of CPU memory, while a checkpoint of {size:.0f} GB is written {saved_cpu_gib:.1f}"
-    sizes = sizes.format(**row, size=row["checkpoint_bytes"] / 1e9)
-    seconds = "the checkpoint takes {save_seconds:.0f} s to write, {resume_seconds:.0f} s to read".format(**row)
-    return f"Llama 3.1 8B with `--offload=all` takes {sizes}, resumed {row['resumed_cpu_gib']:.1f}; {seconds}."
+    seconds = "resumed {resumed_cpu_gib:.1f}; the checkpoint takes {save_seconds:.0f} s to write"
+    text = f"Llama 3.1 8B with `--offload=all` takes {sizes}, {seconds}, {{resume_seconds:.0f}} s to read."
+    rows = (row for row in r["memory"] if row.get("resume_seconds"))
+    return "\n\n".join(text.format(**row, size=row["checkpoint_bytes"] / 1e9) for row in rows)
 
 
 # --- Sweeps ---
@@ -370,8 +373,9 @@ def arithmetic(record: dict) -> str:
 def fits_headline() -> str:
     """What fits: nanocria and each peer with the same kept on the CPU, and nanocria with the activations too."""
     record = load("study")
-    ours, long, liger, hf = (compare.largest(record["batch"], "batch", arm) for arm in arms.SHOWN)
-    (alike,) = (row for row in record["batch"] if row["arm"] == "all" and row["batch"] == liger["batch"])
+    rows = sorted(done(record["batch"]), key=lambda row: row["batch"])
+    ours, long, liger, hf = ({row["arm"]: row for row in rows}[arm] for arm in arms.SHOWN)  # the largest of each
+    (alike,) = (row for row in rows if row["arm"] == "all" and row["batch"] == liger["batch"])
     ratio = compare.ratio(alike, liger)
     return (
         f"- Within {ours['limit_gib']:g} GiB of GPU memory (one {card(record)} limited to that), with weights and "
@@ -434,7 +438,8 @@ def ladder_table(r: dict) -> str:
     how much it differs from that of the rung which this one stands on."""
     rows = []
     for model in dict.fromkeys(row["model"] for row in r["points"]):
-        losses = {row["rung"]: compare.last_third(row["losses"]) for row in r["losses"] if row["model"] == model}
+        trained = (row for row in r["losses"] if row["model"] == model and "losses" in row)
+        losses = {row["rung"]: compare.last_third(row["losses"]) for row in trained}
         for rung, fits in compare.of_rungs(r["points"], model).items():
             title, on, *_ = arms.RUNGS[rung]
             row = {"model": model, "title": title, "one": "out of memory"}
@@ -490,7 +495,7 @@ TABLES = {  # a word of the command -> kind of rows -> what is made of them
         "8b": big_table,
         "optimizers": optimizers_table,
         "saves": saves_sentences,
-        "memory": save_memory_sentence,
+        "memory": save_memory_sentences,
     },
     "sweep": {kind: partial(fits_table, kind=kind) for kind in compare.KINDS},
     "--preset=finetune": {"batch": finetune_table},
@@ -506,7 +511,8 @@ TABLES = {  # a word of the command -> kind of rows -> what is made of them
 def tables(r: dict) -> str:
     """What the command of a record prints, and a page shows, of each kind of rows."""
     makes = TABLES[next((word for word in r["command"].split() if word in TABLES), "sweep")].items()
-    return "\n\n".join(make(r) for kind, make in makes if any(not row.get("oom") for row in r.get(kind, [])))
+    made = (make(r) for kind, make in makes if any(not row.get("oom") for row in r.get(kind, [])))
+    return "\n\n".join(filter(None, made))
 
 
 def measured(name: str, make: Callable[[dict], str] = tables) -> str:

@@ -17,11 +17,10 @@ from types import SimpleNamespace
 
 import torch
 
-from benchmarks import compare, record, report
+from benchmarks import compare, peers, record, report
 from benchmarks.arms import SWEEP_FLAGS, SWEEP_PEERS, packages_of
 from benchmarks.record import ROOT
-from configurator import preview
-from model import Llama, LlamaConfig
+from model import Llama
 from runtime.checkpoint_folder import write_folder
 from runtime.hf_config import write_config
 from runtime.hf_names import hf_rows
@@ -37,6 +36,7 @@ LINE = {  # what a line says of a row
     "ms_per_step": "{:9.2f} ms", "tok_per_s": "{:11,.0f} tok/s", "mfu": "mfu {:5.1%}", "peak_gib": "{:6.1f} GiB",
     "reserved_gib": "reserved {:6.1f}", "estimated_gib": "estimated {:6.1f}", "cpu_gib": "CPU {:6.1f}",
     "step_ms": "a step {:.3f} ms", "of_copy": "{:.1%} of a copy's speed", "cost": "a checkpoint costs {:.1%}",
+    "update_gb_per_s": "{:.2f} GB/s", "plain_gb_per_s": "plain {:.2f} GB/s", "targets_per_s": "{:,.0f} targets/s",
 }  # fmt: skip
 
 
@@ -84,12 +84,6 @@ def children(pid: int) -> list[int]:
     return [*found, *(each for child in found for each in children(child))]
 
 
-def limited(gib: float | None) -> Callable:
-    """run, held to so many GiB of the card."""
-    limit = ["-m", "benchmarks.limited", f"{gib:g}"] if gib else []
-    return lambda command, ranks=1: run([*limit, *command], ranks)
-
-
 def train_words(config: str, batch: int, block: int, checkpointing: str, out_dir: str, ranks: int = 1) -> list[str]:
     """train.py's command line, without evaluations and checkpoints; batch is a rank's. The optimizer is the peers'."""
     flags = {
@@ -100,11 +94,11 @@ def train_words(config: str, batch: int, block: int, checkpointing: str, out_dir
     return [config, *(f"--{name}={value}" for name, value in flags.items())]
 
 
-def train(words: list[str], out_dir: str, ranks: int = 1, launch: Callable | None = None) -> dict:
-    """The summary that train.py leaves in out_dir, or why it leaves none. launch: run, or one like it."""
+def train(words: list[str], out_dir: str, ranks: int = 1, before: Iterable[str] = ()) -> dict:
+    """The summary that train.py leaves in out_dir, or why it leaves none. before: the program that runs it."""
     summary = Path(out_dir) / "summary.json"
     summary.unlink(missing_ok=True)  # of the run that this one goes on with
-    _, printed = (launch or run)(["train.py", *words], ranks)
+    _, printed = run([*before, "train.py", *words], ranks)
     return json.loads(summary.read_text()) if summary.exists() else failure(printed)
 
 
@@ -114,8 +108,7 @@ def random_base(config: str) -> tempfile.TemporaryDirectory:
 
     The weights are pieces of the same 64 million numbers, and do for measuring speed and memory.
     """
-    settings = preview(ROOT / "train.py", [str(ROOT / config)])
-    c = LlamaConfig(**{name: settings[name] for name in LlamaConfig.__dataclass_fields__})
+    c = peers.llama_config(config)
     with torch.device("meta"):
         named = list(Llama(c).bfloat16().named_parameters())
     numbers = 0.02 * torch.randn(2**26, generator=torch.Generator().manual_seed(0)).bfloat16()
@@ -133,25 +126,20 @@ def random_base(config: str) -> tempfile.TemporaryDirectory:
     return folder
 
 
-def calling(function: str, **arguments) -> list[str]:
-    """The command of a process that calls a function of benchmarks/."""
-    return ["-m", "benchmarks.call", function, json.dumps(arguments)]
-
-
-def call(function: str, ranks: int = 1, launch: Callable | None = None, **arguments) -> dict:
-    """What that function returns there, or why it did not."""
-    result, printed = (launch or run)(calling(function, **arguments), ranks)
+def call(function: str, ranks: int = 1, before: Iterable[str] = (), **arguments) -> dict:
+    """What a function of benchmarks/ returns in a process of its own, or why it did not."""
+    result, printed = run([*before, "-m", "benchmarks.call", function, json.dumps(arguments)], ranks)
     return result or failure(printed)
 
 
-def arm_point(arm: str, flags: list[str] | None, steps: int, ranks=1, warmup=5, launch=None, **at) -> dict:
+def arm_point(arm: str, flags: list[str] | None, steps: int, ranks=1, warmup=5, before=(), **at) -> dict:
     """A short run of train.py with these flags, or, None, of the peer of that name. at: see train_words."""
     row = {"steps": steps, "oom": False}
     if flags is None:
-        return row | call("peers.measure", ranks, launch, arm=arm, steps=steps, warmup=warmup, **at)
+        return row | call("peers.measure", ranks, before, arm=arm, steps=steps, warmup=warmup, **at)
     with tempfile.TemporaryDirectory() as out_dir:
         words = [*train_words(**at, out_dir=out_dir, ranks=ranks), *flags, f"--max_iters={steps + warmup}"]
-        summary = train(words, out_dir, ranks, launch)
+        summary = train(words, out_dir, ranks, before)
         used = {"used_cpu_gib": summary["cpu_gib"]} if "cpu_gib" in summary else {}  # by the process, at its peak
         return row | used | {key: summary[key] for key in KEPT if key in summary}
 

@@ -12,10 +12,8 @@ update a gradient. Autograd's own formulas run without Python, so what has no Py
 """
 
 import itertools
-import json
 import pickle
 import re
-import runpy
 import shlex
 import sys
 from pathlib import Path
@@ -25,9 +23,10 @@ from typing import Literal, NamedTuple
 import torch
 
 from benchmarks import arms as trainers
-from benchmarks import cli, record, runner
+from benchmarks import cli, limited, record, runner
 from benchmarks import peers as trained
 from benchmarks.estimate import resolve
+from runtime.watchdog import Watchdog
 
 # settings
 peers = "hf"  # beside ours: hf, liger, or none
@@ -62,38 +61,23 @@ def at_step(step: int, path: str) -> None:
         torch.cuda.memory._dump_snapshot(path)
 
 
-def note(path: str, command: list[str]) -> dict | None:
+def note(path: str, *command: str) -> None:
     """Runs the command of train.py or of a peer in this process, and leaves the list at that path."""
     # From here on each allocation knows the Python code that asked for it.
     torch.cuda.memory._record_memory_history(enabled="state", context="state", stacks="python")
-    return note_train(path, command) if command[0] == "train.py" else note_peer(path, json.loads(command[-1]))
+    progress, train_step, steps = Watchdog.progress, trained.train_step, itertools.count(1)
 
-
-def note_train(path: str, words: list[str]) -> None:
-    """train.py's watchdog is told when a step begins."""
-    from runtime.watchdog import Watchdog
-
-    progress = Watchdog.progress
-
-    def noting(watchdog, doing):
+    def noting_progress(watchdog, doing):
         if found := re.fullmatch(r"step (\d+): forward and backward", doing):
             at_step(int(found[1]), path)
         progress(watchdog, doing)
 
-    Watchdog.progress = noting
-    sys.argv = words
-    runpy.run_path(words[0], run_name="__main__")
-
-
-def note_peer(path: str, spec: dict) -> dict:
-    train_step, steps = trained.train_step, itertools.count(1)
-
-    def noting(*arguments):
+    def noting_step(*arguments):
         at_step(next(steps), path)
         return train_step(*arguments)
 
-    trained.train_step = noting
-    return trained.measure(**spec)
+    Watchdog.progress, trained.train_step = noting_progress, noting_step  # of ours, of a peer
+    limited.run_here(*command)
 
 
 class Block(NamedTuple):
@@ -201,11 +185,8 @@ def measured(s: SimpleNamespace):
         offload = s.offload if arm == "all" or s.offload == "none" else "all"
         at = {"batch": s.batch_size, "block": s.block_size, "checkpointing": s.checkpointing}
         flags = s.flags if arm == "all" else []
-
-        def noted(command, ranks, path=path):
-            return runner.run(runner.calling("snapshot.note", path=str(path), command=command), ranks)
-
-        options = {"config": s.config, "steps": 2, "warmup": STEP - 1, "launch": noted}
+        before = ["-m", "benchmarks.snapshot", str(path)]
+        options = {"config": s.config, "steps": 2, "warmup": STEP - 1, "before": before}
         result = runner.sweep_point(arm, offload, flags, **at, **options)
         if "peak_gib" in result:
             totals = timeline(pickle.loads(path.read_bytes()))
@@ -215,3 +196,7 @@ def measured(s: SimpleNamespace):
 
 def main(argv: list[str]) -> None:
     runner.measure("snapshot", parse(argv), KEYS, measured, trainers.SWEEP, plot="draw_snapshot")
+
+
+if __name__ == "__main__":
+    note(*sys.argv[1:])

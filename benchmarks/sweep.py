@@ -62,9 +62,8 @@ PRESETS = {
               "--checkpointing=full", "--offload=all", f"--out={record.RECORDS / 'study.json'}"],
     "8b": ["--config=config/llama31_8b.py", "--block_size=512", "--ranks=all", "--peers=recipe", "--checkpointing=full",
            f"--out={record.RECORDS / 'study_8b.json'}"],
-    "finetune": ["--config=config/llama31_8b.py", "--sweep=batch", "--block_size=2048", "--batches=2", "--arms=qlora",
-                 "--peers=none", "--memory_limit_gib=24", "--checkpointing=full",
-                 f"--out={record.RECORDS / 'finetune.json'}"],
+    "finetune": ["--config=config/llama31_8b.py", "--block_size=2048", "--batches=2", "--arms=qlora",
+                 "--memory_limit_gib=24", "--checkpointing=full", f"--out={record.RECORDS / 'finetune.json'}"],
 }  # fmt: skip
 TO_CPU, THEIRS = ["--", "--offload_activations=true"], ["--arms=none", "--peers=peft-qlora"]
 FLOAT8 = ["--arms=lora-fp8,qlora-fp8"]
@@ -175,7 +174,8 @@ def point(row: dict, steps: int | None = None) -> dict:
     warmup, usual = n_steps(row["batch"] * row["block"])
     warmup += "--cuda_graph=true" in row["flags"]  # a step that is recorded takes longer
     at = {key: row[key] for key in ("config", "batch", "block", "checkpointing", "ranks")}
-    at |= {"steps": steps or usual, "warmup": warmup, "launch": runner.limited(row["limit_gib"])}
+    limit = ["-m", "benchmarks.limited", f"{row['limit_gib']:g}"] if row["limit_gib"] else []
+    at |= {"steps": steps or usual, "warmup": warmup, "before": limit}
     flags = shlex.split(row["flags"])
     if any(flag.startswith("--lora_rank") for flag in [*trainers.SWEEP_FLAGS.get(arm, []), *flags]):
         flags.append(f"--init_from={runner.random_base(row['config']).name}")

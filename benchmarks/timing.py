@@ -124,6 +124,16 @@ def host_us(call: Callable, repeats: int = 9) -> float:
     return 1e6 * statistics.median(times)
 
 
+def wall_seconds(call: Callable, device: torch.device) -> float:
+    """Of a call as a user waits for it, on a CPU too."""
+    wait = torch.cuda.synchronize if device.type == "cuda" else lambda: None
+    wait()
+    began = time.perf_counter()
+    call()
+    wait()
+    return time.perf_counter() - began
+
+
 def peak_mib(call: Callable) -> float:
     """MiB that the call held at most, its results included, above what was allocated before it."""
     torch.cuda.synchronize()

@@ -12,7 +12,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from time import perf_counter
+from time import perf_counter, time
 
 import torch
 
@@ -214,7 +214,8 @@ class RunLog:
         grad_norm = grad_norm if math.isfinite(grad_norm) else None  # JSON has no inf
         self.record(
             {"step": step, "loss": loss, "lr": lr, "grad_norm": grad_norm, "ms": seconds * 1000,
-             "tok_per_s": tok_per_s, "mfu": self.mfu(tok_per_s), "mem_gib": self.peak_gib, "data_ms": data_ms, **more}
+             "tok_per_s": tok_per_s, "mfu": self.mfu(tok_per_s), "mem_gib": self.peak_gib, "data_ms": data_ms,
+             "time": time(), **more}
         )  # fmt: skip
 
     def evaluation(self, step: int, val_loss: float | None, n_blocks: int) -> str:

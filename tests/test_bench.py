@@ -63,7 +63,7 @@ def test_the_page_counts_the_kernels_that_no_peer_beats():
 
 
 def test_a_kernel_file_says_how_near_its_record_is_to_the_limit():
-    files, found = {"add_rms_norm": "rms_norm", "swiglu": "glu", "geglu": "glu"}, {}
+    files, found = {"add_rms_norm": "rms_norm", "swiglu": "glu", "geglu": "glu", "fp8_weight": "fp8_linear"}, {}
     for row in [row for name in ("kernels", "fp8_linear", "adamw_nf4") for row in record.load(name)["rows"]]:
         found.setdefault((row["op"], row["pass"]), []).append(round(100 * compare.of_limit(row)))
     for (op, name), shares in found.items():
@@ -201,7 +201,9 @@ def test_only_a_whole_run_replaces_the_record_of_the_readme():
 
     assert parsed() == (list(OPERATIONS), record.ROOT / "benchmarks/records/kernels.json")
     assert parsed("--op=rope,geglu") == (["rope", "geglu"], record.ROOT / "out/kernels.json")
-    assert parsed("--op=rope", "--out=here.json") == (["rope"], Path("here.json"))
+    assert parsed("--op=rope", "--out=here.json") == parsed("--op=rope", "--out", "here.json")
+    s = kernels_bench.parse(["--out", "here.json", "--op=rope"])
+    assert (s.out, s.command) == (Path("here.json"), ["--op=rope"]), "the record does not say where it was"
 
 
 # --- What is compared ---

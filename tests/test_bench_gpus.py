@@ -6,7 +6,6 @@ import sys
 import tempfile
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -251,20 +250,12 @@ def around_a_checkpoint(monkeypatch, tmp_path, kind, steps, run):
 
 
 def test_saves_are_timed_between_the_log_lines_of_steps_100_and_200(monkeypatch, tmp_path):
-    now, reads = [0.0], []
-    monkeypatch.setattr(gpus, "time", SimpleNamespace(perf_counter=lambda: reads.append(1) or now[0]))
-
     def run(words, out_dir):
         """Logs as train.py does."""
         out_dir.mkdir(exist_ok=True)
-        with open(out_dir / "metrics.jsonl", "a") as file:
-            for number in (100, 200):
-                json.dump({"step": number, "loss": 1.0}, file)
-                file.write("\n")
-                file.flush()
-                reads.clear()
-                wait_until(lambda: len(reads) > 4)  # one for each line at every look
-                now[0] += 66.0 if "--keep_last=1" in words else 44.0
+        seconds = 66.0 if "--keep_last=1" in words else 44.0
+        lines = [{"step": 100, "loss": 1.0, "time": 9.0}, {"step": 200, "loss": 1.0, "time": 9.0 + seconds}]
+        (out_dir / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
         return {}
 
     row = around_a_checkpoint(monkeypatch, tmp_path, "saves", 200, run)
@@ -280,7 +271,7 @@ def test_the_cpu_memory_of_a_save_is_that_of_a_run_which_waits_for_it(monkeypatc
         return {"cpu_gib": next(used)}
 
     row = around_a_checkpoint(monkeypatch, tmp_path, "memory", 3, run)
-    assert "100.0 GiB of CPU memory, while" in (text := report.save_memory_sentence({"memory": [row]}))
+    assert "100.0 GiB of CPU memory, while" in (text := report.save_memory_sentences({"memory": [row]}))
     assert "written 105.0, resumed 99.0; the checkpoint takes 3 s to write, 2 s to read." in text
 
 
@@ -303,3 +294,22 @@ def test_the_tables_say_what_was_out_of_memory_what_is_not_known_and_how_near_an
     text = report.tables({"command": "python bench.py gpus", "scaling": [one], "8b": [one, two], "saves": []})
     assert "| torchtitan's recipe | 1 | 70,000 | 70,000 | 1.000 | n/a | 40.0 | 1.05 |" in text
     assert "| 1 x 8,192 | none | torchtitan's recipe, ZeRO-3 | out of memory | - | - | - | - | - |" in text
+
+
+def test_tables_leave_out_what_their_record_has_not():
+    at = dict(zip(compare.GPUS_PLACE, ("nanocria-muon", 2, 64, 1024, "none"), strict=True))
+    muon = at | {"ms_per_step": 900.0, "tok_per_s": 7e4, "peak_gib": 20.0}
+    assert "| nanocria, Muon | 2 | 900 | - | 20.0 |" in report.optimizers_table({"optimizers": [muon]})
+    saved = {"cpu_gib": 1.0, "saved_cpu_gib": 2.0, "resumed_cpu_gib": 3.0, "checkpoint_bytes": 4e9, "save_seconds": 5.0}
+    resumed, failed = saved | {"resume_seconds": 6.0}, saved | {"saved_cpu_gib": 7.0, "resume_seconds": None}
+    text = report.save_memory_sentences({"memory": [resumed, failed]})
+    assert "a checkpoint of 4 GB is written 2.0, resumed 3.0;" in text and "7.0" not in text
+    speed, oom = {"arm": "nanocria", "targets_per_s": 3e4}, {"oom": True}
+    record = {"command": "python bench.py finetune", "runs": [{"arm": "hf", **oom}], "packing": [speed, oom]}
+    assert report.tables(record) == ""
+    assert runner.line({}, speed).endswith("30,000 targets/s")
+    losses = [{"arm": "float32", "losses": [1.0, 2.0]}, {"arm": "nanocria", "losses": [1.5]}]
+    assert compare.differences(losses[1], losses) is None
+    fits = {"model": "1b", "rung": "plain", "batch": 1, "tok_per_s": 1e3, "peak_gib": 9.0, "cpu_gib": 0.0}
+    table = report.ladder_table({"points": [fits], "losses": [{"model": "1b", "rung": "plain", "oom": True}]})
+    assert "| 1b | plain PyTorch, float32 | 9.0 | 1 | 1,000 · 9.0 | 0 | - |" in table

@@ -124,7 +124,7 @@ if sys.argv[2] != "train.py":
                   for _ in range(warmup + steps)]
         return {"first_loss": losses[0], "last_loss": losses[-1], "n": len(losses)}
     peers.measure = measure
-snapshot.note(sys.argv[1], sys.argv[2:])
+snapshot.note(*sys.argv[1:])
 print(json.dumps({"said": said}))
 """
 TRAIN = ["train.py", "config/baby_llama.py", "--device=cpu", "--n_layer=1", "--n_embd=32", "--n_head=2",
@@ -136,7 +136,7 @@ def test_one_step_is_noted_of_ours_and_of_a_peer(tmp_path, monkeypatch):
     monkeypatch.setenv("TRITON_INTERPRET", "0")  # or the interpreter would run the whole step
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")  # beside a GPU train.py records allocations of its own
     ours = [*TRAIN, f"--out_dir={tmp_path}", f"--max_iters={snapshot.STEP + 1}"]
-    for words in (ours, ['{"warmup": 4, "steps": 2}']):
+    for words in (ours, ["-m", "benchmarks.call", "peers.measure", '{"warmup": 4, "steps": 2}']):
         result, printed = runner.run(["-c", NOTED_ON_CPU, "there.pickle", *words])
         assert result == {"said": ["first", True, "there.pickle"]}, printed
 

@@ -36,7 +36,7 @@ def test_the_log_line_and_the_metrics_read_as_documented(train, tmp_path, capsys
     lines = metrics(tmp_path / "out")
     steps = [line for line in lines if "loss" in line]
     assert [line["step"] for line in steps] == list(range(1, 9)), "max_iters counts updates"
-    names = {"step", "loss", "lr", "grad_norm", "ms", "tok_per_s", "mfu", "mem_gib", "data_ms"}
+    names = {"step", "loss", "lr", "grad_norm", "ms", "tok_per_s", "mfu", "mem_gib", "data_ms", "time"}
     assert all(set(line) == names for line in steps) and steps[0]["data_ms"] > 0
     assert [set(line) for line in lines if "loss" not in line] == [{"step", "val_loss"}] * 2
     assert run["tokens_per_step"] == 4 * 32 and max(line["ms"] for line in steps) < 86400e3
