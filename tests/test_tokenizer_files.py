@@ -43,7 +43,9 @@ def write_hf_folder(folder, bos=None, **config):
     if bos:
         first = dict(single=f"{bos} $A", special_tokens=[(bos, tokenizer.token_to_id(bos))])
         tokenizer.post_processor = tokenizers.processors.TemplateProcessing(**first)
+    tokenizer.add_tokens(["\u0120the"])  # of the vocabulary, and no special one
     tokenizer.enable_truncation(8)  # as some published files say, for other uses
+    tokenizer.enable_padding(length=8)
     folder.mkdir()
     tokenizer.save(str(folder / "tokenizer.json"))
     eos = {"__type": "AddedToken", "content": "<|im_end|>"}
@@ -55,6 +57,7 @@ def write_hf_folder(folder, bos=None, **config):
 def test_hf_folder_gives_the_ids_of_tokenizers_and_spelled_special_tokens_are_text_but_in_prompts(tmp_path):
     theirs = write_hf_folder(tmp_path / "hf")
     theirs.no_truncation()
+    theirs.no_padding()
     for path in (tmp_path / "hf", str(tmp_path / "hf/tokenizer.json")):
         tokenizer = get_tokenizer(path)
         assert (tokenizer.n_vocab, tokenizer.bos, tokenizer.end_of_text, tokenizer.eos) == (300, None, 0, [3, 0])
@@ -149,8 +152,10 @@ def test_transformers_and_tiktoken_read_what_we_write_with_the_same_ids(name, tm
     told = json.loads((tmp_path / "tokenizer_config.json").read_bytes())  # older transformers and llama.cpp
     assert told["clean_up_tokenization_spaces"] is told["add_prefix_space"] is False
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama", "nanocria_tokenizer": name}))
+    (tmp_path / "chat_template.jinja").write_text("of others")
     again = tokenizer_of(tmp_path)
     assert type(again) is Tiktoken and again.special_tokens == ours.special_tokens
+    assert again.hf_files() == again.files and again.files["chat_template.jinja"] == b"of others"
     rng = random.Random(0)
     shuffled = ["".join(rng.choices(AWKWARD, k=60)) for _ in range(50)]
     for text in (*TEXTS, AWKWARD, *shuffled):
@@ -253,8 +258,9 @@ def test_folders_without_a_tokenizer_and_damaged_files_get_a_sentence(tmp_path):
         get_tokenizer(tmp_path)
     write_hf_folder(tmp_path / "hf")
     content = (tmp_path / "hf/tokenizer.json").read_text()
-    (tmp_path / "mine.json").write_text(content)  # under another name
+    (tmp_path / "mine.json").write_text(content.replace(": 299", ": 999"))  # under another name, and with a gap
     assert get_tokenizer(tmp_path / "mine.json").encode("hello") == get_tokenizer(tmp_path / "hf").encode("hello")
+    assert get_tokenizer(tmp_path / "mine.json").n_vocab == 1000
     for damaged, said in ((content[:-100], "damaged: "), ("[]", "holds no JSON object"), ('{"a": 1}', "damaged, or")):
         (tmp_path / "hf/tokenizer.json").write_text(damaged)
         with pytest.raises(ValueError, match=f"hf/tokenizer.json .*{said}"):
