@@ -1,7 +1,6 @@
 """Checkpoints: saved, damaged, resumed."""
 
 import errno
-import functools
 import json
 import os
 import pickle
@@ -25,24 +24,6 @@ from tests.published import assert_same_model
 from tests.runs import FULL_DISK, SHORT, SMALL, damage, edit_run, losses, metrics, run, slip, wrapped
 
 pytestmark = pytest.mark.usefixtures("plain_pytorch_on_one_core")
-
-
-@pytest.mark.parametrize("changes", [
-    {},
-    {"dtype": "bfloat16"},
-    {"dtype": "float16"},
-    {"dtype": "bfloat16", "offload": "optimizer"},
-    {"dtype": "float16", "offload": "all"},
-    {"tie_embeddings": False, "n_embd": 24, "ffn_dim": 19},
-], ids=str)  # fmt: skip
-def test_resume_repeats_the_run_bit_for_bit(train, tmp_path, changes):
-    train = functools.partial(train, **changes)
-    train(max_iters=12, keep_last=5)
-    whole = losses(tmp_path / "out")
-    for step in (8, 12):  # as if it had been killed after step 4: its lines for steps 5 to 12 are there still
-        shutil.rmtree(tmp_path / "out" / f"step_{step:06d}")
-    train(max_iters=12, keep_last=5)
-    assert losses(tmp_path / "out") == whole
 
 
 def test_a_half_written_checkpoint_is_not_taken_for_a_whole_one(train, tmp_path):

@@ -443,9 +443,3 @@ def test_the_context_is_never_below_that_of_the_run_or_which_rope_is_scaled_from
     train(rope_scaling=SCALING | {"original_max_position_embeddings": 64}, max_iters=1)
     config = json.loads((tmp_path / "out/step_000001/config.json").read_text())
     assert config["max_position_embeddings"] == 64 > SMALL["block_size"]
-
-
-def test_what_a_published_config_leaves_out_is_what_transformers_takes():
-    theirs = transformers.LlamaConfig()
-    for name, value in hf_config.DEFAULTS.items():
-        assert value == (theirs.rope_parameters[name] if name == "rope_theta" else getattr(theirs, name)), name

@@ -220,6 +220,10 @@ def test_a_step_whose_norm_is_not_finite_changes_nothing(rule, dtype):
     (GALORE | IN_8_BITS | dict(galore_rank=256, n_embd=512, dtype="bfloat16"), (4, 5), dict(galore_rank=2), "galore_r"),
     (APOLLO, (2, 3), dict(galore_rank=2), "has galore_rank"),
     (APOLLO | IN_8_BITS | dict(galore_rank=256, n_embd=512, dtype="bfloat16"), (4, 5), dict(galore_rank=2), "galore_r"),
+    *((settings, (2, 2), dict(n_layer=3), "has n_layer 2") for settings in (
+        {}, dict(dtype="bfloat16"), dict(dtype="float16"), dict(dtype="bfloat16", offload="optimizer"),
+        dict(dtype="float16", offload="all"), dict(tie_embeddings=False, n_embd=24, ffn_dim=19),
+    )),
 ], ids=str)  # fmt: skip
 def test_a_run_learns_resumes_bit_for_bit_and_not_as_another_rule_s(
     train, tmp_path, capsys, settings, n_states, other, sentence
