@@ -8,11 +8,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-import kernels
-import kernels.launch
 from convert import convert
-from data.tokenizer import get_tokenizer
-from data.write import write_dataset
 from kernels import NF4, Linear, LoRALinear, NF4LoRALinear, dequantize_nf4, quantize_nf4
 from lora import add_lora, merge_lora, packed_rows, projections
 from model import Llama, LlamaConfig
@@ -20,6 +16,7 @@ from runtime.checkpoint import load_model, read_base
 from runtime.checkpoint_folder import open_folder
 from runtime.hf_config import read_config
 from runtime.recompute import recompute
+from tests.datasets import toy_dataset
 from tests.runs import SHORT, SMALL, losses, prose, run, run_ranks, slip, step_losses
 
 TINY = LlamaConfig(n_layer=2, n_head=4, n_kv_head=2, n_embd=32, ffn_dim=64, vocab_size=64, block_size=16)
@@ -54,15 +51,10 @@ def adapted(base_dtype="bfloat16", dtype=torch.float64):
     return model, dense
 
 
-@pytest.fixture
-def plain_pytorch(monkeypatch):
-    monkeypatch.setattr(kernels.launch, "INTERPRETED", False)
-
-
 @pytest.mark.parametrize("base_dtype, fused", [("bfloat16", False), ("nf4", False), ("nf4", True)])
 def test_loss_and_gradients_are_those_of_dense_weights_by_autograd_in_float64(base_dtype, fused, request):
     if not fused:
-        request.getfixturevalue("plain_pytorch")
+        request.getfixturevalue("plain_pytorch_on_one_core")
     model, dense = adapted(base_dtype)
     model.set_operations(fused, fused, "sdpa")
     recompute(model, *(("full", 2) if fused else ("none",)))  # in slices of the MLP too
@@ -89,7 +81,7 @@ def test_loss_and_gradients_are_those_of_dense_weights_by_autograd_in_float64(ba
 
 
 @each_base
-def test_merged_model_is_plain_and_computes_the_same(base_dtype, plain_pytorch):
+def test_merged_model_is_plain_and_computes_the_same(base_dtype, plain_pytorch_on_one_core):
     model, _ = adapted(base_dtype)
     tokens = torch.randint(0, 64, (1, 8))
     before = model(tokens)
@@ -151,8 +143,7 @@ def test_another_number_format_is_not_dropped_for_adapters_without_a_word():
 def capitals(tmp_path_factory):
     """The same words in capitals, which the published weights have never seen."""
     folder = tmp_path_factory.mktemp("capitals")
-    documents = [("train", prose(1, 10_000).upper()), ("val", prose(2, 5000).upper())]
-    write_dataset(folder, documents, get_tokenizer("bytes"))
+    toy_dataset(folder, [prose(1, 10_000).upper()], [prose(2, 5000).upper()])
     return folder
 
 

@@ -2,10 +2,8 @@
 
 import gc
 import json
-import runpy
 import weakref
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
@@ -20,6 +18,8 @@ import kernels.launch
 from benchmarks.arms import STEP_FLAGS, SWEEP_FLAGS
 from benchmarks.compare import SWEEP_PLACE
 from benchmarks.estimate import run_of
+from benchmarks.peers import llama_config
+from benchmarks.record import load
 from lora import add_lora
 from model import Llama, LlamaConfig
 from optimizers.adamw8bit import AdamW8bit
@@ -30,18 +30,10 @@ from optimizers.place import local
 from runtime import memory, memory_advice, recompute
 from runtime.memory import GIB, RunShape
 
-ROOT = Path(__file__).parents[1]
 PLAIN = {"attention": "sdpa", "fused_kernels": False, "fused_loss": False}
 TINY = LlamaConfig(n_layer=4, n_head=4, n_kv_head=2, n_embd=64, ffn_dim=192, vocab_size=512, block_size=32)
+LLAMA_1B, LLAMA_8B = llama_config("config/llama32_1b.py"), llama_config("config/llama31_8b.py")
 no_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="beside a GPU no kernel is interpreted on the CPU")
-
-
-def published(name, **changes):
-    settings = runpy.run_path(str(ROOT / "config" / f"{name}.py"))
-    return LlamaConfig(**{k: v for k, v in settings.items() if k in LlamaConfig.__dataclass_fields__} | changes)
-
-
-LLAMA_1B, LLAMA_8B = published("llama32_1b"), published("llama31_8b")
 
 
 def sharded(ranks, batch_size=2, **changes):
@@ -60,7 +52,7 @@ def recorded():
     """(what, GiB, config, run) of every peak of ours in the records that the code of today measured."""
     of_step = {"config": "config/llama32_1b.py", "ranks": 1, "offload": "none"}
     for record in ("step", "step_h100", "sweep", "study", "study_8b", "ladder", "finetune"):
-        found = json.loads((ROOT / "benchmarks" / "records" / f"{record}.json").read_text())
+        found = load(record)
         for row in (row for kind in ("points", "batch", "seq") for row in found.get(kind, []) if "peak_gib" in row):
             if row["arm"] in STEP_FLAGS:
                 row |= of_step | {"arm": "all", "flags": " ".join(STEP_FLAGS[row["arm"]])}

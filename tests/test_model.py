@@ -10,11 +10,9 @@ import functools
 import gc
 import math
 import re
-import runpy
 import sys
 from collections import Counter
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
@@ -25,6 +23,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
+from benchmarks.peers import llama_config
 from model import Llama, LlamaConfig, document_starts
 from runtime.hf_names import hf_names
 from runtime.recompute import recompute
@@ -39,15 +38,6 @@ PLAIN = {"fused_kernels": False, "fused_loss": False}
 MODES = ["none", "selective", "full"]
 OPERATIONS = {"fused_kernels", "fused_loss", "attention"}  # Llama.set_operations
 RECOMPUTE = {"activation_checkpointing": "none", "mlp_chunks": None, "offload_activations": False}  # recompute
-
-
-@pytest.fixture(autouse=True, scope="module")
-def one_thread():
-    """The matrices are so small that a second thread costs more than it does."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 # At 16 dimensions a head and theta 10,000 this keeps the first frequency, mixes the second and slows the other six.
@@ -202,9 +192,8 @@ PUBLISHED = {  # parameters; n_layer, n_head, n_kv_head, n_embd, ffn_dim, tied; 
 
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_configs_build_the_published_models(name):
-    settings = runpy.run_path(str(Path(__file__).parents[1] / "config" / f"{name}.py"))
     with torch.device("meta"):
-        model = Llama(LlamaConfig(**{key: settings[key] for key in settings.keys() & vars(SMALL).keys()}))
+        model = Llama(llama_config(f"config/{name}.py"))
     n_params, sizes, factor = PUBLISHED[name]
     config = model.config
     assert model.n_params() == n_params

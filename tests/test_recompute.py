@@ -31,7 +31,6 @@ from tests.test_model import (
     build,
     error,
     loss_and_gradients,
-    one_thread,  # noqa: F401
 )
 
 FULL = {"activation_checkpointing": "full"}
