@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+import convert
 import kernels.launch
 from runtime.run_log import RunLog
 from tests.datasets import toy_dataset
@@ -120,6 +121,18 @@ def sample(tmp_path, monkeypatch, capsys):
         return out, err + stopped
 
     return run
+
+
+@pytest.fixture
+def convert_to_hf(tmp_path, monkeypatch):
+    """convert_to_hf(source, *options) runs convert.py, and returns the folder that it writes: tmp_path/hf."""
+
+    def convert_to_hf(source, *options, folder="hf"):
+        monkeypatch.setattr(sys, "argv", ["convert.py", str(source), str(tmp_path / folder), *options])
+        convert.main()
+        return tmp_path / folder
+
+    return convert_to_hf
 
 
 @pytest.fixture

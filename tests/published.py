@@ -39,8 +39,8 @@ def assert_same_model(path, theirs):
     assert expected.std() > 0.01 and (found - expected).abs().max() < 2e-5 * expected.abs().max()
 
 
-def publish(folder, says=None, ascii_only=False, **config):
-    """Writes a model of transformers' to a folder; says: what else its config.json says, None: without it. Returns it.
+def publish(folder, tokenizer="bytes", ascii_only=False, **config):
+    """Writes a model of transformers' to a folder; tokenizer: that its config.json names. Returns it.
 
     Its weights are large enough that attention is sharp and texts do not repeat. ascii_only: for the
     untied head of publish_chat_model, in whose vocabulary the letters come first.
@@ -56,7 +56,7 @@ def publish(folder, says=None, ascii_only=False, **config):
         if ascii_only:
             model.lm_head.weight[94:256] = 0
     model.save_pretrained(folder)
-    edit_config(folder, **{"nanocria_tokenizer": "bytes", **(says or {})})
+    edit_config(folder, nanocria_tokenizer=tokenizer)
     return model
 
 
@@ -103,5 +103,4 @@ def publish_chat_model(folder, **config):
     special = dict(eos_token="<|im_end|>", bos_token="<|im_start|>", pad_token="<|endoftext|>")
     fast = transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer, chat_template=CHATML, **special)
     fast.save_pretrained(folder)
-    says = {"nanocria_tokenizer": None}
-    return publish(folder, says, vocab_size=259, bos_token_id=257, eos_token_id=258, **config), fast
+    return publish(folder, None, vocab_size=259, bos_token_id=257, eos_token_id=258, **config), fast

@@ -18,7 +18,6 @@ from configurator import SettingError
 from test_kernels import DEVICE
 
 PAGES = {page: (record.ROOT / page).read_text() for page in report.PAGES}
-PAGE = "benchmarks/README.md"
 RECORDS = sorted(record.RECORDS.glob("*.json"))
 FP32 = {"device": "cpu", "dtype": torch.float32}
 # A size of each operation that the interpreter runs in a moment; widths that no block divides.

@@ -20,7 +20,7 @@ from optimizers.on_cpu import OnCPU
 from optimizers.optimizer import Optimizer
 from runtime import checkpoint, checkpoint_folder, memory_advice, memory_stats, run_folder, safetensors_file
 from runtime.checkpoint_folder import read_run
-from tests.published import assert_same_model
+from tests.published import SCALING, assert_same_model
 from tests.runs import FULL_DISK, SHORT, SMALL, damage, edit_run, losses, metrics, run, slip, wrapped
 
 pytestmark = pytest.mark.usefixtures("plain_pytorch_on_one_core")
@@ -309,8 +309,7 @@ def test_another_run_or_version_in_the_same_folder_is_refused_with_a_sentence(tr
     assert "step_000008 is beyond max_iters, 7: raise that" in slip(train, capsys, max_iters=7)
     assert "rope_theta 500000.0 (this run: 100.0): pass --rope_theta=500000.0," in slip(train, capsys, rope_theta=100)
     assert "norm_eps 1e-05 (this run: 0.001)" in slip(train, capsys, norm_eps=1e-3)
-    scaling = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 16}
-    assert "rope_scaling None (this run: " in slip(train, capsys, rope_scaling=scaling)
+    assert "rope_scaling None (this run: " in slip(train, capsys, rope_scaling=SCALING)
     assert "pass --n_layer=2 --n_embd=32, or change out_dir" in slip(train, capsys, n_layer=3, n_embd=64)
     assert "--init_from=resume continues it" in slip(train, capsys, init_from="scratch")
     (tmp_path / "out/step_000008").rename(tmp_path / "out/step_000900")

@@ -4,7 +4,6 @@ import json
 import math
 import re
 import shutil
-import sys
 from unittest import mock
 
 import numpy as np
@@ -43,18 +42,6 @@ def theirs(tmp_path):
     """The folder of a published tied model."""
     publish(tmp_path / "theirs", TIED)
     return tmp_path / "theirs"
-
-
-@pytest.fixture
-def convert_to_hf(tmp_path, monkeypatch):
-    """convert_to_hf(source, *options) runs convert.py, and returns the folder that it writes: tmp_path/hf."""
-
-    def convert_to_hf(source, *options, folder="hf"):
-        monkeypatch.setattr(sys, "argv", ["convert.py", str(source), str(tmp_path / folder), *options])
-        convert.main()
-        return tmp_path / folder
-
-    return convert_to_hf
 
 
 def assert_equal_weights(path, other):

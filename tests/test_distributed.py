@@ -14,6 +14,7 @@ from tests.runs import (
     ROOT,
     SMALL,
     assert_close,
+    finish,
     hang,
     losses,
     machines_of,
@@ -215,13 +216,13 @@ def test_logging_one_step_late_stops_at_a_signal_and_at_nan(late_train, text_dat
     """After a signal with a checkpoint from which it goes on alike, and where the loss is NaN before the update."""
     settings = LONGER | dict(dataset=text_data, max_iters=150, eval_interval=150, lr_decay_iters=150)
     whole, cut = (settings | {"out_dir": tmp_path / name} for name in ("whole", "cut"))
-    assert run(whole, late_train).returncode == 0
+    finish(whole, script=late_train)
     process = start(cut, late_train)
     assert any("step 00010/" in line for line in process.stdout)
     process.send_signal(signal.SIGTERM)
     rest = process.communicate()[0]
     assert process.returncode == 128 + signal.SIGTERM and "interrupted | saved" in rest, rest
-    assert run(cut, late_train).returncode == 0
+    finish(cut, script=late_train)
     assert losses(tmp_path / "whole") == losses(tmp_path / "cut")
     diverging = settings | dict(learning_rate=1e30, warmup_iters=0, out_dir=tmp_path / "nan")
     done = run(diverging, late_train)

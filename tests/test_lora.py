@@ -17,7 +17,8 @@ from runtime.checkpoint_folder import open_folder
 from runtime.hf_config import read_config
 from runtime.recompute import recompute
 from tests.datasets import toy_dataset
-from tests.runs import SHORT, SMALL, losses, prose, run, run_ranks, slip, step_losses
+from tests.runs import SHORT, SMALL, finish, losses, prose, run, slip, step_losses
+from tests.test_safetensors_file import damage_tensor
 
 TINY = LlamaConfig(n_layer=2, n_head=4, n_kv_head=2, n_embd=32, ffn_dim=64, vocab_size=64, block_size=16)
 RUN = SMALL | SHORT | dict(gradient_accumulation_steps=2, lora_rank=4, lora_alpha=10, learning_rate=0.03)
@@ -26,17 +27,10 @@ each_base = pytest.mark.parametrize("base_dtype", ["bfloat16", "nf4"])
 each_run = pytest.mark.parametrize("name", BASES)
 
 
-def finish(settings, ranks=1):
-    """A run by train.py to its end: its folder."""
-    done = run(settings) if ranks == 1 else run_ranks(ranks, settings)
-    assert done.returncode == 0, done.stderr
-    return settings["out_dir"]
-
-
-def adapted(base_dtype="bfloat16", dtype=torch.float64):
+def adapted(base_dtype):
     """A tiny model whose adapters are not zero, and the dense weights that it stands for, by name."""
     torch.manual_seed(1)
-    model = Llama(TINY).to(dtype)
+    model = Llama(TINY).double()
     model.init_weights(1)
     dense = {name: p.detach().clone() for name, p in model.named_parameters()}
     add_lora(model, 3, 5.0, base_dtype)
@@ -161,7 +155,9 @@ def trained(base, capitals, tmp_path_factory):
     """Runs with a base in float32, NF4 and float8, 8 steps, a checkpoint after 4: a folder each."""
     common = RUN | {"dataset": capitals, "init_from": base}
     folders = {name: tmp_path_factory.mktemp(name) for name in BASES}
-    return {name: finish(common | {"out_dir": folder} | BASES[name]) for name, folder in folders.items()}
+    for name, folder in folders.items():
+        finish(common | {"out_dir": folder} | BASES[name])
+    return folders
 
 
 def test_only_adapters_are_saved_and_the_loss_falls(trained):
@@ -274,9 +270,11 @@ def test_in_another_dtype_the_four_bits_are_those_that_the_adapters_were_trained
         assert all(torch.equal(x.view(torch.uint8), y.view(torch.uint8)) for x, y in parts)
 
 
-def test_sample_reads_adapters(trained):
-    done = run(["--out_dir=" + str(trained["nf4"]), "--max_new_tokens=4", "--device=cpu"], "sample.py")
-    assert done.returncode == 0 and done.stdout, done.stderr
+def test_sample_reads_adapters(base, trained, tmp_path):
+    convert(trained["nf4"] / "step_000008", tmp_path, "float32", "trained")
+    folders, options = (trained["nf4"], tmp_path, base), dict(max_new_tokens=20, device="cpu")
+    adapters, merged, without = (finish(options | {"out_dir": folder}, script="sample.py").stdout for folder in folders)
+    assert adapters == merged != without
 
 
 def test_whose_base_is_of_a_run_says_that_the_run_may_delete_it(base, capitals, tmp_path):
@@ -329,9 +327,7 @@ def test_a_damaged_base_does_not_make_its_checkpoints_damaged(base, trained, cap
     shutil.copytree(trained["bfloat16"], tmp_path / "out")
     shutil.copytree(base, tmp_path / "base")
     folder, file = open_folder(tmp_path / "base"), tmp_path / "base/model.safetensors"
-    content = bytearray(file.read_bytes())
-    content[folder.tensors["model.embed_tokens.weight"][1].begin] ^= 1
-    file.write_bytes(content)
+    damage_tensor(file.parent, "model.embed_tokens.weight")
     done = run(RUN | {"dataset": capitals, "out_dir": tmp_path / "out", "init_from": tmp_path / "base"})
     assert done.returncode == 1 and done.stderr.startswith(f"{file} is damaged: its bytes"), done.stderr
     assert (tmp_path / "out/step_000008").exists(), done.stdout
@@ -359,8 +355,7 @@ def test_a_base_that_has_moved_is_named_by_init_from(base, trained, capitals, tm
         config.write_text("{}")
         with pytest.raises(ValueError, match="adapter_config.json does not say where the base is"):
             load_model(config.parent)
-        done = run(settings | {"init_from": tmp_path / "moved"})
-        assert done.returncode == 0 and "not read" not in done.stdout, done.stdout + done.stderr
+        assert "not read" not in finish(settings | {"init_from": tmp_path / "moved"}).stdout
     finally:
         away.rename(base)
     said = json.loads((folder / "adapter_config.json").read_text())

@@ -26,7 +26,7 @@ from runtime.checkpoint_folder import read_run
 from runtime.cuda_graph import CUDAGraph
 from runtime.memory import RunShape, state_bytes
 from runtime.stream_weights import StreamedWeights
-from tests.runs import ROOT, SHORT, SMALL, assert_close, edit_run, losses, run_ranks, slip, step_losses
+from tests.runs import ROOT, SHORT, SMALL, assert_close, edit_run, finish, losses, slip, step_losses
 
 pytestmark = pytest.mark.usefixtures("plain_pytorch_on_one_core")
 
@@ -414,7 +414,5 @@ def test_more_ranks_do_not_overflow_float16_sooner(train, text_data, tmp_path):
     scale = 2.0**16  # to become the largest at which one process takes its fifth step
     while train(**at_scale(2 * scale, tmp_path / f"{2 * scale:.0f}"))["loss_scale"] == 2 * scale:
         scale *= 2
-    many = SMALL | SHORT | dict(dataset=text_data) | at_scale(scale, tmp_path / "many")
-    done = run_ranks(4, many)
-    assert done.returncode == 0, done.stderr
+    finish(SMALL | SHORT | dict(dataset=text_data) | at_scale(scale, tmp_path / "many"), ranks=4)
     assert read_run(tmp_path / "many/step_000005")["loss_scale"] == scale, "the step was left out"

@@ -5,7 +5,6 @@ import json
 import pickle
 import random
 import shutil
-import sys
 import unicodedata
 from pathlib import Path
 
@@ -14,7 +13,6 @@ import pytest
 import tiktoken
 import transformers
 
-import convert
 from data.text.prepare import prepare as text_prepare
 from data.tiktoken_files import DOWNLOADS, LLAMA3_PATTERN, OPENAI
 from data.tokenizer import Tiktoken, get_tokenizer, published_name, tokenizer_of
@@ -213,7 +211,7 @@ def test_a_checkpoint_of_metas_tokenizer_has_tokenizer_json_alone(train, tmp_pat
         assert get_tokenizer(folder).encode("he said") == tokenizer_of(tmp_path / "data").encode("he said")
 
 
-def test_a_run_takes_the_tokenizer_along(train, sample, tmp_path, monkeypatch, plain_pytorch_on_one_core):
+def test_a_run_takes_the_tokenizer_along(train, sample, convert_to_hf, tmp_path, plain_pytorch_on_one_core):
     """mask_documents goes by its bos; sample.py and transformers find it in the checkpoint; so does convert.py."""
     write_hf_folder(tmp_path / "hf", bos="<s>")
     documents = [("val" if i % 7 == 0 else "train", prose(i, 20 + i)) for i in range(100)]
@@ -226,10 +224,8 @@ def test_a_run_takes_the_tokenizer_along(train, sample, tmp_path, monkeypatch, p
     assert all(starts[row, i - 1] < i for row, i in first if i)  # the end of text belongs to the document that it ends
     config = json.loads((tmp_path / "out/step_000002/config.json").read_text())
     assert (config["bos_token_id"], config["eos_token_id"]) == (1, 0)
-    monkeypatch.setattr(sys, "argv", ["convert.py", str(tmp_path / "out"), str(tmp_path / "converted")])
-    convert.main()
     expected = tokenizer_of(tmp_path / "data")
-    for folder in (tmp_path / "out/step_000002", tmp_path / "converted"):
+    for folder in (tmp_path / "out/step_000002", convert_to_hf(tmp_path / "out", folder="converted")):
         found = tokenizer_of(folder)
         assert (found.name, found.bos, found.eos, found.files) == (expected.name, 1, [3, 0], expected.files)
         assert hf_ids(folder, "text é") == [1, *expected.encode("text é")]
