@@ -7,11 +7,9 @@ Errors are relative, ‖out − truth‖ / ‖truth‖, tensor by tensor. float6
 
 import copy
 import functools
-import gc
 import math
 import re
 import sys
-from collections import Counter
 from dataclasses import replace
 
 import pytest
@@ -19,8 +17,6 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
 from benchmarks.peers import llama_config
@@ -28,6 +24,7 @@ from model import Llama, LlamaConfig, document_starts
 from runtime.hf_names import hf_names
 from runtime.recompute import recompute
 from tests.published import hf_llama
+from tests.watch import Watch
 
 recompute_file = sys.modules["runtime.recompute"]
 HAS_GPU = torch.cuda.is_available()
@@ -134,32 +131,6 @@ def test_model_is_hugging_faces_llama(n_kv_head, factor, tied, arm, n_time):
 
 # ---------------------------------------------------------------------------------------------------------------------
 # What it costs
-
-
-class Watch(TorchDispatchMode):
-    """Counts the operations that run, and holds a weak reference to every storage that they return."""
-
-    def __init__(self, model):
-        super().__init__()
-        self.ops, self.storages = Counter(), {}
-        self.weights = {parameter.untyped_storage()._cdata for parameter in model.parameters()}
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        self.ops[func.overloadpacket.__name__] += 1
-        out = func(*args, **(kwargs or {}))
-        for tensor in out if isinstance(out, (tuple, list)) else [out]:
-            if isinstance(tensor, torch.Tensor):
-                storage = tensor.untyped_storage()
-                if storage._cdata not in self.weights:
-                    self.storages[storage._cdata] = StorageWeakRef(storage), storage.nbytes()
-        return out
-
-    def live_bytes(self):
-        gc.collect()  # Triton's interpreter leaves cycles
-        return sum(n_bytes for reference, n_bytes in self.storages.values() if not reference.expired())
-
-    def calls(self, part):
-        return sum(n for name, n in self.ops.items() if part in name and "backward" not in name)
 
 
 def attention_flops(q_shape, k_shape, *_, **__):
@@ -397,6 +368,6 @@ def test_hopper_runs_the_attention_asked_for(attention, operator):
     if torch.cuda.get_device_capability()[0] != 9:
         pytest.skip("before Hopper flash attention comes first")
     model, (tokens, targets) = build(dtype=BF16, config=LARGE, attention=attention), batch(n_time=512)
-    with Watch(model) as seen:
+    with Watch() as seen:
         model(tokens, targets).backward()
     assert seen.calls("attention") == seen.ops[operator] == LARGE.n_layer, seen.ops
