@@ -186,6 +186,7 @@ def test_what_the_readme_gives_each_card_fits_it(row):
 def test_what_the_allocator_held_in_reserve_is_in_the_estimate(name):
     found = record.load(name)
     ours = [row for kind in ("points", "batch", "seq") for row in found.get(kind, []) if row.get("estimated_gib")]
+    assert any(row.get("reserved_gib") for row in ours)
     for row in (row for row in ours if row.get("reserved_gib")):
         assert row["reserved_gib"] - row["peak_gib"] < estimate.outside_gib(estimate.run_of(row)[1]), row
 

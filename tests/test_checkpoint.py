@@ -14,6 +14,7 @@ from unittest import mock
 
 import pytest
 import torch
+import transformers
 
 import model as model_module
 from optimizers.on_cpu import OnCPU
@@ -321,7 +322,6 @@ def test_another_run_or_version_in_the_same_folder_is_refused_with_a_sentence(tr
 
 
 def test_transformers_reads_a_checkpoint_as_it_stands(train, tmp_path):
-    transformers = pytest.importorskip("transformers")
     for dtype in ("float32", "bfloat16"):
         train(dtype=dtype, out_dir=tmp_path / dtype, max_iters=4)
         path = tmp_path / dtype / "step_000004"

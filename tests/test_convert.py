@@ -9,6 +9,8 @@ from unittest import mock
 import numpy as np
 import pytest
 import torch
+import transformers
+from safetensors.torch import load_file, save_file
 
 import convert
 from model import Llama, LlamaConfig
@@ -20,8 +22,6 @@ from tests.published import assert_same_model, edit_config, hf_llama
 from tests.runs import FULL_DISK, SHORT, SMALL, machines_of, run, slip, wrapped
 
 pytestmark = pytest.mark.usefixtures("plain_pytorch_on_one_core")
-transformers = pytest.importorskip("transformers")
-safetensors = pytest.importorskip("safetensors.torch")
 
 SCALING = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 16}
 TIED = {"tie_embeddings": True, "rope_scaling": SCALING, "vocab_size": 257}
@@ -272,9 +272,9 @@ def holds(name, change, source=None):
     """Another tensor under a name: what change makes of the tensor there, or of that of another name."""
 
     def change_tensor(folder):
-        tensors = safetensors.load_file(folder / "model.safetensors")
+        tensors = load_file(folder / "model.safetensors")
         changed = tensors | {name: change(tensors[source or name]).clone()}
-        safetensors.save_file(changed, folder / "model.safetensors")
+        save_file(changed, folder / "model.safetensors")
 
     return change_tensor
 

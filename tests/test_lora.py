@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+import transformers
 
 from convert import convert
 from kernels import NF4, Linear, LoRALinear, NF4LoRALinear, dequantize_nf4, quantize_nf4
@@ -219,7 +220,8 @@ def test_lora_trains_with(changes, base, trained, capitals, tmp_path):
 
 @pytest.mark.parametrize("name", ["bfloat16", "float8"])
 def test_peft_and_transformers_load_a_checkpoint_and_give_our_logits(name, base, trained):
-    peft, transformers = pytest.importorskip("peft"), pytest.importorskip("transformers")
+    import peft  # it takes seconds
+
     folder, tokens = trained[name] / "step_000008", torch.randint(0, 256, (2, 16))
     with torch.no_grad():
         ours = load_model(folder)(tokens)
@@ -232,8 +234,9 @@ def test_peft_and_transformers_load_a_checkpoint_and_give_our_logits(name, base,
 
 
 def test_adapters_on_four_bits_fit_the_base_that_bitsandbytes_quantises(base, trained):
-    peft, transformers = pytest.importorskip("peft"), pytest.importorskip("transformers")
     functional, tokens = pytest.importorskip("bitsandbytes.functional"), torch.randint(0, 256, (2, 16))
+    import peft
+
     theirs = transformers.LlamaForCausalLM.from_pretrained(base, dtype=torch.float32)
     with torch.no_grad():
         for module in theirs.model.layers.modules():

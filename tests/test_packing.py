@@ -228,8 +228,6 @@ def test_eval_first_and_eval_only_report_the_loss_that_training_starts_from(text
 def test_a_finetune_is_transformers_on_the_same_conversations_unpacked(arm, peer, more, chats, tmp_path, monkeypatch):
     """Step for step: the losses of packed blocks, and of all validation conversations; with adapters peft's."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)  # where there is one, TF32 would differ by more
-    if "lora" in arm:
-        pytest.importorskip("peft")
     publish(tmp_path / "hf")
     at = dict(folder=str(tmp_path / "hf"), dataset=str(chats), batch=4, block=48, steps=8, rate=1e-3)
     ours = finetune.train_losses(arm, **at, flags=["--device=cpu", *more])

@@ -313,7 +313,7 @@ def test_first_ctrl_c_after_invalid_data_does_not_interrupt_the_save(ended):
     assert not ended and shutdown.exit_code == 1
 
 
-def test_ignored_sigint_stays_ignored(ended):
+def test_ignored_sigint_stays_ignored():
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     ShutdownHandler().listen()
     assert signal.getsignal(signal.SIGINT) == signal.SIG_IGN

@@ -11,6 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import tiktoken
+import tokenizers
 import transformers
 
 from data.text.prepare import prepare as text_prepare
@@ -30,7 +31,6 @@ TEMPLATE = "{% for message in messages %}<|im_start|>{{ message['content'] }}<|i
 
 def write_hf_folder(folder, bos=None, **config):
     """A small byte-level BPE, as transformers publishes it; bos: the token that its post-processor puts first."""
-    tokenizers = pytest.importorskip("tokenizers")
     tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE())
     tokenizer.normalizer = tokenizers.normalizers.NFC()
     tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -95,7 +95,6 @@ def test_generation_config_says_where_a_model_stops_and_a_file_holds_the_templat
 
 def test_text_stream_keeps_the_blank_before_a_first_word(tmp_path):
     """As Llama 2's tokenizer, whose decoder drops the blank before the first word of a text."""
-    tokenizers = pytest.importorskip("tokenizers")
     backend = tokenizers.Tokenizer(tokenizers.models.BPE(byte_fallback=True))
     backend.pre_tokenizer, backend.decoder = tokenizers.pre_tokenizers.Metaspace(), tokenizers.decoders.Metaspace()
     backend.train_from_iterator([prose(0, 500)], tokenizers.trainers.BpeTrainer(vocab_size=90, special_tokens=["</s>"]))
@@ -308,7 +307,6 @@ def all_blocks():
 @pytest.mark.real
 @pytest.mark.parametrize("name", ["llama3", *DOWNLOADS])
 def test_published_vocabularies_give_the_same_ids_as_tokenizer_json(name):
-    tokenizers = pytest.importorskip("tokenizers")
     try:
         ours = get_tokenizer(package_file("llama_models", "llama3/tokenizer.model") if name == "llama3" else name)
     except OSError as error:

@@ -89,6 +89,16 @@ def test_every_arm_and_checkpointing_mode_has_the_same_losses(train, plain_losse
     assert_close(plain_losses(**shape), step_losses(tmp_path / "out"), 1e-5)
 
 
+def test_settings_of_how_the_model_is_computed_reach_it_though_no_loss_shows_them(train, monkeypatch):
+    given, recomputes = [], recompute.recompute
+    monkeypatch.setattr(recompute, "recompute", lambda model, *args: given.append(args) or recomputes(model, *args))
+    for fused in (True, False):
+        how = dict(activation_checkpointing="selective", mlp_chunks=3, offload_activations=True, attention="sdpa")
+        model = train(**how, fused_kernels=fused, fused_loss=not fused, keep_last=0)["model"]
+        assert (model.fused_kernels, model.fused_loss, model.attention) == (fused, not fused, "sdpa")
+    assert given == [("selective", 3, True)] * 2
+
+
 @pytest.mark.parametrize("settings", [
     {},
     dict(offload_activations=True),
