@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import torch
 
-os.environ.setdefault("OMP_NUM_THREADS", "1")  # small models: several threads only wait for each other
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # for the processes that they start; conftest.py sets this one's
 os.environ.setdefault("TRITON_INTERPRET", "0" if torch.cuda.is_available() else "1")
 
 

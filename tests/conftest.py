@@ -11,10 +11,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
+import convert
 import kernels.launch
-from data.tokenizer import get_tokenizer
-from data.write import write_dataset
 from runtime.run_log import RunLog
+from tests.datasets import toy_dataset
 from tests.runs import LONGER, PLAIN, ROOT, SHORT, SMALL, flags, prose, run_alone, run_ranks
 
 
@@ -24,6 +24,7 @@ def root_and_seed(monkeypatch):
     monkeypatch.chdir(ROOT)
     torch.manual_seed(0)
     torch.set_float32_matmul_precision("highest")  # train.py, run in this process by the test before, set TF32
+    torch.set_num_threads(1)  # which it may have raised; small models: several would only wait for each other
 
 
 @pytest.fixture(autouse=True)
@@ -49,8 +50,7 @@ def free_gpu_memory():
 def text_data(tmp_path_factory):
     """A hundred kilobytes of words as bytes."""
     folder = tmp_path_factory.mktemp("text")
-    documents = [*(("train", prose(i, 2500)) for i in range(10)), ("val", prose(10, 5000))]
-    write_dataset(folder, documents, get_tokenizer("bytes"))
+    toy_dataset(folder, [prose(i, 2500) for i in range(10)], [prose(10, 5000)])
     return folder
 
 
@@ -58,17 +58,12 @@ def text_data(tmp_path_factory):
 def plain_pytorch_on_one_core(monkeypatch):
     """The other files run the kernels through Triton's interpreter; a training run would take it hours.
 
-    The models are so small that on a machine of many cores the threads would only wait for each other. And Ctrl-C is
-    heard, also where a shell has the tests in its background, which a run that they start would inherit.
+    And Ctrl-C is heard, also where a shell has the tests in its background, which a run that they start would inherit.
     """
     signal.signal(signal.SIGINT, signal.default_int_handler)
     monkeypatch.setattr(kernels.launch, "INTERPRETED", False)
     for name, value in PLAIN.items():
         monkeypatch.setenv(name, value)
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.fixture
@@ -94,9 +89,8 @@ def train(text_data, tmp_path, monkeypatch):
 def short_documents(tmp_path_factory):
     """Of one to fifteen words, so that blocks of 32 bytes hold several."""
     folder = tmp_path_factory.mktemp("short")
-    lengths = np.random.default_rng(0).integers(1, 16, 700)
-    documents = [("val" if i % 7 == 0 else "train", prose(i, n)) for i, n in enumerate(lengths)]
-    write_dataset(folder, documents, get_tokenizer("bytes"))
+    texts = [prose(i, n) for i, n in enumerate(np.random.default_rng(0).integers(1, 16, 700))]
+    toy_dataset(folder, [text for i, text in enumerate(texts) if i % 7], texts[::7])
     return folder
 
 
@@ -127,6 +121,18 @@ def sample(tmp_path, monkeypatch, capsys):
         return out, err + stopped
 
     return run
+
+
+@pytest.fixture
+def convert_to_hf(tmp_path, monkeypatch):
+    """convert_to_hf(source, *options) runs convert.py, and returns the folder that it writes: tmp_path/hf."""
+
+    def convert_to_hf(source, *options, folder="hf"):
+        monkeypatch.setattr(sys, "argv", ["convert.py", str(source), str(tmp_path / folder), *options])
+        convert.main()
+        return tmp_path / folder
+
+    return convert_to_hf
 
 
 @pytest.fixture

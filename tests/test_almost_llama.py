@@ -1,14 +1,14 @@
 """Published folders that are not quite like Llama 3's: read as transformers reads them, or refused by a sentence."""
 
 import pytest
+import transformers
+from safetensors.torch import load_file, save_file
 
 from runtime.checkpoint import load_model
 from runtime.checkpoint_folder import open_folder
 from runtime.hf_config import DEFAULTS, read_config
 from tests.published import SCALING, assert_same_model, edit_config, publish
 
-transformers = pytest.importorskip("transformers")
-safetensors = pytest.importorskip("safetensors.torch")
 pytestmark = pytest.mark.usefixtures("plain_pytorch_on_one_core")
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 
@@ -45,8 +45,8 @@ def test_rope_as_older_versions_write_it(tmp_path, old):
 
 def test_a_tied_file_may_keep_the_head_alone(tmp_path):
     hf, path = publish(tmp_path), tmp_path / "model.safetensors"
-    tensors = safetensors.load_file(path)
-    safetensors.save_file(tensors | {HEAD: tensors.pop(EMBEDDING)}, path, {"format": "pt"})
+    tensors = load_file(path)
+    save_file(tensors | {HEAD: tensors.pop(EMBEDDING)}, path, {"format": "pt"})
     assert_same_model(tmp_path, hf)
     edit_config(tmp_path, tie_word_embeddings=False)
     with pytest.raises(ValueError, match="expected model.embed_tokens.weight of shape .* has none"):

@@ -11,14 +11,13 @@ import pytest
 import torch
 
 import bench
-from benchmarks import compare, libraries, losses, record, report, runner, timing
+from benchmarks import compare, draw, libraries, losses, record, report, runner, timing
 from benchmarks import kernels as kernels_bench
 from benchmarks.operations import OPERATIONS
 from configurator import SettingError
 from test_kernels import DEVICE
 
 PAGES = {page: (record.ROOT / page).read_text() for page in report.PAGES}
-PAGE = "benchmarks/README.md"
 RECORDS = sorted(record.RECORDS.glob("*.json"))
 FP32 = {"device": "cpu", "dtype": torch.float32}
 # A size of each operation that the interpreter runs in a moment; widths that no block divides.
@@ -84,7 +83,6 @@ def test_a_record_names_its_command_device_versions_and_commit(path):
 
 
 def test_every_plot_is_drawn_from_its_record(tmp_path, monkeypatch):
-    draw = pytest.importorskip("benchmarks.draw", exc_type=ImportError)
     monkeypatch.setattr(report, "PLOTS", tmp_path)
     monkeypatch.setattr(report, "render", lambda text, page: text)
     report.write_pages()
@@ -243,7 +241,10 @@ def test_bytes_are_those_of_the_tensors_that_each_pass_reads_and_writes(name):
     work = OPERATIONS[name].work(size)
     assert work["forward"] == {"bytes": inputs + bytes_of(outputs)}
     assert work["backward"] == {"bytes": saved + bytes_of(outputs) + gradients}
-    logits = torch.empty(TINY["cross_entropy"], dtype=torch.bfloat16).nbytes  # read once; and their gradient written
+
+
+def test_bytes_of_the_loss_are_those_of_its_logits_and_where_it_learns_of_their_gradient():
+    logits = torch.empty(TINY["cross_entropy"], dtype=torch.bfloat16).nbytes
     work = OPERATIONS["cross_entropy"].work(TINY["cross_entropy"])
     assert work == {"inference": {"bytes": logits}, "both": {"bytes": 2 * logits}}
 
@@ -306,7 +307,6 @@ def test_a_size_that_does_not_fit_takes_no_other_with_it(monkeypatch, tmp_path, 
 
 def test_train_py_is_hugging_faces_model_under_pytorchs_adamw(monkeypatch):
     """Step for step: the same first weights, tokens, losses, gradients' clip, learning rates and updates."""
-    pytest.importorskip("transformers")
     monkeypatch.setenv("TRITON_INTERPRET", "0")  # or the interpreter would run the whole training
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)  # of theirs, whose flags do not say --device=cpu
     at, config = (8, 2, 64), "config/baby_llama.py"

@@ -4,6 +4,7 @@ import json
 
 import pytest
 import torch
+from transformers import LlamaForCausalLM
 
 from benchmarks import generate, record, runner
 from test_kernels import HAS_GPU
@@ -25,14 +26,13 @@ def test_a_step_must_read_the_weights_and_what_the_caches_hold(tied):
 
 @pytest.mark.parametrize("arm, cache", [("hf", "DynamicCache"), ("hf-static", "StaticCache")])
 def test_transformers_generates_as_many_tokens_with_the_cache_of_the_arm(arm, cache, monkeypatch):
-    llama, used = pytest.importorskip("transformers").LlamaForCausalLM, set()
-    forward = llama.forward
+    used, forward = set(), LlamaForCausalLM.forward
 
     def noting(self, *args, **kwargs):
         used.update(name for value in kwargs.values() if (name := type(value).__name__).endswith("Cache"))
         return forward(self, *args, **kwargs)
 
-    monkeypatch.setattr(llama, "forward", noting)
+    monkeypatch.setattr(LlamaForCausalLM, "forward", noting)
     found = generate.measure(arm, **AT, **TINY)
     assert used == {cache}
     assert found["tok_per_s"] == pytest.approx(3 * 1000 / found["ms_per_token"]) and "step_ms" not in found

@@ -28,7 +28,6 @@ def leave_run(folder, losses, every=10, settings=None, **summary):
 
 
 def test_runs_are_tabled_by_what_differs_and_drawn(tmp_path, capsys):
-    pytest.importorskip("matplotlib")
     first = leave_run(tmp_path / "a", [4.0, 3.0], settings={"optimizer": "adamw", "out_dir": "a"}, bits_per_byte=1.25)
     other = leave_run(tmp_path / "b", [4.0, 2.0, 2.5], settings={"optimizer": "muon", "out_dir": "b"})
     going = leave_run(tmp_path / "c", [5.0])
@@ -44,8 +43,6 @@ def test_runs_are_tabled_by_what_differs_and_drawn(tmp_path, capsys):
 
 
 def test_what_cannot_be_read_or_drawn_gets_a_sentence(tmp_path, monkeypatch, capsys):
-    pytest.importorskip("matplotlib")
-
     def said(*argv):
         with pytest.raises(SystemExit) as caught:
             bench.main(list(argv))
@@ -85,7 +82,6 @@ def test_a_smoothed_loss_is_the_mean_of_those_before_it():
 
 
 def test_a_run_ends_with_a_plot_or_without_matplotlib_with_none(tmp_path, monkeypatch, capsys):
-    pytest.importorskip("matplotlib")
     folder = leave_run(tmp_path / "a", [3.0] * 12)
     log = RunLog(str(folder), "cpu", "float32", 1000, 1.0)
     log.draw()

@@ -10,6 +10,7 @@ from functools import partial
 
 import pytest
 import torch
+from transformers.models.llama import modeling_llama
 
 from benchmarks import arms, breakdown, compare, peers, record, runner, step
 from model import Llama, LlamaConfig
@@ -33,7 +34,6 @@ def build_recipe(checkpointing):
 
 
 def build_hf(checkpointing):
-    pytest.importorskip("transformers")
     return peers.build_hf(TINY, checkpointing, CPU, dtype=torch.float32)
 
 
@@ -74,7 +74,6 @@ def test_a_peer_has_our_loss_and_our_gradients(build, checkpointing):
 
 
 def test_the_adapters_of_the_peer_are_float32_and_read_bfloat16(monkeypatch):
-    pytest.importorskip("peft")
     build_hf = peers.build_hf
     monkeypatch.setattr(peers, "build_hf", lambda *args, liger: build_hf(*args))  # Liger-Kernel needs a GPU
     model, loss_of = peers.build_hf_lora(TINY, "full", CPU)
@@ -89,7 +88,6 @@ def test_the_adapters_of_the_peer_are_float32_and_read_bfloat16(monkeypatch):
 
 
 def test_a_compiled_peer_of_hugging_face_reads_no_mask(monkeypatch):
-    modeling_llama = pytest.importorskip("transformers").models.llama.modeling_llama
     monkeypatch.setattr(modeling_llama, "create_causal_mask", modeling_llama.create_causal_mask)  # and back again
     attention, compile = [], torch.compile
 
@@ -174,7 +172,6 @@ os._exit(0)  # gloo's threads now and then abort the interpreter that tidies up 
 
 
 def test_the_offloaded_peer_trains_as_the_one_that_is_not():
-    pytest.importorskip("transformers")
     result, printed = runner.run(["-c", PEERS_ON_CPU])
     assert result is not None, printed
     plain, masters, offload = (result[arm] for arm in ("hf", "hf-masters", "hf-offload"))

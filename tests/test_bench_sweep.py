@@ -30,6 +30,7 @@ class Card:
     def __init__(self, monkeypatch, tokens=5000, answer=None):
         self.tokens, self.answer, self.ran = tokens, answer, []
         monkeypatch.setattr(runner, "run", self.run)
+        monkeypatch.setattr(memory_stats, "cpu_available", lambda: 2**40)
 
     def run(self, command, ranks=1):
         limit = []
@@ -88,7 +89,6 @@ def test_an_arm_that_ran_out_of_memory_is_not_tried_with_more_and_the_others_go_
 
 
 def test_the_study_is_both_sweeps_of_four_arms_and_two_peers_in_24_gib(monkeypatch):
-    monkeypatch.setattr(memory_stats, "cpu_available", lambda: 2**40)
     card = Card(monkeypatch, tokens=3 * 1024)
     s = sweep.parse(["--preset=study"], 1)
     assert (s.out, s.sweep, s.command) == (record.RECORDS / "study.json", "both", ["--preset=study"])
@@ -133,7 +133,6 @@ def test_adapters_stand_on_random_weights(monkeypatch, tmp_path):
 
 
 def test_finetuning_runs_each_size_at_its_fastest_settings_ours_and_theirs(monkeypatch):
-    monkeypatch.setattr(memory_stats, "cpu_available", lambda: 2**40)
     monkeypatch.setattr(runner, "random_base", lambda config: SimpleNamespace(name="base"))
     card = Card(monkeypatch, tokens=40_000)
     sweeps = sweep.all_sweeps(["--preset=finetune", "--steps=3", "--out=a", "--", "--seed=2"], 1)
@@ -154,7 +153,6 @@ def test_finetuning_runs_each_size_at_its_fastest_settings_ours_and_theirs(monke
 
 
 def test_several_offloads_and_settings_of_ours_are_series_of_their_own(monkeypatch):
-    monkeypatch.setattr(memory_stats, "cpu_available", lambda: 2**40)
     card = Card(monkeypatch, tokens=100)
     words = ["--offload=none,optimizer,all", "--checkpointing=none,full", "--peers=hf", "--batches=1"]
     rows = rows_of([*words, "--", "--compile=true"])

@@ -4,12 +4,13 @@ import json
 import math
 import re
 import shutil
-import sys
 from unittest import mock
 
 import numpy as np
 import pytest
 import torch
+import transformers
+from safetensors.torch import load_file, save_file
 
 import convert
 from model import Llama, LlamaConfig
@@ -21,8 +22,6 @@ from tests.published import assert_same_model, edit_config, hf_llama
 from tests.runs import FULL_DISK, SHORT, SMALL, machines_of, run, slip, wrapped
 
 pytestmark = pytest.mark.usefixtures("plain_pytorch_on_one_core")
-transformers = pytest.importorskip("transformers")
-safetensors = pytest.importorskip("safetensors.torch")
 
 SCALING = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 16}
 TIED = {"tie_embeddings": True, "rope_scaling": SCALING, "vocab_size": 257}
@@ -43,18 +42,6 @@ def theirs(tmp_path):
     """The folder of a published tied model."""
     publish(tmp_path / "theirs", TIED)
     return tmp_path / "theirs"
-
-
-@pytest.fixture
-def convert_to_hf(tmp_path, monkeypatch):
-    """convert_to_hf(source, *options) runs convert.py, and returns the folder that it writes: tmp_path/hf."""
-
-    def convert_to_hf(source, *options, folder="hf"):
-        monkeypatch.setattr(sys, "argv", ["convert.py", str(source), str(tmp_path / folder), *options])
-        convert.main()
-        return tmp_path / folder
-
-    return convert_to_hf
 
 
 def assert_equal_weights(path, other):
@@ -285,9 +272,9 @@ def holds(name, change, source=None):
     """Another tensor under a name: what change makes of the tensor there, or of that of another name."""
 
     def change_tensor(folder):
-        tensors = safetensors.load_file(folder / "model.safetensors")
+        tensors = load_file(folder / "model.safetensors")
         changed = tensors | {name: change(tensors[source or name]).clone()}
-        safetensors.save_file(changed, folder / "model.safetensors")
+        save_file(changed, folder / "model.safetensors")
 
     return change_tensor
 
@@ -443,9 +430,3 @@ def test_the_context_is_never_below_that_of_the_run_or_which_rope_is_scaled_from
     train(rope_scaling=SCALING | {"original_max_position_embeddings": 64}, max_iters=1)
     config = json.loads((tmp_path / "out/step_000001/config.json").read_text())
     assert config["max_position_embeddings"] == 64 > SMALL["block_size"]
-
-
-def test_what_a_published_config_leaves_out_is_what_transformers_takes():
-    theirs = transformers.LlamaConfig()
-    for name, value in hf_config.DEFAULTS.items():
-        assert value == (theirs.rope_parameters[name] if name == "rope_theta" else getattr(theirs, name)), name

@@ -14,6 +14,7 @@ from tests.runs import (
     ROOT,
     SMALL,
     assert_close,
+    finish,
     hang,
     losses,
     machines_of,
@@ -34,6 +35,8 @@ pytestmark = pytest.mark.usefixtures("plain_pytorch_on_one_core")
 HYBRID, FULL = dict(sharding="hybrid"), dict(activation_checkpointing="full")
 UNTIED, ONE_SYNC = dict(tie_embeddings=False), dict(sync_every_micro_batch=False)  # FSDP then has other groups
 ALL_OFFLOADED = dict(offload="all", offload_activations=True, mlp_chunks=2) | FULL
+MUON = dict(optimizer="muon", n_layer=3, n_embd=24, n_head=4, n_kv_head=1, ffn_dim=40)
+GALORE = dict(optimizer="galore", galore_rank=4, galore_interval=3)
 
 
 @pytest.fixture
@@ -64,6 +67,10 @@ def alone(tmp_path_factory):
     (2, dict(dtype="bfloat16"), {}, 5e-4),  # each sum of bfloat16 gradients is rounded
     # 129 and 128 of the embedding's rows. A rounding may change a code, by a percent of a moment.
     (2, dict(optimizer_bits=8, n_embd=256, ffn_dim=256), {}, 1e-4),
+    # Of 3 layers one rank of two owns two; 4 ranks cut through k and v; of 6 rows of a matrix the last rank has 0.
+    *((ranks, MUON, more, 2e-5) for ranks, more in ((2, {}), (4, {}), (4, HYBRID))),
+    *((ranks, GALORE | dict(optimizer=rule), more, 1e-5)
+      for rule in ("galore", "apollo") for ranks, more in ((2, {}), (4, HYBRID))),
 ], ids=str)  # fmt: skip
 def test_ranks_have_the_losses_of_one_process(train, alone, request, tmp_path, ranks, settings, changes, tolerance):
     data = request.getfixturevalue("short_documents" if "mask_documents" in settings else "text_data")
@@ -209,13 +216,13 @@ def test_logging_one_step_late_stops_at_a_signal_and_at_nan(late_train, text_dat
     """After a signal with a checkpoint from which it goes on alike, and where the loss is NaN before the update."""
     settings = LONGER | dict(dataset=text_data, max_iters=150, eval_interval=150, lr_decay_iters=150)
     whole, cut = (settings | {"out_dir": tmp_path / name} for name in ("whole", "cut"))
-    assert run(whole, late_train).returncode == 0
+    finish(whole, script=late_train)
     process = start(cut, late_train)
     assert any("step 00010/" in line for line in process.stdout)
     process.send_signal(signal.SIGTERM)
     rest = process.communicate()[0]
     assert process.returncode == 128 + signal.SIGTERM and "interrupted | saved" in rest, rest
-    assert run(cut, late_train).returncode == 0
+    finish(cut, script=late_train)
     assert losses(tmp_path / "whole") == losses(tmp_path / "cut")
     diverging = settings | dict(learning_rate=1e30, warmup_iters=0, out_dir=tmp_path / "nan")
     done = run(diverging, late_train)

@@ -27,7 +27,7 @@ from test_kernels import BF16, DEVICE, HAS_GPU, assert_same, needs_gpu, one_at_a
 # The interpreter's own rounding to float8 is wrong where it carries into the exponent, and for the smallest numbers.
 ERROR = 0.038 if HAS_GPU else 0.1
 randn = partial(test_kernels.randn, dtype=BF16)
-pytestmark = pytest.mark.skipif(
+pytestmark = needs_fp8 = pytest.mark.skipif(
     HAS_GPU and torch.cuda.get_device_capability() < (8, 9), reason="this GPU has no float8 matmuls"
 )
 
@@ -242,7 +242,7 @@ def gradients(function, inputs, projections):
     inputs = [x.detach().clone().requires_grad_() for x in inputs]
     outputs = function(*inputs, 1e-5, *projections)
     torch.manual_seed(7)
-    leaves = [*inputs, *(layer.weight for layer in projections)]
+    leaves = [*inputs, *(p for layer in projections for p in layer.parameters() if p.requires_grad)]
     return [*outputs, *torch.autograd.grad(outputs, leaves, [randn(*y.shape) for y in outputs])]
 
 
@@ -256,13 +256,16 @@ def norm_two_linears_and_a_product(x, residual, norm_weight, eps, gate_up, down)
     return down(kernels.swiglu(gate_up)), total
 
 
-@pytest.mark.parametrize("function, apart, sizes", [
-    (kernels.rms_norm_linear, norm_and_linear, [(64, 48)]),
-    *((partial(kernels.swiglu_mlp, **options), norm_two_linears_and_a_product, [(64, 96), (48, 32)])
+each_fused = pytest.mark.parametrize("function, apart, sizes", [  # sizes: inputs, and rows of each stacked matrix
+    (kernels.rms_norm_linear, norm_and_linear, [(64, (48,))]),
+    *((partial(kernels.swiglu_mlp, **options), norm_two_linears_and_a_product, [(64, (48, 48)), (48, (32,))])
       for options in ({}, {"keep_gate_up": False}, {"keep_gate_up": False, "chunks": 3})),
 ], ids=["rms_norm_linear", "swiglu_mlp", "recomputed", "in slices"])  # fmt: skip
+
+
+@each_fused
 def test_fused_functions_are_their_parts_bit_for_bit(function, apart, sizes):
-    inputs, layers = (randn(2, 20, 64), randn(2, 20, 64), randn(64)), [projection(*size) for size in sizes]
+    inputs, layers = (randn(2, 20, 64), randn(2, 20, 64), randn(64)), [projection(n, sum(rows)) for n, rows in sizes]
     found, expected = (gradients(f, inputs, layers) for f in (function, apart))
     if "chunks" in getattr(function, "keywords", {}):  # the weights' gradients, summed in float32 over the slices
         for ours, other in zip(found[5:], expected[5:], strict=True):

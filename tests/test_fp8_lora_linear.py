@@ -13,14 +13,14 @@ from kernels.fp8_linear import FLOAT8, quantize
 from lora import add_lora, merge_lora, projections
 from model import Llama, LlamaConfig
 from test_kernels import BF16, DEVICE, HAS_GPU, assert_same, randn, relative_error
+from tests.test_fp8_linear import each_fused, needs_fp8
+from tests.test_fp8_linear import gradients as fused_gradients
 
 ROWS, N_IN, RANK = (32, 16, 16), 64, 3
 ERROR = 0.045 if HAS_GPU else 0.11  # as in test_fp8_linear.py, and y is rounded, or cut off, twice
 KINDS = {"float8": FP8LoRALinear, "nf4": FP8NF4LoRALinear}
 each_kind = pytest.mark.parametrize("kind", KINDS.values(), ids=KINDS)
-pytestmark = pytest.mark.skipif(
-    HAS_GPU and torch.cuda.get_device_capability() < (8, 9), reason="this GPU has no float8 matmuls"
-)
+pytestmark = needs_fp8
 
 
 def layer_of(kind, n_in=N_IN, rows=ROWS, adapters=True):
@@ -29,7 +29,7 @@ def layer_of(kind, n_in=N_IN, rows=ROWS, adapters=True):
     layer = kind(base, rows, RANK, 5.0)
     if adapters:
         torch.nn.init.normal_(layer.lora_b, std=0.5)
-    return layer, base.weight.detach()
+    return layer, base.weight.detach().clone()
 
 
 def held_weight(layer):
@@ -120,30 +120,16 @@ def test_merged_is_rounded_once(kind):
     assert kind is not LoRALinear or torch.equal(layer.weight, weight)
 
 
+@each_fused
 @each_kind
-@pytest.mark.parametrize("options", [{}, {"keep_gate_up": False}, {"keep_gate_up": False, "chunks": 3}], ids=str)
-def test_in_swiglu_mlp_it_is_its_parts(kind, options):
-    (gate_up, _), (down, _) = layer_of(kind, 64, (48, 48)), layer_of(kind, 48, (64,))
-    inputs = [randn(2, 20, 64, dtype=BF16), randn(2, 20, 64, dtype=BF16), randn(64, dtype=BF16)]
-    inputs = [x.requires_grad_() for x in inputs]
-    leaves = [*inputs, *(t for layer in (gate_up, down) for t in (layer.lora_a, layer.lora_b))]
-    fused, _ = kernels.swiglu_mlp(*inputs, 1e-5, gate_up, down, **options)
-    normed, _ = kernels.add_rms_norm(*inputs, 1e-5)
-    apart = down(kernels.swiglu(gate_up(normed)))
-    found, expected = ([y, *gradients(y, leaves)] for y in (fused, apart))
-    if "chunks" not in options:
+def test_fused_functions_are_their_parts(kind, function, apart, sizes):
+    inputs = [randn(*shape, dtype=BF16) for shape in ((2, 20, 64), (2, 20, 64), (64,))]
+    layers = [layer_of(kind, *size)[0] for size in sizes]
+    found, expected = (fused_gradients(f, inputs, layers) for f in (function, apart))
+    if "chunks" not in getattr(function, "keywords", {}):
         assert_same(found, expected, "fused")
     for ours, other in zip(found, expected, strict=True):  # matmuls of a slice may sum in another order
         assert relative_error(ours, other.double()) < 2**-6
-
-
-@each_kind
-def test_in_rms_norm_linear_it_is_its_parts_bit_for_bit(kind):
-    layer, _ = layer_of(kind)
-    x, weight = randn(20, N_IN, dtype=BF16).requires_grad_(), randn(N_IN, dtype=BF16).requires_grad_()
-    leaves = [x, weight, layer.lora_a, layer.lora_b]
-    fused, apart = kernels.rms_norm_linear(x, None, weight, 1e-5, layer)[0], layer(kernels.rms_norm(x, weight, 1e-5))
-    assert_same(*([y, *gradients(y, leaves)] for y in (fused, apart)), "fused")
 
 
 @each_kind

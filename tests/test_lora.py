@@ -7,12 +7,9 @@ from dataclasses import replace
 
 import pytest
 import torch
+import transformers
 
-import kernels
-import kernels.launch
 from convert import convert
-from data.tokenizer import get_tokenizer
-from data.write import write_dataset
 from kernels import NF4, Linear, LoRALinear, NF4LoRALinear, dequantize_nf4, quantize_nf4
 from lora import add_lora, merge_lora, packed_rows, projections
 from model import Llama, LlamaConfig
@@ -20,7 +17,9 @@ from runtime.checkpoint import load_model, read_base
 from runtime.checkpoint_folder import open_folder
 from runtime.hf_config import read_config
 from runtime.recompute import recompute
-from tests.runs import SHORT, SMALL, losses, prose, run, run_ranks, slip, step_losses
+from tests.datasets import toy_dataset
+from tests.runs import SHORT, SMALL, finish, losses, prose, run, slip, step_losses
+from tests.test_safetensors_file import damage_tensor
 
 TINY = LlamaConfig(n_layer=2, n_head=4, n_kv_head=2, n_embd=32, ffn_dim=64, vocab_size=64, block_size=16)
 RUN = SMALL | SHORT | dict(gradient_accumulation_steps=2, lora_rank=4, lora_alpha=10, learning_rate=0.03)
@@ -29,17 +28,10 @@ each_base = pytest.mark.parametrize("base_dtype", ["bfloat16", "nf4"])
 each_run = pytest.mark.parametrize("name", BASES)
 
 
-def finish(settings, ranks=1):
-    """A run by train.py to its end: its folder."""
-    done = run(settings) if ranks == 1 else run_ranks(ranks, settings)
-    assert done.returncode == 0, done.stderr
-    return settings["out_dir"]
-
-
-def adapted(base_dtype="bfloat16", dtype=torch.float64):
+def adapted(base_dtype):
     """A tiny model whose adapters are not zero, and the dense weights that it stands for, by name."""
     torch.manual_seed(1)
-    model = Llama(TINY).to(dtype)
+    model = Llama(TINY).double()
     model.init_weights(1)
     dense = {name: p.detach().clone() for name, p in model.named_parameters()}
     add_lora(model, 3, 5.0, base_dtype)
@@ -54,15 +46,10 @@ def adapted(base_dtype="bfloat16", dtype=torch.float64):
     return model, dense
 
 
-@pytest.fixture
-def plain_pytorch(monkeypatch):
-    monkeypatch.setattr(kernels.launch, "INTERPRETED", False)
-
-
 @pytest.mark.parametrize("base_dtype, fused", [("bfloat16", False), ("nf4", False), ("nf4", True)])
 def test_loss_and_gradients_are_those_of_dense_weights_by_autograd_in_float64(base_dtype, fused, request):
     if not fused:
-        request.getfixturevalue("plain_pytorch")
+        request.getfixturevalue("plain_pytorch_on_one_core")
     model, dense = adapted(base_dtype)
     model.set_operations(fused, fused, "sdpa")
     recompute(model, *(("full", 2) if fused else ("none",)))  # in slices of the MLP too
@@ -89,7 +76,7 @@ def test_loss_and_gradients_are_those_of_dense_weights_by_autograd_in_float64(ba
 
 
 @each_base
-def test_merged_model_is_plain_and_computes_the_same(base_dtype, plain_pytorch):
+def test_merged_model_is_plain_and_computes_the_same(base_dtype, plain_pytorch_on_one_core):
     model, _ = adapted(base_dtype)
     tokens = torch.randint(0, 64, (1, 8))
     before = model(tokens)
@@ -151,8 +138,7 @@ def test_another_number_format_is_not_dropped_for_adapters_without_a_word():
 def capitals(tmp_path_factory):
     """The same words in capitals, which the published weights have never seen."""
     folder = tmp_path_factory.mktemp("capitals")
-    documents = [("train", prose(1, 10_000).upper()), ("val", prose(2, 5000).upper())]
-    write_dataset(folder, documents, get_tokenizer("bytes"))
+    toy_dataset(folder, [prose(1, 10_000).upper()], [prose(2, 5000).upper()])
     return folder
 
 
@@ -170,7 +156,9 @@ def trained(base, capitals, tmp_path_factory):
     """Runs with a base in float32, NF4 and float8, 8 steps, a checkpoint after 4: a folder each."""
     common = RUN | {"dataset": capitals, "init_from": base}
     folders = {name: tmp_path_factory.mktemp(name) for name in BASES}
-    return {name: finish(common | {"out_dir": folder} | BASES[name]) for name, folder in folders.items()}
+    for name, folder in folders.items():
+        finish(common | {"out_dir": folder} | BASES[name])
+    return folders
 
 
 def test_only_adapters_are_saved_and_the_loss_falls(trained):
@@ -232,7 +220,8 @@ def test_lora_trains_with(changes, base, trained, capitals, tmp_path):
 
 @pytest.mark.parametrize("name", ["bfloat16", "float8"])
 def test_peft_and_transformers_load_a_checkpoint_and_give_our_logits(name, base, trained):
-    peft, transformers = pytest.importorskip("peft"), pytest.importorskip("transformers")
+    import peft  # it takes seconds
+
     folder, tokens = trained[name] / "step_000008", torch.randint(0, 256, (2, 16))
     with torch.no_grad():
         ours = load_model(folder)(tokens)
@@ -245,8 +234,9 @@ def test_peft_and_transformers_load_a_checkpoint_and_give_our_logits(name, base,
 
 
 def test_adapters_on_four_bits_fit_the_base_that_bitsandbytes_quantises(base, trained):
-    peft, transformers = pytest.importorskip("peft"), pytest.importorskip("transformers")
     functional, tokens = pytest.importorskip("bitsandbytes.functional"), torch.randint(0, 256, (2, 16))
+    import peft
+
     theirs = transformers.LlamaForCausalLM.from_pretrained(base, dtype=torch.float32)
     with torch.no_grad():
         for module in theirs.model.layers.modules():
@@ -283,9 +273,11 @@ def test_in_another_dtype_the_four_bits_are_those_that_the_adapters_were_trained
         assert all(torch.equal(x.view(torch.uint8), y.view(torch.uint8)) for x, y in parts)
 
 
-def test_sample_reads_adapters(trained):
-    done = run(["--out_dir=" + str(trained["nf4"]), "--max_new_tokens=4", "--device=cpu"], "sample.py")
-    assert done.returncode == 0 and done.stdout, done.stderr
+def test_sample_reads_adapters(base, trained, tmp_path):
+    convert(trained["nf4"] / "step_000008", tmp_path, "float32", "trained")
+    folders, options = (trained["nf4"], tmp_path, base), dict(max_new_tokens=20, device="cpu")
+    adapters, merged, without = (finish(options | {"out_dir": folder}, script="sample.py").stdout for folder in folders)
+    assert adapters == merged != without
 
 
 def test_whose_base_is_of_a_run_says_that_the_run_may_delete_it(base, capitals, tmp_path):
@@ -338,9 +330,7 @@ def test_a_damaged_base_does_not_make_its_checkpoints_damaged(base, trained, cap
     shutil.copytree(trained["bfloat16"], tmp_path / "out")
     shutil.copytree(base, tmp_path / "base")
     folder, file = open_folder(tmp_path / "base"), tmp_path / "base/model.safetensors"
-    content = bytearray(file.read_bytes())
-    content[folder.tensors["model.embed_tokens.weight"][1].begin] ^= 1
-    file.write_bytes(content)
+    damage_tensor(file.parent, "model.embed_tokens.weight")
     done = run(RUN | {"dataset": capitals, "out_dir": tmp_path / "out", "init_from": tmp_path / "base"})
     assert done.returncode == 1 and done.stderr.startswith(f"{file} is damaged: its bytes"), done.stderr
     assert (tmp_path / "out/step_000008").exists(), done.stdout
@@ -368,8 +358,7 @@ def test_a_base_that_has_moved_is_named_by_init_from(base, trained, capitals, tm
         config.write_text("{}")
         with pytest.raises(ValueError, match="adapter_config.json does not say where the base is"):
             load_model(config.parent)
-        done = run(settings | {"init_from": tmp_path / "moved"})
-        assert done.returncode == 0 and "not read" not in done.stdout, done.stdout + done.stderr
+        assert "not read" not in finish(settings | {"init_from": tmp_path / "moved"}).stdout
     finally:
         away.rename(base)
     said = json.loads((folder / "adapter_config.json").read_text())

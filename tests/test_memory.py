@@ -1,11 +1,7 @@
 """The arithmetic of memory.py against recorded peaks, live tensors counted here, sums by hand, and itself."""
 
-import gc
 import json
-import runpy
-import weakref
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
@@ -13,13 +9,14 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import kernels.launch
 from benchmarks.arms import STEP_FLAGS, SWEEP_FLAGS
 from benchmarks.compare import SWEEP_PLACE
 from benchmarks.estimate import run_of
+from benchmarks.peers import llama_config
+from benchmarks.record import load
 from lora import add_lora
 from model import Llama, LlamaConfig
 from optimizers.adamw8bit import AdamW8bit
@@ -29,19 +26,12 @@ from optimizers.optimizer import Optimizer
 from optimizers.place import local
 from runtime import memory, memory_advice, recompute
 from runtime.memory import GIB, RunShape
+from tests.watch import Watch, bytes_of_weights
 
-ROOT = Path(__file__).parents[1]
 PLAIN = {"attention": "sdpa", "fused_kernels": False, "fused_loss": False}
 TINY = LlamaConfig(n_layer=4, n_head=4, n_kv_head=2, n_embd=64, ffn_dim=192, vocab_size=512, block_size=32)
+LLAMA_1B, LLAMA_8B = llama_config("config/llama32_1b.py"), llama_config("config/llama31_8b.py")
 no_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="beside a GPU no kernel is interpreted on the CPU")
-
-
-def published(name, **changes):
-    settings = runpy.run_path(str(ROOT / "config" / f"{name}.py"))
-    return LlamaConfig(**{k: v for k, v in settings.items() if k in LlamaConfig.__dataclass_fields__} | changes)
-
-
-LLAMA_1B, LLAMA_8B = published("llama32_1b"), published("llama31_8b")
 
 
 def sharded(ranks, batch_size=2, **changes):
@@ -60,7 +50,7 @@ def recorded():
     """(what, GiB, config, run) of every peak of ours in the records that the code of today measured."""
     of_step = {"config": "config/llama32_1b.py", "ranks": 1, "offload": "none"}
     for record in ("step", "step_h100", "sweep", "study", "study_8b", "ladder", "finetune"):
-        found = json.loads((ROOT / "benchmarks" / "records" / f"{record}.json").read_text())
+        found = load(record)
         for row in (row for kind in ("points", "batch", "seq") for row in found.get(kind, []) if "peak_gib" in row):
             if row["arm"] in STEP_FLAGS:
                 row |= of_step | {"arm": "all", "flags": " ".join(STEP_FLAGS[row["arm"]])}
@@ -111,31 +101,6 @@ def test_estimate_is_within_2_percent_of_every_measured_peak():
 # Against tensors that live
 
 
-class Live(TorchDispatchMode):
-    """Counts the bytes of all storages that operators have seen and that still live, and the most there were."""
-
-    def __init__(self):
-        super().__init__()
-        self.storages, self.peak = {}, 0
-
-    def see(self, x):
-        if isinstance(x, torch.Tensor) and not x.is_meta:
-            storage = local(x).untyped_storage()
-            self.storages[storage._cdata] = weakref.ref(storage)
-
-    def now(self):
-        storages = [(key, storage) for key, weak in self.storages.items() if (storage := weak()) is not None]
-        self.storages = {key: self.storages[key] for key, _ in storages}  # the others are dead
-        return sum(storage.nbytes() for _, storage in storages)
-
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        out = function(*args, **(kwargs or {}))
-        for x in tree_leaves((args, kwargs, out)):
-            self.see(x)
-        self.peak = max(self.peak, self.now())
-        return out
-
-
 def build(config, run, shard=lambda model: None, device="cpu"):
     """A model as train.py builds it."""
     with torch.device("meta"):
@@ -153,10 +118,6 @@ def build(config, run, shard=lambda model: None, device="cpu"):
     return model
 
 
-def bytes_of_weights(model):
-    return sum(p.nbytes for p in model.parameters())
-
-
 @pytest.mark.parametrize("checkpointing", ["none", "selective", "full"])
 @pytest.mark.parametrize(
     "operations", [pytest.param({"attention": "sdpa"}, marks=no_gpu), PLAIN], ids=["fused", "plain"]
@@ -166,10 +127,9 @@ def test_a_layer_keeps_what_the_estimate_says(operations, checkpointing):
     config, kept = replace(TINY, n_embd=256, ffn_dim=768), []  # wide: the norms' statistics are not in the estimate
     for n_layer in (2, 3):
         model, tokens = build(replace(config, n_layer=n_layer), run), torch.zeros(1, 8, dtype=torch.long)
-        with Live() as live:
+        with Watch() as live:
             loss = model(tokens, tokens)
-            gc.collect()  # the interpreter's launches are cycles that hold their arguments
-            kept.append(live.now() - bytes_of_weights(model))
+            kept.append(live.left_beside(model))
         assert loss.isfinite()
     estimated = 8 * memory.token_bytes(config, run, chunks=1)[0]
     assert abs(estimated / (kept[1] - kept[0]) - 1) < 0.02, f"estimated {estimated}, found {kept[1] - kept[0]} bytes"
@@ -190,7 +150,7 @@ def test_evaluation_in_groups_of_sequences_holds_little_more_than_a_blocks_input
     monkeypatch.setattr(recompute, "groups_of_sequences", lambda *_, **__: 8)
     config = replace(TINY, n_layer=1, n_embd=32, ffn_dim=96, block_size=4, vocab_size=16)
     model, tokens = build(config, RunShape(16, dtype="float32", **FULL)), torch.zeros(16, 4, dtype=torch.long)
-    with torch.no_grad(), Live() as live:
+    with torch.no_grad(), Watch() as live:
         model(tokens, tokens)
     assert (live.peak - bytes_of_weights(model)) / (tokens.numel() * config.n_embd * 4) < 8
 
@@ -310,7 +270,7 @@ def peak_of_step(config, run, update):
             optimizer.step(1e-3)
 
     step()
-    with Live() as live:
+    with Watch() as live:
         for tensor in tree_leaves((place.masters, place.states, place.parameters, place.sums)):
             live.see(tensor.detach())
         step(update)

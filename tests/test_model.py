@@ -7,28 +7,24 @@ Errors are relative, ‖out − truth‖ / ‖truth‖, tensor by tensor. float6
 
 import copy
 import functools
-import gc
 import math
 import re
-import runpy
 import sys
-from collections import Counter
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
+from benchmarks.peers import llama_config
 from model import Llama, LlamaConfig, document_starts
 from runtime.hf_names import hf_names
 from runtime.recompute import recompute
 from tests.published import hf_llama
+from tests.watch import Watch
 
 recompute_file = sys.modules["runtime.recompute"]
 HAS_GPU = torch.cuda.is_available()
@@ -39,15 +35,6 @@ PLAIN = {"fused_kernels": False, "fused_loss": False}
 MODES = ["none", "selective", "full"]
 OPERATIONS = {"fused_kernels", "fused_loss", "attention"}  # Llama.set_operations
 RECOMPUTE = {"activation_checkpointing": "none", "mlp_chunks": None, "offload_activations": False}  # recompute
-
-
-@pytest.fixture(autouse=True, scope="module")
-def one_thread():
-    """The matrices are so small that a second thread costs more than it does."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 # At 16 dimensions a head and theta 10,000 this keeps the first frequency, mixes the second and slows the other six.
@@ -146,32 +133,6 @@ def test_model_is_hugging_faces_llama(n_kv_head, factor, tied, arm, n_time):
 # What it costs
 
 
-class Watch(TorchDispatchMode):
-    """Counts the operations that run, and holds a weak reference to every storage that they return."""
-
-    def __init__(self, model):
-        super().__init__()
-        self.ops, self.storages = Counter(), {}
-        self.weights = {parameter.untyped_storage()._cdata for parameter in model.parameters()}
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        self.ops[func.overloadpacket.__name__] += 1
-        out = func(*args, **(kwargs or {}))
-        for tensor in out if isinstance(out, (tuple, list)) else [out]:
-            if isinstance(tensor, torch.Tensor):
-                storage = tensor.untyped_storage()
-                if storage._cdata not in self.weights:
-                    self.storages[storage._cdata] = StorageWeakRef(storage), storage.nbytes()
-        return out
-
-    def live_bytes(self):
-        gc.collect()  # Triton's interpreter leaves cycles
-        return sum(n_bytes for reference, n_bytes in self.storages.values() if not reference.expired())
-
-    def calls(self, part):
-        return sum(n for name, n in self.ops.items() if part in name and "backward" not in name)
-
-
 def attention_flops(q_shape, k_shape, *_, **__):
     n_batch, n_head, n_time, head_dim = q_shape
     return 4 * n_batch * n_head * n_time * k_shape[2] * head_dim
@@ -202,9 +163,8 @@ PUBLISHED = {  # parameters; n_layer, n_head, n_kv_head, n_embd, ffn_dim, tied; 
 
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_configs_build_the_published_models(name):
-    settings = runpy.run_path(str(Path(__file__).parents[1] / "config" / f"{name}.py"))
     with torch.device("meta"):
-        model = Llama(LlamaConfig(**{key: settings[key] for key in settings.keys() & vars(SMALL).keys()}))
+        model = Llama(llama_config(f"config/{name}.py"))
     n_params, sizes, factor = PUBLISHED[name]
     config = model.config
     assert model.n_params() == n_params
@@ -408,6 +368,6 @@ def test_hopper_runs_the_attention_asked_for(attention, operator):
     if torch.cuda.get_device_capability()[0] != 9:
         pytest.skip("before Hopper flash attention comes first")
     model, (tokens, targets) = build(dtype=BF16, config=LARGE, attention=attention), batch(n_time=512)
-    with Watch(model) as seen:
+    with Watch() as seen:
         model(tokens, targets).backward()
     assert seen.calls("attention") == seen.ops[operator] == LARGE.n_layer, seen.ops

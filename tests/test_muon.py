@@ -14,14 +14,12 @@ from optimizers.normuon import NorMuon
 from optimizers.on_gpu import OnGPU
 from optimizers.optimizer import Optimizer
 from runtime.hf_names import hf_names, stacked_rows
-from tests.runs import assert_close, numbers, run_alone
-from tests.test_distributed import HYBRID, check_ranks
+from tests.runs import assert_close, numbers
 from tests.test_optimizers import llama
 
 pytestmark = pytest.mark.usefixtures("plain_pytorch_on_one_core")
 
 CONFIG = LlamaConfig(n_layer=3, n_head=4, n_kv_head=2, n_embd=16, ffn_dim=24, vocab_size=11, block_size=8)
-MUON = dict(optimizer="muon", n_layer=3, n_embd=24, n_head=4, n_kv_head=1, ffn_dim=40)
 
 
 def test_orthogonalized_matrices_have_singular_values_near_one():
@@ -126,21 +124,6 @@ def test_any_number_of_matrices_at_a_time_takes_the_same_step(monkeypatch):
     for other in found[1:]:
         for x, y in zip(found[0], other, strict=True):
             torch.testing.assert_close(x, y, rtol=1e-5, atol=1e-6)
-
-
-# ----------------------------------------------------------------------------------------------------------------------
-# In a run
-
-
-@pytest.fixture(scope="module")
-def alone(text_data, tmp_path_factory):
-    return run_alone(text_data, tmp_path_factory.mktemp("alone"), **MUON)
-
-
-@pytest.mark.parametrize("ranks, settings", [(2, {}), (4, {}), (4, HYBRID)], ids=str)
-def test_losses_do_not_depend_on_the_number_of_ranks(train_on_ranks, alone, tmp_path, ranks, settings):
-    """Of 3 layers one rank of two owns two; 4 ranks cut through k and v; of 6 rows of a matrix the last rank has 0."""
-    check_ranks(train_on_ranks, alone, tmp_path, ranks, MUON | settings, tolerance=2e-5)
 
 
 # ----------------------------------------------------------------------------------------------------------------------

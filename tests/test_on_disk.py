@@ -25,7 +25,7 @@ from optimizers.optimizer import Optimizer
 from runtime import memory_advice, run_folder, state_file
 from runtime.memory import RunShape, state_bytes
 from runtime.state_file import StateFile, file_system, page_aligned
-from tests.runs import SHORT, SMALL, losses, run, run_ranks, slip, wrapped
+from tests.runs import SHORT, SMALL, finish, losses, run, slip, wrapped
 
 pytestmark = pytest.mark.usefixtures("plain_pytorch_on_one_core")
 IN_8_BITS = dict(n_embd=256, ffn_dim=1536, optimizer_bits=8)
@@ -89,8 +89,7 @@ def test_losses_and_checkpoints_equal_those_in_cpu_memory_bit_for_bit(same_as_in
 def test_two_ranks_each_have_a_file(text_data, tmp_path, drive, settings):
     settings = SMALL | SHORT | dict(dataset=text_data, offload="all", gradient_accumulation_steps=2) | settings
     for name, more in (("memory", {}), ("disk", {"offload_dir": drive})):
-        done = run_ranks(2, settings | more | {"out_dir": tmp_path / name})
-        assert done.returncode == 0, done.stderr
+        done = finish(settings | more | {"out_dir": tmp_path / name}, ranks=2)
     assert losses(tmp_path / "disk") == losses(tmp_path / "memory")
     assert weights(tmp_path / "disk/step_000008") == weights(tmp_path / "memory/step_000008")
     assert "of each rank's state in" in done.stdout and not list(drive.iterdir())

@@ -13,7 +13,7 @@ from data.tokens import IS_TARGET, OPENS, Tokens
 from data.write import write_dataset
 from model import Llama, LlamaConfig, document_starts
 from tests.published import publish
-from tests.runs import SHORT, SMALL, assert_close, losses, numbers, run, run_ranks, slip, step_losses
+from tests.runs import SHORT, SMALL, assert_close, finish, losses, numbers, slip, step_losses
 
 pytestmark = pytest.mark.usefixtures("plain_pytorch_on_one_core")
 CHAT = SMALL | SHORT | dict(n_head=2, n_kv_head=1, mask_documents=True, block_size=48)
@@ -185,8 +185,7 @@ def test_where_every_token_is_a_target_weights_are_one(text_data):
 def test_ranks_micro_batches_and_resuming_do_not_change_the_run(train_on_ranks, chats, tmp_path):
     common = CHAT | dict(dataset=chats, eval_iters=5)
     one = dict(batch_size=8, gradient_accumulation_steps=1, out_dir=tmp_path / "one")
-    done = run(common | one)
-    assert done.returncode == 0, done.stderr
+    done = finish(common | one)
     assert "of their tokens targets; blocks 9" in done.stdout
     assert "begins    with random weights: --init_from=FOLDER takes published ones" in done.stdout
     two = common | dict(batch_size=2, gradient_accumulation_steps=4, out_dir=tmp_path / "two", eval_iters=20)
@@ -195,7 +194,7 @@ def test_ranks_micro_batches_and_resuming_do_not_change_the_run(train_on_ranks, 
     assert_close(*(numbers(tmp_path / name, "val_loss") for name in ("one", "two")), 2e-6)
     stopped = common | one | dict(out_dir=tmp_path / "resumed")
     for max_iters in (4, 8):
-        assert run(stopped | dict(max_iters=max_iters, lr_decay_iters=8)).returncode == 0
+        finish(stopped | dict(max_iters=max_iters, lr_decay_iters=8))
     assert losses(tmp_path / "resumed")[-5:] == losses(tmp_path / "one")[-5:]
 
 
@@ -207,14 +206,14 @@ def test_conversations_without_mask_documents_are_refused(train, chats, capsys):
 def test_eval_first_and_eval_only_report_the_loss_that_training_starts_from(text_data, tmp_path):
     common = SMALL | SHORT | dict(dataset=text_data, out_dir=tmp_path, eval_first=True)
     for max_iters in (4, 8):  # resumed: the checkpoint's loss is known
-        assert run(common | dict(max_iters=max_iters, lr_decay_iters=8)).returncode == 0
+        finish(common | dict(max_iters=max_iters, lr_decay_iters=8))
     assert [line["step"] for line in losses(tmp_path) if "val_loss" in line] == [0, 4, 8]
     found = {line["step"]: line["val_loss"] for line in losses(tmp_path) if "val_loss" in line}
     assert found[0] == pytest.approx(np.log(257), abs=0.1)
     saved, log = sorted(path.name for path in tmp_path.iterdir()), (tmp_path / "metrics.jsonl").read_text()
     only = dict(eval_only=True, gradient_accumulation_steps=2, batch_size=2, eval_iters=4, max_iters=7)  # beyond it
-    done = run_ranks(2, common | only)
-    assert done.returncode == 0 and not done.stderr, done.stderr
+    done = finish(common | only, ranks=2)
+    assert not done.stderr, done.stderr
     assert "resumes " in done.stdout and "eval_only False" not in done.stdout  # nothing of the run changes
     (last,) = (text for text in done.stdout.splitlines() if text.startswith("step 0"))
     assert last == f"step 00008 | val loss {found[8]:.4f} (8 blocks)", last
@@ -229,8 +228,6 @@ def test_eval_first_and_eval_only_report_the_loss_that_training_starts_from(text
 def test_a_finetune_is_transformers_on_the_same_conversations_unpacked(arm, peer, more, chats, tmp_path, monkeypatch):
     """Step for step: the losses of packed blocks, and of all validation conversations; with adapters peft's."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)  # where there is one, TF32 would differ by more
-    if "lora" in arm:
-        pytest.importorskip("peft")
     publish(tmp_path / "hf")
     at = dict(folder=str(tmp_path / "hf"), dataset=str(chats), batch=4, block=48, steps=8, rate=1e-3)
     ours = finetune.train_losses(arm, **at, flags=["--device=cpu", *more])

@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 from unittest import mock
 
+import pyarrow.parquet
 import pytest
 
 from data.fineweb_edu import prepare as fineweb_edu
@@ -269,8 +270,7 @@ def test_a_folder_that_cannot_be_written_is_said_with_what_to_do(tmp_path, stdli
 
 
 def write_parquet(path, **columns):
-    pyarrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
-    parquet.write_table(pyarrow.table(columns), path)
+    pyarrow.parquet.write_table(pyarrow.table(columns), path)
     return path
 
 
@@ -394,7 +394,7 @@ def test_fineweb_errors_say_what_is_wrong_with_the_input(parquets, tmp_path):
 def test_fineweb_reads_all_string_types_and_stops_at_a_row_without_text_or_counts_it(tmp_path, capsys):
     rows = [f"text {i}" for i in range(2000)]
     rows[1500] = None
-    strings = pytest.importorskip("pyarrow").array(rows)
+    strings = pyarrow.array(rows)
     for column in (strings, strings.cast("large_string"), strings.dictionary_encode()):
         path = write_parquet(tmp_path / "some.parquet", text=column)
         with pytest.raises(ValueError, match="some.parquet row 1501 has 'text' of type NoneType, expected a string"):

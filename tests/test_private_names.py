@@ -9,7 +9,7 @@ from kernels.fp8_linear import use_fp8
 from kernels.launch import saved_is_ours
 from model import Llama, LlamaConfig
 from runtime import memory_stats
-from tests.runs import LONGER, ROOT, losses, run_ranks, wrapped
+from tests.runs import LONGER, ROOT, finish, losses, run_ranks, wrapped
 
 pytestmark = pytest.mark.usefixtures("plain_pytorch_on_one_core")
 
@@ -37,8 +37,7 @@ def test_without_a_private_name_a_run_computes_the_same(text_data, tmp_path, ran
     settings = LONGER | dict(dataset=text_data, max_iters=3, keep_last=0)
     script = wrapped(tmp_path, f"import torch.distributed as dist; del {without}")
     for out_dir, program in (("with", "train.py"), ("without", script)):
-        done = run_ranks(ranks, settings | dict(out_dir=tmp_path / out_dir), program)
-        assert done.returncode == 0, done.stderr
+        finish(settings | dict(out_dir=tmp_path / out_dir), ranks, program)
     assert losses(tmp_path / "with") == losses(tmp_path / "without")
 
 

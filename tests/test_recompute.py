@@ -24,15 +24,14 @@ from tests.test_model import (
     MODES,
     PLAIN,
     SMALL,
-    Watch,
     assert_close,
     assert_equal,
     batch,
     build,
     error,
     loss_and_gradients,
-    one_thread,  # noqa: F401
 )
+from tests.watch import Watch
 
 FULL = {"activation_checkpointing": "full"}
 SELECTIVE = {"activation_checkpointing": "selective"}
@@ -265,9 +264,9 @@ def cost_of_a_layer(mode):
         dtype = BF16 if HAS_GPU else FP64
         model = build(n_layer=n_layer, block_size=n_time, dtype=dtype, activation_checkpointing=mode)
         tokens, targets = batch(n_batch=1, n_time=n_time)
-        with Watch(model) as seen:
+        with Watch() as seen:
             loss = model(tokens, targets)
-            elements = seen.live_bytes() / (n_time * model.norm.weight.element_size())
+            elements = seen.left_beside(model) / (n_time * model.norm.weight.element_size())
             loss.backward()
         costs.append((elements, seen.calls("mm"), seen.calls("attention")))
     return [two - one for one, two in zip(*costs, strict=True)]

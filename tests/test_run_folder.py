@@ -8,9 +8,8 @@ from unittest import mock
 import pytest
 import torch
 
-from data.tokenizer import get_tokenizer
-from data.write import write_dataset
 from runtime import checkpoint, run_folder
+from tests.datasets import toy_dataset
 from tests.runs import slip, step_losses, wrapped
 
 pytestmark = pytest.mark.usefixtures("plain_pytorch_on_one_core")
@@ -88,7 +87,7 @@ def test_where_the_file_system_knows_no_locks_it_says_so_and_goes_on(train, tmp_
         train()
         assert len(step_losses(tmp_path / "out")) == 8
     else:
-        write_dataset(tmp_path / "data", [("train", "abc"), ("val", "abc")], get_tokenizer("bytes"))
+        toy_dataset(tmp_path / "data", ["abc"], ["abc"])
     assert ".lock cannot be locked there (Function not implemented)" in capsys.readouterr().err
 
 

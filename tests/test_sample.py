@@ -8,7 +8,6 @@ import sys
 import pytest
 import torch
 
-import convert
 from data.chat import template
 from data.tokenizer import get_tokenizer
 from runtime import checkpoint, generate, memory_stats
@@ -130,7 +129,9 @@ def test_bfloat16_is_for_gpus_that_compute_it(draw, monkeypatch, supported, expe
     assert draw(device="auto")[1] == expected
 
 
-def test_a_checkpoint_deleted_meanwhile_gives_way_to_the_newest(sample, alone, tmp_path, monkeypatch, capsys):
+def test_a_checkpoint_deleted_meanwhile_gives_way_to_the_newest(
+    sample, alone, convert_to_hf, tmp_path, monkeypatch, capsys
+):
     shutil.copytree(alone / "step_000010", tmp_path / "out/step_000010")
     true_load_model = checkpoint._load_model
 
@@ -144,8 +145,7 @@ def test_a_checkpoint_deleted_meanwhile_gives_way_to_the_newest(sample, alone, t
     text, said = sample()
     assert text.startswith("def ") and not said
     steps = [16]
-    monkeypatch.setattr(sys, "argv", ["convert.py", str(tmp_path / "out"), str(tmp_path / "hf")])
-    convert.main()
+    convert_to_hf(tmp_path / "out")
     assert f"{tmp_path}/out/step_000016 in bfloat16" in capsys.readouterr().out
     steps = list(range(20, 100))
     assert "deletes its checkpoints before they can be read" in sample()[1]

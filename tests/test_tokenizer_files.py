@@ -5,16 +5,15 @@ import json
 import pickle
 import random
 import shutil
-import sys
 import unicodedata
 from pathlib import Path
 
 import numpy as np
 import pytest
 import tiktoken
+import tokenizers
 import transformers
 
-import convert
 from data.text.prepare import prepare as text_prepare
 from data.tiktoken_files import DOWNLOADS, LLAMA3_PATTERN, OPENAI
 from data.tokenizer import Tiktoken, get_tokenizer, published_name, tokenizer_of
@@ -32,7 +31,6 @@ TEMPLATE = "{% for message in messages %}<|im_start|>{{ message['content'] }}<|i
 
 def write_hf_folder(folder, bos=None, **config):
     """A small byte-level BPE, as transformers publishes it; bos: the token that its post-processor puts first."""
-    tokenizers = pytest.importorskip("tokenizers")
     tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE())
     tokenizer.normalizer = tokenizers.normalizers.NFC()
     tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -43,7 +41,9 @@ def write_hf_folder(folder, bos=None, **config):
     if bos:
         first = dict(single=f"{bos} $A", special_tokens=[(bos, tokenizer.token_to_id(bos))])
         tokenizer.post_processor = tokenizers.processors.TemplateProcessing(**first)
+    tokenizer.add_tokens(["\u0120the"])  # of the vocabulary, and no special one
     tokenizer.enable_truncation(8)  # as some published files say, for other uses
+    tokenizer.enable_padding(length=8)
     folder.mkdir()
     tokenizer.save(str(folder / "tokenizer.json"))
     eos = {"__type": "AddedToken", "content": "<|im_end|>"}
@@ -55,6 +55,7 @@ def write_hf_folder(folder, bos=None, **config):
 def test_hf_folder_gives_the_ids_of_tokenizers_and_spelled_special_tokens_are_text_but_in_prompts(tmp_path):
     theirs = write_hf_folder(tmp_path / "hf")
     theirs.no_truncation()
+    theirs.no_padding()
     for path in (tmp_path / "hf", str(tmp_path / "hf/tokenizer.json")):
         tokenizer = get_tokenizer(path)
         assert (tokenizer.n_vocab, tokenizer.bos, tokenizer.end_of_text, tokenizer.eos) == (300, None, 0, [3, 0])
@@ -94,7 +95,6 @@ def test_generation_config_says_where_a_model_stops_and_a_file_holds_the_templat
 
 def test_text_stream_keeps_the_blank_before_a_first_word(tmp_path):
     """As Llama 2's tokenizer, whose decoder drops the blank before the first word of a text."""
-    tokenizers = pytest.importorskip("tokenizers")
     backend = tokenizers.Tokenizer(tokenizers.models.BPE(byte_fallback=True))
     backend.pre_tokenizer, backend.decoder = tokenizers.pre_tokenizers.Metaspace(), tokenizers.decoders.Metaspace()
     backend.train_from_iterator([prose(0, 500)], tokenizers.trainers.BpeTrainer(vocab_size=90, special_tokens=["</s>"]))
@@ -149,8 +149,10 @@ def test_transformers_and_tiktoken_read_what_we_write_with_the_same_ids(name, tm
     told = json.loads((tmp_path / "tokenizer_config.json").read_bytes())  # older transformers and llama.cpp
     assert told["clean_up_tokenization_spaces"] is told["add_prefix_space"] is False
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama", "nanocria_tokenizer": name}))
+    (tmp_path / "chat_template.jinja").write_text("of others")
     again = tokenizer_of(tmp_path)
     assert type(again) is Tiktoken and again.special_tokens == ours.special_tokens
+    assert again.hf_files() == again.files and again.files["chat_template.jinja"] == b"of others"
     rng = random.Random(0)
     shuffled = ["".join(rng.choices(AWKWARD, k=60)) for _ in range(50)]
     for text in (*TEXTS, AWKWARD, *shuffled):
@@ -208,7 +210,7 @@ def test_a_checkpoint_of_metas_tokenizer_has_tokenizer_json_alone(train, tmp_pat
         assert get_tokenizer(folder).encode("he said") == tokenizer_of(tmp_path / "data").encode("he said")
 
 
-def test_a_run_takes_the_tokenizer_along(train, sample, tmp_path, monkeypatch, plain_pytorch_on_one_core):
+def test_a_run_takes_the_tokenizer_along(train, sample, convert_to_hf, tmp_path, plain_pytorch_on_one_core):
     """mask_documents goes by its bos; sample.py and transformers find it in the checkpoint; so does convert.py."""
     write_hf_folder(tmp_path / "hf", bos="<s>")
     documents = [("val" if i % 7 == 0 else "train", prose(i, 20 + i)) for i in range(100)]
@@ -221,10 +223,8 @@ def test_a_run_takes_the_tokenizer_along(train, sample, tmp_path, monkeypatch, p
     assert all(starts[row, i - 1] < i for row, i in first if i)  # the end of text belongs to the document that it ends
     config = json.loads((tmp_path / "out/step_000002/config.json").read_text())
     assert (config["bos_token_id"], config["eos_token_id"]) == (1, 0)
-    monkeypatch.setattr(sys, "argv", ["convert.py", str(tmp_path / "out"), str(tmp_path / "converted")])
-    convert.main()
     expected = tokenizer_of(tmp_path / "data")
-    for folder in (tmp_path / "out/step_000002", tmp_path / "converted"):
+    for folder in (tmp_path / "out/step_000002", convert_to_hf(tmp_path / "out", folder="converted")):
         found = tokenizer_of(folder)
         assert (found.name, found.bos, found.eos, found.files) == (expected.name, 1, [3, 0], expected.files)
         assert hf_ids(folder, "text é") == [1, *expected.encode("text é")]
@@ -253,8 +253,9 @@ def test_folders_without_a_tokenizer_and_damaged_files_get_a_sentence(tmp_path):
         get_tokenizer(tmp_path)
     write_hf_folder(tmp_path / "hf")
     content = (tmp_path / "hf/tokenizer.json").read_text()
-    (tmp_path / "mine.json").write_text(content)  # under another name
+    (tmp_path / "mine.json").write_text(content.replace(": 299", ": 999"))  # under another name, and with a gap
     assert get_tokenizer(tmp_path / "mine.json").encode("hello") == get_tokenizer(tmp_path / "hf").encode("hello")
+    assert get_tokenizer(tmp_path / "mine.json").n_vocab == 1000
     for damaged, said in ((content[:-100], "damaged: "), ("[]", "holds no JSON object"), ('{"a": 1}', "damaged, or")):
         (tmp_path / "hf/tokenizer.json").write_text(damaged)
         with pytest.raises(ValueError, match=f"hf/tokenizer.json .*{said}"):
@@ -306,7 +307,6 @@ def all_blocks():
 @pytest.mark.real
 @pytest.mark.parametrize("name", ["llama3", *DOWNLOADS])
 def test_published_vocabularies_give_the_same_ids_as_tokenizer_json(name):
-    tokenizers = pytest.importorskip("tokenizers")
     try:
         ours = get_tokenizer(package_file("llama_models", "llama3/tokenizer.model") if name == "llama3" else name)
     except OSError as error:

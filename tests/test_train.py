@@ -89,6 +89,16 @@ def test_every_arm_and_checkpointing_mode_has_the_same_losses(train, plain_losse
     assert_close(plain_losses(**shape), step_losses(tmp_path / "out"), 1e-5)
 
 
+def test_settings_of_how_the_model_is_computed_reach_it_though_no_loss_shows_them(train, monkeypatch):
+    given, recomputes = [], recompute.recompute
+    monkeypatch.setattr(recompute, "recompute", lambda model, *args: given.append(args) or recomputes(model, *args))
+    for fused in (True, False):
+        how = dict(activation_checkpointing="selective", mlp_chunks=3, offload_activations=True, attention="sdpa")
+        model = train(**how, fused_kernels=fused, fused_loss=not fused, keep_last=0)["model"]
+        assert (model.fused_kernels, model.fused_loss, model.attention) == (fused, not fused, "sdpa")
+    assert given == [("selective", 3, True)] * 2
+
+
 @pytest.mark.parametrize("settings", [
     {},
     dict(offload_activations=True),
@@ -141,21 +151,15 @@ def test_the_seed_is_that_of_the_weights_and_of_the_order(train, tmp_path):
     assert not torch.equal(a["read_step"](0)[0][1], b["read_step"](0)[0][1])
 
 
-def test_documents_that_see_themselves_alone(train, short_documents, tmp_path):
-    """Another first document in a block changes what the model says of itself, and of no other."""
+def test_training_and_evaluation_mask_documents_which_begin_with_the_end_of_another_without_a_bos(
+    train, short_documents, tmp_path
+):
     settings = dict(dataset=short_documents, n_embd=64, max_iters=40)
     run = train(mask_documents=True, out_dir=tmp_path / "masked", **settings)
     train(out_dir=tmp_path / "plain", **settings)
     _, tokens, _, starts = run["read_step"](0)[0]
     row = int((starts[:, -1] > 8).nonzero()[0])
-    tokens, starts, n = tokens[row : row + 1].clone(), starts[row : row + 1], int(starts[row, -1])
-    other = tokens.clone()
-    other[:, : n - 1] = (other[:, : n - 1] + 1) % 256  # not where the last document starts
-    assert run["train_data"].first_mark == 256 == tokens[0, n]
-    with torch.no_grad():
-        before, after = (run["model"](x, doc_starts=starts) for x in (tokens, other))
-        assert torch.equal(before[:, n:], after[:, n:]) and not torch.equal(before[:, :n], after[:, :n])
-        assert not torch.equal(run["model"](tokens)[:, n:], before[:, n:]), "without starts it sees them all"
+    assert run["train_data"].first_mark == 256 == tokens[row, int(starts[row, -1])]
     masked, plain = (losses(tmp_path / name) for name in ("masked", "plain"))
     assert masked[0] != plain[0] and [x for x in masked if "val_loss" in x] != [x for x in plain if "val_loss" in x]
     assert masked[-1]["val_loss"] < 5
