@@ -165,7 +165,7 @@ def _quantize_codes(weight):
 def quantize_nf4(weight: torch.Tensor) -> NF4:
     """weight in NF4 with 8-bit scales (Dettmers et al., 2023): 0.516 bytes an element.
 
-    weight (..., C): bf16 or fp32, contiguous, a multiple of 64 elements, C even. ValueError for other shapes.
+    weight (..., C): bf16, fp16 or fp32, contiguous, a multiple of 64 elements, C even. ValueError for other shapes.
     """
     _check_weight(weight)
     return _with_scales(*_quantize_codes(weight))

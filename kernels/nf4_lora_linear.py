@@ -38,7 +38,7 @@ class NF4LoRALinear(LoRALinear):
         return apply_projection(self, x, *self.tensors())  # autograd's own would keep the weight that it read back
 
     def quantize(self, weight):
-        matrices = [quantize_nf4(matrix) for matrix in weight.float().split(self.rows)]
+        matrices = [quantize_nf4(matrix) for matrix in weight.split(self.rows)]
         codes, scale_codes, scale_absmax, offset = zip(*matrices, strict=True)
         codes, scale_codes = torch.cat(codes).view(self.codes_dtype), torch.cat(scale_codes).view(self.codes_dtype)
         return codes, scale_codes, torch.cat(scale_absmax), torch.stack(offset)

@@ -11,7 +11,7 @@ import torch
 import triton
 import triton.language as tl
 
-from kernels import NF4, dequantize_nf4, quantize_nf4, reference
+from kernels import NF4, Linear, NF4LoRALinear, dequantize_nf4, quantize_nf4, reference
 from kernels.dynamic_map import (
     BLOCK,
     bounds,
@@ -22,6 +22,7 @@ from kernels.dynamic_map import (
     quantize_blocks_reference,
 )
 from test_kernels import BF16, DEVICE, FP32, HAS_GPU, assert_same, full_size
+from tests.watch import Watch
 
 UINT8 = torch.uint8
 each_sign = pytest.mark.parametrize("signed", [True, False], ids=["signed", "unsigned"])
@@ -165,7 +166,7 @@ def test_nf4_is_that_of_bitsandbytes(dtype):
     assert_same([back], [functional.dequantize_4bit(codes, state)], "what is read back")
 
 
-@pytest.mark.parametrize("dtype", [BF16, FP32], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float16, BF16, FP32], ids=str)
 @pytest.mark.parametrize("shape", [(64,), (3, 64), (37, 192), (2, 32, 66), (8, 4096)], ids=str)
 def test_nf4_kernels_are_the_reference_bit_for_bit(shape, dtype, monkeypatch):
     monkeypatch.setattr("kernels.nf4.CHUNK", 64 * 64)  # of what the reference takes at once
@@ -236,6 +237,15 @@ def test_nf4_needs_no_temporary_as_large_as_the_weight():
     assert peak < weight.nbytes, f"{peak / weight.nbytes:.2f} of the weight"
     held = sum(x.nbytes for x in quantized)
     assert abs(held / weight.numel() - 0.516) < 0.001, f"{held / weight.numel():.4f} bytes an element"
+
+
+def test_a_projection_becomes_nf4_without_a_copy_in_float32(monkeypatch):
+    monkeypatch.setattr("kernels.nf4.CHUNK", 64 * 64)  # of what the reference takes at once
+    layer = NF4LoRALinear(Linear(256, 512), (256, 256), 4, 8.0)
+    weight = (0.02 * torch.randn(512, 256, device=DEVICE)).to(BF16)
+    with Watch() as seen:
+        layer.quantize(weight)
+    assert weight.nbytes < seen.peak < 2 * weight.nbytes
 
 
 @full_size
