@@ -6,7 +6,7 @@
 update      optimizers/on_disk.py on the CPU, with gradients that are there: from its start until all is on the drive
 plain       the same pieces, read and written back by one thread or four, whichever are faster, with nothing in between
 
-Both in turns, medians. The best of more numbers of threads would be better by luck alone.
+Both in turns, medians. The best of more thread counts would be faster by luck alone.
 """
 
 import fcntl

@@ -118,7 +118,7 @@ def build_peer(arm: str, folder: str, device: torch.device) -> torch.nn.Module:
     if "lora" in arm:  # peft's adapters, with the first values that train.py gives its own
         model, ours = peers.with_peft(model), load_model(folder, device, dtype)
         add_lora(ours, 16, 32)
-        theirs = {name.replace(".default", ""): p for name, p in model.named_parameters()}
+        theirs = {name.replace(".default", ""): p for name, p in model.named_parameters() if p.requires_grad}
         losses.begin_as_train_py(ours, theirs, device)
     return model
 

@@ -58,11 +58,14 @@ def train_losses(arm: str, steps: int, batch: int, block: int, config=runner.CON
 
 @torch.no_grad()
 def begin_as_train_py(ours: Llama, theirs: dict[str, torch.Tensor], device) -> None:
-    """Give Hugging Face's parameters, by name, the values with which train.py begins to train those of ours."""
+    """Give Hugging Face's parameters, by name, the values with which train.py begins to train those of ours. Empties
+    theirs: AssertionError if they have others.
+    """
     ours.to_empty(device=device).init_weights(SEED, device)
     for name, parameter in ours.named_parameters():
         for row in hf_rows(name, parameter, ours.config) if parameter.requires_grad else []:
-            fill(theirs[row.name], row.tensor)
+            fill(theirs.pop(row.name), row.tensor)
+    assert not theirs, f"they train what train.py does not: {list(theirs)}"
 
 
 def peer_losses(

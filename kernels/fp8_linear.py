@@ -13,10 +13,10 @@ On an H200 these matmuls run at 1.6 times the rate of bf16. Against that stands 
 2 bytes an element and writes 1, for x, dy, and W twice. In backward W8 is written a second time, transposed, since
 float8 operands must lie along the summed dimension. `python bench.py kernels --op=fp8_linear,fp8_weight` times both.
 
-W8 is not kept. Rounding a layer of Llama 3.2 1B for forward and backward takes 127 us (fp8_weight). So to keep W8 and
-its transposed copy over the micro-batches of a step, in two bytes a weight, would save at most 0.6% with 32,768 tokens
-in each, 1.1% with 16,384. But then whatever changes, frees or replays the weights (updates, FSDP, offload, CUDA graphs)
-would have to know of it.
+W8 is not kept. Rounding a layer of Llama 3.2 1B for forward and backward takes 127 us (fp8_weight). So keeping W8
+and its transposed copy over the micro-batches of a step, in two bytes a weight, would save at most 0.6% of those of
+32,768 tokens, 1.1% of those of 16,384. But then whatever changes, frees or replays the weights (updates, FSDP, offload,
+CUDA graphs) would have to know of it.
 
 A norm or a gated product whose result is only projected (rms_norm_linear.py, swiglu_mlp.py) rounds it itself: it writes
 x8 and s in place of x, 1 byte an element instead of 2, and nothing reads x or is launched to round it. In backward the
@@ -27,8 +27,8 @@ FP8Linear is the projection (linear.py) that rms_norm_linear.py and swiglu_mlp.p
 model.
 
 FLOPs: 2·N·C·O forward, 4·N·C·O backward, of which half in float8. Saved: x and W, as for any linear layer.
-On one H200, where its matmuls alone, for a weight's rounding a copy of as many bytes, are 100%: fp8_linear forward and
-backward 93-96%; fp8_weight forward 78-93%.
+On one H200, where its matmuls alone, or for a weight's rounding a copy, are 100%: fp8_linear forward and backward
+93-96%; fp8_weight forward 78-93%.
 
 Micikevicius et al., FP8 Formats for Deep Learning, 2022. https://arxiv.org/abs/2209.05433
 """

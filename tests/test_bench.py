@@ -139,6 +139,7 @@ run /no/such => /no/such/metrics.jsonl has no losses: name the out_dir of a run 
 --arms=al => --arms=al: there are all, long, kernels, torch, lora, lora-fp8, qlora, qlora-fp8, none
 --memory_limit_gib=0 => --memory_limit_gib=0.0: it must be above 0
 --peers=hf -- --n_layer=4 => --n_layer: the peers would train another model; write it in a config, or say
+--peers=hf -- --rope_theta=1e4 => --rope_theta: the peers would train another model
 --ranks=64 => --ranks=64: torch sees
 -- --max_iters=4 => -- --max_iters: each measured run has its own, leave it out
 """

@@ -256,6 +256,11 @@ def test_the_parts_add_up_to_the_busy_time():
     }  # fmt: skip
 
 
+def test_what_a_config_leaves_out_is_train_pys_for_the_peers_too():
+    c = peers.llama_config("config/sft.py")
+    assert (c.n_layer, c.tie_embeddings, c.vocab_size) == (16, True, 257)
+
+
 def test_the_floors_count_the_flops_that_the_model_counts():
     c = peers.llama_config("config/llama32_1b.py", block_size=2048)
     floors = breakdown.floors_ms(c, batch=8, copy_tb_s=4.0, matmul_tflops=700.0)
