@@ -88,19 +88,10 @@ def measured():
         yield f"{block_size} tokens, {run}", gib, replace(LLAMA_1B, block_size=block_size), run
 
 
-def start_gib(config, run):
-    """On NF4, by the code that measured: all weights and states, and the largest projection as it became NF4, which was
-    there in float32 (today it is not), in bfloat16 and as codes with a scale for each 64.
-    """
-    step, largest = memory.Step(config, run), 2 * config.ffn_dim * config.n_embd
-    return (step.all.weights + step.all.states + largest * (4 + 2 + 1 / 2 + 4 / 64)) / GIB
-
-
 def test_estimate_is_within_2_percent_of_every_measured_peak():
     found, deviations = [*recorded(), *measured()], {}
     for what, gib, config, run in found:
-        starts = start_gib(config, run) if run.base_dtype == "nf4" else 0.0
-        deviations[what] = max(memory.peak_gib(config, run), starts) / gib - 1
+        deviations[what] = memory.peak_gib(config, run) / gib - 1
     assert {what: f"{off:+.1%}" for what, off in deviations.items() if abs(off) > 0.02} == {}
     assert len(found) > 80 and all(
         any(f"'{mode}'" in what for what in deviations) for mode in ("none", "selective", "full")
