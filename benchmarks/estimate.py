@@ -42,6 +42,7 @@ CARDS = {  # GiB, as PyTorch reports them (total_memory): less than the makers' 
     "3090": 23.7, "4090": 23.6, "5090": 31.3, "a10g": 22.0, "l4": 22.0, "l40s": 44.4, "a100-40": 39.4, "a100-80": 79.1,
     "h100": 79.1, "h200": 139.8, "b200": 178.3,
 }  # fmt: skip
+AMPERE = ("3090", "a10g", "a100-40", "a100-80")  # without float8
 APART = ("3090", "4090", "5090", "a10g", "l4", "l40s")  # do not reach each other's memory: no copy engines
 preview_once = functools.cache(lambda *words: preview(cli.TRAIN, words))  # a table asks for the same again and again
 
@@ -160,6 +161,8 @@ def estimate(s: SimpleNamespace) -> tuple[str, dict]:
     named = place("full" if s.checkpointing == "any" else s.checkpointing, "none" if s.offload == "any" else s.offload)
     named |= {"block_size": s.block_size} if s.block_size else {}
     _, shape = resolve(s.config, s.ranks, named, s.flags)
+    if shape.fp8 and s.card.lower() in AMPERE:
+        raise SettingError(f"fp8 needs RTX 40, L4, H100 or newer, not --card={s.card}")
     if s.card.lower() in APART or shape.shard_ranks > 8:  # a host has 8
         named["copy_engines"] = False
     outside = outside_gib(shape)

@@ -189,9 +189,14 @@ def n_steps(tokens: int) -> tuple[int, int]:
 
 def known_rows(new: dict, s: SimpleNamespace) -> dict:
     """What a record has already that the new one continues, by place: what was measured over as many steps."""
+    kept = record.kept_rows(new, s.out, KEYS, s.keep)
+    for row in kept.values():  # a plot has one title
+        if (row["config"], row["ranks"], row["limit_gib"]) != (s.config, s.ranks, s.memory_limit_gib):
+            limit = f"memory_limit_gib={row['limit_gib']}"
+            raise SettingError(f"{s.out} is of {row['config']}, ranks={row['ranks']}, {limit}: name another --out")
     return {
         name: row
-        for name, row in record.kept_rows(new, s.out, KEYS, s.keep).items()
+        for name, row in kept.items()
         if row.get("oom") or row.get("steps") == (s.steps or n_steps(row["batch"] * row["block"])[1])
     }
 

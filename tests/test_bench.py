@@ -130,6 +130,7 @@ estimate -- --activation_checkpointing=full => say --checkpointing=... before th
 estimate --checkpointing=none -- --mlp_chunks=4 => mlp_chunks
 estimate --card=h100 --config=config/llama31_8b.py --ranks=7 => 64: make it a multiple of the 7 ranks, as in --grad
 estimate --offload=all -- --cuda_graph=true => cuda_graph needs one GPU and offload=none: add --cuda_graph=false
+estimate --card=A100-80 -- --fp8=true => fp8 needs RTX 40, L4, H100 or newer, not --card=A100-80
 estimate -- --fp8=true --ffn_dim=8200 => fp8 needs projections whose sides are multiples of 16, not 2048 x 8200
 estimate -- --fp8=true --lora_rank=16 --ffn_dim=8200 => fp8 needs projections whose sides are multiples of 16
 estimate -- --base_dtype=nf4 --lora_rank=16 --n_embd=2060 --n_head=10 --n_kv_head=5 => nf4 has blocks of 64 weights

@@ -9,6 +9,7 @@ from types import SimpleNamespace
 import pytest
 
 from benchmarks import arms, compare, record, report, runner, snapshot, sweep
+from configurator import SettingError
 from runtime import memory_stats
 from runtime.checkpoint import load_model
 
@@ -181,6 +182,9 @@ def test_what_a_record_has_is_not_measured_again(monkeypatch, tmp_path):
     assert {row["steps"] for row in known.values() if not row["oom"]} == {10} and known_of("--steps=10") == known
     assert [row["oom"] for row in known_of("--steps=3").values()] == [True], "of other steps, no time"
     assert known_of(nanocria="other") == {} and known_of("--keep=true", nanocria="other") == known
+    for other in ("--memory_limit_gib=24", "--config=config/llama32_3b.py"):  # a plot has one title
+        with pytest.raises(SettingError, match="is of config/llama32_1b.py, ranks=1, memory_limit_gib=None"):
+            known_of(other)
     card = Card(monkeypatch, tokens=5000)
     again = list(sweep.measured(sweep.parse(words, 1), known))
     assert [row for _, row in again[:5]] == stopped["batch"] and stopped["batch"][4]["oom"]
