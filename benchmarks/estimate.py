@@ -59,7 +59,7 @@ def resolve(path: str, world_size: int, named: dict, flags=()) -> tuple[LlamaCon
     """
     said = dict(preview_once(str(cli.ROOT / path), *(f"--{name}={value}" for name, value in named.items()), *flags))
     if said["vocab_size"] is None:
-        raise SettingError(f"{path} leaves vocab_size to its dataset: say -- --vocab_size=..., or name another")
+        raise SettingError(f"{path} leaves vocab_size to its dataset: say -- --vocab_size=257 (bytes), or name another")
     problem = find_problem(said, world_size)
     if problem:
         raise SettingError(problem)

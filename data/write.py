@@ -245,6 +245,8 @@ def encode_documents(
 def batches(documents: Iterable[Document]) -> Iterator[list[Document]]:
     batch, chars = [], 0
     for split, text in documents:
+        if split not in SPLITS:
+            raise ValueError(f"a document's split is {' or '.join(SPLITS)}, not {split!r}")
         batch.append((split, text))
         chars += len(text)
         if chars >= BATCH_CHARS:

@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from model import LlamaConfig
 
-NAMES = {  # our name -> Hugging Face's names of what is stacked in it
+NAMES = {  # our name, without the layer -> Hugging Face's names of what is stacked in it
     "tok_embeddings.weight": ["model.embed_tokens.weight"],
     "attn_norm.weight": ["input_layernorm.weight"],
     "attn.qkv_proj.weight": ["self_attn.q_proj.weight", "self_attn.k_proj.weight", "self_attn.v_proj.weight"],
@@ -25,6 +25,7 @@ NAMES = {  # our name -> Hugging Face's names of what is stacked in it
     "norm.weight": ["model.norm.weight"],
     "lm_head.weight": ["lm_head.weight"],
 }
+OWN = set()  # parameters of yours, by such names, which files have too. Weights that a run begins with may lack them
 ADAPTERS = {"lora_a": "lora_A.weight", "lora_b": "lora_B.weight"}  # our name -> peft's
 
 
@@ -46,9 +47,9 @@ def hf_names(name: str) -> list[str]:
         weights = hf_names(f"{part}.weight")
         return [f"base_model.model.{weight.removesuffix('weight')}{ADAPTERS[adapter]}" for weight in weights]
     _, i, rest = name.split(".", 2) if name.startswith("layers.") else ("", "", name)
-    if rest not in NAMES:
-        raise ValueError(f"{name} has no name in Hugging Face's Llama: add it to NAMES in runtime/hf_names.py")
-    return [f"model.layers.{i}.{hf_name}" if i else hf_name for hf_name in NAMES[rest]]
+    if rest not in NAMES.keys() | OWN:
+        raise ValueError(f"{name} has no name in Hugging Face's Llama: add it to OWN in runtime/hf_names.py")
+    return [f"model.layers.{i}.{hf_name}" if i else hf_name for hf_name in NAMES.get(rest, [rest])]
 
 
 def stacked_rows(name: str, shape: torch.Size) -> list[int]:

@@ -18,7 +18,7 @@ from runtime.checkpoint import open_base, read_base, read_weights
 from runtime.checkpoint_folder import KEPT, Folder, fingerprint, open_folder, other_weights, read_document
 from runtime.distributed import from_rank_0, print0, restart_count, stop
 from runtime.hf_config import ADAPTED, read_config, write_adapter_config, write_config
-from runtime.hf_names import hf_names
+from runtime.hf_names import OWN, hf_names
 from runtime.safetensors_file import Damaged
 
 REQUIRED = {"step", "updates", "sequences", "dtype", "loss_scale", "dataset", "settings"}  # in run.json
@@ -73,7 +73,7 @@ def model_settings(start: Path | None, init_from: str, named: set[str]) -> dict:
     for path in filter(None, (start, folder)):  # the folder, if the checkpoint is damaged
         with contextlib.suppress(OSError, ValueError):  # check_start() or restore() say what is wrong
             model, _ = read_config(open_folder(Path(path).expanduser()))
-            return {name: model[name] for name in MODEL_SETTINGS if name not in named | {"vocab_size"}}
+            return {name: model[name] for name in MODEL_SETTINGS if name in model.keys() - named - {"vocab_size"}}
     return {}
 
 
@@ -126,7 +126,11 @@ def restore(
         if base:
             read_base(base, model, progress)
         if folder and folder is not base:
-            read_weights(folder, optimizer.parameters, model.config, optimizer.set_weight, progress=progress)
+            own = tuple(f".{name}" for name in OWN)
+            new = {name for name in optimizer.parameters if f".{name}".endswith(own)}
+            new = {name for name in new if not folder.tensors.keys() & set(hf_names(name))}
+            held = {name: p for name, p in optimizer.parameters.items() if name not in new}
+            read_weights(folder, held, model.config, optimizer.set_weight, progress=progress)
         if folder:
             print0(f"begins    with the weights of {start}")
         if base and base.run and run_folder.newest(base.path.parent):

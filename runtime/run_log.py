@@ -191,7 +191,7 @@ class RunLog:
         self.began += perf_counter() - began
 
     def step(self, step: int, loss: float, lr: float, grad_norm: float, **more: float) -> None:
-        """Note a step; every log_interval steps print a line and record it. more: numbers that are recorded only."""
+        """Note a step; every log_interval steps print a line and record it. more: numbers of yours."""
         now = perf_counter()
         self.step_seconds.append(now - self.began)
         self.began = now
@@ -208,7 +208,8 @@ class RunLog:
             f"step {step:05d}/{self.max_iters} | loss {loss:.4f} | lr {lr:.2e} | norm {grad_norm:.2f} "
             f"| {seconds * 1000:.1f} ms | {tok_per_s:,.0f} tok/s | mfu {percent(self.mfu(tok_per_s))} "
             f"| mem {self.peak_gib:.1f} GiB | data {data_ms:.1f} ms "
-            f"| eta {left // 3600}h{left % 3600 // 60:02d}m{left % 60:02d}s"
+            + "".join(f"| {name} {value:.4g} " for name, value in more.items())
+            + f"| eta {left // 3600}h{left % 3600 // 60:02d}m{left % 60:02d}s"
         )
         self.curve.append((step, sum(self.step_seconds), loss))
         grad_norm = grad_norm if math.isfinite(grad_norm) else None  # JSON has no inf

@@ -15,6 +15,7 @@ from unittest import mock
 import pytest
 import torch
 import transformers
+from safetensors.torch import load_file
 
 import model as model_module
 from optimizers.on_cpu import OnCPU
@@ -181,11 +182,37 @@ def test_a_parameter_without_a_published_name_ends_a_run_before_it_trains(train,
         self.gain_norm = model_module.RMSNorm(config)
 
     monkeypatch.setattr(model_module.MLP, "__init__", with_gain)
-    said = "layers.0.mlp.gain_norm.weight has no name in Hugging Face's Llama: add it to NAMES in runtime/hf_names.py"
+    said = "layers.0.mlp.gain_norm.weight has no name in Hugging Face's Llama: add it to OWN in runtime/hf_names.py"
     assert said in slip(train, capsys)
     assert (tmp_path / "out/step_000008").exists(), "it is not damaged"
     assert said in slip(train, capsys, out_dir=tmp_path / "new")
     assert not (tmp_path / "new/metrics.jsonl").exists()
+
+
+def test_a_second_head_begins_beside_weights_without_one_and_is_resumed(train, tmp_path, monkeypatch):
+    class TwoHeads(model_module.Llama):
+        def __init__(self, config):
+            super().__init__(config)
+            self.second_head = torch.nn.Linear(config.n_embd, 3, bias=False)
+
+        def forward(self, tokens, targets=None, doc_starts=None):
+            x = self.hidden(tokens, doc_starts)
+            return self.lm_head(x, targets) + (self.second_head(x).float() - 1).square().mean()
+
+    one_head = train()["model"]
+    monkeypatch.setattr(model_module, "Llama", TwoHeads)
+    for module in ("hf_names", "restore"):
+        monkeypatch.setattr(f"runtime.{module}.OWN", {"second_head.weight"})
+    more = {"init_from": tmp_path / "out", "keep_last": 9, "eval_interval": 4}
+    begun = train(out_dir=tmp_path / "none", eval_only=True, **more)["model"]
+    for name, weight in one_head.named_parameters():
+        torch.testing.assert_close(begun.get_parameter(name), weight, rtol=0, atol=0, msg=name)
+    assert begun.second_head.weight.std() > 0.01
+    whole = train(out_dir=tmp_path / "two", **more) and losses(tmp_path / "two")
+    shutil.rmtree(tmp_path / "two/step_000008")
+    train(out_dir=tmp_path / "two", **more)
+    assert losses(tmp_path / "two") == whole
+    assert "second_head.weight" in load_file(tmp_path / "two/step_000008/model.safetensors")
 
 
 def test_what_a_checkpoint_holds_beside_the_model_is_not_left_out(train, tmp_path, capsys):

@@ -16,9 +16,9 @@ from data.fineweb_edu import prepare as fineweb_edu
 from data.pystdlib import prepare as pystdlib
 from data.shakespeare_char import prepare as shakespeare_char
 from data.text import prepare as text
-from data.tokenizer import tokenizer_of
+from data.tokenizer import get_tokenizer, tokenizer_of
 from data.tokens import Tokens
-from data.write import prepare_once, run_script, split_of, write_lock
+from data.write import prepare_once, run_script, split_of, write_dataset, write_lock
 from tests.datasets import contents, documents_of, texts_of
 from tests.runs import ROOT, start
 from tests.test_tokenizer import write_llama3_model
@@ -150,6 +150,11 @@ def test_huge_document_is_never_picked_for_validation():
         for side, document in text.split(texts, 0.05):
             sizes[side] += len(document)
         assert 0 < sizes["val"] < 0.01 * sizes["train"], sizes
+
+
+def test_a_split_of_another_name_is_refused(tmp_path):
+    with pytest.raises(ValueError, match="a document's split is train or val, not 'valid'"):
+        write_dataset(tmp_path, [("train", "a"), ("valid", "b")], get_tokenizer("bytes"))
 
 
 def test_copies_of_a_document_are_in_the_same_split(monkeypatch):

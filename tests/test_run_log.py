@@ -67,12 +67,12 @@ def test_what_a_run_logs_is_computed_from_its_seconds(tmp_path, monkeypatch, cap
         with log.reading():
             now[0] += 0.5
         now[0] += seconds - 0.5
-        log.step(step, 2.0, 1e-3, 1.0)
+        log.step(step, 2.0, 1e-3, 1.0, z_loss=0.12345)
         with log.paused():  # evaluation and saving
             now[0] += 100
     first, line = capsys.readouterr().out.splitlines()
     assert first.startswith("step 00002/14 ") and "| 6000.0 ms | 167 tok/s |" in first
-    assert "| 2000.0 ms | 500 tok/s | mfu 1.2% |" in line and "data 500.0 ms | eta 0h00m20s" in line
+    assert "| 2000.0 ms | 500 tok/s | mfu 1.2% |" in line and "data 500.0 ms | z_loss 0.1235 | eta 0h00m20s" in line
 
     class Val:
         meta = {"val_bytes": 50, "gzip_bits_per_byte": 2.0, "xz_bits_per_byte": 1.5}
