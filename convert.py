@@ -39,8 +39,10 @@ def convert(source: Path, folder: Path, dtype: str, merge: str = "trained") -> s
     tokenizer = read_config(opened)[1]
     if merge == "original" and not opened.adapter:
         raise ValueError(f"--merge is for adapters, and {source} has none: leave it out")
+    if os.path.lexists(partial):  # perhaps the user's
+        raise ValueError(f"{partial} is there already: remove it, or name another folder")
     try:
-        partial.mkdir(parents=True, exist_ok=True)  # before the weights are read
+        partial.mkdir(parents=True)  # before the weights are read
         base_dtype = "bfloat16" if merge == "original" else None
         model = load_model(source, "cpu", getattr(torch, dtype), base_dtype=base_dtype)
         merge_lora(model)

@@ -84,6 +84,8 @@ for name, valid, expected in (
 ):
     if not valid:
         sys.exit(f"{name} is {globals()[name]}: it must be {expected}")
+if "" in (prompt_file, evaluate):  # of a shell's empty variable
+    sys.exit("--prompt_file and --evaluate name a file")
 if sum([bool(prompt), bool(prompt_file), chat, bool(evaluate)]) > 1:
     sys.exit("--prompt, --prompt_file, --chat and --evaluate are four things to do: give one of them")
 for names, task, used in (
@@ -114,11 +116,11 @@ def named_tokenizer(folder: Folder) -> Tokenizer:
 def read_prompts() -> list[str]:
     """The prompts to continue. A text from a file or a pipe loses its last line end: echo and editors add it."""
     if not prompt_file:
-        return [sys.stdin.read().removesuffix("\n") if prompt == "-" else prompt]
+        return [sys.stdin.read().removesuffix("\n").removesuffix("\r") if prompt == "-" else prompt]
     path = Path(prompt_file).expanduser()
     if is_jsonl(path):
         return [field(where, row, "prompt", str) for where, row in read_file(path)] or [""]
-    return [read_file(path, "text").removesuffix("\n")]
+    return [read_file(path, "text").removesuffix("\n").removesuffix("\r")]
 
 
 def draw(prompts: list[list[int]], prefix: PrefixCache | None = None) -> Iterator[list[str]]:

@@ -100,7 +100,8 @@ class Packed(Blocks):
 
     Best fit, the longest conversations first. Which ones share a block is the same in all epochs, and does not matter:
     attention stays within a conversation, and positions need not restart, for RoPE knows only their differences. What a
-    conversation has beyond a block is cut off. Raises ValueError if no answer is left.
+    conversation has beyond a block is cut off, and one without an answer in the rest left out. Raises ValueError if no
+    answer is left.
     """
 
     def __init__(self, tokens: Tokens, block_size: int, vocab_size: int | None, seed: int):
@@ -109,9 +110,9 @@ class Packed(Blocks):
         (mask,), room = tokens.masks, block_size + 1
         starts = np.flatnonzero(mask & OPENS)
         lengths = np.diff(starts, append=len(mask))
-        n_cut = int((lengths > room).sum())
-        lengths = np.minimum(lengths, room)
+        is_long, lengths = lengths > room, np.minimum(lengths, room)
         targets = np.array([int((mask[s : s + n] & IS_TARGET).sum()) for s, n in zip(starts, lengths, strict=True)])
+        n_cut, n_out = (int(which.sum()) for which in (is_long & (targets > 0), targets == 0))
         starts, lengths, targets = (of_each[targets > 0] for of_each in (starts, lengths, targets))
         if not len(starts):
             raise ValueError(
@@ -127,6 +128,7 @@ class Packed(Blocks):
         self.first_mark = OPENS
         self.packing = f"{len(starts):,} conversations, {learned:.1%} of their tokens targets; blocks {full:.1%} full"
         self.packing += f"; {n_cut:,} longer than block_size are cut" if n_cut else ""
+        self.packing += f"; {n_out:,} left out, whose answers begin beyond it" if n_out else ""
 
     def read(self, indices, shift=None) -> torch.Tensor:
         """Blocks (len(indices), T + 1) int64, for unpack(). ValueError as Blocks' for a token beyond the embedding."""

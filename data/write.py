@@ -385,7 +385,8 @@ def add_text_options(parser: argparse.ArgumentParser, tokenizer: str, val_fracti
     parser.add_argument("--val_fraction", type=share_argument, help=f"validation share (default: {val_fraction})")
     said = "broken rows and files: end with the first one, or leave them out and count them (default: strict)"
     parser.add_argument("--errors", choices=["strict", "skip"], help=said)
-    parser.add_argument("--workers", type=int, default=cpu_cores(), help="processes (default: one per CPU core)")
+    said = "processes (default: one per CPU core)"
+    parser.add_argument("--workers", type=workers_argument, default=cpu_cores(), help=said)
     if bos:
         said = "begin each document with the tokenizer's bos (default: where it has one)"
         parser.add_argument("--bos", action=argparse.BooleanOptionalAction, help=said)
@@ -406,6 +407,13 @@ def path_argument(text: str) -> Path:
     if not text:
         raise argparse.ArgumentTypeError("it is empty: name a file or folder")
     return Path(text).expanduser()
+
+
+def workers_argument(text: str) -> int:
+    """An argparse type."""
+    if not text.isdigit() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"it is {text}, expected a number of processes, at least 1")
+    return int(text)
 
 
 def share_argument(text: str) -> float:

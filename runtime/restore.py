@@ -104,6 +104,7 @@ def _base_of(folder: Folder, settings) -> Folder | None:
     if not folder.adapter:
         return folder if settings["lora_rank"] else None
     named = Path(os.path.expanduser(settings["init_from"]))
+    named = named if run_folder.is_model(named) else run_folder.newest_for_all_ranks(named) or named  # of a run
     new_place = named if run_folder.is_model(named) and not (named / "adapter_config.json").exists() else None
     return open_base(folder, new_place)
 
@@ -275,7 +276,7 @@ def _changes(run: dict, facts: dict, base: Folder | None) -> list[str]:
         if was.get(name) != value and name not in HARMLESS_SETTINGS
     ]
     init_from = settings["init_from"]
-    read = base and base.path == Path(init_from).expanduser()  # the adapters' base, in its new place
+    read = base and Path(init_from).expanduser() in (base.path, base.path.parent)  # where the adapters' base is now
     if init_from not in ("auto", "scratch", "resume", was["init_from"]) and not read:
         changed.append(f"init_from {was['init_from']} -> {init_from} (not read: the run has begun)")
     return changed + [

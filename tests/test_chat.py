@@ -121,6 +121,13 @@ def test_only_answers_and_their_ends_of_turn_are_targets():
     assert LLAMA3.decode(ids) == f"<|begin_of_text|>{said}", "not as Llama 3's model card has it"
 
 
+def test_what_is_no_text_and_answers_of_weight_0_are_not_learned():
+    messages = [MESSAGES[1], MESSAGES[2] | {"weight": 0}, {"role": "us\ud800er", "content": "\udfff?"}, MESSAGES[4]]
+    ids, is_target = encode_answers(LLAMA3, render_answers(LLAMA3, messages))
+    assert LLAMA3.decode([i for i, target in zip(ids, is_target, strict=True) if target]) == "Yes.<|eot_id|>"
+    assert "us?er" in LLAMA3.decode(ids) and "??" in LLAMA3.decode(ids) and "4<|eot_id|>" in LLAMA3.decode(ids)
+
+
 def test_an_answer_follows_the_ids_that_sample_py_gives_for_its_prompt():
     """Also where a tokenizer would merge the end of the prompt with the beginning of the answer."""
     tokenizer = byte_tokenizer(r"(?s:.+)", ["<|endoftext|>"], merges=[b"\n ", b":x"])
@@ -217,6 +224,8 @@ def test_generation_ends_at_the_end_of_a_turn_also_where_the_tokenizer_does_not_
     ('{"messages": [{"content": "no role"}]}', "message 1 is no object with a role"),
     ('{"messages": [{"role": "user", "content": ["x"]}]}', r"message 1 has \['x'\] as content, expected a string"),
     (line("only a question"), "there is no answer: no role is assistant, but user"),
+    (line("a", "b", "c", " "), "message 4 is an empty answer, as the chat template writes it"),
+    (line("a", "").replace('""', '"", "tool_calls": [{}]'), "message 2 is an empty answer"),  # not in this template
 ])  # fmt: skip
 def test_a_line_that_is_no_conversation_is_named_or_skipped_and_counted(written, capsys, bad, message):
     good = [line(f"{i}?", str(i)) for i in range(9)]
@@ -240,10 +249,12 @@ def test_several_processes_arrays_and_compressed_files_give_the_same_dataset(wri
 
 
 def test_a_tokenizer_without_template_and_an_answer_without_end_are_refused(written, tmp_path):
+    (tmp_path / "empty.jinja").write_text("")
     (tmp_path / "endless.jinja").write_text(PLAIN.replace("eos_token", "''"))
     for template, error, message in (
         (None, ValueError, "bytes has no chat template, and none of Llama 3's tokens: put .* with --template FILE"),
         (tmp_path / "endless.jinja", ValueError, "ends an answer with no special token"),
+        (tmp_path / "empty.jinja", ValueError, "the chat template does not write the answers"),
         (tmp_path / "none.jinja", OSError, "No such file or directory: .*none.jinja"),
     ):
         with pytest.raises(error, match=message):
@@ -257,11 +268,15 @@ def test_prepare_names_the_next_command_from_any_folder(written, tmp_path, monke
     written(line("a", "b"), line("c", "d"))
     (tmp_path / "model").mkdir()
     (tmp_path / "model/config.json").write_text('{"nanocria_tokenizer": "bytes"}')
+    (tmp_path / "run/step_000002").mkdir(parents=True)
+    for name in ("config.json", "run.json"):
+        (tmp_path / "run/step_000002" / name).write_text('{"nanocria_tokenizer": "bytes"}')
     monkeypatch.chdir(tmp_path)
     data = f"--dataset={tmp_path}/o"
     for tokenizer, said in {
         "bytes": f"--init_from=FOLDER {data}, with the FOLDER of the weights",
         "model": f"--init_from={tmp_path}/model {data}",
+        "run": f"--init_from={tmp_path}/run {data}",
     }.items():
         arguments = f"--input chats.jsonl --tokenizer {tokenizer} --template plain.jinja --out o --workers=1"
         monkeypatch.setattr(sys, "argv", ["prepare.py", *arguments.split()])

@@ -401,6 +401,10 @@ def test_ctrl_c_leaves_nothing_and_nothing_is_read_for_a_folder_that_cannot_be_w
     assert not list(tmp_path.glob("hf*"))
     monkeypatch.setattr(convert, "load_model", lambda *_: pytest.fail("the weights were read"))
     (tmp_path / "file").touch()
+    (tmp_path / "new.partial").mkdir()  # the user's
+    with pytest.raises(SystemExit, match=f"{tmp_path}/new.partial is there already"):
+        convert_to_hf(alone, folder="new")
+    assert (tmp_path / "new.partial").exists()
     with pytest.raises(SystemExit, match=f"{tmp_path}/file/hf is not written: .*Not a directory"):
         convert_to_hf(alone, folder="file/hf")
 

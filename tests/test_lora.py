@@ -344,7 +344,7 @@ def test_a_damaged_base_does_not_make_its_checkpoints_damaged(base, trained, cap
 def test_a_base_that_has_moved_is_named_by_init_from(base, trained, capitals, tmp_path):
     folder = tmp_path / "run" / "step_000008"
     shutil.copytree(trained["bfloat16"] / "step_000004", tmp_path / "run" / "step_000004")
-    shutil.copytree(base, tmp_path / "moved")
+    moved = shutil.copytree(base, tmp_path / "moved" / "step_000008")
     base.rename(away := base.with_name("away"))
     try:
         settings = RUN | {"dataset": capitals, "out_dir": tmp_path / "run"}
@@ -352,9 +352,8 @@ def test_a_base_that_has_moved_is_named_by_init_from(base, trained, capitals, tm
         assert done.returncode == 1 and f"{base}, which are not there" in done.stderr, done.stderr
         shutil.copytree(tmp_path / "run", tmp_path / "edited")
         config = tmp_path / "edited" / "step_000004" / "adapter_config.json"
-        config.write_text(config.read_text().replace(str(base), str(tmp_path / "moved")))
-        read, moved = load_model(tmp_path / "edited"), load_model(tmp_path / "moved")
-        assert torch.equal(read.tok_embeddings.weight, moved.tok_embeddings.weight)
+        config.write_text(config.read_text().replace(str(base), str(moved)))
+        assert torch.equal(*(load_model(tmp_path / name).tok_embeddings.weight for name in ("edited", "moved")))
         config.write_text("{}")
         with pytest.raises(ValueError, match="adapter_config.json does not say where the base is"):
             load_model(config.parent)
@@ -362,4 +361,4 @@ def test_a_base_that_has_moved_is_named_by_init_from(base, trained, capitals, tm
     finally:
         away.rename(base)
     said = json.loads((folder / "adapter_config.json").read_text())
-    assert said["base_model_name_or_path"] == str(tmp_path / "moved")
+    assert said["base_model_name_or_path"] == str(moved)

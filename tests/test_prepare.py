@@ -152,6 +152,12 @@ def test_huge_document_is_never_picked_for_validation():
         assert 0 < sizes["val"] < 0.01 * sizes["train"], sizes
 
 
+def test_no_document_of_a_small_input_that_is_most_of_it_validates():
+    for i in range(20):
+        texts = [f"{i}{'long' * 1000}", *(f"{i} {n}" for n in range(6))]
+        assert ("train", texts[0]) in text.split(texts, 0.01)
+
+
 def test_a_split_of_another_name_is_refused(tmp_path):
     with pytest.raises(ValueError, match="a document's split is train or val, not 'valid'"):
         write_dataset(tmp_path, [("train", "a"), ("valid", "b")], get_tokenizer("bytes"))
@@ -211,22 +217,23 @@ def test_text_script_prints_user_errors_in_one_line(tmp_path, monkeypatch, capsy
     for name in ("a.txt", "b.txt", "empty.txt"):
         (tmp_path / name).write_text("the only one" if name != "empty.txt" else "")
     empty, share = "it is empty: name a file or folder", "expected a share above 0 and below 1"
+    processes = "expected a number of processes, at least 1"
     one = "one distinct document, and training and validation need one each: give more text, or another file"
     for words, message in (
         *((words, empty) for words in (["--out", ""], ["--out="], ["--input", ""])),
+        *(([f"--workers={x}"], processes) for x in ("0", "-1", "two")),
         *(([f"--val_fraction={x}"], share) for x in ("10", "1", "0.0", "-1", "nan")),
         (["--input", "nowhere"], "error: nowhere cannot be read: No such file or directory"),
         (["--input", "empty.txt"], "error: no documents: the input holds no text"),
         ([], f"error: {one}"),
         (["--field=x"], "error: --field is x, but no input holds JSON objects, one a line or in an array"),
         (["--bos"], "error: --bos: tokenizer bytes begins no text with a bos"),
-        (["--workers=0"], "error: max_workers must be greater than 0"),
     ):
         argv = ["prepare.py", "--out=out", "--workers=1", "--input", "a.txt", "b.txt", *words]
         monkeypatch.setattr(sys, "argv", argv)
         with pytest.raises(SystemExit) as stopped:
             run_script(text.main)
-        said, of_argparse = f"{stopped.value.code}{capsys.readouterr().err}", message in (empty, share)
+        said, of_argparse = f"{stopped.value.code}{capsys.readouterr().err}", message in (empty, share, processes)
         assert message in said if of_argparse else said == message
         assert not (of_argparse and Path("out").exists())
 
@@ -241,6 +248,7 @@ def test_text_reads_standard_input_and_names_links_to_folders_that_it_leaves_out
     done = subprocess.run([*command, "-"], input=said, capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stderr
     assert f"links to folders left out: 2 ({tmp_path}/folder/loop, {tmp_path}/folder/notes)" in done.stdout, done.stdout
+    assert f"links that lead nowhere left out: 1 ({tmp_path}/folder/dangling)" in done.stdout
     assert texts_of(tmp_path / "out") == ["one\n", "two\n"]
 
 

@@ -98,7 +98,8 @@ def test_files_cut_off_are_damaged_not_short(read, capsys, name, compress):
 def test_json_in_folders_is_data_if_it_has_the_field_else_text(tmp_path, read, capsys):
     others = {"other.json": '{"name": "x"}\n{"name": "y"}\n', "package.json": '{\n "name": "x"\n}\n'}
     assert read({"rows.json": LINES} | others) == sorted([*TEXTS, *others.values()])
-    assert f"JSON without the field 'text' read as text: 1 ({tmp_path}/other.json)" in capsys.readouterr().out
+    files = f"2 ({tmp_path}/other.json, {tmp_path}/package.json)"
+    assert f"JSON without the field 'text', or not in rows, read as text: {files}" in capsys.readouterr().out
     for name, message in (
         ("other.json", "other.json:1 is not an object with the field 'text' but one with name: set --field"),
         ("package.json", "package.json is JSON, but neither an array of objects nor one object a line"),

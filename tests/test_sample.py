@@ -43,6 +43,7 @@ def test_sample_continues_a_prompt_and_repeats_itself_for_a_seed(draw, alone):
     (dict(seed=-(10**20)), f"seed is {-(10**20)}: it must be at least 0 and below 2**63"),
     (dict(max_new_tokens=-5), "max_new_tokens is -5: it must be at least 1"),
     (dict(stop=[""]), "stop is ['']: it must be a string or a list of them, none empty"),
+    (dict(evaluate=""), "--prompt_file and --evaluate name a file"),
     (dict(evaluate="a.txt", chat=True), "--prompt, --prompt_file, --chat and --evaluate are four things to do"),
     (dict(system="Be kind."), "--system is for --chat: add that, or leave it out"),
     (dict(window=9), "--window is for --evaluate: add that, or leave it out"),
@@ -153,7 +154,7 @@ def test_a_checkpoint_deleted_meanwhile_gives_way_to_the_newest(
 
 def test_prompts_come_from_files_and_pipes(draw, tmp_path):
     text = draw(prompt="the of")[0]
-    (tmp_path / "prompt.txt").write_text("the of\n")
+    (tmp_path / "prompt.txt").write_bytes(b"the of\r\n")  # an editor of Windows
     assert draw(prompt_file=tmp_path / "prompt.txt")[0] == text == draw(prompt="-", stdin="the of\n")[0]
     (tmp_path / "prompts.jsonl").write_text('{"prompt": "the of"}\n{"prompt": "and"}\n')
     alone = [draw(prompt=prompt, temperature=0)[0] for prompt in ("the of", "and")]

@@ -4,9 +4,10 @@
     python data/chat/prepare.py --input chats.jsonl --tokenizer SmolLM2-135M --template mine.jinja --out data/mine
 
 A line of the input is one conversation, {"messages": [{"role": "user", "content": "..."}, {"role": "assistant", ...}]},
-or {"prompt": "...", "completion": "..."}. Makes train.bin, train.mask, val.bin, val.mask and meta.json in --out (this
-folder by default). The text is that of the tokenizer's own chat template, else of Llama 3's; sample.py --chat and
-transformers find it in the checkpoints. Copies of a conversation are all on the same side of the split.
+or {"prompt": "...", "completion": "..."}. Answers with "weight": 0 are not learned.
+Makes train.bin, train.mask, val.bin, val.mask and meta.json in --out (this folder by default). The text is that of the
+tokenizer's own chat template, else of Llama 3's; sample.py --chat and transformers find it in the checkpoints. Copies
+of a conversation are all on the same side of the split.
 """
 
 import shlex
@@ -70,15 +71,16 @@ def checked(message, i: int) -> dict:
         raise ValueError(f"message {i} is no object with a role, as in {{'role': 'user', 'content': 'hello'}}")
     if not isinstance(message.get("content"), str):
         raise ValueError(f"message {i} has {message.get('content')!r:.40} as content, expected a string")
-    # JSON can hold a lone surrogate: it becomes a question mark
-    return message | {"content": message["content"].encode("utf-8", "replace").decode()}
+    return message
 
 
 def end_of_turn(tokenizer: Tokenizer) -> int:
     """The id that ends an answer. ValueError if it is no special token: the model could not be told to stop there."""
     example = [{"role": "user", "content": "Hello."}, {"role": "assistant", "content": "Hello."}]
     ids, is_target = encode_answers(tokenizer, render_answers(tokenizer, example))
-    end = [token for token, target in zip(ids, is_target, strict=True) if target][-1]
+    end = next((token for token, target in zip(ids[::-1], is_target[::-1], strict=True) if target), None)
+    if end is None:
+        raise ValueError("the chat template does not write the answers")
     if tokenizer.decode([end]) not in tokenizer.special_tokens:
         raise ValueError("the chat template ends an answer with no special token: after it nothing could tell the end")
     return end
@@ -128,7 +130,8 @@ def main():
     args = parser.parse_args()
     prepare(**vars(args))
     named = Path(getattr(args, "tokenizer", "llama3")).expanduser().absolute()
-    weights = named if any((named / name).exists() for name in ("config.json", "params.json")) else "FOLDER"
+    of_model = (*named.glob("config.json"), *named.glob("params.json"), *named.glob("step_*/config.json"))
+    weights = named if of_model else "FOLDER"
     script, config = (display_path(HERE.parents[1] / path) for path in ("train.py", "config/sft.py"))
     train = ["python", script, config, f"--init_from={weights}", f"--dataset={args.folder.absolute()}"]
     say(f"next: {shlex.join(train)}" + ", with the FOLDER of the weights" * (weights == "FOLDER"))

@@ -98,7 +98,7 @@ def render_answers(tokenizer: Tokenizer, messages: list[dict]) -> str:
     """
     text, done, marked = render_marked(tokenizer, messages), 0, []
     for i, message in enumerate(messages):
-        if message["role"] != "assistant":
+        if message["role"] != "assistant" or message.get("weight") == 0:
             continue
         prompt = render_marked(tokenizer, messages[:i], add_generation_prompt=True)
         upto = render_marked(tokenizer, messages[: i + 1]).rstrip()  # a line's end follows the end of turn
@@ -109,6 +109,9 @@ def render_answers(tokenizer: Tokenizer, messages: list[dict]) -> str:
                 f"the chat template writes message {i + 1} in another way when it is to be answered, or when others "
                 "follow: give the answers one by one, each at the end of a conversation of its own"
             )
+        alone = {"role": "assistant", "content": message["content"]}
+        if not message["content"].strip() and upto == render_marked(tokenizer, [*messages[:i], alone]).rstrip():
+            raise ValueError(f"message {i + 1} is an empty answer, as the chat template writes it")
         marked += [text[done : len(prompt)], ANSWER, upto[len(prompt) :], ANSWER_END]
         done = len(upto)
     if not marked:
@@ -144,6 +147,7 @@ def broken(value, tokenizer: Tokenizer):
         return [broken(each, tokenizer) for each in value]
     if not isinstance(value, str):
         return value
+    value = value.encode("utf-8", "replace").decode()  # JSON can hold a lone surrogate: it becomes a question mark
     if re.search(f"[{BREAK}{ANSWER}{ANSWER_END}]", value):
         raise ValueError("it contains U+FDD0, U+FDD1 or U+FDD2, which are no characters")
     for token in sorted(tokenizer.special_tokens):

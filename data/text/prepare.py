@@ -57,11 +57,14 @@ def find_files(inputs: list[Path], out: Path, field: str, bad: Bad) -> dict[Path
 
     Folders are searched for all files that are not hidden, binary or the dataset's, in a fixed order.
     """
-    files, binary, json_as_text, links = {}, [], [], []
+    files, binary, json_as_text, links, broken = {}, [], [], [], []
     for path in inputs:
         for file in files_inside(path, out) if path.is_dir() else [path]:
             if file.is_dir():
                 links.append(file)
+                continue
+            if file != path and not file.exists():
+                broken.append(file)
                 continue
             if file.exists() and not file.is_file():
                 files[file] = None
@@ -81,23 +84,26 @@ def find_files(inputs: list[Path], out: Path, field: str, bad: Bad) -> dict[Path
             if file != path and kind != "text" and not is_jsonl(file) and f'"{field}"'.encode() not in head:
                 kind = "text"  # a configuration, say, of a folder of source code
                 json_as_text.append(file)
+            elif file != path and kind == "text" and file.suffix.lower() == ".json":
+                json_as_text.append(file)
             if file == path and kind == "text" and path.suffix.lower() == ".json":
                 raise ValueError(f"{path} is JSON, but neither an array of objects nor one object a line")
             files[file] = kind
     say_files("binary or UTF-16 files left out", binary)
     say_files("links to folders left out", links)
-    say_files(f"JSON without the field {field!r} read as text", json_as_text)
+    say_files("links that lead nowhere left out", broken)
+    say_files(f"JSON without the field {field!r}, or not in rows, read as text", json_as_text)
     return files
 
 
 def files_inside(folder: Path, out: Path) -> Iterator[Path]:
-    """The files of a folder and its folders, and links to folders, neither hidden nor of the dataset in `out`."""
+    """The files of a folder and its folders, and all links, neither hidden nor of the dataset in `out`."""
     root, out = folder.resolve(), out.resolve()
     ours = {out} if root in out.parents else {out / name for name in ("meta.json", "tokenizer.model", *FILES)}
     for file in sorted(folder.rglob("*")):
         place = root / file.relative_to(folder)
         hidden = any(part.startswith(".") for part in file.relative_to(folder).parts)
-        taken = file.is_file() or (file.is_symlink() and file.is_dir())
+        taken = file.is_file() or file.is_symlink()
         if taken and not hidden and ours.isdisjoint([place, *place.parents]):
             yield file
 
@@ -168,8 +174,9 @@ def default_fraction(n_bytes: int) -> float:
 
 def split(texts: Iterable[str], val_fraction: float | None) -> Iterator[Document]:
     """The first SMALL bytes are split by rank: of n distinct texts the ceil(val_fraction n) with the smallest hashes
-    validate, but not all; of a larger input none that takes a tenth of them. Copies go where the first one is, what
-    else comes where split_of says. val_fraction: None for the default of an input whose size is not known.
+    validate, but not all, and none that takes more than half; of a larger input none that takes more than a tenth.
+    Copies go where the first one is, what else comes where split_of says. val_fraction: None for the default of an
+    input whose size is not known.
     """
     texts, first, sizes, n_bytes = iter(texts), [], {}, 0
     for text in texts:
@@ -187,7 +194,7 @@ def split(texts: Iterable[str], val_fraction: float | None) -> Iterator[Document
     if val_fraction is None:
         val_fraction = default_fraction(n_bytes if n_bytes < SMALL else 0)
     n = len(sizes)
-    may = [text for text in sizes if n_bytes < SMALL or 10 * sizes[text] < n_bytes]
+    may = [text for text in sizes if (2 if n_bytes < SMALL else 10) * sizes[text] <= n_bytes]
     val = set(heapq.nsmallest(min(math.ceil(val_fraction * n), n - 1), may, key=hash_of))
     known = {text: "val" if text in val else "train" for text in sizes} if may else {}
     for text in chain(first, texts):
