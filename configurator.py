@@ -169,6 +169,7 @@ def read_file(path: str, settings: dict, script: str) -> dict:
         raise SettingError(f"config file {path} {problem}{did_you_mean(Path(path).stem, files)}")
     if not path.endswith(".py"):
         raise SettingError(f"{path} is no config file: it must be a .py of assignments, such as batch_size = 4")
+    sys.path.extend({str(Path(path).resolve().parent)}.difference(sys.path))  # one may build on another beside it
     try:
         namespace = runpy.run_path(path)
         tree = ast.parse(Path(path).read_bytes())
@@ -182,6 +183,10 @@ def read_file(path: str, settings: dict, script: str) -> dict:
             name = ast.unparse(node.target)
             value = ast.unparse(node.annotation)
             raise SettingError(f"{path}:{node.lineno}: {name} gets no value. Write {name} = {value}")
+        if isinstance(node, ast.ImportFrom) and node.names[0].name == "*":  # what it builds on is checked, too
+            built_on = getattr(sys.modules.get(node.module), "__file__", None) or ""
+            if built_on.endswith(".py"):
+                read_file(built_on, settings, script)
     lines = {node.id: node.lineno for node in sorted(stores, key=lambda node: node.lineno)}
     values = {}
     for name, value in namespace.items():

@@ -11,6 +11,7 @@ What a file holds is told by its first bytes, so a pipe is read as the file woul
 """
 
 import bz2
+import contextlib
 import gzip
 import io
 import json
@@ -104,12 +105,16 @@ def whole_text(file: BinaryIO, path: Path) -> str:
         raise ValueError(f"{path} is not UTF-8 text: {error}") from error
 
 
-def text_size(path: Path) -> int | None:
-    """The bytes of a file that is not compressed; None: unknown, as of a pipe."""
+def text_size(path: Path, most: int) -> int | None:
+    """The bytes of a file's text; None: unknown, as of a pipe, or of more than `most` that are compressed."""
     if not path.is_file():
         return None
-    with open(path, "rb") as file:
-        return None if file.read(6).startswith(tuple(COMPRESSED)) else path.stat().st_size
+    with contextlib.suppress(Unreadable), open_input(path) as file:
+        if isinstance(file.raw, io.FileIO):
+            return path.stat().st_size
+        size = len(read(lambda: file.read(most + 1), path))
+        return size if size <= most else None
+    return None
 
 
 def head_of(file: io.BufferedReader, path: Path) -> bytes:

@@ -141,15 +141,16 @@ def sample(
     min_p: float | None = None,
     generator: torch.Generator | None = None,
 ) -> torch.Tensor:
-    """One token (B,) from logits (B, V) fp32. temperature 0 takes the likeliest; top_k keeps the k likeliest, top_p the
-    likeliest whose probabilities reach p together, min_p those at least min_p times as likely as the likeliest.
+    """One token (B,) from logits (B, V) fp32. temperature 0, or nearly, takes the likeliest; top_k keeps the k
+    likeliest, top_p the likeliest whose probabilities reach p together, min_p those at least min_p times as likely as
+    the likeliest.
     ValueError for numbers out of range.
     """
     if not temperature >= 0 or not (top_k is None or top_k >= 1):
         raise ValueError(f"temperature {temperature} and top_k {top_k}: must be at least 0 and at least 1")
     if not (top_p is None or 0 < top_p <= 1) or not (min_p is None or 0 <= min_p <= 1):
         raise ValueError(f"top_p {top_p} and min_p {min_p}: must be in (0, 1] and in [0, 1]")
-    if temperature == 0:
+    if temperature < 1e-6:  # below it logits could overflow
         return logits.argmax(-1)
     logits, n_vocab = logits / temperature, logits.shape[-1]
     if top_k is not None or top_p is not None:

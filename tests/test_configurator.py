@@ -223,6 +223,15 @@ def test_spellings_of_a_value(run, recwarn, name, text, value):
 # Config files
 
 
+def test_a_file_finds_the_one_beside_it_whose_names_are_checked_too(changes, error, tmp_path):
+    (tmp_path / "base_of_mine.py").write_text("batch_size = 4\n_n = 3\n")
+    (tmp_path / "mine.py").write_text("from math import *\nfrom base_of_mine import *\nwarmup_iters = int(sqrt(9))\n")
+    assert changes(str(tmp_path / "mine.py")) == dict(batch_size=4, warmup_iters=3)
+    (tmp_path / "base_of_mine.py").write_text("batch_szie = 4\n")
+    said = f"{tmp_path}/base_of_mine.py:1: Unknown setting batch_szie. Did you mean batch_size?"
+    assert error(str(tmp_path / "mine.py")) == said
+
+
 def test_a_file_may_compute_build_on_another_keep_private_names_and_is_converted(folder, changes, monkeypatch):
     monkeypatch.syspath_prepend(folder / "config")
     (folder / "config/x.py").write_text(

@@ -208,7 +208,14 @@ def test_decode_attention_is_attention_and_fills_the_cache(shape, dtype, toleran
 def test_sampling_settings_that_leave_one_token_are_greedy():
     model, prompt = build(**PLAIN), batch(n_batch=3)[0]
     greedy = texts(model, prompt, temperature=0)
-    for settings in ({"top_k": 1}, {"top_p": 1e-6}, {"top_p": 1e-320}, {"temperature": 1e-4}, {"min_p": 1.0}):
+    for settings in (
+        {"top_k": 1},
+        {"top_p": 1e-6},
+        {"top_p": 1e-320},
+        {"temperature": 1e-4},
+        {"temperature": 1e-40},
+        {"min_p": 1.0},
+    ):
         assert torch.equal(texts(model, prompt, **settings), greedy), settings
     assert not torch.equal(texts(model, prompt), greedy)
 

@@ -1,6 +1,7 @@
 """The prepare.py scripts: pystdlib, shakespeare_char, text, fineweb_edu. No network."""
 
 import errno
+import gzip
 import hashlib
 import io
 import os
@@ -150,6 +151,14 @@ def test_huge_document_is_never_picked_for_validation():
         for side, document in text.split(texts, 0.05):
             sizes[side] += len(document)
         assert 0 < sizes["val"] < 0.01 * sizes["train"], sizes
+
+
+def test_a_small_file_is_prepared_alike_compressed_and_plain(tmp_path):
+    content = "\n".join(f"line {i}" for i in range(1500)).encode()
+    for name, written in (("a.txt", content), ("b.txt.gz", gzip.compress(content))):
+        (tmp_path / name).write_bytes(written)
+        text.prepare([tmp_path / name], tmp_path / name[0])
+    assert contents(tmp_path / "a") == contents(tmp_path / "b")
 
 
 def test_no_document_of_a_small_input_that_is_most_of_it_validates():

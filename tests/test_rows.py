@@ -77,11 +77,13 @@ def test_text_that_begins_like_json_stays_text(read):
     assert read(files, files) == sorted(files.values())
 
 
-def test_the_size_of_a_text_is_known_unless_it_is_compressed_or_no_file(tmp_path):
-    for name, content, size in (("a.txt", LINES, len(LINES)), ("a.gz", gzip.compress(LINES), None)):
-        (tmp_path / name).write_bytes(content)
-        assert text_size(tmp_path / name) == size
-    assert text_size(tmp_path) is None
+def test_the_size_of_a_text_is_known_unless_it_is_compressed_and_large_damaged_or_no_file(tmp_path):
+    size, packed = len(LINES), gzip.compress(LINES)
+    cases = (LINES, 0, size), (packed, size, size), (packed, size - 1, None), (packed[:-9], size, None)
+    for content, most, found in cases:
+        (tmp_path / "a").write_bytes(content)
+        assert text_size(tmp_path / "a", most) == found
+    assert text_size(tmp_path, size) is None
 
 
 @pytest.mark.parametrize(

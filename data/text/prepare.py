@@ -216,7 +216,7 @@ def prepare(
     files = find_files(inputs, folder, field or "text", bad)
     if field is not None and set(files.values()) == {"text"}:
         raise ValueError(f"--field is {field}, but no input holds JSON objects, one a line or in an array")
-    sizes = [text_size(path) for path in files]
+    sizes = [text_size(path, SMALL) for path in files]
     n_bytes = 0 if None in sizes else sum(sizes)  # 0: unknown
     if val_fraction is None and n_bytes:
         val_fraction = default_fraction(n_bytes)
