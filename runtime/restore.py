@@ -130,6 +130,8 @@ def restore(
             own = tuple(f".{name}" for name in OWN)
             new = {name for name in optimizer.parameters if f".{name}".endswith(own)}
             new = {name for name in new if not folder.tensors.keys() & set(hf_names(name))}
+            if new:
+                print0(f"begins    with random {', '.join(sorted(new))}: {folder.path} has none")
             held = {name: p for name, p in optimizer.parameters.items() if name not in new}
             read_weights(folder, held, model.config, optimizer.set_weight, progress=progress)
         if folder:

@@ -189,7 +189,7 @@ def test_a_parameter_without_a_published_name_ends_a_run_before_it_trains(train,
     assert not (tmp_path / "new/metrics.jsonl").exists()
 
 
-def test_a_second_head_begins_beside_weights_without_one_and_is_resumed(train, tmp_path, monkeypatch):
+def test_a_second_head_begins_beside_weights_without_one_and_is_resumed(train, tmp_path, monkeypatch, capsys):
     class TwoHeads(model_module.Llama):
         def __init__(self, config):
             super().__init__(config)
@@ -208,6 +208,8 @@ def test_a_second_head_begins_beside_weights_without_one_and_is_resumed(train, t
     for name, weight in one_head.named_parameters():
         torch.testing.assert_close(begun.get_parameter(name), weight, rtol=0, atol=0, msg=name)
     assert begun.second_head.weight.std() > 0.01
+    said = f"begins    with random second_head.weight: {tmp_path}/out/step_000008 has none\n"
+    assert capsys.readouterr().out.count(said) == 1
     whole = train(out_dir=tmp_path / "two", **more) and losses(tmp_path / "two")
     shutil.rmtree(tmp_path / "two/step_000008")
     train(out_dir=tmp_path / "two", **more)
