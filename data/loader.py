@@ -128,7 +128,7 @@ class Packed(Blocks):
         self.first_mark = OPENS
         self.packing = f"{len(starts):,} conversations, {learned:.1%} of their tokens targets; blocks {full:.1%} full"
         self.packing += f"; {n_cut:,} longer than block_size are cut" if n_cut else ""
-        self.packing += f"; {n_out:,} left out, whose answers begin beyond it" if n_out else ""
+        self.packing += f"; {n_out:,} left out, whose answers begin beyond block_size" if n_out else ""
 
     def read(self, indices, shift=None) -> torch.Tensor:
         """Blocks (len(indices), T + 1) int64, for unpack(). ValueError as Blocks' for a token beyond the embedding."""

@@ -143,8 +143,7 @@ def sample(
 ) -> torch.Tensor:
     """One token (B,) from logits (B, V) fp32. temperature 0, or nearly, takes the likeliest; top_k keeps the k
     likeliest, top_p the likeliest whose probabilities reach p together, min_p those at least min_p times as likely as
-    the likeliest.
-    ValueError for numbers out of range.
+    the likeliest. ValueError for numbers out of range.
     """
     if not temperature >= 0 or not (top_k is None or top_k >= 1):
         raise ValueError(f"temperature {temperature} and top_k {top_k}: must be at least 0 and at least 1")

@@ -128,10 +128,10 @@ def restore(
             read_base(base, model, progress)
         if folder and folder is not base:
             own = tuple(f".{name}" for name in OWN)
-            new = {name for name in optimizer.parameters if f".{name}".endswith(own)}
-            new = {name for name in new if not folder.tensors.keys() & set(hf_names(name))}
+            new = [name for name in optimizer.parameters if f".{name}".endswith(own)]
+            new = [name for name in new if hf_names(name)[0] not in folder.tensors]
             if new:
-                print0(f"begins    with random {', '.join(sorted(new))}: {folder.path} has none")
+                print0(f"begins    with random {', '.join(new)}: {folder.path} has none")
             held = {name: p for name, p in optimizer.parameters.items() if name not in new}
             read_weights(folder, held, model.config, optimizer.set_weight, progress=progress)
         if folder:

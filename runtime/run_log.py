@@ -191,7 +191,7 @@ class RunLog:
         self.began += perf_counter() - began
 
     def step(self, step: int, loss: float, lr: float, grad_norm: float, **more: float) -> None:
-        """Note a step; every log_interval steps print a line and record it. more: numbers of yours."""
+        """Note a step; every log_interval steps print a line and record it. more: others, by name."""
         now = perf_counter()
         self.step_seconds.append(now - self.began)
         self.began = now

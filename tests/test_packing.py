@@ -98,9 +98,9 @@ def test_conversations_longer_than_a_block_are_cut_at_their_end_and_counted(tmp_
     assert found_in(train.sequences(0, train.n_blocks)) == sorted(c for c in cut if IS_TARGET in c[1])
     n_out = sum(IS_TARGET not in mask for _, mask in cut)
     n_cut = sum(len(ids) > 31 for ids, _ in whole) - n_out
-    said = f"; {n_cut} longer than block_size are cut" * (n_cut > 0)
-    assert train.packing.endswith(f"{said}; {n_out} left out, whose answers begin beyond it" * (n_out > 0) or said)
-    assert n_cut + n_out == 7
+    assert (n_cut, n_out) == (1, 6)
+    said = f"; {n_cut} longer than block_size are cut; {n_out} left out, whose answers begin beyond block_size"
+    assert train.packing.endswith(said)
     with pytest.raises(ValueError, match="no train conversation reaches an answer within block_size 0"):
         Packed(Tokens(tmp_path, "train"), 0, None, 0)
 

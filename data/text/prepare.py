@@ -84,10 +84,10 @@ def find_files(inputs: list[Path], out: Path, field: str, bad: Bad) -> dict[Path
             if file != path and kind != "text" and not is_jsonl(file) and f'"{field}"'.encode() not in head:
                 kind = "text"  # a configuration, say, of a folder of source code
                 json_as_text.append(file)
-            elif file != path and kind == "text" and file.suffix.lower() == ".json":
+            elif kind == "text" and file.suffix.lower() == ".json":
+                if file == path:
+                    raise ValueError(f"{path} is JSON, but neither an array of objects nor one object a line")
                 json_as_text.append(file)
-            if file == path and kind == "text" and path.suffix.lower() == ".json":
-                raise ValueError(f"{path} is JSON, but neither an array of objects nor one object a line")
             files[file] = kind
     say_files("binary or UTF-16 files left out", binary)
     say_files("links to folders left out", links)
