@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from .launch import accumulate, as_rows, refuse_double_backward
+from .launch import accumulate, as_rows, refuse_autocast, refuse_double_backward, use_triton
 
 
 class Linear(nn.Linear):
@@ -25,8 +25,13 @@ class Linear(nn.Linear):
     def __init__(self, n_in: int, n_out: int):
         super().__init__(n_in, n_out, bias=False)
 
+    def forward(self, x):
+        refuse_autocast(x)
+        self.check("weight", x.shape[-1], x)
+        return apply_projection(self, x, *self.tensors()) if use_triton(x) else self.reference(x)
+
     def reference(self, x):
-        """y in plain PyTorch, for autograd."""
+        """y in plain PyTorch, for autograd: on the CPU, and with --fused_kernels=false."""
         return F.linear(x, self.weight)
 
     def check(self, name: str, n_in: int, x: torch.Tensor):

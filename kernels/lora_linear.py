@@ -22,8 +22,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from .launch import as_rows, refuse_autocast, use_triton
-from .linear import Linear, apply_projection, product
+from .launch import as_rows
+from .linear import Linear, product
 
 
 class LoRALinear(Linear):
@@ -50,11 +50,6 @@ class LoRALinear(Linear):
         bounds = [0, *running_sums(rows)]
         # of each matrix: its rows of B, its columns of x Aᵀ
         self.parts = [(slice(*pair), slice(i * rank, (i + 1) * rank)) for i, pair in enumerate(pairwise(bounds))]
-
-    def forward(self, x):
-        refuse_autocast(x)
-        self.check("weight", x.shape[-1], x)
-        return apply_projection(self, x, *self.tensors()) if use_triton(x) else self.reference(x)
 
     def reference(self, x):
         return F.linear(x, self.weight) + self.adapted(x)
