@@ -104,9 +104,10 @@ def use_copy_engines(model: Llama, group: dist.ProcessGroup, reduce: bool) -> No
         return sum(-(-p.shape[0] // group.size()) * group.size() * p.shape[1:].numel() for p in parameters)
 
     ends = [model] if model.config.tie_embeddings else [model.tok_embeddings, model.lm_head]
+    head = [module for name, module in model.named_children() if name not in ("layers", "tok_embeddings")]
     for groups, gathers, reductions, largest in (
         (model.layers, 3, 2, numel(model.layers[0])),
-        (ends, 1, 1, numel(model.norm, model.lm_head)),  # the embedding is as large as the head, or is the head
+        (ends, 1, 1, numel(*head)),  # the embedding is as large as the head, or is the head
     ):
         gather = CopyEngineAllGather(group, gathers, largest)
         scatter = CopyEngineReduceScatter(group, reductions, largest)
