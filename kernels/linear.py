@@ -5,7 +5,8 @@
 rms_norm_linear.py and swiglu_mlp.py compute forward and backward around their projections by hand. They hand
 `tensors()` to autograd as inputs of theirs, get back what autograd saved, and call the functions below with it: a
 parameter is never read in backward, where FSDP may have freed it. fp8_linear.py and lora_linear.py have the same
-functions, so a new number format or an adapter is one file, and no fused function changes.
+functions, so a new number format or an adapter is one file, and no fused function changes: `reference` is for the CPU
+and --fused_kernels=false, `project` and the functions of backward are for the GPU.
 
 FLOPs: 2·N·C·O forward, 4·N·C·O backward. Saved: x (unless the fused function computes it again) and W.
 """
@@ -31,7 +32,7 @@ class Linear(nn.Linear):
         return apply_projection(self, x, *self.tensors()) if use_triton(x) else self.reference(x)
 
     def reference(self, x):
-        """y in plain PyTorch, for autograd: on the CPU, and with --fused_kernels=false."""
+        """y in plain PyTorch, for autograd."""
         return F.linear(x, self.weight)
 
     def check(self, name: str, n_in: int, x: torch.Tensor):

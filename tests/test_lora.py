@@ -18,7 +18,7 @@ from runtime.checkpoint_folder import open_folder
 from runtime.hf_config import read_config
 from runtime.recompute import recompute
 from tests.datasets import toy_dataset
-from tests.runs import SHORT, SMALL, finish, losses, prose, run, slip, step_losses
+from tests.runs import SHORT, SMALL, assert_close, finish, losses, prose, run, slip, step_losses
 from tests.test_safetensors_file import damage_tensor
 
 TINY = LlamaConfig(n_layer=2, n_head=4, n_kv_head=2, n_embd=32, ffn_dim=64, vocab_size=64, block_size=16)
@@ -190,6 +190,19 @@ def test_two_ranks_go_on_where_one_was_and_give_its_losses(name, trained, capita
     for (key, x), y in zip(one.state_dict().items(), two.state_dict().values(), strict=True):
         same = torch.equal(x.view(torch.uint8), y.view(torch.uint8))  # a NaN of float8 is a code like any other
         assert same if "lora" not in key else (x - y).abs().max() < 1e-4, key
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+@each_run
+def test_two_gpus_give_the_losses_of_one(name, base, capitals, tmp_path):
+    """And the same, to the digit, whether each gathers the frozen weights again in backward or not."""
+    settings = RUN | {"dataset": capitals, "init_from": base, "device": "cuda", "learning_rate": 3e-3, "max_iters": 20}
+    settings |= {"dtype": "bfloat16", "keep_last": 0} | BASES[name]
+    finish(settings | {"out_dir": tmp_path / "one"})
+    for sharding in ("zero3", "zero2"):
+        finish(settings | {"out_dir": tmp_path / sharding, "sharding": sharding}, ranks=2)
+    assert_close(step_losses(tmp_path / "one"), step_losses(tmp_path / "zero3"), 2e-3)
+    assert losses(tmp_path / "zero3") == losses(tmp_path / "zero2")
 
 
 def test_a_base_in_float8_is_near_the_whole_one_and_is_saved_like_it(trained):
