@@ -119,6 +119,15 @@ def linux_table() -> str:
     return f"{table(f'{header} | device | commit', line + link, rows)}\n\nBits per byte of the same files: {others}."
 
 
+def optimizer_bits_table() -> str:
+    """Runs with AdamW's moments in 32 bits and in 8, a pair after the other."""
+    names = sorted(path.stem for path in RECORDS.glob("llama_114m*.json"))
+    line = "`{command}` | {card} | {tok_per_s:,.0f} | {peak_gib:.1f} | {val_loss:.4f}"
+    link = " | [{versions[nanocria]}](benchmarks/records/{name}.json)"
+    rows = [load(name) | {"name": name, "card": card(load(name))} for name in names]
+    return table("command | device | tokens/s | GiB per GPU | validation loss | commit", line + link, rows)
+
+
 def losses_table(r: dict) -> str:
     """The mean loss over the last third of the steps; the mean and the mean size of its differences there."""
     rows = []
@@ -530,7 +539,7 @@ PAGES = {  # page -> its parts: name -> what makes it
     "benchmarks/README.md": {
         "linux": linux_table, "baby": baby_table, "steps": partial(measured, "step", steps_table),
         "small_model": lambda: small_model_table(load("step")), "breakdown": lambda: breakdown_table(load("step")),
-        "drive_8b": drive_sentence,
+        "drive_8b": drive_sentence, "optimizer_bits": optimizer_bits_table,
         **{name: partial(measured, name, sweep_tables) for name in ("study", "sweep", "study_8b")},
         **{name: partial(measured, name) for name in (
             "step_h100", "snapshot", "losses", "ladder", "gpus", "gpus_two", "gpus_saves", "gpus_memory",

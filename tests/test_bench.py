@@ -77,7 +77,7 @@ def test_a_kernel_file_says_how_near_its_record_is_to_the_limit():
 @pytest.mark.parametrize("path", RECORDS, ids=lambda path: path.stem)
 def test_a_record_names_its_command_device_versions_and_commit(path):
     record = json.loads(path.read_text())
-    assert record["command"].startswith("python ") and record["device"]
+    assert record["command"].startswith(("python ", "torchrun ")) and record["device"]
     assert {"nanocria", "python", "torch"} <= set(record["versions"])
     assert record["versions"]["nanocria"] != "unknown" and not record["versions"]["nanocria"].endswith("-dirty")
 
