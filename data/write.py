@@ -382,7 +382,7 @@ def add_text_options(parser: argparse.ArgumentParser, tokenizer: str, val_fracti
     """How a text becomes tokens. tokenizer, val_fraction: what --help says of their defaults."""
     said = f"one of {', '.join(NAMES)}, or a folder or file of Hugging Face's or Meta's (default: {tokenizer})"
     parser.add_argument("--tokenizer", help=said)
-    parser.add_argument("--val_fraction", type=share_argument, help=f"validation share (default: {val_fraction})")
+    parser.add_argument("--val_fraction", type=share, help=f"validation share (default: {val_fraction})")
     said = "broken rows and files: end with the first one, or leave them out and count them (default: strict)"
     parser.add_argument("--errors", choices=["strict", "skip"], help=said)
     said = "processes (default: one per CPU core)"
@@ -416,7 +416,7 @@ def workers_argument(text: str) -> int:
     return int(text)
 
 
-def share_argument(text: str) -> float:
+def share(text: str) -> float:
     """An argparse type."""
     if not 0 < float(text) < 1:
         raise argparse.ArgumentTypeError(f"it is {text}, expected a share above 0 and below 1")

@@ -25,6 +25,7 @@ from runtime.distributed import (
     stop,
     stop_on_error,
 )
+from runtime.safetensors_file import Damaged
 
 
 def claim(out_dir: str) -> TextIO:
@@ -112,9 +113,12 @@ def read_newest(run: Path, read: Callable[[Path], Any]) -> Any:
             raise ValueError(f"{run} holds {others}")
         try:
             return read(path)
-        except (OSError, ValueError):
-            if path.exists():
-                raise
+        except (OSError, ValueError) as error:
+            if not path.exists():
+                continue
+            if isinstance(error, Damaged) and path != run and (older := checkpoints(run)[:-1]):
+                raise Damaged(f"{error}. The checkpoint before it: {older[-1]}") from error
+            raise
     raise ValueError(f"{run} deletes its checkpoints before they can be read: raise its --keep_last")
 
 
