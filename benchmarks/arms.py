@@ -80,7 +80,6 @@ PACKAGES = {  # -> the versions that peers.py knows, and the arms that run it: t
     "galore-torch": ("==1.0", {"liger-galore", "hf-galore"}),
 }
 
-BABY_RUNS = ("baby_llama_cpu", "baby_llama_cpu_adamw", "baby_llama_gpu")  # records of runs to the end
 SHOWN = ("all", "long", "liger", "hf")  # of a sweep, in the README
 # What snapshot.py tells apart in memory; the order of the table and of the plot.
 SNAPSHOT_PARTS = ["weights", "optimizer", "gradients", "saved activations", "loss head", "temporary", "other"]

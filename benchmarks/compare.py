@@ -15,6 +15,11 @@ def values(row: dict, keys: tuple[str, ...]) -> tuple:
     return tuple(row[key] for key in keys)
 
 
+def by_place(rows: Iterable[dict], keys: tuple[str, ...]) -> dict[tuple, dict]:
+    """What was measured, by the values of these keys; the last row of each."""
+    return {values(row, keys): row for row in done(rows)}
+
+
 def ratio(row: dict, peer: dict) -> dict:
     return {key: row[key] / peer[key] for key in ("tok_per_s", "peak_gib") if key in row}
 

@@ -15,7 +15,6 @@ import matplotlib.pyplot as plt
 
 from benchmarks import arms as trainers
 from benchmarks import compare
-from benchmarks.record import load
 
 COLORS = {  # of kernels. Ours stands out; whoever is in several plots has the same color in all
     "nanocria": "#c2410c", "eager": "#9ca3af", "torch": "#4b5563", "compile": "#0f766e", "liger": "#2563eb",
@@ -67,17 +66,17 @@ def draw_line(axes, rows: list[dict], x: str, y: Callable | str, *style, **optio
 # --- Training runs ---
 
 
-def draw_baby(path: Path) -> None:
+def draw_baby(runs: list[dict], path: Path) -> None:
     """Training loss in bits per byte over seconds, on a CPU and a GPU, with gzip and xz as lines to cross."""
     figure, (axes,) = panels(1, (7.5, 3.6))
-    for r in map(load, trainers.BABY_RUNS):
+    for r in runs:
         _, seconds, losses = zip(*r["curve"], strict=True)
         trainer = f"{r['device'].removeprefix('1 x ')}, {r['settings']['optimizer']}"
         label = f"{trainer}: {r['bits_per_byte']:.2f} on validation"
         (line,) = axes.plot(seconds, [loss / math.log(2) for loss in losses], label=label)
         axes.plot(seconds[-1], r["bits_per_byte"], "o", color=line.get_color())
     for name, style in (("gzip", "--"), ("xz", ":")):
-        level, at = load("baby_llama_cpu")[f"{name}_bits_per_byte"], ("axes fraction", "data")
+        level, at = runs[0][f"{name}_bits_per_byte"], ("axes fraction", "data")
         axes.axhline(level, color="gray", linestyle=style, linewidth=1)
         axes.annotate(f"{name} -9", (1.01, level), xycoords=at, color="gray", fontsize=8, va="center")
     axes.set(xlabel="seconds of training", ylabel="bits per byte", xscale="log", ylim=(1, 3.5))
@@ -87,10 +86,10 @@ def draw_baby(path: Path) -> None:
     finish(figure, path)
 
 
-def draw_linux(runs: dict[str, dict], path: Path) -> None:
+def draw_linux(runs: list[dict], path: Path) -> None:
     """Validation loss in bits per byte over tokens and over minutes of training, with xz as a line to cross."""
     figure, (left, right) = panels(2, (10, 3.6), sharey=True)
-    for r in runs.values():
+    for r in runs:
         bits = r["bits_per_byte"] / r["val_loss"]  # of a unit of loss
         points = [(compare.tokens_of(r, step) / 1e6, s / 60, bits * loss) for step, s, loss in r["val_curve"]]
         tokens, minutes, heights = zip(*points, strict=True)
@@ -341,6 +340,8 @@ def draw_ladder(record: dict, path: Path) -> None:
 
 
 PLOTS = {  # name -> the record that it is drawn from, and how
+    "baby_llama": ("baby_llama*", draw_baby),
+    "linux_114m": ("linux_114m*", draw_linux),
     "kernels_speed": ("kernels", draw_kernels),
     "kernels_memory": ("kernels", partial(draw_kernels, memory=True)),
     "step": ("step", draw_steps),

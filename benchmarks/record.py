@@ -25,8 +25,11 @@ RECORDS = ROOT / "benchmarks" / "records"
 PAGES = ["*.md", "benchmarks/records", "benchmarks/plots"]  # written by bench.py itself
 
 
-def load(name: str) -> dict:
-    return json.loads((RECORDS / f"{name}.json").read_text())
+def load(name: str) -> dict | list[dict]:
+    """A record, with its name; of NAME* those of the training runs whose names begin so."""
+    if name.endswith("*"):
+        return [load(path.stem) for path in sorted(RECORDS.glob(f"{name}.json"))]
+    return json.loads((RECORDS / f"{name}.json").read_text()) | {"name": name}
 
 
 def keep_summary(run_folder: str, name: str) -> None:

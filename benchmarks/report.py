@@ -12,14 +12,15 @@ from functools import partial
 from itertools import groupby
 
 from benchmarks import arms, compare
-from benchmarks.compare import GPUS_PLACE, SIZE, STEP_PLACE, VARIES, done, speed_and_memory, table, values
-from benchmarks.record import RECORDS, ROOT, load
+from benchmarks.compare import GPUS_PLACE, SIZE, STEP_PLACE, VARIES, by_place, done, speed_and_memory, table, values
+from benchmarks.record import ROOT, load
 from configurator import SettingError
 from data.files import atomic_write
 
 PLOTS = ROOT / "benchmarks" / "plots"
 TITLES = {"torch": "PyTorch", "triton": "Triton", "liger_kernel": "Liger-Kernel"}  # of packages, where not their names
 AT = "{batch} x {block:,}"
+LINK = "[{versions[nanocria]}](benchmarks/records/{name}.json)"  # from a commit to the record
 
 
 def card(r: dict) -> str:
@@ -27,9 +28,9 @@ def card(r: dict) -> str:
     return re.sub(r"^1 x | \d+GB.*", "", r["device"])
 
 
-def footer(name: str) -> str:
+def footer(r: dict) -> str:
     """On what a record was measured, what that card reaches, and where the commands and commits are."""
-    r, path = load(name), f"benchmarks/records/{name}.json"
+    path = f"benchmarks/records/{r['name']}.json"
     rows = [row for kind in r.values() if isinstance(kind, list) for row in kind]
     ran = arms.packages_of({arm for row in rows for arm in row.get("arms", [row.get("arm")])})
     packages = [
@@ -73,59 +74,46 @@ def lead_cell(row: dict) -> str:
     return "**{:.2f} x {}**".format(*lead) if lead[0] < 0.995 else "{:.2f} x {}".format(*lead)
 
 
-def baby_table() -> str:
-    """The baby's runs: how long, how good, beside two compressors that read the same bytes."""
+def baby_table(runs: list[dict]) -> str:
+    """How long and how good, beside two compressors that read the same bytes."""
     header = "command | device | minutes | bits per byte | gzip -9 | xz -9"
-    line = (
-        "`{command}` | {card} | {minutes:.1f} | {bits_per_byte:.2f} | {gzip_bits_per_byte:.2f} | {xz_bits_per_byte:.2f}"
-    )
-    runs = map(load, arms.BABY_RUNS)
-    return table(header, line, [r | {"card": card(r), "minutes": r["train_seconds"] / 60} for r in runs])
+    bits = "{bits_per_byte:.2f} | {gzip_bits_per_byte:.2f} | {xz_bits_per_byte:.2f}"
+    rows = [r | {"card": card(r), "minutes": r["train_seconds"] / 60} for r in runs]
+    return table(header, f"`{{command}}` | {{card}} | {{minutes:.1f}} | {bits}", rows)
 
 
-def linux_runs() -> dict[str, dict]:
-    """The records of the model trained on Linux's source. AdamW's, whose loss the others are to reach, is the first."""
-    return {name: load(name) for name in sorted(path.stem for path in RECORDS.glob("linux_114m*.json"))}
-
-
-def reached(r: dict, loss: float) -> dict:
-    """After how many million tokens and minutes an evaluation found that loss or a lower one; {} if none did."""
-    found = ((step, seconds) for step, seconds, val_loss in r["val_curve"] if val_loss <= loss)
-    return next(({"millions": compare.tokens_of(r, step) / 1e6, "minutes": t / 60} for step, t in found), {})
-
-
-def linux_headline() -> str:
-    """What AdamW learns how fast."""
-    first = load("linux_114m")
+def linux_headline(r: dict) -> str:
+    millions = compare.tokens_of(r, r["steps"]) / 1e6
     return (
-        f"- Trained to the end: a Llama of 114 million parameters on "
-        f"{compare.tokens_of(first, first['steps']) / 1e6:.0f} million tokens of the Linux "
-        f"kernel's source, in {first['train_seconds'] / 60:.0f} minutes of one {card(first)} "
-        f"({first['tok_per_s']:,.0f} tokens per second, {first['mfu']:.0%} MFU). Files that it has not seen take "
-        f"{first['bits_per_byte']:.3f} bits per byte, with xz -9 {first['xz_bits_per_byte']:.3f}."
+        f"- Trained to the end: a Llama of 114 million parameters on {millions:.0f} million tokens of the Linux "
+        f"kernel's source, in {r['train_seconds'] / 60:.0f} minutes of one {card(r)} ({r['tok_per_s']:,.0f} tokens per "
+        f"second, {r['mfu']:.0%} MFU). Files that it has not seen take {r['bits_per_byte']:.3f} bits per byte, with "
+        f"xz -9 {r['xz_bits_per_byte']:.3f}."
     )
 
 
-def linux_table() -> str:
-    """The leaderboard: who needs the fewest minutes to AdamW's loss, then who does not reach it."""
-    runs = linux_runs()
-    first = runs["linux_114m"]
-    rows = [r | {"name": name, "card": card(r)} | reached(r, first["val_loss"]) for name, r in runs.items()]
-    rows = sorted(rows, key=lambda r: (r.get("minutes", math.inf), r["val_loss"]))
+def linux_table(runs: list[dict]) -> str:
+    """The leaderboard: who needs the fewest minutes to the loss of the first, AdamW's, then who does not reach it."""
+    first, rows = runs[0], []
+    for r in runs:
+        row, reached = r | {"card": card(r)}, [point for point in r["val_curve"] if point[-1] <= first["val_loss"]]
+        if reached:
+            step, seconds, _ = reached[0]
+            row |= {"millions": compare.tokens_of(r, step) / 1e6, "minutes": seconds / 60}
+        rows.append(row)
+    rows.sort(key=lambda r: (r.get("minutes", math.inf), r["val_loss"]))
     header = f"command | tokens to {first['val_loss']:.4f} | minutes | loss at its end | bits per byte | tokens/s"
     line = "`{command}` | {millions:.0f}M | {minutes:.1f} | {val_loss:.4f} | {bits_per_byte:.3f} | {tok_per_s:,.0f}"
-    link = " | {card} | [{versions[nanocria]}](benchmarks/records/{name}.json)"
     others = ", ".join(f"{name} -9 {first[f'{name}_bits_per_byte']:.3f}" for name in ("gzip", "xz"))
-    return f"{table(f'{header} | device | commit', line + link, rows)}\n\nBits per byte of the same files: {others}."
+    found = table(f"{header} | device | commit", f"{line} | {{card}} | {LINK}", rows)
+    return f"{found}\n\nBits per byte of the same files: {others}."
 
 
-def optimizer_bits_table() -> str:
-    """Runs with AdamW's moments in 32 bits and in 8, a pair after the other."""
-    names = sorted(path.stem for path in RECORDS.glob("llama_114m*.json"))
-    line = "`{command}` | {card} | {tok_per_s:,.0f} | {peak_gib:.1f} | {val_loss:.4f}"
-    link = " | [{versions[nanocria]}](benchmarks/records/{name}.json)"
-    rows = [load(name) | {"name": name, "card": card(load(name))} for name in names]
-    return table("command | device | tokens/s | GiB per GPU | validation loss | commit", line + link, rows)
+def optimizer_bits_table(runs: list[dict]) -> str:
+    """AdamW's moments in 32 bits and in 8, a pair after the other."""
+    line = f"`{{command}}` | {{card}} | {{tok_per_s:,.0f}} | {{peak_gib:.1f}} | {{val_loss:.4f}} | {LINK}"
+    rows = [r | {"card": card(r)} for r in runs]
+    return table("command | device | tokens/s | GiB per GPU | validation loss | commit", line, rows)
 
 
 def losses_table(r: dict) -> str:
@@ -166,8 +154,7 @@ def packing_sentence(r: dict) -> str:
     )
 
 
-def sft_sentence() -> str:
-    r = load("finetune_losses")
+def sft_sentence(r: dict) -> str:
     loss = {row["arm"]: row["val"][-1][1] for row in r["runs"]}
     packed, padded = (row["targets_per_s"] for row in r["packing"])
     return (
@@ -197,12 +184,10 @@ def steps_table(r: dict) -> str:
     return f"Tokens per second · peak GiB:\n\n{compare.side_by_side(points, header, line, trainers)}"
 
 
-def headline() -> str:
+def headline(r: dict) -> str:
     """The largest number of tokens a second, and what torchtitan's recipe does on the same."""
-    r = load("step")
     best = max((p for p in done(r["points"]) if p["arm"] == "nanocria"), key=lambda p: p["tok_per_s"])
-    found = {values(p, STEP_PLACE): p for p in done(r["points"])}
-    ratio = compare.ratio(best, found["recipe", *values(best, STEP_PLACE[1:])])
+    ratio = compare.ratio(best, by_place(r["points"], STEP_PLACE)["recipe", *values(best, STEP_PLACE[1:])])
     return (
         f"- Llama 3.2 1B trains at {best['tok_per_s']:,.0f} tokens per second ({best['mfu']:.0%} MFU) on one "
         f"{card(r)}: {ratio['tok_per_s']:.2f} times the speed of torchtitan's recipe, in "
@@ -210,16 +195,17 @@ def headline() -> str:
     )
 
 
-def fp8_sentence() -> str:
+def fp8_sentence(r: dict) -> str:
     """What float8 brings, and what torchtitan's recipe does with torchao's."""
-    found = {values(p, STEP_PLACE): p["tok_per_s"] for p in done(load("step")["points"])}
-    parts = []
-    for arm, *at in found:
-        if arm == "nanocria-fp8" and "none" in at and {("nanocria", *at), ("recipe-fp8", *at)} <= found.keys():
-            fp8, bf16, peer = (found[other, *at] for other in ("nanocria-fp8", "nanocria", "recipe-fp8"))
-            where = f"{'at' if parts else 'At'} {at[0]} x {at[1]:,}{'' if parts else ' tokens'}"
-            beside = f"{fp8 / peer:.2f} times those of torchtitan's recipe with torchao's rowwise float8"
-            parts.append(f"{where} {fp8:,.0f} tokens per second ({fp8 / bf16:.2f} times bfloat16's, {beside})")
+    found, parts = by_place(r["points"], STEP_PLACE), []
+    for (arm, *at), row in found.items():
+        others = [found.get((other, *at)) for other in ("nanocria", "recipe-fp8")]
+        if arm == "nanocria-fp8" and "none" in at and all(others):
+            bf16, peer = (compare.ratio(row, other)["tok_per_s"] for other in others)
+            where = f"at {AT}" if parts else f"At {AT} tokens"
+            beside = f"{peer:.2f} times those of torchtitan's recipe with torchao's rowwise float8"
+            numbers = f"{{tok_per_s:,.0f}} tokens per second ({bf16:.2f} times bfloat16's, {beside})"
+            parts.append(f"{where} {numbers}".format(**row))
     return "; ".join(parts) + "."
 
 
@@ -274,9 +260,8 @@ def big_table(r: dict) -> str:
     Selective checkpointing is compared with the recipe's full one where its selective was not measured.
     """
     rows = of_each_gpu(r["8b"])
-    found = {values(row, GPUS_PLACE): row for row in done(rows)}
-    for row in done(rows):
-        arm, *where, how = values(row, GPUS_PLACE)
+    found = by_place(rows, GPUS_PLACE)
+    for (arm, *where, how), row in found.items():
         peers = [found.get((arm.replace("nanocria", "recipe"), *where, theirs)) for theirs in (how, "full")]
         peer = peers[0] or (peers[1] if how == "selective" else None)
         if peer and peer["arm"] != arm:
@@ -300,27 +285,30 @@ def optimizers_table(r: dict) -> str:
 
 
 def saves_sentences(r: dict) -> str:
-    """What checkpoints cost the training, beside it."""
+    text = (
+        "Llama 3.2 1B on {ranks} GPUs, {batch} x {block:,} tokens each: a checkpoint of {gb:.1f} GB every {every} "
+        "steps costs the training {costs} ({walls[0]:.1f} s without, {walls[1]:.1f} s with); {resume}."
+    )
     sentences = []
     for row in (row for row in r["saves"] if "cost" in row):
-        n, seconds = row["intervals"], row["resume_seconds"]
-        at = "Llama 3.2 1B on {ranks} GPUs, {batch} x {block:,} tokens each".format(**row)
-        size, walls = row["checkpoint_bytes"] / 1e9, [row[key] / n for key in ("seconds_without", "seconds_with")]
-        cost = "less than can be measured" if row["cost"] < 0 else f"{row['cost']:.1%}"
-        resume = "it was not resumed" if seconds is None else f"a resume reads it in {seconds:.1f} s"
-        every = f"a checkpoint of {size:.1f} GB every {row['every']} steps costs the training {cost}"
-        every += " ({:.1f} s without, {:.1f} s with)".format(*walls)
-        sentences.append(f"{at}: {every}; {resume}.")
+        walls = [row[key] / row["intervals"] for key in ("seconds_without", "seconds_with")]
+        costs = "less than can be measured" if row["cost"] < 0 else f"{row['cost']:.1%}"
+        resume = "it was not resumed"
+        if row["resume_seconds"] is not None:
+            resume = f"a resume reads it in {row['resume_seconds']:.1f} s"
+        sentences.append(text.format(**row, gb=row["checkpoint_bytes"] / 1e9, walls=walls, costs=costs, resume=resume))
     return "\n\n".join(sentences)
 
 
 def save_memory_sentences(r: dict) -> str:
     """What writing and reading a checkpoint takes beyond what training holds."""
-    sizes = "{cpu_gib:.1f} GiB of CPU memory, while a checkpoint of {size:.0f} GB is written {saved_cpu_gib:.1f}"
-    seconds = "resumed {resumed_cpu_gib:.1f}; the checkpoint takes {save_seconds:.0f} s to write"
-    text = f"Llama 3.1 8B with `--offload=all` takes {sizes}, {seconds}, {{resume_seconds:.0f}} s to read."
+    text = (
+        "Llama 3.1 8B with `--offload=all` takes {cpu_gib:.1f} GiB of CPU memory, while a checkpoint of {gb:.0f} GB is "
+        "written {saved_cpu_gib:.1f}, resumed {resumed_cpu_gib:.1f}; the checkpoint takes {save_seconds:.0f} s to "
+        "write, {resume_seconds:.0f} s to read."
+    )
     rows = (row for row in r["memory"] if row.get("resume_seconds"))
-    return "\n\n".join(text.format(**row, size=row["checkpoint_bytes"] / 1e9) for row in rows)
+    return "\n\n".join(text.format(**row, gb=row["checkpoint_bytes"] / 1e9) for row in rows)
 
 
 # --- Sweeps ---
@@ -335,7 +323,7 @@ def sweep_tables(r: dict) -> str:
         points = compare.side_by_side(rows, SIZE[kind], f"{{{VARIES[kind]}:,}}", series)
         summary = "<summary>All measurements: tokens per second · peak GiB</summary>"
         parts += [fits_table(r, kind), f"<details>{summary}\n\n{points}\n\n</details>"]
-    return "\n\n".join(parts)
+    return "\n\n".join([*parts, footer(r) + arithmetic(r)])
 
 
 def fits_table(r: dict, kind: str) -> str:
@@ -365,29 +353,28 @@ def what_was_swept(rows: list[dict], kind: str) -> str:
     return f"`{first['config']}`{ranks}{limit}, {at}, activation checkpointing {checkpointing}, offload {offload}"
 
 
-def arithmetic(record: dict) -> str:
+def arithmetic(r: dict) -> str:
     """What full checkpointing must keep, and how close the estimates of the measured code were."""
-    points = [row for kind in compare.KINDS for row in record[kind]]
+    points = [row for kind in compare.KINDS for row in r[kind]]
     text = ""
     if full := [row for row in points if row["checkpointing"] == "full"]:
         config = runpy.run_path(str(ROOT / full[0]["config"]))
         kb = 2 * config["n_embd"] * config["n_layer"] / 1000  # in bfloat16
         text = f" Full checkpointing keeps {kb:.0f} KB per token: each block's input."
-    rows = {values(row, compare.SWEEP_PLACE): row for row in done(points) if row["arm"] in arms.SWEEP_FLAGS}
-    most = max(abs(row["estimated_gib"] / row["peak_gib"] - 1) for row in rows.values())
+    ours = by_place((row for row in points if row["arm"] in arms.SWEEP_FLAGS), compare.SWEEP_PLACE).values()
+    most = max(abs(row["estimated_gib"] / row["peak_gib"] - 1) for row in ours)
     most = math.ceil(1000 * most) / 1000  # not rounded down
-    return f"{text} memory.py's estimate was within {most:.1%} of each of nanocria's {len(rows)} peaks."
+    return f"{text} memory.py's estimate was within {most:.1%} of each of nanocria's {len(ours)} peaks."
 
 
-def fits_headline() -> str:
+def fits_headline(r: dict) -> str:
     """What fits: nanocria and each peer with the same kept on the CPU, and nanocria with the activations too."""
-    record = load("study")
-    rows = sorted(done(record["batch"]), key=lambda row: row["batch"])
-    ours, long, liger, hf = ({row["arm"]: row for row in rows}[arm] for arm in arms.SHOWN)  # the largest of each
-    (alike,) = (row for row in rows if row["arm"] == "all" and row["batch"] == liger["batch"])
-    ratio = compare.ratio(alike, liger)
+    found = by_place(r["batch"], ("batch", "arm"))
+    largest = {arm: found[batch, arm] for batch, arm in sorted(found)}
+    ours, long, liger, hf = (largest[arm] for arm in arms.SHOWN)
+    ratio = compare.ratio(found[liger["batch"], "all"], liger)
     return (
-        f"- Within {ours['limit_gib']:g} GiB of GPU memory (one {card(record)} limited to that), with weights and "
+        f"- Within {ours['limit_gib']:g} GiB of GPU memory (one {card(r)} limited to that), with weights and "
         f"optimizer in CPU memory, Llama 3.2 1B trains at batches of {ours['batch']:,} x {ours['block']:,} tokens, "
         f"with activations there too at {long['batch']:,}; Hugging Face + Liger ends at {liger['batch']:,}, Hugging "
         f"Face at {hf['batch']:,}. At batch {liger['batch']:,} nanocria is {ratio['tok_per_s']:.2f} times as fast as "
@@ -412,13 +399,13 @@ def finetune_table(r: dict) -> str:
     return table("a step | trainer | checkpointing | tok/s | peak GiB", line, rows)
 
 
-def finetune_sentence() -> str:
+def finetune_sentence(r: dict) -> str:
     """QLoRA in float8 and in bfloat16, beside the peer at each size, at the fastest settings of each."""
-    found, parts = {values(row, ("arm", "batch", "block")): row for row in finetune_rows(load("finetune"))}, []
+    found, parts = by_place(finetune_rows(r), ("arm", "batch", "block")), []
     for (arm, *at), row in found.items():
         if arm == "qlora-fp8":
-            whole, peer = (found[other, *at] for other in ("qlora", "peft-qlora"))
-            fp8, bf16 = (compare.ratio(ours, peer)["tok_per_s"] for ours in (row, whole))
+            peer = found["peft-qlora", *at]
+            fp8, bf16 = (compare.ratio(ours, peer)["tok_per_s"] for ours in (row, found["qlora", *at]))
             gib = f"{row['peak_gib']:.1f} GiB beside {peer['peak_gib']:.1f}"
             times = f"{fp8:.2f} times, without float8 {bf16:.2f}; {gib}"
             parts.append(f"at {AT} tokens {{tok_per_s:,.0f}} tokens per second ({times})".format(**row))
@@ -432,13 +419,13 @@ def generate_table(r: dict) -> str:
     return table("batch |  | tokens/s | a step, and its share of a copy's speed", line, rows)
 
 
-def generate_sentence() -> str:
-    r, parts = load("generate"), []
-    for row in (row for row in r["points"] if row["arm"] == "nanocria"):
-        peers = [peer for peer in done(r["points"]) if peer["batch"] == row["batch"]]
-        found = {peer["arm"]: compare.ratio(row, peer)["tok_per_s"] for peer in peers}
-        beside = "{hf:.1f} times transformers.generate, {hf-static:.1f} times that with a static cache, compiled"
-        parts.append(f"{row['tok_per_s']:,.0f} at batch {row['batch']} ({beside.format(**found)})")
+def generate_sentence(r: dict) -> str:
+    found, parts = by_place(r["points"], ("arm", "batch")), []
+    for (arm, batch), row in found.items():
+        if arm == "nanocria":
+            plain, static = (compare.ratio(row, found[peer, batch])["tok_per_s"] for peer in ("hf", "hf-static"))
+            beside = f"{plain:.1f} times transformers.generate, {static:.1f} times that with a static cache, compiled"
+            parts.append(f"{row['tok_per_s']:,.0f} at batch {batch} ({beside})")
     return f"Tokens per second of Llama 3.2 1B on one {card(r)}: {'; '.join(parts)}."
 
 
@@ -463,9 +450,8 @@ def ladder_table(r: dict) -> str:
     return table(header, "{model} | {title} | {one} | {batch} | {best} | {cpu_gib:.0f} | {loss}", rows)
 
 
-def whole_8b_sentence() -> str:
+def whole_8b_sentence(r: dict) -> str:
     """Training all of 8B in one small card."""
-    r = load("ladder")
     best = compare.of_rungs(r["points"], "8b")["offload_all"][-1]
     return (
         f"All of Llama 3.1 8B trains within 24 GiB of one {card(r)} and about {best['cpu_gib']:.0f} GiB of CPU memory, "
@@ -475,9 +461,9 @@ def whole_8b_sentence() -> str:
     )
 
 
-def drive_sentence() -> str:
+def drive_sentence(r: dict) -> str:
     """All of 8B with its optimizer on a drive."""
-    rows = [row for row in load("ladder")["points"] if (row["model"], row["rung"]) == ("8b", "nvme")]
+    rows = [row for row in r["points"] if (row["model"], row["rung"]) == ("8b", "nvme")]
     one, *_, best = [row for row in rows if "tok_per_s" in row]
     return (
         f"Llama 3.1 8B, its optimizer on the drive in 8 bits: {best['tok_per_s']:,.0f} tokens per second at "
@@ -524,24 +510,25 @@ def tables(r: dict) -> str:
     return "\n\n".join(filter(None, made))
 
 
-def measured(name: str, make: Callable[[dict], str] = tables) -> str:
+def measured(r: dict, make: Callable[[dict], str] = tables) -> str:
     """A part of a page: what is made of a record, and where that is from."""
-    r = load(name)
-    return f"{make(r)}\n\n{footer(name)}{arithmetic(r) if make is sweep_tables else ''}"
+    return f"{make(r)}\n\n{footer(r)}"
 
 
-PAGES = {  # page -> its parts: name -> what makes it
+PAGES = {  # page -> its parts: name -> what makes it, and the record that is made of
     "README.md": {
-        "headline": headline, "fits_headline": fits_headline, "linux_headline": linux_headline,
-        "whole_8b": whole_8b_sentence, "fp8": fp8_sentence, "sft": sft_sentence, "finetune": finetune_sentence,
-        "generate": generate_sentence,
+        "headline": (headline, "step"), "fits_headline": (fits_headline, "study"),
+        "linux_headline": (linux_headline, "linux_114m"), "whole_8b": (whole_8b_sentence, "ladder"),
+        "fp8": (fp8_sentence, "step"), "sft": (sft_sentence, "finetune_losses"),
+        "finetune": (finetune_sentence, "finetune"), "generate": (generate_sentence, "generate"),
     },
     "benchmarks/README.md": {
-        "linux": linux_table, "baby": baby_table, "steps": partial(measured, "step", steps_table),
-        "small_model": lambda: small_model_table(load("step")), "breakdown": lambda: breakdown_table(load("step")),
-        "drive_8b": drive_sentence, "optimizer_bits": optimizer_bits_table,
-        **{name: partial(measured, name, sweep_tables) for name in ("study", "sweep", "study_8b")},
-        **{name: partial(measured, name) for name in (
+        "linux": (linux_table, "linux_114m*"), "baby": (baby_table, "baby_llama*"),
+        "optimizer_bits": (optimizer_bits_table, "llama_114m*"), "steps": (partial(measured, make=steps_table), "step"),
+        "small_model": (small_model_table, "step"), "breakdown": (breakdown_table, "step"),
+        "drive_8b": (drive_sentence, "ladder"),
+        **{name: (sweep_tables, name) for name in ("study", "sweep", "study_8b")},
+        **{name: (measured, name) for name in (
             "step_h100", "snapshot", "losses", "ladder", "gpus", "gpus_two", "gpus_saves", "gpus_memory",
             "gpus_optimizers", "disk", "kernels", "fp8_linear", "adamw_nf4", "generate", "generate_cpu", "finetune",
             "finetune_losses",
@@ -557,7 +544,8 @@ def render(text: str, page: str) -> str:
         raise SettingError(f"{page} must hold each part between <!-- PART --> and <!-- /PART -->, look at {wrong}")
 
     def made(match):
-        part = PAGES[page][match[1]]()
+        make, name = PAGES[page][match[1]]
+        part = make(load(name))
         part = part.replace("benchmarks/records/", "records/") if "/" in page else part  # links from its folder
         return f"<!-- {match[1]} -->\n{part}\n<!-- /{match[1]} -->"
 
@@ -569,8 +557,6 @@ def write_pages() -> None:
     from benchmarks import draw
 
     pages = {page: render((ROOT / page).read_text(), page) for page in PAGES}
-    draw.draw_baby(PLOTS / "baby_llama.png")
-    draw.draw_linux(linux_runs(), PLOTS / "linux_114m.png")
     for plot, (name, draw_plot) in draw.PLOTS.items():
         draw_plot(load(name), PLOTS / f"{plot}.png")
     for page, text in pages.items():
