@@ -11,7 +11,6 @@ arithmetic: for the one that is named, or the first that fits, and its largest b
 
 import contextlib
 import functools
-import itertools
 import json
 import math
 import re
@@ -127,13 +126,6 @@ def of_each(s: SimpleNamespace, named: dict, choices: dict, function) -> dict:
     return found
 
 
-def chosen(s: SimpleNamespace, found: dict) -> tuple[str, str]:
-    """The checkpointing and offload whose parts are shown: as named, the first that fits."""
-    fitting = [at for at in found if s.checkpointing in ("any", at[0]) and s.offload in ("any", at[1])]
-    by_cost = sorted(fitting, key=lambda at: (runner.OFFLOAD.index(at[1]), runner.CHECKPOINTING.index(at[0])))
-    return next((at for at in by_cost if found[at]), by_cost[-1])
-
-
 def grid(found: dict, of_cpu: dict) -> str:
     """Batches by checkpointing (down) and offload (across), and the CPU memory of each offload."""
     rows = [["largest batch, --checkpointing", *(f"offload={offload}" for offload in runner.OFFLOAD)]]
@@ -166,9 +158,11 @@ def estimate(s: SimpleNamespace) -> tuple[str, dict]:
     if s.card.lower() in APART or shape.shard_ranks > 8:  # a host has 8
         named["copy_engines"] = False
     outside = outside_gib(shape)
-    gib, table = s.gib - outside, {at: place(*at) for at in itertools.product(runner.CHECKPOINTING, runner.OFFLOAD)}
-    found = of_each(s, named, table, functools.partial(memory_advice.largest_batch, gib=gib))
-    at = chosen(s, found)
+    gib = s.gib - outside
+    by_cost = {(how, offload): place(how, offload) for offload in runner.OFFLOAD for how in runner.CHECKPOINTING}
+    found = of_each(s, named, by_cost, functools.partial(memory_advice.largest_batch, gib=gib))
+    as_named = [at for at in found if s.checkpointing in ("any", at[0]) and s.offload in ("any", at[1])]
+    at = next((at for at in as_named if found[at]), as_named[-1])  # the first that fits
     named |= place(*at) | {"batch_size": s.batch_size or max(found[at], 1)}
     config, shape = resolve(s.config, s.ranks, named, s.flags)
     of_cpu = of_each(s, named, {offload: {"offload": offload} for offload in runner.OFFLOAD}, cpu_gib)

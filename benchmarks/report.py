@@ -85,11 +85,10 @@ def baby_table(runs: list[dict]) -> str:
 def linux_headline(r: dict) -> str:
     millions = compare.tokens_of(r, r["steps"]) / 1e6
     return (
-        f"- Trained to the end: a Llama of 114 million parameters on {millions:.0f} million tokens of the Linux "
-        f"kernel's source, in {r['train_seconds'] / 60:.0f} minutes of one {card(r)} ({r['tok_per_s']:,.0f} tokens per "
-        f"second, {r['mfu']:.0%} MFU). Files that it has not seen take {r['bits_per_byte']:.3f} bits per byte, with "
-        f"xz -9 {r['xz_bits_per_byte']:.3f}."
-    )
+        "- Trained to the end: a Llama of 114 million parameters on {millions:.0f} million tokens of the Linux "
+        "kernel's source, in {minutes:.0f} minutes of one {card} ({tok_per_s:,.0f} tokens per second, {mfu:.0%} MFU). "
+        "Files that it has not seen take {bits_per_byte:.3f} bits per byte, with xz -9 {xz_bits_per_byte:.3f}."
+    ).format(**r, millions=millions, minutes=r["train_seconds"] / 60, card=card(r))
 
 
 def linux_table(runs: list[dict]) -> str:
@@ -158,11 +157,10 @@ def sft_sentence(r: dict) -> str:
     loss = {row["arm"]: row["val"][-1][1] for row in r["runs"]}
     packed, padded = (row["targets_per_s"] for row in r["packing"])
     return (
-        f"SmolLM2-135M-Instruct after {r['runs'][0]['steps']} steps, beside transformers on the same conversations: "
-        f"validation loss {loss['nanocria-float32']:.4f} and {loss['hf-float32']:.4f} in float32, "
-        f"{loss['nanocria']:.4f} and {loss['hf']:.4f} in bfloat16. Packed batches learn {packed / padded:.1f} times as "
-        "many targets a second as padded ones."
-    )
+        "SmolLM2-135M-Instruct after {steps} steps, beside transformers on the same conversations: validation loss "
+        "{nanocria-float32:.4f} and {hf-float32:.4f} in float32, {nanocria:.4f} and {hf:.4f} in bfloat16. Packed "
+        "batches learn {ratio:.1f} times as many targets a second as padded ones."
+    ).format(**loss, steps=r["runs"][0]["steps"], ratio=packed / padded)
 
 
 def snapshot_table(r: dict) -> str:
@@ -189,10 +187,10 @@ def headline(r: dict) -> str:
     best = max((p for p in done(r["points"]) if p["arm"] == "nanocria"), key=lambda p: p["tok_per_s"])
     ratio = compare.ratio(best, by_place(r["points"], STEP_PLACE)["recipe", *values(best, STEP_PLACE[1:])])
     return (
-        f"- Llama 3.2 1B trains at {best['tok_per_s']:,.0f} tokens per second ({best['mfu']:.0%} MFU) on one "
-        f"{card(r)}: {ratio['tok_per_s']:.2f} times the speed of torchtitan's recipe, in "
-        f"{ratio['peak_gib']:.0%} of its memory ({best['peak_gib']:.0f} GiB)."
-    )
+        "- Llama 3.2 1B trains at {tok_per_s:,.0f} tokens per second ({mfu:.0%} MFU) on one {card}: "
+        "{ratio[tok_per_s]:.2f} times the speed of torchtitan's recipe, in {ratio[peak_gib]:.0%} of its memory "
+        "({peak_gib:.0f} GiB)."
+    ).format(**best, ratio=ratio, card=card(r))
 
 
 def fp8_sentence(r: dict) -> str:
@@ -202,10 +200,9 @@ def fp8_sentence(r: dict) -> str:
         others = [found.get((other, *at)) for other in ("nanocria", "recipe-fp8")]
         if arm == "nanocria-fp8" and "none" in at and all(others):
             bf16, peer = (compare.ratio(row, other)["tok_per_s"] for other in others)
-            where = f"at {AT}" if parts else f"At {AT} tokens"
+            where = f"{'at' if parts else 'At'} {AT}{'' if parts else ' tokens'}".format(**row)
             beside = f"{peer:.2f} times those of torchtitan's recipe with torchao's rowwise float8"
-            numbers = f"{{tok_per_s:,.0f}} tokens per second ({bf16:.2f} times bfloat16's, {beside})"
-            parts.append(f"{where} {numbers}".format(**row))
+            parts.append(f"{where} {row['tok_per_s']:,.0f} tokens per second ({bf16:.2f} times bfloat16's, {beside})")
     return "; ".join(parts) + "."
 
 
@@ -233,10 +230,9 @@ EACH_GPU = "MFU | peak GiB | estimated / peak", "{mfu:.1%} | {peak_gib:.1f} | {a
 
 def of_each_gpu(rows: list[dict]) -> list[dict]:
     """The rows, named, with what a table says of them beside what was measured."""
-    rows = compare.named(rows, arms.GPUS)
-    for row in rows:
-        row["speed"] = f"{row['tok_per_s']:,.0f}" if "tok_per_s" in row else "out of memory"
-        row |= {"each": row["tok_per_s"] / row["ranks"]} if "tok_per_s" in row else {}
+    rows = [row | {"speed": "out of memory"} for row in compare.named(rows, arms.GPUS)]
+    for row in done(rows):
+        row |= {"speed": f"{row['tok_per_s']:,.0f}", "each": row["tok_per_s"] / row["ranks"]}
         row |= {"accuracy": row["estimated_gib"] / row["peak_gib"]} if row.get("estimated_gib") else {}
     return rows
 
@@ -301,7 +297,6 @@ def saves_sentences(r: dict) -> str:
 
 
 def save_memory_sentences(r: dict) -> str:
-    """What writing and reading a checkpoint takes beyond what training holds."""
     text = (
         "Llama 3.1 8B with `--offload=all` takes {cpu_gib:.1f} GiB of CPU memory, while a checkpoint of {gb:.0f} GB is "
         "written {saved_cpu_gib:.1f}, resumed {resumed_cpu_gib:.1f}; the checkpoint takes {save_seconds:.0f} s to "
@@ -343,7 +338,6 @@ def fits_table(r: dict, kind: str) -> str:
 
 
 def what_was_swept(rows: list[dict], kind: str) -> str:
-    """The sentence above a table."""
     first = rows[0]
     fixed = " or ".join(f"{n:,}" for n in sorted({row[compare.FIXED[kind]] for row in rows}))
     at = f"sequences of {fixed} tokens" if kind == "batch" else f"batch {fixed}"
@@ -374,12 +368,12 @@ def fits_headline(r: dict) -> str:
     ours, long, liger, hf = (largest[arm] for arm in arms.SHOWN)
     ratio = compare.ratio(found[liger["batch"], "all"], liger)
     return (
-        f"- Within {ours['limit_gib']:g} GiB of GPU memory (one {card(r)} limited to that), with weights and "
-        f"optimizer in CPU memory, Llama 3.2 1B trains at batches of {ours['batch']:,} x {ours['block']:,} tokens, "
-        f"with activations there too at {long['batch']:,}; Hugging Face + Liger ends at {liger['batch']:,}, Hugging "
-        f"Face at {hf['batch']:,}. At batch {liger['batch']:,} nanocria is {ratio['tok_per_s']:.2f} times as fast as "
-        f"Hugging Face + Liger, in {ratio['peak_gib']:.0%} of the GPU memory."
-    )
+        "- Within {limit_gib:g} GiB of GPU memory (one {card} limited to that), with weights and optimizer in CPU "
+        "memory, Llama 3.2 1B trains at batches of {batch:,} x {block:,} tokens, with activations there too at "
+        "{long[batch]:,}; Hugging Face + Liger ends at {liger[batch]:,}, Hugging Face at {hf[batch]:,}. At batch "
+        "{liger[batch]:,} nanocria is {ratio[tok_per_s]:.2f} times as fast as Hugging Face + Liger, in "
+        "{ratio[peak_gib]:.0%} of the GPU memory."
+    ).format(**ours, long=long, liger=liger, hf=hf, ratio=ratio, card=card(r))
 
 
 # --- Finetuning, generation, the ladder ---
@@ -438,11 +432,9 @@ def ladder_table(r: dict) -> str:
         losses = {row["rung"]: compare.last_third(row["losses"]) for row in trained}
         for rung, fits in compare.of_rungs(r["points"], model).items():
             title, on, *_ = arms.RUNGS[rung]
-            row = {"model": model, "title": title, "one": "out of memory"}
-            if fits:
-                row |= fits[-1] | {"best": speed_and_memory(fits[-1])}
-            if fits and fits[0]["batch"] == 1:
-                row["one"] = f"{fits[0]['peak_gib']:.1f}"
+            row = fits[-1] | {"best": speed_and_memory(fits[-1])} if fits else {}
+            alone = [f"{fit['peak_gib']:.1f}" for fit in fits if fit["batch"] == 1]
+            row |= {"model": model, "title": title, "one": alone[0] if alone else "out of memory"}
             if rung in losses:
                 row["loss"] = f"{losses[rung]:.4f}" + (f" ({losses[rung] - losses[on]:+.4f})" if on in losses else "")
             rows.append(row)
@@ -451,26 +443,22 @@ def ladder_table(r: dict) -> str:
 
 
 def whole_8b_sentence(r: dict) -> str:
-    """Training all of 8B in one small card."""
     best = compare.of_rungs(r["points"], "8b")["offload_all"][-1]
     return (
-        f"All of Llama 3.1 8B trains within 24 GiB of one {card(r)} and about {best['cpu_gib']:.0f} GiB of CPU memory, "
-        f"at {best['tok_per_s']:,.0f} tokens per second ({best['batch']} x 1,024 tokens a step): "
-        f"`--offload=all --optimizer_bits=8 --batch_size={best['batch']} --block_size=1024 "
-        "--activation_checkpointing=full --gradient_accumulation_steps=1`."
-    )
+        "All of Llama 3.1 8B trains within 24 GiB of one {card} and about {cpu_gib:.0f} GiB of CPU memory, at "
+        "{tok_per_s:,.0f} tokens per second ({batch} x 1,024 tokens a step): `--offload=all --optimizer_bits=8 "
+        "--batch_size={batch} --block_size=1024 --activation_checkpointing=full --gradient_accumulation_steps=1`."
+    ).format(**best, card=card(r))
 
 
 def drive_sentence(r: dict) -> str:
-    """All of 8B with its optimizer on a drive."""
-    rows = [row for row in r["points"] if (row["model"], row["rung"]) == ("8b", "nvme")]
-    one, *_, best = [row for row in rows if "tok_per_s" in row]
+    one, *_, best = compare.of_rungs(r["points"], "8b")["nvme"]
     return (
-        f"Llama 3.1 8B, its optimizer on the drive in 8 bits: {best['tok_per_s']:,.0f} tokens per second at "
-        f"{best['batch']} x 1,024 tokens a step, in {best['peak_gib']:.1f} GiB of the GPU's memory. A step of one "
-        f"sequence takes {one['ms_per_step'] / 1000:.0f} s and pins {one['cpu_gib']:.0f} GiB of CPU memory (by "
-        f"memory.py); at its peak the process had {one['used_cpu_gib']:.0f}."
-    )
+        "Llama 3.1 8B, its optimizer on the drive in 8 bits: {tok_per_s:,.0f} tokens per second at {batch} x 1,024 "
+        "tokens a step, in {peak_gib:.1f} GiB of the GPU's memory. A step of one sequence takes {seconds:.0f} s and "
+        "pins {one[cpu_gib]:.0f} GiB of CPU memory (by memory.py); at its peak the process had "
+        "{one[used_cpu_gib]:.0f}."
+    ).format(**best, one=one, seconds=one["ms_per_step"] / 1000)
 
 
 def disk_table(r: dict) -> str:
@@ -485,13 +473,8 @@ def disk_table(r: dict) -> str:
 TABLES = {  # a word of the command -> kind of rows -> what is made of them
     "kernels": {"rows": kernels_table},
     "step": {"points": steps_table, "breakdown": breakdown_table, "baby": small_model_table},
-    "gpus": {
-        "scaling": scaling_table,
-        "8b": big_table,
-        "optimizers": optimizers_table,
-        "saves": saves_sentences,
-        "memory": save_memory_sentences,
-    },
+    "gpus": {"scaling": scaling_table, "8b": big_table, "optimizers": optimizers_table, "saves": saves_sentences,
+             "memory": save_memory_sentences},
     "sweep": {kind: partial(fits_table, kind=kind) for kind in compare.KINDS},
     "--preset=finetune": {"batch": finetune_table},
     "finetune": {"runs": finetune_losses_table, "packing": packing_sentence},
@@ -500,7 +483,7 @@ TABLES = {  # a word of the command -> kind of rows -> what is made of them
     "snapshot": {"arms": snapshot_table},
     "generate": {"points": generate_table},
     "disk": {"drives": disk_table},
-}
+}  # fmt: skip
 
 
 def tables(r: dict) -> str:

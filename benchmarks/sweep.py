@@ -65,22 +65,20 @@ PRESETS = {
     "finetune": ["--config=config/llama31_8b.py", "--block_size=2048", "--batches=2", "--arms=qlora",
                  "--memory_limit_gib=24", "--checkpointing=full", f"--out={record.RECORDS / 'finetune.json'}"],
 }  # fmt: skip
-TO_CPU, THEIRS = ["--", "--offload_activations=true"], ["--arms=none", "--peers=peft-qlora"]
-FLOAT8 = ["--arms=lora-fp8,qlora-fp8"]
 FINETUNE = [  # of each size what is fastest there, ours and then theirs; of the smallest the leanest too
-    ["--checkpointing=none", "--peers=peft-qlora", "--", "--cuda_graph=true"],  # theirs does not fit
-    [*FLOAT8, "--checkpointing=none", "--", "--cuda_graph=true"],
-    ["--arms=lora", "--checkpointing=selective", "--", "--cuda_graph=true"],
-    ["--arms=none", "--peers=peft,peft-qlora"],
-    TO_CPU,
-    ["--block_size=8192", "--batches=1,4", "--checkpointing=selective", *TO_CPU],
-    ["--block_size=8192", "--batches=1,4", *FLOAT8, "--checkpointing=selective", *TO_CPU],
-    ["--block_size=8192", "--batches=1,4", *THEIRS],
-    ["--block_size=32768", "--batches=1", "--checkpointing=selective", *TO_CPU],
-    ["--block_size=32768", "--batches=1", *FLOAT8, "--checkpointing=selective", *TO_CPU],
-    ["--block_size=32768", "--batches=1", *THEIRS],
-    ["--block_size=65536", "--batches=1", *THEIRS],
-    ["--block_size=131072", "--batches=1", *TO_CPU],
+    "--checkpointing=none --peers=peft-qlora -- --cuda_graph=true",  # theirs does not fit
+    "--arms=lora-fp8,qlora-fp8 --checkpointing=none -- --cuda_graph=true",
+    "--arms=lora --checkpointing=selective -- --cuda_graph=true",
+    "--arms=none --peers=peft,peft-qlora",
+    "-- --offload_activations=true",
+    "--block_size=8192 --batches=1,4 --checkpointing=selective -- --offload_activations=true",
+    "--block_size=8192 --batches=1,4 --arms=lora-fp8,qlora-fp8 --checkpointing=selective -- --offload_activations=true",
+    "--block_size=8192 --batches=1,4 --arms=none --peers=peft-qlora",
+    "--block_size=32768 --batches=1 --checkpointing=selective -- --offload_activations=true",
+    "--block_size=32768 --batches=1 --arms=lora-fp8,qlora-fp8 --checkpointing=selective -- --offload_activations=true",
+    "--block_size=32768 --batches=1 --arms=none --peers=peft-qlora",
+    "--block_size=65536 --batches=1 --arms=none --peers=peft-qlora",
+    "--block_size=131072 --batches=1 -- --offload_activations=true",
 ]
 LISTS = {
     "arms": [*trainers.SWEEP_FLAGS, "none"], "peers": [*trainers.SWEEP_PEERS, "none"],
@@ -93,15 +91,15 @@ KEYS = dict.fromkeys(compare.KINDS, compare.SWEEP_PLACE)  # what names a row
 def all_sweeps(argv: list[str], n_gpus: int) -> list[SimpleNamespace]:
     """The settings of one sweep, or of those that --preset=finetune runs one after another."""
     s = parse(argv, n_gpus)
-    return [parse(argv, n_gpus, part) for part in FINETUNE] if s.preset == "finetune" else [s]
+    return [parse(argv, n_gpus, part.split()) for part in FINETUNE] if s.preset == "finetune" else [s]
 
 
 def parse(argv: list[str], n_gpus: int, part: Iterable[str] = ()) -> SimpleNamespace:
-    preset = cli.read_settings(globals(), argv, for_train_py=True).preset
-    (words, flags), (asked, more) = cli.at_dashes([*PRESETS.get(preset, []), *part]), cli.at_dashes(argv)
+    typed = cli.read_settings(globals(), argv, for_train_py=True)
+    (words, flags), (asked, more) = cli.at_dashes([*PRESETS.get(typed.preset, []), *part]), cli.at_dashes(argv)
     words = [*words, *asked, "--", *flags, *more]
     s = cli.read_settings(globals(), words, LISTS, "out/sweep.json", for_train_py=True)
-    s.command = [word for word in argv if not word.startswith("--out=")]
+    s.command = typed.command
     s.batches, s.contexts = sorted(s.batches), sorted(s.contexts)
     s.ranks = max(n_gpus, 1) if s.ranks == "all" else s.ranks
     if s.ranks > max(n_gpus, 1):
