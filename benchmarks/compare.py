@@ -164,8 +164,9 @@ def title(row: dict, rows: list[dict]) -> str:
     return ", ".join([arms.SWEEP[row["arm"]], *(row[k] if k == "flags" else f"{k} {row[k]}" for k in differing)])
 
 
-def of_rungs(points: list[dict], model: str) -> dict[str, list[dict]]:
-    """What fits on each rung that was measured, from the smallest batch to the largest."""
-    rows = sorted((row for row in points if row["model"] == model), key=lambda row: row["batch"])
-    there = {row["rung"] for row in rows}
-    return {rung: done(row for row in rows if row["rung"] == rung) for rung in arms.RUNGS if rung in there}
+def by_rung(points: list[dict]) -> dict[str, dict[str, list[dict]]]:
+    """Of each model what fits on each rung that was measured, from the smallest batch to the largest."""
+    found = {}
+    for row in sorted(points, key=lambda row: (row["model"], list(arms.RUNGS).index(row["rung"]), row["batch"])):
+        found.setdefault(row["model"], {}).setdefault(row["rung"], []).extend(done([row]))
+    return found

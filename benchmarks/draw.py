@@ -174,8 +174,7 @@ def draw_bars(axes, rows: list[dict], value) -> None:
 
 
 def wrapped_shape(row: dict) -> str:
-    """Two or three numbers one a line, five in three lines."""
-    return compare.shape(row).replace(" ", "\n") if len(row["shape"]) < 4 else textwrap.fill(compare.shape(row), 9)
+    return textwrap.fill(compare.shape(row), 9, break_long_words=False)
 
 
 # --- Steps, on one GPU and on several ---
@@ -315,8 +314,8 @@ def draw_snapshot(record: dict, path: Path) -> None:
 
 def draw_ladder(record: dict, path: Path) -> None:
     """A panel for each model: tokens a second at the largest batch over the memory that one sequence needs."""
-    ladders = {row["model"]: compare.of_rungs(record["points"], row["model"]) for row in record["points"]}
-    ladders = {model: rungs for model, rungs in ladders.items() if len(rungs) > 1}  # one rung is no ladder
+    found = compare.by_rung(record["points"])
+    ladders = {model: rungs for model, rungs in found.items() if len(rungs) > 1}  # one rung is no ladder
     if not ladders:
         return
     figure, axes_of = panels(len(ladders), (5 * len(ladders), 5))

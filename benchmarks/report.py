@@ -427,10 +427,10 @@ def ladder_table(r: dict) -> str:
     """Of each rung of each model the memory of one sequence; the largest batch, its speed and memory; the loss, and by
     how much it differs from that of the rung which this one stands on."""
     rows = []
-    for model in dict.fromkeys(row["model"] for row in r["points"]):
+    for model, rungs in compare.by_rung(r["points"]).items():
         trained = (row for row in r["losses"] if row["model"] == model and "losses" in row)
         losses = {row["rung"]: compare.last_third(row["losses"]) for row in trained}
-        for rung, fits in compare.of_rungs(r["points"], model).items():
+        for rung, fits in rungs.items():
             title, on, *_ = arms.RUNGS[rung]
             row = fits[-1] | {"best": speed_and_memory(fits[-1])} if fits else {}
             alone = [f"{fit['peak_gib']:.1f}" for fit in fits if fit["batch"] == 1]
@@ -443,7 +443,7 @@ def ladder_table(r: dict) -> str:
 
 
 def whole_8b_sentence(r: dict) -> str:
-    best = compare.of_rungs(r["points"], "8b")["offload_all"][-1]
+    best = compare.by_rung(r["points"])["8b"]["offload_all"][-1]
     return (
         "All of Llama 3.1 8B trains within 24 GiB of one {card} and about {cpu_gib:.0f} GiB of CPU memory, at "
         "{tok_per_s:,.0f} tokens per second ({batch} x 1,024 tokens a step): `--offload=all --optimizer_bits=8 "
@@ -452,7 +452,7 @@ def whole_8b_sentence(r: dict) -> str:
 
 
 def drive_sentence(r: dict) -> str:
-    one, *_, best = compare.of_rungs(r["points"], "8b")["nvme"]
+    one, *_, best = compare.by_rung(r["points"])["8b"]["nvme"]
     return (
         "Llama 3.1 8B, its optimizer on the drive in 8 bits: {tok_per_s:,.0f} tokens per second at {batch} x 1,024 "
         "tokens a step, in {peak_gib:.1f} GiB of the GPU's memory. A step of one sequence takes {seconds:.0f} s and "
