@@ -498,7 +498,7 @@ def measured(r: dict, make: Callable[[dict], str] = tables) -> str:
     return f"{make(r)}\n\n{footer(r)}"
 
 
-PAGES = {  # page -> its parts: name -> what makes it, and the record that is made of
+PAGES = {  # page -> its parts: name -> what makes it, and of which record or records
     "README.md": {
         "headline": (headline, "step"), "fits_headline": (fits_headline, "study"),
         "linux_headline": (linux_headline, "linux_114m"), "whole_8b": (whole_8b_sentence, "ladder"),
