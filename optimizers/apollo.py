@@ -19,7 +19,6 @@ import zlib
 from dataclasses import dataclass
 
 import torch
-import torch.distributed as dist
 
 from kernels.sgdw import sgdw
 from optimizers.adamw import AdamW
@@ -40,15 +39,13 @@ class Apollo(MatrixRule):
         projected = torch.empty(len(parameter), self.rank, device="meta")
         return self.adamw.states(name, projected) | {"norm": ((1,), torch.float32)}
 
-    def update_matrices(self, shards, scalars, step, group):
+    def update_matrices(self, shards, scalars, step, ranks):
         live, adam_scalars = scalars[0].isfinite(), at_unit_rate(scalars)
         scales = [self.scale_of_rows(shard, adam_scalars, step) for shard in shards]
         norms = torch.stack(
             [(x * s.grad.float().norm(dim=1)).square().sum() for x, s in zip(scales, shards, strict=True)]
         )
-        if group is not None:
-            dist.all_reduce(norms, group=group)
-        for shard, scale, norm in zip(shards, scales, norms.sqrt(), strict=True):
+        for shard, scale, norm in zip(shards, scales, ranks.sum(norms).sqrt(), strict=True):
             before = shard.states["norm"]
             limited = torch.where(before > 0, norm.minimum(GROWTH * before), norm)
             before.copy_(torch.where(live, limited, before))

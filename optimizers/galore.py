@@ -28,7 +28,7 @@ import torch.distributed as dist
 
 from kernels.sgdw import sgdw
 from optimizers.adamw import AdamW
-from optimizers.rule import MatrixRule, Shard
+from optimizers.rule import MatrixRule, Ranks, Shard
 from runtime.hf_names import stacked_rows
 
 ITERATIONS = 4  # each multiplies what is left of a smaller singular value by the square of its ratio to a larger one
@@ -46,14 +46,14 @@ class GaLore(MatrixRule):
         basis = (len(stacked_rows(name, parameter.shape)), parameter.shape[1], self.rank)
         return self.adamw.states(name, projected) | {"basis": (basis, torch.float32)}
 
-    def update_matrices(self, shards, scalars, step, group):
+    def update_matrices(self, shards, scalars, step, ranks):
         adam_scalars = at_unit_rate(scalars)
         for shard in shards:
             basis, moments = shard.states["basis"], {k: x for k, x in shard.states.items() if k != "basis"}
-            grad, parts = shard.grad.float(), local_parts(shard, group)
+            grad, parts = shard.grad.float(), local_parts(shard, ranks.shard)
             if step % self.interval == 0:
                 for g, q in zip(grad.split(parts), basis, strict=True):
-                    renew(q, g, scalars[0].isfinite(), None if step else zlib.crc32(shard.name.encode()), group)
+                    renew(q, g, scalars[0].isfinite(), None if step else zlib.crc32(shard.name.encode()), ranks)
             if grad.numel():
                 projected = torch.cat([g @ q for g, q in zip(grad.split(parts), basis, strict=True)])
                 n = adam_step(self.adamw, projected, moments, adam_scalars)
@@ -86,24 +86,18 @@ def local_parts(shard: Shard, group: dist.ProcessGroup | None) -> list[int]:
     return [end - start for start, end in pairwise(min(max(edge, 0), len(shard.grad)) for edge in edges)]
 
 
-def renew(basis: torch.Tensor, grad: torch.Tensor, live: torch.Tensor, seed: int | None, group) -> None:
+def renew(basis: torch.Tensor, grad: torch.Tensor, live: torch.Tensor, seed: int | None, ranks: Ranks) -> None:
     """Sets basis (columns, rank) to the leading right singular vectors of a matrix, of which grad is this rank's rows.
 
     seed: of the first one; None: begins with the basis as it is. Unless live, nothing changes. Waits for the GPU.
     """
-
-    def summed(x):
-        if group is not None:
-            dist.all_reduce(x, group=group)
-        return x
-
     grad, q = torch.where(live, grad, 0.0), basis
     if seed is not None:
         generator = torch.Generator(basis.device).manual_seed(seed)
         q = torch.randn(basis.shape, generator=generator, device=basis.device)
     for _ in range(ITERATIONS):
-        q = torch.linalg.qr(summed(grad.T @ (grad @ q))).Q
+        q = torch.linalg.qr(ranks.sum(grad.T @ (grad @ q))).Q
     projected = grad @ q
-    q = (q @ torch.linalg.eigh(summed(projected.T @ projected)).eigenvectors).flip(1)  # the largest first
+    q = (q @ torch.linalg.eigh(ranks.sum(projected.T @ projected)).eigenvectors).flip(1)  # the largest first
     q = q * torch.where((q * basis).sum(0) < 0, -1.0, 1.0)  # so that the moments keep their signs
     basis.copy_(torch.where(live, q, basis))

@@ -59,16 +59,16 @@ class Muon(MatrixRule):
     def matrix_states(self, name, parameter):
         return {"momentum": (parameter.shape, torch.float32)}
 
-    def update_matrices(self, shards, scalars, step, group):
-        kinds = {}  # of equal shapes, stacked alike
+    def update_matrices(self, shards, scalars, step, ranks):
+        kinds, group = {}, ranks.shard  # of equal shapes, stacked alike
         for shard in shards:
             kinds.setdefault((*stacked_rows(shard.name, shard.shape), shard.shape[1]), []).append(shard)
-        ranks = dist.get_world_size(group) if group else 1
+        n_ranks = dist.get_world_size(group) if group else 1
         rounds = []
         for kind in kinds.values():
-            owned = max(1, min(-(-len(kind) // ranks), OWNED // kind[0].shape.numel()))  # by each rank
-            n = ranks * owned
-            rounds += [self._round(kind[i : i + n], scalars, ranks, group) for i in range(0, len(kind), n)]
+            owned = max(1, min(-(-len(kind) // n_ranks), OWNED // kind[0].shape.numel()))  # by each rank
+            n = n_ranks * owned
+            rounds += [self._round(kind[i : i + n], scalars, n_ranks, group) for i in range(0, len(kind), n)]
         for i in range(len(rounds) + 2):  # round i sets out, i - 1 is orthogonalised, i - 2 arrives
             for a_round in rounds[max(i - 2, 0) : i + 1][::-1]:
                 next(a_round, None)

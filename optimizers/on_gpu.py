@@ -50,7 +50,7 @@ class OnGPU(Place):
             Shard(name, parameter.shape, local(parameter.detach()), grad, *self.local_states(name))
             for (name, parameter), grad in zip(self.parameters.items(), self.gradients(), strict=True)
         ]
-        self.rule.update(shards, scalars, self.step, self.shard_group)
+        self.rule.update(shards, scalars, self.step, self.ranks)
         self.step += 1
         for parameter in self.parameters.values():
             parameter.grad = None

@@ -11,7 +11,6 @@ rule.py says what a rule is, place.py what a place is.
 """
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
 from kernels.adamw import split_halves
@@ -92,13 +91,9 @@ class Optimizer:
 
     def grad_norm(self) -> torch.Tensor:
         """The norm of the gradients of all ranks, the loss scale still in it."""
-        norm = self.place.norm()
-        if self.place.shard_group is not None:  # None without FSDP
-            norm.square_()
-            dist.all_reduce(norm, group=self.place.shard_group)
-            norm.sqrt_()
-        if self.place.replica_group is not None:  # sums in another order differ, and then the replicas would
-            dist.broadcast(norm, group=self.place.replica_group, group_src=0)
+        norm, ranks = self.place.norm(), self.place.ranks
+        if ranks.shard is not None:
+            norm = ranks.sum(norm.square_()).sqrt_()
         return norm.to(self.lr)  # its device and dtype: OnCPU waits here for the GPU
 
     # ------------------------------------------------------------------------------------------------------------------

@@ -16,6 +16,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor, Replicate
 
+from optimizers.rule import Ranks
 from runtime.distributed import local
 
 
@@ -59,9 +60,8 @@ class Place:
         self.parameters, self.rule = parameters, rule
         first = next(iter(parameters.values()))
         names = first.device_mesh.mesh_dim_names if isinstance(first, DTensor) else ()
-        self.shard_group, self.replica_group = (
-            first.device_mesh.get_group(name) if name in names else None for name in ("shard", "replicate")
-        )
+        groups = (first.device_mesh.get_group(name) if name in names else None for name in ("shard", "replicate"))
+        self.ranks = Ranks(*groups)
         self.masters = {name: self._master(cpu_param(p)) for name, p in parameters.items()}
         self.states = {
             name: {key: self._new_state(p.detach(), *state) for key, state in rule.states(name, p).items()}

@@ -10,6 +10,21 @@ import torch
 import torch.distributed as dist
 
 
+class Ranks(NamedTuple):
+    """The ranks that hold the rows of one copy of the model, and those that hold this rank's rows in each copy."""
+
+    shard: dist.ProcessGroup | None = None  # without FSDP
+    replicas: dist.ProcessGroup | None = None  # but of hybrid sharding
+
+    def sum(self, x: torch.Tensor) -> torch.Tensor:
+        """x summed over the rows' ranks, in place. Sums in another order differ: all copies take those of the first."""
+        if self.shard is not None:
+            dist.all_reduce(x, group=self.shard)
+        if self.replicas is not None:
+            dist.broadcast(x, group=self.replicas, group_src=0)
+        return x
+
+
 class Shard(NamedTuple):
     """What this rank has of one parameter in an update: its rows, or none. All but `shape` is this rank's part."""
 
@@ -40,11 +55,11 @@ class Rule:
         """What changes from update to update: float32 scalars on t's device. t: the number of this update, from 1."""
         return ()
 
-    def update(self, shards: list[Shard], scalars: torch.Tensor, step: int, group: dist.ProcessGroup | None) -> None:
+    def update(self, shards: list[Shard], scalars: torch.Tensor, step: int, ranks: Ranks) -> None:
         """One update of all parameters, in place, on the GPU. Override it for rules that need whole matrices.
 
         scalars: float32: the gradients' scale, the learning rate, scalars(t). Unless the scale is finite, nothing may
-        change. step: how many updates there were before this, in vain or not. group: the ranks that share the rows.
+        change. step: how many updates there were before this, in vain or not.
         """
         for _, _, parameter, grad, master, states in shards:
             if grad.numel():  # a rank may hold nothing of a small parameter
@@ -67,7 +82,7 @@ class MatrixRule(Rule):
     def matrix_states(self, name: str, parameter: torch.Tensor) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
         raise NotImplementedError
 
-    def update_matrices(self, shards: list[Shard], scalars, step: int, group: dist.ProcessGroup | None) -> None:
+    def update_matrices(self, shards: list[Shard], scalars: torch.Tensor, step: int, ranks: Ranks) -> None:
         raise NotImplementedError
 
     def states(self, name, parameter):
@@ -77,9 +92,9 @@ class MatrixRule(Rule):
     def scalars(self, t):
         return self.adamw.scalars(t)
 
-    def update(self, shards, scalars, step, group):
-        self.adamw.update([x for x in shards if not is_matrix_of_a_block(x.name, x.shape)], scalars, step, group)
-        self.update_matrices([x for x in shards if is_matrix_of_a_block(x.name, x.shape)], scalars, step, group)
+    def update(self, shards, scalars, step, ranks):
+        self.adamw.update([x for x in shards if not is_matrix_of_a_block(x.name, x.shape)], scalars, step, ranks)
+        self.update_matrices([x for x in shards if is_matrix_of_a_block(x.name, x.shape)], scalars, step, ranks)
 
 
 def is_matrix_of_a_block(name: str, shape: torch.Size) -> bool:

@@ -122,10 +122,17 @@ def test_sharding_setting_decides_how_parameters_are_sharded(train, tmp_path, ra
     train(ranks, script, sharding=sharding, max_iters=1)
 
 
+OTHER_SUMS = (  # in optimizers/, as of ranks that add in another order
+    "import torch.distributed as dist; reduce = dist.all_reduce; dist.all_reduce = lambda *a, **k: "
+    "reduce(*a, **k) or 'optimizers' in sys._getframe(1).f_code.co_filename and a[0].mul_(1 + 2**-20)"
+)
+
+
 @pytest.mark.parametrize("settings, on_one_machine", [
     ({}, "from optimizers.on_gpu import OnGPU as P; norm = P.norm; P.norm = lambda self: norm(self) * (1 + 2**-20)"),
     (dict(offload="optimizer"), "import kernels.c_library as c; c.build = lambda name: None"),  # it has no compiler
-], ids=["another norm", "no C"])  # fmt: skip
+    *((dict(optimizer=rule, galore_rank=8, galore_interval=1), OTHER_SUMS) for rule in ("apollo", "galore")),
+], ids=["another norm", "no C", "other sums of apollo", "other sums of galore"])  # fmt: skip
 def test_copies_of_the_model_stay_equal_where_machines_round_differently(train, tmp_path, settings, on_one_machine):
     script = wrapped(
         tmp_path,

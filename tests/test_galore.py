@@ -10,6 +10,7 @@ from optimizers.adamw import AdamW
 from optimizers.galore import GaLore, renew
 from optimizers.on_gpu import OnGPU
 from optimizers.optimizer import Optimizer
+from optimizers.rule import Ranks
 from runtime.hf_names import stacked_rows
 
 pytestmark = pytest.mark.usefixtures("plain_pytorch_on_one_core")
@@ -36,12 +37,12 @@ def set_gradients(model):
 def test_the_basis_holds_the_leading_singular_vectors(shape):
     g, basis, live = low_rank(shape).float(), torch.zeros(shape[1], RANK), torch.tensor(True)
     for seed in (0, None):
-        renew(basis, g, live, seed, None)
+        renew(basis, g, live, seed, Ranks())
         v = torch.linalg.svd(g).Vh[:RANK].T
         torch.testing.assert_close((basis * v).sum(0).abs(), torch.ones(RANK), rtol=0, atol=1e-3)
         torch.testing.assert_close(basis.T @ basis, torch.eye(RANK), rtol=0, atol=1e-5)
     before = basis.clone()
-    renew(basis, low_rank(shape).float(), live, None, None)
+    renew(basis, low_rank(shape).float(), live, None, Ranks())
     assert ((basis * before).sum(0) >= 0).all(), "a column has turned round"
 
 
