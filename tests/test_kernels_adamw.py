@@ -88,6 +88,16 @@ def test_adamw_matches_pytorch(adamw, dtype, of_grad):
     assert_rounded(parameter, w, adamw)
 
 
+def test_float16_takes_no_slower_way_than_other_dtypes(monkeypatch):
+    skip_without_c(on_cpu)
+    monkeypatch.delattr(adamw_file, "adamw_in_pieces")
+    monkeypatch.delattr(adamw8bit_file, "adamw8bit_reference")
+    for states in (torch.zeros(3001), torch.zeros(3001)), moments(3001):
+        w = torch.ones(3001)
+        on_cpu(w.half(), w.half(), w, *(x.cpu() for x in states), step_scalars(1.0), *OPTIONS)
+        assert (w < 1).all()
+
+
 def test_adamw_on_cpu_keeps_a_nan():
     parameter, w, m = torch.ones(8, dtype=BF16), torch.ones(8), torch.zeros(8)
     m.view(torch.int32)[:4] = 0x7FFFFFFF  # CUDA's NaN, which rounding would carry over into -0
@@ -181,7 +191,7 @@ def wide_grad(n, dtype=FP32):
     return (torch.randn(n) * 10 ** (-5 * torch.rand(n))).to(DEVICE, dtype)
 
 
-@pytest.mark.parametrize("dtype, of_grad", [(FP32, FP32), (BF16, BF16), (BF16, FP32)], ids=str)
+@pytest.mark.parametrize("dtype, of_grad", [(FP32, FP32), (FP16, FP16), (BF16, BF16), (BF16, FP32)], ids=str)
 @pytest.mark.parametrize("n", [3001, 5])
 @pytest.mark.parametrize("adamw", [kernels.adamw8bit, on_cpu, in_pieces], ids=["kernel", "C", "pieces"])
 def test_adamw8bit_has_the_codes_of_the_reference(adamw, n, dtype, of_grad):
