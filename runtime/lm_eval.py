@@ -22,6 +22,9 @@ from runtime.device import pick_device, pick_dtype
 from runtime.evaluate import MOST_WINDOW, log_likelihoods, text_log_likelihood
 from runtime.generate import begin_document, generate_text
 
+# What tasks call the number of tokens that an answer may have.
+LENGTHS = ("max_gen_toks", "max_new_tokens", "max_tokens", "max_completion_tokens")
+
 
 @register_model("nanocria")
 class Nanocria(TemplateLM):
@@ -46,8 +49,11 @@ class Nanocria(TemplateLM):
 
     def generate_until(self, requests, **_):
         def answer(context, options):
-            sampling = {"temperature": options.get("temperature", 0.0) if options.get("do_sample") else 0.0}
-            length, stop = options.get("max_gen_toks", 256), options.get("until", [])
+            greedy = options.get("do_sample") is False or not options.get("temperature")
+            sampling = {"temperature": 0.0 if greedy else float(options["temperature"])}
+            sampling |= {name: options[name] for name in ("top_k", "top_p", "min_p") if options.get(name)}
+            length = int(next((options[name] for name in LENGTHS if options.get(name)), 256))
+            stop = [until] if isinstance(until := options.get("until") or [], str) else until
             prompt = begin_document(self.tokens, context)
             return "".join(new for (new,) in generate_text(self.lm, self.tokens, [prompt], length, stop, **sampling))
 
