@@ -75,7 +75,7 @@ def cpu_parts(config: LlamaConfig, run: RunShape) -> list[Part]:
 def require_memory(config: LlamaConfig, run: RunShape, device: str) -> None:
     """Ends a run that needs more CPU memory than is free: the system would end it without a word."""
     if device == "cpu":
-        step_bytes = GIB * peak_gib(config, replace(run, fused_kernels=False, fused_loss=False, offload="none"))
+        step_bytes = GIB * peak_gib(config, replace(run, fused_kernels=False, offload="none"))
         fix = "use a smaller model (config/baby_llama.py), smaller batches or a GPU"
         require_cpu_memory(step_bytes, "a step needs", fix)
     else:

@@ -348,6 +348,15 @@ def test_largest_batch_is_the_largest_though_a_smaller_one_may_not_fit():
     assert memory_advice.largest_batch(config, run, 22.5) == max(fitting) > len(fitting), fitting
 
 
+def test_a_cpu_is_asked_for_logits_only_where_it_holds_them(monkeypatch):
+    config, asked = replace(TINY, vocab_size=128_256, block_size=1024), []
+    monkeypatch.setattr(memory_advice, "require_cpu_memory", lambda n_bytes, *_: asked.append(n_bytes))
+    for fused_loss in (True, False):
+        memory_advice.require_memory(config, RunShape(8, dtype="float32", fused_loss=fused_loss), "cpu")
+    logits = 4 * 8 * config.block_size * config.vocab_size
+    assert asked[0] < logits < asked[1] / 2
+
+
 ADVISED = {
     "one GPU": (LLAMA_1B, RunShape(8), "--optimizer_bits=8"),
     "8 bits": (LLAMA_1B, RunShape(8, rule=AdamW8bit()), "--batch_size=4 --gradient_accumulation_steps=2"),
