@@ -215,7 +215,10 @@ def _resume(out_dir, model, optimizer, facts, progress):
     changed = _changes(folder.run, facts, base)
     print0(f"resumes   {path}" + (f" with {', '.join(changed)} changed" if changed else ""))
     if folder.run["step"] == settings["max_iters"] and not settings["eval_only"]:
-        print0("nothing left to train: a larger --max_iters trains on, another --out_dir starts a run of its own")
+        print0(
+            "nothing left to train: a larger --max_iters trains on, another --out_dir starts a run of its own, "
+            "--eval_only=true evaluates this one"
+        )
     return folder.run | {"resume_seconds": time.perf_counter() - began}, others
 
 
