@@ -186,6 +186,8 @@ try:
         print("\n".join(f"{name}: {value}" for name, value in found.items()))
     else:
         write_continuations(prompts)
+except ValueError as error:
+    sys.exit(str(error))
 except (EOFError, KeyboardInterrupt):
     print()
 except BrokenPipeError:  # the reader has stopped, as `head` does

@@ -126,6 +126,9 @@ def check_tokens(tokens: np.ndarray, vocab_size: int, path: Path) -> None:
 def read_meta(folder: str | Path) -> dict:
     """Return the content of a dataset's meta.json. Raises FileNotFoundError or ValueError, saying how to make it."""
     path = Path(folder) / "meta.json"
+    if Path(folder).is_file():
+        made = "a folder that data/text/prepare.py or data/chat/prepare.py makes of it"
+        raise FileNotFoundError(f"{folder} is a file, and a dataset is {made}")
     if not path.exists():
         beside = Path(folder).parent
         made = [file.parent.name for file in (*beside.glob("*/meta.json"), *beside.glob("*/prepare.py"))]

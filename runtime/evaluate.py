@@ -27,7 +27,7 @@ from data.chat.template import encode_answers
 from data.rows import head_of, kind_of, open_input, read_rows, whole_text
 from data.vocabulary import Tokenizer
 from model import Llama
-from runtime.generate import begin_document
+from runtime.generate import begin_document, require_in_vocabulary
 
 Row = tuple[list[int], list[bool]]  # tokens, and which of them are predicted: never the first
 CHUNK_TOKENS = 1024  # whose logits exist at a time: 0.5 GiB with Llama 3's vocabulary
@@ -43,6 +43,7 @@ def log_likelihoods(model: Llama, rows: list[Row], batch_size: int) -> Iterator[
     """
     context, device = model.config.block_size, model.tok_embeddings.weight.device
     for tokens, predicted in rows:
+        require_in_vocabulary([tokens], model)
         if any(predicted[: max(len(tokens) - context, 1)]):
             raise ValueError(
                 f"what is to be predicted of {len(tokens):,} tokens begins {len(tokens) - predicted.index(True):,} "

@@ -8,7 +8,7 @@ the padding, and the next token overwrites it. So a row's text does not depend o
 """
 
 from collections import deque
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from functools import partial
 
 import torch
@@ -77,6 +77,12 @@ def decode_step(model: Llama, caches: list[KVCache], tokens: torch.Tensor) -> to
     return model.lm_head(x)[:, 0].float()
 
 
+def require_in_vocabulary(rows: Iterable[list[int]], model: Llama) -> None:
+    """ValueError for a token that the model has no row for: on a GPU the embedding would end in an assertion."""
+    if (largest := max(map(max, rows))) >= model.config.vocab_size:
+        raise ValueError(f"the tokenizer gives token {largest}, and the model has {model.config.vocab_size:,} tokens")
+
+
 @torch.no_grad()
 def generate(
     model: Llama,
@@ -95,6 +101,7 @@ def generate(
     """
     if not prompts or not all(prompts):
         raise ValueError("generate needs at least one token to continue")
+    require_in_vocabulary(prompts, model)
     block_size, device = model.config.block_size, model.tok_embeddings.weight.device
     texts, running = [list(prompt[-block_size:]) for prompt in prompts], [True] * len(prompts)
     n_positions = min(block_size, max(map(len, texts)) + max_new_tokens)

@@ -236,12 +236,15 @@ def _open_checkpoint(path: Path) -> Folder:
 
 def _require_same_model(folder: Folder, resumes: bool, config, settings, dataset):
     model, tokenizer = read_config(folder)
-    setting = "out_dir" if resumes else "init_from"
+    setting, known, rows = "out_dir" if resumes else "init_from", dataset["vocab_size"], model["vocab_size"]
+    if tokenizer in (None, dataset["tokenizer"]) and known > rows:
+        tokens = f"the data's tokenizer has {known:,} tokens, and {folder.path} rows for {rows:,}"
+        stop(f"{tokens}: prepare the data with the weights' own tokenizer, or give the weights more rows")
     if tokenizer is None:  # only the user can know
-        tokenizer, known = dataset["tokenizer"], dataset["vocab_size"]
+        tokenizer = dataset["tokenizer"]
         sentence = f"{folder.path} does not say its tokenizer, which must be the data's: {tokenizer}, {known:,} tokens"
-        if config.vocab_size == known != model["vocab_size"]:
-            stop(f"{sentence}. If so, pass --vocab_size={model['vocab_size']}; else prepare the data with it")
+        if config.vocab_size == known != rows:
+            stop(f"{sentence}. If so, pass --vocab_size={rows}; else prepare the data with it")
         print0(sentence)
     if tokenizer != dataset["tokenizer"]:  # before vocab_size, which is the dataset's
         found = f"{settings['dataset']} holds {dataset['tokenizer']} tokens"
@@ -255,6 +258,10 @@ def _require_same_model(folder: Folder, resumes: bool, config, settings, dataset
     def in_float32(value):  # a GGUF file holds 1e-5 as 9.9999997e-06
         return float(np.float32(value)) if isinstance(value, float) else value
 
+    if not resumes and config.block_size > model["block_size"]:
+        print0(
+            f"block_size {config.block_size:,} is beyond the {model['block_size']:,} tokens of {folder.path}'s context"
+        )
     differing = [name for name in was if name in now and in_float32(was[name]) != in_float32(now[name])]
     if differing:
         differences = ", ".join(f"{name} {was[name]} (this run: {now[name]})" for name in differing)

@@ -95,7 +95,7 @@ def test_templates_render_as_in_transformers(template, prompt):
 
 @pytest.mark.parametrize("template, message", [
     ("{{ raise_exception('roles must alternate') }}", "roles must alternate"),
-    ("{% for m in messages %}", "cannot write"),
+    ("\n{% for m in messages %}", "cannot write .*: its line 2 is no Jinja"),
     ("{{ 1 / 0 }}", "division by zero"),
     ("{{ ''.__class__.__mro__[1].__subclasses__() }}", "unsafe"),
     ("{{ messages.append(1) }}", "unsafe"),
@@ -223,9 +223,13 @@ def test_generation_ends_at_the_end_of_a_turn_also_where_the_tokenizer_does_not_
     ('{"messages": []}', "an empty one"),
     ('{"messages": [{"content": "no role"}]}', "message 1 is no object with a role"),
     ('{"messages": [{"role": "user", "content": ["x"]}]}', r"message 1 has \['x'\] as content, expected a string"),
-    (line("only a question"), "there is no answer: no role is assistant, but user"),
+    (line("only a question"), "there is no answer to learn: no role is assistant, but user"),
+    (line("a", "b").replace('"b"', '"b", "weight": 0'), "there is no answer to learn: each has weight 0"),
+    (line("a", "b").replace('"b"', '"b", "weight": "0"'), "message 2 has weight '0', expected 0 or 1"),
+    (line("a", "b").replace("{", '{"tools": [{}], ', 1), "it has tools, which no template is given here"),
     (line("a", "b", "c", " "), "message 4 is an empty answer, as the chat template writes it"),
-    (line("a", "").replace('""', '"", "tool_calls": [{}]'), "message 2 is an empty answer"),  # not in this template
+    *((line("a", "b").replace('"b"', f'{content}, "tool_calls": [{{}}]'), "message 2 has tool calls, which the chat")
+      for content in ('"b"', '""', "null")),
 ])  # fmt: skip
 def test_a_line_that_is_no_conversation_is_named_or_skipped_and_counted(written, capsys, bad, message):
     good = [line(f"{i}?", str(i)) for i in range(9)]

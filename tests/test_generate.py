@@ -14,6 +14,7 @@ import kernels
 import kernels.reference
 from model import attend, document_starts
 from runtime.checkpoint import load_model
+from runtime.evaluate import log_likelihoods
 from runtime.generate import PrefixCache, decode_step, generate, new_caches, read_prompts, sample
 from tests.published import publish
 from tests.test_model import DEVICE, FP64, PLAIN, batch, build, error, needs_gpu
@@ -259,6 +260,13 @@ def test_invalid_sampling_settings_and_an_empty_prompt_are_refused():
             next(generate(model, [[1]], 2, **{name: value}))
     with pytest.raises(ValueError, match="at least one token to continue"):
         next(generate(model, [[1], []], 2))
+    n = model.config.vocab_size
+    for beyond in (
+        lambda: next(generate(model, [[1], [0, n]], 2)),
+        lambda: next(log_likelihoods(model, [([n, 1], [0, 1])], 1)),
+    ):
+        with pytest.raises(ValueError, match=f"the tokenizer gives token {n}, and the model has {n:,} tokens"):
+            beyond()
 
 
 def test_generate_leaves_autograd_on_for_the_caller():

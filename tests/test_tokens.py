@@ -119,6 +119,10 @@ def test_a_dataset_is_found_by_its_name_under_data_and_by_any_path(tmp_path, mon
 def test_missing_or_incomplete_dataset_error_has_the_prepare_command(tmp_path):
     with pytest.raises(FileNotFoundError, match="is no folder: run python data/text/prepare.py --input .* --out"):
         Tokens(tmp_path / "mine", "train")
+    with pytest.raises(
+        FileNotFoundError, match="tokens.py is a file, and a dataset is a folder that data/text/prepare"
+    ):
+        Tokens(Path(write.__file__).parent / "tokens.py", "train")
     with pytest.raises(FileNotFoundError, match=r"is no folder\. Did you mean fineweb_edu\? Else run python "):
         Tokens(Path(write.__file__).parent / "fineweb", "train")
     (tmp_path / "prepare.py").touch()

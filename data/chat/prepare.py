@@ -53,6 +53,8 @@ def read_conversations(files: list[Path], tokenizer: Tokenizer, bad: Bad) -> Ite
 
 def messages_of(row) -> list[dict]:
     """The messages of a row. ValueError if it holds none, or what is no message."""
+    if isinstance(row, dict) and row.get("tools"):
+        raise ValueError("it has tools, which no template is given here: write them into a system message")
     if isinstance(row, dict) and "messages" in row:
         messages = row["messages"]
     elif isinstance(row, dict) and {"prompt", "completion"} <= row.keys():
@@ -69,6 +71,10 @@ def messages_of(row) -> list[dict]:
 def checked(message, i: int) -> dict:
     if not isinstance(message, dict) or not isinstance(message.get("role"), str):
         raise ValueError(f"message {i} is no object with a role, as in {{'role': 'user', 'content': 'hello'}}")
+    if message.get("weight") not in (None, 0, 1):
+        raise ValueError(f"message {i} has weight {message['weight']!r:.40}, expected 0 or 1")
+    if message.get("tool_calls") and message.get("content") is None:
+        message = message | {"content": ""}
     if not isinstance(message.get("content"), str):
         raise ValueError(f"message {i} has {message.get('content')!r:.40} as content, expected a string")
     return message

@@ -66,7 +66,7 @@ def render(messages: list[dict], template: str, bos: str, eos: str, add_generati
 
 @functools.lru_cache(maxsize=8)
 def compile_template(template: str):
-    from jinja2 import TemplateError
+    from jinja2 import TemplateError, TemplateSyntaxError
     from jinja2.ext import loopcontrols
     from jinja2.sandbox import ImmutableSandboxedEnvironment
 
@@ -78,7 +78,10 @@ def compile_template(template: str):
     environment.globals["raise_exception"] = raise_exception
     environment.globals["strftime_now"] = lambda format: datetime.now().strftime(format)
     # {% generation %} ... {% endgeneration %} marks answers for transformers. Here what it encloses is plain.
-    return environment.from_string(re.sub(r"({%[-+]?\s*(?:end)?)generation\b", r"\1with", template))
+    try:
+        return environment.from_string(re.sub(r"({%[-+]?\s*(?:end)?)generation\b", r"\1with", template))
+    except TemplateSyntaxError as error:
+        raise ValueError(f"its line {error.lineno} is no Jinja ({error.message})") from None
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -110,12 +113,16 @@ def render_answers(tokenizer: Tokenizer, messages: list[dict]) -> str:
                 "follow: give the answers one by one, each at the end of a conversation of its own"
             )
         alone = {"role": "assistant", "content": message["content"]}
-        if not message["content"].strip() and upto == render_marked(tokenizer, [*messages[:i], alone]).rstrip():
-            raise ValueError(f"message {i + 1} is an empty answer, as the chat template writes it")
+        fault = "" if message["content"].strip() else "is an empty answer, as the chat template writes it"
+        fault = "has tool calls, which the chat template does not write" if message.get("tool_calls") else fault
+        if fault and upto == render_marked(tokenizer, [*messages[:i], alone]).rstrip():
+            raise ValueError(f"message {i + 1} {fault}")
         marked += [text[done : len(prompt)], ANSWER, upto[len(prompt) :], ANSWER_END]
         done = len(upto)
     if not marked:
-        raise ValueError(f"there is no answer: no role is assistant, but {', '.join(m['role'] for m in messages)}")
+        roles = [message["role"] for message in messages]
+        why = "each has weight 0" if "assistant" in roles else f"no role is assistant, but {', '.join(roles)}"
+        raise ValueError(f"there is no answer to learn: {why}")
     return "".join([*marked, text[done:]])
 
 
