@@ -5,7 +5,7 @@
     python bench.py --preset=finetune           8B with adapters, beside peft and bitsandbytes
     python bench.py sweep --help                its other settings; likewise for each command below
     python bench.py estimate --card=4090        what fits, by arithmetic, without a GPU
-    python bench.py ladder                      every memory technique on top of the last, as if in 24 GiB
+    python bench.py ladder                      every memory technique on top of another, as if in 24 GiB
     python bench.py snapshot                    what holds the memory in one step
     python bench.py kernels                     every kernel beside eager PyTorch, torch.compile and other libraries
     python bench.py step                        the whole training step, beside other trainers

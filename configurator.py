@@ -261,7 +261,7 @@ def help_text(namespace: dict, settings: dict, values: dict) -> str:
     widths = [max((len(row[i]) for row in rows.values() if len(row[i]) < 32), default=0) for i in range(3)]
 
     purpose = (namespace.get("__doc__") or "").strip().split("\n\n")[0]
-    out = [purpose, "", f"usage: python {os.path.relpath(namespace['__file__'])} [config/<name>.py] [--key=value]"]
+    out = [purpose, "", f"usage: python {os.path.relpath(namespace['__file__'])} [CONFIG.py] [--key=value]"]
     for group in dict.fromkeys(setting.group for setting in settings.values()):
         out += ["", group]
         for *cells, comment in (rows[name] for name in settings if settings[name].group == group):

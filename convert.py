@@ -1,4 +1,4 @@
-"""A folder with Hugging Face's config.json and .safetensors files, in any dtype, from any weights that can be read.
+"""A folder with Hugging Face's config.json and .safetensors files, from any weights that can be read.
 
     python convert.py Llama3.2-1B my-llama                             Meta's format, params.json and a .pth
     python convert.py out/llama32_1b my-llama --dtype float32          a run's newest checkpoint: its master weights
@@ -7,7 +7,7 @@
 
 Adapters are merged into the published weights, also those trained with --fp8. A base in NF4 is what its four bits are
 read back as, on which they were trained, or with --merge original the published weights, without the four bits' error.
-Nothing needs it to use a run: a checkpoint is such a folder, and train.py and sample.py read all of these.
+You do not need it to use a run: a checkpoint is such a folder, and train.py and sample.py read all of these.
 """
 
 import argparse

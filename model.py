@@ -84,8 +84,8 @@ def rope_tables(config: LlamaConfig, start: int, end: int, device, dtype=torch.f
 
     The llama3 scaling (3.1, 3.2) slows rotations down for contexts beyond the original one: wavelengths longer than
     original / low_freq_factor by the whole factor, those shorter than original / high_freq_factor not at all, and
-    those between by a mix of both. Made anew in each forward (a dozen tiny launches) rather than kept as a buffer:
-    `model.to(bfloat16)` would round a buffer, and a model built on the meta device would lose it.
+    those between by a mix of both. Made anew in each forward (10 tiny launches, 20 with the scaling) rather than kept
+    as a buffer: `model.to(bfloat16)` would round a buffer, and a model built on the meta device would lose it.
     """
     exponents = torch.arange(0, config.head_dim, 2, device=device, dtype=torch.float64) / config.head_dim
     frequencies = config.rope_theta**-exponents  # (D/2,) radians a position
@@ -127,7 +127,7 @@ def triton_is_faster(q):
 
 def attend(q, k, v):
     """Causal softmax(q kᵀ / sqrt(D)) v for q (B, T, H, D), k and v (B, S, K, D) of any strides; returns (B, T, H·D).
-    The T queries are those of the last of S positions.
+    The T queries are at the last T of the S positions.
 
     PyTorch tries flash first; on Hopper and later cuDNN is about 1.5 times as fast, forward and backward.
     """

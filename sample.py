@@ -4,7 +4,7 @@
     python sample.py --out_dir=Llama-3.2-1B-Instruct --chat
     python sample.py --out_dir=Llama-3.2-1B --evaluate=hellaswag_val.jsonl
 
-out_dir is a run's folder (its newest checkpoint is read), one checkpoint, out/baby_llama/step_001000, or a folder of
+out_dir is a run's folder (its newest checkpoint is read), one checkpoint, out/baby_llama/step_000800, or a folder of
 published weights: Hugging Face's config.json and .safetensors, or Meta's params.json and consolidated.00.pth.
 runtime/generate.py draws the tokens; runtime/evaluate.py says what is measured.
 """

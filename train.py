@@ -51,14 +51,14 @@ from runtime.watchdog import Watchdog
 # ----------------------------------------------------------------------------------------------------------------------
 # output
 out_dir = "out"  # checkpoints, metrics.jsonl and summary.json
-init_from = "auto"  # auto: resume if out_dir has a checkpoint, else scratch; resume; scratch; or published weights
+init_from = "auto"  # auto: resume if out_dir has a checkpoint, else scratch; resume; scratch; or a folder of weights
 eval_interval = 1000  # steps between evaluations; each is followed by a checkpoint
 eval_first = False  # evaluate before the first step, too
 eval_only = False  # evaluate what the run would start from, and end
 eval_iters = 100  # batches per evaluation: always the same ones, spread evenly over the validation tokens
 log_interval = 10  # steps between log lines
 keep_last = 2  # checkpoints kept; 0: none are written
-async_save = True  # write checkpoints while training goes on: takes 6 to 24 bytes of CPU memory per parameter
+async_save = True  # write checkpoints while training goes on: 12 bytes of CPU memory per trained parameter, 6 in 8 bits
 profile = False  # write a trace of three steps and of what was in memory to out_dir/profile
 
 # wandb logging
@@ -91,8 +91,8 @@ attention: Literal["auto", "sdpa", "triton"] = "auto"  # auto: the faster one; t
 # optimizer
 optimizer: Literal["adamw", "muon", "normuon", "galore", "apollo"] = "adamw"  # of blocks' matrices; all else: AdamW
 galore_rank = 128  # of galore and apollo: columns of the projected gradients
-galore_interval = 200  # steps between two projections
-galore_scale = 1.0  # of galore's step, which is then as long as AdamW's
+galore_interval = 200  # of both: steps between two projections
+galore_scale = 1.0  # factor of galore's step; 1: as long as AdamW's
 learning_rate = 3e-4  # the peak, after the warm-up
 max_iters = 10000  # steps of the whole run
 warmup_iters = 100  # steps of linear warm-up
@@ -114,7 +114,7 @@ base_dtype: Literal["bfloat16", "nf4"] = "bfloat16"  # frozen projections: in dt
 # system
 device: Literal["auto", "cuda", "cpu"] = "auto"  # auto: cuda where there is one
 dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"  # of compute; auto: bfloat16, on a CPU float32
-fp8 = False  # the blocks' matmuls in float8, but weight gradients: faster, coarser (RTX 40, H100 and newer; bfloat16)
+fp8 = False  # the blocks' matmuls in float8, all but weight gradients': faster, coarser (RTX 40, L4, H100 or newer)
 activation_checkpointing: Literal["none", "selective", "full"] = "none"  # recompute nothing; gate and up; whole blocks
 offload: Literal["none", "optimizer", "all"] = "none"  # optimizer: AdamW and gradients in CPU memory; all: weights too
 offload_dir: str | None = None  # a folder on an NVMe drive: AdamW's state is there instead of in CPU memory
@@ -125,7 +125,7 @@ cuda_graph = False  # replay forward-backward and update as CUDA graphs, on one 
 seed = 1337  # of the weights and of the order of the data
 
 # several GPUs
-sharding: Literal["zero3", "zero2", "hybrid"] = "zero3"  # zero2: blocks stay gathered; hybrid: a copy each machine
+sharding: Literal["zero3", "zero2", "hybrid"] = "zero3"  # zero2: blocks stay gathered; hybrid: a copy on each machine
 sync_every_micro_batch = True  # false: reduce gradients once per step, with all of them in float32 on every rank
 copy_engines: bool | None = None  # communicate by copy engine instead of NCCL; none: where the GPUs can
 timeout = 600.0  # seconds without progress after which the waiting ranks say which one they wait for and end the run
@@ -180,8 +180,8 @@ def to_device(blocks: torch.Tensor) -> tuple[torch.Tensor, ...]:
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# Model: shapes on no device, then what changes how they compute, then shards, then memory, then weights. No rank ever
-# holds the whole model.
+# Model: shapes on no device, then what changes how they compute, then shards, then memory, then weights. Of several
+# ranks none builds or reads the whole model.
 watchdog.progress("building the model")
 with stop_on_error():
     rule = rule_of(settings)  # what updates the weights: memory.py asks which states it has

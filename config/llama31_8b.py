@@ -21,7 +21,7 @@ rope_scaling = {
     "original_max_position_embeddings": 8192,
 }
 
-# 0.5M tokens per step: 2 x 4096 x 64. Meta began with 4M and a context of 4,096, then doubled both.
+# 0.5M tokens per step: 2 x 4096 x 64. Meta began 405B with 4M and a context of 4,096, then doubled both.
 batch_size = 2
 block_size = 4096
 gradient_accumulation_steps = 64

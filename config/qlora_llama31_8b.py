@@ -30,8 +30,8 @@ weight_decay = 0.0  # the adapters decay to the published model, which holds the
 max_iters = 1000
 warmup_iters = 30
 
-# 32,768 tokens a step. Full checkpointing keeps one input a layer: all eight sequences fit at once, so each projection
-# is read back three times a step.
+# 32,768 tokens a step. Full checkpointing keeps one input a layer: all eight sequences fit at once. They pass through a
+# block in two groups, so each projection is read back six times a step: twice in forward, four times in backward.
 batch_size = 8
 block_size = 4096
 gradient_accumulation_steps = 1

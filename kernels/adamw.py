@@ -159,8 +159,7 @@ def adamw(
     )  # fmt: skip
 
 
-CPU_CHUNK = 2**22  # elements at a time: their gradient in float32 stays in the cache; best of 2^16..2^24 on 16 cores
-CPU_PIECE = 2**18  # of these by PyTorch without adamw.c; best of 2^14..2^22 on 2 cores
+CPU_PIECE = 2**18  # elements at a time, by PyTorch without adamw.c; best of 2^14..2^22 on 2 cores
 C_NAMES = {torch.bfloat16: "bfloat16", torch.float32: "float"}
 
 

@@ -9,10 +9,10 @@ halves, and the step scalars). Nothing is kept in fp32 between steps, and one pr
 blocks, so it finds their new absmax in its registers.
 
 A v above 0 never takes the code of 0, but at least the smallest above it. The paper's rounds to the nearest. There a v
-of 10⁻⁷ of its block's largest becomes 0, its m survives, and the next small gradient moves w by m̂ / ε: on a quadratic
-whose curvatures span four decades, by 20,000 lr in a single step, where this one stays below 3 (Li et al., Memory
-Efficient Optimizers with 4-bit States, 2023, remove zero from the map for the same reason). A v that is too large only
-makes a step too short.
+of 10⁻⁷ of its block's largest becomes 0, its m survives, and the next small gradient moves w by m̂ / ε: on a noisy
+quadratic whose curvatures span four decades, by thousands of lr in a single step, where this one stays below 3 (Li et
+al., Memory Efficient Optimizers with 4-bit States, 2023, remove zero from the map for the same reason). A v that is too
+large only makes a step too short.
 
 Every operation up to the codes is rounded as PyTorch rounds it (no fused multiply-add, 1 / absmax to the nearest): the
 kernel, adamw8bit.c and the reference arrive at the same codes bit for bit.
@@ -143,7 +143,8 @@ def adamw8bit(
     _adamw8bit_kernel[(triton.cdiv(len(m_absmax), blocks),)](
         parameter.view(torch.int16) if halves else parameter, *tensors[1:], step_scalars, *tables, parameter.numel(),
         BETA1=beta1, BETA2=beta2, EPS=eps, WEIGHT_DECAY=weight_decay, HALVES=halves,
-        APART=not halves and parameter.data_ptr() != w.data_ptr(), ZERO=127, BLOCK=BLOCK, BLOCKS=blocks,
+        APART=not halves and parameter.data_ptr() != w.data_ptr(), BLOCK=BLOCK, BLOCKS=blocks,
+        ZERO=127,  # m's code of 0, behind 127 negatives
         num_warps=4, enable_fp_fusion=False,
     )  # fmt: skip
 

@@ -38,7 +38,9 @@ def _decode_kernel(
     K: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, SCALE: tl.constexpr,
     HEADS: tl.constexpr, DIMS: tl.constexpr, BLOCK_N: tl.constexpr, SPLITS: tl.constexpr,
 ):  # fmt: skip
-    """One program, one row, key/value head and split: y divided by its sum of exponentials, that, and its maximum."""
+    """One program, one row, key/value head and split: y. Of several splits each stores y before the division by its sum
+    of exponentials, that sum and its maximum, and _merge_kernel divides.
+    """
     row_head, split = tl.program_id(0).to(tl.int64), tl.program_id(1)
     batch, kv_head = row_head // K, row_head % K
     heads, dims = tl.arange(0, HEADS), tl.arange(0, DIMS)

@@ -5,7 +5,8 @@
 
 The map has seven decades, and twice as many values in each as in the one below it. Decade i of 0..6 holds the middles
 of linspace(0.1, 1, 2^i + 1), times 10^(i − 6), and their negatives; a map without negatives holds twice as many. With
-0 and 1 that makes 256: 0.7% apart at the top, and still two values a block's largest could be a million times.
+0 and 1 that makes 256: 1.4% of the largest apart at the top, without negatives 0.7%, and still two values a block's
+largest could be a million times.
 
 How code is found without a search: a bound lies between two values of the map, and the upper 16 bits of a float32 cut
 the line into cells of 0.4 to 0.8%, so that none holds two bounds. A table has, for each cell, the code at its start in
@@ -27,7 +28,7 @@ import torch
 from .launch import tl, triton
 
 BLOCK = 256  # values that share an absmax
-SMALLEST = 2.0**-126  # an absmax below it has no reciprocal in fp32: its block is all 0
+SMALLEST = 2.0**-126  # fp32's smallest normal number: a block whose absmax is below it is all 0
 FIRST_CELL = (127 - 23) << 7  # the upper half of 2^-23; what is smaller is nearest to 0
 LAST_CELL = (127 << 7) - FIRST_CELL  # that of 1, counted from FIRST_CELL
 

@@ -16,7 +16,8 @@ FLOPs for the n = T(T+1)/2 pairs of a row and head: forward 4nD, backward 14nD. 
 forward 4N(H+K)D, backward 12N(H+K)D, nothing beside a thousand FLOPs a byte. The exponentials count: a multiprocessor
 computes 16 a clock beside 4,096 FLOPs, which is as long as the matmuls take at D = 64. They are of base 2, one fused
 multiply-add and one instruction each, and run beside another block's matmuls wherever two programs share the hardware.
-On one H200, where a matmul of as many FLOPs is 100%: forward 56-70%, backward 50-57%.
+On one H200, where a matmul of as many FLOPs, in backward of the five that suffice, is 100%: forward 56-70%, backward
+50-57%.
 
 Made for Hopper, whose copy engine (TMA) reads the tiles. Triton emulates it on older cards, slowly.
 Dao, FlashAttention-2, 2023. https://arxiv.org/abs/2307.08691
@@ -317,7 +318,7 @@ def _backward(
         NEED_DQ=need_dq, **heads, **constants,
     )  # fmt: skip
     if need_dkv:
-        # Token s is seen by s..ends[s]: as starts never fall, by all up to the last with starts[t] <= s.
+        # Token s is seen by s..ends[s] − 1: as starts never fall, by all up to the last with starts[t] <= s.
         ends = None
         if starts is not None:
             time = torch.arange(n_time, dtype=starts.dtype, device=starts.device)

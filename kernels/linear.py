@@ -54,7 +54,7 @@ class Linear(nn.Linear):
 
     @staticmethod
     def project(x, weight, out=None):
-        """y in x's dtype; into out, where given, which has rows alone."""
+        """y in x's dtype; into out (N, O), where given."""
         return F.linear(x, weight) if out is None else torch.mm(x, weight.T, out=out)
 
     @staticmethod
@@ -64,7 +64,7 @@ class Linear(nn.Linear):
 
     @staticmethod
     def input_gradient(dy, weight, out=None):
-        """dx in dy's dtype; into out, where given, which has rows alone."""
+        """dx in dy's dtype; into out (N, C), where given."""
         return dy @ weight if out is None else torch.mm(dy, weight, out=out)
 
     @staticmethod

@@ -9,8 +9,9 @@ stacks the matrices' (r, C), and B their (Oᵢ, r): the columns i·r..(i+1)·r o
 How the frozen W is held is for subclasses to say: `held` names its tensors, quantize makes them, read_weight reads them
 back. nf4_lora_linear.py holds it in four bits; fp8_lora_linear.py multiplies it in float8.
 
-FLOPs for m matrices: 2·N·C·O forward and backward, for a frozen W has no gradient, and 2·N·r·(m·C + O) forward, about
-three times that backward. Saved: x (unless the fused function computes it again), W, A and B.
+FLOPs for m matrices: 2·N·C·O forward and as many backward, for a frozen W has no gradient; of the adapters
+2·N·r·(m·C + O) forward and 2·N·r·(3·m·C + 2·O) backward, which computes x Aᵀ again. Saved: x (unless the fused function
+computes it again), W, A and B.
 
 Hu et al., LoRA: Low-Rank Adaptation of Large Language Models, 2021. https://arxiv.org/abs/2106.09685
 """

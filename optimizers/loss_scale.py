@@ -1,8 +1,9 @@
 """The loss scale of float16, which holds nothing below 6e-8, where many gradients live.
 
-So gradients are computed 2^16 times too large and scaled back in the update. The scale halves when they overflow, and
-doubles after 2,000 updates in a row; train.py ends a run that overflows at a scale of 1. It lives on the device, so
-that nothing waits for it: a step may be queued, or replayed by a CUDA graph, before the CPU knows how the last ended.
+So gradients are computed 2^16 times too large at first, and scaled back in the update. The scale halves when they
+overflow, and doubles after 2,000 updates in a row; train.py ends a run that overflows at a scale of 1. It lives on the
+device, so that nothing waits for it: a step may be queued, or replayed by a CUDA graph, before the CPU knows how the
+last ended.
 """
 
 import torch

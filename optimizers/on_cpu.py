@@ -24,18 +24,19 @@ from functools import partial
 
 import torch
 
-from kernels.adamw import CPU_CHUNK
 from kernels.c_library import c_library, not_used
 from optimizers.place import Place, cpu_param
 from runtime.distributed import all_reduce_max, local, local_world_size, worker_thread
 from runtime.pinned_memory import pinned_empty
 from runtime.stream_weights import StreamedWeights
 
+CHUNK = 2**22  # elements in float32 at a time: they stay in the cache; best of 2^16..2^24 on 16 cores
+
 
 def in_float32(x: torch.Tensor):
     """Yields pieces of x, converted in a buffer that stays in the cache: PyTorch adds two dtypes 4 times slower."""
-    buffer = torch.empty(min(CPU_CHUNK, x.numel()))
-    for part in x.view(-1).split(CPU_CHUNK):
+    buffer = torch.empty(min(CHUNK, x.numel()))
+    for part in x.view(-1).split(CHUNK):
         yield buffer[: part.numel()].copy_(part)
 
 
@@ -158,7 +159,7 @@ class OnCPU(Place):
                 if self.sums_are_stale:
                     self.sums.setdefault(name, torch.empty(grad.shape)).copy_(grad)
                 else:
-                    totals = self.sums[name].view(-1).split(CPU_CHUNK)
+                    totals = self.sums[name].view(-1).split(CHUNK)
                     for total, part in zip(totals, in_float32(grad), strict=True):
                         total.add_(part)
             self.sums_are_stale = False

@@ -8,7 +8,7 @@ Where each byte goes, in bfloat16: n parameters, of which B a block and R the ro
 untied head), L layers, N tokens, P ranks that share one copy of the model:
 
     compute weights         2n / P              AdamW: lower halves of the weights, two moments    10n / P (8-bit: 4n)
-    saved activations       2·N·L·(4C + 2KD + 2F)     the loss    a chunk's logits + 4VC           gradients    2n / P
+    saved activations       2·N·L·(4C + 2KD + 2F)     the loss    a chunk's logits + 4VC + 4NC     gradients    2n / P
     FSDP by NCCL            the gathered root 2R, two blocks 4B, a block's gradients being reduced in float32 4B
     FSDP by copy engines    their buffers 2·(5B + 2R), the gathered root 2R and a block 2B
     an untied head          instead of 2R: 4H in the loss, then its gradients being reduced in float32 4H

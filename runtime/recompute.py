@@ -1,11 +1,11 @@
 """Activation checkpointing: what forward does not keep, backward computes again.
 
     recompute(model, "selective")     # of each layer, gate and up: an eighth of a step of Llama 3.2 1B
-    recompute(model, "full")          # whole layers, from their inputs: a quarter
+    recompute(model, "full")          # whole layers, from their inputs, but for the down projection: a good fifth
 
 After Llama.set_operations and use_fp8, before torch.compile and fully_shard. 'full' wraps each layer's forward: the
-layer keeps its input alone. A few sequences pass through it at a time (`recomputed`): its activations exist for one
-group of them only, in forward and in backward, and the gradient of its input overwrites that of its output. So only
+layer keeps its input alone. From 32,768 tokens on (`groups_of_sequences`) a few sequences pass through it at a time:
+its activations exist for one group of them only, and the gradient of its input overwrites that of its output. So only
 the layers' inputs and one gradient grow with the batch. With offload_activations what either mode keeps leaves the GPU:
 offload_activations.py.
 """
@@ -190,6 +190,7 @@ def _gradients(layer, x, cos, sin, doc_starts, weights, dy):
         outputs = compute(layer, x, None, cos, sin, doc_starts, None, False)
         # Graph nodes, not tensors: held here, the residual stream after attention would outlive the MLP's backward.
         outputs = [get_gradient_edge(output) for output in outputs]
+    # the output is their sum: its gradient is that of both
     return torch.autograd.grad(outputs, [x, *weights], [dy, dy])
 
 

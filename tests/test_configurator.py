@@ -269,7 +269,7 @@ def test_an_error_in_a_file_names_file_and_line(folder, error, line, message):
 def test_help_shows_the_settings_in_their_groups_with_type_value_and_comment(printed):
     text = printed(0, "--help")
     assert text == printed(0, "-h")
-    assert text.startswith("Train a toy\nin two lines.\n\nusage: python train.py [config/<name>.py] [--key=value]\n")
+    assert text.startswith("Train a toy\nin two lines.\n\nusage: python train.py [CONFIG.py] [--key=value]\n")
     assert "paragraph" not in text
     assert re.findall(r"^\w.*$", text, re.M)[3:] == ["data, and how much of it", "optimizer", "system"]
     assert re.findall(r"^  --(\w+)", text, re.M) == list(DEFAULTS)

@@ -10,7 +10,7 @@ every CPU core tokenizes. Files may be compressed: gzip, zstd, xz, bzip2. A docu
 an array, or a file of text. A text of several documents has lines between them that are nothing but <|endoftext|>; any
 other large file is cut at line ends. Folders are searched to the bottom, except for --out, links to folders, hidden and
 binary files. A document goes to validation if the hash of its text is below a bound, so copies of one document are all
-on the same side. Of the first megabyte, where that could be none or most, those with the smallest hashes go there.
+on the same side. Of the first megabyte those with the smallest hashes go there: else that could be none, or most.
 """
 
 import heapq
