@@ -87,10 +87,10 @@ def targets_of(folder, split="train"):
 ], ids=["llama3", "plain", "tools", "break", "generation", "namespace"])  # fmt: skip
 @pytest.mark.parametrize("prompt", [False, True], ids=["whole", "prompt"])
 def test_templates_render_as_in_transformers(template, prompt):
-    (theirs,), _ = render_jinja_template(
-        [MESSAGES], chat_template=template, add_generation_prompt=prompt, bos_token="<s>", eos_token="</s>"
-    )
-    assert render(MESSAGES, template, "<s>", "</s>", prompt) == theirs
+    for tools in (None, [{"type": "function", "function": {"name": "wéather"}}]):
+        options = dict(chat_template=template, add_generation_prompt=prompt, bos_token="<s>", eos_token="</s>")
+        (theirs,), _ = render_jinja_template([MESSAGES], tools=tools, **options)
+        assert render(MESSAGES, template, "<s>", "</s>", prompt, tools) == theirs
 
 
 @pytest.mark.parametrize("template, message", [
@@ -151,6 +151,17 @@ def test_a_special_token_that_a_message_spells_out_stays_text():
     assert encode_prompt(LLAMA3, messages[:1]) == ids[: len(encode_prompt(LLAMA3, messages[:1]))]
     with pytest.raises(ValueError, match="no characters"):
         render_answers(LLAMA3, [{"role": "assistant", "content": "\ufdd1"}])
+
+
+def test_tools_and_tool_calls_are_written_where_the_template_does(written, tmp_path):
+    calls = "m.content ~ (m.tool_calls | tojson if m.tool_calls)"
+    (tmp_path / "tools.jinja").write_text("{{ tools | tojson if tools }}" + PLAIN.replace("m.content", calls))
+    row = line("a?", "b").replace("{", '{"tools": [{"name": "<|endoftext|>"}], ', 1)
+    rows = [row.replace('"b"', f'null, "tool_calls": [{i}]') for i in range(1, 9)]
+    folder = written(*rows, template=tmp_path / "tools.jinja")
+    assert sorted(targets_of(folder) + targets_of(folder, "val")) == [f"[{i}]<|endoftext|>" for i in range(1, 9)]
+    tokens = Tokens(folder, "train")
+    assert (tokens.shards[0] == 256).sum() == tokens.meta["train_documents"], "a tool's name became a special token"
 
 
 def test_a_template_that_rewrites_earlier_answers_is_refused():
@@ -226,7 +237,8 @@ def test_generation_ends_at_the_end_of_a_turn_also_where_the_tokenizer_does_not_
     (line("only a question"), "there is no answer to learn: no role is assistant, but user"),
     (line("a", "b").replace('"b"', '"b", "weight": 0'), "there is no answer to learn: each has weight 0"),
     (line("a", "b").replace('"b"', '"b", "weight": "0"'), "message 2 has weight '0', expected 0 or 1"),
-    (line("a", "b").replace("{", '{"tools": [{}], ', 1), "it has tools, which no template is given here"),
+    (line("a", "b").replace("{", '{"tools": [{}], ', 1), "it has tools, which the chat template does not write"),
+    (line("a", "b").replace("{", '{"tools": "[]", ', 1), "tools is not a list"),
     (line("a", "b", "c", " "), "message 4 is an empty answer, as the chat template writes it"),
     *((line("a", "b").replace('"b"', f'{content}, "tool_calls": [{{}}]'), "message 2 has tool calls, which the chat")
       for content in ('"b"', '""', "null")),

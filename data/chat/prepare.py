@@ -4,7 +4,8 @@
     python data/chat/prepare.py --input chats.jsonl --tokenizer SmolLM2-135M --template mine.jinja --out data/mine
 
 A line of the input is one conversation, {"messages": [{"role": "user", "content": "..."}, {"role": "assistant", ...}]},
-or {"prompt": "...", "completion": "..."}. Answers with "weight": 0 are not learned.
+or {"prompt": "...", "completion": "..."}. Answers with "weight": 0 are not learned. Tools, a list beside the messages,
+and tool_calls of answers are for templates that write them.
 Makes train.bin, train.mask, val.bin, val.mask and meta.json in --out (this folder by default). The text is that of the
 tokenizer's own chat template, else of Llama 3's; sample.py --chat and transformers find it in the checkpoints. Copies
 of a conversation are all on the same side of the split.
@@ -44,7 +45,7 @@ def read_conversations(files: list[Path], tokenizer: Tokenizer, bad: Bad) -> Ite
                 kind = "array" if kind_of(head_of(file, path), path) == "array" else "lines"
                 for where, row in read_rows(file, path, kind, bad):
                     try:
-                        yield render_answers(tokenizer, messages_of(row))
+                        yield render_answers(tokenizer, messages_of(row), row.get("tools"))
                     except ValueError as error:
                         bad(f"{where}: {error}")
         except Unreadable as error:
@@ -53,8 +54,6 @@ def read_conversations(files: list[Path], tokenizer: Tokenizer, bad: Bad) -> Ite
 
 def messages_of(row) -> list[dict]:
     """The messages of a row. ValueError if it holds none, or what is no message."""
-    if isinstance(row, dict) and row.get("tools"):
-        raise ValueError("it has tools, which no template is given here: write them into a system message")
     if isinstance(row, dict) and "messages" in row:
         messages = row["messages"]
     elif isinstance(row, dict) and {"prompt", "completion"} <= row.keys():
@@ -63,6 +62,8 @@ def messages_of(row) -> list[dict]:
     else:
         found = f"an object with {', '.join(row)}" if isinstance(row, dict) else f"a {type(row).__name__}"
         raise ValueError(f"found {found}, expected an object with messages, or with prompt and completion")
+    if not isinstance(row.get("tools") or [], list):
+        raise ValueError("tools is not a list")
     if not isinstance(messages, list) or not messages:
         raise ValueError("messages is not a list of messages, or an empty one")
     return [checked(message, i) for i, message in enumerate(messages, start=1)]

@@ -45,16 +45,16 @@ def template_of(tokenizer: Tokenizer) -> str:
     return LLAMA3_TEMPLATE if tokenizer.chat_template is None else tokenizer.chat_template
 
 
-def render(messages: list[dict], template: str, bos: str, eos: str, add_generation_prompt: bool = False) -> str:
+def render(messages: list[dict], template: str, bos: str, eos: str, add_generation_prompt=False, tools=None) -> str:
     """The text of messages, each with a role and a content.
 
     template: Jinja source. bos, eos: the special tokens as the tokenizer spells them, "" where it has none.
-    add_generation_prompt: the text ends where the assistant's answer begins. ValueError if the template is broken or
-    refuses the messages.
+    add_generation_prompt: the text ends where the assistant's answer begins. tools: a list of what the assistant may
+    call, as JSON schemas. ValueError if the template is broken or refuses the messages.
     """
     variables = {"messages": messages, "bos_token": bos, "eos_token": eos}
     # transformers defines tools and documents always: templates compare them with none.
-    variables |= {"add_generation_prompt": add_generation_prompt, "tools": None, "documents": None}
+    variables |= {"add_generation_prompt": add_generation_prompt, "tools": tools or None, "documents": None}
     try:
         return compile_template(template).render(variables)
     except ImportError as error:
@@ -93,18 +93,21 @@ def encode_prompt(tokenizer: Tokenizer, messages: list[dict]) -> list[int]:
     return encode(tokenizer, render_marked(tokenizer, messages, add_generation_prompt=True))
 
 
-def render_answers(tokenizer: Tokenizer, messages: list[dict]) -> str:
+def render_answers(tokenizer: Tokenizer, messages: list[dict], tools: list[dict] | None = None) -> str:
     """The text of a conversation, for encode_answers: with marks around the assistant's answers and their ends of turn.
 
     An answer is what the text of the messages up to it has beyond the prompt for it. ValueError if there is none, or if
     the template writes a message in another way when others follow (as those that drop earlier thoughts).
     """
-    text, done, marked = render_marked(tokenizer, messages), 0, []
+    rendered = functools.partial(render_marked, tokenizer, tools=tools)
+    text, done, marked = rendered(messages), 0, []
+    if tools and text == render_marked(tokenizer, messages):
+        raise ValueError("it has tools, which the chat template does not write")
     for i, message in enumerate(messages):
         if message["role"] != "assistant" or message.get("weight") == 0:
             continue
-        prompt = render_marked(tokenizer, messages[:i], add_generation_prompt=True)
-        upto = render_marked(tokenizer, messages[: i + 1]).rstrip()  # a line's end follows the end of turn
+        prompt = rendered(messages[:i], add_generation_prompt=True)
+        upto = rendered(messages[: i + 1]).rstrip()  # a line's end follows the end of turn
         if not (upto.startswith(prompt) and text.startswith(upto) and len(prompt) >= done):
             if i == 0:
                 raise ValueError("the conversation begins with an answer: put a user or a system message before it")
@@ -115,7 +118,7 @@ def render_answers(tokenizer: Tokenizer, messages: list[dict]) -> str:
         alone = {"role": "assistant", "content": message["content"]}
         fault = "" if message["content"].strip() else "is an empty answer, as the chat template writes it"
         fault = "has tool calls, which the chat template does not write" if message.get("tool_calls") else fault
-        if fault and upto == render_marked(tokenizer, [*messages[:i], alone]).rstrip():
+        if fault and upto == rendered([*messages[:i], alone]).rstrip():
             raise ValueError(f"message {i + 1} {fault}")
         marked += [text[done : len(prompt)], ANSWER, upto[len(prompt) :], ANSWER_END]
         done = len(upto)
@@ -140,10 +143,11 @@ def encode_answers(tokenizer: Tokenizer, text: str) -> tuple[list[int], list[boo
     return ids, is_target
 
 
-def render_marked(tokenizer: Tokenizer, messages: list[dict], add_generation_prompt: bool = False) -> str:
+def render_marked(tokenizer: Tokenizer, messages: list[dict], add_generation_prompt=False, tools=None) -> str:
     """The text of messages in the tokenizer's template, with marks in special tokens that they spell out."""
     bos, eos = tokenizer.bos_token, tokenizer.eos_token
-    return render([broken(m, tokenizer) for m in messages], template_of(tokenizer), bos, eos, add_generation_prompt)
+    messages, tools = broken(messages, tokenizer), broken(tools, tokenizer)
+    return render(messages, template_of(tokenizer), bos, eos, add_generation_prompt, tools)
 
 
 def broken(value, tokenizer: Tokenizer):
