@@ -177,17 +177,17 @@ def adamw8bit_on_cpu(
     tensors = parameter, grad, w, m, v, m_absmax, v_absmax
     _must_fit(*tensors, halves=False)
     scalars = scale, lr, 1 / (1 - beta1**t), 1 / math.sqrt(1 - beta2**t)
-    chunks = [x.view(-1).split(CPU_CHUNK) for x in tensors[:5]] + [x.split(CPU_CHUNK // BLOCK) for x in tensors[5:]]
-    if parameter.dtype == torch.float16:  # as in adamw_on_cpu
-        for half, g, *state in zip(*chunks, strict=True):
-            adamw8bit_on_cpu(state[0], g.float(), *state, scale, lr, t, beta1, beta2, eps, weight_decay)
-            half.copy_(state[0])
-        return
     known = parameter.dtype in C_NAMES and grad.dtype in (parameter.dtype, torch.float32)
     library = c_library("adamw8bit.c") if known else None
     if library is None:
-        for chunk in zip(*chunks, strict=True):
-            adamw8bit_reference(*chunk, torch.tensor(scalars), beta1, beta2, eps, weight_decay)
+        chunks = [x.view(-1).split(CPU_CHUNK) for x in tensors[:5]]
+        chunks += [x.split(CPU_CHUNK // BLOCK) for x in tensors[5:]]
+        for p, g, *state in zip(*chunks, strict=True):
+            if p.dtype == torch.float16:  # as in adamw_on_cpu
+                adamw8bit_on_cpu(state[0], g.float(), *state, scale, lr, t, beta1, beta2, eps, weight_decay)
+                p.copy_(state[0])
+            else:
+                adamw8bit_reference(p, g, *state, torch.tensor(scalars), beta1, beta2, eps, weight_decay)
         return
     tables = *quantization_tables(True, w.device), *quantization_tables(False, w.device)
     pointers = (ctypes.c_void_p(x.data_ptr()) for x in (*tensors, *tables))

@@ -57,8 +57,8 @@ def rounded_reference(x):
 
 
 def fp8_linear_reference(x, weight):
-    """Its gradients are those of x Wᵀ at the rounded x and W, and the gradient of y is not rounded. So dW is as far off
-    as y, where the kernel's, of x itself, is not.
+    """Its gradients are those of x Wᵀ at the rounded x and W, and the gradient of y is not rounded. So dW is off by the
+    rounding of x, and the kernel's, of x itself, is not.
     """
     return F.linear(rounded_reference(x), rounded_reference(weight)).to(x.dtype)
 
@@ -230,8 +230,8 @@ def fp8_linear(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     x (..., C) of any strides and weight (O, C), both bfloat16, C and O multiples of 16. Returns (..., O) bfloat16: for
     random numbers ‖y − x Wᵀ‖ is 3.7% of ‖x Wᵀ‖. The gradient of x is as far off, that of W as in bfloat16. A row
     with a NaN or an infinity becomes NaN. ValueError for other dtypes and shapes, for GPUs before Ada (compute
-    capability 8.9), and under autocast. Where Triton does not run, the reference does, in any
-    dtype, and the gradient of W is of the rounded x.
+    capability 8.9), and under autocast. Where Triton does not run, the reference does, in any dtype; then the gradient
+    of W is of the rounded x.
     """
     refuse_autocast(x)
     check_weight("weight", weight, x.shape[-1], x.dtype)

@@ -3,8 +3,8 @@
     w = w − lr · (λ w + factor · direction)        parameter = w, rounded
 
 The parameter, its master in halves and the step scalars are as in adamw.py; of those only the first two are read.
-Bytes for n parameters in bf16: 10n (read parameter, low: 4; Muon's direction, in bf16: 2;
-write parameter, low: 4). The directions of NorMuon, GaLore and APOLLO have fp32: 12n.
+Bytes for n parameters in bf16: 10n (read parameter, low: 4; Muon's direction, in bf16: 2; write parameter, low: 4), or
+12n with the fp32 directions of NorMuon, GaLore and APOLLO.
 
 Loshchilov and Hutter, Decoupled Weight Decay Regularization, 2019. https://arxiv.org/abs/1711.05101
 """

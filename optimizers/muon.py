@@ -60,9 +60,10 @@ class Muon(MatrixRule):
         return {"momentum": (parameter.shape, torch.float32)}
 
     def update_matrices(self, shards, scalars, step, ranks):
-        kinds, group = {}, ranks.shard  # of equal shapes, stacked alike
+        kinds = {}  # of equal shapes, stacked alike
         for shard in shards:
             kinds.setdefault((*stacked_rows(shard.name, shard.shape), shard.shape[1]), []).append(shard)
+        group = ranks.shard
         n_ranks = dist.get_world_size(group) if group else 1
         rounds = []
         for kind in kinds.values():
