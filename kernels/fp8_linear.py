@@ -146,8 +146,7 @@ def scaled_mm(a8, b8, scale_a, scale_b, dtype, out):
     """diag(scale_a) (a8 b8ᵀ) diag(scale_b) of a8 (M, K) and b8 (N, K), both contiguous."""
     if a8.shape[0] == 0:
         return scale_a.new_empty(0, b8.shape[0], dtype=dtype)
-    y = torch._scaled_mm(a8, b8.T, scale_a=scale_a, scale_b=scale_b, out_dtype=dtype, use_fast_accum=False)
-    return y if out is None else out.copy_(y)
+    return torch._scaled_mm(a8, b8.T, scale_a, scale_b, out_dtype=dtype, use_fast_accum=False, out=out)
 
 
 def project_float8(x, w8, t, dtype, out=None):
