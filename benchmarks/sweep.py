@@ -78,7 +78,7 @@ FINETUNE = [  # of each size what is fastest there, ours and then theirs; of the
     "--block_size=32768 --batches=1 --arms=lora-fp8,qlora-fp8 --checkpointing=selective -- --offload_activations=true",
     "--block_size=32768 --batches=1 --arms=none --peers=peft-qlora",
     "--block_size=65536 --batches=1 --arms=none --peers=peft-qlora",
-    "--block_size=131072 --batches=1 -- --offload_activations=true",
+    "--block_size=131072 --batches=1 --arms=qlora,qlora-fp8 -- --offload_activations=true",
 ]
 LISTS = {
     "arms": [*trainers.SWEEP_FLAGS, "none"], "peers": [*trainers.SWEEP_PEERS, "none"],
