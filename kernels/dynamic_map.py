@@ -25,7 +25,7 @@ import functools
 
 import torch
 
-from .launch import tl, triton
+from .launch import magnitude, tl, triton
 
 BLOCK = 256  # values that share an absmax
 SMALLEST = 2.0**-126  # fp32's smallest normal number: a block whose absmax is below it is all 0
@@ -97,9 +97,7 @@ def quantize_blocks(
     SMALLEST: tl.constexpr = 2.0**-126, FIRST: tl.constexpr = (127 - 23) << 7, LAST: tl.constexpr = 23 << 7,
 ):  # fmt: skip
     """The codes of x (BLOCKS, 256), int32, and absmax (BLOCKS,)."""
-    # The largest as integers: their order is that of positive floats, with NaN above all, which tl.max would drop.
-    magnitude = x.to(tl.int32, bitcast=True) & 0x7FFFFFFF
-    absmax = tl.max(magnitude, axis=1).to(tl.float32, bitcast=True)
+    absmax = tl.max(magnitude(x), axis=1).to(tl.float32, bitcast=True)
     inverse = tl.where(absmax >= SMALLEST, tl.div_rn(1.0, absmax), 0.0)
     bits = (x * inverse[:, None]).to(tl.int32, bitcast=True)
     cell = tl.minimum(tl.maximum(((bits >> 16) & 0x7FFF) - FIRST, 0), LAST)  # a NaN's must be one, too

@@ -36,7 +36,7 @@ Micikevicius et al., FP8 Formats for Deep Learning, 2022. https://arxiv.org/abs/
 import torch
 import torch.nn.functional as F
 
-from .launch import as_rows, refuse_autocast, tl, triton, use_triton, whole_row
+from .launch import as_rows, magnitude, refuse_autocast, tl, triton, use_triton, whole_row
 from .linear import Linear, apply_projection, check_weight
 
 FLOAT8, LARGEST = torch.float8_e4m3fn, 448.0
@@ -61,12 +61,6 @@ def fp8_linear_reference(x, weight):
     rounding of x, and the kernel's, of x itself, is not.
     """
     return F.linear(rounded_reference(x), rounded_reference(weight)).to(x.dtype)
-
-
-@triton.jit
-def magnitude(x):
-    """|x| of fp32 as integers in the order of the numbers, NaN last: tl.max of floats would pass over NaN."""
-    return x.to(tl.int32, bitcast=True) & 0x7FFFFFFF
 
 
 @triton.jit

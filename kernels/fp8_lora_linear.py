@@ -22,14 +22,13 @@ from .fp8_linear import (
     check_fp8,
     float8_scale,
     input_gradient_float8,
-    magnitude,
     project_float8,
     quantize,
     quantize_reference,
     rounded_reference,
     transpose,
 )
-from .launch import as_rows, tl, triton, use_triton
+from .launch import as_rows, magnitude, tl, triton, use_triton
 from .lora_linear import LoRALinear
 from .nf4 import BLOCK, SCALE_BLOCK, read_nf4, read_scales, tables
 from .nf4_lora_linear import NF4LoRALinear

@@ -19,8 +19,8 @@ Shazeer, GLU Variants Improve Transformer, 2020. https://arxiv.org/abs/2002.0520
 import torch
 import torch.nn.functional as F
 
-from .fp8_linear import empty_rows, float8_scale, magnitude, store_float8
-from .launch import as_rows, refuse_double_backward, tl, to_compute, triton, use_triton, whole_row
+from .fp8_linear import empty_rows, float8_scale, store_float8
+from .launch import as_rows, magnitude, refuse_double_backward, tl, to_compute, triton, use_triton, whole_row
 
 BLOCK = 1024  # elements of F a program handles; with 4 warps within 1% of the best of 512..4096 x 2..8 on H200
 

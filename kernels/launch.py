@@ -163,3 +163,9 @@ def to_compute(x):
 def compute_dtype(x: torch.Tensor) -> torch.dtype:
     """The same rule on the host, for statistics that a kernel stores."""
     return torch.float64 if x.dtype == torch.float64 else torch.float32
+
+
+@triton.jit
+def magnitude(x):
+    """|x| of fp32 as integers in the order of the numbers, NaN last: tl.max of floats would pass over NaN."""
+    return x.to(tl.int32, bitcast=True) & 0x7FFFFFFF

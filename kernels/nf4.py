@@ -22,7 +22,7 @@ import torch
 
 from .dynamic_map import BLOCK as SCALE_BLOCK
 from .dynamic_map import bounds, dequantize_blocks_reference, dynamic_map, quantize_blocks_reference
-from .launch import tl, triton, use_triton
+from .launch import magnitude, tl, triton, use_triton
 
 BLOCK = 64  # weights that share a scale
 VALUES = (
@@ -88,9 +88,7 @@ def _quantize_nf4_kernel(weight_ptr, codes_ptr, absmax_ptr, bounds_ptr, n_blocks
     mask = block < n_blocks
     i = block[:, None] * 64 + tl.arange(0, 64)[None, :]
     x = tl.load(weight_ptr + i, mask=mask[:, None], other=0.0).to(tl.float32)
-    # The largest as integers: their order is that of positive floats, with NaN above all, which tl.max would drop.
-    magnitude = x.to(tl.int32, bitcast=True) & 0x7FFFFFFF
-    absmax = tl.max(magnitude, axis=1).to(tl.float32, bitcast=True)
+    absmax = tl.max(magnitude(x), axis=1).to(tl.float32, bitcast=True)
     x *= tl.div_rn(1.0, tl.maximum(absmax, 1.2e-38))[:, None]
     code = tl.zeros([BLOCKS, 64], dtype=tl.int32)
     for bound in tl.static_range(15):
