@@ -153,8 +153,7 @@ class _LayerNorm(torch.autograd.Function):
         rstd = torch.empty_like(mean)
         block = triton.next_power_of_2(n_cols)
         _layer_norm_fwd_kernel[(n_rows,)](
-            x_rows, x_rows.stride(0), x_rows.stride(1),
-            weight, weight.stride(0), bias, bias.stride(0),
+            x_rows, *x_rows.stride(), weight, *weight.stride(), bias, *bias.stride(),
             y, mean, rstd, n_cols,
             EPS=eps, CHUNK=min(block, 4096), num_warps=min(max(block // 1024, 1), 16),  # best on H200
         )  # fmt: skip
@@ -175,9 +174,7 @@ class _LayerNorm(torch.autograd.Function):
         dweight = torch.empty(programs, n_cols, dtype=rstd.dtype, device=x.device) if need_dweight else rstd
         dbias = torch.empty(programs, n_cols, dtype=rstd.dtype, device=x.device) if need_dbias else rstd
         _layer_norm_bwd_kernel[(programs,)](
-            dy_rows, dy_rows.stride(0), dy_rows.stride(1),
-            x_rows, x_rows.stride(0), x_rows.stride(1),
-            weight, weight.stride(0),
+            dy_rows, *dy_rows.stride(), x_rows, *x_rows.stride(), weight, *weight.stride(),
             mean, rstd, dx, dweight, dbias, n_rows, n_cols,
             NEED_DX=need_dx, NEED_DWEIGHT=need_dweight, NEED_DBIAS=need_dbias, **constants,
         )  # fmt: skip

@@ -142,9 +142,7 @@ def rms_norm_forward(x, residual, weight, eps, need_y=True, float8=False):
     n_rows, n_cols = x_rows.shape
     rstd = torch.empty(n_rows, dtype=compute_dtype(x), device=x.device)
     _rms_norm_fwd_kernel[(n_rows,)](
-        x_rows, x_rows.stride(0), x_rows.stride(1),
-        residual_rows, residual_rows.stride(0), residual_rows.stride(1),
-        weight, weight.stride(0),
+        x_rows, *x_rows.stride(), residual_rows, *residual_rows.stride(), weight, *weight.stride(),
         y if need_y else rstd, rstd if scales is None else scales, total, rstd, n_cols,
         EPS=eps, ADD=add, NEED_Y=need_y, FLOAT8=float8, **whole_row(n_cols),
     )  # fmt: skip
@@ -167,10 +165,8 @@ def rms_norm_backward(dy, dtotal, x, weight, rstd, need_dx, need_dweight, need_y
     y = torch.empty(x.shape, dtype=x.dtype, device=x.device) if need_y else None
     dweight = torch.empty(programs, n_cols, dtype=rstd.dtype, device=x.device) if need_dweight else None
     _rms_norm_bwd_kernel[(programs,)](
-        dy_rows, dy_rows.stride(0), dy_rows.stride(1),
-        dtotal_rows, dtotal_rows.stride(0), dtotal_rows.stride(1),
-        x_rows, x_rows.stride(0), x_rows.stride(1),
-        weight, weight.stride(0),
+        dy_rows, *dy_rows.stride(), dtotal_rows, *dtotal_rows.stride(),
+        x_rows, *x_rows.stride(), weight, *weight.stride(),
         rstd, dx if need_dx else rstd, dweight if need_dweight else rstd, y if need_y else rstd, n_rows, n_cols,
         ADD=add, NEED_DX=need_dx, NEED_DWEIGHT=need_dweight, NEED_Y=need_y, **constants,
     )  # fmt: skip

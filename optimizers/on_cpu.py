@@ -142,10 +142,6 @@ class OnCPU(Place):
         return {name: self.pinned_grads.get(name, p.grad if p.grad is None else local(p.grad))
                 for name, p in self.parameters.items()}  # fmt: skip
 
-    def _drop_grads(self):
-        for parameter in self.parameters.values():
-            parameter.grad = None
-
     def accumulate(self):
         """Adds a micro-batch's gradients to the sums, while the GPU goes on."""
         self._finish_sums()  # else a slow CPU would have to keep the gradients of many micro-batches
@@ -165,7 +161,7 @@ class OnCPU(Place):
             self.sums_are_stale = False
 
         self.busy.append(self.worker.submit(add))
-        self._drop_grads()
+        self.drop_grads()
 
     def gradients(self) -> dict[str, torch.Tensor]:
         """This rank's part of each gradient, or of their sums, all there."""
@@ -194,7 +190,7 @@ class OnCPU(Place):
             for group, names in self.groups.items():
                 self.updating[group] = self.worker.submit(self._update, {name: grads[name] for name in names}, numbers)
         self.sums_are_stale = True  # the next step's first micro-batch overwrites them
-        self._drop_grads()
+        self.drop_grads()
 
     @torch.no_grad()
     def _update(self, grads: dict[str, torch.Tensor], numbers) -> torch.cuda.Event | None:

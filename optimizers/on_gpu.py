@@ -52,7 +52,6 @@ class OnGPU(Place):
         ]
         self.rule.update(shards, scalars, self.step, self.ranks)
         self.step += 1
-        for parameter in self.parameters.values():
-            parameter.grad = None
+        self.drop_grads()
         for total in self.sums.values():
             local(total).zero_()

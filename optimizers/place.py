@@ -85,5 +85,9 @@ class Place:
         """This rank's part of a parameter's master, and of its states."""
         return local(self.masters[name]), {state: local(x) for state, x in self.states[name].items()}
 
+    def drop_grads(self) -> None:
+        for parameter in self.parameters.values():
+            parameter.grad = None
+
     def finish(self) -> None:
         pass
