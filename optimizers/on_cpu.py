@@ -85,7 +85,7 @@ class OnCPU(Place):
                 shard = local(parameters[name])
                 self.pinned_grads[name] = pinned_empty(shard.shape, shard.dtype)
                 parameters[name].register_post_accumulate_grad_hook(partial(self._offload_grad, name, group))
-        model.layers[-1].register_forward_pre_hook(torch.compiler.disable(self._free_root))
+        model.layers[-1].register_forward_pre_hook(torch.compiler.disable(self._free_copied))  # the root's, the last
         if self.streamed is not None:
             self.streamed.before_copy = self._wait_for
 
@@ -125,17 +125,13 @@ class OnCPU(Place):
         self.copying.append(grad)
         parameter.grad = None
 
-    def _free_root(self, last_layer, inputs):
-        """Frees the root's gradients, which were the last to be copied in the micro-batch before."""
-        if self.copying:
-            self._free_copied()
-
-    def _free_copied(self):
+    def _free_copied(self, *hook_arguments):
         """Frees the gradients that were being copied. With record_stream the allocator could reuse the memory only if
         the copy was over when the CPU asked, and the CPU is far ahead of the GPU.
         """
-        torch.cuda.current_stream().wait_stream(self.stream)
-        self.copying.clear()
+        if self.copying:
+            torch.cuda.current_stream().wait_stream(self.stream)
+            self.copying.clear()
 
     def _offloaded_grads(self) -> dict[str, torch.Tensor]:
         """This rank's part of each gradient, on the CPU. Those from the GPU are valid once the stream is done."""
