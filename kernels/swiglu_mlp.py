@@ -136,7 +136,7 @@ def _backward_in_chunks(ctx, dy, dtotal):
     needed = ctx.needs_input_grad[-len(tensors) :]
     total_rows, dy_rows = as_rows(total), as_rows(dy)
     sums = new_sums(tensors, needed, compute_dtype(total))
-    dnormed = torch.empty_like(total)
+    dnormed = torch.empty(total.shape, dtype=total.dtype, device=total.device)  # contiguous, which x need not be
     w8, t = gate_up_proj.round_weight(*of_gate_up)
     for rows in slices(len(total_rows), ctx.chunks, ALIGNED):
         first = rows.start == 0
