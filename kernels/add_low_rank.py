@@ -12,7 +12,7 @@ Not differentiable: fp8_lora_linear.py computes the gradients.
 
 import torch
 
-from .launch import INTERPRETED, tl, triton, use_triton
+from .launch import INTERPRETED, refuse_gradient, tl, triton, use_triton
 
 
 def add_low_rank_reference(y, a, b, first=0):
@@ -47,12 +47,13 @@ def add_low_rank(y: torch.Tensor, a: torch.Tensor, b: torch.Tensor, first: int =
     """y (N, C) += a (N, R) b (O, R)ᵀ in its columns first .. first + O, in place; summed in fp32, rounded once.
 
     All of one dtype, bf16, fp16 or fp32, and of any strides. Not the columns as a view: the compiler would copy that.
-    Returns y. ValueError where shapes or dtypes do not fit.
+    Returns y. ValueError where shapes or dtypes do not fit, and where one requires a gradient.
     """
     fits = len(y) == len(a) and first + len(b) <= y.shape[1] and a.shape[1] == b.shape[1]
     if not fits or not y.dtype == a.dtype == b.dtype:
         found = ", ".join(f"{name} {x.dtype} {tuple(x.shape)}" for name, x in (("y", y), ("a", a), ("b", b)))
         raise ValueError(f"{found}, first {first}: expected (N, first + O or more), (N, R) and (O, R) of one dtype")
+    refuse_gradient("add_low_rank", y, a, b)
     if not use_triton(y):
         return add_low_rank_reference(y, a, b, first)
     if INTERPRETED and y.dtype == torch.bfloat16:

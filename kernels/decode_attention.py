@@ -14,7 +14,7 @@ https://pytorch.org/blog/flash-decoding/). No backward.
 import torch
 import torch.nn.functional as F
 
-from .launch import compute_dtype, tl, to_compute, triton, use_triton
+from .launch import compute_dtype, refuse_gradient, tl, to_compute, triton, use_triton
 
 MOST_SPLITS = 32
 
@@ -118,7 +118,8 @@ def decode_attention(
     """softmax(q kᵀ / √D) v of one new token a row, (B, 1, H, D); stores its k and v at position lengths[b] of row b.
 
     q (B, 1, H, D), k and v (B, 1, K, D), k_cache and v_cache (B, S, K, D), contiguous, all of one dtype; lengths (B,)
-    int64, below S: the positions that row b of the caches holds, not changed here. ValueError for other shapes.
+    int64, below S: the positions that row b of the caches holds, not changed here. ValueError for other shapes, and
+    where q, k or v requires a gradient.
     """
     n_batch, n_positions, n_kv_head, head_dim = k_cache.shape
     n_head = q.shape[2]
@@ -126,8 +127,9 @@ def decode_attention(
     right &= q.shape == (n_batch, 1, n_head, head_dim) and n_head % n_kv_head == 0 and lengths.shape == (n_batch,)
     if not right or not k.shape == v.shape == (n_batch, 1, n_kv_head, head_dim):
         shapes = ", ".join(str(tuple(x.shape)) for x in (q, k, v, k_cache, v_cache, lengths))
-        expected = "(B, 1, H, D), 2 x (B, 1, K, D), 2 x (B, S, K, D), (B)"
+        expected = "(B, 1, H, D), 2 x (B, 1, K, D), 2 x (B, S, K, D) contiguous, (B)"
         raise ValueError(f"decode_attention of {shapes}: expected {expected}")
+    refuse_gradient("decode_attention", q, k, v)
     if not use_triton(q):
         return decode_attention_reference(q, k, v, k_cache, v_cache, lengths)
     q, k, v, group = q.contiguous(), k.contiguous(), v.contiguous(), n_head // n_kv_head

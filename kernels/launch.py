@@ -142,6 +142,12 @@ def refuse_double_backward() -> None:
         raise RuntimeError("the kernels have no second derivative (create_graph=True): import kernels.reference")
 
 
+def refuse_gradient(name: str, *tensors: torch.Tensor) -> None:
+    """Raises ValueError where autograd would take the result of a kernel that has no backward for a constant."""
+    if torch.is_grad_enabled() and not torch.compiler.is_compiling() and any(x.requires_grad for x in tensors):
+        raise ValueError(f"{name} has no backward: call it under torch.no_grad(), or take kernels.reference.{name}")
+
+
 def saved_is_ours() -> bool:
     """In a backward: whether it may write over what its forward saved, since nobody goes through the graph again.
 

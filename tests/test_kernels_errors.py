@@ -19,6 +19,7 @@ X, HALF, LABELS = zeros(2, 4), zeros(2, 4, dtype=FP16), zeros(2, dtype=torch.int
 TABLE, HEADS = zeros(2, 2), zeros(1, 2, 3, 4)
 Q, K, STARTS = zeros(2, 8, 4, 16), zeros(2, 8, 2, 16), zeros(2, 8, dtype=torch.int64)
 ON_CPU, CPU_OPTIONS = [torch.ones(8) for _ in range(4)], (1.0, 0.1, 1, 0.9, 0.95, 1e-8, 0.1)
+KV, CACHES = [zeros(1, 1, 1, 4)] * 2, [zeros(1, 5, 1, 4)] * 2
 V, W, CODES = zeros(4), zeros(700), zeros(700, dtype=torch.uint8)
 STATES, OPTIONS = (CODES, CODES, zeros(3), zeros(3)), (V, 0.9, 0.95, 1e-8, 0.1)
 ERRORS = [
@@ -103,6 +104,9 @@ ERRORS = [
     ("add_low_rank", (zeros(4, 8), zeros(4, 2), zeros(8, 3)), {}, "b torch.float32 (8, 3), first 0: expected (N, "),
     ("add_low_rank", (zeros(4, 8), zeros(4, 2), zeros(6, 2), 3), {}, "first 3: expected (N, first + O or more)"),
     ("add_low_rank", (zeros(4, 8), zeros(4, 2).half(), zeros(8, 2)), {}, "of one dtype"),
+    ("add_low_rank", (zeros(4, 8), zeros(4, 2, requires_grad=True), zeros(8, 2)), {}, "add_low_rank has no backward"),
+    ("decode_attention", (zeros(1, 1, 2, 4, requires_grad=True), *KV, *CACHES, LABELS[:1]), {}, "has no backward"),
+    ("decode_attention", (zeros(1, 1, 2, 4), *KV, *[x.mT for x in CACHES], LABELS[:1]), {}, "contiguous"),
     ("add_ranks", (zeros(8), zeros(3, 4), 1.0, zeros(8)), {}, "out (8,): expected (n,), (ranks - 1, n) and (n,)"),
     ("add_ranks", (zeros(8), zeros(8, 3).T, 1.0, zeros(8)), {}, "contiguous"),
     ("add_ranks", (zeros(8), zeros(3, 8), 1.0, zeros(16)[::2]), {}, "contiguous"),
