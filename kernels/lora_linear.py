@@ -52,6 +52,13 @@ class LoRALinear(Linear):
         # of each matrix: its rows of B, its columns of x Aᵀ
         self.parts = [(slice(*pair), slice(i * rank, (i + 1) * rank)) for i, pair in enumerate(pairwise(bounds))]
 
+    def _apply(self, fn, recurse=True):
+        """What .to(), .half() and the like call: they would convert NF4's codes, and float8 without its scales."""
+        held = torch.empty(0, dtype=self.weight.dtype)
+        if len(self.held) > 1 and fn(held).dtype != held.dtype:
+            raise ValueError("weights in NF4 or float8 keep their dtype: convert the model before add_lora")
+        return super()._apply(fn, recurse)
+
     def reference(self, x):
         return F.linear(x, self.weight) + self.adapted(x)
 

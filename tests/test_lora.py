@@ -46,6 +46,20 @@ def adapted(base_dtype):
     return model, dense
 
 
+@each_base
+def test_codes_are_not_converted_as_if_they_were_weights(base_dtype):
+    model, _ = adapted(base_dtype)
+    if base_dtype == "bfloat16":
+        model.to(torch.bfloat16)
+        assert model.layers[0].attn.qkv_proj.weight.dtype == torch.bfloat16
+        return
+    tokens = torch.arange(5)[None]
+    before = model(tokens)
+    with pytest.raises(ValueError, match="in NF4 or float8 keep their dtype: convert the model before add_lora"):
+        model.layers.to(torch.bfloat16)
+    assert torch.equal(model.to("cpu")(tokens), before)
+
+
 @pytest.mark.parametrize("base_dtype, fused", [("bfloat16", False), ("nf4", False), ("nf4", True)])
 def test_loss_and_gradients_are_those_of_dense_weights_by_autograd_in_float64(base_dtype, fused, request):
     if not fused:
