@@ -202,7 +202,7 @@ def adamw_on_cpu(
 
 def adamw_in_pieces(parameter, grad, w, m, v, scale, lr, t, beta1, beta2, eps, weight_decay):
     """The same step by PyTorch: a fifth as fast, for machines without a C compiler."""
-    scalars = torch.tensor((scale, lr, 1 / (1 - beta1**t), 1 / math.sqrt(1 - beta2**t)))
+    scalars = torch.tensor((scale, lr, 1 / (1 - beta1**t), 1 / math.sqrt(1 - beta2**t)), dtype=torch.float32)
     pieces = (x.view(-1).split(CPU_PIECE) for x in (parameter, grad, w, m, v))
     for piece in zip(*pieces, strict=True):
         adamw_reference(*piece, scalars, beta1, beta2, eps, weight_decay)

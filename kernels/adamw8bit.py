@@ -187,7 +187,8 @@ def adamw8bit_on_cpu(
                 adamw8bit_on_cpu(state[0], g.float(), *state, scale, lr, t, beta1, beta2, eps, weight_decay)
                 p.copy_(state[0])
             else:
-                adamw8bit_reference(p, g, *state, torch.tensor(scalars), beta1, beta2, eps, weight_decay)
+                step_scalars = torch.tensor(scalars, dtype=torch.float32)
+                adamw8bit_reference(p, g, *state, step_scalars, beta1, beta2, eps, weight_decay)
         return
     tables = *quantization_tables(True, w.device), *quantization_tables(False, w.device)
     pointers = (ctypes.c_void_p(x.data_ptr()) for x in (*tensors, *tables))

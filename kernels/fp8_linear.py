@@ -151,7 +151,7 @@ def project_float8(x, w8, t, dtype, out=None):
 
 def input_gradient_float8(g8, u, wt8, dtype, out=None):
     """dx of diag(u) g8 = dy diag(t) and of wt8, the weight diag(t) w8 transposed, (C, O)."""
-    one = torch.ones(1, len(wt8), device=g8.device)
+    one = torch.ones(1, len(wt8), dtype=torch.float32, device=g8.device)
     return scaled_mm(as_rows(g8), wt8, u, one, dtype, out).unflatten(0, g8.shape[:-1])
 
 

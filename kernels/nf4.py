@@ -42,8 +42,12 @@ class NF4(NamedTuple):
     offset: torch.Tensor  # fp32 ()
 
 
+def values_on(device: torch.device) -> torch.Tensor:
+    return torch.tensor(VALUES, dtype=torch.float32, device=device)  # whatever the default dtype is
+
+
 def _quantize_codes_reference(weight):
-    values, codes, absmax = torch.tensor(VALUES, device=weight.device), [], []
+    values, codes, absmax = values_on(weight.device), [], []
     for chunk in weight.reshape(-1).split(CHUNK):
         blocks = chunk.float().view(-1, BLOCK)
         absmax.append(blocks.abs().amax(dim=1))
@@ -59,7 +63,7 @@ def quantize_nf4_reference(weight):
 def dequantize_nf4_reference(weight, out=None):
     scale = dequantize_blocks_reference(weight.scale_codes.view(-1), weight.scale_absmax, signed=True) + weight.offset
     halves = torch.stack((weight.codes >> 4, weight.codes & 15), dim=-1).view(-1, BLOCK).int()
-    w = torch.tensor(VALUES, device=scale.device)[halves] * scale[:, None]
+    w = values_on(scale.device)[halves] * scale[:, None]
     out = _empty_weight(weight.codes) if out is None else out
     out.copy_(w.view(out.shape))
     return out
@@ -77,8 +81,7 @@ def _empty_weight(codes):
 @functools.cache
 def tables(device: torch.device) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """The 16 values, the 15 bounds between them, the map of the scales."""
-    values = torch.tensor(VALUES)
-    return values.to(device), bounds(values).to(device), dynamic_map(True, device)
+    return values_on(device), bounds(values_on(device)), dynamic_map(True, device)
 
 
 @triton.jit

@@ -58,7 +58,7 @@ class Apollo(MatrixRule):
         n_columns, moments = shard.shape[1], {k: x for k, x in shard.states.items() if k != "norm"}
         generator = torch.Generator(shard.grad.device)
         generator.manual_seed(zlib.crc32(f"{shard.name} {step // self.interval}".encode()))
-        projection = torch.randn(n_columns, self.rank, generator=generator, device=shard.grad.device) * self.rank**-0.5
-        projected = shard.grad.float() @ projection
+        options = {"generator": generator, "device": shard.grad.device, "dtype": torch.float32}
+        projected = shard.grad.float() @ (torch.randn(n_columns, self.rank, **options) * self.rank**-0.5)
         n = adam_step(self.adamw, projected, moments, adam_scalars)
         return (n_columns / self.rank) ** 0.5 * n.norm(dim=1) / projected.norm(dim=1).clamp(min=TINY)

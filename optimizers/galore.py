@@ -94,7 +94,7 @@ def renew(basis: torch.Tensor, grad: torch.Tensor, live: torch.Tensor, seed: int
     grad, q = torch.where(live, grad, 0.0), basis
     if seed is not None:
         generator = torch.Generator(basis.device).manual_seed(seed)
-        q = torch.randn(basis.shape, generator=generator, device=basis.device)
+        q = torch.randn(basis.shape, generator=generator, device=basis.device, dtype=torch.float32)
     for _ in range(ITERATIONS):
         q = torch.linalg.qr(ranks.sum(grad.T @ (grad @ q))).Q
     projected = grad @ q

@@ -15,7 +15,8 @@ GOOD_STEPS = 2000  # until the scale doubles
 
 class LossScale:
     def __init__(self, device: str | torch.device):
-        self.scale, self.good_steps = torch.tensor(2.0**16, device=device), torch.tensor(0.0, device=device)
+        self.scale = torch.tensor(2.0**16, dtype=torch.float32, device=device)
+        self.good_steps = torch.zeros_like(self.scale)
 
     def inverse(self) -> torch.Tensor:
         """What unscales the gradients: the loss is multiplied by scale / world_size.

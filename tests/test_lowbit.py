@@ -5,6 +5,7 @@ not.
 """
 
 import hashlib
+import sys
 
 import pytest
 import torch
@@ -254,3 +255,17 @@ def test_nf4_past_2_to_the_31_elements():
     weight[-64:] = 3
     back = dequantize_nf4(quantize_nf4(weight), out=weight)
     assert (back[-64:].float() - 3).abs().max() < 0.05 and (back[:64].float() - 1).abs().max() < 0.05
+
+
+def test_nf4_has_its_values_whatever_the_default_dtype_is():
+    weight, out = torch.randn(64, 64, device=DEVICE), torch.empty(2, 64, 64, device=DEVICE)
+    dequantize_nf4(quantize_nf4(weight), out[0])
+    tables = sys.modules["kernels.nf4"].tables
+    tables.cache_clear()
+    torch.set_default_dtype(BF16)
+    try:
+        dequantize_nf4(quantize_nf4(weight), out[1])
+    finally:
+        torch.set_default_dtype(FP32)
+        tables.cache_clear()
+    assert torch.equal(*out)
