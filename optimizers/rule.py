@@ -42,7 +42,9 @@ class Rule:
     @property
     def not_on_cpu(self) -> str | None:
         """Why --offload is refused; None if it is not."""
-        return "its rule has no step_on_cpu" if type(self).step_on_cpu is Rule.step_on_cpu else None
+        steps = {"scalars", "update", "step_on_gpu", "step_on_cpu"}  # a subclass of AdamW, say, may change some of them
+        last = next(kind for kind in type(self).__mro__ if steps & vars(kind).keys())
+        return None if last is not Rule and "step_on_cpu" in vars(last) else "its rule has no step_on_cpu of its own"
 
     def states(self, name: str, parameter: torch.Tensor) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
         """{state: (shape, dtype)} of a whole parameter. They begin as zeros.
@@ -93,8 +95,12 @@ class MatrixRule(Rule):
         return self.adamw.scalars(t)
 
     def update(self, shards, scalars, step, ranks):
+        matrices = [x for x in shards if is_matrix_of_a_block(x.name, x.shape)]
+        if not matrices:
+            found = f"{type(self).__name__} is for matrices named layers.*, and finds {shards[0].name} and others"
+            raise ValueError(f"{found}: give Optimizer the Llama itself, not a module around it")
         self.adamw.update([x for x in shards if not is_matrix_of_a_block(x.name, x.shape)], scalars, step, ranks)
-        self.update_matrices([x for x in shards if is_matrix_of_a_block(x.name, x.shape)], scalars, step, ranks)
+        self.update_matrices(matrices, scalars, step, ranks)
 
 
 def is_matrix_of_a_block(name: str, shape: torch.Size) -> bool:
