@@ -339,7 +339,8 @@ class Llama(Part):
         tokens and targets (B, T) integers; a target of -100 does not count. doc_starts (B, T) integers: the position
         where each token's document starts (document_starts), before which it sees nothing; None: it sees all before
         it. Any that never fall along T will do: max(start, t - W + 1) makes a sliding window, which generation does not
-        know. ValueError if T exceeds block_size, or if doc_starts is given with an unsupported head size.
+        know. The loss and backward may overwrite the head's input and its gradient: a hook must clone what it keeps of
+        them. ValueError if T exceeds block_size, or if doc_starts is given with an unsupported head size.
         """
         x = self.hidden(tokens, doc_starts, overwrite_dy=True)  # one head reads it: for two, leave out both overwrites
         overwrite_x = self.fused_kernels  # the fused final norm does not read its output again in backward
