@@ -25,6 +25,7 @@ from functools import partial
 import torch
 
 from kernels.c_library import c_library, not_used
+from optimizers.on_gpu import gradient_of
 from optimizers.place import Place, cpu_param
 from runtime.distributed import all_reduce_max, local, local_world_size, worker_thread
 from runtime.pinned_memory import pinned_empty
@@ -35,7 +36,7 @@ CHUNK = 2**22  # elements in float32 at a time: they stay in the cache; best of 
 
 def in_float32(x: torch.Tensor):
     """Yields pieces of x, converted in a buffer that stays in the cache: PyTorch adds two dtypes 4 times slower."""
-    buffer = torch.empty(min(CHUNK, x.numel()))
+    buffer = torch.empty(min(CHUNK, x.numel()), dtype=torch.float32)
     for part in x.view(-1).split(CHUNK):
         yield buffer[: part.numel()].copy_(part)
 
@@ -69,7 +70,7 @@ class OnCPU(Place):
         self.busy: list[Future] = []  # the work on gradients since the last update
         self.updating: dict[str, Future] = {}  # by group
         self.sums_are_stale = True  # the sums are those of an earlier step
-        self.pinned_grads, self.norms = {}, {}  # gradients that have come from the GPU, and their norms
+        self.pinned_grads, self.norms = {}, {}  # memory for gradients from the GPU; the norms of those that have come
         on_gpu = local(next(iter(parameters.values()))).is_cuda  # then all are
         self.stream = torch.cuda.Stream() if on_gpu else None
         self.copying, self.copying_group = [], None  # the gradients that are being copied, all of one group
@@ -85,6 +86,8 @@ class OnCPU(Place):
                 shard = local(parameters[name])
                 self.pinned_grads[name] = pinned_empty(shard.shape, shard.dtype)
                 parameters[name].register_post_accumulate_grad_hook(partial(self._offload_grad, name, group))
+        # model.hidden begins here: without model.forward, as in generate()
+        model.tok_embeddings.register_forward_pre_hook(torch.compiler.disable(partial(self._wait_for, "")))
         model.layers[-1].register_forward_pre_hook(torch.compiler.disable(self._free_copied))  # the root's, the last
         if self.streamed is not None:
             self.streamed.before_copy = self._wait_for
@@ -118,6 +121,9 @@ class OnCPU(Place):
             self._free_copied()
             self.copying_group = group
         grad = local(parameter.grad)
+        if name in self.norms:  # that of another backward has come: added to it, as in .grad
+            torch.cuda.current_stream().wait_stream(self.stream)
+            grad.add_(self.pinned_grads[name].to(grad.device))
         self.norms[name] = torch.linalg.vector_norm(grad, dtype=torch.float32)
         self.stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self.stream):
@@ -135,8 +141,12 @@ class OnCPU(Place):
 
     def _offloaded_grads(self) -> dict[str, torch.Tensor]:
         """This rank's part of each gradient, on the CPU. Those from the GPU are valid once the stream is done."""
-        return {name: self.pinned_grads.get(name, p.grad if p.grad is None else local(p.grad))
+        return {name: self.pinned_grads[name] if name in self.norms else local(gradient_of(name, p))
                 for name, p in self.parameters.items()}  # fmt: skip
+
+    def drop_grads(self):
+        super().drop_grads()
+        self.norms.clear()
 
     def accumulate(self):
         """Adds a micro-batch's gradients to the sums, while the GPU goes on."""
@@ -149,7 +159,7 @@ class OnCPU(Place):
                 arrived.synchronize()
             for name, grad in grads.items():
                 if self.sums_are_stale:
-                    self.sums.setdefault(name, torch.empty(grad.shape)).copy_(grad)
+                    self.sums.setdefault(name, torch.empty(grad.shape, dtype=torch.float32)).copy_(grad)
                 else:
                     totals = self.sums[name].view(-1).split(CHUNK)
                     for total, part in zip(totals, in_float32(grad), strict=True):
@@ -161,17 +171,21 @@ class OnCPU(Place):
 
     def gradients(self) -> dict[str, torch.Tensor]:
         """This rank's part of each gradient, or of their sums, all there."""
+        self._finish_sums()
+        came = self.norms or any(p.grad is not None for p in self.parameters.values())
+        if self.sums and (came or self.sums_are_stale):  # as on the GPU
+            self.accumulate()
         if self.stream is not None:
             self.stream.synchronize()
             self.copying.clear()
         self._finish_sums()
-        return self._offloaded_grads() | self.sums
+        return self.sums or self._offloaded_grads()
 
     def norm(self):
         grads = self.gradients()
         if self.norms and not self.sums:  # those taken on the GPU
             return torch.linalg.vector_norm(torch.stack(list(self.norms.values())))
-        return torch.tensor(sum(sum_of_squares(grad) for grad in grads.values())).sqrt()
+        return torch.tensor(sum(sum_of_squares(grad) for grad in grads.values()), dtype=torch.float32).sqrt()
 
     # ------------------------------------------------------------------------------------------------------------------
     # The update

@@ -13,7 +13,9 @@ from runtime.distributed import local
 
 def gradient_of(name: str, parameter: torch.nn.Parameter) -> torch.Tensor:
     if parameter.grad is None:
-        raise RuntimeError(f"{name} has no gradient: let the loss depend on it, or call requires_grad_(False)")
+        raise RuntimeError(
+            f"{name} has no gradient: let the loss depend on it, or call requires_grad_(False) before Optimizer(...)"
+        )
     return parameter.grad
 
 
@@ -32,6 +34,8 @@ class OnGPU(Place):
 
     def gradients(self) -> list[torch.Tensor]:
         """This rank's part of each gradient, in the order of the parameters."""
+        if self.sums and any(p.grad is not None for p in self.parameters.values()):
+            self.accumulate()  # the last micro-batch, or the only one of a step after one with several
         return [local(self.sums[name] if name in self.sums else gradient_of(name, p))
                 for name, p in self.parameters.items()]  # fmt: skip
 

@@ -26,7 +26,7 @@ class Optimizer:
 
     def __init__(self, model: nn.Module, rule, place: Place, grad_clip: float = 0.0, scales_loss: bool = False):
         """grad_clip: gradients are scaled down to this norm; 0: never. scales_loss: for float16."""
-        self.rule, self.place, self.grad_clip = rule, place, grad_clip
+        self.place, self.grad_clip = place, grad_clip
         self.parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
         if not self.parameters:
             raise ValueError("no parameter of the model requires a gradient")
@@ -36,6 +36,11 @@ class Optimizer:
         self.lr = torch.zeros((), dtype=place.scalar_dtype, device=device)
         self._updates = torch.zeros((), dtype=torch.int64, device=device)
         self.loss_scale = LossScale(device) if scales_loss else None
+
+    @property
+    def rule(self):
+        """Read-only: another for the next steps, of the same states, goes to place.rule."""
+        return self.place.rule
 
     @property
     def updates(self) -> int:
@@ -68,7 +73,8 @@ class Optimizer:
     def step(self, lr: float) -> torch.Tensor:
         """Clips the gradients, updates the weights, frees the gradients; returns their norm before, a scalar.
 
-        If that is not finite, nothing changes but the loss scale.
+        If that is not finite, nothing changes but the loss scale. With OnCPU a thread goes on updating, for which the
+        next forward waits; before you read the weights, call place.finish().
         """
         self.lr.fill_(lr)
         return self.update()

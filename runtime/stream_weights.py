@@ -60,7 +60,7 @@ class StreamedWeights:
         ]
         self.forget()
         # Hooks, which the compiler must not look into. Disabled here: a decorator would import the compiler, 1.5 s.
-        model.register_forward_pre_hook(torch.compiler.disable(self._before_all))
+        model.tok_embeddings.register_forward_pre_hook(torch.compiler.disable(self._before_all))
         for i, layer in enumerate(self.layers):
             layer.register_forward_pre_hook(partial(torch.compiler.disable(self._before), i))
             layer.register_forward_hook(partial(torch.compiler.disable(self._after), i))
@@ -108,7 +108,7 @@ class StreamedWeights:
     # Hooks
 
     @torch.no_grad()
-    def _before_all(self, model, inputs):
+    def _before_all(self, tok_embeddings, inputs):
         if not self.root_there:
             self.root.untyped_storage().resize_(self.root_bytes)
             self.before_copy("")

@@ -2,6 +2,7 @@
 
 import math
 import shutil
+import time
 
 import pytest
 import torch
@@ -75,16 +76,66 @@ def test_a_rule_without_a_step_on_the_cpu_is_refused_with_offload(monkeypatch):
     monkeypatch.setattr("runtime.check_settings.rule_of", lambda settings: OnGPUOnly())
     settings = preview(ROOT / "train.py", [])
     assert find_problem(settings, 1) is None
-    said = "optimizer=adamw works with offload=none: its rule has no step_on_cpu"
+    said = "optimizer=adamw works with offload=none: its rule has no step_on_cpu of its own"
     assert find_problem(settings | {"offload": "all"}, 1) == said
+
+    class RateOfLayers(AdamW):
+        def update(self, shards, scalars, step, ranks):
+            super().update(shards, scalars / 2, step, ranks)
+
+    assert AdamW().not_on_cpu is AdamW8bit().not_on_cpu is None
+    assert RateOfLayers().not_on_cpu, "on the CPU it would be AdamW"
 
 
 @pytest.mark.parametrize("call", [Optimizer.accumulate, Optimizer.update])
-def test_a_parameter_that_the_loss_does_not_depend_on_is_named(call):
-    model, optimizer = optimizer_of(torch.float32)
-    model.bias.grad = None
-    with pytest.raises(RuntimeError, match="bias has no gradient: let the loss depend on it"):
-        call(optimizer)
+@pytest.mark.parametrize("place", [OnGPU, OnCPU])
+def test_a_parameter_that_the_loss_does_not_depend_on_is_named(place, call):
+    model = llama()
+    optimizer = Optimizer(model, AdamW(), place())
+    set_gradients(model, 1.0)
+    for _ in range(2):
+        optimizer.step(0.1)
+        set_gradients(model, 1.0)
+        model.norm.weight.grad = None
+        with pytest.raises(RuntimeError, match="norm.weight has no gradient: let the loss depend on it"):
+            call(optimizer)
+        set_gradients(model, 1.0)
+
+
+@pytest.mark.parametrize("place", [OnGPU, OnCPU])
+def test_steps_may_differ_in_micro_batches_and_the_last_need_not_be_accumulated(place):
+    models = [llama(), llama()]
+    optimizers = [Optimizer(model, AdamW(), place()) for model in models]
+    for micro_batches in (2, 1, 3):
+        for i in range(micro_batches):
+            for model, optimizer in zip(models, optimizers, strict=True):
+                set_gradients(model, micro_batches + i)
+                if optimizer is optimizers[0] or i + 1 < micro_batches:
+                    optimizer.accumulate()
+        norms = [optimizer.step(0.1).item() for optimizer in optimizers]
+        assert norms[0] == norms[1] > 0
+    for ours, expected in zip(*(optimizer.tensors().values() for optimizer in optimizers), strict=True):
+        assert torch.equal(ours, expected)
+    if place is OnCPU:
+        with pytest.raises(RuntimeError, match="has no gradient"):
+            optimizers[0].step(0.1)  # not the sums of the step before
+
+
+def test_the_hidden_states_wait_for_the_update_on_the_cpu_and_for_streamed_weights(monkeypatch):
+    """As generate() and a loss of one's own ask for them: without model.forward."""
+    update = OnCPU._update
+    monkeypatch.setattr(OnCPU, "_update", lambda *args: (time.sleep(0.2), update(*args))[1])
+    tokens = torch.arange(8)[None]
+    for streams in (False, True):
+        model = llama()
+        optimizer = Optimizer(model, AdamW(), OnCPU(StreamedWeights(model, "cpu") if streams else None))
+        model.hidden(tokens).square().mean().backward()
+        model.lm_head.weight.grad = torch.ones(11, 8)
+        optimizer.step(0.1)
+        with torch.no_grad():
+            early = model.hidden(tokens)
+            optimizer.place.finish()
+            assert torch.equal(model.hidden(tokens), early)
 
 
 def test_weight_decay_reaches_matrices_only():
@@ -186,6 +237,27 @@ APOLLO = GALORE | dict(optimizer="apollo")
 
 
 RULES = [AdamW(), AdamW8bit(), Muon(), NorMuon(), GaLore(rank=4, interval=1), Apollo(rank=4, interval=1)]
+
+
+@pytest.fixture
+def default_dtype():
+    yield torch.set_default_dtype
+    torch.set_default_dtype(torch.float32)
+
+
+@pytest.mark.parametrize("rule, place", [*((rule, OnGPU) for rule in RULES), (AdamW(), OnCPU)], ids=str)
+def test_a_default_dtype_for_models_changes_no_step(rule, place, default_dtype):
+    found = []
+    for dtype in (torch.float32, torch.bfloat16):
+        default_dtype(dtype)
+        torch.manual_seed(0)
+        model = llama(CONFIG_IN_ROWS)
+        optimizer = Optimizer(model, rule, place(), grad_clip=1.0, scales_loss=True)
+        for p in model.parameters():
+            p.grad = torch.randn(p.shape, dtype=torch.float32)
+        optimizer.accumulate()
+        found.append([optimizer.step(0.1), *optimizer.tensors().values()])
+    assert all(torch.equal(*both) for both in zip(*found, strict=True))
 
 
 @pytest.mark.parametrize("rule", RULES, ids=type)
@@ -320,6 +392,21 @@ def test_offloaded_the_optimizer_sums_clips_and_skips_as_on_the_gpu(dtype):
         assert ours == theirs, "what one place has saved, the other resumes"
     for a, b in zip(*(model.parameters() for model in models), strict=True):
         torch.testing.assert_close(a, b, rtol=1e-5 if dtype == torch.float32 else 2**-7, atol=1e-7)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_gradients_of_the_gpu_add_up_and_are_never_those_of_the_step_before():
+    models = [llama().cuda(), llama().cuda()]
+    ours, expected = (Optimizer(model, AdamW(), place) for model, place in zip(models, (OnCPU(), OnGPU()), strict=True))
+    tokens = torch.arange(8, device="cuda")[None]
+    for _ in range(2):
+        for model in models:
+            model(tokens, tokens).backward()
+            model(tokens, tokens.flip(1)).backward()
+        assert ours.step(0.01).item() == pytest.approx(expected.step(0.01).item(), rel=1e-4)
+    models[0].hidden(tokens).square().mean().backward()
+    with pytest.raises(RuntimeError, match="lm_head.weight has no gradient"):
+        ours.step(0.01)
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
