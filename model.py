@@ -355,7 +355,7 @@ class Llama(Part):
         overwrite_dy: as for RMSNorm, if only one function reads x. With FSDP call this from forward, which gathers the
         weights. caches: one KVCache a layer, which T tokens extend: T > 1 where all rows hold equally many.
         """
-        n_time = tokens.shape[1]
+        _, n_time = tokens.shape  # (B, T)
         if n_time > self.config.block_size:
             raise ValueError(f"{n_time} positions, but block_size is {self.config.block_size}")
         if caches and doc_starts is not None:

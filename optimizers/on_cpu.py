@@ -169,8 +169,7 @@ class OnCPU(Place):
         self.busy.append(self.worker.submit(add))
         self.drop_grads()
 
-    def gradients(self) -> dict[str, torch.Tensor]:
-        """This rank's part of each gradient, or of their sums, all there."""
+    def gradients(self):
         self._finish_sums()
         came = self.norms or any(p.grad is not None for p in self.parameters.values())
         if self.sums and (came or self.sums_are_stale):  # as on the GPU

@@ -32,16 +32,15 @@ class OnGPU(Place):
             self.sums[name].add_(gradient_of(name, parameter))
             parameter.grad = None
 
-    def gradients(self) -> list[torch.Tensor]:
-        """This rank's part of each gradient, in the order of the parameters."""
+    def gradients(self):
         if self.sums and any(p.grad is not None for p in self.parameters.values()):
             self.accumulate()  # the last micro-batch, or the only one of a step after one with several
-        return [local(self.sums[name] if name in self.sums else gradient_of(name, p))
-                for name, p in self.parameters.items()]  # fmt: skip
+        return {name: local(self.sums[name] if name in self.sums else gradient_of(name, p))
+                for name, p in self.parameters.items()}  # fmt: skip
 
     def norm(self) -> torch.Tensor:
         # PyTorch's public get_total_norm would round bfloat16 gradients' norms to bfloat16.
-        grads, float32 = self.gradients(), {"dtype": torch.float32}
+        grads, float32 = list(self.gradients().values()), {"dtype": torch.float32}
         if hasattr(torch, "_foreach_norm"):  # one launch for all, but private
             norms = torch._foreach_norm(grads, 2, **float32)
         else:
@@ -49,10 +48,10 @@ class OnGPU(Place):
         return torch.linalg.vector_norm(torch.stack(norms))
 
     def update(self, scale: torch.Tensor, lr: torch.Tensor, t: torch.Tensor):
-        scalars = torch.stack([scale, lr, *self.rule.scalars(t)])
+        scalars, grads = torch.stack([scale, lr, *self.rule.scalars(t)]), self.gradients()
         shards = [
-            Shard(name, parameter.shape, local(parameter.detach()), grad, *self.local_states(name))
-            for (name, parameter), grad in zip(self.parameters.items(), self.gradients(), strict=True)
+            Shard(name, parameter.shape, local(parameter.detach()), grads[name], *self.local_states(name))
+            for name, parameter in self.parameters.items()
         ]
         self.rule.update(shards, scalars, self.step, self.ranks)
         self.step += 1

@@ -6,7 +6,8 @@ A place says where they live and when gradients and parameters move: on_gpu.py, 
     master_dtype(...)         of what is kept beside a parameter
     attach(...)               allocates masters and states
     accumulate()              after each of several micro-batches: adds the gradients to float32 sums
-    norm()                    of this rank's gradients, as a scalar
+    gradients()               this rank's part of each, or of their sums, by the parameter's name
+    norm()                    of these, as a scalar
     update(scale, lr, t)      updates all parameters, unless scale is not finite, and frees the gradients
     finish()                  waits for updates that are still under way
     async_save                whether there is memory for copies, from which a checkpoint is written beside the training

@@ -167,7 +167,7 @@ def test_small_gradients_add_up_and_small_steps_move_half_precision_weights(dtyp
     for _ in range(64):
         set_gradients(model, 2**-12)
         optimizer.accumulate()
-    assert optimizer.place.gradients()[0][0, 0].item() == 1 + 2**-6, "a sum in the weights' dtype would stay at 1"
+    assert optimizer.place.gradients()["weight"][0, 0].item() == 1 + 2**-6, "in the weights' dtype it would stay at 1"
     for _ in range(100):
         optimizer.step(lr=1e-4)
         optimizer.place.sums["weight"].fill_(1.0)
