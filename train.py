@@ -360,8 +360,8 @@ while step < max_iters and not stopping:
         dist.all_reduce(totals)
         totals /= world_size
     # To log another number of the GPU's, a float32 scalar, add it to this stack, and in finish() pass it to log.step as
-    # name=number. Not of the weights: here they may be sharded, elsewhere, or being updated. Of the
-    # gradients: before update() optimizer.place.gradients() are this rank's rows by name, but not with cuda_graph.
+    # name=number. Not of the weights: here they may be sharded, elsewhere, or being updated. Of the gradients: before
+    # update(), optimizer.place.gradients() holds this rank's rows by name, but not with cuda_graph.
     unfinished.append(send_to_cpu(torch.stack([*totals, grad_norm.to(device), loss_scale.to(device)])))
     step += 1
 
