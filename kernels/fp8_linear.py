@@ -146,13 +146,13 @@ def scaled_mm(a8, b8, scale_a, scale_b, dtype, out):
 def project_float8(x, w8, t, dtype, out=None):
     """y of x, or of what quantize makes of it, and of the weight diag(t) w8."""
     x8, s = x if isinstance(x, tuple) else quantize(x)
-    return scaled_mm(as_rows(x8), w8, s, t.T, dtype, out).unflatten(0, x8.shape[:-1])
+    return scaled_mm(as_rows(x8), w8, s, t.T, dtype, out).view(*x8.shape[:-1], len(w8))
 
 
 def input_gradient_float8(g8, u, wt8, dtype, out=None):
     """dx of diag(u) g8 = dy diag(t) and of wt8, the weight diag(t) w8 transposed, (C, O)."""
     one = torch.ones(1, len(wt8), dtype=torch.float32, device=g8.device)
-    return scaled_mm(as_rows(g8), wt8, u, one, dtype, out).unflatten(0, g8.shape[:-1])
+    return scaled_mm(as_rows(g8), wt8, u, one, dtype, out).view(*g8.shape[:-1], len(wt8))
 
 
 class FP8Linear(Linear):

@@ -145,7 +145,7 @@ def refuse_double_backward() -> None:
 def refuse_gradient(name: str, *tensors: torch.Tensor) -> None:
     """Raises ValueError where autograd would take the result of a kernel that has no backward for a constant."""
     if torch.is_grad_enabled() and not torch.compiler.is_compiling() and any(x.requires_grad for x in tensors):
-        raise ValueError(f"{name} has no backward: call it under torch.no_grad(), or take kernels.reference.{name}")
+        raise ValueError(f"{name} has no backward: call it under torch.no_grad(), or import kernels.reference")
 
 
 def saved_is_ours() -> bool:

@@ -50,7 +50,7 @@ def swiglu_mlp_reference(
         return again(total), total
     rows = as_rows(total)
     y = torch.cat([again(rows[some]) for some in slices(len(rows), chunks)])
-    return y.unflatten(0, total.shape[:-1]).clone(), total  # FSDP warns of a view
+    return y.view(*total.shape[:-1], y.shape[1]).clone(), total  # FSDP warns of a view
 
 
 class _SwiGLUMLP(torch.autograd.Function):

@@ -167,6 +167,7 @@ def test_strides_change_nothing():
         assert torch.equal(fp8_linear(other, weight), expected)
     assert torch.equal(fp8_linear(x, weight.T.contiguous().T), expected)
     assert torch.equal(fp8_linear(x.view(4, 10, 32), weight), expected.view(4, 10, 48))
+    assert run(fp8_linear, (x[0], weight))[1].shape == (32,)
 
 
 def test_no_rows_give_no_rows_and_zero_gradients():
