@@ -151,6 +151,9 @@ def test_a_special_token_that_a_message_spells_out_stays_text():
     assert encode_prompt(LLAMA3, messages[:1]) == ids[: len(encode_prompt(LLAMA3, messages[:1]))]
     with pytest.raises(ValueError, match="no characters"):
         render_answers(LLAMA3, [{"role": "assistant", "content": "\ufdd1"}])
+    fenced = byte_tokenizer(r"(?s:.)", ["<|endoftext|>", "```"])
+    fenced.chat_template = PLAIN
+    assert 257 not in encode_prompt(fenced, [{"role": "user", "content": "````` overlap"}])
 
 
 def test_tools_and_tool_calls_are_written_where_the_template_does(written, tmp_path):

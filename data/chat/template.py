@@ -161,9 +161,13 @@ def broken(value, tokenizer: Tokenizer):
     value = value.encode("utf-8", "replace").decode()  # JSON can hold a lone surrogate: it becomes a question mark
     if re.search(f"[{BREAK}{ANSWER}{ANSWER_END}]", value):
         raise ValueError("it contains U+FDD0, U+FDD1 or U+FDD2, which are no characters")
-    for token in sorted(tokenizer.special_tokens):
-        value = value.replace(token, token[:1] + BREAK + token[1:])
-    return value
+    return beginnings(frozenset(tokenizer.special_tokens)).sub(lambda found: found[0] + BREAK, value)
+
+
+@functools.lru_cache(maxsize=8)
+def beginnings(tokens: frozenset[str]) -> re.Pattern:
+    """Finds the first character of each of these tokens that a text spells out."""
+    return re.compile("|".join(f"{re.escape(token[:1])}(?={re.escape(token[1:])})" for token in tokens) or r"(?!)")
 
 
 def encode(tokenizer: Tokenizer, marked: str) -> list[int]:
