@@ -3,6 +3,7 @@
 import contextlib
 import hashlib
 import json
+import os
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
@@ -98,6 +99,7 @@ class HuggingFace(Tokenizer):
     """A tokenizer.json, with any normalizer, pre-tokenizer and model that `tokenizers` has."""
 
     def __init__(self, path: Path, files: dict[str, bytes], config: dict):
+        os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # else a thread per core in each worker process, idle
         try:
             import tokenizers
         except ImportError as error:
@@ -120,7 +122,8 @@ class HuggingFace(Tokenizer):
     def encode(self, text: str, special: bool = False) -> list[int]:
         self.backend.encode_special_tokens = not special
         text = text.encode("utf-8", "replace").decode()  # what was typed or piped may have been no UTF-8
-        return self.backend.encode(text, add_special_tokens=False).ids
+        # fast: without the places of tokens in the text, which take a quarter of the time
+        return self.backend.encode_batch_fast([text], add_special_tokens=False)[0].ids
 
     def decode(self, ids: Iterable[int]) -> str:
         return self.backend.decode([int(token) for token in ids], skip_special_tokens=False)
