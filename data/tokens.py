@@ -19,6 +19,7 @@ folder without it is not a dataset.
 """
 
 import json
+import resource
 from collections.abc import Sequence
 from pathlib import Path
 from shlex import quote
@@ -55,6 +56,8 @@ class Tokens:
         n_tokens = self.meta["files"][split]  # {file name: tokens}
         self.paths = [self.folder / name for name in n_tokens]
         dtype = np.dtype(self.meta["dtype"]).newbyteorder("<")
+        soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)  # each mapped file stays open; soft is often 1,024
+        resource.setrlimit(resource.RLIMIT_NOFILE, (min(soft + len(self.paths), hard), hard))
         self.shards = [self._map(path, n_tokens[path.name], dtype) for path in self.paths]
         self.masks = []  # one a shard, where the dataset holds conversations
         if f"{split}_targets" in self.meta:

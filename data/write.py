@@ -24,6 +24,7 @@ import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
@@ -238,6 +239,8 @@ def encode_documents(
                     yield pending.popleft().result()
             while pending:
                 yield pending.popleft().result()
+        except BrokenProcessPool as error:
+            raise OSError("a worker process was killed, perhaps for want of memory: try fewer --workers") from error
         finally:
             pool.shutdown(cancel_futures=True)
 
@@ -356,7 +359,8 @@ def print_summary(folder: Path, meta: dict) -> None:
 
 
 def run_script(main: Callable[[], None]) -> None:
-    """Run a script's main: a user error prints one line, Ctrl-C prints no traceback."""
+    """Run a script's main: a user error prints one line, Ctrl-C and SIGTERM no traceback."""
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
         main()
     except (ValueError, OSError, ImportError) as error:

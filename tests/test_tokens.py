@@ -5,6 +5,7 @@ import hashlib
 import json
 import lzma
 import os
+import resource
 import signal
 import subprocess
 import sys
@@ -204,15 +205,52 @@ def test_progress_with_unknown_total_shows_no_share_and_no_eta(total, line, monk
     assert capsys.readouterr().out.rstrip() == line
 
 
-def test_killed_writer_leaves_no_dataset_and_no_workers(tmp_path):
+def start_writer(tmp_path):
+    """A prepare.py in the midst of its work, and the processes it has started: two workers and multiprocessing's."""
     (tmp_path / "long.txt").write_text("a line of text\n" * 5_000_000)
     words = ["--input", tmp_path / "long.txt", "--out", tmp_path / "out", "--workers=2"]
-    writer = subprocess.Popen([sys.executable, ROOT / "data/text/prepare.py", *words])
+    command = [sys.executable, ROOT / "data/text/prepare.py", *words]
+    writer = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
     wait_until(lambda: any(file.stat().st_size for file in tmp_path.glob("out/train.bin.partial")))
-    workers = Path(f"/proc/{writer.pid}/task/{writer.pid}/children").read_text().split()
+    children = Path(f"/proc/{writer.pid}/task/{writer.pid}/children").read_text().split()
+    assert len(children) == 3, "two, and the tracker of multiprocessing"
+    return writer, [int(child) for child in children]
+
+
+def test_killed_writer_leaves_no_dataset_and_no_workers(tmp_path):
+    writer, children = start_writer(tmp_path)
     writer.kill()
-    assert writer.wait() == -signal.SIGKILL and len(workers) == 3, "two, and the tracker of multiprocessing"
+    assert writer.wait() == -signal.SIGKILL
     assert not list(tmp_path.glob("out/*.bin"))
     with pytest.raises(FileNotFoundError, match="not a finished dataset"):
         Tokens(tmp_path / "out", "train")
-    wait_until(lambda: not any(alive(int(worker)) for worker in workers), "workers outlived their parent")
+    wait_until(lambda: not any(map(alive, children)), "workers outlived their parent")
+
+
+def test_a_writer_that_is_told_to_end_or_loses_a_worker_says_so_and_leaves_nothing_half_written(tmp_path):
+    for worker_dies, said in (
+        (False, "\ninterrupted: nothing half-written is left\n"),
+        (True, "error: a worker process was killed, perhaps for want of memory: try fewer --workers\n"),
+    ):
+        writer, children = start_writer(tmp_path)
+        is_worker = lambda pid: "spawn_main" in Path(f"/proc/{pid}/cmdline").read_text()  # noqa: E731
+        if worker_dies:
+            os.kill(next(filter(is_worker, children)), signal.SIGKILL)
+        else:
+            writer.terminate()
+        assert (writer.communicate(timeout=60)[1], writer.returncode) == (said, 1)
+        assert [path.name for path in (tmp_path / "out").iterdir()] == [".lock"]
+
+
+def test_a_dataset_may_have_more_shards_than_a_process_usually_may_open_files(tmp_path):
+    files = {split: {f"{split}_{i:06d}.bin": 8 for i in range(600)} for split in ("train", "val")}
+    for name in (*files["train"], *files["val"]):
+        (tmp_path / name).write_bytes(bytes(16))
+    meta = dict(vocab_size=257, dtype="uint16", end_of_text=256, files=files)
+    (tmp_path / "meta.json").write_text(json.dumps(meta))
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (min(1024, before[1]), before[1]))
+    try:
+        assert [data.n_blocks for data in open_dataset(str(tmp_path), 4, 0)] == [600, 600]
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, before)
