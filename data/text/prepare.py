@@ -5,12 +5,13 @@
     python data/text/prepare.py --input corpus.jsonl --field text --tokenizer Llama-3.2-1B
     python data/text/prepare.py --input corpus.jsonl.zst <(zcat more/*.gz) --tokenizer gpt2
 
-Makes train.bin, val.bin and meta.json in --out (this folder by default); the input may be larger than the memory, and
-every CPU core tokenizes. Files may be compressed: gzip, zstd, xz, bzip2. A document is a JSON object, one a line or in
-an array, or a file of text. A text of several documents has lines between them that are nothing but <|endoftext|>; any
-other large file is cut at line ends. Folders are searched to the bottom, except for --out, links to folders, hidden and
-binary files. A document goes to validation if the hash of its text is below a bound, so copies of one document are all
-on the same side. Of the first megabyte those with the smallest hashes go there: else that could be none, or most.
+Makes train.bin, val.bin and meta.json in --out (this folder by default); the input, but for a JSON array, may be larger
+than the memory, and every CPU core tokenizes. Files may be compressed: gzip, zstd, xz, bzip2. A document is a JSON
+object, one a line or in an array, or a file of text. A text of several documents has lines between them that are
+nothing but <|endoftext|>; any other large file is cut at line ends. Folders are searched to the bottom, except for
+--out, links to folders, hidden and binary files. A document goes to validation if the hash of its text is below a
+bound, so copies of one document are all on the same side. Of the first megabyte those with the smallest hashes go
+there: else that could be none, or most.
 """
 
 import heapq
