@@ -111,7 +111,8 @@ class Packed(Blocks):
         starts = np.flatnonzero(mask & OPENS)
         lengths = np.diff(starts, append=len(mask))
         is_long, lengths = lengths > room, np.minimum(lengths, room)
-        targets = np.array([int((mask[s : s + n] & IS_TARGET).sum()) for s, n in zip(starts, lengths, strict=True)])
+        kept = zip(starts.tolist(), lengths.tolist(), strict=True)
+        targets = np.array([(mask[s : s + n] & IS_TARGET).tobytes().count(IS_TARGET) for s, n in kept])
         n_cut, n_out = (int(which.sum()) for which in (is_long & (targets > 0), targets == 0))
         starts, lengths, targets = (of_each[targets > 0] for of_each in (starts, lengths, targets))
         if not len(starts):

@@ -63,7 +63,7 @@ class Tokens:
         if f"{split}_targets" in self.meta:
             self.masks = [self._map(path.with_suffix(".mask"), n_tokens[path.name], np.uint8) for path in self.paths]
 
-    def _map(self, path: Path, n_tokens: int, dtype) -> np.memmap:
+    def _map(self, path: Path, n_tokens: int, dtype) -> np.ndarray:
         dtype = np.dtype(dtype)
         if not path.exists():
             raise FileNotFoundError(
@@ -75,7 +75,7 @@ class Tokens:
                 f"{path} has {found:,} bytes, but meta.json says {n_tokens:,} {dtype.name} tokens, which are "
                 f"{expected:,} bytes: {how_to_prepare(self.folder, self.meta)}"
             )
-        return np.memmap(path, dtype=dtype, mode="r")
+        return np.asarray(np.memmap(path, dtype=dtype, mode="r"))  # its slices take a tenth of the time
 
     def __len__(self) -> int:
         return sum(len(shard) for shard in self.shards)
