@@ -70,6 +70,18 @@ def test_hf_folder_gives_the_ids_of_tokenizers_and_spelled_special_tokens_are_te
     assert tokenizer.encode("h\udcffi") == tokenizer.encode("h?i"), "typed in another encoding"
 
 
+def test_special_tokens_among_the_pieces_of_a_unigram_model_are_text_too(tmp_path):
+    pieces = [("<unk>", 0.0), ("<s>", 0.0), ("</s>", 0.0), ("\u2581", -2.0), *((char, -5.0) for char in "9<>/s")]
+    backend = tokenizers.Tokenizer(tokenizers.models.Unigram(pieces, unk_id=0))
+    backend.add_special_tokens(["<unk>", "<s>", "</s>"])
+    backend.save(str(tmp_path / "tokenizer.json"))
+    (tmp_path / "tokenizer_config.json").write_text('{"eos_token": "</s>"}')
+    tokenizer = get_tokenizer(tmp_path)
+    assert [backend.id_to_token(i) for i in tokenizer.encode("<s>9</s>")] == list("<s>9</s>")
+    assert tokenizer.encode("<s>9</s>", special=True) == [1, 4, 2]
+    assert tokenizer.encode("9é9") == tokenizer.encode("9é9", special=True) == [4, 0, 4]
+
+
 def test_bos_is_what_the_tokenizer_puts_first(tmp_path):
     write_hf_folder(tmp_path / "adds", bos="<s>")
     assert get_tokenizer(tmp_path / "adds").bos_token == "<s>"

@@ -17,7 +17,7 @@ import re
 from datetime import datetime
 
 from data.tokens import IS_TARGET, OPENS
-from data.vocabulary import Tokenizer
+from data.vocabulary import Tokenizer, beginnings
 
 # Llama 3's own format, as its model card writes it down: without the date and the tools of 3.1's and 3.2's templates.
 LLAMA3_TEMPLATE = """\
@@ -162,12 +162,6 @@ def broken(value, tokenizer: Tokenizer):
     if re.search(f"[{BREAK}{ANSWER}{ANSWER_END}]", value):
         raise ValueError("it contains U+FDD0, U+FDD1 or U+FDD2, which are no characters")
     return beginnings(frozenset(tokenizer.special_tokens)).sub(lambda found: found[0] + BREAK, value)
-
-
-@functools.lru_cache(maxsize=8)
-def beginnings(tokens: frozenset[str]) -> re.Pattern:
-    """Finds the first character of each of these tokens that a text spells out."""
-    return re.compile("|".join(f"{re.escape(token[:1])}(?={re.escape(token[1:])})" for token in tokens) or r"(?!)")
 
 
 def encode(tokenizer: Tokenizer, marked: str) -> list[int]:
