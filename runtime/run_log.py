@@ -16,7 +16,7 @@ from time import perf_counter, time
 
 import torch
 
-from data.files import atomic_write, display_path
+from data.files import atomic_write, display_path, write_json
 from data.loader import Blocks
 from data.tokens import Tokens
 from model import Llama
@@ -265,7 +265,7 @@ class RunLog:
             )
         path = self.out_dir / "summary.json"
         try:
-            path.write_text(json.dumps(found, indent=2) + "\n")
+            write_json(path, found)  # a full disk must leave no half of one
         except OSError as error:
             print0(f"{path}: {error.strerror}")
         self.draw()

@@ -4,6 +4,7 @@ import io
 import json
 import math
 import re
+import resource
 import sys
 import time
 from types import SimpleNamespace
@@ -51,6 +52,20 @@ def test_bits_per_byte_are_said_where_99_percent_of_the_validation_tokens_were_r
     toy_dataset(tmp_path / "data", train=[prose(0, 4000)], val=[prose(0, 1000)[: n_tokens - 1]])
     train(dataset=tmp_path / "data", eval_iters=50, max_iters=1)
     assert ("bits per byte" in capsys.readouterr().out) == said
+
+
+def test_a_disk_that_is_full_at_the_end_leaves_no_half_a_summary(tmp_path, capsys):
+    log = run_log.RunLog(str(tmp_path), "cpu", "float32", 1000, 1.0)
+    log.step_seconds, log.peak_gib = [1.0], 1.0
+    (tmp_path / "summary.json").write_text("{}")  # of an earlier end
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100, limits[1]))
+    try:
+        log.summary(2.0, None)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert "summary.json: File too large" in capsys.readouterr().out
+    assert [(path.name, path.read_text()) for path in tmp_path.iterdir()] == [("summary.json", "{}")]
 
 
 def test_what_a_run_logs_is_computed_from_its_seconds(tmp_path, monkeypatch, capsys):
