@@ -125,11 +125,15 @@ class RunLog:
         """Open metrics.jsonl and keep its lines up to first_step. wandb_options: of wandb.init; none: no wandb.
 
         Steps after a checkpoint run again: their lines are dropped, and so is one that a killed run left unfinished.
+        Without a checkpoint the lines of the run before go to metrics.jsonl.old.
         """
         self.first_step, self.began = first_step, perf_counter()
         if rank:
             return
         path = self.out_dir / "metrics.jsonl"
+        if not first_step and path.exists() and path.stat().st_size:  # its checkpoints were deleted or never written
+            kept = path.rename(path.with_name("metrics.jsonl.old"))
+            print0(f"begins    anew: there is no checkpoint, {kept} has the lines of the run before")
         lines = path.read_text(errors="replace").splitlines() if first_step and path.exists() else []
 
         def belongs(line):

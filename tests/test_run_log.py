@@ -5,6 +5,7 @@ import json
 import math
 import re
 import resource
+import shutil
 import sys
 import time
 from types import SimpleNamespace
@@ -122,6 +123,20 @@ def test_damaged_lines_of_the_metrics_do_not_stop_a_resume(train, tmp_path):
         file.write(b'\0\0\0"ms": 3}\n' + b"7\n" + b"\xff}\n" + b'{"step": 9, "lo')
     train(max_iters=10)
     assert [line["step"] for line in metrics(tmp_path / "out") if "loss" in line] == list(range(1, 11))
+
+
+def test_a_run_whose_checkpoints_are_gone_begins_anew_and_keeps_what_was_measured(train, tmp_path, capsys):
+    train()
+    before = (tmp_path / "out/metrics.jsonl").read_text()
+    for path in (tmp_path / "out").glob("step_*"):
+        shutil.rmtree(path)
+    capsys.readouterr()
+    train(seed=1)
+    assert "begins    anew: there is no checkpoint" in capsys.readouterr().out
+    assert (tmp_path / "out/metrics.jsonl.old").read_text() == before
+    assert len(metrics(tmp_path / "out")) == 10
+    train(seed=1)
+    assert "anew" not in capsys.readouterr().out
 
 
 def test_wandb_gets_every_number_offline(text_data, tmp_path):
