@@ -291,6 +291,12 @@ def _changes(run: dict, facts: dict, base: Folder | None) -> list[str]:
     read = base and Path(init_from).expanduser() in (base.path, base.path.parent)  # where the adapters' base is now
     if init_from not in ("auto", "scratch", "resume", was["init_from"]) and not read:
         changed.append(f"init_from {was['init_from']} -> {init_from} (not read: the run has begun)")
+    versions = run.get("versions") or {}
+    changed += [
+        f"{name} {versions.get(name)} -> {value}"
+        for name, value in facts["versions"].items()
+        if versions.get(name, value) != value
+    ]
     return changed + [
         f"the dataset's {name} {run['dataset'].get(name)!s:.12} -> {value!s:.12}"  # of a digest the beginning
         for name, value in facts["dataset"].items()

@@ -104,6 +104,20 @@ def test_every_setting_that_alters_the_run_is_named_at_resume(train, capsys, nam
     assert run["optimizer"].rule.betas[1] == run["beta2"], "its own, not the checkpoint's"
 
 
+def test_a_resume_by_other_code_or_another_torch_is_said(train, tmp_path, capsys):
+    versions = train()["facts"]["versions"]
+    saved = {"nanocria": "0123456", "torch": "2.0.0", "triton": "3.0.0"}  # on a GPU, which has triton
+    edit_run(tmp_path / "out/step_000008", versions=versions | saved)
+    train()
+    assert [
+        f"resumes   {tmp_path}/out/step_000008 with nanocria 0123456 -> {versions['nanocria']}, "
+        f"torch 2.0.0 -> {versions['torch']} changed"
+    ] == re.findall("resumes .*", capsys.readouterr().out)
+    edit_run(tmp_path / "out/step_000008", versions=None)
+    train()
+    assert "changed" not in capsys.readouterr().out
+
+
 def test_only_the_training_thread_waits_for_offloaded_updates(train, monkeypatch):
     """A thread that took an update from the queue would let the forward begin before its weights are there."""
     finish, threads = OnCPU.finish, set()
