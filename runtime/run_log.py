@@ -215,7 +215,8 @@ class RunLog:
             + "".join(f"| {name} {value:.4g} " for name, value in more.items())
             + f"| eta {left // 3600}h{left % 3600 // 60:02d}m{left % 60:02d}s"
         )
-        self.curve.append((step, sum(self.step_seconds), loss))
+        before = self.curve[-1][1] if self.curve else 0.0  # of all steps a sum would take 4 ms after a million
+        self.curve.append((step, before + sum(since), loss))
         grad_norm = grad_norm if math.isfinite(grad_norm) else None  # JSON has no inf
         self.record(
             {"step": step, "loss": loss, "lr": lr, "grad_norm": grad_norm, "ms": seconds * 1000,

@@ -106,6 +106,17 @@ def test_what_a_run_logs_is_computed_from_its_seconds(tmp_path, monkeypatch, cap
     assert "the median step 2000.0 ms" in capsys.readouterr().out
 
 
+def test_a_line_of_a_long_run_costs_what_one_of_a_short_run_costs(tmp_path, capsys):
+    log = run_log.RunLog(tmp_path, "cpu", "float32", 1000, 1.0, log_interval=2)
+    log.open(0)
+    log.step_seconds = mock.MagicMock()  # the sum of which is 0
+    log.step_seconds.__getitem__.return_value = [2.0, 3.0]  # since the last line
+    log.step(2, 2.0, 1e-3, 1.0)
+    log.step(4, 1.5, 1e-3, 1.0)
+    log.close()
+    assert log.curve == [(2, 5.0, 2.0), (4, 10.0, 1.5)]
+
+
 def test_a_profile_shows_three_steps(train, tmp_path, capsys):
     train(max_iters=12, profile=True)
     (trace,) = (tmp_path / "out/profile").glob("rank0.*.pt.trace.json")
