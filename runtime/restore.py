@@ -86,12 +86,13 @@ def check_start(start: Path | None, out_dir: str, config: LlamaConfig, settings:
         if settings["lora_rank"]:
             stop("lora_rank has no weights to adapt: name a folder of published ones, --init_from=FOLDER")
         return
+    resumes = _is_checkpoint_of(start, out_dir)
     try:
-        folder = open_folder(start)
-        _require_same_model(folder, _is_checkpoint_of(start, out_dir), config, settings, dataset)
+        folder = _open_checkpoint(start) if resumes else open_folder(start)
+        _require_same_model(folder, resumes, config, settings, dataset)
         _base_of(folder, settings)
     except (OSError, ValueError) as error:
-        if not (isinstance(error, Damaged) and _is_checkpoint_of(start, out_dir)):
+        if not (isinstance(error, Damaged) and resumes):
             stop(str(error))
 
 
@@ -251,7 +252,7 @@ def _require_same_model(folder: Folder, resumes: bool, config, settings, dataset
         prepare = f"prepare the data with --tokenizer {shlex.quote(str(folder.path))}, or change {setting}"
         stop(f"{folder.path} was trained on {tokenizer} tokens, {found}: {prepare}")
     was, now = model, {name: getattr(config, name) for name in MODEL_SETTINGS}
-    if (resumes and folder.run) or folder.adapter:
+    if resumes or folder.adapter:
         was |= _state_settings(folder.run["settings"])
         now |= {name: settings[name] for name in was if name in STATE_SETTINGS}
 
