@@ -22,7 +22,7 @@ from typing import Any
 
 import torch
 
-from data.chat.prepare import read_conversations
+from data.chat.prepare import render_rows
 from data.chat.template import encode_answers
 from data.rows import head_of, kind_of, open_input, read_rows, whole_text
 from data.vocabulary import Tokenizer
@@ -97,8 +97,10 @@ def evaluate_text(model: Llama, tokenizer: Tokenizer, text: str, window: int | N
     }
 
 
-def evaluate_answers(model: Llama, tokenizer: Tokenizer, path: Path, batch_size: int) -> dict[str, str]:
-    rows = [encode_answers(tokenizer, text) for text in read_conversations([path], tokenizer, refuse)]
+def evaluate_answers(
+    model: Llama, tokenizer: Tokenizer, items: list[tuple[str, dict]], batch_size: int
+) -> dict[str, str]:
+    rows = [encode_answers(tokenizer, text) for text in render_rows(items, tokenizer, refuse)]
     scores = [log_p for log_p, _ in log_likelihoods(model, rows, batch_size)]
     n_tokens = sum(map(len, scores))
     return {
@@ -122,8 +124,10 @@ def evaluate_choices(
         if str(label) not in map(str, range(len(endings))):  # some of HellaSwag's files have "2"
             raise ValueError(f"{where} has {label!r} as label: expected a number below {len(endings)}")
         n_context = len(begin_document(tokenizer, ctx.rstrip()))  # as there, blanks go with the ending
+        # Behind no ctx the ending's first token is predicted too: without a bos from the end of another document.
+        before = [] if ctx.strip() or tokenizer.bos is not None else begin_document(tokenizer, "")
         for ending in endings:
-            ids = begin_document(tokenizer, f"{ctx} {ending}")
+            ids = before + begin_document(tokenizer, f"{ctx} {ending}")
             rows.append((ids, [i >= n_context for i in range(len(ids))]))
         answers.append((endings, int(label)))
     totals = (log_p.sum().item() for log_p, _ in log_likelihoods(model, rows, batch_size))
@@ -175,4 +179,4 @@ def evaluate_file(
     first = content[0][1]
     if isinstance(first, dict) and "endings" in first:
         return evaluate_choices(model, tokenizer, content, batch_size)
-    return evaluate_answers(model, tokenizer, path, batch_size)
+    return evaluate_answers(model, tokenizer, content, batch_size)

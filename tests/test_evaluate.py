@@ -2,6 +2,7 @@
 
 import json
 import math
+from unittest import mock
 
 import pytest
 import torch
@@ -73,6 +74,20 @@ def test_rows_of_hellaswags_own_files_are_read_as_lm_evaluation_harness_reads_th
     assert found["accuracy, length-normalised"] == "1.0000 (1 of 1)"
 
 
+def test_an_ending_behind_no_context_follows_a_document(monkeypatch):
+    tokenizer, rows = get_tokenizer("bytes"), []
+
+    def score(model, new_rows, batch_size):
+        rows.extend(new_rows)
+        return ((torch.ones(1), False) for _ in new_rows)
+
+    monkeypatch.setattr(evaluate, "log_likelihoods", score)
+    for tokenizer.bos in (None, 65):
+        evaluate.evaluate_choices(None, tokenizer, [("", {"ctx": "", "endings": ["a", "b"], "label": 0})], 1)
+        first = tokenizer.end_of_text if tokenizer.bos is None else 65
+        assert rows[-1] == ([first, *b" b"], [False, True, True])
+
+
 @pytest.mark.parametrize("window", [None, 50, 2])
 def test_perplexity_and_bits_are_transformers_of_a_sliding_window(tmp_path, window):
     hf = publish(tmp_path)
@@ -94,7 +109,7 @@ def test_perplexity_and_bits_are_transformers_of_a_sliding_window(tmp_path, wind
     assert abs(float(found["bits per byte"]) - bits) < 1e-4
 
 
-def test_answers_are_scored_as_by_transformers(sample, tmp_path):
+def test_answers_are_scored_as_by_transformers(sample, tmp_path, monkeypatch):
     hf, fast = publish_chat_model(tmp_path / "hf")
     pairs = [(prose(i, 4), prose(50 + i, 1 + i)) for i in range(10)]
     totals = []
@@ -114,6 +129,9 @@ def test_answers_are_scored_as_by_transformers(sample, tmp_path):
         first, second = out.splitlines()
         assert not said and abs(float(first.removeprefix("mean log-likelihood: ").split()[0]) / expected - 1) < 1e-5
         assert second.startswith("read: 10 conversations; ")
+    monkeypatch.setattr(evaluate, "read_file", mock.Mock(side_effect=[evaluate.read_file(files[0])]))
+    files[0].unlink()  # as a pipe, which can be read once
+    assert sample(out_dir=tmp_path / "hf", evaluate=files[0], batch_size=3)[0].splitlines()[0] == first
 
 
 def test_what_cannot_be_evaluated_gets_a_sentence(sample, tmp_path):

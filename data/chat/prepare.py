@@ -13,8 +13,9 @@ of a conversation are all on the same side of the split.
 
 import shlex
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
+from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from data.chat.template import encode_answers, encode_conversation, render_answers, template_of
@@ -37,19 +38,24 @@ from data.write import (
 HERE = Path(__file__).resolve().parent
 
 
-def read_conversations(files: list[Path], tokenizer: Tokenizer, bad: Bad) -> Iterator[str]:
-    """The text of each conversation, with marks around its answers."""
+def read_conversations(files: list[Path], bad: Bad) -> Iterator[tuple[str, Any]]:
+    """The rows of these files, each behind its place."""
     for path in files:
         try:
             with open_input(path) as file:
                 kind = "array" if kind_of(head_of(file, path), path) == "array" else "lines"
-                for where, row in read_rows(file, path, kind, bad):
-                    try:
-                        yield render_answers(tokenizer, messages_of(row), row.get("tools"))
-                    except ValueError as error:
-                        bad(f"{where}: {error}")
+                yield from read_rows(file, path, kind, bad)
         except Unreadable as error:
             bad(str(error))
+
+
+def render_rows(rows: Iterable[tuple[str, Any]], tokenizer: Tokenizer, bad: Callable[[str], None]) -> Iterator[str]:
+    """The text of each conversation, with marks around its answers."""
+    for where, row in rows:
+        try:
+            yield render_answers(tokenizer, messages_of(row), row.get("tools"))
+        except ValueError as error:
+            bad(f"{where}: {error}")
 
 
 def messages_of(row) -> list[dict]:
@@ -114,7 +120,7 @@ def prepare(
     end, bad = end_of_turn(found), Bad(errors)
     meta = write_dataset(
         folder,
-        split(read_conversations(inputs, found, bad), val_fraction),
+        split(render_rows(read_conversations(inputs, bad), found, bad), val_fraction),
         found,
         {"eos": list(dict.fromkeys([end, *found.eos]))},
         workers=workers,
