@@ -390,7 +390,7 @@ def add_text_options(parser: argparse.ArgumentParser, tokenizer: str, val_fracti
     said = "broken rows and files: end with the first one, or leave them out and count them (default: strict)"
     parser.add_argument("--errors", choices=["strict", "skip"], help=said)
     said = "processes (default: one per CPU core)"
-    parser.add_argument("--workers", type=workers_argument, default=cpu_cores(), help=said)
+    parser.add_argument("--workers", type=count_argument, default=cpu_cores(), help=said)
     if bos:
         said = "begin each document with the tokenizer's bos (default: where it has one)"
         parser.add_argument("--bos", action=argparse.BooleanOptionalAction, help=said)
@@ -413,10 +413,10 @@ def path_argument(text: str) -> Path:
     return Path(text).expanduser()
 
 
-def workers_argument(text: str) -> int:
+def count_argument(text: str) -> int:
     """An argparse type."""
-    if not text.isdigit() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"it is {text}, expected a number of processes, at least 1")
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"it is {text}, expected a whole number, at least 1")
     return int(text)
 
 

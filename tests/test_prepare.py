@@ -3,6 +3,7 @@
 import errno
 import gzip
 import hashlib
+import http.client
 import io
 import os
 import subprocess
@@ -79,6 +80,10 @@ def test_shakespeare_download_error_has_url_and_path(tmp_path, monkeypatch):
     monkeypatch.setattr(shakespeare_char, "URL", "http://localhost:9/input.txt")  # nobody listens on the discard port
     place = tmp_path / "input.txt"
     with pytest.raises(OSError, match=f"could not download http://localhost:9/input.txt .* put it at {place}"):
+        shakespeare_char.prepare(tmp_path)
+    cut_off = mock.MagicMock(side_effect=http.client.IncompleteRead(b"To be"))
+    monkeypatch.setattr(shakespeare_char.urllib.request, "urlopen", cut_off)
+    with pytest.raises(OSError, match=r"could not download .* \(IncompleteRead\(5 bytes read\)\): fetch it"):
         shakespeare_char.prepare(tmp_path)
     assert not place.exists()
     place.write_text("To be, or not to be. " * 100)
@@ -226,7 +231,7 @@ def test_text_script_prints_user_errors_in_one_line(tmp_path, monkeypatch, capsy
     for name in ("a.txt", "b.txt", "empty.txt"):
         (tmp_path / name).write_text("the only one" if name != "empty.txt" else "")
     empty, share = "it is empty: name a file or folder", "expected a share above 0 and below 1"
-    processes = "expected a number of processes, at least 1"
+    processes = "expected a whole number, at least 1"
     one = "one distinct document, and training and validation need one each: give more text, or another file"
     for words, message in (
         *((words, empty) for words in (["--out", ""], ["--out="], ["--input", ""])),
@@ -245,6 +250,14 @@ def test_text_script_prints_user_errors_in_one_line(tmp_path, monkeypatch, capsy
         said, of_argparse = f"{stopped.value.code}{capsys.readouterr().err}", message in (empty, share, processes)
         assert message in said if of_argparse else said == message
         assert not (of_argparse and Path("out").exists())
+
+
+@pytest.mark.parametrize("max_files", ["0", "-1", "1.5"])
+def test_fineweb_edu_takes_a_whole_number_of_files(tmp_path, monkeypatch, capsys, max_files):
+    monkeypatch.setattr(sys, "argv", ["prepare.py", f"--out={tmp_path}", f"--max_files={max_files}"])
+    with pytest.raises(SystemExit):
+        run_script(fineweb_edu.main)
+    assert f"--max_files: it is {max_files}, expected a whole number, at least 1" in capsys.readouterr().err
 
 
 def test_text_reads_standard_input_and_names_links_to_folders_that_it_leaves_out(tmp_path):

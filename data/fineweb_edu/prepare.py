@@ -25,6 +25,7 @@ from data.write import (
     Document,
     Progress,
     add_text_options,
+    count_argument,
     finished_shard,
     make_parser,
     path_argument,
@@ -155,7 +156,7 @@ def main():
     parser.add_argument("--input", type=path_argument, help="a .parquet file or a folder of them (default: the hub's)")
     add_text_options(parser, tokenizer="gpt2", val_fraction="0.001")
     parser.add_argument("--sample", help="which hub sample: 10BT, 100BT or 350BT (default: 10BT)")
-    parser.add_argument("--max_files", type=int, help="only so many of the parquet files")
+    parser.add_argument("--max_files", type=count_argument, help="only so many of the parquet files")
     parser.add_argument("--field", help="the column that has the text (default: text)")
     prepare(**vars(parser.parse_args()))
 

@@ -7,6 +7,7 @@ and the last 10% of the text, in about a second. The text is ASCII, so its chara
 tokenizer is a character tokenizer; a loss in nats per token is comparable to nanoGPT's shakespeare_char.
 """
 
+import http.client
 import sys
 import urllib.request
 from pathlib import Path
@@ -24,7 +25,7 @@ def download(file: Path) -> None:
     try:
         with urllib.request.urlopen(URL, timeout=30) as response:
             content = response.read()
-    except OSError as error:
+    except (OSError, http.client.HTTPException) as error:  # the second if the connection ends too early
         raise OSError(
             f"could not download {URL} ({error}): fetch it elsewhere and put it at {display_path(file)}"
         ) from error
