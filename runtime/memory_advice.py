@@ -98,11 +98,8 @@ def pinned(n_bytes: float) -> int:
 # What to change if it does not fit
 
 
-def choices(run: RunShape, chunks: int) -> list[list[dict]]:
-    """The settings of train.py that may lower the peak, a list for each, the cheaper before the stronger.
-
-    chunks: the slices of the MLP as it is.
-    """
+def choices(config: LlamaConfig, run: RunShape) -> list[list[dict]]:
+    """The settings of train.py that may lower the peak, a list for each, the cheaper before the stronger."""
     offload = ["none", "optimizer", "all"]
     if run.cuda_graph or isinstance(run.rule, MatrixRule):  # as check_settings has it
         offload = [run.offload]
@@ -122,9 +119,10 @@ def choices(run: RunShape, chunks: int) -> list[list[dict]]:
     found = [
         [{name: value} for value in values[values.index(getattr(run, name)) + 1 :]] for name, values in stronger.items()
     ]
-    if type(run.rule) is AdamW and not run.lora_rank:
+    in_blocks = config.n_embd % 256 == config.ffn_dim % 256 == 0  # as check_settings has it
+    if type(run.rule) is AdamW and not run.lora_rank and in_blocks:
         found.append([{"optimizer_bits": 8}])
-    if run.activation_checkpointing != "none" and chunks == 1:
+    if run.activation_checkpointing != "none" and Step(config, run).chunks == 1:
         found.append([{"mlp_chunks": 16}])
     if run.copy_engines_gather:
         found.append([{"copy_engines": False}])
@@ -153,7 +151,7 @@ def advice(config: LlamaConfig, run: RunShape) -> list[tuple[str, float]]:
     For each setting that is the cheapest value that saves at least two thirds of what its strongest value saves.
     """
     now, found = peak_gib(config, run), []
-    for values in choices(run, Step(config, run).chunks):
+    for values in choices(config, run):
         gibs = [peak_gib(config, changed(run, settings)) for settings in values]
         if min(gibs) < now:
             enough = next(i for i, gib in enumerate(gibs) if now - gib >= 2 / 3 * (now - min(gibs)))

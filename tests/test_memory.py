@@ -380,9 +380,9 @@ def test_advice_lowers_the_peak_by_what_it_says_and_names_what_wastes_most(case)
 
 
 def test_advice_is_only_what_train_py_accepts():
-    def choices(**changes):
+    def choices(config=LLAMA_1B, **changes):
         run = RunShape(**{"batch_size": 64, "activation_checkpointing": "full"} | changes)
-        return [settings for values in memory_advice.choices(run, chunks=1) for settings in values]
+        return [settings for values in memory_advice.choices(config, run) for settings in values]
 
     def names(**changes):
         return {name for settings in choices(**changes) for name in settings}
@@ -393,7 +393,7 @@ def test_advice_is_only_what_train_py_accepts():
     assert "offload" not in names(rule=Apollo())
     smaller = {"batch_size": 32, "gradient_accumulation_steps": 24}
     run = RunShape(64, 3, world_size=4, shard_ranks=4)
-    assert smaller in memory_advice.choices(run, chunks=1)[-1] and memory_advice.changed(run, smaller).micro_steps == 6
+    assert smaller in memory_advice.choices(LLAMA_1B, run)[-1] and memory_advice.changed(run, smaller).micro_steps == 6
     run = RunShape(4, 2, offload="all", activation_checkpointing="full", offload_activations=True)
     parts = {part.name: part.bytes for part in memory_advice.cpu_parts(LLAMA_1B, run)}
     later = [parts[name] for name in parts if "activations" in name or "accumulators" in name]
@@ -403,6 +403,8 @@ def test_advice_is_only_what_train_py_accepts():
     assert {"offload": "all"} not in choices(lora_rank=16, fp8=True)
     assert "base_dtype" not in names() | names(lora_rank=16, offload="all") and "base_dtype" in names(lora_rank=16)
     assert "optimizer_bits" in names() and "optimizer_bits" not in names(lora_rank=16)
+    smollm2 = replace(LLAMA_1B, n_embd=576, ffn_dim=1536, n_head=9, n_kv_head=3)  # 8 bits have blocks of 256
+    assert "optimizer_bits" not in names(config=smollm2)
     assert "offload_activations" not in names(activation_checkpointing="none")
 
 
