@@ -331,7 +331,8 @@ def load_model(
     In float32 these are the master weights, unless the checkpoint's optimizer files were deleted. A checkpoint of
     adapters gives the model with them (lora.py has merge_lora); base_dtype: of its frozen weights, 'bfloat16' (the
     original, in dtype, also after training with fp8) or 'nf4'; None: the run's.
-    Raises ValueError if there is none, if it is damaged or another model's, OSError if it cannot be read now.
+    Raises ValueError if there is none, if it is damaged, another model's or beyond float16's range, OSError if it
+    cannot be read now.
     """
     return run_folder.read_newest(Path(path), lambda newest: _load_model(newest, device, dtype, base_dtype))
 
@@ -350,4 +351,7 @@ def _load_model(path, device, dtype, base_dtype):
     if folder.adapter:
         read_base(open_base(folder), model, dtype=getattr(torch, folder.run["dtype"]))
     read_weights(folder, parameters, model.config, lambda name, whole: parameters[name].detach().copy_(whole))
+    for name, p in model.named_parameters() if dtype == torch.float16 else ():
+        if p.is_floating_point() and not torch.stack(p.aminmax()).isfinite().all():
+            raise ValueError(f"{path} has numbers in {name} that float16 cannot hold: take bfloat16 or float32")
     return model

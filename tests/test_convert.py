@@ -384,6 +384,13 @@ def test_adapters_without_lora_rank_are_refused_with_both_ways_to_go_on(train, t
 # ----------------------------------------------------------------------------------------------------------------------
 
 
+def test_weights_that_float16_cannot_hold_are_refused(theirs):
+    holds(Q, lambda q: q.index_fill(0, torch.tensor([0]), 1e5))(theirs)
+    with pytest.raises(ValueError, match=r"has numbers in layers.0.attn.qkv_proj.weight that float16 cannot hold"):
+        load_model(theirs, dtype=torch.float16)
+    assert load_model(theirs, dtype=torch.bfloat16).layers[0].attn.qkv_proj.weight.max() == 99840
+
+
 def test_a_slip_or_a_full_disk_ends_convert_py_with_a_sentence_and_leaves_nothing(alone, tmp_path):
     done = run([tmp_path / "nowhere", tmp_path / "hf"], "convert.py")
     assert done.returncode == 1 and done.stderr.startswith(f"{tmp_path}/nowhere is no folder: train"), done.stderr
