@@ -190,5 +190,7 @@ except ValueError as error:
     sys.exit(str(error))
 except (EOFError, KeyboardInterrupt):
     print()
-except BrokenPipeError:  # the reader has stopped, as `head` does
-    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+except OSError as error:
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # else Python's exit would write the rest
+    if not isinstance(error, BrokenPipeError):  # the reader has stopped, as `head` does
+        sys.exit(f"the text cannot be written: {error.strerror}")
