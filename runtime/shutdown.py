@@ -58,7 +58,7 @@ class ShutdownHandler:
         try:
             yield
         except ValueError as error:
-            print(f"rank {rank}: {error}: prepare the data again", file=sys.stderr, flush=True)
+            print(f"rank {rank}: {error}", file=sys.stderr, flush=True)
             self.has_data_error = True
 
     @property

@@ -274,8 +274,8 @@ def test_signal_during_evaluation_stops_it_and_saves(text_data, tmp_path, number
 
 @pytest.mark.parametrize("eval_only", [True, False])
 def test_invalid_data_before_the_first_step_ends_the_run_with_code_1(train, capsys, monkeypatch, eval_only):
-    monkeypatch.setattr(Tokens, "read", mock.Mock(side_effect=ValueError("val.bin holds token 999")))
-    assert slip(train, capsys, eval_only=eval_only) == "rank 0: val.bin holds token 999: prepare the data again\n"
+    monkeypatch.setattr(Tokens, "read", mock.Mock(side_effect=ValueError("val.bin holds token 999: prepare it again")))
+    assert slip(train, capsys, eval_only=eval_only) == "rank 0: val.bin holds token 999: prepare it again\n"
 
 
 @pytest.fixture
