@@ -140,9 +140,12 @@ def read_meta(folder: str | Path) -> dict:
         what = "has no meta.json, so it is not a finished dataset:" if path.parent.is_dir() else what
         raise FileNotFoundError(f"{folder} {what} {how_to_prepare(folder)}")
     try:
-        return json.loads(path.read_text())
+        meta = json.loads(path.read_text())
     except ValueError as error:
         raise ValueError(f"{path} is not JSON ({error}): {how_to_prepare(folder)}") from error
+    if not (isinstance(meta, dict) and "files" in meta):
+        raise ValueError(f"{path} does not describe a dataset: {how_to_prepare(folder)}")
+    return meta
 
 
 def how_to_prepare(folder: str | Path, meta: dict | None = None) -> str:

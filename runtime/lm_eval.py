@@ -28,11 +28,12 @@ LENGTHS = ("max_gen_toks", "max_new_tokens", "max_tokens", "max_completion_token
 
 @register_model("nanocria")
 class Nanocria(TemplateLM):
-    def __init__(self, out_dir: str, batch_size: int = 8, device: str | None = None, dtype: str = "auto", **_):
+    def __init__(self, out_dir: str, batch_size: int | str = 8, device: str | None = None, dtype: str = "auto", **_):
         super().__init__()
         device = pick_device("cpu" if device == "cpu" else "auto")  # the harness asks for cuda by itself
         self.lm = load_model(out_dir, device, getattr(torch, pick_dtype(dtype, device)))
-        self.tokens, self.batch_size = run_folder.read_newest(Path(out_dir), tokenizer_of), int(batch_size)
+        self.tokens = run_folder.read_newest(Path(out_dir), tokenizer_of)
+        self.batch_size = int(batch_size) if str(batch_size).isdecimal() else 8  # auto, or auto:4
 
     eot_token_id = property(lambda self: self.tokens.end_of_text)
     prefix_token_id = property(lambda self: begin_document(self.tokens, "")[0])

@@ -51,4 +51,4 @@ class Profiler:
         if torch.cuda.is_initialized():
             memory_stats.dump(self.folder / f"rank{rank}.memory.pickle")
             files += ", *.pickle, what was in memory, for https://pytorch.org/memory_viz"
-        print0(f"step {self.last_step:05d} | three steps traced to {self.folder}: {files}")
+        print0(f"step {self.last_step:05d} | the trace is in {self.folder}: {files}")

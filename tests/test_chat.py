@@ -220,6 +220,9 @@ def test_prepared_conversations_read_back_with_masks_counts_and_template(written
     content = [(folder / f"train.{kind}").read_bytes() for kind in ("bin", "mask")]
     assert meta["train_sha256"] == hashlib.sha256(b"".join(content)).hexdigest()
     assert meta["eos"] == [256] and tokenizer_of(folder).chat_template == PLAIN
+    (folder / "train.mask").unlink()
+    with pytest.raises(FileNotFoundError, match=r"train\.mask is missing, .*: run python data/chat/prepare.py --out "):
+        Tokens(folder, "train")
 
 
 def test_generation_ends_at_the_end_of_a_turn_also_where_the_tokenizer_does_not_say_it(written, tmp_path, monkeypatch):

@@ -177,7 +177,7 @@ def test_lm_evaluation_harness_scores_and_draws_as_we_do(tmp_path):
     from runtime.lm_eval import Nanocria
 
     hf, _ = publish_chat_model(tmp_path, tie_word_embeddings=False, ascii_only=True)
-    adapter, tokenizer = Nanocria(str(tmp_path), device="cpu"), tokenizer_of(tmp_path)
+    adapter, tokenizer = Nanocria(str(tmp_path), "auto", device="cpu"), tokenizer_of(tmp_path)
     ask = lambda kind, *arguments: [Instance(kind, {}, arguments, 0)]  # noqa: E731
     context, answer = tokenizer.encode("the of"), tokenizer.encode(" and")
     [(log_p, greedy)] = adapter.loglikelihood(ask("loglikelihood", "the of", " and"), disable_tqdm=True)

@@ -132,6 +132,10 @@ def test_missing_or_incomplete_dataset_error_has_the_prepare_command(tmp_path):
     (tmp_path / "meta.json").touch()
     with pytest.raises(ValueError, match=f"meta.json is not JSON .*: run python {tmp_path}/prepare.py"):
         Tokens(tmp_path, "train")
+    for of_another_program in ("[]", '{"name": "a"}'):
+        (tmp_path / "meta.json").write_text(of_another_program)
+        with pytest.raises(ValueError, match=f"does not describe a dataset: run python {tmp_path}/prepare.py"):
+            Tokens(tmp_path, "train")
     (tmp_path / "prepare.py").unlink()
     toy_dataset(tmp_path, train=["0123456789"], extra={"script": "data/fineweb_edu/prepare.py"})
     os.truncate(tmp_path / "train.bin", 8)

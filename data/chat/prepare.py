@@ -122,7 +122,7 @@ def prepare(
         folder,
         split(render_rows(read_conversations(inputs, bad), found, bad), val_fraction),
         found,
-        {"eos": list(dict.fromkeys([end, *found.eos]))},
+        {"eos": list(dict.fromkeys([end, *found.eos])), "script": "data/chat/prepare.py"},
         workers=workers,
         progress=Progress(None, "documents"),
         encode=encode_conversation,
