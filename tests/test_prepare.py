@@ -352,6 +352,25 @@ def files_read(monkeypatch):
     return names
 
 
+def test_fineweb_comes_from_the_hub_or_says_how_to_go_without(parquets, tmp_path, monkeypatch):
+    def fetch(repo, name, repo_type):
+        return parquets / Path(name).name
+
+    names = [f"sample/10BT/{path.name}" for path in parquets.iterdir()] + ["sample/100BT/000.parquet", "README.md"]
+    monkeypatch.setattr("huggingface_hub.list_repo_files", lambda repo, repo_type: names)
+    monkeypatch.setattr("huggingface_hub.hf_hub_download", fetch)
+    meta = fineweb_edu.prepare(folder=tmp_path / "out", max_files=2, **OPTIONS)
+    local = fineweb_edu.prepare(parquets, tmp_path / "local", max_files=2, **OPTIONS)
+    assert meta == local
+    with pytest.raises(ValueError, match="has no sample 1T; it has 100BT, 10BT"):
+        fineweb_edu.prepare(folder=tmp_path / "out", sample="1T", **OPTIONS)
+    said = r"huggingface.co/datasets/HuggingFaceFW/fineweb-edu could not be read \(offline\)\. Without a network: fetch"
+    for function, sample in (("hf_hub_download", "100BT"), ("list_repo_files", "10BT")):
+        monkeypatch.setattr(f"huggingface_hub.{function}", mock.Mock(side_effect=RuntimeError("offline")))
+        with pytest.raises(OSError, match=said):
+            fineweb_edu.prepare(folder=tmp_path / "out", sample=sample, **OPTIONS)
+
+
 def test_fineweb_rewrites_only_damaged_or_outdated_shards(parquets, tmp_path, files_read):
     out = tmp_path / "out"
     for damage, rewritten in (

@@ -43,34 +43,26 @@ HERE = Path(__file__).resolve().parent
 REPO = "HuggingFaceFW/fineweb-edu"
 
 
-def list_hub(sample: str) -> list[str]:
+def ask_hub(function: str, *arguments):
+    """What a function of huggingface_hub returns for REPO."""
     import huggingface_hub
 
     try:
-        files = huggingface_hub.list_repo_files(REPO, repo_type="dataset")
+        return getattr(huggingface_hub, function)(REPO, *arguments, repo_type="dataset")
     except Exception as error:  # whatever its HTTP client of the day raises
-        raise hub_error(error) from error
+        raise OSError(
+            f"https://huggingface.co/datasets/{REPO} could not be read ({error}). "
+            "Without a network: fetch its parquet files elsewhere and name their folder with --input"
+        ) from error
+
+
+def list_hub(sample: str) -> list[str]:
+    files = ask_hub("list_repo_files")
     names = sorted(name for name in files if name.startswith(f"sample/{sample}/") and name.endswith(".parquet"))
     if not names:
         samples = sorted({name.split("/")[1] for name in files if name.startswith("sample/")})
         raise ValueError(f"{REPO} has no sample {sample}; it has {', '.join(samples)}")
     return names
-
-
-def download(name: str) -> Path:
-    import huggingface_hub
-
-    try:
-        return Path(huggingface_hub.hf_hub_download(REPO, name, repo_type="dataset"))
-    except Exception as error:
-        raise hub_error(error) from error
-
-
-def hub_error(error: Exception) -> OSError:
-    return OSError(
-        f"https://huggingface.co/datasets/{REPO} could not be read ({error}). "
-        "Without a network: fetch its parquet files elsewhere and name their folder with --input"
-    )
 
 
 def open_parquet(path: Path):
@@ -136,7 +128,7 @@ def prepare(
                 source |= dict(size=stat.st_size, mtime_ns=stat.st_mtime_ns)
             counts = finished_shard(folder, number, encoding, source)
             if counts is None:
-                path = download(name) if input is None else input / name
+                path = Path(ask_hub("hf_hub_download", name)) if input is None else input / name
                 with open_parquet(path) as parquet:
                     prefix = f"{number + 1}/{len(names)} {name} "
                     progress = Progress(parquet.metadata.num_rows, "documents", prefix, len(names) - number)
