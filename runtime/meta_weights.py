@@ -1,6 +1,6 @@
 """Meta's own files, params.json and consolidated.00.pth, as what Hugging Face's would say.
 
-Meta's RoPE rotates neighbouring rows of a head, Hugging Face's and ours row i and i + D/2: so the rows of q and k are
+Meta's RoPE rotates rows 2i and 2i + 1 of a head, Hugging Face's and ours rows i and i + D/2: so the rows of q and k are
 reordered. The .pth is read with weights_only: no code in it is executed.
 """
 
@@ -77,13 +77,9 @@ def read_rows(folder: Path, config: dict, hf_name: str, first: int, n: int) -> t
     """Rows of a tensor in Hugging Face's order. config: as describe() gives it."""
     weight = _load(folder)[hf_name]
     if hf_name.endswith(("q_proj.weight", "k_proj.weight")):
-        weight = de_interleaved(weight, config["hidden_size"] // config["num_attention_heads"])
+        head_dim = config["hidden_size"] // config["num_attention_heads"]
+        weight = weight.unflatten(0, (-1, head_dim // 2, 2)).transpose(1, 2).flatten(0, 2)  # (H·D, C) again
     return weight[first : first + n]
-
-
-def de_interleaved(weight: torch.Tensor, head_dim: int) -> torch.Tensor:
-    """Reorders the rows (H·D, C) of q or k: Meta's RoPE rotates rows 2i and 2i + 1 of a head, ours i and i + D/2."""
-    return weight.unflatten(0, (-1, head_dim // 2, 2)).transpose(1, 2).flatten(0, 2)
 
 
 def _load(folder: Path) -> dict[str, torch.Tensor]:
