@@ -5,6 +5,7 @@ What stands behind `--` goes to train.py:
     python bench.py sweep --offload=all --arms=all,torch -- --compile=true
 """
 
+import os
 import re
 import shlex
 import sys
@@ -41,6 +42,8 @@ def read_settings(namespace: dict, argv: list[str], lists=None, out="", for_trai
     for name, value in values.items():
         if isinstance(value, int | float) and not isinstance(value, bool) and value <= 0:
             raise SettingError(f"--{name}={value}: it must be above 0")
+        if isinstance(value, str):
+            values[name] = os.path.expanduser(value)  # a shell does not expand the ~ of --out=~/plot.png
     refuse_flags(flags, has_peers=values.get("peers", "none") != "none")
     for name, known in (lists or {}).items():
         read = known if callable(known) else partial(one_of, known=known)

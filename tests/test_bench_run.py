@@ -27,12 +27,13 @@ def leave_run(folder, losses, every=10, settings=None, **summary):
     return folder
 
 
-def test_runs_are_tabled_by_what_differs_and_drawn(tmp_path, capsys):
+def test_runs_are_tabled_by_what_differs_and_drawn(tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv("HOME", str(tmp_path))
     first = leave_run(tmp_path / "a", [4.0, 3.0], settings={"optimizer": "adamw", "out_dir": "a"}, bits_per_byte=1.25)
     other = leave_run(tmp_path / "b", [4.0, 2.0, 2.5], settings={"optimizer": "muon", "out_dir": "b"})
     going = leave_run(tmp_path / "c", [5.0])
     out = tmp_path / "new" / "both.png"
-    bench.main(["run", str(first), str(other), str(going), f"--out={out}"])
+    bench.main(["run", str(first), str(other), str(going), "--out=~/new/both.png"])
     _, _, *rows, drawn = capsys.readouterr().out.splitlines()
     assert rows == [
         f"| {first}, optimizer=adamw | 20 | 20,000 | 10.00 | 3.0000 | 3.5000 | 3.5000 | 1.250 |",
