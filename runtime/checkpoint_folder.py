@@ -236,7 +236,8 @@ def _open_folder(path, stems):
 def _find_tensors(path, single, pieces):
     """The tensors of a file, or of all files that its index names."""
     index, where = path / f"{single}.index.json", {}
-    if not (index.exists() or (path / single).exists()) and (others := other_weights(path)):
+    missing = not (index.exists() or (path / single).exists())
+    if missing and single == "model.safetensors" and (others := other_weights(path)):
         raise Damaged(f"{path / single} is missing: {path} holds {others}")
     if index.exists() or index.name in (pieces or {}):
         where = parse_json(read_document(path, index.name, pieces), index).get("weight_map")

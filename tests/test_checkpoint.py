@@ -173,6 +173,15 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_it_used(train, tmp_pat
         assert (tmp_path / "out/step_000008.damaged").exists() and (tmp_path / "out/step_000008").exists()
 
 
+def test_a_checkpoint_whose_optimizer_was_deleted_says_which_file_is_missing(train, tmp_path, capsys):
+    train()
+    for file in (tmp_path / "out/step_000008").glob("optimizer*"):
+        file.unlink()
+    train()
+    said = "optimizer.safetensors.index.json is missing: copy or fetch the whole folder. Going back to the one before"
+    assert said in capsys.readouterr().out
+
+
 @pytest.mark.parametrize("error, said", [
     (MemoryError(), "MemoryError"),
     (PermissionError(errno.EACCES, "Permission denied"), "Permission denied"),
