@@ -37,7 +37,7 @@ def keep_summary(run_folder: str, name: str) -> None:
     summary = Path(run_folder) / "summary.json"
     if not summary.exists():
         sys.exit(f"{summary} does not exist: a training run leaves it when it reaches max_iters")
-    if name != Path(name).name:
+    if not name or name != Path(name).name:
         sys.exit(f"{name!r} is no name of a record: it becomes benchmarks/records/NAME.json")
     try:
         found, losses = read_json(summary), read_losses(Path(run_folder))
