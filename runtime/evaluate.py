@@ -90,8 +90,9 @@ def text_log_likelihood(
 def evaluate_text(model: Llama, tokenizer: Tokenizer, text: str, window: int | None, batch_size: int) -> dict[str, str]:
     log_p, n_tokens = text_log_likelihood(model, tokenizer, text, window or MOST_WINDOW, batch_size)
     n_bytes = len(text.encode())
+    perplexity = torch.tensor(-log_p / n_tokens, dtype=torch.float64).exp()  # math.exp raises where this is inf
     return {
-        "perplexity": f"{math.exp(-log_p / n_tokens):.4f} per token",
+        "perplexity": f"{perplexity:.4f} per token",
         "bits per byte": f"{-log_p / math.log(2) / n_bytes:.4f}",
         "read": f"{n_tokens:,} tokens, {n_bytes:,} bytes",
     }

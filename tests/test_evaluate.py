@@ -109,6 +109,11 @@ def test_perplexity_and_bits_are_transformers_of_a_sliding_window(tmp_path, wind
     assert abs(float(found["bits per byte"]) - bits) < 1e-4
 
 
+def test_a_perplexity_beyond_all_numbers_is_infinite(monkeypatch):
+    monkeypatch.setattr(evaluate, "text_log_likelihood", lambda *_: (-3000.0, 3))
+    assert evaluate.evaluate_text(None, None, "abc", None, 1)["perplexity"] == "inf per token"
+
+
 def test_answers_are_scored_as_by_transformers(sample, tmp_path, monkeypatch):
     hf, fast = publish_chat_model(tmp_path / "hf")
     pairs = [(prose(i, 4), prose(50 + i, 1 + i)) for i in range(10)]
