@@ -23,6 +23,7 @@ NOT_TOLD = ("out_dir", "wandb_run_name")  # of each run its own
 
 def parse(argv: list[str]) -> SimpleNamespace:
     folders = [Path(word) for word in argv if not word.startswith("-")]
+    folders = [path for path in folders if not path.is_file()]  # out/* names the plot of the time before, too
     folder = folders[0].absolute() if len(folders) == 1 else "out"
     s = cli.read_settings(globals(), [word for word in argv if word.startswith("-")], out=f"{folder}/loss.png")
     if not folders:
