@@ -97,14 +97,18 @@ def run(settings, script="train.py", **environment):
 def run_ranks(ranks, settings, script="train.py"):
     """The script by several ranks, as torchrun runs them: the first that fails ends the others."""
     common = dict(WORLD_SIZE=ranks, LOCAL_WORLD_SIZE=ranks, GROUP_WORLD_SIZE=1, MASTER_ADDR="127.0.0.1")
-    with tempfile.TemporaryFile("w+") as stdout, tempfile.TemporaryFile("w+") as stderr, socket.socket() as reserved:
-        reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # rank 0 binds it too: nobody else may
-        reserved.bind(("127.0.0.1", 0))
-        common["MASTER_PORT"] = reserved.getsockname()[1]
-        environments = [common | dict(RANK=rank, LOCAL_RANK=rank) for rank in range(ranks)]
-        environments = [{name: str(value) for name, value in each.items()} for each in environments]
-        streams = dict(stdout=stdout, stderr=stderr)
-        return finished([start(settings, script, environment=each, **streams) for each in environments])
+    for _ in range(3):  # the kernel may hand the port to another process, too, and that may listen first
+        with tempfile.TemporaryFile("w+") as stdout, tempfile.TemporaryFile("w+") as stderr, socket.socket() as port:
+            port.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # rank 0 binds it too
+            port.bind(("127.0.0.1", 0))
+            common["MASTER_PORT"] = port.getsockname()[1]
+            environments = [common | dict(RANK=rank, LOCAL_RANK=rank) for rank in range(ranks)]
+            environments = [{name: str(value) for name, value in each.items()} for each in environments]
+            streams = dict(stdout=stdout, stderr=stderr)
+            done = finished([start(settings, script, environment=each, **streams) for each in environments])
+        if "EADDRINUSE" not in done.stderr:
+            break
+    return done
 
 
 def finish(settings, ranks=1, script="train.py", **environment):
