@@ -351,7 +351,7 @@ def _load_model(path, device, dtype, base_dtype):
     if folder.adapter:
         read_base(open_base(folder), model, dtype=getattr(torch, folder.run["dtype"]))
     read_weights(folder, parameters, model.config, lambda name, whole: parameters[name].detach().copy_(whole))
-    for name, p in model.named_parameters() if dtype == torch.float16 else ():
-        if p.is_floating_point() and not torch.stack(p.aminmax()).isfinite().all():
+    for name, p in model.named_parameters():
+        if p.dtype == torch.float16 and not torch.stack(p.aminmax()).isfinite().all():
             raise ValueError(f"{path} has numbers in {name} that float16 cannot hold: take bfloat16 or float32")
     return model

@@ -293,8 +293,9 @@ def test_convert_merges_into_the_base_that_it_names(base, trained, tmp_path):
     assert (merged["original"] - merged["trained"]).abs().max() > 1e-3
 
 
-def test_in_another_dtype_the_four_bits_are_those_that_the_adapters_were_trained_on(trained):
-    exact, rounded = (load_model(trained["nf4"], dtype=dtype) for dtype in (torch.float32, torch.bfloat16))
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_in_another_dtype_the_four_bits_are_those_that_the_adapters_were_trained_on(trained, dtype):
+    exact, rounded = (load_model(trained["nf4"], dtype=dtype) for dtype in (torch.float32, dtype))
     for layer in (0, 1):
         parts = zip(*(model.layers[layer].attn.o_proj.tensors()[:4] for model in (exact, rounded)), strict=True)
         assert all(torch.equal(x.view(torch.uint8), y.view(torch.uint8)) for x, y in parts)
