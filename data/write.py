@@ -21,11 +21,11 @@ import signal
 import sys
 import threading
 import time
+import traceback
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import ProcessPoolExecutor
-from concurrent.futures.process import BrokenProcessPool
-from contextlib import ExitStack, contextmanager
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
 import numpy as np
@@ -229,20 +229,54 @@ def encode_documents(
             yield encode_batch(batch, tokenizer, encode)
         return
     # spawn: a fork would copy the threads' locks of whatever library reads the documents
-    context = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(workers, context, initializer=start_worker, initargs=(tokenizer, encode)) as pool:
+    context, processes, thread = multiprocessing.get_context("spawn"), [], threading.local()
+
+    def encode_in_worker(batch: list[Document]) -> dict:
+        """Of each thread: its own process, and its own pipe, which ends where the process is killed, whenever that
+        may be. ProcessPoolExecutor has one pipe for all results, and half a result in it is waited for for ever.
+        """
+        if not hasattr(thread, "pipe"):
+            thread.pipe, end = context.Pipe()
+            process = context.Process(target=work, args=(end, tokenizer, encode), daemon=True)
+            process.start()
+            processes.append(process)
+            end.close()
+        try:
+            thread.pipe.send(batch)
+            encoded = thread.pipe.recv()
+        except (EOFError, OSError):
+            raise OSError("a worker process was killed, perhaps for want of memory: try fewer --workers") from None
+        if isinstance(encoded, Exception):
+            raise encoded
+        return encoded
+
+    with ThreadPoolExecutor(workers) as threads:
         pending = deque()
         try:
             for batch in batches(documents):
-                pending.append(pool.submit(encode_in_worker, batch))
+                pending.append(threads.submit(encode_in_worker, batch))
                 if len(pending) > 2 * workers:  # bounds the memory: the input may be far larger
                     yield pending.popleft().result()
             while pending:
                 yield pending.popleft().result()
-        except BrokenProcessPool as error:
-            raise OSError("a worker process was killed, perhaps for want of memory: try fewer --workers") from error
         finally:
-            pool.shutdown(cancel_futures=True)
+            threads.shutdown(wait=False, cancel_futures=True)
+            for process in processes:
+                process.terminate()
+
+
+def work(pipe, tokenizer: Tokenizer, encode: Encode | None) -> None:
+    """In a worker process: encode batches until the parent has gone."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's to handle
+    with suppress(EOFError, ConnectionError):
+        while True:
+            batch = pipe.recv()
+            try:
+                encoded = encode_batch(batch, tokenizer, encode)
+            except Exception as error:
+                error.add_note(traceback.format_exc())
+                encoded = error
+            pipe.send(encoded)
 
 
 def batches(documents: Iterable[Document]) -> Iterator[list[Document]]:
@@ -282,24 +316,6 @@ def encode_text(text: str, tokenizer: Tokenizer) -> tuple[list[int], list[int], 
 def cpu_cores() -> int:
     """The number of cores that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-
-
-worker = {}  # in a worker process: its tokenizer, which is too large to send with every batch
-
-
-def start_worker(tokenizer: Tokenizer, encode: Encode | None) -> None:
-    worker.update(tokenizer=tokenizer, encode=encode)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's to handle
-    threading.Thread(target=exit_with_parent, daemon=True).start()
-
-
-def exit_with_parent() -> None:
-    multiprocessing.parent_process().join()  # a killed parent cannot stop its workers
-    os._exit(1)
-
-
-def encode_in_worker(batch: list[Document]) -> dict:
-    return encode_batch(batch, **worker)
 
 
 # ---------------------------------------------------------------------------------------------------------------

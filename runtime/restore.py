@@ -294,7 +294,7 @@ def _changes(run: dict, facts: dict, base: Folder | None) -> list[str]:
         changed.append(f"init_from {was['init_from']} -> {init_from} (not read: the run has begun)")
     versions = run.get("versions") or {}
     changed += [
-        f"{name} {versions.get(name)} -> {value}"
+        f"{name} {versions[name]} -> {value}"
         for name, value in facts["versions"].items()
         if versions.get(name, value) != value
     ]

@@ -7,9 +7,11 @@ import lzma
 import os
 import resource
 import signal
+import struct
 import subprocess
 import sys
 import time
+from multiprocessing.connection import Connection
 from pathlib import Path
 from unittest import mock
 
@@ -216,7 +218,8 @@ def start_writer(tmp_path):
     command = [sys.executable, ROOT / "data/text/prepare.py", *words]
     writer = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
     wait_until(lambda: any(file.stat().st_size for file in tmp_path.glob("out/train.bin.partial")))
-    children = Path(f"/proc/{writer.pid}/task/{writer.pid}/children").read_text().split()
+    tasks = Path(f"/proc/{writer.pid}/task").glob("*/children")
+    children = [child for task in tasks for child in task.read_text().split()]
     assert len(children) == 3, "two, and the tracker of multiprocessing"
     return writer, [int(child) for child in children]
 
@@ -244,6 +247,34 @@ def test_a_writer_that_is_told_to_end_or_loses_a_worker_says_so_and_leaves_nothi
             writer.terminate()
         assert (writer.communicate(timeout=60)[1], writer.returncode) == (said, 1)
         assert [path.name for path in (tmp_path / "out").iterdir()] == [".lock"]
+
+
+def die_in_the_midst_of_a_result(text, tokenizer):
+    """Instead of encoding: the next message that this process sends ends 4 bytes before the end that it announces."""
+
+    def send(pipe, content):
+        os.write(pipe.fileno(), struct.pack("!i", 8) + bytes(4))
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    Connection._send_bytes = send
+    return [0], [], 1
+
+
+def test_a_worker_that_is_killed_in_the_midst_of_a_result_is_said(tmp_path):
+    texts = [("train", "text"), ("val", "text")]
+    with pytest.raises(OSError, match="a worker process was killed"):
+        write_dataset(tmp_path, texts, get_tokenizer("bytes"), workers=2, encode=die_in_the_midst_of_a_result)
+
+
+def fail(text, tokenizer):
+    raise {"mine": ValueError, "ours": ZeroDivisionError}[text](f"{text}: told")
+
+
+@pytest.mark.parametrize("text, error", [("mine", ValueError), ("ours", ZeroDivisionError)])
+def test_what_a_worker_raises_is_raised_with_the_place_in_the_worker(tmp_path, text, error):
+    with pytest.raises(error, match=f"{text}: told") as raised:
+        write_dataset(tmp_path, [("train", text)], get_tokenizer("bytes"), workers=2, encode=fail)
+    assert "in fail" in raised.value.__notes__[0]
 
 
 def test_a_dataset_may_have_more_shards_than_a_process_usually_may_open_files(tmp_path):
