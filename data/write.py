@@ -1,4 +1,4 @@
-"""Writing a dataset (data/tokens.py has the format): tokenize in one process or many, whole or in shards.
+"""Writing a dataset (data/tokens.py has the format): whole or in shards; data/encode.py tokenizes.
 
 Files are written under another name, flushed and renamed, meta.json last. The writer holds .lock.
 
@@ -14,31 +14,22 @@ import gzip
 import hashlib
 import json
 import lzma
-import multiprocessing
 import os
 import runpy
 import signal
 import sys
-import threading
 import time
-import traceback
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
-import numpy as np
-
+from data.encode import Document, Encode, encode_documents
 from data.files import atomic_write, display_path, lock, say, write_json
 from data.tokenizer import NAMES, Tokenizer, get_tokenizer
-from data.tokens import IS_TARGET, SPLITS, token_dtype
+from data.tokens import SPLITS, token_dtype
 
 COMPRESSED_BYTES = 2**26  # of validation text: gzip and xz read no more, for which xz -9 takes half a minute
-BATCH_CHARS = 2**20  # text handed to a worker at a time: enough to hide the hand-over, small enough to hold many
-
-Document = tuple[str, str]  # (split, text)
-Encode = Callable[[str, Tokenizer], tuple[list[int], list[int], int]]  # the ids of a text, their mask, its bytes
 
 
 def split_of(key: str, val_fraction: float) -> str:
@@ -217,108 +208,6 @@ def compressed_bits_per_byte(text: bytearray) -> dict[str, float]:
 
 
 # ---------------------------------------------------------------------------------------------------------------
-# Tokenizing, in one process or many
-
-
-def encode_documents(
-    documents: Iterable[Document], tokenizer: Tokenizer, workers: int, encode: Encode | None
-) -> Iterator[dict]:
-    """Yield {split: (tokens (n,), mask uint8 (n,), counts)}, one batch of documents after another, in order."""
-    if workers == 1:
-        for batch in batches(documents):
-            yield encode_batch(batch, tokenizer, encode)
-        return
-    # spawn: a fork would copy the threads' locks of whatever library reads the documents
-    context, processes, thread = multiprocessing.get_context("spawn"), [], threading.local()
-
-    def encode_in_worker(batch: list[Document]) -> dict:
-        """Of each thread: its own process, and its own pipe, which ends where the process is killed, whenever that
-        may be. ProcessPoolExecutor has one pipe for all results, and half a result in it is waited for for ever.
-        """
-        if not hasattr(thread, "pipe"):
-            thread.pipe, end = context.Pipe()
-            process = context.Process(target=work, args=(end, tokenizer, encode), daemon=True)
-            process.start()
-            processes.append(process)
-            end.close()
-        try:
-            thread.pipe.send(batch)
-            encoded = thread.pipe.recv()
-        except (EOFError, OSError):
-            raise OSError("a worker process was killed, perhaps for want of memory: try fewer --workers") from None
-        if isinstance(encoded, Exception):
-            raise encoded
-        return encoded
-
-    with ThreadPoolExecutor(workers) as threads:
-        pending = deque()
-        try:
-            for batch in batches(documents):
-                pending.append(threads.submit(encode_in_worker, batch))
-                if len(pending) > 2 * workers:  # bounds the memory: the input may be far larger
-                    yield pending.popleft().result()
-            while pending:
-                yield pending.popleft().result()
-        finally:
-            threads.shutdown(wait=False, cancel_futures=True)
-            for process in processes:
-                process.terminate()
-
-
-def work(pipe, tokenizer: Tokenizer, encode: Encode | None) -> None:
-    """In a worker process: encode batches until the parent has gone."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's to handle
-    with suppress(EOFError, ConnectionError):
-        while True:
-            batch = pipe.recv()
-            try:
-                encoded = encode_batch(batch, tokenizer, encode)
-            except Exception as error:
-                error.add_note(traceback.format_exc())
-                encoded = error
-            pipe.send(encoded)
-
-
-def batches(documents: Iterable[Document]) -> Iterator[list[Document]]:
-    batch, chars = [], 0
-    for split, text in documents:
-        if split not in SPLITS:
-            raise ValueError(f"a document's split is {' or '.join(SPLITS)}, not {split!r}")
-        batch.append((split, text))
-        chars += len(text)
-        if chars >= BATCH_CHARS:
-            yield batch
-            batch, chars = [], 0
-    if batch:
-        yield batch
-
-
-def encode_batch(batch: list[Document], tokenizer: Tokenizer, encode: Encode | None = None) -> dict:
-    found = {split: ([], [], Counter()) for split in SPLITS}
-    for split, text in batch:
-        tokens, mask, counts = found[split]
-        ids, bits, n_bytes = (encode or encode_text)(text, tokenizer)
-        tokens += ids
-        mask += bits
-        counts.update(documents=1, tokens=len(ids), bytes=n_bytes)
-        if encode:
-            counts["targets"] += sum(bit & IS_TARGET for bit in bits)
-    dtype = token_dtype(tokenizer.n_vocab)
-    return {s: (np.array(t, dtype), np.array(m, np.uint8), counts) for s, (t, m, counts) in found.items()}
-
-
-def encode_text(text: str, tokenizer: Tokenizer) -> tuple[list[int], list[int], int]:
-    bos = [] if tokenizer.bos is None else [tokenizer.bos]
-    utf8 = text.encode("utf-8", "replace")  # JSON can hold a lone surrogate: it becomes a question mark
-    return [*bos, *tokenizer.encode(utf8.decode()), tokenizer.end_of_text], [], len(utf8)
-
-
-def cpu_cores() -> int:
-    """The number of cores that this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-
-
-# ---------------------------------------------------------------------------------------------------------------
 # For prepare.py scripts: progress, summary, errors
 
 
@@ -384,6 +273,11 @@ def run_script(main: Callable[[], None]) -> None:
         sys.exit(f"error: {error.filename}: {error.strerror}" if of_a_file else f"error: {error}")
     except KeyboardInterrupt:
         sys.exit("\ninterrupted: nothing half-written is left")
+
+
+def cpu_cores() -> int:
+    """The number of cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def make_parser(doc: str, folder: Path) -> argparse.ArgumentParser:

@@ -259,7 +259,7 @@ def test_a_line_that_is_no_conversation_is_named_or_skipped_and_counted(written,
 
 
 def test_several_processes_arrays_and_compressed_files_give_the_same_dataset(written, tmp_path, monkeypatch):
-    monkeypatch.setattr("data.write.BATCH_CHARS", 100)
+    monkeypatch.setattr("data.encode.BATCH_CHARS", 100)
     lines = [line(f"{i}?", str(i)) for i in range(40)]
     expected = contents(written(*lines))
     (tmp_path / "chats.json").write_text(f"[{', '.join(lines)}]")

@@ -396,7 +396,7 @@ def test_a_full_disk_is_said_in_a_sentence_that_names_the_file(tmp_path, monkeyp
 
 
 def test_fineweb_interrupted_and_restarted_writes_the_same_files(parquets, tmp_path, monkeypatch, files_read):
-    monkeypatch.setattr("data.write.BATCH_CHARS", 10_000)
+    monkeypatch.setattr("data.encode.BATCH_CHARS", 10_000)
     fineweb_edu.prepare(parquets, tmp_path / "whole", **OPTIONS)
     counted = fineweb_edu.read_documents
 

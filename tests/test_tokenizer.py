@@ -7,9 +7,9 @@ import requests
 import tiktoken
 
 import data.tokenizer
+from data.encode import encode_batch
 from data.tiktoken_files import DOWNLOADS, LLAMA3_PATTERN, LLAMA3_SPECIAL_TOKENS, OPENAI, bytes_encoding
 from data.tokenizer import NAMES, Tiktoken, get_tokenizer
-from data.write import encode_batch
 from tests.datasets import TEXTS
 
 

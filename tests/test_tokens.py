@@ -237,7 +237,7 @@ def test_killed_writer_leaves_no_dataset_and_no_workers(tmp_path):
 def test_a_writer_that_is_told_to_end_or_loses_a_worker_says_so_and_leaves_nothing_half_written(tmp_path):
     for worker_dies, said in (
         (False, "\ninterrupted: nothing half-written is left\n"),
-        (True, "error: a worker process was killed, perhaps for want of memory: try fewer --workers\n"),
+        (True, "error: a worker process died, perhaps out of memory: try fewer --workers\n"),
     ):
         writer, children = start_writer(tmp_path)
         is_worker = lambda pid: "spawn_main" in Path(f"/proc/{pid}/cmdline").read_text()  # noqa: E731
@@ -262,7 +262,7 @@ def die_in_the_midst_of_a_result(text, tokenizer):
 
 def test_a_worker_that_is_killed_in_the_midst_of_a_result_is_said(tmp_path):
     texts = [("train", "text"), ("val", "text")]
-    with pytest.raises(OSError, match="a worker process was killed"):
+    with pytest.raises(OSError, match="a worker process died"):
         write_dataset(tmp_path, texts, get_tokenizer("bytes"), workers=2, encode=die_in_the_midst_of_a_result)
 
 
