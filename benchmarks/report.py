@@ -1,7 +1,6 @@
-"""Records become the tables and plots of README.md and benchmarks/README.md.
+"""Render records into the tables and plots of README.md and benchmarks/README.md.
 
-What was measured stands on a page between two markers, <!-- part --> and <!-- /part -->, and is made from records by
-the part's function here.
+A page marks each generated part, <!-- part --> ... <!-- /part -->; a function here makes it from a record.
 """
 
 import math
@@ -85,9 +84,9 @@ def baby_table(runs: list[dict]) -> str:
 def linux_headline(r: dict) -> str:
     millions = compare.tokens_of(r, r["steps"]) / 1e6
     return (
-        "- Trained to the end: a Llama of 114 million parameters on {millions:.0f} million tokens of the Linux "
-        "kernel's source, in {minutes:.0f} minutes of one {card} ({tok_per_s:,.0f} tokens per second, {mfu:.0%} MFU). "
-        "Files that it has not seen take {bits_per_byte:.3f} bits per byte, with xz -9 {xz_bits_per_byte:.3f}."
+        "- Trained from scratch to the end: a 114M-parameter Llama on {millions:.0f} million tokens of the Linux "
+        "kernel's source, in {minutes:.0f} minutes on one {card} ({tok_per_s:,.0f} tokens per second, {mfu:.0%} MFU). "
+        "It needs {bits_per_byte:.3f} bits per byte for held-out files; xz -9 needs {xz_bits_per_byte:.3f}."
     ).format(**r, millions=millions, minutes=r["train_seconds"] / 60, card=card(r))
 
 
@@ -148,8 +147,8 @@ def packing_sentence(r: dict) -> str:
         return ""
     packed, padded = speeds
     return (
-        f"Packed, {packed:,.0f} targets a second; padded to the longest, in micro-batches of as many tokens, "
-        f"{padded:,.0f}: {packed / padded:.1f} times."
+        f"Packed: {packed:,.0f} target tokens per second. Padded to the longest, in micro-batches of as many tokens: "
+        f"{padded:,.0f}. Packing is {packed / padded:.1f} times as fast."
     )
 
 
@@ -157,9 +156,9 @@ def sft_sentence(r: dict) -> str:
     loss = {row["arm"]: row["val"][-1][1] for row in r["runs"]}
     packed, padded = (row["targets_per_s"] for row in r["packing"])
     return (
-        "SmolLM2-135M-Instruct after {steps} steps, beside transformers on the same conversations: validation loss "
-        "{nanocria-float32:.4f} and {hf-float32:.4f} in float32, {nanocria:.4f} and {hf:.4f} in bfloat16. Packed "
-        "batches learn {ratio:.1f} times as many targets a second as padded ones."
+        "SmolLM2-135M-Instruct after {steps} steps, against transformers on the same conversations: validation loss "
+        "{nanocria-float32:.4f} vs. {hf-float32:.4f} in float32, {nanocria:.4f} vs. {hf:.4f} in bfloat16. Packed "
+        "batches train on {ratio:.1f} times as many target tokens per second as padded ones."
     ).format(**loss, steps=r["runs"][0]["steps"], ratio=packed / padded)
 
 
@@ -188,7 +187,7 @@ def headline(r: dict) -> str:
     ratio = compare.ratio(best, by_place(r["points"], STEP_PLACE)["recipe", *values(best, STEP_PLACE[1:])])
     return (
         "- Llama 3.2 1B trains at {tok_per_s:,.0f} tokens per second ({mfu:.0%} MFU) on one {card}: "
-        "{ratio[tok_per_s]:.2f} times the speed of torchtitan's recipe, in {ratio[peak_gib]:.0%} of its memory "
+        "{ratio[tok_per_s]:.2f} times as fast as torchtitan's recipe, in {ratio[peak_gib]:.0%} of its memory "
         "({peak_gib:.0f} GiB)."
     ).format(**best, ratio=ratio, card=card(r))
 
@@ -201,8 +200,8 @@ def fp8_sentence(r: dict) -> str:
         if arm == "nanocria-fp8" and "none" in at and all(others):
             bf16, peer = (compare.ratio(row, other)["tok_per_s"] for other in others)
             where = f"{'at' if parts else 'At'} {AT}{'' if parts else ' tokens'}".format(**row)
-            beside = f"{peer:.2f} times those of torchtitan's recipe with torchao's rowwise float8"
-            parts.append(f"{where} {row['tok_per_s']:,.0f} tokens per second ({bf16:.2f} times bfloat16's, {beside})")
+            beside = f"{peer:.2f} times torchtitan's recipe with torchao's rowwise float8"
+            parts.append(f"{where} {row['tok_per_s']:,.0f} tokens per second ({bf16:.2f} times bfloat16, {beside})")
     return "; ".join(parts) + "."
 
 
@@ -218,7 +217,7 @@ def breakdown_table(r: dict) -> str:
     total = {"part": "whole step"} | {key: sum(row[key] or 0.0 for row in parts) for key in ("ms", "floor_ms")}
     rows = [row | {"floor": "" if row["floor_ms"] is None else f"{row['floor_ms']:.1f}"} for row in [*parts, total]]
     at = "{batch} x {block:,} tokens, checkpointing {checkpointing}".format(**parts[0])
-    above = f"Where the milliseconds of our step go ({at}), and the least each part could take"
+    above = f"Where the milliseconds of a nanocria step go ({at}), and the least each part could take"
     return f"{above}:\n\n{table('part | ms | floor, ms', '{part} | {ms:.1f} | {floor}', rows)}"
 
 
@@ -283,12 +282,12 @@ def optimizers_table(r: dict) -> str:
 def saves_sentences(r: dict) -> str:
     text = (
         "Llama 3.2 1B on {ranks} GPUs, {batch} x {block:,} tokens each: a checkpoint of {gb:.1f} GB every {every} "
-        "steps costs the training {costs} ({walls[0]:.1f} s without, {walls[1]:.1f} s with); {resume}."
+        "steps {costs} ({walls[0]:.1f} s without, {walls[1]:.1f} s with); {resume}."
     )
     sentences = []
     for row in (row for row in r["saves"] if "cost" in row):
         walls = [row[key] / row["intervals"] for key in ("seconds_without", "seconds_with")]
-        costs = "less than can be measured" if row["cost"] < 0 else f"{row['cost']:.1%}"
+        costs = "adds no measurable time" if row["cost"] < 0 else f"adds {row['cost']:.1%} to the training time"
         resume = "it was not resumed"
         if row["resume_seconds"] is not None:
             resume = f"a resume reads it in {row['resume_seconds']:.1f} s"
@@ -298,9 +297,9 @@ def saves_sentences(r: dict) -> str:
 
 def save_memory_sentences(r: dict) -> str:
     text = (
-        "Llama 3.1 8B with `--offload=all` takes {cpu_gib:.1f} GiB of CPU memory, while a checkpoint of {gb:.0f} GB is "
-        "written {saved_cpu_gib:.1f}, resumed {resumed_cpu_gib:.1f}; the checkpoint takes {save_seconds:.0f} s to "
-        "write, {resume_seconds:.0f} s to read."
+        "Llama 3.1 8B with `--offload=all` takes {cpu_gib:.1f} GiB of CPU memory, {saved_cpu_gib:.1f} while a "
+        "checkpoint of {gb:.0f} GB is written and {resumed_cpu_gib:.1f} after a resume. Writing takes "
+        "{save_seconds:.0f} s, reading {resume_seconds:.0f} s."
     )
     rows = (row for row in r["memory"] if row.get("resume_seconds"))
     return "\n\n".join(text.format(**row, gb=row["checkpoint_bytes"] / 1e9) for row in rows)
@@ -368,11 +367,11 @@ def fits_headline(r: dict) -> str:
     ours, long, liger, hf = (largest[arm] for arm in arms.SHOWN)
     ratio = compare.ratio(found[liger["batch"], "all"], liger)
     return (
-        "- Within {limit_gib:g} GiB of GPU memory (one {card} limited to that), with weights and optimizer in CPU "
-        "memory, Llama 3.2 1B trains at batches of {batch:,} x {block:,} tokens, with activations there too at "
-        "{long[batch]:,}; Hugging Face + Liger ends at {liger[batch]:,}, Hugging Face at {hf[batch]:,}. At batch "
-        "{liger[batch]:,} nanocria is {ratio[tok_per_s]:.2f} times as fast as Hugging Face + Liger, in "
-        "{ratio[peak_gib]:.0%} of the GPU memory."
+        "- In {limit_gib:g} GiB of GPU memory (one {card} limited to that), with weights and optimizer offloaded to "
+        "the CPU, Llama 3.2 1B trains at batch {batch:,} x {block:,} tokens, and at {long[batch]:,} with activations "
+        "offloaded too. Hugging Face + Liger fits {liger[batch]:,}, Hugging Face {hf[batch]:,}. At batch "
+        "{liger[batch]:,} nanocria is {ratio[tok_per_s]:.2f} times as fast as Hugging Face + Liger and uses "
+        "{ratio[peak_gib]:.0%} of its GPU memory."
     ).format(**ours, long=long, liger=liger, hf=hf, ratio=ratio, card=card(r))
 
 
@@ -399,11 +398,11 @@ def finetune_sentence(r: dict) -> str:
     for (arm, *at), row in found.items():
         if arm == "qlora-fp8" and (peer := found.get(("peft-qlora", *at))):  # of 131,072 tokens theirs does not fit
             fp8, bf16 = (compare.ratio(ours, peer)["tok_per_s"] for ours in (row, found["qlora", *at]))
-            gib = f"{row['peak_gib']:.1f} GiB beside {peer['peak_gib']:.1f}"
-            times = f"{fp8:.2f} times, without float8 {bf16:.2f}; {gib}"
+            gib = f"{row['peak_gib']:.1f} GiB vs. {peer['peak_gib']:.1f}"
+            times = f"{fp8:.2f} times as fast, {bf16:.2f} without float8; {gib}"
             parts.append(f"at {AT} tokens {{tok_per_s:,.0f}} tokens per second ({times})".format(**row))
-    beside = "beside Hugging Face + Liger + peft + bitsandbytes"
-    return f"QLoRA of Llama 3.1 8B within 24 GiB, with `--fp8=true`, {beside}: {', '.join(parts)}."
+    peer = "Hugging Face + Liger + peft + bitsandbytes"
+    return f"QLoRA of Llama 3.1 8B in 24 GiB with `--fp8=true`, against {peer}: {', '.join(parts)}."
 
 
 def generate_table(r: dict) -> str:
@@ -417,7 +416,7 @@ def generate_sentence(r: dict) -> str:
     for (arm, batch), row in found.items():
         if arm == "nanocria":
             plain, static = (compare.ratio(row, found[peer, batch])["tok_per_s"] for peer in ("hf", "hf-static"))
-            beside = f"{plain:.1f} times transformers.generate, {static:.1f} times that with a static cache, compiled"
+            beside = f"{plain:.1f} times transformers.generate, {static:.1f} times its compiled static cache"
             parts.append(f"{row['tok_per_s']:,.0f} at batch {batch} ({beside})")
     return f"Tokens per second of Llama 3.2 1B on one {card(r)}: {'; '.join(parts)}."
 
@@ -444,8 +443,8 @@ def ladder_table(r: dict) -> str:
 def whole_8b_sentence(r: dict) -> str:
     best = compare.by_rung(r["points"])["8b"]["offload_all"][-1]
     return (
-        "All of Llama 3.1 8B trains within 24 GiB of one {card} and about {cpu_gib:.0f} GiB of CPU memory, at "
-        "{tok_per_s:,.0f} tokens per second ({batch} x 1,024 tokens a step): `--offload=all --optimizer_bits=8 "
+        "All of Llama 3.1 8B trains in 24 GiB of one {card} and about {cpu_gib:.0f} GiB of CPU memory, at "
+        "{tok_per_s:,.0f} tokens per second ({batch} x 1,024 tokens per step): `--offload=all --optimizer_bits=8 "
         "--batch_size={batch} --block_size=1024 --activation_checkpointing=full --gradient_accumulation_steps=1`."
     ).format(**best, card=card(r))
 
@@ -453,10 +452,9 @@ def whole_8b_sentence(r: dict) -> str:
 def drive_sentence(r: dict) -> str:
     one, *_, best = compare.by_rung(r["points"])["8b"]["nvme"]
     return (
-        "Llama 3.1 8B, its optimizer on the drive in 8 bits: {tok_per_s:,.0f} tokens per second at {batch} x 1,024 "
-        "tokens a step, in {peak_gib:.1f} GiB of the GPU's memory. A step of one sequence takes {seconds:.0f} s and "
-        "pins {one[cpu_gib]:.0f} GiB of CPU memory (by memory.py); at its peak the process had "
-        "{one[used_cpu_gib]:.0f}."
+        "Llama 3.1 8B with its 8-bit optimizer on the drive: {tok_per_s:,.0f} tokens per second at {batch} x 1,024 "
+        "tokens per step, in {peak_gib:.1f} GiB of GPU memory. A step of one sequence takes {seconds:.0f} s and pins "
+        "{one[cpu_gib]:.0f} GiB of CPU memory (by memory.py); the process peaked at {one[used_cpu_gib]:.0f}."
     ).format(**best, one=one, seconds=one["ms_per_step"] / 1000)
 
 
