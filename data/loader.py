@@ -99,8 +99,8 @@ class Packed(Blocks):
     """One split of conversations, packed into blocks of block_size + 1 tokens.
 
     Best fit, longest conversations first. The same conversations share a block in every epoch. That does not matter:
-    attention stays within a conversation, and positions need not restart, because RoPE depends only on differences. A
-    conversation longer than a block is cut off, and dropped if no answer is left. Raises ValueError if all are dropped.
+    attention stays within a conversation, and positions need not restart, since RoPE depends only on their differences.
+    Conversations longer than a block are cut off, and dropped if no answer is left. ValueError if all are dropped.
     """
 
     def __init__(self, tokens: Tokens, block_size: int, vocab_size: int | None, seed: int):

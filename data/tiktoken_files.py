@@ -73,7 +73,7 @@ def bytes_encoding() -> tiktoken.Encoding:
 
 
 def openai_encoding(name: str) -> tiktoken.Encoding:
-    """One of DOWNLOADS. Its files may be in tiktoken's cache, there under their own names, or in the repository root.
+    """One of DOWNLOADS, which tiktoken caches. Files under their own names in its cache or in the root also work.
 
     Raises ValueError for a damaged file, FileNotFoundError naming all missing files if the download fails.
     """

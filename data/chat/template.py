@@ -132,7 +132,7 @@ def render_answers(tokenizer: Tokenizer, messages: list[dict], tools: list[dict]
 def encode_answers(tokenizer: Tokenizer, text: str) -> tuple[list[int], list[bool]]:
     """The ids of render_answers' text, and which of them are targets.
 
-    A prompt gets the same ids as when encoded alone, as it is when the model is to answer.
+    A prompt gets the same ids as when it is encoded alone, as sample.py does.
     """
     ids, is_target, done = [], [], ""
     for i, part in enumerate(re.split(f"[{ANSWER}{ANSWER_END}]", text)):

@@ -7,7 +7,7 @@
 
 Makes train.bin, val.bin and meta.json in --out (this folder by default), tokenizing on every CPU core. The input may be
 larger than memory, except a JSON array. Files may be compressed: gzip, zstd, xz, bzip2. A document is a JSON object,
-one per line or in an array, or a text file. In a text file, lines of <|endoftext|> alone separate documents; without
+one per line or in an array, or a text file. In a text file, lines of only <|endoftext|> separate documents; without
 them, a large file is cut at line ends. Folders are searched recursively, skipping --out, links to folders, hidden and
 binary files. A document goes to validation if the hash of its text is below a threshold, so all copies of a document go
 to the same split. In the first megabyte the documents with the smallest hashes validate: a threshold could select none
