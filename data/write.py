@@ -1,4 +1,4 @@
-"""Write a dataset (data/tokens.py has the format): tokenize in one process or many, whole or in shards.
+"""Writing a dataset (data/tokens.py has the format): tokenize in one process or many, whole or in shards.
 
 Files are written under a temporary name, flushed and renamed, meta.json last. The writer holds .lock.
 
@@ -34,7 +34,7 @@ from data.files import atomic_write, display_path, lock, say, write_json
 from data.tokenizer import NAMES, Tokenizer, get_tokenizer
 from data.tokens import IS_TARGET, SPLITS, token_dtype
 
-COMPRESSED_BYTES = 2**26  # of validation text at most for gzip and xz: xz -9 takes half a minute
+COMPRESSED_BYTES = 2**26  # of validation text: gzip and xz read no more, for which xz -9 takes half a minute
 BATCH_CHARS = 2**20  # text handed to a worker at a time: enough to hide the hand-over, small enough to hold many
 
 Document = tuple[str, str]  # (split, text)
