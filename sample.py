@@ -38,7 +38,7 @@ with contextlib.suppress(ImportError):
 # ----------------------------------------------------------------------------------------------------------------------
 # input and output
 out_dir = "out"  # a run's folder, one of its checkpoints, or a folder of published weights
-prompt = ""  # -: read standard input; empty: start a new document
+prompt = ""  # empty: start a new document; -: read standard input
 prompt_file: str | None = None  # a text file with one prompt, or a .jsonl file of {"prompt": ...} lines
 num_samples = 1  # continuations per prompt, generated in one batch
 max_new_tokens = 500  # per sample; generation stops earlier at the end of the document or turn
@@ -59,7 +59,7 @@ temperature = 0.8  # 0: always the most likely token
 top_k: int | None = None  # sample from the k most likely tokens
 top_p: float | None = None  # sample from the most likely tokens that reach this total probability
 min_p: float | None = None  # sample from tokens at least this many times as likely as the most likely one
-seed = 1337  # of the sampling
+seed = 1337  # for sampling
 
 # system
 device: Literal["auto", "cuda", "cpu"] = "auto"  # auto: cuda if available
