@@ -1,25 +1,25 @@
-"""The numbers: benchmarks leave records, records become the tables and plots of README.md and benchmarks/README.md.
+"""Run benchmarks, and turn their records into the tables and plots of README.md and benchmarks/README.md.
 
-    python bench.py                             what fits in this card: batches of Llama 3.2 1B grow until none does
+    python bench.py                             what fits in this card: the batch of Llama 3.2 1B grows up to the limit
     python bench.py --preset=study              in 24 GiB, beside Hugging Face and Liger
     python bench.py --preset=finetune           8B with adapters, beside peft and bitsandbytes
     python bench.py sweep --help                its other settings; likewise for each command below
     python bench.py estimate --card=4090        what fits, by arithmetic, without a GPU
-    python bench.py ladder                      every memory technique on top of another, as if in 24 GiB
+    python bench.py ladder                      each memory technique on top of another, within 24 GiB
     python bench.py snapshot                    what holds the memory in one step
     python bench.py kernels                     every kernel beside eager PyTorch, torch.compile and other libraries
     python bench.py step                        the whole training step, beside other trainers
-    python bench.py losses                      is what it learns the same? beside Hugging Face's model
-    python bench.py finetune --init_from=FOLDER is what a finetune learns the same? and packing
+    python bench.py losses                      does it learn the same? beside Hugging Face's model
+    python bench.py finetune --init_from=FOLDER does a finetune learn the same? and packing
     python bench.py gpus                        several GPUs: scaling, 8B, checkpoints
     python bench.py disk --offload_dir=FOLDER   an update through a drive, beside plain reads and writes
-    python bench.py generate                    tokens a second of generation, beside transformers.generate
-    python bench.py run FOLDER...               the losses of training runs, drawn and tabled
-    python bench.py record FOLDER NAME          keeps the summary.json that a training run left in FOLDER
-                                                as benchmarks/records/NAME.json
+    python bench.py generate                    generated tokens per second, beside transformers.generate
+    python bench.py run FOLDER...               plots and tabulates the losses of training runs
+    python bench.py record FOLDER NAME          copies a training run's summary.json from FOLDER
+                                                to benchmarks/records/NAME.json
     python bench.py readme                      draws the plots and writes the tables of both pages
 
-Every setting is --key=value; COMMAND --help lists them. Those of train.py stand behind --.
+Every setting is --key=value; COMMAND --help lists them. Put settings of train.py after --.
 """
 
 import importlib
@@ -57,7 +57,7 @@ def main(argv: list[str]) -> None:
                 sys.exit(f"Unknown command {word}: there are {', '.join(MODULES)}, record, readme")
             case words:
                 main(["sweep", *words])
-    except SettingError as error:  # one sentence
+    except SettingError as error:  # a user error
         sys.exit(str(error))
     except ModuleNotFoundError as error:
         if not (error.name or "").startswith("matplotlib"):
@@ -70,8 +70,8 @@ if __name__ == "__main__":
         try:
             main(sys.argv[1:])
         finally:
-            sys.stdout.flush()  # here, and not when the interpreter ends
+            sys.stdout.flush()  # here, so that a BrokenPipeError is caught below
     except KeyboardInterrupt:
         sys.exit(130)
-    except BrokenPipeError:  # whoever reads has read enough, as head does
+    except BrokenPipeError:  # the reader closed the pipe, as `head` does
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

@@ -1,18 +1,18 @@
-"""Settings of a script: the plain assignments at its top, changed by config files and flags, all of them checked.
+"""Settings of a script: assignments at its top, which config files and flags override. All values are checked.
 
     # data
     dataset = 'pystdlib'  # a folder under data/
-    min_lr: float | None = None  # the learning rate after the decay; none: learning_rate / 10
-    dtype: Literal['float32', 'bfloat16'] = 'bfloat16'  # of the compute
+    min_lr: float | None = None  # the final learning rate; none: learning_rate / 10
+    dtype: Literal['float32', 'bfloat16'] = 'bfloat16'  # compute dtype
     settings, named = configure(globals(), sys.argv[1:])
 
     python train.py config/baby_llama.py --batch_size=32 --learning_rate 1e-3 --compile
     python train.py config/baby_llama.py --help
 
-Every lowercase name assigned above the call is a setting: its annotation or default gives its type, the comment behind
-it its help. Comment lines above it are the heading of a group. Flags win over files, later flags and files over earlier
-ones. A config file is Python: it may compute and import, but each name that it assigns must be a setting or begin with
-an underscore.
+Every lowercase name assigned above the call is a setting. Its annotation or default gives its type, the comment after
+it its help text. Comment lines above a setting start a group and name it. Flags override files; later flags and files
+override earlier ones. A config file is Python: it may compute and import, but every name it assigns must be a setting
+or start with an underscore.
 """
 
 import ast
@@ -30,7 +30,7 @@ import typing
 from dataclasses import dataclass
 from pathlib import Path
 
-PLAIN = (bool, int, float, str, dict, list, types.NoneType)  # the types of settings: all can be written as JSON
+PLAIN = (bool, int, float, str, dict, list, types.NoneType)  # the types of settings: all serialize to JSON
 WORDS = {"true": True, "false": False, "none": None}
 PHRASES = {bool: "true or false", int: "an int", float: "a float", str: "a string", dict: "a dict", list: "a list"}
 
@@ -41,7 +41,7 @@ class SettingError(Exception):
 
 @dataclass
 class Setting:
-    options: list  # types and values that it accepts: int | Literal['auto'] | None is [int, 'auto', None]
+    options: list  # accepted types and values: int | Literal['auto'] | None is [int, 'auto', None]
     group: str
     comment: str
 
@@ -49,9 +49,9 @@ class Setting:
 def configure(namespace: dict, argv: list[str]) -> tuple[dict, set[str]]:
     """Update the settings in a script's `globals()` from its command line.
 
-    Returns them all by name, in order, and the names of those that a config file or a flag names.
+    Returns all settings by name, in order, and the names of those that a config file or a flag sets.
 
-    A user error prints one line on stderr and exits with status 2, `--help` exits with 0. Only rank 0 prints.
+    A user error prints one line to stderr and exits with status 2, `--help` exits with 0. Only rank 0 prints.
     """
     print0 = print if os.environ.get("RANK", "0") == "0" else lambda *args, **kwargs: None
     try:
@@ -65,7 +65,7 @@ def configure(namespace: dict, argv: list[str]) -> tuple[dict, set[str]]:
     if wants_help:
         try:
             print0(help_text(namespace, settings, values), flush=True)
-        except BrokenPipeError:  # whoever reads has read enough, as head does
+        except BrokenPipeError:  # the reader closed the pipe, as `head` does
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(0)
     namespace.update(values)
@@ -89,7 +89,7 @@ def read_script(namespace: dict) -> tuple[dict[str, Setting], dict]:
     """The settings that a script declares, and their defaults."""
     path = namespace["__file__"]
     source = Path(path).read_text(encoding="utf-8")
-    lines = ["", *source.splitlines()]  # counted from 1, as ast and tokenize do
+    lines = ["", *source.splitlines()]  # 1-based, as in ast and tokenize
     tokens = tokenize.generate_tokens(io.StringIO(source).readline)
     comments = {token.start[0]: token.string.strip("#-= ") for token in tokens if token.type == tokenize.COMMENT}  # row
     settings, values, group = {}, {}, "settings"
@@ -101,14 +101,14 @@ def read_script(namespace: dict) -> tuple[dict[str, Setting], dict]:
                 pass
             case _:
                 continue
-        # Below the call a name has no value yet, or is in `settings` already.
+        # A name assigned below the call has no value yet, or is already in `settings`.
         is_value = isinstance(namespace.get(name, ...), PLAIN)
         if not is_value or not name.islower() or name.startswith("_") or name in settings:
             continue
 
         label, default = f"{path}:{node.lineno}: {name}", namespace[name]
         if annotation is None and default is None:
-            raise SettingError(f"{label} = None does not say its type: write {name}: float | None = None, or another")
+            raise SettingError(f"{label} = None has no type: write {name}: float | None = None, or another type")
         options = options_of(eval(ast.unparse(annotation), namespace)) if annotation else [type(default)]
         values[name] = check(label, options, default)
 
@@ -129,7 +129,7 @@ def options_of(annotation) -> list:
 
 
 def read_command_line(argv: list[str], settings: dict, values: dict, script: str) -> bool:
-    """Change `values` as the files and flags say. True if --help is among them."""
+    """Apply config files and flags to `values`. Return True if --help is among them."""
     flags, wants_help, rest = {}, False, list(argv)
     while rest:
         argument = rest.pop(0)
@@ -142,7 +142,7 @@ def read_command_line(argv: list[str], settings: dict, values: dict, script: str
         elif name in settings:
             options = settings[name].options
             if not equals and bool in options and (not rest or re.match(r"-|.*\.py$", rest[0])):
-                text = "true"  # --compile alone
+                text = "true"  # --compile without a value
             elif not equals:
                 if not rest or rest[0].startswith("--"):
                     raise SettingError(f"{flag} needs a value: {flag}=...")
@@ -160,16 +160,16 @@ def read_command_line(argv: list[str], settings: dict, values: dict, script: str
 def read_file(path: str, settings: dict, script: str) -> dict:
     """The settings that a config file assigns, checked."""
     if not os.path.isfile(path):
-        # Compared without folder and .py, which would make all names similar.
+        # Compare file stems: the folder and .py would make all names similar.
         folders = [os.path.dirname(path) or ".", os.path.relpath(Path(script).resolve().parent / "config")]
         files = {file.stem: str(file) for folder in folders for file in Path(folder).glob("*.py")}
         if os.path.isdir(path) and "out_dir" in settings:
-            raise SettingError(f"{path} is a folder, no config file. Did you mean --out_dir={path}?")
-        problem = "is no file" if os.path.exists(path) else "does not exist"
+            raise SettingError(f"{path} is a folder, not a config file. Did you mean --out_dir={path}?")
+        problem = "is not a file" if os.path.exists(path) else "does not exist"
         raise SettingError(f"config file {path} {problem}{did_you_mean(Path(path).stem, files)}")
     if not path.endswith(".py"):
-        raise SettingError(f"{path} is no config file: it must be a .py of assignments, such as batch_size = 4")
-    sys.path.extend({str(Path(path).resolve().parent)}.difference(sys.path))  # one may build on another beside it
+        raise SettingError(f"{path} is not a config file: it must be a .py file of assignments, such as batch_size = 4")
+    sys.path.extend({str(Path(path).resolve().parent)}.difference(sys.path))  # a config may import another beside it
     try:
         namespace = runpy.run_path(path)
         tree = ast.parse(Path(path).read_bytes())
@@ -182,8 +182,8 @@ def read_file(path: str, settings: dict, script: str) -> dict:
         if isinstance(node, ast.AnnAssign) and node.value is None:  # batch_size: 4
             name = ast.unparse(node.target)
             value = ast.unparse(node.annotation)
-            raise SettingError(f"{path}:{node.lineno}: {name} gets no value. Write {name} = {value}")
-        if isinstance(node, ast.ImportFrom) and node.names[0].name == "*":  # what it builds on is checked, too
+            raise SettingError(f"{path}:{node.lineno}: {name} has no value. Write {name} = {value}")
+        if isinstance(node, ast.ImportFrom) and node.names[0].name == "*":  # check the imported config too
             built_on = getattr(sys.modules.get(node.module), "__file__", None) or ""
             if built_on.endswith(".py"):
                 read_file(built_on, settings, script)
@@ -191,7 +191,7 @@ def read_file(path: str, settings: dict, script: str) -> dict:
     values = {}
     for name, value in namespace.items():
         where = f"{path}:{lines.get(name, 1)}: "
-        if name in settings:  # imported names too: a config may build on another
+        if name in settings:  # imported names too: a config may extend another
             values[name] = check(where + name, settings[name].options, value)
         elif name in lines and not name.startswith("_") and not isinstance(value, types.ModuleType):
             raise unknown(name, settings, where)
@@ -209,15 +209,15 @@ def read(text: str):
 
 
 def check(label: str, options: list, *readings):
-    """The first reading that fits an option, in that option's type. The last reading is what the user wrote."""
+    """The first reading that fits an option, converted to its type. The last reading is what the user wrote."""
     for value in readings:
         for option in options:
             number = isinstance(value, int | float) and not isinstance(value, bool)
             if option is bool and isinstance(value, int) and value in (0, 1):
                 return bool(value)
-            if option is int and number and abs(value) < 2**100 and value % 1 == 0:  # 1e3 is; 1.5, inf and nan are not
+            if option is int and number and abs(value) < 2**100 and value % 1 == 0:  # 1e3, but not 1.5, inf or nan
                 return int(value)
-            if option is float and number and abs(value) <= sys.float_info.max:  # inf and nan are not
+            if option is float and number and abs(value) <= sys.float_info.max:  # not inf or nan
                 return float(value)
             if option in (str, dict, list) and isinstance(value, option):
                 return value
@@ -232,18 +232,18 @@ def check(label: str, options: list, *readings):
 def unknown(name: str, settings: dict, where: str = "") -> SettingError:
     hint = did_you_mean(name, {name: name for name in settings}) or ". --help lists them all"
     if name == "config":
-        hint = ": a config file is named without it, as in python train.py config/baby_llama.py"
+        hint = ": name a config file without --config, as in python train.py config/baby_llama.py"
     return SettingError(f"{where}Unknown setting {name}{hint}")
 
 
-OTHER_WORDS = {  # of other trainers
+OTHER_WORDS = {  # names in other trainers
     "gpu": "cuda", "lr": "learning_rate", "wd": "weight_decay", "bs": "batch_size", "epochs": "max_iters",
     "steps": "max_iters", "max_steps": "max_iters", "seq_len": "block_size", "context_length": "block_size",
 }  # fmt: skip
 
 
 def did_you_mean(word, candidates: dict[str, str]) -> str:
-    """A question with the value of the key that is most like word; empty if none is."""
+    """A question with the value of the key closest to word; empty if no key is close."""
     near = difflib.get_close_matches(OTHER_WORDS.get(str(word), str(word)), candidates, n=1)
     return f". Did you mean {candidates[near[0]]}?" if near else ""
 
@@ -257,7 +257,7 @@ def help_text(namespace: dict, settings: dict, values: dict) -> str:
         kind = "|".join(dict.fromkeys(kind.__name__ for kind in kinds)).replace("NoneType", "none")
         comment = ": ".join(filter(None, ["|".join(choices), setting.comment]))
         rows[name] = [f"  --{name}", kind, spell(values[name]), comment]
-    # A long value, such as a dict, moves only its own comment to the right.
+    # A long value, such as a dict, shifts only its own comment to the right.
     widths = [max((len(row[i]) for row in rows.values() if len(row[i]) < 32), default=0) for i in range(3)]
 
     purpose = (namespace.get("__doc__") or "").strip().split("\n\n")[0]
@@ -271,7 +271,7 @@ def help_text(namespace: dict, settings: dict, values: dict) -> str:
 
 
 def spell(value) -> str:
-    """A value as one would type it after a flag's =."""
+    """A value as typed after a flag's =."""
     if isinstance(value, str):
         return value if re.fullmatch(r"\S+", value) else repr(value)
     return str(value).lower() if value is None or isinstance(value, bool) else repr(value)

@@ -1,13 +1,13 @@
-"""A folder with Hugging Face's config.json and .safetensors files, from any weights that can be read.
+"""Convert any weights that nanocria reads to a folder with Hugging Face's config.json and .safetensors files.
 
     python convert.py Llama3.2-1B my-llama                             Meta's format, params.json and a .pth
     python convert.py out/llama32_1b my-llama --dtype float32          a run's newest checkpoint: its master weights
     python convert.py Llama-3.2-1B my-llama --dtype float16
-    python convert.py out/qlora my-llama --merge original              adapters, merged into the weights they began with
+    python convert.py out/qlora my-llama --merge original              adapters, merged into the published weights
 
-Adapters are merged into the published weights, also those trained with --fp8. A base in NF4 is what its four bits are
-read back as, on which they were trained, or with --merge original the published weights, without the four bits' error.
-You do not need it to use a run: a checkpoint is such a folder, and train.py and sample.py read all of these.
+Adapters are merged into the published weights, even if trained with --fp8. Adapters on an NF4 base are merged into the
+dequantized weights that they were trained on or, with --merge original, into the published ones, without NF4's error.
+You do not need convert.py to use a run: a checkpoint is such a folder, and train.py and sample.py read all of these.
 """
 
 import argparse
@@ -29,20 +29,20 @@ from runtime.restore import documents
 
 
 def convert(source: Path, folder: Path, dtype: str, merge: str = "trained") -> str | None:
-    """Writes what load_model(source) is as a folder, which is complete or not there; merge: see above.
+    """Write the model load_model(source) to `folder`, which appears only when it is complete; merge: see above.
 
-    Returns the folder of the base that adapters were merged into. Raises what load_model raises, and OSError if the
-    folder cannot be written.
+    Returns the folder of the base that adapters were merged into. Raises ValueError or OSError if `source` cannot be
+    read, ValueError if `folder` cannot be written.
     """
     partial = folder.with_name(folder.name + ".partial")
     opened = open_folder(source)
     tokenizer = read_config(opened)[1]
     if merge == "original" and not opened.adapter:
         raise ValueError(f"--merge is for adapters, and {source} has none: leave it out")
-    if os.path.lexists(partial):  # perhaps the user's
-        raise ValueError(f"{partial} is there already: remove it, or name another folder")
+    if os.path.lexists(partial):  # it may be the user's
+        raise ValueError(f"{partial} already exists: remove it, or name another folder")
     try:
-        partial.mkdir(parents=True)  # before the weights are read
+        partial.mkdir(parents=True)  # fails before the weights are read
         base_dtype = "bfloat16" if merge == "original" else None
         model = load_model(source, "cpu", getattr(torch, dtype), base_dtype=base_dtype)
         merge_lora(model)
@@ -67,7 +67,7 @@ def main() -> None:
     parser.add_argument("--merge", choices=["trained", "original"], default="trained", help="the base for adapters")
     args = parser.parse_args()
     if os.path.lexists(args.folder):
-        sys.exit(f"{args.folder} is there already: name a new folder")
+        sys.exit(f"{args.folder} already exists: name a new folder")
 
     def write(path):
         base = convert(path, args.folder, args.dtype, args.merge)

@@ -1,12 +1,12 @@
-"""Talks with a trained model: continues a prompt, chats, or scores a file.
+"""Sample from a trained model: continue a prompt, chat, or score a file.
 
     python sample.py --out_dir=out/baby_llama --prompt="def main():"
     python sample.py --out_dir=Llama-3.2-1B-Instruct --chat
     python sample.py --out_dir=Llama-3.2-1B --evaluate=hellaswag_val.jsonl
 
-out_dir is a run's folder (its newest checkpoint is read), one checkpoint, out/baby_llama/step_000800, or a folder of
-published weights: Hugging Face's config.json and .safetensors, or Meta's params.json and consolidated.00.pth.
-runtime/generate.py draws the tokens; runtime/evaluate.py says what is measured.
+out_dir is a run's folder (the newest checkpoint is loaded), one checkpoint such as out/baby_llama/step_000800, or a
+folder of published weights: Hugging Face's config.json and .safetensors, or Meta's params.json and consolidated.00.pth.
+runtime/generate.py samples the tokens; runtime/evaluate.py defines the scores.
 """
 
 import contextlib
@@ -36,38 +36,38 @@ with contextlib.suppress(ImportError):
     import readline  # noqa: F401  arrow keys in --chat
 
 # ----------------------------------------------------------------------------------------------------------------------
-# what to read, what to write
+# input and output
 out_dir = "out"  # a run's folder, one of its checkpoints, or a folder of published weights
-prompt = ""  # from standard input if it is -; empty: the beginning of a document
-prompt_file: str | None = None  # a text file, which is the prompt, or a .jsonl with a {"prompt": ...} a line
-num_samples = 1  # how many continuations of each prompt; they are drawn together
-max_new_tokens = 500  # per sample; it stops sooner where the document or the turn ends
-stop: str | list | None = None  # a string, or a list of strings, before which a text ends too
+prompt = ""  # empty: start a new document; -: read standard input
+prompt_file: str | None = None  # a text file with one prompt, or a .jsonl file of {"prompt": ...} lines
+num_samples = 1  # continuations per prompt, generated in one batch
+max_new_tokens = 500  # per sample; generation stops earlier at the end of the document or turn
+stop: str | list | None = None  # a string, or a list of strings, before which generation also stops
 tokenizer: str | None = None  # a tokenizer's folder or file; none: out_dir's own
 
 # conversation
-chat = False  # answer what is typed, in the folder's chat template; /exit or Ctrl-D ends
+chat = False  # answer typed messages, using the folder's chat template; /exit or Ctrl-D ends
 system = ""  # the system message, for example "Answer in one sentence."
 
 # evaluation
-evaluate: str | None = None  # a text, or rows of JSON: conversations, prompts and completions, or HellaSwag's format
-window: int | None = None  # tokens of a text that are read at a time; none: the model's context, at most 4,096
-batch_size = 8  # sequences that are scored at a time
+evaluate: str | None = None  # a text file, or JSON rows: conversations, prompts and completions, or HellaSwag's format
+window: int | None = None  # tokens per window of a text; none: the model's context, at most 4,096
+batch_size = 8  # sequences scored at a time
 
 # sampling
-temperature = 0.8  # 0: always the likeliest token
-top_k: int | None = None  # draw from the k likeliest
-top_p: float | None = None  # draw from the likeliest that reach this probability together
-min_p: float | None = None  # draw from those at least this many times as likely as the likeliest
-seed = 1337  # of the draws
+temperature = 0.8  # 0: always the most likely token
+top_k: int | None = None  # sample from the k most likely tokens
+top_p: float | None = None  # sample from the most likely tokens that reach this total probability
+min_p: float | None = None  # sample from tokens at least this many times as likely as the most likely one
+seed = 1337  # for sampling
 
 # system
-device: Literal["auto", "cuda", "cpu"] = "auto"  # auto: cuda where there is one
-dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"  # auto: bfloat16, on a CPU float32
+device: Literal["auto", "cuda", "cpu"] = "auto"  # auto: cuda if available
+dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"  # auto: bfloat16, or float32 on a CPU
 # ----------------------------------------------------------------------------------------------------------------------
 _, named = configure(globals(), sys.argv[1:])
 
-sys.stdout.reconfigure(errors="replace")  # for terminals that lack some characters
+sys.stdout.reconfigure(errors="replace")  # for terminals that cannot show some characters
 out_dir = os.path.expanduser(out_dir)  # a shell does not expand the ~ of --out_dir=~/runs
 stops = stop if isinstance(stop, list) else [] if stop is None else [stop]
 for name, valid, expected in (
@@ -84,10 +84,10 @@ for name, valid, expected in (
 ):
     if not valid:
         sys.exit(f"{name} is {globals()[name]}: it must be {expected}")
-if "" in (prompt_file, evaluate):  # of a shell's empty variable
-    sys.exit("--prompt_file and --evaluate name a file")
+if "" in (prompt_file, evaluate):  # from an empty shell variable
+    sys.exit("--prompt_file and --evaluate need a file name")
 if sum([bool(prompt), bool(prompt_file), chat, bool(evaluate)]) > 1:
-    sys.exit("--prompt, --prompt_file, --chat and --evaluate are four things to do: give one of them")
+    sys.exit("--prompt, --prompt_file, --chat and --evaluate exclude each other: give one of them")
 for names, task, used in (
     (["system"], "--chat", chat),
     (["window", "batch_size"], "--evaluate", evaluate),
@@ -102,19 +102,19 @@ dtype = pick_dtype(dtype, device)
 
 
 def named_tokenizer(folder: Folder) -> Tokenizer:
-    """--tokenizer's. ValueError if it is not the model's and has more tokens; if it has not, a line says so."""
+    """The tokenizer of --tokenizer. If it is not the model's: ValueError if it is larger, else a warning."""
     found, (settings, known) = get_tokenizer(os.path.expanduser(tokenizer)), read_config(folder)
     if found.name != known and found.n_vocab > settings["vocab_size"]:
         said = f"tokenizer {found.name} has {found.n_vocab:,} tokens, {folder.path} only {settings['vocab_size']:,}"
         raise ValueError(f"{said}: leave out --tokenizer, or name the model's own")
-    if known not in (None, found.name):  # equal names mean equal ids, but other names not always others
+    if known not in (None, found.name):  # equal names mean equal ids, but different names do not imply different ids
         said = f"{folder.path} was trained on {known} tokens, not on {found.name}"
         print(f"{said}: unless their ids are the same, leave out --tokenizer", file=sys.stderr)
     return found
 
 
 def read_prompts() -> list[str]:
-    """The prompts to continue. A text from a file or a pipe loses its last line end: echo and editors add it."""
+    """The prompts to continue. The final newline of a file or pipe is dropped: echo and editors add it."""
     if not prompt_file:
         return [sys.stdin.read().removesuffix("\n").removesuffix("\r") if prompt == "-" else prompt]
     path = Path(prompt_file).expanduser()
@@ -124,7 +124,7 @@ def read_prompts() -> list[str]:
 
 
 def draw(prompts: list[list[int]], prefix: PrefixCache | None = None) -> Iterator[list[str]]:
-    """What each token adds to the text behind each prompt."""
+    """Yield, token by token, the text added to each prompt."""
     longest, context = max(map(len, prompts)), model.config.block_size
     if longest > context:
         print(f"the prompt is {longest:,} tokens long: the model sees the last {context:,} of them", file=sys.stderr)
@@ -133,7 +133,7 @@ def draw(prompts: list[list[int]], prefix: PrefixCache | None = None) -> Iterato
 
 
 def write_continuations(prompts: list[str]) -> None:
-    """The first as it comes, the others when all are complete."""
+    """Print the first continuation as it is generated, the others when all are done."""
     texts = [text for text in prompts for _ in range(num_samples)]
     print(texts[0], end="", flush=True)
     for new in draw([begin_document(tokenizer, text, special=True) for text in texts]):
@@ -145,7 +145,7 @@ def write_continuations(prompts: list[str]) -> None:
 
 
 def converse(messages: list[dict]) -> None:
-    """Reads a line, writes the answer, and so on. Ctrl-C ends an answer, and outside of one the conversation."""
+    """Read a line, print the answer, repeat. Ctrl-C ends an answer; at the prompt it ends the conversation."""
     first, prefix = len(messages), PrefixCache()
     print("/exit or Ctrl-D ends the conversation", file=sys.stderr)
     while (line := input("> ")).strip() != "/exit":
@@ -169,7 +169,7 @@ try:
     tokenizer = named_tokenizer(folder) if tokenizer else tokenizer_of(folder.path)
     messages = [{"role": "system", "content": system}] if system else []
     if chat:
-        encode_prompt(tokenizer, [*messages, {"role": "user", "content": "?"}])  # is there a template that takes these?
+        encode_prompt(tokenizer, [*messages, {"role": "user", "content": "?"}])  # fail early without a usable template
     prompts = [] if chat or evaluate else read_prompts()
     model = load_model(out_dir, device, getattr(torch, dtype))
     generator = torch.Generator(device).manual_seed(seed)
@@ -191,6 +191,6 @@ except ValueError as error:
 except (EOFError, KeyboardInterrupt):
     print()
 except OSError as error:
-    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # else Python's exit would write the rest
-    if not isinstance(error, BrokenPipeError):  # the reader has stopped, as `head` does
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # else Python would flush the rest at exit
+    if not isinstance(error, BrokenPipeError):  # the reader closed the pipe, as `head` does
         sys.exit(f"the text cannot be written: {error.strerror}")

@@ -5,7 +5,7 @@
 out_dir = "out/baby_llama"
 dataset = "pystdlib"
 
-# 0.8 million parameters: two cores read three million bytes in those minutes, and with a larger model far fewer
+# 0.8 million parameters: two cores train it on three million bytes in those minutes, a larger model on far fewer
 n_layer = 4
 n_head = 4
 n_kv_head = 2
@@ -14,7 +14,7 @@ ffn_dim = 384
 tie_embeddings = True
 rope_theta = 10000.0  # a context of 256 needs no slower rotations
 
-cuda_graph = True  # on a GPU its step is hundreds of launches of a few microseconds each: replayed as one instead
+cuda_graph = True  # on a GPU its step is hundreds of launches of a few microseconds each: replay them as one
 
 batch_size = 8
 block_size = 256
@@ -24,5 +24,5 @@ optimizer = "muon"  # on a CPU a step takes as long as with AdamW, and the run e
 learning_rate = 4e-3  # small models take large steps: 2e-3 and 4e-3 end within 0.01 bits per byte, with AdamW too
 
 eval_interval = 800
-eval_iters = 400  # all of the validation bytes, so that the loss compares with gzip's
+eval_iters = 400  # all of the validation bytes, so that the loss is comparable with gzip's
 log_interval = 100

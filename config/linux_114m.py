@@ -24,7 +24,7 @@ gradient_accumulation_steps = 8
 max_iters = 850  # 446M tokens of 702M: 13 minutes of an H100
 warmup_iters = 100
 learning_rate = 1.2e-3
-lr_schedule = "wsd"  # so that the run may be extended from a checkpoint before the cooldown
+lr_schedule = "wsd"  # so that the run can be extended from a checkpoint before the cooldown
 cooldown_iters = 300
 min_lr = 0.0
 

@@ -20,16 +20,16 @@ rope_scaling = {
 }
 
 # The frozen weights are 15 GiB. All seven projections are adapted: 42 million parameters, whose gradients, masters and
-# moments take 0.6 GiB. They want ten times the learning rate that finetuning all weights would.
+# moments take 0.6 GiB. They need ten times the learning rate of finetuning all weights.
 lora_rank = 16
 lora_alpha = 32
 learning_rate = 2e-4
-weight_decay = 0.0  # the adapters decay to the published model, which holds them back anyway
+weight_decay = 0.0  # decay would pull the adapters to the published model, which holds them back anyway
 max_iters = 1000
 warmup_iters = 30
 
-# 32,768 tokens a step. Full checkpointing keeps one input a layer: four sequences would fit. --fp8=true (RTX 40, H100
-# or newer) holds the frozen projections in 6.5 GiB instead of 13, and multiplies them in float8.
+# 32,768 tokens per step. Full checkpointing stores one input per layer: four sequences would fit. --fp8=true (RTX 40,
+# H100 or newer) stores the frozen projections in 6.5 GiB instead of 13, and multiplies them in float8.
 batch_size = 2
 block_size = 4096
 gradient_accumulation_steps = 4

@@ -20,27 +20,27 @@ rope_scaling = {
 }
 
 # The frozen projections take 3.4 GiB instead of 13, embedding and head 2 GiB in bfloat16. All seven projections are
-# adapted: 42 million parameters, whose gradients, masters and moments take 0.6 GiB. They want ten times the learning
-# rate that finetuning all weights would.
+# adapted: 42 million parameters, whose gradients, masters and moments take 0.6 GiB. They need ten times the learning
+# rate of finetuning all weights.
 lora_rank = 16
 lora_alpha = 32
 base_dtype = "nf4"
 learning_rate = 2e-4
-weight_decay = 0.0  # the adapters decay to the published model, which holds them back anyway
+weight_decay = 0.0  # decay would pull the adapters to the published model, which holds them back anyway
 max_iters = 1000
 warmup_iters = 30
 
-# 32,768 tokens a step. Full checkpointing keeps one input a layer: all eight sequences fit at once. They pass through a
-# block in two groups, so each projection is read back six times a step: twice in forward, four times in backward.
+# 32,768 tokens per step. Full checkpointing stores one input per layer: all eight sequences fit. They pass through a
+# block in two groups, so each projection is dequantized six times per step: twice in forward, four times in backward.
 batch_size = 8
 block_size = 4096
 gradient_accumulation_steps = 1
 activation_checkpointing = "full"
-# Longer contexts, with what the layers keep in 31 to 35 GiB of CPU memory:
+# Longer contexts, with the layers' saved activations in 31 to 35 GiB of CPU memory:
 #   --batch_size=1 --block_size=32768 --activation_checkpointing=selective --offload_activations=true     11.2 GiB
 #   --batch_size=1 --block_size=131072 --offload_activations=true                                         19.0 GiB
-# --fp8=true (RTX 40, H100 or newer) multiplies in float8 what is read back: a quarter more tokens a second.
-# A few thousand tokens a step take the GPU less time than its CPU needs to launch them: add --cuda_graph=true.
+# --fp8=true (RTX 40, H100 or newer) multiplies the dequantized weights in float8: a quarter more tokens per second.
+# With a few thousand tokens per step, the GPU waits for the CPU to launch kernels: add --cuda_graph=true.
 
 eval_interval = 100
 eval_iters = 25

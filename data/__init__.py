@@ -1,1 +1,1 @@
-"""Datasets: tokens.py owns the file format, <name>/prepare.py makes one dataset each."""
+"""Datasets: tokens.py defines the file format, each <name>/prepare.py makes a dataset."""

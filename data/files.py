@@ -19,13 +19,13 @@ def lock(file, flags: int = fcntl.LOCK_EX | fcntl.LOCK_NB) -> None:
     except OSError as error:
         if error.errno not in (errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK):
             raise
-        print(f"{file.name} cannot be locked there ({error.strerror}): let no other run write to its folder",
+        print(f"{file.name} cannot be locked ({error.strerror}): let no other run write to its folder",
               file=sys.stderr)  # fmt: skip
 
 
 @contextmanager
 def atomic_write(path: Path):
-    """Open a file for writing bytes. It gets its name only when all of it is on disk."""
+    """Open a file for writing bytes. It is renamed to `path` only when all of it is on disk."""
     partial = path.with_name(path.name + ".partial")
     try:
         with open(partial, "wb") as file:
@@ -34,7 +34,7 @@ def atomic_write(path: Path):
             os.fsync(file.fileno())
         os.replace(partial, path)
     except OSError as error:
-        if error.errno and not error.filename:  # a full disk's
+        if error.errno and not error.filename:  # e.g. a full disk: name the file
             error.filename = str(path)
         raise
     finally:
@@ -47,18 +47,18 @@ def write_json(path: Path, content: dict) -> None:
 
 
 def say(text: str = "", end: str = "\n") -> None:
-    """Print. A message that cannot be printed ends nothing: an ASCII log, a reader that has gone, a full disk."""
+    """Print, but never fail: stdout may be an ASCII log, a closed pipe or on a full disk."""
     try:
         try:
             print(text, end=end, flush=True)
         except UnicodeEncodeError:
             print(text.encode("ascii", "backslashreplace").decode(), end=end, flush=True)
     except OSError:
-        # Python's exit flushes sys.stdout: what is left in the old one's buffer would fail again.
+        # Python flushes sys.stdout at exit: the old one's buffer would fail again.
         sys.stdout = open(os.devnull, "w")  # noqa: SIM115
 
 
 def display_path(path: Path) -> str:
-    """The path as one would type it in the current folder."""
+    """The path relative to the current folder if it is inside, else absolute."""
     path = path.absolute()
     return str(path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path)

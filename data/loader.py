@@ -1,14 +1,14 @@
-"""Which tokens a step reads.
+"""Which tokens a training step reads.
 
     train_data, val_data = open_dataset("pystdlib", block_size=1024, seed=1337)
     blocks = train_data.sequences(first, n)     # int64 (n, block_size + 1): sequences first .. first + n - 1 of the run
     blocks = val_data.read(indices)             # int64 (len(indices), block_size + 1)
 
-A run reads one endless row of sequences: all blocks in a shuffled order, then all in another, and so on. Sequence i is
-a function of (seed, i) alone. So a step's batch is the same for any number of ranks and micro-batches, and a resumed
+A run reads an endless series of sequences: all blocks in a shuffled order, then all in another, and so on. Sequence i
+depends on (seed, i) alone. So a step's batch is the same for any number of ranks and micro-batches, and a resumed
 run needs no loader state.
 
-Conversations are in Packed blocks: each number is a token's id with two bits of mask above it; unpack() splits them.
+Conversations are Packed into blocks: each number is a token's id with two mask bits above it; unpack() splits them.
 """
 
 import functools
@@ -24,24 +24,24 @@ from data.tokens import IS_TARGET, OPENS, Tokens, check_tokens
 from data.write import prepare_once
 
 FOLDER = Path(__file__).resolve().parent
-MASK_SHIFT = 32  # of a mask's bits, above those of a token's id
+MASK_SHIFT = 32  # mask bits sit above the token's id
 
 
 def dataset_folder(dataset: str) -> Path:
-    """The folder of a dataset given by its name under data/, as data/NAME, or by any path."""
+    """The folder of a dataset given as NAME or data/NAME, which lies under data/, or as any path."""
     path = Path(os.path.expanduser(dataset))
     named = FOLDER / str(path).removeprefix("data/")
     return path if path.exists() and not named.exists() else named
 
 
 def open_dataset(dataset: str, block_size: int, seed: int, vocab_size: int | None = None, mask_documents: bool = False):
-    """The training and the validation blocks of a dataset. OSError or ValueError if it cannot be read.
+    """The training and validation blocks of a dataset. OSError or ValueError if it cannot be read.
 
-    vocab_size: of the model; a token beyond it is an error. None: the dataset's. mask_documents: whether attention
-    stays within documents, which conversations need.
+    vocab_size: the model's; a token beyond it is an error. None: the dataset's. mask_documents: True if attention
+    stays within documents; conversations require it.
     """
     folder = dataset_folder(dataset)
-    if folder.name == "pystdlib" and (folder / "prepare.py").exists():  # the one that needs nothing but Python
+    if folder.name == "pystdlib" and (folder / "prepare.py").exists():  # the only one that needs nothing but Python
         prepare_once(folder)
     splits = [Tokens(folder, split) for split in ("train", "val")]
     if splits[0].masks and not mask_documents:
@@ -51,15 +51,15 @@ def open_dataset(dataset: str, block_size: int, seed: int, vocab_size: int | Non
     if train.vocab_size < known:
         raise ValueError(
             f"vocab_size is {vocab_size}, but {folder} was prepared with {known}: set it to that, or leave it out. "
-            "Published weights need data of their own tokenizer"
+            "Published weights need data made with their own tokenizer"
         )
     return train, val
 
 
 class Blocks:
-    """One split of a dataset, cut into blocks of block_size tokens and the one that follows them."""
+    """One split of a dataset, cut into blocks of block_size tokens plus the token after them."""
 
-    packing = ""  # what Packed did, in a sentence
+    packing = ""  # for the log: a sentence about Packed blocks
 
     def __init__(self, tokens: Tokens, block_size: int, vocab_size: int | None, seed: int):
         self.tokens, self.block_size, self.seed = tokens, block_size, seed
@@ -68,7 +68,7 @@ class Blocks:
         self.first_mark = self.meta.get("bos", self.meta["end_of_text"])
 
     def read(self, indices, shift: int | None = None) -> torch.Tensor:
-        """Blocks (len(indices), T + 1) int64. ValueError if one holds a token that the embedding does not have."""
+        """Blocks (len(indices), T + 1) int64. ValueError for a token beyond the vocabulary."""
         return torch.from_numpy(self.tokens.read(indices, self.block_size, shift, self.vocab_size))
 
     def sequences(self, first: int, n: int) -> torch.Tensor:
@@ -76,32 +76,31 @@ class Blocks:
         return torch.cat([self.read(indices, shift) for indices, shift in self._blocks_of(first, n)])
 
     def _blocks_of(self, first: int, n: int):
-        """The blocks of these sequences, and where the first block of the epoch starts: a pair for each epoch."""
+        """Yield (block indices, shift) of these sequences, one pair per epoch; shift: where its first block starts."""
         epochs, positions = np.divmod(np.arange(first, first + n), self.n_blocks)
         for epoch in np.unique(epochs):
             order, shift = epoch_order(self.seed, int(epoch), self.n_blocks, self.block_size)
             yield order[positions[epochs == epoch]], shift
 
     def unpack(self, blocks: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Tokens, targets and marks, all (B, T), of blocks. A document's first token has first_mark for a mark."""
+        """Split blocks into tokens, targets and marks, all (B, T). A document's first token has the mark first_mark."""
         return blocks[:, :-1], blocks[:, 1:], blocks[:, :-1]
 
     def weights(self, first: int, n_micro: int, batch_size: int) -> torch.Tensor:
-        """The weight (n_micro,) of the mean loss of each micro-batch of the step whose sequences begin with first.
+        """The weights (n_micro,) of the micro-batches' mean losses, in the step that starts at sequence `first`.
 
-        It is the number of its targets over that of the average micro-batch. So the mean of weight times mean loss is
-        the sum over all targets of the step, divided once by their number, however the step is cut.
+        A weight is the micro-batch's number of targets over the average micro-batch's. So the mean of weight times
+        mean loss is the step's loss per target, however the step is split into micro-batches.
         """
         return torch.ones(n_micro)  # every token is a target
 
 
 class Packed(Blocks):
-    """One split of conversations, packed into blocks of block_size + 1 tokens: none is cut that fits into one.
+    """One split of conversations, packed into blocks of block_size + 1 tokens.
 
-    Best fit, the longest conversations first. Which ones share a block is the same in all epochs, and does not matter:
-    attention stays within a conversation, and positions need not restart, for RoPE knows only their differences. What a
-    conversation has beyond a block is cut off, and one without an answer in the rest left out. Raises ValueError if no
-    answer is left.
+    Best fit, longest conversations first. The same conversations share a block in every epoch. That does not matter:
+    attention stays within a conversation, and positions need not restart, since RoPE depends only on their differences.
+    Conversations longer than a block are cut off, and dropped if no answer is left. ValueError if all are dropped.
     """
 
     def __init__(self, tokens: Tokens, block_size: int, vocab_size: int | None, seed: int):
@@ -132,8 +131,8 @@ class Packed(Blocks):
         self.packing += f"; {n_out:,} left out, whose answers begin beyond block_size" if n_out else ""
 
     def read(self, indices, shift=None) -> torch.Tensor:
-        """Blocks (len(indices), T + 1) int64, for unpack(). ValueError as Blocks' for a token beyond the embedding."""
-        found = np.full((len(indices), self.block_size + 1), self.meta["end_of_text"])  # padding is no target
+        """Blocks (len(indices), T + 1) int64, for unpack(). ValueError for a token beyond the vocabulary."""
+        found = np.full((len(indices), self.block_size + 1), self.meta["end_of_text"])  # padding is not a target
         (tokens,), (mask,) = self.tokens.shards, self.tokens.masks
         for row, index in zip(found, indices, strict=True):
             at = 0
@@ -143,11 +142,11 @@ class Packed(Blocks):
                 check_tokens(row[here], self.vocab_size, self.tokens.paths[0])
                 row[here] |= mask[there].astype(np.int64) << MASK_SHIFT
                 at = here.stop
-            row[at : at + 1] |= OPENS << MASK_SHIFT  # padding sees no conversation
+            row[at : at + 1] |= OPENS << MASK_SHIFT  # padding is a document of its own
         return torch.from_numpy(found)
 
     def unpack(self, blocks):
-        """As Blocks'; targets are -100 where the model is to learn nothing."""
+        """As in Blocks; the targets to ignore are -100."""
         tokens, mask = blocks & (2**MASK_SHIFT - 1), blocks >> MASK_SHIFT
         targets = torch.where((mask[:, 1:] & IS_TARGET) > 0, tokens[:, 1:], -100)
         return tokens[:, :-1], targets, mask[:, :-1] & OPENS
@@ -159,8 +158,8 @@ class Packed(Blocks):
 
 
 def pack(lengths: list[int], room: int) -> list[list[int]]:
-    """Which of these go into which block: each, in their order, into the fullest block that has room for it."""
-    blocks, by_space, spaces = [], defaultdict(list), []  # by_space: the blocks with so much room left; spaces: sorted
+    """The indices of the lengths in each block: each length goes, in order, into the fullest block with room for it."""
+    blocks, by_space, spaces = [], defaultdict(list), []  # by_space: {room left: blocks}; spaces: its keys, sorted
     for i, length in enumerate(lengths):
         at = bisect_left(spaces, length)
         if at == len(spaces):
@@ -180,6 +179,6 @@ def pack(lengths: list[int], room: int) -> list[list[int]]:
 
 @functools.lru_cache(maxsize=2)
 def epoch_order(seed: int, epoch: int, n_blocks: int, block_size: int) -> tuple[np.ndarray, int]:
-    """A shuffle of all blocks, and where the first one starts: each epoch cuts the text at other places."""
+    """A shuffle of all blocks, and where the first block starts: each epoch cuts the text at different places."""
     rng = np.random.default_rng((seed, epoch))
     return rng.permutation(n_blocks), int(rng.integers(block_size))

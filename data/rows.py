@@ -1,13 +1,13 @@
-"""What prepare scripts read: text or JSON, compressed or not, from files or pipes, with broken rows among them.
+"""The input of prepare scripts: text or JSON, compressed or not, from files or pipes, perhaps with broken rows.
 
-    bad = Bad("skip")  # what --errors says
+    bad = Bad("skip")  # the value of --errors
     with open_input(path) as file:
         kind = kind_of(head_of(file, path), path)
         for where, row in read_rows(file, path, kind, bad):  # JSON, one object a line or an array
-            text = field_of(row, "text", where, bad)  # None if it is left out
+            text = field_of(row, "text", where, bad)  # None if the row is left out
     bad.report()
 
-What a file holds is told by its first bytes, so a pipe is read as the file would be.
+The first bytes of a file tell its format, so a pipe works like a file.
 """
 
 import bz2
@@ -25,21 +25,21 @@ from typing import Any, BinaryIO
 
 from data.files import say
 
-HEAD = 8000  # bytes by which a file is known
+HEAD = 8000  # bytes that tell a file's format
 JSON_LINES = (".jsonl", ".ndjson")
-OBJECT = re.compile(rb'\s*\{\s*"(?:[^"\\]|\\.)*"\s*:')  # the beginning of a JSON object that is not empty
-ARRAY = re.compile(rb"\s*\[\s*\{")  # of a JSON array of objects
+OBJECT = re.compile(rb'\s*\{\s*"(?:[^"\\]|\\.)*"\s*:')  # the start of a non-empty JSON object
+ARRAY = re.compile(rb"\s*\[\s*\{")  # the start of a JSON array of objects
 
 
 class Bad:
-    """What --errors says of rows and files that cannot be read: "strict" raises ValueError, "skip" counts them."""
+    """Handles unreadable rows and files as --errors says: "strict" raises ValueError, "skip" counts them."""
 
     def __init__(self, errors: str = "strict"):
         self.strict, self.n, self.first = errors == "strict", 0, None
 
     def __call__(self, sentence: str) -> None:
         if self.strict:
-            raise ValueError(f"{sentence}. --errors skip leaves such out")
+            raise ValueError(f"{sentence}. --errors skip leaves it out")
         self.n, self.first = self.n + 1, self.first or sentence
 
     def report(self) -> None:
@@ -48,11 +48,11 @@ class Bad:
 
 
 class Unreadable(ValueError):
-    """A file is damaged, or cut off."""
+    """A file is damaged or truncated."""
 
 
 class Zstandard(io.RawIOBase):
-    """A file decompressed. zstandard's own reader takes a file that is cut off for a whole one."""
+    """A decompressed zstd file. zstandard's own reader accepts a truncated file as complete."""
 
     def __init__(self, file: BinaryIO):
         import zstandard
@@ -86,7 +86,7 @@ COMPRESSED = {b"\x1f\x8b": gzip.open, b"BZh": bz2.open, b"\xfd7zXZ\0": lzma.open
 
 
 def open_input(path: Path) -> io.BufferedReader:
-    """A file or pipe, decompressed if it is compressed, whose first bytes peek() shows."""
+    """Open a file or pipe, decompressing it if needed. peek() shows its first bytes."""
     try:
         file = open(path, "rb")  # noqa: SIM115
     except OSError as error:
@@ -98,7 +98,7 @@ def open_input(path: Path) -> io.BufferedReader:
 
 
 def whole_text(file: BinaryIO, path: Path) -> str:
-    """The text of an open input, without the mark that Windows editors put first. Raises ValueError if it is none."""
+    """The text of an open input, without a byte order mark. Raises ValueError if it is not UTF-8."""
     try:
         return read(file.read, path).decode("utf-8-sig")
     except UnicodeDecodeError as error:
@@ -106,7 +106,7 @@ def whole_text(file: BinaryIO, path: Path) -> str:
 
 
 def text_size(path: Path, most: int) -> int | None:
-    """The bytes of a file's text; None: unknown, as of a pipe, or of more than `most` that are compressed."""
+    """The size of a file's text in bytes; None if unknown: a pipe, or a compressed file of more than `most`."""
     if not path.is_file():
         return None
     with contextlib.suppress(Unreadable), open_input(path) as file:
@@ -118,7 +118,7 @@ def text_size(path: Path, most: int) -> int | None:
 
 
 def head_of(file: io.BufferedReader, path: Path) -> bytes:
-    """The first bytes of an open input. Raises ValueError if it is no text."""
+    """The first bytes of an open input. Raises ValueError if it is not text."""
     head = read(lambda: file.peek(HEAD), path)[:HEAD]
     if head.startswith(b"PAR1"):
         texts = f"python data/fineweb_edu/prepare.py --input {quote(str(path))} reads texts from it"
@@ -129,12 +129,12 @@ def head_of(file: io.BufferedReader, path: Path) -> bytes:
 
 
 def is_jsonl(path: Path) -> bool:
-    """By its name: corpus.jsonl, corpus.jsonl.gz."""
+    """True if the name says so: corpus.jsonl, corpus.jsonl.gz."""
     return any(suffix.lower() in JSON_LINES for suffix in path.suffixes[-2:])
 
 
 def kind_of(head: bytes, path: Path) -> str:
-    """What a file holds, by its name and first bytes: "lines" of JSON, an "array" of it, or "text"."""
+    """The format of a file, by its name and first bytes: JSON "lines", a JSON "array", or "text"."""
     if is_jsonl(path):
         return "lines"
     if ARRAY.match(head) and (".json" in path.name.lower() or not path.is_file()):
@@ -143,13 +143,13 @@ def kind_of(head: bytes, path: Path) -> str:
     if not OBJECT.match(line):
         return "text"
     try:
-        return "lines" if not end or json.loads(line) else "text"  # the whole line, or as much of it as head has
+        return "lines" if not end or json.loads(line) else "text"  # the whole line, or the part in head
     except ValueError:
         return "text"
 
 
 def read_rows(file: BinaryIO, path: Path, kind: str, bad: Bad) -> Iterator[tuple[str, Any]]:
-    """(its place, a value) of each line that is not blank, or each element of an array."""
+    """Yield (location, value) of each non-blank line, or of each element of an array."""
     if kind == "array":
         for rows in parse(read(file.read, path), str(path), bad):
             yield from ((f"{path}[{i}]", row) for i, row in enumerate(rows))
@@ -161,23 +161,23 @@ def read_rows(file: BinaryIO, path: Path, kind: str, bad: Bad) -> Iterator[tuple
 
 
 def parse(line: bytes, where: str, bad: Bad) -> list:
-    """[the value], or nothing if there is none."""
+    """[the value], or [] if the line is broken."""
     try:
         return [json.loads(line.decode("utf-8-sig"))]
     except UnicodeDecodeError as error:
         bad(f"{where} is not UTF-8 text ({error})")
     except json.JSONDecodeError as error:
         bad(f"{where} is not JSON: {error.msg}, at character {error.pos + 1}")
-    except (ValueError, RecursionError) as error:  # numbers of thousands of digits, brackets in brackets
+    except (ValueError, RecursionError) as error:  # huge numbers, deep nesting
         bad(f"{where} is not JSON: {error}")
     return []
 
 
 def field_of(row: Any, field: str, where: str, bad: Bad) -> str | None:
-    """The text of a row, or None for one that is left out."""
+    """The text of a row, or None if the row is left out."""
     if not isinstance(row, dict) or field not in row:
         found = f"one with {', '.join(row) or 'none'}" if isinstance(row, dict) else type(row).__name__
-        said = "set --field. Conversations are data/chat/prepare.py's"
+        said = "set --field. For conversations use data/chat/prepare.py"
         bad(f"{where} is not an object with the field {field!r} but {found}: {said}")
     elif not isinstance(row[field], str):
         bad(f"{where} has {field!r} of type {type(row[field]).__name__}, expected a string")
@@ -187,7 +187,7 @@ def field_of(row: Any, field: str, where: str, bad: Bad) -> str | None:
 
 
 def read(call: Callable, path: Path) -> Any:
-    """call(), which reads. Raises Unreadable for what cannot be decompressed."""
+    """Return call(), which reads. Raises Unreadable if the file cannot be decompressed."""
     try:
         return call()
     except (EOFError, zlib.error, lzma.LZMAError, OSError) as error:

@@ -1,8 +1,8 @@
-"""The files of byte-level BPE vocabularies, read for tiktoken and written as Hugging Face's tokenizer.json.
+"""Byte-level BPE vocabulary files: read for tiktoken, written as Hugging Face's tokenizer.json.
 
-Such a tokenizer cuts a text into pieces by a pattern. A piece that is a token is taken whole. Else it starts as bytes,
-and again and again the two neighbours that together are the token of the lowest rank are joined. tiktoken's files hold
-tokens and ranks, which are the ids. A tokenizer.json lists for each token the pairs that make it, by rank.
+A pattern splits the text into pieces. A piece that is a token is taken whole. Any other piece starts as bytes, and the
+adjacent pair that forms the token of the lowest rank is merged until no pair forms a token. tiktoken's files hold
+tokens and ranks, which are the ids. A tokenizer.json lists, by rank, the pairs that merge into each token.
 """
 
 import base64
@@ -17,8 +17,8 @@ import requests  # tiktoken depends on it and downloads with it
 import tiktoken
 
 ROOT = Path(__file__).resolve().parents[1]
-# Llama 3 cuts text into words before merging bytes: contractions, words with one leading space or sign,
-# numbers of at most three digits, punctuation, line ends, other blanks.
+# Llama 3 splits text before merging bytes: contractions, words with one leading space or sign,
+# numbers of at most three digits, punctuation, newlines, other whitespace.
 LLAMA3_PATTERN = "|".join(
     [
         r"(?i:'s|'t|'re|'ve|'m|'ll|'d)",
@@ -41,13 +41,13 @@ LLAMA3_SPECIAL_TOKENS = [
     "<|reserved_special_token_2|>",
     "<|start_header_id|>",  # 128006
     "<|end_header_id|>",  # 128007
-    "<|eom_id|>",  # 128008, end of message: a tool's answer is expected
+    "<|eom_id|>",  # 128008, end of message: a tool's answer follows
     "<|eot_id|>",  # 128009, end of turn
     "<|python_tag|>",  # 128010
     *(f"<|reserved_special_token_{i}|>" for i in range(3, 248)),  # 128011 .. 128255
 ]
 OPENAI = "https://openaipublic.blob.core.windows.net/"
-DOWNLOADS = {  # that tiktoken makes: path and SHA-256 of each file
+DOWNLOADS = {  # by tiktoken: path and SHA-256 of each file
     "gpt2": {
         "gpt-2/encodings/main/vocab.bpe": "1ce1664773c50f3e0cc8842619a93edc4624525b728b188a9e0be33b7726adc5",
         "gpt-2/encodings/main/encoder.json": "196139668be63f3b5d6574427317ae82f612a97c5d1cdaf36ed2256dbf636783",
@@ -65,7 +65,7 @@ def bytes_encoding() -> tiktoken.Encoding:
     """Ids 0..255 are the bytes themselves, 256 is <|endoftext|>."""
     return tiktoken.Encoding(
         "bytes",
-        # Nothing ever merges, so where the text is cut does not matter: 64 at a time is 4x faster than one by one.
+        # Nothing ever merges, so any split works: 64 characters at a time are 4x faster than one by one.
         pat_str=r"(?s:.{1,64})",
         mergeable_ranks={bytes([i]): i for i in range(256)},
         special_tokens={"<|endoftext|>": 256},
@@ -73,9 +73,9 @@ def bytes_encoding() -> tiktoken.Encoding:
 
 
 def openai_encoding(name: str) -> tiktoken.Encoding:
-    """One of DOWNLOADS, which tiktoken caches. Files under their own names in its cache, or here, will do.
+    """One of DOWNLOADS, which tiktoken caches. Files under their own names in its cache or in the root also work.
 
-    Raises ValueError for a damaged file, FileNotFoundError with all that are missing if they cannot be downloaded.
+    Raises ValueError for a damaged file, FileNotFoundError naming all missing files if the download fails.
     """
     folder = os.environ.get("TIKTOKEN_CACHE_DIR") or os.environ.get("DATA_GYM_CACHE_DIR")
     folder = Path(folder or Path(tempfile.gettempdir()) / "data-gym-cache")
@@ -96,7 +96,7 @@ def openai_encoding(name: str) -> tiktoken.Encoding:
     except requests.RequestException as error:
         raise FileNotFoundError(
             f"tokenizer {name} could not be downloaded ({error}): fetch {' and '.join(missing)} on a machine with a "
-            f"network, and put that here into {folder} (or another folder, named by TIKTOKEN_CACHE_DIR)"
+            f"network, and copy the download to {folder} here (or to another folder, named by TIKTOKEN_CACHE_DIR)"
         ) from error
 
 
@@ -108,9 +108,9 @@ def llama3_encoding(file: Path) -> tiktoken.Encoding:
 
 
 def read_ranks(file: Path) -> dict[bytes, int]:
-    """Read a tiktoken vocabulary, one `base64(token) rank` a line, ranks 0, 1, 2, ... and every byte among them.
+    """Read a tiktoken vocabulary: lines of `base64(token) rank`, with ranks 0, 1, 2, ... and all single bytes.
 
-    tiktoken's own loader would keep a copy by path in its cache, and serve it after the file has changed.
+    tiktoken's own loader caches by path, and would return the old vocabulary after the file has changed.
     """
     ranks = {}
     for number, line in enumerate(file.read_bytes().splitlines(), start=1):
@@ -120,7 +120,7 @@ def read_ranks(file: Path) -> dict[bytes, int]:
         except ValueError as error:
             raise ValueError(
                 f"{file}:{number} is not a line of a tiktoken vocabulary (base64 token, rank): is this the "
-                "tokenizer.model of Llama 3? Llama 2's is another format"
+                "tokenizer.model of Llama 3? Llama 2's has another format"
             ) from error
     check_ranks(ranks, file)
     return ranks
@@ -136,7 +136,7 @@ def check_ranks(ranks: dict[bytes, int], file: Path) -> None:
 
 
 def visible_bytes() -> dict[int, str]:
-    """A character for each byte, as GPT-2's files spell tokens: itself if it prints, else one from U+0100 on."""
+    """A character for each byte, as GPT-2's files spell tokens: itself if printable, else one from U+0100 on."""
     printing = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
     others = [byte for byte in range(256) if byte not in printing]
     return {byte: chr(byte) for byte in printing} | {byte: chr(256 + i) for i, byte in enumerate(others)}
@@ -156,7 +156,7 @@ def pattern_of(content: dict) -> str:
 
 
 def encoding_of_json(name: str, content: dict, file: Path) -> tiktoken.Encoding:
-    """What write_json_encoding wrote, or Llama 3's tokenizer.json. ValueError if it is not such a file."""
+    """Read what json_of_encoding wrote, or Llama 3's tokenizer.json. ValueError for any other file."""
     byte_of = {char: byte for byte, char in visible_bytes().items()}
     try:
         ranks = {bytes(map(byte_of.__getitem__, token)): rank for token, rank in content["model"]["vocab"].items()}
@@ -170,7 +170,7 @@ def encoding_of_json(name: str, content: dict, file: Path) -> tiktoken.Encoding:
 
 
 def json_of_encoding(encoding: tiktoken.Encoding, bos: int | None) -> dict:
-    """The content of a tokenizer.json; transformers then begins each text with bos."""
+    """The content of a tokenizer.json, with which transformers starts each text with bos."""
     if encoding.name == "bytes":
         return json_of_bytes(encoding)
     ranks, char_of = encoding._mergeable_ranks, visible_bytes()
@@ -181,7 +181,7 @@ def json_of_encoding(encoding: tiktoken.Encoding, bos: int | None) -> dict:
         for i in range(1, len(token))
         if token[:i] in ranks and token[i:] in ranks
     ]
-    # Hugging Face's regular expressions are Oniguruma's: there $ is any line's end, and {1,3}+ repeats.
+    # Hugging Face's regex engine is Oniguruma: $ matches at any line end, and {1,3}+ is not possessive but repeats.
     pattern = re.sub(r"([+*?]|\d})\+", r"\1", encoding._pat_str).replace("$", r"\z")
     split = {"type": "Split", "pattern": {"Regex": pattern}, "behavior": "Isolated", "invert": False}
     byte_level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}
@@ -200,9 +200,9 @@ def json_of_encoding(encoding: tiktoken.Encoding, bos: int | None) -> dict:
 
 
 def json_of_bytes(encoding: tiktoken.Encoding) -> dict:
-    """The same as SentencePiece has it, for llama.cpp's converter knows byte-level BPE by published vocabularies alone.
+    """The same in SentencePiece's form: llama.cpp's converter accepts byte-level BPE only with published vocabularies.
 
-    There U+2581 stands for a blank, so it is read as one.
+    SentencePiece spells a space as U+2581, so U+2581 in a text is read as a space.
     """
     blank = {"type": "Replace", "pattern": {"String": " "}, "content": "\u2581"}
     to_blank = {"type": "Replace", "pattern": {"String": "\u2581"}, "content": " "}

@@ -4,12 +4,12 @@
     tokenizer = get_tokenizer("Llama-3.2-1B")  # by path: a tokenizer.json, Meta's tokenizer.model, or their folder
     tokenizer = tokenizer_of(Path("out/step_001000"))  # of a dataset, a run, a checkpoint or published weights
 
-    tokenizer.encode("a <|eot_id|>")  # of text: a special token that it spells out is text
-    tokenizer.encode("a <|eot_id|>", special=True)  # of prompts and chat templates: it is the token
+    tokenizer.encode("a <|eot_id|>")  # for text: special tokens spelled out in it stay text
+    tokenizer.encode("a <|eot_id|>", special=True)  # for prompts and chat templates: they become tokens
 
-tiktoken downloads the GPT vocabularies on first use. Meta's tokenizer.model comes with the weights; its license must be
-accepted first, so nothing here downloads it. A tokenizer.json is read by Hugging Face's `tokenizers`; Llama 3's, and
-those that our runs write for others, by tiktoken.
+tiktoken downloads the GPT vocabularies on first use. Meta's tokenizer.model comes with the weights; you must accept its
+license first, so nothing here downloads it. Hugging Face's `tokenizers` reads a tokenizer.json; tiktoken reads Llama
+3's, and those that nanocria writes.
 """
 
 import contextlib
@@ -23,21 +23,21 @@ from data.tiktoken_files import DOWNLOADS, bytes_encoding, encoding_of_json, is_
 from data.vocabulary import HuggingFace, Tiktoken, Tokenizer, vocabulary_name
 
 NAMES = ["bytes", *DOWNLOADS, "llama3"]
-FILES = (  # that belong to a tokenizer, as Hugging Face publishes them
+FILES = (  # of a tokenizer, as Hugging Face publishes it
     "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja",
     "generation_config.json",
 )  # fmt: skip
-MODEL_FILES = ["tokenizer.model", "original/tokenizer.model"]  # Meta's place, Hugging Face's
+MODEL_FILES = ["tokenizer.model", "original/tokenizer.model"]  # in Meta's folders, in Hugging Face's
 LLAMA3_VOCAB = 128256
 DESCRIPTIONS = ("meta.json", "run.json", "params.json", "config.json", "base_config.json")  # of data, of models
 ROOT = Path(__file__).resolve().parents[1]
 
 
 def get_tokenizer(name: str | Path) -> Tokenizer:
-    """The tokenizer of a name, or in a folder or file.
+    """The tokenizer with this name, or in this folder or file.
 
-    Raises ValueError for an unknown name or a damaged file, FileNotFoundError when the files of a known one are neither
-    here nor to be had, saying where to get them and where to put them, ImportError without the package that reads it.
+    Raises ValueError for an unknown name or a damaged file; FileNotFoundError, saying where to get the files and where
+    to put them, if they are missing and cannot be downloaded; ImportError without the package that reads them.
     """
     if name == "bytes":
         return Tiktoken(bytes_encoding())
@@ -54,15 +54,15 @@ def get_tokenizer(name: str | Path) -> Tokenizer:
         content = path.read_bytes()
         return read_json(path, {"tokenizer.json": content}) if content.lstrip()[:1] == b"{" else read_model(path)
     hint = did_you_mean(str(name), {known: known for known in NAMES})
-    raise ValueError(f"Unknown tokenizer {name}: it is none of {', '.join(NAMES)}, and no file or folder{hint}")
+    raise ValueError(f"Unknown tokenizer {name}: it is not one of {', '.join(NAMES)}, nor a file or folder{hint}")
 
 
 def tokenizer_of(folder: Path) -> Tokenizer:
-    """The tokenizer of a dataset, a run or checkpoint of ours or published weights; its bos is that of their data.
+    """The tokenizer of a dataset, a run, a checkpoint or published weights, with the bos of the data they used.
 
     Raises what get_tokenizer raises.
     """
-    folder = max(folder.glob("step_*[0-9]"), default=folder)  # a run's checkpoints have it, each
+    folder = max(folder.glob("step_*[0-9]"), default=folder)  # each checkpoint of a run has it
     found = read_files(folder, DESCRIPTIONS)
     meta, run, params, config, adapted = (parse(found.get(name, b"{}"), folder / name) for name in DESCRIPTIONS)
     config, data = config or adapted, meta or run.get("dataset", {})
@@ -83,7 +83,7 @@ def tokenizer_of(folder: Path) -> Tokenizer:
             f"only Llama 3's is known by its size, {LLAMA3_VOCAB:,}"
         )
     if data:
-        # A model whose data had no bos has seen every document begin behind the end of another.
+        # A model trained without a bos saw every document start after the end_of_text of another.
         tokenizer.bos = data.get("bos", None if meta else data["end_of_text"])
         tokenizer.eos = list(dict.fromkeys([*data.get("eos", []), *tokenizer.eos]))
     elif name in NAMES:  # a converted checkpoint
@@ -98,18 +98,18 @@ def read_files(folder: Path, names: Iterable[str]) -> dict[str, bytes]:
 
 
 def dataset_files(folder: Path, meta: dict) -> dict[str, bytes]:
-    """The tokenizer's files that a dataset keeps. Raises ValueError if one is not what was written."""
+    """The tokenizer files kept in a dataset. Raises ValueError if one is missing or has changed."""
     digests = meta.get("tokenizer_files", {})
     files = read_files(folder, digests)
     for name, sha256 in digests.items():
         if hashlib.sha256(files.get(name, b"")).hexdigest() != sha256:
             what = "damaged, or another tokenizer's" if name in files else "missing"
-            raise ValueError(f"{folder / name} is {what}: put back what the data were made with, or prepare them again")
+            raise ValueError(f"{folder / name} is {what}: restore the one the data was made with, or prepare it again")
     return files
 
 
 def read_json(path: Path, files: dict[str, bytes], name: str | None = None, eos: int | list | None = None) -> Tokenizer:
-    """A tokenizer.json, with files that belong to it; name: of ours, whose run wrote it; eos: what config.json says."""
+    """A tokenizer.json with the files beside it. name: given if nanocria wrote it; eos: eos_token_id of config.json."""
     config, content = {}, parse(files["tokenizer.json"], path)
     for file in ("special_tokens_map.json", "tokenizer_config.json"):
         config |= parse(files.get(file, b"{}"), path.with_name(file))
@@ -150,7 +150,7 @@ def parse(content: bytes, path: Path) -> dict:
 
 
 def published_name(folder: Path) -> str | None:
-    """The name of the tokenizer whose tokenizer.json a folder holds, without reading it by `tokenizers`; else None."""
+    """The name of the tokenizer.json in a folder, without loading `tokenizers`; None if it cannot be read."""
     with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
         content = parse((folder / "tokenizer.json").read_bytes(), folder)
         ids = content["model"]["vocab"] | {token["content"]: token["id"] for token in content["added_tokens"]}

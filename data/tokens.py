@@ -1,13 +1,13 @@
-"""The format of a dataset, which every prepare.py writes and train.py reads, and its reader.
+"""The dataset format that every prepare.py writes and train.py reads, and its reader.
 
 A dataset is a folder of
 
-    train.bin, val.bin   token ids one after another, little-endian, uint16 where the vocabulary fits, else uint32;
+    train.bin, val.bin   token ids one after another, little-endian, uint16 if the vocabulary fits, else uint32;
                          a large dataset has shards: train_000000.bin, train_000001.bin, ...
-    train.mask, val.mask   of conversations: a byte a token, the sum of IS_TARGET and OPENS where they hold
+    train.mask, val.mask   for conversations: a byte per token with the bits IS_TARGET and OPENS
     meta.json            tokenizer, vocab_size, dtype, end_of_text (its id), bos (its id) if documents begin with one,
-                         the documents, tokens, UTF-8 bytes and SHA-256 of each split, how many tokens each file holds
-    tokenizer.json, ...  the tokenizer's files, where its name is not enough; meta.json has their SHA-256
+                         documents, tokens, UTF-8 bytes and SHA-256 of each split, tokens of each file
+    tokenizer.json, ...  the tokenizer's files, if its name is not enough; meta.json has their SHA-256
 
 Every document ends with the end-of-text token, a conversation as its template ends it. meta.json is written last: a
 folder without it is not a dataset.
@@ -30,7 +30,7 @@ from configurator import did_you_mean
 from data.files import display_path
 
 SPLITS = ("train", "val")
-IS_TARGET, OPENS = 1, 2  # bits of a mask: the token is to be learned; it is a conversation's first
+IS_TARGET, OPENS = 1, 2  # mask bits: the token is a target; it starts a conversation
 
 
 def token_dtype(vocab_size: int) -> np.dtype:
@@ -43,8 +43,8 @@ class Tokens:
 
     Block i of length T holds the T + 1 tokens iT .. iT + T: T inputs and, shifted by one, their T targets. The target
     of a block's last input is the first input of the next block, so every token of a shard is a target once, except
-    the first one and the remainder after the last whole block. Training shifts the blocks, in each epoch by another
-    number of tokens below T: those before the first block are left out then.
+    the first one and the remainder after the last whole block. Training shifts the blocks in each epoch
+    by another number of tokens below T, and skips the tokens before the first block.
 
     Raises FileNotFoundError if the dataset or one of its files is missing, ValueError if a file's size differs from
     meta.json's; both say how to make the dataset.
@@ -59,7 +59,7 @@ class Tokens:
         soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)  # each mapped file stays open; soft is often 1,024
         resource.setrlimit(resource.RLIMIT_NOFILE, (min(soft + len(self.paths), hard), hard))
         self.shards = [self._map(path, n_tokens[path.name], dtype) for path in self.paths]
-        self.masks = []  # one a shard, where the dataset holds conversations
+        self.masks = []  # one per shard, if the dataset holds conversations
         if f"{split}_targets" in self.meta:
             self.masks = [self._map(path.with_suffix(".mask"), n_tokens[path.name], np.uint8) for path in self.paths]
 
@@ -75,18 +75,18 @@ class Tokens:
                 f"{path} has {found:,} bytes, but meta.json says {n_tokens:,} {dtype.name} tokens, which are "
                 f"{expected:,} bytes: {how_to_prepare(self.folder, self.meta)}"
             )
-        return np.asarray(np.memmap(path, dtype=dtype, mode="r"))  # its slices take a tenth of the time
+        return np.asarray(np.memmap(path, dtype=dtype, mode="r"))  # slicing this takes a tenth of the time
 
     def __len__(self) -> int:
         return sum(len(shard) for shard in self.shards)
 
     def _blocks_per_shard(self, block_size: int, shifted: bool) -> list[int]:
-        shift = block_size - 1 if shifted else 0  # the largest shift, so that every shift has as many blocks
+        shift = block_size - 1 if shifted else 0  # the largest shift, so that every shift has the same number of blocks
         return [max(0, (len(shard) - 1 - shift) // block_size) for shard in self.shards]
 
     def blocks(self, block_size: int, shifted: bool = False) -> int:
-        """The number of blocks; with shifted, of those that start up to block_size - 1 tokens into each shard. Raises
-        ValueError if there is none.
+        """The number of blocks; with shifted, if they may start up to block_size - 1 tokens into each shard. Raises
+        ValueError if there are none.
         """
         n_blocks = sum(self._blocks_per_shard(block_size, shifted))
         if n_blocks == 0:
@@ -120,7 +120,7 @@ class Tokens:
 
 
 def check_tokens(tokens: np.ndarray, vocab_size: int, path: Path) -> None:
-    """Raises ValueError for a token that the embedding does not have."""
+    """Raises ValueError for a token beyond the vocabulary."""
     if tokens.max() >= vocab_size:
         said = f"{path} holds token {tokens.max()}, but vocab_size is {vocab_size}"
         raise ValueError(f"{said}: prepare the data again or set vocab_size")
@@ -130,13 +130,13 @@ def read_meta(folder: str | Path) -> dict:
     """Return the content of a dataset's meta.json. Raises FileNotFoundError or ValueError, saying how to make it."""
     path = Path(folder) / "meta.json"
     if Path(folder).is_file():
-        made = "a folder that data/text/prepare.py or data/chat/prepare.py makes of it"
-        raise FileNotFoundError(f"{folder} is a file, and a dataset is {made}")
+        made = "a folder: make it with data/text/prepare.py or data/chat/prepare.py"
+        raise FileNotFoundError(f"{folder} is a file, but a dataset is {made}")
     if not path.exists():
         beside = Path(folder).parent
         made = [file.parent.name for file in (*beside.glob("*/meta.json"), *beside.glob("*/prepare.py"))]
         near = did_you_mean(path.parent.name, {name: name for name in made})
-        what = f"is no folder{near + ' Else' if near else ':'}"
+        what = f"does not exist{near + ' Else' if near else ':'}"
         what = "has no meta.json, so it is not a finished dataset:" if path.parent.is_dir() else what
         raise FileNotFoundError(f"{folder} {what} {how_to_prepare(folder)}")
     try:

@@ -15,29 +15,29 @@ import tiktoken
 from data.tiktoken_files import json_of_encoding
 
 END_OF_TEXT_NAMES = ["<|endoftext|>", "<|end_of_text|>"]  # OpenAI's spelling, Meta's spelling
-LLAMA3_EOS = ["<|end_of_text|>", "<|eom_id|>", "<|eot_id|>"]  # of a document, of a message to a tool, of a turn
-MOST_CHARS = 25_000  # in a piece of a text that tiktoken cannot take whole
+LLAMA3_EOS = ["<|end_of_text|>", "<|eom_id|>", "<|eot_id|>"]  # end of a document, of a message to a tool, of a turn
+MOST_CHARS = 25_000  # per piece of a text that tiktoken cannot encode whole
 
 
 class Tokenizer:
-    """A vocabulary with its special tokens. Pickles, so that worker processes can have it.
+    """A vocabulary with its special tokens. It can be pickled, for worker processes.
 
-    name           one of tokenizer.NAMES, or made from the vocabulary: equal names mean equal ids
+    name           one of tokenizer.NAMES, or a hash of the vocabulary: equal names mean equal ids
     n_vocab        the largest id + 1
     end_of_text    the id that ends every document
-    bos            the id before every document and prompt; None: there is none
+    bos            the id before every document and prompt, or None
     eos            the ids after which a model stops, end_of_text among them
-    bos_token, eos_token, chat_template    as chat templates know them; "" and None if there is none
-    special_tokens the spelling of all special tokens
-    files          {name: content} from which it can be made again; {} if its name is enough
+    bos_token, eos_token, chat_template    for chat templates; "" or None if there is none
+    special_tokens the text of each special token
+    files          {name: content} to build it from; {} if its name is enough
     """
 
     def encode(self, text: str, special: bool = False) -> list[int]:
-        """The ids of a text, without bos. special: special tokens that it spells out are tokens, not text."""
+        """The ids of a text, without bos. special: spelled-out special tokens become tokens, else text."""
         raise NotImplementedError
 
     def decode(self, ids: Iterable[int]) -> str:
-        """The text of ids, special tokens spelled out. Ids that mean nothing are left out."""
+        """The text of ids, special tokens spelled out. Unknown ids are skipped."""
         raise NotImplementedError
 
     def hf_files(self) -> dict[str, bytes]:
@@ -45,13 +45,13 @@ class Tokenizer:
         return self.files
 
     def set_special_tokens(self, id_of: Callable[[str], int | None], config: dict) -> None:
-        """config: what the files say. Raises ValueError if no token ends a document."""
+        """Read them from `config`, the tokenizer's files. Raises ValueError if no token ends a document."""
         self.bos_token, self.eos_token = (spelling(config.get(name)) for name in ("bos_token", "eos_token"))
         ends = [id_of(token) for token in (*END_OF_TEXT_NAMES, self.eos_token) if id_of(token) is not None]
         if not ends:
             raise ValueError(
                 f"tokenizer {self.name} has no end-of-text token: no eos_token, none of {END_OF_TEXT_NAMES}. If it has "
-                'another, name that in a tokenizer_config.json beside it, as in {"eos_token": "</s>"}'
+                'another, name it in a tokenizer_config.json beside it, as in {"eos_token": "</s>"}'
             )
         self.end_of_text, eos = ends[0], config.get("eos_token_id")
         eos = eos if isinstance(eos, list) else [eos]
@@ -60,7 +60,7 @@ class Tokenizer:
         self.eos_token = self.eos_token or self.decode([self.end_of_text])
         self.bos_token = self.bos_token or ("" if self.bos is None else self.decode([self.bos]))
         templates = config.get("chat_template")
-        if isinstance(templates, list):  # several, each with a name
+        if isinstance(templates, list):  # several named ones
             templates = next((each.get("template") for each in templates if each.get("name") == "default"), None)
         self.chat_template = templates
 
@@ -79,7 +79,7 @@ class Tiktoken(Tokenizer):
         options = dict(allowed_special="all" if special else set(), disallowed_special=())
         try:
             return self.encoding.encode(text, **options)
-        except ValueError:  # tiktoken's pattern cannot match a million blanks in a row
+        except ValueError:  # tiktoken's regex fails on a million blanks in a row
             pieces = [text[i : i + MOST_CHARS] for i in range(0, len(text), MOST_CHARS)]
             return [token for piece in pieces for token in self.encoding.encode(piece, **options)]
 
@@ -99,18 +99,18 @@ class Tiktoken(Tokenizer):
 
 
 class HuggingFace(Tokenizer):
-    """A tokenizer.json, with any normalizer, pre-tokenizer and model that `tokenizers` has."""
+    """A tokenizer.json, with any normalizer, pre-tokenizer and model that `tokenizers` supports."""
 
     def __init__(self, path: Path, files: dict[str, bytes], config: dict):
-        os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # else a thread per core in each worker process, idle
+        os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # else each worker has an idle thread per core
         try:
             import tokenizers
         except ImportError as error:
             raise ImportError(f"{path} needs a package ({error}): pip install tokenizers") from error
         try:
             self.backend = tokenizers.Tokenizer.from_str(files["tokenizer.json"].decode())
-        except Exception as error:  # it has no class of its own
-            raise ValueError(f"{path} is damaged, or no tokenizer.json of Hugging Face's: {error}") from error
+        except Exception as error:  # tokenizers has no exception class of its own
+            raise ValueError(f"{path} is damaged, or not a Hugging Face tokenizer.json: {error}") from error
         self.backend.no_truncation()
         self.backend.no_padding()
         ids = self.backend.get_vocab(with_added_tokens=True)
@@ -125,17 +125,17 @@ class HuggingFace(Tokenizer):
 
     def encode(self, text: str, special: bool = False) -> list[int]:
         self.backend.encode_special_tokens = not special
-        text = text.encode("utf-8", "replace").decode()  # what was typed or piped may have been no UTF-8
+        text = text.encode("utf-8", "replace").decode()  # typed or piped text may not have been UTF-8
         ids = self.ids_of(text)
         if special or self.special_ids.isdisjoint(ids):
             return ids
-        # A Unigram model finds the special tokens among its pieces, and <unk> where it has none.
+        # A Unigram model matches special tokens as ordinary pieces: cut them apart. <unk> alone needs no cut.
         cuts = [found.end() for found in beginnings(frozenset(self.special_tokens)).finditer(text)]
         pieces = (text[first:end] for first, end in pairwise([0, *cuts, None]))
         return [token for piece in pieces for token in self.ids_of(piece)] if cuts else ids
 
     def ids_of(self, text: str) -> list[int]:
-        # fast: without the places of tokens in the text, which take a quarter of the time
+        # fast: without the offsets of tokens in the text, which take a quarter of the time
         return self.backend.encode_batch_fast([text], add_special_tokens=False)[0].ids
 
     def decode(self, ids: Iterable[int]) -> str:
@@ -143,23 +143,23 @@ class HuggingFace(Tokenizer):
 
 
 class TextStream:
-    """Text from ids that come one at a time, where a character may be spread over several.
+    """Text from ids that come one at a time. A character may span several ids.
 
     text = TextStream(tokenizer, prompt); print(text.add(id), end="") for each id; print(text.end())
     """
 
     def __init__(self, tokenizer: Tokenizer, before: Iterable[int] = ()):
-        # What ids spell may depend on those before them: `shown` are the last ones whose text is not wanted any more.
+        # The text of ids may depend on those before them: `shown` are the last ids whose text has been returned.
         self.tokenizer, self.shown, self.pending = tokenizer, list(before), []
 
     def add(self, token: int) -> str:
-        """The text that is complete with this id: often "", or several characters."""
+        """The text that this id completes: often "", or several characters."""
         self.pending.append(int(token))
         text = self.text()
-        return "" if text.endswith("\ufffd") else self.end()  # bytes that are not a whole character yet
+        return "" if text.endswith("\ufffd") else self.end()  # an incomplete character
 
     def end(self) -> str:
-        """The rest of the text, with U+FFFD for bytes that are no character."""
+        """The rest of the text, with U+FFFD for incomplete characters."""
         text, self.shown, self.pending = self.text(), self.pending, []
         return text
 
@@ -169,12 +169,12 @@ class TextStream:
 
 @functools.lru_cache(maxsize=8)
 def beginnings(tokens: frozenset[str]) -> re.Pattern:
-    """Finds the first character of each of these tokens that a text spells out: cut behind it, it spells none."""
+    """Matches the first character of each of these tokens in a text. A text cut after them holds none of the tokens."""
     return re.compile("|".join(f"{re.escape(token[:1])}(?={re.escape(token[1:])})" for token in tokens) or r"(?!)")
 
 
 def spelling(token: str | dict | None) -> str:
-    """A special token as tokenizer_config.json has it: its text, or an object with it, or null."""
+    """The text of a special token in tokenizer_config.json: there a string, an object or null."""
     return token.get("content", "") if isinstance(token, dict) else token or ""
 
 

@@ -1,10 +1,10 @@
 """Writing a dataset (data/tokens.py has the format): whole or in shards; data/encode.py tokenizes.
 
-Files are written under another name, flushed and renamed, meta.json last. The writer holds .lock.
+Files are written under a temporary name, flushed and renamed, meta.json last. The writer holds .lock.
 
-    sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # of data/mine/prepare.py: imports begin at the root
+    sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # in data/mine/prepare.py: import from the root
     documents = [("train", "some text"), ("val", "more text")]  # or an iterator
-    if __name__ == "__main__":  # more than one worker: they import the script
+    if __name__ == "__main__":  # needed for several workers, which import the script
         write_dataset(Path("data/mine"), documents, get_tokenizer("bytes"), workers=8)
 """
 
@@ -45,7 +45,7 @@ def open_lock(path: Path):
     """Open a lock file, and make its folder."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        return open(path, "w")  # NFS locks no file that is open for reading only
+        return open(path, "w")  # NFS cannot lock a file opened for reading only
     except OSError as error:
         how = "prepare the data in another folder, with prepare.py --out FOLDER, and train with --dataset=FOLDER"
         raise OSError(f"{path.parent} cannot be written ({error.strerror}): {how}") from error
@@ -55,7 +55,7 @@ def open_lock(path: Path):
 def write_lock(folder: Path):
     """Make the folder and lock it against other writers. Raises BlockingIOError if another process writes to it."""
     if (folder / "config.json").exists():
-        raise ValueError(f"{folder} holds a model, whose tokenizer's files a dataset would replace: name another --out")
+        raise ValueError(f"{folder} holds a model, and a dataset would replace its tokenizer: name another --out")
     with open_lock(folder / ".lock") as file:
         try:
             lock(file)
@@ -70,9 +70,9 @@ def write_dataset(
     documents: Iterable[Document],
     tokenizer: Tokenizer,
     extra: dict | None = None,
-    **options,  # of write_tokens
+    **options,  # for write_tokens
 ) -> dict:
-    """Write a dataset of one train.bin and one val.bin; return its meta.json, to which `extra` is added."""
+    """Write a dataset of one train.bin and one val.bin; return its meta.json, which includes `extra`."""
     val_text = bytearray()
     if not options.get("encode"):
         documents = keep_val_text(documents, val_text)
@@ -94,8 +94,8 @@ def write_tokens(
     """Tokenize documents into train{shard}.bin and val{shard}.bin. Return {split: counts}: documents, tokens, bytes and
     the SHA-256 of what was written.
 
-    encode: how, if other than encode_text; its masks go to train{shard}.mask and val{shard}.mask, and the counts have
-    targets, too.
+    encode: used instead of encode_text; its masks go to train{shard}.mask and val{shard}.mask, and the counts include
+    targets.
 
     Streams: memory does not grow with the documents. `progress` is called with the counts so far. Raises ValueError if
     a split of an unsharded dataset would be empty; an older dataset is then left unchanged.
@@ -119,7 +119,7 @@ def write_tokens(
                 progress(counts)
         if not shard:
             require_both_splits(counts)
-        (folder / "meta.json").unlink(missing_ok=True)  # it described the files that are being replaced
+        (folder / "meta.json").unlink(missing_ok=True)  # it described the files now being replaced
     return {split: dict(counts[split], sha256=digests[split].hexdigest()) for split in SPLITS}
 
 
@@ -129,7 +129,7 @@ def require_both_splits(counts: dict) -> None:
         raise ValueError("no documents: the input holds no text")
     if train == 0 or val == 0:
         raise ValueError(
-            f"{train:,} training and {val:,} validation documents: both must have some. "
+            f"{train:,} training and {val:,} validation documents: both need at least one. "
             f"Give more text (copies count once), or {'raise' if val == 0 else 'lower'} --val_fraction"
         )
 
@@ -140,7 +140,7 @@ def write_meta(folder: Path, tokenizer: Tokenizer, shards: dict[str, dict], **ex
     counts = {s: {name: sum(c[s][name] for c in shards.values()) for name in names} for s in SPLITS}
     require_both_splits(counts)
     digests = {split: "".join(c[split]["sha256"] for c in shards.values()) for split in SPLITS}
-    if len(shards) > 1:  # of several files a digest of their digests
+    if len(shards) > 1:  # several files: a digest of their digests
         digests = {split: hashlib.sha256(each.encode()).hexdigest() for split, each in digests.items()}
     for name, content in tokenizer.files.items():
         with atomic_write(folder / name) as file:
@@ -165,7 +165,7 @@ def write_meta(folder: Path, tokenizer: Tokenizer, shards: dict[str, dict], **ex
 def write_shard(
     folder: Path, number: int, documents: Iterable[Document], tokenizer: Tokenizer, source: dict, **options
 ) -> dict:
-    """Write one shard as write_tokens does, and beside it, last, a record of its `source` and counts."""
+    """Write one shard with write_tokens, then beside it a record of its `source` and counts."""
     record = folder / f"shard{shard_suffix(number)}.json"
     record.unlink(missing_ok=True)
     counts = write_tokens(folder, documents, tokenizer, shard=shard_suffix(number), **options)
@@ -180,7 +180,7 @@ def finished_shard(folder: Path, number: int, tokenizer: Tokenizer, source: dict
         saved = json.loads((folder / f"shard{suffix}.json").read_text())
         sizes = {split: (folder / f"{split}{suffix}.bin").stat().st_size for split in SPLITS}
         whole = all(sizes[split] == saved["counts"][split]["tokens"] * itemsize for split in SPLITS)
-    except (OSError, ValueError):  # a file is missing, or the record cut short
+    except (OSError, ValueError):  # a file is missing, or the record truncated
         return None
     return saved["counts"] if whole and saved["source"] == source else None
 
@@ -190,7 +190,7 @@ def shard_suffix(number: int) -> str:
 
 
 def keep_val_text(documents: Iterable[Document], val_text: bytearray) -> Iterator[Document]:
-    """The documents. The text of those that validate is appended to val_text, until it is too long to compress."""
+    """Yield the documents; append validation text to val_text until it is too long to compress."""
     for split, text in documents:
         if split == "val" and len(val_text) <= COMPRESSED_BYTES:
             val_text += text.encode("utf-8", "replace")
@@ -198,7 +198,7 @@ def keep_val_text(documents: Iterable[Document], val_text: bytearray) -> Iterato
 
 
 def compressed_bits_per_byte(text: bytearray) -> dict[str, float]:
-    """Bits per byte of a text, unless it is empty or too long, after gzip -9 and xz -9: a model should need fewer."""
+    """Bits per byte of a text after gzip -9 and xz -9, unless it is empty or too long. A model should need fewer."""
     if not 0 < len(text) <= COMPRESSED_BYTES:
         return {}
     return dict(
@@ -214,14 +214,14 @@ def compressed_bits_per_byte(text: bytearray) -> dict[str, float]:
 class Progress:
     """A progress line that overwrites itself: share done, documents and tokens per second, time left.
 
-    total: how many of `unit` ("documents" or "bytes") there are; None if unknown, then the line has a count, no share
-    and no eta. repeats: how many inputs of this size are left, this one included.
+    total: the number of `unit` ("documents" or "bytes"); None if unknown: the line then has a count, no share and no
+    eta. repeats: the number of inputs of this size that are left, including this one.
     """
 
     def __init__(self, total: int | None, unit: str, prefix: str = "", repeats: int = 1):
         self.total, self.unit, self.prefix, self.repeats = total, unit, prefix, repeats
         self.start = self.shown = time.time()
-        # a log file gets a line now and then
+        # a log file gets a line every 30 seconds
         self.every, self.end = (0.5, "\r") if sys.stdout.isatty() else (30, "\n")
 
     def __call__(self, counts: dict) -> None:
@@ -264,7 +264,7 @@ def print_summary(folder: Path, meta: dict) -> None:
 
 
 def run_script(main: Callable[[], None]) -> None:
-    """Run a script's main: a user error prints one line, Ctrl-C and SIGTERM no traceback."""
+    """Run a script's main: a user error prints one line, Ctrl-C and SIGTERM print no traceback."""
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
         main()
@@ -281,8 +281,8 @@ def cpu_cores() -> int:
 
 
 def make_parser(doc: str, folder: Path) -> argparse.ArgumentParser:
-    """A script's command line: its docstring is the help, --out its one option. What is not given has no value: the
-    defaults are those of the script's prepare().
+    """A script's argument parser: its docstring is the help, --out its one option. Options that are not given are left
+    out of the result: the defaults are those of the script's prepare().
     """
     parser = argparse.ArgumentParser(
         description=doc, formatter_class=argparse.RawDescriptionHelpFormatter, argument_default=argparse.SUPPRESS
@@ -293,26 +293,26 @@ def make_parser(doc: str, folder: Path) -> argparse.ArgumentParser:
 
 
 def add_text_options(parser: argparse.ArgumentParser, tokenizer: str, val_fraction: str, bos: bool = True) -> None:
-    """How a text becomes tokens. tokenizer, val_fraction: what --help says of their defaults."""
-    said = f"one of {', '.join(NAMES)}, or a folder or file of Hugging Face's or Meta's (default: {tokenizer})"
+    """Add the options for text and tokens. tokenizer, val_fraction: their defaults, as --help shows them."""
+    said = f"one of {', '.join(NAMES)}, or a Hugging Face or Meta folder or file (default: {tokenizer})"
     parser.add_argument("--tokenizer", help=said)
     parser.add_argument("--val_fraction", type=share, help=f"validation share (default: {val_fraction})")
-    said = "broken rows and files: end with the first one, or leave them out and count them (default: strict)"
+    said = "broken rows and files: stop at the first one, or skip and count them (default: strict)"
     parser.add_argument("--errors", choices=["strict", "skip"], help=said)
     said = "processes (default: one per CPU core)"
     parser.add_argument("--workers", type=count_argument, default=cpu_cores(), help=said)
     if bos:
-        said = "begin each document with the tokenizer's bos (default: where it has one)"
+        said = "begin each document with the tokenizer's bos (default: if it has one)"
         parser.add_argument("--bos", action=argparse.BooleanOptionalAction, help=said)
 
 
 def tokenizer_for_data(name: str, bos: bool | None = None) -> Tokenizer:
-    """The tokenizer of a script's options."""
+    """The tokenizer that a script's options name."""
     tokenizer = get_tokenizer(name if name in NAMES else os.path.expanduser(name))
-    if bos is False or tokenizer.bos == tokenizer.end_of_text:  # behind the end of another a document begins anyway
+    if bos is False or tokenizer.bos == tokenizer.end_of_text:  # a document starts after the end of another anyway
         tokenizer.bos = None
     if bos and tokenizer.bos is None:
-        raise ValueError(f"--bos: tokenizer {tokenizer.name} begins no text with a bos")
+        raise ValueError(f"--bos: tokenizer {tokenizer.name} does not begin texts with a bos")
     return tokenizer
 
 
@@ -324,14 +324,14 @@ def path_argument(text: str) -> Path:
 
 
 def count_argument(text: str) -> int:
-    """An argparse type."""
+    """An argparse type: a whole number, at least 1."""
     if not text.isdecimal() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"it is {text}, expected a whole number, at least 1")
     return int(text)
 
 
 def share(text: str) -> float:
-    """An argparse type."""
+    """An argparse type: a number above 0 and below 1."""
     if not 0 < float(text) < 1:
         raise argparse.ArgumentTypeError(f"it is {text}, expected a share above 0 and below 1")
     return float(text)

@@ -1,4 +1,4 @@
-"""Conversations: a chat template's text is transformers', the answers alone are learned, wrong input is named."""
+"""Conversations: chat templates render as in transformers, only answers are learned, wrong input is reported."""
 
 import gzip
 import hashlib
@@ -45,7 +45,7 @@ LLAMA3 = byte_tokenizer(r"(?s:.)", SPECIAL)
 
 
 def line(*contents):
-    """A conversation of these turns, the user's first, as a line of JSON."""
+    """A conversation of these turns, starting with the user's, as a line of JSON."""
     roles = ["user", "assistant"] * len(contents)
     return json.dumps({"messages": [{"role": r, "content": c} for r, c in zip(roles, contents, strict=False)]})
 
@@ -65,7 +65,7 @@ def written(tmp_path):
 
 
 def targets_of(folder, split="train"):
-    """The targets of a split as text: one string a conversation."""
+    """The targets of a split as text: one string per conversation."""
     tokens = Tokens(folder, split)
     (ids,), (mask,), tokenizer = tokens.shards, tokens.masks, tokenizer_of(folder)
     bounds = [*(mask & OPENS).nonzero()[0], len(ids)]
@@ -95,7 +95,7 @@ def test_templates_render_as_in_transformers(template, prompt):
 
 @pytest.mark.parametrize("template, message", [
     ("{{ raise_exception('roles must alternate') }}", "roles must alternate"),
-    ("\n{% for m in messages %}", "cannot write .*: its line 2 is no Jinja"),
+    ("\n{% for m in messages %}", "cannot write .*: its line 2 is not valid Jinja"),
     ("{{ 1 / 0 }}", "division by zero"),
     ("{{ ''.__class__.__mro__[1].__subclasses__() }}", "unsafe"),
     ("{{ messages.append(1) }}", "unsafe"),
@@ -129,7 +129,7 @@ def test_what_is_no_text_and_answers_of_weight_0_are_not_learned():
 
 
 def test_an_answer_follows_the_ids_that_sample_py_gives_for_its_prompt():
-    """Also where a tokenizer would merge the end of the prompt with the beginning of the answer."""
+    """Even if the tokenizer would merge the end of the prompt with the start of the answer."""
     tokenizer = byte_tokenizer(r"(?s:.+)", ["<|endoftext|>"], merges=[b"\n ", b":x"])
     tokenizer.chat_template = PLAIN
     messages = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "xyz"}]
@@ -149,7 +149,7 @@ def test_a_special_token_that_a_message_spells_out_stays_text():
     assert LLAMA3.decode(ids) == render(messages, LLAMA3_TEMPLATE, "<|begin_of_text|>", ""), "the text changed"
     assert ids.count(260) == 2 and ids.count(258) == 2, "a message's text became a special token"
     assert encode_prompt(LLAMA3, messages[:1]) == ids[: len(encode_prompt(LLAMA3, messages[:1]))]
-    with pytest.raises(ValueError, match="no characters"):
+    with pytest.raises(ValueError, match="not characters"):
         render_answers(LLAMA3, [{"role": "assistant", "content": "\ufdd1"}])
     fenced = byte_tokenizer(r"(?s:.)", ["<|endoftext|>", "```"])
     fenced.chat_template = PLAIN
@@ -171,9 +171,9 @@ def test_a_template_that_rewrites_earlier_answers_is_refused():
     tokenizer = get_tokenizer("bytes")
     tokenizer.chat_template = PLAIN.replace("m.content", "(m.content if loop.last or m.role == 'user' else '') ")
     assert "4" in render_answers(tokenizer, MESSAGES[1:3])
-    with pytest.raises(ValueError, match="message 2 in another way when .* others follow"):
+    with pytest.raises(ValueError, match="message 2 differently when .* others follow"):
         render_answers(tokenizer, MESSAGES[1:])
-    tokenizer.chat_template = "{% if messages %}as a system: {% endif %}" + PLAIN  # where nobody has said anything yet
+    tokenizer.chat_template = "{% if messages %}as a system: {% endif %}" + PLAIN  # differs without messages
     with pytest.raises(ValueError, match="the conversation begins with an answer: put a user"):
         render_answers(tokenizer, MESSAGES[2:])
 
@@ -237,8 +237,8 @@ def test_generation_ends_at_the_end_of_a_turn_also_where_the_tokenizer_does_not_
     ("{", "not JSON"),
     ('"text"', "found a str, expected an object with messages, or with prompt and completion"),
     ('{"conversations": []}', "found an object with conversations, expected"),
-    ('{"messages": []}', "an empty one"),
-    ('{"messages": [{"content": "no role"}]}', "message 1 is no object with a role"),
+    ('{"messages": []}', "messages is not a list of messages, or is empty"),
+    ('{"messages": [{"content": "no role"}]}', "message 1 is not an object with a role"),
     ('{"messages": [{"role": "user", "content": ["x"]}]}', r"message 1 has \['x'\] as content, expected a string"),
     (line("only a question"), "there is no answer to learn: no role is assistant, but user"),
     (line("a", "b").replace('"b"', '"b", "weight": 0'), "there is no answer to learn: each has weight 0"),
@@ -275,7 +275,7 @@ def test_a_tokenizer_without_template_and_an_answer_without_end_are_refused(writ
     (tmp_path / "endless.jinja").write_text(PLAIN.replace("eos_token", "''"))
     for template, error, message in (
         (None, ValueError, "bytes has no chat template, and none of Llama 3's tokens: put .* with --template FILE"),
-        (tmp_path / "endless.jinja", ValueError, "ends an answer with no special token"),
+        (tmp_path / "endless.jinja", ValueError, "does not end answers with a special token"),
         (tmp_path / "empty.jinja", ValueError, "the chat template does not write the answers"),
         (tmp_path / "none.jinja", OSError, "No such file or directory: .*none.jinja"),
     ):
@@ -296,7 +296,7 @@ def test_prepare_names_the_next_command_from_any_folder(written, tmp_path, monke
     monkeypatch.chdir(tmp_path)
     data = f"--dataset={tmp_path}/o"
     for tokenizer, said in {
-        "bytes": f"--init_from=FOLDER {data}, with the FOLDER of the weights",
+        "bytes": f"--init_from=FOLDER {data}, where FOLDER holds the weights",
         "model": f"--init_from={tmp_path}/model {data}",
         "run": f"--init_from={tmp_path}/run {data}",
     }.items():

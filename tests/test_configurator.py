@@ -68,7 +68,7 @@ def folder(tmp_path, monkeypatch):
 
 @pytest.fixture
 def run(monkeypatch):
-    """Run the script in this process; what it ends with in its globals."""
+    """Run the script in this process; return its final globals."""
 
     def run(*argv):
         monkeypatch.setattr(sys, "argv", ["train.py", *argv])
@@ -79,7 +79,7 @@ def run(monkeypatch):
 
 @pytest.fixture
 def changes(run):
-    """What a command line changes, as the script's globals and the returned settings both have it."""
+    """The settings that a command line changes, checked to be the same in the script's globals and in the result."""
 
     def changes(*argv):
         ended = run(*argv)
@@ -97,7 +97,7 @@ def changes(run):
 
 @pytest.fixture
 def printed(run, capsys):
-    """What a command line prints before it ends with this exit code."""
+    """What a command line prints before it exits with this code."""
 
     def printed(code, *argv):
         with pytest.raises(SystemExit) as exit:
@@ -122,7 +122,7 @@ def test_a_setting_is_named_with_its_default_too(run):
 
 
 @pytest.mark.parametrize("declared, instead, message", [
-    ("min_lr: float | None", "min_lr", "23: min_lr = None does not say its type: write min_lr: float | None = None, "),
+    ("min_lr: float | None", "min_lr", "23: min_lr = None has no type: write min_lr: float | None = None, "),
     ("= 'scratch'", "= 'scrath'", "30: init_from expects 'scratch' or 'resume', got 'scrath'. Did you mean 'scratch'?"),
 ])  # fmt: skip
 def test_a_default_must_say_its_type_and_fit_it(folder, error, declared, instead, message):
@@ -174,9 +174,9 @@ REFUSED = [
     (["--batch_size", "--compile"], "--batch_size needs a value: --batch_size=..."),
     (["--batch-size=3"], "Unknown setting batch-size. Did you mean batch_size?"),
     (["--"], "Unknown setting --. --help lists them all"),
-    (["--VERSION=4"], "Unknown setting VERSION. --help lists them all"),  # capitals are none
+    (["--VERSION=4"], "Unknown setting VERSION. --help lists them all"),  # uppercase names are not settings
     (["--_hidden=4"], "Unknown setting _hidden. --help lists them all"),
-    (["--below=4"], "Unknown setting below. --help lists them all"),  # what stands below the call
+    (["--below=4"], "Unknown setting below. --help lists them all"),  # assigned below the call
     (["batch_size=3"], "Unknown argument batch_size=3. Did you mean --batch_size=3?"),
     (["-batch_size", "3"], "Unknown argument -batch_size. Did you mean --batch_size?"),
     (["--init_from=resum"], "--init_from expects 'scratch' or 'resume', got 'resum'. Did you mean 'resume'?"),
@@ -188,8 +188,8 @@ REFUSED = [
     (["config/llama_1b.py"], "config file config/llama_1b.py does not exist. Did you mean config/llama32_1b.py?"),
     (["baby_lama"], "config file baby_lama does not exist. Did you mean config/baby_llama.py?"),
     (["no/such.py"], "config file no/such.py does not exist"),
-    (["config"], "config file config is no file"),  # sample.py says more: tests/test_sample.py
-    (["x.json"], "x.json is no config file: it must be a .py of assignments, such as batch_size = 4"),
+    (["config"], "config file config is not a file"),  # sample.py says more: tests/test_sample.py
+    (["x.json"], "x.json is not a config file: it must be a .py file of assignments, such as batch_size = 4"),
 ]  # fmt: skip
 
 
@@ -214,7 +214,7 @@ SPELLINGS = {
 
 @pytest.mark.parametrize("name, text, value", [(name, *each) for name, found in SPELLINGS.items() for each in found])
 def test_spellings_of_a_value(run, recwarn, name, text, value):
-    """A string is taken as it stands."""
+    """A string is taken literally."""
     for words in ([f"--{name}={text}"], *([[f"--{name}", text]] if text[:2] not in ("", "--") else [])):
         found = run(*words)[name]
         assert (type(found), found) == (type(value), value) and not recwarn.list
@@ -254,7 +254,7 @@ def test_a_file_may_compute_build_on_another_keep_private_names_and_is_converted
     ("compile = 'false'", "compile expects true or false, got 'false'"),
     ("batch_size = 4 / 0", "ZeroDivisionError: division by zero"),
     ("batch_size = = 4", "SyntaxError: invalid syntax"),
-    ("batch_size: 4", "batch_size gets no value. Write batch_size = 4"),
+    ("batch_size: 4", "batch_size has no value. Write batch_size = 4"),
     ("import no_such_module", "ModuleNotFoundError: No module named 'no_such_module'"),
     ("for step in range(3):\n    pass", "Unknown setting step. --help lists them all"),
 ])  # fmt: skip

@@ -1,4 +1,4 @@
-"""Hugging Face's folders in and out: the same model on both sides, whole or sharded; slips get a sentence."""
+"""Hugging Face's folders in and out: the same model on both sides, whole or sharded; user errors get one line."""
 
 import json
 import math
@@ -90,7 +90,7 @@ def test_a_checkpoint_becomes_a_folder_that_transformers_reads(train, tmp_path, 
         assert read_run(folder)["dataset"] == read_run(tmp_path / "out/step_000008")["dataset"]  # sample.py's bos
     train(**TIED, init_from=folder, out_dir=tmp_path / "again", learning_rate=0, max_iters=1)
     assert_equal_weights(tmp_path / "out", tmp_path / "again")
-    with pytest.raises(SystemExit, match="is there already: name a new folder"):
+    with pytest.raises(SystemExit, match="already exists: name a new folder"):
         convert_to_hf(tmp_path / "out")
     with pytest.raises(SystemExit, match="--merge is for adapters, and .*step_000008 has none: leave it out"):
         convert_to_hf(tmp_path / "out", "--merge=original", folder="merged")
@@ -101,7 +101,7 @@ PARAMS = {"dim": 32, "n_layers": 2, "n_heads": 4, "n_kv_heads": 2, "vocab_size":
 
 
 def meta_weights(tied: bool) -> dict:
-    """Random, by Meta's names."""
+    """Random weights under Meta's names."""
     torch.manual_seed(5)
     dim, kv, ffn = PARAMS["dim"], 8 * PARAMS["n_kv_heads"], 96
     block = {"attention_norm": (dim,), "ffn_norm": (dim,), "attention.wq": (dim, dim), "attention.wk": (kv, dim),
@@ -114,13 +114,13 @@ def meta_weights(tied: bool) -> dict:
 
 
 def meta_logits(weights: dict, tokens: torch.Tensor, factor: float | None) -> torch.Tensor:
-    """The model as Meta's paper and code define it, with neighbours turned as complex numbers. tokens (B, T)."""
+    """The model as Meta's paper and code define it, RoPE rotating adjacent pairs as complex numbers. tokens (B, T)."""
 
     def norm(x, name):
         return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + 1e-5) * weights[f"{name}.weight"]
 
     frequencies = 500000.0 ** -(torch.arange(0, 8, 2) / 8)
-    if factor:  # wave lengths above 8,192 are stretched, below 2,048 they are not, and between it is a mixture
+    if factor:  # scale wavelengths above 8,192, keep those below 2,048, interpolate in between
         smooth = ((8192 * frequencies / (2 * math.pi) - 1) / 3).clamp(0, 1)
         frequencies = (1 - smooth) * frequencies / factor + smooth * frequencies
     time = tokens.shape[1]
@@ -148,7 +148,7 @@ def meta_logits(weights: dict, tokens: torch.Tensor, factor: float | None) -> to
 
 @pytest.fixture
 def meta_folder(tmp_path, monkeypatch):
-    """meta_folder(weights, **params) writes what Meta publishes, and returns the folder."""
+    """meta_folder(weights, **params) writes a folder as Meta publishes it, and returns it."""
     monkeypatch.setattr(hf_config, "LLAMA3_VOCAB", 257)
 
     def write(weights, **params):
@@ -263,13 +263,13 @@ def renames(file, to):
 
 
 def prunes(folder):
-    """As a cache that keeps links to files which it has deleted."""
+    """Like a cache that deleted a file but kept the link to it."""
     (folder / WEIGHTS).unlink()
     (folder / WEIGHTS).symlink_to("deleted")
 
 
 def holds(name, change, source=None):
-    """Another tensor under a name: what change makes of the tensor there, or of that of another name."""
+    """Replace the tensor `name` by change(it), or by change(the tensor `source`)."""
 
     def change_tensor(folder):
         tensors = load_file(folder / "model.safetensors")
@@ -280,7 +280,7 @@ def holds(name, change, source=None):
 
 
 WEIGHTS = "model.safetensors"
-SLIPS = {  # the sentence: what was done to a folder; tests/test_safetensors_file.py has damaged files
+SLIPS = {  # message: what was done to the folder; tests/test_safetensors_file.py has damaged files
     "config.json describes quantized weights": says(quantization_config={"quant_method": "fp8"}),
     "in torch.float8_e4m3fn: expected one of (torch.bfloat16, ": holds(Q, lambda q: q.to(torch.float8_e4m3fn)),
     f"has numbers in {Q} that are not finite": holds(Q, lambda q: q / (q != q[0, 0])),
@@ -344,7 +344,7 @@ def test_a_folder_that_does_not_say_its_tokenizer_is_said(train, tmp_path, capsy
 
 
 def test_a_config_without_a_model_takes_that_of_the_folder_and_resumes_it(train, tmp_path, capsys, theirs):
-    """A flag counts, and is compared. A damaged checkpoint does not say the model, the folder does."""
+    """Flags are still compared with the folder, which defines the model if a checkpoint is damaged."""
     model = {name: SMALL[name] for name in ("n_layer", "n_head", "n_kv_head", "n_embd", "ffn_dim")} | TIED
     others = SMALL | SHORT | {"eval_interval": 1}
     settings = [f"{name} = {value!r}\n" for name, value in others.items() if name not in model]
@@ -410,7 +410,7 @@ def test_ctrl_c_leaves_nothing_and_nothing_is_read_for_a_folder_that_cannot_be_w
     monkeypatch.setattr(convert, "load_model", lambda *_: pytest.fail("the weights were read"))
     (tmp_path / "file").touch()
     (tmp_path / "new.partial").mkdir()  # the user's
-    with pytest.raises(SystemExit, match=f"{tmp_path}/new.partial is there already"):
+    with pytest.raises(SystemExit, match=f"{tmp_path}/new.partial already exists"):
         convert_to_hf(alone, folder="new")
     assert (tmp_path / "new.partial").exists()
     with pytest.raises(SystemExit, match=f"{tmp_path}/file/hf is not written: .*Not a directory"):
@@ -418,7 +418,7 @@ def test_ctrl_c_leaves_nothing_and_nothing_is_read_for_a_folder_that_cannot_be_w
 
 
 def test_a_run_keeps_what_the_folder_that_it_began_with_says(train, tmp_path, capsys, theirs):
-    """Tokenizer files, special tokens, context: in a checkpoint, after a resume, in a run that begins with that."""
+    """Tokenizer files, special tokens, context: in a checkpoint, after a resume, in a run started from it."""
     edit_config(theirs, bos_token_id=3, eos_token_id=[4, 5], max_position_embeddings=1000)
     for name in ("tokenizer.json", "generation_config.json"):
         (theirs / name).write_text(f'{{"{name}": 1}}')

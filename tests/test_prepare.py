@@ -34,7 +34,7 @@ def write_eight_notes(folder):
 
 @pytest.fixture
 def stdlib(tmp_path):
-    """A small standard library, with everything that must stay out of the dataset."""
+    """A small standard library, including everything that must stay out of the dataset."""
     root = tmp_path / "stdlib"
     for i in range(200):
         path = root / f"package{i % 5}" / f"module{i}.py"
@@ -61,7 +61,7 @@ def test_pystdlib_splits_by_file_and_skips_copies_tests_and_generated_tables(std
     assert contents(tmp_path / "out") == contents(tmp_path / "again")
     (stdlib / "aaa_new.py").write_text("new = True\n")
     pystdlib.prepare(tmp_path / "more", stdlib)
-    for split in ("train", "val"):  # a new file moves no other
+    for split in ("train", "val"):  # a new file does not move the others
         assert set(documents_of(tmp_path / "out", split)) <= set(documents_of(tmp_path / "more", split))
 
 
@@ -77,7 +77,7 @@ def test_pystdlib_script_runs_from_any_folder(tmp_path):
 
 
 def test_shakespeare_download_error_has_url_and_path(tmp_path, monkeypatch):
-    monkeypatch.setattr(shakespeare_char, "URL", "http://localhost:9/input.txt")  # nobody listens on the discard port
+    monkeypatch.setattr(shakespeare_char, "URL", "http://localhost:9/input.txt")  # nothing listens on the discard port
     place = tmp_path / "input.txt"
     with pytest.raises(OSError, match=f"could not download http://localhost:9/input.txt .* put it at {place}"):
         shakespeare_char.prepare(tmp_path)
@@ -122,7 +122,7 @@ def test_a_file_is_cut_at_line_ends_without_loss_and_a_small_one_gives_a_tenth_f
     assert 0.05 < meta["val_bytes"] / len(book.encode()) < 0.2, meta
     documents = texts_of(tmp_path / "out")
     assert len(documents) > 4 and all(document.endswith("\n") for document in documents)
-    assert "".join(documents) == book  # in order, as they begin with their numbers
+    assert "".join(documents) == book  # sorted by number is the original order
 
 
 def test_text_reads_a_pipe_with_one_percent_for_validation(tmp_path, monkeypatch):
@@ -186,7 +186,7 @@ def test_copies_of_a_document_are_in_the_same_split(monkeypatch):
         assert sides.setdefault(document, side) == side, document
     assert [document for _, document in found] == [*texts, *reversed(texts)]
     assert "val" in {side for side, _ in found[:9]}
-    for val_fraction in (0.01, 0.99):  # both splits have some
+    for val_fraction in (0.01, 0.99):  # both splits get some
         assert {side for side, _ in text.split(["a", "a", "b"], val_fraction)} == {"train", "val"}
 
 
@@ -202,7 +202,7 @@ def test_text_never_reads_its_own_dataset_and_tokenizer_as_input(tmp_path, sourc
     first, second = (text.prepare([tmp_path / source], tmp_path / out, tokenizer) for _ in range(2))
     assert first == second and (tmp_path / out / "tokenizer.model").exists()
     assert (first["train_documents"], first["val_documents"]) == (7, 1)
-    assert "left out" not in capsys.readouterr().out or out == source  # there it is among the input's binary files
+    assert "left out" not in capsys.readouterr().out or out == source  # then it is one of the input's binary files
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -232,7 +232,7 @@ def test_text_script_prints_user_errors_in_one_line(tmp_path, monkeypatch, capsy
         (tmp_path / name).write_text("the only one" if name != "empty.txt" else "")
     empty, share = "it is empty: name a file or folder", "expected a share above 0 and below 1"
     processes = "expected a whole number, at least 1"
-    one = "one distinct document, and training and validation need one each: give more text, or another file"
+    one = "only one distinct document, but training and validation need one each: give more text, or another file"
     for words, message in (
         *((words, empty) for words in (["--out", ""], ["--out="], ["--input", ""])),
         *(([f"--workers={x}"], processes) for x in ("0", "-1", "two")),
@@ -241,7 +241,7 @@ def test_text_script_prints_user_errors_in_one_line(tmp_path, monkeypatch, capsy
         (["--input", "empty.txt"], "error: no documents: the input holds no text"),
         ([], f"error: {one}"),
         (["--field=x"], "error: --field is x, but no input holds JSON objects, one a line or in an array"),
-        (["--bos"], "error: --bos: tokenizer bytes begins no text with a bos"),
+        (["--bos"], "error: --bos: tokenizer bytes does not begin texts with a bos"),
     ):
         argv = ["prepare.py", "--out=out", "--workers=1", "--input", "a.txt", "b.txt", *words]
         monkeypatch.setattr(sys, "argv", argv)
@@ -270,7 +270,7 @@ def test_text_reads_standard_input_and_names_links_to_folders_that_it_leaves_out
     done = subprocess.run([*command, "-"], input=said, capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stderr
     assert f"links to folders left out: 2 ({tmp_path}/folder/loop, {tmp_path}/folder/notes)" in done.stdout, done.stdout
-    assert f"links that lead nowhere left out: 1 ({tmp_path}/folder/dangling)" in done.stdout
+    assert f"broken links left out: 1 ({tmp_path}/folder/dangling)" in done.stdout
     assert texts_of(tmp_path / "out") == ["one\n", "two\n"]
 
 
@@ -291,12 +291,12 @@ def test_messages_that_cannot_be_printed_end_no_preparation(tmp_path, monkeypatc
 
 
 def test_a_folder_that_cannot_be_written_is_said_with_what_to_do(tmp_path, stdlib):
-    (tmp_path / "file").touch()  # a read-only clone, also for root
+    (tmp_path / "file").touch()  # like a read-only clone, even for root
     for prepare, *more in ((pystdlib.prepare, stdlib), (shakespeare_char.prepare,), (prepare_once,)):
         with pytest.raises(OSError, match="file/data cannot be written .*: prepare the data in another folder, with"):
             prepare(tmp_path / "file/data", *more)
     (tmp_path / "config.json").write_text("{}")
-    with pytest.raises(ValueError, match="holds a model, whose tokenizer's files a dataset would replace"):
+    with pytest.raises(ValueError, match="holds a model, and a dataset would replace its tokenizer"):
         pystdlib.prepare(tmp_path, stdlib)
 
 

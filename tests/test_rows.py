@@ -1,4 +1,4 @@
-"""What data/text reads: text and JSON, compressed, from folders and pipes, with broken rows; what it refuses."""
+"""Input of data/text: text and JSON, compressed, from folders and pipes, with broken rows; and what it rejects."""
 
 import gzip
 import json
@@ -22,8 +22,8 @@ LINES = "".join(json.dumps(row) + "\n" for row in ROWS).encode()
 
 @pytest.fixture
 def read(tmp_path):
-    """read(files, named, **options) writes files, {name: content}, and returns the texts of a dataset made of the named
-    ones, or of their folder.
+    """read(files, named, **options) writes files, {name: content}, and returns the texts of the dataset prepared from
+    the named ones, or from their folder.
     """
 
     def read(files, named=(), **options):
@@ -45,7 +45,7 @@ FORMS = {
     "a.json": LINES,
     "array.json": json.dumps(ROWS, indent=1).encode(),
     "array.json.gz": gzip.compress(json.dumps(ROWS).encode()),
-    "a.txt": LINES,  # one object a line, whatever its name
+    "a.txt": LINES,  # one object per line, despite its name
     "marked.json": b"\xef\xbb\xbf" + LINES,  # with a byte order mark
     "spaced.json": b" \n" + LINES,
 }
@@ -126,12 +126,12 @@ BROKEN = {
 def test_a_broken_row_ends_the_preparation_or_is_counted(row, read, tmp_path, capsys):
     broken = row.encode("latin-1") + b"\n"
     files = {"a.jsonl": LINES + broken + LINES.replace(b"row", b"line") + broken}
-    with pytest.raises(ValueError, match=rf"a\.jsonl:41 {BROKEN[row]}.*\. --errors skip leaves such out"):
+    with pytest.raises(ValueError, match=rf"a\.jsonl:41 {BROKEN[row]}.*\. --errors skip leaves it out"):
         read(files)
     assert not contents(tmp_path / ".out")
     assert len(read(files, errors="skip")) == 80
     assert f"left out by --errors skip: 2, the first: {tmp_path}/a.jsonl:41 " in capsys.readouterr().out
-    with pytest.raises(ValueError, match=rf"b\.jsonl\.gz:1 {BROKEN[row]}"):  # known by its name
+    with pytest.raises(ValueError, match=rf"b\.jsonl\.gz:1 {BROKEN[row]}"):  # recognized by its name
         read({"b.jsonl.gz": gzip.compress(broken + LINES)}, ["b.jsonl.gz"])
 
 

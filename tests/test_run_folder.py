@@ -88,7 +88,7 @@ def test_where_the_file_system_knows_no_locks_it_says_so_and_goes_on(train, tmp_
         assert len(step_losses(tmp_path / "out")) == 8
     else:
         toy_dataset(tmp_path / "data", ["abc"], ["abc"])
-    assert ".lock cannot be locked there (Function not implemented)" in capsys.readouterr().err
+    assert ".lock cannot be locked (Function not implemented)" in capsys.readouterr().err
 
 
 def test_checkpoints_are_ordered_by_number(tmp_path):

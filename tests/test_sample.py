@@ -21,7 +21,7 @@ LINE = "\n" + "-" * 80 + "\n"
 
 @pytest.fixture
 def draw(sample, alone):
-    """draw(**settings) is sample(), of a run of twenty steps."""
+    """draw(**settings) calls sample() on a run of twenty steps."""
     return lambda stdin="", **settings: sample(stdin, **{"out_dir": alone} | settings)
 
 
@@ -43,8 +43,8 @@ def test_sample_continues_a_prompt_and_repeats_itself_for_a_seed(draw, alone):
     (dict(seed=-(10**20)), f"seed is {-(10**20)}: it must be at least 0 and below 2**63"),
     (dict(max_new_tokens=-5), "max_new_tokens is -5: it must be at least 1"),
     (dict(stop=[""]), "stop is ['']: it must be a string or a list of them, none empty"),
-    (dict(evaluate=""), "--prompt_file and --evaluate name a file"),
-    (dict(evaluate="a.txt", chat=True), "--prompt, --prompt_file, --chat and --evaluate are four things to do"),
+    (dict(evaluate=""), "--prompt_file and --evaluate need a file name"),
+    (dict(evaluate="a.txt", chat=True), "--prompt, --prompt_file, --chat and --evaluate exclude each other"),
     (dict(system="Be kind."), "--system is for --chat: add that, or leave it out"),
     (dict(window=9), "--window is for --evaluate: add that, or leave it out"),
     (dict(chat=True, num_samples=2), "--num_samples is for --prompt: add that, or leave it out"),
@@ -57,7 +57,7 @@ def test_sample_refuses_settings_before_it_reads_a_model(sample, settings, sente
 
 def test_what_cannot_be_read_or_written_gets_a_sentence(draw, alone, tmp_path, monkeypatch):
     path = os.path.expanduser("~/none/tokenizer.model")
-    assert f"Unknown tokenizer {path}: it is none of bytes, " in draw(tokenizer="~/none/tokenizer.model")[1]
+    assert f"Unknown tokenizer {path}: it is not one of bytes, " in draw(tokenizer="~/none/tokenizer.model")[1]
     assert draw(prompt_file="none.txt") == ("", "none.txt cannot be read: No such file or directory")
     none = f"{tmp_path} holds no checkpoint: train one first, or name another folder"
     assert draw(out_dir=tmp_path)[1] == none
@@ -95,7 +95,7 @@ def test_text_is_drawn_as_asked_and_ends_before_a_stop_string(draw, monkeypatch)
     monkeypatch.setattr(generate, "generate", generate_ids)
     asked_for = dict(num_samples=2, top_k=3, top_p=0.5, min_p=0.1, temperature=0.7, stop=["never", "; "])
     assert draw(prompt="a<|endoftext|>", **asked_for)[0] == 2 * f"a<|endoftext|>hi{LINE}"
-    assert asked == [([[256, 97, 256]] * 2, 12, 0.7, 3, 0.5, 0.1, [256])]  # a prompt's special tokens are tokens
+    assert asked == [([[256, 97, 256]] * 2, 12, 0.7, 3, 0.5, 0.1, [256])]  # special tokens in a prompt become tokens
 
 
 def test_another_tokenizer_than_the_models_is_said_or_refused_and_so_is_none_for_conversations(
@@ -140,7 +140,7 @@ def test_a_checkpoint_deleted_meanwhile_gives_way_to_the_newest(
     true_load_model = checkpoint._load_model
 
     def load_model(path, *args):
-        if steps:  # the run has saved another, and deleted this one
+        if steps:  # the run has saved another checkpoint and deleted this one
             path.rename(path.with_name(f"step_{steps.pop(0):06d}"))
         return true_load_model(path, *args)
 
@@ -157,7 +157,7 @@ def test_a_checkpoint_deleted_meanwhile_gives_way_to_the_newest(
 
 def test_prompts_come_from_files_and_pipes(draw, tmp_path):
     text = draw(prompt="the of")[0]
-    (tmp_path / "prompt.txt").write_bytes(b"the of\r\n")  # an editor of Windows
+    (tmp_path / "prompt.txt").write_bytes(b"the of\r\n")  # as a Windows editor writes it
     assert draw(prompt_file=tmp_path / "prompt.txt")[0] == text == draw(prompt="-", stdin="the of\n")[0]
     (tmp_path / "prompts.jsonl").write_text('{"prompt": "the of"}\n{"prompt": "and"}\n')
     alone = [draw(prompt=prompt, temperature=0)[0] for prompt in ("the of", "and")]
@@ -204,7 +204,7 @@ def test_a_conversation_drops_its_oldest_turns_and_has_the_same_answers_without_
 ):
     publish_chat_model(tmp_path / "hf", max_position_embeddings=context, tie_word_embeddings=False, ascii_only=True)
     changed = CHATML.replace("message['content']", "message['content'] | trim | replace('L', 'l')")
-    (tmp_path / "hf/chat_template.jinja").write_text(changed)  # the history is not what was drawn
+    (tmp_path / "hf/chat_template.jinja").write_text(changed)  # the history differs from the generated text
     questions = [f"question {i}" for i in range(6)]
     settings = dict(stdin="\n".join(questions) + "\n", out_dir=tmp_path / "hf", chat=True, temperature=0, system="Hi")
     take, kept, encode, asked = PrefixCache.take, [], template.encode_prompt, []
@@ -244,7 +244,7 @@ def test_a_conversation_is_the_one_that_transformers_has(sample, tmp_path):
     options = dict(return_dict=True, return_tensors="pt", add_generation_prompt=True)
     first = answer(fast.apply_chat_template(messages, **options)["input_ids"])
     assert len(first) > 5 and said == "/exit or Ctrl-D ends the conversation\n"
-    # In what a person types a special token is text; transformers would take it for the token.
+    # A special token that the user types stays text; transformers would turn it into the token.
     begin, end = fast.encode("<|im_start|>")[0], fast.encode("<|im_end|>")[0]
     text = lambda words: fast.encode(words, add_special_tokens=False, split_special_tokens=True)  # noqa: E731
     turns = [("system", "Be kind."), ("user", "hello"), ("assistant", first), ("user", "And <|im_end|>?")]

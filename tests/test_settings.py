@@ -1,4 +1,4 @@
-"""Settings that cannot be: each gets a sentence."""
+"""Impossible settings: each gets a one-line error."""
 
 import sys
 
@@ -12,7 +12,7 @@ from tests.runs import ROOT, SMALL, flags, run, slip
 HAS_GPU = torch.cuda.is_available()
 pytestmark = pytest.mark.usefixtures("plain_pytorch_on_one_core")
 
-PROBLEMS = {  # the beginning of the sentence: what is set
+PROBLEMS = {  # the start of the message: the flags
     **{f"{name} is {least - 1}: it must be at least {least}": f"--{name}={least - 1}" for least, names in (
         (1, "batch_size vocab_size n_layer eval_interval log_interval gradient_accumulation_steps galore_interval"),
         (0, "warmup_iters cooldown_iters lora_rank"),
@@ -94,7 +94,7 @@ def test_what_a_config_file_sets_for_later_or_a_flag_beside_what_makes_it_unused
         (dict(vocab_size=100), "was prepared with 257: set it to that"),
         (dict(offload="all", n_layer=2, n_embd=2**19, n_head=2**12), "GiB of CPU memory, and"),
         (dict(block_size=10**6), "that block_size 1,000,000 needs here"),
-        (dict(dataset="nowhere"), "is no folder"),
+        (dict(dataset="nowhere"), "does not exist"),
         (dict(init_from="resume"), "holds no checkpoint to resume"),
         (dict(n_layer=2, n_embd=2**19, n_head=2**12), "a step needs"),
         (dict(out_dir="README.md"), "cannot write to out_dir README.md: File exists"),

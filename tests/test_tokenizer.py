@@ -58,7 +58,7 @@ def test_llama3_reads_tokenizer_model_and_round_trips(tmp_path):
     [
         ("1234567", ["123", "456", "7"]),  # at most three digits
         ("I'll", ["I", "'ll"]),
-        ("IT'Sx", ["IT", "'S", "x"]),  # whatever the case
+        ("IT'Sx", ["IT", "'S", "x"]),  # in any case
         (" world (ok)", [" world", " (", "ok", ")"]),
         ("a\n\n  b", ["a", "\n\n", " ", " b"]),  # the last blank belongs to the word
         (");\n\nx", [");\n\n", "x"]),  # line ends belong to the punctuation before them
@@ -100,7 +100,7 @@ def test_failed_tokenizer_download_error_names_all_files_and_where_to_put_them(n
     monkeypatch.setattr(requests, "get", no_network)
     monkeypatch.setattr(tiktoken.registry, "ENCODINGS", {})
     missing = " and ".join(OPENAI + path for path in DOWNLOADS[name])
-    with pytest.raises(FileNotFoundError, match=f"{missing} on .* put that here into {tmp_path} .*TIKTOKEN_CACHE_DIR"):
+    with pytest.raises(FileNotFoundError, match=f"{missing} on .* download to {tmp_path} .*TIKTOKEN_CACHE_DIR"):
         get_tokenizer(name)
 
 

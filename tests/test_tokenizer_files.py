@@ -30,7 +30,7 @@ TEMPLATE = "{% for message in messages %}<|im_start|>{{ message['content'] }}<|i
 
 
 def write_hf_folder(folder, bos=None, **config):
-    """A small byte-level BPE, as transformers publishes it; bos: the token that its post-processor puts first."""
+    """A small byte-level BPE, as transformers saves it; bos: the token that its post-processor puts first."""
     tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE())
     tokenizer.normalizer = tokenizers.normalizers.NFC()
     tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -41,7 +41,7 @@ def write_hf_folder(folder, bos=None, **config):
     if bos:
         first = dict(single=f"{bos} $A", special_tokens=[(bos, tokenizer.token_to_id(bos))])
         tokenizer.post_processor = tokenizers.processors.TemplateProcessing(**first)
-    tokenizer.add_tokens(["\u0120the"])  # of the vocabulary, and no special one
+    tokenizer.add_tokens(["\u0120the"])  # in the vocabulary, but not special
     tokenizer.enable_truncation(8)  # as some published files say, for other uses
     tokenizer.enable_padding(length=8)
     folder.mkdir()
@@ -106,7 +106,7 @@ def test_generation_config_says_where_a_model_stops_and_a_file_holds_the_templat
 
 
 def test_text_stream_keeps_the_blank_before_a_first_word(tmp_path):
-    """As Llama 2's tokenizer, whose decoder drops the blank before the first word of a text."""
+    """Like Llama 2's tokenizer, whose decoder drops the blank before the first word of a text."""
     backend = tokenizers.Tokenizer(tokenizers.models.BPE(byte_fallback=True))
     backend.pre_tokenizer, backend.decoder = tokenizers.pre_tokenizers.Metaspace(), tokenizers.decoders.Metaspace()
     backend.train_from_iterator([prose(0, 500)], tokenizers.trainers.BpeTrainer(vocab_size=90, special_tokens=["</s>"]))
@@ -134,13 +134,13 @@ def test_text_stream_gives_whole_characters_and_all_of_them(tmp_path):
 
 
 def hf_ids(folder, text):
-    """What transformers' AutoTokenizer makes of a text that spells no special token on purpose."""
+    """The ids from transformers' AutoTokenizer, with special tokens spelled out in the text kept as text."""
     theirs = transformers.AutoTokenizer.from_pretrained(folder)
     assert theirs.decode(theirs(text, add_special_tokens=False, split_special_tokens=True).input_ids) == text
     return theirs(text, split_special_tokens=True).input_ids
 
 
-PATTERNS = {  # tiktoken's, with possessive quantifiers and $, which mean other things to Hugging Face
+PATTERNS = {  # tiktoken's, with possessive quantifiers and $, which Hugging Face reads differently
     "gpt2": r"'(?:[sdmt]|ll|ve|re)| ?\p{L}++| ?\p{N}++| ?[^\s\p{L}\p{N}]++|\s++$|\s+(?!\S)|\s",
     "cl100k_base": r"'(?i:[sdmt]|ll|ve|re)|[^\r\n\p{L}\p{N}]?+\p{L}++|\p{N}{1,3}+| ?[^\s\p{L}\p{N}]++[\r\n]*+|"
     r"\s++$|\s*[\r\n]|\s+(?!\S)|\s",
@@ -188,7 +188,7 @@ def test_a_dataset_keeps_its_tokenizer_and_says_when_a_file_of_it_is_damaged(tmp
     file = data / "tokenizer_config.json"
     file.write_text("{}")
     for said in ("damaged, or another tokenizer's", "missing"):
-        with pytest.raises(ValueError, match=f"tokenizer_config.json is {said}: put back"):
+        with pytest.raises(ValueError, match=f"tokenizer_config.json is {said}: restore"):
             tokenizer_of(data)
         file.unlink(missing_ok=True)
 
@@ -211,7 +211,7 @@ def test_metas_file_is_found_where_it_is_published_and_a_dataset_keeps_it(tmp_pa
 
 @pytest.mark.usefixtures("plain_pytorch_on_one_core")
 def test_a_checkpoint_of_metas_tokenizer_has_tokenizer_json_alone(train, tmp_path):
-    """llama.cpp's converter takes a tokenizer.model beside config.json for one of SentencePiece, and fails."""
+    """llama.cpp's converter reads a tokenizer.model beside config.json as SentencePiece's, and fails."""
     model = write_llama3_model(tmp_path / "tokenizer.model", ["he"])
     write_dataset(tmp_path / "data", [("train", prose(0, 200)), ("val", prose(1, 200))], get_tokenizer(model))
     train(dataset=tmp_path / "data", max_iters=1)
@@ -223,7 +223,7 @@ def test_a_checkpoint_of_metas_tokenizer_has_tokenizer_json_alone(train, tmp_pat
 
 
 def test_a_run_takes_the_tokenizer_along(train, sample, convert_to_hf, tmp_path, plain_pytorch_on_one_core):
-    """mask_documents goes by its bos; sample.py and transformers find it in the checkpoint; so does convert.py."""
+    """mask_documents uses its bos; sample.py, transformers and convert.py find it in the checkpoint."""
     write_hf_folder(tmp_path / "hf", bos="<s>")
     documents = [("val" if i % 7 == 0 else "train", prose(i, 20 + i)) for i in range(100)]
     write_dataset(tmp_path / "data", documents, get_tokenizer(tmp_path / "hf"))
@@ -248,7 +248,7 @@ def test_a_run_of_our_own_tokenizer_is_read_by_transformers(alone):
     for text in (*TEXTS, AWKWARD):
         assert hf_ids(alone / "step_000020", text) == list(text.encode())
     ours = tokenizer_of(alone / "step_000020")
-    assert (ours.name, ours.bos) == ("bytes", 256)  # its documents begin behind the end of another
+    assert (ours.name, ours.bos) == ("bytes", 256)  # its documents start after the end of another
 
 
 def test_bytes_are_tokens_to_llama_cpp_s_converter_and_a_blank_is_that_of_sentencepiece(alone):
@@ -305,7 +305,7 @@ def test_downloaded_files_are_taken_under_their_own_names_and_damaged_ones_named
 
 
 def all_blocks():
-    """Strings of every Unicode block that has letters, and of awkward mixtures."""
+    """Strings from every Unicode block that has letters, and awkward mixtures."""
     rng = random.Random(0)
     for first in range(0, 0x110000, 128):
         chars = [chr(i) for i in range(first, first + 128) if not 0xD800 <= i < 0xE000]

@@ -1,4 +1,4 @@
-"""Token files: what is written is what is read; damage is reported; writers do not disturb each other."""
+"""Token files: they read back as written; damage is reported; writers do not disturb each other."""
 
 import gzip
 import hashlib
@@ -85,7 +85,7 @@ def test_training_blocks_leave_room_for_the_shift_and_documents_begin_with_their
 
 
 def test_shifted_blocks_cover_all_shards_equally(tmp_path):
-    """Ten shards of 24 bytes, each of its own letter: at any shift as many blocks of 5 from each."""
+    """Ten shards of 24 bytes, each of its own letter: at any shift, each gives the same number of blocks of 5."""
     counts = {}
     for i in range(10):
         with write_lock(tmp_path):
@@ -100,7 +100,7 @@ def test_shifted_blocks_cover_all_shards_equally(tmp_path):
 
 
 def test_an_interrupted_shard_has_no_record_that_says_it_is_another(tmp_path, monkeypatch):
-    """Of the same length: only the record could tell."""
+    """The shards have the same length: only the record tells them apart."""
     write.write_shard(tmp_path, 0, [("train", "ab"), ("val", "ab")], get_tokenizer("bytes"), source={"file": 1})
     monkeypatch.setattr(write, "write_json", mock.Mock(side_effect=KeyboardInterrupt))
     with pytest.raises(KeyboardInterrupt):
@@ -120,13 +120,13 @@ def test_a_dataset_is_found_by_its_name_under_data_and_by_any_path(tmp_path, mon
 
 
 def test_missing_or_incomplete_dataset_error_has_the_prepare_command(tmp_path):
-    with pytest.raises(FileNotFoundError, match="is no folder: run python data/text/prepare.py --input .* --out"):
+    with pytest.raises(FileNotFoundError, match="does not exist: run python data/text/prepare.py --input .* --out"):
         Tokens(tmp_path / "mine", "train")
     with pytest.raises(
-        FileNotFoundError, match="tokens.py is a file, and a dataset is a folder that data/text/prepare"
+        FileNotFoundError, match="tokens.py is a file, but a dataset is a folder: make it with data/text/prepare"
     ):
         Tokens(Path(write.__file__).parent / "tokens.py", "train")
-    with pytest.raises(FileNotFoundError, match=r"is no folder\. Did you mean fineweb_edu\? Else run python "):
+    with pytest.raises(FileNotFoundError, match=r"does not exist\. Did you mean fineweb_edu\? Else run python "):
         Tokens(Path(write.__file__).parent / "fineweb", "train")
     (tmp_path / "prepare.py").touch()
     with pytest.raises(FileNotFoundError, match=f"not a finished dataset: run python {tmp_path}/prepare.py"):
@@ -212,7 +212,7 @@ def test_progress_with_unknown_total_shows_no_share_and_no_eta(total, line, monk
 
 
 def start_writer(tmp_path):
-    """A prepare.py in the midst of its work, and the processes it has started: two workers and multiprocessing's."""
+    """A running prepare.py, and the processes it has started: two workers and multiprocessing's tracker."""
     (tmp_path / "long.txt").write_text("a line of text\n" * 5_000_000)
     words = ["--input", tmp_path / "long.txt", "--out", tmp_path / "out", "--workers=2"]
     command = [sys.executable, ROOT / "data/text/prepare.py", *words]
@@ -250,7 +250,7 @@ def test_a_writer_that_is_told_to_end_or_loses_a_worker_says_so_and_leaves_nothi
 
 
 def die_in_the_midst_of_a_result(text, tokenizer):
-    """Instead of encoding: the next message that this process sends ends 4 bytes before the end that it announces."""
+    """Instead of encoding: die after sending a message 4 bytes shorter than its header announces."""
 
     def send(pipe, content):
         os.write(pipe.fileno(), struct.pack("!i", 8) + bytes(4))

@@ -3,12 +3,12 @@
     python data/chat/prepare.py --input chats.jsonl --tokenizer Llama-3.2-1B
     python data/chat/prepare.py --input chats.jsonl --tokenizer SmolLM2-135M --template mine.jinja --out data/mine
 
-A line of the input is one conversation, {"messages": [{"role": "user", "content": "..."}, {"role": "assistant", ...}]},
+A line of the input is a conversation, {"messages": [{"role": "user", "content": "..."}, {"role": "assistant", ...}]},
 or {"prompt": "...", "completion": "..."}. Answers with "weight": 0 are not learned. Tools, a list beside the messages,
-and tool_calls of answers are for templates that write them.
-Makes train.bin, train.mask, val.bin, val.mask and meta.json in --out (this folder by default). The text is that of the
-tokenizer's own chat template, else of Llama 3's; sample.py --chat and transformers find it in the checkpoints. Copies
-of a conversation are all on the same side of the split.
+and tool_calls of answers need a template that supports them.
+Makes train.bin, train.mask, val.bin, val.mask and meta.json in --out (this folder by default). The tokenizer's
+own chat template renders the text, or Llama 3's; sample.py --chat and transformers find it in the checkpoints. All
+copies of a conversation go to the same split.
 """
 
 import shlex
@@ -39,7 +39,7 @@ HERE = Path(__file__).resolve().parent
 
 
 def read_conversations(files: list[Path], bad: Bad) -> Iterator[tuple[str, Any]]:
-    """The rows of these files, each behind its place."""
+    """Yield (location, row) of each row in these files."""
     for path in files:
         try:
             with open_input(path) as file:
@@ -59,7 +59,7 @@ def render_rows(rows: Iterable[tuple[str, Any]], tokenizer: Tokenizer, bad: Call
 
 
 def messages_of(row) -> list[dict]:
-    """The messages of a row. ValueError if it holds none, or what is no message."""
+    """The messages of a row. ValueError if there are none, or one is malformed."""
     if isinstance(row, dict) and "messages" in row:
         messages = row["messages"]
     elif isinstance(row, dict) and {"prompt", "completion"} <= row.keys():
@@ -71,13 +71,13 @@ def messages_of(row) -> list[dict]:
     if not isinstance(row.get("tools") or [], list):
         raise ValueError("tools is not a list")
     if not isinstance(messages, list) or not messages:
-        raise ValueError("messages is not a list of messages, or an empty one")
+        raise ValueError("messages is not a list of messages, or is empty")
     return [checked(message, i) for i, message in enumerate(messages, start=1)]
 
 
 def checked(message, i: int) -> dict:
     if not isinstance(message, dict) or not isinstance(message.get("role"), str):
-        raise ValueError(f"message {i} is no object with a role, as in {{'role': 'user', 'content': 'hello'}}")
+        raise ValueError(f"message {i} is not an object with a role, as in {{'role': 'user', 'content': 'hello'}}")
     if message.get("weight") not in (None, 0, 1):
         raise ValueError(f"message {i} has weight {message['weight']!r:.40}, expected 0 or 1")
     if message.get("tool_calls") and message.get("content") is None:
@@ -88,14 +88,14 @@ def checked(message, i: int) -> dict:
 
 
 def end_of_turn(tokenizer: Tokenizer) -> int:
-    """The id that ends an answer. ValueError if it is no special token: the model could not be told to stop there."""
+    """The id that ends an answer. ValueError if it is not a special token: generation could not stop there."""
     example = [{"role": "user", "content": "Hello."}, {"role": "assistant", "content": "Hello."}]
     ids, is_target = encode_answers(tokenizer, render_answers(tokenizer, example))
     end = next((token for token, target in zip(ids[::-1], is_target[::-1], strict=True) if target), None)
     if end is None:
         raise ValueError("the chat template does not write the answers")
     if tokenizer.decode([end]) not in tokenizer.special_tokens:
-        raise ValueError("the chat template ends an answer with no special token: after it nothing could tell the end")
+        raise ValueError("the chat template does not end answers with a special token: generation could not stop there")
     return end
 
 
@@ -138,7 +138,7 @@ def main():
     parser = make_parser(__doc__, HERE)
     said = ".jsonl, .json, compressed or not"
     parser.add_argument("--input", dest="inputs", type=input_argument, nargs="+", required=True, help=said)
-    add_text_options(parser, tokenizer="llama3", val_fraction="0.05", bos=False)  # a chat template writes it
+    add_text_options(parser, tokenizer="llama3", val_fraction="0.05", bos=False)  # the chat template writes the bos
     parser.add_argument("--template", type=path_argument, help="a Jinja file (default: the tokenizer's, or Llama 3's)")
     args = parser.parse_args()
     prepare(**vars(args))
@@ -147,7 +147,7 @@ def main():
     weights = named if of_model else "FOLDER"
     script, config = (display_path(HERE.parents[1] / path) for path in ("train.py", "config/sft.py"))
     train = ["python", script, config, f"--init_from={weights}", f"--dataset={args.folder.absolute()}"]
-    say(f"next: {shlex.join(train)}" + ", with the FOLDER of the weights" * (weights == "FOLDER"))
+    say(f"next: {shlex.join(train)}" + ", where FOLDER holds the weights" * (weights == "FOLDER"))
 
 
 if __name__ == "__main__":

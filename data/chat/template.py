@@ -1,4 +1,4 @@
-"""A conversation as the text, and the tokens, that a chat model reads.
+"""Turn a conversation into the text and the tokens that a chat model reads.
 
     messages = [{"role": "user", "content": "What is a cria?"}]
     ids = encode_prompt(tokenizer, messages)  # what sample.py continues
@@ -7,8 +7,8 @@
     ids, is_target = encode_answers(tokenizer, text)  # what train.py learns
 
 A chat template is a Jinja program that the makers of a model publish with its tokenizer. It writes every special token
-itself, the first one too. It comes with downloaded files, so it runs in Jinja's sandbox. What a template may use is
-what transformers gives it: https://huggingface.co/docs/transformers/chat_templating_writing
+itself, bos included. It comes with downloaded files, so it runs in Jinja's sandbox. A template may use what
+transformers provides: https://huggingface.co/docs/transformers/chat_templating_writing
 """
 
 import functools
@@ -19,7 +19,7 @@ from datetime import datetime
 from data.tokens import IS_TARGET, OPENS
 from data.vocabulary import Tokenizer, beginnings
 
-# Llama 3's own format, as its model card writes it down: without the date and the tools of 3.1's and 3.2's templates.
+# Llama 3's own format, as its model card gives it: without the date and the tools of 3.1's and 3.2's templates.
 LLAMA3_TEMPLATE = """\
 {{- bos_token }}
 {%- for message in messages %}
@@ -30,9 +30,9 @@ LLAMA3_TEMPLATE = """\
     {{- '<|start_header_id|>assistant<|end_header_id|>\\n\\n' }}
 {%- endif %}"""
 
-# Marks in a rendered text, of Unicode's noncharacters: no text may contain them.
-BREAK = "\ufdd0"  # within a special token that a message spells out: it stays text
-ANSWER, ANSWER_END = "\ufdd1", "\ufdd2"  # around what is learned
+# Marks in a rendered text: Unicode noncharacters, which no text may contain.
+BREAK = "\ufdd0"  # inside a special token that a message spells out, so that it stays text
+ANSWER, ANSWER_END = "\ufdd1", "\ufdd2"  # around the text to learn
 
 
 def template_of(tokenizer: Tokenizer) -> str:
@@ -48,18 +48,18 @@ def template_of(tokenizer: Tokenizer) -> str:
 def render(messages: list[dict], template: str, bos: str, eos: str, add_generation_prompt=False, tools=None) -> str:
     """The text of messages, each with a role and a content.
 
-    template: Jinja source. bos, eos: the special tokens as the tokenizer spells them, "" where it has none.
-    add_generation_prompt: the text ends where the assistant's answer begins. tools: a list of what the assistant may
-    call, as JSON schemas. ValueError if the template is broken or refuses the messages.
+    template: Jinja source. bos, eos: the special tokens as the tokenizer spells them, "" if it has none.
+    add_generation_prompt: the text ends where the assistant's answer begins. tools: JSON schemas of what the
+    assistant may call. ValueError if the template is broken or refuses the messages.
     """
     variables = {"messages": messages, "bos_token": bos, "eos_token": eos}
-    # transformers defines tools and documents always: templates compare them with none.
+    # transformers always defines tools and documents: templates compare them with none.
     variables |= {"add_generation_prompt": add_generation_prompt, "tools": tools or None, "documents": None}
     try:
         return compile_template(template).render(variables)
     except ImportError as error:
         raise ImportError(f"a chat template needs Jinja ({error}): pip install jinja2") from error
-    except Exception as error:  # a program that we did not write: whatever it raises
+    except Exception as error:  # a third-party program may raise anything
         said = str(error) or type(error).__name__
         raise ValueError(f"the chat template cannot write this conversation: {said}") from error
 
@@ -74,14 +74,14 @@ def compile_template(template: str):
         raise TemplateError(message)
 
     environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols])
-    environment.filters["tojson"] = functools.partial(json.dumps, ensure_ascii=False)  # Jinja's own escapes for HTML
+    environment.filters["tojson"] = functools.partial(json.dumps, ensure_ascii=False)  # Jinja's own escapes HTML
     environment.globals["raise_exception"] = raise_exception
     environment.globals["strftime_now"] = lambda format: datetime.now().strftime(format)
-    # {% generation %} ... {% endgeneration %} marks answers for transformers. Here what it encloses is plain.
+    # {% generation %} ... {% endgeneration %} marks answers for transformers. Here it has no effect.
     try:
         return environment.from_string(re.sub(r"({%[-+]?\s*(?:end)?)generation\b", r"\1with", template))
     except TemplateSyntaxError as error:
-        raise ValueError(f"its line {error.lineno} is no Jinja ({error.message})") from None
+        raise ValueError(f"its line {error.lineno} is not valid Jinja ({error.message})") from None
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -96,8 +96,8 @@ def encode_prompt(tokenizer: Tokenizer, messages: list[dict]) -> list[int]:
 def render_answers(tokenizer: Tokenizer, messages: list[dict], tools: list[dict] | None = None) -> str:
     """The text of a conversation, for encode_answers: with marks around the assistant's answers and their ends of turn.
 
-    An answer is what the text of the messages up to it has beyond the prompt for it. ValueError if there is none, or if
-    the template writes a message in another way when others follow (as those that drop earlier thoughts).
+    An answer is what its message adds to the text of the prompt before it. ValueError if there is none, or if the
+    template writes a message differently when others follow (as templates that drop earlier thoughts do).
     """
     rendered = functools.partial(render_marked, tokenizer, tools=tools)
     text, done, marked = rendered(messages), 0, []
@@ -107,13 +107,13 @@ def render_answers(tokenizer: Tokenizer, messages: list[dict], tools: list[dict]
         if message["role"] != "assistant" or message.get("weight") == 0:
             continue
         prompt = rendered(messages[:i], add_generation_prompt=True)
-        upto = rendered(messages[: i + 1]).rstrip()  # a line's end follows the end of turn
+        upto = rendered(messages[: i + 1]).rstrip()  # a newline may follow the end of turn
         if not (upto.startswith(prompt) and text.startswith(upto) and len(prompt) >= done):
             if i == 0:
                 raise ValueError("the conversation begins with an answer: put a user or a system message before it")
             raise ValueError(
-                f"the chat template writes message {i + 1} in another way when it is to be answered, or when others "
-                "follow: give the answers one by one, each at the end of a conversation of its own"
+                f"the chat template writes message {i + 1} differently when it is to be answered, or when others "
+                "follow: put each answer at the end of a conversation of its own"
             )
         alone = {"role": "assistant", "content": message["content"]}
         fault = "" if message["content"].strip() else "is an empty answer, as the chat template writes it"
@@ -132,26 +132,26 @@ def render_answers(tokenizer: Tokenizer, messages: list[dict], tools: list[dict]
 def encode_answers(tokenizer: Tokenizer, text: str) -> tuple[list[int], list[bool]]:
     """The ids of render_answers' text, and which of them are targets.
 
-    A prompt gets the ids that it has alone: those the model is given when it is to answer.
+    A prompt gets the same ids as when it is encoded alone, as sample.py does.
     """
     ids, is_target, done = [], [], ""
     for i, part in enumerate(re.split(f"[{ANSWER}{ANSWER_END}]", text)):
         done += part
-        whole = encode(tokenizer, done)  # of all up to here: a tokenizer may look at what is before
+        whole = encode(tokenizer, done)  # of all text so far: ids may depend on the text before them
         ids += whole[len(ids) :] if whole[: len(ids)] == ids else encode(tokenizer, part)
         is_target += [i % 2 == 1] * (len(ids) - len(is_target))
     return ids, is_target
 
 
 def render_marked(tokenizer: Tokenizer, messages: list[dict], add_generation_prompt=False, tools=None) -> str:
-    """The text of messages in the tokenizer's template, with marks in special tokens that they spell out."""
+    """Render messages in the tokenizer's template, with BREAK inside special tokens that they spell out."""
     bos, eos = tokenizer.bos_token, tokenizer.eos_token
     messages, tools = broken(messages, tokenizer), broken(tools, tokenizer)
     return render(messages, template_of(tokenizer), bos, eos, add_generation_prompt, tools)
 
 
 def broken(value, tokenizer: Tokenizer):
-    """A message, or what it holds, with marks in the special tokens that it spells out."""
+    """A message, or a value in it, with BREAK inside the special tokens that it spells out."""
     if isinstance(value, dict):
         return {name: broken(each, tokenizer) for name, each in value.items()}
     if isinstance(value, list):
@@ -160,7 +160,7 @@ def broken(value, tokenizer: Tokenizer):
         return value
     value = value.encode("utf-8", "replace").decode()  # JSON can hold a lone surrogate: it becomes a question mark
     if re.search(f"[{BREAK}{ANSWER}{ANSWER_END}]", value):
-        raise ValueError("it contains U+FDD0, U+FDD1 or U+FDD2, which are no characters")
+        raise ValueError("it contains U+FDD0, U+FDD1 or U+FDD2, which are not characters")
     return beginnings(frozenset(tokenizer.special_tokens)).sub(lambda found: found[0] + BREAK, value)
 
 

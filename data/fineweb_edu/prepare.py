@@ -1,4 +1,4 @@
-"""FineWeb-Edu, educational web pages: the text to pretrain a real model on; or any folder of parquet files.
+"""FineWeb-Edu, educational web pages to pretrain a real model on; or any folder of parquet files.
 
     pip install pyarrow huggingface_hub
     python data/fineweb_edu/prepare.py                         # sample-10BT from the hub, gpt2 tokens
@@ -7,11 +7,10 @@
     python data/fineweb_edu/prepare.py --input my_parquets/    # no network; a file or a folder
 
 Makes one train_*.bin and one val_*.bin for each parquet file. sample-10BT is 14 files of 2 GB and 10 billion gpt2
-tokens: 20 GB as uint16; vocabularies above 65,536 take uint32, 4 bytes per token. The script can be stopped at any
+tokens: 20 GB as uint16; vocabularies above 65,536 take uint32, 4 bytes per token. You can stop the script at any
 time: the same command continues with the first unfinished file.
 
-Which documents are for validation follows from a hash of their text: copies of a page, of which the web is full, are
-all on the same side.
+A hash of a document's text decides its split, so all copies of a page, of which the web is full, go to the same one.
 """
 
 import sys
@@ -44,12 +43,12 @@ REPO = "HuggingFaceFW/fineweb-edu"
 
 
 def ask_hub(function: str, *arguments):
-    """What a function of huggingface_hub returns for REPO."""
+    """Call a function of huggingface_hub on REPO."""
     import huggingface_hub
 
     try:
         return getattr(huggingface_hub, function)(REPO, *arguments, repo_type="dataset")
-    except Exception as error:  # whatever its HTTP client of the day raises
+    except Exception as error:  # the type depends on its HTTP client
         raise OSError(
             f"https://huggingface.co/datasets/{REPO} could not be read ({error}). "
             "Without a network: fetch its parquet files elsewhere and name their folder with --input"
@@ -148,7 +147,7 @@ def main():
     parser.add_argument("--input", type=path_argument, help="a .parquet file or a folder of them (default: the hub's)")
     add_text_options(parser, tokenizer="gpt2", val_fraction="0.001")
     parser.add_argument("--sample", help="which hub sample: 10BT, 100BT or 350BT (default: 10BT)")
-    parser.add_argument("--max_files", type=count_argument, help="only so many of the parquet files")
+    parser.add_argument("--max_files", type=count_argument, help="read only this many parquet files")
     parser.add_argument("--field", help="the column that has the text (default: text)")
     prepare(**vars(parser.parse_args()))
 

@@ -5,9 +5,9 @@
 Makes train.bin (about 9 MB of source, 18 MB of uint16 tokens) and val.bin (0.5 MB, 1 MB) in this folder, in about two
 seconds. train.py runs it by itself when a config asks for pystdlib and the files are missing.
 
-Each file is a document. Left out are the tests, which Debian's and slim Pythons do not have, and two packages of
-generated tables: what remains is 9 to 10 MB in each of Python 3.11, 3.12 and 3.13, and about equally hard to compress,
-so a loss means the same everywhere. (The tests would add 19 MB of much more repetitive text.)
+Each file is a document. It skips the tests, which Debian's and slim Pythons lack, and two packages of generated
+tables: the rest is 9 to 10 MB in each of Python 3.11, 3.12 and 3.13, and about equally hard to compress, so losses are
+comparable everywhere. (The tests would add 19 MB of much more repetitive text.)
 """
 
 import contextlib
@@ -31,7 +31,7 @@ VAL_FRACTION = 0.07  # of the files; in bytes 5-7%, half a megabyte
 
 
 def read_sources(stdlib: Path) -> dict[str, str]:
-    """Return {source: relative path}, sorted by path; of copies the first, for one could train and one validate."""
+    """Return {source: relative path}, sorted by path; only the first of copies, which could land in both splits."""
     names = {}
     for path in sorted(stdlib.rglob("*.py")):
         name = path.relative_to(stdlib)
@@ -46,7 +46,7 @@ def prepare(folder: Path = HERE, stdlib: Path | None = None) -> dict:
     """Write the dataset into `folder` from `stdlib` (default: the running Python's); return its meta.json."""
     stdlib = Path(stdlib or sysconfig.get_path("stdlib"))
     names = read_sources(stdlib)
-    # by a hash of the name: a file that a Python update changes, or adds, moves no other file
+    # split by a hash of the name: a file that a Python update changes or adds does not move the others
     documents = [(split_of(name, VAL_FRACTION), source) for source, name in names.items()]
     extra = dict(script="data/pystdlib/prepare.py", python=platform.python_version())
     meta = write_dataset(folder, documents, get_tokenizer("bytes"), extra=extra)

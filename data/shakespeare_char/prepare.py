@@ -1,8 +1,8 @@
-"""All of Shakespeare's plays in one megabyte of characters, the text that char-rnn and nanoGPT learn first.
+"""One megabyte of Shakespeare's plays, the first text that char-rnn and nanoGPT learn.
 
     python data/shakespeare_char/prepare.py
 
-Downloads 1.1 MB (or reads input.txt, where it is already in this folder) and makes train.bin and val.bin, the first 90%
+Downloads 1.1 MB (or reads input.txt, if it is already in this folder) and makes train.bin and val.bin, the first 90%
 and the last 10% of the text, in about a second. The text is ASCII, so its characters are its bytes and the `bytes`
 tokenizer is a character tokenizer; a loss in nats per token is comparable to nanoGPT's shakespeare_char.
 """
@@ -25,7 +25,7 @@ def download(file: Path) -> None:
     try:
         with urllib.request.urlopen(URL, timeout=30) as response:
             content = response.read()
-    except (OSError, http.client.HTTPException) as error:  # the second if the connection ends too early
+    except (OSError, http.client.HTTPException) as error:  # HTTPException: the connection ended early
         raise OSError(
             f"could not download {URL} ({error}): fetch it elsewhere and put it at {display_path(file)}"
         ) from error
@@ -34,8 +34,8 @@ def download(file: Path) -> None:
 
 
 def prepare(folder: Path = HERE) -> dict:
-    """Write the dataset into `folder`, from its input.txt, which is downloaded where missing; return its meta.json."""
-    open_lock(folder / ".lock").close()  # before the download: can it be written?
+    """Write the dataset into `folder`, from its input.txt, downloaded if missing; return its meta.json."""
+    open_lock(folder / ".lock").close()  # before the download: fails if it cannot be written
     if not (folder / "input.txt").exists():
         download(folder / "input.txt")
     text = (folder / "input.txt").read_bytes().decode()

@@ -5,13 +5,13 @@
     python data/text/prepare.py --input corpus.jsonl --field text --tokenizer Llama-3.2-1B
     python data/text/prepare.py --input corpus.jsonl.zst <(zcat more/*.gz) --tokenizer gpt2
 
-Makes train.bin, val.bin and meta.json in --out (this folder by default); the input, but for a JSON array, may be larger
-than the memory, and every CPU core tokenizes. Files may be compressed: gzip, zstd, xz, bzip2. A document is a JSON
-object, one a line or in an array, or a file of text. A text of several documents has lines between them that are
-nothing but <|endoftext|>; any other large file is cut at line ends. Folders are searched to the bottom, except for
---out, links to folders, hidden and binary files. A document goes to validation if the hash of its text is below a
-bound, so copies of one document are all on the same side. Of the first megabyte those with the smallest hashes go
-there: else that could be none, or most.
+Makes train.bin, val.bin and meta.json in --out (this folder by default), tokenizing on every CPU core. The input may be
+larger than memory, except a JSON array. Files may be compressed: gzip, zstd, xz, bzip2. A document is a JSON object,
+one per line or in an array, or a text file. In a text file, lines of only <|endoftext|> separate documents; without
+them, a large file is cut at line ends. Folders are searched recursively, skipping --out, links to folders, hidden and
+binary files. A document goes to validation if the hash of its text is below a threshold, so all copies of a document go
+to the same split. In the first megabyte the documents with the smallest hashes validate: a threshold could select none
+of them, or most.
 """
 
 import heapq
@@ -44,19 +44,19 @@ from data.write import (
     write_dataset,
 )
 
-# A line of its own. re looks for "<" at 1.3 GB/s, and there whether it is a line's first; for "^" at 0.13.
+# A whole line. re searches for "<", then checks that it starts a line, at 1.3 GB/s; for "^" at 0.13.
 SEPARATOR = re.compile(
     "<(?<=^<)(?:" + "|".join(re.escape(name[1:]) for name in END_OF_TEXT_NAMES) + r")[ \t\r]*(?:\n|\Z)", re.MULTILINE
 )
-SPECIAL = re.compile(r"<\|\w+\|>|</?s>")  # as models of today spell them
+SPECIAL = re.compile(r"<\|\w+\|>|</?s>")  # as today's models spell them
 HERE = Path(__file__).resolve().parent
-SMALL = 10**6  # bytes of documents that are split by rank
+SMALL = 10**6  # bytes of documents that are split by the rank of their hashes
 
 
 def find_files(inputs: list[Path], out: Path, field: str, bad: Bad) -> dict[Path, str | None]:
-    """What each file holds: "text", JSON "lines" or an "array"; None: a pipe, which is looked at when it is read.
+    """The format of each file: "text", JSON "lines" or "array"; None: a pipe, whose format is detected when it is read.
 
-    Folders are searched for all files that are not hidden, binary or the dataset's, in a fixed order.
+    Folders are searched in a fixed order for all files that are not hidden, binary or the dataset's.
     """
     files, binary, json_as_text, links, broken = {}, [], [], [], []
     for path in inputs:
@@ -83,7 +83,7 @@ def find_files(inputs: list[Path], out: Path, field: str, bad: Bad) -> dict[Path
                 continue
             kind = kind_of(head, file)
             if file != path and kind != "text" and not is_jsonl(file) and f'"{field}"'.encode() not in head:
-                kind = "text"  # a configuration, say, of a folder of source code
+                kind = "text"  # such as a configuration in a source tree
                 json_as_text.append(file)
             elif kind == "text" and file.suffix.lower() == ".json":
                 if file == path:
@@ -92,13 +92,13 @@ def find_files(inputs: list[Path], out: Path, field: str, bad: Bad) -> dict[Path
             files[file] = kind
     say_files("binary or UTF-16 files left out", binary)
     say_files("links to folders left out", links)
-    say_files("links that lead nowhere left out", broken)
+    say_files("broken links left out", broken)
     say_files(f"JSON without the field {field!r}, or not in rows, read as text", json_as_text)
     return files
 
 
 def files_inside(folder: Path, out: Path) -> Iterator[Path]:
-    """The files of a folder and its folders, and all links, neither hidden nor of the dataset in `out`."""
+    """All files and links in a folder, recursively, except hidden ones and those of the dataset in `out`."""
     root, out = folder.resolve(), out.resolve()
     ours = {out} if root in out.parents else {out / name for name in ("meta.json", "tokenizer.model", *FILES)}
     for file in sorted(folder.rglob("*")):
@@ -130,14 +130,14 @@ def read_documents(files: dict[Path, str | None], field: str, max_chars: int, ba
 
 
 def read_text(file, path: Path, max_chars: int, bad: Bad) -> Iterator[str]:
-    """The whole file, or max_chars at a time and up to as many more, to the end of the line; but if lines that are
-    nothing but an end of text separate documents, these.
+    """Yield the documents between end-of-text lines; without such lines, max_chars at a time and up to as many more, to
+    the end of the line.
     """
     try:
         if not bad.strict:
             check_utf8(path)
         separated, rest = SEPARATOR.search(head_of(file, path).decode(errors="replace")) is not None, ""
-        # newline="\n" leaves \r\n alone; utf-8-sig drops the mark that Windows editors put first
+        # newline="\n" leaves \r\n alone; utf-8-sig drops a byte order mark
         file = io.TextIOWrapper(file, encoding="utf-8-sig", newline="\n")
         while text := read(lambda: file.read(max_chars) + file.readline(max_chars), path):
             *documents, rest = SEPARATOR.split(rest + text)
@@ -152,7 +152,7 @@ def read_text(file, path: Path, max_chars: int, bad: Bad) -> Iterator[str]:
 
 
 def check_utf8(path: Path) -> None:
-    """Read all of a file, before any of it is used. Raises UnicodeDecodeError."""
+    """Read the whole file before any of it is used. Raises UnicodeDecodeError."""
     if not path.is_file():
         raise ValueError(f"--errors skip reads a file twice, but {path} is a pipe: use --errors strict")
     with open_input(path) as file:
@@ -162,22 +162,21 @@ def check_utf8(path: Path) -> None:
 
 
 def count_special(texts: Iterable[str], special_tokens: set[str], found: Counter) -> Iterator[str]:
-    """The texts; `found` counts the special tokens that they spell out."""
+    """Yield the texts, counting in `found` the special tokens that they spell out."""
     for text in texts:
         found.update(token for token in SPECIAL.findall(text) if token in special_tokens)
         yield text
 
 
 def default_fraction(n_bytes: int) -> float:
-    """1%, but 100 KB or 10% of a small input; 0 bytes: unknown."""
+    """1%, or 100 KB of a small input, but at most 10%. n_bytes: 0 if unknown."""
     return min(max(0.01, 1e5 / n_bytes), 0.1) if n_bytes else 0.01
 
 
 def split(texts: Iterable[str], val_fraction: float | None) -> Iterator[Document]:
-    """The first SMALL bytes are split by rank: of n distinct texts the ceil(val_fraction n) with the smallest hashes
-    validate, but not all, and none that takes more than half; of a larger input none that takes more than a tenth.
-    Copies go where the first one is, what else comes where split_of says. val_fraction: None for the default of an
-    input whose size is not known.
+    """Split the first SMALL bytes by rank: of n distinct texts the ceil(val_fraction n) with the smallest hashes
+    validate, but not all n, and no text of more than half of these bytes (a tenth if the input is larger). Copies go
+    where the first one went; split_of decides the rest. val_fraction: None for the default if the size is unknown.
     """
     texts, first, sizes, n_bytes = iter(texts), [], {}, 0
     for text in texts:
@@ -190,7 +189,7 @@ def split(texts: Iterable[str], val_fraction: float | None) -> Iterator[Document
     else:
         if len(sizes) == 1:
             raise ValueError(
-                "one distinct document, and training and validation need one each: give more text, or another file"
+                "only one distinct document, but training and validation need one each: give more text, or another file"
             )
     if val_fraction is None:
         val_fraction = default_fraction(n_bytes if n_bytes < SMALL else 0)
@@ -212,7 +211,7 @@ def prepare(
     errors: str = "strict",
     workers: int = 1,
 ) -> dict:
-    """Write the dataset into `folder`; return its meta.json. field: of the lines of .jsonl files; none: "text"."""
+    """Write the dataset into `folder`; return its meta.json. field: of the JSON objects; None: "text"."""
     bad, spelled_out = Bad(errors), Counter()
     files = find_files(inputs, folder, field or "text", bad)
     if field is not None and set(files.values()) == {"text"}:
@@ -221,9 +220,9 @@ def prepare(
     n_bytes = 0 if None in sizes else sum(sizes)  # 0: unknown
     if val_fraction is None and n_bytes:
         val_fraction = default_fraction(n_bytes)
-    # A single file should still be enough documents for the hash to find some for validation: about eight chunks of
-    # ASCII, but none so small that its end-of-text tokens would teach the model to stop early, unless that were more
-    # than all that is to validate.
+    # Cut a single file into enough documents for the hash to pick some for validation: about eight chunks of ASCII.
+    # Chunks must not be so small that their end-of-text tokens teach the model to stop early, unless that size exceeds
+    # the whole validation share.
     least = min(2**14, max(int(n_bytes * val_fraction), 256)) if 0 < n_bytes < SMALL else 2**14
     max_chars = min(max(int(n_bytes * (val_fraction or 0) / 8), least), 2**20)
     tokenizer = tokenizer_for_data(tokenizer, bos)
@@ -244,7 +243,7 @@ def main():
     said = "files, folders, pipes: text or JSON, compressed or not"
     parser.add_argument("--input", dest="inputs", type=input_argument, nargs="+", required=True, help=said)
     add_text_options(parser, tokenizer="bytes", val_fraction="0.01, more for small inputs")
-    parser.add_argument("--field", help="of JSON objects, that has the text (default: text)")
+    parser.add_argument("--field", help="field of JSON objects that has the text (default: text)")
     args = parser.parse_args()
     prepare(**vars(args))
     data, folder = HERE.parent, args.folder.resolve()
