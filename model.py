@@ -279,7 +279,7 @@ class Head(nn.Linear):
     def forward(self, x, targets=None, overwrite_x=False):
         """Logits (B, T, V) of x (B, T, C), or with targets (B, T) the mean cross-entropy, an fp32 scalar.
 
-        overwrite_x: the loss may write x's gradient over x, because nothing reads x afterwards.
+        overwrite_x: the loss may write x's gradient over x: only if nothing reads x afterwards.
         """
         if targets is None:
             return super().forward(x)
