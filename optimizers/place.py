@@ -27,8 +27,7 @@ def cpu_param(parameter: torch.Tensor) -> torch.Tensor:
 
 
 def new_state(parameter: torch.Tensor, shape, dtype: torch.dtype, device) -> torch.Tensor:
-    """Zeros on device. Under FSDP a state with the parameter's rows is split like it; each rank has all of any other.
-    """
+    """Zeros on device. Under FSDP a state with the parameter's rows is split like it; others are whole on each rank."""
     if shape == parameter.shape:
         return torch.zeros_like(parameter, dtype=dtype, device=device)
     if not isinstance(parameter, DTensor):
