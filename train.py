@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
-sys.path.insert(0, os.path.dirname(__file__))  # python -I and PYTHONSAFEPATH=1 omit it
+sys.path.insert(0, os.path.dirname(__file__))  # python -I and PYTHONSAFEPATH=1 leave it out
 from configurator import configure
 from data.loader import open_dataset
 from kernels.fp8_linear import use_fp8

@@ -85,7 +85,7 @@ def row_sums(
     row_ptr, col_stride, n_cols, n_readable,
     SUM: tl.constexpr, COMPUTE: tl.constexpr, PADDED: tl.constexpr, THREADS: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
-    """The row's maximum; Σ exp(x − maximum); and Σ x where SUM (label smoothing) needs it."""
+    """The row's maximum; Σ exp(x − maximum); and Σ x if SUM (label smoothing) needs it."""
     lane_maximum = tl.full((THREADS,), float("-inf"), COMPUTE)
     lane_sum = tl.zeros((THREADS,), COMPUTE)
     lane_x_sum = tl.zeros((THREADS,), COMPUTE)

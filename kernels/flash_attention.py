@@ -300,7 +300,7 @@ def _backward(
     need_dq: bool,
     need_dkv: bool,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """dq (B, T, H, D), dk and dv (B, T, K, D); empty where not needed."""
+    """dq (B, T, H, D), dk and dv (B, T, K, D); empty if not needed."""
     dq, dk, dv = _backward_fake(dy, q, k, v, y, lse, starts, need_dq, need_dkv)
     if y.numel() == 0:
         return dq, dk, dv

@@ -18,7 +18,7 @@ SMALL = 4096  # elements; smaller parameters are not worth the error
 
 
 def flat_scales(states: dict) -> list[torch.Tensor]:
-    """The states in the kernel's order, the scales as they lie in memory."""
+    """The states in the kernel's order, the scales flat, in memory order."""
     m, v, m_absmax, v_absmax = states.values()
     return [m, v, m_absmax.view(-1), v_absmax.view(-1)]
 

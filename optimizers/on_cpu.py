@@ -149,7 +149,7 @@ class OnCPU(Place):
         self.norms.clear()
 
     def accumulate(self):
-        """Adds a micro-batch's gradients to the sums, while the GPU goes on."""
+        """Adds a micro-batch's gradients to the sums while the GPU continues."""
         self._finish_sums()  # else a slow CPU would keep the gradients of many micro-batches
         grads, arrived = self._offloaded_grads(), self.stream.record_event() if self.stream else None
 

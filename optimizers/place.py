@@ -52,7 +52,7 @@ class Place:
     def master_dtype(dtype: torch.dtype, same_device: bool) -> torch.dtype | None:
         """The dtype of a parameter's master; None if a float32 parameter is its own master.
 
-        same_device: whether the parameter is where masters are.
+        same_device: whether the parameter is on the masters' device.
         """
         raise NotImplementedError
 
