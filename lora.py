@@ -1,19 +1,19 @@
-"""LoRA and QLoRA: small adapters are trained, all other weights stay as they were published.
+"""LoRA and QLoRA: train small adapters, keep all other weights as published.
 
     add_lora(model, rank=16, alpha=32)              # on the meta device, before recompute, compile and fully_shard
     add_lora(model, 16, 32, base_dtype="nf4")       # the frozen projections take 0.52 bytes a weight instead of 2
     use_fp8(model, device); add_lora(model, 16, 32)     # 1 byte, multiplied in float8
-    merge_lora(model)                               # a plain model of the sums W + (α/r) B A
+    merge_lora(model)                               # a plain model with weights W + (α/r) B A
 
-    for each matrix     y = x Wᵀ + (α/r) (x Aᵀ) Bᵀ        A (r, C) and B (O, r) are trained, B begins as zeros
+    for each matrix     y = x Wᵀ + (α/r) (x Aᵀ) Bᵀ        A (r, C) and B (O, r) are trained, B starts at zero
 
 All seven matrices of a block have an adapter: q, k, v, o, gate, up, down. The embedding, the norms and the head are
-frozen. A token costs 4 FLOPs a frozen weight instead of 6, and gradients, masters and moments exist for the adapters
-alone: 8B at rank 16 trains 42 million parameters.
+frozen. A token costs 4 FLOPs per frozen weight instead of 6, and only the adapters have gradients, masters and moments:
+8B at rank 16 trains 42 million parameters.
 
 kernels/lora_linear.py, nf4_lora_linear.py and fp8_lora_linear.py are the projections; runtime/checkpoint.py reads the
-frozen weights from the folder of init_from; a checkpoint holds the adapters, by peft's names. float8 is how a run
-computes: whoever reads its checkpoint has the published weights below the adapters, unrounded.
+frozen weights from init_from's folder; a checkpoint holds the adapters, under peft's names. float8 is only how a run
+computes: its checkpoint's adapters apply to the published weights, unrounded.
 
 Hu et al., LoRA, 2021. https://arxiv.org/abs/2106.09685    Dettmers et al., QLoRA, 2023. https://arxiv.org/abs/2305.14314
 """
@@ -23,14 +23,14 @@ import torch
 from kernels import FP8Linear, FP8LoRALinear, FP8NF4LoRALinear, Linear, LoRALinear, NF4LoRALinear
 from model import Llama, LlamaConfig
 
-KINDS = {  # of a projection, by base_dtype and what it was
+KINDS = {  # the projection with adapters, by base_dtype and original class
     ("bfloat16", Linear): LoRALinear, ("bfloat16", FP8Linear): FP8LoRALinear,
     ("nf4", Linear): NF4LoRALinear, ("nf4", FP8Linear): FP8NF4LoRALinear,
 }  # fmt: skip
 
 
 def packed_rows(config: LlamaConfig) -> dict[str, tuple[int, ...]]:
-    """How many rows each published matrix has in a projection of ours, by the projection's name."""
+    """The rows of each published matrix in our packed projections, by the projection's name."""
     kv = config.n_kv_head * config.head_dim
     return {
         "qkv_proj": (config.n_embd, kv, kv),
@@ -41,18 +41,18 @@ def packed_rows(config: LlamaConfig) -> dict[str, tuple[int, ...]]:
 
 
 def projections(model: Llama, kind: type[Linear]) -> list[tuple[torch.nn.Module, str, Linear]]:
-    """Those of the layers that are of this kind, each behind the module that holds it and its name there."""
+    """The layers' projections of this kind, as (parent module, attribute name, projection)."""
     held = [(module, *child) for module in model.layers.modules() for child in module.named_children()]
     return [(module, name, child) for module, name, child in held if isinstance(child, kind)]
 
 
 def add_lora(model: Llama, rank: int, alpha: float, base_dtype: str = "bfloat16") -> None:
-    """Gives each projection of the model's layers adapters of this rank, and freezes everything else.
+    """Adds adapters of this rank to each projection in the model's layers, and freezes everything else.
 
-    alpha: adapters count alpha / rank times. base_dtype: of the frozen projections, 'nf4', or 'bfloat16' for the dtype
-    that they have; after use_fp8 they are multiplied in float8, and held in that or in NF4. The adapters have the
-    model's dtype; init_weights initialises them. ValueError for a rank below 1, for shapes that NF4 cannot hold, and
-    for projections of another kind.
+    alpha: adapters are scaled by alpha / rank. base_dtype: of the frozen projections, 'nf4', or 'bfloat16' to keep
+    their dtype; after use_fp8 they are multiplied in float8, and held in that or in NF4. The adapters have the model's
+    dtype; init_weights initialises them. ValueError for a rank below 1, for shapes that NF4 cannot hold, and for
+    unsupported projections.
     """
     model.requires_grad_(False)
     rows = packed_rows(model.config)
@@ -64,9 +64,9 @@ def add_lora(model: Llama, rank: int, alpha: float, base_dtype: str = "bfloat16"
 
 
 def merge_lora(model: Llama) -> None:
-    """Makes a model with adapters, whole on one device, a plain one: each weight W + (α/r) B A, rounded once.
+    """Turns a model with adapters, whole on one device, into a plain one: each weight is W + (α/r) B A, rounded once.
 
-    A weight in NF4 or float8 counts as what it is read back as, which is what the adapters were trained on.
+    W in NF4 or float8 is dequantised first: the adapters were trained on those values.
     """
     for module, name, child in projections(model, LoRALinear):
         with torch.device("meta"):

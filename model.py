@@ -3,11 +3,11 @@
     model = Llama(LlamaConfig(n_layer=16, n_head=32, n_kv_head=8, n_embd=2048, ffn_dim=8192, vocab_size=128256,
                               block_size=2048, tie_embeddings=True))
     model.init_weights(seed=1337)
-    loss = model(tokens, targets)     # (B, T) int64 both -> fp32 scalar; at most 1 GiB of the logits exists
+    loss = model(tokens, targets)     # both (B, T) int64 -> fp32 scalar; holds at most 1 GiB of logits
     loss = model(tokens, targets, document_starts(tokens, first_token))  # attention stays within each document
     logits = model(tokens)            # (B, T, V)
 
-What differs from GPT-2: positions are rotations of queries and keys (RoPE) instead of a learned table; RMSNorm instead
+Differences from GPT-2: positions are rotations of queries and keys (RoPE) instead of a learned table; RMSNorm instead
 of LayerNorm; a gated MLP (SwiGLU); several query heads share one key/value head (grouped-query attention); no biases,
 no dropout. Grattafiori et al., The Llama 3 Herd of Models, 2024. https://arxiv.org/abs/2407.21783
 
@@ -31,14 +31,14 @@ import kernels
 import kernels.reference
 from kernels.flash_attention import HEAD_SIZES
 
-TRITON_TOKENS = 4096  # the longest sequence for which our attention, heads of 64 on Hopper, is no slower than cuDNN's
+TRITON_TOKENS = 4096  # longest sequence at which our attention (heads of 64, Hopper) is no slower than cuDNN's
 ROPE_SCALING_KEYS = {"factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"}
 
 
 @dataclass(frozen=True)
 class LlamaConfig:
-    """What a published config.json says. How a model is executed is set from outside: Llama.set_operations, use_fp8 of
-    kernels/fp8_linear.py, add_lora of lora.py, recompute of runtime/recompute.py.
+    """The fields of a published config.json. How the model is executed is set separately: Llama.set_operations, use_fp8
+    of kernels/fp8_linear.py, add_lora of lora.py, recompute of runtime/recompute.py.
     """
 
     n_layer: int
@@ -47,11 +47,11 @@ class LlamaConfig:
     n_embd: int
     ffn_dim: int
     vocab_size: int
-    block_size: int  # length of the longest sequence
+    block_size: int  # maximum sequence length
     rope_theta: float = 500000.0
     rope_scaling: dict | None = None  # for 3.1 and 3.2; its keys: ROPE_SCALING_KEYS
     norm_eps: float = 1e-5
-    tie_embeddings: bool = False  # 1B and 3B: the head is the embedding
+    tie_embeddings: bool = False  # True for 1B and 3B: the head shares the embedding's weight
 
     def __post_init__(self):
         if min(self.n_layer, self.n_head, self.n_kv_head, self.n_embd, self.ffn_dim, self.vocab_size) < 1:
@@ -83,9 +83,9 @@ def rope_tables(config: LlamaConfig, start: int, end: int, device, dtype=torch.f
     """cos and sin (end - start, D/2) of the angles at positions start..end-1, computed in fp64 and rounded once.
 
     The llama3 scaling (3.1, 3.2) slows rotations down for contexts beyond the original one: wavelengths longer than
-    original / low_freq_factor by the whole factor, those shorter than original / high_freq_factor not at all, and
-    those between by a mix of both. Made anew in each forward (10 tiny launches, 20 with the scaling) rather than kept
-    as a buffer: `model.to(bfloat16)` would round a buffer, and a model built on the meta device would lose it.
+    original / low_freq_factor by the whole factor, those shorter than original / high_freq_factor not at all, and those
+    in between by a blend. Recomputed in each forward (10 tiny launches, 20 with the scaling) instead of kept as a
+    buffer: `model.to(bfloat16)` would round a buffer, and a model built on the meta device would lose it.
     """
     exponents = torch.arange(0, config.head_dim, 2, device=device, dtype=torch.float64) / config.head_dim
     frequencies = config.rope_theta**-exponents  # (D/2,) radians a position
@@ -102,43 +102,43 @@ def rope_tables(config: LlamaConfig, start: int, end: int, device, dtype=torch.f
 def document_starts(tokens: torch.Tensor, first_token: int) -> torch.Tensor:
     """For each token of tokens (B, T), the position where its document starts: (B, T) int32.
 
-    That is the last first_token at or before it, or 0. first_token is the data's bos. In data without one it is
-    end_of_text: as an input that belongs to the next document, whose first token it predicts (sample.py generates after
-    one); as a target it ends its own document.
+    This is the position of the last first_token at or before it, or 0. first_token is the data's bos. Data without one
+    uses end_of_text: as an input, it belongs to the next document, whose first token it predicts (sample.py generates
+    after one); as a target, it ends its own document.
     """
     positions = torch.arange(tokens.shape[1], device=tokens.device)
     return torch.where(tokens == first_token, positions, 0).cummax(dim=1).values.int()
 
 
 def triton_suits(head_dim: int, n_time: int, dtype: torch.dtype) -> bool:
-    """Whether kernels/flash_attention.py is the better choice on Hopper: heads of 64, up to 4,096 tokens, 16 bits.
+    """True if kernels/flash_attention.py is the better choice on Hopper: heads of 64, up to 4,096 tokens, 16 bits.
 
-    There forward and backward take no longer than cuDNN's, and repeat to the bit. At 8,192 tokens cuDNN's take as long,
-    at 32,768 5% less (`bench.py kernels` has both).
+    In this range forward and backward are no slower than cuDNN's, and repeat bit for bit. At 8,192 tokens cuDNN takes
+    as long, at 32,768 5% less (`bench.py kernels` times both).
     """
     return head_dim == 64 and n_time <= TRITON_TOKENS and dtype in (torch.bfloat16, torch.float16)
 
 
 def triton_is_faster(q):
-    """Whether attention of 'auto' takes kernels/flash_attention.py for queries q (B, T, H, D)."""
+    """True if attention='auto' picks kernels/flash_attention.py for queries q (B, T, H, D)."""
     suits = q.is_cuda and triton_suits(q.shape[3], q.shape[1], q.dtype)
     return suits and torch.cuda.get_device_capability(q.device)[0] == 9
 
 
 def attend(q, k, v):
     """Causal softmax(q kᵀ / sqrt(D)) v for q (B, T, H, D), k and v (B, S, K, D) of any strides; returns (B, T, H·D).
-    The T queries are at the last T of the S positions.
+    The T queries are the last T of the S positions.
 
     PyTorch tries flash first; on Hopper and later cuDNN is about 1.5 times as fast, forward and backward.
     """
     backends = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
-    gqa = q.shape[2] != k.shape[2]  # query heads share K and V where they lie: nothing is expanded
+    gqa = q.shape[2] != k.shape[2]  # query heads share K and V in place: nothing is expanded
     if q.is_cuda:
         capability = torch.cuda.get_device_capability(q.device)[0]
         backends.insert(0 if capability >= 9 else 1, SDPBackend.CUDNN_ATTENTION)
         if gqa and (capability < 8 or q.dtype not in (torch.bfloat16, torch.float16)):
-            # Neither flash nor cuDNN takes these, and the efficient kernel knows no groups: rather than fall through to
-            # (T, S) scores, expand after all.
+            # Flash and cuDNN do not support these, and the efficient kernel has no GQA: expand K and V, rather than
+            # fall back to a kernel that holds (T, S) scores.
             k, v = (x.repeat_interleave(q.shape[2] // x.shape[2], dim=2) for x in (k, v))
             gqa = False
     mask = causal_lower_right(q.shape[1], k.shape[1]) if q.shape[1] < k.shape[1] else None
@@ -149,19 +149,19 @@ def attend(q, k, v):
 
 
 class KVCache(NamedTuple):
-    """Keys and values of one layer, for generation: row b holds those of its first lengths[b] positions. Prompts fill
-    it, then tokens come one by one. runtime/generate.py makes it, and counts.
+    """One layer's keys and values, for generation: row b holds those of its first lengths[b] positions. Prompts fill
+    it, then tokens are added one by one. runtime/generate.py allocates it and keeps the lengths.
     """
 
     k: torch.Tensor  # (B, S, K, D)
     v: torch.Tensor
-    lengths: torch.Tensor  # (B,) int64, shared by all layers; on the device, so that a CUDA graph finds it there
-    cos: torch.Tensor  # (S, D/2) of rope_tables, shared too: computing a token's own would be 20 launches
+    lengths: torch.Tensor  # (B,) int64, shared by all layers; on the device, where a CUDA graph can read it
+    cos: torch.Tensor  # (S, D/2) from rope_tables, also shared: recomputing one token's would take 20 launches
     sin: torch.Tensor
 
 
 class Part(nn.Module):
-    """A module whose operations are the kernels, or the same in plain PyTorch."""
+    """A module whose operations are the kernels or their plain PyTorch references."""
 
     fused_kernels = True  # Llama.set_operations
 
@@ -176,10 +176,10 @@ class RMSNorm(Part):
         self.weight, self.eps = nn.Parameter(torch.ones(config.n_embd)), config.norm_eps
 
     def forward(self, x, branch=None, overwrite_dy=False):
-        """norm(x + branch), or norm(x) where branch is None: (B, T, C). Only the final norm is called like this; those
-        of a block hand weight and eps to the fused functions that norm and project.
+        """norm(x + branch), or norm(x) if branch is None: (B, T, C). Only the final norm is called like this; a block's
+        norms pass weight and eps to the fused functions that norm and project.
 
-        overwrite_dy: backward may write over the gradient that it is handed.
+        overwrite_dy: backward may overwrite its incoming gradient.
         """
         if branch is None:
             return self.ops.rms_norm(x, self.weight, self.eps, overwrite_dy)
@@ -198,18 +198,18 @@ class Attention(Part):
 
     def forward(self, x, branch, norm, cos, sin, doc_starts=None, cache=None):
         """attn(norm(x + branch)), and x + branch: both (B, T, C)."""
-        # One function, not three modules: so neither the norm's output nor the branch is kept for backward.
+        # One function instead of three modules, so that neither the norm's output nor the branch is kept for backward.
         qkv, x = self.ops.rms_norm_linear(x, branch, norm.weight, norm.eps, self.qkv_proj)
         qkv = qkv.unflatten(-1, (-1, self.head_dim))  # (B, T, H + 2K, D)
         q, k, v = self.ops.rope(qkv, cos, sin, self.n_head)
         n_time = q.shape[1]
-        if cache is not None and n_time > 1:  # a prompt, or its new end, with which the cache ends: see hidden()
+        if cache is not None and n_time > 1:  # a prompt or its continuation; hidden() has cut the cache to end with it
             cache.k[:, -n_time:], cache.v[:, -n_time:] = k, v
             k, v = cache.k, cache.v
         in_triton = self.attention == "triton" or (self.attention == "auto" and triton_is_faster(q))
         if cache is not None and n_time == 1:
-            y = self.ops.decode_attention(q, k, v, cache.k, cache.v, cache.lengths).flatten(2)  # caches k and v as well
-        elif (in_triton and n_time == k.shape[1]) or doc_starts is not None:  # PyTorch's knows no documents
+            y = self.ops.decode_attention(q, k, v, cache.k, cache.v, cache.lengths).flatten(2)  # also caches k and v
+        elif (in_triton and n_time == k.shape[1]) or doc_starts is not None:  # PyTorch's takes no doc_starts
             y = kernels.flash_attention(q, k, v, doc_starts).flatten(2)  # (B, T, H·D)
         else:
             y = attend(q, k, v)
@@ -217,7 +217,7 @@ class Attention(Part):
 
 
 class MLP(Part):
-    keep_gate_up = True  # False: backward computes gate and up again (runtime/recompute.py)
+    keep_gate_up = True  # False: backward recomputes gate and up (runtime/recompute.py)
 
     def __init__(self, config: LlamaConfig):
         super().__init__()
@@ -225,7 +225,7 @@ class MLP(Part):
         self.down_proj = kernels.Linear(config.ffn_dim, config.n_embd)
 
     def chunks(self, n_tokens: int) -> int:
-        """In how many slices of the tokens gate and up are computed, and computed again: runtime/recompute.py."""
+        """Number of token slices in which to compute (and recompute) gate and up; set by runtime/recompute.py."""
         return 1
 
     def forward(self, x, branch, norm, need_y=True):
@@ -248,10 +248,10 @@ class Block(nn.Module):
         self.mlp = MLP(config)
 
     def forward(self, x, branch, cos, sin, doc_starts=None, cache=None, need_y=True):
-        """Takes and returns the residual stream x and the branch that is still to be added to it, both (B, T, C); the
-        first layer's branch is None. The next norm adds them: it reads the sum anyway.
+        """Takes and returns the residual stream x and the branch not yet added to it, both (B, T, C); the first layer's
+        branch is None. The next norm adds them, since it reads the sum anyway.
 
-        need_y=False: forward is repeated for backward, which does not read the branch: it is returned without content.
+        need_y=False: forward is rerun for backward, which does not read the branch; it is returned uninitialised.
         """
         # x = x + branch; branch = attn(attn_norm(x))
         # x = x + branch; branch = mlp(mlp_norm(x))
@@ -261,7 +261,7 @@ class Block(nn.Module):
 
 
 class Head(nn.Linear):
-    """C -> V, and the loss: computed here, not by the caller, for FSDP gathers a weight where its module is called."""
+    """C -> V, and the loss. It is computed here because FSDP gathers a weight only when its module is called."""
 
     fused_loss = True  # Llama.set_operations
 
@@ -269,17 +269,17 @@ class Head(nn.Linear):
         super().__init__(config.n_embd, config.vocab_size, bias=False)
 
     def loss_options(self, n_tokens: int, dtype: torch.dtype) -> dict:
-        """Options of linear_cross_entropy beside its defaults: runtime/recompute.py sets how it is computed.
+        """Non-default options of linear_cross_entropy; runtime/recompute.py uses it to set how the loss is computed.
 
-        What changes the loss itself (z_loss, label_smoothing) goes into forward, for both calls, and only where
-        torch.is_grad_enabled(): evaluate() of train.py calls it too.
+        Options that change the loss itself (z_loss, label_smoothing) belong in forward, in both of its calls, and only
+        if torch.is_grad_enabled(): train.py's evaluate() also calls it.
         """
         return {}
 
     def forward(self, x, targets=None, overwrite_x=False):
         """Logits (B, T, V) of x (B, T, C), or with targets (B, T) the mean cross-entropy, an fp32 scalar.
 
-        overwrite_x: the loss may write x's gradient over x, which nobody reads afterwards.
+        overwrite_x: the loss may write x's gradient over x: only if nothing reads x afterwards.
         """
         if targets is None:
             return super().forward(x)
@@ -292,7 +292,7 @@ class Head(nn.Linear):
 
 @torch.no_grad()
 def fill(parameter: torch.Tensor, whole: torch.Tensor) -> None:
-    """Writes a whole weight into a parameter; where that is sharded, every rank writes its part."""
+    """Writes a whole weight into a parameter; if that is sharded, each rank writes its own part."""
     if isinstance(parameter, DTensor):
         whole = distribute_tensor(whole, parameter.device_mesh, parameter.placements, src_data_rank=None)
         parameter, whole = parameter.to_local(), whole.to_local()
@@ -311,11 +311,11 @@ class Llama(Part):
             self.lm_head.weight = self.tok_embeddings.weight
 
     def set_operations(self, fused_kernels: bool = True, fused_loss: bool = True, attention: str = "auto"):
-        """How the same function is computed.
+        """Selects how the same function is computed.
 
         fused_kernels=False: norms, RoPE, MLP in plain PyTorch; fused_loss=False: the loss, with all logits in memory.
-        attention: 'triton' is kernels/flash_attention.py, 'sdpa' PyTorch's, 'auto' the faster one. ValueError for
-        another, and for 'triton' with heads of a size that it does not support.
+        attention: 'triton' is kernels/flash_attention.py, 'sdpa' PyTorch's, 'auto' the faster one. ValueError for any
+        other, and for 'triton' with an unsupported head size.
         """
         if attention not in ("auto", "sdpa", "triton"):
             raise ValueError(f"attention {attention!r}: auto, sdpa or triton")
@@ -325,7 +325,7 @@ class Llama(Part):
             module.fused_kernels, module.fused_loss, module.attention = fused_kernels, fused_loss, attention
 
     def to_empty(self, **kwargs):
-        """Does what nn.Module's does, but keeps a tied head tied."""
+        """nn.Module.to_empty, but a tied head stays tied."""
         super().to_empty(**kwargs)
         if self.config.tie_embeddings:
             self.lm_head.weight = self.tok_embeddings.weight
@@ -336,24 +336,25 @@ class Llama(Part):
     ) -> torch.Tensor:
         """Logits (B, T, V) in the weights' dtype, or with targets the mean cross-entropy, an fp32 scalar.
 
-        tokens and targets (B, T) integers; a target of -100 does not count. doc_starts (B, T) integers: the position
-        where each token's document starts (document_starts), before which it sees nothing; None: it sees all before
-        it. Any that never fall along T will do: max(start, t - W + 1) makes a sliding window, which generation does not
-        know. The loss and backward may overwrite the head's input and its gradient: a hook must clone what it keeps of
-        them. ValueError if T exceeds block_size, or if doc_starts is given with an unsupported head size.
+        tokens and targets (B, T) integers; a target of -100 is ignored. doc_starts (B, T) integers: the position where
+        each token's document starts (document_starts): the token sees nothing before it; None: it sees all earlier
+        tokens. Any starts that never decrease along T work: max(start, t - W + 1) makes a sliding window, which
+        generation does not support. The loss and backward may overwrite the head's input and its gradient: a hook must
+        clone what it keeps of them. ValueError if T exceeds block_size, and for doc_starts with an unsupported head
+        size.
         """
-        x = self.hidden(tokens, doc_starts, overwrite_dy=True)  # one head reads it: for two, leave out both overwrites
+        x = self.hidden(tokens, doc_starts, overwrite_dy=True)  # only one head reads it; with two, drop both overwrites
         overwrite_x = self.fused_kernels  # the fused final norm does not read its output again in backward
         return self.lm_head(x, targets, overwrite_x)
 
     def hidden(self, tokens, doc_starts=None, caches=None, overwrite_dy=False):
-        """What the head reads, (B, T, C): the normed sum of all blocks. For a second head, or a loss of another kind:
+        """The head's input, (B, T, C): the normed sum of all blocks. For a second head or another loss:
 
             x = model.hidden(tokens)
             loss = model.lm_head(x, targets) + (value_head(x) - values).square().mean()
 
-        overwrite_dy: as for RMSNorm, if only one function reads x. With FSDP call this from forward, which gathers the
-        weights. caches: one KVCache a layer, which T tokens extend: T > 1 where all rows hold equally many.
+        overwrite_dy: as for RMSNorm, if only one function reads x. With FSDP, call this from forward, which gathers the
+        weights. caches: one KVCache per layer, extended by T tokens; T > 1 only if all rows hold equally many.
         """
         _, n_time = tokens.shape  # (B, T)
         if n_time > self.config.block_size:
@@ -371,7 +372,7 @@ class Llama(Part):
             positions = caches[0].lengths[:, None] + torch.arange(n_time, device=tokens.device)  # (B, T)
             cos, sin = caches[0].cos[positions], caches[0].sin[positions]
         else:
-            # The kernels turn q and k in fp32, so the tables stay fp32 beside bf16 weights.
+            # The kernels rotate q and k in fp32, so the tables stay fp32 even with bf16 weights.
             wide = torch.promote_types(x.dtype, torch.float32)
             cos, sin = rope_tables(self.config, 0, n_time, tokens.device, wide)
         for layer, cache in zip(self.layers, caches or [None] * len(self.layers), strict=True):
@@ -380,14 +381,13 @@ class Llama(Part):
 
     @torch.no_grad()
     def init_weights(self, seed: int, device: str | torch.device | None = None):
-        """Norms 1, matrices normal with std 0.02; the two that write into the residual stream 0.02 / sqrt(2·n_layer).
-        Of an adapter A is uniform within ±1/√C and B zero. What is frozen is left as it is: it will be read.
+        """Norms 1, matrices normal with std 0.02, the two that write into the residual stream 0.02 / sqrt(2·n_layer).
+        An adapter's A is uniform within ±1/√C, its B zero. Frozen weights are left alone: they are read later.
 
         Each parameter draws from its own generator, seeded by its name: so a model sharded over any number of ranks
-        starts from the same weights, and no rank ever holds more than one whole parameter. device: where the numbers
-        are drawn (a GPU draws different ones); None: where the parameter is. NotImplementedError for anything else:
-        a bias, or a buffer. Buffers are uninitialised after to_empty and are not saved, so compute such values in
-        forward.
+        starts from the same weights, and no rank ever holds more than one whole parameter. device: where to draw the
+        numbers (a GPU draws different ones); None: the parameter's. NotImplementedError for anything else: a bias or a
+        buffer. Buffers are uninitialised after to_empty and are not saved, so compute such values in forward.
         """
         for name, _ in self.named_buffers():
             raise NotImplementedError(f"init_weights of model.py does not know how the buffer {name} begins")
@@ -411,7 +411,7 @@ class Llama(Part):
             fill(parameter, whole)
 
     def n_params(self) -> int:
-        """The number of parameters: a tied head and its embedding once, frozen weights as what they stand for."""
+        """Number of parameters: a tied head and its embedding once, frozen weights as the elements they represent."""
         frozen = [m for m in self.layers.modules() if isinstance(m, kernels.LoRALinear)]
         more = sum(m.in_features * m.out_features - sum(t.numel() for t in m.tensors()[:-2]) for m in frozen)
         return sum(parameter.numel() for parameter in self.parameters()) + more
@@ -420,7 +420,7 @@ class Llama(Part):
         """FLOPs of forward and backward for one token of a sequence of n_time, without recomputation.
 
         6 for each weight of a matmul, 4 for a frozen one (the embedding is a lookup, the head a matmul), and for
-        attention 2 matmuls of 2·C·T, forward once and backward twice, half of it masked away: 6·C·T a layer (PaLM,
+        attention 2 matmuls of 2·C·T, forward once and backward twice, half of it masked away: 6·C·T per layer (PaLM,
         appendix B, causal). With mask_documents attention computes less; that is not subtracted.
         """
         c = self.config

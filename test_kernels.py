@@ -1,11 +1,11 @@
-"""The kernels against float64, and against what breaks kernels.
+"""The kernels against float64, and under conditions that break kernels.
 
     pytest test_kernels.py tests/test_kernels_*.py                          no GPU: in Triton's interpreter, minutes
     pytest test_kernels.py tests/test_kernels_*.py -n 4 --dist loadgroup    on a GPU: natively, and again at full size
 
-Each test here runs for every operation of one table; tests/test_kernels_*.py hold what only some of them promise.
-A result is held to two numbers. Its relative error ‖out − truth‖ / ‖truth‖, against PyTorch's own operators in float64
-on the same rounded inputs, is at most 1.2 times that of the same operators in fp32 rounded once, plus one unit of
+Each test here runs for every operation in one table; tests/test_kernels_*.py test what only some of them promise. A
+result must pass two checks. Its relative error ‖out − truth‖ / ‖truth‖, against PyTorch's own operators in float64 on
+the same rounded inputs, is at most 1.2 times that of the same operators in fp32 rounded once, plus one unit of
 rounding. Its mean signed error is near zero: truncation passes the first check and fails this one.
 """
 
@@ -32,18 +32,18 @@ from kernels.launch import INTERPRETED, use_triton
 HAS_GPU = torch.cuda.is_available()
 cross_entropy_file = sys.modules["kernels.cross_entropy"]  # the package's attribute of that name is the function
 if INTERPRETED:
-    cross_entropy_file.LOSS_WARPS = cross_entropy_file.GRADIENT_WARPS = 4  # the interpreter takes long over long rows
-BLOCK = 512 * cross_entropy_file.GRADIENT_WARPS  # logits that a program of the loss takes at once
+    cross_entropy_file.LOSS_WARPS = cross_entropy_file.GRADIENT_WARPS = 4  # the interpreter is slow on long rows
+BLOCK = 512 * cross_entropy_file.GRADIENT_WARPS  # logits that a program of the loss handles at once
 DEVICE = "cuda" if HAS_GPU else "cpu"
 EPS = 1e-5
-WIDE = 2 * BLOCK + 4  # a row that no loop over blocks takes in fewer than three steps
+WIDE = 2 * BLOCK + 4  # a row that takes any loop over blocks at least three steps
 FP16, BF16, FP32, FP64 = torch.float16, torch.bfloat16, torch.float32, torch.float64
 needs_gpu = pytest.mark.skipif(not HAS_GPU, reason="needs a GPU")
-one_at_a_time = pytest.mark.xdist_group("full size")  # what takes many GB: the workers share one GPU
+one_at_a_time = pytest.mark.xdist_group("full size")  # tests that take many GB: the workers share one GPU
 
 
 def full_size(test):
-    """As long as real ones: PyTorch's own functions take tens of GB there."""
+    """As long as real inputs: PyTorch's own functions take tens of GB for them."""
     return needs_gpu(one_at_a_time(test))
 
 
@@ -53,7 +53,7 @@ def seed():
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# What is tested: each function, the same from PyTorch's own operators, and inputs for it
+# What is tested: each function, the same in PyTorch's own operators, and its inputs
 
 
 def randn(*shape, dtype=FP32):
@@ -108,7 +108,7 @@ def cross_entropy_oracle(
 
 
 class Given:
-    """A projection whose weight need not be a parameter, made anew where the compiler looks: it knows no new module."""
+    """A projection whose weight need not be a parameter. Unlike a module, it can be created in compiled code."""
 
     def __init__(self, weight):
         self.weight = weight
@@ -155,7 +155,7 @@ def rope_of(n_head):
 
 
 def half_block_inputs(n, c, dtype, *shapes):
-    """x, residual and norm weight for n rows of c, and matrices that keep the size of what they multiply."""
+    """x, residual and norm weight for n rows of c, and matrices that preserve the size of what they multiply."""
     matrices = [randn(*shape, dtype=dtype) / shape[1] ** 0.5 for shape in shapes]
     return (randn(n, c, dtype=dtype), randn(n, c, dtype=dtype), 1 + randn(c, dtype=dtype), *matrices), ()
 
@@ -167,16 +167,16 @@ def loss_targets(rows, n_vocab):
 
 
 class Operation(NamedTuple):
-    function: partial  # even of no options: tests read its func, for the reference of that name, and its keywords
+    function: partial  # even without options: tests read its keywords and its func, to find the reference of that name
     oracle: Callable
     inputs: Callable | None = None  # (rows, width, dtype) -> differentiable tensors, constants
-    # The chunked loss rounds dlogits, their product with the head, and that times the scale; dW only once. Roundings of
-    # few mantissas by one factor, and of many dlogits near the same -ε/V, do not average out: there it is 1.
+    # The chunked loss rounds dlogits, their product with the head, and that times the scale; dW only once. Rounding few
+    # mantissas by one factor, or many dlogits near the same -ε/V, does not average out: there it is 1.
     bias_of_dx: float = 0.25
 
 
 def documents(*rows, n_time):
-    """starts (B, T) of rows of documents, each given by its documents' first positions (0 goes without saying)."""
+    """starts (B, T) of rows of documents, each given by its documents' first positions (0 is implied)."""
     time = torch.arange(n_time, device=DEVICE)
     firsts = [torch.tensor([0, *row], device=DEVICE) for row in rows]
     return torch.stack([first[torch.searchsorted(first, time, right=True) - 1] for first in firsts])
@@ -275,7 +275,7 @@ def draw_upstream(outputs):
 
 
 def arguments_of(name, rows=6, width=20, dtype=FP32):
-    """What run takes: an operation's function, its inputs, constants, and gradients of its outputs."""
+    """The arguments of run: an operation's function, its inputs, constants, and gradients of its outputs."""
     function, oracle, make, _ = OPERATIONS[name]
     inputs, constants = make(rows, width, dtype)
     return function, inputs, constants, draw_upstream(as_tuple(oracle(*inputs, *constants)))
@@ -290,9 +290,9 @@ def relative_error(out, truth):
 
 
 def rounding(dtype):
-    """One unit of it. fp32 and fp64 are summed in themselves, where a few units depend on the order.
+    """One unit of rounding. fp32 and fp64 are summed in their own precision, where a few units depend on the order.
 
-    The interpreter cuts bf16 off where the hardware rounds.
+    The interpreter truncates bf16 where the hardware rounds.
     """
     return torch.finfo(dtype).eps * {FP16: 0.5, BF16: 0.5 if HAS_GPU else 1, FP32: 8, FP64: 32}[dtype]
 
@@ -305,7 +305,7 @@ def assert_close(what, out, truth, eager, bias_units=0.25):
     unit = rounding(out.dtype)
     difference = out.double() - truth
     numbers = f"{what}: max difference {difference.abs().max():.3e}, mean difference {difference.mean():.3e}"
-    if truth.abs().max() < 1e-200:  # LayerNorm over one column has no gradient; rounding is blown up by 1 / sqrt(EPS)
+    if truth.abs().max() < 1e-200:  # LayerNorm over one column has no gradient; 1 / sqrt(EPS) amplifies rounding
         assert difference.abs().max() <= unit / EPS**0.5, f"{numbers}, expected zeros"
         return
     error, limit = relative_error(out, truth), 1.2 * relative_error(eager, truth) + unit
@@ -371,7 +371,7 @@ print("trained")"""
 
 
 def in_another_process(code, **environment):
-    """What it printed; a crash there is a failure here."""
+    """Its output; a crash there fails here."""
     done = subprocess.run(
         [sys.executable, "-c", code],
         cwd=Path(__file__).parent, env=os.environ | environment, capture_output=True, text=True,
@@ -429,7 +429,7 @@ def reversed_dimensions(x):
 
 
 def shifted(x):
-    """Off the 16-byte boundaries that the copy engine wants."""
+    """Off the 16-byte boundaries that the copy engine needs."""
     return poisoned(x.numel() + 1, dtype=x.dtype)[1:].view(x.shape).copy_(x)
 
 
@@ -446,7 +446,7 @@ def test_strides_of_inputs_and_gradients_change_nothing(name, restride):
         [restride(t) if t.is_floating_point() else restride(t.double()).to(t.dtype) for t in constants],
         [restride(g) if g.ndim else g for g in upstream],
     )
-    # Natively, a strided row lies otherwise in registers: another order of the sum. Attention packs its inputs.
+    # Natively, a strided row is laid out otherwise in registers: its sum has another order. Attention packs its inputs.
     if name in MATMULS or (HAS_GPU and "attention" not in name):
         for a, b in zip(ours, packed, strict=True):
             torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5)
@@ -468,7 +468,7 @@ def test_inputs_of_stride_0(name):
     inputs, constants = OPERATIONS[name].inputs(6, 20, FP32)
     expanded = [x[:1].expand(x.shape) for x in inputs]
     if name == "linear_cross_entropy":
-        expanded[1] = inputs[1]  # equal weights of a head make gradients that cancel to nothing
+        expanded[1] = inputs[1]  # a head's equal weights make gradients that cancel to nothing
     assert_matches_float64(OPERATIONS[name], expanded, constants)
 
 
@@ -517,12 +517,12 @@ def test_leading_dimensions_come_back(name):
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# What autograd and the machine may ask
+# What autograd and the machine may require
 
 
 @each_operation
 def test_nothing_is_written_outside_the_results(name, monkeypatch):
-    """A guard stands behind every buffer that is allocated."""
+    """Places a guard behind every allocated buffer."""
     empty, guards, arguments = torch.empty, [], arguments_of(name, 37 if "attention" in name else 5, 70)
 
     def guarded_empty(*shape, dtype=FP32, device=None):

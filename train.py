@@ -1,11 +1,11 @@
 """Trains a Llama 3. Read it from top to bottom: settings, setup, data, model, optimizer, start, step, loop, end.
 
 Any machine:        python train.py config/baby_llama.py
-One GPU:            python train.py config/llama32_1b.py      # of 40 GB; for others README.md has a table
+One GPU:            python train.py config/llama32_1b.py      # of 40 GB; README.md has a table for others
 Several GPUs:       torchrun --standalone --nproc_per_node=4 train.py config/llama32_1b.py
 
-Run the same command again to resume from the newest checkpoint in out_dir. Any setting below is a flag
-(--batch_size=32) and may stand in a config file; --help lists them all.
+Run the same command again to resume from the newest checkpoint in out_dir. Every setting below is a flag
+(--batch_size=32) and can be set in a config file; --help lists them all.
 """
 
 import functools
@@ -54,12 +54,12 @@ out_dir = "out"  # checkpoints, metrics.jsonl and summary.json
 init_from = "auto"  # auto: resume if out_dir has a checkpoint, else scratch; resume; scratch; or a folder of weights
 eval_interval = 1000  # steps between evaluations; each is followed by a checkpoint
 eval_first = False  # evaluate before the first step, too
-eval_only = False  # evaluate what the run would start from, and end
+eval_only = False  # evaluate the weights that the run would start from, then exit
 eval_iters = 100  # batches per evaluation: always the same ones, spread evenly over the validation tokens
 log_interval = 10  # steps between log lines
 keep_last = 2  # checkpoints kept; 0: none are written
-async_save = True  # write checkpoints while training goes on: 12 bytes of CPU memory per trained parameter, 6 in 8 bits
-profile = False  # write a trace of three steps and of what was in memory to out_dir/profile
+async_save = True  # write checkpoints while training runs: 12 bytes of CPU memory per trained parameter, 6 in 8 bits
+profile = False  # write a trace of three steps and a memory snapshot to out_dir/profile
 
 # wandb logging
 wandb_log = False  # also log to Weights & Biases; WANDB_MODE=offline needs no account
@@ -67,13 +67,13 @@ wandb_project = "nanocria"
 wandb_run_name = "llama"
 
 # data
-dataset = "pystdlib"  # a folder under data/, or the path of another, made by a prepare.py
+dataset = "pystdlib"  # a folder made by a prepare.py: its name under data/, or its path
 batch_size = 8  # sequences per micro-batch, on each rank
 block_size = 1024  # tokens per sequence
-gradient_accumulation_steps = 1  # micro-batches per step, over all ranks: a multiple of the number of ranks
+gradient_accumulation_steps = 1  # micro-batches per step, over all ranks: must be a multiple of the number of ranks
 mask_documents = False  # tokens attend only within their own document
 
-# model (Llama 3.2 1B; where weights are read, what neither a config file nor a flag names is theirs)
+# model (Llama 3.2 1B; loaded weights set what no config file or flag names)
 n_layer = 16
 n_head = 32  # query heads
 n_kv_head = 8  # key/value heads: each serves n_head / n_kv_head query heads
@@ -81,7 +81,7 @@ n_embd = 2048
 ffn_dim = 8192  # width of the gated MLP
 vocab_size: int | None = None  # none: the dataset's
 rope_theta = 500000.0
-rope_scaling: dict | None = None  # 3.1 and 3.2: see config/llama32_1b.py
+rope_scaling: dict | None = None  # for 3.1 and 3.2: see config/llama32_1b.py
 norm_eps = 1e-5
 tie_embeddings = True  # the output head shares the embedding's weights
 fused_kernels = True  # false: RMSNorm, RoPE and SwiGLU in plain PyTorch
@@ -89,57 +89,57 @@ fused_loss = True  # false: all logits in memory at once
 attention: Literal["auto", "sdpa", "triton"] = "auto"  # auto: the faster one; triton: ours; sdpa: PyTorch's
 
 # optimizer
-optimizer: Literal["adamw", "muon", "normuon", "galore", "apollo"] = "adamw"  # of blocks' matrices; all else: AdamW
-galore_rank = 128  # of galore and apollo: columns of the projected gradients
-galore_interval = 200  # of both: steps between two projections
-galore_scale = 1.0  # factor of galore's step; 1: as long as AdamW's
+optimizer: Literal["adamw", "muon", "normuon", "galore", "apollo"] = "adamw"  # for blocks' matrices; the rest: AdamW
+galore_rank = 128  # galore and apollo: columns of the projected gradients
+galore_interval = 200  # galore and apollo: steps between two projections
+galore_scale = 1.0  # galore: factor of its step; 1: as long as AdamW's
 learning_rate = 3e-4  # the peak, after the warm-up
 max_iters = 10000  # steps of the whole run
 warmup_iters = 100  # steps of linear warm-up
-lr_schedule: Literal["cosine", "wsd"] = "cosine"  # wsd: constant, then linear to min_lr in the last cooldown_iters
-lr_decay_iters: int | None = None  # where the cosine ends; none: max_iters
-cooldown_iters = 0  # steps of wsd's decay, the last of max_iters
+lr_schedule: Literal["cosine", "wsd"] = "cosine"  # wsd: constant, then linear to min_lr over the last cooldown_iters
+lr_decay_iters: int | None = None  # step at which the cosine ends; none: max_iters
+cooldown_iters = 0  # steps of wsd's decay, which ends at max_iters
 min_lr: float | None = None  # the learning rate after the decay; none: learning_rate / 10
-weight_decay = 0.1  # of matrices; norms are not decayed
+weight_decay = 0.1  # for matrices; norms are not decayed
 beta1 = 0.9
 beta2 = 0.95
-optimizer_bits: Literal[32, 8] = 32  # of AdamW's moments; 8: a quarter of their memory, a little coarser
-grad_clip = 1.0  # gradients are scaled down to this norm; 0: never
+optimizer_bits: Literal[32, 8] = 32  # for AdamW's moments; 8: a quarter of the memory, slightly coarser
+grad_clip = 1.0  # scale gradients down to this norm; 0: never
 
-# finetuning with LoRA: init_from names the weights, which stay as they are; a checkpoint holds the adapters alone
-lora_rank = 0  # of the adapters on all projections of the blocks; 0: train all weights
-lora_alpha = 32.0  # adapters count lora_alpha / lora_rank times
-base_dtype: Literal["bfloat16", "nf4"] = "bfloat16"  # frozen projections: in dtype, under fp8 in float8; nf4: QLoRA
+# finetuning with LoRA: init_from names the weights, which stay frozen; a checkpoint holds only the adapters
+lora_rank = 0  # rank of the adapters on all projections of the blocks; 0: train all weights
+lora_alpha = 32.0  # adapters are scaled by lora_alpha / lora_rank
+base_dtype: Literal["bfloat16", "nf4"] = "bfloat16"  # frozen projections: dtype, or float8 with fp8; nf4: QLoRA
 
 # system
-device: Literal["auto", "cuda", "cpu"] = "auto"  # auto: cuda where there is one
-dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"  # of compute; auto: bfloat16, on a CPU float32
-fp8 = False  # the blocks' matmuls in float8, all but weight gradients': faster, coarser (RTX 40, L4, H100 or newer)
+device: Literal["auto", "cuda", "cpu"] = "auto"  # auto: cuda if available
+dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"  # of compute; auto: bfloat16, or float32 on a CPU
+fp8 = False  # float8 for the blocks' matmuls, except weight gradients: faster, coarser (RTX 40, L4, H100 or newer)
 activation_checkpointing: Literal["none", "selective", "full"] = "none"  # recompute nothing; gate and up; whole blocks
 offload: Literal["none", "optimizer", "all"] = "none"  # optimizer: AdamW and gradients in CPU memory; all: weights too
-offload_dir: str | None = None  # a folder on an NVMe drive: AdamW's state is there instead of in CPU memory
-offload_activations = False  # keep in CPU memory what selective or full checkpointing keeps of each block
-mlp_chunks: int | None = None  # slices of a recomputed MLP; none: 1, in full checkpointing tokens/max(16384, 4 n_embd)
-compile = False  # torch.compile the blocks: a minute at the start
+offload_dir: str | None = None  # keep AdamW's state in this folder on an NVMe drive instead of in CPU memory
+offload_activations = False  # move to CPU memory what selective or full checkpointing keeps of each block
+mlp_chunks: int | None = None  # slices of a recomputed MLP; none: 1, full checkpointing: tokens/max(16384, 4 n_embd)
+compile = False  # torch.compile the blocks: takes a minute at the start
 cuda_graph = False  # replay forward-backward and update as CUDA graphs, on one GPU: speeds up launch-bound small models
-seed = 1337  # of the weights and of the order of the data
+seed = 1337  # for the initial weights and the order of the data
 
 # several GPUs
-sharding: Literal["zero3", "zero2", "hybrid"] = "zero3"  # zero2: blocks stay gathered; hybrid: a copy on each machine
+sharding: Literal["zero3", "zero2", "hybrid"] = "zero3"  # zero2: blocks stay gathered; hybrid: one copy per machine
 sync_every_micro_batch = True  # false: reduce gradients once per step, with all of them in float32 on every rank
-copy_engines: bool | None = None  # communicate by copy engine instead of NCCL; none: where the GPUs can
-timeout = 600.0  # seconds without progress after which the waiting ranks say which one they wait for and end the run
+copy_engines: bool | None = None  # communicate by copy engine instead of NCCL; none: if the GPUs support it
+timeout = 600.0  # seconds without progress before the waiting ranks report which one they wait for and end the run
 # ----------------------------------------------------------------------------------------------------------------------
 settings, named = configure(globals(), sys.argv[1:])
 
 # ----------------------------------------------------------------------------------------------------------------------
-# Setup: one process for each GPU, rank `rank` of `world_size`. Without torchrun: rank 0 of 1.
-shutdown = ShutdownHandler()  # Ctrl-C ends the run at once, until shutdown.listen() below
+# Setup: one process per GPU, rank `rank` of `world_size`. Without torchrun: rank 0 of 1.
+shutdown = ShutdownHandler()  # until shutdown.listen() below, Ctrl-C ends the run at once
 device = pick_device(device)
 dtype = pick_dtype(dtype, device)
 cuda_graph = cuda_graph and device != "cpu"
 check_settings(globals(), world_size)
-torch.set_float32_matmul_precision("high")  # TF32 for what is float32
+torch.set_float32_matmul_precision("high")  # TF32 for float32 matmuls
 
 micro_steps = gradient_accumulation_steps // world_size  # on this rank
 sync_every_micro_batch = sync_every_micro_batch or world_size == 1
@@ -154,18 +154,18 @@ require_same_on_all_ranks({name: value for name, value in settings.items() if no
 out_dir = os.path.expanduser(out_dir)  # a shell does not expand the ~ of --out_dir=~/runs
 lock_file = run_folder.claim(out_dir)
 start = find_start(out_dir, init_from)  # a checkpoint, a folder of published weights, or None
-from_weights = model_settings(start, init_from, named)  # settings of the model that the user has not named
+from_weights = model_settings(start, init_from, named)  # model settings that the user has not named
 globals().update(from_weights)
 settings |= from_weights
-check_settings(globals(), world_size)  # again, with that model
-shard_ranks = local_world_size if sharding == "hybrid" else world_size  # that share one copy of the model
+check_settings(globals(), world_size)  # again, with that model's settings
+shard_ranks = local_world_size if sharding == "hybrid" else world_size  # ranks that share one copy of the model
 mesh = distributed.device_mesh(device, sharding == "hybrid", timeout) if world_size > 1 else None
 copy_engines = pick_copy_engines(copy_engines, device, mesh and mesh["shard"].get_group(), offload)
 
 # ----------------------------------------------------------------------------------------------------------------------
 # Data: sequence i of the run is a function of (seed, i) alone. So a step's batch is the same for any number of ranks
-# and micro-batches, and a resumed run needs no loader state but the number of sequences read.
-with stop_on_error():  # an OSError or ValueError ends the run with its sentence
+# and micro-batches, and the only loader state a resumed run needs is the number of sequences read.
+with stop_on_error():  # an OSError or ValueError ends the run with its message
     train_data, val_data = watchdog.on_all_ranks(
         "opening the dataset", lambda: open_dataset(dataset, block_size, seed, vocab_size, mask_documents)
     )
@@ -180,13 +180,13 @@ def to_device(blocks: torch.Tensor) -> tuple[torch.Tensor, ...]:
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# Model: shapes on no device, then what changes how they compute, then shards, then memory, then weights. Of several
-# ranks none builds or reads the whole model.
+# Model: shapes on the meta device, then how to compute them, then shards, then memory, then weights. With several
+# ranks, none ever builds or reads the whole model.
 watchdog.progress("building the model")
 with stop_on_error():
-    rule = rule_of(settings)  # what updates the weights: memory.py asks which states it has
+    rule = rule_of(settings)  # updates the weights; memory.py asks it for its states
     config = LlamaConfig(**{name: globals()[name] for name in LlamaConfig.__dataclass_fields__})
-    check_start(start, out_dir, config, settings, train_data.meta)  # before anything large is built
+    check_start(start, out_dir, config, settings, train_data.meta)  # before allocating anything large
     run_shape = RunShape(**{name: globals()[name] for name in RunShape.__dataclass_fields__})
     with torch.device("meta"):
         model = Llama(config).to(getattr(torch, dtype))
@@ -203,18 +203,18 @@ if compile:
     for layer in model.layers:
         layer.compile()
 if world_size > 1:
-    # Gradients are summed over the ranks in float32. The copy engines' kernel does that from bfloat16 ones.
+    # Gradients are summed over the ranks in float32. The copy engines' kernel does that from bfloat16 inputs.
     reduce_dtype = None if run_shape.copy_engines_reduce else torch.float32
-    policy = MixedPrecisionPolicy(reduce_dtype=reduce_dtype, cast_forward_inputs=False)  # which would round cos and sin
+    policy = MixedPrecisionPolicy(reduce_dtype=reduce_dtype, cast_forward_inputs=False)  # it would round cos and sin
     offload_policy = CPUOffloadPolicy(pin_memory=device != "cpu") if offload == "all" else OffloadPolicy()
     shard = functools.partial(fully_shard, mesh=mesh, mp_policy=policy, offload_policy=offload_policy)
-    for layer in model.layers:  # a block is gathered just before it computes; zero2 keeps it until its backward
+    for layer in model.layers:  # gather a block just before it computes; zero2 keeps it until its backward
         shard(layer, reshard_after_forward=sharding != "zero2")
     if not tie_embeddings:
         shard(model.tok_embeddings, reshard_after_forward=True)
         model.tok_embeddings.set_unshard_in_backward(False)  # backward does not read it
         shard([model.norm, model.lm_head], reshard_after_forward=False)  # reduced during the blocks' backward
-    shard(model, reshard_after_forward=False)  # what is left. A tied head is the embedding: needed first and last
+    shard(model, reshard_after_forward=False)  # the rest. A tied head is the embedding: needed first and last
     if run_shape.copy_engines_gather:
         use_copy_engines(model, mesh["shard"].get_group(), reduce=run_shape.copy_engines_reduce)
 model.to_empty(device="cpu" if offload == "all" else device)
@@ -222,7 +222,7 @@ model.init_weights(seed, device)
 
 # ----------------------------------------------------------------------------------------------------------------------
 # Optimizer: an update rule, and the place where its state and the float32 master weights live
-with stop_on_error():  # memory that cannot be pinned
+with stop_on_error():  # raises if memory cannot be pinned
     streamed = StreamedWeights(model, device) if offload == "all" and world_size == 1 else None  # FSDP moves its own
     place = OnGPU() if offload == "none" else OnDisk(state_file, streamed) if state_file else OnCPU(streamed)
     scaling = dtype == "float16"
@@ -245,7 +245,7 @@ log.header(model, run_shape, train_data, warmup_iters)
 facts = {"settings": settings, "dtype": dtype, "dataset": train_data.meta, "versions": log.versions}  # for run.json
 begun, documents = restore(start, out_dir, model, optimizer, facts, watchdog.progress)
 first_step = begun["step"]
-earlier_sequences = begun["sequences"] - first_step * sequences_per_step  # not 0 if some had another batch_size
+earlier_sequences = begun["sequences"] - first_step * sequences_per_step  # not 0 if batch_size has changed
 saver = Saver(out_dir, optimizer, config, documents, keep_last, async_save, cpu_bytes_to_come(config, run_shape))
 wandb_options = {"project": wandb_project, "name": wandb_run_name, "config": settings} if wandb_log else {}
 if not eval_only:
@@ -254,14 +254,14 @@ profiler = Profiler(out_dir, first_step, enabled=profile)
 
 # ----------------------------------------------------------------------------------------------------------------------
 # The step, and the evaluation
-step = first_step  # steps queued so far: all are done, except perhaps the last
+step = first_step  # steps queued so far: all but perhaps the last are done
 n_eval_blocks = min(eval_iters * batch_size, val_data.n_blocks)
 
 
 def read_step(step: int) -> list[tuple[torch.Tensor, ...]]:
-    """This rank's micro-batches of a step, whose sequences follow those of the step before. A few megabytes.
+    """This rank's micro-batches of a step, a few megabytes. Their sequences follow those of the step before.
 
-    Each begins with the weight of its mean loss: 1, or with conversations its number of targets over the average one's.
+    Each begins with the weight of its mean loss: 1, or for conversations its number of targets over the average.
     """
     first = earlier_sequences + step * sequences_per_step
     mine = range(rank, gradient_accumulation_steps, world_size)  # micro-batches
@@ -279,14 +279,14 @@ def forward_backward(weight: torch.Tensor, *batch: torch.Tensor) -> torch.Tensor
 
 
 update = optimizer.update  # clips, changes the weights and frees the gradients; returns their norm
-if cuda_graph:  # the first call of each runs as it is, the second is recorded, the later ones are replayed
+if cuda_graph:  # of each, the first call runs eagerly, the second is captured, later ones are replayed
     forward_backward, update = CUDAGraph(forward_backward), CUDAGraph(update)
 
 
 @torch.no_grad()
 def evaluate() -> float | None:
-    """The mean loss over n_eval_blocks validation blocks, always the same ones. None if it is interrupted."""
-    # The sum of the losses, the number of targets: in float32 they would depend on the number of ranks.
+    """The mean loss over n_eval_blocks validation blocks, always the same ones. None if interrupted."""
+    # The sum of the losses and the number of targets: in float32 they would depend on the number of ranks.
     total = torch.zeros(2, dtype=torch.float64, device=device)
     for first in range(0, n_eval_blocks, batch_size * world_size):
         watchdog.progress(f"step {step}: evaluation")
@@ -296,7 +296,7 @@ def evaluate() -> float | None:
             tokens, targets, *doc_starts = to_device(val_data.read(chosen))
         if shutdown.requested_anywhere(device):
             return None
-        # FSDP needs equally many forwards on all ranks: rows past the end are computed, but do not count.
+        # FSDP needs equally many forwards on all ranks: rows past the end are computed but not counted.
         surplus = torch.tensor([row >= n_eval_blocks for row in rows], device=device)
         targets = targets.masked_fill(surplus[:, None], -100)
         n_targets = (targets != -100).sum()
@@ -315,23 +315,23 @@ def read_ahead(step: int) -> None:
 
 
 def finish(step: int, numbers) -> bool:
-    """Waits for a step's numbers, of send_to_cpu, and logs them. Returns whether a rank wants to stop."""
+    """Waits for a step's numbers (from send_to_cpu) and logs them. Returns True if any rank wants to stop."""
     watchdog.progress(f"step {step}: waiting for the GPU")
     loss, stop_wanted, grad_norm, loss_scale = numbers()
     if not math.isfinite(grad_norm):
         watchdog.pause(f"step {step}: not finite")
-        on_not_finite(step, loss, grad_norm, loss_scale, saver)  # float16 goes on with a smaller scale
+        on_not_finite(step, loss, grad_norm, loss_scale, saver)  # float16 continues with a smaller scale
     log.step(step, loss, learning_rate_at(step - 1), grad_norm)
     return stop_wanted > 0
 
 
 # ----------------------------------------------------------------------------------------------------------------------
 # Loop: the CPU queues the first micro-batch of step t on the GPU, then waits for the numbers of step t - 1 and logs
-# them. So the GPU never waits for the CPU. A step that is not finite changes nothing, so it does no harm to learn of it
-# one step late.
+# them. So the GPU never waits for the CPU. A step that is not finite changes nothing, so learning of it one step late
+# does no harm.
 shutdown.listen()
 stopping, val_loss = False, None
-batches, unfinished = [], []  # micro-batches of the next two steps; a step's numbers, perhaps still on their way
+batches, unfinished = [], []  # micro-batches of the next two steps; a step's numbers, perhaps still in flight
 if eval_only or (eval_first and step == 0):
     with log.paused():
         print0(f"step {step:05d} | {log.evaluation(step, evaluate(), n_eval_blocks)}")
@@ -339,7 +339,7 @@ max_iters = step if eval_only else max_iters
 loss_scale = optimizer.loss_scale.scale if scaling else torch.zeros((), device=device)
 read_ahead(step)
 read_ahead(step + 1)
-if step < max_iters and not batches:  # the data cannot be read, or a signal has come
+if step < max_iters and not batches:  # the data cannot be read, or a signal has arrived
     distributed.leave(shutdown.exit_code)
 while step < max_iters and not stopping:
     optimizer.lr.fill_(learning_rate_at(step))
@@ -349,24 +349,24 @@ while step < max_iters and not stopping:
             model.set_requires_gradient_sync(i + 1 == micro_steps)
         watchdog.progress(f"step {step + 1}: forward and backward")
         loss += forward_backward(*batch)
-        if unfinished:  # the step before this one, counted already. Not later: a full queue of the GPU's makes us wait
+        if unfinished:  # the previous step, already counted. Not later: we would wait if the GPU's queue is full
             stopping |= finish(step, unfinished.pop())
-    read_ahead(step + 2)  # while the GPU computes. Two steps ahead, for ranks learn of an error one step late
+    read_ahead(step + 2)  # while the GPU computes. Two steps ahead, since ranks learn of an error one step late
     watchdog.progress(f"step {step + 1}: update")
-    saver.wait_for_copy()  # of the weights, by a save that runs beside the training
+    saver.wait_for_copy()  # of the weights, by a save in the background
     grad_norm = update()
     totals = torch.stack([loss, torch.full_like(loss, float(shutdown.requested))])
     if world_size > 1:
         dist.all_reduce(totals)
         totals /= world_size
-    # To log another number of the GPU's, a float32 scalar, add it to this stack, and in finish() pass it to log.step as
-    # name=number. Not of the weights: here they may be sharded, elsewhere, or being updated. Of the gradients: before
-    # update(), optimizer.place.gradients() holds this rank's rows by name, but not with cuda_graph.
+    # To log another number from the GPU, a float32 scalar, add it to this stack, and in finish() pass it to log.step as
+    # name=number. Do not read the weights: here they may be sharded, elsewhere, or being updated. For gradients, call
+    # optimizer.place.gradients() before update(): it has this rank's rows by name, but not with cuda_graph.
     unfinished.append(send_to_cpu(torch.stack([*totals, grad_norm.to(device), loss_scale.to(device)])))
     step += 1
 
     evaluates = step % eval_interval == 0 or step == max_iters
-    # Wait for this step before queueing the next? Also for the first: its time, with compiling, is not the second's.
+    # True if the next step must wait for this one. The first, too: its time to compile must not count for the second.
     in_turn = evaluates or device == "cpu" or step == first_step + 1 or profiler.at_edge(step)
     if in_turn or stopping:
         stopping |= finish(step, unfinished.pop())
@@ -376,7 +376,7 @@ while step < max_iters and not stopping:
         with log.paused():
             val_loss = None if stopping else evaluate()
             result = log.evaluation(step, val_loss, n_eval_blocks)
-            stopping = shutdown.requested_anywhere(device) or stopping  # it says why
+            stopping = shutdown.requested_anywhere(device) or stopping  # in this order: the call prints why
             watchdog.pause(f"step {step}: saving")  # a disk may take longer than a step
             run = facts | {"val_loss": val_loss, "sequences": earlier_sequences + step * sequences_per_step}
             kept = saver.save(step, run, wait=stopping or step == max_iters)

@@ -1,7 +1,7 @@
-"""The kernels, one operation a file. Each file reads from the formula down to the function that is exported here.
+"""The kernels, one operation per file. Each file reads from the formula down to the function exported here.
 
-They have one derivative, by backward(). For others, and for torch.func, there is kernels.reference: the same functions
-in plain PyTorch.
+They support one derivative, by backward(). For higher ones and torch.func, use kernels.reference: the same functions in
+plain PyTorch.
 """
 
 from .adamw import adamw

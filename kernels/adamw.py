@@ -1,26 +1,26 @@
-"""AdamW, whose bfloat16 parameters are the upper halves of float32 master weights.
+"""AdamW with bfloat16 parameters that are the upper halves of float32 master weights.
 
     g = scale · grad      m = β₁ m + (1 − β₁) g      v = β₂ v + (1 − β₂) g²
     w = w − lr · (λ w + (m / (1 − β₁ᵗ)) / (√(v / (1 − β₂ᵗ)) + ε))        parameter = w, rounded
 
-A step moves a weight by about lr, often less than half a unit of bf16 at the weight's size: a bf16 weight would not
-move at all. So w, m and v are fp32, and the parameter that the matmuls read is w rounded at the end of each step. Then
-nothing has to be cast in forward, gradients arrive in bf16, and a step reads and writes each number once.
+A step moves a weight by about lr, often less than half a bf16 ulp of the weight: a bf16 weight would not move at all.
+So w, m and v are fp32, and the parameter that the matmuls read is w rounded at the end of each step. Forward then casts
+nothing, gradients arrive in bf16, and a step reads and writes each number once.
 
-A bf16 is the upper half of a float32. So w need not lie beside it whole: as integers, of the bits,
+A bf16 is the upper half of a float32, so w need not be stored whole beside it. With the bits read as integers,
 
     w = 65,536 · parameter + low        −32,768 ≤ low < 32,768
 
-with low, an int16, negative where the parameter was rounded up (to the nearest; from the middle, away from zero). That
-is all of w in 4 bytes a parameter instead of 6, and no bit is lost. Only for a NaN the upper half is not computed but
-set to a NaN's: rounding it could carry into a number.
+where low is an int16, negative if the parameter was rounded up (to nearest, ties away from zero). This keeps all of w
+in 4 bytes per parameter instead of 6, without losing a bit. Only for a NaN is the upper half not computed but set to a
+NaN's: rounding could carry it into a number.
 
-Bytes for n parameters in bf16: 26n (read parameter, low, m, v: 12; grad: 2; write what was read but grad: 12).
+Bytes for n parameters in bf16: 26n (read parameter, low, m, v: 12; grad: 2; write all but grad: 12).
 On one H200, where a copy of as many bytes is 100%: forward 97-99%.
 
-What changes with the step arrives in one fp32 tensor, step_scalars: the scale of the gradients (NaN or inf: leave all
-as it is), the learning rate, 1 / (1 − β₁ᵗ) and 1 / √(1 − β₂ᵗ). So a captured CUDA graph replays with new ones, and a
-clipping factor that the GPU has just computed need not visit the CPU.
+What changes from step to step arrives in one fp32 tensor, step_scalars: the gradients' scale (NaN or inf: change
+nothing), the learning rate, 1 / (1 − β₁ᵗ) and 1 / √(1 − β₂ᵗ). So a captured CUDA graph replays with new values, and a
+clipping factor computed on the GPU need not go through the CPU.
 
 Loshchilov and Hutter, Decoupled Weight Decay Regularization, 2019. https://arxiv.org/abs/1711.05101
 """
@@ -65,7 +65,7 @@ def adamw_reference(parameter, grad, w, m, v, step_scalars, beta1, beta2, eps, w
 
 @triton.jit
 def load_master(parameter_ptr, w_ptr, i, mask, HALVES: tl.constexpr):
-    """w in fp32: from its halves, both int16, or as it lies there."""
+    """w in fp32: joined from its halves, both int16, or loaded as it is."""
     if HALVES:
         high = tl.load(parameter_ptr + i, mask=mask, other=0).to(tl.int32)
         low = tl.load(w_ptr + i, mask=mask, other=0).to(tl.int32)
@@ -76,7 +76,7 @@ def load_master(parameter_ptr, w_ptr, i, mask, HALVES: tl.constexpr):
 
 @triton.jit
 def store_master(w, parameter_ptr, w_ptr, i, mask, HALVES: tl.constexpr, APART: tl.constexpr):
-    """Stores w as load_master reads it; where w lies APART from the parameter, that too, rounded."""
+    """Stores w as load_master reads it; if the parameter is a tensor APART from w, also that, rounded."""
     if HALVES:
         bits = w.to(tl.int32, bitcast=True)
         high = tl.where(w == w, (bits + 0x8000) >> 16, 0x7FFF)
@@ -99,7 +99,7 @@ def _adamw_kernel(
     m_correction = tl.load(step_scalars_ptr + 2)
     sqrt_v_correction = tl.load(step_scalars_ptr + 3)
     i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    mask = i < tl.where(tl.abs(scale) < float("inf"), n, 0)  # not less: NaN too
+    mask = i < tl.where(tl.abs(scale) < float("inf"), n, 0)  # NaN is not less either
     g = tl.load(grad_ptr + i, mask=mask, other=0.0).to(tl.float32) * scale
     m = tl.load(m_ptr + i, mask=mask, other=0.0)
     v = tl.load(v_ptr + i, mask=mask, other=0.0)
@@ -142,8 +142,8 @@ def adamw(
     """One step of AdamW in place, on one parameter (Loshchilov and Hutter, 2019).
 
     parameter and grad: one shape, any floating dtypes. m and v: fp32 of that shape. w: the fp32 master weights, which
-    may be parameter itself; or, where parameter is bf16, their lower halves, int16. All contiguous. step_scalars: fp32
-    (4,), as above; where its scale is not finite, nothing changes. ValueError where a tensor does not fit.
+    may be parameter itself; or, if parameter is bf16, their lower halves, int16. All contiguous. step_scalars: fp32
+    (4,), as above; if its scale is not finite, nothing changes. ValueError if a tensor does not fit.
     """
     halves = w.dtype == torch.int16 and parameter.dtype == torch.bfloat16
     _must_fit(parameter, grad, w, m, v, halves)
@@ -159,7 +159,7 @@ def adamw(
     )  # fmt: skip
 
 
-CPU_PIECE = 2**18  # elements at a time, by PyTorch without adamw.c; best of 2^14..2^22 on 2 cores
+CPU_PIECE = 2**18  # elements at a time in PyTorch, without adamw.c; best of 2^14..2^22 on 2 cores
 C_NAMES = {torch.bfloat16: "bfloat16", torch.float32: "float"}
 
 
@@ -181,11 +181,11 @@ def adamw_on_cpu(
     """The same step on the CPU with all threads, by adamw.c if it could be built: one pass over the five tensors.
 
     Tensors as for adamw, on the CPU, w always fp32; parameter may be grad itself, which is read before it is written.
-    t: the number of this update, from 1. The caller leaves out an update whose scale is not finite.
+    t: the number of this update, from 1. The caller skips updates whose scale is not finite.
     """
     tensors = parameter, grad, w, m, v
     _must_fit(*tensors, halves=False)
-    if parameter.dtype == torch.float16:  # not every C compiler knows it. Of a piece the master is its own parameter
+    if parameter.dtype == torch.float16:  # not every C compiler knows it. A piece of the master is its own parameter
         for half, g, *state in zip(*(x.view(-1).split(CPU_PIECE) for x in tensors), strict=True):
             adamw_on_cpu(state[0], g.float(), *state, scale, lr, t, beta1, beta2, eps, weight_decay)
             half.copy_(state[0])

@@ -4,21 +4,21 @@
     m = β₁ m + (1 − β₁) g      v = β₂ v + (1 − β₂) g²      w = w − lr · (λ w + m̂ / (√v̂ + ε))      as in adamw.py
     codes, absmax of m, v = quantised again, after w has moved by the exact ones
 
-So the state of a bf16 parameter is the lower half of its w and two codes, 4.03 bytes instead of 10 (adamw.py has the
-halves, and the step scalars). Nothing is kept in fp32 between steps, and one program does all of it: it holds whole
+So the state of a bf16 parameter is the lower half of its w and two codes, 4.03 bytes instead of 10 (adamw.py explains
+the halves and the step scalars). Nothing stays in fp32 between steps, and one kernel does it all: a program holds whole
 blocks, so it finds their new absmax in its registers.
 
-A v above 0 never takes the code of 0, but at least the smallest above it. The paper's rounds to the nearest. There a v
-of 10⁻⁷ of its block's largest becomes 0, its m survives, and the next small gradient moves w by m̂ / ε: on a noisy
-quadratic whose curvatures span four decades, by thousands of lr in a single step, where this one stays below 3 (Li et
-al., Memory Efficient Optimizers with 4-bit States, 2023, remove zero from the map for the same reason). A v that is too
-large only makes a step too short.
+A v above 0 never gets the code of 0, but at least the next one. The paper rounds to nearest: a v of 10⁻⁷ of its block's
+largest becomes 0, its m survives, and the next small gradient moves w by m̂ / ε. On a noisy quadratic whose curvatures
+span four decades, that is thousands of lr in a single step; here it stays below 3 (Li et al., Memory Efficient
+Optimizers with 4-bit States, 2023, remove zero from the map for the same reason). A v that is too large only makes a
+step too short.
 
-Every operation up to the codes is rounded as PyTorch rounds it (no fused multiply-add, 1 / absmax to the nearest): the
-kernel, adamw8bit.c and the reference arrive at the same codes bit for bit.
+Every operation up to the codes is rounded as PyTorch rounds it (no fused multiply-add, 1 / absmax to nearest), so the
+kernel, adamw8bit.c and the reference produce the same codes bit for bit.
 
-Bytes for n parameters in bf16: 14n (read parameter, low, m, v: 6; grad: 2; write what was read but grad: 6), and 16 for
-each block. That is 0.54 of adamw's 26n. On one H200, where a copy of as many bytes is 100%: forward 59-61%.
+Bytes for n parameters in bf16: 14n (read parameter, low, m, v: 6; grad: 2; write all but grad: 6), plus 16 per block.
+That is 0.54 of adamw's 26n. On one H200, where a copy of as many bytes is 100%: forward 59-61%.
 
 Dettmers et al., 8-bit Optimizers via Block-wise Quantization, 2021. https://arxiv.org/abs/2110.02861
 """
@@ -77,7 +77,7 @@ def _adamw8bit_kernel(
     lr = tl.load(step_scalars_ptr + 1)
     m_correction = tl.load(step_scalars_ptr + 2)
     sqrt_v_correction = tl.load(step_scalars_ptr + 3)
-    end = tl.where(tl.abs(scale) < float("inf"), n, 0)  # not less: NaN too
+    end = tl.where(tl.abs(scale) < float("inf"), n, 0)  # NaN is not less either
     block = tl.program_id(0).to(tl.int64) * BLOCKS + tl.arange(0, BLOCKS)
     i = block[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]
     mask, block_mask = i < end, block * BLOCK < end
@@ -127,10 +127,10 @@ def adamw8bit(
 ) -> None:
     """One step of 8-bit AdamW in place, on one parameter (Dettmers et al., 2021).
 
-    parameter, grad and w: as for adamw; w is fp32, or, where parameter is bf16, may be its lower halves, int16. m and
-    v: the moments' codes, uint8 of parameter's shape. m_absmax and v_absmax: fp32 (blocks,), one for each 256 elements
-    as they lie in memory, the last block maybe shorter. All zero before the first step. step_scalars: fp32 (4,), as in
-    adamw.py; where its scale is not finite, nothing changes. ValueError where a tensor does not fit.
+    parameter, grad and w: as for adamw; w is fp32, or, if parameter is bf16, may be its lower halves, int16. m and v:
+    the moments' codes, uint8 of parameter's shape. m_absmax and v_absmax: fp32 (blocks,), one for each 256 elements in
+    memory order; the last block may be shorter. All zero before the first step. step_scalars: fp32 (4,), as in
+    adamw.py; if its scale is not finite, nothing changes. ValueError if a tensor does not fit.
     """
     halves = w.dtype == torch.int16 and parameter.dtype == torch.bfloat16
     tensors = parameter, grad, w, m, v, m_absmax, v_absmax
@@ -138,18 +138,18 @@ def adamw8bit(
     must_fit(step_scalars=(step_scalars, (4,), torch.float32))
     if not use_triton(parameter):
         return adamw8bit_reference(*tensors, step_scalars, beta1, beta2, eps, weight_decay)
-    blocks = 4  # a warp for each: 8 elements a thread, 16 bytes at a time
+    blocks = 4  # one warp each: 8 elements per thread, 16 bytes at a time
     tables = *quantization_tables(True, parameter.device), *quantization_tables(False, parameter.device)
     _adamw8bit_kernel[(triton.cdiv(len(m_absmax), blocks),)](
         parameter.view(torch.int16) if halves else parameter, *tensors[1:], step_scalars, *tables, parameter.numel(),
         BETA1=beta1, BETA2=beta2, EPS=eps, WEIGHT_DECAY=weight_decay, HALVES=halves,
         APART=not halves and parameter.data_ptr() != w.data_ptr(), BLOCK=BLOCK, BLOCKS=blocks,
-        ZERO=127,  # m's code of 0, behind 127 negatives
+        ZERO=127,  # m's code of 0, after 127 negative values
         num_warps=4, enable_fp_fusion=False,
     )  # fmt: skip
 
 
-CPU_CHUNK = 2**20  # elements at a time, whole blocks of them
+CPU_CHUNK = 2**20  # elements at a time, in whole blocks
 
 
 @torch.no_grad()
@@ -172,7 +172,7 @@ def adamw8bit_on_cpu(
     """The same step on the CPU with all threads, by adamw8bit.c if it could be built, in one pass.
 
     Tensors as for adamw8bit, on the CPU, w always fp32; parameter may be grad itself, which is read before it is
-    written. t: the number of this update, from 1. The caller leaves out an update whose scale is not finite.
+    written. t: the number of this update, from 1. The caller skips updates whose scale is not finite.
     """
     tensors = parameter, grad, w, m, v, m_absmax, v_absmax
     _must_fit(*tensors, halves=False)

@@ -1,9 +1,9 @@
-"""A product of low rank added in place: what adapters add to y and dx that float8 matmuls wrote (fp8_lora_linear.py).
+"""Adds a low-rank product in place: the adapters' part of the y and dx that float8 matmuls wrote (fp8_lora_linear.py).
 
     y ← y + a bᵀ        of all columns of y, or of some of them
 
 torch.addmm does the same, but cuBLAS's kernels are made for long sums, and sums of 16 elements keep no large tile busy.
-A program here is one small tile of y, and many of them are on their way at once.
+Here a program is one small tile of y, and many are in flight at once.
 
 Bytes for y (N, O) of 2-byte elements: 4NO (read and write y).
 
@@ -46,8 +46,8 @@ def _add_low_rank_kernel(
 def add_low_rank(y: torch.Tensor, a: torch.Tensor, b: torch.Tensor, first: int = 0) -> torch.Tensor:
     """y (N, C) += a (N, R) b (O, R)ᵀ in its columns first .. first + O, in place; summed in fp32, rounded once.
 
-    All of one dtype, bf16, fp16 or fp32, and of any strides. Not the columns as a view: the compiler would copy that.
-    Returns y. ValueError where shapes or dtypes do not fit, and where one requires a gradient.
+    All of one dtype, bf16, fp16 or fp32, and of any strides. `first` instead of a view of the columns: the compiler
+    would copy that. Returns y. ValueError if shapes or dtypes do not fit, or if one requires a gradient.
     """
     fits = len(y) == len(a) and first + len(b) <= y.shape[1] and a.shape[1] == b.shape[1]
     if not fits or not y.dtype == a.dtype == b.dtype:

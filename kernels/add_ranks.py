@@ -1,12 +1,12 @@
-"""The sum of what the ranks contribute to a gradient, rounded once.
+"""The sum of the ranks' contributions to a gradient, rounded once.
 
     out = scale · (own + Σ_r received[r])
 
 Each rank owns a part of every gradient and has pulled the others' shares of it (runtime/copy_engines.py). They are
-bfloat16, for that is what a rank computed. Added in pairs they would be rounded again and again; here they are added in
-fp32, and rounded once.
+bfloat16, as computed. Adding them in pairs would round again and again; here they are added in fp32 and rounded once.
 
-Bytes for n elements and P ranks in bf16: 2n (P + 1). Any fixed order of addition will do: only one rank computes it.
+Bytes for n elements and P ranks in bf16: 2n (P + 1). Any fixed order of addition will do, since only one rank computes
+it.
 """
 
 import torch
@@ -30,7 +30,7 @@ def _add_ranks_kernel(own_ptr, received_ptr, out_ptr, n, scale, OTHERS: tl.const
 
 @torch.no_grad()
 def add_ranks(own: torch.Tensor, received: torch.Tensor, scale: float, out: torch.Tensor) -> None:
-    """out (n,) = scale * (own (n,) + the rows of received (ranks - 1, n)), in place; ValueError where one does not fit.
+    """out (n,) = scale * (own (n,) + the rows of received (ranks - 1, n)), in place; ValueError if one does not fit.
 
     Any floating dtypes up to float32, all contiguous. scale: 1 / ranks for their mean.
     """

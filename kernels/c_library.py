@@ -1,4 +1,4 @@
-"""Builds the C files of this folder, for the CPU they run on."""
+"""Builds the C files of this folder for the CPU that they run on."""
 
 import ctypes
 import functools
@@ -10,11 +10,11 @@ import sys
 import tempfile
 from pathlib import Path
 
-not_used = set()  # files that another rank could not build: all ranks must round alike
+not_used = set()  # files that some rank could not build: all ranks must round alike
 
 
 def c_library(name: str) -> ctypes.CDLL | None:
-    """The file of that name, built by the C compiler that Triton needs too; None, with a message, if that fails."""
+    """The C file of that name, built by the compiler that Triton also needs; None, with a message, if that fails."""
     return None if name in not_used else build(name)
 
 
@@ -22,7 +22,7 @@ def c_library(name: str) -> ctypes.CDLL | None:
 def build(name: str) -> ctypes.CDLL | None:
     found = filter(shutil.which, ("cc", "gcc", "clang"))
     compiler = shlex.split(os.environ.get("CC", "")) or [next(found, "no C compiler")]
-    # Not contracted into fused multiply-adds, which PyTorch does not use, and of which compilers choose different ones.
+    # No fused multiply-adds: PyTorch uses none, and compilers fuse different ones.
     flags = ["-O3", "-march=native", "-ffp-contract=off", "-fno-math-errno", "-fopenmp", "-shared", "-fPIC"]
     try:
         with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:

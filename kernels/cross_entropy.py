@@ -3,17 +3,16 @@
     forward    lse = log Σ_j exp(x_j)        loss = lse − (1 − ε)·x_target − ε·mean(x) + z·lse²
     backward   dx_j = exp(x_j − lse)·(1 + 2z·lse) − (1 − ε)·[j = target] − ε/V        times the gradient of the loss
 
-The softmax is never stored: two fp32 numbers a row, its maximum and Σ exp(x − maximum), give it back. The gradient of
-a mean or a sum is computed along with the loss, while the row that was just read is still in the L2 cache; backward
-finds it ready, unless the loss was multiplied by something on the way: then backward computes it from the logits once
-more.
+The softmax is never stored: two fp32 numbers per row, its maximum and Σ exp(x − maximum), reproduce it. The gradient of
+a mean or a sum is computed along with the loss, while the row that was just read is still in the L2 cache. Backward
+returns it, unless the loss was multiplied by something on the way: then backward computes it from the logits again.
 
 Bytes for N rows of V 2-byte logits: the loss alone 2NV (one read), with the gradient 4NV (one read, one write).
 On one H200, where a copy of as many bytes is 100%: the loss alone 82-95%, with the gradient 72-76%.
 
 How a row is read: each thread takes 8 neighbouring logits (16 bytes) at a time and keeps a maximum and a sum of its
-own, rescaled whenever its maximum grows (Milakov and Gimelshein, Online normalizer calculation for softmax, 2018).
-Threads wait for each other once a row, when these are merged.
+own, rescaled whenever the maximum grows (Milakov and Gimelshein, Online normalizer calculation for softmax, 2018).
+Threads synchronise once per row, when these are merged.
 
 A row whose target is ignore_index is not read. A target outside [0, V) is a bug in the data: its row touches no memory
 outside itself, and its loss and gradient are NaN, so that no training run can miss it.
@@ -25,9 +24,9 @@ import torch
 
 from .launch import as_rows, compute_dtype, refuse_double_backward, tl, triton, use_triton
 
-# Warps a program, measured on one H200 at V = 32,000 to 163,840 in bf16. The loss alone is read at the rate of a copy
-# with 4 to 16. With the gradient, a long row wants 32: two rows a multiprocessor, of which much survives in the L2
-# cache until it is read again. Of rows below 65,536 four survive: 16.
+# Warps per program, measured on one H200 at V = 32,000 to 163,840 in bf16. With 4 to 16, the loss alone is read at the
+# rate of a copy. With the gradient, a long row needs 32: of two rows per multiprocessor, much survives in the L2 cache
+# until it is read again. Of rows below 65,536 four survive: 16.
 LOSS_WARPS, GRADIENT_WARPS = 8, 32
 LOG2_E, LN_2 = tl.constexpr(1.4426950408889634), tl.constexpr(0.6931471805599453)
 
@@ -51,33 +50,33 @@ def cross_entropy_reference(
 
 
 def reduce_loss(losses, targets, ignore_index, reduction):
-    """Losses of rows (ignored rows are zeros already) to what the caller asked for; the mean of no rows is 0."""
+    """Reduces the losses of rows (ignored rows are already 0) as the caller asked; the mean of no rows is 0."""
     if reduction == "none":
         return losses
     return losses.sum() if reduction == "sum" else losses.sum() / n_live(targets, ignore_index)
 
 
 def n_live(targets, ignore_index):
-    """How many targets count, at least 1, as a tensor: asking for the number itself would wait for the GPU."""
+    """How many targets count, at least 1, as a tensor: reading the number itself would wait for the GPU."""
     return (targets != ignore_index).sum().clamp(min=1)
 
 
 @triton.jit
 def tile_of_row(THREADS: tl.constexpr, WIDTH: tl.constexpr):
-    """16 columns a thread, as (16/WIDTH, THREADS, WIDTH): a thread holds all of the first and the last dimension."""
+    """16 columns a thread, as (16/WIDTH, THREADS, WIDTH): a thread holds all of the first and last dimensions."""
     vectors = tl.arange(0, 16 // WIDTH)[:, None, None] * THREADS + tl.arange(0, THREADS)[None, :, None]
     return vectors * WIDTH + tl.arange(0, WIDTH)[None, None, :]
 
 
 @triton.jit
 def exp_beside(x, maximum):
-    """exp(x − maximum). The difference comes first: log₂e · x of a large x is rounded by more than 1."""
+    """exp(x − maximum). Subtracts first: log₂e · x of a large x is rounded by more than 1."""
     return tl.exp2((x - maximum) * LOG2_E)
 
 
 @triton.jit
 def zero_for_minus_inf(maximum):
-    """Where all logits so far are -inf there is no maximum to subtract."""
+    """If all logits so far are -inf, there is no maximum to subtract."""
     return tl.where(maximum == float("-inf"), 0.0, maximum)
 
 
@@ -86,19 +85,19 @@ def row_sums(
     row_ptr, col_stride, n_cols, n_readable,
     SUM: tl.constexpr, COMPUTE: tl.constexpr, PADDED: tl.constexpr, THREADS: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
-    """The row's maximum; Σ exp(x − maximum); and Σ x where SUM (label smoothing) needs it."""
+    """The row's maximum; Σ exp(x − maximum); and Σ x if SUM (label smoothing) needs it."""
     lane_maximum = tl.full((THREADS,), float("-inf"), COMPUTE)
     lane_sum = tl.zeros((THREADS,), COMPUTE)
     lane_x_sum = tl.zeros((THREADS,), COMPUTE)
     tile = tile_of_row(THREADS, WIDTH)
     for start in range(0, n_cols, 16 * THREADS):
         cols = start + tile
-        # Kept in the cache as long as may be: the gradient will read the row again, from its end.
+        # Kept in the cache as long as possible: the gradient reads the row again, from its end.
         x_ptrs = row_ptr + cols.to(tl.int64) * col_stride
         x = tl.load(x_ptrs, mask=cols < n_readable, other=float("-inf"), eviction_policy="evict_last").to(COMPUTE)
         if PADDED:
             x = tl.where(cols < n_cols, x, float("-inf"))
-        # tl.max passes over NaN: the sum does not.
+        # tl.max ignores NaN, the sum does not.
         new_maximum = tl.maximum(lane_maximum, tl.max(tl.max(x, axis=2), axis=0))
         maximum = zero_for_minus_inf(new_maximum)
         exp_x = exp_beside(x, maximum[None, :, None])
@@ -115,9 +114,9 @@ def store_row_gradient(
     row_ptr, col_stride, out_ptr, target, x_target, live, maximum, exp_sum, scale, n_cols, n_readable,
     SMOOTHING: tl.constexpr, Z_LOSS: tl.constexpr, THREADS: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
-    """The gradient of one row's loss, times scale, to out_ptr (contiguous; the row itself is allowed).
+    """Stores the gradient of one row's loss, times scale, to out_ptr (contiguous; may be the row itself).
 
-    From the end of the row to its start: what row_sums read last is what the cache still holds.
+    Goes from the end of the row to its start: the cache still holds what row_sums read last.
     """
     tile = tile_of_row(THREADS, WIDTH)
     n_tiles = tl.cdiv(n_cols, 16 * THREADS)
@@ -130,10 +129,10 @@ def store_row_gradient(
         x = tl.load(x_ptrs, mask=cols < n_readable, other=0.0, eviction_policy="evict_first").to(maximum.dtype)
         gradient = (exp_beside(x, maximum) * slope - offset).to(out_ptr.dtype.element_ty)
         tl.store(out_ptr + cols, gradient, mask=cols < n_readable, eviction_policy="evict_first")
-    for i in range(0, tl.where(live, 0, n_tiles)):  # an ignored row: zeros, whatever lies there
+    for i in range(0, tl.where(live, 0, n_tiles)):  # an ignored row: zeros, whatever it holds
         cols = i * 16 * THREADS + tile
         tl.store(out_ptr + cols, tl.zeros_like(cols).to(out_ptr.dtype.element_ty), mask=cols < n_readable)
-    # The target's own, once more: after every thread's stores.
+    # The target's element again, after all threads have stored.
     tl.debug_barrier()
     gradient = exp_beside(x_target, maximum) * slope - offset - (1 - SMOOTHING) * scale
     inside = live & (target >= 0) & (target < n_cols)
@@ -147,9 +146,9 @@ def _loss_kernel(
     GRADIENT: tl.constexpr, SMOOTHING: tl.constexpr, Z_LOSS: tl.constexpr,
     PADDED: tl.constexpr, THREADS: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
-    """One program, one row: its loss, maximum and sum, and where GRADIENT its gradient times *scale_ptr.
+    """One program, one row: its loss, maximum and sum, and if GRADIENT its gradient times *scale_ptr.
 
-    n_readable: n_cols, or where rows are padded their padded length, a multiple of 16, so that only whole vectors move.
+    n_readable: n_cols, or if rows are padded their padded length, a multiple of 16, so that only whole vectors move.
     The gradient may be written over the logits; their padding is then overwritten too.
     """
     COMPUTE: tl.constexpr = loss_ptr.dtype.element_ty
@@ -187,7 +186,7 @@ def _gradient_kernel(
     maximum_ptr, exp_sum_ptr, dlogits_ptr, n_cols, ignore_index,
     SMOOTHING: tl.constexpr, Z_LOSS: tl.constexpr, THREADS: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
-    """One program, one row: its gradient times dloss. Forward may have left it, times *done_ptr: if equal, it stays."""
+    """One program, one row: its gradient times dloss. Nothing to do if forward left it with that factor, *done_ptr."""
     row = tl.program_id(0).to(tl.int64)
     row_ptr = logits_ptr + row * logits_row_stride
     target = tl.load(targets_ptr + row * targets_stride)
@@ -206,15 +205,15 @@ def _gradient_kernel(
 def launch_constants(logits, n_readable, warps):
     warps = min(warps, 16) if n_readable < 65536 else warps
     warps = max(1, min(warps, triton.next_power_of_2(n_readable) // 512))
-    # Rows that start anywhere cannot be read 8 at a time: there neighbouring threads read neighbours instead.
+    # Unaligned rows cannot be read 8 elements at a time: there neighbouring threads read neighbouring elements.
     width = 8 if logits.stride(0) % 8 == 0 and n_readable % 8 == 0 else 1
-    # 32 registers a thread let two programs of 32 warps share a multiprocessor.
+    # 32 registers per thread let two programs of 32 warps share a multiprocessor.
     return {"THREADS": 32 * warps, "WIDTH": width, "num_warps": warps} | ({"maxnreg": 32} if warps == 32 else {})
 
 
 def losses_of_rows(logits, targets, options, scale=None, out=None, padded=False, losses=None):
-    """Losses (N,) of logits (N, V), and each row's maximum and sum, (N,) too. Where out (N, V) is given, which may be
-    the logits themselves, it is filled with the gradient of the losses' sum times scale.
+    """Losses (N,) of logits (N, V), and each row's maximum and sum, also (N,). out (N, V), if given, is filled with the
+    gradient of the losses' sum times scale; it may be the logits themselves.
 
     options: (ignore_index, label_smoothing, z_loss). scale: a tensor of one number in the losses' dtype.
     padded: the columns from V to the row stride are scratch, free to be read and overwritten.
@@ -237,12 +236,12 @@ def losses_of_rows(logits, targets, options, scale=None, out=None, padded=False,
 
 
 def losses_of_rows_reference(logits, targets, options, scale, out, losses):
-    """losses_of_rows where Triton does not run: the logits are scratch, which holds the gradient at the end."""
+    """losses_of_rows without Triton: the logits are scratch and hold the gradient at the end."""
     ignore_index, label_smoothing, z_loss = options
     live, n_vocab = targets != ignore_index, logits.shape[1]
     inside = live & (targets >= 0) & (targets < n_vocab)
     x, at = logits.to(losses.dtype), targets.clamp(0, n_vocab - 1)[:, None]
-    x.masked_fill_(~live[:, None], 0.0)  # whatever lies there
+    x.masked_fill_(~live[:, None], 0.0)  # ignored rows, whatever they hold
     maximum = x.amax(-1)
     x.sub_(maximum[:, None])
     loss = -(1 - label_smoothing) * x.gather(1, at).squeeze(1)
@@ -268,8 +267,8 @@ class _CrossEntropy(torch.autograd.Function):
         scale = torch.ones((), dtype=compute_dtype(logits), device=logits.device)
         if reduction == "mean":
             scale = scale / n_live(targets, options[0])
-        # Not in fp16, where only the scaled loss keeps gradients from underflow, nor under a compiler, which cannot
-        # follow this.
+        # Not in fp16, where only the scaled loss keeps gradients from underflow, nor under torch.compile, which cannot
+        # trace this.
         ready = reduction != "none" and logits.dtype != torch.float16
         dlogits = logits.new_empty(logits.shape) if ready and not torch.compiler.is_compiling() else None
         losses, maximum, exp_sum = losses_of_rows(logits, targets, options, scale, dlogits)
@@ -284,7 +283,7 @@ class _CrossEntropy(torch.autograd.Function):
         ignore_index, label_smoothing, z_loss = ctx.options
         n_rows, n_cols = logits.shape
         dlosses = (dloss * scale).expand(n_rows)
-        # The factor that the gradient already contains. NaN equals nothing: then every row is computed.
+        # The factor already in the gradient. NaN equals nothing, so every row is computed.
         done = scale if ctx.ready else torch.full_like(scale, torch.nan)
         # Returned only once, because it may become a tensor's .grad.
         dlogits = ctx.ready.pop() if ctx.ready else logits.new_empty(logits.shape)
@@ -318,12 +317,12 @@ def cross_entropy(
     """loss = lse − (1 − ε)·logits[target] − ε·mean(logits) + z·lse², averaged over the rows that are not ignored.
 
     logits (..., V) of any strides and floating dtype, targets (...) integers in [0, V) or ignore_index. Returns fp32
-    (fp64 for fp64): a scalar for reduction 'mean' (0 where every row is ignored) and 'sum', (...) for 'none'.
-    A target outside [0, V) makes the loss NaN. ValueError for unfit shapes or options.
+    (fp64 for fp64): a scalar for reduction 'mean' (0 if every row is ignored) and 'sum', (...) for 'none'.
+    A target outside [0, V) makes the loss NaN. ValueError for invalid shapes or options.
 
-    For 'mean' and 'sum', backward is free where the loss is differentiated as it stands; where it was multiplied first
-    (the factor of gradient accumulation, say), in fp16 and under torch.compile, backward reads the logits and writes
-    their gradient again.
+    For 'mean' and 'sum', backward is free if the loss is differentiated as it is. If it was multiplied first (by
+    gradient accumulation's factor, say), in fp16, and under torch.compile, backward reads the logits and writes their
+    gradient again.
     """
     if targets.shape != logits.shape[:-1]:
         raise ValueError(f"targets {tuple(targets.shape)} do not fit logits {tuple(logits.shape)}")

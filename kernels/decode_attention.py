@@ -1,13 +1,13 @@
-"""Attention of one new token a row over the keys and values in its cache, which those of the new token join.
+"""Attention of one new token per row over the keys and values in its cache, to which it adds its own.
 
     s = q [k_cache, k]ᵀ / √D        p = exp(s − max s)        y = p [v_cache, v] / Σ p
 
-Row b of the cache holds lengths[b] positions, a number in device memory: a CUDA graph that was recorded once reads as
-many positions as there are now. PyTorch's attention takes lengths from the host, or a mask beside the whole cache.
+Row b of the cache holds lengths[b] positions. lengths is in device memory, so a CUDA graph that was captured once reads
+as many positions as there are now. PyTorch's attention takes lengths from the host, or a mask over the whole cache.
 
-Only the bytes count, for each element of K and V serves GROUP multiply-adds: 2·K·D·Σ lengths elements are read, once,
-by the query heads that share them together. A row and key/value head is one program; where these are too few for all
-multiprocessors, the positions are split, and a second kernel adds up what the splits found (Flash-Decoding, 2023.
+Only the bytes count, since each element of K and V serves GROUP multiply-adds: 2·K·D·Σ lengths elements are read, once
+for all query heads that share them. One program handles one row and key/value head; if these are too few for all
+multiprocessors, the positions are split, and a second kernel merges the splits (Flash-Decoding, 2023.
 https://pytorch.org/blog/flash-decoding/). No backward.
 """
 
@@ -38,8 +38,8 @@ def _decode_kernel(
     K: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, SCALE: tl.constexpr,
     HEADS: tl.constexpr, DIMS: tl.constexpr, BLOCK_N: tl.constexpr, SPLITS: tl.constexpr,
 ):  # fmt: skip
-    """One program, one row, key/value head and split: y. Of several splits each stores y before the division by its sum
-    of exponentials, that sum and its maximum, and _merge_kernel divides.
+    """One program, one row, key/value head and split: y. With several splits, each stores y before the division by its
+    sum of exponentials, that sum and its maximum; _merge_kernel divides.
     """
     row_head, split = tl.program_id(0).to(tl.int64), tl.program_id(1)
     batch, kv_head = row_head // K, row_head % K
@@ -52,11 +52,11 @@ def _decode_kernel(
     row_max = tl.full([HEADS], -1e30, q.dtype)  # not -inf: a split without positions has exp(-1e30 - max) = 0
     row_sum = tl.zeros([HEADS], q.dtype)
     y = tl.zeros([HEADS, DIMS], q.dtype)
-    if split == 0:  # the new token: from registers, for its place in the cache is being written
+    if split == 0:  # the new token: from registers, since its place in the cache is being written
         k_new = tl.load(k_ptr + row_head * D + dims, mask=is_dim, other=0.0)
         v_new = tl.load(v_ptr + row_head * D + dims, mask=is_dim, other=0.0)
         place = ((batch * n_positions + length) * K + kv_head) * D + dims
-        is_inside = dims < tl.where(length < n_positions, D, 0)  # nothing is written behind a full cache
+        is_inside = dims < tl.where(length < n_positions, D, 0)  # nothing is written past a full cache
         tl.store(k_cache_ptr + place, k_new, mask=is_inside)
         tl.store(v_cache_ptr + place, v_new, mask=is_inside)
         row_max = tl.sum(q * to_compute(k_new)[None, :], axis=1)
@@ -115,11 +115,11 @@ def decode_attention(
     v_cache: torch.Tensor,
     lengths: torch.Tensor,
 ) -> torch.Tensor:
-    """softmax(q kᵀ / √D) v of one new token a row, (B, 1, H, D); stores its k and v at position lengths[b] of row b.
+    """softmax(q kᵀ / √D) v of one new token per row, (B, 1, H, D); stores its k and v at position lengths[b] of row b.
 
     q (B, 1, H, D), k and v (B, 1, K, D), k_cache and v_cache (B, S, K, D), contiguous, all of one dtype; lengths (B,)
-    int64, below S: the positions that row b of the caches holds, not changed here. ValueError for other shapes, and
-    where q, k or v requires a gradient.
+    int64, below S: how many positions row b of the caches holds; not changed here. ValueError for other shapes, and if
+    q, k or v requires a gradient.
     """
     n_batch, n_positions, n_kv_head, head_dim = k_cache.shape
     n_head = q.shape[2]
@@ -134,11 +134,11 @@ def decode_attention(
         return decode_attention_reference(q, k, v, k_cache, v_cache, lengths)
     q, k, v, group = q.contiguous(), k.contiguous(), v.contiguous(), n_head // n_kv_head
     heads, dims = triton.next_power_of_2(group), triton.next_power_of_2(head_dim)
-    block = max(8, min(64, 8192 // (heads * dims)))  # 8,192 products at a time: four programs a multiprocessor
-    # About four programs a multiprocessor; the interpreter's few still show that splits add up.
+    block = max(8, min(64, 8192 // (heads * dims)))  # 8,192 products at a time: four programs per multiprocessor
+    # About four programs per multiprocessor; in the interpreter, enough to test that splits add up.
     programs = 4 * torch.cuda.get_device_properties(q.device).multi_processor_count if q.is_cuda else 16
     wanted = min(programs // (n_batch * n_kv_head), triton.cdiv(n_positions, block), MOST_SPLITS)
-    splits = 1 << max(wanted, 1).bit_length() - 1  # the power of two below
+    splits = 1 << max(wanted, 1).bit_length() - 1  # rounded down to a power of two
     y = torch.empty_like(q)
     parts, maxima, sums = y, y, y
     if splits > 1:

@@ -1,22 +1,22 @@
-"""Eight bits a number: blocks of 256 values, each divided by its largest magnitude and named by the nearest of 256.
+"""Eight bits per number: blocks of 256 values, divided by their largest magnitude, each coded as the nearest of 256.
 
-    absmax = max |x| of the block        code = the index of what is nearest to x / absmax in the map
+    absmax = max |x| of the block        code = the index of the map's value nearest to x / absmax
     x ≈ map[code] · absmax
 
-The map has seven decades, and twice as many values in each as in the one below it. Decade i of 0..6 holds the middles
-of linspace(0.1, 1, 2^i + 1), times 10^(i − 6), and their negatives; a map without negatives holds twice as many. With
-0 and 1 that makes 256: 1.4% of the largest apart at the top, without negatives 0.7%, and still two values a block's
-largest could be a million times.
+The map has seven decades, each with twice as many values as the one below it. Decade i of 0..6 holds the midpoints of
+linspace(0.1, 1, 2^i + 1), times 10^(i − 6), and their negatives; an unsigned map holds twice as many. With 0 and 1 that
+makes 256: 1.4% of the largest apart at the top (unsigned 0.7%), and still two values near a millionth of it.
 
-How code is found without a search: a bound lies between two values of the map, and the upper 16 bits of a float32 cut
-the line into cells of 0.4 to 0.8%, so that none holds two bounds. A table has, for each cell, the code at its start in
-the upper half, and in the lower half what added to the lower 16 bits of a number beyond the bound carries into it:
+How code is found without a search: bounds lie between neighbouring values of the map, and the upper 16 bits of a
+float32 cut the number line into cells of 0.4 to 0.8%, none of which holds two bounds. A table entry has the code at its
+cell's start in the upper half; its lower half, added to the lower 16 bits of a number beyond the bound, carries into
+the upper one:
 
     code = (table[upper half of x / absmax] + lower half of x / absmax) >> 16
 
-One load and a few integer operations, without a branch, and exact. A search of the sorted map would load eight times.
+One load and a few integer operations, no branch, and exact. A binary search of the map would load eight times.
 
-Bytes for n fp32 values: quantised 5n (read 4, write 1), and 4 for each block.
+Bytes for n fp32 values: quantising moves 5n (read 4, write 1), plus 4 per block.
 
 Dettmers et al., 8-bit Optimizers via Block-wise Quantization, 2021. https://arxiv.org/abs/2110.02861
 """
@@ -29,7 +29,7 @@ from .launch import magnitude, tl, triton
 
 BLOCK = 256  # values that share an absmax
 SMALLEST = 2.0**-126  # fp32's smallest normal number: a block whose absmax is below it is all 0
-FIRST_CELL = (127 - 23) << 7  # the upper half of 2^-23; what is smaller is nearest to 0
+FIRST_CELL = (127 - 23) << 7  # the upper half of 2^-23; smaller numbers are nearest to 0
 LAST_CELL = (127 << 7) - FIRST_CELL  # that of 1, counted from FIRST_CELL
 
 
@@ -44,14 +44,14 @@ def dynamic_map(signed: bool, device: torch.device | str = "cpu") -> torch.Tenso
 
 
 def bounds(values: torch.Tensor) -> torch.Tensor:
-    """The middles between neighbours of a sorted map: above bounds[i], values[i + 1] is nearer; on it, values[i]."""
+    """The midpoints between neighbours of a sorted map: above bounds[i], values[i + 1] is nearer; on it, values[i]."""
     return (values[:-1] + values[1:]) / 2
 
 
 def quantize_blocks_reference(x: torch.Tensor, signed: bool) -> tuple[torch.Tensor, torch.Tensor]:
     """The codes of x, uint8 of its shape, and the absmax of each 256 elements, fp32; the last block may be short.
 
-    A NaN or an infinity makes the absmax so: nothing of its block is finite when it is read back.
+    A NaN or an infinity makes absmax NaN or infinite, and nothing of its block is finite when read back.
     """
     blocks = torch.nn.functional.pad(x.reshape(-1), (0, -x.numel() % BLOCK)).view(-1, BLOCK)
     absmax = blocks.abs().amax(dim=1)
@@ -61,7 +61,7 @@ def quantize_blocks_reference(x: torch.Tensor, signed: bool) -> tuple[torch.Tens
 
 
 def dequantize_blocks_reference(codes: torch.Tensor, absmax: torch.Tensor, signed: bool) -> torch.Tensor:
-    """What the codes stand for, fp32, in their shape."""
+    """The values of the codes, fp32, in their shape."""
     scale = absmax.repeat_interleave(BLOCK)[: codes.numel()].view(codes.shape)
     return dynamic_map(signed, codes.device)[codes.int()] * scale
 
@@ -74,7 +74,7 @@ def quantization_tables(signed: bool, device: torch.device) -> tuple[torch.Tenso
     starts[0] = 0  # the first cell reaches down to 0
     halves = []
     for sign in (0, -(2**31)):
-        # The lower half of a negative number is inverted, so that it grows with the number, as that of a positive one
+        # The lower half of a negative number is inverted, so that it grows with the number, as a positive one's does
         first, last = (starts | sign).view(torch.float32), (starts | 0xFFFF | sign).view(torch.float32)
         first, last = (last, first) if sign else (first, last)
         code = torch.bucketize(first, bounds(values), out_int32=True)
@@ -87,7 +87,7 @@ def quantization_tables(signed: bool, device: torch.device) -> tuple[torch.Tenso
 
 @triton.jit
 def dequantize_blocks(codes, absmax, map_ptr):
-    """What codes (BLOCKS, 256) stand for, absmax (BLOCKS,)."""
+    """The values of codes (BLOCKS, 256), given absmax (BLOCKS,)."""
     return tl.load(map_ptr + codes.to(tl.int32)) * absmax[:, None]
 
 
@@ -100,6 +100,6 @@ def quantize_blocks(
     absmax = tl.max(magnitude(x), axis=1).to(tl.float32, bitcast=True)
     inverse = tl.where(absmax >= SMALLEST, tl.div_rn(1.0, absmax), 0.0)
     bits = (x * inverse[:, None]).to(tl.int32, bitcast=True)
-    cell = tl.minimum(tl.maximum(((bits >> 16) & 0x7FFF) - FIRST, 0), LAST)  # a NaN's must be one, too
+    cell = tl.minimum(tl.maximum(((bits >> 16) & 0x7FFF) - FIRST, 0), LAST)  # a NaN needs a cell, too
     entry = tl.load(table_ptr + tl.where(bits < 0, cell + LAST + 1, cell))
     return (entry + ((bits ^ (bits >> 31)) & 0xFFFF)) >> 16, absmax

@@ -1,22 +1,22 @@
-"""Causal attention, exact, that never holds the (T, T) scores; heads in groups, any number of documents in a row.
+"""Exact causal attention that never holds the (T, T) scores; grouped heads, any number of documents in a row.
 
     forward    s = q kᵀ / √D       lse = log Σ exp(s)        p = exp(s − lse)       y = p v
     backward   dv = pᵀ dy          delta = Σ_D dy · y        ds = p · (dy vᵀ − delta)
                dq = ds k / √D      dk = dsᵀ q / √D
 
-Token t sees the tokens starts[t]..t, which is its document so far. Forward takes one block of queries past the blocks
-of keys with a running maximum and a running sum; blocks that no query sees are skipped, blocks that all see need no
-mask. Backward needs q, k, v, y and one fp32 lse a query and head, and computes p from them again. It takes two kernels:
-one holds the dq of a block of queries and walks the keys, one holds the dk and dv of a block of keys and walks the
-queries of all heads that share them. So every sum has one owner and one order, and a run repeats bit for bit without
-atomics; the price is that s and dy vᵀ are computed in both, 7 matmuls for 5. fp32 rounds lse by up to |lse|·2⁻²⁴, which
-becomes a relative error of p: scores of 10⁴ leave backward three digits, as in every flash attention.
+Token t sees the tokens starts[t]..t, its document so far. Forward moves one block of queries along the blocks of keys
+with a running maximum and a running sum; blocks that no query sees are skipped, blocks that all queries see need no
+mask. Backward needs q, k, v, y and one fp32 lse per query and head, and recomputes p from them. It has two kernels: one
+holds the dq of a block of queries and walks the keys, one holds the dk and dv of a block of keys and walks the queries
+of all heads that share them. So every sum has one owner and one order, and a run repeats bit for bit without atomics;
+the price is that both compute s and dy vᵀ, 7 matmuls instead of 5. fp32 rounds lse by up to |lse|·2⁻²⁴, which becomes a
+relative error of p: with scores of 10⁴ backward keeps three digits, as in every flash attention.
 
 FLOPs for the n = T(T+1)/2 pairs of a row and head: forward 4nD, backward 14nD. Bytes for N tokens of 2-byte elements:
-forward 4N(H+K)D, backward 12N(H+K)D, nothing beside a thousand FLOPs a byte. The exponentials count: a multiprocessor
-computes 16 a clock beside 4,096 FLOPs, which is as long as the matmuls take at D = 64. They are of base 2, one fused
-multiply-add and one instruction each, and run beside another block's matmuls wherever two programs share the hardware.
-On one H200, where a matmul of as many FLOPs, in backward of the five that suffice, is 100%: forward 56-70%, backward
+forward 4N(H+K)D, backward 12N(H+K)D, negligible at a thousand FLOPs per byte. The exponentials matter: a multiprocessor
+computes 16 per clock beside 4,096 FLOPs, so at D = 64 they take as long as the matmuls. They are base 2, one fused
+multiply-add and one instruction each, and overlap another block's matmuls wherever two programs share the hardware.
+On one H200, where a matmul of as many FLOPs (in backward, of the five that suffice) is 100%: forward 56-70%, backward
 50-57%.
 
 Made for Hopper, whose copy engine (TMA) reads the tiles. Triton emulates it on older cards, slowly.
@@ -44,13 +44,13 @@ if HAS_TRITON:
 
 HEAD_SIZES = (16, 32, 64, 128)
 
-# BLOCK_M queries, BLOCK_N keys, warps, stages of loads in flight, registers a thread (None: as many as it likes).
+# BLOCK_M queries, BLOCK_N keys, warps, stages of loads in flight, registers per thread (None: no limit).
 # The best of about 200 on one H200 with Triton 3.6 in bf16, 32 query heads on 8: 8 x 2048 and 2 x 8192 tokens at
 # D = 64, 4 x 4096 at D = 128. In all but dq at D = 128, two to four programs share a multiprocessor, and that decides:
-# Triton lets a program wait for its matmul before the exponentials, so the tensor cores need another one's meanwhile.
-# (Ask for the next block's scores before this one's exponentials, and Triton 3.6 copies their accumulators at the end
-# of the loop before it waits for them: ptxas then serialises every matmul, warning C7514.)
-# BLOCK_M is at least 32: TMA wants 128 bytes, even of lse and delta, which have one fp32 a query.
+# Triton makes a program wait for its matmul before the exponentials, so meanwhile the tensor cores need another
+# program's. (If the next block's scores are requested before this one's exponentials, Triton 3.6 copies their
+# accumulators at the end of the loop before waiting for them: ptxas then serialises every matmul, warning C7514.)
+# BLOCK_M is at least 32: TMA needs 128 bytes, even of lse and delta, which have one fp32 per query.
 CONSTANTS = {
     "fwd": {64: (128, 128, 8, 3, 128), 128: (128, 64, 4, 2, None)},
     "dq": {64: (64, 64, 4, 2, None), 128: (128, 64, 8, 3, None)},
@@ -72,7 +72,7 @@ def flash_attention_reference(q, k, v, starts=None):
 
 @triton.jit
 def _load(tiles, batch, head, time):
-    """Tokens time.. of one head, (BLOCK, D) or (BLOCK,). TMA fetches them, zeros for tokens past T."""
+    """One head's tokens from time on, (BLOCK, D) or (BLOCK,). TMA loads them, with zeros for tokens past T."""
     if len(tiles.block_shape) == 4:
         return tiles.load([batch, head, time, 0]).reshape(tiles.block_shape[2], tiles.block_shape[3])
     else:
@@ -91,7 +91,7 @@ def _store(tiles, batch, head, time, x):
 
 @triton.jit
 def _dot(a, b, total=None):
-    """a b + total in fp32. "ieee" is for fp32 inputs, which would be cut to 10 bits of mantissa without it."""
+    """a b + total in fp32. "ieee" is for fp32 inputs: without it they would be cut to 10 bits of mantissa."""
     return tl.dot(a, b, total, input_precision="ieee")
 
 
@@ -112,7 +112,7 @@ def _keys_of(starts_ptr, batch, row0, rows, n_time, BLOCK_N: tl.constexpr):
 
 @triton.jit
 def _where_seen(x, otherwise, rows, cols, starts, starts_ptr):
-    """x where the query of its row sees the key of its column."""
+    """x where the row's query sees the column's key, else `otherwise`."""
     seen = cols[None, :] <= rows[:, None]
     if starts_ptr is not None:
         seen &= cols[None, :] >= starts[:, None]
@@ -128,12 +128,12 @@ def _flash_fwd_kernel(
     """One program, BLOCK_M queries of one head. lse is kept in base 2: log2 Σ exp2(s·log2 e)."""
     SCALE_LOG2: tl.constexpr = SCALE * 1.4426950408889634
     batch, head = tl.program_id(0) // N_HEAD, tl.program_id(0) % N_HEAD
-    row0 = (tl.num_programs(1) - 1 - tl.program_id(1)) * BLOCK_M  # the longest first: none is left over at the end
+    row0 = (tl.num_programs(1) - 1 - tl.program_id(1)) * BLOCK_M  # longest first: none is left to start last
     rows = row0 + tl.arange(0, BLOCK_M)
     starts, begin, end, common = _keys_of(starts_ptr, batch, row0, rows, n_time, BLOCK_N)
     q = _load(q_tiles, batch, head, row0)
     y = tl.zeros(q.shape, lse_tiles.dtype)
-    # Not -inf: a query that sees none of a block has exp(-inf - row_max) = 0 there, and not NaN.
+    # Not -inf: a query that sees none of a block gets exp(-inf - row_max) = 0 there, not NaN.
     row_max = tl.full([BLOCK_M], -1e30, y.dtype)
     row_sum = tl.zeros([BLOCK_M], y.dtype)
     for col0 in range(begin, end, BLOCK_N):
@@ -192,13 +192,13 @@ def _flash_dkv_kernel(
 ):  # fmt: skip
     """One program, BLOCK_N keys of one key/value head, the queries of all GROUP heads that share it.
 
-    The tiles are transposed, (keys, queries): p and ds then leave one matmul as the next one takes them, in registers.
+    The tiles are transposed, (keys, queries): p and ds then leave one matmul in registers as the next one takes them.
     """
     SCALE_LOG2: tl.constexpr = SCALE * 1.4426950408889634
     batch, kv_head = tl.program_id(0) // (N_HEAD // GROUP), tl.program_id(0) % (N_HEAD // GROUP)
     col0 = tl.program_id(1) * BLOCK_N  # the first keys have the most queries
     cols = col0 + tl.arange(0, BLOCK_N)
-    end, common = n_time, n_time  # where the queries end that see any of the keys, and those that see all
+    end, common = n_time, n_time  # the end of the queries that see any of the keys, and of those that see all
     if ends_ptr is not None:
         ends_ptr += batch.to(tl.int64) * n_time
         ends = tl.load(ends_ptr + cols, mask=cols < n_time, other=0)
@@ -263,7 +263,7 @@ def _one_per_query(q):
     return padded[:, :, :n_time].transpose(1, 2)
 
 
-# Opaque operators: torch.compile calls them as they stand, and a policy of selective checkpointing can name them.
+# Opaque operators: torch.compile calls them as they are, and selective checkpointing policies can name them.
 @torch.library.custom_op("nanocria::flash_attention", mutates_args=())
 def _forward(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, starts: torch.Tensor | None
@@ -300,7 +300,7 @@ def _backward(
     need_dq: bool,
     need_dkv: bool,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """dq (B, T, H, D), dk and dv (B, T, K, D); empty where not needed."""
+    """dq (B, T, H, D), dk and dv (B, T, K, D); empty if not needed."""
     dq, dk, dv = _backward_fake(dy, q, k, v, y, lse, starts, need_dq, need_dkv)
     if y.numel() == 0:
         return dq, dk, dv
@@ -308,7 +308,7 @@ def _backward(
     n_kv_head = k.shape[2]
     heads = {"N_HEAD": n_head, "GROUP": n_head // n_kv_head}
     delta = _one_per_query(q)
-    if lse.stride() != delta.stride():  # autograd's hooks may have changed the layout, as save_on_cpu does
+    if lse.stride() != delta.stride():  # autograd hooks such as save_on_cpu may have changed the layout
         lse = _one_per_query(q).copy_(lse)
     (block_m, block_n, constants), dkv_constants = _constants("dq", q), _constants("dkv", q)
     q, k, v, y, dy = (_readable(x) for x in (q, k, v, y, dy))
@@ -318,7 +318,7 @@ def _backward(
         NEED_DQ=need_dq, **heads, **constants,
     )  # fmt: skip
     if need_dkv:
-        # Token s is seen by s..ends[s] − 1: as starts never fall, by all up to the last with starts[t] <= s.
+        # Tokens s..ends[s] − 1 see token s: starts never decrease, so all up to the last with starts[t] <= s.
         ends = None
         if starts is not None:
             time = torch.arange(n_time, dtype=starts.dtype, device=starts.device)
@@ -360,9 +360,9 @@ def flash_attention(
 
     q (B, T, H, D), k and v (B, T, K, D) of one floating dtype and any strides; K divides H, and query head h reads
     key/value head h // (H/K). D is a power of two from 16 to 128. starts (B, T) integers, for each token the position
-    of the first token of its document (so they never fall along T); None if each row is one document.
-    Returns y (B, T, H, D) in q's dtype, contiguous. ValueError if shapes or dtypes do not fit. Float64, and machines
-    without Triton, get plain PyTorch, which may hold the (T, T) scores.
+    of the first token of its document (so they never decrease along T); None if each row is one document.
+    Returns y (B, T, H, D) in q's dtype, contiguous. ValueError if shapes or dtypes do not fit. float64 and machines
+    without Triton use plain PyTorch, which may hold the (T, T) scores.
     """
     if q.ndim != 4 or k.ndim != 4 or k.shape != v.shape or k.shape[:2] != q.shape[:2] or k.shape[3] != q.shape[3]:
         raise ValueError(

@@ -1,32 +1,32 @@
-"""A linear layer whose matmuls are in float8: forward, and the gradient of its input.
+"""A linear layer with float8 matmuls: forward, and the gradient of its input.
 
     forward     x = diag(s) x8      W = diag(t) W8      y = x Wᵀ = diag(s) (x8 W8ᵀ) diag(t)
     backward    g = dy diag(t) = diag(u) g8             dx = dy W = diag(u) (g8 W8)
                 dW = dyᵀ x, in the dtype of x
 
-A float8 (e4m3) has 4 bits of exponent and 3 of mantissa, and ends at 448. So each row of x and of W is divided by a
-scale of its own, 1/448 of its largest element, in fp32. A scale along the summed dimension could not be taken out of
-the sum: t is one for dx. It goes into dy before that is rounded, and so one W8 serves both matmuls. The weight's
-gradient is summed over all tokens, where an outlier would cost all others of its column their bits: it stays in bf16.
+float8 (e4m3) has 4 bits of exponent and 3 of mantissa, and ends at 448. So each row of x and of W is divided by its own
+scale, 1/448 of its largest element, in fp32. A scale along the summed dimension cannot be taken out of the sum, and t
+is one for dx: dy is multiplied by t before it is rounded, so one W8 serves both matmuls. The weight's gradient is
+summed over all tokens, where an outlier would cost the rest of its column their bits: it stays in bf16.
 
-On an H200 these matmuls run at 1.6 times the rate of bf16. Against that stands the rounding, bound by memory: it reads
-2 bytes an element and writes 1, for x, dy, and W twice. In backward W8 is written a second time, transposed, since
-float8 operands must lie along the summed dimension. `python bench.py kernels --op=fp8_linear,fp8_weight` times both.
+On an H200 these matmuls run at 1.6 times the rate of bf16. The cost is the rounding, bound by memory: it reads 2 bytes
+per element and writes 1, for x, dy, and W twice. Backward writes W8 a second time, transposed, since float8 operands
+must be contiguous along the summed dimension. `python bench.py kernels --op=fp8_linear,fp8_weight` times both.
 
-W8 is not kept. Rounding a layer of Llama 3.2 1B for forward and backward takes 127 us (fp8_weight). So keeping W8
-and its transposed copy over the micro-batches of a step, in two bytes a weight, would save at most 0.6% of those of
-32,768 tokens, 1.1% of those of 16,384. But then whatever changes, frees or replays the weights (updates, FSDP, offload,
-CUDA graphs) would have to know of it.
+W8 is not kept. Rounding a layer of Llama 3.2 1B for forward and backward takes 127 us (fp8_weight). So keeping W8 and
+its transposed copy over the micro-batches of a step, at two bytes per weight, would save at most 0.6% with
+micro-batches of 32,768 tokens, 1.1% with 16,384. But then everything that changes, frees or replays the weights
+(updates, FSDP, offload, CUDA graphs) would have to know of it.
 
 A norm or a gated product whose result is only projected (rms_norm_linear.py, swiglu_mlp.py) rounds it itself: it writes
-x8 and s in place of x, 1 byte an element instead of 2, and nothing reads x or is launched to round it. In backward the
-gated product writes g8 and u of its own gradient beside dy, which dW needs: nothing reads dy again to round it. The
-other dy come from kernels that do not know t: a kernel of its own rounds them, in 0.7% of such a step.
+x8 and s in place of x, 1 byte per element instead of 2, and no other kernel reads x to round it. In backward the gated
+product also writes g8 and u of its gradient, beside the dy that dW needs: no other kernel reads dy to round it. The
+other dy come from kernels that do not know t: a separate kernel rounds them, in 0.7% of such a step.
 
-FP8Linear is the projection (linear.py) that rms_norm_linear.py and swiglu_mlp.py multiply with; use_fp8 gives it to a
+FP8Linear is the projection (linear.py) that rms_norm_linear.py and swiglu_mlp.py multiply with; use_fp8 applies it to a
 model.
 
-FLOPs: 2·N·C·O forward, 4·N·C·O backward, of which half in float8. Saved: x and W, as for any linear layer.
+FLOPs: 2·N·C·O forward, 4·N·C·O backward, half of it in float8. Saved: x and W, as for any linear layer.
 On one H200, where its matmuls alone, or for a weight's rounding a copy, are 100%: fp8_linear forward and backward
 93-96%; fp8_weight forward 78-93%.
 
@@ -40,41 +40,41 @@ from .launch import as_rows, magnitude, refuse_autocast, tl, triton, use_triton,
 from .linear import Linear, apply_projection, check_weight
 
 FLOAT8, LARGEST = torch.float8_e4m3fn, 448.0
-TILE = 64  # x 64 bytes of a weight that a program transposes
+TILE = 64  # a program transposes 64 x 64 bytes of a weight
 
 
 def quantize_reference(x, factors=None):
-    """x (N, C), times factors (C,) where given, as float8 (N, C) and fp32 scales (N, 1): x = scales · float8."""
+    """x (N, C), times factors (C,) if given, as float8 (N, C) and fp32 scales (N, 1): x = scales · float8."""
     x = x.float() if factors is None else x.float() * factors
     scales = x.abs().amax(dim=1, keepdim=True).clamp(min=1e-12) / LARGEST
     return (x / scales).to(FLOAT8), scales
 
 
 def rounded_reference(x):
-    """x as float8 has it, in fp32. Its gradient is that of x."""
+    """x rounded to float8, in fp32. The gradient passes through unchanged."""
     x8, scales = quantize_reference(as_rows(x.detach()))
     return x.float() + ((scales * x8.float()).view(x.shape) - x.float()).detach()
 
 
 def fp8_linear_reference(x, weight):
     """Its gradients are those of x Wᵀ at the rounded x and W, and the gradient of y is not rounded. So dW is off by the
-    rounding of x, and the kernel's, of x itself, is not.
+    rounding of x; the kernel's is not, as it uses x itself.
     """
     return F.linear(rounded_reference(x), rounded_reference(weight)).to(x.dtype)
 
 
 @triton.jit
 def float8_scale(largest, LARGEST: tl.constexpr = 448.0):
-    """The scale of a row, of its largest magnitude. One with a NaN or an infinity becomes NaN, as in bf16."""
+    """The scale of a row, from its largest magnitude. With a NaN or an infinity the row becomes NaN, as in bf16."""
     largest = largest.to(tl.float32, bitcast=True)
     return tl.maximum(largest, 1e-12) / LARGEST + 0.0 * largest
 
 
 @triton.jit
 def store_float8(x, out_ptr, scale_ptr, cols, mask):
-    """Rounds a row x (fp32, 0 where masked) to float8 and stores it from out_ptr on, and its scale."""
+    """Rounds a row x (fp32, 0 where masked) to float8 and stores it at out_ptr, and its scale."""
     scale = float8_scale(tl.max(magnitude(x), axis=0))
-    # 8 elements a thread, as they are loaded in bf16. For the 16 of the widest store the compiler would deal out the
+    # 8 elements per thread, as they are loaded in bf16. For 16, the widest store, the compiler would distribute the
     # whole row otherwise, the norm would add its squares in another order, and y would have other bits.
     out_ptrs = tl.max_contiguous(out_ptr + cols, 8)
     tl.store(out_ptrs, (x / scale).to(out_ptr.dtype.element_ty), mask=mask)
@@ -97,14 +97,14 @@ def _quantize_kernel(
 
 
 def empty_rows(shape, like: torch.Tensor, float8: bool) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Memory for (..., C): float8 and fp32 scales (N, 1) of its N rows, or in the dtype of `like` and no scales."""
+    """Uninitialised (..., C): float8 and fp32 scales (N, 1) of its N rows, or the dtype of `like` and no scales."""
     out = torch.empty(shape, dtype=FLOAT8 if float8 else like.dtype, device=like.device)
     scales = torch.empty(as_rows(out).shape[0], 1, dtype=torch.float32, device=like.device) if float8 else None
     return out, scales
 
 
 def quantize(x: torch.Tensor, factors: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:
-    """x (..., C) of any strides, times factors (C,) fp32 where given, as float8 (..., C) and fp32 scales (N, 1)."""
+    """x (..., C) of any strides, times factors (C,) fp32 if given, as float8 (..., C) and fp32 scales (N, 1)."""
     rows, (out, scales) = as_rows(x), empty_rows(x.shape, x, float8=True)
     n_rows, n_cols = rows.shape
     if n_rows:
@@ -133,9 +133,9 @@ def transpose(x8: torch.Tensor) -> torch.Tensor:
     return out
 
 
-# use_fast_accum=True would take 12% less time, 3% of a step. But then the tensor cores' own sums, of 14 bits and not
-# rounded but cut off, go to fp32 ones too seldom: where all products are positive, y comes out 1.7% too small at
-# K = 1,024 and 24% at 16,384, instead of the 0.2% of the operands' rounding (H200).
+# use_fast_accum=True would take 12% less time, 3% of a step. But then the tensor cores' own sums, of 14 bits and
+# truncated, are added to fp32 ones too rarely: if all products are positive, y comes out 1.7% too small at K = 1,024
+# and 24% at 16,384, instead of the 0.2% of the operands' rounding (H200).
 def scaled_mm(a8, b8, scale_a, scale_b, dtype, out):
     """diag(scale_a) (a8 b8ᵀ) diag(scale_b) of a8 (M, K) and b8 (N, K), both contiguous."""
     if a8.shape[0] == 0:
@@ -144,19 +144,19 @@ def scaled_mm(a8, b8, scale_a, scale_b, dtype, out):
 
 
 def project_float8(x, w8, t, dtype, out=None):
-    """y of x, or of what quantize makes of it, and of the weight diag(t) w8."""
+    """y of x, or of quantize(x), and of the weight diag(t) w8."""
     x8, s = x if isinstance(x, tuple) else quantize(x)
     return scaled_mm(as_rows(x8), w8, s, t.T, dtype, out).view(*x8.shape[:-1], len(w8))
 
 
 def input_gradient_float8(g8, u, wt8, dtype, out=None):
-    """dx of diag(u) g8 = dy diag(t) and of wt8, the weight diag(t) w8 transposed, (C, O)."""
+    """dx of diag(u) g8 = dy diag(t) and of wt8 (C, O), w8 transposed, where the weight is diag(t) w8."""
     one = torch.ones(1, len(wt8), dtype=torch.float32, device=g8.device)
     return scaled_mm(as_rows(g8), wt8, u, one, dtype, out).view(*g8.shape[:-1], len(wt8))
 
 
 class FP8Linear(Linear):
-    """A projection whose matmuls are in float8, but for the gradient of its weight: fp8_linear as a module."""
+    """A projection with float8 matmuls, except for the gradient of its weight: fp8_linear as a module."""
 
     float8_input = True
 
@@ -178,7 +178,7 @@ class FP8Linear(Linear):
 
     @staticmethod
     def input_gradient(dy, weight, out=None):
-        if isinstance(dy, tuple):  # rounded where it was made, with the factors of the same w8
+        if isinstance(dy, tuple):  # already rounded by its producer, with the factors of the same w8
             g8, u, w8 = dy
             return input_gradient_float8(g8, u, transpose(w8), weight.dtype, out)
         w8, t = FP8Linear.round_weight(weight)
@@ -186,14 +186,14 @@ class FP8Linear(Linear):
 
 
 def use_fp8(model: torch.nn.Module, device: str = "cpu") -> None:
-    """Makes every projection of the model's layers an FP8Linear of the same weight.
+    """Turns every projection of the model's layers into an FP8Linear with the same weight.
 
-    device: where the model, which may be on meta, will run. ValueError for a GPU without float8, for another dtype than
+    device: where the model, which may be on meta, will run. ValueError for a GPU without float8, for a dtype other than
     bfloat16 on a GPU, and for widths that are not multiples of 16.
     """
     projections = [module for module in model.layers.modules() if type(module) is Linear]
     on_gpu = torch.device(device).type == "cuda"
-    if on_gpu and not hasattr(torch, "_scaled_mm"):  # which is private
+    if on_gpu and not hasattr(torch, "_scaled_mm"):  # a private function
         raise ValueError(f"PyTorch {torch.__version__} has no torch._scaled_mm, which fp8 needs: --fp8=false")
     if on_gpu and (projections[0].weight.dtype != torch.bfloat16 or torch.cuda.get_device_capability() < (8, 9)):
         gpu = "a GPU of compute capability 8.9 or more, RTX 40, L4, H100 or newer"
@@ -202,11 +202,11 @@ def use_fp8(model: torch.nn.Module, device: str = "cpu") -> None:
         if projection.in_features % 16 or projection.out_features % 16:
             shape = f"{projection.out_features} x {projection.in_features}"
             raise ValueError(f"fp8 needs projections whose sides are multiples of 16, not {shape}: --fp8=false")
-        projection.__class__ = FP8Linear  # the same parameter, multiplied by other functions
+        projection.__class__ = FP8Linear  # the same parameter, used by other functions
 
 
 def check_fp8(x: torch.Tensor, shape: tuple[int, ...]) -> None:
-    """For a weight of this shape. ValueError where float8 matmuls do not run; their reference runs everywhere."""
+    """ValueError if float8 matmuls do not run for x and a weight of this shape. The reference runs everywhere."""
     if not use_triton(x):
         return
     if x.is_cuda and torch.cuda.get_device_capability(x.device) < (8, 9):
@@ -221,10 +221,10 @@ def fp8_linear(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     """x @ weight.T, with float8 operands in forward and in the gradient of x (Micikevicius et al., 2022).
 
     x (..., C) of any strides and weight (O, C), both bfloat16, C and O multiples of 16. Returns (..., O) bfloat16: for
-    random numbers ‖y − x Wᵀ‖ is 3.7% of ‖x Wᵀ‖. The gradient of x is as far off, that of W as in bfloat16. A row
+    random numbers ‖y − x Wᵀ‖ is 3.7% of ‖x Wᵀ‖. The gradient of x is as far off, that of W is as in bfloat16. A row
     with a NaN or an infinity becomes NaN. ValueError for other dtypes and shapes, for GPUs before Ada (compute
-    capability 8.9), and under autocast. Where Triton does not run, the reference does, in any dtype; then the gradient
-    of W is of the rounded x.
+    capability 8.9), and under autocast. Without Triton the reference runs, in any dtype; its gradient of W is of the
+    rounded x.
     """
     refuse_autocast(x)
     check_weight("weight", weight, x.shape[-1], x.dtype)

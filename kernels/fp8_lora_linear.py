@@ -3,14 +3,14 @@
     forward     y = x Wᵀ + s (x Aᵀ) Bᵀ        the first product as diag(v) (x8 W8ᵀ) diag(t)
     backward    dx = dy W + s (dy B) A        the first product as diag(u) (g8 W8)        dA, dB as in lora_linear.py
 
-A weight that is trained has a third matmul, its gradient, which has to stay in bf16. A frozen one has none: here all
-large matmuls are in float8, and what is left in bf16 has the adapters' rank as a side. A frozen weight never changes,
-so it is rounded once and held as float8: the numbers are those of a bf16 one rounded before each matmul. Or it is held
-as NF4, and a kernel reads that and writes float8, for backward transposed, by way of bf16 as for all that is in NF4.
+A trained weight has a third matmul, its gradient, which must stay in bf16. A frozen one has none: here all large
+matmuls are in float8, and those left in bf16 have the adapters' rank as a side. A frozen weight never changes, so it is
+rounded once and held as float8: the results are those of a bf16 weight rounded before each matmul. Or it is held as
+NF4, and a kernel reads that and writes float8 (for backward transposed), by way of bf16 like everything in NF4.
 
 Bytes for n weights: 1n held, and 2n moved in backward, to transpose it. NF4: 0.516n held, and 1.516n moved before each
-matmul. The limit is looking up values. y and dx are written by the large matmul, then read and written once more where
-the adapters' part is added (add_low_rank.py).
+matmul. The lookup of values is the limit. The large matmul writes y and dx; adding the adapters' part reads and writes
+them once more (add_low_rank.py).
 """
 
 import torch
@@ -42,8 +42,8 @@ def _nf4_to_float8_kernel(
 ):  # fmt: skip
     """A program handles SPAN blocks of ROWS rows, BLOCKS at a time.
 
-    A block's largest weight is 1 or -1 times its scale: so the rows' float8 scales follow from those of their blocks. A
-    row of zeros gets another scale than quantize's, and is zero with either.
+    A block's largest weight is 1 or -1 times its scale, so a row's float8 scale follows from those of its blocks. A row
+    of zeros gets another scale than from quantize, and is zero with either.
     """
     row, i = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS), tl.arange(0, ALL)
     all_blocks, in_rows = row[:, None] * n_blocks + i[None, :], (row < n_rows)[:, None] & (i < n_blocks)[None, :]
@@ -66,13 +66,13 @@ def _nf4_to_float8_kernel(
         tl.store(out, (w / scale[:, None]).to(out_ptr.dtype.element_ty), mask=stored)
 
 
-# Opaque as nf4.py's: torch.compile does not know enable_fp_fusion.
+# Opaque, as in nf4.py: torch.compile does not support enable_fp_fusion.
 @torch.library.custom_op("nanocria::nf4_to_float8", mutates_args=("out", "scales"))
 def nf4_to_float8(
     codes: torch.Tensor, scale_codes: torch.Tensor, scale_absmax: torch.Tensor, offset: torch.Tensor,
     out: torch.Tensor, scales: torch.Tensor,
 ) -> None:  # fmt: skip
-    """Writes what quantize makes of a bf16 weight that is read back from NF4, without that weight.
+    """Writes what quantize would make of the weight read back from NF4 to bf16, without storing that.
 
     out (O, C) of any strides, C a multiple of 64, and scales (O, 1), contiguous; the others are NF4's parts.
     """
@@ -80,7 +80,7 @@ def nf4_to_float8(
     n_rows, n_blocks = out.shape[0], out.shape[1] // BLOCK
     span = triton.next_power_of_2(n_blocks)
     sizes = {"ALL": span, "ROWS": 1, "SPAN": span, "BLOCKS": min(span, 32), "num_warps": 1}
-    if out.stride(1) != 1:  # it is transposed: a tile of 32 rows and 128 columns at a time
+    if out.stride(1) != 1:  # transposed: a tile of 32 rows and 128 columns at a time
         sizes |= {"ROWS": 32, "SPAN": min(span, 16), "BLOCKS": min(span, 2), "num_warps": 4}
     _nf4_to_float8_kernel[(triton.cdiv(n_rows, sizes["ROWS"]), triton.cdiv(n_blocks, sizes["SPAN"]))](
         codes, scale_codes, scale_absmax, offset, values, scale_map, out, *out.stride(), scales, n_rows, n_blocks,
@@ -89,7 +89,7 @@ def nf4_to_float8(
 
 
 class Float8Products:
-    """For a LoRALinear: its two products with the frozen weight, in float8."""
+    """For a LoRALinear: computes its two products with the frozen weight in float8."""
 
     def check(self, name, n_in, x):
         super().check(name, n_in, x)
@@ -100,7 +100,7 @@ class Float8Products:
         return F.linear(rounded_reference(x), weight).to(x.dtype) + self.adapted(x)
 
     def read_float8(self, like, *held, transposed=False):
-        """float8 (O, C), or (C, O), and scales (O, 1) of the frozen weight."""
+        """float8 (O, C), or transposed (C, O), and scales (O, 1) of the frozen weight."""
         w8, t = quantize(self.read_weight(like, *held))
         return transpose(w8) if transposed else w8, t
 
@@ -121,7 +121,7 @@ class Float8Products:
 
 
 class FP8LoRALinear(Float8Products, LoRALinear):
-    """LoRALinear whose frozen weight (O, C) is float8, beside fp32 scales (O, 1)."""
+    """LoRALinear whose frozen weight (O, C) is float8, with fp32 scales (O, 1)."""
 
     held = ("weight", "scales")
 
@@ -139,7 +139,7 @@ class FP8NF4LoRALinear(Float8Products, NF4LoRALinear):
     """NF4LoRALinear whose weight is read back as float8."""
 
     def read_float8(self, like, *held, transposed=False):
-        if self.in_features % BLOCK:  # a block may lie in two rows, of two scales
+        if self.in_features % BLOCK:  # a block may span two rows, which have two scales
             return super().read_float8(like, *held, transposed=transposed)
         shape = self.out_features, self.in_features
         w8 = torch.empty(shape[::-1] if transposed else shape, dtype=FLOAT8, device=like.device)

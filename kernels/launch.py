@@ -1,15 +1,15 @@
-"""What the kernels share: Triton or a stand-in, launch constants, sums of rows, the dtype they compute in."""
+"""Shared by the kernels: Triton or a stand-in, launch constants, sums of rows, the dtype they compute in."""
 
 import os
 
 import torch
 
-# Fuse a * b + c into one instruction, rounded once: the default of Triton up to 3.9, which warns; off from 3.10 on.
+# Fuse a * b + c into one instruction, rounded once: on by default up to Triton 3.9, which warns; off from 3.10.
 os.environ.setdefault("TRITON_DEFAULT_FP_FUSION", "1")
 try:
     import triton
     import triton.language as tl
-except ImportError:  # no Triton for this platform (macOS): the references run, and these names only decorate
+except ImportError:  # no Triton for this platform (macOS): the references run, and these only decorate
 
     class triton:
         @staticmethod
@@ -25,12 +25,12 @@ except ImportError:  # no Triton for this platform (macOS): the references run, 
 else:
     HAS_TRITON = True
 
-# Set before Triton is imported: it then runs kernels on CPU tensors, in numpy, one program after the other.
+# If set before Triton is imported, it runs kernels on CPU tensors, in numpy, one program after another.
 INTERPRETED = HAS_TRITON and os.environ.get("TRITON_INTERPRET") == "1"
 
 
 def use_triton(x: torch.Tensor) -> bool:
-    """Whether the Triton kernel runs for x (CUDA, or CPU under TRITON_INTERPRET=1) rather than the reference."""
+    """True if the Triton kernel runs for x (CUDA, or CPU under TRITON_INTERPRET=1), False if the reference does."""
     if x.is_cuda:
         if not HAS_TRITON:
             raise ImportError("CUDA tensors need Triton: pip install triton")
@@ -52,26 +52,26 @@ def refuse_autocast(x: torch.Tensor) -> None:
 
 
 def as_rows(x: torch.Tensor) -> torch.Tensor:
-    """x (..., C) as (N, C): a view wherever the strides allow one, with its two strides free."""
+    """x (..., C) as (N, C), with any two strides: a view if those of x allow one."""
     return x.reshape(-1, x.shape[-1])
 
 
 def whole_row(n_cols: int) -> dict:
-    """Launch constants of a program that takes a row of n_cols at once. ValueError where it would not fit.
+    """Launch constants for a program that holds a whole row of n_cols. ValueError if it would not fit.
 
-    16 elements a thread up to 8,192 columns: with 32, fewer rows are on their way at once (H200).
+    16 elements per thread up to 8,192 columns: with 32, fewer rows are in flight at once (H200).
     """
     if not 1 <= n_cols <= 65536:
         raise ValueError(f"rows of {n_cols} elements: 1 to 65,536 are supported")
-    block = 1 << (n_cols - 1).bit_length()  # not by Triton's function: this check must run without Triton, too
+    block = 1 << (n_cols - 1).bit_length()  # not by Triton's function: this check must also run without Triton
     return {"BLOCK": block, "num_warps": min(max(block // 512, 1), 16) if block <= 16384 else block // 2048}
 
 
-TUNED_WITH = 163 * 1024  # bytes of shared memory for a program: an A100 has them, and on Hopper none takes more
+TUNED_WITH = 163 * 1024  # bytes of shared memory per program: an A100 has them, and no kernel takes more on Hopper
 
 
 def shared_memory(x: torch.Tensor) -> int:
-    """Bytes that a program may take on x's GPU: 227 KiB on Hopper, 163 on A100, 99 on GeForce, L4 and L40S."""
+    """Bytes of shared memory per program on x's GPU: 227 KiB on Hopper, 163 on A100, 99 on GeForce, L4 and L40S."""
     if not x.is_cuda:
         return 227 * 1024  # the interpreter has no limit
     gpu = torch.cuda.get_device_properties(x.device)
@@ -81,22 +81,22 @@ def shared_memory(x: torch.Tensor) -> int:
 def loads_in_flight(stages: int, x: torch.Tensor) -> int:
     """`stages`, or fewer if x's GPU has less shared memory than they were tuned with.
 
-    A program that wants more could not be launched. test_kernels.py compiles for such cards; nothing was timed on them.
+    A program that needs more cannot launch. tests/test_kernels_compiled.py compiles for such GPUs; none was timed.
     """
     shared = shared_memory(x)
     return min(stages, 4 if shared >= TUNED_WITH else 2 if shared >= 96 * 1024 else 1)
 
 
 def row_tiles(n_rows: int, n_cols: int, x: torch.Tensor, stages: int = 3, long_row_warps: int = 16) -> tuple[int, dict]:
-    """For a kernel that loops: how many programs P, each taking every P-th tile of whole rows, and its constants.
+    """For a persistent kernel: the number of programs P, each taking every P-th tile of whole rows, and its constants.
 
-    One program a multiprocessor: only 132 partial sums of dw are left to add up at the end (H200). Tiles of 16 KiB, the
-    next `stages` - 1 on their way to shared memory while one is computed, keep enough loads in flight. A longer row is
-    a tile by itself, not loaded ahead, for long_row_warps warps, or 32 above 16,384 columns. Best of 1-4 rows x 4-32
+    One program per multiprocessor leaves only 132 partial sums of dw to add up at the end (H200). Tiles of 16 KiB, the
+    next `stages` - 1 being loaded to shared memory while one is computed, keep enough loads in flight. A longer row is
+    a tile by itself, not prefetched, for long_row_warps warps, or 32 above 16,384 columns. Best of 1-4 rows x 4-32
     warps x 1-4 stages x 1-4 programs on H200.
     """
     block = triton.next_power_of_2(n_cols)
-    # The interpreter is serial: 4 programs still show that they share the rows and that partial sums add up.
+    # The interpreter is serial: 4 programs are enough to test that rows are shared and partial sums add up.
     programs = torch.cuda.get_device_properties(x.device).multi_processor_count if x.is_cuda else 4
     rows = 16384 // (block * x.element_size())
     constants = {"ROWS": rows, "BLOCK": block, "STAGES": loads_in_flight(stages, x), "num_warps": 8}
@@ -123,35 +123,35 @@ def sum_rows(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     return out
 
 
-# Opaque: the compiler does not know addmm with an output of another dtype.
+# Opaque: torch.compile does not support addmm with another output dtype.
 @torch.library.custom_op("nanocria::accumulate", mutates_args=("total",))
 def accumulate(total: torch.Tensor, a: torch.Tensor, b: torch.Tensor, first: bool) -> None:
-    """total (fp32, or fp64 for fp64) = a @ b, plus what it held before unless this is the first of several."""
+    """total (fp32, or fp64 for fp64) = a @ b, plus its previous value unless this is the first of several."""
     beta = 0 if first else 1  # with 0 the uninitialised total is never read
     if a.dtype == total.dtype:
         torch.addmm(total, a, b, beta=beta, out=total)
     elif a.is_cuda:
-        torch.addmm(total, a, b, out_dtype=total.dtype, beta=beta, out=total)  # the tensor cores' own fp32 sums
+        torch.addmm(total, a, b, out_dtype=total.dtype, beta=beta, out=total)  # the tensor cores' fp32 sums
     else:
         torch.addmm(total, a.to(total.dtype), b.to(total.dtype), beta=beta, out=total)
 
 
 def refuse_double_backward() -> None:
-    """Every backward calls it: under create_graph=True autograd would take a kernel's results for constants."""
+    """Called by every backward: under create_graph=True autograd would treat a kernel's results as constants."""
     if torch.is_grad_enabled() and not torch.compiler.is_compiling():
         raise RuntimeError("the kernels have no second derivative (create_graph=True): import kernels.reference")
 
 
 def refuse_gradient(name: str, *tensors: torch.Tensor) -> None:
-    """Raises ValueError where autograd would take the result of a kernel that has no backward for a constant."""
+    """Raises ValueError if autograd would treat the result of a kernel without backward as a constant."""
     if torch.is_grad_enabled() and not torch.compiler.is_compiling() and any(x.requires_grad for x in tensors):
         raise ValueError(f"{name} has no backward: call it under torch.no_grad(), or import kernels.reference")
 
 
 def saved_is_ours() -> bool:
-    """In a backward: whether it may write over what its forward saved, since nobody goes through the graph again.
+    """In a backward: True if it may overwrite what its forward saved, because the graph is not used again.
 
-    The compiler plans memory by itself. Without PyTorch's private name nothing is overwritten.
+    False under torch.compile, which plans memory itself, and if PyTorch's private function is missing.
     """
     keeps_graph = getattr(torch._C._autograd, "_get_current_graph_task_keep_graph", None)
     return keeps_graph is not None and not torch.compiler.is_compiling() and not keeps_graph()
@@ -159,7 +159,7 @@ def saved_is_ours() -> bool:
 
 @triton.jit
 def to_compute(x):
-    """The dtype kernels compute in: fp64 for fp64 (the tests compare in it), fp32 for everything else."""
+    """x in the dtype kernels compute in: fp64 for fp64 (the tests compare in it), fp32 for everything else."""
     if x.dtype == tl.float64:
         return x
     else:
@@ -173,5 +173,5 @@ def compute_dtype(x: torch.Tensor) -> torch.dtype:
 
 @triton.jit
 def magnitude(x):
-    """|x| of fp32 as integers in the order of the numbers, NaN last: tl.max of floats would pass over NaN."""
+    """|x| of fp32 as integers that sort like the numbers, NaN last: tl.max of floats would ignore NaN."""
     return x.to(tl.int32, bitcast=True) & 0x7FFFFFFF

@@ -3,7 +3,7 @@
     forward    µ = mean(x)        rstd = 1 / sqrt(mean((x − µ)²) + eps)        x̂ = (x − µ) · rstd        y = x̂ · w + b
     backward   dx = rstd · (dy·w − mean(dy·w) − x̂ · mean(dy·w·x̂))        dw = Σ_rows dy · x̂        db = Σ_rows dy
 
-Backward needs x, w and two fp32 numbers a row (µ, rstd).
+Backward needs x, w and two fp32 numbers per row (µ, rstd).
 Bytes for N rows of C 2-byte elements: forward 4NC (read x, write y), backward 6NC (read x, dy, write dx).
 On one H200, where a copy of as many bytes is 100%: forward 88-95%, backward 66-89%.
 
@@ -41,11 +41,11 @@ def _layer_norm_fwd_kernel(
     n_cols: tl.constexpr,
     EPS: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
-    """One program, one row. Centring first keeps the variance of a far-off row exact.
+    """One program, one row. Centring first keeps the variance of a row far from zero exact.
 
-    A row longer than CHUNK is read twice: for the statistics, and out of the cache for y. Held meanwhile, it would take
-    the registers that let more rows be on their way. Each lane keeps the mean and the squared deviations of the columns
-    it has seen (Welford, 1962), and the row's follow from those.
+    A row longer than CHUNK is read twice: for the statistics, and from the cache for y. Keeping it would take the
+    registers that let more rows be in flight. Each lane keeps the mean and the squared deviations of the columns that
+    it has seen (Welford, 1962); the row's follow from those.
     """
     KEEP: tl.constexpr = "evict_last" if n_cols > CHUNK else ""
     row = tl.program_id(0).to(tl.int64)
@@ -83,7 +83,7 @@ def prefetch_to_l2(x_ptr, row_stride, col_stride, row, n_rows, n_cols, BLOCK: tl
     """Prefetches a row into the L2 cache, by reading one element of each 32 bytes."""
     STEP: tl.constexpr = 256 // x_ptr.dtype.element_ty.primitive_bitwidth
     cols = tl.arange(0, BLOCK // STEP).to(tl.int64)[None, :] * STEP
-    # volatile: or a load that nobody uses would be dropped
+    # volatile, or the compiler would drop the unused load
     tl.load(x_ptr + row * row_stride + cols * col_stride, mask=(row < n_rows) & (cols < n_cols), volatile=True)
 
 
@@ -121,8 +121,8 @@ def _layer_norm_bwd_kernel(
         mean_dx_hat = (tl.sum(dx_hat, axis=1) / n_cols)[:, None]
         slope = (tl.sum(dx_hat * x_hat, axis=1) / n_cols)[:, None]
         if not HOLD_WEIGHT:
-            # Two sums of this length leave no registers for the row: it is read once more, out of the L1 cache (with
-            # another policy, or the compiler would join the two loads), while the next one comes as far as L2.
+            # Two sums of this length leave no registers for the row: it is read again, from the L1 cache (with another
+            # policy, or the compiler would merge the two loads), while the next row is prefetched to L2.
             prefetch_to_l2(dy_ptr, dy_row_stride, dy_col_stride, rows + tl.num_programs(0), n_rows, n_cols, BLOCK)
             prefetch_to_l2(x_ptr, x_row_stride, x_col_stride, rows + tl.num_programs(0), n_rows, n_cols, BLOCK)
             dy = to_compute(tl.load(dy_ptrs, mask=mask, other=0.0, eviction_policy="evict_first"))
@@ -168,7 +168,7 @@ class _LayerNorm(torch.autograd.Function):
         need_dx, need_dweight, need_dbias, _ = ctx.needs_input_grad
         dy_rows, x_rows = as_rows(dy), as_rows(x)
         n_rows, n_cols = x_rows.shape
-        # 4 stages are 2 to 5% faster than 3 on H200, but 12% slower where n_cols is 4,096.
+        # 4 stages are 2 to 5% faster than 3 on H200, but 12% slower if n_cols is 4,096.
         programs, constants = row_tiles(n_rows, n_cols, x, stages=4 if n_cols <= 3072 else 3)
         dx = torch.empty(x.shape, dtype=x.dtype, device=x.device) if need_dx else rstd
         dweight = torch.empty(programs, n_cols, dtype=rstd.dtype, device=x.device) if need_dweight else rstd
@@ -190,9 +190,9 @@ def layer_norm(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, eps: f
     """y = (x − mean) / sqrt(var + eps) · weight + bias over the last dimension (Ba, Kiros and Hinton, 2016).
 
     x (..., C) of any strides, weight and bias (C,), any floating dtypes; returns y (..., C) in x's dtype, contiguous.
-    Computed in fp32 (fp64 for fp64) and rounded once. ValueError where weight or bias do not fit x.
+    Computed in fp32 (fp64 for fp64) and rounded once. ValueError if weight or bias does not fit x.
     """
     if weight.shape != x.shape[-1:] or bias.shape != x.shape[-1:]:
         raise ValueError(f"weight {tuple(weight.shape)} and bias {tuple(bias.shape)}: expected both ({x.shape[-1]},)")
-    whole_row(x.shape[-1])  # raises where a row is too long
+    whole_row(x.shape[-1])  # raises if a row is too long
     return _LayerNorm.apply(x, weight, bias, eps) if use_triton(x) else layer_norm_reference(x, weight, bias, eps)

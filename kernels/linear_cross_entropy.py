@@ -3,25 +3,24 @@
     logits = x Wᵀ (N, V)        loss = cross-entropy (cross_entropy.py)        dx = dlogits · W        dW = dlogitsᵀ · x
 
 For Llama 3 the logits of 16,384 tokens are 4.2 GB in bf16, and PyTorch holds them several times over. Here they live
-one chunk of tokens at a time in a buffer that every chunk reuses. A chunk's gradient depends on its own logits only,
-so it is computed right there, in the forward pass, written over the logits, and multiplied into dx and dW before the
-next chunk comes. Backward only scales what forward left.
+one chunk of tokens at a time in a buffer that every chunk reuses. A chunk's gradient depends only on its own logits, so
+forward computes it right away, writes it over the logits, and multiplies it into dx and dW before the next chunk.
+Backward only scales the results.
 
 Saved for backward: dx (N, C) in x's dtype and dW (V, C) in fp32. Both are gradients of the *sum* of the losses: the
 mean's 1/n, the loss scale and the accumulation's factor all arrive as one number in backward and are multiplied in
-once, at the one rounding of dW. So no fp16 gradient is divided into underflow, and nobody asks the GPU for a number.
+once, when dW is rounded. So no fp16 gradient is divided into underflow, and nothing waits for a number from the GPU.
 (With fp32_dweight=False dW has the weight's dtype and is rounded at every chunk anyway: so the mean's 1/n goes into
-both gradients from the start, and backward scales them where they lie.)
+both gradients from the start, and backward scales them in place.)
 
-FLOPs: 3 matmuls of 2·N·C·V, the floor. Bytes beyond their own: 4NV, the logits read and their gradient written;
-what the kernel reads a second time is mostly in the L2 cache (cross_entropy.py). Above its inputs it allocates the
-chunk's logits, dx (or none: overwrite_x), and dW in fp32, 4·V·C bytes; backward, when the logits' buffer is free, the
-scaled dx and the rounded dW, 2·V·C bytes.
+FLOPs: 3 matmuls of 2·N·C·V, the minimum. Bytes beyond theirs: 4NV, to read the logits and write their gradient; the
+kernel's second read mostly hits the L2 cache (cross_entropy.py). Beside its inputs, forward allocates the chunk's
+logits, dx (not with overwrite_x), and dW in fp32, 4·V·C bytes; backward, when the logits' buffer is free, the scaled dx
+and the rounded dW, 2·V·C bytes.
 On one H200, where the three matmuls are 100%: forward and backward 91-97%.
 
-Where one chunk holds all tokens there is no reason to hurry: the gradient of the logits is kept as it stands in the
-buffer, and backward multiplies it, with x scaled, straight into dx and dW. No fp32 dW, no pass to round it. (Not in
-fp16, where x / n may be too small to hold.)
+If one chunk holds all tokens, the gradient of the logits simply stays in the buffer, and backward multiplies it, with x
+scaled, straight into dx and dW: no fp32 dW, no pass to round it. (Not in fp16, where x / n may be too small to hold.)
 
 The idea of the chunked loss with its gradient in the forward pass is Liger-Kernel's: Hsu et al., 2024.
 https://arxiv.org/abs/2410.10989
@@ -50,11 +49,11 @@ from .launch import (
 )
 
 # Bytes of logits held at once: 4,096 tokens at V = 128,256 in bf16. On one H200 with N = 16,384 and C = 2,048, 2,048
-# tokens a chunk take 3% more time and 437 MiB less; 1,024 take 12% and 512 take 35% more time and save no more, since
-# the peak is then backward's, with dW in fp32 and rounded (bench.py kernels).
+# tokens per chunk take 3% more time and 437 MiB less; 1,024 take 12% and 512 take 35% more time and save no more, since
+# the peak is then in backward, with dW in fp32 and rounded (bench.py kernels).
 LOGITS_BYTES = 2**30
-# Where Triton does not run: logits held at once, 64 MiB in fp32. At N = 2,048, V = 128,256 and C = 64 a step takes two
-# CPU cores 0.65 times as long as with all logits, and 0.2 GiB instead of 2.9. Up to here PyTorch's autograd takes all.
+# Without Triton: logits held at once, 64 MiB in fp32. At N = 2,048, V = 128,256 and C = 64 a step takes two CPU cores
+# 0.65 times as long as with all logits, and 0.2 GiB instead of 2.9. Up to this many, PyTorch's autograd takes all.
 PLAIN_LOGITS = 2**24
 
 
@@ -65,13 +64,13 @@ def linear_cross_entropy_reference(
 
 
 def _logits_buffer(x, n_tokens, n_vocab):
-    row_length = -(-n_vocab // 16) * 16  # else cuBLAS takes a slow path, and the kernel reads no vectors
+    row_length = -(-n_vocab // 16) * 16  # else cuBLAS takes a slow path, and the kernel cannot read vectors
     return torch.empty(n_tokens, row_length, dtype=x.dtype, device=x.device)[:, :n_vocab]
 
 
 def _fill_losses(losses, x, weight, targets, logits, options, scale):
-    """Fills losses (N,), and logits (N, V) with the gradient of their sum times scale; with scale None the content of
-    logits has no meaning.
+    """Fills losses (N,), and logits (N, V) with the gradient of their sum times scale; with scale None logits are left
+    undefined.
     """
     torch.mm(x, weight.T, out=logits)
     gradient = None if scale is None else logits
@@ -82,7 +81,7 @@ def _fill_losses(losses, x, weight, targets, logits, options, scale):
 
 
 def _fill_chunks(x, weight, targets, options, chunk_tokens, scale, losses, dx, dweight):
-    """Fills losses (N,), and dx (N, C) and dW (V, C), which are empty where not needed; dx may be x."""
+    """Fills losses (N,), and dx (N, C) and dW (V, C), which are empty if not needed; dx may be x."""
     n_tokens = x.shape[0]
     buffer = _logits_buffer(x, min(chunk_tokens, n_tokens), weight.shape[0])
     scale = scale if dx.numel() or dweight.numel() else None
@@ -98,7 +97,7 @@ def _fill_chunks(x, weight, targets, options, chunk_tokens, scale, losses, dx, d
         dweight.zero_()
 
 
-# Opaque operators: torch.compile calls them as they stand, and their loops and buffers stay ours.
+# Opaque operators: torch.compile calls them as they are and leaves their loops and buffers alone.
 @torch.library.custom_op("nanocria::whole_loss", mutates_args=())
 def _whole_loss(
     x: torch.Tensor,
@@ -135,7 +134,7 @@ def _chunked_loss(
     fp32_dweight: bool,
     scale: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Losses (N,), and the gradients of their sum times scale: dx (N, C), dW (V, C); empty where not needed."""
+    """Losses (N,), and the gradients of their sum times scale: dx (N, C), dW (V, C); empty if not needed."""
     losses, dx, dweight = _outputs(x, weight, need_dx, need_dweight, fp32_dweight)
     options = ignore_index, label_smoothing, z_loss
     _fill_chunks(x, weight, targets, options, chunk_tokens, scale, losses, dx, dweight)
@@ -174,7 +173,7 @@ def _scale(x, scale, out):
 
 @torch.library.custom_op("nanocria::scaled", mutates_args=())
 def _scaled(x: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """x · scale for contiguous x, rounded once to dtype: between two dtypes PyTorch's own has a third of the speed."""
+    """x · scale for contiguous x, rounded once to dtype; between two dtypes PyTorch has a third of the speed."""
     out = _scaled_fake(x, scale, dtype)
     _scale(x, scale, out)
     return out
@@ -247,12 +246,12 @@ class _ChunkedLoss(torch.autograd.Function):
 def _scaled_gradient(gradient, scale, dtype, in_place):
     if not in_place:
         return _scaled(gradient, scale, dtype)
-    _scale_(gradient, scale)  # autograd refuses a second backward: it sees that this has changed
+    _scale_(gradient, scale)  # autograd sees the change and refuses a second backward
     return gradient
 
 
 def default_chunk_tokens(vocab_size: int, itemsize: int) -> int:
-    """How many tokens' logits take LOGITS_BYTES: a multiple of 256."""
+    """How many tokens' logits fit into LOGITS_BYTES, a multiple of 256."""
     return max(LOGITS_BYTES // (vocab_size * itemsize) // 256 * 256, 256)
 
 
@@ -272,16 +271,16 @@ def linear_cross_entropy(
 
     x (N, C) and weight (V, C) of one floating dtype, targets (N,) integers in [0, V) or ignore_index; the options are
     cross_entropy's. chunk_tokens: how many tokens' logits exist at once; None: as many as LOGITS_BYTES hold.
-    Returns an fp32 scalar (fp64 for fp64): 0 with zero gradients where every target is ignored, NaN where one lies
-    outside [0, V). The logits are rounded to x's dtype; softmax and loss are fp32, and dW is summed in fp32 over the
-    chunks and rounded once. Gradients are computed only for what requires them. ValueError for unfit shapes or options,
-    and under autocast.
+    Returns an fp32 scalar (fp64 for fp64): 0 with zero gradients if every target is ignored, NaN if one lies outside
+    [0, V). The logits are rounded to x's dtype; softmax and loss are fp32, and dW is summed in fp32 over the chunks and
+    rounded once. Gradients are computed only for what requires them. ValueError for invalid shapes or options, and
+    under autocast.
 
-    fp32_dweight=False is for the last GiB: dW is summed in the dtype of the weight, rounded at each chunk (four chunks
-    make its error 1.6 times that of one rounding), the mean's 1/n in it from the start, and backward scales both
-    gradients where they lie, once only. Not in fp16, which cannot hold such sums. overwrite_x: where there are several
-    chunks (in fp16 always), x becomes its own gradient, chunk by chunk: only where nobody reads x afterwards and
-    backward runs once. Where Triton does not run, plain PyTorch does, in chunks of at most PLAIN_LOGITS logits.
+    fp32_dweight=False saves the last GiB: dW is summed in the dtype of the weight, rounded at each chunk (with four
+    chunks its error is 1.6 times that of one rounding) and divided by the mean's n from the start, and backward scales
+    both gradients in place, once only. Not in fp16, which cannot hold such sums. overwrite_x: with several chunks (in
+    fp16 always), x is overwritten by its gradient, chunk by chunk: only if nothing reads x afterwards and backward runs
+    once. Without Triton, plain PyTorch runs, in chunks of at most PLAIN_LOGITS logits.
     """
     refuse_autocast(x)
     if x.ndim != 2 or weight.ndim != 2 or x.shape[1] != weight.shape[1] or x.dtype != weight.dtype:

@@ -3,15 +3,15 @@
     forward     y = x Wᵀ + s (x Aᵀ) Bᵀ        s = α / r
     backward    dx = dy W + s (dy B) A        dA = s (dy B)ᵀ x        dB = s dyᵀ (x Aᵀ)        no dW
 
-q, k and v are packed in one W, gate and up in another, but published adapters have an A and a B for each of them. So A
-stacks the matrices' (r, C), and B their (Oᵢ, r): the columns i·r..(i+1)·r of x Aᵀ belong to the rows of matrix i.
+q, k and v are packed in one W, gate and up in another, but published adapters have an A and a B for each. So A stacks
+the matrices' (r, C), and B their (Oᵢ, r): the columns i·r..(i+1)·r of x Aᵀ belong to the rows of matrix i.
 
-How the frozen W is held is for subclasses to say: `held` names its tensors, quantize makes them, read_weight reads them
-back. nf4_lora_linear.py holds it in four bits; fp8_lora_linear.py multiplies it in float8.
+Subclasses define how the frozen W is held: `held` names its tensors, quantize makes them, read_weight reads them back.
+nf4_lora_linear.py holds it in four bits; fp8_lora_linear.py multiplies it in float8.
 
-FLOPs for m matrices: 2·N·C·O forward and as many backward, for a frozen W has no gradient; of the adapters
-2·N·r·(m·C + O) forward and 2·N·r·(3·m·C + 2·O) backward, which computes x Aᵀ again. Saved: x (unless the fused function
-computes it again), W, A and B.
+FLOPs for m matrices: 2·N·C·O forward and as many backward, since a frozen W has no gradient; for the adapters
+2·N·r·(m·C + O) forward and 2·N·r·(3·m·C + 2·O) backward, which recomputes x Aᵀ. Saved: x (unless the fused function
+recomputes it), W, A and B.
 
 Hu et al., LoRA: Low-Rank Adaptation of Large Language Models, 2021. https://arxiv.org/abs/2106.09685
 """
@@ -28,10 +28,10 @@ from .linear import Linear, product
 
 
 class LoRALinear(Linear):
-    """y = x Wᵀ + (α/r) (x Aᵀ) Bᵀ on the frozen weight of base (O, C), its other functions those of a projection.
+    """y = x Wᵀ + (α/r) (x Aᵀ) Bᵀ on the frozen weight of base (O, C), with the functions of a projection.
 
-    rows: how many rows of the weight each published matrix has, O together. lora_a (len(rows)·rank, C) begins as
-    peft's, uniform within ±1/√C, lora_b (O, rank) as zeros: y is that of the base at first.
+    rows: how many rows of the weight each published matrix has, O in total. lora_a (len(rows)·rank, C) starts uniform
+    within ±1/√C, as in peft, and lora_b (O, rank) at zero, so y starts as the base's.
     """
 
     held = ("weight",)  # the tensors of the frozen weight: `weight` comes first, and has O rows
@@ -49,11 +49,11 @@ class LoRALinear(Linear):
         nn.init.uniform_(self.lora_a, -(self.in_features**-0.5), self.in_features**-0.5)
         self.scale = alpha / rank
         bounds = [0, *running_sums(rows)]
-        # of each matrix: its rows of B, its columns of x Aᵀ
+        # for each matrix: its rows of B, its columns of x Aᵀ
         self.parts = [(slice(*pair), slice(i * rank, (i + 1) * rank)) for i, pair in enumerate(pairwise(bounds))]
 
     def _apply(self, fn, recurse=True):
-        """What .to(), .half() and the like call: they would convert NF4's codes, and float8 without its scales."""
+        """Called by .to(), .half() and the like, which would convert NF4's codes, and float8 without its scales."""
         held = torch.empty(0, dtype=self.weight.dtype)
         if len(self.held) > 1 and fn(held).dtype != held.dtype:
             raise ValueError("weights in NF4 or float8 keep their dtype: convert the model before add_lora")
@@ -86,7 +86,7 @@ class LoRALinear(Linear):
 
     @staticmethod
     def read_weight(like: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-        """The weight (O, C) that the held tensors stand for, in the dtype of `like`; of float8 in fp32."""
+        """The weight (O, C) that the held tensors represent, in the dtype of `like`; for float8 in fp32."""
         return weight
 
     @torch.no_grad()
@@ -98,7 +98,7 @@ class LoRALinear(Linear):
             merged[rows] += self.scale * self.lora_b[rows].to(merged.dtype) @ self.lora_a[columns].to(merged.dtype)
         return merged.to(self.lora_a.dtype)
 
-    # The adapters' part is written first and the large matmul adds to it, whose FLOPs hide the second pass over y.
+    # The adapters' part is written first; the large matmul adds to it, and its FLOPs hide the second pass over y.
 
     def project(self, x, *tensors, out=None):
         *held, a, b = tensors
@@ -134,7 +134,7 @@ class LoRALinear(Linear):
                     product(dy[:, rows], low[:, columns], sum_b[rows], first)
         return *(None for _ in held), da, db
 
-    # Both scale in the matmul, and write where the result belongs: next to the large matmuls of W, each launch that is
+    # Both scale in the matmul and write straight to where the result belongs: beside W's large matmuls, every launch
     # saved counts.
 
     def _low(self, x, a):

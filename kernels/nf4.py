@@ -1,4 +1,4 @@
-"""NF4: four bits a weight, with 8-bit scales, bit for bit as bitsandbytes has it ("double quantisation").
+"""NF4: four bits per weight, with 8-bit scales, bit for bit as in bitsandbytes ("double quantisation").
 
     block of 64 weights      absmax = max |w|      code = the nearest of 16 values to w · (1 / absmax)
     all absmax               offset = their mean   absmax − offset in 8 bits, blocks of 256 (dynamic_map.py)
@@ -6,11 +6,11 @@
 
 The 16 values lie at the quantiles of a normal distribution, closer together where there are more weights. Even
 elements of the flat weight are in the high half of a byte. The scale is rounded twice, after the product and after the
-sum. A block of zeros stays zero. A NaN in a weight makes all of it NaN, through the mean.
+sum. A block of zeros stays zero. One NaN makes the whole weight NaN, through the mean.
 
-Bytes for n bf16 weights: 0.516n held (4 bits; 8 for each 64; 32 for each 16,384). Quantised 2.6n (read weight, write
-codes and fp32 absmax; the 8-bit scales are small change). Read back 2.516n (read codes, scales, write w). On one H200,
-where a copy of as many bytes is 100%: forward 81-90%.
+Bytes for n bf16 weights: 0.516n held (4 bits; 8 for each 64; 32 for each 16,384). Quantising moves 2.6n (read weight,
+write codes and fp32 absmax; the 8-bit scales are negligible), reading back 2.516n (read codes, scales, write w). On one
+H200, where a copy of as many bytes is 100%: forward 81-90%.
 
 Dettmers et al., QLoRA: Efficient Finetuning of Quantized LLMs, 2023. https://arxiv.org/abs/2305.14314
 """
@@ -30,11 +30,11 @@ VALUES = (
     -0.09105003625154495, 0.0, 0.07958029955625534, 0.16093020141124725, 0.24611230194568634, 0.33791524171829224,
     0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0,
 )  # fmt: skip
-CHUNK = 2**22  # weights that the reference quantises at a time, so that its temporaries stay below a large weight
+CHUNK = 2**22  # weights that the reference quantises at a time: its temporaries stay smaller than a large weight
 
 
 class NF4(NamedTuple):
-    """A weight (..., C) of n elements. The parts may be viewed in other shapes; codes then give that of the weight."""
+    """A weight (..., C) of n elements. The parts may be viewed in other shapes; codes gives the weight's."""
 
     codes: torch.Tensor  # uint8 (..., C / 2), two to a byte
     scale_codes: torch.Tensor  # uint8 (n / 64,)
@@ -106,7 +106,7 @@ def _quantize_nf4_kernel(weight_ptr, codes_ptr, absmax_ptr, bounds_ptr, n_blocks
 def read_scales(
     scale_codes_ptr, scale_absmax_ptr, offset_ptr, map_ptr, block, mask, SCALE_BLOCK: tl.constexpr
 ):  # fmt: skip
-    """The scales of these blocks in fp32. To be launched without fusion."""
+    """The scales of these blocks in fp32. Must be launched without fusion."""
     code = tl.load(scale_codes_ptr + block, mask=mask, other=0).to(tl.int32)
     absmax = tl.load(scale_absmax_ptr + block // SCALE_BLOCK, mask=mask, other=0.0)
     return tl.load(map_ptr + code) * absmax + tl.load(offset_ptr)
@@ -117,10 +117,10 @@ def read_nf4(
     codes_ptr, scale_codes_ptr, scale_absmax_ptr, offset_ptr, values_ptr, map_ptr, block, mask,
     SCALE_BLOCK: tl.constexpr, BLOCKS: tl.constexpr,
 ):  # fmt: skip
-    """The weights (BLOCKS, 64) of these blocks in fp32. To be launched without fusion."""
+    """The weights (BLOCKS, 64) of these blocks in fp32. Must be launched without fusion."""
     byte = tl.load(codes_ptr + block[:, None] * 32 + tl.arange(0, 32)[None, :], mask=mask[:, None], other=0)
     scale = read_scales(scale_codes_ptr, scale_absmax_ptr, offset_ptr, map_ptr, block, mask, SCALE_BLOCK)
-    # Looked up by shuffles between the threads of a warp, of which each holds one of the 16 values.
+    # Looked up by shuffles between the threads of a warp, each of which holds one of the 16 values.
     values, code = tl.load(values_ptr + tl.arange(0, 16)), tl.reshape(byte, (BLOCKS * 32,)).to(tl.int32)
     pairs = tl.join(tl.gather(values, code >> 4, axis=0), tl.gather(values, code & 15, axis=0))
     return tl.reshape(pairs, (BLOCKS, 64)) * scale[:, None]
@@ -164,7 +164,7 @@ def _quantize_codes(weight):
 
 @torch.no_grad()
 def quantize_nf4(weight: torch.Tensor) -> NF4:
-    """weight in NF4 with 8-bit scales (Dettmers et al., 2023): 0.516 bytes an element.
+    """weight in NF4 with 8-bit scales (Dettmers et al., 2023): 0.516 bytes per element.
 
     weight (..., C): bf16, fp16 or fp32, contiguous, a multiple of 64 elements, C even. ValueError for other shapes.
     """
@@ -172,7 +172,7 @@ def quantize_nf4(weight: torch.Tensor) -> NF4:
     return _with_scales(*_quantize_codes(weight))
 
 
-# Opaque: torch.compile does not know enable_fp_fusion. A product in fp64 would not do: LLVM narrows it, then fuses.
+# Opaque: torch.compile lacks enable_fp_fusion. A product in fp64 would not help: LLVM narrows it, then fuses.
 @torch.library.custom_op("nanocria::dequantize_nf4", mutates_args=("out",))
 def _dequantize(
     codes: torch.Tensor, scale_codes: torch.Tensor, scale_absmax: torch.Tensor, offset: torch.Tensor, out: torch.Tensor
@@ -192,7 +192,7 @@ def dequantize_nf4(weight: NF4, out: torch.Tensor | None = None) -> torch.Tensor
     """The weight (..., C) = values[code] · scale, rounded once (Dettmers et al., 2023).
 
     out: where to write it, any floating dtype, contiguous; None: a new bf16 tensor. Returns out. Runs under
-    torch.compile and in a captured CUDA graph. ValueError where the parts, or out, do not fit each other.
+    torch.compile and in a captured CUDA graph. ValueError if the parts or out do not fit each other.
     """
     codes, scale_codes, scale_absmax, offset = weight
     out = _empty_weight(codes) if out is None else out

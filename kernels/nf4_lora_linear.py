@@ -2,9 +2,9 @@
 
     forward     y = x Wᵀ + s (x Aᵀ) Bᵀ        backward    dx = dy W + s (dy B) A        dA, dB as in lora_linear.py
 
-W is read back from NF4 in x's dtype right before each of its two matmuls and freed after it: all projections share what
-the allocator keeps of the largest. Of the packed matrices (q, k and v; gate and up) each is quantised by itself: so the
-base is bit for bit the one that transformers reads with bitsandbytes, and adapters trained here fit it there.
+W is read back from NF4 in x's dtype right before each of its two matmuls and freed after it: all projections reuse the
+memory that the allocator keeps from the largest. Each packed matrix (q, k and v; gate and up) is quantised by itself:
+so the base is bit for bit the one that transformers reads with bitsandbytes, and adapters trained here fit it there.
 
 Bytes for n weights: 0.516n held, and 2.516n moved before each matmul.
 
@@ -19,13 +19,13 @@ from .nf4 import BLOCK, NF4, SCALE_BLOCK, dequantize_nf4, quantize_nf4
 
 
 class NF4LoRALinear(LoRALinear):
-    """LoRALinear whose frozen weight (O, C) is NF4: `weight` are its codes (O, C / 2). ValueError unless C is even and
-    each matrix in it has a multiple of 64 elements. On the meta device they are shapes, which runtime/checkpoint.py's
-    read_base fills.
+    """LoRALinear whose frozen weight (O, C) is NF4: `weight` holds its codes (O, C / 2). ValueError unless C is even
+    and each matrix in it has a multiple of 64 elements. On the meta device they are only shapes, which
+    runtime/checkpoint.py's read_base fills.
     """
 
     held = ("weight", "scale_codes", "scale_absmax", "offset")
-    codes_dtype = torch.float8_e4m3fn  # bytes, but FSDP wants parameters of floating point (torch 2.11)
+    codes_dtype = torch.float8_e4m3fn  # really bytes, but FSDP needs floating-point parameters (torch 2.11)
 
     def __init__(self, base: Linear, rows: tuple[int, ...], rank: int, alpha: float):
         for n_out in rows:
@@ -35,7 +35,7 @@ class NF4LoRALinear(LoRALinear):
         super().__init__(base, rows, rank, alpha)
 
     def reference(self, x):
-        return apply_projection(self, x, *self.tensors())  # autograd's own would keep the weight that it read back
+        return apply_projection(self, x, *self.tensors())  # plain autograd would keep the weight read back
 
     def quantize(self, weight):
         matrices = [quantize_nf4(matrix) for matrix in weight.split(self.rows)]

@@ -1,5 +1,5 @@
-"""The same names in plain PyTorch: what the tests check against. With fused_kernels = False the model takes its norms,
-RoPE and MLP from here.
+"""The same names in plain PyTorch, which the tests compare against. With fused_kernels = False the model takes its
+norms, RoPE and MLP from here.
 """
 
 from .adamw import adamw_reference as adamw

@@ -3,11 +3,11 @@
     forward    s = x + residual        n = rms_norm(s) · w        y = n Wᵀ
     backward   dn = dy W        ds, dw, n = norm backward (rms_norm.py)        dW = dyᵀ n        dx = dresidual = ds
 
-Apart, the norm keeps s and the projection keeps n, which is s again, scaled. Here n is not kept: the norm's backward
-kernel holds it in registers anyway and writes it out for dW. That costs one write of N·C elements (0.1% of a step of
-Llama 3.2 1B) and saves 2·N·C bytes for each projection that reads a norm.
+As two operations, the norm keeps s and the projection keeps n, which is s again, scaled. Here n is not kept: the norm's
+backward kernel holds it in registers anyway and writes it out for dW. That costs one write of N·C elements (0.1% of a
+step of Llama 3.2 1B) and saves 2·N·C bytes for each projection that reads a norm.
 
-y = n Wᵀ stands for any projection (linear.py): float8, LoRA.
+y = n Wᵀ may be any projection (linear.py): float8, LoRA.
 
 Saved: s, w, W, and one fp32 rstd a row. FLOPs: the projection's 2·N·C·O forward and 4·N·C·O backward.
 """
@@ -50,11 +50,11 @@ class _RMSNormLinear(torch.autograd.Function):
 def rms_norm_linear(
     x: torch.Tensor, residual: torch.Tensor | None, norm_weight: torch.Tensor, eps: float, projection: Linear
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """(projection(rms_norm(x + residual)), x + residual), the normed tensor not kept for backward.
+    """(projection(rms_norm(x + residual)), x + residual), without keeping the normed tensor for backward.
 
     x and residual (..., C) of one dtype and any strides, or residual None for x alone; norm_weight (C,) of any dtype,
-    the projection's weight (O, C) of x's. Returns (..., O) and (..., C) in x's dtype. ValueError on shapes or dtypes,
-    for what the projection does not support, and under autocast.
+    the projection's weight (O, C) of x's. Returns (..., O) and (..., C) in x's dtype. ValueError if shapes or dtypes do
+    not fit, for what the projection does not support, and under autocast.
     """
     refuse_autocast(x)
     check_norm(x, residual, norm_weight)

@@ -6,9 +6,9 @@ pairs instead). The pair at position t is rotated by the angle whose cosine and 
     forward    y₁ = x₁·cos − x₂·sin        y₂ = x₂·cos + x₁·sin
     backward   dx₁ = dy₁·cos + dy₂·sin     dx₂ = dy₂·cos − dy₁·sin      (the inverse rotation: sin changes sign)
 
-A rotation's backward needs cos and sin, nothing of q or k. Values are not rotated but come along: q, k and v leave the
-packed tensor, which nobody needs any more, and their gradients return to one packed tensor, with no copy and no cat of
-PyTorch's in between.
+A rotation's backward needs only cos and sin, not q or k. Values are not rotated but copied along: q, k and v leave the
+packed tensor, which is then no longer needed, and their gradients return to one packed tensor, without a copy or cat by
+PyTorch in between.
 
 Bytes for N tokens in 2-byte elements: 4·N·(H+2K)·D each way, each element read and written once; cos and sin, shared
 by all heads and all sequences, stay in the cache.
@@ -97,7 +97,7 @@ def _rope_bwd_kernel(
     n_time,
     H: tl.constexpr, K: tl.constexpr, HALF: tl.constexpr, HEADS: tl.constexpr, DIMS: tl.constexpr,
 ):  # fmt: skip
-    """The way back: each lane loads from one of three gradients, rotates it by −sin and stores it packed."""
+    """Backward: each lane loads from one of three gradients, rotates it by −sin and stores it packed."""
     token = tl.program_id(0).to(tl.int64)
     batch, time = token // n_time, token % n_time
     heads = tl.arange(0, HEADS).to(tl.int64)[:, None]
@@ -167,8 +167,8 @@ def rope(
     """Unpacks q, k and v, and rotates each pair (x[i], x[i + D/2]) of the first two by its position's angle (Su, 2021).
 
     qkv (B, T, H + 2K, D) of any strides: H = n_head queries, then K keys, then K values. cos and sin (T, D/2) or
-    (B, T, D/2), fp32 (or fp64 beside fp64), constants: no gradient flows to them. Returns q (B, T, H, D), k and v
-    (B, T, K, D), contiguous, in qkv's dtype. ValueError where the shapes do not fit or cos or sin ask for a gradient.
+    (B, T, D/2), fp32 (or fp64 with fp64), are constants: they get no gradient. Returns q (B, T, H, D), k and v
+    (B, T, K, D), contiguous, in qkv's dtype. ValueError if the shapes do not fit or cos or sin requires a gradient.
     """
     n_batch, n_time, n_heads, head_dim = qkv.shape
     if head_dim % 2 or not 0 < n_head < n_heads or (n_heads - n_head) % 2:

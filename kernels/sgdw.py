@@ -1,8 +1,8 @@
-"""A step in a given direction, with decoupled weight decay: how a rule that computes its direction elsewhere moves w.
+"""A step in a given direction with decoupled weight decay, for rules that compute the direction elsewhere.
 
     w = w − lr · (λ w + factor · direction)        parameter = w, rounded
 
-The parameter, its master in halves and the step scalars are as in adamw.py; of those only the first two are read.
+The parameter, its master in halves and the step scalars are as in adamw.py; only the first two scalars are read.
 Bytes for n parameters in bf16: 10n (read parameter, low: 4; Muon's direction, in bf16: 2; write parameter, low: 4), or
 12n with the fp32 directions of NorMuon, GaLore and APOLLO.
 
@@ -35,7 +35,7 @@ def _sgdw_kernel(
     scale = tl.load(step_scalars_ptr)
     lr = tl.load(step_scalars_ptr + 1)
     i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    mask = i < tl.where(tl.abs(scale) < float("inf"), n, 0)  # not less: NaN too
+    mask = i < tl.where(tl.abs(scale) < float("inf"), n, 0)  # NaN is not less either
     direction = tl.load(direction_ptr + i, mask=mask, other=0.0).to(tl.float32)
     w = load_master(parameter_ptr, w_ptr, i, mask, HALVES)
     w -= lr * (weight_decay * w + factor * direction)
@@ -54,8 +54,8 @@ def sgdw(
     """One step of w along -direction in place, with decoupled weight decay (Loshchilov and Hutter, 2019).
 
     parameter and direction: one shape, any floating dtypes. w: the fp32 master weights, which may be parameter itself;
-    or, where parameter is bf16, their lower halves, int16. All contiguous. step_scalars: fp32, first the scale of the
-    gradients, where that is not finite nothing changes, then the learning rate. ValueError where a tensor does not fit.
+    or, if parameter is bf16, their lower halves, int16. All contiguous. step_scalars: fp32, first the scale of the
+    gradients (if it is not finite, nothing changes), then the learning rate. ValueError if a tensor does not fit.
     """
     halves = w.dtype == torch.int16 and parameter.dtype == torch.bfloat16
     shape = parameter.shape
@@ -66,7 +66,7 @@ def sgdw(
         raise ValueError(f"step_scalars is {found}: expected float32, the scale and the learning rate first")
     if not use_triton(parameter):
         return sgdw_reference(parameter, direction, w, step_scalars, factor, weight_decay)
-    n, block = parameter.numel(), 1024  # as adamw's
+    n, block = parameter.numel(), 1024  # as in adamw.py
     _sgdw_kernel[(triton.cdiv(n, block),)](
         parameter.view(torch.int16) if halves else parameter, direction, w, step_scalars, n, factor, weight_decay,
         HALVES=halves, APART=not halves and parameter.data_ptr() != w.data_ptr(), BLOCK=block, num_warps=4,

@@ -4,21 +4,21 @@
     backward   dh = dy V            dg, h = swiglu backward (glu.py)             dV = dyᵀ h
                dn = dg W            ds, dw, n = norm backward (rms_norm.py)      dW = dgᵀ n     dx = dresidual = ds
 
-Operation by operation, autograd keeps s, n, g and h: 2C + 3F elements a token. Each of n and h is what a backward
-kernel computes on its way, so both are written out there when the weight gradients want them, and not kept. g is most
-of what is left, and with keep_gate_up=False it is computed again from s, for two thirds of the MLP's forward FLOPs:
+As separate operations, autograd would keep s, n, g and h: 2C + 3F elements per token. Backward kernels compute n and h
+on their way, so they are written out there if the weight gradients need them, and not kept. g is most of the rest; with
+keep_gate_up=False it is recomputed from s, for two thirds of the MLP's forward FLOPs:
 
                                   kept for a token              price                              (Llama 3.2 1B, bf16)
     keep_gate_up=True             C + 2F elements (36 KiB)      a write of F + C elements          0.5% of a step
     keep_gate_up=False            C elements (4 KiB)            a matmul of 4·N·C·F FLOPs          an eighth of a step
 
-Saved besides: the weights and one fp32 rstd a row. Shapes: s, n (N, C), W (2F, C) with gate before up, V (C, F).
+Also saved: the weights and one fp32 rstd per row. Shapes: s, n (N, C), W (2F, C) with gate before up, V (C, F).
 
-Backward writes dg over g and h over dh, element by element: it holds 3F elements a token, not 6F. With chunks > 1 the
-rows pass through the MLP in that many slices, forward and backward, and all of these exist for one slice at a time. The
-slices' dW and dV are added up in fp32 and rounded once.
+Backward writes dg over g and h over dh, element by element: it holds 3F elements per token, not 6F. With chunks > 1 the
+rows pass through forward and backward in that many slices, and all of these exist for one slice at a time. The slices'
+dW and dV are summed in fp32 and rounded once.
 
-g = n Wᵀ and y = h Vᵀ stand for any two projections (linear.py): float8, LoRA.
+g = n Wᵀ and y = h Vᵀ may be any two projections (linear.py): float8, LoRA.
 """
 
 from functools import partial
@@ -32,7 +32,7 @@ from .launch import as_rows, compute_dtype, refuse_autocast, saved_is_ours, use_
 from .linear import Linear, new_sums
 from .rms_norm import check_norm, rms_norm_backward, rms_norm_forward, rms_norm_reference
 
-ALIGNED = 4  # rows: cuBLAS wants a float8 matrix's scales, one fp32 a row, to begin at a multiple of 16 bytes
+ALIGNED = 4  # rows: cuBLAS needs a float8 matrix's scales, one fp32 per row, to begin at a multiple of 16 bytes
 
 
 def swiglu_mlp_reference(
@@ -50,7 +50,7 @@ def swiglu_mlp_reference(
         return again(total), total
     rows = as_rows(total)
     y = torch.cat([again(rows[some]) for some in slices(len(rows), chunks)])
-    return y.view(*total.shape[:-1], y.shape[1]).clone(), total  # FSDP warns of a view
+    return y.view(*total.shape[:-1], y.shape[1]).clone(), total  # FSDP warns about a view
 
 
 class _SwiGLUMLP(torch.autograd.Function):
@@ -115,16 +115,16 @@ class _SwiGLUMLP(torch.autograd.Function):
 
 
 def slices(n_rows: int, chunks: int, multiple: int = 1) -> list[slice]:
-    """The rows in `chunks` slices, as equal as can be where each begins at a multiple of so many rows.
+    """The rows in `chunks` slices, as equal as possible if each begins at a multiple of `multiple` rows.
 
-    Some may be empty, since the compiler unrolls a fixed number.
+    Some may be empty: the compiler unrolls a fixed number.
     """
     bounds = [n_rows * i // chunks // multiple * multiple for i in range(chunks)]
     return [slice(*pair) for pair in pairwise([*bounds, n_rows])]
 
 
 def _take(x, rows: slice):
-    """Rows of x (..., C), or of both parts of what quantize returns."""
+    """Rows of x (..., C), or of both tensors that quantize returns."""
     return tuple(as_rows(part)[rows] for part in x) if isinstance(x, tuple) else as_rows(x)[rows]
 
 
@@ -175,9 +175,9 @@ def swiglu_mlp(
 
     x and residual (..., C) of one dtype and any strides, or residual None for x alone; norm_weight (C,) of any dtype,
     the projections' weights (2F, C) and (O, F) of x's. Returns (..., O) and (..., C) in x's dtype. keep_gate_up:
-    whether the (..., 2F) projection is kept for backward or computed again. need_y=False leaves the first result
-    without memory, for a checkpoint that runs forward again: backward does not need it. chunks: in how many slices the
-    rows pass through the MLP; more than one with keep_gate_up=False only. ValueError on shapes or dtypes, for what a
+    whether the (..., 2F) projection is kept for backward or recomputed. need_y=False leaves the first result without
+    memory, for a checkpoint that reruns forward: backward does not need it. chunks: in how many slices the rows pass
+    through the MLP; more than one only with keep_gate_up=False. ValueError if shapes or dtypes do not fit, for what a
     projection does not support, and under autocast.
     """
     refuse_autocast(x)

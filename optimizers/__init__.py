@@ -1,1 +1,1 @@
-"""Update rules, one a file, and the places where their state lives."""
+"""Update rules, one per file, and the places where their state lives."""

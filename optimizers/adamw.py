@@ -18,7 +18,7 @@ from optimizers.rule import Rule
 def bias_corrections(betas: tuple[float, float], device: torch.device) -> torch.Tensor:
     """1 / (1 - β₁ᵗ) and 1 / √(1 - β₂ᵗ) for t = 0, 1, 2, ... until both are 1 for good: (T, 2) float32.
 
-    Looked up, for their arithmetic in float64 is nine kernels: 0.6% of a step of the baby in a CUDA graph.
+    A lookup table, because computing them in float64 takes nine kernels: 0.6% of the baby's step in a CUDA graph.
     """
     n_steps = max(math.log(2**-26) / math.log(beta) if beta else 1.0 for beta in betas)
     t = torch.arange(math.ceil(n_steps) + 1, dtype=torch.float64)

@@ -1,8 +1,8 @@
-"""AdamW whose moments take one byte each: 2.03 bytes a parameter instead of 8. kernels/adamw8bit.py has the formula.
+"""AdamW whose moments take one byte each: 2.03 bytes per parameter instead of 8. kernels/adamw8bit.py has the formula.
 
-The 256 elements that share a scale (2,048 in the paper) lie within one row. So under FSDP each rank's rows bring their
-own scales, and any number of ranks reads a checkpoint. Vectors, small matrices and those whose rows are no multiple of
-256 keep AdamW's float32 moments. The embedding's have 8 bits, too, which the paper leaves in 32.
+The 256 elements that share a scale (2,048 in the paper) lie within one row. So under FSDP each rank's rows have their
+own scales, and any number of ranks can read a checkpoint. Vectors, small matrices and those whose rows are not a
+multiple of 256 keep AdamW's float32 moments. The embedding also has 8 bits; the paper leaves it in 32.
 
 Dettmers et al., 8-bit Optimizers via Block-wise Quantization, 2021. https://arxiv.org/abs/2110.02861
 """
@@ -14,11 +14,11 @@ from kernels.adamw8bit import adamw8bit_on_cpu
 from kernels.dynamic_map import BLOCK
 from optimizers.adamw import AdamW
 
-SMALL = 4096  # elements; what has fewer is not worth the error
+SMALL = 4096  # elements; smaller parameters are not worth the error
 
 
 def flat_scales(states: dict) -> list[torch.Tensor]:
-    """The states in the kernel's order, the scales as they lie in memory."""
+    """The states in the kernel's order, the scales flat, in memory order."""
     m, v, m_absmax, v_absmax = states.values()
     return [m, v, m_absmax.view(-1), v_absmax.view(-1)]
 

@@ -2,15 +2,15 @@
 
     R = G P      N = Adam's step for R      D = √(C / r) · (‖Nᵢ‖ / ‖Rᵢ‖) Gᵢ for each row i      w = w − lr · (λ w + D)
 
-P (C, r) is drawn from a normal distribution of variance 1 / r, which keeps a row's norm on average: anew at
-galore_interval, from a seed, so nobody has to keep or send it. √(C / r) makes up for Nᵢ having r elements of about 1
-where AdamW's step has C: so learning rate and weight decay are AdamW's. (The authors' runs leave it out, at a learning
-rate of 0.01.) ‖D‖ of a weight, q, k and v together, may grow by 1% from one update to the next, and no more, which the
-paper found to prevent spikes early in a run.
+P (C, r) is drawn from a normal distribution of variance 1 / r, which preserves a row's norm on average. It is redrawn
+every galore_interval updates, from a seed, so it is neither stored nor sent. √(C / r) makes up for Nᵢ having r elements
+of about 1 where AdamW's step has C: so learning rate and weight decay are AdamW's. (The authors' runs leave it out, at
+a learning rate of 0.01.) ‖D‖ of a weight (q, k and v together) may grow by at most 1% per update, which the paper found
+to prevent spikes early in a run.
 
-The paper scales the rows or the columns, whichever are more. Here it is always the rows, for FSDP splits them: R, N and
-the moments belong to the rank of their rows, and a number for each weight travels, ‖D‖². State for a matrix of (O, C):
-AdamW's of (O, r), in 8 bits only if r is a multiple of 256, and that number. Embedding, head and norms keep AdamW.
+The paper scales the rows or the columns, whichever are more. Here it is always the rows, because FSDP splits them: R, N
+and the moments stay on the rank of their rows, and only one number per weight travels, ‖D‖². State for a matrix of (O,
+C): AdamW's of (O, r), in 8 bits only if r is a multiple of 256, and that number. Embedding, head and norms keep AdamW.
 
 Zhu et al., APOLLO: SGD-like Memory, AdamW-level Performance, 2024. https://arxiv.org/abs/2412.05270
 """
@@ -25,8 +25,8 @@ from optimizers.adamw import AdamW
 from optimizers.galore import adam_step, at_unit_rate
 from optimizers.rule import MatrixRule, Shard
 
-GROWTH = 1.01  # of the norm of a weight's step
-TINY = 1e-18  # a row's norm below it loses its squares in float32: such a row takes a smaller step, or none
+GROWTH = 1.01  # maximum growth of the norm of a weight's step
+TINY = 1e-18  # the squares of a smaller norm underflow in float32: such a row takes a smaller step, or none
 
 
 @dataclass(frozen=True)

@@ -1,19 +1,19 @@
-"""GaLore: AdamW of the blocks' gradients projected to a few columns, so its moments have galore_rank columns each.
+"""GaLore: AdamW on the blocks' gradients projected to a few columns, so its moments have galore_rank columns each.
 
     R = G Q      N = Adam's step for R      w = w − lr · (λ w + scale · √(C / r) · N Qᵀ)
 
-The columns of Q (C, r) are the leading right singular vectors of the gradient G (O, C) of one published matrix, of q,
-k, v, gate and up each by itself, renewed at galore_interval. They come from subspace iteration, which begins where the
-last Q was (Q ← qr(Gᵀ G Q)) and ends with the eigenvectors of (G Q)ᵀ(G Q): products with G and small factorisations,
-where a full SVD of 8B's matrices would take minutes.
+The columns of Q (C, r) are the leading right singular vectors of the gradient G (O, C) of one published matrix (q, k,
+v, gate and up each by itself), renewed every galore_interval updates. They come from subspace iteration, which starts
+from the last Q (Q ← qr(Gᵀ G Q)) and ends with the eigenvectors of (G Q)ᵀ(G Q): products with G and small
+factorisations; a full SVD of 8B's matrices would take minutes.
 
-√(C / r) makes N Qᵀ, r numbers of about 1 in C directions, as long as AdamW's step: so learning rate and weight decay
+√(C / r) makes N Qᵀ (r numbers of about 1 in C directions) as long as AdamW's step: so learning rate and weight decay
 are AdamW's. (The paper leaves it out, with a scale of 0.25 and a learning rate of 0.01.)
 
-The paper projects the shorter side. Here it is always the columns, for FSDP splits the rows: R, the moments and N then
-belong to the rank of their rows, and only sums of (columns, rank) travel, when Q is renewed. Each rank has all of Q.
-State for a matrix of (O, C): AdamW's of (O, r), in 8 bits only if r is a multiple of 256, and 4·C·r bytes.
-Embedding, head and norms keep AdamW.
+The paper projects the shorter side. Here it is always the columns, because FSDP splits the rows: R, the moments and N
+then stay on the rank of their rows, and only sums of (columns, rank) travel, when Q is renewed. Each rank has all of Q.
+State for a matrix of (O, C): AdamW's of (O, r), in 8 bits only if r is a multiple of 256, and 4·C·r bytes. Embedding,
+head and norms keep AdamW.
 
 Zhao et al., GaLore: Memory-Efficient LLM Training by Gradient Low-Rank Projection, 2024. https://arxiv.org/abs/2403.03507
 Halko et al., Finding Structure with Randomness, 2011 (subspace iteration). https://arxiv.org/abs/0909.4061
@@ -31,7 +31,7 @@ from optimizers.adamw import AdamW
 from optimizers.rule import MatrixRule, Ranks, Shard
 from runtime.hf_names import stacked_rows
 
-ITERATIONS = 4  # each multiplies what is left of a smaller singular value by the square of its ratio to a larger one
+ITERATIONS = 4  # each shrinks what is left of a smaller singular value by the square of its ratio to a larger one
 
 
 @dataclass(frozen=True)
@@ -63,12 +63,12 @@ class GaLore(MatrixRule):
 
 
 def at_unit_rate(scalars: torch.Tensor) -> torch.Tensor:
-    """The scalars of an update with a learning rate of -1: by it AdamW moves a zero to its step. Zeros do not decay."""
+    """Scalars for a learning rate of -1, with which AdamW turns a zero into its step. Zeros do not decay."""
     return torch.cat([scalars[:1], torch.full_like(scalars[:1], -1.0), scalars[2:]])
 
 
 def adam_step(adamw: AdamW, projected: torch.Tensor, moments: dict, adam_scalars: torch.Tensor) -> torch.Tensor:
-    """Adam's step for a projected gradient, of its shape; without learning rate and decay. Updates the moments.
+    """Adam's step for a projected gradient, in its shape, without learning rate and decay. Updates the moments.
 
     adam_scalars: at_unit_rate(scalars), once for all matrices.
     """
@@ -79,7 +79,7 @@ def adam_step(adamw: AdamW, projected: torch.Tensor, moments: dict, adam_scalars
 
 
 def local_parts(shard: Shard, group: dist.ProcessGroup | None) -> list[int]:
-    """How many of this rank's rows belong to each of the matrices stacked in a weight. FSDP splits as torch.chunk."""
+    """How many of this rank's rows belong to each matrix stacked in a weight. FSDP splits like torch.chunk."""
     held = -(-shard.shape[0] // (dist.get_world_size(group) if group else 1))
     begin = held * (dist.get_rank(group) if group else 0)
     edges = accumulate(stacked_rows(shard.name, shard.shape), initial=-begin)  # of the matrices, from its first row on
@@ -87,9 +87,9 @@ def local_parts(shard: Shard, group: dist.ProcessGroup | None) -> list[int]:
 
 
 def renew(basis: torch.Tensor, grad: torch.Tensor, live: torch.Tensor, seed: int | None, ranks: Ranks) -> None:
-    """Sets basis (columns, rank) to the leading right singular vectors of a matrix, of which grad is this rank's rows.
+    """Sets basis (columns, rank) to the leading right singular vectors of a matrix; grad is this rank's rows of it.
 
-    seed: of the first one; None: begins with the basis as it is. Unless live, nothing changes. Waits for the GPU.
+    seed: for the first basis; None: start from the current one. Unless live, nothing changes. Waits for the GPU.
     """
     grad, q = torch.where(live, grad, 0.0), basis
     if seed is not None:

@@ -1,15 +1,15 @@
-"""Muon for the blocks' matrices: the momentum, orthogonalised, is the step. Embedding, head and norms keep AdamW.
+"""Muon for the blocks' matrices: the step is the orthogonalised momentum. Embedding, head and norms keep AdamW.
 
     m = β m + (1 − β) g      u = (1 − β) g + β m                                                     Nesterov
     O = U Vᵀ of u = U S Vᵀ, about: five times X = a X + (b X Xᵀ + c (X Xᵀ)²) X from X = u / ‖u‖      Polar Express
     w = w − lr · (λ w + 0.2 √max(rows, columns) · O)                       so its RMS is about that of an AdamW step
 
-q, k, v, gate and up are matrices of their own. The learning rate and weight decay are AdamW's. State: m in float32, 4
-bytes a parameter. X is bfloat16 on a GPU.
+q, k, v, gate and up count as separate matrices. The learning rate and weight decay are AdamW's. State: m in float32, 4
+bytes per parameter. X is bfloat16 on a GPU.
 
-Under FSDP each rank holds some rows of each matrix. In a round every rank becomes the owner of some matrices: one
-all-to-all brings it their rows, it orthogonalises them whole, another takes the rows of O back. While it computes one
-round the rows of the next are on their way. So ranks share the work, and compute what one rank computes.
+Under FSDP each rank holds some rows of each matrix. In each round every rank owns some matrices: one all-to-all brings
+it their rows, it orthogonalises them whole, another sends the rows of O back. While it computes one round, the rows of
+the next are in flight. So the ranks share the work, and compute what one rank would.
 
 Jordan et al., Muon, 2024. https://kellerjordan.github.io/posts/muon
 Amsel et al., The Polar Express, 2025. https://arxiv.org/abs/2505.16932
@@ -27,8 +27,8 @@ from optimizers.adamw import AdamW
 from optimizers.rule import MatrixRule, Shard
 from runtime.hf_names import stacked_rows
 
-# a, b, c of each iteration, by the paper's algorithm for five of them: for singular values of X from 0.001 to 1, which
-# become 0.85 to 1.14, with a safety factor and a cushion of 0.02. The first is for X / 1.02, which is safely below 1.
+# a, b, c of each iteration, from the paper's algorithm for five: they map singular values of X from 0.001 to 1 to 0.85
+# to 1.14, with a safety factor and a cushion of 0.02. The first is for X / 1.02, which is safely below 1.
 POLAR_EXPRESS = (
     (8.1566 / 1.02, -22.4833 / 1.02**3, 15.8788 / 1.02**5),
     (4.0429, -2.8089, 0.5000),
@@ -40,7 +40,7 @@ OWNED = 2**25  # elements that a rank orthogonalises at a time: ten layers' gate
 
 
 def orthogonalize(x: torch.Tensor) -> torch.Tensor:
-    """About U Vᵀ of each of the matrices U S Vᵀ, x (n, rows, columns); in x's dtype."""
+    """Approximately U Vᵀ for each matrix U S Vᵀ in x (n, rows, columns), in x's dtype."""
     tall = x.shape[1] > x.shape[2]
     x = x.mT if tall else x  # X Xᵀ is the smaller of the two products
     x = x / torch.linalg.vector_norm(x, dim=(1, 2), keepdim=True).clamp(min=1e-7)
@@ -53,14 +53,14 @@ def orthogonalize(x: torch.Tensor) -> torch.Tensor:
 @dataclass(frozen=True)
 class Muon(MatrixRule):
     not_on_cpu = "a CPU would take longer to orthogonalise than the step takes"
-    adamw: AdamW = AdamW()  # of all else; its weight decay is of all
+    adamw: AdamW = AdamW()  # for all else; its weight decay is for all
     momentum: float = 0.95
 
     def matrix_states(self, name, parameter):
         return {"momentum": (parameter.shape, torch.float32)}
 
     def update_matrices(self, shards, scalars, step, ranks):
-        kinds = {}  # of equal shapes, stacked alike
+        kinds = {}  # of equal shapes and stacking
         for shard in shards:
             kinds.setdefault((*stacked_rows(shard.name, shard.shape), shard.shape[1]), []).append(shard)
         group = ranks.shard
@@ -70,14 +70,14 @@ class Muon(MatrixRule):
             owned = max(1, min(-(-len(kind) // n_ranks), OWNED // kind[0].shape.numel()))  # by each rank
             n = n_ranks * owned
             rounds += [self._round(kind[i : i + n], scalars, n_ranks, group) for i in range(0, len(kind), n)]
-        for i in range(len(rounds) + 2):  # round i sets out, i - 1 is orthogonalised, i - 2 arrives
+        for i in range(len(rounds) + 2):  # round i is sent, i - 1 orthogonalised, i - 2 received
             for a_round in rounds[max(i - 2, 0) : i + 1][::-1]:
                 next(a_round, None)
 
     def _round(self, shards: list[Shard], scalars: torch.Tensor, ranks: int, group):
-        """A generator of three stages, between which rows are on their way."""
+        """A generator with three stages; rows are in flight between them."""
         (n_rows, n_columns), rows = shards[0].shape, stacked_rows(shards[0].name, shards[0].shape)
-        owned, held = -(-len(shards) // ranks), -(-n_rows // ranks)  # matrices of a rank; rows of a rank, as FSDP has
+        owned, held = -(-len(shards) // ranks), -(-n_rows // ranks)  # matrices per rank; rows per rank, as in FSDP
         x = self._momenta(shards, scalars[0], owned * ranks, held)  # the missing matrices and rows are zeros
         sent = exchange(x, group)
         yield
@@ -94,7 +94,7 @@ class Muon(MatrixRule):
                 sgdw(shard.parameter, direction, shard.master, scalars, factor, self.adamw.weight_decay)
 
     def scaled(self, o: torch.Tensor, states: dict, side: int, scalars: torch.Tensor) -> tuple[torch.Tensor, float]:
-        """The direction and length of the step at a learning rate of 1, of some rows of O. side: its longer one."""
+        """The direction and length of the step at a learning rate of 1, for some rows of O. side: O's longer side."""
         return o, 0.2 * math.sqrt(side)
 
     def _momenta(self, shards, scale, n: int, held: int) -> torch.Tensor:
@@ -104,14 +104,14 @@ class Muon(MatrixRule):
         x, live = torch.zeros(n, held, first.shape[1], dtype=dtype, device=first.device), scale.isfinite()
         for shard, u in zip(shards, x, strict=False):
             m = shard.states["momentum"]
-            g = torch.where(live, shard.grad.float() * scale, m)  # else m stays exactly what it is
+            g = torch.where(live, shard.grad.float() * scale, m)  # if not live, m stays exactly as it is
             m.lerp_(g, 1 - self.momentum)
             u[: len(g)] = g.lerp_(m, self.momentum)
         return x
 
 
 def exchange(x: torch.Tensor, group: dist.ProcessGroup | None):
-    """Sends the first of as many equal parts of x as there are ranks to rank 0, and so on: what `arrived` waits for."""
+    """Splits x into one equal part per rank and sends part i to rank i. Returns what `arrived` waits for."""
     if group is None:
         return x, None
     received = torch.empty_like(x)

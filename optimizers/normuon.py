@@ -1,12 +1,12 @@
-"""NorMuon: Muon whose step is equally long for each row, that is for each output of the matrix.
+"""NorMuon: Muon with an equally long step for each row, that is, for each output of the matrix.
 
     r = β₂ r + (1 − β₂) · mean(O²) of each row        w = w − lr · (λ w + 0.2 · O / √r̂)
 
-The rows of a square or wide O are orthonormal, so equally long as they are. Of a tall one, gate or up, the columns are,
-and some rows get several times the step of others. β₂ and the bias correction r̂ are AdamW's. State: Muon's, and one
-float32 a row, on the rank that has the row.
+The rows of a square or wide O are orthonormal, so already equally long. In a tall O (gate or up) the columns are, and
+some rows get several times the step of others. β₂ and the bias correction r̂ are AdamW's. State: Muon's, and one
+float32 per row, on the rank that has the row.
 
-The paper also scales each step to one norm, which after the division it nearly has.
+The paper also scales each step to a fixed norm, which it nearly has after the division.
 
 Li et al., NorMuon, 2025. https://arxiv.org/abs/2510.05491
 """

@@ -1,20 +1,20 @@
 """Masters and states in CPU memory: the GPU holds neither, and a gradient only until it is copied.
 
-    backward        a gradient is ready: its norm is taken, it is copied to pinned memory on a stream of its own, and
-                    freed when those of the next block come
-    clipping        the norms make one number, for which the CPU waits
-    update          a thread of the CPU, layer after layer in the order of forward: it changes master and states, and
+    backward        when a gradient is ready, its norm is taken; it is copied to pinned memory on a separate stream,
+                    and freed when the next block's gradients arrive
+    clipping        the norms are combined into one number, for which the CPU waits
+    update          a CPU thread goes through the layers in the order of forward: it changes master and states, and
                     writes the new parameter into pinned memory, from where it is copied to the GPU
-    next forward    each layer waits for its own: the GPU computes with the first while the CPU updates the last
+    next forward    each layer waits for its own parameters: the GPU computes the first while the CPU updates the last
 
-So for n parameters in bfloat16 2n bytes of gradients go to the CPU in each micro-batch, and 2n bytes of new parameters
-come back in each step: hidden if the step is long enough. The losses are those of OnGPU except for roundings: a
-bfloat16 weight in the middle of two numbers goes to the even one here, away from zero there.
+So for n parameters in bfloat16, 2n bytes of gradients go to the CPU in each micro-batch, and 2n bytes of new parameters
+come back in each step: hidden if the step is long enough. The losses are those of OnGPU except for rounding: a tie
+between two bfloat16 weights goes to the even one here, away from zero there.
 
-The parameters stay on the GPU (offload = 'optimizer': a new one overwrites its gradient in the pinned memory on its way
-there), or stay in CPU memory too (offload = 'all'). Then runtime/stream_weights.py copies each block's weights to the
-GPU just before they are used (2n bytes in forward, less in backward). With several ranks FSDP does that, and takes the
-gradients back too.
+The parameters stay on the GPU (offload = 'optimizer': on its way there, a new one overwrites its gradient in pinned
+memory), or they stay in CPU memory too (offload = 'all'). Then runtime/stream_weights.py copies each block's weights to
+the GPU just before they are used (2n bytes in forward, less in backward). With several ranks FSDP does that, and also
+brings the gradients back.
 """
 
 import math
@@ -31,11 +31,11 @@ from runtime.distributed import all_reduce_max, local, local_world_size, worker_
 from runtime.pinned_memory import pinned_empty
 from runtime.stream_weights import StreamedWeights
 
-CHUNK = 2**22  # elements in float32 at a time: they stay in the cache; best of 2^16..2^24 on 16 cores
+CHUNK = 2**22  # elements in float32 at a time, which stay in the cache; best of 2^16..2^24 on 16 cores
 
 
 def in_float32(x: torch.Tensor):
-    """Yields pieces of x, converted in a buffer that stays in the cache: PyTorch adds two dtypes 4 times slower."""
+    """Yields pieces of x, converted in a buffer that stays in the cache: PyTorch adds mixed dtypes 4 times slower."""
     buffer = torch.empty(min(CHUNK, x.numel()), dtype=torch.float32)
     for part in x.view(-1).split(CHUNK):
         yield buffer[: part.numel()].copy_(part)
@@ -60,20 +60,20 @@ class OnCPU(Place):
         return None if same_device and dtype == torch.float32 else torch.float32
 
     def attach(self, model, parameters, rule):
-        for name in rule.c_files:  # replicas of which one used C and one PyTorch would drift apart
+        for name in rule.c_files:  # replicas would drift apart if one used C and one PyTorch
             if all_reduce_max([c_library(name) is None])[0]:
                 not_used.add(name)
         super().attach(model, parameters, rule)
         n_cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
         torch.set_num_threads(max(1, n_cores // local_world_size))  # torchrun gives each rank one
-        self.worker = worker_thread()  # works in order: sums, then updates, then the next sums
-        self.busy: list[Future] = []  # the work on gradients since the last update
+        self.worker = worker_thread()  # runs tasks in order: sums, then updates, then the next sums
+        self.busy: list[Future] = []  # work on gradients since the last update
         self.updating: dict[str, Future] = {}  # by group
         self.sums_are_stale = True  # the sums are those of an earlier step
-        self.pinned_grads, self.norms = {}, {}  # memory for gradients from the GPU; the norms of those that have come
-        on_gpu = local(next(iter(parameters.values()))).is_cuda  # then all are
+        self.pinned_grads, self.norms = {}, {}  # memory for gradients from the GPU; norms of those that have arrived
+        on_gpu = local(next(iter(parameters.values()))).is_cuda  # then all are on the GPU
         self.stream = torch.cuda.Stream() if on_gpu else None
-        self.copying, self.copying_group = [], None  # the gradients that are being copied, all of one group
+        self.copying, self.copying_group = [], None  # the gradients being copied, all of one group
         # By module: the root's own parameters, then each layer's.
         layers = {f"layers.{i}.": layer for i, layer in enumerate(model.layers)}
         root = [name for name in parameters if not name.startswith("layers.")]
@@ -86,9 +86,9 @@ class OnCPU(Place):
                 shard = local(parameters[name])
                 self.pinned_grads[name] = pinned_empty(shard.shape, shard.dtype)
                 parameters[name].register_post_accumulate_grad_hook(partial(self._offload_grad, name, group))
-        # model.hidden begins here: without model.forward, as in generate()
+        # model.hidden starts here, if called without model.forward, as in generate()
         model.tok_embeddings.register_forward_pre_hook(torch.compiler.disable(partial(self._wait_for, "")))
-        model.layers[-1].register_forward_pre_hook(torch.compiler.disable(self._free_copied))  # the root's, the last
+        model.layers[-1].register_forward_pre_hook(torch.compiler.disable(self._free_copied))  # the root's, copied last
         if self.streamed is not None:
             self.streamed.before_copy = self._wait_for
 
@@ -116,12 +116,12 @@ class OnCPU(Place):
 
     @torch.no_grad()
     def _offload_grad(self, name: str, group: str, parameter: torch.Tensor):
-        self._finish_sums()  # those of the micro-batch before may still read this memory
+        self._finish_sums()  # sums of the previous micro-batch may still read this memory
         if group != self.copying_group:
             self._free_copied()
             self.copying_group = group
         grad = local(parameter.grad)
-        if name in self.norms:  # that of another backward has come: added to it, as in .grad
+        if name in self.norms:  # another backward's has arrived: add it, as .grad would
             torch.cuda.current_stream().wait_stream(self.stream)
             grad.add_(self.pinned_grads[name].to(grad.device))
         self.norms[name] = torch.linalg.vector_norm(grad, dtype=torch.float32)
@@ -132,8 +132,8 @@ class OnCPU(Place):
         parameter.grad = None
 
     def _free_copied(self, *hook_arguments):
-        """Frees the gradients that were being copied. With record_stream the allocator could reuse the memory only if
-        the copy was over when the CPU asked, and the CPU is far ahead of the GPU.
+        """Frees the gradients that were being copied. With record_stream the allocator could reuse their memory only if
+        the copy had finished when the CPU asks, and the CPU is far ahead of the GPU.
         """
         if self.copying:
             torch.cuda.current_stream().wait_stream(self.stream)
@@ -149,8 +149,8 @@ class OnCPU(Place):
         self.norms.clear()
 
     def accumulate(self):
-        """Adds a micro-batch's gradients to the sums, while the GPU goes on."""
-        self._finish_sums()  # else a slow CPU would have to keep the gradients of many micro-batches
+        """Adds a micro-batch's gradients to the sums while the GPU continues."""
+        self._finish_sums()  # else a slow CPU would keep the gradients of many micro-batches
         grads, arrived = self._offloaded_grads(), self.stream.record_event() if self.stream else None
 
         @torch.no_grad()
@@ -182,7 +182,7 @@ class OnCPU(Place):
 
     def norm(self):
         grads = self.gradients()
-        if self.norms and not self.sums:  # those taken on the GPU
+        if self.norms and not self.sums:  # norms taken on the GPU
             return torch.linalg.vector_norm(torch.stack(list(self.norms.values())))
         return torch.tensor(sum(sum_of_squares(grad) for grad in grads.values()), dtype=torch.float32).sqrt()
 
@@ -190,7 +190,7 @@ class OnCPU(Place):
     # The update
 
     def update(self, scale, lr, t):
-        """Begins it: the weights change beside the next forward."""
+        """Starts the update: the weights change during the next forward."""
         numbers = scale.item(), lr.item(), t.item()
         if math.isfinite(numbers[0]):
             grads = self.gradients()
@@ -203,7 +203,7 @@ class OnCPU(Place):
 
     @torch.no_grad()
     def _update(self, grads: dict[str, torch.Tensor], numbers) -> torch.cuda.Event | None:
-        """Updates the parameters of a group. Returns the event of their arrival on the GPU."""
+        """Updates a group's parameters. Returns the event of their arrival on the GPU."""
         for name, grad in grads.items():
             parameter = local(cpu_param(self.parameters[name]))
             new = self.pinned_grads[name] if parameter.is_cuda else parameter

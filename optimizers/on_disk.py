@@ -1,20 +1,20 @@
-"""Masters and states in a file on an NVMe drive: of them CPU memory holds only what is being updated.
+"""Masters and states in a file on an NVMe drive: CPU memory holds only those being updated.
 
-All else is as in OnCPU, and so are the losses, bit for bit. An update passes through pieces of at most 4 million
+All else is as in OnCPU, and so are the losses, bit for bit. An update goes through pieces of at most 4 million
 elements, in the order of forward, with a ring of buffers:
 
     drive     reads pieces i + 1, i + 2, ...                            writes pieces i - 1, i - 2, ...
     CPU                                          updates piece i
 
 For n parameters a step reads 12n bytes and writes 12n (the float32 master 4, two moments 8); with 8-bit moments 6.03n
-each. The master is whole, although a bfloat16 parameter is its upper half: here that is rounded to even in the middle,
-so parameter and lower half together do not say which of two masters they came from. CPU memory holds the gradients, 2n
-bytes, with offload = 'all' the parameters, 2n, and the buffers. Several micro-batches a step add their sums, 4n. These
-stay in memory too: in the file they would move 8n bytes in each micro-batch, and a larger batch_size needs none.
+each. The master is stored whole, although a bfloat16 parameter is its upper half: here ties round to even, so parameter
+and lower half together do not tell which of two masters they came from. CPU memory holds the gradients, 2n bytes, with
+offload = 'all' the parameters, 2n, and the buffers. With several micro-batches per step it also holds their sums, 4n:
+in the file these would move 8n bytes in each micro-batch, and a larger batch_size needs none.
 
 The file is the run's working state and nothing else: a run that is killed resumes from its checkpoint. Masters and
 states are tensors whose memory is the file (runtime/state_file.py). A checkpoint is written from them, and read into
-them, through the page cache, as if they were in memory; the training waits for it, because a copy would take the memory
+them, through the page cache, as if they were in memory. Training waits for it, because a copy would take the memory
 that the file saves. Updates bypass the page cache.
 """
 
@@ -34,23 +34,23 @@ BUFFERS = THREADS + 1  # one is updated while each thread fills or empties anoth
 
 
 class Piece(NamedTuple):
-    """Some rows of a parameter, and what is kept of them in the file: "" is the master."""
+    """Some rows of a parameter, and their tensors in the file: "" is the master."""
 
     rows: slice
     in_file: dict[str, torch.Tensor]
-    in_memory: dict[str, torch.Tensor]  # the same, in one of the buffers
+    in_memory: dict[str, torch.Tensor]  # the same tensors, in one of the buffers
     pages: dict[str, torch.Tensor]  # their memory in whole pages
 
 
 def rows_at_once(kept: list[torch.Tensor]) -> int:
-    """How many rows a piece has: such that in each tensor's part of the file it begins at a page."""
+    """How many rows a piece has, so that it begins at a page in each tensor's part of the file."""
     n_rows, n = len(kept[0]), max(x.numel() for x in kept)
     step = math.lcm(*(PAGE // math.gcd(PAGE, x.nbytes // n_rows) for x in kept))
     return max(PIECE * n_rows // n // step, 1) * step
 
 
 class OnDisk(OnCPU):
-    """file: of this rank; streamed: as for OnCPU."""
+    """file: this rank's; streamed: as for OnCPU."""
 
     async_save = False
 
@@ -66,8 +66,8 @@ class OnDisk(OnCPU):
         self.buffers = [page_aligned(n_bytes) for _ in range(min(BUFFERS, len(cuts)))]
         self.pieces = [self._piece(rows, kept, i % BUFFERS) for i, (_, rows, kept) in enumerate(cuts)]
         self.pieces_of = {name: [i for i, cut in enumerate(cuts) if cut[0] == name] for name in names}
-        self.moving: dict[int, Future] = {}  # what fills the buffer of piece i; past the last piece, empties it
-        self.used_as_tensors = True  # since the last update: they begin as copies of the parameters
+        self.moving: dict[int, Future] = {}  # fills the buffer of piece i; past the last piece, empties it
+        self.used_as_tensors = True  # since the last update; True at first: they start as copies of the parameters
 
     def _master(self, parameter):
         master = super()._master(parameter)
@@ -79,7 +79,7 @@ class OnDisk(OnCPU):
         return shard_like(like, self.file.zeros(local(like).shape, dtype))
 
     def _cut(self, name):
-        """Yields the rows of each piece of a parameter, and the parts of the file that hold what is kept of them."""
+        """Yields the rows of each piece of a parameter, and the parts of the file that hold their tensors."""
         master, states = self.local_states(name)
         if not master.numel():  # a rank may hold nothing of a small parameter
             return
@@ -120,7 +120,7 @@ class OnDisk(OnCPU):
             self.moving.pop(i).result()
             rows, states = self.pieces[i].rows, dict(self.pieces[i].in_memory)
             master = states.pop("", None)
-            if master is None:  # the parameter is its own
+            if master is None:  # the parameter is its own master
                 master = local(self.masters[name])[rows]
             self.rule.step_on_cpu(new[rows], grad[rows], master, states, *numbers)
             self.moving[i + BUFFERS] = self.file.threads.submit(self._write_and_read_ahead, i)

@@ -1,7 +1,7 @@
-"""Masters and states beside the parameters, on the device that computes: nothing moves, and nothing waits for the CPU.
+"""Masters and states with the parameters, on the device that computes: nothing moves, nothing waits for the CPU.
 
-The master of a bfloat16 parameter is the parameter, its upper half, and the int16 lower half kept here
-(kernels/adamw.py); a float32 parameter is its own master; only in float16 is a whole one kept.
+A bfloat16 parameter is the upper half of its master; the int16 lower half is kept here (kernels/adamw.py). A float32
+parameter is its own master. Only for float16 is a whole master kept.
 """
 
 import torch
@@ -25,7 +25,7 @@ class OnGPU(Place):
         return {torch.float32: None, torch.bfloat16: torch.int16}.get(dtype, torch.float32)
 
     def accumulate(self):
-        # bfloat16 sums would lose what is small beside them, and a CUDA graph writes its gradients, it does not add.
+        # bfloat16 sums would lose small terms, and a CUDA graph overwrites its gradients instead of adding to them.
         for name, parameter in self.parameters.items():
             if name not in self.sums:
                 self.sums[name] = torch.zeros_like(parameter, dtype=torch.float32)

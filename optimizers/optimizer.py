@@ -1,11 +1,11 @@
-"""An optimizer is a rule (adamw.py) and a place (on_gpu.py, on_cpu.py): this is what all have in common.
+"""An optimizer is a rule (adamw.py) and a place (on_gpu.py, on_cpu.py); this is the code that all share.
 
     optimizer = Optimizer(model, AdamW(betas=(0.9, 0.95), weight_decay=0.1), OnGPU(), grad_clip=1.0)
     optimizer.scale(loss).backward()    # and, with several micro-batches a step, optimizer.accumulate() after each
-    grad_norm = optimizer.step(lr)      # all on the device: nothing here waits for it, except in OnCPU
+    grad_norm = optimizer.step(lr)      # all on the device: nothing waits for it, except in OnCPU
 
-Weights learn as float32 masters, of which a bfloat16 parameter is the upper half. Only parameters that require a
-gradient have one. Under FSDP masters and states are sharded like the parameters.
+Updates change float32 masters, of which a bfloat16 parameter is the upper half. Only parameters that require a gradient
+have a master. Under FSDP masters and states are sharded like the parameters.
 
 rule.py says what a rule is, place.py what a place is.
 """
@@ -22,7 +22,7 @@ PIECE = 2**24  # elements of a master that are split at a time
 
 
 class Optimizer:
-    """Create it after the weights are initialised: the masters start as copies of them."""
+    """Create it after initialising the weights: the masters start as copies of them."""
 
     def __init__(self, model: nn.Module, rule, place: Place, grad_clip: float = 0.0, scales_loss: bool = False):
         """grad_clip: gradients are scaled down to this norm; 0: never. scales_loss: for float16."""
@@ -31,7 +31,7 @@ class Optimizer:
         if not self.parameters:
             raise ValueError("no parameter of the model requires a gradient")
         place.attach(model, self.parameters, rule)
-        # Where the place works, so that a CUDA graph can replay the step and no step waits for the one before.
+        # On the place's device, so that a CUDA graph can replay the step and no step waits for the previous one.
         device = place.device or local(next(iter(self.parameters.values()))).device
         self.lr = torch.zeros((), dtype=place.scalar_dtype, device=device)
         self._updates = torch.zeros((), dtype=torch.int64, device=device)
@@ -39,7 +39,7 @@ class Optimizer:
 
     @property
     def rule(self):
-        """Read-only: another for the next steps, of the same states, goes to place.rule."""
+        """Read-only: to change the rule for the next steps, set place.rule to one with the same states."""
         return self.place.rule
 
     @property
@@ -48,7 +48,7 @@ class Optimizer:
         return self._updates.item()
 
     def counters(self, step: int) -> dict:
-        """For run.json after `step` steps: numbers that are no tensors of a parameter. Waits for the GPU."""
+        """For run.json after `step` steps: state that is not a parameter's tensor. Waits for the GPU."""
         scale = {"loss_scale": 1.0} if self.loss_scale is None else self.loss_scale.state(step)
         return {"updates": self.updates} | scale
 
@@ -71,17 +71,17 @@ class Optimizer:
         self.place.accumulate()
 
     def step(self, lr: float) -> torch.Tensor:
-        """Clips the gradients, updates the weights, frees the gradients; returns their norm before, a scalar.
+        """Clips the gradients, updates the weights, frees the gradients; returns the norm before clipping, a scalar.
 
-        If that is not finite, nothing changes but the loss scale. With OnCPU a thread goes on updating, for which the
-        next forward waits; before you read the weights, call place.finish().
+        If that is not finite, nothing changes but the loss scale. With OnCPU a thread continues the update, and the
+        next forward waits for it; call place.finish() before you read the weights.
         """
         self.lr.fill_(lr)
         return self.update()
 
     @torch.no_grad()
     def update(self) -> torch.Tensor:
-        """step without its number: what a CUDA graph may record and replay."""
+        """step without setting lr: a CUDA graph may capture and replay it."""
         norm = self.grad_norm()
         if self.loss_scale is not None:
             inverse = self.loss_scale.inverse()
@@ -91,7 +91,7 @@ class Optimizer:
         if self.loss_scale is not None:
             scale = scale * inverse
             self.loss_scale.update(finite)
-        # If not finite, the rule leaves all as it is, and the count stays.
+        # If not finite, the rule changes nothing, and the count stays.
         self.place.update(torch.where(finite, scale, torch.nan), self.lr, self._updates.add_(finite))
         return norm
 
@@ -106,9 +106,9 @@ class Optimizer:
     # What a checkpoint holds
 
     def tensors(self) -> dict[tuple[str, str], torch.Tensor]:
-        """The live tensors that a checkpoint holds, by (parameter's name, state's name): to be saved or read into.
+        """The live tensors of a checkpoint by (parameter's name, state's name), to be saved or loaded into.
 
-        State "" is the weight: the float32 master, or, of one in halves, the parameter beside the "lower_half".
+        State "" is the weight: the float32 master, or of one in halves, the parameter, with the "lower_half".
         """
         self.place.finish()
         found = {}
@@ -128,6 +128,6 @@ class Optimizer:
             master.copy_(whole)
             parameter.copy_(master)
             return
-        # In pieces: a GPU that just fits the run has no room for a whole one.
+        # In pieces: a GPU that barely fits the run has no room for a whole one.
         for piece, upper, lower in zip(*(x.view(-1).split(PIECE) for x in (whole, parameter, master)), strict=True):
             split_halves(piece.to(upper.device), upper, lower)

@@ -1,16 +1,16 @@
-"""What every place has in common: the masters and states of a model's parameters, and their sizes.
+"""Common to all places: the masters and states of a model's parameters, and their sizes.
 
-A place says where they live and when gradients and parameters move: on_gpu.py, on_cpu.py, on_disk.py.
+A place decides where they live and when gradients and parameters move: on_gpu.py, on_cpu.py, on_disk.py.
 
     device                    of masters and states; None: each parameter's own
-    master_dtype(...)         of what is kept beside a parameter
+    master_dtype(...)         of the master kept beside a parameter
     attach(...)               allocates masters and states
     accumulate()              after each of several micro-batches: adds the gradients to float32 sums
-    gradients()               this rank's part of each, or of their sums, by the parameter's name
+    gradients()               this rank's part of each, or of their sums, by parameter name
     norm()                    of these, as a scalar
-    update(scale, lr, t)      updates all parameters, unless scale is not finite, and frees the gradients
-    finish()                  waits for updates that are still under way
-    async_save                whether there is memory for copies, from which a checkpoint is written beside the training
+    update(scale, lr, t)      updates all parameters if scale is finite, then frees the gradients
+    finish()                  waits for updates that are still running
+    async_save                whether there is memory for copies, from which checkpoints are written during training
 """
 
 import torch
@@ -27,7 +27,7 @@ def cpu_param(parameter: torch.Tensor) -> torch.Tensor:
 
 
 def new_state(parameter: torch.Tensor, shape, dtype: torch.dtype, device) -> torch.Tensor:
-    """Zeros on device. Under FSDP a state with the parameter's rows is split like it; of another each rank has all."""
+    """Zeros on device. Under FSDP a state with the parameter's rows is split like it; others are whole on each rank."""
     if shape == parameter.shape:
         return torch.zeros_like(parameter, dtype=dtype, device=device)
     if not isinstance(parameter, DTensor):
@@ -45,19 +45,19 @@ def new_state(parameter: torch.Tensor, shape, dtype: torch.dtype, device) -> tor
 class Place:
     device: str | None = None
     async_save = True
-    scalar_dtype = torch.float32  # of the norm and of what is computed from it
-    step = 0  # of the run, counted by the CPU: a CUDA graph does not
+    scalar_dtype = torch.float32  # of the norm and of scalars computed from it
+    step = 0  # of the run, counted by the CPU: a CUDA graph cannot
 
     @staticmethod
     def master_dtype(dtype: torch.dtype, same_device: bool) -> torch.dtype | None:
-        """Of what is kept for a parameter of that dtype; None if a float32 parameter is its own master.
+        """The dtype of a parameter's master; None if a float32 parameter is its own master.
 
-        same_device: whether the parameter is where masters are.
+        same_device: whether the parameter is on the masters' device.
         """
         raise NotImplementedError
 
     def attach(self, model: nn.Module, parameters: dict[str, nn.Parameter], rule) -> None:
-        """Allocates masters, as copies of the parameters, and states, as zeros. Call it once the weights are there."""
+        """Allocates masters, as copies of the parameters, and states, as zeros. Call it after the weights exist."""
         self.parameters, self.rule = parameters, rule
         first = next(iter(parameters.values()))
         names = first.device_mesh.mesh_dim_names if isinstance(first, DTensor) else ()
@@ -75,7 +75,7 @@ class Place:
         if dtype is None:
             return parameter
         master = self._new_state(parameter.detach(), parameter.shape, dtype)
-        if dtype != torch.int16:  # the lower half of a weight that begins in bfloat16 is zero
+        if dtype != torch.int16:  # the lower half of a weight that starts in bfloat16 is zero
             local(master).copy_(local(parameter))
         return master
 

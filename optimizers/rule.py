@@ -1,7 +1,7 @@
-"""What an update rule says, all that places, checkpoints and memory.py ask: the default of each method.
+"""The interface of an update rule, used by places, checkpoints and memory.py, with a default for each method.
 
-A new rule is one class here beside adamw.py, a kernel or kernels/sgdw.py's, its name in train.py's setting `optimizer`
-and its case in rules.py. With step_on_cpu it works with --offload, too.
+A new rule needs a class in a file beside adamw.py, a kernel (or kernels/sgdw.py's), its name in train.py's setting
+`optimizer` and a case in rules.py. With step_on_cpu it also works with --offload.
 """
 
 from typing import NamedTuple
@@ -13,11 +13,11 @@ import torch.distributed as dist
 class Ranks(NamedTuple):
     """The ranks that hold the rows of one copy of the model, and those that hold this rank's rows in each copy."""
 
-    shard: dist.ProcessGroup | None = None  # without FSDP
-    replicas: dist.ProcessGroup | None = None  # but of hybrid sharding
+    shard: dist.ProcessGroup | None = None  # None without FSDP
+    replicas: dist.ProcessGroup | None = None  # None except in hybrid sharding
 
     def sum(self, x: torch.Tensor) -> torch.Tensor:
-        """x summed over the rows' ranks, in place. Sums in another order differ: all copies take those of the first."""
+        """x summed over the rows' ranks, in place. Sums in another order differ: all copies take the first one's."""
         if self.shard is not None:
             dist.all_reduce(x, group=self.shard)
         if self.replicas is not None:
@@ -26,7 +26,7 @@ class Ranks(NamedTuple):
 
 
 class Shard(NamedTuple):
-    """What this rank has of one parameter in an update: its rows, or none. All but `shape` is this rank's part."""
+    """This rank's part of one parameter in an update: its rows, or none. Only `shape` is of the whole parameter."""
 
     name: str
     shape: torch.Size  # of the whole parameter
@@ -37,31 +37,31 @@ class Shard(NamedTuple):
 
 
 class Rule:
-    c_files = ()  # in kernels/, that step_on_cpu uses
+    c_files = ()  # files in kernels/ that step_on_cpu uses
 
     @property
     def not_on_cpu(self) -> str | None:
-        """Why --offload is refused; None if it is not."""
-        steps = {"scalars", "update", "step_on_gpu", "step_on_cpu"}  # a subclass of AdamW, say, may change some of them
+        """Why --offload is refused; None if it is supported."""
+        steps = {"scalars", "update", "step_on_gpu", "step_on_cpu"}  # a subclass of AdamW, say, may override some
         last = next(kind for kind in type(self).__mro__ if steps & vars(kind).keys())
         return None if last is not Rule and "step_on_cpu" in vars(last) else "its rule has no step_on_cpu of its own"
 
     def states(self, name: str, parameter: torch.Tensor) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
-        """{state: (shape, dtype)} of a whole parameter. They begin as zeros.
+        """{state: (shape, dtype)} of a whole parameter. States start as zeros.
 
         Under FSDP those with as many rows as the parameter are split like it; each rank has the others whole.
         """
         raise NotImplementedError
 
     def scalars(self, t: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """What changes from update to update: float32 scalars on t's device. t: the number of this update, from 1."""
+        """Scalars that change with each update: float32, on t's device. t: the number of this update, from 1."""
         return ()
 
     def update(self, shards: list[Shard], scalars: torch.Tensor, step: int, ranks: Ranks) -> None:
         """One update of all parameters, in place, on the GPU. Override it for rules that need whole matrices.
 
         scalars: float32: the gradients' scale, the learning rate, scalars(t). Unless the scale is finite, nothing may
-        change. step: how many updates there were before this, in vain or not.
+        change. step: how many updates came before this one, skipped ones included.
         """
         for _, _, parameter, grad, master, states in shards:
             if grad.numel():  # a rank may hold nothing of a small parameter
@@ -72,12 +72,12 @@ class Rule:
         raise NotImplementedError
 
     def step_on_cpu(self, parameter, grad, master, states, scale: float, lr: float, t: int) -> None:
-        """The same on the CPU, of any rows. scale is finite, master float32; parameter may be grad's memory."""
+        """The same on the CPU, for any rows. scale is finite, master float32; parameter may share grad's memory."""
         raise NotImplementedError
 
 
 class MatrixRule(Rule):
-    """A rule of the blocks' matrices alone. `adamw` is that of all else: embedding, head and norms."""
+    """A rule for only the blocks' matrices. `adamw` updates all else: embedding, head and norms."""
 
     not_on_cpu = "its states are small, leave them on the GPU"
 

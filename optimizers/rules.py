@@ -1,4 +1,4 @@
-"""Which update rule train.py's settings name. One that changes its states: to STATE_SETTINGS of runtime/restore.py."""
+"""The rule that train.py's settings name. Settings that change its states go in runtime/restore.py's STATE_SETTINGS."""
 
 from collections.abc import Mapping
 

@@ -1,4 +1,4 @@
-"""APOLLO: rows of the gradients, scaled as AdamW would scale them."""
+"""APOLLO: the gradients' rows, scaled as AdamW would scale them."""
 
 import math
 import zlib
@@ -54,7 +54,7 @@ def test_every_row_takes_the_step_of_the_formula_in_float64():
 
 @pytest.mark.parametrize("tiny", [1e-10, 1e-22, 1e-25, 1e-37, 0.0])
 def test_a_row_whose_gradient_has_almost_vanished_takes_no_giant_step(tiny):
-    """Its squares are 0 in float32, its moments are not: of the step before."""
+    """Its squares are 0 in float32, but its moments, from the previous step, are not."""
     model = Llama(CONFIG)
     model.init_weights(0)
     optimizer = Optimizer(model, Apollo(AdamW(weight_decay=0.0), RANK), OnGPU())

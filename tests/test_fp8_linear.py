@@ -1,6 +1,6 @@
-"""Linear layers in float8: the rounding, the matmuls, and the fused functions that are made of them.
+"""Linear layers in float8: the rounding, the matmuls, and the fused functions that use them.
 
-On a GPU its tensor cores (Ada, Hopper or newer); without one the interpreter.
+On a GPU with its tensor cores (Ada, Hopper or newer), without one in the interpreter.
 """
 
 import functools
@@ -24,7 +24,7 @@ from model import Llama, LlamaConfig
 from runtime.recompute import recompute
 from test_kernels import BF16, DEVICE, HAS_GPU, assert_same, needs_gpu, one_at_a_time, relative_error, run, widened
 
-# The interpreter's own rounding to float8 is wrong where it carries into the exponent, and for the smallest numbers.
+# The interpreter's own rounding to float8 is wrong if it carries into the exponent, and for the smallest numbers.
 ERROR = 0.038 if HAS_GPU else 0.1
 randn = partial(test_kernels.randn, dtype=BF16)
 pytestmark = needs_fp8 = pytest.mark.skipif(
@@ -130,7 +130,7 @@ def test_a_weight_is_transposed(shape):
 @pytest.mark.parametrize("function, limit, of_weight", [(fp8_linear, ERROR, 2**-8), (reference.fp8_linear, 0.04, 0.04)])
 @pytest.mark.parametrize("shape", [(1, 1, 16, 16), (2, 17, 48, 80), (3, 50, 256, 64)])
 def test_forward_and_gradients_match_float64_within_float8(shape, function, limit, of_weight):
-    """The weight's gradient is not in float8; in the reference it is of the rounded x."""
+    """The weight's gradient is not in float8; the reference computes it from the rounded x."""
     batch, time, n_in, n_out = shape
     inputs, dy = (randn(batch, time, n_in), randn(n_out, n_in) / n_in**0.5), [randn(batch, time, n_out)]
     found, truth = run(function, inputs, (), dy), run(F.linear, widened(inputs), (), widened(dy))
@@ -142,7 +142,7 @@ def test_forward_and_gradients_match_float64_within_float8(shape, function, limi
 
 @needs_gpu  # the interpreter rounds to float8 wrongly
 def test_sums_are_not_truncated():
-    """With products of one sign: float8's own rounding leans by 0.16% here, sums of 14 bits would by 1.7%."""
+    """With products of one sign: float8's own rounding is biased by 0.16% here, 14-bit sums would be by 1.7%."""
     x, weight, dy = randn(2048, 1024).abs(), randn(512, 1024).abs(), randn(2048, 512).abs()
     for found, expected in (
         (FP8Linear.project(x, weight), x.double() @ weight.double().T),
@@ -153,7 +153,7 @@ def test_sums_are_not_truncated():
 
 
 def test_the_weight_of_backward_is_that_of_forward():
-    """Its scales go into dy: with dy and x of one element a row nothing else is rounded but W, and alike."""
+    """Its scales go into dy: if dy and x have one nonzero element per row, only W is rounded, and alike."""
     weight, eye = randn(32, 64), torch.eye(64, device=DEVICE, dtype=BF16)
     forward = FP8Linear.project(eye, weight).T  # (O, C): the rounded W
     backward = FP8Linear.input_gradient(eye[:32, :32].contiguous(), weight)
@@ -204,7 +204,7 @@ def test_checkpointing_repeats_it_bit_for_bit():
         assert_same(run(again, inputs, (), dy), first, "again")
 
 
-@needs_gpu  # the compiler does not know the interpreter
+@needs_gpu  # the compiler cannot trace the interpreter
 def test_compiles_into_one_graph():
     function = lambda x, weight: fp8_linear(2 * x, weight) + 1  # noqa: E731
     inputs, dy = (randn(64, 64), randn(48, 64)), [randn(64, 48)]

@@ -1,6 +1,6 @@
 """Adapters on a frozen weight that is multiplied in float8, held as float8 or as NF4.
 
-Beside fp8_linear of the same weight, bit for bit where the adapters are zero, and beside float64.
+Against fp8_linear of the same weight, bit for bit if the adapters are zero, and against float64.
 """
 
 import pytest
@@ -17,7 +17,7 @@ from tests.test_fp8_linear import each_fused, needs_fp8
 from tests.test_fp8_linear import gradients as fused_gradients
 
 ROWS, N_IN, RANK = (32, 16, 16), 64, 3
-ERROR = 0.045 if HAS_GPU else 0.11  # as in test_fp8_linear.py, and y is rounded, or cut off, twice
+ERROR = 0.045 if HAS_GPU else 0.11  # as in test_fp8_linear.py, and y is rounded, or truncated, twice
 KINDS = {"float8": FP8LoRALinear, "nf4": FP8NF4LoRALinear}
 each_kind = pytest.mark.parametrize("kind", KINDS.values(), ids=KINDS)
 pytestmark = needs_fp8
@@ -33,7 +33,7 @@ def layer_of(kind, n_in=N_IN, rows=ROWS, adapters=True):
 
 
 def held_weight(layer):
-    """What the held tensors stand for, before its matmuls round it."""
+    """The weight that the held tensors represent, before the matmuls round it."""
     return layer.read_weight(layer.lora_a, *layer.tensors()[:-2])
 
 

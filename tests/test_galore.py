@@ -20,7 +20,7 @@ RANK = 4
 
 
 def low_rank(shape):
-    """Random, with singular values, each a quarter of the one before: so the basis is well determined."""
+    """Random, each singular value a quarter of the one before, so the basis is well determined."""
     u, _, v = torch.linalg.svd(torch.randn(shape, dtype=torch.float64), full_matrices=False)
     return u @ torch.diag(4.0 ** -torch.arange(min(shape), dtype=torch.float64)) @ v
 

@@ -15,7 +15,7 @@ from kernels.dynamic_map import BLOCK, dequantize_blocks_reference, quantize_blo
 from test_kernels import BF16, DEVICE, FP16, FP32, HAS_GPU, assert_same, full_size, randn
 
 adamw_file, adamw8bit_file = (sys.modules[f"kernels.{name}"] for name in ("adamw", "adamw8bit"))
-OPTIONS = 0.9, 0.95, 1e-3, 0.1  # betas, eps, weight decay: none is a default
+OPTIONS = 0.9, 0.95, 1e-3, 0.1  # betas, eps, weight decay: none is the default
 IN_8_BITS = kernels.adamw8bit, reference.adamw8bit
 each_adamw = pytest.mark.parametrize(
     "adamw", [kernels.adamw, reference.adamw, *IN_8_BITS], ids=["kernel", "reference", "kernel8", "reference8"]
@@ -27,7 +27,7 @@ def step_scalars(scale, lr=0.1, t=3):
 
 
 def moments(n, adamw=kernels.adamw8bit):
-    """m and v before the first step: fp32, or codes of eight bits, and then their absmax."""
+    """m and v before the first step: fp32, or 8-bit codes followed by their absmax."""
     if adamw not in IN_8_BITS:
         return torch.zeros(n, device=DEVICE), torch.zeros(n, device=DEVICE)
     codes = [torch.zeros(n, dtype=torch.uint8, device=DEVICE) for _ in range(2)]
@@ -35,7 +35,7 @@ def moments(n, adamw=kernels.adamw8bit):
 
 
 def on_cpu(parameter, grad, w, *rest):
-    """The CPU's update with the kernels' signature, over the gradient's own memory, as optimizers/on_cpu.py has it."""
+    """The CPU's update with the kernels' signature, writing over the gradient, as in optimizers/on_cpu.py."""
     states, scalars, options = rest[:-5], rest[-5], rest[-4:]
     tensors = [x.cpu() for x in (parameter, grad, w, *states)]
     tensors[0] = tensors[2] if parameter is w else tensors[1] if grad.dtype == parameter.dtype else tensors[0]
@@ -46,7 +46,7 @@ def on_cpu(parameter, grad, w, *rest):
 
 
 def in_pieces(*arguments):
-    """Where there is no C compiler."""
+    """The CPU's update without a C compiler."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(adamw_file, "CPU_PIECE", 700)
         patch.setattr(adamw8bit_file, "CPU_CHUNK", 4 * BLOCK)
@@ -100,7 +100,7 @@ def test_float16_takes_no_slower_way_than_other_dtypes(monkeypatch):
 
 def test_adamw_on_cpu_keeps_a_nan():
     parameter, w, m = torch.ones(8, dtype=BF16), torch.ones(8), torch.zeros(8)
-    m.view(torch.int32)[:4] = 0x7FFFFFFF  # CUDA's NaN, which rounding would carry over into -0
+    m.view(torch.int32)[:4] = 0x7FFFFFFF  # CUDA's NaN, which rounding would carry into -0
     adamw_file.adamw_on_cpu(parameter, w.clone(), w, m, torch.zeros(8), 1.0, 0.1, 1, *OPTIONS)
     assert parameter.isnan().tolist() == [True] * 4 + [False] * 4
 
@@ -144,7 +144,7 @@ def test_halves_of_a_float32_hold_all_its_bits():
 @each_adamw
 def test_adamw_on_halves_equals_adamw_on_float32(adamw, of_grad):
     w, grad = randn(3001), randn(3001, dtype=of_grad)
-    w[0] = float("nan")  # what is broken must show in the parameter
+    w[0] = float("nan")  # a broken weight must show in the parameter
     parameter, low = torch.empty_like(w, dtype=BF16), torch.empty_like(w, dtype=torch.int16)
     split_halves(w, parameter, low)
     of_halves, of_whole = moments(3001, adamw), moments(3001, adamw)
@@ -187,7 +187,7 @@ def test_adamw_past_2_to_the_31_elements(adamw, master):
 
 
 def wide_grad(n, dtype=FP32):
-    """Magnitudes over five decades, as within a block of a real model."""
+    """Magnitudes across five decades, as in a block of a real model."""
     return (torch.randn(n) * 10 ** (-5 * torch.rand(n))).to(DEVICE, dtype)
 
 
@@ -208,7 +208,7 @@ def test_adamw8bit_has_the_codes_of_the_reference(adamw, n, dtype, of_grad):
 
 
 def test_adamw8bit_steps_by_the_exact_moments_then_rounds_them():
-    """Against float64: the step itself loses nothing to the codes, which round the moments to half a gap."""
+    """Against float64: the step is exact, and the codes then round the moments to within half a gap."""
     n = 1024
     w, (m, v, m_absmax, v_absmax) = randn(n), moments(n)
     for x, absmax, signed in ((m, m_absmax, True), (v, v_absmax, False)):
@@ -228,7 +228,7 @@ def test_adamw8bit_steps_by_the_exact_moments_then_rounds_them():
 
 
 def quadratic(adamw, steps, decades, kept, lr=0.01):
-    """Minimises Σ h (w − target)² / 2 with noise, curvatures h of some decades in a block.
+    """Minimises Σ h (w − target)² / 2 with noise, with curvatures h across some decades in a block.
 
     Returns the mean of h (w − target)² over that of h, and the longest step / lr.
     """
@@ -250,7 +250,7 @@ CURVATURES = {"of two decades": (2, 1.0, 0.03, 0.1), "wide": (4, 1.0, 0.01, 0.1)
 
 @pytest.mark.parametrize("decades, kept, lr, left", CURVATURES.values(), ids=CURVATURES)
 def test_adamw8bit_follows_float32_adamw_and_never_divides_by_a_v_rounded_to_zero(decades, kept, lr, left):
-    """With codes to the nearest, v of small gradients becomes 0 and w jumps by 10,000 lr."""
+    """If codes rounded to nearest, v of small gradients would become 0 and w would jump by 10,000 lr."""
     start, _ = quadratic(lambda *_: None, 1, decades, kept)
     exact, _ = quadratic(reference.adamw, 400, decades, kept, lr)
     ours, longest = quadratic(reference.adamw8bit, 400, decades, kept, lr)

@@ -1,4 +1,4 @@
-"""The kernels in torch.compile, and in the shared memory of other GPUs."""
+"""The kernels under torch.compile, and within the shared memory of other GPUs."""
 
 import ast
 import inspect
@@ -34,7 +34,7 @@ from test_kernels import (
 
 
 def compile_for_new_rows(name, sizes):
-    """Once for all of them, with the results of the function that is not compiled."""
+    """Compiles once for all row counts, with the same results as uncompiled."""
     torch.compiler.reset()
     function, counter = OPERATIONS[name].function, CompileCounterWithBackend("aot_eager")
     compiled = torch.compile(function, fullgraph=True, backend=counter)
@@ -53,7 +53,7 @@ def compile_for_new_rows(name, sizes):
 
 
 def test_defaults_of_triton_functions_name_nothing():
-    """torch.compile copies a kernel and what it calls, but no constants that their defaults name."""
+    """torch.compile copies a kernel and the functions it calls, but not constants that their defaults name."""
     trees = [ast.parse(path.read_text()) for path in Path(kernels.__file__).parent.glob("*.py")]
     functions = [f for tree in trees for f in ast.walk(tree) if isinstance(f, ast.FunctionDef) and f.decorator_list]
     functions = [f for f in functions if "triton.jit" in map(ast.unparse, f.decorator_list)]
@@ -63,7 +63,7 @@ def test_defaults_of_triton_functions_name_nothing():
 
 
 def test_forwards_of_any_number_of_tensors_name_none_of_their_inputs():
-    """Without gradients torch.compile leaves out ctx if a forward has as many parameters as it gets inputs."""
+    """Without gradients, torch.compile omits ctx if a forward has as many parameters as inputs."""
     modules = [module for name, module in sys.modules.items() if name.startswith("kernels.")]
     functions = {x for m in modules for x in vars(m).values() if isinstance(x, type)}
     functions = {f for f in functions if issubclass(f, torch.autograd.Function)} - {torch.autograd.Function}
@@ -89,7 +89,7 @@ def test_compiles_into_one_graph(name):
         torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5)
 
 
-# Operators of our own to the compiler, which so takes even the interpreter's versions.
+# Custom operators are opaque to the compiler, which therefore accepts even the interpreter's versions.
 OPAQUE = ["linear_cross_entropy", "flash_attention", "flash_attention_of_documents"]
 
 
@@ -115,14 +115,14 @@ def test_the_operator_of_linear_cross_entropy_is_registered_as_pytorch_wants():
         torch.library.opcheck(torch.ops.nanocria.chunked_loss.default, arguments)
 
 
-# Compute capability, and the bytes of shared memory that a program may take.
+# Compute capability, and the bytes of shared memory available to a program.
 CARDS = {"RTX 4090": (89, 101376), "RTX 5090": (120, 101376), "A100": (80, 166912), "H100": (90, 232448)}
 
 
 def compile_for(card):
-    """Compiles what the operations launch on another GPU, and says what does not fit there or rounds once too few.
+    """Compiles the operations' kernels for another GPU; fails if one does not fit there or rounds once too few.
 
-    Triton needs no GPU for it, only a driver that names one. Nothing runs: the results are uninitialised memory.
+    Triton needs no GPU for this, only a driver that names one. Nothing runs: results are uninitialised memory.
     """
     capability, shared = CARDS[card]
     target = triton.backends.compiler.GPUTarget("cuda", capability, 32)
@@ -136,7 +136,7 @@ def compile_for(card):
     def compile_only(kernel, *arguments, warmup, **options):
         compiled = launch(kernel, *arguments, warmup=True, **options)
         at = kernel.__name__, case
-        sizes[at] = max(sizes.get(at, 0), compiled.metadata.shared)  # it may be launched with other strides too
+        sizes[at] = max(sizes.get(at, 0), compiled.metadata.shared)  # it may also be launched with other strides
         fused[kernel.__name__] = fused.get(kernel.__name__) or "fma.rn.f32" in compiled.asm["ptx"]
 
     triton.runtime.jit.JITFunction.run = compile_only
@@ -185,6 +185,6 @@ def compile_for(card):
 
 @pytest.mark.parametrize("card", ["RTX 4090", *(pytest.param(c, marks=pytest.mark.slow) for c in [*CARDS][1:])])
 def test_kernels_fit_the_shared_memory_and_those_of_few_bits_round_a_product_before_they_add_to_it(card):
-    """The interpreter, which never fuses, could not tell."""
+    """The interpreter never fuses, so it cannot test this."""
     code = f"import tests.test_kernels_compiled as test; test.compile_for({card!r})"
     assert " fit" in in_another_process(code, TRITON_INTERPRET="0")

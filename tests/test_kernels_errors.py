@@ -1,4 +1,4 @@
-"""Arguments that do not fit: each is a ValueError that says what was found and what was expected."""
+"""Invalid arguments: each raises a ValueError that says what was found and what was expected."""
 
 import re
 import sys

@@ -1,4 +1,4 @@
-"""The kernels past 2³¹ elements and at full size; the losses' full sizes stand in test_kernels_loss.py."""
+"""The kernels past 2³¹ elements and at full size; the losses' full sizes are in test_kernels_loss.py."""
 
 import pytest
 import torch
@@ -23,7 +23,7 @@ from test_kernels import (
 
 
 def apart(base, packed, dim, start, stride):
-    """packed's values, so many elements apart along dim (4 long): with 2³⁰ the last lies past 2³¹."""
+    """packed's values, `stride` elements apart along dim (4 long): with 2³⁰ the last lies past 2³¹."""
     strides = list(torch.empty(packed.shape, device="meta").stride())
     strides[dim] = stride
     return base.as_strided(packed.shape, strides, start).copy_(packed)
@@ -57,7 +57,7 @@ def compare_far_apart():
             print(name, "dimension", dim, flush=True)
             arguments = operation.function, inputs, constants, upstream
             ours = run_apart(base, dim, 2**30, *arguments)
-            # Triton orders a row's sum by what divides the strides: cross_entropy's bits are those of like strides.
+            # Triton orders a row's sum by the strides' divisors: cross_entropy repeats bits only for like strides.
             expected = run_apart(base, dim, 2**10, *arguments) if name == "cross_entropy" else run(*arguments)
             assert_same(ours, expected, f"{name}, dimension {dim}")
     print("all compared")
@@ -72,7 +72,7 @@ def test_strides_past_2_to_the_31():
 @full_size
 @pytest.mark.parametrize("name", [*ROW_OPERATIONS, "cross_entropy"])
 def test_results_past_2_to_the_31_elements(name):
-    """One row, expanded to so many that the packed results pass 2³¹ elements: each must be the first."""
+    """One row, expanded until the packed results pass 2³¹ elements: each must equal the first."""
     columns = {"rope": 64, "cross_entropy": 128256}.get(name, 32768)
     per_row = {"rope": 10 * 128, "swiglu": 65536, "geglu_tanh": 65536, "geglu_none": 65536}.get(name, columns)
     rows = 2**31 // per_row + 2

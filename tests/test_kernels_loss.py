@@ -1,4 +1,4 @@
-"""What cross_entropy and linear_cross_entropy promise beside what test_kernels.py asks of every operation."""
+"""What cross_entropy and linear_cross_entropy promise beyond what test_kernels.py tests for every operation."""
 
 import sys
 from functools import partial
@@ -35,7 +35,7 @@ from test_kernels import (
     widened,
 )
 
-# Through one signature, f(logits, targets, **options): a head of ones on the diagonal is no head.
+# Through one signature, f(logits, targets, **options): with an identity head, x is the logits.
 LOSSES = {
     "cross_entropy": kernels.cross_entropy,
     "linear_cross_entropy": lambda logits, targets, **options: linear_cross_entropy(
@@ -143,7 +143,7 @@ def test_a_row_of_logits_with_nan_or_inf_turns_nan_and_no_other(loss, column, po
 
 @pytest.mark.parametrize("masked", [slice(0, BLOCK), slice(60, WIDE - 1), slice(1, 2)], ids=str)
 def test_logits_of_minus_inf_are_a_mask(masked):
-    """As in PyTorch: a vocabulary masked in part gives a finite loss, also where a whole block of it is masked."""
+    """As in PyTorch: a partly masked vocabulary gives a finite loss, even if a whole block of it is masked."""
     logits, targets = randn(3, WIDE), torch.tensor([WIDE - 1, WIDE - 1, 5], device=DEVICE)
     logits[1, masked] = float("-inf")
     value, gradient = assert_matches_float64(operation(kernels.cross_entropy), (logits,), (targets,))
@@ -171,7 +171,7 @@ def test_large_finite_logits_give_the_loss_and_gradient_of_float64(loss, size):
 
 def test_targets_may_have_any_integer_type():
     logits, targets = loss_inputs()
-    unsigned = torch.arange(11, dtype=torch.uint8, device=DEVICE) + 156 - 5  # 156 is -100 where 8 bits wrap
+    unsigned = torch.arange(11, dtype=torch.uint8, device=DEVICE) + 156 - 5  # 156 is -100 if 8 bits wrap
     wide_logits = randn(11, 200)
     for name, loss in LOSSES.items():
         for x, others in ((logits, (targets, targets.int(), targets.to(torch.int16))), (wide_logits, (unsigned,))):
@@ -186,7 +186,7 @@ def test_targets_may_have_any_integer_type():
 
 @each_sum
 def test_the_gradient_of_a_cross_entropy_is_ready_before_backward(reduction):
-    """The loss differentiated as it stands costs no second look at the logits: here they are gone by then."""
+    """Differentiating the loss as it is does not read the logits again: here they are gone by then."""
     logits, targets = loss_inputs()
     expected = run(partial(kernels.cross_entropy, reduction=reduction), (logits,), (targets,), ONE)[1]
     logits.requires_grad_()
@@ -203,7 +203,7 @@ def test_without_autograd_a_cross_entropy_computes_no_gradient(monkeypatch):
     with torch.no_grad():
         loss = kernels.cross_entropy(logits, targets)
     assert asked == [()], "the gradient's tensor was given"
-    torch.testing.assert_close(loss, expected, rtol=1e-6, atol=0)  # another compiled kernel on a GPU
+    torch.testing.assert_close(loss, expected, rtol=1e-6, atol=0)  # a different compiled kernel on a GPU
 
 
 def test_a_cross_entropy_may_be_differentiated_several_times_and_scaled():
@@ -218,7 +218,7 @@ def test_a_cross_entropy_may_be_differentiated_several_times_and_scaled():
 
 @pytest.mark.parametrize("name", ["cross_entropy", "linear_cross_entropy"])
 def test_fp16_gradients_do_not_underflow_before_the_loss_scale(name):
-    """p/n is below what fp16 can hold, p/n times the loss scale is not. The targets' own entries would hide it."""
+    """fp16 cannot hold p/n, but can hold p/n times the loss scale. The targets' own entries would hide it."""
     rows, n_vocab, scale = (16384, 2000, 2.0**18) if HAS_GPU else (128, 1000, 2.0**10)
     logits, targets = 0.1 * randn(rows, n_vocab, dtype=FP16), torch.randint(n_vocab, (rows,), device=DEVICE)
     upstream = [torch.tensor(scale, device=DEVICE)]
@@ -327,8 +327,8 @@ def test_overwrite_x_makes_x_its_own_gradient(options):
 
 
 def profile(function):
-    """How many matrix products it ran, and the largest piece of memory it took at once, in bytes."""
-    function()  # the first run takes cuBLAS's workspace
+    """How many matrix products function ran, and its largest single allocation, in bytes."""
+    function()  # the first run allocates cuBLAS's workspace
     activities = [torch.profiler.ProfilerActivity.CPU] + [torch.profiler.ProfilerActivity.CUDA] * HAS_GPU
     with torch.profiler.profile(activities=activities, profile_memory=True) as record:
         function()
@@ -378,7 +378,7 @@ def test_linear_cross_entropy_peak_memory_at_full_size():
     x, weight = randn(16384, 2048, dtype=BF16), randn(128256, 2048, dtype=BF16)
     targets = torch.randint(128256, (16384,), device=DEVICE)
     x.requires_grad_(), weight.requires_grad_()
-    linear_cross_entropy(x[:300], weight, targets[:300]).backward()  # cuBLAS takes its workspace
+    linear_cross_entropy(x[:300], weight, targets[:300]).backward()  # allocates cuBLAS's workspace
     for options, mib in (({}, 2.1 * 1024), (dict(chunk_tokens=512, fp32_dweight=False), 700)):
         x.grad = weight.grad = None
         torch.cuda.reset_peak_memory_stats()
@@ -392,7 +392,7 @@ def test_linear_cross_entropy_peak_memory_at_full_size():
 @pytest.mark.parametrize("dtype", [BF16, FP16], ids=str)
 @pytest.mark.parametrize("options", [{}, loss_options], ids=["plain", "smoothed"])
 def test_linear_cross_entropy_at_full_size_matches_float64(options, dtype):
-    """Two chunks: PyTorch's own takes 35 GB for them, and for more the workers' GPU would not have the memory."""
+    """Two chunks: PyTorch's own function takes 35 GB for them; more would not fit on the workers' GPU."""
     x, weight = randn(8192, 2048, dtype=dtype), randn(128256, 2048, dtype=dtype) / 45
     targets, scale = loss_targets(8192, 128256), torch.tensor(1024.0, device=DEVICE)
     functions = (partial(f, **options) for f in (linear_cross_entropy, linear_cross_entropy_oracle))

@@ -1,4 +1,4 @@
-"""What single operations promise beside what test_kernels.py asks of all."""
+"""What single operations promise beyond what test_kernels.py tests for all."""
 
 import sys
 from functools import partial
@@ -46,7 +46,7 @@ def test_the_eps_is_1e_5_unless_given():
 
 @pytest.mark.parametrize("name", [name for name in OPERATIONS if "norm" in name or "mlp" in name])
 def test_the_eps_that_is_given_is_used_forward_and_backward(name, monkeypatch):
-    monkeypatch.setattr(test_kernels, "EPS", 0.3)  # the oracles'
+    monkeypatch.setattr(test_kernels, "EPS", 0.3)  # the oracles use it
     operation = OPERATIONS[name]
     given = operation._replace(function=partial(operation.function, eps=0.3))
     assert_matches_float64(given, *operation.inputs(9, 33, FP32))
@@ -68,7 +68,7 @@ def test_add_rms_norm_gives_x_and_residual_gradients_of_their_own():
 
 
 def test_add_rms_norm_needs_neither_output_nor_two_inputs():
-    """The gradient through one output alone, and of one tensor given twice."""
+    """The gradient through one output alone, and for one tensor given twice."""
     (x, residual, weight), _ = OPERATIONS["add_rms_norm"].inputs(4, 8, FP64)
     for unused in (0, 1):
         operation = Operation(
@@ -107,7 +107,7 @@ def test_without_a_residual_x_is_the_sum_whatever_its_strides(name, ops):
 
 
 def test_rows_are_summed_past_the_first_128():
-    """A GPU of as many multiprocessors leaves so many; the interpreter's four programs never do."""
+    """A GPU with that many multiprocessors leaves so many rows; the interpreter's four programs never do."""
     x = randn(300, 70, dtype=FP64)
     torch.testing.assert_close(sum_rows(x, FP64), x.sum(0))
 
@@ -125,7 +125,7 @@ def test_rope_takes_positions_of_each_batch_and_any_number_of_heads():
 
 @pytest.mark.parametrize("name, size, dtype", [
     *((name, 100, FP32) for name in ("swiglu", "geglu_tanh", "geglu_none")), ("cross_entropy", 1000, FP32),
-    ("rms_norm", 3000, FP16), ("layer_norm", 3000, FP16),  # the squares are past fp16
+    ("rms_norm", 3000, FP16), ("layer_norm", 3000, FP16),  # the squares overflow fp16
 ])  # fmt: skip
 def test_large_values_do_not_overflow(name, size, dtype):
     (x, *weights), constants = OPERATIONS[name].inputs(4, 70, dtype)

@@ -1,4 +1,4 @@
-"""LoRA and QLoRA from settings to checkpoints: beside dense weights, beside peft, after a resume, on two ranks."""
+"""LoRA and QLoRA from settings to checkpoints: against dense weights, against peft, after a resume, on two ranks."""
 
 import json
 import re
@@ -29,7 +29,7 @@ each_run = pytest.mark.parametrize("name", BASES)
 
 
 def adapted(base_dtype):
-    """A tiny model whose adapters are not zero, and the dense weights that it stands for, by name."""
+    """A tiny model whose adapters are not zero, and the equivalent dense weights, by name."""
     torch.manual_seed(1)
     model = Llama(TINY).double()
     model.init_weights(1)
@@ -66,7 +66,7 @@ def test_loss_and_gradients_are_those_of_dense_weights_by_autograd_in_float64(ba
         request.getfixturevalue("plain_pytorch_on_one_core")
     model, dense = adapted(base_dtype)
     model.set_operations(fused, fused, "sdpa")
-    recompute(model, *(("full", 2) if fused else ("none",)))  # in slices of the MLP too
+    recompute(model, *(("full", 2) if fused else ("none",)))  # also in slices of the MLP
     rows, leaves, weights = packed_rows(TINY), {}, dict(dense)
     for name, p in model.named_parameters():
         if p.requires_grad:
@@ -150,7 +150,7 @@ def test_another_number_format_is_not_dropped_for_adapters_without_a_word():
 
 @pytest.fixture(scope="module")
 def capitals(tmp_path_factory):
-    """The same words in capitals, which the published weights have never seen."""
+    """The same words in capitals, which the published weights were not trained on."""
     folder = tmp_path_factory.mktemp("capitals")
     toy_dataset(folder, [prose(1, 10_000).upper()], [prose(2, 5000).upper()])
     return folder
@@ -167,7 +167,7 @@ def base(text_data, tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def trained(base, capitals, tmp_path_factory):
-    """Runs with a base in float32, NF4 and float8, 8 steps, a checkpoint after 4: a folder each."""
+    """Runs with a base in float32, NF4 and float8: 8 steps, a checkpoint after 4, one folder each."""
     common = RUN | {"dataset": capitals, "init_from": base}
     folders = {name: tmp_path_factory.mktemp(name) for name in BASES}
     for name, folder in folders.items():
@@ -190,7 +190,7 @@ def test_only_adapters_are_saved_and_the_loss_falls(trained):
 @each_run
 def test_resume_repeats_losses_bit_for_bit(name, trained, capitals, tmp_path):
     shutil.copytree(trained[name] / "step_000004", tmp_path / "step_000004")
-    finish(RUN | {"dataset": capitals, "out_dir": tmp_path} | BASES[name])  # it knows its base
+    finish(RUN | {"dataset": capitals, "out_dir": tmp_path} | BASES[name])  # the checkpoint names its base
     assert losses(tmp_path) == [line for line in losses(trained[name]) if line["step"] > 4]
 
 
@@ -209,7 +209,7 @@ def test_two_ranks_go_on_where_one_was_and_give_its_losses(name, trained, capita
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
 @each_run
 def test_two_gpus_give_the_losses_of_one(name, base, capitals, tmp_path):
-    """And the same, to the digit, whether each gathers the frozen weights again in backward or not."""
+    """And exactly the same, whether or not each gathers the frozen weights again in backward."""
     settings = RUN | {"dataset": capitals, "init_from": base, "device": "cuda", "learning_rate": 3e-3, "max_iters": 20}
     settings |= {"dtype": "bfloat16", "keep_last": 0} | BASES[name]
     finish(settings | {"out_dir": tmp_path / "one"})
@@ -239,7 +239,7 @@ def test_lora_trains_with(changes, base, trained, capitals, tmp_path):
     assert f" parameters, of which {a + b:,} are trained; " in done.stdout, done.stdout + done.stderr
     expected = step_losses(trained[changes.get("base_dtype", "bfloat16")])
     apart = abs(step_losses(tmp_path) - expected)
-    if "fp8" in changes:  # a learning rate as large as this one magnifies a rounding for a step
+    if "fp8" in changes:  # a learning rate this large magnifies rounding for a step
         assert apart.mean() < 0.05
     else:
         assert apart.max() < (0.05 if "dtype" in changes else 1e-5)
@@ -247,7 +247,7 @@ def test_lora_trains_with(changes, base, trained, capitals, tmp_path):
 
 @pytest.mark.parametrize("name", ["bfloat16", "float8"])
 def test_peft_and_transformers_load_a_checkpoint_and_give_our_logits(name, base, trained):
-    import peft  # it takes seconds
+    import peft  # takes seconds
 
     folder, tokens = trained[name] / "step_000008", torch.randint(0, 256, (2, 16))
     with torch.no_grad():
@@ -270,7 +270,7 @@ def test_adapters_on_four_bits_fit_the_base_that_bitsandbytes_quantises(base, tr
             if isinstance(module, torch.nn.Linear):  # each published matrix, as its Linear4bit holds it
                 w = module.weight
                 codes, state = functional.quantize_4bit(w, compress_statistics=True, quant_type="nf4")
-                # Read back by ours: its own is wrong on a CPU for rows shorter than a block, and its scales coarser.
+                # Read back by ours: bitsandbytes' is wrong on a CPU for rows shorter than a block, its scales coarser.
                 codes, scale_codes = codes.view(len(w), -1), quantize_nf4(w).scale_codes
                 w.copy_(dequantize_nf4(NF4(codes, scale_codes, state.state2.absmax, state.offset), torch.empty_like(w)))
         theirs = peft.PeftModel.from_pretrained(theirs, trained["nf4"] / "step_000008")(tokens).logits
@@ -364,7 +364,7 @@ def test_a_damaged_base_does_not_make_its_checkpoints_damaged(base, trained, cap
     assert (tmp_path / "out/step_000008").exists(), done.stdout
     model = Llama(LlamaConfig(**read_config(folder)[0]))
     add_lora(model, 4, 8.0)
-    with pytest.raises(ValueError, match="is damaged") as raised:  # where only training reads the bytes
+    with pytest.raises(ValueError, match="is damaged") as raised:  # only training reads the bytes
         read_base(folder, model)
     assert raised.type is ValueError
 

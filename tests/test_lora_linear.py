@@ -1,6 +1,6 @@
-"""Adapters of low rank on a frozen weight: the projection alone, and in the fused functions that are made of it.
+"""Low-rank adapters on a frozen weight: the projection alone, and in the fused functions that use it.
 
-Beside plain autograd of y = x Wᵀ + (α/r) (x Aᵀ) Bᵀ, written out for each matrix that is packed in the weight.
+Against plain autograd of y = x Wᵀ + (α/r) (x Aᵀ) Bᵀ, written out for each matrix packed in the weight.
 """
 
 import copy
@@ -97,7 +97,7 @@ def test_lora_in_swiglu_mlp_matches_autograd_in_float64(options, ops):
 
 @pytest.mark.parametrize("options", SLICES, ids=str)
 def test_a_frozen_base_costs_no_matmul_for_its_gradient(options):
-    """With the adapters frozen too, backward is left with the products for dx, and those that repeat forward."""
+    """With the adapters frozen too, backward has only the products for dx, and those that repeat forward."""
     gate_up, down, (x, residual, norm_weight) = adapted(12, 8, 8), adapted(8, 12), inputs_of(4, 12)
     counts = []
     for layers in ((Linear(12, 16), Linear(8, 12)), (gate_up, down)):

@@ -1,7 +1,6 @@
-"""Numbers in eight bits (the map of AdamW's moments) and in four (NF4): the kernels beside their references.
+"""Numbers in eight bits (the map of AdamW's moments) and in four (NF4): the kernels against their references.
 
-Where bitsandbytes is installed, its own map and codes are compared, bit for bit; its fixtures are here for where it is
-not.
+If bitsandbytes is installed, its own map and codes are compared bit for bit; its recorded fixtures need no install.
 """
 
 import hashlib
@@ -69,7 +68,7 @@ def quantize_by_kernel(x, signed):
 
 @each_sign
 def test_code_table_finds_what_a_search_finds_at_every_bound(signed):
-    """A block whose absmax is 1 is divided by 1: what is next to a bound, and on it, stays there."""
+    """A block whose absmax is 1 is divided by 1: numbers next to a bound, or on it, stay there."""
     edges = bounds(dynamic_map(signed)).view(torch.int32)
     x = torch.cat([(edges + ulps).view(FP32) for ulps in range(-2, 3)])
     x = torch.cat([x, torch.rand(4000) ** 12, torch.tensor([0.0, -0.0, 1e-45, 1e-30])])
@@ -118,7 +117,7 @@ def digest(x):
 
 
 def patterned_weight(n, dtype):
-    """Without a random generator, and with absmax whose sum is exact in any order: the same on every machine."""
+    """Uses no random generator, and the sum of absmax is exact in any order: the same on every machine."""
     i = torch.arange(n, device=DEVICE)
     return (((i * 7919) % 1009 - 504) * (1 + (i // 64) * 11 % 37) / 65536).to(dtype)
 
@@ -146,7 +145,7 @@ def test_nf4_has_the_bits_of_bitsandbytes(quantize, dequantize):
     assert small.offset.item() == float.fromhex("0x1.117p-3")
     for dtype, expected in DIGESTS.items():
         weight = quantize(patterned_weight(2**15, dtype).view(8, -1))
-        # The interpreter does not round to bf16, but cuts off: there the exact product is compared, and rounded here
+        # The interpreter truncates to bf16 instead of rounding: there the exact product is compared, rounded here
         back = dequantize(weight, torch.empty(8, 4096, dtype=FP32, device=DEVICE)).to(dtype)
         assert [digest(x) for x in (*weight, back)] == expected, dtype
 
@@ -159,7 +158,7 @@ def test_nf4_is_that_of_bitsandbytes(dtype):
     ours = reference.quantize_nf4(weight)
     codes, state = functional.quantize_4bit(weight, compress_statistics=True, quant_type="nf4")
     assert_same([ours.codes, *ours[2:]], [codes.view(300, 96), state.state2.absmax, state.offset], "codes and scales")
-    # On a CPU it looks scales up in a coarser table: next to a bound it may take the neighbour
+    # On a CPU it looks up scales in a coarser table: next to a bound it may take the neighbour
     differ = (ours.scale_codes.int() - state.absmax.int()).abs()
     assert differ.max() <= 1 and (differ > 0).float().mean() < 0.02
     state.absmax = ours.scale_codes
@@ -178,7 +177,7 @@ def test_nf4_kernels_are_the_reference_bit_for_bit(shape, dtype, monkeypatch):
     assert_same([dequantize_nf4(ours, outs[0])], [reference.dequantize_nf4(plain, outs[1])], "what is read back")
     back = dequantize_nf4(ours)
     assert back.dtype == BF16 and back.shape == shape
-    # On a GPU its bits are those of the rounded value; the interpreter cuts off.
+    # On a GPU its bits are those of the rounded value; the interpreter truncates.
     torch.testing.assert_close(back.float(), outs[1].to(BF16).float(), rtol=0 if HAS_GPU else 2**-7, atol=0)
 
 

@@ -1,4 +1,4 @@
-"""The model against Hugging Face's, and against itself under FSDP and torch.compile; test_recompute.py has its modes.
+"""The model against Hugging Face's, and against itself under FSDP and torch.compile; test_recompute.py tests its modes.
 
     pytest test_model.py        a minute; without a GPU the kernels run through Triton's interpreter
 
@@ -41,7 +41,7 @@ RECOMPUTE = {"activation_checkpointing": "none", "mlp_chunks": None, "offload_ac
 SCALING = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 32}
 SMALL = LlamaConfig(
     n_layer=2, n_head=4, n_kv_head=2, n_embd=64, ffn_dim=88, vocab_size=97, block_size=64, rope_theta=10000.0,
-    norm_eps=1e-3,  # not the kernels' default: one that is not handed on would show
+    norm_eps=1e-3,  # not the kernels' default, so that failing to pass it on shows
 )  # fmt: skip
 
 
@@ -93,7 +93,7 @@ def assert_equal(out, truth):
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# The same function as others compute
+# The same function as other implementations
 
 
 # Key/value heads, RoPE's factor, whether the embedding is the head.
@@ -117,7 +117,7 @@ def test_model_is_hugging_faces_llama(n_kv_head, factor, tied, arm, n_time):
     assert not theirs, f"no weight of ours went into {list(theirs)}"
     tokens, targets = batch(n_time=n_time)
     out = hf(tokens)
-    # their loss would shift the targets once more
+    # their loss would shift the targets again
     loss = torch.nn.functional.cross_entropy(out.logits.flatten(0, 1), targets.flatten())
     loss.backward()
     theirs = {name: parameter.grad for name, parameter in hf.named_parameters()}
@@ -186,7 +186,7 @@ def test_bf16_weights_keep_fp32_angles_and_give_an_fp32_loss():
     for m in (model, truth):
         m.layers[0].register_forward_pre_hook(lambda _, args: tables.extend(args[2:4]))
     tokens, targets = batch(n_time=320)
-    # bf16 counts to 256 and no further: positions in it would be off by one and more here.
+    # bf16 counts only to 256: positions in it would be off by one or more here.
     assert error(model(tokens)[:, 256:], truth(tokens)[:, 256:]) < 0.02
     for table, exact in zip(tables[:2], tables[2:], strict=True):
         assert table.dtype == FP32 and torch.equal(table, exact.float())
@@ -203,7 +203,7 @@ def test_init_weights_draws_the_same_normal_numbers_for_every_dtype():
     config = replace(SMALL, n_embd=128, ffn_dim=256, vocab_size=500, n_layer=3)
     models = [Llama(config).to(DEVICE, dtype) for dtype in (FP32, FP32, FP32, BF16)]
     for model, seed in zip(models, (1, 1, 2, 1), strict=True):
-        torch.rand(1)  # the global generator plays no part
+        torch.rand(1)  # the global generator must not matter
         model.init_weights(seed)
     one, same, other, rounded = (dict(model.named_parameters()) for model in models)
     drawn = set()
@@ -288,7 +288,7 @@ def mesh():
 
 
 def sharded(mesh, config, mode):
-    """As train.py builds it: on no device, sharded, then given memory and weights."""
+    """As train.py builds it: on the meta device, sharded, then given memory and weights."""
     with torch.device("meta"):
         model = Llama(config)
     recompute(model, mode)
@@ -333,7 +333,7 @@ def test_model_compiles_without_graph_breaks(unit, mode):
     for module in [model] if unit == "whole model" else model.layers:
         module.compile(fullgraph=True, backend=backend)
     assert_close(loss_and_gradients(model, *batch()), truth, 0.03 if HAS_GPU else 1e-5)
-    if HAS_GPU:  # attention that knows documents is a kernel in every arm
+    if HAS_GPU:  # attention with documents is a kernel in every arm
         doc_starts = document_starts(batch()[0], 7)
         truth = loss_and_gradients(build(dtype=dtype, n_layer=1, **arm), *batch(), doc_starts)
         assert_close(loss_and_gradients(model, *batch(), doc_starts), truth, 0.03)
@@ -354,7 +354,7 @@ def test_bf16_on_a_gpu_is_as_close_to_float64_as_plain_pytorch(mode):
         for arm in ({}, {"activation_checkpointing": mode}, PLAIN)
     ]
     truth = loss_and_gradients(build(dtype=BF16, config=LARGE, **PLAIN).double(), tokens, targets)
-    assert torch.equal(results[0]["loss"], results[1]["loss"])  # only backward's order of sums may differ
+    assert torch.equal(results[0]["loss"], results[1]["loss"])  # only the order of sums in backward may differ
     for name, exact in truth.items():
         ours, plain = error(results[1][name], exact), error(results[2][name], exact)
         assert ours <= 1.2 * plain + 2**-8, f"{name}: relative error {ours:.1e}, plain PyTorch has {plain:.1e}"

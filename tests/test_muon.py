@@ -1,4 +1,4 @@
-"""Muon, and the schedules of the learning rate."""
+"""Muon, and the learning rate schedules."""
 
 import math
 import shutil
@@ -28,14 +28,14 @@ def test_orthogonalized_matrices_have_singular_values_near_one():
         u, _, v = torch.linalg.svd(x, full_matrices=False)
         found = orthogonalize(x)
         assert (torch.linalg.svdvals(found) - 1).abs().max() < 0.15, shape
-        # the same singular vectors: what is left beside the diagonal is a rounding
+        # the same singular vectors: off the diagonal only rounding is left
         inner = u.mT @ found @ v.mT
         assert (inner - torch.diag_embed(inner.diagonal(dim1=1, dim2=2))).abs().max() < 1e-9
     assert orthogonalize(torch.zeros(1, 4, 4)).abs().max() == 0
 
 
 def formula(w, m, r, g, lr, t, rule):
-    """Step t of Muon or NorMuon on one matrix by its singular values, in float64."""
+    """Step t of Muon or NorMuon on one matrix, through its singular values, in float64."""
     m = 0.95 * m + 0.05 * g
     u, s, v = torch.linalg.svd(0.05 * g + 0.95 * m, full_matrices=False)
     s = s / s.square().sum().sqrt()
@@ -105,7 +105,7 @@ def test_with_its_coefficients_it_follows_pytorch_s_muon(monkeypatch):
     monkeypatch.setattr("optimizers.muon.POLAR_EXPRESS", ((3.4445, -4.7750, 2.0315),) * 5)
     ours, theirs = models = [llama(CONFIG), llama(CONFIG)]
     optimizer = Optimizer(ours, Muon(), OnGPU())
-    names = ["attn.o_proj.weight", "mlp.down_proj.weight"]  # PyTorch's knows nothing of packed ones
+    names = ["attn.o_proj.weight", "mlp.down_proj.weight"]  # PyTorch's does not know packed matrices
     layer = dict(theirs.layers[0].named_parameters())
     pytorch = torch.optim.Muon([layer[name] for name in names], weight_decay=0.1, adjust_lr_fn="match_rms_adamw")
 

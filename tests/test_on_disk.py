@@ -1,4 +1,4 @@
-"""offload_dir: the optimizer's state in a file on a drive. The same numbers as in CPU memory, whatever happens."""
+"""offload_dir: the optimizer's state in a file on a drive. Always the same numbers as in CPU memory."""
 
 import errno
 import fcntl
@@ -33,7 +33,7 @@ IN_8_BITS = dict(n_embd=256, ffn_dim=1536, optimizer_bits=8)
 
 @pytest.fixture
 def drive(tmp_path, monkeypatch):
-    """A folder, and pieces so small that each matrix has several."""
+    """A folder, with pieces so small that each matrix has several."""
     monkeypatch.setattr(on_disk, "PIECE", 2**10)
     (tmp_path / "drive").mkdir()
     return tmp_path / "drive"
@@ -139,7 +139,7 @@ def test_after_a_fault_in_the_middle_of_an_update_a_run_resumes_from_the_checkpo
 
 
 def test_a_slow_drive_changes_no_number(same_as_in_memory, monkeypatch):
-    """Reads and writes that end in another order than they began."""
+    """Reads and writes that finish in another order than they started."""
     move, turns = StateFile._move, iter(range(10**9))
     monkeypatch.setattr(StateFile, "_move", lambda *args: (time.sleep(next(turns) * 7 % 5 / 2000), move(*args)))
     write, let_go, emptied = StateFile.write, StateFile.let_go, []
@@ -179,7 +179,7 @@ def test_new_masters_do_not_stay_in_memory(drive):
 
 
 def resident_bytes(file):
-    """Of its mapping in memory, by Linux."""
+    """Bytes of the file's mapping that are in memory, according to Linux."""
     found = False
     for line in Path("/proc/self/smaps").read_text().splitlines():
         if re.match(r"[0-9a-f]+-[0-9a-f]+ ", line):
@@ -246,7 +246,7 @@ def test_what_a_drive_can_do_is_said_with_the_seconds_of_a_step(drive, capsys, m
     state_file.open_state_file(str(drive), 0.25 * 2**30)
     said = f"0.2 GiB of each rank's state in {drive}{what}: written at 0.2 and read at 0.2 GB/s, 2.7 s a step"
     assert said in capsys.readouterr().out
-    asked.assert_called_once_with(str(drive), 2**29)  # of both ranks
+    asked.assert_called_once_with(str(drive), 2**29)  # for both ranks
 
 
 def test_the_file_system_is_that_of_the_innermost_mount(tmp_path):

@@ -36,7 +36,7 @@ CONFIG_IN_ROWS = LlamaConfig(**CONFIG.__dict__ | {"n_embd": 256, "ffn_dim": 512}
 
 
 def llama(config=CONFIG, dtype=torch.float32):
-    """One model, however often it is asked for."""
+    """The same model on every call."""
     model = Llama(config).to(dtype)
     model.init_weights(0)
     return model
@@ -56,7 +56,7 @@ def optimizer_of(dtype, weight_decay=0.0, **options):
 
 
 def whole_states(optimizer):
-    """What a checkpoint holds, with the masters in one piece."""
+    """A checkpoint's tensors, with each master joined from its halves."""
     found = optimizer.tensors()
     for name, state in list(found):
         if state == "lower_half":
@@ -118,11 +118,11 @@ def test_steps_may_differ_in_micro_batches_and_the_last_need_not_be_accumulated(
         assert torch.equal(ours, expected)
     if place is OnCPU:
         with pytest.raises(RuntimeError, match="has no gradient"):
-            optimizers[0].step(0.1)  # not the sums of the step before
+            optimizers[0].step(0.1)  # not the sums of the previous step
 
 
 def test_the_hidden_states_wait_for_the_update_on_the_cpu_and_for_streamed_weights(monkeypatch):
-    """As generate() and a loss of one's own ask for them: without model.forward."""
+    """As generate() and a custom loss call them: without model.forward."""
     update = OnCPU._update
     monkeypatch.setattr(OnCPU, "_update", lambda *args: (time.sleep(0.2), update(*args))[1])
     tokens = torch.arange(8)[None]
@@ -154,7 +154,7 @@ def test_weight_decay_reaches_matrices_only():
 def test_gradients_are_clipped_to_the_norm_and_the_loss_scale_taken_out(grad_clip, scales, factor):
     model, optimizer = optimizer_of(torch.float32, grad_clip=grad_clip, scales_loss=scales)
     set_gradients(model, 2.0**16 if scales else 1.0)
-    assert optimizer.step(lr=0.1).item() == pytest.approx(6)  # of 36 ones
+    assert optimizer.step(lr=0.1).item() == pytest.approx(6)  # the norm of 36 ones
     assert optimizer.tensors()["weight", "exp_avg"][0, 0].item() == pytest.approx(0.1 * factor, rel=1e-5)
     assert all(parameter.grad is None for parameter in model.parameters())
 
@@ -228,7 +228,7 @@ def test_frozen_parameters_have_no_state_and_do_not_change(place):
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# Every rule. The kernels are in test_kernels_adamw.py; test_muon.py, test_galore.py and test_apollo.py the formulas
+# Every rule. test_kernels_adamw.py tests the kernels; test_muon.py, test_galore.py and test_apollo.py the formulas
 
 IN_ROWS = dict(n_embd=256, ffn_dim=256)  # rows of whole blocks
 IN_8_BITS = IN_ROWS | dict(optimizer_bits=8)
@@ -315,7 +315,7 @@ def test_8_bit_states_have_a_scale_for_256_elements_within_a_row():
         return [(str(dtype)[6:], *shape) for shape, dtype in found.values()]
 
     assert states(257, 512) == [("uint8", 257, 512)] * 2 + [("float32", 257, 2)] * 2
-    for shape in ((15, 256), (8192,), (64, 384)):  # small, a vector, of no whole blocks
+    for shape in ((15, 256), (8192,), (64, 384)):  # small, a vector, not of whole blocks
         assert states(*shape) == [("float32", *shape)] * 2
 
 
@@ -342,12 +342,12 @@ def test_offloaded_to_the_cpu_the_losses_stay(train, tmp_path, offload, dtype, p
     train(out_dir=tmp_path / "gpu", **settings)
     run = train(out_dir=tmp_path / "cpu", offload=offload, **settings)
     assert not any(x.is_cuda for x in run["optimizer"].tensors().values())
-    # One rounding of a bfloat16 weight that falls otherwise shows in the fifth digit.
+    # A single bfloat16 weight that rounds otherwise shows in the fifth digit.
     assert_close(step_losses(tmp_path / "gpu"), step_losses(tmp_path / "cpu"), 1e-5 if dtype == "float32" else 2e-3)
 
 
 def test_streamed_weights_hold_the_root_from_the_beginning_of_forward_until_backward_reaches_the_blocks():
-    config = LlamaConfig(**CONFIG.__dict__ | {"n_layer": 5})  # two of them are there at a time
+    config = LlamaConfig(**CONFIG.__dict__ | {"n_layer": 5})  # two of them are held at a time
     models = [llama(config), llama(config)]
     streamed = StreamedWeights(models[0], "cpu")
     root, tokens = streamed.root.untyped_storage(), torch.randint(CONFIG.vocab_size, (2, CONFIG.block_size))
@@ -459,7 +459,7 @@ def test_half_precision_follows_float32(train, tmp_path):
         run = train(**settings, dtype=dtype, out_dir=tmp_path / dtype)
         assert all(x.dtype == torch.float32 for x in whole_states(run["optimizer"]).values()), "the weights that learn"
         assert_close(step_losses(tmp_path / "float32"), step_losses(tmp_path / dtype), 0.05)
-    for dtype in ("bfloat16", "float16", "float32"):  # a step of each, from the checkpoint before
+    for dtype in ("bfloat16", "float16", "float32"):  # one step in each, from the previous checkpoint
         run = train(max_iters=run["max_iters"] + 1, lr_decay_iters=30, dtype=dtype, out_dir=tmp_path / "float32")
         assert step_losses(tmp_path / "float32")[-1] < 3.3, f"begins anew in {dtype}"
 
@@ -498,7 +498,7 @@ def test_more_ranks_do_not_overflow_float16_sooner(train, text_data, tmp_path):
         edit_run(out_dir / path.name, loss_scale=scale, loss_scale_since=4)
         return settings | dict(max_iters=5, out_dir=out_dir)
 
-    scale = 2.0**16  # to become the largest at which one process takes its fifth step
+    scale = 2.0**16  # becomes the largest scale at which one process takes its fifth step
     while train(**at_scale(2 * scale, tmp_path / f"{2 * scale:.0f}"))["loss_scale"] == 2 * scale:
         scale *= 2
     finish(SMALL | SHORT | dict(dataset=text_data) | at_scale(scale, tmp_path / "many"), ranks=4)

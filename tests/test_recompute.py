@@ -1,4 +1,4 @@
-"""Recomputation, slices of the MLP, groups of sequences, offloaded inputs: each trains as the plain model does."""
+"""Recomputation, slices of the MLP, groups of sequences, offloaded inputs: each trains like the plain model."""
 
 import functools
 import gc
@@ -62,8 +62,8 @@ def not_recomputed(fused_kernels, fused_loss):
 def test_every_way_to_execute_a_model_trains_the_same(monkeypatch, way):
     found = loss_and_gradients(executed(monkeypatch, **way), *batch(3, 3))
     assert_close(found, not_recomputed(False, False), 1e-12)
-    # Recomputing changes no bit, nor does 'full', whose layers are handed the sum of stream and branch; only the
-    # compiler of a GPU may contract the one sum and not the other.
+    # Recomputing changes no bit, nor does 'full', whose layers get the sum of stream and branch; only a GPU's compiler
+    # may contract the one sum and not the other.
     if "fused_loss" in way and not (HAS_GPU and way["activation_checkpointing"] == "full"):
         assert_equal(found, not_recomputed(way["fused_kernels"], way["fused_loss"]))
 
@@ -93,7 +93,7 @@ def test_evaluation_runs_blocks_in_groups_of_sequences_and_offloads_nothing(monk
 
 @pytest.mark.parametrize("mode, fp32_dweight", [("none", True), ("full", True), ("full", False)])
 def test_overwritten_memory_is_not_read_again(monkeypatch, mode, fp32_dweight):
-    """The same bits as where every gradient takes memory of its own."""
+    """The same bits as when every gradient has its own memory."""
     loss_file = importlib.import_module("kernels.linear_cross_entropy")
     fill_chunks, over_x = loss_file._fill_chunks, []
     filled = lambda x, *rest: over_x.append(x.data_ptr() == rest[-2].data_ptr()) or fill_chunks(x, *rest)  # noqa: E731
@@ -120,7 +120,7 @@ def test_overwritten_memory_is_not_read_again(monkeypatch, mode, fp32_dweight):
 @pytest.mark.parametrize("mode", ["none", "full"])
 @pytest.mark.parametrize("before", [True, False], ids=["before the loss", "after the loss"])
 def test_second_head_may_read_the_input_of_the_first(monkeypatch, mode, before):
-    """With several chunks of logits and several groups of sequences, where memory is reused most."""
+    """With several chunks of logits and several groups of sequences, which reuse the most memory."""
     monkeypatch.setattr(recompute_file, "loss_options", lambda *_, **__: {"chunk_tokens": 3})
     tokens, targets = batch(n_batch=4, n_time=2)
 
@@ -171,7 +171,7 @@ def test_residual_stream_is_freed_before_the_backward_of_attention(monkeypatch):
         return outputs
 
     def look(_):
-        gc.collect()  # the interpreter's launches are cycles that hold their arguments
+        gc.collect()  # the interpreter's launches are reference cycles that hold their arguments
         live.append(not streams[-1].expired())
 
     monkeypatch.setattr(recompute_file, "compute", watched)
@@ -190,7 +190,7 @@ def test_sizes_of_chunks_slices_and_groups():
         assert loss_options(n_tokens, BF16, 128256, "none") == {"chunk_tokens": 4096, "fp32_dweight": True}
     assert [chunks_of_mlp(100_000, 8, *at) for at in (("none", None), ("full", None), ("full", 3))] == [1, 6, 3]
     assert [chunks_of_mlp(n, 8, "full", None) for n in (1, 32_767, 32_768)] == [1, 1, 2]
-    # 8,192 wide: sums of the weights' gradients as large as what 16,384 tokens take
+    # 8,192 wide: the weight gradients' sums are as large as what 16,384 tokens take
     assert [chunks_of_mlp(n, 8192, "full", None) for n in (65_535, 65_536)] == [1, 2]
     assert chunks_of_mlp(100_000, 8, "full", None, fused_kernels=False) == 1, "plain PyTorch would pay for it"
     assert chunks_of_mlp(12, 8, "full", 10**6) == 12, "of a token there are no slices"
@@ -202,7 +202,7 @@ def test_sizes_of_chunks_slices_and_groups():
 
 @pytest.mark.parametrize("mode", ["selective", "full"])
 def test_offloaded_activations_serve_one_backward(mode):
-    """Of a forward before the last they would be the wrong ones."""
+    """After a later forward they would be the wrong ones."""
     model = build(activation_checkpointing=mode, offload_activations=True, **PLAIN)
     first, second = (model(*batch(n_time=5)) for _ in range(2))
     with pytest.raises(RuntimeError, match="one backward"):
@@ -235,7 +235,7 @@ def rows_of_documents():
 
 @functools.cache
 def documents_alone():
-    """Each document a sequence of its own, for plain PyTorch."""
+    """Each document as its own sequence, for plain PyTorch."""
     model, (tokens, targets, _) = build(**PLAIN), rows_of_documents()
     for row, *ends in ((0, 0, 3, 5, 8), (1, 0, 3, 4, 7, 8)):
         for a, b in itertools.pairwise(ends):
@@ -258,7 +258,7 @@ def test_rows_of_documents_train_as_each_document_alone(monkeypatch, settings):
 
 
 def cost_of_a_layer(mode):
-    """Elements a token that its forward leaves for backward, and its calls of matmuls and attention in a step."""
+    """Elements per token that forward keeps for backward, and calls of matmuls and attention in a step."""
     n_time, costs = 256 if HAS_GPU else 4, []
     for n_layer in (1, 2):
         dtype = BF16 if HAS_GPU else FP64
@@ -277,8 +277,8 @@ def test_each_checkpointing_mode_saves_and_recomputes_what_it_should():
     elements, matmuls, attentions = zip(*(cost_of_a_layer(mode) for mode in MODES), strict=True)
     attention = C + 1 + C + 2 * KD + C + H  # its norm's input and rstd; q, k, v; what it returned and its log-sum-exp
     mlp = C + 1  # its norm's input and rstd
-    expected = [attention + mlp + 2 * F, attention + mlp, C]  # and gate_up; that not; the block's input alone
-    # On a GPU statistics are fp32 beside bf16, and each attention pads its own.
+    expected = [attention + mlp + 2 * F, attention + mlp, C]  # with gate_up; without it; only the block's input
+    # On a GPU statistics are fp32 beside bf16 tensors, and each attention pads its own.
     assert list(elements) == pytest.approx(expected, rel=0.05 if HAS_GPU else 0), f"{elements}, expected {expected}"
     assert matmuls == (12, 13, 15), "4 forward, 8 backward; repeated: gate_up_proj; all but down_proj"
     assert attentions == (1, 1, 2)
