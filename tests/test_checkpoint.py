@@ -245,7 +245,7 @@ def test_what_a_checkpoint_holds_beside_the_model_is_not_left_out(train, tmp_pat
     path = tmp_path / "out/step_000008"
     edit_config(path, tie_word_embeddings=True)
     message = slip(train, capsys, tie_embeddings=True)
-    assert "has 2 tensors that the model has no place for: exp_avg.lm_head.weight, ..." in message, message
+    assert "has 2 tensors that the model does not have: exp_avg.lm_head.weight, ..." in message, message
 
 
 def edit_config(path, **changes):

@@ -157,7 +157,7 @@ def test_any_rows_of_a_published_folder_are_read_and_rounded_once(tmp_path):
         read_into(folder, [Rows("x", out.dtype, x.shape, first, out), Rows("x", x.dtype, x.shape, first, strided)])
         assert torch.equal(out, x[first:last].bfloat16()) and torch.equal(strided, x[first:last])
     for name, other, expected in (
-        ("x", torch.zeros(9, 4), r"expected x of shape \(9, 4\): .* has it in shape \(9, 5\)"),
+        ("x", torch.zeros(9, 4), r"expected x of shape \(9, 4\): .* has shape \(9, 5\)"),
         ("y", torch.zeros(9, 4), r"expected y of shape \(9, 4\): .* has none"),
         ("x", torch.zeros(9, 5, dtype=torch.int32), "expected x in torch.int32: .* has it in torch.float32"),
     ):
