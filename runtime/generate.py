@@ -213,8 +213,7 @@ def generate_text(
     stop: Collection[str] = (),
     **sampling,
 ) -> Iterator[list[str]]:
-    """Yield what each token of generate() adds to each row's text. stop: strings that end a row too, and are left out.
-    """
+    """Yield what each token of generate() adds to each row's text. stop: strings that end a row, and are left out."""
     rows = [RowText(tokenizer, prompt, stop) for prompt in prompts]
     for tokens in generate(model, prompts, max_new_tokens, eos=tokenizer.eos, **sampling):
         yield [row.add(token) for row, token in zip(rows, tokens, strict=True)]

@@ -369,7 +369,7 @@ def test_another_run_or_version_in_the_same_folder_is_refused_with_a_sentence(tr
     assert "step_000900 holds step 8: name it step_000008 again" in slip(train, capsys, max_iters=900)
     for lacks in ("updates", "settings"):  # all but step and dataset where convert.py wrote the folder
         edit_run(tmp_path / "out/step_000900", **{lacks: None})
-        assert "is no checkpoint of this version: its run.json lacks " + lacks in slip(train, capsys, max_iters=900)
+        assert "is not a checkpoint of this version: its run.json lacks " + lacks in slip(train, capsys, max_iters=900)
     assert (tmp_path / "out/step_000900").exists(), "it is not damaged"
 
 

@@ -438,7 +438,7 @@ def test_a_run_keeps_what_the_folder_that_it_began_with_says(train, tmp_path, ca
 def test_the_context_is_never_below_that_of_the_run_or_which_rope_is_scaled_from(train, tmp_path, capsys, theirs):
     edit_config(theirs, max_position_embeddings=36)
     train(**TIED, init_from=theirs, block_size=40, max_iters=1, out_dir=tmp_path / "longer")
-    assert f"block_size 40 is beyond the 36 tokens of {theirs}'s context" in capsys.readouterr().out
+    assert f"block_size 40 exceeds the 36 tokens of {theirs}'s context" in capsys.readouterr().out
     config = json.loads((tmp_path / "longer/step_000001/config.json").read_text())
     assert config["max_position_embeddings"] == 40 > SMALL["block_size"]
     train(rope_scaling=SCALING | {"original_max_position_embeddings": 64}, max_iters=1)

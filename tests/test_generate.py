@@ -265,7 +265,7 @@ def test_invalid_sampling_settings_and_an_empty_prompt_are_refused():
         lambda: next(generate(model, [[1], [0, n]], 2)),
         lambda: next(log_likelihoods(model, [([n, 1], [0, 1])], 1)),
     ):
-        with pytest.raises(ValueError, match=f"the tokenizer gives token {n}, and the model has {n:,} tokens"):
+        with pytest.raises(ValueError, match=f"the tokenizer gives token {n}, but the model has {n:,} tokens"):
             beyond()
 
 

@@ -328,7 +328,7 @@ def test_another_runs_adapters_are_a_start(trained, capitals, tmp_path):
 
 
 def test_without_weights_to_adapt_the_run_ends_with_a_sentence(train, capsys):
-    said = "lora_rank has no weights to adapt: name a folder of published ones, --init_from=FOLDER"
+    said = "lora_rank has no weights to adapt: name a folder of published weights, --init_from=FOLDER"
     assert said in slip(train, capsys, **RUN)
 
 
