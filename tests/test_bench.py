@@ -111,7 +111,7 @@ USER_ERRORS = """
 xyz => Unknown command xyz: there are sweep, estimate,
 readme now => usage: python bench.py record FOLDER NAME
 kernels --op=rmsnorm => --op=rmsnorm: there are rms_norm,
-kernels -- --compile => -- --compile: no settings of train.py are passed on here
+kernels -- --compile => -- --compile: this command passes nothing on to train.py
 losses --shape=8 => --shape=8: sequences x tokens, as in 8x2048
 losses --shape= => --shape=: sequences x tokens, as in 8x2048
 finetune => --init_from=: name a folder of published weights
@@ -123,9 +123,9 @@ estimate --card=24MB => --card=24MB: there are
 estimate --config=llama32_1 => llama32_1 does not exist. Did you mean
 estimate config/llama31_8b.py => Unknown word config/llama31_8b.py: say --config=config/llama31_8b.py
 estimate llama31_8b => Unknown word llama31_8b: settings are --key=value
-estimate --config=config/baby_llama.py => leaves vocab_size to its dataset: say -- --vocab_size=
+estimate --config=config/baby_llama.py => leaves vocab_size to its dataset: add -- --vocab_size=
 generate --config=config/baby_llama.py => leaves vocab_size to its dataset
-estimate --compile => --compile is a setting of train.py: put it behind --, as in -- --compile=...
+estimate --compile => --compile is a setting of train.py: put it after --, as in -- --compile=...
 estimate -- --activation_checkpointing=full => say --checkpointing=... before the --
 estimate --checkpointing=none -- --mlp_chunks=4 => mlp_chunks
 estimate --card=h100 --config=config/llama31_8b.py --ranks=7 => 64: make it a multiple of the 7 ranks, as in --grad
@@ -142,7 +142,7 @@ run /no/such => /no/such/metrics.jsonl has no losses: name the out_dir of a run 
 --peers=hf -- --n_layer=4 => --n_layer: the peers would train another model; write it in a config, or say
 --peers=hf -- --rope_theta=1e4 => --rope_theta: the peers would train another model
 --ranks=64 => --ranks=64: torch sees
--- --max_iters=4 => -- --max_iters: each measured run has its own, leave it out
+-- --max_iters=4 => -- --max_iters: each measured run sets its own, leave it out
 """
 ON_GPU_ALONE = """
 kernels => python bench.py kernels needs a CUDA GPU

@@ -58,7 +58,7 @@ def test_what_cannot_be_read_or_drawn_gets_a_sentence(tmp_path, monkeypatch, cap
     assert "is not supported" in said("run", str(good), f"--out={tmp_path}/plot.txt2")
     assert "File exists" in said("run", str(good), f"--out={good}/metrics.jsonl/plot.png")
     for name in ("no/such", ""):
-        assert said("record", str(good), name).startswith(f"{name!r} is no name of a record")
+        assert said("record", str(good), name).startswith(f"{name!r} is not a valid name")
     (bad / "summary.json").write_text('{"steps": 20')
     (none / "metrics.jsonl").unlink()
     for argv in (["run", str(bad)], ["record", str(bad), "mine"]):

@@ -393,7 +393,7 @@ def test_a_file_that_is_no_record_is_not_written_over(tmp_path):
     out = tmp_path / "list.json"
     for text in ("", "[1]"):
         out.write_text(text)
-        with pytest.raises(SystemExit, match=f"--out={out} exists and is no record of a benchmark"):
+        with pytest.raises(SystemExit, match=f"--out={out} exists and is not a benchmark record"):
             record.fill(RECORD, iter(lambda: pytest.fail("measured"), 0), out, step.KEYS, lambda *_: "")
         assert out.read_text() == text
 

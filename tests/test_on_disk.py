@@ -226,7 +226,7 @@ def test_what_cannot_be_is_refused_in_a_sentence(train, tmp_path, drive, capsys,
     for folder in (tmp_path / "nowhere", tmp_path / "file"):
         assert message(offload_dir=folder) == f"offload_dir {folder} is no folder: make one on an NVMe drive"
     too_small = message(offload_dir=tmpfs, n_embd=1024, ffn_dim=2048)
-    assert f"offload_dir {tmpfs} is too small: the state takes 0.1 GiB, and 0.0 GiB are free" in too_small
+    assert f"offload_dir {tmpfs} is too small: the state takes 0.1 GiB, but 0.0 GiB are free" in too_small
     monkeypatch.setattr(state_file, "file_system", lambda folder: "nfs4")
     assert f"offload_dir {drive} is on a network file system, nfs4: name a folder on an" in message(offload_dir=drive)
     monkeypatch.setattr(state_file, "file_system", lambda folder: "ext4")
