@@ -27,7 +27,7 @@ def check_settings(settings: Mapping, world_size: int) -> None:
 def find_problem(settings: Mapping, world_size: int, argv: Sequence[str] = ()) -> str | None:
     """Return a sentence that says why train.py cannot run these settings on world_size ranks; None if it can.
 
-    argv: the command line. A flag there that another setting leaves without effect is an error; in a config file not.
+    argv: the command line. A flag without effect is a user error there; a config file may leave a setting unused.
     """
     for least, names in AT_LEAST.items():
         for name in names:

@@ -301,7 +301,7 @@ def read_base(
     folder: Folder, model: Llama, progress: Callable[[str], None] = lambda doing: None, dtype: torch.dtype | None = None
 ) -> None:
     """Fill the frozen weights of a model with adapters from a folder. Every rank must call it. Raises ValueError,
-    OSError. dtype: that the adapters were trained in, and so the one to quantise from; None: the model's.
+    OSError. dtype: the dtype to quantise from, in which the adapters were trained; None: the model's.
 
     For NF4 and float8 each rank quantises the whole projections one at a time and keeps its rows: so the bits are those
     of a single rank, and no device ever holds more than one whole projection of the base.

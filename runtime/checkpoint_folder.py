@@ -188,7 +188,7 @@ class Folder(NamedTuple):
 
     path: Path
     run: dict | None  # run.json; None in a published folder
-    config: dict  # config.json; of adapters base_config.json
+    config: dict  # config.json, or of adapters base_config.json
     tensors: dict[str, tuple[str, TensorInfo]]  # by name: the file, and where in it
     pieces: dict[str, list[Piece]] | None  # of each file but run.json; None in a published folder
     adapter: dict | None = None  # adapter_config.json, where the tensors of "model" are adapters
@@ -227,7 +227,7 @@ def _open_folder(path, stems):
         stem = "adapter_model" if adapted and stem == "model" else stem
         tensors |= _find_tensors(path, f"{stem}.safetensors", pieces)
     embedding, head = "model.embed_tokens.weight", "lm_head.weight"
-    if config.get("tie_word_embeddings") and head in tensors and embedding not in tensors:  # some name it so
+    if config.get("tie_word_embeddings") and head in tensors and embedding not in tensors:  # some keep that name
         file, info = tensors.pop(head)
         tensors[embedding] = file, info._replace(name=embedding)
     return Folder(path, run, config, tensors, pieces, adapter)

@@ -16,7 +16,7 @@ in an untied head; L layers, N tokens, P ranks that share one copy of the model:
     LoRA                    gradients, masters and moments of the adapters alone
 
 During backward, activations shrink while gradients grow: `phases` lists the parts at each point that can be the peak,
-and the largest sum counts. The update cannot be the peak: AdamW's allocates nothing; Muon's, GaLore's and APOLLO's
+and the largest sum counts. The update is not one of them: AdamW's allocates nothing; Muon's, GaLore's and APOLLO's
 allocate less than the activations did (but 1 GiB more for one sequence of 8B).
 
 The estimate is within about 1% of every peak measured on H100s and H200s: tests/test_memory.py checks it against the

@@ -1,6 +1,6 @@
 """Read Meta's own files, params.json and consolidated.00.pth, as if they were Hugging Face's.
 
-Meta's RoPE rotates rows 2i and 2i + 1 of a head; Hugging Face's and ours rotates rows i and i + D/2. So the rows of q
+Meta's RoPE rotates rows 2i and 2i + 1 of a head; Hugging Face's and ours rotate rows i and i + D/2. So the rows of q
 and k are reordered. The .pth is read with weights_only: no code in it is executed.
 """
 

@@ -98,7 +98,7 @@ class StateFile:
         self._move(os.pwritev, x, memory)
 
     def let_go(self) -> None:
-        """Write changes made through tensors to the drive, and empty the page cache, which read() bypasses."""
+        """Write changes made through tensors to the drive, and empty the page cache, which read() must not hit."""
         self.mapping.flush()
         self.mapping.madvise(mmap.MADV_DONTNEED)
         os.posix_fadvise(self.file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
@@ -107,7 +107,7 @@ class StateFile:
         try:
             self._transfer(system_call, x.data_ptr() - self.bytes.data_ptr(), memory[: whole_pages(x.nbytes)])
         except OSError as error:
-            lost = "the state there is lost; the same command resumes from the newest checkpoint"
+            lost = "the state there is lost, but the same command resumes from the newest checkpoint"
             raise OSError(f"offload_dir {self.folder}: {error.strerror}; {lost}") from error
 
     def _transfer(self, system_call: Callable, begin: int, memory: torch.Tensor) -> None:

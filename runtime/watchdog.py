@@ -1,7 +1,7 @@
 """A thread that ends the run when another rank has died or hangs, and says which.
 
-The ranks wait for each other in every step. If one dies or hangs, the others would wait silently, NCCL's kernels
-spinning on the GPU. So a thread on each rank writes its progress to torchrun's store every second and reads the rest.
+The ranks wait for each other in every step. If one dies or hangs, the others would wait silently while NCCL's kernels
+spin on the GPU. So a thread of each rank writes its progress to torchrun's store once a second and reads the others'.
 """
 
 import functools
