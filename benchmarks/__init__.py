@@ -1,1 +1,1 @@
-"""What bench.py measures, one kind a file; arms, cli, compare, record and runner are shared by all."""
+"""What bench.py measures, one file for each kind; arms, cli, compare, record and runner are shared by all."""

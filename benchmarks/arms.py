@@ -1,6 +1,6 @@
-"""The trainers that are compared, called arms: their titles by the keys of records, and how each is started.
+"""The trainers under comparison, called arms: their titles by their key in records, and how to start each.
 
-Those with flags are train.py itself; the others are builders of benchmarks/peers.py.
+Arms with flags are train.py itself; the others are builders in benchmarks/peers.py.
 """
 
 from typing import NamedTuple
@@ -11,7 +11,7 @@ STEP = {
     "hf-compiled": "Hugging Face compiled", "hf-graphs": "Hugging Face compiled, CUDA graphs",
     "hf-liger": "Hugging Face + Liger",
 }  # fmt: skip
-GPUS = {  # hybrid and each are of older records
+GPUS = {  # hybrid and each occur in older records
     "nanocria": "nanocria, ZeRO-3", "nanocria-zero2": "nanocria, ZeRO-2", "nanocria-hybrid": "nanocria, hybrid",
     "nanocria-nccl": "nanocria, ZeRO-3, NCCL alone", "nanocria-each": "nanocria, an independent run on each GPU",
     "recipe": "torchtitan's recipe, ZeRO-3", "recipe-zero2": "torchtitan's recipe, ZeRO-2",
@@ -69,7 +69,7 @@ SWEEP_PEERS = {  # offload -> builder
 LIGER = {"hf-liger", "liger", "liger-8bit", "liger-galore", "peft", "peft-qlora"}
 HF = {"hf", "hf-again", "hf-float32", "hf-compiled", "hf-graphs", "hf-static", "hf-galore", "float32"}
 HF_LORA = {"hf-lora", "hf-lora-again"}
-PACKAGES = {  # -> the versions that peers.py knows, and the arms that run it: the recipe is written out there
+PACKAGES = {  # -> the versions that peers.py supports, and the arms that use it; peers.py itself contains the recipe
     "transformers": (">=5.17,<6", HF | HF_LORA | LIGER),
     "liger_kernel": ("==0.8.5", LIGER),
     "cut-cross-entropy": ("==25.1.1", {"cce"}),
@@ -80,8 +80,8 @@ PACKAGES = {  # -> the versions that peers.py knows, and the arms that run it: t
     "galore-torch": ("==1.0", {"liger-galore", "hf-galore"}),
 }
 
-SHOWN = ("all", "long", "liger", "hf")  # of a sweep, in the README
-# What snapshot.py tells apart in memory; the order of the table and of the plot.
+SHOWN = ("all", "long", "liger", "hf")  # the arms of a sweep that README.md shows
+# The parts of memory that snapshot.py distinguishes, in the order of the table and the plot.
 SNAPSHOT_PARTS = ["weights", "optimizer", "gradients", "saved activations", "loss head", "temporary", "other"]
 
 
@@ -92,9 +92,9 @@ def packages_of(ran: set[str]) -> dict[str, str]:
 
 class Rung(NamedTuple):
     title: str
-    on: str  # the rung whose settings it has too; a peer's: the rung that it stands beside
+    on: str  # the rung that it builds on; for a peer, the rung that it is compared with
     flags: dict
-    peer: str = ""  # who has it, if not nanocria
+    peer: str = ""  # the arm that runs it, if not nanocria
 
 
 RUNGS = {

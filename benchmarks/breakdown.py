@@ -1,9 +1,10 @@
-"""Where the milliseconds of nanocria's real step go, beside the least that each part could take.
+"""Where the milliseconds of nanocria's real step go, beside the minimum that each part could take.
 
-breakdown() runs train.py in this process, records what the GPU does, and tells of three steps.
+breakdown() runs train.py in this process, records what the GPU does, and reports three steps.
 
 A part's floor is its FLOPs over the rate of a large matmul, or its bytes over the rate of a large copy, both measured
-right after the run. The bytes are those that move where each operation is one kernel that reads and writes once.
+right after the run. The bytes assume that each operation is one kernel, which reads its inputs and writes its outputs
+once.
 """
 
 import bisect
@@ -23,8 +24,8 @@ from runtime import memory
 WARMUP_STEPS, STEPS = 5, 3
 Span = tuple[float, float, str]  # start and end in ms, the kernel's name or its part
 
-# The first pattern that a kernel's name matches says what it is. Attention comes before the matmuls, since some of its
-# kernels are cutlass's too; copies before the optimizer, since both are multi_tensor_apply_kernel.
+# A kernel belongs to the first pattern that its name matches. Attention comes before the matmuls, because some of its
+# kernels are cutlass's too; copies come before the optimizer, because both are multi_tensor_apply_kernel.
 PARTS = {
     "loss kernel": r"^_(loss|gradient)_kernel|cross_entropy",
     "norms": r"rms_norm|_sum_rows",
@@ -45,8 +46,8 @@ def part_of(kernel: str) -> str:
 
 
 def spans_of_a_run(words: list[str]) -> list[Span]:
-    """Runs train.py; returns all that the GPU did, each named by its part."""
-    with profile(activities=[ProfilerActivity.CUDA]) as profiler:  # of the CPU nothing: the step should not feel it
+    """Run train.py; return everything the GPU did, each span named by its part."""
+    with profile(activities=[ProfilerActivity.CUDA]) as profiler:  # nothing of the CPU, which would slow the step
         limited.run_here("train.py", *words, f"--max_iters={WARMUP_STEPS + STEPS + 1}")
     with tempfile.NamedTemporaryFile(suffix=".json") as file:
         profiler.export_chrome_trace(file.name)
@@ -56,7 +57,7 @@ def spans_of_a_run(words: list[str]) -> list[Span]:
 
 
 def step_starts(spans: list[Span]) -> list[int]:
-    """Where the steps begin: the first loss kernel, and each that is the first after an update."""
+    """Where the steps begin: at the first loss kernel, and at the first one after each update."""
     starts, before = [], "optimizer"
     for i, (_, _, part) in enumerate(spans):
         if part == "loss kernel" and before == "optimizer":
@@ -67,7 +68,7 @@ def step_starts(spans: list[Span]) -> list[int]:
 
 
 def name_head_matmuls(spans: list[Span]) -> list[Span]:
-    """Of a step's matmuls, three for each loss kernel are the head's; the first of them comes before the first loss."""
+    """Rename the head's matmuls: three for each loss kernel of a step, beginning with the one before the first loss."""
     spans, starts = list(spans), step_starts(spans)
     matmuls = [i for i, (_, _, part) in enumerate(spans) if part == "matmuls"]
     for start, end in zip(starts, [*starts[1:], len(spans)], strict=True):
@@ -79,7 +80,7 @@ def name_head_matmuls(spans: list[Span]) -> list[Span]:
 
 
 def busy_ms(spans: list[Span]) -> dict[str, float]:
-    """The time that each part keeps the GPU busy; where two run at once, the one that began first has it."""
+    """The time that each part keeps the GPU busy. When two overlap, the one that began first gets the time."""
     busy, covered = dict.fromkeys(ORDER, 0.0), float("-inf")
     for start, end, part in sorted(spans):
         busy[part] += max(0.0, end - max(start, covered))
@@ -88,20 +89,20 @@ def busy_ms(spans: list[Span]) -> dict[str, float]:
 
 
 def share_out(spans: list[Span]) -> dict[str, float]:
-    """busy_ms, but copies, which travel beside the compute, have only what nothing else covers."""
+    """busy_ms, but copies, which run alongside compute, only get the time that nothing else covers."""
     busy = busy_ms([span for span in spans if span[2] != COPIES])
     busy[COPIES] = sum(busy_ms(spans).values()) - sum(busy.values())
     return busy
 
 
 def floors_ms(c: LlamaConfig, batch: int, copy_tb_s: float, matmul_tflops: float) -> dict[str, float | None]:
-    """The least ms of each part in one step."""
+    """The minimum ms of each part in one step."""
     n, layers, kv = batch * c.block_size, c.n_layer, c.n_kv_head * c.head_dim
-    in_blocks = layers * (2 * c.n_embd**2 + 2 * c.n_embd * kv + 3 * c.n_embd * c.ffn_dim)  # weights of matmuls
+    in_blocks = layers * (2 * c.n_embd**2 + 2 * c.n_embd * kv + 3 * c.n_embd * c.ffn_dim)  # matmuls' weights
     flops = {
         "matmuls": 6 * n * in_blocks,
         "loss matmuls": 6 * n * c.n_embd * c.vocab_size,
-        "attention": 6 * n * layers * c.n_embd * c.block_size,  # causal, nothing recomputed
+        "attention": 6 * n * layers * c.n_embd * c.block_size,  # causal, no recomputation
     }
     bf16, fp32 = 2, 4
     moved = {
@@ -110,7 +111,7 @@ def floors_ms(c: LlamaConfig, batch: int, copy_tb_s: float, matmul_tflops: float
         "norms": bf16 * n * c.n_embd * 8 * (2 * layers + 1),
         "SwiGLU": bf16 * n * c.ffn_dim * 8 * layers,  # gate, up -> product; its gradient, gate, up -> two gradients
         "RoPE": bf16 * n * (c.n_embd + kv) * 4 * layers,  # q and k read and written, forward and backward
-        # gradients for their norm and for the update; both halves of w, m and v read and written
+        # gradients read for their norm and for the update; both halves of w, m and v read and written
         "optimizer": (bf16 * 6 + fp32 * 4) * memory.n_params(c),
     }
     floors = {part: 1000 * f / (matmul_tflops * 1e12) for part, f in flops.items()} | {COPIES: 0.0}
@@ -118,10 +119,10 @@ def floors_ms(c: LlamaConfig, batch: int, copy_tb_s: float, matmul_tflops: float
 
 
 def fastest_matmul_tflops(n: int = 8192) -> float:
-    """TFLOP/s of the fastest of ten products, behind a thousand copies that have warmed the card up.
+    """TFLOP/s of the fastest of ten products, after a thousand copies that warm up the card.
 
-    timing.matmul_tflops is a tenth less: matmul after matmul the card lowers its clock, which between the other kernels
-    of a step it does not. A floor must lie below them.
+    timing.matmul_tflops is a tenth lower: under continuous matmuls the card lowers its clock, but not between the other
+    kernels of a step. A floor must lie below what these matmuls take.
     """
     a, b = (torch.randn(n, n, device="cuda", dtype=torch.bfloat16) for _ in range(2))
     torch.mm(a, b)
@@ -130,7 +131,7 @@ def fastest_matmul_tflops(n: int = 8192) -> float:
 
 
 def breakdown(words: list[str], batch: int, block: int) -> dict:
-    """words: train.py's, as in config/llama32_1b.py --batch_size=8 --block_size=2048, which are batch and block."""
+    """words: train.py's command line, as in config/llama32_1b.py --batch_size=8 --block_size=2048 (batch and block)."""
     config = llama_config(words[0], block_size=block)
     spans = name_head_matmuls(spans_of_a_run(words))
     starts = step_starts(spans)

@@ -1,4 +1,4 @@
-"""Calls a function of benchmarks/ and prints what it returns, a line of JSON that runner.call() reads.
+"""Call a function of benchmarks/ and print its result as a line of JSON, which runner.call() reads.
 
 python -m benchmarks.call generate.measure '{"arm": "hf", "config": "config/llama32_1b.py", "batch": 1, ...}'
 """
@@ -18,7 +18,7 @@ def main(function: str, arguments: str) -> None:
         result = getattr(importlib.import_module(f"benchmarks.{module}"), name)(**json.loads(arguments))
     except Exception:
         traceback.print_exc()
-        os._exit(1)  # at once, for torchrun to end the others: an orderly exit might wait for them
+        os._exit(1)  # at once, so that torchrun ends the other ranks: an orderly exit might wait for them
     if os.environ.get("RANK", "0") == "0":
         print("\n" + json.dumps(result), flush=True)
     if dist.is_initialized():

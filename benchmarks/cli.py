@@ -1,6 +1,6 @@
 """The command line of every benchmark: `--key=value` changes a setting at the top of its file (configurator.py).
 
-What stands behind `--` goes to train.py:
+Arguments after `--` go to train.py:
 
     python bench.py sweep --offload=all --arms=all,torch -- --compile=true
 """
@@ -22,11 +22,11 @@ TRAIN = ROOT / "train.py"
 
 
 def read_settings(namespace: dict, argv: list[str], lists=None, out="", for_train_py=False) -> SimpleNamespace:
-    """The settings of a benchmark's `globals()`, changed by argv, and two more: `flags`, the words behind --;
+    """The settings in a benchmark's `globals()`, changed by argv, and two more: `flags`, the words after --;
     `command`, argv without --out=.
 
-    lists: setting -> what its one,two,... may name, or what reads it, as shapes does; such a setting becomes a list.
-    out: the record unless --out names another. SettingError with a sentence for a user error. --help prints the file's
+    lists: setting -> the names allowed in its one,two,..., or a parser such as shapes; such a setting becomes a list.
+    out: the record unless --out names another. SettingError with a message for a user error. --help prints the file's
     docstring and settings, and exits.
     """
     words, flags = at_dashes(argv)
@@ -34,7 +34,7 @@ def read_settings(namespace: dict, argv: list[str], lists=None, out="", for_trai
     if not {"--help", "-h"} & set(words):
         refuse_unknown(words, declared, for_train_py)
     if flags and not for_train_py:
-        raise SettingError(f"-- {shlex.join(flags)}: no settings of train.py are passed on here, leave them out")
+        raise SettingError(f"-- {shlex.join(flags)}: this command passes nothing on to train.py, leave them out")
     if read_command_line(words, declared, values, namespace["__file__"]):
         settings = help_text(namespace, declared, values).partition("[--key=value]")[2]
         print(f"{namespace['__doc__'].strip()}\n{settings}")
@@ -56,24 +56,24 @@ def read_settings(namespace: dict, argv: list[str], lists=None, out="", for_trai
 
 
 def at_dashes(words: list[str]) -> tuple[list[str], list[str]]:
-    """What stands before the first --, and behind it."""
+    """The words before the first --, and those after it."""
     i = words.index("--") if "--" in words else len(words)
     return words[:i], words[i + 1 :]
 
 
 def refuse_unknown(words: list[str], declared: dict, for_train_py: bool) -> None:
-    """What configurator.py cannot know of a benchmark: it has no config files, and train.py may have the setting."""
+    """Checks that configurator.py cannot make: a benchmark has no config files, and train.py may have the setting."""
     for before, word in pairwise(["", *words]):
         name = word.lstrip("-").partition("=")[0]
         if not word.startswith("-") and "=" not in word and not re.fullmatch(r"--\w+", before):
             hint = f": say --config={word}" if word.endswith(".py") and "config" in declared else ""
             raise SettingError(f"Unknown word {word}{hint or ': settings are --key=value, --help lists them'}")
         if for_train_py and word.startswith("-") and name not in declared and name in preview(TRAIN, []):
-            raise SettingError(f"--{name} is a setting of train.py: put it behind --, as in -- --{name}=...")
+            raise SettingError(f"--{name} is a setting of train.py: put it after --, as in -- --{name}=...")
 
 
 def parts_of(name: str, text: str, pattern: str, expected: str) -> list[str]:
-    """Of one,two,...; SettingError for one that is not of that pattern."""
+    """The parts of one,two,...; SettingError for a part that does not match the pattern."""
     parts = [part for part in text.split(",") if part]
     for part in parts or [""]:
         if not re.fullmatch(pattern, part):
@@ -96,11 +96,11 @@ def shapes(name: str, text: str) -> list[tuple[int, ...]]:
 
 
 def refuse_flags(flags: list[str], has_peers: bool) -> None:
-    """SettingError for settings of train.py that each run has its own of, that are settings here, or that the peers,
-    whose model is the config's, would not follow."""
+    """SettingError for settings of train.py that differ for each run, that this command sets itself, or that the peers,
+    which take their model from the config, would not follow."""
     for name in (flag.removeprefix("--").partition("=")[0] for flag in flags):
         if name in ("max_iters", "out_dir"):
-            raise SettingError(f"-- --{name}: each measured run has its own, leave it out")
+            raise SettingError(f"-- --{name}: each measured run sets its own, leave it out")
         if name in ("batch_size", "block_size", "activation_checkpointing", "offload"):
             raise SettingError(f"-- --{name}: say --{name.removeprefix('activation_')}=... before the --")
         if name in LlamaConfig.__dataclass_fields__ and has_peers:

@@ -1,4 +1,4 @@
-"""What the rows of a record say beside each other: speeds and memory over those of a peer, what fits; and tables."""
+"""Compare the rows of a record: speed and memory relative to a peer, what fits; and make tables of them."""
 
 import statistics
 from collections.abc import Iterable
@@ -7,7 +7,7 @@ from benchmarks import arms
 
 
 def done(rows: Iterable[dict]) -> list[dict]:
-    """Those that were measured: neither out of memory nor failed."""
+    """The rows that were measured: neither out of memory nor failed."""
     return [row for row in rows if "tok_per_s" in row]
 
 
@@ -16,7 +16,7 @@ def values(row: dict, keys: tuple[str, ...]) -> tuple:
 
 
 def by_place(rows: Iterable[dict], keys: tuple[str, ...]) -> dict[tuple, dict]:
-    """What was measured, by the values of these keys; the last row of each."""
+    """The measured rows by their values of these keys; the last one counts."""
     return {values(row, keys): row for row in done(rows)}
 
 
@@ -28,9 +28,9 @@ def ratio(row: dict, peer: dict) -> dict:
 
 
 def table(header: str, line: str, rows: Iterable[dict]) -> str:
-    """In markdown, a line for each row: of the form `line`, whose cells name keys of the row, as in {ms:.1f} | {part}.
+    """A markdown table with a line for each row. The cells of `line` are formats of the row's keys: {ms:.1f} | {part}.
 
-    A cell is - where the row has no such key, n/a where it is None.
+    A cell is - if the row lacks the key, n/a if it is None.
     """
     return markdown(header.split(" | "), [[cell(form, row) for form in line.split(" | ")] for row in rows])
 
@@ -55,7 +55,7 @@ def named(rows: Iterable[dict], titles: dict[str, str]) -> list[dict]:
 
 
 def side_by_side(rows: list[dict], header: str, line: str, trainers: Iterable[str]) -> str:
-    """A line for each place, made as by table(), and a column for each trainer: its speed and memory."""
+    """A line for each place, formatted as by table(), with a column for each trainer: its speed and memory."""
     lines = {}
     for row in rows:
         lines.setdefault(tuple(line.format(**row).split(" | ")), {})[row["trainer"]] = row
@@ -88,7 +88,7 @@ def duration(us: float | None) -> str:
 
 
 def of_limit(row: dict) -> float | None:
-    """How much of the limit ours reaches: the shortest time that the card allows over its own."""
+    """The fraction of the limit that ours reaches: the shortest time that the card allows over our time."""
     us = times(row).get("nanocria")
     return row["floor_us"] / us if us else None
 
@@ -98,14 +98,14 @@ def percent(value: float | None) -> str:
 
 
 def lead(row: dict) -> tuple[float, str] | None:
-    """The best peer's time over ours, below 1 where it is faster, and its name."""
+    """The best peer's time over ours (below 1 if the peer is faster), and its name."""
     found = times(row)
     peer = min((arm for arm in found if not arm.startswith("nanocria")), key=found.get, default=None)
     return (found[peer] / found["nanocria"], peer) if peer and "nanocria" in found else None
 
 
 def is_inaccurate(arms: dict[str, dict]) -> bool:
-    """Ours is further from float64 than 1.2 times eager and one rounding to bfloat16: more than test_kernels allows."""
+    """True if our error against float64 exceeds 1.2 times eager's plus one bfloat16 rounding: test_kernels' limit."""
     ours, eager = (arms[name].get("error") for name in ("nanocria", "eager"))
     return ours is not None and eager is not None and ours > 1.2 * eager + 2**-8
 
@@ -118,13 +118,13 @@ REFERENCE = "float32"
 
 
 def tokens_of(r: dict, steps: int) -> int:
-    """How many a run of train.py has read after so many steps."""
+    """How many tokens a run of train.py has read after so many steps."""
     s = r["settings"]
     return steps * s["batch_size"] * s["block_size"] * s["gradient_accumulation_steps"]
 
 
 def differences(row: dict, rows: list[dict]) -> list[float] | None:
-    """Of each step's loss from that of the reference; None without one as long, or for the reference itself."""
+    """Each step's loss minus the reference's; None for the reference, or if there is none of the same length."""
     reference = next((r for r in rows if r["arm"] == REFERENCE and "losses" in r), None)
     if reference is None or row["arm"] == REFERENCE or len(row.get("losses", [])) != len(reference["losses"]):
         return None
@@ -140,13 +140,13 @@ def last_third(numbers: Iterable[float]) -> float:
 # --- Sweeps and the ladder ---
 
 SWEEP_PLACE = ("config", "arm", "ranks", "batch", "block", "checkpointing", "offload", "limit_gib", "flags")
-KINDS = ("batch", "seq")  # of a sweep: what grows
+KINDS = ("batch", "seq")  # what grows in a sweep
 VARIES, FIXED = {"batch": "batch", "seq": "block"}, {"batch": "block", "seq": "batch"}
 SIZE = {"batch": "batch", "seq": "context"}
 
 
 def by_series(record: dict, kind: str) -> dict[str, list[dict]]:
-    """The rows of each series by its title, as the size grows; the last may be out of memory."""
+    """The rows of each series, by title, in order of size; the last may be out of memory."""
     rows, fixed, found = record[kind], FIXED[kind], {}
     of_both = [row for each in KINDS for row in record.get(each, [])]
     several = len({row[fixed] for row in rows}) > 1
@@ -157,7 +157,7 @@ def by_series(record: dict, kind: str) -> dict[str, list[dict]]:
 
 
 def title(row: dict, rows: list[dict]) -> str:
-    """The trainer, and what differs between the rows of ours, or of the peers."""
+    """The trainer, and the settings that differ among our rows, or among the peers'."""
     beside = [other for other in rows if (other["arm"] in arms.SWEEP_FLAGS) == (row["arm"] in arms.SWEEP_FLAGS)]
     settings = [key for key in SWEEP_PLACE if key not in ("arm", "batch", "block")]
     differing = [key for key in settings if len({other[key] for other in beside}) > 1 and row[key]]
@@ -165,7 +165,7 @@ def title(row: dict, rows: list[dict]) -> str:
 
 
 def by_rung(points: list[dict]) -> dict[str, dict[str, list[dict]]]:
-    """Of each model what fits on each rung that was measured, from the smallest batch to the largest."""
+    """For each model, what fits on each measured rung, from the smallest batch to the largest."""
     found = {}
     for row in sorted(points, key=lambda row: (row["model"], list(arms.RUNGS).index(row["rung"]), row["batch"])):
         found.setdefault(row["model"], {}).setdefault(row["rung"], []).extend(done([row]))

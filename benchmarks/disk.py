@@ -1,12 +1,12 @@
 """How fast an update runs through offload_dir, beside plain direct reads and writes of the same sizes.
 
     python bench.py disk --offload_dir=/mnt/nvme                            the update of Llama 3.2 1B: 15 GB each way
-    python bench.py disk --offload_dir=/mnt/nvme -- --optimizer_bits=8      any setting of train.py, behind --
+    python bench.py disk --offload_dir=/mnt/nvme -- --optimizer_bits=8      any setting of train.py, after --
 
-update      optimizers/on_disk.py on the CPU, with gradients that are there: from its start until all is on the drive
-plain       the same pieces, read and written back by one thread or four, whichever are faster, with nothing in between
+update      optimizers/on_disk.py on the CPU, with gradients ready: from its start until everything is on the drive
+plain       the same pieces, read and written back by one thread or four, whichever is faster, with nothing in between
 
-Both in turns, medians. The best of more thread counts would be faster by luck alone.
+Alternating, medians. The best of more thread counts would be faster by luck alone.
 """
 
 import fcntl
@@ -34,11 +34,11 @@ from runtime.state_file import open_state_file, page_aligned
 # settings
 offload_dir = ""  # a folder on the drive
 config = "config/llama32_1b.py"  # the model
-keep = False  # whether rows stay although the code has changed since: for changes that cost neither time nor memory
-out = ""  # the record; nothing: out/disk.json
+keep = False  # keep rows measured with older code: for changes that affect neither time nor memory
+out = ""  # the record; default: out/disk.json
 
-KEYS = {"drives": ("offload_dir", "config", "flags")}  # what names a row
-UPDATES = 5  # that are timed; one more goes before
+KEYS = {"drives": ("offload_dir", "config", "flags")}  # what identifies a row
+UPDATES = 5  # timed, after one to warm up
 PLAIN_THREADS = (1, 4)
 
 
@@ -61,7 +61,7 @@ def update_seconds(place: OnDisk, grads: list[torch.Tensor]) -> float:
 
 
 def plain_seconds(fd: int, pieces: list[list[int]], threads: int) -> float:
-    """Reads and writes back each piece, tensors of so many bytes, one behind the other in the file."""
+    """Read and write back each piece, a list of tensors' bytes. The pieces are contiguous in the file."""
     begins = list(itertools.accumulate(map(sum, pieces), initial=0))
     largest, of_thread = max(map(max, pieces)), threading.local()
 
@@ -98,7 +98,7 @@ def measure(s: SimpleNamespace) -> dict:
             for name, times in seconds.items():
                 is_update = name == "update"
                 taken = update_seconds(place, grads) if is_update else plain_seconds(other.fileno(), pieces, name)
-                times += [taken] * (i > 0)  # the first time new pages of both files are written
+                times += [taken] * (i > 0)  # the first time writes new pages of both files
     medians = {name: statistics.median(times) for name, times in seconds.items()}
     threads = min(PLAIN_THREADS, key=medians.get)
     return {

@@ -1,4 +1,4 @@
-"""The plots of README.md and benchmarks/README.md, each drawn from records alone."""
+"""Draw the plots of README.md and benchmarks/README.md, each from records alone."""
 
 import math
 import textwrap
@@ -10,13 +10,13 @@ from pathlib import Path
 
 import matplotlib
 
-matplotlib.use("Agg")  # into files: no window, no display
+matplotlib.use("Agg")  # writes files: needs no window or display
 import matplotlib.pyplot as plt
 
 from benchmarks import arms as trainers
 from benchmarks import compare
 
-COLORS = {  # of kernels. Ours stands out; whoever is in several plots has the same color in all
+COLORS = {  # of kernels. Ours stands out; an arm has the same color in all plots
     "nanocria": "#c2410c", "eager": "#9ca3af", "torch": "#4b5563", "compile": "#0f766e", "liger": "#2563eb",
     "liger_fp32": "#93c5fd", "cce": "#9333ea", "sdpa_flash": "#f59e0b", "sdpa_cudnn": "#15803d",
 }  # fmt: skip
@@ -39,13 +39,13 @@ plt.rcParams |= {"legend.frameon": False, "axes.spines.top": False, "axes.spines
 
 
 def panels(n: int, size: tuple[float, float], **options):
-    """A figure and its n axes, beside each other."""
+    """A figure and its n axes, side by side."""
     figure, axes = plt.subplots(1, n, figsize=size, squeeze=False, **options)
     return figure, axes[0]
 
 
 def finish(figure, path: Path, legend=None, **options) -> None:
-    """Below all panels, or where loc says, one legend: handles and labels."""
+    """Save the figure, with one legend (handles, labels) below all panels, or where loc says."""
     if legend:
         figure.legend(*legend, **{"ncols": 3, "loc": "outside lower center"} | options)
     figure.savefig(path)
@@ -58,7 +58,7 @@ def speed(row: dict) -> float:
 
 
 def draw_line(axes, rows: list[dict], x: str, y: Callable | str, *style, **options):
-    """A line through rows: x is a key of theirs, y a key or a function of a row."""
+    """A line through rows: x is a key, y a key or a function of a row."""
     heights = [y(row) if callable(y) else row[y] for row in rows]
     return axes.plot([row[x] for row in rows], heights, *style, **options)[0]
 
@@ -90,7 +90,7 @@ def draw_linux(runs: list[dict], path: Path) -> None:
     """Validation loss in bits per byte over tokens and over minutes of training, with xz as a line to cross."""
     figure, (left, right) = panels(2, (10, 3.6), sharey=True)
     for r in runs:
-        bits = r["bits_per_byte"] / r["val_loss"]  # of a unit of loss
+        bits = r["bits_per_byte"] / r["val_loss"]  # per unit of loss
         points = [(compare.tokens_of(r, step) / 1e6, s / 60, bits * loss) for step, s, loss in r["val_curve"]]
         tokens, minutes, heights = zip(*points, strict=True)
         label = "{optimizer}, {learning_rate:g}, warm-up {warmup_iters}: {bits:.3f}"
@@ -109,8 +109,8 @@ def draw_linux(runs: list[dict], path: Path) -> None:
 
 
 def draw_losses(record: dict, path: Path) -> None:
-    """Left the loss of each trainer; right how far it is from the float32 run's, averaged over ten steps."""
-    rows = [row for row in record["runs"] if "losses" in row and row["arm"] in TRAINERS]  # without GaLore's
+    """Left: the loss of each trainer. Right: its distance from the float32 run's, averaged over ten steps."""
+    rows = [row for row in record["runs"] if "losses" in row and row["arm"] in TRAINERS]  # not GaLore's
     figure, (left, right) = panels(2, (10, 3.6))
     for row in rows:
         style = {"color": TRAINERS[row["arm"]], "linewidth": 1.2}
@@ -130,8 +130,8 @@ def draw_losses(record: dict, path: Path) -> None:
 
 
 def draw_kernels(record: dict, path: Path, memory=False) -> None:
-    """A panel an operation. TB/s or TFLOP/s of each arm at each size and pass, and the limit as a line; or the MiB that
-    forward and backward peak at above the inputs."""
+    """A panel for each operation: TB/s or TFLOP/s of each arm at each size and pass, with the limit as a line; or the
+    peak MiB of forward and backward above the inputs."""
     title = "Speed of forward and backward: higher is better; the line is what a copy, or the matmuls alone, reach"
     title = "Peak memory of forward and backward above their inputs: lower is better" if memory else title
     operations, handles = [(op, list(rows)) for op, rows in groupby(record["rows"], key=lambda row: row["op"])], {}
@@ -165,7 +165,7 @@ def draw_peaks(axes, rows: list[dict]) -> None:
 
 
 def draw_bars(axes, rows: list[dict], value) -> None:
-    """At each row's place one bar an arm that has a color, value(row, arm) high."""
+    """At each row's place, one bar of height value(row, arm) for each arm that has a color."""
     arms = [arm for arm in COLORS if any(arm in row["arms"] for row in rows)]
     width = 0.8 / max(len(arms), 1)
     for index, arm in enumerate(arms):
@@ -181,7 +181,7 @@ def wrapped_shape(row: dict) -> str:
 
 
 def draw_steps(record: dict, path: Path) -> None:
-    """Tokens a second against peak GiB: a panel for each shape, a color for each arm, a mark for each checkpointing."""
+    """Tokens per second against peak GiB: a panel per shape, a color per arm, a mark per checkpointing mode."""
     points = compare.done(record["points"])
     shapes = list(dict.fromkeys((point["batch"], point["block"]) for point in points))
     figure, axes_of = panels(len(shapes), (max(3.2 * len(shapes), 6.4), 4), sharey=True)
@@ -196,7 +196,7 @@ def draw_steps(record: dict, path: Path) -> None:
     first = axes_of[0]
     first.set(ylabel="thousand tokens per second", ylim=(0, max(p["tok_per_s"] for p in points) / 940))
     for arm in (arm for arm in trainers.STEP if any(p["arm"] == arm for p in points)):
-        # (bf16): weights and moments, too, are bfloat16
+        # (bf16): weights and moments are bfloat16 too
         first.plot([], [], color=TRAINERS[arm], label=trainers.STEP[arm] + " (bf16)" * arm.startswith("hf"))
     for checkpointing, mark in MARKS.items():
         first.plot([], [], mark, color="gray", label=f"checkpointing: {checkpointing}")
@@ -204,7 +204,7 @@ def draw_steps(record: dict, path: Path) -> None:
 
 
 def draw_gpus(record: dict, path: Path) -> None:
-    """Tokens a second of a GPU: left over the number of GPUs, from one by itself; right, of 8B, with its peak GiB."""
+    """Tokens per second per GPU. Left: over the number of GPUs, from one alone. Right: for 8B, with its peak GiB."""
     rows, big = compare.done(record["scaling"]), compare.done(record["8b"])
     figure, (left, right) = panels(2, (10, 4.2))
     for arm in (arm for arm in trainers.GPUS if any(row["arm"] == arm for row in [*rows, *big])):
@@ -225,7 +225,7 @@ def speed_of_each(row: dict) -> float:
 
 
 def draw_8b(axes, rows: list[dict]) -> None:
-    """For each shape and checkpointing a bar an arm, tokens a second of a GPU high, its peak written on it."""
+    """For each shape and checkpointing, a bar per arm: tokens per second per GPU, labelled with the peak memory."""
     places = {}
     for row in rows:
         places.setdefault("{batch} x {block:,}\n{checkpointing}".format(**row), []).append(row)
@@ -244,7 +244,7 @@ def draw_8b(axes, rows: list[dict]) -> None:
 
 
 def draw_sweep(record: dict, path: Path, only: tuple[str, ...] = ()) -> None:
-    """A column for batches and one for contexts: tokens a second against the size, and below them the peak memory.
+    """A column for batches and one for contexts: tokens per second against the size, and below it the peak memory.
 
     only: trainers whose speed alone is drawn, for the README; nothing: all.
     """
@@ -253,7 +253,7 @@ def draw_sweep(record: dict, path: Path, only: tuple[str, ...] = ()) -> None:
     options = {"figsize": (5 * len(kinds) + 1, 2.8 * height + 1.8), "sharex": "col", "sharey": "row"}
     figure, grid = plt.subplots(height, len(kinds), squeeze=False, **options)
     for kind, column in zip(kinds, grid.T, strict=True):
-        used = Counter(long=1)  # dashed: it lies over nanocria's
+        used = Counter(long=1)  # dashed, because it coincides with nanocria's
         for title, series in compare.by_series(record, kind).items():
             if (arm := series[0]["arm"]) in (only or trainers.SWEEP):
                 style = {"color": TRAINERS[arm], "linestyle": DASHES[used[arm] % len(DASHES)]}
@@ -281,7 +281,7 @@ def draw_sweep(record: dict, path: Path, only: tuple[str, ...] = ()) -> None:
 
 
 def draw_series(column, rows: list[dict], size: str, style: dict):
-    """Its lines; where it ran out of memory, crosses; its estimates as black points."""
+    """The lines of one series, with a cross where it ran out of memory and black points for the estimates."""
     fits, ends = compare.done(rows), [row for row in rows if row.get("oom")]
     style = {"marker": "o", "markersize": 3.5} | style
     cross = {"marker": "x", "color": style["color"], "linestyle": ":", "linewidth": 1, "markevery": [-1]}
@@ -298,7 +298,7 @@ def draw_series(column, rows: list[dict], size: str, style: dict):
 
 
 def draw_snapshot(record: dict, path: Path) -> None:
-    """What holds the memory during one step, stacked: a panel for each trainer."""
+    """What takes the memory during one step, stacked: a panel for each trainer."""
     rows = [row for row in record["arms"] if "peak_gib" in row]
     figure, axes_of = panels(len(rows), (4.5 * len(rows) + 1.5, 4.5), sharey=True)
     for axes, row in zip(axes_of, rows, strict=True):
@@ -313,9 +313,9 @@ def draw_snapshot(record: dict, path: Path) -> None:
 
 
 def draw_ladder(record: dict, path: Path) -> None:
-    """A panel for each model: tokens a second at the largest batch over the memory that one sequence needs."""
+    """A panel for each model: tokens per second at the largest batch over the memory that one sequence needs."""
     found = compare.by_rung(record["points"])
-    ladders = {model: rungs for model, rungs in found.items() if len(rungs) > 1}  # one rung is no ladder
+    ladders = {model: rungs for model, rungs in found.items() if len(rungs) > 1}  # not a single rung
     if not ladders:
         return
     figure, axes_of = panels(len(ladders), (5 * len(ladders), 5))
@@ -329,7 +329,7 @@ def draw_ladder(record: dict, path: Path) -> None:
                 axes.plot(*zip(places[on], at, strict=True), "-", color="#9ca3af", linewidth=1, zorder=1)
             axes.plot(*at, "s" if peer else "o", color=TRAINERS[peer or "nanocria"], label=f"{i}  {title}")
             apart = [[abs(x - y) / z for x, y, z in zip(at, other, most, strict=True)] for other in places.values()]
-            below = any(max(gap) < 0.03 for gap in apart[: i - 1])  # the number of a point that is nearly there
+            below = any(max(gap) < 0.03 for gap in apart[: i - 1])  # where an earlier point nearly coincides
             offset, sides = (-4, {"ha": "right", "va": "top"}) if below else (4, {})
             axes.annotate(str(i), at, (offset, offset), textcoords="offset points", fontsize=8, **sides)
         axes.set(xlabel="peak GiB of one sequence", ylabel="thousand tokens per second at the largest batch")
@@ -338,7 +338,7 @@ def draw_ladder(record: dict, path: Path) -> None:
     finish(figure, path)
 
 
-PLOTS = {  # name -> the record that it is drawn from, and how
+PLOTS = {  # name -> its record, and the function that draws it
     "baby_llama": ("baby_llama*", draw_baby),
     "linux_114m": ("linux_114m*", draw_linux),
     "kernels_speed": ("kernels", draw_kernels),

@@ -1,12 +1,12 @@
-"""What fits in a card, from the configuration alone: no GPU is needed, nothing is allocated (runtime/memory.py).
+"""What fits on a card, from the configuration alone: needs no GPU, allocates nothing (runtime/memory.py).
 
     python bench.py estimate                                        config/llama32_1b.py on an RTX 4090
-    python bench.py estimate --card=a100-40 --block_size=8192       or --card=24, GiB
+    python bench.py estimate --card=a100-40 --block_size=8192       or a number of GiB, --card=24
     python bench.py estimate --card=h100 --config=config/llama31_8b.py --ranks=8 --checkpointing=full --offload=none
-    python bench.py estimate -- --gradient_accumulation_steps=1     any setting of train.py, behind --
+    python bench.py estimate -- --gradient_accumulation_steps=1     any setting of train.py, after --
 
-The largest batch for each activation checkpointing and offload; then, for one of them, the parts at the peak with their
-arithmetic: for the one that is named, or the first that fits, and its largest batch, or --batch_size.
+Prints the largest batch for each activation checkpointing and offload. Then, for the combination that is named, or the
+first that fits, the parts at the peak with their arithmetic, at its largest batch or --batch_size.
 """
 
 import contextlib
@@ -33,8 +33,8 @@ card = "4090"  # its name, or GiB
 config = "config/llama32_1b.py"  # the model
 ranks = 1  # GPUs, in hosts of 8
 block_size: int | None = None  # tokens of a sequence; none: the config's
-batch_size: int | None = None  # whose parts are shown; none: the largest that fits
-checkpointing: Literal["any", "none", "selective", "full"] = "any"  # whose parts are shown; any: the first that fits
+batch_size: int | None = None  # to show the parts of; none: the largest that fits
+checkpointing: Literal["any", "none", "selective", "full"] = "any"  # to show the parts of; any: the first that fits
 offload: Literal["any", "none", "optimizer", "all"] = "any"  # likewise
 
 CARDS = {  # GiB, as PyTorch reports them (total_memory): less than the makers' GB
@@ -42,23 +42,24 @@ CARDS = {  # GiB, as PyTorch reports them (total_memory): less than the makers' 
     "h100": 79.1, "h200": 139.8, "b200": 178.3,
 }  # fmt: skip
 AMPERE = ("3090", "a10g", "a100-40", "a100-80")  # without float8
-APART = ("3090", "4090", "5090", "a10g", "l4", "l40s")  # do not reach each other's memory: no copy engines
-preview_once = functools.cache(lambda *words: preview(cli.TRAIN, words))  # a table asks for the same again and again
+APART = ("3090", "4090", "5090", "a10g", "l4", "l40s")  # cannot reach each other's memory: no copy engines
+preview_once = functools.cache(lambda *words: preview(cli.TRAIN, words))  # a table asks for the same many times
 
 
 def outside_gib(run: RunShape) -> float:
-    """For the CUDA context, NCCL and what the allocator holds in reserve: see memory.py."""
+    """For the CUDA context, NCCL and the allocator's reserve: see memory.py."""
     return 4.0 if run.cuda_graph else 1.5
 
 
 def resolve(path: str, world_size: int, named: dict, flags=()) -> tuple[LlamaConfig, RunShape]:
-    """The model of a config file and what a rank of one host does with it, under settings of train.py.
+    """The model of a config file and its RunShape on a rank of one host, under settings of train.py.
 
-    named: by name; flags: as on a command line, which win. SettingError if train.py would not take them together.
+    named: settings by name; flags: as on a command line, which override them. SettingError if train.py would reject
+    them together.
     """
     said = dict(preview_once(str(cli.ROOT / path), *(f"--{name}={value}" for name, value in named.items()), *flags))
     if said["vocab_size"] is None:
-        raise SettingError(f"{path} leaves vocab_size to its dataset: say -- --vocab_size=257 (bytes), or name another")
+        raise SettingError(f"{path} leaves vocab_size to its dataset: add -- --vocab_size=257 (bytes), or name another")
     problem = find_problem(said, world_size)
     if problem:
         raise SettingError(problem)
@@ -74,14 +75,14 @@ def resolve(path: str, world_size: int, named: dict, flags=()) -> tuple[LlamaCon
     try:
         config, shape = (kind(**{n: said[n] for n in kind.__dataclass_fields__}) for kind in (LlamaConfig, RunShape))
         check_settings(shape.activation_checkpointing, shape.mlp_chunks, shape.offload_activations)
-        memory.param_shapes(config, shape)  # fp8 and NF4 do not hold every shape
+        memory.param_shapes(config, shape)  # fp8 and NF4 do not support every shape
     except ValueError as error:
         raise SettingError(str(error)) from None
     return config, shape
 
 
 def run_of(row: dict) -> tuple[LlamaConfig, RunShape]:
-    """Of a row of a sweep. Of a peer only the model is right."""
+    """The model and RunShape of a row of a sweep. For a peer only the model is right."""
     if row["arm"] not in SWEEP_FLAGS:
         return resolve(row["config"], 1, {"sharding": "zero3"})
     named = {"block_size": row["block"], "batch_size": row["batch"], "offload": row["offload"]}
@@ -95,7 +96,7 @@ def cpu_gib(config: LlamaConfig, shape: RunShape) -> float:
 
 
 def cpu_gib_of(row: dict) -> float:
-    """What all ranks of a row hold in the CPU's memory: a peer's FSDP2 float32 weights, gradients and two moments."""
+    """What all ranks of a row hold in CPU memory: for a peer, FSDP2's float32 weights, gradients and two moments."""
     config, shape = run_of(row)
     if row["arm"] in SWEEP_FLAGS:
         return cpu_gib(config, shape)
@@ -118,7 +119,7 @@ def card_gib(card: str) -> float:
 
 
 def of_each(s: SimpleNamespace, named: dict, choices: dict, function) -> dict:
-    """function(config, shape) for each key of choices, settings by name; without those that train.py would not take."""
+    """function(config, shape) for each key of choices, settings by name; skips what train.py would reject."""
     found = {}
     for key, settings in choices.items():
         with contextlib.suppress(SettingError):
@@ -137,7 +138,7 @@ def grid(found: dict, of_cpu: dict) -> str:
 
 
 def command(s: SimpleNamespace, named: dict) -> str:
-    """What one types to train so."""
+    """The command that trains with these settings."""
     start = "python" if s.ranks == 1 else f"torchrun --standalone --nproc_per_node={s.ranks}"
     flags = (f"--{name}={value}" for name, value in named.items() if name != "copy_engines")
     return shlex.join([*start.split(), "train.py", s.config, *flags, *s.flags])
@@ -148,8 +149,8 @@ def place(checkpointing: str, offload: str) -> dict:
 
 
 def estimate(s: SimpleNamespace) -> tuple[str, dict]:
-    """What one reads, and the same as numbers."""
-    # full and none: no other setting is at odds with them; the table has them all
+    """The estimate as text, and as numbers."""
+    # full and none conflict with no other setting; the table has all combinations
     named = place("full" if s.checkpointing == "any" else s.checkpointing, "none" if s.offload == "any" else s.offload)
     named |= {"block_size": s.block_size} if s.block_size else {}
     _, shape = resolve(s.config, s.ranks, named, s.flags)

@@ -1,4 +1,4 @@
-"""Does a finetune learn the same as others'? Published weights on conversations, beside transformers and peft.
+"""Does a finetune learn the same as other trainers'? Published weights on conversations, beside transformers and peft.
 
     python bench.py finetune --init_from=FOLDER --dataset=data/chat                 200 steps of 4 x 1,024 tokens
     python bench.py finetune --init_from=FOLDER --arms=nanocria-lora,hf-lora,hf-lora-again --steps=300 --rate=2e-4
@@ -6,12 +6,12 @@
 nanocria         train.py config/sft.py: conversations packed into blocks; bfloat16 with float32 masters, or float32
 nanocria-lora    the same with adapters of rank 16; nanocria-qlora: on a base in NF4; -fp8: with --fp8=true
 hf               transformers' model with the same weights, on the same conversations, unpacked and padded; its
-                 bfloat16 has float32 masters too. hf-again is the same once more: how far two runs of one are apart
-hf-lora          peft's adapters on it, in float32 under autocast, from the same first values
+                 bfloat16 has float32 masters too. hf-again repeats it, to show how far two runs of one arm differ
+hf-lora          peft's adapters on it, in float32 under autocast, with the same initial values
 
-All follow the same learning rates and begin with the same weights. A loss is the mean over the step's answers, of the
-validation conversations over all of theirs. --measure=packing: how many targets a second our model learns from packed
-blocks, and from micro-batches of as many tokens in which every conversation is padded to the longest.
+All use the same learning rates and initial weights. A training loss is the mean over the step's answer tokens, a
+validation loss over those of all validation conversations. --measure=packing: how many targets per second our model
+learns from packed blocks, and from micro-batches of as many tokens with every conversation padded to the longest.
 """
 
 import math
@@ -40,8 +40,8 @@ measure = "losses,packing"  # what to measure
 arms = ",".join(arm for arm in trainers.FINETUNE if "lora" not in arm)  # the trainers
 steps = 200  # of training
 rate = 2e-5  # the learning rate after a warm-up of 20 steps; then it falls to zero along a cosine
-keep = False  # whether rows stay although the code has changed since: for changes that cost neither time nor memory
-out = ""  # the record; nothing: benchmarks/records/finetune_losses.json
+keep = False  # keep rows measured with older code: for changes that affect neither time nor memory
+out = ""  # the record; default: benchmarks/records/finetune_losses.json
 
 KEYS = {"runs": ("arm",), "packing": ("arm",)}
 CONFIG, WARMUP, EVALUATIONS, ROWS = "config/sft.py", 20, 4, 16  # ROWS: of a padded micro-batch
@@ -49,7 +49,7 @@ BATCH, BLOCK = 4, 1024  # packed sequences x tokens of a step
 BF16 = "--dtype=bfloat16"
 FLAGS = {"nanocria": [BF16], "nanocria-float32": ["--dtype=float32"]}
 FLAGS |= {f"nanocria-{arm}": [BF16, *flags] for arm, flags in trainers.SWEEP_FLAGS.items() if "lora" in arm}
-Conversations = list[tuple[torch.Tensor, torch.Tensor]]  # tokens (n,) and targets (n,), of which each is at its token
+Conversations = list[tuple[torch.Tensor, torch.Tensor]]  # tokens (n,) and targets (n,): at each token, what follows it
 
 
 def parse(argv: list[str]) -> SimpleNamespace:
@@ -66,7 +66,7 @@ def parse(argv: list[str]) -> SimpleNamespace:
 
 
 def train_losses(arm: str, folder: str, dataset: str, batch: int, block: int, steps: int, rate: float, flags=()):
-    """Of train.py: the loss of each step, and (step, loss) of each evaluation."""
+    """train.py's loss at each step, and (step, loss) at each evaluation."""
     n_blocks = open_dataset(dataset, block, peers.SEED, None, True)[1].n_blocks
     with tempfile.TemporaryDirectory() as out_dir:
         settings = {
@@ -86,7 +86,7 @@ def train_losses(arm: str, folder: str, dataset: str, batch: int, block: int, st
 
 
 def conversations(data: Packed, blocks: torch.Tensor) -> Conversations:
-    """Those in packed blocks (B, T + 1), each up to its last target."""
+    """The conversations in packed blocks (B, T + 1), each up to its last target."""
     found = []
     for tokens, targets, opens in zip(*data.unpack(blocks), strict=True):
         cuts = opens.nonzero().flatten().tolist()[1:]  # the first opens the block
@@ -97,12 +97,12 @@ def conversations(data: Packed, blocks: torch.Tensor) -> Conversations:
 
 
 def padded_length(part: Conversations) -> int:
-    """That of the longest, rounded up to a multiple of 64."""
+    """The length of the longest, rounded up to a multiple of 64."""
     return -(-max(len(tokens) for tokens, _ in part) // 64) * 64
 
 
 def padded(part: Conversations, device) -> tuple[torch.Tensor, torch.Tensor]:
-    """Tokens and targets (B, padded_length) of conversations. Padding is behind, so no token sees it."""
+    """Tokens and targets (B, padded_length) of conversations. Padding is on the right, so no token sees it."""
     length = padded_length(part)
     return tuple(
         torch.stack([F.pad(x, (0, length - len(x)), value=fill) for x in rows]).to(device)
@@ -115,7 +115,7 @@ def build_peer(arm: str, folder: str, device: torch.device) -> torch.nn.Module:
 
     dtype = torch.float32 if "float32" in arm else torch.bfloat16
     model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).to(device).train()
-    if "lora" in arm:  # peft's adapters, with the first values that train.py gives its own
+    if "lora" in arm:  # peft's adapters, with the initial values of train.py's
         model, ours = peers.with_peft(model), load_model(folder, device, dtype)
         add_lora(ours, 16, 32)
         theirs = {name.replace(".default", ""): p for name, p in model.named_parameters() if p.requires_grad}
@@ -124,19 +124,19 @@ def build_peer(arm: str, folder: str, device: torch.device) -> torch.nn.Module:
 
 
 def learning_rate(step: int, steps: int, rate: float) -> float:
-    """train.py's, of config/sft.py."""
+    """train.py's schedule with config/sft.py."""
     if step < WARMUP:
         return rate * (step + 1) / (WARMUP + 1)
     return rate * 0.5 * (1 + math.cos(math.pi * (step - WARMUP) / max(steps - WARMUP, 1)))
 
 
 def peer_losses(arm: str, folder: str, dataset: str, batch: int, block: int, steps: int, rate: float) -> dict:
-    """train_losses of a peer, on the CPU where there is no GPU."""
+    """train_losses() of a peer; on the CPU if there is no GPU."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     torch.set_float32_matmul_precision("high")
     train, val = open_dataset(dataset, block, peers.SEED, None, True)
     model = build_peer(arm, folder, device)
-    masters = {p: p.detach().float() for p in model.parameters() if p.requires_grad}  # of a float32 one: itself
+    masters = {p: p.detach().float() for p in model.parameters() if p.requires_grad}  # in float32: p itself
     optimizer = torch.optim.AdamW(masters.values(), betas=(0.9, 0.95), weight_decay=0.0)
 
     def losses_of(found: Conversations):
@@ -178,7 +178,7 @@ def peer_losses(arm: str, folder: str, dataset: str, batch: int, block: int, ste
 
 
 def full_batches(found: Conversations, n_tokens: int) -> Iterator[Conversations]:
-    """As many conversations as n_tokens hold when each is padded to the longest, in a random order."""
+    """Batches of as many conversations as fit into n_tokens when padded to the longest, in random order."""
     part = []
     for conversation in random.Random(0).sample(found, len(found)):
         if part and (len(part) + 1) * padded_length([*part, conversation]) > n_tokens:
@@ -189,7 +189,7 @@ def full_batches(found: Conversations, n_tokens: int) -> Iterator[Conversations]
 
 
 def learn(arm: str, folder: str, dataset: str, batch: int, block: int) -> dict:
-    """Targets and tokens a second of our model's forward and backward over the training data, packed or padded."""
+    """Targets and tokens per second of our model's forward and backward over the training data, packed or padded."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     model = load_model(folder, device, torch.bfloat16 if device.type == "cuda" else torch.float32)
     data, _ = open_dataset(dataset, block, peers.SEED, None, True)
@@ -207,7 +207,7 @@ def learn(arm: str, folder: str, dataset: str, batch: int, block: int) -> dict:
             model(*each).backward()
             model.zero_grad()
 
-    _, seconds = (timing.wall_seconds(read_all, device) for _ in range(2))  # first kernels are compiled for each shape
+    _, seconds = (timing.wall_seconds(read_all, device) for _ in range(2))  # first compile for each shape
     return {"targets_per_s": n_targets / seconds, "tok_per_s": n_tokens / seconds, "n_batches": len(found)}
 
 

@@ -1,16 +1,16 @@
-"""Tokens a second of generation, beside transformers.generate, and how much of the memory's speed a step uses.
+"""Tokens per second of generation, beside transformers.generate, and how much of the memory bandwidth a step uses.
 
     python bench.py generate                        Llama 3.2 1B with random weights, batches of 1 and of 64
     python bench.py generate --batches=8 --prompt=1024 --tokens=512
     python bench.py generate --config=config/llama_114m.py --arms=nanocria,hf --batches=1,8      also on a CPU
 
-tok_per_s   of runtime/generate.py, or of transformers' generate, by itself (hf) and with the static cache that its
-            documentation recommends, whose steps it compiles (hf-static): greedy, the prompts read too, the median of
-            three
-step_ms     ours alone: one replayed step in the second half of the text. It must read the weights and what the caches
-            hold; of_copy is the rate at which it does over that of a large copy, measured in the same run
+tok_per_s   of runtime/generate.py, or of transformers' generate, with its defaults (hf) and with the static cache that
+            its documentation recommends, whose steps it compiles (hf-static): greedy, including the prompts, the
+            median of three
+step_ms     ours only: one replayed step in the second half of the text. It must read the weights and what the caches
+            hold; of_copy is the rate at which it does so over that of a large copy, measured in the same run
 
-Each point is a process of its own.
+Each point runs in a separate process.
 """
 
 import statistics
@@ -32,18 +32,18 @@ arms = ",".join(trainers.GENERATE)  # who generates
 config = runner.CONFIG  # the model
 batches = "1,64"  # texts at once
 prompt = 128  # tokens of each prompt
-tokens = 256  # new ones of each text
-keep = False  # whether rows stay although the code has changed since: for changes that cost neither time nor memory
-out = ""  # the record; nothing: benchmarks/records/generate.json, of a CPU out/generate.json
+tokens = 256  # new tokens of each text
+keep = False  # keep rows measured with older code: for changes that affect neither time nor memory
+out = ""  # the record; default: benchmarks/records/generate.json, of a CPU out/generate.json
 
-KEYS = {"points": ("arm", "config", "batch", "prompt", "tokens")}  # what names a row
-ROUNDS = 3  # that are timed, behind one that warms up
+KEYS = {"points": ("arm", "config", "batch", "prompt", "tokens")}  # what identifies a row
+ROUNDS = 3  # timed, after one to warm up
 
 
 def parse(argv: list[str]) -> SimpleNamespace:
     to = "benchmarks/records/generate.json" if torch.cuda.is_available() else "out/generate.json"
     s = cli.read_settings(globals(), argv, {"arms": trainers.GENERATE, "batches": cli.whole_numbers}, to)
-    resolve(s.config, 1, {"gradient_accumulation_steps": 1})  # it describes a model
+    resolve(s.config, 1, {"gradient_accumulation_steps": 1})  # check that it describes a model
     return s
 
 
@@ -84,7 +84,7 @@ def step_of(model: Llama, prompts: list[list[int]], tokens: int, device: torch.d
         step(newest)
     ms = 1000 * timing.wall_seconds(lambda: [step(newest) for _ in range(half)], device) / half
     weights = sum(p.nbytes for name, p in model.named_parameters() if c.tie_embeddings or "tok_embeddings" not in name)
-    held = len(prompts) * (len(prompts[0]) + tokens - half / 2)  # positions of all rows, in the middle of what is timed
+    held = len(prompts) * (len(prompts[0]) + tokens - half / 2)  # positions of all rows, halfway through the timing
     cached = 2 * c.n_layer * c.n_kv_head * c.head_dim * held * caches[0].k.element_size()
     return {"step_ms": ms, "step_bytes": round(weights + cached)}
 

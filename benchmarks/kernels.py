@@ -3,9 +3,9 @@
     python bench.py kernels                              every operation and size, to benchmarks/records/kernels.json
     python bench.py kernels --op=rms_norm,rope           some operations, to out/kernels.json
 
-A row is an operation at one size in one pass. Its limit is the shortest time that the card allows: the bytes that must
-move over the rate of a copy, or FLOPs over the rate of a matmul, or the loss head's own three matmuls, all measured in
-the same run. timing.py says how a call is timed, operations.py what is compared.
+A row is one operation at one size in one pass. Its limit is the shortest time that the card allows: the bytes that must
+move over the rate of a copy, or FLOPs over the rate of a matmul, or for the loss head its three matmuls alone, all
+measured in the same run. timing.py explains how a call is timed, operations.py what is compared.
 """
 
 import math
@@ -20,16 +20,16 @@ from benchmarks.operations import BF16_CUDA, OPERATIONS, Operation, tuple_of
 
 # settings
 op = ""  # operations, one,two; nothing: all of them
-out = ""  # the record; nothing: benchmarks/records/kernels.json if all operations are measured, else out/kernels.json
+out = ""  # the record; default: benchmarks/records/kernels.json if all operations are measured, else out/kernels.json
 
-KEYS = {"rows": ("op", "shape", "pass")}  # what names a row
+KEYS = {"rows": ("op", "shape", "pass")}  # what identifies a row
 
 
 class Problem:
-    """Random inputs of an operation as an arm takes them; the same seed makes the same numbers for every arm."""
+    """Random inputs of an operation, in the form that an arm takes. A seed gives every arm the same numbers."""
 
     def __init__(self, operation: Operation, arm: Callable, size: tuple, options: dict, seed=0, wide=False):
-        """wide: the same numbers, rounded to the options' dtype as ever, in float64."""
+        """wide: in float64, but the same numbers, rounded to the options' dtype."""
         self.function, self.options, self.seed = arm, options, seed
         self.convert = to_double if wide else lambda x: x
         torch.manual_seed(seed)
@@ -43,7 +43,7 @@ class Problem:
 
     @torch.no_grad()
     def inference(self) -> tuple[torch.Tensor, ...]:
-        """Of tensors that need no gradient: some libraries look at them, and not at no_grad."""
+        """Run on tensors that need no gradient: some libraries check requires_grad, not no_grad."""
         return tuple_of(self.function(*(tensor.detach() for tensor in self.tensors), *self.constants))
 
     def backward(self, outputs, retain_graph=False) -> tuple[torch.Tensor, ...]:
@@ -53,7 +53,7 @@ class Problem:
         return torch.autograd.grad(outputs, self.tensors, self.doutputs, retain_graph=retain_graph)
 
     def random_gradients(self, outputs) -> list[torch.Tensor]:
-        """Random as the inputs are, and independent of them; 1 for a loss, as loss.backward() has it."""
+        """Random like the inputs, but independent of them; 1 for a loss, as in loss.backward()."""
         torch.manual_seed(self.seed + 1_000_000)
         return [self.convert(torch.randn(y.shape, **self.options)) if y.ndim else torch.ones_like(y) for y in outputs]
 
@@ -62,7 +62,7 @@ class Problem:
         return *outputs, *self.backward(outputs)
 
     def call(self, name: str) -> Callable:
-        """The timed call of a pass: forward, inference (no autograd), both, or backward, after one forward."""
+        """The call to time for a pass: forward, inference (no autograd), both, or backward, after one forward."""
         if name != "backward":
             return {"forward": self.forward, "inference": self.inference, "both": self.both}[name]
         outputs = self.forward()
@@ -74,7 +74,7 @@ def to_double(x):
 
 
 def true_results(operation: Operation, size: tuple[int, ...], options: dict) -> tuple[list, tuple]:
-    """Outputs and gradients in float64 of the numbers that every arm gets."""
+    """Outputs and gradients in float64, for the numbers that every arm gets."""
     problem = Problem(operation, operation.truth, size, options, wide=True)
     outputs = problem.forward()
     return [y.detach().double() for y in outputs], problem.backward(outputs)
@@ -92,12 +92,12 @@ def largest_error(operation: Operation, arm: Callable, size: tuple[int, ...], op
 
 
 def time_arm(operation: Operation, arm: Callable, size: tuple[int, ...], passes: list[str]) -> dict[str, dict]:
-    """{pass: {'us', 'graph', 'host_us', 'peak_mib'}} of an arm; the peak is that of forward and backward together."""
+    """{pass: {'us', 'graph', 'host_us', 'peak_mib'}} of an arm; the peak is of forward and backward together."""
     problems = [Problem(operation, arm, size, BF16_CUDA)]
     inputs = [*problems[0].tensors, *problems[0].constants]
     n_sets = timing.sets_to_miss_l2(sum(x.nbytes for x in inputs if isinstance(x, torch.Tensor)))
     problems += [Problem(operation, arm, size, BF16_CUDA, seed) for seed in range(1, n_sets)]
-    problems[0].both()  # compiles, and allocates what stays
+    problems[0].both()  # compiles, and makes lasting allocations
     peak = timing.peak_mib(problems[0].both)
     times = {}
     for name in passes:
@@ -107,7 +107,7 @@ def time_arm(operation: Operation, arm: Callable, size: tuple[int, ...], passes:
 
 
 def measure_arm(operation: Operation, arm: Callable, size: tuple[int, ...], passes: list[str], truth: tuple) -> dict:
-    """time_arm's and the error, or for each pass what failed: the first line of the exception. The run goes on."""
+    """time_arm() plus the error, or for each pass the first line of the exception that failed. The run continues."""
     try:
         error = largest_error(operation, arm, operation.checked(size), BF16_CUDA, truth)
         return {name: {**times, "error": error} for name, times in time_arm(operation, arm, size, passes).items()}
@@ -119,8 +119,8 @@ def measure_arm(operation: Operation, arm: Callable, size: tuple[int, ...], pass
 
 
 def measure_size(name: str, operation: Operation, size: tuple[int, ...], limits: dict) -> list[dict]:
-    """The rows of one operation at one size, one a pass."""
-    torch.compiler.reset()  # or the next size would be a recompilation, of which there may be only so many
+    """The rows of one operation at one size, one per pass."""
+    torch.compiler.reset()  # else the next size would count toward the recompilation limit
     arms, passes = operation.arms, operation.work(size)
     truth = true_results(operation, operation.checked(size), BF16_CUDA)
     compiled = torch.compile(arms["eager"], dynamic=False, fullgraph=True)
@@ -144,7 +144,7 @@ def floor_us(operation: Operation, size: tuple[int, ...], work: dict, limits: di
 
 def parse(argv: list[str]) -> SimpleNamespace:
     some = cli.read_settings(globals(), argv).op
-    out = "out/kernels.json" if some else "benchmarks/records/kernels.json"  # the README's is of whole runs alone
+    out = "out/kernels.json" if some else "benchmarks/records/kernels.json"  # README's record is of complete runs
     s = cli.read_settings(globals(), argv, {"op": OPERATIONS}, out)
     s.op = s.op or list(OPERATIONS)
     return s
@@ -152,11 +152,11 @@ def parse(argv: list[str]) -> SimpleNamespace:
 
 def measured(s: SimpleNamespace):
     timing.use_side_stream()
-    functorch_config.donated_buffer = False  # compiled backward passes are run more than once
+    functorch_config.donated_buffer = False  # compiled backward passes run more than once
     for name, size in [(op, size) for op in s.op for size in OPERATIONS[op].sizes]:
         try:
             yield from (("rows", row) for row in measure_size(name, OPERATIONS[name], size, s.new))
-        except torch.OutOfMemoryError:  # of what all arms are compared with; an arm's own is in its row
+        except torch.OutOfMemoryError:  # computing the truth; an arm's own failure is in its row
             print(f"{name} {size}: out of memory", flush=True)
 
 

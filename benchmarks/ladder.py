@@ -1,14 +1,14 @@
-"""The ladder: every memory technique on top of the last, what it saves, what it costs, what it does to the loss.
+"""The ladder: each memory technique on top of the previous one: what it saves, what it costs, its effect on the loss.
 
-    python bench.py ladder                                     Llama 3.2 1B, 3B and 3.1 8B, as if in a card of 24 GiB
+    python bench.py ladder                                     Llama 3.2 1B, 3B and 3.1 8B, as if on a 24 GiB card
     python bench.py ladder --estimate=true                     the memory alone, by arithmetic: needs no GPU
     python bench.py ladder --models=1b --measure=losses        the losses after 300 steps of 8 x 1,024 tokens
     python bench.py ladder --rungs=bf16,adamw8bit,qlora --memory_limit_gib=16
 
-A rung has the settings of the rung that it stands on, and its own. Measured are the step of one sequence of 1,024
-tokens, which says what a rung needs at least, and that of the largest batch that fits, which says what it gives at
-best. Adapters stand on random weights, which train as fast as any. The rungs hf_... are those of Hugging Face's model
-with Liger-Kernel, in pure bfloat16 with full checkpointing, where another package has the technique.
+A rung has the settings of the rung below it, plus its own. Two steps are measured: that of one sequence of 1,024
+tokens, the least memory that a rung needs, and that of the largest batch that fits, its best speed. Adapters train on
+random weights, which are as fast as any. The rungs hf_... are Hugging Face's model with Liger-Kernel, in pure bfloat16
+with full checkpointing, where another package has the technique.
 """
 
 import shlex
@@ -26,18 +26,18 @@ from runtime import memory, memory_advice
 # settings
 models = "1b,3b,8b"  # one or several
 rungs = ""  # by name; nothing: all
-measure = "fits,losses"  # what to measure: losses are of the first model alone
+measure = "fits,losses"  # what to measure: losses only of the first model
 memory_limit_gib = 24.0  # as if the card had only so many GiB
 offload_dir = ""  # a folder on an NVMe drive, for the rung that needs one; nothing: that rung is left out
 steps: int | None = None  # to measure; none: 10, fewer of the long ones
 estimate = False  # by arithmetic: nothing is run
-keep = False  # whether rows stay although the code has changed since: for changes that cost neither time nor memory
-out = ""  # the record; nothing: benchmarks/records/ladder.json
+keep = False  # keep rows measured with older code: for changes that affect neither time nor memory
+out = ""  # the record; default: benchmarks/records/ladder.json
 
 CONFIGS = {"1b": "config/llama32_1b.py", "3b": "config/llama32_3b.py", "8b": "config/llama31_8b.py"}
 BLOCK, LOSS_STEPS = 1024, 300  # tokens of a sequence; steps of training, for the losses
-BATCHES = sorted(m * 2**k for m in (2, 3) for k in range(11))  # between which the largest that fits is looked for
-KEYS = {"points": ("model", "rung", "batch"), "losses": ("model", "rung")}  # what names a row
+BATCHES = sorted(m * 2**k for m in (2, 3) for k in range(11))  # to search for the largest that fits
+KEYS = {"points": ("model", "rung", "batch"), "losses": ("model", "rung")}  # what identifies a row
 
 
 def parse(argv: list[str]) -> SimpleNamespace:
@@ -50,7 +50,7 @@ def parse(argv: list[str]) -> SimpleNamespace:
 
 
 def flags_of(rung: str, s: SimpleNamespace) -> dict:
-    """Settings of train.py: those of the rungs below, then its own. A peer has one."""
+    """Settings of train.py: those of the rungs below, then the rung's own. A peer has only checkpointing."""
     if RUNGS[rung].peer:
         return {"activation_checkpointing": "full"}
     below = flags_of(RUNGS[rung].on, s) if RUNGS[rung].on else {}
@@ -62,7 +62,7 @@ def words(flags: dict) -> list[str]:
 
 
 def estimated(model: str, rung: str, s: SimpleNamespace) -> dict:
-    """A rung by arithmetic: memory of one sequence, largest batch, its CPU memory. A peer's: where to begin."""
+    """A rung by arithmetic: memory of one sequence, largest batch, its CPU memory. For a peer, where to start."""
     row = {"model": model, "rung": rung}
     if RUNGS[rung].peer:
         return row | {"cpu_gib": 0.0, "largest": estimated(model, RUNGS[rung].on, s)["largest"]}
@@ -74,7 +74,7 @@ def estimated(model: str, rung: str, s: SimpleNamespace) -> dict:
 
 
 def fits(model: str, rung: str, s: SimpleNamespace):
-    """A row for one sequence, and one for each batch that is tried until the largest that fits is known."""
+    """A row for one sequence, and one for each batch tried until the largest that fits is known."""
     yield (row := point(model, rung, 1, s))
     at, goes_up = max(bisect_right(BATCHES, row["largest"]) - 1, 0), None
     while "tok_per_s" in row and 0 <= at < len(BATCHES):
@@ -94,7 +94,7 @@ def point(model: str, rung: str, batch: int, s: SimpleNamespace) -> dict:
             "checkpointing": flags.pop("activation_checkpointing"), "offload": flags.pop("offload", "none"),
             "limit_gib": s.memory_limit_gib, "flags": shlex.join(words(flags)),
         }  # fmt: skip
-        # which estimates this batch's peak
+        # sweep.point estimates this batch's peak
         s.known[name] = estimated(model, rung, s) | {"cpu_gib": cpu_gib_of(place)} | sweep.point(place, s.steps)
     return s.known[name]
 
@@ -107,7 +107,7 @@ def measured(s: SimpleNamespace):
     for rung in s.rungs if "losses" in s.measure else []:
         flags = flags_of(rung, s)
         if not RUNGS[rung].peer and "lora_rank" not in flags:  # adapters of a random model learn nothing
-            at = ("nanocria", LOSS_STEPS, 8, BLOCK, CONFIGS[model], words(flags))  # of a whole card
+            at = ("nanocria", LOSS_STEPS, 8, BLOCK, CONFIGS[model], words(flags))  # on the whole card
             yield "losses", s.known.get((model, rung)) or {"model": model, "rung": rung} | losses.train_losses(*at)
 
 

@@ -1,10 +1,10 @@
-"""The libraries beside which the kernels are measured. Each is optional: what is not installed has no arms.
+"""The libraries that the kernels are compared with. Each is optional: one that is not installed has no arms.
 
     pip install liger-kernel==0.8.5 cut-cross-entropy==25.1.1 bitsandbytes==0.50.2
 
-A peer is called by its public functions with their defaults, as its own patches of Hugging Face's models call it. Some
-of Liger-Kernel's write gradients over their inputs, which saves memory and is theirs to choose. Timed again and again
-they then read numbers that mean nothing, at the same speed; their errors are taken from fresh inputs.
+A peer's public functions are called with their defaults, as its own patches of Hugging Face's models call them. Some
+of Liger-Kernel's overwrite their inputs with gradients, a legitimate choice that saves memory. Repeated calls then read
+meaningless numbers, at the same speed; their errors are measured on fresh inputs.
 """
 
 import functools
@@ -47,15 +47,15 @@ def liger() -> Functions:
 
 
 def cut_cross_entropy() -> Functions:
-    """Cut your losses: Wijmans et al., 2024. It leaves out the gradients of improbable tokens: see its error."""
+    """Cut your losses: Wijmans et al., 2024. It skips the gradients of improbable tokens: see its error."""
     from cut_cross_entropy import linear_cross_entropy
 
     return {"linear_cross_entropy": {"cce": linear_cross_entropy}}
 
 
 def bitsandbytes() -> Functions:
-    """bitsandbytes: Dettmers et al., 2021 and 2023. Its 8-bit AdamW moves a bfloat16 parameter that has no master."""
-    logging.getLogger("bitsandbytes").setLevel(logging.ERROR)  # on a CPU it takes our kernels for a package's
+    """bitsandbytes: Dettmers et al., 2021 and 2023. Its 8-bit AdamW updates bfloat16 parameters without masters."""
+    logging.getLogger("bitsandbytes").setLevel(logging.ERROR)  # on a CPU it mistakes our kernels/ for a package
     from bitsandbytes import functional as bnb
 
     @functools.cache
@@ -91,7 +91,7 @@ def torch_linear_cross_entropy() -> Functions:
 
 
 def installed() -> list[Functions]:
-    """Of each library that is there. One that fails in any way is left out, with a word about it."""
+    """The functions of each installed library. One that fails to load is skipped, with a message."""
     found = []
     for library in LIBRARIES:
         try:

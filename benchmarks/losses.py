@@ -7,13 +7,13 @@ nanocria         train.py itself: bfloat16 compute, float32 master weights
 nanocria-fp8     the same with --fp8=true, two thirds of its blocks' matmuls in float8
 nanocria-plain   the same without its kernels: PyTorch's norms, RoPE, MLP, attention and loss
 hf               transformers' LlamaForCausalLM with float32 weights and bfloat16 compute, by FSDP2
-float32          the same model with everything in float32 (matmuls in TF32): what the others round
-nanocria-galore  train.py with --optimizer=galore, of rank 128; it and the next are measured if they are named
-hf-galore        float32 with galore-torch's optimizer, which here projects the same side and takes steps as long
+float32          the same model with everything in float32 (matmuls in TF32): the reference, without bfloat16 rounding
+nanocria-galore  train.py with --optimizer=galore, of rank 128; this and the next arm run only if named
+hf-galore        float32 with galore-torch's optimizer, set to project the same side and take steps of the same size
 
-All arms start from the same weights, read the same tokens and follow the same learning rates. bfloat16 alone makes two
-runs drift apart, so no arm equals float32. What counts is that ours is no farther from it than Hugging Face's, and on
-no side of it.
+All arms start from the same weights, read the same tokens and use the same learning rates. bfloat16 alone makes two
+runs drift apart, so no arm equals float32. What counts is that ours is no farther from it than Hugging Face's, and not
+biased to one side.
 """
 
 import tempfile
@@ -31,8 +31,8 @@ from runtime.hf_names import hf_rows
 arms = ",".join(arm for arm in trainers.LOSSES if "galore" not in arm)  # the trainers
 steps = 300  # of training
 shape = "8x1024"  # sequences x tokens of a step
-keep = False  # whether rows stay although the code has changed since: for changes that round nothing differently
-out = ""  # the record; nothing: benchmarks/records/losses.json
+keep = False  # keep rows measured with older code: for changes that do not affect rounding
+out = ""  # the record; default: benchmarks/records/losses.json
 
 KEYS = {"runs": ("arm",)}
 SEED, LEARNING_RATE, WARMUP = peers.SEED, 4e-4, 50  # config/llama32_1b.py's rate
@@ -47,7 +47,7 @@ def parse(argv: list[str]) -> SimpleNamespace:
 
 
 def train_losses(arm: str, steps: int, batch: int, block: int, config=runner.CONFIG, flags=()) -> dict:
-    """Of train.py, which records the loss of each step."""
+    """The loss of each step of train.py."""
     with tempfile.TemporaryDirectory() as out_dir:
         words = runner.train_words(config, batch, block, "none", out_dir)
         words += [f"--learning_rate={LEARNING_RATE}", f"--min_lr={LEARNING_RATE}", f"--warmup_iters={WARMUP}"]
@@ -58,8 +58,8 @@ def train_losses(arm: str, steps: int, batch: int, block: int, config=runner.CON
 
 @torch.no_grad()
 def begin_as_train_py(ours: Llama, theirs: dict[str, torch.Tensor], device) -> None:
-    """Give Hugging Face's parameters, by name, the values with which train.py begins to train those of ours. Empties
-    theirs: AssertionError if they have others.
+    """Give Hugging Face's parameters, by name, the initial values of train.py's trained parameters. Empties `theirs`:
+    AssertionError if it has others.
     """
     ours.to_empty(device=device).init_weights(SEED, device)
     for name, parameter in ours.named_parameters():
@@ -71,7 +71,7 @@ def begin_as_train_py(ours: Llama, theirs: dict[str, torch.Tensor], device) -> N
 def peer_losses(
     arm: str, steps: int, batch: int, block: int, config=runner.CONFIG, compute_dtype="bfloat16", rank=128, **changes
 ):
-    """Of Hugging Face's model on what train.py would read; on the CPU where there is no GPU."""
+    """The losses of Hugging Face's model on the tokens that train.py would read; on the CPU if there is no GPU."""
     device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
     if device.type == "cuda":
         memory_stats.let_segments_grow()
@@ -80,9 +80,9 @@ def peer_losses(
     if arm == "hf":
         model, loss_of = peers.build_hf_masters(c, "none", device)
     else:
-        model, loss_of = peers.build_hf(c, "full", device, dtype=torch.float32)  # recomputed: or it would not fit
+        model, loss_of = peers.build_hf(c, "full", device, dtype=torch.float32)  # full: else it would not fit
     with torch.device("meta"):
-        ours = Llama(c).to(getattr(torch, compute_dtype))  # rounded as there to the compute dtype
+        ours = Llama(c).to(getattr(torch, compute_dtype))  # rounded to the compute dtype, as in train.py
     begin_as_train_py(ours, dict(model.named_parameters()), device)
     optimizer = make_optimizer(arm, model, rank)
     losses = []
@@ -95,7 +95,7 @@ def peer_losses(
 
 
 def make_optimizer(arm: str, model: torch.nn.Module, rank: int) -> torch.optim.Optimizer:
-    """AdamW with train.py's settings, on the layers' matrices behind GaLore's projection if the arm has it."""
+    """AdamW with train.py's settings; if the arm has GaLore, with its projection on the layers' matrices."""
     groups, galore = [], arm == "hf-galore"
     for name, p in model.named_parameters():
         groups.append({"params": [p], "weight_decay": WEIGHT_DECAY * (p.ndim > 1)})

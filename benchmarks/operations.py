@@ -1,11 +1,11 @@
 """What `bench.py kernels` compares: for each operation its sizes, its inputs, its arms and the work it must do.
 
-An arm is one way to compute the operation, all of them the same function of the same numbers. Those of other libraries
-are in libraries.py, and the bench makes 'compile', torch.compile of 'eager', itself:
+An arm is one way to compute the operation; all arms compute the same function of the same numbers. Arms of other
+libraries are in libraries.py, and kernels.py adds 'compile', torch.compile of 'eager':
 
     nanocria    kernels/
     eager       plain PyTorch as Hugging Face's Llama writes it: the compute dtype, with statistics in fp32
-    torch       PyTorch's own operator, where it has one; for attention sdpa_flash and sdpa_cudnn, by its backend
+    torch       PyTorch's own operator, if it has one; for attention sdpa_flash and sdpa_cudnn, by backend
 """
 
 import math
@@ -28,21 +28,21 @@ BF16_CUDA = {"device": "cuda", "dtype": torch.bfloat16}
 
 @dataclass(frozen=True)
 class Operation:
-    dims: str  # the names of a size's numbers, model.py's letters
+    dims: str  # the names of a size's numbers: model.py's letters
     sizes: list[tuple[int, ...]]
     inputs: Callable  # (size, options of torch.empty) -> differentiable tensors, constants
-    work: Callable  # size -> {pass: {"bytes": ...} or {"flops": ...}}; its keys are the passes that are measured
+    work: Callable  # size -> {pass: {"bytes": ...} or {"flops": ...}}; its keys are the passes to measure
     arms: dict[str, Callable]
-    truth: Callable  # what the errors are measured against, run in float64
-    floor: Callable | None = None  # size -> calls whose times add up to the limit, where that is measured
-    unpack: Callable | None = None  # the differentiable tensors as all arms but ours have them, where ours are packed
-    checked: Callable = staticmethod(lambda size: size)  # the size whose errors are measured, where float64 needs less
+    truth: Callable  # errors are measured against it, run in float64
+    floor: Callable | None = None  # size -> calls whose times add up to the limit, if that is measured
+    unpack: Callable | None = None  # if ours are packed: the differentiable tensors as the other arms take them
+    checked: Callable = staticmethod(lambda size: size)  # the size to measure errors at: smaller if float64 needs it
 
     def shape(self, size: tuple[int, ...]) -> dict[str, int]:
         return dict(zip(self.dims.split(), size, strict=True))
 
     def tensors_of(self, arm: Callable, tensors: list) -> list:
-        """The differentiable tensors, or their gradients, as this arm has them."""
+        """The differentiable tensors, or their gradients, as this arm takes them."""
         return self.unpack(*tensors) if self.unpack and arm not in (self.arms["nanocria"], self.truth) else tensors
 
 
@@ -85,7 +85,7 @@ def after_add(norm):
 
 
 def norm(name, eager, native, rows, vectors, forward, backward):
-    """Of rows tensors (N, C) and vectors of length C; its passes move `forward` and `backward` tensors (N, C)."""
+    """A norm of `rows` tensors (N, C) and `vectors` of length C; its passes move `forward` and `backward` (N, C)."""
 
     def inputs(size, options):
         tensors = [torch.randn(size, **options) for _ in range(rows)]  # weights near 1, as in a trained model:
@@ -105,7 +105,7 @@ def passes(tensor_bytes: int, **tensors: int) -> dict[str, dict]:
     return {name: {"bytes": count * tensor_bytes} for name, count in tensors.items()}
 
 
-# --- RoPE of a packed projection: q and k rotated, v copied, all three free of the packed tensor ---
+# --- RoPE of a packed projection: q and k rotated, v copied, all three independent of the packed tensor ---
 
 
 def eager_rope(qkv, cos, sin, n_head, wide_cos, wide_sin):
@@ -140,7 +140,7 @@ ROPE = Operation(
     truth=lambda qkv, cos, sin, n_head, *_: reference.rope(qkv, cos, sin, n_head),
 )
 
-# --- SwiGLU and GeGLU. Ours reads one packed tensor; Hugging Face's models have two, and so their arms get two. ---
+# --- SwiGLU and GeGLU. Ours reads one packed tensor; Hugging Face's models have two, so the other arms get two. ---
 
 
 def glu(name, eager):
@@ -155,7 +155,7 @@ def glu(name, eager):
     )
 
 
-# --- Cross-entropy. Ours and Liger's compute the gradient in forward, if one is needed: so 'inference' or 'both' ---
+# --- Cross-entropy. Ours and Liger's compute a needed gradient in forward: hence the passes 'inference' and 'both' ---
 
 
 def eager_cross_entropy(logits, targets):
@@ -180,15 +180,15 @@ CROSS_ENTROPY = Operation(
 
 
 def loss_inputs(size, options):
-    """Logits of deviation 0.9, as an initialised Llama 3.2 1B has them: cut-cross-entropy, which skips what is
-    improbable, takes 1.7 times the matmuls at 0.9, 2.5 times at 1.0, 3.9 times at 1.3 on an H200."""
+    """Logits of deviation 0.9, as in an initialised Llama 3.2 1B. cut-cross-entropy skips improbable tokens: on
+    an H200 it takes 1.7 times the matmuls at 0.9, 2.5 times at 1.0, 3.9 times at 1.3."""
     n_tokens, n_embd, n_vocab = size
     x, weight = torch.randn(n_tokens, n_embd, **options), 0.9 * n_embd**-0.5 * torch.randn(n_vocab, n_embd, **options)
     return [x, weight], random_targets(n_tokens, n_vocab, options)
 
 
 def matmuls_alone(size):
-    """The three matmuls of the loss head, whole: the logits, dx and dW."""
+    """The loss head's three matmuls without chunks: the logits, dx and dW."""
     n_tokens, n_embd, n_vocab = size
     (x, weight), _ = loss_inputs(size, BF16_CUDA)
     logits = torch.empty(n_tokens, n_vocab, **BF16_CUDA)
@@ -221,7 +221,7 @@ def linear_inputs(size, options):
 
 
 def fp8_matmuls_alone(size):
-    """Of operands that are float8 already: y and dx; and dW in bfloat16."""
+    """The matmuls alone: y and dx from operands already in float8, dW in bfloat16."""
     n_tokens, n_in, n_out = size
     (x, weight), _ = linear_inputs(size, BF16_CUDA)
     dy = torch.randn(n_tokens, n_out, **BF16_CUDA)
@@ -244,7 +244,7 @@ FP8_LINEAR = Operation(
     checked=first_rows,
 )
 
-# --- All that a micro-batch does to a weight in float8: rounded in forward, in backward again, and there transposed ---
+# --- All that a micro-batch does to a weight in float8: round it in forward, round and transpose it in backward ---
 
 
 def rounded_twice(quantize, transpose, weight):
@@ -291,7 +291,7 @@ def attention_inputs(size, options):
 
 
 def attention_work(size):
-    """Two matmuls forward and five backward, of the T(T+1)/2 pairs that are not masked."""
+    """Two matmuls forward and five backward, over the T(T+1)/2 pairs that are not masked."""
     n_batch, n_time, n_head, _, head_dim = size
     matmul = n_batch * n_head * n_time * (n_time + 1) * head_dim
     return {"forward": {"flops": 2 * matmul}, "backward": {"flops": 5 * matmul}}
@@ -312,7 +312,7 @@ FLASH_ATTENTION = Operation(
     checked=lambda size: (1, min(size[1], 1024), *size[2:]),
 )
 
-# --- Updates, in place, and NF4 read back. No gradients. ---
+# --- In-place updates, and NF4 dequantization. No gradients. ---
 
 
 UPDATE = {"beta1": 0.9, "beta2": 0.95, "eps": 1e-8, "weight_decay": 0.1}
@@ -320,7 +320,7 @@ SCALARS = 1.0, 1e-3, 10.0, 20.0**0.5  # the first step's: scale, lr, 1 / (1 - be
 
 
 def adamw_inputs(size, options):
-    """A parameter, its gradient, the lower half of its master or, of float32, itself; moments, step_scalars."""
+    """A parameter, its gradient, the lower half of its master; moments, step_scalars."""
     parameter, grad = torch.randn(size, **options), 1e-3 * torch.randn(size, **options)
     low = torch.zeros(size, dtype=torch.int16, device=options["device"])
     moments = [torch.zeros(size, device=options["device"]) for _ in range(2)]
@@ -333,7 +333,7 @@ def adamw8bit_inputs(size, options):
 
 
 def updated(update):
-    """The update of a library as a function: the parameter after it."""
+    """An in-place update as a function that returns the updated parameter."""
 
     def step(parameter, grad, low, *state):
         update(parameter, grad, low if parameter.dtype == torch.bfloat16 else parameter, *state, **UPDATE)
@@ -343,7 +343,7 @@ def updated(update):
 
 
 def adamw_from_zero(parameter, grad, low, *state):
-    """What the first step of a float64 parameter does, whose moments are 0."""
+    """The first step of a float64 parameter, whose moments are 0."""
     moments = [torch.zeros_like(parameter) for _ in range(2)]
     return updated(reference.adamw)(parameter, grad, low, *moments, state[-1])
 

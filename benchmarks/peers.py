@@ -1,27 +1,27 @@
-"""The trainers that nanocria is measured against, each in its own words and at its best.
+"""The trainers that nanocria is measured against, each written as its authors would and at its best.
 
-measure() trains one of them for some steps on the text that nanocria is measured on. Under torchrun recipe and
-torchtitan are sharded over its ranks. PyTorch's allocator has segments that grow, as in train.py.
+measure() trains one of them for some steps on the text that nanocria is measured on. Under torchrun, recipe and
+torchtitan are sharded over the ranks. PyTorch's allocator uses expandable segments, as in train.py.
 
 recipe        What torchtitan 0.2 does with a Llama 3, written out in plain PyTorch: blocks compiled one by one, FSDP2
-              with fp32 masters and bf16 compute, a compiled loss over whole logits, fused AdamW. It is kinder than the
-              original in three ways: the head is tied to the embedding (262 million parameters less), RoPE is
+              with fp32 masters and bf16 compute, a compiled loss over whole logits, fused AdamW. It has three
+              advantages over the original: the head is tied to the embedding (262 million fewer parameters), RoPE is
               real-valued (inductor cannot fuse torchtitan's complex product), and selective checkpointing keeps
               cuDNN's attention (torchtitan keeps flash's and recomputes cuDNN's).
-recipe-fp8    The same with torchao's float8 in the blocks, a scale a row, the weights' gradients in bfloat16, as ours:
-              of torchao's recipes with such scales the faster one for this model.
-recipe-zero2  The same, but the blocks' weights stay whole from forward to backward.
+recipe-fp8    The same with torchao's float8 in the blocks, rowwise scales and weight gradients in bfloat16, as ours:
+              the faster of torchao's rowwise recipes for this model.
+recipe-zero2  The same, but the blocks' weights stay gathered from forward to backward.
 torchtitan    The package itself: its model, checkpointing, compilation and sharding. It cannot tie the embedding.
 hf            transformers' LlamaForCausalLM in pure bf16: weights, gradients and optimizer states.
-hf-compiled   The same under torch.compile, its attention causal without a mask, as transformers itself has it from
-              PyTorch 2.14 on. hf-graphs: by mode="reduce-overhead", which replays CUDA graphs.
-hf-liger      The same under Liger-Kernel's patches, its fused linear cross-entropy among them.
-hf-liger-lora hf-liger, frozen in bfloat16, and peft's adapters of rank 16 on its seven projections, in float32 under
-              autocast as peft has them; hf-liger-qlora has bitsandbytes' NF4 with double quantisation instead.
-hf-liger-8bit hf-liger with bitsandbytes' 8-bit AdamW; hf-liger-galore with galore-torch's GaLore in 8 bits, of rank 128
-              and its own defaults otherwise, on the blocks' matrices.
+hf-compiled   The same under torch.compile, with causal attention without a mask, as transformers itself does from
+              PyTorch 2.14 on. hf-graphs: with mode="reduce-overhead", which replays CUDA graphs.
+hf-liger      The same with Liger-Kernel's patches, including its fused linear cross-entropy.
+hf-liger-lora hf-liger, frozen in bfloat16, with peft's adapters of rank 16 on its seven projections, in float32 under
+              autocast, peft's default; hf-liger-qlora: frozen in bitsandbytes' NF4 with double quantisation instead.
+hf-liger-8bit hf-liger with bitsandbytes' 8-bit AdamW; hf-liger-galore with galore-torch's 8-bit GaLore, of rank 128
+              and otherwise its own defaults, on the blocks' matrices.
 hf-masters    hf with float32 weights, gradients and optimizer states and bf16 compute, through FSDP2; hf-offload keeps
-              them in the CPU's memory, where AdamW works too. hf-liger-masters and hf-liger-offload likewise.
+              them in CPU memory, where AdamW runs too. hf-liger-masters and hf-liger-offload likewise.
 """
 
 import functools
@@ -54,12 +54,12 @@ from runtime.device import send_to_cpu
 from runtime.hf_config import write_config
 from runtime.run_log import peak_flops
 
-RANK, RANKS = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))  # as torchrun says
+RANK, RANKS = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))  # set by torchrun
 SEED, LEARNING_RATE = 1337, 1e-4
 
 
 def llama_config(path: str, **changes) -> LlamaConfig:
-    """The model that a config file of train.py describes, with pystdlib's vocabulary where it leaves that open."""
+    """The model that a config file of train.py describes, with pystdlib's vocabulary if the file does not set one."""
     settings = preview(ROOT / "train.py", [str(ROOT / path)]) | changes
     settings["vocab_size"] = settings["vocab_size"] or 257
     return LlamaConfig(**{name: settings[name] for name in LlamaConfig.__dataclass_fields__})
@@ -78,7 +78,7 @@ class PlainAttention(nn.Module):
     def forward(self, x, cos, sin):
         q, k, v = (w(x).unflatten(-1, (-1, self.head_dim)) for w in (self.wq, self.wk, self.wv))  # (B, T, heads, D)
         q, k = rotate(q, cos, sin), rotate(k, cos, sin)
-        # K and V once for each query head, as torchtitan has them: (B, T, H, D)
+        # K and V repeated for each query head, as in torchtitan: (B, T, H, D)
         k, v = (x.repeat_interleave(self.n_rep, dim=2) for x in (k, v))
         q, k, v = (x.transpose(1, 2) for x in (q, k, v))  # (B, H, T, D)
         backends = [SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION]
@@ -116,7 +116,7 @@ class PlainBlock(nn.Module):
 
 
 class PlainLlama(nn.Module):
-    """Llama 3 as one writes it without kernels: tokens (B, T) to logits (B, T, V)."""
+    """Llama 3 as commonly written without custom kernels: tokens (B, T) to logits (B, T, V)."""
 
     def __init__(self, c: LlamaConfig):
         super().__init__()
@@ -132,9 +132,9 @@ class PlainLlama(nn.Module):
             self.output.weight = self.tok_embeddings.weight
 
     def materialize(self, device):
-        """From the meta device to this one: random weights, and RoPE's tables."""
+        """Move from the meta device to this one: random weights, and RoPE's tables."""
         self.to_empty(device=device)
-        self.tie()  # to_empty gave the head a weight of its own
+        self.tie()  # to_empty gave the head a separate weight
         fill(self, device)
         self.cos, self.sin = rope_tables(self.config, 0, self.config.block_size, device)
         return self
@@ -148,14 +148,14 @@ class PlainLlama(nn.Module):
 
 @torch.no_grad()
 def fill(model: nn.Module, device) -> None:
-    """Random weights, drawn on the device, each rank its own part; norms 1."""
+    """Random weights, drawn on the device, each rank for its own part; norms 1."""
     for parameter in model.parameters():
         part = parameter.to_local() if isinstance(parameter, DTensor) else parameter
         part.fill_(1.0) if parameter.ndim == 1 else part.copy_(0.02 * torch.randn(part.shape, device=device))
 
 
 def whole_loss(logits, targets):
-    """The mean cross-entropy of logits (B, T, V), held whole; compiled, their fp32 is never written."""
+    """The mean cross-entropy of whole logits (B, T, V). Compiled, it never writes their fp32 copy."""
     return F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten())
 
 
@@ -169,7 +169,7 @@ KEPT_OPS = {ATEN.mm.default, *(getattr(ATEN, f"_scaled_dot_product_{name}").defa
 
 def every_second_matmul():
     """torchtitan's 'op' policy: keep attention and the first, third, fifth, ... matmul of a block."""
-    n_matmuls = Counter()  # forward and recomputation count apart
+    n_matmuls = Counter()  # forward and recomputation count separately
 
     def policy(ctx, op, *args, **kwargs):
         n_matmuls[ctx.is_recompute] += op == ATEN.mm.default
@@ -188,7 +188,7 @@ def checkpointed(block: nn.Module, checkpointing: str) -> nn.Module:
 
 
 def mesh_of_all_ranks(device: torch.device):
-    store = {"store": dist.HashStore()} if RANKS == 1 else {}  # torchrun's, where it runs
+    store = {"store": dist.HashStore()} if RANKS == 1 else {}  # else torchrun's
     # gloo beside NCCL: the norm of offloaded gradients is summed on the CPU
     backend, bound = ("cpu:gloo,cuda:nccl", {"device_id": device}) if device.type == "cuda" else ("gloo", {})
     dist.init_process_group(backend, rank=RANK, world_size=RANKS, **store, **bound)
@@ -211,10 +211,10 @@ def build_recipe(c: LlamaConfig, checkpointing: str, device: torch.device, resha
         convert_to_float8_training(model, config=recipe, module_filter_fn=in_blocks)
     options = fsdp_options(device)
     for i, block in enumerate(model.layers):
-        # compile wraps the block, so that FSDP's hooks, which it cannot trace, stay outside of the graph
+        # compile the block inside FSDP: the compiler cannot trace FSDP's hooks, so they stay outside the graph
         model.layers[i] = torch.compile(checkpointed(block, checkpointing), fullgraph=True)
         fully_shard(model.layers[i], reshard_after_forward=reshard, **options)
-    if not c.tie_embeddings:  # in torchtitan's groups; a tied weight belongs to both ends, so to the root
+    if not c.tie_embeddings:  # torchtitan's groups; a tied weight belongs to both ends, so to the root
         fully_shard(model.tok_embeddings, reshard_after_forward=reshard, **options)
         fully_shard([model.norm, model.output], reshard_after_forward=False, **options)
     fully_shard(model, **options)
@@ -235,7 +235,7 @@ def build_torchtitan(c: LlamaConfig, checkpointing: str, device: torch.device):
 
     scaling = c.rope_scaling or {"factor": 1.0}
     scaling = {"scaling_factor" if key == "factor" else key: value for key, value in scaling.items()}
-    multiplier = (c.ffn_dim + 0.5) / int(8 * c.n_embd / 3)  # of its default width; the product is rounded down
+    multiplier = (c.ffn_dim + 0.5) / int(8 * c.n_embd / 3)  # of its default width; it rounds the product down
     args = TransformerModelArgs(
         dim=c.n_embd, n_layers=c.n_layer, n_heads=c.n_head, n_kv_heads=c.n_kv_head, vocab_size=c.vocab_size,
         ffn_dim_multiplier=multiplier, multiple_of=1, norm_eps=c.norm_eps, rope_theta=c.rope_theta,
@@ -243,7 +243,7 @@ def build_torchtitan(c: LlamaConfig, checkpointing: str, device: torch.device):
     )  # fmt: skip
     with torch.device("meta"):
         model = Transformer(args)
-    # parallelize_llama leaves FSDP out on one rank, for autocast; so its parts are called here, in its order
+    # on one rank parallelize_llama uses autocast instead of FSDP; so call its parts here, in the same order
     if checkpointing != "none":
         checkpoint = ActivationCheckpoint(mode=checkpointing, selective_ac_option="op")
         kept_ops = parallelize._op_sac_save_list
@@ -274,27 +274,27 @@ def build_hf(c: LlamaConfig, checkpointing: str, device, compile_mode="", liger=
     if compile_mode and torch.__version__ < "2.14":
         from transformers.models.llama import modeling_llama
 
-        modeling_llama.create_causal_mask = lambda *args, **kwargs: None  # compiled, it would make one of (T, T)
+        modeling_llama.create_causal_mask = lambda *args, **kwargs: None  # compiled, it would build a (T, T) mask
     run = torch.compile(model, mode=compile_mode) if compile_mode else model
     # shift_labels: the targets are shifted already
     return model, lambda tokens, targets: run(input_ids=tokens, labels=targets, shift_labels=targets).loss
 
 
 def build_hf_masters(c: LlamaConfig, checkpointing: str, device: torch.device, liger=False, offload=False):
-    """float32 weights, which FSDP2 hands to forward and backward in bf16, block by block."""
+    """float32 weights, which FSDP2 casts to bf16 for forward and backward, block by block."""
     model, loss_of = build_hf(c, checkpointing, "meta", liger=liger, dtype=torch.float32)
     options = fsdp_options(device)
     if offload:
         options["offload_policy"] = CPUOffloadPolicy(pin_memory=device.type == "cuda")
     for layer in model.model.layers:
         fully_shard(layer, **options)
-    fully_shard(model, **options)  # with embedding and head: tied, they are one parameter
+    fully_shard(model, **options)  # embedding and head: one parameter if tied
     model.to_empty(device="cpu" if offload else device)
-    if c.tie_embeddings:  # to_empty gave the head a weight of its own
+    if c.tie_embeddings:  # to_empty gave the head a separate weight
         model.lm_head.weight = model.model.embed_tokens.weight
     fill(model, device)
-    torch.cuda.empty_cache()  # of what was drawn
-    with torch.device(device):  # its frequencies are no weights
+    torch.cuda.empty_cache()  # of the random draws
+    with torch.device(device):  # its frequencies are not parameters
         model.model.rotary_emb = type(model.model.rotary_emb)(model.config)
     if offload:
         torch.set_num_threads(max(1, cpu_cores() // RANKS))  # AdamW's
@@ -306,8 +306,8 @@ def build_hf_lora(c: LlamaConfig, checkpointing: str, device: torch.device, nf4=
     if nf4:
         quantize_as_bitsandbytes(model.model.layers, device)
     model = with_peft(model)
-    for module in model.modules():  # autocast rounds the inputs: peft's float32 copies of them, which its 4-bit layers
-        module.cast_input_dtype_enabled = False  # make none of under autocast, would only cost time and memory
+    for module in model.modules():  # no float32 copies of the inputs: autocast rounds them anyway, so copies would only
+        module.cast_input_dtype_enabled = False  # cost time and memory; peft's 4-bit layers skip them under autocast
 
     def loss_of(tokens, targets):
         with torch.autocast(device.type, torch.bfloat16):
@@ -379,7 +379,7 @@ def make_optimizer(arm: str, model: nn.Module) -> torch.optim.Optimizer:
 
 
 def train_step(model: nn.Module, loss_of, optimizer, tokens, targets) -> Callable[[], list[float]]:
-    """Launches forward, backward, clip and update; returns a function that waits for the loss and the gradient norm."""
+    """Launch forward, backward, clip and update; return a function that waits for the loss and the gradient norm."""
     loss = loss_of(tokens, targets)
     loss.backward()
     grads = [parameter.grad for parameter in model.parameters() if parameter.requires_grad]
@@ -394,9 +394,9 @@ def train_step(model: nn.Module, loss_of, optimizer, tokens, targets) -> Callabl
 
 
 def batches(n_batches: int, batch: int, block: int, device) -> torch.Tensor:
-    """This rank's tokens (n_batches, B, T + 1) of pystdlib: those that train.py reads.
+    """This rank's tokens (n_batches, B, T + 1) of pystdlib: the same as train.py reads.
 
-    A matmul's speed depends on its numbers: for random tokens the gradient of the logits would be another one.
+    A matmul's speed depends on its numbers, and random tokens would give other gradients of the logits.
     """
     text, _ = open_dataset("pystdlib", block, SEED)
     tokens = text.sequences(0, n_batches * RANKS * batch).unflatten(0, (n_batches, RANKS, batch))
@@ -411,7 +411,7 @@ def over_ranks(values: list[float], op, device) -> list[float]:
 
 
 def mfu(config: LlamaConfig, tok_per_s: float, frozen: bool) -> float | None:
-    """Of one GPU, by train.py's count of FLOPs; None where the card's peak is not known. frozen: under adapters."""
+    """MFU of one GPU, by train.py's count of FLOPs; None if the card's peak is unknown. frozen: under adapters."""
     peak = peak_flops(torch.cuda.get_device_name())
     with torch.device("meta"):
         model = Llama(config).requires_grad_(not frozen)
@@ -423,8 +423,8 @@ def own_device() -> torch.device:
 
 
 def measure(arm: str, config: str, batch: int, block: int, checkpointing="none", steps=20, warmup=5, **changes) -> dict:
-    """Trains an arm for warmup + steps: the median step, the peak memory of the rank that needs most, and the tokens a
-    second and losses of all ranks. batch is a rank's. warmup 5: any later step is as fast as the fifth."""
+    """Train an arm for warmup + steps: the median step, the peak memory of the rank that needs most, and tokens per
+    second and losses over all ranks. batch: per rank. warmup 5: any later step is as fast as the fifth."""
     device = own_device()
     torch.cuda.set_device(device)
     memory_stats.let_segments_grow()
@@ -435,17 +435,17 @@ def measure(arm: str, config: str, batch: int, block: int, checkpointing="none",
     optimizer = make_optimizer(arm, model)
     losses, ends, unread = [], [], deque()
     data = batches(warmup + steps, batch, block, device)
-    data[-1] = data[0]  # the losses of the first and the last step are of the same tokens, so that they tell
+    data[-1] = data[0]  # the same tokens in the first and the last step, so that their losses are comparable
     for step, blocks in enumerate(data):
         for group in optimizer.param_groups:
-            group["lr"] = LEARNING_RATE * min(1, (step + 1) / 10)  # without a warm-up the loss of 8B first goes up
+            group["lr"] = LEARNING_RATE * min(1, (step + 1) / 10)  # without a warm-up 8B's loss first rises
         if step == warmup:
             gc.collect()
-            gc.disable()  # as torchtitan: no collection in the middle of a step
+            gc.disable()  # as in torchtitan: no collection in the middle of a step
             torch.cuda.reset_peak_memory_stats()
             ends = [time.perf_counter()]
         unread.append(train_step(model, loss_of, optimizer, blocks[:, :-1].contiguous(), blocks[:, 1:].contiguous()))
-        # As train.py: the loss is read when the next step has been launched, so that the GPU waits for none.
+        # As in train.py: read the loss after launching the next step, so that the GPU never waits.
         while len(unread) > (step + 1 not in (warmup, len(data))):
             losses.append(unread.popleft()()[0])
             ends.append(time.perf_counter())

@@ -1,7 +1,7 @@
-"""Records: the JSON in benchmarks/records/ that a named command wrote, with device, versions and commit.
+"""Records: JSON files in benchmarks/records/, each with the command that wrote it, device, versions and commit.
 
-A record has a list of rows for each kind of measurement. The same commit on the same card adds to a record, any other
-begins it anew. With --keep=true it goes on all the same and names all commits: for changes that cost neither time nor
+A record has a list of rows for each kind of measurement. The same commit on the same card adds to a record; any other
+starts it anew, unless --keep=true: then it adds rows and lists all commits, for changes that affect neither time nor
 memory.
 """
 
@@ -26,34 +26,34 @@ PAGES = ["*.md", "benchmarks/records", "benchmarks/plots"]  # written by bench.p
 
 
 def load(name: str) -> dict | list[dict]:
-    """A record, with its name; of NAME* those of the training runs whose names begin so."""
+    """A record, with its name; for NAME* all records of training runs whose names begin with NAME."""
     if name.endswith("*"):
         return [load(path.stem) for path in sorted(RECORDS.glob(f"{name}.json"))]
     return json.loads((RECORDS / f"{name}.json").read_text()) | {"name": name}
 
 
 def keep_summary(run_folder: str, name: str) -> None:
-    """The summary that a run of train.py left, and its validation losses, as the record of that name."""
+    """Write the summary that a run of train.py left, and its validation losses, as the record of that name."""
     summary = Path(run_folder) / "summary.json"
     if not summary.exists():
         sys.exit(f"{summary} does not exist: a training run leaves it when it reaches max_iters")
     if not name or name != Path(name).name:
-        sys.exit(f"{name!r} is no name of a record: it becomes benchmarks/records/NAME.json")
+        sys.exit(f"{name!r} is not a valid name: the record becomes benchmarks/records/NAME.json")
     try:
         found, losses = read_json(summary), read_losses(Path(run_folder))
     except (OSError, ValueError) as error:
         sys.exit(str(error))
     if found["steps"] != found["settings"]["max_iters"]:
-        sys.exit(f"{summary} is of the last {found['steps']:,} steps alone: a run that was resumed makes no record")
+        sys.exit(f"{summary} covers the last {found['steps']:,} steps alone: a resumed run makes no record")
     if "bits_per_byte" not in found:
-        sys.exit(f"{summary} has no bits per byte, for not all of the validation data was read: raise eval_iters")
+        sys.exit(f"{summary} has no bits per byte, because not all validation data was read: raise eval_iters")
     val = [(step, 3600 * hours, loss) for step, _, hours, loss in losses.val]
     write(RECORDS / f"{name}.json", found | {"val_curve": val})
     print(f"record: {RECORDS / name}.json")
 
 
 def commit() -> str:
-    """As run_log.git_commit, but a record or a page that was written over does not make the code dirty."""
+    """run_log.git_commit(), but rewritten records and pages do not make the code dirty."""
     name, code = run_log.git_commit(), ["git", "diff", "--quiet", "HEAD", "--", ".", *(f":!{path}" for path in PAGES)]
     clean = name.endswith("-dirty") and not subprocess.run(code, cwd=ROOT, capture_output=True).returncode
     return name.removesuffix("-dirty") if clean else name
@@ -62,7 +62,7 @@ def commit() -> str:
 def origin(name: str, words: list[str], device: str) -> dict:
     """The head of a command's record."""
     versions = run_log.versions("cuda") | {"nanocria": commit()}
-    for package in PACKAGES:  # where they are installed
+    for package in PACKAGES:  # those that are installed
         with contextlib.suppress(metadata.PackageNotFoundError):
             versions[package] = metadata.version(package)
     command = shlex.join(["python", "bench.py", *name.split(), *words])
@@ -70,7 +70,7 @@ def origin(name: str, words: list[str], device: str) -> dict:
 
 
 def read_record(out: Path) -> dict | None:
-    """None if there is none yet; sys.exit with a sentence if the file is something else."""
+    """The record in a file, None if there is none yet; sys.exit with a message if the file is something else."""
     out.parent.mkdir(parents=True, exist_ok=True)
     if not out.exists():
         return None
@@ -78,18 +78,18 @@ def read_record(out: Path) -> dict | None:
         record = json.loads(out.read_text())
         if {"device", "versions", "command"} <= set(record):
             return record
-    sys.exit(f"--out={out} exists and is no record of a benchmark: name another file")
+    sys.exit(f"--out={out} exists and is not a benchmark record: name another file")
 
 
 def write(out: Path, record: dict) -> None:
-    """The whole record or, if that fails, the one before."""
+    """Write the record atomically: if that fails, the previous one stays."""
     with atomic_write(out) as file:
         file.write((json.dumps(record, indent=1, allow_nan=False) + "\n").encode())
 
 
 def continued(old: dict | None, new: dict, kinds: Iterable[str], keep: bool = False) -> dict:
-    """The new record, with the rows, commands and commits of the old one where they may stand beside each other: on the
-    same device, no package in two versions, and the same commit or --keep.
+    """The new record, with the rows, commands and commits of the old one if they are comparable: the same device, no
+    package in two versions, and the same commit or --keep.
     """
     if old is None or old["device"] != new["device"]:
         return new
@@ -99,7 +99,7 @@ def continued(old: dict | None, new: dict, kinds: Iterable[str], keep: bool = Fa
     if not (keep or same) or any(before[package] != now[package] for package in before.keys() & now.keys()):
         return new
     versions = old["versions"] | new["versions"] | {"nanocria": each_once(", ", commits, commit)}
-    rows = {kind: old.get(kind, []) for kind in kinds}  # an older record has not all kinds
+    rows = {kind: old.get(kind, []) for kind in kinds}  # an older record lacks some kinds
     return new | {"command": each_once(" && ", old["command"], new["command"]), "versions": versions} | rows
 
 
@@ -108,7 +108,7 @@ def each_once(separator: str, *texts: str) -> str:
 
 
 def kept_rows(new: dict, out: Path, keys: dict, keep: bool) -> dict[tuple, dict]:
-    """By name the rows that the file has already, where the new record continues it: they are not measured again."""
+    """The rows that the file already has, by name, if the new record continues it: they are not measured again."""
     found = continued(read_record(out), new, keys, keep)
     return {values(row, keys[kind]): row for kind in keys for row in found[kind]}
 
@@ -116,18 +116,18 @@ def kept_rows(new: dict, out: Path, keys: dict, keep: bool) -> dict[tuple, dict]
 def fill(new: dict, rows: Iterable[tuple[str, dict]], out: Path, keys: dict, line: Callable, keep=False):
     """Put rows, each with its kind, into the record and its file as they come, and print line(row).
 
-    keys: kind -> the keys that name a row; a later row of the same name replaces the earlier one. Returns the record;
-    what failed or was missing is not in it.
+    keys: kind -> the keys that identify a row; a later row with the same values replaces the earlier one. Returns the
+    record, without rows that failed or whose trainer is missing.
     """
     old = read_record(out)
     record = continued(old, new, keys, keep)
     if old and record is new:
-        print(f"{out} was measured with other code or on another device: it begins anew")
+        print(f"{out} was measured with other code or on another device: starting anew")
     for kind, row in rows:
         if not {"missing", "failed"} & row.keys():
-            # read each time: on another card another process may add to the same file
+            # reread each time: another process, on another card, may add to the same file
             record = continued(read_record(out), record, keys, keep)
             record[kind] = list({str(values(r, keys[kind])): r for r in [*record[kind], row]}.values())
-            write(out, record)  # now: a later point may crash
+            write(out, record)  # at once: a later point may crash
         print(line(row), flush=True)
     return record

@@ -23,12 +23,12 @@ LINK = "[{versions[nanocria]}](benchmarks/records/{name}.json)"  # from a commit
 
 
 def card(r: dict) -> str:
-    """The one device of a record, without the memory that some GPUs have in their name."""
+    """A record's single device, without the memory size that some GPUs have in their name."""
     return re.sub(r"^1 x | \d+GB.*", "", r["device"])
 
 
 def footer(r: dict) -> str:
-    """On what a record was measured, what that card reaches, and where the commands and commits are."""
+    """What a record was measured on, what that card reaches, and where to find the commands and commits."""
     path = f"benchmarks/records/{r['name']}.json"
     rows = [row for kind in r.values() if isinstance(kind, list) for row in kind]
     ran = arms.packages_of({arm for row in rows for arm in row.get("arms", [row.get("arm")])})
@@ -44,7 +44,7 @@ def footer(r: dict) -> str:
 
 
 def limits(r: dict) -> str:
-    """What a record's device reaches, as far as it says."""
+    """What a record's device reaches, as far as the record says."""
     forms = {"copy_tb_s": "copies {:.2f} TB/s", "matmul_tflops": "matmuls {:.0f} TFLOP/s", "cpu_cores": "{} CPU cores"}
     found = ", ".join(form.format(r[name]) for name, form in forms.items() if name in r)
     return f"; {found}" if found else ""
@@ -54,7 +54,7 @@ def limits(r: dict) -> str:
 
 
 def kernels_table(r: dict) -> str:
-    """A line an operation and size, its passes beside each other; bold is where a peer is faster than ours."""
+    """A line for each operation and size, its passes side by side; bold where a peer is faster than ours."""
     lines = []
     for (op, size), rows in groupby(r["rows"], key=lambda row: (row["op"], compare.shape(row))):
         cells = [
@@ -74,7 +74,7 @@ def lead_cell(row: dict) -> str:
 
 
 def baby_table(runs: list[dict]) -> str:
-    """How long and how good, beside two compressors that read the same bytes."""
+    """Training time and result, beside two compressors that read the same bytes."""
     header = "command | device | minutes | bits per byte | gzip -9 | xz -9"
     bits = "{bits_per_byte:.2f} | {gzip_bits_per_byte:.2f} | {xz_bits_per_byte:.2f}"
     rows = [r | {"card": card(r), "minutes": r["train_seconds"] / 60} for r in runs]
@@ -91,7 +91,7 @@ def linux_headline(r: dict) -> str:
 
 
 def linux_table(runs: list[dict]) -> str:
-    """The leaderboard: who needs the fewest minutes to the loss of the first, AdamW's, then who does not reach it."""
+    """The leaderboard: by minutes to reach the loss of the first record, AdamW's; then those that do not reach it."""
     first, rows = runs[0], []
     for r in runs:
         row, reached = r | {"card": card(r)}, [point for point in r["val_curve"] if point[-1] <= first["val_loss"]]
@@ -108,14 +108,14 @@ def linux_table(runs: list[dict]) -> str:
 
 
 def optimizer_bits_table(runs: list[dict]) -> str:
-    """AdamW's moments in 32 bits and in 8, a pair after the other."""
+    """AdamW's moments in 32 bits and in 8, pair by pair."""
     line = f"`{{command}}` | {{card}} | {{tok_per_s:,.0f}} | {{peak_gib:.1f}} | {{val_loss:.4f}} | {LINK}"
     rows = [r | {"card": card(r)} for r in runs]
     return table("command | device | tokens/s | GiB per GPU | validation loss | commit", line, rows)
 
 
 def losses_table(r: dict) -> str:
-    """The mean loss over the last third of the steps; the mean and the mean size of its differences there."""
+    """The mean loss over the last third of the steps; the mean and the mean absolute difference there."""
     rows = []
     for row in compare.named((row for row in r["runs"] if "losses" in row), arms.LOSSES):
         row["loss"] = compare.last_third(row["losses"])
@@ -129,7 +129,7 @@ def losses_table(r: dict) -> str:
 
 
 def finetune_losses_table(r: dict) -> str:
-    """A table for runs of the same length: those of all weights are shorter than those of adapters."""
+    """A table for each length of runs: runs of all weights are shorter than those of adapters."""
     tables, runs = [], compare.named((row for row in r["runs"] if "losses" in row), arms.FINETUNE)
     for n in sorted({row["steps"] for row in runs}):
         rows = [row for row in runs if row["steps"] == n]
@@ -163,7 +163,7 @@ def sft_sentence(r: dict) -> str:
 
 
 def snapshot_table(r: dict) -> str:
-    """GiB of each part at the peak, a column for each trainer."""
+    """GiB of each part at the peak, with a column for each trainer."""
     rows = [row for row in r["arms"] if "peak_gib" in row]
     lines = [[part, *(f"{row['at_peak'][part]:.2f}" for row in rows)] for part in arms.SNAPSHOT_PARTS]
     lines.append(["together", *(f"{row['peak_gib']:.2f}" for row in rows)])
@@ -174,7 +174,7 @@ def snapshot_table(r: dict) -> str:
 
 
 def steps_table(r: dict) -> str:
-    """Tokens a second and peak GiB of each arm, a row for each shape and checkpointing."""
+    """Tokens per second and peak GiB of each arm, with a row for each shape and checkpointing."""
     there, points = {point["arm"] for point in r["points"]}, compare.named(r["points"], arms.STEP)
     trainers = [title for arm, title in arms.STEP.items() if arm in there]
     header, line = "sequences x tokens | checkpointing", f"{AT} | {{checkpointing}}"
@@ -182,7 +182,7 @@ def steps_table(r: dict) -> str:
 
 
 def headline(r: dict) -> str:
-    """The largest number of tokens a second, and what torchtitan's recipe does on the same."""
+    """The most tokens per second, and what torchtitan's recipe reaches at the same place."""
     best = max((p for p in done(r["points"]) if p["arm"] == "nanocria"), key=lambda p: p["tok_per_s"])
     ratio = compare.ratio(best, by_place(r["points"], STEP_PLACE)["recipe", *values(best, STEP_PLACE[1:])])
     return (
@@ -193,7 +193,7 @@ def headline(r: dict) -> str:
 
 
 def fp8_sentence(r: dict) -> str:
-    """What float8 brings, and what torchtitan's recipe does with torchao's."""
+    """What float8 gains, and what torchtitan's recipe reaches with torchao's."""
     found, parts = by_place(r["points"], STEP_PLACE), []
     for (arm, *at), row in found.items():
         others = [found.get((other, *at)) for other in ("nanocria", "recipe-fp8")]
@@ -206,13 +206,13 @@ def fp8_sentence(r: dict) -> str:
 
 
 def small_model_table(r: dict) -> str:
-    """The steps of the small model, where a step is hundreds of launches of a few microseconds."""
+    """The steps of the small model: each is hundreds of kernels of a few microseconds."""
     rows = compare.named(done(r["baby"]), arms.STEP)
     return table("trainer | ms per step | tok/s", "{trainer} | {ms_per_step:.2f} | {tok_per_s:,.0f}", rows)
 
 
 def breakdown_table(r: dict) -> str:
-    """Milliseconds of each part of the step and the least that it could take."""
+    """Milliseconds of each part of the step, and the minimum that it could take."""
     parts = [row for row in r["breakdown"] if "ms" in row]
     total = {"part": "whole step"} | {key: sum(row[key] or 0.0 for row in parts) for key in ("ms", "floor_ms")}
     rows = [row | {"floor": "" if row["floor_ms"] is None else f"{row['floor_ms']:.1f}"} for row in [*parts, total]]
@@ -228,7 +228,7 @@ EACH_GPU = "MFU | peak GiB | estimated / peak", "{mfu:.1%} | {peak_gib:.1f} | {a
 
 
 def of_each_gpu(rows: list[dict]) -> list[dict]:
-    """The rows, named, with what a table says of them beside what was measured."""
+    """The rows, named, with the columns that a table derives from the measurements."""
     rows = [row | {"speed": "out of memory"} for row in compare.named(rows, arms.GPUS)]
     for row in done(rows):
         row |= {"speed": f"{row['tok_per_s']:,.0f}", "each": row["tok_per_s"] / row["ranks"]}
@@ -237,13 +237,13 @@ def of_each_gpu(rows: list[dict]) -> list[dict]:
 
 
 def scaling_table(r: dict) -> str:
-    """Tokens a second over those of the same trainer on one GPU times the number of GPUs."""
+    """Tokens per second over those of the same trainer on one GPU times the number of GPUs."""
     rows = of_each_gpu(sorted(r["scaling"], key=lambda row: row["ranks"]))
     alone = {row["arm"]: row["tok_per_s"] for row in done(rows) if row["ranks"] == 1}
     for row in rows:
         one = alone.get(row["arm"].partition("-")[0])
         row |= {"efficiency": row["each"] / one} if one and "each" in row else {}
-        row["trainer"] = row["trainer"].partition("," if row["ranks"] == 1 else "\n")[0]  # one is not sharded
+        row["trainer"] = row["trainer"].partition("," if row["ranks"] == 1 else "\n")[0]  # one GPU is not sharded
     header = f"trainer | GPUs | tok/s | tok/s per GPU | scaling efficiency | {EACH_GPU[0]}"
     line = f"{{trainer}} | {{ranks}} | {{speed}} | {{each:,.0f}} | {{efficiency:.3f}} | {EACH_GPU[1]}"
     return f"Llama 3.2 1B, 16 x 2,048 tokens per GPU, without checkpointing:\n\n{table(header, line, rows)}"
@@ -269,7 +269,7 @@ def big_table(r: dict) -> str:
 
 
 def optimizers_table(r: dict) -> str:
-    """A step's time, and over AdamW's on as many GPUs."""
+    """A step's time, and its ratio to AdamW's on as many GPUs."""
     rows = compare.named(done(r["optimizers"]), arms.GPUS)
     adamw = {row["ranks"]: row["ms_per_step"] for row in rows if row["arm"] == "nanocria-adamw"}
     for row in rows:
@@ -309,7 +309,7 @@ def save_memory_sentences(r: dict) -> str:
 
 
 def sweep_tables(r: dict) -> str:
-    """For each sweep of a record what fits, then all points, which GitHub shows to whoever clicks on the title."""
+    """For each sweep of a record, what fits, then all points, folded under their title on GitHub."""
     parts = []
     for kind in filter(r.get, compare.KINDS):
         series = compare.by_series(r, kind)
@@ -321,7 +321,7 @@ def sweep_tables(r: dict) -> str:
 
 
 def fits_table(r: dict, kind: str) -> str:
-    """The largest size of each series, what did not fit, how it was there, and what a token more takes."""
+    """The largest size of each series, what did not fit, speed and memory at the largest, and bytes per extra token."""
     rows, size = [], VARIES[kind]
     for series in compare.by_series(r, kind).values():
         fits, too_large = done(series), [row[size] for row in series if row.get("oom")]
@@ -361,7 +361,7 @@ def arithmetic(r: dict) -> str:
 
 
 def fits_headline(r: dict) -> str:
-    """What fits: nanocria and each peer with the same kept on the CPU, and nanocria with the activations too."""
+    """What fits: nanocria and each peer with the same state on the CPU, and nanocria with its activations there too."""
     found = by_place(r["batch"], ("batch", "arm"))
     largest = {arm: found[batch, arm] for batch, arm in sorted(found)}
     ours, long, liger, hf = (largest[arm] for arm in arms.SHOWN)
@@ -379,7 +379,7 @@ def fits_headline(r: dict) -> str:
 
 
 def finetune_rows(r: dict) -> list[dict]:
-    """Of 8B with adapters: by the size of a step, of each trainer the slower settings first."""
+    """8B with adapters: by the size of a step, each trainer's slower settings first."""
     size = ("batch", "block", "arm", "tok_per_s")
     return sorted(done([*r["batch"], *r["seq"]]), key=lambda row: (row["batch"] * row["block"], *values(row, size)))
 
@@ -393,10 +393,10 @@ def finetune_table(r: dict) -> str:
 
 
 def finetune_sentence(r: dict) -> str:
-    """QLoRA in float8 and in bfloat16, beside the peer at each size, at the fastest settings of each."""
+    """QLoRA in float8 and in bfloat16 beside the peer, at each size and at each one's fastest settings."""
     found, parts = by_place(finetune_rows(r), ("arm", "batch", "block")), []
     for (arm, *at), row in found.items():
-        if arm == "qlora-fp8" and (peer := found.get(("peft-qlora", *at))):  # of 131,072 tokens theirs does not fit
+        if arm == "qlora-fp8" and (peer := found.get(("peft-qlora", *at))):  # theirs does not fit at 131,072 tokens
             fp8, bf16 = (compare.ratio(ours, peer)["tok_per_s"] for ours in (row, found["qlora", *at]))
             gib = f"{row['peak_gib']:.1f} GiB vs. {peer['peak_gib']:.1f}"
             times = f"{fp8:.2f} times as fast, {bf16:.2f} without float8; {gib}"
@@ -459,7 +459,7 @@ def drive_sentence(r: dict) -> str:
 
 
 def disk_table(r: dict) -> str:
-    """An update through a drive beside plain reads and writes; bytes of both ways."""
+    """An update through a drive beside plain reads and writes; bytes both read and written."""
     rows = [row | {"of": f"{row['config']} {row['flags']}".strip(), "gb": row["bytes"] / 1e9} for row in r["drives"]]
     line = "`{of}` | {gb:.1f} | {update_gb_per_s:.2f} | {plain_gb_per_s:.2f} | {plain_threads} | {ratio:.2f}"
     return table("an update of | GB | GB/s | plain GB/s | its threads | ratio", line, rows)
@@ -467,7 +467,7 @@ def disk_table(r: dict) -> str:
 
 # --- The pages ---
 
-TABLES = {  # a word of the command -> kind of rows -> what is made of them
+TABLES = {  # a word of the command -> kind of rows -> the function that makes their table
     "kernels": {"rows": kernels_table},
     "step": {"points": steps_table, "breakdown": breakdown_table, "baby": small_model_table},
     "gpus": {"scaling": scaling_table, "8b": big_table, "optimizers": optimizers_table, "saves": saves_sentences,
@@ -484,18 +484,18 @@ TABLES = {  # a word of the command -> kind of rows -> what is made of them
 
 
 def tables(r: dict) -> str:
-    """What the command of a record prints, and a page shows, of each kind of rows."""
+    """The tables of a record: its command prints them, and pages show them."""
     makes = TABLES[next((word for word in r["command"].split() if word in TABLES), "sweep")].items()
     made = (make(r) for kind, make in makes if any(not row.get("oom") for row in r.get(kind, [])))
     return "\n\n".join(filter(None, made))
 
 
 def measured(r: dict, make: Callable[[dict], str] = tables) -> str:
-    """A part of a page: what is made of a record, and where that is from."""
+    """A part of a page: what `make` makes of a record, and where the record comes from."""
     return f"{make(r)}\n\n{footer(r)}"
 
 
-PAGES = {  # page -> its parts: name -> what makes it, and of which record or records
+PAGES = {  # page -> its parts: name -> the function that makes it, and its record or records
     "README.md": {
         "headline": (headline, "step"), "fits_headline": (fits_headline, "study"),
         "linux_headline": (linux_headline, "linux_114m"), "whole_8b": (whole_8b_sentence, "ladder"),
@@ -518,7 +518,7 @@ PAGES = {  # page -> its parts: name -> what makes it, and of which record or re
 
 
 def render(text: str, page: str) -> str:
-    """The page with each of its parts made anew."""
+    """The page with each of its parts rendered again."""
     marked = re.compile(r"<!-- (\w+) -->\n.*?<!-- /\1 -->", re.DOTALL)
     if wrong := set(marked.findall(text)) ^ set(PAGES[page]):
         raise SettingError(f"{page} must hold each part between <!-- PART --> and <!-- /PART -->, look at {wrong}")
@@ -533,12 +533,12 @@ def render(text: str, page: str) -> str:
 
 
 def write_pages() -> None:
-    """Writes the tables of all pages, or of none, and draws the plots."""
+    """Write the tables of all pages, or of none, and draw the plots."""
     from benchmarks import draw
 
     pages = {page: render((ROOT / page).read_text(), page) for page in PAGES}
     for plot, (name, draw_plot) in draw.PLOTS.items():
         draw_plot(load(name), PLOTS / f"{plot}.png")
     for page, text in pages.items():
-        with atomic_write(ROOT / page) as file:  # who reads the page meanwhile finds it whole
+        with atomic_write(ROOT / page) as file:  # a reader never sees half a page
             file.write(text.encode())

@@ -1,11 +1,11 @@
-"""The losses of training runs, drawn together and tabled.
+"""Draw and tabulate the losses of training runs.
 
     python bench.py run out                            one run, to out/loss.png
-    python bench.py run out/adamw out/muon             beside each other, to out/loss.png
+    python bench.py run out/adamw out/muon             together, to out/loss.png
     python bench.py run out/adamw out/muon --out=muon.png
 
-The folders are those of train.py's out_dir, of runs that have ended or still go on. A run is called by its folder and
-by the settings in which the runs differ. Tokens and hours are those of training, without evaluations and saves.
+The folders are train.py's out_dir, of finished or running runs. A run's label is its folder and the settings in which
+the runs differ. Tokens and hours count training, without evaluations and saves.
 """
 
 from pathlib import Path
@@ -16,14 +16,14 @@ from configurator import SettingError
 from runtime.loss_plot import Losses, draw_losses, read_losses, smoothed
 
 # settings
-out = ""  # the plot; nothing: loss.png in the run's folder, or out/loss.png of several
+out = ""  # the plot; default: loss.png in the run's folder, or out/loss.png for several
 
-NOT_TOLD = ("out_dir", "wandb_run_name")  # of each run its own
+NOT_TOLD = ("out_dir", "wandb_run_name")  # they always differ
 
 
 def parse(argv: list[str]) -> SimpleNamespace:
     folders = [Path(word) for word in argv if not word.startswith("-")]
-    folders = [path for path in folders if not path.is_file()]  # out/* names the plot of the time before, too
+    folders = [path for path in folders if not path.is_file()]  # out/* includes the previous plot
     folder = folders[0].absolute() if len(folders) == 1 else "out"
     s = cli.read_settings(globals(), [word for word in argv if word.startswith("-")], out=f"{folder}/loss.png")
     if not folders:
@@ -33,7 +33,7 @@ def parse(argv: list[str]) -> SimpleNamespace:
 
 
 def labelled(runs: list[Losses]) -> dict[str, Losses]:
-    """The runs by folder, and by the settings in which those that are known differ."""
+    """The runs by label: the folder, and the settings in which the runs with known settings differ."""
     known = [run.settings for run in runs if run.settings]
     names = [name for name in (known[0] if known else {}) if name not in NOT_TOLD]
     names = [name for name in names if any(settings.get(name) != known[0][name] for settings in known)]
@@ -63,6 +63,6 @@ def main(argv: list[str]) -> None:
         print(loss_table(runs))
         s.out.parent.mkdir(parents=True, exist_ok=True)
         draw_losses(runs, s.out)
-    except (OSError, ValueError) as error:  # ValueError: matplotlib's too, of an --out that ends in none of its formats
+    except (OSError, ValueError) as error:  # ValueError: also matplotlib's, for an --out in an unknown format
         raise SettingError(str(error)) from None
     print(f"drawn: {s.out}")

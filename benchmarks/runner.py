@@ -1,4 +1,4 @@
-"""Starts train.py, or a peer of benchmarks/peers.py, in a process of its own on a clean card, and reads its result."""
+"""Start train.py, or a peer from benchmarks/peers.py, in a separate process on a clean card, and read its result."""
 
 import contextlib
 import functools
@@ -25,12 +25,12 @@ from runtime.checkpoint_folder import write_folder
 from runtime.hf_config import write_config
 from runtime.hf_names import hf_rows
 
-CONFIG = "config/llama32_1b.py"  # the model that is measured unless another is named
-CHECKPOINTING = ["none", "selective", "full"]  # Hugging Face knows no selective
+CONFIG = "config/llama32_1b.py"  # the default model
+CHECKPOINTING = ["none", "selective", "full"]  # Hugging Face has no selective
 OFFLOAD = ["none", "optimizer", "all"]
 TIMEOUT = 1200  # seconds a point may take: half a million tokens a step, 8B's checkpoint, galore-torch's SVDs
 KEPT = ("ms_per_step", "tok_per_s", "mfu", "peak_gib", "reserved_gib", "estimated_gib", "oom", "failed")  # of a summary
-LINE = {  # what a line says of a row
+LINE = {  # the formats of a printed row
     "model": "{}", "ranks": "{} GPU", "batch": "batch {:>4}", "block": "{:>7,} tokens", "checkpointing": "{:<9}",
     "offload": "offload {:<9}", "flags": "{}", "ms": "{:9.2f} ms", "floor_ms": "at least {:9.2f}",
     "ms_per_step": "{:9.2f} ms", "tok_per_s": "{:11,.0f} tok/s", "mfu": "mfu {:5.1%}", "peak_gib": "{:6.1f} GiB",
@@ -41,9 +41,8 @@ LINE = {  # what a line says of a row
 
 
 def run(command: list[str], ranks: int = 1) -> tuple[dict | None, str]:
-    """The JSON object on the last line that a Python command prints, or None, and all that it printed.
-
-    ranks > 1: under torchrun.
+    """Run a Python command, under torchrun if ranks > 1. Returns the JSON object on the last line that begins with one,
+    None if it fails, and all that it printed.
     """
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True, "start_new_session": True}
     launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}"] if ranks > 1 else []
@@ -63,20 +62,20 @@ def run(command: list[str], ranks: int = 1) -> tuple[dict | None, str]:
 
 
 def end(process: subprocess.Popen) -> None:
-    """End a process and what it started. By force: torchrun, asked to end, forgets the ranks that it is starting."""
+    """Kill a process and all that it started. SIGKILL, because a terminated torchrun forgets ranks still starting."""
     if process.poll() is None:
-        process.send_signal(signal.SIGSTOP)  # it starts no more
-        for pid in children(process.pid):  # torchrun's ranks are in groups of their own
+        process.send_signal(signal.SIGSTOP)  # so that it starts no more
+        for pid in children(process.pid):  # torchrun's ranks are in separate process groups
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
-    with contextlib.suppress(ProcessLookupError):  # nobody is left
+    with contextlib.suppress(ProcessLookupError):  # nothing is left
         os.killpg(process.pid, signal.SIGKILL)
     with contextlib.suppress(subprocess.TimeoutExpired):
         process.wait(10)
 
 
 def children(pid: int) -> list[int]:
-    """The processes that a process has started, and those that they have."""
+    """All descendants of a process."""
     found = []
     with contextlib.suppress(OSError):  # it has just ended
         for file in Path(f"/proc/{pid}/task").glob("*/children"):
@@ -85,7 +84,7 @@ def children(pid: int) -> list[int]:
 
 
 def train_words(config: str, batch: int, block: int, checkpointing: str, out_dir: str, ranks: int = 1) -> list[str]:
-    """train.py's command line, without evaluations and checkpoints; batch is a rank's. The optimizer is the peers'."""
+    """train.py's command line, without evaluations and checkpoints. batch: per rank. The optimizer is the peers'."""
     flags = {
         "dataset": "pystdlib", "gradient_accumulation_steps": ranks, "batch_size": batch, "block_size": block,
         "activation_checkpointing": checkpointing, "warmup_iters": 5, "log_interval": 10, "eval_interval": 100000,
@@ -97,16 +96,16 @@ def train_words(config: str, batch: int, block: int, checkpointing: str, out_dir
 def train(words: list[str], out_dir: str, ranks: int = 1, before: Iterable[str] = ()) -> dict:
     """The summary that train.py leaves in out_dir, or why it leaves none. before: the program that runs it."""
     summary = Path(out_dir) / "summary.json"
-    summary.unlink(missing_ok=True)  # of the run that this one goes on with
+    summary.unlink(missing_ok=True)  # of the run that this one resumes
     _, printed = run([*before, "train.py", *words], ranks)
     return json.loads(summary.read_text()) if summary.exists() else failure(printed)
 
 
 @functools.cache
 def random_base(config: str) -> tempfile.TemporaryDirectory:
-    """A folder with random weights of the model, as published ones: adapters need a model to stand on.
+    """A folder with random weights of the model, like published ones: adapters need a base.
 
-    The weights are pieces of the same 64 million numbers, and do for measuring speed and memory.
+    The weights repeat the same 64 million numbers, which is enough to measure speed and memory.
     """
     c = peers.llama_config(config)
     with torch.device("meta"):
@@ -127,34 +126,33 @@ def random_base(config: str) -> tempfile.TemporaryDirectory:
 
 
 def call(function: str, ranks: int = 1, before: Iterable[str] = (), **arguments) -> dict:
-    """What a function of benchmarks/ returns in a process of its own, or why it did not."""
+    """Call a function of benchmarks/ in a separate process; return its result, or why there is none."""
     result, printed = run([*before, "-m", "benchmarks.call", function, json.dumps(arguments)], ranks)
     return result or failure(printed)
 
 
 def arm_point(arm: str, flags: list[str] | None, steps: int, ranks=1, warmup=5, before=(), **at) -> dict:
-    """A short run of train.py with these flags, or, None, of the peer of that name. at: see train_words."""
+    """A short run of train.py with these flags or, if flags is None, of the peer `arm`. at: see train_words."""
     row = {"steps": steps, "oom": False}
     if flags is None:
         return row | call("peers.measure", ranks, before, arm=arm, steps=steps, warmup=warmup, **at)
     with tempfile.TemporaryDirectory() as out_dir:
         words = [*train_words(**at, out_dir=out_dir, ranks=ranks), *flags, f"--max_iters={steps + warmup}"]
         summary = train(words, out_dir, ranks, before)
-        used = {"used_cpu_gib": summary["cpu_gib"]} if "cpu_gib" in summary else {}  # by the process, at its peak
+        used = {"used_cpu_gib": summary["cpu_gib"]} if "cpu_gib" in summary else {}  # the process's peak
         return row | used | {key: summary[key] for key in KEPT if key in summary}
 
 
 def sweep_point(arm: str, offload: str, flags: list[str], **at) -> dict:
-    """Of an arm of the sweeps: of train.py with its flags and more, or of the peer that offloads as much."""
+    """arm_point() for an arm of the sweeps: train.py with its flags and more, or the peer that offloads as much."""
     if arm in SWEEP_FLAGS:
         return arm_point(arm, [f"--offload={offload}", *SWEEP_FLAGS[arm], *flags], **at)
     return arm_point(SWEEP_PEERS[arm][offload], None, **at)
 
 
 def in_turn(kind: str, keys: tuple[str, ...], places: Iterable[tuple], measure_at: Callable):
-    """The kind and a row for each place, of those keys: arm after arm, so that a card that warms up is no arm's luck.
-
-    measure_at(**row) measures it. A trainer that is not installed is tried once.
+    """Yield the kind and a row for each place (values of `keys`), in the order given: with the arms interleaved, a card
+    that warms up favors none. measure_at(**row) measures a row. A trainer that is not installed is tried only once.
     """
     missing = set()
     for place in places:
@@ -166,12 +164,12 @@ def in_turn(kind: str, keys: tuple[str, ...], places: Iterable[tuple], measure_a
 
 
 def arm_points(kind: str, keys: tuple[str, ...], places: Iterable[tuple], flags: dict[str, list[str]], **options):
-    """An arm_point for each place, in turn, with these options; flags: of the arms that are train.py."""
+    """An arm_point() for each place, in turn, with these options. flags: for the arms that are train.py."""
     return in_turn(kind, keys, places, lambda arm, **at: arm_point(arm, flags.get(arm), **options, **at))
 
 
 def own_words(printed: str) -> str:
-    """Without what torchrun says after its ranks have ended."""
+    """The output without what torchrun prints after its ranks have ended."""
     return re.split(r"\n[WE]\d{4} .*torch/distributed/elastic/", printed)[0].strip()
 
 
@@ -196,14 +194,14 @@ def trouble(row: dict) -> str:
 
 
 def begin(name: str, words: list[str], kinds: Iterable[str], n_gpus=None, on_cpu=False) -> dict:
-    """The record of this command on this card, or on so many, with no rows of any kind yet. on_cpu: a CPU will do."""
+    """A record without rows for this command, on this card or on n_gpus of them. on_cpu: a CPU is enough."""
     if not torch.cuda.is_available() and not on_cpu:
         instead = "python bench.py estimate, or ladder --estimate=true, computes what fits"
         sys.exit(f"python bench.py {name or 'sweep'} needs a CUDA GPU, and torch finds none: {instead}")
     for number in (signal.SIGTERM, signal.SIGHUP):
-        if signal.getsignal(number) != signal.SIG_IGN:  # as nohup has it
-            signal.signal(number, lambda number, _: sys.exit(128 + number))  # as Ctrl-C: a point at work is ended first
-    facts = call("timing.card")  # elsewhere, so that this process takes none of the card
+        if signal.getsignal(number) != signal.SIG_IGN:  # nohup ignores it: keep that
+            signal.signal(number, lambda number, _: sys.exit(128 + number))  # like Ctrl-C: kills a running point first
+    facts = call("timing.card")  # in another process, so that this one takes no GPU memory
     if "device" not in facts:
         sys.exit(trouble(facts))
     print(f"{facts['device']}{report.limits(facts)}")
@@ -212,7 +210,7 @@ def begin(name: str, words: list[str], kinds: Iterable[str], n_gpus=None, on_cpu
 
 
 def line(titles: dict[str, str], row: dict) -> str:
-    """A row as one reads it while the run goes on: what was measured, and the numbers or why there are none."""
+    """A row as printed during the run: what was measured, and the numbers or why there are none."""
     if "op" in row:
         times = [f"{arm} {compare.duration(us)}" for arm, us in compare.times(row).items()]
         warning = "  INACCURATE" * compare.is_inaccurate(row["arms"])
@@ -228,15 +226,15 @@ def line(titles: dict[str, str], row: dict) -> str:
 
 
 def measure(name: str, s: SimpleNamespace, keys: dict, rows: Callable, titles=(), plot="", n_gpus=None, on_cpu=False):
-    """Runs a command: fills its record with rows(s) and prints the tables of each kind of row.
+    """Run a command: fill its record with rows(s) and print the tables of each kind of row.
 
-    s.new is the record without rows. titles: of arms. plot: the function of draw.py that draws it, beside the record.
-    n_gpus: that the record names. on_cpu: as for begin.
+    s.new is the record without rows. titles: of arms. plot: the function of draw.py that draws a plot next to the
+    record. n_gpus: the number that the record states. on_cpu: as for begin().
     """
     s.new = begin(name, s.command, keys, n_gpus, on_cpu)
     found = record.fill(s.new, rows(s), s.out, keys, functools.partial(line, dict(titles)), getattr(s, "keep", False))
     if plot and any("peak_gib" in row for kind in keys for row in found[kind]):
-        with contextlib.suppress(ImportError):  # without matplotlib there is no plot
+        with contextlib.suppress(ImportError):  # without matplotlib, no plot
             from benchmarks import draw
 
             getattr(draw, plot)(found, s.out.with_suffix(".png"))

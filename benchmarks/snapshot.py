@@ -1,14 +1,14 @@
-"""What holds the memory in one step, allocation by allocation: ours beside Hugging Face's.
+"""What takes the memory in one step, allocation by allocation: ours beside Hugging Face's.
 
     python bench.py snapshot                                     Llama 3.2 1B, 8 x 2,048 tokens
     python bench.py snapshot --peers=hf,liger --checkpointing=full --offload=optimizer --batch_size=4
-    python bench.py snapshot --out=benchmarks/records/snapshot.json            as the README shows it
-    python bench.py snapshot -- --mlp_chunks=4                   what stands behind -- goes to train.py, for ours alone
+    python bench.py snapshot --out=benchmarks/records/snapshot.json            as README.md shows it
+    python bench.py snapshot -- --mlp_chunks=4                   arguments after -- go to train.py, for ours alone
 
-Each trainer runs in a process of its own; its fifth step is noted as PyTorch's snapshot, out/NAME.pickle, which
-https://pytorch.org/memory_viz shows too, and drawn. What an allocation is for is told by the Python code that asked for
-it, and by how long it lives: what forward leaves for backward is a saved activation, what backward leaves for the
-update a gradient. Autograd's own formulas run without Python, so what has no Python code at all is backward's.
+Each trainer runs in a separate process. Its fifth step is saved as PyTorch's snapshot, out/NAME.pickle, which
+https://pytorch.org/memory_viz can show too, and drawn. An allocation is classified by the Python code that made it and
+by its lifetime: what forward leaves for backward is a saved activation, what backward leaves for the update a gradient.
+Autograd's own formulas run without Python, so an allocation without Python frames belongs to backward.
 """
 
 import itertools
@@ -34,26 +34,26 @@ config = "config/llama32_1b.py"  # the model
 batch_size = 8  # sequences
 block_size = 2048  # tokens of a sequence
 checkpointing: Literal["none", "full"] = "none"  # what backward recomputes
-offload: Literal["none", "optimizer", "all"] = "none"  # what the CPU's memory holds; a peer's: all or nothing
-out = ""  # the record; nothing: out/snapshot.json
+offload: Literal["none", "optimizer", "all"] = "none"  # what CPU memory holds; a peer offloads all or nothing
+out = ""  # the record; default: out/snapshot.json
 
-STEP = 5  # everything has been allocated once before
+STEP = 5  # by then everything has been allocated once
 MAKES_WEIGHTS = {"to_empty", "_apply", "init_weights", "from_config", "build_hf", "fully_shard"}
 OF_BACKWARD = {"backward", "_pre_backward", "post_backward", "foreach_reduce", "_root_post_backward_final_callback"}
-POINTS = 400  # of a timeline that the record keeps
-KEYS = {"arms": ("arm", "batch", "block", "checkpointing", "offload", "flags")}  # what names a row
+POINTS = 400  # that the record keeps of a timeline
+KEYS = {"arms": ("arm", "batch", "block", "checkpointing", "offload", "flags")}  # what identifies a row
 
 
 def parse(argv: list[str]) -> SimpleNamespace:
     s = cli.read_settings(globals(), argv, {"peers": ["hf", "liger", "none"]}, "out/snapshot.json", for_train_py=True)
-    # The file exists, and train.py takes it.
+    # Check that the file exists and train.py accepts it.
     named = {"activation_checkpointing": s.checkpointing, "offload": s.offload, "gradient_accumulation_steps": 1}
     resolve(s.config, 1, named, s.flags)
     return s
 
 
 def at_step(step: int, path: str) -> None:
-    """At the start of STEP begin to list allocations and frees, at that of the next one write the list."""
+    """Start to record allocations and frees at the start of STEP, and write them at the start of the next step."""
     if step == STEP:
         options = {"context": "alloc", "stacks": "python", "max_entries": 1_000_000}
         torch.cuda.memory._record_memory_history(clear_history=True, **options)
@@ -62,8 +62,8 @@ def at_step(step: int, path: str) -> None:
 
 
 def note(path: str, *command: str) -> None:
-    """Runs the command of train.py or of a peer in this process, and leaves the list at that path."""
-    # From here on each allocation knows the Python code that asked for it.
+    """Run the command of train.py or of a peer in this process, and write the record to path."""
+    # From here on each allocation has the Python frames that made it.
     torch.cuda.memory._record_memory_history(enabled="state", context="state", stacks="python")
     progress, train_step, steps = Watchdog.progress, trained.train_step, itertools.count(1)
 
@@ -76,21 +76,21 @@ def note(path: str, *command: str) -> None:
         at_step(next(steps), path)
         return train_step(*arguments)
 
-    Watchdog.progress, trained.train_step = noting_progress, noting_step  # of ours, of a peer
+    Watchdog.progress, trained.train_step = noting_progress, noting_step  # ours, a peer's
     limited.run_here(*command)
 
 
 class Block(NamedTuple):
-    """Memory from one entry of the trace to another; start is -1 for what was there before."""
+    """Memory that lives from one entry of the trace to another; start is -1 if it was allocated before the trace."""
 
     start: int
     end: int
     bytes: int
-    frames: list  # of Python, the innermost first
+    frames: list  # Python frames, innermost first
 
 
 def blocks(snapshot: dict) -> tuple[list[Block], int]:
-    """All that lived during the trace of the device that has one, and the number of the trace's entries."""
+    """All blocks that lived during the trace of the device that has one, and the number of entries in the trace."""
     device, trace = max(enumerate(snapshot["device_traces"]), key=lambda pair: len(pair[1]))
     living, found = {}, []
     for i, entry in enumerate(trace):
@@ -108,19 +108,19 @@ def blocks(snapshot: dict) -> tuple[list[Block], int]:
 
 
 def backward_span(found: list[Block]) -> tuple[int, int]:
-    """The entries between which backward runs: from its first allocation to the first of what comes after it."""
+    """The entries between which backward runs: from its first allocation to the first allocation after it."""
     of_backward = [block.start for block in found if block.start >= 0 and in_backward(block.frames)]
     later = [block.start for block in found if block.start > max(of_backward)]
     return min(of_backward), min(later, default=max(block.end for block in found))
 
 
 def in_backward(frames: list) -> bool:
-    """Autograd's own formulas have no Python; ours and FSDP's hooks have names."""
+    """Autograd's own formulas have no Python frames; our functions and FSDP's hooks have known names."""
     return not frames or any(frame["name"] in OF_BACKWARD for frame in frames)
 
 
 def in_loss_head(frames: list) -> bool:
-    # the head of transformers' model is the linear layer that no layer of its file has called
+    # the head of transformers' model is the linear layer that no other module of its file calls
     head = is_linear(frames) and sum(frame["filename"].endswith("modeling_llama.py") for frame in frames) == 1
     return head or any(re.search(r"cross_entropy|loss_utils\.py", f["filename"] + f["name"]) for f in frames)
 
@@ -130,7 +130,7 @@ def is_linear(frames: list) -> bool:
 
 
 def part_of(block: Block, backward: tuple[int, int], logits_bytes: int) -> str:
-    """logits_bytes: of logits held whole, whose gradients are as large; 0 where they never are."""
+    """logits_bytes: size of whole logits, and so of their gradients; 0 if the logits are never whole."""
     files, names = [frame["filename"] for frame in block.frames], {frame["name"] for frame in block.frames}
     if any("/fsdp/" in file for file in files):
         return "gradients" if "foreach_reduce" in names else "weights"
@@ -152,7 +152,7 @@ def part_of(block: Block, backward: tuple[int, int], logits_bytes: int) -> str:
 
 
 def timeline(snapshot: dict) -> dict[str, list[int]]:
-    """Bytes of each part after each entry of the trace; the first number is of before."""
+    """Bytes of each part after each entry of the trace; the first number is before the trace."""
     found, n_entries = blocks(snapshot)
     backward = backward_span(found)
     logits = [block.bytes for block in found if is_linear(block.frames) and in_loss_head(block.frames)]
@@ -165,7 +165,7 @@ def timeline(snapshot: dict) -> dict[str, list[int]]:
 
 
 def summarized(totals: dict[str, list[int]]) -> dict:
-    """GiB at the peak, and the timeline in at most about POINTS points, the peak among them."""
+    """GiB at the peak, and the timeline in at most about POINTS points, including the peak."""
     together = [sum(values) for values in zip(*totals.values(), strict=True)]
     peak = max(range(len(together)), key=together.__getitem__)
     kept = sorted({*range(0, len(together), max(1, len(together) // POINTS)), peak})

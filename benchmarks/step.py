@@ -1,4 +1,4 @@
-"""The whole training step, beside the trainers that one would use otherwise.
+"""The whole training step, beside the alternative trainers.
 
     python bench.py step                          Llama 3.2 1B on one GPU: every arm, shape and checkpointing
     python bench.py step --arms=nanocria,recipe --shapes=8x2048,2x8192 --checkpointing=none,full
@@ -6,8 +6,8 @@
     python bench.py step --measure=baby           the model of config/baby_llama.py, where launches dominate
 
 Arms: nanocria is train.py itself, nanocria-fp8 the same with --fp8=true; the others are in benchmarks/peers.py. Each
-point is a process of its own that finds a clean card: 5 steps to warm up, then --steps, each a forward, a backward, a
-clip to norm 1 and an AdamW update, of which the median is taken (nanocria's of all but the first). All points take half
+point is a separate process on a clean card: 5 steps to warm up, then --steps, each a forward, a backward, a clip to
+norm 1 and an AdamW update. The result is their median (for nanocria, of all steps but the first). All points take half
 an hour.
 """
 
@@ -23,12 +23,12 @@ from benchmarks import cli, compare, runner
 measure: Literal["points", "breakdown", "baby"] = "points"  # they add to the same record
 arms = ",".join(trainers.STEP)  # points, baby: the trainers
 shapes = "8x2048,16x2048,2x8192,32x2048"  # sequences x tokens; breakdown takes the first
-checkpointing = "none,selective,full"  # Hugging Face knows no selective; breakdown takes the first
-steps: int | None = None  # to measure; none: 20, and 200 of the baby
-keep = False  # whether rows stay although the code has changed since: for changes that cost neither time nor memory
-out = ""  # the record; nothing: benchmarks/records/step.json
+checkpointing = "none,selective,full"  # Hugging Face has no selective; breakdown takes the first
+steps: int | None = None  # to measure; none: 20, for baby 200
+keep = False  # keep rows measured with older code: for changes that affect neither time nor memory
+out = ""  # the record; default: benchmarks/records/step.json
 
-KEYS = {"points": compare.STEP_PLACE, "breakdown": ("part",), "baby": ("arm",)}  # what names a row
+KEYS = {"points": compare.STEP_PLACE, "breakdown": ("part",), "baby": ("arm",)}  # what identifies a row
 BABY = {"config": "config/baby_llama.py", "batch": 64, "block": 256, "checkpointing": "none"}
 BABY_FLAGS = ["--cuda_graph=false", "--cuda_graph=false --compile=true", "--cuda_graph=true"]
 
@@ -44,7 +44,7 @@ def points(s: SimpleNamespace):
     places = [
         (arm, *shape, how)
         for shape, how, arm in product(s.shapes, s.checkpointing, s.arms)
-        if not (how == "selective" and arm.startswith("hf")) and arm != "hf-graphs"  # for the baby: launches cost none
+        if not (how == "selective" and arm.startswith("hf")) and arm != "hf-graphs"  # it is for the baby
     ]
     how = {"steps": s.steps, "config": runner.CONFIG}
     return runner.arm_points("points", compare.STEP_PLACE, places, trainers.STEP_FLAGS, **how)

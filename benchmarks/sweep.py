@@ -1,26 +1,26 @@
-"""What fits in the card: batch and context grow until nothing fits, beside the frameworks.
+"""What fits on the card: batch and context grow until nothing fits, beside other frameworks.
 
-    python bench.py                               batches of Llama 3.2 1B, 1,024 tokens a sequence, on the card at hand
+    python bench.py                               batches of Llama 3.2 1B, sequences of 1,024 tokens, on this card
     python bench.py --sweep=both --peers=hf,liger          contexts too, at batch 4, and beside two others
     python bench.py --memory_limit_gib=24 --checkpointing=full --offload=none,optimizer,all --arms=all,long
     python bench.py --preset=study                24 GiB, offload=all, full checkpointing: our arms beside hf and liger
-    python bench.py --preset=8b                   Llama 3.1 8B, 512 tokens a sequence, on all GPUs, beside the recipe
-    python bench.py -- --mlp_chunks=4             what stands behind -- goes to train.py, for ours alone
+    python bench.py --preset=8b                   Llama 3.1 8B, sequences of 512 tokens, on all GPUs, beside the recipe
+    python bench.py -- --mlp_chunks=4             arguments after -- go to train.py, for ours alone
 
-    python bench.py --preset=finetune             24 GiB, Llama 3.1 8B with adapters, beside peft and bitsandbytes: of
-                                                  each size the fastest settings
+    python bench.py --preset=finetune             24 GiB, Llama 3.1 8B with adapters, beside peft and bitsandbytes: the
+                                                  fastest settings at each size
 
 arms    all: train.py as it is; kernels: without the fused loss; torch: also without the kernels of norms, RoPE, MLP and
-        attention; long: all, with --offload_activations=true; lora, qlora: adapters on a base in bfloat16, in NF4, and
-        with -fp8 behind it multiplied in float8; or none
+        attention; long: all, with --offload_activations=true; lora, qlora: adapters on a base in bfloat16, in NF4;
+        lora-fp8, qlora-fp8: the base multiplied in float8; or none
 peers   hf: transformers' LlamaForCausalLM; liger: with Liger-Kernel's patches; recipe: see benchmarks/peers.py; or
         none. Like ours they keep float32 weights and compute in bfloat16. hf and liger offload all or nothing, through
-        FSDP2: where ours has the optimizer on the CPU, they have weights and gradients there too. peft, peft-qlora,
-        liger-8bit, liger-galore: liger in pure bfloat16, with what another package has.
+        FSDP2: when ours has the optimizer on the CPU, they have weights and gradients there too. peft, peft-qlora,
+        liger-8bit, liger-galore: liger in pure bfloat16, with another package's technique.
 
-Each point is a process of its own, measured on the real step: forward, backward, clip, update. What runs out of memory
-is not tried with more. A plot is drawn beside the record. A sweep that was stopped continues where the record of the
-same code, card and --steps ends; delete that to measure it again.
+Each point is a separate process, measured on the real step: forward, backward, clip, update. A series ends when it runs
+out of memory. A plot is drawn beside the record. A sweep that was stopped continues where the record of the same code,
+card and --steps ends; delete that to measure it again.
 """
 
 import itertools
@@ -38,7 +38,7 @@ from configurator import SettingError
 from runtime import memory, memory_stats
 
 # settings
-preset: Literal["study", "8b", "finetune"] | None = None  # settings together, which other flags override
+preset: Literal["study", "8b", "finetune"] | None = None  # a set of settings, which other flags override
 sweep: Literal["batch", "seq", "both"] = "batch"  # what grows: batches, contexts
 arms = "all"  # ours: see above
 peers = "none"  # beside them: see above
@@ -46,16 +46,16 @@ config = "config/llama32_1b.py"  # the model
 memory_limit_gib: float | None = None  # as if the card had only so many GiB
 checkpointing = "none"  # one or several of none, selective, full
 offload = "none"  # one or several of none, optimizer, all
-batches = ""  # of sweep=batch, one,two,...; nothing: 1 to 112, then doubled until none fits
-contexts = ""  # of sweep=seq; nothing: 512 to 131,072
+batches = ""  # for sweep=batch, one,two,...; default: 1 to 112, then doubled until none fits
+contexts = ""  # for sweep=seq; default: 512 to 131,072
 block_size = 1024  # of the batches
 batch_size = 4  # of the contexts
-steps: int | None = None  # to measure; none: 10, fewer of the long ones
+steps: int | None = None  # to measure; none: 10, fewer if they are long
 ranks: int | Literal["all"] = 1  # GPUs of a point
-keep = False  # whether rows stay although the code has changed since: for changes that cost neither time nor memory
-out = ""  # the record; nothing: out/sweep.json, or a preset's in benchmarks/records
+keep = False  # keep rows measured with older code: for changes that affect neither time nor memory
+out = ""  # the record; default: out/sweep.json, or a preset's in benchmarks/records
 
-BATCHES = [1, 4, 8, 16, 32, 64, 96, 112]  # the study's, then on by doubling
+BATCHES = [1, 4, 8, 16, 32, 64, 96, 112]  # the study's; then doubled
 CONTEXTS = [512, 1024, 2048, 4096, 8192, 12288, 16384, 24576, 32768, 65536, 131072]
 PRESETS = {
     "study": ["--sweep=both", "--arms=torch,kernels,all,long", "--peers=hf,liger", "--memory_limit_gib=24",
@@ -65,7 +65,7 @@ PRESETS = {
     "finetune": ["--config=config/llama31_8b.py", "--block_size=2048", "--batches=2", "--arms=qlora",
                  "--memory_limit_gib=24", "--checkpointing=full", f"--out={record.RECORDS / 'finetune.json'}"],
 }  # fmt: skip
-FINETUNE = [  # of each size what is fastest there, ours and then theirs; of the smallest the leanest too
+FINETUNE = [  # the fastest settings at each size, ours and then theirs; at the smallest also the leanest
     "--checkpointing=none --peers=peft-qlora -- --cuda_graph=true",  # theirs does not fit
     "--arms=lora-fp8,qlora-fp8 --checkpointing=none -- --cuda_graph=true",
     "--arms=lora --checkpointing=selective -- --cuda_graph=true",
@@ -85,7 +85,7 @@ LISTS = {
     "checkpointing": runner.CHECKPOINTING, "offload": runner.OFFLOAD,
     "batches": cli.whole_numbers, "contexts": cli.whole_numbers,
 }  # fmt: skip
-KEYS = dict.fromkeys(compare.KINDS, compare.SWEEP_PLACE)  # what names a row
+KEYS = dict.fromkeys(compare.KINDS, compare.SWEEP_PLACE)  # what identifies a row
 
 
 def all_sweeps(argv: list[str], n_gpus: int) -> list[SimpleNamespace]:
@@ -104,15 +104,15 @@ def parse(argv: list[str], n_gpus: int, part: Iterable[str] = ()) -> SimpleNames
     s.ranks = max(n_gpus, 1) if s.ranks == "all" else s.ranks
     if s.ranks > max(n_gpus, 1):
         raise SettingError(f"--ranks={s.ranks}: torch sees {n_gpus} GPU{'s' * (n_gpus != 1)}")
-    # The file exists, and train.py takes it. full: no other setting is at odds with it.
+    # Check that the file exists and train.py accepts it. full: it conflicts with no other setting.
     resolve(s.config, s.ranks, {"activation_checkpointing": "full", "gradient_accumulation_steps": s.ranks}, s.flags)
     return s
 
 
 def all_series(s: SimpleNamespace) -> list[tuple[str, str, str]]:
-    """Arm, checkpointing and offload of each, ours before the peers, without what a peer cannot do.
+    """Arm, checkpointing and offload of each series, ours before the peers, without what a peer cannot do.
 
-    What a peer offloads is all or nothing; of the peers only the recipe knows selective checkpointing.
+    A peer offloads all or nothing; of the peers only the recipe has selective checkpointing.
     """
     found = []
     for checkpointing, offload in itertools.product(s.checkpointing, s.offload):
@@ -125,9 +125,9 @@ def all_series(s: SimpleNamespace) -> list[tuple[str, str, str]]:
 
 
 def measured(s: SimpleNamespace, known: dict | None = None):
-    """Kind and row after row: the series in turn at each size, until each has met a size that it does not manage.
+    """Yield kind and row: at each size the series in turn, until each has met a size that fails.
 
-    known: rows that need not be measured, by place. What one sweep has measured, the next one knows.
+    known: rows that need not be measured, by place. The second sweep reuses what the first has measured.
     """
     known = dict(known or {})
     for kind in compare.KINDS if s.sweep == "both" else [s.sweep]:
@@ -145,7 +145,7 @@ def measured(s: SimpleNamespace, known: dict | None = None):
 
 
 def sizes(kind: str, s: SimpleNamespace):
-    """Batch and block, growing; batches without an end."""
+    """Batch and block, in growing order; batches without end."""
     if kind == "seq":
         return ((s.batch_size, block) for block in s.contexts or CONTEXTS)
     doubled = (2**k * BATCHES[-1] for k in itertools.count(1))
@@ -159,18 +159,18 @@ def place(arm: str, checkpointing: str, offload: str, batch: int, block: int, s:
 
 
 def point(row: dict, steps: int | None = None) -> dict:
-    """The row of this place, with what was measured there or why nothing was. steps: to measure; None: n_steps."""
+    """The row of this place, with its measurement or why there is none. steps: to measure; None: n_steps()."""
     arm, offload = row["arm"], row["offload"]
     ours = arm in trainers.SWEEP_FLAGS
     try:
         row |= {"estimated_gib": memory.peak_gib(*run_of(row))} if ours else {}
-    except SettingError as error:  # train.py would not take it
+    except SettingError as error:  # train.py would reject it
         return row | {"failed": str(error)}
     needed, there = cpu_gib_of(row), memory_stats.cpu_available() / 2**30
     if needed > there:
         return row | {"failed": f"offload={offload} needs {needed:.1f} GiB of CPU memory, this machine has {there:.1f}"}
     warmup, usual = n_steps(row["batch"] * row["block"])
-    warmup += "--cuda_graph=true" in row["flags"]  # a step that is recorded takes longer
+    warmup += "--cuda_graph=true" in row["flags"]  # the step that records the graph takes longer
     at = {key: row[key] for key in ("config", "batch", "block", "checkpointing", "ranks")}
     limit = ["-m", "benchmarks.limited", f"{row['limit_gib']:g}"] if row["limit_gib"] else []
     at |= {"steps": steps or usual, "warmup": warmup, "before": limit}
@@ -181,12 +181,12 @@ def point(row: dict, steps: int | None = None) -> dict:
 
 
 def n_steps(tokens: int) -> tuple[int, int]:
-    """To warm up, and to measure: fewer of the long ones. 4 x 131,072 tokens take a minute."""
+    """Steps to warm up, and to measure: fewer if they are long. 4 x 131,072 tokens take a minute."""
     return (2 if tokens < 2**18 else 1), max(1, min(10, 2**19 // tokens))
 
 
 def known_rows(new: dict, s: SimpleNamespace) -> dict:
-    """What a record has already that the new one continues, by place: what was measured over as many steps."""
+    """The rows of a record that the new one continues, by place, if measured over as many steps."""
     kept = record.kept_rows(new, s.out, KEYS, s.keep)
     for row in kept.values():  # a plot has one title
         if (row["config"], row["ranks"], row["limit_gib"]) != (s.config, s.ranks, s.memory_limit_gib):

@@ -1,9 +1,9 @@
-"""How long a call takes on the GPU and on the CPU, what memory it peaks at, and what the card can do at best.
+"""How long a call takes on the GPU and on the CPU, its peak memory, and what the card can do at best.
 
-A call is a function without arguments. Where several are given they are the same work on other inputs, enough of them
-(`sets_to_miss_l2`) that no call finds its inputs in the L2 cache, where a training step would not find them either.
-Backward is timed on one side stream with its forward (`use_side_stream`): autograd runs backward on the stream that
-forward ran on, and a graph cannot be captured on the default one.
+A call is a function without arguments. Several calls do the same work on different inputs, enough of them
+(`sets_to_miss_l2`) that no call finds its inputs in the L2 cache, as a training step would not either. Forward and
+backward are timed on the same side stream (`use_side_stream`): autograd runs backward on the stream that forward ran
+on, and a graph cannot be captured on the default stream.
 """
 
 import math
@@ -19,11 +19,11 @@ from torch.profiler import ProfilerActivity, profile
 
 from data.write import cpu_cores
 
-GRAPH_MS = 10  # about what one replay takes: long beside the resolution of an event, half a microsecond
-ROW_MS = 150  # about what all replays of a measurement take
-MAX_LAUNCHES = 200  # in a graph: issuing them once costs as much host time as they would outside
-PROFILES = 5  # of calls that cannot be captured
-REPLAYS = (9, 25)  # fewest and most: in long matmuls the card's clock wanders, by some percent between two replays
+GRAPH_MS = 10  # approximate time of one replay: long compared with an event's resolution, half a microsecond
+ROW_MS = 150  # approximate time of all replays of a measurement
+MAX_LAUNCHES = 200  # in a graph: capturing them costs as much host time as launching them
+PROFILES = 5  # for calls that cannot be captured
+REPLAYS = (9, 25)  # fewest and most: in long matmuls the card's clock drifts, by a few percent between two replays
 
 
 def use_side_stream() -> None:
@@ -37,13 +37,13 @@ def quantiles(values: list[float]) -> list[float]:
 
 
 def sets_to_miss_l2(set_bytes: int) -> int:
-    """How many sets of inputs make 3 times the L2 cache: by the time the first comes again it is long evicted."""
+    """How many sets of inputs make 3 times the L2 cache: by the time the first is used again, it is long evicted."""
     l2_bytes = torch.cuda.get_device_properties(torch.cuda.current_device()).L2_cache_size
     return max(1, math.ceil(3 * l2_bytes / set_bytes))
 
 
 def events_ms(calls: list[Callable], rounds: int) -> list[float]:
-    """The time between an event before and an event after each call, over rounds of all calls."""
+    """The time between an event before and an event after each call, for `rounds` rounds of all calls."""
     events = [[torch.cuda.Event(enable_timing=True) for _ in range(2)] for _ in range(rounds * len(calls))]
     for (before, after), call in zip(events, calls * rounds, strict=True):
         before.record()
@@ -54,8 +54,8 @@ def events_ms(calls: list[Callable], rounds: int) -> list[float]:
 
 
 def waits_for_gpu(call: Callable) -> bool:
-    """Whether the call asks the GPU for a number, which no graph can capture. A failed capture would leave marks."""
-    with warnings.catch_warnings(action="ignore"):  # that the mode is a prototype
+    """True if the call waits for the GPU, which no graph can capture. A failed capture would have side effects."""
+    with warnings.catch_warnings(action="ignore"):  # it warns that the mode is a prototype
         torch.cuda.set_sync_debug_mode("error")
     try:
         call()
@@ -69,7 +69,7 @@ def waits_for_gpu(call: Callable) -> bool:
 
 
 def kernels_us(calls: list[Callable]) -> float:
-    """What the kernels, copies and fills of one call take together, without what lies between them: the mean."""
+    """The mean time of one call's kernels, copies and fills together, without the gaps between them."""
     with profile(activities=[ProfilerActivity.CUDA]) as profiler:
         for call in calls:
             call()
@@ -79,9 +79,9 @@ def kernels_us(calls: list[Callable]) -> float:
 
 
 def capture(calls: list[Callable], launches: int) -> torch.cuda.CUDAGraph | None:
-    """A graph of launches calls. Results live until as many more have come: outputs, too, go to cold memory.
+    """A graph of `launches` calls. Each result lives for len(calls) more calls, so that outputs go to cold memory too.
 
-    None if the calls work on a stream of their own, as bitsandbytes' optimizers do: then the graph is empty.
+    None if the calls use a separate stream, as bitsandbytes' optimizers do: then the graph is empty.
     """
     graph, results, stream = torch.cuda.CUDAGraph(), deque(maxlen=len(calls)), torch.cuda.current_stream()
     stream = None if stream == torch.cuda.default_stream() else stream
@@ -92,10 +92,10 @@ def capture(calls: list[Callable], launches: int) -> torch.cuda.CUDAGraph | None
 
 
 def gpu_time(calls: list[Callable]) -> dict:
-    """{'us': [20%, 50%, 80%] of the time of one call, 'graph': whether it was captured or else profiled}. Warms up.
+    """{'us': [20%, 50%, 80%] of the time of one call, 'graph': True if captured, False if profiled}. Warms up first.
 
-    Many calls are captured in one CUDA graph, which is replayed: launches cost nothing, so that two events see the GPU
-    alone. Where nothing can be captured the profiler adds up what the kernels of a call take.
+    Many calls are captured in one CUDA graph, which is replayed: launches cost nothing, so the events time only the
+    GPU. If nothing can be captured, the profiler adds up the times of a call's kernels.
     """
     for call in calls:
         call()
@@ -113,7 +113,7 @@ def gpu_time(calls: list[Callable]) -> dict:
 
 
 def host_us(call: Callable, repeats: int = 9) -> float:
-    """Microseconds that the CPU takes to issue a call, outside graphs, onto an idle GPU: the median of several."""
+    """Microseconds that the CPU takes to launch a call, without a graph, on an idle GPU: the median of several."""
     times = []
     for _ in range(repeats):
         torch.cuda.synchronize()
@@ -125,7 +125,7 @@ def host_us(call: Callable, repeats: int = 9) -> float:
 
 
 def wall_seconds(call: Callable, device: torch.device) -> float:
-    """Of a call as a user waits for it, on a CPU too."""
+    """Seconds that a user waits for a call, on a GPU or a CPU."""
     wait = torch.cuda.synchronize if device.type == "cuda" else lambda: None
     wait()
     began = time.perf_counter()
@@ -135,7 +135,7 @@ def wall_seconds(call: Callable, device: torch.device) -> float:
 
 
 def peak_mib(call: Callable) -> float:
-    """MiB that the call held at most, its results included, above what was allocated before it."""
+    """Peak MiB of the call, including its results, above what was allocated before it."""
     torch.cuda.synchronize()
     before = torch.cuda.memory_allocated()
     torch.cuda.reset_peak_memory_stats()
@@ -144,12 +144,12 @@ def peak_mib(call: Callable) -> float:
 
 
 def copy_tb_s() -> float:
-    """The limit of memory-bound kernels: TB/s, read plus written, of copying 4 GiB, or a quarter of what is free."""
+    """The limit of memory-bound kernels: TB/s, read plus written, of copying 4 GiB, or a quarter of the free memory."""
     free_bytes, _ = torch.cuda.mem_get_info()
     source = torch.randn(min(2**30, free_bytes // 16), device="cuda")
     target = torch.empty_like(source)
     target.copy_(source)
-    # Not in a graph: there the driver hands it to the copy engines, 2.7 instead of 4.3 TB/s on an H200.
+    # Not in a graph: there the driver uses the copy engines, 2.7 instead of 4.3 TB/s on an H200.
     times = events_ms([lambda: target.copy_(source)], rounds=REPLAYS[1])
     return 2 * source.nbytes / statistics.median(times) / 1e9
 
@@ -162,7 +162,7 @@ def matmul_tflops(n: int = 8192) -> float:
 
 
 def cpu_copy_tb_s() -> float:
-    """TB/s, read plus written, of copying 1 GiB in the CPU's memory: the best of five."""
+    """TB/s, read plus written, of copying 1 GiB in CPU memory: the best of five."""
     (source, target), times = torch.randn(2, 2**28), []
     for _ in range(5):
         began = time.perf_counter()
@@ -172,7 +172,7 @@ def cpu_copy_tb_s() -> float:
 
 
 def card() -> dict:
-    """What a record says of its card, or of the CPU where there is none, and what that reaches."""
+    """The device for a record, the card or else the CPU, and the limits that it reaches."""
     if not torch.cuda.is_available():
         return {"device": f"CPU, {torch.get_num_threads()} threads", "copy_tb_s": cpu_copy_tb_s()}
     use_side_stream()

@@ -1,1 +1,1 @@
-"""What a run needs around its training step, one noun a file. Ignore it until you need it."""
+"""Everything a run needs around its training step, one topic per file. Ignore it until you need it."""

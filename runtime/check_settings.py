@@ -1,4 +1,4 @@
-"""Validate train.py's settings before anything is allocated: the limits of each, and what does not go together."""
+"""Validate train.py's settings before anything is allocated: each one's limits, and combinations that do not work."""
 
 import os
 import shutil
@@ -25,9 +25,9 @@ def check_settings(settings: Mapping, world_size: int) -> None:
 
 
 def find_problem(settings: Mapping, world_size: int, argv: Sequence[str] = ()) -> str | None:
-    """Why train.py cannot run these settings on so many ranks, as a sentence; None if it can.
+    """Return a sentence that says why train.py cannot run these settings on world_size ranks; None if it can.
 
-    argv: where a flag without the setting that gives it a meaning is a user error; a config file may leave it unused.
+    argv: the command line. A flag without effect is a user error there; a config file may leave a setting unused.
     """
     for least, names in AT_LEAST.items():
         for name in names:
@@ -35,7 +35,7 @@ def find_problem(settings: Mapping, world_size: int, argv: Sequence[str] = ()) -
                 return f"{name} is {settings[name]}: it must be at least {least}"
     s = SimpleNamespace(**settings)
     head_dim = s.n_embd / max(s.n_head, 1)
-    smallest = min(s.n_embd, s.ffn_dim, s.n_kv_head * head_dim)  # side of a block's matrix
+    smallest = min(s.n_embd, s.ffn_dim, s.n_kv_head * head_dim)  # side of a block's matrices
     projects, not_on_cpu = s.optimizer in ("galore", "apollo"), rule_of(settings).not_on_cpu
     compiler = os.environ.get("CXX") or ("clang++" if sys.platform == "darwin" else "g++")  # torch.compile's
     micro_batches, nf4 = s.gradient_accumulation_steps, s.base_dtype == "nf4"
@@ -47,12 +47,12 @@ def find_problem(settings: Mapping, world_size: int, argv: Sequence[str] = ()) -
         f"min_lr is {s.min_lr}, above learning_rate, {s.learning_rate}: the decay is from learning_rate to min_lr":
             s.min_lr is not None and s.min_lr > s.learning_rate,
         f"warmup_iters {s.warmup_iters} and cooldown_iters {s.cooldown_iters} are more steps than max_iters, "
-        f"{s.max_iters}: the first warm up, the last cool down":
+        f"{s.max_iters}: the first steps warm up, the last cool down":
             s.lr_schedule == "wsd" and s.cooldown_iters + s.warmup_iters > s.max_iters,
-        f"cooldown_iters is {s.cooldown_iters}, which is of lr_schedule wsd: add --lr_schedule=wsd":
+        f"cooldown_iters is {s.cooldown_iters}, which only lr_schedule wsd uses: add --lr_schedule=wsd":
             s.lr_schedule != "wsd" and s.cooldown_iters > 0,
         f"optimizer={s.optimizer} works with offload=none: {not_on_cpu}": s.offload != "none" and not_on_cpu,
-        f"galore_rank is {s.galore_rank}, the smallest matrix has a side of {smallest:g}: choose less":
+        f"galore_rank is {s.galore_rank}, but the smallest matrix has a side of {smallest:g}: choose a lower rank":
             projects and s.galore_rank > smallest,
         f"optimizer={s.optimizer} needs the CPU when it chooses a projection: add --cuda_graph=false":
             projects and s.cuda_graph,
@@ -67,23 +67,23 @@ def find_problem(settings: Mapping, world_size: int, argv: Sequence[str] = ()) -
             micro_batches % world_size != 0,
         "offload_activations does not work with compile or cuda_graph: add --compile=false --cuda_graph=false":
             s.offload_activations and (s.compile or s.cuda_graph),
-        f"offload_dir is {s.offload_dir!r}, and nothing is offloaded: add --offload=optimizer or --offload=all":
+        f"offload_dir is {s.offload_dir!r}, but nothing is offloaded: add --offload=optimizer or --offload=all":
             s.offload_dir is not None and s.offload == "none",
         "mask_documents works with attention auto or triton: PyTorch's does not support it":
             s.mask_documents and s.attention == "sdpa",
-        f"mask_documents works with heads of 16, 32, 64 and 128, not of {head_dim:g}":  # kernels/flash_attention.py's
+        f"mask_documents works with heads of size 16, 32, 64 or 128, not {head_dim:g}":  # kernels/flash_attention.py's
             s.mask_documents and head_dim not in (16, 32, 64, 128),
-        "optimizer_bits=8 has blocks of 256 within the rows of the weights: n_embd and ffn_dim must be multiples of it":
+        "optimizer_bits=8 cuts the weights' rows into blocks of 256: n_embd and ffn_dim must be multiples of 256":
             s.optimizer_bits == 8 and (s.n_embd % 256 or s.ffn_dim % 256),
         f"lora_alpha is {s.lora_alpha}: it must be above 0": s.lora_alpha <= 0,
-        f"lora_rank is {s.lora_rank}, above n_embd or ffn_dim: such adapters are larger than what they adapt":
+        f"lora_rank is {s.lora_rank}, above n_embd or ffn_dim: such adapters are larger than the weights they adapt":
             s.lora_rank > min(s.n_embd, s.ffn_dim),
-        "base_dtype=nf4 is for the frozen weights beside adapters: add --lora_rank=16": not s.lora_rank and nf4,
+        "base_dtype=nf4 is for the frozen weights under adapters: add --lora_rank=16": not s.lora_rank and nf4,
         "lora_rank works with optimizer=adamw and optimizer_bits=32: adapters have few states":
             s.lora_rank > 0 and (s.optimizer != "adamw" or s.optimizer_bits != 32),
         f"{held} stays on the GPU: add --offload=optimizer or --offload=none": held and s.offload == "all",
-        f"{held} is gathered by NCCL: leave copy_engines out": held and s.copy_engines is True,
-        f"--compile=true needs a C++ compiler on a CPU, and there is no {compiler}: install one, or set CXX":
+        f"{held} must be gathered by NCCL: drop copy_engines": held and s.copy_engines is True,
+        f"--compile=true needs a C++ compiler on a CPU, but there is no {compiler}: install one, or set CXX":
             s.compile and s.device == "cpu" and not shutil.which(compiler),
         "cuda_graph needs one GPU and offload=none: add --cuda_graph=false":
             s.cuda_graph and (world_size > 1 or s.offload != "none"),
@@ -96,6 +96,6 @@ def find_problem(settings: Mapping, world_size: int, argv: Sequence[str] = ()) -
         ("lr_schedule", "cosine", s.lr_schedule != "cosine", ["lr_decay_iters"]),
         ("wandb_log", "true", not s.wandb_log, ["wandb_project", "wandb_run_name"]),
     ):
-        for name in names if unused and f"--{setting}" not in flags else []:  # a sweep says --lora_rank=0, too
-            problems[f"--{name} changes nothing without --{setting}={value}: add that"] = f"--{name}" in flags
+        for name in names if unused and f"--{setting}" not in flags else []:  # a sweep passes --lora_rank=0 too
+            problems[f"--{name} has no effect without --{setting}={value}: add that"] = f"--{name}" in flags
     return next((sentence for sentence, holds in problems.items() if holds), None)

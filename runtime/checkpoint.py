@@ -1,6 +1,6 @@
 """Checkpoints of a run, out/step_000250: saved in the background, and read into an optimizer or a model.
 
-checkpoint_folder.py says what is in a folder, run_folder.py how it gets its name.
+checkpoint_folder.py defines what a folder contains, run_folder.py how it gets its name.
 """
 
 import concurrent.futures
@@ -42,13 +42,13 @@ class Saver:
         saver = Saver(out_dir, optimizer, config, documents, keep_last, async_save)
         saver.wait_for_copy()                  # before each update: the GPU waits for the copy, the CPU does not
         said = saver.save(step, run, wait)     # on every rank; "saved out/step_000250", "saving" or why it failed
-        saver.report(step)                     # after each step: prints once that a background save has ended
-        saver.finish(step)                     # waits for it and prints
+        saver.report(step)                     # after each step: prints once when a background save has finished
+        saver.finish(step)                     # waits for the save and prints
 
     The tensors are copied to pinned CPU memory, 12 bytes per parameter of the rank, during the next step's forward;
-    then a thread writes them to disk. Without memory for the copies, or with async_save false, here or in the
-    optimizer's place, save() returns when all is written. keep_last 0: nothing is saved. documents: the folder's other
-    files, {name: content}. reserved: bytes of CPU memory that this rank will allocate later.
+    then a thread writes them to disk. If there is no memory for the copies, or async_save is false (here or in the
+    optimizer's place), save() returns only when all is written. keep_last=0 saves nothing. documents: the folder's
+    other files, {name: content}. reserved: bytes of CPU memory that this rank will allocate later.
     """
 
     def __init__(
@@ -63,22 +63,22 @@ class Saver:
     ):
         self.out_dir, self.optimizer, self.keep_last = Path(out_dir), optimizer, keep_last
         self.config, self.documents = config, documents
-        # A group of its own: the writing thread's collectives must not mix with the main thread's.
+        # A separate group: the writing thread's collectives must not mix with the main thread's.
         self.group = dist.new_group(backend="gloo", timeout=timedelta(days=1)) if dist.is_initialized() else None
         self.thread = worker_thread()
-        self.future, self.copied, self.copies, self.seconds = None, None, None, 0.0  # seconds: of the main thread
+        self.future, self.copied, self.copies, self.seconds = None, None, None, 0.0  # seconds: the main thread's
         self.error: str | None = None  # why the last checkpoint was not written
         self.stream = torch.cuda.Stream() if torch.cuda.is_initialized() else None
         tensors = optimizer.tensors()  # in this thread: it waits for updates that hooks in forward wait for too
         n_bytes = sum(local(x).nbytes for x in tensors.values())
-        # All ranks agree before any allocates: else the kernel's out-of-memory killer would end the run.
+        # All ranks agree before one allocates: else the kernel's out-of-memory killer would end the run.
         missing = all_reduce_max([(n_bytes + reserved) * local_world_size - memory_stats.cpu_available()])[0]
         self.needed = f"saving in the background takes {n_bytes / 2**30:.1f} GiB of CPU memory"
         if async_save and optimizer.place.async_save and keep_last:
             if missing <= 0:
-                self.copies = self.thread.submit(self._copies, tensors)  # 15 GB take seconds: during the first steps
+                self.copies = self.thread.submit(self._copies, tensors)  # 15 GB take seconds: beside the first steps
             else:
-                print0(f"{PAUSES}: {self.needed}, and less is free", file=sys.stderr)
+                print0(f"{PAUSES}: {self.needed}, but less is free", file=sys.stderr)
 
     def _copies(self, tensors):
         try:
@@ -88,7 +88,7 @@ class Saver:
             return None
 
     def save(self, step: int, run: dict, wait: bool) -> str:
-        """Start to save, and with `wait` finish. run goes into run.json. Returns what became of it, for the log."""
+        """Start a save, and with `wait` finish it. run goes into run.json. Returns the outcome, for the log."""
         if not self.keep_last:
             return "nothing saved"
         self.finish(step)
@@ -104,10 +104,10 @@ class Saver:
         return self.outcome() if wait or self.future.done() else "saving"
 
     def _copy(self, copies) -> torch.cuda.Event | None:
-        """Copies on a stream of its own, at the same time as the training. Returns the event at its end."""
+        """Copy on a separate stream, while training continues. Returns the event at the end of the copy."""
         if self.stream is not None:
             self.stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(self.stream):  # of None: nothing
+        with torch.cuda.stream(self.stream):  # None: no-op
             for key, x in self.optimizer.tensors().items():
                 local(copies[key]).copy_(local(x), non_blocking=local(copies[key]).is_pinned())
         return self.stream and self.stream.record_event()
@@ -126,7 +126,7 @@ class Saver:
             print0(f"step {step:05d} | {self.outcome()}")
 
     def outcome(self) -> str:
-        """Wait until the checkpoint is written; say so, or why it was not. The same on every rank."""
+        """Wait until the checkpoint is written; return a message saying so, or why not. The same on every rank."""
         began, future, self.future = time.perf_counter(), self.future, None
         try:
             said, self.error = future.result(), None
@@ -138,15 +138,15 @@ class Saver:
             self.seconds += time.perf_counter() - began
 
     def _write(self, tensors, copied, step, run) -> str:
-        """Write out_dir/step_<step>, each rank its part, and delete all but the keep_last newest."""
+        """Write out_dir/step_<step>, each rank its part, then delete all but the newest keep_last checkpoints."""
         final = self.out_dir / f"step_{step:06d}"
         partial = final.with_name(final.name + ".partial")
         if copied is not None:
             copied.synchronize()
 
         def remove_partial():
-            for left in self.out_dir.glob("step_*.partial"):  # by a run that was killed while it saved or deleted
-                shutil.rmtree(left, ignore_errors=True)  # one that cannot be deleted does no harm
+            for left in self.out_dir.glob("step_*.partial"):  # by a run killed while it saved or deleted
+                shutil.rmtree(left, ignore_errors=True)  # a leftover that cannot be deleted does no harm
 
         from_rank_0(remove_partial, self.group)
         try:
@@ -171,10 +171,10 @@ def _pinned_like(x: torch.Tensor) -> torch.Tensor:
 
 
 def rows_to_save(tensors: dict, parameters: dict[str, nn.Parameter], config: LlamaConfig) -> dict[str, list[Rows]]:
-    """This rank's rows of Optimizer.tensors(), or of copies of them, by the file that they go to.
+    """This rank's rows of Optimizer.tensors(), or of copies of them, by the file they go to.
 
-    A whole master is saved as the weight in the compute dtype, and beside it what that lacks: so a run may go on where
-    masters are in halves, and the other way round.
+    A whole master is saved as the weight in the compute dtype plus the bits that dtype lacks. So a run with whole
+    masters can resume with masters in halves, and vice versa.
     """
     model = "adapter_model" if any(name.endswith("lora_a") for name in parameters) else "model"
     files = {model: [], "optimizer": []}
@@ -212,14 +212,14 @@ def read_weights(
     folder: Folder, parameters: dict[str, nn.Parameter], config: LlamaConfig, put: Callable,
     tensors: dict | None = None, progress: Callable[[str], None] = lambda doing: None,
 ) -> None:  # fmt: skip
-    """Calls put(name, rows) with this rank's float32 rows, on the CPU, of each parameter; fills the states too.
+    """Call put(name, rows) with this rank's float32 rows, on the CPU, of each parameter; fill the states too.
 
-    tensors: Optimizer.tensors(). progress: the watchdog's, called before each tensor. Every rank calls it, and needs
-    room for its rows of one parameter at a time; for none where both run and folder have masters in halves, which are
-    read in place. Raises, on all ranks, what read_into raises, and ValueError if the folder holds more.
+    tensors: Optimizer.tensors(). progress: the watchdog's, called before each tensor. Every rank must call it. It needs
+    memory for the rank's rows of one parameter at a time, or none if run and folder both have masters in halves: those
+    are read in place. Raises, on all ranks, what read_into raises, and ValueError if the folder has extra tensors.
     """
     weights = {hf_name for name in parameters for hf_name in hf_names(name)}
-    # What the folder holds beside the weights, all of them: read_into raises for one that lacks it.
+    # What the folder keeps beside every weight: read_into raises if one weight lacks it.
     kept = min({name.partition(".")[0] for name in folder.tensors} & {"lower_half", "master"}, default="")
     in_place = kept == "lower_half" and any(state == kept for _, state in tensors or {})
     states = [
@@ -236,11 +236,11 @@ def read_weights(
     embedding, head = "model.embed_tokens.weight", "lm_head.weight"
     tied_twice = config.tie_embeddings and head in found
     more = found - weights - {rows.name for rows in states} - {head}
-    more = {name for name in more if not name.endswith("rotary_emb.inv_freq")}  # of old versions
+    more = {name for name in more if not name.endswith("rotary_emb.inv_freq")}  # from old versions
     if more:
-        raise ValueError(f"{folder.path} has {len(more)} tensors that the model has no place for: {min(more)}, ...")
+        raise ValueError(f"{folder.path} has {len(more)} tensors that the model does not have: {min(more)}, ...")
 
-    def rows() -> Iterator[Rows]:  # read_into reads each before it asks for the next
+    def rows() -> Iterator[Rows]:  # read_into reads each item before it asks for the next
         for name, parameter in () if in_place else parameters.items():
             progress(f"reading {name}")
             whole = yield from _read_weight(name, parameter, config, kept)
@@ -248,8 +248,8 @@ def read_weights(
                 again = torch.empty_like(parameter, dtype=torch.float32, device="cpu")
                 yield from hf_rows("lm_head.weight", again, config)
                 if not torch.equal(local(again), whole):
-                    said = "config.json says tie_word_embeddings: say false there"
-                    raise ValueError(f"{folder.path} has an {head} of its own, but {said}")
+                    said = "config.json says tie_word_embeddings: set it to false"
+                    raise ValueError(f"{folder.path} has a separate {head}, but {said}")
             put(name, whole)
         for state in states:
             progress(f"reading {state.name}")
@@ -259,7 +259,7 @@ def read_weights(
 
 
 def _read_weight(name, parameter, config, kept):
-    """Yields the rows to read, and returns this rank's part of the master: whole, merged, or the weight itself."""
+    """Yield the rows to read, and return this rank's part of the master: whole, merged, or the weight itself."""
     halves = kept == "lower_half"
     upper = torch.empty_like(parameter, dtype=torch.bfloat16 if halves else torch.float32, device="cpu").detach()
     yield from hf_rows(name, upper, config, "" if halves else kept)
@@ -272,7 +272,7 @@ def _read_weight(name, parameter, config, kept):
 
 @contextlib.contextmanager
 def _base_is_no_checkpoint():
-    """Damaged becomes ValueError: who goes back to the checkpoint before would find the same base."""
+    """Turn Damaged into ValueError: an older checkpoint would have the same base, so going back does not help."""
     try:
         yield
     except Damaged as error:
@@ -281,17 +281,17 @@ def _base_is_no_checkpoint():
 
 @_base_is_no_checkpoint()
 def open_base(folder: Folder, path: Path | None = None) -> Folder:
-    """The folder of the weights that a checkpoint of adapters adapts. Every rank calls it.
+    """The folder of the base weights of a checkpoint of adapters. Every rank must call it.
 
-    path: where it is now; None: where it was. ValueError if it is not there any more, damaged, or another model.
+    path: where it is now; None: where it was. ValueError if it is gone, damaged, or another model.
     """
     path = path or Path(str(folder.adapter.get("base_model_name_or_path"))).expanduser()
     if not run_folder.is_model(path):
-        where = "say their new place in base_model_name_or_path of adapter_config.json, to train.py as --init_from"
+        where = "set base_model_name_or_path in adapter_config.json to their folder, or pass train.py --init_from"
         raise ValueError(f"{folder.path} has adapters of the weights in {path}, which are not there: {where}")
     base = open_folder(path)
     if base.adapter or fingerprint(base) != folder.config.get("nanocria_base"):
-        where = "put that back, or name its folder as base_model_name_or_path of adapter_config.json"
+        where = "put that base back, or set base_model_name_or_path in adapter_config.json to its folder"
         raise ValueError(f"{path} is not the base that the adapters in {folder.path} were trained on: {where}")
     return base
 
@@ -300,11 +300,11 @@ def open_base(folder: Folder, path: Path | None = None) -> Folder:
 def read_base(
     folder: Folder, model: Llama, progress: Callable[[str], None] = lambda doing: None, dtype: torch.dtype | None = None
 ) -> None:
-    """Fills the frozen weights of a model with adapters from a folder; every rank calls it. Raises ValueError, OSError.
+    """Fill the frozen weights of a model with adapters from a folder. Every rank must call it. Raises ValueError,
+    OSError. dtype: the dtype to quantise from, in which the adapters were trained; None: the model's.
 
-    dtype: what weights are quantised from, the one that the adapters were trained in; None: the model's.
-    For NF4 and float8 each rank quantises one whole projection after another and keeps its rows: so the bits are those
-    of a single rank, and no device holds more of the base than one projection.
+    For NF4 and float8 each rank quantises the whole projections one at a time and keeps its rows: so the bits are those
+    of a single rank, and no device ever holds more than one whole projection of the base.
     """
     adapted = {f"{name}.weight": m for name, m in model.named_modules() if isinstance(m, LoRALinear)}
     packed = {name: m for name, m in adapted.items() if len(m.held) > 1}
@@ -326,13 +326,13 @@ def read_base(
 def load_model(
     path: str | Path, device: str = "cpu", dtype: torch.dtype = torch.float32, base_dtype: str | None = None
 ) -> Llama:
-    """The model of a run's newest checkpoint, of one checkpoint or of published weights, whole, on one device.
+    """Load the model of a run's newest checkpoint, of one checkpoint or of published weights, whole, on one device.
 
-    In float32 these are the master weights, unless the checkpoint's optimizer files were deleted. A checkpoint of
-    adapters gives the model with them (lora.py has merge_lora); base_dtype: of its frozen weights, 'bfloat16' (the
-    original, in dtype, also after training with fp8) or 'nf4'; None: the run's.
-    Raises ValueError if there is none, if it is damaged, another model's or beyond float16's range, OSError if it
-    cannot be read now.
+    In float32 the weights are the master weights, unless the checkpoint's optimizer files were deleted. A checkpoint of
+    adapters gives the model with its adapters (to merge them: lora.merge_lora). base_dtype: of its frozen weights,
+    'bfloat16' (the original weights, in dtype, even after training with fp8) or 'nf4'; None: the run's.
+    Raises ValueError if there is no model, or if it is damaged, of another architecture or beyond float16's range;
+    OSError if it cannot be read now.
     """
     return run_folder.read_newest(Path(path), lambda newest: _load_model(newest, device, dtype, base_dtype))
 

@@ -1,17 +1,17 @@
-"""A checkpoint is a Hugging Face folder: any number of ranks writes it, any other number reads it, and so do others.
+"""A checkpoint is a Hugging Face folder. Any number of ranks writes it; any other number, or another program, reads it.
 
-    config.json, tokenizer files                 as Hugging Face has them
-    model.safetensors                            the weights in the compute dtype, by Hugging Face's names
-    model.safetensors.index.json                 which file holds which: above 5 GB there are several
-    optimizer.safetensors, and its index         masters' lower halves, moments, whatever the rule names
+    config.json, tokenizer files                 in Hugging Face's format
+    model.safetensors                            the weights in the compute dtype, under Hugging Face's names
+    model.safetensors.index.json                 which file holds which tensor: above 5 GB there are several files
+    optimizer.safetensors, and its index         masters' lower halves, moments, whatever the update rule defines
     run.json                                     step, settings, ...; digests of all other files, and of itself
 
-A run that trains adapters has adapter_model.safetensors and adapter_config.json, peft's, in place of model.safetensors,
-and base_config.json in place of config.json. The weights that they adapt stay where they are: adapter_config.json says
-where, and base_config.json their fingerprint.
+A run that trains adapters writes peft's adapter_model.safetensors and adapter_config.json instead of model.safetensors,
+and base_config.json instead of config.json. The base weights stay where they are: adapter_config.json has their path,
+base_config.json their fingerprint.
 
-Nothing is pickled: reading a folder never executes what is in it. A published folder has no run.json, and is read by
-the same functions; then nothing says what its bytes should be.
+Nothing is pickled: reading a folder never executes code from it. The same functions read a published folder. That has
+no run.json, so there are no digests to check its bytes against.
 """
 
 import json
@@ -47,11 +47,11 @@ from runtime.safetensors_file import (
     write_rows,
 )
 
-FILE_BYTES = 5 * 10**9  # of one .safetensors, as Hugging Face cuts them
-FILE_NAME = re.compile(r"[\w.-]{1,80}\.safetensors")  # that an index may name: none in another folder
-KEPT = (*FILES, *MODEL_FILES)  # of the folder that a run began with
+FILE_BYTES = 5 * 10**9  # maximum for one .safetensors, Hugging Face's
+FILE_NAME = re.compile(r"[\w.-]{1,80}\.safetensors")  # what an index may name: no file in another folder
+KEPT = (*FILES, *MODEL_FILES)  # copied from the folder that a run began with
 WEIGHT_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
-OTHERS = {  # that are published in place of model.safetensors
+OTHERS = {  # formats published in place of model.safetensors
     "pytorch_model*.bin": "pickled weights, which are not read: save them with transformers as .safetensors",
     "*.gguf": "GGUF files, which are not read: take the weights that they were made from",
     "adapter_model.safetensors": "an adapter alone: merge it into its base model with peft first",
@@ -71,10 +71,10 @@ def write_folder(
     run: dict,
     group: dist.ProcessGroup | None = None,
 ) -> list[str]:
-    """Write a folder and flush it to disk; every rank calls it, with its own rows. The caller renames it afterwards.
+    """Write a folder and flush it to disk. Every rank must call it, with its own rows. The caller then renames it.
 
-    tensors: by the name of their file, "model" or "optimizer". documents: other files by name; only rank 0's count, as
-    for run, the content of run.json. Returns the names of tensors whose replicas differ: the first replica is written.
+    tensors: keyed by their file, "model" or "optimizer". documents: other files by name. run: the content of run.json.
+    Of the last two only rank 0's count. Returns the names of tensors whose replicas differ: the first one is written.
     Raises, on all ranks, OSError if one cannot write, ValueError if the ranks do not have all rows of the same tensors.
     """
     files, rows = {}, {}
@@ -93,7 +93,7 @@ def write_folder(
 
 
 def _layout(stem, found):
-    """The files for tensors: by name the header, where each tensor lies, and the number of bytes."""
+    """The files for these tensors: {name: (header, where each tensor lies, number of bytes)}."""
     groups, n_bytes = [{}], 0
     for rows in found:
         size = TensorInfo(*rows[:3], begin=0).end
@@ -114,13 +114,13 @@ def _index(layout):
 
 
 def _create(folder, documents, files):
-    """The documents, and files of the right size with nothing but a header. Returns `files`."""
+    """Write the documents, and create each tensor file at its full size with only its header. Returns `files`."""
     shutil.rmtree(folder, ignore_errors=True)  # left by a save that was killed
     folder.mkdir(parents=True)
     total, _, free = shutil.disk_usage(folder)
     needed = sum(n_bytes for _, _, n_bytes in files.values())
-    if total and needed > free:  # a few file systems say 0 of 0
-        raise OSError(f"the disk is full: {folder} needs {needed / 2**30:.3f} GiB, and {free / 2**30:.3f} GiB are free")
+    if total and needed > free:  # a few file systems report 0 of 0
+        raise OSError(f"the disk is full: {folder} needs {needed / 2**30:.3f} GiB, but {free / 2**30:.3f} GiB are free")
     for name, content in documents.items():
         _write_file(folder / name, content)
     for file, (header, _, n_bytes) in files.items():
@@ -136,12 +136,12 @@ def _write_file(path, content, n_bytes=0):
             file.truncate(max(n_bytes, len(content)))
             file.flush()
             os.fsync(file.fileno())
-    except OSError as error:  # of these only open() says of which file
+    except OSError as error:  # only open() names the file in its error
         raise OSError(error.errno, error.strerror, str(path)) from error
 
 
 def _write_rows(folder, files, rows, agreed):
-    """This rank's rows. Returns (file, piece, tensor's name, whether it was written). agreed: rank 0's `files`."""
+    """Write this rank's rows. Returns [(file, piece, tensor's name, written?)]. agreed: rank 0's `files`."""
     differing = [file for file in files | agreed if files.get(file) != agreed.get(file)]
     if differing:
         raise ValueError(f"the ranks have different tensors for {', '.join(differing)}")
@@ -157,7 +157,7 @@ def _write_rows(folder, files, rows, agreed):
 
 
 def _finish(folder, documents, files, run, found):
-    """Write run.json from all ranks' pieces, and return the names of tensors whose replicas differ."""
+    """Write run.json from all ranks' pieces; return the names of tensors whose replicas differ."""
     found = [each for of_rank in found for each in of_rank]
     pieces = {name: digest_pieces(content) for name, content in documents.items()}
     for file, (header, _, n_bytes) in files.items():
@@ -168,13 +168,13 @@ def _finish(folder, documents, files, run, found):
             raise ValueError(f"{folder / file}: the rows of all ranks are not its {n_bytes} bytes, each once")
     written = {(file, piece) for file in files for piece in pieces[file]}
     digests = {file: [f"{piece.end} {piece.sha256}" for piece in of_file] for file, of_file in pieces.items()}
-    finite = json.loads(json.dumps(run | {"digests": digests}), parse_constant=lambda _: None)  # NaN is no JSON
+    finite = json.loads(json.dumps(run | {"digests": digests}), parse_constant=lambda _: None)  # NaN is not JSON
     _write_file(folder / "run.json", _seal(json.dumps(finite, indent=2).encode()))
     return sorted({name for file, piece, name, _ in found if (file, piece) not in written})
 
 
 def _seal(run: bytes) -> bytes:
-    """run.json, with the digest of what stands before it as its last line."""
+    """run.json, with the digest of all that precedes it as its last line."""
     body = run.removesuffix(b"\n}")
     return body + SEAL + digest(body).encode() + b'"\n}\n'
 
@@ -184,22 +184,22 @@ def _seal(run: bytes) -> bytes:
 
 
 class Folder(NamedTuple):
-    """What a folder holds, the same on all ranks."""
+    """The contents of a folder, the same on all ranks."""
 
     path: Path
     run: dict | None  # run.json; None in a published folder
-    config: dict  # config.json; of adapters that of the model with them
+    config: dict  # config.json, or of adapters base_config.json
     tensors: dict[str, tuple[str, TensorInfo]]  # by name: the file, and where in it
     pieces: dict[str, list[Piece]] | None  # of each file but run.json; None in a published folder
     adapter: dict | None = None  # adapter_config.json, where the tensors of "model" are adapters
 
 
 def open_folder(path: Path, stems: tuple[str, ...] = ("model",)) -> Folder:
-    """Read and check all but the tensors, on rank 0; every rank calls this. To resume: stems ("model", "optimizer").
-    "model" are a checkpoint's adapters if it holds such.
+    """Read and check all but the tensors, on rank 0. Every rank must call it. To resume: stems ("model", "optimizer").
+    In a checkpoint of adapters "model" stands for these.
 
-    Raises, on all ranks, Damaged if a file is missing, cut off, not what was saved or not what its format says; OSError
-    if one cannot be read.
+    Raises, on all ranks, Damaged if a file is missing, truncated, not what was saved or malformed; OSError if one
+    cannot be read.
     """
     return from_rank_0(lambda: _open_folder(Path(path), stems))
 
@@ -209,7 +209,7 @@ def _open_folder(path, stems):
         return Folder(path, None, *meta_weights.describe(path), None)
     run = read_run(path)
     pieces = run and _parse_digests(run, path / "run.json")
-    for name in (pieces or {}).keys() & KEPT:  # before sample.py reads them
+    for name in (pieces or {}).keys() & KEPT:  # check them before sample.py reads them
         read_document(path, name, pieces)
     adapted = ADAPTED in (pieces or {})
 
@@ -217,9 +217,9 @@ def _open_folder(path, stems):
         return parse_json(read_document(path, name, pieces), path / name)
 
     config = read(ADAPTED if adapted else "config.json")
-    adapter = read("adapter_config.json", None) if adapted else None  # the user may change the base's place there
+    adapter = read("adapter_config.json", None) if adapted else None  # unchecked: the user may edit the base's path
     if adapted and "base_model_name_or_path" not in adapter:
-        raise ValueError(f"{path / 'adapter_config.json'} does not say where the base is: base_model_name_or_path")
+        raise ValueError(f"{path / 'adapter_config.json'} has no base_model_name_or_path, the base's folder")
     if "nanocria_tokenizer" not in config and (name := published_name(path)):
         config["nanocria_tokenizer"] = name
     tensors = {}
@@ -234,7 +234,7 @@ def _open_folder(path, stems):
 
 
 def _find_tensors(path, single, pieces):
-    """The tensors of a file, or of all files that its index names."""
+    """The tensors of one file, or of all files that its index names."""
     index, where = path / f"{single}.index.json", {}
     missing = not (index.exists() or (path / single).exists())
     if missing and single == "model.safetensors" and (others := other_weights(path)):
@@ -242,7 +242,7 @@ def _find_tensors(path, single, pieces):
     if index.exists() or index.name in (pieces or {}):
         where = parse_json(read_document(path, index.name, pieces), index).get("weight_map")
         if not isinstance(where, dict) or not all(map(FILE_NAME.fullmatch, map(str, where.values()))):
-            raise Damaged(f"{index} has no weight_map, from names of tensors to names of files")
+            raise Damaged(f"{index} has no weight_map from tensor names to file names")
     tensors = {}
     for file in sorted(set(where.values())) or [single]:
         with open_to_read(path / file) as opened:
@@ -250,29 +250,29 @@ def _find_tensors(path, single, pieces):
         tensors |= {name: (file, info) for name, info in infos.items() if where.get(name, file) == file}
     lost = where.keys() - tensors.keys()
     if lost:
-        raise Damaged(f"{index} says that {min(lost)!r} is in {where[min(lost)]}, and it is not")
+        raise Damaged(f"{index} says that {min(lost)!r} is in {where[min(lost)]}, but it is not")
     return tensors
 
 
 def read_run(path: Path) -> dict | None:
-    """run.json of a folder, on this rank; None if there is none. Damaged if it is not what was saved."""
+    """Read a folder's run.json, on this rank; None if there is none. Damaged if it is not what was saved."""
     if not (path / "run.json").exists():
         return None
     content = read_document(path, "run.json")
     run = content.rpartition(SEAL)[0] + b"\n}"
-    if content != _seal(run):  # before it is parsed
+    if content != _seal(run):  # check before parsing
         raise Damaged(f"{path / 'run.json'} is not what was saved")
     return parse_json(run, path / "run.json")
 
 
 def other_weights(path: Path) -> str | None:
-    """What a folder holds in place of weights that can be read, and what to do; None if nothing known."""
+    """Name the unsupported weights that a folder holds, and what to do about them; None if none of them is known."""
     found = (what for pattern, what in OTHERS.items() if any(file.exists() for file in path.glob(pattern)))
     return next(found, None)
 
 
 def read_document(folder: Path, name: str, pieces: dict[str, list[Piece]] | None = None) -> bytes:
-    """A small file, on this rank. Damaged if it is missing or not what was saved. pieces: Folder.pieces."""
+    """Read a small file, on this rank. Damaged if it is missing or not what was saved. pieces: Folder.pieces."""
     with open_to_read(folder / name) as file:
         content = bytearray(os.fstat(file.fileno()).st_size)
         read_bytes(file, 0, memoryview(content), _pieces_of(file, name, pieces))
@@ -286,7 +286,7 @@ def _pieces_of(file, name, pieces):
     of_file, size = pieces.get(name, []), os.fstat(file.fileno()).st_size
     saved = of_file[-1].end if of_file else 0
     if size != saved:
-        raise Damaged(f"{file.name} has {size} bytes, and {saved} were saved")
+        raise Damaged(f"{file.name} has {size} bytes, but {saved} were saved")
     return of_file
 
 
@@ -298,25 +298,25 @@ def _parse_digests(run, path):
             begins = [0, *(end for end, _ in ends)]
             pieces[file] = [Piece(begin, *end) for begin, end in zip(begins, ends, strict=False)]
     except (AttributeError, KeyError, TypeError, ValueError) as error:
-        raise Damaged(f"{path} has no digests, lists of 'end sha256' by names of files") from error
+        raise Damaged(f"{path} has no digests: expected a list of 'end sha256' for each file") from error
     if not all(0 < piece.end - piece.begin <= PIECE_BYTES for of_file in pieces.values() for piece in of_file):
-        raise Damaged(f"{path} has digests of pieces that do not have 1 to {PIECE_BYTES} bytes")
+        raise Damaged(f"{path} has digests of pieces that are not 1 to {PIECE_BYTES} bytes long")
     return pieces
 
 
 @torch.no_grad()
 def read_into(folder: Folder, rows: Iterable[Rows]) -> None:
-    """Fill this rank's rows, on any device, from a folder, rounding at most once. Every rank calls it.
+    """Fill this rank's rows, on any device, from a folder, rounding at most once. Every rank must call it.
 
-    Raises, on all ranks, ValueError if the folder lacks a tensor, or has it in another shape, or integers for floating
-    point; Damaged or OSError as open_folder does.
+    Raises, on all ranks, ValueError if the folder lacks a tensor, has it in another shape, or has integers where floats
+    are expected (or vice versa); Damaged or OSError as open_folder does.
     """
 
     def read():
         for wanted in rows:
             file, info = folder.tensors.get(wanted.name, (None, None))
             if not info or info.shape != wanted.shape:
-                found = f"it in shape {tuple(info.shape)}" if info else "none"
+                found = f"shape {tuple(info.shape)}" if info else "none"
                 raise ValueError(f"expected {wanted.name} of shape {tuple(wanted.shape)}: {folder.path} has {found}")
             x = wanted.tensor
             if folder.pieces is None and info.dtype not in WEIGHT_DTYPES:
@@ -340,9 +340,9 @@ def read_into(folder: Folder, rows: Iterable[Rows]) -> None:
 
 
 def fingerprint(folder: Folder) -> str:
-    """A digest of the first row of each tensor of a folder, and of its shape and dtype: tells one model from another.
+    """A digest of each tensor's first row, shape and dtype, which tells one model from another.
 
-    A few megabytes are read. Every rank calls it. Raises what read_into raises.
+    Reads a few megabytes. Every rank must call it. Raises what read_into raises.
     """
     infos = sorted(info for _, info in folder.tensors.values())
     first = [Rows(*info[:3], 0, torch.empty(1, *info.shape[1:], dtype=info.dtype)) for info in infos if info.shape]

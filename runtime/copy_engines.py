@@ -1,32 +1,32 @@
-"""FSDP's all-gather and reduce-scatter over NVLink by the GPUs' copy engines, at the same time as the matmuls.
+"""FSDP's all-gather and reduce-scatter over NVLink by the GPUs' copy engines, overlapped with the matmuls.
 
-NCCL's kernels occupy some multiprocessors while they run. cuBLAS starts one program on each multiprocessor with the
-same share of the work: where one is occupied, its program starts late and the matmul ends that much later. So NCCL does
-not hide behind matmuls: 16 x 2,048 tokens of Llama 3.2 1B on 4 H200s took 6% longer per token than on one.
+NCCL's kernels occupy some multiprocessors while they run. cuBLAS gives one program on each multiprocessor an equal
+share of the work: where one is occupied, its program starts late and the matmul ends that much later. So NCCL does not
+hide behind matmuls: 16 x 2,048 tokens of Llama 3.2 1B on 4 H200s took 6% longer per token than on one.
 
-A copy engine moves memory without a kernel. Ranks of one host map each other's buffers (symmetric memory); each signals
-that its buffer is full, waits for the others' signals and copies what it needs from their buffers:
+A copy engine moves memory without a kernel. Ranks of one host map each other's buffers (symmetric memory). Each rank
+signals that its buffer is full, waits for the others' signals and copies what it needs from their buffers:
 
-    all-gather        from each other rank its shard
-    reduce-scatter    from each other rank its gradient of this rank's shard, in bfloat16, half of float32's bytes; one
-                      kernel adds them to the rank's own in float32 and rounds once
+    all-gather        from every other rank, its shard
+    reduce-scatter    from every other rank, its gradient of this rank's shard, in bfloat16, half of float32's bytes;
+                      one kernel adds them to the rank's own in float32 and rounds once
 
 This is as exact as a reduction in float32, because a rank's gradient is bfloat16 either way. Signals need no kernel
 either: the stream writes a number to another GPU's memory or waits for one in its own (cuStreamWriteValue32,
-cuStreamWaitValue32). A kernel that polls would occupy a multiprocessor like NCCL's.
+cuStreamWaitValue32). A polling kernel would occupy a multiprocessor, as NCCL's do.
 
-Each rank also signals when it has read a buffer, and the owner waits for all of these before it fills it again. The
-layers have several buffers, used in turn, so that this wait is over before it begins:
+Each rank also signals when it has read a buffer. The owner waits for all of these signals before it fills the buffer
+again. The layers have several buffers, used in turn, so that this wait never blocks:
 
     gathers of layers       three buffers: k overwrites k - 3. FSDP has waited for k - 2, which ended when all ranks had
                             signaled that their k - 2 was full: so all had read k - 3
     reductions of layers    two buffers: k overwrites k - 2. FSDP has waited for k - 1, so all had read k - 2
 
 The root has one buffer for gathers and one for reductions (an untied embedding and head share them). In an evaluation
-the next embedding follows the head: there it waits.
+the next embedding directly follows the head, so there it does block.
 
-PyTorch's private symmetric memory is imported when the first buffer is made, which is one of check_transfer: where that
-fails, NCCL communicates.
+PyTorch's private symmetric memory is imported when the first buffer is made, by check_transfer: if that fails, NCCL
+communicates.
 """
 
 import ctypes
@@ -44,7 +44,7 @@ from runtime.distributed import all_reduce_max, local_rank, local_world_size, on
 
 
 def can_copy(device: str, shard_ranks: int, offload: str) -> bool:
-    """Whether copy engines can serve all ranks: those that share a copy of the model reach each other's GPU memory."""
+    """True if copy engines can serve all ranks: those that share a copy of the model reach each other's GPU memory."""
     possible = (
         device != "cpu" and shard_ranks > 1 and offload != "all" and local_world_size % shard_ranks == 0
         and torch.version.cuda is not None  # NVIDIA's
@@ -55,10 +55,10 @@ def can_copy(device: str, shard_ranks: int, offload: str) -> bool:
 
 
 def pick_copy_engines(wanted: bool | None, device: str, group: dist.ProcessGroup | None, offload: str) -> bool:
-    """Whether to use them: wanted None means where the GPUs can. Ends the run if wanted is True and they cannot."""
+    """True if copy engines are to be used. wanted None: where the GPUs can; True: the run ends if they cannot."""
     possible = can_copy(device, group.size() if group else 1, offload)
     if wanted and world_size > 1 and not possible:
-        stop("copy_engines needs a model's GPUs on one host, where they reach each other's memory, and no offload=all")
+        stop("copy_engines needs a model's GPUs on one host, able to reach each other's memory, and no offload=all")
     if not possible or wanted is False:
         return False
     try:
@@ -66,15 +66,15 @@ def pick_copy_engines(wanted: bool | None, device: str, group: dist.ProcessGroup
     except (OSError, ValueError) as error:
         if wanted:
             stop(f"copy_engines do not work here: {error}")
-        print0(f"NCCL communicates, for copy engines do not work here: {error}", file=sys.stderr)
+        print0(f"NCCL communicates, because copy engines do not work here: {error}", file=sys.stderr)
         return False
     return True
 
 
 def check_transfer(device: str, group: dist.ProcessGroup) -> tuple:
-    """Gather and reduce small numbers, three times through the same buffers. RuntimeError if others arrive.
+    """Gather and reduce small numbers, three times through the same buffers. RuntimeError if the results are wrong.
 
-    Returns what holds the buffers, to be kept until all ranks are here.
+    Returns the owners of the buffers: keep them until all ranks are done.
     """
     n, dtype, me = 1024, torch.bfloat16, group.rank()
     numel = group.size() * n
@@ -92,14 +92,14 @@ def check_transfer(device: str, group: dist.ProcessGroup) -> tuple:
 
 
 def use_copy_engines(model: Llama, group: dist.ProcessGroup, reduce: bool) -> None:
-    """Give FSDP these collectives among the ranks of group, which must reach each other's memory.
+    """Make FSDP use these collectives among the ranks of group, which must reach each other's memory.
 
-    reduce: the reduce-scatter too. FSDP must then pass gradients on in bfloat16 (reduce_dtype None), which rules out
+    reduce: the reduce-scatter too. FSDP must then hand over gradients in bfloat16 (reduce_dtype None), which rules out
     sums over micro-batches before it, the replicas of hybrid sharding, and float16's small numbers.
     """
 
     def numel(*modules):
-        """Elements gathered for them: each rank sends equally many rows of a parameter, padded."""
+        """Elements gathered for these modules: every rank sends the same number of rows of a parameter, padded."""
         parameters = (parameter for module in modules for parameter in module.parameters())
         return sum(-(-p.shape[0] // group.size()) * group.size() * p.shape[1:].numel() for p in parameters)
 
@@ -123,7 +123,7 @@ def cuda_driver() -> ctypes.CDLL:
 
 
 def on_stream(operation: str, address: int, value: int) -> None:
-    """cuStreamWriteValue32: *address = value, after all before it. cuStreamWaitValue32: until *address >= value."""
+    """cuStreamWriteValue32: *address = value, after earlier work. cuStreamWaitValue32: wait until *address >= value."""
     stream = torch.cuda.current_stream().cuda_stream
     function = getattr(cuda_driver(), f"{operation}_v2")
     arguments = ctypes.c_void_p(stream), ctypes.c_uint64(address), ctypes.c_uint32(value), ctypes.c_uint(0)
@@ -141,14 +141,14 @@ class Buffers:
     def next(self, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         """The first numel elements of the next buffer, for the current stream to fill.
 
-        Every rank must ask in the same order; the first use of a buffer waits for the other ranks.
+        Every rank must call it in the same order. The first use of a buffer waits for the other ranks.
         """
         if len(self.buffers) < self.count:
             try:
                 import torch.distributed._symmetric_memory as symmetric_memory
 
                 buffer = symmetric_memory.empty(self.largest, dtype=dtype, device=device)
-                torch.cuda.synchronize()  # else its zeroing, signals included, could erase another rank's first signal
+                torch.cuda.synchronize()  # else zeroing it and its signals could erase another rank's first signal
                 self.handles[buffer.data_ptr()] = symmetric_memory.rendezvous(buffer, self.group.group_name)
             except (ImportError, AttributeError, TypeError) as error:
                 raise RuntimeError(f"PyTorch {torch.__version__} has no such symmetric memory: {error}") from error
@@ -160,7 +160,7 @@ class Buffers:
         if numel > len(buffer) or dtype != buffer.dtype:
             self._refuse(f"{numel} elements of {dtype}, more than {len(buffer)} of {buffer.dtype}")
         pads, me, others = self._signals(buffer)
-        for other in others:  # until it has read what is there
+        for other in others:  # wait until it has read the old content
             on_stream("cuStreamWaitValue32", pads[me] + 4 * (len(pads) + other), self.times_full[buffer.data_ptr()])
         return buffer[:numel]
 
@@ -168,17 +168,16 @@ class Buffers:
         raise RuntimeError(f"FSDP of PyTorch {torch.__version__} passes {what}: add --copy_engines=false")
 
     def _signals(self, buffer: torch.Tensor) -> tuple[list[int], int, list[int]]:
-        """The signal pads of all ranks, this rank, and the others, each rank starting with a different one.
-
-        A pad has two counters for each rank: how often that rank's buffer was full, and how often it has read this one.
+        """The signal pads of all ranks, this rank, and the other ranks, in an order that starts at a different one on
+        each rank. A pad has two counters per rank: how often its buffer was full, and how often it has read this one.
         """
         handle = self.handles.get(buffer.data_ptr()) or self._refuse("memory of its own")
         n_ranks, me = handle.world_size, handle.rank
         return handle.signal_pad_ptrs, me, [(me + step) % n_ranks for step in range(1, n_ranks)]
 
     def pull(self, buffer: torch.Tensor, rows: torch.Tensor, offset_of) -> None:
-        """Signal that this rank's buffer is full and copy from the others' buffers: into rows[i] (n,), from rank
-        me + 1 + i (mod the number of ranks) once its buffer is full, n elements from offset_of(that rank) on.
+        """Signal that this rank's buffer is full, then copy from the others' buffers: rows[i] (n,) gets n elements of
+        rank me + 1 + i (mod the number of ranks), once its buffer is full, starting at offset_of(that rank).
         """
         pads, me, others = self._signals(buffer)
         handle, times_full = self.handles[buffer.data_ptr()], self.times_full[buffer.data_ptr()] + 1
@@ -205,7 +204,7 @@ class CopyEngineAllGather:  # torch.distributed.fsdp's AllGather, whose module i
         self.buffers.pull(output_tensor, [*rows[rank + 1 :], *rows[:rank]], lambda other: other * n)
 
 
-class CopyEngineReduceScatter:  # its ReduceScatter
+class CopyEngineReduceScatter:  # torch.distributed.fsdp's ReduceScatter
     def __init__(self, group: dist.ProcessGroup, count: int, largest: int):
         self.buffers, self.filling = Buffers(group, count, largest), False
 

@@ -1,5 +1,5 @@
 """CUDA graphs: kernel launches recorded once and replayed together. A small model's step is hundreds of kernels of a
-few microseconds each, which the CPU takes longer to launch than the GPU to run.
+few microseconds each: launching them takes the CPU longer than running them takes the GPU.
 """
 
 import weakref
@@ -9,13 +9,13 @@ import torch
 
 
 class CUDAGraph:
-    """A function of tensors. The first call runs as it is, the second records its kernels, later ones replay them.
+    """A function of tensors. The first call just runs it, the second records its kernels, later calls replay them.
 
-    The first call compiles the kernels and allocates what the function keeps. After it the function must launch the
+    The first call compiles the kernels and allocates what the function keeps. From then on the function must launch the
     same kernels on every call and must not wait for the GPU.
     """
 
-    recorded = weakref.WeakSet()  # a new graph shares the memory pool of those that are still there
+    recorded = weakref.WeakSet()  # a new graph shares the memory pool of those still alive
 
     def __init__(self, function: Callable):
         self.function, self.graph, self.warm = function, None, False
@@ -27,7 +27,7 @@ class CUDAGraph:
         if self.graph is None:
             pool = next((other.graph.pool() for other in CUDAGraph.recorded), None)
             self.inputs, self.graph = [x.clone() for x in inputs], torch.cuda.CUDAGraph()
-            # thread_local: the thread that saves may call CUDA meanwhile
+            # thread_local: the saving thread may call CUDA meanwhile
             with torch.cuda.graph(self.graph, pool=pool, capture_error_mode="thread_local"):
                 self.output = self.function(*self.inputs)
             CUDAGraph.recorded.add(self)

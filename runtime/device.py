@@ -1,4 +1,4 @@
-"""The device and dtype of a command: --device=auto and --dtype=auto resolved, what the machine lacks refused."""
+"""The device and dtype of a command: resolve --device=auto and --dtype=auto, reject what the machine lacks."""
 
 from collections.abc import Callable
 
@@ -9,7 +9,7 @@ from runtime.distributed import local_rank, local_world_size, stop
 
 
 def pick_device(device: str) -> str:
-    """'cpu' or 'cuda:<local rank>', which becomes the current device. device: 'auto', 'cuda' or 'cpu'."""
+    """Return 'cpu' or 'cuda:<local rank>', and make it the current device. device: 'auto', 'cuda' or 'cpu'."""
     if device == "cpu" or (device == "auto" and not torch.cuda.is_available()):
         return "cpu"
     if not torch.cuda.is_available():
@@ -23,7 +23,7 @@ def pick_device(device: str) -> str:
 
 
 def pick_dtype(dtype: str, device: str) -> str:
-    """dtype, or for 'auto': float32 on a CPU, bfloat16 on a GPU, float16 on one older than Ampere."""
+    """Return dtype, or for 'auto': float32 on a CPU, bfloat16 on a GPU, float16 on a GPU older than Ampere."""
     if dtype != "auto":
         return dtype
     if device == "cpu":
@@ -32,12 +32,12 @@ def pick_dtype(dtype: str, device: str) -> str:
 
 
 def send_to_device(values: torch.Tensor, device: str) -> torch.Tensor:
-    """Values of the CPU, on the device. The CPU does not wait for the copy."""
+    """Copy CPU values to the device. The CPU does not wait for the copy."""
     return values if device == "cpu" else values.pin_memory().to(device, non_blocking=True)
 
 
 def send_to_cpu(values: torch.Tensor) -> Callable[[], list[float]]:
-    """Starts a copy; returns a function that waits until it has arrived, and returns it as a list."""
+    """Start a copy; return a function that waits for it and returns the values as a list."""
     there = values.to("cpu", non_blocking=True)
     arrived = torch.cuda.current_stream().record_event() if values.is_cuda else None
 

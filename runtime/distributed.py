@@ -1,6 +1,6 @@
 """The ranks of a run: their numbers, how they connect, compare values and end together.
 
-torchrun starts one process per GPU and tells each its rank. A process without torchrun is rank 0 of 1; for it the
+torchrun starts one process per GPU and tells each its rank. Without torchrun the process is rank 0 of 1, and the
 collectives below return at once.
 """
 
@@ -22,16 +22,16 @@ from torch.distributed.tensor import DTensor
 
 rank, local_rank = int(os.environ.get("RANK", 0)), int(os.environ.get("LOCAL_RANK", 0))
 world_size, local_world_size = int(os.environ.get("WORLD_SIZE", 1)), int(os.environ.get("LOCAL_WORLD_SIZE", 1))
-restart_count = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0))  # of torchrun --max-restarts
+restart_count = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0))  # torchrun --max-restarts
 
 
 def say(*args, **kwargs) -> None:
-    """Print. A message that cannot be printed does not end the run."""
+    """Print. A failure to print does not end the run."""
     # OSError: a full disk, a closed terminal. RuntimeError: a signal handler prints in the middle of another print.
     with contextlib.suppress(OSError, RuntimeError):
         try:
             print(*args, flush=True, **kwargs)
-        except UnicodeEncodeError:  # an ASCII log and a folder with another name
+        except UnicodeEncodeError:  # an ASCII log, a folder with a non-ASCII name
             print(*(str(arg).encode("ascii", "backslashreplace").decode() for arg in args), flush=True, **kwargs)
 
 
@@ -41,7 +41,7 @@ def print0(*args, **kwargs) -> None:
 
 
 def leave(code: int) -> NoReturn:
-    """Exit. With several ranks without the interpreter's own exit, in which gloo's threads sometimes abort."""
+    """Exit. With several ranks, skip the interpreter's shutdown, in which gloo's threads sometimes abort."""
     if world_size > 1:
         with contextlib.suppress(OSError):
             sys.stdout.flush()
@@ -51,31 +51,31 @@ def leave(code: int) -> NoReturn:
 
 
 def stop(message: str) -> NoReturn:
-    """End the run with a sentence instead of a stack trace. For errors that all ranks find: printed once a machine."""
+    """End the run with a message instead of a stack trace. For errors that all ranks find: printed once per machine."""
     if local_rank == 0:
         print(message, file=sys.stderr, flush=True)
     else:
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)  # the handler of ShutdownHandler would let it sleep on
-        time.sleep(10)  # torchrun ends the others when the first one has ended: that must have spoken
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)  # with ShutdownHandler's handler it would sleep on
+        time.sleep(10)  # torchrun kills the other ranks when the first one exits: local rank 0 must print before that
     leave(1)
 
 
 @contextlib.contextmanager
 def stop_on_error():
-    """End the run with the sentence of an OSError or ValueError instead of a stack trace."""
+    """End the run with the message of an OSError or ValueError instead of a stack trace."""
     try:
         yield
     except (OSError, ValueError) as error:
         if isinstance(error.__cause__, torch.OutOfMemoryError):  # as on_all_ranks raises it
-            raise error.__cause__ from None  # make_excepthook() names settings
+            raise error.__cause__ from None  # make_excepthook() then suggests settings
         stop(str(error))
 
 
 def init_distributed(device: str, timeout: float) -> None:
-    """Connect the ranks, by NCCL between GPUs and by gloo between CPUs. timeout: the watchdog's, in seconds."""
+    """Connect the ranks: NCCL between GPUs, gloo between CPUs. timeout: the watchdog's, in seconds."""
     if world_size > 1:
         bound = {"device_id": torch.device(device)} if device != "cpu" else {}  # else NCCL guesses it, with a warning
-        backend = "gloo" if device == "cpu" else "cpu:gloo,cuda:nccl"  # gloo too: offloaded gradients, objects
+        backend = "gloo" if device == "cpu" else "cpu:gloo,cuda:nccl"  # gloo for offloaded gradients and objects
         store = attempt_store(next(dist.rendezvous("env://"))[0])
         options = {"rank": rank, "world_size": world_size, "timeout": collective_timeout(timeout)}
         dist.init_process_group(backend, store=store, **options, **bound)
@@ -85,14 +85,14 @@ def attempt_store(store: dist.Store) -> dist.Store:
     """A view of the store for this attempt of torchrun alone.
 
     torchrun's restarts share one store, in which PyTorch would find the addresses of processes that have died
-    (pytorch/pytorch#135712). Several machines do not agree on the attempt's number: README.md says what to do there.
+    (pytorch/pytorch#135712). Several machines do not agree on the attempt's number, so there all attempts share 0.
     """
     one_machine = os.environ.get("GROUP_WORLD_SIZE", "1") == "1"
     return dist.PrefixStore(f"attempt_{restart_count if one_machine else 0}", store)
 
 
 def collective_timeout(timeout: float) -> timedelta:
-    """How long a collective waits: longer than the watchdog, which can say why."""
+    """How long a collective waits: longer than the watchdog, which can name the cause."""
     return timedelta(seconds=min(2 * timeout + 60, 1e9))
 
 
@@ -114,14 +114,14 @@ def local(x: torch.Tensor) -> torch.Tensor:
 
 
 def shard_like(like: torch.Tensor, part: torch.Tensor) -> torch.Tensor:
-    """What is sharded like another tensor, this rank's part being `part`, on whatever device.
+    """A tensor sharded like `like`, whose part on this rank is `part`, on any device.
 
-    DTensor.from_local() would move it to the mesh's device. RuntimeError if PyTorch has no such constructor.
+    DTensor.from_local() would move the part to the mesh's device. RuntimeError if PyTorch has no such constructor.
     """
     try:
         return DTensor(part, like._spec, requires_grad=False) if isinstance(like, DTensor) else part
     except (AttributeError, TypeError) as error:
-        raise RuntimeError(f"PyTorch {torch.__version__} makes no DTensor of a part elsewhere: {error}") from error
+        raise RuntimeError(f"PyTorch {torch.__version__} cannot build a DTensor from a part: {error}") from error
 
 
 def all_reduce_max(values: list[float], device: str = "cpu") -> list[float]:
@@ -134,9 +134,9 @@ def all_reduce_max(values: list[float], device: str = "cpu") -> list[float]:
 
 
 def on_all_ranks(function: Callable[[], Any], group: dist.ProcessGroup | None = None) -> Any:
-    """function() on every rank. If it fails on one, all ranks raise the same, so that no rank waits for another.
+    """Call function() on every rank. If it fails on one, all ranks raise, so that no rank waits for another.
 
-    That is a ValueError, of the same class, or for all else OSError, with the sentence of the first rank that failed.
+    They raise the message of the first rank that failed, as the same class if it is a ValueError, else as OSError.
     """
     value = failure = None
     try:
@@ -144,9 +144,9 @@ def on_all_ranks(function: Callable[[], Any], group: dist.ProcessGroup | None = 
     except Exception as error:
         failure = error
         if not isinstance(error, (OSError, ValueError, RuntimeError, MemoryError)):
-            traceback.print_exc()  # a mistake in the code, which a sentence would not show
+            traceback.print_exc()  # a bug, for which the message alone is too little
     kind = ValueError if isinstance(failure, ValueError) else OSError
-    if type(failure).__init__ is ValueError.__init__:  # it is made of one sentence, as UnicodeDecodeError is not
+    if type(failure).__init__ is ValueError.__init__:  # it takes one message, unlike UnicodeDecodeError
         kind = type(failure)
     found = [(kind, _reason(failure)) if failure else None]
     if dist.is_initialized():
@@ -159,7 +159,7 @@ def on_all_ranks(function: Callable[[], Any], group: dist.ProcessGroup | None = 
 
 
 def from_rank_0(function: Callable[[], Any], group: dist.ProcessGroup | None = None) -> Any:
-    """What function() returns on rank 0, on every rank."""
+    """Call function() on rank 0 and return its result on every rank."""
     values = [on_all_ranks(lambda: function() if group_rank(group) == 0 else None, group)]
     if dist.is_initialized():
         dist.broadcast_object_list(values, group=group, group_src=0, device=torch.device("cpu"))
@@ -176,7 +176,7 @@ def _reason(error) -> str:
     return next(iter(str(error).strip().splitlines()), type(error).__name__)
 
 
-SAME_COMMAND = "every machine needs the same command line and data, every rank a config that computes the same values"
+SAME_COMMAND = "give every machine the same command line and data, every rank a config that computes the same values"
 
 
 def require_same_on_all_ranks(values: dict, fix: str = SAME_COMMAND) -> None:
@@ -191,7 +191,7 @@ def require_same_on_all_ranks(values: dict, fix: str = SAME_COMMAND) -> None:
 
 
 def worker_thread() -> ThreadPoolExecutor:
-    """A thread that works on the same GPU as this one, on a stream of its own.
+    """A thread that works on the same GPU as this one, on a separate stream.
 
     A new thread would start on GPU 0 and on the training's stream: torch's checkpoint writer waits for its stream
     every 10 MB.

@@ -1,16 +1,16 @@
-"""How well a model predicts a file: python sample.py --evaluate FILE. Its first row says what it is:
+"""How well a model predicts a file: python sample.py --evaluate FILE. The first row determines the metric:
 
     {"ctx": ..., "endings": [...], "label": 2}   HellaSwag's format: how often the right ending is the likeliest
-    {"messages": [...]}                          mean log p of the answers' tokens, their ends of turn included
+    {"messages": [...]}                          mean log p of the answers' tokens, including their ends of turn
     {"prompt": ..., "completion": ...}           mean log p of the completions' tokens
     anything else is a text                      perplexity exp(-Σ log p / tokens), bits per byte -Σ log₂ p / bytes
 
-A text is read in windows of `window` tokens, each half a window behind the one before. A window predicts the tokens
-that come after the one before it: so each token is predicted once, and all but the first half window's with at least
-half a window before them. The first token follows the bos, or the end of another document where there is no bos.
+A text is read in windows of `window` tokens that overlap by half. A window predicts only the tokens beyond the end of
+the previous one. So each token is predicted once, and all but those of the first half window from at least half a
+window of context. The first token follows the bos, or the end of another document if there is no bos.
 
 Endings are compared by log p (accuracy) and by log p divided by their length in characters (length-normalised): acc and
-acc_norm of lm-evaluation-harness. As there, "ctx ending" is encoded as one text; what is behind ctx's tokens counts.
+acc_norm of lm-evaluation-harness. As there, "ctx ending" is encoded as one text, and the tokens after ctx's count.
 Rows with the activity_label, ctx_a and ctx_b of HellaSwag's own files are read as its task hellaswag reads them.
 """
 
@@ -30,30 +30,30 @@ from model import Llama
 from runtime.generate import begin_document, require_in_vocabulary
 
 Row = tuple[list[int], list[bool]]  # tokens, and which of them are predicted: never the first
-CHUNK_TOKENS = 1024  # whose logits exist at a time: 0.5 GiB with Llama 3's vocabulary
-MOST_WINDOW = 4096  # if nobody asks for more: attention over 131,072 tokens takes a CPU hours
+CHUNK_TOKENS = 1024  # tokens whose logits exist at a time: 0.5 GiB with Llama 3's vocabulary
+MOST_WINDOW = 4096  # the default: attention over 131,072 tokens takes a CPU hours
 
 
 @torch.no_grad()
 def log_likelihoods(model: Llama, rows: list[Row], batch_size: int) -> Iterator[tuple[torch.Tensor, bool]]:
-    """For each row the log p of its predicted tokens, each from all before it, float64 on the CPU; and whether each is
-    the likeliest there.
+    """For each row, the log p of its predicted tokens given all tokens before them (float64 on the CPU), and whether
+    every one of them is the likeliest token.
 
-    Of a row longer than the context the model sees the end. ValueError if what it has to predict does not fit.
+    The model sees the end of a row longer than the context. ValueError if the tokens to predict do not fit into that.
     """
     context, device = model.config.block_size, model.tok_embeddings.weight.device
     for tokens, predicted in rows:
         require_in_vocabulary([tokens], model)
         if any(predicted[: max(len(tokens) - context, 1)]):
             raise ValueError(
-                f"what is to be predicted of {len(tokens):,} tokens begins {len(tokens) - predicted.index(True):,} "
+                f"the part of {len(tokens):,} tokens to predict begins {len(tokens) - predicted.index(True):,} "
                 f"before their end: the model's context has {context:,}"
             )
     rows = [(tokens[-context - 1 :], predicted[-context - 1 :]) for tokens, predicted in rows]
     for first in range(0, len(rows), batch_size):
         batch = rows[first : first + batch_size]
         longest = max(len(tokens) for tokens, _ in batch)
-        # Padded at the right, where causal attention does not look.
+        # Pad on the right: causal attention never looks there.
         padded = torch.tensor([tokens + [0] * (longest - len(tokens)) for tokens, _ in batch], device=device)
         predicted = torch.tensor([each + [False] * (longest - len(each)) for _, each in batch], device=device)[:, 1:]
         x, targets = model.hidden(padded[:, :-1])[predicted], padded[:, 1:][predicted]  # (N, C), (N,)
@@ -68,7 +68,7 @@ def log_likelihoods(model: Llama, rows: list[Row], batch_size: int) -> Iterator[
 
 
 def windows(ids: list[int], window: int) -> Iterator[Row]:
-    """The windows of a text, all tokens but the first predicted in one of them."""
+    """The windows of a text. Every token but the first is predicted in exactly one of them."""
     done = 1
     for start in range(0, len(ids), window // 2):
         part = ids[start : start + window]
@@ -81,7 +81,7 @@ def windows(ids: list[int], window: int) -> Iterator[Row]:
 def text_log_likelihood(
     model: Llama, tokenizer: Tokenizer, text: str, window: int, batch_size: int
 ) -> tuple[float, int]:
-    """log p of a text, and how many tokens it has."""
+    """log p of a text, and its number of tokens."""
     ids = [*begin_document(tokenizer, ""), *tokenizer.encode(text)]
     rows = list(windows(ids, min(window, model.config.block_size + 1)))
     return sum(log_p.sum().item() for log_p, _ in log_likelihoods(model, rows, batch_size)), len(ids) - 1
@@ -122,10 +122,10 @@ def evaluate_choices(
             endings = [without_headings(ending) if isinstance(ending, str) else ending for ending in endings]
         if not endings or not all(isinstance(ending, str) and ending for ending in endings):
             raise ValueError(f"{where} has {endings!r:.60} as endings: expected texts")
-        if str(label) not in map(str, range(len(endings))):  # some of HellaSwag's files have "2"
+        if str(label) not in map(str, range(len(endings))):  # some HellaSwag files have "2"
             raise ValueError(f"{where} has {label!r} as label: expected a number below {len(endings)}")
-        n_context = len(begin_document(tokenizer, ctx.rstrip()))  # as there, blanks go with the ending
-        # Behind no ctx the ending's first token is predicted too: without a bos from the end of another document.
+        n_context = len(begin_document(tokenizer, ctx.rstrip()))  # as there, blanks belong to the ending
+        # Without a ctx the ending's first token is predicted too: from the bos, or else the end of another document.
         before = [] if ctx.strip() or tokenizer.bos is not None else begin_document(tokenizer, "")
         for ending in endings:
             ids = before + begin_document(tokenizer, f"{ctx} {ending}")
@@ -145,12 +145,12 @@ def evaluate_choices(
 
 
 def without_headings(text: str) -> str:
-    """A text of HellaSwag's WikiHow half without its marks, such as [header]; a [title] ends the sentence before it."""
+    """Remove the marks of HellaSwag's WikiHow half, such as [header], from a text. A [title] becomes a full stop."""
     return re.sub(r"\[.*?\]", "", text.strip().replace(" [title]", ". ")).replace("  ", " ")
 
 
 def read_file(path: Path, kind: str | None = None) -> list[tuple[str, dict]] | str:
-    """The rows of a file of JSON, each behind its place, or the text of another. kind: "text", or "lines" of JSON."""
+    """The rows of a JSON file as (place, row), or the text of any other file. kind: "text", or "lines" of JSON."""
     with open_input(path) as file:
         kind = kind or kind_of(head_of(file, path), path)
         return whole_text(file, path) if kind == "text" else list(read_rows(file, path, kind, refuse))
@@ -161,7 +161,7 @@ def refuse(sentence: str) -> None:
 
 
 def field(where: str, row: dict, name: str, kind: type) -> Any:
-    """What a row has under a name. ValueError if it is of another type, or missing."""
+    """The value of row[name]. ValueError if it is missing or of another type."""
     found = row.get(name) if isinstance(row, dict) else None
     if not isinstance(found, kind):
         raise ValueError(f"{where} has {found!r:.40} as {name}: expected a {kind.__name__}")
@@ -171,7 +171,7 @@ def field(where: str, row: dict, name: str, kind: type) -> Any:
 def evaluate_file(
     model: Llama, tokenizer: Tokenizer, path: Path, window: int | None = None, batch_size: int = 8
 ) -> dict[str, str]:
-    """What is measured, by name. Raises OSError or ValueError for a file that cannot be read as one of these."""
+    """Evaluate a file: {metric: result}. Raises OSError or ValueError for a file that is in none of the formats."""
     content = read_file(path)
     if not content:
         raise ValueError(f"{path} is empty")

@@ -1,9 +1,9 @@
-"""Text from a model, token by token: prompts of any lengths in one batch, on a GPU one CUDA graph a token.
+"""Generate text token by token: prompts of any lengths in one batch, on a GPU one CUDA graph per token.
 
     for tokens in generate(model, [prompt_ids, other_prompt_ids], max_new_tokens=100, eos=tokenizer.eos):
-        ...                                                       # one id a row; None where a row has ended
+        ...                                                       # one id per row; None once a row has ended
 
-Rows of different lengths begin at the left of their caches and are padded at the right: causal attention never sees
+Rows of different lengths start at the left of their caches and are padded on the right: causal attention never sees
 the padding, and the next token overwrites it. So a row's text does not depend on its neighbours.
 """
 
@@ -20,14 +20,14 @@ from runtime.device import send_to_cpu
 
 
 def new_caches(model: Llama, n_batch: int, n_positions: int, old: list = (), n_kept: int = 0) -> list[KVCache]:
-    """Caches, one a layer, of n_positions a row: empty, or with the first n_kept of old ones, which are used up."""
+    """One cache per layer, with n_positions per row: empty, or with the first n_kept of old, whose caches it frees."""
     c, weight = model.config, model.tok_embeddings.weight
     shape = n_batch, n_positions, c.n_kv_head, c.head_dim
     lengths = torch.zeros(n_batch, dtype=torch.int64, device=weight.device)
     tables = rope_tables(c, 0, n_positions, weight.device, torch.promote_types(weight.dtype, torch.float32))
     caches = []
     for _ in range(c.n_layer):
-        # Zeros: what a masked score is multiplied with must be finite.
+        # Zeros: attention also multiplies the values at masked positions (by 0), so they must be finite.
         caches.append(KVCache(*weight.new_zeros(2, *shape), lengths, *tables))
         if n_kept:  # a layer at a time: there may be no room for all caches twice
             for new, before in zip(caches[-1][:2], old.pop(0)[:2], strict=True):
@@ -36,12 +36,12 @@ def new_caches(model: Llama, n_batch: int, n_positions: int, old: list = (), n_k
 
 
 class PrefixCache:
-    """The caches of one text, for the next call of generate(): it reads only what is behind their common prefix."""
+    """The caches of one text, for the next call of generate(): it reads only what follows the common prefix."""
 
     caches, text = (), ()  # the caches hold as many tokens of the text as their lengths say
 
     def take(self, model: Llama, texts: list[list[int]], n_positions: int) -> tuple[list[KVCache], int]:
-        """Caches of n_positions for texts, and how many tokens of the first they hold: not its last, which is read."""
+        """Caches of n_positions for texts, and how many tokens of texts[0] they hold: never its last, which is read."""
         n_held = int(self.caches[0].lengths[0]) if self.caches else 0
         same = [old == new for old, new in zip(self.text[:n_held], texts[0][:-1], strict=False)]
         n_kept = [*same, False].index(False)
@@ -51,11 +51,11 @@ class PrefixCache:
 
 
 def read_prompts(model: Llama, caches: list[KVCache], prompts: list[list[int]], start: int = 0) -> torch.Tensor:
-    """Fills the caches with the prompts in place of what they hold; start: how many of a single prompt they hold.
-    Returns the logits (B, V) after each, in fp32.
+    """Fill the caches with the prompts; start: how many tokens of a single prompt they hold already. Returns the logits
+    (B, V) after each prompt, in fp32.
     """
     device, lengths = caches[0].lengths.device, [len(prompt) for prompt in prompts]
-    different = list(dict.fromkeys(map(tuple, prompts)))  # several samples of a prompt: it is read once
+    different = list(dict.fromkeys(map(tuple, prompts)))  # a prompt that is sampled several times is read once
     n, rows = len(different), torch.tensor([different.index(tuple(prompt)) for prompt in prompts], device=device)
     tokens = torch.tensor([[*prompt, *[0] * (max(lengths) - len(prompt))] for prompt in different], device=device)
     caches[0].lengths.fill_(start)
@@ -69,8 +69,8 @@ def read_prompts(model: Llama, caches: list[KVCache], prompts: list[list[int]], 
 
 
 def decode_step(model: Llama, caches: list[KVCache], tokens: torch.Tensor) -> torch.Tensor:
-    """Logits (B, V) after tokens (B,), which the caches take in, in fp32. Nothing here waits for the GPU, or is told by
-    the CPU where it is: the same kernels run for each token.
+    """Append tokens (B,) to the caches and return the logits (B, V) after them, in fp32. For a CUDA graph: nothing here
+    waits for the GPU or gets the position from the CPU, so the same kernels run for each token.
     """
     x = model.hidden(tokens[:, None], caches=caches)  # (B, 1, C)
     caches[0].lengths.add_(1)
@@ -78,9 +78,9 @@ def decode_step(model: Llama, caches: list[KVCache], tokens: torch.Tensor) -> to
 
 
 def require_in_vocabulary(rows: Iterable[list[int]], model: Llama) -> None:
-    """ValueError for a token that the model has no row for: on a GPU the embedding would end in an assertion."""
+    """ValueError for a token that the embedding has no row for: on a GPU that would be a device-side assertion."""
     if (largest := max(map(max, rows))) >= model.config.vocab_size:
-        raise ValueError(f"the tokenizer gives token {largest}, and the model has {model.config.vocab_size:,} tokens")
+        raise ValueError(f"the tokenizer gives token {largest}, but the model has {model.config.vocab_size:,} tokens")
 
 
 @torch.no_grad()
@@ -92,11 +92,11 @@ def generate(
     prefix: PrefixCache | None = None,
     **sampling,
 ) -> Iterator[list[int | None]]:
-    """Continues each prompt by at most max_new_tokens, yielding for each token a list with the next of each row.
+    """Continue each prompt by at most max_new_tokens, yielding at each step a list with the next token of each row.
 
-    A row ends before a token of eos and is None from then on; when all have ended, so does this. prefix: of a single
-    prompt; what it shares with the text before it is not read again. sampling: temperature, top_k, top_p, min_p and
-    generator, as sample() takes them. Past block_size the older half of a row is dropped and the rest read again.
+    A row ends before a token of eos and yields None from then on; generation stops when all rows have ended. prefix:
+    for a single prompt; what it shares with the previous text is not read again. sampling: sample()'s temperature,
+    top_k, top_p, min_p and generator. Past block_size the older half of a row is dropped and the rest read again.
     ValueError, from the first next(), for an empty prompt and for numbers out of range.
     """
     if not prompts or not all(prompts):
@@ -107,7 +107,7 @@ def generate(
     n_positions = min(block_size, max(map(len, texts)) + max_new_tokens)
     caches, start = (prefix or PrefixCache()).take(model, texts, n_positions)
     step = partial(decode_step, model, caches)
-    # A step is about 200 launches of a few microseconds, which take a CPU longer than a GPU.
+    # A step is about 200 kernels of a few microseconds: launching them takes longer than running them.
     step = CUDAGraph(step) if device.type == "cuda" and model.fused_kernels else step
     # On a GPU the next step is queued before the CPU looks at this one's tokens.
     on_their_way, ahead = deque(), int(device.type == "cuda")
@@ -119,20 +119,20 @@ def generate(
                 texts[i].append(token)
         return [text[-1] if runs else None for text, runs in zip(texts, running, strict=True)]
 
-    tokens, longest = None, n_positions  # longest: of the rows in the caches; here as if full, so that they are read
+    tokens, longest = None, n_positions  # longest: of the rows in the caches; n_positions makes it read the prompts
     for _ in range(max_new_tokens):
         if longest == n_positions:
-            caches[0].lengths.zero_()  # first: Ctrl-C must not leave a prefix with caches of another text
+            caches[0].lengths.zero_()  # first: Ctrl-C must not leave a prefix whose caches are another text's
             for text, runs in zip(texts, running, strict=True):
                 if len(text) > block_size or not runs:
-                    # One token of a row that has ended: were it full, all would be read again before every token.
+                    # Keep one token of a row that has ended: if full, it would have all rows read again at every token.
                     del text[: -(block_size // 2 + 1) if runs else -1]
             logits, longest, start = read_prompts(model, caches, texts, start), max(map(len, texts)), 0
         else:
             logits, longest = step(tokens), longest + 1
         tokens = sample(logits, **sampling)  # (B,)
         on_their_way.append(send_to_cpu(tokens))
-        while len(on_their_way) > (ahead if longest < n_positions else 0):  # full: the texts will be read again
+        while len(on_their_way) > (ahead if longest < n_positions else 0):  # if full, the texts are read again
             yield arrived()
         if not any(running):
             return
@@ -148,9 +148,9 @@ def sample(
     min_p: float | None = None,
     generator: torch.Generator | None = None,
 ) -> torch.Tensor:
-    """One token (B,) from logits (B, V) fp32. temperature 0, or nearly, takes the likeliest; top_k keeps the k
-    likeliest, top_p the likeliest whose probabilities reach p together, min_p those at least min_p times as likely as
-    the likeliest. ValueError for numbers out of range.
+    """Sample one token per row (B,) from logits (B, V) fp32. temperature 0, or nearly 0, takes the likeliest token.
+    top_k keeps the k likeliest, top_p the fewest likeliest whose probabilities sum to at least p, min_p those at least
+    min_p times as likely as the likeliest. ValueError for numbers out of range.
     """
     if not temperature >= 0 or not (top_k is None or top_k >= 1):
         raise ValueError(f"temperature {temperature} and top_k {top_k}: must be at least 0 and at least 1")
@@ -160,36 +160,36 @@ def sample(
         return logits.argmax(-1)
     logits, n_vocab = logits / temperature, logits.shape[-1]
     if top_k is not None or top_p is not None:
-        likeliest, order = logits.topk(min(top_k or n_vocab, n_vocab))  # the likeliest first
+        likeliest, order = logits.topk(min(top_k or n_vocab, n_vocab))  # in descending order
         probabilities = likeliest.softmax(-1)
         if top_p is not None:
-            before = probabilities.cumsum(-1) - probabilities  # the sum over the likelier ones
-            probabilities[:, 1:][before[:, 1:] >= top_p] = 0  # never the likeliest, however small top_p
+            before = probabilities.cumsum(-1) - probabilities  # the sum over all likelier tokens
+            probabilities[:, 1:][before[:, 1:] >= top_p] = 0  # keep the likeliest, however small top_p is
         probabilities = torch.zeros_like(logits).scatter(-1, order, probabilities)
     else:
         probabilities = logits.softmax(-1)
     if min_p is not None:
         probabilities[probabilities < min_p * probabilities.amax(-1, keepdim=True)] = 0
-    # torch.multinomial's own draw, without the checks for which it waits for the GPU.
+    # torch.multinomial's method, without its checks, which wait for the GPU.
     return (probabilities / torch.empty_like(probabilities).exponential_(generator=generator)).argmax(-1)
 
 
 def begin_document(tokenizer: Tokenizer, text: str, special: bool = False) -> list[int]:
-    """The ids of a text as a document's beginning: after the bos if the model has one; of no text the bos, or the end
-    of a document before it. special: special tokens that the text spells out are tokens.
+    """The ids of a text at the beginning of a document: after the bos if the tokenizer has one. An empty text gives the
+    bos, or the end-of-text token without one. special: turn special tokens spelled out in the text into tokens.
     """
     bos = [] if tokenizer.bos is None else [tokenizer.bos]
     return bos + tokenizer.encode(text, special) or [tokenizer.end_of_text]
 
 
 class RowText:
-    """The text of one row, from ids: whole characters, up to the first of the stop strings or the row's end."""
+    """The text of one row, from ids: whole characters, up to the first stop string or the row's end."""
 
     def __init__(self, tokenizer: Tokenizer, prompt: list[int], stop: Collection[str]):
         self.stream, self.stop, self.held, self.ended = TextStream(tokenizer, prompt), stop, "", False
 
     def add(self, token: int | None) -> str:
-        """The text that is certain with this id, or with the end of the row: None."""
+        """Add an id, or None for the end of the row; return the text that has become certain."""
         if self.ended:
             return ""
         self.ended = token is None
@@ -198,7 +198,7 @@ class RowText:
         if found:
             self.ended, certain = True, min(found)
         else:
-            # The end of the text may be the beginning of a stop string: it waits.
+            # The end of the text may be the beginning of a stop string: hold it back.
             begins = [n for stop in self.stop for n in range(1, len(stop)) if held.endswith(stop[:n])]
             certain = len(held) - max(begins, default=0) * (token is not None)
         self.held = held[certain:]
@@ -213,7 +213,7 @@ def generate_text(
     stop: Collection[str] = (),
     **sampling,
 ) -> Iterator[list[str]]:
-    """What each token adds to the text of each row, from generate(); stop: strings before which a row ends, too."""
+    """Yield what each token of generate() adds to each row's text. stop: strings that end a row, and are left out."""
     rows = [RowText(tokenizer, prompt, stop) for prompt in prompts]
     for tokens in generate(model, prompts, max_new_tokens, eos=tokenizer.eos, **sampling):
         yield [row.add(token) for row, token in zip(rows, tokens, strict=True)]

@@ -1,4 +1,4 @@
-"""config.json, read and written: Hugging Face's names for the settings of a model."""
+"""Read and write config.json: Hugging Face's names for the settings of a model."""
 
 import os
 from pathlib import Path
@@ -8,7 +8,7 @@ from configurator import SettingError, check
 from data.tokenizer import LLAMA3_VOCAB
 from model import ROPE_SCALING_KEYS, LlamaConfig
 
-ADAPTED = "base_config.json"  # config.json, in a folder of adapters
+ADAPTED = "base_config.json"  # in a folder of adapters, in place of config.json
 NAMES = {  # our name -> Hugging Face's
     "n_layer": "num_hidden_layers",
     "n_head": "num_attention_heads",
@@ -20,7 +20,7 @@ NAMES = {  # our name -> Hugging Face's
     "norm_eps": "rms_norm_eps",
     "block_size": "max_position_embeddings",
 }
-# What transformers takes where a config.json does not say it.
+# transformers' defaults for what a config.json omits.
 DEFAULTS = {
     "num_hidden_layers": 32, "num_attention_heads": 32, "hidden_size": 4096, "intermediate_size": 11008,
     "vocab_size": 32000, "tie_word_embeddings": False, "rms_norm_eps": 1e-6,
@@ -33,7 +33,7 @@ def kind(name: str) -> type:
 
 
 def setting(path: Path, theirs: dict, name: str, *options) -> Any:
-    """One of a file's settings, checked to be of one of these types. With None among them it may be missing."""
+    """One setting of a file, checked to be of one of these types. If None is among them, it may be missing."""
     if name not in theirs and None not in options:
         raise ValueError(f"{path} does not say {name!r}")
     try:
@@ -45,7 +45,7 @@ def setting(path: Path, theirs: dict, name: str, *options) -> Any:
 def read_config(folder) -> tuple[dict, str | None]:
     """The settings of the model in an open folder, by train.py's names, and its tokenizer's name, or None if unknown.
 
-    block_size is the longest sequence that it is for. Raises ValueError for a model that model.py cannot be.
+    block_size is the model's context length. Raises ValueError for a model that model.py does not support.
     """
     path, theirs = folder.path / (ADAPTED if folder.adapter else "config.json"), folder.config
     if not os.path.exists(path):
@@ -53,7 +53,7 @@ def read_config(folder) -> tuple[dict, str | None]:
     if theirs.get("model_type") != "llama":
         raise ValueError(f"{path} describes a {theirs.get('model_type')} model, not a Llama")
     if theirs.get("quantization_config"):
-        raise ValueError(f"{path} describes quantized weights: take them in bfloat16, float16 or float32")
+        raise ValueError(f"{path} describes quantized weights: use them in bfloat16, float16 or float32")
     theirs = DEFAULTS | theirs
     if theirs.get("num_key_value_heads") is None:
         theirs["num_key_value_heads"] = theirs["num_attention_heads"]
@@ -62,12 +62,12 @@ def read_config(folder) -> tuple[dict, str | None]:
     n_embd, n_head, head_dim = settings["n_embd"], settings["n_head"], setting(path, theirs, "head_dim", int, None)
     if n_head and head_dim not in (None, n_embd / n_head):
         raise ValueError(
-            f"{path} has head_dim {head_dim}, {n_head} heads and hidden_size {n_embd}: only heads that are together as "
-            "wide as the model are supported, as Llama 3's are"
+            f"{path} has head_dim {head_dim}, {n_head} heads and hidden_size {n_embd}: only heads whose sizes add up "
+            "to hidden_size are supported, as in Llama 3"
         )
     for name, where in (("attention_bias", "q, k, v and o"), ("mlp_bias", "gate, up and down")):
         if theirs.get(name):
-            raise ValueError(f"{path} has {name}, so biases of {where}: they are not supported, Llama 3 has none")
+            raise ValueError(f"{path} has {name}, biases of {where}: they are not supported, Llama 3 has none")
     if theirs["hidden_act"] != "silu":
         raise ValueError(f"{path} has the activation {theirs['hidden_act']}: Llama 3's is silu")
     try:
@@ -79,23 +79,23 @@ def read_config(folder) -> tuple[dict, str | None]:
 
 
 def _read_rope(path: Path, theirs: dict) -> dict:
-    """Our two settings for RoPE. Old files have them in other places, and the kind under "type"."""
+    """Our two settings for RoPE. Old files keep them in other places, and call rope_type "type"."""
     places = ("rope_parameters", "rope_scaling")
     rope = theirs | next(filter(None, (setting(path, theirs, place, dict, None) for place in places)), {})
     rope_type = rope.get("rope_type") or rope.get("type", "default")
     if rope_type not in ("default", "llama3"):
-        raise ValueError(f"{path} has RoPE of the type {rope_type}: default and llama3 are known")
+        raise ValueError(f"{path} has RoPE of type {rope_type}: default and llama3 are supported")
     scaling = {key: rope[key] for key in sorted(ROPE_SCALING_KEYS & rope.keys())} if rope_type == "llama3" else None
     return {"rope_theta": setting(path, rope, "rope_theta", float), "rope_scaling": scaling}
 
 
 def write_config(config: LlamaConfig, tokenizer: str, dtype: str, begun_with: dict, dataset: dict) -> dict:
-    """The content of config.json for a model. transformers ignores the name of the tokenizer.
+    """The content of config.json for a model. transformers ignores the tokenizer's name in it.
 
-    begun_with: config.json of the weights that it began with, whose special tokens and context are kept, or {}.
-    dataset: meta.json of what it was trained on, or {}.
+    begun_with: config.json of the weights that training began with, or {}: its special tokens and context are kept.
+    dataset: meta.json of the training data, or {}.
     """
-    # In data without bos a document begins behind the end of another. None: else transformers would take 1 and 2.
+    # In data without bos, the end of a document precedes the next one. Write None too: else transformers takes 1 and 2.
     bos, eos = (begun_with.get(name, dataset.get("end_of_text")) for name in ("bos_token_id", "eos_token_id"))
     stretched = (config.rope_scaling or {}).get("original_max_position_embeddings", 0)
     context = max(config.block_size, stretched, begun_with.get("max_position_embeddings") or 0)

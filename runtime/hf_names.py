@@ -1,8 +1,8 @@
 """Hugging Face's names and matrices for our parameters, and this rank's rows of them.
 
-q, k, v are stacked in one parameter of ours, gate and up in another; published are they one by one. FSDP gives each
-rank some rows of the stack, so some rows of some of the matrices. Optimizer states are split alike where they have as
-many rows as their parameter, and are named exp_avg.model.layers.0.self_attn.q_proj.weight. Adapters have peft's names.
+Our model stacks q, k, v in one parameter and gate, up in another; Hugging Face publishes them one by one. FSDP gives
+each rank some rows of the stack, so some rows of some of the matrices. Optimizer states with as many rows as their
+parameter are split alike, and named exp_avg.model.layers.0.self_attn.q_proj.weight. Adapters have peft's names.
 """
 
 from collections.abc import Callable
@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from model import LlamaConfig
 
-NAMES = {  # our name, without the layer -> Hugging Face's names of what is stacked in it
+NAMES = {  # our name, without the layer -> Hugging Face's names of the matrices stacked in it
     "tok_embeddings.weight": ["model.embed_tokens.weight"],
     "attn_norm.weight": ["input_layernorm.weight"],
     "attn.qkv_proj.weight": ["self_attn.q_proj.weight", "self_attn.k_proj.weight", "self_attn.v_proj.weight"],
@@ -25,19 +25,19 @@ NAMES = {  # our name, without the layer -> Hugging Face's names of what is stac
     "norm.weight": ["model.norm.weight"],
     "lm_head.weight": ["lm_head.weight"],
 }
-OWN = set()  # parameters of yours, by such names, which files have too. Weights that a run begins with may lack them
+OWN = set()  # names of parameters that you add: checkpoints have them, the weights that a run begins with may lack them
 ADAPTERS = {"lora_a": "lora_A.weight", "lora_b": "lora_B.weight"}  # our name -> peft's
 
 
 class Rows(NamedTuple):
-    """What this rank has of one tensor in a file: the rows from `first` on, or none."""
+    """This rank's share of one tensor in a file: the rows from `first` on, or none."""
 
     name: str
     dtype: torch.dtype
     shape: tuple[int, ...]  # of the whole tensor
     first: int
     tensor: torch.Tensor | Callable[[], torch.Tensor]  # to write: may be a function that computes the rows
-    writes: bool = True  # False: another rank has the same rows, and writes them
+    writes: bool = True  # False: another rank has the same rows and writes them
 
 
 def hf_names(name: str) -> list[str]:
@@ -53,22 +53,22 @@ def hf_names(name: str) -> list[str]:
 
 
 def stacked_rows(name: str, shape: torch.Size) -> list[int]:
-    """How many rows of one of our weights, whole, each published matrix has. q is square."""
+    """How many rows of one of our weights (whole, not sharded) each published matrix has. q is square."""
     n_rows, n_columns = shape
     key_value = (n_rows - n_columns) // 2
     return {1: [n_rows], 2: [n_rows // 2] * 2, 3: [n_columns, key_value, key_value]}[len(hf_names(name))]
 
 
 def rows_of(x: torch.Tensor) -> tuple[int, torch.Tensor, bool]:
-    """This rank's part of x, as (first row, rows, whether this rank is the one to write them).
+    """This rank's part of x, as (first row, rows, True if this rank is the one to write them).
 
-    FSDP splits the first dimension as torch.chunk does: into parts of n / ranks rows, rounded up, and the last shorter
-    or empty. Hybrid sharding has a replica of all rows on each machine: the first writes.
+    FSDP splits the first dimension as torch.chunk does: into parts of n / ranks rows, rounded up; the last are shorter
+    or empty. Hybrid sharding has a replica of all rows on each machine: the first machine writes.
     """
     if not isinstance(x, DTensor):
         return 0, x.detach(), not dist.is_initialized() or dist.get_rank() == 0
     if set(x.placements) - {Shard(0), Replicate()} or x.placements.count(Shard(0)) > 1:
-        raise ValueError(f"a tensor is placed as {x.placements}: expected rows that are split once")
+        raise ValueError(f"a tensor is placed as {x.placements}: expected rows split over one mesh dimension")
     first, writes, mesh = 0, True, x.device_mesh
     for placement, size, coordinate in zip(x.placements, mesh.shape, mesh.get_coordinate(), strict=True):
         if placement == Shard(0):
@@ -79,16 +79,16 @@ def rows_of(x: torch.Tensor) -> tuple[int, torch.Tensor, bool]:
 
 
 def hf_rows(name: str, x: torch.Tensor, config: LlamaConfig, state: str = "") -> list[Rows]:
-    """This rank's rows of each published matrix in x, a parameter by our name or, by the name `state`, a state of it.
+    """This rank's rows of each published matrix in x: the parameter of our name, or its optimizer state named `state`.
 
-    Their tensors are views of x: write what is in them, or read into them.
+    The rows' tensors are views of x: write them to a file, or read a file into them.
     """
     names = hf_names(name)
     kv = config.n_kv_head * config.head_dim
     sizes = {1: [len(x)], 2: [config.ffn_dim] * 2, 3: [config.n_embd, kv, kv]}[len(names)]
-    if name.endswith("lora_a"):  # as many rows for each matrix
+    if name.endswith("lora_a"):  # the same number of rows for each matrix
         sizes = [len(x) // len(names)] * len(names)
-    if sum(sizes) != len(x):  # a state with other rows than its parameter's stays whole, under our name
+    if sum(sizes) != len(x):  # a state whose rows differ from its parameter's stays whole, under our name
         names, sizes = [name], [len(x)]
     begin, rows, writes = rows_of(x)
     found, start = [], 0

@@ -22,7 +22,7 @@ from runtime.device import pick_device, pick_dtype
 from runtime.evaluate import MOST_WINDOW, log_likelihoods, text_log_likelihood
 from runtime.generate import begin_document, generate_text
 
-# What tasks call the number of tokens that an answer may have.
+# Tasks' names for the maximum number of tokens in an answer.
 LENGTHS = ("max_gen_toks", "max_new_tokens", "max_tokens", "max_completion_tokens")
 
 
@@ -30,7 +30,7 @@ LENGTHS = ("max_gen_toks", "max_new_tokens", "max_tokens", "max_completion_token
 class Nanocria(TemplateLM):
     def __init__(self, out_dir: str, batch_size: int | str = 8, device: str | None = None, dtype: str = "auto", **_):
         super().__init__()
-        device = pick_device("cpu" if device == "cpu" else "auto")  # the harness asks for cuda by itself
+        device = pick_device("cpu" if device == "cpu" else "auto")  # the harness passes cuda by default
         self.lm = load_model(out_dir, device, getattr(torch, pick_dtype(dtype, device)))
         self.tokens = run_folder.read_newest(Path(out_dir), tokenizer_of)
         self.batch_size = int(batch_size) if str(batch_size).isdecimal() else 8  # auto, or auto:4

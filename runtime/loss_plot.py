@@ -1,6 +1,6 @@
-"""The losses of runs, read from the files that each leaves in its folder, and drawn as loss.png.
+"""Read the losses of runs from the files in their folders, and draw them as loss.png. Needs matplotlib.
 
-Tokens and hours are those of training alone, without evaluations and saves, of all ranks. Needs matplotlib.
+Tokens and hours count training alone, without evaluations and saves, over all ranks.
 """
 
 import contextlib
@@ -16,14 +16,14 @@ class Losses(NamedTuple):
     """Points are (steps, tokens, hours, loss)."""
 
     folder: Path
-    train: list[tuple]  # of each line of the log
-    val: list[tuple]  # of each evaluation
-    bits_per_byte: float | None  # of a finished run that has read all of its validation text
-    settings: dict  # {} where the run has saved nothing yet
+    train: list[tuple]  # one for each line of the log
+    val: list[tuple]  # one for each evaluation
+    bits_per_byte: float | None  # of a finished run that evaluated on all of its validation text
+    settings: dict  # {} if the run has saved nothing yet
 
 
 def read_json(path: Path) -> dict:
-    """{} if there is no such file; ValueError, with its name, if it cannot be read."""
+    """{} if there is no such file; ValueError that names it if it cannot be read."""
     try:
         return json.loads(path.read_text()) if path.exists() else {}
     except (OSError, ValueError) as error:
@@ -31,13 +31,13 @@ def read_json(path: Path) -> dict:
 
 
 def read_losses(folder: Path) -> Losses:
-    """ValueError if the folder has no losses, or a file in it cannot be read."""
+    """ValueError if the folder has no losses or a file in it cannot be read."""
     path = folder / "metrics.jsonl"
     train, val, before, of_a_step = [], [], (0, 0, 0.0), (0, 0.0)
     for line in path.read_text(errors="replace").splitlines() if path.exists() else []:
         with contextlib.suppress(ValueError, TypeError, KeyError):  # a killed run's last line, or another program's
             row = json.loads(line)
-            if "loss" in row:  # its speed and time are means over the steps since the line before it
+            if "loss" in row:  # its speed and time are means over the steps since the previous line
                 of_a_step = round(row["tok_per_s"] * row["ms"] / 1000), row["ms"] / 3.6e6
             steps, tokens, hours = before
             new, (tokens_each, hours_each) = row["step"] - steps, of_a_step
@@ -51,20 +51,20 @@ def read_losses(folder: Path) -> Losses:
         raise ValueError(f"{path} has no losses: name the out_dir of a run of train.py")
     checkpoint, found = newest(folder), read_json(folder / "summary.json")
     saved = read_json(checkpoint / "run.json") if checkpoint else {}
-    settings = saved.get("settings") or found.get("settings", {})  # a resumed run's summary is of the run before
+    settings = saved.get("settings") or found.get("settings", {})  # a resumed run still has the previous run's summary
     finished = found.get("curve", [[0]])[-1][0] == train[-1][0]
     return Losses(folder, train, val, found.get("bits_per_byte") if finished else None, settings)
 
 
 def smoothed(points: Sequence[tuple]) -> list[float]:
-    """The loss at each point averaged with those before it, a fiftieth of all."""
+    """At each point, the mean of the losses up to it over a window of a fiftieth of all points."""
     losses, n = [loss for *_, loss in points], max(1, len(points) // 50)
     return [sum(losses[max(0, i - n) : i]) / min(n, i) for i in range(1, len(losses) + 1)]
 
 
 def draw_losses(runs: dict[str, Losses], path: Path) -> None:
-    """Training loss as a line, validation as dots, of each run by its label: left over tokens, right over hours."""
-    from matplotlib.figure import Figure  # without pyplot: no display, and nothing that other figures share
+    """Draw each run's training loss as a line and validation loss as dots: left over tokens, right over hours."""
+    from matplotlib.figure import Figure  # not pyplot, which needs a display and shares state with other figures
 
     figure = Figure(figsize=(10, 4 + 0.2 * len(runs)), dpi=150, layout="constrained")
     left, right = figure.subplots(1, 2, sharey=True)

@@ -1,11 +1,11 @@
-"""How much memory a training step takes, part by part, from the settings alone: without a GPU, without allocating.
+"""How much memory a training step takes, part by part, computed from the settings alone: no GPU, no allocation.
 
     run = RunShape(batch_size=8)               # train.py's settings of the same names, for one rank
     peak_gib(config, run)                      # 28.5 for Llama 3.2 1B at 8 x 2,048 tokens
     print(table(config, run))                  # the parts at the peak, with the arithmetic
 
-Where each byte goes, in bfloat16: n parameters, of which B a block and R the root (embedding, final norm, head; H: an
-untied head), L layers, N tokens, P ranks that share one copy of the model:
+Where each byte goes, in bfloat16: n parameters, B of them in each block, R in the root (embedding, final norm, head), H
+in an untied head; L layers, N tokens, P ranks that share one copy of the model:
 
     compute weights         2n / P              AdamW: lower halves of the weights, two moments    10n / P (8-bit: 4n)
     saved activations       2·N·L·(4C + 2KD + 2F)     the loss    a chunk's logits + 4VC + 4NC     gradients    2n / P
@@ -15,14 +15,14 @@ untied head), L layers, N tokens, P ranks that share one copy of the model:
     offload                 a block's gradients being copied 2B; all: instead of the weights two blocks 4B, the root 2R
     LoRA                    gradients, masters and moments of the adapters alone
 
-Activations shrink while gradients grow: `phases` has the parts at each point that can be the peak, and the largest sum
-counts. The update is none: AdamW's allocates nothing; that of Muon, GaLore and APOLLO allocates less than the
-activations were (but 1 GiB more for one sequence of 8B).
+During backward, activations shrink while gradients grow: `phases` lists the parts at each point that can be the peak,
+and the largest sum counts. The update is not one of them: AdamW's allocates nothing; Muon's, GaLore's and APOLLO's
+allocate less than the activations did (but 1 GiB more for one sequence of 8B).
 
-Within about 1% of every peak that H100s and H200s measured: tests/test_memory.py holds it to the records. What is
-smaller than that is left out: the norms' statistics, the embedding's input. All numbers are what PyTorch allocates
+The estimate is within about 1% of every peak measured on H100s and H200s: tests/test_memory.py checks it against the
+records. It omits what is smaller: the norms' statistics, the embedding's input. All numbers are what PyTorch allocates
 (max_memory_allocated): the CUDA context, NCCL's buffers and the allocator's reserve add 1 to 2 GiB, with cuda_graph up
-to 4. compile=true is counted like the fused kernels, though a compiler plans for itself.
+to 4. compile=true is counted like the fused kernels, though a compiler makes its own plan.
 """
 
 import math
@@ -55,16 +55,16 @@ class RunShape:
     fused_kernels: bool = True
     fused_loss: bool = True
     attention: str = "auto"
-    fp8: bool = False  # with adapters the base is held so
+    fp8: bool = False  # with adapters, the base is held in float8
     activation_checkpointing: str = "none"
     mlp_chunks: int | None = None
     offload_activations: bool = False
     compile: bool = False
     cuda_graph: bool = False
     mask_documents: bool = False
-    # where things are
+    # where things live
     offload: str = "none"  # 'optimizer': its state and the gradients in CPU memory; 'all': the weights too
-    offload_dir: str | None = None  # where the optimizer's state is instead of in CPU memory
+    offload_dir: str | None = None  # holds the optimizer's state in place of CPU memory
     world_size: int = 1
     sharding: str = "zero3"
     shard_ranks: int = 1  # ranks that share one copy of the model
@@ -102,13 +102,13 @@ class Part(NamedTuple):
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# What the model, the optimizer and the recomputation say of themselves
+# What the model, the optimizer and the recomputation report about themselves
 
 
 def param_shapes(c: LlamaConfig, run: RunShape) -> tuple[list[Named], list[Named]]:
-    """One block's parameters, and the root's, embedding first: on the meta device, so without memory.
+    """One block's parameters, and the root's, embedding first. They are on the meta device, so take no memory.
 
-    ValueError for sides that fp8 or NF4 cannot hold.
+    ValueError for matrix sides that fp8 or NF4 does not support.
     """
     with torch.device("meta"):
         model = Llama(replace(c, n_layer=1)).to(run.compute_dtype)
@@ -125,30 +125,30 @@ def n_params(c: LlamaConfig) -> int:
 
 
 def state_bytes(name: str, parameter: torch.Tensor, run: RunShape) -> int:
-    """Bytes, over the ranks that share a copy, of a parameter's states, and of what the place keeps of its master."""
+    """Bytes of a parameter's states and of what the place keeps of its master, over the ranks that share a copy."""
     place = OnGPU if run.offload == "none" else OnCPU
     master = place.master_dtype(parameter.dtype, same_device=run.offload != "optimizer")
     n_bytes = master.itemsize * parameter.numel() if master else 0
     for shape, dtype in run.rule.states(name, parameter).values():
-        copies = 1 if shape[0] == len(parameter) else run.shard_ranks  # its rows are split; else each rank has all
+        copies = 1 if shape[0] == len(parameter) else run.shard_ranks  # sharded by rows; else whole on each rank
         n_bytes += math.prod(shape) * dtype.itemsize * copies
     return n_bytes
 
 
 class Group:
-    """Parameters that are gathered, computed and reduced together: their number, and bytes of each kind."""
+    """Parameters that are gathered, computed and reduced together: their number, and the bytes of each kind."""
 
     def __init__(self, name: str, parameters: list[Named], run: RunShape):
         trained = [(key, p) for key, p in parameters if p.requires_grad]
         self.name, self.n = name, sum(p.numel() for _, p in parameters)
-        self.weights = sum(p.nbytes for _, p in parameters)  # as their projections hold them
+        self.weights = sum(p.nbytes for _, p in parameters)  # as the projections store them
         self.gradients = sum(p.nbytes for _, p in trained)
         self.wide = sum(4 * p.numel() for _, p in trained)  # gradients in float32
-        self.states = sum(state_bytes(key, p, run) for key, p in trained)  # of the optimizer, with the masters
+        self.states = sum(state_bytes(key, p, run) for key, p in trained)  # the optimizer's, with the masters
 
 
 def counted(name: str, kind: str, *terms: tuple[int, Group], ranks: int = 1) -> list[Part]:
-    """[Part] of the bytes of this kind in (times, group), ..., divided by ranks; [] if there are none."""
+    """[Part] that sums the bytes of this kind in (times, group), ..., divided by ranks; [] if there are none."""
     terms = [(times, group) for times, group in terms if times * getattr(group, kind)]
     shared = f" / {ranks} ranks" * (ranks > 1)
     words = [f"{f'{times} x ' * (times > 1)}{getattr(group, kind) / group.n:g} bytes x {group.n:,} {group.name}{shared}"
@@ -162,7 +162,7 @@ def counted(name: str, kind: str, *terms: tuple[int, Group], ranks: int = 1) -> 
 
 
 def runs_triton(c: LlamaConfig, run: RunShape) -> bool:
-    """True if attention is ours, False if it is PyTorch's."""
+    """True if attention runs our kernel, False if PyTorch's."""
     suits = run.attention == "auto" and triton_suits(c.head_dim, c.block_size, run.compute_dtype)
     return suits or run.attention == "triton" or run.mask_documents
 
@@ -170,43 +170,43 @@ def runs_triton(c: LlamaConfig, run: RunShape) -> bool:
 def token_bytes(c: LlamaConfig, run: RunShape, chunks: int) -> tuple[int, int]:
     """Bytes per token in one layer: what forward keeps for backward, and the maximum during its backward.
 
-    chunks: slices of the MLP.
+    chunks: number of slices of the MLP.
     """
     itemsize = run.compute_dtype.itemsize
-    x, gate = itemsize * c.n_embd, itemsize * c.ffn_dim  # a token of the residual stream, and of the MLP's gate
+    x, gate = itemsize * c.n_embd, itemsize * c.ffn_dim  # per token: the residual stream, and the MLP's gate
     kv = itemsize * c.n_kv_head * c.head_dim
     if itemsize == 4 and not runs_triton(c, run):
         kv = x  # in float32 PyTorch's attention expands k and v to all query heads
     attention = 2 * x + 2 * kv  # q and the output, k and v
-    if not run.fused_kernels:  # in float32: x, and x·rstd if the weight learns; silu(gate) and what makes it
+    if not run.fused_kernels:  # in float32: x, and x·rstd if the weight is trained; silu(gate) and its inputs
         norm, mlp = x + (4 if run.lora_rank else 8) * c.n_embd, gate + 12 * c.ffn_dim
         working = x - gate + 12 * c.ffn_dim  # the product is free by then
-    elif chunks > 1:  # of the MLP nothing: dy and the gradient of the norm's output; a slice comes on top
+    elif chunks > 1:  # keeps nothing of the MLP; working: dy and the gradient of the norm's output; a slice is extra
         norm, mlp, working = x, 0, 2 * x
     else:  # the sum that a norm reads; gate and up
         norm, mlp = x, 2 * gate
-        working = x + gate  # dy; the product, where its gradient was; the gradients of gate and up, where these were
-        working += run.fp8 * (x if run.lora_rank else 2 * c.ffn_dim)  # rounded: with adapters in the product's place
+        working = x + gate  # dy; the product, in its gradient's memory; gate's and up's gradients overwrite gate and up
+        working += run.fp8 * (x if run.lora_rank else 2 * c.ffn_dim)  # rounded; with adapters in the product's memory
     everything, selective = 2 * norm + attention + mlp, norm + attention + x
     kept = {"none": everything, "selective": selective, "full": x}[run.activation_checkpointing]
     return kept, everything + working
 
 
 def loss_parts(c: LlamaConfig, run: RunShape, n_tokens: int) -> tuple[Part, Part]:
-    """The final norm, the head and the loss: at the end of forward, and the maximum in their backward."""
+    """Memory of the final norm, the head and the loss: at the end of forward, and the maximum in their backward."""
     itemsize = run.compute_dtype.itemsize
     options = loss_options(n_tokens, run.compute_dtype, c.vocab_size, run.activation_checkpointing)
     chunk = min(options["chunk_tokens"], n_tokens) if run.fused_loss else n_tokens
-    logits, head = chunk * c.vocab_size, c.vocab_size * c.n_embd * (not run.lora_rank)  # with LoRA it has no gradient
-    if not run.fused_loss:  # the logits, in float32, with ignored rows masked; then log p, its gradient, the logits'
+    logits, head = chunk * c.vocab_size, c.vocab_size * c.n_embd * (not run.lora_rank)  # none with LoRA
+    if not run.fused_loss:  # the logits, in float32, with ignored rows masked; then log p and the gradients of both
         sizes = 10 * logits, 12 * logits
-    elif chunk == n_tokens and run.dtype != "float16":  # the head's gradient is made in backward, from the logits
+    elif chunk == n_tokens and run.dtype != "float16":  # backward computes the head's gradient from the logits
         sizes = itemsize * logits, itemsize * (logits + head)
-    elif options["fp32_dweight"]:  # summed over the chunks, then rounded
+    elif options["fp32_dweight"]:  # the gradient is summed over the chunks, then rounded
         sizes = itemsize * logits + 4 * head, (4 + itemsize) * head
     else:
         sizes = itemsize * (logits + head), itemsize * head
-    # the final norm's output, and what it keeps
+    # the final norm's output, and what the norm keeps for backward
     normed = (2 * itemsize if run.fused_kernels else itemsize + 8) * n_tokens * c.n_embd
     how = f"logits of {chunk:,} tokens" + ", head's gradient" * run.fused_loss
     return tuple(Part("loss head", size + normed, how) for size in sizes)
@@ -217,7 +217,7 @@ def loss_parts(c: LlamaConfig, run: RunShape, n_tokens: int) -> tuple[Part, Part
 
 
 class Step:
-    """What a rank holds, as a function of how far the step is."""
+    """What a rank holds at each point of a step."""
 
     def __init__(self, c: LlamaConfig, run: RunShape):
         self.c, self.run, self.itemsize = c, run, run.compute_dtype.itemsize
@@ -225,8 +225,8 @@ class Step:
         self.parameters = block * c.n_layer + root
         self.all, self.block = Group("parameters", self.parameters, run), Group("of a block", block, run)
         self.root, self.embedding = Group("of the root", root, run), Group("of the embedding", root[:1], run)
-        self.head = Group("of norm and head", [] if c.tie_embeddings else root[1:], run)  # an untied one
-        self.for_loss = self.root if c.tie_embeddings else self.head  # whose weights the loss needs
+        self.head = Group("of norm and head", [] if c.tie_embeddings else root[1:], run)  # if untied
+        self.for_loss = self.root if c.tie_embeddings else self.head  # the weights that the loss needs
         self.unsynced = run.fsdp and run.micro_steps > 1 and not run.sync_every_micro_batch
         self.reduces = run.fsdp and not self.unsynced
         # full checkpointing: a few sequences at a time pass through a block, their tokens through the MLP in slices
@@ -240,14 +240,14 @@ class Step:
 
     def always(self) -> list[Part]:
         run, ranks = self.run, self.run.shard_ranks
-        workspaces = 2**26 * (1 + run.cuda_graph)  # on Hopper; a graph is recorded on a stream of its own
+        workspaces = 2**26 * (1 + run.cuda_graph)  # on Hopper; a graph is recorded on a separate stream
         found = [Part("cuBLAS workspaces", workspaces, "32 MiB each for forward and backward")]
         if run.offload != "all":
             found += counted("compute weights", "weights", (1, self.all), ranks=ranks)
         if run.offload == "none":
             found += self.masters_and_states()
-        if run.copy_engines_gather:  # copy_engines.py; embedding and head share theirs
-            ends = 1 + bool(run.copy_engines_reduce and self.for_loss.gradients)  # what is frozen is not reduced
+        if run.copy_engines_gather:  # copy_engines.py; embedding and head share buffers
+            ends = 1 + bool(run.copy_engines_reduce and self.for_loss.gradients)  # frozen weights are not reduced
             blocks = 5 if run.copy_engines_reduce else 3
             found += counted("buffers of the copy engines", "weights", (blocks, self.block), (ends, self.for_loss))
         if self.unsynced or (run.micro_steps > 1 and run.offload == "none"):  # unsynced: whole on every rank
@@ -262,32 +262,32 @@ class Step:
         return [Part("saved activations", self.kept * blocks * self.n_tokens, how)] if blocks else []
 
     def at(self, ahead: int, gathered: tuple[int, int], more: list[Part]) -> list[Part]:
-        """All parts of one phase, `more` among them.
+        """All parts of one phase, including `more`.
 
-        ahead: blocks that have not ended their backward. gathered: the whole weights of so many blocks, and so many
-        times those that the loss needs.
+        ahead: number of blocks whose backward has not ended. gathered: number of blocks whose whole weights are held,
+        and number of copies of the whole weights that the loss needs.
         """
         found, (blocks, times) = self.always(), gathered
         if self.run.fsdp:
             found += counted("gathered weights", "weights", (blocks, self.block), (times, self.for_loss))
         elif self.run.offload == "all":
             found += counted("streamed weights", "weights", (2, self.block), (times, self.root))
-        if self.run.offload_activations:  # of the last block; in backward of the one being read, and of the next
+        if self.run.offload_activations:  # the last block's; in backward those of the block being read and of the next
             ahead = min(ahead, 1 + (ahead < self.c.n_layer))
         return found + self.saved(ahead) + more
 
     def gradients(self, blocks: int, embeddings: int) -> list[Part]:
-        """Of so many blocks, and of an untied head: they have ended their backward. embeddings: so many gradients as
-        large as the embedding, not sharded.
+        """Gradients of an untied head and of so many blocks, whose backward has ended, and so many more `embeddings`:
+        unsharded gradients as large as the embedding.
         """
         run, ranks = self.run, self.run.shard_ranks
         head, ended = (1, self.head), (blocks, self.block)
         found = counted("gradients", "gradients", (embeddings, self.embedding))
-        if self.unsynced:  # they are among the accumulators
+        if self.unsynced:  # the others are in the accumulators
             return found
         if run.offload == "none":
             found += counted("gradients", "gradients", head, ended, ranks=ranks)
-        elif run.offload == "optimizer" or not run.fsdp:  # they leave while those of the next group are computed
+        elif run.offload == "optimizer" or not run.fsdp:  # copied out while the next group's are computed
             latest = (1, self.block) if blocks else head
             found += counted("gradients being offloaded", "gradients", latest, ranks=ranks)
         if run.fsdp and run.sharding == "hybrid" and self.itemsize < 4:  # FSDP's _all_reduce_state
@@ -295,23 +295,23 @@ class Step:
         return found
 
     def being_reduced(self, group: Group) -> list[Part]:
-        """FSDP's float32 buffer of a group's gradients: it stays until those of the next group are in theirs."""
+        """FSDP's float32 buffer of a group's gradients: it stays until the next group's are in theirs."""
         in_float32 = self.reduces and not self.run.copy_engines_reduce
         return counted("gradients being reduced", "wide", (in_float32, group))
 
     def reduction(self, group: Group) -> list[Part]:
-        """That buffer, and the gradients that are copied into it; or this rank's sums that come out, in both dtypes."""
+        """That buffer, plus the larger of the gradients copied into it and this rank's sums from it, in both dtypes."""
         if not self.reduces:
             return []
-        held = 0 if self.c.tie_embeddings else group.gradients  # until the sums are out
+        held = 0 if self.c.tie_embeddings else group.gradients  # until the sums are done
         sums = (group.wide + group.gradients * (self.itemsize < 4)) / self.run.shard_ranks
         more = Part("the reduction", max(group.gradients, held + sums), f"{group.n:,} parameters")
         return [*self.being_reduced(group), more]
 
     def block_in_backward(self) -> list[Part]:
-        """Beyond what is saved."""
+        """What a block's backward takes beyond the saved activations."""
         c, tokens, beyond, block = self.c, self.group_tokens, self.in_block - self.kept, self.block
-        # with few tokens, the block's own gradients are more
+        # with few tokens, the block's own gradients are larger
         n_bytes = max(beyond * tokens, block.gradients - self.kept * tokens)
         if self.run.lora_rank and self.run.fused_kernels:  # a frozen weight read back from NF4, or transposed in float8
             n_bytes += 2 * c.ffn_dim * c.n_embd * (self.run.base_dtype == "nf4" or self.run.fp8)
@@ -319,7 +319,7 @@ class Step:
         if self.chunks > 1:
             a_slice = self.itemsize * (3 * c.ffn_dim + c.n_embd) * tokens // self.chunks
             mlp = Part("a slice of its MLP", a_slice + block.wide, "and its gradients' sums in float32")
-            # the gradients of its output, q, k and v; PyTorch's: dq in float32, and dk, dv for each query head
+            # gradients of its output, q, k and v; with PyTorch's attention also dq in float32, dk and dv per query head
             per_token = self.itemsize * (c.n_embd + 2 * c.n_kv_head * c.head_dim)
             per_token += 0 if runs_triton(c, self.run) else (4 + 2 * self.itemsize) * c.n_embd
             attention = Part("its attention", per_token * tokens + block.gradients, "beside the block's gradients")
@@ -332,16 +332,16 @@ class Step:
 
 
 def phases(config: LlamaConfig, run: RunShape) -> dict[str, list[Part]]:
-    """What a rank holds at each phase of a step that can be its peak, in their order."""
+    """What a rank holds at each phase of a step that can be its peak, in order."""
     step, layers, tied = Step(config, run), config.n_layer, config.tie_embeddings
     stay = layers if run.sharding == "zero2" else 0  # blocks that stay gathered until their backward
-    root_stays = int(run.fsdp and tied)  # until backward ends: it is the embedding, too
-    # NCCL gathers into a buffer, out of which FSDP copies: it is as large as the larger of the last two gathers
+    root_stays = int(run.fsdp and tied)  # until backward ends: it includes the embedding
+    # NCCL gathers into a buffer that FSDP copies from: it is as large as the larger of the last two gathers
     buffer = int(run.shard_ranks > 1 and not run.copy_engines_gather)
     in_loss = (stay, 1 + buffer) if step.head.n > step.block.n else (stay + buffer, 1)
     forward, backward = loss_parts(config, run, step.n_tokens)
-    # An untied head is reduced before the blocks. A tied one's gradient waits for the embedding's; if F.linear made it,
-    # a third tensor takes their sum.
+    # An untied head is reduced before the blocks. A tied one's gradient waits for the embedding's; without fused_loss
+    # (F.linear) a third tensor holds their sum.
     first, copies = (step.root, 2 if run.fused_loss else 3) if tied else (step.embedding, 1)
     found = {
         "the loss, at the end of forward": step.at(layers, in_loss, [forward]),
@@ -359,7 +359,7 @@ def phases(config: LlamaConfig, run: RunShape) -> dict[str, list[Part]]:
 
 
 def parts(config: LlamaConfig, run: RunShape) -> tuple[str, list[Part]]:
-    """The phase of the peak, and what is in memory then."""
+    """The phase of the peak, and the parts in memory then."""
     found = phases(config, run)
     peak = max(found, key=lambda phase: sum(part.bytes for part in found[phase]))
     return peak, found[peak]
@@ -370,7 +370,7 @@ def peak_gib(config: LlamaConfig, run: RunShape) -> float:
 
 
 def table(config: LlamaConfig, run: RunShape) -> str:
-    """The parts at the peak, a line each: name, GiB, arithmetic."""
+    """The parts at the peak, one per line: name, GiB, arithmetic."""
     phase, found = parts(config, run)
     rows = [*found, Part("together", sum(part.bytes for part in found), f"at the peak: {phase}")]
     width = max(len(part.name) for part in rows)

@@ -1,4 +1,4 @@
-"""What fits in a card, what would lower the peak, and what the CPU's memory must hold: memory.py's arithmetic applied.
+"""What fits on a card, what would lower the peak, and what CPU memory must hold: applications of memory.py.
 
 largest_batch(config, run, gib=24)
 advice(config, run)                        # [('--activation_checkpointing=selective', 20.5), ...], peaks in GiB
@@ -30,13 +30,13 @@ def largest_batch(config: LlamaConfig, run: RunShape, gib: float) -> int:
     while high - low > 1:
         middle = (low + high) // 2
         low, high = (middle, high) if fits(middle) else (low, middle)
-    # A larger batch may be computed in smaller groups: 3,000 tokens of 1B fit 3 and 6 times into 22 GiB, not 4 times.
+    # A larger batch may run in smaller groups: 3 and 6 sequences of 3,000 tokens of 1B fit into 22 GiB, 4 do not.
     most = low + min(low // 4, MLP_SLICE // config.block_size) + 8
     return next(n for n in range(most, -1, -1) if n <= low or fits(n))
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# The CPU's memory
+# CPU memory
 
 
 def disk_parts(config: LlamaConfig, run: RunShape) -> list[Part]:
@@ -49,10 +49,10 @@ def disk_bytes(config: LlamaConfig, run: RunShape) -> float:
 
 
 def cpu_parts(config: LlamaConfig, run: RunShape) -> list[Part]:
-    """What a rank keeps in the CPU's memory."""
+    """What a rank keeps in CPU memory."""
     step, found = Step(config, run), []
     if run.offload != "none":
-        if run.offload_dir:  # buffers through which the pieces of what is there pass
+        if run.offload_dir:  # the pieces of the state on the drive pass through buffers
             piece = max(min(PIECE / p.numel(), 1) * state_bytes(name, p, run) for name, p in step.parameters)
             found.append(Part("buffers of offload_dir", BUFFERS * piece, f"{BUFFERS} x {piece:,.0f} bytes"))
         else:
@@ -73,7 +73,7 @@ def cpu_parts(config: LlamaConfig, run: RunShape) -> list[Part]:
 
 
 def require_memory(config: LlamaConfig, run: RunShape, device: str) -> None:
-    """Ends a run that needs more CPU memory than is free: the system would end it without a word."""
+    """End a run that needs more CPU memory than is free: the system would kill it without a message."""
     if device == "cpu":
         step_bytes = GIB * peak_gib(config, replace(run, fused_kernels=False, offload="none"))
         fix = "use a smaller model (config/baby_llama.py), smaller batches or a GPU"
@@ -90,7 +90,7 @@ def cpu_bytes_to_come(config: LlamaConfig, run: RunShape) -> float:
 
 
 def pinned(n_bytes: float) -> int:
-    """Bytes of PyTorch's own pinned memory for n_bytes: the next power of two. pinned_memory.py rounds nothing."""
+    """Bytes of PyTorch's own pinned memory for n_bytes: the next power of two. pinned_memory.py does not round."""
     return 1 << (math.ceil(n_bytes) - 1).bit_length()
 
 
@@ -99,7 +99,7 @@ def pinned(n_bytes: float) -> int:
 
 
 def choices(config: LlamaConfig, run: RunShape) -> list[list[dict]]:
-    """The settings of train.py that may lower the peak, a list for each, the cheaper before the stronger."""
+    """train.py's settings that may lower the peak, one list of values for each, from the cheapest to the strongest."""
     offload = ["none", "optimizer", "all"]
     if run.cuda_graph or isinstance(run.rule, MatrixRule):  # as check_settings has it
         offload = [run.offload]
@@ -146,9 +146,9 @@ def changed(run: RunShape, settings: dict) -> RunShape:
 
 
 def advice(config: LlamaConfig, run: RunShape) -> list[tuple[str, float]]:
-    """The three settings that would lower the peak most, each alone: as flags, with the peak in GiB that they give.
+    """The three settings that would lower the peak most, each alone: as flags, with the resulting peak in GiB.
 
-    For each setting that is the cheapest value that saves at least two thirds of what its strongest value saves.
+    Each gets the cheapest value that saves at least two thirds of what the setting's strongest value saves.
     """
     now, found = peak_gib(config, run), []
     for values in choices(config, run):
@@ -161,7 +161,7 @@ def advice(config: LlamaConfig, run: RunShape) -> list[tuple[str, float]]:
 
 
 def out_of_memory_message(config: LlamaConfig, run: RunShape, gib: float | None = None) -> str:
-    """For a run that is out of memory, on a card of `gib` GiB: what takes most, and what would lower it."""
+    """What takes most memory in a run that ran out of it, on a card of `gib` GiB, and which settings would lower it."""
     now, (phase, found) = peak_gib(config, run), parts(config, run)
     largest = sorted(found, key=lambda part: -part.bytes)[:3]
     lines = [

@@ -1,4 +1,4 @@
-"""Measured memory: what the machine has free, what the run has used. memory.py estimates it before the run."""
+"""Measured memory: how much the machine has free, how much the run has used. memory.py estimates it before the run."""
 
 import contextlib
 import math
@@ -13,8 +13,8 @@ from runtime.distributed import all_reduce_max, local_world_size, stop
 
 uncounted_bytes = 0  # GPU memory outside PyTorch's allocator: symmetric memory, added by copy_engines.py
 
-# The controllers in a line of /proc/self/cgroup -> their folder, the files with the limit and the use, the name of the
-# cache in memory.stat.
+# Controllers in a line of /proc/self/cgroup -> their folder, the files that hold limit and usage, the cache's name in
+# memory.stat.
 CGROUPS = {
     "": ("", "memory.max", "memory.current", "inactive_file"),
     "memory": ("memory", "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
@@ -53,7 +53,7 @@ def cpu_available(proc: Path = Path("/proc"), cgroups: Path = Path("/sys/fs/cgro
 
 
 def require_cpu_memory(n_bytes: float, what: str, fix: str) -> None:
-    """End the run if n_bytes on each rank are more CPU memory than is free: else the kernel would kill it silently.
+    """End the run if n_bytes per rank exceed the free CPU memory: else the kernel would kill it silently.
 
     Every rank must call it. what: "a step needs", for example; fix: what to do.
     """
@@ -61,7 +61,7 @@ def require_cpu_memory(n_bytes: float, what: str, fix: str) -> None:
     missing = all_reduce_max([n_bytes - cpu_available()])[0]
     if missing > 0:
         needed, free = n_bytes / 2**30, (n_bytes - missing) / 2**30
-        stop(f"{what} {needed:.1f} GiB of CPU memory, and only {free:.1f} GiB are available: {fix}")
+        stop(f"{what} {needed:.1f} GiB of CPU memory, but only {free:.1f} GiB are available: {fix}")
 
 
 def card_gib(device: str) -> float | None:
@@ -70,20 +70,20 @@ def card_gib(device: str) -> float | None:
 
 
 def used_gib(device: str) -> float:
-    """The peak so far: of GPU memory in use; on a CPU, of this process."""
+    """The peak so far: of GPU memory in use, or on a CPU of this process's memory."""
     if device == "cpu":
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2 ** (30 if sys.platform == "darwin" else 20)
     return (torch.cuda.max_memory_allocated() + uncounted_bytes) / 2**30
 
 
-# What follows uses private functions of PyTorch. A version without them trains as well, with less room or less known.
+# The rest uses private functions of PyTorch. A version without them also trains, but fragments or records less.
 WITHOUT = AttributeError, TypeError, RuntimeError
 
 
 def let_segments_grow() -> None:
-    """Use expandable segments in PyTorch's allocator: fixed ones that are too small for the next tensor stay empty.
+    """Use expandable segments in PyTorch's allocator: fixed ones too small for the next tensor would stay empty.
 
-    A user's own PYTORCH_ALLOC_CONF wins.
+    A user's own PYTORCH_ALLOC_CONF takes precedence.
     """
     if not any(os.environ.get(name) for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")):
         with contextlib.suppress(*WITHOUT):
@@ -91,9 +91,9 @@ def let_segments_grow() -> None:
 
 
 def record_history() -> None:
-    """Record every allocation and the Python code that asked for it. Does nothing without a GPU.
+    """Record every allocation and the Python code that made it. Does nothing without a GPU.
 
-    Python frames only, no frees: 2 us each. Keeps the last 100,000, several KB each when written.
+    Records Python frames only, and no frees: 2 us each. Keeps the last 100,000, several KB each when written.
     """
     if torch.cuda.is_available():
         with contextlib.suppress(*WITHOUT):
@@ -107,7 +107,7 @@ def stop_history() -> None:
 
 
 def dump(path) -> None:
-    """Write what was recorded since record_history, for https://pytorch.org/memory_viz, which uploads nothing."""
+    """Write the history since record_history(), for https://pytorch.org/memory_viz, which uploads nothing."""
     if torch.cuda.is_available():
         with contextlib.suppress(AttributeError, TypeError):
             torch.cuda.memory._dump_snapshot(str(path))

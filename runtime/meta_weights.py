@@ -1,7 +1,7 @@
-"""Meta's own files, params.json and consolidated.00.pth, as what Hugging Face's would say.
+"""Read Meta's own files, params.json and consolidated.00.pth, as if they were Hugging Face's.
 
-Meta's RoPE rotates rows 2i and 2i + 1 of a head, Hugging Face's and ours rows i and i + D/2: so the rows of q and k are
-reordered. The .pth is read with weights_only: no code in it is executed.
+Meta's RoPE rotates rows 2i and 2i + 1 of a head; Hugging Face's and ours rotate rows i and i + D/2. So the rows of q
+and k are reordered. The .pth is read with weights_only: no code in it is executed.
 """
 
 import os
@@ -38,7 +38,7 @@ CONFIG = {  # name in config.json -> name in params.json
     "rms_norm_eps": "norm_eps",
     "rope_theta": "rope_theta",
 }
-# The end of a document, and two ends of a turn in a dialogue.
+# eos: the end of a document, and two ends of a turn in a dialogue.
 SPECIAL_TOKENS = {"bos_token_id": 128000, "eos_token_id": [128001, 128008, 128009]}
 
 
@@ -47,9 +47,9 @@ def is_meta(folder: Path) -> bool:
 
 
 def describe(folder: Path) -> tuple[dict, dict[str, tuple[str, TensorInfo]]]:
-    """What config.json would contain, and for each tensor by Hugging Face's name the file, dtype and shape.
+    """What config.json would contain, and the file, dtype and shape of each tensor, by Hugging Face's name.
 
-    The weights tell how wide the MLP is and whether the head is tied.
+    The width of the MLP and whether the head is tied are inferred from the weights.
     """
     path, weights = folder / "params.json", _load(folder)
     theirs = parse_json(path.read_bytes(), path)
@@ -62,7 +62,7 @@ def describe(folder: Path) -> tuple[dict, dict[str, tuple[str, TensorInfo]]]:
     if tied:
         weights.pop("lm_head.weight", None)
     stretched = hf_config.setting(path, theirs, "use_scaled_rope", bool, None)
-    # The file does not say the factor: 32 for 3.2's small models, which are the tied ones, 8 for the others.
+    # The file does not contain the factor: 32 for 3.2's small models, which are the tied ones, 8 for the others.
     scaling = {"rope_type": "llama3", "factor": 32.0 if tied else 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
                "original_max_position_embeddings": 8192}  # fmt: skip
     config |= SPECIAL_TOKENS | {
@@ -74,7 +74,7 @@ def describe(folder: Path) -> tuple[dict, dict[str, tuple[str, TensorInfo]]]:
 
 
 def read_rows(folder: Path, config: dict, hf_name: str, first: int, n: int) -> torch.Tensor:
-    """Rows of a tensor in Hugging Face's order. config: as describe() gives it."""
+    """n rows of a tensor from `first` on, in Hugging Face's order. config: describe()'s."""
     weight = _load(folder)[hf_name]
     if hf_name.endswith(("q_proj.weight", "k_proj.weight")):
         head_dim = config["hidden_size"] // config["num_attention_heads"]
@@ -83,20 +83,20 @@ def read_rows(folder: Path, config: dict, hf_name: str, first: int, n: int) -> t
 
 
 def _load(folder: Path) -> dict[str, torch.Tensor]:
-    """The weights by Hugging Face's names, mapped from the file: read only when they are used."""
+    """The weights by Hugging Face's names, memory-mapped: read only when used."""
     path, n_files = folder / FILE, len(list(folder.glob("consolidated.*.pth")))
     if n_files > 1:
-        raise ValueError(f"{folder} holds a model in {n_files} parts: only one {FILE} can be read")
+        raise ValueError(f"{folder} holds a model in {n_files} parts: only a single {FILE} is supported")
     try:
         weights = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
     except (RuntimeError, ValueError, EOFError, pickle.UnpicklingError) as error:
-        raise ValueError(f"{path} is damaged, or not a file of tensors alone in torch.save's zip format") from error
+        raise ValueError(f"{path} is damaged, or not a file of only tensors in torch.save's zip format") from error
     if not (isinstance(weights, dict) and all(isinstance(x, torch.Tensor) for x in weights.values())):
         raise ValueError(f"{path} does not hold tensors by name")
     return {_hf_name(name): x for name, x in weights.items() if name != "rope.freqs"}
 
 
 def _hf_name(name: str) -> str:
-    """layers.3.feed_forward.w3.weight is model.layers.3.mlp.up_proj.weight; what is not Llama 3's gets no such name."""
+    """layers.3.feed_forward.w3.weight -> model.layers.3.mlp.up_proj.weight. Names that Llama 3 lacks stay Meta's."""
     block, rest = re.match(r"(layers\.\d+\.)?(.*)", name).groups("")
     return f"{'model.' if block else ''}{block}{NAMES[rest]}" if rest in NAMES else f"{FILE}: {name}"

@@ -1,22 +1,21 @@
-"""With offload_activations, what activation checkpointing keeps of each layer goes to the CPU's memory.
+"""offload_activations: move what activation checkpointing keeps of each layer to CPU memory.
 
-    forward     what layer i keeps is copied to pinned memory, on a stream of its own, while the layer computes; when
-                layer i + 1 keeps its first tensor, that is done, and the GPU's copy is free
+    forward     while layer i computes, what it keeps is copied to pinned memory on a separate stream; when layer i + 1
+                keeps its first tensor, the compute stream waits for these copies and frees layer i's GPU memory
     backward    while layer i + 1 computes its gradients, layer i's tensors come back
 
-So the GPU holds those of two layers instead of all. The last layer's stay there, since backward needs them first.
+So the GPU holds the activations of two layers instead of all. The last layer's stay on it: backward needs them first.
 
-Do the copies hide? 'full' keeps a layer's input: 2·C bytes a token. A layer of Llama 3.2 1B computes 120 million FLOPs
-a token in forward, 0.2 us of an H200, which copies the token's 4 KiB in 0.08 us. 'selective' keeps also q, k and v,
-what attention returned and the input of the MLP: 36 KiB a token of 8B, 0.7 us, beside 0.7 us of matmuls and the
-attention, which grows with the context. So it pays for long sequences, whose attention is then computed once.
+Do the copies hide? 'full' keeps a layer's input: 2·C bytes per token. A layer of Llama 3.2 1B computes 120 million
+FLOPs per token in forward, 0.2 us on an H200, which copies the token's 4 KiB in 0.08 us. 'selective' also keeps q, k,
+v, the attention's output and the MLP's input: 36 KiB per token of 8B, 0.7 us, beside 0.7 us of matmuls and the
+attention, which grows with the context. So it pays for long sequences, whose attention is then computed only once.
 
-PyTorch hands each tensor that is kept for backward to a hook, and asks another for it in backward. Copied are whole
-storages, each once: q, k and v lie in one, and the norm and its projection keep the same input.
+PyTorch passes each tensor kept for backward to one hook, and asks another hook for it in backward. Whole storages are
+copied, each once: q, k and v share one, and the norm and its projection keep the same input.
 
-A storage is freed by the stream that computes, after that stream has waited for the copy: PyTorch's allocator can then
-reuse the memory at once. (With record_stream it could do so only if the copy was over when the CPU asked, which is far
-ahead of the GPU.)
+The compute stream frees a storage after it has waited for the copy, so PyTorch's allocator can reuse the memory at
+once. (With record_stream it could do so only if the copy had finished when the CPU asked, far ahead of the GPU.)
 """
 
 from functools import partial
@@ -31,7 +30,7 @@ from runtime.pinned_memory import pinned_empty
 class Kept(NamedTuple):
     """Stands for a tensor that layer i keeps for backward: a view of its k-th storage."""
 
-    forward: int  # the how-many-th
+    forward: int  # number of the forward pass
     i: int
     k: int
     dtype: torch.dtype
@@ -39,19 +38,19 @@ class Kept(NamedTuple):
 
 
 class OffloadedActivations:
-    """What n_layer layers keep, from each forward to its backward, which goes through the layers the other way round.
+    """Holds what n_layer layers keep, from each forward to its backward, which visits the layers in reverse.
 
-    wrap(i, layer) for each of them: its forward then keeps here all but its weights and its further inputs.
-    RuntimeError for a second backward, and for that of a forward before the last.
+    Call wrap(i, layer) for each layer: its forward then keeps here all but its weights and its further inputs.
+    RuntimeError for a second backward, and for the backward of any forward but the latest.
     """
 
     def __init__(self, n_layer: int):
         self.last = n_layer - 1
-        self.pinned = [[] for _ in range(n_layer)]  # the CPU's memory, reused in each forward
-        self.kept = [None] * n_layer  # the bytes of each layer's storages: pinned, or the last layer's where they were
-        self.leaving = {}  # address -> number and storage, of the layer that computes: not free before it is copied
-        # Layer -> the bytes of its storages back on the GPU, and the event at the end of their copy. A layer's are free
-        # when backward has gone on to the one before it; layer 0's when the next forward begins.
+        self.pinned = [[] for _ in range(n_layer)]  # CPU memory, reused in each forward
+        self.kept = [None] * n_layer  # the bytes of each layer's storages: pinned, or for the last layer still in place
+        self.leaving = {}  # address -> index and storage, of the layer now computing: held until they are copied
+        # Layer -> the bytes of its storages back on the GPU, and the event at the end of their copy. Freed when
+        # backward has moved on to the previous layer; layer 0's when the next forward begins.
         self.coming = {}
         self.stream = self.copied = None
         self.forwards = 0
@@ -62,12 +61,12 @@ class OffloadedActivations:
     def _forward(self, forward, layer, i, x, branch, *further):
         if not torch.is_grad_enabled():
             return forward(x, branch, *further)
-        if i == 0:  # drops what is left of a forward whose backward did not finish
+        if i == 0:  # drop what a forward without a finished backward left behind
             wait_for(*(event for _, event in self.coming.values()))
             self.coming, self.forwards = {}, self.forwards + 1
         self.kept[i] = []
         stays = {t.untyped_storage().data_ptr() for t in (*layer.parameters(), *further) if t is not None}
-        if branch is None:  # then x is kept: now, not when the function that asks for it has returned
+        if branch is None:  # then backward needs x: start its copy now, not when the function that saves it returns
             self._put(i, stays, x)
         with saved_tensors_hooks(partial(self._put, i, stays), self._take):
             outputs = forward(x, branch, *further)
@@ -79,10 +78,10 @@ class OffloadedActivations:
         storage = tensor.untyped_storage()
         address = storage.data_ptr()
         if address in stays or not (tensor.ndim and tensor.numel() and tensor.is_floating_point()):
-            return tensor  # weights, tables; scalars and nothings, which may be the CPU's; seeds
+            return tensor  # weights, tables; scalars and empty tensors, which may be on the CPU; seeds
         if not self.kept[i]:
             wait_for(self.copied)
-            self.leaving, self.copied = {}, None  # now the storages of the layer before are free
+            self.leaving, self.copied = {}, None  # this frees the previous layer's storages
         if address not in self.leaving:
             self.leaving[address] = len(self.kept[i]), storage
             copies = storage.is_cuda and i < self.last  # the last layer's are needed first
@@ -110,7 +109,7 @@ class OffloadedActivations:
         for later in range(i + 1, self.last + 1):
             self.kept[later] = None
             self.coming.pop(later, None)
-        for needed in (i, i - 1):  # and the one before comes while this one computes
+        for needed in (i, i - 1):  # prefetch the previous layer while this one computes
             if needed >= 0 and needed not in self.coming:
                 self.coming[needed] = self._copy_back(needed)
         storages, arrived = self.coming[i]
@@ -122,7 +121,7 @@ class OffloadedActivations:
         if self.stream is None or i == self.last:
             return self.kept[i], None
         storages = [torch.empty(pinned.shape, dtype=pinned.dtype, device="cuda") for pinned in self.kept[i]]
-        self.stream.wait_stream(torch.cuda.current_stream())  # that memory may have been in use until now
+        self.stream.wait_stream(torch.cuda.current_stream())  # earlier kernels may still use that memory
         with torch.cuda.stream(self.stream):
             for storage, pinned in zip(storages, self.kept[i], strict=True):
                 storage.copy_(pinned, non_blocking=True)

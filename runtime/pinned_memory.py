@@ -1,8 +1,7 @@
-"""Pinned CPU memory, which a GPU copies from and to by itself, while CPU and GPU compute.
+"""Pinned CPU memory: a GPU copies from and to it by itself, while CPU and GPU compute.
 
-PyTorch's own (pin_memory=True) rounds each tensor up to a power of two, is prepared by one thread and uses pages of
-4 KiB. Here a tensor takes what it needs, several threads prepare a large one, and its pages have 2 MiB if Linux has
-such.
+PyTorch's own (pin_memory=True) rounds each tensor up to a power of two, and one thread prepares it in pages of 4 KiB.
+Here a tensor takes only its own size, several threads prepare it if large, in pages of 2 MiB if Linux has them.
 """
 
 import contextlib
@@ -11,7 +10,7 @@ import mmap
 
 import torch
 
-MADV_WIPEONFORK = 18  # Linux's; Python does not name it
+MADV_WIPEONFORK = 18  # Linux's; missing in Python's mmap
 NEVER_FREED = []
 
 
@@ -22,7 +21,7 @@ class _Pages(mmap.mmap):
 
     def pin(self, address: int, n_bytes: int) -> bool:
         if int(torch.cuda.cudart().cudaHostRegister(address, n_bytes, 0)):
-            with contextlib.suppress(Exception):  # CUDA reports the error once more, in the next call: this one
+            with contextlib.suppress(Exception):  # absorb the error: CUDA reports it again in the next call
                 torch.zeros(1, device="cuda")
             return False
         self.address, self.device = address, torch.cuda.current_device()
@@ -36,24 +35,23 @@ class _Pages(mmap.mmap):
         with contextlib.suppress(Exception):
             if int(torch.cuda.cudart().cudaHostUnregister(self.address)) == 0:
                 return
-        # Unregistering failed: never reuse these addresses, CUDA still considers them pinned.
+        # Unregistering failed: never reuse these addresses, because CUDA still considers them pinned.
         NEVER_FREED.append(self)
 
 
 def pinned_empty(shape, dtype: torch.dtype) -> torch.Tensor:
-    """A contiguous pinned tensor on the CPU. OSError if there is no memory for it, or none that can be pinned."""
+    """A contiguous pinned tensor on the CPU. OSError if there is not enough memory that can be pinned."""
     n = math.prod(shape)
     if n == 0:
         return torch.empty(shape, dtype=dtype)
     n_bytes = n * dtype.itemsize
     pages = _Pages(-1, n_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    # A forked process would share these pages, and the first of the two to write would get a copy: the GPU would not
-    # know.
+    # A forked process would share these pages, and the first of the two to write gets a copy that the GPU does not see.
     for advice in (mmap.MADV_HUGEPAGE, MADV_WIPEONFORK):
-        with contextlib.suppress(OSError):  # a kernel without that advice
+        with contextlib.suppress(OSError):  # a kernel without this advice
             pages.madvise(advice)
     flat = torch.frombuffer(pages, dtype=torch.uint8)
-    flat[::512].zero_()  # touches each page, several times, so that there are enough elements for several threads
+    flat[::512].zero_()  # touches each page several times: enough elements to use several threads
     if pages.pin(flat.data_ptr(), n_bytes):
         return flat.view(dtype).view(shape)
     del flat, pages
@@ -61,4 +59,4 @@ def pinned_empty(shape, dtype: torch.dtype) -> torch.Tensor:
         return torch.empty(shape, dtype=dtype, pin_memory=True)
     except RuntimeError as error:
         reason = str(error).splitlines()[0]
-        raise OSError(f"{n_bytes / 2**30:.2f} GiB of the CPU's memory cannot be pinned: {reason}") from error
+        raise OSError(f"{n_bytes / 2**30:.2f} GiB of CPU memory cannot be pinned: {reason}") from error

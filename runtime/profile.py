@@ -1,4 +1,4 @@
-"""--profile=true traces three steps. Every run records what its first ten steps allocate, in case memory runs out."""
+"""--profile=true traces three steps. Every run records its first ten steps' allocations, in case memory runs out."""
 
 from pathlib import Path
 
@@ -7,7 +7,7 @@ import torch
 from runtime import memory_stats
 from runtime.distributed import print0, rank
 
-STEPS = 10  # of a run: five to compile and allocate, two to warm the profiler up, three traced
+STEPS = 10  # of a run: five to compile and allocate, two to warm up the profiler, three traced
 
 
 class Profiler:
@@ -18,7 +18,7 @@ class Profiler:
 
     def __init__(self, out_dir: str, first_step: int, enabled: bool):
         self.folder, self.first_step, self.last_step = Path(out_dir) / "profile", first_step, first_step
-        memory_stats.record_history()  # 2 us an allocation; most runs that do not fit fail in the first step
+        memory_stats.record_history()  # 2 us per allocation; most runs that do not fit fail in the first step
         self.trace = None
         if enabled:
             schedule = torch.profiler.schedule(wait=STEPS - 5, warmup=2, active=3, repeat=1)
@@ -35,7 +35,7 @@ class Profiler:
             memory_stats.stop_history()
 
     def at_edge(self, step: int) -> bool:
-        """Whether the trace starts or ends after this step: then the GPU must not have the next one's kernels yet."""
+        """True if the trace starts or ends after this step: then the next step's kernels must not be queued yet."""
         return self.trace is not None and step - self.first_step in (STEPS - 3, STEPS)
 
     def stop(self) -> None:

@@ -1,13 +1,13 @@
-"""Activation checkpointing: what forward does not keep, backward computes again.
+"""Activation checkpointing: backward recomputes what forward does not keep.
 
-    recompute(model, "selective")     # of each layer, gate and up: an eighth of a step of Llama 3.2 1B
-    recompute(model, "full")          # whole layers, from their inputs, but for the down projection: a good fifth
+    recompute(model, "selective")     # gate and up of each layer: an eighth of a step of Llama 3.2 1B
+    recompute(model, "full")          # whole layers from their inputs, except the down projection: a good fifth
 
-After Llama.set_operations and use_fp8, before torch.compile and fully_shard. 'full' wraps each layer's forward: the
-layer keeps its input alone. From 32,768 tokens on (`groups_of_sequences`) a few sequences pass through it at a time:
-its activations exist for one group of them only, and the gradient of its input overwrites that of its output. So only
-the layers' inputs and one gradient grow with the batch. With offload_activations what either mode keeps leaves the GPU:
-offload_activations.py.
+Call it after Llama.set_operations and use_fp8, before torch.compile and fully_shard. 'full' wraps each layer's forward,
+which then keeps only its input. From 32,768 tokens on (`groups_of_sequences`) a few sequences at a time pass through
+the layer: its activations exist for one group only, and the gradient of its input overwrites that of its output. So
+only the layers' inputs and one gradient grow with the batch. With offload_activations, what either mode keeps leaves
+the GPU: see offload_activations.py.
 """
 
 import math
@@ -26,10 +26,10 @@ MLP_SLICE = 16384  # tokens: half as many make 16 x 2,048 of Llama 3.2 1B 3% slo
 
 
 def recompute(model, mode: str, mlp_chunks: int | None = None, offload_activations: bool = False) -> None:
-    """What the backward of a Llama computes again: 'none', 'selective' (gate and up of each MLP) or 'full' (layers).
+    """Set what the backward of a Llama recomputes: 'none', 'selective' (gate and up of each MLP) or 'full' (layers).
 
-    mlp_chunks: in how many slices of its tokens a recomputed MLP is computed; None: see chunks_of_mlp.
-    offload_activations: what the layers keep goes to the CPU's memory. ValueError for settings that do not go together.
+    mlp_chunks: number of token slices in which an MLP is recomputed; None: see chunks_of_mlp. offload_activations: move
+    what the layers keep to CPU memory. ValueError for settings that do not work together.
     """
     check_settings(mode, mlp_chunks, offload_activations)
     config, fused_kernels = model.config, model.fused_kernels
@@ -40,7 +40,7 @@ def recompute(model, mode: str, mlp_chunks: int | None = None, offload_activatio
             chunks_of_mlp, n_embd=config.n_embd, mode=mode, mlp_chunks=mlp_chunks, fused_kernels=fused_kernels
         )
         if mode == "full":
-            # Inside the layer's call: FSDP gathers its weights in a hook on that, in backward once more.
+            # Wrap forward, not the layer: FSDP gathers the weights in hooks on the layer's call, and again in backward.
             layer.forward = partial(_forward, layer, mlp_chunks, offload_activations)
         if offloaded:
             offloaded.wrap(i, layer)
@@ -48,7 +48,7 @@ def recompute(model, mode: str, mlp_chunks: int | None = None, offload_activatio
 
 
 def check_settings(mode: str, mlp_chunks: int | None, offload_activations: bool) -> None:
-    """ValueError for settings of recompute that do not go together."""
+    """ValueError for settings of recompute() that do not work together."""
     if mode not in ("none", "selective", "full"):
         raise ValueError(f"activation_checkpointing {mode!r}: none, selective or full")
     if offload_activations and mode == "none":
@@ -62,11 +62,11 @@ def check_settings(mode: str, mlp_chunks: int | None, offload_activations: bool)
 
 
 def chunks_of_mlp(n_tokens: int, n_embd: int, mode: str, mlp_chunks: int | None, fused_kernels: bool = True) -> int:
-    """How many slices of its tokens the MLP works through, one after another, in forward and in backward.
+    """How many slices of tokens the MLP processes, one after another, in forward and in backward.
 
     That is mlp_chunks if set. Otherwise 1, except with full checkpointing and fused kernels: then slices have at least
     MLP_SLICE and 4C tokens. Why 4C: the float32 sums of the weights' gradients take 12·C·F bytes, as much as 2C tokens
-    of a slice, so at most half of the slice.
+    of a slice, so at most half of what the slice takes.
     """
     if mlp_chunks:
         return min(mlp_chunks, max(n_tokens, 1))
@@ -78,9 +78,9 @@ def chunks_of_mlp(n_tokens: int, n_embd: int, mode: str, mlp_chunks: int | None,
 def groups_of_sequences(
     n_batch: int, n_time: int, n_embd: int, mlp_chunks: int | None, fused_kernels: bool = True
 ) -> int:
-    """How many groups of sequences pass through a layer one after another under full checkpointing.
+    """How many groups of sequences pass through a layer, one after another, under full checkpointing.
 
-    As many as the MLP would have slices, but at most one for each sequence; 1 if mlp_chunks sets the slices.
+    As many as the MLP would have slices, but at most one per sequence; 1 if mlp_chunks sets the slices.
     """
     return 1 if mlp_chunks else min(chunks_of_mlp(n_batch * n_time, n_embd, "full", None, fused_kernels), n_batch)
 
@@ -88,9 +88,9 @@ def groups_of_sequences(
 def loss_options(n_tokens: int, dtype: torch.dtype, vocab_size: int, mode: str) -> dict:
     """The arguments chunk_tokens and fp32_dweight for linear_cross_entropy.
 
-    Full checkpointing halves the chunk: 2,048 tokens of Llama 3 in bf16. If four such chunks hold all tokens, they are
-    cut into at most four chunks of a multiple of 256 tokens, and the head's gradient is summed in the weight's dtype
-    (not in float16).
+    Full checkpointing halves the chunk, to 2,048 tokens of Llama 3 in bf16. If four such chunks hold all tokens, there
+    are at most four chunks, each a multiple of 256 tokens, and the head's gradient is summed in the weight's dtype
+    (except in float16).
     """
     chunk_tokens = default_chunk_tokens(vocab_size, dtype.itemsize)
     if mode != "full":
@@ -103,7 +103,7 @@ def loss_options(n_tokens: int, dtype: torch.dtype, vocab_size: int, mode: str) 
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# Layers that keep their input alone
+# Layers that keep only their input
 
 
 def compute(layer, *inputs):
@@ -112,15 +112,15 @@ def compute(layer, *inputs):
 
 
 def _forward(layer, mlp_chunks, offloads, x, branch, cos, sin, doc_starts=None, cache=None):
-    """Stands for the forward of a layer. Returns its output as the stream and the branch, or as their sum and None."""
+    """Replaces a layer's forward. Returns its output as residual stream and branch, or as their sum and None."""
     if cache is not None:
         return compute(layer, x, branch, cos, sin, doc_starts, cache)
     if branch is not None:
         x = x + branch  # one tensor to keep instead of two
     fused_kernels = layer.mlp.fused_kernels
     if torch.compiler.is_compiling() or not (fused_kernels or offloads):
-        # PyTorch's checkpoint: the compiler drops what backward does not need, and with plain operations the
-        # recomputation stops at the last tensor that is needed. Fused functions get neither, hence recomputed().
+        # PyTorch's checkpoint: the compiler drops what backward does not need, and with plain operations recomputation
+        # stops at the last tensor needed. Fused functions benefit from neither, hence recomputed().
         if not torch.is_grad_enabled():
             return compute(layer, x, None, cos, sin, doc_starts)
         inputs = layer, x, None, cos, sin, doc_starts
@@ -130,11 +130,11 @@ def _forward(layer, mlp_chunks, offloads, x, branch, cos, sin, doc_starts=None, 
 
 
 def recomputed(layer, groups: int, x: torch.Tensor, cos, sin, doc_starts=None) -> torch.Tensor:
-    """The output (B, T, C) of a layer of model.py for its input x (B, T, C). Only x, cos, sin and doc_starts are kept
-    for backward, and nothing if there is no backward, as in evaluation.
+    """The output (B, T, C) of a layer of model.py for its input x (B, T, C). Keeps only x, cos, sin and doc_starts for
+    backward, and nothing if there is no backward, as in evaluation.
 
-    The sequences pass through the layer in `groups` groups. With more than one, the groups' gradients of the weights,
-    rounded to their dtype, are summed in float32, and x's gradient overwrites the output's, which is lost.
+    The sequences pass through the layer in `groups` groups. With more than one, the groups' weight gradients, rounded
+    to their dtype, are summed in float32, and x's gradient overwrites the output's, which is lost.
     A hook on a weight sees the gradient of each group, and then the sum (autograd.grad calls it too).
     """
     if not torch.is_grad_enabled():
@@ -164,11 +164,11 @@ class _Recomputed(torch.autograd.Function):
             if sums:
                 for total, dweight in zip(sums, dweights, strict=True):
                     total += dweight
-            elif ctx.groups == 2:  # one addition, and one rounding in it
+            elif ctx.groups == 2:  # a single addition rounds only once
                 sums = dweights
             else:
                 sums = [dweight.to(compute_dtype(dweight)) for dweight in dweights]
-            del dweights  # before the next group makes its own
+            del dweights  # before the next group allocates its own
         return None, None, dx, None, None, None, *(s.to(w.dtype) for s, w in zip(sums, weights, strict=True))
 
 
@@ -188,9 +188,9 @@ def _gradients(layer, x, cos, sin, doc_starts, weights, dy):
     x = x.detach().requires_grad_()
     with torch.enable_grad():
         outputs = compute(layer, x, None, cos, sin, doc_starts, None, False)
-        # Graph nodes, not tensors: held here, the residual stream after attention would outlive the MLP's backward.
+        # Graph nodes, not tensors: tensors would keep the residual stream after attention alive in the MLP's backward.
         outputs = [get_gradient_edge(output) for output in outputs]
-    # the output is their sum: its gradient is that of both
+    # the output is the sum of both, so its gradient is the gradient of each
     return torch.autograd.grad(outputs, [x, *weights], [dy, dy])
 
 

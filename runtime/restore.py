@@ -1,4 +1,4 @@
-"""What a run starts from: its newest checkpoint, published weights, or weights drawn at random (scratch)."""
+"""Where a run starts: from its newest checkpoint, published weights, or random weights (scratch)."""
 
 import contextlib
 import json
@@ -23,12 +23,12 @@ from runtime.safetensors_file import Damaged
 
 REQUIRED = {"step", "updates", "sequences", "dtype", "loss_scale", "dataset", "settings"}  # in run.json
 MODEL_SETTINGS = [name for name in LlamaConfig.__dataclass_fields__ if name != "block_size"]
-STATE_SETTINGS = {  # what a checkpoint's tensors depend on; the value counts for a checkpoint that does not say it
+STATE_SETTINGS = {  # a checkpoint's tensors depend on them; the defaults are for checkpoints that lack them
     "optimizer": "adamw", "optimizer_bits": 32, "galore_rank": 128, "lora_rank": 0, "lora_alpha": 32.0,
     "base_dtype": "bfloat16",
 }  # fmt: skip
-FOLLOWING = ("files", "script", "_documents", "_bytes", "_per_byte")  # of meta.json: digests say whether data changed
-HARMLESS_SETTINGS = {  # which do not change what a run computes: a resume does not mention them
+FOLLOWING = ("files", "script", "_documents", "_bytes", "_per_byte")  # of meta.json: the digests show changes
+HARMLESS_SETTINGS = {  # these do not change what a run computes: a resume does not report them
     "out_dir", "init_from", "eval_interval", "eval_first", "eval_only", "eval_iters", "log_interval", "keep_last",
     "async_save", "profile", "wandb_log", "wandb_project", "wandb_run_name", "device", "compile", "cuda_graph",
     "offload", "offload_dir", "offload_activations", "activation_checkpointing", "mlp_chunks", "sharding",
@@ -39,12 +39,12 @@ HARMLESS_SETTINGS = {  # which do not change what a run computes: a resume does 
 def find_start(out_dir: str, init_from: str) -> Path | None:
     """The checkpoint to resume from, the folder of weights to start with, or None for scratch.
 
-    Ends the run if init_from asks for what is not there. Every rank must call it.
+    Ends the run if what init_from asks for does not exist. Every rank must call it.
     """
     found, init_from = run_folder.newest_for_all_ranks(out_dir), os.path.expanduser(init_from)
     if found:
-        if init_from == "scratch" and not restart_count:  # after a restart by torchrun it is the same run
-            stop(f"{found} is there from an earlier run: --init_from=resume continues it, or name another --out_dir")
+        if init_from == "scratch" and not restart_count:  # after torchrun's restart it is the same run
+            stop(f"{found} is left from an earlier run: --init_from=resume continues it, or name another --out_dir")
         return found
     if init_from == "resume":
         stop(f"{out_dir} holds no checkpoint to resume: --init_from=scratch starts a new run")
@@ -55,36 +55,36 @@ def find_start(out_dir: str, init_from: str) -> Path | None:
     lacks = "is no folder"
     if os.path.isdir(init_from):
         if newest := run_folder.newest_for_all_ranks(init_from):
-            return newest  # of another run
+            return newest  # another run's
         if others := other_weights(Path(init_from)):
             stop(f"{init_from} holds {others}")
         lacks = "has no config.json"
     expected = "auto, scratch, resume, or a folder with Hugging Face's or Meta's weights"
-    stop(f"{init_from!r} {lacks}: init_from is {expected}. hf download NAME --local-dir FOLDER fetches such")
+    stop(f"{init_from!r} {lacks}: init_from is {expected}. To fetch one: hf download NAME --local-dir FOLDER")
 
 
 def model_settings(start: Path | None, init_from: str, named: set[str]) -> dict:
-    """What find_start()'s answer says of its model, but for settings that are named, which check_start() compares. So a
-    config for finetuning fits any Llama, and a resume needs no init_from. vocab_size is the dataset's.
+    """The model settings of find_start()'s result, except those in `named`, which check_start() compares. So a config
+    for finetuning fits any Llama, and a resume needs no init_from. vocab_size comes from the dataset.
 
     Every rank must call it.
     """
     folder = init_from if init_from not in ("auto", "scratch", "resume") else None
-    for path in filter(None, (start, folder)):  # the folder, if the checkpoint is damaged
-        with contextlib.suppress(OSError, ValueError):  # check_start() or restore() say what is wrong
+    for path in filter(None, (start, folder)):  # the folder serves if the checkpoint is damaged
+        with contextlib.suppress(OSError, ValueError):  # check_start() or restore() will report what is wrong
             model, _ = read_config(open_folder(Path(path).expanduser()))
             return {name: model[name] for name in MODEL_SETTINGS if name in model.keys() - named - {"vocab_size"}}
     return {}
 
 
 def check_start(start: Path | None, out_dir: str, config: LlamaConfig, settings: dict, dataset: dict) -> None:
-    """End the run if its model or data are not those of find_start()'s answer. Every rank must call it.
+    """End the run if its model or data do not match find_start()'s result. Every rank must call it.
 
-    Call it before the model is built. A damaged checkpoint passes: restore() goes back to the one before.
+    Call it before building the model. A damaged checkpoint passes: restore() falls back to the previous one.
     """
     if start is None:
         if settings["lora_rank"]:
-            stop("lora_rank has no weights to adapt: name a folder of published ones, --init_from=FOLDER")
+            stop("lora_rank has no weights to adapt: name a folder of published weights, --init_from=FOLDER")
         return
     resumes = _is_checkpoint_of(start, out_dir)
     try:
@@ -101,11 +101,11 @@ def _is_checkpoint_of(start, out_dir):
 
 
 def _base_of(folder: Folder, settings) -> Folder | None:
-    """The folder of the frozen weights, where the run trains adapters and starts from this folder."""
+    """The folder of the frozen weights, for a run that trains adapters and starts from `folder`; else None."""
     if not folder.adapter:
         return folder if settings["lora_rank"] else None
     named = Path(os.path.expanduser(settings["init_from"]))
-    named = named if run_folder.is_model(named) else run_folder.newest_for_all_ranks(named) or named  # of a run
+    named = named if run_folder.is_model(named) else run_folder.newest_for_all_ranks(named) or named  # a run's
     new_place = named if run_folder.is_model(named) and not (named / "adapter_config.json").exists() else None
     return open_base(folder, new_place)
 
@@ -113,12 +113,12 @@ def _base_of(folder: Folder, settings) -> Folder | None:
 def restore(
     start: Path | None, out_dir: str, model: Llama, optimizer, facts: dict, progress: Callable[[str], None]
 ) -> tuple[dict, dict[str, bytes]]:
-    """Fill the optimizer and its model's weights from find_start()'s answer, and print what that is.
+    """Fill the optimizer and its model's weights from find_start()'s result, and print what that is.
 
-    facts: what the run.json of this run will say of its settings, dtype and dataset (its meta.json); progress: the
-    watchdog's. Returns the checkpoint's run.json, with "resume_seconds", or the same of step 0, and what else is to be
-    saved in a checkpoint: config.json and tokenizer files by name. Ends the run if the checkpoint or the weights are of
-    another model, of another tokenizer, or cannot be read. Every rank must call it.
+    facts: what this run's run.json will contain: settings, dtype, versions and dataset (its meta.json). progress: the
+    watchdog's. Returns the checkpoint's run.json, with "resume_seconds", or its equivalent for step 0, and the other
+    files of a checkpoint: config.json and tokenizer files by name. Ends the run if the checkpoint or the weights belong
+    to another model or tokenizer, or cannot be read. Every rank must call it.
     """
     try:
         if start is not None and _is_checkpoint_of(start, out_dir):
@@ -138,11 +138,11 @@ def restore(
         if folder:
             print0(f"begins    with the weights of {start}")
         if base and base.run and run_folder.newest(base.path.parent):
-            print0(f"          keep {base.path}, which its run may delete: the adapters are nothing without it")
+            print0(f"          keep {base.path}, which its run may delete: the adapters are useless without it")
         if not folder and "train_targets" in facts["dataset"]:  # conversations
             print0("begins    with random weights: --init_from=FOLDER takes published ones")
         for name in optimizer.parameters if facts["settings"]["keep_last"] else ():
-            hf_names(name)  # ValueError for a new parameter without one: now, not at the first checkpoint
+            hf_names(name)  # ValueError for a new parameter without a name: now, not at the first checkpoint
         return {"step": 0, "sequences": 0, "resume_seconds": None}, _documents_of(folder, base, model.config, facts)
     except (OSError, ValueError) as error:
         stop(str(error))
@@ -153,7 +153,7 @@ def documents(
 ) -> dict[str, bytes]:
     """config.json, generation_config.json and the tokenizer's files, by name. Every rank must call it.
 
-    folder: that the weights come from; dataset: meta.json of what they were or are trained on, or {}; data: its folder.
+    folder: the weights' source; dataset: meta.json of the data they were or are trained on, or {}; data: its folder.
     """
 
     def read():
@@ -162,36 +162,36 @@ def documents(
         found = {name: read_document(folder.path, name, pieces if name in pieces else None) for name in found}
         found |= dataset_files(data, dataset) if data else {}
         if "tokenizer.json" not in found:
-            with contextlib.suppress(OSError, ValueError, ImportError):  # it is not on this machine
+            with contextlib.suppress(OSError, ValueError, ImportError):  # the tokenizer is not on this machine
                 found = tokenizer_of(data or folder.path).hf_files() | found
         if tokenizer == "llama3" and "tokenizer.json" in found:
-            found.pop("tokenizer.model", None)  # llama.cpp's converter would take Meta's for one of SentencePiece
+            found.pop("tokenizer.model", None)  # llama.cpp's converter would take Meta's for a SentencePiece model
         return found
 
     config_json = write_config(config, tokenizer, dtype, folder.config if folder else {}, dataset)
     found = from_rank_0(read)
-    if "generation_config.json" in found and dataset.get("eos"):  # transformers stops by this one, where it is there
+    if "generation_config.json" in found and dataset.get("eos"):  # transformers prefers its eos
         generation = json.loads(found["generation_config.json"]) | {"eos_token_id": config_json["eos_token_id"]}
         found["generation_config.json"] = json.dumps(generation, indent=2).encode()
     return found | {"config.json": json.dumps(config_json, indent=2).encode()}
 
 
 def _documents_of(folder, base, config, facts):
-    """documents(), and of a run that trains adapters what says so, and what base they have."""
+    """documents(), and for a run that trains adapters the files that describe the adapters and their base."""
     settings, dataset = facts["settings"], facts["dataset"]
     data = dataset_folder(settings["dataset"])
     found = documents(folder, config, dataset["tokenizer"], facts["dtype"], dataset, data)
     if base:
         adapter = write_adapter_config(base.path, settings["lora_rank"], settings["lora_alpha"])
         found["adapter_config.json"] = json.dumps(adapter, indent=2).encode()
-        # Beside a config.json transformers would expect a whole model.
+        # Not config.json: next to it transformers would expect a whole model.
         config_json = json.loads(found.pop("config.json")) | {"nanocria_base": fingerprint(base)}
         found[ADAPTED] = json.dumps(config_json, indent=2).encode()
     return found
 
 
 def _resume(out_dir, model, optimizer, facts, progress):
-    """What restore() returns, from the newest checkpoint that is not damaged; the damaged ones are renamed."""
+    """restore() from the newest undamaged checkpoint. Damaged ones are renamed."""
     began, settings = time.perf_counter(), facts["settings"]
     while True:
         path = run_folder.newest_for_all_ranks(out_dir)
@@ -208,16 +208,16 @@ def _resume(out_dir, model, optimizer, facts, progress):
             break
         except Damaged as error:
             if len(from_rank_0(lambda: run_folder.checkpoints(out_dir))) == 1:
-                # It keeps its name: a new run must not start beside it.
+                # It keeps its name, so that no new run starts beside it.
                 stop(f"{path} is damaged: {error}. There is no older one: move it away to start anew")
             print0(f"{path} is damaged: {error}. Going back to the one before")
-            from_rank_0(lambda path=path: run_folder.mark_damaged(path))  # no rank reads it any more
+            from_rank_0(lambda path=path: run_folder.mark_damaged(path))  # by now no rank is reading it
     optimizer.load_counters(folder.run)
     changed = _changes(folder.run, facts, base)
     print0(f"resumes   {path}" + (f" with {', '.join(changed)} changed" if changed else ""))
     if folder.run["step"] == settings["max_iters"] and not settings["eval_only"]:
         print0(
-            "nothing left to train: a larger --max_iters trains on, another --out_dir starts a run of its own, "
+            "nothing left to train: a larger --max_iters trains on, another --out_dir starts a new run, "
             "--eval_only=true evaluates this one"
         )
     return folder.run | {"resume_seconds": time.perf_counter() - began}, others
@@ -229,7 +229,7 @@ def _open_checkpoint(path: Path) -> Folder:
         raise Damaged(f"{path / 'run.json'} is missing")
     missing = REQUIRED - folder.run.keys()
     if missing:
-        raise ValueError(f"{path} is no checkpoint of this version: its run.json lacks {', '.join(sorted(missing))}")
+        raise ValueError(f"{path} is not a checkpoint of this version: its run.json lacks {', '.join(sorted(missing))}")
     if folder.run["step"] != int(path.name[5:]):
         raise ValueError(f"{path} holds step {folder.run['step']}: name it step_{folder.run['step']:06d} again")
     return folder
@@ -239,7 +239,7 @@ def _require_same_model(folder: Folder, resumes: bool, config, settings, dataset
     model, tokenizer = read_config(folder)
     setting, known, rows = "out_dir" if resumes else "init_from", dataset["vocab_size"], model["vocab_size"]
     if tokenizer in (None, dataset["tokenizer"]) and known > rows:
-        tokens = f"the data's tokenizer has {known:,} tokens, and {folder.path} rows for {rows:,}"
+        tokens = f"the data's tokenizer has {known:,} tokens, but {folder.path} has rows for {rows:,}"
         stop(f"{tokens}: prepare the data with the weights' own tokenizer, or give the weights more rows")
     if tokenizer is None:  # only the user can know
         tokenizer = dataset["tokenizer"]
@@ -261,7 +261,7 @@ def _require_same_model(folder: Folder, resumes: bool, config, settings, dataset
 
     if not resumes and config.block_size > model["block_size"]:
         print0(
-            f"block_size {config.block_size:,} is beyond the {model['block_size']:,} tokens of {folder.path}'s context"
+            f"block_size {config.block_size:,} exceeds the {model['block_size']:,} tokens of {folder.path}'s context"
         )
     differing = [name for name in was if name in now and in_float32(was[name]) != in_float32(now[name])]
     if differing:
@@ -281,7 +281,7 @@ def _state_settings(settings: dict) -> dict:
 
 
 def _changes(run: dict, facts: dict, base: Folder | None) -> list[str]:
-    """What differs from when the checkpoint was saved, and changes what the run computes."""
+    """What has changed since the checkpoint was saved and affects what the run computes."""
     was, settings = (STATE_SETTINGS | x["settings"] | {"dtype": x["dtype"]} for x in (run, facts))
     changed = [
         f"{name} {was.get(name)} -> {value}"
@@ -289,7 +289,7 @@ def _changes(run: dict, facts: dict, base: Folder | None) -> list[str]:
         if was.get(name) != value and name not in HARMLESS_SETTINGS
     ]
     init_from = settings["init_from"]
-    read = base and Path(init_from).expanduser() in (base.path, base.path.parent)  # where the adapters' base is now
+    read = base and Path(init_from).expanduser() in (base.path, base.path.parent)  # it is the adapters' base
     if init_from not in ("auto", "scratch", "resume", was["init_from"]) and not read:
         changed.append(f"init_from {was['init_from']} -> {init_from} (not read: the run has begun)")
     versions = run.get("versions") or {}
@@ -299,7 +299,7 @@ def _changes(run: dict, facts: dict, base: Folder | None) -> list[str]:
         if versions.get(name, value) != value
     ]
     return changed + [
-        f"the dataset's {name} {run['dataset'].get(name)!s:.12} -> {value!s:.12}"  # of a digest the beginning
+        f"the dataset's {name} {run['dataset'].get(name)!s:.12} -> {value!s:.12}"  # the beginning of a digest
         for name, value in facts["dataset"].items()
         if run["dataset"].get(name, value) != value and not name.endswith(FOLLOWING)
     ]

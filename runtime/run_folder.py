@@ -1,7 +1,7 @@
-"""A run's folder, out_dir: locked by one run at a time, the same for all ranks, with checkpoints step_000250 in it.
+"""A run's folder, out_dir: locked by one run at a time, shared by all ranks, with checkpoints step_000250 in it.
 
-A checkpoint is written as step_000250.partial and renamed when it is complete, so its name alone says that it is
-complete. One that turns out damaged is renamed to step_000250.damaged.
+A checkpoint is written as step_000250.partial and renamed when complete, so the name alone shows that it is complete.
+A checkpoint that turns out to be damaged is renamed to step_000250.damaged.
 """
 
 import contextlib
@@ -29,7 +29,7 @@ from runtime.safetensors_file import Damaged
 
 
 def claim(out_dir: str) -> TextIO:
-    """Create and lock out_dir; end the run if it cannot be this run's. Every rank must call it.
+    """Create and lock out_dir; end the run if that fails. Every rank must call it.
 
     Returns an open file: rank 0's holds the lock until it is closed. Two runs would delete each other's checkpoints.
     """
@@ -40,7 +40,7 @@ def claim(out_dir: str) -> TextIO:
         file = file or open(Path(out_dir) / ".lock")  # noqa: SIM115
         file.seek(0)
         mark = file.read()
-    # Ranks with folders of their own would each keep only their part of the checkpoints.
+    # If ranks had separate folders, each would hold only a part of every checkpoint.
     require_same_on_all_ranks({"out_dir": mark}, f"{out_dir} must be one folder that all machines share")
     return file
 
@@ -51,14 +51,14 @@ def _claim(out_dir: str) -> TextIO:
             run = Path(out_dir).parent
             raise ValueError(f"{out_dir} is a checkpoint: --out_dir={run} resumes from the newest one there")
         raise ValueError(
-            f"{out_dir} holds published weights, which sample.py would read: name a folder for the run alone"
+            f"{out_dir} holds published weights, which sample.py would read: name a folder for this run alone"
         )
     try:
         Path(out_dir).mkdir(parents=True, exist_ok=True)
         file = open(Path(out_dir) / ".lock", "a+")  # noqa: SIM115
         lock(file)
         file.truncate(0)
-        file.write(f"{time.time_ns()}\n")  # what the other ranks compare
+        file.write(f"{time.time_ns()}\n")  # the other ranks compare this
         file.flush()
         os.fsync(file.fileno())
         return file
@@ -69,8 +69,8 @@ def _claim(out_dir: str) -> TextIO:
 
 
 def is_model(folder: str | Path) -> bool:
-    """Whether a folder is a checkpoint, or holds published weights."""
-    # os.path's: pathlib's raises for a name that is too long
+    """True if a folder is a checkpoint or holds published weights."""
+    # os.path: pathlib raises for a name that is too long
     names = "config.json", "params.json", "base_config.json"
     return any(os.path.exists(os.path.join(folder, name)) for name in names)
 
@@ -98,10 +98,10 @@ def newest_for_all_ranks(out_dir: str | Path) -> Path | None:
 
 
 def read_newest(run: Path, read: Callable[[Path], Any]) -> Any:
-    """read(path) of the newest checkpoint of a run, or of `run` itself if it is a checkpoint or published.
+    """Return read(path) for the newest checkpoint of a run, or for `run` itself if it is a checkpoint or published.
 
     Raises ValueError if there is none, and what read raises. Tries again if a run in progress deletes the checkpoint
-    while it is read.
+    during the read.
     """
     for _ in range(5):
         path = run if is_model(run) else newest(run)
@@ -123,24 +123,24 @@ def read_newest(run: Path, read: Callable[[Path], Any]) -> Any:
 
 
 def commit(partial: Path, final: Path) -> None:
-    """Give a complete checkpoint its name, safe against a power failure."""
+    """Give a complete checkpoint its final name, safe against a power failure."""
     for folder in (*filter(Path.is_dir, partial.iterdir()), partial):
         _sync(folder)
-    if final.is_symlink() or final.exists():  # a run that resumed further back and came here again
-        remove(final, ignore_errors=True)  # it need only lose its name
+    if final.is_symlink() or final.exists():  # the run resumed from an earlier step and got here again
+        remove(final, ignore_errors=True)  # losing its name is enough
     partial.rename(final)
     _sync(final.parent)
 
 
 def _sync(folder: Path):
-    """A rename is on disk once its folder is."""
+    """Flush a folder: only then is a rename in it on disk."""
     file = os.open(folder, os.O_RDONLY)
     os.fsync(file)
     os.close(file)
 
 
 def remove(path: Path, ignore_errors: bool = False) -> None:
-    """Delete a checkpoint. It is renamed first: a half-deleted one must not look complete or block the next save."""
+    """Delete a checkpoint. Rename it first: a half-deleted one must not look complete or block the next save."""
     if path.is_symlink():  # the user moved its files elsewhere: keep them
         return path.unlink()
     shutil.rmtree(path.rename(path.with_name(f"{path.name}.{time.time_ns()}.old.partial")), ignore_errors)
@@ -156,6 +156,6 @@ def remove_all_but(out_dir: Path, keep_last: int) -> None:
 
 def mark_damaged(path: Path) -> None:
     damaged = path.with_name(path.name + ".damaged")
-    if damaged.is_symlink() or damaged.exists():  # the same step, damaged before
+    if damaged.is_symlink() or damaged.exists():  # the same step was damaged before
         remove(damaged)
     path.rename(damaged)

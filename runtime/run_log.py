@@ -1,4 +1,4 @@
-"""The log of a run: lines on the screen, metrics.jsonl, wandb, summary.json at the end. Rank 0 prints and writes."""
+"""The log of a run: lines on the screen, metrics.jsonl, wandb, and a final summary.json. Rank 0 prints and writes."""
 
 import contextlib
 import json
@@ -25,7 +25,7 @@ from runtime.distributed import all_reduce_max, local_world_size, print0, rank, 
 from runtime.loss_plot import draw_losses, read_losses
 from runtime.memory import RunShape, peak_gib
 
-PEAK_FLOPS = {  # dense bf16 with fp32 accumulation, from the makers' datasheets; the first name that fits
+PEAK_FLOPS = {  # dense bf16 with fp32 accumulation, from the datasheets; the first matching name counts
     "B200": 2250e12, "H200 NVL": 835e12, "H200": 989e12, "H100 PCIe": 756e12, "H100 NVL": 835e12, "H100": 989e12,
     "A100": 312e12, "L40S": 362e12, "L4": 121e12, "A10G": 70e12, "RTX 5090": 209.5e12, "RTX 4090": 165.2e12,
     "RTX 3090": 71e12,
@@ -34,7 +34,7 @@ PEAK_FLOPS = {  # dense bf16 with fp32 accumulation, from the makers' datasheets
 
 def peak_flops(device_name: str) -> float | None:
     """FLOPs per second of the card in bfloat16 and float16; None for a card that is not listed."""
-    other = r"(?! (Laptop|Ti|D)\b|.*\bMIG\b)"  # cards of that name with more or fewer cores, and slices of one
+    other = r"(?! (Laptop|Ti|D)\b|.*\bMIG\b)"  # not variants with more or fewer cores, nor MIG slices
     fitting = (peak for name, peak in PEAK_FLOPS.items() if re.search(rf"\b{name}\b{other}", device_name))
     return next(fitting, None)
 
@@ -65,8 +65,8 @@ class RunLog:
     """log = RunLog(out_dir, device, dtype, tokens_per_step, flops_per_token, max_iters, log_interval)
     log.open(first_step)                        # starts the clock and metrics.jsonl
     log.step(step, loss, lr, grad_norm)         # after each step; a line every log_interval steps. All ranks call it
-    with log.reading(): ...                     # the time that reading data takes
-    with log.paused(): ...                      # evaluation and saving: not the training's time
+    with log.reading(): ...                     # measures the time that reading data takes
+    with log.paused(): ...                      # evaluation and saving: not counted as training time
     log.evaluation(step, val_loss, n_blocks)    # after each evaluation
     log.summary(...); log.next_command(chat=False); log.close()
     """
@@ -83,11 +83,11 @@ class RunLog:
         self.versions = versions(device)
         self.step_seconds, self.n_logged, self.data_seconds = [], 0, 0.0  # n_logged: steps up to the last line
         self.curve = []  # (step, training seconds so far, loss) of each line
-        self.peak_gib, self.file, self.wandb, self.facts = None, None, None, {}  # facts: of header, for the summary
+        self.peak_gib, self.file, self.wandb, self.facts = None, None, None, {}  # facts: header's, for the summary
         self.began = perf_counter()
 
     def mfu(self, tok_per_s: float) -> float | None:
-        """Model FLOPs utilisation: the FLOPs that the model needs over the GPUs' peak; None if that is not known."""
+        """Model FLOPs utilisation: the FLOPs that the model needs over the GPUs' peak; None if that is unknown."""
         return self.flops_per_token * tok_per_s / world_size / self.peak_flops if self.peak_flops else None
 
     def header(self, model: Llama, run: RunShape, data: Blocks, warmup_iters: int) -> None:
@@ -122,10 +122,10 @@ class RunLog:
 
     @stop_on_error()
     def open(self, first_step: int, **wandb_options) -> None:
-        """Open metrics.jsonl and keep its lines up to first_step. wandb_options: of wandb.init; none: no wandb.
+        """Open metrics.jsonl and keep its lines up to first_step. wandb_options: for wandb.init; none: no wandb.
 
-        Steps after a checkpoint run again: their lines are dropped, and so is one that a killed run left unfinished.
-        Without a checkpoint the lines of the run before go to metrics.jsonl.old.
+        Steps after the checkpoint run again, so their lines are dropped, and so is a line that a killed run left
+        unfinished. Without a checkpoint, the previous run's lines move to metrics.jsonl.old.
         """
         self.first_step, self.began = first_step, perf_counter()
         if rank:
@@ -139,7 +139,7 @@ class RunLog:
         def belongs(line):
             try:
                 return json.loads(line).get("step", 0) <= first_step
-            except (ValueError, AttributeError, TypeError):  # cut short, or damaged when the machine went down
+            except (ValueError, AttributeError, TypeError):  # truncated, or damaged when the machine went down
                 return False
 
         with atomic_write(path) as file:
@@ -150,7 +150,7 @@ class RunLog:
         self.began = perf_counter()
 
     def _start_wandb(self, first_step: int, options: dict) -> None:
-        """Start a wandb run, or continue the one of the run that is resumed."""
+        """Start a wandb run, or continue that of the resumed run."""
         known = self.out_dir / "wandb_id"
         if first_step and known.exists():
             options = options | {"id": known.read_text(), "resume": "allow"}
@@ -158,13 +158,13 @@ class RunLog:
             import wandb
 
             known.write_text(wandb.init(**options).id)
-        except Exception as error:  # of many kinds: it is not there, or does not fit another package, or its server
+        except Exception as error:  # of many kinds: not installed, incompatible with another package, server errors
             fix = "pip install wandb" if isinstance(error, ImportError) else "wandb login, WANDB_MODE=offline"
             stop(f"wandb does not start ({error}). Try {fix}, or no --wandb_log")
         self.wandb = wandb
 
     def _call_wandb(self, function: Callable, *arguments, **options) -> None:
-        """Training continues without wandb if its process was killed, or got a signal meant for this one."""
+        """Call wandb. If its process was killed, or got a signal meant for this one, training continues without it."""
         try:
             function(*arguments, **options)
         except Exception as error:
@@ -177,7 +177,7 @@ class RunLog:
         try:
             self.file.write(json.dumps(metrics) + "\n")
             self.file.flush()
-        except OSError as error:  # a full disk: the weights are worth more than their log
+        except OSError as error:  # a full disk: do not lose the weights for their log
             print0(f"{self.file.name}: {error.strerror}")
         if self.wandb:
             self._call_wandb(self.wandb.log, metrics, step=metrics["step"])
@@ -195,17 +195,17 @@ class RunLog:
         self.began += perf_counter() - began
 
     def step(self, step: int, loss: float, lr: float, grad_norm: float, **more: float) -> None:
-        """Note a step; every log_interval steps print a line and record it. more: others, by name."""
+        """Record a step; every log_interval steps print and write a line. more: further numbers, by name."""
         now = perf_counter()
         self.step_seconds.append(now - self.began)
         self.began = now
-        # the tenth step of a run too: an early sign of life
+        # also after ten steps: an early sign of life
         if step % self.log_interval and step not in (self.first_step + 10, self.max_iters):
             return
         since = self.step_seconds[self.n_logged :]
         seconds, tok_per_s = sum(since) / len(since), self.tokens_per_step * len(since) / sum(since)
         gib_and_ms = [memory_stats.used_gib(self.device), 1000 * self.data_seconds / len(since)]
-        self.peak_gib, data_ms = all_reduce_max(gib_and_ms)  # on the CPU: the GPU is busy with the next step
+        self.peak_gib, data_ms = all_reduce_max(gib_and_ms)  # over gloo: the GPU is busy with the next step
         self.n_logged, self.data_seconds = len(self.step_seconds), 0.0
         left = round(seconds * (self.max_iters - step))
         print0(
@@ -215,7 +215,7 @@ class RunLog:
             + "".join(f"| {name} {value:.4g} " for name, value in more.items())
             + f"| eta {left // 3600}h{left % 3600 // 60:02d}m{left % 60:02d}s"
         )
-        before = self.curve[-1][1] if self.curve else 0.0  # of all steps a sum would take 4 ms after a million
+        before = self.curve[-1][1] if self.curve else 0.0  # summing all steps would take 4 ms after a million
         self.curve.append((step, before + sum(since), loss))
         grad_norm = grad_norm if math.isfinite(grad_norm) else None  # JSON has no inf
         self.record(
@@ -225,14 +225,14 @@ class RunLog:
         )  # fmt: skip
 
     def evaluation(self, step: int, val_loss: float | None, n_blocks: int) -> str:
-        """Record what an evaluation found, None if it was interrupted. Returns its words for the screen."""
+        """Record the result of an evaluation, None if it was interrupted. Returns the text to print."""
         if val_loss is None:
             return "interrupted"
         self.record({"step": step, "val_loss": val_loss})
         return f"val loss {val_loss:.4f} ({n_blocks} blocks)"
 
     def summary(self, val_loss: float, all_of_val: Tokens | None, **more) -> None:
-        """Print the result of the run and write summary.json. all_of_val: the tokens, if val_loss is of all of them."""
+        """Print the run's result and write summary.json. all_of_val: the validation tokens, if val_loss covers all."""
         if rank:
             return
         launcher = f"torchrun --nproc_per_node={local_world_size}" if "RANK" in os.environ else "python"
@@ -259,7 +259,7 @@ class RunLog:
             "tok_per_s": tok_per_s,
             "mfu": self.mfu(tok_per_s),
         }
-        if all_of_val and "gzip_bits_per_byte" in all_of_val.meta:  # the model has read all that gzip and xz read
+        if all_of_val and "gzip_bits_per_byte" in all_of_val.meta:  # val_loss covers all bytes that gzip and xz read
             meta = all_of_val.meta
             found["bits_per_byte"] = val_loss / math.log(2) * len(all_of_val) / meta["val_bytes"]
             found |= {name: meta[name] for name in ("gzip_bits_per_byte", "xz_bits_per_byte")}
@@ -270,7 +270,7 @@ class RunLog:
             )
         path = self.out_dir / "summary.json"
         try:
-            write_json(path, found)  # a full disk must leave no half of one
+            write_json(path, found)  # atomic: a full disk leaves no half-written file
         except OSError as error:
             print0(f"{path}: {error.strerror}")
         self.draw()
@@ -280,19 +280,19 @@ class RunLog:
         print0(f"next: {shlex.join(['python', sample, f'--out_dir={self.out_dir}'])}" + " --chat" * chat)
 
     def draw(self) -> None:
-        """loss.png, where matplotlib is installed and there is a curve to see."""
+        """Draw loss.png, if matplotlib is installed and there are enough points."""
         try:
             losses = read_losses(self.out_dir)
             if len(losses.train) >= 10:
                 draw_losses({str(self.out_dir): losses}, self.out_dir / "loss.png")
         except ImportError:
             return
-        except Exception as error:  # of another package's many kinds: the run itself went well
+        except Exception as error:  # matplotlib raises many kinds; the run itself succeeded
             print0(f"{self.out_dir / 'loss.png'} was not drawn: {error}")
 
     def close(self) -> None:
         if self.file:
-            with contextlib.suppress(OSError):  # a full disk, which record has reported
+            with contextlib.suppress(OSError):  # a full disk, which record() has reported
                 self.file.close()
         if self.wandb:
             self._call_wandb(self.wandb.finish)

@@ -1,18 +1,18 @@
-"""One safetensors file, written and read by many ranks at once: each its own rows, no rank ever the whole.
+"""One safetensors file, written and read by many ranks at once: each handles its own rows, none the whole file.
 
     8 bytes     n, little-endian
     n bytes     header, JSON: {name: {"dtype": "BF16", "shape": [O, C], "data_offsets": [begin, end]}}, then spaces
     the rest    the tensors, without gaps; their offsets count from here
 
-Rows of a tensor are one range of bytes. Every rank computes the same header, so it knows where its rows go.
+A tensor's rows are a contiguous range of bytes. Every rank computes the same header, so it knows where its rows go.
 
 Digests. A file is cut into pieces of at most PIECE_BYTES: at each tensor's first byte, at multiples of PIECE_BYTES from
-there, and where the rows of one rank end. Each piece has its SHA-256, and the list of pieces covers the file from its
-first byte to its last. A digest belongs to a place, so swapped rows are found, as is damage that would cancel out in a
-sum. Why pieces end where a rank's rows end: each has one writer, which hashes it in memory, so that no bytes are
-exchanged or read back (another machine may see them late on a network file system). Any reader can check them: it reads
-the pieces that overlap its rows as a whole. As many ranks as saved read no byte more, others at most two pieces more a
-tensor. SHA-256 takes 0.6 s of one core for 1 GB where the core has instructions for it, BLAKE2b twice as long.
+there, and where the rows of one rank end. Each piece has a SHA-256, and the list of pieces covers the file from its
+first byte to its last. A digest belongs to a place, so it detects swapped rows, and damage that would cancel out in a
+sum. Why pieces end where a rank's rows end: each piece then has one writer, which hashes it in memory, so no bytes are
+exchanged or read back (on a network file system another machine may see them late). Any reader can check them: it reads
+the pieces that overlap its rows whole. With as many ranks as saved no extra byte is read, with another number at most
+two extra pieces per tensor. SHA-256 takes 0.6 s per GB on a core with instructions for it, BLAKE2b twice as long.
 
 https://huggingface.co/docs/safetensors
 """
@@ -40,12 +40,12 @@ DTYPES = {
 }  # fmt: skip
 DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 PIECE_BYTES = 4 * 2**20  # with its SHA-256: 76 bytes of JSON for each 4 MiB
-HEADER_BYTES = 10 * 2**20  # a header may have; the states of 8B take 0.2 MB
-THREADS = max(1, min(4, (os.cpu_count() or 1) // local_world_size))  # that move pieces and hash them
+HEADER_BYTES = 10 * 2**20  # largest header accepted; the states of 8B take 0.2 MB
+THREADS = max(1, min(4, (os.cpu_count() or 1) // local_world_size))  # to move and hash pieces
 
 
 class Damaged(ValueError):
-    """A file is not what was saved, or not what its format says."""
+    """A file is not what was saved, or violates its format."""
 
 
 class TensorInfo(NamedTuple):
@@ -70,7 +70,7 @@ class Piece(NamedTuple):
 
 
 def cut(begin: int, end: int, origin: int) -> list[tuple[int, int]]:
-    """The range of bytes in ranges that end at multiples of PIECE_BYTES from origin."""
+    """Cut a range of bytes at multiples of PIECE_BYTES from origin."""
     inner = range(begin + PIECE_BYTES - (begin - origin) % PIECE_BYTES, end, PIECE_BYTES)
     return list(pairwise([begin, *inner, end])) if begin < end else []
 
@@ -80,12 +80,12 @@ def digest(content: bytes | memoryview) -> str:
 
 
 def digest_pieces(content: bytes) -> list[Piece]:
-    """The pieces of a file that one rank holds whole."""
+    """The pieces of a file whose whole content one rank holds."""
     return [Piece(begin, end, digest(content[begin:end])) for begin, end in cut(0, len(content), 0)]
 
 
 def as_bytes(x: torch.Tensor) -> memoryview:
-    """The memory of a contiguous tensor on the CPU."""
+    """The memory of a contiguous CPU tensor."""
     return memoryview(x.detach().reshape(-1).view(torch.uint8).numpy())
 
 
@@ -94,11 +94,11 @@ def as_bytes(x: torch.Tensor) -> memoryview:
 
 
 def make_header(tensors: dict[str, tuple[torch.dtype, tuple[int, ...]]]) -> tuple[bytes, dict[str, TensorInfo], int]:
-    """The first bytes of a file of tensors of these dtypes and shapes, where each tensor lies, and the file's size.
+    """The first bytes of a file with tensors of these dtypes and shapes, where each tensor lies, and the file's size.
 
     The widest dtype comes first, so that each tensor is aligned. ValueError for a dtype that is not in DTYPES.
     """
-    header, offset = {"__metadata__": {"format": "pt"}}, 0  # transformers asks for the format
+    header, offset = {"__metadata__": {"format": "pt"}}, 0  # transformers requires the format
     for name, (dtype, shape) in sorted(tensors.items(), key=lambda item: -item[1][0].itemsize):
         if dtype not in DTYPE_NAMES:
             raise ValueError(f"{name} is {dtype}: safetensors files here hold {', '.join(DTYPES)}")
@@ -112,18 +112,18 @@ def make_header(tensors: dict[str, tuple[torch.dtype, tuple[int, ...]]]) -> tupl
 
 
 def parse_json(text: bytes, path: Path | str) -> dict[str, Any]:
-    """A JSON object; Damaged for anything else."""
+    """Parse a JSON object; Damaged for anything else."""
     try:
         content = json.loads(text.decode())
     except (ValueError, RecursionError) as error:
         raise Damaged(f"{path} is not JSON: {error}") from error
     if not isinstance(content, dict):
-        raise Damaged(f"{path} holds JSON of type {type(content).__name__}, expected an object")
+        raise Damaged(f"{path} holds JSON of type {type(content).__name__}: expected an object")
     return content
 
 
 def parse_header(text: bytes, file_bytes: int, path: Path | str) -> dict[str, TensorInfo]:
-    """Where each tensor of a file lies, by name. Damaged unless they fill the file, one after another."""
+    """Where each tensor of a file lies, by name. Damaged unless they fill the file without gaps or overlaps."""
     header = parse_json(text, f"the header of {path}")
     header.pop("__metadata__", None)
     position = start = 8 + len(text)
@@ -134,12 +134,12 @@ def parse_header(text: bytes, file_bytes: int, path: Path | str) -> dict[str, Te
             raise Damaged(f"{path}: {info.name!r} {what}: it begins at byte {info.begin}, expected {position}")
         position = info.end
     if position != file_bytes:
-        raise Damaged(f"{path} has {file_bytes} bytes, and its header describes {position}: copy or fetch it again")
+        raise Damaged(f"{path} has {file_bytes} bytes, but its header describes {position}: copy or fetch it again")
     return {info.name: info for info in infos}
 
 
 def _tensor_info(name, entry, start, path):
-    """One entry of a header, of whatever types it is."""
+    """One entry of a header; its values may be of any type."""
     if not (isinstance(entry, dict) and entry.keys() == {"dtype", "shape", "data_offsets"}):
         raise Damaged(f"{path}: {name!r} needs dtype, shape and data_offsets, and nothing else")
     dtype, shape, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]
@@ -147,11 +147,11 @@ def _tensor_info(name, entry, start, path):
         raise Damaged(f"{path}: {name!r} has dtype {dtype!r:.40}, expected one of {', '.join(DTYPES)}")
     lists = isinstance(shape, list) and isinstance(offsets, list) and len(shape) <= 8 and len(offsets) == 2
     if not (lists and all(type(n) is int and 0 <= n < 2**63 for n in (*shape, *offsets))):
-        raise Damaged(f"{path}: {name!r} has a shape or data_offsets that are no such numbers")
+        raise Damaged(f"{path}: {name!r} has a shape or data_offsets that are not valid numbers")
     info = TensorInfo(name, DTYPES[dtype], tuple(shape), start + offsets[0])
     if info.end != start + offsets[1]:
         needed, found = info.end - info.begin, offsets[1] - offsets[0]
-        raise Damaged(f"{path}: {name!r}, {dtype} of {info.shape}, takes {needed} bytes, and data_offsets say {found}")
+        raise Damaged(f"{path}: {name!r}, {dtype} of {info.shape}, takes {needed} bytes, but data_offsets say {found}")
     return info
 
 
@@ -160,7 +160,7 @@ def _tensor_info(name, entry, start, path):
 
 
 def open_to_read(path: Path) -> FileIO:
-    """A file without a buffer. Damaged if there is none; OSError if it cannot be opened."""
+    """Open a file unbuffered. Damaged if it does not exist; OSError if it cannot be opened."""
     try:
         return open(path, "rb", buffering=0)
     except FileNotFoundError:
@@ -168,7 +168,7 @@ def open_to_read(path: Path) -> FileIO:
 
 
 def transfer(system_call: Callable, file: FileIO, buffer: memoryview, offset: int) -> None:
-    """os.preadv or os.pwritev, until all of buffer is read or written."""
+    """Call os.preadv or os.pwritev until all of buffer is read or written."""
     while buffer:
         try:
             n = system_call(file.fileno(), [buffer], offset)
@@ -180,14 +180,14 @@ def transfer(system_call: Callable, file: FileIO, buffer: memoryview, offset: in
 
 
 def _in_parallel(function, items):
-    with ThreadPoolExecutor(THREADS) as threads:  # reads, writes and hashes all release Python's lock
+    with ThreadPoolExecutor(THREADS) as threads:  # reads, writes and hashes all release the GIL
         return list(threads.map(function, items))
 
 
 def read_bytes(file: FileIO, begin: int, target: memoryview, pieces: list[Piece] | None, what: str = "") -> None:
     """Fill target with a file's bytes from begin on. Damaged if a piece that overlaps them is not what was saved.
 
-    pieces: all of the file's; None: nothing is known of it. what: these bytes' name, for messages.
+    pieces: all of the file's; None: unknown, check nothing. what: these bytes' name, for messages.
     """
     end = begin + len(target)
 
@@ -219,7 +219,7 @@ def read_header(file: FileIO, pieces: list[Piece] | None = None) -> dict[str, Te
         raise Damaged(f"{file.name} is a git-lfs pointer, not the file: fetch it with git lfs pull")
     if n > min(HEADER_BYTES, size - 8):
         raise Damaged(
-            f"{file.name}, of {size} bytes, is no safetensors file, or a damaged one: its header has {n} bytes"
+            f"{file.name}, of {size} bytes, is not a safetensors file, or a damaged one: its header has {n} bytes"
         )
     header = bytearray(8 + n)
     read_bytes(file, 0, memoryview(header), pieces, "its header")  # checked before it is parsed
@@ -227,12 +227,12 @@ def read_header(file: FileIO, pieces: list[Piece] | None = None) -> dict[str, Te
 
 
 def read_rows(file: FileIO, info: TensorInfo, first: int, out: torch.Tensor, pieces: list[Piece] | None = None) -> None:
-    """Fill out, contiguous and on the CPU, with the rows of a tensor from the first on."""
+    """Fill out, contiguous and on the CPU, with the rows of a tensor from `first` on."""
     read_bytes(file, info.begin + first * info.row_bytes, as_bytes(out), pieces, info.name)
 
 
 def write_rows(file: FileIO, info: TensorInfo, first: int, rows: torch.Tensor, write: bool = True) -> list[Piece]:
-    """Write rows of a tensor from the first on, and return their pieces. write=False: return the pieces only."""
+    """Write the rows of a tensor from `first` on, and return their pieces. write=False: only return the pieces."""
     content, begin = as_bytes(rows.cpu().contiguous()), info.begin + first * info.row_bytes
 
     def piece(ends):

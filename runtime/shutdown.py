@@ -1,4 +1,4 @@
-"""How a run ends early: after a signal or a data error with a checkpoint, after an exception with a sentence."""
+"""How a run ends early: with a checkpoint after a signal or a data error, with a message after an exception."""
 
 import contextlib
 import math
@@ -18,23 +18,23 @@ from runtime.watchdog import Watchdog
 
 
 class ShutdownHandler:
-    """Signals and data errors of this rank, after which the run saves and ends.
+    """Catches signals and data errors of this rank, after which the run saves and ends.
 
     shutdown = ShutdownHandler()          # until listen(), Ctrl-C ends the run at once: there is nothing to save
     shutdown.listen()                     # SIGINT, SIGTERM, SIGUSR1 and SIGHUP now set `requested`
     with shutdown.on_data_error(): ...    # a ValueError inside sets it too: this rank cannot read its data
     shutdown.requested                    # true after either, on this rank alone
-    shutdown.requested_anywhere(device)   # on any rank, which then says why; every rank must call it
-    shutdown.exit_code                    # of this rank: 1 after a data error, else 128 + signal, else 0
+    shutdown.requested_anywhere(device)   # true if so on any rank, which then prints why; every rank must call it
+    shutdown.exit_code                    # this rank's: 1 after a data error, else 128 + signal, else 0
     """
 
     def __init__(self):
         self.signal, self.has_data_error = 0, False
-        self.untold = ""  # why, where rank 0 may not know
+        self.untold = ""  # the reason, if rank 0 may not know it
         self._handle(signal.SIGINT, lambda *_: os._exit(128 + signal.SIGINT))
 
     def _handle(self, number: int, handler: Callable):
-        if signal.getsignal(number) != signal.SIG_IGN:  # ignored by nohup or a shell's background job: keep it so
+        if signal.getsignal(number) != signal.SIG_IGN:  # nohup and shells' background jobs ignore some: keep that
             signal.signal(number, handler)
 
     def listen(self) -> None:
@@ -43,12 +43,12 @@ class ShutdownHandler:
 
     def _on_signal(self, number, frame):
         # A second Ctrl-C ends the run at once, but no other signal does: schedulers send several (SLURM SIGUSR1, then
-        # SIGTERM). Under torchrun Ctrl-C does not either: ranks get it from the terminal and again from torchrun.
+        # SIGTERM). Nor does a second Ctrl-C under torchrun: ranks get each from the terminal and again from torchrun.
         if not self.signal:
             again = "" if "RANK" in os.environ else " (Ctrl-C now stops at once, without a checkpoint)"
             reason = f"{signal.Signals(number).name}: stopping after this step{again}"
             print0(f" {reason}")
-            self.untold = f"rank {rank}: {reason}" if rank else ""  # not at once: torchrun sends it to all
+            self.untold = f"rank {rank}: {reason}" if rank else ""  # print it later: torchrun signals all ranks
         elif number == signal.SIGINT and "RANK" not in os.environ:
             os._exit(128 + number)
         self.signal = self.signal or number
@@ -67,7 +67,7 @@ class ShutdownHandler:
 
     def requested_anywhere(self, device: str) -> bool:
         mine = float(world_size - rank) if self.requested else 0.0
-        (largest,) = all_reduce_max([mine], device)  # of the lowest rank that knows why
+        (largest,) = all_reduce_max([mine], device)  # from the lowest rank that knows why
         if self.untold and mine == largest:
             say(self.untold)
             self.untold = ""
@@ -79,14 +79,14 @@ class ShutdownHandler:
 
 
 def on_not_finite(step: int, loss: float, grad_norm: float, loss_scale: float, saver: Saver) -> None:
-    """End a run whose loss or gradient norm is not finite. float16 goes on while loss_scale (else 0) is at least 1."""
+    """End a run whose loss or norm is not finite. Go on if the loss is finite and loss_scale (0: not float16) >= 1."""
     if math.isfinite(loss) and loss_scale >= 1:
         print0(f"step {step:05d} | float16 overflowed: weights not updated, loss scale now {loss_scale:g}")
         return
     saver.finish(step)
     newest = run_folder.newest(saver.out_dir)
     if torch.cuda.is_initialized():
-        torch.cuda.synchronize()  # other ranks wait in collectives that this one has queued
+        torch.cuda.synchronize()  # other ranks may wait in collectives that this rank has queued
     clip = "a lower grad_clip" if saver.optimizer.grad_clip else "--grad_clip=1"
     stop(
         f"step {step}: the loss is {loss:.4f} and the gradient norm {grad_norm:.2f}, so the weights were not updated. "
@@ -96,9 +96,9 @@ def on_not_finite(step: int, loss: float, grad_norm: float, loss_scale: float, s
 
 
 def make_excepthook(watchdog: Watchdog, out_dir: str, out_of_memory: Callable[[], str]) -> Callable:
-    """An excepthook. Out of GPU memory: prints out_of_memory(), which names settings that would help, and writes what
-    was in memory. Another rank lost: no traceback, because only that rank knows why it ended. (NCCL words some errors
-    of its own rank the same way, so the error itself is printed.)
+    """Make an excepthook. Out of GPU memory: it prints out_of_memory(), which names settings that would help, and dumps
+    what was in memory. Another rank lost: no traceback, because only that rank knows why it ended. (NCCL words some
+    errors of this rank the same way, so the error itself is printed.)
     """
 
     def hook(kind, error, trace):

@@ -1,19 +1,18 @@
 """A file on an NVMe drive that holds a rank's optimizer state: read and written directly, or used as tensors.
 
-    file = open_state_file(offload_dir, n_bytes)     # reserves them, measures the drive; ends the run if it cannot
+    file = open_state_file(offload_dir, n_bytes)     # reserves space, measures the drive; ends the run if it cannot
     x = file.zeros((4096, 4096), torch.float32)      # a tensor whose memory is the file
-    file.read(x[:64], memory)                        # from the drive into memory that page_aligned() gave
+    file.read(x[:64], memory)                        # from the drive into memory from page_aligned()
     file.write(x[:64], memory)
     file.let_go()                                    # before read() and write(), after tensors were used
 
-The file has no name: the system frees it when the process ends, by whatever signal. So no run ever reads what another
-left half written, and two runs may share a folder as far as there is room.
+The file has no name: the system frees it when the process ends, whatever ends it. So no run ever reads another run's
+half-written state, and two runs may share a folder if there is room.
 
-read() and write() are direct (O_DIRECT): the drive copies from and to the memory, the page cache holds nothing, and
-lengths, offsets and addresses are multiples of 4 KiB. The tensors are the same bytes through the page cache, for what
-passes over them once: checkpoints. The two ways never mix: let_go() writes what is new in the page cache to the drive
-and empties it. Where the file system has no direct I/O, read() and write() pass through the page cache, and empty it
-behind them.
+read() and write() are direct (O_DIRECT): the drive copies from and to the memory, bypassing the page cache, and
+lengths, offsets and addresses are multiples of 4 KiB. The tensors are the same bytes through the page cache, for
+single passes over them: checkpoints. The two ways never mix: let_go() writes the page cache's changes to the drive and
+empties it. Where the file system has no direct I/O, read() and write() go through the page cache and then empty it.
 """
 
 import contextlib
@@ -35,11 +34,11 @@ import torch
 from runtime.distributed import all_reduce_max, local_world_size, on_all_ranks, print0, stop_on_error
 from runtime.safetensors_file import as_bytes, transfer
 
-PAGE = 4096  # bytes that direct I/O reads and writes multiples of
-THREADS = 4  # that read and write
-MEASURED_BYTES = 2**28  # of a drive before the run,
-REQUEST_BYTES = 2**24  # so many at a time
-NETWORK = re.compile(  # types of file systems, as /proc/mounts names them
+PAGE = 4096  # direct I/O reads and writes multiples of this
+THREADS = 4  # to read and write
+MEASURED_BYTES = 2**28  # written and read to measure a drive before the run,
+REQUEST_BYTES = 2**24  # this many at a time
+NETWORK = re.compile(  # file system types as named in /proc/mounts
     r"nfs\d?|cifs|smb\d?|smbfs|9p|afs|ceph|lustre|gpfs|beegfs|ocfs2|gfs2|davfs|fuse\.(?!fuse-overlayfs).*"
 )
 
@@ -51,13 +50,13 @@ def whole_pages(n_bytes: int) -> int:
 def page_aligned(n_bytes: int) -> torch.Tensor:
     """Whole pages of memory, at least n_bytes, as uint8."""
     pages = mmap.mmap(-1, whole_pages(n_bytes), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    with contextlib.suppress(OSError):  # a kernel without; large pages are pinned faster for a transfer
+    with contextlib.suppress(OSError):  # a kernel without it; large pages are pinned faster for a transfer
         pages.madvise(mmap.MADV_HUGEPAGE)
     return torch.frombuffer(pages, dtype=torch.uint8)
 
 
 class StateFile:
-    """direct: whether the file system has direct I/O. speeds: bytes a second written and read, as measured."""
+    """direct: True if the file system has direct I/O. speeds: bytes per second written and read, as measured."""
 
     def __init__(self, folder: str, n_bytes: int):
         """Reserve n_bytes on the folder's drive; zeros() reserves more. OSError if it cannot."""
@@ -66,9 +65,9 @@ class StateFile:
         try:
             self.file = tempfile.TemporaryFile(dir=folder, buffering=0)  # noqa: SIM115
             self.direct, self.speeds = self._measure_best(max(REQUEST_BYTES, min(MEASURED_BYTES, n_bytes)))
-            self.file.truncate(0)  # what was measured with is no state
+            self.file.truncate(0)  # drop the measurement's bytes
             os.posix_fallocate(self.file.fileno(), 0, max(n_bytes, PAGE))
-            # Longer than what is reserved: that takes no room, and the file need be mapped only once.
+            # Longer than reserved: a hole takes no room, and the file is mapped only once.
             size = 2 * whole_pages(n_bytes) + 2**26
             self.file.truncate(size)
             self.mapping = mmap.mmap(self.file.fileno(), size)
@@ -82,16 +81,16 @@ class StateFile:
         begin, n_bytes = self.end, math.prod(shape) * dtype.itemsize
         if n_bytes:
             self.end += whole_pages(n_bytes)
-            os.posix_fallocate(self.file.fileno(), begin, self.end - begin)  # not new where it is reserved
+            os.posix_fallocate(self.file.fileno(), begin, self.end - begin)  # no-op where it is reserved
         return self.bytes[begin : begin + n_bytes].view(dtype).view(shape)
 
     def holds(self, x: torch.Tensor) -> bool:
         return x.untyped_storage().data_ptr() == self.bytes.data_ptr()
 
     def read(self, x: torch.Tensor, memory: torch.Tensor) -> None:
-        """Fill memory, whole pages as of page_aligned(x.nbytes), with what the drive holds of x.
+        """Fill memory, from page_aligned(x.nbytes), with what the drive holds of x.
 
-        x: a tensor of the file's, or rows of one that begin at a page. OSError here and in write() if the drive fails.
+        x: a tensor in the file, or rows of one that begin at a page. OSError here and in write() if the drive fails.
         """
         self._move(os.preadv, x, memory)
 
@@ -99,7 +98,7 @@ class StateFile:
         self._move(os.pwritev, x, memory)
 
     def let_go(self) -> None:
-        """Write what was changed through tensors to the drive, and empty the page cache, which read() must not find."""
+        """Write changes made through tensors to the drive, and empty the page cache, which read() must not hit."""
         self.mapping.flush()
         self.mapping.madvise(mmap.MADV_DONTNEED)
         os.posix_fadvise(self.file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
@@ -108,11 +107,11 @@ class StateFile:
         try:
             self._transfer(system_call, x.data_ptr() - self.bytes.data_ptr(), memory[: whole_pages(x.nbytes)])
         except OSError as error:
-            lost = "the state there is lost, the same command continues from the newest checkpoint"
+            lost = "the state there is lost, but the same command resumes from the newest checkpoint"
             raise OSError(f"offload_dir {self.folder}: {error.strerror}; {lost}") from error
 
     def _transfer(self, system_call: Callable, begin: int, memory: torch.Tensor) -> None:
-        """os.preadv or os.pwritev of all of memory. Both let other threads of Python run."""
+        """os.preadv or os.pwritev of all of memory. Both release the GIL."""
         transfer(system_call, self.file, as_bytes(memory), begin)
         if not self.direct:
             os.posix_fadvise(self.file.fileno(), begin, len(memory), os.POSIX_FADV_DONTNEED)
@@ -121,7 +120,7 @@ class StateFile:
     # Before the run
 
     def _measure_best(self, n_bytes):
-        """Whether the file is direct, and bytes a second written and read."""
+        """True if the file is direct, and bytes per second written and read."""
         fd = self.file.fileno()
         flags = fcntl.fcntl(fd, fcntl.F_GETFL)
         for self.direct in (True, False):
@@ -129,7 +128,7 @@ class StateFile:
                 fcntl.fcntl(fd, fcntl.F_SETFL, flags | os.O_DIRECT if self.direct else flags)
                 return self.direct, [self._measure(call, n_bytes) for call in (os.pwritev, os.preadv)]
             except OSError as error:
-                if error.errno != errno.EINVAL or not self.direct:  # else: no direct I/O there
+                if error.errno != errno.EINVAL or not self.direct:  # EINVAL: no direct I/O there
                     raise
 
     def _measure(self, system_call, n_bytes):
@@ -144,7 +143,7 @@ class StateFile:
 def open_state_file(offload_dir: str | None, n_bytes: float) -> StateFile | None:
     """A file for n_bytes of this rank's state, all read and written in each step; None without an offload_dir.
 
-    Prints what its drive can do. Ends the run if there is no room, no folder or no drive. Every rank must call it.
+    Prints the drive's speed. Ends the run if there is no room, no folder or no drive. Every rank must call it.
     """
     if offload_dir is None:
         return None
@@ -164,7 +163,7 @@ def open_state_file(offload_dir: str | None, n_bytes: float) -> StateFile | None
 
 
 def _require_drive(folder: str, n_bytes: int) -> None:
-    """Raise ValueError if the folder is none, or is on a network or too full for n_bytes."""
+    """Raise ValueError if the folder does not exist, is on a network, or has no room for n_bytes."""
     if not os.path.isdir(folder):
         raise ValueError(f"offload_dir {folder} is no folder: make one on an NVMe drive")
     kind = file_system(folder)
@@ -172,17 +171,17 @@ def _require_drive(folder: str, n_bytes: int) -> None:
         raise ValueError(f"offload_dir {folder} is on a network file system, {kind}: name a folder on an NVMe drive")
     free = shutil.disk_usage(folder).free
     if free < n_bytes:
-        needed = f"the state takes {n_bytes / 2**30:.1f} GiB, and {free / 2**30:.1f} GiB are free"
+        needed = f"the state takes {n_bytes / 2**30:.1f} GiB, but {free / 2**30:.1f} GiB are free"
         raise ValueError(f"offload_dir {folder} is too small: {needed}; free some, or add --optimizer_bits=8")
 
 
 def file_system(folder: str, mounts: Path = Path("/proc/mounts")) -> str:
-    """The type of the file system that a folder is on; "" if the system does not say."""
+    """The type of the file system that a folder is on; "" if unknown."""
     found, path = {"": ""}, os.path.realpath(folder) + "/"
     with contextlib.suppress(OSError):
         for line in mounts.read_text().splitlines():
             at, kind = line.split()[1:3]
             at = re.sub(r"\\(\d{3})", lambda octal: chr(int(octal[1], 8)), at)  # \040 is a space
             if path.startswith(at.rstrip("/") + "/"):
-                found[at] = kind  # the last of several that are mounted on one another
+                found[at] = kind  # of several mounted on one another, the last
     return found[max(found, key=len)]

@@ -1,15 +1,15 @@
-"""Weights in the CPU's memory, for one GPU: each block's are copied to it while another block computes.
+"""Weights in CPU memory, streamed to one GPU: each block's weights are copied while another block computes.
 
     forward     block i computes        block i + 1's weights arrive in the other of two slots
     backward    block i computes        block i - 1's arrive; at the end the slots hold blocks 1 and 0
 
-All blocks have the same shapes, so the parameters of block i always are views of slot i % 2, and only the slot's
-content changes: nothing is allocated for a block, and one copy brings all of it. The root (embedding, final norm, head)
+All blocks have the same shapes, so the parameters of block i are always views of slot i % 2, and only the slot's
+content changes: no allocation per block, and one copy transfers the whole block. The root (embedding, final norm, head)
 is on the GPU from the beginning of forward until backward reaches the blocks.
 
-So for n parameters the GPU holds two blocks and for a time the root, and in bfloat16 2n bytes are copied to it in
+So the GPU holds two blocks and, for a time, the root. Of n parameters in bfloat16, 2n bytes are copied to it in
 forward, less than 2n in backward. Gradients go to the CPU as soon as they are computed. optimizers/on_cpu.py writes new
-weights to each parameter's `cpu_param`: its part of the pinned memory.
+weights to each parameter's `cpu_param`, its part of the pinned memory.
 """
 
 from collections.abc import Callable
@@ -21,11 +21,11 @@ from torch import nn
 
 from runtime.pinned_memory import pinned_empty
 
-ALIGNMENT = 256  # bytes between which a parameter may begin: the kernels load vectors
+ALIGNMENT = 256  # bytes; parameters begin at multiples of it, because the kernels load vectors
 
 
 def layout(parameters: list[nn.Parameter]) -> tuple[list[int], int]:
-    """The offset of each parameter in one flat tensor for all, and the length of that, in elements."""
+    """The offset of each parameter in one flat tensor for all, and the length of that tensor, in elements."""
     step = ALIGNMENT // parameters[0].element_size()
     *offsets, end = accumulate((-(-parameter.numel() // step) * step for parameter in parameters), initial=0)
     return offsets, end
@@ -36,7 +36,7 @@ def view_in(flat: torch.Tensor, offset: int, parameter: nn.Parameter) -> torch.T
 
 
 class StreamedWeights:
-    """Keeps the weights of a model on the CPU, and copies each to the device before the device needs it.
+    """Keeps a model's weights on the CPU, and copies each to the device before the device needs it.
 
     Each forward that builds a graph must have one backward before the next such forward; evaluation may come between.
 
@@ -54,12 +54,12 @@ class StreamedWeights:
         self.root = torch.empty(layout(root)[1], dtype=root[0].dtype, device=self.device)
         self.root_bytes = self.root.untyped_storage().nbytes()
         self.cpu_root = self._move(root, self.root)
-        self.root.untyped_storage().resize_(0)  # else the first forward would hold it twice: resize_ copies it
+        self.root.untyped_storage().resize_(0)  # else resize_ in the first forward would copy it, and hold it twice
         self.cpu_layers = [
             self._move(list(layer.parameters()), self.slots[i % 2]) for i, layer in enumerate(self.layers)
         ]
         self.forget()
-        # Hooks, which the compiler must not look into. Disabled here: a decorator would import the compiler, 1.5 s.
+        # The compiler must not trace these hooks. Disabled here, because a decorator would import the compiler: 1.5 s.
         model.tok_embeddings.register_forward_pre_hook(torch.compiler.disable(self._before_all))
         for i, layer in enumerate(self.layers):
             layer.register_forward_pre_hook(partial(torch.compiler.disable(self._before), i))
@@ -67,7 +67,7 @@ class StreamedWeights:
         self.before_backward = torch.compiler.disable(self._before_backward)
 
     def _move(self, parameters: list[nn.Parameter], flat: torch.Tensor) -> torch.Tensor:
-        """Copies the parameters to one tensor on the CPU, which it returns, and makes them views of flat."""
+        """Copy the parameters to one tensor on the CPU, make them views of flat, and return the CPU tensor."""
         offsets, length = layout(parameters)
         there = pinned_empty((length,), flat.dtype) if self.stream else torch.empty(length, dtype=flat.dtype)
         for offset, parameter in zip(offsets, parameters, strict=True):
@@ -76,7 +76,7 @@ class StreamedWeights:
         return there
 
     def forget(self):
-        """Marks the slots and the root as stale: the weights on the CPU are about to change."""
+        """Mark the slots and the root as stale: the weights on the CPU are about to change."""
         self.there = [None, None]  # the block that each slot holds
         self.arrived = [None, None]  # events
         self.root_there = False
@@ -85,7 +85,7 @@ class StreamedWeights:
         return torch.cuda.current_stream().record_event() if self.stream else None
 
     def _fetch(self, i: int, free):
-        """Copies block i into its slot, once the event `free` has passed."""
+        """Copy block i into its slot after the event `free`."""
         slot = i % 2
         self.before_copy(f"layers.{i}.")
         if self.stream is None:
@@ -98,7 +98,7 @@ class StreamedWeights:
         self.there[slot] = i
 
     def _need(self, i: int):
-        """Makes whatever is queued next wait for block i's weights."""
+        """Make work queued from now on wait for block i's weights."""
         if self.there[i % 2] != i:
             self._fetch(i, self._event())
         if self.stream is not None:
@@ -118,11 +118,11 @@ class StreamedWeights:
     @torch.no_grad()
     def _before(self, i: int, block, inputs):
         self._need(i)
-        self.other_is_free = self._event()  # what was in the other slot has been read
+        self.other_is_free = self._event()  # after it, the other slot's content has been read
 
     @torch.no_grad()
     def _after(self, i: int, block, inputs, outputs):
-        # Only now that block i is queued: the CPU may first have to finish the weights of block i + 1.
+        # After block i is queued, because the CPU may first have to finish updating the weights of block i + 1.
         if i + 1 < len(self.layers) and self.there[(i + 1) % 2] != i + 1:
             self._fetch(i + 1, self.other_is_free)
         for output in outputs:

@@ -1,7 +1,7 @@
 """A thread that ends the run when another rank has died or hangs, and says which.
 
-The ranks wait for each other in every step, so if one dies or hangs, the others would wait silently: NCCL's kernels
-spin on the GPU. Each rank's thread writes its progress to torchrun's store once a second and reads the others'.
+The ranks wait for each other in every step. If one dies or hangs, the others would wait silently while NCCL's kernels
+spin on the GPU. So a thread of each rank writes its progress to torchrun's store once a second and reads the others'.
 """
 
 import functools
@@ -20,8 +20,8 @@ import torch.distributed as dist
 from runtime.distributed import attempt_store, local_rank, on_all_ranks, rank, say, world_size
 
 BEAT = 1.0  # seconds between two messages of a rank
-MISSES = 3  # store errors in a row after which the store is taken to be gone
-GRACE = 5.0  # seconds for others to speak first: a dead rank's peers, whose error says more; for all, local rank 0
+MISSES = 3  # consecutive store errors after which the store counts as gone
+GRACE = 5.0  # seconds to let others report first: a dead rank's peers, whose error says more, or local rank 0
 
 
 class Watchdog:
@@ -51,7 +51,7 @@ class Watchdog:
         self.count, self.doing, self.deadline = self.count + 1, doing, float("inf")
 
     def on_all_ranks(self, doing: str, function: Callable[[], Any]) -> Any:
-        """distributed.on_all_ranks(function), in which a rank that hangs is named, and not one that waits for it."""
+        """distributed.on_all_ranks(function). If a rank hangs in it, that rank is named, not one that waits for it."""
 
         def finish():
             value = function()
@@ -67,8 +67,8 @@ class Watchdog:
     def _watch(self):
         processes, misses = None, 0
         while not self.over.wait(BEAT):
-            if os.getppid() != self.launcher:  # nobody is left to stop the ranks or to restart them
-                if local_rank == 0 or not self.over.wait(GRACE):  # one is enough to stop all
+            if os.getppid() != self.launcher:  # nobody is left to stop or restart the ranks
+                if local_rank == 0 or not self.over.wait(GRACE):  # one rank is enough to stop all
                     say(f"rank {rank}: torchrun has gone")
                     os.kill(os.getpid(), signal.SIGTERM)
                 return
@@ -76,7 +76,7 @@ class Watchdog:
                 processes = processes or [self.store.get(f"process_{r}").decode().split() for r in range(world_size)]
                 self._look(processes)
                 misses = 0
-            except dist.DistError:  # a slow answer, or the store has gone with the torchrun that kept it
+            except dist.DistError:  # a slow answer, or the store died with its torchrun
                 misses += 1
                 if misses == MISSES:
                     return
@@ -88,7 +88,7 @@ class Watchdog:
             self._end(f"rank {dead} has ended, last at {self._status(dead)[2]}: see its output")
         if time.monotonic() > self.deadline:
             sentence = self._who_hangs()
-            if time.monotonic() > self.deadline:  # still: _who_hangs takes five seconds
+            if time.monotonic() > self.deadline:  # check again: _who_hangs takes five seconds
                 self._end(sentence)
 
     def _beat(self):
@@ -115,7 +115,7 @@ class Watchdog:
         before = [self._status(r) for r in range(world_size)]
         for _ in range(5):
             time.sleep(BEAT)
-            self._beat()  # the others ask too
+            self._beat()  # the others may be asking too
         after = [self._status(r) for r in range(world_size)]
         silent = [r for r in range(world_size) if before[r][1] == after[r][1]]
         last = silent[0] if silent else min(range(world_size), key=lambda r: after[r][0])
@@ -131,7 +131,7 @@ class Watchdog:
 
 @functools.cache
 def _machine() -> str:
-    """Where a process id means the same: the host, since its boot, and the container."""
+    """Identifies where a process id is valid: the host, its boot, and the container."""
     try:
         with open("/proc/sys/kernel/random/boot_id") as file:
             return f"{platform.node()}/{file.read().strip()}/{os.readlink('/proc/self/ns/pid')}"
@@ -140,11 +140,11 @@ def _machine() -> str:
 
 
 def _alive(pid: int) -> bool:
-    """False also for a zombie: a process that has ended and that its parent has not waited for."""
+    """False also for a zombie: a process that has ended but whose parent has not waited for it."""
     try:
         with open(f"/proc/{pid}/stat") as file:
             return file.read().rpartition(")")[2].split()[0] not in "ZX"
     except FileNotFoundError:
-        return not os.path.exists("/proc/self/stat")  # without /proc nobody is found dead
+        return not os.path.exists("/proc/self/stat")  # without /proc, assume it is alive
     except OSError:
         return False

@@ -20,16 +20,16 @@ from tests.runs import LONGER, PLAIN, ROOT, SHORT, SMALL, flags, prose, run_alon
 
 @pytest.fixture(autouse=True)
 def root_and_seed(monkeypatch):
-    """Configs are named from the root, wherever pytest was called."""
+    """Run from the root, where configs are named from, wherever pytest was started. Seed the generators."""
     monkeypatch.chdir(ROOT)
     torch.manual_seed(0)
-    torch.set_float32_matmul_precision("highest")  # train.py, run in this process by the test before, set TF32
-    torch.set_num_threads(1)  # which it may have raised; small models: several would only wait for each other
+    torch.set_float32_matmul_precision("highest")  # a test that ran train.py in this process set TF32
+    torch.set_num_threads(1)  # train.py may have raised it; on small models several threads only wait for each other
 
 
 @pytest.fixture(autouse=True)
 def signal_handlers():
-    """Those that a test leaves do not outlive it."""
+    """Restore the signal handlers after each test."""
     numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
     handlers = {number: signal.getsignal(number) for number in numbers}
     yield
@@ -39,9 +39,9 @@ def signal_handlers():
 
 @pytest.fixture(autouse=True)
 def free_gpu_memory():
-    """The workers share one GPU: none keeps much of its memory from one test to the next."""
+    """The workers share one GPU, so none keeps much of its memory between tests."""
     yield
-    if torch.cuda.memory_reserved() > 2**30:  # 0 where CUDA has not begun
+    if torch.cuda.memory_reserved() > 2**30:  # 0 before CUDA is initialized
         gc.collect()
         torch.cuda.empty_cache()
 
@@ -56,9 +56,9 @@ def text_data(tmp_path_factory):
 
 @pytest.fixture
 def plain_pytorch_on_one_core(monkeypatch):
-    """The other files run the kernels through Triton's interpreter; a training run would take it hours.
+    """Plain PyTorch on one core: in Triton's interpreter, which other files use, a training run would take hours.
 
-    And Ctrl-C is heard, also where a shell has the tests in its background, which a run that they start would inherit.
+    Ctrl-C also works if a shell runs the tests in the background: runs would inherit that it is ignored.
     """
     signal.signal(signal.SIGINT, signal.default_int_handler)
     monkeypatch.setattr(kernels.launch, "INTERPRETED", False)
@@ -69,7 +69,7 @@ def plain_pytorch_on_one_core(monkeypatch):
 @pytest.fixture
 def train(text_data, tmp_path, monkeypatch):
     """train(**settings) runs train.py in this process and returns its globals; files go to tmp_path/out."""
-    monkeypatch.setattr(RunLog, "draw", lambda log: (log.out_dir / "loss.png").touch())  # longer than the training
+    monkeypatch.setattr(RunLog, "draw", lambda log: (log.out_dir / "loss.png").touch())  # drawing outlasts training
 
     def run(*files, **settings):
         settings = {"dataset": text_data, "out_dir": tmp_path / "out", **({} if files else SMALL | SHORT), **settings}
@@ -87,7 +87,7 @@ def train(text_data, tmp_path, monkeypatch):
 
 @pytest.fixture(scope="session")
 def short_documents(tmp_path_factory):
-    """Of one to fifteen words, so that blocks of 32 bytes hold several."""
+    """Documents of one to fifteen words, so that a block of 32 bytes holds several."""
     folder = tmp_path_factory.mktemp("short")
     texts = [prose(i, n) for i, n in enumerate(np.random.default_rng(0).integers(1, 16, 700))]
     toy_dataset(folder, [text for i, text in enumerate(texts) if i % 7], texts[::7])
@@ -101,7 +101,7 @@ def alone(text_data, tmp_path_factory):
 
 @pytest.fixture
 def sample(tmp_path, monkeypatch, capsys):
-    """sample(**settings) runs sample.py in this process: the text, and what it said on stderr or stopped with."""
+    """sample(**settings) runs sample.py in this process: returns the text, and its stderr or exit message."""
 
     def run(stdin="", **settings):
         settings = {"out_dir": tmp_path / "out", "device": "cpu"} | settings
@@ -125,7 +125,7 @@ def sample(tmp_path, monkeypatch, capsys):
 
 @pytest.fixture
 def convert_to_hf(tmp_path, monkeypatch):
-    """convert_to_hf(source, *options) runs convert.py, and returns the folder that it writes: tmp_path/hf."""
+    """convert_to_hf(source, *options) runs convert.py and returns the folder that it writes: tmp_path/hf."""
 
     def convert_to_hf(source, *options, folder="hf"):
         monkeypatch.setattr(sys, "argv", ["convert.py", str(source), str(tmp_path / folder), *options])
@@ -137,7 +137,7 @@ def convert_to_hf(tmp_path, monkeypatch):
 
 @pytest.fixture
 def train_on_ranks(text_data, tmp_path):
-    """train_on_ranks(ranks, script, code, **settings) runs train.py, which ends with this code: what it printed."""
+    """train_on_ranks(ranks, script, code, **settings) runs train.py, expects this exit code, returns the output."""
 
     def run(ranks, script="train.py", code=0, launch=run_ranks, **settings):
         done = launch(ranks, LONGER | dict(dataset=text_data, out_dir=tmp_path / "out") | settings, script)

@@ -1,7 +1,7 @@
-"""Start scripts in a fork of a process that has imported PyTorch: in 0.05 s, and not in the 3 s of its imports.
+"""Start scripts in a fork of a process that has imported PyTorch: in 0.05 s instead of the 3 s of its imports.
 
-The server is this file, run as a script with a socket for its stdin. For each request it forks a process that waits for
-the run and reports its status, and from that the run itself, which becomes what `python script flags` would be.
+The server is this file, run as a script with a socket as stdin. For each request it forks a process that waits for the
+run and reports its status. That process forks the run itself, which then does what `python script flags` would.
 """
 
 import contextlib
@@ -17,18 +17,18 @@ from pathlib import Path
 
 
 def start_server(environment):
-    """The socket for requests. The server has a session of its own, for Ctrl-C is for pytest, and ends with pytest."""
+    """The socket for requests. The server has its own session, because Ctrl-C is for pytest, and ends with pytest."""
     ours, theirs = socket.socketpair()
-    environment = environment | {"CUDA_VISIBLE_DEVICES": ""}  # a process that has asked for GPUs cannot be forked
+    environment = environment | {"CUDA_VISIBLE_DEVICES": ""}  # a process that has initialized CUDA cannot be forked
     root = Path(__file__).parents[1]
     subprocess.Popen([sys.executable, __file__], stdin=theirs, env=environment, cwd=root, start_new_session=True)
     return ours
 
 
 class Run:
-    """What subprocess.Popen is, for a script that the server starts; without a file, stdout is a pipe.
+    """Like subprocess.Popen, for a script that the server starts. Without a file, stdout is a pipe.
 
-    The pipe holds a page, some thirty lines: no run is much further than what the test has read.
+    The pipe holds a page, some thirty lines, so a run never gets far ahead of what the test has read.
     """
 
     def __init__(self, server, argv, environment, stdout=None, stderr=None):
@@ -46,7 +46,7 @@ class Run:
 
     def send_signal(self, number):
         if self.poll() is None:
-            with contextlib.suppress(ProcessLookupError):  # it has ended, and its status is on the way
+            with contextlib.suppress(ProcessLookupError):  # it has ended; its status is on the way
                 os.kill(self.pid, number)
 
     def kill(self):
@@ -67,7 +67,7 @@ class Run:
         return self.returncode
 
     def communicate(self, timeout=300):
-        """What it has said since, and all that stands in its stderr."""
+        """The output that has not been read yet, and all of stderr."""
         said = self.stdout.read() if self.stdout.readable() else ""
         assert self.wait(timeout) is not None, f"{self.pid} is still running after {timeout} s"
         self.stderr.seek(0)
@@ -75,18 +75,18 @@ class Run:
 
 
 def next_run(requests):
-    """Returns the script in a fork for each request; never in the server itself."""
+    """Fork for each request, and return the script in the fork; never returns in the server itself."""
     while True:
         request, fds, *_ = socket.recv_fds(requests, 1 << 20, 3)
         if not request:
-            os.killpg(0, signal.SIGKILL)  # with what still runs
+            os.killpg(0, signal.SIGKILL)  # with all that still runs
         while not request.endswith(b"\n"):
             request += requests.recv(1 << 20)
         if not os.fork():
             break
         for fd in fds:
             os.close(fd)
-        os.waitpid(-1, os.WNOHANG)  # an earlier one that has ended
+        os.waitpid(-1, os.WNOHANG)  # reap an earlier one that has ended
     status = socket.socket(fileno=fds[2])
     if pid := os.fork():
         status.send(b"%d" % pid)
@@ -108,7 +108,7 @@ def next_run(requests):
 
 
 if __name__ == "__main__":
-    # Of our own modules the kernels alone: runtime/distributed.py reads the environment when it is imported.
+    # Of our own modules only the kernels: runtime/distributed.py reads the environment when imported.
     import runpy
 
     sys.path[0] = str(Path(__file__).parents[1])
@@ -121,5 +121,5 @@ if __name__ == "__main__":
 
     import kernels  # noqa: F401
 
-    sys.modules["matplotlib"] = None  # to draw the losses takes longer than to train
+    sys.modules["matplotlib"] = None  # drawing the losses takes longer than training
     runpy.run_path(next_run(socket.socket(fileno=os.dup(0))), run_name="__main__")

@@ -1,4 +1,4 @@
-"""Runs of train.py, and what they left: shared by the tests that train."""
+"""Runs of train.py and their results: shared by the tests that train."""
 
 import functools
 import gc
@@ -27,7 +27,7 @@ WORDS = "the of and to in a is that for it as was with be by on not he this are 
 
 
 def prose(seed: int, n_words: int) -> str:
-    """Frequent words often, rare ones seldom, and the same text on every machine and in every commit."""
+    """A text of frequent and rare words, the same on every machine and in every commit."""
     words = WORDS.split()
     return " ".join(random.Random(seed).choices(words, [1 / (1 + i) for i in range(len(words))], k=n_words))
 
@@ -44,20 +44,20 @@ def metrics(out_dir):
 
 
 def losses(out_dir):
-    """What the run computed, without what the clock and the machine did to it."""
+    """What the run computed, without what depends on the clock and the machine."""
     names = ("step", "loss", "grad_norm", "lr", "val_loss")
     return [{name: line[name] for name in names if name in line} for line in metrics(out_dir)]
 
 
 def edit_run(checkpoint, **changes):
-    """Changes what a checkpoint's run.json says, as if it had been saved so; None: without it."""
+    """Change entries of a checkpoint's run.json, as if it had been saved that way; None removes an entry."""
     run = read_run(checkpoint) | changes
     body = json.dumps({name: value for name, value in run.items() if value is not None}, indent=2).encode()
     (checkpoint / "run.json").write_bytes(checkpoint_folder._seal(body))
 
 
 def damage(path):
-    """One bit of a file, near its end."""
+    """Flip one bit of a file, near its end."""
     content = bytearray(path.read_bytes())
     content[int(len(content) * 0.9)] ^= 0x10
     path.write_bytes(content)
@@ -82,22 +82,22 @@ server = functools.cache(lambda: start_server(os.environ | PLAIN))
 
 
 def start(settings, script="train.py", **options):
-    """A Run of the script by one process, with these settings or list of words; options of Run."""
+    """Start the script as one process, with these settings or this list of words. options: Run's."""
     environment = os.environ | PLAIN | options.pop("environment", {})
     words = settings if isinstance(settings, list) else flags(settings)
     return Run(server(), [ROOT / script, *words], environment, **options)
 
 
 def run(settings, script="train.py", **environment):
-    """The script by one process, to its end: exit code, stdout, stderr."""
+    """Run the script as one process to its end: exit code, stdout, stderr."""
     with tempfile.TemporaryFile("w+") as stdout:
         return finished([start(settings, script, stdout=stdout, environment=environment)])
 
 
 def run_ranks(ranks, settings, script="train.py"):
-    """The script by several ranks, as torchrun runs them: the first that fails ends the others."""
+    """Run the script on several ranks, as torchrun does: the first that fails ends the others."""
     common = dict(WORLD_SIZE=ranks, LOCAL_WORLD_SIZE=ranks, GROUP_WORLD_SIZE=1, MASTER_ADDR="127.0.0.1")
-    for _ in range(3):  # the kernel may hand the port to another process, too, and that may listen first
+    for _ in range(3):  # the kernel may give the port to another process too, which may listen first
         with tempfile.TemporaryFile("w+") as stdout, tempfile.TemporaryFile("w+") as stderr, socket.socket() as port:
             port.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # rank 0 binds it too
             port.bind(("127.0.0.1", 0))
@@ -112,14 +112,14 @@ def run_ranks(ranks, settings, script="train.py"):
 
 
 def finish(settings, ranks=1, script="train.py", **environment):
-    """The script by one process or by several ranks, to its end, which has to be a good one: stdout, stderr."""
+    """Run the script as one process or on several ranks; it must succeed. Returns stdout, stderr."""
     done = run(settings, script, **environment) if ranks == 1 else run_ranks(ranks, settings, script)
     assert done.returncode == 0, done.stdout + done.stderr
     return done
 
 
 def finished(runs):
-    """Waits for all; one that fails ends the others."""
+    """Wait for all; one that fails ends the others."""
     end = time.monotonic() + 600
     while None in (codes := [run.poll() for run in runs]):
         if any(codes) or time.monotonic() > end:
@@ -145,7 +145,7 @@ def torchrun(ranks, settings, script="train.py", options=()):
 
 
 def wrapped(folder, before, after="", script="train.py"):
-    """A script that runs train.py after these lines; with lines after it, train.py's last act does not end it."""
+    """A script that runs train.py after the lines `before`; with lines `after`, train.py's exit does not end it."""
     before = f"import os, runpy, signal, sys, time, torch\nsys.path.insert(0, {str(ROOT)!r})\n{before}\n"
     run = f"runpy.run_path({str(ROOT / script)!r}, run_name='__main__')"
     if after:
@@ -159,7 +159,7 @@ def wrapped(folder, before, after="", script="train.py"):
 
 
 def at_read(number, act, ranks="0"):
-    """Lines for wrapped(): what these ranks do before they read data for the number-th time."""
+    """Lines for wrapped(): these ranks run `act` before they read data for the number-th time."""
     return (
         "import data.tokens\n"
         "read, reads = data.tokens.Tokens.read, []\n"
@@ -172,7 +172,7 @@ def at_read(number, act, ranks="0"):
 
 
 def hang(folder, how="time.sleep(1000)"):
-    """Lines for wrapped(): hang() makes its rank hang. The watchdogs time nobody before: a busy machine is slow."""
+    """Lines for wrapped(): hang() makes its rank hang. The timeouts start only then: a busy machine is slow."""
     return (
         "import runtime.watchdog as m\n"
         f"m.BEAT, look, hangs = 0.1, m.Watchdog._look, {str(folder / 'hangs')!r}\n"
@@ -181,17 +181,17 @@ def hang(folder, how="time.sleep(1000)"):
     )
 
 
-# A line for a script, in which no file may then grow beyond these bytes.
+# A line for a script, after which no file may grow beyond these bytes.
 FULL_DISK = "import resource; resource.setrlimit(resource.RLIMIT_FSIZE, (50_000, 50_000))"
 
 
 def machines_of(folder, ranks):
-    """A script that runs train.py as if every so many ranks had a machine of their own."""
+    """A script that runs train.py as if each group of `ranks` ranks had its own machine."""
     return wrapped(folder, f"os.environ['LOCAL_WORLD_SIZE'] = '{ranks}'")
 
 
 def run_alone(text_data, out_dir, max_iters=10, **changes):
-    """A run by one process, of ten steps and with a checkpoint in their middle; returns its folder."""
+    """A run of one process, of ten steps with a checkpoint halfway; returns its folder."""
     settings = LONGER | dict(dataset=text_data, out_dir=out_dir, max_iters=max_iters, eval_interval=max_iters // 2)
     finish(settings | changes)
     return out_dir
@@ -213,5 +213,5 @@ def slip(train, capsys, *files, **settings):
     message = capsys.readouterr().err
     assert stopped.value.code in (1, 2) and "Traceback" not in message
     del stopped
-    gc.collect()  # with the run's globals goes its open file, and with that the lock on its folder
+    gc.collect()  # frees the run's globals, among them the open file that locks its folder
     return message

@@ -1,5 +1,5 @@
-"""The numbers of both pages are those of the records, the records say where they come from, and the kernels' bench
-counts and compares what it says it does. Without a GPU: nothing is timed."""
+"""The numbers on both pages match the records, the records state their origin, and the kernels' benchmark counts and
+compares what it claims to. Without a GPU: nothing is timed."""
 
 import importlib
 import json
@@ -20,7 +20,7 @@ from test_kernels import DEVICE
 PAGES = {page: (record.ROOT / page).read_text() for page in report.PAGES}
 RECORDS = sorted(record.RECORDS.glob("*.json"))
 FP32 = {"device": "cpu", "dtype": torch.float32}
-# A size of each operation that the interpreter runs in a moment; widths that no block divides.
+# For each operation a size that the interpreter runs quickly; no block divides the widths.
 TINY = dict.fromkeys(("rms_norm", "add_rms_norm", "layer_norm", "swiglu", "geglu", "cross_entropy"), (5, 19))
 TINY |= {"rope": (2, 3, 4, 2, 8), "linear_cross_entropy": (5, 8, 19), "fp8_linear": (5, 16, 32), "fp8_weight": (5, 19)}
 TINY |= {"flash_attention": (2, 19, 4, 2, 16), "adamw": (300,), "adamw8bit": (300,), "nf4": (5, 128)}
@@ -111,7 +111,7 @@ USER_ERRORS = """
 xyz => Unknown command xyz: there are sweep, estimate,
 readme now => usage: python bench.py record FOLDER NAME
 kernels --op=rmsnorm => --op=rmsnorm: there are rms_norm,
-kernels -- --compile => -- --compile: no settings of train.py are passed on here
+kernels -- --compile => -- --compile: this command passes nothing on to train.py
 losses --shape=8 => --shape=8: sequences x tokens, as in 8x2048
 losses --shape= => --shape=: sequences x tokens, as in 8x2048
 finetune => --init_from=: name a folder of published weights
@@ -123,9 +123,9 @@ estimate --card=24MB => --card=24MB: there are
 estimate --config=llama32_1 => llama32_1 does not exist. Did you mean
 estimate config/llama31_8b.py => Unknown word config/llama31_8b.py: say --config=config/llama31_8b.py
 estimate llama31_8b => Unknown word llama31_8b: settings are --key=value
-estimate --config=config/baby_llama.py => leaves vocab_size to its dataset: say -- --vocab_size=
+estimate --config=config/baby_llama.py => leaves vocab_size to its dataset: add -- --vocab_size=
 generate --config=config/baby_llama.py => leaves vocab_size to its dataset
-estimate --compile => --compile is a setting of train.py: put it behind --, as in -- --compile=...
+estimate --compile => --compile is a setting of train.py: put it after --, as in -- --compile=...
 estimate -- --activation_checkpointing=full => say --checkpointing=... before the --
 estimate --checkpointing=none -- --mlp_chunks=4 => mlp_chunks
 estimate --card=h100 --config=config/llama31_8b.py --ranks=7 => 64: make it a multiple of the 7 ranks, as in --grad
@@ -142,7 +142,7 @@ run /no/such => /no/such/metrics.jsonl has no losses: name the out_dir of a run 
 --peers=hf -- --n_layer=4 => --n_layer: the peers would train another model; write it in a config, or say
 --peers=hf -- --rope_theta=1e4 => --rope_theta: the peers would train another model
 --ranks=64 => --ranks=64: torch sees
--- --max_iters=4 => -- --max_iters: each measured run has its own, leave it out
+-- --max_iters=4 => -- --max_iters: each measured run sets its own, leave it out
 """
 ON_GPU_ALONE = """
 kernels => python bench.py kernels needs a CUDA GPU
@@ -213,8 +213,8 @@ def test_only_a_whole_run_replaces_the_record_of_the_readme():
 def test_the_arms_compute_one_function(name):
     operation, size = OPERATIONS[name], TINY[name]
     options, most = (FP32 | {"dtype": torch.bfloat16}, 0.1) if name.startswith("fp8") else (FP32, 1e-6)
-    most = 4e-3 if name == "nf4" else most  # its result is bfloat16, which the interpreter cuts off
-    if name == "fp8_weight":  # by functions that have no references
+    most = 4e-3 if name == "nf4" else most  # its result is bfloat16, which the interpreter truncates
+    if name == "fp8_weight":  # its functions have no references
         options = options | {"device": DEVICE}
     truth = kernels_bench.true_results(operation, size, options)
     for arm in ("nanocria", "eager", "torch", "bitsandbytes"):
@@ -237,7 +237,7 @@ def test_bytes_are_those_of_the_tensors_that_each_pass_reads_and_writes(name):
     size, options = TINY[name], {"device": "cpu", "dtype": torch.bfloat16}
     problem = kernels_bench.Problem(OPERATIONS[name], OPERATIONS[name].arms["eager"], size, options)
     outputs = problem.forward()
-    inputs = bytes_of(x for x in problem.tensors if x.ndim > 1)  # weights are small change
+    inputs = bytes_of(x for x in problem.tensors if x.ndim > 1)  # weights are negligible
     saved = {"rope": 0, "add_rms_norm": inputs // 2}.get(name, inputs)  # a rotation saves nothing, the norm their sum
     gradients = inputs // 2 if name == "add_rms_norm" else inputs  # one tensor serves x and the residual
     work = OPERATIONS[name].work(size)
@@ -296,7 +296,7 @@ def test_a_size_that_does_not_fit_takes_no_other_with_it(monkeypatch, tmp_path, 
     head = {"command": "", "device": "GPU", "versions": {"nanocria": "abc"}}
     monkeypatch.setattr(runner, "begin", lambda *_, **options: head | {"rows": []})
     monkeypatch.setattr(kernels_bench, "measure_size", measure_size)
-    with kernels_bench.functorch_config.patch("donated_buffer", True):  # and back again, for it changes that
+    with kernels_bench.functorch_config.patch("donated_buffer", True):  # restores what the benchmark changes
         kernels_bench.main(["--op=rms_norm", f"--out={out}"])
     assert written == [False, *range(2, 2 * len(sizes) - 2, 2)], "the record is written after each row"
     assert len(json.loads(out.read_text())["rows"]) == 2 * len(sizes) - 2
@@ -308,9 +308,9 @@ def test_a_size_that_does_not_fit_takes_no_other_with_it(monkeypatch, tmp_path, 
 
 
 def test_train_py_is_hugging_faces_model_under_pytorchs_adamw(monkeypatch):
-    """Step for step: the same first weights, tokens, losses, gradients' clip, learning rates and updates."""
-    monkeypatch.setenv("TRITON_INTERPRET", "0")  # or the interpreter would run the whole training
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)  # of theirs, whose flags do not say --device=cpu
+    """Step by step: the same initial weights, tokens, losses, gradient clipping, learning rates and updates."""
+    monkeypatch.setenv("TRITON_INTERPRET", "0")  # else the interpreter would run the whole training
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)  # for the peer, which takes no --device=cpu
     at, config = (8, 2, 64), "config/baby_llama.py"
     ours = losses.train_losses("nanocria", *at, config, ["--n_layer=2", "--device=cpu", "--dtype=float32"])
     theirs = losses.peer_losses("float32", *at, config, compute_dtype="float32", n_layer=2, vocab_size=257)
@@ -319,7 +319,7 @@ def test_train_py_is_hugging_faces_model_under_pytorchs_adamw(monkeypatch):
 
 
 def test_galore_is_galore_torchs(monkeypatch):
-    """It takes the leading singular vectors from an SVD, which ours are within some steps of subspace iteration."""
+    """It takes the leading singular vectors from an SVD; ours converge to them in some steps of subspace iteration."""
     pytest.importorskip("galore_torch")
     monkeypatch.setenv("TRITON_INTERPRET", "0")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)

@@ -1,4 +1,4 @@
-"""The benchmark of generation: what it counts, runs and says. Without a GPU: nothing is timed."""
+"""The benchmark of generation: what it counts, runs and reports. Without a GPU: nothing is timed."""
 
 import json
 
@@ -18,8 +18,8 @@ AT = {"config": "config/baby_llama.py", "batch": 3, "prompt": 8, "tokens": 6}
 def test_a_step_must_read_the_weights_and_what_the_caches_hold(tied):
     found = generate.measure("nanocria", **AT, **TINY, tie_embeddings=tied)
     block = 32 * (32 + 2 * 16 + 32) + 3 * 32 * 96 + 2 * 32
-    weights = 2 * block + 32 + 257 * 32  # of an untied embedding a step reads a row a text
-    held = 3 * (8 + 4.5)  # 8 of the prompt, 3 of the warm-up, half of the 3 that are timed
+    weights = 2 * block + 32 + 257 * 32  # of an untied embedding a step reads one row per text
+    held = 3 * (8 + 4.5)  # 8 of the prompt, 3 of the warm-up, half of the 3 timed ones
     assert found["step_bytes"] == (2 if HAS_GPU else 4) * (weights + 2 * 2 * 2 * 8 * held)
     assert found["tok_per_s"] == pytest.approx(3 * 1000 / found["ms_per_token"]) and found["step_ms"] > 0
 

@@ -1,4 +1,4 @@
-"""The benchmark of several GPUs: its peers train on several ranks, what hangs is ended, its rows add up. No GPU."""
+"""The benchmark of several GPUs: peers train on several ranks, hanging processes are ended, rows add up. No GPU."""
 
 import json
 import subprocess
@@ -108,7 +108,7 @@ def test_a_point_that_takes_too_long_is_ended_with_its_ranks(tmp_path, monkeypat
 
 
 def pid_in(file: Path) -> int:
-    """0 until it is there."""
+    """The process id in a file; 0 until it exists."""
     return int((file.exists() and file.read_text()) or 0)
 
 
@@ -225,8 +225,8 @@ def test_an_optimizer_s_step_is_measured_on_one_gpu_too_with_the_same_tokens(mon
 
 
 def around_a_checkpoint(monkeypatch, tmp_path, kind, steps, run):
-    """The row of --measure=kind. Its second run leaves a checkpoint of 1,000 bytes, with which the third goes on; what
-    else they do and leave is that of run(words, out_dir)."""
+    """The row of --measure=kind. Its second run leaves a checkpoint of 1,000 bytes, which the third resumes; run(words,
+    out_dir) does the rest."""
     ran = []
 
     def train(words, out_dir, ranks):

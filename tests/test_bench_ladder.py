@@ -1,4 +1,4 @@
-"""The ladder of memory techniques: what its rungs run, where their search ends, what its table says. Without a GPU."""
+"""The ladder of memory techniques: what its rungs run, where their search ends, what its table shows. No GPU."""
 
 from types import SimpleNamespace
 
@@ -10,7 +10,7 @@ from tests.runs import step_losses
 
 
 class Card:
-    """Has room for `largest` sequences of any rung; notes the flags of each run."""
+    """A card with room for `largest` sequences of any rung; records the flags of each run."""
 
     def __init__(self, monkeypatch, largest):
         self.largest, self.ran = largest, []
@@ -89,7 +89,7 @@ def test_losses_or_one_rung_alone_have_no_plot(row, tmp_path, monkeypatch):
 @pytest.mark.parametrize("rung", [rung for rung in arms.RUNGS if not arms.RUNGS[rung].peer])
 def test_every_rung_trains_on_a_cpu(rung, train, tmp_path, plain_pytorch_on_one_core):
     sizes = dict(n_embd=256, ffn_dim=256, n_kv_head=4, max_iters=2, eval_interval=2)
-    train(**sizes, out_dir=tmp_path / "base")  # what adapters adapt
+    train(**sizes, out_dir=tmp_path / "base")  # the adapters' base
     flags = ladder.flags_of(rung, SimpleNamespace(offload_dir=tmp_path)) | {"init_from": tmp_path / "base"}
     train(**sizes | flags)
     first, second = step_losses(tmp_path / "out")

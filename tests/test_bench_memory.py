@@ -1,4 +1,4 @@
-"""What fits in a card, by arithmetic, and what holds the memory in one step. Without a GPU."""
+"""What fits on a card, by arithmetic, and what takes the memory in one step. Without a GPU."""
 
 import json
 import os
@@ -14,11 +14,11 @@ from tests.runs import finish, start
 
 LLAMA_1B = "config/llama32_1b.py"
 
-# --- What holds the memory in one step ---
+# --- What takes the memory in one step ---
 
 
 def frames(*calls):
-    """Of 'file:function' each, the innermost first."""
+    """Frames from 'file:function' strings, innermost first."""
     return [{"filename": f"/there/{call.split(':')[0]}", "name": call.split(":")[1], "line": 1} for call in calls]
 
 
@@ -31,7 +31,7 @@ MIB = 2**20
 
 
 def snapshot_of(events, before):
-    """PyTorch's: events are (name, MiB, frames) of an allocation or a name of a free; before, what was there."""
+    """As PyTorch's. events: (name, MiB, frames) of an allocation or a name of a free; before: live ones."""
     address, trace = {name: 1000 + i for i, (name, _, _) in enumerate(before)}, []
     size = {name: mib * MIB for name, mib, _ in before}
     for event in events:
@@ -106,7 +106,7 @@ def test_the_head_of_transformers_and_the_gradients_of_its_logits_are_the_loss_h
     }  # fmt: skip
 
 
-# train.py and a peer in processes of their own, as the snapshot runs them, on the CPU, where nothing is recorded.
+# train.py and a peer in separate processes, as the snapshot runs them, on the CPU, where nothing is recorded.
 NOTED_ON_CPU = """
 import json, sys
 import torch
@@ -133,8 +133,8 @@ TRAIN = ["train.py", "config/baby_llama.py", "--device=cpu", "--n_layer=1", "--n
 
 
 def test_one_step_is_noted_of_ours_and_of_a_peer(tmp_path, monkeypatch):
-    monkeypatch.setenv("TRITON_INTERPRET", "0")  # or the interpreter would run the whole step
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")  # beside a GPU train.py records allocations of its own
+    monkeypatch.setenv("TRITON_INTERPRET", "0")  # else the interpreter would run the whole step
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")  # with a GPU train.py itself records allocations
     ours = [*TRAIN, f"--out_dir={tmp_path}", f"--max_iters={snapshot.STEP + 1}"]
     for words in (ours, ["-m", "benchmarks.call", "peers.measure", '{"warmup": 4, "steps": 2}']):
         result, printed = runner.run(["-c", NOTED_ON_CPU, "there.pickle", *words])
@@ -158,7 +158,7 @@ def estimated(words):
 
 @pytest.fixture
 def no_table(monkeypatch):
-    """For what is said of one batch size: the table of nine takes seconds."""
+    """For tests of one batch size: the table of nine takes seconds."""
     monkeypatch.setattr(memory_advice, "largest_batch", lambda config, run, gib: 1)
 
 

@@ -1,4 +1,4 @@
-"""Losses of training runs, read from the files that a run leaves, tabled and drawn."""
+"""Losses of training runs: read from the files that a run leaves, tabulated and drawn."""
 
 import json
 import sys
@@ -14,7 +14,7 @@ WHOLE = dict(settings={"max_iters": 20}, steps=20, val_loss=3.5, bits_per_byte=2
 
 
 def leave_run(folder, losses, every=10, settings=None, **summary):
-    """The files of a run of 1,000 tokens and half an hour a step, validated at its last line."""
+    """Write the files of a run of 1,000 tokens and half an hour per step, validated at its last line."""
     folder.mkdir()
     lines = [
         {"step": every * i, "loss": loss, "ms": 1.8e6, "tok_per_s": 1000 / 1800} for i, loss in enumerate(losses, 1)
@@ -33,7 +33,7 @@ def test_runs_are_tabled_by_what_differs_and_drawn(tmp_path, monkeypatch, capsys
     other = leave_run(tmp_path / "b", [4.0, 2.0, 2.5], settings={"optimizer": "muon", "out_dir": "b"})
     going = leave_run(tmp_path / "c", [5.0])
     out = tmp_path / "new" / "both.png"
-    (tmp_path / "loss.png").touch()  # of the time before
+    (tmp_path / "loss.png").touch()  # a previous plot
     bench.main(["run", *map(str, sorted(tmp_path.glob("*"))), "--out=~/new/both.png"])
     _, _, *rows, drawn = capsys.readouterr().out.splitlines()
     assert rows == [
@@ -58,7 +58,7 @@ def test_what_cannot_be_read_or_drawn_gets_a_sentence(tmp_path, monkeypatch, cap
     assert "is not supported" in said("run", str(good), f"--out={tmp_path}/plot.txt2")
     assert "File exists" in said("run", str(good), f"--out={good}/metrics.jsonl/plot.png")
     for name in ("no/such", ""):
-        assert said("record", str(good), name).startswith(f"{name!r} is no name of a record")
+        assert said("record", str(good), name).startswith(f"{name!r} is not a valid name")
     (bad / "summary.json").write_text('{"steps": 20')
     (none / "metrics.jsonl").unlink()
     for argv in (["run", str(bad)], ["record", str(bad), "mine"]):
@@ -93,7 +93,7 @@ def test_a_run_ends_with_a_plot_or_without_matplotlib_with_none(tmp_path, monkey
     with monkeypatch.context() as patched:
         patched.setitem(sys.modules, "matplotlib.figure", None)  # importing it fails
         log.draw()
-    RunLog(str(leave_run(tmp_path / "b", [3.0] * 9)), "cpu", "float32", 1000, 1.0).draw()  # too short to see anything
+    RunLog(str(leave_run(tmp_path / "b", [3.0] * 9)), "cpu", "float32", 1000, 1.0).draw()  # too short to draw
     assert not [*tmp_path.glob("*/loss.png")] and not capsys.readouterr().out
     (folder / "metrics.jsonl").write_text("")
     log.draw()

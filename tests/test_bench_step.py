@@ -1,4 +1,4 @@
-"""The whole-step benchmark: its peers train the very model that nanocria trains, and its records add up. No GPU."""
+"""The whole-step benchmark: its peers train the same model as nanocria, and its records add up. No GPU."""
 
 import itertools
 import json
@@ -26,7 +26,7 @@ CPU = torch.device("cpu")
 
 
 def build_recipe(checkpointing):
-    """As peers.build_recipe, but not compiled and not sharded."""
+    """peers.build_recipe(), but not compiled and not sharded."""
     model = peers.PlainLlama(TINY).materialize(CPU)
     for i, block in enumerate(model.layers):
         model.layers[i] = peers.checkpointed(block, checkpointing)
@@ -38,7 +38,7 @@ def build_hf(checkpointing):
 
 
 def counterparts(name, peer):
-    """The peer's parameters that nanocria's parameter of that name stacks: by Hugging Face's names or by Meta's."""
+    """The peer's parameters, by Hugging Face's or Meta's names, that nanocria's parameter of this name stacks."""
     meta_names = {hf_name: meta_name for meta_name, hf_name in meta_weights.NAMES.items()}
     theirs = {n.replace("_checkpoint_wrapped_module.", ""): p for n, p in peer.named_parameters()}
     for hf_name in hf_names(name):
@@ -88,7 +88,7 @@ def test_the_adapters_of_the_peer_are_float32_and_read_bfloat16(monkeypatch):
 
 
 def test_a_compiled_peer_of_hugging_face_reads_no_mask(monkeypatch):
-    monkeypatch.setattr(modeling_llama, "create_causal_mask", modeling_llama.create_causal_mask)  # and back again
+    monkeypatch.setattr(modeling_llama, "create_causal_mask", modeling_llama.create_causal_mask)  # restored afterwards
     attention, compile = [], torch.compile
 
     def note_attention(graph, inputs):
@@ -104,7 +104,7 @@ def test_a_compiled_peer_of_hugging_face_reads_no_mask(monkeypatch):
 
 
 def test_a_peers_steps_are_timed_as_train_py_times_its_own(monkeypatch):
-    """Steps of 10, 10, 1, 2, 6 and 9 s, launched in no time, read in turn: each when the next has been launched."""
+    """Steps of 10, 10, 1, 2, 6 and 9 s, launched in no time; each is read once the next has been launched."""
     events, seconds, now, slope = [], itertools.cycle([10, 10, 1, 2, 6, 9]), [0.0], -1.0
 
     def train_step(*_):
@@ -142,7 +142,7 @@ def test_a_peers_steps_are_timed_as_train_py_times_its_own(monkeypatch):
 
 
 # Trains transformers' tiny Llama three times from the same weights on the CPU: plainly in float32, under FSDP2 with
-# float32 weights and bf16 compute, and offloaded. Prints the losses and how far the final weights are apart.
+# float32 weights and bf16 compute, and offloaded. Prints the losses and how far apart the final weights are.
 PEERS_ON_CPU = """
 import json, os
 import torch
@@ -393,7 +393,7 @@ def test_a_file_that_is_no_record_is_not_written_over(tmp_path):
     out = tmp_path / "list.json"
     for text in ("", "[1]"):
         out.write_text(text)
-        with pytest.raises(SystemExit, match=f"--out={out} exists and is no record of a benchmark"):
+        with pytest.raises(SystemExit, match=f"--out={out} exists and is not a benchmark record"):
             record.fill(RECORD, iter(lambda: pytest.fail("measured"), 0), out, step.KEYS, lambda *_: "")
         assert out.read_text() == text
 

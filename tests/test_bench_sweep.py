@@ -1,4 +1,4 @@
-"""The sweeps: what they run, when they stop, what their records say. Without a GPU: nothing is measured."""
+"""The sweeps: what they run, when they stop, what their records contain. Without a GPU: nothing is measured."""
 
 import copy
 import itertools
@@ -26,7 +26,7 @@ def test_settings_of_train_py_say_what_a_config_leaves_open(monkeypatch):
 
 
 class Card:
-    """Points as a card of so many tokens a step would have them; notes what was run, and under what limit."""
+    """Stands for a card with room for so many tokens per step; records what was run, and under what limit."""
 
     def __init__(self, monkeypatch, tokens=5000, answer=None):
         self.tokens, self.answer, self.ran = tokens, answer, []

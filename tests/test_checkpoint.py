@@ -68,13 +68,13 @@ def test_a_save_that_the_training_waits_for_is_the_same(train, tmp_path, capsys,
     n = train(out_dir=tmp_path / "beside")["model"].n_params()
     # asked for a step, then for the copies of w, m and v, which take 12n
     there = iter([10**12, 2 * (16 * n + 100)])
-    monkeypatch.setattr(checkpoint, "local_world_size", 2)  # another rank on this machine allocates as much
+    monkeypatch.setattr(checkpoint, "local_world_size", 2)  # as if another rank on this machine allocated as much
     monkeypatch.setattr(memory_stats, "cpu_available", lambda: next(there))
     to_come = 4 * n + (101 if why == "no memory for copies" else 100)
     monkeypatch.setattr(memory_advice, "cpu_bytes_to_come", lambda config, run_shape: to_come)
     copied, copy = [], checkpoint.Saver._copy
     monkeypatch.setattr(checkpoint.Saver, "_copy", lambda self, *more: copied.append(1) or copy(self, *more))
-    report = checkpoint.Saver.report  # on a disk that is faster than a step
+    report = checkpoint.Saver.report  # as on a disk that is faster than a step
     wait = lambda self: self.future and self.future.result()  # noqa: E731
     monkeypatch.setattr(checkpoint.Saver, "report", lambda self, step: (wait(self), report(self, step)))
     calls, update, wait_for_copy = [], Optimizer.update, checkpoint.Saver.wait_for_copy
@@ -119,7 +119,7 @@ def test_a_resume_by_other_code_or_another_torch_is_said(train, tmp_path, capsys
 
 
 def test_only_the_training_thread_waits_for_offloaded_updates(train, monkeypatch):
-    """A thread that took an update from the queue would let the forward begin before its weights are there."""
+    """If another thread took an update from the queue, forward could begin before its weights are ready."""
     finish, threads = OnCPU.finish, set()
     monkeypatch.setattr(OnCPU, "finish", lambda self: (threads.add(threading.current_thread()), finish(self)))
     train(offload="optimizer", eval_interval=2)
@@ -158,10 +158,10 @@ def test_a_trained_model_is_read_in_one_line_without_its_optimizer_file_too_but_
 
 @pytest.mark.parametrize("file", ["model.safetensors", "optimizer.safetensors", "config.json", "run.json"])
 def test_a_damaged_checkpoint_is_named_and_the_one_before_it_used(train, tmp_path, capsys, file):
-    """Where a resume finds it; tests/test_safetensors_file.py damages every file in every way."""
+    """Damage found by a resume; tests/test_safetensors_file.py damages every file in every way."""
     train()
     whole = losses(tmp_path / "out")
-    for _ in range(1 + (file == "run.json")):  # the second time the one set aside is in the way
+    for _ in range(1 + (file == "run.json")):  # the second time a damaged one is already set aside
         path = tmp_path / "out/step_000008" / file
         path.unlink() if file == "run.json" else damage(path)
         capsys.readouterr()
@@ -245,11 +245,11 @@ def test_what_a_checkpoint_holds_beside_the_model_is_not_left_out(train, tmp_pat
     path = tmp_path / "out/step_000008"
     edit_config(path, tie_word_embeddings=True)
     message = slip(train, capsys, tie_embeddings=True)
-    assert "has 2 tensors that the model has no place for: exp_avg.lm_head.weight, ..." in message, message
+    assert "has 2 tensors that the model does not have: exp_avg.lm_head.weight, ..." in message, message
 
 
 def edit_config(path, **changes):
-    """Changes what a checkpoint's config.json says, as if it had been saved so."""
+    """Change entries of a checkpoint's config.json, as if it had been saved that way."""
     content = json.dumps(json.loads((path / "config.json").read_text()) | changes).encode()
     (path / "config.json").write_bytes(content)
     pieces = safetensors_file.digest_pieces(content)
@@ -295,7 +295,7 @@ def test_without_a_whole_one_damaged_checkpoints_stop_the_run(train, tmp_path, c
 
 
 def test_a_save_that_fails_is_said_and_the_training_goes_on(train, tmp_path, capsys, monkeypatch):
-    """A disk that is full for the first checkpoint and has room for the second."""
+    """The disk is full for the first checkpoint and has room for the second."""
     first_fails = [OSError(errno.ENOSPC, "No space left on device"), mock.DEFAULT]
     create = mock.Mock(wraps=checkpoint_folder._create, side_effect=first_fails)
     monkeypatch.setattr(checkpoint_folder, "_create", create)
@@ -345,7 +345,7 @@ def test_what_another_version_wrote_more_or_less_is_no_obstacle(train, tmp_path,
 
 
 def test_with_another_batch_a_resumed_run_reads_on_where_it_ended(train, tmp_path):
-    """16 + 24 + 8 sequences, of which each step reads the next ones."""
+    """16 + 24 + 8 sequences; each step reads the next ones."""
     read = {}
     for batch_size, steps, max_iters in ((4, 2, 4), (2, 3, 8), (8, 1, 9)):
         run = train(batch_size=batch_size, gradient_accumulation_steps=steps, max_iters=max_iters, eval_interval=100)
@@ -367,9 +367,9 @@ def test_another_run_or_version_in_the_same_folder_is_refused_with_a_sentence(tr
     assert "--init_from=resume continues it" in slip(train, capsys, init_from="scratch")
     (tmp_path / "out/step_000008").rename(tmp_path / "out/step_000900")
     assert "step_000900 holds step 8: name it step_000008 again" in slip(train, capsys, max_iters=900)
-    for lacks in ("updates", "settings"):  # all but step and dataset where convert.py wrote the folder
+    for lacks in ("updates", "settings"):  # convert.py writes only dataset
         edit_run(tmp_path / "out/step_000900", **{lacks: None})
-        assert "is no checkpoint of this version: its run.json lacks " + lacks in slip(train, capsys, max_iters=900)
+        assert "is not a checkpoint of this version: its run.json lacks " + lacks in slip(train, capsys, max_iters=900)
     assert (tmp_path / "out/step_000900").exists(), "it is not damaged"
 
 
@@ -404,7 +404,7 @@ def test_a_damaged_tokenizer_file_is_found_and_sends_the_run_back(train, tmp_pat
     train(init_from=published, out_dir=tmp_path / "run")
     damage(tmp_path / "run/step_000008" / file)
     said = f"{file} is damaged.* The checkpoint before it: .*/run/step_000004$"
-    with pytest.raises(ValueError, match=said):  # by sample.py too
+    with pytest.raises(ValueError, match=said):  # in sample.py too
         checkpoint.load_model(tmp_path / "run")
     train(out_dir=tmp_path / "run", max_iters=9)
     out = capsys.readouterr().out

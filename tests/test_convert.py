@@ -200,10 +200,10 @@ META_SLIPS = {  # the sentence: what params.json says, and tensors of other shap
     "params.json: rope_theta expects a float, got None": (dict(rope_theta=None), {}),
     "params.json: n_layer, n_head": (dict(n_heads=0), {}),
     "expected model.layers.2.input_layernorm.weight of shape (32,): ": (dict(n_layers=3), {}),
-    "has 9 tensors that the model has no place for: model.layers.1.input_layernorm.weight, ...": (dict(n_layers=1), {}),
+    "has 9 tensors that the model does not have: model.layers.1.input_layernorm.weight, ...": (dict(n_layers=1), {}),
     "self_attn.k_proj.weight of shape (32, 32): ": (dict(n_heads=2), {}),
     "layers.1.self_attn.k_proj.weight of shape (16, 32): ": ({}, {"layers.1.attention.wk.weight": (12, 32)}),
-    "the model has no place for: consolidated.00.pth: model.norm.weight, ...": ({}, {"model.norm.weight": (32,)}),
+    "the model does not have: consolidated.00.pth: model.norm.weight, ...": ({}, {"model.norm.weight": (32,)}),
 }
 
 
@@ -284,15 +284,15 @@ SLIPS = {  # message: what was done to the folder; tests/test_safetensors_file.p
     "config.json describes quantized weights": says(quantization_config={"quant_method": "fp8"}),
     "in torch.float8_e4m3fn: expected one of (torch.bfloat16, ": holds(Q, lambda q: q.to(torch.float8_e4m3fn)),
     f"has numbers in {Q} that are not finite": holds(Q, lambda q: q / (q != q[0, 0])),
-    "no place for: model.layers.0.self_attn.q_proj.bias": holds(Q.replace("weight", "bias"), lambda q: q[:, 0], Q),
-    "has an lm_head.weight of its own": holds("lm_head.weight", lambda embedding: 2 * embedding, EMBEDDING),
+    "does not have: model.layers.0.self_attn.q_proj.bias": holds(Q.replace("weight", "bias"), lambda q: q[:, 0], Q),
+    "has a separate lm_head.weight": holds("lm_head.weight", lambda embedding: 2 * embedding, EMBEDDING),
     f"expected {K} of shape (16, 32): ": holds(K, lambda k: k[:, :24]),
     "a qwen3 model, not a Llama": says(model_type="qwen3"),
-    "config.json has head_dim 32, 4 heads and hidden_size 32: only heads that are together as": says(head_dim=32),
-    "config.json has attention_bias, so biases of q, k, v and o: they are not supported": says(attention_bias=True),
-    "config.json has mlp_bias, so biases of gate, up and down: they are not supported": says(mlp_bias=True),
-    "RoPE of the type yarn": says(rope_parameters={"rope_type": "yarn", "rope_theta": 1e4}),
-    "RoPE of the type linear": says(rope_parameters=None, rope_theta=1e4, rope_scaling={"type": "linear", "factor": 4}),
+    "config.json has head_dim 32, 4 heads and hidden_size 32: only heads whose sizes add up": says(head_dim=32),
+    "config.json has attention_bias, biases of q, k, v and o: they are not supported": says(attention_bias=True),
+    "config.json has mlp_bias, biases of gate, up and down: they are not supported": says(mlp_bias=True),
+    "RoPE of type yarn": says(rope_parameters={"rope_type": "yarn", "rope_theta": 1e4}),
+    "RoPE of type linear": says(rope_parameters=None, rope_theta=1e4, rope_scaling={"type": "linear", "factor": 4}),
     "rope_scaling has ['factor']": says(rope_parameters={"rope_type": "llama3", "rope_theta": 1e4, "factor": 8.0}),
     "config.json: rope_parameters expects a dict or none, got 'llama3'": says(rope_parameters="llama3"),
     "config.json has the activation gelu: Llama 3's is silu": says(hidden_act="gelu"),
@@ -438,7 +438,7 @@ def test_a_run_keeps_what_the_folder_that_it_began_with_says(train, tmp_path, ca
 def test_the_context_is_never_below_that_of_the_run_or_which_rope_is_scaled_from(train, tmp_path, capsys, theirs):
     edit_config(theirs, max_position_embeddings=36)
     train(**TIED, init_from=theirs, block_size=40, max_iters=1, out_dir=tmp_path / "longer")
-    assert f"block_size 40 is beyond the 36 tokens of {theirs}'s context" in capsys.readouterr().out
+    assert f"block_size 40 exceeds the 36 tokens of {theirs}'s context" in capsys.readouterr().out
     config = json.loads((tmp_path / "longer/step_000001/config.json").read_text())
     assert config["max_position_embeddings"] == 40 > SMALL["block_size"]
     train(rope_scaling=SCALING | {"original_max_position_embeddings": 64}, max_iters=1)

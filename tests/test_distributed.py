@@ -1,4 +1,4 @@
-"""Several ranks are the same run as one."""
+"""Several ranks compute the same run as one."""
 
 import functools
 import re
@@ -46,7 +46,7 @@ def train(train_on_ranks):
 
 @pytest.fixture(scope="module")
 def alone(tmp_path_factory):
-    """alone(data, **settings): the folder of a run by one process, one run for all tests that ask for the same."""
+    """alone(data, **settings): the folder of a run of one process, shared by all tests that ask for the same."""
     return functools.cache(lambda data, **settings: run_alone(data, tmp_path_factory.mktemp("alone"), **settings))
 
 
@@ -65,9 +65,9 @@ def alone(tmp_path_factory):
     (2, UNTIED, ALL_OFFLOADED, 1e-5),
     (2, dict(mask_documents=True, n_embd=64), FULL, 1e-5),
     (2, dict(dtype="bfloat16"), {}, 5e-4),  # each sum of bfloat16 gradients is rounded
-    # 129 and 128 of the embedding's rows. A rounding may change a code, by a percent of a moment.
+    # 129 and 128 of the embedding's rows. Rounding may change an 8-bit code, by a percent of a moment.
     (2, dict(optimizer_bits=8, n_embd=256, ffn_dim=256), {}, 1e-4),
-    # Of 3 layers one rank of two owns two; 4 ranks cut through k and v; of 6 rows of a matrix the last rank has 0.
+    # Of 3 layers one of two ranks owns two; 4 ranks cut through k and v; of a matrix of 6 rows the last rank has none.
     *((ranks, MUON, more, 2e-5) for ranks, more in ((2, {}), (4, {}), (4, HYBRID))),
     *((ranks, GALORE | dict(optimizer=rule), more, 1e-5)
       for rule in ("galore", "apollo") for ranks, more in ((2, {}), (4, HYBRID))),
@@ -122,7 +122,7 @@ def test_sharding_setting_decides_how_parameters_are_sharded(train, tmp_path, ra
     train(ranks, script, sharding=sharding, max_iters=1)
 
 
-OTHER_SUMS = (  # in optimizers/, as of ranks that add in another order
+OTHER_SUMS = (  # in optimizers/: as if ranks added in another order
     "import torch.distributed as dist; reduce = dist.all_reduce; dist.all_reduce = lambda *a, **k: "
     "reduce(*a, **k) or 'optimizers' in sys._getframe(1).f_code.co_filename and a[0].mul_(1 + 2**-20)"
 )
@@ -171,7 +171,7 @@ def test_a_run_goes_on_with_more_and_with_fewer_ranks_under_every_rule(train, tm
 
 
 def test_the_validation_loss_does_not_depend_on_the_number_of_ranks_to_rounding(train, tmp_path):
-    """The same batches, whose losses are summed in float64."""
+    """All read the same batches, and sum the losses in float64."""
     settings = dict(gradient_accumulation_steps=6, learning_rate=0, max_iters=1, eval_iters=30)
     for ranks in (1, 2, 3):
         train(ranks, out_dir=tmp_path / str(ranks), **settings)
@@ -182,7 +182,7 @@ def test_the_validation_loss_does_not_depend_on_the_number_of_ranks_to_rounding(
 def check_ranks(train, alone, tmp_path, ranks, settings, tolerance=1e-5, script="train.py"):
     if settings.get("sharding") == "hybrid":
         script = machines_of(tmp_path, 2)
-    shutil.copytree(alone / "step_000005", tmp_path / "out/step_000005")  # begun by one, ended by several
+    shutil.copytree(alone / "step_000005", tmp_path / "out/step_000005")  # begun by one rank, finished by several
     shutil.copy(alone / "metrics.jsonl", tmp_path / "out/metrics.jsonl")
     for out_dir, last in (("many", 5), ("out", 10)):
         changes = dict(out_dir=tmp_path / out_dir, max_iters=last, lr_decay_iters=10, eval_interval=5)
@@ -198,7 +198,7 @@ def check_ranks(train, alone, tmp_path, ranks, settings, tolerance=1e-5, script=
 
 @pytest.fixture
 def late_train(tmp_path, monkeypatch):
-    """train.py as it runs on a GPU: it logs a step after the next one is queued."""
+    """train.py as on a GPU: it logs a step after queueing the next one."""
     source = (ROOT / "train.py").read_text()
     on_cpu, late = 'evaluates or device == "cpu" or', "        if unfinished:"
     assert source.count(on_cpu) == source.count(late) == 1, "train.py says this in another way now"
@@ -220,7 +220,7 @@ def test_logging_one_step_late_repeats_losses_bit_for_bit(train, late_train, tmp
 
 
 def test_logging_one_step_late_stops_at_a_signal_and_at_nan(late_train, text_data, tmp_path):
-    """After a signal with a checkpoint from which it goes on alike, and where the loss is NaN before the update."""
+    """After a signal it saves a checkpoint that resumes identically; after a NaN loss it ends before the update."""
     settings = LONGER | dict(dataset=text_data, max_iters=150, eval_interval=150, lr_decay_iters=150)
     whole, cut = (settings | {"out_dir": tmp_path / name} for name in ("whole", "cut"))
     finish(whole, script=late_train)
@@ -252,7 +252,7 @@ def test_copy_engines_give_the_same_losses_as_nccl(train, tmp_path, changes):
 
 
 def test_sync_every_micro_batch_false_reduces_gradients_once_a_step(train, tmp_path):
-    """Counted: reduce-scatters of 2 blocks and the root, for 2 micro-batches of each rank in 3 steps."""
+    """Counts the reduce-scatters of 2 blocks and the root, for 2 micro-batches per rank in 3 steps."""
     script = wrapped(
         tmp_path,
         "profile = torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU])\nprofile.start()",
@@ -277,7 +277,7 @@ def test_ranks_with_different_settings_or_data_stop_before_training(train, tmp_p
 
 
 def test_error_on_all_ranks_is_reported_in_full(train, tmp_path):
-    """NCCL's errors look alike, whether another rank has gone or this machine lacks something."""
+    """NCCL's errors look the same whether another rank is gone or this machine lacks something."""
     fails = "raise torch.distributed.DistBackendError('NCCL error\\nNo space left on device (shm)')"
     script = wrapped(tmp_path, f"import model\ndef fail(*_): {fails}\nmodel.Llama.forward = fail")
     said = train(2, script, code=1).stderr
@@ -303,7 +303,7 @@ def test_a_rank_that_fails_or_hangs_before_the_first_step_ends_all_and_is_named(
     if fails:
         assert said == "rank 1: no such luck\n"
     else:
-        how = "(hangs|no longer answers; it was)"  # the latter where its thread has to wait for the machine
+        how = "(hangs|no longer answers; it was)"  # the latter if the machine delays its thread
         assert re.search(f"rank 1 {how} at {doing}", said), said
 
 

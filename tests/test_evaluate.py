@@ -19,7 +19,7 @@ pytestmark = pytest.mark.usefixtures("plain_pytorch_on_one_core")
 
 @torch.no_grad()
 def theirs(hf, ids, n_context):
-    """log p of the tokens behind the first n_context, by transformers: float64."""
+    """log p of the tokens after the first n_context, by transformers, in float64."""
     log_p = hf(torch.tensor([ids])).logits[0, :-1].double().log_softmax(-1)
     return log_p.gather(-1, torch.tensor(ids[1:])[:, None])[n_context - 1 :, 0]
 
@@ -55,7 +55,7 @@ def test_choices_are_those_of_transformers(tmp_path):
 
 
 def test_rows_of_hellaswags_own_files_are_read_as_lm_evaluation_harness_reads_them(tmp_path, monkeypatch):
-    """Its text of them, and lengths of the endings that it leaves: here the longest wins."""
+    """The same text, and the same lengths of the cleaned endings: here the longest wins."""
     texts, tokenizer = [], get_tokenizer("bytes")
 
     def score(model, rows, batch_size):
@@ -135,7 +135,7 @@ def test_answers_are_scored_as_by_transformers(sample, tmp_path, monkeypatch):
         assert not said and abs(float(first.removeprefix("mean log-likelihood: ").split()[0]) / expected - 1) < 1e-5
         assert second.startswith("read: 10 conversations; ")
     monkeypatch.setattr(evaluate, "read_file", mock.Mock(side_effect=[evaluate.read_file(files[0])]))
-    files[0].unlink()  # as a pipe, which can be read once
+    files[0].unlink()  # a pipe, which can be read only once
     assert sample(out_dir=tmp_path / "hf", evaluate=files[0], batch_size=3)[0].splitlines()[0] == first
 
 

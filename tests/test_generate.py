@@ -1,4 +1,4 @@
-"""Text from a model: against transformers', against reading the whole context again for each token, and the draws.
+"""Generation: against transformers, against rereading the whole context for each token, and the sampling.
 
 pytest tests/test_generate.py        without a GPU the kernels run through Triton's interpreter
 """
@@ -26,7 +26,7 @@ def prompts_of(*lengths):
 
 @pytest.fixture
 def reads(monkeypatch):
-    """How many tokens of its first prompt each call of read_prompts has read."""
+    """How many tokens of its first prompt each call of read_prompts reads."""
     found = []
     read = lambda *inputs: (found.append(len(inputs[2][0]) - sum(inputs[3:])), read_prompts(*inputs))[1]  # noqa: E731
     monkeypatch.setattr("runtime.generate.read_prompts", read)
@@ -40,7 +40,7 @@ def texts(model, prompts, n=12, seed=0, **settings):
 
 
 def read_alone(model, prompt, n):
-    """One row's text, by reading the whole context for each token; past block_size without its older half."""
+    """One row's text, rereading the whole context for each token; past block_size without its older half."""
     block_size, found = model.config.block_size, []
     context = prompt[-block_size:]
     for _ in range(n):
@@ -92,7 +92,7 @@ def test_rows_end_before_an_end_token_and_the_batch_ends_with_its_last_row():
 
 def test_a_row_that_ended_with_a_full_context_does_not_have_the_others_read_again(reads):
     model, prompts = build(block_size=16, **PLAIN), prompts_of(16, 2)
-    eos = {texts(model, prompts[:1], n=1, temperature=0).item()}  # the full one ends at once
+    eos = {texts(model, prompts[:1], n=1, temperature=0).item()}  # the full row ends at once
     alone = [read_alone(model, prompts[1], 10)]
     assert eos.isdisjoint(alone[0])
     reads.clear()
@@ -130,7 +130,7 @@ def test_angles_and_logits_are_fp32_beside_bf16_weights():
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("n_time", [2, 8])
 def test_attention_of_the_last_queries_is_theirs_among_all(n_time, dtype):
-    """On a GPU by other kernels than the float64 of the other tests."""
+    """On a GPU this runs other kernels than the float64 of the other tests."""
     cache = torch.randn(2, 2, 12, 2, 32, device=DEVICE, dtype=dtype)[:, :, :9]
     q = torch.randn(2, 9, 4, 32, device=DEVICE, dtype=dtype)
     assert error(attend(q[:, -n_time:], *cache), attend(q, *cache)[:, -n_time:]) < 0.02
@@ -139,7 +139,7 @@ def test_attention_of_the_last_queries_is_theirs_among_all(n_time, dtype):
 @pytest.mark.parametrize("settings", [PLAIN, pytest.param({}, marks=needs_gpu)])
 def test_a_turn_of_a_conversation_reads_what_is_new_and_is_the_prompt_read_alone(settings, reads):
     model, prefix, history = build(block_size=32, **settings), PrefixCache(), []
-    turns = [  # tokens of the history in the prompt, new ones behind them, answered ones, which of them are taken
+    turns = [  # tokens of the history in the prompt, new ones after them, max_new_tokens, tokens taken, tokens read
         (0, 4, 5, 5, [4]),
         (9, 3, 4, 4, [4]),  # the last token of an answer was drawn, and not read
         (6, 5, 3, 3, [5]),  # the template writes the first answer in another way
@@ -191,7 +191,7 @@ def test_decode_attention_is_attention_and_fills_the_cache(shape, dtype, toleran
     caches = [draw(n_positions, n_kv_head, head_dim) for _ in "kv"]
     lengths = torch.tensor(lengths, device=DEVICE)
     for row, length in enumerate(lengths):
-        caches[0][row, length:] = caches[1][row, length:] = math.nan  # what nobody has written
+        caches[0][row, length:] = caches[1][row, length:] = math.nan  # positions that were never written
     ours, theirs = [cache.clone() for cache in caches], [cache.nan_to_num().double() for cache in caches]
     y = kernels.decode_attention(q, k, v, *ours, lengths)
     expected = kernels.reference.decode_attention(q.double(), k.double(), v.double(), *theirs, lengths)
@@ -203,7 +203,7 @@ def test_decode_attention_is_attention_and_fills_the_cache(shape, dtype, toleran
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Draws
+# Sampling
 
 
 def test_sampling_settings_that_leave_one_token_are_greedy():
@@ -230,7 +230,7 @@ def test_the_same_seed_writes_the_same_text():
 
 def test_tokens_are_drawn_from_their_probabilities():
     logits = torch.tensor([1.0, 3.0, -2.0, 2.0, 0.0], device=DEVICE)
-    cases = [  # temperature, top_k, top_p, min_p, who remains; their probabilities are 0.64, 0.24, 0.09, 0.03, 0.00
+    cases = [  # temperature, top_k, top_p, min_p, tokens kept; their probabilities are 0.64, 0.24, 0.09, 0.03, 0.00
         ((1.0, None, None, None), [0, 1, 2, 3, 4]),
         ((2.0, 2, None, None), [1, 3]),
         ((1.0, None, 0.7, None), [1, 3]),  # the second carries the sum past 0.7
@@ -265,7 +265,7 @@ def test_invalid_sampling_settings_and_an_empty_prompt_are_refused():
         lambda: next(generate(model, [[1], [0, n]], 2)),
         lambda: next(log_likelihoods(model, [([n, 1], [0, 1])], 1)),
     ):
-        with pytest.raises(ValueError, match=f"the tokenizer gives token {n}, and the model has {n:,} tokens"):
+        with pytest.raises(ValueError, match=f"the tokenizer gives token {n}, but the model has {n:,} tokens"):
             beyond()
 
 

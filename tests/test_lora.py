@@ -328,7 +328,7 @@ def test_another_runs_adapters_are_a_start(trained, capitals, tmp_path):
 
 
 def test_without_weights_to_adapt_the_run_ends_with_a_sentence(train, capsys):
-    said = "lora_rank has no weights to adapt: name a folder of published ones, --init_from=FOLDER"
+    said = "lora_rank has no weights to adapt: name a folder of published weights, --init_from=FOLDER"
     assert said in slip(train, capsys, **RUN)
 
 
@@ -383,7 +383,7 @@ def test_a_base_that_has_moved_is_named_by_init_from(base, trained, capitals, tm
         config.write_text(config.read_text().replace(str(base), str(moved)))
         assert torch.equal(*(load_model(tmp_path / name).tok_embeddings.weight for name in ("edited", "moved")))
         config.write_text("{}")
-        with pytest.raises(ValueError, match="adapter_config.json does not say where the base is"):
+        with pytest.raises(ValueError, match="adapter_config.json has no base_model_name_or_path"):
             load_model(config.parent)
         assert "not read" not in finish(settings | {"init_from": tmp_path / "moved"}).stdout
     finally:

@@ -1,4 +1,4 @@
-"""The arithmetic of memory.py against recorded peaks, live tensors counted here, sums by hand, and itself."""
+"""The arithmetic of memory.py against recorded peaks, live tensors counted here, sums done by hand, and itself."""
 
 import json
 from dataclasses import replace
@@ -47,7 +47,7 @@ def by_name(parts):
 
 
 def recorded():
-    """(what, GiB, config, run) of every peak of ours in the records that the code of today measured."""
+    """(what, GiB, config, run) of each of our peaks in the records, as measured by the current code."""
     of_step = {"config": "config/llama32_1b.py", "ranks": 1, "offload": "none"}
     for record in ("step", "step_h100", "sweep", "study", "study_8b", "ladder", "finetune"):
         found = load(record)
@@ -63,7 +63,7 @@ def recorded():
 
 
 def measured():
-    """The same, of runs on H200s that no record holds: (GiB, tokens of a sequence, checkpointing, run)."""
+    """Peaks of runs on H200s that no record holds: (GiB, tokens of a sequence, checkpointing, run)."""
     offloaded = {"activation_checkpointing": "full", "offload": "all", "offload_activations": True}
     full = {"activation_checkpointing": "full", "offload": "all"}
     for gib, block_size, run in (
@@ -99,11 +99,11 @@ def test_estimate_is_within_2_percent_of_every_measured_peak():
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# Against tensors that live
+# Against live tensors
 
 
 def build(config, run, shard=lambda model: None, device="cpu"):
-    """A model as train.py builds it."""
+    """Build a model as train.py does."""
     with torch.device("meta"):
         model = Llama(config).to(run.compute_dtype)
     model.set_operations(run.fused_kernels, run.fused_loss, run.attention)
@@ -113,7 +113,7 @@ def build(config, run, shard=lambda model: None, device="cpu"):
     shard(model)
     model.to_empty(device=device)
     for p in model.parameters():
-        if not p.requires_grad:  # which are read, not initialised
+        if not p.requires_grad:  # frozen weights are read, not initialised
             local(p.detach()).fill_(0)
     model.init_weights(seed=1)
     return model
@@ -202,7 +202,7 @@ STEPS |= {f"{model}, {how}": (MODELS[model], 4, SHARDED[how]) for model in MODEL
 
 @pytest.fixture
 def four_ranks(monkeypatch):
-    """This process is one of four; the others answer at once, with nothing."""
+    """This process is one of four ranks; the others answer at once, with nothing."""
     monkeypatch.setattr(kernels.launch, "INTERPRETED", False)
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=4)
     yield
@@ -239,7 +239,7 @@ def check_step(config, run, update=True):
 
 
 def peak_of_step(config, run, update):
-    """The most bytes that live in the second step; update: in its update, too."""
+    """The peak of live bytes in the second step. update: include its update."""
 
     def shard(model):  # as train.py does
         if run.world_size > 1:
@@ -297,7 +297,7 @@ def test_logits_and_gradient_of_the_head_by_hand():
 
 
 def test_copy_engines_need_no_buffer_of_nccl_for_what_is_gathered():
-    head = 128_256 * 4_096 + 4_096  # with the norm; 8B's embedding is not there in the loss
+    head = 128_256 * 4_096 + 4_096  # with the norm; in the loss 8B's embedding is not gathered
     for engines, times in {False: 2, True: 1}.items():
         parts = memory.phases(LLAMA_8B, sharded(8, copy_engines=engines))["the loss, at the end of forward"]
         assert by_name(parts)["gathered weights"] == times * 2 * head
@@ -318,7 +318,7 @@ def test_attention_is_counted_as_the_one_that_auto_runs(dtype, block_size, runs)
 
 def test_offload_moves_bytes_to_the_cpu():
     there, of_optimizer = (memory.peak_gib(LLAMA_1B, RunShape(8, offload=offload)) for offload in ("none", "optimizer"))
-    assert there - of_optimizer == pytest.approx(10 * N_1B / GIB)  # peaks before there are gradients
+    assert there - of_optimizer == pytest.approx(10 * N_1B / GIB)  # both peak before there are gradients
     parts = by_name(memory_advice.cpu_parts(LLAMA_1B, RunShape(8, 2, offload="all")))
     assert parts["masters and optimizer states"] == 12 * N_1B and parts["gradient accumulators"] == 4 * N_1B
     assert parts["gradients"] == parts["compute weights"] == 2 * N_1B

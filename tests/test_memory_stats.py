@@ -1,4 +1,4 @@
-"""runtime/memory_stats.py: what is free, what PyTorch's allocator is told, snapshots of what was allocated."""
+"""runtime/memory_stats.py: free memory, settings of PyTorch's allocator, snapshots of allocations."""
 
 import pytest
 import torch

@@ -114,7 +114,7 @@ def test_resumed_it_repeats_the_run_bit_for_bit_and_may_move_between_memory_and_
 @pytest.mark.parametrize("fault, code, said", [
     ("os.kill(os.getpid(), 9)", -signal.SIGKILL, "step 00005/8"),
     ("raise OSError(28, 'No space left on device')", 1,
-     "drive: No space left on device; the state there is lost, the same command continues"),
+     "drive: No space left on device; the state there is lost, but the same command resumes"),
 ], ids=["killed", "full"])  # fmt: skip
 def test_after_a_fault_in_the_middle_of_an_update_a_run_resumes_from_the_checkpoint(
     train, text_data, tmp_path, drive, fault, code, said
@@ -226,7 +226,7 @@ def test_what_cannot_be_is_refused_in_a_sentence(train, tmp_path, drive, capsys,
     for folder in (tmp_path / "nowhere", tmp_path / "file"):
         assert message(offload_dir=folder) == f"offload_dir {folder} is no folder: make one on an NVMe drive"
     too_small = message(offload_dir=tmpfs, n_embd=1024, ffn_dim=2048)
-    assert f"offload_dir {tmpfs} is too small: the state takes 0.1 GiB, and 0.0 GiB are free" in too_small
+    assert f"offload_dir {tmpfs} is too small: the state takes 0.1 GiB, but 0.0 GiB are free" in too_small
     monkeypatch.setattr(state_file, "file_system", lambda folder: "nfs4")
     assert f"offload_dir {drive} is on a network file system, nfs4: name a folder on an" in message(offload_dir=drive)
     monkeypatch.setattr(state_file, "file_system", lambda folder: "ext4")

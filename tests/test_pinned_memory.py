@@ -75,7 +75,7 @@ def test_pytorch_pins_what_cannot_be_registered_or_the_error_says_why(monkeypatc
     if torch.cuda.is_available():
         assert pinned_memory.pinned_empty((3,), torch.float32).is_pinned()
     monkeypatch.setattr(torch, "empty", lambda *_, **__: lost(None))
-    with pytest.raises(OSError, match=r"0.01 GiB of the CPU's memory cannot be pinned: CUDA error: an illegal"):
+    with pytest.raises(OSError, match=r"0.01 GiB of CPU memory cannot be pinned: CUDA error: an illegal"):
         pinned_memory.pinned_empty((2**21,), torch.float32)
 
 

@@ -49,7 +49,7 @@ def test_where_a_dtensor_cannot_be_made_of_a_file_the_run_ends_with_a_sentence(t
     )
     settings = LONGER | dict(dataset=text_data, out_dir=tmp_path / "out", offload="all", offload_dir=tmp_path)
     done = run_ranks(2, settings, wrapped(tmp_path, other))
-    said = f"rank 0: PyTorch {torch.__version__} makes no DTensor of a part elsewhere: DTensor() takes no arguments\n"
+    said = f"rank 0: PyTorch {torch.__version__} cannot build a DTensor from a part: DTensor() takes no arguments\n"
     assert done.returncode == 1 and done.stderr.endswith(said) and "Traceback" not in done.stderr, done.stderr
 
 

@@ -16,7 +16,7 @@ pytestmark = pytest.mark.usefixtures("plain_pytorch_on_one_core")
 
 
 def test_machines_that_do_not_share_out_dir_are_refused_before_training(train_on_ranks, tmp_path):
-    """Each would keep its own part of a checkpoint, and say that it is saved."""
+    """Each would keep only its part of a checkpoint, and report it as saved."""
     for rank in range(2):
         (tmp_path / f"machine{rank}").mkdir()
     place = f"os.chdir({str(tmp_path)!r} + '/machine' + os.environ['RANK'])"
@@ -28,7 +28,7 @@ def test_machines_that_do_not_share_out_dir_are_refused_before_training(train_on
 
 @pytest.mark.parametrize("hidden", ["from the list", "altogether"])
 def test_all_ranks_resume_from_the_checkpoint_that_rank_0_sees_or_refuse(train_on_ranks, alone, tmp_path, hidden):
-    """As if a network file system showed rank 1 a new folder late: nobody may take the newest one for damaged."""
+    """As if a network file system showed rank 1 a new folder late: no rank may take the newest one for damaged."""
     shutil.copytree(alone, tmp_path / "out")
     script = wrapped(
         tmp_path,

@@ -22,7 +22,7 @@ pytestmark = pytest.mark.usefixtures("plain_pytorch_on_one_core")
 
 
 def test_the_log_line_and_the_metrics_read_as_documented(train, tmp_path, capsys, monkeypatch):
-    saves, save = [], checkpoint.Saver.save  # each takes a day, which is not the training's
+    saves, save = [], checkpoint.Saver.save  # each takes a day, not counted as training
     monkeypatch.setattr(checkpoint.Saver, "save", lambda *args, **more: saves.append(1) or save(*args, **more))
     monkeypatch.setattr(run_log, "perf_counter", lambda: time.perf_counter() + 86400 * len(saves))
     run = train()
@@ -70,7 +70,7 @@ def test_a_disk_that_is_full_at_the_end_leaves_no_half_a_summary(tmp_path, capsy
 
 
 def test_what_a_run_logs_is_computed_from_its_seconds(tmp_path, monkeypatch, capsys):
-    """Two ranks, steps of a thousand tokens and 5 FLOPs each, at a peak of 1e5 a second."""
+    """Two ranks, steps of a thousand tokens with 5 FLOPs each, at a peak of 1e5 FLOPs per second."""
     monkeypatch.setattr(run_log, "world_size", 2)
     monkeypatch.setattr(run_log, "peak_flops", lambda name: 1e5)
     now = [0.0]
@@ -128,7 +128,7 @@ def test_a_profile_shows_three_steps(train, tmp_path, capsys):
 
 
 def test_damaged_lines_of_the_metrics_do_not_stop_a_resume(train, tmp_path):
-    """What the machine left of them when it went down, and one that was cut off by a kill."""
+    """Lines that a machine left when it went down, and one truncated by a kill."""
     train()
     with open(tmp_path / "out/metrics.jsonl", "ab") as file:
         file.write(b'\0\0\0"ms": 3}\n' + b"7\n" + b"\xff}\n" + b'{"step": 9, "lo')

@@ -1,4 +1,4 @@
-"""Checkpoint folders: written by any number of ranks, read by any other, by others too; every damage is found."""
+"""Checkpoint folders: written by any number of ranks, read by any other and by other programs; all damage is found."""
 
 import errno
 import json
@@ -63,7 +63,7 @@ def whole_states(config):
 
 
 def rows_of(config, states):
-    """What a wiring hands to write_folder and read_into."""
+    """The rows that write_folder and read_into get."""
     files = {"model": [], "optimizer": []}
     for (state, name), x in states.items():
         files["optimizer" if state else "model"] += hf_rows(name, x, config, state)
@@ -71,7 +71,7 @@ def rows_of(config, states):
 
 
 def published(config, states):
-    """{published name: tensor} of whole states; in tests/test_convert.py transformers says that they are so."""
+    """{published name: tensor} of whole states; tests/test_convert.py checks these names against transformers."""
     return {row.name: row.tensor for rows in rows_of(config, states).values() for row in rows}
 
 
@@ -94,7 +94,7 @@ def read(path, config, like):
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory):
-    """A folder, and what is in it: written where a save was killed before."""
+    """A folder and its content, written where an earlier save was killed."""
     path, states = tmp_path_factory.mktemp("killed"), whole_states(ODD)
     (path / "model.safetensors").write_text("half")
     write(path, ODD, states)
@@ -157,7 +157,7 @@ def test_any_rows_of_a_published_folder_are_read_and_rounded_once(tmp_path):
         read_into(folder, [Rows("x", out.dtype, x.shape, first, out), Rows("x", x.dtype, x.shape, first, strided)])
         assert torch.equal(out, x[first:last].bfloat16()) and torch.equal(strided, x[first:last])
     for name, other, expected in (
-        ("x", torch.zeros(9, 4), r"expected x of shape \(9, 4\): .* has it in shape \(9, 5\)"),
+        ("x", torch.zeros(9, 4), r"expected x of shape \(9, 4\): .* has shape \(9, 5\)"),
         ("y", torch.zeros(9, 4), r"expected y of shape \(9, 4\): .* has none"),
         ("x", torch.zeros(9, 5, dtype=torch.int32), "expected x in torch.int32: .* has it in torch.float32"),
     ):
@@ -177,7 +177,7 @@ def test_a_state_with_other_rows_than_its_parameter_is_saved_whole_under_our_nam
 
 
 def same(rows, whole):
-    """Whether each tensor is the rows of the whole that it should be."""
+    """True if each tensor equals its rows of the whole."""
     return all(
         torch.equal(x.tensor, whole[x.name][x.first : x.first + len(x.tensor)]) for part in rows.values() for x in part
     )
@@ -199,7 +199,7 @@ def sharded(config, states, mesh):
 
 
 def work_as_rank(rank, folder):
-    """One of four ranks: all write and read with some of the others."""
+    """Work as one of four ranks: all write, and read with some of the others."""
     torch.set_num_threads(1)
     use_small_pieces()
     dist.init_process_group("gloo", store=dist.FileStore(str(folder / "store"), 4), rank=rank, world_size=4)
@@ -230,7 +230,7 @@ def work_as_rank(rank, folder):
 
 
 def check_failures(rank, folder, states, mesh, hybrid):
-    """Of one rank, or between ranks: all ranks raise the same."""
+    """After a failure of one rank, or between ranks, all ranks raise the same."""
 
     def raised(kind, function):
         with pytest.raises(kind) as caught:
@@ -262,7 +262,7 @@ def check_failures(rank, folder, states, mesh, hybrid):
     dist.barrier()
     said = raised(Damaged, lambda: read(path, ODD, mine))
     assert said.startswith("rank 0: ") and "model.layers.1.mlp.down_proj.weight) are not what was saved" in said
-    # hybrid sharding: one replica is saved whole, and the difference is said
+    # hybrid sharding: one replica is saved whole, and the difference is reported
     mine = sharded(ODD, states, hybrid)
     if rank == 3:
         mine["exp_avg", "layers.0.attn.qkv_proj.weight"].to_local()[-1] += 1
@@ -306,7 +306,7 @@ def flip(content, at):
 
 
 def damage_tensor(path, name):
-    """Flips a bit of its first byte."""
+    """Flip a bit of the tensor's first byte."""
     for file in path.glob("*.safetensors"):
         with open_to_read(file) as opened:
             infos = read_header(opened)
@@ -368,15 +368,15 @@ HOSTILE = {
     "a dtype of a list": (header({"x": entry(dtype=["F32"])}, bytes(8)), "has dtype ['F32']"),
     "another dtype": (header({"x": entry(dtype="F4")}, bytes(8)), "'x' has dtype 'F4', expected one of F64"),
     "a shape too large": (header({"x": entry(shape=[2**60, 2**60])}, bytes(8)), "takes 5316911983139663491615"),
-    "a negative shape": (header({"x": entry(shape=[-2, -1])}, bytes(8)), "no such numbers"),
-    "a shape of floats": (header({"x": entry(shape=[2.0])}, bytes(8)), "no such numbers"),
-    "a shape of truths": (header({"x": entry(shape=[True], offsets=[0, 4])}, bytes(4)), "no such numbers"),
-    "too many dimensions": (header({"x": entry(shape=[1] * 9)}, bytes(4)), "no such numbers"),
-    "three offsets": (header({"x": entry(offsets=[0, 8, 16])}, bytes(8)), "no such numbers"),
-    "offsets swapped": (header({"x": entry(offsets=[8, 0])}, bytes(8)), "takes 8 bytes, and data_offsets say -8"),
-    "another size": (header({"x": entry(shape=[3])}, bytes(8)), "takes 12 bytes, and data_offsets say 8"),
-    "beyond the file": (header({"x": entry()}, bytes(7)), "and its header describes"),
-    "more data": (header({"x": entry()}, bytes(9)), "and its header describes"),
+    "a negative shape": (header({"x": entry(shape=[-2, -1])}, bytes(8)), "not valid numbers"),
+    "a shape of floats": (header({"x": entry(shape=[2.0])}, bytes(8)), "not valid numbers"),
+    "a shape of truths": (header({"x": entry(shape=[True], offsets=[0, 4])}, bytes(4)), "not valid numbers"),
+    "too many dimensions": (header({"x": entry(shape=[1] * 9)}, bytes(4)), "not valid numbers"),
+    "three offsets": (header({"x": entry(offsets=[0, 8, 16])}, bytes(8)), "not valid numbers"),
+    "offsets swapped": (header({"x": entry(offsets=[8, 0])}, bytes(8)), "takes 8 bytes, but data_offsets say -8"),
+    "another size": (header({"x": entry(shape=[3])}, bytes(8)), "takes 12 bytes, but data_offsets say 8"),
+    "beyond the file": (header({"x": entry()}, bytes(7)), "but its header describes"),
+    "more data": (header({"x": entry()}, bytes(9)), "but its header describes"),
     "a gap": (header({"x": entry(offsets=[8, 16])}, bytes(16)), "'x' leaves a gap before it"),
     "an overlap": (header({"x": entry(), "y": entry(offsets=[4, 12])}, bytes(12)), "'y' overlaps the tensor"),
     "a git-lfs pointer": (b"version https://git-lfs.github.com/spec/v1\n", "git lfs pull"),
@@ -426,7 +426,7 @@ def test_a_full_disk_is_found_before_writing_and_an_error_is_no_damage(saved, tm
     for module, name, replaced, folder, said in (
         (os, "pwritev", no_space, "x", r"No space left on device: .*model-00001-of-00002.safetensors"),
         (shutil, "disk_usage", lambda path: (10**9, 10**9 - 1000, 1000), "x", "the disk is full: .* needs 0.000 GiB"),
-        (os, "preadv", no_space, None, "No space left"),  # an OSError is no Damaged, which is a ValueError
+        (os, "preadv", no_space, None, "No space left"),  # an OSError, not Damaged, which is a ValueError
         (os, "fsync", os.fsync, "file/x", "Not a directory"),
     ):
         with monkeypatch.context() as patch, pytest.raises(OSError, match=said):

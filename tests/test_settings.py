@@ -24,11 +24,11 @@ PROBLEMS = {  # the start of the message: the flags
     "warmup_iters 4 and cooldown_iters 5 are more steps than max_iters, 8":
         "--lr_schedule=wsd --warmup_iters=4 --cooldown_iters=5 --max_iters=8",
     "min_lr is 1.0, above learning_rate, 0.003: the decay is from": "--lr_schedule=wsd --min_lr=1 --learning_rate=3e-3",
-    "cooldown_iters is 5, which is of lr_schedule wsd": "--cooldown_iters=5",
+    "cooldown_iters is 5, which only lr_schedule wsd uses": "--cooldown_iters=5",
     "optimizer=muon works with offload=none": "--optimizer=muon --offload=optimizer",
     "optimizer=galore works with offload=none": "--optimizer=galore --offload=optimizer",
     "optimizer=apollo works with offload=none": "--optimizer=apollo --offload=all",
-    "galore_rank is 128, the smallest matrix has a side of 16": "--optimizer=galore",
+    "galore_rank is 128, but the smallest matrix has a side of 16": "--optimizer=galore",
     "optimizer=galore needs the CPU": "--optimizer=galore --galore_rank=4 --cuda_graph",
     "optimizer=galore works with dtype bfloat16 or float32": "--optimizer=galore --galore_rank=4 --dtype=float16",
     "beta1 is 1.5 and beta2 0.95: both must be at least 0 and below 1": "--beta1=1.5",
@@ -40,31 +40,31 @@ PROBLEMS = {  # the start of the message: the flags
         "3 ranks: --gradient_accumulation_steps=4",
     "offload_activations does not work with compile": "--offload_activations --compile",
     "offload_activations does not work with compile or cuda_graph": "--offload_activations --cuda_graph",
-    "offload_dir is '/x', and nothing is offloaded": "--offload_dir=/x",
+    "offload_dir is '/x', but nothing is offloaded": "--offload_dir=/x",
     "mask_documents works with attention auto or triton": "--mask_documents --attention=sdpa",
-    "mask_documents works with heads of 16, 32, 64 and 128, not of 8": "--mask_documents",
-    "optimizer_bits=8 has blocks of 256": "--optimizer_bits=8 --n_embd=256",
-    "optimizer_bits=8 has blocks of 256 within the rows": "--optimizer_bits=8 --ffn_dim=256",
+    "mask_documents works with heads of size 16, 32, 64 or 128, not 8": "--mask_documents",
+    "optimizer_bits=8 cuts the weights' rows": "--optimizer_bits=8 --n_embd=256",
+    "optimizer_bits=8 cuts the weights' rows into blocks of 256": "--optimizer_bits=8 --ffn_dim=256",
     "lora_alpha is 0.0: it must be above 0": "--lora_alpha=0",
     "lora_rank is 33, above n_embd or ffn_dim": "--lora_rank=33",
-    "base_dtype=nf4 is for the frozen weights beside adapters": "--base_dtype=nf4",
+    "base_dtype=nf4 is for the frozen weights under adapters": "--base_dtype=nf4",
     "lora_rank works with optimizer=adamw": "--lora_rank=4 --optimizer=muon",
     "lora_rank works with optimizer=adamw and optimizer_bits=32":
         "--lora_rank=4 --optimizer_bits=8 --n_embd=256 --ffn_dim=256",
     "base_dtype=nf4 stays on the GPU": "--lora_rank=4 --base_dtype=nf4 --offload=all",
-    "base_dtype=nf4 is gathered by NCCL": "--lora_rank=4 --base_dtype=nf4 --copy_engines=true",
+    "base_dtype=nf4 must be gathered by NCCL": "--lora_rank=4 --base_dtype=nf4 --copy_engines=true",
     "a frozen base in float8 (fp8) stays on the GPU": "--lora_rank=4 --fp8 --offload=all",
-    "a frozen base in float8 (fp8) is gathered by NCCL": "--lora_rank=4 --fp8 --copy_engines=true",
+    "a frozen base in float8 (fp8) must be gathered by NCCL": "--lora_rank=4 --fp8 --copy_engines=true",
     "cuda_graph needs one GPU and offload=none": "--cuda_graph --offload=all",
     "cuda_graph needs one GPU and offload=none: add --cuda_graph=false":
         "3 ranks: --cuda_graph --gradient_accumulation_steps=3",
-    "--lora_alpha changes nothing without --lora_rank=16: add that": "--lora_alpha=16",
-    "--galore_interval changes nothing without --optimizer=galore": "--galore_interval 9",
-    "--galore_rank changes nothing without --optimizer=galore": "--galore_rank=9",
-    "--galore_scale changes nothing without --optimizer=galore": "--galore_scale=1",
-    "--lr_decay_iters changes nothing without --lr_schedule=cosine": "config/linux_114m.py --lr_decay_iters=500",
-    "--wandb_project changes nothing without --wandb_log=true": "--wandb_project=runs",
-    "--wandb_run_name changes nothing without --wandb_log=true": "--wandb_run_name=first",
+    "--lora_alpha has no effect without --lora_rank=16: add that": "--lora_alpha=16",
+    "--galore_interval has no effect without --optimizer=galore": "--galore_interval 9",
+    "--galore_rank has no effect without --optimizer=galore": "--galore_rank=9",
+    "--galore_scale has no effect without --optimizer=galore": "--galore_scale=1",
+    "--lr_decay_iters has no effect without --lr_schedule=cosine": "config/linux_114m.py --lr_decay_iters=500",
+    "--wandb_project has no effect without --wandb_log=true": "--wandb_project=runs",
+    "--wandb_run_name has no effect without --wandb_log=true": "--wandb_run_name=first",
 }  # fmt: skip
 
 
@@ -92,7 +92,7 @@ def test_what_a_config_file_sets_for_later_or_a_flag_beside_what_makes_it_unused
         (dict(batch_size=0), "batch_size is 0: it must be at least 1"),
         (dict(n_head=3), "n_embd 32 must be n_head 3 times an even head size"),
         (dict(vocab_size=100), "was prepared with 257: set it to that"),
-        (dict(offload="all", n_layer=2, n_embd=2**19, n_head=2**12), "GiB of CPU memory, and"),
+        (dict(offload="all", n_layer=2, n_embd=2**19, n_head=2**12), "GiB of CPU memory, but"),
         (dict(block_size=10**6), "that block_size 1,000,000 needs here"),
         (dict(dataset="nowhere"), "does not exist"),
         (dict(init_from="resume"), "holds no checkpoint to resume"),
@@ -123,7 +123,7 @@ def test_compile_without_a_compiler_gets_a_sentence(monkeypatch):
     monkeypatch.setenv("CXX", "no-such-compiler")
     settings = preview(ROOT / "train.py", ["--compile"])
     assert find_problem(settings | {"device": "cuda:0"}, 1) is None
-    said = "--compile=true needs a C++ compiler on a CPU, and there is no no-such-compiler: install one, or set CXX"
+    said = "--compile=true needs a C++ compiler on a CPU, but there is no no-such-compiler: install one, or set CXX"
     assert find_problem(settings | {"device": "cpu"}, 1) == said
     monkeypatch.setenv("CXX", sys.executable)
     assert find_problem(settings | {"device": "cpu"}, 1) is None

@@ -1,4 +1,4 @@
-"""Signals, kills, hanging ranks, full disks: what a run does when something happens to it."""
+"""Signals, kills, hanging ranks, full disks: how a run reacts to them."""
 
 import array
 import fcntl
@@ -43,14 +43,14 @@ pytestmark = pytest.mark.usefixtures("plain_pytorch_on_one_core")
 
 
 def test_ctrl_c_saves_and_resume_repeats_losses_bit_for_bit(train, text_data, tmp_path):
-    """Nobody reads what the run says, so it stands in a print; its handler prints as well."""
+    """Nobody reads the run's output, so it blocks in a print when the signal handler prints too."""
     settings = SMALL | SHORT | dict(max_iters=100, eval_interval=100, dataset=text_data)
     train(**settings, out_dir=tmp_path / "whole")
     process = start(settings | {"out_dir": tmp_path / "out"})
     unread = array.array("i", [0])
     wait_until(lambda: not fcntl.ioctl(process.stdout, termios.FIONREAD, unread) and unread[0] > 3500)
     process.send_signal(signal.SIGINT)
-    time.sleep(0.5)  # in which the handler meets the full pipe
+    time.sleep(0.5)  # so that the handler meets the full pipe
     said, errors = process.communicate()
     assert process.returncode == 130 and "interrupted | saved" in said, said + errors
     assert "run the same command again" in said and metrics(tmp_path / "out")[-1]["step"] < 100, said
@@ -105,7 +105,7 @@ def test_watchdog_outlives_slow_answers_of_the_store_and_ends_with_it(monkeypatc
 
 @pytest.mark.parametrize("local_rank, ends, signals", [(0, [0], 1), (1, [0, 1], 0), (1, [0, 0], 1)])
 def test_local_rank_0_is_the_first_to_end_a_run_without_its_torchrun(monkeypatch, local_rank, ends, signals):
-    """The others only if the run has not ended a while after."""
+    """The other ranks act only if the run has not ended a while later."""
     monkeypatch.setattr(watchdog, "local_rank", local_rank)
     monkeypatch.setattr(os, "kill", kill := mock.Mock())
     watch = watchdog.Watchdog(timeout=10)
@@ -150,7 +150,7 @@ def test_a_save_may_take_longer_than_the_timeout(train, monkeypatch):
 
 @pytest.mark.parametrize("n_kills", [3, pytest.param(20, marks=pytest.mark.slow)])
 def test_killed_run_repeats_losses_bit_for_bit(train, text_data, tmp_path, n_kills):
-    """kill -9 at random moments, of which many lie in the writing of a checkpoint: there is one after every step."""
+    """kill -9 at random moments, many of them during a save: there is one after every step."""
     settings = SMALL | SHORT | dict(dataset=text_data, max_iters=10 * n_kills, eval_interval=1, eval_iters=1)
     train(**settings, out_dir=tmp_path / "whole")
     rng, partial = random.Random(0), 0
@@ -170,7 +170,7 @@ def test_killed_run_repeats_losses_bit_for_bit(train, text_data, tmp_path, n_kil
 
 
 def noting_its_pid(folder, before):
-    """A script for torchrun, each of whose ranks writes a file of its name."""
+    """A script for torchrun in which each rank leaves a file named after its process id."""
     return wrapped(folder, f"open(f'{folder}/rank{{os.getpid()}}', 'w').close()\n{before}")
 
 
@@ -180,7 +180,7 @@ def ranks_in(folder):
 
 @pytest.mark.parametrize("restarts", [0, 1])
 def test_killed_rank_ends_or_restarts_all_ranks(text_data, alone, tmp_path, restarts):
-    """Without restarts all ends, nobody is left, and one rank goes on; with a restart torchrun goes on by itself."""
+    """Without restarts all processes end, and a run on one rank resumes; with a restart torchrun resumes by itself."""
     settings = LONGER | dict(dataset=text_data, out_dir=tmp_path / "out", init_from=["auto", "scratch"][restarts])
     kill = at_read(30, "os.environ['TORCHELASTIC_RESTART_COUNT'] == '0' and os.kill(os.getpid(), signal.SIGKILL)", "1")
     done = run_torchrun(2, settings, noting_its_pid(tmp_path, kill), [f"--max-restarts={restarts}"])
@@ -195,7 +195,7 @@ def test_killed_rank_ends_or_restarts_all_ranks(text_data, alone, tmp_path, rest
 
 
 def test_ranks_save_and_end_when_torchrun_dies(text_data, tmp_path):
-    """Rank 1 sees it, and says so: the other has not looked yet."""
+    """Rank 1 notices it and says so: rank 0 has not looked yet."""
     blind = "import runtime.watchdog as m\nm.GRACE, m.BEAT = 0.1, 0.1 if os.environ['RANK'] == '1' else 1000"
     script = noting_its_pid(tmp_path, blind)
     settings = LONGER | dict(dataset=text_data, out_dir=tmp_path / "out", max_iters=10**6, eval_interval=10**5)
@@ -226,7 +226,7 @@ def test_the_lowest_rank_that_gets_a_signal_says_so_once(train_on_ranks, tmp_pat
         "rank 0, step .*, has waited for 2 seconds: rank 1 no longer answers; it was at step ",
         marks=pytest.mark.slow,  # it has 30 seconds to end
     ),
-    # Its watch is awake: it knows itself, and may be the first to say so.
+    # Its watchdog is awake: it notices the hang itself, and may be the first to report it.
     (
         "signal.signal(signal.SIGTERM, signal.SIG_DFL), time.sleep(1000)",
         r"rank 1 (hangs|no longer answers; it was) at step \d+: reading data",
@@ -240,8 +240,8 @@ def test_hanging_rank_is_named_and_ends_the_run(train_on_ranks, tmp_path, how, t
 
 @pytest.mark.parametrize("parts, n_reads, step", [(1, 5, 3), (2, 10, 3), (1, 9, 8)])
 def test_invalid_token_stops_all_ranks_with_a_checkpoint(train_on_ranks, tmp_path, parts, n_reads, step):
-    """On one of two ranks, in step 5, read two steps ahead, or in the evaluation after step 8; once it is mended, the
-    run equals one without it.
+    """On one of two ranks, in step 5, whose data is read two steps ahead, or in the evaluation after step 8. Once the
+    token is repaired, the run equals one without the error.
     """
     bad = wrapped(tmp_path, at_read(n_reads, "raise ValueError('train.bin holds token 999')", "1"))
     settings = dict(max_iters=8, eval_interval=100, gradient_accumulation_steps=2 * parts)
@@ -280,7 +280,7 @@ def test_invalid_data_before_the_first_step_ends_the_run_with_code_1(train, caps
 
 @pytest.fixture
 def ended(monkeypatch):
-    """The codes with which os._exit was called."""
+    """The exit codes passed to os._exit."""
     codes = []
     monkeypatch.setattr(os, "_exit", codes.append)
     return codes

@@ -1,4 +1,4 @@
-"""What runs and what lives: the operators of a piece of code and the storages that they see."""
+"""Watch a piece of code: the operators that it runs and the storages that they use."""
 
 import gc
 import weakref
@@ -12,7 +12,7 @@ from optimizers.place import local
 
 
 class Watch(TorchDispatchMode):
-    """Counts the operators, and the bytes of all storages that they have seen and that still live, and their peak."""
+    """Counts the operators, and the bytes of all live storages that they have seen, with their peak."""
 
     def __init__(self):
         super().__init__()
@@ -37,7 +37,7 @@ class Watch(TorchDispatchMode):
         return out
 
     def left_beside(self, model):
-        """The bytes that live beside the weights of a model whose weights have all been seen."""
+        """The live bytes beside a model's weights, which must all have been seen."""
         gc.collect()  # the interpreter's launches are cycles that hold their arguments
         return self.now() - bytes_of_weights(model)
 
