@@ -235,17 +235,19 @@ def encode_documents(
         """Of each thread: its own process, and its own pipe, which ends where the process is killed, whenever that
         may be. ProcessPoolExecutor has one pipe for all results, and half a result in it is waited for for ever.
         """
-        if not hasattr(thread, "pipe"):
-            thread.pipe, end = context.Pipe()
-            process = context.Process(target=work, args=(end, tokenizer, encode), daemon=True)
-            process.start()
-            processes.append(process)
-            end.close()
         try:
+            if not hasattr(thread, "pipe"):
+                pipe, end = context.Pipe()
+                with end:
+                    process = context.Process(target=work, args=(end,), daemon=True)
+                    process.start()
+                processes.append(process)
+                thread.pipe = pipe
+                pipe.send((tokenizer, encode))  # megabytes: if it ends before it reads them, start() waits for ever
             thread.pipe.send(batch)
             encoded = thread.pipe.recv()
         except (EOFError, OSError):
-            raise OSError("a worker process was killed, perhaps for want of memory: try fewer --workers") from None
+            raise OSError("a worker process was lost, perhaps for want of memory: try fewer --workers") from None
         if isinstance(encoded, Exception):
             raise encoded
         return encoded
@@ -265,10 +267,11 @@ def encode_documents(
                 process.terminate()
 
 
-def work(pipe, tokenizer: Tokenizer, encode: Encode | None) -> None:
+def work(pipe) -> None:
     """In a worker process: encode batches until the parent has gone."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's to handle
     with suppress(EOFError, ConnectionError):
+        tokenizer, encode = pipe.recv()
         while True:
             batch = pipe.recv()
             try:

@@ -1,9 +1,11 @@
 """Token files: what is written is what is read; damage is reported; writers do not disturb each other."""
 
+import errno
 import gzip
 import hashlib
 import json
 import lzma
+import multiprocessing.util
 import os
 import resource
 import signal
@@ -237,7 +239,7 @@ def test_killed_writer_leaves_no_dataset_and_no_workers(tmp_path):
 def test_a_writer_that_is_told_to_end_or_loses_a_worker_says_so_and_leaves_nothing_half_written(tmp_path):
     for worker_dies, said in (
         (False, "\ninterrupted: nothing half-written is left\n"),
-        (True, "error: a worker process was killed, perhaps for want of memory: try fewer --workers\n"),
+        (True, "error: a worker process was lost, perhaps for want of memory: try fewer --workers\n"),
     ):
         writer, children = start_writer(tmp_path)
         is_worker = lambda pid: "spawn_main" in Path(f"/proc/{pid}/cmdline").read_text()  # noqa: E731
@@ -262,8 +264,30 @@ def die_in_the_midst_of_a_result(text, tokenizer):
 
 def test_a_worker_that_is_killed_in_the_midst_of_a_result_is_said(tmp_path):
     texts = [("train", "text"), ("val", "text")]
-    with pytest.raises(OSError, match="a worker process was killed"):
+    with pytest.raises(OSError, match="a worker process was lost"):
         write_dataset(tmp_path, texts, get_tokenizer("bytes"), workers=2, encode=die_in_the_midst_of_a_result)
+
+
+def fail_to_spawn(pid):
+    raise BlockingIOError(errno.EAGAIN, "Resource temporarily unavailable")
+
+
+@pytest.mark.parametrize("fault", [lambda pid: os.kill(pid, signal.SIGKILL), fail_to_spawn], ids=["killed", "none"])
+def test_a_worker_that_is_killed_while_it_starts_or_cannot_start_is_said(tmp_path, monkeypatch, fault):
+    """Tokenizer and batches are more than a pipe holds: to send them is to wait for who reads them."""
+    spawn = multiprocessing.util.spawnv_passfds
+
+    def spawn_with_fault(path, words, fds):
+        pid = spawn(path, words, fds)
+        if "spawn_main" in str(words):  # and not multiprocessing's tracker
+            fault(pid)
+        return pid
+
+    monkeypatch.setattr(multiprocessing.util, "spawnv_passfds", spawn_with_fault)
+    tokenizer = get_tokenizer("bytes")
+    tokenizer.files = {"tokenizer.json": bytes(2**20)}
+    with pytest.raises(OSError, match="a worker process was lost"):
+        write_dataset(tmp_path, [("train", "x" * 2**20)] * 8, tokenizer, workers=2)
 
 
 def fail(text, tokenizer):
