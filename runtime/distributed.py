@@ -53,7 +53,7 @@ def leave(code: int) -> NoReturn:
 def stop(message: str) -> NoReturn:
     """End the run with a sentence instead of a stack trace. For errors that all ranks find: printed once a machine."""
     if local_rank == 0:
-        print(message, file=sys.stderr, flush=True)
+        say(message, file=sys.stderr)
     else:
         signal.signal(signal.SIGTERM, signal.SIG_DFL)  # the handler of ShutdownHandler would let it sleep on
         time.sleep(10)  # torchrun ends the others when the first one has ended: that must have spoken
