@@ -14,6 +14,7 @@ import tempfile
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from types import SimpleNamespace
+from typing import NoReturn
 
 import torch
 
@@ -29,6 +30,7 @@ CONFIG = "config/llama32_1b.py"  # the model that is measured unless another is 
 CHECKPOINTING = ["none", "selective", "full"]  # Hugging Face knows no selective
 OFFLOAD = ["none", "optimizer", "all"]
 TIMEOUT = 1200  # seconds a point may take: half a million tokens a step, 8B's checkpoint, galore-torch's SVDs
+ENDS = (signal.SIGTERM, signal.SIGHUP)
 KEPT = ("ms_per_step", "tok_per_s", "mfu", "peak_gib", "reserved_gib", "estimated_gib", "oom", "failed")  # of a summary
 LINE = {  # what a line says of a row
     "model": "{}", "ranks": "{} GPU", "batch": "batch {:>4}", "block": "{:>7,} tokens", "checkpointing": "{:<9}",
@@ -200,15 +202,22 @@ def begin(name: str, words: list[str], kinds: Iterable[str], n_gpus=None, on_cpu
     if not torch.cuda.is_available() and not on_cpu:
         instead = "python bench.py estimate, or ladder --estimate=true, computes what fits"
         sys.exit(f"python bench.py {name or 'sweep'} needs a CUDA GPU, and torch finds none: {instead}")
-    for number in (signal.SIGTERM, signal.SIGHUP):
+    for number in ENDS:
         if signal.getsignal(number) != signal.SIG_IGN:  # as nohup has it
-            signal.signal(number, lambda number, _: sys.exit(128 + number))  # as Ctrl-C: a point at work is ended first
+            signal.signal(number, leave)
     facts = call("timing.card")  # elsewhere, so that this process takes none of the card
     if "device" not in facts:
         sys.exit(trouble(facts))
     print(f"{facts['device']}{report.limits(facts)}")
     facts["device"] = f"{n_gpus} x {facts['device']}" if n_gpus else facts["device"]
     return record.origin(name, words, facts["device"]) | facts | {kind: [] for kind in kinds}
+
+
+def leave(number, frame) -> NoReturn:
+    """As Ctrl-C: a point at work is ended first, and no second signal, as a terminal that closes sends, ends that."""
+    for other in ENDS:
+        signal.signal(other, signal.SIG_IGN)
+    sys.exit(128 + number)
 
 
 def line(titles: dict[str, str], row: dict) -> str:
