@@ -14,6 +14,7 @@ import tempfile
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from types import SimpleNamespace
+from typing import NoReturn
 
 import torch
 
@@ -29,6 +30,7 @@ CONFIG = "config/llama32_1b.py"  # the default model
 CHECKPOINTING = ["none", "selective", "full"]  # Hugging Face has no selective
 OFFLOAD = ["none", "optimizer", "all"]
 TIMEOUT = 1200  # seconds a point may take: half a million tokens a step, 8B's checkpoint, galore-torch's SVDs
+ENDS = (signal.SIGTERM, signal.SIGHUP)
 KEPT = ("ms_per_step", "tok_per_s", "mfu", "peak_gib", "reserved_gib", "estimated_gib", "oom", "failed")  # of a summary
 LINE = {  # the formats of a printed row
     "model": "{}", "ranks": "{} GPU", "batch": "batch {:>4}", "block": "{:>7,} tokens", "checkpointing": "{:<9}",
@@ -198,15 +200,22 @@ def begin(name: str, words: list[str], kinds: Iterable[str], n_gpus=None, on_cpu
     if not torch.cuda.is_available() and not on_cpu:
         instead = "python bench.py estimate, or ladder --estimate=true, computes what fits"
         sys.exit(f"python bench.py {name or 'sweep'} needs a CUDA GPU, and torch finds none: {instead}")
-    for number in (signal.SIGTERM, signal.SIGHUP):
+    for number in ENDS:
         if signal.getsignal(number) != signal.SIG_IGN:  # nohup ignores it: keep that
-            signal.signal(number, lambda number, _: sys.exit(128 + number))  # like Ctrl-C: kills a running point first
+            signal.signal(number, leave)
     facts = call("timing.card")  # in another process, so that this one takes no GPU memory
     if "device" not in facts:
         sys.exit(trouble(facts))
     print(f"{facts['device']}{report.limits(facts)}")
     facts["device"] = f"{n_gpus} x {facts['device']}" if n_gpus else facts["device"]
     return record.origin(name, words, facts["device"]) | facts | {kind: [] for kind in kinds}
+
+
+def leave(number, frame) -> NoReturn:
+    """Like Ctrl-C, kill the running point first. A closing terminal sends SIGHUP twice: ignore the second."""
+    for other in ENDS:
+        signal.signal(other, signal.SIG_IGN)
+    sys.exit(128 + number)
 
 
 def line(titles: dict[str, str], row: dict) -> str:

@@ -41,13 +41,15 @@ def encode_documents(
         """Each thread has its own process and pipe, so a killed process is noticed even halfway through a result.
         ProcessPoolExecutor has one pipe for all results and waits forever for the other half.
         """
-        if not hasattr(thread, "pipe"):
-            thread.pipe, end = context.Pipe()
-            process = context.Process(target=work, args=(end, tokenizer, encode), daemon=True)
-            process.start()
-            processes.append(process)
-            end.close()
         try:
+            if not hasattr(thread, "pipe"):
+                pipe, end = context.Pipe()
+                with end:
+                    process = context.Process(target=work, args=(end,), daemon=True)
+                    process.start()
+                processes.append(process)
+                thread.pipe = pipe
+                pipe.send((tokenizer, encode))  # not in args: start() waits forever if the process dies before reading
             thread.pipe.send(batch)
             encoded = thread.pipe.recv()
         except (EOFError, OSError):
@@ -70,10 +72,11 @@ def encode_documents(
             process.terminate()
 
 
-def work(pipe, tokenizer: Tokenizer, encode: Encode | None) -> None:
+def work(pipe) -> None:
     """The loop of a worker process: encode batches until the parent exits."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's to handle
     with suppress(EOFError, ConnectionError):
+        tokenizer, encode = pipe.recv()
         while True:
             batch = pipe.recv()
             try:

@@ -24,7 +24,16 @@ from model import Llama, LlamaConfig, fill
 from optimizers.place import cpu_param
 from runtime import memory_stats, run_folder
 from runtime.checkpoint_folder import Folder, fingerprint, open_folder, read_into, write_folder
-from runtime.distributed import all_reduce_max, from_rank_0, local, local_world_size, print0, shard_like, worker_thread
+from runtime.distributed import (
+    all_reduce_max,
+    from_rank_0,
+    local,
+    local_world_size,
+    print0,
+    say,
+    shard_like,
+    worker_thread,
+)
 from runtime.hf_config import read_config
 from runtime.hf_names import Rows, hf_names, hf_rows
 from runtime.pinned_memory import pinned_empty
@@ -84,7 +93,7 @@ class Saver:
         try:
             return {key: _pinned_like(x) for key, x in tensors.items()}
         except (OSError, RuntimeError) as error:
-            print(f"{PAUSES}: {self.needed} ({error})", file=sys.stderr)
+            say(f"{PAUSES}: {self.needed} ({error})", file=sys.stderr)
             return None
 
     def save(self, step: int, run: dict, wait: bool) -> str:

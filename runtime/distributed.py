@@ -53,7 +53,7 @@ def leave(code: int) -> NoReturn:
 def stop(message: str) -> NoReturn:
     """End the run with a message instead of a stack trace. For errors that all ranks find: printed once per machine."""
     if local_rank == 0:
-        print(message, file=sys.stderr, flush=True)
+        say(message, file=sys.stderr)
     else:
         signal.signal(signal.SIGTERM, signal.SIG_DFL)  # with ShutdownHandler's handler it would sleep on
         time.sleep(10)  # torchrun kills the other ranks when the first one exits: local rank 0 must print before that

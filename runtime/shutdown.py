@@ -58,7 +58,7 @@ class ShutdownHandler:
         try:
             yield
         except ValueError as error:
-            print(f"rank {rank}: {error}", file=sys.stderr, flush=True)
+            say(f"rank {rank}: {error}", file=sys.stderr)
             self.has_data_error = True
 
     @property

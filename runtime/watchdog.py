@@ -125,7 +125,7 @@ class Watchdog:
 
     def _end(self, sentence: str):
         if not self.over.is_set():
-            print(sentence, file=sys.stderr, flush=True)
+            say(sentence, file=sys.stderr)
             os._exit(1)
 
 

@@ -405,12 +405,15 @@ def test_a_closed_terminal_ends_it_but_not_under_nohup(monkeypatch):
     signal.signal(signal.SIGHUP, signal.SIG_IGN)
     runner.begin("step", [], step.KEYS)
     assert signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
-    signal.signal(signal.SIGHUP, signal.SIG_DFL)
-    runner.begin("step", [], step.KEYS)
-    for number in (signal.SIGTERM, signal.SIGHUP):
+    for number in runner.ENDS:
+        for each in runner.ENDS:
+            signal.signal(each, signal.SIG_DFL)
+        runner.begin("step", [], step.KEYS)
         with pytest.raises(SystemExit) as stop:
             signal.raise_signal(number)
         assert stop.value.code == 128 + number
+        for each in runner.ENDS:
+            signal.raise_signal(each)  # while it ends the point at work
 
 
 def test_what_ends_without_numbers_says_why():

@@ -263,14 +263,15 @@ def test_fineweb_edu_takes_a_whole_number_of_files(tmp_path, monkeypatch, capsys
 def test_text_reads_standard_input_and_names_links_to_folders_that_it_leaves_out(tmp_path):
     write_eight_notes(tmp_path / "notes")
     (tmp_path / "folder").mkdir()
-    for name in ("notes", "loop", "dangling"):
+    os.mkfifo(tmp_path / "pipe")
+    for name in ("notes", "loop", "dangling", "pipe"):
         (tmp_path / "folder" / name).symlink_to({"loop": "."}.get(name, f"../{name}"))
     command = [sys.executable, ROOT / "data/text/prepare.py", "--out", tmp_path / "out", "--input", tmp_path / "folder"]
     said = "one\n<|endoftext|>\ntwo\n"
     done = subprocess.run([*command, "-"], input=said, capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stderr
     assert f"links to folders left out: 2 ({tmp_path}/folder/loop, {tmp_path}/folder/notes)" in done.stdout, done.stdout
-    assert f"broken links left out: 1 ({tmp_path}/folder/dangling)" in done.stdout
+    assert f"links to no file left out: 2 ({tmp_path}/folder/dangling, {tmp_path}/folder/pipe)" in done.stdout
     assert texts_of(tmp_path / "out") == ["one\n", "two\n"]
 
 

@@ -7,6 +7,7 @@ import random
 import re
 import signal
 import subprocess
+import sys
 import termios
 import time
 from unittest import mock
@@ -15,7 +16,7 @@ import pytest
 import torch.distributed as dist
 
 from data.tokens import Tokens
-from runtime import run_folder, watchdog
+from runtime import distributed, run_folder, watchdog
 from runtime.shutdown import ShutdownHandler
 from runtime.watchdog import _alive as alive
 from tests.runs import (
@@ -311,6 +312,19 @@ def test_first_ctrl_c_after_invalid_data_does_not_interrupt_the_save(ended):
         raise ValueError("train.bin holds token 999")
     signal.raise_signal(signal.SIGINT)
     assert not ended and shutdown.exit_code == 1
+
+
+def test_a_rank_whose_last_words_find_a_full_disk_ends_all_the_same(monkeypatch, ended):
+    full = mock.Mock(**{"write.side_effect": OSError("No space left on device")})
+    monkeypatch.setattr(sys, "stderr", full)
+    watchdog.Watchdog(timeout=10)._end("rank 1 hangs")
+    assert ended == [1]
+    shutdown = ShutdownHandler()
+    with shutdown.on_data_error():
+        raise ValueError("train.bin holds token 999")
+    with pytest.raises(SystemExit):
+        distributed.stop("it is said to nobody")
+    assert shutdown.exit_code == 1 and full.write.call_count == 3
 
 
 def test_ignored_sigint_stays_ignored():

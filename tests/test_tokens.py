@@ -1,9 +1,11 @@
 """Token files: they read back as written; damage is reported; writers do not disturb each other."""
 
+import errno
 import gzip
 import hashlib
 import json
 import lzma
+import multiprocessing.util
 import os
 import resource
 import signal
@@ -264,6 +266,28 @@ def test_a_worker_that_is_killed_in_the_midst_of_a_result_is_said(tmp_path):
     texts = [("train", "text"), ("val", "text")]
     with pytest.raises(OSError, match="a worker process died"):
         write_dataset(tmp_path, texts, get_tokenizer("bytes"), workers=2, encode=die_in_the_midst_of_a_result)
+
+
+def fail_to_spawn(pid):
+    raise BlockingIOError(errno.EAGAIN, "Resource temporarily unavailable")
+
+
+@pytest.mark.parametrize("fault", [lambda pid: os.kill(pid, signal.SIGKILL), fail_to_spawn], ids=["killed", "none"])
+def test_a_worker_that_is_killed_while_it_starts_or_cannot_start_is_said(tmp_path, monkeypatch, fault):
+    """The tokenizer and the batches are larger than a pipe's buffer, so sending them waits for the reader."""
+    spawn = multiprocessing.util.spawnv_passfds
+
+    def spawn_with_fault(path, words, fds):
+        pid = spawn(path, words, fds)
+        if "spawn_main" in str(words):  # not multiprocessing's tracker
+            fault(pid)
+        return pid
+
+    monkeypatch.setattr(multiprocessing.util, "spawnv_passfds", spawn_with_fault)
+    tokenizer = get_tokenizer("bytes")
+    tokenizer.files = {"tokenizer.json": bytes(2**20)}
+    with pytest.raises(OSError, match="a worker process died"):
+        write_dataset(tmp_path, [("train", "x" * 2**20)] * 8, tokenizer, workers=2)
 
 
 def fail(text, tokenizer):

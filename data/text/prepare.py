@@ -64,7 +64,7 @@ def find_files(inputs: list[Path], out: Path, field: str, bad: Bad) -> dict[Path
             if file.is_dir():
                 links.append(file)
                 continue
-            if file != path and not file.exists():
+            if file != path and not file.is_file():  # nor a link to a pipe, which would wait for a writer
                 broken.append(file)
                 continue
             if file.exists() and not file.is_file():
@@ -92,7 +92,7 @@ def find_files(inputs: list[Path], out: Path, field: str, bad: Bad) -> dict[Path
             files[file] = kind
     say_files("binary or UTF-16 files left out", binary)
     say_files("links to folders left out", links)
-    say_files("broken links left out", broken)
+    say_files("links to no file left out", broken)
     say_files(f"JSON without the field {field!r}, or not in rows, read as text", json_as_text)
     return files
 
