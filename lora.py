@@ -1,7 +1,7 @@
 """LoRA and QLoRA: train small adapters, keep all other weights as published.
 
     add_lora(model, rank=16, alpha=32)              # on the meta device, before recompute, compile and fully_shard
-    add_lora(model, 16, 32, base_dtype="nf4")       # the frozen projections take 0.52 bytes a weight instead of 2
+    add_lora(model, 16, 32, base_dtype="nf4")       # the frozen projections take 0.52 bytes per weight, not 2
     use_fp8(model, device); add_lora(model, 16, 32)     # 1 byte, multiplied in float8
     merge_lora(model)                               # a plain model with weights W + (α/r) B A
 
@@ -30,7 +30,7 @@ KINDS = {  # the projection with adapters, by base_dtype and original class
 
 
 def packed_rows(config: LlamaConfig) -> dict[str, tuple[int, ...]]:
-    """The rows of each published matrix in our packed projections, by the projection's name."""
+    """How many rows each published matrix has in our projections, by the projection's name."""
     kv = config.n_kv_head * config.head_dim
     return {
         "qkv_proj": (config.n_embd, kv, kv),

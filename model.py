@@ -37,8 +37,8 @@ ROPE_SCALING_KEYS = {"factor", "low_freq_factor", "high_freq_factor", "original_
 
 @dataclass(frozen=True)
 class LlamaConfig:
-    """The fields of a published config.json. How the model is executed is set separately: Llama.set_operations, use_fp8
-    of kernels/fp8_linear.py, add_lora of lora.py, recompute of runtime/recompute.py.
+    """What a published config.json sets, by our names. How the model is executed is set separately: set_operations of
+    Llama, use_fp8 of kernels/fp8_linear.py, add_lora of lora.py, recompute of runtime/recompute.py.
     """
 
     n_layer: int
@@ -88,7 +88,7 @@ def rope_tables(config: LlamaConfig, start: int, end: int, device, dtype=torch.f
     buffer: `model.to(bfloat16)` would round a buffer, and a model built on the meta device would lose it.
     """
     exponents = torch.arange(0, config.head_dim, 2, device=device, dtype=torch.float64) / config.head_dim
-    frequencies = config.rope_theta**-exponents  # (D/2,) radians a position
+    frequencies = config.rope_theta**-exponents  # (D/2,) radians per position
     if config.rope_scaling is not None:
         s = config.rope_scaling
         # full turns within the original context

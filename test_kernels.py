@@ -36,14 +36,14 @@ if INTERPRETED:
 BLOCK = 512 * cross_entropy_file.GRADIENT_WARPS  # logits that a program of the loss handles at once
 DEVICE = "cuda" if HAS_GPU else "cpu"
 EPS = 1e-5
-WIDE = 2 * BLOCK + 4  # a row that takes any loop over blocks at least three steps
+WIDE = 2 * BLOCK + 4  # a row for which any loop over blocks takes at least three steps
 FP16, BF16, FP32, FP64 = torch.float16, torch.bfloat16, torch.float32, torch.float64
 needs_gpu = pytest.mark.skipif(not HAS_GPU, reason="needs a GPU")
 one_at_a_time = pytest.mark.xdist_group("full size")  # tests that take many GB: the workers share one GPU
 
 
 def full_size(test):
-    """As long as real inputs: PyTorch's own functions take tens of GB for them."""
+    """For inputs as long as real ones: PyTorch's own functions take tens of GB for them."""
     return needs_gpu(one_at_a_time(test))
 
 
@@ -171,7 +171,7 @@ class Operation(NamedTuple):
     oracle: Callable
     inputs: Callable | None = None  # (rows, width, dtype) -> differentiable tensors, constants
     # The chunked loss rounds dlogits, their product with the head, and that times the scale; dW only once. Rounding few
-    # mantissas by one factor, or many dlogits near the same -ε/V, does not average out: there it is 1.
+    # mantissas times one factor, or many dlogits near the same -ε/V, does not average out: then it is 1.
     bias_of_dx: float = 0.25
 
 
@@ -371,7 +371,7 @@ print("trained")"""
 
 
 def in_another_process(code, **environment):
-    """Its output; a crash there fails here."""
+    """Its stdout; fails if it crashes."""
     done = subprocess.run(
         [sys.executable, "-c", code],
         cwd=Path(__file__).parent, env=os.environ | environment, capture_output=True, text=True,
@@ -446,7 +446,7 @@ def test_strides_of_inputs_and_gradients_change_nothing(name, restride):
         [restride(t) if t.is_floating_point() else restride(t.double()).to(t.dtype) for t in constants],
         [restride(g) if g.ndim else g for g in upstream],
     )
-    # Natively, a strided row is laid out otherwise in registers: its sum has another order. Attention packs its inputs.
+    # Natively, a strided row is laid out differently in registers: its sum has another order. Attention packs inputs.
     if name in MATMULS or (HAS_GPU and "attention" not in name):
         for a, b in zip(ours, packed, strict=True):
             torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5)
@@ -468,7 +468,7 @@ def test_inputs_of_stride_0(name):
     inputs, constants = OPERATIONS[name].inputs(6, 20, FP32)
     expanded = [x[:1].expand(x.shape) for x in inputs]
     if name == "linear_cross_entropy":
-        expanded[1] = inputs[1]  # a head's equal weights make gradients that cancel to nothing
+        expanded[1] = inputs[1]  # with equal rows in the head, x's gradient cancels to zero
     assert_matches_float64(OPERATIONS[name], expanded, constants)
 
 

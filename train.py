@@ -58,7 +58,7 @@ eval_only = False  # evaluate the weights that the run would start from, then ex
 eval_iters = 100  # batches per evaluation: always the same ones, spread evenly over the validation tokens
 log_interval = 10  # steps between log lines
 keep_last = 2  # checkpoints kept; 0: none are written
-async_save = True  # write checkpoints while training runs: 12 bytes of CPU memory per trained parameter, 6 in 8 bits
+async_save = True  # write checkpoints while training runs: 12 bytes of CPU memory per trained parameter, 6 if 8-bit
 profile = False  # write a trace of three steps and a memory snapshot to out_dir/profile
 
 # wandb logging
@@ -109,11 +109,11 @@ grad_clip = 1.0  # scale gradients down to this norm; 0: never
 # finetuning with LoRA: init_from names the weights, which stay frozen; a checkpoint holds only the adapters
 lora_rank = 0  # rank of the adapters on all projections of the blocks; 0: train all weights
 lora_alpha = 32.0  # adapters are scaled by lora_alpha / lora_rank
-base_dtype: Literal["bfloat16", "nf4"] = "bfloat16"  # frozen projections: dtype, or float8 with fp8; nf4: QLoRA
+base_dtype: Literal["bfloat16", "nf4"] = "bfloat16"  # of frozen projections: dtype, with fp8 float8; nf4: QLoRA
 
 # system
 device: Literal["auto", "cuda", "cpu"] = "auto"  # auto: cuda if available
-dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"  # of compute; auto: bfloat16, or float32 on a CPU
+dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"  # auto: bfloat16, on CPU float32, pre-Ampere float16
 fp8 = False  # float8 for the blocks' matmuls, except weight gradients: faster, coarser (RTX 40, L4, H100 or newer)
 activation_checkpointing: Literal["none", "selective", "full"] = "none"  # recompute nothing; gate and up; whole blocks
 offload: Literal["none", "optimizer", "all"] = "none"  # optimizer: AdamW and gradients in CPU memory; all: weights too
@@ -158,7 +158,7 @@ from_weights = model_settings(start, init_from, named)  # model settings that th
 globals().update(from_weights)
 settings |= from_weights
 check_settings(globals(), world_size)  # again, with that model's settings
-shard_ranks = local_world_size if sharding == "hybrid" else world_size  # ranks that share one copy of the model
+shard_ranks = local_world_size if sharding == "hybrid" else world_size  # number of ranks that share one copy
 mesh = distributed.device_mesh(device, sharding == "hybrid", timeout) if world_size > 1 else None
 copy_engines = pick_copy_engines(copy_engines, device, mesh and mesh["shard"].get_group(), offload)
 
@@ -180,7 +180,7 @@ def to_device(blocks: torch.Tensor) -> tuple[torch.Tensor, ...]:
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# Model: shapes on the meta device, then how to compute them, then shards, then memory, then weights. With several
+# Model: shapes on the meta device, then how it computes, then shards, then memory, then weights. With several
 # ranks, none ever builds or reads the whole model.
 watchdog.progress("building the model")
 with stop_on_error():
@@ -205,7 +205,7 @@ if compile:
 if world_size > 1:
     # Gradients are summed over the ranks in float32. The copy engines' kernel does that from bfloat16 inputs.
     reduce_dtype = None if run_shape.copy_engines_reduce else torch.float32
-    policy = MixedPrecisionPolicy(reduce_dtype=reduce_dtype, cast_forward_inputs=False)  # it would round cos and sin
+    policy = MixedPrecisionPolicy(reduce_dtype=reduce_dtype, cast_forward_inputs=False)  # True rounds cos and sin
     offload_policy = CPUOffloadPolicy(pin_memory=device != "cpu") if offload == "all" else OffloadPolicy()
     shard = functools.partial(fully_shard, mesh=mesh, mp_policy=policy, offload_policy=offload_policy)
     for layer in model.layers:  # gather a block just before it computes; zero2 keeps it until its backward
@@ -222,7 +222,7 @@ model.init_weights(seed, device)
 
 # ----------------------------------------------------------------------------------------------------------------------
 # Optimizer: an update rule, and the place where its state and the float32 master weights live
-with stop_on_error():  # raises if memory cannot be pinned
+with stop_on_error():  # in case memory cannot be pinned
     streamed = StreamedWeights(model, device) if offload == "all" and world_size == 1 else None  # FSDP moves its own
     place = OnGPU() if offload == "none" else OnDisk(state_file, streamed) if state_file else OnCPU(streamed)
     scaling = dtype == "float16"
@@ -245,7 +245,7 @@ log.header(model, run_shape, train_data, warmup_iters)
 facts = {"settings": settings, "dtype": dtype, "dataset": train_data.meta, "versions": log.versions}  # for run.json
 begun, documents = restore(start, out_dir, model, optimizer, facts, watchdog.progress)
 first_step = begun["step"]
-earlier_sequences = begun["sequences"] - first_step * sequences_per_step  # not 0 if batch_size has changed
+earlier_sequences = begun["sequences"] - first_step * sequences_per_step  # not 0 if a step's batch has changed
 saver = Saver(out_dir, optimizer, config, documents, keep_last, async_save, cpu_bytes_to_come(config, run_shape))
 wandb_options = {"project": wandb_project, "name": wandb_run_name, "config": settings} if wandb_log else {}
 if not eval_only:
@@ -261,7 +261,7 @@ n_eval_blocks = min(eval_iters * batch_size, val_data.n_blocks)
 def read_step(step: int) -> list[tuple[torch.Tensor, ...]]:
     """This rank's micro-batches of a step, a few megabytes. Their sequences follow those of the step before.
 
-    Each begins with the weight of its mean loss: 1, or for conversations its number of targets over the average.
+    Each begins with the weight of its mean loss: 1, or for conversations its number of targets over the average one's.
     """
     first = earlier_sequences + step * sequences_per_step
     mine = range(rank, gradient_accumulation_steps, world_size)  # micro-batches
@@ -349,7 +349,7 @@ while step < max_iters and not stopping:
             model.set_requires_gradient_sync(i + 1 == micro_steps)
         watchdog.progress(f"step {step + 1}: forward and backward")
         loss += forward_backward(*batch)
-        if unfinished:  # the previous step, already counted. Not later: we would wait if the GPU's queue is full
+        if unfinished:  # the previous step, already counted. Not later: a full GPU queue would block the CPU
             stopping |= finish(step, unfinished.pop())
     read_ahead(step + 2)  # while the GPU computes. Two steps ahead, since ranks learn of an error one step late
     watchdog.progress(f"step {step + 1}: update")
@@ -361,7 +361,7 @@ while step < max_iters and not stopping:
         totals /= world_size
     # To log another number from the GPU, a float32 scalar, add it to this stack, and in finish() pass it to log.step as
     # name=number. Do not read the weights: here they may be sharded, elsewhere, or being updated. For gradients, call
-    # optimizer.place.gradients() before update(): it has this rank's rows by name, but not with cuda_graph.
+    # optimizer.place.gradients() before update(): it returns this rank's rows by name. Not with cuda_graph.
     unfinished.append(send_to_cpu(torch.stack([*totals, grad_norm.to(device), loss_scale.to(device)])))
     step += 1
 

@@ -185,7 +185,7 @@ def adamw_on_cpu(
     """
     tensors = parameter, grad, w, m, v
     _must_fit(*tensors, halves=False)
-    if parameter.dtype == torch.float16:  # not every C compiler knows it. A piece of the master is its own parameter
+    if parameter.dtype == torch.float16:  # not every C compiler has it. A piece of the master is also the parameter
         for half, g, *state in zip(*(x.view(-1).split(CPU_PIECE) for x in tensors), strict=True):
             adamw_on_cpu(state[0], g.float(), *state, scale, lr, t, beta1, beta2, eps, weight_decay)
             half.copy_(state[0])

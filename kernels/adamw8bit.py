@@ -5,8 +5,8 @@
     codes, absmax of m, v = quantised again, after w has moved by the exact ones
 
 So the state of a bf16 parameter is the lower half of its w and two codes, 4.03 bytes instead of 10 (adamw.py explains
-the halves and the step scalars). Nothing stays in fp32 between steps, and one kernel does it all: a program holds whole
-blocks, so it finds their new absmax in its registers.
+the halves and the step scalars). Only absmax stays in fp32 between steps, and one kernel does it all: a program holds
+whole blocks, so it finds their new absmax in its registers.
 
 A v above 0 never gets the code of 0, but at least the next one. The paper rounds to nearest: a v of 10⁻⁷ of its block's
 largest becomes 0, its m survives, and the next small gradient moves w by m̂ / ε. On a noisy quadratic whose curvatures

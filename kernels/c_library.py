@@ -14,7 +14,7 @@ not_used = set()  # files that some rank could not build: all ranks must round a
 
 
 def c_library(name: str) -> ctypes.CDLL | None:
-    """The C file of that name, built by the compiler that Triton also needs; None, with a message, if that fails."""
+    """The C file of that name, built by the compiler that Triton also needs; None if that fails on any rank."""
     return None if name in not_used else build(name)
 
 

@@ -5,7 +5,7 @@
 
 The map has seven decades, each with twice as many values as the one below it. Decade i of 0..6 holds the midpoints of
 linspace(0.1, 1, 2^i + 1), times 10^(i − 6), and their negatives; an unsigned map holds twice as many. With 0 and 1 that
-makes 256: 1.4% of the largest apart at the top (unsigned 0.7%), and still two values near a millionth of it.
+makes 256: 1.4% of the largest apart at the top (unsigned 0.7%), and still two values below a millionth of it.
 
 How code is found without a search: bounds lie between neighbouring values of the map, and the upper 16 bits of a
 float32 cut the number line into cells of 0.4 to 0.8%, none of which holds two bounds. A table entry has the code at its

@@ -1,4 +1,4 @@
-"""Exact causal attention that never holds the (T, T) scores; grouped heads, any number of documents in a row.
+"""Exact causal attention that never holds the (T, T) scores; grouped heads, any number of documents per row.
 
     forward    s = q kᵀ / √D       lse = log Σ exp(s)        p = exp(s − lse)       y = p v
     backward   dv = pᵀ dy          delta = Σ_D dy · y        ds = p · (dy vᵀ − delta)
@@ -14,7 +14,7 @@ relative error of p: with scores of 10⁴ backward keeps three digits, as in eve
 
 FLOPs for the n = T(T+1)/2 pairs of a row and head: forward 4nD, backward 14nD. Bytes for N tokens of 2-byte elements:
 forward 4N(H+K)D, backward 12N(H+K)D, negligible at a thousand FLOPs per byte. The exponentials matter: a multiprocessor
-computes 16 per clock beside 4,096 FLOPs, so at D = 64 they take as long as the matmuls. They are base 2, one fused
+computes 16 per clock, but 4,096 FLOPs, so at D = 64 they take as long as the matmuls. They are base 2, one fused
 multiply-add and one instruction each, and overlap another block's matmuls wherever two programs share the hardware.
 On one H200, where a matmul of as many FLOPs (in backward, of the five that suffice) is 100%: forward 56-70%, backward
 50-57%.
@@ -128,7 +128,7 @@ def _flash_fwd_kernel(
     """One program, BLOCK_M queries of one head. lse is kept in base 2: log2 Σ exp2(s·log2 e)."""
     SCALE_LOG2: tl.constexpr = SCALE * 1.4426950408889634
     batch, head = tl.program_id(0) // N_HEAD, tl.program_id(0) % N_HEAD
-    row0 = (tl.num_programs(1) - 1 - tl.program_id(1)) * BLOCK_M  # longest first: none is left to start last
+    row0 = (tl.num_programs(1) - 1 - tl.program_id(1)) * BLOCK_M  # longest first, so that none starts last
     rows = row0 + tl.arange(0, BLOCK_M)
     starts, begin, end, common = _keys_of(starts_ptr, batch, row0, rows, n_time, BLOCK_N)
     q = _load(q_tiles, batch, head, row0)
@@ -361,8 +361,8 @@ def flash_attention(
     q (B, T, H, D), k and v (B, T, K, D) of one floating dtype and any strides; K divides H, and query head h reads
     key/value head h // (H/K). D is a power of two from 16 to 128. starts (B, T) integers, for each token the position
     of the first token of its document (so they never decrease along T); None if each row is one document.
-    Returns y (B, T, H, D) in q's dtype, contiguous. ValueError if shapes or dtypes do not fit. float64 and machines
-    without Triton use plain PyTorch, which may hold the (T, T) scores.
+    Returns y (B, T, H, D) in q's dtype, contiguous. ValueError if shapes or dtypes do not fit. float64 on a GPU and
+    machines without Triton use plain PyTorch, which may hold the (T, T) scores.
     """
     if q.ndim != 4 or k.ndim != 4 or k.shape != v.shape or k.shape[:2] != q.shape[:2] or k.shape[3] != q.shape[3]:
         raise ValueError(

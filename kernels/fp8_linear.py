@@ -75,7 +75,7 @@ def store_float8(x, out_ptr, scale_ptr, cols, mask):
     """Rounds a row x (fp32, 0 where masked) to float8 and stores it at out_ptr, and its scale."""
     scale = float8_scale(tl.max(magnitude(x), axis=0))
     # 8 elements per thread, as they are loaded in bf16. For 16, the widest store, the compiler would distribute the
-    # whole row otherwise, the norm would add its squares in another order, and y would have other bits.
+    # whole row differently, the norm would add its squares in another order, and y would have other bits.
     out_ptrs = tl.max_contiguous(out_ptr + cols, 8)
     tl.store(out_ptrs, (x / scale).to(out_ptr.dtype.element_ty), mask=mask)
     tl.store(scale_ptr, scale)
@@ -188,8 +188,8 @@ class FP8Linear(Linear):
 def use_fp8(model: torch.nn.Module, device: str = "cpu") -> None:
     """Turns every projection of the model's layers into an FP8Linear with the same weight.
 
-    device: where the model, which may be on meta, will run. ValueError for a GPU without float8, for a dtype other than
-    bfloat16 on a GPU, and for widths that are not multiples of 16.
+    device: where the model, which may be on meta, will run. ValueError for a GPU or PyTorch without float8 matmuls, for
+    a dtype other than bfloat16 on a GPU, and for widths that are not multiples of 16.
     """
     projections = [module for module in model.layers.modules() if type(module) is Linear]
     on_gpu = torch.device(device).type == "cuda"

@@ -43,7 +43,7 @@ def _nf4_to_float8_kernel(
     """A program handles SPAN blocks of ROWS rows, BLOCKS at a time.
 
     A block's largest weight is 1 or -1 times its scale, so a row's float8 scale follows from those of its blocks. A row
-    of zeros gets another scale than from quantize, and is zero with either.
+    of zeros gets a different scale than from quantize, and is zero with either.
     """
     row, i = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS), tl.arange(0, ALL)
     all_blocks, in_rows = row[:, None] * n_blocks + i[None, :], (row < n_rows)[:, None] & (i < n_blocks)[None, :]

@@ -73,7 +73,7 @@ def _glu_fwd_kernel(
     up = to_compute(tl.load(x_ptr + row * x_row_stride + (cols + n_cols) * x_col_stride, mask=mask, other=0.0))
     activated, _ = _activate(gate, ACTIVATION)
     y = (activated * up).to(x_ptr.dtype.element_ty)
-    if FLOAT8:  # rounds y as it would be stored otherwise; one program has the whole row
+    if FLOAT8:  # rounds y again, from the dtype it is otherwise stored in; one program has the whole row
         store_float8(y.to(tl.float32), y_ptr + row * n_cols, scales_ptr + row, cols, mask)
     else:
         tl.store(y_ptr + row * n_cols + cols, y, mask=mask)

@@ -14,7 +14,7 @@ once, when dW is rounded. So no fp16 gradient is divided into underflow, and not
 both gradients from the start, and backward scales them in place.)
 
 FLOPs: 3 matmuls of 2·N·C·V, the minimum. Bytes beyond theirs: 4NV, to read the logits and write their gradient; the
-kernel's second read mostly hits the L2 cache (cross_entropy.py). Beside its inputs, forward allocates the chunk's
+kernel's second read mostly hits the L2 cache (cross_entropy.py). Besides its inputs, forward allocates the chunk's
 logits, dx (not with overwrite_x), and dW in fp32, 4·V·C bytes; backward, when the logits' buffer is free, the scaled dx
 and the rounded dW, 2·V·C bytes.
 On one H200, where the three matmuls are 100%: forward and backward 91-97%.
@@ -53,7 +53,7 @@ from .launch import (
 # the peak is then in backward, with dW in fp32 and rounded (bench.py kernels).
 LOGITS_BYTES = 2**30
 # Without Triton: logits held at once, 64 MiB in fp32. At N = 2,048, V = 128,256 and C = 64 a step takes two CPU cores
-# 0.65 times as long as with all logits, and 0.2 GiB instead of 2.9. Up to this many, PyTorch's autograd takes all.
+# 0.65 times as long as with all logits, and 0.2 GiB instead of 2.9. Up to this many, PyTorch's autograd holds all.
 PLAIN_LOGITS = 2**24
 
 
@@ -173,7 +173,7 @@ def _scale(x, scale, out):
 
 @torch.library.custom_op("nanocria::scaled", mutates_args=())
 def _scaled(x: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """x · scale for contiguous x, rounded once to dtype; between two dtypes PyTorch has a third of the speed."""
+    """x · scale for contiguous x, rounded once to dtype. PyTorch is a third as fast if the dtypes differ."""
     out = _scaled_fake(x, scale, dtype)
     _scale(x, scale, out)
     return out

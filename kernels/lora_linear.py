@@ -134,8 +134,8 @@ class LoRALinear(Linear):
                     product(dy[:, rows], low[:, columns], sum_b[rows], first)
         return *(None for _ in held), da, db
 
-    # Both scale in the matmul and write straight to where the result belongs: beside W's large matmuls, every launch
-    # saved counts.
+    # Both scale in the matmul and write straight to where the result belongs: next to W's large matmuls,
+    # every launch saved counts.
 
     def _low(self, x, a):
         """s x Aᵀ: (N, len(rows)·rank)."""

@@ -36,7 +36,7 @@ CHUNK = 2**22  # weights that the reference quantises at a time: its temporaries
 class NF4(NamedTuple):
     """A weight (..., C) of n elements. The parts may be viewed in other shapes; codes gives the weight's."""
 
-    codes: torch.Tensor  # uint8 (..., C / 2), two to a byte
+    codes: torch.Tensor  # uint8 (..., C / 2), two per byte
     scale_codes: torch.Tensor  # uint8 (n / 64,)
     scale_absmax: torch.Tensor  # fp32 (n / 16384, rounded up,)
     offset: torch.Tensor  # fp32 ()

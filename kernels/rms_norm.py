@@ -78,7 +78,7 @@ def _rms_norm_fwd_kernel(
             # compiler would merge the two loads.
             x = to_compute(tl.load(x_ptrs, mask=mask, other=0.0, eviction_policy="evict_first"))
         y = (x * rstd * to_compute(weight)).to(x_ptr.dtype.element_ty)
-        if FLOAT8:  # rounds y as it would be stored otherwise
+        if FLOAT8:  # rounds y again, from the dtype it is otherwise stored in
             store_float8(y.to(tl.float32), y_ptr + row * n_cols, scales_ptr + row, cols, mask)
         else:
             tl.store(y_ptr + row * n_cols + cols, y, mask=mask)

@@ -9,7 +9,7 @@ step of Llama 3.2 1B) and saves 2·N·C bytes for each projection that reads a n
 
 y = n Wᵀ may be any projection (linear.py): float8, LoRA.
 
-Saved: s, w, W, and one fp32 rstd a row. FLOPs: the projection's 2·N·C·O forward and 4·N·C·O backward.
+Saved: s, w, W, and one fp32 rstd per row. FLOPs: the projection's 2·N·C·O forward and 4·N·C·O backward.
 """
 
 import torch

@@ -8,7 +8,7 @@ As separate operations, autograd would keep s, n, g and h: 2C + 3F elements per 
 on their way, so they are written out there if the weight gradients need them, and not kept. g is most of the rest; with
 keep_gate_up=False it is recomputed from s, for two thirds of the MLP's forward FLOPs:
 
-                                  kept for a token              price                              (Llama 3.2 1B, bf16)
+                                  kept per token                price                              (Llama 3.2 1B, bf16)
     keep_gate_up=True             C + 2F elements (36 KiB)      a write of F + C elements          0.5% of a step
     keep_gate_up=False            C elements (4 KiB)            a matmul of 4·N·C·F FLOPs          an eighth of a step
 
@@ -115,7 +115,7 @@ class _SwiGLUMLP(torch.autograd.Function):
 
 
 def slices(n_rows: int, chunks: int, multiple: int = 1) -> list[slice]:
-    """The rows in `chunks` slices, as equal as possible if each begins at a multiple of `multiple` rows.
+    """The rows in `chunks` slices, as equal as possible, each beginning at a multiple of `multiple` rows.
 
     Some may be empty: the compiler unrolls a fixed number.
     """

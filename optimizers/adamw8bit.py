@@ -2,7 +2,7 @@
 
 The 256 elements that share a scale (2,048 in the paper) lie within one row. So under FSDP each rank's rows have their
 own scales, and any number of ranks can read a checkpoint. Vectors, small matrices and those whose rows are not a
-multiple of 256 keep AdamW's float32 moments. The embedding also has 8 bits; the paper leaves it in 32.
+multiple of 256 keep AdamW's float32 moments. The embedding's have 8 bits too; the paper keeps 32.
 
 Dettmers et al., 8-bit Optimizers via Block-wise Quantization, 2021. https://arxiv.org/abs/2110.02861
 """

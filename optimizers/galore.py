@@ -82,7 +82,7 @@ def local_parts(shard: Shard, group: dist.ProcessGroup | None) -> list[int]:
     """How many of this rank's rows belong to each matrix stacked in a weight. FSDP splits like torch.chunk."""
     held = -(-shard.shape[0] // (dist.get_world_size(group) if group else 1))
     begin = held * (dist.get_rank(group) if group else 0)
-    edges = accumulate(stacked_rows(shard.name, shard.shape), initial=-begin)  # of the matrices, from its first row on
+    edges = accumulate(stacked_rows(shard.name, shard.shape), initial=-begin)  # relative to this rank's first row
     return [end - start for start, end in pairwise(min(max(edge, 0), len(shard.grad)) for edge in edges)]
 
 

@@ -67,7 +67,7 @@ class Muon(MatrixRule):
         n_ranks = dist.get_world_size(group) if group else 1
         rounds = []
         for kind in kinds.values():
-            owned = max(1, min(-(-len(kind) // n_ranks), OWNED // kind[0].shape.numel()))  # by each rank
+            owned = max(1, min(-(-len(kind) // n_ranks), OWNED // kind[0].shape.numel()))  # matrices per rank
             n = n_ranks * owned
             rounds += [self._round(kind[i : i + n], scalars, n_ranks, group) for i in range(0, len(kind), n)]
         for i in range(len(rounds) + 2):  # round i is sent, i - 1 orthogonalised, i - 2 received

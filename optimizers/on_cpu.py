@@ -133,7 +133,7 @@ class OnCPU(Place):
 
     def _free_copied(self, *hook_arguments):
         """Frees the gradients that were being copied. With record_stream the allocator could reuse their memory only if
-        the copy had finished when the CPU asks, and the CPU is far ahead of the GPU.
+        the copy had finished when the CPU asked, and the CPU is far ahead of the GPU.
         """
         if self.copying:
             torch.cuda.current_stream().wait_stream(self.stream)
@@ -190,7 +190,7 @@ class OnCPU(Place):
     # The update
 
     def update(self, scale, lr, t):
-        """Starts the update: the weights change during the next forward."""
+        """Starts the update, which continues during the next forward."""
         numbers = scale.item(), lr.item(), t.item()
         if math.isfinite(numbers[0]):
             grads = self.gradients()

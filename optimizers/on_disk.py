@@ -67,7 +67,7 @@ class OnDisk(OnCPU):
         self.pieces = [self._piece(rows, kept, i % BUFFERS) for i, (_, rows, kept) in enumerate(cuts)]
         self.pieces_of = {name: [i for i, cut in enumerate(cuts) if cut[0] == name] for name in names}
         self.moving: dict[int, Future] = {}  # fills the buffer of piece i; past the last piece, empties it
-        self.used_as_tensors = True  # since the last update; True at first: they start as copies of the parameters
+        self.used_as_tensors = True  # since the last update; at first, to copy the parameters into them
 
     def _master(self, parameter):
         master = super()._master(parameter)

@@ -1,13 +1,13 @@
 """An optimizer is a rule (adamw.py) and a place (on_gpu.py, on_cpu.py); this is the code that all share.
 
     optimizer = Optimizer(model, AdamW(betas=(0.9, 0.95), weight_decay=0.1), OnGPU(), grad_clip=1.0)
-    optimizer.scale(loss).backward()    # and, with several micro-batches a step, optimizer.accumulate() after each
+    optimizer.scale(loss).backward()    # and, with several micro-batches, optimizer.accumulate() after each
     grad_norm = optimizer.step(lr)      # all on the device: nothing waits for it, except in OnCPU
 
 Updates change float32 masters, of which a bfloat16 parameter is the upper half. Only parameters that require a gradient
 have a master. Under FSDP masters and states are sharded like the parameters.
 
-rule.py says what a rule is, place.py what a place is.
+rule.py defines what a rule is, place.py what a place is.
 """
 
 import torch
@@ -108,7 +108,7 @@ class Optimizer:
     def tensors(self) -> dict[tuple[str, str], torch.Tensor]:
         """The live tensors of a checkpoint by (parameter's name, state's name), to be saved or loaded into.
 
-        State "" is the weight: the float32 master, or of one in halves, the parameter, with the "lower_half".
+        State "" is the weight: the float32 master, or if it is in halves, the parameter; the other is "lower_half".
         """
         self.place.finish()
         found = {}
@@ -128,6 +128,6 @@ class Optimizer:
             master.copy_(whole)
             parameter.copy_(master)
             return
-        # In pieces: a GPU that barely fits the run has no room for a whole one.
+        # In pieces: a GPU that barely fits the run has no room for a whole weight.
         for piece, upper, lower in zip(*(x.view(-1).split(PIECE) for x in (whole, parameter, master)), strict=True):
             split_halves(piece.to(upper.device), upper, lower)

@@ -3,12 +3,12 @@
 A place decides where they live and when gradients and parameters move: on_gpu.py, on_cpu.py, on_disk.py.
 
     device                    of masters and states; None: each parameter's own
-    master_dtype(...)         of the master kept beside a parameter
+    master_dtype(...)         of what is kept beside a parameter: its master, or the lower half of that
     attach(...)               allocates masters and states
     accumulate()              after each of several micro-batches: adds the gradients to float32 sums
     gradients()               this rank's part of each, or of their sums, by parameter name
     norm()                    of these, as a scalar
-    update(scale, lr, t)      updates all parameters if scale is finite, then frees the gradients
+    update(scale, lr, t)      updates all parameters if scale is finite; frees the gradients in any case
     finish()                  waits for updates that are still running
     async_save                whether there is memory for copies, from which checkpoints are written during training
 """
@@ -46,18 +46,18 @@ class Place:
     device: str | None = None
     async_save = True
     scalar_dtype = torch.float32  # of the norm and of scalars computed from it
-    step = 0  # of the run, counted by the CPU: a CUDA graph cannot
+    step = 0  # of the run, counted by the CPU: a CUDA graph's replays are not
 
     @staticmethod
     def master_dtype(dtype: torch.dtype, same_device: bool) -> torch.dtype | None:
-        """The dtype of a parameter's master; None if a float32 parameter is its own master.
+        """The dtype of a parameter's master, or int16 for its lower half; None: a float32 parameter is its own master.
 
         same_device: whether the parameter is on the masters' device.
         """
         raise NotImplementedError
 
     def attach(self, model: nn.Module, parameters: dict[str, nn.Parameter], rule) -> None:
-        """Allocates masters, as copies of the parameters, and states, as zeros. Call it after the weights exist."""
+        """Allocates masters, as copies of the parameters, and states, as zeros. Call it after init_weights."""
         self.parameters, self.rule = parameters, rule
         first = next(iter(parameters.values()))
         names = first.device_mesh.mesh_dim_names if isinstance(first, DTensor) else ()

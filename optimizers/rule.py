@@ -1,4 +1,4 @@
-"""The interface of an update rule, used by places, checkpoints and memory.py, with a default for each method.
+"""The interface of an update rule: all that places, checkpoints and memory.py use of it.
 
 A new rule needs a class in a file beside adamw.py, a kernel (or kernels/sgdw.py's), its name in train.py's setting
 `optimizer` and a case in rules.py. With step_on_cpu it also works with --offload.
@@ -32,7 +32,7 @@ class Shard(NamedTuple):
     shape: torch.Size  # of the whole parameter
     parameter: torch.Tensor
     grad: torch.Tensor
-    master: torch.Tensor  # float32, the parameter itself if that is; or a bfloat16 one's lower half, int16
+    master: torch.Tensor  # float32 (a float32 parameter itself), or int16, the lower half of a bfloat16 one's
     states: dict[str, torch.Tensor]
 
 
@@ -77,7 +77,7 @@ class Rule:
 
 
 class MatrixRule(Rule):
-    """A rule for only the blocks' matrices. `adamw` updates all else: embedding, head and norms."""
+    """A rule for the blocks' matrices only. `adamw` updates all else: embedding, head and norms."""
 
     not_on_cpu = "its states are small, leave them on the GPU"
 
