@@ -122,7 +122,7 @@ def fastest_matmul_tflops(n: int = 8192) -> float:
     """TFLOP/s of the fastest of ten products, after a thousand copies that warm up the card.
 
     timing.matmul_tflops is a tenth lower: under continuous matmuls the card lowers its clock, but not between the other
-    kernels of a step. A floor must lie below what these matmuls take.
+    kernels of a step. A floor must lie below what a step's matmuls take.
     """
     a, b = (torch.randn(n, n, device="cuda", dtype=torch.bfloat16) for _ in range(2))
     torch.mm(a, b)
@@ -131,7 +131,7 @@ def fastest_matmul_tflops(n: int = 8192) -> float:
 
 
 def breakdown(words: list[str], batch: int, block: int) -> dict:
-    """words: train.py's command line, as in config/llama32_1b.py --batch_size=8 --block_size=2048 (batch and block)."""
+    """words: train.py's command line, as in config/llama32_1b.py --batch_size=8 --block_size=2048 (batch, block)."""
     config = llama_config(words[0], block_size=block)
     spans = name_head_matmuls(spans_of_a_run(words))
     starts = step_starts(spans)

@@ -132,7 +132,7 @@ def differences(row: dict, rows: list[dict]) -> list[float] | None:
 
 
 def last_third(numbers: Iterable[float]) -> float:
-    """The mean of the last third of them."""
+    """The mean of the last third of the numbers."""
     numbers = list(numbers)
     return statistics.fmean(numbers[-max(len(numbers) // 3, 1) :])
 

@@ -45,7 +45,7 @@ def panels(n: int, size: tuple[float, float], **options):
 
 
 def finish(figure, path: Path, legend=None, **options) -> None:
-    """Save the figure, with one legend (handles, labels) below all panels, or where loc says."""
+    """Save the figure, with one legend (handles, labels) below all panels, or at `loc`."""
     if legend:
         figure.legend(*legend, **{"ncols": 3, "loc": "outside lower center"} | options)
     figure.savefig(path)
@@ -109,7 +109,7 @@ def draw_linux(runs: list[dict], path: Path) -> None:
 
 
 def draw_losses(record: dict, path: Path) -> None:
-    """Left: the loss of each trainer. Right: its distance from the float32 run's, averaged over ten steps."""
+    """Left: the loss of each trainer. Right: its difference from the float32 run's, averaged over ten steps."""
     rows = [row for row in record["runs"] if "losses" in row and row["arm"] in TRAINERS]  # not GaLore's
     figure, (left, right) = panels(2, (10, 3.6))
     for row in rows:
@@ -246,7 +246,7 @@ def draw_8b(axes, rows: list[dict]) -> None:
 def draw_sweep(record: dict, path: Path, only: tuple[str, ...] = ()) -> None:
     """A column for batches and one for contexts: tokens per second against the size, and below it the peak memory.
 
-    only: trainers whose speed alone is drawn, for the README; nothing: all.
+    only: draw just these trainers, and just their speed, for README.md; empty: all, and their memory.
     """
     kinds = [kind for kind in compare.KINDS if compare.done(record[kind])]
     height, handles, first = 1 if only else 2, {}, record[kinds[0]][0]
@@ -315,7 +315,7 @@ def draw_snapshot(record: dict, path: Path) -> None:
 def draw_ladder(record: dict, path: Path) -> None:
     """A panel for each model: tokens per second at the largest batch over the memory that one sequence needs."""
     found = compare.by_rung(record["points"])
-    ladders = {model: rungs for model, rungs in found.items() if len(rungs) > 1}  # not a single rung
+    ladders = {model: rungs for model, rungs in found.items() if len(rungs) > 1}  # more than one rung
     if not ladders:
         return
     figure, axes_of = panels(len(ladders), (5 * len(ladders), 5))
@@ -329,7 +329,7 @@ def draw_ladder(record: dict, path: Path) -> None:
                 axes.plot(*zip(places[on], at, strict=True), "-", color="#9ca3af", linewidth=1, zorder=1)
             axes.plot(*at, "s" if peer else "o", color=TRAINERS[peer or "nanocria"], label=f"{i}  {title}")
             apart = [[abs(x - y) / z for x, y, z in zip(at, other, most, strict=True)] for other in places.values()]
-            below = any(max(gap) < 0.03 for gap in apart[: i - 1])  # where an earlier point nearly coincides
+            below = any(max(gap) < 0.03 for gap in apart[: i - 1])  # if an earlier point nearly coincides
             offset, sides = (-4, {"ha": "right", "va": "top"}) if below else (4, {})
             axes.annotate(str(i), at, (offset, offset), textcoords="offset points", fontsize=8, **sides)
         axes.set(xlabel="peak GiB of one sequence", ylabel="thousand tokens per second at the largest batch")

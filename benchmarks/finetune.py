@@ -1,4 +1,4 @@
-"""Does a finetune learn the same as other trainers'? Published weights on conversations, beside transformers and peft.
+"""Does a finetune learn the same as others'? Published weights on conversations: ours, transformers' and peft's.
 
     python bench.py finetune --init_from=FOLDER --dataset=data/chat                 200 steps of 4 x 1,024 tokens
     python bench.py finetune --init_from=FOLDER --arms=nanocria-lora,hf-lora,hf-lora-again --steps=300 --rate=2e-4
@@ -49,7 +49,7 @@ BATCH, BLOCK = 4, 1024  # packed sequences x tokens of a step
 BF16 = "--dtype=bfloat16"
 FLAGS = {"nanocria": [BF16], "nanocria-float32": ["--dtype=float32"]}
 FLAGS |= {f"nanocria-{arm}": [BF16, *flags] for arm, flags in trainers.SWEEP_FLAGS.items() if "lora" in arm}
-Conversations = list[tuple[torch.Tensor, torch.Tensor]]  # tokens (n,) and targets (n,): at each token, what follows it
+Conversations = list[tuple[torch.Tensor, torch.Tensor]]  # tokens (n,) and targets (n,): the next token, or -100
 
 
 def parse(argv: list[str]) -> SimpleNamespace:
@@ -207,7 +207,7 @@ def learn(arm: str, folder: str, dataset: str, batch: int, block: int) -> dict:
             model(*each).backward()
             model.zero_grad()
 
-    _, seconds = (timing.wall_seconds(read_all, device) for _ in range(2))  # first compile for each shape
+    _, seconds = (timing.wall_seconds(read_all, device) for _ in range(2))  # the first run compiles for each shape
     return {"targets_per_s": n_targets / seconds, "tok_per_s": n_tokens / seconds, "n_batches": len(found)}
 
 

@@ -34,7 +34,7 @@ batches = "1,64"  # texts at once
 prompt = 128  # tokens of each prompt
 tokens = 256  # new tokens of each text
 keep = False  # keep rows measured with older code: for changes that affect neither time nor memory
-out = ""  # the record; default: benchmarks/records/generate.json, of a CPU out/generate.json
+out = ""  # the record; default: benchmarks/records/generate.json, on a CPU out/generate.json
 
 KEYS = {"points": ("arm", "config", "batch", "prompt", "tokens")}  # what identifies a row
 ROUNDS = 3  # timed, after one to warm up

@@ -32,7 +32,7 @@ ranks = "1,2,4,8"  # numbers of GPUs: scaling and optimizers run on each that is
 arms = ""  # scaling, 8b, optimizers: the trainers; nothing: those of the table
 shapes = ""  # 8b: sequences x tokens; nothing: those of the table
 checkpointing = ""  # 8b: none, selective, full; nothing: those of the table
-steps = 20  # scaling, 8b, optimizers: to measure
+steps = 20  # scaling, 8b, optimizers: how many to measure
 out = ""  # the record; default: benchmarks/records/gpus.json
 
 SAVE_EVERY = 100  # steps

@@ -5,10 +5,10 @@
     python bench.py ladder --models=1b --measure=losses        the losses after 300 steps of 8 x 1,024 tokens
     python bench.py ladder --rungs=bf16,adamw8bit,qlora --memory_limit_gib=16
 
-A rung has the settings of the rung below it, plus its own. Two steps are measured: that of one sequence of 1,024
-tokens, the least memory that a rung needs, and that of the largest batch that fits, its best speed. Adapters train on
-random weights, which are as fast as any. The rungs hf_... are Hugging Face's model with Liger-Kernel, in pure bfloat16
-with full checkpointing, where another package has the technique.
+A rung has the settings of the rung that it builds on, plus its own. Two steps are measured: with one sequence of 1,024
+tokens, for the least memory that a rung needs, and with the largest batch that fits, for its best speed. Adapters train
+on random weights, which are as fast as any. The rungs hf_... are Hugging Face's model with Liger-Kernel, in pure
+bfloat16 with full checkpointing, for techniques that another package has.
 """
 
 import shlex
@@ -29,7 +29,7 @@ rungs = ""  # by name; nothing: all
 measure = "fits,losses"  # what to measure: losses only of the first model
 memory_limit_gib = 24.0  # as if the card had only so many GiB
 offload_dir = ""  # a folder on an NVMe drive, for the rung that needs one; nothing: that rung is left out
-steps: int | None = None  # to measure; none: 10, fewer of the long ones
+steps: int | None = None  # to measure; none: 10, fewer if they are long
 estimate = False  # by arithmetic: nothing is run
 keep = False  # keep rows measured with older code: for changes that affect neither time nor memory
 out = ""  # the record; default: benchmarks/records/ladder.json
@@ -62,7 +62,7 @@ def words(flags: dict) -> list[str]:
 
 
 def estimated(model: str, rung: str, s: SimpleNamespace) -> dict:
-    """A rung by arithmetic: memory of one sequence, largest batch, its CPU memory. For a peer, where to start."""
+    """A rung by arithmetic: memory of one sequence, largest batch, its CPU memory. For a peer, only where to start."""
     row = {"model": model, "rung": rung}
     if RUNGS[rung].peer:
         return row | {"cpu_gib": 0.0, "largest": estimated(model, RUNGS[rung].on, s)["largest"]}

@@ -55,7 +55,7 @@ def cut_cross_entropy() -> Functions:
 
 def bitsandbytes() -> Functions:
     """bitsandbytes: Dettmers et al., 2021 and 2023. Its 8-bit AdamW updates bfloat16 parameters without masters."""
-    logging.getLogger("bitsandbytes").setLevel(logging.ERROR)  # on a CPU it mistakes our kernels/ for a package
+    logging.getLogger("bitsandbytes").setLevel(logging.ERROR)  # on a CPU it mistakes our kernels/ for another package
     from bitsandbytes import functional as bnb
 
     @functools.cache

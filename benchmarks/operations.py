@@ -85,7 +85,7 @@ def after_add(norm):
 
 
 def norm(name, eager, native, rows, vectors, forward, backward):
-    """A norm of `rows` tensors (N, C) and `vectors` of length C; its passes move `forward` and `backward` (N, C)."""
+    """A norm of `rows` tensors (N, C) and `vectors` of length C; its passes move `forward` and `backward` of (N, C)."""
 
     def inputs(size, options):
         tensors = [torch.randn(size, **options) for _ in range(rows)]  # weights near 1, as in a trained model:
@@ -181,7 +181,7 @@ CROSS_ENTROPY = Operation(
 
 def loss_inputs(size, options):
     """Logits of deviation 0.9, as in an initialised Llama 3.2 1B. cut-cross-entropy skips improbable tokens: on
-    an H200 it takes 1.7 times the matmuls at 0.9, 2.5 times at 1.0, 3.9 times at 1.3."""
+    an H200 it takes 1.7 times as long as the matmuls at 0.9, 2.5 times at 1.0, 3.9 times at 1.3."""
     n_tokens, n_embd, n_vocab = size
     x, weight = torch.randn(n_tokens, n_embd, **options), 0.9 * n_embd**-0.5 * torch.randn(n_vocab, n_embd, **options)
     return [x, weight], random_targets(n_tokens, n_vocab, options)

@@ -1,8 +1,8 @@
 """Records: JSON files in benchmarks/records/, each with the command that wrote it, device, versions and commit.
 
-A record has a list of rows for each kind of measurement. The same commit on the same card adds to a record; any other
-starts it anew, unless --keep=true: then it adds rows and lists all commits, for changes that affect neither time nor
-memory.
+A record has a list of rows for each kind of measurement. Only the same commit on the same card, with the same packages,
+adds rows to it; anything else starts it anew. --keep=true adds rows of another commit and lists both, for changes that
+affect neither time nor memory.
 """
 
 import contextlib

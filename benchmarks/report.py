@@ -17,7 +17,7 @@ from configurator import SettingError
 from data.files import atomic_write
 
 PLOTS = ROOT / "benchmarks" / "plots"
-TITLES = {"torch": "PyTorch", "triton": "Triton", "liger_kernel": "Liger-Kernel"}  # of packages, where not their names
+TITLES = {"torch": "PyTorch", "triton": "Triton", "liger_kernel": "Liger-Kernel"}  # of packages, if not their names
 AT = "{batch} x {block:,}"
 LINK = "[{versions[nanocria]}](benchmarks/records/{name}.json)"  # from a commit to the record
 
@@ -115,7 +115,7 @@ def optimizer_bits_table(runs: list[dict]) -> str:
 
 
 def losses_table(r: dict) -> str:
-    """The mean loss over the last third of the steps; the mean and the mean absolute difference there."""
+    """The mean loss over the last third of the steps; its mean and mean absolute difference from float32's there."""
     rows = []
     for row in compare.named((row for row in r["runs"] if "losses" in row), arms.LOSSES):
         row["loss"] = compare.last_third(row["losses"])
@@ -129,7 +129,7 @@ def losses_table(r: dict) -> str:
 
 
 def finetune_losses_table(r: dict) -> str:
-    """A table for each length of runs: runs of all weights are shorter than those of adapters."""
+    """A table for each number of steps: runs that train all weights are shorter than those of adapters."""
     tables, runs = [], compare.named((row for row in r["runs"] if "losses" in row), arms.FINETUNE)
     for n in sorted({row["steps"] for row in runs}):
         rows = [row for row in runs if row["steps"] == n]
@@ -252,7 +252,7 @@ def scaling_table(r: dict) -> str:
 def big_table(r: dict) -> str:
     """nanocria's speed and memory over those of torchtitan's recipe, sharded alike, at the same place.
 
-    Selective checkpointing is compared with the recipe's full one where its selective was not measured.
+    Selective checkpointing is compared with the recipe's full one if its selective was not measured.
     """
     rows = of_each_gpu(r["8b"])
     found = by_place(rows, GPUS_PLACE)
@@ -422,8 +422,8 @@ def generate_sentence(r: dict) -> str:
 
 
 def ladder_table(r: dict) -> str:
-    """Of each rung of each model the memory of one sequence; the largest batch, its speed and memory; the loss, and by
-    how much it differs from that of the rung which this one stands on."""
+    """For each model and rung: the memory of one sequence; the largest batch, its speed and memory; the loss, and its
+    difference from the loss of the rung that this one builds on."""
     rows = []
     for model, rungs in compare.by_rung(r["points"]).items():
         trained = (row for row in r["losses"] if row["model"] == model and "losses" in row)

@@ -29,7 +29,7 @@ from runtime.hf_names import hf_rows
 CONFIG = "config/llama32_1b.py"  # the default model
 CHECKPOINTING = ["none", "selective", "full"]  # Hugging Face has no selective
 OFFLOAD = ["none", "optimizer", "all"]
-TIMEOUT = 1200  # seconds a point may take: half a million tokens a step, 8B's checkpoint, galore-torch's SVDs
+TIMEOUT = 1200  # seconds per point: enough for 500,000 tokens per step, 8B's checkpoint, galore-torch's SVDs
 ENDS = (signal.SIGTERM, signal.SIGHUP)
 KEPT = ("ms_per_step", "tok_per_s", "mfu", "peak_gib", "reserved_gib", "estimated_gib", "oom", "failed")  # of a summary
 LINE = {  # the formats of a printed row
@@ -178,7 +178,7 @@ def own_words(printed: str) -> str:
 def failure(printed: str) -> dict:
     if "out of memory" in printed.lower():
         return {"oom": True}
-    last = (own_words(printed).splitlines() or ["it said nothing"])[-1][:300]
+    last = (own_words(printed).splitlines() or ["it printed nothing"])[-1][:300]
     if missing := re.search(r"\b(?:ModuleNotFound|Import)Error: (.*)", last):
         return {"missing": missing[1]}
     print(printed[-4000:], file=sys.stderr)

@@ -18,9 +18,9 @@ peers   hf: transformers' LlamaForCausalLM; liger: with Liger-Kernel's patches; 
         FSDP2: when ours has the optimizer on the CPU, they have weights and gradients there too. peft, peft-qlora,
         liger-8bit, liger-galore: liger in pure bfloat16, with another package's technique.
 
-Each point is a separate process, measured on the real step: forward, backward, clip, update. A series ends when it runs
-out of memory. A plot is drawn beside the record. A sweep that was stopped continues where the record of the same code,
-card and --steps ends; delete that to measure it again.
+Each point is a separate process, measured on the real step: forward, backward, clip, update. A series ends at the
+first size that fails. A plot is drawn beside the record. A sweep that was stopped continues where the record of the
+same code, card and --steps ends; delete that to measure it again.
 """
 
 import itertools
