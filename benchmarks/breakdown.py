@@ -1,4 +1,4 @@
-"""Where the milliseconds of nanocria's real step go, beside the minimum that each part could take.
+"""Where the milliseconds of nanocria's real step go, and the minimum that each part could take.
 
 breakdown() runs train.py in this process, records what the GPU does, and reports three steps.
 

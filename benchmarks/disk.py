@@ -1,4 +1,4 @@
-"""How fast an update runs through offload_dir, beside plain direct reads and writes of the same sizes.
+"""How fast an update runs through offload_dir, against plain direct reads and writes of the same sizes.
 
     python bench.py disk --offload_dir=/mnt/nvme                            the update of Llama 3.2 1B: 15 GB each way
     python bench.py disk --offload_dir=/mnt/nvme -- --optimizer_bits=8      any setting of train.py, after --

@@ -169,7 +169,7 @@ def estimate(s: SimpleNamespace) -> tuple[str, dict]:
     of_cpu = of_each(s, named, {offload: {"offload": offload} for offload in runner.OFFLOAD}, cpu_gib)
     peak = memory.peak_gib(config, shape)
     each = f"{s.ranks} ranks, each with " if s.ranks > 1 else ""
-    micro_batches = f", {shape.micro_steps} micro-batches a step" if shape.micro_steps > 1 else ""
+    micro_batches = f", {shape.micro_steps} micro-batches per step" if shape.micro_steps > 1 else ""
     lines = [
         f"{s.config}: {memory.n_params(config):,} parameters, "
         f"sequences of {config.block_size:,} tokens{micro_batches}, {shape.dtype}",

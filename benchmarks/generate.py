@@ -1,4 +1,4 @@
-"""Tokens per second of generation, beside transformers.generate, and how much of the memory bandwidth a step uses.
+"""Tokens per second of generation, against transformers.generate, and how much of the memory bandwidth a step uses.
 
     python bench.py generate                        Llama 3.2 1B with random weights, batches of 1 and of 64
     python bench.py generate --batches=8 --prompt=1024 --tokens=512

@@ -1,4 +1,4 @@
-"""The kernels beside eager PyTorch, torch.compile and the libraries: time, memory and error of each, and the limits.
+"""The kernels against eager PyTorch, torch.compile and the libraries: time, memory and error of each, and the limits.
 
     python bench.py kernels                              every operation and size, to benchmarks/records/kernels.json
     python bench.py kernels --op=rms_norm,rope           some operations, to out/kernels.json

@@ -1,4 +1,4 @@
-"""Does it learn as well? The losses of Llama 3.2 1B beside those of Hugging Face's model, from the same weights.
+"""Does it learn as well? The losses of Llama 3.2 1B against those of Hugging Face's model, from the same weights.
 
     python bench.py losses                      300 steps of 8 x 1,024 tokens: some minutes of an H200
     python bench.py losses --arms=nanocria,float32 --steps=100 --shape=4x512

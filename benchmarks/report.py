@@ -74,7 +74,7 @@ def lead_cell(row: dict) -> str:
 
 
 def baby_table(runs: list[dict]) -> str:
-    """Training time and result, beside two compressors that read the same bytes."""
+    """Training time and result, and those of two compressors of the same bytes."""
     header = "command | device | minutes | bits per byte | gzip -9 | xz -9"
     bits = "{bits_per_byte:.2f} | {gzip_bits_per_byte:.2f} | {xz_bits_per_byte:.2f}"
     rows = [r | {"card": card(r), "minutes": r["train_seconds"] / 60} for r in runs]
@@ -459,7 +459,7 @@ def drive_sentence(r: dict) -> str:
 
 
 def disk_table(r: dict) -> str:
-    """An update through a drive beside plain reads and writes; bytes both read and written."""
+    """An update through a drive against plain reads and writes; bytes both read and written."""
     rows = [row | {"of": f"{row['config']} {row['flags']}".strip(), "gb": row["bytes"] / 1e9} for row in r["drives"]]
     line = "`{of}` | {gb:.1f} | {update_gb_per_s:.2f} | {plain_gb_per_s:.2f} | {plain_threads} | {ratio:.2f}"
     return table("an update of | GB | GB/s | plain GB/s | its threads | ratio", line, rows)

@@ -1,4 +1,4 @@
-"""What takes the memory in one step, allocation by allocation: ours beside Hugging Face's.
+"""What takes the memory in one step, allocation by allocation: ours against Hugging Face's.
 
     python bench.py snapshot                                     Llama 3.2 1B, 8 x 2,048 tokens
     python bench.py snapshot --peers=hf,liger --checkpointing=full --offload=optimizer --batch_size=4
@@ -29,7 +29,7 @@ from benchmarks.estimate import resolve
 from runtime.watchdog import Watchdog
 
 # settings
-peers = "hf"  # beside ours: hf, liger, or none
+peers = "hf"  # to compare with: hf, liger, or none
 config = "config/llama32_1b.py"  # the model
 batch_size = 8  # sequences
 block_size = 2048  # tokens of a sequence

@@ -1,4 +1,4 @@
-"""The whole training step, beside the alternative trainers.
+"""The whole training step, against the alternative trainers.
 
     python bench.py step                          Llama 3.2 1B on one GPU: every arm, shape and checkpointing
     python bench.py step --arms=nanocria,recipe --shapes=8x2048,2x8192 --checkpointing=none,full

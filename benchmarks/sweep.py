@@ -1,4 +1,4 @@
-"""What fits on the card: batch and context grow until nothing fits, beside other frameworks.
+"""What fits on the card: batch and context grow until nothing fits, against other frameworks.
 
     python bench.py                               batches of Llama 3.2 1B, sequences of 1,024 tokens, on this card
     python bench.py --sweep=both --peers=hf,liger          contexts too, at batch 4, and beside two others
@@ -41,7 +41,7 @@ from runtime import memory, memory_stats
 preset: Literal["study", "8b", "finetune"] | None = None  # a set of settings, which other flags override
 sweep: Literal["batch", "seq", "both"] = "batch"  # what grows: batches, contexts
 arms = "all"  # ours: see above
-peers = "none"  # beside them: see above
+peers = "none"  # to compare with: see above
 config = "config/llama32_1b.py"  # the model
 memory_limit_gib: float | None = None  # as if the card had only so many GiB
 checkpointing = "none"  # one or several of none, selective, full

@@ -129,7 +129,7 @@ class FP8LoRALinear(Float8Products, LoRALinear):
         return quantize(weight) if use_triton(weight) else quantize_reference(weight)
 
     def read_weight(self, like, weight, scales):
-        return scales * weight.float()  # in fp32: like's bf16 would round once more
+        return scales * weight.float()  # in fp32: like's bf16 would round again
 
     def read_float8(self, like, weight, scales, transposed=False):
         return transpose(weight) if transposed else weight, scales

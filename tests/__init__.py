@@ -1,4 +1,4 @@
-"""Without a GPU the tests run the kernels through Triton's interpreter: asked for before anything imports Triton."""
+"""Without a GPU the tests run the kernels in Triton's interpreter, which is set before anything imports Triton."""
 
 import contextlib
 import gc
@@ -12,8 +12,8 @@ os.environ.setdefault("TRITON_INTERPRET", "0" if torch.cuda.is_available() else 
 
 
 def keep_patches(interpreter):
-    """The interpreter patches triton.language anew for each launch and each call of a helper, two fifths of its time on
-    small tensors: here once for each module of kernels, and for good.
+    """The interpreter patches triton.language again for each launch and each call of a helper: two fifths of its time
+    on small tensors. Here it patches once for each module of kernels, and restores nothing.
     """
     patch, patched = interpreter._patch_lang, set()
 
@@ -28,7 +28,7 @@ def keep_patches(interpreter):
 
 
 if os.environ["TRITON_INTERPRET"] == "1":
-    with contextlib.suppress(ImportError, AttributeError):  # no Triton; another version, as slow as it is
+    with contextlib.suppress(ImportError, AttributeError):  # no Triton, or another version: then it stays slow
         from triton.runtime import interpreter
 
         keep_patches(interpreter)

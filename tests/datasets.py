@@ -28,7 +28,7 @@ def documents_of(folder, split):
 
 
 def texts_of(folder):
-    """Of both splits, sorted."""
+    """The texts of both splits, sorted."""
     return sorted(documents_of(folder, "train") + documents_of(folder, "val"))
 
 
@@ -37,6 +37,6 @@ def contents(folder):
 
 
 def package_file(package, *path):
-    """A file that an installed package ships; without it the test is skipped."""
+    """A file that a package ships; skips the test if the package is not installed."""
     spec = importlib.util.find_spec(package)
     return pytest.skip(f"pip install {package}") if spec is None else Path(spec.submodule_search_locations[0], *path)

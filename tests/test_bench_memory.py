@@ -240,7 +240,7 @@ def test_the_estimate_counts_the_sums_of_the_micro_batches_that_the_config_asks_
     text, recipe = estimated(words)
     _, single = estimated(f"{words} -- --gradient_accumulation_steps=1")
     assert recipe["peak_gib"] - single["peak_gib"] == pytest.approx(4 * 1_235_814_400 / 2**30, abs=0.01)
-    assert "32 micro-batches a step" in text and "gradient accumulators" in text
+    assert "32 micro-batches per step" in text and "gradient accumulators" in text
     peaks = [estimated(f"{words} --ranks=8 -- --copy_engines={value}")[1]["peak_gib"] for value in ("false", "true")]
     assert peaks[0] < peaks[1]
 
@@ -275,7 +275,7 @@ def test_the_estimate_shows_the_first_that_fits_and_settings_choose_another():
     _, found = estimated("--card=a100-40")
     assert (found["activation_checkpointing"], found["offload"]) == ("none", "none")
     _, found = estimated("--card=12")
-    assert found["offload"] == "optimizer", "12 bytes a parameter alone are more"
+    assert found["offload"] == "optimizer", "12 bytes per parameter alone are more"
     text, found = estimated("--card=2 --checkpointing=full")
     assert not found["fits"] and "it does not fit" in text and found["batch_size"] == 1
 

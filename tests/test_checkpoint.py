@@ -367,7 +367,7 @@ def test_another_run_or_version_in_the_same_folder_is_refused_with_a_sentence(tr
     assert "--init_from=resume continues it" in slip(train, capsys, init_from="scratch")
     (tmp_path / "out/step_000008").rename(tmp_path / "out/step_000900")
     assert "step_000900 holds step 8: name it step_000008 again" in slip(train, capsys, max_iters=900)
-    for lacks in ("updates", "settings"):  # convert.py writes only dataset
+    for lacks in ("updates", "settings"):  # a folder from convert.py lacks them, too
         edit_run(tmp_path / "out/step_000900", **{lacks: None})
         assert "is not a checkpoint of this version: its run.json lacks " + lacks in slip(train, capsys, max_iters=900)
     assert (tmp_path / "out/step_000900").exists(), "it is not damaged"

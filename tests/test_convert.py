@@ -177,7 +177,7 @@ def test_metas_own_files_become_a_folder_with_the_same_logits(meta_folder, conve
     settings, tokenizer = read_config(open_folder(folder))
     assert tokenizer == "llama3" and settings["tie_embeddings"] == tied and settings["ffn_dim"] == 96
     assert (settings["rope_scaling"] or {"factor": None})["factor"] == factor
-    assert not factor or list(settings["rope_scaling"]) == sorted(SCALING)  # a sentence that suggests it stays the same
+    assert not factor or list(settings["rope_scaling"]) == sorted(SCALING)  # a message that suggests it stays the same
     theirs = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     for model in (theirs, load_model(folder)):
         assert_metas_logits(model, weights, factor)
@@ -195,7 +195,7 @@ def test_a_run_begins_with_metas_own_weights(train, meta_folder, text_data, tmp_
     assert_metas_logits(load_model(tmp_path / "out"), meta_weights(True), None)
 
 
-META_SLIPS = {  # the sentence: what params.json says, and tensors of other shapes
+META_SLIPS = {  # message: changes of params.json, and tensors of other shapes
     "params.json says vocab_size -1: Llama 3's is 257": (dict(vocab_size=-1), {}),
     "params.json: rope_theta expects a float, got None": (dict(rope_theta=None), {}),
     "params.json: n_layer, n_head": (dict(n_heads=0), {}),

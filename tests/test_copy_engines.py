@@ -15,7 +15,7 @@ import torch.distributed as dist
 from runtime import copy_engines
 from runtime.copy_engines import CopyEngineAllGather, CopyEngineReduceScatter, pick_copy_engines
 
-pytestmark = pytest.mark.usefixtures("plain_pytorch_on_one_core")  # the interpreter knows no threads
+pytestmark = pytest.mark.usefixtures("plain_pytorch_on_one_core")  # the interpreter does not support threads
 RANKS = 3
 
 

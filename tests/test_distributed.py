@@ -130,7 +130,7 @@ OTHER_SUMS = (  # in optimizers/: as if ranks added in another order
 
 @pytest.mark.parametrize("settings, on_one_machine", [
     ({}, "from optimizers.on_gpu import OnGPU as P; norm = P.norm; P.norm = lambda self: norm(self) * (1 + 2**-20)"),
-    (dict(offload="optimizer"), "import kernels.c_library as c; c.build = lambda name: None"),  # it has no compiler
+    (dict(offload="optimizer"), "import kernels.c_library as c; c.build = lambda name: None"),  # without a compiler
     *((dict(optimizer=rule, galore_rank=8, galore_interval=1), OTHER_SUMS) for rule in ("apollo", "galore")),
 ], ids=["another norm", "no C", "other sums of apollo", "other sums of galore"])  # fmt: skip
 def test_copies_of_the_model_stay_equal_where_machines_round_differently(train, tmp_path, settings, on_one_machine):
@@ -292,7 +292,7 @@ def test_error_on_all_ranks_is_reported_in_full(train, tmp_path):
 @pytest.mark.parametrize("fails", [True, False], ids=["fails", "hangs"])
 def test_a_rank_that_fails_or_hangs_before_the_first_step_ends_all_and_is_named(train, tmp_path, place, doing, fails):
     before = hang(tmp_path) + "fail = hang\n"
-    if fails:  # rank 0, which says it, is late
+    if fails:  # rank 1 fails while rank 0, which reports it, is slow
         before = "import builtins; say = print\n"
         before += "builtins.print = lambda *args, **to: 'file' in to and time.sleep(2) or say(*args, **to)\n"
         before += "def fail(*_): raise OSError('no such luck')\n"

@@ -1,4 +1,4 @@
-"""What flash_attention promises beside what test_kernels.py asks of every operation: masks, blocks, documents.
+"""What flash_attention promises beyond what test_kernels.py tests for all operations: masks, blocks, documents.
 
 Small blocks here, so that a few tokens cross several of them in each direction.
 """
@@ -79,7 +79,7 @@ def test_any_shape_of_blocks(blocks, rows, monkeypatch):
 
 
 def test_blocks_of_other_documents_are_never_read():
-    """NaN times 0 is NaN: what is only masked would show."""
+    """NaN times 0 is NaN: values that are read and then masked would show."""
     tensors, upstream = inputs(128, (2, 1))
     starts = documents((32, 64, 96), (64,), n_time=128)
     clean = run(flash_attention, tensors, (starts,), upstream)

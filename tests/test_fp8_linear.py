@@ -153,7 +153,7 @@ def test_sums_are_not_truncated():
 
 
 def test_the_weight_of_backward_is_that_of_forward():
-    """Its scales go into dy: if dy and x have one nonzero element per row, only W is rounded, and alike."""
+    """Its scales go into dy: if dy and x have one nonzero element per row, only W is rounded, alike in both."""
     weight, eye = randn(32, 64), torch.eye(64, device=DEVICE, dtype=BF16)
     forward = FP8Linear.project(eye, weight).T  # (O, C): the rounded W
     backward = FP8Linear.input_gradient(eye[:32, :32].contiguous(), weight)
@@ -285,7 +285,7 @@ def test_fused_functions_hand_float8_to_their_projections(monkeypatch):
     kernels.swiglu_mlp(*inputs, gate_up, down, keep_gate_up=False, chunks=3)
     assert handed == [True] * (1 + 2 + 6)
     kernels.swiglu_mlp(*inputs, gate_up, down, keep_gate_up=False)[0].sum().backward()
-    assert handed[9:] == [True] * 3  # gate_up once more in backward
+    assert handed[9:] == [True] * 3  # gate_up again in backward
 
 
 @pytest.mark.parametrize("columns, message", [

@@ -50,7 +50,7 @@ def gradients(y, leaves):
     return torch.autograd.grad(y, leaves, torch.randn(y.shape, dtype=torch.float64).to(y))
 
 
-@pytest.mark.parametrize("n_in", [N_IN, 192])  # one block of NF4 a row, and three
+@pytest.mark.parametrize("n_in", [N_IN, 192])  # one block of NF4 per row, and three
 @each_kind
 def test_without_adapters_it_is_fp8_linear_of_the_held_weight_bit_for_bit(kind, n_in):
     layer, original = layer_of(kind, n_in, adapters=False)

@@ -1,4 +1,4 @@
-"""GaLore: AdamW of projected gradients."""
+"""GaLore: AdamW on projected gradients."""
 
 import zlib
 

@@ -141,8 +141,8 @@ def test_a_turn_of_a_conversation_reads_what_is_new_and_is_the_prompt_read_alone
     model, prefix, history = build(block_size=32, **settings), PrefixCache(), []
     turns = [  # tokens of the history in the prompt, new ones after them, max_new_tokens, tokens taken, tokens read
         (0, 4, 5, 5, [4]),
-        (9, 3, 4, 4, [4]),  # the last token of an answer was drawn, and not read
-        (6, 5, 3, 3, [5]),  # the template writes the first answer in another way
+        (9, 3, 4, 4, [4]),  # the last token of an answer was drawn, but not read
+        (6, 5, 3, 3, [5]),  # the template writes the first answer differently
         (11, 0, 6, 2, [1]),  # the same prompt again: its last token is read, for its logits. Ctrl-C ends the answer
         (12, 10, 25, 25, [10, 17]),  # the context fills up: its older half is dropped
         (47, 3, 4, 4, [32, 17]),  # a prompt that is longer than the context

@@ -271,7 +271,7 @@ def test_adamw8bit_keeps_a_nan_in_its_block(adamw):
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# What goes with them
+# sgdw and add_ranks
 
 
 @pytest.mark.parametrize("sgdw", [kernels.sgdw, reference.sgdw], ids=["kernel", "reference"])

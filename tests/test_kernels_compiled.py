@@ -120,7 +120,7 @@ CARDS = {"RTX 4090": (89, 101376), "RTX 5090": (120, 101376), "A100": (80, 16691
 
 
 def compile_for(card):
-    """Compiles the operations' kernels for another GPU; fails if one does not fit there or rounds once too few.
+    """Compiles the operations' kernels for another GPU; fails if one does not fit there or fuses a multiply-add.
 
     Triton needs no GPU for this, only a driver that names one. Nothing runs: results are uninitialised memory.
     """

@@ -35,7 +35,7 @@ from test_kernels import (
     widened,
 )
 
-# Through one signature, f(logits, targets, **options): with an identity head, x is the logits.
+# Through one signature, f(logits, targets, **options): with an identity head, the logits are x.
 LOSSES = {
     "cross_entropy": kernels.cross_entropy,
     "linear_cross_entropy": lambda logits, targets, **options: linear_cross_entropy(
@@ -249,7 +249,7 @@ def test_any_chunk_size_gives_the_same_loss_and_gradients(chunk_tokens):
 
 
 def test_the_weight_gradient_is_summed_in_fp32_over_the_chunks():
-    """3,200 + 32.53125 is 3,232 in fp16: one token a chunk would round at every addition."""
+    """3,200 + 32.53125 is 3,232 in fp16: one token per chunk would round at every addition."""
     rows = 128
     x, weight = torch.full((rows, 1), 65.0625, dtype=FP16, device=DEVICE), torch.zeros(2, 1, dtype=FP16, device=DEVICE)
     targets = torch.zeros(rows, dtype=torch.int64, device=DEVICE)
@@ -342,7 +342,7 @@ def profile(function):
     (torch.no_grad, True, True), (torch.inference_mode, True, True),
 ])  # fmt: skip
 def test_linear_cross_entropy_computes_nothing_that_is_not_needed(context, need_dx, need_dweight):
-    """Three chunks: a product each for the logits, for dX and for dW, and no fp32 (V, C) for a frozen weight."""
+    """Three chunks: each has a product for the logits, for dX and for dW. No fp32 (V, C) for a frozen weight."""
     x, weight, targets = linear_inputs(9, 500)
     x.requires_grad_(need_dx), weight.requires_grad_(need_dweight)
 
@@ -402,7 +402,7 @@ def test_linear_cross_entropy_at_full_size_matches_float64(options, dtype):
 
 
 def truth_in_chunks(oracle, x, weight, targets, scale):
-    """The oracle in float64, 1,024 tokens at a time: all the logits would take 17 GB a copy."""
+    """The oracle in float64, 1,024 tokens at a time: all the logits would take 17 GB per copy."""
     weight = weight.double().requires_grad_()
     loss, dx, n_live = 0, [], (targets != -100).sum()
     for x_chunk, target_chunk in zip(x.split(1024), targets.split(1024), strict=True):

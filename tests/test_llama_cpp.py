@@ -1,4 +1,4 @@
-"""llama.cpp reads checkpoints as they stand. LLAMA_CPP: a folder of its sources with npm's node-llama-cpp (.ci/run)."""
+"""llama.cpp reads checkpoints as they are. LLAMA_CPP: a folder of its sources with npm's node-llama-cpp (.ci/run)."""
 
 import json
 import os

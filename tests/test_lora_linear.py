@@ -108,7 +108,7 @@ def test_a_frozen_base_costs_no_matmul_for_its_gradient(options):
         counts.append(sum(n for name, n in seen.ops.items() if name in ("mm", "linear", "accumulate", "addmm_")))
     dense, lora = counts
     n_slices, again = options.get("chunks", 1), not options.get("keep_gate_up", True)
-    # x Aᵀ of both, and into y for gate, up and down; again for gate_up where it is repeated; dy B, and into dx
+    # x Aᵀ of both, and into y for gate, up and down; again for gate_up if it is recomputed; dy B, and into dx
     assert lora - dense == n_slices * (2 + 3 + 3 * again + 3 + 2), seen.ops
 
 

@@ -158,7 +158,7 @@ def test_nf4_is_that_of_bitsandbytes(dtype):
     ours = reference.quantize_nf4(weight)
     codes, state = functional.quantize_4bit(weight, compress_statistics=True, quant_type="nf4")
     assert_same([ours.codes, *ours[2:]], [codes.view(300, 96), state.state2.absmax, state.offset], "codes and scales")
-    # On a CPU it looks up scales in a coarser table: next to a bound it may take the neighbour
+    # On a CPU bitsandbytes looks up scales in a coarser table: next to a bound it may take the neighbour
     differ = (ours.scale_codes.int() - state.absmax.int()).abs()
     assert differ.max() <= 1 and (differ > 0).float().mean() < 0.02
     state.absmax = ours.scale_codes
@@ -169,7 +169,7 @@ def test_nf4_is_that_of_bitsandbytes(dtype):
 @pytest.mark.parametrize("dtype", [torch.float16, BF16, FP32], ids=str)
 @pytest.mark.parametrize("shape", [(64,), (3, 64), (37, 192), (2, 32, 66), (8, 4096)], ids=str)
 def test_nf4_kernels_are_the_reference_bit_for_bit(shape, dtype, monkeypatch):
-    monkeypatch.setattr("kernels.nf4.CHUNK", 64 * 64)  # of what the reference takes at once
+    monkeypatch.setattr("kernels.nf4.CHUNK", 64 * 64)  # weights that the reference takes at once
     weight = (0.02 * torch.randn(shape, device=DEVICE)).to(dtype)
     ours, plain = quantize_nf4(weight), reference.quantize_nf4(weight)
     assert_same(ours, plain, "codes and scales")
@@ -236,11 +236,11 @@ def test_nf4_needs_no_temporary_as_large_as_the_weight():
     peak = torch.cuda.max_memory_allocated() - before
     assert peak < weight.nbytes, f"{peak / weight.nbytes:.2f} of the weight"
     held = sum(x.nbytes for x in quantized)
-    assert abs(held / weight.numel() - 0.516) < 0.001, f"{held / weight.numel():.4f} bytes an element"
+    assert abs(held / weight.numel() - 0.516) < 0.001, f"{held / weight.numel():.4f} bytes per element"
 
 
 def test_a_projection_becomes_nf4_without_a_copy_in_float32(monkeypatch):
-    monkeypatch.setattr("kernels.nf4.CHUNK", 64 * 64)  # of what the reference takes at once
+    monkeypatch.setattr("kernels.nf4.CHUNK", 64 * 64)  # weights that the reference takes at once
     layer = NF4LoRALinear(Linear(256, 512), (256, 256), 4, 8.0)
     weight = (0.02 * torch.randn(512, 256, device=DEVICE)).to(BF16)
     with Watch() as seen:

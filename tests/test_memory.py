@@ -47,7 +47,7 @@ def by_name(parts):
 
 
 def recorded():
-    """(what, GiB, config, run) of each of our peaks in the records, as measured by the current code."""
+    """(what, GiB, config, run) of each of our peaks in the records that the current code measured."""
     of_step = {"config": "config/llama32_1b.py", "ranks": 1, "offload": "none"}
     for record in ("step", "step_h100", "sweep", "study", "study_8b", "ladder", "finetune"):
         found = load(record)

@@ -1,6 +1,6 @@
 """The model against Hugging Face's, and against itself under FSDP and torch.compile; test_recompute.py tests its modes.
 
-    pytest test_model.py        a minute; without a GPU the kernels run through Triton's interpreter
+    pytest tests/test_model.py  a minute; without a GPU the kernels run through Triton's interpreter
 
 Errors are relative, ‖out − truth‖ / ‖truth‖, tensor by tensor. float64 shows mistakes that bf16 would hide as rounding.
 """
@@ -37,7 +37,7 @@ OPERATIONS = {"fused_kernels", "fused_loss", "attention"}  # Llama.set_operation
 RECOMPUTE = {"activation_checkpointing": "none", "mlp_chunks": None, "offload_activations": False}  # recompute
 
 
-# At 16 dimensions a head and theta 10,000 this keeps the first frequency, mixes the second and slows the other six.
+# With heads of 16 and theta 10,000 this keeps the first frequency, blends the second and slows down the other six.
 SCALING = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 32}
 SMALL = LlamaConfig(
     n_layer=2, n_head=4, n_kv_head=2, n_embd=64, ffn_dim=88, vocab_size=97, block_size=64, rope_theta=10000.0,
@@ -61,7 +61,7 @@ def build(seed=0, dtype=FP64, config=SMALL, **settings):
 
 
 def batch(n_batch=2, n_time=16, seed=0, vocab_size=SMALL.vocab_size):
-    """Tokens and targets (B, T); every seventh target does not count."""
+    """Tokens and targets (B, T); every seventh target is ignored."""
     tokens = torch.randint(vocab_size, (n_batch, n_time + 1), generator=torch.Generator().manual_seed(seed)).to(DEVICE)
     targets = tokens[:, 1:].clone()
     targets.view(-1)[::7] = -100

@@ -20,7 +20,7 @@ CHAT = SMALL | SHORT | dict(n_head=2, n_kv_head=1, mask_documents=True, block_si
 
 
 def encode(text, tokenizer):
-    """A text a>b: b is learned."""
+    """Encode a text a>b, of which b is learned."""
     prompt, answer = text.split(">")
     ids = [*f"{prompt}>".encode(), *answer.encode(), tokenizer.end_of_text]
     mask = [IS_TARGET if i > len(prompt) else 0 for i in range(len(ids))]
@@ -42,12 +42,12 @@ def write(folder, lengths, seed=0):
 
 @pytest.fixture(scope="module")
 def chats(tmp_path_factory):
-    """300 of 4 to 34 tokens."""
+    """300 conversations of 4 to 34 tokens."""
     return write(tmp_path_factory.mktemp("chats"), np.random.default_rng(0).integers(2, 33, 300))
 
 
 def conversations(ids, mask):
-    """The tokens and the mask of each, as a tuple."""
+    """The tokens and the mask of each conversation, as tuples."""
     cuts = np.flatnonzero(mask & OPENS)[1:]
     pairs = zip(np.split(ids, cuts), np.split(mask, cuts), strict=True)
     return [(tuple(map(int, part)), tuple(map(int, bits))) for part, bits in pairs]
@@ -59,7 +59,7 @@ def conversations_of(folder, split):
 
 
 def found_in(blocks):
-    """Those of packed blocks, without the padding."""
+    """The conversations in packed blocks, sorted, without the padding."""
     found = sum((conversations(row & 0xFFFFFFFF, row >> 32) for row in blocks.numpy()), [])
     return sorted((ids, mask) for ids, mask in found if any(bits & IS_TARGET for bits in mask))
 
@@ -132,7 +132,7 @@ def model():
 
 
 def gradients(model, batches, weights):
-    """Loss and gradients as train.py's step has them: the mean over micro-batches of weight times mean loss."""
+    """Loss and gradients as train.py's step computes them: the mean over micro-batches of weight times mean loss."""
     model.zero_grad()
     total = 0.0
     for batch, weight in zip(batches, weights, strict=True):
@@ -230,7 +230,7 @@ def test_eval_first_and_eval_only_report_the_loss_that_training_starts_from(text
 ])  # fmt: skip
 def test_a_finetune_is_transformers_on_the_same_conversations_unpacked(arm, peer, more, chats, tmp_path, monkeypatch):
     """Step for step: the losses of packed blocks, and of all validation conversations; with adapters peft's."""
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)  # where there is one, TF32 would differ by more
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)  # with one, TF32 would differ by more
     publish(tmp_path / "hf")
     at = dict(folder=str(tmp_path / "hf"), dataset=str(chats), batch=4, block=48, steps=8, rate=1e-3)
     ours = finetune.train_losses(arm, **at, flags=["--device=cpu", *more])

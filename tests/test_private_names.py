@@ -1,4 +1,4 @@
-"""PyTorch's private names: which are used, and what happens where a version of it has them no more."""
+"""PyTorch's private names: which are used, and what happens if a version of it lacks them."""
 
 import re
 

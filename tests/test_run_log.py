@@ -58,7 +58,7 @@ def test_bits_per_byte_are_said_where_99_percent_of_the_validation_tokens_were_r
 def test_a_disk_that_is_full_at_the_end_leaves_no_half_a_summary(tmp_path, capsys):
     log = run_log.RunLog(str(tmp_path), "cpu", "float32", 1000, 1.0)
     log.step_seconds, log.peak_gib = [1.0], 1.0
-    (tmp_path / "summary.json").write_text("{}")  # of an earlier end
+    (tmp_path / "summary.json").write_text("{}")  # an earlier run's
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (100, limits[1]))
     try:

@@ -94,7 +94,7 @@ def read(path, config, like):
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory):
-    """A folder and its content, written where an earlier save was killed."""
+    """A folder and its content, written after an earlier save there was killed."""
     path, states = tmp_path_factory.mktemp("killed"), whole_states(ODD)
     (path / "model.safetensors").write_text("half")
     write(path, ODD, states)

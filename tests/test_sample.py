@@ -1,4 +1,4 @@
-"""sample.py: prompts, sampling, conversations, and what it says to user errors."""
+"""sample.py: prompts, sampling, conversations, and its messages for user errors."""
 
 import io
 import os

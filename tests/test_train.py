@@ -60,7 +60,7 @@ def test_accumulating_4_micro_batches_equals_one_of_4_times_the_size(train, tmp_
     monkeypatch.setattr(Optimizer, "accumulate", lambda self: sums.append(self) or accumulate(self))
     train(batch_size=8, gradient_accumulation_steps=1, out_dir=tmp_path / "whole")
     train(batch_size=2, gradient_accumulation_steps=4, out_dir=tmp_path / "parts")
-    for name, tolerance in (("loss", 1e-5), ("grad_norm", 1e-4)):  # losses hardly tell a gradient from twice of it
+    for name, tolerance in (("loss", 1e-5), ("grad_norm", 1e-4)):  # losses hardly distinguish a gradient from twice it
         assert_close(*(numbers(tmp_path / out, name) for out in ("whole", "parts")), tolerance)
     assert len(sums) == 4 * 8, "bfloat16 gradients would be summed in bfloat16"
 
@@ -107,7 +107,7 @@ def test_settings_of_how_the_model_is_computed_reach_it_though_no_loss_shows_the
     dict(dtype="bfloat16"),
 ], ids=str)  # fmt: skip
 def test_in_groups_of_sequences_the_losses_stay(train, plain_losses, tmp_path, monkeypatch, settings):
-    monkeypatch.setattr(recompute, "MLP_SLICE", 1)  # 4C tokens, 128, are the limit then
+    monkeypatch.setattr(recompute, "MLP_SLICE", 1)  # then 4C tokens, 128, are the limit
     run = train(**{"batch_size": 16} | settings, activation_checkpointing="full")
     assert recompute.groups_of_sequences(run["batch_size"], 32, run["n_embd"], None) > 1
     shape = {"batch_size": 16} | {name: settings[name] for name in ("n_layer", "dtype") if name in settings}
@@ -226,9 +226,9 @@ def test_compiled_blocks_have_the_same_losses(train, plain_losses, tmp_path):
 
 
 def test_the_first_command_of_the_readme_needs_no_data(tmp_path):
-    """A copy of the tree without prepared data: train.py makes pystdlib itself, also where two runs begin at once.
+    """In a copy of the tree without prepared data, train.py makes pystdlib itself, even if two runs start at once.
 
-    The command but for its size: all of the validation bytes are evaluated.
+    The README's command on a smaller model: it still evaluates all of the validation bytes.
     """
     without_data = shutil.ignore_patterns("__pycache__", "*.bin", "meta.json", ".*")
     for name in ("config", "data", "kernels", "optimizers", "runtime"):
