@@ -446,7 +446,7 @@ def test_strides_of_inputs_and_gradients_change_nothing(name, restride):
         [restride(t) if t.is_floating_point() else restride(t.double()).to(t.dtype) for t in constants],
         [restride(g) if g.ndim else g for g in upstream],
     )
-    # Natively, a strided row is laid out differently in registers: its sum has another order. Attention packs inputs.
+    # Natively, a strided row lies differently in registers: its sum has another order. Attention packs its inputs.
     if name in MATMULS or (HAS_GPU and "attention" not in name):
         for a, b in zip(ours, packed, strict=True):
             torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5)

@@ -113,7 +113,7 @@ base_dtype: Literal["bfloat16", "nf4"] = "bfloat16"  # of frozen projections: dt
 
 # system
 device: Literal["auto", "cuda", "cpu"] = "auto"  # auto: cuda if available
-dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"  # auto: bfloat16, on CPU float32, pre-Ampere float16
+dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"  # of compute; auto: bfloat16 or float16, CPU: float32
 fp8 = False  # float8 for the blocks' matmuls, except weight gradients: faster, coarser (RTX 40, L4, H100 or newer)
 activation_checkpointing: Literal["none", "selective", "full"] = "none"  # recompute nothing; gate and up; whole blocks
 offload: Literal["none", "optimizer", "all"] = "none"  # optimizer: AdamW and gradients in CPU memory; all: weights too

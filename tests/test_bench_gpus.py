@@ -271,8 +271,8 @@ def test_the_cpu_memory_of_a_save_is_that_of_a_run_which_waits_for_it(monkeypatc
         return {"cpu_gib": next(used)}
 
     row = around_a_checkpoint(monkeypatch, tmp_path, "memory", 3, run)
-    assert "100.0 GiB of CPU memory, while" in (text := report.save_memory_sentences({"memory": [row]}))
-    assert "written 105.0, resumed 99.0; the checkpoint takes 3 s to write, 2 s to read." in text
+    assert "100.0 GiB of CPU memory, 105.0 while" in (text := report.save_memory_sentences({"memory": [row]}))
+    assert "is written and 99.0 after a resume. Writing takes 3 s, reading 2 s." in text
 
 
 @pytest.mark.parametrize("kind", ["saves", "memory"])
@@ -303,7 +303,7 @@ def test_tables_leave_out_what_their_record_has_not():
     saved = {"cpu_gib": 1.0, "saved_cpu_gib": 2.0, "resumed_cpu_gib": 3.0, "checkpoint_bytes": 4e9, "save_seconds": 5.0}
     resumed, failed = saved | {"resume_seconds": 6.0}, saved | {"saved_cpu_gib": 7.0, "resume_seconds": None}
     text = report.save_memory_sentences({"memory": [resumed, failed]})
-    assert "a checkpoint of 4 GB is written 2.0, resumed 3.0;" in text and "7.0" not in text
+    assert "2.0 while a checkpoint of 4 GB is written and 3.0 after" in text and "7.0" not in text
     speed, oom = {"arm": "nanocria", "targets_per_s": 3e4}, {"oom": True}
     record = {"command": "python bench.py finetune", "runs": [{"arm": "hf", **oom}], "packing": [speed, oom]}
     assert report.tables(record) == ""
