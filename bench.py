@@ -1,22 +1,22 @@
 """Run benchmarks, and turn their records into the tables and plots of README.md and benchmarks/README.md.
 
     python bench.py                             what fits in this card: the batch of Llama 3.2 1B grows up to the limit
-    python bench.py --preset=study              in 24 GiB, beside Hugging Face and Liger
-    python bench.py --preset=finetune           8B with adapters, beside peft and bitsandbytes
+    python bench.py --preset=study              in 24 GiB, against Hugging Face and Liger
+    python bench.py --preset=finetune           8B with adapters, against peft and bitsandbytes
     python bench.py sweep --help                its other settings; likewise for each command below
     python bench.py estimate --card=4090        what fits, by arithmetic, without a GPU
     python bench.py ladder                      each memory technique on top of another, within 24 GiB
     python bench.py snapshot                    what holds the memory in one step
-    python bench.py kernels                     every kernel beside eager PyTorch, torch.compile and other libraries
-    python bench.py step                        the whole training step, beside other trainers
-    python bench.py losses                      does it learn the same? beside Hugging Face's model
-    python bench.py finetune --init_from=FOLDER does a finetune learn the same? and packing
+    python bench.py kernels                     every kernel against eager PyTorch, torch.compile and other libraries
+    python bench.py step                        the whole training step, against other trainers
+    python bench.py losses                      does it learn the same as Hugging Face's model?
+    python bench.py finetune --init_from=FOLDER does a finetune learn the same? is packing faster?
     python bench.py gpus                        several GPUs: scaling, 8B, checkpoints
-    python bench.py disk --offload_dir=FOLDER   an update through a drive, beside plain reads and writes
-    python bench.py generate                    generated tokens per second, beside transformers.generate
+    python bench.py disk --offload_dir=FOLDER   an update through a drive, against plain reads and writes
+    python bench.py generate                    generated tokens per second, against transformers.generate
     python bench.py run FOLDER...               plots and tabulates the losses of training runs
-    python bench.py record FOLDER NAME          copies a training run's summary.json from FOLDER
-                                                to benchmarks/records/NAME.json
+    python bench.py record FOLDER NAME          saves a training run's summary.json and validation
+                                                losses as benchmarks/records/NAME.json
     python bench.py readme                      draws the plots and writes the tables of both pages
 
 Every setting is --key=value; COMMAND --help lists them. Put settings of train.py after --.

@@ -169,7 +169,7 @@ def read_file(path: str, settings: dict, script: str) -> dict:
         raise SettingError(f"config file {path} {problem}{did_you_mean(Path(path).stem, files)}")
     if not path.endswith(".py"):
         raise SettingError(f"{path} is not a config file: it must be a .py file of assignments, such as batch_size = 4")
-    sys.path.extend({str(Path(path).resolve().parent)}.difference(sys.path))  # a config may import another beside it
+    sys.path.extend({str(Path(path).resolve().parent)}.difference(sys.path))  # a config may import another next to it
     try:
         namespace = runpy.run_path(path)
         tree = ast.parse(Path(path).read_bytes())

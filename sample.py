@@ -102,7 +102,7 @@ dtype = pick_dtype(dtype, device)
 
 
 def named_tokenizer(folder: Folder) -> Tokenizer:
-    """The tokenizer of --tokenizer. If it is not the model's: ValueError if it is larger, else a warning."""
+    """The tokenizer of --tokenizer. ValueError if it has too many tokens; a warning if the model's is another."""
     found, (settings, known) = get_tokenizer(os.path.expanduser(tokenizer)), read_config(folder)
     if found.name != known and found.n_vocab > settings["vocab_size"]:
         said = f"tokenizer {found.name} has {found.n_vocab:,} tokens, {folder.path} only {settings['vocab_size']:,}"

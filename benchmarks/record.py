@@ -2,7 +2,7 @@
 
 A record has a list of rows for each kind of measurement. Only the same commit on the same card, with the same packages,
 adds rows to it; anything else starts it anew. --keep=true adds rows of another commit and lists both, for changes that
-affect neither time nor memory.
+affect neither time nor memory. Each row names the commit that measured it (older rows do not).
 """
 
 import contextlib
@@ -127,6 +127,7 @@ def fill(new: dict, rows: Iterable[tuple[str, dict]], out: Path, keys: dict, lin
         if not {"missing", "failed"} & row.keys():
             # reread each time: another process, on another card, may add to the same file
             record = continued(read_record(out), record, keys, keep)
+            row = row if row in record[kind] else row | {"commit": new["versions"]["nanocria"]}
             record[kind] = list({str(values(r, keys[kind])): r for r in [*record[kind], row]}.values())
             write(out, record)  # at once: a later point may crash
         print(line(row), flush=True)

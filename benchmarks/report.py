@@ -392,17 +392,17 @@ def finetune_table(r: dict) -> str:
     return table("a step | trainer | checkpointing | tok/s | peak GiB", line, rows)
 
 
-def finetune_sentence(r: dict) -> str:
+def qlora_table(r: dict) -> str:
     """QLoRA in float8 and in bfloat16 beside the peer, at each size and at each one's fastest settings."""
-    found, parts = by_place(finetune_rows(r), ("arm", "batch", "block")), []
+    found, rows = by_place(finetune_rows(r), ("arm", "batch", "block")), []
     for (arm, *at), row in found.items():
-        if arm == "qlora-fp8" and (peer := found.get(("peft-qlora", *at))):  # theirs does not fit at 131,072 tokens
+        if arm == "qlora-fp8" and (peer := found.get(("peft-qlora", *at))):  # their 131,072 tokens do not fit
             fp8, bf16 = (compare.ratio(ours, peer)["tok_per_s"] for ours in (row, found["qlora", *at]))
-            gib = f"{row['peak_gib']:.1f} GiB vs. {peer['peak_gib']:.1f}"
-            times = f"{fp8:.2f} times as fast, {bf16:.2f} without float8; {gib}"
-            parts.append(f"at {AT} tokens {{tok_per_s:,.0f}} tokens per second ({times})".format(**row))
+            rows.append(row | {"fp8": fp8, "bf16": bf16, "peer_gib": peer["peak_gib"]})
+    header = "tokens per step | tok/s with `--fp8=true` | speedup | speedup without float8 | GiB | theirs"
+    line = f"{AT} | {{tok_per_s:,.0f}} | {{fp8:.2f}} | {{bf16:.2f}} | {{peak_gib:.1f}} | {{peer_gib:.1f}}"
     peer = "Hugging Face + Liger + peft + bitsandbytes"
-    return f"QLoRA of Llama 3.1 8B in 24 GiB with `--fp8=true`, against {peer}: {', '.join(parts)}."
+    return f"QLoRA of Llama 3.1 8B in 24 GiB, against {peer}:\n\n{table(header, line, rows)}"
 
 
 def generate_table(r: dict) -> str:
@@ -500,7 +500,7 @@ PAGES = {  # page -> its parts: name -> the function that makes it, and its reco
         "headline": (headline, "step"), "fits_headline": (fits_headline, "study"),
         "linux_headline": (linux_headline, "linux_114m"), "whole_8b": (whole_8b_sentence, "ladder"),
         "fp8": (fp8_sentence, "step"), "sft": (sft_sentence, "finetune_losses"),
-        "finetune": (finetune_sentence, "finetune"), "generate": (generate_sentence, "generate"),
+        "finetune": (qlora_table, "finetune"), "generate": (generate_sentence, "generate"),
     },
     "benchmarks/README.md": {
         "linux": (linux_table, "linux_114m*"), "baby": (baby_table, "baby_llama*"),

@@ -1,4 +1,4 @@
-# Llama 3.1 8B finetuned with QLoRA in 24 GiB: the frozen weights in four bits (NF4), adapters of rank 16 beside them.
+# Llama 3.1 8B finetuned with QLoRA in 24 GiB: the frozen weights in four bits (NF4), with adapters of rank 16.
 #   python data/fineweb_edu/prepare.py --tokenizer llama3          # or your own text
 #   python train.py config/qlora_llama31_8b.py --init_from=Llama-3.1-8B --dataset=fineweb_edu
 out_dir = "out/qlora_llama31_8b"

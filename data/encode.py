@@ -2,7 +2,7 @@
 
 Documents travel to the worker processes, and their ids come back, in batches of about a megabyte:
 
-    for encoded in encode_documents([("train", "some text"), ("val", "more text")], tokenizer, workers=8):
+    for encoded in encode_documents([("train", "some text"), ("val", "more text")], tokenizer, 8, encode=None):
         tokens, mask, counts = encoded["train"]
 """
 

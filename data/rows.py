@@ -3,7 +3,7 @@
     bad = Bad("skip")  # the value of --errors
     with open_input(path) as file:
         kind = kind_of(head_of(file, path), path)
-        for where, row in read_rows(file, path, kind, bad):  # JSON, one object a line or an array
+        for where, row in read_rows(file, path, kind, bad):  # JSON, one object per line or an array
             text = field_of(row, "text", where, bad)  # None if the row is left out
     bad.report()
 
@@ -106,7 +106,7 @@ def whole_text(file: BinaryIO, path: Path) -> str:
 
 
 def text_size(path: Path, most: int) -> int | None:
-    """The size of a file's text in bytes; None if unknown: a pipe, or a compressed file of more than `most`."""
+    """The size of a file's text in bytes; None if unknown: a pipe, damaged, or compressed from more than `most`."""
     if not path.is_file():
         return None
     with contextlib.suppress(Unreadable), open_input(path) as file:
@@ -143,7 +143,7 @@ def kind_of(head: bytes, path: Path) -> str:
     if not OBJECT.match(line):
         return "text"
     try:
-        return "lines" if not end or json.loads(line) else "text"  # the whole line, or the part in head
+        return "lines" if not end or json.loads(line) else "text"  # a line that does not end in head cannot be parsed
     except ValueError:
         return "text"
 

@@ -170,7 +170,7 @@ def encoding_of_json(name: str, content: dict, file: Path) -> tiktoken.Encoding:
 
 
 def json_of_encoding(encoding: tiktoken.Encoding, bos: int | None) -> dict:
-    """The content of a tokenizer.json, with which transformers starts each text with bos."""
+    """The content of a tokenizer.json. bos: the id that transformers is to put before each text; None: no id."""
     if encoding.name == "bytes":
         return json_of_bytes(encoding)
     ranks, char_of = encoding._mergeable_ranks, visible_bytes()

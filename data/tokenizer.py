@@ -23,7 +23,7 @@ from data.tiktoken_files import DOWNLOADS, bytes_encoding, encoding_of_json, is_
 from data.vocabulary import HuggingFace, Tiktoken, Tokenizer, vocabulary_name
 
 NAMES = ["bytes", *DOWNLOADS, "llama3"]
-FILES = (  # of a tokenizer, as Hugging Face publishes it
+FILES = (  # that belong to a tokenizer in Hugging Face's format
     "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja",
     "generation_config.json",
 )  # fmt: skip
@@ -58,7 +58,7 @@ def get_tokenizer(name: str | Path) -> Tokenizer:
 
 
 def tokenizer_of(folder: Path) -> Tokenizer:
-    """The tokenizer of a dataset, a run, a checkpoint or published weights, with the bos of the data they used.
+    """The tokenizer of a dataset, a run, a checkpoint or published weights, with the bos of its data.
 
     Raises what get_tokenizer raises.
     """
@@ -150,7 +150,7 @@ def parse(content: bytes, path: Path) -> dict:
 
 
 def published_name(folder: Path) -> str | None:
-    """The name of the tokenizer.json in a folder, without loading `tokenizers`; None if it cannot be read."""
+    """The name of the tokenizer in a folder's tokenizer.json, without `tokenizers`; None if it cannot be read."""
     with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
         content = parse((folder / "tokenizer.json").read_bytes(), folder)
         ids = content["model"]["vocab"] | {token["content"]: token["id"] for token in content["added_tokens"]}

@@ -43,8 +43,8 @@ class Tokens:
 
     Block i of length T holds the T + 1 tokens iT .. iT + T: T inputs and, shifted by one, their T targets. The target
     of a block's last input is the first input of the next block, so every token of a shard is a target once, except
-    the first one and the remainder after the last whole block. Training shifts the blocks in each epoch
-    by another number of tokens below T, and skips the tokens before the first block.
+    the first one and the remainder after the last whole block. Training shifts the blocks, in each epoch by a
+    different number of tokens below T, and skips the tokens before the first block.
 
     Raises FileNotFoundError if the dataset or one of its files is missing, ValueError if a file's size differs from
     meta.json's; both say how to make the dataset.
@@ -85,8 +85,8 @@ class Tokens:
         return [max(0, (len(shard) - 1 - shift) // block_size) for shard in self.shards]
 
     def blocks(self, block_size: int, shifted: bool = False) -> int:
-        """The number of blocks; with shifted, if they may start up to block_size - 1 tokens into each shard. Raises
-        ValueError if there are none.
+        """The number of blocks; shifted: the number that fits after any shift, of up to block_size - 1 tokens in each
+        shard. Raises ValueError if there are none.
         """
         n_blocks = sum(self._blocks_per_shard(block_size, shifted))
         if n_blocks == 0:

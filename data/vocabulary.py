@@ -33,7 +33,7 @@ class Tokenizer:
     """
 
     def encode(self, text: str, special: bool = False) -> list[int]:
-        """The ids of a text, without bos. special: spelled-out special tokens become tokens, else text."""
+        """The ids of a text, without bos. special: special tokens spelled out in it become tokens, else stay text."""
         raise NotImplementedError
 
     def decode(self, ids: Iterable[int]) -> str:
@@ -45,7 +45,7 @@ class Tokenizer:
         return self.files
 
     def set_special_tokens(self, id_of: Callable[[str], int | None], config: dict) -> None:
-        """Read them from `config`, the tokenizer's files. Raises ValueError if no token ends a document."""
+        """Set them from `config`, the tokenizer files' content. Raises ValueError if no token ends a document."""
         self.bos_token, self.eos_token = (spelling(config.get(name)) for name in ("bos_token", "eos_token"))
         ends = [id_of(token) for token in (*END_OF_TEXT_NAMES, self.eos_token) if id_of(token) is not None]
         if not ends:
@@ -149,17 +149,17 @@ class TextStream:
     """
 
     def __init__(self, tokenizer: Tokenizer, before: Iterable[int] = ()):
-        # The text of ids may depend on those before them: `shown` are the last ids whose text has been returned.
+        # The text of ids may depend on those before them: `shown` are the last ids returned as text, at first `before`.
         self.tokenizer, self.shown, self.pending = tokenizer, list(before), []
 
     def add(self, token: int) -> str:
         """The text that this id completes: often "", or several characters."""
         self.pending.append(int(token))
         text = self.text()
-        return "" if text.endswith("\ufffd") else self.end()  # an incomplete character
+        return "" if text.endswith("\ufffd") else self.end()  # perhaps an incomplete character
 
     def end(self) -> str:
-        """The rest of the text, with U+FFFD for incomplete characters."""
+        """The rest of the text, with U+FFFD for bytes that are not a character."""
         text, self.shown, self.pending = self.text(), self.pending, []
         return text
 

@@ -29,7 +29,7 @@ from data.files import atomic_write, display_path, lock, say, write_json
 from data.tokenizer import NAMES, Tokenizer, get_tokenizer
 from data.tokens import SPLITS, token_dtype
 
-COMPRESSED_BYTES = 2**26  # of validation text: gzip and xz read no more, for which xz -9 takes half a minute
+COMPRESSED_BYTES = 2**26  # of validation text: xz -9 takes half a minute for it; a longer text is not compressed
 
 
 def split_of(key: str, val_fraction: float) -> str:
@@ -165,7 +165,7 @@ def write_meta(folder: Path, tokenizer: Tokenizer, shards: dict[str, dict], **ex
 def write_shard(
     folder: Path, number: int, documents: Iterable[Document], tokenizer: Tokenizer, source: dict, **options
 ) -> dict:
-    """Write one shard with write_tokens, then beside it a record of its `source` and counts."""
+    """Write one shard with write_tokens, then next to it a record of its `source` and counts."""
     record = folder / f"shard{shard_suffix(number)}.json"
     record.unlink(missing_ok=True)
     counts = write_tokens(folder, documents, tokenizer, shard=shard_suffix(number), **options)

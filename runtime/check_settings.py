@@ -35,7 +35,7 @@ def find_problem(settings: Mapping, world_size: int, argv: Sequence[str] = ()) -
                 return f"{name} is {settings[name]}: it must be at least {least}"
     s = SimpleNamespace(**settings)
     head_dim = s.n_embd / max(s.n_head, 1)
-    smallest = min(s.n_embd, s.ffn_dim, s.n_kv_head * head_dim)  # side of a block's matrices
+    smallest = min(s.n_embd, s.ffn_dim, s.n_kv_head * head_dim)  # the smallest side of a block's matrices
     projects, not_on_cpu = s.optimizer in ("galore", "apollo"), rule_of(settings).not_on_cpu
     compiler = os.environ.get("CXX") or ("clang++" if sys.platform == "darwin" else "g++")  # torch.compile's
     micro_batches, nf4 = s.gradient_accumulation_steps, s.base_dtype == "nf4"

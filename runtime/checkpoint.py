@@ -85,7 +85,7 @@ class Saver:
         self.needed = f"saving in the background takes {n_bytes / 2**30:.1f} GiB of CPU memory"
         if async_save and optimizer.place.async_save and keep_last:
             if missing <= 0:
-                self.copies = self.thread.submit(self._copies, tensors)  # 15 GB take seconds: beside the first steps
+                self.copies = self.thread.submit(self._copies, tensors)  # 15 GB take seconds: during the first steps
             else:
                 print0(f"{PAUSES}: {self.needed}, but less is free", file=sys.stderr)
 
@@ -182,8 +182,8 @@ def _pinned_like(x: torch.Tensor) -> torch.Tensor:
 def rows_to_save(tensors: dict, parameters: dict[str, nn.Parameter], config: LlamaConfig) -> dict[str, list[Rows]]:
     """This rank's rows of Optimizer.tensors(), or of copies of them, by the file they go to.
 
-    A whole master is saved as the weight in the compute dtype plus the bits that dtype lacks. So a run with whole
-    masters can resume with masters in halves, and vice versa.
+    A whole master is saved as the weight in the compute dtype plus the bits that bfloat16 lacks, or in float16 plus the
+    master itself. So in bfloat16 a run with whole masters can resume with masters in halves, and vice versa.
     """
     model = "adapter_model" if any(name.endswith("lora_a") for name in parameters) else "model"
     files = {model: [], "optimizer": []}
@@ -228,7 +228,7 @@ def read_weights(
     are read in place. Raises, on all ranks, what read_into raises, and ValueError if the folder has extra tensors.
     """
     weights = {hf_name for name in parameters for hf_name in hf_names(name)}
-    # What the folder keeps beside every weight: read_into raises if one weight lacks it.
+    # What the folder keeps in addition to every weight: read_into raises if one weight lacks it.
     kept = min({name.partition(".")[0] for name in folder.tensors} & {"lower_half", "master"}, default="")
     in_place = kept == "lower_half" and any(state == kept for _, state in tensors or {})
     states = [
@@ -362,5 +362,5 @@ def _load_model(path, device, dtype, base_dtype):
     read_weights(folder, parameters, model.config, lambda name, whole: parameters[name].detach().copy_(whole))
     for name, p in model.named_parameters():
         if p.dtype == torch.float16 and not torch.stack(p.aminmax()).isfinite().all():
-            raise ValueError(f"{path} has numbers in {name} that float16 cannot hold: take bfloat16 or float32")
+            raise ValueError(f"{path} has numbers in {name} that float16 cannot hold: use bfloat16 or float32")
     return model

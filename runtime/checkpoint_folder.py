@@ -188,10 +188,10 @@ class Folder(NamedTuple):
 
     path: Path
     run: dict | None  # run.json; None in a published folder
-    config: dict  # config.json, or of adapters base_config.json
+    config: dict  # config.json, or for adapters base_config.json
     tensors: dict[str, tuple[str, TensorInfo]]  # by name: the file, and where in it
     pieces: dict[str, list[Piece]] | None  # of each file but run.json; None in a published folder
-    adapter: dict | None = None  # adapter_config.json, where the tensors of "model" are adapters
+    adapter: dict | None = None  # adapter_config.json, if the tensors of "model" are adapters
 
 
 def open_folder(path: Path, stems: tuple[str, ...] = ("model",)) -> Folder:

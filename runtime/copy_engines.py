@@ -26,7 +26,7 @@ The root has one buffer for gathers and one for reductions (an untied embedding 
 the next embedding directly follows the head, so there it does block.
 
 PyTorch's private symmetric memory is imported when the first buffer is made, by check_transfer: if that fails, NCCL
-communicates.
+communicates, or with copy_engines=true the run ends.
 """
 
 import ctypes
@@ -55,7 +55,7 @@ def can_copy(device: str, shard_ranks: int, offload: str) -> bool:
 
 
 def pick_copy_engines(wanted: bool | None, device: str, group: dist.ProcessGroup | None, offload: str) -> bool:
-    """True if copy engines are to be used. wanted None: where the GPUs can; True: the run ends if they cannot."""
+    """Whether to use copy engines. wanted None: if they work; True: end a multi-rank run if not. All ranks call it."""
     possible = can_copy(device, group.size() if group else 1, offload)
     if wanted and world_size > 1 and not possible:
         stop("copy_engines needs a model's GPUs on one host, able to reach each other's memory, and no offload=all")

@@ -159,7 +159,7 @@ def on_all_ranks(function: Callable[[], Any], group: dist.ProcessGroup | None = 
 
 
 def from_rank_0(function: Callable[[], Any], group: dist.ProcessGroup | None = None) -> Any:
-    """Call function() on rank 0 and return its result on every rank."""
+    """Call function() on rank 0 and return its result on every rank. Every rank must call it."""
     values = [on_all_ranks(lambda: function() if group_rank(group) == 0 else None, group)]
     if dist.is_initialized():
         dist.broadcast_object_list(values, group=group, group_src=0, device=torch.device("cpu"))

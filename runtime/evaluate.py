@@ -46,8 +46,8 @@ def log_likelihoods(model: Llama, rows: list[Row], batch_size: int) -> Iterator[
         require_in_vocabulary([tokens], model)
         if any(predicted[: max(len(tokens) - context, 1)]):
             raise ValueError(
-                f"the part of {len(tokens):,} tokens to predict begins {len(tokens) - predicted.index(True):,} "
-                f"before their end: the model's context has {context:,}"
+                f"of {len(tokens):,} tokens the first to predict is {len(tokens) - predicted.index(True):,} "
+                f"before the end, but the model's context has {context:,}"
             )
     rows = [(tokens[-context - 1 :], predicted[-context - 1 :]) for tokens, predicted in rows]
     for first in range(0, len(rows), batch_size):
@@ -150,7 +150,7 @@ def without_headings(text: str) -> str:
 
 
 def read_file(path: Path, kind: str | None = None) -> list[tuple[str, dict]] | str:
-    """The rows of a JSON file as (place, row), or the text of any other file. kind: "text", or "lines" of JSON."""
+    """A JSON file's rows as (place, row), or any other file's text. kind: "text", or JSON "lines"; None: detect it."""
     with open_input(path) as file:
         kind = kind or kind_of(head_of(file, path), path)
         return whole_text(file, path) if kind == "text" else list(read_rows(file, path, kind, refuse))
@@ -171,7 +171,7 @@ def field(where: str, row: dict, name: str, kind: type) -> Any:
 def evaluate_file(
     model: Llama, tokenizer: Tokenizer, path: Path, window: int | None = None, batch_size: int = 8
 ) -> dict[str, str]:
-    """Evaluate a file: {metric: result}. Raises OSError or ValueError for a file that is in none of the formats."""
+    """Return {metric: result} for a file. Raises OSError or ValueError for a file that is in none of the formats."""
     content = read_file(path)
     if not content:
         raise ValueError(f"{path} is empty")

@@ -20,7 +20,7 @@ from runtime.device import send_to_cpu
 
 
 def new_caches(model: Llama, n_batch: int, n_positions: int, old: list = (), n_kept: int = 0) -> list[KVCache]:
-    """One cache per layer, with n_positions per row: empty, or with the first n_kept of old, whose caches it frees."""
+    """One cache per layer, with n_positions per row: empty, or with the first n_kept of old, which it frees."""
     c, weight = model.config, model.tok_embeddings.weight
     shape = n_batch, n_positions, c.n_kv_head, c.head_dim
     lengths = torch.zeros(n_batch, dtype=torch.int64, device=weight.device)

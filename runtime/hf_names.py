@@ -79,7 +79,7 @@ def rows_of(x: torch.Tensor) -> tuple[int, torch.Tensor, bool]:
 
 
 def hf_rows(name: str, x: torch.Tensor, config: LlamaConfig, state: str = "") -> list[Rows]:
-    """This rank's rows of each published matrix in x: the parameter of our name, or its optimizer state named `state`.
+    """This rank's rows of each published matrix in x: the parameter `name`, or its optimizer state `state`.
 
     The rows' tensors are views of x: write them to a file, or read a file into them.
     """

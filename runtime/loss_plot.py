@@ -1,6 +1,6 @@
-"""Read the losses of runs from the files in their folders, and draw them as loss.png. Needs matplotlib.
+"""Read the losses of runs from the files in their folders, and draw them as loss.png, which needs matplotlib.
 
-Tokens and hours count training alone, without evaluations and saves, over all ranks.
+Tokens, of all ranks together, and hours count training alone, without evaluations and saves.
 """
 
 import contextlib

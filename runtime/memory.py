@@ -125,7 +125,7 @@ def n_params(c: LlamaConfig) -> int:
 
 
 def state_bytes(name: str, parameter: torch.Tensor, run: RunShape) -> int:
-    """Bytes of a parameter's states and of what the place keeps of its master, over the ranks that share a copy."""
+    """Bytes of a parameter's states and of what the place keeps of its master, over all ranks of a copy."""
     place = OnGPU if run.offload == "none" else OnCPU
     master = place.master_dtype(parameter.dtype, same_device=run.offload != "optimizer")
     n_bytes = master.itemsize * parameter.numel() if master else 0
@@ -178,7 +178,7 @@ def token_bytes(c: LlamaConfig, run: RunShape, chunks: int) -> tuple[int, int]:
     if itemsize == 4 and not runs_triton(c, run):
         kv = x  # in float32 PyTorch's attention expands k and v to all query heads
     attention = 2 * x + 2 * kv  # q and the output, k and v
-    if not run.fused_kernels:  # in float32: x, and x·rstd if the weight is trained; silu(gate) and its inputs
+    if not run.fused_kernels:  # in float32: x, and x·rstd if the weight is trained; gate, up and silu(gate)
         norm, mlp = x + (4 if run.lora_rank else 8) * c.n_embd, gate + 12 * c.ffn_dim
         working = x - gate + 12 * c.ffn_dim  # the product is free by then
     elif chunks > 1:  # keeps nothing of the MLP; working: dy and the gradient of the norm's output; a slice is extra
@@ -198,7 +198,7 @@ def loss_parts(c: LlamaConfig, run: RunShape, n_tokens: int) -> tuple[Part, Part
     options = loss_options(n_tokens, run.compute_dtype, c.vocab_size, run.activation_checkpointing)
     chunk = min(options["chunk_tokens"], n_tokens) if run.fused_loss else n_tokens
     logits, head = chunk * c.vocab_size, c.vocab_size * c.n_embd * (not run.lora_rank)  # none with LoRA
-    if not run.fused_loss:  # the logits, in float32, with ignored rows masked; then log p and the gradients of both
+    if not run.fused_loss:  # the logits, in float32, with ignored rows masked; then log p, its gradient, the logits'
         sizes = 10 * logits, 12 * logits
     elif chunk == n_tokens and run.dtype != "float16":  # backward computes the head's gradient from the logits
         sizes = itemsize * logits, itemsize * (logits + head)
@@ -277,8 +277,8 @@ class Step:
         return found + self.saved(ahead) + more
 
     def gradients(self, blocks: int, embeddings: int) -> list[Part]:
-        """Gradients of an untied head and of so many blocks, whose backward has ended, and so many more `embeddings`:
-        unsharded gradients as large as the embedding.
+        """Gradients of an untied head and of so many `blocks`, whose backward has ended, and of so many `embeddings`:
+        tensors as large as the embedding, not sharded.
         """
         run, ranks = self.run, self.run.shard_ranks
         head, ended = (1, self.head), (blocks, self.block)
@@ -322,7 +322,7 @@ class Step:
             # gradients of its output, q, k and v; with PyTorch's attention also dq in float32, dk and dv per query head
             per_token = self.itemsize * (c.n_embd + 2 * c.n_kv_head * c.head_dim)
             per_token += 0 if runs_triton(c, self.run) else (4 + 2 * self.itemsize) * c.n_embd
-            attention = Part("its attention", per_token * tokens + block.gradients, "beside the block's gradients")
+            attention = Part("its attention", per_token * tokens + block.gradients, "and the block's gradients")
             found.append(max(mlp, attention, key=lambda part: part.bytes))
         if self.n_groups > 1:
             sums = block.gradients if self.n_groups == 2 else block.wide

@@ -101,7 +101,7 @@ def pinned(n_bytes: float) -> int:
 def choices(config: LlamaConfig, run: RunShape) -> list[list[dict]]:
     """train.py's settings that may lower the peak, one list of values for each, from the cheapest to the strongest."""
     offload = ["none", "optimizer", "all"]
-    if run.cuda_graph or isinstance(run.rule, MatrixRule):  # as check_settings has it
+    if run.cuda_graph or isinstance(run.rule, MatrixRule):  # as check_settings requires
         offload = [run.offload]
     elif run.base_dtype == "nf4" or (run.lora_rank and run.fp8):
         offload.remove("all")
@@ -119,7 +119,7 @@ def choices(config: LlamaConfig, run: RunShape) -> list[list[dict]]:
     found = [
         [{name: value} for value in values[values.index(getattr(run, name)) + 1 :]] for name, values in stronger.items()
     ]
-    in_blocks = config.n_embd % 256 == config.ffn_dim % 256 == 0  # as check_settings has it
+    in_blocks = config.n_embd % 256 == config.ffn_dim % 256 == 0  # as check_settings requires
     if type(run.rule) is AdamW and not run.lora_rank and in_blocks:
         found.append([{"optimizer_bits": 8}])
     if run.activation_checkpointing != "none" and Step(config, run).chunks == 1:

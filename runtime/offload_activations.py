@@ -8,7 +8,7 @@ So the GPU holds the activations of two layers instead of all. The last layer's 
 
 Do the copies hide? 'full' keeps a layer's input: 2·C bytes per token. A layer of Llama 3.2 1B computes 120 million
 FLOPs per token in forward, 0.2 us on an H200, which copies the token's 4 KiB in 0.08 us. 'selective' also keeps q, k,
-v, the attention's output and the MLP's input: 36 KiB per token of 8B, 0.7 us, beside 0.7 us of matmuls and the
+v, the attention's output and the MLP's input: 36 KiB per token of 8B, 0.7 us, against 0.7 us of matmuls and the
 attention, which grows with the context. So it pays for long sequences, whose attention is then computed only once.
 
 PyTorch passes each tensor kept for backward to one hook, and asks another hook for it in backward. Whole storages are

@@ -46,7 +46,7 @@ def pinned_empty(shape, dtype: torch.dtype) -> torch.Tensor:
         return torch.empty(shape, dtype=dtype)
     n_bytes = n * dtype.itemsize
     pages = _Pages(-1, n_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    # A forked process would share these pages, and the first of the two to write gets a copy that the GPU does not see.
+    # A forked process would share these pages, and the first of the two to write would get a copy, unseen by the GPU.
     for advice in (mmap.MADV_HUGEPAGE, MADV_WIPEONFORK):
         with contextlib.suppress(OSError):  # a kernel without this advice
             pages.madvise(advice)

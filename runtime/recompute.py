@@ -28,7 +28,7 @@ MLP_SLICE = 16384  # tokens: half as many make 16 x 2,048 of Llama 3.2 1B 3% slo
 def recompute(model, mode: str, mlp_chunks: int | None = None, offload_activations: bool = False) -> None:
     """Set what the backward of a Llama recomputes: 'none', 'selective' (gate and up of each MLP) or 'full' (layers).
 
-    mlp_chunks: number of token slices in which an MLP is recomputed; None: see chunks_of_mlp. offload_activations: move
+    mlp_chunks: number of token slices of a recomputed MLP; None: see chunks_of_mlp. offload_activations: move
     what the layers keep to CPU memory. ValueError for settings that do not work together.
     """
     check_settings(mode, mlp_chunks, offload_activations)

@@ -52,7 +52,7 @@ def find_start(out_dir: str, init_from: str) -> Path | None:
         return None
     if run_folder.is_model(init_from):
         return Path(init_from)
-    lacks = "is no folder"
+    lacks = "is not a folder"
     if os.path.isdir(init_from):
         if newest := run_folder.newest_for_all_ranks(init_from):
             return newest  # another run's
@@ -80,7 +80,7 @@ def model_settings(start: Path | None, init_from: str, named: set[str]) -> dict:
 def check_start(start: Path | None, out_dir: str, config: LlamaConfig, settings: dict, dataset: dict) -> None:
     """End the run if its model or data do not match find_start()'s result. Every rank must call it.
 
-    Call it before building the model. A damaged checkpoint passes: restore() falls back to the previous one.
+    Call it before building the model. A damaged checkpoint of out_dir passes: restore() falls back to the previous one.
     """
     if start is None:
         if settings["lora_rank"]:
@@ -208,9 +208,9 @@ def _resume(out_dir, model, optimizer, facts, progress):
             break
         except Damaged as error:
             if len(from_rank_0(lambda: run_folder.checkpoints(out_dir))) == 1:
-                # It keeps its name, so that no new run starts beside it.
+                # It keeps its name, so that no new run starts in its folder.
                 stop(f"{path} is damaged: {error}. There is no older one: move it away to start anew")
-            print0(f"{path} is damaged: {error}. Going back to the one before")
+            print0(f"{path} is damaged: {error}. Falling back to the previous one")
             from_rank_0(lambda path=path: run_folder.mark_damaged(path))  # by now no rank is reading it
     optimizer.load_counters(folder.run)
     changed = _changes(folder.run, facts, base)

@@ -29,7 +29,7 @@ from runtime.safetensors_file import Damaged
 
 
 def claim(out_dir: str) -> TextIO:
-    """Create and lock out_dir; end the run if that fails. Every rank must call it.
+    """Create and lock out_dir, or end the run, also if it holds a model or is not shared. Every rank must call it.
 
     Returns an open file: rank 0's holds the lock until it is closed. Two runs would delete each other's checkpoints.
     """
@@ -107,7 +107,7 @@ def read_newest(run: Path, read: Callable[[Path], Any]) -> Any:
         path = run if is_model(run) else newest(run)
         if path is None:
             if not run.is_dir():
-                raise ValueError(f"{run} is no folder: train a model first, or name another")
+                raise ValueError(f"{run} is not a folder: train a model first, or name another")
             such = next((f", such as {path}" for path in sorted(run.glob("*")) if newest(path)), "")
             others = other_weights(run) or f"no checkpoint: train one first, or name another folder{such}"
             raise ValueError(f"{run} holds {others}")
@@ -150,7 +150,7 @@ def remove_all_but(out_dir: Path, keep_last: int) -> None:
     for old in checkpoints(out_dir)[:-keep_last]:
         try:
             remove(old)
-        except OSError as error:  # the new checkpoint is complete all the same
+        except OSError as error:  # the new checkpoint is complete anyway
             print0(f"cannot delete {old}: {error.strerror}", file=sys.stderr)
 
 

@@ -101,7 +101,7 @@ class RunLog:
         print0(f"model     {model.n_params():,} parameters{trained}; float32 weights, {computes}")
         if run.lora_rank:
             bits = 4 if run.base_dtype == "nf4" else 8 * run.fp8
-            base = f"{bits} bits a projection's weight" if bits else run.dtype
+            base = f"{bits} bits per projection weight" if bits else run.dtype
             print0(f"lora      adapters of rank {run.lora_rank} are trained; frozen: {base}")
         if self.device != "cpu":
             gib = f"about {self.facts['estimated_gib']:.1f} GiB of {memory_stats.card_gib(self.device):.1f} GiB"
@@ -133,7 +133,7 @@ class RunLog:
         path = self.out_dir / "metrics.jsonl"
         if not first_step and path.exists() and path.stat().st_size:  # its checkpoints were deleted or never written
             kept = path.rename(path.with_name("metrics.jsonl.old"))
-            print0(f"begins    anew: there is no checkpoint, {kept} has the lines of the run before")
+            print0(f"begins    anew: there is no checkpoint; {kept} has the previous run's lines")
         lines = path.read_text(errors="replace").splitlines() if first_step and path.exists() else []
 
         def belongs(line):

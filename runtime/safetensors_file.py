@@ -211,7 +211,7 @@ def read_bytes(file: FileIO, begin: int, target: memoryview, pieces: list[Piece]
 
 
 def read_header(file: FileIO, pieces: list[Piece] | None = None) -> dict[str, TensorInfo]:
-    """Where each tensor of a file lies, by name. Damaged if it is no safetensors file; then nothing large was read."""
+    """Where each tensor of a file lies, by name. Damaged if it is not safetensors; nothing large is read then."""
     size, start = os.fstat(file.fileno()).st_size, bytearray(8)
     read_bytes(file, 0, memoryview(start), None)
     n = int.from_bytes(start, "little")

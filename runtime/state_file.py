@@ -12,7 +12,7 @@ half-written state, and two runs may share a folder if there is room.
 read() and write() are direct (O_DIRECT): the drive copies from and to the memory, bypassing the page cache, and
 lengths, offsets and addresses are multiples of 4 KiB. The tensors are the same bytes through the page cache, for
 single passes over them: checkpoints. The two ways never mix: let_go() writes the page cache's changes to the drive and
-empties it. Where the file system has no direct I/O, read() and write() go through the page cache and then empty it.
+empties it. If the file system has no direct I/O, read() and write() go through the page cache and then empty it.
 """
 
 import contextlib
@@ -81,7 +81,7 @@ class StateFile:
         begin, n_bytes = self.end, math.prod(shape) * dtype.itemsize
         if n_bytes:
             self.end += whole_pages(n_bytes)
-            os.posix_fallocate(self.file.fileno(), begin, self.end - begin)  # no-op where it is reserved
+            os.posix_fallocate(self.file.fileno(), begin, self.end - begin)  # no-op if it is reserved
         return self.bytes[begin : begin + n_bytes].view(dtype).view(shape)
 
     def holds(self, x: torch.Tensor) -> bool:
@@ -143,7 +143,7 @@ class StateFile:
 def open_state_file(offload_dir: str | None, n_bytes: float) -> StateFile | None:
     """A file for n_bytes of this rank's state, all read and written in each step; None without an offload_dir.
 
-    Prints the drive's speed. Ends the run if there is no room, no folder or no drive. Every rank must call it.
+    Prints the drive's speed. Ends the run if there is no room or no local folder. Every rank must call it.
     """
     if offload_dir is None:
         return None
@@ -157,7 +157,7 @@ def open_state_file(offload_dir: str | None, n_bytes: float) -> StateFile | None
     what = ", which is CPU memory" if file_system(folder) in ("tmpfs", "ramfs") else ""
     print0(
         f"offload   {n_bytes / 2**30:.1f} GiB of each rank's state in {folder}{what}: written at {writes:.1f} and "
-        f"read at {reads:.1f} GB/s{how}, {n_bytes * sum(slowness):.1f} s a step beside the GPU's work"
+        f"read at {reads:.1f} GB/s{how}, {n_bytes * sum(slowness):.1f} s per step, overlapping the GPU's work"
     )
     return file
 
@@ -165,7 +165,7 @@ def open_state_file(offload_dir: str | None, n_bytes: float) -> StateFile | None
 def _require_drive(folder: str, n_bytes: int) -> None:
     """Raise ValueError if the folder does not exist, is on a network, or has no room for n_bytes."""
     if not os.path.isdir(folder):
-        raise ValueError(f"offload_dir {folder} is no folder: make one on an NVMe drive")
+        raise ValueError(f"offload_dir {folder} is not a folder: make one on an NVMe drive")
     kind = file_system(folder)
     if NETWORK.fullmatch(kind):
         raise ValueError(f"offload_dir {folder} is on a network file system, {kind}: name a folder on an NVMe drive")

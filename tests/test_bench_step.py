@@ -312,7 +312,7 @@ def test_a_record_goes_on_with_the_same_commit_on_the_same_card_or_with_keep(tmp
     out.write_text(json.dumps(RECORD))
     rows = [point("recipe", tok_per_s=60_000.0), point("recipe", "full"), point("hf", "full") | {"failed": "Bang"}]
 
-    def fill(new, keep=False):
+    def fill(new, keep=False, rows=rows):
         empty = new | {kind: [] for kind in step.KEYS}
         return record.fill(empty, (("points", row) for row in rows), out, step.KEYS, lambda *_: "", keep)
 
@@ -324,14 +324,19 @@ def test_a_record_goes_on_with_the_same_commit_on_the_same_card_or_with_keep(tmp
     ]  # fmt: skip
     assert both["breakdown"] == RECORD["breakdown"] and both["baby"] == RECORD["baby"]
     assert fill(new) == both, "the same again changes nothing"
+    assert [p.get("commit") for p in both["points"]] == [None, "abc", None, "abc"], "which code measured it"
     kept = fill(new | {"versions": {"nanocria": "def"}}, keep=True)
-    assert kept == both | {"versions": {"nanocria": "abc, def"}}
+    assert [p.get("commit") for p in kept["points"]] == [None, "def", None, "def"]
+    assert kept["versions"] == {"nanocria": "abc, def"}
+    known = fill(new | {"versions": {"nanocria": "ghi"}}, keep=True, rows=kept["points"])
+    assert known["points"] == kept["points"], "a row that is not measured again keeps its commit"
     assert [path.name for path in out.parent.iterdir()] == ["step.json"]
     for commit, device in (("def", "other GPU"), ("abc", "GPU"), ("def-dirty", "GPU")):
         change = {"device": device, "versions": {"nanocria": commit}}
         out.write_text(json.dumps(kept))
         anew = fill(new | change)
-        assert anew == new | change | {"points": rows[:2], "breakdown": [], "baby": []}, change
+        points = [row | {"commit": commit} for row in rows[:2]]
+        assert anew == new | change | {"points": points, "breakdown": [], "baby": []}, change
 
 
 def test_two_processes_on_two_cards_fill_one_record(tmp_path):

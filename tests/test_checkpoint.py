@@ -178,7 +178,7 @@ def test_a_checkpoint_whose_optimizer_was_deleted_says_which_file_is_missing(tra
     for file in (tmp_path / "out/step_000008").glob("optimizer*"):
         file.unlink()
     train()
-    said = "optimizer.safetensors.index.json is missing: copy or fetch the whole folder. Going back to the one before"
+    said = "optimizer.safetensors.index.json is missing: copy or fetch the whole folder. Falling back to"
     assert said in capsys.readouterr().out
 
 

@@ -393,7 +393,7 @@ def test_weights_that_float16_cannot_hold_are_refused(theirs):
 
 def test_a_slip_or_a_full_disk_ends_convert_py_with_a_sentence_and_leaves_nothing(alone, tmp_path):
     done = run([tmp_path / "nowhere", tmp_path / "hf"], "convert.py")
-    assert done.returncode == 1 and done.stderr.startswith(f"{tmp_path}/nowhere is no folder: train"), done.stderr
+    assert done.returncode == 1 and done.stderr.startswith(f"{tmp_path}/nowhere is not a folder: train"), done.stderr
     done = run([alone, tmp_path / "hf"], wrapped(tmp_path, FULL_DISK, script="convert.py"))
     assert done.returncode == 1 and "Traceback" not in done.stderr, done.stderr
     assert "hf is not written: File too large: " in done.stderr and "model.safetensors" in done.stderr, done.stderr

@@ -224,7 +224,7 @@ def test_what_cannot_be_is_refused_in_a_sentence(train, tmp_path, drive, capsys,
 
     (tmp_path / "file").touch()
     for folder in (tmp_path / "nowhere", tmp_path / "file"):
-        assert message(offload_dir=folder) == f"offload_dir {folder} is no folder: make one on an NVMe drive"
+        assert message(offload_dir=folder) == f"offload_dir {folder} is not a folder: make one on an NVMe drive"
     too_small = message(offload_dir=tmpfs, n_embd=1024, ffn_dim=2048)
     assert f"offload_dir {tmpfs} is too small: the state takes 0.1 GiB, but 0.0 GiB are free" in too_small
     monkeypatch.setattr(state_file, "file_system", lambda folder: "nfs4")
@@ -244,7 +244,7 @@ def test_what_a_drive_can_do_is_said_with_the_seconds_of_a_step(drive, capsys, m
     monkeypatch.setattr(state_file, "local_world_size", 2)
     monkeypatch.setattr(state_file, "file_system", lambda folder: kind)
     state_file.open_state_file(str(drive), 0.25 * 2**30)
-    said = f"0.2 GiB of each rank's state in {drive}{what}: written at 0.2 and read at 0.2 GB/s, 2.7 s a step"
+    said = f"0.2 GiB of each rank's state in {drive}{what}: written at 0.2 and read at 0.2 GB/s, 2.7 s per step"
     assert said in capsys.readouterr().out
     asked.assert_called_once_with(str(drive), 2**29)  # for both ranks
 

@@ -240,7 +240,7 @@ def test_text_script_prints_user_errors_in_one_line(tmp_path, monkeypatch, capsy
         (["--input", "nowhere"], "error: nowhere cannot be read: No such file or directory"),
         (["--input", "empty.txt"], "error: no documents: the input holds no text"),
         ([], f"error: {one}"),
-        (["--field=x"], "error: --field is x, but no input holds JSON objects, one a line or in an array"),
+        (["--field=x"], "error: --field is x, but no input holds JSON objects, one per line or in an array"),
         (["--bos"], "error: --bos: tokenizer bytes does not begin texts with a bos"),
     ):
         argv = ["prepare.py", "--out=out", "--workers=1", "--input", "a.txt", "b.txt", *words]

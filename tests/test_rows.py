@@ -104,7 +104,7 @@ def test_json_in_folders_is_data_if_it_has_the_field_else_text(tmp_path, read, c
     assert f"JSON without the field 'text', or not in rows, read as text: {files}" in capsys.readouterr().out
     for name, message in (
         ("other.json", "other.json:1 is not an object with the field 'text' but one with name: set --field"),
-        ("package.json", "package.json is JSON, but neither an array of objects nor one object a line"),
+        ("package.json", "package.json is JSON, but neither an array of objects nor one object per line"),
     ):
         with pytest.raises(ValueError, match=message):
             read({}, [name])

@@ -100,6 +100,6 @@ def test_checkpoints_are_ordered_by_number(tmp_path):
 def test_a_name_that_no_folder_can_have_is_told(train, tmp_path, capsys):
     assert "File name too long" in slip(train, capsys, out_dir="o" * 300)
     message = slip(train, capsys, init_from="meta-llama/" + "i" * 300)  # a name on Hugging Face's hub, and long
-    assert "is no folder: init_from is auto, " in message and "hf download NAME --local-dir FOLDER" in message
+    assert "is not a folder: init_from is auto, " in message and "hf download NAME --local-dir FOLDER" in message
     (tmp_path / "link").symlink_to(tmp_path / "disk" / "runs")
     assert slip(train, capsys, out_dir=tmp_path / "link") == f"cannot write to out_dir {tmp_path}/link: File exists\n"

@@ -61,7 +61,7 @@ def test_what_cannot_be_read_or_written_gets_a_sentence(draw, alone, tmp_path, m
     assert draw(prompt_file="none.txt") == ("", "none.txt cannot be read: No such file or directory")
     none = f"{tmp_path} holds no checkpoint: train one first, or name another folder"
     assert draw(out_dir=tmp_path)[1] == none
-    assert draw(out_dir=tmp_path / "nowhere")[1].endswith("nowhere is no folder: train a model first, or name another")
+    assert draw(out_dir=tmp_path / "nowhere")[1].endswith("is not a folder: train a model first, or name another")
     (tmp_path / "run").symlink_to(alone)
     assert draw(out_dir=tmp_path)[1] == f"{none}, such as {tmp_path}/run"
     full_disk = wrapped(tmp_path, FULL_DISK.replace("50_000", "200"), script="sample.py")

@@ -6,9 +6,9 @@
 A line of the input is a conversation, {"messages": [{"role": "user", "content": "..."}, {"role": "assistant", ...}]},
 or {"prompt": "...", "completion": "..."}. Answers with "weight": 0 are not learned. Tools, a list beside the messages,
 and tool_calls of answers need a template that supports them.
-Makes train.bin, train.mask, val.bin, val.mask and meta.json in --out (this folder by default). The tokenizer's
-own chat template renders the text, or Llama 3's; sample.py --chat and transformers find it in the checkpoints. All
-copies of a conversation go to the same split.
+Makes train.bin, train.mask, val.bin, val.mask and meta.json in --out (this folder by default). The text is
+rendered by --template, else by the tokenizer's chat template, else by Llama 3's; sample.py --chat and transformers find
+it in the checkpoints. All copies of a conversation go to the same split.
 """
 
 import shlex
@@ -59,7 +59,7 @@ def render_rows(rows: Iterable[tuple[str, Any]], tokenizer: Tokenizer, bad: Call
 
 
 def messages_of(row) -> list[dict]:
-    """The messages of a row. ValueError if there are none, or one is malformed."""
+    """The messages of a row. ValueError if there are none, or they or its tools are malformed."""
     if isinstance(row, dict) and "messages" in row:
         messages = row["messages"]
     elif isinstance(row, dict) and {"prompt", "completion"} <= row.keys():

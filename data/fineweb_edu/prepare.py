@@ -10,7 +10,7 @@ Makes one train_*.bin and one val_*.bin for each parquet file. sample-10BT is 14
 tokens: 20 GB as uint16; vocabularies above 65,536 take uint32, 4 bytes per token. You can stop the script at any
 time: the same command continues with the first unfinished file.
 
-A hash of a document's text decides its split, so all copies of a page, of which the web is full, go to the same one.
+A hash of a document's text decides its split, so all copies of a page go to the same one: the web is full of copies.
 """
 
 import sys

@@ -5,8 +5,8 @@
 Makes train.bin (about 9 MB of source, 18 MB of uint16 tokens) and val.bin (0.5 MB, 1 MB) in this folder, in about two
 seconds. train.py runs it by itself when a config asks for pystdlib and the files are missing.
 
-Each file is a document. It skips the tests, which Debian's and slim Pythons lack, and two packages of generated
-tables: the rest is 9 to 10 MB in each of Python 3.11, 3.12 and 3.13, and about equally hard to compress, so losses are
+Each file is a document. Tests, which Debian's and slim Pythons lack, and two packages of generated tables are skipped:
+the rest is 9 to 10 MB in each of Python 3.11, 3.12 and 3.13, and about equally hard to compress, so losses are
 comparable everywhere. (The tests would add 19 MB of much more repetitive text.)
 """
 

@@ -87,7 +87,7 @@ def find_files(inputs: list[Path], out: Path, field: str, bad: Bad) -> dict[Path
                 json_as_text.append(file)
             elif kind == "text" and file.suffix.lower() == ".json":
                 if file == path:
-                    raise ValueError(f"{path} is JSON, but neither an array of objects nor one object a line")
+                    raise ValueError(f"{path} is JSON, but neither an array of objects nor one object per line")
                 json_as_text.append(file)
             files[file] = kind
     say_files("binary or UTF-16 files left out", binary)
@@ -152,7 +152,7 @@ def read_text(file, path: Path, max_chars: int, bad: Bad) -> Iterator[str]:
 
 
 def check_utf8(path: Path) -> None:
-    """Read the whole file before any of it is used. Raises UnicodeDecodeError."""
+    """Read the whole file before any of it is used. Raises UnicodeDecodeError; ValueError for a pipe."""
     if not path.is_file():
         raise ValueError(f"--errors skip reads a file twice, but {path} is a pipe: use --errors strict")
     with open_input(path) as file:
@@ -215,14 +215,14 @@ def prepare(
     bad, spelled_out = Bad(errors), Counter()
     files = find_files(inputs, folder, field or "text", bad)
     if field is not None and set(files.values()) == {"text"}:
-        raise ValueError(f"--field is {field}, but no input holds JSON objects, one a line or in an array")
+        raise ValueError(f"--field is {field}, but no input holds JSON objects, one per line or in an array")
     sizes = [text_size(path, SMALL) for path in files]
     n_bytes = 0 if None in sizes else sum(sizes)  # 0: unknown
     if val_fraction is None and n_bytes:
         val_fraction = default_fraction(n_bytes)
     # Cut a single file into enough documents for the hash to pick some for validation: about eight chunks of ASCII.
-    # Chunks must not be so small that their end-of-text tokens teach the model to stop early, unless that size exceeds
-    # the whole validation share.
+    # Chunks below 16,384 characters would teach the model to stop early, by their end-of-text tokens. Only if that is
+    # more than the whole validation share are they smaller.
     least = min(2**14, max(int(n_bytes * val_fraction), 256)) if 0 < n_bytes < SMALL else 2**14
     max_chars = min(max(int(n_bytes * (val_fraction or 0) / 8), least), 2**20)
     tokenizer = tokenizer_for_data(tokenizer, bos)
