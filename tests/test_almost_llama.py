@@ -23,7 +23,7 @@ def test_defaults_are_those_of_transformers():
     "num_key_value_heads", "rms_norm_eps", "hidden_act", "tie_word_embeddings", "head_dim", "attention_bias",
     "max_position_embeddings", "mlp_bias",
 ])  # fmt: skip
-def test_what_a_config_does_not_say_is_what_transformers_takes(tmp_path, missing):
+def test_missing_config_fields_default_as_in_transformers(tmp_path, missing):
     publish(tmp_path, num_key_value_heads=4, tie_word_embeddings=False, rope_scaling=None)
     edit_config(tmp_path, **{missing: None})
     assert_same_model(tmp_path, tmp_path)

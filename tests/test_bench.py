@@ -31,11 +31,11 @@ pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # the interpr
 
 
 @pytest.mark.parametrize("page", PAGES)
-def test_a_page_holds_what_the_records_say(page):
+def test_pages_match_the_records(page):
     assert report.render(PAGES[page], page) == PAGES[page], "run python bench.py readme"
 
 
-def test_the_pages_show_all_plots_that_are_there():
+def test_every_plot_is_on_a_page():
     shown = {
         (record.ROOT / page).parent.joinpath(plot).resolve()
         for page, text in PAGES.items()
@@ -160,7 +160,7 @@ def test_a_user_error_gets_a_sentence_and_a_suggestion(case):
     assert sentence in str(stop.value.code)
 
 
-def test_help_is_printed_and_is_no_failure(capsys):
+def test_help_exits_with_status_0(capsys):
     bench.main(["--help"])
     assert capsys.readouterr().out == bench.__doc__.lstrip()
 
@@ -255,7 +255,7 @@ def bytes_of(tensors):
     return sum(x.nbytes for x in tensors)
 
 
-def test_an_arm_that_fails_is_recorded_and_the_others_go_on(monkeypatch):
+def test_a_failing_arm_is_recorded_and_the_others_still_run(monkeypatch):
     def out_of_memory(*inputs):
         raise RuntimeError("CUDA out of memory.\nTried to allocate much.")
 
@@ -284,7 +284,7 @@ def test_a_library_that_cannot_be_imported_has_no_arms(monkeypatch, capsys):
     assert capsys.readouterr().err == "broken is left out, RuntimeError: no driver\n"
 
 
-def test_a_size_that_does_not_fit_takes_no_other_with_it(monkeypatch, tmp_path, capsys):
+def test_one_size_out_of_memory_does_not_stop_the_others(monkeypatch, tmp_path, capsys):
     def measure_size(name, operation, size, limits):
         if size == operation.sizes[-1]:
             raise torch.OutOfMemoryError("CUDA out of memory")
@@ -307,7 +307,7 @@ def test_a_size_that_does_not_fit_takes_no_other_with_it(monkeypatch, tmp_path, 
 # --- Losses ---
 
 
-def test_train_py_is_hugging_faces_model_under_pytorchs_adamw(monkeypatch):
+def test_train_py_matches_hugging_faces_model_with_pytorchs_adamw(monkeypatch):
     """Step by step: the same initial weights, tokens, losses, gradient clipping, learning rates and updates."""
     monkeypatch.setenv("TRITON_INTERPRET", "0")  # else the interpreter would run the whole training
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)  # for the peer, which takes no --device=cpu
@@ -318,7 +318,7 @@ def test_train_py_is_hugging_faces_model_under_pytorchs_adamw(monkeypatch):
     assert len(found) == 8 and max(map(abs, found)) < 1e-5, f"they differ by {found}"
 
 
-def test_galore_is_galore_torchs(monkeypatch):
+def test_galore_matches_galore_torch(monkeypatch):
     """It takes the leading singular vectors from an SVD; ours converge to them in some steps of subspace iteration."""
     pytest.importorskip("galore_torch")
     monkeypatch.setenv("TRITON_INTERPRET", "0")
@@ -333,7 +333,7 @@ def test_galore_is_galore_torchs(monkeypatch):
     assert len(found) == 8 and max(found) < 1e-3 < 1e-2 < max(other), (found, other)
 
 
-def test_without_float32_no_losses_are_compared():
+def test_losses_are_compared_only_with_float32():
     found = record.load("losses")
     runs = [row for row in found["runs"] if row["arm"] != "float32"]
     assert report.losses_table({"runs": runs}).count(" | - | - |") == len(runs)

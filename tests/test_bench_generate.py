@@ -38,7 +38,7 @@ def test_transformers_generates_as_many_tokens_with_the_cache_of_the_arm(arm, ca
     assert found["tok_per_s"] == pytest.approx(3 * 1000 / found["ms_per_token"]) and "step_ms" not in found
 
 
-def test_points_are_the_arms_beside_each_other_and_share_one_record(monkeypatch, tmp_path, capsys):
+def test_all_arms_share_one_record(monkeypatch, tmp_path, capsys):
     def run(command, ranks):
         assert command[1:3] == ["benchmarks.call", "generate.measure"]
         spec = json.loads(command[3])
@@ -65,7 +65,7 @@ def test_points_are_the_arms_beside_each_other_and_share_one_record(monkeypatch,
 
 
 @pytest.mark.skipif(HAS_GPU, reason="measures the GPU where there is one")
-def test_a_cpu_will_do(monkeypatch, tmp_path):
+def test_generate_benchmark_runs_on_a_cpu(monkeypatch, tmp_path):
     really = runner.run
     found = {"tok_per_s": 20.0, "ms_per_token": 50.0, "step_ms": 40.0, "step_bytes": 400_000_000}
     monkeypatch.setattr(runner, "run", lambda command, ranks: (

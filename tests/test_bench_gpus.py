@@ -84,7 +84,7 @@ def test_two_ranks_of_the_recipe_train_as_one_on_the_same_sequences(tmp_path, ar
 # --- Processes ---
 
 
-def test_a_point_that_takes_too_long_is_ended_with_its_ranks(tmp_path, monkeypatch):
+def test_a_point_that_times_out_is_killed_with_its_ranks(tmp_path, monkeypatch):
     script, pids, processes = tmp_path / "hangs.py", [tmp_path / "0", tmp_path / "1"], []
     script.write_text(
         "import os, time\nprint('said', flush=True)\n"
@@ -129,7 +129,7 @@ def test_an_interrupted_point_ends(tmp_path):
     wait_until(lambda: not alive(pid_in(tmp_path / "pid")))
 
 
-def test_a_program_is_held_to_its_part_of_the_card(tmp_path, monkeypatch, capsys):
+def test_memory_limit_is_enforced(tmp_path, monkeypatch, capsys):
     held = []
     properties = type("Properties", (), {"total_memory": 96 * 2**30})
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
@@ -146,13 +146,13 @@ def test_a_program_is_held_to_its_part_of_the_card(tmp_path, monkeypatch, capsys
     assert printed.startswith("__main__ ['config/x.py', '--batch_size=8']") and "Beautiful is better" in printed
 
 
-def test_a_function_is_called_in_processes_of_its_own(capsys):
+def test_functions_are_called_in_separate_processes(capsys):
     assert runner.call("record.load", ranks=2, name="step") == record.load("step")
     failed = runner.call("record.load", ranks=2, name="no_such")
     assert "no_such.json" in failed["failed"] and "Traceback" in capsys.readouterr().err
 
 
-def test_what_a_rank_said_is_found_before_torchruns_obituary(capsys):
+def test_a_ranks_error_is_found_before_torchruns_report(capsys):
     printed = """
 ValueError: this is it
 W1121 13:03:42.252000 4728 torch/distributed/elastic/multiprocessing/api.py:1028] Sending process 4744 closing signal
@@ -287,7 +287,7 @@ def test_a_run_that_fails_ends_the_saves_with_its_reason(monkeypatch, kind):
 # --- Tables ---
 
 
-def test_the_tables_say_what_was_out_of_memory_what_is_not_known_and_how_near_an_estimate_is():
+def test_tables_show_out_of_memory_unknown_values_and_estimate_accuracy():
     one, two = (dict(zip(compare.GPUS_PLACE, ("recipe", n, 1, 8192, "none"), strict=True)) for n in (1, 2))
     one |= {"tok_per_s": 7e4, "peak_gib": 40.0, "estimated_gib": 42.0, "mfu": None}
     two |= {"oom": True}
@@ -296,7 +296,7 @@ def test_the_tables_say_what_was_out_of_memory_what_is_not_known_and_how_near_an
     assert "| 1 x 8,192 | none | torchtitan's recipe, ZeRO-3 | out of memory | - | - | - | - | - |" in text
 
 
-def test_tables_leave_out_what_their_record_has_not():
+def test_tables_omit_what_their_record_lacks():
     at = dict(zip(compare.GPUS_PLACE, ("nanocria-muon", 2, 64, 1024, "none"), strict=True))
     muon = at | {"ms_per_step": 900.0, "tok_per_s": 7e4, "peak_gib": 20.0}
     assert "| nanocria, Muon | 2 | 900 | - | 20.0 |" in report.optimizers_table({"optimizers": [muon]})

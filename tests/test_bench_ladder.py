@@ -41,7 +41,7 @@ def test_each_rung_ends_at_the_largest_batch_that_fits(monkeypatch, rung, larges
     assert largest == 10_000 or any(row.get("oom") for row in rows), "the next size was tried"
 
 
-def test_a_rung_has_the_settings_of_those_below(monkeypatch):
+def test_a_rung_includes_the_settings_of_those_below(monkeypatch):
     card = Card(monkeypatch, 0)
     climb(["--models=8b", "--rungs=offload_all", "--measure=fits"])
     ((config, batch, flags),) = card.ran  # not even one sequence: no other is tried
@@ -50,7 +50,7 @@ def test_a_rung_has_the_settings_of_those_below(monkeypatch):
     assert "--fused_loss=true" in flags and "--fused_loss=false" not in flags, "the upper rung's, once"
 
 
-def test_each_rung_needs_less_memory_than_the_one_it_stands_on_or_holds_a_larger_batch():
+def test_each_rung_needs_less_memory_than_its_base_or_fits_a_larger_batch():
     s = ladder.parse([])
     found = {rung: ladder.estimated("1b", rung, s) for rung in s.rungs}
     for rung, row in found.items():
@@ -60,7 +60,7 @@ def test_each_rung_needs_less_memory_than_the_one_it_stands_on_or_holds_a_larger
     assert found["offload_all"]["cpu_gib"] > 0 == found["bf16"]["cpu_gib"]
 
 
-def test_the_table_says_what_a_rung_changes(monkeypatch):
+def test_the_ladder_table_shows_what_a_rung_changes(monkeypatch):
     Card(monkeypatch, 48)
     monkeypatch.setattr(losses, "train_losses", lambda *at: {"losses": [3.0, 2.0, 2.5 if "--optimizer_bits=8" in at[-1]
                                                                         else 2.25]})  # fmt: skip

@@ -65,7 +65,7 @@ SNAPSHOT = snapshot_of(
 )  # fmt: skip
 
 
-def test_what_an_allocation_is_for_is_told_by_its_code_and_its_life():
+def test_allocations_are_classified_by_code_and_lifetime():
     totals = snapshot.timeline(SNAPSHOT)
     most = {part: max(values) / MIB for part, values in totals.items()}
     assert most == {
@@ -141,7 +141,7 @@ def test_one_step_is_noted_of_ours_and_of_a_peer(tmp_path, monkeypatch):
         assert result == {"said": ["first", True, "there.pickle"]}, printed
 
 
-def test_a_snapshot_that_was_not_left_is_said(monkeypatch):
+def test_a_missing_snapshot_is_reported(monkeypatch):
     monkeypatch.setattr(runner, "run", lambda command, ranks=1: (None, "CUDA out of memory"))
     rows = [row for _, row in snapshot.measured(snapshot.parse(["--peers=hf,liger", "--offload=optimizer"]))]
     assert [(row["arm"], row["offload"], row["oom"]) for row in rows] == [
@@ -170,7 +170,7 @@ CARDS_OF_THE_README = re.findall(
 
 
 @pytest.mark.parametrize("row", CARDS_OF_THE_README or [None])
-def test_what_the_readme_gives_each_card_fits_it(row):
+def test_the_readmes_settings_fit_each_card(row):
     ranks, card, config, flags, gib, of_cpu = row
     at = estimate.resolve(config, int(ranks or 1), {}, flags.split())
     assert f"{memory.peak_gib(*at):.1f}" == gib and f"{estimate.cpu_gib(*at):.0f}" == of_cpu
@@ -183,7 +183,7 @@ def test_what_the_readme_gives_each_card_fits_it(row):
 
 
 @pytest.mark.parametrize("name", ["ladder", "finetune", "study", "sweep"])
-def test_what_the_allocator_held_in_reserve_is_in_the_estimate(name):
+def test_the_estimate_includes_the_allocators_reserve(name):
     found = record.load(name)
     ours = [row for kind in ("points", "batch", "seq") for row in found.get(kind, []) if row.get("estimated_gib")]
     assert any(row.get("reserved_gib") for row in ours)
@@ -199,7 +199,7 @@ def test_hybrid_sharding_is_within_a_host(ranks, sharding, shared):
     assert estimate.resolve("config/llama31_8b.py", ranks, settings)[1].shard_ranks == shared
 
 
-def test_the_table_leaves_out_what_train_py_would_refuse():
+def test_the_estimate_table_omits_settings_that_train_py_refuses():
     _, found = estimated("--card=2 -- --cuda_graph=true")
     assert list(found["largest_batch"]) == ["none none", "selective none", "full none"]
     assert found["offload"] == "none" and not found["fits"], "offload=all would fit"
@@ -280,7 +280,7 @@ def test_the_estimate_shows_the_first_that_fits_and_settings_choose_another():
     assert not found["fits"] and "it does not fit" in text and found["batch_size"] == 1
 
 
-def test_a_reader_that_has_read_enough_is_no_error():
+def test_a_closed_pipe_is_not_an_error():
     reader, writer = os.pipe()
     os.close(reader)
     with os.fdopen(writer, "w") as closed:

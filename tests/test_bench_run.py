@@ -27,7 +27,7 @@ def leave_run(folder, losses, every=10, settings=None, **summary):
     return folder
 
 
-def test_runs_are_tabled_by_what_differs_and_drawn(tmp_path, monkeypatch, capsys):
+def test_runs_are_compared_by_their_differing_settings_and_plotted(tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("HOME", str(tmp_path))
     first = leave_run(tmp_path / "a", [4.0, 3.0], settings={"optimizer": "adamw", "out_dir": "a"}, bits_per_byte=1.25)
     other = leave_run(tmp_path / "b", [4.0, 2.0, 2.5], settings={"optimizer": "muon", "out_dir": "b"})
@@ -44,7 +44,7 @@ def test_runs_are_tabled_by_what_differs_and_drawn(tmp_path, monkeypatch, capsys
     assert drawn == f"drawn: {out}" and out.stat().st_size > 10_000
 
 
-def test_what_cannot_be_read_or_drawn_gets_a_sentence(tmp_path, monkeypatch, capsys):
+def test_unreadable_runs_get_a_message(tmp_path, monkeypatch, capsys):
     def said(*argv):
         with pytest.raises(SystemExit) as caught:
             bench.main(list(argv))
@@ -69,7 +69,7 @@ def test_what_cannot_be_read_or_drawn_gets_a_sentence(tmp_path, monkeypatch, cap
     assert said("run", str(good)) == "the plot needs matplotlib: pip install matplotlib"
 
 
-def test_the_summary_of_an_earlier_end_says_nothing_of_a_run_that_went_on(tmp_path):
+def test_the_summary_of_an_earlier_end_is_ignored_if_the_run_continued(tmp_path):
     folder = leave_run(tmp_path / "a", [4.0, 3.0], settings={"n_layer": 2}, bits_per_byte=1.25)
     with open(folder / "metrics.jsonl", "a") as file:
         file.write("\n" + json.dumps({"step": 30, "loss": 2.0, "ms": 1.8e6, "tok_per_s": 1000 / 1800}))

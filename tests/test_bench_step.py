@@ -171,7 +171,7 @@ os._exit(0)  # gloo's threads now and then abort the interpreter that tidies up 
 """
 
 
-def test_the_offloaded_peer_trains_as_the_one_that_is_not():
+def test_offload_does_not_change_a_peers_losses():
     result, printed = runner.run(["-c", PEERS_ON_CPU])
     assert result is not None, printed
     plain, masters, offload = (result[arm] for arm in ("hf", "hf-masters", "hf-offload"))
@@ -256,7 +256,7 @@ def test_the_parts_add_up_to_the_busy_time():
     }  # fmt: skip
 
 
-def test_what_a_config_leaves_out_is_train_pys_for_the_peers_too():
+def test_peers_use_train_pys_defaults_too():
     c = peers.llama_config("config/sft.py")
     assert (c.n_layer, c.tie_embeddings, c.vocab_size) == (16, True, 257)
 
@@ -273,7 +273,7 @@ def test_the_floors_count_the_flops_that_the_model_counts():
 # --- Words, records, tables ---
 
 
-def test_points_are_the_arms_in_turn_and_what_is_missing_is_asked_for_once(monkeypatch):
+def test_arms_run_in_turn_and_a_missing_package_is_reported_once(monkeypatch):
     ran = []
 
     def run(command, ranks=1):
@@ -306,7 +306,7 @@ RECORD = {
 }  # fmt: skip
 
 
-def test_a_record_goes_on_with_the_same_commit_on_the_same_card_or_with_keep(tmp_path):
+def test_a_record_is_continued_by_the_same_commit_on_the_same_card_or_with_keep(tmp_path):
     out, new = tmp_path / "new" / "step.json", RECORD | {"command": "python bench.py step --arms=recipe"}
     out.parent.mkdir()
     out.write_text(json.dumps(RECORD))
@@ -366,7 +366,7 @@ def test_edited_code_is_never_the_same_code():
         assert record.continued(same, new, step.KEYS, keep=True) == same
 
 
-def test_a_package_in_another_version_begins_a_record_anew_and_one_that_is_missing_does_not():
+def test_another_package_version_starts_a_new_record_but_a_missing_package_does_not():
     with_peft, newer = ({"versions": RECORD["versions"] | {"peft": version}} for version in ("1", "2"))
     new = RECORD | newer
     assert record.continued(RECORD | with_peft, new, step.KEYS, keep=True) is new
@@ -394,7 +394,7 @@ def test_pages_and_records_do_not_make_the_code_dirty(tmp_path, monkeypatch):
         assert record.commit() == commit + dirty, name
 
 
-def test_a_file_that_is_no_record_is_not_written_over(tmp_path):
+def test_a_file_that_is_not_a_record_is_not_overwritten(tmp_path):
     out = tmp_path / "list.json"
     for text in ("", "[1]"):
         out.write_text(text)
@@ -403,7 +403,7 @@ def test_a_file_that_is_no_record_is_not_written_over(tmp_path):
         assert out.read_text() == text
 
 
-def test_a_closed_terminal_ends_it_but_not_under_nohup(monkeypatch):
+def test_a_closed_terminal_ends_bench_but_not_under_nohup(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(runner, "call", lambda _: {"device": "A", "copy_tb_s": 4.0, "matmul_tflops": 700.0})
     monkeypatch.setattr(record, "origin", lambda *_: {"device": "A"})
@@ -421,7 +421,7 @@ def test_a_closed_terminal_ends_it_but_not_under_nohup(monkeypatch):
             signal.raise_signal(each)  # while it ends the point at work
 
 
-def test_what_ends_without_numbers_says_why():
+def test_a_process_without_results_reports_why():
     def line(row):
         return runner.line(arms.STEP, row)
 

@@ -16,7 +16,7 @@ from runtime.checkpoint import load_model
 LLAMA_1B = "config/llama32_1b.py"
 
 
-def test_settings_of_train_py_say_what_a_config_leaves_open(monkeypatch):
+def test_train_py_settings_fill_what_a_config_leaves_open(monkeypatch):
     Card(monkeypatch)
     baby, vocab = "--config=config/baby_llama.py", ["--", "--vocab_size=257"]
     words = [baby, "--checkpointing=full", "--batches=1", *vocab, "--cuda_graph=false", "--dataset=my text"]
@@ -110,7 +110,7 @@ def test_the_study_is_both_sweeps_of_four_arms_and_two_peers_in_24_gib(monkeypat
     assert sweep.parse(["--offload=none", "--preset=study"], 1).offload == ["none"], "flags override a preset"
 
 
-def test_the_8b_is_on_all_gpus_beside_the_recipe(monkeypatch):
+def test_8b_runs_on_all_gpus_and_so_does_the_recipe(monkeypatch):
     card = Card(monkeypatch, tokens=600)
     rows = rows_of(["--preset=8b"], n_gpus=4)
     assert places(rows)[:2] == [("batch", "all", 1, 512, False), ("batch", "recipe", 1, 512, False)]
@@ -153,7 +153,7 @@ def test_finetuning_runs_each_size_at_its_fastest_settings_ours_and_theirs(monke
     assert sweep.all_sweeps(["--preset=study"], 1)[0].command == ["--preset=study"]
 
 
-def test_several_offloads_and_settings_of_ours_are_series_of_their_own(monkeypatch):
+def test_each_offload_and_setting_is_a_separate_series(monkeypatch):
     card = Card(monkeypatch, tokens=100)
     words = ["--offload=none,optimizer,all", "--checkpointing=none,full", "--peers=hf", "--batches=1"]
     rows = rows_of([*words, "--", "--compile=true"])
@@ -167,7 +167,7 @@ def test_several_offloads_and_settings_of_ours_are_series_of_their_own(monkeypat
     assert [(row["arm"], row["offload"]) for _, row in rows] == [("all", "none"), ("recipe", "none"), ("all", "all")]
 
 
-def test_what_a_record_has_is_not_measured_again(monkeypatch, tmp_path):
+def test_recorded_points_are_not_measured_again(monkeypatch, tmp_path):
     out, words = tmp_path / "sweep.json", ["--arms=all,torch", "--sweep=both", "--batches=1,4,8", "--contexts=512,1024"]
     first = Card(monkeypatch, tokens=5000)
     empty = {"command": "", "device": "GPU", "versions": {"nanocria": "abc", "torch": "2"}, "batch": [], "seq": []}
@@ -192,13 +192,13 @@ def test_what_a_record_has_is_not_measured_again(monkeypatch, tmp_path):
     assert len(again) == 10 and again[5][1]["arm"] == "torch" and again[5][1]["oom"]
 
 
-def test_the_contexts_know_what_the_batches_have_measured(monkeypatch):
+def test_the_context_sweep_reuses_points_of_the_batch_sweep(monkeypatch):
     card = Card(monkeypatch, tokens=5000)
     rows = rows_of(["--sweep=both", "--batches=1,4,8", "--contexts=512,1024,2048"])
     assert len(rows) == 6 and len(card.ran) == 5 and rows[1][1] == rows[4][1]
 
 
-def test_what_cannot_be_measured_is_a_row_that_says_why(monkeypatch):
+def test_an_unmeasurable_point_is_a_row_with_its_reason(monkeypatch):
     card = Card(monkeypatch)
     ((_, row),) = rows_of(["--arms=long", "--checkpointing=full", "--batches=1,4", "--", "--compile=true"])
     assert row["failed"].startswith("offload_activations does not work")

@@ -121,7 +121,7 @@ def test_only_answers_and_their_ends_of_turn_are_targets():
     assert LLAMA3.decode(ids) == f"<|begin_of_text|>{said}", "not as Llama 3's model card has it"
 
 
-def test_what_is_no_text_and_answers_of_weight_0_are_not_learned():
+def test_non_text_and_answers_of_weight_0_are_not_learned():
     messages = [MESSAGES[1], MESSAGES[2] | {"weight": 0}, {"role": "us\ud800er", "content": "\udfff?"}, MESSAGES[4]]
     ids, is_target = encode_answers(LLAMA3, render_answers(LLAMA3, messages))
     assert LLAMA3.decode([i for i, target in zip(ids, is_target, strict=True) if target]) == "Yes.<|eot_id|>"
@@ -249,7 +249,7 @@ def test_generation_ends_at_the_end_of_a_turn_also_where_the_tokenizer_does_not_
     *((line("a", "b").replace('"b"', f'{content}, "tool_calls": [{{}}]'), "message 2 has tool calls, which the chat")
       for content in ('"b"', '""', "null")),
 ])  # fmt: skip
-def test_a_line_that_is_no_conversation_is_named_or_skipped_and_counted(written, capsys, bad, message):
+def test_a_line_that_is_not_a_conversation_is_reported_or_skipped_and_counted(written, capsys, bad, message):
     good = [line(f"{i}?", str(i)) for i in range(9)]
     with pytest.raises(ValueError, match=f"chats.jsonl:4:? .*{message}"):
         written(*good[:3], bad, *good[3:])

@@ -28,7 +28,7 @@ from tests.runs import FULL_DISK, SHORT, SMALL, damage, edit_run, losses, metric
 pytestmark = pytest.mark.usefixtures("plain_pytorch_on_one_core")
 
 
-def test_a_half_written_checkpoint_is_not_taken_for_a_whole_one(train, tmp_path):
+def test_a_half_written_checkpoint_is_not_loaded(train, tmp_path):
     train()
     whole = losses(tmp_path / "out")
     (tmp_path / "out/step_000008").rename(tmp_path / "out/step_000008.partial")  # killed while saving
@@ -38,7 +38,7 @@ def test_a_half_written_checkpoint_is_not_taken_for_a_whole_one(train, tmp_path)
     assert not list((tmp_path / "out").glob("*.partial"))
 
 
-def test_the_last_checkpoints_are_kept_and_none_if_none_are_wanted(train, tmp_path, capsys, monkeypatch):
+def test_keep_last_checkpoints_are_kept_and_0_writes_none(train, tmp_path, capsys, monkeypatch):
     write = checkpoint.write_folder
     monkeypatch.setattr(checkpoint, "write_folder", lambda *args: time.sleep(0.3) or write(*args))
     assert train(eval_interval=2, keep_last=2)["saver"].seconds > 0.6
@@ -48,7 +48,7 @@ def test_the_last_checkpoints_are_kept_and_none_if_none_are_wanted(train, tmp_pa
     assert not list((tmp_path / "none").glob("step_*"))
 
 
-def test_a_finished_run_says_so_and_in_plain_json_and_a_longer_one_goes_on(train, tmp_path, capsys):
+def test_a_finished_run_writes_plain_json_and_resumes_with_more_iterations(train, tmp_path, capsys):
     train()
     meta = json.loads((tmp_path / "out/step_000008/run.json").read_text())
     assert meta["step"] == 8 and meta["settings"]["learning_rate"] == 3e-3
@@ -64,7 +64,7 @@ def test_a_finished_run_says_so_and_in_plain_json_and_a_longer_one_goes_on(train
 
 
 @pytest.mark.parametrize("why", ["as asked", "no memory for copies", "beside"])
-def test_a_save_that_the_training_waits_for_is_the_same(train, tmp_path, capsys, monkeypatch, why):
+def test_a_synchronous_save_writes_the_same_checkpoint(train, tmp_path, capsys, monkeypatch, why):
     n = train(out_dir=tmp_path / "beside")["model"].n_params()
     # asked for a step, then for the copies of w, m and v, which take 12n
     there = iter([10**12, 2 * (16 * n + 100)])
@@ -104,7 +104,7 @@ def test_every_setting_that_alters_the_run_is_named_at_resume(train, capsys, nam
     assert run["optimizer"].rule.betas[1] == run["beta2"], "its own, not the checkpoint's"
 
 
-def test_a_resume_by_other_code_or_another_torch_is_said(train, tmp_path, capsys):
+def test_a_resume_by_other_code_or_another_torch_is_reported(train, tmp_path, capsys):
     versions = train()["facts"]["versions"]
     saved = {"nanocria": "0123456", "torch": "2.0.0", "triton": "3.0.0"}  # on a GPU, which has triton
     edit_run(tmp_path / "out/step_000008", versions=versions | saved)
@@ -189,7 +189,7 @@ def test_a_checkpoint_whose_optimizer_was_deleted_says_which_file_is_missing(tra
     (RuntimeError("[enforce fail at alloc_cpu.cpp] DefaultCPUAllocator: can't allocate memory"), "[enforce fail"),
     (torch.OutOfMemoryError("CUDA out of memory"), "CUDA out of memory"),
 ])  # fmt: skip
-def test_what_says_nothing_of_its_content_does_not_count_as_damage(train, tmp_path, capsys, monkeypatch, error, said):
+def test_an_io_error_does_not_count_as_damage(train, tmp_path, capsys, monkeypatch, error, said):
     train()
     monkeypatch.setattr(checkpoint_folder, "read_rows", mock.Mock(side_effect=error))
     assert said in slip(train, capsys)
@@ -240,7 +240,7 @@ def test_a_second_head_begins_beside_weights_without_one_and_is_resumed(train, t
     assert "second_head.weight" in load_file(tmp_path / "two/step_000008/model.safetensors")
 
 
-def test_what_a_checkpoint_holds_beside_the_model_is_not_left_out(train, tmp_path, capsys):
+def test_extra_tensors_of_a_checkpoint_are_refused(train, tmp_path, capsys):
     train(tie_embeddings=False)
     path = tmp_path / "out/step_000008"
     edit_config(path, tie_word_embeddings=True)
@@ -294,7 +294,7 @@ def test_without_a_whole_one_damaged_checkpoints_stop_the_run(train, tmp_path, c
     assert (tmp_path / "out/metrics.jsonl").read_bytes() == before
 
 
-def test_a_save_that_fails_is_said_and_the_training_goes_on(train, tmp_path, capsys, monkeypatch):
+def test_a_failed_save_is_reported_and_training_continues(train, tmp_path, capsys, monkeypatch):
     """The disk is full for the first checkpoint and has room for the second."""
     first_fails = [OSError(errno.ENOSPC, "No space left on device"), mock.DEFAULT]
     create = mock.Mock(wraps=checkpoint_folder._create, side_effect=first_fails)
@@ -305,7 +305,7 @@ def test_a_save_that_fails_is_said_and_the_training_goes_on(train, tmp_path, cap
     assert [path.name for path in (tmp_path / "out").glob("step_*")] == ["step_000008"]
 
 
-def test_what_cannot_be_deleted_stops_no_save(train, tmp_path, capsys, monkeypatch):
+def test_an_undeletable_leftover_does_not_stop_a_save(train, tmp_path, capsys, monkeypatch):
     true_rmtree = shutil.rmtree
 
     def rmtree(path, ignore_errors=False):
@@ -321,7 +321,7 @@ def test_what_cannot_be_deleted_stops_no_save(train, tmp_path, capsys, monkeypat
     assert [path.name for path in run_folder.checkpoints(tmp_path / "out")] == ["step_000006", "step_000008"]
 
 
-def test_a_disk_that_stays_full_ends_the_run_with_a_sentence_and_leaves_what_was_there(train, text_data, tmp_path):
+def test_a_full_disk_ends_the_run_with_a_message_and_keeps_earlier_checkpoints(train, text_data, tmp_path):
     settings = SMALL | SHORT | dict(dataset=text_data, out_dir=tmp_path / "out")
     train(**settings | {"max_iters": 4, "lr_decay_iters": 8})
     done = run(settings | {"lr_decay_iters": 8}, wrapped(tmp_path, FULL_DISK))
@@ -333,7 +333,7 @@ def test_a_disk_that_stays_full_ends_the_run_with_a_sentence_and_leaves_what_was
     assert losses(tmp_path / "out") == losses(tmp_path / "whole")
 
 
-def test_what_another_version_wrote_more_or_less_is_no_obstacle(train, tmp_path, capsys):
+def test_checkpoints_of_other_versions_with_more_or_fewer_fields_are_read(train, tmp_path, capsys):
     train()
     path = tmp_path / "out/step_000008"
     settings = {name: value for name, value in read_run(path)["settings"].items() if name != "optimizer_bits"}
@@ -373,7 +373,7 @@ def test_another_run_or_version_in_the_same_folder_is_refused_with_a_sentence(tr
     assert (tmp_path / "out/step_000900").exists(), "it is not damaged"
 
 
-def test_transformers_reads_a_checkpoint_as_it_stands(train, tmp_path):
+def test_transformers_reads_a_checkpoint_unchanged(train, tmp_path):
     for dtype in ("float32", "bfloat16"):
         train(dtype=dtype, out_dir=tmp_path / dtype, max_iters=4)
         path = tmp_path / dtype / "step_000004"
@@ -385,7 +385,7 @@ def test_transformers_reads_a_checkpoint_as_it_stands(train, tmp_path):
         assert_same_model(path, theirs.float())
 
 
-def test_replicas_that_differ_are_said_and_the_checkpoint_is_whole(train, tmp_path, capsys, monkeypatch):
+def test_differing_replicas_are_reported_and_the_checkpoint_is_complete(train, tmp_path, capsys, monkeypatch):
     write = checkpoint.write_folder
     monkeypatch.setattr(checkpoint, "write_folder", lambda *args: write(*args) or ["exp_avg.model.norm.weight"])
     train()

@@ -125,12 +125,12 @@ def test_a_setting_is_named_with_its_default_too(run):
     ("min_lr: float | None", "min_lr", "23: min_lr = None has no type: write min_lr: float | None = None, "),
     ("= 'scratch'", "= 'scrath'", "30: init_from expects 'scratch' or 'resume', got 'scrath'. Did you mean 'scratch'?"),
 ])  # fmt: skip
-def test_a_default_must_say_its_type_and_fit_it(folder, error, declared, instead, message):
+def test_a_default_must_have_a_type_and_match_it(folder, error, declared, instead, message):
     (folder / "train.py").write_text(SCRIPT.replace(declared, instead))
     assert error().startswith(f"train.py:{message}")
 
 
-def test_a_string_that_looks_like_a_comment_is_none(folder, run):
+def test_a_hash_inside_a_string_is_not_a_comment(folder, run):
     (folder / "train.py").write_text(SCRIPT.replace("warmup", '"""\n# no comment"""\nwarmup'))
     assert run()["settings"] == DEFAULTS
 
@@ -194,7 +194,7 @@ REFUSED = [
 
 
 @pytest.mark.parametrize("argv, message", REFUSED, ids=lambda value: str(value)[:60])
-def test_mistake_on_the_command_line_ends_with_one_line(folder, error, argv, message):
+def test_command_line_errors_print_one_line(folder, error, argv, message):
     (folder / "x.json").write_text('{"batch_size": 4}')
     assert error(*argv) == message
 
@@ -223,7 +223,7 @@ def test_spellings_of_a_value(run, recwarn, name, text, value):
 # Config files
 
 
-def test_a_file_finds_the_one_beside_it_whose_names_are_checked_too(changes, error, tmp_path):
+def test_a_config_imports_another_beside_it_whose_names_are_checked_too(changes, error, tmp_path):
     (tmp_path / "base_of_mine.py").write_text("batch_size = 4\n_n = 3\n")
     (tmp_path / "mine.py").write_text("from math import *\nfrom base_of_mine import *\nwarmup_iters = int(sqrt(9))\n")
     assert changes(str(tmp_path / "mine.py")) == dict(batch_size=4, warmup_iters=3)

@@ -208,7 +208,7 @@ META_SLIPS = {  # message: changes of params.json, and tensors of other shapes
 
 
 @pytest.mark.parametrize("sentence", META_SLIPS)
-def test_what_of_metas_cannot_be_read_gets_a_sentence(meta_folder, convert_to_hf, tmp_path, sentence):
+def test_unreadable_meta_files_get_a_message(meta_folder, convert_to_hf, tmp_path, sentence):
     params, shapes = META_SLIPS[sentence]
     source = meta_folder(meta_weights(False) | {name: torch.zeros(shape) for name, shape in shapes.items()}, **params)
     with pytest.raises(SystemExit, match=re.escape(sentence)):
@@ -216,7 +216,7 @@ def test_what_of_metas_cannot_be_read_gets_a_sentence(meta_folder, convert_to_hf
     assert not list(tmp_path.glob("hf*"))
 
 
-def test_damaged_or_divided_files_of_metas_get_a_sentence(meta_folder, convert_to_hf):
+def test_damaged_or_sharded_meta_files_get_a_message(meta_folder, convert_to_hf):
     source = meta_folder(meta_weights(True))
     file, part = source / "consolidated.00.pth", source / "consolidated.01.pth"
     whole = file.read_bytes()
@@ -232,7 +232,7 @@ def test_damaged_or_divided_files_of_metas_get_a_sentence(meta_folder, convert_t
             convert_to_hf(source)
 
 
-def test_what_is_written_is_rounded_once_to_the_dtype_asked_for(alone, convert_to_hf):
+def test_convert_rounds_once_to_the_requested_dtype(alone, convert_to_hf):
     folder = convert_to_hf(alone)
     theirs = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype="auto")
     ours = load_model(alone, "cpu", torch.bfloat16)
@@ -320,21 +320,21 @@ def test_what_cannot_be_read_gets_a_sentence(train, capsys, theirs, sentence):
     assert sentence in slip(train, capsys, **TIED, init_from=theirs)
 
 
-def test_a_folder_of_other_weights_without_config_json_gets_a_sentence(train, tmp_path, capsys):
+def test_a_folder_of_weights_without_config_json_gets_a_message(train, tmp_path, capsys):
     (tmp_path / "a.gguf").touch()
     assert f"{tmp_path} holds GGUF files, " in slip(train, capsys, init_from=tmp_path)
     with pytest.raises(ValueError, match=f"{tmp_path} holds GGUF files, "):
         load_model(tmp_path)
 
 
-def test_a_head_that_is_the_embedding_and_what_old_versions_wrote_are_passed_over(theirs):
+def test_a_tied_head_and_old_rotary_buffers_are_skipped(theirs):
     before = load_model(theirs).tok_embeddings.weight
     holds("lm_head.weight", lambda embedding: embedding, EMBEDDING)(theirs)
     holds("model.layers.0.self_attn.rotary_emb.inv_freq", lambda q: q[0], Q)(theirs)
     assert torch.equal(load_model(theirs).tok_embeddings.weight, before)
 
 
-def test_a_folder_that_does_not_say_its_tokenizer_is_said(train, tmp_path, capsys, theirs):
+def test_a_folder_without_a_tokenizer_is_reported(train, tmp_path, capsys, theirs):
     said = "does not say its tokenizer, which must be the data's: bytes, 257 tokens"
     train(**TIED, init_from=theirs, max_iters=1)
     assert f"{said}\n" in capsys.readouterr().out
@@ -391,7 +391,7 @@ def test_weights_that_float16_cannot_hold_are_refused(theirs):
     assert load_model(theirs, dtype=torch.bfloat16).layers[0].attn.qkv_proj.weight.max() == 99840
 
 
-def test_a_slip_or_a_full_disk_ends_convert_py_with_a_sentence_and_leaves_nothing(alone, tmp_path):
+def test_a_user_error_or_full_disk_ends_convert_with_a_message_and_leaves_nothing(alone, tmp_path):
     done = run([tmp_path / "nowhere", tmp_path / "hf"], "convert.py")
     assert done.returncode == 1 and done.stderr.startswith(f"{tmp_path}/nowhere is not a folder: train"), done.stderr
     done = run([alone, tmp_path / "hf"], wrapped(tmp_path, FULL_DISK, script="convert.py"))
@@ -417,7 +417,7 @@ def test_ctrl_c_leaves_nothing_and_nothing_is_read_for_a_folder_that_cannot_be_w
         convert_to_hf(alone, folder="file/hf")
 
 
-def test_a_run_keeps_what_the_folder_that_it_began_with_says(train, tmp_path, capsys, theirs):
+def test_a_run_keeps_the_settings_of_the_folder_it_started_from(train, tmp_path, capsys, theirs):
     """Tokenizer files, special tokens, context: in a checkpoint, after a resume, in a run started from it."""
     edit_config(theirs, bos_token_id=3, eos_token_id=[4, 5], max_position_embeddings=1000)
     for name in ("tokenizer.json", "generation_config.json"):

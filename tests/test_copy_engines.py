@@ -62,7 +62,7 @@ def on_every_rank(function):
 
 
 @pytest.mark.parametrize("gathers, reductions", [(1, 1), (3, 2)])
-def test_what_ranks_gather_and_reduce_is_what_they_sent_however_often_the_buffers_are_filled(gpus, gathers, reductions):
+def test_copy_engines_gather_and_reduce_exactly_however_often_buffers_are_reused(gpus, gathers, reductions):
     def work(group):
         me, random_times = group.rank(), random.Random(group.rank())
         gather, scatter = CopyEngineAllGather(group, gathers, 60), CopyEngineReduceScatter(group, reductions, 60)
@@ -109,7 +109,7 @@ def test_where_copy_engines_fail_nccl_communicates_unless_they_are_wanted(gpus, 
     assert "copy" in said and f"not work here: PyTorch {torch.__version__} has no such symmetric memory" in said, said
 
 
-def test_memory_that_is_not_a_buffer_s_is_refused(gpus):
+def test_memory_outside_the_buffers_is_refused(gpus):
     def work(group):
         gather = CopyEngineAllGather(group, 1, 6)
         out = gather.allocate((6,), dtype=torch.float32, device="cpu")

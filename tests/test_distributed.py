@@ -133,7 +133,7 @@ OTHER_SUMS = (  # in optimizers/: as if ranks added in another order
     (dict(offload="optimizer"), "import kernels.c_library as c; c.build = lambda name: None"),  # without a compiler
     *((dict(optimizer=rule, galore_rank=8, galore_interval=1), OTHER_SUMS) for rule in ("apollo", "galore")),
 ], ids=["another norm", "no C", "other sums of apollo", "other sums of galore"])  # fmt: skip
-def test_copies_of_the_model_stay_equal_where_machines_round_differently(train, tmp_path, settings, on_one_machine):
+def test_replicas_stay_equal_if_machines_round_differently(train, tmp_path, settings, on_one_machine):
     script = wrapped(
         tmp_path,
         "os.environ['LOCAL_WORLD_SIZE'] = '2'\nimport importlib; adamw = importlib.import_module('kernels.adamw')\n"
@@ -153,7 +153,7 @@ def test_copies_of_the_model_stay_equal_where_machines_round_differently(train, 
     (2, dict(optimizer_bits=8, n_embd=256, ffn_dim=256)),
     (2, dict(offload="all", offload_dir="drive")),
 ], ids=str)  # fmt: skip
-def test_a_run_goes_on_with_more_and_with_fewer_ranks_under_every_rule(train, tmp_path, ranks, settings):
+def test_a_run_resumes_on_more_and_on_fewer_ranks_with_every_optimizer(train, tmp_path, ranks, settings):
     settings = dict(max_iters=6, eval_interval=2) | settings
     if "offload_dir" in settings:
         settings["offload_dir"] = tmp_path

@@ -139,7 +139,7 @@ def test_answers_are_scored_as_by_transformers(sample, tmp_path, monkeypatch):
     assert sample(out_dir=tmp_path / "hf", evaluate=files[0], batch_size=3)[0].splitlines()[0] == first
 
 
-def test_what_cannot_be_evaluated_gets_a_sentence(sample, tmp_path):
+def test_unevaluable_files_get_a_message(sample, tmp_path):
     publish_chat_model(tmp_path / "hf")
     settings = dict(out_dir=tmp_path / "hf", evaluate=tmp_path / "x.jsonl")
     cases = {
@@ -175,7 +175,7 @@ def test_a_published_folder_without_bos_starts_after_a_document(tmp_path):
     assert found == f"{-score.item() / math.log(2):.4f}"
 
 
-def test_lm_evaluation_harness_scores_and_draws_as_we_do(tmp_path):
+def test_lm_evaluation_harness_scores_and_samples_as_we_do(tmp_path):
     pytest.importorskip("lm_eval")
     from lm_eval.api.instance import Instance
 

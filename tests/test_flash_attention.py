@@ -134,7 +134,7 @@ def test_selective_checkpointing_can_keep_y_and_skip_the_second_forward(monkeypa
 
 
 @pytest.mark.parametrize("n_time", [32, 38])
-def test_what_backward_needs_may_come_back_in_another_layout(n_time):
+def test_saved_tensors_may_return_to_backward_in_another_layout(n_time):
     """As torch.autograd.graph.save_on_cpu and offload wrappers return it."""
     tensors, upstream = inputs(n_time)
     expected, dense = run(flash_attention, tensors, (), upstream), torch.contiguous_format

@@ -39,7 +39,7 @@ pytestmark = needs_fp8 = pytest.mark.skipif(
 @pytest.mark.parametrize("shape", [(1, 16), (5, 19), (33, 48), (40, 1000)])
 @pytest.mark.parametrize("restride", ["contiguous", "transposed", "sliced"])
 @pytest.mark.parametrize("with_factors", [False, True])
-def test_rows_are_rounded_to_float8_beside_a_scale_each(shape, restride, with_factors):
+def test_rows_are_rounded_to_float8_with_a_scale_per_row(shape, restride, with_factors):
     n_rows, n_cols = shape
     x = randn(*shape) * torch.logspace(-3, 3, n_rows, device=DEVICE)[:, None].to(BF16)
     x = {"contiguous": x, "transposed": x.T.contiguous().T, "sliced": torch.cat([x, x], 1)[:, :n_cols]}[restride]
@@ -292,7 +292,7 @@ def test_fused_functions_hand_float8_to_their_projections(monkeypatch):
     (24, "weight (16, 24): float8 matmuls want multiples of 16"),
     (32, "weight torch.bfloat16 (16, 24): expected torch.bfloat16 (outputs, 32)"),
 ])  # fmt: skip
-def test_fused_functions_refuse_what_their_projection_cannot_multiply(columns, message):
+def test_fused_functions_refuse_unsupported_projection_shapes(columns, message):
     x = randn(4, columns)
     with pytest.raises(ValueError, match=re.escape(message)):
         kernels.rms_norm_linear(x, None, x[0], 1e-5, projection(24, 16))
@@ -353,7 +353,7 @@ def test_model_without_fused_kernels_rounds_to_float8_too():
     ("cpu", dict(ffn_dim=24), "fp8 needs projections whose sides are multiples of 16, not 32 x 24"),
     ("cuda", {}, "fp8 needs dtype bfloat16 and a GPU of compute capability 8.9 or more"),  # float32 is refused
 ])  # fmt: skip
-def test_use_fp8_refuses_what_float8_cannot_multiply(device, changes, message):
+def test_use_fp8_refuses_unsupported_shapes(device, changes, message):
     with torch.device("meta"):
         model = Llama(LlamaConfig(**SMALL | changes))
     with pytest.raises(ValueError, match=message):

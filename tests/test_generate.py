@@ -90,7 +90,7 @@ def test_rows_end_before_an_end_token_and_the_batch_ends_with_its_last_row():
     assert len(ended) == max(ends) + 1 < 30 and ends[0] != ends[1]
 
 
-def test_a_row_that_ended_with_a_full_context_does_not_have_the_others_read_again(reads):
+def test_a_row_that_ends_at_a_full_context_does_not_reprocess_the_others(reads):
     model, prompts = build(block_size=16, **PLAIN), prompts_of(16, 2)
     eos = {texts(model, prompts[:1], n=1, temperature=0).item()}  # the full row ends at once
     alone = [read_alone(model, prompts[1], 10)]
@@ -160,7 +160,7 @@ def test_a_turn_of_a_conversation_reads_what_is_new_and_is_the_prompt_read_alone
 @needs_gpu
 @pytest.mark.parametrize("lengths", [[5], [9, 3, 1]])
 @torch.no_grad()
-def test_a_recorded_step_draws_what_a_step_draws(lengths, monkeypatch):
+def test_a_cuda_graph_step_samples_what_an_eager_step_samples(lengths, monkeypatch):
     model, prompts = build(dtype=torch.bfloat16), prompts_of(*lengths)
     expected, caches = [], new_caches(model, len(prompts), 40)
     tokens = sample(read_prompts(model, caches, prompts), 0)
@@ -228,7 +228,7 @@ def test_the_same_seed_writes_the_same_text():
     assert torch.equal(texts(model, prompt, top_k=10**6, top_p=1.0, min_p=0.0), texts(model, prompt))
 
 
-def test_tokens_are_drawn_from_their_probabilities():
+def test_tokens_are_sampled_from_their_probabilities():
     logits = torch.tensor([1.0, 3.0, -2.0, 2.0, 0.0], device=DEVICE)
     cases = [  # temperature, top_k, top_p, min_p, tokens kept; their probabilities are 0.64, 0.24, 0.09, 0.03, 0.00
         ((1.0, None, None, None), [0, 1, 2, 3, 4]),

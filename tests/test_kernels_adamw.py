@@ -276,7 +276,7 @@ def test_adamw8bit_keeps_a_nan_in_its_block(adamw):
 
 @pytest.mark.parametrize("sgdw", [kernels.sgdw, reference.sgdw], ids=["kernel", "reference"])
 @pytest.mark.parametrize("dtype", [FP32, BF16, FP16], ids=str)
-def test_sgdw_moves_the_master_and_skips_what_is_not_finite(sgdw, dtype):
+def test_sgdw_updates_the_master_and_skips_non_finite_steps(sgdw, dtype):
     w, direction = randn(3001), randn(3001, dtype=BF16)
     parameter, master = (w, w) if dtype == FP32 else (w.to(dtype), w.clone())
     if dtype == BF16:

@@ -123,7 +123,7 @@ for name in ("adamw", "adamw8bit"):
 
 
 @pytest.mark.parametrize("name, arguments, options, message", ERRORS, ids=[error[-1] for error in ERRORS])
-def test_mistake_is_a_value_error_that_says_what_was_found(name, arguments, options, message):
+def test_invalid_arguments_raise_value_errors_that_say_what_was_found(name, arguments, options, message):
     with pytest.raises(ValueError, match=re.escape(message)):
         FUNCTIONS[name](*arguments, **options)
 

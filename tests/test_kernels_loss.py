@@ -341,7 +341,7 @@ def profile(function):
     *((torch.enable_grad, *needed) for needed in ((True, True), (True, False), (False, True), (False, False))),
     (torch.no_grad, True, True), (torch.inference_mode, True, True),
 ])  # fmt: skip
-def test_linear_cross_entropy_computes_nothing_that_is_not_needed(context, need_dx, need_dweight):
+def test_linear_cross_entropy_skips_unneeded_gradients(context, need_dx, need_dweight):
     """Three chunks: each has a product for the logits, for dX and for dW. No fp32 (V, C) for a frozen weight."""
     x, weight, targets = linear_inputs(9, 500)
     x.requires_grad_(need_dx), weight.requires_grad_(need_dweight)

@@ -195,7 +195,7 @@ def test_resume_repeats_losses_bit_for_bit(name, trained, capitals, tmp_path):
 
 
 @each_run
-def test_two_ranks_go_on_where_one_was_and_give_its_losses(name, trained, capitals, tmp_path):
+def test_two_ranks_resume_one_ranks_run_with_its_losses(name, trained, capitals, tmp_path):
     shutil.copytree(trained[name] / "step_000004", tmp_path / "step_000004")
     finish(RUN | {"dataset": capitals, "out_dir": tmp_path} | BASES[name], ranks=2)
     alone = step_losses(trained[name])[4:]
@@ -308,14 +308,14 @@ def test_sample_reads_adapters(base, trained, tmp_path):
     assert adapters == merged != without
 
 
-def test_whose_base_is_of_a_run_says_that_the_run_may_delete_it(base, capitals, tmp_path):
+def test_adapters_on_a_runs_checkpoint_warn_that_the_run_may_delete_it(base, capitals, tmp_path):
     common = RUN | {"dataset": capitals, "max_iters": 2}
     finish(common | {"init_from": base, "lora_rank": 0, "out_dir": tmp_path / "whole"})
     done = run(common | {"init_from": tmp_path / "whole", "out_dir": tmp_path / "adapters"})
     assert f"keep {tmp_path}/whole/step_000002, which its run may delete" in done.stdout, done.stderr
 
 
-def test_another_runs_adapters_are_a_start(trained, capitals, tmp_path):
+def test_a_run_starts_from_another_runs_adapters(trained, capitals, tmp_path):
     folder = trained["bfloat16"] / "step_000008"
     finish(RUN | {"dataset": capitals, "out_dir": tmp_path, "init_from": folder, "max_iters": 2})
     assert step_losses(tmp_path)[0] < step_losses(trained["bfloat16"])[0] - 0.05
@@ -327,7 +327,7 @@ def test_another_runs_adapters_are_a_start(trained, capitals, tmp_path):
 # What is refused
 
 
-def test_without_weights_to_adapt_the_run_ends_with_a_sentence(train, capsys):
+def test_lora_without_weights_to_adapt_ends_with_a_message(train, capsys):
     said = "lora_rank has no weights to adapt: name a folder of published weights, --init_from=FOLDER"
     assert said in slip(train, capsys, **RUN)
 
@@ -347,7 +347,7 @@ def test_adapters_of_another_rank_or_base_are_refused(changes, sentence, train, 
     assert re.search(sentence, slip(train, capsys, **RUN | changes))
 
 
-def test_a_model_that_a_folder_of_adapters_may_not_have_is_said_with_the_name_of_its_config(trained):
+def test_unsupported_adapters_are_reported_with_the_name_of_their_config(trained):
     folder = open_folder(trained["bfloat16"] / "step_000008")
     folder.config["model_type"] = "gpt2"
     with pytest.raises(ValueError, match="step_000008/base_config.json describes a gpt2 model"):

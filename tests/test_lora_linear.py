@@ -121,7 +121,7 @@ def test_either_adapter_may_be_frozen():
         assert_close(torch.autograd.grad(layer(x).square().sum(), trained), [gradient])
 
 
-def test_at_first_lora_changes_nothing():
+def test_fresh_adapters_change_nothing():
     base, x = Linear(12, 16).to(DEVICE, FP64), randn(5, 12)
     layer = LoRALinear(base, (8, 8), 3, 5.0)
     assert torch.equal(layer(x), base(x)) and layer.lora_a.shape == (6, 12)

@@ -67,7 +67,7 @@ def quantize_by_kernel(x, signed):
 
 
 @each_sign
-def test_code_table_finds_what_a_search_finds_at_every_bound(signed):
+def test_the_code_table_matches_a_search_at_every_bound(signed):
     """A block whose absmax is 1 is divided by 1: numbers next to a bound, or on it, stay there."""
     edges = bounds(dynamic_map(signed)).view(torch.int32)
     x = torch.cat([(edges + ulps).view(FP32) for ulps in range(-2, 3)])
@@ -196,7 +196,7 @@ def test_nf4_parts_may_be_viewed_by_rows():
     assert_same([dequantize_nf4(by_rows)], [dequantize_nf4(whole)], "by rows")
 
 
-def test_nf4_refuses_what_has_no_whole_blocks():
+def test_nf4_refuses_partial_blocks():
     for shape, message in (((3, 32), "96 elements"), ((64, 3), "an even last dimension"), ((0, 64), "0 elements")):
         with pytest.raises(ValueError, match=message):
             quantize_nf4(torch.ones(shape, device=DEVICE))

@@ -296,7 +296,7 @@ def test_logits_and_gradient_of_the_head_by_hand():
     assert backward.bytes == 6 * 128_256 * 2_048 + tokens
 
 
-def test_copy_engines_need_no_buffer_of_nccl_for_what_is_gathered():
+def test_copy_engines_need_no_nccl_gather_buffer():
     head = 128_256 * 4_096 + 4_096  # with the norm; in the loss 8B's embedding is not gathered
     for engines, times in {False: 2, True: 1}.items():
         parts = memory.phases(LLAMA_8B, sharded(8, copy_engines=engines))["the loss, at the end of forward"]

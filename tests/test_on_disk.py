@@ -96,7 +96,7 @@ def test_two_ranks_each_have_a_file(text_data, tmp_path, drive, settings):
 
 
 @pytest.mark.parametrize("settings", [dict(dtype="bfloat16"), IN_8_BITS], ids=str)
-def test_resumed_it_repeats_the_run_bit_for_bit_and_may_move_between_memory_and_disk(train, tmp_path, drive, settings):
+def test_resume_repeats_the_run_bit_for_bit_and_may_move_between_memory_and_disk(train, tmp_path, drive, settings):
     settings = dict(offload="optimizer", max_iters=12, keep_last=5) | settings
     train(**settings, offload_dir=drive)
     whole = losses(tmp_path / "out")
@@ -155,7 +155,7 @@ def test_a_slow_drive_changes_no_number(same_as_in_memory, monkeypatch):
 # The file
 
 
-def test_without_direct_io_it_says_so_and_computes_the_same(same_as_in_memory, monkeypatch, capsys):
+def test_without_direct_io_a_warning_is_printed_and_the_losses_are_the_same(same_as_in_memory, monkeypatch, capsys):
     true = fcntl.fcntl
 
     def refuse(fd, command, value=0):
@@ -218,7 +218,7 @@ def test_tensors_and_transfers_see_the_same_bytes(drive, direct):
 # Before the run
 
 
-def test_what_cannot_be_is_refused_in_a_sentence(train, tmp_path, drive, capsys, monkeypatch, tmpfs):
+def test_impossible_offload_dirs_are_refused_with_a_message(train, tmp_path, drive, capsys, monkeypatch, tmpfs):
     def message(**settings):
         return slip(train, capsys, offload="all", **settings).strip()
 
@@ -237,7 +237,7 @@ def test_what_cannot_be_is_refused_in_a_sentence(train, tmp_path, drive, capsys,
 
 
 @pytest.mark.parametrize("kind, what", [("ext4", ""), ("tmpfs", ", which is CPU memory")])
-def test_what_a_drive_can_do_is_said_with_the_seconds_of_a_step(drive, capsys, monkeypatch, kind, what):
+def test_the_drives_speed_is_reported_with_the_seconds_per_step(drive, capsys, monkeypatch, kind, what):
     monkeypatch.setattr(StateFile, "_measure", lambda *_: 2e8)
     asked = mock.Mock()
     monkeypatch.setattr(state_file, "_require_drive", asked)
@@ -290,7 +290,7 @@ def test_8b_takes_at_most_40_gib_of_cpu_memory():
     assert eight_bit["disk_gib"] == pytest.approx(found["disk_gib"] * 6.03 / 12, rel=0.01)
 
 
-def test_the_benchmark_of_a_drive_counts_what_an_update_moves(drive, tmp_path, capsys):
+def test_the_drive_benchmark_counts_the_bytes_of_an_update(drive, tmp_path, capsys):
     small = {name: value for name, value in SMALL.items() if name.startswith("n_") or name == "ffn_dim"}
     flags = [f"--{name}={value}" for name, value in (small | {"vocab_size": 257}).items()]
     disk.main([f"--offload_dir={drive}", f"--out={tmp_path / 'disk.json'}", "--", *flags])

@@ -174,7 +174,7 @@ def test_small_gradients_add_up_and_small_steps_move_half_precision_weights(dtyp
     assert model.weight[0, 0].item() == pytest.approx(0.99, abs=2**-8), "steps of 1e-4 round to nothing at 1"
 
 
-def test_of_weights_in_halves_a_checkpoint_holds_the_whole(monkeypatch):
+def test_a_checkpoint_holds_whole_weights_even_if_masters_are_in_halves(monkeypatch):
     monkeypatch.setattr("optimizers.optimizer.PIECE", 5)
     (model, optimizer), (other_model, other) = (optimizer_of(torch.bfloat16) for _ in range(2))
     for _ in range(20):
@@ -193,7 +193,7 @@ def test_of_weights_in_halves_a_checkpoint_holds_the_whole(monkeypatch):
     (OnCPU, torch.bfloat16, AdamW8bit(), None),
     *((OnGPU, torch.bfloat16, rule, None) for rule in (AdamW8bit(), Muon(), GaLore(rank=4))),
 ], ids=lambda x: getattr(x, "__name__", type(x).__name__ if isinstance(x, Rule) else str(x)))  # fmt: skip
-def test_what_is_kept_for_a_parameter_is_what_the_memory_estimate_counts(place, dtype, rule, expected):
+def test_state_per_parameter_is_what_the_memory_estimate_counts(place, dtype, rule, expected):
     model = Llama(CONFIG_IN_ROWS).to(dtype)
     run = RunShape(1, dtype=str(dtype)[6:], offload="none" if place is OnGPU else "all", rule=rule)
     place, total = Optimizer(model, rule, place()).place, 0
@@ -296,7 +296,7 @@ def test_a_step_whose_norm_is_not_finite_changes_nothing(rule, dtype):
         dict(dtype="float16", offload="all"), dict(tie_embeddings=False, n_embd=24, ffn_dim=19),
     )),
 ], ids=str)  # fmt: skip
-def test_a_run_learns_resumes_bit_for_bit_and_not_as_another_rule_s(
+def test_every_rule_learns_and_resumes_bit_for_bit_but_not_as_another_rule(
     train, tmp_path, capsys, settings, n_states, other, sentence
 ):
     states = train(**settings, keep_last=5)["optimizer"].place.states
@@ -337,7 +337,7 @@ def test_8_bit_states_follow_float32_ones_on_both_places(train, tmp_path):
 @pytest.mark.parametrize("parts", [1, 4])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 @pytest.mark.parametrize("offload", ["optimizer", "all"])
-def test_offloaded_to_the_cpu_the_losses_stay(train, tmp_path, offload, dtype, parts):
+def test_offload_does_not_change_the_losses(train, tmp_path, offload, dtype, parts):
     settings = dict(device="cuda", dtype=dtype, max_iters=12, batch_size=8 // parts, gradient_accumulation_steps=parts)
     train(out_dir=tmp_path / "gpu", **settings)
     run = train(out_dir=tmp_path / "cpu", offload=offload, **settings)

@@ -70,7 +70,7 @@ def test_pages_that_cuda_does_not_unregister_are_never_freed(monkeypatch, unregi
     assert ("unregister", address) in cudart.calls and len(pinned_memory.NEVER_FREED) == unregister
 
 
-def test_pytorch_pins_what_cannot_be_registered_or_the_error_says_why(monkeypatch):
+def test_memory_that_cannot_be_registered_is_pinned_by_pytorch_or_the_error_says_why(monkeypatch):
     Cudart(monkeypatch, register=2)
     if torch.cuda.is_available():
         assert pinned_memory.pinned_empty((3,), torch.float32).is_pinned()
@@ -79,7 +79,7 @@ def test_pytorch_pins_what_cannot_be_registered_or_the_error_says_why(monkeypatc
         pinned_memory.pinned_empty((2**21,), torch.float32)
 
 
-def test_kernel_without_madvise_still_gives_memory(monkeypatch):
+def test_a_linux_kernel_without_madvise_still_gives_memory(monkeypatch):
     Cudart(monkeypatch)
 
     class Pages(pinned_memory._Pages):

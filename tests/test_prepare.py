@@ -166,7 +166,7 @@ def test_a_small_file_is_prepared_alike_compressed_and_plain(tmp_path):
     assert contents(tmp_path / "a") == contents(tmp_path / "b")
 
 
-def test_no_document_of_a_small_input_that_is_most_of_it_validates():
+def test_a_document_that_is_most_of_a_small_input_never_validates():
     for i in range(20):
         texts = [f"{i}{'long' * 1000}", *(f"{i} {n}" for n in range(6))]
         assert ("train", texts[0]) in text.split(texts, 0.01)
@@ -260,7 +260,7 @@ def test_fineweb_edu_takes_a_whole_number_of_files(tmp_path, monkeypatch, capsys
     assert f"--max_files: it is {max_files}, expected a whole number, at least 1" in capsys.readouterr().err
 
 
-def test_text_reads_standard_input_and_names_links_to_folders_that_it_leaves_out(tmp_path):
+def test_text_reads_standard_input_and_reports_skipped_links(tmp_path):
     write_eight_notes(tmp_path / "notes")
     (tmp_path / "folder").mkdir()
     os.mkfifo(tmp_path / "pipe")
@@ -275,7 +275,7 @@ def test_text_reads_standard_input_and_names_links_to_folders_that_it_leaves_out
     assert texts_of(tmp_path / "out") == ["one\n", "two\n"]
 
 
-def test_messages_that_cannot_be_printed_end_no_preparation(tmp_path, monkeypatch):
+def test_unprintable_messages_do_not_stop_preparation(tmp_path, monkeypatch):
     write_eight_notes(tmp_path / "é")
     reading, writing = os.pipe()
     os.close(reading)
@@ -291,7 +291,7 @@ def test_messages_that_cannot_be_printed_end_no_preparation(tmp_path, monkeypatc
     assert b"\\xe9/ascii: tokenizer bytes" in in_ascii.detach().getvalue()
 
 
-def test_a_folder_that_cannot_be_written_is_said_with_what_to_do(tmp_path, stdlib):
+def test_an_unwritable_folder_gets_a_message_with_a_fix(tmp_path, stdlib):
     (tmp_path / "file").touch()  # like a read-only clone, even for root
     for prepare, *more in ((pystdlib.prepare, stdlib), (shakespeare_char.prepare,), (prepare_once,)):
         with pytest.raises(OSError, match="file/data cannot be written .*: prepare the data in another folder, with"):
@@ -389,7 +389,7 @@ def test_fineweb_rewrites_only_damaged_or_outdated_shards(parquets, tmp_path, fi
         assert contents(out) == contents(tmp_path / "new")
 
 
-def test_a_full_disk_is_said_in_a_sentence_that_names_the_file(tmp_path, monkeypatch):
+def test_a_full_disk_gets_a_message_that_names_the_file(tmp_path, monkeypatch):
     monkeypatch.setattr(os, "fsync", mock.Mock(side_effect=OSError(errno.ENOSPC, "No space left on device")))
     with pytest.raises(SystemExit, match=r"^error: /.*/out/\w+\.bin: No space left on device$"):
         run_script(lambda: text.prepare([ROOT / "README.md"], tmp_path / "out"))

@@ -41,7 +41,7 @@ def test_without_a_private_name_a_run_computes_the_same(text_data, tmp_path, ran
     assert losses(tmp_path / "with") == losses(tmp_path / "without")
 
 
-def test_where_a_dtensor_cannot_be_made_of_a_file_the_run_ends_with_a_sentence(text_data, tmp_path):
+def test_a_pytorch_without_the_dtensor_constructor_ends_the_run_with_a_message(text_data, tmp_path):
     other = (
         "import runtime.distributed as d; Real = d.DTensor\n"
         "class Kind(type): __instancecheck__ = lambda self, x: isinstance(x, Real)\n"
@@ -66,7 +66,7 @@ def test_without_fp8_s_matmul_the_setting_is_refused(monkeypatch):
         use_fp8(model, "cuda:0")
 
 
-def test_without_the_allocator_s_private_functions_a_run_knows_less_and_goes_on(monkeypatch, tmp_path):
+def test_without_the_allocators_private_functions_a_run_reports_less_and_continues(monkeypatch, tmp_path):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.delattr(torch._C, "_accelerator_setAllocatorSettings")
     for name in ("_record_memory_history", "_dump_snapshot"):

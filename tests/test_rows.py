@@ -149,7 +149,7 @@ def test_a_file_that_is_not_utf8_ends_the_preparation_or_is_left_out_as_a_whole(
     os.close(reading)
 
 
-def test_lines_of_end_of_text_end_documents_and_other_special_tokens_stay_text_and_are_said(read, capsys):
+def test_end_of_text_lines_end_documents_and_other_special_tokens_stay_text_with_a_note(read, capsys):
     stories = [f"story {i}\n\nmore\n" for i in range(30)]
     assert read({"a.txt": "<|endoftext|>\n".join(stories) + "<|endoftext|>"}) == sorted(stories)
     assert "spelled out" not in capsys.readouterr().out
@@ -158,7 +158,7 @@ def test_lines_of_end_of_text_end_documents_and_other_special_tokens_stay_text_a
     assert "special tokens spelled out, which stay text: <|endoftext|> (3). " in capsys.readouterr().out
 
 
-def test_what_is_no_text_is_named_with_the_command_for_it_and_in_folders_left_out(tmp_path, read, capsys):
+def test_non_text_files_are_reported_with_their_command_and_skipped_in_folders(tmp_path, read, capsys):
     files = {"a.parquet": b"PAR1" + bytes(9), "b .txt": b"\xff\xfea\0", "c.bin": b"\0", "d.txt": "text", "e.txt": "t"}
     assert read(files) == ["t", "text"]
     said = f"binary or UTF-16 files left out: 3 ({tmp_path}/a.parquet, {tmp_path}/b .txt, ...)"

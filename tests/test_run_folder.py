@@ -64,7 +64,7 @@ def test_a_run_has_its_folder_for_itself(train, tmp_path, capsys):
         assert "another run is writing to" in slip(train, capsys)
 
 
-def test_a_checkpoint_that_was_put_elsewhere_is_let_alone(train, tmp_path, capsys):
+def test_a_relocated_checkpoint_is_left_alone(train, tmp_path, capsys):
     train()
     (tmp_path / "out/step_000004").rename(tmp_path / "kept")
     (tmp_path / "out/step_000004").symlink_to(tmp_path / "kept")
@@ -80,7 +80,7 @@ def test_a_checkpoint_that_was_put_elsewhere_is_let_alone(train, tmp_path, capsy
 
 
 @pytest.mark.parametrize("file", ["out_dir", "dataset"])
-def test_where_the_file_system_knows_no_locks_it_says_so_and_goes_on(train, tmp_path, capsys, monkeypatch, file):
+def test_a_file_system_without_locks_gets_a_warning_and_training_continues(train, tmp_path, capsys, monkeypatch, file):
     no_locks = mock.Mock(side_effect=OSError(errno.ENOSYS, "Function not implemented"))
     monkeypatch.setattr(fcntl, "flock", no_locks)
     if file == "out_dir":
@@ -97,7 +97,7 @@ def test_checkpoints_are_ordered_by_number(tmp_path):
     assert run_folder.newest(tmp_path).name == "step_1000000"
 
 
-def test_a_name_that_no_folder_can_have_is_told(train, tmp_path, capsys):
+def test_an_impossible_folder_name_is_reported(train, tmp_path, capsys):
     assert "File name too long" in slip(train, capsys, out_dir="o" * 300)
     message = slip(train, capsys, init_from="meta-llama/" + "i" * 300)  # a name on Hugging Face's hub, and long
     assert "is not a folder: init_from is auto, " in message and "hf download NAME --local-dir FOLDER" in message

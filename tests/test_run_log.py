@@ -47,7 +47,7 @@ def test_the_log_line_and_the_metrics_read_as_documented(train, tmp_path, capsys
 
 
 @pytest.mark.parametrize("n_tokens, said", [(1025, True), (121, False)])
-def test_bits_per_byte_are_said_where_99_percent_of_the_validation_tokens_were_read(
+def test_bits_per_byte_are_reported_if_99_percent_of_the_validation_tokens_were_read(
     train, tmp_path, capsys, n_tokens, said
 ):
     toy_dataset(tmp_path / "data", train=[prose(0, 4000)], val=[prose(0, 1000)[: n_tokens - 1]])
@@ -55,7 +55,7 @@ def test_bits_per_byte_are_said_where_99_percent_of_the_validation_tokens_were_r
     assert ("bits per byte" in capsys.readouterr().out) == said
 
 
-def test_a_disk_that_is_full_at_the_end_leaves_no_half_a_summary(tmp_path, capsys):
+def test_a_full_disk_at_the_end_leaves_no_partial_summary(tmp_path, capsys):
     log = run_log.RunLog(str(tmp_path), "cpu", "float32", 1000, 1.0)
     log.step_seconds, log.peak_gib = [1.0], 1.0
     (tmp_path / "summary.json").write_text("{}")  # an earlier run's
@@ -69,7 +69,7 @@ def test_a_disk_that_is_full_at_the_end_leaves_no_half_a_summary(tmp_path, capsy
     assert [(path.name, path.read_text()) for path in tmp_path.iterdir()] == [("summary.json", "{}")]
 
 
-def test_what_a_run_logs_is_computed_from_its_seconds(tmp_path, monkeypatch, capsys):
+def test_logged_speeds_are_computed_from_the_seconds(tmp_path, monkeypatch, capsys):
     """Two ranks, steps of a thousand tokens with 5 FLOPs each, at a peak of 1e5 FLOPs per second."""
     monkeypatch.setattr(run_log, "world_size", 2)
     monkeypatch.setattr(run_log, "peak_flops", lambda name: 1e5)
@@ -106,7 +106,7 @@ def test_what_a_run_logs_is_computed_from_its_seconds(tmp_path, monkeypatch, cap
     assert "the median step 2000.0 ms" in capsys.readouterr().out
 
 
-def test_a_line_of_a_long_run_costs_what_one_of_a_short_run_costs(tmp_path, capsys):
+def test_a_log_line_costs_the_same_in_a_long_run(tmp_path, capsys):
     log = run_log.RunLog(tmp_path, "cpu", "float32", 1000, 1.0, log_interval=2)
     log.open(0)
     log.step_seconds = mock.MagicMock()  # the sum of which is 0
@@ -136,7 +136,7 @@ def test_damaged_lines_of_the_metrics_do_not_stop_a_resume(train, tmp_path):
     assert [line["step"] for line in metrics(tmp_path / "out") if "loss" in line] == list(range(1, 11))
 
 
-def test_a_run_whose_checkpoints_are_gone_begins_anew_and_keeps_what_was_measured(train, tmp_path, capsys):
+def test_a_run_without_its_checkpoints_restarts_and_keeps_the_old_metrics(train, tmp_path, capsys):
     train()
     before = (tmp_path / "out/metrics.jsonl").read_text()
     for path in (tmp_path / "out").glob("step_*"):
@@ -159,7 +159,7 @@ def test_wandb_gets_every_number_offline(text_data, tmp_path):
     assert all(name in content for name in (b"grad_norm", b"tok_per_s", b"val_loss", b"learning_rate"))
 
 
-def test_the_training_outlives_wandb_and_a_resumed_run_goes_on_in_its_run(tmp_path, monkeypatch, capsys):
+def test_training_outlives_wandb_and_a_resume_continues_its_wandb_run(tmp_path, monkeypatch, capsys):
     wandb = mock.Mock(errors=SimpleNamespace(Error=KeyError))
     wandb.init.return_value.id = "a1b2"
     wandb.log.side_effect = [None, ConnectionResetError("Connection lost")]
@@ -180,7 +180,7 @@ def test_the_training_outlives_wandb_and_a_resumed_run_goes_on_in_its_run(tmp_pa
 
 
 @pytest.mark.parametrize("kind", [AttributeError, ImportError, ConnectionError], ids=str)
-def test_a_wandb_that_does_not_start_gets_a_sentence(tmp_path, monkeypatch, capsys, kind):
+def test_a_wandb_that_does_not_start_gets_a_message(tmp_path, monkeypatch, capsys, kind):
     broken = type("Broken", (), {"__getattr__": mock.Mock(side_effect=kind("it is broken"))})
     monkeypatch.setitem(sys.modules, "wandb", broken())
     log = run_log.RunLog(tmp_path, "cpu", "float32", tokens_per_step=1, flops_per_token=1)

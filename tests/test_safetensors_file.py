@@ -384,7 +384,7 @@ HOSTILE = {
 
 
 @pytest.mark.parametrize("content, said", HOSTILE.values(), ids=HOSTILE)
-def test_a_hostile_header_is_a_sentence(tmp_path, content, said):
+def test_a_hostile_header_gets_a_message(tmp_path, content, said):
     (tmp_path / "x").write_bytes(content)
     with open_to_read(tmp_path / "x") as file, pytest.raises(Damaged) as caught:
         read_header(file)
@@ -411,7 +411,7 @@ def test_an_index_is_checked(tmp_path, index, said):
 @pytest.mark.parametrize(
     "digests", [None, [], {"config.json": 1}, {"config.json": ["1"]}, {"config.json": [f"{2**40} {'0' * 64}"]}], ids=str
 )
-def test_digests_that_are_none_are_no_pieces_of_any_size(saved, tmp_path, digests):
+def test_invalid_digests_count_as_damage(saved, tmp_path, digests):
     path = shutil.copytree(saved[0], tmp_path / "x")
     (path / "run.json").write_bytes(checkpoint_folder._seal(json.dumps({"digests": digests}, indent=2).encode()))
     with pytest.raises(Damaged, match="run.json"):

@@ -72,7 +72,7 @@ def test_what_cannot_be_read_or_written_gets_a_sentence(draw, alone, tmp_path, m
     assert draw(prompt="né")[1] == "" and in_ascii.detach().getvalue().startswith(b"n?")
 
 
-def test_text_is_drawn_from_a_folder_as_from_the_checkpoint_that_it_was(draw, alone, tmp_path):
+def test_a_copied_folder_samples_the_same_text_as_its_checkpoint(draw, alone, tmp_path):
     folder = tmp_path / "hf"
     shutil.copytree(alone / "step_000020", folder)
     text, said = draw()
@@ -85,7 +85,7 @@ def test_text_is_drawn_from_a_folder_as_from_the_checkpoint_that_it_was(draw, al
     assert "does not say its tokenizer" in draw(out_dir=folder)[1]
 
 
-def test_text_is_drawn_as_asked_and_ends_before_a_stop_string(draw, monkeypatch):
+def test_sampling_follows_its_settings_and_ends_before_a_stop_string(draw, monkeypatch):
     asked = []
 
     def generate_ids(model, prompts, n, temperature, top_k, top_p, min_p, eos, generator, prefix):
@@ -98,9 +98,7 @@ def test_text_is_drawn_as_asked_and_ends_before_a_stop_string(draw, monkeypatch)
     assert asked == [([[256, 97, 256]] * 2, 12, 0.7, 3, 0.5, 0.1, [256])]  # special tokens in a prompt become tokens
 
 
-def test_another_tokenizer_than_the_models_is_said_or_refused_and_so_is_none_for_conversations(
-    draw, sample, alone, tmp_path
-):
+def test_another_tokenizer_is_reported_or_refused_and_conversations_need_one(draw, sample, alone, tmp_path):
     publish_chat_model(tmp_path / "hf")
     larger = f"has 259 tokens, {alone}/step_000020 only 257: leave out --tokenizer, or name the model's own"
     assert larger in draw(tokenizer=tmp_path / "hf")[1]
@@ -113,7 +111,7 @@ def test_another_tokenizer_than_the_models_is_said_or_refused_and_so_is_none_for
     assert "Llama 3's tokens: put a chat_template.jinja beside its files, or" in said
 
 
-def test_temperature_0_takes_the_likeliest_and_a_prompt_that_is_cut_is_said(draw):
+def test_temperature_0_is_greedy_and_a_cut_prompt_is_reported(draw):
     assert draw(temperature=1e-6) == draw(temperature=0) != draw(temperature=1)
     said = "the prompt is 81 tokens long: the model sees the last 32 of them\n"
     assert draw(prompt="def " * 20)[1] == said and not draw(prompt="d" * 31)[1]
@@ -133,7 +131,7 @@ def test_bfloat16_is_for_gpus_that_compute_it(draw, monkeypatch, supported, expe
     assert draw(device="auto")[1] == expected
 
 
-def test_a_checkpoint_deleted_meanwhile_gives_way_to_the_newest(
+def test_a_checkpoint_deleted_while_reading_gives_way_to_the_newest(
     sample, alone, convert_to_hf, tmp_path, monkeypatch, capsys
 ):
     shutil.copytree(alone / "step_000010", tmp_path / "out/step_000010")
@@ -185,7 +183,7 @@ def test_streamed_text_is_whole_characters_and_nothing_of_a_stop_string(stop):
     assert [cut_off.add(token) for token in "é".encode()[:1]] == [""] and cut_off.add(None) == "\ufffd"
 
 
-def test_no_token_is_drawn_after_the_last_row_has_ended_by_a_stop_string_or_an_end_token(monkeypatch):
+def test_generation_stops_when_the_last_row_ends(monkeypatch):
     rows, drawn = ["a; b; c; d", "abc; d", "ab"], []
 
     def generate_ids(*_, **__):

@@ -69,13 +69,13 @@ PROBLEMS = {  # the start of the message: the flags
 
 
 @pytest.mark.parametrize("sentence", PROBLEMS)
-def test_settings_that_do_not_go_together_get_a_sentence(sentence):
+def test_incompatible_settings_get_a_message(sentence):
     ranks, _, words = PROBLEMS[sentence].rpartition(" ranks: ")
     argv = [*flags(SMALL), *words.split()]
     assert find_problem(preview(ROOT / "train.py", argv), int(ranks or 1), argv).startswith(sentence)
 
 
-def test_what_a_config_file_sets_for_later_or_a_flag_beside_what_makes_it_unused_is_no_problem(tmp_path):
+def test_unused_settings_are_allowed_in_config_files_and_next_to_their_switch(tmp_path):
     (tmp_path / "later.py").write_text("lora_alpha, galore_rank, lr_decay_iters, wandb_project = 16, 4, 500, 'runs'")
     for words in (
         "--lr_schedule=wsd --warmup_iters=4 --cooldown_iters=4 --max_iters=8", "--lora_rank=0 --lora_alpha=16",
@@ -102,7 +102,7 @@ def test_what_a_config_file_sets_for_later_or_a_flag_beside_what_makes_it_unused
     ],
     ids=lambda value: value if isinstance(value, str) else next(iter(value)),
 )
-def test_a_slip_gets_a_sentence(train, capsys, settings, expected):
+def test_user_errors_get_a_message(train, capsys, settings, expected):
     assert expected in slip(train, capsys, **settings)
 
 
@@ -119,7 +119,7 @@ def test_a_warm_up_that_never_ends_is_mentioned_and_a_config_for_a_cuda_graph_tr
     assert said in capsys.readouterr().out
 
 
-def test_compile_without_a_compiler_gets_a_sentence(monkeypatch):
+def test_compile_without_a_compiler_gets_a_message(monkeypatch):
     monkeypatch.setenv("CXX", "no-such-compiler")
     settings = preview(ROOT / "train.py", ["--compile"])
     assert find_problem(settings | {"device": "cuda:0"}, 1) is None

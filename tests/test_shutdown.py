@@ -78,7 +78,7 @@ def test_out_of_memory_error_names_the_three_settings_that_save_most(text_data, 
     assert len(helpful) == 3 and "offload" in helpful, done.stderr
 
 
-def test_a_mistake_that_sounds_like_a_lost_rank_keeps_its_traceback(text_data, tmp_path):
+def test_a_bug_that_resembles_a_lost_rank_keeps_its_traceback(text_data, tmp_path):
     script = wrapped(
         tmp_path, "import model\ndef fail(*_): raise RuntimeError('Timed out')\nmodel.Llama.forward = fail"
     )
@@ -213,7 +213,7 @@ def test_ranks_save_and_end_when_torchrun_dies(text_data, tmp_path):
 
 
 @pytest.mark.parametrize("ranks, told", [("1", "rank 1: SIGTERM"), ("012", " SIGTERM"), ("12", "rank 1: SIGTERM")])
-def test_the_lowest_rank_that_gets_a_signal_says_so_once(train_on_ranks, tmp_path, ranks, told):
+def test_the_lowest_rank_that_gets_a_signal_reports_it_once(train_on_ranks, tmp_path, ranks, told):
     script = wrapped(tmp_path, at_read(5, "signal.raise_signal(signal.SIGTERM)", ranks))
     done = train_on_ranks(3, script, code=128 + signal.SIGTERM, gradient_accumulation_steps=3)
     until_saved = done.stdout.partition("run the same command again")[0]
@@ -314,7 +314,7 @@ def test_first_ctrl_c_after_invalid_data_does_not_interrupt_the_save(ended):
     assert not ended and shutdown.exit_code == 1
 
 
-def test_a_rank_whose_last_words_find_a_full_disk_ends_all_the_same(monkeypatch, ended):
+def test_a_rank_that_cannot_print_its_last_message_still_exits(monkeypatch, ended):
     full = mock.Mock(**{"write.side_effect": OSError("No space left on device")})
     monkeypatch.setattr(sys, "stderr", full)
     watchdog.Watchdog(timeout=10)._end("rank 1 hangs")

@@ -82,7 +82,7 @@ def test_special_tokens_among_the_pieces_of_a_unigram_model_are_text_too(tmp_pat
     assert tokenizer.encode("9é9") == tokenizer.encode("9é9", special=True) == [4, 0, 4]
 
 
-def test_bos_is_what_the_tokenizer_puts_first(tmp_path):
+def test_bos_is_what_the_tokenizer_prepends(tmp_path):
     write_hf_folder(tmp_path / "adds", bos="<s>")
     assert get_tokenizer(tmp_path / "adds").bos_token == "<s>"
     write_hf_folder(tmp_path / "declares", bos_token="<s>")
@@ -171,7 +171,7 @@ def test_transformers_and_tiktoken_read_what_we_write_with_the_same_ids(name, tm
         assert hf_ids(tmp_path, text) == [301, *ours.encode(text)] == [301, *again.encode(text)], text
 
 
-def test_a_dataset_keeps_its_tokenizer_and_says_when_a_file_of_it_is_damaged(tmp_path):
+def test_a_dataset_keeps_its_tokenizer_and_reports_damaged_files(tmp_path):
     write_hf_folder(tmp_path / "hf", bos="<s>")
     texts, data = [f"text {i} é" for i in range(30)], tmp_path / "data"
     (tmp_path / "in.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
@@ -193,7 +193,7 @@ def test_a_dataset_keeps_its_tokenizer_and_says_when_a_file_of_it_is_damaged(tmp
         file.unlink(missing_ok=True)
 
 
-def test_metas_file_is_found_where_it_is_published_and_a_dataset_keeps_it(tmp_path):
+def test_metas_tokenizer_is_found_where_it_is_published_and_kept(tmp_path):
     for published in ("hf/original", "meta"):
         (tmp_path / published).mkdir(parents=True)
         write_llama3_model(tmp_path / published / "tokenizer.model", ["he"])
@@ -258,7 +258,7 @@ def test_bytes_are_tokens_to_llama_cpp_s_converter_and_a_blank_is_that_of_senten
     assert tokens == [(f"<0x{i:02X}>", "BYTE") for i in range(256) if i != 32]
 
 
-def test_folders_without_a_tokenizer_and_damaged_files_get_a_sentence(tmp_path):
+def test_folders_without_a_tokenizer_and_damaged_files_get_a_message(tmp_path):
     (tmp_path / "config.json").write_text('{"vocab_size": 300}')
     said = "does not say its tokenizer, and has none of tokenizer.json.*; only Llama 3's is known by its size, 128,256"
     with pytest.raises(FileNotFoundError, match=said):

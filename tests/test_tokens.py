@@ -101,7 +101,7 @@ def test_shifted_blocks_cover_all_shards_equally(tmp_path):
         assert np.bincount(first)[97:107].tolist() == [n_blocks / 10] * 10, shift
 
 
-def test_an_interrupted_shard_has_no_record_that_says_it_is_another(tmp_path, monkeypatch):
+def test_an_interrupted_shard_leaves_no_record_of_another(tmp_path, monkeypatch):
     """The shards have the same length: only the record tells them apart."""
     write.write_shard(tmp_path, 0, [("train", "ab"), ("val", "ab")], get_tokenizer("bytes"), source={"file": 1})
     monkeypatch.setattr(write, "write_json", mock.Mock(side_effect=KeyboardInterrupt))
@@ -236,7 +236,7 @@ def test_killed_writer_leaves_no_dataset_and_no_workers(tmp_path):
     wait_until(lambda: not any(map(alive, children)), "workers outlived their parent")
 
 
-def test_a_writer_that_is_told_to_end_or_loses_a_worker_says_so_and_leaves_nothing_half_written(tmp_path):
+def test_sigterm_or_a_killed_worker_ends_a_writer_with_a_message_and_leaves_no_partial_files(tmp_path):
     for worker_dies, said in (
         (False, "\ninterrupted: nothing half-written is left\n"),
         (True, "error: a worker process died, perhaps out of memory: try fewer --workers\n"),
@@ -262,7 +262,7 @@ def die_in_the_midst_of_a_result(text, tokenizer):
     return [0], [], 1
 
 
-def test_a_worker_that_is_killed_in_the_midst_of_a_result_is_said(tmp_path):
+def test_a_worker_killed_while_sending_a_result_is_reported(tmp_path):
     texts = [("train", "text"), ("val", "text")]
     with pytest.raises(OSError, match="a worker process died"):
         write_dataset(tmp_path, texts, get_tokenizer("bytes"), workers=2, encode=die_in_the_midst_of_a_result)
@@ -273,7 +273,7 @@ def fail_to_spawn(pid):
 
 
 @pytest.mark.parametrize("fault", [lambda pid: os.kill(pid, signal.SIGKILL), fail_to_spawn], ids=["killed", "none"])
-def test_a_worker_that_is_killed_while_it_starts_or_cannot_start_is_said(tmp_path, monkeypatch, fault):
+def test_a_worker_that_dies_at_startup_or_cannot_start_is_reported(tmp_path, monkeypatch, fault):
     """The tokenizer and the batches are larger than a pipe's buffer, so sending them waits for the reader."""
     spawn = multiprocessing.util.spawnv_passfds
 
@@ -295,13 +295,13 @@ def fail(text, tokenizer):
 
 
 @pytest.mark.parametrize("text, error", [("mine", ValueError), ("ours", ZeroDivisionError)])
-def test_what_a_worker_raises_is_raised_with_the_place_in_the_worker(tmp_path, text, error):
+def test_a_workers_exception_is_raised_with_its_traceback(tmp_path, text, error):
     with pytest.raises(error, match=f"{text}: told") as raised:
         write_dataset(tmp_path, [("train", text)], get_tokenizer("bytes"), workers=2, encode=fail)
     assert "in fail" in raised.value.__notes__[0]
 
 
-def test_a_dataset_may_have_more_shards_than_a_process_usually_may_open_files(tmp_path):
+def test_a_dataset_may_have_more_shards_than_the_open_file_limit(tmp_path):
     files = {split: {f"{split}_{i:06d}.bin": 8 for i in range(600)} for split in ("train", "val")}
     for name in (*files["train"], *files["val"]):
         (tmp_path / name).write_bytes(bytes(16))

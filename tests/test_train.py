@@ -89,7 +89,7 @@ def test_every_arm_and_checkpointing_mode_has_the_same_losses(train, plain_losse
     assert_close(plain_losses(**shape), step_losses(tmp_path / "out"), 1e-5)
 
 
-def test_settings_of_how_the_model_is_computed_reach_it_though_no_loss_shows_them(train, monkeypatch):
+def test_execution_settings_reach_the_model_even_if_no_loss_shows_them(train, monkeypatch):
     given, recomputes = [], recompute.recompute
     monkeypatch.setattr(recompute, "recompute", lambda model, *args: given.append(args) or recomputes(model, *args))
     for fused in (True, False):
@@ -106,7 +106,7 @@ def test_settings_of_how_the_model_is_computed_reach_it_though_no_loss_shows_the
     dict(offload="all", n_layer=5),
     dict(dtype="bfloat16"),
 ], ids=str)  # fmt: skip
-def test_in_groups_of_sequences_the_losses_stay(train, plain_losses, tmp_path, monkeypatch, settings):
+def test_groups_of_sequences_do_not_change_the_losses(train, plain_losses, tmp_path, monkeypatch, settings):
     monkeypatch.setattr(recompute, "MLP_SLICE", 1)  # then 4C tokens, 128, are the limit
     run = train(**{"batch_size": 16} | settings, activation_checkpointing="full")
     assert recompute.groups_of_sequences(run["batch_size"], 32, run["n_embd"], None) > 1
@@ -145,7 +145,7 @@ def test_an_evaluation_is_the_mean_over_blocks_spread_over_all(train, short_docu
     assert run["evaluate"]() == pytest.approx(expected, rel=1e-6)
 
 
-def test_the_seed_is_that_of_the_weights_and_of_the_order(train, tmp_path):
+def test_the_seed_sets_the_weights_and_the_data_order(train, tmp_path):
     a, b = (train(seed=seed, learning_rate=0, max_iters=1, out_dir=tmp_path / str(seed)) for seed in (1, 2))
     assert not torch.equal(a["model"].tok_embeddings.weight, b["model"].tok_embeddings.weight)
     assert not torch.equal(a["read_step"](0)[0][1], b["read_step"](0)[0][1])
@@ -166,7 +166,7 @@ def test_training_and_evaluation_mask_documents_which_begin_with_the_end_of_anot
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
-def test_memory_is_taken_in_segments_that_grow(train):
+def test_expandable_segments_are_used(train):
     train(device="cuda")
     torch.empty(2**30, dtype=torch.uint8, device="cuda")  # earlier tests may have left room for all of the run
     assert any(segment["is_expandable"] for segment in torch.cuda.memory_snapshot())
