@@ -63,7 +63,7 @@ seed = 1337  # for sampling
 
 # system
 device: Literal["auto", "cuda", "cpu"] = "auto"  # auto: cuda if available
-dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"  # auto: bfloat16, or float32 on a CPU
+dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"  # auto: bfloat16 or float16, CPU: float32
 # ----------------------------------------------------------------------------------------------------------------------
 _, named = configure(globals(), sys.argv[1:])
 
