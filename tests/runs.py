@@ -200,14 +200,14 @@ def run_alone(text_data, out_dir, max_iters=10, **changes):
 LONGER = SMALL | SHORT | dict(gradient_accumulation_steps=4, max_iters=20, eval_interval=10, keep_last=5)
 
 
-def wait_until(true, otherwise="it waits for ever"):
+def wait_until(true, otherwise="it waits forever"):
     end = time.monotonic() + 300
     while not true():
         assert time.monotonic() < end, otherwise
         time.sleep(0.05)
 
 
-def slip(train, capsys, *files, **settings):
+def error_of(train, capsys, *files, **settings):
     with pytest.raises(SystemExit) as stopped:
         train(*files, **settings)
     message = capsys.readouterr().err

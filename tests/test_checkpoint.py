@@ -23,7 +23,7 @@ from optimizers.optimizer import Optimizer
 from runtime import checkpoint, checkpoint_folder, memory_advice, memory_stats, run_folder, safetensors_file
 from runtime.checkpoint_folder import read_run
 from tests.published import SCALING, assert_same_model
-from tests.runs import FULL_DISK, SHORT, SMALL, damage, edit_run, losses, metrics, run, slip, wrapped
+from tests.runs import FULL_DISK, SHORT, SMALL, damage, edit_run, error_of, losses, metrics, run, wrapped
 
 pytestmark = pytest.mark.usefixtures("plain_pytorch_on_one_core")
 
@@ -192,7 +192,7 @@ def test_a_checkpoint_whose_optimizer_was_deleted_says_which_file_is_missing(tra
 def test_an_io_error_does_not_count_as_damage(train, tmp_path, capsys, monkeypatch, error, said):
     train()
     monkeypatch.setattr(checkpoint_folder, "read_rows", mock.Mock(side_effect=error))
-    assert said in slip(train, capsys)
+    assert said in error_of(train, capsys)
     assert (tmp_path / "out/step_000008").exists()
 
 
@@ -206,9 +206,9 @@ def test_a_parameter_without_a_published_name_ends_a_run_before_it_trains(train,
 
     monkeypatch.setattr(model_module.MLP, "__init__", with_gain)
     said = "layers.0.mlp.gain_norm.weight has no name in Hugging Face's Llama: add it to OWN in runtime/hf_names.py"
-    assert said in slip(train, capsys)
+    assert said in error_of(train, capsys)
     assert (tmp_path / "out/step_000008").exists(), "it is not damaged"
-    assert said in slip(train, capsys, out_dir=tmp_path / "new")
+    assert said in error_of(train, capsys, out_dir=tmp_path / "new")
     assert not (tmp_path / "new/metrics.jsonl").exists()
 
 
@@ -244,7 +244,7 @@ def test_extra_tensors_of_a_checkpoint_are_refused(train, tmp_path, capsys):
     train(tie_embeddings=False)
     path = tmp_path / "out/step_000008"
     edit_config(path, tie_word_embeddings=True)
-    message = slip(train, capsys, tie_embeddings=True)
+    message = error_of(train, capsys, tie_embeddings=True)
     assert "has 2 tensors that the model does not have: exp_avg.lm_head.weight, ..." in message, message
 
 
@@ -272,7 +272,7 @@ def test_no_file_of_a_checkpoint_is_executed(train, tmp_path, capsys, monkeypatc
         shutil.copytree(tmp_path / "whole", path)
         (path / name).write_bytes(pickle.dumps(Hostile()))
         if name in names:
-            slip(train, capsys)
+            error_of(train, capsys)
             with pytest.raises(ValueError):
                 checkpoint.load_model(path)
         else:
@@ -284,13 +284,13 @@ def test_without_a_whole_one_damaged_checkpoints_stop_the_run(train, tmp_path, c
     train()
     damage(tmp_path / "out/step_000008/optimizer.safetensors")
     (tmp_path / "out/step_000004/run.json").unlink()
-    message = slip(train, capsys)
+    message = error_of(train, capsys)
     assert (tmp_path / "out/step_000008.damaged").exists()
     assert "step_000004 is damaged" in message and "run.json is missing" in message, message
     assert "There is no older one: move it away" in message, message
     assert (tmp_path / "out/step_000004").exists(), "a new run would begin in its place"
     before = (tmp_path / "out/metrics.jsonl").read_bytes()
-    assert "step_000004 is damaged" in slip(train, capsys)
+    assert "step_000004 is damaged" in error_of(train, capsys)
     assert (tmp_path / "out/metrics.jsonl").read_bytes() == before
 
 
@@ -359,17 +359,19 @@ def test_with_another_batch_a_resumed_run_reads_on_where_it_ended(train, tmp_pat
 
 def test_another_run_or_version_in_the_same_folder_is_refused_with_a_sentence(train, tmp_path, capsys):
     train()
-    assert "step_000008 is beyond max_iters, 7: raise that" in slip(train, capsys, max_iters=7)
-    assert "rope_theta 500000.0 (this run: 100.0): pass --rope_theta=500000.0," in slip(train, capsys, rope_theta=100)
-    assert "norm_eps 1e-05 (this run: 0.001)" in slip(train, capsys, norm_eps=1e-3)
-    assert "rope_scaling None (this run: " in slip(train, capsys, rope_scaling=SCALING)
-    assert "pass --n_layer=2 --n_embd=32, or change out_dir" in slip(train, capsys, n_layer=3, n_embd=64)
-    assert "--init_from=resume continues it" in slip(train, capsys, init_from="scratch")
+    assert "step_000008 is beyond max_iters, 7: raise that" in error_of(train, capsys, max_iters=7)
+    message = error_of(train, capsys, rope_theta=100)
+    assert "rope_theta 500000.0 (this run: 100.0): pass --rope_theta=500000.0," in message
+    assert "norm_eps 1e-05 (this run: 0.001)" in error_of(train, capsys, norm_eps=1e-3)
+    assert "rope_scaling None (this run: " in error_of(train, capsys, rope_scaling=SCALING)
+    assert "pass --n_layer=2 --n_embd=32, or change out_dir" in error_of(train, capsys, n_layer=3, n_embd=64)
+    assert "--init_from=resume continues it" in error_of(train, capsys, init_from="scratch")
     (tmp_path / "out/step_000008").rename(tmp_path / "out/step_000900")
-    assert "step_000900 holds step 8: name it step_000008 again" in slip(train, capsys, max_iters=900)
+    assert "step_000900 holds step 8: name it step_000008 again" in error_of(train, capsys, max_iters=900)
     for lacks in ("updates", "settings"):  # a folder from convert.py lacks them, too
         edit_run(tmp_path / "out/step_000900", **{lacks: None})
-        assert "is not a checkpoint of this version: its run.json lacks " + lacks in slip(train, capsys, max_iters=900)
+        message = error_of(train, capsys, max_iters=900)
+        assert f"is not a checkpoint of this version: its run.json lacks {lacks}" in message
     assert (tmp_path / "out/step_000900").exists(), "it is not damaged"
 
 

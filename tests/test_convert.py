@@ -19,7 +19,7 @@ from runtime.checkpoint import load_model
 from runtime.checkpoint_folder import open_folder, read_run
 from runtime.hf_config import read_config
 from tests.published import assert_same_model, edit_config, hf_llama
-from tests.runs import FULL_DISK, SHORT, SMALL, machines_of, run, slip, wrapped
+from tests.runs import FULL_DISK, SHORT, SMALL, error_of, machines_of, run, wrapped
 
 pytestmark = pytest.mark.usefixtures("plain_pytorch_on_one_core")
 
@@ -195,7 +195,7 @@ def test_a_run_begins_with_metas_own_weights(train, meta_folder, text_data, tmp_
     assert_metas_logits(load_model(tmp_path / "out"), meta_weights(True), None)
 
 
-META_SLIPS = {  # message: changes of params.json, and tensors of other shapes
+META_ERRORS = {  # message: changes of params.json, and tensors of other shapes
     "params.json says vocab_size -1: Llama 3's is 257": (dict(vocab_size=-1), {}),
     "params.json: rope_theta expects a float, got None": (dict(rope_theta=None), {}),
     "params.json: n_layer, n_head": (dict(n_heads=0), {}),
@@ -207,9 +207,9 @@ META_SLIPS = {  # message: changes of params.json, and tensors of other shapes
 }
 
 
-@pytest.mark.parametrize("sentence", META_SLIPS)
+@pytest.mark.parametrize("sentence", META_ERRORS)
 def test_unreadable_meta_files_get_a_message(meta_folder, convert_to_hf, tmp_path, sentence):
-    params, shapes = META_SLIPS[sentence]
+    params, shapes = META_ERRORS[sentence]
     source = meta_folder(meta_weights(False) | {name: torch.zeros(shape) for name, shape in shapes.items()}, **params)
     with pytest.raises(SystemExit, match=re.escape(sentence)):
         convert_to_hf(source)
@@ -280,7 +280,7 @@ def holds(name, change, source=None):
 
 
 WEIGHTS = "model.safetensors"
-SLIPS = {  # message: what was done to the folder; tests/test_safetensors_file.py has damaged files
+USER_ERRORS = {  # message: what was done to the folder; tests/test_safetensors_file.py has damaged files
     "config.json describes quantized weights": says(quantization_config={"quant_method": "fp8"}),
     "in torch.float8_e4m3fn: expected one of (torch.bfloat16, ": holds(Q, lambda q: q.to(torch.float8_e4m3fn)),
     f"has numbers in {Q} that are not finite": holds(Q, lambda q: q / (q != q[0, 0])),
@@ -314,15 +314,15 @@ SLIPS = {  # message: what was done to the folder; tests/test_safetensors_file.p
 }
 
 
-@pytest.mark.parametrize("sentence", SLIPS)
+@pytest.mark.parametrize("sentence", USER_ERRORS)
 def test_what_cannot_be_read_gets_a_sentence(train, capsys, theirs, sentence):
-    SLIPS[sentence](theirs)
-    assert sentence in slip(train, capsys, **TIED, init_from=theirs)
+    USER_ERRORS[sentence](theirs)
+    assert sentence in error_of(train, capsys, **TIED, init_from=theirs)
 
 
 def test_a_folder_of_weights_without_config_json_gets_a_message(train, tmp_path, capsys):
     (tmp_path / "a.gguf").touch()
-    assert f"{tmp_path} holds GGUF files, " in slip(train, capsys, init_from=tmp_path)
+    assert f"{tmp_path} holds GGUF files, " in error_of(train, capsys, init_from=tmp_path)
     with pytest.raises(ValueError, match=f"{tmp_path} holds GGUF files, "):
         load_model(tmp_path)
 
@@ -339,7 +339,7 @@ def test_a_folder_without_a_tokenizer_is_reported(train, tmp_path, capsys, their
     train(**TIED, init_from=theirs, max_iters=1)
     assert f"{said}\n" in capsys.readouterr().out
     edit_config(theirs, vocab_size=300)
-    message = slip(train, capsys, **TIED | {"vocab_size": None}, init_from=theirs, out_dir=tmp_path / "other")
+    message = error_of(train, capsys, **TIED | {"vocab_size": None}, init_from=theirs, out_dir=tmp_path / "other")
     assert f"{said}. If so, pass --vocab_size=300; else prepare" in message
 
 
@@ -357,7 +357,7 @@ def test_a_config_without_a_model_takes_that_of_the_folder_and_resumes_it(train,
     train(str(sft), init_from=theirs, max_iters=3)
     said = capsys.readouterr().out
     assert "step_000002 is damaged" in said and f"resumes   {tmp_path / 'out/step_000001'} " in said, said
-    message = slip(train, capsys, str(sft), n_head=8, init_from=theirs, out_dir=tmp_path / "other")
+    message = error_of(train, capsys, str(sft), n_head=8, init_from=theirs, out_dir=tmp_path / "other")
     assert "has n_head 4 (this run: 8): pass --n_head=4" in message
     again = train(str(sft), max_iters=4)  # without the folder
     assert vars(again["model"].config) == vars(found["model"].config)
@@ -367,13 +367,13 @@ def test_a_config_without_a_model_takes_that_of_the_folder_and_resumes_it(train,
 
 def test_weights_of_another_shape_are_refused_before_the_model_is_built(train, capsys, monkeypatch, theirs):
     monkeypatch.setattr(Llama, "__init__", lambda *_: pytest.fail("the model was built"))
-    message = slip(train, capsys, **TIED, n_layer=3, init_from=theirs)
+    message = error_of(train, capsys, **TIED, n_layer=3, init_from=theirs)
     assert "has n_layer 2 (this run: 3): pass --n_layer=2, or change init_from" in message
 
 
 def test_adapters_without_lora_rank_are_refused_with_both_ways_to_go_on(train, tmp_path, capsys, theirs):
     train(**TIED, init_from=theirs, lora_rank=2, lora_alpha=4, max_iters=1)
-    message = slip(train, capsys, **TIED, init_from=tmp_path / "out", out_dir=tmp_path / "other")
+    message = error_of(train, capsys, **TIED, init_from=tmp_path / "out", out_dir=tmp_path / "other")
     adapters = tmp_path / "out/step_000001"
     assert "pass --lora_rank=2 --lora_alpha=4.0, or change init_from. " in message
     assert f"To begin with adapters and base merged: python convert.py {adapters} FOLDER, --init_from=FOLDER" in message

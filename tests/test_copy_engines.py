@@ -44,7 +44,7 @@ def gpus(monkeypatch):
         if operation == "cuStreamWriteValue32":
             signal.value = value
         while signal.value < value:
-            assert time.monotonic() < end, "it waits for ever"
+            assert time.monotonic() < end, "it waits forever"
             time.sleep(0.0001)
 
     fake = SimpleNamespace(empty=torch.zeros, rendezvous=rendezvous)

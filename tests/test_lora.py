@@ -18,7 +18,7 @@ from runtime.checkpoint_folder import open_folder
 from runtime.hf_config import read_config
 from runtime.recompute import recompute
 from tests.datasets import toy_dataset
-from tests.runs import SHORT, SMALL, assert_close, finish, losses, prose, run, slip, step_losses
+from tests.runs import SHORT, SMALL, assert_close, error_of, finish, losses, prose, run, step_losses
 from tests.test_safetensors_file import damage_tensor
 
 TINY = LlamaConfig(n_layer=2, n_head=4, n_kv_head=2, n_embd=32, ffn_dim=64, vocab_size=64, block_size=16)
@@ -329,7 +329,7 @@ def test_a_run_starts_from_another_runs_adapters(trained, capitals, tmp_path):
 
 def test_lora_without_weights_to_adapt_ends_with_a_message(train, capsys):
     said = "lora_rank has no weights to adapt: name a folder of published weights, --init_from=FOLDER"
-    assert said in slip(train, capsys, **RUN)
+    assert said in error_of(train, capsys, **RUN)
 
 
 @pytest.mark.parametrize("changes, sentence", [
@@ -344,7 +344,7 @@ def test_adapters_of_another_rank_or_base_are_refused(changes, sentence, train, 
     if "init_from" in changes:
         convert(base.parent / "run" / "step_000004", tmp_path / "other", "float32")
         changes = {"init_from": tmp_path / "other"}
-    assert re.search(sentence, slip(train, capsys, **RUN | changes))
+    assert re.search(sentence, error_of(train, capsys, **RUN | changes))
 
 
 def test_unsupported_adapters_are_reported_with_the_name_of_their_config(trained):

@@ -25,7 +25,7 @@ from optimizers.optimizer import Optimizer
 from runtime import memory_advice, run_folder, state_file
 from runtime.memory import RunShape, state_bytes
 from runtime.state_file import StateFile, file_system, page_aligned
-from tests.runs import SHORT, SMALL, finish, losses, run, slip, wrapped
+from tests.runs import SHORT, SMALL, error_of, finish, losses, run, wrapped
 
 pytestmark = pytest.mark.usefixtures("plain_pytorch_on_one_core")
 IN_8_BITS = dict(n_embd=256, ffn_dim=1536, optimizer_bits=8)
@@ -220,7 +220,7 @@ def test_tensors_and_transfers_see_the_same_bytes(drive, direct):
 
 def test_impossible_offload_dirs_are_refused_with_a_message(train, tmp_path, drive, capsys, monkeypatch, tmpfs):
     def message(**settings):
-        return slip(train, capsys, offload="all", **settings).strip()
+        return error_of(train, capsys, offload="all", **settings).strip()
 
     (tmp_path / "file").touch()
     for folder in (tmp_path / "nowhere", tmp_path / "file"):

@@ -27,7 +27,7 @@ from runtime.checkpoint_folder import read_run
 from runtime.cuda_graph import CUDAGraph
 from runtime.memory import RunShape, state_bytes
 from runtime.stream_weights import StreamedWeights
-from tests.runs import ROOT, SHORT, SMALL, assert_close, edit_run, finish, losses, slip, step_losses
+from tests.runs import ROOT, SHORT, SMALL, assert_close, edit_run, error_of, finish, losses, step_losses
 
 pytestmark = pytest.mark.usefixtures("plain_pytorch_on_one_core")
 
@@ -304,7 +304,7 @@ def test_every_rule_learns_and_resumes_bit_for_bit_but_not_as_another_rule(
     whole = losses(tmp_path / "out")
     assert step_losses(tmp_path / "out")[-1] < step_losses(tmp_path / "out")[0]
     shutil.rmtree(tmp_path / "out/step_000008")
-    assert sentence in slip(train, capsys, **settings | other)
+    assert sentence in error_of(train, capsys, **settings | other)
     train(**settings, keep_last=5)
     assert losses(tmp_path / "out") == whole
 

@@ -13,7 +13,7 @@ from data.tokens import IS_TARGET, OPENS, Tokens
 from data.write import write_dataset
 from model import Llama, LlamaConfig, document_starts
 from tests.published import publish
-from tests.runs import SHORT, SMALL, assert_close, finish, losses, numbers, slip, step_losses
+from tests.runs import SHORT, SMALL, assert_close, error_of, finish, losses, numbers, step_losses
 
 pytestmark = pytest.mark.usefixtures("plain_pytorch_on_one_core")
 CHAT = SMALL | SHORT | dict(n_head=2, n_kv_head=1, mask_documents=True, block_size=48)
@@ -202,7 +202,7 @@ def test_ranks_micro_batches_and_resuming_do_not_change_the_run(train_on_ranks, 
 
 
 def test_conversations_without_mask_documents_are_refused(train, chats, capsys):
-    message = slip(train, capsys, **CHAT | dict(dataset=chats, mask_documents=False))
+    message = error_of(train, capsys, **CHAT | dict(dataset=chats, mask_documents=False))
     assert "holds conversations, several in a block: add --mask_documents=true" in message
 
 

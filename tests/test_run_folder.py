@@ -10,7 +10,7 @@ import torch
 
 from runtime import checkpoint, run_folder
 from tests.datasets import toy_dataset
-from tests.runs import slip, step_losses, wrapped
+from tests.runs import error_of, step_losses, wrapped
 
 pytestmark = pytest.mark.usefixtures("plain_pytorch_on_one_core")
 
@@ -50,18 +50,18 @@ def test_a_home_folder_is_found_and_a_checkpoint_is_no_folder_for_a_run(train, t
     monkeypatch.setenv("HOME", str(tmp_path))
     train(out_dir="~/run")
     assert f"next: python sample.py --out_dir={tmp_path}/run" in capsys.readouterr().out
-    message = slip(train, capsys, out_dir=tmp_path / "run/step_000008")
+    message = error_of(train, capsys, out_dir=tmp_path / "run/step_000008")
     assert f"step_000008 is a checkpoint: --out_dir={tmp_path}/run resumes from the newest one there" in message
 
 
 def test_a_run_has_its_folder_for_itself(train, tmp_path, capsys):
     (tmp_path / "published").mkdir()
     (tmp_path / "published/config.json").write_text("{}")
-    assert "published holds published weights, which" in slip(train, capsys, out_dir=tmp_path / "published")
+    assert "published holds published weights, which" in error_of(train, capsys, out_dir=tmp_path / "published")
     (tmp_path / "out").mkdir()
     with open(tmp_path / "out/.lock", "w") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
-        assert "another run is writing to" in slip(train, capsys)
+        assert "another run is writing to" in error_of(train, capsys)
 
 
 def test_a_relocated_checkpoint_is_left_alone(train, tmp_path, capsys):
@@ -98,8 +98,9 @@ def test_checkpoints_are_ordered_by_number(tmp_path):
 
 
 def test_an_impossible_folder_name_is_reported(train, tmp_path, capsys):
-    assert "File name too long" in slip(train, capsys, out_dir="o" * 300)
-    message = slip(train, capsys, init_from="meta-llama/" + "i" * 300)  # a name on Hugging Face's hub, and long
+    assert "File name too long" in error_of(train, capsys, out_dir="o" * 300)
+    message = error_of(train, capsys, init_from="meta-llama/" + "i" * 300)  # a name on Hugging Face's hub, and long
     assert "is not a folder: init_from is auto, " in message and "hf download NAME --local-dir FOLDER" in message
     (tmp_path / "link").symlink_to(tmp_path / "disk" / "runs")
-    assert slip(train, capsys, out_dir=tmp_path / "link") == f"cannot write to out_dir {tmp_path}/link: File exists\n"
+    message = error_of(train, capsys, out_dir=tmp_path / "link")
+    assert message == f"cannot write to out_dir {tmp_path}/link: File exists\n"

@@ -7,7 +7,7 @@ import torch
 
 from configurator import preview
 from runtime.check_settings import find_problem
-from tests.runs import ROOT, SMALL, flags, run, slip
+from tests.runs import ROOT, SMALL, error_of, flags, run
 
 HAS_GPU = torch.cuda.is_available()
 pytestmark = pytest.mark.usefixtures("plain_pytorch_on_one_core")
@@ -103,13 +103,13 @@ def test_unused_settings_are_allowed_in_config_files_and_next_to_their_switch(tm
     ids=lambda value: value if isinstance(value, str) else next(iter(value)),
 )
 def test_user_errors_get_a_message(train, capsys, settings, expected):
-    assert expected in slip(train, capsys, **settings)
+    assert expected in error_of(train, capsys, **settings)
 
 
 def test_a_config_without_its_dataset_names_the_command_that_makes_it(train, capsys):
     if (ROOT / "data/fineweb_edu/meta.json").exists():
         pytest.skip("the dataset is here")
-    message = slip(train, capsys, str(ROOT / "config/llama32_1b.py"), dataset="fineweb_edu", device="cpu")
+    message = error_of(train, capsys, str(ROOT / "config/llama32_1b.py"), dataset="fineweb_edu", device="cpu")
     assert "python data/fineweb_edu/prepare.py" in message
 
 

@@ -26,13 +26,13 @@ from tests.runs import (
     SMALL,
     assert_close,
     at_read,
+    error_of,
     finish,
     hang,
     losses,
     metrics,
     run,
     run_torchrun,
-    slip,
     start,
     step_losses,
     torchrun,
@@ -276,7 +276,7 @@ def test_signal_during_evaluation_stops_it_and_saves(text_data, tmp_path, number
 @pytest.mark.parametrize("eval_only", [True, False])
 def test_invalid_data_before_the_first_step_ends_the_run_with_code_1(train, capsys, monkeypatch, eval_only):
     monkeypatch.setattr(Tokens, "read", mock.Mock(side_effect=ValueError("val.bin holds token 999: prepare it again")))
-    assert slip(train, capsys, eval_only=eval_only) == "rank 0: val.bin holds token 999: prepare it again\n"
+    assert error_of(train, capsys, eval_only=eval_only) == "rank 0: val.bin holds token 999: prepare it again\n"
 
 
 @pytest.fixture
@@ -323,7 +323,7 @@ def test_a_rank_that_cannot_print_its_last_message_still_exits(monkeypatch, ende
     with shutdown.on_data_error():
         raise ValueError("train.bin holds token 999")
     with pytest.raises(SystemExit):
-        distributed.stop("it is said to nobody")
+        distributed.stop("nobody can read this")
     assert shutdown.exit_code == 1 and full.write.call_count == 3
 
 

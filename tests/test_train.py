@@ -14,7 +14,7 @@ import model as model_module
 from data.loader import epoch_order
 from optimizers.optimizer import Optimizer
 from runtime import checkpoint, recompute
-from tests.runs import ROOT, assert_close, losses, numbers, slip, step_losses
+from tests.runs import ROOT, assert_close, error_of, losses, numbers, step_losses
 
 pytestmark = pytest.mark.usefixtures("plain_pytorch_on_one_core")
 
@@ -184,7 +184,7 @@ def test_a_nan_stops_before_the_update_and_names_the_step(train, tmp_path, monke
         return loss
 
     monkeypatch.setattr(model_module.Llama, "forward", poisoned)
-    message = slip(train, capsys)
+    message = error_of(train, capsys)
     assert "step 3: the loss is nan" in message and "or a lower grad_clip, from the start" in message, message
     assert all(torch.equal(a, b) for a, b in zip(seen["weights"], seen["model"].parameters(), strict=True))
 
@@ -192,7 +192,7 @@ def test_a_nan_stops_before_the_update_and_names_the_step(train, tmp_path, monke
 def test_float16_that_overflows_at_every_loss_scale_stops(train, monkeypatch, capsys):
     forward = model_module.Llama.forward
     monkeypatch.setattr(model_module.Llama, "forward", lambda self, *batch: forward(self, *batch) * 1e30)
-    message = slip(train, capsys, dtype="float16", max_iters=20, eval_interval=20)
+    message = error_of(train, capsys, dtype="float16", max_iters=20, eval_interval=20)
     assert "step 17: the loss is" in message, "2^16 is halved 16 times"
 
 
@@ -251,5 +251,5 @@ def test_a_nan_while_a_checkpoint_is_written_waits_for_that_and_names_it(train, 
     factor = lambda: math.nan if calls.append(1) or len(calls) == 7 else 1  # noqa: E731  four steps, two of evaluation
     monkeypatch.setattr(model_module.Llama, "forward", lambda self, *batch: forward(self, *batch) * factor())
     monkeypatch.setattr(checkpoint, "write_folder", lambda *args: time.sleep(1) or write(*args))
-    message = slip(train, capsys)
+    message = error_of(train, capsys)
     assert "step 5: the loss is nan" in message and f"from {tmp_path}/out/step_000004 with" in message, message
