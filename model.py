@@ -318,9 +318,9 @@ class Llama(Part):
         other, and for 'triton' with an unsupported head size.
         """
         if attention not in ("auto", "sdpa", "triton"):
-            raise ValueError(f"attention {attention!r}: auto, sdpa or triton")
+            raise ValueError(f"attention {attention!r}: must be auto, sdpa or triton")
         if attention == "triton" and self.config.head_dim not in HEAD_SIZES:
-            raise ValueError(f"attention 'triton' knows heads of 16, 32, 64 and 128, not of {self.config.head_dim}")
+            raise ValueError(f"attention 'triton' supports head sizes 16, 32, 64 and 128, not {self.config.head_dim}")
         for module in self.modules():
             module.fused_kernels, module.fused_loss, module.attention = fused_kernels, fused_loss, attention
 
@@ -360,12 +360,12 @@ class Llama(Part):
         if n_time > self.config.block_size:
             raise ValueError(f"{n_time} positions, but block_size is {self.config.block_size}")
         if caches and doc_starts is not None:
-            raise ValueError("doc_starts with caches: what is generated is one document")
+            raise ValueError("doc_starts with caches: generation treats each row as one document")
         if caches and n_time > 1:
             held, n_positions = caches[0].lengths.tolist(), caches[0].k.shape[1]
             end = held[0] + n_time
             if len(set(held)) > 1 or end > n_positions:
-                raise ValueError(f"{n_time} tokens a row do not fit behind {held} in caches of {n_positions}")
+                raise ValueError(f"{n_time} tokens per row do not fit after {held} in caches of {n_positions}")
             caches = [cache._replace(k=cache.k[:, :end], v=cache.v[:, :end]) for cache in caches]
         x, branch = self.tok_embeddings(tokens), None  # (B, T, C)
         if caches:
@@ -390,7 +390,7 @@ class Llama(Part):
         buffer. Buffers are uninitialised after to_empty and are not saved, so compute such values in forward.
         """
         for name, _ in self.named_buffers():
-            raise NotImplementedError(f"init_weights of model.py does not know how the buffer {name} begins")
+            raise NotImplementedError(f"init_weights of model.py does not know how to initialise the buffer {name}")
         for name, parameter in self.named_parameters():
             if not parameter.requires_grad:
                 continue
@@ -398,7 +398,7 @@ class Llama(Part):
                 parameter.fill_(float(name.endswith("norm.weight")))
                 continue
             if parameter.ndim == 1:
-                raise NotImplementedError(f"init_weights of model.py does not know how {name} begins")
+                raise NotImplementedError(f"init_weights of model.py does not know how to initialise {name}")
             writes_residual = name.endswith(("o_proj.weight", "down_proj.weight"))
             std = 0.02 / math.sqrt(2 * self.config.n_layer) if writes_residual else 0.02
             generator = torch.Generator(device or parameter.device).manual_seed(seed + zlib.crc32(name.encode()))

@@ -297,7 +297,7 @@ class _CrossEntropy(torch.autograd.Function):
 
 def check_options(n_rows, targets, label_smoothing, z_loss, reduction, reductions):
     if targets.numel() != n_rows or targets.is_floating_point():
-        raise ValueError(f"targets {tuple(targets.shape)} {targets.dtype}: expected {n_rows} integers, one a row")
+        raise ValueError(f"targets {tuple(targets.shape)} {targets.dtype}: expected {n_rows} integers, one per row")
     if not 0 <= label_smoothing <= 1 or not z_loss >= 0:
         raise ValueError(
             f"label_smoothing {label_smoothing} must lie in [0, 1] and z_loss {z_loss} must not be negative"

@@ -214,7 +214,7 @@ def check_fp8(x: torch.Tensor, shape: tuple[int, ...]) -> None:
     if x.dtype != torch.bfloat16:
         raise ValueError(f"x is {x.dtype}: float8 matmuls read and write bfloat16")
     if shape[0] % 16 or shape[1] % 16:
-        raise ValueError(f"weight {tuple(shape)}: float8 matmuls want multiples of 16")
+        raise ValueError(f"weight {tuple(shape)}: float8 matmuls need multiples of 16")
 
 
 def fp8_linear(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:

@@ -168,7 +168,7 @@ class _GLU(torch.autograd.Function):
 
 def _check(gate_up):
     if gate_up.shape[-1] % 2:
-        raise ValueError(f"gate_up has {gate_up.shape[-1]} columns: gate and up side by side make an even number")
+        raise ValueError(f"gate_up has {gate_up.shape[-1]} columns: gate and up need an even number")
 
 
 def swiglu(gate_up: torch.Tensor) -> torch.Tensor:

@@ -147,7 +147,7 @@ def _check_weight(weight):
             f"{BLOCK}, and an even last dimension"
         )
     if not weight.is_contiguous():
-        raise ValueError(f"weight has strides {weight.stride()}: NF4's blocks are of a contiguous one")
+        raise ValueError(f"weight has strides {weight.stride()}: NF4 needs a contiguous weight")
 
 
 def _quantize_codes(weight):

@@ -185,10 +185,10 @@ def swiglu_mlp(
     gate_up.check("gate_up_weight", x.shape[-1], x)
     n_rows = gate_up.weight.shape[0]
     if n_rows % 2:
-        raise ValueError(f"gate_up_weight has {n_rows} rows: gate above up make an even number")
+        raise ValueError(f"gate_up_weight has {n_rows} rows: gate and up need an even number")
     down.check("down_weight", n_rows // 2, x)
     if chunks < 1 or (chunks > 1 and keep_gate_up):
-        raise ValueError(f"chunks is {chunks}: at least 1, and 1 where gate_up is kept whole")
+        raise ValueError(f"chunks is {chunks}: must be at least 1, and exactly 1 with keep_gate_up=True")
     if not use_triton(x):
         return swiglu_mlp_reference(x, residual, norm_weight, eps, gate_up, down, keep_gate_up, need_y, chunks)
     return _SwiGLUMLP.apply(

@@ -289,7 +289,7 @@ def test_fused_functions_hand_float8_to_their_projections(monkeypatch):
 
 
 @pytest.mark.parametrize("columns, message", [
-    (24, "weight (16, 24): float8 matmuls want multiples of 16"),
+    (24, "weight (16, 24): float8 matmuls need multiples of 16"),
     (32, "weight torch.bfloat16 (16, 24): expected torch.bfloat16 (outputs, 32)"),
 ])  # fmt: skip
 def test_fused_functions_refuse_unsupported_projection_shapes(columns, message):

@@ -154,7 +154,7 @@ def test_the_base_is_held_in_a_byte_a_weight_and_read_back_within_float8():
 
 def test_a_weight_that_float8_cannot_multiply_is_refused():
     layer, _ = layer_of(FP8LoRALinear, 24, (16,))
-    with pytest.raises(ValueError, match=r"weight \(16, 24\): float8 matmuls want multiples of 16"):
+    with pytest.raises(ValueError, match=r"weight \(16, 24\): float8 matmuls need multiples of 16"):
         kernels.rms_norm_linear(randn(4, 24, dtype=BF16), None, randn(24, dtype=BF16), 1e-5, layer)
     with pytest.raises(ValueError, match=r"weight \(16, 24\) with adapters in torch.bfloat16: expected"):
         layer(randn(4, 32, dtype=BF16))

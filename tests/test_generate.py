@@ -113,7 +113,7 @@ def test_steps_behind_a_prompt_and_its_prefix_give_the_logits_of_the_whole_text(
         assert error(torch.stack(logits, dim=1), model(text)[:, 4:]) < 1e-6  # they are rounded to float32
     for held in ([9, 9], [6, 6], [3, 2]):
         caches[0].lengths.copy_(torch.tensor(held))
-        with pytest.raises(ValueError, match=re.escape(f"4 tokens a row do not fit behind {held} in caches of 9")):
+        with pytest.raises(ValueError, match=re.escape(f"4 tokens per row do not fit after {held} in caches of 9")):
             model.hidden(tokens[:, :4], caches=caches)
     with pytest.raises(ValueError, match="doc_starts with caches"):
         model.hidden(tokens, document_starts(tokens, 0), caches)

@@ -223,10 +223,10 @@ def test_init_weights_draws_the_same_normal_numbers_for_every_dtype():
 def test_init_weights_refuses_parameters_it_does_not_know():
     model = build()
     model.value = torch.nn.Linear(4, 1)
-    with pytest.raises(NotImplementedError, match="init_weights of model.py does not know how value.bias begins"):
+    with pytest.raises(NotImplementedError, match="does not know how to initialise value.bias"):
         model.init_weights(1)
     model.value.register_buffer("mean", torch.zeros(1))
-    with pytest.raises(NotImplementedError, match="does not know how the buffer value.mean begins"):
+    with pytest.raises(NotImplementedError, match="does not know how to initialise the buffer value.mean"):
         model.init_weights(1)
 
 
@@ -254,8 +254,8 @@ INVALID = [
     ({"mlp_chunks": 2}, "mlp_chunks 2: at least 1, and 1 without activation_checkpointing"),
     ({"offload_activations": True}, "offload_activations needs activation_checkpointing 'selective' or 'full'"),
     ({"activation_checkpointing": "some"}, "activation_checkpointing 'some': none, selective or full"),
-    ({"attention": "flash"}, "attention 'flash': auto, sdpa or triton"),
-    ({"attention": "triton", "n_head": 8}, "attention 'triton' knows heads of 16, 32, 64 and 128, not of 8"),
+    ({"attention": "flash"}, "attention 'flash': must be auto, sdpa or triton"),
+    ({"attention": "triton", "n_head": 8}, "attention 'triton' supports head sizes 16, 32, 64 and 128, not 8"),
     ({"rope_scaling": {"factor": 8.0}}, "rope_scaling has ['factor'], expected ['factor', 'high_freq_factor'"),
     ({"rope_scaling": LLAMA3 | {"rope_type": "llama3"}}, "'original_max_position_embeddings', 'rope_type'"),
     ({"rope_scaling": LLAMA3 | {"factor": 0}}, "its values must be numbers above 0"),
