@@ -59,7 +59,8 @@ def add_lora(model: Llama, rank: int, alpha: float, base_dtype: str = "bfloat16"
     for module, name, child in projections(model, Linear):
         kind = KINDS.get((base_dtype, type(child)))
         if kind is None:
-            raise ValueError(f"adapters do not stand on {name}, which is of kind {type(child).__name__}")
+            found = f"{name}, a {type(child).__name__}"
+            raise ValueError(f"add_lora does not support base_dtype {base_dtype!r} for {found}")
         setattr(module, name, kind(child, rows[name], rank, alpha))
 
 

@@ -133,7 +133,7 @@ estimate --offload=all -- --cuda_graph=true => cuda_graph needs one GPU and offl
 estimate --card=A100-80 -- --fp8=true => fp8 needs RTX 40, L4, H100 or newer, not --card=A100-80
 estimate -- --fp8=true --ffn_dim=8200 => fp8 needs projections whose sides are multiples of 16, not 2048 x 8200
 estimate -- --fp8=true --lora_rank=16 --ffn_dim=8200 => fp8 needs projections whose sides are multiples of 16
-estimate -- --base_dtype=nf4 --lora_rank=16 --n_embd=2060 --n_head=10 --n_kv_head=5 => nf4 has blocks of 64 weights
+estimate -- --base_dtype=nf4 --lora_rank=16 --n_embd=2060 --n_head=10 --n_kv_head=5 => whole blocks of 64 weights
 ladder --rungs=nvme => --rungs=nvme needs a folder on an NVMe drive
 run => usage: python bench.py run FOLDER
 run /no/such => /no/such/metrics.jsonl has no losses: name the out_dir of a run of train.py

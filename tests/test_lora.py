@@ -132,16 +132,24 @@ def test_adapters_begin_as_peft_has_them_from_the_seed():
 
 
 def test_shapes_that_nf4_cannot_hold_are_refused():
-    with pytest.raises(ValueError, match="nf4 has blocks of 64 weights, and a projection is 65 x 32"):
+    needs = "nf4 needs an even width and whole blocks of 64 weights, not"
+    with pytest.raises(ValueError, match=f"{needs} 65 x 32"):
         add_lora(Llama(replace(TINY, ffn_dim=65)), 3, 5.0, "nf4")
+    with pytest.raises(ValueError, match=f"{needs} 64 x 65"):  # whole blocks, but a row ends within a byte
+        add_lora(Llama(replace(TINY, n_embd=64, ffn_dim=65)), 3, 5.0, "nf4")
 
 
 def test_another_number_format_is_not_dropped_for_adapters_without_a_word():
     model = Llama(TINY)
     for _, _, projection in projections(model, Linear):
         projection.__class__ = type("FP4Linear", (Linear,), {})
-    with pytest.raises(ValueError, match="adapters do not stand on qkv_proj, which is of kind FP4Linear"):
+    with pytest.raises(ValueError, match="does not support base_dtype 'bfloat16' for qkv_proj, a FP4Linear"):
         add_lora(model, 3, 5.0)
+
+
+def test_an_unknown_base_dtype_is_the_one_that_the_message_names():
+    with pytest.raises(ValueError, match="does not support base_dtype 'nf3' for qkv_proj, a Linear"):
+        add_lora(Llama(TINY), 3, 5.0, "nf3")
 
 
 # ----------------------------------------------------------------------------------------------------------------------
