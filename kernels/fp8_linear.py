@@ -189,9 +189,11 @@ def use_fp8(model: torch.nn.Module, device: str = "cpu") -> None:
     """Turns every projection of the model's layers into an FP8Linear with the same weight.
 
     device: where the model, which may be on meta, will run. ValueError for a GPU or PyTorch without float8 matmuls, for
-    a dtype other than bfloat16 on a GPU, and for widths that are not multiples of 16.
+    a dtype other than bfloat16 on a GPU, for widths that are not multiples of 16, and after add_lora.
     """
     projections = [module for module in model.layers.modules() if type(module) is Linear]
+    if not projections:
+        raise ValueError("use_fp8 found no plain projection: call it once, and before add_lora")
     on_gpu = torch.device(device).type == "cuda"
     if on_gpu and not hasattr(torch, "_scaled_mm"):  # a private function
         raise ValueError(f"PyTorch {torch.__version__} has no torch._scaled_mm, which fp8 needs: --fp8=false")

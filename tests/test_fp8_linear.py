@@ -20,6 +20,7 @@ from kernels import FP8Linear, fp8_linear, reference, use_fp8
 from kernels.fp8_linear import FLOAT8, quantize, quantize_reference, transpose
 from kernels.glu import glu_backward, glu_forward
 from kernels.rms_norm import rms_norm_forward
+from lora import add_lora
 from model import Llama, LlamaConfig
 from runtime.recompute import recompute
 from test_kernels import BF16, DEVICE, HAS_GPU, assert_same, needs_gpu, one_at_a_time, relative_error, run, widened
@@ -358,6 +359,13 @@ def test_use_fp8_refuses_unsupported_shapes(device, changes, message):
         model = Llama(LlamaConfig(**SMALL | changes))
     with pytest.raises(ValueError, match=message):
         use_fp8(model, device)
+
+
+def test_use_fp8_after_add_lora_is_refused_instead_of_changing_nothing():
+    model = Llama(LlamaConfig(**SMALL))
+    add_lora(model, 2, 4.0)
+    with pytest.raises(ValueError, match="use_fp8 found no plain projection: call it once, and before add_lora"):
+        use_fp8(model)
 
 
 def test_use_fp8_swaps_every_projection_of_the_layers_on_meta_and_leaves_the_names():
