@@ -154,6 +154,16 @@ def test_flops_per_token_are_those_that_run():
     assert model.flops_per_token(0) == matmuls
 
 
+def test_a_model_on_meta_runs_so_that_its_flops_can_be_counted():
+    with torch.device("meta"):
+        model = Llama(LlamaConfig(2, 4, 2, n_embd=64, ffn_dim=128, vocab_size=77, block_size=16))
+        tokens = torch.empty(2, 16, dtype=torch.long)
+    with FlopCounterMode(display=False) as counter:
+        model(tokens, tokens).backward()
+    flops = counter.get_flop_counts()["Global"][torch.ops.aten.mm]
+    assert flops == tokens.numel() * model.flops_per_token(0)
+
+
 PUBLISHED = {  # parameters; n_layer, n_head, n_kv_head, n_embd, ffn_dim, tied; RoPE's factor. From Meta's model cards.
     "llama32_1b": (1_235_814_400, (16, 32, 8, 2048, 8192, True), 32.0),
     "llama32_3b": (3_212_749_824, (28, 24, 8, 3072, 8192, True), 32.0),
