@@ -10,6 +10,9 @@ factorisations; a full SVD of 8B's matrices would take minutes.
 √(C / r) makes N Qᵀ (r numbers of about 1 in C directions) as long as AdamW's step: so learning rate and weight decay
 are AdamW's. (The paper leaves it out, with a scale of 0.25 and a learning rate of 0.01.)
 
+Choose r below the rank of G, which is small if the data is: in the columns beyond it R is only rounding error, which
+Adam's step enlarges to full length.
+
 The paper projects the shorter side. Here it is always the columns, because FSDP splits the rows: R, the moments and N
 then stay on the rank of their rows, and only sums of (columns, rank) travel, when Q is renewed. Each rank has all of Q.
 State for a matrix of (O, C): AdamW's of (O, r), in 8 bits only if r is a multiple of 256, and 4·C·r bytes. Embedding,
