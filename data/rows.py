@@ -137,7 +137,8 @@ def kind_of(head: bytes, path: Path) -> str:
     """The format of a file, by its name and first bytes: JSON "lines", a JSON "array", or "text"."""
     if is_jsonl(path):
         return "lines"
-    if ARRAY.match(head) and (".json" in path.name.lower() or not path.is_file()):
+    named = path.is_file() and not str(path).startswith("/dev/")  # stdin may be a file, but its name tells nothing
+    if ARRAY.match(head) and (".json" in path.name.lower() or not named):
         return "array"
     line, end, _ = head.lstrip().partition(b"\n")
     if not OBJECT.match(line):

@@ -5,6 +5,7 @@ import gzip
 import hashlib
 import http.client
 import io
+import json
 import os
 import subprocess
 import sys
@@ -272,6 +273,15 @@ def test_text_reads_standard_input_and_reports_skipped_links(tmp_path):
     assert done.returncode == 0, done.stderr
     assert f"links to folders left out: 2 ({tmp_path}/folder/loop, {tmp_path}/folder/notes)" in done.stdout, done.stdout
     assert f"links to no file left out: 2 ({tmp_path}/folder/dangling, {tmp_path}/folder/pipe)" in done.stdout
+    assert texts_of(tmp_path / "out") == ["one\n", "two\n"]
+
+
+def test_a_json_array_is_recognised_on_standard_input_from_a_file(tmp_path):
+    (tmp_path / "texts").write_text(json.dumps([{"text": "one\n"}, {"text": "two\n"}], indent=1))
+    command = [sys.executable, ROOT / "data/text/prepare.py", "--out", tmp_path / "out", "--input", "-"]
+    with open(tmp_path / "texts") as file:
+        done = subprocess.run(command, stdin=file, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
     assert texts_of(tmp_path / "out") == ["one\n", "two\n"]
 
 

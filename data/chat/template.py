@@ -134,12 +134,15 @@ def encode_answers(tokenizer: Tokenizer, text: str) -> tuple[list[int], list[boo
 
     A prompt gets the same ids as when it is encoded alone, as sample.py does.
     """
-    ids, is_target, done = [], [], ""
+    ids, is_target, context = [], [], ""
     for i, part in enumerate(re.split(f"[{ANSWER}{ANSWER_END}]", text)):
-        done += part
-        whole = encode(tokenizer, done)  # of all text so far: ids may depend on the text before them
-        ids += whole[len(ids) :] if whole[: len(ids)] == ids else encode(tokenizer, part)
+        # ids may depend on the text before them, but only back to the last special token
+        before, both = encode(tokenizer, context), encode(tokenizer, context + part)
+        continues = both[: len(before)] == before == ids[len(ids) - len(before) :]
+        ids += both[len(before) :] if continues else encode(tokenizer, part)
         is_target += [i % 2 == 1] * (len(ids) - len(is_target))
+        context += part
+        context = context[max([0, *(context.rfind(token) for token in tokenizer.special_tokens)]) :]
     return ids, is_target
 
 
