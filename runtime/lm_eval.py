@@ -54,7 +54,8 @@ class Nanocria(TemplateLM):
             sampling = {"temperature": 0.0 if greedy else float(options["temperature"])}
             sampling |= {name: options[name] for name in ("top_k", "top_p", "min_p") if options.get(name)}
             length = int(next((options[name] for name in LENGTHS if options.get(name)), 256))
-            stop = [until] if isinstance(until := options.get("until") or [], str) else until
+            until = options.get("until") or []
+            stop = [until] if isinstance(until, str) else list(filter(None, until))  # "" would end it at once
             prompt = begin_document(self.tokens, context)
             return "".join(new for (new,) in generate_text(self.lm, self.tokens, [prompt], length, stop, **sampling))
 

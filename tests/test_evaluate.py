@@ -192,5 +192,7 @@ def test_lm_evaluation_harness_scores_and_samples_as_we_do(tmp_path):
     assert text == tokenizer.decode(expected[0, len(context) :].tolist()).split("<|endoftext|>")[0] and len(text) > 2
     drawn = {"do_sample": True, "temperature": 5.0, "top_k": 1, "max_new_tokens": 8, "until": text[2] + "\0"}
     assert adapter.generate_until(ask("generate_until", "the of", drawn)) == [text]  # as other tasks write theirs
+    empty = {"max_gen_toks": 8, "until": ["", text[2]]}  # the harness ignores an empty separator
+    assert adapter.generate_until(ask("generate_until", "the of", empty)) == [text[: text.index(text[2])]]
     [(log_p, greedy)] = adapter.loglikelihood(ask("loglikelihood", "the of", text), disable_tqdm=True)
     assert greedy and adapter.loglikelihood_rolling(ask("loglikelihood_rolling", "the of"))[0] < 0
