@@ -13,8 +13,8 @@ recipe-fp8    The same with torchao's float8 in the blocks, rowwise scales and w
 recipe-zero2  The same, but the blocks' weights stay gathered from forward to backward.
 torchtitan    The package itself: its model, checkpointing, compilation and sharding. It cannot tie the embedding.
 hf            transformers' LlamaForCausalLM in pure bf16: weights, gradients and optimizer states.
-hf-compiled   The same under torch.compile, with causal attention without a mask, as transformers itself does from
-              PyTorch 2.14 on. hf-graphs: with mode="reduce-overhead", which replays CUDA graphs.
+hf-compiled   The same under torch.compile, with causal attention without a mask, as transformers does uncompiled.
+              hf-graphs: with mode="reduce-overhead", which replays CUDA graphs.
 hf-liger      The same with Liger-Kernel's patches, including its fused linear cross-entropy.
 hf-liger-lora hf-liger, frozen in bfloat16, with peft's adapters of rank 16 on its seven projections, in float32 under
               autocast, peft's default; hf-liger-qlora: frozen in bitsandbytes' NF4 with double quantisation instead.
@@ -271,7 +271,7 @@ def build_hf(c: LlamaConfig, checkpointing: str, device, compile_mode="", liger=
         model = transformers.AutoModelForCausalLM.from_config(hf_config, **options).train()
     if checkpointing == "full":
         model.gradient_checkpointing_enable({"use_reentrant": False})
-    if compile_mode and torch.__version__ < "2.14":
+    if compile_mode:
         from transformers.models.llama import modeling_llama
 
         modeling_llama.create_causal_mask = lambda *args, **kwargs: None  # compiled, it would build a (T, T) mask

@@ -17,7 +17,7 @@ from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 rank, local_rank = int(os.environ.get("RANK", 0)), int(os.environ.get("LOCAL_RANK", 0))
@@ -97,15 +97,19 @@ def collective_timeout(timeout: float) -> timedelta:
 
 
 def device_mesh(device: str, hybrid: bool, timeout: float) -> DeviceMesh:
-    """The ranks for FSDP: one dimension "shard"; hybrid: "replicate" between machines, "shard" within each."""
-    shape, names = (world_size,), ("shard",)
-    if hybrid:
-        shape, names = (world_size // local_world_size, local_world_size), ("replicate", "shard")
-    mesh = init_device_mesh("cpu" if device == "cpu" else "cuda", shape, mesh_dim_names=names)
-    with contextlib.suppress(AttributeError):  # private. PyTorch's default would end the run before a longer watchdog
-        for name in names:
-            dist.distributed_c10d._set_pg_timeout(collective_timeout(timeout), mesh[name].get_group())
-    return mesh
+    """The ranks for FSDP: one dimension "shard"; hybrid: "replicate" between machines, "shard" within each.
+
+    Made of groups, since a mesh that makes its own gives them PyTorch's timeout, which would end the run before a
+    longer watchdog.
+    """
+    device_type = "cpu" if device == "cpu" else "cuda"
+    if not hybrid:
+        return DeviceMesh.from_group(dist.group.WORLD, device_type, mesh_dim_names=("shard",))
+    ranks = torch.arange(world_size).view(-1, local_world_size)  # a row per machine
+    limit = collective_timeout(timeout)
+    shard, _ = dist.new_subgroups_by_enumeration(ranks.tolist(), timeout=limit)
+    replicate, _ = dist.new_subgroups_by_enumeration(ranks.T.tolist(), timeout=limit)
+    return DeviceMesh.from_group([replicate, shard], device_type, ranks, mesh_dim_names=("replicate", "shard"))
 
 
 def local(x: torch.Tensor) -> torch.Tensor:
