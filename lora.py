@@ -1,6 +1,6 @@
 """LoRA and QLoRA: train small adapters, keep all other weights as published.
 
-    add_lora(model, rank=16, alpha=32)              # on the meta device, before recompute, compile and fully_shard
+    add_lora(model, rank=16, alpha=32)              # on the meta device, before compile and fully_shard
     add_lora(model, 16, 32, base_dtype="nf4")       # the frozen projections take 0.52 bytes per weight, not 2
     use_fp8(model, device); add_lora(model, 16, 32)     # 1 byte, multiplied in float8
     merge_lora(model)                               # a plain model with weights W + (α/r) B A
@@ -21,6 +21,7 @@ Hu et al., LoRA, 2021. https://arxiv.org/abs/2106.09685    Dettmers et al., QLoR
 import torch
 
 from kernels import FP8Linear, FP8LoRALinear, FP8NF4LoRALinear, Linear, LoRALinear, NF4LoRALinear
+from kernels.linear import replace_projections
 from model import Llama, LlamaConfig
 
 KINDS = {  # the projection with adapters, by base_dtype and original class
@@ -40,12 +41,6 @@ def packed_rows(config: LlamaConfig) -> dict[str, tuple[int, ...]]:
     }
 
 
-def projections(model: Llama, kind: type[Linear]) -> list[tuple[torch.nn.Module, str, Linear]]:
-    """The layers' projections of this kind, as (parent module, attribute name, projection)."""
-    held = [(module, *child) for module in model.layers.modules() for child in module.named_children()]
-    return [(module, name, child) for module, name, child in held if isinstance(child, kind)]
-
-
 def add_lora(model: Llama, rank: int, alpha: float, base_dtype: str = "bfloat16") -> None:
     """Adds adapters of this rank to each projection in the model's layers, and freezes everything else.
 
@@ -56,12 +51,15 @@ def add_lora(model: Llama, rank: int, alpha: float, base_dtype: str = "bfloat16"
     """
     model.requires_grad_(False)
     rows = packed_rows(model.config)
-    for module, name, child in projections(model, Linear):
-        kind = KINDS.get((base_dtype, type(child)))
+
+    def with_adapters(name: str, projection: Linear) -> LoRALinear:
+        kind = KINDS.get((base_dtype, type(projection)))
         if kind is None:
-            found = f"{name}, a {type(child).__name__}"
+            found = f"{name}, a {type(projection).__name__}"
             raise ValueError(f"add_lora does not support base_dtype {base_dtype!r} for {found}")
-        setattr(module, name, kind(child, rows[name], rank, alpha))
+        return kind(projection, rows[name], rank, alpha)
+
+    replace_projections(model.layers, with_adapters)
 
 
 def merge_lora(model: Llama) -> None:
@@ -69,9 +67,14 @@ def merge_lora(model: Llama) -> None:
 
     W in NF4 or float8 is dequantised first: the adapters were trained on those values.
     """
-    for module, name, child in projections(model, LoRALinear):
+
+    def merged(name: str, projection: Linear) -> Linear:
+        if not isinstance(projection, LoRALinear):
+            return projection
         with torch.device("meta"):
-            plain = Linear(child.in_features, child.out_features)
-        plain.weight = torch.nn.Parameter(child.merged())
-        setattr(module, name, plain)
+            plain = Linear(projection.in_features, projection.out_features)
+        plain.weight = torch.nn.Parameter(projection.merged())
+        return plain
+
+    replace_projections(model.layers, merged)
     model.requires_grad_(True)

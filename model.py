@@ -18,28 +18,28 @@ F ffn_dim, V vocabulary, N = B·T tokens.
 import math
 import zlib
 from dataclasses import dataclass
+from functools import partial
+from types import ModuleType
 from typing import NamedTuple
 
 import torch
 import torch.nn as nn
-import torch.nn.functional as F
 from torch.distributed.tensor import DTensor, distribute_tensor
-from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.nn.attention.bias import causal_lower_right
+from torch.utils.checkpoint import checkpoint
 
 import kernels
 import kernels.reference
-from kernels.flash_attention import HEAD_SIZES
+from kernels.attention import attention, check_backend
+from kernels.linear_cross_entropy import default_chunk_tokens
+from kernels.offload_activations import OffloadedActivations
+from kernels.recompute import recomputed
 
-TRITON_TOKENS = 4096  # longest sequence at which our attention (heads of 64, Hopper) is no slower than cuDNN's
 ROPE_SCALING_KEYS = {"factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"}
 
 
 @dataclass(frozen=True)
 class LlamaConfig:
-    """What a published config.json sets, by our names. How the model is executed is set separately: set_operations of
-    Llama, use_fp8 of kernels/fp8_linear.py, add_lora of lora.py, recompute of runtime/recompute.py.
-    """
+    """What a published config.json sets, by our names: the function that the model computes."""
 
     n_layer: int
     n_head: int
@@ -68,6 +68,83 @@ class LlamaConfig:
     @property
     def head_dim(self) -> int:
         return self.n_embd // self.n_head
+
+
+MLP_CHUNK = 16384  # tokens: half as many make 16 x 2,048 of Llama 3.2 1B 3% slower, in float8 5% (H200)
+
+
+@dataclass(frozen=True)
+class Execution:
+    """How the model is computed, never what it computes: any choice gives the same loss, up to rounding.
+
+    kernels              all: our kernels; blocks: but the loss holds all logits at once; none: plain PyTorch
+    attention            auto: the faster one; triton: kernels/flash_attention.py; sdpa: PyTorch's
+    checkpointing        what backward recomputes. none: nothing; selective: gate and up of each MLP, an eighth of a
+                         step of Llama 3.2 1B; full: each layer from its input, but for the down projection, a fifth
+    mlp_chunks           in how many chunks of tokens a recomputed MLP computes; None: see chunks_of_mlp
+    offload_activations  what checkpointing keeps of each layer moves to CPU memory: kernels/offload_activations.py
+
+    ValueError for choices that do not exist or do not work together.
+    """
+
+    kernels: str = "all"
+    attention: str = "auto"
+    checkpointing: str = "none"
+    mlp_chunks: int | None = None
+    offload_activations: bool = False
+
+    def __post_init__(self):
+        if self.kernels not in ("all", "blocks", "none"):
+            raise ValueError(f"kernels {self.kernels!r}: must be all, blocks or none")
+        if self.checkpointing not in ("none", "selective", "full"):
+            raise ValueError(f"activation_checkpointing {self.checkpointing!r}: must be none, selective or full")
+        if self.offload_activations and self.checkpointing == "none":
+            raise ValueError("offload_activations needs activation_checkpointing 'selective' or 'full'")
+        if self.mlp_chunks is not None and self.mlp_chunks < 1:
+            raise ValueError(f"mlp_chunks is {self.mlp_chunks}: must be at least 1")
+        if (self.mlp_chunks or 1) > 1 and self.checkpointing == "none":
+            raise ValueError(f"mlp_chunks {self.mlp_chunks} needs activation_checkpointing 'selective' or 'full'")
+
+    @property
+    def ops(self) -> ModuleType:
+        """The operations of a block: kernels/, or the same names in plain PyTorch."""
+        return kernels.reference if self.kernels == "none" else kernels
+
+    def chunks_of_mlp(self, n_tokens: int, n_embd: int) -> int:
+        """How many chunks of tokens pass through the MLP, one after another, in forward and in backward.
+
+        mlp_chunks if set. Otherwise 1, except with full checkpointing and kernels: then chunks have at least MLP_CHUNK
+        and 4C tokens. Why 4C: the float32 sums of the weights' gradients take 12·C·F bytes, as much as 2C tokens of a
+        chunk, so at most half of what the chunk takes.
+        """
+        if self.mlp_chunks:
+            return min(self.mlp_chunks, max(n_tokens, 1))
+        if self.checkpointing != "full" or self.kernels == "none":
+            return 1
+        return max(n_tokens // max(MLP_CHUNK, 4 * n_embd), 1)
+
+    def groups_of_sequences(self, n_batch: int, n_time: int, n_embd: int) -> int:
+        """How many groups of sequences pass through a layer, one after another, under full checkpointing.
+
+        As many as the MLP would have chunks, but at most one per sequence; 1 if mlp_chunks sets the chunks.
+        """
+        return 1 if self.mlp_chunks else min(self.chunks_of_mlp(n_batch * n_time, n_embd), n_batch)
+
+    def loss_options(self, n_tokens: int, vocab_size: int, dtype: torch.dtype) -> dict:
+        """The arguments chunk_tokens and fp32_dweight for linear_cross_entropy.
+
+        Full checkpointing halves the chunk, to 2,048 tokens of Llama 3 in bf16. If four such chunks hold all tokens,
+        there are at most four chunks, each a multiple of 256 tokens, and the head's gradient is summed in the weight's
+        dtype (except in float16).
+        """
+        chunk_tokens = default_chunk_tokens(vocab_size, dtype.itemsize)
+        if self.checkpointing != "full":
+            return {"chunk_tokens": chunk_tokens, "fp32_dweight": True}
+        chunk_tokens = max(chunk_tokens // 2, 256)
+        few = n_tokens <= 4 * chunk_tokens
+        if chunk_tokens < n_tokens and few:
+            chunk_tokens = math.ceil(n_tokens / 1024) * 256
+        return {"chunk_tokens": chunk_tokens, "fp32_dweight": not few or dtype == torch.float16}
 
 
 def check_rope_scaling(scaling: dict):
@@ -110,44 +187,6 @@ def document_starts(tokens: torch.Tensor, first_token: int) -> torch.Tensor:
     return torch.where(tokens == first_token, positions, 0).cummax(dim=1).values.int()
 
 
-def triton_suits(head_dim: int, n_time: int, dtype: torch.dtype) -> bool:
-    """True if kernels/flash_attention.py is the better choice on Hopper: heads of 64, up to 4,096 tokens, 16 bits.
-
-    In this range forward and backward are no slower than cuDNN's, and repeat bit for bit. At 8,192 tokens cuDNN takes
-    as long, at 32,768 5% less (`bench.py kernels` times both).
-    """
-    return head_dim == 64 and n_time <= TRITON_TOKENS and dtype in (torch.bfloat16, torch.float16)
-
-
-def triton_is_faster(q):
-    """True if attention='auto' picks kernels/flash_attention.py for queries q (B, T, H, D)."""
-    suits = q.is_cuda and triton_suits(q.shape[3], q.shape[1], q.dtype)
-    return suits and torch.cuda.get_device_capability(q.device)[0] == 9
-
-
-def attend(q, k, v):
-    """Causal softmax(q kᵀ / sqrt(D)) v for q (B, T, H, D), k and v (B, S, K, D) of any strides; returns (B, T, H·D).
-    The T queries are the last T of the S positions.
-
-    PyTorch tries flash first; on Hopper and later cuDNN is about 1.5 times as fast, forward and backward.
-    """
-    backends = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
-    gqa = q.shape[2] != k.shape[2]  # query heads share K and V in place: nothing is expanded
-    if q.is_cuda:
-        capability = torch.cuda.get_device_capability(q.device)[0]
-        backends.insert(0 if capability >= 9 else 1, SDPBackend.CUDNN_ATTENTION)
-        if gqa and (capability < 8 or q.dtype not in (torch.bfloat16, torch.float16)):
-            # Flash and cuDNN do not support these, and the efficient kernel has no GQA: expand K and V, rather than
-            # fall back to a kernel that holds (T, S) scores.
-            k, v = (x.repeat_interleave(q.shape[2] // x.shape[2], dim=2) for x in (k, v))
-            gqa = False
-    mask = causal_lower_right(q.shape[1], k.shape[1]) if q.shape[1] < k.shape[1] else None
-    q, k, v = (x.transpose(1, 2) for x in (q, k, v))  # (B, H, T, D) and (B, K, S, D)
-    with sdpa_kernel(backends, set_priority=True):
-        y = F.scaled_dot_product_attention(q, k, v, mask, is_causal=mask is None, enable_gqa=gqa)
-    return y.transpose(1, 2).flatten(2)  # (B, T, H·D), the layout flash and cuDNN write anyway
-
-
 class KVCache(NamedTuple):
     """One layer's keys and values, for generation: row b holds those of its first lengths[b] positions. Prompts fill
     it, then tokens are added one by one. runtime/generate.py allocates it and keeps the lengths.
@@ -160,133 +199,145 @@ class KVCache(NamedTuple):
     sin: torch.Tensor
 
 
-class Part(nn.Module):
-    """A module whose operations are the kernels or their plain PyTorch references."""
-
-    fused_kernels = True  # Llama.set_operations
-
-    @property
-    def ops(self):
-        return kernels if self.fused_kernels else kernels.reference
-
-
-class RMSNorm(Part):
-    def __init__(self, config: LlamaConfig):
+class RMSNorm(nn.Module):
+    def __init__(self, config: LlamaConfig, how: Execution):
         super().__init__()
-        self.weight, self.eps = nn.Parameter(torch.ones(config.n_embd)), config.norm_eps
+        self.how = how
+        self.weight = nn.Parameter(torch.ones(config.n_embd))
+        self.eps = config.norm_eps
 
-    def forward(self, x, branch=None, overwrite_dy=False):
-        """norm(x + branch), or norm(x) if branch is None: (B, T, C). Only the final norm is called like this; a block's
-        norms pass weight and eps to the fused functions that norm and project.
+    def forward(self, x, delta=None, overwrite_dy=False):
+        """norm(x + delta), or norm(x) without delta: (B, T, C). Only the final norm is called like this: a block
+        computes its norms together with the projection after them.
 
         overwrite_dy: backward may overwrite its incoming gradient.
         """
-        if branch is None:
-            return self.ops.rms_norm(x, self.weight, self.eps, overwrite_dy)
-        return self.ops.add_rms_norm(x, branch, self.weight, self.eps, overwrite_dy)[0]
+        if delta is None:
+            return self.how.ops.rms_norm(x, self.weight, self.eps, overwrite_dy)
+        return self.how.ops.add_rms_norm(x, delta, self.weight, self.eps, overwrite_dy)[0]
 
 
-class Attention(Part):
-    attention = "auto"  # Llama.set_operations
-
-    def __init__(self, config: LlamaConfig):
+class Attention(nn.Module):
+    def __init__(self, config: LlamaConfig, how: Execution):
         super().__init__()
-        self.n_head, self.head_dim = config.n_head, config.head_dim
+        check_backend(how.attention, config.head_dim)
+        self.how = how
+        self.n_head = config.n_head
+        self.head_dim = config.head_dim
         n_heads = config.n_head + 2 * config.n_kv_head  # q, k and v in one matrix
         self.qkv_proj = kernels.Linear(config.n_embd, n_heads * config.head_dim)
         self.o_proj = kernels.Linear(config.n_embd, config.n_embd)
 
-    def forward(self, x, branch, norm, cos, sin, doc_starts=None, cache=None):
-        """attn(norm(x + branch)), and x + branch: both (B, T, C)."""
-        # One function instead of three modules, so that neither the norm's output nor the branch is kept for backward.
-        qkv, x = self.ops.rms_norm_linear(x, branch, norm.weight, norm.eps, self.qkv_proj)
-        qkv = qkv.unflatten(-1, (-1, self.head_dim))  # (B, T, H + 2K, D)
-        q, k, v = self.ops.rope(qkv, cos, sin, self.n_head)
+    def forward(self, qkv, cos, sin, doc_starts=None, cache=None):
+        """o_proj(softmax(q kᵀ / sqrt(D)) v), (B, T, C), for qkv (B, T, (H + 2K)·D): Block has projected it already."""
+        ops = self.how.ops
+        q, k, v = ops.rope(qkv.unflatten(-1, (-1, self.head_dim)), cos, sin, self.n_head)
         n_time = q.shape[1]
-        if cache is not None and n_time > 1:  # a prompt or its continuation; hidden() has cut the cache to end with it
-            cache.k[:, -n_time:], cache.v[:, -n_time:] = k, v
-            k, v = cache.k, cache.v
-        in_triton = self.attention == "triton" or (self.attention == "auto" and triton_is_faster(q))
-        if cache is not None and n_time == 1:
-            y = self.ops.decode_attention(q, k, v, cache.k, cache.v, cache.lengths).flatten(2)  # also caches k and v
-        elif (in_triton and n_time == k.shape[1]) or doc_starts is not None:  # PyTorch's takes no doc_starts
-            y = kernels.flash_attention(q, k, v, doc_starts).flatten(2)  # (B, T, H·D)
-        else:
-            y = attend(q, k, v)
-        return self.ops.linear(y, self.o_proj), x
+        if cache is None:
+            y = attention(q, k, v, doc_starts, self.how.attention)  # (B, T, H, D)
+        elif n_time == 1:
+            y = ops.decode_attention(q, k, v, cache.k, cache.v, cache.lengths)  # also caches k and v
+        else:  # a prompt or its continuation: hidden() has cut the cache to end with it
+            cache.k[:, -n_time:] = k
+            cache.v[:, -n_time:] = v
+            y = attention(q, cache.k, cache.v, None, self.how.attention)
+        return ops.linear(y.flatten(2), self.o_proj)
 
 
-class MLP(Part):
-    keep_gate_up = True  # False: backward recomputes gate and up (runtime/recompute.py)
+class MLP(nn.Module):
+    """The matrices of down_proj(silu(gate) · up). Block computes it, together with the norm before it."""
 
     def __init__(self, config: LlamaConfig):
         super().__init__()
         self.gate_up_proj = kernels.Linear(config.n_embd, 2 * config.ffn_dim)
         self.down_proj = kernels.Linear(config.ffn_dim, config.n_embd)
 
-    def chunks(self, n_tokens: int) -> int:
-        """Number of token slices in which to compute (and recompute) gate and up; set by runtime/recompute.py."""
-        return 1
-
-    def forward(self, x, branch, norm, need_y=True):
-        """mlp(norm(x + branch)), and x + branch: both (B, T, C)."""
-        chunks = self.chunks(x.shape[:-1].numel())
-        return self.ops.swiglu_mlp(  # norm, C -> 2F, silu(gate) * up, F -> C
-            x, branch, norm.weight, norm.eps, self.gate_up_proj, self.down_proj,
-            self.keep_gate_up and chunks == 1, need_y, chunks,
-        )  # fmt: skip
-
 
 class Block(nn.Module):
-    """One layer."""
+    """One layer: attention, then the MLP, each added to the residual stream."""
 
-    def __init__(self, config: LlamaConfig):
+    def __init__(self, config: LlamaConfig, how: Execution):
         super().__init__()
-        self.attn_norm = RMSNorm(config)
-        self.attn = Attention(config)
-        self.mlp_norm = RMSNorm(config)
+        self.how = how
+        self.attn_norm = RMSNorm(config, how)
+        self.attn = Attention(config, how)
+        self.mlp_norm = RMSNorm(config, how)
         self.mlp = MLP(config)
 
-    def forward(self, x, branch, cos, sin, doc_starts=None, cache=None, need_y=True):
-        """Takes and returns the residual stream x and the branch not yet added to it, both (B, T, C); the first layer's
-        branch is None. The next norm adds them, since it reads the sum anyway.
+    def forward(self, x, delta, cos, sin, doc_starts=None, cache=None, offload=None):
+        """x (B, T, C): the residual stream. delta (B, T, C): the last sublayer's output, which the next norm adds to x
+        in the same kernel; None in the first layer. Returns both.
 
-        need_y=False: forward is rerun for backward, which does not read the branch; it is returned uninitialised.
+        offload: a context in which what the layer keeps for backward moves to the CPU, given this layer's tensors.
         """
-        # x = x + branch; branch = attn(attn_norm(x))
-        # x = x + branch; branch = mlp(mlp_norm(x))
-        branch, x = self.attn(x, branch, self.attn_norm, cos, sin, doc_starts, cache)
-        branch, x = self.mlp(x, branch, self.mlp_norm, need_y)
-        return x, branch
+        full = self.how.checkpointing == "full" and cache is None
+        compute = self.recompute if full else self.compute
+        if offload is None:
+            return compute(x, delta, cos, sin, doc_starts, cache)
+        with offload(x if delta is None else None, (*self.parameters(), cos, sin, doc_starts)):
+            return compute(x, delta, cos, sin, doc_starts, cache)
+
+    def compute(self, x, delta, cos, sin, doc_starts=None, cache=None, for_backward=False):
+        """In plain PyTorch:
+
+            x = x + attn(attn_norm(x))
+            x = x + mlp(mlp_norm(x))
+
+        for_backward: the values of the results do not matter, only their graph: delta is returned uninitialised.
+        """
+        ops = self.how.ops
+        chunks = self.how.chunks_of_mlp(x.shape[:-1].numel(), x.shape[-1])
+        # x += delta; qkv = attn_norm(x) Wᵀ. One function, so that the norm's output is not kept for backward
+        qkv, x = ops.add_norm_linear(x, delta, self.attn_norm, self.attn.qkv_proj)
+        delta = self.attn(qkv, cos, sin, doc_starts, cache)
+        del qkv  # the MLP needs the memory
+        # x += delta; delta = mlp(mlp_norm(x))
+        delta, x = ops.add_norm_mlp(
+            x, delta, self.mlp_norm, self.mlp.gate_up_proj, self.mlp.down_proj, "silu",
+            save_gate_up=self.how.checkpointing != "selective" and chunks == 1,
+            skip_down_proj=for_backward, chunks=chunks,
+        )  # fmt: skip
+        return x, delta
+
+    def recompute(self, x, delta, cos, sin, doc_starts=None, cache=None):
+        """compute(), keeping only the layer's input. Returns x + delta and None, or both."""
+        if delta is not None:
+            x = x + delta  # one tensor to keep instead of two
+        if torch.compiler.is_compiling() or (self.how.kernels == "none" and not self.how.offload_activations):
+            # PyTorch's checkpoint: the compiler drops what backward does not need, and with plain operations
+            # recomputation stops at the last tensor needed. Fused functions benefit from neither.
+            if not torch.is_grad_enabled():
+                return self.compute(x, None, cos, sin, doc_starts)
+            inputs = x, None, cos, sin, doc_starts
+            return checkpoint(self.compute, *inputs, use_reentrant=False, preserve_rng_state=False)
+
+        def compute(x, doc_starts, for_backward):
+            return self.compute(x, None, cos, sin, doc_starts, None, for_backward)
+
+        return recomputed(self, compute, x, doc_starts, self.how.groups_of_sequences(*x.shape)), None
 
 
 class Head(nn.Linear):
     """C -> V, and the loss. It is computed here because FSDP gathers a weight only when its module is called."""
 
-    fused_loss = True  # Llama.set_operations
-
-    def __init__(self, config: LlamaConfig):
+    def __init__(self, config: LlamaConfig, how: Execution):
         super().__init__(config.n_embd, config.vocab_size, bias=False)
-
-    def loss_options(self, n_tokens: int, dtype: torch.dtype) -> dict:
-        """Non-default options of linear_cross_entropy; runtime/recompute.py uses it to set how the loss is computed.
-
-        Options that change the loss itself (z_loss, label_smoothing) belong in forward, in both of its calls, and only
-        if torch.is_grad_enabled(): train.py's evaluate() also calls it.
-        """
-        return {}
+        self.how = how
 
     def forward(self, x, targets=None, overwrite_x=False):
         """Logits (B, T, V) of x (B, T, C), or with targets (B, T) the mean cross-entropy, an fp32 scalar.
 
-        overwrite_x: the loss may write x's gradient over x: only if nothing reads x afterwards.
+        Options that change the loss (z_loss, label_smoothing) go into both calls below, and only if
+        torch.is_grad_enabled(): evaluation calls this too. overwrite_x: the loss may write x's gradient over x: only if
+        nothing reads x afterwards.
         """
         if targets is None:
             return super().forward(x)
-        x, targets = x.flatten(0, 1), targets.flatten()
-        if not self.fused_loss:
+        x = x.flatten(0, 1)
+        targets = targets.flatten()
+        if self.how.kernels != "all":
             return kernels.reference.linear_cross_entropy(x, self.weight, targets)
-        options = self.loss_options(x.shape[0], x.dtype)
+        options = self.how.loss_options(len(x), self.out_features, x.dtype)
         return kernels.linear_cross_entropy(x, self.weight, targets, overwrite_x=overwrite_x, **options)
 
 
@@ -299,30 +350,20 @@ def fill(parameter: torch.Tensor, whole: torch.Tensor) -> None:
     parameter.copy_(whole)
 
 
-class Llama(Part):
-    def __init__(self, config: LlamaConfig):
+class Llama(nn.Module):
+    """ValueError for an attention that does not support the config's head size."""
+
+    def __init__(self, config: LlamaConfig, how: Execution | None = None):
         super().__init__()
         self.config = config
+        self.how = how or Execution()
         self.tok_embeddings = nn.Embedding(config.vocab_size, config.n_embd)
-        self.layers = nn.ModuleList(Block(config) for _ in range(config.n_layer))
-        self.norm = RMSNorm(config)
-        self.lm_head = Head(config)
+        self.layers = nn.ModuleList(Block(config, self.how) for _ in range(config.n_layer))
+        self.norm = RMSNorm(config, self.how)
+        self.lm_head = Head(config, self.how)
+        self.offloaded = OffloadedActivations(config.n_layer) if self.how.offload_activations else None
         if config.tie_embeddings:
             self.lm_head.weight = self.tok_embeddings.weight
-
-    def set_operations(self, fused_kernels: bool = True, fused_loss: bool = True, attention: str = "auto"):
-        """Selects how the same function is computed.
-
-        fused_kernels=False: norms, RoPE, MLP in plain PyTorch; fused_loss=False: the loss, with all logits in memory.
-        attention: 'triton' is kernels/flash_attention.py, 'sdpa' PyTorch's, 'auto' the faster one. ValueError for any
-        other, and for 'triton' with an unsupported head size.
-        """
-        if attention not in ("auto", "sdpa", "triton"):
-            raise ValueError(f"attention {attention!r}: must be auto, sdpa or triton")
-        if attention == "triton" and self.config.head_dim not in HEAD_SIZES:
-            raise ValueError(f"attention 'triton' supports head sizes 16, 32, 64 and 128, not {self.config.head_dim}")
-        for module in self.modules():
-            module.fused_kernels, module.fused_loss, module.attention = fused_kernels, fused_loss, attention
 
     def to_empty(self, **kwargs):
         """nn.Module.to_empty, but a tied head stays tied."""
@@ -344,7 +385,7 @@ class Llama(Part):
         size.
         """
         x = self.hidden(tokens, doc_starts, overwrite_dy=True)  # only one head reads it; with two, drop both overwrites
-        overwrite_x = self.fused_kernels  # the fused final norm does not read its output again in backward
+        overwrite_x = self.how.kernels != "none"  # our final norm does not read its output again in backward
         return self.lm_head(x, targets, overwrite_x)
 
     def hidden(self, tokens, doc_starts=None, caches=None, overwrite_dy=False):
@@ -367,7 +408,8 @@ class Llama(Part):
             if len(set(held)) > 1 or end > n_positions:
                 raise ValueError(f"{n_time} tokens per row do not fit after {held} in caches of {n_positions}")
             caches = [cache._replace(k=cache.k[:, :end], v=cache.v[:, :end]) for cache in caches]
-        x, branch = self.tok_embeddings(tokens), None  # (B, T, C)
+        x = self.tok_embeddings(tokens)  # (B, T, C)
+        delta = None
         if caches:
             positions = caches[0].lengths[:, None] + torch.arange(n_time, device=tokens.device)  # (B, T)
             cos, sin = caches[0].cos[positions], caches[0].sin[positions]
@@ -375,9 +417,12 @@ class Llama(Part):
             # The kernels rotate q and k in fp32, so the tables stay fp32 even with bf16 weights.
             wide = torch.promote_types(x.dtype, torch.float32)
             cos, sin = rope_tables(self.config, 0, n_time, tokens.device, wide)
-        for layer, cache in zip(self.layers, caches or [None] * len(self.layers), strict=True):
-            x, branch = layer(x, branch, cos, sin, doc_starts, cache)
-        return self.norm(x, branch, overwrite_dy)
+        offloads = self.offloaded is not None and torch.is_grad_enabled()
+        for i, layer in enumerate(self.layers):
+            cache = caches[i] if caches else None
+            offload = partial(self.offloaded.layer, i) if offloads else None
+            x, delta = layer(x, delta, cos, sin, doc_starts, cache, offload)
+        return self.norm(x, delta, overwrite_dy)
 
     @torch.no_grad()
     def init_weights(self, seed: int, device: str | torch.device | None = None):

@@ -115,27 +115,34 @@ class Given:
 
     float8_input = False
     check, reference, tensors = kernels.Linear.check, kernels.Linear.reference, kernels.Linear.tensors
-    project, with_shared = staticmethod(kernels.Linear.project), staticmethod(kernels.Linear.with_shared)
+    project, share = staticmethod(kernels.Linear.project), staticmethod(kernels.Linear.share)
     input_gradient = staticmethod(kernels.Linear.input_gradient)
     round_weight = staticmethod(kernels.Linear.round_weight)
     weight_gradients = staticmethod(kernels.Linear.weight_gradients)
 
 
-def rms_norm_linear(x, residual, norm_weight, weight, eps=EPS, ops=kernels):
-    return ops.rms_norm_linear(x, residual, norm_weight, eps, Given(weight))
+class Norm(NamedTuple):
+    """What the fused functions read of a norm."""
+
+    weight: torch.Tensor
+    eps: float = EPS
 
 
-def swiglu_mlp(x, residual, norm_weight, gate_up_weight, down_weight, eps=EPS, ops=kernels, **options):
-    return ops.swiglu_mlp(x, residual, norm_weight, eps, Given(gate_up_weight), Given(down_weight), **options)
+def add_norm_linear(x, delta, norm_weight, weight, eps=EPS, ops=kernels):
+    return ops.add_norm_linear(x, delta, Norm(norm_weight, eps), Given(weight))
 
 
-def rms_norm_linear_oracle(x, residual, norm_weight, weight):
+def add_norm_mlp(x, delta, norm_weight, gate_up_weight, down_weight, eps=EPS, ops=kernels, **options):
+    return ops.add_norm_mlp(x, delta, Norm(norm_weight, eps), Given(gate_up_weight), Given(down_weight), **options)
+
+
+def add_norm_linear_oracle(x, residual, norm_weight, weight):
     return rms_norm_oracle(x + residual, norm_weight) @ weight.T, x + residual
 
 
-def swiglu_mlp_oracle(x, residual, norm_weight, gate_up_weight, down_weight):
+def add_norm_mlp_oracle(x, residual, norm_weight, gate_up_weight, down_weight, activation=F.silu):
     gate_up = rms_norm_oracle(x + residual, norm_weight) @ gate_up_weight.T
-    return glu_oracle(gate_up, F.silu) @ down_weight.T, x + residual
+    return glu_oracle(gate_up, activation) @ down_weight.T, x + residual
 
 
 def linear_cross_entropy_oracle(x, weight, targets, **options):
@@ -217,17 +224,18 @@ OPERATIONS = {
         partial(kernels.layer_norm, eps=EPS), layer_norm_oracle,
         lambda n, c, dtype: ((3 + randn(n, c, dtype=dtype), 1 + randn(c, dtype=dtype), randn(c, dtype=dtype)), ())),
     "rope": rope_of(n_head=6),
-    "rms_norm_linear": Operation(
-        partial(rms_norm_linear, eps=EPS), rms_norm_linear_oracle,
+    "add_norm_linear": Operation(
+        partial(add_norm_linear, eps=EPS), add_norm_linear_oracle,
         lambda n, c, dtype: half_block_inputs(n, c, dtype, (24, c))),
-    "swiglu_mlp": Operation(
-        partial(swiglu_mlp, eps=EPS), swiglu_mlp_oracle,
+    "add_norm_mlp": Operation(
+        partial(add_norm_mlp, eps=EPS), add_norm_mlp_oracle,
         lambda n, c, dtype: half_block_inputs(n, c, dtype, (48, c), (20, 24))),
-    "swiglu_mlp_recomputed": Operation(
-        partial(swiglu_mlp, eps=EPS, keep_gate_up=False), swiglu_mlp_oracle,
+    "add_norm_mlp_recomputed": Operation(
+        partial(add_norm_mlp, eps=EPS, save_gate_up=False), add_norm_mlp_oracle,
         lambda n, c, dtype: half_block_inputs(n, c, dtype, (48, c), (20, 24))),
-    "swiglu_mlp_in_chunks": Operation(
-        partial(swiglu_mlp, eps=EPS, keep_gate_up=False, chunks=3), swiglu_mlp_oracle,
+    "add_norm_mlp_in_chunks": Operation(
+        partial(add_norm_mlp, eps=EPS, save_gate_up=False, chunks=3, activation="gelu_tanh"),
+        partial(add_norm_mlp_oracle, activation=partial(F.gelu, approximate="tanh")),
         lambda n, c, dtype: half_block_inputs(n, c, dtype, (48, c), (20, 24))),
     "swiglu": Operation(partial(kernels.swiglu), partial(glu_oracle, activation=F.silu), gate_up_inputs),
     "geglu_tanh": Operation(
@@ -248,7 +256,7 @@ OPERATIONS = {
         partial(kernels.flash_attention), attention_oracle, partial(attention_inputs, starts=True)),
 }
 # fmt: on
-MATMULS = ("rms_norm_linear", "swiglu_mlp", "swiglu_mlp_recomputed", "swiglu_mlp_in_chunks", "linear_cross_entropy")
+MATMULS = tuple(name for name in OPERATIONS if name.startswith(("add_norm_", "linear_cross")))
 ROW_OPERATIONS = [name for name in OPERATIONS if name not in ("cross_entropy", *MATMULS) and "attention" not in name]
 each_operation = pytest.mark.parametrize("name", OPERATIONS)
 
@@ -355,11 +363,10 @@ import sys; sys.modules["triton"] = None
 import torch, model
 from runtime.generate import generate
 from optimizers import adamw, on_gpu, optimizer
-from runtime.recompute import recompute
 for mode in ("none", "selective", "full"):
     sys.modules["kernels.linear_cross_entropy"].PLAIN_LOGITS = 100 if mode == "full" else 1000  # in chunks; at once
-    llama = model.Llama(model.LlamaConfig(1, 4, 2, 64, 48, 50, 8)); llama.init_weights(0)
-    llama.set_operations(attention="triton"); recompute(llama, mode)
+    how = model.Execution(attention="triton", checkpointing=mode)
+    llama = model.Llama(model.LlamaConfig(1, 4, 2, 64, 48, 50, 8), how); llama.init_weights(0)
     driver = optimizer.Optimizer(llama, adamw.AdamW(), on_gpu.OnGPU(), grad_clip=1.0)
     tokens = torch.arange(8)[None]
     before = llama(tokens, tokens)
@@ -397,7 +404,7 @@ def test_references_match_float64_too(name):
     ours = OPERATIONS[name].function
     options = {key: value for key, value in ours.keywords.items() if key != "chunk_tokens"}
     fallback = partial(getattr(reference, ours.func.__name__), **options)
-    if ours.func in (rms_norm_linear, swiglu_mlp):
+    if ours.func in (add_norm_linear, add_norm_mlp):
         fallback = partial(ours, ops=reference)
     for dtype in (FP64, FP32, FP16):
         assert_matches_float64(OPERATIONS[name]._replace(function=fallback), *OPERATIONS[name].inputs(6, 70, dtype))
@@ -475,7 +482,7 @@ def test_inputs_of_stride_0(name):
 @each_operation
 def test_zero_rows_give_empty_results_and_zero_weight_gradients(name):
     inputs, constants = OPERATIONS[name].inputs(4, 20, FP32)
-    n_weights = {"linear_cross_entropy": 1, "rms_norm_linear": 2}.get(name, 3 if name in MATMULS else 0)
+    n_weights = {"linear_cross_entropy": 1, "add_norm_linear": 2}.get(name, 3 if name in MATMULS else 0)
     inputs = [x[:0] if x.ndim > 1 and i < len(inputs) - n_weights else x for i, x in enumerate(inputs)]
     constants = [t if name == "rope" else t[:0] for t in constants]
     results, expected = run(OPERATIONS[name].function, inputs, constants), OPERATIONS[name].oracle(*inputs, *constants)

@@ -23,7 +23,7 @@ from configurator import configure
 from data.loader import open_dataset
 from kernels.fp8_linear import use_fp8
 from lora import add_lora
-from model import Llama, LlamaConfig, document_starts
+from model import Execution, Llama, LlamaConfig, document_starts
 from optimizers.on_cpu import OnCPU
 from optimizers.on_disk import OnDisk
 from optimizers.on_gpu import OnGPU
@@ -40,7 +40,6 @@ from runtime.memory import RunShape
 from runtime.memory_advice import cpu_bytes_to_come, disk_bytes, out_of_memory_message, require_memory
 from runtime.memory_stats import card_gib
 from runtime.profile import Profiler
-from runtime.recompute import recompute
 from runtime.restore import check_start, find_start, model_settings, restore
 from runtime.run_log import RunLog
 from runtime.shutdown import ShutdownHandler, make_excepthook, on_not_finite
@@ -84,8 +83,7 @@ rope_theta = 500000.0
 rope_scaling: dict | None = None  # for 3.1 and 3.2: see config/llama32_1b.py
 norm_eps = 1e-5
 tie_embeddings = True  # the output head shares the embedding's weights
-fused_kernels = True  # false: RMSNorm, RoPE and SwiGLU in plain PyTorch
-fused_loss = True  # false: all logits in memory at once
+kernels: Literal["all", "blocks", "none"] = "all"  # blocks: the loss holds all logits at once; none: plain PyTorch
 attention: Literal["auto", "sdpa", "triton"] = "auto"  # auto: the faster one; triton: ours; sdpa: PyTorch's
 
 # optimizer
@@ -115,11 +113,11 @@ base_dtype: Literal["bfloat16", "nf4"] = "bfloat16"  # of frozen projections: dt
 device: Literal["auto", "cuda", "cpu"] = "auto"  # auto: cuda if available
 dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"  # of compute; auto: bfloat16 or float16, CPU: float32
 fp8 = False  # float8 for the blocks' matmuls, except weight gradients: faster, coarser (RTX 40, L4, H100 or newer)
-activation_checkpointing: Literal["none", "selective", "full"] = "none"  # recompute nothing; gate and up; whole blocks
+activation_checkpointing: Literal["none", "selective", "full"] = "none"  # selective: recompute gate, up; full: blocks
 offload: Literal["none", "optimizer", "all"] = "none"  # optimizer: AdamW and gradients in CPU memory; all: weights too
 offload_dir: str | None = None  # keep AdamW's state in this folder on an NVMe drive instead of in CPU memory
 offload_activations = False  # move to CPU memory what selective or full checkpointing keeps of each block
-mlp_chunks: int | None = None  # slices of a recomputed MLP; none: 1, full checkpointing: tokens/max(16384, 4 n_embd)
+mlp_chunks: int | None = None  # chunks of tokens of a recomputed MLP; none: chosen automatically (model.py)
 compile = False  # torch.compile the blocks: takes a minute at the start
 cuda_graph = False  # replay forward-backward and update as CUDA graphs, on one GPU: speeds up launch-bound small models
 seed = 1337  # for the initial weights and the order of the data
@@ -180,22 +178,31 @@ def to_device(blocks: torch.Tensor) -> tuple[torch.Tensor, ...]:
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# Model: shapes on the meta device, then how it computes, then shards, then memory, then weights. With several
-# ranks, none ever builds or reads the whole model.
+# Model: build it on the meta device, shard it with FSDP, materialize, initialize. With several ranks, none ever builds
+# or reads the whole model.
 watchdog.progress("building the model")
 with stop_on_error():
     rule = rule_of(settings)  # updates the weights; memory.py asks it for its states
-    config = LlamaConfig(**{name: globals()[name] for name in LlamaConfig.__dataclass_fields__})
+    config = LlamaConfig(
+        n_layer, n_head, n_kv_head, n_embd, ffn_dim, vocab_size, block_size,
+        rope_theta, rope_scaling, norm_eps, tie_embeddings,
+    )  # fmt: skip
     check_start(start, out_dir, config, settings, train_data.meta)  # before allocating anything large
-    run_shape = RunShape(**{name: globals()[name] for name in RunShape.__dataclass_fields__})
+    run_shape = RunShape(
+        batch_size, micro_steps, dtype, kernels=kernels, attention=attention, fp8=fp8,
+        activation_checkpointing=activation_checkpointing, mlp_chunks=mlp_chunks,
+        offload_activations=offload_activations, compile=compile, cuda_graph=cuda_graph, mask_documents=mask_documents,
+        offload=offload, offload_dir=offload_dir, world_size=world_size, sharding=sharding, shard_ranks=shard_ranks,
+        sync_every_micro_batch=sync_every_micro_batch, copy_engines=copy_engines,
+        rule=rule, lora_rank=lora_rank, base_dtype=base_dtype,
+    )  # fmt: skip
+    how = Execution(kernels, attention, activation_checkpointing, mlp_chunks, offload_activations)
     with torch.device("meta"):
-        model = Llama(config).to(getattr(torch, dtype))
-    model.set_operations(fused_kernels, fused_loss, attention)
+        model = Llama(config, how).to(getattr(torch, dtype))
     if fp8:
         use_fp8(model, device)
     if lora_rank:
         add_lora(model, lora_rank, lora_alpha, base_dtype)
-    recompute(model, activation_checkpointing, mlp_chunks, offload_activations)
 require_memory(config, run_shape, device)
 state_file = open_state_file(offload_dir, disk_bytes(config, run_shape))
 sys.excepthook = make_excepthook(watchdog, out_dir, lambda: out_of_memory_message(config, run_shape, card_gib(device)))

@@ -48,8 +48,8 @@ STEP_FLAGS = {"nanocria": [], "nanocria-fp8": ["--fp8=true"]}
 SWEEP_FLAGS = {
     "all": [],
     "long": ["--offload_activations=true"],
-    "kernels": ["--fused_loss=false"],
-    "torch": ["--fused_kernels=false", "--attention=sdpa", "--fused_loss=false"],
+    "kernels": ["--kernels=blocks"],
+    "torch": ["--kernels=none", "--attention=sdpa"],
     "lora": ["--lora_rank=16"],
     "lora-fp8": ["--lora_rank=16", "--fp8=true"],
     "qlora": ["--lora_rank=16", "--base_dtype=nf4"],
@@ -98,10 +98,10 @@ class Rung(NamedTuple):
 
 
 RUNGS = {
-    "plain": Rung("plain PyTorch, float32", "", {"dtype": "float32", "fused_kernels": "false", "fused_loss": "false",
-                                                 "attention": "sdpa", "activation_checkpointing": "none"}),
-    "kernels": Rung("fused kernels", "plain", {"fused_kernels": "true", "attention": "auto"}),
-    "loss": Rung("fused loss", "kernels", {"fused_loss": "true"}),
+    "plain": Rung("plain PyTorch, float32", "", {"dtype": "float32", "kernels": "none", "attention": "sdpa",
+                                                 "activation_checkpointing": "none"}),
+    "kernels": Rung("fused kernels", "plain", {"kernels": "blocks", "attention": "auto"}),
+    "loss": Rung("fused loss", "kernels", {"kernels": "all"}),
     "checkpointing": Rung("full checkpointing", "loss", {"activation_checkpointing": "full"}),
     "bf16": Rung("bfloat16 compute", "checkpointing", {"dtype": "bfloat16"}),
     "adamw8bit": Rung("8-bit AdamW", "bf16", {"optimizer_bits": "8"}),

@@ -26,7 +26,6 @@ from optimizers.rules import rule_of
 from runtime import memory, memory_advice
 from runtime.check_settings import find_problem
 from runtime.memory import GIB, RunShape
-from runtime.recompute import check_settings
 
 # settings
 card = "4090"  # its name, or GiB
@@ -73,8 +72,10 @@ def resolve(path: str, world_size: int, named: dict, flags=()) -> tuple[LlamaCon
         "micro_steps": said["gradient_accumulation_steps"] // world_size,
     }
     try:
-        config, shape = (kind(**{n: said[n] for n in kind.__dataclass_fields__}) for kind in (LlamaConfig, RunShape))
-        check_settings(shape.activation_checkpointing, shape.mlp_chunks, shape.offload_activations)
+        config, shape = (
+            kind(**{n: said[n] for n in kind.__dataclass_fields__ if n in said}) for kind in (LlamaConfig, RunShape)
+        )
+        _ = shape.how  # refuses settings that do not work together
         memory.param_shapes(config, shape)  # fp8 and NF4 do not support every shape
     except ValueError as error:
         raise SettingError(str(error)) from None

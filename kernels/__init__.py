@@ -7,6 +7,8 @@ plain PyTorch.
 from .adamw import adamw
 from .adamw8bit import adamw8bit
 from .add_low_rank import add_low_rank
+from .add_norm_linear import add_norm_linear
+from .add_norm_mlp import add_norm_mlp
 from .add_ranks import add_ranks
 from .cross_entropy import cross_entropy
 from .decode_attention import decode_attention
@@ -21,7 +23,5 @@ from .lora_linear import LoRALinear
 from .nf4 import NF4, dequantize_nf4, quantize_nf4
 from .nf4_lora_linear import NF4LoRALinear
 from .rms_norm import add_rms_norm, rms_norm
-from .rms_norm_linear import rms_norm_linear
 from .rope import rope
 from .sgdw import sgdw
-from .swiglu_mlp import swiglu_mlp

@@ -18,13 +18,13 @@ its transposed copy over the micro-batches of a step, at two bytes per weight, w
 micro-batches of 32,768 tokens, 1.1% with 16,384. But then everything that changes, frees or replays the weights
 (updates, FSDP, offload, CUDA graphs) would have to know of it.
 
-A norm or a gated product whose result is only projected (rms_norm_linear.py, swiglu_mlp.py) rounds it itself: it writes
-x8 and s in place of x, 1 byte per element instead of 2, and no other kernel reads x to round it. In backward the gated
-product also writes g8 and u of its gradient, beside the dy that dW needs: no other kernel reads dy to round it. The
-other dy come from kernels that do not know t: a separate kernel rounds them, in 0.7% of such a step.
+A norm or a gated product whose result is only projected (add_norm_linear.py, add_norm_mlp.py) rounds it itself: it
+writes x8 and s in place of x, 1 byte per element instead of 2, and no other kernel reads x to round it. In backward the
+gated product also writes g8 and u of its gradient, beside the dy that dW needs: no other kernel reads dy to round it.
+The other dy come from kernels that do not know t: a separate kernel rounds them, in 0.7% of such a step.
 
-FP8Linear is the projection (linear.py) that rms_norm_linear.py and swiglu_mlp.py multiply with; use_fp8 applies it to a
-model.
+FP8Linear is the projection (linear.py) that add_norm_linear.py and add_norm_mlp.py multiply with; use_fp8 puts it in
+the place of a model's.
 
 FLOPs: 2·N·C·O forward, 4·N·C·O backward, half of it in float8. Saved: x and W, as for any linear layer.
 On one H200, where its matmuls alone, or for a weight's rounding a copy, are 100%: fp8_linear forward and backward
@@ -37,7 +37,7 @@ import torch
 import torch.nn.functional as F
 
 from .launch import as_rows, magnitude, refuse_autocast, tl, triton, use_triton, whole_row
-from .linear import Linear, apply_projection, check_weight
+from .linear import Linear, apply_projection, check_weight, replace_projections
 
 FLOAT8, LARGEST = torch.float8_e4m3fn, 448.0
 TILE = 64  # a program transposes 64 x 64 bytes of a weight
@@ -160,6 +160,12 @@ class FP8Linear(Linear):
 
     float8_input = True
 
+    def __init__(self, base: Linear):
+        """With the weight of base."""
+        with torch.device("meta"):
+            super().__init__(base.in_features, base.out_features)
+        self.weight = base.weight
+
     def reference(self, x):
         return fp8_linear_reference(x, self.weight)
 
@@ -177,10 +183,11 @@ class FP8Linear(Linear):
         return w8, t.view(-1)
 
     @staticmethod
-    def input_gradient(dy, weight, out=None):
-        if isinstance(dy, tuple):  # already rounded by its producer, with the factors of the same w8
-            g8, u, w8 = dy
+    def input_gradient(shared, weight, out=None):
+        if isinstance(shared, tuple):  # already rounded by its producer, with the factors of the same w8
+            g8, u, w8 = shared
             return input_gradient_float8(g8, u, transpose(w8), weight.dtype, out)
+        dy = shared
         w8, t = FP8Linear.round_weight(weight)
         return input_gradient_float8(*quantize(dy, t), transpose(w8), dy.dtype, out)
 
@@ -200,11 +207,14 @@ def use_fp8(model: torch.nn.Module, device: str = "cpu") -> None:
     if on_gpu and (projections[0].weight.dtype != torch.bfloat16 or torch.cuda.get_device_capability() < (8, 9)):
         gpu = "a GPU of compute capability 8.9 or more, RTX 40, L4, H100 or newer"
         raise ValueError(f"fp8 needs dtype bfloat16 and {gpu}: --fp8=false")
-    for projection in projections:
+
+    def in_float8(name: str, projection: Linear) -> FP8Linear:
         if projection.in_features % 16 or projection.out_features % 16:
             shape = f"{projection.out_features} x {projection.in_features}"
             raise ValueError(f"fp8 needs projections whose sides are multiples of 16, not {shape}: --fp8=false")
-        projection.__class__ = FP8Linear  # the same parameter, used by other functions
+        return FP8Linear(projection)
+
+    replace_projections(model.layers, in_float8)
 
 
 def check_fp8(x: torch.Tensor, shape: tuple[int, ...]) -> None:

@@ -107,13 +107,15 @@ class Float8Products:
     def project(self, x, *tensors, out=None):
         *held, a, b = tensors
         y = project_float8(x, *self.read_float8(x, *held), x.dtype, out)
-        y_rows, low = as_rows(y), self._low(x, a)
+        y_rows = as_rows(y)
+        low = self._low(x, a)
         for rows, columns in self.parts:
             add_low_rank(y_rows, low[:, columns], b[rows], rows.start)
         return y
 
-    def input_gradient(self, dy, *tensors, out=None):
-        (dy, dlow), (*held, a, _) = dy, tensors
+    def input_gradient(self, shared, *tensors, out=None):
+        dy, dlow = shared
+        *held, a, _ = tensors
         wt8, t = self.read_float8(dy, *held, transposed=True)
         dx = input_gradient_float8(*quantize(dy, t.view(-1)), wt8, dy.dtype, out)
         add_low_rank(as_rows(dx), dlow, a.T)

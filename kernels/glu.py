@@ -16,6 +16,8 @@ backward 101%.
 Shazeer, GLU Variants Improve Transformer, 2020. https://arxiv.org/abs/2002.05202
 """
 
+from functools import partial
+
 import torch
 import torch.nn.functional as F
 
@@ -33,6 +35,13 @@ def swiglu_reference(gate_up):
 def geglu_reference(gate_up, approximate="tanh"):
     gate, up = gate_up.to(torch.promote_types(gate_up.dtype, torch.float32)).chunk(2, dim=-1)
     return (F.gelu(gate, approximate=approximate) * up).to(gate_up.dtype)
+
+
+REFERENCES = {  # by activation
+    "silu": swiglu_reference,
+    "gelu_tanh": geglu_reference,
+    "gelu": partial(geglu_reference, approximate="none"),
+}
 
 
 @triton.jit

@@ -2,14 +2,16 @@
 
     forward    y = x Wᵀ          backward    dx = dy W          dW = dyᵀ x
 
-rms_norm_linear.py and swiglu_mlp.py compute forward and backward around their projections by hand. They pass
+add_norm_linear.py and add_norm_mlp.py compute forward and backward around their projections by hand. They pass
 `tensors()` to autograd as their own inputs, and call the functions below with what autograd saved: backward never reads
 a parameter, which FSDP may have freed by then. fp8_linear.py and lora_linear.py have the same functions, so a new
 number format or adapter is one file and changes no fused function: `reference` is for the CPU and
---fused_kernels=false, `project` and the backward functions are for the GPU.
+--kernels=none, `project` and the backward functions are for the GPU.
 
 FLOPs: 2·N·C·O forward, 4·N·C·O backward. Saved: x (unless the fused function computes it again) and W.
 """
+
+from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
@@ -49,7 +51,9 @@ class Linear(nn.Linear):
 
     @staticmethod
     def round_weight(*tensors):
-        """w8 and t (O,), if input_gradient takes dy as (g8, u, w8) with t in g8; else (None, None)."""
+        """float8 only: the rounded weight w8 and its row scales t (O,), so that what produces dy can round it too, as
+        (g8, u, w8), in which t is a part of g8. Else (None, None).
+        """
         return None, None
 
     @staticmethod
@@ -58,23 +62,25 @@ class Linear(nn.Linear):
         return F.linear(x, weight) if out is None else torch.mm(x, weight.T, out=out)
 
     @staticmethod
-    def with_shared(dy, *tensors):
-        """dy as the two functions below take it: together with what both would compute from it."""
+    def share(dy, *tensors):
+        """What input_gradient and weight_gradients both need of dy (LoRA: dy and dy B): their argument `shared`."""
         return dy
 
     @staticmethod
-    def input_gradient(dy, weight, out=None):
+    def input_gradient(shared, weight, out=None):
         """dx in dy's dtype; into out (N, C), if given."""
+        dy = shared
         return dy @ weight if out is None else torch.mm(dy, weight, out=out)
 
     @staticmethod
-    def weight_gradients(dy, x, weight, needed, sums=None, first=True):
+    def weight_gradients(shared, x, weight, needed, sums=(None,), first=True):
         """The gradient of each of tensors(), None if not needed: (dW,).
 
-        With sums (from new_sums), takes one slice of the rows and adds its gradients to sums, or overwrites them if the
-        slice is the first; returns sums.
+        With sums (from new_sums), takes one chunk of the rows and adds its gradients to sums, or overwrites them if the
+        chunk is the first; returns sums.
         """
-        return (product(dy, x, sums and sums[0], first) if needed[0] else None,)
+        dy = shared
+        return (product(dy, x, sums[0], first) if needed[0] else None,)
 
 
 def check_weight(name, weight, n_in, dtype):
@@ -92,11 +98,23 @@ def product(dy, x, total=None, first=True):
 
 
 def new_sums(tensors, needed, dtype):
-    """Uninitialised memory for the sums of weight_gradients over slices; None if not needed."""
+    """Uninitialised memory for the sums of weight_gradients over chunks; None if not needed."""
     return [
         torch.empty(tensor.shape, dtype=dtype, device=tensor.device) if need else None
         for tensor, need in zip(tensors, needed, strict=True)
     ]
+
+
+def replace_projections(module: nn.Module, replacement: Callable[[str, Linear], Linear]) -> None:
+    """Put replacement(name, projection) in the place of every projection in a module; name: its parent's for it."""
+    places = [
+        (parent, name, child)
+        for parent in module.modules()
+        for name, child in parent.named_children()
+        if isinstance(child, Linear)
+    ]
+    for parent, name, child in places:
+        setattr(parent, name, replacement(name, child))
 
 
 class _Projection(torch.autograd.Function):
@@ -113,9 +131,9 @@ class _Projection(torch.autograd.Function):
         refuse_double_backward()
         x, *tensors = ctx.saved_tensors
         _, need_dx, *needed = ctx.needs_input_grad
-        dy = ctx.projection.with_shared(dy, *tensors)
-        dx = ctx.projection.input_gradient(dy, *tensors) if need_dx else None
-        return None, dx, *ctx.projection.weight_gradients(dy, x, *tensors, needed=needed)
+        shared = ctx.projection.share(dy, *tensors)
+        dx = ctx.projection.input_gradient(shared, *tensors) if need_dx else None
+        return None, dx, *ctx.projection.weight_gradients(shared, x, *tensors, needed=needed)
 
 
 apply_projection = _Projection.apply  # (projection, x, *tensors): y, with backward by these functions

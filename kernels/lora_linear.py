@@ -103,29 +103,32 @@ class LoRALinear(Linear):
     def project(self, x, *tensors, out=None):
         *held, a, b = tensors
         y = x.new_empty(*x.shape[:-1], self.out_features) if out is None else out
-        low, y_rows = self._low(x, a), as_rows(y)
+        low = self._low(x, a)
+        y_rows = as_rows(y)
         for rows, columns in self.parts:
             y_rows[:, rows].addmm_(low[:, columns], b[rows].T, beta=0)
         y_rows.addmm_(as_rows(x), self.read_weight(x, *held).T)
         return y
 
-    def with_shared(self, dy, *tensors):
+    def share(self, dy, *tensors):
         return dy, self._dlow(dy, tensors[-1])
 
-    def input_gradient(self, dy, *tensors, out=None):
-        (dy, dlow), (*held, a, _) = dy, tensors
+    def input_gradient(self, shared, *tensors, out=None):
+        dy, dlow = shared
+        *held, a, _ = tensors
         dx = dy.new_empty(*dy.shape[:-1], self.in_features) if out is None else out
         as_rows(dx).addmm_(dlow, a, beta=0).addmm_(as_rows(dy), self.read_weight(dy, *held))
         return dx
 
-    def weight_gradients(self, dy, x, *tensors, needed, sums=None, first=True):
-        (dy, dlow), (*held, a, b) = dy, tensors
-        da = db = None
-        sum_a, sum_b = sums[-2:] if sums else (None, None)
-        if needed[-2]:
-            da = product(dlow, x, sum_a, first)
+    def weight_gradients(self, shared, x, *tensors, needed, sums=(None, None), first=True):
+        dy, dlow = shared
+        *held, a, b = tensors
+        sum_a, sum_b = sums[-2:]
+        da = product(dlow, x, sum_a, first) if needed[-2] else None
+        db = None
         if needed[-1]:
-            dy, low = as_rows(dy), self._low(x, a)
+            dy = as_rows(dy)
+            low = self._low(x, a)
             db = torch.empty_like(b) if sum_b is None else sum_b
             for rows, columns in self.parts:
                 if sum_b is None:

@@ -25,10 +25,10 @@ from functools import partial
 import torch
 
 from kernels.c_library import c_library, not_used
+from kernels.pinned_memory import pinned_empty
 from optimizers.on_gpu import gradient_of
 from optimizers.place import Place, cpu_param
 from runtime.distributed import all_reduce_max, local, local_world_size, worker_thread
-from runtime.pinned_memory import pinned_empty
 from runtime.stream_weights import StreamedWeights
 
 CHUNK = 2**22  # elements in float32 at a time, which stay in the cache; best of 2^16..2^24 on 16 cores

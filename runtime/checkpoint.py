@@ -19,6 +19,7 @@ from torch import nn
 
 from kernels import LoRALinear
 from kernels.adamw import merge_halves, split_halves
+from kernels.pinned_memory import pinned_empty
 from lora import add_lora
 from model import Llama, LlamaConfig, fill
 from optimizers.place import cpu_param
@@ -36,7 +37,6 @@ from runtime.distributed import (
 )
 from runtime.hf_config import read_config
 from runtime.hf_names import Rows, hf_names, hf_rows
-from runtime.pinned_memory import pinned_empty
 from runtime.safetensors_file import Damaged
 
 PAUSES = "training will pause while a checkpoint is written"

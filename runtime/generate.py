@@ -108,7 +108,7 @@ def generate(
     caches, start = (prefix or PrefixCache()).take(model, texts, n_positions)
     step = partial(decode_step, model, caches)
     # A step is about 200 kernels of a few microseconds: launching them takes longer than running them.
-    step = CUDAGraph(step) if device.type == "cuda" and model.fused_kernels else step
+    step = CUDAGraph(step) if device.type == "cuda" and model.how.kernels != "none" else step
     # On a GPU the next step is queued before the CPU looks at this one's tokens.
     on_their_way, ahead = deque(), int(device.type == "cuda")
 

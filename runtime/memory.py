@@ -32,13 +32,13 @@ from typing import NamedTuple
 import torch
 
 from kernels import use_fp8
+from kernels.attention import triton_suits
 from lora import add_lora
-from model import Llama, LlamaConfig, triton_suits
+from model import Execution, Llama, LlamaConfig
 from optimizers.adamw import AdamW
 from optimizers.on_cpu import OnCPU
 from optimizers.on_gpu import OnGPU
 from optimizers.rule import Rule
-from runtime.recompute import chunks_of_mlp, groups_of_sequences, loss_options
 
 GIB = 2**30
 Named = tuple[str, torch.Tensor]  # a parameter's name, and the parameter
@@ -52,8 +52,8 @@ class RunShape:
     micro_steps: int = 1  # micro-batches of a step on this rank
     dtype: str = "bfloat16"
     # how the model is executed
-    fused_kernels: bool = True
-    fused_loss: bool = True
+    kernels: str = "all"
+    triton: bool = True  # False on a CPU: blocks are computed by plain PyTorch, whatever `kernels` says
     attention: str = "auto"
     fp8: bool = False  # with adapters, the base is held in float8
     activation_checkpointing: str = "none"
@@ -78,6 +78,16 @@ class RunShape:
     @property
     def compute_dtype(self) -> torch.dtype:
         return getattr(torch, self.dtype)
+
+    @property
+    def how(self) -> Execution:
+        return Execution(
+            self.kernels, self.attention, self.activation_checkpointing, self.mlp_chunks, self.offload_activations
+        )
+
+    @property
+    def plain_blocks(self) -> bool:
+        return self.kernels == "none" or not self.triton
 
     @property
     def fsdp(self) -> bool:
@@ -178,7 +188,7 @@ def token_bytes(c: LlamaConfig, run: RunShape, chunks: int) -> tuple[int, int]:
     if itemsize == 4 and not runs_triton(c, run):
         kv = x  # in float32 PyTorch's attention expands k and v to all query heads
     attention = 2 * x + 2 * kv  # q and the output, k and v
-    if not run.fused_kernels:  # in float32: x, and x·rstd if the weight is trained; gate, up and silu(gate)
+    if run.plain_blocks:  # in float32: x, and x·rstd if the weight is trained; gate, up and silu(gate)
         norm, mlp = x + (4 if run.lora_rank else 8) * c.n_embd, gate + 12 * c.ffn_dim
         working = x - gate + 12 * c.ffn_dim  # the product is free by then
     elif chunks > 1:  # keeps nothing of the MLP; working: dy and the gradient of the norm's output; a slice is extra
@@ -195,10 +205,11 @@ def token_bytes(c: LlamaConfig, run: RunShape, chunks: int) -> tuple[int, int]:
 def loss_parts(c: LlamaConfig, run: RunShape, n_tokens: int) -> tuple[Part, Part]:
     """Memory of the final norm, the head and the loss: at the end of forward, and the maximum in their backward."""
     itemsize = run.compute_dtype.itemsize
-    options = loss_options(n_tokens, run.compute_dtype, c.vocab_size, run.activation_checkpointing)
-    chunk = min(options["chunk_tokens"], n_tokens) if run.fused_loss else n_tokens
+    options = run.how.loss_options(n_tokens, c.vocab_size, run.compute_dtype)
+    whole_logits = run.kernels != "all"
+    chunk = n_tokens if whole_logits else min(options["chunk_tokens"], n_tokens)
     logits, head = chunk * c.vocab_size, c.vocab_size * c.n_embd * (not run.lora_rank)  # none with LoRA
-    if not run.fused_loss:  # the logits, in float32, with ignored rows masked; then log p, its gradient, the logits'
+    if whole_logits:  # the logits, in float32, with ignored rows masked; then log p, its gradient, the logits'
         sizes = 10 * logits, 12 * logits
     elif chunk == n_tokens and run.dtype != "float16":  # backward computes the head's gradient from the logits
         sizes = itemsize * logits, itemsize * (logits + head)
@@ -207,8 +218,8 @@ def loss_parts(c: LlamaConfig, run: RunShape, n_tokens: int) -> tuple[Part, Part
     else:
         sizes = itemsize * (logits + head), itemsize * head
     # the final norm's output, and what the norm keeps for backward
-    normed = (2 * itemsize if run.fused_kernels else itemsize + 8) * n_tokens * c.n_embd
-    how = f"logits of {chunk:,} tokens" + ", head's gradient" * run.fused_loss
+    normed = (itemsize + 8 if run.plain_blocks else 2 * itemsize) * n_tokens * c.n_embd
+    how = f"logits of {chunk:,} tokens" + ("" if whole_logits else ", head's gradient")
     return tuple(Part("loss head", size + normed, how) for size in sizes)
 
 
@@ -230,12 +241,11 @@ class Step:
         self.unsynced = run.fsdp and run.micro_steps > 1 and not run.sync_every_micro_batch
         self.reduces = run.fsdp and not self.unsynced
         # full checkpointing: a few sequences at a time pass through a block, their tokens through the MLP in slices
-        mode, how = run.activation_checkpointing, (run.mlp_chunks, run.fused_kernels)
-        in_groups = mode == "full" and not run.compile
+        in_groups = run.activation_checkpointing == "full" and not run.compile
         self.n_tokens = run.batch_size * c.block_size
-        self.n_groups = groups_of_sequences(run.batch_size, c.block_size, c.n_embd, *how) if in_groups else 1
+        self.n_groups = run.how.groups_of_sequences(run.batch_size, c.block_size, c.n_embd) if in_groups else 1
         self.group_tokens = -(-run.batch_size // self.n_groups) * c.block_size
-        self.chunks = chunks_of_mlp(self.group_tokens, c.n_embd, mode, *how) if run.fused_kernels else 1
+        self.chunks = 1 if run.plain_blocks else run.how.chunks_of_mlp(self.group_tokens, c.n_embd)
         self.kept, self.in_block = token_bytes(c, run, self.chunks)
 
     def always(self) -> list[Part]:
@@ -313,7 +323,9 @@ class Step:
         c, tokens, beyond, block = self.c, self.group_tokens, self.in_block - self.kept, self.block
         # with few tokens, the block's own gradients are larger
         n_bytes = max(beyond * tokens, block.gradients - self.kept * tokens)
-        if self.run.lora_rank and self.run.fused_kernels:  # a frozen weight read back from NF4, or transposed in float8
+        if (
+            self.run.lora_rank and not self.run.plain_blocks
+        ):  # a frozen weight read back from NF4, or transposed in float8
             n_bytes += 2 * c.ffn_dim * c.n_embd * (self.run.base_dtype == "nf4" or self.run.fp8)
         found = [Part("the block in backward", n_bytes, f"{beyond:,} bytes x {tokens:,} tokens, beyond saved")]
         if self.chunks > 1:
@@ -340,9 +352,9 @@ def phases(config: LlamaConfig, run: RunShape) -> dict[str, list[Part]]:
     buffer = int(run.shard_ranks > 1 and not run.copy_engines_gather)
     in_loss = (stay, 1 + buffer) if step.head.n > step.block.n else (stay + buffer, 1)
     forward, backward = loss_parts(config, run, step.n_tokens)
-    # An untied head is reduced before the blocks. A tied one's gradient waits for the embedding's; without fused_loss
+    # An untied head is reduced before the blocks. A tied one's gradient waits for the embedding's; with whole logits
     # (F.linear) a third tensor holds their sum.
-    first, copies = (step.root, 2 if run.fused_loss else 3) if tied else (step.embedding, 1)
+    first, copies = (step.root, 2 if run.kernels == "all" else 3) if tied else (step.embedding, 1)
     found = {
         "the loss, at the end of forward": step.at(layers, in_loss, [forward]),
         "backward of the loss": step.at(layers, (stay or buffer, 1), [backward]),

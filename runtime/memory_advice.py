@@ -8,14 +8,13 @@ cpu_parts(config, run)                     # with offload
 import math
 from dataclasses import replace
 
-from model import LlamaConfig
+from model import MLP_CHUNK, LlamaConfig
 from optimizers.adamw import AdamW
 from optimizers.adamw8bit import AdamW8bit
 from optimizers.on_disk import BUFFERS, PIECE
 from optimizers.rule import MatrixRule
 from runtime.memory import GIB, Part, RunShape, Step, counted, parts, peak_gib, state_bytes
 from runtime.memory_stats import require_cpu_memory
-from runtime.recompute import MLP_SLICE
 
 
 def largest_batch(config: LlamaConfig, run: RunShape, gib: float) -> int:
@@ -31,7 +30,7 @@ def largest_batch(config: LlamaConfig, run: RunShape, gib: float) -> int:
         middle = (low + high) // 2
         low, high = (middle, high) if fits(middle) else (low, middle)
     # A larger batch may run in smaller groups: 3 and 6 sequences of 3,000 tokens of 1B fit into 22 GiB, 4 do not.
-    most = low + min(low // 4, MLP_SLICE // config.block_size) + 8
+    most = low + min(low // 4, MLP_CHUNK // config.block_size) + 8
     return next(n for n in range(most, -1, -1) if n <= low or fits(n))
 
 
@@ -75,7 +74,7 @@ def cpu_parts(config: LlamaConfig, run: RunShape) -> list[Part]:
 def require_memory(config: LlamaConfig, run: RunShape, device: str) -> None:
     """End a run that needs more CPU memory than is free: the system would kill it without a message."""
     if device == "cpu":
-        step_bytes = GIB * peak_gib(config, replace(run, fused_kernels=False, offload="none"))
+        step_bytes = GIB * peak_gib(config, replace(run, triton=False, offload="none"))
         fix = "use a smaller model (config/baby_llama.py), smaller batches or a GPU"
         require_cpu_memory(step_bytes, "a step needs", fix)
     else:
@@ -108,8 +107,7 @@ def choices(config: LlamaConfig, run: RunShape) -> list[list[dict]]:
     stronger = {
         "activation_checkpointing": ["none", "selective", "full"],
         "offload": offload,
-        "fused_loss": [False, True],
-        "fused_kernels": [False, True],
+        "kernels": ["none", "blocks", "all"],
         "sync_every_micro_batch": [False, True],
     }
     if run.activation_checkpointing != "none" and not (run.compile or run.cuda_graph):

@@ -19,7 +19,7 @@ from itertools import accumulate
 import torch
 from torch import nn
 
-from runtime.pinned_memory import pinned_empty
+from kernels.pinned_memory import pinned_empty
 
 ALIGNMENT = 256  # bytes; parameters begin at multiples of it, because the kernels load vectors
 

@@ -47,7 +47,7 @@ def test_a_rung_includes_the_settings_of_those_below(monkeypatch):
     ((config, batch, flags),) = card.ran  # not even one sequence: no other is tried
     assert (config, batch) == ("config/llama31_8b.py", 1)
     assert {"--offload=all", "--optimizer_bits=8", "--dtype=bfloat16", "--activation_checkpointing=full"} < set(flags)
-    assert "--fused_loss=true" in flags and "--fused_loss=false" not in flags, "the upper rung's, once"
+    assert "--kernels=all" in flags and "--kernels=none" not in flags, "the upper rung's, once"
 
 
 def test_each_rung_needs_less_memory_than_its_base_or_fits_a_larger_batch():

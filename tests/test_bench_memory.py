@@ -216,14 +216,14 @@ def test_a_card_is_a_name_or_gib(card, gib):
     "words",
     [
         "--card=4090 --checkpointing=full --offload=optimizer --block_size=512",
-        "--card=h100 --config=config/llama31_8b.py --ranks=4 -- --fused_loss=false",
+        "--card=h100 --config=config/llama31_8b.py --ranks=4 -- --kernels=blocks",
     ],
 )
 def test_the_estimate_is_memory_pys(words):
     text, result = estimated(words)
     config = llama_config(result["config"], block_size=result["block_size"])
     settings = {key: result[key] for key in ("activation_checkpointing", "offload")}
-    settings |= {"fused_loss": "--fused_loss=false" not in words, "copy_engines": "4090" not in words}
+    settings |= {"kernels": "blocks" if "--kernels=blocks" in words else "all", "copy_engines": "4090" not in words}
     ranks = {"world_size": result["ranks"], "shard_ranks": result["ranks"]}
     micro_steps = 32 // result["ranks"]  # 1B's config has 32, 8B's 64: the peak is that of any number above 1
     shape = memory.RunShape(result["batch_size"], micro_steps, **settings, **ranks)

@@ -13,7 +13,7 @@ import torch
 from transformers.models.llama import modeling_llama
 
 from benchmarks import arms, breakdown, compare, peers, record, runner, step
-from model import Llama, LlamaConfig
+from model import Execution, Llama, LlamaConfig
 from runtime import meta_weights, run_log
 from runtime.hf_names import hf_names
 
@@ -52,8 +52,7 @@ def counterparts(name, peer):
 )
 def test_a_peer_has_our_loss_and_our_gradients(build, checkpointing):
     torch.manual_seed(1)
-    ours = Llama(TINY)
-    ours.set_operations(fused_kernels=False, fused_loss=False, attention="sdpa")
+    ours = Llama(TINY, Execution(kernels="none", attention="sdpa"))
     ours.init_weights(seed=1)
     peer, loss_of = build(checkpointing)
     pairs = [(name, p, list(counterparts(name, peer))) for name, p in ours.named_parameters()]

@@ -76,7 +76,7 @@ def test_without_settings_the_batch_grows_until_nothing_fits(monkeypatch):
 
 def test_an_arm_that_ran_out_of_memory_is_not_tried_with_more_and_the_others_go_on(monkeypatch):
     card = Card(monkeypatch, tokens=5000)
-    answers = lambda words, *_: {"oom": True} if "fused" in str(words) else {"tok_per_s": 1.0}  # noqa: E731
+    answers = lambda words, *_: {"oom": True} if "--kernels=" in str(words) else {"tok_per_s": 1.0}  # noqa: E731
     monkeypatch.setattr(runner, "train", answers)
     rows = rows_of(["--arms=torch,all", "--peers=liger", "--batches=1,4,8"])
     assert places(rows) == [
@@ -102,8 +102,8 @@ def test_the_study_is_both_sweeps_of_four_arms_and_two_peers_in_24_gib(monkeypat
     assert {command[1] for command in card.ran} == {"24"}, "ours and the peers alike"
     assert {row["offload"] for _, row in rows} == {"all"}, "ours and the peers alike"
     torch_arm, kernels = (set(card.ran[i]) for i in (0, 1))
-    assert {"--fused_kernels=false", "--fused_loss=false", "--offload=all"} < torch_arm
-    assert "--fused_loss=false" in kernels and "--fused_kernels=false" not in kernels
+    assert {"--kernels=none", "--offload=all"} < torch_arm
+    assert "--kernels=blocks" in kernels and "--kernels=none" not in kernels
     assert "--offload_activations=true" in card.ran[3]
     peer = json.loads(card.ran[4][-1])
     assert (peer["arm"], peer["checkpointing"], peer["warmup"]) == ("hf-offload", "full", 2)

@@ -16,14 +16,24 @@ from torch.utils.checkpoint import checkpoint
 import kernels
 import kernels.launch
 import test_kernels
-from kernels import FP8Linear, fp8_linear, reference, use_fp8
+from kernels import FP8Linear, Linear, fp8_linear, reference, use_fp8
 from kernels.fp8_linear import FLOAT8, quantize, quantize_reference, transpose
 from kernels.glu import glu_backward, glu_forward
 from kernels.rms_norm import rms_norm_forward
 from lora import add_lora
-from model import Llama, LlamaConfig
-from runtime.recompute import recompute
-from test_kernels import BF16, DEVICE, HAS_GPU, assert_same, needs_gpu, one_at_a_time, relative_error, run, widened
+from model import Execution, Llama, LlamaConfig
+from test_kernels import (
+    BF16,
+    DEVICE,
+    HAS_GPU,
+    Norm,
+    assert_same,
+    needs_gpu,
+    one_at_a_time,
+    relative_error,
+    run,
+    widened,
+)
 
 # The interpreter's own rounding to float8 is wrong if it carries into the exponent, and for the smallest numbers.
 ERROR = 0.038 if HAS_GPU else 0.1
@@ -235,34 +245,35 @@ def test_is_captured_in_a_cuda_graph():
 
 
 def projection(n_in, n_out):
-    layer = FP8Linear(n_in, n_out).to(DEVICE, BF16)
+    layer = FP8Linear(Linear(n_in, n_out)).to(DEVICE, BF16)
     torch.nn.init.normal_(layer.weight, std=n_in**-0.5)
     return layer
 
 
 def gradients(function, inputs, projections):
     inputs = [x.detach().clone().requires_grad_() for x in inputs]
-    outputs = function(*inputs, 1e-5, *projections)
+    x, residual, norm_weight = inputs
+    outputs = function(x, residual, Norm(norm_weight), *projections)
     torch.manual_seed(7)
     leaves = [*inputs, *(p for layer in projections for p in layer.parameters() if p.requires_grad)]
     return [*outputs, *torch.autograd.grad(outputs, leaves, [randn(*y.shape) for y in outputs])]
 
 
-def norm_and_linear(x, residual, norm_weight, eps, layer):
-    normed, total = kernels.add_rms_norm(x, residual, norm_weight, eps)
+def norm_and_linear(x, residual, norm, layer):
+    normed, total = kernels.add_rms_norm(x, residual, norm.weight, norm.eps)
     return layer(normed), total
 
 
-def norm_two_linears_and_a_product(x, residual, norm_weight, eps, gate_up, down):
-    gate_up, total = norm_and_linear(x, residual, norm_weight, eps, gate_up)
+def norm_two_linears_and_a_product(x, residual, norm, gate_up, down):
+    gate_up, total = norm_and_linear(x, residual, norm, gate_up)
     return down(kernels.swiglu(gate_up)), total
 
 
 each_fused = pytest.mark.parametrize("function, apart, sizes", [  # sizes: inputs, and rows of each stacked matrix
-    (kernels.rms_norm_linear, norm_and_linear, [(64, (48,))]),
-    *((partial(kernels.swiglu_mlp, **options), norm_two_linears_and_a_product, [(64, (48, 48)), (48, (32,))])
-      for options in ({}, {"keep_gate_up": False}, {"keep_gate_up": False, "chunks": 3})),
-], ids=["rms_norm_linear", "swiglu_mlp", "recomputed", "in slices"])  # fmt: skip
+    (kernels.add_norm_linear, norm_and_linear, [(64, (48,))]),
+    *((partial(kernels.add_norm_mlp, **options), norm_two_linears_and_a_product, [(64, (48, 48)), (48, (32,))])
+      for options in ({}, {"save_gate_up": False}, {"save_gate_up": False, "chunks": 3})),
+], ids=["add_norm_linear", "add_norm_mlp", "recomputed", "in slices"])  # fmt: skip
 
 
 @each_fused
@@ -280,12 +291,12 @@ def test_fused_functions_hand_float8_to_their_projections(monkeypatch):
     handed, project = [], FP8Linear.project
     spy = lambda x, weight, out=None: handed.append(isinstance(x, tuple)) or project(x, weight, out)  # noqa: E731
     monkeypatch.setattr(FP8Linear, "project", staticmethod(spy))
-    inputs, gate_up, down = (randn(6, 64), None, randn(64), 1e-5), projection(64, 96), projection(48, 32)
-    kernels.rms_norm_linear(*inputs, gate_up)
-    kernels.swiglu_mlp(*inputs, gate_up, down)
-    kernels.swiglu_mlp(*inputs, gate_up, down, keep_gate_up=False, chunks=3)
+    inputs, gate_up, down = (randn(6, 64), None, Norm(randn(64))), projection(64, 96), projection(48, 32)
+    kernels.add_norm_linear(*inputs, gate_up)
+    kernels.add_norm_mlp(*inputs, gate_up, down)
+    kernels.add_norm_mlp(*inputs, gate_up, down, save_gate_up=False, chunks=3)
     assert handed == [True] * (1 + 2 + 6)
-    kernels.swiglu_mlp(*inputs, gate_up, down, keep_gate_up=False)[0].sum().backward()
+    kernels.add_norm_mlp(*inputs, gate_up, down, save_gate_up=False)[0].sum().backward()
     assert handed[9:] == [True] * 3  # gate_up again in backward
 
 
@@ -296,7 +307,7 @@ def test_fused_functions_hand_float8_to_their_projections(monkeypatch):
 def test_fused_functions_refuse_unsupported_projection_shapes(columns, message):
     x = randn(4, columns)
     with pytest.raises(ValueError, match=re.escape(message)):
-        kernels.rms_norm_linear(x, None, x[0], 1e-5, projection(24, 16))
+        kernels.add_norm_linear(x, None, Norm(x[0]), projection(24, 16))
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -306,12 +317,10 @@ SMALL = dict(n_layer=2, n_head=2, n_kv_head=1, n_embd=32, ffn_dim=48, vocab_size
 
 
 @functools.cache
-def loss_and_gradients(dtype=BF16, fp8=True, fused_kernels=True, mode="none", **options):
-    model = Llama(LlamaConfig(**SMALL)).to(DEVICE, dtype)
-    model.set_operations(fused_kernels)
+def loss_and_gradients(dtype=BF16, fp8=True, **how):
+    model = Llama(LlamaConfig(**SMALL), Execution(**how)).to(DEVICE, dtype)
     if fp8:
-        use_fp8(model, DEVICE if fused_kernels else "cpu")  # the references take any dtype
-    recompute(model, mode, **options)
+        use_fp8(model, "cpu" if model.how.kernels == "none" else DEVICE)  # the references take any dtype
     model.init_weights(seed=1, device="cpu")
     torch.manual_seed(1)
     tokens, targets = torch.randint(64, (2, 2, 16 if HAS_GPU else 4), device=DEVICE)
@@ -330,9 +339,9 @@ def test_a_model_in_float8_has_nearly_the_loss_and_gradients_of_bfloat16():
 @pytest.mark.parametrize(
     ("settings", "others"),
     [
-        (dict(mode="selective"), {}),
-        (dict(mode="full", offload_activations=True), dict(mode="full")),
-        (dict(mode="full", mlp_chunks=2), dict(mode="full")),
+        (dict(checkpointing="selective"), {}),
+        (dict(checkpointing="full", offload_activations=True), dict(checkpointing="full")),
+        (dict(checkpointing="full", mlp_chunks=2), dict(checkpointing="full")),
     ],
 )
 def test_recomputed_in_float8_a_model_has_the_same_gradients(settings, others):
@@ -343,9 +352,7 @@ def test_recomputed_in_float8_a_model_has_the_same_gradients(settings, others):
 
 
 def test_model_without_fused_kernels_rounds_to_float8_too():
-    (loss, _), (in_float32, _) = (
-        loss_and_gradients(torch.float32, fused_kernels=False, fp8=fp8) for fp8 in (True, False)
-    )
+    (loss, _), (in_float32, _) = (loss_and_gradients(torch.float32, kernels="none", fp8=fp8) for fp8 in (True, False))
     assert 0 < abs(loss - in_float32) < 0.01
 
 

@@ -10,9 +10,9 @@ import kernels
 import kernels.launch
 from kernels import FP8Linear, FP8LoRALinear, FP8NF4LoRALinear, Linear, LoRALinear, fp8_linear, use_fp8
 from kernels.fp8_linear import FLOAT8, quantize
-from lora import add_lora, merge_lora, projections
+from lora import add_lora, merge_lora
 from model import Llama, LlamaConfig
-from test_kernels import BF16, DEVICE, HAS_GPU, assert_same, randn, relative_error
+from test_kernels import BF16, DEVICE, HAS_GPU, Norm, assert_same, randn, relative_error
 from tests.test_fp8_linear import each_fused, needs_fp8
 from tests.test_fp8_linear import gradients as fused_gradients
 
@@ -155,7 +155,7 @@ def test_the_base_is_held_in_a_byte_a_weight_and_read_back_within_float8():
 def test_a_weight_that_float8_cannot_multiply_is_refused():
     layer, _ = layer_of(FP8LoRALinear, 24, (16,))
     with pytest.raises(ValueError, match=r"weight \(16, 24\): float8 matmuls need multiples of 16"):
-        kernels.rms_norm_linear(randn(4, 24, dtype=BF16), None, randn(24, dtype=BF16), 1e-5, layer)
+        kernels.add_norm_linear(randn(4, 24, dtype=BF16), None, Norm(randn(24, dtype=BF16)), layer)
     with pytest.raises(ValueError, match=r"weight \(16, 24\) with adapters in torch.bfloat16: expected"):
         layer(randn(4, 32, dtype=BF16))
 
@@ -168,7 +168,7 @@ def test_adapters_on_a_model_in_float8_are_of_its_kind_and_merge_into_plain_weig
     plain = {name: p.detach().clone() for name, p in model.named_parameters()}
     use_fp8(model)
     add_lora(model, RANK, 5.0, base_dtype)
-    assert {type(child) for _, _, child in projections(model, Linear)} == {kind}
+    assert {type(child) for child in model.layers.modules() if isinstance(child, Linear)} == {kind}
     assert model.n_params() == sum(p.numel() for p in plain.values()) + sum(
         p.numel() for p in model.parameters() if p.requires_grad
     )

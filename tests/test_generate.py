@@ -12,7 +12,8 @@ import torch
 
 import kernels
 import kernels.reference
-from model import attend, document_starts
+from kernels.attention import sdpa
+from model import document_starts
 from runtime.checkpoint import load_model
 from runtime.evaluate import log_likelihoods
 from runtime.generate import PrefixCache, decode_step, generate, new_caches, read_prompts, sample
@@ -59,7 +60,6 @@ def read_alone(model, prompt, n):
 def test_greedy_tokens_are_those_of_transformers(tmp_path, tied, kv_heads):
     hf = publish(tmp_path, tie_word_embeddings=tied, num_key_value_heads=kv_heads).double()
     model = load_model(tmp_path, DEVICE).double()
-    model.set_operations(**PLAIN)
     prompts = prompts_of(1, 40, 17)
     ours = texts(model, prompts, n=60, temperature=0).tolist()
     options = dict(max_new_tokens=60, do_sample=False, eos_token_id=None, pad_token_id=0)
@@ -101,7 +101,7 @@ def test_a_row_that_ends_at_a_full_context_does_not_reprocess_the_others(reads):
     assert len(reads) == 2, f"{len(reads)} reads for 10 tokens"
 
 
-@pytest.mark.parametrize("settings", [PLAIN, {}, {"attention": "triton"}, {"activation_checkpointing": "full"} | PLAIN])
+@pytest.mark.parametrize("settings", [PLAIN, {}, {"attention": "triton"}, {"checkpointing": "full"} | PLAIN])
 @torch.no_grad()
 def test_steps_behind_a_prompt_and_its_prefix_give_the_logits_of_the_whole_text(settings):
     model, tokens = build(**settings), batch(n_time=9)[0]
@@ -133,7 +133,7 @@ def test_attention_of_the_last_queries_is_theirs_among_all(n_time, dtype):
     """On a GPU this runs other kernels than the float64 of the other tests."""
     cache = torch.randn(2, 2, 12, 2, 32, device=DEVICE, dtype=dtype)[:, :, :9]
     q = torch.randn(2, 9, 4, 32, device=DEVICE, dtype=dtype)
-    assert error(attend(q[:, -n_time:], *cache), attend(q, *cache)[:, -n_time:]) < 0.02
+    assert error(sdpa(q[:, -n_time:], *cache), sdpa(q, *cache)[:, -n_time:]) < 0.02
 
 
 @pytest.mark.parametrize("settings", [PLAIN, pytest.param({}, marks=needs_gpu)])

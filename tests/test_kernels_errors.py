@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import kernels
-from test_kernels import BF16, DEVICE, FP16, FP32, OPERATIONS, rms_norm_linear, swiglu_mlp
+from test_kernels import BF16, DEVICE, FP16, FP32, OPERATIONS, add_norm_linear, add_norm_mlp
 
 
 def zeros(*shape, dtype=FP32, **options):
@@ -27,8 +27,8 @@ ERRORS = [
     ("rms_norm", (zeros(1, 65537), zeros(65537)), {}, "rows of 65537 elements: 1 to 65,536 are supported"),
     ("rms_norm", (zeros(2, 0), zeros(0)), {}, "rows of 0 elements: 1 to 65,536 are supported"),
     ("add_rms_norm", (X, X, zeros(5)), {}, "weight has shape (5,), expected (4,) for x (2, 4)"),
-    ("add_rms_norm", (X, zeros(3, 4), V), {}, "x is torch.float32 (2, 4) and residual torch.float32 (3, 4): they must"),
-    ("add_rms_norm", (X, HALF, V), {}, "residual torch.float16 (2, 4): they must agree"),
+    ("add_rms_norm", (X, zeros(3, 4), V), {}, "x is torch.float32 (2, 4) and delta torch.float32 (3, 4): they must"),
+    ("add_rms_norm", (X, HALF, V), {}, "delta torch.float16 (2, 4): they must agree"),
     ("layer_norm", (X, V, zeros(3)), {}, "weight (4,) and bias (3,): expected both (4,)"),
     ("layer_norm", (zeros(1, 65540), zeros(65540), zeros(65540)), {}, "rows of 65540 elements: 1 to 65,536"),
     ("swiglu", (zeros(2, 5),), {}, "gate_up has 5 columns: gate and up need an even number"),
@@ -41,15 +41,15 @@ ERRORS = [
     ("rope", (HEADS, TABLE, zeros(1, 2, 2), 1), {}, "cos (2, 2) and sin (1, 2, 2): expected both"),
     ("rope", (HEADS, zeros(2, 2, requires_grad=True), TABLE, 1), {}, "no gradient for cos and sin: detach them"),
     ("rope", (HEADS, TABLE, zeros(2, 2, requires_grad=True), 1), {}, "no gradient for cos and sin"),
-    ("rms_norm_linear", (X, zeros(2, 5), V, zeros(3, 4)), {}, "residual torch.float32 (2, 5): they"),
-    ("rms_norm_linear", (X, None, V, zeros(3, 5)), {}, "weight torch.float32 (3, 5): expected torch.float32 (outputs"),
-    ("rms_norm_linear", (X, None, V, zeros(3, 4, 1)), {}, "weight torch.float32 (3, 4, 1): expected"),
-    ("swiglu_mlp", (X, HALF, V, zeros(6, 4), zeros(4, 3)), {}, "x is torch.float32 (2, 4) and residual torch.float16"),
-    ("swiglu_mlp", (X, X, V, zeros(6, 4, dtype=FP16), zeros(4, 3)), {}, "gate_up_weight torch.float16 (6, 4)"),
-    ("swiglu_mlp", (X, X, V, zeros(6, 4), zeros(4, 6)), {}, "(4, 6): expected torch.float32 (outputs, 3)"),
-    ("swiglu_mlp", (X, X, V, zeros(7, 4), zeros(4, 3)), {}, "gate_up_weight has 7 rows"),
-    ("swiglu_mlp", (X, X, V, zeros(6, 4), zeros(4, 3)), {"chunks": 2}, "chunks is 2: must be at least 1, and"),
-    ("swiglu_mlp", (X, X, V, zeros(6, 4), zeros(4, 3)), {"keep_gate_up": False, "chunks": 0}, "chunks is 0: must"),
+    ("add_norm_linear", (X, zeros(2, 5), V, zeros(3, 4)), {}, "delta torch.float32 (2, 5): they"),
+    ("add_norm_linear", (X, None, V, zeros(3, 5)), {}, "weight torch.float32 (3, 5): expected torch.float32 (outputs"),
+    ("add_norm_linear", (X, None, V, zeros(3, 4, 1)), {}, "weight torch.float32 (3, 4, 1): expected"),
+    ("add_norm_mlp", (X, HALF, V, zeros(6, 4), zeros(4, 3)), {}, "x is torch.float32 (2, 4) and delta torch.float16"),
+    ("add_norm_mlp", (X, X, V, zeros(6, 4, dtype=FP16), zeros(4, 3)), {}, "gate_up_weight torch.float16 (6, 4)"),
+    ("add_norm_mlp", (X, X, V, zeros(6, 4), zeros(4, 6)), {}, "(4, 6): expected torch.float32 (outputs, 3)"),
+    ("add_norm_mlp", (X, X, V, zeros(7, 4), zeros(4, 3)), {}, "gate_up_weight has 7 rows"),
+    ("add_norm_mlp", (X, X, V, zeros(6, 4), zeros(4, 3)), {"chunks": 2}, "chunks is 2: must be at least 1, and"),
+    ("add_norm_mlp", (X, X, V, zeros(6, 4), zeros(4, 3)), {"save_gate_up": False, "chunks": 0}, "chunks is 0: must"),
     ("adamw", (zeros(4, 3).T, *[zeros(3, 4)] * 4, *OPTIONS), {},
      "parameter is torch.float32 (3, 4) with strides (1, 3), expected torch.float32 (3, 4), contiguous"),
     ("adamw", (V, zeros(3), V, V, V, *OPTIONS), {}, "grad is torch.float32 (3,) with strides (1,), expected"),
@@ -117,7 +117,7 @@ ERRORS = [
 # fmt: on
 
 
-FUNCTIONS = vars(kernels) | {"rms_norm_linear": rms_norm_linear, "swiglu_mlp": swiglu_mlp}
+FUNCTIONS = vars(kernels) | {"add_norm_linear": add_norm_linear, "add_norm_mlp": add_norm_mlp}
 for name in ("adamw", "adamw8bit"):
     FUNCTIONS[f"{name}_on_cpu"] = getattr(sys.modules[f"kernels.{name}"], f"{name}_on_cpu")
 
@@ -128,7 +128,7 @@ def test_invalid_arguments_raise_value_errors_that_say_what_was_found(name, argu
         FUNCTIONS[name](*arguments, **options)
 
 
-@pytest.mark.parametrize("name", ["rms_norm_linear", "swiglu_mlp", "linear_cross_entropy", "lora"])
+@pytest.mark.parametrize("name", ["add_norm_linear", "add_norm_mlp", "linear_cross_entropy", "lora"])
 def test_matmuls_under_autocast_are_refused(name):
     if name == "lora":
         function, inputs, constants = kernels.LoRALinear(kernels.Linear(4, 2).to(DEVICE), (2,), 1, 1.0), (X,), ()

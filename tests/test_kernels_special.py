@@ -20,6 +20,7 @@ from test_kernels import (
     HAS_GPU,
     OPERATIONS,
     Operation,
+    add_norm_mlp,
     add_rms_norm_oracle,
     arguments_of,
     assert_matches_float64,
@@ -28,7 +29,6 @@ from test_kernels import (
     rope_inputs,
     rope_of,
     run,
-    swiglu_mlp,
 )
 
 
@@ -94,7 +94,7 @@ def test_overwrite_dy_gives_the_gradient_of_x_the_memory_of_that_of_y(name):
 
 
 @pytest.mark.parametrize("ops", [kernels, kernels.reference], ids=["kernels", "reference"])
-@pytest.mark.parametrize("name", ["rms_norm_linear", "swiglu_mlp", "swiglu_mlp_in_chunks"])
+@pytest.mark.parametrize("name", ["add_norm_linear", "add_norm_mlp", "add_norm_mlp_in_chunks"])
 def test_without_a_residual_x_is_the_sum_whatever_its_strides(name, ops):
     function, (x, _, *weights), _, upstream = arguments_of(name, 5, 8, FP64)
     x = x.T.contiguous().T
@@ -138,12 +138,12 @@ def test_layer_norm_keeps_the_variance_of_rows_far_from_zero():
     torch.testing.assert_close(found, expected, rtol=1e-3, atol=1e-3)
 
 
-@pytest.mark.parametrize("keep_gate_up", [True, False])
+@pytest.mark.parametrize("save_gate_up", [True, False])
 @pytest.mark.parametrize("keep_graph", [True, False])
 def test_the_gradient_of_gate_and_up_takes_their_place_if_nobody_needs_them_again(
-    keep_gate_up, keep_graph, monkeypatch
+    save_gate_up, keep_graph, monkeypatch
 ):
-    module, overwritten = sys.modules["kernels.swiglu_mlp"], []
+    module, overwritten = sys.modules["kernels.add_norm_mlp"], []
     glu_backward = module.glu_backward
 
     def spy(dy, gate_up, *args, **options):
@@ -152,7 +152,7 @@ def test_the_gradient_of_gate_and_up_takes_their_place_if_nobody_needs_them_agai
         return found
 
     monkeypatch.setattr(module, "glu_backward", spy)
-    inputs = [x.requires_grad_() for x in OPERATIONS["swiglu_mlp"].inputs(33, 16, FP32)[0]]
-    y, _ = swiglu_mlp(*inputs, keep_gate_up=keep_gate_up)
+    inputs = [x.requires_grad_() for x in OPERATIONS["add_norm_mlp"].inputs(33, 16, FP32)[0]]
+    y, _ = add_norm_mlp(*inputs, save_gate_up=save_gate_up)
     y.sum().backward(retain_graph=keep_graph)
-    assert overwritten == [not (keep_gate_up and keep_graph)]
+    assert overwritten == [not (save_gate_up and keep_graph)]

@@ -11,12 +11,11 @@ import transformers
 
 from convert import convert
 from kernels import NF4, Linear, LoRALinear, NF4LoRALinear, dequantize_nf4, quantize_nf4
-from lora import add_lora, merge_lora, packed_rows, projections
-from model import Llama, LlamaConfig
+from lora import add_lora, merge_lora, packed_rows
+from model import Execution, Llama, LlamaConfig
 from runtime.checkpoint import load_model, read_base
 from runtime.checkpoint_folder import open_folder
 from runtime.hf_config import read_config
-from runtime.recompute import recompute
 from tests.datasets import toy_dataset
 from tests.runs import SHORT, SMALL, assert_close, error_of, finish, losses, prose, run, step_losses
 from tests.test_safetensors_file import damage_tensor
@@ -28,10 +27,10 @@ each_base = pytest.mark.parametrize("base_dtype", ["bfloat16", "nf4"])
 each_run = pytest.mark.parametrize("name", BASES)
 
 
-def adapted(base_dtype):
+def adapted(base_dtype, **how):
     """A tiny model whose adapters are not zero, and the equivalent dense weights, by name."""
     torch.manual_seed(1)
-    model = Llama(TINY).double()
+    model = Llama(TINY, Execution(**how)).double()
     model.init_weights(1)
     dense = {name: p.detach().clone() for name, p in model.named_parameters()}
     add_lora(model, 3, 5.0, base_dtype)
@@ -64,9 +63,9 @@ def test_codes_are_not_converted_as_if_they_were_weights(base_dtype):
 def test_loss_and_gradients_are_those_of_dense_weights_by_autograd_in_float64(base_dtype, fused, request):
     if not fused:
         request.getfixturevalue("plain_pytorch_on_one_core")
-    model, dense = adapted(base_dtype)
-    model.set_operations(fused, fused, "sdpa")
-    recompute(model, *(("full", 2) if fused else ("none",)))  # also in slices of the MLP
+    # also in chunks of the MLP
+    how = dict(checkpointing="full", mlp_chunks=2) if fused else dict(kernels="none")
+    model, dense = adapted(base_dtype, attention="sdpa", **how)
     rows, leaves, weights = packed_rows(TINY), {}, dict(dense)
     for name, p in model.named_parameters():
         if p.requires_grad:
@@ -76,8 +75,7 @@ def test_loss_and_gradients_are_those_of_dense_weights_by_autograd_in_float64(ba
         weights[f"{name}.weight"] = dense[f"{name}.weight"] + 5 / 3 * torch.cat(
             [b_i @ a_i for a_i, b_i in zip(a, b, strict=True)]
         )
-    plain = Llama(TINY).double()
-    plain.set_operations(False, False, "sdpa")
+    plain = Llama(TINY, Execution(kernels="none", attention="sdpa")).double()
     tokens, targets = torch.randint(0, 64, (2, 2, 5))
     truth = torch.func.functional_call(plain, weights, (tokens, targets))
     loss = model(tokens, targets)
@@ -141,7 +139,7 @@ def test_shapes_that_nf4_cannot_hold_are_refused():
 
 def test_another_number_format_is_not_dropped_for_adapters_without_a_word():
     model = Llama(TINY)
-    for _, _, projection in projections(model, Linear):
+    for projection in (m for m in model.layers.modules() if isinstance(m, Linear)):
         projection.__class__ = type("FP4Linear", (Linear,), {})
     with pytest.raises(ValueError, match="does not support base_dtype 'bfloat16' for qkv_proj, a FP4Linear"):
         add_lora(model, 3, 5.0)

@@ -13,11 +13,12 @@ import torch.nn.functional as F
 import kernels
 import kernels.launch
 from kernels import Linear, LoRALinear
+from test_kernels import Norm
 from tests.watch import Watch
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 FP64 = torch.float64
-SLICES = [{}, {"keep_gate_up": False}, {"keep_gate_up": False, "chunks": 3}]
+SLICES = [{}, {"save_gate_up": False}, {"save_gate_up": False, "chunks": 3}]
 each_ops = pytest.mark.parametrize("ops", [kernels, kernels.reference], ids=["kernels", "reference"])
 
 
@@ -40,6 +41,11 @@ def written_out(layer, x, rows, rank=3, alpha=5.0):
 
 def norm(x, weight):
     return F.rms_norm(x, weight.shape, weight, 1e-5)
+
+
+def add_norm(function, x, residual, norm_weight, *layers, **options):
+    """A fused function of these tensors."""
+    return function(x, residual, Norm(norm_weight), *layers, **options)
 
 
 def gradients(function, inputs, layers):
@@ -71,27 +77,27 @@ def test_lora_linear_matches_autograd_in_float64(triton, monkeypatch):
 
 
 @each_ops
-def test_lora_in_rms_norm_linear_matches_autograd_in_float64(ops):
+def test_lora_in_add_norm_linear_matches_autograd_in_float64(ops):
     layer, rows, inputs = adapted(12, 8, 4, 4), (8, 4, 4), inputs_of(2, 5, 12)
 
     def truth(x, residual, norm_weight):
         return written_out(layer, norm(x + residual, norm_weight), rows), x + residual
 
-    found = gradients(lambda *x: ops.rms_norm_linear(*x, 1e-5, layer), inputs, [layer])
+    found = gradients(lambda *x: add_norm(ops.add_norm_linear, *x, layer), inputs, [layer])
     assert_close(found, gradients(truth, inputs, [layer]))
     assert layer.weight.grad is None
 
 
 @each_ops
 @pytest.mark.parametrize("options", SLICES, ids=str)
-def test_lora_in_swiglu_mlp_matches_autograd_in_float64(options, ops):
+def test_lora_in_add_norm_mlp_matches_autograd_in_float64(options, ops):
     gate_up, down, inputs = adapted(12, 8, 8), adapted(8, 12), inputs_of(2, 5, 12)
 
     def truth(x, residual, norm_weight):
         gate, up = written_out(gate_up, norm(x + residual, norm_weight), (8, 8)).chunk(2, dim=-1)
         return written_out(down, F.silu(gate) * up, (12,)), x + residual
 
-    found = gradients(lambda *x: ops.swiglu_mlp(*x, 1e-5, gate_up, down, **options), inputs, [gate_up, down])
+    found = gradients(lambda *x: add_norm(ops.add_norm_mlp, *x, gate_up, down, **options), inputs, [gate_up, down])
     assert_close(found, gradients(truth, inputs, [gate_up, down]))
 
 
@@ -103,11 +109,11 @@ def test_a_frozen_base_costs_no_matmul_for_its_gradient(options):
     for layers in ((Linear(12, 16), Linear(8, 12)), (gate_up, down)):
         layers = [layer.to(DEVICE, FP64).requires_grad_(False) for layer in layers]
         with Watch() as seen:
-            y, _ = kernels.swiglu_mlp(x, residual, norm_weight, 1e-5, *layers, **options)
+            y, _ = kernels.add_norm_mlp(x, residual, Norm(norm_weight), *layers, **options)
             y.sum().backward()
         counts.append(sum(n for name, n in seen.ops.items() if name in ("mm", "linear", "accumulate", "addmm_")))
     dense, lora = counts
-    n_slices, again = options.get("chunks", 1), not options.get("keep_gate_up", True)
+    n_slices, again = options.get("chunks", 1), not options.get("save_gate_up", True)
     # x Aᵀ of both, and into y for gate, up and down; again for gate_up if it is recomputed; dy B, and into dx
     assert lora - dense == n_slices * (2 + 3 + 3 * again + 3 + 2), seen.ops
 
@@ -161,7 +167,7 @@ def test_lora_compiles_into_one_graph(options, monkeypatch):
     monkeypatch.setattr(kernels.launch, "INTERPRETED", False)
     backend = "inductor" if DEVICE == "cuda" else "aot_eager"
     gate_up, down, inputs = adapted(12, 8, 8), adapted(8, 12), inputs_of(2, 5, 12)
-    function = lambda *x: kernels.swiglu_mlp(*x, 1e-5, gate_up, down, **options)  # noqa: E731
+    function = lambda *x: add_norm(kernels.add_norm_mlp, *x, gate_up, down, **options)  # noqa: E731
     torch.compiler.reset()
     compiled = torch.compile(function, fullgraph=True, backend=backend)
     assert_close(gradients(compiled, inputs, [gate_up, down]), gradients(function, inputs, [gate_up, down]))

@@ -18,17 +18,17 @@ from benchmarks.estimate import run_of
 from benchmarks.peers import llama_config
 from benchmarks.record import load
 from lora import add_lora
-from model import Llama, LlamaConfig
+from model import Execution, Llama, LlamaConfig
 from optimizers.adamw8bit import AdamW8bit
 from optimizers.apollo import Apollo
 from optimizers.on_gpu import OnGPU
 from optimizers.optimizer import Optimizer
 from optimizers.place import local
-from runtime import memory, memory_advice, recompute
+from runtime import memory, memory_advice
 from runtime.memory import GIB, RunShape
 from tests.watch import Watch, bytes_of_weights
 
-PLAIN = {"attention": "sdpa", "fused_kernels": False, "fused_loss": False}
+PLAIN = {"attention": "sdpa", "kernels": "none"}
 TINY = LlamaConfig(n_layer=4, n_head=4, n_kv_head=2, n_embd=64, ffn_dim=192, vocab_size=512, block_size=32)
 LLAMA_1B, LLAMA_8B = llama_config("config/llama32_1b.py"), llama_config("config/llama31_8b.py")
 no_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="beside a GPU no kernel is interpreted on the CPU")
@@ -105,11 +105,9 @@ def test_estimate_is_within_2_percent_of_every_measured_peak():
 def build(config, run, shard=lambda model: None, device="cpu"):
     """Build a model as train.py does."""
     with torch.device("meta"):
-        model = Llama(config).to(run.compute_dtype)
-    model.set_operations(run.fused_kernels, run.fused_loss, run.attention)
+        model = Llama(config, run.how).to(run.compute_dtype)
     if run.lora_rank:
         add_lora(model, run.lora_rank, 32.0, run.base_dtype)
-    recompute.recompute(model, run.activation_checkpointing, run.mlp_chunks, run.offload_activations)
     shard(model)
     model.to_empty(device=device)
     for p in model.parameters():
@@ -121,10 +119,12 @@ def build(config, run, shard=lambda model: None, device="cpu"):
 
 @pytest.mark.parametrize("checkpointing", ["none", "selective", "full"])
 @pytest.mark.parametrize(
-    "operations", [pytest.param({"attention": "sdpa"}, marks=no_gpu), PLAIN], ids=["fused", "plain"]
+    "operations",
+    [pytest.param({"attention": "sdpa", "kernels": "blocks"}, marks=no_gpu), PLAIN],
+    ids=["fused", "plain"],
 )
 def test_a_layer_keeps_what_the_estimate_says(operations, checkpointing):
-    run = RunShape(1, activation_checkpointing=checkpointing, **operations | {"fused_loss": False})
+    run = RunShape(1, activation_checkpointing=checkpointing, **operations)
     config, kept = replace(TINY, n_embd=256, ffn_dim=768), []  # wide: the norms' statistics are not in the estimate
     for n_layer in (2, 3):
         model, tokens = build(replace(config, n_layer=n_layer), run), torch.zeros(1, 8, dtype=torch.long)
@@ -136,19 +136,18 @@ def test_a_layer_keeps_what_the_estimate_says(operations, checkpointing):
     assert abs(estimated / (kept[1] - kept[0]) - 1) < 0.02, f"estimated {estimated}, found {kept[1] - kept[0]} bytes"
 
 
-FULL = PLAIN | {"fused_kernels": True, "activation_checkpointing": "full"}
+FULL = {"attention": "sdpa", "kernels": "blocks", "activation_checkpointing": "full"}
 
 
 @no_gpu
 def test_step_in_groups_of_sequences_holds_what_the_estimate_says(monkeypatch):
-    for module in (memory, recompute):
-        monkeypatch.setattr(module, "groups_of_sequences", lambda *_, **__: 4)
+    monkeypatch.setattr(Execution, "groups_of_sequences", lambda *_: 4)
     check_step(replace(TINY, n_layer=1, vocab_size=16, block_size=8), RunShape(4, **FULL), update=False)
 
 
 @no_gpu
 def test_evaluation_in_groups_of_sequences_holds_little_more_than_a_blocks_input_and_output(monkeypatch):
-    monkeypatch.setattr(recompute, "groups_of_sequences", lambda *_, **__: 8)
+    monkeypatch.setattr(Execution, "groups_of_sequences", lambda *_: 8)
     config = replace(TINY, n_layer=1, n_embd=32, ffn_dim=96, block_size=4, vocab_size=16)
     model, tokens = build(config, RunShape(16, dtype="float32", **FULL)), torch.zeros(16, 4, dtype=torch.long)
     with torch.no_grad(), Watch() as live:
@@ -308,7 +307,10 @@ def test_copy_engines_need_no_nccl_gather_buffer():
     [("bfloat16", 2048, "triton"), ("float16", 4096, "triton"), ("bfloat16", 8192, "sdpa"), ("float32", 2048, "sdpa")],
 )
 def test_attention_is_counted_as_the_one_that_auto_runs(dtype, block_size, runs):
-    config, run = replace(LLAMA_1B, block_size=block_size), RunShape(64, dtype=dtype, mlp_chunks=64)
+    config, run = (
+        replace(LLAMA_1B, block_size=block_size),
+        RunShape(64, dtype=dtype, activation_checkpointing="full", mlp_chunks=64),
+    )
     each = {}
     for name in ("auto", "triton", "sdpa"):
         in_backward = memory.Step(config, replace(run, attention=name)).block_in_backward()
@@ -351,8 +353,8 @@ def test_largest_batch_is_the_largest_though_a_smaller_one_may_not_fit():
 def test_a_cpu_is_asked_for_logits_only_where_it_holds_them(monkeypatch):
     config, asked = replace(TINY, vocab_size=128_256, block_size=1024), []
     monkeypatch.setattr(memory_advice, "require_cpu_memory", lambda n_bytes, *_: asked.append(n_bytes))
-    for fused_loss in (True, False):
-        memory_advice.require_memory(config, RunShape(8, dtype="float32", fused_loss=fused_loss), "cpu")
+    for which in ("all", "blocks"):
+        memory_advice.require_memory(config, RunShape(8, dtype="float32", kernels=which), "cpu")
     logits = 4 * 8 * config.block_size * config.vocab_size
     assert asked[0] < logits < asked[1] / 2
 
@@ -360,7 +362,7 @@ def test_a_cpu_is_asked_for_logits_only_where_it_holds_them(monkeypatch):
 ADVISED = {
     "one GPU": (LLAMA_1B, RunShape(8), "--optimizer_bits=8"),
     "8 bits": (LLAMA_1B, RunShape(8, rule=AdamW8bit()), "--batch_size=4 --gradient_accumulation_steps=2"),
-    "plain": (LLAMA_1B, RunShape(8, micro_steps=2, **PLAIN), "--fused_kernels=true"),
+    "plain": (LLAMA_1B, RunShape(8, micro_steps=2, **PLAIN), "--kernels=all"),
     "hybrid": (LLAMA_8B, sharded(4, shard_ranks=2, sharding="hybrid"), "--sharding=zero3"),
     "not synced": (LLAMA_8B, sharded(4, micro_steps=4, sync_every_micro_batch=False), "--sync_every_micro_batch=true"),
 }

@@ -9,7 +9,6 @@ import copy
 import functools
 import math
 import re
-import sys
 from dataclasses import replace
 
 import pytest
@@ -20,21 +19,17 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.utils.flop_counter import FlopCounterMode
 
 from benchmarks.peers import llama_config
-from model import Llama, LlamaConfig, document_starts
+from model import Execution, Llama, LlamaConfig, document_starts
 from runtime.hf_names import hf_names
-from runtime.recompute import recompute
 from tests.published import hf_llama
 from tests.watch import Watch
 
-recompute_file = sys.modules["runtime.recompute"]
 HAS_GPU = torch.cuda.is_available()
 DEVICE = "cuda" if HAS_GPU else "cpu"
 BF16, FP32, FP64 = torch.bfloat16, torch.float32, torch.float64
 needs_gpu = pytest.mark.skipif(not HAS_GPU, reason="needs a GPU")
-PLAIN = {"fused_kernels": False, "fused_loss": False}
+PLAIN = {"kernels": "none"}
 MODES = ["none", "selective", "full"]
-OPERATIONS = {"fused_kernels", "fused_loss", "attention"}  # Llama.set_operations
-RECOMPUTE = {"activation_checkpointing": "none", "mlp_chunks": None, "offload_activations": False}  # recompute
 
 
 # With heads of 16 and theta 10,000 this keeps the first frequency, blends the second and slows down the other six.
@@ -47,11 +42,8 @@ SMALL = LlamaConfig(
 
 def build(seed=0, dtype=FP64, config=SMALL, **settings):
     """A small model with weights large enough that attention is sharp, norms matter and texts do not repeat."""
-    operations = {name: settings.pop(name) for name in OPERATIONS & settings.keys()}
-    recomputes = [settings.pop(name, default) for name, default in RECOMPUTE.items()]
-    model = Llama(replace(config, **settings))
-    model.set_operations(**operations)
-    recompute(model, *recomputes)
+    how = {name: settings.pop(name) for name in Execution.__dataclass_fields__ if name in settings}
+    model = Llama(replace(config, **settings), Execution(**how))
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for parameter in model.parameters():
@@ -260,10 +252,11 @@ INVALID = [
     ({"n_kv_head": 3}, "n_head 4 must be a multiple of n_kv_head 3"),
     ({"norm_eps": -1.0}, "norm_eps -1.0 and rope_theta 10000.0 must be above 0, and finite"),
     ({"rope_theta": math.inf}, "norm_eps 0.001 and rope_theta inf must be above 0, and finite"),
-    ({"mlp_chunks": 0, "activation_checkpointing": "full"}, "mlp_chunks 0: at least 1"),
-    ({"mlp_chunks": 2}, "mlp_chunks 2: at least 1, and 1 without activation_checkpointing"),
+    ({"mlp_chunks": 0, "checkpointing": "full"}, "mlp_chunks is 0: must be at least 1"),
+    ({"mlp_chunks": 2}, "mlp_chunks 2 needs activation_checkpointing 'selective' or 'full'"),
+    ({"kernels": "some"}, "kernels 'some': must be all, blocks or none"),
     ({"offload_activations": True}, "offload_activations needs activation_checkpointing 'selective' or 'full'"),
-    ({"activation_checkpointing": "some"}, "activation_checkpointing 'some': none, selective or full"),
+    ({"checkpointing": "some"}, "activation_checkpointing 'some': must be none, selective or full"),
     ({"attention": "flash"}, "attention 'flash': must be auto, sdpa or triton"),
     ({"attention": "triton", "n_head": 8}, "attention 'triton' supports head sizes 16, 32, 64 and 128, not 8"),
     ({"rope_scaling": {"factor": 8.0}}, "rope_scaling has ['factor'], expected ['factor', 'high_freq_factor'"),
@@ -300,8 +293,7 @@ def mesh():
 def sharded(mesh, config, mode):
     """As train.py builds it: on the meta device, sharded, then given memory and weights."""
     with torch.device("meta"):
-        model = Llama(config)
-    recompute(model, mode)
+        model = Llama(config, Execution(checkpointing=mode))
     options = dict(mesh=mesh, mp_policy=MixedPrecisionPolicy(cast_forward_inputs=False))
     for layer in model.layers:
         fully_shard(layer, **options)
@@ -338,7 +330,7 @@ def test_model_compiles_without_graph_breaks(unit, mode):
     # Without a GPU only the capture is tested: the interpreter cannot be captured, and inductor needs a compiler.
     arm, backend, dtype = ({}, "inductor", BF16) if HAS_GPU else (PLAIN, "aot_eager", FP32)
     torch.compiler.reset()
-    model = build(dtype=dtype, n_layer=1, activation_checkpointing=mode, **arm)
+    model = build(dtype=dtype, n_layer=1, checkpointing=mode, **arm)
     truth = loss_and_gradients(model, *batch())
     for module in [model] if unit == "whole model" else model.layers:
         module.compile(fullgraph=True, backend=backend)
@@ -361,7 +353,7 @@ def test_bf16_on_a_gpu_is_as_close_to_float64_as_plain_pytorch(mode):
     tokens, targets = batch(n_batch=4, n_time=512, vocab_size=LARGE.vocab_size)
     results = [
         loss_and_gradients(build(dtype=BF16, config=LARGE, **arm), tokens, targets)
-        for arm in ({}, {"activation_checkpointing": mode}, PLAIN)
+        for arm in ({}, {"checkpointing": mode}, PLAIN)
     ]
     truth = loss_and_gradients(build(dtype=BF16, config=LARGE, **PLAIN).double(), tokens, targets)
     assert torch.equal(results[0]["loss"], results[1]["loss"])  # only the order of sums in backward may differ

@@ -1,4 +1,4 @@
-"""runtime/pinned_memory.py: tensors in pinned memory behave like any other, and the pages go with the last of them."""
+"""kernels/pinned_memory.py: tensors in pinned memory behave like any other, and the pages go with the last of them."""
 
 import gc
 import mmap
@@ -6,7 +6,7 @@ import mmap
 import pytest
 import torch
 
-from runtime import pinned_memory
+from kernels import pinned_memory
 
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 

@@ -1,4 +1,4 @@
-"""Recomputation, slices of the MLP, groups of sequences, offloaded inputs: each trains like the plain model."""
+"""Recomputation, chunks of the MLP, groups of sequences, offloaded inputs: each trains like the plain model."""
 
 import functools
 import gc
@@ -10,11 +10,12 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
 import kernels
+import kernels.attention as attention_file
 import model as model_module
-from kernels.swiglu_mlp import ALIGNED, slices
-from model import document_starts
-from runtime import recompute as recompute_file
-from runtime.recompute import chunks_of_mlp, groups_of_sequences, loss_options, recomputed
+from kernels import recompute as recompute_file
+from kernels.add_norm_mlp import ALIGNED
+from kernels.recompute import chunks_of, recomputed
+from model import Block, Execution, document_starts
 from tests.test_model import (
     BF16,
     DEVICE,
@@ -33,13 +34,12 @@ from tests.test_model import (
 )
 from tests.watch import Watch
 
-FULL = {"activation_checkpointing": "full"}
-SELECTIVE = {"activation_checkpointing": "selective"}
+FULL = {"checkpointing": "full"}
+SELECTIVE = {"checkpointing": "selective"}
 OFFLOADED = {"offload_activations": True}
 SLICED = [SELECTIVE, FULL, SELECTIVE | OFFLOADED, FULL | OFFLOADED]
-WAYS = [{"fused_kernels": fused_kernels, **way} for fused_kernels in (True, False) for way in (
-    *({"fused_loss": True, "activation_checkpointing": mode} for mode in MODES),
-    {"fused_loss": False, "activation_checkpointing": "none"},
+WAYS = [{"kernels": "blocks"}] + [{"kernels": kernels, **way} for kernels in ("all", "none") for way in (
+    *({"checkpointing": mode} for mode in MODES),
     *({"mlp_chunks": 3, **way} for way in SLICED),
     {"groups": 2, **FULL, **OFFLOADED},
     {"groups": 3, **FULL},
@@ -49,28 +49,29 @@ WAYS = [{"fused_kernels": fused_kernels, **way} for fused_kernels in (True, Fals
 def executed(monkeypatch, groups=None, **settings):
     """A model executed in one of WAYS."""
     if groups:
-        monkeypatch.setattr(recompute_file, "groups_of_sequences", lambda *_: groups)
+        monkeypatch.setattr(Execution, "groups_of_sequences", lambda *_: groups)
     return build(**settings)
 
 
 @functools.cache
-def not_recomputed(fused_kernels, fused_loss):
-    return loss_and_gradients(build(fused_kernels=fused_kernels, fused_loss=fused_loss), *batch(3, 3))
+def not_recomputed(kernels):
+    return loss_and_gradients(build(kernels=kernels), *batch(3, 3))
 
 
 @pytest.mark.parametrize("way", WAYS, ids=str)
 def test_every_way_to_execute_a_model_trains_the_same(monkeypatch, way):
     found = loss_and_gradients(executed(monkeypatch, **way), *batch(3, 3))
-    assert_close(found, not_recomputed(False, False), 1e-12)
+    assert_close(found, not_recomputed("none"), 1e-12)
     # Recomputing changes no bit, nor does 'full', whose layers get the sum of stream and branch; only a GPU's compiler
     # may contract the one sum and not the other.
-    if "fused_loss" in way and not (HAS_GPU and way["activation_checkpointing"] == "full"):
-        assert_equal(found, not_recomputed(way["fused_kernels"], way["fused_loss"]))
+    in_parts = {"mlp_chunks", "groups"} & way.keys()
+    if not in_parts and not (HAS_GPU and way.get("checkpointing") == "full"):
+        assert_equal(found, not_recomputed(way["kernels"]))
 
 
 def test_attention_in_triton_trains_the_same(monkeypatch):
-    dtype, calls, attention = FP32 if HAS_GPU else FP64, [], kernels.flash_attention
-    monkeypatch.setattr(kernels, "flash_attention", lambda *inputs: calls.append(1) or attention(*inputs))
+    dtype, calls, attention = FP32 if HAS_GPU else FP64, [], attention_file.flash_attention
+    monkeypatch.setattr(attention_file, "flash_attention", lambda *inputs: calls.append(1) or attention(*inputs))
     ours, plain = build(attention="triton", dtype=dtype, **FULL), build(dtype=dtype, **PLAIN)
     found, truth = (loss_and_gradients(model, *batch(n_time=5)) for model in (ours, plain))
     assert_close(found, truth, 3e-6 if HAS_GPU else 1e-12)
@@ -82,13 +83,13 @@ def test_evaluation_runs_blocks_in_groups_of_sequences_and_offloads_nothing(monk
     tokens, targets = batch(n_batch=5, n_time=2)
     plain, sizes = build(n_layer=1, **PLAIN)(tokens, targets), []
     model = executed(monkeypatch, groups=3, n_layer=1, **FULL, offload_activations=offload_activations)
-    compute = recompute_file.compute
+    compute = Block.compute
     watched = lambda layer, x, *rest: sizes.append(len(x)) or compute(layer, x, *rest)  # noqa: E731
-    monkeypatch.setattr(recompute_file, "compute", watched)
+    monkeypatch.setattr(Block, "compute", watched)
     with torch.no_grad():
         assert abs(model(tokens, targets) - plain) < 1e-12
     assert sum(sizes) == 5 and max(sizes) == 2, sizes
-    assert not (offload_activations and model.layers[0].forward.func.__self__.kept[0]), "nothing is kept for a backward"
+    assert not (offload_activations and model.offloaded.kept[0]), "nothing is kept for a backward"
 
 
 @pytest.mark.parametrize("mode, fp32_dweight", [("none", True), ("full", True), ("full", False)])
@@ -99,9 +100,9 @@ def test_overwritten_memory_is_not_read_again(monkeypatch, mode, fp32_dweight):
     filled = lambda x, *rest: over_x.append(x.data_ptr() == rest[-2].data_ptr()) or fill_chunks(x, *rest)  # noqa: E731
     monkeypatch.setattr(loss_file, "_fill_chunks", filled)
     options = {"chunk_tokens": 3, "fp32_dweight": fp32_dweight}
-    monkeypatch.setattr(recompute_file, "loss_options", lambda *_, **__: dict(options))
-    monkeypatch.setattr(recompute_file, "groups_of_sequences", lambda *_: 2)
-    data, settings = batch(n_batch=4, n_time=2), dict(dtype=BF16, activation_checkpointing=mode)
+    monkeypatch.setattr(Execution, "loss_options", lambda *_: dict(options))
+    monkeypatch.setattr(Execution, "groups_of_sequences", lambda *_: 2)
+    data, settings = batch(n_batch=4, n_time=2), dict(dtype=BF16, checkpointing=mode)
     overwriting = loss_and_gradients(build(**settings), *data)
     assert over_x == [True]
     backward = recompute_file._Recomputed.backward
@@ -121,7 +122,7 @@ def test_overwritten_memory_is_not_read_again(monkeypatch, mode, fp32_dweight):
 @pytest.mark.parametrize("before", [True, False], ids=["before the loss", "after the loss"])
 def test_second_head_may_read_the_input_of_the_first(monkeypatch, mode, before):
     """With several chunks of logits and several groups of sequences, which reuse the most memory."""
-    monkeypatch.setattr(recompute_file, "loss_options", lambda *_, **__: {"chunk_tokens": 3})
+    monkeypatch.setattr(Execution, "loss_options", lambda *_: {"chunk_tokens": 3})
     tokens, targets = batch(n_batch=4, n_time=2)
 
     def two_heads(model):
@@ -134,19 +135,20 @@ def test_second_head_may_read_the_input_of_the_first(monkeypatch, mode, before):
         return {"loss": loss.detach()} | dict(zip(read, torch.autograd.grad(loss, read.values()), strict=True))
 
     truth = two_heads(build(**PLAIN))
-    assert_close(two_heads(executed(monkeypatch, groups=2, activation_checkpointing=mode)), truth, 1e-12)
+    assert_close(two_heads(executed(monkeypatch, groups=2, checkpointing=mode)), truth, 1e-12)
 
 
 def test_weight_gradients_of_groups_are_summed_in_float32_and_rounded_once():
     groups = 3
-    block = build(dtype=BF16, activation_checkpointing="full").layers[0]
+    block = build(dtype=BF16, checkpointing="full").layers[0]
     x, dy = (torch.randn(groups, 5, SMALL.n_embd, device=DEVICE, dtype=BF16) for _ in range(2))
     cos, sin = model_module.rope_tables(SMALL, 0, 5, DEVICE)
     weights = recompute_file.trainable_parameters(block)
     rows = (slice(i, i + 1) for i in range(groups))
-    parts = [recompute_file._gradients(block, x[one], cos, sin, None, weights, dy[one])[1:] for one in rows]
+    compute = lambda x, rows, again: block.compute(x, None, cos, sin, for_backward=again)  # noqa: E731
+    parts = [recompute_file._gradients(compute, x[one], None, weights, dy[one])[1:] for one in rows]
     leaf = x.clone().requires_grad_()
-    found = torch.autograd.grad(recomputed(block, groups, leaf, cos, sin), weights, dy.clone())
+    found = torch.autograd.grad(recomputed(block, compute, leaf, None, groups), weights, dy.clone())
     for gradient, *of_groups in zip(found, *parts, strict=True):
         assert torch.equal(gradient, sum(part.float() for part in of_groups).to(BF16))
 
@@ -155,17 +157,17 @@ def test_weight_gradients_of_slices_are_summed_in_float32_and_rounded_once():
     mlp, found = build(dtype=BF16).layers[0].mlp, []
     x, dy = (torch.randn(36, SMALL.n_embd, device=DEVICE, dtype=BF16) for _ in range(2))
     for chunks in (1, 3):
-        options, norm = {"keep_gate_up": False, "chunks": chunks}, torch.ones_like(x[0])
-        y, _ = kernels.swiglu_mlp(x, None, norm, 1e-5, mlp.gate_up_proj, mlp.down_proj, **options)
+        norm = build(dtype=BF16).layers[0].mlp_norm
+        y, _ = kernels.add_norm_mlp(x, None, norm, mlp.gate_up_proj, mlp.down_proj, save_gate_up=False, chunks=chunks)
         found.append(torch.autograd.grad(y, [mlp.gate_up_proj.weight, mlp.down_proj.weight], dy))
     for whole, sliced in zip(*found, strict=True):
         assert (whole != sliced).float().mean() < 0.05, "summed in bfloat16 a third of them would differ"
 
 
 def test_residual_stream_is_freed_before_the_backward_of_attention(monkeypatch):
-    model, streams, live = build(activation_checkpointing="full"), [], []
+    model, streams, live = build(checkpointing="full"), [], []
 
-    def watched(*inputs, compute=recompute_file.compute):
+    def watched(*inputs, compute=Block.compute):
         outputs = compute(*inputs)
         streams.append(StorageWeakRef(outputs[0].untyped_storage()))
         return outputs
@@ -174,36 +176,40 @@ def test_residual_stream_is_freed_before_the_backward_of_attention(monkeypatch):
         gc.collect()  # the interpreter's launches are reference cycles that hold their arguments
         live.append(not streams[-1].expired())
 
-    monkeypatch.setattr(recompute_file, "compute", watched)
+    monkeypatch.setattr(Block, "compute", watched)
     for layer in model.layers:
         layer.attn.o_proj.weight.register_hook(look)
     model(*batch(n_time=5)).backward()
     assert live and not any(live)
 
 
-def test_sizes_of_chunks_slices_and_groups():
+def test_sizes_of_chunks_and_groups():
+    full, none = Execution(checkpointing="full"), Execution()
     for n_tokens, chunk_tokens, fp32_dweight in ((2048, 2048, False), (3000, 768, False), (8192, 2048, False),
                                                  (8193, 2048, True)):  # fmt: skip
         expected = {"chunk_tokens": chunk_tokens, "fp32_dweight": fp32_dweight}
-        assert loss_options(n_tokens, BF16, 128256, "full") == expected
-        assert loss_options(n_tokens, torch.float16, 128256, "full")["fp32_dweight"], "float16 cannot hold the sums"
-        assert loss_options(n_tokens, BF16, 128256, "none") == {"chunk_tokens": 4096, "fp32_dweight": True}
-    assert [chunks_of_mlp(100_000, 8, *at) for at in (("none", None), ("full", None), ("full", 3))] == [1, 6, 3]
-    assert [chunks_of_mlp(n, 8, "full", None) for n in (1, 32_767, 32_768)] == [1, 1, 2]
+        assert full.loss_options(n_tokens, 128256, BF16) == expected
+        assert full.loss_options(n_tokens, 128256, torch.float16)["fp32_dweight"], "float16 cannot hold the sums"
+        assert none.loss_options(n_tokens, 128256, BF16) == {"chunk_tokens": 4096, "fp32_dweight": True}
+    in_three = Execution(checkpointing="full", mlp_chunks=3)
+    assert [how.chunks_of_mlp(100_000, 8) for how in (none, full, in_three)] == [1, 6, 3]
+    assert [full.chunks_of_mlp(n, 8) for n in (1, 32_767, 32_768)] == [1, 1, 2]
     # 8,192 wide: the weight gradients' sums are as large as what 16,384 tokens take
-    assert [chunks_of_mlp(n, 8192, "full", None) for n in (65_535, 65_536)] == [1, 2]
-    assert chunks_of_mlp(100_000, 8, "full", None, fused_kernels=False) == 1, "plain PyTorch would pay for it"
-    assert chunks_of_mlp(12, 8, "full", 10**6) == 12, "of a token there are no slices"
-    assert slices(40, 3, ALIGNED) == [slice(0, 12), slice(12, 24), slice(24, 40)], "where scales may begin"
+    assert [full.chunks_of_mlp(n, 8192) for n in (65_535, 65_536)] == [1, 2]
+    plain = Execution(kernels="none", checkpointing="full")
+    assert plain.chunks_of_mlp(100_000, 8) == 1, "plain PyTorch would pay for it"
+    many = Execution(checkpointing="full", mlp_chunks=10**6)
+    assert many.chunks_of_mlp(12, 8) == 12, "of a token there are no chunks"
+    assert chunks_of(40, 3, ALIGNED) == [slice(0, 12), slice(12, 24), slice(24, 40)], "where scales may begin"
     for shape, groups in {(32, 1024): 2, (112, 1024): 7, (4, 131_072): 4, (1, 131_072): 1, (31, 1024): 1}.items():
-        assert groups_of_sequences(*shape, 8, None) == groups
-    assert groups_of_sequences(16, 1024, 8, 3) == 1, "as it is told"
+        assert full.groups_of_sequences(*shape, 8) == groups
+    assert in_three.groups_of_sequences(16, 1024, 8) == 1, "as it is told"
 
 
 @pytest.mark.parametrize("mode", ["selective", "full"])
 def test_offloaded_activations_serve_one_backward(mode):
     """After a later forward they would be the wrong ones."""
-    model = build(activation_checkpointing=mode, offload_activations=True, **PLAIN)
+    model = build(checkpointing=mode, offload_activations=True, **PLAIN)
     first, second = (model(*batch(n_time=5)) for _ in range(2))
     with pytest.raises(RuntimeError, match="one backward"):
         first.backward()
@@ -215,7 +221,7 @@ def test_offloaded_activations_serve_one_backward(mode):
 
 @pytest.mark.parametrize("mode", MODES)
 def test_backward_twice_doubles_the_gradients(mode):
-    model, (tokens, targets) = build(activation_checkpointing=mode, **PLAIN), batch(n_time=5)
+    model, (tokens, targets) = build(checkpointing=mode, **PLAIN), batch(n_time=5)
     loss = model(tokens, targets)
     loss.backward(retain_graph=True)
     once = {name: parameter.grad.clone() for name, parameter in model.named_parameters()}
@@ -246,7 +252,7 @@ def documents_alone():
 
 @pytest.mark.parametrize("settings", [
     {}, PLAIN, SELECTIVE | OFFLOADED, FULL | OFFLOADED | {"mlp_chunks": 3},
-    FULL | {"fused_kernels": False}, FULL | {"groups": 2},
+    FULL | PLAIN, FULL | {"groups": 2},
 ], ids=str)  # fmt: skip
 def test_rows_of_documents_train_as_each_document_alone(monkeypatch, settings):
     model, (tokens, targets, doc_starts) = executed(monkeypatch, **settings), rows_of_documents()
@@ -262,7 +268,7 @@ def cost_of_a_layer(mode):
     n_time, costs = 256 if HAS_GPU else 4, []
     for n_layer in (1, 2):
         dtype = BF16 if HAS_GPU else FP64
-        model = build(n_layer=n_layer, block_size=n_time, dtype=dtype, activation_checkpointing=mode)
+        model = build(n_layer=n_layer, block_size=n_time, dtype=dtype, checkpointing=mode)
         tokens, targets = batch(n_batch=1, n_time=n_time)
         with Watch() as seen:
             loss = model(tokens, targets)

@@ -12,8 +12,9 @@ import torch
 
 import model as model_module
 from data.loader import epoch_order
+from model import Execution
 from optimizers.optimizer import Optimizer
-from runtime import checkpoint, recompute
+from runtime import checkpoint
 from tests.runs import ROOT, assert_close, error_of, losses, numbers, step_losses
 
 pytestmark = pytest.mark.usefixtures("plain_pytorch_on_one_core")
@@ -68,13 +69,13 @@ def test_accumulating_4_micro_batches_equals_one_of_4_times_the_size(train, tmp_
 @pytest.mark.parametrize("settings", [
     dict(activation_checkpointing="selective"),
     dict(activation_checkpointing="full"),
-    dict(fused_kernels=False),
-    dict(fused_kernels=False, fused_loss=False),
-    dict(fused_kernels=False, activation_checkpointing="full"),
+    dict(kernels="blocks"),
+    dict(kernels="none"),
+    dict(kernels="none", activation_checkpointing="full"),
     dict(activation_checkpointing="selective", mlp_chunks=3),
     dict(activation_checkpointing="full", mlp_chunks=3, offload_activations=True),
     dict(activation_checkpointing="selective", offload_activations=True),
-    dict(fused_kernels=False, activation_checkpointing="full", mlp_chunks=2, offload_activations=True),
+    dict(kernels="none", activation_checkpointing="full", mlp_chunks=2, offload_activations=True),
     dict(offload="optimizer"),
     dict(offload="optimizer", batch_size=1, gradient_accumulation_steps=4),
     dict(offload="all"),
@@ -89,14 +90,10 @@ def test_every_arm_and_checkpointing_mode_has_the_same_losses(train, plain_losse
     assert_close(plain_losses(**shape), step_losses(tmp_path / "out"), 1e-5)
 
 
-def test_execution_settings_reach_the_model_even_if_no_loss_shows_them(train, monkeypatch):
-    given, recomputes = [], recompute.recompute
-    monkeypatch.setattr(recompute, "recompute", lambda model, *args: given.append(args) or recomputes(model, *args))
-    for fused in (True, False):
-        how = dict(activation_checkpointing="selective", mlp_chunks=3, offload_activations=True, attention="sdpa")
-        model = train(**how, fused_kernels=fused, fused_loss=not fused, keep_last=0)["model"]
-        assert (model.fused_kernels, model.fused_loss, model.attention) == (fused, not fused, "sdpa")
-    assert given == [("selective", 3, True)] * 2
+def test_execution_settings_reach_the_model_even_if_no_loss_shows_them(train):
+    how = dict(mlp_chunks=3, offload_activations=True, attention="sdpa", kernels="none")
+    model = train(activation_checkpointing="selective", **how, keep_last=0)["model"]
+    assert model.layers[1].how == Execution(checkpointing="selective", **how)
 
 
 @pytest.mark.parametrize("settings", [
@@ -107,9 +104,9 @@ def test_execution_settings_reach_the_model_even_if_no_loss_shows_them(train, mo
     dict(dtype="bfloat16"),
 ], ids=str)  # fmt: skip
 def test_groups_of_sequences_do_not_change_the_losses(train, plain_losses, tmp_path, monkeypatch, settings):
-    monkeypatch.setattr(recompute, "MLP_SLICE", 1)  # then 4C tokens, 128, are the limit
+    monkeypatch.setattr(model_module, "MLP_CHUNK", 1)  # then 4C tokens, 128, are the limit
     run = train(**{"batch_size": 16} | settings, activation_checkpointing="full")
-    assert recompute.groups_of_sequences(run["batch_size"], 32, run["n_embd"], None) > 1
+    assert run["how"].groups_of_sequences(run["batch_size"], 32, run["n_embd"]) > 1
     shape = {"batch_size": 16} | {name: settings[name] for name in ("n_layer", "dtype") if name in settings}
     assert_close(plain_losses(**shape), step_losses(tmp_path / "out"), 5e-4 if "dtype" in settings else 1e-5)
 
@@ -128,7 +125,7 @@ def test_groups_of_sequences_do_not_change_the_losses(train, plain_losses, tmp_p
     ("offload_activations", dict(activation_checkpointing="full", n_layer=5)),
 ], ids=str)  # fmt: skip
 def test_a_cuda_graph_and_activations_on_the_cpu_change_no_loss(train, tmp_path, monkeypatch, name, settings):
-    monkeypatch.setattr(recompute, "MLP_SLICE", 1)
+    monkeypatch.setattr(model_module, "MLP_CHUNK", 1)
     for value in (False, True):
         train(device="cuda", max_iters=12, out_dir=tmp_path / str(value), **settings, **{name: value})
     assert losses(tmp_path / "True") == losses(tmp_path / "False")

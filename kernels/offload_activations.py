@@ -18,13 +18,15 @@ The compute stream frees a storage after it has waited for the copy, so PyTorch'
 once. (With record_stream it could do so only if the copy had finished when the CPU asked, far ahead of the GPU.)
 """
 
+import contextlib
+from collections.abc import Iterable
 from functools import partial
 from typing import NamedTuple
 
 import torch
 from torch.autograd.graph import saved_tensors_hooks
 
-from runtime.pinned_memory import pinned_empty
+from .pinned_memory import pinned_empty
 
 
 class Kept(NamedTuple):
@@ -40,7 +42,6 @@ class Kept(NamedTuple):
 class OffloadedActivations:
     """Holds what n_layer layers keep, from each forward to its backward, which visits the layers in reverse.
 
-    Call wrap(i, layer) for each layer: its forward then keeps here all but its weights and its further inputs.
     RuntimeError for a second backward, and for the backward of any forward but the latest.
     """
 
@@ -48,31 +49,31 @@ class OffloadedActivations:
         self.last = n_layer - 1
         self.pinned = [[] for _ in range(n_layer)]  # CPU memory, reused in each forward
         self.kept = [None] * n_layer  # the bytes of each layer's storages: pinned, or for the last layer still in place
-        self.leaving = {}  # address -> index and storage, of the layer now computing: held until they are copied
+        self.offloading = {}  # address -> index and storage, of the layer now computing: held until they are copied
         # Layer -> the bytes of its storages back on the GPU, and the event at the end of their copy. Freed when
         # backward has moved on to the previous layer; layer 0's when the next forward begins.
-        self.coming = {}
-        self.stream = self.copied = None
+        self.prefetched = {}
+        self.stream = None
+        self.copied = None
         self.forwards = 0
 
-    def wrap(self, i: int, layer: torch.nn.Module) -> None:
-        layer.forward = partial(self._forward, layer.forward, layer, i)
-
-    def _forward(self, forward, layer, i, x, branch, *further):
-        if not torch.is_grad_enabled():
-            return forward(x, branch, *further)
+    @contextlib.contextmanager
+    def layer(self, i: int, x: torch.Tensor | None, stay: Iterable[torch.Tensor | None]):
+        """Around layer i's forward: what it keeps for backward goes to the CPU, except the tensors in `stay`, its
+        weights and tables. x: a tensor that it surely keeps, whose copy can begin at once; or None.
+        """
         if i == 0:  # drop what a forward without a finished backward left behind
-            wait_for(*(event for _, event in self.coming.values()))
-            self.coming, self.forwards = {}, self.forwards + 1
+            wait_for(*(event for _, event in self.prefetched.values()))
+            self.prefetched = {}
+            self.forwards += 1
         self.kept[i] = []
-        stays = {t.untyped_storage().data_ptr() for t in (*layer.parameters(), *further) if t is not None}
-        if branch is None:  # then backward needs x: start its copy now, not when the function that saves it returns
+        stays = {tensor.untyped_storage().data_ptr() for tensor in stay if tensor is not None}
+        if x is not None:
             self._put(i, stays, x)
         with saved_tensors_hooks(partial(self._put, i, stays), self._take):
-            outputs = forward(x, branch, *further)
+            yield
         if i == self.last:
-            self.leaving = {}
-        return outputs
+            self.offloading = {}
 
     def _put(self, i: int, stays: set[int], tensor: torch.Tensor) -> Kept | torch.Tensor:
         storage = tensor.untyped_storage()
@@ -81,16 +82,18 @@ class OffloadedActivations:
             return tensor  # weights, tables; scalars and empty tensors, which may be on the CPU; seeds
         if not self.kept[i]:
             wait_for(self.copied)
-            self.leaving, self.copied = {}, None  # this frees the previous layer's storages
-        if address not in self.leaving:
-            self.leaving[address] = len(self.kept[i]), storage
+            self.offloading = {}  # this frees the previous layer's storages
+            self.copied = None
+        if address not in self.offloading:
+            self.offloading[address] = len(self.kept[i]), storage
             copies = storage.is_cuda and i < self.last  # the last layer's are needed first
             self.kept[i].append(self._copy_out(i, as_bytes(storage)) if copies else as_bytes(storage))
         view = tensor.storage_offset(), tensor.size(), tensor.stride()
-        return Kept(self.forwards, i, self.leaving[address][0], tensor.dtype, view)
+        return Kept(self.forwards, i, self.offloading[address][0], tensor.dtype, view)
 
     def _copy_out(self, i: int, source: torch.Tensor) -> torch.Tensor:
-        pinned, k = self.pinned[i], len(self.kept[i])
+        pinned = self.pinned[i]
+        k = len(self.kept[i])
         if k == len(pinned) or len(pinned[k]) != len(source):
             pinned[k:] = [pinned_empty(source.shape, source.dtype)]
         self.stream = self.stream or torch.cuda.Stream()
@@ -108,11 +111,11 @@ class OffloadedActivations:
             raise RuntimeError("offload_activations: each forward has one backward, before the next forward")
         for later in range(i + 1, self.last + 1):
             self.kept[later] = None
-            self.coming.pop(later, None)
+            self.prefetched.pop(later, None)
         for needed in (i, i - 1):  # prefetch the previous layer while this one computes
-            if needed >= 0 and needed not in self.coming:
-                self.coming[needed] = self._copy_back(needed)
-        storages, arrived = self.coming[i]
+            if needed >= 0 and needed not in self.prefetched:
+                self.prefetched[needed] = self._copy_back(needed)
+        storages, arrived = self.prefetched[i]
         wait_for(arrived)
         whole = storages[kept.k]
         return torch.empty(0, dtype=kept.dtype, device=whole.device).set_(whole.untyped_storage(), *kept.view)

@@ -1,0 +1,74 @@
+"""Causal attention: kernels/flash_attention.py or PyTorch's, whichever is faster.
+
+    y = softmax(q kᵀ / sqrt(D)) v        row t of q sees rows 0 .. t of k and v; with document starts, from there on
+
+On Hopper our kernel is no slower than cuDNN's for heads of 64 and up to TRITON_TOKENS tokens, forward and backward, and
+its gradients repeat bit for bit. At 8,192 tokens cuDNN takes as long, at 32,768 5% less (`python bench.py kernels`
+times both). PyTorch's own choice would be flash attention; on Hopper and later cuDNN is about 1.5 times as fast.
+"""
+
+import torch
+import torch.nn.functional as F
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.attention.bias import causal_lower_right
+
+from .flash_attention import HEAD_SIZES, flash_attention
+
+BACKENDS = ("auto", "triton", "sdpa")
+TRITON_TOKENS = 4096
+
+
+def check_backend(backend: str, head_dim: int) -> None:
+    """ValueError for a backend that does not exist, or that does not support this head size."""
+    if backend not in BACKENDS:
+        raise ValueError(f"attention {backend!r}: must be auto, sdpa or triton")
+    if backend == "triton" and head_dim not in HEAD_SIZES:
+        raise ValueError(f"attention 'triton' supports head sizes 16, 32, 64 and 128, not {head_dim}")
+
+
+def triton_suits(head_dim: int, n_time: int, dtype: torch.dtype) -> bool:
+    """True if our kernel is the better choice on Hopper."""
+    return head_dim == 64 and n_time <= TRITON_TOKENS and dtype in (torch.bfloat16, torch.float16)
+
+
+def picks_triton(q: torch.Tensor, backend: str) -> bool:
+    """True if this backend computes queries q (B, T, H, D) by our kernel."""
+    if backend != "auto":
+        return backend == "triton"
+    suits = q.is_cuda and triton_suits(q.shape[3], q.shape[1], q.dtype)
+    return suits and torch.cuda.get_device_capability(q.device)[0] == 9
+
+
+def sdpa(q, k, v):
+    """PyTorch's attention, for q, k and v as in attention()."""
+    backends = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
+    gqa = q.shape[2] != k.shape[2]  # query heads share K and V in place: nothing is expanded
+    if q.is_cuda:
+        capability = torch.cuda.get_device_capability(q.device)[0]
+        backends.insert(0 if capability >= 9 else 1, SDPBackend.CUDNN_ATTENTION)
+        if gqa and (capability < 8 or q.dtype not in (torch.bfloat16, torch.float16)):
+            # Flash and cuDNN do not support these, and the efficient kernel has no GQA: expand K and V, rather than
+            # fall back to a kernel that holds (T, S) scores.
+            n_groups = q.shape[2] // k.shape[2]
+            k = k.repeat_interleave(n_groups, dim=2)
+            v = v.repeat_interleave(n_groups, dim=2)
+            gqa = False
+    mask = causal_lower_right(q.shape[1], k.shape[1]) if q.shape[1] < k.shape[1] else None
+    q, k, v = (x.transpose(1, 2) for x in (q, k, v))  # (B, H, T, D) and (B, K, S, D)
+    with sdpa_kernel(backends, set_priority=True):
+        y = F.scaled_dot_product_attention(q, k, v, mask, is_causal=mask is None, enable_gqa=gqa)
+    return y.transpose(1, 2)  # (B, T, H, D): its heads lie side by side, as flash and cuDNN write them
+
+
+def attention(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, doc_starts: torch.Tensor | None = None, backend: str = "auto"
+) -> torch.Tensor:
+    """Causal softmax(q kᵀ / sqrt(D)) v: (B, T, H, D).
+
+    q (B, T, H, D), k and v (B, S, K, D) of any strides; the T queries are the last T of the S positions. doc_starts
+    (B, T): the first position that each token sees; PyTorch's attention does not support it, so our kernel computes
+    it, whatever the backend. backend: 'auto', 'triton' (T = S only) or 'sdpa', PyTorch's.
+    """
+    if doc_starts is not None or (q.shape[1] == k.shape[1] and picks_triton(q, backend)):
+        return flash_attention(q, k, v, doc_starts)
+    return sdpa(q, k, v)
