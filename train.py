@@ -25,8 +25,8 @@ from kernels.fp8_linear import use_fp8
 from lora import add_lora
 from model import Execution, Llama, LlamaConfig, document_starts
 from optimizers.on_cpu import OnCPU
+from optimizers.on_device import OnDevice
 from optimizers.on_disk import OnDisk
-from optimizers.on_gpu import OnGPU
 from optimizers.optimizer import Optimizer
 from optimizers.rules import rule_of
 from runtime import distributed, run_folder
@@ -87,9 +87,9 @@ kernels: Literal["all", "blocks", "none"] = "all"  # blocks: the loss holds all 
 attention: Literal["auto", "sdpa", "triton"] = "auto"  # auto: the faster one; triton: ours; sdpa: PyTorch's
 
 # optimizer
-optimizer: Literal["adamw", "muon", "normuon", "galore", "apollo"] = "adamw"  # for blocks' matrices; the rest: AdamW
-galore_rank = 128  # galore and apollo: columns of the projected gradients
-galore_interval = 200  # galore and apollo: steps between two projections
+optimizer: Literal["adamw", "muon", "normuon", "galore"] = "adamw"  # of blocks' matrices; all else uses AdamW
+galore_rank = 128  # galore: columns of the projected gradients
+galore_interval = 200  # galore: steps between two projections
 galore_scale = 1.0  # galore: factor of its step; 1: as long as AdamW's
 learning_rate = 3e-4  # the peak, after the warm-up
 max_iters = 10000  # steps of the whole run
@@ -231,7 +231,7 @@ model.init_weights(seed, device)
 # Optimizer: an update rule, and the place where its state and the float32 master weights live
 with stop_on_error():  # in case memory cannot be pinned
     streamed = StreamedWeights(model, device) if offload == "all" and world_size == 1 else None  # FSDP moves its own
-    place = OnGPU() if offload == "none" else OnDisk(state_file, streamed) if state_file else OnCPU(streamed)
+    place = OnDevice() if offload == "none" else OnDisk(state_file, streamed) if state_file else OnCPU(streamed)
     scaling = dtype == "float16"
     optimizer = watchdog.on_all_ranks("allocating", lambda: Optimizer(model, rule, place, grad_clip, scaling))
 

@@ -107,8 +107,6 @@ RUNGS = {
     "adamw8bit": Rung("8-bit AdamW", "bf16", {"optimizer_bits": "8"}),
     "galore": Rung("GaLore, rank 128, its moments in float32", "adamw8bit",  # 8 bits need a multiple of 256
                    {"optimizer": "galore", "galore_rank": "128"}),
-    "apollo": Rung("APOLLO, rank 128, its moments in float32", "adamw8bit",
-                   {"optimizer": "apollo", "galore_rank": "128"}),
     "offload_optimizer": Rung("optimizer in CPU memory", "adamw8bit", {"offload": "optimizer"}),
     "offload_all": Rung("weights in CPU memory too", "offload_optimizer", {"offload": "all"}),
     "offload_activations": Rung("activations in CPU memory too", "offload_all", {"offload_activations": "true"}),

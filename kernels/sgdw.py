@@ -4,7 +4,7 @@
 
 The parameter, its master in halves and the step scalars are as in adamw.py; only the first two scalars are read.
 Bytes for n parameters in bf16: 10n (read parameter, low: 4; Muon's direction, in bf16: 2; write parameter, low: 4), or
-12n with the fp32 directions of NorMuon, GaLore and APOLLO.
+12n with the fp32 directions of NorMuon and GaLore.
 
 Loshchilov and Hutter, Decoupled Weight Decay Regularization, 2019. https://arxiv.org/abs/1711.05101
 """

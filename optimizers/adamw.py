@@ -28,6 +28,7 @@ def bias_corrections(betas: tuple[float, float], device: torch.device) -> torch.
 
 @dataclass(frozen=True)
 class AdamW(Rule):
+    supports_offload = True
     c_files = ("adamw.c",)
     betas: tuple[float, float] = (0.9, 0.95)
     weight_decay: float = 0.1
@@ -40,7 +41,7 @@ class AdamW(Rule):
         table = bias_corrections(self.betas, t.device)
         return table.index_select(0, t.clamp(max=len(table) - 1).view(1)).view(2).unbind()
 
-    def step_on_gpu(self, parameter, grad, master, states, scalars):
+    def step_on_device(self, parameter, grad, master, states, scalars):
         adamw(parameter, grad, master, *states.values(), scalars, *self._options(parameter))
 
     def step_on_cpu(self, parameter, grad, master, states, scale, lr, t):

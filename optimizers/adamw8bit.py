@@ -33,9 +33,9 @@ class AdamW8bit(AdamW):
         codes, absmax = (shape, torch.uint8), ((*shape[:-1], shape[-1] // BLOCK), torch.float32)
         return {"exp_avg": codes, "exp_avg_sq": codes, "exp_avg_absmax": absmax, "exp_avg_sq_absmax": absmax}
 
-    def step_on_gpu(self, parameter, grad, master, states, scalars):
+    def step_on_device(self, parameter, grad, master, states, scalars):
         if len(states) == 2:
-            return super().step_on_gpu(parameter, grad, master, states, scalars)
+            return super().step_on_device(parameter, grad, master, states, scalars)
         adamw8bit(parameter, grad, master, *flat_scales(states), scalars, *self._options(parameter))
 
     def step_on_cpu(self, parameter, grad, master, states, scale, lr, t):

@@ -77,7 +77,7 @@ def adam_step(adamw: AdamW, projected: torch.Tensor, moments: dict, adam_scalars
     """
     n = torch.zeros_like(projected)
     if n.numel():
-        adamw.step_on_gpu(n, projected, n, moments, adam_scalars)
+        adamw.step_on_device(n, projected, n, moments, adam_scalars)
     return n
 
 

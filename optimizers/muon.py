@@ -52,7 +52,6 @@ def orthogonalize(x: torch.Tensor) -> torch.Tensor:
 
 @dataclass(frozen=True)
 class Muon(MatrixRule):
-    not_on_cpu = "a CPU would take longer to orthogonalise than the step takes"
     adamw: AdamW = AdamW()  # for all else; its weight decay is for all
     momentum: float = 0.95
 

@@ -8,7 +8,7 @@
     next forward    each layer waits for its own parameters: the GPU computes the first while the CPU updates the last
 
 So for n parameters in bfloat16, 2n bytes of gradients go to the CPU in each micro-batch, and 2n bytes of new parameters
-come back in each step: hidden if the step is long enough. The losses are those of OnGPU except for rounding: a tie
+come back in each step: hidden if the step is long enough. The losses are those of OnDevice except for rounding: a tie
 between two bfloat16 weights goes to the even one here, away from zero there.
 
 The parameters stay on the GPU (offload = 'optimizer': on its way there, a new one overwrites its gradient in pinned
@@ -26,7 +26,7 @@ import torch
 
 from kernels.c_library import c_library, not_used
 from kernels.pinned_memory import pinned_empty
-from optimizers.on_gpu import gradient_of
+from optimizers.on_device import gradient_of
 from optimizers.place import Place, cpu_param
 from runtime.distributed import all_reduce_max, local, local_world_size, worker_thread
 from runtime.stream_weights import StreamedWeights

@@ -1,6 +1,6 @@
-"""An optimizer is a rule (adamw.py) and a place (on_gpu.py, on_cpu.py); this is the code that all share.
+"""An optimizer is a rule (adamw.py) and a place (on_device.py, on_cpu.py); this is the code that all share.
 
-    optimizer = Optimizer(model, AdamW(betas=(0.9, 0.95), weight_decay=0.1), OnGPU(), grad_clip=1.0)
+    optimizer = Optimizer(model, AdamW(betas=(0.9, 0.95), weight_decay=0.1), OnDevice(), grad_clip=1.0)
     optimizer.scale(loss).backward()    # and, with several micro-batches, optimizer.accumulate() after each
     grad_norm = optimizer.step(lr)      # all on the device: nothing waits for it, except in OnCPU
 

@@ -1,6 +1,6 @@
 """Common to all places: the masters and states of a model's parameters, and their sizes.
 
-A place decides where they live and when gradients and parameters move: on_gpu.py, on_cpu.py, on_disk.py.
+A place decides where they live and when gradients and parameters move: on_device.py, on_cpu.py, on_disk.py.
 
     device                    of masters and states; None: each parameter's own
     master_dtype(...)         of what is kept beside a parameter: its master, or the lower half of that

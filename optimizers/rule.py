@@ -1,7 +1,7 @@
 """The interface of an update rule: all that places, checkpoints and memory.py use of it.
 
 A new rule needs a class in a file beside adamw.py, a kernel (or kernels/sgdw.py's), its name in train.py's setting
-`optimizer` and a case in rules.py. With step_on_cpu it also works with --offload.
+`optimizer` and a case in rules.py. With step_on_cpu and supports_offload = True it also works with --offload.
 """
 
 from typing import NamedTuple
@@ -37,14 +37,8 @@ class Shard(NamedTuple):
 
 
 class Rule:
+    supports_offload = False  # True if step_on_cpu computes the same as step_on_device
     c_files = ()  # files in kernels/ that step_on_cpu uses
-
-    @property
-    def not_on_cpu(self) -> str | None:
-        """Why --offload is refused; None if it is supported."""
-        steps = {"scalars", "update", "step_on_gpu", "step_on_cpu"}  # a subclass of AdamW, say, may override some
-        last = next(kind for kind in type(self).__mro__ if steps & vars(kind).keys())
-        return None if last is not Rule and "step_on_cpu" in vars(last) else "its rule has no step_on_cpu of its own"
 
     def states(self, name: str, parameter: torch.Tensor) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
         """{state: (shape, dtype)} of a whole parameter. States start as zeros.
@@ -65,9 +59,9 @@ class Rule:
         """
         for _, _, parameter, grad, master, states in shards:
             if grad.numel():  # a rank may hold nothing of a small parameter
-                self.step_on_gpu(parameter, grad, master, states, scalars)
+                self.step_on_device(parameter, grad, master, states, scalars)
 
-    def step_on_gpu(self, parameter, grad, master, states, scalars) -> None:
+    def step_on_device(self, parameter, grad, master, states, scalars) -> None:
         """One update of one parameter, as above."""
         raise NotImplementedError
 
@@ -78,8 +72,6 @@ class Rule:
 
 class MatrixRule(Rule):
     """A rule for the blocks' matrices only. `adamw` updates all else: embedding, head and norms."""
-
-    not_on_cpu = "its states are small, leave them on the GPU"
 
     def matrix_states(self, name: str, parameter: torch.Tensor) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
         raise NotImplementedError

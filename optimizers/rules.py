@@ -4,7 +4,6 @@ from collections.abc import Mapping
 
 from optimizers.adamw import AdamW
 from optimizers.adamw8bit import AdamW8bit
-from optimizers.apollo import Apollo
 from optimizers.galore import GaLore
 from optimizers.muon import Muon
 from optimizers.normuon import NorMuon
@@ -21,8 +20,6 @@ def rule_of(settings: Mapping) -> Rule:
             return Muon(adamw)
         case "normuon":
             return NorMuon(adamw)
-        case "apollo":
-            return Apollo(adamw, settings["galore_rank"], settings["galore_interval"])
         case "galore":
             return GaLore(adamw, settings["galore_rank"], settings["galore_interval"], settings["galore_scale"])
     raise NotImplementedError(f"optimizer {settings['optimizer']}: give it a case in optimizers/rules.py")

@@ -36,7 +36,7 @@ def find_problem(settings: Mapping, world_size: int, argv: Sequence[str] = ()) -
     s = SimpleNamespace(**settings)
     head_dim = s.n_embd / max(s.n_head, 1)
     smallest = min(s.n_embd, s.ffn_dim, s.n_kv_head * head_dim)  # the smallest side of a block's matrices
-    projects, not_on_cpu = s.optimizer in ("galore", "apollo"), rule_of(settings).not_on_cpu
+    projects = s.optimizer == "galore"
     compiler = os.environ.get("CXX") or ("clang++" if sys.platform == "darwin" else "g++")  # torch.compile's
     micro_batches, nf4 = s.gradient_accumulation_steps, s.base_dtype == "nf4"
     held = "base_dtype=nf4" if nf4 else "a frozen base in float8 (fp8)" if s.fp8 and s.lora_rank else None
@@ -51,7 +51,8 @@ def find_problem(settings: Mapping, world_size: int, argv: Sequence[str] = ()) -
             s.lr_schedule == "wsd" and s.cooldown_iters + s.warmup_iters > s.max_iters,
         f"cooldown_iters is {s.cooldown_iters}, which only lr_schedule wsd uses: add --lr_schedule=wsd":
             s.lr_schedule != "wsd" and s.cooldown_iters > 0,
-        f"optimizer={s.optimizer} works with offload=none: {not_on_cpu}": s.offload != "none" and not_on_cpu,
+        f"optimizer={s.optimizer} works with offload=none: it has no update on the CPU":
+            s.offload != "none" and not rule_of(settings).supports_offload,
         f"galore_rank is {s.galore_rank}, but the smallest matrix has a side of {smallest:g}: choose a lower rank":
             projects and s.galore_rank > smallest,
         f"optimizer={s.optimizer} needs the CPU when it chooses a projection: add --cuda_graph=false":

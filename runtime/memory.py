@@ -16,7 +16,7 @@ in an untied head; L layers, N tokens, P ranks that share one copy of the model:
     LoRA                    gradients, masters and moments of the adapters alone
 
 During backward, activations shrink while gradients grow: `phases` lists the parts at each point that can be the peak,
-and the largest sum counts. The update is not one of them: AdamW's allocates nothing; Muon's, GaLore's and APOLLO's
+and the largest sum counts. The update is not one of them: AdamW's allocates nothing; Muon's and GaLore's
 allocate less than the activations did (but 1 GiB more for one sequence of 8B).
 
 The estimate is within about 1% of every peak measured on H100s and H200s: tests/test_memory.py checks it against the
@@ -37,7 +37,7 @@ from lora import add_lora
 from model import Execution, Llama, LlamaConfig
 from optimizers.adamw import AdamW
 from optimizers.on_cpu import OnCPU
-from optimizers.on_gpu import OnGPU
+from optimizers.on_device import OnDevice
 from optimizers.rule import Rule
 
 GIB = 2**30
@@ -136,7 +136,7 @@ def n_params(c: LlamaConfig) -> int:
 
 def state_bytes(name: str, parameter: torch.Tensor, run: RunShape) -> int:
     """Bytes of a parameter's states and of what the place keeps of its master, over all ranks of a copy."""
-    place = OnGPU if run.offload == "none" else OnCPU
+    place = OnDevice if run.offload == "none" else OnCPU
     master = place.master_dtype(parameter.dtype, same_device=run.offload != "optimizer")
     n_bytes = master.itemsize * parameter.numel() if master else 0
     for shape, dtype in run.rule.states(name, parameter).values():

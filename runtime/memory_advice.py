@@ -12,7 +12,6 @@ from model import MLP_CHUNK, LlamaConfig
 from optimizers.adamw import AdamW
 from optimizers.adamw8bit import AdamW8bit
 from optimizers.on_disk import BUFFERS, PIECE
-from optimizers.rule import MatrixRule
 from runtime.memory import GIB, Part, RunShape, Step, counted, parts, peak_gib, state_bytes
 from runtime.memory_stats import require_cpu_memory
 
@@ -100,7 +99,7 @@ def pinned(n_bytes: float) -> int:
 def choices(config: LlamaConfig, run: RunShape) -> list[list[dict]]:
     """train.py's settings that may lower the peak, one list of values for each, from the cheapest to the strongest."""
     offload = ["none", "optimizer", "all"]
-    if run.cuda_graph or isinstance(run.rule, MatrixRule):  # as check_settings requires
+    if run.cuda_graph or not run.rule.supports_offload:  # as check_settings requires
         offload = [run.offload]
     elif run.base_dtype == "nf4" or (run.lora_rank and run.fp8):
         offload.remove("all")

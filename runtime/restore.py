@@ -275,7 +275,7 @@ def _require_same_model(folder: Folder, resumes: bool, config, settings, dataset
 
 def _state_settings(settings: dict) -> dict:
     found = {name: settings.get(name, before) for name, before in STATE_SETTINGS.items()}
-    unused = {"galore_rank"} if found["optimizer"] not in ("galore", "apollo") else set()
+    unused = {"galore_rank"} if found["optimizer"] != "galore" else set()
     unused |= {"lora_alpha", "base_dtype"} if not found["lora_rank"] else set()
     return {name: value for name, value in found.items() if name not in unused}
 

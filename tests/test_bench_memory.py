@@ -53,7 +53,7 @@ def snapshot_of(events, before):
 SNAPSHOT = snapshot_of(
     before=[
         ("weights", 20, frames("torch/nn/modules/module.py:_apply", "model.py:to_empty", "train.py:<module>")),
-        ("moments", 120, frames("optimizers/on_gpu.py:add", "optimizers/optimizer.py:__init__", "train.py:<module>")),
+        ("moments", 120, frames("optimizers/on_device.py:add", "optimizers/optimizer.py:init", "train.py:<module>")),
         ("workspace", 32, FORWARD),
         ("old batch", 1, []),
     ],

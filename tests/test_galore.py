@@ -8,7 +8,7 @@ import torch
 from model import Llama, LlamaConfig
 from optimizers.adamw import AdamW
 from optimizers.galore import GaLore, renew
-from optimizers.on_gpu import OnGPU
+from optimizers.on_device import OnDevice
 from optimizers.optimizer import Optimizer
 from optimizers.rule import Ranks
 from runtime.hf_names import stacked_rows
@@ -49,7 +49,7 @@ def test_the_basis_holds_the_leading_singular_vectors(shape):
 def test_every_published_matrix_takes_the_step_of_the_formula_in_float64():
     model = Llama(CONFIG)
     model.init_weights(0)
-    optimizer = Optimizer(model, GaLore(AdamW(weight_decay=0.1), RANK, 3, 0.25), OnGPU())
+    optimizer = Optimizer(model, GaLore(AdamW(weight_decay=0.1), RANK, 3, 0.25), OnDevice())
     before = {name: p.detach().clone() for name, p in model.named_parameters()}
     exact = {}  # (name, i): w, basis, m, v
     for name, p in model.named_parameters():
@@ -80,7 +80,7 @@ def test_every_published_matrix_takes_the_step_of_the_formula_in_float64():
 
 
 def test_the_first_basis_comes_from_a_seed_that_all_processes_know(monkeypatch):
-    seeds, optimizer = [], Optimizer(model := Llama(CONFIG), GaLore(rank=RANK), OnGPU())
+    seeds, optimizer = [], Optimizer(model := Llama(CONFIG), GaLore(rank=RANK), OnDevice())
     monkeypatch.setattr("optimizers.galore.renew", lambda basis, g, live, seed, group: seeds.append(seed))
     set_gradients(model)
     optimizer.step(lr=0.0)

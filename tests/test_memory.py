@@ -20,8 +20,8 @@ from benchmarks.record import load
 from lora import add_lora
 from model import Execution, Llama, LlamaConfig
 from optimizers.adamw8bit import AdamW8bit
-from optimizers.apollo import Apollo
-from optimizers.on_gpu import OnGPU
+from optimizers.galore import GaLore
+from optimizers.on_device import OnDevice
 from optimizers.optimizer import Optimizer
 from optimizers.place import local
 from runtime import memory, memory_advice
@@ -256,7 +256,7 @@ def peak_of_step(config, run, update):
             fully_shard(model, reshard_after_forward=False, **options)
 
     model = build(config, run, shard)
-    optimizer = Optimizer(model, run.rule, OnGPU(), grad_clip=1.0)
+    optimizer = Optimizer(model, run.rule, OnDevice(), grad_clip=1.0)
     place, tokens = optimizer.place, torch.zeros(run.batch_size, config.block_size, dtype=torch.long)
 
     def step(update=True):
@@ -392,7 +392,7 @@ def test_advice_is_only_what_train_py_accepts():
     assert names() >= {"offload", "offload_activations", "batch_size"}
     assert "offload_activations" not in names(compile=True) and "batch_size" not in names(batch_size=3)
     assert not names(cuda_graph=True) & {"offload_activations", "offload"}
-    assert "offload" not in names(rule=Apollo())
+    assert "offload" not in names(rule=GaLore())
     smaller = {"batch_size": 32, "gradient_accumulation_steps": 24}
     run = RunShape(64, 3, world_size=4, shard_ranks=4)
     assert smaller in memory_advice.choices(LLAMA_1B, run)[-1] and memory_advice.changed(run, smaller).micro_steps == 6

@@ -20,6 +20,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from benchmarks.peers import llama_config
 from model import Execution, Llama, LlamaConfig, document_starts
+from plain_llama import PlainLlama
 from runtime.hf_names import hf_names
 from tests.published import hf_llama
 from tests.watch import Watch
@@ -119,6 +120,38 @@ def test_model_is_hugging_faces_llama(n_kv_head, factor, tied, arm, n_time):
     if factor and n_time == SMALL.block_size:
         unscaled = build(n_kv_head=n_kv_head, tie_embeddings=tied, **PLAIN)
         assert error(unscaled(tokens), out.logits) > 1e-3, "the scaling made no difference: the test would miss it"
+
+
+@pytest.mark.parametrize("n_kv_head, factor, tied, arm, n_time", [
+    *((*variant, PLAIN, SMALL.block_size) for variant in VARIANTS[:2]),
+    *((*variant, {}, 40 if HAS_GPU else 5) for variant in VARIANTS[: 6 if HAS_GPU else 2]),
+])  # fmt: skip
+def test_model_is_plain_llama(n_kv_head, factor, tied, arm, n_time):
+    scaling = factor and {"factor": factor, **SCALING}
+    model = build(n_kv_head=n_kv_head, rope_scaling=scaling, tie_embeddings=tied, **arm)
+    plain = PlainLlama(model.config).to(DEVICE, FP64)
+    matrices = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
+
+    def apart(named):
+        """The packed matrices by their own names."""
+        found = {}
+        for name, x in named.items():
+            packed = next((each for each in matrices if each in name), None)
+            parts = [plain.get_parameter(name.replace(packed, each)) for each in matrices[packed]] if packed else []
+            rows = [len(part) for part in parts] or [len(x)]
+            for each, part in zip(matrices.get(packed, [packed]), x.split(rows), strict=True):
+                found[name.replace(packed, each) if packed else name] = part
+        return found
+
+    plain.load_state_dict(apart(dict(model.named_parameters())), strict=not tied)
+    tokens, targets = batch(n_time=n_time)
+    assert error(model(tokens), plain(tokens)) < 1e-12
+    found = loss_and_gradients(model, tokens, targets)
+    loss = plain(tokens, targets)
+    loss.backward()
+    truth = {name: parameter.grad for name, parameter in plain.named_parameters()}
+    assert abs(found.pop("loss") - loss) < 1e-12
+    assert_close(apart(found), truth, 1e-12)
 
 
 # ---------------------------------------------------------------------------------------------------------------------

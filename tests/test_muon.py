@@ -11,7 +11,7 @@ from model import LlamaConfig
 from optimizers.adamw import AdamW
 from optimizers.muon import POLAR_EXPRESS, Muon, orthogonalize
 from optimizers.normuon import NorMuon
-from optimizers.on_gpu import OnGPU
+from optimizers.on_device import OnDevice
 from optimizers.optimizer import Optimizer
 from runtime.hf_names import hf_names, stacked_rows
 from tests.runs import assert_close, numbers
@@ -59,7 +59,7 @@ def train_on_random_gradients(model, optimizer, n_steps=3, watch=lambda gradient
 def test_a_model_whose_matrices_have_other_names_is_not_left_to_adamw():
     model = llama()
     wrapped = torch.compile(model, backend="eager")
-    optimizer = Optimizer(wrapped, Muon(), OnGPU())
+    optimizer = Optimizer(wrapped, Muon(), OnDevice())
     wrapped(torch.arange(8)[None], torch.arange(8)[None]).backward()
     with pytest.raises(ValueError, match="finds _orig_mod.tok_embeddings.weight .*: give Optimizer the Llama"):
         optimizer.step(0.1)
@@ -70,7 +70,7 @@ def test_a_model_whose_matrices_have_other_names_is_not_left_to_adamw():
 @pytest.mark.parametrize("rule", [Muon(), NorMuon()], ids=type)
 def test_every_published_matrix_takes_the_step_of_the_formula_and_all_else_adamw_s(rule, config):
     models = [llama(config), llama(config)]
-    muon, adamw = (Optimizer(m, rule, OnGPU()) for m, rule in zip(models, (rule, AdamW()), strict=True))
+    muon, adamw = (Optimizer(m, rule, OnDevice()) for m, rule in zip(models, (rule, AdamW()), strict=True))
     matrices = {name: p for name, p in models[0].named_parameters() if name.startswith("layers.") and p.ndim == 2}
     parts = {name: [(w.double(), 0.0, 0.0) for w in p.detach().split(stacked_rows(name, p.shape))]
              for name, p in matrices.items()}  # fmt: skip
@@ -104,7 +104,7 @@ def test_stacked_rows_are_those_of_the_published_matrices():
 def test_with_its_coefficients_it_follows_pytorch_s_muon(monkeypatch):
     monkeypatch.setattr("optimizers.muon.POLAR_EXPRESS", ((3.4445, -4.7750, 2.0315),) * 5)
     ours, theirs = models = [llama(CONFIG), llama(CONFIG)]
-    optimizer = Optimizer(ours, Muon(), OnGPU())
+    optimizer = Optimizer(ours, Muon(), OnDevice())
     names = ["attn.o_proj.weight", "mlp.down_proj.weight"]  # PyTorch's does not know packed matrices
     layer = dict(theirs.layers[0].named_parameters())
     pytorch = torch.optim.Muon([layer[name] for name in names], weight_decay=0.1, adjust_lr_fn="match_rms_adamw")
@@ -128,7 +128,7 @@ def test_any_number_of_matrices_at_a_time_takes_the_same_step(monkeypatch):
         monkeypatch.setattr("optimizers.muon.OWNED", owned)
         torch.manual_seed(0)
         model = llama(CONFIG)
-        train_on_random_gradients(model, Optimizer(model, Muon(), OnGPU()))
+        train_on_random_gradients(model, Optimizer(model, Muon(), OnDevice()))
         found.append(list(model.parameters()))
     for other in found[1:]:
         for x, y in zip(found[0], other, strict=True):

@@ -16,7 +16,7 @@ pytestmark = pytest.mark.usefixtures("plain_pytorch_on_one_core")
 USED = {  # by file; test_copy_engines.py does without symmetric memory
     "kernels/fp8_linear.py": {"_scaled_mm"},
     "kernels/launch.py": {"_C"},
-    "optimizers/on_gpu.py": {"_foreach_norm"},
+    "optimizers/on_device.py": {"_foreach_norm"},
     "runtime/copy_engines.py": {"_symmetric_memory"},
     "runtime/distributed.py": {"_spec"},
     "runtime/memory_stats.py": {"_C", "_dump_snapshot", "_record_memory_history"},

@@ -27,7 +27,6 @@ PROBLEMS = {  # the start of the message: the flags
     "cooldown_iters is 5, which only lr_schedule wsd uses": "--cooldown_iters=5",
     "optimizer=muon works with offload=none": "--optimizer=muon --offload=optimizer",
     "optimizer=galore works with offload=none": "--optimizer=galore --offload=optimizer",
-    "optimizer=apollo works with offload=none": "--optimizer=apollo --offload=all",
     "galore_rank is 128, but the smallest matrix has a side of 16": "--optimizer=galore",
     "optimizer=galore needs the CPU": "--optimizer=galore --galore_rank=4 --cuda_graph",
     "optimizer=galore works with dtype bfloat16 or float32": "--optimizer=galore --galore_rank=4 --dtype=float16",

@@ -19,7 +19,7 @@ def gradient_of(name: str, parameter: torch.nn.Parameter) -> torch.Tensor:
     return parameter.grad
 
 
-class OnGPU(Place):
+class OnDevice(Place):
     @staticmethod
     def master_dtype(dtype, same_device):
         return {torch.float32: None, torch.bfloat16: torch.int16}.get(dtype, torch.float32)
