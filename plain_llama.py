@@ -21,7 +21,7 @@ from model import LlamaConfig, rope_tables
 
 
 def rotate(x, cos, sin):
-    """RoPE: the pair (x[i], x[i + D/2]) of each head turns by its position's angle. x (B, T, heads, D), cos (T, D/2)."""
+    """RoPE: the pair (x[i], x[i + D/2]) of each head turns by its position's angle. x (B, T, H, D), cos (T, D/2)."""
     cos = cos[:, None]
     sin = sin[:, None]
     first, second = x.to(cos.dtype).chunk(2, dim=-1)
