@@ -170,9 +170,10 @@ def test_tools_and_tool_calls_are_written_where_the_template_does(written, tmp_p
     calls = "m.content ~ (m.tool_calls | tojson if m.tool_calls)"
     (tmp_path / "tools.jinja").write_text("{{ tools | tojson if tools }}" + PLAIN.replace("m.content", calls))
     row = line("a?", "b").replace("{", '{"tools": [{"name": "<|endoftext|>"}], ', 1)
-    rows = [row.replace('"b"', f'null, "tool_calls": [{i}]') for i in range(1, 9)]
+    calls = [f'[{{"name": "f{i}"}}]' for i in range(1, 9)]
+    rows = [row.replace('"b"', f'null, "tool_calls": {call}') for call in calls]
     folder = written(*rows, template=tmp_path / "tools.jinja")
-    assert sorted(targets_of(folder) + targets_of(folder, "val")) == [f"[{i}]<|endoftext|>" for i in range(1, 9)]
+    assert sorted(targets_of(folder) + targets_of(folder, "val")) == [f"{call}<|endoftext|>" for call in calls]
     tokens = Tokens(folder, "train")
     assert (tokens.shards[0] == 256).sum() == tokens.meta["train_documents"], "a tool's name became a special token"
 
@@ -246,15 +247,15 @@ def test_generation_ends_at_the_end_of_a_turn_also_where_the_tokenizer_does_not_
 @pytest.mark.parametrize("bad, message", [
     ("{", "not JSON"),
     ('"text"', "found a str, expected an object with messages, or with prompt and completion"),
-    ('{"conversations": []}', "found an object with conversations, expected"),
+    ('{"conversations": []}', "conversations is not a list of messages, or is empty"),
     ('{"messages": []}', "messages is not a list of messages, or is empty"),
     ('{"messages": [{"content": "no role"}]}', "message 1 is not an object with a role"),
-    ('{"messages": [{"role": "user", "content": ["x"]}]}', r"message 1 has \['x'\] as content, expected a string"),
+    ('{"messages": [{"role": "user", "content": ["x"]}]}', "message 1 has 'x' as a part of its content, expected"),
     (line("only a question"), "there is no answer to learn: no role is assistant, but user"),
     (line("a", "b").replace('"b"', '"b", "weight": 0'), "there is no answer to learn: each has weight 0"),
     (line("a", "b").replace('"b"', '"b", "weight": "0"'), "message 2 has weight '0', expected 0 or 1"),
     (line("a", "b").replace("{", '{"tools": [{}], ', 1), "it has tools, which the chat template does not write"),
-    (line("a", "b").replace("{", '{"tools": "[]", ', 1), "tools is not a list"),
+    (line("a", "b").replace("{", '{"tools": "none", ', 1), "tools is not a list"),
     (line("a", "b", "c", " "), "message 4 is an empty answer, as the chat template writes it"),
     *((line("a", "b").replace('"b"', f'{content}, "tool_calls": [{{}}]'), "message 2 has tool calls, which the chat")
       for content in ('"b"', '""', "null")),

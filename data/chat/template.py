@@ -16,6 +16,7 @@ import json
 import re
 from datetime import datetime
 
+from data.chat.formats import REASONING
 from data.tokens import IS_TARGET, OPENS
 from data.vocabulary import Tokenizer, beginnings
 
@@ -46,7 +47,7 @@ def template_of(tokenizer: Tokenizer) -> str:
 
 
 def render(messages: list[dict], template: str, bos: str, eos: str, add_generation_prompt=False, tools=None) -> str:
-    """The text of messages, each with a role and a content.
+    """The text of messages that as_read gives.
 
     template: Jinja source. bos, eos: the special tokens as the tokenizer spells them, "" if it has none.
     add_generation_prompt: the text ends where the assistant's answer begins. tools: JSON schemas of what the
@@ -61,12 +62,81 @@ def render(messages: list[dict], template: str, bos: str, eos: str, add_generati
         raise ImportError(f"a chat template needs Jinja ({error}): pip install jinja2") from error
     except Exception as error:  # a third-party program may raise anything
         said = str(error) or type(error).__name__
-        raise ValueError(f"the chat template cannot write this conversation: {said}") from error
+        raise ValueError(f"the chat template cannot write this conversation: {said:.200}") from error
+
+
+class Arguments(dict):
+    """The arguments of a tool call that came as JSON text: an object, and that text where a template writes it as one.
+
+    Most templates write the object with tojson; some add the text to others.
+    """
+
+    def __init__(self, parsed: dict, text: str):
+        super().__init__(parsed)
+        self._text = text
+
+    def __str__(self) -> str:
+        return self._text
+
+    def __add__(self, other: str) -> str:
+        return self._text + other
+
+    def __radd__(self, other: str) -> str:
+        return other + self._text
+
+
+def as_read(message: dict, template: str) -> dict:
+    """A message as transformers gives it to a template: no key is null, reasoning has every name that templates read.
+
+    And arguments that are JSON text, as in OpenAI's format, are an object.
+    """
+    message = {name: value for name, value in message.items() if value is not None}
+    if "tool_calls" in message:
+        message["tool_calls"] = [parse_arguments(call) for call in message["tool_calls"]]
+    given = [message[name] for name in REASONING if name in message]
+    if given:
+        message = {"thinking": given[0], **message, "reasoning_content": given[0]}  # as in transformers
+        if re.search(r"\breasoning\b", template):
+            message.setdefault("reasoning", given[0])
+    return message
+
+
+def parse_arguments(call: dict) -> dict:
+    function = call.get("function", call)
+    text = function.get("arguments")
+    if not isinstance(text, str):
+        return call
+    function = function | {"arguments": Arguments(json.loads(text), text)}
+    return call | {"function": function} if "function" in call else function
 
 
 @functools.lru_cache(maxsize=8)
 def compile_template(template: str):
-    from jinja2 import TemplateError, TemplateSyntaxError
+    from jinja2 import TemplateSyntaxError
+
+    try:
+        return make_environment().from_string(without_generation(template))
+    except TemplateSyntaxError as error:
+        raise ValueError(f"its line {error.lineno} is not valid Jinja ({error.message})") from None
+
+
+@functools.lru_cache(maxsize=8)
+def names_read(template: str) -> frozenset[str]:
+    """What a template reads of messages and tools: each name in message.name, message['name'] and 'name' in message."""
+    from jinja2 import nodes
+
+    tree = make_environment().parse(without_generation(template))
+    attributes = {node.attr for node in tree.find_all(nodes.Getattr)}
+    return frozenset(attributes | {node.value for node in tree.find_all(nodes.Const) if isinstance(node.value, str)})
+
+
+def without_generation(template: str) -> str:
+    """{% generation %} ... {% endgeneration %} marks answers for transformers. Here it has no effect."""
+    return re.sub(r"({%[-+]?\s*(?:end)?)generation\b", r"\1with", template)
+
+
+def make_environment():
+    from jinja2 import TemplateError
     from jinja2.ext import loopcontrols
     from jinja2.sandbox import ImmutableSandboxedEnvironment
 
@@ -77,11 +147,7 @@ def compile_template(template: str):
     environment.filters["tojson"] = functools.partial(json.dumps, ensure_ascii=False)  # Jinja's own escapes HTML
     environment.globals["raise_exception"] = raise_exception
     environment.globals["strftime_now"] = lambda format: datetime.now().strftime(format)
-    # {% generation %} ... {% endgeneration %} marks answers for transformers. Here it has no effect.
-    try:
-        return environment.from_string(re.sub(r"({%[-+]?\s*(?:end)?)generation\b", r"\1with", template))
-    except TemplateSyntaxError as error:
-        raise ValueError(f"its line {error.lineno} is not valid Jinja ({error.message})") from None
+    return environment
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -100,6 +166,7 @@ def render_answers(tokenizer: Tokenizer, messages: list[dict], tools: list[dict]
     template writes a message differently when others follow (as templates that drop earlier thoughts do).
     """
     rendered = functools.partial(render_marked, tokenizer, tools=tools)
+    messages = with_content(tokenizer, messages, tools)
     text, done, marked = rendered(messages), 0, []
     if tools and text == render_marked(tokenizer, messages):
         raise ValueError("it has tools, which the chat template does not write")
@@ -115,8 +182,8 @@ def render_answers(tokenizer: Tokenizer, messages: list[dict], tools: list[dict]
                 f"the chat template writes message {i + 1} differently when it is to be answered, or when others "
                 "follow: put each answer at the end of a conversation of its own"
             )
-        alone = {"role": "assistant", "content": message["content"]}
-        fault = "" if message["content"].strip() else "is an empty answer, as the chat template writes it"
+        alone = {"role": "assistant", "content": message.get("content", "")}
+        fault = "" if alone["content"].strip() else "is an empty answer, as the chat template writes it"
         fault = "has tool calls, which the chat template does not write" if message.get("tool_calls") else fault
         if fault and upto == rendered([*messages[:i], alone]).rstrip():
             raise ValueError(f"message {i + 1} {fault}")
@@ -124,9 +191,22 @@ def render_answers(tokenizer: Tokenizer, messages: list[dict], tools: list[dict]
         done = len(upto)
     if not marked:
         roles = [message["role"] for message in messages]
-        why = "each has weight 0" if "assistant" in roles else f"no role is assistant, but {', '.join(roles)}"
-        raise ValueError(f"there is no answer to learn: {why}")
+        why = "no role is assistant, but " + ", ".join(roles)
+        if "assistant" in roles:
+            why = "each has weight 0, or another flag that says so"
+        raise ValueError(f"there is no answer to learn: {why:.100}")
     return "".join([*marked, text[done:]])
+
+
+def with_content(tokenizer: Tokenizer, messages: list[dict], tools: list[dict] | None) -> list[dict]:
+    """The messages, with an empty content where there is none if the template fails without."""
+    if all("content" in message for message in messages):
+        return messages
+    try:
+        render_marked(tokenizer, messages, tools=tools)
+        return messages
+    except ValueError:
+        return [{"content": ""} | message for message in messages]
 
 
 def encode_answers(tokenizer: Tokenizer, text: str) -> tuple[list[int], list[bool]]:
@@ -148,15 +228,17 @@ def encode_answers(tokenizer: Tokenizer, text: str) -> tuple[list[int], list[boo
 
 def render_marked(tokenizer: Tokenizer, messages: list[dict], add_generation_prompt=False, tools=None) -> str:
     """Render messages in the tokenizer's template, with BREAK inside special tokens that they spell out."""
-    bos, eos = tokenizer.bos_token, tokenizer.eos_token
-    messages, tools = broken(messages, tokenizer), broken(tools, tokenizer)
-    return render(messages, template_of(tokenizer), bos, eos, add_generation_prompt, tools)
+    template = template_of(tokenizer)
+    messages = broken([as_read(message, template) for message in messages], tokenizer)
+    tools = broken(tools, tokenizer)
+    return render(messages, template, tokenizer.bos_token, tokenizer.eos_token, add_generation_prompt, tools)
 
 
 def broken(value, tokenizer: Tokenizer):
     """A message, or a value in it, with BREAK inside the special tokens that it spells out."""
     if isinstance(value, dict):
-        return {name: broken(each, tokenizer) for name, each in value.items()}
+        marked = {broken(name, tokenizer): broken(each, tokenizer) for name, each in value.items()}
+        return Arguments(marked, broken(str(value), tokenizer)) if isinstance(value, Arguments) else marked
     if isinstance(value, list):
         return [broken(each, tokenizer) for each in value]
     if not isinstance(value, str):
