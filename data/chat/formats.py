@@ -82,9 +82,11 @@ def from_prompt_and_completion(row: dict) -> list:
         return [{"role": "user", "content": prompt}, {"role": "assistant", "content": completion}]
     if isinstance(prompt, str) or isinstance(completion, str):
         raise ValueError("one of prompt and completion is a text: both must be texts, or both lists of messages")
-    prompt = list_of_messages(row, "prompt")
-    prompt = [each | {"weight": 0} if isinstance(each, dict) else each for each in prompt]
-    return prompt + list_of_messages(row, "completion")
+    messages = [dict(each) if isinstance(each, dict) else each for each in list_of_messages(row, "prompt")]
+    for message in messages:
+        if isinstance(message, dict) and message.get("role") == "assistant":
+            message["weight"] = 0
+    return messages + list_of_messages(row, "completion")
 
 
 def from_sharegpt(row: dict) -> list:

@@ -168,7 +168,7 @@ def render_answers(tokenizer: Tokenizer, messages: list[dict], tools: list[dict]
     rendered = functools.partial(render_marked, tokenizer, tools=tools)
     messages = with_content(tokenizer, messages, tools)
     text, done, marked = rendered(messages), 0, []
-    if tools and text == render_marked(tokenizer, messages):
+    if tools and not writes_tools(tokenizer, messages, text):
         raise ValueError("it has tools, which the chat template does not write")
     for i, message in enumerate(messages):
         if message["role"] != "assistant" or message.get("weight") == 0:
@@ -196,6 +196,14 @@ def render_answers(tokenizer: Tokenizer, messages: list[dict], tools: list[dict]
             why = "each has weight 0, or another flag that says so"
         raise ValueError(f"there is no answer to learn: {why:.100}")
     return "".join([*marked, text[done:]])
+
+
+def writes_tools(tokenizer: Tokenizer, messages: list[dict], text: str) -> bool:
+    """Whether these messages render differently from `text` without tools."""
+    try:
+        return render_marked(tokenizer, messages) != text
+    except ValueError:  # the template needs tools
+        return True
 
 
 def with_content(tokenizer: Tokenizer, messages: list[dict], tools: list[dict] | None) -> list[dict]:
