@@ -175,17 +175,17 @@ def spelling(token: str | dict | None) -> str:
     return token.get("content", "") if isinstance(token, dict) else token or ""
 
 
-def named_templates(found: str | list[dict] | None) -> dict[str, str]:
+def named_templates(content: str | list[dict] | None) -> dict[str, str]:
     """The chat templates in a tokenizer_config.json: one, or several as [{"name": ..., "template": ...}, ...]."""
-    if found is None:
+    if content is None:
         return {}
-    if isinstance(found, str):
-        return {"default": found}
+    if isinstance(content, str):
+        return {"default": content}
     with contextlib.suppress(TypeError, KeyError):
-        templates = {each["name"]: each["template"] for each in found}
+        templates = {each["name"]: each["template"] for each in content}
         if all(isinstance(text, str) for pair in templates.items() for text in pair):
             return templates
-    raise ValueError(f"chat_template is {found!r:.60}, expected a text, or a list of {{name, template}}")
+    raise ValueError(f"chat_template is {content!r:.60}, expected a text, or a list of {{name, template}}")
 
 
 def one_template(templates: dict[str, str | None]) -> str | None:
@@ -193,14 +193,16 @@ def one_template(templates: dict[str, str | None]) -> str | None:
 
     transformers chooses so. A chat_template.jinja of this program serves every other reader, too.
     """
-    default, tool_use = templates.get("default"), templates.get("tool_use")
+    default = templates.get("default")
+    tool_use = templates.get("tool_use")
     if tool_use is None:
         return default
     if default is None:
         default = "{{ raise_exception('it is for conversations with tools only') }}"
-    # Jinja drops a line break after a block's tag, and one at the end of a program.
-    tool_use, default = (re.sub(r"\r?\n\Z", "", template) for template in (tool_use, default))
-    return f"{{% if tools %}}\n{tool_use}{{{{ '' }}}}{{% else %}}\n{default}{{{{ '' }}}}{{% endif %}}"
+    # Jinja drops a line break after a tag, one at the end of a program, and blanks before a tag, but not before {{.
+    tool_use = re.sub(r"\r?\n\Z", "", tool_use)
+    default = re.sub(r"\r?\n\Z", "", default)
+    return "{% if tools %}\n" + tool_use + "{{ '' }}{% else %}\n" + default + "{{ '' }}{% endif %}"
 
 
 def vocabulary_name(ids: dict[str, int]) -> str:

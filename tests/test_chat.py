@@ -380,6 +380,8 @@ def test_a_row_with_null_keys_renders_as_transformers_renders_it_without_them(re
         assert reads(TEMPLATES[name], changed) == theirs
     answers = [message.get("content") or "weather" for message in messages if message["role"] == "assistant"]
     assert len(reads.learned) == len(answers)
+    empty = {"messages": [{"tool_calls": []} | message for message in messages]} | ({"tools": tools} if tools else {})
+    assert reads(TEMPLATES[name], empty) == theirs, "an empty list is no call"
     assert all(answer.strip() in learned for answer, learned in zip(answers, reads.learned, strict=True))
     assert "None" not in theirs and "null" not in theirs
 
@@ -462,7 +464,9 @@ def test_rows_of_shared_formats_render_as_transformers_renders_their_messages(re
 
 def test_of_a_prompt_of_messages_no_answer_is_learned(reads):
     """As TRL's prompt-completion format says: also where a template writes its answers differently later."""
-    template = CHATML.replace("message['content']", "(message['content'] if loop.last or message.role == 'user' else '...')")
+    template = CHATML.replace(
+        "message['content']", "(message['content'] if loop.last or message.role == 'user' else '...')"
+    )
     reads(template, {"prompt": [Q, A, ASKED], "completion": [ANSWERED]})
     assert reads.learned == ["No.<|im_end|>"]
 
@@ -616,7 +620,6 @@ ODD_ROWS = {
     "message 1 has .* as content, expected a text": [
         *(said(("user", value)) for value in (5, [], {}, {"a": 1}, None, True)),
         *(from_them(("human", value)) for value in (5, None, {"a": 1})),
-        PAIR | {"system": 5},
     ],
     "as a part of its content.* only text": [
         *(said(("user", [value])) for value in ("a", 5, None, {"text": "a"}, {"type": "text", "text": 1})),
@@ -630,7 +633,10 @@ ODD_ROWS = {
         for call in ({"function": {"name": "f", "arguments": value}}, {"name": "f", "arguments": value})
     ],
     "as reasoning, expected a text": [{"messages": [A | {"reasoning": value}]} for value in (5, ["a"], {})],
-    "tools is not a list|nested": [PAIR | {"tools": value} for value in (5, "x", {}, [1], "{}", "[1]", [None], "[" * 3000)],
+    "tools is not a list|nested": [
+        PAIR | {"tools": value} for value in (5, "x", {}, [1], "{}", "[1]", [None], "[" * 3000)
+    ],
+    "system is": [PAIR | {"system": value} for value in (5, ["a"])],
     "both must be": [{"prompt": "a", "completion": [A]}, {"prompt": [Q], "completion": "b"}],
     "prompt is not a list": [{"prompt": 1, "completion": 2}, {"prompt": [], "completion": [A]}],
     "completion is not a list": [{"prompt": [Q], "completion": {}}],
@@ -657,6 +663,40 @@ def test_odd_rows_are_a_sentence_each_and_the_others_are_learned(written, messag
         assert len(str(error.value)) < 600
     assert Tokens(written(*good[:3], *odd, *good[3:], errors="skip"), "train").meta["train_documents"] == 8
     assert f"left out by --errors skip: {len(odd)}, the first:" in capsys.readouterr().out
+
+
+def paths_in(value, path=()):
+    """The place of every value in a row."""
+    yield path
+    children = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    for key, child in children:
+        yield from paths_in(child, (*path, key))
+
+
+def test_whatever_stands_anywhere_in_a_row_it_is_learned_or_a_sentence(fast, tmp_path):
+    fast.chat_template = QWEN
+    fast.save_pretrained(tmp_path)
+    tokenizer = get_tokenizer(tmp_path)
+    rows = [
+        {"messages": with_json_arguments([ASKED, CALLED, FOUND, ANSWERED | {"weight": 0}]), "tools": [TOOL]},
+        {"prompt": [SYSTEM, Q], "completion": [CALLED], "tools": json.dumps([TOOL])},
+        from_them(("human", "a"), ("function_call", json.dumps(CALL)), ("tool", "b"), ("gpt", "c"), system="d"),
+        TASK | {"input": "c", "history": [["d", "e"]], "system": "f"},
+    ]
+    n_learned, sentences = 0, []
+    for row in rows:
+        for *path, last in (path for path in paths_in(row) if path):
+            for odd in (None, 0, -1.5, 10**400, True, "", "{", "<|im_end|>\ud800", [], {}, [[]], [None], deep(400), Q):
+                changed = copy.deepcopy(row)
+                parent = changed
+                for key in path:
+                    parent = parent[key]
+                parent[last] = odd
+                for text in chat.render_rows([("here", changed)], tokenizer, sentences.append, Seen()):
+                    ids, is_target = encode_answers(tokenizer, text)
+                    n_learned += any(is_target) and len(ids) == len(is_target)
+    assert n_learned > 100 and len(sentences) > 100
+    assert all(sentence.startswith("here") and len(sentence) < 400 for sentence in sentences)
 
 
 @pytest.mark.parametrize("where", ["role", "content", "key", "from", "flag", "call"])

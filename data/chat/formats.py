@@ -44,9 +44,12 @@ def read_row(row: Any) -> Conversation:
     require_text_to_learn(row)
     [name] = fitting
     messages = FORMATS[name][1](row)
-    if row.get("system") and not any(isinstance(each, dict) and each.get("role") == "system" for each in messages):
+    messages = [checked(message, i) for i, message in enumerate(messages, start=1)]
+    if row.get("system") and not any(message["role"] == "system" for message in messages):
+        if not isinstance(row["system"], str):
+            raise ValueError(f"system is {row['system']!r:.40}, expected a text")
         messages = [{"role": "system", "content": row["system"]}, *messages]
-    return Conversation(name, [checked(message, i) for i, message in enumerate(messages, start=1)], tools_of(row))
+    return Conversation(name, messages, tools_of(row))
 
 
 def without_nulls(value: Any) -> Any:
@@ -77,7 +80,8 @@ def from_messages(row: dict) -> list:
 
 def from_prompt_and_completion(row: dict) -> list:
     """Two texts, or two lists of messages. As in TRL, an answer within the prompt is not learned."""
-    prompt, completion = row["prompt"], row["completion"]
+    prompt = row["prompt"]
+    completion = row["completion"]
     if isinstance(prompt, str) and isinstance(completion, str):
         return [{"role": "user", "content": prompt}, {"role": "assistant", "content": completion}]
     if isinstance(prompt, str) or isinstance(completion, str):
@@ -97,7 +101,8 @@ def from_sharegpt(row: dict) -> list:
 def from_sharegpt_message(message: Any, i: int) -> Any:
     if not isinstance(message, dict) or "from" not in message:
         return message
-    who, value = message["from"], message.get("value")
+    who = message["from"]
+    value = message.get("value")
     if not isinstance(who, str) or who not in SHAREGPT_ROLES:
         raise ValueError(f"message {i} is from {who!r:.40}, expected one of {', '.join(SHAREGPT_ROLES)}")
     others = {name: each for name, each in message.items() if name not in ("from", "value")}
@@ -166,6 +171,8 @@ def checked(message: Any, i: int) -> dict:
     message = {name: value for name, value in message.items() if name not in LEARN_FLAGS}
     if not is_learned:
         message["weight"] = 0
+    if message.get("tool_calls") == []:  # some templates would read it as a call
+        del message["tool_calls"]
     if "content" not in message and any(message.get(name) for name in ("tool_calls", *REASONING)):
         return message
     return message | {"content": text_of(message.get("content"), i)}
@@ -225,7 +232,8 @@ class Seen:
     """Counts the rows of each format, and the messages' keys that the chat template does not read."""
 
     def __init__(self):
-        self.rows, self.ignored = Counter(), Counter()
+        self.rows = Counter()
+        self.ignored = Counter()
 
     def add(self, conversation: Conversation, names_read: set[str]) -> None:
         """names_read: what the chat template reads of a message."""
@@ -243,4 +251,4 @@ class Seen:
         if not self.ignored:
             return [rows]
         names = ", ".join(f"{name!r:.40} ({n:,})" for name, n in self.ignored.most_common(9))
-        return [rows, f"ignored, because the chat template does not read them (messages): {names}"]
+        return [rows, f"ignored keys of messages, which the chat template does not read: {names}"]

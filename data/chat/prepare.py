@@ -3,18 +3,19 @@
     python data/chat/prepare.py --input chats.jsonl --tokenizer Llama-3.2-1B
     python data/chat/prepare.py --input chats.jsonl --tokenizer SmolLM2-135M --template mine.jinja --out data/mine
 
-A line of the input is a conversation in one of these formats (data/chat/formats.py):
+A line of the input is a conversation in one of these formats:
 
-    {"messages": [{"role": "user", "content": "..."}, {"role": "assistant", "content": "..."}]}     as OpenAI's
-    {"prompt": ..., "completion": ...}             as TRL's: texts, or lists of messages, of which the prompt's are not
-                                                   learned
-    {"conversations": [{"from": "human", "value": "..."}, {"from": "gpt", "value": "..."}]}         ShareGPT
-    {"instruction": "...", "input": "...", "output": "..."}   Alpaca: a line break between instruction and input, and
-                                                   none of the headings of Stanford's prompt; also `history`
+    {"messages": [{"role": "user", "content": "..."}, {"role": "assistant", "content": "..."}]}   as OpenAI's
+    {"prompt": "...", "completion": "..."}                                                        as TRL's
+    {"prompt": [messages], "completion": [messages]}                                              as TRL's
+    {"conversations": [{"from": "human", "value": "..."}, {"from": "gpt", "value": "..."}]}       ShareGPT
+    {"instruction": "...", "input": "...", "output": "..."}                                       Alpaca
 
-`system` and `tools` may stand beside them, as LLaMA-Factory documents. A content may be a list of text parts. Answers
-whose weight, train, training, trainable, loss_mask or loss is 0 or false are not learned. Tools and tool_calls need a
-template that supports them. What was recognised is printed; a row in none of these formats is refused.
+Beside these keys may stand `tools` and `system`; data/chat/formats.py has the details. Alpaca's question is the
+instruction, a line break and the input, as LLaMA-Factory documents it; `history` holds earlier pairs. A content may be
+a list of text parts. Not learned are the messages of a prompt, and answers whose weight, train, training, trainable,
+loss_mask or loss is 0 or false. Tools and tool_calls need a template that supports them. What was recognised is
+printed. A row in none of these formats is refused.
 
 Makes train.bin, train.mask, val.bin, val.mask and meta.json in --out (this folder by default). The text is
 rendered by --template, else by the tokenizer's chat template, else by Llama 3's; sample.py --chat and transformers find

@@ -167,7 +167,9 @@ def render_answers(tokenizer: Tokenizer, messages: list[dict], tools: list[dict]
     """
     rendered = functools.partial(render_marked, tokenizer, tools=tools)
     messages = with_content(tokenizer, messages, tools)
-    text, done, marked = rendered(messages), 0, []
+    text = rendered(messages)
+    done = 0
+    marked = []
     if tools and not writes_tools(tokenizer, messages, text):
         raise ValueError("it has tools, which the chat template does not write")
     for i, message in enumerate(messages):
@@ -183,8 +185,11 @@ def render_answers(tokenizer: Tokenizer, messages: list[dict], tools: list[dict]
                 "follow: put each answer at the end of a conversation of its own"
             )
         alone = {"role": "assistant", "content": message.get("content", "")}
-        fault = "" if alone["content"].strip() else "is an empty answer, as the chat template writes it"
-        fault = "has tool calls, which the chat template does not write" if message.get("tool_calls") else fault
+        fault = None
+        if message.get("tool_calls"):
+            fault = "has tool calls, which the chat template does not write"
+        elif not alone["content"].strip():
+            fault = "is an empty answer, as the chat template writes it"
         if fault and upto == rendered([*messages[:i], alone]).rstrip():
             raise ValueError(f"message {i + 1} {fault}")
         marked += [text[done : len(prompt)], ANSWER, upto[len(prompt) :], ANSWER_END]
@@ -193,7 +198,7 @@ def render_answers(tokenizer: Tokenizer, messages: list[dict], tools: list[dict]
         roles = [message["role"] for message in messages]
         why = "no role is assistant, but " + ", ".join(roles)
         if "assistant" in roles:
-            why = "each has weight 0, or another flag that says so"
+            why = "each has weight 0, or a flag that means the same"
         raise ValueError(f"there is no answer to learn: {why:.100}")
     return "".join([*marked, text[done:]])
 
