@@ -471,26 +471,67 @@ def test_of_a_prompt_of_messages_no_answer_is_learned(reads):
     assert reads.learned == ["No.<|im_end|>"]
 
 
-@pytest.mark.parametrize("template", [
-    CHATML.replace("{{- '<|im_start|>' + message['role'] + '\\n' + message['content'] + '<|im_end|>\\n' }}", """\
-{{- '<|im_start|>' + message.role + '\\n' }}
-{%- if message.role == 'assistant' -%}
-    {% generation %}{{ message.content + '<|im_end|>' }}{% endgeneration %}
-{%- else %}
-    {{- message.content + '<|im_end|>' }}
-{%- endif %}
-    {{- '\\n' }}"""),
-    "{% for m in messages %}{{ m.role + ':' }}{%- if m.role == 'assistant' -%}{%- generation -%} {{ m.content }}"
-    "{{ eos_token }}{%- endgeneration -%}{% else %}{{ m.content }}{% endif %}\n{% endfor %}"
-    "{{ 'assistant:' if add_generation_prompt }}",
-], ids=["chatml", "plain"])  # fmt: skip
-def test_what_is_learned_is_transformers_mask_of_a_template_that_marks_answers(reads, fast, template):
-    for messages in (MESSAGES[:4] + [ANSWERED], [Q, A]):
+MARKED = """\
+{%- for m in messages %}
+    {%- if m.role == 'assistant' %}
+        {{- '<|im_start|>assistant\\n' }}
+        {%- generation %}
+            {{- m.content + '<|im_end|>' }}
+        {%- endgeneration %}
+        {{- '\\n' }}
+    {%- else %}
+        {{- '<|im_start|>' + m.role + '\\n' + m.content + '<|im_end|>\\n' }}
+    {%- endif %}
+{%- endfor %}
+{{- '<|im_start|>assistant\\n' if add_generation_prompt }}"""
+MARKED_TEMPLATES = {
+    "answer and end": MARKED,
+    "line break after the end": MARKED.replace("'<|im_end|>' }}\n", "'<|im_end|>\\n' }}\n"),
+    "header": MARKED.replace("{{- '<|im_start|>assistant\\n' }}\n        {%- generation %}", """{%- generation -%}
+            {{- '<|im_start|>assistant\\n' }}"""),
+    "forgets": MARKED.replace("m.content", "(m.content if loop.last or m.role == 'user' else 'forgotten')"),
+    "blanks": "{% for m in messages %}{{ m.role + ':' }}{%- if m.role == 'assistant' -%}{%- generation -%}\n  "
+    "{{ m.content }}{{ eos_token }}\n {% endgeneration %}\n{% else %}{{ m.content }}{% endif %}\n{% endfor %}",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", MARKED_TEMPLATES)
+def test_what_a_template_marks_is_learned_as_in_transformers_mask(reads, fast, name):
+    template = MARKED_TEMPLATES[name]
+    for messages in (MESSAGES[1:4] + [ANSWERED], [Q, A]):
         options = dict(chat_template=template, return_assistant_tokens_mask=True, return_dict=True)
         theirs = fast.apply_chat_template(messages, **options)
         reads(template, {"messages": messages})
         assert reads.ids == theirs["input_ids"]
         assert reads.is_target == [bool(bit) for bit in theirs["assistant_masks"]] and any(reads.is_target)
+    both = reads.learned + reads.learned
+    for row in ({"messages": [Q, A | {"train": False}, Q, A]}, {"prompt": [Q, A, Q], "completion": [A]}):
+        reads(template, row)
+        assert reads.learned * 2 == both and reads.is_target.index(True) > len(reads.ids) / 2
+
+
+def test_marks_that_no_answer_can_be_told_by_and_answers_without_end_are_refused(reads, tmp_path, written):
+    template = MARKED.replace(
+        "m.content + '<|im_end|>'", "m.content }}{% endgeneration %}{% generation %}{{ '<|im_end|>'"
+    )
+    reads(template, {"messages": [Q, A, Q, A]})
+    assert "".join(reads.learned) == "b<|im_end|>b<|im_end|>"
+    with pytest.raises(ValueError, match="marks 4 texts in 2 answers"):
+        reads(template, {"messages": [Q, A | {"weight": 0}, Q, A]})
+    unended = MARKED.replace("m.content + '<|im_end|>'", "m.content").replace(
+        "'\\n' }}\n    {%- else", "eos_token }}{%- else"
+    )
+    (tmp_path / "unended.jinja").write_text(unended)
+    with pytest.raises(ValueError, match="does not end answers with a special token"):
+        written(line("a", "b"), template=tmp_path / "unended.jinja")
+
+
+def test_the_end_of_turn_is_found_before_a_line_break_that_is_learned_too(written, tmp_path):
+    template = MARKED_TEMPLATES["line break after the end"].replace("'<|im_end|>", "eos_token + '")
+    (tmp_path / "marked.jinja").write_text(template)
+    folder = written(*[line(f"{i}?", str(i)) for i in range(9)], template=tmp_path / "marked.jinja")
+    assert Tokens(folder, "train").meta["eos"] == [256]
+    assert all(text.endswith("<|endoftext|>\n") for text in targets_of(folder))
 
 
 @pytest.mark.parametrize("flag", ["weight", "train", "training", "trainable", "loss_mask", "loss"])

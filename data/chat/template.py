@@ -14,6 +14,7 @@ transformers provides: https://huggingface.co/docs/transformers/chat_templating_
 import functools
 import json
 import re
+from collections.abc import Callable
 from datetime import datetime
 
 from data.chat.formats import REASONING
@@ -34,6 +35,8 @@ LLAMA3_TEMPLATE = """\
 # Marks in a rendered text: Unicode noncharacters, which no text may contain.
 BREAK = "\ufdd0"  # inside a special token that a message spells out, so that it stays text
 ANSWER, ANSWER_END = "\ufdd1", "\ufdd2"  # around the text to learn
+MARKS = re.compile(f"[{ANSWER}{ANSWER_END}]")
+ANSWER_BLOCK = re.compile(f"{ANSWER}([^{ANSWER_END}]*){ANSWER_END}")
 
 
 def template_of(tokenizer: Tokenizer) -> str:
@@ -46,18 +49,22 @@ def template_of(tokenizer: Tokenizer) -> str:
     return LLAMA3_TEMPLATE if tokenizer.chat_template is None else tokenizer.chat_template
 
 
-def render(messages: list[dict], template: str, bos: str, eos: str, add_generation_prompt=False, tools=None) -> str:
+def render(
+    messages: list[dict], template: str, bos: str, eos: str, add_generation_prompt=False, tools=None, keep_answers=False
+) -> str:
     """The text of messages that as_read gives.
 
     template: Jinja source. bos, eos: the special tokens as the tokenizer spells them, "" if it has none.
     add_generation_prompt: the text ends where the assistant's answer begins. tools: JSON schemas of what the
-    assistant may call. ValueError if the template is broken or refuses the messages.
+    assistant may call. keep_answers: with ANSWER and ANSWER_END where the template marks answers itself. ValueError if
+    the template is broken or refuses the messages.
     """
     variables = {"messages": messages, "bos_token": bos, "eos_token": eos}
     # transformers always defines tools and documents: templates compare them with none.
     variables |= {"add_generation_prompt": add_generation_prompt, "tools": tools or None, "documents": None}
     try:
-        return compile_template(template).render(variables)
+        text = compile_template(template).render(variables)
+        return text if keep_answers else MARKS.sub("", text)
     except ImportError as error:
         raise ImportError(f"a chat template needs Jinja ({error}): pip install jinja2") from error
     except Exception as error:  # a third-party program may raise anything
@@ -115,7 +122,7 @@ def compile_template(template: str):
     from jinja2 import TemplateSyntaxError
 
     try:
-        return make_environment().from_string(without_generation(template))
+        return make_environment().from_string(template)
     except TemplateSyntaxError as error:
         raise ValueError(f"its line {error.lineno} is not valid Jinja ({error.message})") from None
 
@@ -125,25 +132,34 @@ def names_read(template: str) -> frozenset[str]:
     """What a template reads of messages and tools: each name in message.name, message['name'] and 'name' in message."""
     from jinja2 import nodes
 
-    tree = make_environment().parse(without_generation(template))
+    tree = make_environment().parse(template)
     attributes = {node.attr for node in tree.find_all(nodes.Getattr)}
     return frozenset(attributes | {node.value for node in tree.find_all(nodes.Const) if isinstance(node.value, str)})
 
 
-def without_generation(template: str) -> str:
-    """{% generation %} ... {% endgeneration %} marks answers for transformers. Here it has no effect."""
-    return re.sub(r"({%[-+]?\s*(?:end)?)generation\b", r"\1with", template)
-
-
 def make_environment():
-    from jinja2 import TemplateError
-    from jinja2.ext import loopcontrols
+    from jinja2 import TemplateError, nodes
+    from jinja2.ext import Extension, loopcontrols
     from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+    class Generation(Extension):
+        """{% generation %} ... {% endgeneration %}: a template's own marks around answers, as in transformers."""
+
+        tags = {"generation"}
+
+        def parse(self, parser):
+            line = next(parser.stream).lineno
+            body = parser.parse_statements(["name:endgeneration"], drop_needle=True)
+            return nodes.CallBlock(self.call_method("mark"), [], [], body).set_lineno(line)
+
+        def mark(self, caller) -> str:
+            return ANSWER + caller() + ANSWER_END
 
     def raise_exception(message):
         raise TemplateError(message)
 
-    environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols])
+    extensions = [loopcontrols, Generation]
+    environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=extensions)
     environment.filters["tojson"] = functools.partial(json.dumps, ensure_ascii=False)  # Jinja's own escapes HTML
     environment.globals["raise_exception"] = raise_exception
     environment.globals["strftime_now"] = lambda format: datetime.now().strftime(format)
@@ -162,19 +178,68 @@ def encode_prompt(tokenizer: Tokenizer, messages: list[dict]) -> list[int]:
 def render_answers(tokenizer: Tokenizer, messages: list[dict], tools: list[dict] | None = None) -> str:
     """The text of a conversation, for encode_answers: with marks around the assistant's answers and their ends of turn.
 
-    An answer is what its message adds to the text of the prompt before it. ValueError if there is none, or if the
-    template writes a message differently when others follow (as templates that drop earlier thoughts do).
+    A template may mark them with {% generation %}; else an answer is what its message adds to the prompt before it.
+    ValueError if there is no answer to learn, or if the template does not write what the conversation has.
     """
     rendered = functools.partial(render_marked, tokenizer, tools=tools)
     messages = with_content(tokenizer, messages, tools)
-    text = rendered(messages)
-    done = 0
-    marked = []
+    marked = rendered(messages, keep_answers=True)
+    text = MARKS.sub("", marked)
     if tools and not writes_tools(tokenizer, messages, text):
         raise ValueError("it has tools, which the chat template does not write")
-    for i, message in enumerate(messages):
-        if message["role"] != "assistant" or message.get("weight") == 0:
-            continue
+    learned = [i for i, message in enumerate(messages) if message["role"] == "assistant" and message.get("weight") != 0]
+    if not learned:
+        raise ValueError(f"there is no answer to learn: {why_none(messages):.100}")
+    for i in learned:
+        require_written(rendered, messages, i)
+    return marked_by_template(marked, messages) if marked != text else marked_by_prompts(rendered, messages, learned)
+
+
+def why_none(messages: list[dict]) -> str:
+    roles = [message["role"] for message in messages]
+    if "assistant" in roles:
+        return "each has weight 0, or a flag that means the same"
+    return "no role is assistant, but " + ", ".join(roles)
+
+
+def require_written(rendered: Callable, messages: list[dict], i: int) -> None:
+    """ValueError if the template writes no tool calls in this answer that has some, or nothing in an empty one."""
+    message = messages[i]
+    alone = {"role": "assistant", "content": message.get("content", "")}
+    if message.get("tool_calls"):
+        fault = "has tool calls, which the chat template does not write"
+    elif not alone["content"].strip():
+        fault = "is an empty answer, as the chat template writes it"
+    else:
+        return
+    if rendered(messages[: i + 1]) == rendered([*messages[:i], alone]):
+        raise ValueError(f"message {i + 1} {fault}")
+
+
+def marked_by_template(marked: str, messages: list[dict]) -> str:
+    """The text with the template's own marks, except those around answers of weight 0."""
+    answers = [message for message in messages if message["role"] == "assistant"]
+    if all(message.get("weight") != 0 for message in answers):
+        return marked
+    n_blocks = marked.count(ANSWER)
+    if n_blocks != len(answers):
+        raise ValueError(
+            f"the chat template marks {n_blocks} texts in {len(answers)} answers, so that those of weight 0 cannot be "
+            "told from the others: put each answer at the end of a conversation of its own"
+        )
+    weights = iter(message.get("weight") for message in answers)
+    return ANSWER_BLOCK.sub(lambda block: block[1] if next(weights) == 0 else block[0], marked)
+
+
+def marked_by_prompts(rendered: Callable, messages: list[dict], learned: list[int]) -> str:
+    """The text with marks around what each message to learn adds to the text of the prompt before it.
+
+    ValueError if the template writes a message differently when others follow, as templates do that drop old thoughts.
+    """
+    text = rendered(messages)
+    done = 0
+    parts = []
+    for i in learned:
         prompt = rendered(messages[:i], add_generation_prompt=True)
         upto = rendered(messages[: i + 1]).rstrip()  # a newline may follow the end of turn
         if not (upto.startswith(prompt) and text.startswith(upto) and len(prompt) >= done):
@@ -184,23 +249,9 @@ def render_answers(tokenizer: Tokenizer, messages: list[dict], tools: list[dict]
                 f"the chat template writes message {i + 1} differently when it is to be answered, or when others "
                 "follow: put each answer at the end of a conversation of its own"
             )
-        alone = {"role": "assistant", "content": message.get("content", "")}
-        fault = None
-        if message.get("tool_calls"):
-            fault = "has tool calls, which the chat template does not write"
-        elif not alone["content"].strip():
-            fault = "is an empty answer, as the chat template writes it"
-        if fault and upto == rendered([*messages[:i], alone]).rstrip():
-            raise ValueError(f"message {i + 1} {fault}")
-        marked += [text[done : len(prompt)], ANSWER, upto[len(prompt) :], ANSWER_END]
+        parts += [text[done : len(prompt)], ANSWER, upto[len(prompt) :], ANSWER_END]
         done = len(upto)
-    if not marked:
-        roles = [message["role"] for message in messages]
-        why = "no role is assistant, but " + ", ".join(roles)
-        if "assistant" in roles:
-            why = "each has weight 0, or a flag that means the same"
-        raise ValueError(f"there is no answer to learn: {why:.100}")
-    return "".join([*marked, text[done:]])
+    return "".join([*parts, text[done:]])
 
 
 def writes_tools(tokenizer: Tokenizer, messages: list[dict], text: str) -> bool:
@@ -228,7 +279,7 @@ def encode_answers(tokenizer: Tokenizer, text: str) -> tuple[list[int], list[boo
     A prompt gets the same ids as when it is encoded alone, as sample.py does.
     """
     ids, is_target, context = [], [], ""
-    for i, part in enumerate(re.split(f"[{ANSWER}{ANSWER_END}]", text)):
+    for i, part in enumerate(MARKS.split(text)):
         # ids may depend on the text before them, but only back to the last special token
         before, both = encode(tokenizer, context), encode(tokenizer, context + part)
         continues = both[: len(before)] == before == ids[len(ids) - len(before) :]
@@ -239,12 +290,14 @@ def encode_answers(tokenizer: Tokenizer, text: str) -> tuple[list[int], list[boo
     return ids, is_target
 
 
-def render_marked(tokenizer: Tokenizer, messages: list[dict], add_generation_prompt=False, tools=None) -> str:
+def render_marked(
+    tokenizer: Tokenizer, messages: list[dict], add_generation_prompt=False, tools=None, **options
+) -> str:
     """Render messages in the tokenizer's template, with BREAK inside special tokens that they spell out."""
     template = template_of(tokenizer)
     messages = broken([as_read(message, template) for message in messages], tokenizer)
     tools = broken(tools, tokenizer)
-    return render(messages, template, tokenizer.bos_token, tokenizer.eos_token, add_generation_prompt, tools)
+    return render(messages, template, tokenizer.bos_token, tokenizer.eos_token, add_generation_prompt, tools, **options)
 
 
 def broken(value, tokenizer: Tokenizer):
