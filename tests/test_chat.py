@@ -771,6 +771,7 @@ def test_a_special_token_or_mark_in_the_name_of_a_key_stays_text(written, reads)
         reads(QWEN, {"messages": [Q, A], "tools": [tool | {"\ufdd1": 1}]})
 
 
+@pytest.mark.usefixtures("plain_pytorch_on_one_core")
 def test_evaluation_reads_the_same_formats(sample, tmp_path):
     publish_chat_model(tmp_path / "hf")
     rows = {

@@ -247,7 +247,7 @@ class Seen:
                     self.ignored[name] += 1
 
     def sentences(self) -> list[str]:
-        rows = ", ".join(f"{n:,} rows of {name}" for name, n in self.rows.most_common())
+        rows = ", ".join(f"{n:,} {'row' if n == 1 else 'rows'} of {name}" for name, n in self.rows.most_common())
         if not self.ignored:
             return [rows]
         names = ", ".join(f"{name!r:.40} ({n:,})" for name, n in self.ignored.most_common(9))

@@ -192,7 +192,9 @@ def render_answers(tokenizer: Tokenizer, messages: list[dict], tools: list[dict]
         raise ValueError(f"there is no answer to learn: {why_none(messages):.100}")
     for i in learned:
         require_written(rendered, messages, i)
-    return marked_by_template(marked, messages) if marked != text else marked_by_prompts(rendered, messages, learned)
+    if marked != text:
+        return marked_by_template(marked, messages)
+    return marked_by_prompts(text, rendered, messages, learned)
 
 
 def why_none(messages: list[dict]) -> str:
@@ -231,12 +233,11 @@ def marked_by_template(marked: str, messages: list[dict]) -> str:
     return ANSWER_BLOCK.sub(lambda block: block[1] if next(weights) == 0 else block[0], marked)
 
 
-def marked_by_prompts(rendered: Callable, messages: list[dict], learned: list[int]) -> str:
+def marked_by_prompts(text: str, rendered: Callable, messages: list[dict], learned: list[int]) -> str:
     """The text with marks around what each message to learn adds to the text of the prompt before it.
 
     ValueError if the template writes a message differently when others follow, as templates do that drop old thoughts.
     """
-    text = rendered(messages)
     done = 0
     parts = []
     for i in learned:
