@@ -20,13 +20,14 @@ from pathlib import Path
 
 from configurator import did_you_mean
 from data.tiktoken_files import DOWNLOADS, bytes_encoding, encoding_of_json, is_llama3, llama3_encoding, openai_encoding
-from data.vocabulary import HuggingFace, Tiktoken, Tokenizer, vocabulary_name
+from data.vocabulary import HuggingFace, Tiktoken, Tokenizer, one_template, vocabulary_name
 
 NAMES = ["bytes", *DOWNLOADS, "llama3"]
 FILES = (  # that belong to a tokenizer in Hugging Face's format
     "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja",
     "generation_config.json",
 )  # fmt: skip
+TOOL_TEMPLATE = "additional_chat_templates/tool_use.jinja"  # beside chat_template.jinja, for conversations with tools
 MODEL_FILES = ["tokenizer.model", "original/tokenizer.model"]  # in Meta's folders, in Hugging Face's
 LLAMA3_VOCAB = 128256
 DESCRIPTIONS = ("meta.json", "run.json", "params.json", "config.json", "base_config.json")  # of data, of models
@@ -90,6 +91,11 @@ def tokenizer_of(folder: Path) -> Tokenizer:
         tokenizer.bos = config.get("bos_token_id", tokenizer.bos)
     if "chat_template.jinja" in files:
         tokenizer.chat_template = files["chat_template.jinja"].decode()
+    tool_use = {} if meta else read_files(folder, [TOOL_TEMPLATE])
+    if tool_use:
+        both = {"default": tokenizer.chat_template, "tool_use": tool_use[TOOL_TEMPLATE].decode()}
+        tokenizer.chat_template = one_template(both)
+        tokenizer.files = tokenizer.files | {"chat_template.jinja": tokenizer.chat_template.encode()}
     return tokenizer
 
 
