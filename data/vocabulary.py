@@ -26,6 +26,7 @@ class Tokenizer:
     n_vocab        the largest id + 1
     end_of_text    the id that ends every document
     bos            the id before every document and prompt, or None
+    hf_bos         of tokenizer_of(): the id that transformers puts before a text with the same files, or None
     eos            the ids after which a model stops, end_of_text among them
     bos_token, eos_token, chat_template    for chat templates; "" or None if there is none
     special_tokens the text of each special token
