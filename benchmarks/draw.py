@@ -15,6 +15,7 @@ import matplotlib.pyplot as plt
 
 from benchmarks import arms as trainers
 from benchmarks import compare
+from data.files import atomic_write
 
 COLORS = {  # of kernels. Ours stands out; an arm has the same color in all plots
     "nanocria": "#c2410c", "eager": "#9ca3af", "torch": "#4b5563", "compile": "#0f766e", "liger": "#2563eb",
@@ -48,7 +49,8 @@ def finish(figure, path: Path, legend=None, **options) -> None:
     """Save the figure, with one legend (handles, labels) below all panels, or at `loc`."""
     if legend:
         figure.legend(*legend, **{"ncols": 3, "loc": "outside lower center"} | options)
-    figure.savefig(path)
+    with atomic_write(path) as file:
+        figure.savefig(file, format=path.suffix[1:])
     plt.close(figure)
 
 

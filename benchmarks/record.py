@@ -54,8 +54,9 @@ def keep_summary(run_folder: str, name: str) -> None:
 
 def commit() -> str:
     """run_log.git_commit(), but rewritten records and pages do not make the code dirty."""
-    name, code = run_log.git_commit(), ["git", "diff", "--quiet", "HEAD", "--", ".", *(f":!{path}" for path in PAGES)]
-    clean = name.endswith("-dirty") and not subprocess.run(code, cwd=ROOT, capture_output=True).returncode
+    name = run_log.git_commit()
+    changed = [*run_log.git(ROOT), "diff", "--quiet", "HEAD", "--", ".", *(f":!{path}" for path in PAGES)]
+    clean = name.endswith("-dirty") and not subprocess.run(changed, cwd=ROOT, capture_output=True).returncode
     return name.removesuffix("-dirty") if clean else name
 
 
