@@ -20,7 +20,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, Offlo
 
 sys.path.insert(0, os.path.dirname(__file__))  # python -I and PYTHONSAFEPATH=1 leave it out
 from configurator import configure
-from data.loader import open_dataset
+from data.loader import open_dataset, read_ahead
 from kernels.fp8_linear import use_fp8
 from lora import add_lora
 from model import Execution, Llama, LlamaConfig, document_starts
@@ -34,18 +34,25 @@ from runtime.check_settings import check_settings
 from runtime.checkpoint import Saver
 from runtime.copy_engines import pick_copy_engines, use_copy_engines
 from runtime.cuda_graph import CUDAGraph
-from runtime.device import pick_device, pick_dtype, send_to_cpu, send_to_device
-from runtime.distributed import local_world_size, print0, rank, require_same_on_all_ranks, stop_on_error, world_size
+from runtime.device import pick_device, pick_dtype, send_to_device
+from runtime.distributed import (
+    local_world_size,
+    on_all_ranks,
+    print0,
+    rank,
+    require_same_on_all_ranks,
+    stop_on_error,
+    world_size,
+)
 from runtime.memory import RunShape
 from runtime.memory_advice import cpu_bytes_to_come, disk_bytes, out_of_memory_message, require_memory
 from runtime.memory_stats import card_gib
 from runtime.profile import Profiler
 from runtime.restore import check_start, find_start, model_settings, restore
 from runtime.run_log import RunLog
-from runtime.shutdown import ShutdownHandler, make_excepthook, on_not_finite
 from runtime.state_file import open_state_file
+from runtime.stop import Signals, bad_data_ends_this_rank, make_excepthook, on_not_finite
 from runtime.stream_weights import StreamedWeights
-from runtime.watchdog import Watchdog
 
 # ----------------------------------------------------------------------------------------------------------------------
 # output
@@ -126,13 +133,15 @@ seed = 1337  # for the initial weights and the order of the data
 sharding: Literal["zero3", "zero2", "hybrid"] = "zero3"  # zero2: blocks stay gathered; hybrid: one copy per machine
 sync_every_micro_batch = True  # false: reduce gradients once per step, with all of them in float32 on every rank
 copy_engines: bool | None = None  # communicate by copy engine instead of NCCL; none: if the GPUs support it
-timeout = 600.0  # seconds without progress before the waiting ranks report which one they wait for and end the run
+timeout = 600.0  # seconds that a rank waits for the others before it ends the run
 # ----------------------------------------------------------------------------------------------------------------------
 settings, named = configure(globals(), sys.argv[1:])
 
 # ----------------------------------------------------------------------------------------------------------------------
 # Setup: one process per GPU, rank `rank` of `world_size`. Without torchrun: rank 0 of 1.
-shutdown = ShutdownHandler()  # until shutdown.listen() below, Ctrl-C ends the run at once
+signals = Signals()  # until signals.listen() below, Ctrl-C ends the run at once
+phase = "starting"  # what the run is doing, and the step that it is at: for messages
+step = 0
 device = pick_device(device)
 dtype = pick_dtype(dtype, device)
 cuda_graph = cuda_graph and device != "cpu"
@@ -147,9 +156,11 @@ lr_decay_iters = max_iters if lr_decay_iters is None else lr_decay_iters
 min_lr = learning_rate / 10 if min_lr is None else min_lr
 
 distributed.init_distributed(device, timeout)
-watchdog = Watchdog(timeout)
 require_same_on_all_ranks({name: value for name, value in settings.items() if not name.startswith("wandb_")})
 out_dir = os.path.expanduser(out_dir)  # a shell does not expand the ~ of --out_dir=~/runs
+sys.excepthook = make_excepthook(
+    lambda: f"step {step}, {phase}", out_dir, lambda: out_of_memory_message(config, run_shape, card_gib(device))
+)
 lock_file = run_folder.claim(out_dir)
 start = find_start(out_dir, init_from)  # a checkpoint, a folder of published weights, or None
 from_weights = model_settings(start, init_from, named)  # model settings that the user has not named
@@ -163,10 +174,9 @@ copy_engines = pick_copy_engines(copy_engines, device, mesh and mesh["shard"].ge
 # ----------------------------------------------------------------------------------------------------------------------
 # Data: sequence i of the run is a function of (seed, i) alone. So a step's batch is the same for any number of ranks
 # and micro-batches, and the only loader state a resumed run needs is the number of sequences read.
+phase = "opening the dataset"
 with stop_on_error():  # an OSError or ValueError ends the run with its message
-    train_data, val_data = watchdog.on_all_ranks(
-        "opening the dataset", lambda: open_dataset(dataset, block_size, seed, vocab_size, mask_documents)
-    )
+    train_data, val_data = on_all_ranks(lambda: open_dataset(dataset, block_size, seed, vocab_size, mask_documents))
 require_same_on_all_ranks({f"the dataset's {name}": value for name, value in train_data.meta.items()})
 vocab_size = train_data.vocab_size
 
@@ -180,7 +190,7 @@ def to_device(blocks: torch.Tensor) -> tuple[torch.Tensor, ...]:
 # ----------------------------------------------------------------------------------------------------------------------
 # Model: build it on the meta device, shard it with FSDP, materialize, initialize. With several ranks, none ever builds
 # or reads the whole model.
-watchdog.progress("building the model")
+phase = "building the model"
 with stop_on_error():
     rule = rule_of(settings)  # updates the weights; memory.py asks it for its states
     config = LlamaConfig(
@@ -205,7 +215,6 @@ with stop_on_error():
         add_lora(model, lora_rank, lora_alpha, base_dtype)
 require_memory(config, run_shape, device)
 state_file = open_state_file(offload_dir, disk_bytes(config, run_shape))
-sys.excepthook = make_excepthook(watchdog, out_dir, lambda: out_of_memory_message(config, run_shape, card_gib(device)))
 if compile:
     for layer in model.layers:
         layer.compile()
@@ -231,9 +240,13 @@ model.init_weights(seed, device)
 # Optimizer: an update rule, and the place where its state and the float32 master weights live
 with stop_on_error():  # in case memory cannot be pinned
     streamed = StreamedWeights(model, device) if offload == "all" and world_size == 1 else None  # FSDP moves its own
-    place = OnDevice() if offload == "none" else OnDisk(state_file, streamed) if state_file else OnCPU(streamed)
-    scaling = dtype == "float16"
-    optimizer = watchdog.on_all_ranks("allocating", lambda: Optimizer(model, rule, place, grad_clip, scaling))
+    if offload == "none":
+        place = OnDevice()
+    elif state_file:
+        place = OnDisk(state_file, streamed)
+    else:
+        place = OnCPU(streamed)
+    optimizer = on_all_ranks(lambda: Optimizer(model, rule, place, grad_clip, scales_loss=dtype == "float16"))
 
 
 def learning_rate_at(step: int) -> float:
@@ -247,15 +260,18 @@ def learning_rate_at(step: int) -> float:
 
 # ----------------------------------------------------------------------------------------------------------------------
 # Start: from scratch, from published weights, or from the newest checkpoint
+phase = "starting"
 log = RunLog(out_dir, device, dtype, tokens_per_step, model.flops_per_token(block_size), max_iters, log_interval)
 log.header(model, run_shape, train_data, warmup_iters)
-facts = {"settings": settings, "dtype": dtype, "dataset": train_data.meta, "versions": log.versions}  # for run.json
-begun, documents = restore(start, out_dir, model, optimizer, facts, watchdog.progress)
-facts["began_with"] = begun["began_with"]
-settings["init_from"] = begun["began_with"]["init_from"]  # what was read, not what the command of a resume says
-first_step = begun["step"]
-earlier_sequences = begun["sequences"] - first_step * sequences_per_step  # not 0 if a step's batch has changed
-saver = Saver(out_dir, optimizer, config, documents, keep_last, async_save, cpu_bytes_to_come(config, run_shape))
+run_info = {"settings": settings, "dtype": dtype, "dataset": train_data.meta, "versions": log.versions}  # for run.json
+start_state, hf_files = restore(start, out_dir, model, optimizer, run_info)
+run_info["began_with"] = start_state["began_with"]
+settings["init_from"] = start_state["began_with"]["init_from"]  # what was read, not what a resume's command says
+first_step = start_state["step"]
+# Sequences read before this run's batch size took effect, less those that its steps so far would have read.
+earlier_sequences = start_state["sequences"] - first_step * sequences_per_step
+spare_bytes = cpu_bytes_to_come(config, run_shape)
+saver = Saver(out_dir, optimizer, config, hf_files, keep_last, async_save, spare_bytes, timeout)
 wandb_options = {"project": wandb_project, "name": wandb_run_name, "config": settings} if wandb_log else {}
 if not eval_only:
     log.open(first_step, **wandb_options)
@@ -263,19 +279,17 @@ profiler = Profiler(out_dir, first_step, enabled=profile)
 
 # ----------------------------------------------------------------------------------------------------------------------
 # The step, and the evaluation
-step = first_step  # steps queued so far: all but perhaps the last are done
 n_eval_blocks = min(eval_iters * batch_size, val_data.n_blocks)
 
 
-def read_step(step: int) -> list[tuple[torch.Tensor, ...]]:
-    """This rank's micro-batches of a step, a few megabytes. Their sequences follow those of the step before.
-
-    Each begins with the weight of its mean loss: 1, or for conversations its number of targets over the average one's.
+def read_step(step: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """This rank's micro-batches of a step: blocks (B, T + 1), after a weight of their mean loss: 1 for text; for chats,
+    their targets / mean targets per micro-batch, so that every answer token counts the same.
     """
     first = earlier_sequences + step * sequences_per_step
-    mine = range(rank, gradient_accumulation_steps, world_size)  # micro-batches
-    weights = send_to_device(train_data.weights(first, gradient_accumulation_steps, batch_size), device)
-    return [(weights[i], *to_device(train_data.sequences(first + i * batch_size, batch_size))) for i in mine]
+    weights = train_data.weights(first, gradient_accumulation_steps, batch_size)
+    mine = range(rank, gradient_accumulation_steps, world_size)
+    return [(weights[i], train_data.sequences(first + i * batch_size, batch_size)) for i in mine]
 
 
 def forward_backward(weight: torch.Tensor, *batch: torch.Tensor) -> torch.Tensor:
@@ -289,22 +303,22 @@ def forward_backward(weight: torch.Tensor, *batch: torch.Tensor) -> torch.Tensor
 
 update = optimizer.update  # clips, changes the weights and frees the gradients; returns their norm
 if cuda_graph:  # of each, the first call runs eagerly, the second is captured, later ones are replayed
-    forward_backward, update = CUDAGraph(forward_backward), CUDAGraph(update)
+    forward_backward = CUDAGraph(forward_backward)
+    update = CUDAGraph(update)
 
 
 @torch.no_grad()
 def evaluate() -> float | None:
-    """The mean loss over n_eval_blocks validation blocks, always the same ones. None if interrupted."""
+    """The mean loss over n_eval_blocks validation blocks, always the same ones. None if a signal interrupts it."""
     # The sum of the losses and the number of targets: in float32 they would depend on the number of ranks.
     total = torch.zeros(2, dtype=torch.float64, device=device)
     for first in range(0, n_eval_blocks, batch_size * world_size):
-        watchdog.progress(f"step {step}: evaluation")
+        if signals.received_anywhere():
+            return None
         rows = range(first + rank * batch_size, first + (rank + 1) * batch_size)
         chosen = [row % n_eval_blocks * val_data.n_blocks // n_eval_blocks for row in rows]  # spread evenly
-        with shutdown.on_data_error():
+        with bad_data_ends_this_rank():
             tokens, targets, *doc_starts = to_device(val_data.read(chosen))
-        if shutdown.requested_anywhere(device):
-            return None
         # FSDP needs equally many forwards on all ranks: rows past the end are computed but not counted.
         surplus = torch.tensor([row >= n_eval_blocks for row in rows], device=device)
         targets = targets.masked_fill(surplus[:, None], -100)
@@ -315,95 +329,65 @@ def evaluate() -> float | None:
     return (total[0] / total[1]).item()
 
 
-def read_ahead(step: int) -> None:
-    """Appends a step's micro-batches to `batches`. If this rank cannot read them, all ranks stop before that step."""
-    if step < max_iters and not shutdown.requested:
-        watchdog.progress(f"step {step + 1}: reading data")
-        with log.reading(), shutdown.on_data_error():
-            batches.append(read_step(step))
-
-
-def finish(step: int, numbers) -> bool:
-    """Waits for a step's numbers (from send_to_cpu) and logs them. Returns True if any rank wants to stop."""
-    watchdog.progress(f"step {step}: waiting for the GPU")
-    loss, stop_wanted, grad_norm, loss_scale = numbers()
-    if not math.isfinite(grad_norm):
-        watchdog.pause(f"step {step}: not finite")
-        on_not_finite(step, loss, grad_norm, loss_scale, saver)  # float16 continues with a smaller scale
-    log.step(step, loss, learning_rate_at(step - 1), grad_norm)
-    return stop_wanted > 0
-
-
 # ----------------------------------------------------------------------------------------------------------------------
-# Loop: the CPU queues the first micro-batch of step t on the GPU, then waits for the numbers of step t - 1 and logs
-# them. So the GPU never waits for the CPU. A step that is not finite changes nothing, so learning of it one step late
-# does no harm.
-shutdown.listen()
-stopping, val_loss = False, None
-batches, unfinished = [], []  # micro-batches of the next two steps; a step's numbers, perhaps still in flight
+# Loop: nothing in a step waits for the GPU; log.step reads its numbers every log_interval steps. A step that is not
+# finite changes no weight, so learning of it some steps late does no harm.
+signals.listen()
+step = first_step
+val_loss = None
 if eval_only or (eval_first and step == 0):
+    phase = "evaluating"
     with log.paused():
         print0(f"step {step:05d} | {log.evaluation(step, evaluate(), n_eval_blocks)}")
-max_iters = step if eval_only else max_iters
-loss_scale = optimizer.loss_scale.scale if scaling else torch.zeros((), device=device)
-read_ahead(step)
-read_ahead(step + 1)
-if step < max_iters and not batches:  # the data cannot be read, or a signal has arrived
-    distributed.leave(shutdown.exit_code)
-while step < max_iters and not stopping:
-    optimizer.lr.fill_(learning_rate_at(step))
-    loss = torch.zeros((), device=device)  # this rank's share
-    for i, batch in enumerate(batches.pop(0)):
-        if not sync_every_micro_batch:
-            model.set_requires_gradient_sync(i + 1 == micro_steps)
-        watchdog.progress(f"step {step + 1}: forward and backward")
-        loss += forward_backward(*batch)
-        if unfinished:  # the previous step, already counted. Not later: a full GPU queue would block the CPU
-            stopping |= finish(step, unfinished.pop())
-    read_ahead(step + 2)  # while the GPU computes. Two steps ahead, since ranks learn of an error one step late
-    watchdog.progress(f"step {step + 1}: update")
-    saver.wait_for_copy()  # of the weights, by a save in the background
-    grad_norm = update()
-    totals = torch.stack([loss, torch.full_like(loss, float(shutdown.requested))])
-    if world_size > 1:
-        dist.all_reduce(totals)
-        totals /= world_size
-    # To log another number from the GPU, a float32 scalar, add it to this stack, and in finish() pass it to log.step as
-    # name=number. Do not read the weights: here they may be sharded, elsewhere, or being updated. For gradients, call
-    # optimizer.place.gradients() before update(): it returns this rank's rows by name. Not with cuda_graph.
-    unfinished.append(send_to_cpu(torch.stack([*totals, grad_norm.to(device), loss_scale.to(device)])))
-    step += 1
-
+if eval_only:
+    max_iters = step
+batches = read_ahead(read_step, range(step, max_iters))  # a thread reads the next step while this one computes
+while True:
+    stopping = signals.received_anywhere()
     evaluates = step % eval_interval == 0 or step == max_iters
-    # True if the next step must wait for this one. The first, too: its time to compile must not count for the second.
-    in_turn = evaluates or device == "cpu" or step == first_step + 1 or profiler.at_edge(step)
-    if in_turn or stopping:
-        stopping |= finish(step, unfinished.pop())
-    profiler.step(step)
-    saver.report(step)
-    if evaluates or stopping:
+    if step > first_step and (evaluates or stopping):
         with log.paused():
+            phase = "evaluating"
             val_loss = None if stopping else evaluate()
             result = log.evaluation(step, val_loss, n_eval_blocks)
-            stopping = shutdown.requested_anywhere(device) or stopping  # in this order: the call prints why
-            watchdog.pause(f"step {step}: saving")  # a disk may take longer than a step
-            run = facts | {"val_loss": val_loss, "sequences": earlier_sequences + step * sequences_per_step}
-            kept = saver.save(step, run, wait=stopping or step == max_iters)
-            print0(f"step {step:05d} | {result} | {kept}")
+            stopping = val_loss is None
+            phase = "saving"
+            run = run_info | {"val_loss": val_loss, "sequences": earlier_sequences + step * sequences_per_step}
+            print0(f"step {step:05d} | {result} | {saver.save(step, run, wait=stopping or step == max_iters)}")
+    if stopping or step == max_iters:
+        break
+    phase = "training"
+    optimizer.lr.fill_(learning_rate_at(step))
+    loss = torch.zeros((), device=device)  # this rank's share
+    with log.reading(), bad_data_ends_this_rank():
+        micro_batches = next(batches)
+    for i, (weight, blocks) in enumerate(micro_batches):
+        if not sync_every_micro_batch:
+            model.set_requires_gradient_sync(i + 1 == micro_steps)
+        loss += forward_backward(send_to_device(weight, device), *to_device(blocks))
+    saver.wait_for_copy()  # of the weights, by a save in the background
+    grad_norm = update()
+    step += 1
+    # To log another number, a scalar on the device, add name=number: the log adds it up, and prints the mean since the
+    # last line. Weights and gradients may be sharded here, or elsewhere: take what a module or a hook gives you.
+    means = log.step(step, learning_rate_at(step - 1), loss=loss, grad_norm=grad_norm)
+    if means and not math.isfinite(means["loss"] + means["grad_norm"]):
+        on_not_finite(step, means["loss"], means["grad_norm"], optimizer, saver)
+    profiler.step(step)
+    saver.report(step)
 
 # ----------------------------------------------------------------------------------------------------------------------
 # The end
-watchdog.pause("ending")
+phase = "ending"
 profiler.stop()
-if stopping and keep_last and (step < max_iters or val_loss is None):
+if stopping and keep_last and step > first_step:
     print0("run the same command again to resume")
 if step == max_iters and val_loss is not None:
     all_of_val = val_data.tokens if n_eval_blocks * block_size > 0.99 * len(val_data.tokens) else None
-    seconds = {"save_seconds": saver.seconds, "resume_seconds": begun["resume_seconds"]}
+    seconds = {"save_seconds": saver.seconds, "resume_seconds": start_state["resume_seconds"]}
     log.summary(val_loss, all_of_val, settings=settings, **seconds)
     if keep_last and not saver.error:
         log.next_command(chat=bool(train_data.tokens.masks))
 log.close()
 lock_file.close()
-watchdog.stop()
-distributed.shutdown(1 if saver.error else shutdown.exit_code)  # 1: the last checkpoint was not written
+distributed.end_together(1 if saver.error else signals.exit_code)  # 1: the last checkpoint was not written

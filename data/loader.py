@@ -14,8 +14,11 @@ Conversations are Packed into blocks: each number is a token's id with two mask 
 import functools
 import os
 from bisect import bisect_left, insort
-from collections import defaultdict
+from collections import defaultdict, deque
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -54,6 +57,18 @@ def open_dataset(dataset: str, block_size: int, seed: int, vocab_size: int | Non
             "Published weights need data made with their own tokenizer"
         )
     return train, val
+
+
+def read_ahead(read: Callable[[int], Any], steps: Iterable[int]) -> Iterator[Any]:
+    """Yield read(step) for each step, while a thread reads the next one."""
+    thread = ThreadPoolExecutor(1)
+    pending = deque()
+    for step in steps:
+        pending.append(thread.submit(read, step))
+        if len(pending) == 2:
+            yield pending.popleft().result()
+    while pending:
+        yield pending.popleft().result()
 
 
 class Blocks:

@@ -56,7 +56,8 @@ class Saver:
     The tensors are copied to pinned CPU memory, 12 bytes per parameter of the rank, during the next step's forward;
     then a thread writes them to disk. If there is no memory for the copies, or async_save is false (here or in the
     optimizer's place), save() returns only when all is written. keep_last=0 saves nothing. documents: the folder's
-    other files, {name: content}. reserved: bytes of CPU memory that this rank will allocate later.
+    other files, {name: content}. reserved: bytes of CPU memory that this rank will allocate later. timeout: seconds
+    that a rank waits for the others to write one file.
     """
 
     def __init__(
@@ -68,11 +69,14 @@ class Saver:
         keep_last: int,
         async_save: bool = True,
         reserved: float = 0,
+        timeout: float = 600.0,
     ):
         self.out_dir, self.optimizer, self.keep_last = Path(out_dir), optimizer, keep_last
         self.config, self.documents = config, documents
         # A separate group: the writing thread's collectives must not mix with the main thread's.
-        self.group = dist.new_group(backend="gloo", timeout=timedelta(days=1)) if dist.is_initialized() else None
+        self.group = (
+            dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout)) if dist.is_initialized() else None
+        )
         self.thread = worker_thread()
         self.future, self.copied, self.copies, self.seconds = None, None, None, 0.0  # seconds: the main thread's
         self.error: str | None = None  # why the last checkpoint was not written
@@ -213,13 +217,13 @@ def _split_master(rows: Rows, dtype: torch.dtype) -> tuple[Rows, Rows]:
 
 def read_weights(
     folder: Folder, parameters: dict[str, nn.Parameter], config: LlamaConfig, put: Callable,
-    tensors: dict | None = None, progress: Callable[[str], None] = lambda doing: None,
+    tensors: dict | None = None,
 ) -> None:  # fmt: skip
     """Call put(name, rows) with this rank's float32 rows, on the CPU, of each parameter; fill the states too.
 
-    tensors: Optimizer.tensors(). progress: the watchdog's, called before each tensor. Every rank must call it. It needs
-    memory for the rank's rows of one parameter at a time, or none if run and folder both have masters in halves: those
-    are read in place. Raises, on all ranks, what read_into raises, and ValueError if the folder has extra tensors.
+    tensors: Optimizer.tensors(). Every rank must call it. It needs memory for the rank's rows of one parameter at a
+    time, or none if run and folder both have masters in halves: those are read in place. Raises, on all ranks, what
+    read_into raises, and ValueError if the folder has extra tensors.
     """
     weights = {hf_name for name in parameters for hf_name in hf_names(name)}
     # What the folder keeps in addition to every weight: read_into raises if one weight lacks it.
@@ -245,7 +249,6 @@ def read_weights(
 
     def rows() -> Iterator[Rows]:  # read_into reads each item before it asks for the next
         for name, parameter in () if in_place else parameters.items():
-            progress(f"reading {name}")
             whole = yield from _read_weight(name, parameter, config, kept)
             if tied_twice and hf_names(name) == [embedding]:
                 again = torch.empty_like(parameter, dtype=torch.float32, device="cpu")
@@ -254,9 +257,7 @@ def read_weights(
                     said = "config.json says tie_word_embeddings: set it to false"
                     raise ValueError(f"{folder.path} has a separate {head}, but {said}")
             put(name, whole)
-        for state in states:
-            progress(f"reading {state.name}")
-            yield state
+        yield from states
 
     read_into(folder, rows())
 
@@ -300,9 +301,7 @@ def open_base(folder: Folder, path: Path | None = None) -> Folder:
 
 
 @_base_is_no_checkpoint()
-def read_base(
-    folder: Folder, model: Llama, progress: Callable[[str], None] = lambda doing: None, dtype: torch.dtype | None = None
-) -> None:
+def read_base(folder: Folder, model: Llama, dtype: torch.dtype | None = None) -> None:
     """Fill the frozen weights of a model with adapters from a folder. Every rank must call it. Raises ValueError,
     OSError. dtype: the dtype to quantise from, in which the adapters were trained; None: the model's.
 
@@ -323,7 +322,7 @@ def read_base(
             fill(parameter, part.view(parameter.shape))
 
     whole = {name: torch.empty(m.out_features, m.in_features, device="meta") for name, m in packed.items()}
-    read_weights(folder, frozen | whole, model.config, put, progress=progress)
+    read_weights(folder, frozen | whole, model.config, put)
 
 
 def load_model(

@@ -84,7 +84,10 @@ def write_folder(
         documents = documents | {f"{stem}.safetensors.index.json": _index(layout)}
         files, rows = files | layout, rows | found
     agreed = from_rank_0(lambda: _create(folder, documents, files), group)
-    mine = on_all_ranks(lambda: _write_rows(folder, files, rows, agreed), group)
+    on_all_ranks(lambda: _require_same_files(files, agreed), group)
+    mine = []
+    for file in files:  # one after another: a rank that still writes is waited for, one that hangs is not
+        mine += on_all_ranks(lambda file=file: _write_rows(folder, file, files[file], rows), group)
     pieces = [mine]
     if dist.is_initialized():
         pieces = [None] * dist.get_world_size(group) if group_rank(group) == 0 else None
@@ -140,19 +143,23 @@ def _write_file(path, content, n_bytes=0):
         raise OSError(error.errno, error.strerror, str(path)) from error
 
 
-def _write_rows(folder, files, rows, agreed):
-    """Write this rank's rows. Returns [(file, piece, tensor's name, written?)]. agreed: rank 0's `files`."""
+def _require_same_files(files, agreed):
+    """agreed: rank 0's `files`."""
     differing = [file for file in files | agreed if files.get(file) != agreed.get(file)]
     if differing:
         raise ValueError(f"the ranks have different tensors for {', '.join(differing)}")
+
+
+def _write_rows(folder, file, layout, rows):
+    """Write this rank's rows of one file. Returns [(file, piece, tensor's name, written?)]."""
+    _, infos, _ = layout
     found = []
-    for file, (_, infos, _) in files.items():
-        with open(folder / file, "r+b", buffering=0) as opened:
-            for name, info in infos.items():
-                _, _, _, first, tensor, writes = rows[name]
-                pieces = write_rows(opened, info, first, tensor() if callable(tensor) else tensor, writes)
-                found += [(file, piece, name, writes) for piece in pieces]
-            os.fsync(opened.fileno())
+    with open(folder / file, "r+b", buffering=0) as opened:
+        for name, info in infos.items():
+            _, _, _, first, tensor, writes = rows[name]
+            pieces = write_rows(opened, info, first, tensor() if callable(tensor) else tensor, writes)
+            found += [(file, piece, name, writes) for piece in pieces]
+        os.fsync(opened.fileno())
     return found
 
 

@@ -72,12 +72,15 @@ def stop_on_error():
 
 
 def init_distributed(device: str, timeout: float) -> None:
-    """Connect the ranks: NCCL between GPUs, gloo between CPUs. timeout: the watchdog's, in seconds."""
+    """Connect the ranks: NCCL between GPUs, gloo between CPUs.
+
+    timeout: seconds that a rank waits in a collective for the others, in any phase of the run; then it gives up.
+    """
     if world_size > 1:
         bound = {"device_id": torch.device(device)} if device != "cpu" else {}  # else NCCL guesses it, with a warning
         backend = "gloo" if device == "cpu" else "cpu:gloo,cuda:nccl"  # gloo for offloaded gradients and objects
         store = attempt_store(next(dist.rendezvous("env://"))[0])
-        options = {"rank": rank, "world_size": world_size, "timeout": collective_timeout(timeout)}
+        options = {"rank": rank, "world_size": world_size, "timeout": timedelta(seconds=timeout)}
         dist.init_process_group(backend, store=store, **options, **bound)
 
 
@@ -91,22 +94,16 @@ def attempt_store(store: dist.Store) -> dist.Store:
     return dist.PrefixStore(f"attempt_{restart_count if one_machine else 0}", store)
 
 
-def collective_timeout(timeout: float) -> timedelta:
-    """How long a collective waits: longer than the watchdog, which can name the cause."""
-    return timedelta(seconds=min(2 * timeout + 60, 1e9))
-
-
 def device_mesh(device: str, hybrid: bool, timeout: float) -> DeviceMesh:
     """The ranks for FSDP: one dimension "shard"; hybrid: "replicate" between machines, "shard" within each.
 
-    Made of groups, since a mesh that makes its own gives them PyTorch's timeout, which would end the run before a
-    longer watchdog.
+    Made of groups, since a mesh that makes its own gives them PyTorch's timeout.
     """
     device_type = "cpu" if device == "cpu" else "cuda"
     if not hybrid:
         return DeviceMesh.from_group(dist.group.WORLD, device_type, mesh_dim_names=("shard",))
     ranks = torch.arange(world_size).view(-1, local_world_size)  # a row per machine
-    limit = collective_timeout(timeout)
+    limit = timedelta(seconds=timeout)
     shard, _ = dist.new_subgroups_by_enumeration(ranks.tolist(), timeout=limit)
     replicate, _ = dist.new_subgroups_by_enumeration(ranks.T.tolist(), timeout=limit)
     return DeviceMesh.from_group([replicate, shard], device_type, ranks, mesh_dim_names=("replicate", "shard"))
@@ -206,7 +203,7 @@ def worker_thread() -> ThreadPoolExecutor:
     return ThreadPoolExecutor(1, initializer=torch.cuda.set_stream, initargs=(stream,))
 
 
-def shutdown(code: int) -> None:
+def end_together(code: int) -> None:
     """Exit together with all other ranks."""
     if world_size > 1:
         dist.barrier()

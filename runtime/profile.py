@@ -30,13 +30,12 @@ class Profiler:
         if step > self.first_step + STEPS:
             return
         if self.trace:
+            at_edge = step - self.first_step in (STEPS - 3, STEPS)  # the trace begins or ends here
+            if at_edge and torch.cuda.is_initialized():
+                torch.cuda.synchronize()
             self.trace.step()
         if step == self.first_step + STEPS:
             memory_stats.stop_history()
-
-    def at_edge(self, step: int) -> bool:
-        """True if the trace starts or ends after this step: then the next step's kernels must not be queued yet."""
-        return self.trace is not None and step - self.first_step in (STEPS - 3, STEPS)
 
     def stop(self) -> None:
         if self.trace and self.first_step < self.last_step < self.first_step + STEPS:

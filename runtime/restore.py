@@ -5,7 +5,6 @@ import json
 import os
 import shlex
 import time
-from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -164,23 +163,21 @@ def _absolute(folder: str) -> str:
     return os.path.abspath(os.path.expanduser(folder))
 
 
-def restore(
-    start: Path | None, out_dir: str, model: Llama, optimizer, facts: dict, progress: Callable[[str], None]
-) -> tuple[dict, dict[str, bytes]]:
+def restore(start: Path | None, out_dir: str, model: Llama, optimizer, facts: dict) -> tuple[dict, dict[str, bytes]]:
     """Fill the optimizer and its model's weights from find_start()'s result, and print what that is.
 
-    facts: what this run's run.json will contain: settings, dtype, versions and dataset (its meta.json). progress: the
-    watchdog's. Returns the checkpoint's run.json, with "resume_seconds", or its equivalent for step 0, and the other
-    files of a checkpoint: config.json and tokenizer files by name. Ends the run if the checkpoint or the weights belong
-    to another model or tokenizer, or cannot be read. Every rank must call it.
+    facts: what this run's run.json will contain: settings, dtype, versions and dataset (its meta.json). Returns the
+    checkpoint's run.json, with "resume_seconds", or its equivalent for step 0, and the other files of a checkpoint:
+    config.json and tokenizer files by name. Ends the run if the checkpoint or the weights belong to another model or
+    tokenizer, or cannot be read. Every rank must call it.
     """
     try:
         if start is not None and _is_checkpoint_of(start, out_dir):
-            return _resume(out_dir, model, optimizer, facts, progress)
+            return _resume(out_dir, model, optimizer, facts)
         folder = start and open_folder(start)
         base = folder and _base_of(folder, facts["settings"])
         if base:
-            read_base(base, model, progress)
+            read_base(base, model)
         if folder and folder is not base:
             own = tuple(f".{name}" for name in OWN)
             new = [name for name in optimizer.parameters if f".{name}".endswith(own)]
@@ -188,7 +185,7 @@ def restore(
             if new:
                 print0(f"begins    with random {', '.join(new)}: {folder.path} has none")
             held = {name: p for name, p in optimizer.parameters.items() if name not in new}
-            read_weights(folder, held, model.config, optimizer.set_weight, progress=progress)
+            read_weights(folder, held, model.config, optimizer.set_weight)
         if folder:
             print0(f"begins    with the weights of {start}")
         if base and base.run and run_folder.newest(base.path.parent):
@@ -248,7 +245,7 @@ def _documents_of(folder, base, config, facts):
     return found
 
 
-def _resume(out_dir, model, optimizer, facts, progress):
+def _resume(out_dir, model, optimizer, facts):
     """restore() from the newest undamaged checkpoint. Damaged ones are renamed."""
     began, settings = time.perf_counter(), facts["settings"]
     while True:
@@ -261,9 +258,9 @@ def _resume(out_dir, model, optimizer, facts, progress):
             base, tensors = _base_of(folder, settings), optimizer.tensors()
             _require_same_start(folder, settings["init_from"])
             others = _documents_of(folder, base, model.config, facts)
-            read_weights(folder, optimizer.parameters, model.config, optimizer.set_weight, tensors, progress)
+            read_weights(folder, optimizer.parameters, model.config, optimizer.set_weight, tensors)
             if base:
-                read_base(base, model, progress)
+                read_base(base, model)
             break
         except Damaged as error:
             if len(from_rank_0(lambda: run_folder.checkpoints(out_dir))) == 1:

@@ -15,6 +15,7 @@ from pathlib import Path
 from time import perf_counter, time
 
 import torch
+import torch.distributed as dist
 
 from data.files import atomic_write, display_path, open_to_write, write_json
 from data.loader import Blocks
@@ -69,7 +70,7 @@ def percent(share: float | None) -> str:
 class RunLog:
     """log = RunLog(out_dir, device, dtype, tokens_per_step, flops_per_token, max_iters, log_interval)
     log.open(first_step)                        # starts the clock and metrics.jsonl
-    log.step(step, loss, lr, grad_norm)         # after each step; a line every log_interval steps. All ranks call it
+    log.step(step, lr, loss=..., grad_norm=...) # after each step; a line every log_interval steps. All ranks call it
     with log.reading(): ...                     # measures the time that reading data takes
     with log.paused(): ...                      # evaluation and saving: not counted as training time
     log.evaluation(step, val_loss, n_blocks)    # after each evaluation
@@ -86,7 +87,11 @@ class RunLog:
         self.device_name = torch.cuda.get_device_name(device) if on_gpu else f"CPU, {torch.get_num_threads()} threads"
         self.peak_flops = peak_flops(self.device_name) if dtype != "float32" else None
         self.versions = versions(device)
-        self.step_seconds, self.n_logged, self.data_seconds = [], 0, 0.0  # n_logged: steps up to the last line
+        self.sums = {}  # of each number, over the steps since the last line
+        self.steps_since_line = 0
+        self.data_seconds = 0.0
+        self.seconds = []  # of each step: the mean between two lines
+        self.train_seconds = 0.0  # their sum
         self.curve = []  # (step, training seconds so far, loss) of each line
         self.peak_gib, self.file, self.wandb, self.facts = None, None, None, {}  # facts: header's, for the summary
         self.began = perf_counter()
@@ -201,35 +206,57 @@ class RunLog:
         yield
         self.began += perf_counter() - began
 
-    def step(self, step: int, loss: float, lr: float, grad_norm: float, **more: float) -> None:
-        """Record a step; every log_interval steps print and write a line. more: further numbers, by name."""
-        now = perf_counter()
-        self.step_seconds.append(now - self.began)
-        self.began = now
-        # also after ten steps: an early sign of life
-        if step % self.log_interval and step not in (self.first_step + 10, self.max_iters):
-            return
-        since = self.step_seconds[self.n_logged :]
-        seconds, tok_per_s = sum(since) / len(since), self.tokens_per_step * len(since) / sum(since)
-        gib_and_ms = [memory_stats.used_gib(self.device), 1000 * self.data_seconds / len(since)]
-        self.peak_gib, data_ms = all_reduce_max(gib_and_ms)  # over gloo: the GPU is busy with the next step
-        self.n_logged, self.data_seconds = len(self.step_seconds), 0.0
-        left = round(seconds * (self.max_iters - step))
-        print0(
-            f"step {step:05d}/{self.max_iters} | loss {loss:.4f} | lr {lr:.2e} | norm {grad_norm:.2f} "
-            f"| {seconds * 1000:.1f} ms | {tok_per_s:,.0f} tok/s | mfu {percent(self.mfu(tok_per_s))} "
-            f"| mem {self.peak_gib:.1f} GiB | data {data_ms:.1f} ms "
-            + "".join(f"| {name} {value:.4g} " for name, value in more.items())
-            + f"| eta {left // 3600}h{left % 3600 // 60:02d}m{left % 60:02d}s"
-        )
-        before = self.curve[-1][1] if self.curve else 0.0  # summing all steps would take 4 ms after a million
-        self.curve.append((step, before + sum(since), loss))
-        grad_norm = grad_norm if math.isfinite(grad_norm) else None  # JSON has no inf
+    def step(self, step: int, lr: float, **numbers: torch.Tensor) -> dict[str, float] | None:
+        """Add up a step's numbers, scalars on the device: `loss` is this rank's share, others are equal on all ranks.
+
+        Every log_interval steps, and after the first and the last one, wait for the GPU, print and write a line with
+        the means since the last line, and return them; else return None. All ranks must call it.
+        """
+        self.steps_since_line += 1
+        for name, number in numbers.items():
+            number = number.detach().to(self.device, torch.float32)
+            self.sums[name] = number if name not in self.sums else self.sums[name] + number
+        if step % self.log_interval and step not in (self.first_step + 1, self.max_iters):
+            return None
+        means = self._means()
+        seconds = (perf_counter() - self.began) / self.steps_since_line
+        self.began = perf_counter()
+        self.seconds += [seconds] * self.steps_since_line
+        self.train_seconds += seconds * self.steps_since_line
+        tok_per_s = self.tokens_per_step / seconds
+        data_ms = 1000 * self.data_seconds / self.steps_since_line
+        self.peak_gib, data_ms = all_reduce_max([memory_stats.used_gib(self.device), data_ms])
+        self.steps_since_line = 0
+        self.data_seconds = 0.0
+        self._print_step(step, lr, means, seconds, data_ms)
+        self.curve.append((step, self.train_seconds, means["loss"]))
+        finite = {name: mean if math.isfinite(mean) else None for name, mean in means.items()}  # JSON has no inf
         self.record(
-            {"step": step, "loss": loss, "lr": lr, "grad_norm": grad_norm, "ms": seconds * 1000,
-             "tok_per_s": tok_per_s, "mfu": self.mfu(tok_per_s), "mem_gib": self.peak_gib, "data_ms": data_ms,
-             "time": time(), **more}
+            {"step": step, "lr": lr, **finite, "ms": seconds * 1000, "tok_per_s": tok_per_s, "mfu": self.mfu(tok_per_s),
+             "mem_gib": self.peak_gib, "data_ms": data_ms, "time": time()}
         )  # fmt: skip
+        return means
+
+    def _means(self) -> dict[str, float]:
+        """The means of the sums over the steps since the last line, and over the ranks. Waits for the GPU."""
+        totals = torch.stack(list(self.sums.values()))
+        if world_size > 1:
+            dist.all_reduce(totals)
+        means = (totals / world_size / self.steps_since_line).tolist()
+        found = dict(zip(self.sums, means, strict=True))
+        self.sums = {}
+        return found
+
+    def _print_step(self, step: int, lr: float, means: dict[str, float], seconds: float, data_ms: float) -> None:
+        tok_per_s = self.tokens_per_step / seconds
+        left = round(seconds * (self.max_iters - step))
+        others = "".join(f"| {name} {mean:.4g} " for name, mean in means.items() if name not in ("loss", "grad_norm"))
+        print0(
+            f"step {step:05d}/{self.max_iters} | loss {means['loss']:.4f} | lr {lr:.2e} "
+            f"| norm {means['grad_norm']:.2f} | {seconds * 1000:.1f} ms | {tok_per_s:,.0f} tok/s "
+            f"| mfu {percent(self.mfu(tok_per_s))} | mem {self.peak_gib:.1f} GiB | data {data_ms:.1f} ms {others}"
+            f"| eta {left // 3600}h{left % 3600 // 60:02d}m{left % 60:02d}s"
+        )
 
     def evaluation(self, step: int, val_loss: float | None, n_blocks: int) -> str:
         """Record the result of an evaluation, None if it was interrupted. Returns the text to print."""
@@ -243,17 +270,18 @@ class RunLog:
         if rank:
             return
         launcher = f"torchrun --nproc_per_node={local_world_size}" if "RANK" in os.environ else "python"
-        seconds = statistics.median(self.step_seconds[1:] or self.step_seconds)  # the first one compiles
-        tok_per_s, total = self.tokens_per_step / seconds, sum(self.step_seconds)
+        seconds = statistics.median(self.seconds[1:] or self.seconds)  # the first one compiles
+        tok_per_s = self.tokens_per_step / seconds
         print0(
-            f"{len(self.step_seconds):,} steps in {total / 60:.1f} minutes; the median step {seconds * 1000:.1f} ms, "
-            f"{tok_per_s:,.0f} tok/s, mfu {percent(self.mfu(tok_per_s))}; peak {self.peak_gib:.1f} GiB"
+            f"{len(self.seconds):,} steps in {self.train_seconds / 60:.1f} minutes; "
+            f"the median step {seconds * 1000:.1f} ms, {tok_per_s:,.0f} tok/s, mfu {percent(self.mfu(tok_per_s))}; "
+            f"peak {self.peak_gib:.1f} GiB"
         )
         found = {
             "command": f"{launcher} train.py {shlex.join(sys.argv[1:])}",
             "device": f"{world_size} x {self.device_name}",
             "versions": self.versions,
-            "steps": len(self.step_seconds),
+            "steps": len(self.seconds),
             "peak_gib": self.peak_gib,
             "val_loss": val_loss,
             "curve": self.curve,
@@ -261,7 +289,7 @@ class RunLog:
             "cpu_gib": memory_stats.used_gib("cpu"),
             "reserved_gib": None if self.device == "cpu" else torch.cuda.max_memory_reserved() / 2**30,
             **more,
-            "train_seconds": total,
+            "train_seconds": self.train_seconds,
             "ms_per_step": seconds * 1000,
             "tok_per_s": tok_per_s,
             "mfu": self.mfu(tok_per_s),

@@ -171,14 +171,12 @@ def at_read(number, act, ranks="0"):
     )
 
 
-def hang(folder, how="time.sleep(1000)"):
-    """Lines for wrapped(): hang() makes its rank hang. The timeouts start only then: a busy machine is slow."""
-    return (
-        "import runtime.watchdog as m\n"
-        f"m.BEAT, look, hangs = 0.1, m.Watchdog._look, {str(folder / 'hangs')!r}\n"
-        "m.Watchdog._look = lambda self, processes: look(self, processes) if os.path.exists(hangs) else self._beat()\n"
-        f"def hang(*_): open(hangs, 'w').close(), {how}\n"
-    )
+def alive(pid: int) -> bool:
+    """False also for a zombie: a process that has ended but whose parent has not waited for it."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
+    except FileNotFoundError:
+        return False
 
 
 # A line for a script, after which no file may grow beyond these bytes.

@@ -11,8 +11,7 @@ import pytest
 import torch
 
 from benchmarks import compare, gpus, limited, record, report, runner
-from runtime.watchdog import _alive as alive
-from tests.runs import wait_until
+from tests.runs import alive, wait_until
 
 # --- Peers on several ranks ---
 

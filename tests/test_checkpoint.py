@@ -18,6 +18,7 @@ import transformers
 from safetensors.torch import load_file
 
 import model as model_module
+from model import Execution
 from optimizers.on_cpu import OnCPU
 from optimizers.optimizer import Optimizer
 from runtime import checkpoint, checkpoint_folder, memory_advice, memory_stats, run_folder, safetensors_file
@@ -107,7 +108,7 @@ def test_every_setting_that_alters_the_run_is_named_at_resume(train, capsys, nam
 
 
 def test_a_resume_by_other_code_or_another_torch_is_reported(train, tmp_path, capsys):
-    versions = train()["facts"]["versions"]
+    versions = train()["run_info"]["versions"]
     saved = {"nanocria": "0123456", "torch": "2.0.0", "triton": "3.0.0"}  # on a GPU, which has triton
     edit_run(tmp_path / "out/step_000008", versions=versions | saved)
     train()
@@ -204,7 +205,7 @@ def test_a_parameter_without_a_published_name_ends_a_run_before_it_trains(train,
 
     def with_gain(self, config):
         init(self, config)
-        self.gain_norm = model_module.RMSNorm(config)
+        self.gain_norm = model_module.RMSNorm(config, Execution())
 
     monkeypatch.setattr(model_module.MLP, "__init__", with_gain)
     said = "layers.0.mlp.gain_norm.weight has no name in Hugging Face's Llama: add it to OWN in runtime/hf_names.py"
@@ -216,8 +217,8 @@ def test_a_parameter_without_a_published_name_ends_a_run_before_it_trains(train,
 
 def test_a_second_head_begins_beside_weights_without_one_and_is_resumed(train, tmp_path, monkeypatch, capsys):
     class TwoHeads(model_module.Llama):
-        def __init__(self, config):
-            super().__init__(config)
+        def __init__(self, config, how=None):
+            super().__init__(config, how)
             self.second_head = torch.nn.Linear(config.n_embd, 3, bias=False)
 
         def forward(self, tokens, targets=None, doc_starts=None):
@@ -353,7 +354,7 @@ def test_with_another_batch_a_resumed_run_reads_on_where_it_ended(train, tmp_pat
         run = train(batch_size=batch_size, gradient_accumulation_steps=steps, max_iters=max_iters, eval_interval=100)
         path = tmp_path / f"out/step_{max_iters:06d}"
         for step in range(run["first_step"], max_iters):
-            read[step] = torch.cat([tokens for _, tokens, *_ in run["read_step"](step)])
+            read[step] = torch.cat([blocks[:, :-1] for _, blocks in run["read_step"](step)])
         assert read_run(path)["sequences"] == {4: 32, 8: 56, 9: 64}[max_iters]
     expected = run["train_data"].sequences(0, 64)[:, :-1]
     assert torch.equal(torch.cat(list(read.values())), expected)

@@ -1,30 +1,23 @@
 """Several ranks compute the same run as one."""
 
 import functools
-import re
 import shutil
-import signal
 
 import pytest
 import torch
 
 from runtime import distributed
 from tests.runs import (
-    LONGER,
     ROOT,
     SMALL,
     assert_close,
-    finish,
-    hang,
     losses,
     machines_of,
     metrics,
     numbers,
-    run,
     run_alone,
     run_ranks,
     run_torchrun,
-    start,
     step_losses,
     wrapped,
 )
@@ -85,18 +78,19 @@ def test_groups_of_sequences_have_the_same_losses_on_two_ranks(train, alone, tex
     check_ranks(train, alone(text_data), tmp_path, 2, settings, script=script)
 
 
-def test_hybrid_process_groups_time_out_later_than_the_watchdog(tmp_path):
+def test_all_process_groups_have_the_timeout(tmp_path):
     script = tmp_path / "mesh.py"
     script.write_text(
         f"import sys; sys.path.insert(0, {str(ROOT)!r})\nfrom runtime import distributed\n"
         "distributed.init_distributed('cpu', 3600.0)\nmesh = distributed.device_mesh('cpu', True, 3600.0)\n"
-        "group = mesh['replicate'].get_group(), mesh['shard'].get_group()\n"
+        "import torch.distributed as dist\n"
+        "group = mesh['replicate'].get_group(), mesh['shard'].get_group(), dist.group.WORLD\n"
         "cpu = __import__('torch').device('cpu')\n"
         "distributed.print0('timeouts', *{g._get_backend(cpu).options._timeout for g in group})\n"
-        "distributed.shutdown(0)"
+        "distributed.end_together(0)"
     )
     done = run_ranks(2, {}, script)
-    assert "timeouts 2:01:00\n" in done.stdout, done.stdout + done.stderr
+    assert "timeouts 1:00:00\n" in done.stdout, done.stdout + done.stderr
 
 
 @pytest.mark.parametrize(
@@ -126,7 +120,7 @@ OTHER_SUMS = (  # in optimizers/: as if ranks added in another order
 
 
 OTHER_NORM = (
-    "from optimizers.on_device import OnDevice\nnorm = OnDevice.norm\nOnDevice.norm = lambda x: norm(x) * (1 + 2**-20)"
+    "from optimizers.on_device import OnDevice as D; norm = D.norm; D.norm = lambda self: norm(self) * (1 + 2**-20)"
 )
 
 
@@ -198,45 +192,16 @@ def check_ranks(train, alone, tmp_path, ranks, settings, tolerance=1e-5, script=
             assert_close(numbers(alone, name)[: len(found)], found, of_loss * tolerance)
 
 
-@pytest.fixture
-def late_train(tmp_path, monkeypatch):
-    """train.py as on a GPU: it logs a step after queueing the next one."""
-    source = (ROOT / "train.py").read_text()
-    on_cpu, late = 'evaluates or device == "cpu" or', "        if unfinished:"
-    assert source.count(on_cpu) == source.count(late) == 1, "train.py says this in another way now"
-    script = tmp_path / "train.py"
-    source = source.replace(late, f"        print0('late' * len(unfinished))\n{late}")
-    script.write_text(source.replace(on_cpu, "evaluates or"))
-    monkeypatch.setenv("PYTHONPATH", str(ROOT))
-    return script
-
-
 @pytest.mark.parametrize("n_ranks", [1, 2])
-def test_logging_one_step_late_repeats_losses_bit_for_bit(train, late_train, tmp_path, n_ranks):
-    for script, out_dir in ((ROOT / "train.py", "plain"), (late_train, "late")):
-        for max_iters in (8, 12):  # and resumed
-            changes = dict(out_dir=tmp_path / out_dir, max_iters=max_iters, lr_decay_iters=12, eval_interval=5)
-            done = train(n_ranks, script, **changes)
-            assert ("late\n" in done.stdout) == (script == late_train)
-    assert losses(tmp_path / "plain") == losses(tmp_path / "late")
-
-
-def test_logging_one_step_late_stops_at_a_signal_and_at_nan(late_train, text_data, tmp_path):
-    """After a signal it saves a checkpoint that resumes identically; after a NaN loss it ends before the update."""
-    settings = LONGER | dict(dataset=text_data, max_iters=150, eval_interval=150, lr_decay_iters=150)
-    whole, cut = (settings | {"out_dir": tmp_path / name} for name in ("whole", "cut"))
-    finish(whole, script=late_train)
-    process = start(cut, late_train)
-    assert any("step 00010/" in line for line in process.stdout)
-    process.send_signal(signal.SIGTERM)
-    rest = process.communicate()[0]
-    assert process.returncode == 128 + signal.SIGTERM and "interrupted | saved" in rest, rest
-    finish(cut, script=late_train)
-    assert losses(tmp_path / "whole") == losses(tmp_path / "cut")
-    diverging = settings | dict(learning_rate=1e30, warmup_iters=0, out_dir=tmp_path / "nan")
-    done = run(diverging, late_train)
-    assert done.returncode == 1 and "so the weights were not updated" in done.stderr, done.stderr
-    assert not list((tmp_path / "nan").glob("step_*"))
+def test_a_line_has_the_means_since_the_last_one(train, tmp_path, n_ranks):
+    for interval in (1, 4):
+        train(n_ranks, max_iters=12, eval_interval=12, log_interval=interval, out_dir=tmp_path / str(interval))
+    every, fourth = ([line for line in metrics(tmp_path / n) if "loss" in line] for n in ("1", "4"))
+    assert [line["step"] for line in fourth] == [1, 4, 8, 12]
+    for name in ("loss", "grad_norm"):
+        of_each = [line[name] for line in every]
+        means = [of_each[0], *(sum(of_each[a:b]) / (b - a) for a, b in ((1, 4), (4, 8), (8, 12)))]
+        assert [line[name] for line in fourth] == pytest.approx(means, rel=1e-6)
 
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
@@ -286,27 +251,26 @@ def test_error_on_all_ranks_is_reported_in_full(train, tmp_path):
     assert "lost another rank" in said and "No space left on device (shm)" in said, said
 
 
-@pytest.mark.parametrize("place, doing", [
-    ("import data.loader as m; m.Tokens.__init__", "opening the dataset\n"),
-    ("from optimizers.place import Place; Place.attach", "allocating\n"),
-    ("import runtime.checkpoint_folder as m; m.read_rows", "reading tok_embeddings.weight"),
+@pytest.mark.parametrize("place, phase", [
+    ("import data.loader as m; m.Tokens.__init__", "opening the dataset"),
+    ("from optimizers.place import Place; Place.attach", "building the model"),
+    ("import runtime.checkpoint_folder as m; m.read_rows", "starting"),
 ], ids=["data", "optimizer", "checkpoint"])  # fmt: skip
 @pytest.mark.parametrize("fails", [True, False], ids=["fails", "hangs"])
-def test_a_rank_that_fails_or_hangs_before_the_first_step_ends_all_and_is_named(train, tmp_path, place, doing, fails):
-    before = hang(tmp_path) + "fail = hang\n"
+def test_a_rank_that_fails_or_hangs_before_the_first_step_ends_all(train, tmp_path, place, phase, fails):
+    before = "def fail(*_): time.sleep(1000)\n"
     if fails:  # rank 1 fails while rank 0, which reports it, is slow
         before = "import builtins; say = print\n"
         before += "builtins.print = lambda *args, **to: 'file' in to and time.sleep(2) or say(*args, **to)\n"
         before += "def fail(*_): raise OSError('no such luck')\n"
     before += f"if os.environ['RANK'] == '1': {place} = fail"
-    if doing.startswith("reading"):  # of a checkpoint
+    if "read_rows" in place:  # of a checkpoint
         train(1, max_iters=2)
-    said = train(2, wrapped(tmp_path, before), code=1, max_iters=3, timeout=1000 if fails else 2).stderr
+    said = train(2, wrapped(tmp_path, before), code=1, max_iters=3, timeout=1000 if fails else 3).stderr
     if fails:
         assert said == "rank 1: no such luck\n"
     else:
-        how = "(hangs|no longer answers; it was)"  # the latter if the machine delays its thread
-        assert re.search(f"rank 1 {how} at {doing}", said), said
+        assert f"rank 0, step 0, {phase}, lost another rank or its connection" in said, said
 
 
 def test_a_mistake_in_the_code_of_one_rank_has_its_traceback_and_out_of_memory_its_advice(monkeypatch, capsys):
@@ -336,5 +300,5 @@ def test_nan_on_one_rank_stops_all_ranks_before_the_update(train, tmp_path):
         "OnDevice.gradients = gradients",
     )
     said = train(2, script, code=1, eval_interval=2).stderr
-    assert "step 5: the loss is" in said and f"from {tmp_path}/out/step_000004 with --init_from=resume" in said, said
-    assert [line["step"] for line in metrics(tmp_path / "out") if "loss" in line] == [1, 2, 3, 4]
+    assert "step 5: the mean loss" in said and f"from {tmp_path}/out/step_000004 with --init_from=resume" in said, said
+    assert [line["step"] for line in metrics(tmp_path / "out") if "loss" in line] == [1, 2, 3, 4, 5]

@@ -28,9 +28,8 @@ from data.tokenizer import Tiktoken, get_tokenizer
 from data.tokens import Tokens, token_dtype
 from data.write import Progress, prepare_once, write_dataset, write_lock, write_meta, write_tokens
 from model import document_starts
-from runtime.watchdog import _alive as alive
 from tests.datasets import TEXTS, contents, documents_of, toy_dataset
-from tests.runs import ROOT, prose, wait_until
+from tests.runs import ROOT, alive, prose, wait_until
 
 
 def test_written_dataset_reads_back_with_counts_digests_and_compressed_sizes(tmp_path, monkeypatch):

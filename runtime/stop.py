@@ -1,0 +1,136 @@
+"""How a run ends early: after a signal it saves; after an error it says where it was.
+
+A rank that cannot go on says why and exits. torchrun then ends the other ranks of its machine. Ranks elsewhere, or
+ranks that wait for one that hangs, give up when a collective has waited for `timeout` seconds: see init_distributed.
+"""
+
+import contextlib
+import ctypes
+import math
+import os
+import re
+import signal
+import sys
+from collections.abc import Callable
+
+import torch
+import torch.distributed as dist
+
+from runtime import memory_stats, run_folder
+from runtime.checkpoint import Saver
+from runtime.distributed import all_reduce_max, leave, print0, rank, say, stop, world_size
+
+LOST = re.compile(r"Connection (closed|reset) by peer|Broken pipe|remote process exited|[Tt]imed out")  # gloo's words
+PR_SET_PDEATHSIG = 1  # of Linux's prctl: a signal to this process when its parent dies
+
+
+class Signals:
+    """signals = Signals()          # until listen(), Ctrl-C ends the run at once: there is nothing to save
+    signals.listen()             # SIGINT, SIGTERM, SIGUSR1 and SIGHUP are noted from now on
+    signals.received_anywhere()  # True if any rank has got one, which then prints it; every rank must call it
+    signals.exit_code            # 128 + the signal of this rank, or of another; 0 without one
+    """
+
+    def __init__(self):
+        self.number = 0  # the first signal that this rank got
+        self.of_any_rank = 0
+        self.pending_message = ""  # rank 0 may not have got the signal
+        self._handle(signal.SIGINT, lambda *_: os._exit(128 + signal.SIGINT))
+
+    def _handle(self, number: int, handler: Callable):
+        if signal.getsignal(number) != signal.SIG_IGN:  # nohup and shells' background jobs ignore some: keep that
+            signal.signal(number, handler)
+
+    def listen(self) -> None:
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP):
+            self._handle(number, self._on_signal)
+        if "TORCHELASTIC_RUN_ID" in os.environ and sys.platform == "linux":
+            # If torchrun is killed, nobody is left to stop the ranks: they save and end, as after a signal.
+            ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
+
+    def _on_signal(self, number, frame):
+        # A second Ctrl-C ends the run at once, but no other signal does: schedulers send several (SLURM SIGUSR1, then
+        # SIGTERM). Nor does a second Ctrl-C under torchrun: ranks get each from the terminal and again from torchrun.
+        if not self.number:
+            again = "" if "RANK" in os.environ else " (Ctrl-C now stops at once, without a checkpoint)"
+            reason = f"{signal.Signals(number).name}: stopping after this step{again}"
+            print0(f" {reason}")
+            if rank:
+                self.pending_message = f"rank {rank}: {reason}"
+            self.number = number
+        elif number == signal.SIGINT and "RANK" not in os.environ:
+            os._exit(128 + number)
+
+    def received_anywhere(self) -> bool:
+        # The lowest rank that got a signal reports it; torchrun passes a signal on to all ranks.
+        mine = float((world_size - rank) * 1000 + self.number) if self.number else 0.0
+        (largest,) = all_reduce_max([mine])  # over gloo: does not wait for the GPU
+        if self.pending_message and mine == largest:
+            say(self.pending_message)
+            self.pending_message = ""
+        self.of_any_rank = self.of_any_rank or int(largest) % 1000
+        return largest > 0
+
+    @property
+    def exit_code(self) -> int:
+        number = self.number or self.of_any_rank
+        return 128 + number if number else 0
+
+
+@contextlib.contextmanager
+def bad_data_ends_this_rank():
+    """An OSError or ValueError inside ends this rank with its message, and so the run."""
+    try:
+        yield
+    except (OSError, ValueError) as error:
+        say(f"rank {rank}: {error}", file=sys.stderr)
+        leave(1)
+
+
+def on_not_finite(step: int, loss: float, grad_norm: float, optimizer, saver: Saver) -> None:
+    """End a run whose mean loss or gradient norm since the last log line is not finite.
+
+    A float16 run goes on if only its norm overflowed, and its loss scale has not fallen below 1.
+    """
+    loss_scale = optimizer.loss_scale.scale.item() if optimizer.loss_scale else 0.0
+    if math.isfinite(loss) and loss_scale >= 1:
+        print0(f"step {step:05d} | float16 overflowed: weights not updated, loss scale now {loss_scale:g}")
+        return
+    saver.finish(step)
+    newest = run_folder.newest(saver.out_dir)
+    if torch.cuda.is_initialized():
+        torch.cuda.synchronize()  # other ranks may wait in collectives that this rank has queued
+    clip = "a lower grad_clip" if optimizer.grad_clip else "--grad_clip=1"
+    stop(
+        f"step {step}: the mean loss since the last line is {loss:.4f}, the gradient norm {grad_norm:.2f}. A step that "
+        f"is not finite updates no weight. Try a lower learning_rate, a longer warmup_iters or {clip}, "
+        + (f"from {newest} with --init_from=resume" if newest else "from the start: no checkpoint was saved yet")
+    )
+
+
+def make_excepthook(where: Callable[[], str], out_dir: str, out_of_memory: Callable[[], str]) -> Callable:
+    """Make an excepthook. Out of GPU memory: it prints out_of_memory(), which names settings that would help, and dumps
+    what was in memory. Another rank lost: no traceback, because only that rank knows why it ended. (NCCL words some
+    errors of this rank the same way, so the error itself is printed.) where: the step and phase, for messages.
+    """
+
+    def hook(kind, error, trace):
+        if isinstance(error, torch.OutOfMemoryError):
+            say(f"rank {rank}, {where()}: {out_of_memory()}", file=sys.stderr)
+            path = f"{out_dir}/out_of_memory_rank{rank}.pickle"
+            try:
+                memory_stats.dump(path)
+                say(f"what was in memory: {path}, for https://pytorch.org/memory_viz", file=sys.stderr)
+            except (OSError, RuntimeError) as failed:
+                say(f"what was in memory could not be written to {path}: {failed}", file=sys.stderr)
+            os._exit(1)
+        lost = re.search(
+            r"Connection (closed|reset) by peer|Broken pipe|remote process exited|[Tt]imed out", str(error)
+        )
+        if world_size > 1 and (lost or isinstance(error, dist.DistBackendError)):
+            sentence = f"rank {rank}, {where()}, lost another rank or its connection: see that rank's output."
+            say(f"{sentence} Error: {error}", file=sys.stderr)
+            os._exit(1)
+        sys.__excepthook__(kind, error, trace)
+
+    return hook
