@@ -9,13 +9,11 @@ Files are written under a temporary name, flushed and renamed, meta.json last. T
 """
 
 import argparse
-import fcntl
 import gzip
 import hashlib
 import json
 import lzma
 import os
-import runpy
 import signal
 import sys
 import time
@@ -26,8 +24,9 @@ from pathlib import Path
 
 from data.encode import Document, Encode, encode_documents
 from data.files import atomic_write, display_path, lock, open_to_write, say, write_json
+from data.meta import SPLITS
 from data.tokenizer import NAMES, Tokenizer, get_tokenizer
-from data.tokens import SPLITS, token_dtype
+from data.tokens import token_dtype
 
 COMPRESSED_BYTES = 2**26  # of validation text: xz -9 takes half a minute for it; a longer text is not compressed
 
@@ -237,16 +236,6 @@ class Progress:
             share, eta = f"{fraction:6.1%}", f" | eta {minutes // 60}h{minutes % 60:02}m"
         rates = f"{done['documents'] / seconds:,.0f} docs/s | {done['tokens'] / seconds:,.0f} tok/s"
         say(f"{self.prefix + share + ' | ' + rates + eta:<100}", end=self.end)
-
-
-def prepare_once(folder: Path) -> None:
-    """Run a folder's prepare.py unless its dataset exists. If another process is running it, wait for that."""
-    if (folder / "meta.json").exists():
-        return
-    with open_lock(folder / ".once.lock") as file:  # not .lock, which the script takes
-        lock(file, fcntl.LOCK_EX)
-        if not (folder / "meta.json").exists():
-            runpy.run_path(str(folder / "prepare.py"))["prepare"](folder)
 
 
 def print_summary(folder: Path, meta: dict) -> None:

@@ -21,7 +21,7 @@ from data.shakespeare_char import prepare as shakespeare_char
 from data.text import prepare as text
 from data.tokenizer import get_tokenizer, tokenizer_of
 from data.tokens import Tokens
-from data.write import prepare_once, run_script, split_of, write_dataset, write_lock
+from data.write import run_script, split_of, write_dataset, write_lock
 from tests.datasets import contents, documents_of, texts_of
 from tests.runs import ROOT, start
 from tests.test_tokenizer import write_llama3_model
@@ -303,7 +303,7 @@ def test_unprintable_messages_do_not_stop_preparation(tmp_path, monkeypatch):
 
 def test_an_unwritable_folder_gets_a_message_with_a_fix(tmp_path, stdlib):
     (tmp_path / "file").touch()  # like a read-only clone, even for root
-    for prepare, *more in ((pystdlib.prepare, stdlib), (shakespeare_char.prepare,), (prepare_once,)):
+    for prepare, *more in ((pystdlib.prepare, stdlib), (shakespeare_char.prepare,), (pystdlib.prepare_once,)):
         with pytest.raises(OSError, match="file/data cannot be written .*: prepare the data in another folder, with"):
             prepare(tmp_path / "file/data", *more)
     (tmp_path / "config.json").write_text("{}")

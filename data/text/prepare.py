@@ -27,8 +27,8 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from data.files import display_path, say
+from data.meta import FILES
 from data.rows import Bad, Unreadable, field_of, head_of, is_jsonl, kind_of, open_input, read, read_rows, text_size
-from data.tokenizer import FILES
 from data.vocabulary import END_OF_TEXT_NAMES
 from data.write import (
     Document,
