@@ -22,7 +22,7 @@ FILES = (  # that belong to a tokenizer in Hugging Face's format
     "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja",
     "generation_config.json",
 )  # fmt: skip
-MOST_BYTES = 2**24  # of meta.json: a hundred thousand shards need 10 MB
+META_BYTES = 2**24  # of meta.json: a hundred thousand shards need 10 MB
 Check = Callable[[Any], bool]
 
 
@@ -124,11 +124,11 @@ def read_meta(folder: str | Path) -> dict:
         what = "has no meta.json, so it is not a finished dataset:" if path.parent.is_dir() else what
         raise FileNotFoundError(f"{folder} {what} {how_to_prepare(folder)}")
     with open(path, "rb") as file:
-        content = file.read(MOST_BYTES + 1)
+        content = file.read(META_BYTES + 1)
     refuse_lfs_pointer(content, path)
     try:
-        if len(content) > MOST_BYTES:
-            raise ValueError(f"{path} has more than {MOST_BYTES:,} bytes")
+        if len(content) > META_BYTES:
+            raise ValueError(f"{path} has more than {META_BYTES:,} bytes")
         return check_meta(parse(content, path), path)
     except ValueError as error:
         raise ValueError(f"{error}: {how_to_prepare(folder)}") from error

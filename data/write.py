@@ -24,10 +24,11 @@ from pathlib import Path
 
 from data.encode import Document, Encode, encode_documents
 from data.files import atomic_write, display_path, lock, open_to_write, say, write_json
-from data.meta import SPLITS
+from data.meta import FIELDS, SPLITS
 from data.tokenizer import NAMES, Tokenizer, get_tokenizer
 from data.tokens import token_dtype
 
+COUNTED = ("documents", "tokens", "bytes", "sha256")  # of a shard's split
 COMPRESSED_BYTES = 2**26  # of validation text: xz -9 takes half a minute for it; a longer text is not compressed
 
 
@@ -178,10 +179,12 @@ def finished_shard(folder: Path, number: int, tokenizer: Tokenizer, source: dict
     try:
         saved = json.loads((folder / f"shard{suffix}.json").read_text())
         sizes = {split: (folder / f"{split}{suffix}.bin").stat().st_size for split in SPLITS}
-        whole = all(sizes[split] == saved["counts"][split]["tokens"] * itemsize for split in SPLITS)
-    except (OSError, ValueError):  # a file is missing, or the record truncated
+        counts = {split: {name: saved["counts"][split][name] for name in COUNTED} for split in SPLITS}
+        whole = all(sizes[split] == counts[split]["tokens"] * itemsize for split in SPLITS)
+        valid = all(FIELDS[f"{s}_{name}"].is_valid(n) for s in SPLITS for name, n in counts[s].items())
+        return counts if whole and valid and saved["source"] == source else None
+    except (OSError, ValueError, TypeError, KeyError, RecursionError):  # a file is missing, or the record is damaged
         return None
-    return saved["counts"] if whole and saved["source"] == source else None
 
 
 def shard_suffix(number: int) -> str:

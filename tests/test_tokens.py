@@ -24,7 +24,7 @@ import tiktoken
 from data import write
 from data.files import open_to_write
 from data.loader import FOLDER, Packed, dataset_folder, open_dataset
-from data.meta import FIELDS, MOST_BYTES, check_meta, read_meta
+from data.meta import FIELDS, META_BYTES, check_meta, read_meta
 from data.pystdlib import prepare as pystdlib
 from data.pystdlib.prepare import prepare_once
 from data.tokenizer import Tiktoken, get_tokenizer, tokenizer_of
@@ -290,7 +290,7 @@ def test_what_is_no_meta_json_is_a_sentence(tmp_path, strangers):
             read_meta(folder)
     with open(folder / "meta.json", "wb") as file:
         file.truncate(2**40)
-    with pytest.raises(ValueError, match=f"more than {MOST_BYTES:,} bytes"):
+    with pytest.raises(ValueError, match=f"more than {META_BYTES:,} bytes"):
         read_meta(folder)
     (folder / "meta.json").unlink()
     os.mkfifo(folder / "meta.json")
