@@ -24,13 +24,14 @@ import tiktoken
 from data import write
 from data.files import open_to_write
 from data.loader import FOLDER, Packed, dataset_folder, open_dataset
-from data.meta import FIELDS, META_BYTES, check_meta, read_meta
+from data.meta import FIELDS, META_BYTES, read_meta
 from data.pystdlib import prepare as pystdlib
 from data.pystdlib.prepare import prepare_once
 from data.tokenizer import Tiktoken, get_tokenizer, tokenizer_of
 from data.tokens import Tokens, token_dtype
 from data.write import Progress, write_dataset, write_lock, write_meta, write_tokens
 from model import document_starts
+from runtime.checkpoint_folder import _seal, read_run
 from runtime.watchdog import _alive as alive
 from tests.datasets import TEXTS, contents, documents_of, toy_dataset
 from tests.runs import ROOT, prose, wait_until
@@ -298,10 +299,34 @@ def test_what_is_no_meta_json_is_a_sentence(tmp_path, strangers):
         read_meta(folder)
 
 
-def test_the_dataset_in_a_checkpoints_run_json_is_checked_too():
-    for dataset in ([], {"tokenizer": "bytes"}, {"end_of_text": 1}, "x"):
-        with pytest.raises(ValueError, match="run.json does not describe a dataset"):
-            check_meta(dataset, "run.json")
+@pytest.mark.parametrize("changes", OTHERS.values(), ids=OTHERS)
+def test_the_dataset_in_a_checkpoints_run_json_is_checked_too(strangers, tmp_path, changes):
+    dataset = json.loads((strangers(**changes) / "meta.json").read_text())
+    (tmp_path / "run.json").write_bytes(_seal(json.dumps({"step": 1, "dataset": dataset}, indent=2).encode()))
+    for read in (read_run, tokenizer_of):  # the one for resuming and convert.py, the other for sample.py
+        with pytest.raises(ValueError, match=r"run\.json (has|names) "):
+            read(tmp_path)
+
+
+def test_train_py_writes_no_file_that_a_stranger_named(strangers, tmp_path):
+    """A name in meta.json led into the repository, where the same run imported the file."""
+    folder = strangers()
+    (tmp_path / "matplotlib.py").write_text("harm")
+    digest = hashlib.sha256(b"harm").hexdigest()
+    strangers(tokenizer_files=json.dumps({"../matplotlib.py": digest}), train_targets=None, val_targets=None)
+    (tmp_path / "deep").mkdir()
+    command = [
+        sys.executable,
+        "train.py",
+        "config/baby_llama.py",
+        f"--dataset={folder}",
+        f"--out_dir={tmp_path}/deep/out",
+    ]
+    more = ["--block_size=4", "--max_iters=1", "--eval_iters=1", "--batch_size=1", "--device=cpu", "--keep_last=1"]
+    done = subprocess.run([*command, *more], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 1
+    assert "meta.json has tokenizer_files" in done.stderr and "Traceback" not in done.stderr
+    assert not list((tmp_path / "deep").rglob("*.py"))
 
 
 LFS_POINTER = b"version https://git-lfs.github.com/spec/v1\noid sha256:" + b"4" * 64 + b"\nsize 12345\n"
