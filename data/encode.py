@@ -17,8 +17,9 @@ from contextlib import suppress
 
 import numpy as np
 
+from data.meta import SPLITS
 from data.tokenizer import Tokenizer
-from data.tokens import IS_TARGET, SPLITS, token_dtype
+from data.tokens import IS_TARGET, token_dtype
 
 BATCH_CHARS = 2**20  # text handed to a worker at a time: enough to hide the hand-over, small enough to hold many
 

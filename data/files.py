@@ -62,6 +62,16 @@ def atomic_write(path: Path):
         partial.unlink(missing_ok=True)  # only still there after an error
 
 
+class LfsPointer(ValueError):
+    """A file is the three lines that stand for it in a clone made without git-lfs."""
+
+
+def refuse_lfs_pointer(head: bytes, path: Path) -> None:
+    """Raises LfsPointer if a file begins as one."""
+    if head.startswith(b"version https://git-lfs.github.com/spec/"):
+        raise LfsPointer(f"{path} is a git-lfs pointer, not the file itself: fetch that with git lfs pull")
+
+
 def write_json(path: Path, content: dict) -> None:
     with atomic_write(path) as file:
         file.write((json.dumps(content, indent=2) + "\n").encode())

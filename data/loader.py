@@ -23,8 +23,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from data.tokens import IS_TARGET, OPENS, Tokens, check_tokens
-from data.write import prepare_once
+from data.pystdlib.prepare import HERE as PYSTDLIB
+from data.pystdlib.prepare import prepare_once
+from data.tokens import IS_TARGET, OPENS, Tokens, check_mask, check_tokens
 
 FOLDER = Path(__file__).resolve().parent
 MASK_SHIFT = 32  # mask bits sit above the token's id
@@ -40,11 +41,11 @@ def dataset_folder(dataset: str) -> Path:
 def open_dataset(dataset: str, block_size: int, seed: int, vocab_size: int | None = None, mask_documents: bool = False):
     """The training and validation blocks of a dataset. OSError or ValueError if it cannot be read.
 
-    vocab_size: the model's; a token beyond it is an error. None: the dataset's. mask_documents: True if attention
+    vocab_size: the model's, at least the dataset's. None: the dataset's. mask_documents: True if attention
     stays within documents; conversations require it.
     """
     folder = dataset_folder(dataset)
-    if folder.name == "pystdlib" and (folder / "prepare.py").exists():  # the only one that needs nothing but Python
+    if folder.resolve() == PYSTDLIB:  # needs nothing but Python. Not any folder of that name: it could hold any code
         prepare_once(folder)
     splits = [Tokens(folder, split) for split in ("train", "val")]
     if splits[0].masks and not mask_documents:
@@ -84,7 +85,7 @@ class Blocks:
 
     def read(self, indices, shift: int | None = None) -> torch.Tensor:
         """Blocks (len(indices), T + 1) int64. ValueError for a token beyond the vocabulary."""
-        return torch.from_numpy(self.tokens.read(indices, self.block_size, shift, self.vocab_size))
+        return torch.from_numpy(self.tokens.read(indices, self.block_size, shift))
 
     def sequences(self, first: int, n: int) -> torch.Tensor:
         """Sequences first .. first + n - 1 of the run, (n, T + 1) int64."""
@@ -121,7 +122,11 @@ class Packed(Blocks):
     def __init__(self, tokens: Tokens, block_size: int, vocab_size: int | None, seed: int):
         self.tokens, self.block_size, self.seed = tokens, block_size, seed
         self.meta, self.vocab_size = tokens.meta, vocab_size or tokens.meta["vocab_size"]
-        (mask,), room = tokens.masks, block_size + 1
+        mask = tokens.masks[0][:]
+        check_mask(mask, tokens.masks[0].path)
+        if not mask[0] & OPENS:
+            raise ValueError(f"{tokens.masks[0].path} begins in the middle of a conversation: prepare the data again")
+        room = block_size + 1
         starts = np.flatnonzero(mask & OPENS)
         lengths = np.diff(starts, append=len(mask))
         is_long, lengths = lengths > room, np.minimum(lengths, room)
@@ -152,11 +157,14 @@ class Packed(Blocks):
         for row, index in zip(found, indices, strict=True):
             at = 0
             for i in self.blocks[index]:
-                here, there = slice(at, at + self.lengths[i]), slice(self.starts[i], self.starts[i] + self.lengths[i])
-                row[here] = tokens[there]
-                check_tokens(row[here], self.vocab_size, self.tokens.paths[0])
-                row[here] |= mask[there].astype(np.int64) << MASK_SHIFT
-                at = here.stop
+                start = self.starts[i]
+                stop = start + self.lengths[i]
+                ids = tokens[start:stop].astype(np.int64)
+                bits = mask[start:stop].astype(np.int64)
+                check_tokens(ids, self.meta["vocab_size"], tokens.path)
+                check_mask(bits, mask.path)
+                row[at : at + len(ids)] = ids | bits << MASK_SHIFT
+                at += len(ids)
             row[at : at + 1] |= OPENS << MASK_SHIFT  # padding is a document of its own
         return torch.from_numpy(found)
 

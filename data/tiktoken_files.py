@@ -9,12 +9,13 @@ import base64
 import hashlib
 import os
 import re
-import shutil
 import tempfile
 from pathlib import Path
 
 import requests  # tiktoken depends on it and downloads with it
 import tiktoken
+
+from data.files import atomic_write
 
 ROOT = Path(__file__).resolve().parents[1]
 # Llama 3 splits text before merging bytes: contractions, words with one leading space or sign,
@@ -90,7 +91,8 @@ def openai_encoding(name: str) -> tiktoken.Encoding:
             raise ValueError(f"{found} is damaged: delete it, and fetch {OPENAI + path} again")
         elif found == given:
             folder.mkdir(parents=True, exist_ok=True)
-            shutil.copy(given, cached)
+            with atomic_write(cached) as file:
+                file.write(given.read_bytes())
     try:
         return tiktoken.get_encoding(name)
     except requests.RequestException as error:

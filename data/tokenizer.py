@@ -19,14 +19,11 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from configurator import did_you_mean
+from data.meta import FILES, check_meta
 from data.tiktoken_files import DOWNLOADS, bytes_encoding, encoding_of_json, is_llama3, llama3_encoding, openai_encoding
 from data.vocabulary import HuggingFace, Tiktoken, Tokenizer, one_template, vocabulary_name
 
 NAMES = ["bytes", *DOWNLOADS, "llama3"]
-FILES = (  # that belong to a tokenizer in Hugging Face's format
-    "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja",
-    "generation_config.json",
-)  # fmt: skip
 TOOL_TEMPLATE = "additional_chat_templates/tool_use.jinja"  # beside chat_template.jinja, for conversations with tools
 MODEL_FILES = ["tokenizer.model", "original/tokenizer.model"]  # in Meta's folders, in Hugging Face's
 LLAMA3_VOCAB = 128256
@@ -67,7 +64,10 @@ def tokenizer_of(folder: Path) -> Tokenizer:
     folder = max(folder.glob("step_*[0-9]"), default=folder)  # each checkpoint of a run has it
     found = read_files(folder, DESCRIPTIONS)
     meta, run, params, config, adapted = (parse(found.get(name, b"{}"), folder / name) for name in DESCRIPTIONS)
-    config, data = config or adapted, meta or run.get("dataset", {})
+    config = config or adapted
+    data = meta or run.get("dataset", {})
+    data = data and check_meta(data, folder / ("meta.json" if meta else "run.json"))
+    meta = meta and data
     sizes = (params.get("vocab_size"), config.get("vocab_size"))
     name = meta.get("tokenizer", config.get("nanocria_tokenizer"))
     files = dataset_files(folder, meta) if meta else read_files(folder, FILES)

@@ -9,13 +9,11 @@ Files are written under a temporary name, flushed and renamed, meta.json last. T
 """
 
 import argparse
-import fcntl
 import gzip
 import hashlib
 import json
 import lzma
 import os
-import runpy
 import signal
 import sys
 import time
@@ -26,9 +24,11 @@ from pathlib import Path
 
 from data.encode import Document, Encode, encode_documents
 from data.files import atomic_write, display_path, lock, open_to_write, say, write_json
+from data.meta import FIELDS, SPLITS
 from data.tokenizer import NAMES, Tokenizer, get_tokenizer
-from data.tokens import SPLITS, token_dtype
+from data.tokens import token_dtype
 
+COUNTED = ("documents", "tokens", "bytes", "sha256")  # of a shard's split
 COMPRESSED_BYTES = 2**26  # of validation text: xz -9 takes half a minute for it; a longer text is not compressed
 
 
@@ -179,10 +179,12 @@ def finished_shard(folder: Path, number: int, tokenizer: Tokenizer, source: dict
     try:
         saved = json.loads((folder / f"shard{suffix}.json").read_text())
         sizes = {split: (folder / f"{split}{suffix}.bin").stat().st_size for split in SPLITS}
-        whole = all(sizes[split] == saved["counts"][split]["tokens"] * itemsize for split in SPLITS)
-    except (OSError, ValueError):  # a file is missing, or the record truncated
+        counts = {split: {name: saved["counts"][split][name] for name in COUNTED} for split in SPLITS}
+        whole = all(sizes[split] == counts[split]["tokens"] * itemsize for split in SPLITS)
+        valid = all(FIELDS[f"{s}_{name}"].is_valid(n) for s in SPLITS for name, n in counts[s].items())
+        return counts if whole and valid and saved["source"] == source else None
+    except (OSError, ValueError, TypeError, KeyError, RecursionError):  # a file is missing, or the record is damaged
         return None
-    return saved["counts"] if whole and saved["source"] == source else None
 
 
 def shard_suffix(number: int) -> str:
@@ -237,16 +239,6 @@ class Progress:
             share, eta = f"{fraction:6.1%}", f" | eta {minutes // 60}h{minutes % 60:02}m"
         rates = f"{done['documents'] / seconds:,.0f} docs/s | {done['tokens'] / seconds:,.0f} tok/s"
         say(f"{self.prefix + share + ' | ' + rates + eta:<100}", end=self.end)
-
-
-def prepare_once(folder: Path) -> None:
-    """Run a folder's prepare.py unless its dataset exists. If another process is running it, wait for that."""
-    if (folder / "meta.json").exists():
-        return
-    with open_lock(folder / ".once.lock") as file:  # not .lock, which the script takes
-        lock(file, fcntl.LOCK_EX)
-        if not (folder / "meta.json").exists():
-            runpy.run_path(str(folder / "prepare.py"))["prepare"](folder)
 
 
 def print_summary(folder: Path, meta: dict) -> None:

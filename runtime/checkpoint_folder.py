@@ -25,6 +25,7 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 
+from data.meta import check_meta
 from data.tokenizer import FILES, MODEL_FILES, published_name
 from runtime import meta_weights
 from runtime.distributed import from_rank_0, group_rank, on_all_ranks
@@ -270,7 +271,10 @@ def read_run(path: Path) -> dict | None:
     run = content.rpartition(SEAL)[0] + b"\n}"
     if content != _seal(run):  # check before parsing
         raise Damaged(f"{path / 'run.json'} is not what was saved")
-    return parse_json(run, path / "run.json")
+    run = parse_json(run, path / "run.json")
+    if run.get("dataset"):
+        run["dataset"] = check_meta(run["dataset"], path / "run.json")
+    return run
 
 
 def other_weights(path: Path) -> str | None:

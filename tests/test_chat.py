@@ -73,7 +73,7 @@ def written(tmp_path):
 def targets_of(folder, split="train"):
     """The targets of a split as text: one string per conversation."""
     tokens = Tokens(folder, split)
-    (ids,), (mask,), tokenizer = tokens.shards, tokens.masks, tokenizer_of(folder)
+    ids, mask, tokenizer = tokens.shards[0][:], tokens.masks[0][:], tokenizer_of(folder)
     bounds = [*(mask & OPENS).nonzero()[0], len(ids)]
     spans = [slice(*pair) for pair in zip(bounds, bounds[1:], strict=False)]
     return [tokenizer.decode(ids[span][(mask[span] & IS_TARGET) > 0]) for span in spans]
@@ -181,7 +181,7 @@ def test_tools_and_tool_calls_are_written_where_the_template_does(written, tmp_p
     folder = written(*rows, template=tmp_path / "tools.jinja")
     assert sorted(targets_of(folder) + targets_of(folder, "val")) == [f"{call}<|endoftext|>" for call in calls]
     tokens = Tokens(folder, "train")
-    assert (tokens.shards[0] == 256).sum() == tokens.meta["train_documents"], "a tool's name became a special token"
+    assert (tokens.shards[0][:] == 256).sum() == tokens.meta["train_documents"], "a tool's name became a special token"
 
 
 def test_a_template_that_rewrites_earlier_answers_is_refused():

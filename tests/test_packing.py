@@ -55,7 +55,7 @@ def conversations(ids, mask):
 
 def conversations_of(folder, split):
     tokens = Tokens(folder, split)
-    return sorted(conversations(tokens.shards[0], tokens.masks[0]))
+    return sorted(conversations(tokens.shards[0][:], tokens.masks[0][:]))
 
 
 def found_in(blocks):
@@ -107,7 +107,7 @@ def test_conversations_longer_than_a_block_are_cut_at_their_end_and_counted(tmp_
 
 def test_wrong_tokens_and_a_missing_mask_are_named(chats, tmp_path):
     train, _ = open_dataset(chats, 48, seed=0, mask_documents=True)
-    train.vocab_size = 200
+    train.meta |= {"vocab_size": 200}
     with pytest.raises(ValueError, match="train.bin holds token 256, but vocab_size is 200"):
         train.read([0])
     write(tmp_path, [10] * 16)

@@ -21,7 +21,7 @@ from data.shakespeare_char import prepare as shakespeare_char
 from data.text import prepare as text
 from data.tokenizer import get_tokenizer, tokenizer_of
 from data.tokens import Tokens
-from data.write import prepare_once, run_script, split_of, write_dataset, write_lock
+from data.write import run_script, split_of, write_dataset, write_lock
 from tests.datasets import contents, documents_of, texts_of
 from tests.runs import ROOT, start
 from tests.test_tokenizer import write_llama3_model
@@ -303,7 +303,7 @@ def test_unprintable_messages_do_not_stop_preparation(tmp_path, monkeypatch):
 
 def test_an_unwritable_folder_gets_a_message_with_a_fix(tmp_path, stdlib):
     (tmp_path / "file").touch()  # like a read-only clone, even for root
-    for prepare, *more in ((pystdlib.prepare, stdlib), (shakespeare_char.prepare,), (prepare_once,)):
+    for prepare, *more in ((pystdlib.prepare, stdlib), (shakespeare_char.prepare,), (pystdlib.prepare_once,)):
         with pytest.raises(OSError, match="file/data cannot be written .*: prepare the data in another folder, with"):
             prepare(tmp_path / "file/data", *more)
     (tmp_path / "config.json").write_text("{}")
@@ -477,3 +477,39 @@ def test_fineweb_writes_shards_again_that_lack_the_bos(parquets, tmp_path, files
     meta = fineweb_edu.prepare(parquets, out, **options)
     assert files_read == ["000.parquet"] * 2 and meta["bos"] == 256 and "bos" not in without
     assert meta["train_tokens"] == without["train_tokens"] + meta["train_documents"]
+
+
+@pytest.mark.parametrize("values", [["a" * 2**28], ["b"] * 999 + ["c" * 2**28]], ids=["one row", "one of a thousand"])
+def test_fineweb_refuses_a_small_file_that_grows_beyond_any_text(tmp_path, values):
+    pyarrow.parquet.write_table(pyarrow.table({"text": values}), tmp_path / "a.parquet", compression="zstd")
+    with pytest.raises(ValueError, match=r"a\.parquet: 'text' of row group 1 has .* bytes that grow to 268,"):
+        fineweb_edu.prepare(tmp_path / "a.parquet", tmp_path / "out", tokenizer="bytes")
+
+
+def test_fineweb_refuses_a_row_over_the_limit_or_leaves_it_out(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(fineweb_edu, "ROW_BYTES", 1000)
+    write_parquet(tmp_path / "a.parquet", text=[f"row {i}" for i in range(100)] + ["x" * 1001])
+    options = dict(tokenizer="bytes", val_fraction=0.2)
+    with pytest.raises(ValueError, match=r"a\.parquet row 101 has more than 1,000 characters"):
+        fineweb_edu.prepare(tmp_path / "a.parquet", tmp_path / "out", **options)
+    fineweb_edu.prepare(tmp_path / "a.parquet", tmp_path / "out", errors="skip", **options)
+    assert "left out by --errors skip: 1" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("change", [
+    lambda saved: saved["counts"]["train"].update(tokens=1), lambda saved: saved["counts"].pop("val"),
+    lambda saved: saved["counts"]["val"].update(sha256=1), lambda saved: saved["counts"]["val"].pop("documents"),
+    lambda saved: saved["counts"]["train"].update(bytes=-1), lambda saved: saved.update(counts=[1]),
+    lambda saved: saved["counts"]["train"].update(bytes="1" * 10), lambda saved: saved.clear(),
+])  # fmt: skip
+def test_fineweb_writes_a_shard_again_whose_record_is_damaged(parquets, tmp_path, files_read, change):
+    options = dict(tokenizer="bytes", val_fraction=0.1)
+    fineweb_edu.prepare(parquets, tmp_path / "out", **options)
+    whole = contents(tmp_path / "out")
+    record = tmp_path / "out/shard_000001.json"
+    saved = json.loads(record.read_text())
+    change(saved)
+    record.write_text(json.dumps(saved))
+    n_read = len(files_read)
+    fineweb_edu.prepare(parquets, tmp_path / "out", **options)
+    assert contents(tmp_path / "out") == whole and len(files_read) == n_read + 1

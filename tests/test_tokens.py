@@ -23,11 +23,15 @@ import tiktoken
 
 from data import write
 from data.files import open_to_write
-from data.loader import FOLDER, dataset_folder, open_dataset
-from data.tokenizer import Tiktoken, get_tokenizer
+from data.loader import FOLDER, Packed, dataset_folder, open_dataset
+from data.meta import FIELDS, META_BYTES, read_meta
+from data.pystdlib import prepare as pystdlib
+from data.pystdlib.prepare import prepare_once
+from data.tokenizer import Tiktoken, get_tokenizer, tokenizer_of
 from data.tokens import Tokens, token_dtype
-from data.write import Progress, prepare_once, write_dataset, write_lock, write_meta, write_tokens
+from data.write import Progress, write_dataset, write_lock, write_meta, write_tokens
 from model import document_starts
+from runtime.checkpoint_folder import _seal, read_run
 from tests.datasets import TEXTS, contents, documents_of, toy_dataset
 from tests.runs import ROOT, alive, prose, wait_until
 
@@ -138,7 +142,7 @@ def test_missing_or_incomplete_dataset_error_has_the_prepare_command(tmp_path):
         Tokens(tmp_path, "train")
     for of_another_program in ("[]", '{"name": "a"}'):
         (tmp_path / "meta.json").write_text(of_another_program)
-        with pytest.raises(ValueError, match=f"does not describe a dataset: run python {tmp_path}/prepare.py"):
+        with pytest.raises(ValueError, match=f"does not describe a dataset.*: run python {tmp_path}/prepare.py"):
             Tokens(tmp_path, "train")
     (tmp_path / "prepare.py").unlink()
     toy_dataset(tmp_path, train=["0123456789"], extra={"script": "data/fineweb_edu/prepare.py"})
@@ -154,16 +158,251 @@ def test_missing_or_incomplete_dataset_error_has_the_prepare_command(tmp_path):
         Tokens(tmp_path, "val")
 
 
+# ----------------------------------------------------------------------------------------------------------------------
+# A dataset from a stranger
+
+
+DEEP = "[" * 100_000 + "]" * 100_000
+WRONG_VALUES = [
+    "null",
+    "true",
+    "-1",
+    "1.5",
+    "1e400",
+    "NaN",
+    "-Infinity",
+    "9" * 4000,
+    "9" * 5000,
+    '""',
+    '"a\\u0000/../b"',
+]
+WRONG_VALUES += ["[]", "[null]", "{}", '{"a": {}}', "[[[[]]]]", DEEP, '{"train": null}', '"\\ud800"']
+VALID = {  # of the wrong values, some are right for some fields
+    '""': [], "[]": ["eos"], "{}": ["tokenizer_files"], "1.5": ["gzip_bits_per_byte", "xz_bits_per_byte"],
+}  # fmt: skip
+
+
+@pytest.fixture
+def strangers(tmp_path):
+    """strangers(**changes) changes fields of a dataset's meta.json, given as JSON, None: gone. Returns the folder."""
+    folder = tmp_path / "strangers"
+    tokenizer = get_tokenizer("bytes")
+    tokenizer.files = {"tokenizer.json": b"{}"}
+    extra = {"eos": [256], "script": "data/mine/prepare.py", "python": "3.12.1"}
+    documents = [("train", "0123456789"), ("val", "0123456789")]
+    meta = write_dataset(folder, documents, tokenizer, extra | {"train_targets": 1, "val_targets": 1, "bos": 255})
+    for split in ("train", "val"):
+        (folder / f"{split}.mask").write_bytes(bytes([3] + [1] * 10))
+    assert meta.keys() == FIELDS.keys(), "the table names other fields than are written"
+
+    def change(**changes):
+        fields = {name: json.dumps(value) for name, value in meta.items()} | changes
+        fields = [f"{json.dumps(name)}: {value}" for name, value in fields.items() if value is not None]
+        (folder / "meta.json").write_text("{" + ", ".join(fields) + "}")
+        return folder
+
+    return change
+
+
+def test_every_field_of_meta_json_is_read_back_as_written(strangers):
+    folder = strangers(mine='{"a": [1]}')
+    assert read_meta(folder).keys() == FIELDS.keys(), "fields that are not in the table are not read"
+    assert open_dataset(str(folder), 4, 0, mask_documents=True)[0].n_blocks == 1
+
+
+@pytest.mark.parametrize("name", FIELDS)
+def test_a_missing_or_mistyped_field_of_meta_json_is_a_sentence(strangers, name):
+    for value in WRONG_VALUES:
+        folder = strangers(**{name: value})
+        if name in VALID.get(value, ()):
+            read_meta(folder)
+            continue
+        with pytest.raises(ValueError, match=rf"meta\.json .*{name}|meta\.json is not JSON"):
+            open_dataset(str(folder), 4, 0, mask_documents=True)
+        with pytest.raises(ValueError):
+            tokenizer_of(folder)
+    folder = strangers(**{name: None})
+    if FIELDS[name].required:
+        with pytest.raises(ValueError, match=f"lacks {name}"):
+            read_meta(folder)
+        with pytest.raises(ValueError, match=f"lacks {name}"):
+            tokenizer_of(folder)
+
+
+OTHERS = {
+    "a name outside": {"tokenizer_files": '{"../../../matplotlib.py": "%s"}' % ("a" * 64)},
+    "an absolute name": {"tokenizer_files": '{"/tmp/x.json": "%s"}' % ("a" * 64)},
+    "a name within": {"tokenizer_files": '{"original/tokenizer.model": "%s"}' % ("a" * 64)},
+    "a module": {"tokenizer_files": '{"tokenizer.py": "%s"}' % ("a" * 64)},
+    "a run's file": {"tokenizer_files": '{"config.json": "%s"}' % ("a" * 64)},
+    "no digest": {"tokenizer_files": '{"tokenizer.json": "zz"}'},
+    "one bad name of two": {"tokenizer_files": '{"tokenizer.json": "ab", "x.py": "ab"}'},
+    "a file outside": {"files": '{"train": {"../train.bin": 11}, "val": {"val.bin": 11}}'},
+    "an absolute file": {"files": '{"train": {"/etc/passwd": 11}, "val": {"val.bin": 11}}'},
+    "another kind of file": {"files": '{"train": {"train.mask": 11}, "val": {"val.bin": 11}}'},
+    "a newline": {"files": '{"train": {"train.bin\\n": 11}, "val": {"val.bin": 11}}'},
+    "no tokens": {"files": '{"train": {"train.bin": 0}, "val": {"val.bin": 11}}'},
+    "fewer than no tokens": {"files": '{"train": {"train.bin": -11}, "val": {"val.bin": 11}}'},
+    "true tokens": {"files": '{"train": {"train.bin": true}, "val": {"val.bin": 11}}'},
+    "very many tokens": {"files": '{"train": {"train.bin": 1%s}, "val": {"val.bin": 11}}' % ("0" * 30)},
+    "no validation": {"files": '{"train": {"train.bin": 11}}'},
+    "no training": {"files": '{"train": {}, "val": {"val.bin": 11}}'},
+    "another split": {"files": '{"train": {"train.bin": 11}, "val": {"val.bin": 11}, "test": {"test.bin": 1}}'},
+    "two files of conversations": {"files": '{"train": {"train.bin": 11, "val.bin": 11}, "val": {"val.bin": 11}}'},
+    "objects": {"dtype": '"O"'},
+    "references to objects": {"dtype": '"|O8"'},
+    "signed": {"dtype": '"int32"'},
+    "floats": {"dtype": '"float16"'},
+    "the other byte order": {"dtype": '">u2"'},
+    "a structure": {"dtype": '[["a", "O"]]'},
+    "text": {"dtype": '"S2"'},
+    "an end beyond the vocabulary": {"end_of_text": "257"},
+    "a bos beyond the vocabulary": {"bos": "257"},
+    "no vocabulary": {"vocab_size": "0"},
+    "a vocabulary of tebibytes": {"vocab_size": str(2**40)},
+    "a true vocabulary": {"vocab_size": "true"},
+    "targets of one split": {"val_targets": None},
+    "no bytes to divide by": {"val_bytes": "0"},
+    "one compressed size": {"xz_bits_per_byte": None},
+    "another command": {"script": '"data/x/prepare.py; rm -rf ~"'},
+    "a script elsewhere": {"script": '"../x/prepare.py"'},
+    "an end that is true": {"eos": "[true]"},
+    "a tokenizer with a newline": {"tokenizer": '"bytes\\n"'},
+    "the second of duplicates": {"bos": '1, "bos": "x"'},
+}
+
+
+@pytest.mark.parametrize("changes", OTHERS.values(), ids=OTHERS)
+def test_no_name_type_or_number_of_meta_json_is_used_unchecked(strangers, changes):
+    folder = strangers(**changes)
+    with pytest.raises(ValueError, match=r"meta\.json (has|names) ") as raised:
+        open_dataset(str(folder), 4, 0, mask_documents=True)
+    assert len(str(raised.value)) < 500
+    with pytest.raises(ValueError):
+        tokenizer_of(folder)
+
+
+def test_what_is_no_meta_json_is_a_sentence(tmp_path, strangers):
+    folder = strangers()
+    for content in (b"", b"\xff\xfe\0", b"{", b"[]", b"1", b'"x"', b"null", DEEP.encode(), b"9" * 5000, bytes(9)):
+        (folder / "meta.json").write_bytes(content)
+        with pytest.raises(ValueError, match=r"meta\.json "):
+            read_meta(folder)
+    with open(folder / "meta.json", "wb") as file:
+        file.truncate(2**40)
+    with pytest.raises(ValueError, match=f"more than {META_BYTES:,} bytes"):
+        read_meta(folder)
+    (folder / "meta.json").unlink()
+    os.mkfifo(folder / "meta.json")
+    with pytest.raises(FileNotFoundError, match="no meta.json"):
+        read_meta(folder)
+
+
+@pytest.mark.parametrize("changes", OTHERS.values(), ids=OTHERS)
+def test_the_dataset_in_a_checkpoints_run_json_is_checked_too(strangers, tmp_path, changes):
+    dataset = json.loads((strangers(**changes) / "meta.json").read_text())
+    (tmp_path / "run.json").write_bytes(_seal(json.dumps({"step": 1, "dataset": dataset}, indent=2).encode()))
+    for read in (read_run, tokenizer_of):  # the one for resuming and convert.py, the other for sample.py
+        with pytest.raises(ValueError, match=r"run\.json (has|names) "):
+            read(tmp_path)
+
+
+def test_train_py_writes_no_file_that_a_stranger_named(strangers, tmp_path):
+    """A name in meta.json led into the repository, where the same run imported the file."""
+    folder = strangers()
+    (tmp_path / "matplotlib.py").write_text("harm")
+    digest = hashlib.sha256(b"harm").hexdigest()
+    strangers(tokenizer_files=json.dumps({"../matplotlib.py": digest}), train_targets=None, val_targets=None)
+    (tmp_path / "deep").mkdir()
+    command = [
+        sys.executable,
+        "train.py",
+        "config/baby_llama.py",
+        f"--dataset={folder}",
+        f"--out_dir={tmp_path}/deep/out",
+    ]
+    more = ["--block_size=4", "--max_iters=1", "--eval_iters=1", "--batch_size=1", "--device=cpu", "--keep_last=1"]
+    done = subprocess.run([*command, *more], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 1
+    assert "meta.json has tokenizer_files" in done.stderr and "Traceback" not in done.stderr
+    assert not list((tmp_path / "deep").rglob("*.py"))
+
+
+LFS_POINTER = b"version https://git-lfs.github.com/spec/v1\noid sha256:" + b"4" * 64 + b"\nsize 12345\n"
+
+
+@pytest.mark.parametrize("name", ["train.bin", "val.bin", "train.mask", "meta.json"])
+def test_a_git_lfs_pointer_in_a_dataset_is_named_as_such(strangers, name):
+    folder = strangers()
+    (folder / name).write_bytes(LFS_POINTER)
+    with pytest.raises(ValueError, match=f"{name} is a git-lfs pointer.* git lfs pull"):
+        open_dataset(str(folder), 4, 0, mask_documents=True)
+
+
+@pytest.mark.parametrize("dtype, token", [("uint16", 65535), ("uint32", 2**31), ("uint32", 2**32 - 1), ("uint32", 257)])
+@pytest.mark.parametrize("targets", [True, False])
+def test_a_token_beyond_the_vocabulary_is_a_sentence_however_large(strangers, dtype, token, targets):
+    masked = {} if targets else {"train_targets": None, "val_targets": None}
+    folder = strangers(dtype=f'"{dtype}"', **masked)
+    for split in ("train", "val"):
+        np.array([*range(10), token], dtype).tofile(folder / f"{split}.bin")
+    block_size = 10 if targets else 5
+    # the model may have more rows than the data has tokens
+    _, val = open_dataset(str(folder), block_size, 0, vocab_size=512, mask_documents=targets)
+    with pytest.raises(ValueError, match=rf"\.bin holds token {token}, but vocab_size is 257"):
+        val.read(range(val.n_blocks))
+
+
+@pytest.mark.parametrize("mask", [bytes([7]) + bytes(10), bytes([3] + [1] * 9 + [255]), bytes([128] * 11)])
+def test_a_mask_with_unknown_bits_is_a_sentence(strangers, mask):
+    folder = strangers()
+    (folder / "train.mask").write_bytes(mask)
+    with pytest.raises(ValueError, match=r"train\.mask holds \d+, expected 0 to 3"):
+        open_dataset(str(folder), 4, 0, mask_documents=True)
+
+
+@pytest.mark.parametrize("mask", [bytes([1] * 11), bytes([0, 3] + [1] * 9), bytes(11)])
+def test_a_mask_whose_first_token_opens_no_conversation_is_a_sentence(strangers, mask):
+    folder = strangers()
+    (folder / "train.mask").write_bytes(mask)
+    with pytest.raises(ValueError, match=r"train\.mask begins in the middle of a conversation"):
+        open_dataset(str(folder), 4, 0, mask_documents=True)
+
+
+@pytest.mark.parametrize("name", ["train.bin", "train.mask"])
+def test_a_file_cut_while_training_is_a_sentence(strangers, name):
+    folder = strangers()
+    train, _ = open_dataset(str(folder), 10, 0, mask_documents=True)
+    os.truncate(folder / name, 5)
+    with pytest.raises(ValueError, match=f"{name} ends before its byte .*cut"):
+        train.sequences(0, 1)
+
+
+def test_a_mask_overwritten_while_training_is_a_sentence(strangers):
+    folder = strangers()
+    train, _ = open_dataset(str(folder), 10, 0, mask_documents=True)
+    with open(folder / "train.mask", "r+b") as file:
+        file.write(b"\xff" * 11)
+    with pytest.raises(ValueError, match=r"train\.mask holds 255"):
+        train.sequences(0, 1)
+
+
+def test_padding_is_never_a_target_and_targets_are_the_tokens_of_the_mask(strangers):
+    folder = strangers()
+    train = Packed(Tokens(folder, "train"), 20, None, 0)
+    tokens, targets, _ = train.unpack(train.read([0]))
+    assert tokens[0].tolist() == [*range(48, 58), 256, *[256] * 9]
+    assert targets[0].tolist() == [*range(49, 58), 256, *[-100] * 10]
+
+
 def test_token_id_beyond_the_vocabulary_is_an_error(tmp_path):
     toy_dataset(tmp_path, train=["0123456789"])
     np.array([*range(10), 50256], dtype="<u2").tofile(tmp_path / "train.bin")
     tokens = Tokens(tmp_path, "train")
-    message = r"train\.bin holds token 50256, but vocab_size is 257: prepare the data again or set vocab_size"
+    message = r"train\.bin holds token 50256, but vocab_size is 257: prepare the data again"
     with pytest.raises(ValueError, match=message):
         tokens.read([0], 10)
     assert tokens.read([0], 9).max() == 9
-    with pytest.raises(ValueError, match="holds token 9, but vocab_size is 9"):
-        tokens.read([0], 9, vocab_size=9)
 
 
 @pytest.mark.parametrize("name", ["meta.json", "train.bin", "val.bin", ".lock"])
@@ -237,13 +476,26 @@ def test_second_writer_in_a_folder_is_rejected_and_the_first_completes(tmp_path)
     assert [documents_of(tmp_path, split) for split in ("train", "val")] == [["first"], ["second"]]
 
 
-def test_prepare_once_runs_once(tmp_path):
-    script = "from tests.datasets import toy_dataset as prepare\nopen(__file__, 'a').write('# has run')\n"
-    (tmp_path / "prepare.py").write_text(script)
+def test_pystdlib_is_prepared_once(tmp_path, monkeypatch):
+    calls = []
+    monkeypatch.setattr(pystdlib, "prepare", lambda folder: calls.append(toy_dataset(folder)))
     for _ in range(2):
         prepare_once(tmp_path)
-    assert documents_of(tmp_path, "val") == ["third"]
-    assert (tmp_path / "prepare.py").read_text() == script + "# has run"
+    assert documents_of(tmp_path, "val") == ["third"] and len(calls) == 1
+
+
+def test_a_strangers_folder_called_pystdlib_runs_nothing(tmp_path, monkeypatch):
+    folder = tmp_path / "pystdlib"
+    folder.mkdir()
+    (folder / "prepare.py").write_text(f"open({str(tmp_path / 'has run')!r}, 'w')\ndef prepare(folder): pass")
+    (tmp_path / "data").symlink_to(tmp_path)
+    for name in (folder, f"{folder}/", tmp_path / "data/pystdlib", folder / ".." / "pystdlib"):
+        with pytest.raises(FileNotFoundError, match="not a finished dataset"):
+            open_dataset(str(name), 4, 0)
+    monkeypatch.setattr(pystdlib, "prepare", lambda folder: toy_dataset(folder, ["0123456789"], ["0123456789"]))
+    prepare_once(folder)  # even there only our own script runs
+    assert open_dataset(str(folder), 4, 0)[1].n_blocks == 2
+    assert not (tmp_path / "has run").exists()
 
 
 @pytest.mark.parametrize(
@@ -349,7 +601,7 @@ def test_a_dataset_may_have_more_shards_than_the_open_file_limit(tmp_path):
     files = {split: {f"{split}_{i:06d}.bin": 8 for i in range(600)} for split in ("train", "val")}
     for name in (*files["train"], *files["val"]):
         (tmp_path / name).write_bytes(bytes(16))
-    meta = dict(vocab_size=257, dtype="uint16", end_of_text=256, files=files)
+    meta = dict(tokenizer="bytes", vocab_size=257, dtype="uint16", end_of_text=256, files=files)
     (tmp_path / "meta.json").write_text(json.dumps(meta))
     before = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (min(1024, before[1]), before[1]))

@@ -19,7 +19,8 @@ from itertools import chain
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
-from data.rows import Bad, field_of
+from data.files import refuse_lfs_pointer
+from data.rows import ROW_BYTES, Bad, field_of
 from data.write import (
     Document,
     Progress,
@@ -38,6 +39,8 @@ from data.write import (
     write_shard,
 )
 
+ROWS = 16  # in memory at a time: each may have ROW_BYTES
+MOST_GROWTH = 100  # of a column by decompression: text grows threefold
 HERE = Path(__file__).resolve().parent
 REPO = "HuggingFaceFW/fineweb-edu"
 
@@ -67,6 +70,8 @@ def list_hub(sample: str) -> list[str]:
 def open_parquet(path: Path):
     import pyarrow.parquet
 
+    with open(path, "rb") as file:
+        refuse_lfs_pointer(file.read(100), path)
     try:
         return pyarrow.parquet.ParquetFile(path)
     except (OSError, pyarrow.ArrowException) as error:
@@ -75,23 +80,41 @@ def open_parquet(path: Path):
 
 
 def read_documents(parquet, path: Path, field: str, val_fraction: float, bad: Bad) -> Iterator[Document]:
-    """Yield (split, text) from an open ParquetFile, a thousand rows in memory at a time."""
+    """Yield (split, text) from an open ParquetFile, ROWS in memory at a time."""
     import pyarrow
 
     if field not in parquet.schema_arrow.names:
-        raise ValueError(f"{path} has no column {field!r} but {', '.join(parquet.schema_arrow.names)}: set --field")
+        names = ", ".join(parquet.schema_arrow.names)
+        raise ValueError(f"{path} has no column {field!r} but {names:.200}: set --field")
+    check_growth(parquet, path, field)
     try:
-        columns = (batch.column(0) for batch in parquet.iter_batches(batch_size=1000, columns=[field]))
+        columns = (batch.column(0) for batch in parquet.iter_batches(batch_size=ROWS, columns=[field]))
         for row, value in enumerate(chain.from_iterable(columns), start=1):
             where, text = f"{path} row {row}", None
             try:
                 text = field_of({field: value.as_py()}, field, where, bad)
             except UnicodeDecodeError as error:
                 bad(f"{where} is not UTF-8 text ({error})")
-            if text:
+            if text and len(text) > ROW_BYTES:
+                bad(f"{where} has more than {ROW_BYTES:,} characters")
+            elif text:
                 yield split_of(text, val_fraction), text
     except (OSError, pyarrow.ArrowException) as error:
         raise ValueError(f"{path} cannot be read as parquet: {error}") from error
+
+
+def check_growth(parquet, path: Path, field: str) -> None:
+    """Raises ValueError for a column that would take far more memory than its file: pages are decompressed whole."""
+    metadata = parquet.metadata
+    for number in range(metadata.num_row_groups):
+        group = metadata.row_group(number)
+        for column in map(group.column, range(group.num_columns)):
+            size = column.total_uncompressed_size
+            is_read = column.path_in_schema.split(".")[0] == field
+            if is_read and size > max(4 * ROW_BYTES, MOST_GROWTH * column.total_compressed_size):
+                found = f"{column.total_compressed_size:,} bytes that grow to {size:,}"
+                fix = "text grows far less. If it is text, write it again in smaller row groups"
+                raise ValueError(f"{path}: {field!r} of row group {number + 1} has {found}: {fix}")
 
 
 def prepare(

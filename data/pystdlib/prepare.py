@@ -11,15 +11,16 @@ comparable everywhere. (The tests would add 19 MB of much more repetitive text.)
 """
 
 import contextlib
+import fcntl
 import platform
 import sys
 import sysconfig
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
-from data.files import say
+from data.files import lock, say
 from data.tokenizer import get_tokenizer
-from data.write import make_parser, print_summary, run_script, split_of, write_dataset
+from data.write import make_parser, open_lock, print_summary, run_script, split_of, write_dataset
 
 HERE = Path(__file__).resolve().parent
 SKIP = {
@@ -53,6 +54,16 @@ def prepare(folder: Path = HERE, stdlib: Path | None = None) -> dict:
     say(f"{stdlib}: {len(names):,} files")
     print_summary(folder, meta)
     return meta
+
+
+def prepare_once(folder: Path = HERE) -> None:
+    """Write the dataset unless it exists. If another process is writing it, wait for that."""
+    if (folder / "meta.json").exists():
+        return
+    with open_lock(folder / ".once.lock") as file:  # not .lock, which prepare takes
+        lock(file, fcntl.LOCK_EX)
+        if not (folder / "meta.json").exists():
+            prepare(folder)
 
 
 def main():

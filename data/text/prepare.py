@@ -6,9 +6,9 @@
     python data/text/prepare.py --input corpus.jsonl.zst <(zcat more/*.gz) --tokenizer gpt2
 
 Makes train.bin, val.bin and meta.json in --out (this folder by default), tokenizing on every CPU core. The input may be
-larger than memory, except a JSON array. Files may be compressed: gzip, zstd, xz, bzip2. A document is a JSON object,
-one per line or in an array, or a text file. In a text file, lines of only <|endoftext|> separate documents; without
-them, a large file is cut at line ends. Folders are searched recursively, skipping --out, links to folders, hidden and
+larger than memory. Files may be compressed: gzip, zstd, xz, bzip2. A document is a JSON object, one per line or in an
+array, or a text file. In a text file, lines of only <|endoftext|> separate documents of at most 32 MiB; without them, a
+large file is cut at line ends. Folders are searched recursively, skipping --out, links to folders, hidden and
 binary files. A document goes to validation if the hash of its text is below a threshold, so all copies of a document go
 to the same split. In the first megabyte the documents with the smallest hashes validate: a threshold could select none
 of them, or most.
@@ -24,11 +24,24 @@ from collections import Counter
 from collections.abc import Iterable, Iterator
 from itertools import chain
 from pathlib import Path
+from typing import BinaryIO, TextIO
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
-from data.files import display_path, say
-from data.rows import Bad, Unreadable, field_of, head_of, is_jsonl, kind_of, open_input, read, read_rows, text_size
-from data.tokenizer import FILES
+from data.files import LfsPointer, display_path, say
+from data.meta import FILES
+from data.rows import (
+    ROW_BYTES,
+    Bad,
+    Unreadable,
+    field_of,
+    head_of,
+    is_jsonl,
+    kind_of,
+    open_input,
+    read,
+    read_rows,
+    text_size,
+)
 from data.vocabulary import END_OF_TEXT_NAMES
 from data.write import (
     Document,
@@ -58,7 +71,7 @@ def find_files(inputs: list[Path], out: Path, field: str, bad: Bad) -> dict[Path
 
     Folders are searched in a fixed order for all files that are not hidden, binary or the dataset's.
     """
-    files, binary, json_as_text, links, broken = {}, [], [], [], []
+    files, binary, json_as_text, links, broken, pointers = {}, [], [], [], [], []
     for path in inputs:
         for file in files_inside(path, out) if path.is_dir() else [path]:
             if file.is_dir():
@@ -76,10 +89,11 @@ def find_files(inputs: list[Path], out: Path, field: str, bad: Bad) -> dict[Path
             except Unreadable as error:
                 bad(str(error))
                 continue
-            except ValueError:
+            except ValueError as error:
                 if file == path:
                     raise
-                binary.append(file)
+                left_out = pointers if isinstance(error, LfsPointer) else binary
+                left_out.append(file)
                 continue
             kind = kind_of(head, file)
             if file != path and kind != "text" and not is_jsonl(file) and f'"{field}"'.encode() not in head:
@@ -91,6 +105,7 @@ def find_files(inputs: list[Path], out: Path, field: str, bad: Bad) -> dict[Path
                 json_as_text.append(file)
             files[file] = kind
     say_files("binary or UTF-16 files left out", binary)
+    say_files("git-lfs pointers left out, whose files git lfs pull fetches", pointers)
     say_files("links to folders left out", links)
     say_files("links to no file left out", broken)
     say_files(f"JSON without the field {field!r}, or not in rows, read as text", json_as_text)
@@ -129,26 +144,54 @@ def read_documents(files: dict[Path, str | None], field: str, max_chars: int, ba
             bad(str(error))
 
 
-def read_text(file, path: Path, max_chars: int, bad: Bad) -> Iterator[str]:
-    """Yield the documents between end-of-text lines; without such lines, max_chars at a time and up to as many more, to
-    the end of the line.
-    """
+def read_text(file: BinaryIO, path: Path, max_chars: int, bad: Bad) -> Iterator[str]:
+    """Yield the documents between end-of-text lines. A text that has none in its first ROW_BYTES is cut."""
     try:
         if not bad.strict:
             check_utf8(path)
-        separated, rest = SEPARATOR.search(head_of(file, path).decode(errors="replace")) is not None, ""
+        file = io.BufferedReader(file, ROW_BYTES)
+        head = read(file.peek, path)
         # newline="\n" leaves \r\n alone; utf-8-sig drops a byte order mark
-        file = io.TextIOWrapper(file, encoding="utf-8-sig", newline="\n")
-        while text := read(lambda: file.read(max_chars) + file.readline(max_chars), path):
-            *documents, rest = SEPARATOR.split(rest + text)
-            separated = separated or bool(documents)
-            if not separated:
-                documents, rest = [rest], ""
-            yield from (document for document in documents if document.strip() or not separated)
-        if rest.strip():
-            yield rest
+        text = io.TextIOWrapper(file, encoding="utf-8-sig", newline="\n")
+        yield from read_separated(text, path, bad) if has_separator(head) else cut(text, path, max_chars, bad)
     except UnicodeDecodeError as error:
         bad(f"{path} is not UTF-8 text ({error})")
+
+
+def has_separator(head: bytes) -> bool:
+    lines = head.decode("utf-8-sig", "replace")
+    if len(head) == ROW_BYTES:  # the last line may go on
+        lines = lines[: lines.rfind("\n") + 1]
+    return SEPARATOR.search(lines) is not None
+
+
+def read_separated(text: TextIO, path: Path, bad: Bad) -> Iterator[str]:
+    """Yield the documents between end-of-text lines, whole, without blank ones."""
+    document, number, left_out = "", 1, False
+    while lines := read(lambda: text.read(2**20) + text.readline(ROW_BYTES), path):
+        for i, piece in enumerate(SEPARATOR.split(lines)):
+            if i > 0:  # an end-of-text line stands before it
+                if document.strip():
+                    yield document
+                document, left_out = "", False
+                number += 1
+            document += "" if left_out else piece
+            if len(document) > ROW_BYTES:
+                bad(f"{path}: document {number:,} has more than {ROW_BYTES:,} characters")
+                document, left_out = "", True
+    if document.strip():
+        yield document
+
+
+def cut(text: TextIO, path: Path, max_chars: int, bad: Bad) -> Iterator[str]:
+    """Yield max_chars at a time and up to as many more, to the end of the line."""
+    starts_line = True
+    while chunk := read(lambda: text.read(max_chars) + text.readline(max_chars), path):
+        if SEPARATOR.search(chunk, 0 if starts_line else 1):
+            bad(f"{path}: the text before the first end-of-text line has more than {ROW_BYTES:,} bytes")
+            return
+        yield chunk
+        starts_line = chunk.endswith("\n")
 
 
 def check_utf8(path: Path) -> None:
@@ -174,27 +217,30 @@ def default_fraction(n_bytes: int) -> float:
 
 
 def split(texts: Iterable[str], val_fraction: float | None) -> Iterator[Document]:
-    """Split the first SMALL bytes by rank: of n distinct texts the ceil(val_fraction n) with the smallest hashes
-    validate, but not all n, and no text of more than half of these bytes (a tenth if the input is larger). Copies go
-    where the first one went; split_of decides the rest. val_fraction: None for the default if the size is unknown.
+    """Split the first SMALL bytes, or as many texts, by rank: of n distinct texts the ceil(val_fraction n) with the
+    smallest hashes validate, but not all n, and no text of more than half of these bytes (a tenth if the input is
+    larger). Copies go where the first one went; split_of decides the rest. val_fraction: None for the default if the
+    size is unknown.
     """
-    texts, first, sizes, n_bytes = iter(texts), [], {}, 0
+    texts = iter(texts)
+    first, sizes, n_bytes, is_small = [], {}, 0, True
+    same = {}  # of copies one is kept: there may be millions
     for text in texts:
-        first.append(text)
+        first.append(same.setdefault(text, text))
         if text not in sizes:
             sizes[text] = len(text.encode("utf-8", "replace"))
             n_bytes += sizes[text]
-        if n_bytes >= SMALL:
+        if n_bytes >= SMALL or len(first) >= SMALL:
+            is_small = False
             break
-    else:
-        if len(sizes) == 1:
-            raise ValueError(
-                "only one distinct document, but training and validation need one each: give more text, or another file"
-            )
+    if is_small and len(sizes) == 1:
+        raise ValueError(
+            "only one distinct document, but training and validation need one each: give more text, or another file"
+        )
     if val_fraction is None:
-        val_fraction = default_fraction(n_bytes if n_bytes < SMALL else 0)
+        val_fraction = default_fraction(n_bytes if is_small else 0)
     n = len(sizes)
-    may = [text for text in sizes if (2 if n_bytes < SMALL else 10) * sizes[text] <= n_bytes]
+    may = [text for text in sizes if (2 if is_small else 10) * sizes[text] <= n_bytes]
     val = set(heapq.nsmallest(min(math.ceil(val_fraction * n), n - 1), may, key=hash_of))
     known = {text: "val" if text in val else "train" for text in sizes} if may else {}
     for text in chain(first, texts):
