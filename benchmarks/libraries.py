@@ -1,4 +1,4 @@
-"""The libraries that the kernels are compared with. Each is optional: one that is not installed has no arms.
+"""The libraries that the kernels are compared with. Each is optional: one that is not installed is left out.
 
     pip install liger-kernel==0.8.5 cut-cross-entropy==25.1.1 bitsandbytes==0.50.2
 
@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 
 EPS = 1e-5
-Functions = dict[str, dict[str, Callable]]  # operation -> arm -> function
+Functions = dict[str, dict[str, Callable]]  # operation -> name -> function
 
 
 def liger() -> Functions:
