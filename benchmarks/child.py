@@ -1,11 +1,8 @@
 """What runner.py starts in a separate process.
 
-    python -m benchmarks.child call generate.measure '{"trainer": "hf", "batch": 1, ...}'     prints a line of JSON
-    python -m benchmarks.child within 24 train.py config/llama32_1b.py     in 24 GiB of GPU memory, as on a smaller card
-    python -m benchmarks.child within 24 -m benchmarks.child call ...
-
-PyTorch's allocator then reserves at most so much and raises its OutOfMemoryError beyond that. The CUDA context, half a
-GiB, and NCCL's buffers do not count.
+python -m benchmarks.child call generate.measure '{"trainer": "hf", "batch": 1, ...}'    prints a line of JSON
+python -m benchmarks.child within 24 train.py config/llama32_1b.py    as on a card of 24 GiB: PyTorch's allocator
+    raises its OutOfMemoryError beyond that. The CUDA context, half a GiB, and NCCL's buffers do not count.
 """
 
 import importlib
@@ -34,10 +31,9 @@ def call(function: str, arguments: str) -> None:
 
 
 def within(gib: str, *argv: str) -> None:
-    """SystemExit if the card has less: then what fits on it would not answer the question."""
     device = int(os.environ.get("LOCAL_RANK", 0))
     total = torch.cuda.get_device_properties(device).total_memory / 2**30
-    if float(gib) > total:
+    if float(gib) > total:  # then what fits on it would not answer the question
         sys.exit(f"--memory_limit_gib={gib}: the card has {total:.1f} GiB, choose less")
     torch.cuda.set_per_process_memory_fraction(float(gib) / total, device)
     run_here(*argv)

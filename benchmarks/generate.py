@@ -40,13 +40,13 @@ ROUNDS = 3  # timed, after one to warm up
 
 def parse(argv: list[str]) -> SimpleNamespace:
     record = "benchmarks/records/generate.json" if torch.cuda.is_available() else "out/generate.json"
-    lists = {"trainers": ["nanocria", "hf", "hf-static"], "batches": settings.whole_numbers}
+    lists = {"trainers": ["nanocria", "hf", "hf-static"], "batches": settings.whole_number}
     return settings.read_settings(globals(), argv, lists, record)
 
 
 @torch.no_grad()
-def measure(trainer: str, config: str, batch: int, prompt: int, tokens: int, **changes) -> dict:
-    """On the GPU in bfloat16, or on the CPU in float32."""
+def measure(trainer: str, config: str, batch: int, prompt: int, tokens: int, copy_tb_s=1.0, **changes) -> dict:
+    """On the GPU in bfloat16, or on the CPU in float32. copy_tb_s: the rate of a large copy."""
     on_gpu = torch.cuda.is_available()
     device = torch.device("cuda" if on_gpu else "cpu")
     dtype = torch.bfloat16 if on_gpu else torch.float32
@@ -70,7 +70,10 @@ def measure(trainer: str, config: str, batch: int, prompt: int, tokens: int, **c
         return {"failed": f"it generated {n_new} of {tokens} tokens"}
     seconds = statistics.median(timing.wall_seconds(call, device) for _ in range(ROUNDS))
     row = {"tok_per_s": batch * tokens / seconds, "ms_per_token": 1000 * seconds / tokens}
-    return row | measure_step(model, prompts, tokens, device) if trainer == "nanocria" else row
+    if trainer == "nanocria":
+        row |= measure_step(model, prompts, tokens, device)
+        row["of_copy"] = row["step_bytes"] / row["step_ms"] / 1e9 / copy_tb_s
+    return row
 
 
 def measure_step(model: Llama, prompts: list[list[int]], tokens: int, device: torch.device) -> dict:
@@ -90,17 +93,10 @@ def measure_step(model: Llama, prompts: list[list[int]], tokens: int, device: to
     return {"step_ms": ms, "step_bytes": round(weights + cached)}
 
 
-def measure_point(copy_tb_s: float, **key) -> dict:
-    row = runner.call("generate.measure", **key)
-    if "step_ms" in row:
-        row["of_copy"] = row["step_bytes"] / row["step_ms"] / 1e9 / copy_tb_s
-    return row
-
-
 def main(argv: list[str]) -> None:
     s = parse(argv)
     record = runner.start("generate", s, on_cpu=True)
     for batch, trainer in product(s.batches, s.trainers):
         key = {"trainer": trainer, "config": s.config, "batch": batch, "prompt": s.prompt, "tokens": s.tokens}
-        record.measure("points", key, measure_point, record.head["copy_tb_s"], **key)
+        record.measure("points", key, runner.call, "generate.measure", copy_tb_s=record.head["copy_tb_s"], **key)
     runner.finish(record)

@@ -55,8 +55,8 @@ CHECKPOINTS = {  # what to measure -> config, (batch, block, checkpointing), ste
 
 def parse(argv: list[str], n_gpus: int) -> SimpleNamespace:
     lists = {
-        "measure": [*POINTS, *CHECKPOINTS], "ranks": settings.whole_numbers, "trainers": TRAINERS,
-        "shapes": settings.shapes, "checkpointing": settings.CHECKPOINTING,
+        "measure": [*POINTS, *CHECKPOINTS], "ranks": settings.whole_number, "trainers": TRAINERS,
+        "shapes": settings.shape, "checkpointing": settings.CHECKPOINTING,
     }  # fmt: skip
     s = settings.read_settings(globals(), argv, lists, "benchmarks/records/gpus.json")
     s.ranks = sorted(n for n in set(s.ranks) if n <= n_gpus)

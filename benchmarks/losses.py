@@ -42,7 +42,7 @@ WEIGHT_DECAY = 0.1
 
 
 def parse(argv: list[str]) -> SimpleNamespace:
-    lists = {"trainers": [*OURS, "hf-masters", "float32", "hf-galore"], "shape": settings.shapes}
+    lists = {"trainers": [*OURS, "hf-masters", "float32", "hf-galore"], "shape": settings.shape}
     return settings.read_settings(globals(), argv, lists, "benchmarks/records/losses.json")
 
 

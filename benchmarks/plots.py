@@ -120,8 +120,9 @@ def plot_kernels(record: dict):
     rows = list(rows.values())  # from the bottom up
     figure, axes = plt.subplots(figsize=(10, 0.32 * len(rows) + 1.5))
     for name, (color, mark) in FUNCTIONS.items():
-        times = [(i, row["floor_us"] / us[name]) for i, row in enumerate(rows) if name in (us := microseconds(row))]
-        axes.plot([share for _, share in times], [i for i, _ in times], mark, color=color, label=name)
+        measured = [i for i, row in enumerate(rows) if name in microseconds(row)]
+        shares = [rows[i]["floor_us"] / microseconds(rows[i])[name] for i in measured]
+        axes.plot(shares, measured, mark, color=color, label=name)
     axes.set_yticks(range(len(rows)), [f"{row['op']} {row['pass']}, {shape(row)}" for row in rows])
     axes.axvline(1, color="black", linewidth=1)
     axes.set(xlabel="share of the limit: a copy of as many bytes, or the matmuls alone", xlim=(0, None))

@@ -163,18 +163,15 @@ def is_clean(commit: str) -> bool:
 
 def keep_summary(run_folder: str, name: str) -> None:
     """Write the summary that a run of train.py left, and its validation losses, as the record of that name."""
-    summary = Path(run_folder) / "summary.json"
     if not name or name != Path(name).name:
         sys.exit(f"{name!r} is not a valid name: the record becomes benchmarks/records/NAME.json")
     try:
-        run = read_json(summary)
+        run = read_json(Path(run_folder) / "summary.json")
         losses = read_losses(Path(run_folder))
     except (OSError, ValueError) as error:
         sys.exit(str(error))
-    if run.get("steps") != run.get("settings", {}).get("max_iters", 0):
-        sys.exit(f"{summary} is not of a whole run: a resumed one makes no record")
-    if "bits_per_byte" not in run:
-        sys.exit(f"{summary} has no bits per byte, because not all validation data was read: raise eval_iters")
+    if "bits_per_byte" not in run or run["steps"] != run["settings"]["max_iters"]:
+        sys.exit(f"{run_folder} makes no record: it is not whole, was resumed, or eval_iters left out validation data")
     val_curve = [(step, 3600 * hours, loss) for step, _, hours, loss in losses.val]
     write(RECORDS / f"{name}.json", run | {"val_curve": val_curve})
     print(f"record: {RECORDS / name}.json")

@@ -3,7 +3,6 @@
 import contextlib
 import functools
 import json
-import math
 import os
 import re
 import shlex
@@ -15,13 +14,13 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import torch
+from safetensors.torch import save_file
 
 from benchmarks import records, tables
 from benchmarks.records import Record
 from benchmarks.settings import ROOT
 from benchmarks.trainers import TRAINERS, llama_config
 from model import Llama
-from runtime.checkpoint_folder import write_folder
 from runtime.hf_config import write_config
 from runtime.hf_names import hf_rows
 
@@ -141,19 +140,18 @@ def random_base(config: str) -> tempfile.TemporaryDirectory:
     """
     c = llama_config(config)
     with torch.device("meta"):
-        parameters = list(Llama(c).bfloat16().named_parameters())
+        parameters = list(Llama(c).named_parameters())
     numbers = 0.02 * torch.randn(2**26, generator=torch.Generator().manual_seed(0)).bfloat16()
-
-    def weight(shape):
-        if len(shape) == 1:
-            return torch.ones(shape, dtype=torch.bfloat16)
-        return numbers.repeat(-(-math.prod(shape) // len(numbers)))[: math.prod(shape)].view(shape)
-
-    rows = [row for name, parameter in parameters for row in hf_rows(name, parameter, c)]
-    rows = [row._replace(tensor=functools.partial(weight, row.shape)) for row in rows]
+    weights = {}
+    for row in (row for name, parameter in parameters for row in hf_rows(name, parameter, c)):
+        weight = torch.ones(row.shape, dtype=torch.bfloat16)
+        if weight.ndim > 1:
+            for part in weight.flatten().split(len(numbers)):
+                part.copy_(numbers[: len(part)])
+        weights[row.name] = weight
     folder = tempfile.TemporaryDirectory()
-    hf_files = {"config.json": json.dumps(write_config(c, "bytes", "bfloat16", {}, {})).encode()}
-    write_folder(Path(folder.name), {"model": rows}, hf_files, {})
+    save_file(weights, f"{folder.name}/model.safetensors")
+    Path(folder.name, "config.json").write_text(json.dumps(write_config(c, "bytes", "bfloat16", {}, {})))
     return folder
 
 

@@ -32,7 +32,7 @@ BABY_FLAGS = ["--cuda_graph=false", "--cuda_graph=false --compile=true", "--cuda
 
 
 def parse(argv: list[str]) -> SimpleNamespace:
-    lists = {"trainers": TRAINERS, "shapes": settings.shapes, "checkpointing": settings.CHECKPOINTING}
+    lists = {"trainers": TRAINERS, "shapes": settings.shape, "checkpointing": settings.CHECKPOINTING}
     return settings.read_settings(globals(), argv, lists, "benchmarks/records/step.json")
 
 

@@ -73,7 +73,7 @@ FINETUNE = [  # the fastest settings at each size: trainers, (batch, block), che
 ]
 LISTS = {
     "trainers": TRAINERS, "checkpointing": settings.CHECKPOINTING, "offload": settings.OFFLOAD,
-    "batches": settings.whole_numbers, "contexts": settings.whole_numbers,
+    "batches": settings.whole_number, "contexts": settings.whole_number,
 }  # fmt: skip
 
 

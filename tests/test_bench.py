@@ -82,7 +82,6 @@ estimate --config=config/baby_llama.py => leaves vocab_size to its dataset
 estimate --checkpointing=none -- --mlp_chunks=4 => mlp_chunks
 estimate --card=h100 --config=config/llama31_8b.py --ranks=7 => multiple of the 7 ranks
 estimate --offload=all -- --cuda_graph=true => cuda_graph
-estimate --card=A100-80 -- --fp8=true => fp8 needs
 estimate -- --fp8=true --ffn_dim=8200 => multiples of 16
 ladder --techniques=nvme => needs a folder on an NVMe drive
 run => usage: python bench.py run FOLDER

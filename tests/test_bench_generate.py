@@ -46,12 +46,19 @@ def test_generate_has_a_record_on_a_gpu_and_another_on_a_cpu(monkeypatch):
 
 @pytest.mark.skipif(HAS_GPU, reason="measures the GPU where there is one")
 def test_generate_benchmark_runs_on_a_cpu(monkeypatch, tmp_path):
-    really = runner.run
-    found = {"tok_per_s": 20.0, "ms_per_token": 50.0, "step_ms": 40.0, "step_bytes": 400_000_000}
-    monkeypatch.setattr(runner, "run", lambda command, *more: (
-        really(command, *more) if "timing.card" in command else (found, "")
-    ))  # fmt: skip
-    generate.main(["--trainers=nanocria", "--batches=1", f"--out={tmp_path / 'cpu.json'}"])
+    really, specs = runner.run, []
+
+    def run(command, *more):
+        if "timing.card" in command:
+            return really(command, *more)
+        specs.append(json.loads(command[-1]))
+        return {"tok_per_s": 20.0, "step_ms": 40.0, "of_copy": 0.5}, ""
+
+    monkeypatch.setattr(runner, "run", run)
+    generate.main(["--batches=1", f"--out={tmp_path / 'cpu.json'}"])
     saved = json.loads((tmp_path / "cpu.json").read_text())
     assert saved["device"].startswith("CPU, ") and 0.001 < saved["copy_tb_s"] < 2
-    assert saved["points"][0]["of_copy"] == pytest.approx(0.01 / saved["copy_tb_s"])
+    assert [spec["trainer"] for spec in specs] == [row["trainer"] for row in saved["points"]] == [
+        "nanocria", "hf", "hf-static"
+    ]  # fmt: skip
+    assert {spec["copy_tb_s"] for spec in specs} == {saved["copy_tb_s"]}

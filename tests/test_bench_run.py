@@ -103,7 +103,7 @@ def test_a_run_ends_with_a_plot_or_without_matplotlib_with_none(tmp_path, monkey
 def test_a_record_of_a_run_has_its_validation_losses(tmp_path, monkeypatch):
     folder = leave_run(tmp_path / "a", [4.0, 3.0], **WHOLE)
     resumed, in_part = WHOLE | {"steps": 8}, {key: WHOLE[key] for key in WHOLE if key != "bits_per_byte"}
-    for name, summary, said in (("b", resumed, "not of a whole run"), ("c", in_part, "no bits per byte")):
+    for name, summary, said in (("b", resumed, "resumed"), ("c", in_part, "validation data")):
         with pytest.raises(SystemExit, match=said):
             bench.main(["record", str(leave_run(tmp_path / name, [4.0, 3.0], **summary)), "mine"])
     monkeypatch.setattr(records, "RECORDS", tmp_path)
