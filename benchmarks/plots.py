@@ -41,8 +41,8 @@ plt.rcParams |= {"axes.spines.top": False, "axes.spines.right": False, "axes.gri
 
 
 def style(row: dict) -> dict:
-    name = max((start for start in STYLES if title(row).startswith(start)), key=len)
-    color, dashes = STYLES[name]
+    name = max((start for start in STYLES if title(row).startswith(start)), key=len, default="")
+    color, dashes = STYLES.get(name, ("gray", "-"))
     return {"color": color, "linestyle": dashes, "label": title(row)}
 
 
@@ -63,18 +63,19 @@ def thousands(rows: list[dict]) -> list[float]:
 
 def plot_sweep(record: dict, only: tuple[str, ...] = ()):
     """Speed, and below it peak memory, as batch and context grow. only: these trainers' speed alone, for README.md."""
-    height = 1 if only else 2
-    figure, grid = plt.subplots(height, 2, figsize=(10, 3 * height + 1), sharex="col", sharey="row", squeeze=False)
-    plot_growth(grid[:, 0], [row for row in record["batch"] if not only or row["trainer"] in only], "batch")
-    plot_growth(grid[:, 1], [row for row in record["seq"] if not only or row["trainer"] in only], "block")
-    first = record["batch"][0]
-    grid[-1, 0].set(xlabel=f"batch, sequences of {first['block']:,} tokens")
-    grid[-1, 1].set(xlabel=f"context, tokens, at batch {record['seq'][0]['batch']}")
-    grid[0, 0].set(ylabel="thousand tokens per second", ylim=(0, None))
-    if not only:
-        grid[1, 0].set(ylabel="peak memory, GiB", ylim=(0, None))
-    grid[0, 1].plot([], [], "kx", label="the next size is out of memory")
-    legend_below(figure, grid[0, 1], columns=3)
+    grown = {"batch": "batch", "seq": "block"}
+    kinds = [kind for kind in grown if record.get(kind)]
+    options = {"figsize": (max(5 * len(kinds), 7), 4 if only else 7), "sharex": "col", "sharey": "row", "squeeze": False}
+    figure, grid = plt.subplots(1 if only else 2, len(kinds), **options)
+    for kind, column in zip(kinds, grid.T, strict=True):
+        plot_growth(column, [row for row in record[kind] if not only or row["trainer"] in only], grown[kind])
+        first = record[kind][0]
+        text = "batch, sequences of {block:,} tokens" if kind == "batch" else "context, tokens, at batch {batch}"
+        column[-1].set(xlabel=text.format(**first))
+    for axes, label in zip(grid[:, 0], ("thousand tokens per second", "peak memory, GiB"), strict=False):
+        axes.set(ylabel=label, ylim=(0, None))
+    grid[0, 0].plot([], [], "kx", label="the next size is out of memory")
+    legend_below(figure, grid[0, 0], columns=len(kinds) + 1)
     return figure
 
 
@@ -83,12 +84,12 @@ def plot_growth(column, rows: list[dict], size: str) -> None:
     for i, series in enumerate(by_trainer(sorted(rows, key=lambda row: row[size]))):
         fits = [row for row in series if is_measured(row)]
         sizes = [row[size] for row in fits]
-        look = style(series[0]) | {"linewidth": max(4 - 0.5 * i, 1), "marker": "o"}  # wider below, where lines coincide
-        column[0].plot(sizes, thousands(fits), **look)
-        if any(row.get("oom") for row in series):
-            column[0].plot(sizes[-1], fits[-1]["tok_per_s"] / 1000, "kx", markersize=9, zorder=3)
-        for axes in column[1:]:
-            axes.plot(sizes, [row["peak_gib"] for row in fits], **look)
+        width = max(5 - i, 2)  # the first is wider, so that it shows where another covers it
+        look = style(series[0]) | {"linewidth": width, "marker": "o", "markersize": 2 * width}
+        for axes, heights in zip(column, (thousands(fits), [row["peak_gib"] for row in fits]), strict=False):
+            axes.plot(sizes, heights, **look)
+        if len(series) > len(fits) > 0:
+            column[0].plot(sizes[-1], fits[-1]["tok_per_s"] / 1000, "kx", markersize=12, zorder=3)
     ticks = sorted({row[size] for row in rows})[::2]
     column[-1].set_xscale("log")
     column[-1].set_xticks(ticks, [f"{tick:,}" for tick in ticks])

@@ -103,4 +103,4 @@ def main(argv: list[str]) -> None:
     for trainer in s.trainers:
         key = {"trainer": trainer, **place, "flags": " ".join(flags)}
         record.measure("rows", key, measure, trainer, flags, config=s.config, **place)
-    runner.finish(record, "snapshot")
+    runner.finish(record, plot="snapshot")

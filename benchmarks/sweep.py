@@ -13,7 +13,8 @@ benchmarks/trainers.py describes the trainers. hf-masters and hf-liger-masters k
 bfloat16, as nanocria; hf-offload and hf-liger-offload also keep everything in CPU memory, as --offload=all.
 
 Each point is a separate process, measured on the real step: forward, backward, clip, update. A series ends at the first
-size that fails. A sweep that was stopped continues where the record of the same code and card ends.
+size that fails. A plot is drawn beside the record. A sweep that was stopped continues where the record of the same code
+and card ends.
 """
 
 import itertools
@@ -181,4 +182,4 @@ def main(argv: list[str]) -> None:
     record = runner.start("sweep", s, n_gpus=s.ranks)
     measure = finetune if s.preset == "finetune" else grow
     measure(s, record)
-    runner.finish(record)
+    runner.finish(record, plot="study")
