@@ -169,9 +169,9 @@ def estimate(s: SimpleNamespace) -> tuple[str, LlamaConfig, RunShape]:
         f"{command(s, named)}: {peak:.1f} GiB, it {'fits' if peak <= usable else 'does not fit'}",
         memory.table(model, shape),
     ]
-    for parts, place in ((memory_advice.cpu_parts, "the CPU's memory"), (memory_advice.disk_parts, "offload_dir")):
+    for parts, kept_in in ((memory_advice.cpu_parts, "the CPU's memory"), (memory_advice.disk_parts, "offload_dir")):
         if parts(model, shape):
-            lines += ["", f"in {place}, of each rank:"]
+            lines += ["", f"in {kept_in}, of each rank:"]
             lines += [f"{part.name:<28} {part.bytes / GIB:6.2f} GiB  {part.how}" for part in parts(model, shape)]
     return "\n".join(lines), model, shape
 

@@ -95,15 +95,15 @@ def train_losses(trainer: str, folder: str, dataset: str, batch: int, block: int
 
 def conversations(data: Packed, blocks: torch.Tensor) -> Conversations:
     """The conversations in packed blocks (B, T + 1), each up to its last target."""
-    found = []
+    chats = []
     for tokens, targets, doc_starts in zip(*data.unpack(blocks), strict=True):
         cuts = doc_starts.nonzero().flatten().tolist()[1:]  # the first begins the block
         for x, y in zip(tokens.tensor_split(cuts), targets.tensor_split(cuts), strict=True):
             is_target = (y >= 0).nonzero()
             if len(is_target):  # else it is padding
                 end = is_target[-1] + 1
-                found.append((x[:end], y[:end]))
-    return found
+                chats.append((x[:end], y[:end]))
+    return chats
 
 
 def padded_length(part: Conversations) -> int:
@@ -149,11 +149,11 @@ def peer_losses(trainer: str, folder: str, dataset: str, batch: int, block: int,
     masters = {p: p.detach().float() for p in model.parameters() if p.requires_grad}  # in float32: p itself
     optimizer = torch.optim.AdamW(masters.values(), betas=(0.9, 0.95), weight_decay=0.0)
 
-    def losses_of(found: Conversations):
+    def losses_of(chats: Conversations):
         """The sum of each micro-batch's losses over the number of all targets."""
-        n_targets = sum(int((targets >= 0).sum()) for _, targets in found)
-        for i in range(0, len(found), PADDED_ROWS):
-            tokens, targets = padded(found[i : i + PADDED_ROWS], device)
+        n_targets = sum(int((targets >= 0).sum()) for _, targets in chats)
+        for i in range(0, len(chats), PADDED_ROWS):
+            tokens, targets = padded(chats[i : i + PADDED_ROWS], device)
             autocast = "lora" in trainer and "float32" not in trainer
             with torch.autocast(device.type, torch.bfloat16, enabled=autocast):
                 logits = model(input_ids=tokens).logits
@@ -189,10 +189,10 @@ def peer_losses(trainer: str, folder: str, dataset: str, batch: int, block: int,
 # --- Packing ---
 
 
-def full_batches(found: Conversations, n_tokens: int) -> Iterator[Conversations]:
+def full_batches(chats: Conversations, n_tokens: int) -> Iterator[Conversations]:
     """Batches of as many conversations as fit into n_tokens when padded to the longest, in random order."""
     part = []
-    for conversation in random.Random(0).sample(found, len(found)):
+    for conversation in random.Random(0).sample(chats, len(chats)):
         if part and (len(part) + 1) * padded_length([*part, conversation]) > n_tokens:
             yield part
             part = []

@@ -119,14 +119,16 @@ def measure_fits(model: str, name: str, s: SimpleNamespace, record: Record) -> N
 
 def measure_batch(model: str, name: str, batch: int, s: SimpleNamespace, record: Record) -> dict:
     flags = flags_of(name, s)
-    place = {
+    point = {
         "config": CONFIGS[model], "trainer": TECHNIQUES[name].trainer, "ranks": 1, "batch": batch, "block": BLOCK,
         "checkpointing": flags.pop("activation_checkpointing"), "offload": flags.pop("offload", "none"),
         "limit_gib": s.memory_limit_gib, "flags": shlex.join(f"--{key}={value}" for key, value in flags.items()),
     }  # fmt: skip
     key = {"model": model, "technique": name, "batch": batch}
-    row = estimated(model, name, s) | place | {"cpu_gib": cpu_gib_of(place)}
-    return record.measure("points", key, lambda: row | sweep.point(place, s.steps))  # it estimates this batch's peak
+    row = estimated(model, name, s) | point | {"cpu_gib": cpu_gib_of(point)}
+    return record.measure(
+        "points", key, lambda: row | sweep.measure_point(point, s.steps)
+    )  # it estimates this batch's peak
 
 
 def measure_loss(name: str, s: SimpleNamespace, record: Record) -> None:

@@ -92,15 +92,15 @@ def torch_linear_cross_entropy() -> Functions:
 
 def installed() -> list[Functions]:
     """The functions of each installed library. One that fails to load is skipped, with a message."""
-    found = []
+    libraries = []
     for library in LIBRARIES:
         try:
-            found.append(library())
+            libraries.append(library())
         except ModuleNotFoundError:
             continue
         except Exception as error:  # a version without one of these functions, or Triton without a driver
             print(f"{library.__name__} is left out, {type(error).__name__}: {error}", file=sys.stderr)
-    return found
+    return libraries
 
 
 LIBRARIES = (liger, cut_cross_entropy, bitsandbytes, torch_linear_cross_entropy)

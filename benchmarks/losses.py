@@ -6,7 +6,7 @@
 nanocria         train.py itself: bfloat16 compute, float32 master weights
 nanocria-fp8     the same with --fp8=true, two thirds of its blocks' matmuls in float8
 nanocria-plain   the same without its kernels: PyTorch's norms, RoPE, MLP, attention and loss
-hf-masters       transformers' LlamaForCausalLM with float32 weights and bfloat16 compute, by FSDP2
+hf               transformers' LlamaForCausalLM with float32 weights and bfloat16 compute, by FSDP2
 float32          the same model with everything in float32 (matmuls in TF32): the reference, without bfloat16 rounding
 nanocria-galore  train.py with --optimizer=galore, of rank 128; this and the next run only if named
 hf-galore        float32 with galore-torch's optimizer, set to project the same side and take steps of the same size
@@ -28,7 +28,7 @@ from runtime import memory_stats
 from runtime.hf_names import hf_rows
 
 # settings
-trainers = "nanocria,nanocria-fp8,nanocria-plain,hf-masters,float32"
+trainers = "nanocria,nanocria-fp8,nanocria-plain,hf,float32"
 steps = 300  # of training
 shape = "8x1024"  # sequences x tokens of a step
 keep = False  # keep rows measured with older code: for changes that do not affect rounding
@@ -42,7 +42,7 @@ WEIGHT_DECAY = 0.1
 
 
 def parse(argv: list[str]) -> SimpleNamespace:
-    lists = {"trainers": [*OURS, "hf-masters", "float32", "hf-galore"], "shape": settings.shape}
+    lists = {"trainers": [*OURS, "hf", "float32", "hf-galore"], "shape": settings.shape}
     return settings.read_settings(globals(), argv, lists, "benchmarks/records/losses.json")
 
 
@@ -84,7 +84,7 @@ def peer_losses(
         memory_stats.let_segments_grow()
     torch.set_float32_matmul_precision("high")
     c = llama_config(config, block_size=block, **changes)
-    if trainer == "hf-masters":
+    if trainer == "hf":
         model, loss_of, _ = hf_masters(c, "none", device)
     else:
         model, loss_of = hf_model(c, "full", device, dtype=torch.float32)  # full: else it would not fit

@@ -65,7 +65,12 @@ def plot_sweep(record: dict, only: tuple[str, ...] = ()):
     """Speed, and below it peak memory, as batch and context grow. only: these trainers' speed alone, for README.md."""
     grown = {"batch": "batch", "seq": "block"}
     kinds = [kind for kind in grown if record.get(kind)]
-    options = {"figsize": (max(5 * len(kinds), 7), 4 if only else 7), "sharex": "col", "sharey": "row", "squeeze": False}
+    options = {
+        "figsize": (max(5 * len(kinds), 7), 4 if only else 7),
+        "sharex": "col",
+        "sharey": "row",
+        "squeeze": False,
+    }
     figure, grid = plt.subplots(1 if only else 2, len(kinds), **options)
     for kind, column in zip(kinds, grid.T, strict=True):
         plot_growth(column, [row for row in record[kind] if not only or row["trainer"] in only], grown[kind])

@@ -92,8 +92,9 @@ def failure(printed: str) -> dict:
     last = (own.strip().splitlines() or ["it printed nothing"])[-1][:300]
     missing = re.search(r"(?:ModuleNotFound|Import)Error: No module named '(\w+)", last)
     if missing:
-        requires = {text for trainer in TRAINERS.values() for text in trainer.requires.split() if missing[1] in text}
-        return {"missing": f"{last}: pip install {shlex.join(sorted(requires)) or missing[1]}"}
+        packages = {text for trainer in TRAINERS.values() for text in trainer.requires.split()}
+        wanted = [text for text in packages if text.replace("-", "_").startswith(missing[1])]
+        return {"missing": f"{last}: pip install {shlex.join(wanted or [missing[1]])}"}
     print(printed[-4000:], file=sys.stderr)
     return {"failed": last}
 
@@ -119,13 +120,13 @@ def train(argv: list[str], out_dir: str, ranks: int = 1, limit_gib: float | None
     return json.loads(summary.read_text()) if summary.exists() else failure(printed)
 
 
-def train_steps(trainer: str, steps: int, flags=(), warmup=5, ranks=1, limit_gib=None, **place) -> dict:
-    """A short run of a trainer. flags: further settings of train.py. place: config, batch, block, checkpointing."""
+def train_steps(trainer: str, steps: int, flags=(), warmup=5, ranks=1, limit_gib=None, **point) -> dict:
+    """A short run of a trainer. flags: further settings of train.py. point: config, batch, block, checkpointing."""
     row = {"steps": steps, "oom": False}
     if TRAINERS[trainer].build:
-        return row | call("trainers.measure", ranks, limit_gib, trainer=trainer, steps=steps, warmup=warmup, **place)
+        return row | call("trainers.measure", ranks, limit_gib, trainer=trainer, steps=steps, warmup=warmup, **point)
     with tempfile.TemporaryDirectory() as out_dir:
-        argv = train_argv(**place, out_dir=out_dir, ranks=ranks)
+        argv = train_argv(**point, out_dir=out_dir, ranks=ranks)
         argv += [*TRAINERS[trainer].flags.split(), *flags, f"--max_iters={steps + warmup}"]
         summary = train(argv, out_dir, ranks, limit_gib)
     row |= {key: summary[key] for key in SUMMARY if key in summary}

@@ -42,13 +42,13 @@ def parse(argv: list[str]) -> SimpleNamespace:
     return s
 
 
-def take_snapshot(trainer: str, path: Path, flags: list[str], **place) -> dict:
+def take_snapshot(trainer: str, path: Path, flags: list[str], **point) -> dict:
     """Train for ten steps and write PyTorch's snapshot to path. Returns the summary, or why there is none."""
     if TRAINERS[trainer].build:
         options = {"steps": STEPS - 2, "warmup": 2, "history": str(path)}
-        return runner.call("trainers.measure", trainer=trainer, **place, **options)
+        return runner.call("trainers.measure", trainer=trainer, **point, **options)
     with tempfile.TemporaryDirectory() as out_dir:
-        argv = runner.train_argv(**place, out_dir=out_dir)
+        argv = runner.train_argv(**point, out_dir=out_dir)
         argv += [*TRAINERS[trainer].flags.split(), *flags, f"--max_iters={STEPS + 1}", "--profile=true"]
         summary = runner.train(argv, out_dir)
         if "peak_gib" in summary:
@@ -84,10 +84,10 @@ def last_steps(totals: list[int]) -> dict:
     return {"peak_gib": totals[peak] / 2**30, "at": kept, "gib": [round(totals[i] / 2**30, 3) for i in kept]}
 
 
-def measure(trainer: str, flags: list[str], **place) -> dict:
+def measure(trainer: str, flags: list[str], **point) -> dict:
     path = ROOT / "out" / f"snapshot_{trainer}.pickle"
     path.parent.mkdir(exist_ok=True)
-    summary = take_snapshot(trainer, path, flags, **place)
+    summary = take_snapshot(trainer, path, flags, **point)
     if "peak_gib" not in summary:
         return summary
     snapshot = pickle.loads(path.read_bytes())
@@ -98,9 +98,9 @@ def measure(trainer: str, flags: list[str], **place) -> dict:
 def main(argv: list[str]) -> None:
     s = parse(argv)
     record = runner.start("snapshot", s)
-    place = {"batch": s.batch_size, "block": s.block_size, "checkpointing": s.checkpointing}
+    point = {"batch": s.batch_size, "block": s.block_size, "checkpointing": s.checkpointing}
     flags = [f"--offload={s.offload}", *s.flags]
     for trainer in s.trainers:
-        key = {"trainer": trainer, **place, "flags": " ".join(flags)}
-        record.measure("rows", key, measure, trainer, flags, config=s.config, **place)
+        key = {"trainer": trainer, **point, "flags": " ".join(flags)}
+        record.measure("rows", key, measure, trainer, flags, config=s.config, **point)
     runner.finish(record, plot="snapshot")

@@ -47,23 +47,23 @@ def points(s: SimpleNamespace, record: Record) -> None:
 def breakdown(s: SimpleNamespace, record: Record) -> None:
     """The parts of a step at the first shape and checkpointing."""
     batch, block = s.shapes[0]
-    place = {"batch": batch, "block": block, "checkpointing": s.checkpointing[0]}
+    point = {"batch": batch, "block": block, "checkpointing": s.checkpointing[0]}
     with tempfile.TemporaryDirectory() as out_dir:
-        argv = runner.train_argv(runner.CONFIG, **place, out_dir=out_dir)
+        argv = runner.train_argv(runner.CONFIG, **point, out_dir=out_dir)
         result = runner.call("breakdown.breakdown", argv=argv, batch=batch, block=block)
     for row in result.get("rows", [{"part": "the step", **result}]):
-        record.add("breakdown", {"part": row["part"]}, place | row)
+        record.add("breakdown", {"part": row["part"]}, point | row)
 
 
 def baby(s: SimpleNamespace, record: Record) -> None:
-    place = {"config": "config/baby_llama.py", "batch": 64, "block": 256, "checkpointing": "none"}
+    point = {"config": "config/baby_llama.py", "batch": 64, "block": 256, "checkpointing": "none"}
     for trainer in s.trainers:
         if trainer == "nanocria":
             for flags in BABY_FLAGS:
                 key = {"trainer": f"nanocria {flags}"}
-                record.measure("baby", key, runner.train_steps, trainer, s.steps or 200, flags.split(), **place)
+                record.measure("baby", key, runner.train_steps, trainer, s.steps or 200, flags.split(), **point)
         elif TRAINERS[trainer].build:
-            record.measure("baby", {"trainer": trainer}, runner.train_steps, trainer, s.steps or 200, **place)
+            record.measure("baby", {"trainer": trainer}, runner.train_steps, trainer, s.steps or 200, **point)
 
 
 def main(argv: list[str]) -> None:

@@ -118,8 +118,8 @@ def grow(s: SimpleNamespace, record: Record) -> None:
         going = all_series(s)
         for batch, block in sizes(kind, s):
             for series in list(going):
-                place = place_of(*series, batch, block, s)
-                row = record.measure(kind, place, point, place, s.steps)
+                point = point_of(*series, batch, block, s)
+                row = record.measure(kind, point, measure_point, point, s.steps)
                 if "tok_per_s" not in row:
                     going.remove(series)
             if not going:
@@ -134,7 +134,7 @@ def sizes(kind: str, s: SimpleNamespace):
     return ((batch, s.block_size) for batch in sorted(s.batches) or itertools.chain(BATCHES, doubled))
 
 
-def place_of(trainer: str, checkpointing: str, offload: str, batch: int, block: int, s: SimpleNamespace) -> dict:
+def point_of(trainer: str, checkpointing: str, offload: str, batch: int, block: int, s: SimpleNamespace) -> dict:
     """What identifies a row of a sweep."""
     return {
         "config": s.config, "trainer": trainer, "ranks": s.ranks, "batch": batch, "block": block,
@@ -143,24 +143,24 @@ def place_of(trainer: str, checkpointing: str, offload: str, batch: int, block: 
     }  # fmt: skip
 
 
-def point(place: dict, steps: int | None = None) -> dict:
-    """The measurement at this place, or why there is none. steps: to measure; None: n_steps()."""
-    trainer = TRAINERS[place["trainer"]]
+def measure_point(point: dict, steps: int | None = None) -> dict:
+    """The measurement at this point, or why there is none. steps: to measure; None: n_steps()."""
+    trainer = TRAINERS[point["trainer"]]
     try:
-        estimated = {} if trainer.build else {"estimated_gib": memory.peak_gib(*run_of(place))}
+        estimated = {} if trainer.build else {"estimated_gib": memory.peak_gib(*run_of(point))}
     except SettingError as error:  # train.py would reject it
         return {"failed": str(error)}
-    needed = cpu_gib_of(place)
+    needed = cpu_gib_of(point)
     available = memory_stats.cpu_available() / 2**30
     if needed > available:
         return {"failed": f"it needs {needed:.1f} GiB of CPU memory, this machine has {available:.1f}"}
-    warmup, usual = n_steps(place["batch"] * place["block"])
-    warmup += "--cuda_graph=true" in place["flags"]  # the step that records the graph takes longer
-    flags = [f"--offload={place['offload']}", *shlex.split(place["flags"])]
-    if "--lora_rank" in f"{trainer.flags} {place['flags']}":
-        flags.append(f"--init_from={runner.random_base(place['config']).name}")
-    at = {key: place[key] for key in ("config", "batch", "block", "checkpointing", "ranks", "limit_gib")}
-    return estimated | runner.train_steps(place["trainer"], steps or usual, flags, warmup, **at)
+    warmup, usual = n_steps(point["batch"] * point["block"])
+    warmup += "--cuda_graph=true" in point["flags"]  # the step that records the graph takes longer
+    flags = [f"--offload={point['offload']}", *shlex.split(point["flags"])]
+    if "--lora_rank" in f"{trainer.flags} {point['flags']}":
+        flags.append(f"--init_from={runner.random_base(point['config']).name}")
+    at = {key: point[key] for key in ("config", "batch", "block", "checkpointing", "ranks", "limit_gib")}
+    return estimated | runner.train_steps(point["trainer"], steps or usual, flags, warmup, **at)
 
 
 def n_steps(tokens: int) -> tuple[int, int]:
@@ -173,8 +173,8 @@ def finetune(s: SimpleNamespace, record: Record) -> None:
     for trainers, (batch, block), checkpointing, flags in FINETUNE:
         s.flags = [*flags.split(), *more]
         for trainer in trainers.split(","):
-            place = place_of(trainer, checkpointing, "none", batch, block, s)
-            record.measure("batch", place, point, place, s.steps)
+            point = point_of(trainer, checkpointing, "none", batch, block, s)
+            record.measure("batch", point, measure_point, point, s.steps)
 
 
 def main(argv: list[str]) -> None:
