@@ -12,7 +12,7 @@ import matplotlib.pyplot as plt
 
 from benchmarks.records import load
 from benchmarks.settings import ROOT
-from benchmarks.tables import differences_from_float32, is_measured, microseconds, shape, title
+from benchmarks.tables import is_measured, microseconds, shape, title
 
 FOLDER = ROOT / "benchmarks" / "plots"
 ORANGE = "#E69F00"
@@ -25,7 +25,7 @@ STYLES = {  # by the beginning of a trainer's title, the longest that fits: colo
     "nanocria": (RED, "-"), "nanocria, fp8": (RED, "--"), "nanocria, activations": (ORANGE, "--"),
     "nanocria, unfused": (PINK, "-."), "nanocria, plain": (PINK, ":"), "torchtitan's recipe": (GREEN, "-"),
     "torchtitan's recipe, fp8": (GREEN, "--"), "torchtitan": ("black", "-"), "Hugging Face": (SKY, "-"),
-    "Hugging Face compiled": (SKY, "--"), "Hugging Face + Liger": (BLUE, "-"), "`float32`": ("black", "-"),
+    "Hugging Face compiled": (SKY, "--"), "Hugging Face + Liger": (BLUE, "-"),
 }  # fmt: skip
 FUNCTIONS = {  # of kernels: color, mark
     "nanocria": (RED, "o"), "eager": ("black", "x"), "compile": (GREEN, "^"), "torch": (SKY, "v"), "liger": (BLUE, "s"),
@@ -150,20 +150,6 @@ def plot_snapshot(record: dict):
     return figure
 
 
-def plot_losses(record: dict):
-    """Each run's loss minus that of the float32 run, averaged over ten steps."""
-    figure, axes = plt.subplots(figsize=(10, 3.5))
-    axes.axhline(0, color="black", label="Hugging Face, float32")
-    for row in record["runs"]:
-        differences = differences_from_float32(row, record["runs"])
-        if differences and "galore" not in row["trainer"]:  # another optimizer
-            tens = [differences[i : i + 10] for i in range(0, len(differences), 10)]
-            axes.plot([10 * i + 5 for i in range(len(tens))], [sum(ten) / len(ten) for ten in tens], **style(row))
-    axes.set(xlabel="step", ylabel="loss minus float32's, mean of ten")
-    axes.legend()
-    return figure
-
-
 def plot_linux(record: dict):
     """Bits per byte of unseen files over tokens: the best run of each optimizer."""
     figure, axes = plt.subplots(figsize=(10, 4))
@@ -187,7 +173,7 @@ SHOWN = ("nanocria", "nanocria-long", "hf-liger-offload", "hf-offload")
 PLOTS = {  # name -> record, what draws it
     "fits": ("study", lambda record: plot_sweep(record, SHOWN)), "study": ("study", plot_sweep),
     "step": ("step", plot_steps), "kernels": ("kernels", plot_kernels), "snapshot": ("snapshot", plot_snapshot),
-    "losses": ("losses", plot_losses), "linux_114m": ("linux_114m", plot_linux),
+    "linux_114m": ("linux_114m", plot_linux),
 }  # fmt: skip
 
 

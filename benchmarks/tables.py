@@ -129,20 +129,13 @@ def losses_table(rows: list[dict], keys="trainer loss mean distance") -> str:
         if "losses" not in row:
             continue
         line = row | {"loss": last_third(row["losses"])}
-        differences = differences_from_float32(row, rows)
-        if differences:
-            line |= {"mean": last_third(differences), "distance": last_third(map(abs, differences))}
+        for other in rows:
+            is_reference = other.get("trainer") == "float32" and other is not row
+            if is_reference and len(other.get("losses", [])) == len(row["losses"]):
+                differences = [loss - exact for loss, exact in zip(row["losses"], other["losses"], strict=True)]
+                line |= {"mean": last_third(differences), "distance": last_third(map(abs, differences))}
         lines.append(line)
     return table(lines, keys)
-
-
-def differences_from_float32(row: dict, rows: list[dict]) -> list[float]:
-    """Each step's loss minus that of the float32 run of as many steps; empty for that run, or without one."""
-    for other in rows:
-        is_reference = other.get("trainer") == "float32" and row is not other
-        if is_reference and len(other.get("losses", [])) == len(row["losses"]):
-            return [loss - reference for loss, reference in zip(row["losses"], other["losses"], strict=True)]
-    return []
 
 
 def finetune_table(rows: list[dict]) -> str:
