@@ -68,7 +68,6 @@ def test_losses_are_compared_only_with_float32():
 
 USER_ERRORS = """
 xyz => Unknown command xyz
-readme now => Unknown command readme
 kernels --op=rmsnorm => --op=rmsnorm: there are rms_norm,
 kernels -- --compile => leave them out
 losses --shape=8 => as in 8x2048
@@ -80,9 +79,6 @@ estimate --card=4080 => there are 3060, 3090,
 estimate --config=llama32_1 => llama32_1 does not exist. Did you mean
 estimate --config=config/baby_llama.py => leaves vocab_size to its dataset
 estimate --checkpointing=none -- --mlp_chunks=4 => mlp_chunks
-estimate --card=h100 --config=config/llama31_8b.py --ranks=7 => multiple of the 7 ranks
-estimate --offload=all -- --cuda_graph=true => cuda_graph
-estimate -- --fp8=true --ffn_dim=8200 => multiples of 16
 ladder --techniques=nvme => needs a folder on an NVMe drive
 run => usage: python bench.py run FOLDER
 run /no/such => has no losses
@@ -90,7 +86,6 @@ run /no/such => has no losses
 --memory_limit_gib=0 => it must be above 0
 --trainers=hf-masters -- --n_layer=4 => another model
 --ranks=64 => torch sees
--- --max_iters=4 => each measured run sets its own
 """
 
 
