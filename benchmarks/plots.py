@@ -139,7 +139,7 @@ def plot_kernels(record: dict):
 def plot_snapshot(record: dict):
     """Memory in use over the allocations and frees of training steps."""
     figure, axes = plt.subplots(figsize=(10, 3.5))
-    for row in record["rows"]:
+    for row in (row for row in record["rows"] if "gib" in row):
         gib = row["gib"]
         if isinstance(gib, dict):  # in parts, in older records
             gib = [sum(parts) for parts in zip(*gib.values(), strict=True)]

@@ -14,7 +14,7 @@ HEADERS = {  # of a row's keys, where they differ from the key
     "distance": "distance from float32's", "val": "validation losses, from the start to the end",
     "gzip_bits_per_byte": "gzip -9", "xz_bits_per_byte": "xz -9",
 }  # fmt: skip
-FORMATS = {  # of a row's keys; other numbers have one decimal, or none above 1,000
+FORMATS = {  # of a row's keys; others have two decimals below 10, one below 1,000
     "mfu": "{:.1%}", "of_copy": "{:.0%}", "of_limit": "{:.0%}", "cost": "{:+.1%}", "loss": "{:.4f}", "mean": "{:+.4f}",
     "distance": "{:.4f}", "val_loss": "{:.4f}", "best_val_loss": "{:.4f}", "bits_per_byte": "{:.3f}", "rate": "{:g}",
     "xz_bits_per_byte": "{:.3f}", "gzip_bits_per_byte": "{:.3f}", "hours": "{:.2f}", "step_ms": "{:.2f}",
