@@ -11,6 +11,7 @@ runtime/generate.py samples the tokens; runtime/evaluate.py defines the scores.
 
 import contextlib
 import os
+import re
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -22,7 +23,7 @@ sys.path.insert(0, os.path.dirname(__file__))  # python -I and PYTHONSAFEPATH=1 
 from configurator import configure
 from data.chat.template import encode_prompt
 from data.rows import is_jsonl
-from data.tokenizer import get_tokenizer, tokenizer_of
+from data.tokenizer import DOC_START, get_tokenizer, tokenizer_of
 from data.vocabulary import Tokenizer
 from runtime import run_folder
 from runtime.checkpoint import load_model
@@ -42,7 +43,7 @@ prompt = ""  # empty: start a new document; -: read standard input
 prompt_file: str | None = None  # a text file with one prompt, or a .jsonl file of {"prompt": ...} lines
 num_samples = 1  # continuations per prompt, generated in one batch
 max_new_tokens = 500  # per sample; generation stops earlier at the end of the document or turn
-stop: str | list | None = None  # a string, or a list of strings, before which generation also stops
+stop: str | list | None = None  # also stop before this string (\n: newline, \t: tab, \\: backslash) or list of strings
 tokenizer: str | None = None  # a tokenizer's folder or file; none: out_dir's own
 
 # conversation
@@ -69,7 +70,10 @@ _, named = configure(globals(), sys.argv[1:])
 
 sys.stdout.reconfigure(errors="replace")  # for terminals that cannot show some characters
 out_dir = os.path.expanduser(out_dir)  # a shell does not expand the ~ of --out_dir=~/runs
-stops = stop if isinstance(stop, list) else [] if stop is None else [stop]
+ESCAPES = {r"\n": "\n", r"\t": "\t", r"\r": "\r", r"\\": "\\"}  # a shell does not read them in --stop='\n'
+if isinstance(stop, str):
+    stop = [re.sub(r"\\[ntr\\]", lambda found: ESCAPES[found[0]], stop)]
+stops = stop or []  # a list is read as Python reads it, escapes too
 for name, valid, expected in (
     ("seed", 0 <= seed < 2**63, "at least 0 and below 2**63"),
     ("num_samples", num_samples >= 1, "at least 1"),
@@ -110,6 +114,8 @@ def named_tokenizer(folder: Folder) -> Tokenizer:
     if known not in (None, found.name):  # equal names mean equal ids, but different names do not imply different ids
         said = f"{folder.path} was trained on {known} tokens, not on {found.name}"
         print(f"{said}: unless their ids are the same, leave out --tokenizer", file=sys.stderr)
+    if found.bos is None:
+        found.bos = folder.config.get(DOC_START)
     return found
 
 
@@ -135,6 +141,9 @@ def draw(prompts: list[list[int]], prefix: PrefixCache | None = None) -> Iterato
 def write_continuations(prompts: list[str]) -> None:
     """Print the first continuation as it is generated, the others when all are done."""
     texts = [text for text in prompts for _ in range(num_samples)]
+    if any(tokenizer.encode(text, special=True)[:1] == [tokenizer.bos] for text in prompts):
+        said = f"the prompt begins with {tokenizer.decode([tokenizer.bos])}"
+        print(f"{said}: no second one is put before it", file=sys.stderr)
     print(texts[0], end="", flush=True)
     for new in draw([begin_document(tokenizer, text, special=True) for text in texts]):
         print(new[0], end="", flush=True)

@@ -244,6 +244,8 @@ log = RunLog(out_dir, device, dtype, tokens_per_step, model.flops_per_token(bloc
 log.header(model, run_shape, train_data, warmup_iters)
 facts = {"settings": settings, "dtype": dtype, "dataset": train_data.meta, "versions": log.versions}  # for run.json
 begun, documents = restore(start, out_dir, model, optimizer, facts, watchdog.progress)
+facts["began_with"] = begun["began_with"]
+settings["init_from"] = begun["began_with"]["init_from"]  # what was read, not what the command of a resume says
 first_step = begun["step"]
 earlier_sequences = begun["sequences"] - first_step * sequences_per_step  # not 0 if a step's batch has changed
 saver = Saver(out_dir, optimizer, config, documents, keep_last, async_save, cpu_bytes_to_come(config, run_shape))

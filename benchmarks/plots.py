@@ -13,6 +13,7 @@ import matplotlib.pyplot as plt
 from benchmarks.records import load
 from benchmarks.settings import ROOT
 from benchmarks.tables import is_measured, microseconds, shape, title
+from data.files import atomic_write
 
 FOLDER = ROOT / "benchmarks" / "plots"
 ORANGE = "#E69F00"
@@ -181,7 +182,8 @@ def draw(name: str, record: dict, path: Path) -> None:
     """Draw the record as PLOTS[name] is drawn."""
     _, plot = PLOTS[name]
     figure = plot(record)
-    figure.savefig(path)
+    with atomic_write(path) as file:
+        figure.savefig(file, format="png")
     plt.close(figure)
 
 

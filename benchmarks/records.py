@@ -151,8 +151,8 @@ def origin(name: str, argv: list[str], device: str) -> dict:
 def commit() -> str:
     """run_log.git_commit(), but rewritten records and pages do not make the code dirty."""
     name = run_log.git_commit()
-    code = ["git", "diff", "--quiet", "HEAD", "--", ".", *(f":!{path}" for path in PAGES)]
-    if name.endswith("-dirty") and subprocess.run(code, cwd=ROOT, capture_output=True).returncode == 0:
+    changed = [*run_log.git(ROOT), "diff", "--quiet", "HEAD", "--", ".", *(f":!{path}" for path in PAGES)]
+    if name.endswith("-dirty") and subprocess.run(changed, cwd=ROOT, capture_output=True).returncode == 0:
         return name.removesuffix("-dirty")
     return name
 

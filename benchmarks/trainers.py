@@ -28,14 +28,15 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoi
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
-from benchmarks.plain_llama import PlainLlama
+import plain_llama
 from benchmarks.settings import ROOT
 from configurator import preview
 from data.loader import open_dataset
 from data.write import cpu_cores
-from model import Llama, LlamaConfig, rope_tables
+from model import Llama, LlamaConfig
 from runtime import memory_stats
 from runtime.device import send_to_cpu
 from runtime.hf_config import write_config
@@ -90,12 +91,12 @@ def recipe(c: LlamaConfig, checkpointing: str, device, reshard=True, fp8=False):
     rowwise scales and weight gradients in bfloat16, as ours: the faster of its rowwise recipes for this model.
     """
     with torch.device("meta"):
-        model = PlainLlama(c)
+        model = recipe_model(c)
     if fp8:
         from torchao.float8 import Float8LinearConfig, convert_to_float8_training
 
         config = Float8LinearConfig.from_recipe_name("rowwise_with_gw_hp")
-        convert_to_float8_training(model, config=config, module_filter_fn=lambda _, name: name != "output")
+        convert_to_float8_training(model, config=config, module_filter_fn=lambda _, name: name != "lm_head")
     options = fsdp_options(device)
     for i, block in enumerate(model.layers):
         # compile the block inside FSDP: the compiler cannot trace FSDP's hooks, so they stay outside the graph
@@ -103,19 +104,42 @@ def recipe(c: LlamaConfig, checkpointing: str, device, reshard=True, fp8=False):
         fully_shard(model.layers[i], reshard_after_forward=reshard, **options)
     if not c.tie_embeddings:  # torchtitan's groups; a tied weight belongs to both ends, so to the root
         fully_shard(model.tok_embeddings, reshard_after_forward=reshard, **options)
-        fully_shard([model.norm, model.output], reshard_after_forward=False, **options)
+        fully_shard([model.norm, model.lm_head], reshard_after_forward=False, **options)
     fully_shard(model, **options)
     materialize(model, device)
     loss = torch.compile(whole_loss)
     return model, lambda tokens, targets: loss(model(tokens), targets), adamw(model)
 
 
-def materialize(model: PlainLlama, device) -> PlainLlama:
-    """Move from the meta device to this one: random weights, and RoPE's tables."""
+class RecipeAttention(plain_llama.Attention):
+    """K and V repeated for each query head, as in torchtitan; cuDNN's attention if it can."""
+
+    backends = [SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION]
+
+    def forward(self, x, cos, sin):
+        q, k, v = (w(x).unflatten(-1, (-1, self.head_dim)) for w in (self.q_proj, self.k_proj, self.v_proj))
+        q = plain_llama.rotate(q, cos, sin)  # (B, T, H, D)
+        k = plain_llama.rotate(k, cos, sin)
+        k, v = (x.repeat_interleave(q.shape[2] // x.shape[2], dim=2) for x in (k, v))
+        q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+        with sdpa_kernel(self.backends, set_priority=True):
+            y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        return self.o_proj(y.transpose(1, 2).flatten(2))
+
+
+def recipe_model(c: LlamaConfig) -> plain_llama.PlainLlama:
+    model = plain_llama.PlainLlama(c)
+    for layer in model.layers:
+        layer.attn = RecipeAttention(c)
+    return model
+
+
+def materialize(model: plain_llama.PlainLlama, device) -> plain_llama.PlainLlama:
+    """Move from the meta device to this one, with random weights."""
     model.to_empty(device=device)
-    model.tie()  # to_empty gave the head a separate weight
+    if model.config.tie_embeddings:  # to_empty gave the head a separate weight
+        model.lm_head.weight = model.tok_embeddings.weight
     randomize(model, device)
-    model.cos, model.sin = rope_tables(model.config, 0, model.config.block_size, device)
     return model
 
 

@@ -1,4 +1,4 @@
-"""Atomic writes, locks between processes, messages and the paths in them."""
+"""Writing that is atomic and follows no links, locks between processes, messages and the paths in them."""
 
 import errno
 import fcntl
@@ -23,12 +23,33 @@ def lock(file, flags: int = fcntl.LOCK_EX | fcntl.LOCK_NB) -> None:
               file=sys.stderr)  # fmt: skip
 
 
+def open_to_write(path: Path, mode: str, **options):
+    """open(path, mode), but never through a link: in a folder from a stranger it may point to any file.
+
+    "w" makes a new file in place of what has this name; "a" keeps the file, and raises OSError for a link, a pipe or a
+    device. The folders on the way may be links: users move their data to other disks.
+    """
+
+    def opener(name, flags):
+        return os.open(name, flags | os.O_NOFOLLOW, 0o666)
+
+    if "w" in mode:
+        path.unlink(missing_ok=True)
+        mode = mode.replace("w", "x")
+    elif path.is_symlink():
+        reason = f"{path.name} is a link, and nothing is written through links: remove it"
+        raise OSError(errno.ELOOP, reason, str(path))
+    elif path.exists() and not path.is_file():
+        raise OSError(errno.EINVAL, f"{path.name} is no regular file: remove it", str(path))
+    return open(path, mode, opener=opener, **options)
+
+
 @contextmanager
 def atomic_write(path: Path):
     """Open a file for writing bytes. It is renamed to `path` only when all of it is on disk."""
     partial = path.with_name(path.name + ".partial")
     try:
-        with open(partial, "wb") as file:
+        with open_to_write(partial, "wb") as file:
             yield file
             file.flush()
             os.fsync(file.fileno())

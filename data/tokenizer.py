@@ -20,15 +20,17 @@ from pathlib import Path
 
 from configurator import did_you_mean
 from data.tiktoken_files import DOWNLOADS, bytes_encoding, encoding_of_json, is_llama3, llama3_encoding, openai_encoding
-from data.vocabulary import HuggingFace, Tiktoken, Tokenizer, vocabulary_name
+from data.vocabulary import HuggingFace, Tiktoken, Tokenizer, one_template, vocabulary_name
 
 NAMES = ["bytes", *DOWNLOADS, "llama3"]
 FILES = (  # that belong to a tokenizer in Hugging Face's format
     "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja",
     "generation_config.json",
 )  # fmt: skip
+TOOL_TEMPLATE = "additional_chat_templates/tool_use.jinja"  # beside chat_template.jinja, for conversations with tools
 MODEL_FILES = ["tokenizer.model", "original/tokenizer.model"]  # in Meta's folders, in Hugging Face's
 LLAMA3_VOCAB = 128256
+DOC_START = "nanocria_doc_start"  # in config.json: what precedes a prompt where the tokenizer has no bos
 DESCRIPTIONS = ("meta.json", "run.json", "params.json", "config.json", "base_config.json")  # of data, of models
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -83,14 +85,40 @@ def tokenizer_of(folder: Path) -> Tokenizer:
             f"only Llama 3's is known by its size, {LLAMA3_VOCAB:,}"
         )
     if data:
-        # A model trained without a bos saw every document start after the end_of_text of another.
-        tokenizer.bos = data.get("bos", None if meta else data["end_of_text"])
         tokenizer.eos = list(dict.fromkeys([*data.get("eos", []), *tokenizer.eos]))
-    elif name in NAMES:  # a converted checkpoint
-        tokenizer.bos = config.get("bos_token_id", tokenizer.bos)
+    # meta.json has the bos of the data, but not one that is the end_of_text: that stands between documents anyway.
+    if meta or (data and tokenizer.bos != tokenizer.end_of_text):
+        tokenizer.bos = data.get("bos")
+    elif name in NAMES and config.get("bos_token_id") == tokenizer.end_of_text:  # a copy without its run.json
+        tokenizer.bos = None
+    tokenizer.hf_bos = tokenizer.bos
+    if tokenizer.bos is None and not meta:
+        tokenizer.bos = doc_start_of(config, data)
     if "chat_template.jinja" in files:
         tokenizer.chat_template = files["chat_template.jinja"].decode()
+    tool_use = {} if meta else read_files(folder, [TOOL_TEMPLATE])
+    if tool_use:
+        both = {"default": tokenizer.chat_template, "tool_use": tool_use[TOOL_TEMPLATE].decode()}
+        tokenizer.chat_template = one_template(both)
+        tokenizer.files = tokenizer.files | {"chat_template.jinja": tokenizer.chat_template.encode()}
     return tokenizer
+
+
+def doc_start_of(config: dict, data: dict) -> int | None:
+    """What precedes a prompt of a model whose tokenizer has no bos. config: its config.json; data: of its run.json.
+
+    A model trained from scratch saw each text start after the end_of_text of another. Published weights did not, and a
+    finetune leaves their prompts as they were: None.
+    """
+    if DOC_START in config:
+        found = config[DOC_START]
+    elif data:  # an older run: conversations are for finetuning
+        found = None if "train_targets" in data else data.get("end_of_text")
+    else:  # an older one without its run.json
+        found = config.get("bos_token_id") if config.get("nanocria_tokenizer") in NAMES else None
+    if not (found is None or (type(found) is int and found >= 0)):
+        raise ValueError(f"config.json has {found!r:.40} as {DOC_START}: expected a token's id, or null")
+    return found
 
 
 def read_files(folder: Path, names: Iterable[str]) -> dict[str, bytes]:

@@ -26,6 +26,7 @@ class Tokenizer:
     n_vocab        the largest id + 1
     end_of_text    the id that ends every document
     bos            the id before every document and prompt, or None
+    hf_bos         of tokenizer_of(): the id that transformers puts before a text with the same files, or None
     eos            the ids after which a model stops, end_of_text among them
     bos_token, eos_token, chat_template    for chat templates; "" or None if there is none
     special_tokens the text of each special token
@@ -59,10 +60,7 @@ class Tokenizer:
         self.eos = list(dict.fromkeys(token for token in eos if isinstance(token, int)))
         self.eos_token = self.eos_token or self.decode([self.end_of_text])
         self.bos_token = self.bos_token or ("" if self.bos is None else self.decode([self.bos]))
-        templates = config.get("chat_template")
-        if isinstance(templates, list):  # several named ones
-            templates = next((each.get("template") for each in templates if each.get("name") == "default"), None)
-        self.chat_template = templates
+        self.chat_template = one_template(named_templates(config.get("chat_template")))
 
 
 class Tiktoken(Tokenizer):
@@ -176,6 +174,36 @@ def beginnings(tokens: frozenset[str]) -> re.Pattern:
 def spelling(token: str | dict | None) -> str:
     """The text of a special token in tokenizer_config.json: there a string, an object or null."""
     return token.get("content", "") if isinstance(token, dict) else token or ""
+
+
+def named_templates(content: str | list[dict] | None) -> dict[str, str]:
+    """The chat templates in a tokenizer_config.json: one, or several as [{"name": ..., "template": ...}, ...]."""
+    if content is None:
+        return {}
+    if isinstance(content, str):
+        return {"default": content}
+    with contextlib.suppress(TypeError, KeyError):
+        templates = {each["name"]: each["template"] for each in content}
+        if all(isinstance(text, str) for pair in templates.items() for text in pair):
+            return templates
+    raise ValueError(f"chat_template is {content!r:.60}, expected a text, or a list of {{name, template}}")
+
+
+def one_template(templates: dict[str, str | None]) -> str | None:
+    """One Jinja program that renders conversations with tools as "tool_use" does, all others as "default" does.
+
+    transformers chooses so. A chat_template.jinja of this program serves every other reader, too.
+    """
+    default = templates.get("default")
+    tool_use = templates.get("tool_use")
+    if tool_use is None:
+        return default
+    if default is None:
+        default = "{{ raise_exception('it is for conversations with tools only') }}"
+    # Jinja drops a line break after a tag, one at the end of a program, and blanks before a tag, but not before {{.
+    tool_use = re.sub(r"\r?\n\Z", "", tool_use)
+    default = re.sub(r"\r?\n\Z", "", default)
+    return "{% if tools %}\n" + tool_use + "{{ '' }}{% else %}\n" + default + "{{ '' }}{% endif %}"
 
 
 def vocabulary_name(ids: dict[str, int]) -> str:

@@ -25,7 +25,7 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 from data.encode import Document, Encode, encode_documents
-from data.files import atomic_write, display_path, lock, say, write_json
+from data.files import atomic_write, display_path, lock, open_to_write, say, write_json
 from data.tokenizer import NAMES, Tokenizer, get_tokenizer
 from data.tokens import SPLITS, token_dtype
 
@@ -45,7 +45,7 @@ def open_lock(path: Path):
     """Open a lock file, and make its folder."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        return open(path, "w")  # NFS cannot lock a file opened for reading only
+        return open_to_write(path, "a")  # NFS cannot lock a file opened for reading only
     except OSError as error:
         how = "prepare the data in another folder, with prepare.py --out FOLDER, and train with --dataset=FOLDER"
         raise OSError(f"{path.parent} cannot be written ({error.strerror}): {how}") from error

@@ -5,7 +5,6 @@ checkpoint_folder.py defines what a folder contains, run_folder.py how it gets i
 
 import concurrent.futures
 import contextlib
-import shutil
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -152,18 +151,13 @@ class Saver:
         partial = final.with_name(final.name + ".partial")
         if copied is not None:
             copied.synchronize()
-
-        def remove_partial():
-            for left in self.out_dir.glob("step_*.partial"):  # by a run killed while it saved or deleted
-                shutil.rmtree(left, ignore_errors=True)  # a leftover that cannot be deleted does no harm
-
-        from_rank_0(remove_partial, self.group)
+        from_rank_0(lambda: run_folder.remove_partial(self.out_dir), self.group)
         try:
             rows = rows_to_save(tensors, self.optimizer.parameters, self.config)
             differing = write_folder(partial, rows, self.documents, run, self.group)
             from_rank_0(lambda: run_folder.commit(partial, final), self.group)
         except (OSError, ValueError):
-            from_rank_0(remove_partial, self.group)
+            from_rank_0(lambda: run_folder.remove_partial(self.out_dir), self.group)
             raise
         from_rank_0(lambda: run_folder.remove_all_but(self.out_dir, self.keep_last), self.group)
         if differing:

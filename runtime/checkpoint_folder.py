@@ -28,7 +28,7 @@ import torch.distributed as dist
 from data.tokenizer import FILES, MODEL_FILES, published_name
 from runtime import meta_weights
 from runtime.distributed import from_rank_0, group_rank, on_all_ranks
-from runtime.hf_config import ADAPTED
+from runtime.hf_config import ADAPTED, add_missing
 from runtime.hf_names import Rows
 from runtime.safetensors_file import (
     PIECE_BYTES,
@@ -220,6 +220,7 @@ def _open_folder(path, stems):
     adapter = read("adapter_config.json", None) if adapted else None  # unchecked: the user may edit the base's path
     if adapted and "base_model_name_or_path" not in adapter:
         raise ValueError(f"{path / 'adapter_config.json'} has no base_model_name_or_path, the base's folder")
+    add_missing(config, run or {})
     if "nanocria_tokenizer" not in config and (name := published_name(path)):
         config["nanocria_tokenizer"] = name
     tensors = {}

@@ -1,8 +1,7 @@
 """How well a model predicts a file: python sample.py --evaluate FILE. The first row determines the metric:
 
     {"ctx": ..., "endings": [...], "label": 2}   HellaSwag's format: how often the right ending is the likeliest
-    {"messages": [...]}                          mean log p of the answers' tokens, including their ends of turn
-    {"prompt": ..., "completion": ...}           mean log p of the completions' tokens
+    any format of data/chat/formats.py           mean log p of the answers' tokens, including their ends of turn
     anything else is a text                      perplexity exp(-Σ log p / tokens), bits per byte -Σ log₂ p / bytes
 
 A text is read in windows of `window` tokens that overlap by half. A window predicts only the tokens beyond the end of
@@ -22,6 +21,7 @@ from typing import Any
 
 import torch
 
+from data.chat.formats import Seen
 from data.chat.prepare import render_rows
 from data.chat.template import encode_answers
 from data.rows import head_of, kind_of, open_input, read_rows, whole_text
@@ -101,12 +101,14 @@ def evaluate_text(model: Llama, tokenizer: Tokenizer, text: str, window: int | N
 def evaluate_answers(
     model: Llama, tokenizer: Tokenizer, items: list[tuple[str, dict]], batch_size: int
 ) -> dict[str, str]:
-    rows = [encode_answers(tokenizer, text) for text in render_rows(items, tokenizer, refuse)]
+    seen = Seen()
+    rows = [encode_answers(tokenizer, text) for text in render_rows(items, tokenizer, refuse, seen)]
     scores = [log_p for log_p, _ in log_likelihoods(model, rows, batch_size)]
     n_tokens = sum(map(len, scores))
+    n_answer_tokens = f"{n_tokens:,} tokens of answers, ends of turn included"
     return {
         "mean log-likelihood": f"{sum(each.sum().item() for each in scores) / n_tokens:.6f} per token",
-        "read": f"{len(rows):,} conversations; {n_tokens:,} tokens of answers, ends of turn included",
+        "read": "; ".join([f"{len(rows):,} conversations", n_answer_tokens, *seen.sentences()]),
     }
 
 

@@ -176,10 +176,14 @@ def sample(
 
 def begin_document(tokenizer: Tokenizer, text: str, special: bool = False) -> list[int]:
     """The ids of a text at the beginning of a document: after the bos if the tokenizer has one. An empty text gives the
-    bos, or the end-of-text token without one. special: turn special tokens spelled out in the text into tokens.
+    bos, or the end-of-text token without one. special: turn special tokens spelled out in the text into tokens; if the
+    first is the bos, no second one is added.
     """
-    bos = [] if tokenizer.bos is None else [tokenizer.bos]
-    return bos + tokenizer.encode(text, special) or [tokenizer.end_of_text]
+    ids = tokenizer.encode(text, special)
+    has_bos = special and ids[:1] == [tokenizer.bos]
+    if tokenizer.bos is not None and not has_bos:
+        ids = [tokenizer.bos, *ids]
+    return ids or [tokenizer.end_of_text]
 
 
 class RowText:

@@ -5,10 +5,11 @@ from pathlib import Path
 from typing import Any
 
 from configurator import SettingError, check
-from data.tokenizer import LLAMA3_VOCAB
+from data.tokenizer import DOC_START, LLAMA3_VOCAB, doc_start_of
 from model import ROPE_SCALING_KEYS, LlamaConfig
 
 ADAPTED = "base_config.json"  # in a folder of adapters, in place of config.json
+CONTEXT = "nanocria_context"  # in config.json: the longest sequence that the weights were trained on
 NAMES = {  # our name -> Hugging Face's
     "n_layer": "num_hidden_layers",
     "n_head": "num_attention_heads",
@@ -45,7 +46,8 @@ def setting(path: Path, theirs: dict, name: str, *options) -> Any:
 def read_config(folder) -> tuple[dict, str | None]:
     """The settings of the model in an open folder, by train.py's names, and its tokenizer's name, or None if unknown.
 
-    block_size is the model's context length. Raises ValueError for a model that model.py does not support.
+    block_size is the model's context: as long as it was trained. Raises ValueError for a model that model.py does not
+    support.
     """
     path, theirs = folder.path / (ADAPTED if folder.adapter else "config.json"), folder.config
     if not os.path.exists(path):
@@ -58,6 +60,9 @@ def read_config(folder) -> tuple[dict, str | None]:
     if theirs.get("num_key_value_heads") is None:
         theirs["num_key_value_heads"] = theirs["num_attention_heads"]
     settings = {ours: setting(path, theirs, name, kind(ours)) for ours, name in NAMES.items()}
+    settings["block_size"] = setting(path, theirs, CONTEXT, int, None) or settings["block_size"]
+    if settings["block_size"] < 1:
+        raise ValueError(f"{path} says a context of {settings['block_size']} tokens: expected at least 1")
     settings |= _read_rope(path, theirs)
     n_embd, n_head, head_dim = settings["n_embd"], settings["n_head"], setting(path, theirs, "head_dim", int, None)
     if n_head and head_dim not in (None, n_embd / n_head):
@@ -78,6 +83,21 @@ def read_config(folder) -> tuple[dict, str | None]:
     return settings, setting(path, theirs, "nanocria_tokenizer", str, None) or tokenizer
 
 
+def add_missing(config: dict, run: dict) -> None:
+    """Add our own entries to a config.json of an older version. run: its run.json, or {}."""
+
+    def part(content, name):
+        return content[name] if isinstance(content.get(name), dict) else {}
+
+    config.setdefault(DOC_START, doc_start_of(config, part(run, "dataset")))
+    # Weights from scratch claimed the length that their RoPE is scaled from. No published weights claim just that:
+    # their scaling stretches it.
+    stretched = part(config, "rope_scaling").get("original_max_position_embeddings")
+    block_size = part(run, "settings").get("block_size")
+    if block_size and stretched == config.get("max_position_embeddings"):
+        config.setdefault(CONTEXT, block_size)
+
+
 def _read_rope(path: Path, theirs: dict) -> dict:
     """Our two settings for RoPE. Old files keep them in other places, and call rope_type "type"."""
     places = ("rope_parameters", "rope_scaling")
@@ -90,21 +110,27 @@ def _read_rope(path: Path, theirs: dict) -> dict:
 
 
 def write_config(config: LlamaConfig, tokenizer: str, dtype: str, begun_with: dict, dataset: dict) -> dict:
-    """The content of config.json for a model. transformers ignores the tokenizer's name in it.
+    """The content of config.json for a model. transformers ignores what begins with nanocria_.
 
     begun_with: config.json of the weights that training began with, or {}: its special tokens and context are kept.
     dataset: meta.json of the training data, or {}.
     """
     # In data without bos, the end of a document precedes the next one. Write None too: else transformers takes 1 and 2.
     bos, eos = (begun_with.get(name, dataset.get("end_of_text")) for name in ("bos_token_id", "eos_token_id"))
+    doc_start = begun_with.get(DOC_START) if begun_with else dataset.get("end_of_text")
+    # Other software needs max_position_embeddings to be at least the length that the scaling stretches. But only
+    # published weights were trained on that many positions: our own commands read the context.
+    positions = "max_position_embeddings"
+    published = begun_with.get(positions, DEFAULTS[positions]) if begun_with else 0
     stretched = (config.rope_scaling or {}).get("original_max_position_embeddings", 0)
-    context = max(config.block_size, stretched, begun_with.get("max_position_embeddings") or 0)
+    context = max(config.block_size, begun_with.get(CONTEXT) or published)
     return {
         "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_act": "silu",
         **{theirs: getattr(config, ours) for ours, theirs in NAMES.items()},
-        NAMES["block_size"]: int(context), "rope_theta": config.rope_theta,
+        positions: int(max(context, published, stretched)), CONTEXT: int(context), "rope_theta": config.rope_theta,
         "rope_scaling": config.rope_scaling and {"rope_type": "llama3", **config.rope_scaling},
         "attention_bias": False, "mlp_bias": False, "torch_dtype": dtype, "nanocria_tokenizer": tokenizer,
+        DOC_START: doc_start,
         "bos_token_id": dataset.get("bos", bos), "eos_token_id": dataset.get("eos", eos),
     }  # fmt: skip
 

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
+from data.files import atomic_write
 from runtime.run_folder import newest
 
 
@@ -25,7 +26,7 @@ class Losses(NamedTuple):
 def read_json(path: Path) -> dict:
     """{} if there is no such file; ValueError that names it if it cannot be read."""
     try:
-        return json.loads(path.read_text()) if path.exists() else {}
+        return json.loads(path.read_text()) if path.is_file() else {}
     except (OSError, ValueError) as error:
         raise ValueError(f"{path} cannot be read: {error}") from None
 
@@ -34,7 +35,7 @@ def read_losses(folder: Path) -> Losses:
     """ValueError if the folder has no losses or a file in it cannot be read."""
     path = folder / "metrics.jsonl"
     train, val, before, of_a_step = [], [], (0, 0, 0.0), (0, 0.0)
-    for line in path.read_text(errors="replace").splitlines() if path.exists() else []:
+    for line in path.read_text(errors="replace").splitlines() if path.is_file() else []:
         with contextlib.suppress(ValueError, TypeError, KeyError):  # a killed run's last line, or another program's
             row = json.loads(line)
             if "loss" in row:  # its speed and time are means over the steps since the previous line
@@ -77,4 +78,5 @@ def draw_losses(runs: dict[str, Losses], path: Path) -> None:
         axes.spines[["top", "right"]].set_visible(False)
     left.set(ylabel="loss (dots: validation)")
     figure.legend(*left.get_legend_handles_labels(), loc="outside lower center", fontsize=8, frameon=False)
-    figure.savefig(path)
+    with atomic_write(path) as file:
+        figure.savefig(file, format=path.suffix[1:] or "png")

@@ -109,5 +109,6 @@ def stop_history() -> None:
 def dump(path) -> None:
     """Write the history since record_history(), for https://pytorch.org/memory_viz, which uploads nothing."""
     if torch.cuda.is_available():
+        Path(path).unlink(missing_ok=True)  # it may be a link
         with contextlib.suppress(AttributeError, TypeError):
             torch.cuda.memory._dump_snapshot(str(path))

@@ -46,6 +46,8 @@ class Profiler:
             )
 
     def _write(self, trace):
+        if self.folder.is_symlink():  # nothing is written through links
+            self.folder.unlink(missing_ok=True)
         torch.profiler.tensorboard_trace_handler(str(self.folder), worker_name=f"rank{rank}")(trace)
         files = "*.json for https://ui.perfetto.dev or TensorBoard"
         if torch.cuda.is_initialized():

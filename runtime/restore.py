@@ -27,6 +27,7 @@ STATE_SETTINGS = {  # a checkpoint's tensors depend on them; the defaults are fo
     "optimizer": "adamw", "optimizer_bits": 32, "galore_rank": 128, "lora_rank": 0, "lora_alpha": 32.0,
     "base_dtype": "bfloat16",
 }  # fmt: skip
+NO_FOLDERS = ("auto", "scratch", "resume")  # as init_from
 FOLLOWING = ("files", "script", "_documents", "_bytes", "_per_byte")  # of meta.json: the digests show changes
 HARMLESS_SETTINGS = {  # these do not change what a run computes: a resume does not report them
     "out_dir", "init_from", "eval_interval", "eval_first", "eval_only", "eval_iters", "log_interval", "keep_last",
@@ -41,26 +42,35 @@ def find_start(out_dir: str, init_from: str) -> Path | None:
 
     Ends the run if what init_from asks for does not exist. Every rank must call it.
     """
-    found, init_from = run_folder.newest_for_all_ranks(out_dir), os.path.expanduser(init_from)
-    if found:
+    found = run_folder.newest_for_all_ranks(out_dir)
+    if found:  # check_start() compares what init_from names with what that run began with
         if init_from == "scratch" and not restart_count:  # after torchrun's restart it is the same run
             stop(f"{found} is left from an earlier run: --init_from=resume continues it, or name another --out_dir")
         return found
     if init_from == "resume":
         stop(f"{out_dir} holds no checkpoint to resume: --init_from=scratch starts a new run")
-    if init_from in ("auto", "scratch"):
+    if init_from in NO_FOLDERS:
         return None
-    if run_folder.is_model(init_from):
-        return Path(init_from)
+    if weights := _weights_in(init_from):
+        return weights
+    init_from = os.path.expanduser(init_from)
     lacks = "is not a folder"
     if os.path.isdir(init_from):
-        if newest := run_folder.newest_for_all_ranks(init_from):
-            return newest  # another run's
         if others := other_weights(Path(init_from)):
             stop(f"{init_from} holds {others}")
         lacks = "has no config.json"
     expected = "auto, scratch, resume, or a folder with Hugging Face's or Meta's weights"
     stop(f"{init_from!r} {lacks}: init_from is {expected}. To fetch one: hf download NAME --local-dir FOLDER")
+
+
+def _weights_in(init_from: str) -> Path | None:
+    """The weights that a folder holds: published ones, a checkpoint, or the newest checkpoint of a run; None if it has
+    none. Every rank must call it.
+    """
+    path = Path(os.path.expanduser(init_from))
+    if run_folder.is_model(path):
+        return path
+    return run_folder.newest_for_all_ranks(path) if os.path.isdir(path) else None
 
 
 def model_settings(start: Path | None, init_from: str, named: set[str]) -> dict:
@@ -69,7 +79,7 @@ def model_settings(start: Path | None, init_from: str, named: set[str]) -> dict:
 
     Every rank must call it.
     """
-    folder = init_from if init_from not in ("auto", "scratch", "resume") else None
+    folder = init_from if init_from not in NO_FOLDERS else None
     for path in filter(None, (start, folder)):  # the folder serves if the checkpoint is damaged
         with contextlib.suppress(OSError, ValueError):  # check_start() or restore() will report what is wrong
             model, _ = read_config(open_folder(Path(path).expanduser()))
@@ -91,6 +101,8 @@ def check_start(start: Path | None, out_dir: str, config: LlamaConfig, settings:
         folder = _open_checkpoint(start) if resumes else open_folder(start)
         _require_same_model(folder, resumes, config, settings, dataset)
         _base_of(folder, settings)
+        if resumes:
+            _require_same_start(folder, settings["init_from"])
     except (OSError, ValueError) as error:
         if not (isinstance(error, Damaged) and resumes):
             stop(str(error))
@@ -104,10 +116,52 @@ def _base_of(folder: Folder, settings) -> Folder | None:
     """The folder of the frozen weights, for a run that trains adapters and starts from `folder`; else None."""
     if not folder.adapter:
         return folder if settings["lora_rank"] else None
-    named = Path(os.path.expanduser(settings["init_from"]))
-    named = named if run_folder.is_model(named) else run_folder.newest_for_all_ranks(named) or named  # a run's
-    new_place = named if run_folder.is_model(named) and not (named / "adapter_config.json").exists() else None
-    return open_base(folder, new_place)
+    named = None if settings["init_from"] in NO_FOLDERS else _weights_in(settings["init_from"])
+    is_base = named is not None and not (named / "adapter_config.json").exists()
+    return open_base(folder, named if is_base else None)
+
+
+def _began_with(run: dict) -> dict:
+    """What a run began with: init_from, a folder as an absolute path, and the fingerprint of its weights, None for
+    random ones. A run.json of an older version has no fingerprint, and the init_from of the last command.
+    """
+    began_with = run.get("began_with")
+    if isinstance(began_with, dict) and isinstance(began_with.get("init_from"), str):
+        return began_with
+    return {"init_from": str(run["settings"].get("init_from", "auto"))}
+
+
+def _require_same_start(folder: Folder, init_from: str) -> None:
+    """End the run if init_from names other weights than a checkpoint's run began with: they would not be read.
+
+    The same are: the same path, whatever is there now; the same weights in another place; the base of its adapters.
+    """
+    if init_from in NO_FOLDERS:
+        return
+    began_with = _began_with(folder.run)
+    source = began_with["init_from"]
+    if source in ("auto", "resume") and "fingerprint" not in began_with:  # an older version does not say
+        return
+    if source not in NO_FOLDERS and _absolute(init_from) == _absolute(source):
+        return
+    known = {began_with.get("fingerprint"), folder.config.get("nanocria_base")} - {None}
+    if _fingerprint_in(init_from) in known:
+        return
+    source = "random weights" if source in NO_FOLDERS else source
+    ways = "--init_from=resume continues it, another --out_dir starts a new run"
+    stop(f"{folder.path} is of a run that began with {source}, so {init_from} would not be read: {ways}")
+
+
+def _fingerprint_in(init_from: str) -> str | None:
+    """The fingerprint of the weights in a folder; None if there are none, or they cannot be read."""
+    weights = _weights_in(init_from)
+    with contextlib.suppress(OSError, ValueError):
+        return fingerprint(open_folder(weights)) if weights else None
+    return None
+
+
+def _absolute(folder: str) -> str:
+    return os.path.abspath(os.path.expanduser(folder))
 
 
 def restore(
@@ -143,7 +197,11 @@ def restore(
             print0("begins    with random weights: --init_from=FOLDER takes published ones")
         for name in optimizer.parameters if facts["settings"]["keep_last"] else ():
             hf_names(name)  # ValueError for a new parameter without a name: now, not at the first checkpoint
-        return {"step": 0, "sequences": 0, "resume_seconds": None}, _documents_of(folder, base, model.config, facts)
+        init_from = facts["settings"]["init_from"]
+        began_with = {"init_from": _absolute(init_from) if folder else init_from}
+        began_with["fingerprint"] = folder and fingerprint(folder)
+        begun = {"step": 0, "sequences": 0, "resume_seconds": None, "began_with": began_with}
+        return begun, _documents_of(folder, base, model.config, facts)
     except (OSError, ValueError) as error:
         stop(str(error))
 
@@ -201,6 +259,7 @@ def _resume(out_dir, model, optimizer, facts, progress):
             if folder.run["step"] > settings["max_iters"] and not settings["eval_only"]:
                 stop(f"{path} is beyond max_iters, {settings['max_iters']}: raise that, or name another --out_dir")
             base, tensors = _base_of(folder, settings), optimizer.tensors()
+            _require_same_start(folder, settings["init_from"])
             others = _documents_of(folder, base, model.config, facts)
             read_weights(folder, optimizer.parameters, model.config, optimizer.set_weight, tensors, progress)
             if base:
@@ -213,14 +272,15 @@ def _resume(out_dir, model, optimizer, facts, progress):
             print0(f"{path} is damaged: {error}. Falling back to the previous one")
             from_rank_0(lambda path=path: run_folder.mark_damaged(path))  # by now no rank is reading it
     optimizer.load_counters(folder.run)
-    changed = _changes(folder.run, facts, base)
+    changed = _changes(folder.run, facts)
     print0(f"resumes   {path}" + (f" with {', '.join(changed)} changed" if changed else ""))
     if folder.run["step"] == settings["max_iters"] and not settings["eval_only"]:
         print0(
             "nothing left to train: a larger --max_iters trains on, another --out_dir starts a new run, "
             "--eval_only=true evaluates this one"
         )
-    return folder.run | {"resume_seconds": time.perf_counter() - began}, others
+    seconds = time.perf_counter() - began
+    return folder.run | {"resume_seconds": seconds, "began_with": _began_with(folder.run)}, others
 
 
 def _open_checkpoint(path: Path) -> Folder:
@@ -280,7 +340,7 @@ def _state_settings(settings: dict) -> dict:
     return {name: value for name, value in found.items() if name not in unused}
 
 
-def _changes(run: dict, facts: dict, base: Folder | None) -> list[str]:
+def _changes(run: dict, facts: dict) -> list[str]:
     """What has changed since the checkpoint was saved and affects what the run computes."""
     was, settings = (STATE_SETTINGS | x["settings"] | {"dtype": x["dtype"]} for x in (run, facts))
     changed = [
@@ -288,10 +348,6 @@ def _changes(run: dict, facts: dict, base: Folder | None) -> list[str]:
         for name, value in settings.items()
         if was.get(name) != value and name not in HARMLESS_SETTINGS
     ]
-    init_from = settings["init_from"]
-    read = base and Path(init_from).expanduser() in (base.path, base.path.parent)  # it is the adapters' base
-    if init_from not in ("auto", "scratch", "resume", was["init_from"]) and not read:
-        changed.append(f"init_from {was['init_from']} -> {init_from} (not read: the run has begun)")
     versions = run.get("versions") or {}
     changed += [
         f"{name} {versions[name]} -> {value}"

@@ -13,7 +13,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TextIO
 
-from data.files import lock
+from data.files import lock, open_to_write
 from runtime.checkpoint_folder import other_weights
 from runtime.distributed import (
     all_reduce_max,
@@ -55,7 +55,7 @@ def _claim(out_dir: str) -> TextIO:
         )
     try:
         Path(out_dir).mkdir(parents=True, exist_ok=True)
-        file = open(Path(out_dir) / ".lock", "a+")  # noqa: SIM115
+        file = open_to_write(Path(out_dir) / ".lock", "a+")
         lock(file)
         file.truncate(0)
         file.write(f"{time.time_ns()}\n")  # the other ranks compare this
@@ -144,6 +144,16 @@ def remove(path: Path, ignore_errors: bool = False) -> None:
     if path.is_symlink():  # the user moved its files elsewhere: keep them
         return path.unlink()
     shutil.rmtree(path.rename(path.with_name(f"{path.name}.{time.time_ns()}.old.partial")), ignore_errors)
+
+
+def remove_partial(out_dir: Path) -> None:
+    """Delete what a run left that was killed while it saved or deleted a checkpoint; of a link, not what it names."""
+    for path in out_dir.glob("step_*.partial"):
+        with contextlib.suppress(OSError):  # a leftover that cannot be deleted does no harm
+            if path.is_symlink() or path.is_file():
+                path.unlink()
+            else:
+                shutil.rmtree(path, ignore_errors=True)
 
 
 def remove_all_but(out_dir: Path, keep_last: int) -> None:

@@ -16,7 +16,7 @@ from time import perf_counter, time
 
 import torch
 
-from data.files import atomic_write, display_path, write_json
+from data.files import atomic_write, display_path, open_to_write, write_json
 from data.loader import Blocks
 from data.tokens import Tokens
 from model import Llama
@@ -25,6 +25,7 @@ from runtime.distributed import all_reduce_max, local_world_size, print0, rank, 
 from runtime.loss_plot import draw_losses, read_losses
 from runtime.memory import RunShape, peak_gib
 
+ROOT = Path(__file__).resolve().parents[1]
 PEAK_FLOPS = {  # dense bf16 with fp32 accumulation, from the datasheets; the first matching name counts
     "B200": 2250e12, "H200 NVL": 835e12, "H200": 989e12, "H100 PCIe": 756e12, "H100 NVL": 835e12, "H100": 989e12,
     "A100": 312e12, "L40S": 362e12, "L4": 121e12, "A10G": 70e12, "RTX 5090": 209.5e12, "RTX 4090": 165.2e12,
@@ -39,11 +40,15 @@ def peak_flops(device_name: str) -> float | None:
     return next(fitting, None)
 
 
-def git_commit() -> str:
-    command = ["git", "describe", "--always", "--dirty"]
-    folder = Path(__file__).parents[1]
+def git(root: Path = ROOT) -> list[str]:
+    """git on a folder's own repository or worktree: not on one that encloses it, nor on the one that GIT_DIR names."""
+    return ["git", f"--git-dir={root / '.git'}", f"--work-tree={root}"]
+
+
+def git_commit(root: Path = ROOT) -> str:
+    command = [*git(root), "describe", "--always", "--dirty"]
     try:
-        return subprocess.check_output(command, cwd=folder, stderr=subprocess.DEVNULL, text=True).strip()
+        return subprocess.check_output(command, cwd=root, stderr=subprocess.DEVNULL, text=True).strip()
     except (OSError, subprocess.CalledProcessError):  # no git, or no repository
         return "unknown"
 
@@ -131,10 +136,10 @@ class RunLog:
         if rank:
             return
         path = self.out_dir / "metrics.jsonl"
-        if not first_step and path.exists() and path.stat().st_size:  # its checkpoints were deleted or never written
+        if not first_step and path.is_file() and path.stat().st_size:  # its checkpoints were deleted or never written
             kept = path.rename(path.with_name("metrics.jsonl.old"))
             print0(f"begins    anew: there is no checkpoint; {kept} has the previous run's lines")
-        lines = path.read_text(errors="replace").splitlines() if first_step and path.exists() else []
+        lines = path.read_text(errors="replace").splitlines() if first_step and path.is_file() else []
 
         def belongs(line):
             try:
@@ -144,7 +149,7 @@ class RunLog:
 
         with atomic_write(path) as file:
             file.write("".join(line + "\n" for line in lines if belongs(line)).encode())
-        self.file = open(path, "a")  # noqa: SIM115
+        self.file = open_to_write(path, "a")
         if wandb_options:
             self._start_wandb(first_step, wandb_options)
         self.began = perf_counter()
@@ -152,12 +157,14 @@ class RunLog:
     def _start_wandb(self, first_step: int, options: dict) -> None:
         """Start a wandb run, or continue that of the resumed run."""
         known = self.out_dir / "wandb_id"
-        if first_step and known.exists():
+        if first_step and known.is_file():
             options = options | {"id": known.read_text(), "resume": "allow"}
         try:
             import wandb
 
-            known.write_text(wandb.init(**options).id)
+            run_id = wandb.init(**options).id
+            with open_to_write(known, "w") as file:
+                file.write(run_id)
         except Exception as error:  # of many kinds: not installed, incompatible with another package, server errors
             fix = "pip install wandb" if isinstance(error, ImportError) else "wandb login, WANDB_MODE=offline"
             stop(f"wandb does not start ({error}). Try {fix}, or no --wandb_log")
@@ -276,7 +283,7 @@ class RunLog:
         self.draw()
 
     def next_command(self, chat: bool) -> None:
-        sample = display_path(Path(__file__).parents[1] / "sample.py")
+        sample = display_path(ROOT / "sample.py")
         print0(f"next: {shlex.join(['python', sample, f'--out_dir={self.out_dir}'])}" + " --chat" * chat)
 
     def draw(self) -> None:

@@ -3,7 +3,6 @@
 import itertools
 import json
 import math
-import re
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 
@@ -12,9 +11,7 @@ import torch
 from transformers.models.llama import modeling_llama
 
 from benchmarks import breakdown, losses, runner, trainers
-from benchmarks.plain_llama import PlainBlock, PlainLlama
-from model import Llama, LlamaConfig
-from runtime import meta_weights
+from model import Llama, LlamaConfig, rope_tables
 from runtime.hf_names import hf_names
 
 SCALING = {"factor": 32.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 16}
@@ -27,7 +24,7 @@ CPU = torch.device("cpu")
 
 def build_recipe(checkpointing):
     """trainers.recipe(), but not compiled and not sharded."""
-    model = trainers.materialize(PlainLlama(TINY), CPU)
+    model = trainers.materialize(trainers.recipe_model(TINY), CPU)
     for i, block in enumerate(model.layers):
         model.layers[i] = trainers.checkpointed(block, checkpointing)
     return model, lambda tokens, targets: trainers.whole_loss(model(tokens), targets)
@@ -37,13 +34,20 @@ def build_hf(checkpointing):
     return trainers.hf_model(TINY, checkpointing, CPU, dtype=torch.float32)
 
 
+PLAIN_NAMES = {  # Hugging Face's, and plain_llama.py's
+    "model.": "", "self_attn": "attn", "input_layernorm": "attn_norm", "post_attention_layernorm": "mlp_norm",
+    "embed_tokens": "tok_embeddings",
+}  # fmt: skip
+
+
 def counterparts(name, peer):
-    """The peer's parameters, by Hugging Face's or Meta's names, that nanocria's parameter of this name stacks."""
-    meta_names = {hf_name: meta_name for meta_name, hf_name in meta_weights.NAMES.items()}
+    """The peer's parameters, by Hugging Face's or plain_llama.py's names, that nanocria's parameter stacks."""
     theirs = {n.replace("_checkpoint_wrapped_module.", ""): p for n, p in peer.named_parameters()}
     for hf_name in hf_names(name):
-        layer, rest = re.fullmatch(r"(?:model\.(layers\.\d+\.))?(.*)", hf_name).groups("")
-        yield theirs[hf_name if hf_name in theirs else layer + meta_names[rest]]
+        plain_name = hf_name
+        for theirs_name, ours_name in PLAIN_NAMES.items():
+            plain_name = plain_name.replace(theirs_name, ours_name)
+        yield theirs[hf_name if hf_name in theirs else plain_name]
 
 
 @pytest.mark.parametrize(
@@ -192,17 +196,17 @@ def test_selective_checkpointing_recomputes_every_second_matmul():
             return op(*args, **(kwargs or {}))
 
     def backward_matmuls(checkpointing):
-        block = trainers.checkpointed(PlainBlock(TINY), checkpointing)
-        y = block(torch.randn(2, 24, 32, requires_grad=True), *trainers.rope_tables(TINY, 0, 24, CPU))
+        block = trainers.checkpointed(trainers.recipe_model(TINY).layers[0], checkpointing)
+        y = block(torch.randn(2, 24, 32, requires_grad=True), *rope_tables(TINY, 0, 24, CPU))
         ran.clear()
         with Matmuls():
             y.sum().backward()
         return sum(ran)
 
     none, selective, full = (backward_matmuls(c) for c in ("none", "selective", "full"))
-    assert none == 14, "two gradients for each of wq, wk, wv, wo, w1, w3, w2"
-    assert selective - none == 3, "wk, wo, w3"
-    assert full - none == 6, "all but w2, whose output nobody needs again"
+    assert none == 14, "two gradients for each of q, k, v, o, gate, up, down"
+    assert selective - none == 3, "k, o, up"
+    assert full - none == 6, "all but down, whose output nobody needs again"
 
 
 # --- Peers on several ranks ---

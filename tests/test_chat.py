@@ -1,24 +1,30 @@
 """Conversations: chat templates render as in transformers, only answers are learned, wrong input is reported."""
 
+import copy
 import gzip
 import hashlib
+import itertools
 import json
 import sys
+import tempfile
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import tiktoken
+import transformers
 from transformers.utils.chat_template_utils import render_jinja_template
 
 from data.chat import prepare as chat
+from data.chat.formats import Seen, read_row
 from data.chat.template import LLAMA3_TEMPLATE, encode_answers, encode_prompt, render, render_answers
 from data.tokenizer import get_tokenizer, tokenizer_of
 from data.tokens import IS_TARGET, OPENS, Tokens
-from data.vocabulary import HuggingFace, Tiktoken
+from data.vocabulary import HuggingFace, Tiktoken, one_template
 from model import LlamaConfig
 from runtime.restore import documents
 from tests.datasets import contents
-from tests.published import smollm2
+from tests.published import CHATML, publish_chat_model, smollm2
 from tests.runs import ROOT
 
 SPECIAL = ["<|begin_of_text|>", "<|end_of_text|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>"]
@@ -170,9 +176,10 @@ def test_tools_and_tool_calls_are_written_where_the_template_does(written, tmp_p
     calls = "m.content ~ (m.tool_calls | tojson if m.tool_calls)"
     (tmp_path / "tools.jinja").write_text("{{ tools | tojson if tools }}" + PLAIN.replace("m.content", calls))
     row = line("a?", "b").replace("{", '{"tools": [{"name": "<|endoftext|>"}], ', 1)
-    rows = [row.replace('"b"', f'null, "tool_calls": [{i}]') for i in range(1, 9)]
+    calls = [f'[{{"name": "f{i}"}}]' for i in range(1, 9)]
+    rows = [row.replace('"b"', f'null, "tool_calls": {call}') for call in calls]
     folder = written(*rows, template=tmp_path / "tools.jinja")
-    assert sorted(targets_of(folder) + targets_of(folder, "val")) == [f"[{i}]<|endoftext|>" for i in range(1, 9)]
+    assert sorted(targets_of(folder) + targets_of(folder, "val")) == [f"{call}<|endoftext|>" for call in calls]
     tokens = Tokens(folder, "train")
     assert (tokens.shards[0] == 256).sum() == tokens.meta["train_documents"], "a tool's name became a special token"
 
@@ -212,6 +219,578 @@ def test_smollm2_conversations_have_the_ids_that_transformers_gives_them(tmp_pat
 
 
 # ---------------------------------------------------------------------------------------------------------------------
+# Formats. The templates are written in the style of published ones.
+
+LLAMA32 = """\
+{{- bos_token }}
+{%- if messages[0]['role'] == 'system' %}
+    {%- set system = messages[0]['content'] | trim %}
+    {%- set messages = messages[1:] %}
+{%- else %}
+    {%- set system = '' %}
+{%- endif %}
+{{- '<|system|>\\n' }}
+{%- if tools is not none %}
+    {%- for tool in tools %}
+        {{- tool | tojson(indent=4) + '\\n' }}
+    {%- endfor %}
+{%- endif %}
+{{- system + '<|eot|>' }}
+{%- for message in messages %}
+    {%- if 'tool_calls' in message %}
+        {%- if message.tool_calls | length != 1 %}
+            {{- raise_exception('one call at a time') }}
+        {%- endif %}
+        {%- set call = message.tool_calls[0].function %}
+        {{- '<|assistant|>\\n{"name": "' + call.name + '", "parameters": ' + call.arguments | tojson + '}<|eot|>' }}
+    {%- elif message.role == 'tool' %}
+        {{- '<|ipython|>\\n' + message.content | tojson + '<|eot|>' }}
+    {%- else %}
+        {{- '<|' + message.role + '|>\\n' + message.content | trim + '<|eot|>' }}
+    {%- endif %}
+{%- endfor %}
+{{- '<|assistant|>\\n' if add_generation_prompt }}"""
+QWEN = """\
+{%- macro call_text(call) %}
+<tool_call>{"name": "{{ call.name }}", "arguments": {{ call.arguments | tojson }}}</tool_call>
+{%- endmacro %}
+{%- if tools %}
+    {{- '<tools>' }}
+    {%- for tool in tools %}
+        {{- '\\n' + tool | tojson }}
+    {%- endfor %}
+    {{- '</tools>\\n' }}
+{%- endif %}
+{%- for message in messages %}
+    {{- '<|im_start|>' + message.role + (' ' + message.name if 'name' in message else '') + '\\n' }}
+    {%- if message.reasoning_content is defined %}
+        {{- '<think>\\n' ~ message.reasoning_content ~ '\\n</think>\\n' }}
+    {%- endif %}
+    {{- message.content if message.content is string }}
+    {%- if message.tool_calls is defined %}
+        {%- for call in message.tool_calls %}
+            {{- call_text(call.function if call.function else call) }}
+        {%- endfor %}
+    {%- endif %}
+    {{- '<|im_end|>\\n' }}
+{%- endfor %}
+{%- if add_generation_prompt %}
+    {{- '<|im_start|>assistant\\n' }}
+{%- endif %}
+"""
+MISTRAL = """\
+{{- bos_token }}
+{%- for message in messages if message.role != 'system' %}
+    {%- if message.role == 'user' %}
+        {%- if tools is not none and loop.first %}
+            {{- '[AVAILABLE_TOOLS]' + tools | tojson + '[/AVAILABLE_TOOLS]' }}
+        {%- endif %}
+        {{- '[INST]' + message.content + '[/INST]' }}
+    {%- elif message.tool_calls is defined %}
+        {{- '[TOOL_CALLS][' }}
+        {%- for call in message.tool_calls %}
+            {{- call.function | tojson }}
+            {{- ', ' if not loop.last else ']' + eos_token }}
+        {%- endfor %}
+    {%- elif message.role == 'assistant' %}
+        {{- message.content + eos_token }}
+    {%- else %}
+        {{- '[TOOL_RESULTS]' + message.content + '[/TOOL_RESULTS]' }}
+    {%- endif %}
+{%- endfor %}"""
+DEEPSEEK = """\
+{%- for message in messages %}
+    {{- '<|' + message['role'] + '|>' }}
+    {%- for call in message.tool_calls %}
+        {{- call.function.name + '(' + call.function.arguments + ')' }}{{ call.function.arguments }}
+    {%- endfor %}
+    {{- message.content + '<|eot|>' if message.content }}
+{%- endfor %}
+{{- '<|assistant|>' if add_generation_prompt }}"""
+TEMPLATES = {"llama3.2": LLAMA32, "qwen": QWEN, "chatml": CHATML, "mistral": MISTRAL}
+TOOL = {"type": "function", "function": {"name": "weather", "parameters": {"type": "object", "properties": {}}}}
+ASKED = {"role": "user", "content": "Rain?"}
+CALLED = {
+    "role": "assistant",
+    "tool_calls": [{"type": "function", "function": {"name": "weather", "arguments": {"city": "Zürich", "days": 2}}}],
+}
+FOUND = {"role": "tool", "content": "dry"}
+ANSWERED = {"role": "assistant", "content": "No."}
+
+
+@pytest.fixture(scope="module")
+def fast():
+    """A tokenizer of transformers: bytes, and the special tokens of ChatML."""
+    with tempfile.TemporaryDirectory() as folder:
+        yield publish_chat_model(Path(folder))[1]
+
+
+@pytest.fixture
+def reads(fast, tmp_path):
+    """reads(template, row): the text that we learn from a row, without marks; reads.learned: the parts that are."""
+
+    def read(template, row):
+        fast.chat_template = template
+        fast.save_pretrained(tmp_path / "tokenizer")
+        tokenizer = get_tokenizer(tmp_path / "tokenizer")
+        [text] = chat.render_rows([("row", json.loads(json.dumps(row)))], tokenizer, refuse, Seen())
+        ids, is_target = encode_answers(tokenizer, text)
+        spans = itertools.groupby(zip(ids, is_target, strict=True), key=lambda pair: pair[1])
+        read.learned = [tokenizer.decode(token for token, _ in span) for target, span in spans if target]
+        read.ids, read.is_target = ids, is_target
+        return tokenizer.decode(ids)
+
+    return read
+
+
+def refuse(sentence):
+    raise ValueError(sentence)
+
+
+def with_nulls(value):
+    """A row as tables have it: keys that it lacks are null, at every level."""
+    if isinstance(value, dict):
+        nulls = ["name", "content", "tool_calls", "reasoning_content", "thinking", "function", "weight"]
+        return {key: with_nulls(each) for key, each in value.items()} | {k: None for k in nulls if k not in value}
+    return [with_nulls(each) for each in value] if isinstance(value, list) else value
+
+
+def with_json_arguments(messages):
+    """Messages as OpenAI writes them: the arguments of tool calls are JSON text."""
+    messages = copy.deepcopy(messages)
+    for message in messages:
+        for call in message.get("tool_calls", []):
+            call["function"]["arguments"] = json.dumps(call["function"]["arguments"], ensure_ascii=False)
+    return messages
+
+
+@pytest.mark.parametrize("messages, tools", [
+    (MESSAGES, None),
+    ([ASKED, CALLED, FOUND, ANSWERED], [TOOL]),
+    ([ASKED, CALLED | {"content": ""}], [TOOL]),
+    ([ASKED, ANSWERED | {"reasoning_content": "It is dry."}], None),
+], ids=["chat", "tools", "last call", "reasoning"])  # fmt: skip
+@pytest.mark.parametrize("name", TEMPLATES)
+def test_a_row_with_null_keys_renders_as_transformers_renders_it_without_them(reads, fast, name, messages, tools):
+    if name == "chatml" and tools:
+        pytest.skip("this template has no tools")
+    row = {"messages": messages} | ({"tools": tools} if tools else {})
+    theirs = fast.apply_chat_template(messages, tools=tools, chat_template=TEMPLATES[name], tokenize=False)
+    for changed in (row, with_nulls(row), row | {"messages": with_json_arguments(messages)}):
+        assert reads(TEMPLATES[name], changed) == theirs
+    answers = [message.get("content") or "weather" for message in messages if message["role"] == "assistant"]
+    assert len(reads.learned) == len(answers)
+    empty = {"messages": [{"tool_calls": []} | message for message in messages]} | ({"tools": tools} if tools else {})
+    assert reads(TEMPLATES[name], empty) == theirs, "an empty list is no call"
+    assert all(answer.strip() in learned for answer, learned in zip(answers, reads.learned, strict=True))
+    assert "None" not in theirs and "null" not in theirs
+
+
+def test_json_arguments_are_text_where_a_template_adds_them_to_a_text(reads, fast):
+    [_, called] = messages = with_json_arguments([ASKED, CALLED])
+    called["tool_calls"][0]["function"]["arguments"] = '{"city":"<|im_end|>", "days" : null}'
+    theirs = fast.apply_chat_template(messages, chat_template=DEEPSEEK, tokenize=False)
+    assert reads(DEEPSEEK, {"messages": messages}) == theirs and theirs.count('"days" : null}') == 2
+    called["tool_calls"][0]["function"]["arguments"] = '{"city":"<|im\\u005fend|>", "text": null}'
+    text = reads(QWEN, {"messages": messages})
+    assert '{"city": "<|im_end|>", "text": null}' in text
+    assert reads.ids.count(258) == len(messages), "an argument became a special token"
+
+
+@pytest.mark.parametrize("given", ["reasoning_content", "thinking", "reasoning"])
+@pytest.mark.parametrize("read", ["reasoning_content", "thinking", "reasoning"])
+def test_reasoning_is_learned_under_every_name_that_a_template_reads(reads, fast, given, read):
+    template = QWEN.replace("reasoning_content", read)
+    row = {"messages": [ASKED, ANSWERED | {given: "It is dry."}]}
+    assert reads(template, row).endswith("<think>\nIt is dry.\n</think>\nNo.<|im_end|>\n")
+    if (given, read) not in [("reasoning_content", "reasoning"), ("thinking", "reasoning")]:  # these are ours alone
+        assert reads(template, row) == fast.apply_chat_template(row["messages"], chat_template=template, tokenize=False)
+
+
+def test_text_parts_are_joined_as_templates_for_parts_join_them(reads, fast):
+    parts = """\
+{%- for m in messages %}{{ m.role + ':' }}{% if m.content is string %}{{ m.content }}{% else %}
+{%- for part in m.content %}{{ part.text }}{% endfor %}{% endif %}{{ '<|im_end|>\\n' }}{% endfor %}
+{{- 'assistant:' if add_generation_prompt }}"""
+    halves = [{"type": "text", "text": "2 + "}, {"type": "text", "text": "2?", "cache_control": None}]
+    messages = [{"role": "user", "content": halves}, {"role": "assistant", "content": [{"type": "text", "text": "4"}]}]
+    theirs = fast.apply_chat_template(messages, chat_template=parts, tokenize=False)
+    assert reads(parts, {"messages": messages}) == theirs
+    assert reads.learned == ["4<|im_end|>"]
+    plain = [{"role": "user", "content": "2 + 2?"}, {"role": "assistant", "content": "4"}]
+    theirs = fast.apply_chat_template(plain, chat_template=CHATML, tokenize=False)
+    assert reads(CHATML, {"messages": messages}) == theirs, "a template for texts"
+
+
+CALL = CALLED["tool_calls"][0]["function"]
+Q = {"role": "user", "content": "a?"}
+A = {"role": "assistant", "content": "b"}
+SYSTEM = {"role": "system", "content": "Be brief."}
+
+
+@pytest.mark.parametrize("row, name, messages, tools", [
+    ({"prompt": "a?", "completion": "b"}, "prompt and completion", [Q, A], None),
+    ({"prompt": [SYSTEM, Q], "completion": [A], "tools": [TOOL]}, "prompt and completion", [SYSTEM, Q, A], [TOOL]),
+    ({"conversations": [{"from": "human", "value": "a?"}, {"from": "gpt", "value": "b", "weight": 1}]},
+     "ShareGPT", [Q, A], None),
+    ({"conversations": [{"from": "user", "value": "a?"}, {"from": "assistant", "value": "b"}], "system": "Be brief."},
+     "ShareGPT", [SYSTEM, Q, A], None),
+    ({"conversations": [{"from": "system", "value": "Be brief."}, {"from": "human", "value": "a?"},
+                        {"from": "gpt", "value": "b"}], "system": "Be long."}, "ShareGPT", [SYSTEM, Q, A], None),
+    ({"conversations": [{"role": "user", "content": "a?"}, {"role": "assistant", "content": "b"}], "system": ""},
+     "ShareGPT", [Q, A], None),
+    ({"conversations": [{"from": "human", "value": "Rain?"}, {"from": "function_call", "value": json.dumps(CALL)},
+                        {"from": "observation", "value": "dry"}, {"from": "gpt", "value": "No."}],
+      "tools": json.dumps([TOOL])}, "ShareGPT", [ASKED, CALLED, FOUND, ANSWERED], [TOOL]),
+    ({"conversations": [{"from": "human", "value": "Rain?"}, {"from": "function_call", "value": json.dumps([CALL])},
+                        {"from": "tool", "value": "dry"}, {"from": "gpt", "value": "No."}], "tools": "[]"},
+     "ShareGPT", [ASKED, CALLED, FOUND, ANSWERED], None),
+    ({"instruction": "Add.", "input": "2, 2", "output": "4"}, "Alpaca",
+     [{"role": "user", "content": "Add.\n2, 2"}, {"role": "assistant", "content": "4"}], None),
+    ({"instruction": "a?", "input": "", "output": "b", "history": None}, "Alpaca", [Q, A], None),
+    ({"instruction": "Rain?", "output": "No.", "system": "Be brief.", "history": [["a?", "b"]]}, "Alpaca",
+     [SYSTEM, Q, A, ASKED, ANSWERED], None),
+    ({"messages": [Q, A], "system": "Be brief.", "prompt": "a?", "id": 1}, "messages", [SYSTEM, Q, A], None),
+])  # fmt: skip
+def test_rows_of_shared_formats_render_as_transformers_renders_their_messages(reads, fast, row, name, messages, tools):
+    conversation = read_row(with_nulls(row))
+    assert (conversation.format, conversation.messages, conversation.tools) == (name, messages, tools)
+    theirs = fast.apply_chat_template(messages, tools=tools, chat_template=QWEN, tokenize=False)
+    assert reads(QWEN, row) == theirs
+    answers = ["<tool_call>" if "tool_calls" in m else m["content"] for m in messages if m["role"] == "assistant"]
+    assert all(answer in learned for answer, learned in zip(answers, reads.learned, strict=True))
+    assert all(learned.endswith("<|im_end|>") for learned in reads.learned)
+
+
+def test_of_a_prompt_of_messages_no_answer_is_learned(reads):
+    """As TRL's prompt-completion format says: also where a template writes its answers differently later."""
+    template = CHATML.replace(
+        "message['content']", "(message['content'] if loop.last or message.role == 'user' else '...')"
+    )
+    reads(template, {"prompt": [Q, A, ASKED], "completion": [ANSWERED]})
+    assert reads.learned == ["No.<|im_end|>"]
+
+
+MARKED = """\
+{%- for m in messages %}
+    {%- if m.role == 'assistant' %}
+        {{- '<|im_start|>assistant\\n' }}
+        {%- generation %}
+            {{- m.content + '<|im_end|>' }}
+        {%- endgeneration %}
+        {{- '\\n' }}
+    {%- else %}
+        {{- '<|im_start|>' + m.role + '\\n' + m.content + '<|im_end|>\\n' }}
+    {%- endif %}
+{%- endfor %}
+{{- '<|im_start|>assistant\\n' if add_generation_prompt }}"""
+MARKED_TEMPLATES = {
+    "answer and end": MARKED,
+    "line break after the end": MARKED.replace("'<|im_end|>' }}\n", "'<|im_end|>\\n' }}\n"),
+    "header": MARKED.replace("{{- '<|im_start|>assistant\\n' }}\n        {%- generation %}", """{%- generation -%}
+            {{- '<|im_start|>assistant\\n' }}"""),
+    "forgets": MARKED.replace("m.content", "(m.content if loop.last or m.role == 'user' else 'forgotten')"),
+    "blanks": "{% for m in messages %}{{ m.role + ':' }}{%- if m.role == 'assistant' -%}{%- generation -%}\n  "
+    "{{ m.content }}{{ eos_token }}\n {% endgeneration %}\n{% else %}{{ m.content }}{% endif %}\n{% endfor %}",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", MARKED_TEMPLATES)
+def test_what_a_template_marks_is_learned_as_in_transformers_mask(reads, fast, name):
+    template = MARKED_TEMPLATES[name]
+    for messages in (MESSAGES[1:4] + [ANSWERED], [Q, A]):
+        options = dict(chat_template=template, return_assistant_tokens_mask=True, return_dict=True)
+        theirs = fast.apply_chat_template(messages, **options)
+        reads(template, {"messages": messages})
+        assert reads.ids == theirs["input_ids"]
+        assert reads.is_target == [bool(bit) for bit in theirs["assistant_masks"]] and any(reads.is_target)
+    both = reads.learned + reads.learned
+    for row in ({"messages": [Q, A | {"train": False}, Q, A]}, {"prompt": [Q, A, Q], "completion": [A]}):
+        reads(template, row)
+        assert reads.learned * 2 == both and reads.is_target.index(True) > len(reads.ids) / 2
+
+
+def test_marks_that_no_answer_can_be_told_by_and_answers_without_end_are_refused(reads, tmp_path, written):
+    template = MARKED.replace(
+        "m.content + '<|im_end|>'", "m.content }}{% endgeneration %}{% generation %}{{ '<|im_end|>'"
+    )
+    reads(template, {"messages": [Q, A, Q, A]})
+    assert "".join(reads.learned) == "b<|im_end|>b<|im_end|>"
+    with pytest.raises(ValueError, match="marks 4 texts in 2 answers"):
+        reads(template, {"messages": [Q, A | {"weight": 0}, Q, A]})
+    unended = MARKED.replace("m.content + '<|im_end|>'", "m.content").replace(
+        "'\\n' }}\n    {%- else", "eos_token }}{%- else"
+    )
+    (tmp_path / "unended.jinja").write_text(unended)
+    with pytest.raises(ValueError, match="does not end answers with a special token"):
+        written(line("a", "b"), template=tmp_path / "unended.jinja")
+
+
+def test_the_end_of_turn_is_found_before_a_line_break_that_is_learned_too(written, tmp_path):
+    template = MARKED_TEMPLATES["line break after the end"].replace("'<|im_end|>", "eos_token + '")
+    (tmp_path / "marked.jinja").write_text(template)
+    folder = written(*[line(f"{i}?", str(i)) for i in range(9)], template=tmp_path / "marked.jinja")
+    assert Tokens(folder, "train").meta["eos"] == [256]
+    assert all(text.endswith("<|endoftext|>\n") for text in targets_of(folder))
+
+
+@pytest.mark.parametrize("flag", ["weight", "train", "training", "trainable", "loss_mask", "loss"])
+@pytest.mark.parametrize("of", [
+    lambda flags: {"messages": [Q, A | flags, Q, ANSWERED]},
+    lambda flags: {"conversations": [{"from": "human", "value": "a?"}, {"from": "gpt", "value": "b"} | flags,
+                                     {"from": "human", "value": "a?"}, {"from": "gpt", "value": "No."}]},
+    lambda flags: {"prompt": [Q], "completion": [A | flags, Q, ANSWERED]},
+])  # fmt: skip
+def test_an_answer_that_is_flagged_is_not_learned(reads, flag, of):
+    for off, on in ((0, 1), (False, True), (0.0, None)):
+        reads(CHATML, of({flag: off}))
+        assert reads.learned == ["No.<|im_end|>"]
+        reads(CHATML, of({flag: on}))
+        assert reads.learned == ["b<|im_end|>", "No.<|im_end|>"]
+    for wrong in ("0", 0.5, [0], {}):
+        with pytest.raises(ValueError, match=rf"row: message \d has {flag}"):
+            reads(CHATML, of({flag: wrong}))
+
+
+def test_formats_and_keys_that_the_template_does_not_read_are_printed_and_counted(written, capsys):
+    share = {"conversations": [{"from": "human", "value": "?", "mood": 1}, {"from": "gpt", "value": "b", "name": "x"}]}
+    rows = [share | {"id": i} for i in range(1200)] + [{"instruction": f"{i}?", "output": "c"} for i in range(3)]
+    rows += [{"messages": [Q, A | {"weight": 1, "train": True, "refusal": None}]}]
+    rows += [{"messages": [Q, A | {"thinking": "hm"}]}]
+    written(*map(json.dumps, rows), "{}", errors="skip")
+    out = capsys.readouterr().out
+    assert "1,200 rows of ShareGPT, 3 rows of Alpaca, 2 rows of messages\n" in out
+    [ignored] = [line for line in out.splitlines() if line.startswith("ignored")]
+    assert all(said in ignored for said in ("'mood' (1,200)", "'name' (1,200)", "'thinking' (1)"))
+    assert not any(name in ignored for name in ("weight", "train", "refusal", "role", "id'"))
+
+
+def test_ignored_keys_take_bounded_memory_and_space(reads):
+    seen = Seen()
+    for i in range(200):
+        seen.add(read_row({"messages": [Q | {f"{i}{'x' * 500}": 1}, A]}), set())
+    assert len(seen.ignored) == 100 and len(" ".join(seen.sentences())) < 1000
+
+
+@pytest.mark.usefixtures("plain_pytorch_on_one_core")
+@pytest.mark.parametrize("saved", ["one file", "several files"])
+def test_named_templates_are_chosen_as_in_transformers_and_survive_in_checkpoints(saved, train, tmp_path):
+    named = {"default": CHATML, "tool_use": QWEN, "rag": "?"}
+    _, fast = publish_chat_model(tmp_path / "hf", rope_scaling=None)
+    (tmp_path / "hf/chat_template.jinja").unlink()
+    fast.chat_template = named
+    fast.save_pretrained(tmp_path / "hf", save_jinja_files=saved == "several files")
+    for name in ("chat_template.jinja", "additional_chat_templates/tool_use.jinja"):
+        assert (tmp_path / "hf" / name).exists() == (saved == "several files")
+    rows = [{"messages": [Q | {"content": f"{i}?"}, A], "tools": [TOOL] * (i % 2)} for i in range(40)]
+    (tmp_path / "chats.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    chat.prepare([tmp_path / "chats.jsonl"], tmp_path / "data", str(tmp_path / "hf"))
+    shape = dict(n_embd=64, ffn_dim=96, block_size=256, tie_embeddings=True)
+    train(dataset=tmp_path / "data", init_from=tmp_path / "hf", mask_documents=True, max_iters=1, **shape)
+    [checkpoint] = (tmp_path / "out").glob("step_*")
+    exported = transformers.AutoTokenizer.from_pretrained(checkpoint)
+    tokenizer = tokenizer_of(tmp_path / "data")
+    for messages, tools in (([Q, A], None), ([ASKED, CALLED, FOUND, ANSWERED], [TOOL])):
+        for row in ({"messages": messages, "tools": tools}, {"messages": messages, "tools": tools or []}):
+            [text] = chat.render_rows([("", row)], tokenizer, refuse, Seen())
+            theirs = fast.apply_chat_template(messages, tools=tools)["input_ids"]
+            assert encode_answers(tokenizer, text)[0] == theirs
+            assert exported.apply_chat_template(messages, tools=tools)["input_ids"] == theirs
+
+
+@pytest.mark.parametrize("first", ["", "\n", "  ", "  {% set x = 1 %}\n", "\r\n{# why #}\n", "{%- set x = 1 -%}\n"])
+@pytest.mark.parametrize(
+    "last", ["", "\n", "\n\n", "\r\n", "  ", "\n  ", "\n  \n", "{% set x = 1 %}\n", "{#- ? -#}\n "]
+)
+def test_two_named_templates_in_one_program_keep_every_blank_that_jinja_keeps(first, last):
+    of = {name: f"{first}{name} {{{{ messages[0].content }}}}{last}" for name in ("default", "tool_use")}
+    for tools, name in ((None, "default"), ([TOOL], "tool_use")):
+        [theirs], _ = render_jinja_template([[Q]], chat_template=of[name], tools=tools)
+        assert render([Q], one_template(of), "", "", tools=tools) == theirs
+
+
+def test_a_list_without_a_default_template_renders_only_conversations_with_tools(fast, tmp_path):
+    fast.chat_template = {"tool_use": QWEN}
+    fast.save_pretrained(tmp_path, save_jinja_files=False)
+    tokenizer = get_tokenizer(tmp_path)
+    text = render_answers(tokenizer, [ASKED, CALLED], [TOOL])
+    assert tokenizer.decode(encode_answers(tokenizer, text)[0]) == fast.apply_chat_template(
+        [ASKED, CALLED], tools=[TOOL], tokenize=False
+    )
+    with pytest.raises(ValueError, match="with tools only"):
+        render_answers(tokenizer, [Q, A])
+    for wrong in (5, ["x"], [{"name": "default"}], [{"name": [], "template": "x"}], {"default": 1}, [None]):
+        content = json.loads((tmp_path / "tokenizer_config.json").read_text()) | {"chat_template": wrong}
+        (tmp_path / "tokenizer_config.json").write_text(json.dumps(content))
+        with pytest.raises(ValueError, match="expected a text, or a list of {name, template}"):
+            get_tokenizer(tmp_path)
+
+
+def deep(n):
+    """An object in an object, n times."""
+    value = {}
+    for _ in range(n):
+        value = {"a": value}
+    return value
+
+
+def said(*roles_and_contents):
+    return {"messages": [{"role": role, "content": content} for role, content in roles_and_contents]}
+
+
+def from_them(*names_and_values, **more):
+    return {"conversations": [{"from": name, "value": value} for name, value in names_and_values]} | more
+
+
+def calling(*calls):
+    return {"messages": [{"role": "assistant", "tool_calls": calls}]}
+
+
+PAIR = {"prompt": "a", "completion": "b"}
+TASK = {"instruction": "a", "output": "b"}
+ODD_ROWS = {
+    "found a ": [5, None, [], "text", True],
+    "messages, or with prompt and completion, with conversations .* instruction and output": [{}, {"text": "a"}],
+    "fits several formats": [TASK | {"messages": [Q, A]}, TASK | PAIR],
+    "messages is not a list|nested": [{"messages": value} for value in (Q, "hi", 5, [], deep(400))],
+    "message 1 is not an object with a role|nested": [
+        *({"messages": [value]} for value in (None, [], 5, {"role": 1}, {"role": ["user"]}, deep(400))),
+        *({"conversations": [value]} for value in (None, 5, {"value": "a"})),
+        {"prompt": [1], "completion": [2]},
+    ],
+    "message 1 has .* as content, expected a text": [
+        *(said(("user", value)) for value in (5, [], {}, {"a": 1}, None, True)),
+        *(from_them(("human", value)) for value in (5, None, {"a": 1})),
+    ],
+    "as a part of its content.* only text": [
+        *(said(("user", [value])) for value in ("a", 5, None, {"text": "a"}, {"type": "text", "text": 1})),
+        said(("user", [{"type": "text", "text": "a"}, {"type": "image_url", "image_url": {"url": "x"}}])),
+    ],
+    "as tool_calls, expected a list": [{"messages": [A | {"tool_calls": value}]} for value in ("x", 5, {"name": "f"})],
+    "among its tool_calls": [calling(value) for value in (5, None, "f", {"function": "f"}, {"function": [1]})],
+    "with the arguments .*, expected an object|nested": [
+        calling(call)
+        for value in ("Paris", "", "[1]", [1], 5, "{", "null", "[" * 3000)
+        for call in ({"function": {"name": "f", "arguments": value}}, {"name": "f", "arguments": value})
+    ],
+    "as reasoning, expected a text": [{"messages": [A | {"reasoning": value}]} for value in (5, ["a"], {})],
+    "tools is not a list|nested": [
+        PAIR | {"tools": value} for value in (5, "x", {}, [1], "{}", "[1]", [None], "[" * 3000)
+    ],
+    "system is": [PAIR | {"system": value} for value in (5, ["a"])],
+    "both must be": [{"prompt": "a", "completion": [A]}, {"prompt": [Q], "completion": "b"}],
+    "prompt is not a list": [{"prompt": 1, "completion": 2}, {"prompt": [], "completion": [A]}],
+    "completion is not a list": [{"prompt": [Q], "completion": {}}],
+    "marks a bad answer": [PAIR | {"label": False}, from_them(("human", "a"), ("gpt", "b"), kto_tag=False)],
+    "only text can be learned": [from_them(("human", "a"), ("gpt", "b"), images=["a.png"]), TASK | {"audios": "a"}],
+    "message 1 is from .*, expected one of human": [from_them((value, "a")) for value in ("elf", 5, ["gpt"], {})],
+    "conversations is not a list": [{"conversations": value} for value in ({"from": "gpt"}, "a", [])],
+    "as its function call": [from_them(("function_call", value)) for value in ("f(x)", 5, "[]", "[1]", "{}", None)],
+    "message 2 has .* content": [TASK | {"output": value} for value in (5, ["b"], {})],
+    "instruction is .*, expected a text": [TASK | {"instruction": value} for value in (5, ["b"], {})],
+    "input is .*, expected a text": [TASK | {"input": value} for value in (5, ["b"], {})],
+    "history is": [TASK | {"history": value} for value in ("x", [1], [["a"]], {"a": "b"})],
+    "nested|tools": [PAIR | {"tools": [deep(400)]}],
+}
+
+
+@pytest.mark.parametrize("message", ODD_ROWS)
+def test_odd_rows_are_a_sentence_each_and_the_others_are_learned(written, message, capsys):
+    good = [line(f"{i}?", str(i)) for i in range(9)]
+    odd = [json.dumps(row) for row in ODD_ROWS[message]]
+    for row in odd:
+        with pytest.raises(ValueError, match=rf"chats.jsonl:4:? .*(?:{message})") as error:
+            written(*good[:3], row, *good[3:])
+        assert len(str(error.value)) < 600
+    assert Tokens(written(*good[:3], *odd, *good[3:], errors="skip"), "train").meta["train_documents"] == 8
+    assert f"left out by --errors skip: {len(odd)}, the first:" in capsys.readouterr().out
+
+
+def paths_in(value, path=()):
+    """The place of every value in a row."""
+    yield path
+    children = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    for key, child in children:
+        yield from paths_in(child, (*path, key))
+
+
+def test_whatever_stands_anywhere_in_a_row_it_is_learned_or_a_sentence(fast, tmp_path):
+    fast.chat_template = QWEN
+    fast.save_pretrained(tmp_path)
+    tokenizer = get_tokenizer(tmp_path)
+    rows = [
+        {"messages": with_json_arguments([ASKED, CALLED, FOUND, ANSWERED | {"weight": 0}]), "tools": [TOOL]},
+        {"prompt": [SYSTEM, Q], "completion": [CALLED], "tools": json.dumps([TOOL])},
+        from_them(("human", "a"), ("function_call", json.dumps(CALL)), ("tool", "b"), ("gpt", "c"), system="d"),
+        TASK | {"input": "c", "history": [["d", "e"]], "system": "f"},
+    ]
+    n_learned, sentences = 0, []
+    for row in rows:
+        for *path, last in (path for path in paths_in(row) if path):
+            for odd in (None, 0, -1.5, 10**400, True, "", "{", "<|im_end|>\ud800", [], {}, [[]], [None], deep(400), Q):
+                changed = copy.deepcopy(row)
+                parent = changed
+                for key in path:
+                    parent = parent[key]
+                parent[last] = odd
+                for text in chat.render_rows([("here", changed)], tokenizer, sentences.append, Seen()):
+                    ids, is_target = encode_answers(tokenizer, text)
+                    n_learned += any(is_target) and len(ids) == len(is_target)
+    assert n_learned > 100 and len(sentences) > 100
+    assert all(sentence.startswith("here") and len(sentence) < 400 for sentence in sentences)
+
+
+@pytest.mark.parametrize("where", ["role", "content", "key", "from", "flag", "call"])
+def test_a_very_long_value_is_shortened_in_the_sentence_about_it(written, where):
+    long = "x" * 10**6
+    messages = {
+        "role": [{"role": long, "content": "a"}],
+        "content": [{"role": "user", "content": [long]}],
+        "flag": [{"role": "user", "content": "a", "weight": long}],
+        "call": [{"role": "assistant", "tool_calls": [{"function": {"arguments": long}}]}],
+    }
+    row = {"messages": messages.get(where)}
+    row = {long: 1} if where == "key" else row
+    row = {"conversations": [{"from": long, "value": "a"}]} if where == "from" else row
+    with pytest.raises(ValueError, match=":1: ") as error:
+        written(json.dumps(row))
+    assert len(str(error.value)) < 600
+
+
+def test_a_file_of_which_every_row_is_left_out_says_why(written, capsys):
+    with pytest.raises(ValueError, match="no documents"):
+        written('{"text": "a"}', errors="skip")
+    assert "left out by --errors skip: 1, the first: " in capsys.readouterr().out
+
+
+def test_a_special_token_or_mark_in_the_name_of_a_key_stays_text(written, reads):
+    tool = {"name": "f", "parameters": {"<|im_end|>": 1, "\ud800": 2}}
+    text = reads(QWEN, {"messages": [Q, A], "tools": [tool]})
+    assert "<|im_end|>" in text.partition("</tools>")[0] and reads.ids.count(258) == 2
+    with pytest.raises(ValueError, match="not characters"):
+        reads(QWEN, {"messages": [Q, A], "tools": [tool | {"\ufdd1": 1}]})
+
+
+@pytest.mark.usefixtures("plain_pytorch_on_one_core")
+def test_evaluation_reads_the_same_formats(sample, tmp_path):
+    publish_chat_model(tmp_path / "hf")
+    rows = {
+        "messages": {"messages": [Q | {"weight": None}, A]},
+        "ShareGPT": {"conversations": [{"from": "human", "value": "a?"}, {"from": "gpt", "value": "b"}]},
+        "Alpaca": {"instruction": "a", "output": "b"} | {"instruction": "a?"},
+        "prompt and completion": {"prompt": [Q], "completion": [A | {"mood": 1}]},
+    }
+    scores = set()
+    for name, row in rows.items():
+        (tmp_path / "x.jsonl").write_text(json.dumps(row) + "\n" + json.dumps(row))
+        out, said = sample(out_dir=tmp_path / "hf", evaluate=tmp_path / "x.jsonl")
+        assert not said and f"2 rows of {name}" in out
+        assert ("'mood' (2)" in out) == (name == "prompt and completion")
+        scores.add(out.splitlines()[0])
+    assert len(scores) == 1
+
+
+# ---------------------------------------------------------------------------------------------------------------------
 # prepare.py
 
 
@@ -246,15 +825,15 @@ def test_generation_ends_at_the_end_of_a_turn_also_where_the_tokenizer_does_not_
 @pytest.mark.parametrize("bad, message", [
     ("{", "not JSON"),
     ('"text"', "found a str, expected an object with messages, or with prompt and completion"),
-    ('{"conversations": []}', "found an object with conversations, expected"),
+    ('{"conversations": []}', "conversations is not a list of messages, or is empty"),
     ('{"messages": []}', "messages is not a list of messages, or is empty"),
     ('{"messages": [{"content": "no role"}]}', "message 1 is not an object with a role"),
-    ('{"messages": [{"role": "user", "content": ["x"]}]}', r"message 1 has \['x'\] as content, expected a string"),
+    ('{"messages": [{"role": "user", "content": ["x"]}]}', "message 1 has 'x' as a part of its content, expected"),
     (line("only a question"), "there is no answer to learn: no role is assistant, but user"),
     (line("a", "b").replace('"b"', '"b", "weight": 0'), "there is no answer to learn: each has weight 0"),
     (line("a", "b").replace('"b"', '"b", "weight": "0"'), "message 2 has weight '0', expected 0 or 1"),
     (line("a", "b").replace("{", '{"tools": [{}], ', 1), "it has tools, which the chat template does not write"),
-    (line("a", "b").replace("{", '{"tools": "[]", ', 1), "tools is not a list"),
+    (line("a", "b").replace("{", '{"tools": "none", ', 1), "tools is not a list"),
     (line("a", "b", "c", " "), "message 4 is an empty answer, as the chat template writes it"),
     *((line("a", "b").replace('"b"', f'{content}, "tool_calls": [{{}}]'), "message 2 has tool calls, which the chat")
       for content in ('"b"', '""', "null")),

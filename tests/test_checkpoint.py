@@ -22,7 +22,8 @@ from optimizers.on_cpu import OnCPU
 from optimizers.optimizer import Optimizer
 from runtime import checkpoint, checkpoint_folder, memory_advice, memory_stats, run_folder, safetensors_file
 from runtime.checkpoint_folder import read_run
-from tests.published import SCALING, assert_same_model
+from tests.published import SCALING, assert_same_model, publish
+from tests.published import edit_config as edit_published
 from tests.runs import FULL_DISK, SHORT, SMALL, damage, edit_run, error_of, losses, metrics, run, wrapped
 
 pytestmark = pytest.mark.usefixtures("plain_pytorch_on_one_core")
@@ -374,6 +375,156 @@ def test_another_run_or_version_in_the_same_folder_is_refused_with_a_sentence(tr
         message = error_of(train, capsys, max_iters=900)
         assert f"is not a checkpoint of this version: its run.json lacks {lacks}" in message
     assert (tmp_path / "out/step_000900").exists(), "it is not damaged"
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# What a run began with: init_from at a resume
+
+MODEL = dict(vocab_size=257, tie_embeddings=True, rope_theta=10000.0, norm_eps=1e-6, n_embd=64, ffn_dim=96)
+MODEL |= dict(rope_scaling=SCALING)
+
+
+@pytest.fixture
+def weights(tmp_path):
+    """The folders of two models of one shape."""
+    publish(tmp_path / "a")
+    other = publish(tmp_path / "b")
+    with torch.no_grad():
+        other.model.embed_tokens.weight.mul_(0.5)
+    other.save_pretrained(tmp_path / "b")
+    edit_published(tmp_path / "b", nanocria_tokenizer="bytes")
+    return tmp_path / "a", tmp_path / "b"
+
+
+def begun_with(out_dir):
+    """The init_from that the newest checkpoint names, its step, and the names of all files in the folder."""
+    newest = run_folder.newest(out_dir)
+    run = read_run(newest)
+    assert run["settings"]["init_from"] == run["began_with"]["init_from"]
+    return run["settings"]["init_from"], run["step"]
+
+
+def assert_refused(train, capsys, tmp_path, **settings):
+    before = {path: path.stat().st_mtime_ns for path in (tmp_path / "out").rglob("*") if path.name != ".lock"}
+    message = error_of(train, capsys, **settings)
+    assert "--init_from=resume" in message and "--out_dir" in message and "would not be read" in message, message
+    assert before == {path: path.stat().st_mtime_ns for path in (tmp_path / "out").rglob("*") if path.name != ".lock"}
+    return message
+
+
+def test_a_resume_from_other_weights_is_refused_with_two_ways_out(train, tmp_path, capsys, weights):
+    a, b = weights
+    train(**MODEL, init_from=a, max_iters=1)
+    message = assert_refused(train, capsys, tmp_path, **MODEL, init_from=b, max_iters=2)
+    assert str(a) in message and str(b) in message
+    assert_refused(train, capsys, tmp_path, **MODEL, init_from=b, max_iters=2, eval_only=True)
+    assert_refused(train, capsys, tmp_path, **MODEL, init_from=tmp_path / "none", max_iters=2)
+    config = tmp_path / "mine.py"
+    lines = {**SMALL, **SHORT, **MODEL, "init_from": str(b), "max_iters": 2}
+    config.write_text("".join(f"{name} = {value!r}\n" for name, value in lines.items()))
+    with pytest.raises(SystemExit):
+        train(str(config))
+    assert "would not be read" in capsys.readouterr().err
+    train(**MODEL, init_from="resume", max_iters=2)
+    assert begun_with(tmp_path / "out") == (str(a), 2)
+    train(**MODEL, init_from=b, max_iters=1, out_dir=tmp_path / "other")
+    assert begun_with(tmp_path / "other") == (str(b), 1)
+
+
+def test_the_same_command_resumes_wherever_its_weights_are_now(train, tmp_path, capsys, weights, monkeypatch):
+    a, b = weights
+    monkeypatch.chdir(tmp_path)
+    common = dict(MODEL, out_dir=tmp_path / "out")
+    train(**common, init_from="a", max_iters=1)
+    (tmp_path / "link").symlink_to(a)
+    for step, init_from in enumerate(("a", a, "./b/../a", "link", "auto", "resume"), start=2):
+        train(**common, init_from=init_from, max_iters=step)
+        assert begun_with(tmp_path / "out") == (str(a), step)
+    a.rename(tmp_path / "moved")
+    (tmp_path / "link").unlink()
+    for step, init_from in enumerate(("a", a, "moved", tmp_path / "moved"), start=8):
+        train(**common, init_from=init_from, max_iters=step)
+        assert begun_with(tmp_path / "out") == (str(a), step)
+    summary = json.loads((tmp_path / "out/summary.json").read_text())
+    assert summary["settings"]["init_from"] == str(a)
+    (tmp_path / "elsewhere").mkdir()
+    b.rename(tmp_path / "elsewhere/a")
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    assert_refused(train, capsys, tmp_path, **common, init_from="a", max_iters=12)  # the same word, other weights
+
+
+def test_a_run_begun_at_random_resumes_and_takes_no_weights_afterwards(train, tmp_path, capsys, weights):
+    for init_from in ("auto", "scratch"):
+        out = tmp_path / init_from
+        train(**MODEL, init_from=init_from, max_iters=1, out_dir=out)
+        train(**MODEL, init_from="auto", max_iters=2, out_dir=out)
+        train(**MODEL, init_from="resume", max_iters=3, out_dir=out)
+        assert begun_with(out) == (init_from, 3)
+        message = error_of(train, capsys, **MODEL, init_from=weights[0], max_iters=4, out_dir=out)
+        assert "random weights" in message and begun_with(out) == (init_from, 3)
+
+
+def test_a_run_that_began_with_another_run_resumes_while_that_trains_on(train, tmp_path, weights):
+    base = dict(MODEL, out_dir=tmp_path / "base", keep_last=1)
+    train(**base, max_iters=1)
+    for steps in (1, 2):
+        train(**MODEL, init_from=tmp_path / "base", max_iters=steps)
+        assert begun_with(tmp_path / "out") == (str(tmp_path / "base"), steps)
+        train(**base, max_iters=steps + 1)  # its newest checkpoint is another, the old one is gone
+
+
+def test_adapters_resume_from_their_base_wherever_it_is_and_from_no_other_weights(train, tmp_path, capsys, weights):
+    a, b = weights
+    common = dict(MODEL, lora_rank=2)
+    train(**common, init_from=a, max_iters=1)
+    assert "is not the base" in error_of(train, capsys, **common, init_from=b, max_iters=2)
+    train(**common, init_from=b, max_iters=1, out_dir=tmp_path / "others")
+    assert_refused(train, capsys, tmp_path, **common, init_from=tmp_path / "others", max_iters=2)
+    a.rename(tmp_path / "moved")
+    train(**common, init_from=tmp_path / "moved", max_iters=2)
+    for step, init_from in enumerate(("auto", a), start=3):  # its adapter_config.json names the new place
+        train(**common, init_from=init_from, max_iters=step)
+    assert begun_with(tmp_path / "out") == (str(a), 4)
+    adapter = json.loads((tmp_path / "out/step_000004/adapter_config.json").read_text())
+    assert adapter["base_model_name_or_path"] == str(tmp_path / "moved")
+
+
+def test_a_checkpoint_of_an_older_version_refuses_other_weights_only_if_it_names_its_own(
+    train, tmp_path, capsys, weights
+):
+    a, b = weights
+    train(**MODEL, init_from=a, max_iters=1)
+    edit_run(tmp_path / "out/step_000001", began_with=None)
+    assert_refused(train, capsys, tmp_path, **MODEL, init_from=b, max_iters=2)
+    train(**MODEL, init_from=a, max_iters=2)
+    settings = read_run(tmp_path / "out/step_000002")["settings"] | {"init_from": "auto"}  # of a later command
+    edit_run(tmp_path / "out/step_000002", began_with=None, settings=settings)
+    train(**MODEL, init_from=a, max_iters=3)
+    assert begun_with(tmp_path / "out") == ("auto", 3)
+
+
+def test_ranks_refuse_other_weights_and_find_moved_ones_together(train_on_ranks, tmp_path, weights):
+    a, b = weights
+    common = dict(MODEL, eval_interval=1)
+    train_on_ranks(2, **common, init_from=a, max_iters=1)
+    assert "would not be read" in train_on_ranks(2, code=1, **common, init_from=b, max_iters=2).stderr
+    a.rename(tmp_path / "moved")
+    train_on_ranks(2, **common, init_from=tmp_path / "moved", max_iters=2)
+    assert begun_with(tmp_path / "out") == (str(a), 2)
+
+
+def test_a_damaged_checkpoint_does_not_let_other_weights_in(train, tmp_path, capsys, weights):
+    a, b = weights
+    train(**MODEL, init_from=a, max_iters=2, eval_interval=1)
+    damage(tmp_path / "out/step_000002/config.json")
+    assert "would not be read" in error_of(train, capsys, **MODEL, init_from=b, max_iters=3)
+    damage(b / "model.safetensors")
+    (b / "config.json").write_text("{")
+    assert "would not be read" in error_of(train, capsys, **MODEL, init_from=b, max_iters=3)
+    assert (tmp_path / "out/step_000001").exists(), "the damage is not its own"
+
+
+# ----------------------------------------------------------------------------------------------------------------------
 
 
 def test_transformers_reads_a_checkpoint_unchanged(train, tmp_path):

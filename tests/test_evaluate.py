@@ -2,17 +2,26 @@
 
 import json
 import math
+import shutil
 from unittest import mock
 
 import pytest
 import torch
+import transformers
 
+import convert
+from data.chat.prepare import prepare as chat_prepare
 from data.tokenizer import get_tokenizer, tokenizer_of
 from runtime import evaluate
 from runtime.checkpoint import load_model
+from runtime.checkpoint_folder import read_run
 from runtime.evaluate import evaluate_file, log_likelihoods
-from tests.published import publish, publish_chat_model
-from tests.runs import prose
+from runtime.generate import begin_document
+from runtime.run_folder import newest
+from runtime.safetensors_file import digest_pieces
+from tests.published import SCALING, edit_config, publish, publish_chat_model
+from tests.runs import edit_run, prose
+from tests.test_tokenizer_files import write_hf_folder
 
 pytestmark = pytest.mark.usefixtures("plain_pytorch_on_one_core")
 
@@ -196,3 +205,211 @@ def test_lm_evaluation_harness_scores_and_samples_as_we_do(tmp_path):
     assert adapter.generate_until(ask("generate_until", "the of", empty)) == [text[: text.index(text[2])]]
     [(log_p, greedy)] = adapter.loglikelihood(ask("loglikelihood", "the of", text), disable_tqdm=True)
     assert greedy and adapter.loglikelihood_rolling(ask("loglikelihood_rolling", "the of"))[0] < 0
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# lm-evaluation-harness: its own class for transformers is the reference
+
+
+def publish_with_tokenizer(folder, **tokenizer):
+    write_hf_folder(folder, **tokenizer)
+    publish(folder, None, vocab_size=304, bos_token_id=1, eos_token_id=3)
+
+
+def publish_without_bos(folder):
+    publish_chat_model(folder, tie_word_embeddings=False, ascii_only=True)
+    path = folder / "generation_config.json"  # answers end at <|endoftext|>, too
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"eos_token_id": [258, 256]}))
+
+
+PUBLISHED = {
+    "without bos": publish_without_bos,
+    "with bos": lambda folder: publish_with_tokenizer(folder, bos="<s>"),
+    "a bos that is not added": lambda folder: publish_with_tokenizer(folder, bos_token="<s>"),
+    "bos is the end of text": lambda folder: publish_with_tokenizer(folder, bos="<|endoftext|>"),
+    "eos alone": publish_with_tokenizer,
+}
+
+
+def assert_equals_the_harness(folder):
+    """All three kinds of requests, on texts below and beyond the context, and texts that begin with special tokens."""
+    pytest.importorskip("lm_eval")
+    from lm_eval.api.instance import Instance
+    from lm_eval.models.huggingface import HFLM
+
+    from runtime.lm_eval import Nanocria
+
+    reference = HFLM(pretrained=str(folder), device="cpu", dtype="float32", batch_size=1)
+    ours = Nanocria(str(folder), batch_size=3, device="cpu", dtype="float32")
+    assert (ours.prefix_token_id, ours.eot_token_id) == (reference.prefix_token_id, reference.eot_token_id)
+
+    def both(kind, *arguments):
+        requests = [Instance(kind, {}, each, i) for i, each in enumerate(arguments)]
+        return (getattr(lm, kind)(requests, disable_tqdm=True) for lm in (ours, reference))
+
+    long = prose(3, 150)
+    with_bos = reference.tokenizer.decode(reference.prefix_token_id) + "the <|im_end|> of"
+    pairs = [("the of", " and"), ("the of ", "and it"), ("", " and of"), (long, " and"), (with_bos, " of")]
+    found, expected = both("loglikelihood", *pairs)
+    assert [log_p for log_p, _ in found] == pytest.approx([log_p for log_p, _ in expected], abs=1e-4)
+    assert [greedy for _, greedy in found] == [greedy for _, greedy in expected]
+    found, expected = both("loglikelihood_rolling", (long,), ("the",), ("",), (with_bos,))
+    assert found == pytest.approx(expected, rel=1e-6, abs=1e-4)
+    settings = [{"max_gen_toks": 12, "until": ["e", "\n\n"]}, {"max_new_tokens": 9, "do_sample": False}]
+    asked = [(text, each) for text in ("the of", with_bos, long) for each in settings]
+    found, expected = both("generate_until", *asked)
+    assert found == expected and len(set(found)) > 2
+
+
+@pytest.mark.parametrize("kind", PUBLISHED)
+def test_lm_eval_gives_the_numbers_and_answers_of_the_harness_for_published_weights(tmp_path, kind):
+    PUBLISHED[kind](tmp_path / "hf")
+    assert_equals_the_harness(tmp_path / "hf")
+
+
+def test_lm_eval_gives_the_numbers_and_answers_of_the_harness_for_a_run(alone, tmp_path):
+    assert_equals_the_harness(alone / "step_000020")
+    convert.convert(alone / "step_000020", tmp_path / "hf", "float32")
+    assert_equals_the_harness(tmp_path / "hf")
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# What the model was trained on
+
+
+def context_of(folder):
+    return load_model(folder).config.block_size
+
+
+def test_an_evaluation_stays_within_the_length_that_the_model_was_trained_at(train, sample, tmp_path):
+    """With rope_scaling, config.json claims more for other software: the length that the scaling stretches."""
+    scaling = SCALING | {"original_max_position_embeddings": 96}
+    train(rope_scaling=scaling, max_iters=4)
+    (tmp_path / "text.txt").write_text(prose(1, 60))
+    checkpoint = newest(tmp_path / "out")
+    hf = transformers.AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32)
+    assert hf.config.max_position_embeddings == 96 and context_of(checkpoint) == 32
+    ids, done, total = [256, *prose(1, 60).encode()], 1, 0.0
+    for start in range(0, len(ids), 16):
+        part = ids[start : start + 33]
+        total += theirs(hf, part, done - start).sum().item() if start + len(part) > done else 0.0
+        done = max(done, start + len(part))
+    settings = dict(out_dir=tmp_path / "out", evaluate=tmp_path / "text.txt")
+    found = sample(**settings)[0]
+    assert float(found.split()[1]) == pytest.approx(math.exp(-total / (len(ids) - 1)), rel=1e-4)
+    assert found == sample(**settings, window=33)[0] != sample(**settings, window=20)[0]
+    said = sample(out_dir=tmp_path / "out", prompt="d" * 40)[1]
+    assert "the model sees the last 32" in said
+
+
+def test_the_context_is_the_longest_that_the_weights_were_trained_at(train, tmp_path):
+    scaling = SCALING | {"original_max_position_embeddings": 96}
+    scaled, out = dict(rope_scaling=scaling, max_iters=1, warmup_iters=0), tmp_path / "out"
+    train(**scaled)
+    convert.convert(newest(out), tmp_path / "converted", "float32")
+    base = tmp_path / "converted"
+    assert context_of(out) == context_of(base) == 32
+    shutil.copytree(base, tmp_path / "bare")
+    (tmp_path / "bare/run.json").unlink()  # as others publish it
+    for source in (out, base, tmp_path / "bare"):
+        for block_size, context in ((16, 32), (48, 48)):
+            begun = tmp_path / f"{source.name}_{block_size}"
+            train(**scaled, init_from=source, block_size=block_size, out_dir=begun)
+            assert context_of(begun) == context, begun.name
+    adapters = tmp_path / "adapters"
+    train(**scaled, init_from=base, block_size=16, lora_rank=2, out_dir=adapters)
+    convert.convert(newest(adapters), tmp_path / "merged", "float32")
+    assert context_of(adapters) == context_of(tmp_path / "merged") == 32
+    train(**scaled | {"max_iters": 2}, block_size=16)
+    assert newest(out).name == "step_000002" and context_of(out) == 32, "a resume at a shorter length"
+    for model in (out, base, adapters):
+        path = newest(model) or model
+        name = "base_config.json" if model == adapters else "config.json"
+        assert json.loads((path / name).read_text())["max_position_embeddings"] == 96
+
+
+@pytest.mark.parametrize("block_size, context", [(32, 128), (160, 160)])
+def test_published_weights_keep_their_context_in_a_finetune(train, tmp_path, block_size, context):
+    publish(tmp_path / "hf")
+    assert context_of(tmp_path / "hf") == 128
+    model = {"vocab_size": 257, "rope_theta": 10000.0, "norm_eps": 1e-6, "n_embd": 64, "ffn_dim": 96}
+    train(**model, rope_scaling=SCALING, init_from=tmp_path / "hf", block_size=block_size, max_iters=1)
+    assert context_of(tmp_path / "out") == context
+
+
+def test_a_checkpoint_of_an_older_version_has_the_context_of_its_run(train, tmp_path):
+    scaling = SCALING | {"original_max_position_embeddings": 96}
+    train(rope_scaling=scaling, max_iters=4)
+    make_older(newest(tmp_path / "out"))
+    assert context_of(tmp_path / "out") == 32
+    train(rope_scaling=scaling, max_iters=5)
+    assert newest(tmp_path / "out").name == "step_000005" and context_of(tmp_path / "out") == 32
+    publish(tmp_path / "hf", max_position_embeddings=96, rope_scaling={"rope_type": "llama3", **scaling})
+    assert context_of(tmp_path / "hf") == 96, "published weights say it themselves"
+
+
+def make_older(checkpoint):
+    """Remove from a checkpoint what older versions did not write."""
+    edit_config(checkpoint, nanocria_context=None, nanocria_doc_start=None)
+    content = (checkpoint / "config.json").read_bytes()
+    digests = read_run(checkpoint)["digests"]
+    digests["config.json"] = [f"{piece.end} {piece.sha256}" for piece in digest_pieces(content)]
+    edit_run(checkpoint, digests=digests, began_with=None)
+
+
+def chats(folder, base):
+    """A dataset of conversations for the weights in a folder, and the settings that train on it without learning."""
+    turns = [{"prompt": prose(i, 4), "completion": prose(50 + i, 3)} for i in range(60)]
+    chat_prepare([write_jsonl(folder.parent / "chats.jsonl", turns)], folder, str(base), val_fraction=0.3)
+    settings = dict(dataset=folder, init_from=base, mask_documents=True, block_size=64)
+    return settings | dict(learning_rate=0, max_iters=1, warmup_iters=0)
+
+
+def test_a_finetune_on_conversations_leaves_the_prompts_of_its_base_as_they_were(train, sample, tmp_path):
+    base = tmp_path / "base"
+    hf, fast = publish_chat_model(base)
+    model = dict(n_embd=64, ffn_dim=96, vocab_size=259, rope_theta=10000.0, rope_scaling=SCALING, norm_eps=1e-6)
+    settings = chats(tmp_path / "data", base) | model
+    train(**settings)
+    convert.convert(newest(tmp_path / "out"), tmp_path / "converted", "float32")
+    shutil.copytree(tmp_path / "converted", tmp_path / "bare")
+    (tmp_path / "bare/run.json").unlink()  # as others publish it
+    train(**settings, lora_rank=2, out_dir=tmp_path / "adapters")
+    make_older(shutil.copytree(newest(tmp_path / "out"), tmp_path / "older" / "step_000001"))
+    context, whole = (fast.encode(text) for text in ("the of", "the of and"))
+    expected = theirs(hf, whole, len(context)).sum().item()
+    (tmp_path / "text.txt").write_text(prose(1, 30))
+    rows = [{"ctx": prose(i, 4), "endings": [prose(i + j, 3) for j in range(4)], "label": 1} for i in range(20)]
+    files = [tmp_path / "text.txt", write_jsonl(tmp_path / "endings.jsonl", rows)]
+    results = set()
+    for folder in (base, *(tmp_path / name for name in ("out", "converted", "bare", "adapters", "older"))):
+        tokenizer = tokenizer_of(newest(folder) or folder)
+        ids = [begin_document(tokenizer, text) for text in ("the of", "the of and")]
+        assert ids == [context, whole], folder.name
+        row = (whole, [i >= len(context) for i in range(len(whole))])
+        [(log_p, _)] = log_likelihoods(load_model(folder), [row], 1)
+        assert log_p.sum().item() == pytest.approx(expected, abs=1e-4)
+        numbers = [sample(out_dir=folder, dtype="float32", evaluate=file)[0] for file in files]
+        results.add((*numbers, sample(out_dir=folder, dtype="float32", prompt="the of", temperature=0)[0]))
+    assert len(results) == 1, results
+    assert_equals_the_harness(tmp_path / "bare")
+
+
+def test_a_finetune_of_a_model_from_scratch_goes_on_after_the_end_of_a_document(train, sample, tmp_path, alone):
+    settings = dict(init_from=alone, learning_rate=0, max_iters=1, warmup_iters=0)
+    train(**settings)
+    first = tokenizer_of(newest(alone)).bos
+    assert first == tokenizer_of(newest(tmp_path / "out")).bos == 256
+    answers = [sample(out_dir=folder, dtype="float32", temperature=0)[0] for folder in (alone, tmp_path / "out")]
+    assert answers[0] == answers[1]
+
+
+def test_a_start_of_prompts_that_is_no_token_is_refused(tmp_path):
+    publish_chat_model(tmp_path)
+    for wrong in ("256", -1, [256], True):
+        edit_config(tmp_path, nanocria_doc_start=wrong)
+        with pytest.raises(ValueError, match="nanocria_doc_start"):
+            tokenizer_of(tmp_path)
+    edit_config(tmp_path, nanocria_doc_start=None, nanocria_context=-3)
+    with pytest.raises(ValueError, match="context of -3"):
+        load_model(tmp_path)

@@ -64,6 +64,26 @@ def test_a_run_has_its_folder_for_itself(train, tmp_path, capsys):
         assert "another run is writing to" in error_of(train, capsys)
 
 
+@pytest.mark.parametrize("dangling", [False, True])
+def test_a_lock_that_is_a_link_is_refused_and_left_alone(train, tmp_path, capsys, dangling):
+    victim = tmp_path / "victim"
+    if not dangling:
+        victim.write_text("mine")
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out/.lock").symlink_to(victim)
+    assert ".lock is a link" in error_of(train, capsys)
+    assert victim.exists() != dangling
+    assert dangling or victim.read_text() == "mine"
+    assert [path.name for path in (tmp_path / "out").iterdir()] == [".lock"]
+
+
+def test_the_folder_of_a_run_may_be_a_link(train, tmp_path):
+    (tmp_path / "disk").mkdir()
+    (tmp_path / "out").symlink_to(tmp_path / "disk")
+    train()
+    assert run_folder.newest(tmp_path / "disk").name == "step_000008" and (tmp_path / "disk/metrics.jsonl").exists()
+
+
 def test_a_relocated_checkpoint_is_left_alone(train, tmp_path, capsys):
     train()
     (tmp_path / "out/step_000004").rename(tmp_path / "kept")

@@ -6,14 +6,16 @@ import math
 import re
 import resource
 import shutil
+import subprocess
 import sys
 import time
 from types import SimpleNamespace
 from unittest import mock
 
 import pytest
+import torch
 
-from runtime import checkpoint, run_log
+from runtime import checkpoint, memory_stats, run_log
 from runtime.distributed import print0
 from tests.datasets import toy_dataset
 from tests.runs import SHORT, SMALL, finish, metrics, prose
@@ -125,6 +127,75 @@ def test_a_profile_shows_three_steps(train, tmp_path, capsys):
     assert "step 00010 | the trace is in" in capsys.readouterr().out
     train(profile=True, out_dir=tmp_path / "short")
     assert "the profile is incomplete" in capsys.readouterr().out
+
+
+def test_the_version_is_that_of_nanocrias_own_repository_or_unknown(tmp_path, monkeypatch):
+    def git(folder, *words):
+        identity = ["-c", "user.name=a", "-c", "user.email=a@b", "-c", "protocol.file.allow=always"]
+        subprocess.run(["git", *identity, *words], cwd=folder, check=True, capture_output=True)
+
+    own, enclosing = tmp_path / "own", tmp_path / "enclosing"
+    for folder in (own, enclosing):
+        folder.mkdir()
+        (folder / "train.py").write_text(folder.name)
+        git(folder, "init", "-q")
+        git(folder, "add", ".")
+        git(folder, "commit", "-qm", "all")
+        git(folder, "tag", f"{folder.name}-1")
+    describe = dict(capture_output=True, text=True)
+    commit = subprocess.run(["git", "describe", "--always"], cwd=own, **describe).stdout.strip()
+    git(own, "worktree", "add", "-q", str(enclosing / "worktree"))
+    git(enclosing, "submodule", "add", "-q", str(own), "submodule")
+    for folder in (own, enclosing / "worktree", enclosing / "submodule"):
+        assert run_log.git_commit(folder) == commit
+    shutil.copytree(own, enclosing / "copy", ignore=shutil.ignore_patterns(".git"))
+    (enclosing / "broken/.git").mkdir(parents=True)
+    for folder in (enclosing / "copy", enclosing / "broken", tmp_path):
+        assert run_log.git_commit(folder) == "unknown"
+    monkeypatch.setenv("GIT_DIR", str(enclosing / ".git"))  # as in one of its hooks
+    assert (run_log.git_commit(own), run_log.git_commit(enclosing / "copy")) == (commit, "unknown")
+    (own / "train.py").write_text("changed")
+    assert run_log.git_commit(own) == f"{commit}-dirty"
+
+
+DRAW = run_log.RunLog.draw  # the fixture train replaces it
+LINKS = (
+    "metrics.jsonl", "metrics.jsonl.partial", "metrics.jsonl.old", "summary.json", "summary.json.partial", "loss.png",
+    "loss.png.partial", "step_000004.partial", "step_000008.partial", "wandb_id", "profile",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("to", ["a file", "a folder", "nothing"])
+def test_a_run_never_writes_through_a_link_in_its_folder(train, tmp_path, monkeypatch, to):
+    monkeypatch.setattr(run_log.RunLog, "draw", DRAW)
+    monkeypatch.setitem(sys.modules, "wandb", mock.Mock(**{"init.return_value.id": "a1b2"}))
+    victim, out = tmp_path / "victim", tmp_path / "out"
+    out.mkdir()
+    if to == "a file":
+        victim.write_text('{"step": 1}\n')
+    elif to == "a folder":
+        victim.mkdir()
+    for name in LINKS:
+        (out / name).symlink_to(victim)
+    train(max_iters=12, eval_interval=4, wandb_log=True, profile=True)
+    if to == "a file":
+        assert victim.read_text() == '{"step": 1}\n'
+    elif to == "a folder":
+        assert not list(victim.iterdir())
+    else:
+        assert not victim.exists()
+    assert len(metrics(out)) == 15 and json.loads((out / "summary.json").read_text())["steps"] == 12
+    assert (out / "loss.png").read_bytes().startswith(b"\x89PNG") and (out / "wandb_id").read_text() == "a1b2"
+    assert list((out / "profile").glob("*.json")) and not (out / "profile").is_symlink()
+    assert {path.name for path in out.glob("step_*")} == {"step_000008", "step_000012"}
+
+
+def test_a_dump_of_memory_replaces_a_link(tmp_path, monkeypatch):
+    (tmp_path / "dump.pickle").symlink_to(tmp_path / "victim")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda.memory, "_dump_snapshot", lambda path: open(path, "w").close())
+    memory_stats.dump(tmp_path / "dump.pickle")
+    assert not (tmp_path / "victim").exists() and (tmp_path / "dump.pickle").is_file()
 
 
 def test_damaged_lines_of_the_metrics_do_not_stop_a_resume(train, tmp_path):

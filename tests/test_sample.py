@@ -12,8 +12,9 @@ from data.chat import template
 from data.tokenizer import get_tokenizer
 from runtime import checkpoint, generate, memory_stats
 from runtime.generate import PrefixCache, RowText, generate_text
-from tests.published import CHATML, edit_config, publish_chat_model, smollm2
+from tests.published import CHATML, edit_config, publish, publish_chat_model, smollm2
 from tests.runs import FULL_DISK, run, wrapped
+from tests.test_tokenizer_files import write_hf_folder
 
 pytestmark = pytest.mark.usefixtures("plain_pytorch_on_one_core")
 LINE = "\n" + "-" * 80 + "\n"
@@ -98,13 +99,65 @@ def test_sampling_follows_its_settings_and_ends_before_a_stop_string(draw, monke
     assert asked == [([[256, 97, 256]] * 2, 12, 0.7, 3, 0.5, 0.1, [256])]  # special tokens in a prompt become tokens
 
 
+@pytest.mark.parametrize("stop, expected", [
+    (r"\n", "one"),
+    ("\n", "one"),
+    (["\n"], "one"),  # as Python writes it: ['\n'], which the shell leaves alone
+    (r"\n\t", "one\ntwo"),
+    (r"o\n", "one\ntw"),
+    (r"\\n", "one\ntwo\n\tthree"),
+    ([r"\n"], "one\ntwo\n\tthree"),  # ['\\n']
+    (r"\boxed", "one\ntwo\n\tthree" r"\nfour"),
+    ("\\", "one\ntwo\n\tthree"),
+    (["never", "\t"], "one\ntwo\n"),
+], ids=repr)  # fmt: skip
+def test_escapes_in_a_stop_string_are_those_of_a_shell_and_python(draw, monkeypatch, stop, expected):
+    text = "one\ntwo\n\tthree" r"\nfour\boxed"
+
+    def generate_ids(model, prompts, *_, **__):
+        yield from ([token] * len(prompts) for token in (*text.encode(), None))
+
+    monkeypatch.setattr(generate, "generate", generate_ids)
+    assert draw(prompt="a", stop=stop)[0] == f"a{expected}{LINE}"
+
+
+def test_a_prompt_that_begins_with_its_bos_gets_no_second_one(sample, tmp_path):
+    theirs = write_hf_folder(tmp_path / "hf", bos="<s>")
+    theirs.no_padding()
+    hf = publish(tmp_path / "hf", None, vocab_size=304, bos_token_id=1, eos_token_id=3)
+    settings = dict(out_dir=tmp_path / "hf", temperature=0, max_new_tokens=8)
+    ids = theirs.encode("the of").ids
+    assert ids[0] == 1 not in ids[1:]
+    expected = hf.generate(torch.tensor([ids]), max_new_tokens=8, do_sample=False)[0].tolist()
+    text = theirs.decode(expected, skip_special_tokens=True)
+    plain, said = sample(prompt="the of", **settings)
+    assert plain == text + LINE and not said
+    (tmp_path / "one.txt").write_text("<s>the of\n")
+    (tmp_path / "two.jsonl").write_text('{"prompt": "<s>the of"}\n{"prompt": "the of"}\n')
+    for prompts in ({"prompt": "<s>the of"}, {"prompt_file": tmp_path / "one.txt"}):
+        assert sample(**prompts, **settings, num_samples=2) == (2 * f"<s>{plain}", one_bos("<s>"))
+    assert sample(prompt_file=tmp_path / "two.jsonl", **settings) == (f"<s>{plain}{plain}", one_bos("<s>"))
+    assert sample(prompt="of <s>", **settings)[1] == "", "in the middle it is the user's"
+    assert sample(prompt="<s>", **settings) == ("<s>" + sample(prompt="", **settings)[0], one_bos("<s>"))
+
+
+def one_bos(bos):
+    return f"the prompt begins with {bos}: no second one is put before it\n"
+
+
+def test_a_prompt_that_begins_with_the_end_of_a_document_gets_no_second_one(draw):
+    plain, said = draw(temperature=0)
+    assert draw(prompt="<|endoftext|>def ", temperature=0) == (f"<|endoftext|>{plain}", one_bos("<|endoftext|>"))
+    assert not said
+
+
 def test_another_tokenizer_is_reported_or_refused_and_conversations_need_one(draw, sample, alone, tmp_path):
     publish_chat_model(tmp_path / "hf")
     larger = f"has 259 tokens, {alone}/step_000020 only 257: leave out --tokenizer, or name the model's own"
     assert larger in draw(tokenizer=tmp_path / "hf")[1]
     text, said = sample(out_dir=tmp_path / "hf", tokenizer="bytes")
     assert f"{tmp_path}/hf was trained on tokenizer.json-" in said and "tokens, not on bytes: unless" in said
-    assert text.startswith("def ") and not draw(tokenizer="bytes")[1]
+    assert text.startswith("def ") and draw(tokenizer="bytes") == draw(), "its prompts follow a document, too"
     (tmp_path / "hf/tokenizer_config.json").unlink()
     (tmp_path / "hf/chat_template.jinja").unlink(missing_ok=True)
     said = sample("hello\n", out_dir=tmp_path / "hf", chat=True)[1]

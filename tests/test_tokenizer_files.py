@@ -14,6 +14,7 @@ import tiktoken
 import tokenizers
 import transformers
 
+from data.chat.template import render
 from data.text.prepare import prepare as text_prepare
 from data.tiktoken_files import DOWNLOADS, LLAMA3_PATTERN, OPENAI
 from data.tokenizer import Tiktoken, get_tokenizer, published_name, tokenizer_of
@@ -98,7 +99,8 @@ def test_generation_config_says_where_a_model_stops_and_a_file_holds_the_templat
     write_hf_folder(tmp_path / "hf", chat_template=templates)
     (tmp_path / "hf/config.json").write_text('{"eos_token_id": 7}')
     tokenizer = get_tokenizer(tmp_path / "hf")
-    assert (tokenizer.eos, tokenizer.chat_template) == ([3, 7, 0], "one")
+    assert tokenizer.eos == [3, 7, 0]
+    assert [render([], tokenizer.chat_template, "", "", tools=tools) for tools in ([], [{}])] == ["one", "two"]
     (tmp_path / "hf/generation_config.json").write_text('{"eos_token_id": [2, 3]}')
     (tmp_path / "hf/chat_template.jinja").write_text("é")
     tokenizer = get_tokenizer(tmp_path / "hf")

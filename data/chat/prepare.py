@@ -3,9 +3,20 @@
     python data/chat/prepare.py --input chats.jsonl --tokenizer Llama-3.2-1B
     python data/chat/prepare.py --input chats.jsonl --tokenizer SmolLM2-135M --template mine.jinja --out data/mine
 
-A line of the input is a conversation, {"messages": [{"role": "user", "content": "..."}, {"role": "assistant", ...}]},
-or {"prompt": "...", "completion": "..."}. Answers with "weight": 0 are not learned. Tools, a list beside the messages,
-and tool_calls of answers need a template that supports them.
+A line of the input is a conversation in one of these formats:
+
+    {"messages": [{"role": "user", "content": "..."}, {"role": "assistant", "content": "..."}]}   as OpenAI's
+    {"prompt": "...", "completion": "..."}                                                        as TRL's
+    {"prompt": [messages], "completion": [messages]}                                              as TRL's
+    {"conversations": [{"from": "human", "value": "..."}, {"from": "gpt", "value": "..."}]}       ShareGPT
+    {"instruction": "...", "input": "...", "output": "..."}                                       Alpaca
+
+Beside these keys may stand `tools` and `system`; data/chat/formats.py has the details. Alpaca's question is the
+instruction, a line break and the input, as LLaMA-Factory documents it; `history` holds earlier pairs. A content may be
+a list of text parts. Not learned are the messages of a prompt, and answers whose weight, train, training, trainable,
+loss_mask or loss is 0 or false. Tools and tool_calls need a template that supports them. What was recognised is
+printed. A row in none of these formats is refused.
+
 Makes train.bin, train.mask, val.bin, val.mask and meta.json in --out (this folder by default). The text is
 rendered by --template, else by the tokenizer's chat template, else by Llama 3's; sample.py --chat and transformers find
 it in the checkpoints. All copies of a conversation go to the same split.
@@ -18,7 +29,8 @@ from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
-from data.chat.template import encode_answers, encode_conversation, render_answers, template_of
+from data.chat.formats import Seen, read_row
+from data.chat.template import encode_answers, encode_conversation, names_read, render_answers, template_of
 from data.files import display_path, say
 from data.rows import Bad, Unreadable, head_of, kind_of, open_input, read_rows
 from data.text.prepare import split
@@ -49,51 +61,31 @@ def read_conversations(files: list[Path], bad: Bad) -> Iterator[tuple[str, Any]]
             bad(str(error))
 
 
-def render_rows(rows: Iterable[tuple[str, Any]], tokenizer: Tokenizer, bad: Callable[[str], None]) -> Iterator[str]:
-    """The text of each conversation, with marks around its answers."""
+def render_rows(
+    rows: Iterable[tuple[str, Any]], tokenizer: Tokenizer, bad: Callable[[str], None], seen: Seen
+) -> Iterator[str]:
+    """The text of each conversation, with marks around its answers. seen: counts what was recognised."""
     for where, row in rows:
         try:
-            yield render_answers(tokenizer, messages_of(row), row.get("tools"))
+            conversation = read_row(row)
+            text = render_answers(tokenizer, conversation.messages, conversation.tools)
         except ValueError as error:
             bad(f"{where}: {error}")
-
-
-def messages_of(row) -> list[dict]:
-    """The messages of a row. ValueError if there are none, or they or its tools are malformed."""
-    if isinstance(row, dict) and "messages" in row:
-        messages = row["messages"]
-    elif isinstance(row, dict) and {"prompt", "completion"} <= row.keys():
-        sides = (("user", row["prompt"]), ("assistant", row["completion"]))
-        messages = [{"role": role, "content": content} for role, content in sides]
-    else:
-        found = f"an object with {', '.join(row)}" if isinstance(row, dict) else f"a {type(row).__name__}"
-        raise ValueError(f"found {found}, expected an object with messages, or with prompt and completion")
-    if not isinstance(row.get("tools") or [], list):
-        raise ValueError("tools is not a list")
-    if not isinstance(messages, list) or not messages:
-        raise ValueError("messages is not a list of messages, or is empty")
-    return [checked(message, i) for i, message in enumerate(messages, start=1)]
-
-
-def checked(message, i: int) -> dict:
-    if not isinstance(message, dict) or not isinstance(message.get("role"), str):
-        raise ValueError(f"message {i} is not an object with a role, as in {{'role': 'user', 'content': 'hello'}}")
-    if message.get("weight") not in (None, 0, 1):
-        raise ValueError(f"message {i} has weight {message['weight']!r:.40}, expected 0 or 1")
-    if message.get("tool_calls") and message.get("content") is None:
-        message = message | {"content": ""}
-    if not isinstance(message.get("content"), str):
-        raise ValueError(f"message {i} has {message.get('content')!r:.40} as content, expected a string")
-    return message
+        except RecursionError:
+            bad(f"{where} is nested too deeply")
+        else:
+            seen.add(conversation, names_read(template_of(tokenizer)))
+            yield text
 
 
 def end_of_turn(tokenizer: Tokenizer) -> int:
     """The id that ends an answer. ValueError if it is not a special token: generation could not stop there."""
     example = [{"role": "user", "content": "Hello."}, {"role": "assistant", "content": "Hello."}]
     ids, is_target = encode_answers(tokenizer, render_answers(tokenizer, example))
-    end = next((token for token, target in zip(ids[::-1], is_target[::-1], strict=True) if target), None)
-    if end is None:
+    learned = [token for token, target in zip(ids, is_target, strict=True) if target]
+    if not learned:
         raise ValueError("the chat template does not write the answers")
+    end = next((token for token in learned[::-1] if tokenizer.decode([token]).strip()), learned[-1])
     if tokenizer.decode([end]) not in tokenizer.special_tokens:
         raise ValueError("the chat template does not end answers with a special token: generation could not stop there")
     return end
@@ -117,18 +109,25 @@ def prepare(
         found.chat_template = template.read_text(encoding="utf-8")
     found.chat_template = template_of(found)
     found.files = found.files | {"chat_template.jinja": found.chat_template.encode()}
-    end, bad = end_of_turn(found), Bad(errors)
-    meta = write_dataset(
-        folder,
-        split(render_rows(read_conversations(inputs, bad), found, bad), val_fraction),
-        found,
-        {"eos": list(dict.fromkeys([end, *found.eos])), "script": "data/chat/prepare.py"},
-        workers=workers,
-        progress=Progress(None, "documents"),
-        encode=encode_conversation,
-    )
-    bad.report()
+    end = end_of_turn(found)
+    bad = Bad(errors)
+    seen = Seen()
+    texts = render_rows(read_conversations(inputs, bad), found, bad, seen)
+    try:
+        meta = write_dataset(
+            folder,
+            split(texts, val_fraction),
+            found,
+            {"eos": list(dict.fromkeys([end, *found.eos])), "script": "data/chat/prepare.py"},
+            workers=workers,
+            progress=Progress(None, "documents"),
+            encode=encode_conversation,
+        )
+    finally:
+        bad.report()  # also where it leaves nothing to write
     print_summary(folder, meta)
+    for sentence in seen.sentences():
+        say(sentence)
     share = meta["train_targets"] / meta["train_tokens"]
     say(f"{share:.1%} of the training tokens are learned: the answers")
     return meta

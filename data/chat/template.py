@@ -14,8 +14,10 @@ transformers provides: https://huggingface.co/docs/transformers/chat_templating_
 import functools
 import json
 import re
+from collections.abc import Callable
 from datetime import datetime
 
+from data.chat.formats import REASONING
 from data.tokens import IS_TARGET, OPENS
 from data.vocabulary import Tokenizer, beginnings
 
@@ -33,6 +35,8 @@ LLAMA3_TEMPLATE = """\
 # Marks in a rendered text: Unicode noncharacters, which no text may contain.
 BREAK = "\ufdd0"  # inside a special token that a message spells out, so that it stays text
 ANSWER, ANSWER_END = "\ufdd1", "\ufdd2"  # around the text to learn
+MARKS = re.compile(f"[{ANSWER}{ANSWER_END}]")
+ANSWER_BLOCK = re.compile(f"{ANSWER}([^{ANSWER_END}]*){ANSWER_END}")
 
 
 def template_of(tokenizer: Tokenizer) -> str:
@@ -45,43 +49,121 @@ def template_of(tokenizer: Tokenizer) -> str:
     return LLAMA3_TEMPLATE if tokenizer.chat_template is None else tokenizer.chat_template
 
 
-def render(messages: list[dict], template: str, bos: str, eos: str, add_generation_prompt=False, tools=None) -> str:
-    """The text of messages, each with a role and a content.
+def render(
+    messages: list[dict], template: str, bos: str, eos: str, add_generation_prompt=False, tools=None, keep_answers=False
+) -> str:
+    """The text of messages that as_read gives.
 
     template: Jinja source. bos, eos: the special tokens as the tokenizer spells them, "" if it has none.
     add_generation_prompt: the text ends where the assistant's answer begins. tools: JSON schemas of what the
-    assistant may call. ValueError if the template is broken or refuses the messages.
+    assistant may call. keep_answers: with ANSWER and ANSWER_END where the template marks answers itself. ValueError if
+    the template is broken or refuses the messages.
     """
     variables = {"messages": messages, "bos_token": bos, "eos_token": eos}
     # transformers always defines tools and documents: templates compare them with none.
     variables |= {"add_generation_prompt": add_generation_prompt, "tools": tools or None, "documents": None}
     try:
-        return compile_template(template).render(variables)
+        text = compile_template(template).render(variables)
+        return text if keep_answers else MARKS.sub("", text)
     except ImportError as error:
         raise ImportError(f"a chat template needs Jinja ({error}): pip install jinja2") from error
     except Exception as error:  # a third-party program may raise anything
         said = str(error) or type(error).__name__
-        raise ValueError(f"the chat template cannot write this conversation: {said}") from error
+        raise ValueError(f"the chat template cannot write this conversation: {said:.200}") from error
+
+
+class Arguments(dict):
+    """The arguments of a tool call that came as JSON text: an object, and that text where a template writes it as one.
+
+    Most templates write the object with tojson; some add the text to others.
+    """
+
+    def __init__(self, parsed: dict, text: str):
+        super().__init__(parsed)
+        self._text = text
+
+    def __str__(self) -> str:
+        return self._text
+
+    def __add__(self, other: str) -> str:
+        return self._text + other
+
+    def __radd__(self, other: str) -> str:
+        return other + self._text
+
+
+def as_read(message: dict, template: str) -> dict:
+    """A message as transformers gives it to a template: no key is null, reasoning has every name that templates read.
+
+    And arguments that are JSON text, as in OpenAI's format, are an object.
+    """
+    message = {name: value for name, value in message.items() if value is not None}
+    if "tool_calls" in message:
+        message["tool_calls"] = [parse_arguments(call) for call in message["tool_calls"]]
+    given = [message[name] for name in REASONING if name in message]
+    if given:
+        message = {"thinking": given[0], **message, "reasoning_content": given[0]}  # as in transformers
+        if re.search(r"\breasoning\b", template):
+            message.setdefault("reasoning", given[0])
+    return message
+
+
+def parse_arguments(call: dict) -> dict:
+    function = call.get("function", call)
+    text = function.get("arguments")
+    if not isinstance(text, str):
+        return call
+    function = function | {"arguments": Arguments(json.loads(text), text)}
+    return call | {"function": function} if "function" in call else function
 
 
 @functools.lru_cache(maxsize=8)
 def compile_template(template: str):
-    from jinja2 import TemplateError, TemplateSyntaxError
-    from jinja2.ext import loopcontrols
+    from jinja2 import TemplateSyntaxError
+
+    try:
+        return make_environment().from_string(template)
+    except TemplateSyntaxError as error:
+        raise ValueError(f"its line {error.lineno} is not valid Jinja ({error.message})") from None
+
+
+@functools.lru_cache(maxsize=8)
+def names_read(template: str) -> frozenset[str]:
+    """What a template reads of messages and tools: each name in message.name, message['name'] and 'name' in message."""
+    from jinja2 import nodes
+
+    tree = make_environment().parse(template)
+    attributes = {node.attr for node in tree.find_all(nodes.Getattr)}
+    return frozenset(attributes | {node.value for node in tree.find_all(nodes.Const) if isinstance(node.value, str)})
+
+
+def make_environment():
+    from jinja2 import TemplateError, nodes
+    from jinja2.ext import Extension, loopcontrols
     from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+    class Generation(Extension):
+        """{% generation %} ... {% endgeneration %}: a template's own marks around answers, as in transformers."""
+
+        tags = {"generation"}
+
+        def parse(self, parser):
+            line = next(parser.stream).lineno
+            body = parser.parse_statements(["name:endgeneration"], drop_needle=True)
+            return nodes.CallBlock(self.call_method("mark"), [], [], body).set_lineno(line)
+
+        def mark(self, caller) -> str:
+            return ANSWER + caller() + ANSWER_END
 
     def raise_exception(message):
         raise TemplateError(message)
 
-    environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols])
+    extensions = [loopcontrols, Generation]
+    environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=extensions)
     environment.filters["tojson"] = functools.partial(json.dumps, ensure_ascii=False)  # Jinja's own escapes HTML
     environment.globals["raise_exception"] = raise_exception
     environment.globals["strftime_now"] = lambda format: datetime.now().strftime(format)
-    # {% generation %} ... {% endgeneration %} marks answers for transformers. Here it has no effect.
-    try:
-        return environment.from_string(re.sub(r"({%[-+]?\s*(?:end)?)generation\b", r"\1with", template))
-    except TemplateSyntaxError as error:
-        raise ValueError(f"its line {error.lineno} is not valid Jinja ({error.message})") from None
+    return environment
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -96,16 +178,69 @@ def encode_prompt(tokenizer: Tokenizer, messages: list[dict]) -> list[int]:
 def render_answers(tokenizer: Tokenizer, messages: list[dict], tools: list[dict] | None = None) -> str:
     """The text of a conversation, for encode_answers: with marks around the assistant's answers and their ends of turn.
 
-    An answer is what its message adds to the text of the prompt before it. ValueError if there is none, or if the
-    template writes a message differently when others follow (as templates that drop earlier thoughts do).
+    A template may mark them with {% generation %}; else an answer is what its message adds to the prompt before it.
+    ValueError if there is no answer to learn, or if the template does not write what the conversation has.
     """
     rendered = functools.partial(render_marked, tokenizer, tools=tools)
-    text, done, marked = rendered(messages), 0, []
-    if tools and text == render_marked(tokenizer, messages):
+    messages = with_content(tokenizer, messages, tools)
+    marked = rendered(messages, keep_answers=True)
+    text = MARKS.sub("", marked)
+    if tools and not writes_tools(tokenizer, messages, text):
         raise ValueError("it has tools, which the chat template does not write")
-    for i, message in enumerate(messages):
-        if message["role"] != "assistant" or message.get("weight") == 0:
-            continue
+    learned = [i for i, message in enumerate(messages) if message["role"] == "assistant" and message.get("weight") != 0]
+    if not learned:
+        raise ValueError(f"there is no answer to learn: {why_none(messages):.100}")
+    for i in learned:
+        require_written(rendered, messages, i)
+    if marked != text:
+        return marked_by_template(marked, messages)
+    return marked_by_prompts(text, rendered, messages, learned)
+
+
+def why_none(messages: list[dict]) -> str:
+    roles = [message["role"] for message in messages]
+    if "assistant" in roles:
+        return "each has weight 0, or a flag that means the same"
+    return "no role is assistant, but " + ", ".join(roles)
+
+
+def require_written(rendered: Callable, messages: list[dict], i: int) -> None:
+    """ValueError if the template writes no tool calls in this answer that has some, or nothing in an empty one."""
+    message = messages[i]
+    alone = {"role": "assistant", "content": message.get("content", "")}
+    if message.get("tool_calls"):
+        fault = "has tool calls, which the chat template does not write"
+    elif not alone["content"].strip():
+        fault = "is an empty answer, as the chat template writes it"
+    else:
+        return
+    if rendered(messages[: i + 1]) == rendered([*messages[:i], alone]):
+        raise ValueError(f"message {i + 1} {fault}")
+
+
+def marked_by_template(marked: str, messages: list[dict]) -> str:
+    """The text with the template's own marks, except those around answers of weight 0."""
+    answers = [message for message in messages if message["role"] == "assistant"]
+    if all(message.get("weight") != 0 for message in answers):
+        return marked
+    n_blocks = marked.count(ANSWER)
+    if n_blocks != len(answers):
+        raise ValueError(
+            f"the chat template marks {n_blocks} texts in {len(answers)} answers, so that those of weight 0 cannot be "
+            "told from the others: put each answer at the end of a conversation of its own"
+        )
+    weights = iter(message.get("weight") for message in answers)
+    return ANSWER_BLOCK.sub(lambda block: block[1] if next(weights) == 0 else block[0], marked)
+
+
+def marked_by_prompts(text: str, rendered: Callable, messages: list[dict], learned: list[int]) -> str:
+    """The text with marks around what each message to learn adds to the text of the prompt before it.
+
+    ValueError if the template writes a message differently when others follow, as templates do that drop old thoughts.
+    """
+    done = 0
+    parts = []
+    for i in learned:
         prompt = rendered(messages[:i], add_generation_prompt=True)
         upto = rendered(messages[: i + 1]).rstrip()  # a newline may follow the end of turn
         if not (upto.startswith(prompt) and text.startswith(upto) and len(prompt) >= done):
@@ -115,18 +250,28 @@ def render_answers(tokenizer: Tokenizer, messages: list[dict], tools: list[dict]
                 f"the chat template writes message {i + 1} differently when it is to be answered, or when others "
                 "follow: put each answer at the end of a conversation of its own"
             )
-        alone = {"role": "assistant", "content": message["content"]}
-        fault = "" if message["content"].strip() else "is an empty answer, as the chat template writes it"
-        fault = "has tool calls, which the chat template does not write" if message.get("tool_calls") else fault
-        if fault and upto == rendered([*messages[:i], alone]).rstrip():
-            raise ValueError(f"message {i + 1} {fault}")
-        marked += [text[done : len(prompt)], ANSWER, upto[len(prompt) :], ANSWER_END]
+        parts += [text[done : len(prompt)], ANSWER, upto[len(prompt) :], ANSWER_END]
         done = len(upto)
-    if not marked:
-        roles = [message["role"] for message in messages]
-        why = "each has weight 0" if "assistant" in roles else f"no role is assistant, but {', '.join(roles)}"
-        raise ValueError(f"there is no answer to learn: {why}")
-    return "".join([*marked, text[done:]])
+    return "".join([*parts, text[done:]])
+
+
+def writes_tools(tokenizer: Tokenizer, messages: list[dict], text: str) -> bool:
+    """Whether these messages render differently from `text` without tools."""
+    try:
+        return render_marked(tokenizer, messages) != text
+    except ValueError:  # the template needs tools
+        return True
+
+
+def with_content(tokenizer: Tokenizer, messages: list[dict], tools: list[dict] | None) -> list[dict]:
+    """The messages, with an empty content where there is none if the template fails without."""
+    if all("content" in message for message in messages):
+        return messages
+    try:
+        render_marked(tokenizer, messages, tools=tools)
+        return messages
+    except ValueError:
+        return [{"content": ""} | message for message in messages]
 
 
 def encode_answers(tokenizer: Tokenizer, text: str) -> tuple[list[int], list[bool]]:
@@ -135,7 +280,7 @@ def encode_answers(tokenizer: Tokenizer, text: str) -> tuple[list[int], list[boo
     A prompt gets the same ids as when it is encoded alone, as sample.py does.
     """
     ids, is_target, context = [], [], ""
-    for i, part in enumerate(re.split(f"[{ANSWER}{ANSWER_END}]", text)):
+    for i, part in enumerate(MARKS.split(text)):
         # ids may depend on the text before them, but only back to the last special token
         before, both = encode(tokenizer, context), encode(tokenizer, context + part)
         continues = both[: len(before)] == before == ids[len(ids) - len(before) :]
@@ -146,17 +291,21 @@ def encode_answers(tokenizer: Tokenizer, text: str) -> tuple[list[int], list[boo
     return ids, is_target
 
 
-def render_marked(tokenizer: Tokenizer, messages: list[dict], add_generation_prompt=False, tools=None) -> str:
+def render_marked(
+    tokenizer: Tokenizer, messages: list[dict], add_generation_prompt=False, tools=None, **options
+) -> str:
     """Render messages in the tokenizer's template, with BREAK inside special tokens that they spell out."""
-    bos, eos = tokenizer.bos_token, tokenizer.eos_token
-    messages, tools = broken(messages, tokenizer), broken(tools, tokenizer)
-    return render(messages, template_of(tokenizer), bos, eos, add_generation_prompt, tools)
+    template = template_of(tokenizer)
+    messages = broken([as_read(message, template) for message in messages], tokenizer)
+    tools = broken(tools, tokenizer)
+    return render(messages, template, tokenizer.bos_token, tokenizer.eos_token, add_generation_prompt, tools, **options)
 
 
 def broken(value, tokenizer: Tokenizer):
     """A message, or a value in it, with BREAK inside the special tokens that it spells out."""
     if isinstance(value, dict):
-        return {name: broken(each, tokenizer) for name, each in value.items()}
+        marked = {broken(name, tokenizer): broken(each, tokenizer) for name, each in value.items()}
+        return Arguments(marked, broken(str(value), tokenizer)) if isinstance(value, Arguments) else marked
     if isinstance(value, list):
         return [broken(each, tokenizer) for each in value]
     if not isinstance(value, str):

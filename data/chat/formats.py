@@ -1,0 +1,254 @@
+"""The formats of conversations that people share, and the one that the rest of nanocria reads.
+
+    conversation = read_row({"conversations": [{"from": "human", "value": "Hi"}, {"from": "gpt", "value": "Hello"}]})
+    conversation.format    # "ShareGPT"
+    conversation.messages  # [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello"}]
+    conversation.tools     # None, or a list of JSON schemas
+
+A row is in exactly one format, which its keys tell (see FORMATS). Beside them it may have `tools`, a list or the JSON
+text of one, and `system`, used unless the conversation has a system message of its own. Keys that are null are absent,
+at every level: tables of rows are filled up with them. Only JSON in a string, as `arguments` may be, keeps its nulls.
+"""
+
+import json
+from collections import Counter
+from typing import Any, NamedTuple
+
+LEARN_FLAGS = ("weight", "train", "training", "trainable", "loss_mask", "loss")  # of a message; 0: it is not learned
+REASONING = ("reasoning_content", "thinking", "reasoning")  # names of what an assistant thought before its answer
+MEDIA = ("images", "videos", "audios")
+MOST_IGNORED = 100  # names of ignored keys that are counted
+SHAREGPT_ROLES = {
+    "human": "user", "user": "user", "gpt": "assistant", "chatgpt": "assistant", "assistant": "assistant",
+    "system": "system", "tool": "tool", "observation": "tool", "function_response": "tool",
+    "function_call": "assistant",
+}  # fmt: skip
+
+
+class Conversation(NamedTuple):
+    format: str
+    messages: list[dict]  # each with a role, most with a content; "weight": 0 if it is not to be learned
+    tools: list[dict] | None
+
+
+def read_row(row: Any) -> Conversation:
+    """The conversation in a row. ValueError if it fits no format, or more than one, or is malformed."""
+    if not isinstance(row, dict):
+        raise ValueError(f"found a {type(row).__name__}, expected {EXPECTED}")
+    row = without_nulls(row)
+    fitting = [name for name, (keys, _) in FORMATS.items() if row.keys() >= keys]
+    if not fitting:
+        raise ValueError(f"found an object with {', '.join(row) or 'nothing':.80}, expected {EXPECTED}")
+    if len(fitting) > 1:
+        raise ValueError(f"it fits several formats, {' and '.join(fitting)}: keep the keys of one")
+    require_text_to_learn(row)
+    [name] = fitting
+    messages = FORMATS[name][1](row)
+    messages = [checked(message, i) for i, message in enumerate(messages, start=1)]
+    if row.get("system") and not any(message["role"] == "system" for message in messages):
+        if not isinstance(row["system"], str):
+            raise ValueError(f"system is {row['system']!r:.40}, expected a text")
+        messages = [{"role": "system", "content": row["system"]}, *messages]
+    return Conversation(name, messages, tools_of(row))
+
+
+def without_nulls(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {name: without_nulls(each) for name, each in value.items() if each is not None}
+    if isinstance(value, list):
+        return [without_nulls(each) for each in value]
+    return value
+
+
+def require_text_to_learn(row: dict) -> None:
+    """ValueError for a row with pictures or sounds, or whose answer KTO's formats mark as a bad one."""
+    for name in MEDIA:
+        if row.get(name):
+            raise ValueError(f"it has {name}, but only text can be learned")
+    mark = "label" if "completion" in row else "kto_tag"  # TRL's name, LLaMA-Factory's
+    if row.get(mark) is False:
+        raise ValueError(f"its {mark} is false, which marks a bad answer: leave the row out")
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Formats
+
+
+def from_messages(row: dict) -> list:
+    return list_of_messages(row, "messages")
+
+
+def from_prompt_and_completion(row: dict) -> list:
+    """Two texts, or two lists of messages. As in TRL, an answer within the prompt is not learned."""
+    prompt = row["prompt"]
+    completion = row["completion"]
+    if isinstance(prompt, str) and isinstance(completion, str):
+        return [{"role": "user", "content": prompt}, {"role": "assistant", "content": completion}]
+    if isinstance(prompt, str) or isinstance(completion, str):
+        raise ValueError("one of prompt and completion is a text: both must be texts, or both lists of messages")
+    messages = [dict(each) if isinstance(each, dict) else each for each in list_of_messages(row, "prompt")]
+    for message in messages:
+        if isinstance(message, dict) and message.get("role") == "assistant":
+            message["weight"] = 0
+    return messages + list_of_messages(row, "completion")
+
+
+def from_sharegpt(row: dict) -> list:
+    """from and value, in the roles that LLaMA-Factory and axolotl document; or role and content, as axolotl has it."""
+    return [from_sharegpt_message(each, i) for i, each in enumerate(list_of_messages(row, "conversations"), start=1)]
+
+
+def from_sharegpt_message(message: Any, i: int) -> Any:
+    if not isinstance(message, dict) or "from" not in message:
+        return message
+    who = message["from"]
+    value = message.get("value")
+    if not isinstance(who, str) or who not in SHAREGPT_ROLES:
+        raise ValueError(f"message {i} is from {who!r:.40}, expected one of {', '.join(SHAREGPT_ROLES)}")
+    others = {name: each for name, each in message.items() if name not in ("from", "value")}
+    if who == "function_call":
+        calls = parse_json(value, list) or [parse_json(value, dict)]
+        if not all(isinstance(call, dict) and "name" in call for call in calls):
+            expected = 'expected the JSON text of {"name": ..., "arguments": {...}}, or of a list of these'
+            raise ValueError(f"message {i} has {value!r:.60} as its function call, {expected}")
+        return others | {"role": "assistant", "tool_calls": [{"type": "function", "function": each} for each in calls]}
+    return others | {"role": SHAREGPT_ROLES[who], "content": value}
+
+
+def from_alpaca(row: dict) -> list:
+    """As LLaMA-Factory documents it: the question is instruction and input, a newline between them, after `history`,
+    a list of [question, answer] whose answers are learned too.
+    """
+    history = row.get("history", [])
+    if not isinstance(history, list) or not all(isinstance(each, list) and len(each) == 2 for each in history):
+        raise ValueError(f"history is {history!r:.60}, expected a list of [question, answer]")
+    for name in ("instruction", "input"):
+        if not isinstance(row.get(name, ""), str):
+            raise ValueError(f"{name} is {row[name]!r:.40}, expected a text")
+    question = "\n".join(text for text in (row["instruction"], row.get("input")) if text)
+    pairs = [*history, [question, row["output"]]]
+    return [
+        {"role": role, "content": text}
+        for pair in pairs
+        for role, text in zip(("user", "assistant"), pair, strict=True)
+    ]
+
+
+FORMATS = {  # name: the keys that tell it, and its reader
+    "messages": ({"messages"}, from_messages),
+    "prompt and completion": ({"prompt", "completion"}, from_prompt_and_completion),
+    "ShareGPT": ({"conversations"}, from_sharegpt),
+    "Alpaca": ({"instruction", "output"}, from_alpaca),
+}
+EXPECTED = (
+    "an object with messages, or with prompt and completion, with conversations (ShareGPT), or with instruction and "
+    "output (Alpaca)"
+)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Messages and tools
+
+
+def list_of_messages(row: dict, name: str) -> list:
+    if not isinstance(row[name], list) or not row[name]:
+        raise ValueError(f"{name} is not a list of messages, or is empty")
+    return row[name]
+
+
+def checked(message: Any, i: int) -> dict:
+    """A message with its parts joined, and its flags as "weight": 0 or none. ValueError if it is malformed."""
+    if not isinstance(message, dict) or not isinstance(message.get("role"), str):
+        raise ValueError(f"message {i} is not an object with a role, as in {{'role': 'user', 'content': 'hello'}}")
+    for name in LEARN_FLAGS:
+        if message.get(name, 1) not in (0, 1):
+            raise ValueError(f"message {i} has {name} {message[name]!r:.40}, expected 0 or 1, false or true")
+    for name in REASONING:
+        if not isinstance(message.get(name, ""), str):
+            raise ValueError(f"message {i} has {message[name]!r:.40} as {name}, expected a text")
+    check_tool_calls(message, i)
+    is_learned = all(message.get(name, 1) for name in LEARN_FLAGS)
+    message = {name: value for name, value in message.items() if name not in LEARN_FLAGS}
+    if not is_learned:
+        message["weight"] = 0
+    if message.get("tool_calls") == []:  # some templates would read it as a call
+        del message["tool_calls"]
+    if "content" not in message and any(message.get(name) for name in ("tool_calls", *REASONING)):
+        return message
+    return message | {"content": text_of(message.get("content"), i)}
+
+
+def text_of(content: Any, i: int) -> str:
+    """A content's text: itself, or that of its parts, one after another."""
+    if isinstance(content, str):
+        return content
+    if not isinstance(content, list) or not content:
+        raise ValueError(f"message {i} has {content!r:.40} as content, expected a text or a list of text parts")
+    for part in content:
+        if not isinstance(part, dict) or part.get("type") != "text" or not isinstance(part.get("text"), str):
+            expected = "expected {'type': 'text', 'text': '...'}: only text can be learned"
+            raise ValueError(f"message {i} has {part!r:.60} as a part of its content, {expected}")
+    return "".join(part["text"] for part in content)
+
+
+def check_tool_calls(message: dict, i: int) -> None:
+    """ValueError unless tool_calls is a list of objects, and the arguments of each are an object or the text of one."""
+    calls = message.get("tool_calls", [])
+    if not isinstance(calls, list):
+        raise ValueError(f"message {i} has {calls!r:.40} as tool_calls, expected a list")
+    for call in calls:
+        function = call.get("function", call) if isinstance(call, dict) else None
+        if not isinstance(function, dict):
+            raise ValueError(f"message {i} has {call!r:.60} among its tool_calls, expected an object")
+        if "arguments" in function and parse_json(function["arguments"], dict) is None:
+            expected = "expected an object, or the JSON text of one"
+            raise ValueError(f"message {i} calls a tool with the arguments {function['arguments']!r:.60}, {expected}")
+
+
+def parse_json(value: Any, kind: type) -> Any:
+    """A value of this type, or the one that a string holds as JSON. None if it is neither."""
+    if isinstance(value, str):
+        try:
+            value = json.loads(value)
+        except ValueError:
+            return None
+    return value if isinstance(value, kind) else None
+
+
+def tools_of(row: dict) -> list[dict] | None:
+    if row.get("tools", "") in ("", []):
+        return None
+    tools = parse_json(row["tools"], list)
+    if tools is None or not all(isinstance(tool, dict) for tool in tools):
+        raise ValueError(f"tools is not a list of objects, or the JSON text of one, but {row['tools']!r:.60}")
+    return tools or None
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Counts
+
+
+class Seen:
+    """Counts the rows of each format, and the messages' keys that the chat template does not read."""
+
+    def __init__(self):
+        self.rows = Counter()
+        self.ignored = Counter()
+
+    def add(self, conversation: Conversation, names_read: set[str]) -> None:
+        """names_read: what the chat template reads of a message."""
+        self.rows[conversation.format] += 1
+        known = {"role", "content", "weight", *names_read}
+        if known.intersection(REASONING):
+            known.update(REASONING)
+        for message in conversation.messages:
+            for name in message.keys() - known:
+                if name in self.ignored or len(self.ignored) < MOST_IGNORED:
+                    self.ignored[name] += 1
+
+    def sentences(self) -> list[str]:
+        rows = ", ".join(f"{n:,} {'row' if n == 1 else 'rows'} of {name}" for name, n in self.rows.most_common())
+        if not self.ignored:
+            return [rows]
+        names = ", ".join(f"{name!r:.40} ({n:,})" for name, n in self.ignored.most_common(9))
+        return [rows, f"ignored keys of messages, which the chat template does not read: {names}"]
