@@ -4,8 +4,8 @@
     python bench.py run out/adamw out/muon             together, to out/loss.png
     python bench.py run out/adamw out/muon --out=muon.png
 
-The folders are train.py's out_dir, of finished or running runs. A run's label is its folder and the settings in which
-the runs differ. Tokens and hours count training, without evaluations and saves.
+The folders are train.py's out_dir, of finished or running runs, and their labels. Tokens and hours count training,
+without evaluations and saves.
 """
 
 from pathlib import Path
@@ -17,20 +17,6 @@ from runtime.loss_plot import Losses, draw_losses, read_losses, smoothed
 
 # settings
 out = ""  # the plot; default: loss.png in the run's folder, or out/loss.png for several
-
-ALWAYS_DIFFERENT = {"out_dir", "wandb_run_name"}
-
-
-def labelled(runs: list[Losses]) -> dict[str, Losses]:
-    """The runs by label: the folder, and the settings in which the runs with known settings differ."""
-    known = [run.settings for run in runs if run.settings]
-    names = [name for name in (known[0] if known else {}) if name not in ALWAYS_DIFFERENT]
-    names = [name for name in names if any(settings.get(name) != known[0][name] for settings in known)]
-    labels = {}
-    for run in runs:
-        settings = [f"{name}={run.settings[name]}" for name in names if name in run.settings]
-        labels[", ".join([str(run.folder), *settings])] = run
-    return labels
 
 
 def loss_table(runs: dict[str, Losses]) -> str:
@@ -53,7 +39,7 @@ def main(argv: list[str]) -> None:
     if not folders:
         raise SettingError("usage: python bench.py run FOLDER... [--out=PLOT.png]")
     try:
-        runs = labelled([read_losses(path) for path in folders])
+        runs = {str(path): read_losses(path) for path in folders}
         print(loss_table(runs))
         s.out.parent.mkdir(parents=True, exist_ok=True)
         draw_losses(runs, s.out)

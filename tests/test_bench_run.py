@@ -27,7 +27,7 @@ def leave_run(folder, losses, every=10, settings=None, **summary):
     return folder
 
 
-def test_runs_are_compared_by_their_differing_settings_and_plotted(tmp_path, monkeypatch, capsys):
+def test_runs_are_tabulated_and_plotted_together(tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("HOME", str(tmp_path))
     first = leave_run(tmp_path / "a", [4.0, 3.0], settings={"optimizer": "adamw", "out_dir": "a"}, bits_per_byte=1.25)
     other = leave_run(tmp_path / "b", [4.0, 2.0, 2.5], settings={"optimizer": "muon", "out_dir": "b"})
@@ -37,8 +37,8 @@ def test_runs_are_compared_by_their_differing_settings_and_plotted(tmp_path, mon
     bench.main(["run", *map(str, sorted(tmp_path.glob("*"))), "--out=~/new/both.png"])
     _, _, *rows, drawn = capsys.readouterr().out.splitlines()
     assert rows == [
-        f"| {first}, optimizer=adamw | 20 | 20,000 | 10.00 | 3.0000 | 3.5000 | 3.5000 | 1.250 |",
-        f"| {other}, optimizer=muon | 30 | 30,000 | 15.00 | 2.5000 | 3.0000 | 3.0000 | - |",
+        f"| {first} | 20 | 20,000 | 10.00 | 3.0000 | 3.5000 | 3.5000 | 1.250 |",
+        f"| {other} | 30 | 30,000 | 15.00 | 2.5000 | 3.0000 | 3.0000 | - |",
         f"| {going} | 10 | 10,000 | 5.00 | 5.0000 | 5.5000 | 5.5000 | - |",
     ]
     assert drawn == f"drawn: {out}" and out.stat().st_size > 10_000
